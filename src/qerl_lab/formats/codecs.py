@@ -1,0 +1,87 @@
+"""The contract of a weight format, and how one is found by name.
+
+A format is one module of this package; the module itself is the codec. To add one, write the module: nothing else
+changes, `names()` finds it by the line `NAME: str = "..."` that every codec has.
+"""
+
+import importlib
+import re
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
+
+# Far above any weight, and low enough that nothing overflows float32: not rounding up to the nearest code, not the sum
+# of 2**27 block maxima that NF4's double quantization takes.
+LIMIT = 2.0**100
+
+
+class Codec(Protocol):
+    """What a module `qerl_lab.formats.<name>` exposes. Packed tensors are keyed by their names in a checkpoint."""
+
+    NAME: str
+    BLOCK: int | None  # elements that share one scale; None: a dense format, nothing is packed
+    QUANT_METHOD: str | None  # `quant_method` of a Hugging Face `quantization_config`
+
+    def bits_per_weight(self, **options: Any) -> float:
+        """Stored bits per weight, scales included, per-tensor constants (at most 2 KiB) left out."""
+
+    def shared_options(self, weights: Sequence[Tensor]) -> dict[str, Any]:
+        """Options of `quantize` that all parts of a fused layer (q/k/v, gate/up) must have in common."""
+
+    def quantize(self, weight: Tensor, *, name: str = "weight", **options: Any) -> dict[str, Tensor]:
+        """Pack `weight[N, K]`. Raises ValueError, naming `name`, for what the format cannot hold."""
+
+    def dequantize(self, packed: dict[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        """The weight `[N, K]` that `packed` stands for, rounded once to `dtype`."""
+
+    def unscaled(
+        self, packed: dict[str, Tensor], shape: tuple[int, int], dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor | None]:
+        """`(W', alpha)` with W = alpha * W'; alpha is float32 `[1]`, to be applied after the product, or None for 1."""
+
+
+@cache
+def names() -> tuple[str, ...]:
+    """The formats there are, sorted; found by reading the files, so that none is imported."""
+    files = Path(__file__).parent.glob("*.py")
+    return tuple(sorted(f.stem for f in files if re.search(r"^NAME: str = ", f.read_text("utf-8"), re.MULTILINE)))
+
+
+@cache
+def codec(name: str) -> Codec:
+    """The codec called `name`. Raises ValueError for an unknown name."""
+    if name not in names():
+        raise ValueError(f"unknown weight format {name!r}; allowed: {', '.join(names())}")
+    return cast(Codec, importlib.import_module(f"qerl_lab.formats.{name}"))
+
+
+def check_weight(weight: Tensor, *, name: str, format_name: str, block: int = 1) -> Tensor:
+    """`weight[N, K]` detached, contiguous, in float32 or bfloat16 (float16 is widened, which is exact).
+
+    Raises ValueError, naming the tensor, if it is not a matrix of floats, if K is not a multiple of `block`, or if a
+    value is NaN, infinite or at least 2**100 in magnitude.
+    """
+    if weight.ndim != 2 or weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(
+            f"{name}: {format_name} packs a matrix [N, K] in float32, bfloat16 or float16, "
+            f"got shape {list(weight.shape)} in {weight.dtype}"
+        )
+    columns = weight.shape[1]
+    if columns % block:
+        raise ValueError(
+            f"{name}: K={columns} is not divisible by {block}, the block of {format_name}; "
+            f"allowed: multiples of {block}. Leave this layer out (ignore) or choose a format with another block"
+        )
+    weight = weight.detach()
+    bad = ~(weight.abs() < LIMIT)  # NaN compares false
+    if bad.any():
+        row, column = bad.nonzero()[0].tolist()
+        raise ValueError(
+            f"{name}: {int(bad.sum())} values that {format_name} cannot hold, the first {weight[row, column].item()} "
+            f"at [{row}, {column}]; allowed: finite values below 2**100"
+        )
+    return (weight.float() if weight.dtype is torch.float16 else weight).contiguous()

@@ -1,0 +1,272 @@
+"""A Linear whose frozen weight is packed, and the step that puts it into a model."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from qerl_lab.formats.codecs import codec
+
+COMPUTE_DTYPES = (torch.float32, torch.bfloat16)  # sums over W' of NVFP4 (up to 2688) overflow float16
+
+# Layers that engines fuse into one, and that must therefore agree on the scale of the tensor.
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+class WeightBytes(NamedTuple):
+    """`linears`: the weights in the format, without biases. `total`: every parameter and buffer of the model."""
+
+    linears: int
+    total: int
+
+
+class PackedLinear(nn.Linear):
+    """y = alpha * (x @ W'^T) + bias, with `(W', alpha)` unpacked from buffers at each call.
+
+    Being an `nn.Linear` it takes LoRA from PEFT like any other. The packed tensors are buffers with the names of a
+    checkpoint (in attribute names "." becomes "__"); they keep their dtypes when the model changes its own. The
+    backward pass unpacks again instead of saving a dense weight. With `dense_cache` (CPU only) the unpacked weight is
+    kept between calls, outside of the state dict; the result is the same, bit for bit.
+    """
+
+    def __init__(
+        self,
+        weight_format: str,
+        packed: Mapping[str, Tensor],
+        shape: tuple[int, int],
+        *,
+        compute_dtype: torch.dtype,
+        bias: Tensor | None = None,
+        dense_cache: bool = False,
+    ) -> None:
+        """`shape` is (out_features, in_features). Raises ValueError for another dtype or a cache on an accelerator."""
+        nn.Module.__init__(self)  # nn.Linear's own would allocate the dense weight
+        self.out_features, self.in_features = shape
+        self.weight_format = weight_format
+        self.compute_dtype = _checked_dtype(compute_dtype)
+        self.dense_cache = dense_cache
+        self.bias = None if bias is None else nn.Parameter(bias.detach().clone(), requires_grad=False)
+        self._packed_names = tuple(packed)
+        self._dense: dict[torch.dtype, tuple[Tensor, Tensor | None]] = {}
+        for name, tensor in packed.items():
+            _check_cache_device(dense_cache, tensor.device)
+            # Not register_buffer: bitsandbytes calls its packed tensor `weight`, which is a property here.
+            self._buffers[_attribute(name)] = tensor
+
+    @classmethod
+    def from_linear(
+        cls, linear: nn.Linear, weight_format: str, *, name: str = "weight", dense_cache: bool = False, **options: Any
+    ) -> Self:
+        """Quantize `linear`; it computes in the dtype of its weight. `options` go to the codec's `quantize`."""
+        packed = codec(weight_format).quantize(linear.weight, name=name, **options)
+        shape, dtype = (linear.out_features, linear.in_features), linear.weight.dtype
+        return cls(weight_format, packed, shape, compute_dtype=dtype, bias=linear.bias, dense_cache=dense_cache)
+
+    @property
+    def weight(self) -> Tensor:
+        """The packed codes. PEFT reads the device here, and the dtype of the adapter from `compute_dtype`."""
+        return self._buffers[_attribute(self._packed_names[0])]
+
+    def packed(self) -> dict[str, Tensor]:
+        """The packed tensors by their names in a checkpoint."""
+        return {name: self._buffers[_attribute(name)] for name in self._packed_names}
+
+    def packed_bytes(self) -> int:
+        """Bytes of the packed tensors: bias and dense cache not counted."""
+        return sum(tensor.nbytes for tensor in self.packed().values())
+
+    def unscaled(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        """`(W'[N, K], alpha)` in `dtype`, see the codec."""
+        if dtype in self._dense:
+            return self._dense[dtype]
+        shape = (self.out_features, self.in_features)
+        dense = codec(self.weight_format).unscaled(self.packed(), shape, _checked_dtype(dtype))
+        if self.dense_cache:
+            self._dense[dtype] = dense
+        return dense
+
+    def forward(self, input: Tensor) -> Tensor:
+        """`[..., K]` to `[..., N]`, in the dtype of autocast if that is on, else computed in `compute_dtype` and
+        returned in the dtype of `input`."""
+        device = input.device.type
+        autocast = torch.is_autocast_enabled(device)
+        dtype = torch.get_autocast_dtype(device) if autocast else self.compute_dtype
+        bias = None if self.bias is None else self.bias.to(dtype)
+        output = _PackedProduct.apply(input.to(dtype), bias, self)
+        return output if autocast else output.to(input.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, weight_format={self.weight_format}, dense_cache={self.dense_cache}"
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Move with the model. Of a change of dtype only `compute_dtype` and the bias take part."""
+        probe = fn(torch.empty(1, dtype=self.compute_dtype, device=self.weight.device))
+        self.compute_dtype = _checked_dtype(probe.dtype)
+        _check_cache_device(self.dense_cache, probe.device)
+        self._dense.clear()
+        packed = self.packed().values()
+
+        def keep_dtype(tensor: Tensor) -> Tensor:
+            if any(tensor is other for other in packed):
+                return fn(tensor.view(torch.uint8)).view(tensor.dtype)  # bytes: no cast of floats touches them
+            return fn(tensor)
+
+        return super()._apply(keep_dtype, recurse)
+
+    def _save_to_state_dict(self, destination: dict[str, Tensor], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name in self._packed_names:
+            destination[prefix + name] = destination.pop(prefix + _attribute(name))
+
+    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
+        error_msgs: list[str] = args[-1]
+        for name, own in self.packed().items():
+            if (tensor := state_dict.pop(prefix + name, None)) is None:
+                continue  # reported as missing below
+            state_dict[prefix + _attribute(name)] = tensor
+            if tensor.dtype is not own.dtype:
+                error_msgs.append(f"dtype mismatch for {prefix}{name}: {tensor.dtype} given, {own.dtype} expected")
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        self._dense.clear()
+
+
+class _PackedProduct(torch.autograd.Function):
+    """x[..., K], bias[N] -> y[..., N] for the frozen packed weight of `layer`; x and bias are in one dtype.
+
+    Keeps the layer, not a tensor, for the backward pass.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, layer: PackedLinear) -> Tensor:
+        ctx.layer, ctx.dtype = layer, x.dtype
+        with torch.autocast(x.device.type, enabled=False):
+            weight, alpha = layer.unscaled(x.dtype)
+            if alpha is None:
+                return F.linear(x, weight, bias)
+            y = F.linear(x, weight)
+            # alpha, float32 [1], promotes the product; a scalar would be rounded to the dtype of y first
+            return (y * alpha if bias is None else torch.addcmul(bias, y, alpha)).to(x.dtype)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        grad_x = grad_bias = None
+        if ctx.needs_input_grad[0]:
+            with torch.autocast(grad_y.device.type, enabled=False):
+                weight, alpha = ctx.layer.unscaled(ctx.dtype)
+                grad_x = grad_y @ weight
+                grad_x = grad_x if alpha is None else (grad_x * alpha).to(ctx.dtype)
+        if ctx.needs_input_grad[1]:
+            grad_bias = grad_y.reshape(-1, grad_y.shape[-1]).sum(0)
+        return grad_x, grad_bias, None
+
+
+def pack_model(
+    model: nn.Module,
+    codec_name: str,
+    *,
+    ignore: Iterable[str] = ("lm_head",),
+    dense_cache: bool = False,
+    options: Mapping[str, Any] | None = None,
+) -> None:
+    """Freeze the Linears of a transformers causal LM in the format `codec_name`, in place.
+
+    Each becomes a `PackedLinear` in the dtype of its weight; under BF16 it stays an `nn.Linear` with rounded weights.
+    Left alone: a layer whose full name, or its end after a dot, is in `ignore`, and one that shares its weight with an
+    embedding. The parts of a fused layer get common options (NVFP4: one global scale). The dense weights of one layer
+    are dropped before the next is packed. Raises ValueError, naming the module, for a weight that the format cannot
+    hold (the layers before it are packed by then), and for a model that has adapters or is packed already.
+    """
+    if getattr(model, "peft_config", None) is not None:
+        raise ValueError("the model has adapters, whose matrices would be packed too: pack first, then add LoRA")
+    ignore = tuple(ignore)
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    names = []
+    for name, module in model.named_modules():
+        if isinstance(module, PackedLinear):
+            raise ValueError(f"{name} is packed as {module.weight_format} already: load the dense model again")
+        ignored = any(name == entry or name.endswith(f".{entry}") for entry in ignore)
+        if isinstance(module, nn.Linear) and not ignored and id(module.weight) not in embeddings:
+            names.append(name)
+    for group in _fused_groups(names):
+        _pack_group(model, group, codec_name, dense_cache, dict(options or {}))
+
+
+def weight_bytes(model: nn.Module) -> WeightBytes:
+    """Bytes that the formatted weights and the whole model take; dense caches are not counted."""
+    linears = 0
+    for module in model.modules():
+        if isinstance(module, PackedLinear):
+            linears += module.packed_bytes()
+        elif getattr(module, "weight_format", None) is not None:
+            linears += module.weight.nbytes
+    tensors = [*model.parameters(), *model.buffers()]
+    return WeightBytes(linears, sum(tensor.nbytes for tensor in tensors))
+
+
+def register_packed(lora_config: Any) -> None:
+    """Make a `peft.LoraConfig` put `PackedLoraLinear` on packed layers, so that a merge is refused.
+
+    Raises ValueError for an adapter whose initialization reads the dense weight (PiSSA, OLoRA, LoftQ and their like).
+    """
+    from qerl_lab.formats.lora import INITIALIZATIONS, PackedLoraLinear
+
+    if lora_config.init_lora_weights not in INITIALIZATIONS:
+        raise ValueError(
+            f"init_lora_weights={lora_config.init_lora_weights!r} needs the dense weight, the base is packed; "
+            f"allowed: {', '.join(map(repr, INITIALIZATIONS))}"
+        )
+    lora_config._register_custom_module({PackedLinear: PackedLoraLinear})
+
+
+def _pack_group(
+    model: nn.Module, names: list[str], codec_name: str, dense_cache: bool, options: dict[str, Any]
+) -> None:
+    """Pack the parts of one fused layer. No reference to a dense weight outlives the call."""
+    module_codec = codec(codec_name)
+    linears = {name: model.get_submodule(name) for name in names}
+    options = module_codec.shared_options([linear.weight for linear in linears.values()]) | options
+    for name, linear in linears.items():
+        if module_codec.BLOCK is None:
+            _round_weight(linear, codec_name, name, options)
+        else:
+            packed = PackedLinear.from_linear(linear, codec_name, name=name, dense_cache=dense_cache, **options)
+            model.set_submodule(name, packed)
+
+
+def _round_weight(linear: nn.Linear, codec_name: str, name: str, options: dict[str, Any]) -> None:
+    """Round and freeze the weight of a Linear that a dense format leaves as it is."""
+    dense = codec(codec_name)
+    rounded = dense.quantize(linear.weight, name=name, **options)
+    linear.weight.data = dense.dequantize(rounded, tuple(linear.weight.shape), linear.weight.dtype)
+    linear.requires_grad_(False)
+    linear.weight_format = codec_name
+
+
+def _fused_groups(names: list[str]) -> Iterator[list[str]]:
+    """`names` in their order, those that share a parent and a fused layer together."""
+    groups: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+    for name in names:
+        parent, _, leaf = name.rpartition(".")
+        parts = next((fused for fused in FUSED if leaf in fused), (leaf,))
+        groups.setdefault((parent, parts), []).append(name)
+    yield from groups.values()
+
+
+def _attribute(checkpoint_name: str) -> str:
+    """The buffer that holds a tensor of the checkpoint: torch allows no dot in it."""
+    return checkpoint_name.replace(".", "__")
+
+
+def _checked_dtype(dtype: torch.dtype) -> torch.dtype:
+    if dtype not in COMPUTE_DTYPES:
+        allowed = ", ".join(map(str, COMPUTE_DTYPES))
+        raise ValueError(f"a packed Linear cannot compute in {dtype}; allowed: {allowed} (also as the autocast dtype)")
+    return dtype
+
+
+def _check_cache_device(dense_cache: bool, device: torch.device) -> None:
+    if dense_cache and device.type not in ("cpu", "meta"):
+        raise ValueError(f"dense_cache=True is for the CPU, not for {device.type}: set dense_cache=False")

@@ -1,0 +1,80 @@
+"""NF4 (QLoRA, arXiv 2305.14314, section 3 and appendix E), quantized and dequantized by bitsandbytes.
+
+Sixteen quantiles of a normal distribution, scaled by the largest magnitude of each 64 consecutive elements of the
+flattened weight. With double quantization (QLoRA's default) those magnitudes, less their mean, are held in 8 bits in
+blocks of 256. One huge outlier then spoils the whole tensor, not just its block: the mean is of its size.
+
+Only the functional API is used: `Linear4bit` repacks its weight on a CPU in eval mode. bitsandbytes is imported on
+first use.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qerl_lab.formats.codecs import check_weight
+
+NAME: str = "nf4"
+BLOCK: int | None = 64
+QUANT_METHOD: str | None = "bitsandbytes"
+
+_NESTED_BLOCK = 256
+_HEADER = "weight.quant_state.bitsandbytes__nf4"
+_HEADER_BYTES = 256
+
+
+def bits_per_weight(*, double_quant: bool = True) -> float:
+    """4 bits and per block of 64 a float32 (4.5), or a byte and a float32 per 256 blocks (4.127)."""
+    block_bits = 8 + 32 / _NESTED_BLOCK if double_quant else 32
+    return 4 + block_bits / 64
+
+
+def shared_options(weights: Sequence[Tensor]) -> dict[str, Any]:
+    """Nothing: every block stands alone."""
+    return {}
+
+
+def quantize(weight: Tensor, *, name: str = "weight", double_quant: bool = True) -> dict[str, Tensor]:
+    """Pack `weight[N, K]`, N*K divisible by 64 (blocks run over the flattened weight, so they may cross rows).
+
+    Returns the tensors of a bitsandbytes checkpoint: `weight` uint8 `[N*K/2, 1]` (HIGH nibble = even element),
+    `weight.absmax` (uint8 if `double_quant`, else float32) `[N*K/64]`, `weight.quant_map` float32 `[16]`,
+    `weight.nested_absmax`, `weight.nested_quant_map` if `double_quant`, and a JSON header in uint8 `[256]`.
+    Raises ValueError, naming `name`, for another shape or dtype and for NaN or Inf.
+    """
+    from bitsandbytes.functional import quantize_4bit
+
+    weight = check_weight(weight, name=name, format_name=NAME)
+    if weight.numel() % BLOCK:
+        raise ValueError(
+            f"{name}: N*K={weight.numel()} is not divisible by {BLOCK}, the block of {NAME}; "
+            f"allowed: multiples of {BLOCK}. Leave this layer out (ignore) or choose a format with another block"
+        )
+    codes, state = quantize_4bit(weight, blocksize=BLOCK, compress_statistics=double_quant, quant_type="nf4")
+    tensors = {f"weight.{key}": tensor.clone() for key, tensor in state.as_dict(packed=True).items()}
+    tensors[_HEADER] = _padded(tensors[_HEADER])
+    return {"weight": codes, **tensors}
+
+
+def dequantize(packed: dict[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """The weight `[N, K]`: code * absmax in float32, rounded once to `dtype`. Reads the JSON header on the host."""
+    from bitsandbytes.functional import QuantState, dequantize_4bit
+
+    codes = packed["weight"]
+    state = QuantState.from_dict({key: tensor for key, tensor in packed.items() if key != "weight"}, codes.device)
+    state.dtype = dtype
+    return dequantize_4bit(codes, state).reshape(shape)
+
+
+def unscaled(packed: dict[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> tuple[Tensor, None]:
+    """`(dequantize(...), None)`: there is no tensor scale to hold back."""
+    return dequantize(packed, shape, dtype), None
+
+
+def _padded(header: Tensor) -> Tensor:
+    """The JSON bytes with spaces behind: its length depends on the digits of a float, a buffer's shape must not."""
+    padded = torch.full((_HEADER_BYTES,), ord(" "), dtype=torch.uint8, device=header.device)
+    padded[: header.numel()] = header
+    return padded

@@ -1,0 +1,42 @@
+"""The recorded configurations: the schema's defaults, what each scale makes of them, what each arm changes.
+
+Rewrite resolved_configs.yaml after an intended change: `python tests/golden/resolved_configs.py`.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from qerl_lab.compose import make_plan
+from qerl_lab.config import RunConfig, choices_of, leaves
+
+RECORD = Path(__file__).with_name("resolved_configs.yaml")
+
+
+def differences(composed: dict[tuple[str, str], RunConfig]) -> dict[str, Any]:
+    """`composed` is every arm at every scale, by (arm, scale)."""
+    scales, arms = sorted({scale for _, scale in composed}), sorted({arm for arm, _ in composed})
+    schema = _flat(RunConfig())
+    return {
+        "schema": schema,
+        "scales, bf16 against the schema": {scale: _changes(schema, composed["bf16", scale]) for scale in scales},
+        "arms, against bf16 at the pocket scale": {
+            arm: _changes(_flat(composed["bf16", "pocket"]), composed[arm, "pocket"]) for arm in arms
+        },
+    }
+
+
+def _flat(config: RunConfig) -> dict[str, Any]:
+    return {name: value for name, _, value in leaves(config)}
+
+
+def _changes(base: dict[str, Any], config: RunConfig) -> dict[str, Any]:
+    return {name: value for name, value in _flat(config).items() if value != base[name]}
+
+
+if __name__ == "__main__":
+    line = [f"+experiment={','.join(choices_of('experiment'))}", f"scale={','.join(choices_of('scale'))}"]
+    jobs = make_plan(line, multirun=True).jobs
+    record = differences({(job.config.experiment, job.config.scale): job.config for job in jobs})
+    RECORD.write_text(yaml.safe_dump(record, sort_keys=False, width=120), encoding="utf-8")

@@ -1,0 +1,125 @@
+"""NVFP4 and MXFP4 hold the very bits that compressed-tensors 0.17 writes."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from compressed_tensors.compressors.mxfp4.base import MXFP4PackedCompressor
+from compressed_tensors.compressors.nvfp4.base import NVFP4PackedCompressor
+from compressed_tensors.quantization import preset_name_to_scheme
+from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+from torch import Tensor
+
+from qerl_lab.formats import codec
+
+COMPRESSORS = {"nvfp4": (NVFP4PackedCompressor, "NVFP4A16"), "mxfp4": (MXFP4PackedCompressor, "MXFP4A16")}
+SHAPE = (48, 128)
+
+
+@pytest.fixture(autouse=True)
+def eager() -> Iterator[None]:
+    """Their cast_to_fp4 is compiled; the tests need no C++ compiler."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def theirs(weight: Tensor, name: str, global_scale: Tensor | None = None) -> dict[str, Tensor]:
+    compressor, preset = COMPRESSORS[name]
+    scheme = preset_name_to_scheme(preset, ["Linear"])
+    state = {"weight": weight}
+    if name == "nvfp4":
+        own = generate_gparam(weight.min(), weight.max())
+        state["weight_global_scale"] = own if global_scale is None else global_scale
+    blocks = weight.unflatten(1, (-1, codec(name).BLOCK))
+    state["weight_scale"], _ = calculate_qparams(
+        blocks.amin(-1), blocks.amax(-1), scheme.weights, global_scale=state.get("weight_global_scale")
+    )
+    return compressor.compress(state, scheme)
+
+
+def their_weight(packed: dict[str, Tensor], name: str) -> Tensor:
+    compressor, preset = COMPRESSORS[name]
+    return compressor.decompress(packed, preset_name_to_scheme(preset, ["Linear"]))["weight"]
+
+
+def samples() -> dict[str, Tensor]:
+    """Weights in float32: smooth, heavy-tailed, of very different size, on the grid, and the edges."""
+    torch.manual_seed(0)
+    normal = torch.randn(SHAPE)
+    ties = torch.tensor([6, -6, 0.25, -0.25, 0.75, 1.25, -1.25, 1.75, 2.5, -2.5, 3.5, 5.0, -5.0, 0.5, 0.0, -0.0])
+    outlier = normal.clone()
+    outlier[3, 5] = 1e30
+    underflow = 1e4 * normal  # the quotient by MXFP4's scale is 0 in bfloat16 only: code 0 there, 8 in float32
+    underflow[:, ::16] = -2e-38
+    zero_blocks = normal.clone()
+    zero_blocks[::2, :64] = 0
+    return {
+        "normal": 0.02 * normal,
+        "uniform": torch.rand(SHAPE) - 0.5,
+        "cauchy": normal / torch.randn(SHAPE),
+        "rows_of_many_sizes": normal * torch.logspace(-12, 6, SHAPE[0]).unsqueeze(1),
+        "blocks_of_many_sizes": normal * torch.logspace(-9, 3, SHAPE[1]),
+        "ties": ties.repeat(SHAPE[0], SHAPE[1] // 16) * torch.logspace(-20, 20, SHAPE[0], base=2).unsqueeze(1),
+        "zero": torch.zeros(SHAPE),
+        "negative_zero": -torch.zeros(SHAPE),
+        "zero_blocks": zero_blocks,
+        "outlier": outlier,
+        "denormal": normal * 1e-40,
+        "underflow": underflow,
+        "tiny": normal * 1e-36,
+        "large": normal.clamp(-1, 1) * 1.2e30,
+        "negative": -normal.abs(),
+        "one_sign_of_each_block": normal.abs() * torch.tensor([1.0, -1.0]).repeat_interleave(32).repeat(2),
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("sample", samples())
+@pytest.mark.parametrize("name", COMPRESSORS)
+def test_bits_are_those_of_compressed_tensors(name: str, sample: str, dtype: torch.dtype) -> None:
+    weight = samples()[sample].to(dtype)
+    ours, reference = codec(name).quantize(weight), theirs(weight, name)
+    assert set(ours) == set(reference)
+    for key, tensor in reference.items():
+        assert ours[key].dtype is tensor.dtype
+        assert torch.equal(ours[key].view(torch.uint8), tensor.view(torch.uint8)), key
+
+
+@pytest.mark.parametrize("name", COMPRESSORS)
+def test_many_random_blocks(name: str) -> None:
+    torch.manual_seed(1)
+    for dtype in (torch.float32, torch.bfloat16):
+        weight = (torch.randn(512, 512) * torch.rand(512, 1) ** 4).to(dtype)
+        ours, reference = codec(name).quantize(weight), theirs(weight, name)
+        assert all(torch.equal(ours[key].view(torch.uint8), reference[key].view(torch.uint8)) for key in reference)
+
+
+@pytest.mark.parametrize("name", COMPRESSORS)
+def test_dequantized_weight_is_theirs_in_bfloat16(name: str) -> None:
+    weight = samples()["cauchy"]
+    packed = codec(name).quantize(weight)
+    assert torch.equal(codec(name).dequantize(packed, SHAPE, torch.bfloat16), their_weight(packed, name))
+
+
+def test_shared_global_scale() -> None:
+    weights = [samples()["normal"], 3 * samples()["normal"]]
+    nvfp4 = codec("nvfp4")
+    shared = nvfp4.shared_options(weights)
+    assert torch.equal(shared["global_scale"], generate_gparam(weights[1].min(), weights[1].max()))
+    ours, reference = nvfp4.quantize(weights[0], **shared), theirs(weights[0], "nvfp4", shared["global_scale"])
+    assert all(torch.equal(ours[key].view(torch.uint8), reference[key].view(torch.uint8)) for key in reference)
+
+
+def test_global_scale_that_is_too_large_saturates() -> None:
+    weight, scale = samples()["normal"], torch.tensor([1e6])
+    ours, reference = codec("nvfp4").quantize(weight, global_scale=scale), theirs(weight, "nvfp4", scale)
+    assert ours["weight_scale"].float().max() == 448
+    assert all(torch.equal(ours[key].view(torch.uint8), reference[key].view(torch.uint8)) for key in reference)
+
+
+def test_mxfp4_scale_for_every_exponent() -> None:
+    """Binade by binade, below, at and above the mantissa where the exponent is bumped."""
+    mantissas = torch.tensor([1.0, 1.5, 1.7499999, 1.75, 1.9999999], dtype=torch.float64)
+    largest = (torch.exp2(torch.arange(-149, 100, dtype=torch.float64)).unsqueeze(1) * mantissas).flatten()
+    weight = largest.float().unsqueeze(1).repeat(1, 32)
+    assert torch.equal(codec("mxfp4").quantize(weight)["weight_scale"], theirs(weight, "mxfp4")["weight_scale"])

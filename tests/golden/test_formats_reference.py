@@ -1,0 +1,187 @@
+"""The codecs against a float64 reference written from the definitions of the formats."""
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+import reference_formats as reference
+import torch
+from torch import Tensor
+
+from qerl_lab.formats import codec, e2m1
+
+# QLoRA, arXiv 2305.14314, appendix E.
+QLORA_TABLE = [
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+]  # fmt: skip
+ALL = [("nvfp4", {}), ("mxfp4", {}), ("nf4", {"double_quant": True}), ("nf4", {"double_quant": False}), ("bf16", {})]
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return 0.02 * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def nibbles(packed: Tensor) -> np.ndarray:
+    """[N, K/2] bytes to [N, K] codes, low nibble first."""
+    array = packed.numpy()
+    return np.stack([array & 15, array >> 4], -1).reshape(len(array), -1)
+
+
+@pytest.mark.parametrize("spread", [1.0, 1e4])
+def test_nvfp4(spread: float) -> None:
+    weight = normal(64, 256) * torch.logspace(0, float(np.log10(spread)), 256)
+    packed, expected = codec("nvfp4").quantize(weight), reference.nvfp4(weight.double().numpy())
+    stable = expected.stable
+    assert stable.mean() > 0.999
+    assert packed["weight_global_scale"].item() == pytest.approx(448 * 6 / weight.abs().max().item(), rel=1e-6)
+    stable_blocks = stable.reshape(64, -1, 16).all(-1)
+    np.testing.assert_array_equal(packed["weight_scale"].double().numpy()[stable_blocks], expected.scale[stable_blocks])
+    np.testing.assert_array_equal(nibbles(packed["weight_packed"])[stable], expected.codes[stable])
+    values = codec("nvfp4").dequantize(packed, (64, 256), torch.float32).double().numpy()
+    np.testing.assert_allclose(values[stable], expected.values[stable], rtol=1e-6)
+
+
+def test_nvfp4_of_bfloat16_is_as_accurate_as_the_reference() -> None:
+    """Its scales are rounded twice (see the module), which may cost accuracy: less than 0.05 dB."""
+    weight = normal(256, 256).bfloat16()
+    exact = weight.double().numpy()
+    values = codec("nvfp4").dequantize(codec("nvfp4").quantize(weight), (256, 256), torch.float32).double().numpy()
+    assert reference.sqnr_db(exact, values) > reference.sqnr_db(exact, reference.nvfp4(exact).values) - 0.05
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("spread", [1.0, 1e30])
+def test_mxfp4_is_the_reference_exactly(spread: float, dtype: torch.dtype) -> None:
+    weight = (normal(64, 256) * torch.logspace(0, float(np.log10(spread)), 64).unsqueeze(1)).to(dtype)
+    packed, expected = codec("mxfp4").quantize(weight), reference.mxfp4(weight.double().numpy())
+    np.testing.assert_array_equal(packed["weight_scale"].numpy(), expected.scale)
+    np.testing.assert_array_equal(nibbles(packed["weight_packed"]), expected.codes)
+    for out in (torch.float32, torch.bfloat16):
+        np.testing.assert_array_equal(
+            codec("mxfp4").dequantize(packed, (64, 256), out).double().numpy(), expected.values
+        )
+
+
+def test_nf4_codebook_is_the_qlora_table() -> None:
+    table = codec("nf4").quantize(normal(4, 64))["weight.quant_map"].double().numpy()
+    np.testing.assert_allclose(table, QLORA_TABLE, rtol=1e-7)
+    np.testing.assert_allclose(reference.nf4_codebook(), QLORA_TABLE, atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(64, 256), (6, 96)], ids=["rows_of_blocks", "blocks_across_rows"])
+def test_nf4(shape: tuple[int, int]) -> None:
+    weight = normal(*shape)
+    packed = codec("nf4").quantize(weight, double_quant=False)
+    expected = reference.nf4(weight.double().numpy(), np.array(QLORA_TABLE))
+    stable = expected.stable
+    assert stable.mean() > 0.999
+    np.testing.assert_array_equal(packed["weight.absmax"].double().numpy(), expected.scale)
+    array = packed["weight"].numpy()
+    codes = np.concatenate([array >> 4, array & 15], 1).reshape(shape)  # here the high nibble comes first
+    np.testing.assert_array_equal(codes[stable], expected.codes[stable])
+    values = codec("nf4").dequantize(packed, shape, torch.float32).double().numpy()
+    np.testing.assert_allclose(values[stable], expected.values[stable], rtol=1e-6)
+
+
+def test_nf4_double_quantization() -> None:
+    """The block maxima that the dequantized weight shows are those of the reference."""
+    weight = normal(300, 128) * torch.linspace(0.5, 2, 300).unsqueeze(1)  # 600 blocks: three nested ones, one partial
+    single, double = (codec("nf4").quantize(weight, double_quant=flag) for flag in (False, True))
+    assert torch.equal(single["weight"], double["weight"])
+    codebook = double["weight.nested_quant_map"].double().numpy()
+    assert len(codebook) == 256
+    expected, stable = reference.double_quantized(single["weight.absmax"].double().numpy(), codebook)
+    values = codec("nf4").dequantize(double, (300, 128), torch.float32).double().numpy()
+    assert stable.mean() > 0.99
+    largest = np.abs(values).reshape(-1, 64).max(-1)
+    np.testing.assert_allclose(largest[stable], expected[stable], rtol=1e-5)
+
+
+def test_nf4_tensors_are_a_bitsandbytes_checkpoint() -> None:
+    from bitsandbytes.functional import QuantState, dequantize_4bit
+
+    weight = normal(32, 64)
+    packed = codec("nf4").quantize(weight)
+    header = json.loads(bytes(packed["weight.quant_state.bitsandbytes__nf4"].tolist()))
+    assert header["quant_type"] == "nf4"
+    assert (header["blocksize"], header["nested_blocksize"], header["shape"]) == (64, 256, [32, 64])
+    state = QuantState.from_dict({k: v for k, v in packed.items() if k != "weight"}, torch.device("cpu"))
+    assert torch.equal(
+        dequantize_4bit(packed["weight"], state), codec("nf4").dequantize(packed, (32, 64), torch.float32)
+    )
+
+
+def test_bf16_rounds_to_nearest_even() -> None:
+    weight = torch.tensor([[1.0, 1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-8 + 2**-20]])
+    packed = codec("bf16").quantize(weight)
+    assert packed["weight"].dtype is torch.bfloat16
+    assert codec("bf16").dequantize(packed, (1, 4), torch.float32).tolist() == [[1.0, 1.0, 1 + 2**-6, 1 + 2**-7]]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "low", "high"),
+    [("nvfp4", {}, 20.3, 20.9), ("mxfp4", {}, 18.8, 19.4), ("nf4", {}, 20.5, 20.9), ("bf16", {}, 50.0, 60.0)],
+)
+def test_signal_to_noise_on_normal_weights(name: str, options: dict[str, Any], low: float, high: float) -> None:
+    weight = normal(512, 512)
+    values = codec(name).dequantize(codec(name).quantize(weight, **options), (512, 512), torch.float32)
+    assert low < reference.sqnr_db(weight.double().numpy(), values.double().numpy()) < high
+
+
+def test_e2m1_all_codes_survive_a_round_trip() -> None:
+    codes = torch.arange(16, dtype=torch.uint8).repeat(16, 2)[:, :18].contiguous()
+    codes[:, 0] = torch.arange(16)  # every code beside every other
+    packed = e2m1.pack(codes)
+    assert packed[3, 0].item() == 3 + 16 * 1  # low nibble: even column
+    np.testing.assert_array_equal(nibbles(packed), codes.numpy())
+    values = e2m1.decode(packed, torch.float32)
+    table = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+    assert values[0, 1:17].tolist() == [*table[1:], *[-v for v in table], 0.0]
+    kept = codes.clone()
+    kept[kept == 8] = 0  # -0.0 is written as 0
+    assert torch.equal(e2m1.encode(values), kept)
+
+
+def test_e2m1_ties_go_to_even_codes() -> None:
+    ties = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
+    for dtype in (torch.float32, torch.bfloat16):
+        assert e2m1.encode(ties.to(dtype)).tolist() == [0, 2, 2, 4, 4, 6, 6]
+        assert e2m1.encode(-ties.to(dtype)).tolist() == [8, 10, 10, 12, 12, 14, 14]
+    below, above = torch.nextafter(ties, torch.zeros(7)), torch.nextafter(ties, torch.full((7,), 9.0))
+    assert e2m1.encode(below).tolist() == [0, 1, 2, 3, 4, 5, 6]
+    assert e2m1.encode(above).tolist() == [1, 2, 3, 4, 5, 6, 7]
+    assert e2m1.encode(torch.tensor([6.0, 7.0, 1e30, -1e30, -0.0])).tolist() == [7, 7, 7, 15, 0]
+    samples = torch.linspace(-7, 7, 4001, dtype=torch.float64)
+    np.testing.assert_array_equal(e2m1.encode(samples).numpy(), reference.e2m1_codes(samples.numpy()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(("name", "options"), ALL)
+def test_unscaled_times_alpha_is_the_weight(name: str, options: dict[str, Any], dtype: torch.dtype) -> None:
+    weight = normal(32, 128)
+    packed = codec(name).quantize(weight, **options)
+    dense, alpha = codec(name).unscaled(packed, (32, 128), dtype)
+    exact = codec(name).dequantize(packed, (32, 128), torch.float32)
+    assert dense.dtype is dtype
+    if alpha is None:
+        assert torch.equal(dense, codec(name).dequantize(packed, (32, 128), dtype))
+    else:
+        assert (alpha.dtype, alpha.shape) == (torch.float32, (1,))
+        torch.testing.assert_close(dense.float() * alpha, exact, rtol=1e-6, atol=0)  # also from bfloat16: W' is exact
+
+
+def test_unscaled_nvfp4_is_exact_for_every_value_and_scale() -> None:
+    scale = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn)  # all positive E4M3, 0 to 448
+    packed = {
+        "weight_packed": torch.tensor([[0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE]], dtype=torch.uint8).repeat(
+            127, 1
+        ),
+        "weight_scale": scale.unsqueeze(1),
+        "weight_global_scale": torch.tensor([3.0]),
+    }
+    wide, _ = codec("nvfp4").unscaled(packed, (127, 16), torch.float32)
+    for dtype in (torch.bfloat16, torch.float16):
+        assert torch.equal(codec("nvfp4").unscaled(packed, (127, 16), dtype)[0].float(), wide)

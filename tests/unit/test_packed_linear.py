@@ -1,0 +1,278 @@
+"""The packed Linear against a dense one with the dequantized weight: values, gradients, memory, moves, state dicts."""
+
+import copy
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from packed_layers import PACKED, K, N, dense_twin, each_packed, linear, packed_linear
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from qerl_lab.formats import PackedLinear, codec, weight_bytes
+from qerl_lab.formats.linear import _check_cache_device
+
+
+def gradients(module: nn.Module, x: Tensor, *parameters: Tensor) -> list[Tensor]:
+    torch.manual_seed(3)
+    y = module(x)
+    return list(torch.autograd.grad(y, [x, *parameters], torch.randn_like(y)))
+
+
+# The product
+
+
+@each_packed
+@pytest.mark.parametrize("bias", [True, False])
+def test_forward_and_gradient_are_those_of_a_dense_linear(name: str, options: dict[str, Any], bias: bool) -> None:
+    packed = packed_linear(name, options, bias=bias)
+    twin = dense_twin(packed)
+    strided = torch.randn(3, K, 5).transpose(1, 2)
+    for x in (torch.randn(K), torch.randn(7, K), strided, torch.randn(2, 3, 4, K)[:, ::2], torch.randn(0, K)):
+        x = x.requires_grad_()
+        torch.testing.assert_close(packed(x), twin(x), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(gradients(packed, x), gradients(twin, x), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("name", "options"), PACKED[1:])
+def test_without_alpha_the_result_is_bit_equal_to_dense(name: str, options: dict[str, Any]) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        packed = packed_linear(name, options, dtype=dtype)
+        x = torch.randn(7, K, dtype=dtype)
+        assert torch.equal(packed(x), dense_twin(packed)(x))
+
+
+def test_nvfp4_applies_alpha_after_the_product() -> None:
+    """As the engines do: rounding value * scale / global scale to bfloat16 first gives another result."""
+    packed = packed_linear("nvfp4", {}, bias=False, dtype=torch.bfloat16)
+    x = torch.randn(64, K, dtype=torch.bfloat16)
+    weight, alpha = codec("nvfp4").unscaled(packed.packed(), (N, K), torch.bfloat16)
+    expected = (nn.functional.linear(x, weight).float() * alpha.item()).bfloat16()
+    assert torch.equal(packed(x), expected)
+    assert not torch.equal(packed(x), dense_twin(packed)(x))
+    exact = x.double() @ dense_twin(packed.float()).weight.double().T
+    assert (packed.bfloat16()(x) - exact).abs().max() < 2**-7 * exact.abs().max()
+
+
+@each_packed
+def test_bias_takes_part_in_training_if_asked(name: str, options: dict[str, Any]) -> None:
+    packed = packed_linear(name, options)
+    assert not packed.bias.requires_grad
+    packed.bias.requires_grad_()
+    x = torch.randn(2, 5, K, requires_grad=True)
+    twin = dense_twin(packed)
+    torch.testing.assert_close(gradients(packed, x, packed.bias), gradients(twin, x, twin.bias), rtol=1e-5, atol=1e-5)
+
+
+@each_packed
+def test_input_dtype_and_autocast(name: str, options: dict[str, Any]) -> None:
+    packed = packed_linear(name, options)
+    twin = dense_twin(packed)
+    x = torch.randn(7, K, requires_grad=True)
+    assert packed(x.bfloat16()).dtype is torch.bfloat16  # no autocast: computed in float32, returned as it came
+    with torch.autocast("cpu", torch.bfloat16):
+        y, expected = packed(x), twin(x)
+    assert y.dtype is torch.bfloat16
+    torch.testing.assert_close(y, expected, rtol=2e-2, atol=2e-2)
+    (grad,) = torch.autograd.grad(y.float().sum(), x)
+    assert grad.dtype is torch.float32
+    torch.testing.assert_close(grad, torch.autograd.grad(expected.float().sum(), x)[0], rtol=2e-2, atol=5e-2)
+    with torch.autocast("cpu", torch.bfloat16):  # backward inside the context, and of a forward outside of it
+        y = packed(x)
+        torch.testing.assert_close(torch.autograd.grad(y.float().sum(), x)[0], grad, rtol=0, atol=0)
+    y = packed(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        (inside,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
+    assert torch.equal(inside, torch.autograd.grad(y.sum(), x)[0])
+
+
+@each_packed
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_gives_the_same_gradient(name: str, options: dict[str, Any], reentrant: bool) -> None:
+    packed = packed_linear(name, options)
+    x = torch.randn(7, K, requires_grad=True)
+
+    def stack(x: Tensor) -> Tensor:
+        return packed(torch.tanh(packed(x)[..., :1].expand(-1, K)))
+
+    gradient = []
+    for run in (stack, lambda x: checkpoint(stack, x, use_reentrant=reentrant)):
+        x.grad = None
+        run(x).square().sum().backward()
+        gradient.append(x.grad)
+    assert torch.equal(*gradient)
+
+
+def saved_shapes(module: nn.Module, x: Tensor) -> list[tuple[int, ...]]:
+    shapes = []
+
+    def note(tensor: Tensor) -> Tensor:
+        shapes.append(tuple(tensor.shape))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        module(x)
+    return shapes
+
+
+@each_packed
+def test_no_dense_weight_outlives_the_forward(
+    name: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed = packed_linear(name, options)
+    x = torch.randn(7, K, requires_grad=True)
+    assert (N, K) in [tuple(sorted(shape)) for shape in saved_shapes(dense_twin(packed), x)]  # the test can see one
+    assert saved_shapes(packed, x) == []
+    made = []
+    unscaled = codec(name).unscaled
+
+    def watched(*args: Any) -> tuple[Tensor, Tensor | None]:
+        result = unscaled(*args)
+        made.append(weakref.ref(result[0]))
+        return result
+
+    monkeypatch.setattr(codec(name), "unscaled", watched)
+    y = packed(x)
+    y.sum().backward()
+    assert len(made) == 2  # forward, and backward again
+    assert [ref() for ref in made] == [None, None]
+
+
+# The dense cache
+
+
+@each_packed
+def test_dense_cache_gives_the_same_bits(name: str, options: dict[str, Any]) -> None:
+    packed, cached = (packed_linear(name, options, dense_cache=flag) for flag in (False, True))
+    x = torch.randn(7, K, requires_grad=True)
+    with torch.inference_mode():
+        cached(x.detach())  # what generation fills, training uses
+    for module_dtype in (torch.float32, torch.bfloat16):
+        packed.to(module_dtype), cached.to(module_dtype)
+        assert cached._dense == {}
+        for autocast in (False, True, False):
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                torch.testing.assert_close(gradients(cached, x), gradients(packed, x), rtol=0, atol=0)
+                assert torch.equal(cached(x), packed(x))
+        assert torch.bfloat16 in cached._dense
+        first = cached._dense[torch.bfloat16][0]
+        cached(x)
+        assert cached._dense[torch.bfloat16][0] is first
+    assert packed._dense == {}
+    assert cached.state_dict().keys() == packed.state_dict().keys()
+    assert weight_bytes(cached) == weight_bytes(packed)
+
+
+def test_loading_a_state_dict_drops_the_dense_cache() -> None:
+    one = packed_linear("nvfp4", {}, dense_cache=True)
+    other = PackedLinear.from_linear(nn.Linear(K, N), "nvfp4")
+    x = torch.randn(7, K)
+    one(x)
+    one.load_state_dict(other.state_dict())
+    assert torch.equal(one(x), other(x))
+
+
+def test_dense_cache_is_refused_on_a_gpu() -> None:
+    _check_cache_device(True, torch.device("cpu"))
+    _check_cache_device(False, torch.device("cuda"))
+    with pytest.raises(ValueError, match="dense_cache=True is for the CPU, not for cuda"):
+        _check_cache_device(True, torch.device("cuda"))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@each_packed
+def test_on_a_gpu(name: str, options: dict[str, Any]) -> None:
+    packed = packed_linear(name, options)
+    x = torch.randn(7, K)
+    expected = packed(x)
+    torch.testing.assert_close(packed.cuda()(x.cuda()).cpu(), expected, rtol=1e-4, atol=1e-4)
+    on_gpu = PackedLinear.from_linear(linear().cuda(), name, **options)
+    torch.testing.assert_close(on_gpu(x.cuda()).cpu(), expected, rtol=1e-2, atol=1e-2)
+    if name != "nf4":  # bitsandbytes divides in another order there
+        own = on_gpu.packed()
+        assert all(torch.equal(own[key].view(torch.uint8), t.view(torch.uint8)) for key, t in packed.packed().items())
+    x = x.cuda().requires_grad_()
+    on_gpu(x).sum().backward()  # allocates what the libraries keep
+    before = torch.cuda.memory_allocated()
+    y = on_gpu(x)
+    assert torch.cuda.memory_allocated() - before < N * K  # the output, not the 4 * N * K bytes of a dense weight
+    y.sum().backward()
+    for dense in (
+        packed_linear(name, options, dense_cache=True).cuda,
+        lambda: PackedLinear.from_linear(linear().cuda(), name, dense_cache=True, **options),
+    ):
+        with pytest.raises(ValueError, match="dense_cache"):
+            dense()
+
+
+# Moves and files
+
+
+@each_packed
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: m.bfloat16(),
+        lambda m: m.to(torch.bfloat16),
+        lambda m: m.bfloat16().float(),
+        lambda m: m.to("cpu", torch.bfloat16),
+    ],
+    ids=["bfloat16", "to", "there_and_back", "to_device_and_dtype"],
+)
+def test_a_change_of_dtype_leaves_the_packed_bits(
+    name: str, options: dict[str, Any], change: Callable[[nn.Module], nn.Module]
+) -> None:
+    packed = packed_linear(name, options)
+    before = {key: tensor.clone() for key, tensor in packed.packed().items()}
+    outer = change(nn.Sequential(packed, nn.LayerNorm(N)))
+    for key, tensor in packed.packed().items():
+        assert tensor.dtype is before[key].dtype
+        assert torch.equal(tensor.view(torch.uint8), before[key].view(torch.uint8))
+    assert packed.compute_dtype is packed.bias.dtype is outer[1].weight.dtype
+    x = torch.randn(7, K, dtype=packed.compute_dtype)
+    assert packed(x).dtype is packed.compute_dtype
+
+
+@each_packed
+def test_moves_between_devices_keep_dtypes(name: str, options: dict[str, Any]) -> None:
+    packed = packed_linear(name, options)
+    dtypes = {key: tensor.dtype for key, tensor in packed.packed().items()}
+    packed.to("meta")
+    assert {tensor.device.type for tensor in [*packed.packed().values(), packed.bias, packed.weight]} == {"meta"}
+    packed.to_empty(device="cpu").load_state_dict(packed_linear(name, options).state_dict())
+    assert {key: tensor.dtype for key, tensor in packed.packed().items()} == dtypes
+    x = torch.randn(7, K)
+    assert torch.equal(packed(x), packed_linear(name, options)(x))
+
+
+@each_packed
+def test_dtypes_that_it_cannot_compute_in_are_refused(name: str, options: dict[str, Any]) -> None:
+    message = r"cannot compute in torch.float(16|64); allowed: torch.float32, torch.bfloat16"
+    for change in (nn.Module.half, nn.Module.double):
+        with pytest.raises(ValueError, match=message):
+            change(packed_linear(name, options))
+    with pytest.raises(ValueError, match=message):
+        packed_linear(name, options, dtype=torch.float16)
+    with pytest.raises(ValueError, match=message), torch.autocast("cpu", torch.float16):
+        packed_linear(name, options)(torch.randn(7, K))
+
+
+@each_packed
+def test_state_dict_has_the_names_of_a_checkpoint(name: str, options: dict[str, Any]) -> None:
+    packed = packed_linear(name, options)
+    assert set(packed.state_dict()) == {"bias", *codec(name).quantize(linear().weight, **options)}
+    assert copy.deepcopy(packed).state_dict().keys() == packed.state_dict().keys()
+    assert packed.weight is next(iter(packed.packed().values()))
+
+
+def test_error_on_a_state_dict_of_another_format() -> None:
+    with pytest.raises(
+        RuntimeError, match=r"dtype mismatch for weight.absmax: torch.float32 given, torch.uint8 expected"
+    ):
+        packed_linear("nf4", {}).load_state_dict(
+            packed_linear("nf4", {"double_quant": False}).state_dict(), strict=False
+        )
+    with pytest.raises(RuntimeError, match="weight_scale"):
+        packed_linear("nvfp4", {}).load_state_dict(packed_linear("mxfp4", {}).state_dict())
