@@ -1,0 +1,189 @@
+"""What the command line prints about itself: the experiments, the manual, the plan of a dry run, a sweep's outcome.
+
+The texts are the first comment line of every YAML file and the help of every key in config.py, so that nothing is
+said twice.
+"""
+
+import json
+import re
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from qerl_lab.checks import typed
+from qerl_lab.compose import Job, Plan, groups
+from qerl_lab.config import RunConfig, choices_of, leaves, package_data
+from qerl_lab.launch import failure, status
+
+WIDTH = 100
+ABOUT = "qerl-lab: reinforcement learning of language models on 4-bit weights (QeRL, arXiv 2510.11696)"
+GROUPS = {
+    "experiment": "one arm of a comparison (+experiment=NAME)",
+    "scale": "what it runs on and at what size; a group or key that you type wins over it",
+    "model": "the policy",
+    "format": "weight format of its frozen base",
+    "lora": "rank of the adapters that learn",
+    "aqn": "adaptive quantization noise: how sigma falls over the run",
+    "algorithm": "advantages and loss",
+    "task": "questions and rewards",
+    "rollout": "what turns prompts into completions",
+    "optim": "the optimizer",
+    "tracking": "where the metrics go",
+    "sweeps": "a grid of runs, as a file of sweeps/ (+sweeps=NAME)",
+}
+EXAMPLES = (
+    ("python -m qerl_lab +experiment=nvfp4_aqn", "the main job: two CPU cores, about three minutes"),
+    ("python -m qerl_lab +experiment=nvfp4_aqn +scale=paper_gsm8k_7b", "the paper's run on GSM8K"),
+    ("python -m qerl_lab +experiment=nvfp4 lora=rank64 optim.learning_rate=3e-5 seed=1", "groups and keys"),
+    ("python -m qerl_lab +experiment=nvfp4 task=gsm8k model.path=DIR", "your own model, any Hugging Face causal LM"),
+    ("python -m qerl_lab -m +experiment=nvfp4,bf16 seed=0,1,2", "a sweep: a run for each combination"),
+    ("python -m qerl_lab +sweeps=weight_formats seed=0 dry_run=true", "what a sweep from a file would run"),
+    ("python -m qerl_lab resume=RUN_DIR", "continue an interrupted run"),
+    ("python -m qerl_lab +experiment=nvfp4_aqn --cfg job", "the whole configuration of a run"),
+)
+
+
+def overview() -> str:
+    """What `python -m qerl_lab` alone prints: the experiments and what to type."""
+    lines = [ABOUT, "", "Experiments:", *_options("experiment"), ""]
+    lines += [f"Run one:     {EXAMPLES[0][0]}", f"All of them: python -m qerl_lab +sweeps={choices_of('sweeps')[0]}"]
+    return "\n".join([*lines, "Every group, option and key: python -m qerl_lab --help"])
+
+
+def manual() -> str:
+    """What `--help` prints: examples, every group with its options, every key with its default."""
+    lines = [ABOUT, "", "  python -m qerl_lab [FLAGS] GROUP=OPTION ... KEY=VALUE ...", "", "Examples:"]
+    for command, meaning in EXAMPLES:
+        lines += [f"  {command}", f"      {meaning}"]
+    lines += ["", "Groups and their options (* is the default):"]
+    defaults = _default_options()
+    for group in sorted(groups(), key=list(GROUPS).index):
+        lines += ["", f"{group}: {GROUPS[group]}", *_options(group, defaults.get(group))]
+    lines += ["", "Keys and the schema's defaults (a scale or an option may set others; see --cfg job):"]
+    node = None
+    for name, field, default in leaves(RunConfig()):
+        if name.rpartition(".")[0] != node:
+            node = name.rpartition(".")[0]
+            lines.append("")
+        lines += _entry(f"{name}={_short(typed(default))}", field.metadata["help"] + _bounds(field.metadata), 36)
+    return "\n".join([*lines, "", *FLAGS])
+
+
+FLAGS = (
+    "Flags (Hydra's): -m runs a sweep; --cfg job|hydra|all prints the configuration; --info prints how it",
+    "was composed; --config-dir DIR adds options of your own to the groups; --hydra-help lists the rest.",
+    "Exit codes: 0 done, 1 a run failed, 2 a configuration error, 130 interrupted.",
+)
+
+
+def describe(path: Path) -> str:
+    """The first comment line of a YAML file that is not an instruction to Hydra."""
+    comments = (line[1:].strip() for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("#"))
+    return next((line for line in comments if not line.startswith("@")), "")
+
+
+def _options(group: str, default: str | None = None) -> list[str]:
+    folder, lines = package_data("sweeps") if group == "sweeps" else package_data("conf") / group, []
+    names = sorted(choices_of(group), key=_by_size)
+    width = max(map(len, names)) + 4
+    for name in names:
+        lines += _entry(name + ("*" if name == default else ""), describe(folder / f"{name}.yaml"), width)
+    return lines
+
+
+def _by_size(name: str) -> list[tuple[int, str]]:
+    """Names in the order of the numbers in them: rank16 before rank128."""
+    return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", name)]
+
+
+def _entry(name: str, text: str, width: int) -> list[str]:
+    """`  name    text`, the text wrapped in its column; a long name gets a line of its own."""
+    lines = textwrap.wrap(text, WIDTH - width - 2) or [""]
+    head = [f"  {name}"] if len(name) >= width else [f"  {name:<{width}}{lines.pop(0)}"]
+    return head + [" " * (width + 2) + line for line in lines]
+
+
+def _default_options() -> dict[str, str]:
+    entries = yaml.safe_load((package_data("conf") / "config.yaml").read_text(encoding="utf-8"))["defaults"]
+    return {group: option for entry in entries if isinstance(entry, dict) for group, option in entry.items()}
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 40 else text[:37] + "..."
+
+
+def _bounds(metadata: Any) -> str:
+    """The allowed values of a key, in brackets."""
+    if metadata["choices"]:
+        return f" ({', '.join(metadata['choices'])})"
+    words = (("at_least", "at least"), ("above", "above"), ("at_most", "at most"))
+    parts = [f"{word} {metadata[name]}" for name, word in words if metadata[name] is not None]
+    return f" ({', '.join(parts)})" if parts else ""
+
+
+def dry_run_table(plan: Plan) -> str:
+    """What a command would run, one line a job."""
+    rows = [["job", *(name for name, _ in _facts(RunConfig())), "run directory"]]
+    for job in plan.jobs:
+        where = str(job.run_dir.relative_to(plan.directory)) if plan.multirun else near(job.run_dir)
+        rows.append([str(job.number), *(str(value) for _, value in _facts(job.config)), where])
+    last = f"in {near(plan.directory)}" if plan.multirun else "as above"
+    return "\n".join([_table(rows), f"dry run: would run {count(plan.jobs)} {last}; nothing was started or written"])
+
+
+def _facts(cfg: RunConfig) -> list[tuple[str, Any]]:
+    return [
+        ("experiment", cfg.experiment), ("scale", cfg.scale), ("model", cfg.model.name), ("format", cfg.format.name),
+        ("aqn", cfg.aqn.schedule), ("algorithm", cfg.algorithm.name), ("rank", cfg.lora.rank), ("seed", cfg.seed),
+        ("steps", cfg.steps), ("batch", cfg.completions_per_step),
+    ]  # fmt: skip
+
+
+def count(jobs: list[Job]) -> str:
+    """`1 job`, `2 jobs`."""
+    return f"{len(jobs)} {'job' if len(jobs) == 1 else 'jobs'}"
+
+
+def near(path: Path) -> str:
+    """A path as short as it can be typed from here."""
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+def sweep_table(jobs: list[Job], directory: Path) -> str:
+    """How every job of a sweep ended, with its headline numbers or the reason of its failure."""
+    found = [status(job.run_dir) for job in jobs]
+    rows = [["job", "overrides", "status", "accuracy", "entropy", "tok/s", "seconds", "run directory"]]
+    for job, word in zip(jobs, found, strict=True):
+        where = str(job.run_dir.relative_to(directory))
+        rows.append([str(job.number), " ".join(job.overrides), word, *_headline(job.run_dir), where])
+    header, *body = _table(rows).splitlines()
+    lines = ["", header]
+    for job, word, line in zip(jobs, found, body, strict=True):
+        lines += [line, f"     {failure(job.run_dir)}"] if word == "failed" else [line]
+    counts = ", ".join(f"{found.count(word)} {word}" for word in dict.fromkeys(found))
+    lines.append(f"{count(jobs)} in {near(directory)}: {counts}")
+    if {"failed", "interrupted"} & set(found):
+        lines.append(f"continue one with: python -m qerl_lab resume={near(directory)}/RUN_DIRECTORY")
+    return "\n".join(lines)
+
+
+def _headline(run_dir: Path) -> list[str]:
+    """Accuracy, entropy, tokens/s and seconds of a finished run, from its DONE; a dash where it has none."""
+    done = run_dir / "DONE"
+    numbers = json.loads(done.read_text(encoding="utf-8")) if done.exists() else {}
+
+    def change(first: str, last: str) -> str:
+        known = first in numbers and last in numbers
+        return f"{numbers[first]:.3f} -> {numbers[last]:.3f}" if known else "-"
+
+    accuracy, entropy = change("accuracy_before", "accuracy_after"), change("entropy_first", "entropy_last")
+    speed, seconds = (f"{numbers[key]:.0f}" if key in numbers else "-" for key in ("tokens_per_second", "seconds"))
+    return [accuracy, entropy, speed, seconds]
+
+
+def _table(rows: list[list[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join(lines)

@@ -1,0 +1,347 @@
+"""The process model, with a stand-in for the child: claims, exit codes, signals, sweeps, resuming.
+
+The stand-in obeys the seed of the run that it is given, and records what it saw in RUN_DIR/seen.json.
+"""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from qerl_lab import launch
+from qerl_lab.cli import main
+from qerl_lab.config import LoraConfig, RunConfig, from_dict
+
+pytestmark = pytest.mark.integration
+DONE, FAILS, DIES, SIGNALLED, SILENT, EMPTY, CRASHES_AFTER = range(7)
+CHILD = '''
+import json, os, re, signal, sys, time
+run_dir = sys.argv[1]
+path = lambda name: os.path.join(run_dir, name)
+def write(name, text):
+    with open(path(name), "w") as f: f.write(text)
+seed = int(re.search(r"^seed: (\\d+)", open(path("resolved.yaml")).read(), re.M)[1])
+signals = []
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, lambda n, frame: signals.append(n))
+seen = {"environment": dict(os.environ), "files": sorted(os.listdir(run_dir)), "pid": os.getpid()}
+write("seen.json", json.dumps(seen))
+numbers = {"accuracy_before": 0.5, "accuracy_after": 0.75, "entropy_first": 0.3, "entropy_last": 0.2}
+numbers |= {"tokens_per_second": 1234.4, "seconds": 95.2}
+match seed:
+    case 0: write("DONE", json.dumps(numbers))
+    case 1: write("FAILED", "ValueError: the reason\\n\\nTraceback ..."); sys.exit(1)
+    case 2: os.kill(os.getpid(), signal.SIGKILL)
+    case 3:
+        deadline = time.time() + 20
+        while not signals and time.time() < deadline: time.sleep(0.01)
+        time.sleep(0.5)  # finishing the step
+        write("signals.json", json.dumps(signals))
+        sys.exit(130)
+    case 4: sys.exit(3)
+    case 5: pass
+    case 6: write("DONE", "{}"); os.kill(os.getpid(), signal.SIGKILL)
+'''  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def child(tmp_path, monkeypatch) -> Path:
+    script = tmp_path / "child.py"
+    script.write_text(CHILD)
+    monkeypatch.setattr(launch, "child_command", lambda run_dir: [sys.executable, "-S", str(script), str(run_dir)])
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    return script
+
+
+def seen(run_dir: Path) -> dict:
+    return json.loads((run_dir / "seen.json").read_text())
+
+
+def only_run() -> Path:
+    (found,) = Path("runs").glob("*/seed*/*")
+    return found.absolute()
+
+
+def background(child: Path, *words: str) -> subprocess.Popen[str]:
+    """The command in a process group of its own, as a shell starts it."""
+    code = (
+        "import sys; from qerl_lab import launch; from qerl_lab.cli import main;"
+        f"launch.child_command = lambda run_dir: [sys.executable, '-S', {str(child)!r}, str(run_dir)];"
+        "sys.exit(main(sys.argv[1:]))"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(launch.__file__).parents[1])}
+    command = [sys.executable, "-c", code, *words]
+    return subprocess.Popen(
+        command, env=environment, start_new_session=True, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+
+
+def started(pattern: str) -> Path:
+    """The run directory, once its child has begun and can take a signal."""
+    deadline = time.time() + 30
+    while time.time() < deadline:
+        for path in Path.cwd().glob(f"{pattern}/seen.json"):
+            with contextlib.suppress(json.JSONDecodeError):
+                json.loads(path.read_text())
+                return path.parent
+        time.sleep(0.02)
+    raise AssertionError("the child did not start")
+
+
+def test_a_run_gets_a_directory_with_its_whole_configuration_and_a_process_of_its_own(capfd):
+    assert main(["experiment=nvfp4_aqn", "lora.rank=4"]) == 0
+    run_dir = only_run()
+    assert re.fullmatch(r"runs/nvfp4_aqn/seed0/\d{8}-\d{6}", str(run_dir.relative_to(Path.cwd())))
+    config = from_dict(yaml.safe_load((run_dir / "resolved.yaml").read_text()))
+    assert (config.experiment, config.lora.rank, config.run_dir) == ("nvfp4_aqn", 4, str(run_dir))
+    assert seen(run_dir)["files"] == ["resolved.yaml"]
+    assert seen(run_dir)["pid"] != os.getpid()
+    assert str(run_dir.relative_to(Path.cwd())) in capfd.readouterr().out
+    assert {path.name for path in run_dir.iterdir()} == {"resolved.yaml", "seen.json", "DONE"}  # nothing of Hydra's
+
+
+def test_the_child_s_environment_is_set_where_the_user_s_is_not(monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
+    assert launch.start(RunConfig(cpu_threads=3), Path("a")) == 0
+    environment = seen(Path("a"))["environment"]
+    assert environment["OMP_NUM_THREADS"] == "3"
+    assert environment["OMP_WAIT_POLICY"] == "PASSIVE"
+    assert environment["HF_HUB_DISABLE_TELEMETRY"] == "1"
+    assert environment["TOKENIZERS_PARALLELISM"] == "true"
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    assert launch.start(RunConfig(cpu_threads=3), Path("b")) == 0
+    assert seen(Path("b"))["environment"]["OMP_NUM_THREADS"] == "7"
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    assert launch.start(RunConfig(cpu_threads=0), Path("c")) == 0
+    assert "OMP_NUM_THREADS" not in seen(Path("c"))["environment"]
+
+
+@pytest.mark.parametrize(
+    ("seed", "code", "status", "reason"),
+    [
+        (DONE, 0, "done", None),
+        (FAILS, 1, "failed", "ValueError: the reason"),
+        (DIES, 1, "failed", "Killed: signal 9 (SIGKILL) ended the process, as the system does when memory runs out"),
+        (SILENT, 1, "failed", "NoRecord: the process ended with status 3"),
+        (EMPTY, 1, "failed", "NoRecord: the process ended with status 0"),
+        (CRASHES_AFTER, 0, "done", None),
+    ],
+)
+def test_however_the_child_ends_the_directory_and_the_exit_code_say_so(seed, code, status, reason):
+    assert launch.start(RunConfig(seed=seed), Path("run")) == code
+    assert launch.status(Path("run")) == status
+    assert Path("run/FAILED").exists() == (reason is not None)
+    if reason:
+        assert launch.failure(Path("run")).startswith(reason)
+
+
+def test_a_failed_run_is_told_in_two_lines(capfd):
+    assert main([f"seed={FAILS}", "run_dir=run"]) == 1
+    assert capfd.readouterr().err == "failed: ValueError: the reason\nrun/FAILED has the whole of it\n"
+
+
+def test_a_directory_that_is_not_empty_is_refused(capfd):
+    Path("used").mkdir()
+    Path("used/notes.txt").write_text("mine")
+    assert main(["run_dir=used"]) == 2
+    assert "used is not empty. Type resume=" in capfd.readouterr().err
+    assert [path.name for path in Path("used").iterdir()] == ["notes.txt"]
+    Path("used/notes.txt").unlink()
+    assert main(["run_dir=used"]) == 0
+    assert main(["run_dir=used"]) == 2
+    assert main(["hydra.run.dir=used"]) == 2
+    Path("file").touch()
+    assert main(["run_dir=file"]) == 2
+    assert "is a file" in capfd.readouterr().err
+
+
+def test_a_directory_may_have_any_name():
+    name = "a dir, with 'quotes' (and=more)"
+    assert main([f'run_dir="{name}"']) == 0
+    assert launch.status(Path(name)) == "done"
+
+
+def test_resume_continues_a_run_that_did_not_finish(capfd):
+    assert launch.start(RunConfig(seed=FAILS, lora=LoraConfig(rank=4)), Path("run")) == 1
+    text = Path("run/resolved.yaml").read_text()
+    Path("run/resolved.yaml").write_text(text.replace("seed: 1", "seed: 0"))  # so that it succeeds this time
+    assert main(["resume=run"]) == 0
+    assert seen(Path("run"))["files"] == ["resolved.yaml", "seen.json"]  # FAILED is gone before the child starts
+    assert launch.read_resolved(Path("run")).lora.rank == 4
+    capfd.readouterr()
+    assert main(["resume=run"]) == 2
+    assert "already finished" in capfd.readouterr().err
+
+
+def test_resume_follows_a_directory_that_was_moved():
+    assert launch.start(RunConfig(seed=DIES), Path("run")) == 1
+    Path("run").rename("moved")
+    assert main(["resume=moved"]) == 1
+    assert launch.read_resolved(Path("moved")).run_dir == str(Path("moved").absolute())
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("resume=run seed=1", "so seed=1 cannot stand beside it"),
+        ("seed=1 -m lora.rank=3 resume=run", "-m seed=1 lora.rank=3 cannot stand beside it"),
+        ("resume=run dry_run=true", "dry_run=true cannot stand beside it"),
+        ("resume=", "resume= names no directory"),
+        ("resume=nowhere", "has no resolved.yaml"),
+        ("resume=empty", "holds no configuration"),
+        ("resume=broken", "cannot be read"),
+        ("resume=old", "Did you mean lora.rank?"),
+        ("resume=typo", "lora.rank=abc is not allowed"),
+    ],
+)
+def test_resume_refuses_what_it_cannot_continue(line, message, capfd):
+    files = {"empty": "", "broken": "a: [", "old": "lora: {rnk: 3}", "typo": "lora: {rank: abc}"}
+    for name, text in files.items():
+        Path(name).mkdir()
+        Path(name, "resolved.yaml").write_text(text)
+    assert main(line.split()) == 2
+    err = capfd.readouterr().err
+    assert message in err
+    assert "Traceback" not in err
+    assert not list(Path.cwd().glob("*/seen.json"))
+
+
+def test_a_sweep_goes_on_after_failures_and_ends_with_a_table_of_all_jobs(capfd):
+    assert main(["-m", "experiment=nvfp4", f"seed={FAILS},{DONE},{DIES}"]) == 1
+    out, err = capfd.readouterr()
+    (directory,) = Path("runs/sweeps/adhoc").iterdir()
+    table = out[out.rindex("job  overrides") :].splitlines()
+    assert re.match(r"0 +\+experiment=nvfp4 seed=1 +failed +- +- +- +- +0-nvfp4-seed1", table[1])
+    assert table[2].strip() == "ValueError: the reason"
+    assert re.match(
+        r"1 +\+experiment=nvfp4 seed=0 +done +0\.500 -> 0\.750 +0\.300 -> 0\.200 +1234 +95 +1-nvfp4-seed0", table[3]
+    )
+    assert "SIGKILL" in table[5]
+    assert table[-2] == f"3 jobs in {directory}: 2 failed, 1 done"
+    assert table[-1] == f"continue one with: python -m qerl_lab resume={directory}/RUN_DIRECTORY"
+    assert "Traceback" not in out + err
+    names = {path.name for path in directory.iterdir() if path.is_dir()}
+    assert names == {"0-nvfp4-seed1", "1-nvfp4-seed0", "2-nvfp4-seed2"}
+    for name in names:
+        assert launch.read_resolved(directory / name).run_dir == str((directory / name).absolute())
+
+
+def test_a_sweep_from_a_file_whose_jobs_all_finish_ends_with_0(capfd):
+    assert main(["+sweeps=weight_formats", "seed=0", "experiment=nf4,mxfp4_aqn", "hydra.sweep.dir=here"]) == 0
+    assert sorted(path.parent.name for path in Path("here").glob("*/DONE")) == ["0-nf4-seed0", "1-mxfp4_aqn-seed0"]
+    assert "2 jobs in here: 2 done" in capfd.readouterr().out
+    assert main(["+sweeps=weight_formats", "seed=0", "experiment=nf4", "hydra.sweep.dir=here"]) == 2
+    assert "not empty" in capfd.readouterr().err
+
+
+def test_ctrl_c_reaches_the_child_once_and_the_parent_outlasts_it(child):
+    parent = background(child, f"seed={SIGNALLED}", "run_dir=run")
+    run_dir = started("run")
+    os.killpg(parent.pid, signal.SIGINT)  # as a terminal does: to the whole group
+    assert parent.wait(timeout=30) == 130
+    assert (run_dir / "signals.json").exists(), "the parent left before the child had finished its step"
+    assert parent.communicate()[1] == ""
+    assert json.loads((run_dir / "signals.json").read_text()) == [signal.SIGINT]
+    assert launch.status(run_dir) == "interrupted"
+
+
+def test_sigterm_to_the_parent_is_handed_to_the_child_once(child):
+    parent = background(child, f"seed={SIGNALLED}", "run_dir=run")
+    run_dir = started("run")
+    parent.terminate()
+    parent.communicate(timeout=30)
+    assert parent.returncode == 130
+    assert json.loads((run_dir / "signals.json").read_text()) == [signal.SIGTERM]
+
+
+@pytest.mark.parametrize("how", ["ctrl-c", "sigterm"])
+def test_an_interrupted_sweep_starts_no_further_job_and_still_shows_them_all(child, how):
+    parent = background(child, "-m", f"seed={DONE},{SIGNALLED},{FAILS}", "hydra.sweep.dir=sweep")
+    started("sweep/1-*")
+    if how == "ctrl-c":
+        os.killpg(parent.pid, signal.SIGINT)
+    else:
+        parent.terminate()
+    out, err = parent.communicate(timeout=30)
+    assert parent.returncode == 130
+    assert "Traceback" not in err
+    table = out[out.rindex("job  overrides") :].splitlines()
+    assert [line.split()[2] for line in table[1:4]] == ["done", "interrupted", "not"]
+    assert table[4] == "3 jobs in sweep: 1 done, 1 interrupted, 1 not run"
+    assert not Path("sweep/2-adhoc-seed1/resolved.yaml").exists()
+
+
+def test_a_child_killed_by_a_plain_signal_before_it_could_handle_it_counts_as_interrupted(tmp_path, monkeypatch):
+    for name in ("INT", "TERM"):
+        monkeypatch.setattr(
+            launch, "child_command", lambda run_dir, name=name: ["sh", "-c", f"kill -{name} $$; sleep 5"]
+        )
+        assert launch.start(RunConfig(), Path(name)) == 130
+        assert launch.status(Path(name)) == "interrupted"
+
+
+def test_a_run_whose_parent_was_killed_cannot_be_resumed_while_it_goes_on(child, capfd):
+    parent = background(child, f"seed={SIGNALLED}", "run_dir=run")
+    run_dir = started("run")
+    parent.kill()
+    parent.wait(timeout=30)
+    assert main(["resume=run"]) == 2
+    assert "another process is running in" in capfd.readouterr().err
+    os.kill(seen(run_dir)["pid"], signal.SIGKILL)
+    (run_dir / "resolved.yaml").write_text((run_dir / "resolved.yaml").read_text().replace("seed: 3", "seed: 0"))
+    deadline = time.time() + 10
+    while (code := main(["resume=run"])) == 2 and time.time() < deadline:
+        time.sleep(0.05)
+    assert code == 0
+
+
+def test_hydra_s_own_flags_still_work(capfd):
+    assert main(["experiment=nf4", "--cfg", "job"]) == 0
+    assert yaml.safe_load(capfd.readouterr().out)["format"]["name"] == "nf4"
+    assert main(["--cfg", "job", "lora.rnk=3"]) == 2
+    assert "Did you mean lora.rank?" in capfd.readouterr().err
+    assert not Path("runs").exists()
+
+
+def test_checking_a_sweep_imports_no_torch_and_one_job_takes_under_two_seconds():
+    code = (
+        "import sys, time; from qerl_lab.cli import main;"
+        "assert main(['+sweeps=weight_formats', 'seed=0', 'experiment=nf4', 'dry_run=true']) == 0;"
+        "heavy = {'torch', 'transformers', 'mlflow', 'trl', 'datasets', 'numpy', 'pandas'} & set(sys.modules);"
+        "assert not heavy, heavy;"
+        "assert time.process_time() < 2, time.process_time()"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(launch.__file__).parents[1])}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True, stdout=subprocess.DEVNULL)
+
+
+def test_the_module_runs_by_its_name():
+    environment = {**os.environ, "PYTHONPATH": str(Path(launch.__file__).parents[1])}
+    command = [sys.executable, "-m", "qerl_lab", "format=nvfp5"]
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert found.returncode == 2
+    assert found.stderr.startswith("error: format=nvfp5")
+    found = subprocess.run(
+        [*command[:3], "--info", "defaults-tree", "experiment=nf4"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "experiment: nf4" in found.stdout
+
+
+def test_the_real_child_is_the_experiment_module(monkeypatch):
+    monkeypatch.undo()
+    assert launch.child_command(Path("/r")) == [sys.executable, "-m", "qerl_lab.experiment", "/r"]

@@ -1,0 +1,196 @@
+"""The mirror when MLflow is absent, dies or never answers, and when the run itself is killed."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from qerl_lab import tracking
+from qerl_lab.tracking import Tracker
+
+pytest_plugins = ["mlflow_store"]
+pytestmark = pytest.mark.integration
+pytest.register_assert_rewrite("mlflow_store")
+from mlflow_store import config, log, points, recorded, runs, wait_for  # noqa: E402
+
+
+def test_no_mlflow_at_the_start_is_said_once_and_filled_later(
+    run_dir: Path,
+    db: str,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        refused = f"http://me:secret@127.0.0.1:{free.getsockname()[1]}"
+    tracker = Tracker(config(run_dir, refused), run_dir)
+    assert slowest_log(tracker, range(1, 20)) < 1
+    wait_for(lambda: not (tracker._thread and tracker._thread.is_alive()))
+    log(tracker, range(20, 25))
+    tracker.finish("FINISHED")
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1, err
+    assert f"python -m qerl_lab.tracking resync {run_dir}" in err
+    assert f"{run_dir}/metrics.jsonl is complete" in err
+    assert [entry for entry in caplog.records if entry.name.startswith("urllib3")] == []
+    assert "secret" not in err + (run_dir / "mlflow.json").read_text()
+    assert tracking.main(["resync", str(run_dir)]) == 1
+    assert capfd.readouterr().err.count("\n") == 1
+    assert f"added {len(recorded(run_dir))} points" in tracking.resync(run_dir, db)
+
+
+def slowest_log(tracker: Tracker, steps: range) -> float:
+    """Longest seconds that the trainer waited for one call."""
+    slowest = 0.0
+    for step in steps:
+        start = time.monotonic()
+        log(tracker, range(step, step + 1))
+        slowest = max(slowest, time.monotonic() - start)
+        time.sleep(0.01)
+    return slowest
+
+
+@pytest.fixture
+def server(db: str, here: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """A real MLflow server on `db`, in a process group of its own: it has workers."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    where = ["--backend-store-uri", db, "--default-artifact-root", str(here / "artifacts"), "--no-serve-artifacts"]
+    command = [sys.executable, "-m", "mlflow", "server", *where, "--port", str(port), "--workers", "1"]
+    env = os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+    with (here / "server.log").open("wb") as out:
+        process = subprocess.Popen(command, start_new_session=True, stdout=out, stderr=out, env=env)
+    try:
+        wait_for(lambda: answers(port), 120)
+        yield f"http://127.0.0.1:{port}", process
+    finally:
+        kill(process)
+
+
+def answers(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def kill(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def test_a_server_that_dies_mid_run(
+    run_dir: Path, db: str, server: tuple[str, subprocess.Popen[bytes]], capfd: pytest.CaptureFixture[str]
+) -> None:
+    uri, process = server
+    tracker = Tracker(config(run_dir, uri), run_dir)
+    log(tracker, range(1, 5))
+    wait_for(lambda: tracker.run_id and len(points(db, tracker.run_id)) == len(recorded(run_dir)))
+    kill(process)
+    assert slowest_log(tracker, range(5, 30)) < 1
+    wait_for(lambda: not (tracker._thread and tracker._thread.is_alive()))
+    log(tracker, range(30, 33))
+    tracker.finish("FINISHED", [run_dir / "resolved.yaml"])
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1, err
+    assert f"MLflow at {uri} failed" in err
+    assert f"python -m qerl_lab.tracking resync {run_dir}" in err
+    assert 0 < len(points(db, str(tracker.run_id))) < len(recorded(run_dir))
+    assert runs(db)[0].info.status == "RUNNING"
+    assert f"found run {tracker.run_id}" in tracking.resync(run_dir, db)  # the store behind the server
+    assert points(db, str(tracker.run_id)) == recorded(run_dir)
+    assert len(runs(db)) == 1
+    assert runs(db)[0].info.status == "FINISHED"
+
+
+def child(code: str, cwd: Path) -> subprocess.Popen[str]:
+    source = "from pathlib import Path\nfrom qerl_lab import tracking\nfrom qerl_lab.config import RunConfig\n"
+    command = [sys.executable, "-c", source + textwrap.dedent(code)]
+    return subprocess.Popen(command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_a_server_that_never_answers_holds_up_neither_the_end_nor_the_exit(run_dir: Path) -> None:
+    config(run_dir)
+    process = child(
+        f"""
+        import socket, time
+        tracking.FINISH_SECONDS = 1
+        silent = socket.create_server(("127.0.0.1", 0))
+        cfg = RunConfig()
+        cfg.tracking.uri = f"http://127.0.0.1:{{silent.getsockname()[1]}}"
+        tracker = tracking.Tracker(cfg, Path({str(run_dir)!r}))
+        connection, _ = silent.accept()  # MLflow asks, and waits from here on
+        tracker.log(1, {{"reward/mean": 1.0}})
+        start = time.monotonic()
+        tracker.finish("FINISHED")
+        print(time.monotonic() - start, flush=True)
+        """,
+        run_dir.parent,
+    )
+    assert process.stdout
+    waited = float(process.stdout.readline())
+    ended = time.monotonic()
+    _, err = process.communicate(timeout=60)
+    assert 1 <= waited < 3
+    assert time.monotonic() - ended < 3
+    assert process.returncode == 0
+    assert err.count("\n") == 1, err
+    assert "gave no answer within 1 s" in err
+
+
+def test_a_late_failure_adds_no_second_line(
+    run_dir: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    monkeypatch.setattr(tracking, "FINISH_SECONDS", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        tracker = Tracker(config(run_dir, f"http://127.0.0.1:{silent.getsockname()[1]}"), run_dir)
+        connection, _ = silent.accept()
+        tracker.finish("FINISHED")
+        assert tracker._thread
+        assert tracker._thread.is_alive()
+        connection.close()
+    tracker._thread.join(30)
+    assert not tracker._thread.is_alive()
+    assert capfd.readouterr().err.count("\n") == 1
+
+
+def test_a_killed_process_before_any_checkpoint_resumes_into_its_run(run_dir: Path) -> None:
+    """The child also creates the database, so its silence shows that no chatter of MLflow's reaches the terminal."""
+    config(run_dir)
+    process = child(
+        f"""
+        import time
+        tracking.FLUSH_SECONDS = 0.02
+        tracker = tracking.Tracker(RunConfig(), Path({str(run_dir)!r}))
+        for step in range(1, 4):
+            tracker.log(step, {{"reward/mean": float(step)}})
+        while not tracker.run_id:
+            time.sleep(0.02)
+        print(tracker.run_id, flush=True)
+        time.sleep(600)
+        """,
+        run_dir.parent,
+    )
+    assert process.stdout
+    run_id, uri = process.stdout.readline().strip(), f"sqlite:///{run_dir.parent}/mlflow.db"
+    wait_for(lambda: [step for _, step, _, _ in points(uri, run_id)] == [1, 2, 3])
+    process.kill()
+    assert process.communicate() == ("", "")
+    tracker = Tracker(config(run_dir), run_dir)
+    for step in range(1, 6):
+        tracker.log(step, {"reward/mean": float(step)})
+    tracker.finish("FINISHED")
+    assert [run.info.run_id for run in runs(uri)] == [tracker.run_id] == [run_id]
+    assert [(step, value) for _, step, value, _ in points(uri, run_id)] == [(s, float(s)) for s in range(1, 6)]

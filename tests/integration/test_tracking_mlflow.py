@@ -1,0 +1,203 @@
+"""The mirror against a real MLflow store: what arrives, what a resumed run adds, what resync adds."""
+
+import logging
+import shutil
+import types
+from pathlib import Path
+
+import mlflow
+import pytest
+from mlflow import MlflowClient
+
+from qerl_lab import tracking
+from qerl_lab.config import leaves
+from qerl_lab.record import MirrorRecord
+from qerl_lab.tracking import Tracker, read_metrics
+
+pytest_plugins = ["mlflow_store"]
+pytestmark = pytest.mark.integration
+pytest.register_assert_rewrite("mlflow_store")
+from mlflow_store import config, doubles, log, points, recorded, runs, wait_for  # noqa: E402
+
+
+def test_mlflow_receives_everything(run_dir: Path, db: str) -> None:
+    cfg = config(run_dir, db, seed=3, experiment="nvfp4_aqn")
+    (run_dir / "curves.png").write_bytes(b"png")
+    tracker = Tracker(cfg, run_dir)
+    tracker.log(0, {"eval/accuracy": 0.5})
+    log(tracker, range(1, 40))
+    tracker.log(39, {"eval/accuracy": 0.75})
+    tracker.finish("FINISHED", [run_dir / name for name in tracking.ARTIFACTS])
+    (run,) = runs(db)
+    assert run.info.run_id == tracker.run_id == MirrorRecord(run_dir).values["run_id"]
+    assert run.info.status == "FINISHED"
+    assert run.info.run_name == "nvfp4_aqn-seed3"
+    assert points(db, run.info.run_id) == recorded(run_dir)
+    assert run.data.params == tracking._params(cfg)
+    assert len(run.data.params) == len(leaves(cfg)) - 3
+    assert tracking._tags(cfg, run_dir, MirrorRecord(run_dir).values["key"]).items() <= run.data.tags.items()
+    stored = {file.path for file in MlflowClient(tracking_uri=db).list_artifacts(run.info.run_id)}
+    assert stored == {"resolved.yaml", "metrics.jsonl", "curves.png"}
+
+
+def test_lines_reach_mlflow_while_the_run_goes_on(run_dir: Path, db: str) -> None:
+    tracker = Tracker(config(run_dir, db), run_dir)
+    log(tracker, range(1, 3))
+    wait_for(lambda: tracker.run_id and len(points(db, tracker.run_id)) == len(recorded(run_dir)))
+    assert runs(db)[0].info.status == "RUNNING"
+    tracker.log(2, {"reward/mean": -1.0})  # a second value for one point: the first stays
+    tracker.finish("KILLED")
+    assert doubles(db, str(tracker.run_id)) == []
+    assert runs(db)[0].info.status == "KILLED"
+
+
+def test_values_that_are_not_finite_do_not_stop_the_mirror(run_dir: Path, db: str) -> None:
+    tracker = Tracker(config(run_dir, db), run_dir)
+    tracker.log(1, {"policy/loss": float("nan"), "policy/grad_norm": float("inf")})
+    tracker.log(2, {"policy/loss": 1.0})
+    tracker.finish("FINISHED")
+    found = [(name, step, value != value) for name, step, value, _ in points(db, str(tracker.run_id))]
+    assert found == [("policy/grad_norm", 1, True), ("policy/loss", 1, True), ("policy/loss", 2, False)]
+    assert "added 0 points" in tracking.resync(run_dir)
+
+
+def test_a_resumed_run_is_the_same_run_without_doubles(run_dir: Path, db: str) -> None:
+    first = Tracker(config(run_dir, db), run_dir)
+    log(first, range(1, 8))
+    first.finish("KILLED")
+    # Steps 6 and 7 were mirrored and are done again; a parameter that changed must not raise either.
+    again = Tracker(config(run_dir, db, cpu_threads=2), run_dir, run_id=first.run_id, last_step=5)
+    log(again, range(6, 11), shift=0.5)
+    wait_for(lambda: runs(db)[0].info.status == "RUNNING")
+    again.finish("FINISHED")
+    (run,) = runs(db)
+    assert run.info.run_id == again.run_id == first.run_id
+    assert run.info.status == "FINISHED"
+    assert doubles(db, run.info.run_id) == []
+    assert {step for _, step, _, _ in points(db, run.info.run_id)} == set(range(1, 11))
+    assert [line["step"] for line in read_metrics(run_dir)] == list(range(1, 11))
+
+
+def test_a_resumed_run_also_fills_what_mlflow_missed_before(run_dir: Path, db: str) -> None:
+    off = config(run_dir, db)
+    off.tracking.mlflow = False
+    log(Tracker(off, run_dir), range(1, 4))
+    tracker = Tracker(config(run_dir, db), run_dir, last_step=3)
+    log(tracker, range(4, 6))
+    tracker.finish("FINISHED")
+    assert points(db, str(tracker.run_id)) == recorded(run_dir)
+
+
+def test_a_run_that_lost_its_mlflow_json_is_found_by_the_checkpoints_run_id(run_dir: Path, db: str) -> None:
+    first = Tracker(config(run_dir, db), run_dir)
+    first.finish("KILLED")
+    (run_dir / "mlflow.json").unlink()
+    again = Tracker(config(run_dir, db), run_dir, run_id=first.run_id)
+    again.finish("FINISHED")
+    assert [run.info.run_id for run in runs(db)] == [first.run_id] == [again.run_id]
+
+
+def test_a_run_whose_id_was_never_noted_is_found_by_its_key(run_dir: Path, db: str) -> None:
+    first = Tracker(config(run_dir, db), run_dir)
+    log(first, range(1, 3))
+    first.finish("KILLED")
+    MirrorRecord(run_dir).set(run_id=None)  # as if killed between MLflow's answer and the note
+    again = Tracker(config(run_dir, db), run_dir, last_step=2)
+    again.finish("FINISHED")
+    assert again.run_id == first.run_id
+    assert len(runs(db)) == 1
+
+
+@pytest.mark.parametrize(
+    ("mark", "status"), [("DONE", "FINISHED"), ("FAILED", "FAILED"), (None, "KILLED")], ids=["done", "failed", "killed"]
+)
+def test_resync_creates_then_adds_nothing(
+    run_dir: Path, db: str, capsys: pytest.CaptureFixture[str], mark: str | None, status: str
+) -> None:
+    off = config(run_dir)
+    off.tracking.mlflow = False
+    log(Tracker(off, run_dir), range(1, 30))
+    with (run_dir / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"step": 30, "ti')
+    if mark:
+        (run_dir / mark).touch()
+    total = len(recorded(run_dir))
+    assert tracking.main(["resync", str(run_dir), "--uri", db]) == 0
+    assert f"added {total} points" in capsys.readouterr().out
+    (run,) = runs(db)
+    before = points(db, run.info.run_id)
+    assert before == recorded(run_dir)
+    assert run.info.status == status
+    assert run.info.start_time == int(read_metrics(run_dir)[0]["time"] * 1000)
+    assert run.info.end_time == int(read_metrics(run_dir)[-1]["time"] * 1000)
+    assert tracking.main(["resync", str(run_dir), "--uri", db]) == 0
+    assert "found run" in (out := capsys.readouterr().out)
+    assert "added 0 points and 0 parameters" in out
+    assert len(runs(db)) == 1
+    assert points(db, run.info.run_id) == before
+
+
+def test_resync_adds_only_the_missing_points(run_dir: Path, db: str) -> None:
+    tracker = Tracker(config(run_dir, db), run_dir)
+    log(tracker, range(1, 5))
+    tracker.finish("FAILED")
+    off = config(run_dir, db)
+    off.tracking.mlflow = False
+    more = Tracker(off, run_dir, last_step=4)
+    more.log(5, {"reward/mean": 1.0, "reward/std": 2.0})
+    more.finish("FINISHED")
+    assert "added 2 points and 0 parameters" in tracking.resync(run_dir)
+    assert points(db, str(tracker.run_id)) == recorded(run_dir)
+    assert runs(db)[0].info.status == "FINISHED"
+
+
+def test_resync_into_another_store_and_back_makes_one_run_in_each(run_dir: Path, db: str, empty_db: Path) -> None:
+    other = f"sqlite:///{shutil.copy(empty_db, run_dir.parent / 'other.db')}"
+    tracker = Tracker(config(run_dir), run_dir)  # no uri: sqlite:///mlflow.db of the working directory, which is db
+    log(tracker, range(1, 4))
+    tracker.finish("FINISHED")
+    assert "created run" in tracking.resync(run_dir, other)
+    assert "added 0 points" in tracking.resync(run_dir, other)
+    assert f"found run {tracker.run_id}" in tracking.resync(run_dir, db)
+    assert len(runs(db)) == len(runs(other)) == 1
+    assert points(other, runs(other)[0].info.run_id) == points(db, str(tracker.run_id)) == recorded(run_dir)
+
+
+def test_resync_without_uri_finds_the_runs_store_from_any_directory(
+    run_dir: Path, db: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tracker = Tracker(config(run_dir), run_dir)
+    log(tracker, range(1, 3))
+    tracker.finish("FINISHED")
+    (run_dir.parent / "elsewhere").mkdir()
+    monkeypatch.chdir(run_dir.parent / "elsewhere")
+    assert f"found run {tracker.run_id}" in tracking.resync(run_dir)
+    assert not Path("mlflow.db").exists()
+
+
+def test_a_database_whose_creation_was_killed_is_not_left_behind(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def killed(tracking_uri: str) -> None:
+        Path(tracking_uri.removeprefix("sqlite:///")).write_bytes(b"half of a database")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(mlflow, "MlflowClient", killed)
+    with pytest.raises(KeyboardInterrupt):
+        tracking._create_sqlite(f"sqlite:///{here}/mlflow.db")
+    assert list(here.iterdir()) == []
+
+
+def test_a_database_that_another_run_made_first_stays(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def slower(tracking_uri: str) -> types.SimpleNamespace:
+        Path(tracking_uri.removeprefix("sqlite:///")).write_bytes(b"ours")
+        (here / "mlflow.db").write_bytes(b"theirs")
+        return types.SimpleNamespace(search_experiments=list)
+
+    monkeypatch.setattr(mlflow, "MlflowClient", slower)
+    tracking._create_sqlite(f"sqlite:///{here}/mlflow.db")
+    assert [(path.name, path.read_bytes()) for path in here.iterdir()] == [("mlflow.db", b"theirs")]
+
+
+def test_infos_of_mlflow_are_off_even_if_it_was_imported_before(run_dir: Path, db: str) -> None:
+    logging.getLogger("mlflow").setLevel(logging.INFO)  # as if trl had imported it before our settings
+    Tracker(config(run_dir, db), run_dir).finish("FINISHED")
+    assert logging.getLogger("mlflow").level == logging.WARNING
