@@ -200,7 +200,7 @@ class RunConfig:
     seed: int = option(0, "seeds data order, adapters, sampling and noise", at_least=0)
     steps: int = option(600, "rollouts; each is followed by updates_per_rollout x num_iterations updates", at_least=1)
     device: str = option("auto", "auto takes a GPU if there is one", choices=("auto", "cpu", "cuda"))
-    cpu_threads: int = option(1, "torch threads on a CPU (runs side by side need 1 each); 0: all cores", at_least=0)
+    cpu_threads: int = option(2, "torch threads on a CPU (runs side by side need 1 each); 0: all cores", at_least=0)
     dry_run: bool = option(False, "check every job of the command, print what would run, and stop")
     resume: str | None = option(None, "continue the run in this directory with its own configuration")
     run_dir: str = option("", "where the run's record goes; empty is runs/<experiment>/seed<seed>/<time>")

@@ -1,0 +1,112 @@
+"""Adaptive quantization noise (AQN, paper Sec. 3.3): the schedule sigma(step), the noise, and what it is added to.
+
+Departures from the released code, where AQN is a no-op (its isinstance test never matches an engine's norms):
+
+1. Noise is independent of the weight format: BF16 + AQN is an arm.
+2. It is added to a clean fp32 copy at every step, so that it never accumulates.
+3. It is drawn from (seed, step, layer) on the CPU, so that every rank, engine and resumed run draws the same.
+4. It reaches the engine's dtype by stochastic rounding: round-to-nearest bf16 swallows sigma <= 1e-3 where |w| >= 1.
+5. What the engine then holds is measured (`noise/std_observed`, `noise/kl_nats`), not assumed.
+
+The paper resamples "each forward" in its text and once per rollout in its code; here once per step (rollout).
+"""
+
+import hashlib
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from qerl_lab.config import AqnConfig
+
+
+def stage(step: int, total_steps: int, stages: int) -> int:
+    """Stage (from 0) of a step (from 1): `stages` equal parts of the run, in order.
+
+    With more stages than steps some stages are skipped, evenly.
+    """
+    return (step - 1) * stages // total_steps
+
+
+def sigma(cfg: AqnConfig, step: int, total_steps: int) -> float:
+    """Standard deviation of the noise in a step. Pure.
+
+    Args:
+        step: 1..total_steps; 0 is the untrained policy, which carries no noise.
+
+    Returns:
+        0 where the schedule is off or the stage is clean, else a value in [sigma_end, sigma_start].
+
+    Raises:
+        ValueError: step outside 0..total_steps.
+    """
+    if not 0 <= step <= total_steps:
+        raise ValueError(f"step={step} is outside 0..{total_steps}")
+    if cfg.schedule == "off" or step == 0:
+        return 0.0
+    now, last = stage(step, total_steps, cfg.stages), cfg.stages - 1
+    if cfg.reading == "equation":  # Eq. 8: k = now + 1 of K noisy stages
+        return decay(cfg, now, last)
+    if now == 0:
+        return 0.0
+    # The released code spreads K-1 values over stages 2..K; Algorithm 1 keeps Eq. 8's K-1 in the exponent.
+    return decay(cfg, now - 1, last - 1 if cfg.reading == "released" else last)
+
+
+def decay(cfg: AqnConfig, index: int, last: int) -> float:
+    """Value `index` of the values 0..last that run from sigma_start to sigma_end (Eq. 8; Fig. 15 for the others)."""
+    share = index / last if last > 0 else 0.0
+    start, end = cfg.sigma_start, cfg.sigma_end
+    match cfg.schedule:
+        case "exponential":
+            return start * (end / start) ** share if start > 0 else 0.0
+        case "linear":
+            return start + (end - start) * share
+        case "cosine":
+            return end + (start - end) * (1 + math.cos(math.pi * share)) / 2
+        case "logarithmic":
+            return start + (end - start) * (math.log(index + 1) / math.log(last + 1) if last > 0 else 0.0)
+    raise ValueError(f"aqn.schedule={cfg.schedule} is not a schedule")
+
+
+@dataclass(frozen=True)
+class Noise:
+    """The noise of one step, as three numbers: any process can draw it."""
+
+    sigma: float
+    seed: int
+    step: int
+
+    def onto(self, clean: Tensor, layer: str, dtype: torch.dtype) -> Tensor:
+        """`clean` + sigma * Z in `dtype`, Z ~ N(0, 1) drawn for this (seed, step, layer).
+
+        Args:
+            clean: the norm's weight in float32, any device; not changed.
+            layer: its full name, e.g. `model.layers.0.input_layernorm`.
+        """
+        if self.sigma == 0:
+            return clean.to(dtype, copy=True)  # never the clean copy itself
+        generator = torch.Generator().manual_seed(_layer_seed(self.seed, self.step, layer))
+        drawn = torch.randn(clean.shape, generator=generator)
+        return stochastic_round(clean.cpu() + self.sigma * drawn, dtype, generator).to(clean.device)
+
+
+def _layer_seed(seed: int, step: int, layer: str) -> int:
+    digest = hashlib.sha256(f"{seed}/{step}/{layer}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1  # torch takes 63 bits
+
+
+def stochastic_round(values: Tensor, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """`values` (float32, CPU) in `dtype`, rounded up or down at random so that the expectation is exact.
+
+    bfloat16 is the upper half of a float32: adding a uniform 16-bit number below it carries into the upper half with
+    just the probability that the lower half stands for.
+    """
+    if dtype == torch.float32:
+        return values
+    if dtype != torch.bfloat16:
+        raise ValueError(f"stochastic rounding to {dtype} is not supported; allowed: torch.float32, torch.bfloat16")
+    dither = torch.randint(0, 1 << 16, values.shape, generator=generator, dtype=torch.int32)
+    bits = (values.contiguous().view(torch.int32) + dither) & -(1 << 16)
+    return bits.view(torch.float32).to(torch.bfloat16)

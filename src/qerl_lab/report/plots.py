@@ -1,0 +1,58 @@
+"""Figures."""
+
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+PANELS = (  # title, y label, (metric, label) of each line
+    ("Reward", "reward", (("reward/mean", "total"), ("reward/answer", "answer"), ("reward/format", "format"))),
+    ("Entropy", "nats per token", (("policy/entropy_nats", "policy"), ("sampler/entropy_nats", "noisy sampler"))),
+    ("AQN noise", "standard deviation", (("noise/sigma", "sigma"), ("noise/std_observed", "observed in the engine"))),
+    ("Throughput", "tokens per second", (("rollout/tokens_per_second", "rollout"), ("step/tokens_per_second", "end to end"))),
+)
+
+
+def save_curves(steps: pd.DataFrame, title: str, path: Path) -> None:
+    """Reward, entropy, sigma and throughput of one run by step, from `runs.read_steps`. Raw values, no smoothing."""
+    figure, axes = plt.subplots(2, 2, figsize=(10, 6.5), layout="constrained")
+    training = steps.loc[1:]
+    for axis, (name, unit, lines) in zip(axes.flat, PANELS, strict=True):
+        for n, (metric, label) in enumerate(lines):
+            axis.plot(training.index, training[metric], label=label, lw=1.4, ls="-" if n == 0 else "--")
+        _dress(axis, name, unit)
+        axis.legend(frameon=False)
+    figure.suptitle(title)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def compare_arms(curves: pd.DataFrame, metrics: dict[str, str]) -> Figure:
+    """One panel a metric, one color an arm: the mean over seeds thick, every seed thin. No smoothing.
+
+    Args:
+        curves: the tidy frame of `runs.read_mlflow`.
+        metrics: metric name -> label of its axis.
+    """
+    figure, axes = plt.subplots(1, len(metrics), figsize=(5 * len(metrics), 4), layout="constrained", squeeze=False)
+    arms = sorted(curves["arm"].unique())
+    for axis, (metric, label) in zip(axes.flat, metrics.items(), strict=True):
+        for color, arm in enumerate(arms):
+            chosen = curves[(curves["arm"] == arm) & (curves["metric"] == metric) & (curves["step"] > 0)]
+            by_seed = chosen.pivot_table(index="step", columns="run_id", values="value")
+            if by_seed.shape[1] > 1:
+                axis.plot(by_seed.index, by_seed, color=f"C{color}", lw=0.5, alpha=0.5)
+            axis.plot(by_seed.index, by_seed.mean(axis=1), color=f"C{color}", lw=1.8, label=f"{arm} (n={by_seed.shape[1]})")
+        _dress(axis, metric, label)
+    axes.flat[0].legend(frameon=False, fontsize="small")
+    return figure
+
+
+def _dress(axis: Axes, title: str, label: str) -> None:
+    axis.set(title=title, xlabel="step", ylabel=label)
+    axis.margins(x=0.01)
+    axis.set_ylim(bottom=0)
+    axis.grid(alpha=0.25)
+    axis.spines[["top", "right"]].set_visible(False)

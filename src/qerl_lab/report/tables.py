@@ -1,0 +1,45 @@
+"""Text for the terminal."""
+
+import os
+import shlex
+from pathlib import Path
+from typing import Any
+
+
+def near(path: Path) -> str:
+    """A path as a user would type it from here."""
+    relative = os.path.relpath(path)
+    return str(path) if relative.startswith("..") else relative
+
+
+def closing(result: dict[str, Any]) -> str:
+    """The table at the end of a run, from `runs.summarize`."""
+    rows: list[tuple[str, str]] = []
+    if "accuracy_gain" in result:
+        low, high = result["accuracy_gain_interval"]
+        rows += [
+            ("held-out accuracy", f"{result['accuracy_before']:.3f} -> {result['accuracy_after']:.3f}"),
+            ("  gain, paired 95% CI", f"{result['accuracy_gain']:+.3f} [{low:+.3f}, {high:+.3f}], {result['questions']} questions"),
+        ]
+    rows += [
+        ("reward", f"{result['reward_first']:.3f} -> {result['reward_last']:.3f}"),
+        ("policy entropy", f"{result['entropy_first']:.3f} -> {result['entropy_last']:.3f} nats"),
+        ("throughput", f"{result['tokens_per_second']:,.0f} tok/s end to end, {result['rollout_tokens_per_second']:,.0f} in rollouts"),
+        ("time", ", ".join(f"{result[f'share_{name}']:.0%} {name}" for name in ("rollout", "train", "sync")) + f"; {result['seconds']:.0f} s in all"),
+        ("memory", _memory(result)),
+    ]  # fmt: skip
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows)
+
+
+def _memory(result: dict[str, Any]) -> str:
+    gpu = f", {result['memory_gpu_peak_gib']:.2f} GiB on the GPU" if "memory_gpu_peak_gib" in result else ""
+    return f"{result['memory_rss_gib']:.2f} GiB peak resident{gpu}"
+
+
+def where(run_dir: Path, mlflow_uri: str | None) -> str:
+    """Where the record is, and the one command that opens MLflow."""
+    lines = [f"run directory: {near(run_dir)}  (curves.png, metrics.jsonl, eval.parquet, adapter/)"]
+    if mlflow_uri:
+        lines.append(f"open MLflow:   mlflow ui --backend-store-uri {shlex.quote(mlflow_uri)}")
+    return "\n".join(lines)

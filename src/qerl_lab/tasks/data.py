@@ -1,0 +1,48 @@
+"""Rows of a question set from a local directory or from the Hugging Face hub."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from qerl_lab.config import ConfigError
+
+
+def read_rows(path: str, split: str, columns: tuple[str, ...], hub_config: str) -> list[dict[str, Any]]:
+    """Rows of `split` as dicts with at least `columns`.
+
+    Args:
+        path: a directory with `<split>.jsonl`, or a hub id such as `openai/gsm8k`.
+
+    Raises:
+        ConfigError: the file is missing or malformed, a column is absent, or the hub cannot be reached.
+    """
+    local = Path(path).expanduser()
+    rows = _read_jsonl(local / f"{split}.jsonl") if local.is_dir() else _read_hub(path, split, hub_config)
+    for number, row in enumerate(rows):
+        if missing := [column for column in columns if not isinstance(row.get(column), str)]:
+            raise ConfigError(f"{path}, split {split}, row {number} lacks text in {missing}; it has {sorted(row)}. Check task.path.")
+    return rows
+
+
+def _read_jsonl(file: Path) -> list[dict[str, Any]]:
+    if not file.is_file():
+        raise ConfigError(f"task.path={file.parent} has no {file.name}; it must hold train.jsonl and test.jsonl.")
+    rows = []
+    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"{file}:{number} is not JSON ({error}). Check task.path.") from error
+    return rows
+
+
+def _read_hub(path: str, split: str, hub_config: str) -> list[dict[str, Any]]:
+    from datasets import load_dataset
+
+    try:
+        return load_dataset(path, hub_config, split=split).to_list()
+    except (OSError, ValueError, RuntimeError) as error:  # offline, unknown id, unknown split
+        raise ConfigError(
+            f"the question set {path!r} is no local directory and could not be loaded from the hub "
+            f"({type(error).__name__}: {str(error).splitlines()[0]}). Type task.path=DIRECTORY with train.jsonl and test.jsonl."
+        ) from error
