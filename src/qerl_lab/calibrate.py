@@ -37,7 +37,8 @@ def main() -> None:
         print(f"format {name:6}  KL to bf16   {kl(quantized, clean):.5f} nats")
     for sigma in map(float, args.sigmas.split(",")):
         drawn = [noisy_kl(engine, pairs, clean, Noise(sigma, seed=0, step=step)) for step in range(1, DRAWS + 1)]
-        print(f"sigma {sigma:<7g}  KL to clean  {sum(drawn) / DRAWS:.5f} nats, {min(drawn):.5f} to {max(drawn):.5f} over {DRAWS} draws")
+        mean, spread = sum(drawn) / DRAWS, f"{min(drawn):.5f} to {max(drawn):.5f} over {DRAWS} draws"
+        print(f"sigma {sigma:<7g}  KL to clean  {mean:.5f} nats, {spread}")
 
 
 def load(path: str, weight_format: str, device: torch.device) -> policy.Policy:
@@ -56,7 +57,9 @@ def sampled_pairs(path: str, device: torch.device) -> tuple[TransformersEngine, 
     return engine, [(prompt, group[0]) for prompt, group in zip(out.prompt_ids_P, out.completion_ids_P_G, strict=True)]
 
 
-def noisy_kl(engine: TransformersEngine, pairs: list[tuple[list[int], list[int]]], clean: Tensor, noise: Noise) -> float:
+def noisy_kl(
+    engine: TransformersEngine, pairs: list[tuple[list[int], list[int]]], clean: Tensor, noise: Noise
+) -> float:
     engine.sync(engine.policy, noise)
     return kl(engine.logprobs(pairs, 1.0), clean)
 

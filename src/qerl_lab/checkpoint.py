@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +27,7 @@ class Saved:
     mlflow_run_id: str | None
 
 
-def save(folder: Path, state: dict[str, object], write: Callable[[Path], None], keep: int) -> Path:
+def save(folder: Path, state: Mapping[str, int | str | None], write: Callable[[Path], None], keep: int) -> Path:
     """Write the checkpoint of `state["step"]` atomically, then drop all but the newest `keep`.
 
     Args:

@@ -87,9 +87,9 @@ class AqnConfig:
     stages: int = option(10, "number of equal stages K (Sec. 3.3)", at_least=1)
     reading: str = option(
         "released",
-        "which of the paper's three stage rules: released (its code: stage 1 has quantization noise only, the others run "
-        "from sigma_start to sigma_end), equation (Eq. 8: all K stages noisy), algorithm (Algorithm 1: stage 1 clean, "
-        "and sigma_end is never reached)",
+        "the paper's stage rules: released (its code: stage 1 has quantization noise only, the others run from "
+        "sigma_start to sigma_end), equation (Eq. 8: all K stages noisy), algorithm (Algorithm 1: stage 1 clean, "
+        "sigma_end never reached)",
         choices=READINGS,
     )
     scope: str = option(

@@ -32,7 +32,7 @@ class Evaluation:
 
 
 def evaluate(engine: Engine, policy: Policy, task: Task, cfg: RunConfig) -> Evaluation:
-    """Sample `eval.samples` answers to each of the first `eval.questions` held-out questions, as the engine is synced."""
+    """Ask the first `eval.questions` held-out questions `eval.samples` times each, of the engine as it is synced."""
     questions = task.heldout[: cfg.eval.questions]
     sampling = Sampling(cfg.rollout.max_completion_tokens, SEED, cfg.eval.temperature, cfg.eval.top_p)
     prompts = [policy.prompt_ids(task.messages(question)) for question in questions]

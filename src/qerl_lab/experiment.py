@@ -97,10 +97,11 @@ def learn(
     plots.save_curves(runs.read_steps(run_dir), f"{cfg.experiment}, seed {cfg.seed}", run_dir / "curves.png")
     result = runs.summarize(run_dir, seconds=time.time() - started)
     (run_dir / "DONE").write_text(json.dumps(result, indent=1))
-    tracker.finish("FINISHED", [run_dir / name for name in ("resolved.yaml", "metrics.jsonl", "eval.parquet", "curves.png")])
+    tracker.finish(
+        "FINISHED", [run_dir / name for name in ("resolved.yaml", "metrics.jsonl", "eval.parquet", "curves.png")]
+    )
     print(f"\n{tables.closing(result)}\n\n{tables.where(run_dir, tracker.uri)}")
     return OK
-
 
 
 def opening(cfg: RunConfig, learner: policy.Policy, task: tasks.Task, done: int) -> str:
@@ -108,10 +109,15 @@ def opening(cfg: RunConfig, learner: policy.Policy, task: tasks.Task, done: int)
     bits = formats.codec(cfg.format.name).bits_per_weight(**policy.format_options(cfg))
     weights = f"{bits:.2f} bits a weight, {formats.weight_bytes(learner.model).linears / 2**20:.2f} MiB"
     trainable = sum(p.numel() for p in learner.model.parameters() if p.requires_grad)
-    noise = "no AQN" if cfg.aqn.schedule == "off" else f"AQN {cfg.aqn.schedule} {cfg.aqn.sigma_start:g} -> {cfg.aqn.sigma_end:g}"
+    noise = (
+        "no AQN"
+        if cfg.aqn.schedule == "off"
+        else f"AQN {cfg.aqn.schedule} {cfg.aqn.sigma_start:g} -> {cfg.aqn.sigma_end:g}"
+    )
     lines = [
         f"{cfg.experiment}: {cfg.model.name} in {cfg.format.name} ({weights}), {noise}, on {learner.device}",
-        f"{cfg.algorithm.name}, LoRA rank {cfg.lora.rank} ({trainable:,} parameters), {task.name} with {len(task.train):,} questions, "
+        f"{cfg.algorithm.name}, LoRA rank {cfg.lora.rank} ({trainable:,} parameters), "
+        f"{task.name} with {len(task.train):,} questions",
         f"{cfg.steps} steps of {cfg.rollout.prompts_per_step} x {cfg.rollout.group_size} completions, seed {cfg.seed}",
     ]
     if lack := lacks(cfg.algorithm):

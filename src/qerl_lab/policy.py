@@ -19,11 +19,12 @@ POCKET = Path(__file__).parent / "assets" / "pocket"
 
 @dataclass
 class Policy:
-    """What a trainer and an engine share. `clean_norms` are float32 copies of the noisy norms' trained weights."""
+    """What a trainer and an engine share. `norms` are the weights that carry noise, by the full name of their layer;
+    `clean_norms` are float32 copies of them."""
 
     model: PeftModel
     tokenizer: PreTrainedTokenizerBase
-    norms: dict[str, nn.Module]
+    norms: dict[str, nn.Parameter]
     clean_norms: dict[str, Tensor]
 
     @property
@@ -33,14 +34,14 @@ class Policy:
     @contextmanager
     def norms_as(self, weights: dict[str, Tensor]) -> Iterator[None]:
         """Swap the norms' weights for others (by name) for a while. Pointers move, nothing is copied."""
-        own = {name: module.weight.data for name, module in self.norms.items()}
+        own = {name: norm.data for name, norm in self.norms.items()}
         try:
-            for name, module in self.norms.items():
-                module.weight.data = weights[name]
+            for name, norm in self.norms.items():
+                norm.data = weights[name]
             yield
         finally:
-            for name, module in self.norms.items():
-                module.weight.data = own[name]
+            for name, norm in self.norms.items():
+                norm.data = own[name]
 
     def prompt_ids(self, messages: list[dict[str, str]]) -> list[int]:
         """Token ids of a chat, up to where the answer begins."""
@@ -70,17 +71,22 @@ def build(cfg: RunConfig, device: torch.device) -> Policy:
     """
     base, tokenizer = load_base(cfg.model, device)
     if device.type == "cuda" and cfg.format.dense_cache == "on":
-        raise ConfigError("format.dense_cache=on is refused on a GPU, which device=auto found. Type format.dense_cache=off.")
+        raise ConfigError(
+            "format.dense_cache=on is refused on a GPU, which device=auto found. Type format.dense_cache=off."
+        )
     formats.pack_model(
         base, cfg.format.name, ignore=tuple(cfg.format.ignore),
         dense_cache=device.type == "cpu" and cfg.format.dense_cache != "off",
         options=format_options(cfg),
     )  # fmt: skip
-    norms = {name: module for name, module in base.named_modules() if name.rpartition(".")[2] in cfg.aqn.norms}
+    norms = {
+        name: module.get_parameter("weight") for name, module in base.named_modules()
+        if name.rpartition(".")[2] in cfg.aqn.norms
+    }  # fmt: skip
     if missing := set(cfg.aqn.norms) - {name.rpartition(".")[2] for name in norms}:
         raise ConfigError(f"aqn.norms={cfg.aqn.norms}: {cfg.model.path} has no module named {sorted(missing)}.")
     model = attach_adapters(base, cfg)
-    clean = {name: module.weight.detach().float().clone() for name, module in norms.items()}
+    clean = {name: norm.detach().float().clone() for name, norm in norms.items()}
     return Policy(model, tokenizer, norms, clean)
 
 
@@ -95,9 +101,13 @@ def load_base(cfg: ModelConfig, device: torch.device) -> tuple[PreTrainedModel, 
     Raises ConfigError where the path is neither a local directory nor a model that the hub gives.
     """
     path = str(POCKET) if cfg.path == "pocket" else cfg.path
-    dtype = {"auto": torch.bfloat16 if device.type == "cuda" else torch.float32}.get(cfg.dtype) or getattr(torch, cfg.dtype)
+    dtype = {"auto": torch.bfloat16 if device.type == "cuda" else torch.float32}.get(cfg.dtype) or getattr(
+        torch, cfg.dtype
+    )
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, revision=cfg.revision, padding_side="left", trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(
+            path, revision=cfg.revision, padding_side="left", trust_remote_code=False
+        )
         model = AutoModelForCausalLM.from_pretrained(
             path, revision=cfg.revision, dtype=dtype, attn_implementation=cfg.attention, use_safetensors=True,
             trust_remote_code=False,

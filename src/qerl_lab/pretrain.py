@@ -106,7 +106,11 @@ def batch_of(task: Task, tokenizer: PreTrainedTokenizerFast, pairs: list[tuple[s
         end = len(prompt) + len(solution)
         ids[row, :end] = torch.tensor(prompt + solution)
         labels[row, len(prompt) : end] = torch.tensor(solution)
-    return {"input_ids": ids, "labels": labels, "attention_mask": (torch.arange(longest) < _lengths(rows)[:, None]).long()}
+    return {
+        "input_ids": ids,
+        "labels": labels,
+        "attention_mask": (torch.arange(longest) < _lengths(rows)[:, None]).long(),
+    }
 
 
 def _lengths(rows: list[tuple[list[int], list[int]]]) -> Tensor:
@@ -125,7 +129,10 @@ def pretrain(recipe: Recipe, cfg: TaskConfig) -> tuple[Qwen2ForCausalLM, PreTrai
     """Teach a fresh model; prints the loss as it goes."""
     task, rng = tasks.load(cfg), random.Random(recipe.seed)
     source = examples(task, cfg, rng)
-    texts = [f"system\n{task.instruction}\nuser\n{text}\nassistant\n{solution}" for text, solution in (next(source) for _ in range(4000))]
+    texts = [
+        f"system\n{task.instruction}\nuser\n{text}\nassistant\n{solution}"
+        for text, solution in (next(source) for _ in range(4000))
+    ]
     tokenizer = make_tokenizer(recipe, texts)
     model = make_model(recipe, tokenizer)
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
@@ -176,7 +183,7 @@ def task_config() -> TaskConfig:
     from omegaconf import OmegaConf
 
     option = OmegaConf.load(package_data("conf") / "task" / "arithmetic.yaml")
-    return TaskConfig(**OmegaConf.to_container(option))
+    return TaskConfig(**{str(key): value for key, value in option.items()})
 
 
 if __name__ == "__main__":

@@ -30,7 +30,9 @@ class Progress:
             self.bar.update(step - self.bar.n)
         elif step % max(1, self.steps // LINES) == 0 or step in (self.first + 1, self.steps):
             seconds = (time.monotonic() - self.started) / (step - self.first) * (self.steps - step)
-            print(f"step {step}/{self.steps}, ETA {tqdm.format_interval(seconds)}, {shown}", file=sys.stderr, flush=True)
+            print(
+                f"step {step}/{self.steps}, ETA {tqdm.format_interval(seconds)}, {shown}", file=sys.stderr, flush=True
+            )
 
     def close(self) -> None:
         if self.bar is not None:

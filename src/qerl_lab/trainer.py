@@ -30,7 +30,6 @@ from qerl_lab.rollout import Engine, Rollout, Sampling
 from qerl_lab.tasks import Task
 
 
-
 @dataclass
 class Stop:
     """Whether the run was asked to stop after the step under way: by a signal, or by the death of its starter."""
@@ -123,7 +122,9 @@ class LabTrainer(GRPOTrainer):
         """Generate for TRL, which repeats each prompt `group_size` times in a row."""
         cfg = self.cfg
         sampling = Sampling(
-            cfg.rollout.max_completion_tokens, seed=cfg.seed * 1_000_003 + self.step, temperature=cfg.rollout.temperature
+            cfg.rollout.max_completion_tokens,
+            seed=cfg.seed * 1_000_003 + self.step,
+            temperature=cfg.rollout.temperature,
         )
         rollout = self.engine.generate(prompt_ids[::group_size], group_size, sampling)
         self.clock["rollout"] += rollout.seconds
@@ -155,7 +156,7 @@ class LabTrainer(GRPOTrainer):
 
     def _training_norms(self) -> dict[str, Tensor]:
         return {
-            name: self.noise.onto(clean, name, self.policy.norms[name].weight.dtype)
+            name: self.noise.onto(clean, name, self.policy.norms[name].dtype)
             for name, clean in self.policy.clean_norms.items()
         }
 
@@ -191,7 +192,11 @@ class LabTrainer(GRPOTrainer):
         """No model card: the run directory is the record."""
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: None) -> None:
-        state = {"step": self.steps_done, "prompts_seen": self.steps_done * self.cfg.rollout.prompts_per_step, "mlflow_run_id": self.run_id()}
+        state = {
+            "step": self.steps_done,
+            "prompts_seen": self.steps_done * self.cfg.rollout.prompts_per_step,
+            "mlflow_run_id": self.run_id(),
+        }
         checkpoint.save(Path(self.args.output_dir), state, self._write_checkpoint, self.cfg.checkpoint.keep)
 
     def _write_checkpoint(self, folder: Path) -> None:
@@ -213,7 +218,9 @@ class _EngineSeam:
     def generate(self, prompts: list[list[int]], num_generations: int, **_: object) -> tuple[list, list, list, None]:
         rollout = self.trainer.roll_out(prompts, num_generations)
         ids = [ids for group in rollout.completion_ids_P_G for ids in group]
-        logprobs = [[[lp] for lp in row] for group in rollout.logprobs_P_G for row in group]  # TRL reads the top-1 of each
+        logprobs = [
+            [[lp] for lp in row] for group in rollout.logprobs_P_G for row in group
+        ]  # TRL reads the top-1 of each
         return prompts, ids, logprobs, None
 
 
@@ -287,7 +294,11 @@ def training_rows(cfg: RunConfig, policy: Policy, task: Task) -> Dataset:
     fitting = [question for question in task.train if len(policy.prompt_ids(task.messages(question))) <= limit]
     if not fitting:
         raise ValueError(f"no training question fits rollout.max_prompt_tokens={limit}")
-    generator, needed, order = torch.Generator().manual_seed(cfg.seed), cfg.steps * cfg.rollout.prompts_per_step, []
+    generator, needed, order = (
+        torch.Generator().manual_seed(cfg.seed),
+        cfg.steps * cfg.rollout.prompts_per_step,
+        list[int](),
+    )
     while len(order) < needed:
         order += torch.randperm(len(fitting), generator=generator).tolist()
     rows = [fitting[index] for index in order[:needed]]

@@ -12,4 +12,7 @@ averages within each micro-batch instead.
 """
 
 LOSS_TYPE = "dapo"
-LACKS = "algorithm=dapo has the token-level loss, clip-higher and truncation masking; dynamic sampling and overlong shaping are not in it yet."
+LACKS = (
+    "algorithm=dapo has the token-level loss, clip-higher and truncation masking; "
+    "dynamic sampling and overlong shaping are not in it yet."
+)

@@ -1,7 +1,7 @@
 """A Linear whose frozen weight is packed, and the step that puts it into a model."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -47,7 +47,7 @@ class PackedLinear(nn.Linear):
         self.weight_format = weight_format
         self.compute_dtype = _checked_dtype(compute_dtype)
         self.dense_cache = dense_cache
-        self.bias = None if bias is None else nn.Parameter(bias.detach().clone(), requires_grad=False)
+        self.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach().clone(), False))
         self._packed_names = tuple(packed)
         self._dense: dict[torch.dtype, tuple[Tensor, Tensor | None]] = {}
         for name, tensor in packed.items():
@@ -65,13 +65,13 @@ class PackedLinear(nn.Linear):
         return cls(weight_format, packed, shape, compute_dtype=dtype, bias=linear.bias, dense_cache=dense_cache)
 
     @property
-    def weight(self) -> Tensor:
+    def weight(self) -> Tensor:  # type: ignore[override]  # nn.Linear has a parameter by this name
         """The packed codes. PEFT reads the device here, and the dtype of the adapter from `compute_dtype`."""
-        return self._buffers[_attribute(self._packed_names[0])]
+        return self.get_buffer(_attribute(self._packed_names[0]))
 
     def packed(self) -> dict[str, Tensor]:
         """The packed tensors by their names in a checkpoint."""
-        return {name: self._buffers[_attribute(name)] for name in self._packed_names}
+        return {name: self.get_buffer(_attribute(name)) for name in self._packed_names}
 
     def packed_bytes(self) -> int:
         """Bytes of the packed tensors: bias and dense cache not counted."""
@@ -200,7 +200,7 @@ def weight_bytes(model: nn.Module) -> WeightBytes:
     for module in model.modules():
         if isinstance(module, PackedLinear):
             linears += module.packed_bytes()
-        elif getattr(module, "weight_format", None) is not None:
+        elif isinstance(module, nn.Linear) and getattr(module, "weight_format", None) is not None:
             linears += module.weight.nbytes
     tensors = [*model.parameters(), *model.buffers()]
     return WeightBytes(linears, sum(tensor.nbytes for tensor in tensors))
@@ -226,7 +226,7 @@ def _pack_group(
 ) -> None:
     """Pack the parts of one fused layer. No reference to a dense weight outlives the call."""
     module_codec = codec(codec_name)
-    linears = {name: model.get_submodule(name) for name in names}
+    linears = {name: cast(nn.Linear, model.get_submodule(name)) for name in names}
     options = module_codec.shared_options([linear.weight for linear in linears.values()]) | options
     for name, linear in linears.items():
         if module_codec.BLOCK is None:
@@ -240,9 +240,9 @@ def _round_weight(linear: nn.Linear, codec_name: str, name: str, options: dict[s
     """Round and freeze the weight of a Linear that a dense format leaves as it is."""
     dense = codec(codec_name)
     rounded = dense.quantize(linear.weight, name=name, **options)
-    linear.weight.data = dense.dequantize(rounded, tuple(linear.weight.shape), linear.weight.dtype)
+    linear.weight.data = dense.dequantize(rounded, (linear.out_features, linear.in_features), linear.weight.dtype)
     linear.requires_grad_(False)
-    linear.weight_format = codec_name
+    linear.__dict__["weight_format"] = codec_name  # `weight_bytes` counts it
 
 
 def _fused_groups(names: list[str]) -> Iterator[list[str]]:

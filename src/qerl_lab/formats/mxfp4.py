@@ -21,7 +21,7 @@ from qerl_lab.formats import e2m1
 from qerl_lab.formats.codecs import check_weight
 
 NAME: str = "mxfp4"
-BLOCK: int | None = 32
+BLOCK = 32
 QUANT_METHOD: str | None = "compressed-tensors"
 
 _BIAS = 127  # of E8M0

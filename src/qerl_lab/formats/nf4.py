@@ -17,7 +17,7 @@ from torch import Tensor
 from qerl_lab.formats.codecs import check_weight
 
 NAME: str = "nf4"
-BLOCK: int | None = 64
+BLOCK = 64
 QUANT_METHOD: str | None = "bitsandbytes"
 
 _NESTED_BLOCK = 256

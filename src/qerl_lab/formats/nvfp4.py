@@ -21,7 +21,7 @@ from qerl_lab.formats import e2m1
 from qerl_lab.formats.codecs import check_weight
 
 NAME: str = "nvfp4"
-BLOCK: int | None = 16
+BLOCK = 16
 QUANT_METHOD: str | None = "compressed-tensors"
 
 E4M3_MAX = 448.0

@@ -11,7 +11,11 @@ PANELS = (  # title, y label, (metric, label) of each line
     ("Reward", "reward", (("reward/mean", "total"), ("reward/answer", "answer"), ("reward/format", "format"))),
     ("Entropy", "nats per token", (("policy/entropy_nats", "policy"), ("sampler/entropy_nats", "noisy sampler"))),
     ("AQN noise", "standard deviation", (("noise/sigma", "sigma"), ("noise/std_observed", "observed in the engine"))),
-    ("Throughput", "tokens per second", (("rollout/tokens_per_second", "rollout"), ("step/tokens_per_second", "end to end"))),
+    (
+        "Throughput",
+        "tokens per second",
+        (("rollout/tokens_per_second", "rollout"), ("step/tokens_per_second", "end to end")),
+    ),
 )
 
 
@@ -44,7 +48,9 @@ def compare_arms(curves: pd.DataFrame, metrics: dict[str, str]) -> Figure:
             by_seed = chosen.pivot_table(index="step", columns="run_id", values="value")
             if by_seed.shape[1] > 1:
                 axis.plot(by_seed.index, by_seed, color=f"C{color}", lw=0.5, alpha=0.5)
-            axis.plot(by_seed.index, by_seed.mean(axis=1), color=f"C{color}", lw=1.8, label=f"{arm} (n={by_seed.shape[1]})")
+            axis.plot(
+                by_seed.index, by_seed.mean(axis=1), color=f"C{color}", lw=1.8, label=f"{arm} (n={by_seed.shape[1]})"
+            )
         _dress(axis, metric, label)
     axes.flat[0].legend(frameon=False, fontsize="small")
     return figure

@@ -20,13 +20,17 @@ def read_phases(run_dir: Path) -> dict[str, pd.DataFrame]:
     path = run_dir / "eval.parquet"
     if not path.exists():
         return {}
-    return {str(phase): rows.drop(columns="phase") for phase, rows in pd.read_parquet(path).groupby("phase", sort=False)}
+    return {
+        str(phase): rows.drop(columns="phase") for phase, rows in pd.read_parquet(path).groupby("phase", sort=False)
+    }
 
 
 def write_phases(run_dir: Path, phases: dict[str, pd.DataFrame]) -> None:
     """Write eval.parquet: one row a question and phase. Atomic."""
     path = run_dir / "eval.parquet"
-    pd.concat([rows.assign(phase=phase) for phase, rows in phases.items()]).to_parquet(path.with_suffix(".tmp"), index=False)
+    pd.concat([rows.assign(phase=phase) for phase, rows in phases.items()]).to_parquet(
+        path.with_suffix(".tmp"), index=False
+    )
     path.with_suffix(".tmp").replace(path)
 
 
@@ -45,10 +49,17 @@ def read_mlflow(uri: str, experiment: str) -> pd.DataFrame:
     rows: list[dict[str, Any]] = []
     for run in client.search_runs([found.experiment_id], max_results=10_000):
         tags = run.data.tags
-        about = {"run_id": run.info.run_id, "run": tags["mlflow.runName"], "arm": tags["experiment"], "seed": int(tags["seed"])}
+        about = {
+            "run_id": run.info.run_id,
+            "run": tags["mlflow.runName"],
+            "arm": tags["experiment"],
+            "seed": int(tags["seed"]),
+        }
         for name in run.data.metrics:
             for point in client.get_metric_history(run.info.run_id, name):
-                rows.append({**about, "status": run.info.status, "metric": name, "step": point.step, "value": point.value})
+                rows.append(
+                    {**about, "status": run.info.status, "metric": name, "step": point.step, "value": point.value}
+                )
     return pd.DataFrame(rows, columns=["run_id", "run", "arm", "seed", "status", "metric", "step", "value"])
 
 

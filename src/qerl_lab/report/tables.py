@@ -19,15 +19,20 @@ def closing(result: dict[str, Any]) -> str:
         low, high = result["accuracy_gain_interval"]
         rows += [
             ("held-out accuracy", f"{result['accuracy_before']:.3f} -> {result['accuracy_after']:.3f}"),
-            ("  gain, paired 95% CI", f"{result['accuracy_gain']:+.3f} [{low:+.3f}, {high:+.3f}], {result['questions']} questions"),
+            (
+                "  gain, paired 95% CI",
+                f"{result['accuracy_gain']:+.3f} [{low:+.3f}, {high:+.3f}], {result['questions']} questions",
+            ),
         ]
+    shares = ", ".join(f"{result[f'share_{name}']:.0%} {name}" for name in ("rollout", "train", "sync"))
+    end_to_end, rollout = result["tokens_per_second"], result["rollout_tokens_per_second"]
     rows += [
         ("reward", f"{result['reward_first']:.3f} -> {result['reward_last']:.3f}"),
         ("policy entropy", f"{result['entropy_first']:.3f} -> {result['entropy_last']:.3f} nats"),
-        ("throughput", f"{result['tokens_per_second']:,.0f} tok/s end to end, {result['rollout_tokens_per_second']:,.0f} in rollouts"),
-        ("time", ", ".join(f"{result[f'share_{name}']:.0%} {name}" for name in ("rollout", "train", "sync")) + f"; {result['seconds']:.0f} s in all"),
+        ("throughput", f"{end_to_end:,.0f} tokens/s end to end, {rollout:,.0f} in rollouts"),
+        ("time", f"{shares}; {result['seconds']:.0f} s in all"),
         ("memory", _memory(result)),
-    ]  # fmt: skip
+    ]
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows)
 

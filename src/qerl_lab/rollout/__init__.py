@@ -25,7 +25,9 @@ class Rollout:
     prompt_ids_P: list[list[int]]
     completion_ids_P_G: list[list[list[int]]]
     logprobs_P_G: list[list[list[float]]]
-    finish_reasons_P_G: list[list[str]]  # "stop" at an end token (which is part of the completion), "length" at the limit
+    finish_reasons_P_G: list[
+        list[str]
+    ]  # "stop" at an end token (which is part of the completion), "length" at the limit
     entropy: float
     seconds: float
 

@@ -27,7 +27,7 @@ class TransformersEngine:
     def sync(self, policy: Policy, noise: Noise | None) -> None:
         noise = noise or Noise(sigma=0.0, seed=0, step=0)
         self.norms = {
-            name: noise.onto(self.norms.get(name, clean), name, policy.norms[name].weight.dtype) for name, clean in policy.clean_norms.items()
+            name: noise.onto(clean, name, policy.norms[name].dtype) for name, clean in policy.clean_norms.items()
         }
 
     def noise_std(self) -> float:
@@ -55,7 +55,9 @@ class TransformersEngine:
         devices = [self.policy.device] if self.policy.device.type == "cuda" else []
         with self._sampling_mode(), torch.random.fork_rng(devices=devices):
             torch.manual_seed(sampling.seed)
-            parts = [self._batch(flat[at : at + self.batch_size], sampling) for at in range(0, len(flat), self.batch_size)]
+            parts = [
+                self._batch(flat[at : at + self.batch_size], sampling) for at in range(0, len(flat), self.batch_size)
+            ]
         rows = [row for part in parts for row in part]
         grouped = [rows[at : at + group_size] for at in range(0, len(rows), group_size)]
         tokens = sum(len(ids) for ids, _, _, _ in rows)
@@ -91,10 +93,15 @@ class TransformersEngine:
         ]
 
     def noise_kl(self, rollout: Rollout, completions: int, temperature: float) -> float:
-        pairs = [(p, c) for p, group in zip(rollout.prompt_ids_P, rollout.completion_ids_P_G, strict=True) for c in group]
+        pairs = [
+            (p, c) for p, group in zip(rollout.prompt_ids_P, rollout.completion_ids_P_G, strict=True) for c in group
+        ]
         pairs = pairs[:: max(1, len(pairs) // completions)][:completions]  # spread over the prompts
         noisy = self.logprobs(pairs, temperature)
-        own, self.norms = self.norms, {name: w.to(self.norms[name].dtype) for name, w in self.policy.clean_norms.items()}
+        own, self.norms = (
+            self.norms,
+            {name: w.to(self.norms[name].dtype) for name, w in self.policy.clean_norms.items()},
+        )
         clean, self.norms = self.logprobs(pairs, temperature), own
         return (noisy.exp() * (noisy - clean)).sum(-1).mean().item()
 

@@ -20,7 +20,9 @@ def read_rows(path: str, split: str, columns: tuple[str, ...], hub_config: str) 
     rows = _read_jsonl(local / f"{split}.jsonl") if local.is_dir() else _read_hub(path, split, hub_config)
     for number, row in enumerate(rows):
         if missing := [column for column in columns if not isinstance(row.get(column), str)]:
-            raise ConfigError(f"{path}, split {split}, row {number} lacks text in {missing}; it has {sorted(row)}. Check task.path.")
+            raise ConfigError(
+                f"{path}, split {split}, row {number} lacks text in {missing}; it has {sorted(row)}. Check task.path."
+            )
     return rows
 
 
@@ -44,5 +46,6 @@ def _read_hub(path: str, split: str, hub_config: str) -> list[dict[str, Any]]:
     except (OSError, ValueError, RuntimeError) as error:  # offline, unknown id, unknown split
         raise ConfigError(
             f"the question set {path!r} is no local directory and could not be loaded from the hub "
-            f"({type(error).__name__}: {str(error).splitlines()[0]}). Type task.path=DIRECTORY with train.jsonl and test.jsonl."
+            f"({type(error).__name__}: {str(error).splitlines()[0]}). "
+            "Type task.path=DIRECTORY with train.jsonl and test.jsonl."
         ) from error

@@ -27,7 +27,9 @@ def heldout(cfg: TaskConfig) -> list[Question]:
 
 def _questions(cfg: TaskConfig, split: str) -> list[Question]:
     rows = read_rows(cfg.path or HUB_ID, split, columns=("question", "answer"), hub_config=HUB_CONFIG)
-    return [Question(f"gsm8k-{split}-{n}", row["question"], _gold(row["answer"], split, n)) for n, row in enumerate(rows)]
+    return [
+        Question(f"gsm8k-{split}-{n}", row["question"], _gold(row["answer"], split, n)) for n, row in enumerate(rows)
+    ]
 
 
 def _gold(answer: str, split: str, row: int) -> str:
