@@ -73,14 +73,16 @@ def learn(
 
     trainer = LabTrainer(cfg, learner, engine, task, run_dir, on_step, stop)
     trainer.run_id = lambda: tracker.run_id
-    if done < cfg.steps and not stop.requested:
+    if saved and done == cfg.steps:  # killed after the last step: only what follows is missing
+        policy.load_adapter(learner.model, saved.path)
+    elif not stop.requested:
         trainer.train(resume_from_checkpoint=str(saved.path) if saved else None)
         done = trainer.steps_done
     bar.close()
     if done < cfg.steps:
         tracker.finish("KILLED")
         print(f"interrupted after step {done} of {cfg.steps}; continue with\n"
-              f"  python -m qerl_lab resume={shlex.quote(tables.near(run_dir))}")  # fmt: skip
+              f"  {tables.python()} -m qerl_lab resume={shlex.quote(tables.near(run_dir))}")  # fmt: skip
         return INTERRUPTED
 
     # Ask them again of what was learned: with the adapter, no noise.

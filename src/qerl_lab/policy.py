@@ -7,9 +7,10 @@ from pathlib import Path
 
 import torch
 from peft import LoraConfig as PeftLoraConfig
-from peft import PeftModel, get_peft_model
+from peft import PeftModel, get_peft_model, set_peft_model_state_dict
+from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from qerl_lab import formats
 from qerl_lab.config import ConfigError, ModelConfig, RunConfig
@@ -119,7 +120,14 @@ def load_base(cfg: ModelConfig, device: torch.device) -> tuple[PreTrainedModel, 
         ) from error
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
+    # transformers would add a model's own sampling defaults (Qwen2.5's repetition penalty, say) to what a run asks for.
+    model.generation_config = GenerationConfig(eos_token_id=model.generation_config.eos_token_id)
     return model.to(device).requires_grad_(False), tokenizer
+
+
+def load_adapter(model: PeftModel, folder: Path) -> None:
+    """Give the model the adapter that `folder` holds (adapter_model.safetensors), in place."""
+    set_peft_model_state_dict(model, load_file(folder / "adapter_model.safetensors"))
 
 
 def attach_adapters(base: PreTrainedModel, cfg: RunConfig) -> PeftModel:

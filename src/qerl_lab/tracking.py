@@ -69,7 +69,7 @@ METRICS: dict[str, Metric] = {
     "policy/clip_fraction_low": Metric("fraction", "clipped at 1 - epsilon_low (negative advantage)"),
     "policy/clip_fraction_high": Metric("fraction", "clipped at 1 + epsilon_high (positive advantage)"),
     "policy/loss": Metric("1", "loss, mean over the step's updates"),
-    "policy/grad_norm": Metric("1", "gradient norm before clipping, mean over the step's updates"),
+    "policy/grad_norm": Metric("1", "gradient norm before clipping, of the step's last update"),
     "policy/learning_rate": Metric("1", "learning rate of the step's last update"),
     "sampler/entropy_nats": Metric("nats", "policy/entropy_nats of the noisy sampler"),
     "sampler/logprob_gap_mean": Metric("nats", "mean over sampled tokens of abs(sampler - trainer) log-probability"),
@@ -384,7 +384,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.write(table())
         return 0
     prepare_mlflow()
-    logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)  # one line of ours replaces one per retry
     from mlflow.exceptions import MlflowException
 
     try:

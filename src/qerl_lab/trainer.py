@@ -239,9 +239,10 @@ class _Steps(TrainerCallback):
         step, updates_left = divmod(state.global_step, trainer.cfg.updates_per_step)
         if updates_left:
             return
-        every, last = trainer.cfg.checkpoint.every, step == trainer.cfg.steps
-        control.should_save = last or trainer.stop.requested or bool(every and step % every == 0)
-        control.should_training_stop = last or trainer.stop.requested
+        every = trainer.cfg.checkpoint.every
+        stopping = step == trainer.cfg.steps or trainer.stop.requested  # asked once: a signal may arrive at any line
+        control.should_save = stopping or bool(every and step % every == 0)
+        control.should_training_stop = stopping
 
 
 def trl_arguments(cfg: RunConfig, policy: Policy, run_dir: Path) -> GRPOConfig:
@@ -259,10 +260,11 @@ def trl_arguments(cfg: RunConfig, policy: Policy, run_dir: Path) -> GRPOConfig:
         max_completion_length=cfg.rollout.max_completion_tokens,
         temperature=cfg.rollout.temperature,
         shuffle_dataset=False,  # `training_rows` are in order
-        # A clip of [1, 1] turns the correction off and keeps TRL measuring the gap between sampler and trainer.
+        # A clip of [1, 1] turns the correction off and keeps TRL measuring the gap between sampler and trainer. TRL
+        # wants two different bounds; in float32 these are one.
         vllm_importance_sampling_mode="token_truncate" if correction == "off" else correction,
         vllm_importance_sampling_clip_max=1.0 if correction == "off" else cfg.rollout.importance_clip_max,
-        vllm_importance_sampling_clip_min=1.0 if correction == "off" else None,
+        vllm_importance_sampling_clip_min=math.nextafter(1.0, 0.0) if correction == "off" else None,
         learning_rate=cfg.optim.learning_rate,
         lr_scheduler_type={"constant": "constant_with_warmup"}.get(cfg.optim.schedule, cfg.optim.schedule),
         warmup_steps=math.ceil(cfg.optim.warmup_ratio * cfg.steps * cfg.updates_per_step),

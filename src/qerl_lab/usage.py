@@ -16,6 +16,7 @@ from qerl_lab.checks import typed
 from qerl_lab.compose import Job, Plan, groups
 from qerl_lab.config import RunConfig, choices_of, leaves, package_data
 from qerl_lab.launch import failure, status
+from qerl_lab.report.tables import near
 
 WIDTH = 100
 ABOUT = "qerl-lab: reinforcement learning of language models on 4-bit weights (QeRL, arXiv 2510.11696)"
@@ -144,11 +145,6 @@ def _facts(cfg: RunConfig) -> list[tuple[str, Any]]:
 def count(jobs: list[Job]) -> str:
     """`1 job`, `2 jobs`."""
     return f"{len(jobs)} {'job' if len(jobs) == 1 else 'jobs'}"
-
-
-def near(path: Path) -> str:
-    """A path as short as it can be typed from here."""
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 def sweep_table(jobs: list[Job], directory: Path) -> str:

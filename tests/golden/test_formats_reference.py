@@ -71,7 +71,7 @@ def test_nf4_codebook_is_the_qlora_table() -> None:
     np.testing.assert_allclose(reference.nf4_codebook(), QLORA_TABLE, atol=1e-6)
 
 
-@pytest.mark.parametrize("shape", [(64, 256), (6, 96)], ids=["rows_of_blocks", "blocks_across_rows"])
+@pytest.mark.parametrize("shape", [(64, 256), (6, 96), (160, 160)], ids=["rows_of_blocks", "across_rows", "pocket"])
 def test_nf4(shape: tuple[int, int]) -> None:
     weight = normal(*shape)
     packed = codec("nf4").quantize(weight, double_quant=False)

@@ -7,8 +7,8 @@ Departures from the DAPO paper:
 2. Soft overlong punishment is missing; `algorithm.mask_truncated=true` masks truncated completions instead.
 3. A ratio between sampler and trainer corrects for noisy sampling (`rollout.importance_correction`).
 
-The token-level mean runs over all completion tokens of an update, on all processes; the released code (TRL's `bnpo`)
-averages within each micro-batch instead.
+The token-level mean runs over all completion tokens of a rollout that count, on all processes (each of several updates
+divides by its equal share of them); the released code (TRL's `bnpo`) averages within each micro-batch instead.
 """
 
 LOSS_TYPE = "dapo"

@@ -67,11 +67,15 @@ class PackedLinear(nn.Linear):
     @property
     def weight(self) -> Tensor:  # type: ignore[override]  # nn.Linear has a parameter by this name
         """The packed codes. PEFT reads the device here, and the dtype of the adapter from `compute_dtype`."""
-        return self.get_buffer(_attribute(self._packed_names[0]))
+        return self._held(self._packed_names[0])
 
     def packed(self) -> dict[str, Tensor]:
         """The packed tensors by their names in a checkpoint."""
-        return {name: self.get_buffer(_attribute(name)) for name in self._packed_names}
+        return {name: self._held(name) for name in self._packed_names}
+
+    def _held(self, name: str) -> Tensor:
+        # Not get_buffer: it would find the property `weight` where NF4 has a tensor by that name.
+        return cast(Tensor, self._buffers[_attribute(name)])
 
     def packed_bytes(self) -> int:
         """Bytes of the packed tensors: bias and dense cache not counted."""

@@ -1,15 +1,20 @@
 """Text for the terminal."""
 
-import os
 import shlex
+import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
 
 def near(path: Path) -> str:
-    """A path as a user would type it from here."""
-    relative = os.path.relpath(path)
-    return str(path) if relative.startswith("..") else relative
+    """A path as short as it can be typed from here."""
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+def python() -> str:
+    """This Python as it can be typed from here: `python` where that is the one, else its path (.venv/bin/python)."""
+    return "python" if shutil.which("python") == sys.executable else near(Path(sys.executable))
 
 
 def closing(result: dict[str, Any]) -> str:
@@ -46,5 +51,5 @@ def where(run_dir: Path, mlflow_uri: str | None) -> str:
     """Where the record is, and the one command that opens MLflow."""
     lines = [f"run directory: {near(run_dir)}  (curves.png, metrics.jsonl, eval.parquet, adapter/)"]
     if mlflow_uri:
-        lines.append(f"open MLflow:   mlflow ui --backend-store-uri {shlex.quote(mlflow_uri)}")
+        lines.append(f"open MLflow:   {python()} -m mlflow ui --backend-store-uri {shlex.quote(mlflow_uri)}")
     return "\n".join(lines)

@@ -1,0 +1,80 @@
+"""The foundation on a GPU: nothing dense is kept, bf16 norms carry the noise that was asked for, runs train."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+
+from qerl_lab import formats, policy
+from qerl_lab.aqn import Noise
+from qerl_lab.config import RunConfig
+from qerl_lab.rollout.transformers import TransformersEngine
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module")
+def real_shape(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Random weights in the architecture of Qwen2.5-0.5B, with the pocket policy's tokenizer."""
+    folder = tmp_path_factory.mktemp("qwen")
+    config = Qwen2Config(
+        vocab_size=151936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14,
+        num_key_value_heads=2, tie_word_embeddings=True, eos_token_id=2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(policy.POCKET).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "nf4"])
+def test_memory_is_what_bits_per_weight_say(real_shape: Path, name: str) -> None:
+    cfg = RunConfig()
+    cfg.model.path, cfg.format.name = str(real_shape), name
+    built = policy.build(cfg, torch.device("cuda"))
+    linears = sum(m.in_features * m.out_features for m in built.model.modules() if isinstance(m, formats.PackedLinear))
+    bits = formats.codec(name).bits_per_weight(**policy.format_options(cfg))
+    assert formats.weight_bytes(built.model).linears == pytest.approx(linears * bits / 8, rel=0.01)
+    held = torch.cuda.memory_allocated()
+    ids = torch.randint(0, 1000, (2, 64), device="cuda")
+    with torch.autocast("cuda", torch.bfloat16):
+        built.model(input_ids=ids).logits.float().mean().backward()
+    built.model.zero_grad()
+    adapters = sum(p.nbytes for p in built.model.parameters() if p.requires_grad)
+    assert torch.cuda.memory_allocated() - held < adapters + 2**26, "a dense weight was kept"
+
+
+@pytest.mark.parametrize("sigma", [1e-2, 1e-3, 1e-4])
+def test_bf16_norms_carry_the_noise_asked_for(real_shape: Path, sigma: float) -> None:
+    cfg = RunConfig()
+    cfg.model.path = str(real_shape)
+    engine = TransformersEngine(policy.build(cfg, torch.device("cuda")), 8)
+    engine.sync(engine.policy, Noise(sigma, seed=0, step=1))
+    assert all(norm.dtype == torch.bfloat16 and norm.is_cuda for norm in engine.norms.values())
+    drift = torch.cat([engine.norms[n].float() - clean for n, clean in engine.policy.clean_norms.items()])
+    # A bf16 step at 1 is 2**-8 above and 2**-9 below: rounding adds its own variance and no bias.
+    assert drift.mean().abs() < 5 * drift.std() / drift.numel() ** 0.5
+    assert 0.95 * sigma < engine.noise_std() < (sigma**2 + 2.0**-8 * sigma + 2.0**-16) ** 0.5
+
+
+@pytest.mark.parametrize("arm", ["nvfp4_aqn", "nf4"])
+def test_the_command_trains_on_the_gpu(real_shape: Path, tmp_path: Path, arm: str) -> None:
+    command = [
+        sys.executable, "-m", "qerl_lab", f"+experiment={arm}", f"model.path={real_shape}", "device=cuda", "steps=3",
+        "rollout.prompts_per_step=2", "optim.micro_batch_size=8", "rollout.max_completion_tokens=32",
+        "eval.questions=4",
+        "optim=adamw_8bit", "model.gradient_checkpointing=true", "tracking=none", "run_dir=run",
+    ]  # fmt: skip
+    ran = subprocess.run(command, cwd=tmp_path, env=dict(os.environ), capture_output=True, text=True, timeout=500)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    done = json.loads((tmp_path / "run" / "DONE").read_text())
+    assert done["memory_gpu_peak_gib"] > 0.3
+    steps = [json.loads(line)["metrics"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert all(0 < row["policy/entropy_nats"] < 13 for row in steps if "policy/entropy_nats" in row)
+    gaps = [row["sampler/logprob_gap_mean"] for row in steps if "sampler/logprob_gap_mean" in row]
+    assert max(gaps) < 0.2
