@@ -115,7 +115,8 @@ def load_base(cfg: ModelConfig, device: torch.device) -> tuple[PreTrainedModel, 
         )  # fmt: skip
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"model.path={cfg.path} could not be loaded ({type(error).__name__}: {str(error).splitlines()[0]}). "
+            f"model.path={cfg.path} could not be loaded "
+            f"({type(error).__name__}: {(str(error) or 'no message').splitlines()[0]}). "
             "Allowed: pocket, a local directory with safetensors weights and a tokenizer, or a reachable hub id."
         ) from error
     if tokenizer.pad_token_id is None:

@@ -3,11 +3,13 @@
 import os
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import textwrap
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -73,7 +75,7 @@ def server(db: str, here: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]
         process = subprocess.Popen(command, start_new_session=True, stdout=out, stderr=out, env=env)
     try:
         wait_for(lambda: answers(port), 120)
-        yield f"http://127.0.0.1:{port}", process
+        yield f"http://me:secret@127.0.0.1:{port}", process
     finally:
         kill(process)
 
@@ -104,7 +106,8 @@ def test_a_server_that_dies_mid_run(
     out, err = capfd.readouterr()
     assert out == ""
     assert err.count("\n") == 1, err
-    assert f"MLflow at {uri} failed" in err
+    assert f"MLflow at {uri.replace('me:secret@', '')} failed" in err
+    assert "secret" not in err + (run_dir / "mlflow.json").read_text()
     assert f"python -m qerl_lab.tracking resync {run_dir}" in err
     assert 0 < len(points(db, str(tracker.run_id))) < len(recorded(run_dir))
     assert runs(db)[0].info.status == "RUNNING"
@@ -166,7 +169,14 @@ def test_a_late_failure_adds_no_second_line(
     assert capfd.readouterr().err.count("\n") == 1
 
 
-def test_a_killed_process_before_any_checkpoint_resumes_into_its_run(run_dir: Path) -> None:
+def schema(database: Path) -> list[tuple[str]]:
+    """Revision of an MLflow database and the names of its tables."""
+    with closing(sqlite3.connect(database)) as connection:
+        tables = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table' ORDER BY name").fetchall()
+        return connection.execute("SELECT version_num FROM alembic_version").fetchall() + tables
+
+
+def test_a_killed_process_before_any_checkpoint_resumes_into_its_run(run_dir: Path, empty_db: Path) -> None:
     """The child also creates the database, so its silence shows that no chatter of MLflow's reaches the terminal."""
     config(run_dir)
     process = child(
@@ -184,7 +194,11 @@ def test_a_killed_process_before_any_checkpoint_resumes_into_its_run(run_dir: Pa
         run_dir.parent,
     )
     assert process.stdout
-    run_id, uri = process.stdout.readline().strip(), f"sqlite:///{run_dir.parent}/mlflow.db"
+    database = run_dir.parent / "mlflow.db"
+    wait_for(database.exists)
+    # Whole from its first moment, or a kill in the seconds of its creation would break it for every later run.
+    assert schema(database) == schema(empty_db)
+    run_id, uri = process.stdout.readline().strip(), f"sqlite:///{database}"
     wait_for(lambda: [step for _, step, _, _ in points(uri, run_id)] == [1, 2, 3])
     process.kill()
     assert process.communicate() == ("", "")

@@ -2,8 +2,10 @@
 
 import logging
 import shutil
+import time
 import types
 from pathlib import Path
+from typing import Any
 
 import mlflow
 import pytest
@@ -49,6 +51,37 @@ def test_lines_reach_mlflow_while_the_run_goes_on(run_dir: Path, db: str) -> Non
     tracker.finish("KILLED")
     assert doubles(db, str(tracker.run_id)) == []
     assert runs(db)[0].info.status == "KILLED"
+
+
+def test_the_end_sends_the_last_lines_without_waiting_for_a_flush(
+    run_dir: Path, db: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tracking, "FLUSH_SECONDS", 60)
+    tracker = Tracker(config(run_dir, db), run_dir)
+    log(tracker, range(1, 3))
+    wait_for(lambda: tracker.run_id and points(db, tracker.run_id))
+    log(tracker, range(3, 5))
+    start = time.monotonic()
+    tracker.finish("FINISHED")
+    assert time.monotonic() - start < 10
+    assert points(db, str(tracker.run_id)) == recorded(run_dir)
+
+
+def test_batches_keep_within_mlflows_limits(run_dir: Path, db: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: dict[str, list[int]] = {"metrics": [], "params": []}
+    log_batch = MlflowClient.log_batch
+
+    def measured(self: MlflowClient, run_id: str, **batch: Any) -> None:
+        for kind, entities in batch.items():
+            sizes[kind].append(len(entities))
+        log_batch(self, run_id, **batch)
+
+    monkeypatch.setattr(MlflowClient, "log_batch", measured)
+    tracker = Tracker(config(run_dir, db), run_dir)
+    log(tracker, range(1, 80))
+    tracker.finish("FINISHED")
+    assert max(sizes["metrics"]) <= 1000 < sum(sizes["metrics"]) == len(recorded(run_dir))
+    assert max(sizes["params"]) <= 100
 
 
 def test_values_that_are_not_finite_do_not_stop_the_mirror(run_dir: Path, db: str) -> None:

@@ -130,6 +130,14 @@ def test_a_torn_last_line_is_not_read_and_is_cut_on_resume(cfg: RunConfig, tmp_p
     ]
 
 
+@pytest.mark.parametrize("missing", [1, 5, 30], ids=["newline", "tail", "half"])
+def test_cut_removes_a_torn_line_even_of_a_step_that_is_kept(tmp_path: Path, missing: int) -> None:
+    good = b'{"step": 1, "time": 1.0, "metrics": {"reward/mean": 1.0}}\n'
+    (tmp_path / "metrics.jsonl").write_bytes(good + good[:-missing])
+    cut_metrics(tmp_path, 1)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == good
+
+
 def test_resume_cuts_later_steps_and_keeps_the_rest_byte_for_byte(cfg: RunConfig, tmp_path: Path) -> None:
     tracker = Tracker(cfg, tmp_path)
     for step in (0, 1, 2, 3, 4):

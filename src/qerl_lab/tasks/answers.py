@@ -4,7 +4,8 @@ import re
 from decimal import Decimal, InvalidOperation
 
 _ANSWER = re.compile(r"<answer>([^<]*)</answer>")
-_NUMBER = re.compile(r"-?(?:\d[\d,]*(?:\.\d+)?|\.\d+)", re.ASCII)
+# A comma separates thousands only: "1,2" is two numbers.
+_NUMBER = re.compile(r"-?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)", re.ASCII)
 MAX_ANSWER_CHARACTERS = 200  # a longer "answer" is no final answer, and bounds the work on hostile output
 
 
@@ -20,7 +21,7 @@ def number(text: str) -> Decimal | None:
 
     Units and currency signs around it are fine ("$1,250.50 in total"); a second number makes the answer ambiguous.
     """
-    found = _NUMBER.findall(text[:MAX_ANSWER_CHARACTERS])
+    found = _NUMBER.findall(text[:MAX_ANSWER_CHARACTERS].replace("\N{MINUS SIGN}", "-"))
     if len(found) != 1:
         return None
     try:

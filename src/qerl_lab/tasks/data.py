@@ -30,11 +30,14 @@ def _read_jsonl(file: Path) -> list[dict[str, Any]]:
     if not file.is_file():
         raise ConfigError(f"task.path={file.parent} has no {file.name}; it must hold train.jsonl and test.jsonl.")
     rows = []
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"{file}:{number} is not JSON ({error}). Check task.path.") from error
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            try:
+                rows.append(json.loads(line))
+            except ValueError as error:  # no JSON, or no UTF-8
+                raise ConfigError(f"{file}:{number} is not JSON ({error}). Check task.path.") from error
+            if not isinstance(rows[-1], dict):
+                raise ConfigError(f"{file}:{number} is JSON but no object: {line[:80]!r}. Check task.path.")
     return rows
 
 
@@ -46,6 +49,6 @@ def _read_hub(path: str, split: str, hub_config: str) -> list[dict[str, Any]]:
     except (OSError, ValueError, RuntimeError) as error:  # offline, unknown id, unknown split
         raise ConfigError(
             f"the question set {path!r} is no local directory and could not be loaded from the hub "
-            f"({type(error).__name__}: {str(error).splitlines()[0]}). "
+            f"({type(error).__name__}: {(str(error) or 'no message').splitlines()[0]}). "
             "Type task.path=DIRECTORY with train.jsonl and test.jsonl."
         ) from error

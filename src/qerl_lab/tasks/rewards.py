@@ -6,8 +6,8 @@ from collections.abc import Callable
 from qerl_lab.tasks.answers import final_answer
 
 Reward = Callable[[str, str], float]
-# One think block, then one answer block, and nothing else. `(?:(?!<).)` in place of `.*?` keeps the match linear in
-# the length of a hostile completion.
+# One think block, then one answer block, and nothing else. `[^<]*`, and `<` only where no tag follows, instead of `.*?`
+# keep the match linear in the length of a hostile completion.
 _FORMAT = re.compile(r"\s*<think>[^<]*(?:<(?!/?think>|/?answer>)[^<]*)*</think>\s*<answer>[^<]+</answer>\s*")
 
 

@@ -1,0 +1,83 @@
+"""The main job as a user types it, whole: what it prints, what it leaves, and that it learns."""
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from qerl_lab.report import runs
+from qerl_lab.tracking import METRICS
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
+    here = tmp_path_factory.mktemp("main_job")
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("MLFLOW", "OMP_"))}
+    command = [sys.executable, "-m", "qerl_lab", "+experiment=nvfp4_aqn", "run_dir=run"]
+    return subprocess.run(command, cwd=here, env=environment, capture_output=True, text=True, timeout=560), here
+
+
+def test_it_ends_well_and_says_what_a_user_needs(job: tuple[subprocess.CompletedProcess[str], Path]) -> None:
+    ran, _ = job
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    for words in (
+        "pocket in nvfp4 (4.50 bits a weight",
+        "held-out accuracy",
+        "paired 95% CI",
+        "policy entropy",
+        "tokens/s",
+        "% rollout",
+        "GiB peak resident",
+        "run directory: run",
+        "mlflow ui --backend-store-uri sqlite:///",
+    ):
+        assert words in ran.stdout
+    assert "ETA" in ran.stderr
+    assert "sigma" in ran.stderr
+    for noise in ("Warning", "warning", "Traceback", "INFO"):
+        assert noise not in ran.stdout + ran.stderr
+
+
+def test_it_learns(job: tuple[subprocess.CompletedProcess[str], Path]) -> None:
+    """Seed 0 alone; results/pocket/learning.csv has five seeds of two arms, and learning rate 0."""
+    done = json.loads((job[1] / "run" / "DONE").read_text())
+    assert 0.40 <= done["accuracy_before"] <= 0.60
+    assert 0.15 <= done["entropy_first"] <= 0.40
+    assert done["accuracy_gain"] >= 0.15
+    assert done["accuracy_gain_interval"][0] > 0
+
+
+def test_its_memory_stays_under_3_gb(job: tuple[subprocess.CompletedProcess[str], Path]) -> None:
+    done = json.loads((job[1] / "run" / "DONE").read_text())
+    assert done["memory_rss_gib"] < 3e9 / 2**30
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss < 3e9 / 1024
+
+
+def test_its_record_is_complete(job: tuple[subprocess.CompletedProcess[str], Path]) -> None:
+    run = job[1] / "run"
+    steps = runs.read_steps(run)
+    assert list(steps.index) == list(range(51))
+    absent = set(METRICS) - set(steps.columns)
+    assert absent == {"policy/kl_reference", "memory/gpu_peak_gib"}, "no KL term and no GPU in this run"
+    assert steps.loc[1:].drop(columns=[c for c in steps if c.startswith("eval/")]).notna().all().all()
+    sigma, observed = steps["noise/sigma"].loc[1:], steps["noise/std_observed"].loc[1:]
+    assert (sigma.iloc[:5] == 0).all()
+    assert (observed.iloc[:5] == 0).all()
+    assert ((observed / sigma).iloc[5:].between(0.8, 1.2)).all(), "noise accumulates, or does not reach the engine"
+    assert pd.read_parquet(run / "eval.parquet").groupby("phase").size().to_dict() == {"after": 256, "before": 256}
+    for name in ("resolved.yaml", "env.json", "code.diff", "curves.png", "adapter/adapter_model.safetensors"):
+        assert (run / name).stat().st_size > 0 or name == "code.diff"
+
+
+def test_mlflow_mirrors_it(job: tuple[subprocess.CompletedProcess[str], Path]) -> None:
+    curves = runs.read_mlflow(f"sqlite:///{job[1]}/mlflow.db", "qerl-lab")
+    assert not curves.duplicated(["metric", "step"]).any()
+    reward = curves[curves["metric"] == "reward/mean"].set_index("step")["value"].sort_index()
+    assert reward.tolist() == runs.read_steps(job[1] / "run")["reward/mean"].loc[1:].tolist()
