@@ -27,7 +27,8 @@ def save_curves(steps: pd.DataFrame, title: str, path: Path) -> None:
         for n, (metric, label) in enumerate(lines):
             axis.plot(training.index, training[metric], label=label, lw=1.4, ls="-" if n == 0 else "--")
         _dress(axis, name, unit)
-        axis.legend(frameon=False)
+        axis.set_ylim(top=1.2 * axis.get_ylim()[1])  # room for the legend above the curves
+        axis.legend(frameon=False, loc="upper left", ncols=len(lines))
     figure.suptitle(title)
     figure.savefig(path, dpi=130)
     plt.close(figure)
