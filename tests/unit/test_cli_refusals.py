@@ -87,7 +87,7 @@ def refused(line: str, capsys) -> str:
         ("-m lora.rank=16,abc", ["lora.rank=abc"]),
         ("-m lora.rank=16,0", ["job 1 (lora.rank=0)", "at least 1"]),
         ("-m experiment=bf16,nope", ["experiment=nope"]),
-        ("-m rollout.group_size=8,7 seed=range(0,2)", ["job 2 (rollout.group_size=7 seed=0)", "112"]),
+        ("-m rollout.group_size=8,7 seed=range(0,2)", ["job 2 (rollout.group_size=7 seed=0)", "56"]),
         ("-m experiment=glob(zz*)", ["no job"]),
         ("-m seed=shuffle(1,2)", ["Leave shuffle() out"]),
         ("-m seed=interval(0,1)", ["seed=range"]),
