@@ -68,7 +68,7 @@ def refused(line: str, capsys) -> str:
         ("device=gpu", ["auto, cpu, cuda"]),
         ("seed=-1", ["at least 0"]),
         ("optim=adamw_8bit device=cpu", ["needs a GPU", "Type optim=adamw"]),
-        ("rollout.group_size=7", ["16 x 7 = 112", "Type for example optim.micro_batch_size=112"]),
+        ("rollout.group_size=7", ["8 x 7 = 56", "Type for example optim.micro_batch_size=56"]),
         ("aqn=exponential aqn.sigma_end=1", ["aqn.sigma_end=1.0 is above aqn.sigma_start"]),
         # syntax
         ("nvfp4_aqn", ["Type +experiment=nvfp4_aqn"]),
