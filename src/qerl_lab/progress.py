@@ -1,6 +1,7 @@
 """What a run prints while it goes: a bar on a terminal, a line now and then elsewhere. And what it keeps silent."""
 
 import logging
+import shutil
 import sys
 import time
 import warnings
@@ -21,7 +22,10 @@ class Progress:
 
     def __init__(self, steps: int, done: int) -> None:
         self.steps, self.first, self.started = steps, done, time.monotonic()
-        self.bar = tqdm(total=steps, initial=done, unit="step", dynamic_ncols=True) if sys.stderr.isatty() else None
+        # Asked here, because tqdm draws nothing on a terminal that gives its size as 0 x 0.
+        columns, lines = shutil.get_terminal_size((100, 24))
+        shape = {"ncols": columns, "nrows": lines}
+        self.bar = tqdm(total=steps, initial=done, unit="step", **shape) if sys.stderr.isatty() else None
 
     def show(self, step: int, metrics: dict[str, float]) -> None:
         shown = ", ".join(f"{label} {form.format(metrics[name])}" for name, (label, form) in SHOWN.items())
