@@ -162,7 +162,7 @@ def run_job(cfg: DictConfig) -> int:
     code = _start(cfg, run_dir)
     if code == INTERRUPTED:
         stop_file.touch()
-    return code
+    return _report_run(code, run_dir)
 
 
 def _start(cfg: DictConfig, run_dir: Path) -> int:

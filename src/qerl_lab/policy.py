@@ -1,5 +1,6 @@
 """The policy: a frozen base in few bits, LoRA adapters that learn, and the norms that carry noise."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -101,7 +102,9 @@ def load_base(cfg: ModelConfig, device: torch.device) -> tuple[PreTrainedModel, 
 
     Raises ConfigError where the path is neither a local directory nor a model that the hub gives.
     """
-    path = str(POCKET) if cfg.path == "pocket" else cfg.path
+    path = str(POCKET) if cfg.path == "pocket" else os.path.expanduser(cfg.path)
+    if path.startswith(("/", ".")) and not Path(path).is_dir():
+        raise ConfigError(f"model.path={path} is no directory. Type model.path=DIRECTORY with config.json in it.")
     dtype = {"auto": torch.bfloat16 if device.type == "cuda" else torch.float32}.get(cfg.dtype) or getattr(
         torch, cfg.dtype
     )

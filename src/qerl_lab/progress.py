@@ -24,8 +24,9 @@ class Progress:
         self.steps, self.first, self.started = steps, done, time.monotonic()
         # Asked here, because tqdm draws nothing on a terminal that gives its size as 0 x 0.
         columns, lines = shutil.get_terminal_size((100, 24))
-        shape = {"ncols": columns, "nrows": lines}
-        self.bar = tqdm(total=steps, initial=done, unit="step", **shape) if sys.stderr.isatty() else None
+        self.bar = (
+            tqdm(total=steps, initial=done, unit="step", ncols=columns, nrows=lines) if sys.stderr.isatty() else None
+        )
 
     def show(self, step: int, metrics: dict[str, float]) -> None:
         shown = ", ".join(f"{label} {form.format(metrics[name])}" for name, (label, form) in SHOWN.items())

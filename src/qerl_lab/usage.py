@@ -150,12 +150,14 @@ def count(jobs: list[Job]) -> str:
 def sweep_table(jobs: list[Job], directory: Path) -> str:
     """How every job of a sweep ended, with its headline numbers or the reason of its failure."""
     found = [status(job.run_dir) for job in jobs]
+    shared = [word for word in jobs[0].overrides if all(word in job.overrides for job in jobs)] if len(jobs) > 1 else []
     rows = [["job", "overrides", "status", "accuracy", "entropy", "tok/s", "seconds", "run directory"]]
     for job, word in zip(jobs, found, strict=True):
         where = str(job.run_dir.relative_to(directory))
-        rows.append([str(job.number), " ".join(job.overrides), word, *_headline(job.run_dir), where])
+        own = " ".join(word for word in job.overrides if word not in shared)
+        rows.append([str(job.number), own, word, *_headline(job.run_dir), where])
     header, *body = _table(rows).splitlines()
-    lines = ["", header]
+    lines = ["", *([f"all jobs: {' '.join(shared)}"] if shared else []), header]
     for job, word, line in zip(jobs, found, body, strict=True):
         lines += [line, f"     {failure(job.run_dir)}"] if word == "failed" else [line]
     counts = ", ".join(f"{found.count(word)} {word}" for word in dict.fromkeys(found))

@@ -222,14 +222,14 @@ def test_a_sweep_goes_on_after_failures_and_ends_with_a_table_of_all_jobs(capfd)
     out, err = capfd.readouterr()
     (directory,) = Path("runs/sweeps/adhoc").iterdir()
     table = out[out.rindex("job  overrides") :].splitlines()
-    assert re.match(r"0 +\+experiment=nvfp4 seed=1 +failed +- +- +- +- +0-nvfp4-seed1", table[1])
+    assert "all jobs: +experiment=nvfp4" in out  # what the jobs share is said once
+    assert re.match(r"0 +seed=1 +failed +- +- +- +- +0-nvfp4-seed1", table[1])
     assert table[2].strip() == "ValueError: the reason"
-    assert re.match(
-        r"1 +\+experiment=nvfp4 seed=0 +done +0\.500 -> 0\.750 +0\.300 -> 0\.200 +1234 +95 +1-nvfp4-seed0", table[3]
-    )
+    assert re.match(r"1 +seed=0 +done +0\.500 -> 0\.750 +0\.300 -> 0\.200 +1234 +95 +1-nvfp4-seed0", table[3])
     assert "SIGKILL" in table[5]
     assert table[-2] == f"3 jobs in {directory}: 2 failed, 1 done"
     assert table[-1] == f"continue one with: python -m qerl_lab resume={directory}/RUN_DIRECTORY"
+    assert "failed: ValueError: the reason" in err  # at once, not in the table only
     assert "Traceback" not in out + err
     names = {path.name for path in directory.iterdir() if path.is_dir()}
     assert names == {"0-nvfp4-seed1", "1-nvfp4-seed0", "2-nvfp4-seed2"}
