@@ -28,7 +28,9 @@ class Saved:
 
 
 def save(folder: Path, state: Mapping[str, int | str | None], write: Callable[[Path], None], keep: int) -> Path:
-    """Write the checkpoint of `state["step"]` atomically, then drop all but the newest `keep`.
+    """Write the checkpoint of `state["step"]` atomically, then drop all but the newest `keep` up to it.
+
+    A checkpoint of a later step goes too: it is damaged, or this run would have continued from it.
 
     Args:
         folder: the run's `checkpoints/`.
@@ -49,8 +51,9 @@ def save(folder: Path, state: Mapping[str, int | str | None], write: Callable[[P
         shutil.rmtree(final)
     aside.rename(final)
     _flush_to_disk(folder)
-    for old in _named(folder)[:-keep]:
-        shutil.rmtree(old)
+    kept = [path for path in _named(folder) if path.name <= final.name][-keep:]
+    for other in set(_named(folder)) - set(kept):
+        shutil.rmtree(other)
     return final
 
 
@@ -63,7 +66,7 @@ def newest(folder: Path) -> Saved | None:
         if damage := verify(path):
             print(f"warning: checkpoint {path} is damaged ({damage}); using the one before it.", file=sys.stderr)
             continue
-        return Saved(path, **json.loads((path / STATE).read_text()))
+        return _saved(path)
     return None
 
 
@@ -75,14 +78,22 @@ def verify(path: Path) -> str:
         return f"no {MANIFEST}"
     except ValueError:
         return f"{MANIFEST} is not JSON"
-    if STATE not in digests:
+    if not isinstance(digests, dict) or STATE not in digests:
         return f"{STATE} is not in {MANIFEST}"
     for name, digest in digests.items():
         if not (path / name).is_file():
             return f"{name} is missing"
         if _sha256(path / name) != digest:
             return f"{name} does not match its checksum"
+    try:
+        _saved(path)
+    except (ValueError, TypeError) as error:
+        return f"{STATE} is of another version: {error}"
     return ""
+
+
+def _saved(path: Path) -> Saved:
+    return Saved(path, **json.loads((path / STATE).read_text()))
 
 
 def _named(folder: Path) -> list[Path]:

@@ -56,13 +56,16 @@ def learn(
     """Evaluate, train, evaluate, record."""
     started, done = time.time(), saved.step if saved else 0
 
+    def ask_heldout(phase: str, step: int) -> None:
+        """Evaluate, unless metrics.jsonl has it: that line is written last, and is cut with steps to train again."""
+        recorded = any(at["step"] == step and "eval/accuracy" in at["metrics"] for at in record.read_metrics(run_dir))
+        if cfg.eval.questions and not recorded:
+            found = evaluate(engine, learner, task, cfg)
+            runs.write_phases(run_dir, runs.read_phases(run_dir) | {phase: found.rows})
+            tracker.log(step, found.metrics)
+
     # Ask the held-out questions of the policy as quantization left it: no adapter yet, no noise.
-    phases = runs.read_phases(run_dir)
-    if cfg.eval.questions and "before" not in phases:
-        before = evaluate(engine, learner, task, cfg)
-        tracker.log(0, before.metrics)
-        phases["before"] = before.rows
-        runs.write_phases(run_dir, phases)
+    ask_heldout("before", 0)
 
     # Train. A signal lets the step under way end, saves, and stops.
     bar = progress.Progress(cfg.steps, done)
@@ -86,22 +89,18 @@ def learn(
         return INTERRUPTED
 
     # Ask them again of what was learned: with the adapter, no noise.
-    if cfg.eval.questions and "after" not in phases:
-        engine.sync(learner, None)
-        after = evaluate(engine, learner, task, cfg)
-        tracker.log(cfg.steps, after.metrics)
-        phases["after"] = after.rows
-        runs.write_phases(run_dir, phases)
+    engine.sync(learner, None)
+    ask_heldout("after", cfg.steps)
     engine.close()
 
     # Record.
-    learner.model.save_pretrained(run_dir / "adapter")
+    policy.save_adapter(learner.model, run_dir / "adapter")
     plots.save_curves(runs.read_steps(run_dir), f"{cfg.experiment}, seed {cfg.seed}", run_dir / "curves.png")
     result = runs.summarize(run_dir, seconds=time.time() - started)
-    (run_dir / "DONE").write_text(json.dumps(result, indent=1))
     tracker.finish(
         "FINISHED", [run_dir / name for name in ("resolved.yaml", "metrics.jsonl", "eval.parquet", "curves.png")]
     )
+    record.replace_file(run_dir / "DONE", json.dumps(result, indent=1).encode())
     print(f"\n{tables.closing(result)}\n\n{tables.where(run_dir, tracker.uri)}")
     return OK
 

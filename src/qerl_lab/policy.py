@@ -129,6 +129,12 @@ def load_base(cfg: ModelConfig, device: torch.device) -> tuple[PreTrainedModel, 
     return model.to(device).requires_grad_(False), tokenizer
 
 
+def save_adapter(model: PeftModel, folder: Path) -> None:
+    """Write the adapter that learns. TRL's copy of it for the KL term stays out: with it in a subfolder, a resume by
+    transformers would load the subfolders alone."""
+    model.save_pretrained(folder, selected_adapters=["default"])
+
+
 def load_adapter(model: PeftModel, folder: Path) -> None:
     """Give the model the adapter that `folder` holds (adapter_model.safetensors), in place."""
     set_peft_model_state_dict(model, load_file(folder / "adapter_model.safetensors"))

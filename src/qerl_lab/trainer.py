@@ -25,7 +25,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from qerl_lab import algorithms, aqn, checkpoint
 from qerl_lab.config import RunConfig
-from qerl_lab.policy import Policy
+from qerl_lab.policy import Policy, save_adapter
 from qerl_lab.rollout import Engine, Rollout, Sampling
 from qerl_lab.tasks import Task
 
@@ -200,7 +200,7 @@ class LabTrainer(GRPOTrainer):
         checkpoint.save(Path(self.args.output_dir), state, self._write_checkpoint, self.cfg.checkpoint.keep)
 
     def _write_checkpoint(self, folder: Path) -> None:
-        self.policy.model.save_pretrained(folder)
+        save_adapter(self.policy.model, folder)
         self._save_optimizer_and_scheduler(str(folder))
         self._save_rng_state(str(folder))
         self.state.save_to_json(str(folder / "trainer_state.json"))

@@ -1,0 +1,67 @@
+"""What several files share: small configurations, the pocket policy, and the rule for tests that need a GPU."""
+
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from qerl_lab.config import RunConfig, from_dict
+
+if TYPE_CHECKING:
+    from qerl_lab.policy import Policy
+
+# The parts of a run, as small as they still mean something.
+TINY = {
+    "steps": 3, "device": "cpu", "rollout__prompts_per_step": 4, "rollout__group_size": 4,
+    "rollout__max_prompt_tokens": 256, "rollout__max_completion_tokens": 16, "optim__micro_batch_size": 4,
+    "lora__rank": 4, "task__train_questions": 64, "eval__questions": 8, "eval__samples": 2, "tracking__mlflow": False,
+    "task__instruction": "Reply as <think>steps</think><answer>n</answer>.",
+}  # fmt: skip
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """A test marked `gpu` is skipped where there is none, and fails there if one is required."""
+    if item.get_closest_marker("gpu") is None:
+        return
+    import torch
+
+    if torch.cuda.is_available():
+        return
+    if os.environ.get("QERL_REQUIRE_GPU") == "1":
+        pytest.fail("QERL_REQUIRE_GPU=1, and torch sees no GPU")
+    pytest.skip("needs an NVIDIA GPU")
+
+
+@pytest.fixture(scope="session")
+def tiny() -> Callable[..., RunConfig]:
+    """Builds a small configuration; `tiny(lora__rank=2)` changes `lora.rank`."""
+
+    def build(**changes: Any) -> RunConfig:
+        values: dict[str, Any] = {}
+        for name, value in (TINY | changes).items():
+            group, _, key = name.rpartition("__")
+            (values.setdefault(group, {}) if group else values)[key] = value
+        return from_dict(values)
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def build_policy() -> "Callable[[RunConfig], Policy]":
+    """Builds a policy whose adapters already do something (a fresh adapter is exactly zero)."""
+    import torch
+
+    from qerl_lab import policy
+
+    torch.set_num_threads(1)
+
+    def build(cfg: RunConfig) -> policy.Policy:
+        built = policy.build(cfg, policy.device_of(cfg.device))
+        generator = torch.Generator().manual_seed(5)
+        for name, parameter in built.model.named_parameters():
+            if "lora_B" in name:
+                parameter.data = 0.05 * torch.randn(parameter.shape, generator=generator)
+        return built
+
+    return build
