@@ -1,0 +1,153 @@
+"""The noise: what it is a function of, its size, how it is rounded, and that it never stays."""
+
+import hashlib
+import itertools
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+
+from qerl_lab.aqn import Noise, stochastic_round
+from qerl_lab.rollout.transformers import TransformersEngine
+
+LAYER = "model.layers.0.input_layernorm"
+DRAWS = """
+import hashlib, torch
+from qerl_lab.aqn import Noise
+torch.manual_seed(99), torch.rand(7)
+clean = torch.linspace(0.5, 2, 1000)
+for dtype in (torch.float32, torch.bfloat16):
+    noisy = Noise(0.01, seed=3, step=17).onto(clean, "model.layers.0.input_layernorm", dtype)
+    print(hashlib.sha256(noisy.float().numpy().tobytes()).hexdigest())
+"""
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def drawn(sigma: float = 1.0, seed: int = 0, step: int = 1, layer: str = LAYER, n: int = 200_000) -> Tensor:
+    """The noise alone, in float32."""
+    return Noise(sigma, seed, step).onto(torch.zeros(n), layer, torch.float32)
+
+
+def test_the_draw_is_a_function_of_seed_step_and_layer() -> None:
+    first = drawn()
+    torch.manual_seed(123)
+    state = torch.get_rng_state()
+    assert torch.equal(drawn(), first)
+    assert torch.equal(torch.get_rng_state(), state)  # nor does it disturb anybody else's draws
+
+
+def test_the_draw_is_the_same_in_another_process() -> None:
+    out = subprocess.run([sys.executable, "-c", DRAWS], capture_output=True, text=True, check=True).stdout.split()
+    clean = torch.linspace(0.5, 2, 1000)
+    for dtype, digest in zip((torch.float32, torch.bfloat16), out, strict=True):
+        own = Noise(0.01, seed=3, step=17).onto(clean, LAYER, dtype)
+        assert hashlib.sha256(own.float().numpy().tobytes()).hexdigest() == digest
+
+
+def test_layers_steps_and_seeds_draw_independently() -> None:
+    draws = [drawn(seed=s, step=t, layer=name) for s, t, name in itertools.product((0, 1), (1, 11), (LAYER, "a.norm"))]
+    correlations = torch.corrcoef(torch.stack(draws)) - torch.eye(8)
+    assert correlations.abs().max() < 5 / 200_000**0.5
+
+
+def test_the_noise_is_standard_normal_times_sigma() -> None:
+    z = drawn(sigma=0.03) / 0.03
+    assert abs(z.mean()) < 0.012  # five standard errors
+    assert z.std() == pytest.approx(1, abs=0.008)
+    assert (z**4).mean() == pytest.approx(3, abs=0.11)
+    assert (z > 1).float().mean() == pytest.approx(0.1587, abs=0.004)
+
+
+@pytest.mark.parametrize("sigma", [1e-4, 5e-4, 1e-3])
+def test_stochastic_rounding_keeps_in_the_mean_what_rounding_to_nearest_swallows(sigma: float) -> None:
+    """Between 1 and 2 bfloat16 has steps of 2**-7. `kept` is the share of the noise that is there after rounding."""
+    clean = 1 + torch.randint(0, 128, (1_000_000,), generator=generator()) / 128
+    clean[::2] *= -1
+    z = torch.randn(clean.shape, generator=generator(1))
+
+    def kept(rounded: Tensor) -> float:
+        return ((rounded.float() - clean) @ z / (z @ z)).item() / sigma
+
+    noisy = clean + sigma * z
+    rounded = stochastic_round(noisy, torch.bfloat16, generator(2))
+    assert kept(noisy.bfloat16()) < 0.01
+    assert kept(rounded) == pytest.approx(1, abs=0.05)
+    assert abs((rounded.float() - noisy).mean()) < 1e-5
+    assert (rounded.float() - noisy).abs().max() < 2**-7  # up or down, never further
+
+
+def test_stochastic_rounding_is_unbiased_for_one_value_of_either_sign_and_across_a_power_of_two() -> None:
+    for value in (1.0 + 2**-7 * 0.3, -1.0 - 2**-7 * 0.3, 2 - 2**-7 * 0.1, 3e-5, -3e-5):
+        rounded = stochastic_round(torch.full((400_000,), value), torch.bfloat16, generator()).float()
+        assert len(rounded.unique()) == 2
+        assert rounded.mean().item() == pytest.approx(value, rel=1e-4)
+
+
+def test_what_bfloat16_holds_exactly_stays() -> None:
+    values = torch.randn(100_000, generator=generator()).bfloat16().float()
+    assert torch.equal(stochastic_round(values, torch.bfloat16, generator()).float(), values)
+
+
+def test_float32_is_not_rounded_and_other_dtypes_are_refused() -> None:
+    values = torch.randn(1000, generator=generator())
+    assert torch.equal(stochastic_round(values, torch.float32, generator()), values)
+    for dtype in (torch.float16, torch.float64, torch.int32):
+        with pytest.raises(ValueError, match=rf"{dtype} is not supported; allowed: torch\.float32, torch\.bfloat16"):
+            stochastic_round(values, dtype, generator())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sigma", [0.0, 0.02])
+def test_the_clean_copy_is_never_changed(sigma: float, dtype: torch.dtype) -> None:
+    clean = torch.linspace(-2, 2, 999)
+    before = clean.clone()
+    noisy = Noise(sigma, 0, 1).onto(clean, LAYER, dtype)
+    noisy += 1  # nor is it what the engine gets
+    assert noisy.dtype == dtype
+    assert torch.equal(clean, before)
+
+
+def test_a_hundred_syncs_do_not_accumulate(tiny, build_policy) -> None:
+    policy = build_policy(tiny())
+    before = {name: weight.clone() for name, weight in policy.clean_norms.items()}
+    engine = TransformersEngine(policy, batch_size=8)
+    stds = []
+    for step in range(1, 101):
+        engine.sync(policy, Noise(0.02, seed=0, step=step))
+        stds.append(engine.noise_std())
+    assert stds == pytest.approx([0.02] * 100, rel=0.1)  # a random walk would be at 0.2
+    fresh = TransformersEngine(policy, batch_size=8)
+    fresh.sync(policy, Noise(0.02, seed=0, step=100))
+    assert all(torch.equal(engine.norms[name], fresh.norms[name]) for name in before)
+    engine.sync(policy, None)
+    for name, clean in before.items():
+        assert torch.equal(engine.norms[name], clean)
+        assert torch.equal(policy.clean_norms[name], clean)
+        assert torch.equal(policy.norms[name], clean)
+
+
+def test_the_noise_is_measured_in_the_engines_own_weights(tiny, build_policy) -> None:
+    policy = build_policy(tiny())
+    engine = TransformersEngine(policy, batch_size=8)
+    assert engine.noise_std() == 0
+    one, *_ = engine.norms
+    engine.norms[one][0] += 3.0
+    entries = sum(weight.numel() for weight in engine.norms.values())
+    assert engine.noise_std() == pytest.approx(3 / entries**0.5, rel=0.01)
+    engine.sync(policy, Noise(0.05, seed=0, step=1))
+    gaps = torch.cat([engine.norms[name] - clean for name, clean in policy.clean_norms.items()])
+    assert engine.noise_std() == pytest.approx(gaps.std().item(), rel=1e-6)
+
+
+def test_the_norms_in_the_configuration_get_noise_and_no_others(tiny, build_policy) -> None:
+    policy = build_policy(tiny(aqn__norms=["post_attention_layernorm"]))
+    assert len(policy.norms) == policy.model.config.num_hidden_layers
+    assert all(name.endswith(".post_attention_layernorm") for name in policy.norms)
+    everywhere = build_policy(tiny())
+    assert len(everywhere.norms) == 2 * policy.model.config.num_hidden_layers
+    assert {name.rpartition(".")[2] for name in everywhere.norms} == {"input_layernorm", "post_attention_layernorm"}

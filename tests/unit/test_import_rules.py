@@ -1,0 +1,228 @@
+"""Who may import whom, what stays free of torch, and what no module does: patch a library, or run code from a file.
+
+Each rule is a function of source text, tried on the whole package and on a line that breaks it.
+"""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[2] / "src" / "qerl_lab"
+MODULES = sorted(SOURCE.rglob("*.py"))
+
+# A module or package of ours -> those of ours that it may import.
+MAY_IMPORT = {
+    "__init__": "",
+    # the foundations
+    "config": "", "record": "", "progress": "", "checkpoint": "",
+    "formats": "config", "aqn": "config", "tasks": "config", "algorithms": "config", "tracking": "config record",
+    # the core, each on top of the ones before
+    "policy": "config formats",
+    "rollout": "config policy aqn",
+    "trainer": "config policy aqn rollout tasks algorithms checkpoint tracking",
+    "evaluate": "config policy rollout tasks",
+    "report": "config record tracking",
+    "experiment": "config formats policy aqn rollout tasks algorithms checkpoint tracking record progress trainer"
+                  " evaluate report",
+    # the command line, which reaches the core only by starting a process
+    "checks": "config", "compose": "config checks", "launch": "config checks",
+    "usage": "config checks compose launch report", "cli": "config compose launch usage", "__main__": "cli",
+    # commands that make what is committed
+    "pretrain": "config tasks", "calibrate": "config formats policy aqn rollout tasks pretrain progress",
+}  # fmt: skip
+RUNS_CODE = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
+
+
+def unit_of(path: Path) -> str:
+    return path.relative_to(SOURCE).parts[0].removesuffix(".py")
+
+
+def imported(tree: ast.AST) -> Iterator[tuple[str, str]]:
+    """(dotted name of what is imported, name that it is bound to) of every import, at any depth."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, alias.asname or alias.name.partition(".")[0]) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            module = "." * node.level + (node.module or "")
+            yield from ((f"{module}.{alias.name}", alias.asname or alias.name) for alias in node.names)
+
+
+def ours(tree: ast.AST) -> set[str]:
+    """Our modules and packages that are imported; "." stands for a relative import, which hides its target."""
+    names = [name for name, _ in imported(tree)]
+    found = {name.split(".")[1] for name in names if name.startswith("qerl_lab.")}
+    return found | ({"."} if any(name.startswith(".") for name in names) else set())
+
+
+def root_name(node: ast.expr) -> str | None:
+    """`a` of `a.b[0].c`; None for anything else."""
+    while isinstance(node, ast.Attribute | ast.Subscript):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else None
+
+
+def patches(tree: ast.AST) -> list[int]:
+    """Lines that assign into, delete from or setattr on something imported from a third-party package."""
+    third_party = {
+        bound for name, bound in imported(tree) if name.split(".")[0] not in {*sys.stdlib_module_names, "qerl_lab", ""}
+    }
+    lines = []
+    for node in ast.walk(tree):
+        targets: list[ast.expr] = []
+        if isinstance(node, ast.Assign | ast.Delete):
+            targets = [part for target in node.targets for part in getattr(target, "elts", [target])]
+        elif isinstance(node, ast.AugAssign | ast.AnnAssign):
+            targets = [node.target]
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("setattr", "delattr"):
+            targets = [ast.Attribute(node.args[0], "any")]
+        into = [target for target in targets if isinstance(target, ast.Attribute | ast.Subscript)]
+        lines += [node.lineno for target in into if root_name(target) in third_party]
+    return lines
+
+
+def unsafe(tree: ast.AST) -> list[str]:
+    """What could run code that a file or a hub brings."""
+    found = [name for name, _ in imported(tree) if name.split(".")[0] in RUNS_CODE]
+    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+        name = ast.unparse(call.func)
+        given = {keyword.arg: getattr(keyword.value, "value", "?") for keyword in call.keywords}
+        if given.get("trust_remote_code", False) is not False:
+            found.append("trust_remote_code")
+        if (
+            name.startswith("Auto")
+            and name.endswith(".from_pretrained")
+            and given.get("trust_remote_code") is not False
+        ):
+            found.append(f"{name} without trust_remote_code=False")
+        if (
+            name.startswith("AutoModel")
+            and name.endswith(".from_pretrained")
+            and given.get("use_safetensors") is not True
+        ):
+            found.append(f"{name} without use_safetensors=True")
+        if name == "torch.load" and given.get("weights_only") is not True:
+            found.append(name)
+        if name in ("eval", "exec", "yaml.load", "yaml.unsafe_load", "yaml.full_load") or given.get("allow_pickle"):
+            found.append(name)
+    return found
+
+
+def violations(rule: Callable[[ast.AST], list]) -> dict[str, list]:
+    found = {str(path.relative_to(SOURCE)): rule(ast.parse(path.read_text(encoding="utf-8"))) for path in MODULES}
+    return {path: bad for path, bad in found.items() if bad}
+
+
+def test_every_module_has_its_place_in_the_table() -> None:
+    assert {unit_of(path) for path in MODULES} == set(MAY_IMPORT)
+
+
+@pytest.mark.parametrize("unit", MAY_IMPORT)
+def test_a_module_imports_only_what_it_may(unit: str) -> None:
+    for path in MODULES:
+        if unit_of(path) == unit:
+            beyond = ours(ast.parse(path.read_text(encoding="utf-8"))) - {unit} - set(MAY_IMPORT[unit].split())
+            assert not beyond, f"{path.relative_to(SOURCE)} imports {sorted(beyond)}"
+
+
+def test_the_table_has_no_circle_and_nothing_in_it_imports_the_main_module() -> None:
+    done: set[str] = set()
+    while ready := {unit for unit, may in MAY_IMPORT.items() if unit not in done and set(may.split()) <= done}:
+        done |= ready
+    assert done == set(MAY_IMPORT)
+    assert not any("__main__" in may.split() for may in MAY_IMPORT.values())
+
+
+def test_no_module_patches_a_library() -> None:
+    assert violations(patches) == {}
+
+
+def test_no_module_runs_code_from_a_file() -> None:
+    assert violations(unsafe) == {}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import trl; trl.GRPOTrainer.log = None",
+        "import transformers.trainer as t; t.Trainer.x += 1",
+        "from vllm import lora; del lora.models.f",
+        "def f():\n    from peft import tuners\n    tuners.REGISTRY['a'] = 1",
+        "from trl import GRPOTrainer; setattr(GRPOTrainer, 'log', None)",
+        "import torch; a, torch.load = 1, None",
+    ],
+)
+def test_a_patch_is_found(line: str) -> None:
+    assert patches(ast.parse(line))
+
+
+def test_what_is_ours_or_pythons_may_be_assigned_to() -> None:
+    assert not patches(
+        ast.parse("import os, torch\nos.environ['A'] = '1'\nself.x = torch.zeros(1)\nmodel.norm.data = x")
+    )
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import pickle",
+        "from joblib import load",
+        "torch.load(path)",
+        "torch.load(path, weights_only=False)",
+        "AutoTokenizer.from_pretrained(path)",
+        "AutoModelForCausalLM.from_pretrained(path, trust_remote_code=False)",
+        "AutoConfig.from_pretrained(path, trust_remote_code=True)",
+        "load_dataset(path, trust_remote_code=flag)",
+        "eval(text)",
+        "yaml.load(text)",
+        "np.load(path, allow_pickle=True)",
+    ],
+)
+def test_what_could_run_code_is_found(line: str) -> None:
+    assert unsafe(ast.parse(line))
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("from qerl_lab import policy, tasks", {"policy", "tasks"}),
+        ("import qerl_lab.formats.linear", {"formats"}),
+        ("def f():\n    from qerl_lab.rollout.transformers import TransformersEngine", {"rollout"}),
+        ("from . import config", {"."}),
+        ("from ..config import RunConfig", {"."}),
+    ],
+)
+def test_an_import_of_ours_is_found(line: str, found: set[str]) -> None:
+    assert ours(ast.parse(line)) == found
+
+
+@pytest.mark.parametrize(
+    "modules",
+    [
+        "config record checks compose launch usage cli",
+        "tracking",
+        "report report.plots report.runs report.stats report.tables",
+    ],
+)
+def test_these_modules_import_no_torch(modules: str) -> None:
+    imports = "; ".join(f"import qerl_lab.{module}" for module in modules.split())
+    code = f"{imports}; import sys; print(sorted({{'torch', 'transformers', 'trl', 'mlflow'}} & set(sys.modules)))"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert out.strip() == "[]"
+
+
+def test_the_libraries_are_as_they_were_installed() -> None:
+    """Importing the whole core leaves the classes whose seams it uses as they were."""
+    code = """
+import trl, peft, transformers
+def fingerprint():
+    classes = [trl.GRPOTrainer, transformers.Trainer, transformers.GenerationMixin, peft.PeftModel, peft.LoraConfig]
+    return {f"{c.__name__}.{n}": id(v) for c in classes for n, v in vars(c).items()}
+before = fingerprint()
+import qerl_lab.experiment, qerl_lab.calibrate
+assert fingerprint() == before
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
