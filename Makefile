@@ -11,7 +11,7 @@ run: $(VENV)/.installed
 	$(BIN)/python -m qerl_lab +experiment=nvfp4_aqn
 
 test: $(VENV)/.installed-test
-	$(BIN)/python -m pytest
+	OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

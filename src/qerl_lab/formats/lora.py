@@ -16,8 +16,8 @@ class PackedLoraLinear(Linear):
         return {(): None}
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> NoReturn:
-        """Raises NotImplementedError: the sum of base and adapter is not a matrix of the format."""
-        raise NotImplementedError(
+        """Raises ValueError: the sum of base and adapter is not a matrix of the format."""
+        raise ValueError(
             f"cannot merge LoRA into a {self.get_base_layer().weight_format} weight: keep the adapter apart "
             "(save_pretrained), or merge it into a dense model"
         )
