@@ -296,6 +296,7 @@ def test_kill_9_at_the_worst_moments(new_run, reference) -> None:
     ):
         code = ended(start(run_until, run_dir, *moment))
         assert code == -signal.SIGKILL, (moment, (run_dir / "output.txt").read_text())
+        assert not (run_dir / "DONE").exists(), moment
     finish(run_dir)
     check(run_dir, reference)
 

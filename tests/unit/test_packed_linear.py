@@ -181,7 +181,7 @@ def test_dense_cache_is_refused_on_a_gpu() -> None:
         _check_cache_device(True, torch.device("cuda"))
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 @each_packed
 def test_on_a_gpu(name: str, options: dict[str, Any]) -> None:
     packed = packed_linear(name, options)
