@@ -45,8 +45,13 @@ def check_type(name: str, kind: Any, value: Any) -> None:
     if _has_type(value, kind):
         return
     default = {key: value for key, _, value in leaves(RunConfig())}[name]
+    raise ConfigError(wrong_type(name, kind, value, default))
+
+
+def wrong_type(name: str, kind: Any, value: Any, default: Any) -> str:
+    """The message for a value of another type than `kind`; its example is the default, unless that is empty."""
     example = TYPE_WORDS[_without_null(kind)][1] if default in (None, "", []) else default
-    raise ConfigError(
+    return (
         f"{name}={typed(value)} is not allowed; allowed: {type_words(kind)}. Type for example {name}={typed(example)}."
     )
 

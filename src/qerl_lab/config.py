@@ -263,7 +263,7 @@ def leaves(node: Any, prefix: str = "") -> list[tuple[str, Any, Any]]:
 def validate(cfg: RunConfig) -> None:
     """Raise ConfigError at the first value out of bounds or combination that cannot run."""
     for name, f, value in leaves(cfg):
-        _check_bounds(name, f.metadata, value)
+        check_bounds(name, f.metadata, value)
     for rule in (
         _model_given, _known_modules, _batch_divides, _aqn_acts, _aqn_decays, _task_steps_ordered, _adapters_on_linears,
         _optimizer_fits_device, _cache_fits_device,
@@ -271,7 +271,9 @@ def validate(cfg: RunConfig) -> None:
         rule(cfg)
 
 
-def _check_bounds(name: str, bounds: Any, value: Any) -> None:
+def check_bounds(name: str, bounds: Any, value: Any) -> None:
+    """Raise ConfigError for a value outside the bounds of its `option`."""
+
     def refuse(allowed: str, remedy: str) -> None:
         raise ConfigError(f"{name}={value} is not allowed; allowed: {allowed}.{remedy}")
 

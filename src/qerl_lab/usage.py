@@ -6,19 +6,17 @@ said twice.
 
 import json
 import re
-import textwrap
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from qerl_lab.checks import typed
+from qerl_lab.arguments import entry, key_entry
 from qerl_lab.compose import Job, Plan, groups
 from qerl_lab.config import RunConfig, choices_of, leaves, package_data
 from qerl_lab.launch import failure, status
 from qerl_lab.report.tables import near
 
-WIDTH = 100
 ABOUT = "qerl-lab: reinforcement learning of language models on 4-bit weights (QeRL, arXiv 2510.11696)"
 GROUPS = {
     "experiment": "one arm of a comparison (+experiment=NAME)",
@@ -68,7 +66,7 @@ def manual() -> str:
         if name.rpartition(".")[0] != node:
             node = name.rpartition(".")[0]
             lines.append("")
-        lines += _entry(f"{name}={_short(typed(default))}", field.metadata["help"] + _bounds(field.metadata), 36)
+        lines += key_entry(name, field, default, 36)
     return "\n".join([*lines, "", *FLAGS])
 
 
@@ -90,7 +88,7 @@ def _options(group: str, default: str | None = None) -> list[str]:
     names = sorted(choices_of(group), key=_by_size)
     width = max(map(len, names)) + 4
     for name in names:
-        lines += _entry(name + ("*" if name == default else ""), describe(folder / f"{name}.yaml"), width)
+        lines += entry(name + ("*" if name == default else ""), describe(folder / f"{name}.yaml"), width)
     return lines
 
 
@@ -99,29 +97,9 @@ def _by_size(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", name)]
 
 
-def _entry(name: str, text: str, width: int) -> list[str]:
-    """`  name    text`, the text wrapped in its column; a long name gets a line of its own."""
-    lines = textwrap.wrap(text, WIDTH - width - 2) or [""]
-    head = [f"  {name}"] if len(name) >= width else [f"  {name:<{width}}{lines.pop(0)}"]
-    return head + [" " * (width + 2) + line for line in lines]
-
-
 def _default_options() -> dict[str, str]:
     entries = yaml.safe_load((package_data("conf") / "config.yaml").read_text(encoding="utf-8"))["defaults"]
     return {group: option for entry in entries if isinstance(entry, dict) for group, option in entry.items()}
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= 40 else text[:37] + "..."
-
-
-def _bounds(metadata: Any) -> str:
-    """The allowed values of a key, in brackets."""
-    if metadata["choices"]:
-        return f" ({', '.join(metadata['choices'])})"
-    words = (("at_least", "at least"), ("above", "above"), ("at_most", "at most"))
-    parts = [f"{word} {metadata[name]}" for name, word in words if metadata[name] is not None]
-    return f" ({', '.join(parts)})" if parts else ""
 
 
 def dry_run_table(plan: Plan) -> str:

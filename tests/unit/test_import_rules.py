@@ -29,8 +29,10 @@ MAY_IMPORT = {
     "experiment": "config formats policy aqn rollout tasks algorithms checkpoint tracking record progress trainer"
                   " evaluate report",
     # the command line, which reaches the core only by starting a process
-    "checks": "config", "compose": "config checks", "launch": "config checks",
-    "usage": "config checks compose launch report", "cli": "config compose launch usage", "__main__": "cli",
+    "checks": "config", "arguments": "config checks", "compose": "config checks", "launch": "config checks",
+    "usage": "config arguments compose launch report", "cli": "config compose launch usage", "__main__": "cli",
+    # from a model to a checkpoint
+    "quantize_config": "config",
     # commands that make what is committed
     "pretrain": "config tasks", "calibrate": "config formats policy aqn rollout tasks pretrain progress",
 }  # fmt: skip
@@ -202,7 +204,7 @@ def test_an_import_of_ours_is_found(line: str, found: set[str]) -> None:
 @pytest.mark.parametrize(
     "modules",
     [
-        "config record checks compose launch usage cli",
+        "config record checks compose launch usage cli arguments quantize_config",
         "tracking",
         "report report.plots report.runs report.stats report.tables",
     ],

@@ -1,0 +1,98 @@
+"""The typed options of `python -m qerl_lab.quantize`, and the rules that span them. Imports no torch."""
+
+from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from qerl_lab.config import ConfigError, FormatConfig, ModelConfig, choices_of, did_you_mean, option
+
+METHODS = ("rtn", "awq", "gptq")
+DENSE = "bf16"
+
+
+def same_as(schema: type, name: str) -> Any:
+    """A field with the default, the meaning and the bounds that the main command's `schema` gives to `name`."""
+    known = next(f for f in fields(schema) if f.name == name)
+    if known.default_factory is not MISSING:
+        return field(default_factory=known.default_factory, metadata=known.metadata)
+    return field(default=known.default, metadata=known.metadata)
+
+
+@dataclass
+class QuantizeConfig:
+    model: str = option("", "what to quantize: Hugging Face id, local directory, or `pocket`; required")
+    revision: str | None = same_as(ModelConfig, "revision")
+    format: str = option(FormatConfig().name, "weight format of the checkpoint: nvfp4, mxfp4 or nf4")
+    method: str = option(
+        "rtn",
+        "rtn rounds each weight to the nearest; awq and gptq calibrate on data (extra `quantize`, not for nf4)",
+        choices=METHODS,
+    )
+    out: str = option("", "directory to write; required")
+    ignore: list[str] = same_as(FormatConfig, "ignore")
+    double_quant: bool = same_as(FormatConfig, "double_quant")
+    device: str = option("auto", "where it computes: auto takes a GPU if there is one", choices=("auto", "cpu", "cuda"))
+    dataset: str = option(
+        "open-thoughts/OpenThoughts-114k",
+        "awq, gptq: calibration texts, a hub id (the paper's is the default) or a local .txt or .jsonl file",
+    )
+    samples: int = option(256, "awq, gptq: calibration sequences (paper: 256)", at_least=1)
+    tokens: int = option(2048, "awq, gptq: tokens of each (paper: 2048)", at_least=1)
+    seed: int = option(0, "awq, gptq: seeds the choice of calibration texts", at_least=0)
+    quality: str = option(
+        "full",
+        "what quality.json measures: full, weights (no KL, so no model is run), off (no quality.json)",
+        choices=("full", "weights", "off"),
+    )
+    text: str | None = option(None, "UTF-8 file for KL and entropy; null: 16 word problems with worked solutions")
+    overwrite: bool = option(False, "replace what is at `out`, and an unfinished directory of another command")
+
+    @property
+    def folder(self) -> Path:
+        """`out` as an absolute path."""
+        return Path(self.out).expanduser().absolute()
+
+
+def check(cfg: QuantizeConfig) -> None:
+    """Raise ConfigError at the first combination that cannot run. Looks at local paths, loads nothing."""
+    for rule in (_required, _quantizing_format, _method_fits_format, _text_exists, _out_is_apart):
+        rule(cfg)
+
+
+def _required(cfg: QuantizeConfig) -> None:
+    for name, example in (("model", "model=Qwen/Qwen2.5-7B-Instruct"), ("out", "out=checkpoints/qwen-nvfp4")):
+        if not getattr(cfg, name):
+            raise ConfigError(f"{name}= is missing. Type for example {example}.")
+
+
+def _quantizing_format(cfg: QuantizeConfig) -> None:
+    if cfg.format == DENSE:
+        raise ConfigError(
+            f"format={DENSE} has nothing to quantize: its weights are the model's own. "
+            f"Type format=nvfp4, or train on the model as it is with model.path={cfg.model} format={DENSE}."
+        )
+    allowed = [name for name in choices_of("format") if name != DENSE]
+    if cfg.format not in allowed:
+        hint = did_you_mean(cfg.format, allowed) or f" Type for example format={allowed[0]}."
+        raise ConfigError(f"format={cfg.format} is not allowed; allowed: {', '.join(allowed)}.{hint}")
+
+
+def _method_fits_format(cfg: QuantizeConfig) -> None:
+    if cfg.method != "rtn" and cfg.format == "nf4":
+        raise ConfigError(
+            f"method={cfg.method} with format=nf4 is not possible: llmcompressor writes nvfp4 and mxfp4. "
+            f"Type method=rtn, or format=nvfp4."
+        )
+
+
+def _text_exists(cfg: QuantizeConfig) -> None:
+    if cfg.text is not None and not Path(cfg.text).expanduser().is_file():
+        raise ConfigError(f"text={cfg.text} is no file. Type text=FILE with UTF-8 text in it, or leave text out.")
+
+
+def _out_is_apart(cfg: QuantizeConfig) -> None:
+    source = Path(cfg.model).expanduser()
+    if source.is_dir() and source.resolve() == cfg.folder.resolve():
+        raise ConfigError(f"out={cfg.out} is the model itself, which is read while out is written. Type another out.")
+    if not cfg.overwrite and cfg.folder.exists():
+        raise ConfigError(f"out={cfg.out} exists. Type another out, or overwrite=true to replace it.")
