@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -10,6 +11,10 @@ from qerl_lab.config import RunConfig, from_dict
 
 if TYPE_CHECKING:
     from qerl_lab.policy import Policy
+
+# Before anything imports triton: without a GPU its interpreter runs the kernels.
+if not Path("/dev/nvidiactl").exists():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 # The parts of a run, as small as they still mean something.
 TINY = {

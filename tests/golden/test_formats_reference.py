@@ -160,20 +160,22 @@ def test_e2m1_ties_go_to_even_codes() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize(("name", "options"), ALL)
-def test_unscaled_times_alpha_is_the_weight(name: str, options: dict[str, Any], dtype: torch.dtype) -> None:
+def test_decoded_times_alpha_is_the_weight(name: str, options: dict[str, Any], dtype: torch.dtype) -> None:
     weight = normal(32, 128)
     packed = codec(name).quantize(weight, **options)
-    dense, alpha = codec(name).unscaled(packed, (32, 128), dtype)
+    unpack, alpha = codec(name).decoder(packed, (32, 128))
+    dense = unpack(dtype)
     exact = codec(name).dequantize(packed, (32, 128), torch.float32)
     assert dense.dtype is dtype
-    if alpha is None:
+    if name != "nvfp4":
+        assert alpha == 1
         assert torch.equal(dense, codec(name).dequantize(packed, (32, 128), dtype))
     else:
-        assert (alpha.dtype, alpha.shape) == (torch.float32, (1,))
+        assert alpha == pytest.approx(1 / packed["weight_global_scale"].item(), rel=1e-7) != 1
         torch.testing.assert_close(dense.float() * alpha, exact, rtol=1e-6, atol=0)  # also from bfloat16: W' is exact
 
 
-def test_unscaled_nvfp4_is_exact_for_every_value_and_scale() -> None:
+def test_decoded_nvfp4_is_exact_for_every_value_and_scale() -> None:
     scale = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn)  # all positive E4M3, 0 to 448
     packed = {
         "weight_packed": torch.tensor([[0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE]], dtype=torch.uint8).repeat(
@@ -182,6 +184,6 @@ def test_unscaled_nvfp4_is_exact_for_every_value_and_scale() -> None:
         "weight_scale": scale.unsqueeze(1),
         "weight_global_scale": torch.tensor([3.0]),
     }
-    wide, _ = codec("nvfp4").unscaled(packed, (127, 16), torch.float32)
+    unpack = codec("nvfp4").decoder(packed, (127, 16)).unpack
     for dtype in (torch.bfloat16, torch.float16):
-        assert torch.equal(codec("nvfp4").unscaled(packed, (127, 16), dtype)[0].float(), wide)
+        assert torch.equal(unpack(dtype).float(), unpack(torch.float32))

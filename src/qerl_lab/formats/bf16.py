@@ -1,12 +1,13 @@
 """BF16: the dense baseline. The weights are rounded to bfloat16 (nearest, ties to even), nothing is packed."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from qerl_lab.formats.codecs import check_weight
+from qerl_lab.formats.codecs import Decoder, check_weight
 
 NAME: str = "bf16"
 BLOCK: int | None = None
@@ -33,6 +34,6 @@ def dequantize(packed: dict[str, Tensor], shape: tuple[int, int], dtype: torch.d
     return packed["weight"].to(dtype).reshape(shape)
 
 
-def unscaled(packed: dict[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> tuple[Tensor, None]:
-    """`(dequantize(...), None)`: there is no tensor scale to hold back."""
-    return dequantize(packed, shape, dtype), None
+def decoder(packed: dict[str, Tensor], shape: tuple[int, int]) -> Decoder:
+    """`dequantize` for a Linear; there is no tensor scale to hold back."""
+    return Decoder(partial(dequantize, packed, shape))

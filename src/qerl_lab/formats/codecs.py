@@ -6,10 +6,10 @@ changes, `names()` finds it by the line `NAME: str = "..."` that every codec has
 
 import importlib
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -17,6 +17,17 @@ from torch import Tensor
 # Far above any weight, and low enough that nothing overflows float32: not rounding up to the nearest code, not the sum
 # of 2**27 block maxima that NF4's double quantization takes.
 LIMIT = 2.0**100
+
+
+class Decoder(NamedTuple):
+    """The weight of a Linear as W = alpha * W'.
+
+    `unpack(dtype)` makes W' `[N, K]` in float32 or bfloat16; alpha is to be applied after the product. Made once per
+    layer, so that a call reads nothing back from a GPU.
+    """
+
+    unpack: Callable[[torch.dtype], Tensor]
+    alpha: float = 1.0
 
 
 class Codec(Protocol):
@@ -38,10 +49,8 @@ class Codec(Protocol):
     def dequantize(self, packed: dict[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         """The weight `[N, K]` that `packed` stands for, rounded once to `dtype`."""
 
-    def unscaled(
-        self, packed: dict[str, Tensor], shape: tuple[int, int], dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor | None]:
-        """`(W', alpha)` with W = alpha * W'; alpha is float32 `[1]`, to be applied after the product, or None for 1."""
+    def decoder(self, packed: dict[str, Tensor], shape: tuple[int, int]) -> Decoder:
+        """What a Linear computes with. On a GPU the bits are those of the CPU."""
 
 
 @cache

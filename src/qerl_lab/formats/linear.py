@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qerl_lab.formats.codecs import codec
+from qerl_lab.formats.codecs import Decoder, codec
 
 COMPUTE_DTYPES = (torch.float32, torch.bfloat16)  # sums over W' of NVFP4 (up to 2688) overflow float16
 
@@ -23,7 +23,10 @@ class WeightBytes(NamedTuple):
 
 
 class PackedLinear(nn.Linear):
-    """y = alpha * (x @ W'^T) + bias, with `(W', alpha)` unpacked from buffers at each call.
+    """y = alpha * (x @ W'^T) + bias, with W' unpacked from buffers at each call (see `codecs.Decoder`).
+
+    The numerics are those of the engines' FP4 kernels: W' = value * block scale is exact in bfloat16, and alpha (NVFP4:
+    1 / global scale) multiplies the float32 sums of the product before they are rounded, once, to the compute dtype.
 
     Being an `nn.Linear` it takes LoRA from PEFT like any other. The packed tensors are buffers with the names of a
     checkpoint (in attribute names "." becomes "__"); they keep their dtypes when the model changes its own. The
@@ -49,7 +52,8 @@ class PackedLinear(nn.Linear):
         self.dense_cache = dense_cache
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach().clone(), False))
         self._packed_names = tuple(packed)
-        self._dense: dict[torch.dtype, tuple[Tensor, Tensor | None]] = {}
+        self._decoder: Decoder | None = None
+        self._dense: dict[torch.dtype, Tensor] = {}
         for name, tensor in packed.items():
             _check_cache_device(dense_cache, tensor.device)
             # Not register_buffer: bitsandbytes calls its packed tensor `weight`, which is a property here.
@@ -81,12 +85,23 @@ class PackedLinear(nn.Linear):
         """Bytes of the packed tensors: bias and dense cache not counted."""
         return sum(tensor.nbytes for tensor in self.packed().values())
 
-    def unscaled(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-        """`(W'[N, K], alpha)` in `dtype`, see the codec."""
+    @property
+    def decoder(self) -> Decoder:
+        """Made anew after every change of the packed tensors; reads a constant or two back from a GPU then."""
+        if self._decoder is None:
+            shape = (self.out_features, self.in_features)
+            self._decoder = codec(self.weight_format).decoder(self.packed(), shape)
+        return self._decoder
+
+    def _packed_changed(self) -> None:
+        self._decoder = None
+        self._dense.clear()
+
+    def unpack(self, dtype: torch.dtype) -> Tensor:
+        """W' `[N, K]` in `dtype`."""
         if dtype in self._dense:
             return self._dense[dtype]
-        shape = (self.out_features, self.in_features)
-        dense = codec(self.weight_format).unscaled(self.packed(), shape, _checked_dtype(dtype))
+        dense = self.decoder.unpack(_checked_dtype(dtype))
         if self.dense_cache:
             self._dense[dtype] = dense
         return dense
@@ -109,7 +124,6 @@ class PackedLinear(nn.Linear):
         probe = fn(torch.empty(1, dtype=self.compute_dtype, device=self.weight.device))
         self.compute_dtype = _checked_dtype(probe.dtype)
         _check_cache_device(self.dense_cache, probe.device)
-        self._dense.clear()
         packed = self.packed().values()
 
         def keep_dtype(tensor: Tensor) -> Tensor:
@@ -117,7 +131,9 @@ class PackedLinear(nn.Linear):
                 return fn(tensor.view(torch.uint8)).view(tensor.dtype)  # bytes: no cast of floats touches them
             return fn(tensor)
 
-        return super()._apply(keep_dtype, recurse)
+        super()._apply(keep_dtype, recurse)
+        self._packed_changed()
+        return self
 
     def _save_to_state_dict(self, destination: dict[str, Tensor], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -133,7 +149,7 @@ class PackedLinear(nn.Linear):
             if tensor.dtype is not own.dtype:
                 error_msgs.append(f"dtype mismatch for {prefix}{name}: {tensor.dtype} given, {own.dtype} expected")
         super()._load_from_state_dict(state_dict, prefix, *args)
-        self._dense.clear()
+        self._packed_changed()
 
 
 class _PackedProduct(torch.autograd.Function):
@@ -146,12 +162,7 @@ class _PackedProduct(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, bias: Tensor | None, layer: PackedLinear) -> Tensor:
         ctx.layer, ctx.dtype = layer, x.dtype
         with torch.autocast(x.device.type, enabled=False):
-            weight, alpha = layer.unscaled(x.dtype)
-            if alpha is None:
-                return F.linear(x, weight, bias)
-            y = F.linear(x, weight)
-            # alpha, float32 [1], promotes the product; a scalar would be rounded to the dtype of y first
-            return (y * alpha if bias is None else torch.addcmul(bias, y, alpha)).to(x.dtype)
+            return _scaled_linear(x, layer.unpack(x.dtype), layer.decoder.alpha, bias)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -159,12 +170,19 @@ class _PackedProduct(torch.autograd.Function):
         grad_x = grad_bias = None
         if ctx.needs_input_grad[0]:
             with torch.autocast(grad_y.device.type, enabled=False):
-                weight, alpha = ctx.layer.unscaled(ctx.dtype)
-                grad_x = grad_y @ weight
-                grad_x = grad_x if alpha is None else (grad_x * alpha).to(ctx.dtype)
+                grad_x = _scaled_linear(grad_y, ctx.layer.unpack(ctx.dtype).t(), ctx.layer.decoder.alpha)
         if ctx.needs_input_grad[1]:
             grad_bias = grad_y.reshape(-1, grad_y.shape[-1]).sum(0)
         return grad_x, grad_bias, None
+
+
+def _scaled_linear(x: Tensor, weight: Tensor, alpha: float, bias: Tensor | None = None) -> Tensor:
+    """alpha * (x @ weight^T) + bias; alpha rides in the epilogue of the matrix product, where it costs nothing."""
+    if alpha == 1:
+        return F.linear(x, weight, bias)
+    start = x.new_empty(1) if bias is None else bias  # beta=0 reads nothing
+    y = torch.addmm(start, x.reshape(-1, x.shape[-1]), weight.t(), beta=int(bias is not None), alpha=alpha)
+    return y.reshape(*x.shape[:-1], y.shape[-1])
 
 
 def pack_model(

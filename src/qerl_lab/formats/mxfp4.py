@@ -12,13 +12,14 @@ A later `floor` or `ceil` rule is a new option of `quantize`; the layout would n
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from qerl_lab.formats import e2m1
-from qerl_lab.formats.codecs import check_weight
+from qerl_lab.formats.codecs import Decoder, check_weight
 
 NAME: str = "mxfp4"
 BLOCK = 32
@@ -53,13 +54,21 @@ def quantize(weight: Tensor, *, name: str = "weight") -> dict[str, Tensor]:
 
 def dequantize(packed: dict[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
     """The weight `[N, K]`: exact in bfloat16 and float32."""
-    values = e2m1.decode(packed["weight_packed"], dtype).unflatten(1, (-1, BLOCK))
-    return (values * _powers(packed["weight_scale"], dtype).unsqueeze(-1)).reshape(shape)
+    return _unpacked(packed["weight_packed"], packed["weight_scale"], shape, dtype)
 
 
-def unscaled(packed: dict[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> tuple[Tensor, None]:
-    """`(dequantize(...), None)`: there is no tensor scale to hold back."""
-    return dequantize(packed, shape, dtype), None
+def decoder(packed: dict[str, Tensor], shape: tuple[int, int]) -> Decoder:
+    """`dequantize` for a Linear; there is no tensor scale to hold back."""
+    return Decoder(partial(_unpacked, packed["weight_packed"], packed["weight_scale"], shape))
+
+
+def _unpacked(codes: Tensor, scale: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    if codes.is_cuda:
+        from qerl_lab.formats.kernels import dequantize_e2m1
+
+        return dequantize_e2m1(codes, scale, shape, dtype)
+    values = e2m1.decode(codes, dtype).unflatten(1, (-1, BLOCK))
+    return (values * _powers(scale, dtype).unsqueeze(-1)).reshape(shape)
 
 
 def _scale_bytes(largest: Tensor) -> Tensor:

@@ -9,12 +9,16 @@ first use.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from qerl_lab.formats.codecs import check_weight
+from qerl_lab.formats.codecs import Decoder, check_weight
+
+if TYPE_CHECKING:
+    from bitsandbytes.functional import QuantState
 
 NAME: str = "nf4"
 BLOCK = 64
@@ -60,20 +64,26 @@ def quantize(weight: Tensor, *, name: str = "weight", double_quant: bool = True)
 
 def dequantize(packed: dict[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
     """The weight `[N, K]`: code * absmax in float32, rounded once to `dtype`. Reads the JSON header on the host."""
-    from bitsandbytes.functional import QuantState, dequantize_4bit
+    return decoder(packed, shape).unpack(dtype)
+
+
+def decoder(packed: dict[str, Tensor], shape: tuple[int, int]) -> Decoder:
+    """`dequantize` for a Linear, with the JSON header read once; there is no tensor scale to hold back."""
+    from bitsandbytes.functional import QuantState
 
     codes = packed["weight"]
     state = QuantState.from_dict({key: tensor for key, tensor in packed.items() if key != "weight"}, codes.device)
-    state.dtype = dtype
     # One block a row: the AVX-512 kernel of bitsandbytes 0.50 takes a wrong scale where a block crosses rows, that is
     # where K is no multiple of 64 (seen at K=160: accuracy 0.49 became 0.11). Blocks run over the flattened weight.
     state.shape = torch.Size((codes.numel() * 2 // BLOCK, BLOCK))
+    return Decoder(partial(_unpacked, codes, state, shape))
+
+
+def _unpacked(codes: Tensor, state: "QuantState", shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    from bitsandbytes.functional import dequantize_4bit
+
+    state.dtype = dtype
     return dequantize_4bit(codes, state).reshape(shape)
-
-
-def unscaled(packed: dict[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> tuple[Tensor, None]:
-    """`(dequantize(...), None)`: there is no tensor scale to hold back."""
-    return dequantize(packed, shape, dtype), None
 
 
 def _padded(header: Tensor) -> Tensor:

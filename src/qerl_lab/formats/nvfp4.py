@@ -13,12 +13,13 @@ A later choice of the block maximum (6 or 4 per block) is a new option of `quant
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from qerl_lab.formats import e2m1
-from qerl_lab.formats.codecs import check_weight
+from qerl_lab.formats.codecs import Decoder, check_weight
 
 NAME: str = "nvfp4"
 BLOCK = 16
@@ -76,13 +77,21 @@ def dequantize(packed: dict[str, Tensor], shape: tuple[int, int], dtype: torch.d
     return _scaled(packed["weight_packed"], scale, shape).to(dtype)
 
 
-def unscaled(packed: dict[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def decoder(packed: dict[str, Tensor], shape: tuple[int, int]) -> Decoder:
     """W' = value * block scale and alpha = 1 / global scale, the numerics of the engines (Marlin).
 
     W' has at most six significant bits and is 0 or within 2**-10 and 2688: exact in bfloat16, float16 and float32.
     """
-    scale = packed["weight_scale"].to(dtype)
-    return _scaled(packed["weight_packed"], scale, shape), packed["weight_global_scale"].reciprocal()
+    alpha = packed["weight_global_scale"].reciprocal().item()
+    return Decoder(partial(_unscaled, packed["weight_packed"], packed["weight_scale"], shape), alpha)
+
+
+def _unscaled(codes: Tensor, scale: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    if codes.is_cuda:
+        from qerl_lab.formats.kernels import dequantize_e2m1
+
+        return dequantize_e2m1(codes, scale, shape, dtype)
+    return _scaled(codes, scale.to(dtype), shape)
 
 
 def _scaled(packed: Tensor, scale: Tensor, shape: tuple[int, int]) -> Tensor:
