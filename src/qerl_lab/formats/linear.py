@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qerl_lab.formats.codecs import Decoder, codec
+from qerl_lab.formats.hf_config import is_ignored
 
 COMPUTE_DTYPES = (torch.float32, torch.bfloat16)  # sums over W' of NVFP4 (up to 2688) overflow float16
 
@@ -196,24 +197,28 @@ def pack_model(
     """Freeze the Linears of a transformers causal LM in the format `codec_name`, in place.
 
     Each becomes a `PackedLinear` in the dtype of its weight; under BF16 it stays an `nn.Linear` with rounded weights.
-    Left alone: a layer whose full name, or its end after a dot, is in `ignore`, and one that shares its weight with an
+    Left alone: a layer that `ignore` names (see `hf_config.is_ignored`), and one that shares its weight with an
     embedding. The parts of a fused layer get common options (NVFP4: one global scale). The dense weights of one layer
     are dropped before the next is packed. Raises ValueError, naming the module, for a weight that the format cannot
     hold (the layers before it are packed by then), and for a model that has adapters or is packed already.
     """
     if getattr(model, "peft_config", None) is not None:
         raise ValueError("the model has adapters, whose matrices would be packed too: pack first, then add LoRA")
+    for group in fused_groups(packable(model, ignore)):
+        _pack_group(model, group, codec_name, dense_cache, dict(options or {}))
+
+
+def packable(model: nn.Module, ignore: Iterable[str]) -> list[str]:
+    """The Linears that `pack_model` packs; the model may be on the meta device. Raises ValueError for a packed one."""
     ignore = tuple(ignore)
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     names = []
     for name, module in model.named_modules():
         if isinstance(module, PackedLinear):
             raise ValueError(f"{name} is packed as {module.weight_format} already: load the dense model again")
-        ignored = any(name == entry or name.endswith(f".{entry}") for entry in ignore)
-        if isinstance(module, nn.Linear) and not ignored and id(module.weight) not in embeddings:
+        if isinstance(module, nn.Linear) and not is_ignored(name, ignore) and id(module.weight) not in embeddings:
             names.append(name)
-    for group in _fused_groups(names):
-        _pack_group(model, group, codec_name, dense_cache, dict(options or {}))
+    return names
 
 
 def weight_bytes(model: nn.Module) -> WeightBytes:
@@ -267,7 +272,7 @@ def _round_weight(linear: nn.Linear, codec_name: str, name: str, options: dict[s
     linear.__dict__["weight_format"] = codec_name  # `weight_bytes` counts it
 
 
-def _fused_groups(names: list[str]) -> Iterator[list[str]]:
+def fused_groups(names: list[str]) -> Iterator[list[str]]:
     """`names` in their order, those that share a parent and a fused layer together."""
     groups: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     for name in names:
