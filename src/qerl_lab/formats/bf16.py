@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qerl_lab.formats.codecs import Decoder, check_weight
+from qerl_lab.formats.codecs import Decoder, Layout, check_layout, check_weight
 
 NAME: str = "bf16"
 BLOCK: int | None = None
@@ -37,3 +37,13 @@ def dequantize(packed: dict[str, Tensor], shape: tuple[int, int], dtype: torch.d
 def decoder(packed: dict[str, Tensor], shape: tuple[int, int]) -> Decoder:
     """`dequantize` for a Linear; there is no tensor scale to hold back."""
     return Decoder(partial(dequantize, packed, shape))
+
+
+def layout(shape: tuple[int, int]) -> Layout:
+    """One dense tensor."""
+    return {"weight": (shape, torch.bfloat16)}
+
+
+def accept(packed: dict[str, Tensor], shape: tuple[int, int], *, name: str) -> dict[str, Tensor]:
+    """`packed` if it is of this layout; raises ValueError, naming the tensor, if not."""
+    return check_layout(packed, layout(shape), name=name, format_name=NAME)

@@ -18,6 +18,12 @@ from torch import Tensor
 # of 2**27 block maxima that NF4's double quantization takes.
 LIMIT = 2.0**100
 
+# What `quantize` makes of one weight at a time: its intermediate results take about 14 bytes an element.
+_SLICE_ELEMENTS = 2**19
+
+# Shape and dtype of the packed tensors, by name.
+Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]
+
 
 class Decoder(NamedTuple):
     """The weight of a Linear as W = alpha * W'.
@@ -51,6 +57,15 @@ class Codec(Protocol):
 
     def decoder(self, packed: dict[str, Tensor], shape: tuple[int, int]) -> Decoder:
         """What a Linear computes with. On a GPU the bits are those of the CPU."""
+
+    def layout(self, shape: tuple[int, int], **options: Any) -> Layout:
+        """What `quantize` makes of a weight `[N, K]`."""
+
+    def accept(
+        self, packed: dict[str, Tensor], shape: tuple[int, int], *, name: str, **options: Any
+    ) -> dict[str, Tensor]:
+        """`packed`, as some program wrote it, as `quantize` returns it. Raises ValueError, naming the tensor of the
+        module `name`, where it is not what `quantize` with `options` makes of a weight `[N, K]`."""
 
 
 @cache
@@ -94,3 +109,28 @@ def check_weight(weight: Tensor, *, name: str, format_name: str, block: int = 1)
             f"at [{row}, {column}]; allowed: finite values below 2**100"
         )
     return (weight.float() if weight.dtype is torch.float16 else weight).contiguous()
+
+
+def quantize_by_rows(module_codec: Codec, weight: Tensor, *, name: str, **options: Any) -> dict[str, Tensor]:
+    """`module_codec.quantize`, some rows at a time where the blocks lie within rows: the same tensors, in a fraction of
+    the memory. `options` hold what the rows have in common (`shared_options`)."""
+    rows = max(1, _SLICE_ELEMENTS // max(1, weight.shape[-1]))
+    # In the layout of compressed-tensors a block lies within a row; bitsandbytes' blocks run over the flattened weight.
+    if module_codec.QUANT_METHOD != "compressed-tensors" or weight.ndim != 2 or len(weight) <= rows:
+        return module_codec.quantize(weight, name=name, **options)
+    parts = [
+        module_codec.quantize(part, name=f"{name}, row {i * rows} and following", **options)
+        for i, part in enumerate(weight.detach().split(rows))
+    ]
+    return {key: torch.cat([part[key] for part in parts]) if one.ndim == 2 else one for key, one in parts[0].items()}
+
+
+def check_layout(packed: dict[str, Tensor], layout: Layout, *, name: str, format_name: str) -> dict[str, Tensor]:
+    """`packed`, in the order of `layout`. Raises ValueError, naming the tensor, for another shape or dtype."""
+    for key, (shape, dtype) in layout.items():
+        found = packed[key]
+        if (tuple(found.shape), found.dtype) != (shape, dtype):
+            raise ValueError(
+                f"{name}.{key} is {found.dtype} {list(found.shape)}, and {format_name} has {dtype} {list(shape)} there"
+            )
+    return {key: packed[key] for key in layout}

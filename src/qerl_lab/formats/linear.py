@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qerl_lab.formats.codecs import Decoder, codec
+from qerl_lab.formats.codecs import Decoder, codec, quantize_by_rows
 from qerl_lab.formats.hf_config import is_ignored
 
 COMPUTE_DTYPES = (torch.float32, torch.bfloat16)  # sums over W' of NVFP4 (up to 2688) overflow float16
@@ -65,7 +65,9 @@ class PackedLinear(nn.Linear):
         cls, linear: nn.Linear, weight_format: str, *, name: str = "weight", dense_cache: bool = False, **options: Any
     ) -> Self:
         """Quantize `linear`; it computes in the dtype of its weight. `options` go to the codec's `quantize`."""
-        packed = codec(weight_format).quantize(linear.weight, name=name, **options)
+        module_codec = codec(weight_format)
+        options = module_codec.shared_options([linear.weight]) | options
+        packed = quantize_by_rows(module_codec, linear.weight, name=name, **options)
         shape, dtype = (linear.out_features, linear.in_features), linear.weight.dtype
         return cls(weight_format, packed, shape, compute_dtype=dtype, bias=linear.bias, dense_cache=dense_cache)
 
@@ -205,7 +207,7 @@ def pack_model(
     if getattr(model, "peft_config", None) is not None:
         raise ValueError("the model has adapters, whose matrices would be packed too: pack first, then add LoRA")
     for group in fused_groups(packable(model, ignore)):
-        _pack_group(model, group, codec_name, dense_cache, dict(options or {}))
+        pack_group(model, group, codec_name, dense_cache, dict(options or {}))
 
 
 def packable(model: nn.Module, ignore: Iterable[str]) -> list[str]:
@@ -248,7 +250,7 @@ def register_packed(lora_config: Any) -> None:
     lora_config._register_custom_module({PackedLinear: PackedLoraLinear})
 
 
-def _pack_group(
+def pack_group(
     model: nn.Module, names: list[str], codec_name: str, dense_cache: bool, options: dict[str, Any]
 ) -> None:
     """Pack the parts of one fused layer. No reference to a dense weight outlives the call."""

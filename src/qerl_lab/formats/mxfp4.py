@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from qerl_lab.formats import e2m1
-from qerl_lab.formats.codecs import Decoder, check_weight
+from qerl_lab.formats.codecs import Decoder, Layout, check_layout, check_weight
 
 NAME: str = "mxfp4"
 BLOCK = 32
@@ -60,6 +60,20 @@ def dequantize(packed: dict[str, Tensor], shape: tuple[int, int], dtype: torch.d
 def decoder(packed: dict[str, Tensor], shape: tuple[int, int]) -> Decoder:
     """`dequantize` for a Linear; there is no tensor scale to hold back."""
     return Decoder(partial(_unpacked, packed["weight_packed"], packed["weight_scale"], shape))
+
+
+def layout(shape: tuple[int, int]) -> Layout:
+    """Codes and scales as in `quantize`."""
+    rows, columns = shape
+    return {
+        "weight_packed": ((rows, columns // 2), torch.uint8),
+        "weight_scale": ((rows, columns // BLOCK), torch.uint8),
+    }
+
+
+def accept(packed: dict[str, Tensor], shape: tuple[int, int], *, name: str) -> dict[str, Tensor]:
+    """`packed` if it is of this layout; raises ValueError, naming the tensor, if not."""
+    return check_layout(packed, layout(shape), name=name, format_name=NAME)
 
 
 def _unpacked(codes: Tensor, scale: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:

@@ -8,6 +8,7 @@ Only the functional API is used: `Linear4bit` repacks its weight on a CPU in eva
 first use.
 """
 
+import json
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from qerl_lab.formats.codecs import Decoder, check_weight
+from qerl_lab.formats.codecs import Decoder, Layout, check_layout, check_weight
 
 if TYPE_CHECKING:
     from bitsandbytes.functional import QuantState
@@ -77,6 +78,46 @@ def decoder(packed: dict[str, Tensor], shape: tuple[int, int]) -> Decoder:
     # where K is no multiple of 64 (seen at K=160: accuracy 0.49 became 0.11). Blocks run over the flattened weight.
     state.shape = torch.Size((codes.numel() * 2 // BLOCK, BLOCK))
     return Decoder(partial(_unpacked, codes, state, shape))
+
+
+def layout(shape: tuple[int, int], *, double_quant: bool = True) -> Layout:
+    """Codes, scales, tables and header as in `quantize`."""
+    blocks = shape[0] * shape[1] // BLOCK
+    single: Layout = {
+        "weight": ((blocks * BLOCK // 2, 1), torch.uint8),
+        "weight.absmax": ((blocks,), torch.uint8 if double_quant else torch.float32),
+        "weight.quant_map": ((16,), torch.float32),
+    }
+    nested: Layout = {
+        "weight.nested_absmax": ((-(-blocks // _NESTED_BLOCK),), torch.float32),
+        "weight.nested_quant_map": ((256,), torch.float32),
+    }
+    return single | (nested if double_quant else {}) | {_HEADER: ((_HEADER_BYTES,), torch.uint8)}
+
+
+def accept(
+    packed: dict[str, Tensor], shape: tuple[int, int], *, name: str, double_quant: bool = True
+) -> dict[str, Tensor]:
+    """`packed` with the header padded as `quantize` pads it. Raises ValueError, naming the tensor, for another layout
+    and for a header that speaks of another weight."""
+    header = packed[_HEADER]
+    if header.dtype is not torch.uint8 or header.ndim != 1 or header.numel() > _HEADER_BYTES:
+        raise ValueError(f"{name}.{_HEADER} is {header.dtype} {list(header.shape)}; allowed: JSON in at most 256 bytes")
+    _check_header(bytes(header.tolist()), shape, name=name, double_quant=double_quant)
+    layout_of_both = layout(shape, double_quant=double_quant)
+    return check_layout(packed | {_HEADER: _padded(header)}, layout_of_both, name=name, format_name=NAME)
+
+
+def _check_header(text: bytes, shape: tuple[int, int], *, name: str, double_quant: bool) -> None:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{name}.{_HEADER} is not JSON: {error}") from error
+    expected = {"quant_type": NAME, "blocksize": BLOCK, "shape": list(shape)}
+    expected |= {"nested_blocksize": _NESTED_BLOCK} if double_quant else {}
+    for key, value in expected.items():
+        if found.get(key) != value:
+            raise ValueError(f"{name}.{_HEADER} says {key}={found.get(key)}; allowed: {value}")
 
 
 def _unpacked(codes: Tensor, state: "QuantState", shape: tuple[int, int], dtype: torch.dtype) -> Tensor:

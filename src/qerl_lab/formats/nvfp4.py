@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from qerl_lab.formats import e2m1
-from qerl_lab.formats.codecs import Decoder, check_weight
+from qerl_lab.formats.codecs import Decoder, Layout, check_layout, check_weight
 
 NAME: str = "nvfp4"
 BLOCK = 16
@@ -84,6 +84,24 @@ def decoder(packed: dict[str, Tensor], shape: tuple[int, int]) -> Decoder:
     """
     alpha = packed["weight_global_scale"].reciprocal().item()
     return Decoder(partial(_unscaled, packed["weight_packed"], packed["weight_scale"], shape), alpha)
+
+
+def layout(shape: tuple[int, int]) -> Layout:
+    """Codes and scales as in `quantize`."""
+    rows, columns = shape
+    return {
+        "weight_packed": ((rows, columns // 2), torch.uint8),
+        "weight_scale": ((rows, columns // BLOCK), torch.float8_e4m3fn),
+        "weight_global_scale": ((1,), torch.float32),
+    }
+
+
+def accept(packed: dict[str, Tensor], shape: tuple[int, int], *, name: str) -> dict[str, Tensor]:
+    """`packed` if it is of this layout and its global scale a positive finite number; raises ValueError if not."""
+    packed = check_layout(packed, layout(shape), name=name, format_name=NAME)
+    if not 0 < (divisor := packed["weight_global_scale"].item()) < float("inf"):
+        raise ValueError(f"{name}.weight_global_scale is {divisor}; allowed: positive finite numbers")
+    return packed
 
 
 def _unscaled(codes: Tensor, scale: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
