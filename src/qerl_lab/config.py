@@ -21,6 +21,8 @@ PAPER_INSTRUCTION = (
 )
 DTYPES = ("auto", "float32", "bfloat16")
 READINGS = ("released", "equation", "algorithm")
+EXPONENT_RULES = ("round", "floor", "ceil")
+SCALE_RULES = ("max", "four_over_six")
 SCHEDULES = ("off", "exponential", "linear", "cosine", "logarithmic")
 CORRECTIONS = ("off", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
@@ -60,12 +62,15 @@ class FormatConfig:
     name: str = option("nvfp4", "weight format of the frozen base: a module of qerl_lab.formats")
     ignore: list[str] = option(["lm_head"], "Linear layers left in the model's dtype, by the last part of their name")
     dense_cache: str = option(
-        "auto",
-        "keep the dequantized weight beside the packed one: auto is on for a CPU and off for a GPU, where on is "
-        "refused",
-        choices=("auto", "on", "off"),
+        "auto", "keep dequantized weights too: auto is on for a CPU; a GPU refuses on", choices=("auto", "on", "off")
     )
     double_quant: bool = option(True, "NF4 only: quantize the block scales too, as QLoRA does")
+    scale_rule: str = option(
+        "max", "NVFP4 only: a block's maximum becomes 6, or the better of 6 and 4 (2512.02010)", choices=SCALE_RULES
+    )
+    exponent_rule: str = option(
+        "round", "MXFP4 only: compressed-tensors' rounding, OCP's floor, or ceil (no clipping)", choices=EXPONENT_RULES
+    )
 
 
 @dataclass
@@ -100,9 +105,7 @@ class AqnConfig:
     norms: list[str] = option(
         ["input_layernorm", "post_attention_layernorm"], "RMSNorm layers that get noise, by the last part of their name"
     )
-    probe_prompts: int = option(
-        4, "completions per step on which KL(noisy || clean sampler) is measured; 0 is off", at_least=0
-    )
+    probe_prompts: int = option(4, "completions per step that measure KL(noisy || clean sampler); 0: none", at_least=0)
 
 
 @dataclass
@@ -296,9 +299,7 @@ def check_bounds(name: str, bounds: Any, value: Any) -> None:
 
 def _model_given(cfg: RunConfig) -> None:
     if not cfg.model.path:
-        raise ConfigError(
-            "model.path= is empty; allowed: a hub id, a directory, pocket. Type for example model=pocket."
-        )
+        raise ConfigError("model.path= is empty; allowed: hub id, directory, pocket. Type for example model=pocket.")
 
 
 def _known_modules(cfg: RunConfig) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft import LoraConfig as PeftLoraConfig
@@ -92,9 +93,9 @@ def build(cfg: RunConfig, device: torch.device) -> Policy:
     return Policy(model, tokenizer, norms, clean)
 
 
-def format_options(cfg: RunConfig) -> dict[str, bool]:
+def format_options(cfg: RunConfig) -> dict[str, Any]:
     """What the configuration says to the codec beyond its name."""
-    return {"double_quant": cfg.format.double_quant} if cfg.format.name == "nf4" else {}
+    return {option: getattr(cfg.format, option) for option in formats.codec(cfg.format.name).OPTIONS}
 
 
 def load_base(cfg: ModelConfig, device: torch.device) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

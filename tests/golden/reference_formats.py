@@ -1,7 +1,8 @@
 """What the formats mean, written once more in numpy float64 from their definitions.
 
 Sources: OCP Microscaling Formats v1.0 (E2M1, E8M0), OCP 8-bit floats (E4M3), QLoRA (arXiv 2305.14314, section 3 and
-appendix E). The two rules that the definitions leave open, NVFP4's scales and MXFP4's exponent, are stated where used.
+appendix E), Four Over Six (arXiv 2512.02010). The rules that the definitions leave open, NVFP4's scales and MXFP4's
+exponent, are stated where used.
 """
 
 from statistics import NormalDist
@@ -68,13 +69,63 @@ def nvfp4(weight: Array, global_scale: float | None = None) -> Quantized:
     return Quantized(e2m1_codes(ratio).reshape(shape), scale, values.reshape(shape), stable.reshape(shape))
 
 
-def mxfp4(weight: Array) -> Quantized:
-    """Scale 2 ** (e - 2), e the exponent of the block's maximum once rounded to one mantissa bit, half up."""
-    blocks = weight.reshape(len(weight), -1, 32)
-    largest = np.abs(blocks).max(-1)
+class BlockCodes(NamedTuple):
+    """Blocks `[N, B, 16]` under one choice of scales; `certain` marks the scales that no rounding error moves."""
+
+    scale: Array
+    values: Array
+    codes: NDArray[np.int64]
+    error: Array  # squared, per block
+    certain: NDArray[np.bool_]
+
+
+def mapped_to(top: float, blocks: Array, divisor: float) -> BlockCodes:
+    """The largest magnitude of each block mapped to `top`."""
+    exact = divisor * np.abs(blocks).max(-1) / top
+    scale = round_e4m3(exact)
+    step = np.where(scale == 0, 1.0, scale / divisor)[..., None]
+    ratio = np.where(scale[..., None] == 0, 0.0, blocks / step)
+    values = round_e2m1(ratio) * step
+    error = ((values - blocks) ** 2).sum(-1)
+    return BlockCodes(scale, values, e2m1_codes(ratio), error, same_when_nudged(round_e4m3, exact))
+
+
+def four_over_six(weight: Array) -> Quantized:
+    """Global scale 256 * 6 / the largest magnitude; each block mapped to 6, or to 4 where its squared error is less.
+
+    `stable` leaves out whole blocks: those where a scale, a code of the chosen way or the choice hangs on float32.
+    """
+    divisor = 256.0 * 6.0 / np.abs(weight).max()
+    blocks = weight.reshape(len(weight), -1, 16)
+    six, four = mapped_to(6.0, blocks, divisor), mapped_to(4.0, blocks, divisor)
+    choose = four.error < six.error
+    clear = np.abs(four.error - six.error) > 1e-4 * six.error
+    scale, codes, values = (
+        np.where(choose[..., None] if a.ndim == 3 else choose, a, b)
+        for a, b in zip((four.scale, four.codes, four.values), (six.scale, six.codes, six.values), strict=True)
+    )
+    ratio = blocks * divisor / np.where(scale == 0, 1.0, scale)[..., None]
+    stable = clear & six.certain & four.certain & same_when_nudged(round_e2m1, ratio).all(-1)
+    shape = weight.shape
+    return Quantized(codes.reshape(shape), scale, values.reshape(shape), np.repeat(stable, 16, -1).reshape(shape))
+
+
+def mxfp4_exponent(largest: Array, rule: str) -> NDArray[np.int64]:
+    """Exponent of the scale for block maxima; unbounded below."""
     exponent = floor_log2(largest)
-    half_units = np.floor(largest / np.exp2(exponent.astype(float) - 1) + 0.5)  # 2, 3 or 4 units of half a binade
-    exponent = np.maximum(exponent + (half_units == 4) - 2, -127)
+    if rule == "floor":  # OCP MX v1.0, section 6.3
+        return exponent - 2
+    if rule == "ceil":  # the smallest e with max <= 6 * 2**e
+        return exponent - 2 + (largest > 6 * np.exp2(exponent.astype(float) - 2))
+    # `round`: the exponent of the maximum once rounded to one mantissa bit, half up.
+    half_units = np.floor(np.ldexp(largest, 1 - exponent) + 0.5)  # 2, 3 or 4 units of half a binade
+    return exponent + (half_units == 4) - 2
+
+
+def mxfp4(weight: Array, rule: str = "round") -> Quantized:
+    """Scale 2 ** e; `mxfp4_exponent` has the rules for e."""
+    blocks = weight.reshape(len(weight), -1, 32)
+    exponent = np.maximum(mxfp4_exponent(np.abs(blocks).max(-1), rule), -127)
     step = np.exp2(exponent.astype(float))[..., None]
     values = round_e2m1(blocks / step) * step
     codes = e2m1_codes(blocks / step).reshape(weight.shape)

@@ -10,7 +10,11 @@ from torch import Tensor
 
 from qerl_lab.formats import codec, names
 
-PACKED = [("nvfp4", {}), ("mxfp4", {}), ("nf4", {"double_quant": False}), ("nf4", {"double_quant": True})]
+PACKED = [
+    ("nvfp4", {}), ("nvfp4", {"scale_rule": "four_over_six"}),
+    ("mxfp4", {}), ("mxfp4", {"exponent_rule": "floor"}), ("mxfp4", {"exponent_rule": "ceil"}),
+    ("nf4", {"double_quant": False}), ("nf4", {"double_quant": True}),
+]  # fmt: skip
 ALL = [*PACKED, ("bf16", {})]
 
 
@@ -134,7 +138,7 @@ def test_names_and_unknown_name() -> None:
 
 @pytest.mark.parametrize(
     ("name", "options", "bits"),
-    [(*case, bits) for case, bits in zip(ALL, [4.5, 4.25, 4.5, 4.127, 16], strict=True)],
+    [(*case, bits) for case, bits in zip(ALL, [4.5, 4.5, 4.25, 4.25, 4.25, 4.5, 4.127, 16], strict=True)],
 )
 def test_bits_per_weight_is_what_is_stored(name: str, options: dict[str, Any], bits: float) -> None:
     assert codec(name).bits_per_weight(**options) == pytest.approx(bits, abs=5e-4)

@@ -17,7 +17,10 @@ QLORA_TABLE = [
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 ]  # fmt: skip
-ALL = [("nvfp4", {}), ("mxfp4", {}), ("nf4", {"double_quant": True}), ("nf4", {"double_quant": False}), ("bf16", {})]
+ALL = [
+    ("nvfp4", {}), ("nvfp4", {"scale_rule": "four_over_six"}), ("mxfp4", {}), ("nf4", {"double_quant": True}),
+    ("nf4", {"double_quant": False}), ("bf16", {}),
+]  # fmt: skip
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -52,11 +55,13 @@ def test_nvfp4_of_bfloat16_is_as_accurate_as_the_reference() -> None:
     assert reference.sqnr_db(exact, values) > reference.sqnr_db(exact, reference.nvfp4(exact).values) - 0.05
 
 
+@pytest.mark.parametrize("rule", ["round", "floor", "ceil"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("spread", [1.0, 1e30])
-def test_mxfp4_is_the_reference_exactly(spread: float, dtype: torch.dtype) -> None:
+def test_mxfp4_is_the_reference_exactly(spread: float, dtype: torch.dtype, rule: str) -> None:
     weight = (normal(64, 256) * torch.logspace(0, float(np.log10(spread)), 64).unsqueeze(1)).to(dtype)
-    packed, expected = codec("mxfp4").quantize(weight), reference.mxfp4(weight.double().numpy())
+    packed = codec("mxfp4").quantize(weight, exponent_rule=rule)
+    expected = reference.mxfp4(weight.double().numpy(), rule)
     np.testing.assert_array_equal(packed["weight_scale"].numpy(), expected.scale)
     np.testing.assert_array_equal(nibbles(packed["weight_packed"]), expected.codes)
     for out in (torch.float32, torch.bfloat16):
@@ -123,7 +128,15 @@ def test_bf16_rounds_to_nearest_even() -> None:
 
 @pytest.mark.parametrize(
     ("name", "options", "low", "high"),
-    [("nvfp4", {}, 20.3, 20.9), ("mxfp4", {}, 18.8, 19.4), ("nf4", {}, 20.5, 20.9), ("bf16", {}, 50.0, 60.0)],
+    [
+        ("nvfp4", {}, 20.3, 20.9),
+        ("nvfp4", {"scale_rule": "four_over_six"}, 21.0, 21.6),
+        ("mxfp4", {}, 18.8, 19.4),
+        ("mxfp4", {"exponent_rule": "floor"}, 18.6, 19.1),
+        ("mxfp4", {"exponent_rule": "ceil"}, 18.3, 18.8),
+        ("nf4", {}, 20.5, 20.9),
+        ("bf16", {}, 50.0, 60.0),
+    ],
 )
 def test_signal_to_noise_on_normal_weights(name: str, options: dict[str, Any], low: float, high: float) -> None:
     weight = normal(512, 512)

@@ -167,6 +167,20 @@ def test_fused_layers_share_the_largest_global_scale() -> None:
     assert attention.o_proj.weight_global_scale != attention.q_proj.weight_global_scale
 
 
+def test_options_reach_the_codec() -> None:
+    weights = [tiny_model().model.layers[0].self_attn.get_submodule(f"{part}_proj").weight for part in "qkv"]
+    largest = max(weight.abs().max() for weight in weights).item()
+    model = tiny_model()
+    pack_model(model, "nvfp4", options={"scale_rule": "four_over_six"})
+    for part, weight in zip("qkv", weights, strict=True):
+        packed = model.model.layers[0].self_attn.get_submodule(f"{part}_proj").packed()
+        assert packed["weight_global_scale"].item() == pytest.approx(256 * 6 / largest, rel=1e-6)
+        shared = nvfp4.shared_options(weights, scale_rule="four_over_six")
+        expected = nvfp4.quantize(weight, scale_rule="four_over_six", **shared)
+        assert torch.equal(packed["weight_packed"], expected["weight_packed"])
+        assert not torch.equal(packed["weight_packed"], nvfp4.quantize(weight, **shared)["weight_packed"])
+
+
 @each_format
 def test_tied_embeddings_are_left_alone(name: str, options: dict[str, Any]) -> None:
     model = tiny_model(tied=True)

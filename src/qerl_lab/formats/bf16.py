@@ -12,6 +12,7 @@ from qerl_lab.formats.codecs import Decoder, Layout, check_layout, check_weight
 NAME: str = "bf16"
 BLOCK: int | None = None
 QUANT_METHOD: str | None = None
+OPTIONS: tuple[str, ...] = ()
 
 
 def bits_per_weight() -> float:
@@ -19,7 +20,7 @@ def bits_per_weight() -> float:
     return 16.0
 
 
-def shared_options(weights: Sequence[Tensor]) -> dict[str, Any]:
+def shared_options(weights: Sequence[Tensor], **options: Any) -> dict[str, Any]:
     """Nothing: there are no scales."""
     return {}
 

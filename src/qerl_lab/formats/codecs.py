@@ -42,12 +42,13 @@ class Codec(Protocol):
     NAME: str
     BLOCK: int | None  # elements that share one scale; None: a dense format, nothing is packed
     QUANT_METHOD: str | None  # `quant_method` of a Hugging Face `quantization_config`
+    OPTIONS: tuple[str, ...]  # options of `quantize` that a configuration sets, by the same names
 
     def bits_per_weight(self, **options: Any) -> float:
         """Stored bits per weight, scales included, per-tensor constants (at most 2 KiB) left out."""
 
-    def shared_options(self, weights: Sequence[Tensor]) -> dict[str, Any]:
-        """Options of `quantize` that all parts of a fused layer (q/k/v, gate/up) must have in common."""
+    def shared_options(self, weights: Sequence[Tensor], **options: Any) -> dict[str, Any]:
+        """What completes the `options` of `quantize` alike for all parts of a fused layer (q/k/v, gate/up)."""
 
     def quantize(self, weight: Tensor, *, name: str = "weight", **options: Any) -> dict[str, Tensor]:
         """Pack `weight[N, K]`. Raises ValueError, naming `name`, for what the format cannot hold."""

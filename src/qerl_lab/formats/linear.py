@@ -66,7 +66,7 @@ class PackedLinear(nn.Linear):
     ) -> Self:
         """Quantize `linear`; it computes in the dtype of its weight. `options` go to the codec's `quantize`."""
         module_codec = codec(weight_format)
-        options = module_codec.shared_options([linear.weight]) | options
+        options |= module_codec.shared_options([linear.weight], **options)
         packed = quantize_by_rows(module_codec, linear.weight, name=name, **options)
         shape, dtype = (linear.out_features, linear.in_features), linear.weight.dtype
         return cls(weight_format, packed, shape, compute_dtype=dtype, bias=linear.bias, dense_cache=dense_cache)
@@ -256,7 +256,8 @@ def pack_group(
     """Pack the parts of one fused layer. No reference to a dense weight outlives the call."""
     module_codec = codec(codec_name)
     linears = {name: cast(nn.Linear, model.get_submodule(name)) for name in names}
-    options = module_codec.shared_options([linear.weight for linear in linears.values()]) | options
+    weights = [linear.weight for linear in linears.values()]
+    options = options | module_codec.shared_options(weights, **options)
     for name, linear in linears.items():
         if module_codec.BLOCK is None:
             _round_weight(linear, codec_name, name, options)

@@ -2,13 +2,17 @@
 
     weight ~ value * 2 ** (weight_scale - 127)
 
-Exponent rule, bit for bit that of compressed-tensors 0.17 (preset MXFP4A16; `round_to_power_2` and
-`generate_mx_scales` in quantization/utils/mxfp_utils.py): round max|block| to the one mantissa bit of E2M1, half up,
-and take its exponent less 2, the exponent of E2M1's largest value. So the maximum lands in [3.5, 7) of the scaled block
-(above 5 it becomes 6), where the specification's floor rule would let it reach 8. Exponents below -127 become -127, so
-blocks below 2**-129 become zeros; a block of zeros has scale byte 0.
-
-A later `floor` or `ceil` rule is a new option of `quantize`; the layout would not change.
+The specification leaves the exponent to the writer. `exponent_rule` says where the block's maximum lands, in units of
+the scale, and what is lost:
+- `round`, in [3.5, 7): round max|block| to the one mantissa bit of E2M1, half up, and take its exponent less 2, the
+  exponent of E2M1's largest value. Up to 1 is clipped. Bit for bit that of compressed-tensors 0.17 (preset MXFP4A16;
+  `round_to_power_2` and `generate_mx_scales` in quantization/utils/mxfp_utils.py); torchao calls it EVEN.
+- `floor`, in [4, 8): floor(log2(max|block|)) - 2. The finest step, but up to 2 is clipped. The conversion that the
+  specification describes (section 6.3); torchao's FLOOR.
+- `ceil`, in (3, 6]: ceil(log2(max|block| / 6)). Nothing is clipped. cuBLAS ("Block quantization", UE8M0 scales);
+  torchao's RCEIL, whose CEIL is another rule: ceil(log2(max|block|)) - 2.
+Exponents below -127 become -127, so blocks below 2**-129 become zeros; a block of zeros has scale byte 0. (torchao's
+names: `ScaleCalculationMode` in torchao/prototype/mx_formats/config.py.)
 """
 
 from collections.abc import Sequence
@@ -24,30 +28,36 @@ from qerl_lab.formats.codecs import Decoder, Layout, check_layout, check_weight
 NAME: str = "mxfp4"
 BLOCK = 32
 QUANT_METHOD: str | None = "compressed-tensors"
+OPTIONS: tuple[str, ...] = ("exponent_rule",)
 
 _BIAS = 127  # of E8M0
 _E2M1_EMAX = 2  # 6 = 1.5 * 2**2
+# The float32 mantissa of max|block|, in [0.5, 1), from which on the exponent is one higher than its own.
+_NEXT_EXPONENT_FROM = {"round": 0.875, "floor": 1.0, "ceil": 0.75 + 2**-24}  # above 0.75
+EXPONENT_RULES = tuple(_NEXT_EXPONENT_FROM)
 
 
-def bits_per_weight() -> float:
-    """4 bits and a byte per 32: 4.25."""
+def bits_per_weight(**options: Any) -> float:
+    """4 bits and a byte per 32: 4.25, by every rule."""
     return 4 + 8 / 32
 
 
-def shared_options(weights: Sequence[Tensor]) -> dict[str, Any]:
+def shared_options(weights: Sequence[Tensor], **options: Any) -> dict[str, Any]:
     """Nothing: every block stands alone."""
     return {}
 
 
-def quantize(weight: Tensor, *, name: str = "weight") -> dict[str, Tensor]:
+def quantize(weight: Tensor, *, name: str = "weight", exponent_rule: str = "round") -> dict[str, Tensor]:
     """Pack `weight[N, K]`, K divisible by 32.
 
     Returns `weight_packed` uint8 `[N, K/2]` (low nibble = even column) and `weight_scale` uint8 `[N, K/32]`, E8M0.
-    Raises ValueError, naming `name`, for another shape or dtype and for NaN or Inf.
+    Raises ValueError for an unknown rule and, naming `name`, for another shape or dtype and for NaN or Inf.
     """
+    if exponent_rule not in EXPONENT_RULES:
+        raise ValueError(f"unknown exponent_rule {exponent_rule!r}; allowed: {', '.join(EXPONENT_RULES)}")
     weight = check_weight(weight, name=name, format_name=NAME, block=BLOCK)
     blocks = weight.unflatten(1, (-1, BLOCK))
-    scale = _scale_bytes(blocks.abs().amax(-1).float())
+    scale = _scale_bytes(blocks.abs().amax(-1).float(), exponent_rule)
     codes = e2m1.encode(blocks / _powers(scale, weight.dtype).unsqueeze(-1)).flatten(1)
     return {"weight_packed": e2m1.pack(codes), "weight_scale": scale}
 
@@ -85,10 +95,10 @@ def _unpacked(codes: Tensor, scale: Tensor, shape: tuple[int, int], dtype: torch
     return (values * _powers(scale, dtype).unsqueeze(-1)).reshape(shape)
 
 
-def _scale_bytes(largest: Tensor) -> Tensor:
+def _scale_bytes(largest: Tensor, exponent_rule: str) -> Tensor:
     """E8M0 bytes for the block maxima (float32)."""
     mantissa, exponent = torch.frexp(largest)  # largest = mantissa * 2**exponent, mantissa in [0.5, 1)
-    exponent = exponent - 1 + (mantissa >= 0.875).int()  # 1.75 and more rounds up to the next power of two
+    exponent = exponent - 1 + (mantissa >= _NEXT_EXPONENT_FROM[exponent_rule]).int()
     scale = (exponent - _E2M1_EMAX + _BIAS).clamp(min=0)
     return torch.where(largest == 0, 0, scale).to(torch.uint8)
 

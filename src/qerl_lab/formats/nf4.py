@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 NAME: str = "nf4"
 BLOCK = 64
 QUANT_METHOD: str | None = "bitsandbytes"
+OPTIONS: tuple[str, ...] = ("double_quant",)
 
 _NESTED_BLOCK = 256
 _HEADER = "weight.quant_state.bitsandbytes__nf4"
@@ -36,7 +37,7 @@ def bits_per_weight(*, double_quant: bool = True) -> float:
     return 4 + block_bits / 64
 
 
-def shared_options(weights: Sequence[Tensor]) -> dict[str, Any]:
+def shared_options(weights: Sequence[Tensor], **options: Any) -> dict[str, Any]:
     """Nothing: every block stands alone."""
     return {}
 

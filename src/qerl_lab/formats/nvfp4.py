@@ -2,18 +2,26 @@
 
     weight ~ value * weight_scale / weight_global_scale
 
-Rule, bit for bit that of compressed-tensors 0.17 (preset NVFP4A16, round to nearest, min-max observer):
+`scale_rule=max`, bit for bit the rule of compressed-tensors 0.17 (preset NVFP4A16, round to nearest, min-max observer):
 - global scale = 448 * 6 / max|weight|, stored as a divisor; 1 where that overflows (all zeros): `generate_gparam`;
 - block scale = E4M3(global scale * max|block| / 6), 0.125 where that is zero: `calculate_qparams`;
 - code = E2M1(weight / (block scale / global scale)): `quantize`, `cast_to_fp4`, `pack_fp4_to_uint8`.
 As there, 448 * 6 / max and max / 6 are taken in the dtype of the weight, so a bfloat16 tensor and its float32 copy may
 differ in their scales. A tensor whose largest magnitude is below 448 * 6 / 3.4e38 = 7.9e-36 becomes zeros.
 
-A later choice of the block maximum (6 or 4 per block) is a new option of `quantize`; the layout would not change.
+`scale_rule=four_over_six`: "Four Over Six" (arXiv 2512.02010) with its squared-error selection, as in
+`select_fouroversix` of github.com/mit-han-lab/fouroversix (src/fouroversix/quantize/pytorch/reference.py). Between 4
+and 6 E2M1 has no value, so a block may do better if its maximum maps to 4: each block is coded both ways, with the
+scale above and with E4M3(global scale * max|block| / 4), and the way with the smaller sum of squared errors is kept, 6
+on a tie. The scale for 4 is 1.5 times larger and would overflow 448 in the block that holds max|weight|; as there the
+global scale is therefore 256 * 6 / max|weight|, which makes that block's scales 256 and 384, both exact. The price is a
+range 1.75 times smaller towards zero. A block is never worse than by `max` under the same global scale; against `max`
+under its own, 448 * 6, the E4M3 roundings of single blocks differ both ways. Layout and decoding are the same.
 """
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,51 +32,87 @@ from qerl_lab.formats.codecs import Decoder, Layout, check_layout, check_weight
 NAME: str = "nvfp4"
 BLOCK = 16
 QUANT_METHOD: str | None = "compressed-tensors"
+OPTIONS: tuple[str, ...] = ("scale_rule",)
 
 E4M3_MAX = 448.0
+# By rule: the block scale that maps the largest magnitude of the tensor to 6.
+_TENSOR_SCALE = {"max": E4M3_MAX, "four_over_six": 256.0}
+SCALE_RULES = tuple(_TENSOR_SCALE)
 _SCALE_OF_ZERO_BLOCK = 0.125  # any positive value would do, this one is what compressed-tensors writes
 
 
-def bits_per_weight() -> float:
-    """4 bits and a byte per 16: 4.5 (the global scale adds 4 bytes a tensor)."""
+def bits_per_weight(**options: Any) -> float:
+    """4 bits and a byte per 16: 4.5 by every rule (the global scale adds 4 bytes a tensor)."""
     return 4 + 8 / 16
 
 
-def shared_options(weights: Sequence[Tensor]) -> dict[str, Tensor]:
+def shared_options(
+    weights: Sequence[Tensor], *, scale_rule: str = "max", global_scale: Tensor | None = None
+) -> dict[str, Tensor]:
     """One `global_scale` for the parts of a fused layer: engines keep a single one for q/k/v and for gate/up."""
-    return {"global_scale": global_scale(weights)}
+    return {"global_scale": largest_to_range(weights, scale_rule) if global_scale is None else global_scale}
 
 
-def global_scale(weights: Sequence[Tensor]) -> Tensor:
-    """The divisor that brings the largest magnitude of all `weights` (one dtype) to 448 * 6; float32 `[1]`."""
+def largest_to_range(weights: Sequence[Tensor], scale_rule: str) -> Tensor:
+    """The divisor that brings the largest magnitude of all `weights` (one dtype) to 448 * 6, for `four_over_six` to
+    256 * 6; float32 `[1]`. Raises ValueError for an unknown rule."""
+    _check_rule(scale_rule)
     largest = torch.stack([weight.detach().abs().max() for weight in weights]).max()
     if largest.dtype is torch.float16:
         largest = largest.float()  # the quotient below overflows in float16
-    divisor = E4M3_MAX * e2m1.MAX / largest.clamp(min=torch.finfo(largest.dtype).tiny)
+    divisor = _TENSOR_SCALE[scale_rule] * e2m1.MAX / largest.clamp(min=torch.finfo(largest.dtype).tiny)
     return torch.nan_to_num(divisor, nan=1.0, posinf=1.0).float().reshape(1)
 
 
-def quantize(weight: Tensor, *, name: str = "weight", global_scale: Tensor | None = None) -> dict[str, Tensor]:
+def quantize(
+    weight: Tensor, *, name: str = "weight", global_scale: Tensor | None = None, scale_rule: str = "max"
+) -> dict[str, Tensor]:
     """Pack `weight[N, K]`, K divisible by 16.
 
     `global_scale` (float32 `[1]`) replaces the tensor's own. Returns `weight_packed` uint8 `[N, K/2]` (low nibble =
-    even column), `weight_scale` float8_e4m3fn `[N, K/16]`, `weight_global_scale` float32 `[1]`. Raises ValueError,
-    naming `name`, for another shape or dtype, for NaN or Inf, and for a global scale that is not positive and finite.
+    even column), `weight_scale` float8_e4m3fn `[N, K/16]`, `weight_global_scale` float32 `[1]`. Raises ValueError for
+    an unknown rule and, naming `name`, for another shape or dtype, for NaN or Inf, and for a global scale that is not
+    positive and finite.
     """
     weight = check_weight(weight, name=name, format_name=NAME, block=BLOCK)
-    divisor = shared_options([weight])["global_scale"] if global_scale is None else global_scale
+    _check_rule(scale_rule)
+    divisor = largest_to_range([weight], scale_rule) if global_scale is None else global_scale
     if divisor.shape != (1,) or not 0 < divisor.item() < float("inf"):
         raise ValueError(f"{name}: global_scale must be one positive finite number of shape [1], got {divisor}")
     divisor = divisor.to(weight.device, torch.float32, copy=True)
     blocks = weight.unflatten(1, (-1, BLOCK))
-    scale = (divisor * (blocks.abs().amax(-1) / e2m1.MAX)).clamp(max=E4M3_MAX).to(torch.float8_e4m3fn)
-    scale = torch.where(scale.float() == 0, _SCALE_OF_ZERO_BLOCK, scale.float())
-    codes = e2m1.encode(blocks / (scale / divisor).unsqueeze(-1)).flatten(1)
+    scale = _block_scale(blocks, divisor, e2m1.MAX)
+    if scale_rule == "four_over_six":
+        other = _block_scale(blocks, divisor, 4.0)
+        scale = torch.where(_error(blocks, divisor, other) < _error(blocks, divisor, scale), other, scale)
     return {
-        "weight_packed": e2m1.pack(codes),
+        "weight_packed": e2m1.pack(e2m1.encode(_in_units(blocks, divisor, scale)).flatten(1)),
         "weight_scale": scale.to(torch.float8_e4m3fn),
         "weight_global_scale": divisor,
     }
+
+
+def _check_rule(scale_rule: str) -> None:
+    if scale_rule not in SCALE_RULES:
+        raise ValueError(f"unknown scale_rule {scale_rule!r}; allowed: {', '.join(SCALE_RULES)}")
+
+
+def _block_scale(blocks: Tensor, divisor: Tensor, top: float) -> Tensor:
+    """The E4M3 numbers, in float32 `[N, K/16]`, that map the maxima of `blocks[N, K/16, 16]` to `top`."""
+    scale = (divisor * (blocks.abs().amax(-1) / top)).clamp(max=E4M3_MAX).to(torch.float8_e4m3fn).float()
+    return torch.where(scale == 0, _SCALE_OF_ZERO_BLOCK, scale)
+
+
+def _in_units(blocks: Tensor, divisor: Tensor, scale: Tensor) -> Tensor:
+    """`blocks` in units of their step, what E2M1 rounds."""
+    return blocks / (scale / divisor).unsqueeze(-1)
+
+
+def _error(blocks: Tensor, divisor: Tensor, scale: Tensor) -> Tensor:
+    """Squared error of each block `[N, K/16]`, times divisor squared, so that no magnitude overflows float32."""
+    exact = _in_units(blocks, divisor, scale)
+    rounded = e2m1.decode(e2m1.pack(e2m1.encode(exact).flatten(1)), torch.float32).view_as(exact)
+    return ((rounded - exact) * scale.unsqueeze(-1)).square().sum(-1)
 
 
 def dequantize(packed: dict[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:

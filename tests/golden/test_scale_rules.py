@@ -1,0 +1,171 @@
+"""The options of NVFP4 and MXFP4: which scale a block gets."""
+
+import numpy as np
+import pytest
+import reference_formats as reference
+import torch
+from torch import Tensor
+
+from qerl_lab import config
+from qerl_lab.formats import codec, mxfp4, nvfp4
+
+RULES = ["round", "floor", "ceil"]
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return 0.02 * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def nibbles(packed: Tensor) -> np.ndarray:
+    array = packed.numpy()
+    return np.stack([array & 15, array >> 4], -1).reshape(len(array), -1)
+
+
+def block_errors(weight: Tensor, packed: dict[str, Tensor], name: str) -> np.ndarray:
+    """Squared error per block, in float64."""
+    values = codec(name).dequantize(packed, tuple(weight.shape), torch.float32)
+    return ((values.double() - weight.double()) ** 2).unflatten(1, (-1, codec(name).BLOCK)).sum(-1).numpy()
+
+
+def awkward() -> dict[str, Tensor]:
+    weight = normal(64, 256)
+    zeros = weight.clone()
+    zeros[::2, :64] = 0
+    zeros[1::2, 64:96] = -0.0
+    sizes = torch.exp2(torch.arange(64) // 8 - 4.0).unsqueeze(1)
+    powers = torch.exp2((torch.arange(256) % 11) - 9.0) * sizes
+    return {
+        "normal": weight,
+        "cauchy": weight / normal(64, 256, seed=1),
+        "blocks_of_many_sizes": weight * torch.logspace(-4, 2, 256),
+        "zeros": zeros,
+        "powers_of_two": powers * torch.sign(weight),
+        "huge": weight.clamp(-0.01, 0.01) * 1e32,
+        "tiny": weight * 1e-30,
+    }
+
+
+@pytest.mark.parametrize("sample", awkward())
+def test_four_over_six_is_the_reference(sample: str) -> None:
+    weight = awkward()[sample]
+    packed = codec("nvfp4").quantize(weight, scale_rule="four_over_six")
+    expected = reference.four_over_six(weight.double().numpy())
+    assert packed["weight_global_scale"].item() == pytest.approx(256 * 6 / weight.abs().max().item(), rel=1e-6)
+    stable = expected.stable.reshape(64, -1, 16).all(-1) | (sample == "powers_of_two")  # which float32 holds exactly
+    in_blocks = stable & (expected.scale > 0)  # a scale of 0 is written as 0.125
+    assert in_blocks.mean() > {"zeros": 0.8, "blocks_of_many_sizes": 0.85}.get(sample, 0.97)
+    np.testing.assert_array_equal(packed["weight_scale"].double().numpy()[in_blocks], expected.scale[in_blocks])
+    elements = np.repeat(in_blocks, 16, -1)
+    np.testing.assert_array_equal(nibbles(packed["weight_packed"])[elements], expected.codes[elements])
+    values = codec("nvfp4").dequantize(packed, (64, 256), torch.float32).double().numpy()
+    np.testing.assert_allclose(values[elements], expected.values[elements], rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("sample", awkward())
+def test_four_over_six_is_never_worse_in_a_block(sample: str, dtype: torch.dtype) -> None:
+    weight = awkward()[sample].to(dtype)
+    scale = nvfp4.largest_to_range([weight], "four_over_six")
+    best = nvfp4.quantize(weight, global_scale=scale, scale_rule="four_over_six")
+    six = nvfp4.quantize(weight, global_scale=scale, scale_rule="max")
+    errors, of_six = block_errors(weight, best, "nvfp4"), block_errors(weight, six, "nvfp4")
+    assert (errors <= of_six * (1 + 1e-4)).all()
+    if sample == "normal":
+        assert (errors < 0.9 * of_six).mean() > 0.3  # and often much better
+
+
+def test_four_over_six_holds_what_six_cannot() -> None:
+    """A block on the grid of 4: exact when its maximum maps to 4, and two of its values are lost when to 6."""
+    weight = torch.tensor([10.0, -20.0, 30.0, 40.0]).repeat(2, 8)
+    packed = nvfp4.quantize(weight, scale_rule="four_over_six")
+    assert packed["weight_scale"].float().unique().tolist() == [384.0]  # 1.5 * 256: below 448, no saturation
+    torch.testing.assert_close(nvfp4.dequantize(packed, (2, 32), torch.float32), weight, rtol=1e-6, atol=0)
+    assert block_errors(weight, nvfp4.quantize(weight), "nvfp4").min() > 10
+
+
+def test_four_over_six_keeps_six_on_a_tie() -> None:
+    weight = torch.zeros(2, 16)
+    weight[:, 3] = torch.tensor([6.0, -6.0])  # exact either way
+    packed = nvfp4.quantize(weight, scale_rule="four_over_six")
+    assert packed["weight_scale"].flatten().tolist() == [256.0, 256.0]
+    assert nibbles(packed["weight_packed"])[:, 3].tolist() == [7, 15]
+
+
+def test_four_over_six_never_saturates_a_scale() -> None:
+    for seed in range(20):
+        weight = normal(16, 64, seed=seed)
+        assert nvfp4.quantize(weight, scale_rule="four_over_six")["weight_scale"].float().max() <= 384
+
+
+def test_four_over_six_shares_one_global_scale() -> None:
+    weights = [normal(4, 32), 3 * normal(4, 32)]
+    shared = nvfp4.shared_options(weights, scale_rule="four_over_six")
+    assert shared["global_scale"].item() == pytest.approx(256 * 6 / weights[1].abs().max().item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_mxfp4_scale_for_every_exponent(rule: str) -> None:
+    """Binade by binade, at and beside the mantissas where a rule changes the exponent, powers of two among them."""
+    edges = torch.tensor([1.0, 1.5, 1.75, 2.0])
+    below, above = torch.nextafter(edges, torch.zeros(4)), torch.nextafter(edges, torch.full((4,), 9.0))
+    mantissas = torch.cat([below, edges, above])
+    largest = (torch.exp2(torch.arange(-125.0, 98.0)).unsqueeze(1) * mantissas).flatten()
+    weight = largest.unsqueeze(1).repeat(1, 32)
+    expected = reference.mxfp4(weight.double().numpy(), rule)
+    packed = mxfp4.quantize(weight, exponent_rule=rule)
+    np.testing.assert_array_equal(packed["weight_scale"].numpy(), expected.scale)
+    np.testing.assert_array_equal(nibbles(packed["weight_packed"]), expected.codes)
+
+
+@pytest.mark.parametrize(("rule", "low", "high"), [("round", 3.5, 7.0), ("floor", 4.0, 8.0), ("ceil", 3.0, 6.0)])
+def test_where_the_maximum_of_a_block_lands(rule: str, low: float, high: float) -> None:
+    weight = torch.logspace(-3, 3, 4096, dtype=torch.float64).float().unsqueeze(1).repeat(1, 32)
+    scale = torch.exp2(mxfp4.quantize(weight, exponent_rule=rule)["weight_scale"].double() - 127)
+    lands = weight[:, :1].double() / scale
+    assert low <= lands.min() < low + 0.01
+    assert high - 0.01 < lands.max() <= high
+
+
+def test_mxfp4_of_ceil_clips_nothing_and_the_others_do() -> None:
+    weight = normal(128, 256)
+    largest = {
+        rule: (mxfp4.dequantize(mxfp4.quantize(weight, exponent_rule=rule), (128, 256), torch.float32) - weight)
+        .unflatten(1, (-1, 32)).abs().amax(-1) / weight.unflatten(1, (-1, 32)).abs().amax(-1)
+        for rule in RULES
+    }  # fmt: skip
+    assert largest["ceil"].max() <= 1 / 5 + 1e-6  # half the widest gap, 4 to 6, at 5
+    assert largest["round"].max() < 1 / 4.9 + 1e-6
+    assert largest["floor"].max() > 0.23  # 8 becomes 6
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_mxfp4_subnormals_zeros_and_negative_zeros(rule: str) -> None:
+    weight = torch.zeros(5, 32)
+    weight[0] = 2.0**-126
+    weight[1] = 2.0**-129
+    weight[2] = 2.0**-140
+    weight[3] = -0.0
+    expected = reference.mxfp4(weight.double().numpy(), rule)
+    packed = mxfp4.quantize(weight, exponent_rule=rule)
+    np.testing.assert_array_equal(packed["weight_scale"].numpy()[:3], expected.scale[:3])
+    np.testing.assert_array_equal(nibbles(packed["weight_packed"]), expected.codes)
+    assert packed["weight_scale"][3:].count_nonzero() == 0
+
+
+def test_the_configuration_allows_what_the_codecs_know() -> None:
+    assert config.SCALE_RULES == nvfp4.SCALE_RULES
+    assert config.EXPONENT_RULES == mxfp4.EXPONENT_RULES
+    defaults = config.FormatConfig()
+    weight = normal(8, 64)
+    chosen = {nvfp4: {"scale_rule": defaults.scale_rule}, mxfp4: {"exponent_rule": defaults.exponent_rule}}
+    for module, option in chosen.items():
+        plain, with_option = module.quantize(weight), module.quantize(weight, **option)
+        assert all(torch.equal(plain[key].view(torch.uint8), with_option[key].view(torch.uint8)) for key in plain)
+
+
+def test_error_on_an_unknown_rule() -> None:
+    for scale in (None, torch.ones(1)):
+        with pytest.raises(ValueError, match=r"unknown scale_rule 'min'; allowed: max, four_over_six"):
+            nvfp4.quantize(normal(4, 32), global_scale=scale, scale_rule="min")
+    with pytest.raises(ValueError, match=r"unknown exponent_rule 'even'; allowed: round, floor, ceil"):
+        mxfp4.quantize(normal(4, 32), exponent_rule="even")
