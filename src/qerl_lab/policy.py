@@ -1,6 +1,7 @@
 """The policy: a frozen base in few bits, LoRA adapters that learn, and the norms that carry noise."""
 
-import os
+import json
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,12 +13,14 @@ from peft import LoraConfig as PeftLoraConfig
 from peft import PeftModel, get_peft_model, set_peft_model_state_dict
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from qerl_lab import formats
-from qerl_lab.config import ConfigError, ModelConfig, RunConfig
-
-POCKET = Path(__file__).parent / "assets" / "pocket"
+from qerl_lab.config import ConfigError, RunConfig
+from qerl_lab.formats import loading
+from qerl_lab.formats.files import WeightFiles, local_folder
+from qerl_lab.formats.hf_config import PackedAs
+from qerl_lab.formats.linear import packable
 
 
 @dataclass
@@ -72,16 +75,7 @@ def build(cfg: RunConfig, device: torch.device) -> Policy:
     Raises:
         ConfigError: the model cannot be loaded, or has no module of a configured name.
     """
-    base, tokenizer = load_base(cfg.model, device)
-    if device.type == "cuda" and cfg.format.dense_cache == "on":
-        raise ConfigError(
-            "format.dense_cache=on is refused on a GPU, which device=auto found. Type format.dense_cache=off."
-        )
-    formats.pack_model(
-        base, cfg.format.name, ignore=tuple(cfg.format.ignore),
-        dense_cache=device.type == "cpu" and cfg.format.dense_cache != "off",
-        options=format_options(cfg),
-    )  # fmt: skip
+    base, tokenizer = load_base(cfg, device)
     norms = {
         name: module.get_parameter("weight") for name, module in base.named_modules()
         if name.rpartition(".")[2] in cfg.aqn.norms
@@ -98,36 +92,72 @@ def format_options(cfg: RunConfig) -> dict[str, Any]:
     return {option: getattr(cfg.format, option) for option in formats.codec(cfg.format.name).OPTIONS}
 
 
-def load_base(cfg: ModelConfig, device: torch.device) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Model in its compute dtype on `device`, and its tokenizer. Reads safetensors only; runs no code of the model's.
+def load_base(cfg: RunConfig, device: torch.device) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The frozen base in the run's format on `device`, and its tokenizer.
 
-    Raises ConfigError where the path is neither a local directory nor a model that the hub gives.
+    A dense model is packed while it is read; of a packed one, format and ignored layers must be the run's. Reads
+    safetensors only; runs no code of the model's. Raises ConfigError for what cannot be loaded, naming file and tensor.
     """
-    path = str(POCKET) if cfg.path == "pocket" else os.path.expanduser(cfg.path)
-    if path.startswith(("/", ".")) and not Path(path).is_dir():
-        raise ConfigError(f"model.path={path} is no directory. Type model.path=DIRECTORY with config.json in it.")
-    dtype = {"auto": torch.bfloat16 if device.type == "cuda" else torch.float32}.get(cfg.dtype) or getattr(
-        torch, cfg.dtype
-    )
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            path, revision=cfg.revision, padding_side="left", trust_remote_code=False
-        )
-        model = AutoModelForCausalLM.from_pretrained(
-            path, revision=cfg.revision, dtype=dtype, attn_implementation=cfg.attention, use_safetensors=True,
-            trust_remote_code=False,
-        )  # fmt: skip
-    except (OSError, ValueError) as error:
+    if device.type == "cuda" and cfg.format.dense_cache == "on":
         raise ConfigError(
-            f"model.path={cfg.path} could not be loaded "
-            f"({type(error).__name__}: {(str(error) or 'no message').splitlines()[0]}). "
-            "Allowed: pocket, a local directory with safetensors weights and a tokenizer, or a reachable hub id."
+            "format.dense_cache=on is refused on a GPU, which device=auto found. Type format.dense_cache=off."
+        )
+    folder = local_folder(cfg.model.path, cfg.model.revision)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left", trust_remote_code=False)
+        model = _load_weights(cfg, folder, device)
+    except ConfigError:
+        raise
+    except (OSError, ValueError) as error:
+        reason = (str(error) or "no message").splitlines()[0]
+        raise ConfigError(
+            f"model.path={cfg.model.path} could not be loaded ({type(error).__name__}: {reason}). Allowed: pocket, "
+            "a local directory with safetensors weights and a tokenizer, or a reachable hub id."
         ) from error
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
+    return model, tokenizer
+
+
+def _load_weights(cfg: RunConfig, folder: Path, device: torch.device) -> PreTrainedModel:
+    default = torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = default if cfg.model.dtype == "auto" else getattr(torch, cfg.model.dtype)
+    stored = loading.stored_as(folder)
+    model = loading.empty_model(AutoConfig.from_pretrained(folder, trust_remote_code=False), dtype, cfg.model.attention)
+    if stored is not None:
+        _check_agreement(cfg, stored, model)
+    loading.fill(
+        model, WeightFiles(folder),
+        stored or PackedAs(cfg.format.name, tuple(cfg.format.ignore), format_options(cfg)),
+        is_packed=stored is not None, device=device,
+        dense_cache=device.type == "cpu" and cfg.format.dense_cache != "off",
+    )  # fmt: skip
     # transformers would add a model's own sampling defaults (Qwen2.5's repetition penalty, say) to what a run asks for.
-    model.generation_config = GenerationConfig(eos_token_id=model.generation_config.eos_token_id)
-    return model.to(device).requires_grad_(False), tokenizer
+    written = folder / "generation_config.json"
+    own = GenerationConfig.from_pretrained(folder) if written.is_file() else model.generation_config
+    model.generation_config = GenerationConfig(eos_token_id=own.eos_token_id)
+    return model
+
+
+def _check_agreement(cfg: RunConfig, stored: PackedAs, model: PreTrainedModel) -> None:
+    """Raise ConfigError where the run asks for another format than the one that a directory is packed in."""
+    said = f"model.path={cfg.model.path} is packed in {stored.format_name}"
+    if stored.format_name != cfg.format.name:
+        raise ConfigError(
+            f"{said}, and format.name={cfg.format.name} was given. Type format={stored.format_name}, an experiment "
+            f"with that format, for example +experiment={stored.format_name}, or the path of the dense model."
+        )
+    for key, value in stored.options.items():
+        if (given := getattr(cfg.format, key)) != value:
+            raise ConfigError(f"{said} with {key}={value}, and format.{key}={given} was given. "
+                              f"Type format.{key}={str(value).lower()}.")  # fmt: skip
+    here, there = ({*packable(model, ignore)} for ignore in (cfg.format.ignore, stored.ignore))
+    if differ := here ^ there:
+        own = ",".join(entry if entry.isidentifier() else json.dumps(entry) for entry in stored.ignore)
+        raise ConfigError(
+            f"{said} with ignore={list(stored.ignore)}, and format.ignore={cfg.format.ignore} was given: they differ "
+            f"in {len(differ)} layers, the first {min(differ)}. Type {shlex.quote(f'format.ignore=[{own}]')}."
+        )
 
 
 def save_adapter(model: PeftModel, folder: Path) -> None:

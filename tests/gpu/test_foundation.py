@@ -13,6 +13,7 @@ from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 from qerl_lab import formats, policy
 from qerl_lab.aqn import Noise
 from qerl_lab.config import RunConfig
+from qerl_lab.formats.files import POCKET
 from qerl_lab.rollout.transformers import TransformersEngine
 
 pytestmark = pytest.mark.gpu
@@ -28,7 +29,7 @@ def real_shape(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )  # fmt: skip
     torch.manual_seed(0)
     Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(policy.POCKET).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(POCKET).save_pretrained(folder)
     return folder
 
 

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoTokenizer
 
 from qerl_lab import tasks
-from qerl_lab.policy import POCKET
+from qerl_lab.formats.files import POCKET
 from qerl_lab.pretrain import Recipe, batch_of, make_model, make_tokenizer, task_config
 from qerl_lab.tasks import arithmetic, is_heldout
 

@@ -250,9 +250,7 @@ def register_packed(lora_config: Any) -> None:
     lora_config._register_custom_module({PackedLinear: PackedLoraLinear})
 
 
-def pack_group(
-    model: nn.Module, names: list[str], codec_name: str, dense_cache: bool, options: dict[str, Any]
-) -> None:
+def pack_group(model: nn.Module, names: list[str], codec_name: str, dense_cache: bool, options: dict[str, Any]) -> None:
     """Pack the parts of one fused layer. No reference to a dense weight outlives the call."""
     module_codec = codec(codec_name)
     linears = {name: cast(nn.Linear, model.get_submodule(name)) for name in names}

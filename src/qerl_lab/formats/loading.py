@@ -1,0 +1,252 @@
+"""From tensors by name to a frozen model in few bits, layer by layer: what is dense is there one fused layer at a time.
+
+The model is made without memory (on torch's meta device) and filled from a `TensorSource`: a checkpoint that is packed
+already, or a dense one that is packed while it is read.
+"""
+
+import re
+from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
+from typing import Protocol, cast
+
+import torch
+from accelerate import init_empty_weights
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from qerl_lab.formats.codecs import codec, names
+from qerl_lab.formats.files import read_json
+from qerl_lab.formats.hf_config import PackedAs, recognize
+from qerl_lab.formats.linear import PackedLinear, fused_groups, pack_group, packable
+
+_DENSE = "dense"
+# Left over in old checkpoints, and computed anew by every model.
+_COMPUTED = r"rotary_emb\.inv_freq$"
+
+
+class TensorSource(Protocol):
+    """Tensors by their names in a checkpoint; `files.WeightFiles` is one."""
+
+    @property
+    def names(self) -> Collection[str]: ...
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def dtype(self, name: str) -> torch.dtype: ...
+
+    def tensor(self, name: str, device: torch.device | str) -> Tensor:
+        """The tensor on `device`. The source keeps no reference to it."""
+
+    def where(self, name: str) -> str:
+        """Where the tensor comes from, for messages."""
+
+
+def stored_as(folder: Path) -> PackedAs | None:
+    """How the weights in `folder` are packed, as its config.json says; None if they are dense.
+
+    Raises ValueError, naming the file, if there is no config.json or it speaks of something that cannot be loaded.
+    """
+    file = folder / "config.json"
+    config = read_json(file).get("quantization_config")
+    try:
+        return None if config is None else recognize(config)
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
+
+
+def load_model(
+    config: PretrainedConfig, source: TensorSource, packed_as: PackedAs, *, is_packed: bool, device: torch.device,
+    dtype: torch.dtype, attention: str = "sdpa", dense_cache: bool = False,
+) -> PreTrainedModel:  # fmt: skip
+    """`empty_model`, filled."""
+    model = empty_model(config, dtype, attention)
+    fill(model, source, packed_as, is_packed=is_packed, device=device, dense_cache=dense_cache)
+    return model
+
+
+def empty_model(config: PretrainedConfig, dtype: torch.dtype, attention: str = "sdpa") -> PreTrainedModel:
+    """A causal LM of transformers, in eval mode, whose parameters have shapes and `dtype` but no memory.
+
+    `config` loses its quantization_config, for which libraries would treat the model as one of their own.
+    """
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    with init_empty_weights(include_buffers=False):  # buffers that no checkpoint holds (rotary frequencies) are real
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=attention, trust_remote_code=False
+        )
+    model.tie_weights()
+    return model.eval()
+
+
+def fill(
+    model: PreTrainedModel, source: TensorSource, packed_as: PackedAs, *, is_packed: bool, device: torch.device,
+    dense_cache: bool = False,
+) -> None:  # fmt: skip
+    """Give a model of `empty_model` its frozen weights on `device`, its Linears as `packed_as` says.
+
+    With `is_packed` the source holds them so. Otherwise it holds dense weights, which are cast to the dtype of the
+    model and packed one fused layer (q/k/v, gate/up) at a time; before the next one is read they are gone. What the
+    format leaves dense comes in the dtype of the model.
+
+    Raises:
+        ValueError: names the tensor, and the file where there is one, if it is missing, superfluous, or of another
+            shape or dtype than the model or the format has; or the module, if the format cannot hold its values.
+    """
+    linears = packable(model, packed_as.ignore)
+    _check_names(model, source, packed_as, linears if is_packed else ())
+    weights = {f"{name}.weight" for name in linears}
+    for group in fused_groups(linears):
+        if is_packed:
+            for name in group:
+                _fill_packed(model, source, name, packed_as, device, dense_cache)
+        else:
+            _fill_dense(model, source, [f"{name}.weight" for name in group], device)
+            pack_group(model, group, packed_as.format_name, dense_cache, packed_as.options)
+    _fill_dense(model, source, sorted(_dense_shapes(model).keys() - weights), device)
+    model.tie_weights()
+    _check_tied_copies(model, source)
+    model.to(device).requires_grad_(False)
+
+
+def _check_names(model: PreTrainedModel, source: TensorSource, packed_as: PackedAs, packed: Sequence[str]) -> None:
+    """Raise ValueError unless `source` holds the tensors of the empty `model` and no others, with the Linears `packed`
+    as `packed_as` says and everything else dense and in the model's shapes."""
+    held = _held_by_module(source)
+    for name in packable(model, ()):
+        stored = packed_as.format_name if name in packed else _DENSE
+        _check_stored(source, name, stored, packed_as, held.get(name, set()))
+    shapes = _dense_shapes(model)
+    for name in packed:
+        del shapes[f"{name}.weight"]
+    layers = {f"{name}.{key}" for name in packed for key in held[name]}
+    _check_complete(model, source, shapes.keys() | layers)
+    for name, shape in shapes.items():
+        _check_dense(source, name, shape)
+
+
+def _dense_shapes(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
+    """Shapes by name of the parameters (tied ones once) and of the buffers that belong into a checkpoint.
+
+    Of a layer that is packed already what remains: its bias.
+    """
+    packed = {name for name, module in model.named_modules() if isinstance(module, PackedLinear)}
+    kept = model.state_dict()
+    tensors = [*model.named_parameters(), *((name, buffer) for name, buffer in model.named_buffers() if name in kept)]
+    return {
+        name: tuple(tensor.shape)
+        for name, tensor in tensors
+        if name.rpartition(".")[0] not in packed or name.endswith(".bias")
+    }
+
+
+def _held_by_module(source: TensorSource) -> dict[str, set[str]]:
+    """Module -> the tensors that stand for its weight: `weight`, or `weight_packed` and what goes with it."""
+    held: dict[str, set[str]] = {}
+    for name in source.names:
+        if found := re.match(r"(.+?)\.(weight(?:[._].+)?)$", name):
+            held.setdefault(found[1], set()).add(found[2])
+    return held
+
+
+def _check_stored(source: TensorSource, name: str, stored: str, packed_as: PackedAs, held: set[str]) -> None:
+    """Raise ValueError unless `held`, the tensors of one Linear, are those of what it is said to be stored as."""
+    expected = {"weight"} if stored == _DENSE else _keys(stored, packed_as.options)
+    if held == expected:
+        return
+    said = f"{name} is {stored} according to config.json ({', '.join(sorted(expected))})"
+    if not held:
+        raise ValueError(f"{said}, and missing; allowed: tensors that are named as the modules of the model")
+    kinds = [f", which is {kind}" for kind, keys in _kinds().items() if keys == held]
+    missing = sorted(expected - held)
+    raise ValueError(
+        f"{source.where(f'{name}.{min(held)}')}: {said}, and stored as {', '.join(sorted(held))}{''.join(kinds)}"
+        f"{f'; {name}.{missing[0]} is missing' if missing else ''}"
+    )
+
+
+def _keys(format_name: str, options: dict[str, object]) -> set[str]:
+    """Names of a format's tensors."""
+    return set(codec(format_name).layout((64, 64), **options))
+
+
+def _kinds() -> dict[str, set[str]]:
+    """The names of the tensors of each kind of weight."""
+    kinds = {name: _keys(name, {}) for name in names() if codec(name).BLOCK is not None}
+    return kinds | {"nf4 with double_quant=false": _keys("nf4", {"double_quant": False}), _DENSE: {"weight"}}
+
+
+def _check_complete(model: PreTrainedModel, source: TensorSource, expected: Collection[str]) -> None:
+    """Raise ValueError unless `source` holds the tensors called `expected` and nothing that no part of it explains."""
+    missing = sorted(set(expected) - set(source.names))
+    if missing:
+        raise ValueError(
+            f"{_some(missing)} missing; allowed: tensors that are named as the modules of {type(model).__name__}"
+        )
+    explained = [*(model._keys_to_ignore_on_load_unexpected or ()), _COMPUTED]
+    extra = [
+        name for name in sorted(set(source.names) - set(expected) - set(_tied(model)))
+        if not any(re.search(pattern, name) for pattern in explained)
+    ]  # fmt: skip
+    if extra:
+        raise ValueError(f"{source.where(extra[0])}: {_some(extra)} in no module of {type(model).__name__}")
+
+
+def _tied(model: PreTrainedModel) -> list[str]:
+    """Second names of tied parameters, which a checkpoint need not hold."""
+    once = dict(model.named_parameters())
+    return [name for name, _ in model.named_parameters(remove_duplicate=False) if name not in once]
+
+
+def _check_dense(source: TensorSource, name: str, shape: tuple[int, ...]) -> None:
+    if source.shape(name) != shape:
+        raise ValueError(f"{source.where(name)}: {name} is {list(source.shape(name))}, the model has {list(shape)}")
+    dtype = source.dtype(name)
+    if not dtype.is_floating_point or dtype.itemsize < 2:
+        raise ValueError(f"{source.where(name)}: {name} is {dtype}; allowed: float64, float32, bfloat16, float16")
+
+
+def _check_tied_copies(model: PreTrainedModel, source: TensorSource) -> None:
+    """Raise ValueError if a tensor that the model ties to another is in the source with values of its own."""
+    for name in set(_tied(model)) & set(source.names):
+        own = model.get_parameter(name)
+        if not torch.equal(source.tensor(name, "cpu").to(own.dtype), own.cpu()):
+            raise ValueError(
+                f"{source.where(name)}: {name} is not the embedding, though config.json says tie_word_embeddings; "
+                'allowed: the same values, or "tie_word_embeddings": false'
+            )
+
+
+def _fill_dense(model: PreTrainedModel, source: TensorSource, tensors: Iterable[str], device: torch.device) -> None:
+    for name in tensors:
+        parent_name, _, leaf = name.rpartition(".")
+        parent = model.get_submodule(parent_name)
+        own = getattr(parent, leaf)
+        # Another dtype is cast on the host: the device then never holds both.
+        same = source.dtype(name) is own.dtype
+        tensor = source.tensor(name, device if same else "cpu").to(own.dtype).to(device)
+        setattr(parent, leaf, nn.Parameter(tensor, requires_grad=False) if isinstance(own, nn.Parameter) else tensor)
+
+
+def _fill_packed(
+    model: PreTrainedModel, source: TensorSource, name: str, packed_as: PackedAs, device: torch.device,
+    dense_cache: bool,
+) -> None:  # fmt: skip
+    """Put a `PackedLinear` in the place of an empty Linear; its bias stays empty."""
+    linear = cast(nn.Linear, model.get_submodule(name))
+    shape = (linear.out_features, linear.in_features)
+    module_codec = codec(packed_as.format_name)
+    layout = module_codec.layout(shape, **packed_as.options)
+    packed = {key: source.tensor(f"{name}.{key}", device) for key in layout}
+    said = f"{source.where(f'{name}.{next(iter(layout))}')}: {name}"
+    packed = module_codec.accept(packed, shape, name=said, **packed_as.options)
+    layer = PackedLinear(
+        packed_as.format_name, packed, shape, compute_dtype=linear.weight.dtype, bias=linear.bias,
+        dense_cache=dense_cache,
+    )  # fmt: skip
+    model.set_submodule(name, layer)
+
+
+def _some(tensors: Sequence[str]) -> str:
+    """`a is`, or `a and 3 more are`."""
+    return f"{tensors[0]} is" if len(tensors) == 1 else f"{tensors[0]} and {len(tensors) - 1} more are"
