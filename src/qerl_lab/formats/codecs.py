@@ -102,8 +102,9 @@ def check_weight(weight: Tensor, *, name: str, format_name: str, block: int = 1)
             f"allowed: multiples of {block}. Leave this layer out (ignore) or choose a format with another block"
         )
     weight = weight.detach()
-    bad = ~(weight.abs() < LIMIT)  # NaN compares false
-    if bad.any():
+    low, high = torch.aminmax(weight) if weight.numel() else (weight.new_zeros(()),) * 2  # no copy of the weight
+    if not (low > -LIMIT and high < LIMIT):  # NaN compares false
+        bad = ~(weight.abs() < LIMIT)
         row, column = bad.nonzero()[0].tolist()
         raise ValueError(
             f"{name}: {int(bad.sum())} values that {format_name} cannot hold, the first {weight[row, column].item()} "
