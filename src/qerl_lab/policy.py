@@ -1,6 +1,5 @@
 """The policy: a frozen base in few bits, LoRA adapters that learn, and the norms that carry noise."""
 
-import json
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -153,7 +152,7 @@ def _check_agreement(cfg: RunConfig, stored: PackedAs, model: PreTrainedModel) -
                               f"Type format.{key}={str(value).lower()}.")  # fmt: skip
     here, there = ({*packable(model, ignore)} for ignore in (cfg.format.ignore, stored.ignore))
     if differ := here ^ there:
-        own = ",".join(entry if entry.isidentifier() else json.dumps(entry) for entry in stored.ignore)
+        own = ",".join(entry if entry.isidentifier() else f'"{entry}"' for entry in stored.ignore)
         raise ConfigError(
             f"{said} with ignore={list(stored.ignore)}, and format.ignore={cfg.format.ignore} was given: they differ "
             f"in {len(differ)} layers, the first {min(differ)}. Type {shlex.quote(f'format.ignore=[{own}]')}."
@@ -177,7 +176,7 @@ def attach_adapters(base: PreTrainedModel, cfg: RunConfig) -> PeftModel:
         r=cfg.lora.rank, lora_alpha=cfg.lora.alpha or cfg.lora.rank, lora_dropout=cfg.lora.dropout,
         target_modules=list(cfg.lora.target_modules), task_type="CAUSAL_LM",
     )  # fmt: skip
-    formats.register_packed(lora)
+    formats.register_lora(lora)
     with torch.random.fork_rng():
         torch.manual_seed(cfg.seed)
         try:
