@@ -5,6 +5,7 @@ import shutil
 import sys
 import time
 import warnings
+from typing import Any, Self
 
 from tqdm import tqdm
 
@@ -22,11 +23,7 @@ class Progress:
 
     def __init__(self, steps: int, done: int) -> None:
         self.steps, self.first, self.started = steps, done, time.monotonic()
-        # Asked here, because tqdm draws nothing on a terminal that gives its size as 0 x 0.
-        columns, lines = shutil.get_terminal_size((100, 24))
-        self.bar = (
-            tqdm(total=steps, initial=done, unit="step", ncols=columns, nrows=lines) if sys.stderr.isatty() else None
-        )
+        self.bar = _bar(total=steps, initial=done, unit="step")
 
     def show(self, step: int, metrics: dict[str, float]) -> None:
         shown = ", ".join(f"{label} {form.format(metrics[name])}" for name, (label, form) in SHOWN.items())
@@ -34,14 +31,49 @@ class Progress:
             self.bar.set_postfix_str(shown, refresh=False)
             self.bar.update(step - self.bar.n)
         elif step % max(1, self.steps // LINES) == 0 or step in (self.first + 1, self.steps):
-            seconds = (time.monotonic() - self.started) / (step - self.first) * (self.steps - step)
-            print(
-                f"step {step}/{self.steps}, ETA {tqdm.format_interval(seconds)}, {shown}", file=sys.stderr, flush=True
-            )
+            eta = _eta(self.started, step - self.first, self.steps - step)
+            print(f"step {step}/{self.steps}, ETA {eta}, {shown}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
         if self.bar is not None:
             self.bar.close()
+
+
+class Bytes:
+    """Bytes and ETA of a pass over `total` bytes, `done` of which are behind it. As a context it closes itself."""
+
+    def __init__(self, label: str, total: int, done: int = 0) -> None:
+        self.label, self.total, self.first, self.now = label, total, done, done
+        self.started = self.printed = time.monotonic()
+        self.bar = _bar(desc=label, total=total, initial=done, unit="B", unit_scale=True)
+
+    def advance(self, count: int) -> None:
+        before, self.now = self.now, self.now + count
+        is_due = self.now * LINES // self.total > before * LINES // self.total
+        if self.bar is not None:
+            self.bar.update(count)
+        elif is_due and time.monotonic() > self.printed + 1:  # a small model is done before a line is read
+            self.printed = time.monotonic()
+            eta = _eta(self.started, self.now - self.first, self.total - self.now)
+            sizes = "/".join(tqdm.format_sizeof(size, "B") for size in (self.now, self.total))
+            print(f"{self.label}: {sizes}, ETA {eta}", file=sys.stderr, flush=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.bar is not None:
+            self.bar.close()
+
+
+def _bar(**about: Any) -> tqdm | None:
+    """A bar, on a terminal only. Its size is asked here: tqdm draws nothing where the terminal gives it as 0 x 0."""
+    columns, lines = shutil.get_terminal_size((100, 24))
+    return tqdm(ncols=columns, nrows=lines, **about) if sys.stderr.isatty() else None
+
+
+def _eta(started: float, done: int, left: int) -> str:
+    return tqdm.format_interval((time.monotonic() - started) / done * left)
 
 
 def quiet_third_parties() -> None:

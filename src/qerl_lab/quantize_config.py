@@ -4,10 +4,12 @@ from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from qerl_lab.checks import typed
 from qerl_lab.config import ConfigError, FormatConfig, ModelConfig, choices_of, did_you_mean, option
 
 METHODS = ("rtn", "awq", "gptq")
 DENSE = "bf16"
+OPTION_OF = {"double_quant": "nf4", "scale_rule": "nvfp4", "exponent_rule": "mxfp4"}  # codec option -> its format
 
 
 def same_as(schema: type, name: str) -> Any:
@@ -31,7 +33,10 @@ class QuantizeConfig:
     out: str = option("", "directory to write; required")
     ignore: list[str] = same_as(FormatConfig, "ignore")
     double_quant: bool = same_as(FormatConfig, "double_quant")
+    scale_rule: str = same_as(FormatConfig, "scale_rule")
+    exponent_rule: str = same_as(FormatConfig, "exponent_rule")
     device: str = option("auto", "where it computes: auto takes a GPU if there is one", choices=("auto", "cpu", "cuda"))
+    shard_gb: float = option(2.0, "largest file of weights in GB, and so the memory that one takes", above=0)
     dataset: str = option(
         "open-thoughts/OpenThoughts-114k",
         "awq, gptq: calibration texts, a hub id (the paper's is the default) or a local .txt or .jsonl file",
@@ -41,8 +46,8 @@ class QuantizeConfig:
     seed: int = option(0, "awq, gptq: seeds the choice of calibration texts", at_least=0)
     quality: str = option(
         "full",
-        "what quality.json measures: full, weights (no KL, so no model is run), off (no quality.json)",
-        choices=("full", "weights", "off"),
+        "what quality.json measures: full, or weights (no KL and entropy, so that no model is run)",
+        choices=("full", "weights"),
     )
     text: str | None = option(None, "UTF-8 file for KL and entropy; null: 16 word problems with worked solutions")
     overwrite: bool = option(False, "replace what is at `out`, and an unfinished directory of another command")
@@ -55,7 +60,7 @@ class QuantizeConfig:
 
 def check(cfg: QuantizeConfig) -> None:
     """Raise ConfigError at the first combination that cannot run. Looks at local paths, loads nothing."""
-    for rule in (_required, _quantizing_format, _method_fits_format, _text_exists, _out_is_apart):
+    for rule in (_required, _quantizing_format, _method_fits_format, _options_act, _text_exists, _out_is_apart):
         rule(cfg)
 
 
@@ -85,14 +90,36 @@ def _method_fits_format(cfg: QuantizeConfig) -> None:
         )
 
 
+def _options_act(cfg: QuantizeConfig) -> None:
+    for option_name, format_name in OPTION_OF.items():
+        value, default = getattr(cfg, option_name), getattr(FormatConfig(), option_name)
+        if value != default and cfg.format != format_name:
+            raise ConfigError(
+                f"{option_name}={typed(value)} is an option of {format_name}, and format={cfg.format} was given. "
+                f"Leave {option_name} out, or type format={format_name}."
+            )
+        if value != default and cfg.method != "rtn":
+            raise ConfigError(
+                f"{option_name}={typed(value)} is an option of method=rtn; llmcompressor, which does "
+                f"method={cfg.method}, has its own rule. Leave {option_name} out."
+            )
+
+
 def _text_exists(cfg: QuantizeConfig) -> None:
     if cfg.text is not None and not Path(cfg.text).expanduser().is_file():
         raise ConfigError(f"text={cfg.text} is no file. Type text=FILE with UTF-8 text in it, or leave text out.")
 
 
 def _out_is_apart(cfg: QuantizeConfig) -> None:
-    source = Path(cfg.model).expanduser()
-    if source.is_dir() and source.resolve() == cfg.folder.resolve():
-        raise ConfigError(f"out={cfg.out} is the model itself, which is read while out is written. Type another out.")
-    if not cfg.overwrite and cfg.folder.exists():
+    source, out = Path(cfg.model).expanduser().resolve(), cfg.folder.resolve()
+    if source.is_dir() and (source.is_relative_to(out) or out.is_relative_to(source)):
+        raise ConfigError(f"out={cfg.out} and model={cfg.model} lie within each other. Type an out beside the model.")
+    if not out.exists():
+        return
+    if not cfg.overwrite:
         raise ConfigError(f"out={cfg.out} exists. Type another out, or overwrite=true to replace it.")
+    config = out / "config.json"
+    if not config.is_file() or '"quantization_config"' not in config.read_text(encoding="utf-8"):
+        raise ConfigError(
+            f"out={cfg.out} is no quantized checkpoint, so overwrite=true does not remove it. Type another out."
+        )

@@ -40,11 +40,11 @@ def decoder(packed: dict[str, Tensor], shape: tuple[int, int]) -> Decoder:
     return Decoder(partial(dequantize, packed, shape))
 
 
-def layout(shape: tuple[int, int]) -> Layout:
+def layout(shape: tuple[int, int], **options: Any) -> Layout:
     """One dense tensor."""
     return {"weight": (shape, torch.bfloat16)}
 
 
-def accept(packed: dict[str, Tensor], shape: tuple[int, int], *, name: str) -> dict[str, Tensor]:
+def accept(packed: dict[str, Tensor], shape: tuple[int, int], *, name: str, **options: Any) -> dict[str, Tensor]:
     """`packed` if it is of this layout; raises ValueError, naming the tensor, if not."""
     return check_layout(packed, layout(shape), name=name, format_name=NAME)

@@ -18,7 +18,7 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _WANTED = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
 _UNWANTED = ["*/*", "consolidated*"]
 
-_DTYPES = {
+DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
@@ -78,8 +78,8 @@ class WeightFiles:
         return tensor.clone() if tensor.device.type == "cpu" else tensor  # on a CPU it is a view of the mapped file
 
 
-def local_folder(path: str, revision: str | None) -> Path:
-    """The directory that `model.path` means: itself, `pocket`, or a download of that id from the hub.
+def local_folder(path: str, revision: str | None, *, key: str = "model.path") -> Path:
+    """The directory that `path`, the value of `key`, means: itself, `pocket`, or a download of that id from the hub.
 
     Raises ConfigError where there is neither a directory nor a repository that the hub gives.
     """
@@ -89,14 +89,14 @@ def local_folder(path: str, revision: str | None) -> Path:
     if folder.is_dir():
         return folder
     if path.startswith(("/", ".", "~")):
-        raise ConfigError(f"model.path={path} is no directory. Type model.path=DIRECTORY with config.json in it.")
+        raise ConfigError(f"{key}={path} is no directory. Type {key}=DIRECTORY with config.json in it.")
     from huggingface_hub import snapshot_download
 
     try:
         return Path(snapshot_download(path, revision=revision, allow_patterns=_WANTED, ignore_patterns=_UNWANTED))
     except (OSError, ValueError) as error:  # not found, no network, not an id
         raise ConfigError(
-            f"model.path={path} could not be loaded "
+            f"{key}={path} could not be loaded "
             f"({type(error).__name__}: {(str(error) or 'no message').splitlines()[0]}). "
             "Allowed: pocket, a local directory with safetensors weights and a tokenizer, or a reachable hub id."
         ) from error
@@ -148,9 +148,9 @@ def _header(file: Path) -> dict[str, _Stored]:
 
 
 def _dtype(file: Path, name: str, written: str) -> torch.dtype:
-    if written not in _DTYPES:
-        raise ValueError(f"{file}: {name} is in {written}; allowed: {', '.join(_DTYPES)}")
-    return _DTYPES[written]
+    if written not in DTYPES:
+        raise ValueError(f"{file}: {name} is in {written}; allowed: {', '.join(DTYPES)}")
+    return DTYPES[written]
 
 
 def _damage(file: Path) -> str | None:

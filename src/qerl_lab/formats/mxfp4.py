@@ -72,7 +72,7 @@ def decoder(packed: dict[str, Tensor], shape: tuple[int, int]) -> Decoder:
     return Decoder(partial(_unpacked, packed["weight_packed"], packed["weight_scale"], shape))
 
 
-def layout(shape: tuple[int, int]) -> Layout:
+def layout(shape: tuple[int, int], **options: Any) -> Layout:
     """Codes and scales as in `quantize`."""
     rows, columns = shape
     return {
@@ -81,7 +81,7 @@ def layout(shape: tuple[int, int]) -> Layout:
     }
 
 
-def accept(packed: dict[str, Tensor], shape: tuple[int, int], *, name: str) -> dict[str, Tensor]:
+def accept(packed: dict[str, Tensor], shape: tuple[int, int], *, name: str, **options: Any) -> dict[str, Tensor]:
     """`packed` if it is of this layout; raises ValueError, naming the tensor, if not."""
     return check_layout(packed, layout(shape), name=name, format_name=NAME)
 

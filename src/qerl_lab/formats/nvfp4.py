@@ -130,7 +130,7 @@ def decoder(packed: dict[str, Tensor], shape: tuple[int, int]) -> Decoder:
     return Decoder(partial(_unscaled, packed["weight_packed"], packed["weight_scale"], shape), alpha)
 
 
-def layout(shape: tuple[int, int]) -> Layout:
+def layout(shape: tuple[int, int], **options: Any) -> Layout:
     """Codes and scales as in `quantize`."""
     rows, columns = shape
     return {
@@ -140,7 +140,7 @@ def layout(shape: tuple[int, int]) -> Layout:
     }
 
 
-def accept(packed: dict[str, Tensor], shape: tuple[int, int], *, name: str) -> dict[str, Tensor]:
+def accept(packed: dict[str, Tensor], shape: tuple[int, int], *, name: str, **options: Any) -> dict[str, Tensor]:
     """`packed` if it is of this layout and its global scale a positive finite number; raises ValueError if not."""
     packed = check_layout(packed, layout(shape), name=name, format_name=NAME)
     if not 0 < (divisor := packed["weight_global_scale"].item()) < float("inf"):

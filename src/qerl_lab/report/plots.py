@@ -1,11 +1,15 @@
 """Figures."""
 
+import itertools
+import math
+import re
 from pathlib import Path
 
 import matplotlib.pyplot as plt
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 PANELS = (  # title, y label, (metric, label) of each line
     ("Reward", "reward", (("reward/mean", "total"), ("reward/answer", "answer"), ("reward/format", "format"))),
@@ -55,6 +59,32 @@ def compare_arms(curves: pd.DataFrame, metrics: dict[str, str]) -> Figure:
         _dress(axis, metric, label)
     axes.flat[0].legend(frameon=False, fontsize="small")
     return figure
+
+
+def save_sqnr(layers: dict[str, float | None], title: str, path: Path) -> None:
+    """SQNR of every quantized Linear over its layer's number, a line for each kind of Linear (q_proj ...).
+
+    Args:
+        layers: dB by the full name of the Linear (model.layers.3.self_attn.q_proj); None where nothing was lost.
+    """
+    numbers = {name: int(found[1]) for name in layers if (found := re.search(r"\.(\d+)\.", name))}
+    behind = max(numbers.values(), default=-1) + 1  # where an lm_head goes
+    kinds: dict[str, list[tuple[int, float]]] = {}
+    for name, level in layers.items():
+        point = (numbers.get(name, behind), math.nan if level is None else level)
+        kinds.setdefault(name.rpartition(".")[2], []).append(point)
+    figure, axis = plt.subplots(figsize=(9, 4.5), layout="constrained")
+    for (kind, points), marker in zip(kinds.items(), itertools.cycle("osD^v<>")):
+        axis.plot(*zip(*sorted(points), strict=True), marker=marker, ms=3.5, lw=1.2, label=kind)
+    axis.set(title=title, xlabel="layer", ylabel="SQNR (dB)")
+    low, high = axis.get_ylim()
+    axis.set_ylim(min(low, (low + high) / 2 - 1), max(high, (low + high) / 2 + 1))  # 2 dB at least: less is no pattern
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axis.grid(alpha=0.25)
+    axis.spines[["top", "right"]].set_visible(False)
+    figure.legend(frameon=False, loc="outside right upper")
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
 
 
 def _dress(axis: Axes, title: str, label: str) -> None:

@@ -38,6 +38,11 @@ def closing(result: dict[str, Any]) -> str:
         ("time", f"{shares}; {result['seconds']:.0f} s in all"),
         ("memory", _memory(result)),
     ]
+    return aligned(rows)
+
+
+def aligned(rows: list[tuple[str, str]]) -> str:
+    """Names and values in two columns."""
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows)
 
