@@ -12,14 +12,14 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from qerl_lab.formats import PackedLinear, codec, nvfp4, pack_model, register_packed, weight_bytes
+from qerl_lab.formats import PackedLinear, codec, nvfp4, pack_model, register_lora, weight_bytes
 from qerl_lab.formats.lora import PackedLoraLinear
 
 
 def with_lora(model: nn.Module) -> PeftModel:
     torch.manual_seed(1)
     config = LoraConfig(r=4, lora_alpha=8, target_modules=list(LAYER_NAMES), init_lora_weights=False)
-    register_packed(config)
+    register_lora(config)
     return get_peft_model(model, config)
 
 
@@ -101,18 +101,18 @@ def test_all_linear_finds_packed_layers() -> None:
     base = tiny_model()
     pack_model(base, "nvfp4")
     config = LoraConfig(r=4, target_modules="all-linear")
-    register_packed(config)
+    register_lora(config)
     model = get_peft_model(base, config)
     assert sum(isinstance(module, PackedLoraLinear) for module in model.modules()) == 2 * len(LAYER_NAMES)
 
 
 def test_adapters_that_need_the_dense_weight_are_refused() -> None:
     with pytest.raises(ValueError, match=r"init_lora_weights='pissa' needs the dense weight.*allowed: True, False"):
-        register_packed(LoraConfig(init_lora_weights="pissa"))
+        register_lora(LoraConfig(init_lora_weights="pissa"))
     base = tiny_model()
     pack_model(base, "nvfp4")
     config = LoraConfig(target_modules=["q_proj"], use_dora=True)
-    register_packed(config)
+    register_lora(config)
     with pytest.raises(ValueError, match="use_dora"):
         get_peft_model(base, config)
 

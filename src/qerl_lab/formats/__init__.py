@@ -5,7 +5,7 @@ trainer and engine read the same file.
 """
 
 from qerl_lab.formats.codecs import Codec, codec, names
-from qerl_lab.formats.linear import PackedLinear, WeightBytes, pack_model, register_packed, weight_bytes
+from qerl_lab.formats.linear import PackedLinear, WeightBytes, pack_model, register_lora, weight_bytes
 
 __all__ = [
     "Codec",
@@ -14,6 +14,6 @@ __all__ = [
     "codec",
     "names",
     "pack_model",
-    "register_packed",
+    "register_lora",
     "weight_bytes",
 ]

@@ -1,6 +1,7 @@
 """A Linear whose frozen weight is packed, and the step that puts it into a model."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Self, cast
 
 import torch
@@ -59,6 +60,8 @@ class PackedLinear(nn.Linear):
             _check_cache_device(dense_cache, tensor.device)
             # Not register_buffer: bitsandbytes calls its packed tensor `weight`, which is a property here.
             self._buffers[_attribute(name)] = tensor
+        if not self.weight.is_meta:
+            self.decoder  # noqa: B018  # made now, so that torch.compile finds it
 
     @classmethod
     def from_linear(
@@ -112,12 +115,11 @@ class PackedLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """`[..., K]` to `[..., N]`, in the dtype of autocast if that is on, else computed in `compute_dtype` and
         returned in the dtype of `input`."""
-        device = input.device.type
-        autocast = torch.is_autocast_enabled(device)
-        dtype = torch.get_autocast_dtype(device) if autocast else self.compute_dtype
-        bias = None if self.bias is None else self.bias.to(dtype)
-        output = _PackedProduct.apply(input.to(dtype), bias, self)
-        return output if autocast else output.to(input.dtype)
+        dtype = autocast_dtype(input.device)
+        x = input.to(dtype or self.compute_dtype)
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        output = _PackedProduct.apply(x, bias, self)
+        return output if dtype else output.to(input.dtype)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, weight_format={self.weight_format}, dense_cache={self.dense_cache}"
@@ -164,28 +166,39 @@ class _PackedProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor | None, layer: PackedLinear) -> Tensor:
         ctx.layer, ctx.dtype = layer, x.dtype
-        with torch.autocast(x.device.type, enabled=False):
-            return _scaled_linear(x, layer.unpack(x.dtype), layer.decoder.alpha, bias)
+        return scaled_linear(x, layer.unpack(x.dtype), layer.decoder.alpha, bias)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         grad_x = grad_bias = None
         if ctx.needs_input_grad[0]:
-            with torch.autocast(grad_y.device.type, enabled=False):
-                grad_x = _scaled_linear(grad_y, ctx.layer.unpack(ctx.dtype).t(), ctx.layer.decoder.alpha)
+            with dtypes_as_they_are(grad_y):
+                grad_x = scaled_linear(grad_y, ctx.layer.unpack(ctx.dtype).t(), ctx.layer.decoder.alpha)
         if ctx.needs_input_grad[1]:
             grad_bias = grad_y.reshape(-1, grad_y.shape[-1]).sum(0)
         return grad_x, grad_bias, None
 
 
-def _scaled_linear(x: Tensor, weight: Tensor, alpha: float, bias: Tensor | None = None) -> Tensor:
-    """alpha * (x @ weight^T) + bias; alpha rides in the epilogue of the matrix product, where it costs nothing."""
+def scaled_linear(x: Tensor, weight: Tensor, alpha: float, bias: Tensor | None = None) -> Tensor:
+    """alpha * (x[..., K] @ weight[N, K]^T) + bias[N]; alpha rides in the epilogue of the product and costs nothing."""
     if alpha == 1:
         return F.linear(x, weight, bias)
     start = x.new_empty(1) if bias is None else bias  # beta=0 reads nothing
-    y = torch.addmm(start, x.reshape(-1, x.shape[-1]), weight.t(), beta=int(bias is not None), alpha=alpha)
-    return y.reshape(*x.shape[:-1], y.shape[-1])
+    rows = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
+    y = torch.addmm(start, rows, weight.t(), beta=int(bias is not None), alpha=alpha)
+    return y if x.ndim == 2 else y.reshape(*x.shape[:-1], y.shape[-1])
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """What autocast computes products in on `device`; None where it is off."""
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+
+
+def dtypes_as_they_are(x: Tensor) -> AbstractContextManager[Any]:
+    """For a backward pass that may run inside an autocast that its forward pass did not know."""
+    on = autocast_dtype(x.device) not in (None, x.dtype)
+    return torch.autocast(x.device.type, enabled=False) if on else nullcontext()
 
 
 def pack_model(
@@ -235,19 +248,19 @@ def weight_bytes(model: nn.Module) -> WeightBytes:
     return WeightBytes(linears, sum(tensor.nbytes for tensor in tensors))
 
 
-def register_packed(lora_config: Any) -> None:
-    """Make a `peft.LoraConfig` put `PackedLoraLinear` on packed layers, so that a merge is refused.
+def register_lora(lora_config: Any) -> None:
+    """Make a `peft.LoraConfig` use the layers of `formats.lora`: fast on every base, and no merge into a packed one.
 
     Raises ValueError for an adapter whose initialization reads the dense weight (PiSSA, OLoRA, LoftQ and their like).
     """
-    from qerl_lab.formats.lora import INITIALIZATIONS, PackedLoraLinear
+    from qerl_lab.formats.lora import INITIALIZATIONS, LoraLinear, PackedLoraLinear
 
     if lora_config.init_lora_weights not in INITIALIZATIONS:
         raise ValueError(
             f"init_lora_weights={lora_config.init_lora_weights!r} needs the dense weight, the base is packed; "
             f"allowed: {', '.join(map(repr, INITIALIZATIONS))}"
         )
-    lora_config._register_custom_module({PackedLinear: PackedLoraLinear})
+    lora_config._register_custom_module({PackedLinear: PackedLoraLinear, nn.Linear: LoraLinear})
 
 
 def pack_group(model: nn.Module, names: list[str], codec_name: str, dense_cache: bool, options: dict[str, Any]) -> None:

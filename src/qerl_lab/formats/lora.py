@@ -1,14 +1,49 @@
-"""LoRA on a packed Linear. Importing this module imports peft."""
+"""LoRA (arXiv 2106.09685) on frozen Linears, packed or dense. Importing this module imports peft."""
 
 from typing import Any, NoReturn
 
+import torch
 from peft.tuners.lora.layer import Linear
+from torch import Tensor, nn
+
+from qerl_lab.formats.linear import PackedLinear, autocast_dtype, dtypes_as_they_are, scaled_linear
 
 INITIALIZATIONS = (True, False, "gaussian", "orthogonal")  # those that do not look at the base weight
 
 
-class PackedLoraLinear(Linear):
-    """PEFT's LoRA layer, except that what would read or write the dense base weight is refused."""
+class LoraLinear(Linear):
+    """PEFT's LoRA layer; with one plain adapter and no dropout it is computed as one operation, `_LoraProduct`.
+
+    The adapter then computes in the dtype of the base (or of autocast), and its master weights stay in their own.
+    """
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        active = self.active_adapters
+        if args or kwargs or len(active) != 1 or not self._is_plain(active[0]):
+            return super().forward(x, *args, **kwargs)
+        base, lora_A, lora_B = self.base_layer, self.lora_A[active[0]], self.lora_B[active[0]]
+        dtype = autocast_dtype(x.device)
+        own = base.compute_dtype if isinstance(base, PackedLinear) else base.weight.dtype
+        rows = x.reshape(-1, x.shape[-1]).to(dtype or own)
+        y = _LoraProduct.apply(rows, lora_A.weight, lora_B.weight, self.scaling[active[0]], base)
+        y = y.reshape(*x.shape[:-1], base.out_features)
+        return y if dtype else y.to(x.dtype)
+
+    def _is_plain(self, adapter: str) -> bool:
+        return not (
+            adapter not in self.lora_A
+            or adapter in self.lora_variant
+            or self.disable_adapters
+            or self.merged
+            or self.lora_B[adapter].bias is not None
+            or (self.training and not isinstance(self.lora_dropout[adapter], nn.Identity))
+            or (self.base_layer.bias is not None and self.base_layer.bias.requires_grad)
+            or (not isinstance(self.base_layer, PackedLinear) and self.base_layer.weight.requires_grad)
+        )
+
+
+class PackedLoraLinear(LoraLinear):
+    """On a packed base what would read or write the dense weight is refused."""
 
     @property
     def lora_variants(self) -> dict[tuple[str, ...], Any]:
@@ -21,3 +56,41 @@ class PackedLoraLinear(Linear):
             f"cannot merge LoRA into a {self.get_base_layer().weight_format} weight: keep the adapter apart "
             "(save_pretrained), or merge it into a dense model"
         )
+
+
+class _LoraProduct(torch.autograd.Function):
+    """x[M, K], A[r, K], B[N, r] -> x @ W^T + bias + scaling * x @ A^T @ B^T for the frozen weight W of `base`.
+
+    The adapter's product is added in the epilogue of a matrix product, forward and backward, where PEFT's modules make
+    and keep copies of x and y. Saved for the backward pass: x, and x @ A^T of width r.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, A: Tensor, B: Tensor, scaling: float, base: nn.Linear) -> Tensor:
+        weight, alpha = _operand(base, x.dtype)
+        bias = None if base.bias is None else base.bias.to(x.dtype)
+        inner = x @ A.to(x.dtype).t()
+        ctx.save_for_backward(x, inner, A, B)
+        ctx.scaling, ctx.base = scaling, base
+        return scaled_linear(x, weight, alpha, bias).addmm_(inner, B.to(x.dtype).t(), alpha=scaling)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, Tensor, Tensor, None, None]:
+        x, inner, A, B = ctx.saved_tensors
+        with dtypes_as_they_are(grad_y):
+            grad_inner = scaled_linear(grad_y, B.to(x.dtype).t(), ctx.scaling)
+            grad_A = (grad_inner.t() @ x).to(A.dtype)
+            grad_B = scaled_linear(grad_y.t(), inner.t(), ctx.scaling).to(B.dtype)
+            if not ctx.needs_input_grad[0]:
+                return None, grad_A, grad_B, None, None
+            weight, alpha = _operand(ctx.base, x.dtype)
+            grad_x = scaled_linear(grad_y, weight.t(), alpha).addmm_(grad_inner, A.to(x.dtype))
+        return grad_x, grad_A, grad_B, None, None
+
+
+def _operand(base: nn.Linear, dtype: torch.dtype) -> tuple[Tensor, float]:
+    """`(W', alpha)` with W = alpha * W'."""
+    if isinstance(base, PackedLinear):
+        return base.unpack(dtype), base.decoder.alpha
+    return base.weight.to(dtype), 1.0

@@ -1,0 +1,90 @@
+"""One Linear of a real model: unpacking its weight, and forward with the gradient of its input."""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qerl_lab.bench.shapes import linears
+from qerl_lab.bench.timing import Work, graphed, side_by_side
+from qerl_lab.formats import PackedLinear
+
+FORMATS = ("nvfp4", "mxfp4", "nf4")
+Row = dict[str, Any]
+
+
+def dequantization(models: list[str]) -> Iterator[Row]:
+    """For each shape and format: milliseconds to unpack to bfloat16, and to copy as many bytes (read plus written)."""
+    for model in models:
+        for layer, (rows, columns, _) in linears(model).items():
+            dense = random_linear(rows, columns)
+            for name in FORMATS:
+                packed = PackedLinear.from_linear(dense, name)
+                moved = packed.packed_bytes() + 2 * rows * columns
+                source = torch.randint(0, 255, (moved // 64, 32), dtype=torch.uint8, device="cuda")  # whole sectors
+                target = torch.empty_like(source)
+                arms: dict[str, Work] = {
+                    "unpack": partial(packed.unpack, torch.bfloat16),
+                    "copy": partial(target.copy_, source),
+                }
+                ms = side_by_side({arm: graphed(work) for arm, work in arms.items()})
+                yield {
+                    "model": model, "layer": layer, "N": rows, "K": columns, "format": name, "bytes": moved,
+                    "ms": ms["unpack"], "copy_ms": ms["copy"], "tb_per_s": moved / ms["unpack"] / 1e9,
+                    "of_copy": ms["copy"] / ms["unpack"],
+                }  # fmt: skip
+
+
+def products(models: list[str], tokens: list[int]) -> Iterator[Row]:
+    """For each shape and number of tokens: milliseconds of forward and input gradient in each arm.
+
+    `ms` is the time of the kernels (CUDA graph), `eager_ms` that of plain calls, launches from Python included.
+    """
+    for model in models:
+        for layer, (rows, columns, count) in linears(model).items():
+            layers = arms(random_linear(rows, columns))
+            for number in tokens:
+                x = torch.randn(number, columns, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+                grad = torch.randn(number, rows, dtype=torch.bfloat16, device="cuda")
+                calls = {name: forward_and_gradient(module, x, grad) for name, module in layers.items()}
+                eager = side_by_side(calls)
+                kernels = side_by_side({name: graphed(call) for name, call in calls.items()})
+                for name in layers:
+                    yield {
+                        "model": model, "layer": layer, "N": rows, "K": columns, "count": count, "tokens": number,
+                        "arm": name, "ms": kernels[name], "eager_ms": eager[name],
+                    }  # fmt: skip
+
+
+def random_linear(rows: int, columns: int) -> nn.Linear:
+    linear = nn.Linear(columns, rows, bias=False, dtype=torch.bfloat16, device="cuda").requires_grad_(False)
+    nn.init.normal_(linear.weight, std=0.02)
+    return linear
+
+
+def arms(dense: nn.Linear) -> dict[str, nn.Module]:
+    """The same weight as `nn.Linear`, packed by us, and as `Linear4bit` of bitsandbytes (QLoRA's settings)."""
+    return {
+        "bf16": dense,
+        **{name: PackedLinear.from_linear(dense, name) for name in FORMATS},
+        "bitsandbytes": linear4bit(dense),
+    }
+
+
+def linear4bit(dense: nn.Linear) -> nn.Module:
+    """NF4 with double quantization, on the GPU, as `BitsAndBytesConfig(load_in_4bit=True, ...)` of QLoRA makes it."""
+    from bitsandbytes.nn import Linear4bit, Params4bit
+
+    layer = Linear4bit(
+        dense.in_features, dense.out_features, bias=dense.bias is not None, compute_dtype=torch.bfloat16,
+        compress_statistics=True, quant_type="nf4", device="meta",
+    )  # fmt: skip
+    layer.weight = Params4bit(dense.weight.data, requires_grad=False, compress_statistics=True, quant_type="nf4").cuda()
+    layer.bias = dense.bias
+    return layer
+
+
+def forward_and_gradient(module: nn.Module, x: Tensor, grad: Tensor) -> Work:
+    return lambda: torch.autograd.grad(module(x), x, grad)

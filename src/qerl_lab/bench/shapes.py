@@ -1,0 +1,32 @@
+"""The architectures that are measured. Only shapes matter: weights are random."""
+
+from typing import Any
+
+# config.json of the models on the hub, less what has no influence on speed.
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "qwen2.5-0.5b": {
+        "vocab_size": 151936, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
+        "num_attention_heads": 14, "num_key_value_heads": 2, "tie_word_embeddings": True,
+    },
+    "qwen2.5-7b": {
+        "vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
+        "num_attention_heads": 28, "num_key_value_heads": 4, "tie_word_embeddings": False,
+    },
+    "qwen2.5-32b": {
+        "vocab_size": 152064, "hidden_size": 5120, "intermediate_size": 27648, "num_hidden_layers": 64,
+        "num_attention_heads": 40, "num_key_value_heads": 8, "tie_word_embeddings": False,
+    },
+}  # fmt: skip
+
+
+def linears(model: str) -> dict[str, tuple[int, int, int]]:
+    """The Linears of one decoder layer by distinct shape: label -> (out_features, in_features, how many)."""
+    arch = ARCHITECTURES[model]
+    hidden, inner = arch["hidden_size"], arch["intermediate_size"]
+    keys = hidden // arch["num_attention_heads"] * arch["num_key_value_heads"]
+    return {
+        "q,o_proj": (hidden, hidden, 2),
+        "k,v_proj": (keys, hidden, 2),
+        "gate,up_proj": (inner, hidden, 2),
+        "down_proj": (hidden, inner, 1),
+    }

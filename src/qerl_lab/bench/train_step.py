@@ -1,0 +1,167 @@
+"""A LoRA training step of a whole model: forward, backward and optimizer, with gradient checkpointing.
+
+The step is the trainer's: PEFT's adapters in float32 under bfloat16 autocast, and TRL's head that computes
+log-probabilities and entropies in chunks, so that the logits of a 152k vocabulary never stand in memory whole. Weights
+and tokens are random. The arms are in memory together and take turns.
+"""
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from peft import PeftModel
+from torch import Tensor, nn
+from transformers import Qwen2Config
+from trl.trainer.utils import add_fused_lm_head
+
+from qerl_lab import policy
+from qerl_lab.bench.linear import Row, linear4bit
+from qerl_lab.bench.options import TrainStepOptions
+from qerl_lab.bench.shapes import ARCHITECTURES
+from qerl_lab.config import RunConfig
+from qerl_lab.formats.hf_config import PackedAs
+from qerl_lab.formats.loading import load_model
+
+GB = 1e9
+
+
+class RandomWeights:
+    """A source of tensors for `load_model`: normal(0, 0.02) matrices, ones for norms, made on the device when asked."""
+
+    def __init__(self, config: Qwen2Config) -> None:
+        from transformers import Qwen2ForCausalLM
+
+        with torch.device("meta"):
+            model = Qwen2ForCausalLM(config)
+        self._shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._shapes)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._shapes[name]
+
+    def dtype(self, name: str) -> torch.dtype:
+        return torch.bfloat16
+
+    def where(self, name: str) -> str:
+        return "random weights"
+
+    def tensor(self, name: str, device: torch.device | str = "cpu") -> Tensor:
+        tensor = torch.empty(self._shapes[name], dtype=torch.bfloat16, device=device)
+        return tensor.normal_(std=0.02) if tensor.ndim > 1 else tensor.fill_(0.0 if name.endswith("bias") else 1.0)
+
+
+@dataclass
+class Arm:
+    model: PeftModel
+    optimizer: torch.optim.Optimizer
+    base_bytes: int
+    held_bytes: int  # on the GPU between steps: base, adapters and, after the first step, optimizer state
+
+
+def build(options: TrainStepOptions, arm: str) -> Arm:
+    """`bf16`, a format of ours, or `qlora`: bitsandbytes' Linear4bit under PEFT."""
+    before = torch.cuda.memory_allocated()
+    config = Qwen2Config(**ARCHITECTURES[options.model], dtype=torch.bfloat16, attn_implementation="sdpa")
+    name = "bf16" if arm == "qlora" else arm
+    base = load_model(
+        config, RandomWeights(config), PackedAs(name, ("lm_head",), {}), is_packed=False,
+        device=torch.device("cuda"), dtype=torch.bfloat16,
+    )  # fmt: skip
+    if arm == "qlora":
+        to_linear4bit(base)
+    base_bytes = torch.cuda.memory_allocated() - before
+    cfg = RunConfig()
+    cfg.lora.rank = options.rank
+    add_fused_lm_head(base, outputs=("log_probs", "entropy"))
+    model = policy.attach_adapters(base, cfg)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.enable_input_require_grads()
+    model.train()
+    adapters = [p for p in model.parameters() if p.requires_grad]
+    held = torch.cuda.memory_allocated() - before
+    return Arm(model, torch.optim.AdamW(adapters, lr=1e-5, fused=True), base_bytes, held)
+
+
+def to_linear4bit(base: nn.Module) -> None:
+    """Replace the Linears of the decoder layers, one by one."""
+    for name, module in list(base.named_modules()):
+        if isinstance(module, nn.Linear) and not name.endswith("lm_head"):
+            base.set_submodule(name, linear4bit(module))
+    base.__dict__["is_loaded_in_4bit"] = True  # PEFT asks
+
+
+def chunked_loss(model: PeftModel, ids: Tensor) -> Tensor:
+    out = model(input_ids=ids, labels=ids, fused_lm_head=True)
+    return -out.log_probs.mean()
+
+
+def full_logits_loss(model: PeftModel, ids: Tensor) -> Tensor:
+    """The same number from logits of the whole vocabulary in float32: what `chunked_loss` saves is measured on this."""
+    logits = model(input_ids=ids, use_cache=False).logits[:, :-1].float()
+    return -torch.log_softmax(logits, -1).gather(-1, ids[:, 1:, None]).mean()
+
+
+def train_step(arm: Arm, ids: Tensor, micro: int, loss: Callable[[PeftModel, Tensor], Tensor]) -> None:
+    """One optimizer update on `ids[sequences, length]`, `micro` sequences at a time."""
+    for part in ids.split(micro):
+        with torch.autocast("cuda", torch.bfloat16):
+            value = loss(arm.model, part)
+        (value * len(part) / len(ids)).backward()
+    arm.optimizer.step()
+    arm.optimizer.zero_grad()
+
+
+def steps(options: TrainStepOptions) -> Iterator[Row]:
+    """For each micro-batch size and arm: tokens per second (median of `steps`) and peak memory in GB (1e9 bytes)."""
+    arms = {name: build(options, name) for name in options.arms}
+    vocabulary = ARCHITECTURES[options.model]["vocab_size"]
+    ids = torch.randint(vocabulary, (options.sequences, options.length), device="cuda")
+    for micro in sorted({options.sequences, 1}, reverse=True):
+        yield from _in_turn(options, arms, ids, micro, "chunked", chunked_loss)
+    first = options.arms[0]
+    yield from _in_turn(options, {first: arms[first]}, ids, options.sequences, "full logits", full_logits_loss)
+
+
+def _in_turn(
+    options: TrainStepOptions, arms: dict[str, Arm], ids: Tensor, micro: int, loss_name: str, loss: Any
+) -> Iterator[Row]:
+    measured: dict[str, list[tuple[float, int]]] = {name: [] for name in arms}
+    for turn in range(options.steps + 1):
+        for name, arm in arms.items():
+            seconds, peak = _measured(partial(train_step, arm, ids, micro, loss))
+            others = torch.cuda.memory_allocated() - _held(arm)
+            if turn:  # the first makes optimizer state and warms up
+                measured[name].append((seconds, peak - others))
+    for name, values in measured.items():
+        seconds = statistics.median(value for value, _ in values)
+        yield {
+            "model": options.model, "arm": name, "loss": loss_name, "micro_batch_tokens": micro * options.length,
+            "step_tokens": ids.numel(), "rank": options.rank, "ms": 1e3 * seconds,
+            "tokens_per_second": ids.numel() / seconds, "peak_gb": max(peak for _, peak in values) / GB,
+            "base_gb": arms[name].base_bytes / GB,
+        }  # fmt: skip
+
+
+def _held(arm: Arm) -> int:
+    """Bytes of the arm between two steps."""
+    state = (t for values in arm.optimizer.state.values() for t in values.values())
+    return arm.held_bytes + sum(t.nbytes for t in state if isinstance(t, Tensor) and t.is_cuda)
+
+
+def _measured(work: Callable[[], None]) -> tuple[float, int]:
+    """Seconds, and the highest number of bytes allocated."""
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    started = time.perf_counter()
+    work()
+    torch.cuda.synchronize()
+    return time.perf_counter() - started, torch.cuda.max_memory_allocated()

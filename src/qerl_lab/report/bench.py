@@ -1,0 +1,140 @@
+"""Tables and figures of `python -m qerl_lab.bench`, from what it measured (the JSON files of results/bench)."""
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+import pandas as pd
+from matplotlib.axes import Axes
+
+Result = dict[str, Any]
+COLORS = {"bf16": "0.45", "nvfp4": "C0", "mxfp4": "C2", "nf4": "C1", "bitsandbytes": "C3", "qlora": "C3"}
+LAYER = "whole layer"
+
+
+def table(result: Result) -> str:
+    """The numbers that the bars are about, as ratios."""
+    if result["benchmark"] == "train_step":
+        return _train_step_table(step_ratios(result))
+    return f"{_dequantization_table(result)}\n\n{_products_table(product_ratios(result))}"
+
+
+def draw(result: Result, path: Path) -> None:
+    figure = _draw_steps(result) if result["benchmark"] == "train_step" else _draw_linear(result)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def product_ratios(result: Result) -> pd.DataFrame:
+    """A row per model, layer, tokens and arm: `ms`, `eager_ms`, and `ms` over that of BF16 and of bitsandbytes.
+
+    The layer called "whole layer" is the sum over the seven Linears of a decoder layer.
+    """
+    rows = pd.DataFrame(result["products"])
+    key = ["model", "tokens", "arm"]
+    total = rows.assign(ms=rows["ms"] * rows["count"], eager_ms=rows["eager_ms"] * rows["count"])
+    total = total.groupby(key, as_index=False, sort=False)[["ms", "eager_ms"]].sum().assign(layer=LAYER)
+    rows = pd.concat([rows, total])[["model", "layer", "tokens", "arm", "ms", "eager_ms"]]
+    of_arm = rows.set_index(["model", "layer", "tokens", "arm"])["ms"].unstack("arm")
+    for base in ("bf16", "bitsandbytes"):
+        at = pd.MultiIndex.from_frame(rows[["model", "layer", "tokens"]])
+        rows[f"of_{base}"] = rows["ms"].to_numpy() / of_arm[base].reindex(at).to_numpy()
+    return rows.reset_index(drop=True)
+
+
+def step_ratios(result: Result) -> pd.DataFrame:
+    """The rows of the train step, with `tokens_per_second` over that of the BF16 and of the QLoRA arm."""
+    rows = pd.DataFrame(result["steps"])
+    for base in ("bf16", "qlora"):
+        own = rows[(rows["arm"] == base) & (rows["loss"] == "chunked")].set_index("micro_batch_tokens")
+        rows[f"of_{base}"] = rows["tokens_per_second"] / rows["micro_batch_tokens"].map(own["tokens_per_second"])
+    return rows
+
+
+def _dequantization_table(result: Result) -> str:
+    rows = pd.DataFrame(result["dequantization"])
+    lines = ["unpacking to bfloat16: share of the speed at which as many bytes are copied"]
+    for (model, layer), shape in rows.groupby(["model", "layer"], sort=False):
+        shares = "  ".join(f"{row['format']} {row['of_copy']:.2f}" for _, row in shape.iterrows())
+        lines.append(f"  {model:12} {layer:14} {shares}")
+    return "\n".join(lines)
+
+
+def _products_table(ratios: pd.DataFrame) -> str:
+    lines = ["forward + input gradient: time of the kernels over that of BF16 (over that of bitsandbytes)"]
+    for (model, tokens, layer), shape in ratios.groupby(["model", "tokens", "layer"], sort=False):
+        cells = [
+            f"{row['arm']} {row['of_bf16']:.2f} ({row['of_bitsandbytes']:.2f})"
+            for _, row in shape.iterrows() if row["arm"] != "bf16"
+        ]  # fmt: skip
+        lines.append(f"  {model:12} {tokens:5} tokens  {layer:14} {'  '.join(cells)}")
+    return "\n".join(lines)
+
+
+def _train_step_table(ratios: pd.DataFrame) -> str:
+    lines = [
+        f"{'arm':7}{'loss':>12}{'micro-batch':>12}{'tokens/s':>10}{'of BF16':>9}{'of QLoRA':>9}{'peak GB':>9}{'base GB':>9}"
+    ]
+    for _, row in ratios.iterrows():
+        numbers = f"{row['tokens_per_second']:10,.0f}{row['of_bf16']:9.2f}{row['of_qlora']:9.2f}"
+        memory = f"{row['peak_gb']:9.1f}{row['base_gb']:9.2f}"
+        lines.append(f"{row['arm']:7}{row['loss']:>12}{row['micro_batch_tokens']:>12,}{numbers}{memory}")
+    return "\n".join(lines).replace("nan", "  -")
+
+
+def _draw_linear(result: Result) -> plt.Figure:
+    ratios = product_ratios(result)
+    ratios = ratios[(ratios["layer"] == LAYER) & (ratios["arm"] != "bf16")]
+    models = list(ratios["model"].unique())
+    figure, axes = plt.subplots(
+        1, len(models), figsize=(5.2 * len(models), 3.8), layout="constrained", squeeze=False, sharey=True
+    )
+    for axis, model in zip(axes.flat, models, strict=True):
+        for arm, rows in ratios[ratios["model"] == model].groupby("arm", sort=False):
+            axis.plot(rows["tokens"], rows["of_bf16"], "o-", color=COLORS[arm], label=_label(arm), lw=1.6, ms=4)
+        axis.axhline(1, color=COLORS["bf16"], lw=1, ls="--")
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(rows["tokens"], [f"{tokens:,}" for tokens in rows["tokens"]])
+        _dress(axis, f"{model}, seven Linears of a layer", "tokens")
+    axes.flat[0].set_ylabel("time, BF16 = 1")
+    axes.flat[0].legend(frameon=False)
+    figure.suptitle(f"Forward + input gradient of packed Linears, {_gpu(result)}")
+    return figure
+
+
+def _draw_steps(result: Result) -> plt.Figure:
+    rows = pd.DataFrame(result["steps"])
+    rows = rows[rows["loss"] == "chunked"]
+    sizes = sorted(rows["micro_batch_tokens"].unique(), reverse=True)
+    figure, axes = plt.subplots(2, len(sizes), figsize=(4.6 * len(sizes), 5.2), layout="constrained", squeeze=False)
+    for column, size in enumerate(sizes):
+        shown = rows[rows["micro_batch_tokens"] == size]
+        for axis, value, label in (
+            (axes[0, column], "tokens_per_second", "tokens/s"),
+            (axes[1, column], "peak_gb", "peak GB"),
+        ):
+            bars = axis.bar(
+                [_label(arm) for arm in shown["arm"]], shown[value], color=[COLORS[a] for a in shown["arm"]]
+            )
+            axis.bar_label(bars, fmt="{:,.0f}" if value == "tokens_per_second" else "{:.1f}", fontsize=8)
+            _dress(axis, f"micro-batches of {size:,} tokens" if axis is axes[0, column] else "", "")
+            axis.set_ylabel(label if column == 0 else "")
+    about = result["options"]
+    figure.suptitle(f"LoRA training step, {about['model']}, rank {about['rank']}, {_gpu(result)}")
+    return figure
+
+
+def _label(arm: str) -> str:
+    return {"bitsandbytes": "NF4, bitsandbytes", "qlora": "QLoRA", "nf4": "NF4, ours"}.get(arm, arm.upper())
+
+
+def _gpu(result: Result) -> str:
+    gpus = result["environment"]["gpus"]
+    return gpus[0]["name"] if gpus else "no GPU"
+
+
+def _dress(axis: Axes, title: str, label: str) -> None:
+    axis.set(title=title, xlabel=label)
+    axis.set_ylim(bottom=0, top=1.12 * axis.get_ylim()[1])
+    axis.grid(alpha=0.25, axis="y")
+    axis.spines[["top", "right"]].set_visible(False)

@@ -1,0 +1,122 @@
+"""The packed Linear and LoRA on it on a GPU: the numbers of the CPU, compiled too, and no dense weight kept."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from qerl_lab.formats import PackedLinear, register_lora
+
+pytestmark = pytest.mark.gpu
+N, K = 192, 320
+PACKED = [("nvfp4", {}), ("mxfp4", {}), ("nf4", {"double_quant": True}), ("nf4", {"double_quant": False})]
+each_packed = pytest.mark.parametrize(("name", "options"), PACKED)
+
+
+def layer(name: str, options: dict[str, Any], dtype: torch.dtype, lora: bool) -> nn.Module:
+    torch.manual_seed(0)
+    packed = PackedLinear.from_linear(nn.Linear(K, N).to(dtype), name, **options)
+    model = nn.Sequential(packed, nn.LayerNorm(N, dtype=dtype))
+    if lora:
+        config = LoraConfig(r=8, target_modules=["0"])
+        register_lora(config)
+        inject_adapter_in_model(config, model)
+        nn.init.normal_(model[0].lora_B["default"].weight, std=0.1)
+    return model[0]
+
+
+def gradients(module: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, ...]:
+    y = module(x)
+    grad = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y)
+    parameters = [p for p in getattr(module, "parameters", list)() if p.requires_grad]
+    return (y, *torch.autograd.grad(y, [x, *parameters], grad))
+
+
+def inputs() -> list[Tensor]:
+    return [torch.randn(K), torch.randn(7, K), torch.randn(3, K, 5).transpose(1, 2), torch.randn(0, K)]
+
+
+@each_packed
+@pytest.mark.parametrize("lora", [False, True], ids=["linear", "lora"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_numbers_of_the_cpu(name: str, options: dict[str, Any], lora: bool, dtype: torch.dtype) -> None:
+    on_cpu = layer(name, options, dtype, lora)
+    on_gpu = copy.deepcopy(on_cpu).cuda()
+    exact = dtype is torch.float32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    for x in inputs():
+        expected = gradients(on_cpu, x.to(dtype).requires_grad_())
+        got = [t.cpu() for t in gradients(on_gpu, x.to(dtype).cuda().requires_grad_())]
+        for own, other in zip(got, expected, strict=True):
+            torch.testing.assert_close(own, other, rtol=1e-4 if exact else 3e-2, atol=1e-4 if exact else 0.1)
+
+
+@each_packed
+def test_unpacked_bits_are_those_of_the_cpu(name: str, options: dict[str, Any]) -> None:
+    on_cpu = layer(name, options, torch.float32, False)
+    on_gpu = copy.deepcopy(on_cpu).cuda()
+    for dtype in (torch.float32, torch.bfloat16):
+        own, other = on_gpu.unpack(dtype).cpu(), on_cpu.unpack(dtype)
+        if name == "nf4":  # bitsandbytes' own kernels: one rounding of a bfloat16 apart, here and there
+            torch.testing.assert_close(own, other, rtol=2**-8, atol=1e-6)
+        else:
+            assert torch.equal(own, other)
+
+
+@each_packed
+@pytest.mark.parametrize("lora", [False, True], ids=["linear", "lora"])
+@pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
+def test_compiled_by_inductor(name: str, options: dict[str, Any], lora: bool, autocast: bool) -> None:
+    module = layer(name, options, torch.bfloat16, lora).cuda()
+    compiled = torch.compile(module, fullgraph=True)
+    x = torch.randn(64, K, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+        for own, eager in zip(gradients(compiled, x), gradients(module, x), strict=True):
+            torch.testing.assert_close(own, eager, rtol=3e-2, atol=0.1)
+
+
+@each_packed
+@pytest.mark.parametrize("lora", [False, True], ids=["linear", "lora"])
+def test_nothing_dense_is_kept_and_checkpointing_changes_nothing(
+    name: str, options: dict[str, Any], lora: bool
+) -> None:
+    torch.manual_seed(0)
+    big = nn.Linear(4096, 4096, bias=False, dtype=torch.bfloat16, device="cuda")
+    model = nn.Sequential(PackedLinear.from_linear(big, name, **options), nn.LayerNorm(4096))
+    if lora:
+        config = LoraConfig(r=8, target_modules=["0"])
+        register_lora(config)
+        inject_adapter_in_model(config, model)
+    module = model[0].cuda()
+    x = torch.randn(16, 4096, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    expected = gradients(module, x)  # allocates what the libraries keep
+    del expected
+    before = torch.cuda.memory_allocated()
+    y = module(x)
+    assert torch.cuda.memory_allocated() - before < 2**20  # a dense weight has 2**25 bytes
+    y.sum().backward()
+    del y
+    module.zero_grad()
+    plain = gradients(module, x)
+    again = gradients(lambda x: checkpoint(module, x, use_reentrant=False), x)
+    assert torch.equal(plain[1], again[1])
+
+
+def test_one_call_launches_no_copy_to_the_host() -> None:
+    """A synchronization in every layer would stall training; torch raises on one here."""
+    modules = [layer(name, options, torch.bfloat16, True).cuda() for name, options in PACKED]
+    x = torch.randn(64, K, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    grad = torch.randn(64, N, dtype=torch.bfloat16, device="cuda")
+    for module in modules:
+        module(x).backward(grad)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for module in modules:
+            module(x).backward(grad)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
