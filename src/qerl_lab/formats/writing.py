@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from io import FileIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -104,23 +105,35 @@ def write(
     the disk was full. Calls `advance` with the source bytes of what is done. Raises ValueError for a weight that the
     format cannot hold and OSError where it cannot be written; both name file and tensor.
     """
-    file, aside, at = folder / shard.file, folder / f"{shard.file}.tmp", "its header"
+    file, aside = folder / shard.file, folder / f"{shard.file}.tmp"
     header = _header(shard.layout)
-    begins = _begins(shard.layout)
+    begins = {name: len(header) + begin for name, begin in _begins(shard.layout).items()}
     try:
-        with aside.open("wb") as out:
-            out.write(header)
+        with aside.open("wb", buffering=0) as out:  # a buffer would fail once more, without a name, when it is closed
+            _write_whole(out, memoryview(header))
             for unit in shard.units:
-                for at, tensor in _tensors(unit, source, format_name, options, device).items():
-                    out.seek(len(header) + begins[at])
-                    out.write(_bytes(at, tensor, unit.layout[at]))
-                    out.flush()
+                _write_unit(out, unit, begins, _tensors(unit, source, format_name, options, device))
                 advance(source_bytes(source, Shard(shard.file, [unit])))
             os.fsync(out.fileno())
     except OSError as error:
         aside.unlink(missing_ok=True)
-        raise OSError(error.errno, f"{error.strerror}, at {at}", str(file)) from error
+        raise OSError(error.errno, error.strerror, str(file)) from error
     aside.replace(file)
+
+
+def _write_unit(out: FileIO, unit: Unit, begins: Mapping[str, int], tensors: Mapping[str, Tensor]) -> None:
+    for name, tensor in tensors.items():
+        content = _bytes(name, tensor, unit.layout[name])
+        try:
+            out.seek(begins[name])
+            _write_whole(out, content)
+        except OSError as error:
+            raise OSError(error.errno, f"{error.strerror}, at {name}") from error
+
+
+def _write_whole(out: FileIO, content: memoryview) -> None:
+    while content:
+        content = content[out.write(content) :]
 
 
 def _tensors(
