@@ -6,7 +6,7 @@ from pathlib import Path
 from qerl_lab.bench.shapes import ARCHITECTURES
 from qerl_lab.config import ConfigError, did_you_mean, option
 
-ARMS = ("bf16", "nvfp4", "mxfp4", "nf4", "qlora")
+ARMS = ("bf16", "bf16_peft", "nvfp4", "mxfp4", "nf4", "qlora")
 
 
 @dataclass
@@ -20,7 +20,7 @@ class LinearOptions:
 class TrainStepOptions:
     model: str = option("qwen2.5-7b", "architecture, with random weights", choices=tuple(ARCHITECTURES))
     arms: list[str] = option(
-        list(ARMS), f"{', '.join(ARMS)}; qlora is bitsandbytes' own Linear4bit, nf4 our packed Linear on the same bits"
+        list(ARMS), "formats under the lab's LoRA; bf16_peft and qlora (bitsandbytes' Linear4bit) under PEFT's modules"
     )
     sequences: int = option(8, "sequences in a step; timed in one micro-batch, and one by one", at_least=1)
     length: int = option(2048, "tokens of a sequence", at_least=2)

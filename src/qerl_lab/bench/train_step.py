@@ -14,12 +14,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
-from transformers import Qwen2Config
+from transformers import PreTrainedModel, Qwen2Config
 from trl.trainer.utils import add_fused_lm_head
 
-from qerl_lab import policy
+from qerl_lab import formats, policy
 from qerl_lab.bench.linear import Row, linear4bit
 from qerl_lab.bench.options import TrainStepOptions
 from qerl_lab.bench.shapes import ARCHITECTURES
@@ -67,10 +67,10 @@ class Arm:
 
 
 def build(options: TrainStepOptions, arm: str) -> Arm:
-    """`bf16`, a format of ours, or `qlora`: bitsandbytes' Linear4bit under PEFT."""
+    """A format of ours; `bf16_peft` and `qlora`: a dense base and bitsandbytes' Linear4bit, under PEFT's own LoRA."""
     before = torch.cuda.memory_allocated()
     config = Qwen2Config(**ARCHITECTURES[options.model], dtype=torch.bfloat16, attn_implementation="sdpa")
-    name = "bf16" if arm == "qlora" else arm
+    name = arm if arm in formats.names() else "bf16"
     base = load_model(
         config, RandomWeights(config), PackedAs(name, ("lm_head",), {}), is_packed=False,
         device=torch.device("cuda"), dtype=torch.bfloat16,
@@ -78,16 +78,24 @@ def build(options: TrainStepOptions, arm: str) -> Arm:
     if arm == "qlora":
         to_linear4bit(base)
     base_bytes = torch.cuda.memory_allocated() - before
-    cfg = RunConfig()
-    cfg.lora.rank = options.rank
     add_fused_lm_head(base, outputs=("log_probs", "entropy"))
-    model = policy.attach_adapters(base, cfg)
+    model = with_adapters(base, options.rank, plain=arm in ("qlora", "bf16_peft"))
     model.gradient_checkpointing_enable({"use_reentrant": False})
     model.enable_input_require_grads()
     model.train()
     adapters = [p for p in model.parameters() if p.requires_grad]
     held = torch.cuda.memory_allocated() - before
     return Arm(model, torch.optim.AdamW(adapters, lr=1e-5, fused=True), base_bytes, held)
+
+
+def with_adapters(base: PreTrainedModel, rank: int, *, plain: bool) -> PeftModel:
+    """The adapters of the lab, or with `plain` PEFT's own modules, on the same layers."""
+    cfg = RunConfig()
+    cfg.lora.rank = rank
+    if not plain:
+        return policy.attach_adapters(base, cfg)
+    targets = list(cfg.lora.target_modules)
+    return get_peft_model(base, LoraConfig(r=rank, lora_alpha=rank, target_modules=targets, task_type="CAUSAL_LM"))
 
 
 def to_linear4bit(base: nn.Module) -> None:

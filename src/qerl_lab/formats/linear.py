@@ -60,8 +60,7 @@ class PackedLinear(nn.Linear):
             _check_cache_device(dense_cache, tensor.device)
             # Not register_buffer: bitsandbytes calls its packed tensor `weight`, which is a property here.
             self._buffers[_attribute(name)] = tensor
-        if not self.weight.is_meta:
-            self.decoder  # noqa: B018  # made now, so that torch.compile finds it
+        self._packed_changed(decode=True)
 
     @classmethod
     def from_linear(
@@ -99,9 +98,12 @@ class PackedLinear(nn.Linear):
             self._decoder = codec(self.weight_format).decoder(self.packed(), shape)
         return self._decoder
 
-    def _packed_changed(self) -> None:
+    def _packed_changed(self, *, decode: bool = False) -> None:
+        """With `decode` the new decoder is made at once, because torch.compile cannot read constants from a GPU."""
         self._decoder = None
         self._dense.clear()
+        if decode and not self.weight.is_meta:
+            self._decoder = self.decoder
 
     def unpack(self, dtype: torch.dtype) -> Tensor:
         """W' `[N, K]` in `dtype`."""
@@ -136,8 +138,9 @@ class PackedLinear(nn.Linear):
                 return fn(tensor.view(torch.uint8)).view(tensor.dtype)  # bytes: no cast of floats touches them
             return fn(tensor)
 
+        decoded = self._decoder is not None
         super()._apply(keep_dtype, recurse)
-        self._packed_changed()
+        self._packed_changed(decode=decoded)
         return self
 
     def _save_to_state_dict(self, destination: dict[str, Tensor], prefix: str, keep_vars: bool) -> None:

@@ -37,8 +37,8 @@ class LoraLinear(Linear):
             or self.merged
             or self.lora_B[adapter].bias is not None
             or (self.training and not isinstance(self.lora_dropout[adapter], nn.Identity))
-            or (self.base_layer.bias is not None and self.base_layer.bias.requires_grad)
-            or (not isinstance(self.base_layer, PackedLinear) and self.base_layer.weight.requires_grad)
+            or type(self.base_layer) not in (nn.Linear, PackedLinear)  # a subclass has a product of its own
+            or any(parameter.requires_grad for parameter in self.base_layer.parameters())
         )
 
 
@@ -62,30 +62,31 @@ class _LoraProduct(torch.autograd.Function):
     """x[M, K], A[r, K], B[N, r] -> x @ W^T + bias + scaling * x @ A^T @ B^T for the frozen weight W of `base`.
 
     The adapter's product is added in the epilogue of a matrix product, forward and backward, where PEFT's modules make
-    and keep copies of x and y. Saved for the backward pass: x, and x @ A^T of width r.
+    and keep copies of x and y. Saved for the backward pass: x, A, B and x @ A^T, all in the dtype of x.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, A: Tensor, B: Tensor, scaling: float, base: nn.Linear) -> Tensor:
         weight, alpha = _operand(base, x.dtype)
         bias = None if base.bias is None else base.bias.to(x.dtype)
-        inner = x @ A.to(x.dtype).t()
-        ctx.save_for_backward(x, inner, A, B)
-        ctx.scaling, ctx.base = scaling, base
-        return scaled_linear(x, weight, alpha, bias).addmm_(inner, B.to(x.dtype).t(), alpha=scaling)
+        a, b = A.to(x.dtype), B.to(x.dtype)
+        inner = x @ a.t()
+        ctx.save_for_backward(x, inner, a, b)
+        ctx.scaling, ctx.base, ctx.dtype = scaling, base, A.dtype
+        return scaled_linear(x, weight, alpha, bias).addmm_(inner, b.t(), alpha=scaling)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, Tensor, Tensor, None, None]:
-        x, inner, A, B = ctx.saved_tensors
+        x, inner, a, b = ctx.saved_tensors
         with dtypes_as_they_are(grad_y):
-            grad_inner = scaled_linear(grad_y, B.to(x.dtype).t(), ctx.scaling)
-            grad_A = (grad_inner.t() @ x).to(A.dtype)
-            grad_B = scaled_linear(grad_y.t(), inner.t(), ctx.scaling).to(B.dtype)
+            grad_inner = scaled_linear(grad_y, b.t(), ctx.scaling)
+            grad_A = (grad_inner.t() @ x).to(ctx.dtype)
+            grad_B = scaled_linear(grad_y.t(), inner.t(), ctx.scaling).to(ctx.dtype)
             if not ctx.needs_input_grad[0]:
                 return None, grad_A, grad_B, None, None
             weight, alpha = _operand(ctx.base, x.dtype)
-            grad_x = scaled_linear(grad_y, weight.t(), alpha).addmm_(grad_inner, A.to(x.dtype))
+            grad_x = scaled_linear(grad_y, weight.t(), alpha).addmm_(grad_inner, a)
         return grad_x, grad_A, grad_B, None, None
 
 

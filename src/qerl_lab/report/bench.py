@@ -8,7 +8,15 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 Result = dict[str, Any]
-COLORS = {"bf16": "0.45", "nvfp4": "C0", "mxfp4": "C2", "nf4": "C1", "bitsandbytes": "C3", "qlora": "C3"}
+COLORS = {
+    "bf16": "0.45",
+    "bf16_peft": "0.7",
+    "nvfp4": "C0",
+    "mxfp4": "C2",
+    "nf4": "C1",
+    "bitsandbytes": "C3",
+    "qlora": "C3",
+}
 LAYER = "whole layer"
 
 
@@ -72,13 +80,12 @@ def _products_table(ratios: pd.DataFrame) -> str:
 
 
 def _train_step_table(ratios: pd.DataFrame) -> str:
-    lines = [
-        f"{'arm':7}{'loss':>12}{'micro-batch':>12}{'tokens/s':>10}{'of BF16':>9}{'of QLoRA':>9}{'peak GB':>9}{'base GB':>9}"
-    ]
+    head = ("tokens/s", "of BF16", "of QLoRA", "peak GB", "base GB")
+    lines = [f"{'arm':10}{'loss':>12}{'micro-batch':>12}" + "".join(f"{name:>9}" for name in head)]
     for _, row in ratios.iterrows():
-        numbers = f"{row['tokens_per_second']:10,.0f}{row['of_bf16']:9.2f}{row['of_qlora']:9.2f}"
+        numbers = f"{row['tokens_per_second']:9,.0f}{row['of_bf16']:9.2f}{row['of_qlora']:9.2f}"
         memory = f"{row['peak_gb']:9.1f}{row['base_gb']:9.2f}"
-        lines.append(f"{row['arm']:7}{row['loss']:>12}{row['micro_batch_tokens']:>12,}{numbers}{memory}")
+        lines.append(f"{row['arm']:10}{row['loss']:>12}{row['micro_batch_tokens']:>12,}{numbers}{memory}")
     return "\n".join(lines).replace("nan", "  -")
 
 
@@ -125,7 +132,7 @@ def _draw_steps(result: Result) -> plt.Figure:
 
 
 def _label(arm: str) -> str:
-    return {"bitsandbytes": "NF4, bitsandbytes", "qlora": "QLoRA", "nf4": "NF4, ours"}.get(arm, arm.upper())
+    return {"bitsandbytes": "NF4, bitsandbytes", "qlora": "QLoRA", "bf16_peft": "BF16, PEFT"}.get(arm, arm.upper())
 
 
 def _gpu(result: Result) -> str:
