@@ -1,0 +1,126 @@
+"""Checkpoints on a GPU: loading stays small, packs the bits that a CPU packs, and vLLM computes the same with them."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+
+from qerl_lab.formats import codec, weight_bytes
+from qerl_lab.formats.files import WeightFiles
+from qerl_lab.formats.hf_config import PackedAs
+from qerl_lab.formats.loading import load_model, stored_as
+from small_checkpoints import equal, write_dense, write_packed
+
+pytestmark = pytest.mark.gpu
+
+GPU, CPU = torch.device("cuda"), torch.device("cpu")
+FORMATS = ["nvfp4", "mxfp4", "nf4", "bf16"]
+# One Linear beside the head is left dense, by its full name: both engines must find it.
+IGNORE = ["lm_head", "model.layers.1.mlp.down_proj"]
+# Nats per token between two engines that order their bfloat16 sums differently. On the same model, bfloat16 and float32
+# differ by 0.006 in the mean and 0.025 at most; quantizing it, to any of the formats, changes 0.2 in the mean.
+BAND_MEAN, BAND_MAX = 0.02, 0.12
+
+
+def random_model(seed: int = 0, **shape: Any) -> Qwen2ForCausalLM:
+    """Random bfloat16 weights whose logits spread with a standard deviation of 0.7."""
+    config = Qwen2Config(num_attention_heads=8, num_key_value_heads=2, initializer_range=0.03, eos_token_id=2, **shape)
+    torch.manual_seed(seed)
+    return Qwen2ForCausalLM(config).to(torch.bfloat16)
+
+
+def load(folder: Path, name: str, device: torch.device) -> PreTrainedModel:
+    """Load `folder` as it is stored, or packed on the way if it is dense."""
+    stored = stored_as(folder)
+    return load_model(
+        AutoConfig.from_pretrained(folder), WeightFiles(folder), stored or PackedAs(name, ("lm_head",), {}),
+        is_packed=stored is not None, device=device, dtype=torch.bfloat16,
+    )  # fmt: skip
+
+
+# Loading a dense directory.
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Twelve layers of the proportions of Qwen2.5-7B: packed they are a third of the dense size."""
+    model = random_model(vocab_size=1024, hidden_size=1024, intermediate_size=5376, num_hidden_layers=12)
+    return write_dense(tmp_path_factory.mktemp("dense"), model)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_gpu_memory_stays_below_the_packed_size_and_one_layer(dense: Path, name: str) -> None:
+    load(dense, name, GPU)  # what libraries allocate once
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    model = load(dense, name, GPU)
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() - before
+    packed = weight_bytes(model).total
+    layer = sum(2 * tensor.numel() for name, tensor in dense_tensors(dense) if name.startswith("model.layers.0."))
+    whole = sum(2 * tensor.numel() for _, tensor in dense_tensors(dense))
+    print(f"{name}: peak {peak / 2**20:.1f} MiB, packed {packed / 2**20:.1f}, one dense layer {layer / 2**20:.1f}, "
+          f"the dense model {whole / 2**20:.1f}")  # fmt: skip
+    assert packed < peak <= packed + layer
+    assert name == "bf16" or packed + layer < 0.5 * whole
+
+
+def dense_tensors(folder: Path) -> list[tuple[str, Tensor]]:
+    files = WeightFiles(folder)
+    return [(name, files.tensor(name)) for name in files.names]
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "bf16"])
+def test_a_gpu_packs_the_bits_that_a_cpu_packs(dense: Path, name: str) -> None:
+    on_gpu, on_cpu = (load(dense, name, device).state_dict() for device in (GPU, CPU))
+    assert list(on_gpu) == list(on_cpu)
+    assert [key for key in on_cpu if not equal(on_gpu[key].cpu(), on_cpu[key])] == []
+
+
+# One directory, two engines.
+
+
+def own_logprobs(folder: Path, name: str, prompts: list[list[int]]) -> Tensor:
+    """Of each prompt's tokens but the first, `[prompts, tokens - 1]`."""
+    ids = torch.tensor(prompts, device=GPU)
+    with torch.no_grad():
+        logprobs = load(folder, name, GPU)(ids).logits.float().log_softmax(-1)
+    return logprobs[:, :-1].gather(-1, ids[:, 1:, None])[..., 0].cpu()
+
+
+def vllm_logprobs(folder: Path, prompts: list[list[int]], scratch: Path) -> Tensor:
+    asked, out = scratch / "prompts.json", scratch / "logprobs.json"
+    asked.write_text(json.dumps(prompts))
+    script = Path(__file__).with_name("vllm_logprobs.py")
+    command = [sys.executable, str(script), str(folder), str(asked), str(out)]
+    ran = subprocess.run(command, cwd=scratch, capture_output=True, text=True, timeout=400)
+    assert ran.returncode == 0, f"vLLM could not serve {folder}:\n{ran.stdout[-3000:]}\n{ran.stderr[-6000:]}"
+    return torch.tensor(json.loads(out.read_text()))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM")
+@pytest.mark.parametrize("name", FORMATS)
+def test_vllm_computes_the_same_from_the_same_directory(tmp_path: Path, name: str) -> None:
+    model = random_model(vocab_size=1024, hidden_size=512, intermediate_size=1536, num_hidden_layers=4)
+    folder = tmp_path / "checkpoint"
+    write_dense(folder, model) if codec(name).BLOCK is None else write_packed(folder, model, name, ignore=IGNORE)
+    prompts = torch.randint(3, 1024, (4, 120), generator=torch.Generator().manual_seed(1)).tolist()
+    ours, theirs = own_logprobs(folder, name, prompts), vllm_logprobs(folder, prompts, tmp_path)
+    gap = (ours - theirs).abs()
+    where = divmod(int(gap.argmax()), gap.shape[1])
+    said = (
+        f"{name}: gap to vLLM {gap.mean():.4f} nats in the mean, {gap.max():.4f} at most, at prompt {where[0]}, token "
+        f"{where[1] + 1} (ours {ours[where]:.4f}, vLLM's {theirs[where]:.4f})"
+    )
+    print(said)
+    assert ours.std() > 0.5, "log-probabilities that say nothing"
+    assert gap.mean() <= BAND_MEAN, said
+    assert gap.max() <= BAND_MAX, said

@@ -1,0 +1,31 @@
+"""Log-probabilities of prompts' own tokens in vLLM, in a process of its own, whose GPU memory comes back.
+
+python vllm_logprobs.py FOLDER PROMPTS.json OUT.json     PROMPTS and OUT: [prompt][token]; OUT has none for the first
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+
+def main(folder: str, prompts_file: Path, out_file: Path) -> None:
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0", "HF_HUB_OFFLINE": "1"}
+    from vllm import LLM, SamplingParams
+
+    prompts = json.loads(prompts_file.read_text())
+    engine = LLM(
+        model=folder, dtype="bfloat16", enforce_eager=True, gpu_memory_utilization=0.1, max_model_len=256,
+        max_num_seqs=8, skip_tokenizer_init=True, enable_prefix_caching=False,
+    )  # fmt: skip
+    sampling = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=1, detokenize=False)
+    results = engine.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
+    rows = []
+    for ids, result in zip(prompts, results, strict=True):
+        after_first = zip(result.prompt_logprobs[1:], ids[1:], strict=True)
+        rows.append([position[token].logprob for position, token in after_first])
+    out_file.write_text(json.dumps(rows))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]))
