@@ -25,7 +25,8 @@ class LoraLinear(Linear):
         dtype = autocast_dtype(x.device)
         own = base.compute_dtype if isinstance(base, PackedLinear) else base.weight.dtype
         rows = x.reshape(-1, x.shape[-1]).to(dtype or own)
-        y = _LoraProduct.apply(rows, lora_A.weight, lora_B.weight, self.scaling[active[0]], base)
+        A, B = lora_A.weight.to(rows.dtype), lora_B.weight.to(rows.dtype)
+        y = _LoraProduct.apply(rows, A, B, self.scaling[active[0]], base)
         y = y.reshape(*x.shape[:-1], base.out_features)
         return y if dtype else y.to(x.dtype)
 
@@ -61,32 +62,31 @@ class PackedLoraLinear(LoraLinear):
 class _LoraProduct(torch.autograd.Function):
     """x[M, K], A[r, K], B[N, r] -> x @ W^T + bias + scaling * x @ A^T @ B^T for the frozen weight W of `base`.
 
-    The adapter's product is added in the epilogue of a matrix product, forward and backward, where PEFT's modules make
-    and keep copies of x and y. Saved for the backward pass: x, A, B and x @ A^T, all in the dtype of x.
+    All in one dtype. The adapter's product is added in the epilogue of a matrix product, forward and backward, where
+    PEFT's modules make and keep copies of x and y. Saved for the backward pass: x, A, B and x @ A^T.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, A: Tensor, B: Tensor, scaling: float, base: nn.Linear) -> Tensor:
         weight, alpha = _operand(base, x.dtype)
         bias = None if base.bias is None else base.bias.to(x.dtype)
-        a, b = A.to(x.dtype), B.to(x.dtype)
-        inner = x @ a.t()
-        ctx.save_for_backward(x, inner, a, b)
-        ctx.scaling, ctx.base, ctx.dtype = scaling, base, A.dtype
-        return scaled_linear(x, weight, alpha, bias).addmm_(inner, b.t(), alpha=scaling)
+        inner = x @ A.t()
+        ctx.save_for_backward(x, inner, A, B)
+        ctx.scaling, ctx.base = scaling, base
+        return scaled_linear(x, weight, alpha, bias).addmm_(inner, B.t(), alpha=scaling)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, Tensor, Tensor, None, None]:
-        x, inner, a, b = ctx.saved_tensors
+        x, inner, A, B = ctx.saved_tensors
         with dtypes_as_they_are(grad_y):
-            grad_inner = scaled_linear(grad_y, b.t(), ctx.scaling)
-            grad_A = (grad_inner.t() @ x).to(ctx.dtype)
-            grad_B = scaled_linear(grad_y.t(), inner.t(), ctx.scaling).to(ctx.dtype)
+            grad_inner = scaled_linear(grad_y, B.t(), ctx.scaling)
+            grad_A = grad_inner.t() @ x
+            grad_B = scaled_linear(grad_y.t(), inner.t(), ctx.scaling)
             if not ctx.needs_input_grad[0]:
                 return None, grad_A, grad_B, None, None
             weight, alpha = _operand(ctx.base, x.dtype)
-            grad_x = scaled_linear(grad_y, weight.t(), alpha).addmm_(grad_inner, a)
+            grad_x = scaled_linear(grad_y, weight.t(), alpha).addmm_(grad_inner, A)
         return grad_x, grad_A, grad_B, None, None
 
 
