@@ -1,10 +1,11 @@
 # make run    set up .venv and run the main job          make lint     ruff and mypy
 # make test   the same set-up, then the whole CPU suite  make format   ruff, in place
+# make quantize-env   .venv-quantize, with what method=awq and method=gptq of the quantize command need
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: run test lint format
+.PHONY: run test lint format quantize-env
 .DELETE_ON_ERROR:
 
 run: $(VENV)/.installed
@@ -34,3 +35,12 @@ $(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
 $(VENV)/.installed-test: pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
 	touch $@ $(VENV)/.installed
+
+# Apart from .venv and without constraints.txt: llmcompressor pins another compressed-tensors than vLLM does.
+quantize-env:
+	$(MAKE) --no-print-directory .venv-quantize/.installed-quantize VENV=.venv-quantize
+	@echo "Ready. Type: .venv-quantize/bin/python -m qerl_lab.quantize model=... format=nvfp4 method=awq out=DIR"
+
+$(VENV)/.installed-quantize: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[quantize]'
+	touch $@

@@ -1,0 +1,124 @@
+"""AWQ (arXiv 2306.00978) and GPTQ (arXiv 2210.17323) through llmcompressor 0.14, weights only.
+
+- awq: `AWQModifier` searches, per group of layers that share an input, the scales of input channels that change the
+  group's output least, and moves them from the weights into the norm or layer before; then round to nearest.
+- gptq: `GPTQModifier` rounds column by column and makes up for each error in the columns that follow.
+
+Both go through the model layer by layer with what the layers before, quantized already, hand on. llmcompressor sets the
+scales by the codecs' default rules and gives q/k/v and gate/up one NVFP4 global scale. What it writes is read by
+`hf_config.recognize`. AWQ changes the weights of norms, so a sigma of AQN means another noise after it.
+"""
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from qerl_lab import calibration_data
+from qerl_lab.config import ConfigError
+from qerl_lab.formats.files import local_folder
+from qerl_lab.formats.linear import packable
+from qerl_lab.quantize_config import QuantizeConfig
+
+if TYPE_CHECKING:
+    from llmcompressor.modifiers import Modifier
+
+SCHEMES = {"nvfp4": "NVFP4A16", "mxfp4": "MXFP4A16"}  # presets of compressed-tensors that leave activations alone
+
+
+def run(cfg: QuantizeConfig, folder: Path) -> None:
+    """Write the calibrated weights of `cfg.model`, config.json, generation_config.json and recipe.yaml into `folder`.
+
+    Raises:
+        ConfigError: llmcompressor is missing, or there is too little text for `samples` sequences of `tokens`.
+        ValueError: a layer does not divide into blocks; names the layers.
+    """
+    _check(cfg)
+    from llmcompressor import oneshot
+
+    _show_warnings_only()
+    source = local_folder(cfg.model, cfg.revision)
+    tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    model = AutoModelForCausalLM.from_pretrained(source, dtype="auto", use_safetensors=True, trust_remote_code=False)
+    _check_length(cfg, model)
+    data = calibration_data.sequences(cfg.dataset, tokenizer, samples=cfg.samples, tokens=cfg.tokens, seed=cfg.seed)
+    oneshot(model=model, processor=tokenizer, recipe=_recipe(cfg, _left_dense(model, cfg)), dataset=_batches(data))
+    model.save_pretrained(folder, save_compressed=True)
+
+
+def _show_warnings_only() -> None:
+    """Of llmcompressor's log. It configures loguru when it is imported, with a line for every layer."""
+    from loguru import logger
+
+    logger.remove()
+    logger.add(
+        sys.stderr, level="WARNING", format="llmcompressor: {message}",
+        filter=lambda record: record["level"].name != "METRIC" and record["function"] != "get_main_device",
+    )  # fmt: skip
+
+
+def _check(cfg: QuantizeConfig) -> None:
+    """Raise ConfigError where llmcompressor is missing or would not compute on the device that was asked for."""
+    if importlib.util.find_spec("llmcompressor") is None:
+        raise ConfigError(
+            f"method={cfg.method} needs llmcompressor, which is not installed here. It is in the extra `quantize`, "
+            "which wants a virtual environment of its own: llmcompressor 0.14 pins compressed-tensors 0.19, vLLM pins "
+            "0.17. Type make quantize-env, then this command with .venv-quantize/bin/python."
+        )
+    if cfg.device == "cpu" and torch.accelerator.is_available():
+        raise ConfigError(
+            f"device=cpu with method={cfg.method}: llmcompressor takes the GPU if it sees one. "
+            "Put CUDA_VISIBLE_DEVICES= before the command, or type device=auto."
+        )
+
+
+def _check_length(cfg: QuantizeConfig, model: PreTrainedModel) -> None:
+    longest = getattr(model.config, "max_position_embeddings", None)
+    if longest is not None and cfg.tokens > longest:
+        raise ConfigError(f"tokens={cfg.tokens} is more than model={cfg.model} can read. Type tokens={longest}.")
+
+
+def _left_dense(model: nn.Module, cfg: QuantizeConfig) -> list[str]:
+    """Full names of the Linears that method=rtn leaves dense too."""
+    packed = {*packable(model, cfg.ignore)}
+    return [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear) and name not in packed]
+
+
+def _batches(data: Tensor) -> DataLoader:
+    """One sequence a batch."""
+    rows = [{"input_ids": row, "attention_mask": torch.ones_like(row)} for row in data]
+    return DataLoader(cast(Dataset, rows), batch_size=1)
+
+
+def _recipe(cfg: QuantizeConfig, ignore: list[str]) -> list["Modifier"]:
+    from llmcompressor.modifiers.gptq import GPTQModifier
+    from llmcompressor.modifiers.quantization import QuantizationModifier
+
+    which: dict[str, Any] = {"targets": "Linear", "scheme": SCHEMES[cfg.format], "ignore": ignore}
+    return [GPTQModifier(**which)] if cfg.method == "gptq" else [_awq(), QuantizationModifier(**which)]
+
+
+def _awq() -> "Modifier":
+    """llmcompressor's AWQ. Without an accelerator its caches must not be pinned: 0.14 tries to, and torch refuses."""
+    from llmcompressor.modifiers.transform.awq import AWQModifier
+    from llmcompressor.pipelines.cache import IntermediatesCache
+
+    if torch.accelerator.is_available():
+        return AWQModifier()
+
+    class UnpinnedCache(IntermediatesCache):
+        def pin_memory(self, batch_index: int, input_names: list[str] | None = None) -> None:
+            """Nothing: pinned memory is for copies to an accelerator."""
+
+    class AWQWithoutAccelerator(AWQModifier):
+        def on_calibration_start(self, state: Any, event: Any, **kwargs: Any) -> None:
+            super().on_calibration_start(state, event, **kwargs)
+            for parent in self._parent_args_cache:
+                self._parent_args_cache[parent] = UnpinnedCache(None, self.offload_device)
+
+    return AWQWithoutAccelerator()
