@@ -50,7 +50,7 @@ def option(
 @dataclass
 class ModelConfig:
     name: str = option("pocket", "label of the policy in tables and run names")
-    path: str = option("pocket", "Hugging Face id, local directory, or `pocket` for the embedded policy")
+    path: str = option("pocket", "hub id or directory, dense or packed in the run's format, or `pocket` (embedded)")
     revision: str | None = option(None, "branch, tag or commit on the hub; null is the newest")
     dtype: str = option("auto", "compute dtype; auto is bfloat16 on a GPU, float32 on a CPU", choices=DTYPES)
     attention: str = option("sdpa", "attention implementation of transformers: sdpa, eager, flash_attention_2 ...")
@@ -60,7 +60,7 @@ class ModelConfig:
 @dataclass
 class FormatConfig:
     name: str = option("nvfp4", "weight format of the frozen base: a module of qerl_lab.formats")
-    ignore: list[str] = option(["lm_head"], "Linear layers left in the model's dtype, by the last part of their name")
+    ignore: list[str] = option(["lm_head"], "Linear layers left dense: full name, its last parts, or re:PATTERN")
     dense_cache: str = option(
         "auto", "keep dequantized weights too: auto is on for a CPU; a GPU refuses on", choices=("auto", "on", "off")
     )

@@ -45,6 +45,7 @@ def describe(
     """The `quantization_config` of a checkpoint packed in `format_name`.
 
     `ignore` names the Linears left dense, in full or by the end after a dot; compressed-tensors also takes `re:` ones.
+    (Of bitsandbytes' list vLLM reads full names and last parts only.)
     `dtype` is what the model computes in and `double_quant` the choice of NF4; compressed-tensors records neither.
     Raises ValueError for a format that is not packed, and for a pattern where bitsandbytes takes names.
     """
