@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from qerl_lab.formats.codecs import Layout, codec
+from qerl_lab.formats.codecs import Layout, check_weight, codec, quantize_by_rows
 from qerl_lab.formats.files import DTYPES, SINGLE, WeightFiles
 from qerl_lab.formats.linear import fused_groups
 
@@ -142,15 +142,21 @@ def _tensors(
     """What becomes of one unit; the parts of a fused layer get the options that they must have in common."""
     if not unit.modules:
         return {unit.names[0]: source.tensor(unit.names[0])}
+    weights = {name: source.tensor(name, device) for name in unit.names}
+    try:
+        return _packed(unit, weights, format_name, options)
+    except ValueError as error:
+        raise ValueError(f"{source.where(unit.names[0])}: {error}") from error
+
+
+def _packed(unit: Unit, weights: dict[str, Tensor], format_name: str, options: Mapping[str, Any]) -> dict[str, Tensor]:
+    for name, weight in weights.items():  # before the common options, which one bad part would spoil for all
+        check_weight(weight, name=name, format_name=format_name)
     module_codec = codec(format_name)
-    weights = [source.tensor(name, device) for name in unit.names]
-    common = dict(options) | module_codec.shared_options(weights, **options)
+    common = {**options, **module_codec.shared_options(list(weights.values()), **options)}
     tensors: dict[str, Tensor] = {}
     for module, name in zip(unit.modules, unit.names, strict=True):
-        try:
-            parts = module_codec.quantize(weights.pop(0), name=name, **common)
-        except ValueError as error:
-            raise ValueError(f"{source.where(name)}: {error}") from error
+        parts = quantize_by_rows(module_codec, weights.pop(name), name=name, **common)
         tensors |= {f"{module}.{part}": tensor for part, tensor in parts.items()}
     return tensors
 

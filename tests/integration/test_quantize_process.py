@@ -1,0 +1,197 @@
+"""`python -m qerl_lab.quantize` as a process: on the embedded policy, killed at the worst moments, on a full disk.
+
+Starting Python costs seconds, so the runs that are to be killed are forked from a server that has imported everything
+(multiprocessing's forkserver).
+"""
+
+import json
+import multiprocessing
+import os
+import re
+import resource
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from small_checkpoints import write_dense
+
+pytestmark = pytest.mark.integration
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(["qerl_lab.quantization"])
+COMMAND = [sys.executable, "-m", "qerl_lab.quantize"]
+WORDS = ["model=model", "format=nvfp4", "quality=weights", "shard_gb=2e-5", "out=out"]
+
+
+@pytest.fixture
+def model(tmp_path, monkeypatch) -> Path:
+    """A small model in several files, in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=427, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, initializer_range=0.2,
+    )  # fmt: skip
+    (tmp_path / "model").mkdir()
+    return write_dense(tmp_path / "model", Qwen2ForCausalLM(config).bfloat16(), max_shard_size="30KB")
+
+
+def command(*words: str, **options: Any) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run([*COMMAND, *words], capture_output=True, text=True, timeout=120, **options)
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    """Everything but quality.json, which holds times."""
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "quality.json"}
+
+
+# --- children
+
+
+def run(folder: Path, moment: str, call: int, number: int) -> None:
+    """The command, sent the signal `number` before its `call`-th call of `moment`."""
+    os.chdir(folder)
+    with (folder / "output.txt").open("ab", buffering=0) as out:
+        os.dup2(out.fileno(), 1), os.dup2(out.fileno(), 2)
+    from qerl_lab import quality, quantize
+    from qerl_lab.formats import writing
+
+    places = {"bytes": (writing, "_bytes"), "fsync": (os, "fsync"), "replace": (Path, "replace"),
+              "rename": (Path, "rename"), "measure": (quality, "measure_layer")}  # fmt: skip
+    if moment in places:
+        owner, name = places[moment]
+        setattr(owner, name, signalling(getattr(owner, name), call, number))
+    sys.exit(quantize.main(WORDS))
+
+
+def signalling(function: Callable[..., Any], call: int, number: int) -> Callable[..., Any]:
+    calls = 0
+
+    def wrapped(*args: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            os.kill(os.getpid(), number)
+        return function(*args, **options)
+
+    return wrapped
+
+
+def child(folder: Path, moment: str = "never", call: int = 0, number: int = signal.SIGKILL) -> int:
+    """Its exit code."""
+    process = SERVER.Process(target=run, args=(folder, moment, call, number))
+    process.start()
+    process.join(120)
+    assert process.exitcode is not None
+    return process.exitcode
+
+
+@pytest.fixture
+def uninterrupted(model) -> dict[str, bytes]:
+    assert child(model.parent) == 0
+    (model.parent / "out").rename(model.parent / "reference")
+    return files(model.parent / "reference")
+
+
+# --- tests
+
+
+def test_the_embedded_policy_becomes_a_checkpoint_with_its_quality_beside_it(tmp_path):
+    done = command("model=pocket", "out=checkpoint", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    report = json.loads((tmp_path / "checkpoint" / "quality.json").read_text())
+    kl = report["kl"]
+    assert f"{kl['nats_per_token']:.5f} nats per token over {kl['tokens']} tokens" in done.stdout
+    assert 0.001 < kl["nats_per_token"] < 0.05
+    assert abs(kl["entropy_original"] - 0.28) < 0.03
+    assert 20 < report["sqnr_db"]["all"] < 21
+    assert 4.5 < report["bits_per_weight"]["quantized"] < 4.51
+    assert report["environment"]["packages"]["torch"] == torch.__version__
+    assert "quantize.py model=pocket out=checkpoint" in report["environment"]["command"]
+    words = shlex.split(done.stdout.splitlines()[-1].split("-m qerl_lab ")[1])
+    again = [sys.executable, "-m", "qerl_lab", *words, "dry_run=true"]
+    assert "would run 1 job" in subprocess.run(again, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.parametrize(
+    ("moment", "call"),
+    [
+        ("bytes", 2),  # in the middle of the first file
+        ("bytes", 30),  # in the middle of a later one
+        ("fsync", 3),  # a file is written, not on the disk
+        ("replace", 2),  # on the disk, without its name
+        ("replace", 3),  # with its name, not in the journal
+        ("measure", 2),  # the weights are complete
+        ("rename", 1),  # everything is
+    ],
+)
+def test_a_killed_run_goes_on_to_the_same_bytes(model, uninterrupted, moment, call):
+    folder = model.parent
+    assert child(folder, moment, call) == -signal.SIGKILL
+    assert not (folder / "out").exists()
+    kept = {path: path.stat().st_mtime_ns for path in (folder / "out.partial").glob("*.safetensors")}
+    journal = json.loads((folder / "out.partial" / "journal.json").read_text())["files"]
+    assert child(folder) == 0, (folder / "output.txt").read_text()
+    assert files(folder / "out") == uninterrupted
+    again = [folder / "out" / path.name for path in kept if path.name in journal]
+    assert [path.name for path in again if path.stat().st_mtime_ns != kept[folder / "out.partial" / path.name]] == []
+    assert sorted(path.name for path in folder.iterdir()) == ["model", "out", "output.txt", "reference"]
+
+
+def test_a_run_that_is_killed_again_and_again_comes_to_the_same_end(model, uninterrupted):
+    folder, kills = model.parent, 0
+    while (code := child(folder, "fsync", 4)) == -signal.SIGKILL:
+        kills += 1
+        assert kills < 20
+    assert code == 0
+    assert kills >= 2
+    assert files(folder / "out") == uninterrupted
+
+
+def test_ctrl_c_is_answered_in_one_line_and_the_same_command_goes_on(model, uninterrupted):
+    folder = model.parent
+    assert child(folder, "bytes", 20, signal.SIGINT) == 130
+    assert (folder / "output.txt").read_text().endswith("interrupted; the same command goes on where it stopped\n")
+    assert not (folder / "out").exists()
+    assert child(folder) == 0
+    assert files(folder / "out") == uninterrupted
+
+
+def test_an_unfinished_directory_is_no_model(model):
+    folder = model.parent
+    assert child(folder, "bytes", 30) == -signal.SIGKILL
+    assert not (folder / "out.partial" / "config.json").exists()
+
+
+def test_a_full_disk_is_named_with_file_and_tensor_and_with_more_room_it_goes_on(model, uninterrupted):
+    """A limit on the size of files stands for the disk; the embedding alone is above it."""
+    limited = command(*WORDS, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000)))
+    assert limited.returncode == 1
+    assert re.fullmatch(
+        r"error: \[Errno 27\] File too large, at \S+\.weight: '\S+/out\.partial/model-\d+-of-\d+\.safetensors'\n",
+        limited.stderr,
+    )
+    assert not Path("out").exists()
+    assert not list(Path("out.partial").glob("*.tmp"))
+    assert child(model.parent) == 0
+    assert files(Path("out")) == uninterrupted
+
+
+def test_help_and_a_wrong_word_are_answered_at_once(tmp_path):
+    for words, code in ((["--help"], 0), (["format=nvfp5", "model=pocket", "out=x"], 2)):
+        times = []
+        for _ in range(3):
+            started = time.monotonic()
+            assert command(*words, cwd=tmp_path).returncode == code
+            times.append(time.monotonic() - started)
+        assert min(times) < 0.5
+    assert os.listdir(tmp_path) == []
