@@ -8,6 +8,7 @@ Only the functional API is used: `Linear4bit` repacks its weight on a CPU in eva
 first use.
 """
 
+import copy
 import json
 from collections.abc import Sequence
 from functools import partial
@@ -78,7 +79,10 @@ def decoder(packed: dict[str, Tensor], shape: tuple[int, int]) -> Decoder:
     # One block a row: the AVX-512 kernel of bitsandbytes 0.50 takes a wrong scale where a block crosses rows, that is
     # where K is no multiple of 64 (seen at K=160: accuracy 0.49 became 0.11). Blocks run over the flattened weight.
     state.shape = torch.Size((codes.numel() * 2 // BLOCK, BLOCK))
-    return Decoder(partial(_unpacked, codes, state, shape))
+    states = {dtype: copy.copy(state) for dtype in (torch.float32, torch.bfloat16, torch.float16)}
+    for dtype, own in states.items():
+        own.dtype = dtype
+    return Decoder(partial(_unpacked, codes, states, shape))
 
 
 def layout(shape: tuple[int, int], *, double_quant: bool = True) -> Layout:
@@ -121,11 +125,12 @@ def _check_header(text: bytes, shape: tuple[int, int], *, name: str, double_quan
             raise ValueError(f"{name}.{_HEADER} says {key}={found.get(key)}; allowed: {value}")
 
 
-def _unpacked(codes: Tensor, state: "QuantState", shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+def _unpacked(
+    codes: Tensor, states: "dict[torch.dtype, QuantState]", shape: tuple[int, int], dtype: torch.dtype
+) -> Tensor:
     from bitsandbytes.functional import dequantize_4bit
 
-    state.dtype = dtype
-    return dequantize_4bit(codes, state).reshape(shape)
+    return dequantize_4bit(codes, states[dtype]).reshape(shape)
 
 
 def _padded(header: Tensor) -> Tensor:

@@ -132,7 +132,9 @@ def _draw_steps(result: Result) -> plt.Figure:
 
 
 def _label(arm: str) -> str:
-    return {"bitsandbytes": "NF4, bitsandbytes", "qlora": "QLoRA", "bf16_peft": "BF16, PEFT"}.get(arm, arm.upper())
+    return {"bitsandbytes": "NF4, bitsandbytes", "qlora": "QLoRA\n(PEFT)", "bf16_peft": "BF16\n(PEFT)"}.get(
+        arm, arm.upper()
+    )
 
 
 def _gpu(result: Result) -> str:
@@ -143,5 +145,7 @@ def _gpu(result: Result) -> str:
 def _dress(axis: Axes, title: str, label: str) -> None:
     axis.set(title=title, xlabel=label)
     axis.set_ylim(bottom=0, top=1.12 * axis.get_ylim()[1])
+    axis.set_axisbelow(True)
+    axis.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
     axis.grid(alpha=0.25, axis="y")
     axis.spines[["top", "right"]].set_visible(False)
