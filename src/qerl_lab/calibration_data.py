@@ -17,7 +17,8 @@ SHUFFLED_ROWS = 1000  # of a hub dataset, which is read as a stream
 
 
 def sequences(dataset: str, tokenizer: PreTrainedTokenizerBase, *, samples: int, tokens: int, seed: int) -> Tensor:
-    """Token ids `[samples, tokens]`, int64: texts one after the other, an end token behind each, without padding.
+    """Token ids `[samples, tokens]`, int64: texts one after the other without padding, each closed by an end token, or
+    as the chat template closes a conversation.
 
     `dataset` is a .txt file (one text), a .jsonl file or a hub id (split train); rows come in the order of `seed`. A
     row is its `text`, or a conversation rendered by the model's chat template: `messages` (role, content),
@@ -25,11 +26,8 @@ def sequences(dataset: str, tokenizer: PreTrainedTokenizerBase, *, samples: int,
     cannot be read, a row with none of these, and too little text.
     """
     needed, ids = samples * tokens, list[int]()
-    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     for text in _texts(dataset, tokenizer, seed):
         ids += tokenizer(text, add_special_tokens=False)["input_ids"]
-        if ids[-1:] != end:
-            ids += end
         if len(ids) >= needed:
             return torch.tensor(ids[:needed]).view(samples, tokens)
     fits = len(ids) // tokens
@@ -43,7 +41,7 @@ def sequences(dataset: str, tokenizer: PreTrainedTokenizerBase, *, samples: int,
 def _texts(dataset: str, tokenizer: PreTrainedTokenizerBase, seed: int) -> Iterator[str]:
     path = Path(dataset).expanduser()
     if path.suffix == ".txt" and path.is_file():
-        yield path.read_text(encoding="utf-8")
+        yield path.read_text(encoding="utf-8") + (tokenizer.eos_token or "")
         return
     rows = _shuffled_lines(path, seed) if path.suffix == ".jsonl" and path.is_file() else _hub_rows(dataset, seed)
     for number, row in enumerate(rows):
@@ -53,7 +51,7 @@ def _texts(dataset: str, tokenizer: PreTrainedTokenizerBase, seed: int) -> Itera
 
 
 def _shuffled_lines(path: Path, seed: int) -> Iterator[Mapping[str, Any]]:
-    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    lines = [line for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
     random.Random(seed).shuffle(lines)
     for line in lines:
         try:
@@ -86,12 +84,13 @@ def _hub_rows(dataset: str, seed: int) -> Iterable[Mapping[str, Any]]:
 
 def _text_of(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> str | None:
     """The text of a row; None where it has no known field."""
+    end = tokenizer.eos_token or ""
     if isinstance(row.get("text"), str):
-        return row["text"]
+        return row["text"] + end
     if (messages := _messages_of(row)) is None:
         return None
     if tokenizer.chat_template is None:
-        return "\n".join(message["content"] for message in messages)
+        return "\n".join(message["content"] for message in messages) + end
     return tokenizer.apply_chat_template(messages, tokenize=False)
 
 

@@ -6,8 +6,9 @@ import reference_formats as reference
 import torch
 from torch import Tensor
 
-from qerl_lab import config
+from qerl_lab import config, policy
 from qerl_lab.formats import codec, mxfp4, nvfp4
+from qerl_lab.formats.files import POCKET, WeightFiles
 
 RULES = ["round", "floor", "ceil"]
 
@@ -161,6 +162,17 @@ def test_the_configuration_allows_what_the_codecs_know() -> None:
     for module, option in chosen.items():
         plain, with_option = module.quantize(weight), module.quantize(weight, **option)
         assert all(torch.equal(plain[key].view(torch.uint8), with_option[key].view(torch.uint8)) for key in plain)
+
+
+def test_the_configured_rules_reach_the_weights() -> None:
+    for name, rules in (("nvfp4", {"scale_rule": "four_over_six"}), ("mxfp4", {"exponent_rule": "ceil"})):
+        cfg = config.RunConfig(format=config.FormatConfig(name=name, **rules))
+        model, _ = policy.load_base(cfg, torch.device("cpu"))
+        dense = WeightFiles(POCKET).tensor("model.layers.0.mlp.down_proj.weight").float()
+        expected = codec(name).quantize(dense, **rules)
+        packed = model.model.layers[0].mlp.down_proj.packed()
+        assert all(torch.equal(packed[key].view(torch.uint8), expected[key].view(torch.uint8)) for key in expected)
+        assert not torch.equal(packed["weight_packed"], codec(name).quantize(dense)["weight_packed"])
 
 
 def test_error_on_an_unknown_rule() -> None:

@@ -55,15 +55,20 @@ def test_conversations_go_through_the_chat_template(
 ) -> None:
     chat = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}]
     ids = tokenizer.apply_chat_template(chat, return_dict=True)["input_ids"]
-    assert sequences(write(tmp_path, row), tokenizer, 1, len(ids)).tolist() == [ids]
+    assert sequences(write(tmp_path, row, row), tokenizer, 2, len(ids)).tolist() == [ids, ids]
 
 
 def test_without_a_chat_template_the_turns_are_lines(tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(POCKET)
     tokenizer.chat_template = None
-    ids = tokenizer(f"{QUESTION}\n{ANSWER}", add_special_tokens=False)["input_ids"]
-    dataset = write(tmp_path, {"question": QUESTION, "answer": ANSWER})
-    assert sequences(dataset, tokenizer, 1, len(ids)).tolist() == [ids]
+    ids = [*tokenizer(f"{QUESTION}\n{ANSWER}", add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+    dataset = write(tmp_path, *[{"question": QUESTION, "answer": ANSWER}] * 2)
+    assert sequences(dataset, tokenizer, 2, len(ids)).tolist() == [ids, ids]
+
+
+def test_a_line_separator_within_a_text_ends_no_row(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"text": "9\u2028+ 1"}\n', encoding="utf-8")
+    assert sequences(str(tmp_path / "rows.jsonl"), tokenizer, 1, 2).shape == (1, 2)
 
 
 def test_the_seed_orders_the_rows(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
