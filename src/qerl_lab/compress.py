@@ -38,7 +38,7 @@ def run(cfg: QuantizeConfig, folder: Path) -> None:
         ConfigError: llmcompressor is missing, or there is too little text for `samples` sequences of `tokens`.
         ValueError: a layer does not divide into blocks; names the layers.
     """
-    _check(cfg)
+    check(cfg)
     from llmcompressor import oneshot
 
     _show_warnings_only()
@@ -62,7 +62,7 @@ def _show_warnings_only() -> None:
     )  # fmt: skip
 
 
-def _check(cfg: QuantizeConfig) -> None:
+def check(cfg: QuantizeConfig) -> None:
     """Raise ConfigError where llmcompressor is missing or would not compute on the device that was asked for."""
     if importlib.util.find_spec("llmcompressor") is None:
         raise ConfigError(

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig
 
-from qerl_lab import policy, progress, quality
+from qerl_lab import compress, policy, progress, quality
 from qerl_lab.checks import typed
 from qerl_lab.config import ConfigError, FormatConfig, did_you_mean
 from qerl_lab.formats import hf_config, loading, writing
@@ -52,6 +52,8 @@ def run(cfg: QuantizeConfig) -> None:
     """
     progress.quiet_third_parties()
     device = policy.device_of(cfg.device)
+    if cfg.method != "rtn":
+        compress.check(cfg)
     source = read_source(cfg)
     with Unfinished(cfg.folder, identity(cfg, source, device), cfg.overwrite) as unfinished:
         if cfg.method == "rtn":
@@ -172,8 +174,6 @@ def copy_companions(source: Path, target: Path) -> None:
 
 def calibrate(cfg: QuantizeConfig, source: Source, unfinished: Unfinished) -> None:
     """AWQ or GPTQ. It cannot go on in the middle: what an interrupted process left is made again."""
-    from qerl_lab import compress
-
     if unfinished.has("config.json"):
         return
     unfinished.clear()

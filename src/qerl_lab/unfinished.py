@@ -50,6 +50,8 @@ class Unfinished:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if kind is not None and not self._journal["files"]:  # nothing to go on with
+            shutil.rmtree(self.folder)
         os.close(self._lock)
 
     def _take_over(self, overwrite: bool) -> None:

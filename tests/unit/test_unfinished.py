@@ -95,6 +95,22 @@ def test_two_processes_do_not_write_at_once(tmp_path):
         pass
 
 
+def fail(out: Path, *complete: str) -> None:
+    with begin(out) as unfinished:
+        (unfinished.folder / "a").write_text("whole")
+        unfinished.note(*complete)
+        raise ValueError("as asked")
+
+
+def test_what_fails_before_a_file_is_complete_leaves_nothing(tmp_path):
+    with pytest.raises(ValueError, match="as asked"):
+        fail(tmp_path / "out")
+    assert os.listdir(tmp_path) == []
+    with pytest.raises(ValueError, match="as asked"):
+        fail(tmp_path / "out", "a")
+    assert sorted(os.listdir(tmp_path / "out.partial")) == ["a", JOURNAL]
+
+
 def test_what_is_replaced_stays_until_the_new_one_is_whole(tmp_path):
     out = tmp_path / "out"
     out.mkdir()

@@ -79,6 +79,7 @@ def save_sqnr(layers: dict[str, float | None], title: str, path: Path) -> None:
     axis.set(title=title, xlabel="layer", ylabel="SQNR (dB)")
     low, high = axis.get_ylim()
     axis.set_ylim(min(low, (low + high) / 2 - 1), max(high, (low + high) / 2 + 1))  # 2 dB at least: less is no pattern
+    axis.margins(x=0.02)
     axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     axis.grid(alpha=0.25)
     axis.spines[["top", "right"]].set_visible(False)
