@@ -2,11 +2,12 @@
 
 - awq: `AWQModifier` searches, per group of layers that share an input, the scales of input channels that change the
   group's output least, and moves them from the weights into the norm or layer before; then round to nearest.
-- gptq: `GPTQModifier` rounds column by column and makes up for each error in the columns that follow.
+- gptq: `GPTQModifier` rounds column by column and makes up for each error in the columns that follow; the layers
+  before hand on what they compute when quantized.
 
-Both go through the model layer by layer with what the layers before, quantized already, hand on. llmcompressor sets the
-scales by the codecs' default rules and gives q/k/v and gate/up one NVFP4 global scale. What it writes is read by
-`hf_config.recognize`. AWQ changes the weights of norms, so a sigma of AQN means another noise after it.
+Both hold one layer at a time on the accelerator. llmcompressor sets the scales by the codecs' default rules and gives
+q/k/v and gate/up one NVFP4 global scale; `hf_config.recognize` reads what it writes. AWQ changes the weights of norms,
+so a sigma of AQN is another noise after it.
 """
 
 import importlib.util
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 
 from qerl_lab import calibration_data
 from qerl_lab.config import ConfigError
@@ -43,10 +44,10 @@ def run(cfg: QuantizeConfig, folder: Path) -> None:
 
     _show_warnings_only()
     source = local_folder(cfg.model, cfg.revision)
+    _check_length(cfg, AutoConfig.from_pretrained(source, trust_remote_code=False))
     tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-    model = AutoModelForCausalLM.from_pretrained(source, dtype="auto", use_safetensors=True, trust_remote_code=False)
-    _check_length(cfg, model)
     data = calibration_data.sequences(cfg.dataset, tokenizer, samples=cfg.samples, tokens=cfg.tokens, seed=cfg.seed)
+    model = AutoModelForCausalLM.from_pretrained(source, dtype="auto", use_safetensors=True, trust_remote_code=False)
     oneshot(model=model, processor=tokenizer, recipe=_recipe(cfg, _left_dense(model, cfg)), dataset=_batches(data))
     model.save_pretrained(folder, save_compressed=True)
 
@@ -77,8 +78,8 @@ def check(cfg: QuantizeConfig) -> None:
         )
 
 
-def _check_length(cfg: QuantizeConfig, model: PreTrainedModel) -> None:
-    longest = getattr(model.config, "max_position_embeddings", None)
+def _check_length(cfg: QuantizeConfig, config: PretrainedConfig) -> None:
+    longest = getattr(config, "max_position_embeddings", None)
     if longest is not None and cfg.tokens > longest:
         raise ConfigError(f"tokens={cfg.tokens} is more than model={cfg.model} can read. Type tokens={longest}.")
 

@@ -54,11 +54,11 @@ def test_error_without_llmcompressor_names_the_extra_and_the_command(
     assert not any(tmp_path.iterdir())
 
 
-def test_error_on_more_tokens_than_the_model_reads(tmp_path: Path) -> None:
-    model = tiny_model()
-    cfg = QuantizeConfig(model="m", method="gptq", tokens=model.config.max_position_embeddings + 1)
-    with pytest.raises(ConfigError, match=rf"Type tokens={model.config.max_position_embeddings}\."):
-        compress._check_length(cfg, model)
+def test_error_on_more_tokens_than_the_model_reads() -> None:
+    config = tiny_model().config
+    cfg = QuantizeConfig(model="m", method="gptq", tokens=config.max_position_embeddings + 1)
+    with pytest.raises(ConfigError, match=rf"Type tokens={config.max_position_embeddings}\."):
+        compress._check_length(cfg, config)
 
 
 def test_the_same_linears_stay_dense_as_by_rounding() -> None:
