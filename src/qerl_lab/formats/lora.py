@@ -73,7 +73,7 @@ class _LoraProduct(torch.autograd.Function):
         inner = x @ A.t()
         ctx.save_for_backward(x, inner, A, B)
         ctx.scaling, ctx.base = scaling, base
-        return scaled_linear(x, weight, alpha, bias).addmm_(inner, B.t(), alpha=scaling)
+        return _add_product(scaled_linear(x, weight, alpha, bias), inner, B.t(), scaling)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -86,8 +86,13 @@ class _LoraProduct(torch.autograd.Function):
             if not ctx.needs_input_grad[0]:
                 return None, grad_A, grad_B, None, None
             weight, alpha = _operand(ctx.base, x.dtype)
-            grad_x = scaled_linear(grad_y, weight.t(), alpha).addmm_(grad_inner, A)
+            grad_x = _add_product(scaled_linear(grad_y, weight.t(), alpha), grad_inner, A)
         return grad_x, grad_A, grad_B, None, None
+
+
+def _add_product(y: Tensor, a: Tensor, b: Tensor, scaling: float = 1.0) -> Tensor:
+    """y + scaling * a @ b, in the memory of y."""
+    return y.addmm_(a, b, alpha=scaling)
 
 
 def _operand(base: nn.Linear, dtype: torch.dtype) -> tuple[Tensor, float]:
