@@ -1,0 +1,23 @@
+"""The quantize command on a GPU writes what it writes on a CPU, and measures the models there."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from qerl_lab import quantize
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("weight_format", ["nvfp4", "mxfp4"])
+def test_the_bytes_do_not_depend_on_the_device(tmp_path: Path, weight_format: str) -> None:
+    for device in ("cpu", "cuda"):
+        words = ["model=pocket", f"format={weight_format}", f"device={device}", f"out={tmp_path / device}"]
+        assert quantize.main(words) == 0
+    files = [(tmp_path / device / "model.safetensors").read_bytes() for device in ("cpu", "cuda")]
+    assert files[0] == files[1]
+    cpu, cuda = (json.loads((tmp_path / device / "quality.json").read_text()) for device in ("cpu", "cuda"))
+    assert cuda["sqnr_db"]["layers"] == pytest.approx(cpu["sqnr_db"]["layers"], abs=1e-3)
+    assert (cuda["kl"]["device"], cuda["kl"]["dtype"]) == ("cuda", "bfloat16")
+    assert cuda["kl"]["nats_per_token"] == pytest.approx(cpu["kl"]["nats_per_token"], rel=0.3)
