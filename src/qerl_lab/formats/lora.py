@@ -91,7 +91,9 @@ class _LoraProduct(torch.autograd.Function):
 
 
 def _add_product(y: Tensor, a: Tensor, b: Tensor, scaling: float = 1.0) -> Tensor:
-    """y + scaling * a @ b, in the memory of y."""
+    """y + scaling * a @ b, in the memory of y; not so in torch.compile, whose 2.11 then gives wrong gradients."""
+    if torch.compiler.is_compiling():
+        return torch.addmm(y, a, b, alpha=scaling)
     return y.addmm_(a, b, alpha=scaling)
 
 
