@@ -162,19 +162,27 @@ def compare(cfg: QuantizeConfig, source: Path, folder: Path, weights: int, devic
     original = [logprobs(model, pair) for pair in pairs]
     del model
     model, _ = policy.load_base(run_config(cfg, folder, dtype=dtype), where)
-    sums = torch.zeros(3, dtype=torch.float64)
-    for pair, p in zip(pairs, original, strict=True):
+    sums = torch.zeros(len(pairs), 3, dtype=torch.float64)  # of each text: KL, both entropies
+    for own, pair, p in zip(sums, pairs, original, strict=True):
         q = logprobs(model, pair)
-        sums += torch.stack([
-            (q.exp() * (q - p)).sum(dtype=torch.float64), -(p.exp() * p).sum(dtype=torch.float64),
-            -(q.exp() * q).sum(dtype=torch.float64),
-        ])  # fmt: skip
-    tokens = sum(len(compared) for _, compared in pairs)
-    kl, before, after = (sums / tokens).tolist()
+        for n, terms in enumerate((q.exp() * (q - p), -p.exp() * p, -q.exp() * q)):
+            own[n] = terms.sum(dtype=torch.float64)
+    tokens = [len(compared) for _, compared in pairs]
+    kl, before, after = (sums.sum(0) / sum(tokens)).tolist()
     return {
-        "nats_per_token": kl, "entropy_original": before, "entropy_quantized": after, "tokens": tokens,
+        "nats_per_token": kl, "standard_error": standard_error(sums[:, 0].tolist(), tokens),
+        "entropy_original": before, "entropy_quantized": after, "tokens": sum(tokens),
         "text": cfg.text or "word problems", "device": where.type, "dtype": dtype,
     }  # fmt: skip
+
+
+def standard_error(sums: list[float], counts: list[int]) -> float | None:
+    """Of sum(sums) / sum(counts), texts being drawn and not tokens (ratio estimator); None for a single text."""
+    texts, mean = len(sums), sum(sums) / sum(counts)
+    if texts < 2:
+        return None
+    residuals = sum((value - mean * count) ** 2 for value, count in zip(sums, counts, strict=True))
+    return math.sqrt(residuals * texts / (texts - 1)) / sum(counts)
 
 
 def run_config(cfg: QuantizeConfig, folder: Path, *, dense: bool = False, dtype: str = "auto") -> RunConfig:
@@ -267,7 +275,8 @@ def _db(value: float | None) -> str:
 def _kl_rows(kl: dict[str, Any] | None) -> list[tuple[str, str]]:
     if kl is None or "skipped" in kl:
         return [("KL, entropy", f"not measured: {kl['skipped'] if kl else 'quality=weights'}")]
+    error = "" if kl["standard_error"] is None else f" +- {kl['standard_error']:.5f}"
     return [
-        ("KL to the original", f"{kl['nats_per_token']:.5f} nats per token over {kl['tokens']} tokens"),
+        ("KL to the original", f"{kl['nats_per_token']:.5f}{error} nats per token over {kl['tokens']} tokens"),
         ("entropy", f"{kl['entropy_original']:.4f} -> {kl['entropy_quantized']:.4f} nats per token"),
     ]

@@ -110,7 +110,10 @@ def test_the_embedded_policy_becomes_a_checkpoint_with_its_quality_beside_it(tmp
     assert "Traceback" not in done.stderr
     report = json.loads((tmp_path / "checkpoint" / "quality.json").read_text())
     kl = report["kl"]
-    assert f"{kl['nats_per_token']:.5f} nats per token over {kl['tokens']} tokens" in done.stdout
+    assert (
+        f"{kl['nats_per_token']:.5f} +- {kl['standard_error']:.5f} nats per token over {kl['tokens']} tokens"
+        in done.stdout
+    )
     assert 0.001 < kl["nats_per_token"] < 0.05
     assert abs(kl["entropy_original"] - 0.28) < 0.03
     assert 20 < report["sqnr_db"]["all"] < 21

@@ -210,6 +210,12 @@ def test_errors_name_the_module() -> None:
     model.model.layers[1].mlp.up_proj.weight.data[3, 4] = float("nan")
     with pytest.raises(ValueError, match=r"^model\.layers\.1\.mlp\.up_proj: 1 values .* the first nan at \[3, 4\]"):
         pack_model(model, "nvfp4")
+    model = tiny_model()
+    model.model.layers[0].self_attn.v_proj.weight.data[1, 2] = float("inf")  # its scale is that of q and k too
+    with pytest.raises(
+        ValueError, match=r"^model\.layers\.0\.self_attn\.v_proj: 1 values .* the first inf at \[1, 2\]"
+    ):
+        pack_model(model, "nvfp4")
     with pytest.raises(ValueError, match="unknown weight format 'fp4'; allowed: bf16"):
         pack_model(tiny_model(), "fp4")
     with pytest.raises(ValueError, match="pack first, then add LoRA"):

@@ -187,3 +187,12 @@ def test_without_room_the_table_says_so_and_the_rest_is_there(folders, monkeypat
     assert json.loads((folders[1] / "quality.json").read_text()) == result
     assert (folders[1] / "sqnr.png").stat().st_size > 10_000
     assert result["options"] == dict.fromkeys(codec("nvfp4").OPTIONS, "max")
+
+
+def test_standard_error_is_that_of_a_ratio() -> None:
+    """Of texts of equal length the textbook error of a mean; none where all texts have the same mean."""
+    sums, counts = [3.0, 5.0, 10.0], [10, 10, 10]
+    expected = np.std([0.3, 0.5, 1.0], ddof=1) / np.sqrt(3)
+    assert quality.standard_error(sums, counts) == pytest.approx(expected)
+    assert quality.standard_error([1.0, 2.0], [10, 20]) == 0
+    assert quality.standard_error([1.0], [10]) is None

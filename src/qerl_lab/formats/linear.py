@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qerl_lab.formats.codecs import Decoder, codec, quantize_by_rows
+from qerl_lab.formats.codecs import Decoder, check_weight, codec, quantize_by_rows
 from qerl_lab.formats.hf_config import is_ignored
 
 COMPUTE_DTYPES = (torch.float32, torch.bfloat16)  # sums over W' of NVFP4 (up to 2688) overflow float16
@@ -271,6 +271,8 @@ def pack_group(model: nn.Module, names: list[str], codec_name: str, dense_cache:
     module_codec = codec(codec_name)
     linears = {name: cast(nn.Linear, model.get_submodule(name)) for name in names}
     weights = [linear.weight for linear in linears.values()]
+    for name, weight in zip(names, weights, strict=True):  # before a bad value reaches the scale that all share
+        check_weight(weight, name=name, format_name=codec_name)
     options = options | module_codec.shared_options(weights, **options)
     for name, linear in linears.items():
         if module_codec.BLOCK is None:

@@ -113,7 +113,8 @@ def _draw_steps(result: Result) -> plt.Figure:
     rows = pd.DataFrame(result["steps"])
     rows = rows[rows["loss"] == "chunked"]
     sizes = sorted(rows["micro_batch_tokens"].unique(), reverse=True)
-    figure, axes = plt.subplots(2, len(sizes), figsize=(4.6 * len(sizes), 5.2), layout="constrained", squeeze=False)
+    width = max(6.5, 4.6 * len(sizes))  # room for the title
+    figure, axes = plt.subplots(2, len(sizes), figsize=(width, 5.2), layout="constrained", squeeze=False)
     for column, size in enumerate(sizes):
         shown = rows[rows["micro_batch_tokens"] == size]
         for axis, value, label in (
