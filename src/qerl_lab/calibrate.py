@@ -14,7 +14,9 @@ from torch import Tensor
 
 from qerl_lab import formats, policy, progress, tasks
 from qerl_lab.aqn import Noise
-from qerl_lab.config import RunConfig
+from qerl_lab.config import ConfigError, RunConfig
+from qerl_lab.formats.files import local_folder
+from qerl_lab.formats.loading import stored_as
 from qerl_lab.pretrain import task_config
 from qerl_lab.rollout import Sampling
 from qerl_lab.rollout.transformers import TransformersEngine
@@ -28,14 +30,24 @@ def main() -> None:
     parser.add_argument("--sigmas", default="0.02,0.05,0.1,0.15,0.2,0.3", help="comma-separated")
     args = parser.parse_args()
     progress.quiet_third_parties()
+    try:
+        measure(args.model, list(map(float, args.sigmas.split(","))))
+    except ConfigError as error:
+        parser.error(str(error))
+
+
+def measure(model: str, sigmas: list[float]) -> None:
+    """Print both tables. Raises ConfigError for a model that cannot be loaded, and for one that is packed already."""
+    if stored_as(local_folder(model, None, key="--model")) is not None:
+        raise ConfigError(f"--model={model} is packed; allowed: the dense model, against which the KL is measured.")
     device = policy.device_of("auto")
-    engine, pairs = sampled_pairs(args.model, device)
+    engine, pairs = sampled_pairs(model, device)
     clean = engine.logprobs(pairs, 1.0)
     print(f"{len(pairs)} completions, {clean.shape[0]} tokens, on {device}")
     for name in formats.names():
-        quantized = TransformersEngine(load(args.model, name, device), batch_size=256).logprobs(pairs, 1.0)
+        quantized = TransformersEngine(load(model, name, device), batch_size=256).logprobs(pairs, 1.0)
         print(f"format {name:6}  KL to bf16   {kl(quantized, clean):.5f} nats")
-    for sigma in map(float, args.sigmas.split(",")):
+    for sigma in sigmas:
         drawn = [noisy_kl(engine, pairs, clean, Noise(sigma, seed=0, step=step)) for step in range(1, DRAWS + 1)]
         mean, spread = sum(drawn) / DRAWS, f"{min(drawn):.5f} to {max(drawn):.5f} over {DRAWS} draws"
         print(f"sigma {sigma:<7g}  KL to clean  {mean:.5f} nats, {spread}")

@@ -33,7 +33,9 @@ def main(words: list[str]) -> int:
     try:
         cfg = arguments.read(QuantizeConfig, words)
         check(cfg)
-        os.environ |= {name: value for name, value in CHILD_ENVIRONMENT.items() if name not in os.environ}
+        # llmcompressor draws hundreds of bars, on a terminal over each other, in a log file one line after the other.
+        calm = {} if sys.stderr.isatty() else {"TQDM_MININTERVAL": "30"}
+        os.environ |= {name: value for name, value in (CHILD_ENVIRONMENT | calm).items() if name not in os.environ}
         from qerl_lab.quantization import run
 
         run(cfg)
