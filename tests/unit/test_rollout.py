@@ -13,6 +13,7 @@ from qerl_lab.aqn import Noise
 from qerl_lab.formats.files import POCKET
 from qerl_lab.policy import Policy
 from qerl_lab.rollout import Rollout, Sampling
+from qerl_lab.rollout import transformers as transformers_engine
 from qerl_lab.rollout.transformers import Recorder, TransformersEngine
 
 NOISE = Noise(0.3, seed=0, step=1)
@@ -223,6 +224,17 @@ def test_noise_kl_is_zero_without_noise_and_the_vocabulary_sum_with_it(policy, e
     assert engine.noise_std() == pytest.approx(0.3, rel=0.1)  # and the engine is as noisy as before
 
 
+def test_noise_kl_holds_the_logits_of_a_chunk_of_tokens(policy, engine, prompts, monkeypatch) -> None:
+    engine.sync(policy, NOISE)
+    out = engine.generate(prompts, 2, Sampling(30, seed=1))
+    whole, seen = engine.noise_kl(out, 10, temperature=1.0), []
+    monkeypatch.setattr(transformers_engine, "CHUNK", 7)
+    with policy.model.get_output_embeddings().register_forward_pre_hook(lambda _, args: seen.append(len(args[0]))):
+        assert engine.noise_kl(out, 10, temperature=1.0) == pytest.approx(whole, rel=1e-5)
+    assert max(seen) == 7
+    assert sum(seen) == 2 * sum(len(completion) for _, completion, _ in rows(out))
+
+
 @pytest.mark.parametrize("call", ["generate", "noise_kl"])
 def test_a_failure_inside_leaves_the_policy_as_it_was(policy, engine, prompts, monkeypatch, call) -> None:
     """Whether it does is checked after every test of this file."""
@@ -235,7 +247,7 @@ def test_a_failure_inside_leaves_the_policy_as_it_was(policy, engine, prompts, m
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr(policy.model, "generate", fail)
-    monkeypatch.setattr(policy.model, "forward", fail)
+    monkeypatch.setattr(policy.model.get_base_model().base_model, "forward", fail)
     with pytest.raises(RuntimeError, match="out of memory"):
         engine.generate(prompts, 2, Sampling(8, seed=1)) if call == "generate" else engine.noise_kl(out, 2, 1.0)
 

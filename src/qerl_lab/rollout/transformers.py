@@ -16,6 +16,9 @@ from qerl_lab.policy import Policy
 from qerl_lab.rollout import Rollout, Sampling
 
 
+CHUNK = 1024  # tokens whose float32 logits are in memory at once
+
+
 class TransformersEngine:
     """Engine over `policy.model`. `batch_size` is the most completions generated at once."""
 
@@ -97,23 +100,34 @@ class TransformersEngine:
             (p, c) for p, group in zip(rollout.prompt_ids_P, rollout.completion_ids_P_G, strict=True) for c in group
         ]
         pairs = pairs[:: max(1, len(pairs) // completions)][:completions]  # spread over the prompts
-        noisy = self.logprobs(pairs, temperature)
-        own, self.norms = (
-            self.norms,
-            {name: w.to(self.norms[name].dtype) for name, w in self.policy.clean_norms.items()},
-        )
-        clean, self.norms = self.logprobs(pairs, temperature), own
-        return (noisy.exp() * (noisy - clean)).sum(-1).mean().item()
+        noisy, own = self._states(pairs), self.norms
+        self.norms = {name: w.to(own[name].dtype) for name, w in self.policy.clean_norms.items()}
+        clean, self.norms = self._states(pairs), own
+        total = 0.0
+        for states in zip(noisy.split(CHUNK), clean.split(CHUNK), strict=True):
+            p, q = (self._logprobs(part, temperature) for part in states)
+            total += (p.exp() * (p - q)).sum().item()
+        return total / len(noisy)
 
     def logprobs(self, pairs: list[tuple[list[int], list[int]]], temperature: float) -> Tensor:
         """The sampler's log-probs [tokens, vocabulary] at every completion token of (prompt, completion) pairs."""
+        return self._logprobs(self._states(pairs), temperature)
+
+    def _states(self, pairs: list[tuple[list[int], list[int]]]) -> Tensor:
+        """What the head reads at every completion token, [tokens, hidden]: `CHUNK` of them make logits that fit."""
         ids, mask = left_padded([p + c for p, c in pairs], self.policy.tokenizer.pad_token_id, self.policy.device)
         keep = max(len(c) for _, c in pairs) + 1
         with self._sampling_mode():
-            logits = self.policy.model(input_ids=ids, attention_mask=mask, logits_to_keep=keep).logits[:, :-1]
+            backbone = self.policy.model.get_base_model().base_model
+            states = backbone(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state[:, -keep:-1]
         at = torch.arange(keep - 1, device=ids.device)
         is_completion = at >= keep - 1 - torch.tensor([[len(c)] for _, c in pairs], device=ids.device)
-        return (logits[is_completion].float() / temperature).log_softmax(-1)
+        return states[is_completion]
+
+    @torch.no_grad()
+    def _logprobs(self, states: Tensor, temperature: float) -> Tensor:
+        logits = self.policy.model.get_output_embeddings()(states)
+        return (logits.float() / temperature).log_softmax(-1)
 
 
 class Recorder(LogitsProcessor):
