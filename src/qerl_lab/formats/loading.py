@@ -7,7 +7,7 @@ already, or a dense one that is packed while it is read.
 import re
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 from accelerate import init_empty_weights
@@ -44,14 +44,25 @@ class TensorSource(Protocol):
 def stored_as(folder: Path) -> PackedAs | None:
     """How the weights in `folder` are packed, as its config.json says; None if they are dense.
 
+    By which rule they were rounded (scale_rule, exponent_rule) only quality.json says, which not every checkpoint has.
     Raises ValueError, naming the file, if there is no config.json or it speaks of something that cannot be loaded.
     """
     file = folder / "config.json"
     config = read_json(file).get("quantization_config")
+    if config is None:
+        return None
     try:
-        return None if config is None else recognize(config)
+        packed_as = recognize(config)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
+    return packed_as._replace(options=_rounding(folder, packed_as.format_name) | packed_as.options)
+
+
+def _rounding(folder: Path, format_name: str) -> dict[str, Any]:
+    """The options that the quantize command noted."""
+    file = folder / "quality.json"
+    noted = read_json(file).get("options", {}) if file.is_file() else {}
+    return {name: noted[name] for name in codec(format_name).OPTIONS if name in noted}
 
 
 def load_model(

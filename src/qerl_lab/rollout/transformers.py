@@ -15,7 +15,6 @@ from qerl_lab.aqn import Noise
 from qerl_lab.policy import Policy
 from qerl_lab.rollout import Rollout, Sampling
 
-
 CHUNK = 1024  # tokens whose float32 logits are in memory at once
 
 
