@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from packed_layers import tiny_model
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, CompressedTensorsConfig, PreTrainedModel
 
+from packed_layers import tiny_model
 from qerl_lab import compress
 from qerl_lab.config import ConfigError
 from qerl_lab.formats import PackedLinear, codec, pack_model

@@ -10,18 +10,18 @@ from typing import Any
 import pytest
 import torch
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from packed_layers import PACKED, each_format, each_packed, tiny_model, tokens
-from small_checkpoints import edit_config, edit_tensors, equal, write_dense, write_packed
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from packed_layers import PACKED, each_format, each_packed, tiny_model, tokens
 from qerl_lab import policy
 from qerl_lab.config import ConfigError
 from qerl_lab.formats import PackedLinear, codecs, pack_model, weight_bytes
 from qerl_lab.formats.files import POCKET, WeightFiles
 from qerl_lab.formats.hf_config import PackedAs, describe
 from qerl_lab.formats.loading import empty_model, fill, load_model, stored_as
+from small_checkpoints import edit_config, edit_tensors, equal, write_dense, write_packed
 
 CPU = torch.device("cpu")
 HEAD = ("lm_head",)

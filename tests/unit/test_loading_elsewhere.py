@@ -5,8 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from packed_layers import each_packed
-from small_checkpoints import write_packed
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -17,9 +15,11 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
+from packed_layers import each_packed
 from qerl_lab.formats import PackedLinear, codec
 from qerl_lab.formats.files import WeightFiles
 from qerl_lab.formats.loading import load_model, stored_as
+from small_checkpoints import write_packed
 
 # Nats of log-probability, where those of the model spread with a standard deviation of 0.8. compressed-tensors rounds
 # the NVFP4 weights to bfloat16 after the global scale, ours are exact before it: each differs by up to 2**-8 of itself.

@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-from packed_layers import K, N, each_packed, linear, packed_linear
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora.layer import Linear as PeftLinear
 from torch import Tensor, nn
 
+from packed_layers import K, N, each_packed, linear, packed_linear
 from qerl_lab.formats import register_lora
 from qerl_lab.formats.lora import LoraLinear, _LoraProduct
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from packed_layers import LAYER_NAMES, dense_twin, each_format, each_packed, tiny_model, tokens
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from packed_layers import LAYER_NAMES, dense_twin, each_format, each_packed, tiny_model, tokens
 from qerl_lab.formats import PackedLinear, codec, nvfp4, pack_model, register_lora, weight_bytes
 from qerl_lab.formats.lora import PackedLoraLinear
 

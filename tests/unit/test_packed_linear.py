@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from packed_layers import PACKED, K, N, dense_twin, each_packed, linear, packed_linear
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from packed_layers import PACKED, K, N, dense_twin, each_packed, linear, packed_linear
 from qerl_lab.formats import PackedLinear, codec, weight_bytes
 from qerl_lab.formats.linear import _check_cache_device
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from packed_layers import tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from packed_layers import tiny_model
 from qerl_lab import quality
 from qerl_lab.config import ConfigError
 from qerl_lab.formats import codec

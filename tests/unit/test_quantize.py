@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from packed_layers import PACKED, each_packed, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from packed_layers import PACKED, each_packed, tiny_model
 from qerl_lab import cli, policy, quality, quantization, quantize
 from qerl_lab.compose import make_plan
 from qerl_lab.formats import PackedLinear, codec, pack_model

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from packed_layers import PACKED, each_packed, tiny_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from packed_layers import PACKED, each_packed, tiny_model
 from qerl_lab.formats import codec, codecs, pack_model, writing
 from qerl_lab.formats.files import DTYPES, WeightFiles
 from qerl_lab.formats.linear import packable
