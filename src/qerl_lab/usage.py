@@ -102,12 +102,19 @@ def _default_options() -> dict[str, str]:
     return {group: option for entry in entries if isinstance(entry, dict) for group, option in entry.items()}
 
 
+_SHOWN = ("experiment=", "seed=", "dry_run=")  # words that the other columns of a dry run tell
+
+
 def dry_run_table(plan: Plan) -> str:
-    """What a command would run, one line a job."""
-    rows = [["job", *(name for name, _ in _facts(RunConfig())), "run directory"]]
-    for job in plan.jobs:
+    """What a command would run, one line a job, with the words that set it apart and no column shows."""
+    rows = [["job", *(name for name, _ in _facts(RunConfig())), "overrides", "run directory"]]
+    own = _words(plan.jobs)[1] if plan.multirun else [[]]
+    for job, words in zip(plan.jobs, own, strict=True):
         where = str(job.run_dir.relative_to(plan.directory)) if plan.multirun else near(job.run_dir)
-        rows.append([str(job.number), *(str(value) for _, value in _facts(job.config)), where])
+        rest = " ".join(word for word in words if not word.lstrip("+").startswith(_SHOWN))
+        rows.append([str(job.number), *(str(value) for _, value in _facts(job.config)), rest, where])
+    if not any(row[-2] for row in rows[1:]):
+        rows = [[*row[:-2], row[-1]] for row in rows]
     last = f"in {near(plan.directory)}" if plan.multirun else "as above"
     return "\n".join([_table(rows), f"dry run: would run {count(plan.jobs)} {last}; nothing was started or written"])
 
@@ -128,12 +135,11 @@ def count(jobs: list[Job]) -> str:
 def sweep_table(jobs: list[Job], directory: Path) -> str:
     """How every job of a sweep ended, with its headline numbers or the reason of its failure."""
     found = [status(job.run_dir) for job in jobs]
-    shared = [word for word in jobs[0].overrides if all(word in job.overrides for job in jobs)] if len(jobs) > 1 else []
+    shared, own = _words(jobs)
     rows = [["job", "overrides", "status", "accuracy", "entropy", "tok/s", "seconds", "run directory"]]
-    for job, word in zip(jobs, found, strict=True):
+    for job, words, word in zip(jobs, own, found, strict=True):
         where = str(job.run_dir.relative_to(directory))
-        own = " ".join(word for word in job.overrides if word not in shared)
-        rows.append([str(job.number), own, word, *_headline(job.run_dir), where])
+        rows.append([str(job.number), " ".join(words), word, *_headline(job.run_dir), where])
     header, *body = _table(rows).splitlines()
     lines = ["", *([f"all jobs: {' '.join(shared)}"] if shared else []), header]
     for job, word, line in zip(jobs, found, body, strict=True):
@@ -143,6 +149,12 @@ def sweep_table(jobs: list[Job], directory: Path) -> str:
     if {"failed", "interrupted"} & set(found):
         lines.append(f"continue one with: python -m qerl_lab resume={near(directory)}/RUN_DIRECTORY")
     return "\n".join(lines)
+
+
+def _words(jobs: list[Job]) -> tuple[list[str], list[list[str]]]:
+    """What was typed for all of several jobs, and for each job the rest; of one job nothing is shared."""
+    shared = [word for word in jobs[0].overrides if all(word in job.overrides for job in jobs)] if len(jobs) > 1 else []
+    return shared, [[word for word in job.overrides if word not in shared] for job in jobs]
 
 
 def _headline(run_dir: Path) -> list[str]:

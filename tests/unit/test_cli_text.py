@@ -79,6 +79,14 @@ def test_a_dry_run_of_a_sweep_shows_every_job_and_makes_nothing(capsys, tmp_path
     assert not list(tmp_path.iterdir())
 
 
+def test_a_dry_run_of_a_sweep_shows_the_words_that_no_column_tells(capsys):
+    text = printed("-m +experiment=nvfp4 format.scale_rule=max,four_over_six seed=0,1 lora.rank=8 dry_run=true", capsys)
+    header, *rows = text.splitlines()[:5]
+    begin, end = header.index("overrides"), header.index("run directory")
+    rules = ["format.scale_rule=max", "format.scale_rule=four_over_six"]
+    assert [row[begin:end].strip() for row in rows] == [rules[0], rules[0], rules[1], rules[1]]
+
+
 def test_two_processes_never_get_the_same_directory(tmp_path):
     wanted = tmp_path / "runs" / "20260131-120000"
     assert [launch.reserve(wanted).name for _ in range(3)] == [wanted.name, f"{wanted.name}-2", f"{wanted.name}-3"]
