@@ -123,12 +123,12 @@ def test_ratios_of_steps_compare_equal_micro_batches(tmp_path: Path) -> None:
     ("words", "message"),
     [
         ([], "bench linear"),
-        (["lineer"], "lineer is no benchmark. Allowed: linear, train_step."),
+        (["lineer"], "error: lineer is no benchmark. Did you mean linear? Allowed: linear, train_step."),
         (["linear", "models=qwen2.5-7c"], "models: 'qwen2.5-7c' is unknown. Did you mean qwen2.5-7b?"),
         (["linear", "tokens=0"], "tokens=0: allowed are positive numbers"),
         (["train_step", "arms="], "arms= is empty. Allowed: bf16, bf16_peft, nvfp4"),
         (["train_step", "length=1"], "length=1"),
-        (["linear"], "The benchmarks need an NVIDIA GPU"),
+        (["linear"], "error: The benchmarks need an NVIDIA GPU"),
     ],
 )
 def test_what_the_command_says(words: list[str], message: str, tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ MAY_IMPORT = {
     "quality": "config formats policy tasks pretrain progress record report quantize_config",
     "quantization": "config checks formats policy progress record report quantize_config unfinished compress quality",
     "quantize": "config arguments launch quantize_config quantization",
-    "bench": "config arguments formats policy record progress report",
+    "bench": "config arguments launch formats policy record progress report",
     # commands that make what is committed
     "pretrain": "config tasks", "calibrate": "config formats policy aqn rollout tasks pretrain progress",
 }  # fmt: skip

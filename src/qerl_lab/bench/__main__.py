@@ -8,7 +8,8 @@ from typing import Any
 from qerl_lab import record
 from qerl_lab.arguments import HELP, manual, read
 from qerl_lab.bench.options import LinearOptions, TrainStepOptions, check
-from qerl_lab.config import ConfigError
+from qerl_lab.config import ConfigError, did_you_mean
+from qerl_lab.launch import OK, USAGE
 
 COMMANDS: dict[str, type[LinearOptions] | type[TrainStepOptions]] = {
     "linear": LinearOptions,
@@ -24,27 +25,28 @@ def main(words: list[str]) -> int:
     try:
         return run(words)
     except ConfigError as error:
-        print(error, file=sys.stderr)
-        return 2
+        print(f"error: {error}", file=sys.stderr)
+        return USAGE
 
 
 def run(words: list[str]) -> int:
     name = words[0] if words else ""
     if name in HELP or not name:
         print("\n".join(f"python -m qerl_lab.bench {command}  {about}" for command, about in ABOUT.items()))
-        return 0
+        return OK
     if name not in COMMANDS:
-        raise ConfigError(f"{name} is no benchmark. Allowed: {', '.join(COMMANDS)}.")
+        hint = did_you_mean(name, list(COMMANDS))
+        raise ConfigError(f"{name} is no benchmark.{hint} Allowed: {', '.join(COMMANDS)}.")
     command = f"python -m qerl_lab.bench {name}"
     if set(HELP) & set(words):
         print(manual(ABOUT[name], command, COMMANDS[name](), ((command, "what results/bench holds"),)))
-        return 0
+        return OK
     options = read(COMMANDS[name], words[1:])
     check(options)
     require_gpu()
     result = {"benchmark": name, "environment": record.environment(), "options": vars(options), **measure(options)}
     save(result, Path(options.out))
-    return 0
+    return OK
 
 
 def require_gpu() -> None:
