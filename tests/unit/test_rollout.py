@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch import Tensor
+from transformers import Gemma2Config, Gemma2ForCausalLM, GraniteConfig, GraniteForCausalLM
 
 from qerl_lab import tasks
 from qerl_lab.aqn import Noise
@@ -15,8 +16,13 @@ from qerl_lab.policy import Policy
 from qerl_lab.rollout import Rollout, Sampling
 from qerl_lab.rollout import transformers as transformers_engine
 from qerl_lab.rollout.transformers import Recorder, TransformersEngine
+from small_checkpoints import write_dense
 
 NOISE = Noise(0.3, seed=0, step=1)
+SHAPE = {
+    "vocab_size": 512, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "initializer_range": 0.2,
+}  # fmt: skip
 BAND = 1e-4  # nats, between two float32 forward passes that batch and pad differently
 
 
@@ -233,6 +239,21 @@ def test_noise_kl_holds_the_logits_of_a_chunk_of_tokens(policy, engine, prompts,
         assert engine.noise_kl(out, 10, temperature=1.0) == pytest.approx(whole, rel=1e-5)
     assert max(seen) == 7
     assert sum(seen) == 2 * sum(len(completion) for _, completion, _ in rows(out))
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        GraniteForCausalLM(GraniteConfig(**SHAPE, logits_scaling=0.25)),
+        Gemma2ForCausalLM(Gemma2Config(**SHAPE, head_dim=16, final_logit_softcapping=0.5)),
+    ],
+    ids=["granite divides", "gemma 2 caps"],
+)
+def test_logprobs_are_those_of_models_that_go_on_after_the_head(model, tmp_path, tiny, build_policy, prompts) -> None:
+    built = build_policy(tiny(model__path=str(write_dense(tmp_path, model)), format__name="mxfp4"))
+    completion = prompts[1]
+    found = TransformersEngine(built, batch_size=4).logprobs([(prompts[0], completion)], 0.8)
+    assert (found - forward(built, prompts[0], completion, 0.8)).abs().max() < BAND
 
 
 @pytest.mark.parametrize("call", ["generate", "noise_kl"])

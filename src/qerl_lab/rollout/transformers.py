@@ -6,9 +6,10 @@ It shares the trainer's modules. The only weights of its own are the noisy norms
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from qerl_lab.aqn import Noise
@@ -123,10 +124,20 @@ class TransformersEngine:
         is_completion = at >= keep - 1 - torch.tensor([[len(c)] for _, c in pairs], device=ids.device)
         return states[is_completion]
 
-    @torch.no_grad()
     def _logprobs(self, states: Tensor, temperature: float) -> Tensor:
-        logits = self.policy.model.get_output_embeddings()(states)
-        return (logits.float() / temperature).log_softmax(-1)
+        """From what `_states` gave. The model's own forward makes the logits, because some scale them after the head
+        (Granite) or cap them (Gemma 2): it runs on one token, and a hook puts `states` where its backbone's output was.
+        """
+        model = self.policy.model.get_base_model()
+
+        def put_states(_module: nn.Module, _args: Any, output: Any) -> Any:
+            output.last_hidden_state = states.unsqueeze(1)
+            return output
+
+        token = torch.zeros(1, 1, dtype=torch.long, device=states.device)
+        with self._sampling_mode(), model.base_model.register_forward_hook(put_states):
+            logits = model(input_ids=token, use_cache=False).logits.squeeze(1)
+            return (logits.float() / temperature).log_softmax(-1)
 
 
 class Recorder(LogitsProcessor):
