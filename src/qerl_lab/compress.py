@@ -16,14 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 
 from qerl_lab import calibration_data
 from qerl_lab.config import ConfigError
-from qerl_lab.formats.files import local_folder
-from qerl_lab.formats.linear import packable
 from qerl_lab.quantize_config import QuantizeConfig
 
 if TYPE_CHECKING:
@@ -32,23 +30,22 @@ if TYPE_CHECKING:
 SCHEMES = {"nvfp4": "NVFP4A16", "mxfp4": "MXFP4A16"}  # presets of compressed-tensors that leave activations alone
 
 
-def run(cfg: QuantizeConfig, folder: Path) -> None:
-    """Write the calibrated weights of `cfg.model`, config.json, generation_config.json and recipe.yaml into `folder`.
+def run(cfg: QuantizeConfig, source: Path, left_dense: list[str], folder: Path) -> None:
+    """Write the calibrated weights of the model in `source`, config.json, generation_config.json and recipe.yaml into
+    `folder`. `left_dense` are full names of Linears. Call `check` first.
 
     Raises:
-        ConfigError: llmcompressor is missing, or there is too little text for `samples` sequences of `tokens`.
+        ConfigError: there is too little text for `samples` sequences of `tokens`, or the model cannot read so many.
         ValueError: a layer does not divide into blocks; names the layers.
     """
-    check(cfg)
     from llmcompressor import oneshot
 
     _show_warnings_only()
-    source = local_folder(cfg.model, cfg.revision)
     _check_length(cfg, AutoConfig.from_pretrained(source, trust_remote_code=False))
     tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     data = calibration_data.sequences(cfg.dataset, tokenizer, samples=cfg.samples, tokens=cfg.tokens, seed=cfg.seed)
     model = AutoModelForCausalLM.from_pretrained(source, dtype="auto", use_safetensors=True, trust_remote_code=False)
-    oneshot(model=model, processor=tokenizer, recipe=_recipe(cfg, _left_dense(model, cfg)), dataset=_batches(data))
+    oneshot(model=model, processor=tokenizer, recipe=_recipe(cfg, left_dense), dataset=_batches(data))
     model.save_pretrained(folder, save_compressed=True)
 
 
@@ -84,23 +81,17 @@ def _check_length(cfg: QuantizeConfig, config: PretrainedConfig) -> None:
         raise ConfigError(f"tokens={cfg.tokens} is more than model={cfg.model} can read. Type tokens={longest}.")
 
 
-def _left_dense(model: nn.Module, cfg: QuantizeConfig) -> list[str]:
-    """Full names of the Linears that method=rtn leaves dense too."""
-    packed = {*packable(model, cfg.ignore)}
-    return [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear) and name not in packed]
-
-
 def _batches(data: Tensor) -> DataLoader:
     """One sequence a batch."""
     rows = [{"input_ids": row, "attention_mask": torch.ones_like(row)} for row in data]
     return DataLoader(cast(Dataset, rows), batch_size=1)
 
 
-def _recipe(cfg: QuantizeConfig, ignore: list[str]) -> list["Modifier"]:
+def _recipe(cfg: QuantizeConfig, left_dense: list[str]) -> list["Modifier"]:
     from llmcompressor.modifiers.gptq import GPTQModifier
     from llmcompressor.modifiers.quantization import QuantizationModifier
 
-    which: dict[str, Any] = {"targets": "Linear", "scheme": SCHEMES[cfg.format], "ignore": ignore}
+    which: dict[str, Any] = {"targets": "Linear", "scheme": SCHEMES[cfg.format], "ignore": left_dense}
     return [GPTQModifier(**which)] if cfg.method == "gptq" else [_awq(), QuantizationModifier(**which)]
 
 

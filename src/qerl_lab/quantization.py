@@ -177,6 +177,6 @@ def calibrate(cfg: QuantizeConfig, source: Source, unfinished: Unfinished) -> No
     if unfinished.has("config.json"):
         return
     unfinished.clear()
-    compress.run(cfg, unfinished.folder)
+    compress.run(cfg, source.folder, source.dense, unfinished.folder)
     copy_companions(source.folder, unfinished.folder)
     unfinished.note(*(file.name for file in unfinished.folder.iterdir() if file.suffix in (".safetensors", ".json")))

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, CompressedTensorsConfig, PreTrainedModel
 
 from packed_layers import tiny_model
-from qerl_lab import compress
+from qerl_lab import compress, quantization
 from qerl_lab.config import ConfigError
 from qerl_lab.formats import PackedLinear, codec, pack_model
 from qerl_lab.formats.files import POCKET, WeightFiles
@@ -50,7 +50,7 @@ def test_error_without_llmcompressor_names_the_extra_and_the_command(
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"method=awq needs llmcompressor.* extra `quantize`.*make quantize-env"):
-        compress.run(QuantizeConfig(model="pocket", method="awq", out="x"), tmp_path)
+        quantization.run(QuantizeConfig(model="pocket", method="awq", out=str(tmp_path / "x")))
     assert not any(tmp_path.iterdir())
 
 
@@ -61,13 +61,13 @@ def test_error_on_more_tokens_than_the_model_reads() -> None:
         compress._check_length(cfg, config)
 
 
-def test_the_same_linears_stay_dense_as_by_rounding() -> None:
-    cfg = QuantizeConfig(model="m", method="gptq", ignore=["lm_head", "down_proj"])
+def test_the_same_linears_stay_dense_as_by_rounding(tmp_path: Path) -> None:
+    cfg = QuantizeConfig(model=str(write_dense(tmp_path, tiny_model())), method="gptq", ignore=["lm_head", "down_proj"])
     rounded = tiny_model()
     expected = [name for name, layer in rounded.named_modules() if isinstance(layer, nn.Linear)]
     pack_model(rounded, "nvfp4", ignore=cfg.ignore)
     expected = [name for name in expected if not isinstance(rounded.get_submodule(name), PackedLinear)]
-    assert compress._left_dense(tiny_model(), cfg) == expected
+    assert quantization.read_source(cfg).dense == expected
     assert len(expected) == 3
 
 
@@ -115,7 +115,7 @@ def test_a_calibrated_checkpoint(name: str, method: str, tmp_path: Path) -> None
         tokens=32,
     )
     (tmp_path / "out").mkdir()
-    compress.run(cfg, tmp_path / "out")
+    compress.run(cfg, tmp_path / "dense", ["lm_head"], tmp_path / "out")
     stored = stored_as(tmp_path / "out")
     assert stored == PackedAs(name, ("lm_head",), {})
     assert_fused_layers_share_their_global_scale(tmp_path / "out")

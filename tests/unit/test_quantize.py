@@ -266,7 +266,8 @@ def test_a_calibrated_model_gets_what_belongs_to_it_and_is_made_again_if_it_was_
     assert run(model, "out=rtn") == 0
     calls = []
 
-    def stand_in(cfg: QuantizeConfig, folder: Path) -> None:
+    def stand_in(cfg: QuantizeConfig, source: Path, left_dense: list[str], folder: Path) -> None:
+        assert left_dense == ["lm_head"]
         assert os.listdir(folder) == ["journal.json"], "nothing of the interrupted one is left"
         (folder / "model.safetensors").write_bytes(tree("rtn")["model.safetensors"])
         calls.append(cfg.samples)
