@@ -44,6 +44,7 @@ def run(words: list[str]) -> int:
     options = read(COMMANDS[name], words[1:])
     check(options)
     require_gpu()
+    Path(options.out).parent.mkdir(parents=True, exist_ok=True)  # before minutes of measuring
     result = {"benchmark": name, "environment": record.environment(), "options": vars(options), **measure(options)}
     save(result, Path(options.out))
     return OK

@@ -1,7 +1,6 @@
 """What can be asked of the benchmarks. Imports no torch."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from qerl_lab.bench.shapes import ARCHITECTURES
 from qerl_lab.config import ConfigError, did_you_mean, option
@@ -30,14 +29,13 @@ class TrainStepOptions:
 
 
 def check(options: LinearOptions | TrainStepOptions) -> None:
-    """Raises ConfigError for a name that does not exist, and for an output folder that does not."""
+    """Raises ConfigError for a name that does not exist, and for tokens that are no numbers."""
     if isinstance(options, LinearOptions):
         _known("models", options.models, tuple(ARCHITECTURES))
         if not all(number.isdigit() and int(number) for number in options.tokens):
             raise ConfigError(f"tokens={','.join(options.tokens)}: allowed are positive numbers, as tokens=512,2048.")
     else:
         _known("arms", options.arms, ARMS)
-    Path(options.out).parent.mkdir(parents=True, exist_ok=True)
 
 
 def _known(key: str, given: list[str], allowed: tuple[str, ...]) -> None:

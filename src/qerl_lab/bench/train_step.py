@@ -25,7 +25,7 @@ from qerl_lab.bench.options import TrainStepOptions
 from qerl_lab.bench.shapes import ARCHITECTURES
 from qerl_lab.config import RunConfig
 from qerl_lab.formats.hf_config import PackedAs
-from qerl_lab.formats.loading import load_model
+from qerl_lab.formats.loading import empty_model, load_model
 
 GB = 1e9
 
@@ -34,10 +34,7 @@ class RandomWeights:
     """A source of tensors for `load_model`: normal(0, 0.02) matrices, ones for norms, made on the device when asked."""
 
     def __init__(self, config: Qwen2Config) -> None:
-        from transformers import Qwen2ForCausalLM
-
-        with torch.device("meta"):
-            model = Qwen2ForCausalLM(config)
+        model = empty_model(config, torch.bfloat16)
         self._shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
 
     @property
