@@ -1,8 +1,10 @@
-# make run    set up .venv and run the main job          make lint     ruff and mypy
-# make test   the same set-up, then the whole CPU suite  make format   ruff, in place
+# make run    set up .venv and run the main job     make lint     ruff and mypy
+# make test   the same set-up, then the CPU suite   make format   ruff, in place
 # make quantize-env   .venv-quantize, with what method=awq and method=gptq of the quantize command need
+# TEST_JOBS=2   test files run side by side
 PYTHON ?= python3
 VENV ?= .venv
+TEST_JOBS ?= 2
 BIN := $(VENV)/bin
 
 .PHONY: run test lint format quantize-env
@@ -12,7 +14,7 @@ run: $(VENV)/.installed
 	$(BIN)/python -m qerl_lab +experiment=nvfp4_aqn
 
 test: $(VENV)/.installed-test
-	OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+	OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check --no-cache .

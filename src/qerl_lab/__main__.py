@@ -1,8 +1,19 @@
-"""`python -m qerl_lab`: see `qerl_lab.cli`."""
+"""`python -m qerl_lab`, and the console script `qerl-lab`: see `qerl_lab.cli.train`."""
 
-import sys
+from qerl_lab import exits
 
-from qerl_lab.cli import main
+
+def main(words: list[str]) -> int:
+    """Run the command and return its exit code."""
+    from qerl_lab.cli import train  # takes a second, in which Ctrl-C is heard already
+
+    return train.main(words)
+
+
+def command() -> None:
+    """The process of the command."""
+    exits.run(main)
+
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    command()

@@ -13,12 +13,13 @@ The paper resamples "each forward" in its text and once per rollout in its code;
 
 import hashlib
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from qerl_lab.config import AqnConfig
+from qerl_lab.config.schema import AqnConfig
 
 
 def stage(step: int, total_steps: int, stages: int) -> int:
@@ -87,20 +88,28 @@ class Noise:
         """
         if self.sigma == 0:
             return clean.to(dtype, copy=True)  # never the clean copy itself
-        generator = torch.Generator().manual_seed(_layer_seed(self.seed, self.step, layer))
+        digest = hashlib.sha256(f"{self.seed}/{self.step}/{layer}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)  # torch takes 63 bits
         drawn = torch.randn(clean.shape, generator=generator)
         return stochastic_round(clean.cpu() + self.sigma * drawn, dtype, generator).to(clean.device)
 
+    def onto_norms(self, clean: dict[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Noisy copies of the norms in `clean` (by name of the layer), each in the dtype of its namesake in `like`."""
+        return {name: self.onto(weight, name, like[name].dtype) for name, weight in clean.items()}
 
-def _layer_seed(seed: int, step: int, layer: str) -> int:
-    digest = hashlib.sha256(f"{seed}/{step}/{layer}".encode()).digest()
-    return int.from_bytes(digest[:8], "big") >> 1  # torch takes 63 bits
+
+CLEAN = Noise(sigma=0.0, seed=0, step=0)
+
+
+def observed_std(norms: dict[str, Tensor], clean: dict[str, Tensor]) -> float:
+    """Standard deviation of (weights held - clean weights) over all entries of the norms, both by name of the layer."""
+    return torch.cat([norms[name].to(weight) - weight for name, weight in clean.items()]).std().item()
 
 
 def stochastic_round(values: Tensor, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
     """`values` (float32, CPU) in `dtype`, rounded up or down at random so that the expectation is exact.
 
-    bfloat16 is the upper half of a float32: adding a uniform 16-bit number below it carries into the upper half with
+    bfloat16 is the upper half of a float32. A uniform 16-bit number, added below it, carries into the upper half with
     just the probability that the lower half stands for.
     """
     if dtype == torch.float32:

@@ -1,13 +1,13 @@
 """Algorithms: which advantages, which groups count, which loss. One file each; each opens with its departures.
 
-The arithmetic itself is TRL's (`GRPOTrainer._compute_loss`), held to a float64 reference of the papers' formulas by
-`tests/golden/test_loss.py`.
+The advantages are those of `groups`, the arithmetic of the loss is TRL's (`GRPOTrainer._compute_loss`); both are held
+to a float64 reference of the papers' formulas by `tests/golden/test_loss.py`.
 """
 
 import importlib
 from typing import Any
 
-from qerl_lab.config import AlgorithmConfig
+from qerl_lab.config.schema import AlgorithmConfig
 
 
 def loss_settings(cfg: AlgorithmConfig) -> dict[str, Any]:
@@ -19,10 +19,11 @@ def loss_settings(cfg: AlgorithmConfig) -> dict[str, Any]:
         "beta": cfg.beta,
         "scale_rewards": "group" if cfg.normalize_std else "none",
         "num_iterations": cfg.num_iterations,
-        "mask_truncated_completions": cfg.mask_truncated,
     }
 
 
-def lacks(cfg: AlgorithmConfig) -> str:
-    """What a user of the algorithm must know is not there yet; empty if nothing."""
-    return importlib.import_module(f"qerl_lab.algorithms.{cfg.name}").LACKS
+def left_out(cfg: AlgorithmConfig) -> str:
+    """Say which parts of the algorithm this configuration leaves out, and what to type for them; empty if none."""
+    parts = importlib.import_module(f"qerl_lab.algorithms.{cfg.name}").PARTS
+    off = [typed for key, typed in parts.items() if not getattr(cfg, key)]
+    return f"algorithm={cfg.name} leaves out parts of its paper. Type {' '.join(off)} to have them." if off else ""

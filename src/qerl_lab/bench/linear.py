@@ -7,21 +7,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from qerl_lab import formats
 from qerl_lab.bench.shapes import linears
 from qerl_lab.bench.timing import Work, graphed, side_by_side
-from qerl_lab.formats import PackedLinear
+from qerl_lab.config.schema import FormatConfig
+from qerl_lab.model.linear import PackedLinear
 
-FORMATS = ("nvfp4", "mxfp4", "nf4")
 Row = dict[str, Any]
 
 
 def dequantization(models: list[str]) -> Iterator[Row]:
-    """For each shape and format: milliseconds to unpack to bfloat16, and to copy as many bytes (read plus written)."""
+    """Yield for each shape and format the milliseconds to unpack it to bfloat16, and to copy as many bytes.
+
+    Bytes are those read plus those written.
+    """
     for model in models:
         for layer, (rows, columns, _) in linears(model).items():
             dense = random_linear(rows, columns)
-            for name in FORMATS:
-                packed = PackedLinear.from_linear(dense, name)
+            for name, packed in packed_in_every_format(dense).items():
                 moved = packed.packed_bytes() + 2 * rows * columns
                 source = torch.randint(0, 255, (moved // 64, 32), dtype=torch.uint8, device="cuda")  # whole sectors
                 target = torch.empty_like(source)
@@ -38,7 +41,7 @@ def dequantization(models: list[str]) -> Iterator[Row]:
 
 
 def products(models: list[str], tokens: list[int]) -> Iterator[Row]:
-    """For each shape and number of tokens: milliseconds of forward and input gradient in each arm.
+    """Yield for each shape and number of tokens the milliseconds of forward and input gradient in each arm.
 
     `ms` is the time of the kernels (CUDA graph), `eager_ms` that of plain calls, launches from Python included.
     """
@@ -59,22 +62,29 @@ def products(models: list[str], tokens: list[int]) -> Iterator[Row]:
 
 
 def random_linear(rows: int, columns: int) -> nn.Linear:
+    """Make a Linear on the GPU whose bfloat16 weight[rows, columns] is normal(0, 0.02)."""
     linear = nn.Linear(columns, rows, bias=False, dtype=torch.bfloat16, device="cuda").requires_grad_(False)
     nn.init.normal_(linear.weight, std=0.02)
     return linear
 
 
+def packed_in_every_format(dense: nn.Linear) -> dict[str, PackedLinear]:
+    """Pack `dense` in each format that packs, with the schema's options; by the format's name."""
+    every = (formats.build(FormatConfig(name=name)) for name, kind in formats.FORMATS.items() if kind.BLOCK is not None)
+    return {each.NAME: PackedLinear.from_linear(dense, each) for each in every}
+
+
 def arms(dense: nn.Linear) -> dict[str, nn.Module]:
-    """The same weight as `nn.Linear`, packed by us, and as `Linear4bit` of bitsandbytes (QLoRA's settings)."""
+    """Make an arm of the same weight as `nn.Linear`, in each format of ours, and as bitsandbytes' `Linear4bit`."""
     return {
         "bf16": dense,
-        **{name: PackedLinear.from_linear(dense, name) for name in FORMATS},
+        **packed_in_every_format(dense),
         "bitsandbytes": linear4bit(dense),
     }
 
 
 def linear4bit(dense: nn.Linear) -> nn.Module:
-    """NF4 with double quantization, on the GPU, as `BitsAndBytesConfig(load_in_4bit=True, ...)` of QLoRA makes it."""
+    """Make NF4 with double quantization on the GPU, as `BitsAndBytesConfig(load_in_4bit=True, ...)` of QLoRA does."""
     from bitsandbytes.nn import Linear4bit, Params4bit
 
     layer = Linear4bit(
@@ -87,4 +97,5 @@ def linear4bit(dense: nn.Linear) -> nn.Module:
 
 
 def forward_and_gradient(module: nn.Module, x: Tensor, grad: Tensor) -> Work:
+    """Make the work of one forward pass and of the gradient of its input."""
     return lambda: torch.autograd.grad(module(x), x, grad)

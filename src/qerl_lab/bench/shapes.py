@@ -1,4 +1,4 @@
-"""The architectures that are measured. Only shapes matter: weights are random."""
+"""Architectures that are measured. Only shapes matter: weights are random."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 
 
 def linears(model: str) -> dict[str, tuple[int, int, int]]:
-    """The Linears of one decoder layer by distinct shape: label -> (out_features, in_features, how many)."""
+    """List the Linears of one decoder layer by distinct shape: label -> (out_features, in_features, how many)."""
     arch = ARCHITECTURES[model]
     hidden, inner = arch["hidden_size"], arch["intermediate_size"]
     keys = hidden // arch["num_attention_heads"] * arch["num_key_value_heads"]

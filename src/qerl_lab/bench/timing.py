@@ -10,7 +10,7 @@ ROUNDS = 3
 
 
 def side_by_side(arms: Mapping[str, Work], milliseconds: int = 60) -> dict[str, float]:
-    """Median milliseconds of each arm; the arms take turns, so that a clock that drifts meets all of them.
+    """Measure the median milliseconds of each arm; they take turns, so that a clock that drifts meets all of them.
 
     Timed by events on the GPU, the second-level cache flushed before every call (`triton.testing.do_bench`).
     """
@@ -24,7 +24,7 @@ def side_by_side(arms: Mapping[str, Work], milliseconds: int = 60) -> dict[str, 
 
 
 def graphed(work: Work) -> Work:
-    """`work` recorded as a CUDA graph: its kernels without the time that Python takes to launch them."""
+    """Record `work` as a CUDA graph: its kernels without the time that Python takes to launch them."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

@@ -1,8 +1,8 @@
-"""A LoRA training step of a whole model: forward, backward and optimizer, with gradient checkpointing.
+"""LoRA training step of a whole model: forward, backward and optimizer, with gradient checkpointing.
 
-The step is the trainer's: PEFT's adapters in float32 under bfloat16 autocast, and TRL's head that computes
-log-probabilities and entropies in chunks, so that the logits of a 152k vocabulary never stand in memory whole. Weights
-and tokens are random. The arms are in memory together and take turns.
+The step is the trainer's: PEFT's adapters in float32 under bfloat16 autocast, and TRL's head. That head computes
+log-probabilities and entropies in chunks, so that the logits of a 152k vocabulary never stand in memory whole.
+Weights and tokens are random. The arms are in memory together and take turns.
 """
 
 import gc
@@ -19,19 +19,20 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, Qwen2Config
 from trl.trainer.utils import add_fused_lm_head
 
-from qerl_lab import formats, policy
+from qerl_lab import formats
 from qerl_lab.bench.linear import Row, linear4bit
 from qerl_lab.bench.options import TrainStepOptions
 from qerl_lab.bench.shapes import ARCHITECTURES
-from qerl_lab.config import RunConfig
-from qerl_lab.formats.hf_config import PackedAs
-from qerl_lab.formats.loading import empty_model, load_model
+from qerl_lab.config.schema import FormatConfig, RunConfig
+from qerl_lab.formats.format import PackedAs
+from qerl_lab.model import policy
+from qerl_lab.model.loading import empty_model, load_model
 
 GB = 1e9
 
 
 class RandomWeights:
-    """A source of tensors for `load_model`: normal(0, 0.02) matrices, ones for norms, made on the device when asked."""
+    """Source of tensors for `load_model`: normal(0, 0.02) matrices, ones for norms, made on the device when asked."""
 
     def __init__(self, config: Qwen2Config) -> None:
         model = empty_model(config, torch.bfloat16)
@@ -64,12 +65,12 @@ class Arm:
 
 
 def build(options: TrainStepOptions, arm: str) -> Arm:
-    """A format of ours; `bf16_peft` and `qlora`: a dense base and bitsandbytes' Linear4bit, under PEFT's own LoRA."""
+    """Build a format of ours; for `bf16_peft` and `qlora` a dense base and Linear4bit, under PEFT's own LoRA."""
     before = torch.cuda.memory_allocated()
     config = Qwen2Config(**ARCHITECTURES[options.model], dtype=torch.bfloat16, attn_implementation="sdpa")
-    name = arm if arm in formats.names() else "bf16"
+    weight_format = formats.build(FormatConfig(name=arm if arm in formats.FORMATS else "bf16"))
     base = load_model(
-        config, RandomWeights(config), PackedAs(name, ("lm_head",), {}), is_packed=False,
+        config, RandomWeights(config), PackedAs(weight_format, ("lm_head",)), is_packed=False,
         device=torch.device("cuda"), dtype=torch.bfloat16,
     )  # fmt: skip
     if arm == "qlora":
@@ -86,7 +87,7 @@ def build(options: TrainStepOptions, arm: str) -> Arm:
 
 
 def with_adapters(base: PreTrainedModel, rank: int, *, plain: bool) -> PeftModel:
-    """The adapters of the lab, or with `plain` PEFT's own modules, on the same layers."""
+    """Attach the adapters of the lab, or with `plain` PEFT's own modules, to the same layers."""
     cfg = RunConfig()
     cfg.lora.rank = rank
     if not plain:
@@ -104,18 +105,19 @@ def to_linear4bit(base: nn.Module) -> None:
 
 
 def chunked_loss(model: PeftModel, ids: Tensor) -> Tensor:
+    """Compute the mean negative log-probability of ids[sequences, length], a chunk of the logits at a time."""
     out = model(input_ids=ids, labels=ids, fused_lm_head=True)
     return -out.log_probs.mean()
 
 
 def full_logits_loss(model: PeftModel, ids: Tensor) -> Tensor:
-    """The same number from logits of the whole vocabulary in float32: what `chunked_loss` saves is measured on this."""
+    """Compute the same from logits of the whole vocabulary in float32: it shows what `chunked_loss` saves."""
     logits = model(input_ids=ids, use_cache=False).logits[:, :-1].float()
     return -torch.log_softmax(logits, -1).gather(-1, ids[:, 1:, None]).mean()
 
 
 def train_step(arm: Arm, ids: Tensor, micro: int, loss: Callable[[PeftModel, Tensor], Tensor]) -> None:
-    """One optimizer update on `ids[sequences, length]`, `micro` sequences at a time."""
+    """Do one optimizer update on `ids[sequences, length]`, `micro` sequences at a time."""
     for part in ids.split(micro):
         with torch.autocast("cuda", torch.bfloat16):
             value = loss(arm.model, part)
@@ -125,7 +127,7 @@ def train_step(arm: Arm, ids: Tensor, micro: int, loss: Callable[[PeftModel, Ten
 
 
 def steps(options: TrainStepOptions) -> Iterator[Row]:
-    """For each micro-batch size and arm: tokens per second (median of `steps`) and peak memory in GB (1e9 bytes)."""
+    """Yield for each micro-batch size and arm the tokens per second (median of `steps`) and the peak GB (1e9 bytes)."""
     arms = {name: build(options, name) for name in options.arms}
     vocabulary = ARCHITECTURES[options.model]["vocab_size"]
     ids = torch.randint(vocabulary, (options.sequences, options.length), device="cuda")
@@ -156,13 +158,13 @@ def _in_turn(
 
 
 def _held(arm: Arm) -> int:
-    """Bytes of the arm between two steps."""
+    """Count the bytes of an arm between two steps."""
     state = (t for values in arm.optimizer.state.values() for t in values.values())
     return arm.held_bytes + sum(t.nbytes for t in state if isinstance(t, Tensor) and t.is_cuda)
 
 
 def _measured(work: Callable[[], None]) -> tuple[float, int]:
-    """Seconds, and the highest number of bytes allocated."""
+    """Do `work`: its seconds, and the highest number of bytes allocated."""
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()

@@ -1,19 +1,45 @@
-"""Weights in few bits: one module per format, and the Linear that computes with them.
+"""Weight formats as frozen values that act on tensors: NVFP4, MXFP4, NF4, BF16."""
 
-The bits are those of the checkpoint: compressed-tensors' layout for NVFP4 and MXFP4, bitsandbytes' for NF4, so that
-trainer and engine read the same file.
-"""
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any, Protocol
 
-from qerl_lab.formats.codecs import Codec, codec, names
-from qerl_lab.formats.linear import PackedLinear, WeightBytes, pack_model, register_lora, weight_bytes
+from qerl_lab.formats.bf16 import Bf16
+from qerl_lab.formats.compressed_tensors import CompressedTensors, layout_of
+from qerl_lab.formats.format import Format, PackedAs, refusal
+from qerl_lab.formats.mxfp4 import Mxfp4
+from qerl_lab.formats.nf4 import Nf4
+from qerl_lab.formats.nvfp4 import Nvfp4
 
-__all__ = [
-    "Codec",
-    "PackedLinear",
-    "WeightBytes",
-    "codec",
-    "names",
-    "pack_model",
-    "register_lora",
-    "weight_bytes",
-]
+FORMATS: dict[str, type[Format]] = {kind.NAME: kind for kind in (Bf16, Mxfp4, Nf4, Nvfp4)}
+
+
+class Chosen(Protocol):
+    """The group `format` of a configuration: a name in `FORMATS`, and the options of every format by their names."""
+
+    name: str
+
+
+def build(chosen: Chosen) -> Format:
+    """Return the format that a configuration describes. Raises ValueError for an unknown name."""
+    if chosen.name not in FORMATS:
+        raise ValueError(f"unknown weight format {chosen.name!r}; allowed: {', '.join(FORMATS)}")
+    kind: Any = FORMATS[chosen.name]
+    return kind(**{option.name: getattr(chosen, option.name) for option in fields(kind)})
+
+
+def recognize(config: Mapping[str, Any]) -> PackedAs:
+    """Read the `quantization_config` of a config.json, the inverse of `Format.quantization_config`.
+
+    Takes those of llmcompressor and transformers too. Raises ValueError for what no format can compute with.
+    """
+    method = config.get("quant_method")
+    kinds = [kind for kind in FORMATS.values() if kind.QUANT_METHOD is not None]
+    for kind in kinds:
+        if method == kind.QUANT_METHOD and (found := kind.recognize(config)) is not None:
+            return found
+    if method == CompressedTensors.QUANT_METHOD:
+        layouts = (kind.layout_name() for kind in kinds if issubclass(kind, CompressedTensors))
+        raise refusal("format", layout_of(config), ", ".join(layouts))
+    methods = dict.fromkeys(str(kind.QUANT_METHOD) for kind in kinds)
+    raise refusal("quant_method", method, ", ".join(methods))

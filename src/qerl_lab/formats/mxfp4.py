@@ -15,20 +15,16 @@ Exponents below -127 become -127, so blocks below 2**-129 become zeros; a block 
 names: `ScaleCalculationMode` in torchao/prototype/mx_formats/config.py.)
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from qerl_lab.formats import e2m1
-from qerl_lab.formats.codecs import Decoder, Layout, check_layout, check_weight
-
-NAME: str = "mxfp4"
-BLOCK = 32
-QUANT_METHOD: str | None = "compressed-tensors"
-OPTIONS: tuple[str, ...] = ("exponent_rule",)
+from qerl_lab.formats.compressed_tensors import CompressedTensors
+from qerl_lab.formats.format import Decoder, Layout, checked
 
 _BIAS = 127  # of E8M0
 _E2M1_EMAX = 2  # 6 = 1.5 * 2**2
@@ -37,53 +33,46 @@ _NEXT_EXPONENT_FROM = {"round": 0.875, "floor": 1.0, "ceil": 0.75 + 2**-24}  # a
 EXPONENT_RULES = tuple(_NEXT_EXPONENT_FROM)
 
 
-def bits_per_weight(**options: Any) -> float:
-    """4 bits and a byte per 32: 4.25, by every rule."""
-    return 4 + 8 / 32
+@dataclass(frozen=True)
+class Mxfp4(CompressedTensors):
+    """MXFP4 by one of `EXPONENT_RULES`."""
 
+    NAME = "mxfp4"
+    BLOCK = 32
+    STRATEGY = "group"
+    SCALE_DTYPE = torch.uint8
 
-def shared_options(weights: Sequence[Tensor], **options: Any) -> dict[str, Any]:
-    """Nothing: every block stands alone."""
-    return {}
+    exponent_rule: str | None
 
+    def quantize(self, weight: Tensor, *, name: str = "weight") -> dict[str, Tensor]:
+        """Pack `weight[N, K]`, K divisible by 32.
 
-def quantize(weight: Tensor, *, name: str = "weight", exponent_rule: str = "round") -> dict[str, Tensor]:
-    """Pack `weight[N, K]`, K divisible by 32.
+        Returns `weight_packed` uint8 `[N, K/2]` (low nibble = even column) and `weight_scale` uint8 `[N, K/32]`, E8M0.
+        Raises ValueError for an unknown rule and, naming `name`, for another shape or dtype and for NaN or Inf.
+        """
+        if self.exponent_rule not in EXPONENT_RULES:
+            raise ValueError(f"unknown exponent_rule {self.exponent_rule!r}; allowed: {', '.join(EXPONENT_RULES)}")
+        weight = checked(weight, self, name=name)
+        blocks = weight.unflatten(1, (-1, self.BLOCK))
+        scale = _scale_bytes(blocks.abs().amax(-1).float(), self.exponent_rule)
+        codes = e2m1.encode(blocks / _powers(scale, weight.dtype).unsqueeze(-1)).flatten(1)
+        return {"weight_packed": e2m1.pack(codes), "weight_scale": scale}
 
-    Returns `weight_packed` uint8 `[N, K/2]` (low nibble = even column) and `weight_scale` uint8 `[N, K/32]`, E8M0.
-    Raises ValueError for an unknown rule and, naming `name`, for another shape or dtype and for NaN or Inf.
-    """
-    if exponent_rule not in EXPONENT_RULES:
-        raise ValueError(f"unknown exponent_rule {exponent_rule!r}; allowed: {', '.join(EXPONENT_RULES)}")
-    weight = check_weight(weight, name=name, format_name=NAME, block=BLOCK)
-    blocks = weight.unflatten(1, (-1, BLOCK))
-    scale = _scale_bytes(blocks.abs().amax(-1).float(), exponent_rule)
-    codes = e2m1.encode(blocks / _powers(scale, weight.dtype).unsqueeze(-1)).flatten(1)
-    return {"weight_packed": e2m1.pack(codes), "weight_scale": scale}
+    def dequantize(self, packed: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        """Return the weight `[N, K]`: exact in bfloat16 and float32."""
+        return _unpacked(packed["weight_packed"], packed["weight_scale"], shape, dtype)
 
+    def decoder(self, packed: Mapping[str, Tensor], shape: tuple[int, int]) -> Decoder:
+        """Return `dequantize` for a Linear; there is no tensor scale to hold back."""
+        return Decoder(partial(_unpacked, packed["weight_packed"], packed["weight_scale"], shape))
 
-def dequantize(packed: dict[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """The weight `[N, K]`: exact in bfloat16 and float32."""
-    return _unpacked(packed["weight_packed"], packed["weight_scale"], shape, dtype)
-
-
-def decoder(packed: dict[str, Tensor], shape: tuple[int, int]) -> Decoder:
-    """`dequantize` for a Linear; there is no tensor scale to hold back."""
-    return Decoder(partial(_unpacked, packed["weight_packed"], packed["weight_scale"], shape))
-
-
-def layout(shape: tuple[int, int], **options: Any) -> Layout:
-    """Codes and scales as in `quantize`."""
-    rows, columns = shape
-    return {
-        "weight_packed": ((rows, columns // 2), torch.uint8),
-        "weight_scale": ((rows, columns // BLOCK), torch.uint8),
-    }
-
-
-def accept(packed: dict[str, Tensor], shape: tuple[int, int], *, name: str, **options: Any) -> dict[str, Tensor]:
-    """`packed` if it is of this layout; raises ValueError, naming the tensor, if not."""
-    return check_layout(packed, layout(shape), name=name, format_name=NAME)
+    def layout(self, shape: tuple[int, int]) -> Layout:
+        """Return codes and scales as in `quantize`."""
+        rows, columns = shape
+        return {
+            "weight_packed": ((rows, columns // 2), torch.uint8),
+            "weight_scale": ((rows, columns // self.BLOCK), self.SCALE_DTYPE),
+        }
 
 
 def _unpacked(codes: Tensor, scale: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
@@ -91,12 +80,12 @@ def _unpacked(codes: Tensor, scale: Tensor, shape: tuple[int, int], dtype: torch
         from qerl_lab.formats.kernels import dequantize_e2m1
 
         return dequantize_e2m1(codes, scale, shape, dtype)
-    values = e2m1.decode(codes, dtype).unflatten(1, (-1, BLOCK))
+    values = e2m1.decode(codes, dtype).unflatten(1, (-1, Mxfp4.BLOCK))
     return (values * _powers(scale, dtype).unsqueeze(-1)).reshape(shape)
 
 
 def _scale_bytes(largest: Tensor, exponent_rule: str) -> Tensor:
-    """E8M0 bytes for the block maxima (float32)."""
+    """Return E8M0 bytes for the block maxima (float32)."""
     mantissa, exponent = torch.frexp(largest)  # largest = mantissa * 2**exponent, mantissa in [0.5, 1)
     exponent = exponent - 1 + (mantissa >= _NEXT_EXPONENT_FROM[exponent_rule]).int()
     scale = (exponent - _E2M1_EMAX + _BIAS).clamp(min=0)

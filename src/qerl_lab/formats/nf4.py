@@ -10,119 +10,162 @@ first use.
 
 import copy
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
 
-from qerl_lab.formats.codecs import Decoder, Layout, check_layout, check_weight
+from qerl_lab.formats.format import Decoder, Format, Layout, PackedAs, check_divides, checked, layers, refusal
 
 if TYPE_CHECKING:
     from bitsandbytes.functional import QuantState
-
-NAME: str = "nf4"
-BLOCK = 64
-QUANT_METHOD: str | None = "bitsandbytes"
-OPTIONS: tuple[str, ...] = ("double_quant",)
 
 _NESTED_BLOCK = 256
 _HEADER = "weight.quant_state.bitsandbytes__nf4"
 _HEADER_BYTES = 256
 
 
-def bits_per_weight(*, double_quant: bool = True) -> float:
-    """4 bits and per block of 64 a float32 (4.5), or a byte and a float32 per 256 blocks (4.127)."""
-    block_bits = 8 + 32 / _NESTED_BLOCK if double_quant else 32
-    return 4 + block_bits / 64
+@dataclass(frozen=True)
+class Nf4(Format):
+    """NF4, with block scales in 8 bits (`double_quant`) or in float32."""
+
+    NAME = "nf4"
+    BLOCK = 64
+    QUANT_METHOD = "bitsandbytes"
+
+    double_quant: bool
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Return 4.5, or 4.127: per block of 64 a float32, or a byte and a float32 per 256 blocks."""
+        block_bits = 8 + 32 / _NESTED_BLOCK if self.double_quant else 32
+        return 4 + block_bits / self.BLOCK
+
+    def quantize(self, weight: Tensor, *, name: str = "weight") -> dict[str, Tensor]:
+        """Pack `weight[N, K]`, N*K divisible by 64 (blocks run over the flattened weight, so they may cross rows).
+
+        Returns the tensors of a bitsandbytes checkpoint. `weight` is uint8 `[N*K/2, 1]` (HIGH nibble = even element),
+        `weight.absmax` `[N*K/64]` (uint8 if `double_quant`, else float32), `weight.quant_map` float32 `[16]`. With
+        `double_quant` there are `weight.nested_absmax` and `weight.nested_quant_map`. A JSON header is uint8 `[256]`.
+        Raises ValueError, naming `name`, for another shape or dtype and for NaN or Inf.
+        """
+        from bitsandbytes.functional import quantize_4bit
+
+        weight = checked(weight, self, name=name)
+        check_divides(weight.numel(), "N*K", self, name=name)
+        codes, state = quantize_4bit(weight, blocksize=self.BLOCK, compress_statistics=False, quant_type="nf4")
+        if self.double_quant:
+            _hold_scales_in_8_bits(state)
+        kept = state.as_dict(packed=True)
+        tensors = {f"weight.{key}": tensor.to(weight.device, copy=True) for key, tensor in kept.items()}
+        tensors[_HEADER] = _padded(tensors[_HEADER])
+        return {"weight": codes, **tensors}
+
+    def dequantize(self, packed: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        """Return the weight `[N, K]`: code * absmax in float32, rounded once to `dtype`. Reads the JSON header."""
+        return self.decoder(packed, shape).unpack(dtype)
+
+    def decoder(self, packed: Mapping[str, Tensor], shape: tuple[int, int]) -> Decoder:
+        """Return `dequantize` for a Linear, with the JSON header read once; there is no tensor scale to hold back."""
+        from bitsandbytes.functional import QuantState
+
+        codes = packed["weight"]
+        state = QuantState.from_dict({key: tensor for key, tensor in packed.items() if key != "weight"}, codes.device)
+        # One block a row: the AVX-512 kernel of bitsandbytes 0.50 takes a wrong scale where a block crosses rows, that
+        # is where K is no multiple of 64 (seen at K=160: accuracy 0.49 became 0.11). Blocks run over the flattened one.
+        state.shape = torch.Size((codes.numel() * 2 // self.BLOCK, self.BLOCK))
+        states = {dtype: copy.copy(state) for dtype in (torch.float32, torch.bfloat16, torch.float16)}
+        for dtype, own in states.items():
+            own.dtype = dtype
+        return Decoder(partial(_unpacked, codes, states, shape))
+
+    def layout(self, shape: tuple[int, int]) -> Layout:
+        """Return codes, scales, tables and header as in `quantize`."""
+        blocks = shape[0] * shape[1] // self.BLOCK
+        single: Layout = {
+            "weight": ((blocks * self.BLOCK // 2, 1), torch.uint8),
+            "weight.absmax": ((blocks,), torch.uint8 if self.double_quant else torch.float32),
+            "weight.quant_map": ((16,), torch.float32),
+        }
+        nested: Layout = {
+            "weight.nested_absmax": ((-(-blocks // _NESTED_BLOCK),), torch.float32),
+            "weight.nested_quant_map": ((256,), torch.float32),
+        }
+        return single | (nested if self.double_quant else {}) | {_HEADER: ((_HEADER_BYTES,), torch.uint8)}
+
+    def accept(self, packed: Mapping[str, Tensor], shape: tuple[int, int], *, name: str) -> dict[str, Tensor]:
+        """Return `packed` with the header padded as `quantize` pads it.
+
+        Raises ValueError, naming the tensor, for another layout and for a header that speaks of another weight.
+        """
+        header = packed[_HEADER]
+        if header.dtype is not torch.uint8 or header.ndim != 1 or header.numel() > _HEADER_BYTES:
+            allowed = "JSON in at most 256 bytes"
+            raise ValueError(f"{name}.{_HEADER} is {header.dtype} {list(header.shape)}; allowed: {allowed}")
+        self._check_header(bytes(header.tolist()), shape, name=name)
+        return super().accept({**packed, _HEADER: _padded(header)}, shape, name=name)
+
+    def _check_header(self, text: bytes, shape: tuple[int, int], *, name: str) -> None:
+        try:
+            found = json.loads(text)
+        except ValueError as error:
+            raise ValueError(f"{name}.{_HEADER} is not JSON: {error}") from error
+        expected = {"quant_type": self.NAME, "blocksize": self.BLOCK, "shape": list(shape)}
+        expected |= {"nested_blocksize": _NESTED_BLOCK} if self.double_quant else {}
+        for key, value in expected.items():
+            if found.get(key) != value:
+                raise ValueError(f"{name}.{_HEADER} says {key}={found.get(key)}; allowed: {value}")
+
+    def quantization_config(self, ignore: Sequence[str], dtype: torch.dtype) -> dict[str, Any]:
+        """Return what `transformers.BitsAndBytesConfig` dumps. (Of `ignore` vLLM reads full names and last parts.)
+
+        Raises ValueError for an entry with `re:`, which bitsandbytes takes for a name.
+        """
+        if any(entry.startswith("re:") for entry in ignore):
+            raise ValueError(
+                f"bitsandbytes, whose layout {self.NAME} has, knows no re: patterns; allowed: full names of layers, "
+                "their last parts"
+            )
+        return {
+            "quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False, "bnb_4bit_quant_type": "nf4",
+            "bnb_4bit_use_double_quant": self.double_quant,
+            "bnb_4bit_compute_dtype": str(dtype).removeprefix("torch."), "bnb_4bit_quant_storage": "uint8",
+            "llm_int8_skip_modules": list(ignore), "llm_int8_threshold": 6.0,
+            "llm_int8_enable_fp32_cpu_offload": False, "llm_int8_has_fp16_weight": False,
+        }  # fmt: skip
+
+    @classmethod
+    def recognize(cls, config: Mapping[str, Any]) -> PackedAs:
+        """Invert `quantization_config`, also for those of transformers."""
+        for key, value in {"load_in_4bit": True, "bnb_4bit_quant_type": cls.NAME}.items():
+            if config.get(key) != value:
+                raise refusal(key, config.get(key), str(value))
+        if (storage := config.get("bnb_4bit_quant_storage", "uint8")) not in ("uint8", None):
+            raise refusal("bnb_4bit_quant_storage", storage, "uint8")
+        skipped = config.get("llm_int8_skip_modules")  # null: transformers leaves the head alone
+        ignore = ("lm_head",) if skipped is None else layers("llm_int8_skip_modules", skipped)
+        return PackedAs(cls(double_quant=bool(config.get("bnb_4bit_use_double_quant", False))), ignore)
+
+    @classmethod
+    def variants(cls) -> tuple[Self, ...]:
+        """Return the values with scales in 8 bits and in float32."""
+        return cls(double_quant=True), cls(double_quant=False)
 
 
-def shared_options(weights: Sequence[Tensor], **options: Any) -> dict[str, Any]:
-    """Nothing: every block stands alone."""
-    return {}
+def _hold_scales_in_8_bits(state: "QuantState") -> None:
+    """Quantize the scales as `compress_statistics` does, but on the CPU and less a mean that is summed in float64.
 
-
-def quantize(weight: Tensor, *, name: str = "weight", double_quant: bool = True) -> dict[str, Tensor]:
-    """Pack `weight[N, K]`, N*K divisible by 64 (blocks run over the flattened weight, so they may cross rows).
-
-    Returns the tensors of a bitsandbytes checkpoint: `weight` uint8 `[N*K/2, 1]` (HIGH nibble = even element),
-    `weight.absmax` (uint8 if `double_quant`, else float32) `[N*K/64]`, `weight.quant_map` float32 `[16]`,
-    `weight.nested_absmax`, `weight.nested_quant_map` if `double_quant`, and a JSON header in uint8 `[256]`.
-    Raises ValueError, naming `name`, for another shape or dtype and for NaN or Inf.
+    The last bits of bitsandbytes' float32 sum depend on the device and on the number of threads.
     """
-    from bitsandbytes.functional import quantize_4bit
+    from bitsandbytes.functional import quantize_blockwise
 
-    weight = check_weight(weight, name=name, format_name=NAME)
-    if weight.numel() % BLOCK:
-        raise ValueError(
-            f"{name}: N*K={weight.numel()} is not divisible by {BLOCK}, the block of {NAME}; "
-            f"allowed: multiples of {BLOCK}. Leave this layer out (ignore) or choose a format with another block"
-        )
-    codes, state = quantize_4bit(weight, blocksize=BLOCK, compress_statistics=double_quant, quant_type="nf4")
-    tensors = {f"weight.{key}": tensor.clone() for key, tensor in state.as_dict(packed=True).items()}
-    tensors[_HEADER] = _padded(tensors[_HEADER])
-    return {"weight": codes, **tensors}
-
-
-def dequantize(packed: dict[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """The weight `[N, K]`: code * absmax in float32, rounded once to `dtype`. Reads the JSON header on the host."""
-    return decoder(packed, shape).unpack(dtype)
-
-
-def decoder(packed: dict[str, Tensor], shape: tuple[int, int]) -> Decoder:
-    """`dequantize` for a Linear, with the JSON header read once; there is no tensor scale to hold back."""
-    from bitsandbytes.functional import QuantState
-
-    codes = packed["weight"]
-    state = QuantState.from_dict({key: tensor for key, tensor in packed.items() if key != "weight"}, codes.device)
-    # One block a row: the AVX-512 kernel of bitsandbytes 0.50 takes a wrong scale where a block crosses rows, that is
-    # where K is no multiple of 64 (seen at K=160: accuracy 0.49 became 0.11). Blocks run over the flattened weight.
-    state.shape = torch.Size((codes.numel() * 2 // BLOCK, BLOCK))
-    states = {dtype: copy.copy(state) for dtype in (torch.float32, torch.bfloat16, torch.float16)}
-    for dtype, own in states.items():
-        own.dtype = dtype
-    return Decoder(partial(_unpacked, codes, states, shape))
-
-
-def layout(shape: tuple[int, int], *, double_quant: bool = True) -> Layout:
-    """Codes, scales, tables and header as in `quantize`."""
-    blocks = shape[0] * shape[1] // BLOCK
-    single: Layout = {
-        "weight": ((blocks * BLOCK // 2, 1), torch.uint8),
-        "weight.absmax": ((blocks,), torch.uint8 if double_quant else torch.float32),
-        "weight.quant_map": ((16,), torch.float32),
-    }
-    nested: Layout = {
-        "weight.nested_absmax": ((-(-blocks // _NESTED_BLOCK),), torch.float32),
-        "weight.nested_quant_map": ((256,), torch.float32),
-    }
-    return single | (nested if double_quant else {}) | {_HEADER: ((_HEADER_BYTES,), torch.uint8)}
-
-
-def accept(
-    packed: dict[str, Tensor], shape: tuple[int, int], *, name: str, double_quant: bool = True
-) -> dict[str, Tensor]:
-    """`packed` with the header padded as `quantize` pads it. Raises ValueError, naming the tensor, for another layout
-    and for a header that speaks of another weight."""
-    header = packed[_HEADER]
-    if header.dtype is not torch.uint8 or header.ndim != 1 or header.numel() > _HEADER_BYTES:
-        raise ValueError(f"{name}.{_HEADER} is {header.dtype} {list(header.shape)}; allowed: JSON in at most 256 bytes")
-    _check_header(bytes(header.tolist()), shape, name=name, double_quant=double_quant)
-    layout_of_both = layout(shape, double_quant=double_quant)
-    return check_layout(packed | {_HEADER: _padded(header)}, layout_of_both, name=name, format_name=NAME)
-
-
-def _check_header(text: bytes, shape: tuple[int, int], *, name: str, double_quant: bool) -> None:
-    try:
-        found = json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"{name}.{_HEADER} is not JSON: {error}") from error
-    expected = {"quant_type": NAME, "blocksize": BLOCK, "shape": list(shape)}
-    expected |= {"nested_blocksize": _NESTED_BLOCK} if double_quant else {}
-    for key, value in expected.items():
-        if found.get(key) != value:
-            raise ValueError(f"{name}.{_HEADER} says {key}={found.get(key)}; allowed: {value}")
+    absmax = state.absmax.cpu()
+    state.offset = absmax.mean(dtype=torch.float64).float()
+    state.absmax, state.state2 = quantize_blockwise(absmax - state.offset, blocksize=_NESTED_BLOCK)
+    state.nested = True
 
 
 def _unpacked(
@@ -134,7 +177,7 @@ def _unpacked(
 
 
 def _padded(header: Tensor) -> Tensor:
-    """The JSON bytes with spaces behind: its length depends on the digits of a float, a buffer's shape must not."""
+    """Append spaces to the JSON bytes: their length depends on the digits of a float, a buffer's shape must not."""
     padded = torch.full((_HEADER_BYTES,), ord(" "), dtype=torch.uint8, device=header.device)
     padded[: header.numel()] = header
     return padded

@@ -19,20 +19,16 @@ range 1.75 times smaller towards zero. A block is never worse than by `max` unde
 under its own, 448 * 6, the E4M3 roundings of single blocks differ both ways. Layout and decoding are the same.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from qerl_lab.formats import e2m1
-from qerl_lab.formats.codecs import Decoder, Layout, check_layout, check_weight
-
-NAME: str = "nvfp4"
-BLOCK = 16
-QUANT_METHOD: str | None = "compressed-tensors"
-OPTIONS: tuple[str, ...] = ("scale_rule",)
+from qerl_lab.formats.compressed_tensors import CompressedTensors
+from qerl_lab.formats.format import Decoder, Layout, Quantize, checked
 
 E4M3_MAX = 448.0
 # By rule: the block scale that maps the largest magnitude of the tensor to 6.
@@ -41,60 +37,95 @@ SCALE_RULES = tuple(_TENSOR_SCALE)
 _SCALE_OF_ZERO_BLOCK = 0.125  # any positive value would do, this one is what compressed-tensors writes
 
 
-def bits_per_weight(**options: Any) -> float:
-    """4 bits and a byte per 16: 4.5 by every rule (the global scale adds 4 bytes a tensor)."""
-    return 4 + 8 / 16
+@dataclass(frozen=True)
+class Nvfp4(CompressedTensors):
+    """NVFP4 by one of `SCALE_RULES`."""
 
+    NAME = "nvfp4"
+    BLOCK = 16
+    STRATEGY = "tensor_group"
+    SCALE_DTYPE = torch.float8_e4m3fn
 
-def shared_options(
-    weights: Sequence[Tensor], *, scale_rule: str = "max", global_scale: Tensor | None = None
-) -> dict[str, Tensor]:
-    """One `global_scale` for the parts of a fused layer: engines keep a single one for q/k/v and for gate/up."""
-    return {"global_scale": largest_to_range(weights, scale_rule) if global_scale is None else global_scale}
+    scale_rule: str | None
 
+    def quantize(
+        self, weight: Tensor, *, name: str = "weight", global_scale: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """Pack `weight[N, K]`, K divisible by 16.
 
-def largest_to_range(weights: Sequence[Tensor], scale_rule: str) -> Tensor:
-    """The divisor that brings the largest magnitude of all `weights` (one dtype) to 448 * 6, for `four_over_six` to
-    256 * 6; float32 `[1]`. Raises ValueError for an unknown rule."""
-    _check_rule(scale_rule)
-    largest = torch.stack([weight.detach().abs().max() for weight in weights]).max()
-    if largest.dtype is torch.float16:
-        largest = largest.float()  # the quotient below overflows in float16
-    divisor = _TENSOR_SCALE[scale_rule] * e2m1.MAX / largest.clamp(min=torch.finfo(largest.dtype).tiny)
-    return torch.nan_to_num(divisor, nan=1.0, posinf=1.0).float().reshape(1)
+        `global_scale` (float32 `[1]`) replaces the tensor's own. Returns `weight_packed` uint8 `[N, K/2]` (low nibble =
+        even column), `weight_scale` float8_e4m3fn `[N, K/16]`, `weight_global_scale` float32 `[1]`. Raises ValueError
+        for an unknown rule. Raises it, naming `name`, for another shape or dtype, for NaN or Inf, and for a global
+        scale that is not positive and finite.
+        """
+        self._check_rule()
+        weight = checked(weight, self, name=name)
+        divisor = self.global_scale([weight]) if global_scale is None else global_scale
+        if divisor.shape != (1,) or not 0 < divisor.item() < float("inf"):
+            raise ValueError(f"{name}: global_scale must be one positive finite number of shape [1], got {divisor}")
+        divisor = divisor.to(weight.device, torch.float32, copy=True)
+        blocks = weight.unflatten(1, (-1, self.BLOCK))
+        scale = _block_scale(blocks, divisor, e2m1.MAX)
+        if self.scale_rule == "four_over_six":
+            other = _block_scale(blocks, divisor, 4.0)
+            scale = torch.where(_error(blocks, divisor, other) < _error(blocks, divisor, scale), other, scale)
+        return {
+            "weight_packed": e2m1.pack(e2m1.encode(_in_units(blocks, divisor, scale)).flatten(1)),
+            "weight_scale": scale.to(torch.float8_e4m3fn),
+            "weight_global_scale": divisor,
+        }
 
+    def together(self, weights: Sequence[Tensor]) -> Quantize:
+        """Return `quantize` with one global scale: engines keep a single one for q/k/v and for gate/up."""
+        return partial(self.quantize, global_scale=self.global_scale(weights))
 
-def quantize(
-    weight: Tensor, *, name: str = "weight", global_scale: Tensor | None = None, scale_rule: str = "max"
-) -> dict[str, Tensor]:
-    """Pack `weight[N, K]`, K divisible by 16.
+    def global_scale(self, weights: Sequence[Tensor]) -> Tensor:
+        """Return the divisor that brings the largest of all `weights` to 448 * 6, for `four_over_six` to 256 * 6.
 
-    `global_scale` (float32 `[1]`) replaces the tensor's own. Returns `weight_packed` uint8 `[N, K/2]` (low nibble =
-    even column), `weight_scale` float8_e4m3fn `[N, K/16]`, `weight_global_scale` float32 `[1]`. Raises ValueError for
-    an unknown rule and, naming `name`, for another shape or dtype, for NaN or Inf, and for a global scale that is not
-    positive and finite.
-    """
-    weight = check_weight(weight, name=name, format_name=NAME, block=BLOCK)
-    _check_rule(scale_rule)
-    divisor = largest_to_range([weight], scale_rule) if global_scale is None else global_scale
-    if divisor.shape != (1,) or not 0 < divisor.item() < float("inf"):
-        raise ValueError(f"{name}: global_scale must be one positive finite number of shape [1], got {divisor}")
-    divisor = divisor.to(weight.device, torch.float32, copy=True)
-    blocks = weight.unflatten(1, (-1, BLOCK))
-    scale = _block_scale(blocks, divisor, e2m1.MAX)
-    if scale_rule == "four_over_six":
-        other = _block_scale(blocks, divisor, 4.0)
-        scale = torch.where(_error(blocks, divisor, other) < _error(blocks, divisor, scale), other, scale)
-    return {
-        "weight_packed": e2m1.pack(e2m1.encode(_in_units(blocks, divisor, scale)).flatten(1)),
-        "weight_scale": scale.to(torch.float8_e4m3fn),
-        "weight_global_scale": divisor,
-    }
+        It is float32 `[1]`, taken in the dtype of the weights, in float32 where they differ. Raises ValueError for an
+        unknown rule.
+        """
+        largest_block = _TENSOR_SCALE[self._check_rule()]
+        every = [weight.detach().abs().max() for weight in weights]
+        if {largest.dtype for largest in every} != {torch.bfloat16}:
+            every = [largest.float() for largest in every]  # the quotient below overflows in float16
+        largest = torch.stack(every).max()
+        divisor = largest_block * e2m1.MAX / largest.clamp(min=torch.finfo(largest.dtype).tiny)
+        return torch.nan_to_num(divisor, nan=1.0, posinf=1.0).float().reshape(1)
 
+    def _check_rule(self) -> str:
+        if self.scale_rule not in SCALE_RULES:
+            raise ValueError(f"unknown scale_rule {self.scale_rule!r}; allowed: {', '.join(SCALE_RULES)}")
+        return self.scale_rule
 
-def _check_rule(scale_rule: str) -> None:
-    if scale_rule not in SCALE_RULES:
-        raise ValueError(f"unknown scale_rule {scale_rule!r}; allowed: {', '.join(SCALE_RULES)}")
+    def dequantize(self, packed: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        """Return `[N, K]`: value * (scale / global scale) in float32, rounded once to `dtype`."""
+        scale = packed["weight_scale"].float() / packed["weight_global_scale"]
+        return _scaled(packed["weight_packed"], scale, shape).to(dtype)
+
+    def decoder(self, packed: Mapping[str, Tensor], shape: tuple[int, int]) -> Decoder:
+        """Return W' = value * block scale and alpha = 1 / global scale, the numerics of the engines (Marlin).
+
+        W' has at most six significant bits and is 0 or within 2**-10 and 2688: exact in bfloat16, float16 and float32.
+        """
+        alpha = packed["weight_global_scale"].reciprocal().item()
+        return Decoder(partial(_unscaled, packed["weight_packed"], packed["weight_scale"], shape), alpha)
+
+    def layout(self, shape: tuple[int, int]) -> Layout:
+        """Return codes and scales as in `quantize`."""
+        rows, columns = shape
+        return {
+            "weight_packed": ((rows, columns // 2), torch.uint8),
+            "weight_scale": ((rows, columns // self.BLOCK), self.SCALE_DTYPE),
+            "weight_global_scale": ((1,), torch.float32),
+        }
+
+    def accept(self, packed: Mapping[str, Tensor], shape: tuple[int, int], *, name: str) -> dict[str, Tensor]:
+        """Return `packed` if it is of this layout. Raises ValueError if not, or if its global scale is not positive."""
+        accepted = super().accept(packed, shape, name=name)
+        if not 0 < (divisor := accepted["weight_global_scale"].item()) < float("inf"):
+            raise ValueError(f"{name}.weight_global_scale is {divisor}; allowed: positive finite numbers")
+        return accepted
 
 
 def _block_scale(blocks: Tensor, divisor: Tensor, top: float) -> Tensor:
@@ -109,43 +140,13 @@ def _in_units(blocks: Tensor, divisor: Tensor, scale: Tensor) -> Tensor:
 
 
 def _error(blocks: Tensor, divisor: Tensor, scale: Tensor) -> Tensor:
-    """Squared error of each block `[N, K/16]`, times divisor squared, so that no magnitude overflows float32."""
+    """Squared error of each block `[N, K/16]`, times divisor squared, so that no magnitude overflows float32.
+
+    Summed in float64, where the order in which a device adds sixteen float32 squares decides nothing.
+    """
     exact = _in_units(blocks, divisor, scale)
     rounded = e2m1.decode(e2m1.pack(e2m1.encode(exact).flatten(1)), torch.float32).view_as(exact)
-    return ((rounded - exact) * scale.unsqueeze(-1)).square().sum(-1)
-
-
-def dequantize(packed: dict[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """value * (scale / global scale) in float32, rounded once to `dtype`; `[N, K]`. Equal to compressed-tensors'."""
-    scale = packed["weight_scale"].float() / packed["weight_global_scale"]
-    return _scaled(packed["weight_packed"], scale, shape).to(dtype)
-
-
-def decoder(packed: dict[str, Tensor], shape: tuple[int, int]) -> Decoder:
-    """W' = value * block scale and alpha = 1 / global scale, the numerics of the engines (Marlin).
-
-    W' has at most six significant bits and is 0 or within 2**-10 and 2688: exact in bfloat16, float16 and float32.
-    """
-    alpha = packed["weight_global_scale"].reciprocal().item()
-    return Decoder(partial(_unscaled, packed["weight_packed"], packed["weight_scale"], shape), alpha)
-
-
-def layout(shape: tuple[int, int], **options: Any) -> Layout:
-    """Codes and scales as in `quantize`."""
-    rows, columns = shape
-    return {
-        "weight_packed": ((rows, columns // 2), torch.uint8),
-        "weight_scale": ((rows, columns // BLOCK), torch.float8_e4m3fn),
-        "weight_global_scale": ((1,), torch.float32),
-    }
-
-
-def accept(packed: dict[str, Tensor], shape: tuple[int, int], *, name: str, **options: Any) -> dict[str, Tensor]:
-    """`packed` if it is of this layout and its global scale a positive finite number; raises ValueError if not."""
-    packed = check_layout(packed, layout(shape), name=name, format_name=NAME)
-    if not 0 < (divisor := packed["weight_global_scale"].item()) < float("inf"):
-        raise ValueError(f"{name}.weight_global_scale is {divisor}; allowed: positive finite numbers")
-    return packed
+    return ((rounded - exact) * scale.unsqueeze(-1)).square().sum(-1, dtype=torch.float64)
 
 
 def _unscaled(codes: Tensor, scale: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
@@ -158,5 +159,5 @@ def _unscaled(codes: Tensor, scale: Tensor, shape: tuple[int, int], dtype: torch
 
 def _scaled(packed: Tensor, scale: Tensor, shape: tuple[int, int]) -> Tensor:
     """E2M1 values times the scale of their block, in the dtype of `scale`."""
-    values = e2m1.decode(packed, scale.dtype).unflatten(1, (-1, BLOCK))
+    values = e2m1.decode(packed, scale.dtype).unflatten(1, (-1, Nvfp4.BLOCK))
     return (values * scale.unsqueeze(-1)).reshape(shape)

@@ -1,1 +1,1 @@
-"""From records to tables and figures. Reads run directories and MLflow only; imports no torch."""
+"""Tables and figures of records. Reads run directories and MLflow only; imports no torch."""

@@ -21,6 +21,11 @@ PANELS = (  # title, y label, (metric, label) of each line
         (("rollout/tokens_per_second", "rollout"), ("step/tokens_per_second", "end to end")),
     ),
 )
+ARM_PANELS = {
+    "reward/mean": "reward",
+    "policy/entropy_nats": "policy entropy, nats per token",
+    "sampler/entropy_nats": "entropy of the noisy sampler, nats per token",
+}
 
 
 def save_curves(steps: pd.DataFrame, title: str, path: Path) -> None:
@@ -28,7 +33,7 @@ def save_curves(steps: pd.DataFrame, title: str, path: Path) -> None:
     figure, axes = plt.subplots(2, 2, figsize=(10, 6.5), layout="constrained")
     training = steps.loc[1:]
     for axis, (name, unit, lines) in zip(axes.flat, PANELS, strict=True):
-        for n, (metric, label) in enumerate(lines):
+        for n, (metric, label) in enumerate(line for line in lines if line[0] in training):
             axis.plot(training.index, training[metric], label=label, lw=1.4, ls="-" if n == 0 else "--")
         _dress(axis, name, unit)
         axis.set_ylim(top=1.2 * axis.get_ylim()[1])  # room for the legend above the curves
@@ -38,26 +43,38 @@ def save_curves(steps: pd.DataFrame, title: str, path: Path) -> None:
     plt.close(figure)
 
 
+def save_arms(curves: pd.DataFrame, path: Path) -> None:
+    """Reward and entropies of several arms, from `comparison.curves`."""
+    logged = set(curves["metric"])  # an engine may have no entropy
+    figure = compare_arms(curves, {metric: label for metric, label in ARM_PANELS.items() if metric in logged})
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
 def compare_arms(curves: pd.DataFrame, metrics: dict[str, str]) -> Figure:
     """One panel a metric, one color an arm: the mean over seeds thick, every seed thin. No smoothing.
 
     Args:
-        curves: the tidy frame of `runs.read_mlflow`.
+        curves: tidy, with the columns run_id, arm, metric, step and value; arms are drawn in its order.
         metrics: metric name -> label of its axis.
     """
-    figure, axes = plt.subplots(1, len(metrics), figsize=(5 * len(metrics), 4), layout="constrained", squeeze=False)
-    arms = sorted(curves["arm"].unique())
+    arms = list(curves["arm"].unique())
+    names = [f"{arm} (n={curves.loc[curves['arm'] == arm, 'run_id'].nunique()})" for arm in arms]
+    width = 5 * len(metrics)
+    per_row = max(1, min(len(arms), int(width / (0.5 + 0.08 * max(map(len, names), default=0)))))  # inches
+    height = 4 + 0.2 * math.ceil(len(arms) / per_row)
+    figure, axes = plt.subplots(1, len(metrics), figsize=(width, height), layout="constrained", squeeze=False)
     for axis, (metric, label) in zip(axes.flat, metrics.items(), strict=True):
-        for color, arm in enumerate(arms):
+        for n, (arm, name) in enumerate(zip(arms, names, strict=True)):
             chosen = curves[(curves["arm"] == arm) & (curves["metric"] == metric) & (curves["step"] > 0)]
             by_seed = chosen.pivot_table(index="step", columns="run_id", values="value")
+            style = {"color": f"C{n % 10}", "ls": "-" if n < 10 else "--"}
             if by_seed.shape[1] > 1:
-                axis.plot(by_seed.index, by_seed, color=f"C{color}", lw=0.5, alpha=0.5)
-            axis.plot(
-                by_seed.index, by_seed.mean(axis=1), color=f"C{color}", lw=1.8, label=f"{arm} (n={by_seed.shape[1]})"
-            )
+                axis.plot(by_seed.index, by_seed, lw=0.5, alpha=0.5, **style)
+            axis.plot(by_seed.index, by_seed.mean(axis=1), lw=1.8, label=name, **style)
         _dress(axis, metric, label)
-    axes.flat[0].legend(frameon=False, fontsize="small")
+    handles = axes.flat[0].get_legend_handles_labels()
+    figure.legend(*handles, loc="outside lower center", ncols=per_row, frameon=False, fontsize="small")
     return figure
 
 

@@ -1,20 +1,12 @@
 """Text for the terminal."""
 
 import shlex
-import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
-
-def near(path: Path) -> str:
-    """A path as short as it can be typed from here."""
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
-
-
-def python() -> str:
-    """This Python as it can be typed from here: `python` where that is the one, else its path (.venv/bin/python)."""
-    return "python" if shutil.which("python") == sys.executable else near(Path(sys.executable))
+from qerl_lab import terminal
+from qerl_lab.config.redact import HIDDEN
+from qerl_lab.tracking.tracker import Mirrored
 
 
 def closing(result: dict[str, Any]) -> str:
@@ -26,7 +18,7 @@ def closing(result: dict[str, Any]) -> str:
             ("held-out accuracy", f"{result['accuracy_before']:.3f} -> {result['accuracy_after']:.3f}"),
             (
                 "  gain, paired 95% CI",
-                f"{result['accuracy_gain']:+.3f} [{low:+.3f}, {high:+.3f}], {result['questions']} questions",
+                f"{result['accuracy_gain']:+.3f} [{low:+.3f}, {high:+.3f}], {result['questions']} questions, this seed",
             ),
         ]
     shares = ", ".join(f"{result[f'share_{name}']:.0%} {name}" for name in ("rollout", "train", "sync"))
@@ -38,13 +30,7 @@ def closing(result: dict[str, Any]) -> str:
         ("time", f"{shares}; {result['seconds']:.0f} s in all"),
         ("memory", _memory(result)),
     ]
-    return aligned(rows)
-
-
-def aligned(rows: list[tuple[str, str]]) -> str:
-    """Names and values in two columns."""
-    width = max(len(name) for name, _ in rows)
-    return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows)
+    return terminal.aligned(rows)
 
 
 def _memory(result: dict[str, Any]) -> str:
@@ -52,9 +38,21 @@ def _memory(result: dict[str, Any]) -> str:
     return f"{result['memory_rss_gib']:.2f} GiB peak resident{gpu}"
 
 
-def where(run_dir: Path, mlflow_uri: str | None) -> str:
-    """Where the record is, and the one command that opens MLflow."""
-    lines = [f"run directory: {near(run_dir)}  (curves.png, metrics.jsonl, eval.parquet, adapter/)"]
-    if mlflow_uri:
-        lines.append(f"open MLflow:   {python()} -m mlflow ui --backend-store-uri {shlex.quote(mlflow_uri)}")
+def where(run_dir: Path, mirror: Mirrored | None) -> str:
+    """Say where the record is, how to see the runs in MLflow, and how to fill it where it lacks something."""
+    lines = [f"run directory: {terminal.near(run_dir)}  (curves.png, metrics.jsonl, eval.parquet, adapter/)"]
+    if mirror and mirror.experiment_id:
+        lines += _open(mirror.uri, f"#/experiments/{mirror.experiment_id}/runs?workflowType=machine_learning")
+    if mirror and mirror.missing:
+        what = f"MLflow at {mirror.uri} lacks {mirror.missing:,} points of this run; metrics.jsonl has all. To fill it:"
+        lines += [what, f"  {terminal.python()} -m qerl_lab.tracking resync {shlex.quote(terminal.near(run_dir))}"]
     return "\n".join(lines)
+
+
+def _open(uri: str, page: str) -> list[str]:
+    """A server has its own address; any other store is shown by MLflow's command, at its default address."""
+    if uri.startswith(("http://", "https://")):
+        return [f"open MLflow:   {uri.replace(f'{HIDDEN}@', '').rstrip('/')}/{page}"]
+    store = '"$MLFLOW_TRACKING_URI"' if HIDDEN in uri else shlex.quote(uri)
+    start = f"{terminal.python()} -m mlflow ui --backend-store-uri {store}"
+    return [f"open MLflow:   {start}", f"  then:        http://127.0.0.1:5000/{page}"]

@@ -4,19 +4,14 @@ It shares the trainer's modules. The only weights of its own are the noisy norms
 """
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
-from qerl_lab.aqn import Noise
-from qerl_lab.policy import Policy
-from qerl_lab.rollout import Rollout, Sampling
-
-CHUNK = 1024  # tokens whose float32 logits are in memory at once
+from qerl_lab.aqn import CLEAN, Noise
+from qerl_lab.model.policy import Policy
+from qerl_lab.rollout.engine import OnDone, Rollout, Sampling, ignore
 
 
 class TransformersEngine:
@@ -24,44 +19,33 @@ class TransformersEngine:
 
     def __init__(self, policy: Policy, batch_size: int) -> None:
         self.policy, self.batch_size = policy, batch_size
-        self.norms: dict[str, Tensor] = {}
-        self.sync(policy, None)
+        self.sync(CLEAN)
 
-    def sync(self, policy: Policy, noise: Noise | None) -> None:
-        noise = noise or Noise(sigma=0.0, seed=0, step=0)
-        self.norms = {
-            name: noise.onto(clean, name, policy.norms[name].dtype) for name, clean in policy.clean_norms.items()
-        }
+    def sync(self, noise: Noise) -> None:
+        """Draw the noisy norms. The adapter is the policy's own, so that there is none to take over."""
+        self._norms = noise.onto_norms(self.policy.clean_norms, self.policy.norms)
 
-    def noise_std(self) -> float:
-        gaps = [self.norms[name].float() - clean for name, clean in self.policy.clean_norms.items()]
-        return torch.cat(gaps).std().item()
+    def norms(self) -> dict[str, Tensor]:
+        return self._norms
 
     def close(self) -> None:
-        self.norms = {}
+        """Drop the noisy norms, all that it holds."""
+        self._norms = {}
 
-    @contextmanager
-    def _sampling_mode(self) -> Iterator[None]:
-        """The model as the sampler: evaluation mode, no gradients, noisy norms."""
-        model, training = self.policy.model, self.policy.model.training
-        model.eval()
-        try:
-            with torch.no_grad(), self.policy.norms_as(self.norms):
-                yield
-        finally:
-            model.train(training)
-
-    def generate(self, prompt_ids_P: list[list[int]], group_size: int, sampling: Sampling) -> Rollout:
+    def generate(
+        self, prompt_ids_P: list[list[int]], group_size: int, sampling: Sampling, on_done: OnDone = ignore
+    ) -> Rollout:
         """Sample `group_size` completions of each prompt. Deterministic in (policy, prompts, sampling) on a CPU."""
         started = time.perf_counter()
         flat = [ids for ids in prompt_ids_P for _ in range(group_size)]
         devices = [self.policy.device] if self.policy.device.type == "cuda" else []
-        with self._sampling_mode(), torch.random.fork_rng(devices=devices):
+        with self.policy.as_sampler(self._norms), torch.random.fork_rng(devices=devices):
             torch.manual_seed(sampling.seed)
-            parts = [
-                self._batch(flat[at : at + self.batch_size], sampling) for at in range(0, len(flat), self.batch_size)
-            ]
-        rows = [row for part in parts for row in part]
+            rows = []
+            for at in range(0, len(flat), self.batch_size):
+                part = self._batch(flat[at : at + self.batch_size], sampling)
+                rows += part
+                on_done(len(part))
         grouped = [rows[at : at + group_size] for at in range(0, len(rows), group_size)]
         tokens = sum(len(ids) for ids, _, _, _ in rows)
         return Rollout(
@@ -74,7 +58,7 @@ class TransformersEngine:
         )
 
     def _batch(self, prompts: list[list[int]], sampling: Sampling) -> list[tuple[list[int], list[float], str, float]]:
-        """(completion ids, log-probs, finish reason, summed entropy) of each prompt in one call of `generate`."""
+        """Call `generate` once. Returns each prompt's completion ids, log-probs, finish reason and summed entropy."""
         ids, mask = left_padded(prompts, self.policy.tokenizer.pad_token_id, self.policy.device)
         recorder, ends = Recorder(sampling.temperature), self.policy.end_ids()
         out = self.policy.model.generate(
@@ -95,50 +79,6 @@ class TransformersEngine:
             for row, scores, n, entropy in zip(out.tolist(), logprobs.tolist(), lengths, summed, strict=True)
         ]
 
-    def noise_kl(self, rollout: Rollout, completions: int, temperature: float) -> float:
-        pairs = [
-            (p, c) for p, group in zip(rollout.prompt_ids_P, rollout.completion_ids_P_G, strict=True) for c in group
-        ]
-        pairs = pairs[:: max(1, len(pairs) // completions)][:completions]  # spread over the prompts
-        noisy, own = self._states(pairs), self.norms
-        self.norms = {name: w.to(own[name].dtype) for name, w in self.policy.clean_norms.items()}
-        clean, self.norms = self._states(pairs), own
-        total = 0.0
-        for states in zip(noisy.split(CHUNK), clean.split(CHUNK), strict=True):
-            p, q = (self._logprobs(part, temperature) for part in states)
-            total += (p.exp() * (p - q)).sum().item()
-        return total / len(noisy)
-
-    def logprobs(self, pairs: list[tuple[list[int], list[int]]], temperature: float) -> Tensor:
-        """The sampler's log-probs [tokens, vocabulary] at every completion token of (prompt, completion) pairs."""
-        return self._logprobs(self._states(pairs), temperature)
-
-    def _states(self, pairs: list[tuple[list[int], list[int]]]) -> Tensor:
-        """What the head reads at every completion token, [tokens, hidden]: `CHUNK` of them make logits that fit."""
-        ids, mask = left_padded([p + c for p, c in pairs], self.policy.tokenizer.pad_token_id, self.policy.device)
-        keep = max(len(c) for _, c in pairs) + 1
-        with self._sampling_mode():
-            backbone = self.policy.model.get_base_model().base_model
-            states = backbone(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state[:, -keep:-1]
-        at = torch.arange(keep - 1, device=ids.device)
-        is_completion = at >= keep - 1 - torch.tensor([[len(c)] for _, c in pairs], device=ids.device)
-        return states[is_completion]
-
-    def _logprobs(self, states: Tensor, temperature: float) -> Tensor:
-        """From what `_states` gave. The model's own forward makes the logits, because some scale them after the head
-        (Granite) or cap them (Gemma 2): it runs on one token, and a hook puts `states` where its backbone's output was.
-        """
-        model = self.policy.model.get_base_model()
-
-        def put_states(_module: nn.Module, _args: Any, output: Any) -> Any:
-            output.last_hidden_state = states.unsqueeze(1)
-            return output
-
-        token = torch.zeros(1, 1, dtype=torch.long, device=states.device)
-        with self._sampling_mode(), model.base_model.register_forward_hook(put_states):
-            logits = model(input_ids=token, use_cache=False).logits.squeeze(1)
-            return (logits.float() / temperature).log_softmax(-1)
-
 
 class Recorder(LogitsProcessor):
     """Sees every step's logits: keeps the entropy, and the log-prob of whichever token was then sampled.
@@ -156,14 +96,15 @@ class Recorder(LogitsProcessor):
         self._take(input_ids[:, -1])
         self._scores = (scores.float() / self.temperature).log_softmax(-1)
         self.entropies.append(-(self._scores.exp() * self._scores).sum(-1))
-        return scores
+        # A NaN makes a whole row NaN. Sampling from it would end a GPU's process; its entropy tells the caller.
+        return scores.masked_fill_(self._scores[:, :1].isnan(), 0.0)
 
     def _take(self, sampled: Tensor) -> None:
         if self._scores is not None:
             self.logprobs.append(self._scores.gather(-1, sampled[:, None])[:, 0])
 
     def finish(self, completions: Tensor) -> tuple[Tensor, Tensor]:
-        """(log-probs, entropies), each [batch, tokens] like `completions`."""
+        """Return log-probs and entropies, each [batch, tokens] like `completions`."""
         self._take(completions[:, -1])
         return torch.stack(self.logprobs, 1), torch.stack(self.entropies, 1)
 

@@ -1,51 +1,64 @@
-"""Tasks: questions with exact answers. One module per task, picked by `task.name`.
+"""Tasks: questions with exact answers, and how completions are graded. One module per task, named by `task.name`.
 
-A task module offers three pure functions, which `Task` below binds to its configuration:
+A task module offers three functions, which `Task` binds to a configuration:
 
-    train(cfg) -> list[Question]       the questions that training draws from
-    heldout(cfg) -> list[Question]     never seen in training, disjoint by construction
-    is_correct(given, answer) -> bool  whether the text of a model's final answer equals the known answer
+    train(cfg) -> list[Question]         the questions that training draws from
+    heldout(cfg) -> list[Question]       never seen in training, disjoint by construction
+    grade(texts, questions) -> Scores    by part one score a completion
 """
 
 import hashlib
 import importlib
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
-from qerl_lab.config import TaskConfig
-from qerl_lab.tasks.rewards import Reward, answer_reward, format_reward
+from qerl_lab.config.schema import TaskConfig
+
+if TYPE_CHECKING:  # checking a command imports tasks too, and should not wait for numpy
+    import numpy as np
+    from numpy.typing import NDArray
+
+Scores = dict[str, "NDArray[np.float64]"]
 
 
 @dataclass(frozen=True)
 class Question:
-    """One row: `prompt` is the question as text, `answer` the known answer, `id` stable across runs."""
+    """One row: `prompt` is the question as text, `answer` the known answer, `id` stable across runs.
+
+    `payload` is what a grader needs beside the answer, e.g. the tests of a program.
+    """
 
     id: str
     prompt: str
     answer: str
+    payload: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True)
 class Task:
-    """A configured task. `rewards` maps the name of each part to its function of (completion, answer);
-    `is_correct` compares the text of a final answer with the known answer.
+    """A configured task.
+
+    `grade(texts, questions)` gives by part one score in [0, 1] a text, shape [len(texts)]. It depends on its arguments
+    alone, never raises on the text of a model, and ends in time: what passes its limits scores 0. Every task has the
+    parts "format" and "answer", which evaluations read. `weights` has the same parts.
     """
 
     name: str
     instruction: str
     train: list[Question]
     heldout: list[Question]
-    rewards: dict[str, Reward]
-    is_correct: Callable[[str, str], bool]
+    weights: dict[str, float]
+    grade: Callable[[Sequence[str], Sequence[Question]], Scores]
 
     def messages(self, question: Question) -> list[dict[str, str]]:
         """The chat that asks `question`: the instruction as a system message (if any), then the question."""
         system = [{"role": "system", "content": self.instruction}] if self.instruction else []
         return [*system, {"role": "user", "content": question.prompt}]
 
-    def reward(self, completion: str, answer: str) -> float:
-        """Sum of all parts for one completion."""
-        return sum(part(completion, answer) for part in self.rewards.values())
+    def rewards(self, texts: Sequence[str], questions: Sequence[Question]) -> Scores:
+        """By part the weighted scores, shape [len(texts)]; the reward of a text is their sum."""
+        return {part: self.weights[part] * score for part, score in self.grade(texts, questions).items()}
 
 
 def load(cfg: TaskConfig) -> Task:
@@ -56,22 +69,15 @@ def load(cfg: TaskConfig) -> Task:
         instruction=cfg.instruction,
         train=module.train(cfg),
         heldout=module.heldout(cfg),
-        rewards=_rewards(cfg, module.is_correct),
-        is_correct=module.is_correct,
+        weights={"format": cfg.format_reward, "answer": cfg.answer_reward},
+        grade=module.grade,
     )
-
-
-def _rewards(cfg: TaskConfig, is_correct: Callable[[str, str], bool]) -> dict[str, Reward]:
-    return {
-        "format": lambda completion, _answer: cfg.format_reward * format_reward(completion),
-        "answer": lambda completion, answer: cfg.answer_reward * answer_reward(completion, answer, is_correct),
-    }
 
 
 def is_heldout(key: str, one_in: int = 8) -> bool:
     """Whether the question with this identity belongs to the held-out set: a fixed share, decided by SHA-256.
 
-    The split is a property of the question, not of a draw, so that train and held-out sets are disjoint by
-    construction for every seed, size and process.
+    The split is a property of the question, not of a draw. So train and held-out sets are disjoint by construction,
+    for every seed, size and process.
     """
     return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") % one_in == 0

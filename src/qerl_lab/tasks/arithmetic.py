@@ -1,21 +1,23 @@
 """Seeded multi-step word problems of adding and taking away; `worked_solution` is what the pocket policy is taught.
 
 A problem is its numbers: a start and a list of signed changes. The names and things around them are a function of
-those numbers, so one problem reads the same everywhere, and the held-out set (one problem in eight, by hash of the
-numbers) shares no problem with the training set, whatever the seed.
+those numbers, so one problem reads the same everywhere. The held-out set takes one multiset of stated numbers in
+eight, by hash: no held-out problem has the numbers of a training problem in another order or with other signs, whatever
+the seed.
 """
 
 import hashlib
 import random
 from dataclasses import dataclass
 
-from qerl_lab.config import TaskConfig
+from qerl_lab.config.schema import TaskConfig
 from qerl_lab.tasks import Question, is_heldout
-from qerl_lab.tasks.answers import numbers_equal as is_correct
+from qerl_lab.tasks.grading import grade_numbers as grade
 
-__all__ = ["Problem", "heldout", "is_correct", "problem", "train", "worked_solution"]
+__all__ = ["Problem", "grade", "heldout", "problem", "train", "worked_solution"]
 
 TRAIN_QUESTIONS, HELDOUT_QUESTIONS = 4096, 1024
+PATIENCE = 10_000  # draws without a new problem, and ten for each known one, say that there are no more
 NAMES = ["Ann", "Ben", "Cara", "Dan", "Eva", "Finn", "Gita", "Hugo"]
 THINGS = ["apples", "books", "cards", "coins", "eggs", "pens", "shells", "stamps"]
 GAINS = ["buys {} more", "finds {} more", "gets {} more", "wins {} more"]
@@ -35,6 +37,11 @@ class Problem:
         return f"{self.start}" + "".join(f"{change:+d}" for change in self.changes)
 
     @property
+    def is_heldout(self) -> bool:
+        """Whether no training may draw it: decided by the numbers that the text states, sorted and without signs."""
+        return is_heldout(" ".join(map(str, sorted((self.start, *map(abs, self.changes))))))
+
+    @property
     def answer(self) -> int:
         return self.start + sum(self.changes)
 
@@ -51,11 +58,12 @@ class Problem:
 
 def problem(rng: random.Random, cfg: TaskConfig) -> Problem:
     """One problem, uniform over the number of steps; its total stays between zero and twice the largest operand."""
-    start = rng.randint(2, cfg.max_operand)
+    largest, steps = cfg.arithmetic.max_operand, (cfg.arithmetic.min_steps, cfg.arithmetic.max_steps)
+    start = rng.randint(2, largest)
     total, changes = start, []
-    for _ in range(rng.randint(cfg.min_steps, cfg.max_steps)):
-        amount = rng.randint(1, cfg.max_operand)
-        loses = amount <= total and (total + amount > 2 * cfg.max_operand or rng.random() < 0.5)
+    for _ in range(rng.randint(*steps)):
+        amount = rng.randint(1, largest)
+        loses = amount <= total and (total + amount > 2 * largest or rng.random() < 0.5)
         change = -amount if loses else amount
         total += change
         changes.append(change)
@@ -73,12 +81,14 @@ def heldout(cfg: TaskConfig) -> list[Question]:
 
 
 def _questions(cfg: TaskConfig, count: int, of_heldout: bool) -> list[Question]:
-    rng, found = random.Random(2510_11696), dict[str, Question]()
-    for _ in range(50 * count):  # bounded: a small difficulty has fewer distinct problems than asked for
-        drawn = problem(rng, cfg)
-        if is_heldout(drawn.id) == of_heldout:
+    """`count` distinct problems, or as many as there are: a small difficulty has fewer."""
+    rng, found, since_new = random.Random(2510_11696), dict[str, Question](), 0
+    for _ in range(50 * count):
+        drawn, known = problem(rng, cfg), len(found)
+        if drawn.is_heldout == of_heldout:
             found.setdefault(drawn.id, Question(drawn.id, drawn.text, str(drawn.answer)))
-        if len(found) == count:
+        since_new = 0 if len(found) > known else since_new + 1
+        if len(found) == count or since_new == PATIENCE + 10 * len(found):
             break
     return list(found.values())
 
@@ -86,9 +96,9 @@ def _questions(cfg: TaskConfig, count: int, of_heldout: bool) -> list[Question]:
 def worked_solution(rng: random.Random, of: Problem) -> str:
     """One of many right ways to work a problem out, in the paper's format.
 
-    There are real alternatives at every turn, as in human solutions: in which order the changes are applied, whether
-    gains and losses are first brought together, how a sum is written, and how much is written down at all. They give
-    a policy taught on them the entropy that a real model has, and something for exploration to choose between: the
+    There are real alternatives at every turn, as in human solutions. They are the order of the changes, whether gains
+    and losses are first brought together, how a sum is written, and how much is written down at all. They give a
+    policy taught on them the entropy that a real model has, and something for exploration to choose between: the
     shorter ways go wrong more often.
     """
     way = rng.choices(WAYS, WEIGHTS)[0]

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from qerl_lab.config import ConfigError
+from qerl_lab.config.schema import ConfigError
 
 
 def read_rows(path: str, split: str, columns: tuple[str, ...], hub_config: str) -> list[dict[str, Any]]:

@@ -4,13 +4,13 @@
 `####`), or a hub id; null is openai/gsm8k on the hub.
 """
 
-from qerl_lab.config import ConfigError, TaskConfig
+from qerl_lab.config.schema import ConfigError, TaskConfig
 from qerl_lab.tasks import Question
 from qerl_lab.tasks.answers import number
-from qerl_lab.tasks.answers import numbers_equal as is_correct
 from qerl_lab.tasks.data import read_rows
+from qerl_lab.tasks.grading import grade_numbers as grade
 
-__all__ = ["heldout", "is_correct", "train"]
+__all__ = ["grade", "heldout", "train"]
 
 HUB_ID, HUB_CONFIG = "openai/gsm8k", "main"
 

@@ -1,0 +1,1 @@
+"""The command line: from words to checked jobs, and from jobs to processes."""

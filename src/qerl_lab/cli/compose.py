@@ -1,0 +1,279 @@
+"""The way from the words of a command line to checked jobs, before anything starts. Imports Hydra and no torch.
+
+Every job of a command is composed once and validated. So one bad job of a sweep stops the command before its first,
+and no file that is edited later changes a job. Whatever is wrong ends in one `ConfigError`.
+"""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar
+
+import yaml
+from hydra import initialize_config_dir
+from hydra.core.config_loader import ConfigLoader
+from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.plugins import Plugins
+from hydra.errors import HydraException
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+
+from qerl_lab.cli import intent
+from qerl_lab.cli.grammar import refuse_twice
+from qerl_lab.cli.overrides import (
+    as_config_errors,
+    check_override,
+    explain,
+    refuse_sweeps,
+    searchpath,
+    shown,
+    spell,
+)
+from qerl_lab.config.keys import typed
+from qerl_lab.config.paths import anchored
+from qerl_lab.config.rules import build, validate
+from qerl_lab.config.schema import ConfigError, RunConfig, choices_of, leaves, package_data
+
+VERSION_BASE = "1.3"
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run to be: its checked configuration, its own directory, and what to say of it.
+
+    `overrides` are the words that tell it from other jobs. `composed` is what Hydra made of them, with its own node,
+    and what its launchers get.
+    """
+
+    number: int
+    overrides: list[str]
+    config: RunConfig
+    run_dir: Path
+    composed: DictConfig
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The jobs of a command; `directory` is the run's, or the sweep's with a directory of each job in it."""
+
+    jobs: list[Job]
+    directory: Path
+    directory_given: bool  # named on the command line, so not to be renamed when it exists
+    made: Path | None = None  # the topmost directory that was made for it
+    sweep: DictConfig | None = None  # what Hydra composed for a sweep as a whole: its launcher, its batches
+
+    @property
+    def multirun(self) -> bool:
+        return self.sweep is not None
+
+    @property
+    def is_here(self) -> bool:
+        """Tell whether the jobs will run on this machine."""
+        return self.sweep is None or self.sweep.hydra.runtime.choices["hydra/launcher"] in ("basic", "joblib")
+
+
+@cache
+def register() -> None:
+    """Give Hydra the typed schema, the files of sweeps/, which lie outside conf/, and a place for --config-dir."""
+    store = ConfigStore.instance()
+    store.store("schema", RunConfig)
+    for path in sorted(package_data("sweeps").glob("*.yaml")):
+        store.store(path.stem, OmegaConf.load(path), group="sweeps", package="_global_")
+    Plugins.instance().register(ConfigDir)
+
+
+class ConfigDir(SearchPathPlugin):
+    """The user's --config-dir behind conf/ in the search path, where hydra.main puts it."""
+
+    folder: ClassVar[str | None] = None
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        if self.folder is not None:
+            search_path.append("command-line", f"file://{Path(self.folder).absolute()}")
+
+
+def make_plan(overrides: list[str], multirun: bool, config_dir: str | None = None) -> Plan:
+    """Compose and validate every job of a command whose overrides are spelled for Hydra. Raises ConfigError."""
+    with as_config_errors(), _loader(config_dir) as loader:
+        parsed = OverridesParser.create(config_loader=loader).parse_overrides(overrides)
+        for override in parsed:
+            check_override(override, loader, searchpath(overrides))
+        refuse_twice((override.key_or_group, str(override.input_line)) for override in parsed)
+        if not multirun and not any(override.is_sweep_override() for override in parsed):
+            cfg = loader.load_configuration("config", overrides, RunMode.RUN)
+            if cfg.hydra.mode != RunMode.MULTIRUN:
+                return _single_plan(cfg, loader)
+        master = loader.load_configuration("config", overrides, RunMode.MULTIRUN, validate_sweep_overrides=False)
+        if not multirun and master.hydra.mode != RunMode.MULTIRUN:
+            refuse_sweeps(parsed)
+        return _sweep_plan(master, loader)
+
+
+@contextmanager
+def _loader(config_dir: str | None) -> Iterator[ConfigLoader]:
+    """A loader that sees what hydra.main will see: our conf/, the user's --config-dir, the schema and the sweeps."""
+    if config_dir and not Path(config_dir).is_dir():
+        raise ConfigError(f"--config-dir {config_dir} is not a directory. Type one that has groups, e.g. experiment/.")
+    register()
+    ConfigDir.folder = config_dir
+    try:
+        with initialize_config_dir(str(package_data("conf")), job_name="qerl_lab", version_base=VERSION_BASE):
+            yield GlobalHydra.instance().config_loader()
+    finally:
+        ConfigDir.folder = None
+
+
+def _single_plan(cfg: DictConfig, loader: ConfigLoader) -> Plan:
+    config, words = _checked_job(cfg, loader)
+    intent.check_all_act([(config, words)])
+    HydraConfig.instance().set_config(cfg)
+    run_dir = Path(config.run_dir or str(cfg.hydra.run.dir)).expanduser().absolute()
+    given = bool(config.run_dir) or _sets(cfg, "hydra.run.dir")
+    notes = intent.notes(config, words, cfg.optim.micro_batch_size)
+    return Plan([Job(0, shown(cfg.hydra.overrides.task), config, run_dir, cfg, notes)], run_dir, given)
+
+
+def _sweep_plan(master: DictConfig, loader: ConfigLoader) -> Plan:
+    directory, jobs = Path(str(master.hydra.sweep.dir)).expanduser().absolute(), []
+    for number, overrides in enumerate(_expand(master, loader)):
+        try:
+            cfg = loader.load_sweep_config(master, overrides)
+            config, words = _checked_job(cfg, loader)
+        except (ConfigError, HydraException, OmegaConfBaseException) as error:
+            raise ConfigError(f"job {number} ({' '.join(shown(overrides))}): {explain(error)}") from None
+        if config.run_dir:
+            raise ConfigError(
+                f"run_dir={config.run_dir} cannot serve a sweep, whose jobs get a directory each. "
+                f"Type hydra.sweep.dir={config.run_dir}."
+            )
+        notes = intent.notes(config, words, cfg.optim.micro_batch_size)
+        jobs.append(Job(number, shown(overrides), config, directory / _subdirectory(cfg, number), cfg, notes))
+    _refuse_shared_directories(jobs)
+    intent.check_all_act([(job.config, intent.words_by_key(job.overrides)) for job in jobs])
+    return Plan(jobs, directory, _sets(master, "hydra.sweep.dir"), sweep=master)
+
+
+def _checked_job(cfg: DictConfig, loader: ConfigLoader) -> tuple[RunConfig, dict[str, str]]:
+    """The RunConfig of one job, and its words, held against each other."""
+    words = intent.words_by_key(cfg.hydra.overrides.task)
+    config = job_config(cfg, cfg.hydra.overrides.task)
+    intent.check_words(config, words)
+    if (arm := cfg.hydra.runtime.choices.get("experiment")) is not None:
+        _check_arm(str(arm), config, words, cfg, loader)
+    return config, words
+
+
+def _check_arm(
+    arm: str, config: RunConfig, words: dict[str, str], cfg: DictConfig, loader: ConfigLoader
+) -> None:  # fmt: skip
+    """ConfigError where a word changes a key by which arms are told apart: the run would carry the name of another."""
+    declared = sorted({*_declared_keys(), *config.differs_in})
+    touching = [key for key in words if key in declared or any(name.startswith(f"{key}.") for name in declared)]
+    if not touching:
+        return
+
+    def identity(config: RunConfig) -> dict[str, Any]:
+        values = {name: value for name, _, value in leaves(config)}
+        return {name: values[name] for name in declared}
+
+    def of(name: str) -> dict[str, Any]:
+        lines = [f"+experiment={name}", *searchpath(cfg.hydra.overrides.hydra)]
+        return identity(job_config(loader.load_configuration("config", lines, RunMode.RUN), lines))
+
+    own, now = of(arm), identity(config)
+    if own == now:
+        return
+    changed = ", ".join(f"{name}={typed(own[name])}" for name in declared if own[name] != now[name])
+    same = next((name for name in choices_of("experiment") if of(name) == now), None)
+    bare = " ".join(_option_or_key(name, value) for name, value in now.items())
+    raise ConfigError(
+        f"{' '.join(f'{key}={words[key]}' for key in touching)} changes what experiment={arm} stands for ({changed}), "
+        f"and the run would keep its name. Type {f'+experiment={same}' if same else bare} instead"
+        f"{'' if same else f', without experiment={arm}'}."
+    )
+
+
+@cache
+def _declared_keys() -> frozenset[str]:
+    """The keys in which the arms of conf/experiment differ."""
+    files = (package_data("conf") / "experiment").glob("*.yaml")
+    return frozenset(key for file in files for key in yaml.safe_load(file.read_text(encoding="utf-8"))["differs_in"])
+
+
+def _option_or_key(name: str, value: Any) -> str:
+    """`format=nvfp4` for format.name, where the group has such an option, else `format.name=VALUE`."""
+    group = name.partition(".")[0]
+    return f"{group}={value}" if value in choices_of(group) else f"{name}={typed(value)}"
+
+
+def _sets(cfg: DictConfig, key: str) -> bool:
+    return any(line.lstrip("+").startswith(f"{key}=") for line in cfg.hydra.overrides.hydra)
+
+
+def _expand(master: DictConfig, loader: ConfigLoader) -> list[list[str]]:
+    """The overrides of every job, in the order of Hydra's basic sweeper: the last key varies fastest."""
+    if master.hydra.runtime.choices["hydra/sweeper"] != "basic":
+        raise ConfigError(
+            f"hydra/sweeper={master.hydra.runtime.choices['hydra/sweeper']} picks its jobs while it runs, so they "
+            "cannot be checked before the first starts; allowed: basic. Leave hydra/sweeper out."
+        )
+    params = [f"{key}={value}" for key, value in (master.hydra.sweeper.params or {}).items()]
+    for line in params:
+        if (key := spell(line).partition("=")[0]) != line.partition("=")[0]:
+            raise ConfigError(f"hydra.sweeper.params has {line}; write {key} there.")
+    parsed = OverridesParser.create(config_loader=loader).parse_overrides(params + list(master.hydra.overrides.task))
+    for override in parsed:
+        check_override(override, loader, searchpath(master.hydra.overrides.hydra))
+    choices: dict[str, list[str]] = {}
+    for override in parsed:
+        values = (
+            override.sweep_string_iterator() if override.is_sweep_override() else [override.get_value_element_as_str()]
+        )
+        choices[override.get_key_element()] = [f"{override.get_key_element()}={value}" for value in values]
+    jobs = [list(words) for words in itertools.product(*choices.values())]
+    if not jobs:
+        raise ConfigError("the sweep has no job: one of its lists or globs is empty.")
+    return jobs
+
+
+def _subdirectory(cfg: DictConfig, number: int) -> str:
+    """hydra.sweep.subdir as the launcher will read it for this job."""
+    with open_dict(cfg):
+        cfg.hydra.job.num = cfg.hydra.job.id = number
+    HydraConfig.instance().set_config(cfg)
+    return str(cfg.hydra.sweep.subdir)
+
+
+def _refuse_shared_directories(jobs: list[Job]) -> None:
+    seen: dict[Path, int] = {}
+    for job in jobs:
+        other = seen.setdefault(job.run_dir, job.number)
+        if other != job.number:
+            raise ConfigError(
+                f"jobs {other} and {job.number} would share the run directory {job.run_dir}; hydra.sweep.subdir must "
+                "differ between jobs. Leave it out, or put ${hydra.job.num} in it."
+            )
+
+
+def job_config(cfg: DictConfig, overrides: Sequence[str]) -> RunConfig:
+    """The checked RunConfig of one composed job, with or without Hydra's own node, and what follows from its words."""
+    values = {}
+    for key in cfg:
+        if key != "hydra":
+            node = cfg[key]
+            values[str(key)] = OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
+    config = anchored(build(values))
+    intent.fit_micro_batch(config, intent.words_by_key(overrides))
+    intent.name_model(config)
+    validate(config)
+    return config

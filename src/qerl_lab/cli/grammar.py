@@ -1,0 +1,222 @@
+"""Words of a command: KEY=VALUE in Hydra's override grammar, typed by a dataclass of `option` fields.
+
+The manual comes from the same dataclass. Hydra is imported where a word is read, so that `--help` is there at once.
+"""
+
+import os
+import textwrap
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, get_origin, get_type_hints
+
+from qerl_lab.cli.one_process import refuse_several
+from qerl_lab.config.keys import TEXT, has_type, type_words, typed, unknown_key, wrong_type
+from qerl_lab.config.schema import ConfigError, check_bounds, did_you_mean, leaves
+from qerl_lab.config.spelling import as_text, readable
+from qerl_lab.exits import OK
+
+if TYPE_CHECKING:
+    from hydra.core.override_parser.types import Override
+
+Options = TypeVar("Options")
+WIDTH = 100
+HELP = ("--help", "-h")
+
+
+@dataclass(frozen=True)
+class Command(Generic[Options]):
+    """Command beside the main one: how it is typed, what it is for, and what it does with its options."""
+
+    usage: str  # what is typed before KEY=VALUE
+    about: str
+    options: type[Options]
+    work: Callable[[Options], None]
+    examples: tuple[tuple[str, str], ...] = ()  # (command, meaning)
+    required: tuple[str, ...] = ()  # options without which there is nothing to do
+    bare: str = ""  # the option whose values may be typed without its key
+    alone: bool = False  # it computes, so that each of several processes would do the whole work
+
+    def run(self, words: list[str]) -> int:
+        """Print the manual, or do what the words say. Raises ConfigError, and what the work raises."""
+        if set(HELP) & set(words) or (self.required and not words):
+            print(manual(self))
+            return OK
+        if self.alone:
+            refuse_several(os.environ)
+        self.work(self.read(words))
+        return OK
+
+    def read(self, words: Sequence[str]) -> Options:
+        """Make the options of the words. Raises ConfigError for a word that does not fit, or one that lacks."""
+        options = read(self.options, words, self.bare)
+        for name in self.required:
+            if not getattr(options, name):
+                line = self.examples[0][0]
+                example = next((word for word in line.split() if word.startswith(f"{name}=")), line)
+                raise ConfigError(f"{name}= is missing. Type for example {example}.")
+        return options
+
+
+def choose(commands: Mapping[str, Command[Any]], words: list[str]) -> int:
+    """Run the command that the first word names; without one, say which there are."""
+    name, *rest = words or HELP
+    if name in HELP:
+        width = max(len(command.usage) for command in commands.values()) + 2
+        print("\n".join(line for command in commands.values() for line in entry(command.usage, command.about, width)))
+        return OK
+    if name not in commands:
+        hint = did_you_mean(name, list(commands))
+        raise ConfigError(f"{name} is not a command.{hint} Allowed: {', '.join(commands)}.")
+    return commands[name].run(rest)
+
+
+def read(kind: type[Options], words: Sequence[str], bare: str = "") -> Options:
+    """Make a dataclass without nested ones of a command's words. Raises ConfigError for the first that does not fit.
+
+    Words without a key are values of the option `bare`. They are the shell's paths, and stay as they stand.
+    """
+    types, defaults = get_type_hints(kind), kind()
+    paths = [word for word in words if bare and not _has_key(word, types)]
+    given: dict[str, Any] = {}
+    lines = []
+    for word in words:
+        if word not in paths:
+            override = parse(word, types)
+            key = override.get_key_element().lstrip("+")
+            if key not in types:
+                raise unknown_key(key, list(types), did_you_mean(key, list(types)))
+            given[key] = _value(override, key, types[key], getattr(defaults, key), word.partition("=")[2])
+            lines.append((key, word))
+    if paths:
+        is_list = get_origin(types[bare]) is list
+        given[bare] = paths if is_list else paths[0]
+        lines += [(bare, path) for path in ([" ".join(paths)] if is_list else paths)]
+    refuse_twice(lines)
+    return _made(kind, given)
+
+
+def _has_key(word: str, keys: Collection[str]) -> bool:
+    """Whether a word is KEY=VALUE or a flag. A path may have an equals sign in it, too."""
+    key, sign, _ = word.lstrip("+").partition("=")
+    return word.startswith("-") or (sign != "" and (key in keys or not os.path.exists(os.path.expanduser(word))))
+
+
+def parse(word: str, keys: Mapping[str, Any]) -> "Override":
+    """Read a word by Hydra's grammar. Raises ConfigError for a flag, and for what is no KEY=VALUE."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    if word.startswith("-"):
+        raise not_a_flag(word, {key: f"{key}=VALUE" for key in keys}, HELP)
+    key, sign, value = word.partition("=")
+    spelled = key + sign + (as_text(value) if keys.get(key.lstrip("+")) in TEXT else value)
+    try:
+        override = OverridesParser.create().parse_override(readable(spelled))
+    except HydraException:
+        raise unreadable(word, keys) from None
+    if override.is_delete() or not override.key_or_group:
+        raise unreadable(word, keys)
+    return override
+
+
+def not_a_flag(word: str, keys: Mapping[str, str], flags: Sequence[str]) -> ConfigError:
+    """Make the error for a word with dashes; `keys` has what to type for a key, `flags` are those that there are."""
+    key = word.lstrip("-").partition("=")[0].replace("-", "_")
+    is_key = key in keys or "=" in word
+    hint = f" Type {keys.get(key, f'{key}=VALUE')}." if is_key else did_you_mean(word, list(flags))
+    return ConfigError(f"{word} is not a flag; keys take no dashes.{hint or ' Type --help for what may be typed.'}")
+
+
+def unreadable(word: str, keys: Collection[str]) -> ConfigError:
+    """Make the error for a word outside of Hydra's grammar, or without a value."""
+    if word in keys:
+        return ConfigError(f"{word} has no value. Type {word}=VALUE.")
+    return ConfigError(
+        f"{typed(word)} cannot be read. Type KEY=VALUE, and put a value that has one of , = ( ) [ ] {{ }} "
+        f"or spaces in it between quotes, inside the shell's: \"KEY='a, b'\"."
+    )
+
+
+def _value(override: "Override", key: str, kind: Any, default: Any, text: str) -> Any:
+    """Return the value of an override, of the type `kind`. Raises ConfigError for one of another type, or several."""
+    value = override.value()
+    if override.is_sweep_override() and get_origin(kind) is list:
+        raise ConfigError(f"{key}={text} is several values, and a list has brackets. Type {key}=[{text}].")
+    if override.is_sweep_override() and kind in TEXT:
+        one = f"\"{key}='{text}'\" if the comma is part of it"
+        raise ConfigError(f"{key}={text} is several values. Type one of them, or {one}.")
+    if override.is_sweep_override():
+        raise ConfigError(wrong_type(key, kind, text, default))
+    if isinstance(value, str) and "${" in value:
+        return value  # an interpolation, whose type OmegaConf checks
+    if not has_type(value, kind):
+        raise ConfigError(wrong_type(key, kind, value, default))
+    return value
+
+
+def refuse_twice(lines: Iterable[tuple[str, str]]) -> None:
+    """Raise ConfigError where two of the (key, word) pairs have one key."""
+    words: dict[str, list[str]] = {}
+    for key, word in lines:
+        words.setdefault(key, []).append(word)
+    for key, given in words.items():
+        if len(given) > 1:
+            raise ConfigError(f"{key} is given {len(given)} times: {' '.join(given)}. Type one of them.")
+
+
+def _made(kind: type[Options], given: dict[str, Any]) -> Options:
+    """Build the dataclass by OmegaConf, which resolves interpolations, and check its bounds."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    types, config = get_type_hints(kind), OmegaConf.structured(kind)
+    try:
+        for key, value in given.items():
+            config[key] = value
+        made = OmegaConf.to_object(config)
+    except OmegaConfBaseException as error:  # an interpolation that leads nowhere, or to another type
+        place = str(error.full_key)  # of an item of a list: key[0]
+        allowed = type_words(types[place.partition("[")[0]])
+        raise ConfigError(f"{place}: {str(error).splitlines()[0].rstrip('.')}; allowed: {allowed}.") from None
+    assert isinstance(made, kind)
+    for name, field, value in leaves(made):
+        if not has_type(value, types[name]):  # of an interpolated list OmegaConf checks no item
+            raise ConfigError(wrong_type(name, types[name], value, getattr(kind(), name)))
+        check_bounds(name, field.metadata, value)
+    return made
+
+
+def manual(command: Command[Any]) -> str:
+    """Write the text of `--help`: examples, then every key with its default and its meaning."""
+    options = leaves(command.options())
+    lines = [command.about, "", f"  {command.usage}{' KEY=VALUE ...' if options else ''}"]
+    lines += ["", "Examples:"] if command.examples else []
+    for line, meaning in command.examples:
+        lines += [f"  {line}", f"      {meaning}"]
+    lines += ["", "Keys and their defaults:"] if options else []
+    for name, field, default in options:
+        lines += key_entry(name, field, default, 26)
+    return "\n".join([*lines, "", "Exit codes: 0 done, 1 failed, 2 a wrong command or input, 130 interrupted."])
+
+
+def key_entry(name: str, field: Any, default: Any, width: int) -> list[str]:
+    """Write the lines of the manual for one key."""
+    shown = typed(default)
+    shown = shown if len(shown) <= 40 else shown[:37] + "..."
+    return entry(f"{name}={shown}", field.metadata["help"] + _bounds(field.metadata), width)
+
+
+def entry(name: str, text: str, width: int) -> list[str]:
+    """Lay `  name    text` out, the text wrapped in its column; a long name gets a line of its own."""
+    lines = textwrap.wrap(text, WIDTH - width - 2) or [""]
+    head = [f"  {name}"] if len(name) >= width else [f"  {name:<{width}}{lines.pop(0)}"]
+    return head + [" " * (width + 2) + line for line in lines]
+
+
+def _bounds(metadata: Any) -> str:
+    """Write the allowed values of a key, in brackets."""
+    if metadata["choices"]:
+        return f" ({', '.join(metadata['choices'])})"
+    words = (("at_least", "at least"), ("above", "above"), ("at_most", "at most"))
+    parts = [f"{word} {metadata[name]}" for name, word in words if metadata[name] is not None]
+    return f" ({', '.join(parts)})" if parts else ""

@@ -1,0 +1,151 @@
+"""The meaning of a command's words: which act nowhere, what follows from them, what a run cuts. Imports no torch.
+
+The schema and its rules judge values; here it counts that a user typed them. A scale may set a key that its run has no
+use for, and a user who types that key expects something of it.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from qerl_lab.config.keys import typed
+from qerl_lab.config.rules import largest_divisor
+from qerl_lab.config.schema import DENSE_FORMAT, ConfigError, FormatConfig, RunConfig, TaskConfig, leaves
+
+POCKET = "pocket"  # the embedded policy, and the scale that is made for it
+
+
+class ActsWith(NamedTuple):
+    """Keys that act only where another key has certain values, and what to type to get there without or with an arm."""
+
+    keys: tuple[str, ...]
+    decider: str
+    acts: Callable[[Any], bool]
+    remedy: str
+    arm: str = ""
+
+
+def _is(value: Any) -> Callable[[Any], bool]:
+    return lambda given: given == value
+
+
+def _is_not(value: Any) -> Callable[[Any], bool]:
+    return lambda given: given != value
+
+
+def _is_on_the_hub(path: str) -> bool:
+    return path != POCKET and not Path(path).expanduser().is_dir()
+
+
+ACTS_WITH = (
+    *(
+        ActsWith((f"format.{f.name}",), "format.name", _is(name), f"format={name}", f"+experiment={name}")
+        for f in fields(FormatConfig) if (name := f.metadata["only"])
+    ),
+    ActsWith(("format.ignore", "format.dense_cache"), "format.name", _is_not(DENSE_FORMAT), "format=nvfp4",
+             "+experiment=nvfp4"),
+    ActsWith(
+        tuple(f"aqn.{key}" for key in (
+            "sigma_start", "sigma_end", "stages", "reading", "scope", "norms", "probe_prompts",
+        )),
+        "aqn.schedule", _is_not("off"), "aqn=exponential", "+experiment=nvfp4_aqn",
+    ),
+    *(ActsWith(tuple(key for key, _, _ in leaves(group, f"task.{name}.")), "task.name", _is(name), f"task={name}")
+      for name, group in vars(TaskConfig()).items() if is_dataclass(group)),
+    ActsWith(("task.path",), "task.name", _is_not("arithmetic"), "task=gsm8k"),
+    ActsWith(("algorithm.max_resamples",), "algorithm.dynamic_sampling", _is(True),
+             "algorithm.dynamic_sampling=true"),
+    ActsWith(("rollout.importance_clip_max",), "rollout.importance_correction", _is_not("off"),
+             "rollout.importance_correction=token_truncate"),
+    ActsWith(("eval.samples", "eval.temperature", "eval.top_p"), "eval.questions", _is_not(0), "eval.questions=256"),
+    ActsWith(("tracking.uri", "tracking.experiment"), "tracking.mlflow", _is(True), "tracking=mlflow"),
+    ActsWith(("model.revision",), "model.path", _is_on_the_hub, "model.path=HUB_ID"),
+)  # fmt: skip
+
+
+def words_by_key(lines: Sequence[str]) -> dict[str, str]:
+    """`KEY=VALUE` and `GROUP=OPTION` overrides as a mapping from what stands before the sign to what stands after."""
+    return {key.lstrip("+"): value for key, _, value in (line.partition("=") for line in lines)}
+
+
+def fit_micro_batch(cfg: RunConfig, words: Mapping[str, str]) -> None:
+    """Shrink a micro-batch that nobody typed to the largest that divides an update, in place."""
+    per_update, rest = divmod(cfg.completions_per_gpu, cfg.algorithm.updates_per_rollout)
+    if "optim.micro_batch_size" not in words and rest == 0 and per_update:
+        cfg.optim.micro_batch_size = largest_divisor(per_update, cfg.optim.micro_batch_size)
+
+
+def name_model(cfg: RunConfig) -> None:
+    """Label a model that was given by its path alone, in place."""
+    if cfg.model.name == POCKET and cfg.model.path != POCKET:
+        cfg.model.name = Path(cfg.model.path).name
+
+
+def check_words(cfg: RunConfig, words: Mapping[str, str]) -> None:
+    """Raise ConfigError for a typed word that one job alone shows to be a mistake."""
+    if "differs_in" in words:
+        raise ConfigError("differs_in is what the file of an experiment declares. Leave differs_in out.")
+    for group, value in (("task", cfg.task.name), ("algorithm", cfg.algorithm.name)):
+        if f"{group}.name" in words:  # an option of these groups is more than its name
+            raise ConfigError(f"{group}.name={value} leaves out what belongs to it. Type {group}={value}.")
+    if cfg.scale == POCKET and "scale" not in words and cfg.model.path != POCKET:
+        raise ConfigError(
+            f"model.path={cfg.model.path} with scale={POCKET} would train it by the recipe of the embedded policy "
+            f"(learning rate {cfg.optim.learning_rate:g}, {cfg.rollout.max_completion_tokens} tokens a completion). "
+            f"Type scale=custom for the schema's ({RunConfig().optim.learning_rate:g}, "
+            f"{RunConfig().rollout.max_completion_tokens}), a paper scale, or scale={POCKET} to mean it."
+        )
+    if cfg.aqn.schedule != "off" and "aqn.stages" in words and cfg.aqn.stages > cfg.steps:
+        raise ConfigError(
+            f"aqn.stages={cfg.aqn.stages} is more than steps={cfg.steps}; a stage is one step or more. "
+            f"Type for example aqn.stages={cfg.steps}."
+        )
+    if "aqn.probe_prompts" in words and cfg.aqn.probe_prompts > cfg.completions_per_step:
+        raise ConfigError(
+            f"aqn.probe_prompts={cfg.aqn.probe_prompts} is more than the {cfg.completions_per_step} completions of a "
+            f"step. Type for example aqn.probe_prompts={cfg.completions_per_step}."
+        )
+
+
+def check_all_act(jobs: Sequence[tuple[RunConfig, Mapping[str, str]]]) -> None:
+    """Raise ConfigError for a word that acts in none of the jobs that share it.
+
+    A word in which the jobs differ must act in each of them: else two jobs would be the same run under two names.
+    """
+    dead = [{key: rule for key, rule in _dead_keys(cfg).items() if key in words} for cfg, words in jobs]
+    for number, (found, (cfg, words)) in enumerate(zip(dead, jobs, strict=True)):
+        for key, rule in found.items():
+            shared = all(other.get(key) == words[key] for _, other in jobs)
+            if shared and any(key not in others for others in dead):
+                continue
+            where = f"job {number}: " if len(jobs) > 1 else ""
+            raise ConfigError(f"{where}{_inert(key, words[key], rule, cfg)}")
+
+
+def _dead_keys(cfg: RunConfig) -> dict[str, ActsWith]:
+    """Every key that does nothing in this configuration, with the reason."""
+    values = {name: value for name, _, value in leaves(cfg)}
+    return {key: rule for rule in ACTS_WITH if not rule.acts(values[rule.decider]) for key in rule.keys}
+
+
+def _inert(key: str, text: str, rule: ActsWith, cfg: RunConfig) -> str:
+    value = {name: value for name, _, value in leaves(cfg)}[rule.decider]
+    remedy = rule.arm if rule.arm and cfg.experiment != RunConfig().experiment else rule.remedy
+    return (
+        f"{key}={text} does nothing in a run with {rule.decider}={typed(value)}. "
+        f"Leave {key} out, or type for example {remedy}."
+    )
+
+
+def notes(cfg: RunConfig, words: Mapping[str, str], micro_batch_size: int) -> list[str]:
+    """Say before the start what was fitted (`micro_batch_size` is the composed one) and what is cut."""
+    said = []
+    if cfg.optim.micro_batch_size != micro_batch_size:
+        said.append(
+            f"optim.micro_batch_size={cfg.optim.micro_batch_size} instead of {micro_batch_size}: it must divide the "
+            f"{cfg.completions_per_gpu // cfg.algorithm.updates_per_rollout} completions of an update"
+        )
+    if cfg.aqn.schedule != "off" and cfg.steps < cfg.aqn.stages:
+        said.append(f"aqn.stages={cfg.aqn.stages} in {cfg.steps} steps: some stages are skipped")
+    return said

@@ -1,0 +1,192 @@
+"""A run is a child process and a directory: start it, wait for it, and let the directory say how it ended.
+
+A process per run keeps jobs of a sweep from leaking state (GPU memory, thread settings, peak counters) into each other,
+and lets a job die without the sweep.
+"""
+
+import io
+import math
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr, suppress
+from pathlib import Path
+from types import FrameType
+from typing import TextIO
+
+from qerl_lab import exits, terminal
+from qerl_lab.cli.one_process import refuse_several
+from qerl_lab.config.schema import ConfigError, RunConfig
+from qerl_lab.exits import SIGNALS, USAGE, heard
+from qerl_lab.record.directory import RunDirectory
+from qerl_lab.record.environment import Typed
+
+LOOK_SECONDS = 1.0  # between two looks for the stop file, and at the ranks of a run
+GRACE_SECONDS = 60.0  # that the other ranks have to end by themselves once one has died
+STOPPING = "stopping: the step under way ends and is saved (Ctrl-C again aborts at once)"
+ABORTING = "aborting: what came after the last checkpoint is lost"
+
+# Set for the child where the user's environment does not: a waiting OpenMP thread that spins stalls a second run on
+# the same cores for minutes; tokenizers warn at every fork; a lab run reports to nobody but its own MLflow.
+CHILD_ENVIRONMENT = {
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "DO_NOT_TRACK": "1",
+    "DISABLE_MLFLOW_INTEGRATION": "TRUE",  # transformers' and TRL's own, which import MLflow before the first step
+}
+
+
+def start(run: RunDirectory, made: Path | None = None, stop_file: Path | None = None, job: str = "") -> int:
+    """Run what a directory was claimed for to its end; its exit code (0, 1 or 130).
+
+    It stops after its step as soon as `stop_file` exists. `job` is what it shows itself as: which job of a sweep.
+    Raises ConfigError for a configuration that the run finds it cannot use; the directory is gone then, and those that
+    were made for it, up to `made`.
+    """
+    with run.locked() as lock:
+        if run.status != "not run":
+            raise ConfigError(f"another process has begun the run in {run.path}. Type resume={run.path} to go on.")
+        typed = run.begin()
+        try:
+            refuse_several(os.environ)  # a launcher's worker has another environment than the command
+            return _run(run, typed, lock, stop_file, job)
+        except ConfigError:
+            run.discard(made)
+            raise
+
+
+def resume(run: RunDirectory, typed: Typed) -> int:
+    """Continue a run that did not finish, or begin one that was claimed; its exit code (0, 1 or 130).
+
+    Raises ConfigError where its configuration cannot run, or not any more.
+    """
+    config = run.config()
+    if run.status == "done":
+        raise ConfigError(
+            f"resume={run.path}: this run is already finished (it has a DONE file). Start a new run instead."
+        )
+    run.check()
+    with redirect_stderr(io.StringIO()):  # the child says what it passes over
+        run.starting_point(config)
+    with run.locked() as lock:
+        return _run(run, run.begin() or typed, lock)
+
+
+def _run(
+    run: RunDirectory, typed: Typed | None, lock: TextIO, stop_file: Path | None = None, job: str = ""
+) -> int:  # fmt: skip
+    config = run.config()
+    environment = _environment(config, typed, job)
+    environments = [environment | variables for variables in rank_variables(config.gpus)]
+    ended_with, rank = _wait(child_command(run.path), environments, lock, stop_file)
+    code = run.settle(ended_with, f"rank {rank} of {config.gpus}" if config.gpus > 1 else "")
+    if code == USAGE:
+        raise ConfigError(run.reason.removeprefix("ConfigError: "))
+    return code
+
+
+def child_command(run_dir: Path) -> list[str]:
+    """Return the command line of a run's process."""
+    return [sys.executable, "-m", "qerl_lab.train", str(run_dir), str(os.getpid())]
+
+
+def _environment(config: RunConfig, typed: Typed | None, job: str) -> dict[str, str]:
+    threads = {"OMP_NUM_THREADS": str(config.cpu_threads)} if config.cpu_threads > 0 else {}
+    words = typed.variables() if typed else {}
+    return {**CHILD_ENVIRONMENT, **threads, **os.environ, **words, terminal.JOB: job}
+
+
+def rank_variables(gpus: int) -> list[dict[str, str]]:
+    """By rank what torchrun sets for its workers; nothing for a run of one process.
+
+    The processes are the command's own children, not torchrun's: they inherit the lock, a signal leaves them all the
+    time that a step takes (torchrun kills after a fixed time), and each tells how it ended.
+    """
+    if gpus == 1:
+        return [{}]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    size = str(gpus)
+    shared = {
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size,
+    }  # fmt: skip
+    return [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(gpus)]
+
+
+def _wait(
+    command: list[str], environments: list[dict[str, str]], lock: TextIO, stop_file: Path | None
+) -> tuple[int, int]:
+    """Run a process for each environment to its end; the status of the first that failed, and its rank.
+
+    A negative status is the signal that ended it. A signal that stops a run is handed on as SIGTERM, after which the
+    children finish their step and save. A terminal sends SIGINT and SIGHUP to them as well, which makes no difference
+    to them. So it is the parent that counts, and at the second SIGINT kills. `stop_file` stops them too: it may exist
+    on another machine than this process.
+    """
+    children: list[subprocess.Popen[bytes]] = []
+    came: list[int] = []
+
+    def hand_on(number: int, frame: FrameType | None) -> None:
+        came.append(number)
+        aborts = came.count(signal.SIGINT) > 1
+        for child in children:
+            child.kill() if aborts else child.terminate()
+        if number == signal.SIGINT and multiprocessing.parent_process() is None:  # of a launcher's workers none says it
+            exits.say_now(ABORTING if aborts else STOPPING)
+
+    with handlers(hand_on):
+        # Held back over the start, so that none meets a child that cannot handle it yet; see Stop.on_signals.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        for environment in environments:
+            children.append(subprocess.Popen(command, env=environment, pass_fds=[lock.fileno()]))
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if came:  # another thread took the signal
+            for child in children:
+                child.terminate()
+        rank = _end_of(children, stop_file)
+    return -signal.SIGINT if came.count(signal.SIGINT) > 1 else children[rank].returncode, rank
+
+
+def _end_of(children: list[subprocess.Popen[bytes]], stop_file: Path | None) -> int:
+    """Wait for every child; the rank of the first that failed, or 0. Those that outlive it for long are killed."""
+    first, deadline = None, math.inf
+    alone = len(children) == 1 and stop_file is None
+    while running := [child for child in children if child.poll() is None]:
+        if first is None and (first := _first_failed(children)) is not None:
+            deadline = time.monotonic() + GRACE_SECONDS
+        late, asked = time.monotonic() > deadline, stop_file is not None and stop_file.exists()
+        for child in running if late or asked else []:
+            child.kill() if late else child.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            running[0].wait(None if alone else LOOK_SECONDS)
+    first = _first_failed(children) if first is None else first
+    return 0 if first is None else first
+
+
+def _first_failed(children: list[subprocess.Popen[bytes]]) -> int | None:
+    """Pick, of the children that failed since the last look, the one that made the others fail."""
+    codes = {rank: child.returncode for rank, child in enumerate(children) if child.returncode}
+    return min(codes, key=lambda rank: (codes[rank] > 0, -codes[rank]), default=None)
+
+
+@contextmanager
+def handlers(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Handle the signals that stop a run, which the child, unlike SIG_IGN, does not inherit. Only a main thread may."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, handler) for number in heard()}
+    try:
+        yield
+    finally:
+        for number, previous in before.items():
+            signal.signal(number, previous)

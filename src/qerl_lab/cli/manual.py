@@ -1,0 +1,200 @@
+"""The command line about itself: the experiments, the manual, the plan of a dry run, a sweep's outcome.
+
+The texts are the first comment line of every YAML file and the help of every key in config/schema.py: nothing is said
+twice.
+"""
+
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from qerl_lab.cli.compose import Job, Plan
+from qerl_lab.cli.grammar import entry, key_entry
+from qerl_lab.cli.overrides import groups
+from qerl_lab.config.schema import RunConfig, choices_of, leaves, package_data
+from qerl_lab.record.directory import RunDirectory
+from qerl_lab.terminal import columns, near, python
+
+ABOUT = "qerl-lab: reinforcement learning of language models on 4-bit weights (QeRL, arXiv 2510.11696)"
+GROUPS = {
+    "experiment": "one arm of a comparison (+experiment=NAME)",
+    "scale": "what it runs on and at what size; a group or key that you type wins over it",
+    "model": "the policy",
+    "format": "weight format of its frozen base",
+    "lora": "rank of the adapters that learn",
+    "aqn": "adaptive quantization noise: how sigma falls over the run",
+    "algorithm": "advantages and loss",
+    "task": "questions and rewards",
+    "rollout": "what turns prompts into completions",
+    "optim": "the optimizer",
+    "tracking": "where the metrics go",
+    "sweeps": "a grid of runs, as a file of sweeps/ (+sweeps=NAME)",
+}
+EXAMPLES = (
+    ("python -m qerl_lab +experiment=nvfp4_aqn", "the main job: two CPU cores, about two minutes"),
+    ("python -m qerl_lab +experiment=nvfp4_aqn +scale=paper_gsm8k_7b", "the paper's run on GSM8K"),
+    ("python -m qerl_lab +experiment=nvfp4 lora=rank64 optim.learning_rate=3e-5 seed=1", "groups and keys"),
+    (
+        "python -m qerl_lab +experiment=nvfp4 scale=custom task=gsm8k model.path=DIR",
+        "your own model, any Hugging Face causal LM: the schema's learning rate and lengths",
+    ),
+    ("python -m qerl_lab -m +experiment=nvfp4,bf16 seed=0,1,2", "a sweep: a run for each combination"),
+    ("python -m qerl_lab +sweeps=weight_formats seed=0 dry_run=true", "what a sweep from a file would run"),
+    ("python -m qerl_lab resume=RUN_DIR", "continue an interrupted run"),
+    ("python -m qerl_lab +experiment=nvfp4_aqn --cfg job", "the whole configuration of a run"),
+)
+
+
+def overview() -> str:
+    """List the experiments and what to type, as `python -m qerl_lab` alone prints it."""
+    lines = [ABOUT, "", "Experiments:", *_options("experiment"), ""]
+    lines += [f"Run one:     {EXAMPLES[0][0]}", f"All of them: python -m qerl_lab +sweeps={choices_of('sweeps')[0]}"]
+    return "\n".join([*lines, "Every group, option and key: python -m qerl_lab --help"])
+
+
+def manual() -> str:
+    """Show examples, every group with its options and every key with its default, as `--help` prints it."""
+    lines = [ABOUT, "", "  python -m qerl_lab [FLAGS] GROUP=OPTION ... KEY=VALUE ...", "", "Examples:"]
+    for command, meaning in EXAMPLES:
+        lines += [f"  {command}", f"      {meaning}"]
+    lines += ["", "Groups and their options (* is the default):"]
+    defaults = _default_options()
+    for group in sorted(groups(), key=list(GROUPS).index):
+        lines += ["", f"{group}: {GROUPS[group]}", *_options(group, defaults.get(group))]
+    lines += ["", "Keys and the schema's defaults (a scale or an option may set others; see --cfg job):"]
+    node = None
+    for name, field, default in leaves(RunConfig()):
+        if name.rpartition(".")[0] != node:
+            node = name.rpartition(".")[0]
+            lines.append("")
+        lines += key_entry(name, field, default, 36)
+    return "\n".join([*lines, "", *FLAGS])
+
+
+FLAGS = (
+    "Flags (Hydra's): -m runs a sweep; --cfg job|hydra|all prints the configuration; --info prints how it",
+    "was composed; --config-dir DIR adds options of your own to the groups; --hydra-help lists the rest.",
+    '--version prints the version. Tab completion in bash: eval "$(qerl-lab -sc install=bash)"',
+    "Exit codes: 0 done, 1 a run failed, 2 a configuration error, 130 interrupted.",
+)
+
+
+def describe(path: Path) -> str:
+    """The first comment line of a YAML file that is not an instruction to Hydra."""
+    comments = (line[1:].strip() for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("#"))
+    return next((line for line in comments if not line.startswith("@")), "")
+
+
+def _options(group: str, default: str | None = None) -> list[str]:
+    folder, lines = package_data("sweeps") if group == "sweeps" else package_data("conf") / group, []
+    names = sorted(choices_of(group), key=_by_size)
+    width = max(map(len, names)) + 4
+    for name in names:
+        lines += entry(name + ("*" if name == default else ""), describe(folder / f"{name}.yaml"), width)
+    return lines
+
+
+def _by_size(name: str) -> list[tuple[int, str]]:
+    """Names in the order of the numbers in them: rank16 before rank128."""
+    return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", name)]
+
+
+def _default_options() -> dict[str, str]:
+    entries = yaml.safe_load((package_data("conf") / "config.yaml").read_text(encoding="utf-8"))["defaults"]
+    return {group: option for entry in entries if isinstance(entry, dict) for group, option in entry.items()}
+
+
+_SHOWN = ("experiment=", "seed=", "dry_run=")  # words that the other columns of a dry run tell
+
+
+def dry_run_table(plan: Plan) -> str:
+    """List what a command would run, a line a job, with the words that set it apart and no column shows."""
+    rows = [["job", *(name for name, _ in _facts(RunConfig())), "overrides", "run directory"]]
+    own = _words(plan.jobs)[1] if plan.multirun else [[]]
+    for job, words in zip(plan.jobs, own, strict=True):
+        where = str(job.run_dir.relative_to(plan.directory)) if plan.multirun else near(job.run_dir)
+        rest = " ".join(word for word in words if not word.lstrip("+").startswith(_SHOWN))
+        rows.append([str(job.number), *(str(value) for _, value in _facts(job.config)), rest, where])
+    if not any(row[-2] for row in rows[1:]):
+        rows = [[*row[:-2], row[-1]] for row in rows]
+    last = f"in {near(plan.directory)}" if plan.multirun else "as above"
+    end = f"dry run: would run {count(plan.jobs)} {last}; nothing was started or written"
+    return "\n".join([columns(rows), *notes(plan.jobs), end])
+
+
+def opening(plan: Plan) -> str:
+    """Say where a command writes, and what there is to know of its jobs before they start."""
+    what = f"{count(plan.jobs)} in" if plan.multirun else "run directory:"
+    return "\n".join([f"{what} {near(plan.directory)}", *notes(plan.jobs)])
+
+
+def notes(jobs: list[Job]) -> list[str]:
+    """`note: ...` for everything to be said of several jobs, once, with the jobs where it is not all of them."""
+    about: dict[str, list[int]] = {}
+    for job in jobs:
+        for note in job.notes:
+            about.setdefault(note, []).append(job.number)
+    return [
+        f"note: {note}" + ("" if len(numbers) == len(jobs) else f" (job {', '.join(map(str, numbers))})")
+        for note, numbers in about.items()
+    ]
+
+
+def _facts(cfg: RunConfig) -> list[tuple[str, Any]]:
+    return [
+        ("experiment", cfg.experiment), ("scale", cfg.scale), ("model", cfg.model.name), ("format", cfg.format.name),
+        ("aqn", cfg.aqn.schedule), ("algorithm", cfg.algorithm.name), ("rank", cfg.lora.rank), ("seed", cfg.seed),
+        ("steps", cfg.steps), ("batch", cfg.completions_per_step),
+    ]  # fmt: skip
+
+
+def count(jobs: list[Job]) -> str:
+    """`1 job`, `2 jobs`."""
+    return f"{len(jobs)} {'job' if len(jobs) == 1 else 'jobs'}"
+
+
+def sweep_table(plan: Plan) -> str:
+    """Say how every job of a sweep ended, with its headline numbers or the reason of its failure."""
+    jobs, runs = plan.jobs, [RunDirectory(job.run_dir) for job in plan.jobs]
+    found = [run.status for run in runs]
+    shared, own = _words(jobs)
+    rows = [["job", "overrides", "status", "accuracy", "entropy", "tok/s", "seconds", "run directory"]]
+    for job, words, run in zip(jobs, own, runs, strict=True):
+        where = str(job.run_dir.relative_to(plan.directory))
+        rows.append([str(job.number), " ".join(words), run.status, *_headline(run.result()), where])
+    header, *body = columns(rows).splitlines()
+    lines = ["", *([f"all jobs: {' '.join(shared)}"] if shared else []), header]
+    for run, line in zip(runs, body, strict=True):
+        lines += [line, f"     {run.reason}"] if run.status == "failed" else [line]
+    counts = ", ".join(f"{found.count(word)} {word}" for word in dict.fromkeys(found))
+    lines.append(f"{count(jobs)} in {near(plan.directory)}: {counts}")
+    if any(run.is_claimed and run.status != "done" for run in runs):
+        lines.append(f"continue one with: python -m qerl_lab resume={near(plan.directory)}/RUN_DIRECTORY")
+    return "\n".join(lines)
+
+
+def interrupted(run: RunDirectory) -> str:
+    """Say what a stopped run has saved, and the command that goes on from there."""
+    saved = f"{run.last_saved()} of {run.config().steps} steps are saved"
+    return f"interrupted; {saved}. Continue with\n  {python()} -m qerl_lab resume={shlex.quote(near(run.path))}"
+
+
+def _words(jobs: list[Job]) -> tuple[list[str], list[list[str]]]:
+    """Split what was typed into the words of all jobs and the rest of each; of one job nothing is shared."""
+    shared = [word for word in jobs[0].overrides if all(word in job.overrides for job in jobs)] if len(jobs) > 1 else []
+    return shared, [[word for word in job.overrides if word not in shared] for job in jobs]
+
+
+def _headline(numbers: dict[str, Any]) -> list[str]:
+    """Accuracy, entropy, tokens/s and seconds of a run's result; a dash for each that it lacks."""
+
+    def change(first: str, last: str) -> str:
+        known = first in numbers and last in numbers
+        return f"{numbers[first]:.3f} -> {numbers[last]:.3f}" if known else "-"
+
+    accuracy, entropy = change("accuracy_before", "accuracy_after"), change("entropy_first", "entropy_last")
+    speed, seconds = (f"{numbers[key]:.0f}" if key in numbers else "-" for key in ("tokens_per_second", "seconds"))
+    return [accuracy, entropy, speed, seconds]

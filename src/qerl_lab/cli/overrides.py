@@ -1,0 +1,143 @@
+"""The words of a command line in Hydra's grammar: spelled, checked one by one, and refused in one message."""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import yaml
+from hydra.core.config_loader import ConfigLoader
+from hydra.core.override_parser.types import Override, QuotedString
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from omegaconf.errors import OmegaConfBaseException
+
+from qerl_lab.cli.grammar import unreadable
+from qerl_lab.config.keys import TEXT, check_key, check_type, schema, type_words, typed
+from qerl_lab.config.schema import ConfigError, choices_of, did_you_mean, package_data
+from qerl_lab.config.spelling import as_text
+
+APPENDED = ("experiment", "sweeps")  # groups outside the defaults list of conf/config.yaml
+
+
+def groups() -> list[str]:
+    """Every configuration group: the folders of conf/, and sweeps."""
+    return [*sorted(path.name for path in package_data("conf").iterdir() if path.is_dir()), "sweeps"]
+
+
+def spell(override: str) -> str:
+    """The one place where `experiment=x`, `+experiment=x`, `scale=x` and `+scale=x` become what Hydra takes.
+
+    Hydra wants a plus before what the defaults list lacks (`APPENDED`) and none before what exists, which the schema
+    makes everything else. Its own keys (`hydra.*`, `hydra/*`) stay as they are typed.
+    """
+    key = override.partition("=")[0].lstrip("+")
+    rest = override[override.index(key) + len(key) :]
+    if key.startswith(("hydra.", "hydra/", "~")):
+        return override
+    rest = as_text(rest) if schema().get(key) in TEXT else rest
+    return f"+{key}{rest}" if key in APPENDED else f"{key}{rest}"
+
+
+def check_override(override: Override, loader: ConfigLoader, search: list[str]) -> None:
+    """ConfigError for an override whose key or value cannot be right, whatever it is combined with."""
+    name = override.key_or_group
+    if override.is_hydra_override():
+        if override.is_sweep_override():
+            raise ConfigError(f"{override.input_line} would sweep over Hydra's own settings. Type {name}=VALUE, once.")
+        return
+    if override.is_delete():
+        raise ConfigError(f"{override.input_line} would take away what every run has. Type {name}=VALUE to change it.")
+    if getattr(override.value(), "shuffle", False):
+        raise ConfigError(f"{override.input_line} gives the jobs another order each time. Leave shuffle() out.")
+    if override.is_sweep_override() and not override.is_discrete_sweep():
+        raise ConfigError(f"{override.input_line} is not a list of jobs. Type {name}=a,b or {name}=range(1,4).")
+    if name in groups():
+        for value in _values(override):
+            _check_option(name, value, loader.get_group_options(name, overrides=search))
+    else:
+        kind = check_key(name)
+        for value in _values(override):
+            _check_value(name, kind, value)
+
+
+def searchpath(lines: list[str]) -> list[str]:
+    """Pick the words that name further places with options; listing a group's options needs them."""
+    return [line for line in lines if line.lstrip("+").startswith("hydra.searchpath=")]
+
+
+def _values(override: Override) -> list[Any]:
+    if not override.is_sweep_override():
+        return [override.value()]
+    return [value.text if isinstance(value, QuotedString) else value for value in override.sweep_iterator()]
+
+
+def _check_option(group: str, value: Any, options: list[str]) -> None:
+    if value in options:
+        return
+    hint = did_you_mean(str(value), options) or f" Type for example {group}={options[0]}."
+    if isinstance(value, dict):
+        hint = f" Set its keys one by one, for example {group}.{next(iter(value), 'name')}=VALUE."
+    raise ConfigError(f"{group}={typed(value)} is not an option; allowed: {', '.join(options)}.{hint}")
+
+
+def _check_value(name: str, kind: Any, value: Any) -> None:
+    if isinstance(value, str) and "${" in value:
+        return  # an interpolation: its value is known, and checked, after composition
+    if type(value) in (int, float) and kind in TEXT:
+        value = str(value)  # a commit or a directory made of digits
+    check_type(name, kind, value)
+
+
+def refuse_sweeps(overrides: list[Override]) -> None:
+    override = next(override for override in overrides if override.is_sweep_override())
+    name, value = override.key_or_group, override.get_value_string()
+    one = f", or \"{name}='{value}'\" if the comma is part of it" if name in schema() else ""
+    raise ConfigError(
+        f"{name}={value} is several values, and this command runs one job. Type -m to run a job for each{one}."
+    )
+
+
+def shown(overrides: list[str]) -> list[str]:
+    """The overrides that tell the jobs of a command apart: not Hydra's own, not the name of the sweep."""
+    return [line for line in overrides if not line.startswith(("hydra.", "hydra/", "+sweeps="))]
+
+
+@contextmanager
+def as_config_errors() -> Iterator[None]:
+    try:
+        yield
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+        raise ConfigError(explain(error)) from None
+
+
+def explain(error: Exception) -> str:
+    """One message for whatever Hydra, OmegaConf or the YAML reader found wrong."""
+    match error:
+        case ConfigError():
+            return str(error)
+        case OverrideParseException() if error.override in choices_of("experiment"):
+            return f"{error.override} cannot be read as KEY=VALUE. Type +experiment={error.override}."
+        case OverrideParseException():
+            return str(unreadable(error.override, (*schema(), *groups())))
+        case MissingConfigException() if error.missing_cfg_file and error.options:
+            group, _, option = str(error.missing_cfg_file).rpartition("/")
+            hint = did_you_mean(option, list(error.options))
+            if group == "hydra/launcher":
+                hint = " More of them come with: pip install 'qerl-lab[sweeps]'."
+            return f"{group}={option} is not an option; allowed: {', '.join(error.options)}.{hint}"
+    for cause in (error, error.__cause__, error.__context__):
+        if isinstance(cause, OmegaConfBaseException) and cause.full_key:
+            place = re.match(r"In '[^']+': ", str(error))
+            return (place[0] if place else "") + _explain_key(cause, cause.full_key)
+    return " ".join((str(error) or str(error.__cause__)).split())
+
+
+def _explain_key(error: OmegaConfBaseException, key: str) -> str:
+    """Explain a value that a YAML file or an interpolation gives to a key that lacks it or types it otherwise."""
+    said = f"{key}: {str(error).splitlines()[0].rstrip('.')}"
+    if key.startswith("hydra."):
+        return f"{said}."
+    try:
+        return f"{said}; allowed: {type_words(check_key(key))}."
+    except ConfigError as unknown:
+        return str(unknown)

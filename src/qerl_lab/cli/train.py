@@ -1,0 +1,170 @@
+"""The command line: `python -m qerl_lab [FLAGS] KEY=VALUE ...`. Imports no torch.
+
+    words -> compose.make_plan (every job composed once, checked) -> jobs.claim (its directory made)
+          -> Hydra's launcher -> launch.start (a process per job) -> table
+
+Exit codes: 0 done, 1 a run failed, 2 a configuration error, 130 interrupted.
+"""
+
+import argparse
+import os
+import shlex
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import NoReturn
+
+import hydra
+from hydra._internal.utils import get_args_parser  # Hydra's flags have no public list
+from omegaconf import DictConfig
+
+import qerl_lab
+from qerl_lab import exits, preflight
+from qerl_lab.cli import jobs, launch, manual
+from qerl_lab.cli.compose import VERSION_BASE, Plan, make_plan, register
+from qerl_lab.cli.grammar import not_a_flag
+from qerl_lab.cli.one_process import refuse_several
+from qerl_lab.cli.overrides import spell
+from qerl_lab.config.keys import schema
+from qerl_lab.config.redact import redact
+from qerl_lab.config.schema import ConfigError, package_data
+from qerl_lab.config.spelling import readable
+from qerl_lab.exits import OK
+from qerl_lab.record.directory import RunDirectory
+from qerl_lab.record.environment import Typed
+
+SCRIPT = "qerl-lab"  # the console script, of pyproject.toml
+
+
+@exits.command
+def main(words: list[str]) -> int:
+    """Run the command and return its exit code."""
+    if not words:
+        print(manual.overview())
+        return OK
+    if "--version" in words:
+        print(f"{SCRIPT} {qerl_lab.__version__}")
+        return OK
+    flags, args = _parse(words)
+    if args.help:
+        print(manual.manual())
+        return OK
+    refuse_several(os.environ)
+    command = redact(shlex.join(["python", "-m", "qerl_lab", *words]))
+    if directory := _resumed_directory(args.overrides, flags):
+        return _resume(RunDirectory(directory), command)
+    if args.shell_completion:
+        return _complete(words)
+    if args.hydra_help:
+        _show([*flags, *args.overrides])
+        return OK
+    if args.multirun and (args.cfg or args.info):
+        raise ConfigError("--cfg and --info show one job. Leave -m out, and give each key one value.")
+    overrides = [readable(spell(word)) for word in args.overrides]
+    plan = make_plan(overrides, args.multirun, args.config_dir)
+    if args.cfg or args.info:
+        _show([*flags, *overrides])
+        return OK
+    plan = _foresee(plan)
+    _refuse_used(plan)
+    if any(job.config.dry_run for job in plan.jobs):
+        print(manual.dry_run_table(plan))
+        return OK
+    plan = jobs.claim(plan, command)
+    print(manual.opening(plan), flush=True)
+    return jobs.run_sweep(plan) if plan.multirun else jobs.run_alone(plan)
+
+
+def _parse(words: list[str]) -> tuple[list[str], argparse.Namespace]:
+    """Hydra's own flags, and what they mean; flags and overrides may be mixed."""
+    parser = get_args_parser()
+    parser.allow_abbrev = False  # --experiment would be --experimental-rerun
+    parser.error = _refuse_flag  # argparse would print its usage and exit
+    args, unknown = parser.parse_known_intermixed_args(words)
+    known = [flag for action in parser._actions for flag in action.option_strings]
+    if unknown:
+        keys = {name: f"{name}=VALUE" for name in schema()}
+        keys |= {"dry_run": "dry_run=true", "experiment": "+experiment=NAME", "resume": "resume=RUN_DIR"}
+        raise not_a_flag(unknown[0], keys, known)
+    for flag in ("config_path", "config_name", "experimental_rerun"):
+        if getattr(args, flag):
+            raise ConfigError(
+                f"--{flag.replace('_', '-')} would leave out the schema that every run is checked against. "
+                "Type --config-dir DIR to add options of your own to the groups."
+            )
+    return [word for word in words if word not in args.overrides], args
+
+
+def _refuse_flag(message: str) -> NoReturn:
+    raise ConfigError(f"{message}. Type --help for the flags and keys.")
+
+
+def _resumed_directory(overrides: list[str], flags: list[str]) -> Path | None:
+    given = [word for word in overrides if word.lstrip("+").startswith("resume=")]
+    directory = given[-1].partition("=")[2] if given else "null"
+    if directory == "null":
+        return None
+    others = [*flags, *(word for word in overrides if word != given[-1])]
+    if others:
+        raise ConfigError(
+            f"resume continues a run with its own configuration, so {' '.join(others)} cannot stand beside it. "
+            f"Type {given[-1]} alone."
+        )
+    if not directory:
+        raise ConfigError("resume= names no directory. Type resume=RUN_DIR, for example resume=runs/nvfp4/seed0/TIME.")
+    if "://" in directory:  # as a path its password would no longer look like one
+        raise ConfigError(f"resume={directory} is an address; allowed: a run directory. Type resume=RUN_DIR.")
+    return Path(directory).expanduser().absolute()
+
+
+def _resume(run: RunDirectory, command: str) -> int:
+    config = run.config()
+    if run.status != "done":
+        preflight.check(config, run.path)
+    code = launch.resume(run, Typed(command))
+    jobs.report(code, run)
+    return code
+
+
+def _complete(words: list[str]) -> int:
+    """Hydra's tab completion, with our schema and with the spelling that its grammar wants in the words before."""
+    if not (script := Path(sys.argv[0]).name).startswith(SCRIPT):
+        raise ConfigError(f'tab completion is for {SCRIPT}, not {script}. Type: eval "$({SCRIPT} -sc install=bash)"')
+    register()
+    command, *typed = os.environ.get("COMP_LINE", SCRIPT).split(" ")
+    os.environ["COMP_LINE"] = " ".join([command, *map(spell, typed[:-1]), *typed[-1:]])
+    _show(words)
+    return OK
+
+
+def _show(words: list[str]) -> None:
+    """Let Hydra print what it has for a flag; no job is started."""
+
+    def nothing(cfg: DictConfig) -> None: ...
+
+    before = sys.argv
+    sys.argv = [before[0], *words]
+    try:
+        hydra.main(version_base=VERSION_BASE, config_path=str(package_data("conf")), config_name="config")(nothing)()
+    finally:
+        sys.argv = before
+
+
+def _foresee(plan: Plan) -> Plan:
+    """The plan whose jobs also note what they cut. Raises ConfigError for the first job that could not start."""
+    jobs = []
+    for job in plan.jobs:
+        try:
+            cut = preflight.check(job.config, job.run_dir, plan.is_here)
+        except ConfigError as error:
+            where = f"job {job.number} ({' '.join(job.overrides)}): " if plan.multirun else ""
+            raise ConfigError(f"{where}{error}") from None
+        jobs.append(replace(job, notes=[*job.notes, *cut]))
+    return replace(plan, jobs=jobs)
+
+
+def _refuse_used(plan: Plan) -> None:
+    if plan.multirun and RunDirectory(plan.directory).is_claimed:
+        raise ConfigError(f"hydra.sweep.dir={plan.directory} is the directory of a run. Type another for the sweep.")
+    for job in plan.jobs if plan.directory_given else []:
+        RunDirectory(job.run_dir).refuse_used()

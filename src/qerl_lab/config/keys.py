@@ -1,0 +1,111 @@
+"""Keys of the schema and their types, by dotted name, and the messages for what does not fit them."""
+
+from collections.abc import Sequence
+from typing import Any, get_args, get_origin, get_type_hints
+
+from qerl_lab.config.schema import ConfigError, RunConfig, did_you_mean, leaves
+
+# How a message names a type, and an example for a key whose default is null or empty.
+TYPE_WORDS: dict[Any, tuple[str, Any]] = {
+    str: ("text", "NAME"),
+    int: ("a whole number", 1),
+    float: ("a number", 1.0),
+    bool: ("true or false", True),
+    list[str]: ("a list of names", ["q_proj", "v_proj"]),
+    list[int]: ("a list of whole numbers", [1, 2]),
+    list[float]: ("a list of numbers", [0.1, 0.2]),
+}
+TEXT = (str, str | None)
+
+
+def schema() -> dict[str, Any]:
+    """Every key of a configuration by its dotted name, with its type."""
+    found = {}
+    for name, _, _ in leaves(RunConfig()):
+        kind: Any = RunConfig
+        for part in name.split("."):
+            kind = get_type_hints(kind)[part]
+        found[name] = kind
+    return found
+
+
+def check_key(name: str) -> Any:
+    """The type of a key. Raises ConfigError for a name that is none."""
+    known = schema()
+    if name not in known:
+        raise no_key(name)
+    return known[name]
+
+
+def no_key(name: str) -> ConfigError:
+    """The error for a name that is no key: it tells the closest keys, else what stands at that place."""
+    known = schema()
+    inside = [key for key in known if key.startswith(name + ".")]
+    if inside:
+        return ConfigError(f"{name} is a node, not a key. Allowed: {', '.join(inside)}.")
+    node, _, last = name.rpartition(".")
+    here = [key for key in known if key.startswith(node + ".")] or list({key.split(".")[0]: None for key in known})
+    elsewhere = [key for key in known if key.rpartition(".")[2] == last]
+    hint = f" Did you mean {' or '.join(elsewhere)}?" if elsewhere else did_you_mean(name, [*here, *known])
+    return unknown_key(name, here, hint)
+
+
+def unknown_key(name: str, allowed: Sequence[str], hint: str) -> ConfigError:
+    """The error for a key that stands nowhere; `hint` is ` Did you mean x?` or nothing."""
+    return ConfigError(f"{name} is not a known key.{hint} Allowed: {', '.join(allowed) or 'none'}.")
+
+
+def check_type(name: str, kind: Any, value: Any) -> None:
+    """ConfigError unless `value` has the key's type; a whole number serves as a number too."""
+    if has_type(value, kind):
+        return
+    default = {key: value for key, _, value in leaves(RunConfig())}[name]
+    raise ConfigError(wrong_type(name, kind, value, default))
+
+
+def wrong_type(name: str, kind: Any, value: Any, default: Any) -> str:
+    """The message for a value of another type than `kind`; its example is the default, unless that is empty or a
+    long text."""
+    has_example = default not in (None, "", []) and (kind is not str or len(default) <= 40)
+    example = default if has_example else TYPE_WORDS[_without_null(kind)][1]
+    return (
+        f"{name}={typed(value)} is not allowed; allowed: {type_words(kind)}. Type for example {name}={typed(example)}."
+    )
+
+
+def type_words(kind: Any) -> str:
+    """A type in words."""
+    return TYPE_WORDS[_without_null(kind)][0] + (" or null" if type(None) in get_args(kind) else "")
+
+
+def _without_null(kind: Any) -> Any:
+    return get_args(kind)[0] if type(None) in get_args(kind) else kind
+
+
+def has_type(value: Any, kind: Any) -> bool:
+    """Whether a value fits a type of `TYPE_WORDS`, or that type with null; a whole number serves as a number too."""
+    if value is None:
+        return type(None) in get_args(kind)
+    kind = _without_null(kind)
+    if get_origin(kind) is list:
+        return isinstance(value, list) and all(has_type(item, get_args(kind)[0]) for item in value)
+    return type(value) is kind or (kind is float and type(value) is int)
+
+
+def check_types(values: dict[str, Any], prefix: str = "") -> None:
+    """`check_key` and `check_type` over plain nested values, e.g. of a resolved.yaml that somebody edited."""
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, dict):
+            check_types(value, name + ".")
+        else:
+            check_type(name, check_key(name), value)
+
+
+def typed(value: Any) -> str:
+    """A value as one types it on the command line."""
+    if isinstance(value, list):
+        return f"[{','.join(typed(item) for item in value)}]"
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return str(value) or "''"

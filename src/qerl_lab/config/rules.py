@@ -1,0 +1,228 @@
+"""From plain values to a checked configuration, and every rule that spans fields. Imports no torch."""
+
+import re
+from dataclasses import is_dataclass
+from typing import Any, get_type_hints
+
+from qerl_lab.config.keys import no_key
+from qerl_lab.config.redact import url_without_secrets
+from qerl_lab.config.schema import ConfigError, RunConfig, check_bounds, choices_of, did_you_mean, leaves
+
+
+def from_dict(values: dict[str, Any]) -> RunConfig:
+    """A checked RunConfig from plain nested values, e.g. a run's resolved.yaml. Raises ConfigError."""
+    cfg = build(values)
+    validate(cfg)
+    return cfg
+
+
+def build(values: dict[str, Any]) -> RunConfig:
+    """A RunConfig from plain nested values whose bounds nobody has checked yet. Raises ConfigError for unknown keys."""
+    return _build(RunConfig, values, "")
+
+
+def _build(kind: type, values: Any, prefix: str) -> Any:
+    if not isinstance(values, dict):
+        raise ConfigError(f"{prefix.rstrip('.')}={values!r} is not a mapping; allowed: the keys of {kind.__name__}.")
+    types, arguments = get_type_hints(kind), {}
+    for key, value in values.items():
+        if key not in types:
+            raise no_key(f"{prefix}{key}")
+        arguments[key] = _build(types[key], value, f"{prefix}{key}.") if is_dataclass(types[key]) else value
+    return kind(**arguments)
+
+
+def validate(cfg: RunConfig) -> None:
+    """Raise ConfigError at the first value out of bounds or combination that cannot run."""
+    for name, f, value in leaves(cfg):
+        check_bounds(name, f.metadata, value)
+    for rule in (
+        _no_secrets, _names_given, _known_modules, _gpus_divide, _batch_divides, _buffer_fits, _aqn_acts, _aqn_decays,
+        _arithmetic_steps_ordered, _something_rewarded, _adapters_on_linears, _ignore_readable, _interval_possible,
+        _optimizer_fits_device, _cache_fits_device, _attention_fits_device,
+    ):  # fmt: skip
+        rule(cfg)
+
+
+def _no_secrets(cfg: RunConfig) -> None:
+    """A run's record holds its configuration, and goes to MLflow with it."""
+    store = "MLFLOW_TRACKING_URI=URL, or MLFLOW_TRACKING_USERNAME=NAME MLFLOW_TRACKING_PASSWORD=PASSWORD,"
+    for key, url, remedy in (
+        ("tracking.uri", cfg.tracking.uri, store),
+        ("model.path", cfg.model.path, "HF_TOKEN=TOKEN"),
+        ("task.path", cfg.task.path, "HF_TOKEN=TOKEN"),
+    ):
+        if url and (shown := url_without_secrets(url)) != url:
+            raise ConfigError(
+                f"{key}={shown} has a user, a password or a token in it, which every record of the run would keep; "
+                f"allowed: an address without. Type {remedy} in front of the command."
+            )
+
+
+def _names_given(cfg: RunConfig) -> None:
+    if not cfg.model.path:
+        raise ConfigError("model.path= is empty; allowed: hub id, directory, pocket. Type for example model=pocket.")
+    for name, value, example in (
+        ("model.name", cfg.model.name, "mine"), ("tracking.experiment", cfg.tracking.experiment, "qerl-lab"),
+    ):  # fmt: skip
+        if not value.strip():
+            raise ConfigError(f"{name}= is empty; allowed: a name. Type for example {name}={example}.")
+
+
+def _known_modules(cfg: RunConfig) -> None:
+    for group, name in (("format", cfg.format.name), ("task", cfg.task.name)):
+        allowed = choices_of(group)
+        if name not in allowed:
+            raise ConfigError(
+                f"{group}.name={name} is not allowed; allowed: {', '.join(allowed)}.{did_you_mean(name, allowed)} "
+                f"Type for example {group}={allowed[0]}."
+            )
+
+
+def _gpus_divide(cfg: RunConfig) -> None:
+    prompts, gpus = cfg.rollout.prompts_per_step, cfg.gpus
+    if prompts % gpus:
+        raise ConfigError(
+            f"rollout.prompts_per_step={prompts} cannot be split over gpus={gpus}, each of which samples whole groups; "
+            f"allowed: a multiple of {gpus}. Type for example gpus={largest_divisor(prompts, gpus)}, or "
+            f"rollout.prompts_per_step={-(-prompts // gpus) * gpus}."
+        )
+
+
+def _batch_divides(cfg: RunConfig) -> None:
+    batch, updates, micro = cfg.completions_per_gpu, cfg.algorithm.updates_per_rollout, cfg.optim.micro_batch_size
+    over = f" / {cfg.gpus}" if cfg.gpus > 1 else ""
+    if batch % (updates * micro) == 0:
+        return
+    kept = updates if batch % updates == 0 else 1
+    remedy = f"optim.micro_batch_size={largest_divisor(batch // kept, micro)}"
+    raise ConfigError(
+        f"rollout.prompts_per_step x rollout.group_size{over and ' / gpus'} = "
+        f"{cfg.rollout.prompts_per_step} x {cfg.rollout.group_size}{over} = "
+        f"{batch} completions cannot be split into algorithm.updates_per_rollout={updates} updates of "
+        f"optim.micro_batch_size={micro}; {batch} must be a multiple of {updates * micro}. "
+        f"Type for example {remedy}{'' if kept == updates else f' algorithm.updates_per_rollout={kept}'}."
+    )
+
+
+def largest_divisor(number: int, at_most: int) -> int:
+    """The largest divisor of `number` that is `at_most` or less; both are 1 or more."""
+    return max(n for n in range(1, min(number, at_most) + 1) if number % n == 0)
+
+
+def _buffer_fits(cfg: RunConfig) -> None:
+    buffer, longest = cfg.algorithm.overlong_buffer_tokens, cfg.rollout.max_completion_tokens
+    if buffer > longest:
+        raise ConfigError(
+            f"algorithm.overlong_buffer_tokens={buffer} is more than rollout.max_completion_tokens={longest}, so that "
+            f"every completion would be punished; allowed: 0 (none) to {longest}. "
+            f"Type for example algorithm.overlong_buffer_tokens={max(1, longest // 5)}."
+        )
+
+
+def _aqn_acts(cfg: RunConfig) -> None:
+    if not cfg.aqn.norms:
+        raise ConfigError(
+            "aqn.norms=[] names no layer for the noise; allowed: one norm or more. "
+            "Leave aqn.norms out (aqn=off is no noise), or type for example aqn.norms=[input_layernorm]."
+        )
+
+
+def _aqn_decays(cfg: RunConfig) -> None:
+    aqn = cfg.aqn
+    if aqn.schedule == "off":
+        return
+    if aqn.sigma_end > aqn.sigma_start:
+        raise ConfigError(
+            f"aqn.sigma_end={aqn.sigma_end} is above aqn.sigma_start={aqn.sigma_start}; the noise decays, so "
+            f"sigma_end may be at most sigma_start. Type for example aqn.sigma_end={aqn.sigma_start}."
+        )
+    if aqn.sigma_start == 0:
+        raise ConfigError(
+            f"aqn.schedule={aqn.schedule} with aqn.sigma_start=0 adds no noise; allowed: above 0. "
+            "Type aqn=off, or for example aqn.sigma_start=0.01."
+        )
+    if aqn.schedule == "exponential" and aqn.sigma_end == 0:
+        raise ConfigError(
+            "aqn.schedule=exponential never reaches aqn.sigma_end=0 (Eq. 8 takes the ratio sigma_end / sigma_start); "
+            "allowed: above 0. Type for example aqn.sigma_end=5e-4 or aqn=linear."
+        )
+    if aqn.stages == 1 and aqn.reading != "equation":
+        raise ConfigError(
+            f"aqn.stages=1 with aqn.reading={aqn.reading} never adds noise, because that reading keeps stage 1 clean. "
+            "Type for example aqn.stages=2 or aqn.reading=equation."
+        )
+
+
+def _arithmetic_steps_ordered(cfg: RunConfig) -> None:
+    fewest, most = cfg.task.arithmetic.min_steps, cfg.task.arithmetic.max_steps
+    if fewest > most:
+        raise ConfigError(
+            f"task.arithmetic.min_steps={fewest} is above task.arithmetic.max_steps={most}. "
+            f"Type for example task.arithmetic.min_steps={most}."
+        )
+
+
+def _something_rewarded(cfg: RunConfig) -> None:
+    if cfg.task.format_reward == cfg.task.answer_reward == 0:
+        raise ConfigError(
+            "task.format_reward=0 and task.answer_reward=0 reward nothing, so that nothing can be learned; "
+            "allowed: one of them above 0. Type for example task.answer_reward=1."
+        )
+
+
+def _adapters_on_linears(cfg: RunConfig) -> None:
+    if not cfg.lora.target_modules or "lm_head" in cfg.lora.target_modules:
+        raise ConfigError(
+            f"lora.target_modules={cfg.lora.target_modules} is not allowed; allowed: a non-empty list without lm_head "
+            "(the loss reads lm_head.weight itself, so an adapter there would never train). "
+            "Type for example lora.target_modules=[q_proj,v_proj]."
+        )
+
+
+def _ignore_readable(cfg: RunConfig) -> None:
+    check_patterns("format.ignore", cfg.format.ignore)
+
+
+def check_patterns(name: str, entries: list[str]) -> None:
+    """Raise ConfigError for the first entry of a list of layers that starts with re: and is no regular expression."""
+    for entry in entries:
+        try:
+            re.compile(entry.removeprefix("re:") if entry.startswith("re:") else "")
+        except re.error as error:
+            raise ConfigError(
+                f"{name}={entries}: {entry!r} is no regular expression ({error}); allowed: a layer's full name, its "
+                f"last parts, or re:PATTERN. Type for example \"{name}=['re:.*[.]0[.].*']\"."
+            ) from None
+
+
+def _interval_possible(cfg: RunConfig) -> None:
+    if cfg.eval.questions == 1:
+        raise ConfigError(
+            "eval.questions=1 is not allowed, because the interval of the accuracy's gain needs two questions; "
+            "allowed: 0 (no evaluation), or 2 and more. Type for example eval.questions=256."
+        )
+
+
+def _optimizer_fits_device(cfg: RunConfig) -> None:
+    if cfg.optim.name == "adamw_8bit" and cfg.device == "cpu":
+        raise ConfigError(
+            "optim.name=adamw_8bit needs a GPU, and device=cpu was given. Type optim=adamw, or device=cuda."
+        )
+
+
+def _cache_fits_device(cfg: RunConfig) -> None:
+    if cfg.format.dense_cache == "on" and cfg.device == "cuda":
+        raise ConfigError(
+            "format.dense_cache=on with device=cuda would hold the dense weights that the format is there to save; "
+            "allowed on a GPU: auto, off. Type format.dense_cache=off, or format=bf16."
+        )
+
+
+def _attention_fits_device(cfg: RunConfig) -> None:
+    if cfg.model.attention == "flash_attention_2" and (cfg.device == "cpu" or cfg.model.dtype == "float32"):
+        given = "device=cpu" if cfg.device == "cpu" else "model.dtype=float32"
+        raise ConfigError(
+            f"model.attention=flash_attention_2 computes in bfloat16 on a GPU, and {given} was given. "
+            f"Type model.attention=sdpa, or leave {given} out."
+        )

@@ -1,0 +1,358 @@
+"""The typed schema of a run: every default, its unit, its bounds and its meaning.
+
+YAML options under `conf/` state only what differs from here. Imports no torch, so that composing, checking and
+listing configurations is instant. A wrong value ends in `ConfigError`, whose text says what was given, what is
+allowed and what to type.
+"""
+
+import difflib
+import hashlib
+import json
+import math
+from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+# The suffix of the paper's prompt (App. E): without it the format reward is unreachable, as in the released code.
+PAPER_INSTRUCTION = (
+    "Solve the following math problem step by step. The reasoning process and direct answer are enclosed within "
+    "<think> </think> and <answer> </answer> tags, respectively, i.e., <think> reasoning process here </think> "
+    "<answer> answer here </answer>."
+)
+DTYPES = ("auto", "float32", "bfloat16")
+ATTENTIONS = ("sdpa", "eager", "flash_attention_2")
+DENSE_FORMAT = "bf16"  # the weight format that packs nothing
+READINGS = ("released", "equation", "algorithm")
+EXPONENT_RULES = ("round", "floor", "ceil")
+SCALE_RULES = ("max", "four_over_six")
+ENGINES = ("transformers",)
+SCHEDULES = ("off", "exponential", "linear", "cosine", "logarithmic")
+CORRECTIONS = ("off", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+NOT_OF_ARM = (
+    "seed",
+    "run_dir", "resume", "dry_run", "checkpoint.every", "checkpoint.keep",  # how it is run; and all of tracking
+    "device", "gpus", "cpu_threads",  # reports read from the record where a run ran
+    "experiment", "differs_in", "scale", "model.name",  # labels: an arm is what its other keys say
+)  # fmt: skip
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot run. The message is for the user: given, allowed, what to type."""
+
+
+def option(
+    default: Any,
+    help: str,
+    *,
+    choices: tuple[str, ...] | None = None,
+    at_least: float | None = None,
+    above: float | None = None,
+    at_most: float | None = None,
+    only: str | None = None,
+) -> Any:
+    """A field with its meaning and its bounds; `validate` and the generated docs read them from the metadata.
+
+    `only` names the option of its group under which the key acts.
+    """
+    metadata = {
+        "help": help, "choices": choices, "at_least": at_least, "above": above, "at_most": at_most, "only": only,
+    }  # fmt: skip
+    if isinstance(default, list):
+        return field(default_factory=lambda: list(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass
+class ModelConfig:
+    name: str = option("pocket", "label of the policy in tables and run names")
+    path: str = option("pocket", "hub id or directory, dense or packed in the run's format, or `pocket` (embedded)")
+    revision: str | None = option(None, "branch, tag or commit on the hub; null is the newest")
+    dtype: str = option("auto", "compute dtype; auto is bfloat16 on a GPU, float32 on a CPU", choices=DTYPES)
+    attention: str = option(
+        "sdpa", "attention of transformers; flash_attention_2 needs a GPU and its package", choices=ATTENTIONS
+    )
+    gradient_checkpointing: bool = option(False, "recompute activations in the backward pass: less memory, more time")
+
+
+@dataclass
+class FormatConfig:
+    name: str = option("nvfp4", "weight format of the frozen base: a name in qerl_lab.formats.FORMATS")
+    ignore: list[str] = option(["lm_head"], "Linear layers left dense: full name, its last parts, or re:PATTERN")
+    dense_cache: str = option(
+        "auto", "keep dequantized weights too: auto is on for a CPU; a GPU refuses on", choices=("auto", "on", "off")
+    )
+    double_quant: bool = option(True, "NF4 only: quantize the block scales too, as QLoRA does", only="nf4")
+    scale_rule: str = option(
+        "max", "NVFP4 only: a block's maximum becomes 6, or the better of 6 and 4 (2512.02010)", choices=SCALE_RULES,
+        only="nvfp4",
+    )  # fmt: skip
+    exponent_rule: str = option(
+        "round", "MXFP4 only: compressed-tensors' rounding, OCP's floor, or ceil (no clipping)", choices=EXPONENT_RULES,
+        only="mxfp4",
+    )  # fmt: skip
+
+
+@dataclass
+class LoraConfig:
+    rank: int = option(32, "rank r of the adapters (paper, Sec. 4.1: 32)", at_least=1, at_most=4096)
+    alpha: float | None = option(
+        None, "scaling is alpha / rank; null: alpha = rank (the paper states none)", at_least=1e-3, at_most=1e6
+    )
+    dropout: float = option(0.0, "dropout before the adapters", at_least=0, at_most=0.99)
+    target_modules: list[str] = option(
+        ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+        "Linear layers that get an adapter (paper, Eq. 2)",
+    )
+
+
+@dataclass
+class AqnConfig:
+    schedule: str = option("off", "shape of sigma over the stages; off adds no noise", choices=SCHEDULES)
+    sigma_start: float = option(
+        1e-2, "noise standard deviation in the first noisy stage (Table 4)", at_least=0, at_most=10
+    )
+    sigma_end: float = option(5e-4, "noise standard deviation in the last stage (Table 4)", at_least=0, at_most=10)
+    stages: int = option(10, "number of equal stages K (Sec. 3.3)", at_least=1, at_most=999_999)
+    reading: str = option(
+        "released",
+        "noisy stages: released (the code: 2 to K), equation (Eq. 8: 1 to K), algorithm (2 to K, never sigma_end)",
+        choices=READINGS,
+    )
+    scope: str = option(
+        "rollout",
+        "where the noise lives: in the sampler only, or in the trainer's forward too",
+        choices=("rollout", "rollout_and_train"),
+    )
+    norms: list[str] = option(
+        ["input_layernorm", "post_attention_layernorm"], "RMSNorm layers that get noise, by the last part of their name"
+    )
+    probe_prompts: int = option(4, "completions per step that measure KL(noisy || clean sampler); 0: none", at_least=0)
+
+
+@dataclass
+class AlgorithmConfig:
+    name: str = option("grpo", "advantage and loss averaging", choices=("grpo", "dapo"))
+    epsilon_low: float = option(0.2, "lower clip of the probability ratio (Table 4)", above=0, at_most=1)
+    epsilon_high: float = option(
+        0.28, "upper clip of the probability ratio, clip-higher (Table 4)", above=0, at_most=1e6
+    )
+    beta: float = option(0.0, "weight of the KL to the reference policy (App. E: none)", at_least=0, at_most=1e3)
+    normalize_std: bool = option(True, "divide advantages by the group's standard deviation (Eq. 4)")
+    updates_per_rollout: int = option(
+        1, "optimizer updates per rollout, each on its own share of the completions (Table 4: 4 on GSM8K)",
+        at_least=1, at_most=1024,
+    )  # fmt: skip
+    num_iterations: int = option(
+        1, "passes over one rollout's completions (mu of the GRPO paper)", at_least=1, at_most=1024
+    )
+    mask_truncated: bool = option(False, "leave completions without an end token out of the loss")
+    dynamic_sampling: bool = option(
+        False, "replace groups whose completions all earned the same by further questions (DAPO, Eq. 11)"
+    )
+    max_resamples: int = option(
+        10, "further rollouts of a step at most; groups that say nothing fill what is then missing",
+        at_least=1, at_most=1000,
+    )  # fmt: skip
+    overlong_buffer_tokens: int = option(
+        0, "last tokens before rollout.max_completion_tokens in which the reward falls by 1 (DAPO, Eq. 13); 0: none",
+        at_least=0, at_most=1_048_576,
+    )  # fmt: skip
+
+
+@dataclass
+class ArithmeticConfig:
+    min_steps: int = option(2, "fewest operations of a problem", at_least=1, at_most=6)
+    max_steps: int = option(3, "most operations of a problem", at_least=1, at_most=6)
+    max_operand: int = option(9, "largest number that a problem states", at_least=2, at_most=1000)
+
+
+@dataclass
+class TaskConfig:
+    name: str = option("arithmetic", "the task: a module of qerl_lab.tasks")
+    path: str | None = option(None, "local directory with train.jsonl and test.jsonl, or hub id; null: the task's own")
+    instruction: str = option(PAPER_INSTRUCTION, "system message sent with every question; empty sends none")
+    format_reward: float = option(0.2, "reward for <think>..</think><answer>..</answer>", at_least=0, at_most=1e3)
+    answer_reward: float = option(1.0, "reward for an exact final answer", at_least=0, at_most=1e3)
+    train_questions: int = option(
+        0, "size of the training set; 0 is all (arithmetic: 0 is 4096)", at_least=0, at_most=1_000_000
+    )
+    arithmetic: ArithmeticConfig = field(default_factory=ArithmeticConfig)  # the keys of one task, under its name
+
+
+@dataclass
+class RolloutConfig:
+    engine: str = option("transformers", "what turns prompts into completions", choices=ENGINES)
+    prompts_per_step: int = option(16, "questions per step", at_least=1, at_most=65_536)
+    group_size: int = option(
+        8, "completions per question, G (Table 4: 8 on GSM8K, 16 on BigMath)", at_least=2, at_most=4096
+    )
+    max_prompt_tokens: int = option(
+        1024, "longer questions are left out of the data, and counted", at_least=1, at_most=1_048_576
+    )
+    max_completion_tokens: int = option(
+        4096, "longest completion (Table 4: 4096 GSM8K, 8192 BigMath)", at_least=1, at_most=1_048_576
+    )
+    temperature: float = option(1.0, "sampling temperature (Table 4)", at_least=0.01, at_most=100)
+    batch_size: int = option(
+        512, "most completions generated at once, here and in evaluation", at_least=1, at_most=65_536
+    )
+    importance_correction: str = option(
+        "token_truncate", "TRL's correction for the gap between sampler and trainer; off: ratio 1", choices=CORRECTIONS
+    )
+    importance_clip_max: float = option(3.0, "upper bound of that ratio (TRL's default)", at_least=1, at_most=1e6)
+
+
+@dataclass
+class OptimConfig:
+    name: str = option("adamw", "adamw_8bit is the paper's (bitsandbytes, GPU)", choices=("adamw", "adamw_8bit"))
+    learning_rate: float = option(1e-5, "peak learning rate (Table 4: 1e-5; its BF16 arm: 5e-6)", at_least=0, at_most=1)
+    schedule: str = option("constant", "learning rate after the warm-up", choices=("constant", "linear", "cosine"))
+    warmup_ratio: float = option(0.0, "share of the updates with linear warm-up", at_least=0, at_most=1)
+    weight_decay: float = option(0.0, "decoupled weight decay", at_least=0, at_most=1e3)
+    beta1: float = option(0.9, "first moment decay of Adam", at_least=0, at_most=0.9999)
+    beta2: float = option(0.99, "second moment decay of Adam", at_least=0, at_most=0.99999)
+    max_grad_norm: float = option(1.0, "gradient clipping norm; a huge one never clips", at_least=1e-6, at_most=1e12)
+    micro_batch_size: int = option(8, "completions per forward and backward pass", at_least=1, at_most=65_536)
+
+
+@dataclass
+class TrackingConfig:
+    mlflow: bool = option(True, "mirror metrics.jsonl to MLflow")
+    uri: str | None = option(None, "MLflow store; null is MLFLOW_TRACKING_URI, else sqlite:///mlflow.db here")
+    experiment: str = option("qerl-lab", "MLflow experiment name")
+
+
+@dataclass
+class EvalConfig:
+    questions: int = option(
+        256, "held-out questions before and after training, 2 or more; 0 is no evaluation", at_least=0
+    )
+    samples: int = option(4, "sampled completions per question; accuracy is their mean", at_least=1, at_most=4096)
+    temperature: float = option(0.6, "sampling temperature (Sec. 4.1: 0.6)", at_least=0.01, at_most=100)
+    top_p: float = option(0.95, "nucleus sampling (Sec. 4.1: 0.95)", above=0, at_most=1)
+
+
+@dataclass
+class CheckpointConfig:
+    every: int = option(25, "steps between checkpoints; 0 saves only on interruption and at the end", at_least=0)
+    keep: int = option(2, "newest checkpoints kept", at_least=1)
+
+
+@dataclass
+class RunConfig:
+    model: ModelConfig = field(default_factory=ModelConfig)
+    format: FormatConfig = field(default_factory=FormatConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    aqn: AqnConfig = field(default_factory=AqnConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    task: TaskConfig = field(default_factory=TaskConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    experiment: str = option("adhoc", "name of the arm; +experiment=NAME sets it")
+    differs_in: list[str] = option([], "keys in which this arm differs from experiment=bf16, held by a test")
+    scale: str = option("pocket", "name of the scale; +scale=NAME sets it")
+    seed: int = option(0, "seeds data order, adapters, sampling and noise", at_least=0, at_most=2**32 - 1)
+    steps: int = option(
+        600, "rollouts; each is followed by updates_per_rollout x num_iterations updates", at_least=1, at_most=999_999
+    )
+    device: str = option("auto", "auto takes a GPU if there is one", choices=("auto", "cpu", "cuda"))
+    gpus: int = option(
+        1, "processes that share each step, a GPU each; with device=cpu on the CPU", at_least=1, at_most=64
+    )
+    cpu_threads: int = option(
+        2, "torch threads on a CPU (runs side by side need 1 each); 0: all cores", at_least=0, at_most=1024
+    )
+    dry_run: bool = option(False, "check every job of the command, print what would run, and stop")
+    resume: str | None = option(None, "continue the run in this directory with its own configuration")
+    run_dir: str = option("", "where the run's record goes; empty is runs/<experiment>/seed<seed>/<time>")
+
+    @property
+    def completions_per_step(self) -> int:
+        return self.rollout.prompts_per_step * self.rollout.group_size
+
+    @property
+    def completions_per_gpu(self) -> int:
+        """Completions of a step that each process samples and trains on."""
+        return self.completions_per_step // self.gpus
+
+    @property
+    def updates_per_step(self) -> int:
+        return self.algorithm.updates_per_rollout * self.algorithm.num_iterations
+
+
+def package_data(name: str) -> Path:
+    """The folder `conf` or `sweeps`: inside an installed package, at the root of a source checkout."""
+    inside = Path(__file__).parents[1] / name
+    return inside if inside.is_dir() else Path(__file__).parents[3] / name
+
+
+def choices_of(group: str) -> list[str]:
+    """Names of a group's options: the files of conf/<group>/ (or of sweeps/)."""
+    folder = package_data("sweeps") if group == "sweeps" else package_data("conf") / group
+    return sorted(path.stem for path in folder.glob("*.yaml"))
+
+
+def did_you_mean(given: str, allowed: list[str]) -> str:
+    """` Did you mean x?` where something allowed is close to what was given, else nothing."""
+    close = difflib.get_close_matches(given.lower(), allowed, n=1, cutoff=0.7)
+    return f" Did you mean {close[0]}?" if close else ""
+
+
+def leaves(node: Any, prefix: str = "") -> list[tuple[str, Any, Any]]:
+    """Every (dotted name, dataclass field, value) of a configuration, depth first in schema order."""
+    found: list[tuple[str, Any, Any]] = []
+    for f in fields(node):
+        value, name = getattr(node, f.name), prefix + f.name
+        found += leaves(value, name + ".") if is_dataclass(value) else [(name, f, value)]
+    return found
+
+
+def check_bounds(name: str, bounds: Any, value: Any) -> None:
+    """Raise ConfigError for a value, or an item of a list, outside the bounds of its `option`."""
+    if isinstance(value, list):
+        for item in value:
+            _check_item(f"{item} in {name}=[{','.join(map(str, value))}]", f"{name}=[{{}}]", bounds, item)
+    elif value is not None:
+        _check_item(f"{name}={value}", f"{name}={{}}", bounds, value)
+
+
+def _check_item(given: str, spelling: str, bounds: Any, value: Any) -> None:
+    """Check one value, `given` as the message has it; `spelling` says how another in its place is typed."""
+
+    def refuse(allowed: str, remedy: str) -> None:
+        raise ConfigError(f"{given} is not allowed; allowed: {allowed}.{remedy}")
+
+    def example(text: Any) -> str:
+        return f" Type for example {spelling.format(text)}."
+
+    if (choices := bounds.get("choices")) and value not in choices:
+        # YAML reads an unquoted off as false, which arrives here as the text "False".
+        quote = ' In a YAML file write "off" with its quotes.' if value == "False" and "off" in choices else ""
+        refuse(", ".join(choices), quote or did_you_mean(value, list(choices)) or example(choices[0]))
+    if isinstance(value, float) and not math.isfinite(value):
+        refuse("a finite number", example(1.0))
+    if (low := bounds.get("at_least")) is not None and value < low:
+        refuse(f"at least {low}", example(low))
+    if (low := bounds.get("above")) is not None and value <= low:
+        refuse(f"above {low}", example(low + (bounds.get("at_most") or 1)))
+    if (high := bounds.get("at_most")) is not None and value > high:
+        refuse(f"at most {high}", example(high))
+
+
+def is_of_arm(name: str) -> bool:
+    """Whether two runs that differ in this dotted key are runs of two arms. Every key is, but for `NOT_OF_ARM`."""
+    return name not in NOT_OF_ARM and not name.startswith("tracking.")
+
+
+def of_run(cfg: RunConfig) -> dict[str, Any]:
+    """The values that two sessions of one run must share, by dotted name: those of its arm, seed and gpus."""
+    return {name: value for name, _, value in leaves(cfg) if name in ("seed", "gpus") or is_of_arm(name)}
+
+
+def config_hash(cfg: RunConfig) -> str:
+    """12 hex digits that agree for two runs of one arm on one kind of device."""
+    values = {name: value for name, _, value in leaves(cfg) if is_of_arm(name)}
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]

@@ -1,0 +1,45 @@
+"""The words of a command line in Hydra's override grammar."""
+
+import re
+from collections.abc import Sequence
+
+_PARTS = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|[^,=()\[\]{}'"]+""")  # quoted ones, and runs of plain text
+_FOREIGN = re.compile(r"[^\w\s/+.$%*@?|:-]", re.ASCII)  # what the grammar does not know outside of quotes
+
+
+def readable(override: str) -> str:
+    """The word with quotes around what Hydra would not read without them: umlauts, ~, # and the like.
+
+    Lists, values separated by commas, and what has quotes, backslashes or an interpolation of its own stay as they are.
+    """
+    key, sign, value = override.partition("=")
+
+    def part(found: re.Match[str]) -> str:
+        text = found[0]
+        return quoted(text) if text[0] not in "'\"" and "\\" not in text and _FOREIGN.search(text) else text
+
+    return override if "${" in value else key + sign + _PARTS.sub(part, value)
+
+
+def as_text(value: str) -> str:
+    """The value of a text key with quotes around each number, which Hydra would round: the commit 7e12345 is no inf."""
+
+    def part(found: re.Match[str]) -> str:
+        try:
+            float(found[0])
+        except ValueError:
+            return found[0]
+        return quoted(found[0].strip())
+
+    return value if "(" in value or "${" in value else _PARTS.sub(part, value)
+
+
+def listed(values: Sequence[str]) -> str:
+    """Texts as one list in Hydra's override grammar."""
+    parts = (value if value.isidentifier() else '"' + value.replace('"', '\\"') + '"' for value in values)
+    return f"[{','.join(parts)}]"
+
+
+def quoted(value: str) -> str:
+    """A text as one value in Hydra's override grammar."""
+    return "'" + value.replace("'", "\\'") + "'"

@@ -1,0 +1,1 @@
+"""Measurements of a policy: held-out accuracy, KL, and which sigma is how much noise."""

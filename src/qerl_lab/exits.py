@@ -1,0 +1,119 @@
+"""End of every command: its exit code, the signals that end it, and a console that may go away while it works.
+
+`| head`, a closed terminal, `>&-`: what is printed then goes nowhere, and the work goes on. Every command of ours
+starts through `run`. Imports little, so that Ctrl-C while a command imports the rest is one line already.
+"""
+
+import errno
+import io
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import wraps
+from typing import Any
+
+OK = 0  # done
+FAILURE = 1  # a run, or what the command does, failed
+USAGE = 2  # a configuration error
+INTERRUPTED = 130  # a signal ended it; the same command, or resume=, goes on
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+LOST = (errno.EPIPE, errno.EIO)  # nobody reads the pipe; the terminal is closed
+Main = Callable[[list[str]], int]  # words of a command line -> exit code
+
+
+@contextmanager
+def starting(module: str) -> Iterator[None]:
+    """End the process of a command in one line when Ctrl-C comes while it imports. `module` is its `__name__`."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if module != "__main__":
+            raise
+        say_now("interrupted")
+        os._exit(INTERRUPTED)
+
+
+def run(main: Main) -> None:
+    """Be the process of a command: outlast the console, and leave with the command's exit code."""
+    outlast()
+    code = command(main)(sys.argv[1:])
+    if code == INTERRUPTED:  # Python itself may end by the signal once more, if it came inside of an exec()
+        os._exit(code)
+    sys.exit(code)
+
+
+def command(main: Main) -> Main:
+    """Give `main` an exit code and one message for what ends it early; anything else is a bug, with its traceback.
+
+    ConfigError is 2. ValueError and OSError, which the work of a command raises, are 1. Ctrl-C is 130; the argument of
+    its KeyboardInterrupt, if there is one, says how to go on.
+    """
+
+    @wraps(main)
+    def ended(words: list[str]) -> int:
+        try:
+            code = main(words)
+            sys.stdout.flush()
+            return code
+        except KeyboardInterrupt as interrupt:
+            say_now("; ".join(["interrupted", *map(str, interrupt.args)]))
+            return INTERRUPTED
+        except (ValueError, OSError) as error:
+            return _told(error)
+
+    return ended
+
+
+def _told(error: ValueError | OSError) -> int:
+    from qerl_lab.config.redact import redact
+    from qerl_lab.config.schema import ConfigError
+
+    is_usage = isinstance(error, ConfigError)
+    text = str(error) if is_usage else " ".join(str(error).split()) or type(error).__name__
+    print(f"error: {redact(text)}", file=sys.stderr)
+    return USAGE if is_usage else FAILURE
+
+
+def outlast() -> None:
+    """Lead standard output and error that nobody reads any more to os.devnull, from here on."""
+    for descriptor in (0, 1, 2):  # a closed one would be given to the next file that is opened, a record for example
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+    sys.stdout, sys.stderr = _lasting(sys.stdout, 1), _lasting(sys.stderr, 2)
+
+
+def say_now(text: str) -> None:
+    """Write a line on standard error past every buffer, as a signal handler may need it."""
+    with suppress(OSError):
+        os.write(2, f"{text}\n".encode())
+
+
+def _lasting(stream: object, descriptor: int) -> io.TextIOWrapper:
+    raw = _Lasting(descriptor, "w", closefd=False)
+    if not isinstance(stream, io.TextIOWrapper):  # None where it was closed
+        return io.TextIOWrapper(io.BufferedWriter(raw), "utf-8", line_buffering=True)
+    stream.flush()
+    is_prompt = stream.line_buffering or stream.write_through
+    return io.TextIOWrapper(io.BufferedWriter(raw), stream.encoding, stream.errors, line_buffering=is_prompt)
+
+
+class _Lasting(io.FileIO):
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            nowhere = os.open(os.devnull, os.O_WRONLY)  # also for a full disk, which is told once
+            os.dup2(nowhere, self.fileno())
+            os.close(nowhere)
+            if error.errno in LOST:
+                return len(data)
+            raise
+
+
+def heard() -> tuple[signal.Signals, ...]:
+    """List the signals that stop a run; under nohup, which has SIGHUP ignored, a closed terminal does not."""
+    return tuple(n for n in SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN)

@@ -1,0 +1,167 @@
+"""Weights on disk: a folder of safetensors files, with or without an index, as the Hugging Face hub has them."""
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from qerl_lab.config.schema import ConfigError
+from qerl_lab.model import on_disk
+from qerl_lab.model.on_disk import INDEX, SINGLE
+
+# Weights, configurations and tokenizers: no code, no pickles, no second copy of the weights in another layout.
+_WANTED = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
+_UNWANTED = ["*/*", "consolidated*"]
+
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+
+
+class _Stored(NamedTuple):
+    file: Path
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class WeightFiles:
+    """The tensors of a folder by name: headers are read and checked at once, tensors when asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises ValueError, naming file and tensor, for a folder without weights, a missing or truncated file, and an
+        index that disagrees with the files."""
+        index = folder / INDEX
+        listed = _listed(index) if index.is_file() else None
+        self.files: tuple[Path, ...] = tuple(sorted({*listed.values()} if listed else {folder / SINGLE}))
+        self._stored: dict[str, _Stored] = {}
+        for file in self.files:
+            if not file.is_file():
+                raise ValueError(f"{file} is missing; {_because(index, file, listed)}")
+            for name, stored in _header(file).items():
+                if listed is not None and listed.get(name) != file:
+                    raise ValueError(f"{file} holds {name}, which {index} does not list there: the files do not agree")
+                self._stored[name] = stored
+        for name, file in (listed or {}).items():
+            if name not in self._stored:
+                raise ValueError(f"{file} does not hold {name}, which {index} lists there: the files do not agree")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All tensors, file by file, in the order in which they are stored."""
+        return tuple(self._stored)
+
+    def names_in(self, file: Path) -> tuple[str, ...]:
+        """The tensors of one of `files`, in the order in which they are stored."""
+        return tuple(name for name, stored in self._stored.items() if stored.file == file)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._stored[name].shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._stored[name].dtype
+
+    def bytes(self, name: str) -> int:
+        return torch.Size(self.shape(name)).numel() * self.dtype(name).itemsize
+
+    def where(self, name: str) -> str:
+        """The file that holds `name`, for messages."""
+        return str(self._stored[name].file)
+
+    def tensor(self, name: str, device: torch.device | str = "cpu") -> Tensor:
+        """Read one tensor into memory of its own: what happens to the file later does not change it."""
+        with safe_open(self._stored[name].file, framework="pt", device=str(device)) as opened:
+            tensor = opened.get_tensor(name)
+        return tensor.clone() if tensor.device.type == "cpu" else tensor  # on a CPU it is a view of the mapped file
+
+
+def local_folder(path: str, revision: str | None, *, key: str = "model.path") -> Path:
+    """The directory that `path`, the value of `key`, means: itself, `pocket`, or a download of that id from the hub.
+
+    Raises ConfigError where there is neither a directory nor a repository that the hub gives.
+    """
+    if (folder := on_disk.local(path, key)) is not None:
+        return folder
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(path, revision=revision, allow_patterns=_WANTED, ignore_patterns=_UNWANTED))
+    except (OSError, ValueError) as error:  # not found, no network, not an id
+        raise ConfigError(
+            f"{key}={path} could not be loaded "
+            f"({type(error).__name__}: {(str(error) or 'no message').splitlines()[0]}). "
+            "Allowed: pocket, a local directory with safetensors weights and a tokenizer, or a reachable hub id."
+        ) from error
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """A JSON object. Raises ValueError, naming the file, for anything else."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{file} is missing: the folder holds no model, or was not written to its end") from None
+    except ValueError as error:
+        raise ValueError(f"{file} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} holds {type(content).__name__}; allowed: a JSON object")
+    return content
+
+
+def _listed(index: Path) -> dict[str, Path]:
+    """Tensor -> file, as the index says."""
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ValueError(f"{index} has no weight_map")
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or Path(file).name != file:
+            raise ValueError(f"{index}: {name} is in {file!r}; allowed: a file of the same folder")
+    return {name: index.parent / file for name, file in weight_map.items()}
+
+
+def _because(index: Path, file: Path, listed: dict[str, Path] | None) -> str:
+    """Say why `file` was looked for."""
+    if listed is None:
+        return f"a folder of weights has it or {index.name} (safetensors only: other kinds of files can run code)"
+    first = next(name for name, listed_file in listed.items() if listed_file == file)
+    return f"{index.name} says that it holds {first}"
+
+
+def _header(file: Path) -> dict[str, _Stored]:
+    """Read what a file holds, in stored order. Raises ValueError, naming the first tensor that is not whole."""
+    try:
+        with safe_open(file, framework="pt") as opened:
+            stored = {}
+            for name in opened.offset_keys():
+                view = opened.get_slice(name)
+                stored[name] = _Stored(file, tuple(view.get_shape()), _dtype(file, name, view.get_dtype()))
+            return stored
+    except SafetensorError as error:
+        raise ValueError(f"{file} cannot be read: {_damage(file) or error}") from error
+
+
+def _dtype(file: Path, name: str, written: str) -> torch.dtype:
+    if written not in DTYPES:
+        raise ValueError(f"{file}: {name} is in {written}; allowed: {', '.join(DTYPES)}")
+    return DTYPES[written]
+
+
+def _damage(file: Path) -> str | None:
+    """Say where a file ends too early, if it does: 8 bytes of length, a JSON header, then the tensors."""
+    size = file.stat().st_size
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        if size < 8 + length:
+            return f"it ends within its header ({size} bytes; truncated, or no safetensors file)"
+        try:
+            header = json.loads(opened.read(length))
+        except ValueError:
+            return None
+    ends = {name: entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"}
+    for name, end in sorted(ends.items(), key=lambda item: item[1]):
+        if 8 + length + end > size:
+            return f"{name} ends at byte {8 + length + end}, the file at {size} (truncated)"
+    return None

@@ -1,0 +1,315 @@
+"""A Linear whose frozen weight is packed, and the step that puts it into a model."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from qerl_lab.formats.format import Decoder, Format, pack_fused
+from qerl_lab.model.on_disk import is_ignored
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+COMPUTE_DTYPES = (torch.float32, torch.bfloat16)  # sums over W' of NVFP4 (up to 2688) overflow float16
+
+# Layers that engines fuse into one, and that must therefore agree on the scale of the tensor.
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+class WeightBytes(NamedTuple):
+    """`linears`: the weights in the format, without biases. `total`: every parameter and buffer of the model."""
+
+    linears: int
+    total: int
+
+
+class PackedLinear(nn.Linear):
+    """y = alpha * (x @ W'^T) + bias, with W' unpacked from buffers at each call (see `formats.format.Decoder`).
+
+    The numerics are those of the engines' FP4 kernels: W' = value * block scale is exact in bfloat16, and alpha (NVFP4:
+    1 / global scale) multiplies the float32 sums of the product before they are rounded, once, to the compute dtype.
+
+    Being an `nn.Linear` it takes LoRA from PEFT like any other. The packed tensors are buffers with the names of a
+    checkpoint (in attribute names "." becomes "__"); they keep their dtypes when the model changes its own. The
+    backward pass unpacks again instead of saving a dense weight. With `dense_cache` (CPU only) the unpacked weight is
+    kept between calls, outside of the state dict; the result is the same, bit for bit.
+    """
+
+    def __init__(
+        self,
+        weight_format: Format,
+        packed: Mapping[str, Tensor],
+        shape: tuple[int, int],
+        *,
+        compute_dtype: torch.dtype,
+        bias: Tensor | None = None,
+        dense_cache: bool = False,
+    ) -> None:
+        """`shape` is (out_features, in_features). Raises ValueError for another dtype or a cache on an accelerator."""
+        nn.Module.__init__(self)  # nn.Linear's own would allocate the dense weight
+        self.out_features, self.in_features = shape
+        self.weight_format = weight_format
+        self.compute_dtype = _checked_dtype(compute_dtype)
+        self.dense_cache = dense_cache
+        self.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach().clone(), False))
+        self._packed_names = tuple(packed)
+        self._decoder: Decoder | None = None
+        self._dense: dict[torch.dtype, Tensor] = {}
+        for name, tensor in packed.items():
+            _check_cache_device(dense_cache, tensor.device)
+            # Not register_buffer: bitsandbytes calls its packed tensor `weight`, which is a property here.
+            self._buffers[_attribute(name)] = tensor
+        self._packed_changed(decode=True)
+
+    @classmethod
+    def from_linear(
+        cls, linear: nn.Linear, weight_format: Format, *, name: str = "weight", dense_cache: bool = False
+    ) -> Self:
+        """Quantize `linear`; it computes in the dtype of its weight."""
+        ((_, packed),) = pack_fused(weight_format, {name: linear.weight})
+        return cls.like(linear, weight_format, packed, dense_cache=dense_cache)
+
+    @classmethod
+    def like(
+        cls, linear: nn.Linear, weight_format: Format, packed: Mapping[str, Tensor], *, dense_cache: bool = False
+    ) -> Self:
+        """Make one for the place of `linear`, whose weight may be on the meta device: its shape, dtype and bias."""
+        shape, dtype = (linear.out_features, linear.in_features), linear.weight.dtype
+        return cls(weight_format, packed, shape, compute_dtype=dtype, bias=linear.bias, dense_cache=dense_cache)
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]  # nn.Linear has a parameter by this name
+        """The packed codes. PEFT reads the device here, and the dtype of the adapter from `compute_dtype`."""
+        return self._held(self._packed_names[0])
+
+    def packed(self) -> dict[str, Tensor]:
+        """Return the packed tensors by their names in a checkpoint."""
+        return {name: self._held(name) for name in self._packed_names}
+
+    def _held(self, name: str) -> Tensor:
+        # Not get_buffer: it would find the property `weight` where NF4 has a tensor by that name.
+        return cast(Tensor, self._buffers[_attribute(name)])
+
+    def packed_bytes(self) -> int:
+        """Count the bytes of the packed tensors, without bias and dense cache."""
+        return sum(tensor.nbytes for tensor in self.packed().values())
+
+    @property
+    def decoder(self) -> Decoder:
+        """Made anew after every change of the packed tensors; reads a constant or two back from a GPU then."""
+        if self._decoder is None:
+            shape = (self.out_features, self.in_features)
+            self._decoder = self.weight_format.decoder(self.packed(), shape)
+        return self._decoder
+
+    def _packed_changed(self, *, decode: bool = False) -> None:
+        """With `decode` the new decoder is made at once, because torch.compile cannot read constants from a GPU."""
+        self._decoder = None
+        self._dense.clear()
+        if decode and not self.weight.is_meta:
+            self._decoder = self.decoder
+
+    def unpack(self, dtype: torch.dtype) -> Tensor:
+        """Return W' `[N, K]` in `dtype`."""
+        if dtype in self._dense:
+            return self._dense[dtype]
+        dense = self.decoder.unpack(_checked_dtype(dtype))
+        if self.dense_cache:
+            self._dense[dtype] = dense
+        return dense
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Map `[..., K]` to `[..., N]`, in the dtype of autocast if that is on, else computed in `compute_dtype` and
+        returned in the dtype of `input`."""
+        dtype = autocast_dtype(input.device)
+        x = input.to(dtype or self.compute_dtype)
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        output = _PackedProduct.apply(x, bias, self)
+        return output if dtype else output.to(input.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, weight_format={self.weight_format.NAME}, dense_cache={self.dense_cache}"
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Move with the model. Of a change of dtype only `compute_dtype` and the bias take part."""
+        probe = fn(torch.empty(1, dtype=self.compute_dtype, device=self.weight.device))
+        self.compute_dtype = _checked_dtype(probe.dtype)
+        _check_cache_device(self.dense_cache, probe.device)
+        packed = self.packed().values()
+
+        def keep_dtype(tensor: Tensor) -> Tensor:
+            if any(tensor is other for other in packed):
+                return fn(tensor.view(torch.uint8)).view(tensor.dtype)  # bytes: no cast of floats touches them
+            return fn(tensor)
+
+        decoded = self._decoder is not None
+        super()._apply(keep_dtype, recurse)
+        self._packed_changed(decode=decoded)
+        return self
+
+    def _save_to_state_dict(self, destination: dict[str, Tensor], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name in self._packed_names:
+            destination[prefix + name] = destination.pop(prefix + _attribute(name))
+
+    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
+        error_msgs: list[str] = args[-1]
+        for name, own in self.packed().items():
+            if (tensor := state_dict.pop(prefix + name, None)) is None:
+                continue  # reported as missing below
+            state_dict[prefix + _attribute(name)] = tensor
+            if tensor.dtype is not own.dtype:
+                error_msgs.append(f"dtype mismatch for {prefix}{name}: {tensor.dtype} given, {own.dtype} expected")
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        self._packed_changed()
+
+
+class _PackedProduct(torch.autograd.Function):
+    """x[..., K], bias[N] -> y[..., N] for the frozen packed weight of `layer`; x and bias are in one dtype.
+
+    Keeps the layer, not a tensor, for the backward pass.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, layer: PackedLinear) -> Tensor:
+        ctx.layer, ctx.dtype = layer, x.dtype
+        return scaled_linear(x, layer.unpack(x.dtype), layer.decoder.alpha, bias)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        grad_x = grad_bias = None
+        if ctx.needs_input_grad[0]:
+            with dtypes_as_they_are(grad_y):
+                grad_x = scaled_linear(grad_y, ctx.layer.unpack(ctx.dtype).t(), ctx.layer.decoder.alpha)
+        if ctx.needs_input_grad[1]:
+            grad_bias = grad_y.reshape(-1, grad_y.shape[-1]).sum(0)
+        return grad_x, grad_bias, None
+
+
+def scaled_linear(x: Tensor, weight: Tensor, alpha: float, bias: Tensor | None = None) -> Tensor:
+    """Return alpha * (x[..., K] @ weight[N, K]^T) + bias[N]; alpha rides in the product and costs nothing."""
+    if alpha == 1:
+        return F.linear(x, weight, bias)
+    start = x.new_empty(1) if bias is None else bias  # beta=0 reads nothing
+    rows = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
+    y = torch.addmm(start, rows, weight.t(), beta=int(bias is not None), alpha=alpha)
+    return y if x.ndim == 2 else y.reshape(*x.shape[:-1], y.shape[-1])
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """Return the dtype of autocast on `device`; None where it is off."""
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+
+
+def dtypes_as_they_are(x: Tensor) -> AbstractContextManager[Any]:
+    """Switch autocast off for a backward pass whose forward pass did not know it."""
+    on = autocast_dtype(x.device) not in (None, x.dtype)
+    return torch.autocast(x.device.type, enabled=False) if on else nullcontext()
+
+
+def pack_model(
+    model: nn.Module,
+    weight_format: Format,
+    *,
+    ignore: Iterable[str] = ("lm_head",),
+    dense_cache: bool = False,
+) -> None:
+    """Freeze the Linears of a transformers causal LM in a format, in place.
+
+    Each is packed from the dtype of its weight and computes in it; under BF16 it stays an `nn.Linear`, rounded.
+    Left alone: a layer that `ignore` names (see `on_disk.is_ignored`), and one that shares its weight with an
+    embedding. The parts of a fused layer are packed together (NVFP4: one global scale). The dense weights of one layer
+    are dropped before the next is packed. Raises ValueError, naming the module, for a weight that the format cannot
+    hold; the layers before it are packed by then. Raises it too for a model that has adapters or is packed already.
+    """
+    if getattr(model, "peft_config", None) is not None:
+        raise ValueError("the model has adapters, whose matrices would be packed too: pack first, then add LoRA")
+    for group in fused_groups(packable(model, ignore)):
+        weights: dict[str, Tensor] = {name: model.get_parameter(f"{name}.weight") for name in group}
+        pack_group(model, weights, weight_format, dense_cache)
+
+
+def packable(model: nn.Module, ignore: Iterable[str]) -> list[str]:
+    """List the Linears that `pack_model` packs; also of one on the meta device. Raises ValueError for a packed one."""
+    ignore = tuple(ignore)
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    names = []
+    for name, module in model.named_modules():
+        if isinstance(module, PackedLinear):
+            raise ValueError(f"{name} is packed as {module.weight_format.NAME} already: load the dense model again")
+        if isinstance(module, nn.Linear) and not is_ignored(name, ignore) and id(module.weight) not in embeddings:
+            names.append(name)
+    return names
+
+
+def packed_head(model: "PreTrainedModel", weight_format: Format, ignore: Iterable[str]) -> str | None:
+    """Return the output layer, if it is packed: the loss multiplies by its dense weight `[V, H]` itself."""
+    head = model.get_output_embeddings()
+    names = packable(model, ignore) if weight_format.BLOCK is not None else []
+    return next((name for name in names if model.get_submodule(name) is head), None)
+
+
+def weight_bytes(model: nn.Module) -> WeightBytes:
+    """Count the bytes of the formatted weights and of the whole model, without dense caches."""
+    linears = 0
+    for module in model.modules():
+        if isinstance(module, PackedLinear):
+            linears += module.packed_bytes()
+        elif isinstance(module, nn.Linear) and getattr(module, "weight_format", None) is not None:
+            linears += module.weight.nbytes
+    tensors = [*model.parameters(), *model.buffers()]
+    return WeightBytes(linears, sum(tensor.nbytes for tensor in tensors))
+
+
+def pack_group(model: nn.Module, weights: dict[str, Tensor], weight_format: Format, dense_cache: bool) -> None:
+    """Pack `weights`, the parts of one fused layer by the names of their Linears, into the model, and take them out of
+    `weights`. They come in the dtype in which they are stored; a layer computes in the dtype that its Linear has, which
+    may be on the meta device. No reference to a dense weight outlives the call."""
+    for name, packed in pack_fused(weight_format, weights):
+        _replace_weight(model, name, weight_format, packed, dense_cache)
+
+
+def _replace_weight(
+    model: nn.Module, name: str, weight_format: Format, packed: dict[str, Tensor], dense_cache: bool
+) -> None:
+    """Give one Linear its packed weight; under a dense format, which only rounds, a frozen one."""
+    linear = cast(nn.Linear, model.get_submodule(name))
+    if weight_format.BLOCK is not None:
+        model.set_submodule(name, PackedLinear.like(linear, weight_format, packed, dense_cache=dense_cache))
+        return
+    shape, dtype = (linear.out_features, linear.in_features), linear.weight.dtype
+    linear.weight = nn.Parameter(weight_format.dequantize(packed, shape, dtype))
+    linear.requires_grad_(False)
+    linear.__dict__["weight_format"] = weight_format  # `weight_bytes` counts it
+
+
+def fused_groups(names: list[str]) -> Iterator[list[str]]:
+    """Group `names` in their order: together are those that share a parent and a fused layer."""
+    groups: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+    for name in names:
+        parent, _, leaf = name.rpartition(".")
+        parts = next((fused for fused in FUSED if leaf in fused), (leaf,))
+        groups.setdefault((parent, parts), []).append(name)
+    yield from groups.values()
+
+
+def _attribute(checkpoint_name: str) -> str:
+    """Name the buffer of a tensor of the checkpoint: torch allows no dot in it."""
+    return checkpoint_name.replace(".", "__")
+
+
+def _checked_dtype(dtype: torch.dtype) -> torch.dtype:
+    if dtype not in COMPUTE_DTYPES:
+        allowed = ", ".join(map(str, COMPUTE_DTYPES))
+        raise ValueError(f"a packed Linear cannot compute in {dtype}; allowed: {allowed} (also as the autocast dtype)")
+    return dtype
+
+
+def _check_cache_device(dense_cache: bool, device: torch.device) -> None:
+    if dense_cache and device.type not in ("cpu", "meta"):
+        raise ValueError(f"dense_cache=True is for the CPU, not for {device.type}: set dense_cache=False")

@@ -1,0 +1,269 @@
+"""From tensors by name to a frozen model in few bits, layer by layer: what is dense is there one fused layer at a time.
+
+The model is made without memory (on torch's meta device) and filled from a `TensorSource`: a checkpoint that is packed
+already, or a dense one that is packed while it is read.
+"""
+
+import re
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Protocol, cast
+
+import torch
+from accelerate import init_empty_weights
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from qerl_lab.config.keys import typed
+from qerl_lab.formats import FORMATS, recognize
+from qerl_lab.formats.format import STORED_DTYPES, Format, PackedAs
+from qerl_lab.model.files import read_json
+from qerl_lab.model.linear import PackedLinear, fused_groups, pack_group, packable
+
+_DENSE = "dense"
+# Left over in old checkpoints, and computed anew by every model.
+_COMPUTED = r"rotary_emb\.inv_freq$"
+
+
+class TensorSource(Protocol):
+    """Tensors by their names in a checkpoint; `files.WeightFiles` is one."""
+
+    @property
+    def names(self) -> Collection[str]: ...
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def dtype(self, name: str) -> torch.dtype: ...
+
+    def tensor(self, name: str, device: torch.device | str) -> Tensor:
+        """The tensor on `device`. The source keeps no reference to it."""
+
+    def where(self, name: str) -> str:
+        """Say where the tensor comes from, for messages."""
+
+
+def stored_as(folder: Path) -> PackedAs | None:
+    """Tell how the weights in `folder` are packed, as its config.json says; None if they are dense.
+
+    By which rule they were rounded (scale_rule, exponent_rule) only quality.json says, which not every checkpoint has.
+    Raises ValueError, naming the file, if there is no config.json or it speaks of something that cannot be loaded.
+    """
+    file = folder / "config.json"
+    config = read_json(file).get("quantization_config")
+    if config is None:
+        return None
+    try:
+        packed_as = recognize(config)
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
+    return packed_as._replace(weight_format=_with_rounding(folder, packed_as.weight_format))
+
+
+def _with_rounding(folder: Path, weight_format: Format) -> Format:
+    """Fill in the options that config.json does not tell from what the quantize command noted."""
+    file = folder / "quality.json"
+    noted = read_json(file).get("options", {}) if file.is_file() else {}
+    unknown = [name for name, value in asdict(weight_format).items() if value is None]
+    return replace(weight_format, **{name: noted[name] for name in unknown if name in noted})
+
+
+def load_model(
+    config: PretrainedConfig, source: TensorSource, packed_as: PackedAs, *, is_packed: bool, device: torch.device,
+    dtype: torch.dtype, attention: str = "sdpa", dense_cache: bool = False,
+) -> PreTrainedModel:  # fmt: skip
+    """Make an `empty_model` and fill it."""
+    model = empty_model(config, dtype, attention)
+    fill(model, source, packed_as, is_packed=is_packed, device=device, dense_cache=dense_cache)
+    return model
+
+
+def empty_model(config: PretrainedConfig, dtype: torch.dtype, attention: str = "sdpa") -> PreTrainedModel:
+    """Make a causal LM of transformers, in eval mode, whose parameters have shapes and `dtype` but no memory.
+
+    `config` loses its quantization_config, for which libraries would treat the model as one of their own.
+    """
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    with init_empty_weights(include_buffers=False):  # buffers that no checkpoint holds (rotary frequencies) are real
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=attention, trust_remote_code=False
+        )
+    model.tie_weights()
+    return model.eval()
+
+
+def fill(
+    model: PreTrainedModel, source: TensorSource, packed_as: PackedAs, *, is_packed: bool, device: torch.device,
+    dense_cache: bool = False,
+) -> None:  # fmt: skip
+    """Give a model of `empty_model` its frozen weights on `device`, its Linears as `packed_as` says.
+
+    With `is_packed` the source holds them so. Otherwise it holds dense weights, which are packed in the dtype in which
+    they are stored, one fused layer (q/k/v, gate/up) at a time; before the next one is read they are gone. What the
+    format leaves dense comes in the dtype of the model.
+
+    Raises:
+        ValueError: a tensor is missing, superfluous, or of another shape or dtype than the model or the format has;
+            names it and its file. Or the format cannot hold the values of a module, which is named.
+    """
+    linears = packable(model, packed_as.ignore)
+    _check_names(model, source, packed_as, linears if is_packed else ())
+    weights = {f"{name}.weight" for name in linears}
+    for group in fused_groups(linears):
+        if is_packed:
+            for name in group:
+                _fill_packed(model, source, name, packed_as.weight_format, device, dense_cache)
+        else:
+            stored = {name: source.tensor(f"{name}.weight", device) for name in group}
+            pack_group(model, stored, packed_as.weight_format, dense_cache)
+    _fill_dense(model, source, sorted(_dense_shapes(model).keys() - weights), device)
+    model.tie_weights()
+    _check_tied_copies(model, source)
+    model.to(device).requires_grad_(False)
+
+
+def _check_names(model: PreTrainedModel, source: TensorSource, packed_as: PackedAs, packed: Sequence[str]) -> None:
+    """Raise ValueError unless `source` holds the tensors of the empty `model` and no others.
+
+    The Linears `packed` must be as `packed_as` says, everything else dense and in the model's shapes.
+    """
+    held = _held_by_module(source)
+    for name in packable(model, ()):
+        stored = packed_as.weight_format if name in packed else None
+        _check_stored(source, name, stored, held.get(name, set()))
+    shapes = _dense_shapes(model)
+    for name in packed:
+        del shapes[f"{name}.weight"]
+    layers = {f"{name}.{key}" for name in packed for key in held[name]}
+    _check_complete(model, source, shapes.keys() | layers)
+    for name, shape in shapes.items():
+        _check_dense(source, name, shape)
+
+
+def _dense_shapes(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
+    """Return the shapes by name of the parameters (tied ones once) and of the buffers that belong into a checkpoint.
+
+    A layer that is packed already has its bias left.
+    """
+    packed = {name for name, module in model.named_modules() if isinstance(module, PackedLinear)}
+    kept = model.state_dict()
+    tensors = [*model.named_parameters(), *((name, buffer) for name, buffer in model.named_buffers() if name in kept)]
+    return {
+        name: tuple(tensor.shape)
+        for name, tensor in tensors
+        if name.rpartition(".")[0] not in packed or name.endswith(".bias")
+    }
+
+
+def _held_by_module(source: TensorSource) -> dict[str, set[str]]:
+    """Map each module to the tensors that stand for its weight: `weight`, or `weight_packed` and what goes with it."""
+    held: dict[str, set[str]] = {}
+    for name in source.names:
+        if found := re.match(r"(.+?)\.(weight(?:[._].+)?)$", name):
+            held.setdefault(found[1], set()).add(found[2])
+    return held
+
+
+def _check_stored(source: TensorSource, name: str, stored: Format | None, held: set[str]) -> None:
+    """Raise ValueError unless `held`, the tensors of one Linear, are those of what it is stored as; None is dense."""
+    expected = {"weight"} if stored is None else _keys(stored)
+    if held == expected:
+        return
+    said = f"{name} is {stored.NAME if stored else _DENSE} according to config.json ({', '.join(sorted(expected))})"
+    if not held:
+        raise ValueError(f"{said}, and missing; allowed: tensors that are named as the modules of the model")
+    kinds = [f", which is {kind}" for kind, keys in _kinds().items() if keys == held]
+    missing = sorted(expected - held)
+    raise ValueError(
+        f"{source.where(f'{name}.{min(held)}')}: {said}, and stored as {', '.join(sorted(held))}{''.join(kinds)}"
+        f"{f'; {name}.{missing[0]} is missing' if missing else ''}"
+    )
+
+
+def _keys(weight_format: Format) -> set[str]:
+    """Return the names of a format's tensors."""
+    return set(weight_format.layout((64, 64)))
+
+
+def _kinds() -> dict[str, set[str]]:
+    """Return the names of the tensors of each kind of weight."""
+    kinds = {_DENSE: {"weight"}}
+    for usual, *others in (kind.variants() for kind in FORMATS.values() if kind.BLOCK is not None):
+        kinds[usual.NAME] = _keys(usual)
+        for other in others:
+            options = ", ".join(f"{key}={typed(value)}" for key, value in asdict(other).items())
+            kinds[f"{other.NAME} with {options}"] = _keys(other)
+    return kinds
+
+
+def _check_complete(model: PreTrainedModel, source: TensorSource, expected: Collection[str]) -> None:
+    """Raise ValueError unless `source` holds the tensors called `expected` and nothing that no part of it explains."""
+    missing = sorted(set(expected) - set(source.names))
+    if missing:
+        raise ValueError(
+            f"{_some(missing)} missing; allowed: tensors that are named as the modules of {type(model).__name__}"
+        )
+    explained = [*(model._keys_to_ignore_on_load_unexpected or ()), _COMPUTED]
+    extra = [
+        name for name in sorted(set(source.names) - set(expected) - set(_tied(model)))
+        if not any(re.search(pattern, name) for pattern in explained)
+    ]  # fmt: skip
+    if extra:
+        raise ValueError(f"{source.where(extra[0])}: {_some(extra)} in no module of {type(model).__name__}")
+
+
+def _tied(model: PreTrainedModel) -> list[str]:
+    """List the second names of tied parameters, which a checkpoint need not hold."""
+    once = dict(model.named_parameters())
+    return [name for name, _ in model.named_parameters(remove_duplicate=False) if name not in once]
+
+
+def _check_dense(source: TensorSource, name: str, shape: tuple[int, ...]) -> None:
+    if source.shape(name) != shape:
+        raise ValueError(f"{source.where(name)}: {name} is {list(source.shape(name))}, the model has {list(shape)}")
+    dtype = source.dtype(name)
+    if dtype not in STORED_DTYPES:
+        allowed = ", ".join(str(stored).removeprefix("torch.") for stored in STORED_DTYPES)
+        raise ValueError(f"{source.where(name)}: {name} is {dtype}; allowed: {allowed}")
+
+
+def _check_tied_copies(model: PreTrainedModel, source: TensorSource) -> None:
+    """Raise ValueError if a tensor that the model ties to another is in the source with values of its own."""
+    for name in set(_tied(model)) & set(source.names):
+        own = model.get_parameter(name)
+        if not torch.equal(source.tensor(name, "cpu").to(own.dtype), own.cpu()):
+            raise ValueError(
+                f"{source.where(name)}: {name} is not the embedding, though config.json says tie_word_embeddings; "
+                'allowed: the same values, or "tie_word_embeddings": false'
+            )
+
+
+def _fill_dense(model: PreTrainedModel, source: TensorSource, tensors: Iterable[str], device: torch.device) -> None:
+    for name in tensors:
+        parent_name, _, leaf = name.rpartition(".")
+        parent = model.get_submodule(parent_name)
+        own = getattr(parent, leaf)
+        # Another dtype is cast on the host: the device then never holds both.
+        same = source.dtype(name) is own.dtype
+        tensor = source.tensor(name, device if same else "cpu").to(own.dtype).to(device)
+        setattr(parent, leaf, nn.Parameter(tensor, requires_grad=False) if isinstance(own, nn.Parameter) else tensor)
+
+
+def _fill_packed(
+    model: PreTrainedModel, source: TensorSource, name: str, weight_format: Format, device: torch.device,
+    dense_cache: bool,
+) -> None:  # fmt: skip
+    """Put a `PackedLinear` in the place of an empty Linear; its bias stays empty."""
+    linear = cast(nn.Linear, model.get_submodule(name))
+    shape = (linear.out_features, linear.in_features)
+    layout = weight_format.layout(shape)
+    packed = {key: source.tensor(f"{name}.{key}", device) for key in layout}
+    said = f"{source.where(f'{name}.{next(iter(layout))}')}: {name}"
+    packed = weight_format.accept(packed, shape, name=said)
+    model.set_submodule(name, PackedLinear.like(linear, weight_format, packed, dense_cache=dense_cache))
+
+
+def _some(tensors: Sequence[str]) -> str:
+    """`a is`, or `a and 3 more are`."""
+    return f"{tensors[0]} is" if len(tensors) == 1 else f"{tensors[0]} and {len(tensors) - 1} more are"

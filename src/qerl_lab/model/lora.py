@@ -1,0 +1,118 @@
+"""LoRA (arXiv 2106.09685) on frozen Linears, packed or dense. Importing this module imports peft."""
+
+from typing import Any, NoReturn
+
+import torch
+from peft import LoraConfig
+from peft.tuners.lora.layer import Linear
+from torch import Tensor, nn
+
+from qerl_lab.model.linear import PackedLinear, autocast_dtype, dtypes_as_they_are, scaled_linear
+
+INITIALIZATIONS = (True, False, "gaussian", "orthogonal")  # those that do not look at the base weight
+
+
+def register_lora(lora_config: LoraConfig) -> None:
+    """Make PEFT use the layers of this module: fast on every base, and no merge into a packed one.
+
+    Raises ValueError for an adapter whose initialization reads the dense weight (PiSSA, OLoRA, LoftQ and their like).
+    """
+    if lora_config.init_lora_weights not in INITIALIZATIONS:
+        raise ValueError(
+            f"init_lora_weights={lora_config.init_lora_weights!r} needs the dense weight, the base is packed; "
+            f"allowed: {', '.join(map(repr, INITIALIZATIONS))}"
+        )
+    lora_config._register_custom_module({PackedLinear: PackedLoraLinear, nn.Linear: LoraLinear})
+
+
+class LoraLinear(Linear):
+    """PEFT's LoRA layer; with one plain adapter and no dropout it is computed as one operation, `_LoraProduct`.
+
+    The adapter then computes in the dtype of the base (or of autocast), and its master weights stay in their own.
+    """
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        active = self.active_adapters
+        if args or kwargs or len(active) != 1 or not self._is_plain(active[0]):
+            return super().forward(x, *args, **kwargs)
+        base, lora_A, lora_B = self.base_layer, self.lora_A[active[0]], self.lora_B[active[0]]
+        dtype = autocast_dtype(x.device)
+        own = base.compute_dtype if isinstance(base, PackedLinear) else base.weight.dtype
+        rows = x.reshape(-1, x.shape[-1]).to(dtype or own)
+        A, B = lora_A.weight.to(rows.dtype), lora_B.weight.to(rows.dtype)
+        y = _LoraProduct.apply(rows, A, B, self.scaling[active[0]], base)
+        y = y.reshape(*x.shape[:-1], base.out_features)
+        return y if dtype else y.to(x.dtype)
+
+    def _is_plain(self, adapter: str) -> bool:
+        return not (
+            adapter not in self.lora_A
+            or adapter in self.lora_variant
+            or self.disable_adapters
+            or self.merged
+            or self.lora_B[adapter].bias is not None
+            or (self.training and not isinstance(self.lora_dropout[adapter], nn.Identity))
+            or type(self.base_layer) not in (nn.Linear, PackedLinear)  # a subclass has a product of its own
+            or any(parameter.requires_grad for parameter in self.base_layer.parameters())
+        )
+
+
+class PackedLoraLinear(LoraLinear):
+    """On a packed base what would read or write the dense weight is refused."""
+
+    @property
+    def lora_variants(self) -> dict[tuple[str, ...], Any]:
+        """Plain LoRA only: with it PEFT raises ValueError for DoRA and the like, whose norms need the dense weight."""
+        return {(): None}
+
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> NoReturn:
+        """Raises ValueError: the sum of base and adapter is not a matrix of the format."""
+        raise ValueError(
+            f"cannot merge LoRA into a {self.get_base_layer().weight_format.NAME} weight: keep the adapter apart "
+            "(save_pretrained), or merge it into a dense model"
+        )
+
+
+class _LoraProduct(torch.autograd.Function):
+    """x @ W^T + bias + scaling * x @ A^T @ B^T of x[M, K], A[r, K], B[N, r] and the frozen weight W of `base`.
+
+    All are in one dtype. The adapter's product is added in the epilogue of a matrix product, forward and backward.
+    (PEFT's modules make and keep copies of x and y.) Saved for the backward pass: x, A, B and x @ A^T.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, A: Tensor, B: Tensor, scaling: float, base: nn.Linear) -> Tensor:
+        weight, alpha = _operand(base, x.dtype)
+        bias = None if base.bias is None else base.bias.to(x.dtype)
+        inner = x @ A.t()
+        ctx.save_for_backward(x, inner, A, B)
+        ctx.scaling, ctx.base = scaling, base
+        return _add_product(scaled_linear(x, weight, alpha, bias), inner, B.t(), scaling)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, Tensor, Tensor, None, None]:
+        x, inner, A, B = ctx.saved_tensors
+        with dtypes_as_they_are(grad_y):
+            grad_inner = scaled_linear(grad_y, B.t(), ctx.scaling)
+            grad_A = grad_inner.t() @ x
+            grad_B = scaled_linear(grad_y.t(), inner.t(), ctx.scaling)
+            if not ctx.needs_input_grad[0]:
+                return None, grad_A, grad_B, None, None
+            weight, alpha = _operand(ctx.base, x.dtype)
+            grad_x = _add_product(scaled_linear(grad_y, weight.t(), alpha), grad_inner, A)
+        return grad_x, grad_A, grad_B, None, None
+
+
+def _add_product(y: Tensor, a: Tensor, b: Tensor, scaling: float = 1.0) -> Tensor:
+    """Return y + scaling * a @ b, in the memory of y. In torch.compile not so: 2.11 then gives wrong gradients."""
+    if torch.compiler.is_compiling():
+        return torch.addmm(y, a, b, alpha=scaling)
+    return y.addmm_(a, b, alpha=scaling)
+
+
+def _operand(base: nn.Linear, dtype: torch.dtype) -> tuple[Tensor, float]:
+    """Return `(W', alpha)` with W = alpha * W'."""
+    if isinstance(base, PackedLinear):
+        return base.unpack(dtype), base.decoder.alpha
+    return base.weight.to(dtype), 1.0

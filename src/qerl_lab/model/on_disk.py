@@ -1,0 +1,195 @@
+"""A local model directory, read from its files alone: no torch, no transformers, no tensor is loaded.
+
+A command knows in a moment whether a model can serve: the parent before anything starts, the child of a model from the
+hub as soon as it is downloaded.
+"""
+
+import json
+import math
+import re
+import shlex
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from qerl_lab.config.schema import DENSE_FORMAT, ConfigError, RunConfig, did_you_mean
+from qerl_lab.config.spelling import listed
+
+POCKET = Path(__file__).parents[1] / "pocket" / "assets"
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
+HEAD = "lm_head"  # a module of every causal LM, and in no file where it is tied to the embedding
+MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+# In 4 bits the files hold two values a byte, as U8.
+_PACKED = re.compile(r"(.*)\.(weight_packed|weight)$")
+
+
+class Layer(NamedTuple):
+    """A module with a weight, by its full name. `shape` is the weight's, unpacked; a norm's has one axis."""
+
+    name: str
+    shape: tuple[int, ...]
+
+    @property
+    def is_linear(self) -> bool:
+        return len(self.shape) == 2 and not re.search(r"embed|\bwte\b|\bwpe\b", self.name)
+
+
+def local(path: str, key: str = "model.path") -> Path | None:
+    """Return the directory that `path` means; None for a hub id. Raises ConfigError for what can be neither."""
+    if path == "pocket":
+        return POCKET
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.is_file():
+        raise ConfigError(f"{key}={path} is a file; allowed: a directory, or a hub id. Type {key}={folder.parent}.")
+    if path.startswith(("/", ".", "~")) or folder.parent.is_file() or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path):
+        raise ConfigError(
+            f"{key}={path} is no directory; allowed: a directory, or a hub id such as Qwen/Qwen2.5-7B-Instruct. "
+            f"Type {key}=DIRECTORY."
+        )
+    return None
+
+
+def check(folder: Path, cfg: RunConfig) -> None:
+    """Raise ConfigError where the model in `folder` cannot serve this run: a file is missing, there is no layer of a
+    configured name, the output layer would be packed."""
+    said = f"model.path={cfg.model.path}"
+    check_files(folder, said)
+    check_chat_template(folder, said)
+    found = layers(folder)
+    _check_names(found, cfg, said)
+    config = _json(folder / "config.json", said)
+    is_dense, is_tied = "quantization_config" not in config, config.get("tie_word_embeddings") is not False
+    if is_dense and not is_tied and cfg.format.name != DENSE_FORMAT and not is_ignored(HEAD, cfg.format.ignore):
+        raise packed_head_refusal(cfg, HEAD)
+
+
+def packed_head_refusal(cfg: RunConfig, head: str) -> ConfigError:
+    """Return the error where the format would pack the output layer `head`, which is not tied to the embedding."""
+    remedy = shlex.quote(f"format.ignore={listed([*cfg.format.ignore, head])}")
+    return ConfigError(
+        f"format.ignore={cfg.format.ignore} would pack {head} in {cfg.format.name}, and the loss reads the dense "
+        f"weight of {head}, the output layer; allowed: lists that name it. Type {remedy}."
+    )
+
+
+def check_files(folder: Path, said: str) -> None:
+    """Raise ConfigError, which begins with `said`, for a folder without config.json, weights or a tokenizer."""
+    _json(folder / "config.json", said)
+    names = {path.name for path in folder.iterdir()}
+    if not names & {INDEX, SINGLE}:
+        raise ConfigError(
+            f"{said} holds no weights in safetensors; allowed: {SINGLE}, or {INDEX} and its files (other kinds can "
+            "run code). Type the path of a model that was saved as safetensors."
+        )
+    if not names & set(TOKENIZERS):
+        raise ConfigError(f"{said} holds no tokenizer; allowed: tokenizer.json beside the weights. Copy it there.")
+
+
+def _json(file: Path, said: str) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{said} holds no {file.name}, so it is no model directory. Type one that has it.") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} cannot be read as JSON ({error}). Download or save the model again.") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{file} holds no JSON object. Download or save the model again.")
+    return content
+
+
+def check_chat_template(folder: Path, said: str) -> None:
+    """Raise ConfigError, which begins with `said`, for a folder without one."""
+    if any((folder / name).exists() for name in ("chat_template.jinja", "chat_template.json")):
+        return
+    settings = folder / "tokenizer_config.json"
+    if not settings.is_file() or not _json(settings, said).get("chat_template"):
+        raise ConfigError(
+            f"{said} has no chat template, and questions are asked as a chat; allowed: chat_template.jinja, or "
+            "chat_template in tokenizer_config.json. Type an instruction-tuned model, or put a template beside it."
+        )
+
+
+def _check_names(found: Sequence[Layer], cfg: RunConfig, said: str) -> None:
+    linears = [layer.name for layer in found if layer.is_linear]
+    norms = sorted({layer.name.rpartition(".")[2] for layer in found if len(layer.shape) == 1})
+    last_parts = sorted({name.rpartition(".")[2] for name in linears} - {HEAD})
+    for entry in cfg.lora.target_modules:
+        if not any(name == entry or name.endswith(f".{entry}") for name in linears):
+            _refuse("lora.target_modules", entry, said, "Linear layer", last_parts)
+    for entry in cfg.aqn.norms:
+        if entry not in norms:
+            _refuse("aqn.norms", entry, said, "norm", norms)
+    for entry in cfg.format.ignore:
+        if entry != HEAD and not any(is_ignored(name, [entry]) for name in linears):
+            _refuse("format.ignore", entry, said, "Linear layer", [*last_parts, "re:PATTERN"])
+
+
+def _refuse(key: str, entry: str, said: str, kind: str, allowed: list[str]) -> None:
+    hint = did_you_mean(entry, allowed) or f" Type for example {key}=[{allowed[0]}]." if allowed else ""
+    raise ConfigError(f"{key}: {entry!r} is no {kind} of {said}; allowed: {', '.join(allowed)}.{hint}")
+
+
+def is_ignored(name: str, ignore: Sequence[str]) -> bool:
+    """Tell whether the module `name` is left dense.
+
+    An entry is its full name, the end of it after a dot, or a module that it is part of. It may also be `re:` and a
+    pattern that matches from the beginning, as in compressed-tensors.
+    """
+    return any(
+        re.match(entry[3:], name) is not None
+        if entry.startswith("re:")
+        else name == entry or name.endswith(f".{entry}") or name.startswith(f"{entry}.")
+        for entry in ignore
+    )
+
+
+@cache
+def layers(folder: Path) -> tuple[Layer, ...]:
+    """List every module that has a weight, as the headers of the files say. Raises ConfigError for one without."""
+    index = folder / INDEX
+    listed = _json(index, str(folder)).get("weight_map", {}) if index.is_file() else {SINGLE: SINGLE}
+    files = sorted({str(file) for file in listed.values()})
+    return tuple(layer for file in files for layer in _layers_in(folder / file))
+
+
+def _layers_in(file: Path) -> list[Layer]:
+    found = []
+    for name, entry in _header(file).items():
+        if name != "__metadata__" and (match := _PACKED.match(name)):
+            shape, per_byte = tuple(entry["shape"]), 2 if entry["dtype"] == "U8" else 1
+            # bitsandbytes' NF4 is one column of bytes: the product of its axes remains
+            found.append(Layer(match[1], (*shape[:-1], shape[-1] * per_byte)))
+    return found
+
+
+def _header(file: Path) -> dict[str, Any]:
+    """Read the JSON that a safetensors file begins with, after 8 bytes of its length."""
+    try:
+        with file.open("rb") as opened:
+            length = int.from_bytes(opened.read(8), "little")
+            if not 0 < length <= MAX_HEADER_BYTES:
+                raise ValueError(f"its header would be {length} bytes")
+            header = json.loads(opened.read(length))
+        if not isinstance(header, dict):
+            raise ValueError("its header is no JSON object")
+        return header
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{file} is no safetensors file, or not whole ({error}). Download or save the model again."
+        ) from None
+
+
+def parameters(folder: Path) -> int:
+    """Count the weights of the model, each once however it is packed."""
+    return sum(math.prod(layer.shape) for layer in layers(folder))
+
+
+def adapter_parameters(folder: Path, cfg: RunConfig) -> int:
+    """Count the weights of the adapters on `lora.target_modules`; none of bitsandbytes' NF4, whose shapes are lost."""
+    targets = tuple(f".{entry}" for entry in cfg.lora.target_modules)
+    shapes = [layer.shape for layer in layers(folder) if f".{layer.name}".endswith(targets) and layer.is_linear]
+    return cfg.lora.rank * sum(sum(shape) for shape in shapes if shape[-1] > 2)

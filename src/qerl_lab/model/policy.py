@@ -1,0 +1,217 @@
+"""The policy: a frozen base in few bits, LoRA adapters that learn, and the norms that carry noise."""
+
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from jinja2 import TemplateError
+from peft import LoraConfig as PeftLoraConfig
+from peft import PeftModel, get_peft_model, set_peft_model_state_dict
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from qerl_lab import formats
+from qerl_lab.config.schema import ConfigError, RunConfig, choices_of
+from qerl_lab.config.spelling import listed
+from qerl_lab.formats.format import PackedAs
+from qerl_lab.model import loading
+from qerl_lab.model.files import WeightFiles, local_folder
+from qerl_lab.model.linear import packable, packed_head
+from qerl_lab.model.lora import register_lora
+from qerl_lab.model.on_disk import packed_head_refusal
+
+
+@dataclass
+class Policy:
+    """The model, shared by a trainer and an engine.
+
+    `norms` are the weights that carry noise, by the full name of their layer. `clean_norms` are float32 copies.
+    """
+
+    model: PeftModel
+    tokenizer: PreTrainedTokenizerBase
+    norms: dict[str, nn.Parameter]
+    clean_norms: dict[str, Tensor]
+
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self.clean_norms.values())).device
+
+    @contextmanager
+    def norms_as(self, weights: dict[str, Tensor]) -> Iterator[None]:
+        """Swap the norms' weights for others (by name) for a while. Pointers move, nothing is copied."""
+        own = {name: norm.data for name, norm in self.norms.items()}
+        try:
+            for name, norm in self.norms.items():
+                norm.data = weights[name]
+            yield
+        finally:
+            for name, norm in self.norms.items():
+                norm.data = own[name]
+
+    @contextmanager
+    def as_sampler(self, norms: dict[str, Tensor]) -> Iterator[None]:
+        """Evaluate with these norm weights (by name) for a while: no dropout, no gradients."""
+        training = self.model.training
+        self.model.eval()
+        try:
+            with torch.no_grad(), self.norms_as(norms):
+                yield
+        finally:
+            self.model.train(training)
+
+    def prompt_ids(self, messages: list[dict[str, str]]) -> list[int]:
+        """Token ids of a chat, up to where the answer begins. Raises ConfigError for a chat the template refuses."""
+        try:
+            chat = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+        except TemplateError as error:
+            raise ConfigError(
+                f"the model's chat template refuses the questions ({error}). Where it takes no system message, "
+                "type task.instruction=''."
+            ) from error
+        return chat["input_ids"]
+
+    def decode(self, completion_ids: list[int]) -> str:
+        return self.tokenizer.decode(completion_ids, skip_special_tokens=True)
+
+    def end_ids(self) -> list[int]:
+        """Token ids that end a completion: the tokenizer's and the generation config's."""
+        configured = self.model.generation_config.eos_token_id or []
+        return sorted({self.tokenizer.eos_token_id, *(configured if isinstance(configured, list) else [configured])})
+
+
+def device_of(name: str) -> torch.device:
+    """The device that `device=` asks for. Raises ConfigError where there is none."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device=cuda was given and torch sees no GPU here. Type device=cpu, or device=auto.")
+    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def compute_dtype(cfg: RunConfig, device: torch.device) -> torch.dtype:
+    """Return the dtype in which the base computes: `model.dtype`; auto is bfloat16 on a GPU and float32 on a CPU."""
+    if cfg.model.dtype == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return getattr(torch, cfg.model.dtype)
+
+
+def build(cfg: RunConfig, device: torch.device) -> Policy:
+    """Load the base, pack its Linears, attach fresh adapters (seeded), find the norms.
+
+    Raises:
+        ConfigError: the model cannot be loaded, or has no module of a configured name.
+    """
+    base, tokenizer = load_base(cfg, device)
+    norms = {
+        name: module.get_parameter("weight") for name, module in base.named_modules()
+        if name.rpartition(".")[2] in cfg.aqn.norms
+    }  # fmt: skip
+    if missing := set(cfg.aqn.norms) - {name.rpartition(".")[2] for name in norms}:
+        raise ConfigError(f"aqn.norms={cfg.aqn.norms}: {cfg.model.path} has no module named {sorted(missing)}.")
+    model = attach_adapters(base, cfg)
+    clean = {name: norm.detach().float().clone() for name, norm in norms.items()}
+    return Policy(model, tokenizer, norms, clean)
+
+
+def load_base(cfg: RunConfig, device: torch.device) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The frozen base in the run's format on `device`, and its tokenizer.
+
+    A dense model is packed while it is read; of a packed one, format and ignored layers must be the run's. Reads
+    safetensors only; runs no code of the model's. Raises ConfigError for what cannot be loaded, naming file and tensor.
+    """
+    if device.type == "cuda" and cfg.format.dense_cache == "on":
+        raise ConfigError(
+            "format.dense_cache=on is refused on a GPU, which device=auto found. Type format.dense_cache=off."
+        )
+    folder = local_folder(cfg.model.path, cfg.model.revision)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left", trust_remote_code=False)
+        model = _load_weights(cfg, folder, device)
+    except ConfigError:
+        raise
+    except (OSError, ValueError) as error:
+        reason = (str(error) or "no message").splitlines()[0]
+        raise ConfigError(
+            f"model.path={cfg.model.path} could not be loaded ({type(error).__name__}: {reason}). Allowed: pocket, "
+            "a local directory with safetensors weights and a tokenizer, or a reachable hub id."
+        ) from error
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return model, tokenizer
+
+
+def _load_weights(cfg: RunConfig, folder: Path, device: torch.device) -> PreTrainedModel:
+    stored = loading.stored_as(folder)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    model = loading.empty_model(config, compute_dtype(cfg, device), cfg.model.attention)
+    packed_as = stored or PackedAs(formats.build(cfg.format), tuple(cfg.format.ignore))
+    if head := packed_head(model, packed_as.weight_format, packed_as.ignore):
+        if stored is None:
+            raise packed_head_refusal(cfg, head)
+        raise ConfigError(
+            f"model.path={cfg.model.path} has {head} packed, and the loss reads the dense weight of {head}, the output "
+            f"layer. Type the path of the dense model, or of one that was quantized with ignore=[{head}]."
+        )
+    if stored is not None:
+        _check_agreement(cfg, stored, model)
+    loading.fill(
+        model, WeightFiles(folder), packed_as, is_packed=stored is not None, device=device,
+        dense_cache=device.type == "cpu" and cfg.format.dense_cache != "off",
+    )  # fmt: skip
+    # transformers would add a model's own sampling defaults (Qwen2.5's repetition penalty, say) to what a run asks for.
+    written = folder / "generation_config.json"
+    own = GenerationConfig.from_pretrained(folder) if written.is_file() else model.generation_config
+    model.generation_config = GenerationConfig(eos_token_id=own.eos_token_id)
+    return model
+
+
+def _check_agreement(cfg: RunConfig, stored: PackedAs, model: PreTrainedModel) -> None:
+    """Raise ConfigError where the run asks for another format than the one that a directory is packed in."""
+    name = stored.weight_format.NAME
+    said = f"model.path={cfg.model.path} is packed in {name}"
+    if name != cfg.format.name:
+        arms = f"an experiment with that format, for example +experiment={name}, "
+        raise ConfigError(
+            f"{said}, and format.name={cfg.format.name} was given. Type format={name}, "
+            f"{arms if name in choices_of('experiment') else ''}or the path of the dense model."
+        )
+    for key, value in asdict(stored.weight_format).items():
+        if value is not None and (given := getattr(cfg.format, key)) != value:
+            raise ConfigError(f"{said} with {key}={value}, and format.{key}={given} was given. "
+                              f"Type format.{key}={str(value).lower()}.")  # fmt: skip
+    here, there = ({*packable(model, ignore)} for ignore in (cfg.format.ignore, stored.ignore))
+    if differ := here ^ there:
+        remedy = shlex.quote(f"format.ignore={listed(stored.ignore)}")
+        raise ConfigError(
+            f"{said} with ignore={list(stored.ignore)}, and format.ignore={cfg.format.ignore} was given: they differ "
+            f"in {len(differ)} layers, the first {min(differ)}. Type {remedy}."
+        )
+
+
+def save_adapter(model: PeftModel, folder: Path) -> None:
+    """Write the adapter that learns. TRL's copy of it for the KL term stays out: with it in a subfolder, a resume by
+    transformers would load the subfolders alone."""
+    model.save_pretrained(folder, selected_adapters=["default"])
+
+
+def load_adapter(model: PeftModel, folder: Path) -> None:
+    """Give the model the adapter that `folder` holds (adapter_model.safetensors), in place."""
+    set_peft_model_state_dict(model, load_file(folder / "adapter_model.safetensors"))
+
+
+def attach_adapters(base: PreTrainedModel, cfg: RunConfig) -> PeftModel:
+    """Adapters in float32 on `lora.target_modules`, initialized from the run's seed alone."""
+    lora = PeftLoraConfig(
+        r=cfg.lora.rank, lora_alpha=cfg.lora.alpha or cfg.lora.rank, lora_dropout=cfg.lora.dropout,
+        target_modules=list(cfg.lora.target_modules), task_type="CAUSAL_LM",
+    )  # fmt: skip
+    register_lora(lora)
+    with torch.random.fork_rng():
+        torch.manual_seed(cfg.seed)
+        try:
+            return get_peft_model(base, lora)
+        except ValueError as error:  # PEFT found none of the target modules
+            raise ConfigError(f"lora.target_modules={cfg.lora.target_modules}: {error}") from error

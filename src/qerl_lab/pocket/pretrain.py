@@ -1,0 +1,55 @@
+"""`python -m qerl_lab.pocket.pretrain out=DIR [seed=0] [updates=650]`: make the embedded policy from nothing."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from qerl_lab import exits
+
+with exits.starting(__name__):
+    from qerl_lab import terminal
+    from qerl_lab.cli.grammar import Command
+    from qerl_lab.config.schema import ConfigError, option
+    from qerl_lab.pocket.recipe import Recipe
+    from qerl_lab.record.outputs import make_directory
+
+
+@dataclass
+class PretrainOptions:
+    out: str = option("", "directory to write, empty or missing; required")
+    seed: int = option(Recipe.seed, "seeds the weights and the problems", at_least=0, at_most=2**32 - 1)
+    updates: int = option(Recipe.updates, "optimizer updates", at_least=1)
+
+
+def make(options: PretrainOptions) -> None:
+    """Write the policy. Raises ConfigError for a directory that holds something or cannot be written."""
+    out = Path(options.out).expanduser()
+    if out.is_dir() and any(out.iterdir()):
+        raise ConfigError(f"out={options.out} is not empty. Type another directory.")
+    make_directory(out, f"out={options.out}")
+    terminal.quiet_third_parties()
+    from qerl_lab.pocket import teacher
+
+    recipe = Recipe(seed=options.seed, updates=options.updates)
+    teacher.save(out, recipe, *teacher.pretrain(recipe, teacher.task_config()))
+    print(f"wrote {out}")
+
+
+COMMAND = Command(
+    "python -m qerl_lab.pocket.pretrain",
+    "Make the embedded pocket policy.",
+    PretrainOptions,
+    make,
+    examples=(("python -m qerl_lab.pocket.pretrain out=pocket", "the policy of the package, in minutes"),),
+    required=("out",),
+    alone=True,
+)
+
+
+@exits.command
+def main(words: list[str]) -> int:
+    """Run the command and return its exit code."""
+    return COMMAND.run(words)
+
+
+if __name__ == "__main__":
+    exits.run(main)

@@ -1,0 +1,222 @@
+"""Checks of a run before it starts: its model, its questions, its machine. Imports no torch.
+
+Composing a command checks what was typed; here the files and the hardware are looked at. Nothing is downloaded, and
+nothing is written. A limit that is a guess names the word that lifts it (`device=cpu`).
+"""
+
+import importlib.util
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+from dataclasses import asdict, replace
+from functools import cache
+from pathlib import Path
+
+from qerl_lab import tasks
+from qerl_lab.config.rules import build
+from qerl_lab.config.schema import DENSE_FORMAT, ConfigError, RunConfig, TaskConfig, leaves
+from qerl_lab.model import on_disk
+from qerl_lab.tasks import arithmetic
+
+GPU_NODES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd", "/dev/nvhost-gpu")  # NVIDIA, WSL, ROCm, Jetson
+TOO_MANY_FOR_A_CPU = 1_000_000_000  # parameters; a rollout of 128 x 256 tokens then takes hours on a few cores
+RECORD_BYTES = 64 * 2**20  # metrics, figures and logs of a run, generously
+NEEDS_GPU = (  # key, value, its package, what to type instead
+    ("optim.name", "adamw_8bit", "bitsandbytes", "optim=adamw"),
+    ("model.attention", "flash_attention_2", "flash_attn", "model.attention=sdpa"),
+)
+
+
+def check(cfg: RunConfig, run_dir: Path, here: bool = True) -> list[str]:
+    """Raise ConfigError for a run that would end at its start; returns what of its configuration is cut, in words.
+
+    Args:
+        here: the run will use this machine. A launcher that sends jobs elsewhere makes that False, and what the machine
+            has is left to the run itself.
+    """
+    folder = on_disk.local(cfg.model.path)
+    if folder is not None:
+        on_disk.check(folder, cfg)
+    check_directory(run_dir)
+    if here:
+        _check_device(cfg)
+        _check_size(cfg, folder)
+        _check_gpu_only(cfg)
+        _check_disk(cfg, folder, run_dir)
+    return _check_questions(cfg)
+
+
+def check_directory(run_dir: Path) -> None:
+    """Raise ConfigError where the directory of a run could not be made or written."""
+    above = next(path for path in (run_dir, *run_dir.parents) if os.path.lexists(path))
+    longest = os.pathconf(above, "PC_NAME_MAX")
+    if not above.is_dir():
+        wrong = f"made: {above} is a file"
+    elif os.statvfs(above).f_flag & os.ST_RDONLY or not os.access(above, os.W_OK | os.X_OK):
+        wrong = f"written: {above} is read-only for you"
+    elif any(len(os.fsencode(part)) > longest for part in run_dir.parts):
+        wrong = f"made: a part of its name has over {longest} bytes"
+    else:
+        return
+    raise ConfigError(
+        f"the run directory {run_dir} cannot be {wrong}. Type another: run_dir=DIR, for a sweep hydra.sweep.dir=DIR."
+    )
+
+
+def _check_device(cfg: RunConfig) -> None:
+    if cfg.device == "cuda" and not has_gpu():
+        raise ConfigError("device=cuda was given, and this machine shows no GPU. Type device=cpu, or device=auto.")
+    cores = os.cpu_count() or 1
+    if cfg.cpu_threads > max(cores, RunConfig().cpu_threads):
+        raise ConfigError(
+            f"cpu_threads={cfg.cpu_threads} is more than the {cores} cores of this machine, which makes a run many "
+            f"times slower. Type cpu_threads={cores}."
+        )
+    if cfg.format.dense_cache == "on" and cfg.device == "auto" and has_gpu():
+        raise ConfigError(
+            "format.dense_cache=on is refused on a GPU, which device=auto takes here; allowed there: auto, off. "
+            "Type format.dense_cache=off, or device=cpu."
+        )
+
+
+def _check_gpu_only(cfg: RunConfig) -> None:
+    values = {name: value for name, _, value in leaves(cfg)}
+    for key, value, package, remedy in NEEDS_GPU:
+        if values[key] == value and not has_gpu():
+            raise ConfigError(f"{key}={value} needs a GPU, and this machine shows none. Type {remedy}.")
+        if values[key] == value and importlib.util.find_spec(package) is None:
+            raise ConfigError(f"{key}={value} needs the package {package}, which is not installed. Type {remedy}.")
+
+
+def has_gpu() -> bool:
+    """Whether the system shows a GPU to this process; torch may still lack the build for it."""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return hidden not in ("", "-1") and any(Path(node).exists() for node in GPU_NODES)
+
+
+def _check_size(cfg: RunConfig, folder: Path | None) -> None:
+    """Refuse a model that this machine cannot hold, or that it would compute for days."""
+    count = on_disk.parameters(folder) if folder else named_parameters(cfg.model.path)
+    on_gpu = cfg.device != "cpu" and has_gpu()
+    if count is None:
+        return
+    said = f"model.path={cfg.model.path} has {count:,} parameters"
+    if not on_gpu and cfg.device == "auto" and count >= TOO_MANY_FOR_A_CPU:
+        raise ConfigError(
+            f"{said}, and this machine shows no GPU: a step would take hours. Type model=qwen2_5_0_5b or another "
+            f"small model, or device=cpu to run it all the same."
+        )
+    needed, held = count * _bytes_a_parameter(cfg, on_gpu), gpu_memory() if on_gpu else memory()
+    if held is not None and needed > held:
+        raise ConfigError(
+            f"{said}, which take {needed / 2**30:.1f} GiB with format={cfg.format.name}, and "
+            f"{'the GPU' if on_gpu else 'this machine'} has {held / 2**30:.1f} GiB. Type a smaller model"
+            f"{'.' if cfg.format.name != DENSE_FORMAT and on_gpu else ', or format=nvfp4 with format.dense_cache=off.'}"
+        )
+
+
+def named_parameters(hub_id: str) -> int | None:
+    """The count in the name of a model on the hub, as in Qwen2.5-7B or SmolLM2-135M; None where there is none."""
+    found = re.findall(r"(?<![\w.])(\d+(?:\.\d+)?)([BM])(?![A-Za-z0-9])", hub_id.rpartition("/")[2], re.IGNORECASE)
+    return int(max(float(number) * {"b": 1e9, "m": 1e6}[unit.lower()] for number, unit in found)) if found else None
+
+
+def _bytes_a_parameter(cfg: RunConfig, on_gpu: bool) -> float:
+    """The least that a weight takes while it trains: dense ones their dtype, packed ones half a byte."""
+    dense = 2 if cfg.model.dtype == "bfloat16" or (on_gpu and cfg.model.dtype == "auto") else 4
+    cached = not on_gpu and cfg.format.dense_cache != "off"
+    return dense if cfg.format.name == DENSE_FORMAT or cached else 0.5
+
+
+def memory() -> int | None:
+    """Bytes of memory and swap, or of the control group where that is less; None where the system does not say."""
+    info = Path("/proc/meminfo")
+    if not info.is_file():
+        return None
+    found = dict(re.findall(r"^(MemTotal|SwapTotal):\s+(\d+) kB", info.read_text(), re.MULTILINE))
+    total, limit = sum(map(int, found.values())) * 1024, Path("/sys/fs/cgroup/memory.max")
+    text = limit.read_text().strip() if limit.is_file() else "max"
+    return min(total, int(text)) if text.isdigit() else total
+
+
+@cache
+def gpu_memory() -> int | None:
+    """Bytes of the largest NVIDIA GPU; None where nvidia-smi does not say within ten seconds."""
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        out = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout
+        return max(int(line) for line in out.splitlines()) * 2**20
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return None
+
+
+def _check_disk(cfg: RunConfig, folder: Path | None, run_dir: Path) -> None:
+    """Refuse where the checkpoints (adapter and both moments, one more than are kept) or a download have no room."""
+    adapter = on_disk.adapter_parameters(folder, cfg) if folder else 0
+    moments = 2 if cfg.optim.name == "adamw_8bit" else 8
+    written = cfg.steps // cfg.checkpoint.every + 1 if cfg.checkpoint.every else 1
+    needed = RECORD_BYTES + adapter * (4 + moments) * (min(cfg.checkpoint.keep, written) + 1)
+    _refuse_full(run_dir, needed, "its checkpoints", "Type run_dir=DIR on another disk, or checkpoint.keep=1.")
+    store = hub_cache()
+    if folder is None and not (store / f"models--{cfg.model.path.replace('/', '--')}").is_dir():
+        count = named_parameters(cfg.model.path) or 0
+        _refuse_full(store, 2 * count, f"the download of {cfg.model.path}", "Set HF_HOME to a directory on another.")
+
+
+def _refuse_full(place: Path, needed: int, what: str, remedy: str) -> None:
+    above = next(path for path in (place, *place.parents) if path.is_dir())
+    free = shutil.disk_usage(above).free
+    if needed > free:
+        raise ConfigError(
+            f"{above} has {free / 2**30:.2f} GiB free, and {what} take {math.ceil(needed / 2**20) / 1024:.2f} GiB. "
+            f"{remedy}"
+        )
+
+
+def hub_cache() -> Path:
+    """Folder of the models from the hub, as huggingface_hub decides it."""
+    home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
+    return Path(os.environ.get("HF_HUB_CACHE", home / "hub")).expanduser()
+
+
+def _check_questions(cfg: RunConfig) -> list[str]:
+    path = cfg.task.path
+    if path is not None:
+        if not path.strip():
+            raise ConfigError("task.path= is empty; allowed: a directory or a hub id. Leave task.path out.")
+        if on_disk.local(path, "task.path") is None:
+            return []
+    elif cfg.task.name != "arithmetic":
+        return []  # on the hub
+    elif cfg.task == replace(TaskConfig(), instruction=cfg.task.instruction):  # counting them would take half a second
+        return cut_questions(cfg, arithmetic.TRAIN_QUESTIONS, arithmetic.HELDOUT_QUESTIONS)
+    return cut_questions(cfg, *_counts(json.dumps(asdict(cfg.task))))
+
+
+@cache
+def _counts(task: str) -> tuple[int, int]:
+    """Training and held-out questions of a task on this machine; its configuration is JSON, so that it is a key."""
+    loaded = tasks.load(build({"task": json.loads(task)}).task)
+    return len(loaded.train), len(loaded.heldout)
+
+
+def cut_questions(cfg: RunConfig, train: int, heldout: int) -> list[str]:
+    """Say what is asked for beyond the questions that there are. Raises ConfigError where there are too few."""
+    source = f"task.path={cfg.task.path}" if cfg.task.path else f"task={cfg.task.name} at this difficulty"
+    if train == 0:
+        remedy = "another task.path" if cfg.task.path else "a larger task.arithmetic.max_operand"
+        raise ConfigError(f"{source} has no training question. Type {remedy}.")
+    if cfg.eval.questions and heldout < 2:
+        remedy = "Add some to test.jsonl, or type" if cfg.task.path else "Type a larger task.arithmetic.max_operand, or"
+        raise ConfigError(
+            f"{source} has {heldout} held-out questions, and an evaluation needs two. {remedy} eval.questions=0."
+        )
+    said = []
+    if cfg.eval.questions > heldout:
+        said.append(f"eval.questions={cfg.eval.questions}: there are {heldout:,}, all of them are asked")
+    if cfg.task.train_questions > train:
+        said.append(f"task.train_questions={cfg.task.train_questions}: there are {train:,}, all of them are used")
+    return said

@@ -1,0 +1,1 @@
+"""From a model to a checkpoint in 4 bits."""

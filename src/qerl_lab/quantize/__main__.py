@@ -1,0 +1,64 @@
+"""From a model to a 4-bit checkpoint: `python -m qerl_lab.quantize model=... format=nvfp4 out=DIR`.
+
+The words are read and checked before torch is imported. After an interruption or a failure the same command goes on
+where it stopped.
+"""
+
+import os
+import sys
+
+from qerl_lab import exits
+
+with exits.starting(__name__):
+    from qerl_lab import terminal
+    from qerl_lab.cli.grammar import Command
+    from qerl_lab.cli.launch import CHILD_ENVIRONMENT
+    from qerl_lab.quantize.options import QuantizeConfig, check
+
+
+def quantize(cfg: QuantizeConfig) -> None:
+    """Write the checkpoint. Raises ConfigError for options that do not fit each other, and what `run` raises."""
+    check(cfg)
+    # llmcompressor draws hundreds of bars, on a terminal over each other, in a log file one line after the other.
+    calm = {} if sys.stderr.isatty() else {"TQDM_MININTERVAL": "30"}
+    os.environ |= {name: value for name, value in (CHILD_ENVIRONMENT | calm).items() if name not in os.environ}
+    try:
+        terminal.quiet_third_parties()  # some speak while they are imported
+        from qerl_lab.quantize.run import run
+
+        run(cfg)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt("the same command goes on where it stopped") from None
+
+
+LINE = "python -m qerl_lab.quantize"
+COMMAND = Command(
+    LINE,
+    "From a model to a checkpoint in 4 bits that this lab, transformers and vLLM load",
+    QuantizeConfig,
+    quantize,
+    examples=(
+        (f"{LINE} model=pocket format=nvfp4 out=checkpoints/pocket-nvfp4", "the embedded policy, in seconds"),
+        (f"{LINE} model=Qwen/Qwen2.5-7B-Instruct format=mxfp4 out=checkpoints/7b-mxfp4", "round to nearest"),
+        (
+            f"{LINE} model=DIR format=nvfp4 method=gptq dataset=texts.jsonl out=checkpoints/7b-gptq",
+            "calibrated (make quantize-env, then .venv-quantize/bin/python)",
+        ),
+        (
+            "python -m qerl_lab +experiment=nvfp4_aqn scale=custom model.path=checkpoints/7b-nvfp4",
+            "train on the result",
+        ),
+    ),
+    required=("model", "out"),
+    alone=True,
+)
+
+
+@exits.command
+def main(words: list[str]) -> int:
+    """Run the command and return its exit code."""
+    return COMMAND.run(words)
+
+
+if __name__ == "__main__":
+    exits.run(main)

@@ -1,0 +1,108 @@
+"""Calibration data: texts of a hub dataset or a local file, tokenized and cut into sequences of one length."""
+
+import json
+import random
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from qerl_lab.config.schema import ConfigError
+
+FIELDS = "text; messages or conversations; question and answer"
+SHUFFLED_ROWS = 1000  # of a hub dataset, which is read as a stream
+
+
+def sequences(dataset: str, tokenizer: PreTrainedTokenizerBase, *, samples: int, tokens: int, seed: int) -> Tensor:
+    """Return token ids `[samples, tokens]`, int64: texts one after the other without padding.
+
+    Each is closed by an end token, or as the chat template closes a conversation. `dataset` is a .txt file (one text),
+    a .jsonl file or a hub id (split train); rows come in the order of `seed`. A row is its `text`, or a conversation
+    rendered by the model's chat template: `messages` (role, content), `conversations` (from, value), or GSM8K's
+    `question` and `answer`. Raises ConfigError for a dataset that cannot be read, a row with none of these, and too
+    little text.
+    """
+    needed, ids = samples * tokens, list[int]()
+    for text in _texts(dataset, tokenizer, seed):
+        ids += tokenizer(text, add_special_tokens=False)["input_ids"]
+        if len(ids) >= needed:
+            return torch.tensor(ids[:needed]).view(samples, tokens)
+    fits = len(ids) // tokens
+    remedy = f"samples={fits}" if fits else f"samples=1 tokens={max(1, len(ids))}"
+    raise ConfigError(
+        f"dataset={dataset} has {len(ids):,} tokens, and samples={samples} x tokens={tokens} are {needed:,}. "
+        f"Type {remedy}, or the name of a larger dataset."
+    )
+
+
+def _texts(dataset: str, tokenizer: PreTrainedTokenizerBase, seed: int) -> Iterator[str]:
+    path = Path(dataset).expanduser()
+    if path.suffix == ".txt" and path.is_file():
+        yield path.read_text(encoding="utf-8") + (tokenizer.eos_token or "")
+        return
+    rows = _shuffled_lines(path, seed) if path.suffix == ".jsonl" and path.is_file() else _hub_rows(dataset, seed)
+    for number, row in enumerate(rows):
+        if (text := _text_of(row, tokenizer)) is None:
+            raise ConfigError(f"dataset={dataset}: row {number} has {', '.join(row)}; allowed: {FIELDS}.")
+        yield text
+
+
+def _shuffled_lines(path: Path, seed: int) -> Iterator[Mapping[str, Any]]:
+    lines = [line for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
+    random.Random(seed).shuffle(lines)
+    for line in lines:
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"dataset={path}: {line[:60]!r} is no JSON ({error}).") from error
+        if not isinstance(row, dict):
+            raise ConfigError(f"dataset={path}: {line[:60]!r} is no JSON object; allowed: {FIELDS}.")
+        yield row
+
+
+def _hub_rows(dataset: str, seed: int) -> Iterable[Mapping[str, Any]]:
+    from datasets import load_dataset
+
+    if (
+        Path(dataset).expanduser().is_absolute()
+        or dataset.startswith((".", "~"))
+        or dataset.endswith((".txt", ".jsonl"))
+    ):
+        raise ConfigError(f"dataset={dataset} is no file. Type dataset=FILE.txt, dataset=FILE.jsonl or a hub id.")
+    try:
+        yield from load_dataset(dataset, split="train", streaming=True).shuffle(seed=seed, buffer_size=SHUFFLED_ROWS)
+    except (OSError, ValueError) as error:
+        reason = (str(error) or "no message").splitlines()[0]
+        raise ConfigError(
+            f"dataset={dataset} could not be read from the hub ({type(error).__name__}: {reason}). "
+            "Type dataset=FILE.jsonl for a local file."
+        ) from error
+
+
+def _text_of(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Return the text of a row; None where it has no known field."""
+    end = tokenizer.eos_token or ""
+    if isinstance(row.get("text"), str):
+        return row["text"] + end
+    if (messages := _messages_of(row)) is None:
+        return None
+    if tokenizer.chat_template is None:
+        return "\n".join(message["content"] for message in messages) + end
+    return tokenizer.apply_chat_template(messages, tokenize=False)
+
+
+def _messages_of(row: Mapping[str, Any]) -> list[dict[str, str]] | None:
+    if "messages" in row:
+        return row["messages"]
+    if "conversations" in row:
+        roles = {"human": "user", "gpt": "assistant"}  # ShareGPT's words
+        return [
+            {"role": roles.get(turn["from"], turn["from"]), "content": turn["value"]} for turn in row["conversations"]
+        ]
+    if "question" in row and "answer" in row:
+        turns = {"user": row["question"], "assistant": row["answer"]}
+        return [{"role": role, "content": content} for role, content in turns.items()]
+    return None

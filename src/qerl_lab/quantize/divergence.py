@@ -1,0 +1,102 @@
+"""KL of a quantized model to the one that it was made from, and the entropies of both, on the same tokens."""
+
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from qerl_lab.config.schema import DENSE_FORMAT, ConfigError, FormatConfig, ModelConfig, RunConfig
+from qerl_lab.evaluate import kl
+from qerl_lab.model import policy
+from qerl_lab.pocket.teacher import task_config
+from qerl_lab.quantize.options import QuantizeConfig
+from qerl_lab.tasks import arithmetic
+
+PROBLEMS = 16
+WINDOWS, WINDOW_TOKENS = 4, 192  # of a text file
+EVERYTHING = "re:.*"  # as `ignore`: the dense model as it is, nothing rounded
+
+
+def compare(cfg: QuantizeConfig, source: Path, folder: Path, weights: int, device: torch.device) -> dict[str, Any]:
+    """Measure KL(quantized || original) and the entropies of both, in nats per token, on the same tokens.
+
+    The models are loaded one after the other; of the first only its log-probs are kept (float32, on the CPU).
+    """
+    place = room(weights, device)
+    if place is None:
+        return {"skipped": f"{weights / 1e9:.1f} billion weights in bfloat16 fit neither the GPU nor the CPU memory"}
+    where, dtype = place
+    model, tokenizer = policy.load_base(run_config(cfg, source, dense=True, dtype=dtype), where)
+    pairs = file_pairs(Path(cfg.text).expanduser(), tokenizer) if cfg.text else problem_pairs(tokenizer)
+    original = [logprobs(model, pair) for pair in pairs]
+    del model
+    model, _ = policy.load_base(run_config(cfg, folder, dtype=dtype), where)
+    measured = []  # of each text [3, T]: KL and both entropies of its tokens
+    for pair, p in zip(pairs, original, strict=True):
+        q = logprobs(model, pair)
+        measured.append(torch.stack([kl.per_token(q, p), kl.entropy_per_token(p), kl.entropy_per_token(q)]))
+    lengths = [len(compared) for _, compared in pairs]
+    found, before, after = (kl.mean(values, lengths) for values in torch.cat(measured, 1))
+    return {
+        "nats_per_token": found.nats, "standard_error": found.standard_error,
+        "entropy_original": before.nats, "entropy_quantized": after.nats, "tokens": sum(lengths),
+        "text": cfg.text or "word problems", "device": where.type, "dtype": dtype,
+    }  # fmt: skip
+
+
+def run_config(cfg: QuantizeConfig, folder: Path, *, dense: bool = False, dtype: str = "auto") -> RunConfig:
+    """Return the run that loads `folder`: the checkpoint of `cfg`, or the dense model that it was made from."""
+    chosen = FormatConfig(name=DENSE_FORMAT, ignore=[EVERYTHING]) if dense else cfg.format_config()
+    return RunConfig(model=ModelConfig(path=str(folder), dtype=dtype), format=chosen)
+
+
+def room(weights: int, device: torch.device) -> tuple[torch.device, str] | None:
+    """Find where a dense model of so many weights fits, and in which dtype: `device` before the CPU."""
+    needed = {dtype: 1.3 * weights * getattr(torch, dtype).itemsize for dtype in ("bfloat16", "float32")}
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        if needed["bfloat16"] < torch.cuda.mem_get_info()[0]:
+            return device, "bfloat16"
+    free = available()
+    return next(((torch.device("cpu"), dtype) for dtype in ("float32", "bfloat16") if needed[dtype] < free), None)
+
+
+def available() -> int:
+    """Return the bytes that a process can take without swapping: the page cache, which weights just filled, counts."""
+    return int(re.findall(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())[0]) * 1024
+
+
+def logprobs(model: PreTrainedModel, pair: tuple[list[int], list[int]]) -> Tensor:
+    """Return log-probs `[tokens, vocabulary]` at the tokens that are compared; float32, on the CPU."""
+    return torch.cat([chunk.cpu() for chunk in kl.logprobs(model, kl.hidden_states(model, [pair]))])
+
+
+def problem_pairs(tokenizer: Any) -> kl.Pairs:
+    """Make word problems and worked solutions, which every tokenizer can spell; the solutions are compared."""
+    rng, cfg = random.Random(0), task_config()
+    pairs = []
+    for problem in [arithmetic.problem(rng, cfg) for _ in range(PROBLEMS)]:
+        chat = [{"role": "system", "content": cfg.instruction}, {"role": "user", "content": problem.text}]
+        if tokenizer.chat_template:
+            given = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"]
+        else:
+            given = tokenizer("\n\n".join(message["content"] for message in chat) + "\n\n")["input_ids"]
+        solution = arithmetic.worked_solution(rng, problem)
+        pairs.append((given, tokenizer(solution, add_special_tokens=False)["input_ids"]))
+    return pairs
+
+
+def file_pairs(file: Path, tokenizer: Any) -> kl.Pairs:
+    """Cut the first tokens of a text into windows; all of a window but its first token is compared.
+
+    Raises ConfigError for a text of fewer than two tokens.
+    """
+    ids = tokenizer(file.read_text(encoding="utf-8"))["input_ids"][: WINDOWS * WINDOW_TOKENS]
+    if len(ids) < 2:
+        raise ConfigError(f"text={file} has {len(ids)} tokens; allowed: 2 or more.")
+    windows = [ids[begin : begin + WINDOW_TOKENS] for begin in range(0, len(ids), WINDOW_TOKENS)]
+    return [(window[:1], window[1:]) for window in windows if len(window) > 1]

@@ -1,0 +1,114 @@
+"""AWQ (arXiv 2306.00978) and GPTQ (arXiv 2210.17323) through llmcompressor 0.14, weights only.
+
+- awq: `AWQModifier` searches, per group of layers that share an input, the scales of input channels that change the
+  group's output least, and moves them from the weights into the norm or layer before; then round to nearest.
+- gptq: `GPTQModifier` rounds column by column and makes up for each error in the columns that follow; the layers
+  before hand on what they compute when quantized.
+
+Both hold one layer at a time on the accelerator. llmcompressor sets the scales by the formats' default rules and gives
+q/k/v and gate/up one NVFP4 global scale; `formats.recognize` reads what it writes. AWQ changes the weights of norms,
+so a sigma of AQN is another noise after it.
+"""
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
+
+from qerl_lab.config.schema import ConfigError
+from qerl_lab.quantize import calibration
+from qerl_lab.quantize.options import SCHEMES, QuantizeConfig
+
+if TYPE_CHECKING:
+    from llmcompressor.modifiers import Modifier
+
+
+def run(cfg: QuantizeConfig, source: Path, left_dense: list[str], folder: Path) -> None:
+    """Write the calibrated weights of the model in `source`, config.json, generation_config.json and recipe.yaml into
+    `folder`. `left_dense` are full names of Linears. Call `check` first.
+
+    Raises:
+        ConfigError: there is too little text for `samples` sequences of `tokens`, or the model cannot read so many.
+        ValueError: a layer does not divide into blocks; names the layers.
+    """
+    from llmcompressor import oneshot
+
+    _show_warnings_only()
+    _check_length(cfg, AutoConfig.from_pretrained(source, trust_remote_code=False))
+    tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    data = calibration.sequences(cfg.dataset, tokenizer, samples=cfg.samples, tokens=cfg.tokens, seed=cfg.seed)
+    model = AutoModelForCausalLM.from_pretrained(source, dtype="auto", use_safetensors=True, trust_remote_code=False)
+    oneshot(model=model, processor=tokenizer, recipe=_recipe(cfg, left_dense), dataset=_batches(data))
+    model.save_pretrained(folder, save_compressed=True)
+
+
+def _show_warnings_only() -> None:
+    """Silence llmcompressor's log: when it is imported it configures loguru with a line for every layer."""
+    from loguru import logger
+
+    logger.remove()
+    logger.add(
+        sys.stderr, level="WARNING", format="llmcompressor: {message}",
+        filter=lambda record: record["level"].name != "METRIC" and record["function"] != "get_main_device",
+    )  # fmt: skip
+
+
+def check(cfg: QuantizeConfig) -> None:
+    """Raise ConfigError where llmcompressor is missing or would not compute on the device that was asked for."""
+    if importlib.util.find_spec("llmcompressor") is None:
+        raise ConfigError(
+            f"method={cfg.method} needs llmcompressor, which is not installed here. It is in the extra `quantize`, "
+            "which wants a virtual environment of its own: llmcompressor 0.14 pins compressed-tensors 0.19, vLLM pins "
+            "0.17. Type make quantize-env, then this command with .venv-quantize/bin/python."
+        )
+    if cfg.device == "cpu" and torch.accelerator.is_available():
+        raise ConfigError(
+            f"device=cpu with method={cfg.method}: llmcompressor takes the GPU if it sees one. "
+            "Put CUDA_VISIBLE_DEVICES= before the command, or type device=auto."
+        )
+
+
+def _check_length(cfg: QuantizeConfig, config: PretrainedConfig) -> None:
+    longest = getattr(config, "max_position_embeddings", None)
+    if longest is not None and cfg.tokens > longest:
+        raise ConfigError(f"tokens={cfg.tokens} is more than model={cfg.model} can read. Type tokens={longest}.")
+
+
+def _batches(data: Tensor) -> DataLoader:
+    """Make batches of one sequence."""
+    rows = [{"input_ids": row, "attention_mask": torch.ones_like(row)} for row in data]
+    return DataLoader(cast(Dataset, rows), batch_size=1)
+
+
+def _recipe(cfg: QuantizeConfig, left_dense: list[str]) -> list["Modifier"]:
+    from llmcompressor.modifiers.gptq import GPTQModifier
+    from llmcompressor.modifiers.quantization import QuantizationModifier
+
+    which: dict[str, Any] = {"targets": "Linear", "scheme": SCHEMES[cfg.format], "ignore": left_dense}
+    return [GPTQModifier(**which)] if cfg.method == "gptq" else [_awq(), QuantizationModifier(**which)]
+
+
+def _awq() -> "Modifier":
+    """Make llmcompressor's AWQ. Without an accelerator its caches cannot be pinned, which 0.14 tries."""
+    from llmcompressor.modifiers.transform.awq import AWQModifier
+    from llmcompressor.pipelines.cache import IntermediatesCache
+
+    if torch.accelerator.is_available():
+        return AWQModifier()
+
+    class UnpinnedCache(IntermediatesCache):
+        def pin_memory(self, batch_index: int, input_names: list[str] | None = None) -> None:
+            """Nothing: pinned memory is for copies to an accelerator."""
+
+    class AWQWithoutAccelerator(AWQModifier):
+        def on_calibration_start(self, state: Any, event: Any, **kwargs: Any) -> None:
+            super().on_calibration_start(state, event, **kwargs)
+            for parent in self._parent_args_cache:
+                self._parent_args_cache[parent] = UnpinnedCache(None, self.offload_device)
+
+    return AWQWithoutAccelerator()

@@ -1,0 +1,176 @@
+"""The typed options of `python -m qerl_lab.quantize`, and the rules that span them. Imports no torch."""
+
+from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from qerl_lab.config.keys import typed
+from qerl_lab.config.rules import check_patterns
+from qerl_lab.config.schema import (
+    DENSE_FORMAT,
+    ConfigError,
+    FormatConfig,
+    ModelConfig,
+    choices_of,
+    did_you_mean,
+    option,
+)
+from qerl_lab.model import on_disk
+
+METHODS = ("rtn", "awq", "gptq")
+CALIBRATION = ("dataset", "samples", "tokens", "seed")  # what awq and gptq read
+# What llmcompressor writes: presets of compressed-tensors that leave activations alone.
+SCHEMES = {"nvfp4": "NVFP4A16", "mxfp4": "MXFP4A16"}
+
+
+def same_as(schema: type, name: str) -> Any:
+    """A field with the default, the meaning and the bounds that the main command's `schema` gives to `name`."""
+    known = next(f for f in fields(schema) if f.name == name)
+    if known.default_factory is not MISSING:
+        return field(default_factory=known.default_factory, metadata=known.metadata)
+    return field(default=known.default, metadata=known.metadata)
+
+
+@dataclass
+class QuantizeConfig:
+    model: str = option("", "what to quantize: Hugging Face id, local directory, or `pocket`; required")
+    revision: str | None = same_as(ModelConfig, "revision")
+    format: str = option(FormatConfig().name, "weight format of the checkpoint: nvfp4, mxfp4 or nf4")
+    method: str = option(
+        "rtn",
+        "rtn rounds each weight to the nearest; awq and gptq calibrate on data (extra `quantize`, not for nf4)",
+        choices=METHODS,
+    )
+    out: str = option("", "directory to write; required")
+    ignore: list[str] = same_as(FormatConfig, "ignore")
+    double_quant: bool = same_as(FormatConfig, "double_quant")
+    scale_rule: str = same_as(FormatConfig, "scale_rule")
+    exponent_rule: str = same_as(FormatConfig, "exponent_rule")
+    device: str = option("auto", "where it computes: auto takes a GPU if there is one", choices=("auto", "cpu", "cuda"))
+    shard_gb: float = option(2.0, "largest file of weights in GB, and so the memory that one takes", above=0)
+    dataset: str = option(
+        "open-thoughts/OpenThoughts-114k",
+        "awq, gptq: calibration texts, a hub id (the paper's is the default) or a local .txt or .jsonl file",
+    )
+    samples: int = option(256, "awq, gptq: calibration sequences (paper: 256)", at_least=1)
+    tokens: int = option(2048, "awq, gptq: tokens of each (paper: 2048)", at_least=1)
+    seed: int = option(0, "awq, gptq: seeds the choice of calibration texts", at_least=0)
+    quality: str = option(
+        "full",
+        "what quality.json measures: full, or weights (no KL and entropy, so that no model is run)",
+        choices=("full", "weights"),
+    )
+    text: str | None = option(None, "UTF-8 file for KL and entropy; null: 16 word problems with worked solutions")
+    overwrite: bool = option(False, "replace what is at `out`, and an unfinished directory of another command")
+
+    @property
+    def folder(self) -> Path:
+        """`out` as an absolute path."""
+        return Path(self.out).expanduser().absolute()
+
+    def format_config(self) -> FormatConfig:
+        """Return the group `format` of a run that trains on the checkpoint."""
+        shared = {f.name: getattr(self, f.name) for f in fields(FormatConfig) if hasattr(self, f.name)}
+        return FormatConfig(name=self.format, **shared)
+
+
+def check(cfg: QuantizeConfig) -> None:
+    """Raise ConfigError at the first combination that cannot run. Looks at local paths, loads nothing."""
+    for rule in (
+        _model_readable, _quantizing_format, _method_fits_format, _options_act,
+        _calibration_acts, _revision_acts, _text_readable, _out_is_apart,
+    ):  # fmt: skip
+        rule(cfg)
+    check_patterns("ignore", cfg.ignore)
+
+
+def _model_readable(cfg: QuantizeConfig) -> None:
+    if folder := on_disk.local(cfg.model, "model"):
+        on_disk.check_files(folder, f"model={cfg.model}")
+
+
+def _quantizing_format(cfg: QuantizeConfig) -> None:
+    if cfg.format == DENSE_FORMAT:
+        raise ConfigError(
+            f"format={DENSE_FORMAT} has nothing to quantize: its weights are the model's own. "
+            f"Type format=nvfp4, or train on the model as it is with model.path={cfg.model} format={DENSE_FORMAT}."
+        )
+    allowed = [name for name in choices_of("format") if name != DENSE_FORMAT]
+    if cfg.format not in allowed:
+        hint = did_you_mean(cfg.format, allowed) or f" Type for example format={allowed[0]}."
+        raise ConfigError(f"format={cfg.format} is not allowed; allowed: {', '.join(allowed)}.{hint}")
+
+
+def _method_fits_format(cfg: QuantizeConfig) -> None:
+    if cfg.method != "rtn" and cfg.format not in SCHEMES:
+        raise ConfigError(
+            f"method={cfg.method} with format={cfg.format} is not possible: llmcompressor writes "
+            f"{' and '.join(SCHEMES)}. Type method=rtn, or format={next(iter(SCHEMES))}."
+        )
+
+
+def _options_act(cfg: QuantizeConfig) -> None:
+    for option_name, format_name in ((f.name, f.metadata["only"]) for f in fields(FormatConfig)):
+        if format_name is None:
+            continue
+        value, default = getattr(cfg, option_name), getattr(FormatConfig(), option_name)
+        if value != default and cfg.format != format_name:
+            raise ConfigError(
+                f"{option_name}={typed(value)} is an option of {format_name}, and format={cfg.format} was given. "
+                f"Leave {option_name} out, or type format={format_name}."
+            )
+        if value != default and cfg.method != "rtn":
+            raise ConfigError(
+                f"{option_name}={typed(value)} is an option of method=rtn; llmcompressor, which does "
+                f"method={cfg.method}, has its own rule. Leave {option_name} out."
+            )
+
+
+def _calibration_acts(cfg: QuantizeConfig) -> None:
+    for name in CALIBRATION:
+        value = getattr(cfg, name)
+        if cfg.method == "rtn" and value != getattr(QuantizeConfig(), name):
+            raise ConfigError(
+                f"{name}={typed(value)} is an option of method=awq and method=gptq; method=rtn reads no data. "
+                f"Leave {name} out, or type method=gptq."
+            )
+
+
+def _revision_acts(cfg: QuantizeConfig) -> None:
+    if cfg.revision is not None and (cfg.model == "pocket" or Path(cfg.model).expanduser().exists()):
+        raise ConfigError(
+            f"revision={cfg.revision} is of a model on the hub, and model={cfg.model} is here. Leave revision out."
+        )
+
+
+def _text_readable(cfg: QuantizeConfig) -> None:
+    if cfg.text is None:
+        return
+    remedy = "Type text=FILE with UTF-8 text in it, or leave text out."
+    if cfg.quality != "full":
+        raise ConfigError(
+            f"text={cfg.text} is for KL and entropy, and quality={cfg.quality} measures neither. "
+            "Leave text out, or type quality=full."
+        )
+    try:
+        content = Path(cfg.text).expanduser().read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"text={cfg.text} cannot be read as text ({reason}). {remedy}") from None
+    if not content.strip():
+        raise ConfigError(f"text={cfg.text} is empty. {remedy}")
+
+
+def _out_is_apart(cfg: QuantizeConfig) -> None:
+    source, out = Path(cfg.model).expanduser().resolve(), cfg.folder.resolve()
+    if source.is_dir() and (source.is_relative_to(out) or out.is_relative_to(source)):
+        raise ConfigError(f"out={cfg.out} and model={cfg.model} lie within each other. Type an out beside the model.")
+    if not out.exists():
+        return
+    if not cfg.overwrite:
+        raise ConfigError(f"out={cfg.out} exists. Type another out, or overwrite=true to replace it.")
+    config = out / "config.json"
+    if not config.is_file() or '"quantization_config"' not in config.read_text(encoding="utf-8"):
+        raise ConfigError(
+            f"out={cfg.out} is no quantized checkpoint, so overwrite=true does not remove it. Type another out."
+        )

@@ -1,0 +1,86 @@
+"""How good a quantized checkpoint is: bits, sizes, SQNR of every layer, and KL to the model that it was made from.
+
+Everything is measured on the files that are there, in one way for all methods: weights tensor by tensor, then the two
+models one after the other on the same text. `quality.json` is described in docs/quantize.md.
+"""
+
+import json
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from qerl_lab import formats, terminal
+from qerl_lab.model.files import WeightFiles
+from qerl_lab.quantize import divergence, sqnr
+from qerl_lab.quantize.options import QuantizeConfig
+from qerl_lab.record.atomic import replace_file
+from qerl_lab.record.environment import environment
+from qerl_lab.report import plots
+
+SCHEMA = 1
+
+
+def measure(
+    cfg: QuantizeConfig, source: Path, linears: list[str], folder: Path, device: torch.device
+) -> dict[str, Any]:
+    """Compare the checkpoint in `folder` with the dense `source`; write quality.json and sqnr.png there."""
+    started = time.time()
+    dense, packed, fit_scales = WeightFiles(source), WeightFiles(folder), cfg.method == "awq"
+    weight_format = formats.build(cfg.format_config())
+    layers = sqnr.measure(weight_format, dense, packed, linears, device, fit_scales=fit_scales)
+    before, after = (sum(files.bytes(name) for name in files.names) for files in (dense, packed))
+    count = sum(torch.Size(dense.shape(name)).numel() for name in dense.names)
+    in_linears = sum(layer.weights for layer in layers)
+    result: dict[str, Any] = {
+        "schema": SCHEMA,
+        "model": cfg.model, "revision": cfg.revision, "format": cfg.format, "method": cfg.method,
+        "ignore": cfg.ignore, "options": asdict(weight_format),
+        "calibration": None if cfg.method == "rtn" else
+        {"dataset": cfg.dataset, "samples": cfg.samples, "tokens": cfg.tokens, "seed": cfg.seed},
+        "weights": {"all": count, "quantized": in_linears},
+        "bytes": {"before": before, "after": after},
+        "bits_per_weight": {
+            "quantized": sum(layer.bytes for layer in layers) * 8 / in_linears, "model": after * 8 / count,
+        },
+        "sqnr_db": sqnr.summary(layers, fit_scales=fit_scales),
+        "kl": divergence.compare(cfg, source, folder, count, device) if cfg.quality == "full" else None,
+    }  # fmt: skip
+    result |= {"device": device.type, "seconds": round(time.time() - started, 1), "environment": environment()}
+    plots.save_sqnr(
+        result["sqnr_db"]["layers"], f"{Path(cfg.model).name}, {cfg.format} by {cfg.method}", folder / "sqnr.png"
+    )
+    replace_file(folder / "quality.json", json.dumps(result, indent=1, allow_nan=False).encode() + b"\n")
+    return result
+
+
+def table(cfg: QuantizeConfig, result: dict[str, Any]) -> str:
+    """Return the lines that the command prints at its end."""
+    weights, sizes, bits, levels = (result[key] for key in ("weights", "bytes", "bits_per_weight", "sqnr_db"))
+    fitted = ", after the scales that AWQ moves" if levels["scales_fitted"] else ""
+    rows = [
+        ("quantized", f"{weights['quantized']:,} of {weights['all']:,} weights to {cfg.format} by {cfg.method}"),
+        ("bits per weight", f"{bits['quantized']:.3f} where quantized, {bits['model']:.3f} over the whole model"),
+        ("size", " -> ".join(tqdm.format_sizeof(size, "B") for size in sizes.values())),
+        ("SQNR", f"{_db(levels['all'])} over all weights{fitted}; the lowest:"),
+        *((f"  {_db(layer['db'])}", layer["layer"]) for layer in levels["lowest"]),
+        *_kl_rows(result["kl"]),
+    ]
+    return terminal.aligned(rows)
+
+
+def _db(value: float | None) -> str:
+    return "inf dB" if value is None else f"{value:.2f} dB"
+
+
+def _kl_rows(found: dict[str, Any] | None) -> list[tuple[str, str]]:
+    if found is None or "skipped" in found:
+        return [("KL, entropy", f"not measured: {found['skipped'] if found else 'quality=weights'}")]
+    error = "" if found["standard_error"] is None else f" +- {found['standard_error']:.5f}"
+    return [
+        ("KL to the original", f"{found['nats_per_token']:.5f}{error} nats per token over {found['tokens']} tokens"),
+        ("entropy", f"{found['entropy_original']:.4f} -> {found['entropy_quantized']:.4f} nats per token"),
+    ]

@@ -1,0 +1,182 @@
+"""From a dense checkpoint to a packed one. In memory is one fused layer at a time, never the model nor a file of it."""
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from io import FileIO
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from qerl_lab.formats.format import Format, Layout, pack_fused
+from qerl_lab.model.files import DTYPES, SINGLE, WeightFiles
+from qerl_lab.model.linear import fused_groups
+
+# What a safetensors header calls a dtype.
+_CODES = {dtype: code for code, dtype in DTYPES.items()}
+
+
+class Unit(NamedTuple):
+    """Tensors of the source that are read together: the weights of the Linears `modules`, parts of one fused layer, or
+    (no modules) one tensor that is copied. `layout` is what becomes of them."""
+
+    names: tuple[str, ...]
+    modules: tuple[str, ...]
+    layout: Layout
+
+
+class Shard(NamedTuple):
+    """One output file."""
+
+    file: str
+    units: list[Unit]
+
+    @property
+    def layout(self) -> Layout:
+        """All its tensors, in stored order: wide dtypes first, so that every tensor is aligned."""
+        tensors = {name: about for unit in self.units for name, about in unit.layout.items()}
+        return dict(sorted(tensors.items(), key=lambda item: (-item[1][1].itemsize, item[0])))
+
+    @property
+    def bytes(self) -> int:
+        """Size of the file."""
+        return len(_header(self.layout)) + _layout_bytes(self.layout)
+
+
+def plan(source: WeightFiles, linears: Sequence[str], weight_format: Format, shard_bytes: float) -> list[Shard]:
+    """Plan which tensors go into which file: in the order of the source, a fused layer never split, each file at most
+    `shard_bytes` of tensors unless one unit alone is larger. Depends on names, shapes and dtypes only."""
+    shards: list[list[Unit]] = []
+    size = 0
+    for unit in _units(source, linears, weight_format):
+        more = _layout_bytes(unit.layout)
+        if not shards or size + more > shard_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(unit)
+        size += more
+    count = len(shards)
+    names = [SINGLE] if count == 1 else [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
+    return [Shard(name, units) for name, units in zip(names, shards, strict=True)]
+
+
+def _units(source: WeightFiles, linears: Sequence[str], weight_format: Format) -> Iterator[Unit]:
+    groups = {f"{name}.weight": tuple(group) for group in fused_groups(list(linears)) for name in group}
+    done: set[str] = set()
+    for name in source.names:
+        if name in done:
+            continue
+        modules = groups.get(name, ())
+        layout: Layout = {} if modules else {name: (source.shape(name), source.dtype(name))}
+        for module in modules:
+            rows, columns = source.shape(f"{module}.weight")
+            made = weight_format.layout((rows, columns))
+            layout |= {f"{module}.{part}": about for part, about in made.items()}
+        unit = Unit(tuple(f"{module}.weight" for module in modules) or (name,), modules, layout)
+        done.update(unit.names)
+        yield unit
+
+
+def _layout_bytes(layout: Layout) -> int:
+    return sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in layout.values())
+
+
+def source_bytes(source: WeightFiles, shard: Shard) -> int:
+    """Count the bytes of the source that `shard` is made from."""
+    return _layout_bytes({n: (source.shape(n), source.dtype(n)) for unit in shard.units for n in unit.names})
+
+
+def write(
+    shard: Shard,
+    folder: Path,
+    source: WeightFiles,
+    weight_format: Format,
+    device: torch.device,
+    advance: Callable[[int], None],
+) -> None:
+    """Pack one output file: aside, to the disk, then under its name. Tensors that are copied keep their dtype.
+
+    It is written here because the safetensors library wants all tensors at once, and does not say at which of them the
+    disk was full. Calls `advance` with the source bytes of what is done. Raises ValueError for a weight that the
+    format cannot hold and OSError where it cannot be written; both name file and tensor.
+    """
+    file, aside = folder / shard.file, folder / f"{shard.file}.tmp"
+    header = _header(shard.layout)
+    begins = {name: len(header) + begin for name, begin in _begins(shard.layout).items()}
+    try:
+        with aside.open("wb", buffering=0) as out:  # a buffer would fail once more, without a name, when it is closed
+            _write_whole(out, memoryview(header))
+            for unit in shard.units:
+                _write_unit(out, unit, begins, _tensors(unit, source, weight_format, device))
+                advance(source_bytes(source, Shard(shard.file, [unit])))
+            os.fsync(out.fileno())
+    except OSError as error:
+        aside.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(file)) from error
+    aside.replace(file)
+
+
+def _write_unit(out: FileIO, unit: Unit, begins: Mapping[str, int], tensors: Mapping[str, Tensor]) -> None:
+    for name, tensor in tensors.items():
+        content = _bytes(name, tensor, unit.layout[name])
+        try:
+            out.seek(begins[name])
+            _write_whole(out, content)
+        except OSError as error:
+            raise OSError(error.errno, f"{error.strerror}, at {name}") from error
+
+
+def _write_whole(out: FileIO, content: memoryview) -> None:
+    while content:
+        content = content[out.write(content) :]
+
+
+def _tensors(unit: Unit, source: WeightFiles, weight_format: Format, device: torch.device) -> dict[str, Tensor]:
+    """Return what becomes of one unit."""
+    if not unit.modules:
+        return {unit.names[0]: source.tensor(unit.names[0])}
+    weights = {module: source.tensor(name, device) for module, name in zip(unit.modules, unit.names, strict=True)}
+    try:
+        return {
+            f"{module}.{part}": tensor
+            for module, parts in pack_fused(weight_format, weights)
+            for part, tensor in parts.items()
+        }
+    except ValueError as error:
+        raise ValueError(f"{source.where(unit.names[0])}: {error}") from error
+
+
+def _begins(layout: Layout) -> dict[str, int]:
+    """Tell where each tensor begins after the header."""
+    begins, end = {}, 0
+    for name, about in layout.items():
+        begins[name] = end
+        end += _layout_bytes({name: about})
+    return begins
+
+
+def _header(layout: Layout) -> bytes:
+    """Make length (8 bytes, little endian) and JSON, padded with spaces so that tensors start at a multiple of 8."""
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    for name, begin in _begins(layout).items():
+        shape, dtype = layout[name]
+        end = begin + _layout_bytes({name: layout[name]})
+        entries[name] = {"dtype": _CODES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _bytes(name: str, tensor: Tensor, about: tuple[tuple[int, ...], torch.dtype]) -> memoryview:
+    if (tuple(tensor.shape), tensor.dtype) != about:
+        raise AssertionError(f"{name} is {list(tensor.shape)} in {tensor.dtype}, its format's layout says {about}")
+    return tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def index(shards: Sequence[Shard]) -> dict[str, Any]:
+    """Make model.safetensors.index.json, which says what file holds a tensor."""
+    size = sum(_layout_bytes(shard.layout) for shard in shards)
+    listed = {name: shard.file for shard in shards for name in shard.layout}
+    return {"metadata": {"total_size": size}, "weight_map": dict(sorted(listed.items()))}

@@ -1,0 +1,204 @@
+"""One quantization, from its options to its directory: read -> pack -> describe -> measure -> rename.
+
+Everything is written in OUT.partial, which is renamed to OUT when it is whole. config.json is written after the
+weights, so that no loader takes an unfinished directory for a model.
+"""
+
+import errno
+import json
+import shlex
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers import AutoConfig, PreTrainedModel
+
+from qerl_lab import formats, terminal
+from qerl_lab.config.keys import typed
+from qerl_lab.config.schema import ConfigError, FormatConfig, choices_of, did_you_mean
+from qerl_lab.config.spelling import listed
+from qerl_lab.model import loading, policy
+from qerl_lab.model.files import INDEX, WeightFiles, local_folder, read_json
+from qerl_lab.model.linear import packable, packed_head
+from qerl_lab.model.on_disk import is_ignored
+from qerl_lab.quantize import llmcompressor, quality, rtn
+from qerl_lab.quantize.options import CALIBRATION, QuantizeConfig
+from qerl_lab.record.atomic import replace_file
+from qerl_lab.record.partial import Unfinished
+
+COPIED = (".json", ".jinja", ".txt", ".model")  # tokenizer, chat template, generation_config; licences by their name
+NOT_IDENTITY = ("model", "revision", "out", "quality", "text", "overwrite", "device")
+
+
+class Source(NamedTuple):
+    """The dense model: its folder, config.json, tensors, the Linears to pack and those left dense."""
+
+    folder: Path
+    config: dict[str, Any]
+    weights: WeightFiles
+    packed: list[str]
+    dense: list[str]
+    quantization_config: dict[str, Any]  # of the packed model's config.json
+
+
+def run(cfg: QuantizeConfig) -> None:
+    """Write the checkpoint that `cfg` asks for and print its quality.
+
+    Raises:
+        ConfigError: the model cannot be loaded, or OUT.partial is of another command.
+        ValueError: a file is damaged, or a weight cannot be held by the format; names file and tensor.
+        OSError: the disk is full, or a file cannot be read or written.
+    """
+    device = policy.device_of(cfg.device)
+    if cfg.method != "rtn":
+        llmcompressor.check(cfg)
+    source = read_source(cfg)
+    with Unfinished(cfg.folder, identity(cfg, source, device), cfg.overwrite) as unfinished:
+        if cfg.method == "rtn":
+            pack(cfg, source, device, unfinished)
+        else:
+            calibrate(cfg, source, unfinished)
+        result = quality.measure(cfg, source.folder, source.packed, unfinished.folder, device)
+        unfinished.finish()
+    print(quality.table(cfg, result))
+    print(f"checkpoint:  {terminal.near(cfg.folder)}  (quality.json, sqnr.png)")
+    print(f"train on it: {terminal.python()} -m qerl_lab {shlex.join(training_words(cfg))}")
+
+
+def training_words(cfg: QuantizeConfig) -> list[str]:
+    """Return what to type after `python -m qerl_lab` to train on the checkpoint."""
+    arm = f"{cfg.format}_aqn"
+    words = [f"+experiment={arm}" if arm in choices_of("experiment") else f"format={cfg.format}"]
+    words.append(f"scale={'pocket' if cfg.model == 'pocket' else 'custom'}")
+    words.append(f"model.path={terminal.near(cfg.folder)}")
+    chosen, defaults = cfg.format_config(), FormatConfig()
+    if chosen.ignore != defaults.ignore:
+        words.append(f"format.ignore={listed(chosen.ignore)}")
+    changed = [(key, value) for key, value in asdict(formats.build(chosen)).items() if value != getattr(defaults, key)]
+    return words + [f"format.{key}={typed(value)}" for key, value in changed]
+
+
+def read_source(cfg: QuantizeConfig) -> Source:
+    """Read the headers of the model's files, and find its Linears; no weight is read."""
+    folder = local_folder(cfg.model, cfg.revision, key="model")
+    config = read_json(folder / "config.json")
+    if "quantization_config" in config:
+        raise ConfigError(f"model={cfg.model} is quantized already (config.json). Type model= of the dense model.")
+    weights = WeightFiles(folder)
+    model = _empty_model(cfg, folder)
+    linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    _check_ignore(cfg, linears)
+    if head := packed_head(model, formats.build(cfg.format_config()), cfg.ignore):
+        raise ConfigError(
+            f"ignore={typed(cfg.ignore)} would pack {head}, the output layer, whose dense weight training reads; "
+            f"allowed: lists that name it. Type ignore={typed([*cfg.ignore, head])}."
+        )
+    packed = packable(model, cfg.ignore)
+    if not packed:
+        raise ConfigError(f"model={cfg.model} has no Linear layer outside of ignore={typed(cfg.ignore)}.")
+    for name in packed:
+        _check_tensor(folder, weights, f"{name}.weight", tuple(model.get_parameter(f"{name}.weight").shape))
+    dense = [name for name in linears if name not in set(packed)]
+    about = _quantization_config(cfg, dense, weights.dtype(f"{packed[0]}.weight"))
+    return Source(folder, config, weights, packed, dense, about)
+
+
+def _quantization_config(cfg: QuantizeConfig, dense: list[str], dtype: torch.dtype) -> dict[str, Any]:
+    beyond = [name for name in dense if not is_ignored(name, cfg.ignore)]  # share their weight with an embedding
+    try:
+        return formats.build(cfg.format_config()).quantization_config([*cfg.ignore, *beyond], dtype)
+    except ValueError as error:
+        given = f"ignore={typed(cfg.ignore)} with format={cfg.format}"
+        remedy = "Type for example ignore=[lm_head,down_proj]."
+        raise ConfigError(f"{given}: {error}. {remedy}") from error
+
+
+def _empty_model(cfg: QuantizeConfig, folder: Path) -> PreTrainedModel:
+    try:
+        return loading.empty_model(AutoConfig.from_pretrained(folder, trust_remote_code=False), torch.float32)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"model={cfg.model}: transformers makes no causal language model of {folder / 'config.json'} "
+            f"({str(error).splitlines()[0]}). Type another model, or install a transformers that knows it."
+        ) from error
+
+
+def _check_ignore(cfg: QuantizeConfig, linears: list[str]) -> None:
+    """Refuse an entry that names nothing: it is a slip, and would quantize what it was to protect."""
+    for entry in cfg.ignore:
+        if not any(is_ignored(name, [entry]) for name in linears):
+            ends = sorted({name.rpartition(".")[2] for name in linears})
+            raise ConfigError(
+                f"ignore={typed(cfg.ignore)}: no Linear layer is called {entry}.{did_you_mean(entry, ends)} "
+                f"Allowed: full names, their last parts ({', '.join(ends)}), re:PATTERN."
+            )
+
+
+def _check_tensor(folder: Path, weights: WeightFiles, name: str, shape: tuple[int, ...]) -> None:
+    if name not in weights.names:
+        raise ValueError(f"{folder} holds no {name}, which its config.json asks for")
+    if weights.shape(name) != shape:
+        raise ValueError(
+            f"{weights.where(name)}: {name} has shape {list(weights.shape(name))}, config.json asks for {list(shape)}"
+        )
+
+
+def identity(cfg: QuantizeConfig, source: Source, device: torch.device) -> dict[str, Any]:
+    """Return what decides the bytes to be written."""
+    left_out = NOT_IDENTITY + (CALIBRATION if cfg.method == "rtn" else ())
+    chosen = {key: value for key, value in asdict(cfg).items() if key not in left_out}
+    files = {file: file.stat() for file in (*source.weights.files, source.folder / "config.json")}
+    stamps = {file.name: [stat.st_size, stat.st_mtime_ns] for file, stat in files.items()}
+    return chosen | {"device": device.type, "model": stamps}
+
+
+def pack(cfg: QuantizeConfig, source: Source, device: torch.device, unfinished: Unfinished) -> None:
+    """Round to nearest, file by file; files that are complete are left as they are."""
+    weight_format = formats.build(cfg.format_config())
+    shards = rtn.plan(source.weights, source.packed, weight_format, cfg.shard_gb * 1e9)
+    left = [shard for shard in shards if not unfinished.has(shard.file)]
+    _refuse_full_disk(unfinished.folder, sum(shard.bytes for shard in left))
+    total, ahead = (sum(rtn.source_bytes(source.weights, shard) for shard in some) for some in (shards, left))
+    with terminal.Amount(f"{cfg.format}, round to nearest", total, total - ahead) as bar:
+        for shard in left:
+            rtn.write(shard, unfinished.folder, source.weights, weight_format, device, bar.advance)
+            unfinished.note(shard.file)
+    if len(shards) > 1:
+        _write_json(unfinished.folder / INDEX, rtn.index(shards))
+    copy_companions(source.folder, unfinished.folder)
+    config = source.config | {"quantization_config": source.quantization_config}
+    _write_json(unfinished.folder / "config.json", config)
+
+
+def _write_json(file: Path, content: dict[str, Any]) -> None:
+    replace_file(file, json.dumps(content, indent=2).encode() + b"\n")
+
+
+def _refuse_full_disk(folder: Path, needed: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise OSError(
+            errno.ENOSPC, f"{needed / 1e9:.2f} GB are needed and {free / 1e9:.2f} GB are free. Type an out elsewhere",
+            str(folder),
+        )  # fmt: skip
+
+
+def copy_companions(source: Path, target: Path) -> None:
+    """Copy what belongs to a model beside its weights and config.json."""
+    for file in sorted(source.iterdir()):
+        is_companion = file.suffix in COPIED and not file.name.endswith(".index.json") and file.name != "config.json"
+        if file.is_file() and (is_companion or file.name.startswith(("LICENSE", "NOTICE"))):
+            shutil.copyfile(file, target / file.name)
+
+
+def calibrate(cfg: QuantizeConfig, source: Source, unfinished: Unfinished) -> None:
+    """AWQ or GPTQ. It cannot go on in the middle: what an interrupted process left is made again."""
+    if unfinished.has("config.json"):
+        return
+    unfinished.clear()
+    llmcompressor.run(cfg, source.folder, source.dense, unfinished.folder)
+    copy_companions(source.folder, unfinished.folder)
+    unfinished.note(*(file.name for file in unfinished.folder.iterdir() if file.suffix in (".safetensors", ".json")))

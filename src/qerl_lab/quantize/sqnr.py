@@ -1,0 +1,87 @@
+"""Signal to quantization noise of every packed Linear, read from the files: 10 log10(sum w^2 / sum (w - w')^2)."""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from qerl_lab import terminal
+from qerl_lab.formats.format import Format
+from qerl_lab.model.files import WeightFiles
+
+LOWEST = 5
+FIT_ROUNDS = 4
+
+
+class Layer(NamedTuple):
+    """One packed Linear: sums of squares of its weight and of what packing changed, weights, bytes of its tensors."""
+
+    name: str
+    signal: float
+    error: float
+    weights: int
+    bytes: int
+
+    @property
+    def sqnr_db(self) -> float:
+        return decibels(self.signal, self.error)
+
+
+def decibels(signal: float, error: float) -> float:
+    """Return 10 log10(signal / error); infinite where nothing changed."""
+    return 10 * math.log10(signal / error) if error > 0 < signal else math.inf
+
+
+def measure(
+    weight_format: Format, dense: WeightFiles, packed: WeightFiles, linears: list[str], device: torch.device,
+    *, fit_scales: bool,
+) -> list[Layer]:  # fmt: skip
+    """Compare the packed Linears with the dense ones, one at a time; `fit_scales` as in `measure_layer`."""
+    sizes = {name: dense.bytes(f"{name}.weight") for name in linears}
+    layers = []
+    with terminal.Amount("comparing weights", sum(sizes.values())) as bar:
+        for name in linears:
+            layers.append(measure_layer(weight_format, dense, packed, name, device, fit_scales=fit_scales))
+            bar.advance(sizes[name])
+    return layers
+
+
+def measure_layer(
+    weight_format: Format, dense: WeightFiles, packed: WeightFiles, name: str, device: torch.device,
+    *, fit_scales: bool,
+) -> Layer:  # fmt: skip
+    """Compare one Linear: differences in float32, sums in float64.
+
+    AWQ moves scales from a layer to the one before it. With `fit_scales` they are fitted and undone first.
+    """
+    weight = dense.tensor(f"{name}.weight", device).float()
+    rows, columns = weight.shape
+    parts = {key: packed.tensor(f"{name}.{key}", device) for key in weight_format.layout((rows, columns))}
+    accepted = weight_format.accept(parts, (rows, columns), name=name)
+    other = weight_format.dequantize(accepted, (rows, columns), torch.float32)
+    if fit_scales:
+        other = without_scales(weight, other)
+    signal, error = (part.square().sum(dtype=torch.float64).item() for part in (weight, weight - other))
+    return Layer(name, signal, error, weight.numel(), sum(part.nbytes for part in parts.values()))
+
+
+def without_scales(weight: Tensor, other: Tensor) -> Tensor:
+    """Scale the columns and the rows of `other[N, K]` in turns, each time to the least squares of `weight`."""
+    for dim in (0, 1) * FIT_ROUNDS:
+        product, square = (weight * other).sum(dim, keepdim=True), other.square().sum(dim, keepdim=True)
+        other = other * torch.where(square > 0, product / square, 1.0)
+    return other
+
+
+def summary(layers: list[Layer], *, fit_scales: bool) -> dict[str, Any]:
+    """Return what quality.json says of the whole, of every layer, and of the lowest; null stands for infinite."""
+    values = {layer.name: layer.sqnr_db if math.isfinite(layer.sqnr_db) else None for layer in layers}
+    ranked = sorted(layers, key=lambda layer: layer.sqnr_db)
+    whole = decibels(sum(layer.signal for layer in layers), sum(layer.error for layer in layers))
+    return {
+        "all": whole if math.isfinite(whole) else None,
+        "lowest": [{"layer": layer.name, "db": values[layer.name]} for layer in ranked[:LOWEST]],
+        "scales_fitted": fit_scales,
+        "layers": values,
+    }

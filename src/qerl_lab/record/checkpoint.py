@@ -1,0 +1,168 @@
+"""Checkpoints that survive a `kill -9` at any moment: written aside, checksummed, then renamed.
+
+A checkpoint is the folder `checkpoints/step-000025/`. Its `manifest.json`, written last, holds the SHA-256 of every
+other file. So a truncated or altered one is recognized, and the checkpoint before it is used. Nothing in it can run
+code when read: safetensors, JSON, and tensors that torch loads with `weights_only=True`.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from qerl_lab.config.schema import ConfigError
+
+MANIFEST, STATE = "manifest.json", "lab_state.json"
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A verified checkpoint. `step` counts rollouts, `prompts_seen` is the position in the training data.
+
+    The rest says of which run it is: `run_key` names its MLflow run, `config` has `schema.of_run`'s values, `device`
+    and `dtype` are what it was trained on and in.
+    """
+
+    path: Path
+    step: int
+    prompts_seen: int
+    run_key: str
+    config: dict[str, Any]
+    device: str
+    dtype: str
+
+    def refuse_other_device(self, device: str, dtype: str) -> None:
+        """Raise ConfigError where a run would go on with other arithmetic than it began with."""
+        if (self.device, self.dtype) != (device, dtype):
+            raise ConfigError(
+                f"{self.path} was trained on {self.device} in {self.dtype}, and here it would go on on {device} in "
+                f"{dtype}: one record of two computations. Resume it where it began, or start a new run."
+            )
+
+
+def save(folder: Path, state: Mapping[str, Any], write: Callable[[Path], None], keep: int) -> Path:
+    """Write the checkpoint of `state["step"]` atomically, then drop all but the newest `keep` up to it.
+
+    A checkpoint of a later step goes too: it is damaged, or this run would have continued from it.
+
+    Args:
+        folder: the run's `checkpoints/`.
+        state: the fields of `Saved`, but its path.
+        write: fills the (existing, empty) directory that it is given with the trainer's files.
+    """
+    final = folder / f"step-{state['step']:06d}"
+    aside = folder / f".{final.name}.{os.getpid()}"
+    _discard_leftovers(folder)
+    aside.mkdir(parents=True)
+    try:
+        _fill(aside, state, write)
+    except Exception:  # a half would keep a full disk full
+        shutil.rmtree(aside)
+        raise
+    if final.exists():  # the same step again, after a resume from an older checkpoint
+        shutil.rmtree(final)
+    aside.rename(final)
+    _flush_to_disk(folder)
+    kept = [path for path in _named(folder) if _step(path) <= _step(final)][-keep:]
+    for other in set(_named(folder)) - set(kept):
+        shutil.rmtree(other)
+    return final
+
+
+def _fill(aside: Path, state: Mapping[str, Any], write: Callable[[Path], None]) -> None:
+    write(aside)
+    (aside / STATE).write_text(json.dumps(state))
+    digests = {str(path.relative_to(aside)): _sha256(path) for path in _files(aside)}
+    (aside / MANIFEST).write_text(json.dumps(digests, indent=1))
+    for path in [*_files(aside), aside]:
+        _flush_to_disk(path)
+
+
+def last_step(folder: Path) -> int:
+    """The step of the newest checkpoint, unverified; 0 if there is none."""
+    return max(map(_step, _named(folder)), default=0)
+
+
+def newest(folder: Path, at_most: int | None = None) -> Saved | None:
+    """The newest checkpoint whose every file matches its checksum, of step `at_most` or before; None if there is none.
+
+    Says on stderr which damaged ones it passes over, and why.
+    """
+    for path in reversed(_named(folder)):
+        if at_most is not None and _step(path) > at_most:
+            continue
+        if damage := verify(path):
+            print(f"warning: checkpoint {path} is damaged ({damage}); using the one before it.", file=sys.stderr)
+            continue
+        return _saved(path)
+    return None
+
+
+def verify(path: Path) -> str:
+    """Say what is wrong with a checkpoint folder, in a few words; empty if nothing."""
+    try:
+        return _damage(path)
+    except OSError as error:
+        return f"{Path(error.filename or path).name} cannot be read: {error.strerror}"
+
+
+def _damage(path: Path) -> str:
+    try:
+        digests = json.loads((path / MANIFEST).read_text())
+    except FileNotFoundError:
+        return f"no {MANIFEST}"
+    except ValueError:
+        return f"{MANIFEST} is not JSON"
+    if not isinstance(digests, dict) or STATE not in digests:
+        return f"{STATE} is not in {MANIFEST}"
+    for name, digest in digests.items():
+        if not (path / name).is_file():
+            return f"{name} is missing"
+        if _sha256(path / name) != digest:
+            return f"{name} does not match its checksum"
+    try:
+        _saved(path)
+    except (ValueError, TypeError) as error:
+        return f"{STATE} is of another version: {error}"
+    return ""
+
+
+def _saved(path: Path) -> Saved:
+    return Saved(path, **json.loads((path / STATE).read_text()))
+
+
+def _named(folder: Path) -> list[Path]:
+    """Folders step-N by step; what else lies there is somebody else's."""
+    return sorted((path for path in folder.glob("step-*") if path.is_dir() and path.name[5:].isdecimal()), key=_step)
+
+
+def _step(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def _discard_leftovers(folder: Path) -> None:
+    """Remove what a killed process left half-written."""
+    for path in folder.glob(".step-*"):
+        shutil.rmtree(path)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _flush_to_disk(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

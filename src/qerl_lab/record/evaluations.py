@@ -1,0 +1,42 @@
+"""RUN_DIR/eval.parquet: the held-out answers, a row a question and phase ("before", "after" training)."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from qerl_lab.config.schema import ConfigError
+from qerl_lab.record.atomic import replace_file
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+NAME = "eval.parquet"
+
+
+def read_evaluations(run_dir: Path) -> "dict[str, pd.DataFrame]":
+    """The rows of each phase; empty where there is none yet. Raises ConfigError for a damaged file."""
+    import pandas as pd  # takes a second, which a command that reads no rows need not wait for
+
+    path = run_dir / NAME
+    if not path.exists():
+        return {}
+    try:
+        rows = pd.read_parquet(path)
+        return {str(phase): part.drop(columns="phase") for phase, part in rows.groupby("phase", sort=False)}
+    except (OSError, ValueError, KeyError) as error:  # pyarrow's are ValueErrors
+        why = " ".join(str(error).split())
+        raise ConfigError(f"{path} is damaged ({why}). Move it away; a resumed run asks the questions again.") from None
+
+
+def write_evaluations(run_dir: Path, phases: "dict[str, pd.DataFrame]") -> None:
+    """Write the rows of all phases, atomically."""
+    import pandas as pd
+
+    data = pd.concat([rows.assign(phase=phase) for phase, rows in phases.items()]).to_parquet(index=False)
+    replace_file(run_dir / NAME, data)
+
+
+def check_whole(run_dir: Path) -> None:
+    """Raise ConfigError for a cut or foreign file: Parquet begins and ends with the same four bytes."""
+    path = run_dir / NAME
+    if path.exists() and not (path.read_bytes()[:4] == path.read_bytes()[-4:] == b"PAR1"):
+        raise ConfigError(f"{path} is damaged (no Parquet file). Move it away; the held-out questions are asked again.")

@@ -1,0 +1,229 @@
+"""Every metric that a run logs (name, unit and meaning, once), and RUN_DIR/metrics.jsonl, which holds their values."""
+
+import json
+import math
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypedDict
+
+from qerl_lab.config.schema import ConfigError
+from qerl_lab.record.atomic import replace_file
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One metric.
+
+    Attributes:
+        trl: TRL's name, where TRL measures it; else empty.
+        over_tokens: TRL gives its mean over each micro-batch, which counts by the tokens that are in the loss.
+    """
+
+    unit: str
+    meaning: str
+    trl: str = ""
+    over_tokens: bool = False
+
+
+PART = "reward/<part>"
+METRICS: dict[str, Metric] = {
+    "reward/mean": Metric("reward", "mean reward of the step's completions, all parts added"),
+    "reward/std": Metric("reward", "standard deviation of the reward over the step's completions"),
+    PART: Metric("reward", "mean of one part alone, weight x score; every task has format and answer"),
+    "reward/overlong": Metric("reward", "mean of the punishment of algorithm.overlong_buffer_tokens"),
+    "reward/zero_variance_groups": Metric(
+        "fraction", "groups whose completions all earned the same: their advantages are 0"
+    ),
+    "policy/entropy_nats": Metric(
+        "nats",
+        "entropy of the trainer's policy at rollout.temperature: exact over the vocabulary, mean over all completion "
+        "tokens of the step's updates; without noise, unless aqn.scope=rollout_and_train",
+    ),
+    "policy/kl_reference": Metric(
+        "nats",
+        "KL of the policy from the policy as the run began, which carries no noise: k3 times the probability ratio, "
+        "mean over the tokens of the loss",
+        trl="kl", over_tokens=True,
+    ),
+    "policy/clip_fraction": Metric(
+        "fraction",
+        "tokens of the loss whose probability ratio was clipped, either side (algorithm.mask_truncated keeps truncated "
+        "completions out of the loss)",
+        trl="clip_ratio/region_mean", over_tokens=True,
+    ),
+    "policy/clip_fraction_low": Metric(
+        "fraction", "clipped at 1 - epsilon_low (negative advantage)", trl="clip_ratio/low_mean", over_tokens=True
+    ),
+    "policy/clip_fraction_high": Metric(
+        "fraction", "clipped at 1 + epsilon_high (positive advantage)", trl="clip_ratio/high_mean", over_tokens=True
+    ),
+    "policy/loss": Metric("1", "loss, mean over the step's updates", trl="loss"),
+    "policy/grad_norm": Metric("1", "gradient norm before clipping, of the step's last update", trl="grad_norm"),
+    "policy/learning_rate": Metric("1", "learning rate of the step's last update", trl="learning_rate"),
+    "sampler/entropy_nats": Metric(
+        "nats",
+        "entropy of the noisy sampler at rollout.temperature, mean over all completion tokens; absent where the engine "
+        "never sees the whole vocabulary",
+    ),
+    "sampler/logprob_gap_mean": Metric(
+        "nats", "mean over all completion tokens of abs(sampler - trainer) log-probability",
+        trl="sampling/sampling_logp_difference/mean",
+    ),
+    "sampler/logprob_gap_max": Metric(
+        "nats", "largest abs(sampler - trainer) log-probability of a completion token",
+        trl="sampling/sampling_logp_difference/max",
+    ),
+    "sampler/importance_ratio_mean": Metric(
+        "1",
+        "mean trainer / sampler probability as corrected, over all completion tokens (over completions with the "
+        "sequence corrections)",
+        trl="sampling/importance_sampling_ratio/mean",
+    ),
+    "rollout/tokens_per_second": Metric("tokens/s", "completion tokens / seconds/rollout"),
+    "rollout/completion_tokens": Metric("tokens", "mean length of a completion, truncated ones too"),
+    "rollout/truncated_fraction": Metric("fraction", "completions without an end token, cut at max_completion_tokens"),
+    "rollout/prompts_drawn": Metric(
+        "questions", "questions that were asked; with algorithm.dynamic_sampling more than rollout.prompts_per_step"
+    ),
+    "step/seconds": Metric("s", "wall time of the whole step, until the device is done"),
+    "step/tokens_per_second": Metric("tokens/s", "completion tokens / step/seconds"),
+    "seconds/rollout": Metric("s", "wall time of generation"),
+    "seconds/reward": Metric("s", "wall time of decoding and grading the completions"),
+    "seconds/train": Metric("s", "the rest of step/seconds: log-probabilities, loss, backward and optimizer"),
+    "seconds/sync": Metric("s", "wall time of handing adapter and noisy norms to the engine"),
+    "seconds/probe": Metric("s", "wall time of measuring the noise (noise/std_observed, noise/kl_nats)"),
+    "noise/sigma": Metric("1", "standard deviation of the noise that the schedule asks for"),
+    "noise/std_observed": Metric("1", "standard deviation of the engine's norm weights minus the clean ones"),
+    "noise/kl_nats": Metric(
+        "nats",
+        "KL of the policy with the engine's norms from the policy with clean ones, mean per token of "
+        "aqn.probe_prompts completions",
+    ),
+    "memory/rss_gib": Metric("GiB", "largest resident memory of the run's process so far"),
+    "memory/gpu_peak_gib": Metric("GiB", "largest GPU memory allocated by torch so far"),
+    "eval/accuracy": Metric("fraction", "held-out sampled answers that are right; step 0 is before training"),
+    "eval/gain": Metric("fraction", "eval/accuracy after training minus before, paired by question"),
+    "eval/gain_low": Metric("fraction", "lower end of the 95% interval of eval/gain over the questions"),
+    "eval/gain_high": Metric("fraction", "upper end of the 95% interval of eval/gain over the questions"),
+    "eval/format": Metric("fraction", "held-out completions in the asked format"),
+    "eval/completion_tokens": Metric("tokens", "mean length of a held-out completion"),
+    "eval/entropy_nats": Metric(
+        "nats",
+        "mean entropy of the policy over the tokens of the held-out completions, at eval.temperature (the other "
+        "entropies are at rollout.temperature) and before the cut of eval.top_p; absent as sampler/entropy_nats is",
+    ),
+}  # fmt: skip
+
+
+def table() -> str:
+    """METRICS as a Markdown table, a row a metric; the body of docs/metrics.md."""
+    rows = [f"| `{name}` | {m.unit} | {m.meaning} | {f'`{m.trl}`' if m.trl else ''} |" for name, m in METRICS.items()]
+    return "\n".join(["| metric | unit | meaning | in TRL |", "|---|---|---|---|", *rows]) + "\n"
+
+
+def declared(parts: Iterable[str] = ()) -> dict[str, Metric]:
+    """METRICS of a run whose reward has `parts`, each of which has a metric of its own.
+
+    Raises ValueError for a part that has the name of another metric.
+    """
+    of_parts = {PART.replace("<part>", part): METRICS[PART] for part in parts}
+    if taken := of_parts.keys() & METRICS.keys():
+        raise ValueError(f"a part of the reward is called {sorted(taken)}, which is another metric")
+    return {name: metric for name, metric in METRICS.items() if name != PART} | of_parts
+
+
+class MetricsLine(TypedDict):
+    step: int
+    time: float
+    metrics: dict[str, float]
+
+
+def encode(step: int, metrics: Mapping[str, float]) -> bytes:
+    """One line of strict JSON, which knows no NaN or Infinity: a value that is not finite becomes null."""
+    values = {name: float(value) for name, value in metrics.items()}
+    finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
+    return json.dumps({"step": int(step), "time": time.time(), "metrics": finite}, allow_nan=False).encode() + b"\n"
+
+
+def read_metrics(run_dir: Path) -> list[MetricsLine]:
+    """The lines of RUN_DIR/metrics.jsonl in the order written; a step may have several (held-out evaluation).
+
+    `time` is unix seconds. A value that was not finite is nan. A last line without its end (the process was killed
+    inside the write) is left out. Raises FileNotFoundError, and ConfigError naming any other line that is no record.
+    """
+    return lines_from(Path(run_dir) / "metrics.jsonl", 0)[0]
+
+
+def lines_from(path: Path, offset: int) -> tuple[list[MetricsLine], int]:
+    """The complete lines that start at byte `offset`, and the offset after them."""
+    with path.open("rb") as file:
+        file.seek(offset)
+        data = file.read()
+    whole = data[: data.rfind(b"\n") + 1]
+    lines = [_decode(line, f"{path}, line {n} after byte {offset},") for n, line in enumerate(whole.splitlines(), 1)]
+    return lines, offset + len(whole)
+
+
+def _decode(line: bytes, where: str) -> MetricsLine:
+    try:
+        record = json.loads(line)
+        values = {name: math.nan if value is None else float(value) for name, value in record["metrics"].items()}
+        return {"step": int(record["step"]), "time": float(record["time"]), "metrics": values}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"{where} is not a metrics record: {line[:80]!r}. Take the line out, or put the file back as it was."
+        ) from error
+
+
+def steps_recorded(run_dir: Path) -> tuple[int, str]:
+    """The last step before the first that RUN_DIR/metrics.jsonl lacks, and in words what it lacks there.
+
+    Evaluation is logged beside the steps and counts for none. A line that is no record is passed over.
+    """
+    path = Path(run_dir) / "metrics.jsonl"
+    if not path.exists():
+        return 0, "is missing"
+    whole, broken = _sorted_out(path)
+    steps = {line["step"] for _, line in whole if any(not name.startswith("eval/") for name in line["metrics"])}
+    last = 0
+    while last + 1 in steps:
+        last += 1
+    where = f" (line {broken[0][0]} is no metrics record)" if broken else ""
+    return last, f"lacks step {last + 1}{where}"
+
+
+def cut_metrics(run_dir: Path, last_step: int) -> None:
+    """Drop every line of RUN_DIR/metrics.jsonl after `last_step`, and a torn one, atomically. No file is no error.
+
+    Lines that are no records are kept in metrics.damaged.jsonl, and said.
+    """
+    path = Path(run_dir) / "metrics.jsonl"
+    if not path.exists():
+        return
+    whole, broken = _sorted_out(path)
+    if broken:
+        aside = path.with_name("metrics.damaged.jsonl")
+        with aside.open("ab") as file:
+            file.writelines(text for _, text in broken)
+        print(f"warning: {path}, line {broken[0][0]} is no metrics record; moved to {aside.name}.", file=sys.stderr)
+    replace_file(path, b"".join(text for text, line in whole if line["step"] <= last_step))
+
+
+def _sorted_out(path: Path) -> tuple[list[tuple[bytes, MetricsLine]], list[tuple[int, bytes]]]:
+    """The records with their text, and the other lines with their number; a torn last line is neither."""
+    whole, broken = [], []
+    for number, text in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
+        try:
+            whole.append((text + b"\n", _decode(text, str(path))))
+        except ConfigError:
+            broken.append((number, text + b"\n"))
+    return whole, broken
+
+
+def last_logged(run_dir: Path) -> float:
+    """The time of the newest line of RUN_DIR/metrics.jsonl, in unix seconds; 0 where there is none."""
+    path = Path(run_dir) / "metrics.jsonl"
+    return max((line["time"] for _, line in _sorted_out(path)[0]), default=0.0) if path.exists() else 0.0

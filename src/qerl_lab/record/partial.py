@@ -1,0 +1,113 @@
+"""A directory that has its name only when it is whole: until then it is NAME.partial, with a journal in it.
+
+The journal says what the directory is to become and which of its files are complete. So the same command goes on where
+it was interrupted, and another one does not write into it.
+"""
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from qerl_lab.config.keys import typed
+from qerl_lab.config.schema import ConfigError
+from qerl_lab.record.atomic import replace_file
+from qerl_lab.record.outputs import make_directory
+
+JOURNAL = "journal.json"
+
+
+class Unfinished:
+    """NAME.partial, held by this process until it leaves the `with` block."""
+
+    def __init__(self, out: Path, identity: Mapping[str, Any], overwrite: bool) -> None:
+        """`identity` is what decides the bytes to be written, by the names that the user types.
+
+        Raises ConfigError where `out` cannot be written, where it was begun with another identity, unless `overwrite`,
+        and where another process writes there now.
+        """
+        self.out, self.folder = out, out.with_name(out.name + ".partial")
+        make_directory(self.folder, f"out={out}")
+        self._lock = os.open(self.folder, os.O_RDONLY)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._lock)
+            raise ConfigError(f"another process is writing {self.folder} now. Wait for it, or stop it.") from None
+        self._journal: dict[str, Any] = {"identity": dict(identity), "files": {}}
+        try:
+            self._take_over(overwrite)
+        except BaseException:
+            os.close(self._lock)
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None and not self._journal["files"]:  # nothing to go on with
+            shutil.rmtree(self.folder)
+        os.close(self._lock)
+
+    def _take_over(self, overwrite: bool) -> None:
+        """Go on with what a process of the same identity left, or start."""
+        if not (self.folder / JOURNAL).exists():
+            if any(self.folder.iterdir()):
+                raise ConfigError(f"{self.folder} is not of this command's making. Type another out, or remove it.")
+            return self.clear()
+        begun = json.loads((self.folder / JOURNAL).read_text(encoding="utf-8"))
+        now = json.loads(json.dumps(self._journal["identity"]))
+        differ = [key for key in now | begun["identity"] if now.get(key) != begun["identity"].get(key)]
+        if not differ:
+            self._journal = begun
+        elif overwrite:
+            self.clear()
+        else:
+            raise ConfigError(_another(self.folder, begun["identity"], now, differ))
+
+    def clear(self) -> None:
+        """Start from nothing."""
+        for path in self.folder.iterdir():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        self._journal["files"] = {}
+        self._write()
+
+    def has(self, file: str) -> bool:
+        """Tell whether `file` is complete."""
+        path = self.folder / file
+        return path.exists() and self._journal["files"].get(file) == path.stat().st_size
+
+    def note(self, *files: str) -> None:
+        """Record files as complete."""
+        self._journal["files"] |= {file: (self.folder / file).stat().st_size for file in files}
+        self._write()
+
+    def _write(self) -> None:
+        replace_file(self.folder / JOURNAL, json.dumps(self._journal, indent=1).encode() + b"\n")
+
+    def finish(self) -> None:
+        """Give the directory its name; what was there before (only under `overwrite`) is removed."""
+        before = self.out.with_name(self.out.name + ".replaced")
+        if self.out.exists():
+            shutil.rmtree(before, ignore_errors=True)  # left by a process killed below
+            self.out.rename(before)
+        self.folder.rename(self.out)
+        (self.out / JOURNAL).unlink()
+        shutil.rmtree(before, ignore_errors=True)
+
+
+def _another(folder: Path, begun: Mapping[str, Any], now: Mapping[str, Any], differ: list[str]) -> str:
+    keys = [key for key in differ if not isinstance(now.get(key), dict)]
+    if not keys:
+        return f"{folder} was begun from other files than {differ[0]} has now. Type overwrite=true to start again."
+    then, given = (" ".join(f"{key}={typed(values.get(key))}" for key in keys) for values in (begun, now))
+    return (
+        f"{folder} was begun with {then}, and now {given} is given. "
+        f"Type {then} to go on with it, another out, or overwrite=true to start again."
+    )

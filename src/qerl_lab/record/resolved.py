@@ -1,0 +1,76 @@
+"""RUN_DIR/resolved.yaml: the whole configuration of a run."""
+
+import os
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from qerl_lab.config.keys import check_types
+from qerl_lab.config.rules import from_dict
+from qerl_lab.config.schema import ConfigError, RunConfig, leaves
+
+NAME = "resolved.yaml"
+_REPLACE = "Put it back as it was (MLflow keeps it among the run's artifacts), or start a new run."
+
+
+def write_config(run_dir: Path, cfg: RunConfig) -> None:
+    """Write resolved.yaml, which must not be there. Raises FileExistsError where another process was first."""
+    with open(run_dir / NAME, "x", encoding="utf-8") as file:
+        yaml.safe_dump(asdict(cfg), file, sort_keys=False)
+
+
+def read_config(run_dir: Path) -> RunConfig:
+    """The whole, checked configuration of a run; its `run_dir` is where it lies now. Raises ConfigError."""
+    path, values = run_dir / NAME, _values(run_dir)
+    try:
+        check_types(values)
+        cfg = from_dict(values)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    _refuse_lacking(path, values)
+    cfg.run_dir = str(run_dir.absolute())
+    return cfg
+
+
+def read_settings(run_dir: Path) -> dict[str, str]:
+    """Every dotted key with its value as text, as MLflow has it, whatever version of the lab wrote it.
+
+    Raises ConfigError for a file that holds no configuration at all.
+    """
+    return dict(_flat(_values(run_dir)))
+
+
+def _values(run_dir: Path) -> dict[str, Any]:
+    path = run_dir / NAME
+    if not os.path.isfile(path):  # also where the name is too long, which Path raises for
+        raise ConfigError(
+            f"{run_dir} has no {NAME}, so it is no run directory. "
+            "Type the directory that the run printed, for example runs/nvfp4_aqn/seed0/20260131-120000."
+        )
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())}. {_REPLACE}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} holds no configuration; the run was stopped before it began. Start a new run.")
+    return values
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", str(value)
+
+
+def _refuse_lacking(path: Path, values: dict[str, Any]) -> None:
+    """A default in place of a value that the run began with would make it another run."""
+    known = dict(_flat(values))
+    lacking = [name for name, _, _ in leaves(RunConfig()) if name not in known]
+    if lacking:
+        shown = ", ".join(lacking[:5]) + (f" and {len(lacking) - 5} more" if len(lacking) > 5 else "")
+        raise ConfigError(f"{path} lacks {shown}: it was cut off, or another version wrote it. {_REPLACE}")

@@ -1,0 +1,82 @@
+"""The step from which a run goes on, and the files that its directory must hold for that. Imports no torch.
+
+What is wrong ends in one ConfigError: which file, what is wrong with it, what to do. Nothing is deleted.
+"""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from qerl_lab.config.keys import typed
+from qerl_lab.config.schema import ConfigError, RunConfig, of_run
+from qerl_lab.record import checkpoint, evaluations
+from qerl_lab.record.metrics import steps_recorded
+from qerl_lab.record.mirror import MirrorRecord
+from qerl_lab.record.sessions import Sessions
+
+FILES = (
+    "metrics.jsonl",
+    "samples.jsonl",
+    "eval.parquet",
+    "mlflow.json",
+    "sessions.json",
+    "env.json",
+    "curves.png",
+    "DONE",
+    "FAILED",
+)
+FOLDERS = ("checkpoints", "adapter")
+
+
+def check(run_dir: Path) -> None:
+    """Refuse a directory that cannot be written, or whose files are not what a run leaves. Costs next to nothing."""
+    for path in (run_dir, *(run_dir / name for name in (*FILES, *FOLDERS) if (run_dir / name).exists())):
+        if not os.access(path, os.W_OK):
+            raise ConfigError(f"{path} cannot be written. Make it writable, or copy {run_dir} to where it is.")
+    for name in FILES:
+        if (run_dir / name).is_dir():
+            raise ConfigError(f"{run_dir / name} is a directory where a file belongs. Move it away.")
+    for path in [*(run_dir / name for name in FOLDERS), *(run_dir / "checkpoints").glob("step-*")]:
+        if path.exists() and not path.is_dir():
+            raise ConfigError(f"{path} is a file where a directory belongs. Move it away.")
+    MirrorRecord(run_dir)
+    Sessions(run_dir)
+    evaluations.check_whole(run_dir)
+
+
+def starting_point(run_dir: Path, cfg: RunConfig) -> checkpoint.Saved | None:
+    """The newest sound checkpoint whose every step metrics.jsonl has; None where the run starts from its beginning.
+
+    Says on stderr what it passes over. Raises ConfigError where the record lacks a step that no checkpoint precedes,
+    and where the checkpoint is of another configuration.
+    """
+    folder, (last, why) = run_dir / "checkpoints", steps_recorded(run_dir)
+    saved = checkpoint.newest(folder)
+    if saved and saved.step > last:
+        path, lost = run_dir / "metrics.jsonl", saved.step
+        saved = checkpoint.newest(folder, at_most=last)
+        if saved is None:
+            raise ConfigError(
+                f"{path} {why}, and no checkpoint is old enough to train step {last + 1} again; the newest is of step "
+                f"{lost}. Put metrics.jsonl back as it was, or move {folder} away to train from the start."
+            )
+        print(f"warning: {path} {why}; training again from step {saved.step}.", file=sys.stderr)
+    if saved:
+        _refuse_other_config(run_dir, saved, cfg)
+    return saved
+
+
+def _refuse_other_config(run_dir: Path, saved: checkpoint.Saved, cfg: RunConfig) -> None:
+    then, now = saved.config, of_run(cfg)
+    differ = [key for key in now | then if key not in now or key not in then or now[key] != then[key]]
+    changed = [f"{key}={_shown(now, key)} (was {_shown(then, key)})" for key in differ]
+    if changed:
+        raise ConfigError(
+            f"{run_dir / 'resolved.yaml'} is not the configuration that {saved.path.name} was trained with: "
+            f"{', '.join(changed)}. Put it back as it was, or start a new run."
+        )
+
+
+def _shown(values: dict[str, Any], key: str) -> str:
+    return typed(values[key]) if key in values else "nothing"

@@ -1,0 +1,41 @@
+"""RUN_DIR/sessions.json: when processes worked on a run."""
+
+import json
+import time
+from pathlib import Path
+
+from qerl_lab.config.schema import ConfigError
+from qerl_lab.record.atomic import read_json, replace_file
+
+
+class Sessions:
+    """RUN_DIR/sessions.json: [start, end] of every process that worked on the run, in unix seconds.
+
+    The end is null while it works. One that was killed ended with the last line that it logged, as far as is known.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._path = Path(run_dir) / "sessions.json"
+        self._times: list[list[float | None]] = read_json(self._path, list) if self._path.exists() else []
+        starts = [times[0] for times in self._times if isinstance(times, list) and len(times) == 2]
+        if len(starts) < len(self._times) or not all(isinstance(start, int | float) for start in starts):
+            raise ConfigError(f"{self._path} is not what a run writes there: {str(self._times)[:80]}. Move it away.")
+
+    def begin(self, start: float, last_logged: float) -> None:
+        """Note a session that began at `start`; the one before it, if killed, is known to have lived at `last_logged`.
+
+        To be called before metrics.jsonl is cut.
+        """
+        if self._times and self._times[-1][1] is None:
+            self._times[-1][1] = max(self._times[-1][0] or 0, last_logged)
+        self._times.append([start, None])
+        self._write()
+
+    def end(self) -> float:
+        """Note the end of the session under way; returns the seconds of all sessions. A later call moves the end."""
+        self._times[-1][1] = time.time()
+        self._write()
+        return sum((end or 0) - (start or 0) for start, end in self._times)
+
+    def _write(self) -> None:
+        replace_file(self._path, json.dumps(self._times).encode())

@@ -1,0 +1,115 @@
+"""Arms: the runs that are one, those of them that count, and the name that tells it from others. Pure.
+
+Runs are of one arm if they share every setting but those that `schema.is_of_arm` leaves out, and ran on one kind of
+device. The name `experiment` decides nothing: it is where a label begins.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+
+from qerl_lab.config.schema import is_of_arm
+
+FINISHED = "finished"
+Arm = tuple[tuple[str, str], ...]  # the settings, sorted
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run by what tells it from others.
+
+    `settings` are the dotted keys that make its arm, as text; `declared` the keys in which its experiment is meant to
+    differ from others (`differs_in`); `status` is `FINISHED` or says what it is instead; `ended` is in unix seconds.
+    """
+
+    name: str
+    experiment: str
+    seed: int
+    settings: Mapping[str, str] = field(hash=False)
+    declared: frozenset[str]
+    status: str
+    ended: float
+    code: str
+
+    @property
+    def arm(self) -> Arm:
+        return tuple(sorted(self.settings.items()))
+
+    def value(self, key: str) -> str:
+        """A setting; another version of the lab may lack it."""
+        return self.settings.get(key, "(absent)")
+
+
+def run_from(values: Mapping[str, str], *, name: str, status: str, ended: float, code: str, metrics: Collection) -> Run:
+    """A run from all dotted keys of its configuration as text, and the names of the metrics that it recorded.
+
+    Raises ValueError where the values are no configuration of this lab.
+    """
+    try:
+        device, seed, declared = values["device"], int(values["seed"]), yaml.safe_load(values["differs_in"])
+        experiment = values["experiment"]
+    except (KeyError, ValueError) as error:
+        raise ValueError(f"its configuration lacks {error}") from None
+    if device == "auto":  # the first GPU, where torch saw one; its peak memory is then recorded
+        device = "cuda" if "memory/gpu_peak_gib" in metrics else "cpu"
+    settings = {key: value for key, value in values.items() if is_of_arm(key)} | {"device": device}
+    return Run(name, experiment, seed, settings, frozenset(declared), status, ended, code)
+
+
+def version(git_sha: str | None, dirty: Any) -> str:
+    """Name the code of a run, from its env.json or its MLflow tags."""
+    return f"{(git_sha or 'unknown')[:7]}{' with changes' if dirty in (True, 'true') else ''}"
+
+
+def choose(runs: Sequence[Run]) -> tuple[list[Run], list[str]]:
+    """The newest finished run of each (arm, seed), in the order of arms and seeds; and a line on each other run."""
+    counted: dict[tuple[Arm, int], Run] = {}
+    left_out = [f"{run.name}: {run.status}" for run in runs if run.status != FINISHED]
+    for run in sorted((run for run in runs if run.status == FINISHED), key=lambda run: run.ended):
+        if older := counted.get((run.arm, run.seed)):
+            left_out.append(f"{older.name}: repeated by {run.name}, with the same settings and seed")
+        counted[run.arm, run.seed] = run
+    keys = differing(list(counted.values()))
+    return sorted(counted.values(), key=lambda run: _order(run, keys)), left_out
+
+
+def differing(runs: Sequence[Run]) -> list[str]:
+    """The settings whose values differ between runs."""
+    known = sorted({key for run in runs for key in run.settings})
+    return [key for key in known if len({run.value(key) for run in runs}) > 1]
+
+
+def labels(runs: Sequence[Run]) -> dict[Arm, str]:
+    """A label for each arm: its experiment, and each setting that the experiment's name does not tell.
+
+    A setting that more than half of the arms share, which do not declare it, goes without saying.
+    """
+    arms = {run.arm: run for run in runs}
+    shown: dict[Arm, list[str]] = {arm: [] for arm in arms}
+    for key in differing(runs):
+        undeclared = Counter(run.value(key) for run in arms.values() if key not in run.declared)
+        usual = next((value for value, count in undeclared.items() if 2 * count > undeclared.total()), None)
+        for arm, run in arms.items():
+            if key in run.declared or len(undeclared) == 1:
+                named = len({other.value(key) for other in runs if other.experiment == run.experiment}) > 1
+            else:
+                named = run.value(key) != usual
+            if named:
+                shown[arm].append(f"{key}={run.value(key)}")
+    names = {arm: " = ".join(sorted({run.experiment for run in runs if run.arm == arm})) for arm in arms}
+    return {arm: f"{names[arm]} ({', '.join(keys)})" if keys else names[arm] for arm, keys in shown.items()}
+
+
+def _order(run: Run, keys: Sequence[str]) -> tuple[object, ...]:
+    """Sort by experiment, then by the settings that differ, numbers by size."""
+    return (run.experiment, *(_number_first(run.value(key)) for key in keys), run.seed)
+
+
+def _number_first(text: str) -> tuple[bool, float, str]:
+    try:
+        return False, float(text), ""
+    except ValueError:
+        return True, 0.0, text

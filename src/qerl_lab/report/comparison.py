@@ -1,0 +1,192 @@
+"""Arms side by side, from run directories: a row a run, a row an arm, and the text of `python -m qerl_lab.report`."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from qerl_lab.config.schema import ConfigError, did_you_mean
+from qerl_lab.record.directory import RunDirectory
+from qerl_lab.report.arms import Run, choose, differing, labels
+from qerl_lab.report.runs import Record, find_runs, read_record, read_steps
+from qerl_lab.report.stats import crossed_interval, paired_interval
+from qerl_lab.terminal import columns, near
+
+BASELINE = "bf16"  # the experiment that the others are compared with, where nobody names one
+OF_A_RUN = ("entropy_first", "entropy_last", "reward_last", "tokens_per_second", "memory_rss_gib", "seconds")
+HOW_TO_READ = """\
+Intervals are of 95%, over seeds and questions; one seed has none. Those of two arms may overlap although the arms
+differ: read the difference, which is paired by seed and question. Of differences that are 0, one in 20 looks real."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The records that count, by the label of their arm; every run that was found; and a line on each one left out."""
+
+    arms: dict[str, list[Record]]
+    found: list[Run]
+    left_out: list[str]
+
+
+def read(folders: Sequence[Path]) -> Comparison:
+    """Every run in `folders`. Raises ConfigError where there is none, or none that finished."""
+    records, damaged = {}, []
+    for run_dir in find_runs(folders):
+        try:
+            records[near(run_dir)] = read_record(RunDirectory(run_dir), near(run_dir))
+        except (OSError, ValueError) as error:
+            damaged.append(f"{near(run_dir)}: damaged ({' '.join(str(error).split())})")
+        except KeyError as error:
+            damaged.append(f"{near(run_dir)}: damaged (it lacks {error}; another version of the lab wrote it)")
+    found = [record.run for record in records.values()]
+    counted, left_out = choose(found)
+    if not counted:
+        raise ConfigError("none of these runs counts:\n  " + "\n  ".join([*left_out, *damaged]))
+    names, arms = labels(counted), dict[str, list[Record]]()
+    for run in counted:
+        arms.setdefault(names[run.arm], []).append(records[run.name])
+    return Comparison(arms, found, [*left_out, *damaged])
+
+
+def by_run(comparison: Comparison) -> pd.DataFrame:
+    """A row a run: arm, the settings that differ, seed, accuracies, gain (interval over questions), `OF_A_RUN`."""
+    keys, rows = differing([record.run for records in comparison.arms.values() for record in records]), []
+    for label, records in comparison.arms.items():
+        for record in records:
+            row: dict[str, Any] = {
+                "arm": label,
+                **{key: record.run.value(key) for key in keys},
+                "seed": record.run.seed,
+            }
+            if record.accuracy:
+                before, after = record.accuracy["before"], record.accuracy["after"]
+                row |= {"questions": len(after), "accuracy_before": before.mean(), "accuracy_after": after.mean()}
+                row |= _named("gain", paired_interval(before, after))
+            rows.append(row | {name: record.summary[name] for name in OF_A_RUN} | {"code": record.run.code})
+    return pd.DataFrame(rows)
+
+
+def by_arm(comparison: Comparison, baseline: str | None) -> pd.DataFrame:
+    """A row an arm: means over its seeds, each accuracy with its interval over seeds and questions (`_low`, `_high`).
+
+    `difference` and `gain_difference` are those of accuracy after training and of gain to the arm `baseline`, over the
+    seeds that both have.
+    """
+    rows = []
+    for label, records in comparison.arms.items():
+        arm = records[0].run.arm
+        row: dict[str, Any] = {"arm": label, "seeds": len(records)}
+        row["runs"] = sum(run.arm == arm for run in comparison.found)
+        row["questions"] = _matrix(records, "after").shape[1]
+        for phase, name in (("before", "accuracy_before"), ("after", "accuracy_after"), ("gain", "gain")):
+            row |= _over_seeds(name, _matrix(records, phase))
+        if baseline is not None and label != baseline:
+            for phase, name in (("after", "difference"), ("gain", "gain_difference")):
+                row |= _over_seeds(name, _matrix(records, phase) - _matrix(comparison.arms[baseline], phase))
+        for name in ("entropy_first", "entropy_last"):
+            row[name] = float(np.mean([record.summary[name] for record in records]))
+        rows.append(row | {"code": ", ".join(sorted({record.run.code for record in records}))})
+    return pd.DataFrame(rows)
+
+
+def _matrix(records: Sequence[Record], phase: str) -> pd.DataFrame:
+    """Accuracies or gains [seeds, questions], of the questions that every seed was asked."""
+    of_seed = {record.run.seed: record.accuracy[phase] for record in records if record.accuracy}
+    return pd.DataFrame(of_seed).T.dropna(axis=1)
+
+
+def _over_seeds(name: str, values: pd.DataFrame) -> dict[str, float]:
+    """The mean over seeds and questions with its interval; of one seed the mean alone, of none nothing.
+
+    Where two arms were subtracted, the seeds and questions that only one has are missing, and are left out.
+    """
+    values = values.dropna(how="all").dropna(axis=1)
+    if values.empty:
+        return {}
+    if min(values.shape) < 2:
+        return {name: float(values.to_numpy().mean())}
+    return _named(name, crossed_interval(values.to_numpy()))
+
+
+def _named(name: str, interval: tuple[float, float, float]) -> dict[str, float]:
+    return dict(zip((name, f"{name}_low", f"{name}_high"), interval, strict=True))
+
+
+def baseline_of(arms: Sequence[str], wanted: str | None) -> str | None:
+    """The arm that is called `wanted`, whole or by its experiment. Without a wish `BASELINE`, if one of several is.
+
+    Raises ConfigError where the wish names no arm, or several.
+    """
+    name = wanted or BASELINE
+    fits = [arm for arm in arms if arm == name] or [arm for arm in arms if arm.partition(" (")[0] == name]
+    if wanted is None:
+        return fits[0] if len(fits) == 1 and len(arms) > 1 else None
+    if len(fits) == 1:
+        return fits[0]
+    what = "is several arms" if fits else "is none of the arms"
+    hint = did_you_mean(wanted, list(arms))
+    raise ConfigError(f"baseline={wanted} {what}.{hint} Allowed: {'; '.join(fits or arms)}. Type one, in quotes.")
+
+
+def text(comparison: Comparison, arms: pd.DataFrame, baseline: str | None) -> str:
+    """The table of arms, the settings in which they differ, and what was left out."""
+    head = ["arm", "seeds", "finished", "before", "after", "gain", f"after - {baseline}", "policy entropy, nats"]
+    rows = [head if baseline else [*head[:6], head[7]]]
+    for row in arms.to_dict("records"):
+        cells = [row["arm"], str(row["seeds"]), f"{row['seeds']} of {row['runs']}", _accuracy(row, "before")]
+        cells += [_accuracy(row, "after"), _change(row, "gain")]
+        cells += [_change(row, "difference")] if baseline else []
+        rows.append([*cells, f"{row['entropy_first']:.3f} -> {row['entropy_last']:.3f}"])
+    parts = [columns(rows), HOW_TO_READ, _what_differs(comparison), *_notes(comparison)]
+    if baseline is None and len(comparison.arms) > 1:
+        parts.append(f"Not one arm is {BASELINE}: type baseline=ARM for differences.")
+    if comparison.left_out:
+        parts.append("\n  ".join([f"Left out, {len(comparison.left_out)} in all:", *comparison.left_out]))
+    return "\n\n".join(part for part in parts if part)
+
+
+def _notes(comparison: Comparison) -> list[str]:
+    """Say what makes the runs less alike than their settings do."""
+    records, notes = [record for arm in comparison.arms.values() for record in arm], []
+    if len(codes := sorted({record.run.code for record in records})) > 1:
+        notes.append(f"The runs come from {len(codes)} versions of the code: {', '.join(codes)}.")
+    if len({frozenset(record.accuracy["after"].index) for record in records if record.accuracy}) > 1:
+        notes.append("Not all runs were asked the same questions; a row is over those that all of its runs were asked.")
+    return notes
+
+
+def _accuracy(row: dict[str, Any], phase: str) -> str:
+    """`0.768 +-0.037`, without the second where there is no interval; a dash where there is no number."""
+    mean, high = (row.get(f"accuracy_{phase}{end}", math.nan) for end in ("", "_high"))
+    return "-" if math.isnan(mean) else f"{mean:.3f}" if math.isnan(high) else f"{mean:.3f} +-{high - mean:.3f}"
+
+
+def _change(row: dict[str, Any], name: str) -> str:
+    """`+0.225 [+0.190, +0.260]`, with the same exceptions."""
+    mean, low, high = (row.get(f"{name}{end}", math.nan) for end in ("", "_low", "_high"))
+    return "-" if math.isnan(mean) else f"{mean:+.3f}" if math.isnan(low) else f"{mean:+.3f} [{low:+.3f}, {high:+.3f}]"
+
+
+def _what_differs(comparison: Comparison) -> str:
+    firsts = {label: records[0].run for label, records in comparison.arms.items()}
+    keys = differing(list(firsts.values()))
+    rows = [[label, *(run.value(key) for key in keys)] for label, run in firsts.items()]
+    return columns([["arms differ in", *keys], *rows]) if keys else ""
+
+
+def curves(comparison: Comparison) -> pd.DataFrame:
+    """Every metric of every step of the runs that count, tidy: run_id, arm, metric, step, value."""
+    frames = []
+    for label, records in comparison.arms.items():
+        for record in records:
+            tidy = read_steps(record.directory).melt(var_name="metric", ignore_index=False).reset_index()
+            frames.append(tidy.assign(run_id=record.run.name, arm=label))
+    return pd.concat(frames)
+
+
+def write_csv(table: pd.DataFrame, path: Path) -> None:
+    table.to_csv(path, index=False, float_format="%.6g")

@@ -1,0 +1,122 @@
+"""Curves of a whole MLflow experiment as one tidy frame: what the notebook draws."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from qerl_lab.config.redact import url_without_secrets
+from qerl_lab.config.schema import ConfigError
+from qerl_lab.report.arms import FINISHED, Run, choose, labels, run_from, version
+from qerl_lab.tracking.mlflow import prepare_mlflow
+
+COLUMNS = ("run_id", "run", "arm", "seed", "metric", "step", "value")
+FILL = (
+    "Fill one with, for example, python -m qerl_lab +sweeps=weight_formats seed=0, in the folder above notebooks/; "
+    "or set MLFLOW_TRACKING_URI to a store that you have."
+)
+
+
+@dataclass(frozen=True)
+class Curves:
+    """The curves of an experiment, and, as text, how many they are and what was left out.
+
+    `points`: every metric of every run that counts, a row a point, with `COLUMNS`; `left_out`: a line on each other.
+    """
+
+    uri: str
+    points: pd.DataFrame
+    left_out: list[str]
+
+    def __str__(self) -> str:
+        runs, arms = (self.points[name].nunique() for name in ("run_id", "arm"))
+        head = f"{runs} runs of {arms} arms in {url_without_secrets(self.uri)}"
+        return "\n  ".join([f"{head}; {len(self.left_out)} left out" + ":" * bool(self.left_out), *self.left_out])
+
+
+def find_store() -> str:
+    """MLFLOW_TRACKING_URI, else the mlflow.db here or in the folder above. Raises ConfigError where there is none."""
+    if uri := os.environ.get("MLFLOW_TRACKING_URI"):
+        return uri
+    here = Path.cwd()
+    for folder in (here, here.parent):
+        if (folder / "mlflow.db").is_file():
+            return f"sqlite:///{folder / 'mlflow.db'}"
+    raise ConfigError(f"there is no MLflow store: no mlflow.db in {here} or above it. {FILL}")
+
+
+def read_mlflow(uri: str, experiment: str) -> Curves:
+    """The curves of the newest finished run of each (arm, seed). Creates nothing.
+
+    Raises ConfigError where there is no such store, no such experiment, or no run in it that counts; and what MLflow
+    raises if it is down.
+    """
+    _require_file(uri)
+    prepare_mlflow()
+    from mlflow import MlflowClient
+
+    client, store = MlflowClient(tracking_uri=uri), url_without_secrets(uri)
+    found = client.get_experiment_by_name(experiment)
+    if found is None:
+        names = ", ".join(sorted(known.name for known in client.search_experiments()))
+        raise ConfigError(f"MLflow at {store} has no experiment {experiment!r}; it has: {names}. Type one of them.")
+    ours, left_out = _runs(client.search_runs([found.experiment_id], max_results=10_000))
+    counted, not_counted = choose(list(ours))
+    left_out += not_counted
+    if not counted:
+        reasons = "".join(f"\n  {line}" for line in left_out) or " It is empty."
+        raise ConfigError(f"experiment {experiment!r} at {store} has no finished run. {FILL}{reasons}")
+    labelled, rows = labels(counted), []
+    for run in counted:
+        info = ours[run].info
+        for metric in ours[run].data.metrics:
+            for point in client.get_metric_history(info.run_id, metric):
+                about = (info.run_id, info.run_name, labelled[run.arm], run.seed)
+                rows.append((*about, metric, point.step, point.value))
+    return Curves(uri, pd.DataFrame(rows, columns=list(COLUMNS)), left_out)
+
+
+def _require_file(uri: str) -> None:
+    """MLflow's client would create a missing database, and leave it there."""
+    path = Path(uri.removeprefix("sqlite:///"))
+    if uri.startswith("sqlite:///") and "?" not in uri and not path.is_file():
+        raise ConfigError(f"there is no MLflow store at {uri}. {FILL}")
+
+
+def _runs(found: list[Any]) -> tuple[dict[Run, Any], list[str]]:
+    """MLflow's runs by what they are here, and a line on each that is none: anything may write to an experiment."""
+    ours, left_out = {}, []
+    for run in found:
+        name = f"{run.info.run_name or 'unnamed'} ({run.info.run_id[:8]})"
+        try:
+            ours[_run(name, run)] = run
+        except ValueError as error:
+            left_out.append(f"{name}: no run of this lab ({error})")
+    return ours, left_out
+
+
+def _run(name: str, run: Any) -> Run:
+    tags, info = run.data.tags, run.info
+    status = FINISHED if info.status == "FINISHED" else info.status.lower()
+    return run_from(
+        run.data.params, name=name, status=status, ended=(info.end_time or info.start_time) / 1000,
+        code=version(tags.get("git_sha"), tags.get("dirty")), metrics=run.data.metrics,
+    )  # fmt: skip
+
+
+def accuracy_table(points: pd.DataFrame) -> pd.DataFrame:
+    """Held-out accuracy by arm, from `Curves.points`: seeds, and means over them of before, after and gain; gain_sd.
+
+    MLflow has one mean a run. Intervals need every question, which run directories have: `python -m qerl_lab.report`.
+    """
+    found = points[points["metric"] == "eval/accuracy"].sort_values("step").groupby(["arm", "run_id"], sort=False)
+    ends = found["value"].agg(before="first", after="last", points="size").reset_index()
+    ends = ends[ends["points"] > 1]  # a run without evaluation has no gain
+    ends["gain"] = ends["after"] - ends["before"]
+    means = ends.groupby("arm", sort=False).agg(
+        seeds=("gain", "size"), before=("before", "mean"), after=("after", "mean"), gain=("gain", "mean"),
+        gain_sd=("gain", "std"),
+    )  # fmt: skip
+    return means.round(3)

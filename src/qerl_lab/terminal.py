@@ -1,0 +1,130 @@
+"""Terminal: progress, columns, short paths, and the silence of third parties."""
+
+import logging
+import os
+import shutil
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any, Self
+
+from tqdm import tqdm
+
+JOB = "QERL_LAB_JOB"  # environment variable: which job of a sweep prints here, as `job 2 (3 of 8)`
+SHOWN = {  # metric -> label and format on the bar
+    "reward/mean": ("reward", "{:.2f}"),
+    "policy/entropy_nats": ("entropy", "{:.3f}"),
+    "noise/sigma": ("sigma", "{:.2g}"),
+    "rollout/tokens_per_second": ("tok/s", "{:,.0f}"),
+}
+LINES = 10  # without a terminal, so many lines a run
+
+
+class Progress:
+    """Step, ETA, reward, entropy, sigma and rollout tokens/s of a run of `steps`, `done` of which are behind it."""
+
+    def __init__(self, steps: int, done: int) -> None:
+        self.steps, self.first, self.started = steps, done, time.monotonic()
+        self.bar = _bar(desc=_label(), total=steps, initial=done, unit="step")
+
+    def show(self, step: int, metrics: dict[str, float]) -> None:
+        shown = ", ".join(f"{label} {form.format(metrics[name])}" for name, (label, form) in SHOWN.items())
+        if self.bar is not None:
+            self.bar.set_postfix_str(shown, refresh=False)
+            self.bar.update(step - self.bar.n)
+        elif step % max(1, self.steps // LINES) == 0 or step in (self.first + 1, self.steps):
+            eta = _eta(self.started, step - self.first, self.steps - step)
+            print(f"{_label(f'step {step}/{self.steps}')}, ETA {eta}, {shown}", file=sys.stderr, flush=True)
+
+    def say(self, text: str) -> None:
+        """Print a line above the bar."""
+        tqdm.write(text, file=sys.stderr)
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.close()
+
+
+class Amount:
+    """Amount and ETA of a pass over `total` of a unit, `done` of which are behind it. As a context it closes itself."""
+
+    def __init__(self, label: str, total: int, done: int = 0, unit: str = "B") -> None:
+        self.label, self.total, self.first, self.now, self.unit = _label(label), total, done, done, unit
+        self.started = self.printed = time.monotonic()
+        self.bar = _bar(desc=self.label, total=total, initial=done, unit=unit, unit_scale=unit == "B")
+
+    def advance(self, count: int) -> None:
+        before, self.now = self.now, self.now + count
+        is_due = self.now * LINES // self.total > before * LINES // self.total
+        if self.bar is not None:
+            self.bar.update(count)
+        elif is_due and time.monotonic() > self.printed + 1:  # a small model is done before a line is read
+            self.printed = time.monotonic()
+            eta = _eta(self.started, self.now - self.first, self.total - self.now)
+            amount = f"{self.now:,}/{self.total:,} {self.unit}s"
+            if self.unit == "B":
+                amount = "/".join(tqdm.format_sizeof(size, "B") for size in (self.now, self.total))
+            print(f"{self.label}: {amount}, ETA {eta}", file=sys.stderr, flush=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.bar is not None:
+            self.bar.close()
+
+
+def _bar(**about: Any) -> tqdm | None:
+    """Make a bar, on a terminal only. Its size is asked here: tqdm draws nothing where that is given as 0 x 0."""
+    columns, lines = shutil.get_terminal_size((100, 24))
+    return tqdm(ncols=columns, nrows=lines, **about) if sys.stderr.isatty() else None
+
+
+def _label(text: str = "") -> str:
+    """Put `text` behind the job of a sweep that this process is, if it is one."""
+    return ", ".join(filter(None, (os.environ.get(JOB), text)))
+
+
+def _eta(started: float, done: int, left: int) -> str:
+    return tqdm.format_interval((time.monotonic() - started) / done * left)
+
+
+def quiet_third_parties() -> None:
+    """Silence what is noise to the user of a run: loading bars, deprecations between libraries, adapter advice.
+
+    Errors, and warnings of our own, still show.
+    """
+    from datasets.utils.logging import disable_progress_bar
+    from transformers.utils import logging as transformers_logging
+
+    disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    for name in ("trl", "peft", "accelerate", "datasets", "bitsandbytes", "matplotlib"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    for module in ("torch", "transformers", "trl", "peft", "accelerate", "bitsandbytes", "mlflow"):
+        warnings.filterwarnings("ignore", module=rf"{module}(\.|$)")
+
+
+def near(path: Path) -> str:
+    """Shorten a path to what can be typed from here."""
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+def python() -> str:
+    """Name this Python as it can be typed from here: `python` where that is the one, else its path."""
+    return "python" if shutil.which("python") == sys.executable else near(Path(sys.executable))
+
+
+def aligned(rows: list[tuple[str, str]]) -> str:
+    """Lay names and values out in two columns."""
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows)
+
+
+def columns(rows: list[list[str]]) -> str:
+    """Lay rows of cells out, each column as wide as its widest cell."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join(lines)

@@ -1,0 +1,1 @@
+"""MLflow, the mirror of the run directory."""

@@ -1,0 +1,78 @@
+"""Commands of the tracking: `python -m qerl_lab.tracking resync RUN_DIR [uri=URI]` and `... tracking table`."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from qerl_lab import exits
+
+with exits.starting(__name__):
+    from qerl_lab.cli.grammar import Command, choose
+    from qerl_lab.config.schema import option
+    from qerl_lab.record.directory import RunDirectory
+    from qerl_lab.record.metrics import table
+    from qerl_lab.tracking.mlflow import prepare_mlflow
+    from qerl_lab.tracking.resync import resync
+
+
+@dataclass
+class ResyncOptions:
+    uri: str | None = option(None, "the store; null is tracking.uri, MLFLOW_TRACKING_URI, the run's own, sqlite here")
+    run_dir: str = option("", "directory with metrics.jsonl and resolved.yaml; its key may be left out")
+
+
+@dataclass
+class TableOptions:
+    """Nothing can be chosen."""
+
+
+def fill(options: ResyncOptions) -> None:
+    """Fill MLflow from a run's record. Raises ConfigError for no record, ConnectionError for an MLflow that is away."""
+    prepare_mlflow()
+    from mlflow.exceptions import MlflowException
+
+    try:
+        print(resync(RunDirectory(Path(options.run_dir).expanduser()), options.uri))
+    except MlflowException as error:
+        raise ConnectionError(f"not resynced. {error}") from error
+
+
+def print_table(options: TableOptions) -> None:
+    """Print the metrics."""
+    print(table(), end="")
+
+
+COMMANDS: dict[str, Command[Any]] = {
+    "resync": Command(
+        "python -m qerl_lab.tracking resync RUN_DIR",
+        "Fill MLflow from a run directory, without duplicates.",
+        ResyncOptions,
+        fill,
+        examples=(
+            ("python -m qerl_lab.tracking resync runs/nvfp4_aqn/seed0/20260131-120000", "into the run's own store"),
+            (
+                "python -m qerl_lab.tracking resync runs/nvfp4_aqn/seed0/20260131-120000 uri=sqlite:///mlflow.db",
+                "into another",
+            ),
+        ),
+        required=("run_dir",),
+        bare="run_dir",
+    ),
+    "table": Command(
+        "python -m qerl_lab.tracking table",
+        "Print every metric with its unit and meaning, as docs/metrics.md has them.",
+        TableOptions,
+        print_table,
+        examples=(),
+    ),
+}
+
+
+@exits.command
+def main(words: list[str]) -> int:
+    """Run the command and return its exit code."""
+    return choose(COMMANDS, words)
+
+
+if __name__ == "__main__":
+    exits.run(main)

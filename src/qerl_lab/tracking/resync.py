@@ -1,0 +1,32 @@
+"""Fill MLflow from a run directory, after the run and without duplicates."""
+
+import time
+
+from qerl_lab.config.redact import redact
+from qerl_lab.config.schema import ConfigError
+from qerl_lab.record.directory import RunDirectory
+from qerl_lab.tracking.mlflow import MlflowRun, Status, mlflow_uri, prepare_mlflow
+
+ENDED: dict[str, Status] = {"done": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}  # by RunDirectory.status
+
+
+def resync(directory: RunDirectory, uri: str | None = None) -> str:
+    """Fill MLflow from a run's metrics.jsonl and resolved.yaml; returns a line that says what it did.
+
+    The status is the one that the run ended with. A run that is still going counts as killed until its own end says
+    better. Raises ConfigError, and what MLflow raises if it is down.
+    """
+    cfg, lines, record = directory.config(), directory.metrics(), directory.mirror()
+    if directory.status == "not run":
+        raise ConfigError(
+            f"{directory.path} has no metrics.jsonl yet. Type python -m qerl_lab resume={directory.path}."
+        )
+    cfg.tracking.uri = uri or cfg.tracking.uri
+    uri = mlflow_uri(cfg, record)
+    prepare_mlflow()
+    run = MlflowRun(cfg, directory, uri, record)
+    points = run.add(lines)
+    end = lines[-1]["time"] if lines else time.time()
+    files = run.close(record.values["status"] or ENDED[directory.status], directory.artifacts(), end)
+    did = f"{uri}: {'created' if run.created else 'found'} run {run.run_id}, added {points} points and "
+    return redact(f"{did}{run.params_added} parameters, stored {files} artifacts")

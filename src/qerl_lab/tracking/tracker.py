@@ -1,0 +1,165 @@
+"""The way of a run's metrics: `metrics.jsonl` is the truth, MLflow is its mirror.
+
+`Tracker.log` only appends a line to the run's metrics.jsonl. A daemon thread follows that file and copies it to MLflow:
+no store, however slow or dead, can hold up or end a training run. `resync` copies the same file through the
+same code later. Imports no torch; MLflow is imported by the thread (its import and the creation of its database take
+seconds).
+"""
+
+import os
+import shlex
+import sys
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from qerl_lab.config.redact import redact, url_without_secrets
+from qerl_lab.config.schema import ConfigError, RunConfig, did_you_mean
+from qerl_lab.record.directory import RunDirectory
+from qerl_lab.record.metrics import declared, encode
+from qerl_lab.tracking.mlflow import STATUSES, THREAD, MlflowRun, Status, mlflow_uri, points_of, prepare_mlflow
+
+FLUSH_SECONDS = 2.0  # lines are sent together: one log_batch a step costs twice the CPU time of one for twenty
+RETRY_SECONDS = 30.0  # between two tries of a store that is away
+FINISH_SECONDS = 20.0  # how long the end of a run waits for MLflow
+
+
+@dataclass(frozen=True)
+class Mirrored:
+    """The place of a run in MLflow, and how many of its points are not known to be there. The URI has no password."""
+
+    uri: str
+    experiment_id: str | None
+    missing: int
+
+
+class Tracker:
+    """Appends to RUN_DIR/metrics.jsonl and keeps MLflow in step behind it.
+
+    The `parts` of the reward have a metric each. `last_step` is the step of the loaded checkpoint: later lines, which
+    the resumed run writes again, are cut. `run_key` is what that checkpoint calls the run, for a directory that lost
+    its mlflow.json. env.json should be there before (tags `git_sha`, `command`).
+    """
+
+    def __init__(
+        self, cfg: RunConfig, directory: RunDirectory, *, parts: Iterable[str] = (), run_key: str | None = None,
+        last_step: int = 0,
+    ) -> None:  # fmt: skip
+        self._cfg, self._directory, self._declared = cfg, directory, declared(parts)
+        self._file = directory.append_metrics(last_step)
+        self._record = directory.mirror(run_key)
+        self._record.set(status=None)
+        self._ending: tuple[Status, list[Path], float] = ("KILLED", [], 0.0)
+        self._stop, self._known, self._is_away, self._is_whole = threading.Event(), 0, False, False
+        self._thread: threading.Thread | None = None
+        if cfg.tracking.mlflow:
+            prepare_mlflow()
+            self._thread = threading.Thread(target=self._mirror, name=THREAD, daemon=True)
+            self._thread.start()
+
+    def __enter__(self) -> "Tracker":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """An exception ends the record as failed; otherwise `finish` has said how the run ended."""
+        if kind is None:
+            return
+        try:
+            self.finish("FAILED", [])
+        except OSError as error:  # a full disk: the exception that is under way says more
+            print(f"qerl-lab: the record could not be ended ({error}).", file=sys.stderr)
+
+    @property
+    def key(self) -> str:
+        """The run's own name in MLflow; its checkpoints carry it."""
+        return self._record.values["key"]
+
+    @property
+    def mirror(self) -> Mirrored | None:
+        """The run in MLflow; None where it is not mirrored."""
+        if not self._cfg.tracking.mlflow:
+            return None
+        missing = 0 if self._is_whole else max(1, len(points_of(self._directory.metrics())) - self._known)
+        return Mirrored(self._shown_uri(), self._record.values["experiment_id"], missing)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Append one line, in one write. Raises ValueError for a name not declared, OSError if the disk is full."""
+        for name in metrics:
+            if name not in self._declared:
+                hint = did_you_mean(name, list(self._declared))
+                raise ValueError(f"{name!r} is not a metric.{hint} Declare it in metrics.METRICS.")
+        line = encode(step, metrics)
+        if self._file.write(line) != len(line):
+            raise OSError(f"{self._file.name}: the line of step {step} was cut; is the disk full?")
+
+    def flush(self) -> None:
+        """Return when every line is on the disk itself, and outlives a crash of the machine."""
+        os.fsync(self._file.fileno())
+
+    def finish(self, status: Status, artifacts: Sequence[Path] = ()) -> None:
+        """End the record, then wait up to FINISH_SECONDS for MLflow. Artifacts that do not exist are left out."""
+        if status not in STATUSES:
+            raise ValueError(f"status={status!r}; allowed: {', '.join(STATUSES)}.")
+        self._file.close()
+        self._record.set(status=status)
+        self._ending = (status, list(artifacts), time.time())
+        self._stop.set()
+        if self._thread:
+            self._thread.join(FINISH_SECONDS)
+            if self._thread.is_alive() and not self._is_away:
+                self._tell_away(f"gave no answer within {FINISH_SECONDS:.0f} s")
+
+    def _mirror(self) -> None:
+        """Follow the run, from the start again after every outage."""
+        while not self._is_whole:
+            is_last = self._stop.is_set()
+            try:
+                self._follow()
+            except Exception as error:  # the boundary: what MLflow, its database or the network raises ends no run
+                self._tell_away(
+                    f"failed ({type(error).__name__}: {(str(error) or 'no message').splitlines()[0][:200]})"
+                )
+                if is_last:
+                    return
+                self._stop.wait(RETRY_SECONDS)
+
+    def _follow(self) -> None:
+        """Copy what metrics.jsonl gains until the run ends; then open MLflow's run again, which compares the two."""
+        uri = mlflow_uri(self._cfg, self._record)
+        self._record.set(uri=url_without_secrets(uri))  # a resumed run looks for it, also if it was away throughout
+        run = MlflowRun(self._cfg, self._directory, uri, self._record)
+        run.running()
+        offset = 0
+        while not self._stop.is_set():
+            lines, offset = self._directory.metrics_from(offset)
+            run.add(lines)
+            self._known = len(run.known)
+            self._tell_back()
+            self._stop.wait(FLUSH_SECONDS)
+        run = MlflowRun(self._cfg, self._directory, uri, self._record)
+        run.add(self._directory.metrics())
+        self._known = len(run.known)
+        run.close(*self._ending)
+        self._is_whole = True
+
+    def _shown_uri(self) -> str:
+        try:
+            return url_without_secrets(mlflow_uri(self._cfg, self._record))
+        except ConfigError:
+            return self._record.values["uri"]
+
+    def _tell_away(self, what: str) -> None:
+        """Say once an outage what happened; `_mirror` tries again quietly."""
+        if self._is_away:
+            return
+        self._is_away = True
+        truth = f"training goes on and {self._directory.path / 'metrics.jsonl'} is complete"
+        later = f"To fill MLflow later: python -m qerl_lab.tracking resync {shlex.quote(str(self._directory.path))}"
+        print(redact(f"qerl-lab: MLflow at {self._shown_uri()} {what}; {truth}. {later}"), file=sys.stderr)
+
+    def _tell_back(self) -> None:
+        if self._is_away:
+            self._is_away = False
+            print(f"qerl-lab: MLflow at {self._shown_uri()} is back and has every line.", file=sys.stderr)

@@ -1,0 +1,1 @@
+"""Training: one run, one step, and TRL's trainer between them."""

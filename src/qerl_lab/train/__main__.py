@@ -1,0 +1,61 @@
+"""The process of one run: be ready for signals, then import what a run needs, then run it.
+
+    python -m qerl_lab.train RUN_DIR [PARENT]
+
+RUN_DIR holds `resolved.yaml`; `python -m qerl_lab` writes it, starts this and gives its own process id as PARENT.
+Leaves DONE (the summary, JSON) or FAILED (the reason, then the traceback; exit status 2 for a configuration that cannot
+run, 1 for the rest); after SIGINT, SIGTERM, SIGHUP or the end of PARENT neither, and exit status 130.
+"""
+
+import os
+import sys
+import traceback
+from pathlib import Path
+
+from qerl_lab import exits, terminal
+from qerl_lab.cli.one_process import refuse_several
+from qerl_lab.config.redact import redact
+from qerl_lab.config.schema import ConfigError
+from qerl_lab.exits import FAILURE, USAGE
+from qerl_lab.record.directory import RunDirectory
+from qerl_lab.train.installed import check_vllm
+from qerl_lab.train.stop import Diverged, Stop
+
+
+def main(directory: RunDirectory, parent: int) -> int:
+    """Run what the directory holds; on an exception leave FAILED and return 1 or 2."""
+    stop, is_alone = Stop.on_signals(parent), True
+    try:
+        cfg = directory.config()
+        refuse_several(os.environ, cfg.gpus)
+        is_alone, speaks = cfg.gpus == 1, os.environ.get("RANK", "0") == "0"  # rank 0 speaks for all
+        if speaks:
+            directory.reserve_room()
+        else:
+            sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+        # These imports take ten seconds and more, in which signals are heard already.
+        if cfg.device != "cpu":
+            from qerl_lab.train import gpus
+
+            if said := gpus.keep(cfg.gpus):
+                print(said, flush=True)
+        terminal.quiet_third_parties()  # some speak while they are imported
+        check_vllm()
+        from qerl_lab.train import run
+
+        code = run.run(cfg, directory, stop)
+        if speaks:
+            directory.release_room()
+        return code
+    except Exception as error:  # the boundary of the process: every reason ends up in FAILED
+        trace = redact(traceback.format_exc())
+        if is_alone or directory.status != "failed":  # by another rank, whose end this one has met
+            directory.fail(f"{type(error).__name__}: {redact(str(error))}\n\n{trace}")
+        if not isinstance(error, ConfigError | Diverged):
+            print(trace, end="", file=sys.stderr)
+        return USAGE if isinstance(error, ConfigError) else FAILURE
+
+
+if __name__ == "__main__":
+    exits.outlast()
+    sys.exit(main(RunDirectory(Path(sys.argv[1])), int(sys.argv[2]) if len(sys.argv) > 2 else os.getppid()))

@@ -1,0 +1,43 @@
+"""Which GPUs a run takes: the first of those that CUDA_VISIBLE_DEVICES shows. The others stay idle.
+
+transformers' Trainer would put a model on all that it sees (DataParallel), which neither our engine nor the adapters'
+packed layers are made for.
+"""
+
+import os
+
+import torch
+
+from qerl_lab.config.schema import ConfigError
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+def keep(wanted: int) -> str | None:
+    """Hide every visible GPU but the first `wanted` from this process; a line on what that means, None where none is
+    left idle.
+
+    Call it before CUDA starts, when counting GPUs does not start it. Raises ConfigError where CUDA has started, and
+    where there are too few GPUs.
+    """
+    count = torch.cuda.device_count()
+    if wanted > 1 and count < wanted:
+        raise ConfigError(
+            f"gpus={wanted} and torch sees {count} GPUs here. Type gpus={max(1, count)}, or device=cpu for processes "
+            "on the CPU."
+        )
+    if count <= wanted:
+        return None
+    given = os.environ.get(VISIBLE)
+    names = given.split(",") if given else [str(index) for index in range(count)]
+    taken = ",".join(names[:wanted])
+    os.environ[VISIBLE] = taken
+    if torch.cuda.device_count() != wanted:
+        raise ConfigError(
+            f"{count} GPUs are visible, a run with gpus={wanted} takes {wanted}, and the others cannot be hidden from "
+            f"inside the process. Type {VISIBLE}={taken} before the command."
+        )
+    idle = count - wanted
+    others = "the other visible one stays" if idle == 1 else f"the other {idle} visible ones stay"
+    does = f"GPU {taken} ({torch.cuda.get_device_name(0)}) does" if wanted == 1 else f"GPUs {taken} do"
+    return f"{does} the run; {others} idle. To take another, type {VISIBLE}={names[wanted]} before the command."

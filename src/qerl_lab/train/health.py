@@ -1,0 +1,86 @@
+"""Signs that a run learns nothing, or unlearns: from its metrics alone, each told once. Imports no torch.
+
+A sign must hold over `WINDOW` steps in a row, because one step may be unlucky.
+"""
+
+import math
+import shlex
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+
+from qerl_lab.config.schema import RunConfig
+
+WINDOW = 5  # steps
+ENTROPY_LEFT = 0.02  # share of the first steps' entropy under which next to nothing is explored
+REWARD_LEFT = 0.5  # share of the first steps' reward under which the policy has unlearned what it could
+SIGMAS = 4  # standard errors that a fall of the reward must exceed, or a small batch would be enough for it
+
+Metrics = Mapping[str, float]
+
+
+class Watch:
+    """Sees the metrics of every step of a run, those of a resumed one's earlier steps first."""
+
+    def __init__(self, cfg: RunConfig, earlier: Iterable[Metrics]) -> None:
+        self.cfg, self.told = cfg, set[str]()
+        self.first: list[Metrics] = []
+        self.last: deque[Metrics] = deque(maxlen=WINDOW)
+        for metrics in earlier:
+            self.see(metrics)
+
+    def see(self, metrics: Metrics) -> dict[str, str]:
+        """Say what is new and wrong, and what to do about it."""
+        if "reward/mean" not in metrics:  # held-out evaluation
+            return {}
+        if len(self.first) < WINDOW:
+            self.first.append(metrics)
+        self.last.append(metrics)
+        found = signs(self.first, list(self.last), self.cfg) if len(self.last) == WINDOW else {}
+        new = {sign: advice for sign, advice in found.items() if sign not in self.told}
+        self.told |= new.keys()
+        return new
+
+
+def signs(first: Sequence[Metrics], last: Sequence[Metrics], cfg: RunConfig) -> dict[str, str]:
+    """Say what is wrong in the last steps of a run and what to type, from them and its first ones, `WINDOW` each."""
+    flat = all(metrics["reward/zero_variance_groups"] == 1 for metrics in last)
+    worthless = all(metrics["reward/mean"] == 0 for metrics in last)
+    truncated = all(metrics["rollout/truncated_fraction"] == 1 for metrics in last)
+    longer = f"Type a higher rollout.max_completion_tokens (it is {cfg.rollout.max_completion_tokens})"
+    slower = f"Type a lower optim.learning_rate (it is {cfg.optim.learning_rate:g})"
+    found: dict[str, str] = {}
+    if truncated:
+        found["every completion was cut at the token limit"] = f"{longer}."
+    if _has_fallen(first, last, cfg):
+        found["the policy has collapsed"] = (
+            f"The reward was {_mean('reward/mean', first):.2f} as the run began and is "
+            f"{_mean('reward/mean', last):.2f}. {slower}."
+        )
+    elif worthless:
+        found["no completion has earned anything"] = (
+            f"Look at the completions: python -m qerl_lab.samples {shlex.quote(cfg.run_dir)}. "
+            + (f"{longer}." if truncated else "Type an easier task, or a model that solves some of it.")
+        )
+    elif flat:
+        found["all completions of every question earned the same"] = (
+            "Their advantages are zero and nothing is learned. Type a higher rollout.group_size (it is "
+            f"{cfg.rollout.group_size}) or rollout.temperature (it is {cfg.rollout.temperature:g}), or a task that is "
+            "neither solved nor hopeless."
+        )
+    if _mean("policy/entropy_nats", last) < ENTROPY_LEFT * _mean("policy/entropy_nats", first):
+        found["the policy's entropy has collapsed"] = (
+            f"Under {ENTROPY_LEFT:.0%} of it is left, and nothing is explored any more. {slower}."
+        )
+    return found
+
+
+def _has_fallen(first: Sequence[Metrics], last: Sequence[Metrics], cfg: RunConfig) -> bool:
+    """Whether the reward is clearly under half of what it was. Completions of a question count as one: they agree."""
+    before, now = _mean("reward/mean", first), _mean("reward/mean", last)
+    variance = sum(_mean("reward/std", steps) ** 2 for steps in (first, last))
+    error = math.sqrt(variance / (WINDOW * cfg.rollout.prompts_per_step))
+    return now < REWARD_LEFT * before and before - now > SIGMAS * error
+
+
+def _mean(name: str, steps: Sequence[Metrics]) -> float:
+    return sum(metrics[name] for metrics in steps) / len(steps)

@@ -1,0 +1,248 @@
+"""One run, from its configuration to its record: build -> evaluate -> train -> evaluate -> record.
+
+A directory that already holds checkpoints is continued from the newest sound one.
+"""
+
+import time
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from qerl_lab import aqn, formats, preflight, rollout, tasks, terminal
+from qerl_lab.algorithms import left_out
+from qerl_lab.config.schema import RunConfig, of_run
+from qerl_lab.evaluate.accuracy import evaluate
+from qerl_lab.exits import INTERRUPTED, OK
+from qerl_lab.model import linear, on_disk, policy
+from qerl_lab.model.files import local_folder
+from qerl_lab.record import checkpoint
+from qerl_lab.record.directory import RunDirectory
+from qerl_lab.record.sessions import Sessions
+from qerl_lab.report import runs, tables
+from qerl_lab.rollout.engine import Engine
+from qerl_lab.tracking.tracker import Tracker
+from qerl_lab.train import health
+from qerl_lab.train.data import Cursor, TrainingData, select
+from qerl_lab.train.ranks import Ranks, join
+from qerl_lab.train.step import first_samples
+from qerl_lab.train.stop import Interrupted, Stop
+from qerl_lab.train.trainer import LabTrainer, OnStep
+
+
+@dataclass(frozen=True)
+class Session:
+    """The tools of one process of a run. `saved` is the checkpoint that it goes on from, `notes` what to tell."""
+
+    cfg: RunConfig
+    directory: RunDirectory
+    stop: Stop
+    ranks: Ranks
+    saved: checkpoint.Saved | None
+    learner: policy.Policy
+    data: TrainingData
+    engine: Engine
+    notes: list[str]
+
+    @property
+    def done(self) -> int:
+        """Steps that were trained before."""
+        return self.saved.step if self.saved else 0
+
+    def check(self) -> None:
+        """Raise Interrupted on every rank if any was asked to stop."""
+        if self.ranks.any(self.stop.requested):
+            raise Interrupted
+
+
+@dataclass(frozen=True)
+class Record:
+    """Keeps what happens, on rank 0; the other ranks have none."""
+
+    tracker: Tracker
+    times: Sessions
+
+
+def run(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> int:
+    """Build everything, then `learn`. Returns the exit status: 0 done, 130 interrupted."""
+    started = time.time()
+    session = build(cfg, directory, stop)
+    with closing(session.engine):
+        stop.can_save = True
+        if session.ranks.any(stop.requested):  # the command was killed while the run loaded: nothing is recorded yet
+            return INTERRUPTED
+        if not session.ranks.is_first:
+            return learn(session, None)
+        directory.write_environment()
+        times = directory.sessions()
+        times.begin(started, directory.last_logged())
+        print(opening(session), flush=True)
+        parts, key = session.data.task.weights, session.saved.run_key if session.saved else None
+        with Tracker(cfg, directory, parts=parts, run_key=key, last_step=session.done) as tracker:
+            directory.cut_samples(session.done)
+            return learn(session, Record(tracker, times))
+
+
+def build(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> Session:
+    """Everything that a run works with, from what a resumed run takes over. Raises ConfigError."""
+    if cfg.cpu_threads:
+        torch.set_num_threads(cfg.cpu_threads)
+    device = policy.device_of(cfg.device)
+    ranks = join(cfg, device)
+    saved = directory.starting_point(cfg)
+    on_disk.check(local_folder(cfg.model.path, cfg.model.revision), cfg)  # of one from the hub for the first time
+    task = tasks.load(cfg.task)
+    notes = preflight.cut_questions(cfg, len(task.train), len(task.heldout))
+    learner = policy.build(cfg, device)
+    if saved:
+        saved.refuse_other_device(*computes_on(learner))
+    data = select(cfg, learner, task)
+    return Session(cfg, directory, stop, ranks, saved, learner, data, rollout.build(cfg, learner), notes)
+
+
+def computes_on(learner: policy.Policy) -> tuple[str, str]:
+    """Device and dtype that a run keeps over all its sessions."""
+    return learner.device.type, str(learner.model.dtype)
+
+
+def learn(session: Session, record: Record | None) -> int:
+    """Evaluate, train, evaluate, record. Returns the exit status."""
+    try:
+        session.check()
+        ask_heldout(session, record, "before", 0)  # the policy as quantization left it: no adapter yet, no noise
+        session.check()
+        train(session, record)
+        session.check()
+        session.engine.sync(aqn.CLEAN)
+        ask_heldout(session, record, "after", session.cfg.steps)  # with the adapter, no noise
+    except Interrupted:
+        session.ranks.leave()
+        if record:
+            record.tracker.finish("KILLED")
+            record.times.end()
+        return INTERRUPTED
+    session.ranks.leave()
+    if record:
+        conclude(session, record)
+    return OK
+
+
+def ask_heldout(session: Session, record: Record | None, phase: str, step: int) -> None:
+    """Rank 0 asks, and the others wait. Raises Interrupted on every rank."""
+    interrupted = False
+    if record:
+        try:
+            evaluate_once(session, record.tracker, phase, step)
+        except Interrupted:
+            interrupted = True
+    if session.ranks.any(interrupted):
+        raise Interrupted
+
+
+def evaluate_once(session: Session, tracker: Tracker, phase: str, step: int) -> None:
+    """Evaluate, unless the record has it: its line is written last, and is cut with steps to train again."""
+    cfg, directory = session.cfg, session.directory
+    logged = any(at["step"] == step and "eval/accuracy" in at["metrics"] for at in directory.metrics())
+    phases = directory.evaluations()
+    if not cfg.eval.questions or (logged and phase in phases):
+        return
+    count = min(cfg.eval.questions, len(session.data.task.heldout)) * cfg.eval.samples
+    with terminal.Amount(f"held-out questions {phase} training", count, unit="completion") as asked:
+
+        def on_done(completions: int) -> None:
+            asked.advance(completions)
+            if asked.now < count:
+                session.stop.check()
+
+        found = evaluate(session.engine, session.learner, session.data.task, cfg, on_done)
+    directory.write_evaluations(phases | {phase: found.rows})
+    if not logged:
+        tracker.log(step, found.metrics | runs.gain_metrics(directory))
+
+
+def train(session: Session, record: Record | None) -> None:
+    """Train the steps that are left. A signal lets the step under way end, saves, and stops."""
+    cfg, learner, saved = session.cfg, session.learner, session.saved
+    if saved and session.done == cfg.steps:  # killed after the last step: only what follows is missing
+        policy.load_adapter(learner.model, saved.path)
+        return
+    cursor = Cursor(session.data, saved.prompts_seen if saved else 0)
+    trainer = LabTrainer(
+        cfg, learner, session.engine, cursor, session.directory.path, lambda *_: None, session.stop, session.ranks
+    )
+    if record:
+        bar = terminal.Progress(cfg.steps, session.done)
+        trainer.on_step = keeper(session, record.tracker, bar, trainer)
+        trainer.before_save = lambda: identity(session, record.tracker)
+    trainer.train(resume_from_checkpoint=str(saved.path) if saved else None)
+    if record:
+        bar.close()
+
+
+def keeper(session: Session, tracker: Tracker, bar: terminal.Progress, trainer: LabTrainer) -> OnStep:
+    """Make the function that records a step and shows it, with what looks wrong so far."""
+    watch = health.Watch(session.cfg, [line["metrics"] for line in session.directory.metrics()])
+
+    def keep(step: int, metrics: dict[str, float]) -> None:
+        tracker.log(step, metrics)
+        session.directory.append_samples(first_samples(trainer.batch, step))
+        bar.show(step, metrics)
+        for sign, advice in watch.see(metrics).items():
+            bar.say(f"warning, step {step}: {sign}. {advice}")
+
+    return keep
+
+
+def identity(session: Session, tracker: Tracker) -> dict[str, Any]:
+    """Say of which run a checkpoint is, once the record of its steps is on the disk."""
+    tracker.flush()
+    device, dtype = computes_on(session.learner)
+    return {"run_key": tracker.key, "config": of_run(session.cfg), "device": device, "dtype": dtype}
+
+
+def conclude(session: Session, record: Record) -> None:
+    """Write what a finished run leaves: adapter, curves, summary; DONE comes last."""
+    cfg, directory, data = session.cfg, session.directory, session.data
+    policy.save_adapter(session.learner.model, directory.adapter)
+    from qerl_lab.report import plots  # matplotlib takes a second, which the first step need not wait for
+
+    plots.save_curves(runs.read_steps(directory), f"{cfg.experiment}, seed {cfg.seed}", directory.curves)
+    result = runs.summarize(directory, seconds=record.times.end())
+    result |= {"training_questions": len(data.questions), "training_questions_left_out": data.left_out}
+    record.tracker.finish("FINISHED", directory.artifacts())
+    directory.finish(result)
+    print(f"\n{tables.closing(result)}\n\n{tables.where(directory.path, record.tracker.mirror)}")
+
+
+def opening(session: Session) -> str:
+    """Say what is about to run, in a few lines."""
+    cfg, learner, data = session.cfg, session.learner, session.data
+    bits = formats.build(cfg.format).bits_per_weight
+    weights = f"{bits:.2f} bits a weight, {linear.weight_bytes(learner.model).linears / 2**20:.2f} MiB"
+    trainable = sum(p.numel() for p in learner.model.parameters() if p.requires_grad)
+    noise = (
+        "no AQN"
+        if cfg.aqn.schedule == "off"
+        else f"AQN {cfg.aqn.schedule} {cfg.aqn.sigma_start:g} -> {cfg.aqn.sigma_end:g}"
+    )
+    name = f" ({torch.cuda.get_device_name(learner.device)})" if learner.device.type == "cuda" else ""
+    lines = [
+        f"{cfg.experiment} at scale {cfg.scale}: {cfg.model.name} in {cfg.format.name} ({weights}), {noise}, "
+        f"on {learner.device}{name}{f', {cfg.gpus} processes' if cfg.gpus > 1 else ''}",
+        f"{cfg.algorithm.name}, LoRA rank {cfg.lora.rank} ({trainable:,} parameters), "
+        f"learning rate {cfg.optim.learning_rate:g}, {data.task.name} with {len(data.questions):,} questions",
+        f"{cfg.steps} steps of {cfg.rollout.prompts_per_step} x {cfg.rollout.group_size} completions of at most "
+        f"{cfg.rollout.max_completion_tokens:,} tokens, {cfg.optim.micro_batch_size} at a time, seed {cfg.seed}",
+    ]
+    if data.left_out:
+        lines.append(
+            f"note: {data.left_out:,} more questions are longer than rollout.max_prompt_tokens="
+            f"{cfg.rollout.max_prompt_tokens}, and left out"
+        )
+    if said := left_out(cfg.algorithm):
+        lines.append(f"note: {said}")
+    if session.done:
+        lines.append(f"continuing after step {session.done}")
+    lines += [f"note: {said}" for said in session.notes]
+    return "\n".join(lines)

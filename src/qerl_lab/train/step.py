@@ -1,0 +1,173 @@
+"""One step as data: prompts -> rollout -> grade -> keep -> refill -> batch."""
+
+import hashlib
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from qerl_lab import aqn
+from qerl_lab.algorithms import groups
+from qerl_lab.algorithms.groups import Rewards
+from qerl_lab.config.schema import RunConfig
+from qerl_lab.model.policy import Policy
+from qerl_lab.record.samples import PER_STEP, Sample
+from qerl_lab.rollout.engine import Engine, Rollout, Sampling
+from qerl_lab.tasks import Question, Task
+from qerl_lab.train.clock import Clock
+from qerl_lab.train.data import Cursor
+from qerl_lab.train.ranks import Ranks
+from qerl_lab.train.stop import Diverged
+
+OVERLONG = "overlong"  # the part of the reward that is the algorithm's, not the task's
+
+
+@dataclass(frozen=True)
+class Group:
+    """A question and its graded completions. `parts` are the parts of the reward by name, [G] each."""
+
+    question: Question
+    prompt_ids: list[int]
+    completion_ids_G: list[list[int]]
+    logprobs_G: list[list[float]]
+    finished_G: list[bool]
+    texts_G: list[str]
+    parts: dict[str, Rewards]
+
+    @property
+    def reward_G(self) -> Rewards:
+        return np.sum(list(self.parts.values()), axis=0)
+
+    @property
+    def task_reward_G(self) -> Rewards:
+        """The task's reward, without what the algorithm adds."""
+        return np.sum([part for name, part in self.parts.items() if name != OVERLONG], axis=0)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The groups that a step trains on, and all that it sampled for them.
+
+    Attributes:
+        groups: rollout.prompts_per_step of `drawn`, in their order.
+        advantage_P_G: of the groups, one row each.
+        drawn: every group that was sampled, in the order of its question.
+        rollouts: what the engine gave, one of each attempt.
+    """
+
+    groups: list[Group]
+    advantage_P_G: Rewards
+    drawn: list[Group]
+    rollouts: list[Rollout]
+
+
+def collect(
+    cfg: RunConfig, step: int, cursor: Cursor, policy: Policy, engine: Engine, clock: Clock, ranks: Ranks
+) -> Batch:
+    """Ask the next questions, grade the completions, and replace groups that say nothing where dynamic sampling is on.
+
+    Each rank asks its part of the questions. Flat groups fill what is still missing after algorithm.max_resamples
+    further rollouts. Raises Diverged where the sampler's logits are NaN.
+    """
+    task = cursor.data.task
+    wanted = missing = cfg.rollout.prompts_per_step // ranks.size
+    drawn, rollouts = list[Group](), list[Rollout]()
+    for attempt in range(1 + further_rollouts(cfg)):
+        missing_R = ranks.gather(missing)
+        if not any(missing_R):
+            break
+        questions_P = ranks.deal(cursor.take(sum(missing_R)), missing_R)
+        if questions_P:
+            prompt_ids_P = [policy.prompt_ids(task.messages(question)) for question in questions_P]
+            how = sampling(cfg, step, attempt, ranks.rank)
+            rollout = engine.generate(prompt_ids_P, cfg.rollout.group_size, how)
+            refuse_nan(rollout, cfg, step)
+            with clock.phase("reward", on_device=False):
+                drawn += grade(cfg, task, policy, questions_P, rollout)
+            rollouts.append(rollout)
+        kept = groups.keep(np.array([group.task_reward_G for group in drawn]))
+        missing = wanted - int(kept.sum())
+    clock.seconds["rollout"] += sum(rollout.seconds for rollout in rollouts)
+    chosen = sorted([*np.flatnonzero(kept), *np.flatnonzero(~kept)[:missing]])
+    batch = [drawn[index] for index in chosen]
+    reward_P_G = np.array([group.reward_G for group in batch])
+    return Batch(batch, groups.advantage(reward_P_G, cfg.algorithm.normalize_std), drawn, rollouts)
+
+
+def further_rollouts(cfg: RunConfig) -> int:
+    """Rollouts of a step at most that replace flat groups."""
+    return cfg.algorithm.max_resamples if cfg.algorithm.dynamic_sampling else 0
+
+
+def sampling(cfg: RunConfig, step: int, attempt: int, rank: int) -> Sampling:
+    """How a rank samples in an attempt (from 0) of a step: each draws anew, and a resumed run draws the same."""
+    seed = cfg.seed * 1_000_003 + step
+    if attempt or rank:
+        name = f"rollout/{cfg.seed}/{step}/{attempt}/{rank}"
+        seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big")
+    return Sampling(cfg.rollout.max_completion_tokens, seed=seed, temperature=cfg.rollout.temperature)
+
+
+def refuse_nan(rollout: Rollout, cfg: RunConfig, step: int) -> None:
+    """Raise Diverged where a log-prob is NaN."""
+    if any(math.isnan(logprob) for group in rollout.logprobs_P_G for row in group for logprob in row):
+        sigma = aqn.sigma(cfg.aqn, step, cfg.steps)
+        raise Diverged(
+            f"the sampler's logits are NaN at step {step}. Type a lower optim.learning_rate (it is "
+            f"{cfg.optim.learning_rate:g}), or with AQN a lower aqn.sigma_start (sigma is {sigma:g})."
+        )
+
+
+def grade(cfg: RunConfig, task: Task, policy: Policy, questions_P: list[Question], rollout: Rollout) -> list[Group]:
+    """The graded groups of a rollout, in its order."""
+    texts_P_G = [[policy.decode(ids) for ids in group] for group in rollout.completion_ids_P_G]
+    asked = [question for question in questions_P for _ in range(cfg.rollout.group_size)]
+    parts = task.rewards([text for group in texts_P_G for text in group], asked)
+    if buffer := cfg.algorithm.overlong_buffer_tokens:
+        lengths = [len(ids) for group in rollout.completion_ids_P_G for ids in group]
+        parts[OVERLONG] = groups.overlong(lengths, cfg.rollout.max_completion_tokens, buffer)
+    parts_P_G = {name: part.reshape(len(questions_P), -1) for name, part in parts.items()}
+    return [
+        Group(
+            question, rollout.prompt_ids_P[p], rollout.completion_ids_P_G[p], rollout.logprobs_P_G[p],
+            [reason == "stop" for reason in rollout.finish_reasons_P_G[p]], texts_P_G[p],
+            {name: part[p] for name, part in parts_P_G.items()},
+        )
+        for p, question in enumerate(questions_P)
+    ]  # fmt: skip
+
+
+def measures(cfg: RunConfig, batch: Batch, ranks: Ranks) -> dict[str, float]:
+    """Metrics of what the policy sampled and earned in a step, over every group that any rank drew."""
+    parts = ranks.pool([group.parts for group in batch.drawn])
+    finished = ranks.pool([group.finished_G for group in batch.drawn])
+    rollouts = ranks.pool([(rollout.tokens, rollout.entropy) for rollout in batch.rollouts])
+    part_D_G = {name: np.array([group[name] for group in parts]) for name in parts[0]}
+    reward_D_G = np.sum(list(part_D_G.values()), axis=0)
+    tokens = sum(count for count, _ in rollouts)
+    entropies = [entropy * (count / tokens) for count, entropy in rollouts if entropy is not None]
+    found = {
+        "reward/mean": reward_D_G.mean(),
+        "reward/std": reward_D_G.std(ddof=1),
+        "reward/zero_variance_groups": groups.is_flat(reward_D_G).mean(),
+        **{f"reward/{name}": part.mean() for name, part in part_D_G.items()},
+        "rollout/tokens_per_second": tokens / max(ranks.gather(sum(rollout.seconds for rollout in batch.rollouts))),
+        "rollout/completion_tokens": tokens / reward_D_G.size,
+        "rollout/truncated_fraction": 1 - np.mean(finished),
+    }
+    if cfg.algorithm.dynamic_sampling:
+        found["rollout/prompts_drawn"] = len(parts)
+    if entropies:
+        found["sampler/entropy_nats"] = sum(entropies)
+    return found
+
+
+def first_samples(batch: Batch, step: int) -> list[Sample]:
+    """The first completions of the batch's first questions."""
+    return [
+        Sample(
+            step=step, question_id=group.question.id, question=group.question.prompt, completion=group.texts_G[0],
+            rewards={name: float(part[0]) for name, part in group.parts.items()}, finished=group.finished_G[0],
+        )
+        for group in batch.groups[:PER_STEP]
+    ]  # fmt: skip

@@ -1,0 +1,51 @@
+"""Ends before the last step: a signal, the death of the starting command, or numbers that a run cannot go on with."""
+
+import os
+import signal
+from dataclasses import dataclass, field
+from typing import Self
+
+from qerl_lab.exits import INTERRUPTED, SIGNALS, heard
+
+
+class Interrupted(Exception):
+    """The run was asked to stop, and what is worth saving is saved."""
+
+
+class Diverged(FloatingPointError):
+    """Training cannot go on: a number that it rests on is NaN or infinite."""
+
+
+@dataclass
+class Stop:
+    """Whether the run was asked to stop after the step under way. `parent` is the process that it must not outlive.
+
+    Until `can_save` there is nothing to save, and a signal ends the process at once.
+    """
+
+    signalled: bool = False
+    can_save: bool = False
+    parent: int = field(default_factory=os.getppid)
+
+    @classmethod
+    def on_signals(cls, parent: int) -> Self:
+        """Hear SIGINT, SIGTERM and SIGHUP, also those that came before: the parent holds them back until here."""
+        stop = cls(parent=parent)
+        for number in heard():
+            signal.signal(number, lambda *_: stop._hear())
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+        return stop
+
+    def _hear(self) -> None:
+        if not self.can_save:
+            os._exit(INTERRUPTED)
+        self.signalled = True
+
+    def check(self) -> None:
+        """Raise Interrupted if the run was asked to stop."""
+        if self.requested:
+            raise Interrupted
+
+    @property
+    def requested(self) -> bool:
+        return self.signalled or os.getppid() != self.parent

@@ -1,0 +1,279 @@
+"""The shared core: TRL's GRPOTrainer, driven by a policy, an engine, a task and an algorithm.
+
+A *step* is one batch of `step.collect` and the optimizer updates on it; TRL's `global_step` counts updates. TRL's own
+seams are used and nothing is patched: its rollout and reward functions return what `collect` stored, its vLLM switch
+turns on the importance correction, and overridden methods add clocks, noise and atomic checkpoints around `super()`.
+"""
+
+import math
+import resource
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from datasets import Dataset
+from torch import Tensor
+from transformers import PrinterCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from trl import GRPOTrainer
+
+from qerl_lab import aqn
+from qerl_lab.config.schema import RunConfig
+from qerl_lab.model.policy import Policy, save_adapter
+from qerl_lab.record import checkpoint
+from qerl_lab.record.metrics import METRICS
+from qerl_lab.rollout.engine import Engine, Rollout
+from qerl_lab.train.clock import Clock
+from qerl_lab.train.data import Cursor, Placeholders
+from qerl_lab.train.grpo_config import grpo_config
+from qerl_lab.train.probe import noise_kl
+from qerl_lab.train.ranks import ALONE, Ranks
+from qerl_lab.train.step import Batch, collect, measures
+from qerl_lab.train.stop import Diverged, Stop
+
+OnStep = Callable[[int, dict[str, float]], None]
+
+
+class LabTrainer(GRPOTrainer):
+    """One run's training. `on_step(step, metrics)` is called after every step with everything measured in it."""
+
+    def __init__(
+        self, cfg: RunConfig, policy: Policy, engine: Engine, cursor: Cursor, run_dir: Path, on_step: OnStep,
+        stop: Stop, ranks: Ranks = ALONE,
+    ) -> None:  # fmt: skip
+        self.cfg, self.policy, self.engine, self.cursor, self.ranks = cfg, policy, engine, cursor, ranks
+        self.on_step, self.stop = on_step, stop
+        self.before_save: Callable[[], dict[str, Any]] = dict  # what a checkpoint says of its run, when it is due
+        self.clock = Clock(torch.cuda.synchronize if policy.device.type == "cuda" else lambda: None)
+        self.batch = Batch([], np.zeros((0, 0)), [], [])  # of the last rollout
+        self.measured: dict[str, float] = {}
+        self.loss_tokens: list[float] = []  # of each micro-batch
+        self.entropies: list[tuple[Tensor, Tensor]] = []  # sum over completion tokens and their number, by micro-batch
+        super().__init__(
+            model=policy.model,
+            reward_funcs=self._collected_reward,
+            args=grpo_config(cfg, policy, run_dir),
+            train_dataset=Dataset.from_dict({"prompt": [""]}),  # a placeholder: the cursor has the questions
+            processing_class=policy.tokenizer,
+            callbacks=[_Steps(self)],
+        )
+        self.remove_callback(PrinterCallback)
+        # Not given to the constructor, which would look for vLLM, and warn that `rollout_func` is experimental.
+        self.use_vllm, self.rollout_func = True, self._collected_rollout
+
+    @property
+    def steps_done(self) -> int:
+        return self.state.global_step // self.cfg.updates_per_step
+
+    @property
+    def step(self) -> int:
+        """The step under way, from 1; between steps the one that comes next."""
+        return self.steps_done + 1
+
+    @property
+    def noise(self) -> aqn.Noise:
+        return aqn.Noise(aqn.sigma(self.cfg.aqn, self.step, self.cfg.steps), self.cfg.seed, self.step)
+
+    def _get_train_sampler(self, dataset: Dataset | None = None) -> Placeholders:
+        reads = self.num_iterations * self.args.steps_per_generation
+        return Placeholders(self.cfg.steps * self.cfg.completions_per_step * reads)
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        """TRL's, of the batch that `collect` makes instead of `inputs`, which are placeholders.
+
+        With the advantages of `groups`, and with masked completions out of the loss but in the attention. The names of
+        TRL's that are overridden here are private; there is no public one between grading and loss.
+        """
+        with self.clock.phase("sync"):
+            self.engine.sync(self.noise)
+        self.batch = batch = collect(self.cfg, self.step, self.cursor, self.policy, self.engine, self.clock, self.ranks)
+        with self.clock.phase("probe"):
+            self._measure_noise(batch.rollouts[0])
+        self.measured |= measures(self.cfg, batch, self.ranks)
+        self._last_loaded_step = self.state.global_step  # TRL would hand weights to its vLLM now
+        rows = [{"prompt": group.question.prompt} for group in batch.groups for _ in group.texts_G]
+        tensors = super()._generate_and_score_completions(rows)
+        tensors["advantages"] = torch.from_numpy(batch.advantage_P_G.ravel()).to(tensors["advantages"])
+        if self.ranks.size > 1:  # TRL's own means weigh all ranks alike, whatever they sampled
+            self.measured |= self._sampler_gap(tensors)
+        if self.cfg.algorithm.mask_truncated:
+            is_finished = [finished for group in batch.groups for finished in group.finished_G]
+            finished = torch.tensor(is_finished, device=tensors["completion_mask"].device)
+            tensors["tool_mask"] = tensors["completion_mask"] * finished[:, None]  # TRL: tokens that are in the loss
+            tensors["num_items_in_batch"] = self.accelerator.gather(tensors["tool_mask"].sum()).sum()
+        if self.cfg.updates_per_step == 1:  # on-policy: TRL's ratio is then 1, whatever dropout draws
+            del tensors["old_per_token_logps"]
+        return tensors
+
+    def _collected_rollout(self, *_: object) -> dict[str, list[list[Any]]]:
+        """Be TRL's rollout function: of each completion the ids of its prompt, its own, and its log-probs."""
+        groups = self.batch.groups
+        return {
+            "prompt_ids": [group.prompt_ids for group in groups for _ in group.texts_G],
+            "completion_ids": [ids for group in groups for ids in group.completion_ids_G],
+            "logprobs": [logprobs for group in groups for logprobs in group.logprobs_G],
+        }
+
+    def _collected_reward(self, **_: object) -> list[float]:
+        """Be TRL's reward function. TRL logs these rewards; the advantages are not made of them."""
+        return [float(reward) for group in self.batch.groups for reward in group.reward_G]
+
+    def _sampler_gap(self, tensors: dict[str, Tensor]) -> dict[str, float]:
+        """Measure how far sampler and trainer are apart, over the completion tokens of all ranks."""
+        is_completion, ratio = tensors["completion_mask"].bool(), tensors["importance_sampling_ratio"]
+        gap = (tensors["old_per_token_logps"] - tensors["sampling_per_token_logps"]).abs()[is_completion]
+        ratio = ratio.flatten() if ratio.shape[1] == 1 else ratio[is_completion]  # [B, 1] with sequence corrections
+        sums = self.ranks.gather([gap.sum().item(), len(gap), gap.max().item(), ratio.sum().item(), len(ratio)])
+        gaps, tokens, largest, ratios, count = zip(*sums, strict=True)
+        return {
+            "sampler/logprob_gap_mean": sum(gaps) / sum(tokens),
+            "sampler/logprob_gap_max": max(largest),
+            "sampler/importance_ratio_mean": sum(ratios) / sum(count),
+        }
+
+    def _measure_noise(self, rollout: Rollout) -> None:
+        self.measured["noise/sigma"] = self.noise.sigma
+        norms, temperature = self.engine.norms(), self.cfg.rollout.temperature
+        self.measured["noise/std_observed"] = aqn.observed_std(norms, self.policy.clean_norms)
+        if count := self.cfg.aqn.probe_prompts:
+            self.measured["noise/kl_nats"] = noise_kl(self.policy, norms, rollout, count, temperature).nats
+
+    def _get_per_token_logps_and_entropies(
+        self, model: torch.nn.Module, ids: Tensor, attention_mask: Tensor, keep: int, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """TRL's. Without gradients these are the log-probs of the rollout, of the policy and then of the reference."""
+        if not torch.is_grad_enabled():
+            with self._scoring():
+                return super()._get_per_token_logps_and_entropies(model, ids, attention_mask, keep, **kwargs)
+        logps, entropies, aux_loss = super()._get_per_token_logps_and_entropies(
+            model, ids, attention_mask, keep, **kwargs
+        )
+        is_completion = attention_mask[:, -keep:]
+        self.entropies.append(((entropies.detach() * is_completion).sum(), is_completion.sum()))
+        return logps, entropies, aux_loss
+
+    def _scoring(self) -> AbstractContextManager[None]:
+        """The policy without dropout; as the reference, which TRL keeps as a second adapter, without noise too."""
+        is_reference = self.policy.model.active_adapter != "default"
+        held = {name: norm.data for name, norm in self.policy.norms.items()}
+        return self.policy.as_sampler(self._norms(aqn.CLEAN) if is_reference else held)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        # Forward and backward both lie inside; autograd keeps the norm parameter itself, not a copy of its values, so
+        # the noisy weights must stay in place until the backward pass is done.
+        noisy = self.cfg.aqn.scope == "rollout_and_train" and self.noise.sigma > 0
+        with self.policy.norms_as(self._norms(self.noise)) if noisy else nullcontext():
+            return super().training_step(*args, **kwargs)
+
+    def _norms(self, noise: aqn.Noise) -> dict[str, Tensor]:
+        return noise.onto_norms(self.policy.clean_norms, self.policy.norms)
+
+    def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+        self.loss_tokens.append(float(inputs.get("tool_mask", inputs["completion_mask"]).sum()))
+        return super()._compute_loss(model, inputs)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if "train_runtime" in logs:  # the Trainer's closing summary of the whole run
+            return
+        recorded = self._metrics["train"]
+        tokens = [sum(of_ranks) for of_ranks in zip(*self.ranks.gather(self.loss_tokens), strict=True)]
+        for metric in METRICS.values():
+            if metric.over_tokens and metric.trl in recorded:
+                recorded[metric.trl] = [weighted_mean(recorded[metric.trl], tokens)]
+        super().log(logs, start_time)
+        metrics = self._step_metrics(logs)
+        self.on_step(self.steps_done, metrics)
+        self._check_finite(metrics)
+        self.loss_tokens.clear()
+        self.entropies.clear()
+        self.measured.clear()
+        self.clock.clear()
+
+    def _step_metrics(self, logs: dict[str, float]) -> dict[str, float]:
+        means = {name: logs[metric.trl] for name, metric in METRICS.items() if metric.trl in logs}
+        metrics = {name: math.nan if mean is None else mean for name, mean in means.items()}  # TRL's NaN is None
+        own = [sum(part.item() for part in parts) for parts in zip(*self.entropies, strict=True)]
+        total, tokens = (sum(of_ranks) for of_ranks in zip(*self.ranks.gather(own), strict=True))
+        metrics["policy/entropy_nats"] = total / tokens
+        seconds = self.clock.seconds["step"]
+        phases = {name: self.clock.seconds[name] for name in ("rollout", "reward", "sync", "probe")}
+        metrics |= {f"seconds/{name}": value for name, value in phases.items()}
+        metrics["seconds/train"] = seconds - sum(phases.values())
+        metrics["step/seconds"] = seconds
+        sampled = sum(self.ranks.gather(sum(rollout.tokens for rollout in self.batch.rollouts)))
+        metrics["step/tokens_per_second"] = sampled / seconds
+        memory = self.ranks.gather(memory_gib())
+        return metrics | self.measured | {name: max(rank[name] for rank in memory) for name in memory[0]}
+
+    def _check_finite(self, metrics: dict[str, float]) -> None:
+        """Raise Diverged before a checkpoint holds, or the sampler meets, what is NaN."""
+        adapter = [parameter for parameter in self.policy.model.parameters() if parameter.requires_grad]
+        for what, value in (
+            ("loss", metrics["policy/loss"]),
+            ("gradient norm", metrics["policy/grad_norm"]),
+            ("largest weight of the adapter", torch.nn.utils.get_total_norm(adapter, math.inf).item()),
+        ):
+            if not math.isfinite(value):
+                raise Diverged(
+                    f"{what} is {'NaN' if math.isnan(value) else 'infinite'} at step {self.steps_done}. Type a lower "
+                    f"optim.learning_rate (it is {self.cfg.optim.learning_rate:g}) or optim.max_grad_norm "
+                    f"(it is {self.cfg.optim.max_grad_norm:g})."
+                )
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """No model card: the run directory is the record."""
+
+    def _save_checkpoint(self, model: torch.nn.Module, trial: None) -> None:
+        """Write the checkpoint as rank 0, in whose folder every rank puts the state of its random numbers."""
+        if not self.ranks.is_first:
+            self._save_rng_state(self.ranks.gather("")[0])
+            self.ranks.wait()
+            return
+        state = {"step": self.steps_done, "prompts_seen": self.cursor.position, **self.before_save()}
+        checkpoint.save(Path(self.args.output_dir), state, self._write_checkpoint, self.cfg.checkpoint.keep)
+
+    def _write_checkpoint(self, folder: Path) -> None:
+        self.ranks.gather(str(folder))
+        save_adapter(self.policy.model, folder)
+        self._save_optimizer_and_scheduler(str(folder))
+        self._save_rng_state(str(folder))
+        self.ranks.wait()
+        self.state.save_to_json(str(folder / "trainer_state.json"))
+
+
+class _Steps(TrainerCallback):
+    """Times a step, and decides at its end whether to save and whether to stop."""
+
+    def __init__(self, trainer: LabTrainer) -> None:
+        self.trainer = trainer
+
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if state.global_step % self.trainer.cfg.updates_per_step == 0:
+            self.trainer.clock.start_step()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        trainer = self.trainer
+        step, updates_left = divmod(state.global_step, trainer.cfg.updates_per_step)
+        if updates_left:
+            return
+        trainer.clock.end_step()
+        every = trainer.cfg.checkpoint.every
+        asked = trainer.ranks.any(trainer.stop.requested)  # once: a signal may arrive at any line
+        stopping = asked or step == trainer.cfg.steps
+        control.should_save = stopping or bool(every and step % every == 0)
+        control.should_training_stop = stopping
+
+
+def weighted_mean(values: list[float], weights: list[float]) -> float:
+    """Mean over tokens of per-micro-batch means, which TRL would average without weights."""
+    return sum(value * weight for value, weight in zip(values, weights, strict=True)) / max(sum(weights), 1.0)
+
+
+def memory_gib() -> dict[str, float]:
+    """Peak resident memory of this process so far, and peak GPU memory allocated since the start."""
+    peak = {"memory/rss_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
+    if torch.cuda.is_available():
+        peak["memory/gpu_peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+    return peak
