@@ -1,20 +1,26 @@
 """What several files share: small configurations, the pocket policy, and the rule for tests that need a GPU."""
 
 import os
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from qerl_lab.config import RunConfig, from_dict
+from qerl_lab.config.rules import from_dict
+from qerl_lab.config.schema import RunConfig
 
 if TYPE_CHECKING:
-    from qerl_lab.policy import Policy
+    from qerl_lab.model.policy import Policy
 
 # Before anything imports triton: without a GPU its interpreter runs the kernels.
 if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"
+
+# A shell starts background jobs with Ctrl-C ignored, which every child would inherit: tests that send it would hang.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The parts of a run, as small as they still mean something.
 TINY = {
@@ -38,6 +44,15 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     pytest.skip("needs an NVIDIA GPU")
 
 
+@pytest.fixture(autouse=True)
+def environment_restored() -> Iterator[None]:
+    """Undoes what the command line, called in the test's own process, tells its children through the environment."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
 @pytest.fixture(scope="session")
 def tiny() -> Callable[..., RunConfig]:
     """Builds a small configuration; `tiny(lora__rank=2)` changes `lora.rank`."""
@@ -45,8 +60,11 @@ def tiny() -> Callable[..., RunConfig]:
     def build(**changes: Any) -> RunConfig:
         values: dict[str, Any] = {}
         for name, value in (TINY | changes).items():
-            group, _, key = name.rpartition("__")
-            (values.setdefault(group, {}) if group else values)[key] = value
+            *groups, key = name.split("__")
+            node = values
+            for group in groups:
+                node = node.setdefault(group, {})
+            node[key] = value
         return from_dict(values)
 
     return build
@@ -57,7 +75,7 @@ def build_policy() -> "Callable[[RunConfig], Policy]":
     """Builds a policy whose adapters already do something (a fresh adapter is exactly zero)."""
     import torch
 
-    from qerl_lab import policy
+    from qerl_lab.model import policy
 
     torch.set_num_threads(1)
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import yaml
 
-from qerl_lab.compose import make_plan
-from qerl_lab.config import RunConfig, choices_of, leaves
+from qerl_lab.cli.compose import make_plan
+from qerl_lab.config.schema import RunConfig, choices_of, leaves
 
 RECORD = Path(__file__).with_name("resolved_configs.yaml")
 

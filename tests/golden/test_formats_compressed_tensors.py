@@ -10,7 +10,7 @@ from compressed_tensors.quantization import preset_name_to_scheme
 from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 from torch import Tensor
 
-from qerl_lab.formats import codec
+from packed_layers import BY_NAME, MXFP4, NVFP4
 
 COMPRESSORS = {"nvfp4": (NVFP4PackedCompressor, "NVFP4A16"), "mxfp4": (MXFP4PackedCompressor, "MXFP4A16")}
 SHAPE = (48, 128)
@@ -30,7 +30,7 @@ def theirs(weight: Tensor, name: str, global_scale: Tensor | None = None) -> dic
     if name == "nvfp4":
         own = generate_gparam(weight.min(), weight.max())
         state["weight_global_scale"] = own if global_scale is None else global_scale
-    blocks = weight.unflatten(1, (-1, codec(name).BLOCK))
+    blocks = weight.unflatten(1, (-1, BY_NAME[name].BLOCK))
     state["weight_scale"], _ = calculate_qparams(
         blocks.amin(-1), blocks.amax(-1), scheme.weights, global_scale=state.get("weight_global_scale")
     )
@@ -78,7 +78,7 @@ def samples() -> dict[str, Tensor]:
 @pytest.mark.parametrize("name", COMPRESSORS)
 def test_bits_are_those_of_compressed_tensors(name: str, sample: str, dtype: torch.dtype) -> None:
     weight = samples()[sample].to(dtype)
-    ours, reference = codec(name).quantize(weight), theirs(weight, name)
+    ours, reference = BY_NAME[name].quantize(weight), theirs(weight, name)
     assert set(ours) == set(reference)
     for key, tensor in reference.items():
         assert ours[key].dtype is tensor.dtype
@@ -90,29 +90,28 @@ def test_many_random_blocks(name: str) -> None:
     torch.manual_seed(1)
     for dtype in (torch.float32, torch.bfloat16):
         weight = (torch.randn(512, 512) * torch.rand(512, 1) ** 4).to(dtype)
-        ours, reference = codec(name).quantize(weight), theirs(weight, name)
+        ours, reference = BY_NAME[name].quantize(weight), theirs(weight, name)
         assert all(torch.equal(ours[key].view(torch.uint8), reference[key].view(torch.uint8)) for key in reference)
 
 
 @pytest.mark.parametrize("name", COMPRESSORS)
 def test_dequantized_weight_is_theirs_in_bfloat16(name: str) -> None:
     weight = samples()["cauchy"]
-    packed = codec(name).quantize(weight)
-    assert torch.equal(codec(name).dequantize(packed, SHAPE, torch.bfloat16), their_weight(packed, name))
+    packed = BY_NAME[name].quantize(weight)
+    assert torch.equal(BY_NAME[name].dequantize(packed, SHAPE, torch.bfloat16), their_weight(packed, name))
 
 
 def test_shared_global_scale() -> None:
     weights = [samples()["normal"], 3 * samples()["normal"]]
-    nvfp4 = codec("nvfp4")
-    shared = nvfp4.shared_options(weights)
-    assert torch.equal(shared["global_scale"], generate_gparam(weights[1].min(), weights[1].max()))
-    ours, reference = nvfp4.quantize(weights[0], **shared), theirs(weights[0], "nvfp4", shared["global_scale"])
+    shared = NVFP4.global_scale(weights)
+    assert torch.equal(shared, generate_gparam(weights[1].min(), weights[1].max()))
+    ours, reference = NVFP4.together(weights)(weights[0]), theirs(weights[0], "nvfp4", shared)
     assert all(torch.equal(ours[key].view(torch.uint8), reference[key].view(torch.uint8)) for key in reference)
 
 
 def test_global_scale_that_is_too_large_saturates() -> None:
     weight, scale = samples()["normal"], torch.tensor([1e6])
-    ours, reference = codec("nvfp4").quantize(weight, global_scale=scale), theirs(weight, "nvfp4", scale)
+    ours, reference = NVFP4.quantize(weight, global_scale=scale), theirs(weight, "nvfp4", scale)
     assert ours["weight_scale"].float().max() == 448
     assert all(torch.equal(ours[key].view(torch.uint8), reference[key].view(torch.uint8)) for key in reference)
 
@@ -122,4 +121,4 @@ def test_mxfp4_scale_for_every_exponent() -> None:
     mantissas = torch.tensor([1.0, 1.5, 1.7499999, 1.75, 1.9999999], dtype=torch.float64)
     largest = (torch.exp2(torch.arange(-149, 100, dtype=torch.float64)).unsqueeze(1) * mantissas).flatten()
     weight = largest.float().unsqueeze(1).repeat(1, 32)
-    assert torch.equal(codec("mxfp4").quantize(weight)["weight_scale"], theirs(weight, "mxfp4")["weight_scale"])
+    assert torch.equal(MXFP4.quantize(weight)["weight_scale"], theirs(weight, "mxfp4")["weight_scale"])

@@ -2,58 +2,63 @@
 
 import subprocess
 import sys
-from typing import Any
+from dataclasses import FrozenInstanceError
 
 import pytest
 import torch
 from torch import Tensor
 
-from qerl_lab.formats import codec, names
+from packed_layers import BF16, BY_NAME, MXFP4, NF4, NVFP4
+from qerl_lab import formats
+from qerl_lab.config.schema import FormatConfig
+from qerl_lab.formats import FORMATS
+from qerl_lab.formats.format import Format
+from qerl_lab.formats.mxfp4 import Mxfp4
+from qerl_lab.formats.nf4 import Nf4
+from qerl_lab.formats.nvfp4 import Nvfp4
 
 PACKED = [
-    ("nvfp4", {}), ("nvfp4", {"scale_rule": "four_over_six"}),
-    ("mxfp4", {}), ("mxfp4", {"exponent_rule": "floor"}), ("mxfp4", {"exponent_rule": "ceil"}),
-    ("nf4", {"double_quant": False}), ("nf4", {"double_quant": True}),
+    NVFP4, Nvfp4("four_over_six"),
+    MXFP4, Mxfp4("floor"), Mxfp4("ceil"),
+    Nf4(False), Nf4(True),
 ]  # fmt: skip
-ALL = [*PACKED, ("bf16", {})]
+ALL = [*PACKED, BF16]
 
 
-def roundtrip(weight: Tensor, name: str, options: dict[str, Any]) -> Tensor:
-    packed = codec(name).quantize(weight, **options)
-    return codec(name).dequantize(packed, tuple(weight.shape), torch.float32)
+def roundtrip(weight: Tensor, weight_format: Format) -> Tensor:
+    packed = weight_format.quantize(weight)
+    return weight_format.dequantize(packed, tuple(weight.shape), torch.float32)
 
 
 def normal(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize(("name", "options"), ALL)
-def test_zeros_stay_zeros(name: str, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("weight_format", ALL, ids=repr)
+def test_zeros_stay_zeros(weight_format: Format) -> None:
     weight = normal(8, 128)
     weight[2:, :64] = 0
-    assert roundtrip(weight, name, options)[2:, :64].count_nonzero() == 0
-    assert roundtrip(torch.zeros(8, 128), name, options).count_nonzero() == 0
+    assert roundtrip(weight, weight_format)[2:, :64].count_nonzero() == 0
+    assert roundtrip(torch.zeros(8, 128), weight_format).count_nonzero() == 0
 
 
-@pytest.mark.parametrize(("name", "options"), PACKED)
-def test_huge_outlier_survives_and_nothing_overflows(name: str, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("weight_format", PACKED, ids=repr)
+def test_huge_outlier_survives_and_nothing_overflows(weight_format: Format) -> None:
     weight = normal(8, 128)
     weight[3, 5] = 1e30
-    values = roundtrip(weight, name, options)
+    values = roundtrip(weight, weight_format)
     assert values.isfinite().all()
     assert values[3, 5].item() == pytest.approx(1e30, rel=0.25)  # MXFP4: 1e30 is 6.3 of its block's units
 
 
 def test_outlier_costs_only_its_block_where_blocks_stand_alone() -> None:
     weight = normal(8, 128)
-    clean = {
-        name: roundtrip(weight, name, options) for name, options in [("mxfp4", {}), ("nf4", {"double_quant": False})]
-    }
+    clean = {each: roundtrip(weight, each) for each in [MXFP4, Nf4(False)]}
     weight[3, 5] = 1e30
-    for name, options in [("mxfp4", {}), ("nf4", {"double_quant": False})]:
-        assert torch.equal(roundtrip(weight, name, options)[4:], clean[name][4:])
-    assert roundtrip(weight, "nvfp4", {})[4:].count_nonzero() == 0  # below 2**-10 of the largest block: gone
-    assert roundtrip(weight, "nf4", {"double_quant": True})[4:].abs().max() > 1e20  # their mean is the outlier's
+    for each in [MXFP4, Nf4(False)]:
+        assert torch.equal(roundtrip(weight, each)[4:], clean[each][4:])
+    assert roundtrip(weight, NVFP4)[4:].count_nonzero() == 0  # below 2**-10 of the largest block: gone
+    assert roundtrip(weight, NF4)[4:].abs().max() > 1e20  # their mean is the outlier's
 
 
 def test_nvfp4_subnormal_block_scales() -> None:
@@ -61,36 +66,38 @@ def test_nvfp4_subnormal_block_scales() -> None:
     weight = normal(4, 16).clamp(-1, 1)
     weight[:, 0] = torch.tensor([1.0, 2**-15, 2**-17.5, 2**-19])
     weight[1:, 1:] *= weight[1:, :1]
-    packed = codec("nvfp4").quantize(weight)
+    packed = NVFP4.quantize(weight)
     assert packed["weight_scale"].flatten().tolist() == [
         448.0,
         7 * 2**-9,
         2**-9,
         0.125,
     ]  # the last: no codes, any scale
-    values = codec("nvfp4").dequantize(packed, (4, 16), torch.float32)
+    values = NVFP4.dequantize(packed, (4, 16), torch.float32)
     assert values[1, 0].item() == pytest.approx(2**-15, rel=1e-5)
     assert values[3].count_nonzero() == 0
 
 
-@pytest.mark.parametrize(("name", "options"), PACKED)
-def test_denormals_become_zeros(name: str, options: dict[str, Any]) -> None:
-    assert roundtrip(normal(4, 64) * 1e-40, name, options).count_nonzero() == 0
+@pytest.mark.parametrize("weight_format", PACKED, ids=repr)
+def test_denormals_become_zeros(weight_format: Format) -> None:
+    assert roundtrip(normal(4, 64) * 1e-40, weight_format).count_nonzero() == 0
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 2.0**100])
-@pytest.mark.parametrize(("name", "options"), ALL)
-def test_error_names_the_tensor_that_is_not_finite(name: str, options: dict[str, Any], value: float) -> None:
+@pytest.mark.parametrize("weight_format", ALL, ids=repr)
+def test_error_names_the_tensor_that_is_not_finite(weight_format: Format, value: float) -> None:
     weight = normal(4, 64)
     weight[2, 7] = value
-    with pytest.raises(ValueError, match=rf"^layers\.0\.up: 1 values that {name} cannot hold, .* at \[2, 7\]"):
-        codec(name).quantize(weight, name="layers.0.up", **options)
+    with pytest.raises(
+        ValueError, match=rf"^layers\.0\.up: 1 values that {weight_format.NAME} cannot hold, .* at \[2, 7\]"
+    ):
+        weight_format.quantize(weight, name="layers.0.up")
 
 
-@pytest.mark.parametrize(("name", "options"), PACKED)
-def test_largest_magnitudes_do_not_overflow(name: str, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("weight_format", PACKED, ids=repr)
+def test_largest_magnitudes_do_not_overflow(weight_format: Format) -> None:
     weight = normal(8, 128).sign() * torch.nextafter(torch.tensor(2.0**100), torch.tensor(0.0))
-    assert roundtrip(weight, name, options).isfinite().all()
+    assert roundtrip(weight, weight_format).isfinite().all()
 
 
 @pytest.mark.parametrize(
@@ -105,52 +112,68 @@ def test_largest_magnitudes_do_not_overflow(name: str, options: dict[str, Any]) 
 )
 def test_error_on_a_size_that_does_not_fit(name: str, shape: tuple[int, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        codec(name).quantize(torch.ones(shape), name="up")
+        BY_NAME[name].quantize(torch.ones(shape), name="up")
 
 
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "nf4", "bf16"])
 def test_error_on_a_dtype_that_is_no_weight(name: str) -> None:
     with pytest.raises(ValueError, match=r"got shape \[4, 64\] in torch.uint8"):
-        codec(name).quantize(torch.ones(4, 64, dtype=torch.uint8))
+        BY_NAME[name].quantize(torch.ones(4, 64, dtype=torch.uint8))
 
 
-@pytest.mark.parametrize(("name", "options"), ALL)
-def test_float16_is_widened_and_the_input_left_alone(name: str, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("weight_format", ALL, ids=repr)
+def test_float16_is_widened_and_the_input_left_alone(weight_format: Format) -> None:
     weight = (0.01 * normal(8, 128)).half().t().contiguous().t()  # strided
     before = weight.clone()
-    assert torch.equal(roundtrip(weight, name, options), roundtrip(weight.float(), name, options))
+    assert torch.equal(roundtrip(weight, weight_format), roundtrip(weight.float(), weight_format))
     assert torch.equal(weight, before)
 
 
 @pytest.mark.parametrize("scale", [torch.zeros(1), torch.tensor([float("inf")]), torch.ones(2), -torch.ones(1)])
 def test_error_on_a_bad_global_scale(scale: Tensor) -> None:
     with pytest.raises(ValueError, match=r"^up: global_scale must be one positive finite number"):
-        codec("nvfp4").quantize(normal(4, 64), name="up", global_scale=scale)
+        NVFP4.quantize(normal(4, 64), name="up", global_scale=scale)
 
 
-def test_names_and_unknown_name() -> None:
-    assert {"bf16", "mxfp4", "nf4", "nvfp4"} <= set(names())
-    assert [codec(name).NAME for name in names()] == list(names())
+def test_the_table_has_every_format_and_no_other() -> None:
+    assert set(BY_NAME) == set(FORMATS)
     for unknown in ("nvfp5", "linear", "../nvfp4"):
-        with pytest.raises(ValueError, match=r"unknown weight format .*; allowed: bf16, .*nvfp4"):
-            codec(unknown)
+        with pytest.raises(ValueError, match=r"unknown weight format .*; allowed: bf16, mxfp4, nf4, nvfp4"):
+            formats.build(FormatConfig(name=unknown))
+
+
+def test_a_format_is_a_value() -> None:
+    assert Nf4(double_quant=True) == NF4 != Nf4(double_quant=False)
+    assert len({Nvfp4("max"), NVFP4, Nvfp4("four_over_six")}) == 2
+    with pytest.raises(FrozenInstanceError):
+        NVFP4.scale_rule = "four_over_six"
+
+
+@pytest.mark.parametrize("kind", [Nvfp4, Mxfp4])
+def test_a_rule_that_nobody_knows_does_not_quantize(kind: type[Format]) -> None:
+    (unknown,) = kind.variants()
+    with pytest.raises(ValueError, match="_rule None; allowed: "):
+        unknown.quantize(normal(4, 64))
+    packed = BY_NAME[kind.NAME].quantize(normal(4, 64))
+    assert unknown.accept(packed, (4, 64), name="up").keys() == packed.keys()
+    assert unknown.dequantize(packed, (4, 64), torch.float32).count_nonzero()
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "bits"),
-    [(*case, bits) for case, bits in zip(ALL, [4.5, 4.5, 4.25, 4.25, 4.25, 4.5, 4.127, 16], strict=True)],
+    ("weight_format", "bits"), [*zip(ALL, [4.5, 4.5, 4.25, 4.25, 4.25, 4.5, 4.127, 16], strict=True)], ids=repr
 )
-def test_bits_per_weight_is_what_is_stored(name: str, options: dict[str, Any], bits: float) -> None:
-    assert codec(name).bits_per_weight(**options) == pytest.approx(bits, abs=5e-4)
-    packed = codec(name).quantize(normal(512, 1024), **options)
-    constants = {"nvfp4": 4, "nf4": 16 * 4 + 256 + (256 * 4 if options.get("double_quant") else 0)}.get(name, 0)
+def test_bits_per_weight_is_what_is_stored(weight_format: Format, bits: float) -> None:
+    assert weight_format.bits_per_weight == pytest.approx(bits, abs=5e-4)
+    packed = weight_format.quantize(normal(512, 1024))
+    nf4 = 16 * 4 + 256 + (256 * 4 if weight_format == NF4 else 0)
+    constants = {"nvfp4": 4, "nf4": nf4}.get(weight_format.NAME, 0)
     stored = sum(tensor.nbytes for tensor in packed.values())
-    assert stored == 512 * 1024 * codec(name).bits_per_weight(**options) / 8 + constants
+    assert stored == 512 * 1024 * weight_format.bits_per_weight / 8 + constants
 
 
 def test_importing_the_formats_imports_no_optional_library() -> None:
     code = (
-        "import sys, qerl_lab.formats as f; [f.codec(n) for n in f.names()]; "
+        "import sys, qerl_lab.formats; "
         "print([m for m in ('peft', 'bitsandbytes', 'compressed_tensors', 'transformers') if m in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

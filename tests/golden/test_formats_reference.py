@@ -1,15 +1,19 @@
-"""The codecs against a float64 reference written from the definitions of the formats."""
+"""The formats against a float64 reference written from the definitions of the formats."""
 
 import json
-from typing import Any
 
 import numpy as np
 import pytest
-import reference_formats as reference
 import torch
 from torch import Tensor
 
-from qerl_lab.formats import codec, e2m1
+import reference_formats as reference
+from packed_layers import BF16, MXFP4, NF4, NVFP4
+from qerl_lab.formats import e2m1
+from qerl_lab.formats.format import Format
+from qerl_lab.formats.mxfp4 import Mxfp4
+from qerl_lab.formats.nf4 import Nf4
+from qerl_lab.formats.nvfp4 import Nvfp4
 
 # QLoRA, arXiv 2305.14314, appendix E.
 QLORA_TABLE = [
@@ -18,8 +22,8 @@ QLORA_TABLE = [
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 ]  # fmt: skip
 ALL = [
-    ("nvfp4", {}), ("nvfp4", {"scale_rule": "four_over_six"}), ("mxfp4", {}), ("nf4", {"double_quant": True}),
-    ("nf4", {"double_quant": False}), ("bf16", {}),
+    NVFP4, Nvfp4("four_over_six"), MXFP4, Nf4(True),
+    Nf4(False), BF16,
 ]  # fmt: skip
 
 
@@ -36,14 +40,14 @@ def nibbles(packed: Tensor) -> np.ndarray:
 @pytest.mark.parametrize("spread", [1.0, 1e4])
 def test_nvfp4(spread: float) -> None:
     weight = normal(64, 256) * torch.logspace(0, float(np.log10(spread)), 256)
-    packed, expected = codec("nvfp4").quantize(weight), reference.nvfp4(weight.double().numpy())
+    packed, expected = NVFP4.quantize(weight), reference.nvfp4(weight.double().numpy())
     stable = expected.stable
     assert stable.mean() > 0.999
     assert packed["weight_global_scale"].item() == pytest.approx(448 * 6 / weight.abs().max().item(), rel=1e-6)
     stable_blocks = stable.reshape(64, -1, 16).all(-1)
     np.testing.assert_array_equal(packed["weight_scale"].double().numpy()[stable_blocks], expected.scale[stable_blocks])
     np.testing.assert_array_equal(nibbles(packed["weight_packed"])[stable], expected.codes[stable])
-    values = codec("nvfp4").dequantize(packed, (64, 256), torch.float32).double().numpy()
+    values = NVFP4.dequantize(packed, (64, 256), torch.float32).double().numpy()
     np.testing.assert_allclose(values[stable], expected.values[stable], rtol=1e-6)
 
 
@@ -51,7 +55,7 @@ def test_nvfp4_of_bfloat16_is_as_accurate_as_the_reference() -> None:
     """Its scales are rounded twice (see the module), which may cost accuracy: less than 0.05 dB."""
     weight = normal(256, 256).bfloat16()
     exact = weight.double().numpy()
-    values = codec("nvfp4").dequantize(codec("nvfp4").quantize(weight), (256, 256), torch.float32).double().numpy()
+    values = NVFP4.dequantize(NVFP4.quantize(weight), (256, 256), torch.float32).double().numpy()
     assert reference.sqnr_db(exact, values) > reference.sqnr_db(exact, reference.nvfp4(exact).values) - 0.05
 
 
@@ -60,18 +64,16 @@ def test_nvfp4_of_bfloat16_is_as_accurate_as_the_reference() -> None:
 @pytest.mark.parametrize("spread", [1.0, 1e30])
 def test_mxfp4_is_the_reference_exactly(spread: float, dtype: torch.dtype, rule: str) -> None:
     weight = (normal(64, 256) * torch.logspace(0, float(np.log10(spread)), 64).unsqueeze(1)).to(dtype)
-    packed = codec("mxfp4").quantize(weight, exponent_rule=rule)
+    packed = Mxfp4(rule).quantize(weight)
     expected = reference.mxfp4(weight.double().numpy(), rule)
     np.testing.assert_array_equal(packed["weight_scale"].numpy(), expected.scale)
     np.testing.assert_array_equal(nibbles(packed["weight_packed"]), expected.codes)
     for out in (torch.float32, torch.bfloat16):
-        np.testing.assert_array_equal(
-            codec("mxfp4").dequantize(packed, (64, 256), out).double().numpy(), expected.values
-        )
+        np.testing.assert_array_equal(MXFP4.dequantize(packed, (64, 256), out).double().numpy(), expected.values)
 
 
 def test_nf4_codebook_is_the_qlora_table() -> None:
-    table = codec("nf4").quantize(normal(4, 64))["weight.quant_map"].double().numpy()
+    table = NF4.quantize(normal(4, 64))["weight.quant_map"].double().numpy()
     np.testing.assert_allclose(table, QLORA_TABLE, rtol=1e-7)
     np.testing.assert_allclose(reference.nf4_codebook(), QLORA_TABLE, atol=1e-6)
 
@@ -79,7 +81,7 @@ def test_nf4_codebook_is_the_qlora_table() -> None:
 @pytest.mark.parametrize("shape", [(64, 256), (6, 96), (160, 160)], ids=["rows_of_blocks", "across_rows", "pocket"])
 def test_nf4(shape: tuple[int, int]) -> None:
     weight = normal(*shape)
-    packed = codec("nf4").quantize(weight, double_quant=False)
+    packed = Nf4(False).quantize(weight)
     expected = reference.nf4(weight.double().numpy(), np.array(QLORA_TABLE))
     stable = expected.stable
     assert stable.mean() > 0.999
@@ -87,19 +89,19 @@ def test_nf4(shape: tuple[int, int]) -> None:
     array = packed["weight"].numpy()
     codes = np.concatenate([array >> 4, array & 15], 1).reshape(shape)  # here the high nibble comes first
     np.testing.assert_array_equal(codes[stable], expected.codes[stable])
-    values = codec("nf4").dequantize(packed, shape, torch.float32).double().numpy()
+    values = NF4.dequantize(packed, shape, torch.float32).double().numpy()
     np.testing.assert_allclose(values[stable], expected.values[stable], rtol=1e-6)
 
 
 def test_nf4_double_quantization() -> None:
     """The block maxima that the dequantized weight shows are those of the reference."""
     weight = normal(300, 128) * torch.linspace(0.5, 2, 300).unsqueeze(1)  # 600 blocks: three nested ones, one partial
-    single, double = (codec("nf4").quantize(weight, double_quant=flag) for flag in (False, True))
+    single, double = (Nf4(flag).quantize(weight) for flag in (False, True))
     assert torch.equal(single["weight"], double["weight"])
     codebook = double["weight.nested_quant_map"].double().numpy()
     assert len(codebook) == 256
     expected, stable = reference.double_quantized(single["weight.absmax"].double().numpy(), codebook)
-    values = codec("nf4").dequantize(double, (300, 128), torch.float32).double().numpy()
+    values = NF4.dequantize(double, (300, 128), torch.float32).double().numpy()
     assert stable.mean() > 0.99
     largest = np.abs(values).reshape(-1, 64).max(-1)
     np.testing.assert_allclose(largest[stable], expected[stable], rtol=1e-5)
@@ -109,38 +111,36 @@ def test_nf4_tensors_are_a_bitsandbytes_checkpoint() -> None:
     from bitsandbytes.functional import QuantState, dequantize_4bit
 
     weight = normal(32, 64)
-    packed = codec("nf4").quantize(weight)
+    packed = NF4.quantize(weight)
     header = json.loads(bytes(packed["weight.quant_state.bitsandbytes__nf4"].tolist()))
     assert header["quant_type"] == "nf4"
     assert (header["blocksize"], header["nested_blocksize"], header["shape"]) == (64, 256, [32, 64])
     state = QuantState.from_dict({k: v for k, v in packed.items() if k != "weight"}, torch.device("cpu"))
-    assert torch.equal(
-        dequantize_4bit(packed["weight"], state), codec("nf4").dequantize(packed, (32, 64), torch.float32)
-    )
+    assert torch.equal(dequantize_4bit(packed["weight"], state), NF4.dequantize(packed, (32, 64), torch.float32))
 
 
 def test_bf16_rounds_to_nearest_even() -> None:
     weight = torch.tensor([[1.0, 1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-8 + 2**-20]])
-    packed = codec("bf16").quantize(weight)
+    packed = BF16.quantize(weight)
     assert packed["weight"].dtype is torch.bfloat16
-    assert codec("bf16").dequantize(packed, (1, 4), torch.float32).tolist() == [[1.0, 1.0, 1 + 2**-6, 1 + 2**-7]]
+    assert BF16.dequantize(packed, (1, 4), torch.float32).tolist() == [[1.0, 1.0, 1 + 2**-6, 1 + 2**-7]]
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "low", "high"),
+    ("weight_format", "low", "high"),
     [
-        ("nvfp4", {}, 20.3, 20.9),
-        ("nvfp4", {"scale_rule": "four_over_six"}, 21.0, 21.6),
-        ("mxfp4", {}, 18.8, 19.4),
-        ("mxfp4", {"exponent_rule": "floor"}, 18.6, 19.1),
-        ("mxfp4", {"exponent_rule": "ceil"}, 18.3, 18.8),
-        ("nf4", {}, 20.5, 20.9),
-        ("bf16", {}, 50.0, 60.0),
+        (NVFP4, 20.3, 20.9),
+        (Nvfp4("four_over_six"), 21.0, 21.6),
+        (MXFP4, 18.8, 19.4),
+        (Mxfp4("floor"), 18.6, 19.1),
+        (Mxfp4("ceil"), 18.3, 18.8),
+        (NF4, 20.5, 20.9),
+        (BF16, 50.0, 60.0),
     ],
 )
-def test_signal_to_noise_on_normal_weights(name: str, options: dict[str, Any], low: float, high: float) -> None:
+def test_signal_to_noise_on_normal_weights(weight_format: Format, low: float, high: float) -> None:
     weight = normal(512, 512)
-    values = codec(name).dequantize(codec(name).quantize(weight, **options), (512, 512), torch.float32)
+    values = weight_format.dequantize(weight_format.quantize(weight), (512, 512), torch.float32)
     assert low < reference.sqnr_db(weight.double().numpy(), values.double().numpy()) < high
 
 
@@ -172,17 +172,17 @@ def test_e2m1_ties_go_to_even_codes() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize(("name", "options"), ALL)
-def test_decoded_times_alpha_is_the_weight(name: str, options: dict[str, Any], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("weight_format", ALL, ids=repr)
+def test_decoded_times_alpha_is_the_weight(weight_format: Format, dtype: torch.dtype) -> None:
     weight = normal(32, 128)
-    packed = codec(name).quantize(weight, **options)
-    unpack, alpha = codec(name).decoder(packed, (32, 128))
+    packed = weight_format.quantize(weight)
+    unpack, alpha = weight_format.decoder(packed, (32, 128))
     dense = unpack(dtype)
-    exact = codec(name).dequantize(packed, (32, 128), torch.float32)
+    exact = weight_format.dequantize(packed, (32, 128), torch.float32)
     assert dense.dtype is dtype
-    if name != "nvfp4":
+    if weight_format.NAME != "nvfp4":
         assert alpha == 1
-        assert torch.equal(dense, codec(name).dequantize(packed, (32, 128), dtype))
+        assert torch.equal(dense, weight_format.dequantize(packed, (32, 128), dtype))
     else:
         assert alpha == pytest.approx(1 / packed["weight_global_scale"].item(), rel=1e-7) != 1
         torch.testing.assert_close(dense.float() * alpha, exact, rtol=1e-6, atol=0)  # also from bfloat16: W' is exact
@@ -197,6 +197,6 @@ def test_decoded_nvfp4_is_exact_for_every_value_and_scale() -> None:
         "weight_scale": scale.unsqueeze(1),
         "weight_global_scale": torch.tensor([3.0]),
     }
-    unpack = codec("nvfp4").decoder(packed, (127, 16)).unpack
+    unpack = NVFP4.decoder(packed, (127, 16)).unpack
     for dtype in (torch.bfloat16, torch.float16):
         assert torch.equal(unpack(dtype).float(), unpack(torch.float32))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from qerl_lab.formats import codec
+from packed_layers import BY_NAME
 
 pytest.importorskip("triton")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -33,7 +33,7 @@ def by_kernel(packed: dict[str, Tensor], shape: tuple[int, int], dtype: torch.dt
 
 def check(name: str, packed: dict[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
     """Returns what the kernel gives."""
-    expected = codec(name).decoder(packed, shape).unpack(dtype)
+    expected = BY_NAME[name].decoder(packed, shape).unpack(dtype)
     got = by_kernel(packed, shape, dtype)
     assert (got.shape, got.dtype) == (shape, dtype)
     assert torch.equal(got.isnan(), expected.isnan())
@@ -48,7 +48,7 @@ def arbitrary(name: str, rows: int, columns: int) -> dict[str, Tensor]:
     """Any bytes: every code and every scale, also those that no quantizer writes (negative, NaN, overflowing)."""
     generator = torch.Generator().manual_seed(rows * columns)
     codes = torch.randint(0, 256, (rows, columns // 2), dtype=torch.uint8, generator=generator)
-    scale = torch.randint(0, 256, (rows, columns // codec(name).BLOCK), dtype=torch.uint8, generator=generator)
+    scale = torch.randint(0, 256, (rows, columns // BY_NAME[name].BLOCK), dtype=torch.uint8, generator=generator)
     if name == "mxfp4":
         return {"weight_packed": codes, "weight_scale": scale}
     e4m3 = scale.view(torch.float8_e4m3fn)
@@ -65,7 +65,7 @@ def test_any_bytes(name: str, dtype: torch.dtype, shape: tuple[int, int]) -> Non
 @each_format
 @each_dtype
 def test_every_value_with_every_scale(name: str, dtype: torch.dtype) -> None:
-    width = codec(name).BLOCK
+    width = BY_NAME[name].BLOCK
     packed = arbitrary(name, 256, width)
     pairs = torch.tensor([0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE], dtype=torch.uint8)
     packed["weight_packed"] = pairs.repeat(256, width // 16)
@@ -84,7 +84,7 @@ def test_quantized_weights(name: str, dtype: torch.dtype, weight: str) -> None:
     dense = {"zeros": 0 * dense, "bfloat16": dense.bfloat16()}.get(weight, dense)
     if weight == "outlier":
         dense[5, 7] = -1e30
-    check(name, codec(name).quantize(dense), (48, 320), dtype)
+    check(name, BY_NAME[name].quantize(dense), (48, 320), dtype)
 
 
 @each_format

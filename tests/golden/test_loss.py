@@ -11,6 +11,7 @@ import hashlib
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -21,11 +22,13 @@ from transformers import TrainerCallback
 
 from qerl_lab import tasks
 from qerl_lab.aqn import Noise
-from qerl_lab.config import RunConfig
-from qerl_lab.policy import Policy
-from qerl_lab.rollout import Rollout, Sampling
+from qerl_lab.config.schema import RunConfig
+from qerl_lab.model.policy import Policy
+from qerl_lab.rollout.engine import Rollout, Sampling
 from qerl_lab.tasks import Question, Task
-from qerl_lab.trainer import LabTrainer, Stop
+from qerl_lab.train.data import Cursor, select
+from qerl_lab.train.stop import Stop
+from qerl_lab.train.trainer import LabTrainer
 
 END = 2  # <|im_end|> of the pocket
 FLAT = "flat"  # the answer of a question whose completions all earn the same
@@ -158,13 +161,10 @@ class ScriptedEngine:
         self.samples: list[Sample] = []  # of the last rollout, a group after another
         self.asked: list[tuple[list[list[int]], Sampling]] = []
 
-    def sync(self, policy: Policy, noise: Noise | None) -> None: ...
+    def sync(self, noise: Noise) -> None: ...
 
-    def noise_std(self) -> float:
-        return 0.0
-
-    def noise_kl(self, rollout: Rollout, completions: int, temperature: float) -> float:
-        return 0.0
+    def norms(self) -> dict[str, Tensor]:
+        return self.initial.clean_norms
 
     def generate(self, prompt_ids_P: list[list[int]], group_size: int, sampling: Sampling) -> Rollout:
         self.asked.append((prompt_ids_P, sampling))
@@ -220,9 +220,9 @@ class WatchedTrainer(LabTrainer):
         self.updates, self.batches, self.losses, self.steps = [], [], [], []
         policy, initial = build_policy(cfg), build_policy(cfg)
         self.twin = Twin(cfg, build_policy, policy)
-        super().__init__(cfg, policy, ScriptedEngine(self.twin, initial), task, folder, self._keep, Stop())
+        self.data = select(cfg, policy, task)
+        super().__init__(cfg, policy, ScriptedEngine(self.twin, initial), Cursor(self.data), folder, self._keep, Stop())
         self.add_callback(Watch(self))
-        self.task = task
 
     def _keep(self, step: int, metrics: dict[str, float]) -> None:
         self.steps.append((metrics, self.updates, self.engine.samples, self.reward_P_G))
@@ -232,20 +232,23 @@ class WatchedTrainer(LabTrainer):
         for name, clean in self.twin.policy.clean_norms.items():
             assert torch.equal(self.policy.norms[name], expected_norm(clean, name, self.cfg, self.step))
         loss = super()._compute_loss(model, inputs)
+        assert {0.0} >= set(inputs["advantages"][inputs["advantages"].abs() < 1e-2].tolist()), "a flat group counts"
         self.batches.append(inputs)
         self.losses.append(loss.item())
         return loss
 
-    def rewards(self) -> Array:
+    def expected_rewards(self) -> Array:
         """[P, G], from the text of the completions and the questions in the order of use."""
         group, start = self.cfg.rollout.group_size, self.steps_done * self.cfg.rollout.prompts_per_step
-        answers = self.train_dataset["answer"][start : start + self.cfg.rollout.prompts_per_step]
+        used = islice(self.data.order(), start, start + self.cfg.rollout.prompts_per_step)
+        answers = [self.data.questions[index].answer for index in used for _ in range(group)]
         texts = [self.policy.decode(sample.tokens) for sample in self.engine.samples]
-        return np.array([self.task.reward(t, answers[n // group]) for n, t in enumerate(texts)]).reshape(-1, group)
+        pairs = list(zip(texts, answers, strict=True))
+        return np.array([fraction(*pair) + 0.2 * short(*pair) for pair in pairs]).reshape(-1, group)
 
     def compare(self) -> None:
         if not self.updates:  # the first of a rollout, when `steps_done` still says which questions it asked
-            self.reward_P_G = self.rewards()
+            self.reward_P_G = self.expected_rewards()
             advantage = advantages(self.reward_P_G, self.cfg.algorithm.normalize_std).flat
             self.engine.samples = [replace(s, advantage=a) for s, a in zip(self.engine.samples, advantage, strict=True)]
         by_tokens = {tuple(sample.tokens): sample for sample in self.engine.samples}
@@ -276,12 +279,17 @@ def completions_in(inputs: dict[str, Tensor], known: dict[tuple[int, ...], Sampl
 
 
 def fraction(text: str, answer: str) -> float:
-    """A reward that differs between completions, in quarters, and is one where the question is flat."""
+    """A score that differs between completions, in quarters, and is one where the question is flat."""
     return 1.0 if answer == FLAT else hashlib.sha256(text.encode()).digest()[0] % 5 / 4
 
 
 def short(text: str, answer: str) -> float:
-    return 0.0 if answer == FLAT else 0.2 * (len(text) < 20)
+    return 1.0 if answer == FLAT else float(len(text) < 20)
+
+
+def grade(texts: list[str], questions: list[Question]) -> dict[str, Array]:
+    pairs = [(text, question.answer) for text, question in zip(texts, questions, strict=True)]
+    return {part.__name__: np.array([part(*pair) for pair in pairs]) for part in (fraction, short)}
 
 
 @pytest.fixture(scope="module")
@@ -289,7 +297,7 @@ def task(tiny) -> Task:
     """Sixteen arithmetic questions, every other one flat."""
     real = tasks.load(tiny().task)
     questions = [Question(q.id, q.prompt, FLAT if n % 2 else q.answer) for n, q in enumerate(real.train[:16])]
-    return replace(real, train=questions, rewards={"fraction": fraction, "short": short})
+    return replace(real, train=questions, weights={"fraction": 1.0, "short": 0.2}, grade=grade)
 
 
 @pytest.fixture
@@ -319,6 +327,7 @@ CASES = {
     "grpo, four updates": BIG_STEPS,
     "grpo, four updates, kl, masked": BIG_STEPS | {"algorithm__beta": 0.2, "algorithm__mask_truncated": True},
     "grpo, noise in the sampler only": NOISE,
+    "grpo, kl, noise in the trainer too": NOISE | {"aqn__scope": "rollout_and_train", "algorithm__beta": 0.2},
     "grpo, noise in the trainer too": NOISE | {"aqn__scope": "rollout_and_train", "aqn__sigma_end": 0.2},
     "grpo, four updates, noise in the trainer too": BIG_STEPS | NOISE | {"aqn__scope": "rollout_and_train"},
     "dapo": {"algorithm__name": "dapo"},
@@ -362,15 +371,14 @@ def check_gradient(update: Update) -> float:
 def check_metrics(
     metrics: dict[str, float], updates: list[Update], rollout: list[Sample], rewards: Array, cfg: RunConfig
 ) -> None:
-    seen = [(sample, entropy) for u in updates for sample, entropy in zip(u.samples, u.entropies, strict=True)]
-    seen = [(sample, entropy) for sample, entropy in seen if counts(sample, cfg)]
-    tokens = sum(len(sample.tokens) for sample, _ in seen)
-    low, high = sum(clipped_tokens(sample, cfg) for sample, _ in seen) / tokens
-    counted = [sample for sample in rollout if counts(sample, cfg)]
-    gaps = np.concatenate([np.abs(sample.old - sample.sampler) for sample in counted])
+    """Clipping and KL are means over the tokens of the loss, all others over all completion tokens."""
+    in_loss = [sample for update in updates for sample in update.samples if counts(sample, cfg)]
+    tokens = sum(len(sample.tokens) for sample in in_loss)
+    low, high = sum(clipped_tokens(sample, cfg) for sample in in_loss) / tokens
+    gaps = np.concatenate([np.abs(sample.old - sample.sampler) for sample in rollout])
     expected = {
         "policy/loss": np.mean([update.expected_loss for update in updates]),
-        "policy/entropy_nats": sum(entropy.sum() for _, entropy in seen) / tokens,
+        "policy/entropy_nats": np.concatenate([entropy for update in updates for entropy in update.entropies]).mean(),
         "policy/clip_fraction_low": low,
         "policy/clip_fraction_high": high,
         "policy/clip_fraction": low + high,
@@ -378,22 +386,14 @@ def check_metrics(
         "policy/learning_rate": cfg.optim.learning_rate,
         "sampler/logprob_gap_mean": gaps.mean(),
         "sampler/logprob_gap_max": gaps.max(),
-        "sampler/importance_ratio_mean": np.concatenate([importance(sample, cfg) for sample in counted]).mean(),
+        "sampler/importance_ratio_mean": np.concatenate([importance(sample, cfg) for sample in rollout]).mean(),
         "rollout/completion_tokens": np.mean([len(sample.tokens) for sample in rollout]),
         "rollout/truncated_fraction": np.mean([not sample.finished for sample in rollout]),
         "reward/mean": rewards.mean(),
         "reward/std": rewards.std(ddof=1),
-        "reward/zero_variance_groups": (rewards.std(1) < 1e-6).mean(),
+        "reward/zero_variance_groups": (np.ptp(rewards, 1) == 0).mean(),
     }
     if cfg.algorithm.beta:
-        expected["policy/kl_reference"] = sum(weighted_kl(sample).sum() for sample, _ in seen) / tokens
+        expected["policy/kl_reference"] = sum(weighted_kl(sample).sum() for sample in in_loss) / tokens
     assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=2e-4, abs=2e-5)
     assert ("policy/kl_reference" in metrics) == (cfg.algorithm.beta > 0)
-
-
-def test_the_advantages_by_hand() -> None:
-    """Rewards 0, 0, 1, 1: mean 1/2, unbiased std sqrt(1/3). A group of equals has advantage zero."""
-    rewards = np.array([[0.0, 0, 1, 1], [3, 3, 3, 3]])
-    scaled = 0.5 / (3**-0.5 + 1e-4)
-    np.testing.assert_allclose(advantages(rewards, True), [[-scaled, -scaled, scaled, scaled], [0] * 4], atol=1e-12)
-    np.testing.assert_allclose(advantages(rewards, False), [[-0.5, -0.5, 0.5, 0.5], [0] * 4])

@@ -1,15 +1,24 @@
 """The options of NVFP4 and MXFP4: which scale a block gets."""
 
+from dataclasses import asdict, fields
+
 import numpy as np
 import pytest
-import reference_formats as reference
 import torch
 from torch import Tensor
 
-from qerl_lab import config, policy
-from qerl_lab.formats import codec, mxfp4, nvfp4
-from qerl_lab.formats.files import POCKET, WeightFiles
+import reference_formats as reference
+from packed_layers import BY_NAME, MXFP4, NVFP4
+from qerl_lab import formats
+from qerl_lab.config import schema
+from qerl_lab.formats import FORMATS, mxfp4, nvfp4
+from qerl_lab.formats.mxfp4 import Mxfp4
+from qerl_lab.formats.nvfp4 import Nvfp4
+from qerl_lab.model import policy
+from qerl_lab.model.files import WeightFiles
+from qerl_lab.model.on_disk import POCKET
 
+FOUR_OVER_SIX = Nvfp4("four_over_six")
 RULES = ["round", "floor", "ceil"]
 
 
@@ -22,10 +31,10 @@ def nibbles(packed: Tensor) -> np.ndarray:
     return np.stack([array & 15, array >> 4], -1).reshape(len(array), -1)
 
 
-def block_errors(weight: Tensor, packed: dict[str, Tensor], name: str) -> np.ndarray:
-    """Squared error per block, in float64."""
-    values = codec(name).dequantize(packed, tuple(weight.shape), torch.float32)
-    return ((values.double() - weight.double()) ** 2).unflatten(1, (-1, codec(name).BLOCK)).sum(-1).numpy()
+def block_errors(weight: Tensor, packed: dict[str, Tensor]) -> np.ndarray:
+    """Squared error per NVFP4 block, in float64."""
+    values = NVFP4.dequantize(packed, tuple(weight.shape), torch.float32)
+    return ((values.double() - weight.double()) ** 2).unflatten(1, (-1, NVFP4.BLOCK)).sum(-1).numpy()
 
 
 def awkward() -> dict[str, Tensor]:
@@ -49,7 +58,7 @@ def awkward() -> dict[str, Tensor]:
 @pytest.mark.parametrize("sample", awkward())
 def test_four_over_six_is_the_reference(sample: str) -> None:
     weight = awkward()[sample]
-    packed = codec("nvfp4").quantize(weight, scale_rule="four_over_six")
+    packed = FOUR_OVER_SIX.quantize(weight)
     expected = reference.four_over_six(weight.double().numpy())
     assert packed["weight_global_scale"].item() == pytest.approx(256 * 6 / weight.abs().max().item(), rel=1e-6)
     stable = expected.stable.reshape(64, -1, 16).all(-1) | (sample == "powers_of_two")  # which float32 holds exactly
@@ -58,7 +67,7 @@ def test_four_over_six_is_the_reference(sample: str) -> None:
     np.testing.assert_array_equal(packed["weight_scale"].double().numpy()[in_blocks], expected.scale[in_blocks])
     elements = np.repeat(in_blocks, 16, -1)
     np.testing.assert_array_equal(nibbles(packed["weight_packed"])[elements], expected.codes[elements])
-    values = codec("nvfp4").dequantize(packed, (64, 256), torch.float32).double().numpy()
+    values = NVFP4.dequantize(packed, (64, 256), torch.float32).double().numpy()
     np.testing.assert_allclose(values[elements], expected.values[elements], rtol=1e-6)
 
 
@@ -66,10 +75,10 @@ def test_four_over_six_is_the_reference(sample: str) -> None:
 @pytest.mark.parametrize("sample", awkward())
 def test_four_over_six_is_never_worse_in_a_block(sample: str, dtype: torch.dtype) -> None:
     weight = awkward()[sample].to(dtype)
-    scale = nvfp4.largest_to_range([weight], "four_over_six")
-    best = nvfp4.quantize(weight, global_scale=scale, scale_rule="four_over_six")
-    six = nvfp4.quantize(weight, global_scale=scale, scale_rule="max")
-    errors, of_six = block_errors(weight, best, "nvfp4"), block_errors(weight, six, "nvfp4")
+    scale = FOUR_OVER_SIX.global_scale([weight])
+    best = FOUR_OVER_SIX.quantize(weight, global_scale=scale)
+    six = NVFP4.quantize(weight, global_scale=scale)
+    errors, of_six = block_errors(weight, best), block_errors(weight, six)
     assert (errors <= of_six * (1 + 1e-4)).all()
     if sample == "normal":
         assert (errors < 0.9 * of_six).mean() > 0.3  # and often much better
@@ -78,16 +87,26 @@ def test_four_over_six_is_never_worse_in_a_block(sample: str, dtype: torch.dtype
 def test_four_over_six_holds_what_six_cannot() -> None:
     """A block on the grid of 4: exact when its maximum maps to 4, and two of its values are lost when to 6."""
     weight = torch.tensor([10.0, -20.0, 30.0, 40.0]).repeat(2, 8)
-    packed = nvfp4.quantize(weight, scale_rule="four_over_six")
+    packed = FOUR_OVER_SIX.quantize(weight)
     assert packed["weight_scale"].float().unique().tolist() == [384.0]  # 1.5 * 256: below 448, no saturation
-    torch.testing.assert_close(nvfp4.dequantize(packed, (2, 32), torch.float32), weight, rtol=1e-6, atol=0)
-    assert block_errors(weight, nvfp4.quantize(weight), "nvfp4").min() > 10
+    torch.testing.assert_close(NVFP4.dequantize(packed, (2, 32), torch.float32), weight, rtol=1e-6, atol=0)
+    assert block_errors(weight, NVFP4.quantize(weight)).min() > 10
+
+
+def test_the_order_of_a_sum_does_not_choose_between_four_and_six() -> None:
+    """A GPU adds the errors of a block in another order than a CPU. In float32 that decided a block of this weight."""
+    generator = torch.Generator().manual_seed(2)
+    weight = (0.02 * torch.randn(1024, 4096, generator=generator)).bfloat16()
+    order = torch.randperm(16, generator=generator)
+    shuffled = weight.unflatten(1, (-1, 16))[..., order].flatten(1)
+    own, other = (FOUR_OVER_SIX.quantize(w)["weight_scale"] for w in (weight, shuffled))
+    assert torch.equal(own.view(torch.uint8), other.view(torch.uint8))
 
 
 def test_four_over_six_keeps_six_on_a_tie() -> None:
     weight = torch.zeros(2, 16)
     weight[:, 3] = torch.tensor([6.0, -6.0])  # exact either way
-    packed = nvfp4.quantize(weight, scale_rule="four_over_six")
+    packed = FOUR_OVER_SIX.quantize(weight)
     assert packed["weight_scale"].flatten().tolist() == [256.0, 256.0]
     assert nibbles(packed["weight_packed"])[:, 3].tolist() == [7, 15]
 
@@ -95,13 +114,13 @@ def test_four_over_six_keeps_six_on_a_tie() -> None:
 def test_four_over_six_never_saturates_a_scale() -> None:
     for seed in range(20):
         weight = normal(16, 64, seed=seed)
-        assert nvfp4.quantize(weight, scale_rule="four_over_six")["weight_scale"].float().max() <= 384
+        assert FOUR_OVER_SIX.quantize(weight)["weight_scale"].float().max() <= 384
 
 
 def test_four_over_six_shares_one_global_scale() -> None:
     weights = [normal(4, 32), 3 * normal(4, 32)]
-    shared = nvfp4.shared_options(weights, scale_rule="four_over_six")
-    assert shared["global_scale"].item() == pytest.approx(256 * 6 / weights[1].abs().max().item(), rel=1e-6)
+    shared = FOUR_OVER_SIX.together(weights)(weights[0])
+    assert shared["weight_global_scale"].item() == pytest.approx(256 * 6 / weights[1].abs().max().item(), rel=1e-6)
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -113,7 +132,7 @@ def test_mxfp4_scale_for_every_exponent(rule: str) -> None:
     largest = (torch.exp2(torch.arange(-125.0, 98.0)).unsqueeze(1) * mantissas).flatten()
     weight = largest.unsqueeze(1).repeat(1, 32)
     expected = reference.mxfp4(weight.double().numpy(), rule)
-    packed = mxfp4.quantize(weight, exponent_rule=rule)
+    packed = Mxfp4(rule).quantize(weight)
     np.testing.assert_array_equal(packed["weight_scale"].numpy(), expected.scale)
     np.testing.assert_array_equal(nibbles(packed["weight_packed"]), expected.codes)
 
@@ -121,7 +140,7 @@ def test_mxfp4_scale_for_every_exponent(rule: str) -> None:
 @pytest.mark.parametrize(("rule", "low", "high"), [("round", 3.5, 7.0), ("floor", 4.0, 8.0), ("ceil", 3.0, 6.0)])
 def test_where_the_maximum_of_a_block_lands(rule: str, low: float, high: float) -> None:
     weight = torch.logspace(-3, 3, 4096, dtype=torch.float64).float().unsqueeze(1).repeat(1, 32)
-    scale = torch.exp2(mxfp4.quantize(weight, exponent_rule=rule)["weight_scale"].double() - 127)
+    scale = torch.exp2(Mxfp4(rule).quantize(weight)["weight_scale"].double() - 127)
     lands = weight[:, :1].double() / scale
     assert low <= lands.min() < low + 0.01
     assert high - 0.01 < lands.max() <= high
@@ -130,7 +149,7 @@ def test_where_the_maximum_of_a_block_lands(rule: str, low: float, high: float) 
 def test_mxfp4_of_ceil_clips_nothing_and_the_others_do() -> None:
     weight = normal(128, 256)
     largest = {
-        rule: (mxfp4.dequantize(mxfp4.quantize(weight, exponent_rule=rule), (128, 256), torch.float32) - weight)
+        rule: (MXFP4.dequantize(Mxfp4(rule).quantize(weight), (128, 256), torch.float32) - weight)
         .unflatten(1, (-1, 32)).abs().amax(-1) / weight.unflatten(1, (-1, 32)).abs().amax(-1)
         for rule in RULES
     }  # fmt: skip
@@ -147,37 +166,36 @@ def test_mxfp4_subnormals_zeros_and_negative_zeros(rule: str) -> None:
     weight[2] = 2.0**-140
     weight[3] = -0.0
     expected = reference.mxfp4(weight.double().numpy(), rule)
-    packed = mxfp4.quantize(weight, exponent_rule=rule)
+    packed = Mxfp4(rule).quantize(weight)
     np.testing.assert_array_equal(packed["weight_scale"].numpy()[:3], expected.scale[:3])
     np.testing.assert_array_equal(nibbles(packed["weight_packed"]), expected.codes)
     assert packed["weight_scale"][3:].count_nonzero() == 0
 
 
-def test_the_configuration_allows_what_the_codecs_know() -> None:
-    assert config.SCALE_RULES == nvfp4.SCALE_RULES
-    assert config.EXPONENT_RULES == mxfp4.EXPONENT_RULES
-    defaults = config.FormatConfig()
-    weight = normal(8, 64)
-    chosen = {nvfp4: {"scale_rule": defaults.scale_rule}, mxfp4: {"exponent_rule": defaults.exponent_rule}}
-    for module, option in chosen.items():
-        plain, with_option = module.quantize(weight), module.quantize(weight, **option)
-        assert all(torch.equal(plain[key].view(torch.uint8), with_option[key].view(torch.uint8)) for key in plain)
+def test_the_configuration_allows_what_the_formats_know() -> None:
+    assert schema.SCALE_RULES == nvfp4.SCALE_RULES
+    assert schema.EXPONENT_RULES == mxfp4.EXPONENT_RULES
+    own = {name: {option.name for option in fields(kind)} for name, kind in FORMATS.items()}
+    keys = fields(schema.FormatConfig)
+    assert own == {name: {key.name for key in keys if key.metadata["only"] == name} for name in FORMATS}
+    assert [name for name, kind in FORMATS.items() if kind.BLOCK is None] == [schema.DENSE_FORMAT]
 
 
 def test_the_configured_rules_reach_the_weights() -> None:
-    for name, rules in (("nvfp4", {"scale_rule": "four_over_six"}), ("mxfp4", {"exponent_rule": "ceil"})):
-        cfg = config.RunConfig(format=config.FormatConfig(name=name, **rules))
+    for weight_format in (FOUR_OVER_SIX, Mxfp4("ceil")):
+        cfg = schema.RunConfig(format=schema.FormatConfig(name=weight_format.NAME, **asdict(weight_format)))
+        assert formats.build(cfg.format) == weight_format
         model, _ = policy.load_base(cfg, torch.device("cpu"))
-        dense = WeightFiles(POCKET).tensor("model.layers.0.mlp.down_proj.weight").float()
-        expected = codec(name).quantize(dense, **rules)
+        dense = WeightFiles(POCKET).tensor("model.layers.0.mlp.down_proj.weight")
+        expected = weight_format.quantize(dense)
         packed = model.model.layers[0].mlp.down_proj.packed()
         assert all(torch.equal(packed[key].view(torch.uint8), expected[key].view(torch.uint8)) for key in expected)
-        assert not torch.equal(packed["weight_packed"], codec(name).quantize(dense)["weight_packed"])
+        assert not torch.equal(packed["weight_packed"], BY_NAME[weight_format.NAME].quantize(dense)["weight_packed"])
 
 
 def test_error_on_an_unknown_rule() -> None:
     for scale in (None, torch.ones(1)):
         with pytest.raises(ValueError, match=r"unknown scale_rule 'min'; allowed: max, four_over_six"):
-            nvfp4.quantize(normal(4, 32), global_scale=scale, scale_rule="min")
+            Nvfp4("min").quantize(normal(4, 32), global_scale=scale)
     with pytest.raises(ValueError, match=r"unknown exponent_rule 'even'; allowed: round, floor, ceil"):
-        mxfp4.quantize(normal(4, 32), exponent_rule="even")
+        Mxfp4("even").quantize(normal(4, 32))

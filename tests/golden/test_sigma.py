@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from qerl_lab.aqn import decay, sigma, stage
-from qerl_lab.config import READINGS, SCHEDULES, AqnConfig
+from qerl_lab.config.schema import READINGS, SCHEDULES, AqnConfig
 
 NOISY = [schedule for schedule in SCHEDULES if schedule != "off"]
 

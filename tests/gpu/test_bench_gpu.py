@@ -19,7 +19,7 @@ def bench(tmp_path: Path, *words: str) -> tuple[dict, str]:
 
 
 def test_linear(tmp_path: Path) -> None:
-    result, out = bench(tmp_path, "linear", "models=qwen2.5-0.5b", "tokens=64")
+    result, out = bench(tmp_path, "linear", "models=[qwen2.5-0.5b]", "tokens=[64]")
     assert result["environment"]["gpus"]
     assert len(result["dequantization"]) == 4 * 3
     assert len(result["products"]) == 4 * 5
@@ -29,7 +29,7 @@ def test_linear(tmp_path: Path) -> None:
 
 def test_train_step(tmp_path: Path) -> None:
     result, out = bench(
-        tmp_path, "train_step", "model=qwen2.5-0.5b", "sequences=2", "length=128", "steps=1", "arms=bf16,nvfp4,qlora"
+        tmp_path, "train_step", "model=qwen2.5-0.5b", "sequences=2", "length=128", "steps=1", "arms=[bf16,nvfp4,qlora]"
     )
     rows = {(row["arm"], row["micro_batch_tokens"]): row for row in result["steps"] if row["loss"] == "chunked"}
     assert len(rows) == 6

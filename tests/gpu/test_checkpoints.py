@@ -12,10 +12,13 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
-from qerl_lab.formats import codec, weight_bytes
-from qerl_lab.formats.files import WeightFiles
-from qerl_lab.formats.hf_config import PackedAs
-from qerl_lab.formats.loading import load_model, stored_as
+from packed_layers import BF16, BY_NAME, MXFP4, NF4, NVFP4
+from qerl_lab.formats.format import Format, PackedAs
+from qerl_lab.formats.nf4 import Nf4
+from qerl_lab.formats.nvfp4 import Nvfp4
+from qerl_lab.model.files import WeightFiles
+from qerl_lab.model.linear import PackedLinear, weight_bytes
+from qerl_lab.model.loading import load_model, stored_as
 from small_checkpoints import equal, write_dense, write_packed
 
 pytestmark = pytest.mark.gpu
@@ -36,12 +39,14 @@ def random_model(seed: int = 0, **shape: Any) -> Qwen2ForCausalLM:
     return Qwen2ForCausalLM(config).to(torch.bfloat16)
 
 
-def load(folder: Path, name: str, device: torch.device) -> PreTrainedModel:
+def load(
+    folder: Path, weight_format: Format, device: torch.device, dtype: torch.dtype = torch.bfloat16
+) -> PreTrainedModel:
     """Load `folder` as it is stored, or packed on the way if it is dense."""
     stored = stored_as(folder)
     return load_model(
-        AutoConfig.from_pretrained(folder), WeightFiles(folder), stored or PackedAs(name, ("lm_head",), {}),
-        is_packed=stored is not None, device=device, dtype=torch.bfloat16,
+        AutoConfig.from_pretrained(folder), WeightFiles(folder), stored or PackedAs(weight_format, ("lm_head",)),
+        is_packed=stored is not None, device=device, dtype=dtype,
     )  # fmt: skip
 
 
@@ -57,11 +62,11 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_gpu_memory_stays_below_the_packed_size_and_one_layer(dense: Path, name: str) -> None:
-    load(dense, name, GPU)  # what libraries allocate once
+    load(dense, BY_NAME[name], GPU)  # what libraries allocate once
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    model = load(dense, name, GPU)
+    model = load(dense, BY_NAME[name], GPU)
     torch.cuda.synchronize()
     peak = torch.cuda.max_memory_allocated() - before
     packed = weight_bytes(model).total
@@ -78,11 +83,26 @@ def dense_tensors(folder: Path) -> list[tuple[str, Tensor]]:
     return [(name, files.tensor(name)) for name in files.names]
 
 
-@pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "bf16"])
-def test_a_gpu_packs_the_bits_that_a_cpu_packs(dense: Path, name: str) -> None:
-    on_gpu, on_cpu = (load(dense, name, device).state_dict() for device in (GPU, CPU))
-    assert list(on_gpu) == list(on_cpu)
-    assert [key for key in on_cpu if not equal(on_gpu[key].cpu(), on_cpu[key])] == []
+@pytest.mark.parametrize(
+    "weight_format", [NVFP4, Nvfp4("four_over_six"), MXFP4, BF16, NF4, Nf4(double_quant=False)], ids=repr
+)
+def test_a_gpu_in_bfloat16_packs_the_bits_that_a_cpu_in_float32_packs(dense: Path, weight_format: Format) -> None:
+    on_gpu = packed_tensors(load(dense, weight_format, GPU))
+    on_cpu = packed_tensors(load(dense, weight_format, CPU, torch.float32))
+    assert on_gpu.keys() == on_cpu.keys()
+    assert [key for key in on_cpu if not equal(on_gpu[key], on_cpu[key])] == []
+
+
+def packed_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
+    """By their names in a checkpoint, on the CPU; under BF16 the weights in bfloat16."""
+    tensors: dict[str, Tensor] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, PackedLinear):
+            tensors |= {f"{path}.{key}": tensor.cpu() for key, tensor in module.packed().items()}
+        elif getattr(module, "weight_format", None) is not None:
+            tensors[f"{path}.weight"] = module.weight.bfloat16().cpu()
+    assert tensors
+    return tensors
 
 
 # One directory, two engines.
@@ -92,7 +112,7 @@ def own_logprobs(folder: Path, name: str, prompts: list[list[int]]) -> Tensor:
     """Of each prompt's tokens but the first, `[prompts, tokens - 1]`."""
     ids = torch.tensor(prompts, device=GPU)
     with torch.no_grad():
-        logprobs = load(folder, name, GPU)(ids).logits.float().log_softmax(-1)
+        logprobs = load(folder, BY_NAME[name], GPU)(ids).logits.float().log_softmax(-1)
     return logprobs[:, :-1].gather(-1, ids[:, 1:, None])[..., 0].cpu()
 
 
@@ -111,7 +131,9 @@ def vllm_logprobs(folder: Path, prompts: list[list[int]], scratch: Path) -> Tens
 def test_vllm_computes_the_same_from_the_same_directory(tmp_path: Path, name: str) -> None:
     model = random_model(vocab_size=1024, hidden_size=512, intermediate_size=1536, num_hidden_layers=4)
     folder = tmp_path / "checkpoint"
-    write_dense(folder, model) if codec(name).BLOCK is None else write_packed(folder, model, name, ignore=IGNORE)
+    weight_format = BY_NAME[name]
+    packs = weight_format.BLOCK is not None
+    write_packed(folder, model, weight_format, ignore=IGNORE) if packs else write_dense(folder, model)
     prompts = torch.randint(3, 1024, (4, 120), generator=torch.Generator().manual_seed(1)).tolist()
     ours, theirs = own_logprobs(folder, name, prompts), vllm_logprobs(folder, prompts, tmp_path)
     gap = (ours - theirs).abs()

@@ -10,10 +10,11 @@ import pytest
 import torch
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
-from qerl_lab import formats, policy
-from qerl_lab.aqn import Noise
-from qerl_lab.config import RunConfig
-from qerl_lab.formats.files import POCKET
+from qerl_lab import formats
+from qerl_lab.aqn import Noise, observed_std
+from qerl_lab.config.schema import RunConfig
+from qerl_lab.model import linear, policy
+from qerl_lab.model.on_disk import POCKET
 from qerl_lab.rollout.transformers import TransformersEngine
 
 pytestmark = pytest.mark.gpu
@@ -38,9 +39,9 @@ def test_memory_is_what_bits_per_weight_say(real_shape: Path, name: str) -> None
     cfg = RunConfig()
     cfg.model.path, cfg.format.name = str(real_shape), name
     built = policy.build(cfg, torch.device("cuda"))
-    linears = sum(m.in_features * m.out_features for m in built.model.modules() if isinstance(m, formats.PackedLinear))
-    bits = formats.codec(name).bits_per_weight(**policy.format_options(cfg))
-    assert formats.weight_bytes(built.model).linears == pytest.approx(linears * bits / 8, rel=0.01)
+    linears = sum(m.in_features * m.out_features for m in built.model.modules() if isinstance(m, linear.PackedLinear))
+    bits = formats.build(cfg.format).bits_per_weight
+    assert linear.weight_bytes(built.model).linears == pytest.approx(linears * bits / 8, rel=0.01)
     held = torch.cuda.memory_allocated()
     ids = torch.randint(0, 1000, (2, 64), device="cuda")
     with torch.autocast("cuda", torch.bfloat16):
@@ -55,18 +56,20 @@ def test_bf16_norms_carry_the_noise_asked_for(real_shape: Path, sigma: float) ->
     cfg = RunConfig()
     cfg.model.path = str(real_shape)
     engine = TransformersEngine(policy.build(cfg, torch.device("cuda")), 8)
-    engine.sync(engine.policy, Noise(sigma, seed=0, step=1))
-    assert all(norm.dtype == torch.bfloat16 and norm.is_cuda for norm in engine.norms.values())
-    drift = torch.cat([engine.norms[n].float() - clean for n, clean in engine.policy.clean_norms.items()])
+    engine.sync(Noise(sigma, seed=0, step=1))
+    assert all(norm.dtype == torch.bfloat16 and norm.is_cuda for norm in engine.norms().values())
+    drift = torch.cat([engine.norms()[n].float() - clean for n, clean in engine.policy.clean_norms.items()])
     # A bf16 step at 1 is 2**-8 above and 2**-9 below: rounding adds its own variance and no bias.
     assert drift.mean().abs() < 5 * drift.std() / drift.numel() ** 0.5
-    assert 0.95 * sigma < engine.noise_std() < (sigma**2 + 2.0**-8 * sigma + 2.0**-16) ** 0.5
+    observed = observed_std(engine.norms(), engine.policy.clean_norms)
+    assert 0.95 * sigma < observed < (sigma**2 + 2.0**-8 * sigma + 2.0**-16) ** 0.5
 
 
 @pytest.mark.parametrize("arm", ["nvfp4_aqn", "nf4"])
 def test_the_command_trains_on_the_gpu(real_shape: Path, tmp_path: Path, arm: str) -> None:
     command = [
-        sys.executable, "-m", "qerl_lab", f"+experiment={arm}", f"model.path={real_shape}", "device=cuda", "steps=3",
+        sys.executable, "-m", "qerl_lab", f"+experiment={arm}", f"model.path={real_shape}", "scale=pocket",
+        "device=cuda", "steps=3",
         "rollout.prompts_per_step=2", "optim.micro_batch_size=8", "rollout.max_completion_tokens=32",
         "eval.questions=4",
         "optim=adamw_8bit", "model.gradient_checkpointing=true", "tracking=none", "run_dir=run",

@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -10,17 +9,21 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from qerl_lab.formats import PackedLinear, register_lora
+from packed_layers import MXFP4, NVFP4
+from qerl_lab.formats.format import Format
+from qerl_lab.formats.nf4 import Nf4
+from qerl_lab.model.linear import PackedLinear
+from qerl_lab.model.lora import register_lora
 
 pytestmark = pytest.mark.gpu
 N, K = 192, 320
-PACKED = [("nvfp4", {}), ("mxfp4", {}), ("nf4", {"double_quant": True}), ("nf4", {"double_quant": False})]
-each_packed = pytest.mark.parametrize(("name", "options"), PACKED)
+PACKED = [NVFP4, MXFP4, Nf4(True), Nf4(False)]
+each_packed = pytest.mark.parametrize("weight_format", PACKED, ids=repr)
 
 
-def layer(name: str, options: dict[str, Any], dtype: torch.dtype, lora: bool) -> nn.Module:
+def layer(weight_format: Format, dtype: torch.dtype, lora: bool) -> nn.Module:
     torch.manual_seed(0)
-    packed = PackedLinear.from_linear(nn.Linear(K, N).to(dtype), name, **options)
+    packed = PackedLinear.from_linear(nn.Linear(K, N).to(dtype), weight_format)
     model = nn.Sequential(packed, nn.LayerNorm(N, dtype=dtype))
     if lora:
         config = LoraConfig(r=8, target_modules=["0"])
@@ -44,8 +47,8 @@ def inputs() -> list[Tensor]:
 @each_packed
 @pytest.mark.parametrize("lora", [False, True], ids=["linear", "lora"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_numbers_of_the_cpu(name: str, options: dict[str, Any], lora: bool, dtype: torch.dtype) -> None:
-    on_cpu = layer(name, options, dtype, lora)
+def test_numbers_of_the_cpu(weight_format: Format, lora: bool, dtype: torch.dtype) -> None:
+    on_cpu = layer(weight_format, dtype, lora)
     on_gpu = copy.deepcopy(on_cpu).cuda()
     exact = dtype is torch.float32
     torch.backends.cuda.matmul.allow_tf32 = False
@@ -57,12 +60,12 @@ def test_numbers_of_the_cpu(name: str, options: dict[str, Any], lora: bool, dtyp
 
 
 @each_packed
-def test_unpacked_bits_are_those_of_the_cpu(name: str, options: dict[str, Any]) -> None:
-    on_cpu = layer(name, options, torch.float32, False)
+def test_unpacked_bits_are_those_of_the_cpu(weight_format: Format) -> None:
+    on_cpu = layer(weight_format, torch.float32, False)
     on_gpu = copy.deepcopy(on_cpu).cuda()
     for dtype in (torch.float32, torch.bfloat16):
         own, other = on_gpu.unpack(dtype).cpu(), on_cpu.unpack(dtype)
-        if name == "nf4":  # bitsandbytes' own kernels: one rounding of a bfloat16 apart, here and there
+        if weight_format.NAME == "nf4":  # bitsandbytes' own kernels: one rounding of a bfloat16 apart, here and there
             torch.testing.assert_close(own, other, rtol=2**-8, atol=1e-6)
         else:
             assert torch.equal(own, other)
@@ -71,8 +74,8 @@ def test_unpacked_bits_are_those_of_the_cpu(name: str, options: dict[str, Any]) 
 @each_packed
 @pytest.mark.parametrize("lora", [False, True], ids=["linear", "lora"])
 @pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
-def test_compiled_by_inductor(name: str, options: dict[str, Any], lora: bool, autocast: bool) -> None:
-    module = layer(name, options, torch.bfloat16, lora).cuda()
+def test_compiled_by_inductor(weight_format: Format, lora: bool, autocast: bool) -> None:
+    module = layer(weight_format, torch.bfloat16, lora).cuda()
     compiled = torch.compile(module, fullgraph=True)
     x = torch.randn(64, K, dtype=torch.bfloat16, device="cuda", requires_grad=True)
     with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
@@ -82,12 +85,10 @@ def test_compiled_by_inductor(name: str, options: dict[str, Any], lora: bool, au
 
 @each_packed
 @pytest.mark.parametrize("lora", [False, True], ids=["linear", "lora"])
-def test_nothing_dense_is_kept_and_checkpointing_changes_nothing(
-    name: str, options: dict[str, Any], lora: bool
-) -> None:
+def test_nothing_dense_is_kept_and_checkpointing_changes_nothing(weight_format: Format, lora: bool) -> None:
     torch.manual_seed(0)
     big = nn.Linear(4096, 4096, bias=False, dtype=torch.bfloat16, device="cuda")
-    model = nn.Sequential(PackedLinear.from_linear(big, name, **options), nn.LayerNorm(4096))
+    model = nn.Sequential(PackedLinear.from_linear(big, weight_format), nn.LayerNorm(4096))
     if lora:
         config = LoraConfig(r=8, target_modules=["0"])
         register_lora(config)
@@ -109,7 +110,7 @@ def test_nothing_dense_is_kept_and_checkpointing_changes_nothing(
 
 def test_one_call_launches_no_copy_to_the_host() -> None:
     """A synchronization in every layer would stall training; torch raises on one here."""
-    modules = [layer(name, options, torch.bfloat16, True).cuda() for name, options in PACKED]
+    modules = [layer(weight_format, torch.bfloat16, True).cuda() for weight_format in PACKED]
     x = torch.randn(64, K, dtype=torch.bfloat16, device="cuda", requires_grad=True)
     grad = torch.randn(64, N, dtype=torch.bfloat16, device="cuda")
     for module in modules:

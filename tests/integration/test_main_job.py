@@ -9,8 +9,9 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from qerl_lab.report import runs
-from qerl_lab.tracking import METRICS
+from qerl_lab.record.directory import RunDirectory
+from qerl_lab.record.metrics import declared
+from qerl_lab.report import frames, runs
 
 pytestmark = pytest.mark.integration
 
@@ -40,7 +41,7 @@ def test_it_ends_well_and_says_what_a_user_needs(job: tuple[subprocess.Completed
         assert words in ran.stdout
     assert "ETA" in ran.stderr
     assert "sigma" in ran.stderr
-    for noise in ("Warning", "warning", "Traceback", "INFO"):
+    for noise in ("Warning", "warning", "Traceback", "INFO", "Failed to load"):
         assert noise not in ran.stdout + ran.stderr
 
 
@@ -60,10 +61,11 @@ def test_its_memory_stays_under_3_gb(job: tuple[subprocess.CompletedProcess[str]
 
 def test_its_record_is_complete(job: tuple[subprocess.CompletedProcess[str], Path]) -> None:
     run = job[1] / "run"
-    steps = runs.read_steps(run)
+    steps = runs.read_steps(RunDirectory(run))
     assert list(steps.index) == list(range(51))
-    absent = set(METRICS) - set(steps.columns)
-    assert absent == {"policy/kl_reference", "memory/gpu_peak_gib"}, "no KL term and no GPU in this run"
+    absent = set(declared(["format", "answer"])) - set(steps.columns)
+    elsewhere = {"policy/kl_reference", "memory/gpu_peak_gib", "reward/overlong", "rollout/prompts_drawn"}
+    assert absent == elsewhere, "no KL term, no GPU and no part of DAPO in this run"
     assert steps.loc[1:].drop(columns=[c for c in steps if c.startswith("eval/")]).notna().all().all()
     sigma, observed = steps["noise/sigma"].loc[1:], steps["noise/std_observed"].loc[1:]
     assert (sigma.iloc[:5] == 0).all()
@@ -75,7 +77,7 @@ def test_its_record_is_complete(job: tuple[subprocess.CompletedProcess[str], Pat
 
 
 def test_mlflow_mirrors_it(job: tuple[subprocess.CompletedProcess[str], Path]) -> None:
-    curves = runs.read_mlflow(f"sqlite:///{job[1]}/mlflow.db", "qerl-lab")
+    curves = frames.read_mlflow(f"sqlite:///{job[1]}/mlflow.db", "qerl-lab").points
     assert not curves.duplicated(["metric", "step"]).any()
     reward = curves[curves["metric"] == "reward/mean"].set_index("step")["value"].sort_index()
-    assert reward.tolist() == runs.read_steps(job[1] / "run")["reward/mean"].loc[1:].tolist()
+    assert reward.tolist() == runs.read_steps(RunDirectory(job[1] / "run"))["reward/mean"].loc[1:].tolist()

@@ -4,7 +4,7 @@ Each ends in the record of a run that nobody interrupted: every metric but times
 step missing or double, in metrics.jsonl and in MLflow, and the same adapter.
 
 Starting Python costs ten seconds, so most children are forked from a server that has imported everything
-(multiprocessing's forkserver); what they run is the main function of `python -m qerl_lab.experiment`. The signals are
+(multiprocessing's forkserver); what they run is the main function of `python -m qerl_lab.train`. The signals are
 sent to the command itself.
 """
 
@@ -19,7 +19,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,8 +27,8 @@ from typing import Any
 import pytest
 import yaml
 
-from qerl_lab.record import read_metrics
-from qerl_lab.tracking import METRICS
+from qerl_lab.record.directory import RunDirectory
+from qerl_lab.record.metrics import declared, read_metrics
 
 pytestmark = pytest.mark.integration
 
@@ -40,7 +39,7 @@ SETTINGS = {
     "algorithm__updates_per_rollout": 2, "algorithm__beta": 0.05,
 }  # fmt: skip
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["qerl_lab.experiment", "mlflow.tracking", "mlflow.store.tracking.sqlalchemy_store"])
+SERVER.set_forkserver_preload(["qerl_lab.train.run", "mlflow.tracking", "mlflow.store.tracking.sqlalchemy_store"])
 
 
 # --- children
@@ -55,9 +54,9 @@ def enter(run_dir: Path) -> None:
 
 def run_to_the_end(run_dir: Path) -> None:
     enter(run_dir)
-    from qerl_lab import experiment
+    from qerl_lab.train import __main__ as child
 
-    sys.exit(experiment.main(run_dir))
+    sys.exit(child.main(RunDirectory(run_dir), os.getppid()))
 
 
 def run_until(run_dir: Path, module: str, function: str, call: int, after: bool) -> None:
@@ -65,7 +64,7 @@ def run_until(run_dir: Path, module: str, function: str, call: int, after: bool)
     enter(run_dir)
     import importlib
 
-    from qerl_lab import experiment
+    from qerl_lab.train import __main__ as child
 
     owner: Any = importlib.import_module(module)
     *path, name = function.split(".")
@@ -83,7 +82,7 @@ def run_until(run_dir: Path, module: str, function: str, call: int, after: bool)
         return result
 
     setattr(owner, name, deadly)
-    sys.exit(experiment.main(run_dir))
+    sys.exit(child.main(RunDirectory(run_dir), os.getppid()))
 
 
 def start(target: Callable[..., None], *args: object) -> multiprocessing.Process:
@@ -106,10 +105,10 @@ def finish(run_dir: Path) -> None:
 
 
 def create_database(path: Path) -> None:
-    from qerl_lab import tracking
+    from qerl_lab.tracking import mlflow
 
-    tracking.prepare_mlflow()
-    tracking._create_sqlite(f"sqlite:///{path}")
+    mlflow.prepare_mlflow()
+    mlflow.create_sqlite(f"sqlite:///{path}")
 
 
 @pytest.fixture(scope="module")
@@ -143,11 +142,13 @@ class Reference:
     lines: list[tuple[int, dict[str, float]]]
     adapter: bytes
     evaluation: bytes
+    samples: bytes
     seconds: float
 
 
 def timeless(metrics: dict[str, float]) -> dict[str, float]:
-    return {name: value for name, value in metrics.items() if METRICS[name].unit not in ("s", "tokens/s", "GiB")}
+    units = {name: metric.unit for name, metric in declared(["format", "answer"]).items()}
+    return {name: value for name, value in metrics.items() if units[name] not in ("s", "tokens/s", "GiB")}
 
 
 def lines_of(run_dir: Path) -> list[tuple[int, dict[str, float]]]:
@@ -163,7 +164,8 @@ def reference(new_run) -> Reference:
     lines = lines_of(run_dir)
     assert [step for step, _ in lines] == [0, *range(1, STEPS + 1), STEPS]
     adapter = (run_dir / "adapter" / "adapter_model.safetensors").read_bytes()
-    found = Reference(lines, adapter, (run_dir / "eval.parquet").read_bytes(), seconds)
+    evaluation, samples = ((run_dir / name).read_bytes() for name in ("eval.parquet", "samples.jsonl"))
+    found = Reference(lines, adapter, evaluation, samples, seconds)
     check_mlflow(run_dir, found)
     return found
 
@@ -173,6 +175,7 @@ def check(run_dir: Path, reference: Reference) -> None:
     assert lines_of(run_dir) == reference.lines
     assert (run_dir / "adapter" / "adapter_model.safetensors").read_bytes() == reference.adapter
     assert (run_dir / "eval.parquet").read_bytes() == reference.evaluation
+    assert (run_dir / "samples.jsonl").read_bytes() == reference.samples
     assert json.loads((run_dir / "DONE").read_text())["steps"] == STEPS
     assert not (run_dir / "FAILED").exists()
     assert not list((run_dir / "checkpoints").glob(".step-*"))
@@ -180,20 +183,18 @@ def check(run_dir: Path, reference: Reference) -> None:
 
 
 def check_mlflow(run_dir: Path, reference: Reference) -> None:
-    """One run, finished, with every point of the reference once."""
-    from qerl_lab.report.runs import read_mlflow
+    """One run, finished, with every point of metrics.jsonl once, times and speeds among them, and no other."""
+    from qerl_lab.report.frames import read_mlflow
 
-    frame = read_mlflow(f"sqlite:///{run_dir.parent}/mlflow.db", "qerl-lab")
+    curves = read_mlflow(f"sqlite:///{run_dir.parent}/mlflow.db", "qerl-lab")
+    frame = curves.points
     assert frame["run_id"].nunique() == 1
-    assert set(frame["status"]) == {"FINISHED"}
+    assert curves.left_out == []
     points = {(row.metric, row.step): row.value for row in frame.itertuples()}
     assert len(points) == len(frame), "a point is double"
-    names = {name for _, metrics in reference.lines for name in metrics}
-    assert {at: value for at, value in points.items() if at[0] in names} == {
-        (name, step): value for step, metrics in reference.lines for name, value in metrics.items()
-    }
-    of_times = Counter(name for name, _ in points if name not in names)
-    assert set(of_times.values()) == {STEPS}, "a time is missing"
+    lines = read_metrics(run_dir)
+    assert points == {(name, line["step"]): value for line in lines for name, value in line["metrics"].items()}
+    assert {at[0] for at in points} >= {name for _, metrics in reference.lines for name in metrics}
 
 
 def steps_logged(run_dir: Path) -> int:
@@ -229,7 +230,7 @@ def test_a_signal_ends_the_step_saves_and_says_how_to_continue(new_run, referenc
     """SIGINT's run is continued by the printed command, as a user would; SIGTERM saves although none is due."""
     run_dir = new_run(**({} if number == signal.SIGINT else {"checkpoint__every": 0}))
     here = run_dir.parent
-    command = [sys.executable, "-m", "qerl_lab.experiment", str(run_dir)]
+    command = [sys.executable, "-m", "qerl_lab", f"resume={run_dir}"]
     process = subprocess.Popen(command, cwd=here, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert wait_for(lambda: steps_logged(run_dir) >= 2, lambda: process.poll() is None)
     process.send_signal(number)
@@ -237,7 +238,7 @@ def test_a_signal_ends_the_step_saves_and_says_how_to_continue(new_run, referenc
     assert process.returncode == 130, errors
     assert "Traceback" not in errors
 
-    (said,) = re.findall(r"interrupted after step (\d) of 6; continue with\n +(.+)", output)
+    (said,) = re.findall(r"interrupted; (\d) of 6 steps are saved. Continue with\n +(.+)", output)
     done = steps_logged(run_dir)
     assert said[0] == str(done)
     assert 2 <= done < STEPS
@@ -280,19 +281,24 @@ def test_kill_9_at_the_worst_moments(new_run, reference) -> None:
     """One run that dies at each of these in turn, and is continued each time."""
     run_dir = new_run(checkpoint__keep=1)
     for moment in (
-        ("qerl_lab.record", "MirrorRecord.set", 1, False),  # before MLflow is asked for anything
-        ("qerl_lab.report.runs", "write_phases", 1, True),  # evaluated, and not yet logged
-        ("qerl_lab.tracking", "Tracker.log", 1, True),  # logged
-        ("qerl_lab.tracking", "Tracker.log", 1, True),  # step 1 logged, and no checkpoint of it
-        ("qerl_lab.checkpoint", "_sha256", 3, False),  # a checkpoint without manifest
-        ("qerl_lab.checkpoint", "_flush_to_disk", 2, False),  # a whole one that is not named yet
-        ("qerl_lab.checkpoint", "shutil.rmtree", 2, False),  # the next, before the last one is dropped
-        ("qerl_lab.checkpoint", "save", 3, True),  # exactly between two steps
-        ("qerl_lab.report.runs", "write_phases", 1, False),  # after the last step, nothing of the evaluation kept
-        ("qerl_lab.report.runs", "write_phases", 1, True),  # its rows are there, its line is not
+        ("qerl_lab.record.mirror", "MirrorRecord.set", 1, False),  # before MLflow is asked for anything
+        ("qerl_lab.record.directory", "RunDirectory.write_evaluations", 1, True),  # evaluated, and not yet logged
+        ("qerl_lab.tracking.tracker", "Tracker.log", 1, True),  # logged
+        ("qerl_lab.tracking.tracker", "Tracker.log", 1, True),  # step 1 logged, and no checkpoint of it
+        ("qerl_lab.record.checkpoint", "_sha256", 3, False),  # a checkpoint without manifest
+        ("qerl_lab.record.checkpoint", "_flush_to_disk", 2, False),  # a whole one that is not named yet
+        ("qerl_lab.record.checkpoint", "shutil.rmtree", 2, False),  # the next, before the last one is dropped
+        ("qerl_lab.record.checkpoint", "save", 3, True),  # exactly between two steps
+        (
+            "qerl_lab.record.directory",
+            "RunDirectory.write_evaluations",
+            1,
+            False,
+        ),  # after the last step, nothing of the evaluation kept
+        ("qerl_lab.record.directory", "RunDirectory.write_evaluations", 1, True),  # its rows are there, its line is not
         ("qerl_lab.report.plots", "save_curves", 1, False),  # its line is there
-        ("qerl_lab.tracking", "Tracker.finish", 1, False),
-        ("qerl_lab.tracking", "Tracker.finish", 1, True),  # MLflow says finished, and there is no DONE
+        ("qerl_lab.tracking.tracker", "Tracker.finish", 1, False),
+        ("qerl_lab.tracking.tracker", "Tracker.finish", 1, True),  # MLflow says finished, and there is no DONE
     ):
         code = ended(start(run_until, run_dir, *moment))
         assert code == -signal.SIGKILL, (moment, (run_dir / "output.txt").read_text())
@@ -336,3 +342,24 @@ def test_damaged_checkpoints_are_passed_over_with_a_warning(new_run, reference) 
         assert re.search(rf"warning: checkpoint {path} is damaged \(.+\); using the one before it", output)
     assert re.findall(r"continuing after step \d", output) == [f"continuing after step {int(first.name[-1]) - 1}"]
     check(run_dir, reference)
+
+
+def test_a_step_that_the_record_lost_is_trained_again(new_run, reference) -> None:
+    """As a crash of the machine may leave it: checkpoints are there, and the newest step's line is not."""
+    run_dir = new_run()
+    process = start(run_to_the_end, run_dir)
+    assert wait_for(lambda: (run_dir / "checkpoints" / "step-000004").exists(), process.is_alive)
+    process.kill()
+    ended(process)
+    path, newest = run_dir / "metrics.jsonl", int(max((run_dir / "checkpoints").glob("step-*")).name[-1])
+    lines = [line for line in path.read_bytes().splitlines(keepends=True) if json.loads(line)["step"] < newest]
+    path.write_bytes(b"".join(lines) + b"\0" * 40 + b"\n")
+    finish(run_dir)
+    output = (run_dir / "output.txt").read_text()
+    assert f"{path} lacks step {newest} (line {len(lines) + 1} is no metrics record)" in output
+    assert f"training again from step {newest - 1}." in output
+    (run_dir / "metrics.damaged.jsonl").unlink()
+    check(run_dir, reference)
+    assert json.loads((run_dir / "DONE").read_text())["seconds"] > sum(
+        line["metrics"].get("step/seconds", 0) for line in read_metrics(run_dir)
+    )

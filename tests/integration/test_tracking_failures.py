@@ -7,20 +7,27 @@ import sqlite3
 import subprocess
 import sys
 import textwrap
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
+from mlflow import MlflowClient
+from mlflow.exceptions import MlflowException
 
-from qerl_lab import tracking
-from qerl_lab.tracking import Tracker
+from qerl_lab.record.directory import RunDirectory
+from qerl_lab.tracking import tracker as tracker_module
+from qerl_lab.tracking.__main__ import main
+from qerl_lab.tracking.resync import resync
+from qerl_lab.tracking.tracker import Tracker
 
 pytest_plugins = ["mlflow_store"]
 pytestmark = pytest.mark.integration
 pytest.register_assert_rewrite("mlflow_store")
-from mlflow_store import config, log, points, recorded, runs, wait_for  # noqa: E402
+from mlflow_store import config, log, mirrored, recorded, runs, wait_for  # noqa: E402
 
 
 def test_no_mlflow_at_the_start_is_said_once_and_filled_later(
@@ -34,11 +41,14 @@ def test_no_mlflow_at_the_start_is_said_once_and_filled_later(
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         refused = f"http://me:secret@127.0.0.1:{free.getsockname()[1]}"
-    tracker = Tracker(config(run_dir, refused), run_dir)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", refused)
+    tracker = Tracker(config(run_dir), RunDirectory(run_dir))
     assert slowest_log(tracker, range(1, 20)) < 1
-    wait_for(lambda: not (tracker._thread and tracker._thread.is_alive()))
     log(tracker, range(20, 25))
     tracker.finish("FINISHED")
+    assert tracker.mirror
+    assert (tracker.mirror.uri, tracker.mirror.experiment_id) == (refused.replace("me:secret", "***"), None)
+    assert tracker.mirror.missing == len(recorded(run_dir))
     out, err = capfd.readouterr()
     assert out == ""
     assert err.count("\n") == 1, err
@@ -46,9 +56,9 @@ def test_no_mlflow_at_the_start_is_said_once_and_filled_later(
     assert f"{run_dir}/metrics.jsonl is complete" in err
     assert [entry for entry in caplog.records if entry.name.startswith("urllib3")] == []
     assert "secret" not in err + (run_dir / "mlflow.json").read_text()
-    assert tracking.main(["resync", str(run_dir)]) == 1
+    assert main(["resync", str(run_dir)]) == 1
     assert capfd.readouterr().err.count("\n") == 1
-    assert f"added {len(recorded(run_dir))} points" in tracking.resync(run_dir, db)
+    assert f"added {len(recorded(run_dir))} points" in resync(RunDirectory(run_dir), db)
 
 
 def slowest_log(tracker: Tracker, steps: range) -> float:
@@ -92,47 +102,108 @@ def kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def test_a_server_that_dies_mid_run(
-    run_dir: Path, db: str, server: tuple[str, subprocess.Popen[bytes]], capfd: pytest.CaptureFixture[str]
+    run_dir: Path,
+    db: str,
+    server: tuple[str, subprocess.Popen[bytes]],
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     uri, process = server
-    tracker = Tracker(config(run_dir, uri), run_dir)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    tracker = Tracker(config(run_dir), RunDirectory(run_dir))
     log(tracker, range(1, 5))
-    wait_for(lambda: tracker.run_id and len(points(db, tracker.run_id)) == len(recorded(run_dir)))
+    wait_for(lambda: mirrored(db) == recorded(run_dir))
     kill(process)
     assert slowest_log(tracker, range(5, 30)) < 1
-    wait_for(lambda: not (tracker._thread and tracker._thread.is_alive()))
     log(tracker, range(30, 33))
     tracker.finish("FINISHED", [run_dir / "resolved.yaml"])
+    assert tracker.mirror
+    assert tracker.mirror.missing == len(recorded(run_dir)) - len(mirrored(db))
     out, err = capfd.readouterr()
     assert out == ""
     assert err.count("\n") == 1, err
-    assert f"MLflow at {uri.replace('me:secret@', '')} failed" in err
+    assert f"MLflow at {uri.replace('me:secret@', '***@')} failed" in err
     assert "secret" not in err + (run_dir / "mlflow.json").read_text()
     assert f"python -m qerl_lab.tracking resync {run_dir}" in err
-    assert 0 < len(points(db, str(tracker.run_id))) < len(recorded(run_dir))
+    assert 0 < len(mirrored(db)) < len(recorded(run_dir))
     assert runs(db)[0].info.status == "RUNNING"
-    assert f"found run {tracker.run_id}" in tracking.resync(run_dir, db)  # the store behind the server
-    assert points(db, str(tracker.run_id)) == recorded(run_dir)
-    assert len(runs(db)) == 1
+    assert "found run" in resync(RunDirectory(run_dir), db)  # the store behind the server
+    assert mirrored(db) == recorded(run_dir)
     assert runs(db)[0].info.status == "FINISHED"
 
 
-def child(code: str, cwd: Path) -> subprocess.Popen[str]:
-    source = "from pathlib import Path\nfrom qerl_lab import tracking\nfrom qerl_lab.config import RunConfig\n"
-    command = [sys.executable, "-c", source + textwrap.dedent(code)]
-    return subprocess.Popen(command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def test_after_a_hiccup_of_the_server_the_mirror_is_whole_again(
+    run_dir: Path, db: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some calls fail, at the opening and between: each outage and each return is said, and nothing is missing."""
+    log_batch, search = MlflowClient.log_batch, MlflowClient.search_runs
+    is_down = threading.Event()
+
+    def checked(call: Callable[..., Any]) -> Callable[..., Any]:
+        def either(*args: Any, **keywords: Any) -> Any:
+            if is_down.is_set():
+                raise MlflowException("503")
+            return call(*args, **keywords)
+
+        return either
+
+    monkeypatch.setattr(MlflowClient, "log_batch", checked(log_batch))
+    monkeypatch.setattr(MlflowClient, "search_runs", checked(search))
+    tracker = Tracker(config(run_dir, db), RunDirectory(run_dir))
+    log(tracker, range(1, 4))
+    wait_for(lambda: tracker._known == len(recorded(run_dir)))
+    is_down.set()
+    log(tracker, range(4, 7))
+    wait_for(lambda: tracker._is_away)
+    time.sleep(0.3)
+    is_down.clear()
+    log(tracker, range(7, 9))
+    wait_for(lambda: tracker._known == len(recorded(run_dir)))
+    tracker.finish("FINISHED")
+    assert tracker.mirror
+    assert tracker.mirror.missing == 0
+    assert mirrored(db) == recorded(run_dir)
+    away, back = capfd.readouterr().err.splitlines()
+    assert "failed (MlflowException: 503)" in away
+    assert "is back" in back
 
 
-def test_a_server_that_never_answers_holds_up_neither_the_end_nor_the_exit(run_dir: Path) -> None:
+Child = Callable[[str, Path], subprocess.Popen[str]]
+
+
+@pytest.fixture
+def child() -> Iterator[Child]:
+    """Starts Python code that has a tracker at hand; ends what is left of it."""
+    begun: list[subprocess.Popen[str]] = []
+    source = """
+from pathlib import Path
+from qerl_lab.config.schema import RunConfig
+from qerl_lab.record.directory import RunDirectory
+from qerl_lab.tracking import tracker as tracker_module
+from qerl_lab.tracking.tracker import Tracker
+"""
+
+    def begin(code: str, cwd: Path) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", source + textwrap.dedent(code)]
+        begun.append(subprocess.Popen(command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+        return begun[-1]
+
+    yield begin
+    for process in begun:
+        process.kill()
+        process.wait()
+
+
+def test_a_server_that_never_answers_holds_up_neither_the_end_nor_the_exit(run_dir: Path, child: Child) -> None:
     config(run_dir)
     process = child(
         f"""
         import socket, time
-        tracking.FINISH_SECONDS = 1
+        tracker_module.FINISH_SECONDS = 1
         silent = socket.create_server(("127.0.0.1", 0))
         cfg = RunConfig()
         cfg.tracking.uri = f"http://127.0.0.1:{{silent.getsockname()[1]}}"
-        tracker = tracking.Tracker(cfg, Path({str(run_dir)!r}))
+        tracker = Tracker(cfg, RunDirectory({str(run_dir)!r}))
         connection, _ = silent.accept()  # MLflow asks, and waits from here on
         tracker.log(1, {{"reward/mean": 1.0}})
         start = time.monotonic()
@@ -156,9 +227,9 @@ def test_a_late_failure_adds_no_second_line(
     run_dir: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    monkeypatch.setattr(tracking, "FINISH_SECONDS", 0.1)
+    monkeypatch.setattr(tracker_module, "FINISH_SECONDS", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        tracker = Tracker(config(run_dir, f"http://127.0.0.1:{silent.getsockname()[1]}"), run_dir)
+        tracker = Tracker(config(run_dir, f"http://127.0.0.1:{silent.getsockname()[1]}"), RunDirectory(run_dir))
         connection, _ = silent.accept()
         tracker.finish("FINISHED")
         assert tracker._thread
@@ -176,35 +247,34 @@ def schema(database: Path) -> list[tuple[str]]:
         return connection.execute("SELECT version_num FROM alembic_version").fetchall() + tables
 
 
-def test_a_killed_process_before_any_checkpoint_resumes_into_its_run(run_dir: Path, empty_db: Path) -> None:
+def test_a_killed_process_before_any_checkpoint_resumes_into_its_run(
+    run_dir: Path, empty_db: Path, child: Child
+) -> None:
     """The child also creates the database, so its silence shows that no chatter of MLflow's reaches the terminal."""
     config(run_dir)
     process = child(
         f"""
         import time
-        tracking.FLUSH_SECONDS = 0.02
-        tracker = tracking.Tracker(RunConfig(), Path({str(run_dir)!r}))
+        FLUSH_SECONDS = 0.02
+        tracker = Tracker(RunConfig(), RunDirectory({str(run_dir)!r}))
         for step in range(1, 4):
             tracker.log(step, {{"reward/mean": float(step)}})
-        while not tracker.run_id:
-            time.sleep(0.02)
-        print(tracker.run_id, flush=True)
         time.sleep(600)
         """,
         run_dir.parent,
     )
     assert process.stdout
     database = run_dir.parent / "mlflow.db"
-    wait_for(database.exists)
+    wait_for(database.exists, 120)
     # Whole from its first moment, or a kill in the seconds of its creation would break it for every later run.
     assert schema(database) == schema(empty_db)
-    run_id, uri = process.stdout.readline().strip(), f"sqlite:///{database}"
-    wait_for(lambda: [step for _, step, _, _ in points(uri, run_id)] == [1, 2, 3])
+    uri = f"sqlite:///{database}"
+    wait_for(lambda: [step for _, step, _, _ in mirrored(uri)] == [1, 2, 3])
     process.kill()
     assert process.communicate() == ("", "")
-    tracker = Tracker(config(run_dir), run_dir)
+    tracker = Tracker(config(run_dir), RunDirectory(run_dir))
     for step in range(1, 6):
         tracker.log(step, {"reward/mean": float(step)})
     tracker.finish("FINISHED")
-    assert [run.info.run_id for run in runs(uri)] == [tracker.run_id] == [run_id]
-    assert [(step, value) for _, step, value, _ in points(uri, run_id)] == [(s, float(s)) for s in range(1, 6)]
+    assert mirrored(uri) == recorded(run_dir)
+    assert [(step, value) for _, step, value, _ in mirrored(uri)] == [(s, float(s)) for s in range(1, 6)]

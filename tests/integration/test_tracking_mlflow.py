@@ -1,5 +1,6 @@
 """The mirror against a real MLflow store: what arrives, what a resumed run adds, what resync adds."""
 
+import json
 import logging
 import shutil
 import time
@@ -11,60 +12,68 @@ import mlflow
 import pytest
 from mlflow import MlflowClient
 
-from qerl_lab import tracking
-from qerl_lab.config import leaves
-from qerl_lab.record import MirrorRecord
-from qerl_lab.tracking import Tracker, read_metrics
+from qerl_lab.config.schema import leaves
+from qerl_lab.record.directory import RunDirectory
+from qerl_lab.record.metrics import cut_metrics, read_metrics
+from qerl_lab.record.mirror import MirrorRecord
+from qerl_lab.tracking import mlflow as mlflow_module
+from qerl_lab.tracking import tracker as tracker_module
+from qerl_lab.tracking.__main__ import main
+from qerl_lab.tracking.resync import resync
+from qerl_lab.tracking.tracker import Tracker
 
 pytest_plugins = ["mlflow_store"]
 pytestmark = pytest.mark.integration
 pytest.register_assert_rewrite("mlflow_store")
-from mlflow_store import config, doubles, log, points, recorded, runs, wait_for  # noqa: E402
+from mlflow_store import config, doubles, log, mirrored, points, recorded, runs, wait_for  # noqa: E402
 
 
 def test_mlflow_receives_everything(run_dir: Path, db: str) -> None:
     cfg = config(run_dir, db, seed=3, experiment="nvfp4_aqn")
     (run_dir / "curves.png").write_bytes(b"png")
-    tracker = Tracker(cfg, run_dir)
+    tracker = Tracker(cfg, RunDirectory(run_dir))
     tracker.log(0, {"eval/accuracy": 0.5})
     log(tracker, range(1, 40))
     tracker.log(39, {"eval/accuracy": 0.75})
-    tracker.finish("FINISHED", [run_dir / name for name in tracking.ARTIFACTS])
+    tracker.finish("FINISHED", RunDirectory(run_dir).artifacts())
     (run,) = runs(db)
-    assert run.info.run_id == tracker.run_id == MirrorRecord(run_dir).values["run_id"]
+    assert run.info.run_id == MirrorRecord(run_dir).values["run_id"]
     assert run.info.status == "FINISHED"
-    assert run.info.run_name == "nvfp4_aqn-seed3"
+    assert run.info.run_name.startswith("nvfp4_aqn-seed3 [")
     assert points(db, run.info.run_id) == recorded(run_dir)
-    assert run.data.params == tracking._params(cfg)
-    assert len(run.data.params) == len(leaves(cfg)) - 3
-    assert tracking._tags(cfg, run_dir, MirrorRecord(run_dir).values["key"]).items() <= run.data.tags.items()
+    assert run.data.params == mlflow_module.params(cfg)
+    assert len(run.data.params) == len(leaves(cfg)) - 4
+    assert (
+        mlflow_module.tags(cfg, RunDirectory(run_dir), MirrorRecord(run_dir).values["key"]).items()
+        <= run.data.tags.items()
+    )
     stored = {file.path for file in MlflowClient(tracking_uri=db).list_artifacts(run.info.run_id)}
     assert stored == {"resolved.yaml", "metrics.jsonl", "curves.png"}
 
 
 def test_lines_reach_mlflow_while_the_run_goes_on(run_dir: Path, db: str) -> None:
-    tracker = Tracker(config(run_dir, db), run_dir)
+    tracker = Tracker(config(run_dir, db), RunDirectory(run_dir))
     log(tracker, range(1, 3))
-    wait_for(lambda: tracker.run_id and len(points(db, tracker.run_id)) == len(recorded(run_dir)))
+    wait_for(lambda: mirrored(db) == recorded(run_dir))
     assert runs(db)[0].info.status == "RUNNING"
     tracker.log(2, {"reward/mean": -1.0})  # a second value for one point: the first stays
     tracker.finish("KILLED")
-    assert doubles(db, str(tracker.run_id)) == []
+    assert doubles(db, runs(db)[0].info.run_id) == []
     assert runs(db)[0].info.status == "KILLED"
 
 
 def test_the_end_sends_the_last_lines_without_waiting_for_a_flush(
     run_dir: Path, db: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tracking, "FLUSH_SECONDS", 60)
-    tracker = Tracker(config(run_dir, db), run_dir)
+    monkeypatch.setattr(tracker_module, "FLUSH_SECONDS", 60)
+    tracker = Tracker(config(run_dir, db), RunDirectory(run_dir))
     log(tracker, range(1, 3))
-    wait_for(lambda: tracker.run_id and points(db, tracker.run_id))
+    wait_for(lambda: mirrored(db))
     log(tracker, range(3, 5))
     start = time.monotonic()
     tracker.finish("FINISHED")
     assert time.monotonic() - start < 10
-    assert points(db, str(tracker.run_id)) == recorded(run_dir)
+    assert mirrored(db) == recorded(run_dir)
 
 
 def test_batches_keep_within_mlflows_limits(run_dir: Path, db: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,7 +86,7 @@ def test_batches_keep_within_mlflows_limits(run_dir: Path, db: str, monkeypatch:
         log_batch(self, run_id, **batch)
 
     monkeypatch.setattr(MlflowClient, "log_batch", measured)
-    tracker = Tracker(config(run_dir, db), run_dir)
+    tracker = Tracker(config(run_dir, db), RunDirectory(run_dir))
     log(tracker, range(1, 80))
     tracker.finish("FINISHED")
     assert max(sizes["metrics"]) <= 1000 < sum(sizes["metrics"]) == len(recorded(run_dir))
@@ -85,59 +94,142 @@ def test_batches_keep_within_mlflows_limits(run_dir: Path, db: str, monkeypatch:
 
 
 def test_values_that_are_not_finite_do_not_stop_the_mirror(run_dir: Path, db: str) -> None:
-    tracker = Tracker(config(run_dir, db), run_dir)
+    tracker = Tracker(config(run_dir, db), RunDirectory(run_dir))
     tracker.log(1, {"policy/loss": float("nan"), "policy/grad_norm": float("inf")})
     tracker.log(2, {"policy/loss": 1.0})
     tracker.finish("FINISHED")
-    found = [(name, step, value != value) for name, step, value, _ in points(db, str(tracker.run_id))]
+    found = [(name, step, value != value) for name, step, value, _ in mirrored(db)]
     assert found == [("policy/grad_norm", 1, True), ("policy/loss", 1, True), ("policy/loss", 2, False)]
-    assert "added 0 points" in tracking.resync(run_dir)
+    assert "added 0 points" in resync(RunDirectory(run_dir))
 
 
 def test_a_resumed_run_is_the_same_run_without_doubles(run_dir: Path, db: str) -> None:
-    first = Tracker(config(run_dir, db), run_dir)
+    first = Tracker(config(run_dir, db), RunDirectory(run_dir))
     log(first, range(1, 8))
     first.finish("KILLED")
-    # Steps 6 and 7 were mirrored and are done again; a parameter that changed must not raise either.
-    again = Tracker(config(run_dir, db, cpu_threads=2), run_dir, run_id=first.run_id, last_step=5)
-    log(again, range(6, 11), shift=0.5)
+    first_id = runs(db)[0].info.run_id
+    again = Tracker(
+        config(run_dir, db, cpu_threads=3), RunDirectory(run_dir), last_step=7
+    )  # a changed parameter must not raise
+    log(again, range(8, 11))
     wait_for(lambda: runs(db)[0].info.status == "RUNNING")
     again.finish("FINISHED")
     (run,) = runs(db)
-    assert run.info.run_id == again.run_id == first.run_id
+    assert run.info.run_id == first_id
     assert run.info.status == "FINISHED"
     assert doubles(db, run.info.run_id) == []
-    assert {step for _, step, _, _ in points(db, run.info.run_id)} == set(range(1, 11))
-    assert [line["step"] for line in read_metrics(run_dir)] == list(range(1, 11))
+    assert points(db, run.info.run_id) == recorded(run_dir)
+
+
+def test_a_step_that_is_trained_again_leaves_no_point_of_its_first_time(run_dir: Path, db: str) -> None:
+    """Steps 6 and 7 were mirrored before the kill: MLflow cannot take them back, so the run is replaced."""
+    first = Tracker(config(run_dir, db), RunDirectory(run_dir))
+    log(first, range(1, 8))
+    first.finish("KILLED")
+    client = MlflowClient(tracking_uri=db)
+    (replaced,) = runs(db)
+    client.set_tag(replaced.info.run_id, "mlflow.note.content", "look here")
+    again = Tracker(config(run_dir, db), RunDirectory(run_dir), last_step=5)
+    log(again, range(6, 9), shift=0.5)
+    again.finish("FINISHED")
+    (run,) = runs(db)
+    assert run.info.run_id != replaced.info.run_id
+    assert points(db, run.info.run_id) == recorded(run_dir)
+    assert run.data.tags["mlflow.note.content"] == "look here"
+    assert client.get_run(replaced.info.run_id).info.lifecycle_stage == "deleted"
+    assert json.loads((run_dir / "mlflow.json").read_text())["run_id"] == run.info.run_id
+
+
+def test_only_the_time_of_a_point_differs_and_the_run_is_replaced(run_dir: Path, db: str) -> None:
+    """What a deterministic run repeats after a kill: the same values at another time."""
+    for last_step in (0, 2):
+        tracker = Tracker(config(run_dir, db), RunDirectory(run_dir), last_step=last_step)
+        log(tracker, range(last_step + 1, 4))
+        tracker.finish("KILLED")
+        time.sleep(0.002)
+    (run,) = runs(db)
+    assert points(db, run.info.run_id) == recorded(run_dir)
+
+
+@pytest.mark.parametrize("killed_at", ["create_run", "delete_run"])
+def test_killed_while_a_run_is_replaced(
+    run_dir: Path, db: str, monkeypatch: pytest.MonkeyPatch, killed_at: str
+) -> None:
+    """Right after the new run is there, and right before the old one goes: the next opening sorts both out."""
+    first = Tracker(config(run_dir, db), RunDirectory(run_dir))
+    log(first, range(1, 4))
+    first.finish("KILLED")
+    original = getattr(MlflowClient, killed_at)
+
+    def killed(self: MlflowClient, *args: Any, **keywords: Any) -> None:
+        if killed_at == "create_run":
+            original(self, *args, **keywords)
+        raise KeyboardInterrupt
+
+    cut_metrics(run_dir, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(MlflowClient, killed_at, killed)
+        with pytest.raises(KeyboardInterrupt):
+            mlflow_module.MlflowRun(config(run_dir, db), RunDirectory(run_dir), db, MirrorRecord(run_dir))
+    assert len(runs(db)) == 2
+    again = Tracker(config(run_dir, db), RunDirectory(run_dir), last_step=1)
+    log(again, range(2, 5))
+    again.finish("FINISHED")
+    (run,) = runs(db)
+    assert points(db, run.info.run_id) == recorded(run_dir)
+
+
+def test_a_copy_of_a_directory_gets_a_run_of_its_own(run_dir: Path, db: str) -> None:
+    first = Tracker(config(run_dir, db), RunDirectory(run_dir))
+    log(first, range(1, 4))
+    first.finish("KILLED")
+    copy = run_dir.parent / "copy"
+    shutil.copytree(run_dir, copy)
+    for directory in (copy, run_dir):
+        tracker = Tracker(config(directory, db), RunDirectory(directory), last_step=2)
+        log(tracker, range(3, 5), shift=0.5)
+        tracker.finish("FINISHED")
+    ids = {run.data.tags["run_dir"]: run.info.run_id for run in runs(db)}
+    assert set(ids) == {str(copy), str(run_dir)}
+    assert all(points(db, ids[str(directory)]) == recorded(directory) for directory in (copy, run_dir))
+
+
+def test_a_directory_that_was_moved_keeps_its_run(run_dir: Path, db: str) -> None:
+    first = Tracker(config(run_dir, db), RunDirectory(run_dir))
+    log(first, range(1, 3))
+    first.finish("KILLED")
+    moved = run_dir.rename(run_dir.parent / "moved")
+    assert "found run" in resync(RunDirectory(moved))
+    (run,) = runs(db)
+    assert run.data.tags["run_dir"] == str(moved)
 
 
 def test_a_resumed_run_also_fills_what_mlflow_missed_before(run_dir: Path, db: str) -> None:
     off = config(run_dir, db)
     off.tracking.mlflow = False
-    log(Tracker(off, run_dir), range(1, 4))
-    tracker = Tracker(config(run_dir, db), run_dir, last_step=3)
+    log(Tracker(off, RunDirectory(run_dir)), range(1, 4))
+    tracker = Tracker(config(run_dir, db), RunDirectory(run_dir), last_step=3)
     log(tracker, range(4, 6))
     tracker.finish("FINISHED")
-    assert points(db, str(tracker.run_id)) == recorded(run_dir)
+    assert mirrored(db) == recorded(run_dir)
 
 
-def test_a_run_that_lost_its_mlflow_json_is_found_by_the_checkpoints_run_id(run_dir: Path, db: str) -> None:
-    first = Tracker(config(run_dir, db), run_dir)
+def test_a_run_that_lost_its_mlflow_json_is_found_by_the_checkpoints_key(run_dir: Path, db: str) -> None:
+    first = Tracker(config(run_dir, db), RunDirectory(run_dir))
     first.finish("KILLED")
     (run_dir / "mlflow.json").unlink()
-    again = Tracker(config(run_dir, db), run_dir, run_id=first.run_id)
+    again = Tracker(config(run_dir, db), RunDirectory(run_dir), run_key=first.key)
     again.finish("FINISHED")
-    assert [run.info.run_id for run in runs(db)] == [first.run_id] == [again.run_id]
+    assert [run.data.tags["run_key"] for run in runs(db)] == [first.key] == [again.key]
 
 
 def test_a_run_whose_id_was_never_noted_is_found_by_its_key(run_dir: Path, db: str) -> None:
-    first = Tracker(config(run_dir, db), run_dir)
+    first = Tracker(config(run_dir, db), RunDirectory(run_dir))
     log(first, range(1, 3))
     first.finish("KILLED")
     MirrorRecord(run_dir).set(run_id=None)  # as if killed between MLflow's answer and the note
-    again = Tracker(config(run_dir, db), run_dir, last_step=2)
+    again = Tracker(config(run_dir, db), RunDirectory(run_dir), last_step=2)
     again.finish("FINISHED")
-    assert again.run_id == first.run_id
     assert len(runs(db)) == 1
 
 
@@ -149,13 +241,13 @@ def test_resync_creates_then_adds_nothing(
 ) -> None:
     off = config(run_dir)
     off.tracking.mlflow = False
-    log(Tracker(off, run_dir), range(1, 30))
+    log(Tracker(off, RunDirectory(run_dir)), range(1, 30))
     with (run_dir / "metrics.jsonl").open("ab") as file:
         file.write(b'{"step": 30, "ti')
     if mark:
         (run_dir / mark).touch()
     total = len(recorded(run_dir))
-    assert tracking.main(["resync", str(run_dir), "--uri", db]) == 0
+    assert main(["resync", str(run_dir), f"uri={db}"]) == 0
     assert f"added {total} points" in capsys.readouterr().out
     (run,) = runs(db)
     before = points(db, run.info.run_id)
@@ -163,7 +255,7 @@ def test_resync_creates_then_adds_nothing(
     assert run.info.status == status
     assert run.info.start_time == int(read_metrics(run_dir)[0]["time"] * 1000)
     assert run.info.end_time == int(read_metrics(run_dir)[-1]["time"] * 1000)
-    assert tracking.main(["resync", str(run_dir), "--uri", db]) == 0
+    assert main(["resync", str(run_dir), f"uri={db}"]) == 0
     assert "found run" in (out := capsys.readouterr().out)
     assert "added 0 points and 0 parameters" in out
     assert len(runs(db)) == 1
@@ -171,40 +263,42 @@ def test_resync_creates_then_adds_nothing(
 
 
 def test_resync_adds_only_the_missing_points(run_dir: Path, db: str) -> None:
-    tracker = Tracker(config(run_dir, db), run_dir)
+    tracker = Tracker(config(run_dir, db), RunDirectory(run_dir))
     log(tracker, range(1, 5))
     tracker.finish("FAILED")
     off = config(run_dir, db)
     off.tracking.mlflow = False
-    more = Tracker(off, run_dir, last_step=4)
+    more = Tracker(off, RunDirectory(run_dir), last_step=4)
     more.log(5, {"reward/mean": 1.0, "reward/std": 2.0})
     more.finish("FINISHED")
-    assert "added 2 points and 0 parameters" in tracking.resync(run_dir)
-    assert points(db, str(tracker.run_id)) == recorded(run_dir)
+    assert "added 2 points and 0 parameters" in resync(RunDirectory(run_dir))
+    assert mirrored(db) == recorded(run_dir)
     assert runs(db)[0].info.status == "FINISHED"
 
 
 def test_resync_into_another_store_and_back_makes_one_run_in_each(run_dir: Path, db: str, empty_db: Path) -> None:
     other = f"sqlite:///{shutil.copy(empty_db, run_dir.parent / 'other.db')}"
-    tracker = Tracker(config(run_dir), run_dir)  # no uri: sqlite:///mlflow.db of the working directory, which is db
+    tracker = Tracker(
+        config(run_dir), RunDirectory(run_dir)
+    )  # no uri: sqlite:///mlflow.db of the working directory, which is db
     log(tracker, range(1, 4))
     tracker.finish("FINISHED")
-    assert "created run" in tracking.resync(run_dir, other)
-    assert "added 0 points" in tracking.resync(run_dir, other)
-    assert f"found run {tracker.run_id}" in tracking.resync(run_dir, db)
+    assert "created run" in resync(RunDirectory(run_dir), other)
+    assert "added 0 points" in resync(RunDirectory(run_dir), other)
+    assert "found run" in resync(RunDirectory(run_dir), db)
     assert len(runs(db)) == len(runs(other)) == 1
-    assert points(other, runs(other)[0].info.run_id) == points(db, str(tracker.run_id)) == recorded(run_dir)
+    assert points(other, runs(other)[0].info.run_id) == mirrored(db) == recorded(run_dir)
 
 
 def test_resync_without_uri_finds_the_runs_store_from_any_directory(
     run_dir: Path, db: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tracker = Tracker(config(run_dir), run_dir)
+    tracker = Tracker(config(run_dir), RunDirectory(run_dir))
     log(tracker, range(1, 3))
     tracker.finish("FINISHED")
     (run_dir.parent / "elsewhere").mkdir()
     monkeypatch.chdir(run_dir.parent / "elsewhere")
-    assert f"found run {tracker.run_id}" in tracking.resync(run_dir)
+    assert "found run" in resync(RunDirectory(run_dir))
     assert not Path("mlflow.db").exists()
 
 
@@ -215,7 +309,7 @@ def test_a_database_whose_creation_was_killed_is_not_left_behind(here: Path, mon
 
     monkeypatch.setattr(mlflow, "MlflowClient", killed)
     with pytest.raises(KeyboardInterrupt):
-        tracking._create_sqlite(f"sqlite:///{here}/mlflow.db")
+        mlflow_module.create_sqlite(f"sqlite:///{here}/mlflow.db")
     assert list(here.iterdir()) == []
 
 
@@ -226,11 +320,11 @@ def test_a_database_that_another_run_made_first_stays(here: Path, monkeypatch: p
         return types.SimpleNamespace(search_experiments=list)
 
     monkeypatch.setattr(mlflow, "MlflowClient", slower)
-    tracking._create_sqlite(f"sqlite:///{here}/mlflow.db")
+    mlflow_module.create_sqlite(f"sqlite:///{here}/mlflow.db")
     assert [(path.name, path.read_bytes()) for path in here.iterdir()] == [("mlflow.db", b"theirs")]
 
 
 def test_infos_of_mlflow_are_off_even_if_it_was_imported_before(run_dir: Path, db: str) -> None:
     logging.getLogger("mlflow").setLevel(logging.INFO)  # as if trl had imported it before our settings
-    Tracker(config(run_dir, db), run_dir).finish("FINISHED")
+    Tracker(config(run_dir, db), RunDirectory(run_dir)).finish("FINISHED")
     assert logging.getLogger("mlflow").level == logging.WARNING

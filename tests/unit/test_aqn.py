@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from qerl_lab.aqn import Noise, stochastic_round
+from qerl_lab.aqn import CLEAN, Noise, observed_std, stochastic_round
 from qerl_lab.rollout.transformers import TransformersEngine
 
 LAYER = "model.layers.0.input_layernorm"
@@ -118,30 +118,27 @@ def test_a_hundred_syncs_do_not_accumulate(tiny, build_policy) -> None:
     engine = TransformersEngine(policy, batch_size=8)
     stds = []
     for step in range(1, 101):
-        engine.sync(policy, Noise(0.02, seed=0, step=step))
-        stds.append(engine.noise_std())
+        engine.sync(Noise(0.02, seed=0, step=step))
+        stds.append(observed_std(engine.norms(), policy.clean_norms))
     assert stds == pytest.approx([0.02] * 100, rel=0.1)  # a random walk would be at 0.2
     fresh = TransformersEngine(policy, batch_size=8)
-    fresh.sync(policy, Noise(0.02, seed=0, step=100))
-    assert all(torch.equal(engine.norms[name], fresh.norms[name]) for name in before)
-    engine.sync(policy, None)
+    fresh.sync(Noise(0.02, seed=0, step=100))
+    assert all(torch.equal(engine.norms()[name], fresh.norms()[name]) for name in before)
+    engine.sync(CLEAN)
     for name, clean in before.items():
-        assert torch.equal(engine.norms[name], clean)
+        assert torch.equal(engine.norms()[name], clean)
         assert torch.equal(policy.clean_norms[name], clean)
         assert torch.equal(policy.norms[name], clean)
 
 
-def test_the_noise_is_measured_in_the_engines_own_weights(tiny, build_policy) -> None:
-    policy = build_policy(tiny())
-    engine = TransformersEngine(policy, batch_size=8)
-    assert engine.noise_std() == 0
-    one, *_ = engine.norms
-    engine.norms[one][0] += 3.0
-    entries = sum(weight.numel() for weight in engine.norms.values())
-    assert engine.noise_std() == pytest.approx(3 / entries**0.5, rel=0.01)
-    engine.sync(policy, Noise(0.05, seed=0, step=1))
-    gaps = torch.cat([engine.norms[name] - clean for name, clean in policy.clean_norms.items()])
-    assert engine.noise_std() == pytest.approx(gaps.std().item(), rel=1e-6)
+def test_the_observed_std_is_over_all_entries_of_what_is_held() -> None:
+    """Against float32 clean weights, whatever the dtype of an engine."""
+    clean = {"a.norm": torch.tensor([1.0, 2.0]), "b.norm": torch.tensor([3.0, 4.0, 5.0])}
+    held = {"b.norm": torch.tensor([3.5, 4.0, 4.5]), "a.norm": torch.tensor([1.0, 5.0])}
+    gaps = torch.tensor([0.0, 3.0, 0.5, 0.0, -0.5])
+    assert observed_std(held, clean) == pytest.approx(gaps.std().item())
+    assert observed_std({name: weight.bfloat16() for name, weight in held.items()}, clean) == observed_std(held, clean)
+    assert observed_std(clean, clean) == 0
 
 
 def test_the_norms_in_the_configuration_get_noise_and_no_others(tiny, build_policy) -> None:

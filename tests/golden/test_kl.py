@@ -1,0 +1,79 @@
+"""KL and entropy in float64 against torch's own, and the standard error against the textbook."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributions import Categorical
+from torch.nn.functional import kl_div
+
+from qerl_lab.evaluate import kl
+
+
+def logprobs(seed: int, tokens: int = 50, vocabulary: int = 97) -> Tensor:
+    """Float64 log-probs of sharp and of flat distributions."""
+    generator = torch.Generator().manual_seed(seed)
+    scale = torch.logspace(-2, 1.5, tokens, dtype=torch.float64)[:, None]
+    return (scale * torch.randn(tokens, vocabulary, generator=generator, dtype=torch.float64)).log_softmax(-1)
+
+
+def test_kl_of_each_token_is_torchs() -> None:
+    p, q = logprobs(0), logprobs(1)
+    expected = kl_div(q, p, log_target=True, reduction="none").sum(-1)
+    torch.testing.assert_close(kl.per_token(p, q), expected, rtol=1e-12, atol=1e-14)
+    assert not torch.allclose(kl.per_token(q, p), expected)  # KL(p || q) and not KL(q || p)
+
+
+def test_entropy_of_each_token_is_torchs() -> None:
+    p = logprobs(2)
+    torch.testing.assert_close(kl.entropy_per_token(p), Categorical(logits=p).entropy(), rtol=1e-12, atol=1e-14)
+
+
+def test_a_token_without_probability_adds_nothing_where_p_has_none_and_infinity_where_q_has_none() -> None:
+    half = torch.tensor([[0.5, 0.5, 0.0]]).log()
+    third = torch.full((1, 3), 1 / 3).log()
+    assert kl.per_token(half, third).item() == pytest.approx(torch.tensor(1.5).log().item())
+    assert kl.per_token(half, half).item() == 0
+    assert kl.per_token(third, half).item() == float("inf")
+    assert kl.entropy_per_token(half).item() == pytest.approx(torch.tensor(2.0).log().item())
+    assert half[0, 2] == -float("inf")  # the caller's tensor is as it was
+
+
+def test_nan_is_not_swallowed() -> None:
+    p = torch.tensor([[0.5, 0.5], [torch.nan, 0.5]]).log()
+    assert kl.per_token(p, p).isnan().tolist() == [False, True]
+
+
+def test_float32_log_probs_are_summed_in_float64() -> None:
+    p, q = logprobs(3, vocabulary=4096), logprobs(4, vocabulary=4096)
+    found = kl.per_token(p.float(), q.float())
+    assert found.dtype == torch.float64
+    torch.testing.assert_close(found, kl.per_token(p, q), rtol=1e-5, atol=1e-6)
+
+
+def test_chunks_of_any_size_give_one_mean_over_all_tokens() -> None:
+    p, q, lengths = logprobs(5), logprobs(6), [1, 20, 29]
+    expected = kl_div(q, p, log_target=True, reduction="none").sum(-1).mean().item()
+    for size in (1, 7, 50):
+        found = kl.measure(p.split(size), q.split(size), lengths)
+        assert found.nats == pytest.approx(expected, rel=1e-12)
+        assert found.standard_error == kl.measure([p], [q], lengths).standard_error
+    with pytest.raises(ValueError, match="zip"):
+        kl.measure(p.split(7), q.split(7)[:-1], lengths)
+
+
+def test_the_standard_error_is_that_of_a_ratio_over_texts() -> None:
+    """For texts of equal length it is the textbook error of a mean; 0 where all agree; None for a single one."""
+    values = torch.tensor([0.1] * 5 + [0.5] * 10 + [0.5] * 10 + [1.0] * 5)
+    equal = kl.mean(values, [10, 10, 10])
+    texts = torch.tensor([0.3, 0.5, 0.75], dtype=torch.float64)
+    assert equal.nats == pytest.approx(texts.mean().item())
+    assert equal.standard_error == pytest.approx((texts.std() / 3**0.5).item(), rel=1e-6)
+    assert kl.mean(torch.full((30,), 0.1), [10, 20]).standard_error == pytest.approx(0, abs=1e-9)
+    assert kl.mean(values, [30]).standard_error is None
+
+
+def test_a_long_text_weighs_as_many_tokens_as_it_has() -> None:
+    """By hand: means 1 and 2, lengths 1 and 3, average 7/4; residuals -3/4 and 3/4."""
+    found = kl.mean(torch.tensor([1.0, 2.0, 2.0, 2.0]), [1, 3])
+    assert found.nats == 1.75
+    assert found.standard_error == pytest.approx(((2 * 0.75**2) * 2 / 1) ** 0.5 / 4)

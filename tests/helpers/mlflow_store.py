@@ -1,0 +1,99 @@
+"""Fixtures and read-back for the tests of the MLflow mirror; they load it by `pytest_plugins`."""
+
+import shutil
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from qerl_lab.config.schema import RunConfig
+from qerl_lab.record.metrics import declared, read_metrics
+from qerl_lab.tracking import tracker as tracker_module
+from qerl_lab.tracking.mlflow import create_sqlite, prepare_mlflow
+from qerl_lab.tracking.tracker import Tracker
+
+prepare_mlflow()
+from mlflow import MlflowClient  # noqa: E402  (after the settings that it reads)
+
+
+@pytest.fixture(scope="session")
+def empty_db(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An MLflow database without runs: creating one takes seconds, copying it none."""
+    path = tmp_path_factory.mktemp("mlflow") / "mlflow.db"
+    create_sqlite(f"sqlite:///{path}")
+    assert [entry.name for entry in path.parent.iterdir()] == ["mlflow.db"]
+    return path
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Tests run in their own directory, where MLflow puts artifacts, and do not wait two seconds to flush."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setattr(tracker_module, "FLUSH_SECONDS", 0.02)
+    monkeypatch.setattr(tracker_module, "RETRY_SECONDS", 0.1)
+    return tmp_path
+
+
+@pytest.fixture
+def db(empty_db: Path, here: Path) -> str:
+    shutil.copy(empty_db, here / "mlflow.db")
+    return f"sqlite:///{here}/mlflow.db"
+
+
+@pytest.fixture
+def run_dir(here: Path) -> Path:
+    (here / "run").mkdir()
+    return here / "run"
+
+
+def config(run_dir: Path, uri: str | None = None, **changes: Any) -> RunConfig:
+    """A run's configuration, with the resolved.yaml that a real run leaves."""
+    cfg = RunConfig(**changes)
+    cfg.tracking.uri = uri
+    (run_dir / "resolved.yaml").write_text(yaml.safe_dump(asdict(cfg), sort_keys=False))
+    return cfg
+
+
+def log(tracker: Tracker, steps: range, shift: float = 0.0) -> None:
+    for step in steps:
+        tracker.log(step, {name: step + i + shift for i, name in enumerate(declared()) if not name.startswith("eval/")})
+
+
+def wait_for(condition: Callable[[], Any], seconds: float = 30) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited too long"
+        time.sleep(0.02)
+
+
+def runs(uri: str) -> list[Any]:
+    client = MlflowClient(tracking_uri=uri)
+    return list(client.search_runs([e.experiment_id for e in client.search_experiments()]))
+
+
+def points(uri: str, run_id: str) -> list[tuple[str, int, float, int]]:
+    client = MlflowClient(tracking_uri=uri)
+    names = client.get_run(run_id).data.metrics
+    return sorted((n, p.step, p.value, p.timestamp) for n in names for p in client.get_metric_history(run_id, n))
+
+
+def mirrored(uri: str) -> list[tuple[str, int, float, int]]:
+    """The points of the store's only run; none before there is one."""
+    found = runs(uri)
+    assert len(found) <= 1
+    return points(uri, found[0].info.run_id) if found else []
+
+
+def recorded(run_dir: Path) -> list[tuple[str, int, float, int]]:
+    lines = read_metrics(run_dir)
+    return sorted((n, ln["step"], v, int(ln["time"] * 1000)) for ln in lines for n, v in ln["metrics"].items())
+
+
+def doubles(uri: str, run_id: str) -> list[tuple[str, int]]:
+    return [at for at, n in Counter((name, step) for name, step, _, _ in points(uri, run_id)).items() if n > 1]

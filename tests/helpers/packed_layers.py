@@ -1,0 +1,59 @@
+"""Packed layers, their dense twins and small models for the tests of the formats."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from qerl_lab.formats.bf16 import Bf16
+from qerl_lab.formats.format import Format
+from qerl_lab.formats.mxfp4 import Mxfp4
+from qerl_lab.formats.nf4 import Nf4
+from qerl_lab.formats.nvfp4 import Nvfp4
+from qerl_lab.model.linear import PackedLinear
+
+N, K = 96, 128
+NVFP4, MXFP4, NF4, BF16 = Nvfp4("max"), Mxfp4("round"), Nf4(double_quant=True), Bf16()  # as in the schema
+BY_NAME = {each.NAME: each for each in (NVFP4, MXFP4, NF4, BF16)}
+PACKED = [NVFP4, MXFP4, NF4, Nf4(double_quant=False)]
+ALL = [*PACKED, BF16]
+LAYER_NAMES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+each_packed = pytest.mark.parametrize("weight_format", PACKED, ids=repr)
+each_format = pytest.mark.parametrize("weight_format", ALL, ids=repr)
+
+
+def linear(bias: bool = True, dtype: torch.dtype = torch.float32) -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(K, N, bias=bias, dtype=dtype)
+
+
+def packed_linear(weight_format: Format, *, dense_cache: bool = False, **like: Any) -> PackedLinear:
+    return PackedLinear.from_linear(linear(**like), weight_format, dense_cache=dense_cache)
+
+
+def dense_twin(packed: PackedLinear) -> nn.Linear:
+    """An ordinary Linear with the weight that `packed` stands for."""
+    dtype = packed.compute_dtype
+    twin = nn.Linear(packed.in_features, packed.out_features, bias=packed.bias is not None, dtype=dtype)
+    shape = (packed.out_features, packed.in_features)
+    twin.weight.data = packed.weight_format.dequantize(packed.packed(), shape, dtype)
+    if packed.bias is not None:
+        twin.bias.data = packed.bias.data.clone()
+    return twin
+
+
+def tiny_model(
+    *, tied: bool = False, seed: int = 0, hidden: int = 64, dtype: torch.dtype = torch.float32
+) -> Qwen2ForCausalLM:
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=32, hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, tie_word_embeddings=tied, initializer_range=0.2,
+    )  # fmt: skip
+    return Qwen2ForCausalLM(config).to(dtype)
+
+
+def tokens() -> Tensor:
+    return torch.randint(0, 32, (4, 12), generator=torch.Generator().manual_seed(2))

@@ -1,0 +1,53 @@
+"""Rollouts recomputed: what a policy with given norms says of each completion, in float64."""
+
+import copy
+
+import torch
+from torch import Tensor
+
+from packed_layers import dense_twin
+from qerl_lab.model.linear import PackedLinear
+from qerl_lab.model.policy import Policy
+from qerl_lab.rollout.engine import Rollout
+
+
+def rows(rollout: Rollout) -> list[tuple[list[int], list[int], list[float]]]:
+    """(prompt, completion, sampler log-probs) of every completion."""
+    groups = zip(rollout.prompt_ids_P, rollout.completion_ids_P_G, rollout.logprobs_P_G, strict=True)
+    return [(p, c, lp) for p, cs, lps in groups for c, lp in zip(cs, lps, strict=True)]
+
+
+def distributions(
+    policy: Policy, rollout: Rollout, norms: dict[str, Tensor] | None = None, temperature: float = 1.0
+) -> list[Tensor]:
+    """Log-probs [tokens, vocabulary] in float64 of each completion, by the policy as it is, or with other norms.
+
+    One sequence at a time, no padding, no cache, dense weights. (Inside its norms transformers computes in float32.)
+    """
+    model = copy.deepcopy(policy.model).eval()
+    packed = [(parent, name, child) for parent in model.modules() for name, child in parent.named_children()
+              if isinstance(child, PackedLinear)]  # fmt: skip
+    for parent, name, child in packed:
+        setattr(parent, name, dense_twin(child))
+    model.double()
+    for name, weight in (norms or {}).items():
+        model.get_base_model().get_submodule(name).weight.data = weight.to(policy.device, torch.float64)
+    found = []
+    for prompt, completion, _ in rows(rollout):
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([prompt + completion], device=policy.device)).logits[0]
+        assert logits.dtype == torch.float64
+        found.append((logits[len(prompt) - 1 : -1] / temperature).log_softmax(-1).cpu())
+    return found
+
+
+def of_tokens(distributions: list[Tensor], rollout: Rollout) -> Tensor:
+    """Log-probs of the sampled tokens, completion after completion: [tokens]."""
+    pairs = zip(distributions, rows(rollout), strict=True)
+    return torch.cat([logps[torch.arange(len(ids)), ids] for logps, (_, ids, _) in pairs])
+
+
+def gap(rollout: Rollout, distributions: list[Tensor]) -> float:
+    """Largest distance between the sampler's log-probs and those of `distributions`, in nats."""
+    told = torch.tensor([logprob for _, _, logprobs in rows(rollout) for logprob in logprobs], dtype=torch.float64)
+    return (told - of_tokens(distributions, rollout)).abs().max().item()

@@ -1,0 +1,57 @@
+"""Small models on disk, dense and packed, for the tests of loading."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoTokenizer, PreTrainedModel
+
+from qerl_lab.formats.format import Format
+from qerl_lab.model.linear import pack_model
+from qerl_lab.model.on_disk import POCKET
+
+
+def write_dense(folder: Path, model: PreTrainedModel, **save_options: Any) -> Path:
+    """As `save_pretrained` writes it, with the pocket policy's tokenizer."""
+    model.save_pretrained(folder, **save_options)
+    AutoTokenizer.from_pretrained(POCKET).save_pretrained(folder)
+    return folder
+
+
+def write_packed(
+    folder: Path, model: PreTrainedModel, weight_format: Format, ignore: Sequence[str] = ("lm_head",)
+) -> Path:
+    """Pack `model`, in place, and write it as `python -m qerl_lab.quantize` does."""
+    write_dense(folder, model)
+    pack_model(model, weight_format, ignore=ignore)
+    tensors = dict(model.state_dict())
+    if model.config.tie_word_embeddings:
+        del tensors["lm_head.weight"]
+    save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, folder / "model.safetensors")
+    edit_config(folder, quantization_config=weight_format.quantization_config(ignore, model.dtype))
+    return folder
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    """Change keys of config.json; None removes one."""
+    file = folder / "config.json"
+    config = json.loads(file.read_text()) | changes
+    file.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+
+
+def edit_tensors(folder: Path, **changes: Tensor | None) -> None:
+    """Replace tensors of model.safetensors (given with "__" for "."); None removes one."""
+    file = folder / "model.safetensors"
+    tensors = load_file(file) | {name.replace("__", "."): tensor for name, tensor in changes.items()}
+    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, file)
+
+
+def equal(a: Tensor, b: Tensor) -> bool:
+    """Same dtype and bits."""
+    return a.dtype is b.dtype and torch.equal(
+        a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8)
+    )

@@ -1,0 +1,189 @@
+"""Engines that break the contract, each in one way; tests/unit/rollout/test_contract.py must find them."""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from qerl_lab.aqn import CLEAN, Noise
+from qerl_lab.model.policy import Policy
+from qerl_lab.rollout.engine import OnDone, Rollout, Sampling, ignore
+from qerl_lab.rollout.transformers import TransformersEngine
+
+
+class Wrong(TransformersEngine):
+    """Changes what goes in or comes out."""
+
+    def generate(
+        self, prompt_ids_P: list[list[int]], group_size: int, sampling: Sampling, on_done: OnDone = ignore
+    ) -> Rollout:
+        out = super().generate(self.prompts(prompt_ids_P), group_size, self.sampling(sampling), on_done)
+        return self.out(replace(out, prompt_ids_P=prompt_ids_P))
+
+    def prompts(self, prompt_ids_P: list[list[int]]) -> list[list[int]]:
+        return prompt_ids_P
+
+    def sampling(self, sampling: Sampling) -> Sampling:
+        return sampling
+
+    def out(self, out: Rollout) -> Rollout:
+        return out
+
+
+class RepeatsOneDraw(Wrong):
+    def out(self, out: Rollout) -> Rollout:
+        return replace(
+            out,
+            completion_ids_P_G=[[group[0]] * len(group) for group in out.completion_ids_P_G],
+            logprobs_P_G=[[group[0]] * len(group) for group in out.logprobs_P_G],
+        )
+
+
+class LosesAGroup(Wrong):
+    def out(self, out: Rollout) -> Rollout:
+        return replace(out, logprobs_P_G=out.logprobs_P_G[:-1])
+
+
+class SwapsLogprobs(Wrong):
+    """Swaps the log-probs of a group, and not its completions."""
+
+    def out(self, out: Rollout) -> Rollout:
+        return replace(out, logprobs_P_G=[group[::-1] for group in out.logprobs_P_G])
+
+
+class ReadsPadding(Wrong):
+    def prompts(self, prompt_ids_P: list[list[int]]) -> list[list[int]]:
+        longest = max(map(len, prompt_ids_P))
+        return [[self.policy.tokenizer.pad_token_id] * (longest - len(ids)) + ids for ids in prompt_ids_P]
+
+
+class ForgetsTheTemperature(Wrong):
+    def sampling(self, sampling: Sampling) -> Sampling:
+        return replace(sampling, temperature=1.0)
+
+
+class DrawsFlatter(Wrong):
+    """Tells the log-probs of another temperature than the one it draws at."""
+
+    def sampling(self, sampling: Sampling) -> Sampling:
+        return replace(sampling, temperature=1.3 * sampling.temperature)
+
+
+class ForgetsTheNucleus(Wrong):
+    def sampling(self, sampling: Sampling) -> Sampling:
+        return replace(sampling, top_p=1.0)
+
+
+class TellsTheEntropyOfAToken(Wrong):
+    def out(self, out: Rollout) -> Rollout:
+        return replace(out, entropy=2 * out.entropy)
+
+
+class HidesNan(Wrong):
+    def out(self, out: Rollout) -> Rollout:
+        return replace(out, logprobs_P_G=[[[0.0] * len(row) for row in group] for group in out.logprobs_P_G])
+
+
+class HasOneSeed(Wrong):
+    def sampling(self, sampling: Sampling) -> Sampling:
+        return replace(sampling, seed=0)
+
+
+class DrawsASeed(Wrong):
+    def sampling(self, sampling: Sampling) -> Sampling:
+        return replace(sampling, seed=int(torch.randint(1 << 30, ())))
+
+
+class AlwaysStops(Wrong):
+    def out(self, out: Rollout) -> Rollout:
+        return replace(out, finish_reasons_P_G=[["stop"] * len(group) for group in out.finish_reasons_P_G])
+
+
+class GoesOneTooFar(Wrong):
+    def sampling(self, sampling: Sampling) -> Sampling:
+        return replace(sampling, max_tokens=sampling.max_tokens + 1)
+
+
+class CallsAnEndAtTheLimitALength(TransformersEngine):
+    def generate(
+        self, prompt_ids_P: list[list[int]], group_size: int, sampling: Sampling, on_done: OnDone = ignore
+    ) -> Rollout:
+        out = super().generate(prompt_ids_P, group_size, sampling, on_done)
+        reasons = [["length" if len(ids) == sampling.max_tokens else "stop" for ids in group]
+                   for group in out.completion_ids_P_G]  # fmt: skip
+        return replace(out, finish_reasons_P_G=reasons)
+
+
+class CountsPrompts(TransformersEngine):
+    def generate(
+        self, prompt_ids_P: list[list[int]], group_size: int, sampling: Sampling, on_done: OnDone = ignore
+    ) -> Rollout:
+        on_done(len(prompt_ids_P))
+        return super().generate(prompt_ids_P, group_size, sampling)
+
+
+class KeepsItsAdapter(TransformersEngine):
+    """Generates with the adapter of the time when it was built."""
+
+    def __init__(self, policy: Policy, batch_size: int) -> None:
+        super().__init__(policy, batch_size)
+        self.adapter = {n: p.data.clone() for n, p in policy.model.named_parameters() if "lora_" in n}
+
+    def generate(self, *asked) -> Rollout:
+        own = {name: self.policy.model.get_parameter(name).data for name in self.adapter}
+        for name, weight in self.adapter.items():
+            self.policy.model.get_parameter(name).data = weight
+        try:
+            return super().generate(*asked)
+        finally:
+            for name, weight in own.items():
+                self.policy.model.get_parameter(name).data = weight
+
+
+class TellsCleanNorms(TransformersEngine):
+    def norms(self) -> dict[str, Tensor]:
+        return self.policy.clean_norms
+
+
+class StaysNoisy(TransformersEngine):
+    def sync(self, noise: Noise) -> None:
+        if noise != CLEAN or not hasattr(self, "_norms"):
+            super().sync(noise)
+
+
+class Accumulates(TransformersEngine):
+    def sync(self, noise: Noise) -> None:
+        held = getattr(self, "_norms", self.policy.clean_norms)
+        self._norms = noise.onto_norms(held, self.policy.norms)
+
+
+class DrawsOnce(TransformersEngine):
+    def sync(self, noise: Noise) -> None:
+        super().sync(replace(noise, step=1))
+
+
+class LeavesItsNorms(TransformersEngine):
+    def generate(self, *asked) -> Rollout:
+        out = super().generate(*asked)
+        for name, norm in self.policy.norms.items():
+            norm.data = self._norms[name]
+        return out
+
+
+class StaysInItsMode(TransformersEngine):
+    def generate(self, *asked) -> Rollout:
+        out = super().generate(*asked)
+        self.policy.model.eval()
+        return out
+
+
+class GivesAwayThePolicysNorms(TransformersEngine):
+    def close(self) -> None:
+        for norm in self.policy.norms.values():
+            norm.data = torch.zeros_like(norm)
+
+
+class GivesAwayTheCleanNorms(TransformersEngine):
+    def close(self) -> None:
+        for weight in self.policy.clean_norms.values():
+            weight.zero_()

@@ -1,0 +1,47 @@
+"""A package that is installed by halves ends a run with one line, which says what to type."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.integration
+LOADER = "libcudart.so.13: cannot open shared object file: No such file or directory"
+
+
+def half_installed(site: Path, code: str) -> Path:
+    """A vLLM with its metadata, whose import fails."""
+    package, metadata = site / "vllm", site / "vllm-0.25.0.dist-info"
+    package.mkdir(parents=True)
+    metadata.mkdir()
+    (package / "__init__.py").write_text(code)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.25.0\n")
+    (metadata / "top_level.txt").write_text("vllm\n")
+    return package
+
+
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [
+        (f"raise ImportError({LOADER!r})", f"ImportError: {LOADER}"),
+        (f"raise OSError({LOADER!r})", f"OSError: {LOADER}"),
+        ("import torch; torch.ops.no_such_library.no_such_op", "AttributeError: "),
+    ],
+    ids=["ImportError", "OSError", "AttributeError"],
+)
+def test_a_half_installed_vllm_is_named_in_one_line(tmp_path: Path, code: str, error: str) -> None:
+    package = half_installed(tmp_path / "site", code)
+    before = [os.environ["PYTHONPATH"]] if "PYTHONPATH" in os.environ else []
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([*before, str(tmp_path / "site")])}
+    command = [
+        sys.executable, "-m", "qerl_lab", "+experiment=bf16", "rollout=transformers", "tracking=none", "run_dir=run",
+    ]  # fmt: skip
+    ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
+    assert ran.returncode == 2, ran.stdout + ran.stderr
+    said = f"vLLM is installed ({package}) and cannot be imported ({error}"
+    (line,) = [line for line in (ran.stdout + ran.stderr).splitlines() if said in line]
+    assert line.endswith("Type pip uninstall vllm, or install a vLLM that fits this torch.")
+    assert "Traceback" not in ran.stdout + ran.stderr
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,208 @@
+"""Losing the console loses nothing: real signals, pipes and terminals, and the real command with a real run in it."""
+
+import fcntl
+import json
+import os
+import pty
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from qerl_lab.cli import launch
+from qerl_lab.model.on_disk import POCKET
+from qerl_lab.record.directory import RunDirectory
+from qerl_lab.record.metrics import read_metrics
+from qerl_lab.report.frames import read_mlflow
+
+pytestmark = pytest.mark.integration
+WORDS = (
+    "device=cpu", "rollout.prompts_per_step=4", "rollout.group_size=4", "rollout.max_completion_tokens=16",
+    "optim.micro_batch_size=4", "lora.rank=4", "task.train_questions=64", "eval.questions=8", "eval.samples=2",
+    "tracking.mlflow=false", "checkpoint.every=1", "run_dir=run",
+)  # fmt: skip
+Start = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts `python -m qerl_lab` with a small run, in a process group of its own; ends what is left of it."""
+    groups = []
+
+    def begin(*words: str, **how: object) -> subprocess.Popen[str]:
+        by_key = {word.partition("=")[0]: word for word in (*WORDS, *words)}  # a key may be typed once
+        command = [sys.executable, "-m", "qerl_lab", *by_key.values()]
+        given = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "start_new_session": True, **how}
+        process = subprocess.Popen(command, cwd=tmp_path, text=True, **given)
+        groups.append(process)
+        return process
+
+    yield begin
+    for process in groups:
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+        process.wait()
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 200) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.02)
+
+
+def child_of(process: subprocess.Popen[str]) -> int:
+    """The process id of the run, once it is there and imports torch."""
+    found: list[int] = []
+
+    def imports_torch() -> bool:
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        found[:] = [int(pid) for pid in children]
+        return bool(found) and "libtorch" in Path(f"/proc/{found[0]}/maps").read_text()
+
+    wait_for(imports_torch)
+    return found[0]
+
+
+def steps(run_dir: Path) -> int:
+    return (
+        max((line["step"] for line in read_metrics(run_dir)), default=0) if (run_dir / "metrics.jsonl").exists() else 0
+    )
+
+
+def has_ended(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].startswith("Z")
+    except FileNotFoundError:
+        return True
+
+
+def test_a_run_goes_on_to_its_end_when_nobody_reads_it(start: Start, tmp_path: Path) -> None:
+    process = start("steps=2")  # as with `2>&1 | head -n 1`
+    assert process.stdout.readline() == "run directory: run\n"
+    process.stdout.close(), process.stderr.close()
+    assert process.wait(timeout=300) == 0
+    assert RunDirectory(tmp_path / "run").status == "done"
+    assert steps(tmp_path / "run") == 2
+
+
+@pytest.mark.parametrize("to_group", [False, True])
+def test_ctrl_c_while_torch_is_imported_ends_the_run_at_once(start: Start, tmp_path: Path, to_group: bool) -> None:
+    process = start("steps=2")
+    child = child_of(process)
+    os.killpg(process.pid, signal.SIGINT) if to_group else process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=5)
+    assert process.returncode == 130
+    assert err == f"{launch.STOPPING}\n"
+    assert "interrupted; 0 of 2 steps are saved. Continue with\n" in out
+    assert has_ended(child)
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {"resolved.yaml"}
+
+
+def test_a_run_whose_command_is_killed_during_its_start_does_not_train(start: Start, tmp_path: Path) -> None:
+    process = start("steps=2")
+    child = child_of(process)
+    process.kill()
+    process.wait()
+    wait_for(lambda: has_ended(child))
+    assert RunDirectory(tmp_path / "run").status == "interrupted"
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_a_second_ctrl_c_aborts_and_the_last_checkpoint_stays(start: Start, tmp_path: Path) -> None:
+    process, run = start("steps=500"), tmp_path / "run"
+    wait_for(lambda: (run / "checkpoints" / "step-000001").exists())
+    os.killpg(process.pid, signal.SIGSTOP)  # so that both signals are there before a step can end
+    os.killpg(process.pid, signal.SIGINT)
+    os.killpg(process.pid, signal.SIGCONT)
+    while launch.STOPPING not in process.stderr.readline():
+        pass
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "Traceback" not in out + err
+    (saved,) = re.findall(
+        r"interrupted; (\d+) of 500 steps are saved. Continue with\n  \S+ -m qerl_lab resume=run\n", out
+    )
+    assert max(path.name for path in (run / "checkpoints").glob("step-*")) == f"step-{int(saved):06d}"
+    assert RunDirectory(run).status == "interrupted"
+
+
+def test_an_evaluation_is_left_between_two_of_its_batches(start: Start, tmp_path: Path) -> None:
+    process = start("steps=2", "eval.questions=256", "rollout.batch_size=8", "tracking.mlflow=true")
+    wait_for((tmp_path / "run" / "metrics.jsonl").exists)
+    os.killpg(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "interrupted; 0 of 2 steps are saved. Continue with\n" in out
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == ""
+    assert json.loads((tmp_path / "run" / "mlflow.json").read_text())["status"] == "KILLED"
+    assert RunDirectory(tmp_path / "run").status == "interrupted"
+
+
+@pytest.mark.parametrize("lost", ["console", "terminal"])
+def test_a_lost_console_saves_the_step_under_way(start: Start, tmp_path: Path, lost: str) -> None:
+    """The console gets SIGINT for the parent alone; the terminal is a real one, and closes."""
+    run = tmp_path / "run"
+    if lost == "terminal":
+        master, slave = pty.openpty()
+        own = lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # noqa: E731
+        process = start("steps=500", stdin=slave, stdout=slave, stderr=slave, preexec_fn=own)
+        os.close(slave)
+    else:
+        process = start("steps=500")
+    wait_for(lambda: steps(run) >= 1)
+    child = child_of(process)
+    if lost == "terminal":
+        os.close(master)
+    else:
+        process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=120) == 130
+    assert has_ended(child)
+    assert RunDirectory(run).status == "interrupted"
+    assert (run / "checkpoints" / f"step-{steps(run):06d}" / "manifest.json").exists()
+
+
+def test_a_closed_standard_output_is_not_given_to_a_record(tmp_path: Path) -> None:
+    code = "from qerl_lab import exits; exits.outlast(); print('gone'); print(open('record', 'w').fileno() > 2)"
+    subprocess.run(["bash", "-c", f'exec {sys.executable} -c "{code}" >&- 2>&- <&-'], cwd=tmp_path, check=True)
+    assert (tmp_path / "record").read_text() == ""
+
+
+def test_a_run_with_umlauts_goes_on_from_elsewhere_after_it_was_moved(start: Start, tmp_path: Path) -> None:
+    """Relative paths of model and store, the directory moved, and `resume` typed in another one."""
+    shutil.copytree(POCKET, tmp_path / "mödel")
+    words = ("scale=custom", "model.path=mödel", "tracking.mlflow=true", "tracking.uri=sqlite:///dö.db", "steps=8")
+    process = start(*words, "run_dir=rün")
+    wait_for(lambda: steps(tmp_path / "rün") >= 1)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 130, out + err
+    (elsewhere := tmp_path / "anderswö").mkdir()
+    run = (tmp_path / "rün").rename(elsewhere / "rün 2")
+    done = steps(run)
+    again = subprocess.run(
+        [sys.executable, "-m", "qerl_lab", "resume=rün 2"], cwd=elsewhere, capture_output=True, text=True
+    )
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert f"continuing after step {done}" in again.stdout
+    assert steps(run) == 8
+    curves = read_mlflow(f"sqlite:///{tmp_path}/dö.db", "qerl-lab")
+    assert (curves.points["run_id"].nunique(), curves.left_out) == (1, [])
+    assert not list(elsewhere.glob("*.db"))
+
+
+def test_ctrl_c_at_any_line_of_a_command_is_one_line_and_130() -> None:
+    """Python would end by the signal itself, status -2, after an interrupt inside of exec(), as dataclasses use it."""
+    code = "from qerl_lab import exits; exits.run(lambda words: exec('raise KeyboardInterrupt'))"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (found.returncode, found.stdout, found.stderr) == (130, "", "interrupted\n")

@@ -1,0 +1,75 @@
+"""Every command as a process: Ctrl-C while it imports what it needs, and a console that nobody reads."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.integration
+# SIGINT comes when `package` is about to be imported, as it may at any moment of the seconds that this takes.
+INTERRUPTED = """
+import os, runpy, signal, sys
+class Interrupts:
+    def find_spec(self, name, path=None, target=None):
+        if name == {package!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupts())
+sys.argv[1:] = {words!r}
+runpy.run_module({module!r}, run_name="__main__", alter_sys=True)
+"""
+MODULES = [
+    f"qerl_lab{name}"
+    for name in ("", ".quantize", ".evaluate", ".bench", ".report", ".samples", ".tracking", ".pocket.pretrain")
+]
+GOES_ON = "interrupted; the same command goes on where it stopped\n"
+
+
+@pytest.mark.parametrize(
+    ("module", "words", "package", "said"),
+    [
+        *((module, "", "qerl_lab.config.schema", "interrupted\n") for module in MODULES),
+        ("qerl_lab", "seed=1", "hydra", "interrupted\n"),
+        ("qerl_lab.quantize", "model=pocket out=made", "hydra", "interrupted\n"),
+        ("qerl_lab.quantize", "model=pocket out=made", "torch", GOES_ON),
+        ("qerl_lab.evaluate", "sigma", "torch", "interrupted\n"),
+        ("qerl_lab.bench", "linear", "torch", "interrupted\n"),
+        ("qerl_lab.report", "runs", "pandas", "interrupted\n"),
+        ("qerl_lab.samples", "run", "omegaconf", "interrupted\n"),
+        ("qerl_lab.tracking", "resync run", "mlflow", "interrupted\n"),
+        ("qerl_lab.pocket.pretrain", "out=made", "torch", "interrupted\n"),
+    ],
+)
+def test_ctrl_c_while_a_command_starts_is_one_line(
+    module: str, words: str, package: str, said: str, tmp_path: Path
+) -> None:
+    code = INTERRUPTED.format(package=package, words=words.split(), module=module)
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", said)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "qerl_lab --help", "qerl_lab.quantize --help", "qerl_lab.evaluate sigma --help", "qerl_lab.bench",
+        "qerl_lab.report", "qerl_lab.samples", "qerl_lab.tracking table", "qerl_lab.pocket.pretrain",
+    ],
+)  # fmt: skip
+def test_a_closed_pipe_is_no_error(command: str) -> None:
+    line = f"{sys.executable} -m {command} 2>&1 | head -n 0; exit ${{PIPESTATUS[0]}}"
+    found = subprocess.run(["bash", "-c", line], capture_output=True, text=True)
+    assert (found.returncode, found.stdout, found.stderr) == (0, "", "")
+
+
+def test_a_wrong_word_is_2_and_one_line(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "qerl_lab.samples", "run", "stpe=1"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: stpe is not a known key. Did you mean step? Allowed: step, run_dir.\n"
+
+
+def test_output_that_a_full_disk_does_not_take_is_one_line() -> None:
+    line = f"{sys.executable} -m qerl_lab.tracking table > /dev/full"
+    found = subprocess.run(["bash", "-c", line], capture_output=True, text=True)
+    assert (found.returncode, found.stderr) == (1, "error: [Errno 28] No space left on device\n")

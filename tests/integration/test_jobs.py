@@ -1,0 +1,188 @@
+"""The jobs of a plan, with a stand-in for the child: composed once, claimed before the first starts."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import hydra
+import pytest
+from hydra import initialize_config_dir
+from hydra.core.config_loader import ConfigLoader
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.plugins import Plugins
+
+from qerl_lab.cli import jobs, launch
+from qerl_lab.cli.compose import VERSION_BASE, Plan, make_plan
+from qerl_lab.cli.train import main
+from qerl_lab.config.schema import ConfigError, package_data
+from qerl_lab.record.directory import RunDirectory
+
+pytestmark = pytest.mark.integration
+CHILD = """
+import json, os, sys
+run_dir, here = sys.argv[1:]
+def write(name, text):
+    with open(os.path.join(run_dir, name), "w") as file: file.write(text)
+sweep = os.path.dirname(run_dir)
+resolved = [name for name in sorted(os.listdir(sweep)) if os.path.exists(os.path.join(sweep, name, "resolved.yaml"))]
+write("seen.json", json.dumps({"resolved": resolved, "environment": dict(os.environ)}))
+if os.path.basename(run_dir).startswith("0-"):  # the first job: somebody edits what the others were composed from
+    for path in open(os.path.join(here, "edited")).read().splitlines():
+        with open(path, "w") as file: file.write("lora: {rank: [")
+    if os.path.exists(os.path.join(here, "stop")): sys.exit(130)
+write("DONE", "{}")
+"""
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    script = tmp_path / "child.py"
+    script.write_text(CHILD)
+    (tmp_path / "edited").touch()
+    command = [sys.executable, "-S", str(script)]
+    monkeypatch.setattr(launch, "child_command", lambda run_dir: [*command, str(run_dir), str(tmp_path)])
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    return tmp_path
+
+
+def seen(run_dir: str) -> dict:
+    return json.loads(Path(run_dir, "seen.json").read_text())
+
+
+@pytest.fixture
+def own(here: Path) -> str:
+    """A configuration directory of the user's, whose file the first job breaks."""
+    path = here / "own" / "experiment" / "mine.yaml"
+    path.parent.mkdir(parents=True)
+    path.write_text("# @package _global_\n# mine\nexperiment: mine\nlora:\n  rank: 8\n")
+    (here / "edited").write_text(str(path))
+    return str(here / "own")
+
+
+@pytest.mark.parametrize("launcher", ["basic", "forked"])
+def test_a_file_that_is_edited_after_the_plan_changes_no_job(own: str, launcher: str) -> None:
+    words = ["-m", "--config-dir", own, "experiment=mine", "seed=0,1", "hydra.sweep.dir=sweep"]
+    assert main([*words, f"hydra/launcher={launcher}"]) == 0
+    assert [RunDirectory(Path("sweep", name)).config().lora.rank for name in ("0-mine-seed0", "1-mine-seed1")] == [8, 8]
+
+
+@pytest.mark.parametrize("words", [["run_dir=run"], ["-m", "seed=0,1"]])
+def test_nothing_is_composed_after_the_claim(monkeypatch: pytest.MonkeyPatch, words: list[str]) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("composed again")
+
+    monkeypatch.setattr(hydra, "main", refuse)
+    loader = type(hydras_loader())
+    claim = jobs.claim
+
+    def claim_and_close(plan: Plan, command: str) -> Plan:
+        monkeypatch.setattr(loader, "load_configuration", refuse)
+        monkeypatch.setattr(loader, "load_sweep_config", refuse)
+        return claim(plan, command)
+
+    monkeypatch.setattr(jobs, "claim", claim_and_close)
+    assert main(words) == 0
+
+
+def hydras_loader() -> ConfigLoader:
+    """The loader of Hydra that a plan composes with."""
+    with initialize_config_dir(str(package_data("conf")), version_base=VERSION_BASE):
+        return GlobalHydra.instance().config_loader()
+
+
+def test_every_directory_is_claimed_before_the_first_job_starts() -> None:
+    assert main(["-m", "seed=0,1,2", "hydra.sweep.dir=sweep", "hydra.sweeper.max_batch_size=2"]) == 0
+    names = ["0-adhoc-seed0", "1-adhoc-seed1", "2-adhoc-seed2"]
+    assert seen("sweep/0-adhoc-seed0")["resolved"] == names
+
+
+@pytest.mark.parametrize("launcher", ["basic", "forked"])
+def test_a_job_is_told_what_was_typed_for_it(launcher: str, capfd: pytest.CaptureFixture[str]) -> None:
+    words = ["-m", "seed=0,1", "hydra.sweep.dir=a/sweep", f"hydra/launcher={launcher}", "+hydra.job.env_set.X=1"]
+    assert main(words) == 0
+    assert "job 1 (2 of 2): seed=1" in capfd.readouterr().out
+    environment = seen("a/sweep/1-adhoc-seed1")["environment"]
+    assert json.loads(environment["QERL_LAB_WORDS"]) == ["seed=1"]
+    assert environment["QERL_LAB_SWEEP"] == "a/sweep"
+    assert environment["QERL_LAB_COMMAND"].startswith("python -m qerl_lab -m seed=0,1 hydra.sweep.dir=a/sweep")
+    assert environment["QERL_LAB_JOB"] == "job 1 (2 of 2)"
+    assert environment["X"] == "1"
+    assert "X" not in os.environ
+
+
+def test_hydra_s_own_settings_act_in_a_single_run_too() -> None:
+    assert main(["run_dir=run", "+hydra.job.env_set.X=3"]) == 0
+    environment = seen("run")["environment"]
+    assert (environment["X"], environment["QERL_LAB_SWEEP"]) == ("3", "")
+
+
+def test_what_a_stopped_sweep_did_not_begin_is_not_run_and_can_be_continued(
+    here: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (here / "stop").touch()
+    assert main(["-m", "seed=0,1", "lora.rank=4", "hydra.sweep.dir=sweep"]) == 130
+    out = capfd.readouterr().out
+    assert "2 jobs in sweep: 1 interrupted, 1 not run" in out
+    assert "continue one with: python -m qerl_lab resume=sweep/RUN_DIRECTORY" in out
+    run = RunDirectory(Path("sweep/1-adhoc-seed1"))
+    assert run.status == "not run"
+    assert main(["resume=sweep/1-adhoc-seed1"]) == 0
+    assert (run.status, run.config().seed, run.config().lora.rank) == ("done", 1, 4)
+    environment = seen("sweep/1-adhoc-seed1")["environment"]
+    assert json.loads(environment["QERL_LAB_WORDS"]) == ["seed=1", "lora.rank=4"]
+    assert environment["QERL_LAB_SWEEP"].endswith("/sweep")
+
+
+def test_a_job_that_somebody_else_has_begun_is_left_alone(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    plan = jobs.claim(make_plan(["seed=0,1", "hydra.sweep.dir=sweep"], True), "the command")
+    second = RunDirectory(Path("sweep/1-adhoc-seed1"))
+    second.begin()  # by resume=, for example
+    assert jobs.run_sweep(plan) == 130
+    assert f"another process has begun the run in {second.path.absolute()}. Type resume=" in capfd.readouterr().err
+    assert second.status == "interrupted"
+
+
+def planned(*words: str, multirun: bool = True) -> Plan:
+    return make_plan([*words], multirun)
+
+
+def test_a_directory_that_cannot_be_claimed_takes_the_others_with_it() -> None:
+    plan = planned("seed=0,1,2", "hydra.sweep.dir=a/b/sweep")
+    used = Path("a/b/sweep/2-adhoc-seed2")
+    used.mkdir(parents=True)
+    (used / "notes").touch()
+    with pytest.raises(ConfigError, match="is not empty"):
+        jobs.claim(plan, "the command")
+    assert sorted(path.name for path in Path("a").rglob("*")) == ["2-adhoc-seed2", "b", "notes", "sweep"]
+
+
+def test_a_claim_without_effect_leaves_no_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    claim, calls = RunDirectory.claim, iter([False, True])
+
+    def fails_at_the_second(run: RunDirectory, *args: object) -> None:
+        if next(calls):
+            raise OSError("no space")
+        claim(run, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(RunDirectory, "claim", fails_at_the_second)
+    for words in (["hydra.sweep.dir=x/sweep"], []):
+        calls = iter([False, True])
+        with pytest.raises(OSError, match="no space"):
+            jobs.claim(planned("seed=0,1", *words), "the command")
+        assert not list(Path.cwd().iterdir())
+
+
+def test_a_launcher_that_breaks_is_told_and_the_table_comes(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise RuntimeError("no such queue")
+
+    Plugins.instance()  # which imports the launchers that it finds
+    monkeypatch.setattr(sys.modules["hydra_plugins.forked_launcher"].ForkedLauncher, "launch", broken)
+    assert main(["-m", "seed=0,1", "hydra/launcher=forked", "hydra.sweep.dir=sweep"]) == 1
+    out, err = capfd.readouterr()
+    assert "RuntimeError: no such queue" in err
+    assert "2 jobs in sweep: 2 not run" in out

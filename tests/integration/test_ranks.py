@@ -1,0 +1,192 @@
+"""A run of two ranks on the CPU, through the command: it is the run that one process would have made of the same draws.
+
+One process plays both ranks in turn where it samples, each with the seed of its rank; the rest of it is as ever.
+"""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from qerl_lab import rollout, tasks
+from qerl_lab.config.schema import RunConfig
+from qerl_lab.model import policy
+from qerl_lab.model.policy import save_adapter
+from qerl_lab.record.metrics import declared, read_metrics
+from qerl_lab.rollout.engine import Engine, Rollout, Sampling
+from qerl_lab.train.data import Cursor, select
+from qerl_lab.train.step import sampling
+from qerl_lab.train.stop import Stop
+from qerl_lab.train.trainer import LabTrainer
+
+pytestmark = pytest.mark.integration
+
+STEPS, RANKS = 4, 2
+UNITS = {name: metric.unit for name, metric in declared(("format", "answer")).items()}
+SETTINGS = {
+    "steps": STEPS, "checkpoint__every": 1, "optim__learning_rate": 0.02, "rollout__max_completion_tokens": 40,
+    "eval__questions": 4, "eval__samples": 1, "aqn__schedule": "linear", "aqn__reading": "equation",
+    "aqn__sigma_start": 0.05, "aqn__sigma_end": 0.01, "aqn__stages": 2, "aqn__probe_prompts": 0,
+}  # fmt: skip
+
+
+class BothRanks:
+    """An engine that samples each rank's share of the questions with that rank's seed."""
+
+    def __init__(self, engine: Engine, cfg: RunConfig) -> None:
+        self.engine, self.cfg = engine, cfg
+        self.sync, self.norms = engine.sync, engine.norms
+
+    def generate(self, prompt_ids_P: list[list[int]], group_size: int, how: Sampling) -> Rollout:
+        step, share = how.seed - self.cfg.seed * 1_000_003, len(prompt_ids_P) // RANKS
+        parts = [
+            self.engine.generate(
+                prompt_ids_P[rank * share : (rank + 1) * share], group_size, sampling(self.cfg, step, 0, rank)
+            )
+            for rank in range(RANKS)
+        ]
+        tokens = sum(part.tokens for part in parts)
+        return Rollout(
+            prompt_ids_P,
+            [group for part in parts for group in part.completion_ids_P_G],
+            [group for part in parts for group in part.logprobs_P_G],
+            [group for part in parts for group in part.finish_reasons_P_G],
+            entropy=sum(part.entropy * part.tokens / tokens for part in parts),
+            seconds=sum(part.seconds for part in parts),
+        )
+
+
+def command(run_dir: Path) -> subprocess.Popen[str]:
+    """The command line's process, which starts the ranks."""
+    words = [sys.executable, "-m", "qerl_lab", f"resume={run_dir}"]
+    return subprocess.Popen(words, cwd=run_dir.parent, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def finish(run_dir: Path) -> None:
+    process = command(run_dir)
+    output, errors = process.communicate(timeout=600)
+    assert process.returncode == 0, output + errors
+
+
+def stop_after(run_dir: Path, step: int, stop: Callable[[subprocess.Popen[str]], object]) -> tuple[int, str]:
+    """Start, and stop once the step is logged; the exit code and what was said."""
+    process = command(run_dir)
+    deadline = time.monotonic() + 300
+    while process.poll() is None and time.monotonic() < deadline and steps_logged(run_dir) < step:
+        time.sleep(0.01)
+    assert process.poll() is None, process.communicate()
+    stop(process)
+    output, errors = process.communicate(timeout=300)
+    assert not psutil.Process().children(recursive=True), "a rank outlives the command"
+    return process.returncode, output + errors
+
+
+def kill_rank_1(process: subprocess.Popen[str]) -> None:
+    ranks = psutil.Process(process.pid).children()
+    assert len(ranks) == RANKS
+    (second,) = (rank for rank in ranks if rank.environ()["RANK"] == "1")
+    second.kill()
+
+
+def steps_logged(run_dir: Path) -> int:
+    is_there = (run_dir / "metrics.jsonl").exists()
+    return max((line["step"] for line in read_metrics(run_dir)), default=-1) if is_there else -1
+
+
+def timeless(run_dir: Path) -> list[tuple[int, dict[str, float]]]:
+    """What a run logged, but for times, speeds and memory."""
+    return [
+        (line["step"], {name: value for name, value in line["metrics"].items()
+                        if UNITS[name] not in ("s", "tokens/s", "GiB")})
+        for line in read_metrics(run_dir)
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def new_run(tiny, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """A claimed run directory of two ranks."""
+
+    def make() -> Path:
+        run_dir = tmp_path_factory.mktemp("ranks") / "run"
+        run_dir.mkdir()
+        cfg = tiny(**SETTINGS, gpus=RANKS, run_dir=str(run_dir))
+        (run_dir / "resolved.yaml").write_text(yaml.safe_dump(asdict(cfg), sort_keys=False))
+        return run_dir
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def two(new_run) -> Path:
+    """The directory of a finished run of two ranks that nobody interrupted."""
+    run_dir = new_run()
+    finish(run_dir)
+    return run_dir
+
+
+def test_two_ranks_are_one_run_on_the_same_draws(two: Path, tiny, tmp_path) -> None:
+    """Every completion is drawn, trained on and counted once."""
+    torch.set_num_threads(1)
+    cfg = tiny(**SETTINGS)
+    learner = policy.build(cfg, torch.device("cpu"))
+    engine = BothRanks(rollout.build(cfg, learner), cfg)
+    cursor, steps = Cursor(select(cfg, learner, tasks.load(cfg.task))), list[tuple[int, dict[str, float]]]()
+    trainer = LabTrainer(cfg, learner, engine, cursor, tmp_path, lambda *step: steps.append(step), Stop())
+    trainer.before_save = lambda: {"run_key": "", "config": {}, "device": "cpu", "dtype": "torch.float32"}
+    trainer.train()
+
+    logged = [(step, metrics) for step, metrics in timeless(two) if "reward/mean" in metrics]
+    assert [step for step, _ in logged] == [step for step, _ in steps] == [1, 2, 3, 4]
+    for (_, found), (_, expected) in zip(logged, steps, strict=True):
+        assert set(found) <= set(expected)
+        assert found == pytest.approx({name: expected[name] for name in found}, rel=1e-3, abs=1e-6)
+    save_adapter(learner.model, tmp_path / "adapter")
+    expected, found = (load_file(path / "adapter" / "adapter_model.safetensors") for path in (tmp_path, two))
+    fresh = policy.build(cfg, torch.device("cpu"))
+    save_adapter(fresh.model, tmp_path / "fresh" / "adapter")
+    start = load_file(tmp_path / "fresh" / "adapter" / "adapter_model.safetensors")
+    apart, moved = (
+        torch.cat([(weight - other[name]).flatten() for name, weight in expected.items()]).norm().item()
+        for other in (found, start)
+    )
+    assert moved > 1, "nothing was learned"
+    assert apart < 1e-3 * moved
+
+
+def test_the_record_is_that_of_one_process(two: Path) -> None:
+    assert [step for step, _ in timeless(two)] == [0, 1, 2, 3, 4, 4]
+    assert json.loads((two / "DONE").read_text())["steps"] == STEPS
+    (newest,) = (two / "checkpoints").glob("step-000004")
+    assert {path.name for path in newest.glob("rng_state*")} == {"rng_state_0.pth", "rng_state_1.pth"}
+    states = [torch.load(newest / f"rng_state_{rank}.pth", weights_only=False)["cpu"] for rank in range(RANKS)]
+    assert not torch.equal(*states), "the ranks would drop out the same"
+
+
+def test_a_signal_stops_all_ranks_at_one_step_a_dead_rank_ends_all_and_the_run_goes_on(new_run, two: Path) -> None:
+    run_dir = new_run()
+    code, said = stop_after(run_dir, 1, lambda process: process.send_signal(signal.SIGTERM))
+    assert code == 130, said
+    assert "Traceback" not in said
+    done = steps_logged(run_dir)
+    assert 1 <= done < STEPS
+    assert max((run_dir / "checkpoints").iterdir()).name == f"step-{done:06d}"
+    assert not (run_dir / "FAILED").exists()
+
+    code, said = stop_after(run_dir, done + 1, kill_rank_1)
+    assert code == 1, said
+    assert (run_dir / "FAILED").read_text().startswith("Killed: signal 9 (SIGKILL) ended rank 1 of 2")
+
+    finish(run_dir)
+    assert timeless(run_dir) == timeless(two)
+    adapters = [(path / "adapter" / "adapter_model.safetensors").read_bytes() for path in (run_dir, two)]
+    assert adapters[0] == adapters[1]

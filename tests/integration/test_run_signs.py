@@ -1,0 +1,34 @@
+"""What the command says of a run that leaves questions out and then unlearns, and what the record keeps of it."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from qerl_lab.record import samples
+
+pytestmark = pytest.mark.integration
+
+
+def test_questions_left_out_a_collapse_and_completions_are_said_and_kept(tmp_path: Path) -> None:
+    command = [
+        sys.executable, "-m", "qerl_lab", "+experiment=nvfp4", "steps=7", "rollout.prompts_per_step=8",
+        "rollout.max_prompt_tokens=55", "optim.learning_rate=1", "eval.questions=0", "tracking=none", "device=cpu",
+        "run_dir=run",
+    ]  # fmt: skip
+    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    done = json.loads((tmp_path / "run" / "DONE").read_text())
+    (said,) = re.findall(r"note: ([\d,]+) more questions are longer than rollout\.max_prompt_tokens=55", ran.stdout)
+    assert int(said.replace(",", "")) == done["training_questions_left_out"] > 0
+    assert done["training_questions"] + done["training_questions_left_out"] == 4096
+    (warning,) = re.findall(r"^warning, step .*", ran.stderr, re.MULTILINE)
+    assert "the policy has collapsed" in warning
+    assert warning.endswith("Type a lower optim.learning_rate (it is 1).")
+    kept = samples.read_samples(tmp_path / "run")
+    assert [sample.step for sample in kept] == [step for step in range(1, 8) for _ in range(samples.PER_STEP)]
+    assert sum(kept[0].rewards.values()) > 0
+    assert sum(kept[-1].rewards.values()) == 0

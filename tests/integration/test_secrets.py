@@ -1,0 +1,87 @@
+"""No password and no token reaches a file of a run, its MLflow store or the screen, however the run ends."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+pytestmark = pytest.mark.integration
+
+SECRETS = ("pa55word", "t0ken-of-the-hub", "t0ken-of-the-store")
+SMALL = [
+    "steps=2", "device=cpu", "rollout.prompts_per_step=4", "rollout.group_size=4", "optim.micro_batch_size=4",
+    "lora.rank=4", "rollout.max_completion_tokens=16", "task.train_questions=64", "eval.questions=0",
+    "checkpoint.every=1", "run_dir=run",
+]  # fmt: skip
+
+
+def lab(here: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("MLFLOW", "OMP_"))}
+    environment = clean | {"HF_TOKEN": SECRETS[1], "MLFLOW_TRACKING_TOKEN": SECRETS[2]} | variables
+    command = [sys.executable, "-m", *words]
+    return subprocess.run(command, cwd=here, env=environment, capture_output=True, text=True, timeout=300)
+
+
+def find_secrets(here: Path, *texts: str) -> list[str]:
+    found = [text for text in texts if any(secret in text for secret in SECRETS)]
+    files = [path for path in here.rglob("*") if path.is_file()]
+    assert files
+    return found + [str(path) for path in files if any(secret.encode() in path.read_bytes() for secret in SECRETS)]
+
+
+def test_a_run_with_a_password_in_its_environment_writes_and_says_none(tmp_path: Path) -> None:
+    """The server is away, and an error of the training names the password: the run fails, and is continued."""
+    uri = "http://me:pa55word@127.0.0.1:1/x"
+    environment = {"MLFLOW_TRACKING_URI": uri, "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
+    run = lab(tmp_path, "qerl_lab", "+experiment=nvfp4", *SMALL, **environment)
+    assert run.returncode == 0, run.stderr
+    assert "MLflow at http://***@127.0.0.1:1/x failed" in run.stderr
+    assert "MLflow at http://***@127.0.0.1:1/x lacks" in run.stdout
+    assert "http://***@127.0.0.1:1/x" in (tmp_path / "run" / "mlflow.json").read_text()
+    (tmp_path / "run" / "DONE").unlink()
+    for name in ("step-000001", "step-000002"):
+        (tmp_path / "run" / "checkpoints" / name / "manifest.json").unlink()
+    (tmp_path / "run" / "curves.png").unlink()
+    (tmp_path / "run" / "curves.png").mkdir()
+    again = lab(tmp_path, "qerl_lab", "resume=run")
+    assert again.returncode == 2
+    assert find_secrets(tmp_path, run.stdout, run.stderr, again.stdout, again.stderr) == []
+    (tmp_path / "run" / "curves.png").rmdir()
+    resumed = lab(tmp_path, "qerl_lab", "resume=run")
+    assert resumed.returncode == 0
+    assert "Type MLFLOW_TRACKING_URI=URL" in resumed.stderr
+    later = lab(tmp_path, "qerl_lab.tracking", "resync", "run", **environment)
+    assert later.returncode == 1
+    assert find_secrets(tmp_path, resumed.stdout, resumed.stderr, later.stdout, later.stderr) == []
+    assert yaml.safe_load((tmp_path / "run" / "resolved.yaml").read_text())["tracking"]["uri"] is None
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["resume=http://me:pa55word@host"],
+        ["resume=http://me:pa55word@host", "seed=1"],
+        ["+experiment=nvfp4", "tracking.uri=http://me:pa55word@host:5000"],
+        ["+experiment=nvfp4", "tracking.uri=[http://me:pa55word@host:5000]"],
+        ["+experiment=nvfp4", "model.path=https://me:pa55word@host/a"],
+        ["+experiment=nvfp4", "task.path=https://host/a?token=pa55word"],
+        ["+experiment=nvfp4", "tracking.urj=http://me:pa55word@host:5000"],
+        ["+experiment=nvfp4", "MLFLOW_TRACKING_PASSWORD=pa55word"],
+        ["+experiment=nvfp4", "--uri=http://me:pa55word@host"],
+    ],
+)
+def test_a_typed_password_is_refused_without_repeating_it(
+    tmp_path: Path, words: list[str], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from qerl_lab.cli.train import main
+
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 2
+    out, err = capfd.readouterr()
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert "pa55word" not in out + err
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,185 @@
+"""The benchmarks, as far as a CPU can run them: what is computed, what the tables say of it, what is refused."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import Qwen2Config
+from trl.trainer.utils import add_fused_lm_head
+
+from packed_layers import NVFP4
+from qerl_lab.bench import __main__ as command
+from qerl_lab.bench import shapes, train_step
+from qerl_lab.formats.format import PackedAs
+from qerl_lab.model.linear import PackedLinear
+from qerl_lab.model.loading import load_model
+from qerl_lab.report import bench
+
+SMALL = {
+    "vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model() -> PeftModel:
+    config = Qwen2Config(**SMALL)
+    torch.manual_seed(0)
+    base = load_model(
+        config, train_step.RandomWeights(config), PackedAs(NVFP4, ("lm_head",)), is_packed=False,
+        device=torch.device("cpu"), dtype=torch.float32,
+    )  # fmt: skip
+    add_fused_lm_head(base, outputs=("log_probs", "entropy"))
+    return train_step.with_adapters(base, rank=4, plain=False)
+
+
+def tokens() -> torch.Tensor:
+    return torch.randint(96, (4, 10), generator=torch.Generator().manual_seed(1))
+
+
+def test_random_weights_fill_a_model(model: PeftModel) -> None:
+    assert sum(isinstance(module, PackedLinear) for module in model.modules()) == 14
+    embedding = model.get_input_embeddings().weight
+    assert embedding.std().item() == pytest.approx(0.02, rel=0.1)
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+def test_both_losses_are_the_same_number(model: PeftModel) -> None:
+    model.eval()
+    chunked, full = (loss(model, tokens()) for loss in (train_step.chunked_loss, train_step.full_logits_loss))
+    torch.testing.assert_close(chunked, full, rtol=1e-5, atol=1e-5)
+
+
+def test_micro_batches_give_the_gradient_of_the_batch(model: PeftModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    grads: list[list[torch.Tensor]] = []
+
+    class Optimizer:
+        def step(self) -> None:
+            grads.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+
+        def zero_grad(self) -> None:
+            model.zero_grad()
+
+    arm = train_step.Arm(model, Optimizer(), 0, 0)
+    for micro in (4, 1):
+        train_step.train_step(arm, tokens(), micro, train_step.chunked_loss)
+    assert len(grads[0]) == 28
+    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-7)
+
+
+def test_shapes_are_those_of_the_architecture() -> None:
+    linears = shapes.linears("qwen2.5-7b")
+    assert linears["k,v_proj"] == (512, 3584, 2)
+    per_layer = sum(rows * columns * count for rows, columns, count in linears.values())
+    assert per_layer * 28 == 6_525_288_448  # Qwen2.5-7B without embeddings, head, norms and biases
+
+
+def products() -> dict[str, Any]:
+    """bf16 takes 1, ours 1.5, bitsandbytes 2 in a layer of two kinds of Linears, the first of which is there twice."""
+    rows = [
+        {"model": "m", "layer": layer, "N": 1, "K": 1, "count": count, "tokens": 512, "arm": arm, "ms": ms * times,
+         "eager_ms": 9.0}
+        for layer, count, times in (("a", 2, 1.0), ("b", 1, 10.0))
+        for arm, ms in (("bf16", 1.0), ("nvfp4", 1.5 if layer == "a" else 1.2), ("bitsandbytes", 2.0))
+    ]  # fmt: skip
+    unpacking = [{"model": "m", "layer": "a", "format": "nvfp4", "of_copy": 0.91}]
+    return {"benchmark": "linear", "products": rows, "dequantization": unpacking, "environment": {"gpus": []}}
+
+
+def test_ratios_of_products() -> None:
+    ratios = bench.product_ratios(products()).set_index(["layer", "arm"])
+    assert ratios.loc[("a", "nvfp4"), "of_bf16"] == 1.5
+    assert ratios.loc[("a", "nvfp4"), "of_bitsandbytes"] == 0.75
+    assert ratios.loc[(bench.LAYER, "nvfp4"), "of_bf16"] == pytest.approx((2 * 1.5 + 12) / (2 + 10))
+    text = bench.table(products())
+    assert "nvfp4 0.91" in text
+    assert "nvfp4 1.50 (0.75)" in text
+
+
+def training_steps() -> list[dict[str, Any]]:
+    about = {"model": "m", "step_tokens": 8, "rank": 4, "ms": 1.0, "peak_gb": 2.0, "base_gb": 1.0}
+    return [
+        {**about, "arm": arm, "loss": loss, "micro_batch_tokens": size, "tokens_per_second": speed}
+        for arm, loss, size, speed in (
+            ("bf16", "chunked", 8, 100.0), ("nvfp4", "chunked", 8, 90.0), ("qlora", "chunked", 8, 60.0),
+            ("bf16", "chunked", 2, 50.0), ("nvfp4", "chunked", 2, 40.0), ("bf16", "full logits", 8, 80.0),
+        )
+    ]  # fmt: skip
+
+
+def test_ratios_of_steps_compare_equal_micro_batches(tmp_path: Path) -> None:
+    result = {"benchmark": "train_step", "steps": training_steps(), "environment": {"gpus": []}}
+    result["options"] = {"model": "m", "rank": 4}
+    ratios = bench.step_ratios(result)
+    assert ratios["of_bf16"].tolist() == [1.0, 0.9, 0.6, 1.0, 0.8, 0.8]
+    assert ratios["of_qlora"].tolist()[:3] == [100 / 60, 1.5, 1.0]
+    assert "  -" in bench.table(result)  # no QLoRA arm at 2 tokens
+    bench.draw(result, tmp_path / "steps.png")
+    assert (tmp_path / "steps.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "bench linear"),
+        (["lineer"], "error: lineer is not a command. Did you mean linear? Allowed: linear, train_step."),
+        (["linear", "models=[qwen2.5-7c]"], "qwen2.5-7c in models=[qwen2.5-7c] is not allowed; allowed: qwen2.5-0.5b"),
+        (["linear", "tokens=[0]"], "0 in tokens=[0] is not allowed; allowed: at least 1."),
+        (["linear", "tokens=512,2048"], "several values, and a list has brackets. Type tokens=[512,2048]."),
+        (["train_step", "arms=[]"], "arms=[] leaves nothing to measure."),
+        (["train_step", "arms=[bf61]"], "allowed: bf16, bf16_peft, nvfp4, mxfp4, nf4, qlora. Did you mean bf16?"),
+        (["train_step", "length=1"], "length=1"),
+        (["linear", "out="], "error: out= has no file name. Type for example out=results/bench/mine."),
+        (["linear"], "error: The benchmarks need an NVIDIA GPU"),
+    ],
+)
+def test_what_the_command_says(words: list[str], message: str, tmp_path: Path) -> None:
+    if words == ["linear"] and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    line = [sys.executable, "-m", "qerl_lab.bench", *words]
+    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True)
+    assert message in done.stdout + done.stderr
+    assert done.returncode == (2 if words else 0)
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("name", ["linear", "train_step"])
+def test_a_benchmark_is_printed_row_by_row_and_kept(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "require_gpu", lambda: None)
+    monkeypatch.setattr("qerl_lab.bench.linear.dequantization", lambda models: iter(products()["dequantization"]))
+    monkeypatch.setattr("qerl_lab.bench.linear.products", lambda models, tokens: iter(products()["products"]))
+    monkeypatch.setattr(train_step, "steps", lambda options: iter(training_steps()))
+    words = {"linear": ["tokens=[64]"], "train_step": ["arms=[bf16,nvfp4]"]}[name]
+    assert command.main([name, *words, f"out={tmp_path}/new/result"]) == 0
+    out, err = capsys.readouterr()
+    kept = json.loads((tmp_path / "new" / "result.json").read_text())
+    measured = {"linear": products(), "train_step": {"steps": training_steps()}}[name]
+    for key in set(measured) & {"dequantization", "products", "steps"}:
+        assert kept[key] == measured[key]
+    assert kept["benchmark"] == name
+    assert kept["environment"]["python"]
+    assert kept["options"].get("tokens", [64]) == [64]
+    assert "model m  " in err
+    assert err.count("\n") == sum(len(value) for key, value in kept.items() if isinstance(value, list))
+    assert out.endswith(f"{tmp_path}/new/result.json  {tmp_path}/new/result.png\n")
+    assert (tmp_path / "new" / "result.png").stat().st_size > 10_000
+
+
+def test_refused_without_torch() -> None:
+    run = "from qerl_lab.bench.__main__ import main; main(['linear', 'tokens=[x]'])"
+    code = f"import sys; {run}; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip() == "False"
+
+
+def test_options_know_every_arm() -> None:
+    from qerl_lab.bench.options import ARMS
+
+    assert set(ARMS) <= set(bench.COLORS)

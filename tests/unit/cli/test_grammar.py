@@ -1,0 +1,355 @@
+"""KEY=VALUE words: read into typed options, or refused with what to type, by every command in the same way."""
+
+import importlib
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from qerl_lab.cli import grammar, train
+from qerl_lab.config.schema import ConfigError, option
+
+
+@dataclass
+class Options:
+    name: str = option("a", "a name")
+    path: str | None = option(None, "a path")
+    parts: list[str] = option(["x"], "some parts", choices=("x", "y", "z", "a,b"))
+    sizes: list[int] = option([1], "some sizes", at_least=1)
+    sigmas: list[float] = option([0.1], "some sigmas", above=0)
+    number: int = option(3, "a number", at_least=1)
+    step: int | None = option(None, "a step", at_least=1)
+    ratio: float = option(0.5, "a ratio", above=0, at_most=1)
+    flag: bool = option(False, "a flag")
+    way: str = option("up", "a way", choices=("up", "down", "off"))
+
+
+@pytest.mark.parametrize(
+    ("word", "key", "value"),
+    [
+        ("name='b=c'", "name", "b=c"),
+        ("name=1", "name", "1"),
+        ("name=1e3", "name", "1e3"),  # a commit
+        ("name=007", "name", "007"),
+        ("name=", "name", ""),
+        ("name=a b", "name", "a b"),
+        ("+name=b", "name", "b"),
+        ("path=/x", "path", "/x"),
+        ("path=~/ä#b", "path", "~/ä#b"),
+        ("path=null", "path", None),
+        ("path='null'", "path", "null"),
+        ("path=${name}/b", "path", "a/b"),
+        ("parts=[y, z]", "parts", ["y", "z"]),
+        ("parts=['a,b']", "parts", ["a,b"]),
+        ("parts=[]", "parts", []),
+        ("sizes=[1,20]", "sizes", [1, 20]),
+        ("sigmas=[1,0.5,1e-3]", "sigmas", [1.0, 0.5, 1e-3]),
+        ("number=7", "number", 7),
+        ("step=2", "step", 2),
+        ("ratio=1", "ratio", 1.0),
+        ("ratio=1e-3", "ratio", 1e-3),
+        ("flag=true", "flag", True),
+        ("way=down", "way", "down"),
+        ("way=off", "way", "off"),
+    ],
+)
+def test_a_value_gets_the_type_of_its_key_and_the_others_their_defaults(word: str, key: str, value: object) -> None:
+    read, defaults = grammar.read(Options, [word]), Options()
+    assert getattr(read, key) == value
+    assert repr(getattr(read, key)) == repr(value), "1 is no 1.0"
+    assert {f.name for f in fields(Options) if getattr(read, f.name) != getattr(defaults, f.name)} <= {key}
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        ("nmae=b", ["nmae is not a known key", "Did you mean name?", "Allowed: name, path"]),
+        ("zzz=b", ["zzz is not a known key", "Allowed: name"]),
+        ("name@x=b", ["name@x is not a known key"]),
+        ("hydra.run.dir=b", ["hydra.run.dir is not a known key"]),
+        ("name", ["name has no value. Type name=VALUE."]),
+        ("nmae", ["nmae cannot be read. Type KEY=VALUE"]),
+        ("name=b=c", ["name=b=c cannot be read", "between quotes"]),
+        ("=b", ["=b cannot be read"]),
+        ("~name", ["~name cannot be read"]),
+        ("--name=b", ["--name=b is not a flag", "Type name=VALUE"]),
+        ("--nope", ["--nope is not a flag", "Type --help for what may be typed"]),
+        ("--hlep", ["--hlep is not a flag", "Did you mean --help?"]),
+        ("name=a name=b", ["name is given 2 times: name=a name=b. Type one of them."]),
+        ("name=a +name=a", ["name is given 2 times"]),
+        ("name=true", ["name=true", "allowed: text"]),
+        ("name=null", ["name=null", "allowed: text"]),
+        ("name=???", ["name: ", "missing mandatory value", "allowed: text"]),
+        ("name=a,b", ["name=a,b is several values", "\"name='a,b'\""]),
+        ("name=${nope}", ["name: Interpolation key 'nope' not found; allowed: text."]),
+        ("parts=[${nope}]", ["parts[0]: Interpolation key 'nope' not found; allowed: a list of names."]),
+        ("parts=y", ["parts=y", "a list of names", "parts=[x]"]),
+        ("parts=y,z", ["parts=y,z is several values", "Type parts=[y,z]."]),
+        ("parts=[1]", ["parts=[1]", "a list of names"]),
+        ("parts=[w]", ["w in parts=[w] is not allowed; allowed: x, y, z, a,b. Type for example parts=[x]."]),
+        ("sizes=[1,x]", ["sizes=[1,x]", "a list of whole numbers", "sizes=[1]"]),
+        ("sizes=[1.5]", ["sizes=[1.5]", "a list of whole numbers"]),
+        ("sizes=[2,0]", ["0 in sizes=[2,0]", "at least 1", "sizes=[1]"]),
+        ("sizes=${parts}", ["sizes=[x] is not allowed; allowed: a list of whole numbers"]),
+        ("sigmas=[a]", ["sigmas=[a]", "a list of numbers"]),
+        ("sigmas=[0]", ["sigmas=[0.0]", "above 0", "sigmas=[1]"]),
+        ("number=seven", ["number=seven", "a whole number", "number=3"]),
+        ("number=1.5", ["number=1.5", "a whole number"]),
+        ("number=0", ["number=0", "at least 1"]),
+        ("number=null", ["number=null", "a whole number"]),
+        ("number=1,2", ["number=1,2", "a whole number"]),
+        ("number=range(1,3)", ["number=range(1,3)", "a whole number"]),
+        ("number=${name}", ["number: ", "${name}", "allowed: a whole number"]),
+        ("step=x", ["step=x", "a whole number or null", "step=1"]),
+        ("ratio=x", ["ratio=x", "a number", "ratio=0.5"]),
+        ("ratio=nan", ["ratio=nan", "finite"]),
+        ("ratio=0", ["ratio=0", "above 0"]),
+        ("ratio=2", ["ratio=2", "at most 1"]),
+        ("flag=yes", ["flag=yes", "true or false", "flag=false"]),
+        ("way=dwon", ["way=dwon", "up, down", "Did you mean down?"]),
+    ],
+)
+def test_what_does_not_fit_is_refused_in_one_line(words: str, parts: list[str]) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        grammar.read(Options, words.split())
+    assert "\n" not in str(refusal.value)
+    for part in parts:
+        assert part in str(refusal.value)
+
+
+@dataclass
+class OnFiles:
+    step: int = option(1, "a step")
+    files: list[str] = option([], "files")
+
+
+@dataclass
+class OnOne:
+    step: int = option(1, "a step")
+    file: str = option("", "a file")
+
+
+def test_a_path_is_typed_without_its_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("seed=1").mkdir()
+    Path("step=9").mkdir()
+    read = grammar.read(OnFiles, ["a (b)", "step=2", "seed=1", "~/c"], "files")
+    assert (read.files, read.step) == (["a (b)", "seed=1", "~/c"], 2)
+    assert grammar.read(OnFiles, ["files=[a,b]"], "files").files == ["a", "b"]
+    assert grammar.read(OnFiles, ["step=9"], "files") == OnFiles(step=9), "the key comes first"
+    assert grammar.read(OnOne, ["step=2", "d"], "file") == OnOne(step=2, file="d")
+
+
+@pytest.mark.parametrize(
+    ("kind", "words", "said"),
+    [
+        (OnFiles, ["a", "sede=1"], "sede is not a known key. Allowed: step, files."),
+        (OnFiles, ["a", "--step=2"], "--step=2 is not a flag; keys take no dashes. Type step=VALUE."),
+        (OnFiles, ["a", "files=[b]"], "files is given 2 times: files=[b] a. Type one of them."),
+        (OnOne, ["a", "b"], "file is given 2 times: a b. Type one of them."),
+        (OnOne, ["a", "file=b"], "file is given 2 times: file=b a. Type one of them."),
+    ],
+)
+def test_what_is_no_path_is_refused(kind: type, words: list[str], said: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        grammar.read(kind, words, "files" if kind is OnFiles else "file")
+    assert str(refusal.value) == said
+
+
+def test_the_manual_has_every_key_with_default_meaning_and_bounds() -> None:
+    text = grammar.manual(
+        grammar.Command("python -m x", "About.", Options, print, examples=(("python -m x name=b", "an example"),))
+    )
+    words = " ".join(text.split())
+    for part in (
+        "python -m x KEY=VALUE ...", "name=a a name", "path=null a path", "parts=[x] some parts (x, y, z, a,b)",
+        "number=3 a number (at least 1)", "ratio=0.5 a ratio (above 0, at most 1)", "flag=false a flag",
+        "way=up a way (up, down, off)", "python -m x name=b an example",
+    ):  # fmt: skip
+        assert part in words
+    assert max(map(len, text.splitlines())) <= grammar.WIDTH
+
+
+# --- every command
+
+
+class Typed(NamedTuple):
+    """A command: its module, the word that picks it, words that it takes, and words that it refuses."""
+
+    module: str
+    pick: str
+    right: str
+    wrong_type: str
+    out_of_bounds: str
+    twice: str
+
+
+COMMANDS = (
+    Typed("qerl_lab", "", "device=cpu", "steps=x", "steps=0", "seed=1 seed=2"),
+    Typed("qerl_lab.quantize", "", "model=pocket out=made", "samples=x", "samples=0", "seed=1 seed=2"),
+    Typed("qerl_lab.evaluate", "sigma", "", "sigmas=[x]", "sigmas=[0]", "model=a model=b"),
+    Typed("qerl_lab.bench", "linear", "out=made", "tokens=[x]", "tokens=[0]", "tokens=[1] tokens=[2]"),
+    Typed("qerl_lab.bench", "train_step", "out=made", "steps=x", "steps=0", "steps=1 steps=2"),
+    Typed("qerl_lab.report", "", "runs", "plot=true", "", "plot=a plot=b"),
+    Typed("qerl_lab.samples", "", "run", "step=x", "step=0", "step=1 step=2"),
+    Typed("qerl_lab.tracking", "resync", "run", "uri=true", "", "uri=a uri=b"),
+    Typed("qerl_lab.tracking", "table", "", "", "", ""),
+    Typed("qerl_lab.pocket.pretrain", "", "out=made", "updates=x", "updates=0", "seed=1 seed=2"),
+)
+Main = Callable[[list[str]], int]
+every_command = pytest.mark.parametrize("command", COMMANDS, ids=lambda command: f"{command.module} {command.pick}")
+
+
+def main_of(command: Typed) -> Main:
+    is_package = (Path(grammar.__file__).parents[1] / command.module.partition(".")[2].replace(".", "/")).is_dir()
+    return importlib.import_module(f"{command.module}{'.__main__' if is_package else ''}").main
+
+
+@pytest.fixture(autouse=True)
+def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@every_command
+def test_help_is_the_manual(command: Typed, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in ([command.pick, "--help"], [command.pick, "-h"], [command.pick, *command.right.split(), "--help"]):
+        assert main_of(command)([word for word in words if word]) == 0
+        out, err = capsys.readouterr()
+        assert f"python -m {command.module} {command.pick}".strip() in out
+        assert "Exit codes: 0 done, 1" in out
+        assert err == ""
+
+
+WRONG = [
+    (command, words, said)
+    for command in COMMANDS
+    for words, said in (
+        ("no_such_key=1", "no_such_key is not a known key."),
+        ("no_such_key=a=b", "no_such_key=a=b cannot be read. Type KEY=VALUE"),
+        ("--no-such-flag", "--no-such-flag is not a flag; keys take no dashes. Type --help"),
+        (command.wrong_type, f"{command.wrong_type} is not allowed; allowed: "),
+        (command.out_of_bounds, " is not allowed; allowed: "),
+        (command.twice, f" is given 2 times: {command.twice}. Type one of them."),
+    )
+    if words
+]
+
+
+@pytest.mark.parametrize(("command", "words", "said"), WRONG, ids=[f"{c.module} {c.pick} {w}" for c, w, _ in WRONG])
+def test_a_wrong_word_is_one_line_and_nothing_is_done(
+    command: Typed, words: str, said: str, capsys: pytest.CaptureFixture[str], empty: Path
+) -> None:
+    assert main_of(command)([*filter(None, [command.pick]), *command.right.split(), *words.split()]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: ")
+    assert said in err
+    assert err.count("\n") == 1
+    assert not list(empty.iterdir())
+
+
+@every_command
+@pytest.mark.parametrize(
+    ("raised", "code", "said"),
+    [
+        (ConfigError("one.\n  two"), 2, "error: one.\n  two\n"),
+        (ConfigError("uri=http://me:secret@host"), 2, "error: uri=http://***@host\n"),
+        (ValueError("one\n  two"), 1, "error: one two\n"),
+        (ValueError(), 1, "error: ValueError\n"),
+        (OSError(28, "No space left on device", "file"), 1, "error: [Errno 28] No space left on device: 'file'\n"),
+        (KeyboardInterrupt(), 130, "interrupted\n"),
+        (KeyboardInterrupt("go on"), 130, "interrupted; go on\n"),
+    ],
+    ids=repr,
+)
+def test_what_ends_a_command_is_one_message_and_its_code(
+    command: Typed, raised: BaseException, code: int, said: str, ending: Callable[[Typed, BaseException], int],
+    capfd: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    assert ending(command, raised) == code
+    out, err = capfd.readouterr()
+    assert (out, err) == ("", said)
+
+
+@every_command
+def test_a_bug_keeps_its_traceback(command: Typed, ending: Callable[[Typed, BaseException], int]) -> None:
+    with pytest.raises(ZeroDivisionError):
+        ending(command, ZeroDivisionError())
+
+
+@pytest.fixture
+def ending(monkeypatch: pytest.MonkeyPatch) -> Callable[[Typed, BaseException], int]:
+    """Runs a command that ends by an exception."""
+
+    def end(command: Typed, raised: BaseException) -> int:
+        def run(*_: object) -> int:
+            raise raised
+
+        monkeypatch.setattr(grammar.Command, "run", run)
+        monkeypatch.setattr(train.manual, "overview", run)
+        return main_of(command)([command.pick] if command.pick else [])
+
+    return end
+
+
+@every_command
+def test_what_computes_refuses_to_be_one_of_several_processes(
+    command: Typed, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    reads = ("qerl_lab.report", "qerl_lab.samples", "qerl_lab.tracking")
+    assert main_of(command)([*filter(None, [command.pick]), *command.right.split(), "no_such_key=1"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: no_such_key is not" if command.module in reads else "error: WORLD_SIZE=2 is set")
+    assert main_of(command)([*filter(None, [command.pick]), "--help"]) == 0
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c.pick], ids=lambda command: command.pick)
+def test_a_command_of_several_is_picked_by_its_first_word(command: Typed, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in ([], ["--help"]):
+        assert main_of(command)(words) == 0
+        assert f"python -m {command.module} {command.pick}" in capsys.readouterr().out
+    assert main_of(command)([f"{command.pick}e"]) == 2
+    said = f"error: {command.pick}e is not a command. Did you mean {command.pick}? Allowed: "
+    assert capsys.readouterr().err.startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("module", "words", "said"),
+    [
+        ("quantize.__main__", ["seed=1"], "model= is missing. Type for example model=pocket."),
+        ("quantize.__main__", ["model=pocket"], "out= is missing. Type for example out=checkpoints/pocket-nvfp4."),
+        ("report.__main__", ["plot=a"], "directories= is missing. Type for example python -m qerl_lab.report runs."),
+        ("samples", ["step=1"], "run_dir= is missing. Type for example python -m qerl_lab.samples runs/"),
+        ("tracking.__main__", ["resync", "uri=a"], "run_dir= is missing. Type for example python -m qerl_lab.tracking"),
+        ("pocket.pretrain", ["seed=1"], "out= is missing. Type for example out=pocket."),
+    ],
+)
+def test_what_a_command_cannot_do_without_is_asked_for(
+    module: str, words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main = importlib.import_module(f"qerl_lab.{module}").main
+    assert main(words) == 2
+    assert capsys.readouterr().err.startswith(f"error: {said}")
+    assert main(words[:-1]) == 0
+    assert "Exit codes: 0 done" in capsys.readouterr().out, "the manual answers a command without a word"
+
+
+def test_a_word_is_refused_and_help_printed_without_torch() -> None:
+    code = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from test_grammar import COMMANDS, main_of
+for command in COMMANDS:
+    picked = [command.pick] if command.pick else []
+    main_of(command)([*picked, "--help"]), main_of(command)([*picked, *command.right.split(), "no_such_key=1"])
+print(sorted({{"torch", "transformers", "mlflow", "pandas", "matplotlib"}} & set(sys.modules)), file=sys.__stdout__)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+    assert done.stderr.count("no_such_key is not a known key") == len(COMMANDS)

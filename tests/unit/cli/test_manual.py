@@ -1,0 +1,97 @@
+"""What the command line says about itself: the overview, the manual, and the table of a dry run."""
+
+import pytest
+
+from qerl_lab import preflight
+from qerl_lab.cli.manual import describe, manual
+from qerl_lab.cli.train import main
+from qerl_lab.config.schema import RunConfig, choices_of, leaves, package_data
+
+
+@pytest.fixture(autouse=True)
+def _empty_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def printed(line: str, capsys) -> str:
+    assert main(line.split()) == 0
+    return capsys.readouterr().out
+
+
+def test_without_a_word_it_lists_the_experiments_and_what_to_type(capsys):
+    text = printed("", capsys)
+    for name in choices_of("experiment"):
+        meaning = describe(package_data("conf") / "experiment" / f"{name}.yaml")
+        assert f"{name} " in text
+        assert meaning in text
+    assert "python -m qerl_lab +experiment=nvfp4_aqn" in text
+    assert "--help" in text
+
+
+@pytest.mark.parametrize("flag", ["--help", "-h", "--help seed=3"])
+def test_help_is_the_manual_whatever_stands_beside_it(flag, capsys):
+    assert printed(flag, capsys).strip() == manual().strip()
+
+
+def test_the_manual_names_every_option_file_with_its_meaning_and_every_key_with_its_help():
+    text, words = manual(), " ".join(manual().split())
+    for path in [*package_data("conf").glob("*/*.yaml"), *package_data("sweeps").glob("*.yaml")]:
+        assert f"  {path.stem}" in text
+        assert describe(path) in words
+    for name, field, _ in leaves(RunConfig()):
+        assert f"  {name}=" in text
+        assert " ".join(field.metadata["help"].split()) in words
+
+
+def test_the_manual_marks_the_defaults_and_fits_100_columns():
+    text = manual()
+    for option in ("pocket*", "nvfp4*", "rank32*", "off*", "grpo*", "arithmetic*", "adamw*", "mlflow*"):
+        assert f"  {option} " in text
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_options_stand_in_the_order_of_their_sizes():
+    text = manual()
+    assert text.index("  rank16 ") < text.index("  rank64 ") < text.index("  rank128 ")
+    assert text.index("  qwen2_5_3b ") < text.index("  qwen2_5_14b ")
+
+
+def test_a_dry_run_shows_the_job_and_makes_nothing(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(preflight, "GPU_NODES", ("/dev/null",))
+    monkeypatch.setattr(preflight, "gpu_memory", lambda: None)
+    text = printed("+experiment=nvfp4_aqn +scale=paper_gsm8k_3b seed=3 lora.rank=8 dry_run=true", capsys)
+    header, row, last = text.splitlines()
+    assert dict(zip(header.split(), row.split(), strict=False)) | {"run": ""} == {
+        "job": "0", "experiment": "nvfp4_aqn", "scale": "paper_gsm8k_3b", "model": "qwen2_5_3b", "format": "nvfp4",
+        "aqn": "exponential", "algorithm": "grpo", "rank": "8", "seed": "3", "steps": "600", "batch": "128", "run": "",
+    }  # fmt: skip
+    assert row.split()[11].startswith("runs/nvfp4_aqn/seed3/2")
+    assert "1 job" in last
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_dry_run_says_what_was_fitted_and_in_which_jobs(capsys):
+    text = printed("rollout.prompts_per_step=2 dry_run=true", capsys)
+    assert "note: optim.micro_batch_size=16 instead of 64" in text
+    text = printed("-m rollout.prompts_per_step=8,2,2 seed=0,1 dry_run=true", capsys)
+    assert text.count("note: ") == 1
+    assert "completions of an update (job 2, 3, 4, 5)" in text
+
+
+def test_a_dry_run_of_a_sweep_shows_every_job_and_makes_nothing(capsys, tmp_path):
+    text = printed("experiment=nf4,bf16 -m seed=range(0,2) dry_run=true", capsys)
+    rows = [line.split() for line in text.splitlines()]
+    assert [(row[0], row[1], row[8], row[11]) for row in rows[1:5]] == [
+        ("0", "nf4", "0", "0-nf4-seed0"), ("1", "nf4", "1", "1-nf4-seed1"),
+        ("2", "bf16", "0", "2-bf16-seed0"), ("3", "bf16", "1", "3-bf16-seed1"),
+    ]  # fmt: skip
+    assert "would run 4 jobs in runs/sweeps/adhoc/" in text
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_dry_run_of_a_sweep_shows_the_words_that_no_column_tells(capsys):
+    text = printed("-m +experiment=nvfp4 format.scale_rule=max,four_over_six seed=0,1 lora.rank=8 dry_run=true", capsys)
+    header, *rows = text.splitlines()[:5]
+    begin, end = header.index("overrides"), header.index("run directory")
+    rules = ["format.scale_rule=max", "format.scale_rule=four_over_six"]
+    assert [row[begin:end].strip() for row in rows] == [rules[0], rules[0], rules[1], rules[1]]

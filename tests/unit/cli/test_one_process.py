@@ -1,0 +1,167 @@
+"""One process and one GPU: what is refused, what is said, and what stays allowed."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from qerl_lab.bench import __main__ as bench
+from qerl_lab.cli import launch, train
+from qerl_lab.cli.one_process import RANKS, SIZES, refuse_several
+from qerl_lab.config.schema import ConfigError, RunConfig
+from qerl_lab.quantize import __main__ as quantize
+from qerl_lab.record.directory import RunDirectory
+from qerl_lab.record.environment import Typed
+from qerl_lab.train import gpus
+
+TORCHRUN = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
+SRUN = {"SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "named"),
+    [
+        (TORCHRUN, "WORLD_SIZE=2"),
+        (SRUN, "SLURM_STEP_NUM_TASKS=2"),
+        ({"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, "SLURM_NTASKS=4"),
+        ({"SLURM_NTASKS": "1", "SLURM_PROCID": "3"}, "SLURM_PROCID=3"),
+        ({"OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_SIZE=8"),
+        ({"PMI_SIZE": "2", "PMI_RANK": "0"}, "PMI_SIZE=2"),
+        ({"RANK": "1"}, "RANK=1"),
+        ({"LOCAL_RANK": "1"}, "LOCAL_RANK=1"),
+    ],
+)
+def test_one_of_several_processes_is_refused(environment: dict[str, str], named: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{named} is set, .* allowed: one process. Type .* srun --ntasks 1"):
+        refuse_several(environment)
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {},
+        {"SLURM_NTASKS": "4"},  # a shell inside salloc
+        {"SLURM_NTASKS": "1", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"},  # submitit's job
+        {"SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"},  # a step of one in a larger job
+        TORCHRUN | {"WORLD_SIZE": "1"},
+        {"WORLD_SIZE": "", "LOCAL_RANK": "-1"},
+    ],
+)
+def test_one_process_stays_allowed(environment: dict[str, str]) -> None:
+    refuse_several(environment)
+
+
+def test_a_rank_that_the_run_has_started_is_allowed_and_no_other() -> None:
+    refuse_several(TORCHRUN, ranks=2)
+    with pytest.raises(ConfigError, match="WORLD_SIZE=2 is set"):
+        refuse_several(TORCHRUN, ranks=4)
+
+
+@pytest.fixture
+def torchrun(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("words", ["seed=0", "-m seed=0,1", "seed=0 dry_run=true", "resume=run"])
+def test_the_command_is_refused_before_it_makes_anything(torchrun: Path, words: str, capsys) -> None:
+    assert train.main(words.split()) == 2
+    assert capsys.readouterr().err.startswith("error: WORLD_SIZE=2 is set, as torchrun")
+    assert not list(torchrun.iterdir())
+
+
+def test_what_starts_nothing_is_not_refused(torchrun: Path, capsys) -> None:
+    assert train.main(["--help"]) == 0
+
+
+@pytest.mark.parametrize("main", [quantize.main, bench.main])
+def test_the_other_commands_are_refused_too(torchrun: Path, main: Callable[[list[str]], int], capsys) -> None:
+    words = ["model=pocket", "format=nvfp4", "out=there"] if main is quantize.main else ["train_step"]
+    assert main(words) == 2
+    assert "error: WORLD_SIZE=2 is set" in capsys.readouterr().err
+    assert not list(torchrun.iterdir())
+
+
+def test_a_launcher_s_worker_is_refused_where_it_starts_the_run(torchrun: Path) -> None:
+    """Its environment is not the command's: submitit with several tasks a node."""
+    run = RunDirectory(Path("run"))
+    run.claim(RunConfig(), Typed("the command"))
+    with pytest.raises(ConfigError, match="WORLD_SIZE=2"):
+        launch.start(run, made=run.path)
+    assert not list(torchrun.iterdir())
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """A machine of so many GPUs, of which torch sees those that CUDA_VISIBLE_DEVICES shows."""
+
+    def make(count: int, visible: str | None, started: bool = False) -> None:
+        monkeypatch.delenv(gpus.VISIBLE, raising=False)
+        if visible is not None:
+            monkeypatch.setenv(gpus.VISIBLE, visible)
+
+        def device_count() -> int:
+            shown = os.environ.get(gpus.VISIBLE)
+            return count if shown is None or started else len([name for name in shown.split(",") if name])
+
+        monkeypatch.setattr(torch.cuda, "device_count", device_count)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA H200")
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("count", "visible", "kept", "said"),
+    [
+        (2, None, "0", "GPU 0 (NVIDIA H200) does the run; the other visible one stays idle. "
+         "To take another, type CUDA_VISIBLE_DEVICES=1 before the command."),
+        (8, None, "0", "GPU 0 (NVIDIA H200) does the run; the other 7 visible ones stay idle. "
+         "To take another, type CUDA_VISIBLE_DEVICES=1 before the command."),
+        (8, "5,2,7", "5", "GPU 5 (NVIDIA H200) does the run; the other 2 visible ones stay idle. "
+         "To take another, type CUDA_VISIBLE_DEVICES=2 before the command."),
+        (8, "GPU-af,GPU-07", "GPU-af", "GPU GPU-af (NVIDIA H200) does the run; the other visible one stays idle. "
+         "To take another, type CUDA_VISIBLE_DEVICES=GPU-07 before the command."),
+        (8, "3", "3", None),
+        (1, None, None, None),
+        (0, None, None, None),
+        (8, "", "", None),
+    ],
+)  # fmt: skip
+def test_of_several_gpus_the_first_visible_one_is_taken(
+    machine: Callable[..., None], count: int, visible: str | None, kept: str | None, said: str | None
+) -> None:
+    machine(count, visible)
+    assert gpus.keep(1) == said
+    assert os.environ.get(gpus.VISIBLE) == kept
+
+
+def test_a_run_on_several_gpus_takes_the_first_visible_ones(machine: Callable[..., None]) -> None:
+    machine(8, "5,2,7")
+    assert gpus.keep(2) == (
+        "GPUs 5,2 do the run; the other visible one stays idle. "
+        "To take another, type CUDA_VISIBLE_DEVICES=7 before the command."
+    )
+    assert os.environ[gpus.VISIBLE] == "5,2"
+    assert gpus.keep(2) is None
+
+
+@pytest.mark.parametrize(("count", "remedy"), [(1, 1), (0, 1), (3, 3)])
+def test_more_gpus_than_there_are_is_an_error(machine: Callable[..., None], count: int, remedy: int) -> None:
+    machine(count, None)
+    with pytest.raises(
+        ConfigError, match=rf"gpus=4 and torch sees {count} GPUs here\. Type gpus={remedy}, or device=cpu"
+    ):
+        gpus.keep(4)
+
+
+def test_gpus_that_cannot_be_hidden_any_more_are_an_error(machine: Callable[..., None]) -> None:
+    machine(2, None, started=True)
+    with pytest.raises(ConfigError, match=r"2 GPUs are visible.*Type CUDA_VISIBLE_DEVICES=0 before the command"):
+        gpus.keep(1)
+
+
+def test_every_variable_has_its_launcher() -> None:
+    assert not set(SIZES) & set(RANKS)

@@ -1,0 +1,30 @@
+"""The private names of Hydra that are left: which they are, and that they still do what we take them for."""
+
+import re
+from pathlib import Path
+
+import hydra.types
+from hydra._internal.callbacks import Callbacks
+from hydra._internal.utils import get_args_parser
+
+SOURCE = Path(__file__).parents[3] / "src" / "qerl_lab"
+
+
+def test_they_are_two_and_each_says_why() -> None:
+    lines = [line for path in SOURCE.rglob("*.py") for line in re.findall(r"^.*hydra\._.*$", path.read_text(), re.M)]
+    assert sorted(line.partition("  #")[0].split()[-1] for line in lines) == ["Callbacks", "get_args_parser"]
+    assert all("  # " in line for line in lines)
+
+
+def test_a_context_takes_callbacks_of_a_configuration() -> None:
+    callbacks = Callbacks(None)
+    hydra.types.HydraContext(config_loader=None, callbacks=callbacks)  # type: ignore[arg-type]
+    for call in ("on_run_start", "on_run_end", "on_multirun_start", "on_multirun_end"):
+        assert callable(getattr(callbacks, call))
+
+
+def test_the_parser_knows_hydra_s_flags() -> None:
+    args = get_args_parser().parse_args(["-m", "--cfg", "job", "--config-dir", "x", "seed=1"])
+    assert (args.multirun, args.cfg, args.config_dir, args.overrides) == (True, "job", "x", ["seed=1"])
+    for flag in ("help", "hydra_help", "shell_completion", "info", "config_path", "config_name", "experimental_rerun"):
+        assert not getattr(args, flag)

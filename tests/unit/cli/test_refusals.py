@@ -1,0 +1,246 @@
+"""Whatever is wrong with a command line ends in one message and exit code 2, before any directory is made."""
+
+import pytest
+
+from qerl_lab.cli import launch
+from qerl_lab.cli.compose import Job, make_plan
+from qerl_lab.cli.overrides import spell
+from qerl_lab.cli.train import main
+from qerl_lab.config.schema import choices_of
+
+ARM = ", ".join(choices_of("experiment"))
+
+
+@pytest.fixture(autouse=True)
+def _empty_directory_and_no_child(tmp_path, monkeypatch):
+    def refuse(run_dir):
+        raise AssertionError("a bad command started a run")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(launch, "child_command", refuse)
+
+
+def refused(line: str, capsys) -> str:
+    code = main(line.split())
+    out, err = capsys.readouterr()
+    assert code == 2, out + err
+    assert err.startswith("error: ")
+    assert out == ""
+    assert err.count("\n") == 1, "one message is one line"
+    for noise in ("Traceback", "HYDRA_FULL_ERROR", "full_key", "object_type"):
+        assert noise not in err
+    return err
+
+
+@pytest.mark.parametrize(
+    ("line", "parts"),
+    [
+        # groups and options
+        ("fromat=nvfp4", ["fromat is not a known key", "Did you mean format?"]),
+        ("format=nvfp5", ["format=nvfp5", "allowed: bf16, mxfp4, nf4, nvfp4", "Did you mean nvfp4?"]),
+        ("experiment=nvfp", ["experiment=nvfp", ARM, "Did you mean nvfp4?"]),
+        ("+experiment=x", [ARM, "Type for example experiment=bf16"]),
+        ("scale=zzz", ["pocket", "Type for example scale="]),
+        ("+sweeps=nope", ["weight_formats"]),
+        ("lora=[rank16,rank32]", ["lora=[rank16,rank32]", "rank64"]),
+        ("lora={rank:3}", ["lora.rank=VALUE"]),
+        ("aqn=null", ["aqn=null", "off"]),
+        ("hydra/launcher=joblip", ["hydra/launcher=joblip", "basic", "qerl-lab[sweeps]"]),
+        ("experiment=nvfp4 +experiment=bf16", ["experiment is given 2 times"]),
+        # keys
+        ("lora.rnk=3", ["Did you mean lora.rank?", "lora.alpha"]),
+        ("+lora.rnk=3", ["Did you mean lora.rank?"]),
+        ("++new.key=3", ["new.key is not a known key"]),
+        ("rank=3", ["Did you mean lora.rank?"]),
+        ("eval=3", ["eval is a node", "eval.samples"]),
+        ("~lora.rank", ["Type lora.rank=VALUE"]),
+        ("format@x=nvfp4", ["format"]),
+        ("hydra.foo=1", ["hydra.foo", "'foo' not in 'HydraConf'"]),
+        # types
+        ("lora.rank=abc", ["lora.rank=abc", "a whole number", "lora.rank=32"]),
+        ("lora.rank=16.5", ["lora.rank=16.5", "a whole number"]),
+        ("lora.rank=null", ["lora.rank=null", "a whole number"]),
+        ("seed=true", ["seed=true", "a whole number"]),
+        ("optim.learning_rate=fast", ["a number", "optim.learning_rate=1e-05"]),
+        ("tracking.mlflow=maybe", ["true or false"]),
+        ("lora.target_modules=q_proj", ["a list of names", "[q_proj,"]),
+        # values and combinations
+        ("aqn.schedule=offf", ["off, exponential", "Did you mean off?"]),
+        ("device=gpu", ["auto, cpu, cuda"]),
+        ("seed=-1", ["at least 0"]),
+        ("optim=adamw_8bit device=cpu", ["needs a GPU", "Type optim=adamw"]),
+        (
+            "rollout.group_size=7 optim.micro_batch_size=64",
+            ["8 x 7 = 56", "Type for example optim.micro_batch_size=56"],
+        ),
+        ("algorithm.updates_per_rollout=3", ["8 x 8 = 64", "algorithm.updates_per_rollout=1"]),
+        ("eval.questions=1", ["eval.questions=1", "needs two questions", "Type for example eval.questions=256"]),
+        ("format.ignore=['re:(']", ["'re:('", "no regular expression"]),
+        # words that act nowhere
+        (
+            "aqn=off aqn.sigma_start=0.1",
+            ["aqn.sigma_start=0.1", "aqn.schedule=off", "type for example aqn=exponential"],
+        ),
+        ("+experiment=nvfp4 aqn.stages=3", ["aqn.stages=3", "type for example +experiment=nvfp4_aqn"]),
+        ("format.double_quant=false", ["format.double_quant=false", "format.name=nvfp4", "format=nf4"]),
+        ("+experiment=nf4 format.scale_rule=max", ["format.scale_rule=max", "format.name=nf4", "+experiment=nvfp4"]),
+        ("format=bf16 format.ignore=[]", ["format.ignore=[]", "format.name=bf16"]),
+        ("task.path=DIR", ["task.path=DIR", "task.name=arithmetic", "type for example task=gsm8k"]),
+        ("task=gsm8k task.arithmetic.max_operand=3", ["task.arithmetic.max_operand=3", "task=arithmetic"]),
+        ("task.max_operand=3", ["task.max_operand is not", "Did you mean task.arithmetic.max_operand?"]),
+        ("eval.questions=0 eval.samples=3", ["eval.samples=3", "eval.questions=0"]),
+        ("tracking=none tracking.uri=x", ["tracking.uri=x", "tracking.mlflow=false", "tracking=mlflow"]),
+        ("model.revision=main", ["model.revision=main", "model.path=pocket"]),
+        ("rollout.importance_correction=off rollout.importance_clip_max=2", ["importance_clip_max=2"]),
+        ("aqn=linear aqn.stages=51", ["aqn.stages=51", "steps=50", "Type for example aqn.stages=50"]),
+        ("aqn=linear aqn.probe_prompts=65", ["aqn.probe_prompts=65", "64 completions"]),
+        ("differs_in=[seed]", ["Leave differs_in out"]),
+        # an arm that is no longer itself
+        ("+experiment=nvfp4_aqn aqn=off", ["aqn=off", "aqn.schedule=exponential", "Type +experiment=nvfp4 instead"]),
+        ("+experiment=bf16 format=nf4", ["format.name=bf16", "Type +experiment=nf4 instead"]),
+        ("+experiment=bf16 format.name=nf4", ["format.name=nf4 changes", "Type +experiment=nf4 instead"]),
+        ("+experiment=nvfp4 aqn=cosine", ["Type aqn=cosine format=nvfp4 instead, without experiment=nvfp4"]),
+        # another model by the embedded policy's recipe
+        ("+experiment=nvfp4 task=gsm8k model.path=DIR", ["model.path=DIR", "0.001, 64 tokens", "Type scale=custom"]),
+        ("model=qwen2_5_7b", ["Qwen/Qwen2.5-7B-Instruct", "scale=pocket to mean it"]),
+        ("aqn=exponential aqn.sigma_end=1", ["aqn.sigma_end=1.0 is above aqn.sigma_start"]),
+        # syntax
+        ("nvfp4_aqn", ["Type +experiment=nvfp4_aqn"]),
+        ("seed", ["seed has no value", "Type seed=VALUE"]),
+        ("seed=1 seed=2", ["seed is given 2 times: seed=1 seed=2"]),
+        ("scale=pocket scale=custom", ["scale is given 2 times"]),
+        ("task.name=gsm8k", ["task.name=gsm8k leaves out", "Type task=gsm8k"]),
+        ("algorithm.name=dapo", ["Type algorithm=dapo"]),
+        ("task.instruction=null", ["task.instruction=null", "Type for example task.instruction=NAME"]),
+        ("word", ["word cannot be read", "KEY=VALUE"]),
+        ("lora.rank=[1", ["lora.rank=[1 cannot be read"]),
+        ("task.instruction=a=b", ["cannot be read", "quotes"]),
+        ("seed=0,1", ["seed=0,1 is several values", "Type -m"]),
+        ("experiment=bf16,nf4", ["Type -m"]),
+        # flags
+        ("--dry-run", ["Type dry_run=true"]),
+        ("--experiment=bf16", ["Type +experiment=NAME"]),
+        ("--multirn", ["Did you mean --multirun?"]),
+        ("--seed 3", ["--seed is not a flag", "Type seed=VALUE"]),
+        ("-x", ["-x is not a flag", "Type --help"]),
+        ("--info x", ["--info", "invalid choice: 'x'", "Type --help"]),
+        ("--help=3", ["--help", "ignored explicit argument '3'", "Type --help"]),
+        ("--config-path=x", ["--config-dir DIR"]),
+        ("--config-dir nowhere", ["nowhere is not a directory"]),
+        # sweeps: named by their job
+        ("-m lora.rank=16,abc", ["lora.rank=abc"]),
+        ("-m lora.rank=16,0", ["job 1 (lora.rank=0)", "at least 1"]),
+        ("-m experiment=bf16,nope", ["experiment=nope"]),
+        (
+            "-m rollout.group_size=8,7 seed=range(0,2) optim.micro_batch_size=64",
+            ["job 2 (rollout.group_size=7 seed=0 optim.micro_batch_size=64)", "56"],
+        ),
+        ("-m experiment=nvfp4,nvfp4_aqn aqn.stages=2,3", ["job 0", "aqn.stages=2", "aqn.schedule=off"]),
+        ("-m experiment=nvfp4,bf16 aqn.stages=2", ["job 0", "aqn.stages=2"]),
+        ("-m experiment=nvfp4_aqn aqn=linear,cosine", ["job 0", "without experiment=nvfp4_aqn"]),
+        ("-m experiment=glob(zz*)", ["no job"]),
+        ("-m seed=shuffle(1,2)", ["Leave shuffle() out"]),
+        ("-m seed=interval(0,1)", ["seed=range"]),
+        ("-m hydra.job.name=a,b", ["Hydra's own settings", "Type hydra.job.name=VALUE"]),
+        ("-m --cfg job", ["Leave -m out"]),
+        ("-m seed=0,1 run_dir=x", ["hydra.sweep.dir=x"]),
+        ("-m seed=0,1 hydra.sweep.subdir=x", ["jobs 0 and 1 would share", "hydra.job.num"]),
+        ("+sweeps=weight_formats lora.rank=-1", ["job 0 (+experiment=bf16 seed=0 lora.rank=-1)"]),
+    ],
+)
+def test_a_bad_command_line(line, parts, capsys, tmp_path):
+    message = refused(line, capsys)
+    for part in parts:
+        assert part in message
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("lora:\n  rnk: 3\n", ["In 'experiment/mine'", "Did you mean lora.rank?"]),
+        ("lora:\n  rank: abc\n", ["In 'experiment/mine'", "lora.rank", "'abc'", "a whole number"]),
+        ("lora:\n  rank: [3\n", ["mine.yaml", "line"]),
+        ("lora:\n  rank: ${nope}\n", ["lora.rank", "nope"]),
+        ("aqn:\n  schedule: off\n", ["aqn.schedule=False", '"off" with its quotes']),
+        ("defaults:\n  - override /format: nvfp9\n", ["format=nvfp9", "Did you mean nvfp4?"]),
+        ("foo: 1\n", ["foo is not a known key"]),
+    ],
+)
+def test_a_bad_file_of_the_user_s_own(text, parts, capsys, tmp_path):
+    folder = tmp_path / "mine" / "experiment"
+    folder.mkdir(parents=True)
+    (folder / "mine.yaml").write_text(f"# @package _global_\n# mine\n{text}")
+    message = refused("--config-dir mine experiment=mine", capsys)
+    for part in parts:
+        assert part in message
+
+
+def test_a_file_of_the_user_s_own_is_an_option_like_ours(tmp_path):
+    folder = tmp_path / "mine" / "experiment"
+    folder.mkdir(parents=True)
+    (folder / "small.yaml").write_text("# @package _global_\n# mine\nexperiment: small\nlora:\n  rank: 8\n")
+    plan = make_plan(["+experiment=glob(*small)"], True, str(tmp_path / "mine"))
+    assert [(job.config.experiment, job.config.lora.rank) for job in plan.jobs] == [("small", 8)]
+
+
+@pytest.mark.parametrize(
+    ("typed", "spelled"),
+    [
+        ("experiment=bf16", "+experiment=bf16"),
+        ("+experiment=bf16", "+experiment=bf16"),
+        ("sweeps=weight_formats", "+sweeps=weight_formats"),
+        ("scale=pocket", "scale=pocket"),
+        ("+scale=pocket", "scale=pocket"),
+        ("++lora.rank=3", "lora.rank=3"),
+        ("task.instruction='+experiment=x'", "task.instruction='+experiment=x'"),
+        ("model.revision=7e12345", "model.revision='7e12345'"),
+        ("model.revision=7e5,main,'1'", "model.revision='7e5',main,'1'"),
+        ("seed=1", "seed=1"),
+        ("+hydra.foo=1", "+hydra.foo=1"),
+        ("~lora", "~lora"),
+    ],
+)
+def test_a_plus_is_the_user_s_to_type_or_to_leave_out(typed, spelled):
+    assert spell(typed) == spelled
+
+
+def only_job(*words: str) -> Job:
+    (job,) = make_plan(list(words), False).jobs
+    return job
+
+
+def test_a_model_given_by_path_alone_is_not_labelled_pocket():
+    assert only_job("scale=custom", "model.path=/data/Qwen2.5-7B").config.model.name == "Qwen2.5-7B"
+    assert only_job("scale=pocket", "model.path=/data/x", "model.name=mine").config.model.name == "mine"
+
+
+def test_a_commit_that_looks_like_a_number_stays_as_it_was_typed():
+    words = ["scale=custom", "model.path=a/b", "model.revision=7e12345", "run_dir=1_0"]
+    config = only_job(*map(spell, words)).config
+    assert (config.model.revision, config.run_dir) == ("7e12345", "1_0")
+
+
+def test_a_micro_batch_that_nobody_typed_shrinks_to_what_divides_an_update_and_that_is_said():
+    job = only_job("rollout.prompts_per_step=2")
+    assert job.config.optim.micro_batch_size == 16
+    assert job.notes == ["optim.micro_batch_size=16 instead of 64: it must divide the 16 completions of an update"]
+    job = only_job("scale=custom", "rollout.group_size=6", "algorithm.updates_per_rollout=4")
+    assert (job.config.optim.micro_batch_size, len(job.notes)) == (8, 0)  # 24 completions an update
+    assert only_job("rollout.prompts_per_step=2", "optim.micro_batch_size=8").config.optim.micro_batch_size == 8
+
+
+def test_a_word_of_a_sweep_must_act_in_one_job_that_shares_it():
+    arms = "+experiment=nvfp4,nvfp4_aqn"
+    plan = make_plan([arms, "aqn.sigma_start=0.05"], True)
+    assert [job.config.aqn.sigma_start for job in plan.jobs] == [0.05, 0.05]
+    plan = make_plan(["+experiment=nvfp4_aqn,bf16_aqn", "aqn.sigma_start=0.05,0.1"], True)
+    assert len(plan.jobs) == 4
+
+
+def test_a_word_that_says_what_an_arm_is_already_may_stand_beside_it():
+    assert only_job("+experiment=nvfp4_aqn", "format=nvfp4", "aqn=exponential").config.experiment == "nvfp4_aqn"
+
+
+def test_noise_of_more_stages_than_steps_is_said():
+    assert only_job("aqn=linear", "steps=5").notes == ["aqn.stages=10 in 5 steps: some stages are skipped"]

@@ -1,0 +1,186 @@
+"""The files of conf/ and sweeps/: all of them compose, say what they are, and state only what they change."""
+
+import itertools
+import runpy
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from qerl_lab.cli.compose import make_plan
+from qerl_lab.cli.manual import GROUPS, describe
+from qerl_lab.config.rules import from_dict
+from qerl_lab.config.schema import PAPER_INSTRUCTION, RunConfig, choices_of, config_hash, leaves, package_data
+
+ARMS, SCALES = choices_of("experiment"), choices_of("scale")
+FILES = [path for folder in ("conf", "sweeps") for path in sorted(package_data(folder).rglob("*.yaml"))]
+OPTIONS = [path for path in FILES if path.parent.name not in ("conf", "sweeps")]
+DEFAULTS = {name: value for name, _, value in leaves(RunConfig())}
+
+
+@pytest.fixture(scope="module")
+def composed() -> dict[tuple[str, str], RunConfig]:
+    """Every arm at every scale, composed and validated as the command line does it."""
+    plan = make_plan([f"+experiment={','.join(ARMS)}", f"scale={','.join(SCALES)}"], multirun=True)
+    return {(job.config.experiment, job.config.scale): job.config for job in plan.jobs}
+
+
+def body(path: Path) -> dict[str, Any]:
+    """What an option sets, by dotted key."""
+
+    def flat(values: dict[str, Any], prefix: str) -> dict[str, Any]:
+        found = {}
+        for key, value in values.items():
+            found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+        return found
+
+    values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    values.pop("defaults", None)
+    return flat(values, "" if "@package _global_" in path.read_text(encoding="utf-8") else f"{path.parent.name}.")
+
+
+def differing(a: RunConfig, b: RunConfig) -> set[str]:
+    return {name for (name, _, x), (_, _, y) in zip(leaves(a), leaves(b), strict=True) if x != y}
+
+
+def test_the_arms_and_scales_are_the_ones_that_the_lab_promises():
+    assert {f"{f}{n}" for f in ("bf16", "nf4", "mxfp4", "nvfp4") for n in ("", "_aqn")} <= set(ARMS)
+    paper = {"paper_gsm8k_3b", "paper_gsm8k_7b", "paper_bigmath_7b", "paper_bigmath_14b", "paper_bigmath_32b"}
+    assert {"pocket", "custom"} | paper <= set(SCALES)
+
+
+def test_every_arm_composes_at_every_scale_and_carries_the_names_of_its_files(composed):
+    assert set(composed) == set(itertools.product(ARMS, SCALES))
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_two_arms_differ_in_what_they_declare_and_in_nothing_else(composed, scale):
+    for first, second in itertools.combinations(ARMS, 2):
+        a, b = composed[first, scale], composed[second, scale]
+        found = differing(a, b) - {"experiment", "differs_in"}
+        assert found <= {*a.differs_in, *b.differs_in}, f"{first} and {second} at {scale}"
+        assert found, f"{first} and {second} at {scale} are the same run"
+
+
+@pytest.mark.parametrize("arm", [arm for arm in ARMS if arm != "bf16"])
+def test_an_arm_really_differs_from_bf16_in_every_key_that_it_declares(composed, arm):
+    assert differing(composed[arm, "pocket"], composed["bf16", "pocket"]) == {
+        "experiment", "differs_in", *composed[arm, "pocket"].differs_in,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("path", OPTIONS, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_an_option_states_only_what_differs_from_the_schema(path):
+    labels = {"experiment", "scale", "differs_in"}  # a scale and an arm always say their own name
+    for key, value in body(path).items():
+        assert key in DEFAULTS
+        assert key in labels or DEFAULTS[key] != value, f"{key}: {value} is the schema's default already"
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_a_scale_sets_no_key_that_an_option_of_a_group_sets(scale):
+    """It picks options instead (override /lora: rank16): so that a group typed on the command line wins over it."""
+    by_groups = {key for path in OPTIONS if path.parent.name not in ("experiment", "scale") for key in body(path)}
+    assert not by_groups & set(body(package_data("conf") / "scale" / f"{scale}.yaml"))
+
+
+@pytest.mark.parametrize("scale", ["pocket", "paper_bigmath_32b"])
+def test_the_command_line_wins_over_the_scale(scale):
+    line = ["model=qwen2_5_0_5b", "task=gsm8k", "lora=rank64", "optim=adamw", "steps=3", f"scale={scale}"]
+    cfg = make_plan(line, multirun=False).jobs[0].config
+    assert (cfg.model.name, cfg.task.name, cfg.task.instruction) == ("qwen2_5_0_5b", "gsm8k", PAPER_INSTRUCTION)
+    assert (cfg.lora.rank, cfg.optim.name, cfg.steps, cfg.scale) == (64, "adamw", 3, scale)
+
+
+def test_the_paper_scales_hold_table_4(composed):
+    gsm8k, bigmath = composed["nvfp4_aqn", "paper_gsm8k_7b"], composed["nvfp4_aqn", "paper_bigmath_14b"]
+    for cfg in (gsm8k, bigmath):
+        assert (cfg.optim.name, cfg.optim.learning_rate, cfg.lora.rank) == ("adamw_8bit", 1e-5, 32)
+        assert (cfg.aqn.sigma_start, cfg.aqn.sigma_end, cfg.aqn.stages) == (1e-2, 5e-4, 10)
+        assert (cfg.algorithm.epsilon_low, cfg.algorithm.epsilon_high, cfg.algorithm.beta) == (0.2, 0.28, 0.0)
+        assert (cfg.rollout.temperature, cfg.completions_per_step) == (1.0, 128)
+    assert (gsm8k.rollout.group_size, gsm8k.rollout.max_completion_tokens) == (8, 4096)
+    assert (bigmath.rollout.group_size, bigmath.rollout.max_completion_tokens) == (16, 8192)
+    assert (gsm8k.algorithm.updates_per_rollout, bigmath.algorithm.updates_per_rollout) == (4, 1)
+    assert (gsm8k.model.path, gsm8k.task.name, gsm8k.steps) == ("Qwen/Qwen2.5-7B-Instruct", "gsm8k", 600)
+    assert (bigmath.model.path, bigmath.task.name) == ("Qwen/Qwen2.5-14B-Instruct", "bigmath")
+
+
+def test_every_file_says_in_its_first_comment_what_it_is():
+    for path in FILES:
+        assert 0 < len(describe(path)) <= 120, path
+
+
+def test_every_group_has_a_meaning_and_every_default_option_exists():
+    folders = {path.name for path in package_data("conf").iterdir() if path.is_dir()}
+    assert folders | {"sweeps"} == set(GROUPS)
+    entries = yaml.safe_load((package_data("conf") / "config.yaml").read_text(encoding="utf-8"))["defaults"]
+    listed = {group: option for entry in entries if isinstance(entry, dict) for group, option in entry.items()}
+    for group, option in listed.items():
+        assert group.startswith("override hydra/") or option in choices_of(group)
+    assert "experiment" not in listed
+
+
+def test_no_option_is_written_without_its_quotes():
+    """YAML 1.1 reads a bare off as false."""
+    for path in FILES:
+        assert not any(value is False and key != "mlflow" for key, value in _scalars(yaml.safe_load(path.read_text())))
+
+
+def _scalars(node: Any, key: str = "") -> list[tuple[str, Any]]:
+    if isinstance(node, dict):
+        return [pair for name, value in node.items() for pair in _scalars(value, str(name))]
+    return [pair for value in node for pair in _scalars(value, key)] if isinstance(node, list) else [(key, node)]
+
+
+def test_the_sweep_of_weight_formats_is_8_arms_by_3_seeds_whose_names_are_the_arms():
+    plan = make_plan(["+sweeps=weight_formats"], multirun=False)
+    arms = [f"{name}{noise}" for name in ("bf16", "nf4", "mxfp4", "nvfp4") for noise in ("", "_aqn")]
+    expected = list(itertools.product(arms, range(3)))
+    assert [(job.config.experiment, job.config.seed) for job in plan.jobs] == expected
+    assert [job.run_dir.name for job in plan.jobs] == [f"{n}-{arm}-seed{s}" for n, (arm, s) in enumerate(expected)]
+    assert {job.run_dir.parent for job in plan.jobs} == {plan.directory}
+    assert plan.directory.parts[-4:-1] == ("runs", "sweeps", "weight_formats")
+    hashes = {config_hash(job.config) for job in plan.jobs}
+    assert len(hashes) == 8  # the seeds of an arm share one
+
+
+def hash_of(*words: str) -> str:
+    return config_hash(make_plan(list(words), multirun=False).jobs[0].config)
+
+
+@pytest.mark.parametrize("words", [
+    ["+experiment=nvfp4_aqn", "seed=3", "run_dir=elsewhere", "checkpoint.every=1", "tracking.experiment=mine"],
+    ["+experiment=nvfp4_aqn", "device=cpu", "cpu_threads=1", "model.name=another"],
+    ["format=nvfp4", "aqn=exponential"],
+], ids=["the run", "the machine and a label", "another way to type it"])  # fmt: skip
+def test_what_does_not_make_another_arm_leaves_its_hash(words: list[str]):
+    assert hash_of(*words) == hash_of("+experiment=nvfp4_aqn")
+
+
+@pytest.mark.parametrize(
+    "word",
+    ["optim.learning_rate=0.5", "aqn.reading=equation", "steps=49", "eval.questions=128", "rollout.batch_size=8"],
+)
+def test_what_makes_another_arm_changes_its_hash(word: str):
+    assert hash_of("+experiment=nvfp4_aqn", word) != hash_of("+experiment=nvfp4_aqn")
+
+
+def test_the_command_line_narrows_a_sweep():
+    plan = make_plan(["+sweeps=weight_formats", "seed=7", "+experiment=nf4,bf16", "lora.rank=4"], multirun=False)
+    assert [(job.config.experiment, job.config.seed, job.config.lora.rank) for job in plan.jobs] == [
+        ("nf4", 7, 4), ("bf16", 7, 4),
+    ]  # fmt: skip
+
+
+def test_resolved_configurations_are_as_recorded(composed):
+    """A change of a default shows in review; rewrite the record with `python tests/golden/resolved_configs.py`."""
+    golden = runpy.run_path(str(Path(__file__).parents[2] / "golden" / "resolved_configs.py"))
+    assert golden["differences"](composed) == yaml.safe_load(golden["RECORD"].read_text(encoding="utf-8"))
+
+
+def test_a_resolved_configuration_survives_the_trip_through_yaml(composed):
+    for config in (composed["nvfp4_aqn", scale] for scale in SCALES):
+        assert from_dict(yaml.safe_load(yaml.safe_dump(asdict(config)))) == config

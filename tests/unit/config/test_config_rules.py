@@ -1,0 +1,187 @@
+"""Every rule of config.py, rules.py and checks.py: what it refuses, what the message says, and what it lets through."""
+
+from typing import Any
+
+import pytest
+
+from qerl_lab.config.keys import check_types, schema, typed
+from qerl_lab.config.rules import from_dict
+from qerl_lab.config.schema import ConfigError, RunConfig, leaves
+
+
+def nested(**values: Any) -> dict[str, Any]:
+    """{"lora__rank": 3} as {"lora": {"rank": 3}}, beside a seed."""
+    found: dict[str, Any] = {"seed": 1}
+    for name, value in values.items():
+        *groups, key = name.split("__")
+        node = found
+        for group in groups:
+            node = node.setdefault(group, {})
+        node[key] = value
+    return found
+
+
+def refusal(**values: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        from_dict(nested(**values))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("values", "given", "remedy"),
+    [
+        ({"lora__rank": 0}, "lora.rank=0", "lora.rank=1"),
+        ({"lora__alpha": 0.0}, "lora.alpha=0.0", "at least 0.001"),
+        ({"lora__dropout": 1.0}, "lora.dropout=1.0", "at most 0.99"),
+        ({"seed": -1}, "seed=-1", "seed=0"),
+        ({"steps": 0}, "steps=0", "steps=1"),
+        ({"rollout__group_size": 1}, "rollout.group_size=1", "rollout.group_size=2"),
+        ({"rollout__temperature": 0.0}, "rollout.temperature=0.0", "rollout.temperature=0.01"),
+        ({"rollout__temperature": 1e-300}, "rollout.temperature=1e-300", "at least 0.01"),
+        ({"eval__temperature": 1e-300}, "eval.temperature=1e-300", "at least 0.01"),
+        ({"seed": 2**32}, "seed=4294967296", "seed=4294967295"),
+        ({"lora__rank": 100_000_000}, "lora.rank=100000000", "lora.rank=4096"),
+        ({"cpu_threads": 100_000}, "cpu_threads=100000", "cpu_threads=1024"),
+        ({"steps": 10**12}, "steps=1000000000000", "steps=999999"),
+        ({"aqn__sigma_start": 1e30}, "aqn.sigma_start=1e+30", "aqn.sigma_start=10"),
+        ({"algorithm__epsilon_high": 1e300}, "algorithm.epsilon_high=1e+300", "at most 1000000.0"),
+        ({"rollout__importance_clip_max": 0.5}, "rollout.importance_clip_max=0.5", "at least 1"),
+        ({"optim__learning_rate": 1000.0}, "optim.learning_rate=1000.0", "optim.learning_rate=1"),
+        ({"model__attention": "flash"}, "model.attention=flash", "sdpa, eager, flash_attention_2"),
+        ({"model__attention": "flash_attention_2", "device": "cpu"}, "device=cpu", "model.attention=sdpa"),
+        ({"model__attention": "flash_attention_2", "model__dtype": "float32"}, "float32", "model.attention=sdpa"),
+        ({"model__name": " "}, "model.name= is empty", "model.name=mine"),
+        ({"tracking__experiment": ""}, "tracking.experiment= is empty", "tracking.experiment=qerl-lab"),
+        ({"format__ignore": ["re:("]}, "'re:('", "re:PATTERN"),
+        ({"eval__questions": 1}, "eval.questions=1", "eval.questions=256"),
+        ({"task__format_reward": 0.0, "task__answer_reward": 0.0}, "reward nothing", "task.answer_reward=1"),
+        ({"eval__top_p": 1.5}, "eval.top_p=1.5", "eval.top_p=1"),
+        ({"optim__learning_rate": float("nan")}, "optim.learning_rate=nan", "a finite number"),
+        ({"optim__learning_rate": float("inf")}, "optim.learning_rate=inf", "a finite number"),
+        ({"aqn__schedule": "exponental"}, "aqn.schedule=exponental", "Did you mean exponential?"),
+        ({"aqn__schedule": "False"}, "aqn.schedule=False", '"off" with its quotes'),
+        ({"device": "gpu"}, "device=gpu", "auto, cpu, cuda"),
+        ({"format__name": "nvfp5"}, "format.name=nvfp5", "Did you mean nvfp4?"),
+        ({"task__name": "gsm9k"}, "task.name=gsm9k", "Did you mean gsm8k?"),
+        ({"model__path": ""}, "model.path=", "model=pocket"),
+        ({"aqn__schedule": "linear", "aqn__norms": []}, "aqn.norms=[]", "aqn.norms=[input_layernorm]"),
+        ({"aqn__norms": []}, "aqn.norms=[]", "Leave aqn.norms out"),
+        ({"aqn__schedule": "linear", "aqn__sigma_end": 0.5}, "aqn.sigma_end=0.5", "aqn.sigma_end=0.01"),
+        ({"aqn__schedule": "linear", "aqn__sigma_start": 0.0, "aqn__sigma_end": 0.0}, "sigma_start=0", "aqn=off"),
+        ({"format__name": "NVFP4"}, "format.name=NVFP4", "Did you mean nvfp4?"),
+        ({"aqn__schedule": "exponential", "aqn__sigma_end": 0.0}, "aqn.sigma_end=0", "aqn=linear"),
+        ({"task__arithmetic__min_steps": 4}, "task.arithmetic.min_steps=4", "task.arithmetic.min_steps=3"),
+        ({"lora__target_modules": []}, "lora.target_modules=[]", "[q_proj,v_proj]"),
+        ({"lora__target_modules": ["lm_head"]}, "lm_head", "[q_proj,v_proj]"),
+        ({"optim__name": "adamw_8bit", "device": "cpu"}, "device=cpu", "optim=adamw"),
+        ({"format__dense_cache": "on", "device": "cuda"}, "device=cuda", "format.dense_cache=off"),
+        ({"lora__rnk": 3}, "lora.rnk", "Did you mean lora.rank?"),
+        ({"task__max_operand": 9}, "task.max_operand is not a known key", "Did you mean task.arithmetic.max_operand?"),
+        ({"task__arithmetic__path": "a"}, "task.arithmetic.path", "Did you mean model.path or task.path?"),
+    ],
+)  # fmt: skip
+def test_a_bad_value_is_refused_with_what_was_given_and_what_to_type(values, given, remedy):
+    message = refusal(**values)
+    assert given in message
+    assert remedy in message
+
+
+@pytest.mark.parametrize("values", [{"lora.rank": 3}, {"lora": {"rank.x": 3}}, {"task": {"arithmetic": 3}}])
+def test_a_name_of_another_shape_is_refused(values: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"is not a (known key|mapping)"):
+        from_dict(values)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"lora__rank": 1}, {"lora__alpha": None}, {"eval__questions": 0}, {"eval__questions": 2}, {"seed": 2**32 - 1},
+        {"format__ignore": ["re:.*q_proj", "lm_head"]}, {"task__format_reward": 0.0},
+        {"eval__top_p": 1.0}, {"optim__learning_rate": 0.0},
+        {"aqn__schedule": "off", "aqn__sigma_end": 1.0}, {"aqn__schedule": "linear", "aqn__sigma_end": 0.0},
+        {"aqn__schedule": "exponential", "aqn__sigma_end": 1e-2}, {"task__arithmetic__min_steps": 3},
+        {"optim__name": "adamw_8bit", "device": "cuda"}, {"format__dense_cache": "on", "device": "cpu"},
+        {"rollout__prompts_per_step": 4, "algorithm__updates_per_rollout": 4},
+    ],
+)  # fmt: skip
+def test_what_is_just_allowed_passes(values):
+    found = {name: value for name, _, value in leaves(from_dict(nested(**values)))}
+    assert {name: found[name.replace("__", ".")] for name in values} == values
+
+
+@pytest.mark.parametrize(
+    ("prompts", "group", "updates", "micro"),
+    [(16, 8, 3, 8), (16, 8, 1, 96), (16, 8, 5, 100), (3, 7, 2, 8), (1, 2, 4, 8)],
+)
+def test_what_the_batch_message_says_to_type_works(prompts, group, updates, micro):
+    values = nested(
+        rollout__prompts_per_step=prompts, rollout__group_size=group,
+        algorithm__updates_per_rollout=updates, optim__micro_batch_size=micro,
+    )  # fmt: skip
+    with pytest.raises(ConfigError) as caught:
+        from_dict(values)
+    message = str(caught.value)
+    assert f"{prompts} x {group} = {prompts * group}" in message
+    for remedy in message.partition("Type for example ")[2].rstrip(".").split():
+        key, _, value = remedy.partition("=")
+        node, _, name = key.partition(".")
+        values[node][name] = int(value)
+    from_dict(values)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"lora": {"rank": "16"}}, "lora.rank=16 is not allowed; allowed: a whole number"),
+        ({"lora": {"rank": True}}, "lora.rank=true"),
+        ({"lora": {"rank": None}}, "lora.rank=null"),
+        ({"lora": {"alpha": "x"}}, "a number or null. Type for example lora.alpha=1.0"),
+        ({"lora": {"target_modules": "q_proj"}}, "a list of names"),
+        ({"lora": 3}, "lora is a node"),
+        ({"tracking": {"mlflow": "yes"}}, "true or false. Type for example tracking.mlflow=true"),
+        ({"model": {"path": 3}}, "text"),
+        ({"lora": {"rnk": 3}}, "Did you mean lora.rank?"),
+        ({"task": {"min_steps": 3}}, "task.min_steps is not a known key. Did you mean task.arithmetic.min_steps?"),
+        ({"task": {"arithmetic": {"min_steps": "2"}}}, "task.arithmetic.min_steps=2 is not allowed"),
+        ({"rank": 3}, "Did you mean lora.rank?"),
+        ({"learning_rat": 3}, "learning_rat is not a known key"),
+    ],
+)
+def test_a_wrong_type_or_key_in_a_resolved_file_is_refused(values, message):
+    with pytest.raises(ConfigError) as caught:
+        check_types(values)
+    assert message in str(caught.value)
+
+
+def test_a_whole_number_serves_as_a_number():
+    check_types({"aqn": {"sigma_start": 0}, "lora": {"alpha": 32}, "model": {"revision": None}})
+
+
+def test_the_schema_s_own_defaults_have_the_types_that_it_states():
+    assert set(schema()) == {name for name, _, _ in leaves(RunConfig())}
+    for name, _, value in leaves(RunConfig()):
+        node, _, key = name.rpartition(".")
+        check_types({node: {key: value}} if node else {key: value})
+
+
+def test_a_value_is_shown_as_one_types_it():
+    shown = {"null": None, "true": True, "[a,b]": ["a", "b"], "''": "", "0.1": 0.1, "x": "x"}
+    assert [typed(value) for value in shown.values()] == list(shown)
+
+
+def test_every_number_of_the_schema_has_a_lowest_and_a_highest_value():
+    """Without one, some value of it ends in a traceback or in NaN; what may be as large as anybody likes is named."""
+    unbounded = {"checkpoint.every", "checkpoint.keep", "eval.questions", "aqn.probe_prompts"}
+    for name, f, _ in leaves(RunConfig()):
+        if schema()[name] in (int, float, float | None):
+            low, high = (f.metadata[key] for key in ("at_least", "at_most"))
+            assert low is not None or f.metadata["above"] is not None, name
+            assert high is not None or name in unbounded, name
+
+
+def test_whole_groups_go_to_each_gpu(tiny) -> None:
+    assert tiny(gpus=2).completions_per_gpu == 8
+    with pytest.raises(ConfigError, match=r"prompts_per_step=4 cannot be split over gpus=3.*gpus=2, or .*_step=6\."):
+        tiny(gpus=3)
+    with pytest.raises(ConfigError, match=r"4 x 4 / 4 = 4 completions cannot be split .*optim\.micro_batch_size=4"):
+        tiny(gpus=4, optim__micro_batch_size=8)

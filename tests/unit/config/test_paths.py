@@ -1,0 +1,101 @@
+"""Paths as they are typed: relative, with ~, with umlauts; and as a run keeps them."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from qerl_lab.cli.compose import make_plan
+from qerl_lab.cli.overrides import spell
+from qerl_lab.cli.train import main
+from qerl_lab.config.paths import anchored
+from qerl_lab.config.schema import ModelConfig, RunConfig, TaskConfig, TrackingConfig
+from qerl_lab.config.spelling import readable
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    home = tmp_path / "home"
+    for name in ("work/mödel", "work/org/name", "work/pocket", "home"):
+        (tmp_path / name).mkdir(parents=True)
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(tmp_path / "work")
+    return tmp_path / "work"
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ("pocket", "pocket"),  # the embedded policy, whatever lies here
+        ("org/name", "HERE/org/name"),
+        ("Qwen/Qwen2.5-7B", "Qwen/Qwen2.5-7B"),
+        ("./missing", "HERE/missing"),
+        ("~/model", "HOME/model"),
+        ("/abs/model", "/abs/model"),
+        ("mödel/", "HERE/mödel"),
+    ],
+)
+def test_local_paths_become_absolute_and_hub_ids_stay(here: Path, given: str, kept: str) -> None:
+    kept = kept.replace("HERE", str(here)).replace("HOME", str(here.parent / "home"))
+    found = anchored(RunConfig(model=ModelConfig(path=given), task=TaskConfig(path=given)))
+    assert (found.model.path, found.task.path) == (kept, kept)
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        (None, None),
+        ("sqlite:///mlflow.db", "sqlite:///HERE/mlflow.db"),
+        ("sqlite:///~/mlflow.db", "sqlite:///HOME/mlflow.db"),
+        ("sqlite:////abs/mlflow.db", "sqlite:////abs/mlflow.db"),
+        ("sqlite://", "sqlite://"),
+        ("https://host/mlflow", "https://host/mlflow"),
+    ],
+)
+def test_the_file_of_an_sqlite_store_becomes_absolute(here: Path, given: str | None, kept: str | None) -> None:
+    kept = kept and kept.replace("HERE", str(here)).replace("HOME", str(here.parent / "home"))
+    assert anchored(RunConfig(tracking=TrackingConfig(uri=given))).tracking.uri == kept
+
+
+def test_no_path_stays_none() -> None:
+    assert anchored(RunConfig()) == RunConfig()
+
+
+@pytest.mark.parametrize(
+    ("word", "read"),
+    [
+        ("model.path=mödel", "model.path='mödel'"),
+        ("model.path=~/x", "model.path='~/x'"),
+        ("model.path=C#/it is,plain", "model.path='C#/it is',plain"),
+        ("lora.target_modules=[ö,q_proj]", "lora.target_modules=['ö',q_proj]"),
+        ("model.path='mödel, 2'", "model.path='mödel, 2'"),
+        ("model.path=${oc.env:HOME}/mödel", "model.path=${oc.env:HOME}/mödel"),
+        ("optim.learning_rate=1e-5", "optim.learning_rate=1e-5"),
+        ("steps=range(1,4)", "steps=range(1,4)"),
+        ("~model", "~model"),
+        ("model.path=a\\,b", "model.path=a\\,b"),
+    ],
+)
+def test_what_hydra_cannot_read_is_quoted(word: str, read: str) -> None:
+    assert readable(word) == read
+
+
+def plan(line: str, multirun: bool = False):
+    return make_plan([readable(spell(word)) for word in line.split()], multirun)
+
+
+def test_a_plan_has_them_as_the_run_will(here: Path) -> None:
+    home = here.parent / "home"
+    (job,) = plan("scale=custom model.path=mödel task=gsm8k task.path=~/dätä run_dir=~/rün").jobs
+    assert (job.config.model.path, job.config.model.name) == (f"{here}/mödel", "mödel")
+    assert (job.config.task.path, job.run_dir) == (f"{home}/dätä", home / "rün")
+    assert plan("hydra.run.dir=~/rün").directory == home / "rün"
+    assert plan("scale=custom model.path=.").jobs[0].config.model.name == "work"
+    sweep = plan("scale=custom model.path=mödel,org/name hydra.sweep.dir=~/swëep", multirun=True)
+    assert [job.config.model.path for job in sweep.jobs] == [f"{here}/mödel", f"{here}/org/name"]
+    assert sweep.directory == home / "swëep"
+
+
+def test_the_whole_configuration_shows_them_too(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["scale=custom", "model.path=mödel", "--cfg", "job"]) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["model"]["path"] == "mödel"  # as typed: Hydra prints it

@@ -1,0 +1,53 @@
+"""What is hidden, and what must stay as it is."""
+
+import pytest
+
+from qerl_lab.config.redact import redact, url_without_secrets
+from qerl_lab.config.rules import from_dict
+from qerl_lab.config.schema import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        ("http://u:p@h:1/x and https://t@g", "http://***@h:1/x and https://***@g"),
+        ("http://me:p/w@h:5000", "http://***@h:5000"),
+        ("http://me:p@ss@h:5000/a", "http://***@h:5000/a"),
+        ("postgresql+psycopg2://me:pw@h/db?sslmode=on&sslpassword=pw", "postgresql+psycopg2://***@h/db?sslmode=on&sslpassword=***"),
+        ("https://h/x?X-Amz-Signature=abc&a=1", "https://h/x?X-Amz-Signature=***&a=1"),
+        ("HF_TOKEN=abc python -m qerl_lab seed=1", "HF_TOKEN=*** python -m qerl_lab seed=1"),
+        ("hydra.job.env_set.MLFLOW_TRACKING_PASSWORD=abc", "hydra.job.env_set.MLFLOW_TRACKING_PASSWORD=***"),
+        ("read with hf_abcdefghijklmnopqrst at 401", "read with *** at 401"),
+    ],
+)  # fmt: skip
+def test_secrets_are_hidden(given: str, shown: str) -> None:
+    assert redact(given) == shown
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "sqlite:////a/b.db", "sqlite:///me@corp/b.db", "file:///home/me@corp/x", "me@example.org",
+        "rollout.max_prompt_tokens=256 rollout.max_completion_tokens=64", "http://h:5000/x?timeout=3",
+        "lora.target_modules=[q_proj,k_proj]", "git@github.com:a/b", "hf_hub",
+    ],
+)  # fmt: skip
+def test_the_rest_stays(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTHER_TOKEN", "q")  # too short to be told from a letter
+    assert redact(text) == text
+
+
+def test_values_of_secret_variables_are_hidden_wherever_they_turn_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "correct horse")
+    monkeypatch.setenv("HF_TOKEN", "abcdef")
+    assert redact("401 for correct horse, abcdef") == "401 for ***, ***"
+    assert url_without_secrets("abcdef") == "abcdef"
+
+
+@pytest.mark.parametrize("key", ["tracking.uri", "model.path", "task.path"])
+@pytest.mark.parametrize("url", ["http://me:pa55@host/x", "https://tok55@host", "https://host/x?token=pa55"])
+def test_a_configuration_with_a_secret_is_refused_and_not_repeated(key: str, url: str) -> None:
+    node, _, leaf = key.partition(".")
+    with pytest.raises(ConfigError, match=f"{key}=.*\\*\\*\\*.* Type ") as refusal:
+        from_dict({node: {leaf: url}})
+    assert "55" not in str(refusal.value)

@@ -1,0 +1,114 @@
+"""The held-out evaluation: what is asked, with which draw, and what it says."""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from qerl_lab import tasks
+from qerl_lab.evaluate.accuracy import evaluate
+from qerl_lab.model.policy import Policy
+from qerl_lab.record.metrics import METRICS
+from qerl_lab.rollout.engine import OnDone, Rollout, Sampling
+from qerl_lab.rollout.transformers import TransformersEngine
+
+
+@dataclass
+class Recording:
+    """An engine that answers nothing of use and remembers how it was asked."""
+
+    entropy: float | None = 0.5
+    asked: list[tuple[list[list[int]], Sampling]] = field(default_factory=list)
+
+    def generate(self, prompts: list[list[int]], group_size: int, sampling: Sampling, on_done: OnDone) -> Rollout:
+        self.asked.append((prompts, sampling))
+        return Rollout(prompts, [[[5]] * group_size for _ in prompts], [], [], self.entropy, seconds=1.0)
+
+
+@pytest.fixture(scope="module")
+def policy(tiny, build_policy) -> Policy:
+    return build_policy(tiny())
+
+
+def asked(policy: Policy, *configurations: Any) -> list[tuple[list[list[int]], Sampling]]:
+    engine = Recording()
+    for cfg in configurations:
+        evaluate(engine, policy, tasks.load(cfg.task), cfg)
+    return engine.asked
+
+
+def test_the_draw_follows_the_seed_of_the_run_and_nothing_else(policy, tiny) -> None:
+    """Arms and phases of a seed share it; two seeds do not, so that an interval over seeds holds the draw's share."""
+    arm, other = tiny(seed=1), tiny(seed=1, format__name="nf4", optim__learning_rate=0.5, aqn__schedule="linear")
+    same, again, twin, next_seed = asked(policy, arm, arm, other, tiny(seed=2))
+    assert same == again == twin
+    assert same[0] == next_seed[0], "every seed asks the same questions"
+    assert same[1].seed != next_seed[1].seed
+
+
+def test_no_draw_is_that_of_a_rollout_or_of_another_seed(policy, tiny) -> None:
+    """Rollouts are seeded with seed * 1,000,003 + step, from step 1. Torch on a CPU takes the lower 32 bits alone."""
+    seeds = range(20)
+    draws = {sampling.seed for _, sampling in asked(policy, *(replace(tiny(), seed=seed) for seed in seeds))}
+    assert len(draws) == 20
+    assert max(draws) < 2**32
+    rollouts = {(seed * 1_000_003 + step) % 2**32 for seed in seeds for step in range(1, 2001)}
+    assert not draws & (rollouts | set(seeds))
+
+
+def test_the_sampling_is_that_of_eval_and_not_of_the_rollout(policy, tiny) -> None:
+    cfg = tiny(eval__temperature=0.3, eval__top_p=0.8, rollout__temperature=1.5, eval__questions=3)
+    ((prompts, sampling),) = asked(policy, cfg)
+    assert (len(prompts), sampling.temperature, sampling.top_p, sampling.max_tokens) == (3, 0.3, 0.8, 16)
+
+
+def test_a_policy_that_did_not_change_gains_exactly_nothing(policy, tiny) -> None:
+    """And what was sampled in between, as training does, does not matter."""
+    cfg = tiny()
+    engine, task = TransformersEngine(policy, batch_size=8), tasks.load(cfg.task)
+    before = evaluate(engine, policy, task, cfg)
+    engine.generate([policy.prompt_ids(task.messages(task.train[0]))], 2, Sampling(4, seed=9))
+    after = evaluate(engine, policy, task, cfg)
+    pd.testing.assert_frame_equal(before.rows, after.rows)
+    assert before.metrics == after.metrics
+    other = evaluate(engine, policy, task, replace(cfg, seed=1))
+    assert other.rows["id"].tolist() == before.rows["id"].tolist()
+    assert other.rows["sample"].tolist() != before.rows["sample"].tolist()
+
+
+class Scripted(Recording):
+    """An engine that answers what it is given: `texts_P_G` in the tokens of a policy."""
+
+    def __init__(self, policy: Policy, texts_P_G: list[list[str]]) -> None:
+        super().__init__()
+        self.ids_P_G = [[policy.tokenizer(text)["input_ids"] for text in group] for group in texts_P_G]
+
+    def generate(self, prompts: list[list[int]], group_size: int, sampling: Sampling, on_done: OnDone) -> Rollout:
+        return replace(super().generate(prompts, group_size, sampling, on_done), completion_ids_P_G=self.ids_P_G)
+
+
+def test_every_sample_is_graded_against_its_own_question(policy, tiny) -> None:
+    cfg = tiny(eval__questions=3, eval__samples=2)
+    task = tasks.load(cfg.task)
+    first, second, third = (f"<answer>{question.answer}</answer>" for question in task.heldout[:3])
+    texts = [[first, "no"], [second, f"<think>x</think>{second}"], [f"<think>so</think>{first}x", third]]
+    assert len({first, second, third}) == 3
+    rows = evaluate(Scripted(policy, texts), policy, task, cfg).rows
+    assert rows["accuracy"].tolist() == [0.5, 1.0, 0.5]
+    assert rows["format"].tolist() == [0.0, 0.5, 0.0]
+    assert rows["sample"].tolist() == [group[0] for group in texts]
+    assert rows["tokens"].tolist() == [sum(len(policy.tokenizer(t)["input_ids"]) for t in g) / 2 for g in texts]
+
+
+def test_an_engine_without_entropy_leaves_that_metric_out(policy, tiny) -> None:
+    cfg = tiny()
+    with_it, without = (
+        evaluate(Recording(entropy), policy, tasks.load(cfg.task), cfg).metrics for entropy in (0.5, None)
+    )
+    assert with_it == without | {"eval/entropy_nats": 0.5}
+
+
+def test_the_entropy_says_at_which_temperature() -> None:
+    assert "eval.temperature" in METRICS["eval/entropy_nats"].meaning
+    assert "rollout.temperature" in METRICS["policy/entropy_nats"].meaning

@@ -1,0 +1,60 @@
+"""Log-probs from hidden states: those of an ordinary forward pass, in bounded memory."""
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import Gemma2Config, Gemma2ForCausalLM, GraniteConfig, GraniteForCausalLM, PreTrainedModel
+
+from packed_layers import tiny_model
+from qerl_lab.evaluate import kl
+
+SHAPE = {
+    "vocab_size": 512, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "initializer_range": 0.2,
+}  # fmt: skip
+MODELS = {
+    "llama": tiny_model,
+    "granite divides": lambda: GraniteForCausalLM(GraniteConfig(**SHAPE, logits_scaling=0.25)),
+    "gemma 2 caps": lambda: Gemma2ForCausalLM(Gemma2Config(**SHAPE, head_dim=16, final_logit_softcapping=0.5)),
+}
+PAIRS = [([5], [7, 9, 11]), ([3, 4, 5, 6, 7, 8], [2]), ([9, 8], [1, 2, 3, 4, 5])]
+
+
+def forward(model: PreTrainedModel, temperature: float) -> Tensor:
+    """Log-probs [tokens, vocabulary], one text at a time, no padding, all logits."""
+    found = []
+    for given, compared in PAIRS:
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([given + compared])).logits[0]
+        found.append((logits[len(given) - 1 : -1].double() / temperature).log_softmax(-1))
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logprobs_are_those_of_a_forward_pass(name: str) -> None:
+    """Also of prompts of one token, of unequal lengths, and of models that go on after the output layer."""
+    torch.manual_seed(0)
+    model = MODELS[name]().eval()
+    (found,) = kl.logprobs(model, kl.hidden_states(model, PAIRS), 0.8)
+    assert found.dtype == torch.float32
+    assert (found - forward(model, 0.8)).abs().max() < 1e-4
+    assert (found - forward(model, 1.0)).abs().max() > 1e-3
+
+
+def test_only_the_logits_of_a_chunk_are_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, seen = tiny_model().eval(), []
+    states = kl.hidden_states(model, PAIRS)
+    (whole,) = kl.logprobs(model, states)
+    monkeypatch.setattr(kl, "CHUNK", 4)
+    with model.get_output_embeddings().register_forward_pre_hook(lambda _, args: seen.append(len(args[0]))):
+        torch.testing.assert_close(torch.cat(list(kl.logprobs(model, states))), whole)
+    assert seen == [4, 4, 1]
+
+
+def test_nothing_has_a_gradient_and_no_hook_stays() -> None:
+    model = tiny_model().eval()
+    states = kl.hidden_states(model, PAIRS)
+    (found,) = kl.logprobs(model, states)
+    assert not states.requires_grad
+    assert not found.requires_grad
+    assert not model.base_model._forward_hooks

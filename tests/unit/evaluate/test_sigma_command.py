@@ -1,0 +1,68 @@
+"""The calibration of sigma, refused where it would measure nothing."""
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from qerl_lab.evaluate import __main__ as evaluate
+from qerl_lab.evaluate import sigma
+from qerl_lab.formats import FORMATS
+from qerl_lab.model.on_disk import POCKET
+from qerl_lab.quantize import __main__ as quantize
+
+
+def test_a_model_that_cannot_be_measured_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    assert quantize.main(["model=pocket", "quality=weights", "device=cpu", f"out={tmp_path / 'packed'}"]) == 0
+    capsys.readouterr()
+    (tmp_path / "empty").mkdir()
+    shutil.copytree(POCKET, tmp_path / "wordless", ignore=shutil.ignore_patterns("tokenizer*"))
+    for name, code, message in (
+        ("packed", 2, "is packed; allowed: the dense model"),
+        ("no", 2, "no directory"),
+        ("empty", 2, "empty holds no config.json, so it is no model directory"),
+        ("wordless", 2, "wordless holds no tokenizer; allowed: tokenizer.json"),
+    ):
+        assert evaluate.main(["sigma", f"model={tmp_path / name}"]) == code
+        err = capsys.readouterr().err
+        assert err.startswith("error: ")
+        assert err.count("\n") == 1
+        assert message in err
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("[abc]", "sigmas=[abc] is not allowed; allowed: a list of numbers."),
+        ("[]", "sigmas=[] is empty; allowed: numbers above 0."),
+        ("[-1]", "-1.0 in sigmas=[-1.0] is not allowed; allowed: above 0."),
+        ("[0.1,0]", "0.0 in sigmas=[0.1,0.0] is not allowed; allowed: above 0."),
+        ("[nan]", "nan in sigmas=[nan] is not allowed; allowed: a finite number."),
+        ("[0.1,inf]", "inf in sigmas=[0.1,inf] is not allowed; allowed: a finite number."),
+    ],
+)
+def test_sigmas_are_finite_and_above_0(given: str, said: str, capsys: pytest.CaptureFixture) -> None:
+    assert evaluate.main(["sigma", f"sigmas={given}"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"error: {said} Type for example sigmas=[")
+    assert err.count("\n") == 1
+
+
+def test_formats_and_sigmas_are_measured_on_the_same_completions(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """BF16 is the base itself; more noise is farther from it; MXFP4 is coarser than NVFP4."""
+    monkeypatch.setattr(sigma, "QUESTIONS", 8)
+    monkeypatch.setattr(sigma, "DRAWS", 2)
+    assert evaluate.main(["sigma", "sigmas=[0.05,0.3]"]) == 0
+    header, *lines = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"8 completions, \d+ tokens, on cpu", header)
+    form = r"(format|sigma) (\S+) +KL to (?:bf16|clean) +(\S+) (?:\+- (\S+) )?nats(?:, \S+ to \S+ over 2 draws)?"
+    found = [re.fullmatch(form, line).groups() for line in lines]
+    rows = {(kind, name): (float(nats), error) for kind, name, nats, error in found}
+    assert [name for kind, name in rows if kind == "format"] == list(FORMATS)
+    assert rows["format", "bf16"] == (0.0, "0.00000")
+    assert 1e-4 < rows["format", "nvfp4"][0] < rows["format", "mxfp4"][0]
+    assert float(rows["format", "nvfp4"][1]) > 0
+    assert 1e-4 < rows["sigma", "0.05"][0] < rows["sigma", "0.3"][0] / 10

@@ -1,0 +1,99 @@
+"""What each format says its tensors are, and what it accepts as such from a checkpoint."""
+
+import json
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from packed_layers import BF16, MXFP4, NF4, NVFP4
+from qerl_lab.formats import format as machinery
+from qerl_lab.formats.format import Format, pack_fused
+from qerl_lab.formats.nf4 import Nf4
+
+CASES = [NVFP4, MXFP4, BF16, Nf4(True), Nf4(False)]
+SHAPE = (48, 96)
+
+
+def packed(weight_format: Format) -> dict[str, torch.Tensor]:
+    weight = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0))
+    return weight_format.quantize(weight)
+
+
+@pytest.mark.parametrize("weight_format", CASES, ids=repr)
+def test_the_layout_is_what_quantize_makes(weight_format: Format) -> None:
+    tensors = packed(weight_format)
+    found = {key: (tuple(tensor.shape), tensor.dtype) for key, tensor in tensors.items()}
+    assert weight_format.layout(SHAPE) == found
+    accepted = weight_format.accept(tensors, SHAPE, name="q_proj")
+    assert list(accepted) == list(found)
+    assert all(torch.equal(accepted[key].view(torch.uint8), tensors[key].view(torch.uint8)) for key in found)
+
+
+@pytest.mark.parametrize("weight_format", CASES, ids=repr)
+def test_another_shape_or_dtype_is_refused_for_each_tensor(weight_format: Format) -> None:
+    tensors = packed(weight_format)
+    for key, tensor in tensors.items():
+        for other in (tensor.float().to(torch.float64), torch.cat([tensor] * 40)):
+            with pytest.raises(ValueError, match=re.escape(f"q_proj.{key} is {other.dtype} {list(other.shape)}")):
+                weight_format.accept(tensors | {key: other}, SHAPE, name="q_proj")
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("inf"), float("nan")])
+def test_a_global_scale_that_is_none_is_refused(value: float) -> None:
+    tensors = packed(NVFP4) | {"weight_global_scale": torch.tensor([value])}
+    with pytest.raises(ValueError, match=r"q_proj\.weight_global_scale is .*; allowed: positive finite numbers"):
+        NVFP4.accept(tensors, SHAPE, name="q_proj")
+
+
+def test_the_header_of_another_program_is_padded() -> None:
+    """bitsandbytes stores it without the spaces."""
+    key = "weight.quant_state.bitsandbytes__nf4"
+    tensors = packed(NF4)
+    short = torch.tensor(list(bytes(tensors[key].tolist()).rstrip()), dtype=torch.uint8)
+    assert short.numel() < 256
+    assert torch.equal(NF4.accept(tensors | {key: short}, SHAPE, name="q_proj")[key], tensors[key])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"shape": [96, 48]},
+        {"quant_type": "fp4"},
+        {"blocksize": 128},
+        {"nested_blocksize": 64},
+        {"nested_blocksize": None},
+    ],
+)
+def test_a_header_that_disagrees_is_refused(change: dict[str, Any]) -> None:
+    key = "weight.quant_state.bitsandbytes__nf4"
+    tensors = packed(NF4)
+    header = json.dumps(json.loads(bytes(tensors[key].tolist())) | change).encode()
+    tensors[key] = torch.tensor(list(header), dtype=torch.uint8)
+    ((field, value),) = change.items()
+    with pytest.raises(ValueError, match=re.escape(f"q_proj.{key} says {field}={value}; allowed: ")):
+        NF4.accept(tensors, SHAPE, name="q_proj")
+
+
+def test_a_header_that_is_no_json_is_refused() -> None:
+    tensors = packed(NF4) | {"weight.quant_state.bitsandbytes__nf4": torch.zeros(9, dtype=torch.uint8)}
+    with pytest.raises(ValueError, match=r"q_proj\.weight\.quant_state\.bitsandbytes__nf4 is not JSON"):
+        NF4.accept(tensors, SHAPE, name="q_proj")
+
+
+@pytest.mark.parametrize("weight_format", CASES, ids=repr)
+def test_rows_quantized_apart_are_the_whole(weight_format: Format, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0))
+    whole = weight_format.quantize(weight)
+    monkeypatch.setattr(machinery, "_SLICE_ELEMENTS", 7 * SHAPE[1])
+    ((_, parts),) = pack_fused(weight_format, {"w": weight})
+    assert list(parts) == list(whole)
+    assert all(torch.equal(parts[key].view(torch.uint8), whole[key].view(torch.uint8)) for key in whole)
+
+
+def test_rows_quantized_apart_are_named_in_errors() -> None:
+    weight = torch.ones(SHAPE)
+    weight[9, 3] = torch.nan
+    with pytest.raises(ValueError, match=r"^w, row 7 and following: 1 values .* at \[2, 3\]"):
+        machinery.quantized_by_rows(MXFP4.quantize, weight, 7, name="w")

@@ -1,0 +1,116 @@
+"""One checkpoint, one set of packed bytes: whatever a model computes in, and whoever packs."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from packed_layers import ALL, LAYER_NAMES, tiny_model
+from qerl_lab.config.schema import RunConfig
+from qerl_lab.formats.format import Format, pack_fused
+from qerl_lab.formats.mxfp4 import Mxfp4
+from qerl_lab.formats.nvfp4 import Nvfp4
+from qerl_lab.model import policy
+from qerl_lab.model.files import WeightFiles
+from qerl_lab.model.linear import PackedLinear
+from qerl_lab.quantize import __main__ as quantize
+from small_checkpoints import edit_tensors, equal, write_dense
+
+CPU = torch.device("cpu")
+RULES = [*ALL, Nvfp4("four_over_six"), Mxfp4("ceil")]
+each_rule = pytest.mark.parametrize("weight_format", RULES, ids=repr)
+COMPUTED = ("float32", "bfloat16")
+
+
+@pytest.fixture(scope="module", params=[*COMPUTED, "float16"])
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dense checkpoint in each dtype."""
+    return write_dense(tmp_path_factory.mktemp("dense"), tiny_model(hidden=128, dtype=getattr(torch, request.param)))
+
+
+def loaded(tiny: Callable[..., RunConfig], folder: Path, weight_format: Format, dtype: str) -> Any:
+    keys = {f"format__{key}": value for key, value in asdict(weight_format).items()}
+    cfg = tiny(model__path=str(folder), model__dtype=dtype, format__name=weight_format.NAME, **keys)
+    return policy.load_base(cfg, CPU)[0]
+
+
+def linears(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The packed tensors of a model by their names in a checkpoint; under BF16 the weights."""
+    tensors: dict[str, Tensor] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, PackedLinear):
+            tensors |= {f"{path}.{key}": tensor for key, tensor in module.packed().items()}
+        elif path.endswith(LAYER_NAMES):
+            tensors[f"{path}.weight"] = module.weight.bfloat16()
+    return tensors
+
+
+def assert_same(own: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert own.keys() == other.keys()
+    assert [name for name in own if not equal(own[name], other[name])] == []
+
+
+@each_rule
+def test_the_bytes_do_not_depend_on_what_the_model_computes_in(
+    tiny: Callable[..., RunConfig], checkpoint: Path, tmp_path: Path, weight_format: Format
+) -> None:
+    models = [loaded(tiny, checkpoint, weight_format, dtype) for dtype in COMPUTED]
+    in_float32, in_bfloat16 = map(linears, models)
+    assert [model.model.layers[0].self_attn.q_proj.bias.dtype for model in models] == [torch.float32, torch.bfloat16]
+    assert_same(in_float32, in_bfloat16)
+    if weight_format.NAME != "bf16":
+        words = [f"{key}={str(value).lower()}" for key, value in asdict(weight_format).items()]
+        out = tmp_path / "packed"
+        command = [f"model={checkpoint}", f"format={weight_format.NAME}", f"out={out}", "quality=weights", "device=cpu"]
+        assert quantize.main([*command, *words]) == 0
+        files = WeightFiles(out)
+        assert_same(in_float32, {key: files.tensor(key) for key in in_float32})
+
+
+@each_rule
+def test_a_fused_layer_in_two_dtypes_is_packed_alike_everywhere(
+    tiny: Callable[..., RunConfig], tmp_path: Path, weight_format: Format
+) -> None:
+    folder = write_dense(tmp_path / "dense", tiny_model(hidden=128, dtype=torch.bfloat16))
+    key = "model.layers.0.self_attn.k_proj.weight"
+    edit_tensors(folder, **{key.replace(".", "__"): WeightFiles(folder).tensor(key).float() * 1.001})
+    in_float32, in_bfloat16 = (linears(loaded(tiny, folder, weight_format, dtype)) for dtype in COMPUTED)
+    assert_same(in_float32, in_bfloat16)
+    if weight_format.NAME == "nvfp4":
+        q, k, v = (in_float32[f"model.layers.0.self_attn.{part}_proj.weight_global_scale"] for part in "qkv")
+        assert q == k == v
+        weights = [WeightFiles(folder).tensor(key.replace("k_proj", f"{part}_proj")).float() for part in "qkv"]
+        assert q == weight_format.global_scale(weights)
+
+
+@each_rule
+def test_float64_is_packed_as_the_float32_nearest_to_it(weight_format: Format) -> None:
+    wide = {part: torch.randn(32, 64, dtype=torch.float64) for part in "qkv"}
+    single = {part: weight.float() for part, weight in wide.items()}
+    own, other = (dict(pack_fused(weight_format, weights)) for weights in (wide, single))
+    for part in "qkv":
+        assert_same(own[part], other[part])
+    assert wide == single == {}  # taken one by one, so that nothing dense is kept
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("threads")
+@each_rule
+def test_the_bytes_do_not_depend_on_the_number_of_threads(weight_format: Format) -> None:
+    weight = torch.randn(512, 5376, generator=torch.Generator().manual_seed(0)).mul_(0.02)
+    packed = []
+    for count in (1, 2):
+        torch.set_num_threads(count)
+        packed.append(dict(pack_fused(weight_format, {"up_proj": weight}))["up_proj"])
+    assert_same(*packed)

@@ -1,0 +1,139 @@
+"""quantization_config: equal to what the libraries dump, and read back for what it says."""
+
+import copy
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from packed_layers import BF16, BY_NAME, MXFP4, NF4, NVFP4
+from qerl_lab.formats import recognize
+from qerl_lab.formats.format import Format, PackedAs
+from qerl_lab.formats.mxfp4 import Mxfp4
+from qerl_lab.formats.nf4 import Nf4
+from qerl_lab.formats.nvfp4 import Nvfp4
+from qerl_lab.model.on_disk import is_ignored
+
+UNKNOWN_RULE = {NVFP4: Nvfp4(None), MXFP4: Mxfp4(None)}
+PRESETS = {"nvfp4": "NVFP4A16", "mxfp4": "MXFP4A16"}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_compressed_tensors_dumps_the_same(name: str) -> None:
+    from compressed_tensors.quantization import QuantizationConfig, preset_name_to_scheme
+
+    scheme = preset_name_to_scheme(PRESETS[name], ["Linear"])
+    scheme.format = f"{name}-pack-quantized"
+    dumped = QuantizationConfig(
+        config_groups={"group_0": scheme}, quantization_status="compressed", format=scheme.format, ignore=["lm_head"]
+    ).to_dict()
+    assert BY_NAME[name].quantization_config(["lm_head"], torch.bfloat16) == dumped
+
+
+def test_transformers_dumps_the_same_for_nf4() -> None:
+    from transformers import BitsAndBytesConfig
+
+    dumped = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16, llm_int8_skip_modules=["lm_head"],
+    ).to_dict()  # fmt: skip
+    dumped = {key: value for key, value in dumped.items() if not key.startswith("_")}
+    assert NF4.quantization_config(["lm_head"], torch.bfloat16) == dumped
+
+
+@pytest.mark.parametrize("weight_format", [NVFP4, MXFP4, Nf4(True), Nf4(False)], ids=repr)
+def test_what_is_described_is_recognized(weight_format: Format) -> None:
+    """But for the rule of rounding, which compressed-tensors does not record."""
+    ignore = ("lm_head", "down_proj", "model.layers.1.self_attn.q_proj")
+    written = weight_format.quantization_config(ignore, torch.bfloat16)
+    assert recognize(written) == PackedAs(UNKNOWN_RULE.get(weight_format, weight_format), ignore)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_an_ignored_end_is_ignored_by_compressed_tensors_too(name: str) -> None:
+    """It takes a plain entry for a full name, where ours may be the end of one."""
+    from compressed_tensors.utils.match import match_name
+
+    entries = BY_NAME[name].quantization_config(["lm_head", "down_proj"], torch.bfloat16)["ignore"]
+    modules = {"lm_head": True, "model.layers.3.mlp.down_proj": True, "model.layers.3.mlp.up_down_proj": False}
+    assert {module: any(match_name(module, entry) for entry in entries) for module in modules} == modules
+    assert {module: is_ignored(module, ("lm_head", "down_proj")) for module in modules} == modules
+
+
+def test_patterns_and_parents_are_ignored() -> None:
+    ignore = ("re:.*mlp.*", "model.layers.1")
+    ignored = ["model.layers.0.mlp.up_proj", "model.layers.1.self_attn.q_proj"]
+    assert all(is_ignored(name, ignore) for name in ignored)
+    assert not any(is_ignored(name, ignore) for name in ("model.layers.10.self_attn.q_proj", "lm_head"))
+
+
+def llmcompressor() -> dict[str, Any]:
+    """As llmcompressor 0.14 (compressed-tensors 0.19) writes it: full names, further keys, an observer of its own."""
+    config = NVFP4.quantization_config([], torch.bfloat16)
+    config["ignore"] = ["lm_head", "re:.*down_proj", "model.layers.0.self_attn.q_proj"]
+    config["config_groups"]["group_0"]["weights"] |= {"observer": "mse", "actorder": "weight"}
+    return config | {"version": "0.19.0", "sparsity_config": {}, "transform_config": {}}
+
+
+def test_what_llmcompressor_writes_is_recognized() -> None:
+    ignore = ("lm_head", "re:.*down_proj", "model.layers.0.self_attn.q_proj")
+    assert recognize(llmcompressor()) == PackedAs(Nvfp4(None), ignore)
+
+
+def test_a_checkpoint_of_bitsandbytes_without_a_list_leaves_the_head_alone() -> None:
+    config = NF4.quantization_config([], torch.bfloat16) | {"llm_int8_skip_modules": None}
+    assert recognize(config).ignore == ("lm_head",)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"quant_method": "gptq"}, "quant_method='gptq' cannot be loaded; allowed: compressed-tensors, bitsandbytes"),
+        ({"quant_method": None}, "quant_method=None"),
+        ({"format": "pack-quantized", "group.format": None}, "format='pack-quantized'"),
+        ({"group.format": "mixed"}, "format='mixed'"),
+        ({"quantization_status": "frozen"}, "quantization_status='frozen' cannot be loaded; allowed: compressed"),
+        ({"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme="),
+        ({"transform_config": {"config_groups": {"u": {}}}}, "transform_config="),
+        ({"ignore": ["lm_head", "re:("]}, "ignore='re:(' cannot be loaded; allowed: re: and a regular expression (mis"),
+        ({"ignore": [3]}, "ignore=[3] cannot be loaded; allowed: a list of names"),
+        ({"config_groups": {}}, "config_groups=[]"),
+        ({"group.targets": ["re:.*q_proj"]}, "targets=['re:.*q_proj']"),
+        ({"group.input_activations": {"num_bits": 4}}, "input_activations="),
+        ({"weights.group_size": 32}, "weights.group_size=32 cannot be loaded; allowed: 16 in nvfp4"),
+        ({"weights.num_bits": 8}, "weights.num_bits=8"),
+        ({"weights.strategy": "group"}, "weights.strategy='group'"),
+        ({"weights.scale_dtype": "torch.uint8"}, "weights.scale_dtype='torch.uint8'"),
+        ({"weights.actorder": "group"}, "weights.actorder='group'"),
+    ],
+)
+def test_what_cannot_be_computed_with_is_refused(change: dict[str, Any], says: str) -> None:
+    config = copy.deepcopy(NVFP4.quantization_config(["lm_head"], torch.bfloat16))
+    group = config["config_groups"]["group_0"]
+    for key, value in change.items():
+        parent, _, leaf = key.rpartition(".")
+        {"": config, "group": group, "weights": group["weights"]}[parent][leaf] = value
+    with pytest.raises(ValueError, match=re.escape(says)):
+        recognize(config)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"load_in_4bit": False}, "load_in_4bit=False"),
+        ({"bnb_4bit_quant_type": "fp4"}, "bnb_4bit_quant_type='fp4' cannot be loaded; allowed: nf4"),
+        ({"bnb_4bit_quant_storage": "bfloat16"}, "bnb_4bit_quant_storage='bfloat16'"),
+        ({"llm_int8_skip_modules": "lm_head"}, "llm_int8_skip_modules='lm_head' cannot be loaded; allowed: a list"),
+    ],
+)
+def test_other_kinds_of_bitsandbytes_are_refused(change: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(says)):
+        recognize(NF4.quantization_config([], torch.bfloat16) | change)
+
+
+def test_what_cannot_be_described_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^bf16 has no quantization_config$"):
+        BF16.quantization_config([], torch.bfloat16)
+    with pytest.raises(ValueError, match="no re: patterns"):
+        NF4.quantization_config(["re:.*down_proj"], torch.bfloat16)

@@ -1,0 +1,357 @@
+"""Models filled layer by layer: the same model as loaded whole, in less memory; and what is wrong is named."""
+
+import json
+import re
+import shlex
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from packed_layers import BY_NAME, LAYER_NAMES, MXFP4, NF4, NVFP4, PACKED, each_format, each_packed, tiny_model, tokens
+from qerl_lab.config.schema import ConfigError
+from qerl_lab.formats import FORMATS
+from qerl_lab.formats import format as machinery
+from qerl_lab.formats.format import Format, PackedAs
+from qerl_lab.formats.nf4 import Nf4
+from qerl_lab.model import policy
+from qerl_lab.model.files import WeightFiles
+from qerl_lab.model.linear import FUSED, PackedLinear, pack_model, weight_bytes
+from qerl_lab.model.loading import empty_model, fill, load_model, stored_as
+from qerl_lab.model.on_disk import POCKET
+from small_checkpoints import edit_config, edit_tensors, equal, write_dense, write_packed
+
+CPU = torch.device("cpu")
+HEAD = ("lm_head",)
+
+
+def load(folder: Path, packed_as: PackedAs | None = None, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """Load `folder` as it is stored; if dense, packed as given."""
+    stored = stored_as(folder)
+    config = AutoConfig.from_pretrained(folder)
+    wanted = stored or packed_as
+    assert wanted is not None
+    return load_model(config, WeightFiles(folder), wanted, is_packed=stored is not None, device=CPU, dtype=dtype)
+
+
+def load_whole(folder: Path, weight_format: Format, stored: torch.dtype, dtype: torch.dtype) -> PreTrainedModel:
+    """The plain way: the dense model in memory, packed as it is stored, in a model of `dtype`."""
+    packed, model = (AutoModelForCausalLM.from_pretrained(folder, dtype=each) for each in (stored, dtype))
+    pack_model(packed, weight_format)
+    for path, module in packed.named_modules():
+        if path.endswith(LAYER_NAMES):
+            model.set_submodule(path, module.to(dtype))
+    return model.requires_grad_(False)
+
+
+def assert_same(model: PreTrainedModel, other: PreTrainedModel) -> None:
+    """Same tensors, bit for bit, buffers outside of checkpoints included, and same logits."""
+    own = {**model.state_dict(), **dict(model.named_buffers())}
+    others = {**other.state_dict(), **dict(other.named_buffers())}
+    assert list(own) == list(others)
+    assert [name for name in own if not equal(own[name], others[name])] == []
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    assert not model.training
+    with torch.no_grad():
+        assert torch.equal(model(tokens()).logits, other(tokens()).logits)
+
+
+@each_format
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_pocket_policy_is_what_it_was_when_it_was_loaded_whole(weight_format: Format, dtype: torch.dtype) -> None:
+    """Recorded results rest on it."""
+    whole = load_whole(POCKET, weight_format, torch.bfloat16, dtype)
+    assert_same(load(POCKET, PackedAs(weight_format, HEAD), dtype), whole)
+
+
+@each_format
+@pytest.mark.parametrize("tied", [True, False])
+def test_shards_of_another_dtype_give_the_same_model(tmp_path: Path, weight_format: Format, tied: bool) -> None:
+    for stored, dtype in ((torch.float16, torch.float32), (torch.float32, torch.bfloat16)):
+        folder = write_dense(tmp_path / str(stored), tiny_model(tied=tied, dtype=stored), max_shard_size="60KB")
+        assert len(WeightFiles(folder).files) > 2
+        whole = load_whole(folder, weight_format, torch.float32, dtype)  # float32 holds what float16 does
+        assert_same(load(folder, PackedAs(weight_format, HEAD), dtype), whole)
+
+
+@each_packed
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_packed_checkpoint_is_the_model_that_was_packed(tmp_path: Path, weight_format: Format, tied: bool) -> None:
+    model = tiny_model(tied=tied)
+    write_packed(tmp_path, model, weight_format)
+    loaded = load(tmp_path)
+    assert_same(loaded, model.requires_grad_(False))
+    assert isinstance(loaded.model.layers[1].mlp.up_proj, PackedLinear)
+    assert not hasattr(loaded.config, "quantization_config")
+
+
+@pytest.mark.parametrize(
+    "ignore",
+    [
+        ["lm_head", "re:.*down_proj"],
+        ["lm_head", "model.layers.0.mlp.down_proj", "model.layers.1.mlp.down_proj"],
+    ],
+)
+def test_layers_that_llmcompressor_left_alone_stay_dense(tmp_path: Path, ignore: list[str]) -> None:
+    model = tiny_model()
+    write_packed(tmp_path, model, NVFP4, ignore=["lm_head", "down_proj"])
+    config = NVFP4.quantization_config([], torch.bfloat16)
+    config["config_groups"]["group_0"]["weights"] |= {"observer": "mse", "actorder": "weight"}
+    edit_config(tmp_path, quantization_config=config | {
+        "ignore": ignore, "version": "0.19.0", "sparsity_config": {}, "transform_config": {},
+    })  # fmt: skip
+    loaded = load(tmp_path)
+    assert_same(loaded, model.requires_grad_(False))
+    assert type(loaded.model.layers[1].mlp.down_proj) is nn.Linear
+
+
+class InMemory:
+    """A source that sees which of its tensors are alive whenever the next one is asked for."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.tensors = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
+        self.given: dict[str, weakref.ref[Tensor]] = {}
+        self.alive: dict[str, list[str]] = {}
+
+    @property
+    def names(self) -> list[str]:
+        return list(self.tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self.tensors[name].shape)
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self.tensors[name].dtype
+
+    def tensor(self, name: str, device: torch.device | str) -> Tensor:
+        self.alive[name] = [other for other, given in self.given.items() if given() is not None]
+        tensor = self.tensors[name].clone()
+        self.given[name] = weakref.ref(tensor)
+        return tensor
+
+    def where(self, name: str) -> str:
+        return "memory"
+
+
+@each_packed
+def test_the_next_layer_is_read_when_the_one_before_is_packed(weight_format: Format) -> None:
+    source = InMemory(tiny_model())
+    model = empty_model(tiny_model().config, torch.float32)
+    fill(model, source, PackedAs(weight_format, HEAD), is_packed=False, device=CPU)
+    for asked, others in source.alive.items():
+        parent, _, leaf = asked.removesuffix(".weight").rpartition(".")
+        parts = next((fused for fused in FUSED if leaf in fused), ())
+        dense = {other for other in others if other.endswith("_proj.weight")}
+        assert dense <= {f"{parent}.{part}.weight" for part in parts}, f"{dense} are dense while {asked} is read"
+    assert max(sum(other.endswith("_proj.weight") for other in others) for others in source.alive.values()) == 2
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "bf16"])
+def test_memory_stays_below_the_packed_size_and_one_layer(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every allocation counted, those within `quantize` too. (bitsandbytes' NF4 copies to float32 on a CPU.)"""
+    monkeypatch.setattr(machinery, "_SLICE_ELEMENTS", 2**14)
+    dense = tiny_model(hidden=256, dtype=torch.bfloat16)
+    source, model = InMemory(dense), empty_model(dense.config, torch.bfloat16)
+    layer = sum(parameter.nbytes for parameter in dense.model.layers[0].parameters())
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        fill(model, source, PackedAs(BY_NAME[name], HEAD), is_packed=False, device=CPU)
+    events = [event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"]
+    held, peak = 0, 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    packed = weight_bytes(model).total
+    assert held >= 0.9 * packed  # the events are all there
+    assert peak <= packed + layer
+
+
+# What is wrong with a checkpoint.
+
+Q = "model.layers.0.self_attn.q_proj"
+
+
+def damaged(folder: Path, name: str = "nvfp4", **changes: Tensor | None) -> Path:
+    """A packed checkpoint with other tensors."""
+    write_packed(folder, tiny_model(), BY_NAME[name])
+    edit_tensors(folder, **changes)
+    return folder
+
+
+def attribute(name: str) -> str:
+    return name.replace(".", "__")
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "says"),
+    [
+        ("nvfp4", {f"{Q}.weight_scale": None},
+         f"{Q} is nvfp4 according to config.json (weight_global_scale, weight_packed, weight_scale), and stored as "
+         f"weight_global_scale, weight_packed; {Q}.weight_scale is missing"),
+        ("nvfp4", {f"{Q}.weight_global_scale": None}, f"which is mxfp4; {Q}.weight_global_scale is missing"),
+        ("nvfp4", {f"{Q}.weight": torch.zeros(64, 64)}, "and stored as weight, weight_global_scale, weight_packed"),
+        ("nvfp4", {f"{Q}.weight_scale": torch.ones(64, 4, dtype=torch.uint8)},
+         f"{Q}.weight_scale is torch.uint8 [64, 4], and nvfp4 has torch.float8_e4m3fn [64, 4] there"),
+        ("nvfp4", {f"{Q}.weight_packed": torch.ones(64, 16, dtype=torch.uint8)},
+         f"{Q}.weight_packed is torch.uint8 [64, 16], and nvfp4 has torch.uint8 [64, 32] there"),
+        ("mxfp4", {f"{Q}.weight_scale": torch.ones(64, 4, dtype=torch.uint8)},
+         f"{Q}.weight_scale is torch.uint8 [64, 4], and mxfp4 has torch.uint8 [64, 2] there"),
+        ("nf4", {f"{Q}.weight.absmax": torch.ones(64)},
+         f"{Q}.weight.absmax is torch.float32 [64], and nf4 has torch.uint8 [64] there"),
+        ("nf4", {f"{Q}.weight.nested_absmax": None}, f"{Q}.weight.nested_absmax is missing"),
+        ("nvfp4", {"model.norm.weight": torch.ones(32)}, "model.norm.weight is [32], the model has [64]"),
+        ("nvfp4", {"model.norm.weight": torch.ones(64, dtype=torch.uint8)}, "model.norm.weight is torch.uint8"),
+        ("nvfp4", {"model.layers.2.mlp.up_proj.weight_packed": torch.ones(2, 2)},
+         "model.layers.2.mlp.up_proj.weight_packed is in no module of Qwen2ForCausalLM"),
+    ],
+)  # fmt: skip
+def test_tensors_that_disagree_are_named_with_their_file(
+    tmp_path: Path, name: str, change: dict[str, Tensor | None], says: str
+) -> None:
+    damaged(tmp_path, name, **{attribute(key): value for key, value in change.items()})
+    with pytest.raises(ValueError, match=re.escape(says)) as raised:
+        load(tmp_path)
+    assert str(raised.value).startswith(f"{tmp_path / 'model.safetensors'}: ")
+
+
+def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
+    damaged(tmp_path, model__norm__weight=None, model__layers__0__self_attn__q_proj__bias=None)
+    with pytest.raises(ValueError, match=re.escape(f"{Q}.bias and 1 more are missing")):
+        load(tmp_path)
+
+
+def test_a_missing_layer_is_named(tmp_path: Path) -> None:
+    damaged(tmp_path, **{attribute(f"{Q}.{key}"): None for key in NVFP4.layout((64, 64))})
+    with pytest.raises(ValueError, match=re.escape(f"{Q} is nvfp4 according to config.json") + ".*, and missing"):
+        load(tmp_path)
+
+
+def test_scales_in_float32_are_told_from_scales_in_8_bits(tmp_path: Path) -> None:
+    write_packed(tmp_path, tiny_model(), Nf4(double_quant=False))
+    edit_config(tmp_path, quantization_config=NF4.quantization_config(HEAD, torch.float32))
+    with pytest.raises(ValueError, match=r"which is nf4 with double_quant=false; .*weight\.nested_absmax is missing"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("stored", ["mxfp4", "nf4", "dense"])
+def test_a_config_that_names_another_format_than_the_tensors_have_is_refused(tmp_path: Path, stored: str) -> None:
+    if stored == "dense":
+        write_dense(tmp_path, tiny_model())
+    else:
+        write_packed(tmp_path, tiny_model(), BY_NAME[stored])
+    edit_config(tmp_path, quantization_config=NVFP4.quantization_config(HEAD, torch.float32))
+    with pytest.raises(ValueError, match=rf"model\.safetensors: {re.escape(Q)} is nvfp4 .* which is {stored};"):
+        load(tmp_path)
+
+
+def test_packed_tensors_without_a_word_in_config_are_refused(tmp_path: Path) -> None:
+    write_packed(tmp_path, tiny_model(), MXFP4)
+    edit_config(tmp_path, quantization_config=None)
+    with pytest.raises(ValueError, match=rf"{re.escape(Q)} is dense according to config.json .* which is mxfp4"):
+        load(tmp_path, PackedAs(NVFP4, HEAD))
+
+
+def test_layers_packed_though_ignored_are_refused(tmp_path: Path) -> None:
+    write_packed(tmp_path, tiny_model(), MXFP4)
+    edit_config(tmp_path, quantization_config=MXFP4.quantization_config(["lm_head", "q_proj"], torch.float32))
+    with pytest.raises(ValueError, match=rf"{re.escape(Q)} is dense according to config.json .* which is mxfp4"):
+        load(tmp_path)
+
+
+def test_what_config_says_is_refused_by_the_name_of_the_file(tmp_path: Path) -> None:
+    write_packed(tmp_path, tiny_model(), NVFP4)
+    wrong = NVFP4.quantization_config(HEAD, torch.float32)
+    wrong["config_groups"]["group_0"]["weights"]["group_size"] = 32
+    edit_config(tmp_path, quantization_config=wrong)
+    with pytest.raises(ValueError, match=re.escape(f"{tmp_path / 'config.json'}: quantization_config: weights.group")):
+        load(tmp_path)
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(ValueError, match=re.escape(f"{tmp_path / 'config.json'} is missing: the folder holds no")):
+        stored_as(tmp_path)
+
+
+def test_a_weight_that_the_format_cannot_hold_is_named(tmp_path: Path) -> None:
+    dense = tiny_model()
+    dense.get_submodule(Q).weight.data[3, 5] = torch.nan
+    write_dense(tmp_path, dense)
+    with pytest.raises(ValueError, match=re.escape(f"{Q}: 1 values that nvfp4 cannot hold, the first nan at [3, 5]")):
+        load(tmp_path, PackedAs(NVFP4, HEAD))
+
+
+def test_a_tied_head_may_be_stored_if_it_is_the_embedding(tmp_path: Path) -> None:
+    dense = tiny_model(tied=True)
+    write_dense(tmp_path, dense)
+    rotary = {"model.rotary_emb.inv_freq": torch.ones(8)}  # left over in checkpoints of old
+    edit_tensors(tmp_path, lm_head__weight=dense.lm_head.weight.detach().clone(), **rotary)
+    model = load(tmp_path, PackedAs(MXFP4, HEAD))
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    edit_tensors(tmp_path, lm_head__weight=torch.zeros(32, 64))
+    with pytest.raises(ValueError, match=r"model\.safetensors: lm_head\.weight is not the embedding"):
+        load(tmp_path, PackedAs(MXFP4, HEAD))
+
+
+# What a run says about it.
+
+
+@pytest.fixture
+def packed_nf4(tmp_path: Path) -> Path:
+    return write_packed(tmp_path, tiny_model(), Nf4(double_quant=False))
+
+
+def test_a_run_takes_a_packed_directory(tmp_path: Path, tiny) -> None:
+    write_packed(tmp_path, tiny_model(), MXFP4, ignore=["lm_head", "down_proj"])
+    cfg = tiny(format__name="mxfp4", format__ignore=["lm_head", "re:.*down_proj"], model__path=str(tmp_path))
+    base, tokenizer = policy.load_base(cfg, CPU)
+    assert_same(base, load(tmp_path))
+    assert tokenizer.pad_token_id is not None
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"name": "mxfp4"}, "is packed in nf4, and format.name=mxfp4 was given. Type format=nf4, an experiment with"),
+        ({"name": "bf16"}, "is packed in nf4, and format.name=bf16 was given. Type format=nf4,"),
+        ({"double_quant": True},
+         "is packed in nf4 with double_quant=False, and format.double_quant=True was given. "
+         "Type format.double_quant=false."),
+        ({"ignore": ["lm_head", "up_proj"]},
+         "is packed in nf4 with ignore=['lm_head'], and format.ignore=['lm_head', 'up_proj'] was given: they differ in "
+         "2 layers, the first model.layers.0.mlp.up_proj. Type 'format.ignore=[lm_head]'."),
+    ],
+)  # fmt: skip
+def test_a_run_that_asks_for_another_packing_is_told_what_to_type(
+    packed_nf4: Path, tiny, changes: dict[str, Any], says: str
+) -> None:
+    wanted = {"name": "nf4", "double_quant": False} | changes
+    cfg = tiny(model__path=str(packed_nf4), **{f"format__{key}": value for key, value in wanted.items()})
+    with pytest.raises(ConfigError, match=re.escape(f"model.path={packed_nf4} {says}")):
+        policy.load_base(cfg, CPU)
+
+
+def test_what_to_type_for_ignored_layers_is_what_hydra_reads(tmp_path: Path, tiny) -> None:
+    ignore = ["lm_head", r"re:.*\.down_proj$"]
+    write_packed(tmp_path, tiny_model(), MXFP4, ignore=ignore)
+    with pytest.raises(ConfigError) as raised:
+        policy.load_base(tiny(format__name="mxfp4", model__path=str(tmp_path)), CPU)
+    (typed,) = shlex.split(str(raised.value).rpartition("Type ")[2].removesuffix("."))
+    assert OverridesParser.create().parse_override(typed).value() == ignore
+
+
+def test_what_cannot_be_loaded_is_a_config_error_that_names_the_file(tmp_path: Path, tiny) -> None:
+    cfg = tiny(format__name="mxfp4", model__path=str(tmp_path))
+    file = write_packed(tmp_path, tiny_model(), MXFP4) / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(ConfigError, match=rf"model\.path=.*{re.escape(str(file))} cannot be read: .* \(truncated\)"):
+        policy.load_base(cfg, CPU)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "no-such-model"}))
+    with pytest.raises(ConfigError, match=r"could not be loaded \(ValueError: .*no-such-model"):
+        policy.load_base(cfg, CPU)
+
+
+def test_each_packed_format_has_a_case() -> None:
+    assert {each.NAME for each in PACKED} == {name for name, kind in FORMATS.items() if kind.BLOCK}

@@ -1,0 +1,133 @@
+"""LoRA computed as one operation against PEFT's own modules: values, gradients, what is saved, when it steps aside."""
+
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.lora.layer import Linear as PeftLinear
+from torch import Tensor, nn
+
+from packed_layers import BY_NAME, NVFP4, K, N, each_packed, linear, packed_linear
+from qerl_lab.formats.format import Format
+from qerl_lab.model.lora import LoraLinear, _LoraProduct, register_lora
+
+RANK = 4
+
+
+def with_adapter(base: nn.Module, **config: Any) -> LoraLinear:
+    lora = LoraConfig(r=RANK, lora_alpha=10, target_modules=["0"], **config)
+    register_lora(lora)
+    layer = inject_adapter_in_model(lora, nn.Sequential(base, nn.LayerNorm(N)))[0]  # PEFT wants a parameter
+    assert isinstance(layer, LoraLinear)
+    nn.init.normal_(layer.lora_B["default"].weight, std=0.1)
+    return layer
+
+
+def by_peft(layer: LoraLinear, x: Tensor) -> Tensor:
+    return PeftLinear.forward(layer, x)
+
+
+def gradients(y: Tensor, layer: LoraLinear, x: Tensor) -> tuple[Tensor, ...]:
+    torch.manual_seed(3)
+    own = (layer.lora_A["default"].weight, layer.lora_B["default"].weight)
+    return torch.autograd.grad(y, (x, *own), torch.randn_like(y))
+
+
+@pytest.fixture
+def fused_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    calls: list[int] = []
+    apply = _LoraProduct.apply
+    monkeypatch.setattr(_LoraProduct, "apply", lambda *args: calls.append(1) or apply(*args))
+    return calls
+
+
+def test_gradients_are_those_of_the_formula() -> None:
+    layer = with_adapter(linear().double())
+    assert layer.lora_A["default"].weight.dtype is torch.float64
+    x = torch.randn(3, 2, K, dtype=torch.float64, requires_grad=True)
+    a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+    expected = x @ layer.base_layer.weight.T + layer.base_layer.bias + 2.5 * (x @ a.T @ b.T)
+    torch.testing.assert_close(layer(x), expected)
+    torch.testing.assert_close(gradients(layer(x), layer, x), gradients(expected, layer, x))
+
+
+@each_packed
+@pytest.mark.parametrize("bias", [True, False])
+def test_packed_bases(weight_format: Format, bias: bool, fused_calls: list[int]) -> None:
+    layer = with_adapter(packed_linear(weight_format, bias=bias))
+    strided = torch.randn(3, K, 5).transpose(1, 2)
+    for x in (torch.randn(K), torch.randn(7, K), strided, torch.randn(0, K)):
+        x = x.requires_grad_()
+        y, expected = layer(x), by_peft(layer, x)
+        torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(gradients(y, layer, x), gradients(expected, layer, x), rtol=1e-4, atol=1e-5)
+    assert len(fused_calls) == 4
+
+
+@each_packed
+def test_autocast(weight_format: Format) -> None:
+    layer = with_adapter(packed_linear(weight_format))
+    x = torch.randn(7, K, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        y, expected = layer(x), by_peft(layer, x)
+    assert y.dtype is expected.dtype is torch.bfloat16
+    torch.testing.assert_close(y, expected, rtol=2e-2, atol=4e-2)
+    own, theirs = gradients(y, layer, x), gradients(expected, layer, x)
+    assert [g.dtype for g in own] == [torch.float32] * 3
+    torch.testing.assert_close(own, theirs, rtol=5e-2, atol=0.1)
+
+
+def test_backward_inside_an_autocast_that_the_forward_did_not_know() -> None:
+    layer = with_adapter(packed_linear(NVFP4))
+    x = torch.randn(7, K, requires_grad=True)
+    y = layer(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = torch.autograd.grad(y.sum(), x, retain_graph=True)
+    assert torch.equal(inside[0], torch.autograd.grad(y.sum(), x)[0])
+
+
+def test_a_bfloat16_base_computes_the_adapter_in_bfloat16() -> None:
+    layer = with_adapter(packed_linear(NVFP4, dtype=torch.bfloat16))
+    x = torch.randn(7, K, dtype=torch.bfloat16)
+    layer.lora_A.float(), layer.lora_B.float()
+    assert layer(x).dtype is torch.bfloat16
+    torch.testing.assert_close(layer(x), by_peft(layer, x), rtol=2e-2, atol=4e-2)
+
+
+def test_what_is_saved_for_the_backward_pass() -> None:
+    layer, shapes = with_adapter(packed_linear(NVFP4)), []
+    x = torch.randn(7, K, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: shapes.append(tuple(t.shape)) or t, lambda t: t):
+        layer(x)
+    assert sorted(shapes) == sorted([(7, K), (7, RANK), (RANK, K), (N, RANK)])
+
+
+@pytest.mark.parametrize("fullgraph_of", ["nvfp4", "mxfp4", "nf4", "dense"])
+def test_torch_compile(fullgraph_of: str) -> None:
+    layer = with_adapter(linear() if fullgraph_of == "dense" else packed_linear(BY_NAME[fullgraph_of]))
+    x = torch.randn(7, K, requires_grad=True)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), layer(x))
+    torch.testing.assert_close(gradients(compiled(x), layer, x), gradients(layer(x), layer, x))
+
+
+def test_it_steps_aside_where_the_adapter_is_not_plain(fused_calls: list[int]) -> None:
+    x = torch.randn(7, K)
+    with_adapter(packed_linear(NVFP4), lora_dropout=0.5)(x)
+    with_adapter(linear(), use_dora=True)(x)
+    layer = with_adapter(packed_linear(NVFP4))
+    layer.enable_adapters(False)
+    assert torch.equal(layer(x), layer.base_layer(x))
+    assert fused_calls == []
+    layer.enable_adapters(True)
+    assert not torch.equal(layer(x), layer.base_layer(x))
+    assert fused_calls == [1]
+
+
+def test_merging_into_a_dense_base_still_works(fused_calls: list[int]) -> None:
+    layer, x = with_adapter(linear()), torch.randn(7, K)
+    expected = layer(x)
+    layer.merge()
+    torch.testing.assert_close(layer(x), expected)
+    assert len(fused_calls) == 1

@@ -1,0 +1,272 @@
+"""The packed Linear against a dense one with the dequantized weight: values, gradients, memory, moves, state dicts."""
+
+import copy
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from packed_layers import MXFP4, NF4, NVFP4, PACKED, K, N, dense_twin, each_packed, linear, packed_linear
+from qerl_lab.formats.format import Format
+from qerl_lab.formats.nf4 import Nf4
+from qerl_lab.model.linear import PackedLinear, _check_cache_device, weight_bytes
+
+
+def gradients(module: nn.Module, x: Tensor, *parameters: Tensor) -> list[Tensor]:
+    torch.manual_seed(3)
+    y = module(x)
+    return list(torch.autograd.grad(y, [x, *parameters], torch.randn_like(y)))
+
+
+# The product
+
+
+@each_packed
+@pytest.mark.parametrize("bias", [True, False])
+def test_forward_and_gradient_are_those_of_a_dense_linear(weight_format: Format, bias: bool) -> None:
+    packed = packed_linear(weight_format, bias=bias)
+    twin = dense_twin(packed)
+    strided = torch.randn(3, K, 5).transpose(1, 2)
+    for x in (torch.randn(K), torch.randn(7, K), strided, torch.randn(2, 3, 4, K)[:, ::2], torch.randn(0, K)):
+        x = x.requires_grad_()
+        torch.testing.assert_close(packed(x), twin(x), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(gradients(packed, x), gradients(twin, x), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("weight_format", PACKED[1:], ids=repr)
+def test_without_alpha_the_result_is_bit_equal_to_dense(weight_format: Format) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        packed = packed_linear(weight_format, dtype=dtype)
+        x = torch.randn(7, K, dtype=dtype)
+        assert torch.equal(packed(x), dense_twin(packed)(x))
+
+
+def test_nvfp4_applies_alpha_after_the_product() -> None:
+    """As the engines do: rounding value * scale / global scale to bfloat16 first gives another result."""
+    packed = packed_linear(NVFP4, bias=False, dtype=torch.bfloat16)
+    x = torch.randn(64, K, dtype=torch.bfloat16)
+    unpack, alpha = packed.decoder
+    exact = (x.double() @ unpack(torch.bfloat16).double().T) * alpha
+    assert ((packed(x) - exact).abs() <= 2**-8 * exact.abs() + 1e-6).all()  # rounded once
+    assert not ((dense_twin(packed)(x) - exact).abs() <= 2**-8 * exact.abs() + 1e-6).all()
+
+
+@each_packed
+def test_bias_takes_part_in_training_if_asked(weight_format: Format) -> None:
+    packed = packed_linear(weight_format)
+    assert not packed.bias.requires_grad
+    packed.bias.requires_grad_()
+    x = torch.randn(2, 5, K, requires_grad=True)
+    twin = dense_twin(packed)
+    torch.testing.assert_close(gradients(packed, x, packed.bias), gradients(twin, x, twin.bias), rtol=1e-5, atol=1e-5)
+
+
+@each_packed
+def test_input_dtype_and_autocast(weight_format: Format) -> None:
+    packed = packed_linear(weight_format)
+    twin = dense_twin(packed)
+    x = torch.randn(7, K, requires_grad=True)
+    assert packed(x.bfloat16()).dtype is torch.bfloat16  # no autocast: computed in float32, returned as it came
+    with torch.autocast("cpu", torch.bfloat16):
+        y, expected = packed(x), twin(x)
+    assert y.dtype is torch.bfloat16
+    torch.testing.assert_close(y, expected, rtol=2e-2, atol=2e-2)
+    (grad,) = torch.autograd.grad(y.float().sum(), x)
+    assert grad.dtype is torch.float32
+    torch.testing.assert_close(grad, torch.autograd.grad(expected.float().sum(), x)[0], rtol=2e-2, atol=5e-2)
+    with torch.autocast("cpu", torch.bfloat16):  # backward inside the context, and of a forward outside of it
+        y = packed(x)
+        torch.testing.assert_close(torch.autograd.grad(y.float().sum(), x)[0], grad, rtol=0, atol=0)
+    y = packed(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        (inside,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
+    assert torch.equal(inside, torch.autograd.grad(y.sum(), x)[0])
+
+
+@each_packed
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_gives_the_same_gradient(weight_format: Format, reentrant: bool) -> None:
+    packed = packed_linear(weight_format)
+    x = torch.randn(7, K, requires_grad=True)
+
+    def stack(x: Tensor) -> Tensor:
+        return packed(torch.tanh(packed(x)[..., :1].expand(-1, K)))
+
+    gradient = []
+    for run in (stack, lambda x: checkpoint(stack, x, use_reentrant=reentrant)):
+        x.grad = None
+        run(x).square().sum().backward()
+        gradient.append(x.grad)
+    assert torch.equal(*gradient)
+
+
+def saved_shapes(module: nn.Module, x: Tensor) -> list[tuple[int, ...]]:
+    shapes = []
+
+    def note(tensor: Tensor) -> Tensor:
+        shapes.append(tuple(tensor.shape))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        module(x)
+    return shapes
+
+
+@each_packed
+def test_no_dense_weight_outlives_the_forward(weight_format: Format, monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = packed_linear(weight_format)
+    x = torch.randn(7, K, requires_grad=True)
+    assert (N, K) in [tuple(sorted(shape)) for shape in saved_shapes(dense_twin(packed), x)]  # the test can see one
+    assert saved_shapes(packed, x) == []
+    made = []
+    decoder = packed.decoder
+
+    def watched(dtype: torch.dtype) -> Tensor:
+        result = decoder.unpack(dtype)
+        made.append(weakref.ref(result))
+        return result
+
+    monkeypatch.setattr(packed, "_decoder", decoder._replace(unpack=watched))
+    y = packed(x)
+    y.sum().backward()
+    assert len(made) == 2  # forward, and backward again
+    assert [ref() for ref in made] == [None, None]
+
+
+# The dense cache
+
+
+@each_packed
+def test_dense_cache_gives_the_same_bits(weight_format: Format) -> None:
+    packed, cached = (packed_linear(weight_format, dense_cache=flag) for flag in (False, True))
+    x = torch.randn(7, K, requires_grad=True)
+    with torch.inference_mode():
+        cached(x.detach())  # what generation fills, training uses
+    for module_dtype in (torch.float32, torch.bfloat16):
+        packed.to(module_dtype), cached.to(module_dtype)
+        assert cached._dense == {}
+        for autocast in (False, True, False):
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                torch.testing.assert_close(gradients(cached, x), gradients(packed, x), rtol=0, atol=0)
+                assert torch.equal(cached(x), packed(x))
+        assert torch.bfloat16 in cached._dense
+        first = cached._dense[torch.bfloat16]
+        cached(x)
+        assert cached._dense[torch.bfloat16] is first
+    assert packed._dense == {}
+    assert cached.state_dict().keys() == packed.state_dict().keys()
+    assert weight_bytes(cached) == weight_bytes(packed)
+
+
+def test_loading_a_state_dict_drops_the_dense_cache() -> None:
+    one = packed_linear(NVFP4, dense_cache=True)
+    other = PackedLinear.from_linear(nn.Linear(K, N), NVFP4)
+    x = torch.randn(7, K)
+    one(x)
+    one.load_state_dict(other.state_dict())
+    assert torch.equal(one(x), other(x))
+
+
+def test_dense_cache_is_refused_on_a_gpu() -> None:
+    _check_cache_device(True, torch.device("cpu"))
+    _check_cache_device(False, torch.device("cuda"))
+    with pytest.raises(ValueError, match="dense_cache=True is for the CPU, not for cuda"):
+        _check_cache_device(True, torch.device("cuda"))
+
+
+@pytest.mark.gpu
+@each_packed
+def test_on_a_gpu(weight_format: Format) -> None:
+    packed = packed_linear(weight_format)
+    x = torch.randn(7, K)
+    expected = packed(x)
+    torch.testing.assert_close(packed.cuda()(x.cuda()).cpu(), expected, rtol=1e-4, atol=1e-4)
+    on_gpu = PackedLinear.from_linear(linear().cuda(), weight_format)
+    torch.testing.assert_close(on_gpu(x.cuda()).cpu(), expected, rtol=1e-2, atol=1e-2)
+    if weight_format.NAME != "nf4":  # bitsandbytes divides in another order there
+        own = on_gpu.packed()
+        assert all(torch.equal(own[key].view(torch.uint8), t.view(torch.uint8)) for key, t in packed.packed().items())
+    x = x.cuda().requires_grad_()
+    on_gpu(x).sum().backward()  # allocates what the libraries keep
+    before = torch.cuda.memory_allocated()
+    y = on_gpu(x)
+    assert torch.cuda.memory_allocated() - before < N * K  # the output, not the 4 * N * K bytes of a dense weight
+    y.sum().backward()
+    for dense in (
+        packed_linear(weight_format, dense_cache=True).cuda,
+        lambda: PackedLinear.from_linear(linear().cuda(), weight_format, dense_cache=True),
+    ):
+        with pytest.raises(ValueError, match="dense_cache"):
+            dense()
+
+
+# Moves and files
+
+
+@each_packed
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: m.bfloat16(),
+        lambda m: m.to(torch.bfloat16),
+        lambda m: m.bfloat16().float(),
+        lambda m: m.to("cpu", torch.bfloat16),
+    ],
+    ids=["bfloat16", "to", "there_and_back", "to_device_and_dtype"],
+)
+def test_a_change_of_dtype_leaves_the_packed_bits(
+    weight_format: Format, change: Callable[[nn.Module], nn.Module]
+) -> None:
+    packed = packed_linear(weight_format)
+    before = {key: tensor.clone() for key, tensor in packed.packed().items()}
+    outer = change(nn.Sequential(packed, nn.LayerNorm(N)))
+    for key, tensor in packed.packed().items():
+        assert tensor.dtype is before[key].dtype
+        assert torch.equal(tensor.view(torch.uint8), before[key].view(torch.uint8))
+    assert packed.compute_dtype is packed.bias.dtype is outer[1].weight.dtype
+    x = torch.randn(7, K, dtype=packed.compute_dtype)
+    assert packed(x).dtype is packed.compute_dtype
+
+
+@each_packed
+def test_moves_between_devices_keep_dtypes(weight_format: Format) -> None:
+    packed = packed_linear(weight_format)
+    dtypes = {key: tensor.dtype for key, tensor in packed.packed().items()}
+    packed.to("meta")
+    assert {tensor.device.type for tensor in [*packed.packed().values(), packed.bias, packed.weight]} == {"meta"}
+    packed.to_empty(device="cpu").load_state_dict(packed_linear(weight_format).state_dict())
+    assert {key: tensor.dtype for key, tensor in packed.packed().items()} == dtypes
+    x = torch.randn(7, K)
+    assert torch.equal(packed(x), packed_linear(weight_format)(x))
+
+
+@each_packed
+def test_dtypes_that_it_cannot_compute_in_are_refused(weight_format: Format) -> None:
+    message = r"cannot compute in torch.float(16|64); allowed: torch.float32, torch.bfloat16"
+    for change in (nn.Module.half, nn.Module.double):
+        with pytest.raises(ValueError, match=message):
+            change(packed_linear(weight_format))
+    with pytest.raises(ValueError, match=message):
+        packed_linear(weight_format, dtype=torch.float16)
+    with pytest.raises(ValueError, match=message), torch.autocast("cpu", torch.float16):
+        packed_linear(weight_format)(torch.randn(7, K))
+
+
+@each_packed
+def test_state_dict_has_the_names_of_a_checkpoint(weight_format: Format) -> None:
+    packed = packed_linear(weight_format)
+    assert set(packed.state_dict()) == {"bias", *weight_format.quantize(linear().weight)}
+    assert copy.deepcopy(packed).state_dict().keys() == packed.state_dict().keys()
+    assert packed.weight is next(iter(packed.packed().values()))
+
+
+def test_error_on_a_state_dict_of_another_format() -> None:
+    with pytest.raises(
+        RuntimeError, match=r"dtype mismatch for weight.absmax: torch.float32 given, torch.uint8 expected"
+    ):
+        packed_linear(NF4).load_state_dict(packed_linear(Nf4(double_quant=False)).state_dict(), strict=False)
+    with pytest.raises(RuntimeError, match="weight_scale"):
+        packed_linear(NVFP4).load_state_dict(packed_linear(MXFP4).state_dict())

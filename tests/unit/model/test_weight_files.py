@@ -1,0 +1,145 @@
+"""Folders of safetensors: what they hold is what is read, and what is damaged is named."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from qerl_lab.config.schema import ConfigError
+from qerl_lab.model.files import WeightFiles, local_folder
+from qerl_lab.model.on_disk import INDEX, POCKET, SINGLE
+
+TENSORS = {
+    "a.weight": torch.arange(6, dtype=torch.bfloat16).reshape(2, 3),
+    "b.weight_scale": torch.tensor([0.5, 448.0]).to(torch.float8_e4m3fn),
+    "c.weight": torch.arange(40, dtype=torch.uint8).reshape(40, 1),
+    "d.scale": torch.tensor([3, 7], dtype=torch.uint8).view(torch.float8_e8m0fnu),
+}
+SHARDS = {"model-1.safetensors": ["a.weight", "b.weight_scale"], "model-2.safetensors": ["c.weight", "d.scale"]}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Two shards and their index."""
+    for file, names in SHARDS.items():
+        save_file({name: TENSORS[name] for name in names}, tmp_path / file)
+    write_index(tmp_path, {name: file for file, names in SHARDS.items() for name in names})
+    return tmp_path
+
+
+def write_index(folder: Path, weight_map: dict[str, str]) -> None:
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def test_shards_are_read_as_one(folder: Path) -> None:
+    files = WeightFiles(folder)
+    assert files.files == tuple(folder / name for name in SHARDS)
+    assert sorted(files.names) == sorted(TENSORS)
+    for name, tensor in TENSORS.items():
+        read = files.tensor(name)
+        assert (files.shape(name), files.dtype(name)) == (tuple(tensor.shape), tensor.dtype)
+        assert read.dtype is tensor.dtype
+        assert torch.equal(read.view(torch.uint8), tensor.view(torch.uint8))
+    assert sorted(files.names_in(folder / "model-2.safetensors")) == SHARDS["model-2.safetensors"]
+    assert files.where("c.weight") == str(folder / "model-2.safetensors")
+
+
+def test_one_file_needs_no_index(tmp_path: Path) -> None:
+    save_file(TENSORS, tmp_path / SINGLE)
+    files = WeightFiles(tmp_path)
+    assert (files.files, sorted(files.names)) == ((tmp_path / SINGLE,), sorted(TENSORS))
+
+
+def test_a_tensor_outlives_its_file(folder: Path) -> None:
+    tensor = WeightFiles(folder).tensor("c.weight")
+    with (folder / "model-2.safetensors").open("r+b") as file:
+        file.seek(-42, 2)
+        file.write(bytes(42))
+    assert torch.equal(tensor, TENSORS["c.weight"])
+
+
+@pytest.mark.parametrize("lost", [1, 2, 3, 42])
+def test_a_truncated_shard_is_named_with_the_first_tensor_that_is_not_whole(folder: Path, lost: int) -> None:
+    file = folder / "model-2.safetensors"
+    first, last = WeightFiles(folder).names_in(file)
+    file.write_bytes(file.read_bytes()[:-lost])
+    damaged = last if lost <= TENSORS[last].numel() else first  # a byte an element
+    with pytest.raises(ValueError, match=re.escape(f"{file} cannot be read: {damaged} ends at byte")):
+        WeightFiles(folder)
+
+
+@pytest.mark.parametrize("kept", [0, 5, 60])
+def test_a_shard_truncated_in_its_header_is_named(folder: Path, kept: int) -> None:
+    file = folder / "model-1.safetensors"
+    file.write_bytes(file.read_bytes()[:kept])
+    with pytest.raises(ValueError, match=re.escape(f"{file} cannot be read: it ends within its header")):
+        WeightFiles(folder)
+
+
+def test_bytes_that_are_no_safetensors_file_are_refused(folder: Path) -> None:
+    file = folder / "model-1.safetensors"
+    file.write_bytes((4).to_bytes(8, "little") + b"no!!" + bytes(100))
+    with pytest.raises(ValueError, match=re.escape(f"{file} cannot be read: ")):
+        WeightFiles(folder)
+
+
+def test_a_missing_shard_is_named_with_a_tensor_that_it_should_hold(folder: Path) -> None:
+    (folder / "model-2.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"model-2\.safetensors is missing; .*says that it holds c\.weight"):
+        WeightFiles(folder)
+
+
+def test_a_folder_without_weights_says_what_is_looked_for(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"model\.safetensors is missing; .*model\.safetensors\.index\.json"):
+        WeightFiles(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"e.weight": "model-1.safetensors"}, r"model-1\.safetensors does not hold e\.weight, which .* lists there"),
+        ({"c.weight": "model-1.safetensors"}, r"model-2\.safetensors holds c\.weight, which .* does not list there"),
+        ({"c.weight": None}, r"model-2\.safetensors holds c\.weight, which .* does not list there"),
+        ({"c.weight": "../model-2.safetensors"}, r"c\.weight is in '\.\./model-2\.safetensors'; allowed: a file of"),
+    ],
+)
+def test_an_index_that_disagrees_is_refused(folder: Path, change: dict[str, str | None], says: str) -> None:
+    weight_map = {name: file for file, names in SHARDS.items() for name in names} | change
+    write_index(folder, {name: file for name, file in weight_map.items() if file is not None})
+    with pytest.raises(ValueError, match=says):
+        WeightFiles(folder)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"), [("{", "is not JSON"), ("[]", "holds list; allowed: a JSON object"), ("{}", "has no weight_map")]
+)
+def test_an_index_that_is_none_is_refused(folder: Path, text: str, says: str) -> None:
+    (folder / INDEX).write_text(text)
+    with pytest.raises(ValueError, match=re.escape(f"{folder / INDEX} {says}")):
+        WeightFiles(folder)
+
+
+def test_pocket_and_directories_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert local_folder("pocket", None) == POCKET
+    assert local_folder(str(tmp_path), None) == tmp_path
+    monkeypatch.setenv("HOME", str(tmp_path.parent))
+    assert local_folder(f"~/{tmp_path.name}", None) == tmp_path
+
+
+@pytest.mark.parametrize("path", ["/no/such/place", "./no-such-place", "~/no-such-place"])
+def test_a_directory_that_is_not_there_is_not_asked_of_the_hub(path: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"model.path={path} is no directory")):
+        local_folder(path, None)
+
+
+def test_a_hub_id_out_of_reach_says_what_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ConfigError, match=r"model\.path=someone/none could not be loaded .*Allowed: pocket, a local"):
+        local_folder("someone/none", None)
+    with pytest.raises(ConfigError, match=r"model\.path=a/b/c is no directory"):
+        local_folder("a/b/c", None)

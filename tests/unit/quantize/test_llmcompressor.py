@@ -1,0 +1,135 @@
+"""AWQ and GPTQ: what is said without llmcompressor, what it wrote, and (where it is installed) what it writes.
+
+The last need the environment of `make quantize-env`: `.venv-quantize/bin/python -m pip install pytest pytest-timeout`,
+then `.venv-quantize/bin/python -m pytest tests/unit/quantize/test_llmcompressor.py`.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, CompressedTensorsConfig, PreTrainedModel
+
+from packed_layers import BY_NAME, tiny_model
+from qerl_lab.config.schema import ConfigError
+from qerl_lab.formats import recognize
+from qerl_lab.formats.format import PackedAs
+from qerl_lab.model.files import WeightFiles
+from qerl_lab.model.linear import FUSED, PackedLinear, pack_model
+from qerl_lab.model.loading import load_model, stored_as
+from qerl_lab.model.on_disk import POCKET
+from qerl_lab.quantize import llmcompressor, run
+from qerl_lab.quantize.options import QuantizeConfig
+from small_checkpoints import write_dense
+
+DATA = Path(__file__).parents[2] / "data"
+# By method=awq of a random Qwen2, llmcompressor 0.14.0.1, compressed-tensors 0.19.0.
+WRITTEN = DATA / "llmcompressor_nvfp4"
+
+
+def load(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    stored = stored_as(folder)
+    assert stored is not None
+    config, files = AutoConfig.from_pretrained(folder), WeightFiles(folder)
+    return load_model(config, files, stored, is_packed=True, device=torch.device("cpu"), dtype=dtype)
+
+
+def assert_fused_layers_share_their_global_scale(folder: Path) -> None:
+    files = WeightFiles(folder)
+    for name in files.names:
+        layer, _, tensor = name.rpartition(".")
+        parent, _, leaf = layer.rpartition(".")
+        others = next((fused for fused in FUSED if leaf in fused), ())
+        if tensor == "weight_global_scale":
+            scales = {files.tensor(f"{parent}.{other}.{tensor}").item() for other in others}
+            assert len(scales) <= 1, f"{name}: {scales}"
+
+
+def test_error_without_llmcompressor_names_the_extra_and_the_command(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"method=awq needs llmcompressor.* extra `quantize`.*make quantize-env"):
+        run.run(QuantizeConfig(model="pocket", method="awq", out=str(tmp_path / "x")))
+    assert not any(tmp_path.iterdir())
+
+
+def test_error_on_more_tokens_than_the_model_reads() -> None:
+    config = tiny_model().config
+    cfg = QuantizeConfig(model="m", method="gptq", tokens=config.max_position_embeddings + 1)
+    with pytest.raises(ConfigError, match=rf"Type tokens={config.max_position_embeddings}\."):
+        llmcompressor._check_length(cfg, config)
+
+
+def test_the_same_linears_stay_dense_as_by_rounding(tmp_path: Path) -> None:
+    cfg = QuantizeConfig(model=str(write_dense(tmp_path, tiny_model())), method="gptq", ignore=["lm_head", "down_proj"])
+    rounded = tiny_model()
+    expected = [name for name, layer in rounded.named_modules() if isinstance(layer, nn.Linear)]
+    pack_model(rounded, BY_NAME["nvfp4"], ignore=cfg.ignore)
+    expected = [name for name in expected if not isinstance(rounded.get_submodule(name), PackedLinear)]
+    assert run.read_source(cfg).dense == expected
+    assert len(expected) == 3
+
+
+def test_what_llmcompressor_writes_is_recognized() -> None:
+    for name in ("nvfp4", "mxfp4"):
+        config = json.loads((DATA / f"llmcompressor_{name}" / "config.json").read_text())["quantization_config"]
+        assert config["version"] == "0.19.0"
+        assert recognize(config) == PackedAs(type(BY_NAME[name])(None), ("lm_head",))
+
+
+def test_its_fused_layers_share_their_global_scale() -> None:
+    assert_fused_layers_share_their_global_scale(WRITTEN)
+
+
+@pytest.mark.filterwarnings("ignore:You passed `quantization_config`:UserWarning")
+def test_its_checkpoint_gives_the_logits_that_transformers_computes() -> None:
+    """In float32. The band: they round value * scale / global scale to bfloat16, we do not; 0.4% of the logits."""
+    ours = load(WRITTEN)
+    theirs = AutoModelForCausalLM.from_pretrained(
+        WRITTEN, dtype=torch.bfloat16, quantization_config=CompressedTensorsConfig(dequantize=True)
+    ).float()
+    assert sum(isinstance(layer, PackedLinear) for layer in ours.modules()) == 14
+    tokens = torch.arange(48).view(2, 24) * 5 % 300
+    with torch.no_grad():
+        logits, expected = ours(tokens).logits, theirs(tokens).logits
+    assert expected.std() > 0.3
+    assert 0 < (logits - expected).norm() < 0.008 * expected.norm()
+
+
+@pytest.mark.parametrize("method", ["awq", "gptq"])
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp4"])
+def test_a_calibrated_checkpoint(name: str, method: str, tmp_path: Path) -> None:
+    """Loads, shares global scales; GPTQ's layers answer to the calibration text better than rounding does."""
+    pytest.importorskip("llmcompressor", reason="llmcompressor is not installed: make quantize-env")
+    model = tiny_model(dtype=torch.bfloat16)
+    model.resize_token_embeddings(AutoConfig.from_pretrained(POCKET).vocab_size)
+    write_dense(tmp_path / "dense", model)
+    (tmp_path / "text.jsonl").write_text("\n".join(json.dumps({"text": f"{n} eggs + {n * n} is"}) for n in range(200)))
+    cfg = QuantizeConfig(
+        model=str(tmp_path / "dense"),
+        format=name,
+        method=method,
+        dataset=str(tmp_path / "text.jsonl"),
+        samples=8,
+        tokens=32,
+    )
+    (tmp_path / "out").mkdir()
+    llmcompressor.run(cfg, tmp_path / "dense", ["lm_head"], tmp_path / "out")
+    stored = stored_as(tmp_path / "out")
+    assert stored == PackedAs(type(BY_NAME[name])(None), ("lm_head",))
+    assert_fused_layers_share_their_global_scale(tmp_path / "out")
+    written = load(tmp_path / "out")
+    tokens = llmcompressor.calibration.sequences(
+        cfg.dataset, llmcompressor.AutoTokenizer.from_pretrained(POCKET), samples=8, tokens=32, seed=0
+    )
+    rounded = model.float()
+    with torch.no_grad():
+        expected = rounded(tokens).logits
+        pack_model(rounded, BY_NAME[name])
+        ours, rtn = ((each(tokens).logits - expected).norm() / expected.norm() for each in (written, rounded))
+    assert ours < (0.9 * rtn if method == "gptq" else 1.1 * rtn)
+    packed = BY_NAME[name].layout((64, 64))
+    assert {f"model.layers.0.self_attn.q_proj.{key}" for key in packed} <= {*WeightFiles(tmp_path / "out").names}

@@ -1,0 +1,189 @@
+"""The numbers of quality.json against computations of another kind, in float64."""
+
+import json
+import math
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from packed_layers import NVFP4, tiny_model
+from qerl_lab.config.schema import ConfigError
+from qerl_lab.model.files import WeightFiles
+from qerl_lab.model.linear import packable
+from qerl_lab.model.on_disk import POCKET
+from qerl_lab.pocket.teacher import task_config
+from qerl_lab.quantize import divergence, quality, sqnr
+from qerl_lab.quantize.options import QuantizeConfig
+from qerl_lab.tasks import arithmetic
+from small_checkpoints import write_dense, write_packed
+
+CPU = torch.device("cpu")
+E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> tuple[Path, Path]:
+    """The pocket's architecture with random weights, dense and in NVFP4, with lm_head in full."""
+    folder = tmp_path_factory.mktemp("quality")
+    return write_dense(folder / "dense", large_enough()), write_packed(folder / "packed", large_enough(), NVFP4)
+
+
+def large_enough():
+    model = tiny_model(dtype=torch.bfloat16)
+    model.resize_token_embeddings(427)
+    torch.manual_seed(1)
+    for weight in (model.model.embed_tokens.weight, model.lm_head.weight):
+        weight.data.normal_(0, 0.3)
+    return model
+
+
+def config(folders: tuple[Path, Path], **changes) -> QuantizeConfig:
+    return QuantizeConfig(model=str(folders[0]), out=str(folders[1]), **changes)
+
+
+def nvfp4_by_hand(files: WeightFiles, name: str) -> np.ndarray:
+    """Float64, from the definition of the format."""
+    packed = files.tensor(f"{name}.weight_packed").numpy()
+    codes = np.stack([packed & 15, packed >> 4], axis=-1).reshape(len(packed), -1)
+    values = np.array([*E2M1, *(-value for value in E2M1)])[codes]
+    scale = files.tensor(f"{name}.weight_scale").double().numpy()
+    return values * np.repeat(scale, 16, axis=1) / files.tensor(f"{name}.weight_global_scale").double().numpy()
+
+
+def test_bits_sizes_and_sqnr(folders):
+    dense, packed = map(WeightFiles, folders)
+    names = packable(large_enough(), ["lm_head"])
+    result = quality.measure(config(folders, quality="weights"), folders[0], names, folders[1], CPU)
+    signal, error = {}, {}
+    for name in names:
+        weight = dense.tensor(f"{name}.weight").double().numpy()
+        signal[name], error[name] = (weight**2).sum(), ((weight - nvfp4_by_hand(packed, name)) ** 2).sum()
+    expected = {name: 10 * np.log10(signal[name] / error[name]) for name in names}
+    levels = result["sqnr_db"]
+    assert levels["layers"] == pytest.approx(expected, abs=1e-4)
+    assert levels["all"] == pytest.approx(10 * np.log10(sum(signal.values()) / sum(error.values())), abs=1e-4)
+    assert [layer["layer"] for layer in levels["lowest"]] == sorted(names, key=expected.__getitem__)[:5]
+    count = sum(dense.tensor(f"{name}.weight").numel() for name in names)
+    assert result["weights"] == {"quantized": count, "all": sum(dense.tensor(name).numel() for name in dense.names)}
+    assert result["bits_per_weight"]["quantized"] == 4.5 + 32 * len(names) / count
+    after = sum(packed.tensor(name).nbytes for name in packed.names)
+    assert result["bytes"] == {"before": 2 * result["weights"]["all"], "after": after}
+    assert result["bits_per_weight"]["model"] == 8 * after / result["weights"]["all"]
+    assert result["kl"] is None
+
+
+def test_kl_and_entropy(folders):
+    result = divergence.compare(config(folders), *folders, 10**5, CPU)
+    tokenizer = AutoTokenizer.from_pretrained(POCKET)
+    dense, packed = folders[0], WeightFiles(folders[1])
+    model = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float64)
+    other = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float64)
+    for name in packable(other, ["lm_head"]):
+        other.get_parameter(f"{name}.weight").data = torch.from_numpy(nvfp4_by_hand(packed, name))
+    kl, entropies = [], []
+    for given, compared in divergence.problem_pairs(tokenizer):
+        ids = torch.tensor([given + compared])
+        with torch.no_grad():
+            p, q = (np.exp(log(each(ids).logits)) for each in (model, other))
+        p, q = p[len(given) - 1 : -1], q[len(given) - 1 : -1]
+        kl += list((q * np.log(q / p)).sum(-1))
+        entropies += list(zip(-(p * np.log(p)).sum(-1), -(q * np.log(q)).sum(-1), strict=True))
+    assert 200 < len(kl) == result["tokens"] < 1000
+    assert 1e-3 < np.mean(kl) == pytest.approx(result["nats_per_token"], rel=1e-4)
+    expected = pytest.approx([result["entropy_original"], result["entropy_quantized"]], rel=1e-5)
+    assert list(np.mean(entropies, axis=0)) == expected
+    assert (result["device"], result["dtype"], result["text"]) == ("cpu", "float32", "word problems")
+
+
+def log(logits: torch.Tensor) -> np.ndarray:
+    return logits[0].log_softmax(-1).numpy()
+
+
+def test_a_model_against_itself_has_no_kl_and_infinite_sqnr(folders):
+    cfg = config(folders, format="bf16", quality="full")
+    assert divergence.compare(cfg, folders[0], folders[0], 10**5, CPU)["nats_per_token"] == 0
+    layers = [sqnr.Layer("a", 4.0, 0.0, 1, 1), sqnr.Layer("b", 4.0, 1.0, 1, 1)]
+    levels = sqnr.summary(layers, fit_scales=False)
+    assert levels["layers"] == {"a": None, "b": pytest.approx(6.0206)}
+    assert levels["lowest"][0]["layer"] == "b"
+    assert levels["all"] == pytest.approx(10 * math.log10(8))
+
+
+def test_the_scales_that_awq_moves_are_undone_and_nothing_else():
+    """W' = R (W + E) C, as where both the inputs and the outputs of a layer were rescaled."""
+    torch.manual_seed(0)
+    weight = torch.randn(256, 192)
+    noise = 0.1 * torch.randn_like(weight)
+    rows, columns = torch.rand(256, 1) * 3 + 0.2, torch.rand(1, 192) * 3 + 0.2
+    moved = rows * (weight + noise) * columns
+    plain = (noise**2).sum().item()
+    assert ((sqnr.without_scales(weight, moved) - weight) ** 2).sum() == pytest.approx(plain, rel=0.02)
+    assert ((sqnr.without_scales(weight, weight + noise) - weight) ** 2).sum() == pytest.approx(plain, rel=0.02)
+    assert ((moved - weight) ** 2).sum() > 100 * plain
+    dead = moved.clone()
+    dead[:, 3] = 0
+    assert sqnr.without_scales(weight, dead).isfinite().all()
+
+
+def test_awq_alone_is_compared_after_its_scales(folders, tmp_path):
+    twice = large_enough()
+    for layer in twice.model.layers:
+        layer.mlp.down_proj.weight.data *= 2
+    packed, name = write_packed(tmp_path / "twice", twice, NVFP4), "model.layers.0.mlp.down_proj"
+    levels = {}
+    for method in ("awq", "gptq"):
+        cfg = config(folders, method=method, quality="weights")
+        levels[method] = quality.measure(cfg, folders[0], [name], packed, CPU)["sqnr_db"]
+    assert levels["awq"]["layers"][name] > 18
+    assert levels["gptq"]["layers"][name] < 1
+    assert (levels["awq"]["scales_fitted"], levels["gptq"]["scales_fitted"]) == (True, False)
+
+
+def test_a_text_file_is_cut_into_windows_and_a_file_without_text_refused(tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(POCKET)
+    file = tmp_path / "text.txt"
+    file.write_text("Ann has 7 pens. Ann buys 5 more. " * 400)
+    ids = tokenizer(file.read_text())["input_ids"]
+    pairs = divergence.file_pairs(file, tokenizer)
+    assert [given + compared for given, compared in pairs] == [ids[n : n + 192] for n in range(0, 768, 192)]
+    assert all(len(given) == 1 for given, _ in pairs)
+    file.write_text("")
+    with pytest.raises(ConfigError, match=r"text=.* has 0 tokens"):
+        divergence.file_pairs(file, tokenizer)
+
+
+def test_problems_are_asked_through_the_chat_template_or_without_one():
+    tokenizer = AutoTokenizer.from_pretrained(POCKET)
+    (given, compared), *others = divergence.problem_pairs(tokenizer)
+    assert len(others) == 15
+    question = arithmetic.problem(random.Random(0), task_config()).text
+    chat = [{"role": "system", "content": task_config().instruction}, {"role": "user", "content": question}]
+    assert tokenizer.decode(given) == tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+    assert tokenizer.decode(compared).endswith("</answer>")
+    tokenizer.chat_template = None
+    plain = tokenizer.decode(divergence.problem_pairs(tokenizer)[0][0])
+    assert plain == f"{task_config().instruction}\n\n{question}\n\n"
+
+
+@pytest.mark.parametrize(
+    ("free", "place"),
+    [(10e9, "float32"), (4e9, "bfloat16"), (2e9, None)],
+)
+def test_the_models_go_where_there_is_room(monkeypatch, free, place):
+    monkeypatch.setattr(divergence, "available", lambda: free)
+    assert divergence.room(10**9, CPU) == (None if place is None else (CPU, place))
+
+
+def test_without_room_the_table_says_so_and_the_rest_is_there(folders, monkeypatch):
+    monkeypatch.setattr(divergence, "available", lambda: 1000)
+    cfg = config(folders)
+    result = quality.measure(cfg, folders[0], packable(large_enough(), ["lm_head"]), folders[1], CPU)
+    assert "fit neither" in result["kl"]["skipped"]
+    assert "not measured: 0.0 billion weights" in quality.table(cfg, result)
+    assert json.loads((folders[1] / "quality.json").read_text()) == result
+    assert (folders[1] / "sqnr.png").stat().st_size > 10_000
+    assert result["options"] == {"scale_rule": "max"}

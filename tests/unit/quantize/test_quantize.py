@@ -1,0 +1,320 @@
+"""The quantize command in this process: what it refuses, what it writes, what transformers makes of it."""
+
+import json
+import os
+import re
+import shlex
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from packed_layers import each_packed, tiny_model
+from qerl_lab.cli import train
+from qerl_lab.cli.compose import make_plan
+from qerl_lab.formats.mxfp4 import Mxfp4
+from qerl_lab.formats.nvfp4 import Nvfp4
+from qerl_lab.model import policy
+from qerl_lab.model.files import WeightFiles
+from qerl_lab.model.linear import PackedLinear, pack_model
+from qerl_lab.model.on_disk import POCKET
+from qerl_lab.quantize import __main__ as quantize
+from qerl_lab.quantize import quality
+from qerl_lab.quantize import run as quantization
+from qerl_lab.quantize.options import QuantizeConfig
+from small_checkpoints import edit_config, edit_tensors, equal, write_dense
+
+SHARDS = "shard_gb=2e-5"  # 20 kB: several files
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch) -> Path:
+    """An empty working directory; what the command sets for its own process stays out of this one."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(quantize, "CHILD_ENVIRONMENT", {})
+    with torch.compiler.set_stance("force_eager"):  # compressed-tensors compiles
+        yield tmp_path
+
+
+@pytest.fixture
+def model(here) -> str:
+    (here / "model").mkdir()
+    write_dense(here / "model", tiny_model(dtype=torch.bfloat16))
+    return "model=model"
+
+
+def tree(folder: str) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}
+
+
+def run(*words: str) -> int:
+    return quantize.main(["quality=weights", *words])
+
+
+def refused(capsys, *words: str, code: int = 2) -> str:
+    before = sorted(os.listdir())
+    assert quantize.main(list(words)) == code
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert "Traceback" not in err
+    assert sorted(os.listdir()) == before
+    return err
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        ("fromat=nvfp4", ["fromat is not a known key", "Did you mean format?"]),
+        ("format=nvfp4 out=out", ["model= is missing", "Type for example model="]),
+        ("model=pocket", ["out= is missing", "Type for example out="]),
+        ("model=pocket out=out format=nvfp5", ["format=nvfp5", "mxfp4, nf4, nvfp4", "Did you mean nvfp4?"]),
+        ("model=pocket out=out format=bf16", ["nothing to quantize", "Type format=nvfp4"]),
+        ("model=pocket out=out method=atq", ["method=atq", "rtn, awq, gptq", "Type for example method=rtn"]),
+        ("model=pocket out=out format=nf4 method=gptq", ["method=gptq with format=nf4", "Type method=rtn"]),
+        ("model=pocket out=out double_quant=false", ["double_quant=false", "option of nf4", "Leave double_quant out"]),
+        ("model=pocket out=out exponent_rule=floor", ["option of mxfp4", "type format=mxfp4"]),
+        ("model=pocket out=out scale_rule=four_over_six method=awq", ["option of method=rtn", "method=awq"]),
+        ("model=pocket out=out method=awq", ["needs llmcompressor", "extra `quantize`", "Type make quantize-env"]),
+        ("model=pocket out=out text=nowhere", ["text=nowhere cannot be read as text (No such file"]),
+        ("model=pocket out=out text=/dev", ["text=/dev cannot be read as text (Is a directory)", "Type text=FILE"]),
+        ("model=pocket out=out text=/dev/null", ["text=/dev/null is empty", "leave text out"]),
+        ("model=pocket out=out text=x quality=weights", ["quality=weights measures neither", "type quality=full"]),
+        ("model=pocket out=/dev/null/out", ["out=/dev/null/out cannot be written (Not a directory", "Type another"]),
+        ("model=pocket out=/proc/here/out", ["out=/proc/here/out cannot be written (No such file or directory"]),
+        ("model=pocket out=out format=nf4 ignore=[lm_head,re:.*down_proj]", ["knows no re: patterns", "ignore=[lm_h"]),
+        ("model=pocket out=out samples=5", ["samples=5 is an option of method=awq and", "Leave samples out"]),
+        ("model=pocket out=out dataset=x.jsonl", ["dataset=x.jsonl is an option of", "or type method=gptq"]),
+        ("model=pocket out=out revision=main", ["revision=main is of a model on the hub", "Leave revision out"]),
+        ("model=pocket out=out shard_gb=0", ["shard_gb=0", "above 0"]),
+        ("model=./nowhere out=out", ["model=./nowhere is no directory", "Type model=DIRECTORY"]),
+        ("model=/dev/null out=out", ["model=/dev/null is no directory"]),
+        ("model=/dev out=out", ["model=/dev holds no config.json, so it is no model directory"]),
+        ("model=pocket out=out ignore=[lm_hed]", ["no Linear layer is called lm_hed", "Did you mean lm_head?", "re:"]),
+        ("model=pocket out=out ignore=[re:.*]", ["has no Linear layer outside of ignore=[re:.*]"]),
+    ],
+)
+def test_a_wrong_command_is_refused(words, parts, capsys):
+    text = refused(capsys, *words.split())
+    for part in parts:
+        assert part in text
+
+
+def test_where_it_would_overwrite_it_says_so(here, model, capsys):
+    (here / "out").mkdir()
+    assert "overwrite=true" in refused(capsys, model, "out=out")
+    assert "is no quantized checkpoint" in refused(capsys, model, "out=out", "overwrite=true")
+    for out in ("model", "model/out", "."):
+        assert "lie within each other" in refused(capsys, model, f"out={out}", "overwrite=true")
+
+
+def test_a_quantized_model_is_not_quantized_again(model, capsys):
+    assert run(model, "out=once") == 0
+    capsys.readouterr()
+    assert "once is quantized already" in refused(capsys, "model=once", "out=out")
+
+
+@pytest.mark.parametrize(
+    ("damage", "parts"),
+    [
+        (lambda f: edit_tensors(f, model__layers__1__mlp__up_proj__weight=None), ["model.layers.1.mlp.up_proj.weight"]),
+        (
+            lambda f: edit_tensors(f, model__layers__1__mlp__up_proj__weight=torch.ones(64, 64)),
+            ["model.safetensors", "model.layers.1.mlp.up_proj.weight has shape [64, 64]", "[128, 64]"],
+        ),
+        (
+            lambda f: edit_tensors(f, model__layers__0__mlp__up_proj__weight=torch.full((128, 64), float("inf"))),
+            ["model.safetensors", "model.layers.0.mlp.up_proj: 8192 values"],
+        ),
+        (lambda f: os.truncate(f / "model.safetensors", 9000), ["model.safetensors", "truncated"]),
+        (lambda f: edit_config(f, hidden_size=24, num_attention_heads=2), ["config.json asks for"]),
+    ],
+)
+def test_a_damaged_model_is_named_by_file_and_tensor(here, model, capsys, damage, parts):
+    damage(here / "model")
+    text = refused(capsys, model, "out=out", code=1)
+    for part in parts:
+        assert part in text
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (lambda f: (f / "config.json").unlink(), "model=model holds no config.json, so it is no model directory"),
+        (lambda f: (f / "config.json").write_text("{"), "model/config.json cannot be read as JSON"),
+        (lambda f: (f / "model.safetensors").unlink(), "model=model holds no weights in safetensors"),
+        (lambda f: (f / "tokenizer.json").unlink(), "model=model holds no tokenizer; allowed: tokenizer.json"),
+        (lambda f: edit_config(f, model_type="nosuch"), "transformers makes no causal language model of model/config"),
+        (lambda f: edit_config(f, model_type=None), "transformers makes no causal language model of model/config"),
+    ],
+)
+def test_what_is_no_model_is_refused(here, model, capsys, damage, says):
+    damage(here / "model")
+    assert says in refused(capsys, model, "out=out")
+
+
+def test_a_layer_that_does_not_divide_into_blocks_is_named(here, capsys):
+    (here / "model").mkdir()
+    write_dense(here / "model", tiny_model(hidden=24))
+    assert "K=48 is not divisible by 32" in refused(capsys, "model=model", "out=out", "format=mxfp4", code=1)
+
+
+def test_too_little_space_is_said_before_anything_is_written(here, model, capsys, monkeypatch):
+    usage = quantization.shutil.disk_usage(here)
+    monkeypatch.setattr(quantization.shutil, "disk_usage", lambda folder: usage._replace(free=1000))
+    text = refused(capsys, model, "out=out", code=1)
+    assert "GB are needed" in text
+    assert "out.partial" in text
+
+
+@each_packed
+@pytest.mark.parametrize("tied", [False, True])
+def test_transformers_reads_the_directory_bit_for_bit(here, weight_format, tied):
+    """Through compressed-tensors' decompression, and as bitsandbytes' own layers."""
+    from bitsandbytes.functional import dequantize_4bit
+
+    (here / "model").mkdir()
+    dense = write_dense(here / "model", tiny_model(tied=tied, dtype=torch.bfloat16))
+    words = [f"{key}={str(value).lower()}" for key, value in asdict(weight_format).items()]
+    assert run("model=model", "out=out", f"format={weight_format.NAME}", SHARDS, *words) == 0
+    theirs = AutoModelForCausalLM.from_pretrained("out", dtype=torch.bfloat16)
+    theirs(torch.arange(8)[None])  # compressed-tensors decompresses when it is first used
+    ours = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.bfloat16)
+    pack_model(ours, weight_format)
+    checked = 0
+    for layer, module in ours.named_modules():
+        if isinstance(module, PackedLinear):
+            shape = (module.out_features, module.in_features)
+            own = weight_format.dequantize(module.packed(), shape, torch.bfloat16)
+            other = theirs.get_submodule(layer).weight
+            assert equal(own, other if weight_format.NAME != "nf4" else dequantize_4bit(other.data, other.quant_state))
+            checked += 1
+    assert checked == 14
+    assert equal(theirs.lm_head.weight, ours.lm_head.weight)
+    assert equal(theirs.model.norm.weight, ours.model.norm.weight)
+
+
+def test_everything_that_belongs_to_a_model_is_there_and_only_that(here, model):
+    for name in ("tokenizer.model", "LICENSE", "chat_template.jinja", "generation_config.json", "notes.md", "x.bin"):
+        (here / "model" / name).write_text(json.dumps({"name": name}))
+    assert run(model, "out=out", SHARDS) == 0
+    source, out = tree("model"), tree("out")
+    weights = sorted(name for name in out if name.endswith(".safetensors"))
+    copied = {"tokenizer.json", "tokenizer_config.json", "tokenizer.model", "LICENSE", "chat_template.jinja",
+              "generation_config.json"}  # fmt: skip
+    own = {"config.json", "model.safetensors.index.json", "quality.json", "sqnr.png"}
+    assert len(weights) > 2
+    assert out.keys() == copied | own | set(weights)
+    assert {name: out[name] for name in copied} == {name: source[name] for name in copied}
+    assert os.listdir(here).sort() == ["model", "out"].sort()
+    config = json.loads(out["config.json"])
+    del config["quantization_config"]
+    assert config == json.loads(source["config.json"])
+
+
+def test_ignored_layers_stay_and_the_lab_loads_what_it_is_told_to_type(here, model, capsys):
+    """The last line of the command is a command that the main one accepts, and that loads the checkpoint."""
+    assert run(model, "out=out", "format=nf4", "ignore=[lm_head,v_proj]", "double_quant=false") == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    words = shlex.split(last.split("-m qerl_lab ")[1])
+    assert "format.double_quant=false" in words
+    plan = make_plan([train.spell(word) for word in words], multirun=False)
+    loaded, _ = policy.load_base(plan.jobs[0].config, torch.device("cpu"))
+    kinds = {name.rpartition(".")[2]: type(module).__name__ for name, module in loaded.named_modules()}
+    assert (kinds["v_proj"], kinds["lm_head"], kinds["q_proj"]) == ("Linear", "Linear", "PackedLinear")
+
+
+def test_a_tied_head_is_left_dense_and_said_to_be(here):
+    (here / "model").mkdir()
+    write_dense(here / "model", tiny_model(tied=True))
+    assert run("model=model", "out=out", "ignore=[]") == 0
+    assert AutoConfig.from_pretrained("out").quantization_config["ignore"] == ["lm_head"]
+    assert not any("lm_head" in name for name in WeightFiles(Path("out")).names)
+
+
+@pytest.mark.parametrize("weight_format", [Nvfp4("four_over_six"), Mxfp4("floor")], ids=repr)
+def test_the_options_of_a_format_reach_the_weights(here, model, weight_format):
+    ((key, value),) = asdict(weight_format).items()
+    assert run(model, "out=plain", f"format={weight_format.NAME}") == 0
+    assert run(model, "out=other", f"format={weight_format.NAME}", f"{key}={value}") == 0
+    twin = tiny_model(dtype=torch.bfloat16)
+    pack_model(twin, weight_format)
+    plain, other = WeightFiles(Path("plain")), WeightFiles(Path("other"))
+    expected = twin.state_dict()
+    assert all(equal(other.tensor(tensor), expected[tensor]) for tensor in other.names)
+    assert not all(equal(other.tensor(tensor), plain.tensor(tensor)) for tensor in other.names)
+    assert json.loads(Path("other/quality.json").read_text())["options"] == {key: value}
+
+
+def test_overwriting_replaces_the_checkpoint_and_a_second_out_does_not_mind(here, model):
+    assert run(model, "out=out") == 0
+    first = tree("out")
+    assert run(model, "out=out", "overwrite=true", "format=mxfp4") == 0
+    assert tree("out")["config.json"] != first["config.json"]
+    assert sorted(os.listdir(here)) == ["model", "out"]
+
+
+def test_another_command_does_not_go_on_with_an_unfinished_directory(here, model, capsys, monkeypatch):
+    monkeypatch.setattr(quality, "measure", _interrupt)
+    assert run(model, "out=out") == 130
+    monkeypatch.undo()
+    os.chdir(here)
+    capsys.readouterr()
+    assert "begun with format=nvfp4, and now format=mxfp4" in refused(capsys, model, "out=out", "format=mxfp4")
+    os.utime(here / "model" / "model.safetensors", (time.time(), time.time()))
+    assert "begun from other files" in refused(capsys, model, "out=out")
+    assert run(model, "out=out", "overwrite=true") == 0
+    assert sorted(os.listdir(here)) == ["model", "out"]
+
+
+def _interrupt(*args: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_the_manual_names_every_key(capsys):
+    for words in ([], ["--help"], ["-h"], ["model=x", "--help"]):
+        assert quantize.main(words) == 0
+        text = capsys.readouterr().out
+        for key in QuantizeConfig.__dataclass_fields__:
+            assert re.search(rf"^  {key}=", text, re.MULTILINE)
+
+
+def test_the_tokenizer_of_the_checkpoint_is_the_models(here, model):
+    assert run(model, "out=out") == 0
+    text = "Ann has 7 pens."
+    assert AutoTokenizer.from_pretrained("out")(text) == AutoTokenizer.from_pretrained(POCKET)(text)
+
+
+def test_a_calibrated_model_gets_what_belongs_to_it_and_is_made_again_if_it_was_interrupted(here, model, monkeypatch):
+    """A stand-in writes what llmcompressor would, and is interrupted in its middle the first time."""
+    from qerl_lab.quantize import llmcompressor
+
+    assert run(model, "out=rtn") == 0
+    calls = []
+
+    def stand_in(cfg: QuantizeConfig, source: Path, left_dense: list[str], folder: Path) -> None:
+        assert left_dense == ["lm_head"]
+        assert os.listdir(folder) == ["journal.json"], "nothing of the interrupted one is left"
+        (folder / "model.safetensors").write_bytes(tree("rtn")["model.safetensors"])
+        calls.append(cfg.samples)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        (folder / "config.json").write_bytes(tree("rtn")["config.json"])
+
+    monkeypatch.setattr(llmcompressor, "check", lambda cfg: None)
+    monkeypatch.setattr(llmcompressor, "run", stand_in)
+    words = (model, "out=out", "method=gptq", "samples=3")
+    assert run(*words) == 130
+    with monkeypatch.context() as context:
+        context.setattr(quality, "measure", _interrupt)
+        assert run(*words) == 130
+    assert run(*words) == 0
+    assert calls == [3, 3], "not made again for the sake of quality.json"
+    assert tree("out").keys() == tree("rtn").keys()
+    report = json.loads(tree("out")["quality.json"])
+    assert report["calibration"]["samples"] == 3
+    assert report["sqnr_db"] == json.loads(tree("rtn")["quality.json"])["sqnr_db"]

@@ -1,0 +1,177 @@
+"""Packing a checkpoint file by file: the bits of packing it whole, fused layers in one piece, little memory."""
+
+import json
+import re
+import resource
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from packed_layers import BY_NAME, NVFP4, PACKED, each_packed, tiny_model
+from qerl_lab.formats.format import Format
+from qerl_lab.formats.nvfp4 import Nvfp4
+from qerl_lab.model.files import DTYPES, WeightFiles
+from qerl_lab.model.linear import pack_model, packable
+from qerl_lab.quantize import rtn
+from small_checkpoints import equal, write_dense
+
+CPU = torch.device("cpu")
+
+
+def model_of(hidden: int = 64, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+    return tiny_model(hidden=hidden, dtype=dtype)
+
+
+def write_all(source: WeightFiles, folder: Path, weight_format: Format, shard_bytes: float = 1e9) -> list:
+    folder.mkdir()
+    shards = rtn.plan(source, packable(model_of(), ["lm_head"]), weight_format, shard_bytes)
+    for shard in shards:
+        rtn.write(shard, folder, source, weight_format, CPU, lambda count: None)
+    return shards
+
+
+def tensors_in(folder: Path) -> dict[str, Tensor]:
+    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+@each_packed
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("source_shard", ["2GB", "5KB"])
+def test_the_files_hold_the_bits_of_a_model_packed_whole(tmp_path, weight_format, dtype, source_shard):
+    """With 5 KB a source file, the parts of fused layers lie in different files."""
+    model = model_of(dtype=dtype)
+    write_dense(tmp_path / "dense", model, max_shard_size=source_shard)
+    source = WeightFiles(tmp_path / "dense")
+    homes = {source.where(f"model.layers.0.self_attn.{part}_proj.weight") for part in "qkv"}
+    assert len(homes) == (1 if source_shard == "2GB" else 3)
+    write_all(source, tmp_path / "out", weight_format, shard_bytes=15e3)
+    pack_model(model, weight_format)
+    written, expected = tensors_in(tmp_path / "out"), model.state_dict()
+    assert written.keys() == expected.keys()
+    assert [key for key in written if not equal(written[key], expected[key])] == []
+
+
+def test_the_parts_of_a_fused_layer_share_the_largest_scale(tmp_path):
+    model = model_of()
+    for part, size in (("q", 1.0), ("k", 2.0), ("v", 4.0)):
+        model.get_parameter(f"model.layers.1.self_attn.{part}_proj.weight").data[0, 0] = size
+    write_dense(tmp_path / "dense", model, max_shard_size="5KB")
+    write_all(WeightFiles(tmp_path / "dense"), tmp_path / "out", NVFP4, shard_bytes=1)
+    written = tensors_in(tmp_path / "out")
+    scales = [written[f"model.layers.1.self_attn.{part}_proj.weight_global_scale"].item() for part in "qkv"]
+    assert scales == [448 * 6 / 4.0] * 3
+    own = written["model.layers.1.self_attn.o_proj.weight_global_scale"]
+    assert own == NVFP4.global_scale([model.model.layers[1].self_attn.o_proj.weight])
+
+
+@each_packed
+def test_the_plan_keeps_to_the_size_and_says_it_exactly(tmp_path, weight_format):
+    source = WeightFiles(write_dense(tmp_path / "dense", model_of()))
+    limit = 15e3
+    shards = write_all(source, tmp_path / "out", weight_format, shard_bytes=limit)
+    assert len(shards) > 3
+    for shard in shards:
+        file = tmp_path / "out" / shard.file
+        assert file.stat().st_size == shard.bytes
+        assert shard.bytes <= limit + 4096 or len(shard.units) == 1, "tensors up to the limit, and a header"
+        with safe_open(file, framework="pt") as opened:
+            assert set(opened.keys()) == set(shard.layout)
+    assert sum(rtn.source_bytes(source, shard) for shard in shards) == sum(
+        tensor.nbytes for tensor in tensors_in(tmp_path / "dense").values()
+    )
+
+
+def test_the_index_names_every_tensor_and_is_what_the_reader_wants(tmp_path):
+    source = WeightFiles(write_dense(tmp_path / "dense", model_of()))
+    shards = write_all(source, tmp_path / "out", NVFP4, shard_bytes=15e3)
+    (tmp_path / "out" / "model.safetensors.index.json").write_text(json.dumps(rtn.index(shards)))
+    written = WeightFiles(tmp_path / "out")
+    assert len(written.files) == len(shards)
+    assert set(written.names) == set(tensors_in(tmp_path / "out"))
+    assert rtn.index(shards)["metadata"]["total_size"] == sum(t.nbytes for t in tensors_in(tmp_path / "out").values())
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "nf4"])
+def test_tensors_are_aligned_to_their_dtype_and_the_library_writes_a_file_of_that_size(tmp_path, name):
+    source = WeightFiles(write_dense(tmp_path / "dense", model_of()))
+    (shard,) = write_all(source, tmp_path / "out", BY_NAME[name])
+    content = (tmp_path / "out" / shard.file).read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    assert header.pop("__metadata__") == {"format": "pt"}
+    assert (8 + length) % 8 == 0
+    assert [key for key, (_, dtype) in shard.layout.items() if header[key]["data_offsets"][0] % dtype.itemsize] == []
+    save_file(load_file(tmp_path / "out" / shard.file), tmp_path / "theirs", metadata={"format": "pt"})
+    assert len(content) == (tmp_path / "theirs").stat().st_size
+
+
+@pytest.mark.parametrize("dtype", sorted(set(DTYPES.values()), key=str))
+def test_every_dtype_is_copied_as_it_is(tmp_path, dtype):
+    (tmp_path / "dense").mkdir()
+    tensors = {"a": torch.arange(1, 7).reshape(2, 3).float().to(dtype), "b": torch.ones(()).to(dtype)}
+    save_file(tensors, tmp_path / "dense" / "model.safetensors")
+    write_all(WeightFiles(tmp_path / "dense"), tmp_path / "out", NVFP4)
+    written = tensors_in(tmp_path / "out")
+    assert all(equal(written[name], tensors[name]) for name in tensors)
+
+
+def test_a_weight_that_cannot_be_packed_is_named_with_its_file(tmp_path):
+    model = model_of()
+    model.model.layers[1].mlp.up_proj.weight.data[3, 5] = float("nan")
+    source = WeightFiles(write_dense(tmp_path / "dense", model))
+    with pytest.raises(ValueError, match=re.escape("model.safetensors: model.layers.1.mlp.up_proj: 1 values")):
+        write_all(source, tmp_path / "out", NVFP4)
+    assert not list((tmp_path / "out").glob("*.safetensors"))
+
+
+def test_a_full_disk_is_named_with_file_and_tensor_and_leaves_nothing(tmp_path):
+    """A limit on the size of files stands for the disk."""
+    source = WeightFiles(write_dense(tmp_path / "dense", model_of()))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large") as refusal:
+            write_all(source, tmp_path / "out", NVFP4)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert refusal.value.filename == str(tmp_path / "out" / "model.safetensors")
+    assert re.search(r"at model\.layers\.\d\.\S+\.weight", str(refusal.value))
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_a_format_whose_layout_is_wrong_is_found_before_it_damages_its_neighbours(tmp_path, monkeypatch):
+    source = WeightFiles(write_dense(tmp_path / "dense", model_of()))
+    made = NVFP4.layout((64, 64))
+    monkeypatch.setattr(Nvfp4, "layout", lambda self, shape: made)
+    with pytest.raises(AssertionError, match="its format's layout says"):
+        write_all(source, tmp_path / "out", NVFP4)
+
+
+class Counting(WeightFiles):
+    """Knows how many bytes of what it read are alive."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.alive: list = []
+        self.peak = 0
+
+    def tensor(self, name: str, device: torch.device | str = "cpu") -> Tensor:
+        tensor = super().tensor(name, device)
+        self.alive = [reference for reference in self.alive if reference() is not None] + [weakref.ref(tensor)]
+        self.peak = max(self.peak, sum(reference().nbytes for reference in self.alive))
+        return tensor
+
+
+@pytest.mark.parametrize("weight_format", PACKED, ids=repr)
+def test_no_more_than_one_fused_layer_of_the_source_is_in_memory(tmp_path, weight_format):
+    model = model_of(hidden=128)
+    write_dense(tmp_path / "dense", model, max_shard_size="60KB")
+    source = Counting(tmp_path / "dense")
+    write_all(source, tmp_path / "out", weight_format)
+    layer = model.model.layers[0].mlp
+    assert source.peak == layer.gate_proj.weight.nbytes + layer.up_proj.weight.nbytes

@@ -1,0 +1,213 @@
+"""Checkpoints: atomic, checked, and never a reason to lose or crash a run."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from qerl_lab.record import checkpoint
+from qerl_lab.record.checkpoint import MANIFEST, STATE, newest, save, verify
+
+FILES = {"adapter_model.safetensors": b"\x01" * 4000, "optimizer.pt": b"\x02" * 900, "sub/rng_state.pth": b"\x03" * 70}
+
+
+def state(step: int) -> dict[str, object]:
+    of_run = {"run_key": "k", "config": {"seed": 0}, "device": "cpu", "dtype": "torch.float32"}
+    return {"step": step, "prompts_seen": 4 * step, **of_run}
+
+
+def write(folder: Path) -> None:
+    assert list(folder.iterdir()) == []
+    for name, data in FILES.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(data)
+
+
+def saved(folder: Path, *steps: int, keep: int = 10) -> Path:
+    """Checkpoints of these steps; the newest one's folder."""
+    for step in steps:
+        path = save(folder, state(step), write, keep)
+    return path
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_checkpoint_is_its_files_its_state_and_their_checksums(tmp_path) -> None:
+    path = saved(tmp_path / "checkpoints", 25)
+    assert path.name == "step-000025"
+    assert {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()} == {*FILES, STATE, MANIFEST}
+    assert set(json.loads((path / MANIFEST).read_text())) == {*FILES, STATE}
+    assert verify(path) == ""
+    found = newest(path.parent)
+    assert (found.path, found.step, found.prompts_seen, found.run_key) == (path, 25, 100, "k")
+
+
+def test_the_newest_is_by_step_and_the_newest_few_are_kept(tmp_path) -> None:
+    saved(tmp_path, 8, 9, 10, 11, 100, keep=3)
+    assert names(tmp_path) == ["step-000010", "step-000011", "step-000100"]
+    assert newest(tmp_path).step == 100
+
+
+@pytest.mark.parametrize("folder", ["", "missing"])
+def test_no_checkpoint_is_none(tmp_path, folder: str) -> None:
+    assert newest(tmp_path / folder) is None
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(bytes(data))
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+@pytest.mark.parametrize("damage", [truncate, flip, empty, Path.unlink])
+@pytest.mark.parametrize("file", [*FILES, STATE, MANIFEST])
+def test_damage_to_any_file_is_seen_and_the_one_before_used(tmp_path, capsys, file: str, damage: Callable) -> None:
+    path = saved(tmp_path, 1, 2, 3)
+    damage(path / file)
+    assert newest(tmp_path).step == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"warning: checkpoint {path} is damaged (")
+    assert file in line or file == MANIFEST  # a flipped bit there blames another file
+    assert line.endswith("; using the one before it.")
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "3", "null", "{}", '"lab_state.json"', '{"lab_state.json": 1}', "\x00"]
+)
+def test_a_manifest_of_garbage_is_damage(tmp_path, text: str) -> None:
+    (saved(tmp_path, 1, 2) / MANIFEST).write_text(text)
+    assert newest(tmp_path).step == 1
+
+
+@pytest.mark.parametrize("name", [MANIFEST, STATE, "optimizer.pt"])
+def test_a_folder_in_the_place_of_a_file_is_damage(tmp_path, capsys, name: str) -> None:
+    path = saved(tmp_path, 1, 2) / name
+    path.unlink()
+    path.mkdir()
+    assert newest(tmp_path).step == 1
+    assert f"is damaged ({name} " in capsys.readouterr().err
+
+
+def test_what_is_no_checkpoint_is_left_alone(tmp_path) -> None:
+    """A million steps sort after 999,999; a folder of somebody else's stays."""
+    (tmp_path / "step-mine").mkdir()
+    saved(tmp_path, 999_999, 1_000_000, keep=1)
+    assert names(tmp_path) == ["step-1000000", "step-mine"]
+
+
+def test_a_manifest_that_is_no_text_is_damage(tmp_path) -> None:
+    (saved(tmp_path, 1, 2) / MANIFEST).write_bytes(b"\xff\xfe\x00\xd8")
+    assert newest(tmp_path).step == 1
+
+
+@pytest.mark.parametrize("changed", [
+    {"step": 2}, {"step": 2, "prompts_seen": 8}, state(2) | {"later_field": 1}, [], 3, None, {},
+])  # fmt: skip
+def test_a_state_of_another_version_is_damage_and_not_a_crash(tmp_path, capsys, changed: object) -> None:
+    """Its checksum is right: it was written so."""
+    path = saved(tmp_path, 1, 2)
+    (path / STATE).write_text(json.dumps(changed))
+    digests = json.loads((path / MANIFEST).read_text()) | {STATE: checkpoint._sha256(path / STATE)}
+    (path / MANIFEST).write_text(json.dumps(digests))
+    assert newest(tmp_path).step == 1
+    assert f"{STATE} is of another version" in capsys.readouterr().err
+
+
+def test_several_damaged_ones_are_passed_over(tmp_path, capsys) -> None:
+    saved(tmp_path, 1, 2, 3)
+    truncate(tmp_path / "step-000003" / "optimizer.pt")
+    (tmp_path / "step-000002" / MANIFEST).unlink()
+    assert newest(tmp_path).step == 1
+    assert len(capsys.readouterr().err.splitlines()) == 2
+    flip(tmp_path / "step-000001" / STATE)
+    assert newest(tmp_path) is None
+
+
+def test_a_save_that_dies_leaves_the_one_before_and_is_cleared_away_by_the_next(tmp_path) -> None:
+    saved(tmp_path, 1)
+
+    def die(folder: Path) -> None:
+        write(folder)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        save(tmp_path, state(2), die, keep=2)
+    leftover = [name for name in names(tmp_path) if name.startswith(".step-000002")]
+    assert len(leftover) == 1
+    (tmp_path / leftover[0]).rename(tmp_path / ".step-000002.12345")  # of another process
+    assert newest(tmp_path).step == 1
+    saved(tmp_path, 3)
+    assert names(tmp_path) == ["step-000001", "step-000003"]
+
+
+@pytest.mark.parametrize("at", ["mkdir", "write_text", "rename"])
+def test_dying_anywhere_in_a_save_loses_no_older_checkpoint(tmp_path, monkeypatch, at: str) -> None:
+    saved(tmp_path, 1, 2)
+
+    def die(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, at, die)
+        with pytest.raises(KeyboardInterrupt):
+            save(tmp_path, state(3), write, keep=1)
+    assert newest(tmp_path).step == 2
+
+
+def test_a_manifest_is_written_last_and_only_the_rename_makes_a_checkpoint(tmp_path, monkeypatch) -> None:
+    """At the moment of the rename the folder is whole and on the disk."""
+    seen, flushed = [], []
+    monkeypatch.setattr(checkpoint, "_flush_to_disk", flushed.append)
+    rename = Path.rename
+    monkeypatch.setattr(
+        Path, "rename", lambda self, to: (seen.append((verify(self), names(tmp_path))), rename(self, to))[1]
+    )
+    path = saved(tmp_path, 4)
+    assert [(damage, len(found)) for damage, found in seen] == [("", 1)]
+    assert {file.name for file in flushed} >= {Path(name).name for name in (*FILES, STATE, MANIFEST)}
+    assert flushed[-1] == path.parent
+
+
+def test_the_same_step_again_replaces_the_damaged_one(tmp_path) -> None:
+    path = saved(tmp_path, 1, 2)
+    truncate(path / "optimizer.pt")
+    assert newest(tmp_path).step == 1
+    assert saved(tmp_path, 2) == path
+    assert newest(tmp_path).step == 2
+    assert (path / "optimizer.pt").read_bytes() == FILES["optimizer.pt"]
+
+
+def test_dying_while_the_same_step_is_replaced_leaves_the_one_before(tmp_path, monkeypatch) -> None:
+    saved(tmp_path, 1, 2)
+
+    def die(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", die)
+        with pytest.raises(KeyboardInterrupt):
+            save(tmp_path, state(2), write, keep=10)
+    assert newest(tmp_path).step == 1
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_damaged_later_checkpoints_do_not_crowd_out_new_ones(tmp_path, keep: int) -> None:
+    """After a fall back to step 2, a save of step 3 must be there to continue from."""
+    saved(tmp_path, 2, 4, 6)
+    for name in ("step-000004", "step-000006"):
+        flip(tmp_path / name / "optimizer.pt")
+    assert newest(tmp_path).step == 2
+    saved(tmp_path, 3, keep=keep)
+    assert newest(tmp_path).step == 3
+    assert names(tmp_path) == ["step-000002", "step-000003"][-keep:]

@@ -1,0 +1,208 @@
+"""A run's directory from its claim to its end, file by file."""
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from qerl_lab.config.schema import ConfigError, RunConfig
+from qerl_lab.exits import FAILURE, INTERRUPTED, OK, USAGE
+from qerl_lab.record.atomic import replace_file
+from qerl_lab.record.directory import ROOM, RunDirectory, first_missing, reserve
+from qerl_lab.record.environment import Typed
+
+TYPED = Typed("python -m qerl_lab seed=3", ["seed=3"], "adhoc/time")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    """A claimed directory that nobody has begun in."""
+    run = RunDirectory(tmp_path / "a" / "run")
+    run.claim(RunConfig(seed=3), TYPED)
+    return run
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def test_importing_it_imports_neither_torch_nor_pandas() -> None:
+    code = "import sys, qerl_lab.record.directory; print({'torch', 'pandas', 'numpy', 'mlflow'} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
+
+
+# --- claim and begin
+
+
+def test_a_claim_holds_the_configuration_and_what_was_typed(run: RunDirectory) -> None:
+    assert names(run.path) == {"resolved.yaml", "QUEUED"}
+    assert (run.status, run.is_claimed, run.result()) == ("not run", True, {})
+    assert (run.config().seed, run.config().run_dir) == (3, str(run.path))
+    assert run.settings()["lora.rank"] == "32"
+
+
+def test_a_run_begins_once(run: RunDirectory) -> None:
+    assert run.begin() == TYPED
+    assert (run.status, names(run.path)) == ("interrupted", {"resolved.yaml"})
+    assert run.begin() is None
+
+
+def test_two_runs_never_share_a_directory(run: RunDirectory, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"is not empty\. Type resume="):
+        run.claim(RunConfig(seed=4), TYPED)
+    assert run.config().seed == 3
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="is a file"):
+        RunDirectory(tmp_path / "file").claim(RunConfig(), TYPED)
+
+
+def test_no_secret_waits_in_the_queue(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run")
+    run.claim(RunConfig(), Typed("c", ["task.path=https://me:pw-456@host/a"]))
+    assert "pw-456" not in (run.path / "QUEUED").read_text()
+    assert run.begin() == Typed("c", ["task.path=https://***@host/a"])
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "/".join(["x" * 200] * 30)], ids=["part", "whole"])
+def test_a_directory_with_too_long_a_name_is_one_sentence(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match=r"cannot be made: .*too long. Type another: run_dir=DIR"):
+        RunDirectory(tmp_path / name).claim(RunConfig(), TYPED)
+    with pytest.raises(ConfigError, match=r"has no resolved\.yaml"):
+        RunDirectory(tmp_path / name).config()
+
+
+def test_two_processes_never_get_the_same_directory(tmp_path: Path) -> None:
+    wanted = tmp_path / "runs" / "20260131-120000"
+    assert [reserve(wanted).name for _ in range(3)] == [wanted.name, f"{wanted.name}-2", f"{wanted.name}-3"]
+
+
+def test_a_lock_is_held_once(run: RunDirectory) -> None:
+    with run.locked(), pytest.raises(ConfigError, match="another process is running in"), run.locked():
+        pass
+    with run.locked():
+        pass
+
+
+# --- the end
+
+
+@pytest.mark.parametrize(
+    ("ended_with", "code", "status", "reason"),
+    [
+        (INTERRUPTED, INTERRUPTED, "interrupted", None),
+        (-signal.SIGTERM, INTERRUPTED, "interrupted", None),
+        (-signal.SIGKILL, FAILURE, "failed", "Killed: signal 9 (SIGKILL) ended the process, as the system does"),
+        (-signal.SIGSEGV, FAILURE, "failed", "Killed: signal 11"),
+        (3, FAILURE, "failed", "NoRecord: the process ended with status 3"),
+        (USAGE, FAILURE, "failed", "NoRecord: the process ended with status 2"),
+        (OK, FAILURE, "failed", "NoRecord: the process ended with status 0"),
+    ],
+)
+def test_a_process_without_a_word_is_settled(
+    run: RunDirectory, ended_with: int, code: int, status: str, reason: str | None
+) -> None:
+    run.begin()
+    run.reserve_room()
+    assert run.settle(ended_with) == code
+    assert run.status == status
+    assert not (run.path / ROOM).exists()
+    if reason:
+        assert run.reason.startswith(reason)
+
+
+@pytest.mark.parametrize("ended_with", [OK, FAILURE, -signal.SIGKILL])
+def test_what_is_done_is_done_however_its_process_ends(run: RunDirectory, ended_with: int) -> None:
+    run.begin()
+    run.finish({"seconds": 3.0})
+    assert (run.settle(ended_with), run.status, run.result()) == (OK, "done", {"seconds": 3.0})
+
+
+def test_a_reason_of_the_run_s_own_stays(run: RunDirectory) -> None:
+    run.begin()
+    run.fail("ConfigError: no such model\n\ntrace")
+    assert run.settle(USAGE) == USAGE
+    assert run.settle(FAILURE) == FAILURE
+    assert (run.status, run.reason) == ("failed", "ConfigError: no such model")
+    assert run.begin() is None
+    assert run.status == "interrupted", "a run that goes on has not failed"
+
+
+def test_failed_takes_the_room_that_was_kept_for_it(run: RunDirectory) -> None:
+    run.reserve_room()
+    room = (run.path / ROOM).stat()
+    assert room.st_blocks * 512 >= 65536, "blocks, not a hole"
+    run.fail("OSError: No space left on device\n" + "x" * 100_000)
+    written = (run.path / "FAILED").stat()
+    assert (written.st_ino, written.st_size) == (room.st_ino, 65536)
+    assert not (run.path / ROOM).exists()
+    assert run.reason == "OSError: No space left on device"
+
+
+def test_a_full_disk_leaves_no_half_of_a_file(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"old")
+    (tmp_path / "a.tmp").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left"):
+        replace_file(tmp_path / "a", b"new")
+    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("a", b"old")]
+
+
+# --- nothing left behind
+
+
+def test_a_refused_run_goes_with_the_directories_that_were_made_for_it(tmp_path: Path) -> None:
+    run, made = RunDirectory(tmp_path / "a" / "b"), first_missing(tmp_path / "a" / "b")
+    run.claim(RunConfig(), TYPED)
+    run.begin()
+    run.fail("ConfigError: x")
+    run.discard(made)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_directory_that_was_there_before_stays(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    run = RunDirectory(tmp_path / "mine")
+    run.claim(RunConfig(), TYPED)
+    run.discard(first_missing(tmp_path / "mine"))
+    assert names(tmp_path) == {"mine"}
+    assert not names(tmp_path / "mine")
+
+
+def test_what_a_run_has_recorded_is_not_discarded(run: RunDirectory) -> None:
+    (run.path / "metrics.jsonl").touch()
+    run.discard(run.path)
+    assert names(run.path) == {"resolved.yaml", "QUEUED", "metrics.jsonl"}
+
+
+# --- the record
+
+
+def test_what_is_not_there_yet_is_empty(run: RunDirectory) -> None:
+    assert (run.metrics(), run.evaluations(), run.environment(), run.last_saved()) == ([], {}, {}, 0)
+    assert run.metrics_from(7) == ([], 7)
+
+
+def test_artifacts_are_those_that_exist(run: RunDirectory) -> None:
+    assert [path.name for path in run.artifacts()] == ["resolved.yaml"]
+    for name in ("curves.png", "metrics.jsonl", "env.json"):
+        (run.path / name).touch()
+    assert [path.name for path in run.artifacts()] == ["resolved.yaml", "metrics.jsonl", "curves.png"]
+
+
+def test_settings_are_read_of_another_version_too(run: RunDirectory) -> None:
+    path = run.path / "resolved.yaml"
+    path.write_text(path.read_text().replace("  rank: 32\n", "  rnk: 7\n"))
+    assert run.settings()["lora.rnk"] == "7"
+    with pytest.raises(ConfigError, match=r"lora\.rnk is not a known key"):
+        run.config()
+
+
+def test_a_queue_that_somebody_broke_is_one_sentence(run: RunDirectory) -> None:
+    (run.path / "QUEUED").write_text("[")
+    with pytest.raises(ConfigError, match="QUEUED cannot be read"):
+        run.begin()
+    (run.path / "QUEUED").write_text(json.dumps({"nonsense": 1}))
+    with pytest.raises(ConfigError, match="QUEUED is not what a run writes there"):
+        run.begin()

@@ -1,0 +1,160 @@
+"""env.json and code.diff: what they hold, what they must not hold, and that a missing git is no failure."""
+
+import json
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from qerl_lab.record import environment
+
+
+@pytest.fixture
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A small git repository that the package believes to run from."""
+    root = tmp_path / "checkout"
+    (root / "src").mkdir(parents=True)
+    (root / "src" / "a.py").write_text("x = 1\n")
+    git(root, "init", "-q")
+    monkeypatch.setattr(environment, "CHECKOUT", root.resolve())
+    return root
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    (tmp_path / "run").mkdir()
+    return tmp_path / "run"
+
+
+def git(root: Path, *args: str) -> str:
+    command = ["git", "-C", str(root), "-c", "user.name=t", "-c", "user.email=t@t", *args]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def commit(root: Path) -> str:
+    git(root, "add", "-A")
+    git(root, "commit", "-qm", "c")
+    return git(root, "rev-parse", "HEAD").strip()
+
+
+def test_git_state_follows_the_checkout(checkout: Path) -> None:
+    assert environment.git_state() == ("unknown", True)  # no commit yet, and a file that none holds
+    sha = commit(checkout)
+    assert environment.git_state() == (sha, False)
+    (checkout / "src" / "a.py").write_text("x = 2\n")
+    assert environment.git_state() == (sha, True)
+    git(checkout, "checkout", "-q", ".")
+    (checkout / "src" / "new.py").write_text("y = 1\n")
+    assert environment.git_state() == (sha, True)
+
+
+def test_code_diff_brings_a_clean_checkout_to_what_ran(checkout: Path, run_dir: Path) -> None:
+    commit(checkout)
+    (checkout / "src" / "a.py").write_text("x = 2\n")
+    (checkout / "src" / "new.py").write_text("y = 1\n")
+    environment.write_environment(run_dir)
+    assert "# untracked: src/new.py" in (run_dir / "code.diff").read_text()
+    git(checkout, "checkout", "-q", ".")
+    git(checkout, "apply", str(run_dir / "code.diff"))
+    assert (checkout / "src" / "a.py").read_text() == "x = 2\n"
+
+
+def test_git_variables_of_a_hook_do_not_lead_elsewhere(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sha = commit(checkout)
+    monkeypatch.setenv("GIT_DIR", "/nonexistent")
+    assert environment.git_state() == (sha, False)
+
+
+def test_a_package_installed_inside_another_repository_has_no_commit(
+    checkout: Path, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit(checkout)
+    inside = checkout / ".venv" / "lib"
+    (inside / "src").mkdir(parents=True)
+    monkeypatch.setattr(environment, "CHECKOUT", inside.resolve())
+    assert environment.git_state() == ("unknown", False)
+    environment.write_environment(run_dir)
+    assert (run_dir / "code.diff").read_text().startswith("# no checkout")
+
+
+def test_missing_git_is_no_failure(run_dir: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    environment.write_environment(run_dir)
+    env = json.loads((run_dir / "env.json").read_text())
+    assert (env["git_sha"], env["dirty"]) == ("unknown", False)
+
+
+def test_environment_says_on_what_it_ran(checkout: Path, run_dir: Path) -> None:
+    sha = commit(checkout)
+    environment.write_environment(run_dir)
+    env = json.loads((run_dir / "env.json").read_text())
+    assert env["git_sha"] == sha
+    assert env["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert env["packages"]["mlflow"]
+    assert env["cpu_count"] >= env["cpus_usable"] >= 1
+    assert env["memory_gib"] > 0
+    assert {"time", "command", "platform", "cpu", "gpus"} <= set(env)
+
+
+def test_no_secret_is_written(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "tok-123")
+    monkeypatch.delenv(environment.COMMAND, raising=False)
+    monkeypatch.setattr(sys, "orig_argv", ["qerl_lab", "tracking.uri=http://me:pw-456@host:5000/x", "seed=1"])
+    environment.write_environment(run_dir)
+    written = (run_dir / "env.json").read_text()
+    assert "tok-123" not in written
+    assert "pw-456" not in written
+    assert json.loads(written)["command"] == "qerl_lab tracking.uri=http://***@host:5000/x seed=1"
+
+
+def test_a_password_that_was_typed_into_a_file_is_not_in_the_diff(checkout: Path, run_dir: Path) -> None:
+    commit(checkout)
+    (checkout / "src" / "a.py").write_text("uri = 'http://me:pw-456@host'\n")
+    environment.write_environment(run_dir)
+    assert "pw-456" not in (run_dir / "code.diff").read_text()
+    assert "http://***@host" in (run_dir / "code.diff").read_text()
+
+
+def test_what_was_typed_is_kept_without_its_secrets(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(environment.COMMAND, "python -m qerl_lab -m task.path=https://me:pw-456@host/a seed=0,1")
+    monkeypatch.setenv(
+        environment.WORDS, '["seed=1", "task.instruction=two words", "task.path=https://me:pw-456@host/a"]'
+    )
+    monkeypatch.setenv(environment.SWEEP, "adhoc/20260131-120000")
+    environment.write_environment(run_dir)
+    env = json.loads((run_dir / "env.json").read_text())
+    assert env["command"] == "python -m qerl_lab -m task.path=https://***@host/a seed=0,1"
+    assert env["words"] == ["seed=1", "task.instruction=two words", "task.path=https://***@host/a"]
+    assert env["sweep"] == "adhoc/20260131-120000"
+
+
+def test_a_resumed_run_keeps_its_first_environment(run_dir: Path) -> None:
+    environment.write_environment(run_dir)
+    first = (run_dir / "env.json").read_bytes()
+    environment.write_environment(run_dir)
+    environment.write_environment(run_dir)
+    assert (run_dir / "env.json").read_bytes() == first
+    names = ["code.2.diff", "code.3.diff", "code.diff", "env.2.json", "env.3.json", "env.json"]
+    assert sorted(path.name for path in run_dir.iterdir()) == names
+
+
+def test_gpus_are_named_with_their_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    properties = types.SimpleNamespace(name="NVIDIA H200", total_memory=141 * 2**30)
+    cuda = types.SimpleNamespace(
+        is_available=lambda: True, device_count=lambda: 2, get_device_properties=lambda index: properties
+    )
+    fake = types.SimpleNamespace(cuda=cuda, version=types.SimpleNamespace(cuda="12.9"))
+    monkeypatch.setitem(sys.modules, "torch", fake)  # type: ignore[arg-type]
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho 570.1\necho 570.1\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    gpu = {"name": "NVIDIA H200", "memory_gib": 141.0, "driver": "570.1", "cuda": "12.9"}
+    assert environment._gpus() == [gpu, gpu]
+
+
+def test_no_torch_means_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert environment._gpus() == []

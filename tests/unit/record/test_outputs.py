@@ -1,0 +1,60 @@
+"""A place that cannot be written is refused before the work, and nothing is left of the attempt."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from qerl_lab.bench import __main__ as bench
+from qerl_lab.config.schema import ConfigError
+from qerl_lab.pocket import pretrain, teacher
+from qerl_lab.record.outputs import make_directory
+
+
+def test_a_directory_is_made_with_its_parents_and_stays_empty(tmp_path: Path) -> None:
+    for _ in range(2):
+        make_directory(tmp_path / "a" / "b", "out=a/b")
+        assert list((tmp_path / "a" / "b").iterdir()) == []
+
+
+@pytest.mark.parametrize("folder", ["file/below", "/proc/nowhere/below", "file", f"ok/{'x' * 300}"])
+def test_what_cannot_be_written_is_said_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("file").write_text("mine")
+    with pytest.raises(ConfigError, match=r"^out=x cannot be written \(.*\)\. Type another directory\.$"):
+        make_directory(Path(folder), "out=x")
+    assert os.listdir() == ["file"]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["out=file"], "out=file cannot be written (File exists: file). Type another directory."),
+        (["out=/proc/nowhere"], "out=/proc/nowhere cannot be written (No such file or directory"),
+        (["out=full"], "out=full is not empty. Type another directory"),
+        (["out=new", "updates=0"], "updates=0 is not allowed; allowed: at least 1"),
+        (["seed=1"], "out= is missing. Type for example out=pocket."),
+    ],
+)
+def test_pretraining_is_refused_before_it_takes_minutes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], says: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(teacher, "pretrain", lambda *args: pytest.fail("it began"))
+    Path("file").write_text("mine")
+    Path("full").mkdir()
+    Path("full/mine").write_text("mine")
+    assert pretrain.main(words) == 2
+    assert says in capsys.readouterr().err
+    assert sorted(os.listdir()) == ["file", "full"]
+
+
+def test_a_benchmark_is_refused_before_it_measures(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench, "require_gpu", lambda: None)
+    monkeypatch.setattr(bench, "shown", lambda rows: pytest.fail("it began"))
+    assert bench.main(["linear", "out=/proc/nowhere/result"]) == 2
+    assert "error: out=/proc/nowhere/result cannot be written (No such file" in capsys.readouterr().err

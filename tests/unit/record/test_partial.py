@@ -1,0 +1,143 @@
+"""A directory that is not there before it is whole: taken over by the same command, refused to another."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from qerl_lab.config.schema import ConfigError
+from qerl_lab.record.partial import JOURNAL, Unfinished
+
+ONE = {"format": "nvfp4", "ignore": ["lm_head"], "model": {"a": [1, 2]}}
+
+
+def begin(out: Path, identity: dict = ONE, overwrite: bool = False) -> Unfinished:
+    return Unfinished(out, identity, overwrite)
+
+
+def files(folder: Path) -> dict[str, str]:
+    return {path.name: path.read_text() for path in folder.iterdir()}
+
+
+def half_done(out: Path) -> None:
+    with begin(out) as unfinished:
+        (unfinished.folder / "a").write_text("whole")
+        unfinished.note("a")
+        (unfinished.folder / "b").write_text("ha")
+
+
+def test_the_name_is_there_only_when_it_is_whole(tmp_path):
+    out = tmp_path / "deep" / "out"
+    with begin(out) as unfinished:
+        (unfinished.folder / "a").write_text("1")
+        assert not out.exists()
+        unfinished.finish()
+    assert files(out) == {"a": "1"}
+    assert [path.name for path in out.parent.iterdir()] == ["out"]
+
+
+def test_the_same_command_finds_what_is_complete(tmp_path):
+    half_done(tmp_path / "out")
+    with begin(tmp_path / "out") as again:
+        assert again.has("a")
+        assert not again.has("b"), "never noted"
+        (again.folder / "a").write_text("cut")
+        assert not again.has("a"), "another size"
+        (again.folder / "a").unlink()
+        assert not again.has("a")
+
+
+@pytest.mark.parametrize(
+    ("change", "parts"),
+    [
+        ({"format": "mxfp4"}, ["format=nvfp4", "format=mxfp4 is given", "overwrite=true"]),
+        ({"ignore": []}, ["ignore=[lm_head]", "ignore=[]"]),
+        ({"model": {"a": [1, 3]}}, ["other files than model has now", "overwrite=true"]),
+    ],
+)
+def test_another_command_is_refused_and_changes_nothing_unless_it_overwrites(tmp_path, change, parts):
+    half_done(tmp_path / "out")
+    before = files(tmp_path / "out.partial")
+    with pytest.raises(ConfigError) as refusal:
+        begin(tmp_path / "out", ONE | change)
+    for part in parts:
+        assert part in str(refusal.value)
+    assert files(tmp_path / "out.partial") == before
+    with begin(tmp_path / "out", ONE | change, overwrite=True) as unfinished:
+        assert list(files(unfinished.folder)) == [JOURNAL]
+        assert not unfinished.has("a")
+
+
+def test_a_directory_of_somebody_else_is_left_alone(tmp_path):
+    (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.partial" / "thesis.tex").write_text("years")
+    for overwrite in (False, True):
+        with pytest.raises(ConfigError, match=r"out\.partial is not of this command's making"):
+            begin(tmp_path / "out", overwrite=overwrite)
+    assert files(tmp_path / "out.partial") == {"thesis.tex": "years"}
+
+
+def test_two_processes_do_not_write_at_once(tmp_path):
+    code = (
+        "import sys; from pathlib import Path; from qerl_lab.record.partial import Unfinished\n"
+        "with Unfinished(Path(sys.argv[1]), {}, False): print('in', flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "out")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout.readline() == "in\n"
+        with pytest.raises(ConfigError, match="another process is writing"):
+            begin(tmp_path / "out", {})
+        other.stdin.close()
+    with begin(tmp_path / "out", {}):
+        pass
+
+
+def fail(out: Path, *complete: str) -> None:
+    with begin(out) as unfinished:
+        (unfinished.folder / "a").write_text("whole")
+        unfinished.note(*complete)
+        raise ValueError("as asked")
+
+
+def test_what_fails_before_a_file_is_complete_leaves_nothing(tmp_path):
+    with pytest.raises(ValueError, match="as asked"):
+        fail(tmp_path / "out")
+    assert os.listdir(tmp_path) == []
+    with pytest.raises(ValueError, match="as asked"):
+        fail(tmp_path / "out", "a")
+    assert sorted(os.listdir(tmp_path / "out.partial")) == ["a", JOURNAL]
+
+
+def test_what_is_replaced_stays_until_the_new_one_is_whole(tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "old").touch()
+    with begin(out, overwrite=True) as unfinished:
+        (unfinished.folder / "new").touch()
+        assert os.listdir(out) == ["old"]
+        unfinished.finish()
+    assert os.listdir(out) == ["new"]
+    assert os.listdir(tmp_path) == ["out"]
+
+
+@pytest.mark.parametrize("killed_after", ["old set aside", "new in place"])
+def test_a_process_killed_while_it_renames_leaves_one_whole_directory(tmp_path, killed_after):
+    out = tmp_path / "out"
+    (tmp_path / "out.replaced").mkdir()
+    (tmp_path / "out.replaced" / "old").touch()
+    if killed_after == "new in place":
+        out.mkdir()
+        (out / "whole").touch()
+    with begin(out, overwrite=True) as unfinished:
+        (unfinished.folder / "new").touch()
+        unfinished.finish()
+    assert os.listdir(out) == ["new"]
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_the_journal_is_json_that_a_person_can_read(tmp_path):
+    half_done(tmp_path / "out")
+    assert json.loads((tmp_path / "out.partial" / JOURNAL).read_text()) == {"identity": ONE, "files": {"a": 5}}

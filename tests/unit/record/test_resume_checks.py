@@ -1,0 +1,214 @@
+"""What stands in the way of a resume, one sentence each: which file, what is wrong with it, what to do."""
+
+import json
+import os
+import stat
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import yaml
+
+from qerl_lab.config.schema import ConfigError, RunConfig, of_run
+from qerl_lab.record import checkpoint
+from qerl_lab.record.directory import RunDirectory
+
+
+def save(run_dir: Path, step: int, cfg: RunConfig) -> Path:
+    state = {"step": step, "prompts_seen": step, "run_key": "k", "config": of_run(cfg), "device": "cpu", "dtype": "f"}
+    return checkpoint.save(run_dir / "checkpoints", state, lambda folder: (folder / "a").touch(), keep=9)
+
+
+def log(run_dir: Path, *steps: int) -> None:
+    text = "".join(f'{{"step": {step}, "time": 1, "metrics": {{"reward/mean": 0}}}}\n' for step in steps)
+    (run_dir / "metrics.jsonl").write_text(text)
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """A run of 12 steps that was killed after its second checkpoint."""
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    cfg = RunConfig(steps=12, run_dir=str(run_dir))
+    (run_dir / "resolved.yaml").write_text(yaml.safe_dump(asdict(cfg), sort_keys=False))
+    log(run_dir, 1, 2, 3, 4)
+    RunDirectory(run_dir).mirror().set(status=None)
+    RunDirectory(run_dir).sessions().begin(1.0, 0.0)
+    for step in (2, 4):
+        save(run_dir, step, cfg)
+    (run_dir / "eval.parquet").write_bytes(b"PAR1....PAR1")
+    return run_dir
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_sound_directory_goes_on_from_its_newest_checkpoint(run_dir: Path) -> None:
+    RunDirectory(run_dir).check()
+    saved = RunDirectory(run_dir).starting_point(RunDirectory(run_dir).config())
+    assert saved
+    assert (saved.step, saved.run_key) == (4, "k")
+    saved.refuse_other_device("cpu", "f")
+
+
+def cut(path: Path, share: float) -> None:
+    path.write_bytes(path.read_bytes()[: int(share * path.stat().st_size)])
+
+
+@pytest.mark.parametrize("line", range(1, 82, 7))
+def test_a_configuration_that_was_cut_off_is_refused_at_any_line(run_dir: Path, line: int) -> None:
+    path = run_dir / "resolved.yaml"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:line]))
+    with pytest.raises(ConfigError, match=r"resolved\.yaml(:| lacks| cannot be read)"):
+        RunDirectory(run_dir).config()
+
+
+def test_what_is_lacking_is_named(run_dir: Path) -> None:
+    path = run_dir / "resolved.yaml"
+    values = yaml.safe_load(path.read_text())
+    del values["steps"], values["lora"]["rank"]
+    path.write_text(yaml.safe_dump(values))
+    with pytest.raises(ConfigError, match=r"resolved\.yaml lacks lora\.rank, steps: it was cut off"):
+        RunDirectory(run_dir).config()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "holds no configuration"),
+        ("- a\n", "holds no configuration"),
+        ("a: [", "cannot be read"),
+        ("\0\0", "cannot be read"),
+        ("lora: 3\n", "lora is a node"),
+        ("steps: many\n", "resolved.yaml: steps=many is not allowed"),
+        ("stepz: 3\n", "stepz is not a known key. Did you mean steps"),
+    ],
+)
+def test_a_configuration_of_garbage_is_one_sentence(run_dir: Path, text: str, words: str) -> None:
+    (run_dir / "resolved.yaml").write_text(text)
+    with pytest.raises(ConfigError) as refusal:
+        RunDirectory(run_dir).config()
+    assert words in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+def test_another_configuration_than_the_checkpoints_is_refused_by_its_keys(run_dir: Path) -> None:
+    cfg = RunDirectory(run_dir).config()
+    cfg.steps, cfg.lora.rank, cfg.seed = 600, 64, 3
+    with pytest.raises(ConfigError) as refusal:
+        RunDirectory(run_dir).starting_point(cfg)
+    assert "step-000004 was trained with: lora.rank=64 (was 32), seed=3 (was 0), steps=600 (was 12)." in str(
+        refusal.value
+    )
+
+
+def test_what_decides_nothing_may_change(run_dir: Path) -> None:
+    cfg = RunDirectory(run_dir).config()
+    cfg.checkpoint.every, cfg.cpu_threads, cfg.tracking.mlflow = 1, 7, False
+    assert RunDirectory(run_dir).starting_point(cfg)
+
+
+def test_another_device_or_dtype_is_refused(run_dir: Path) -> None:
+    saved = RunDirectory(run_dir).starting_point(RunDirectory(run_dir).config())
+    assert saved
+    for device, dtype in (("cuda", "f"), ("cpu", "g")):
+        with pytest.raises(ConfigError, match=f"trained on cpu in f, and here it would go on on {device} in {dtype}"):
+            saved.refuse_other_device(device, dtype)
+
+
+@pytest.mark.parametrize(("steps", "start"), [((1, 2, 3, 4), 4), ((1, 2, 3), 2), ((1, 2, 4), 2)])
+def test_a_hole_leads_to_the_checkpoint_before_it(run_dir: Path, capsys, steps: tuple[int, ...], start: int) -> None:
+    log(run_dir, *steps)
+    saved = RunDirectory(run_dir).starting_point(RunDirectory(run_dir).config())
+    assert saved
+    assert saved.step == start
+    said = capsys.readouterr().err
+    assert said == "" if start == 4 else f"metrics.jsonl lacks step {min({3, 4} - set(steps))}; training again" in said
+
+
+@pytest.mark.parametrize("lost", ["hole", "missing"])
+def test_a_hole_that_no_checkpoint_precedes_is_refused(run_dir: Path, lost: str) -> None:
+    log(run_dir, 1, 3, 4)
+    if lost == "missing":
+        (run_dir / "metrics.jsonl").unlink()
+    before = files(run_dir)
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl (lacks step 2|is missing), and no checkpoint is old enough"):
+        RunDirectory(run_dir).starting_point(RunDirectory(run_dir).config())
+    assert files(run_dir) == before
+
+
+def as_file(path: Path) -> None:
+    path.write_bytes(b"") if not path.exists() else None
+
+
+def moved(path: Path) -> None:
+    path.rename(path.with_name("moved"))
+    path.touch()
+
+
+def folder(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    path.mkdir()
+
+
+def garbage(path: Path) -> None:
+    path.write_bytes(b"\xff\0 garbage")
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "words"),
+    [
+        ("checkpoints", moved, "is a file where a directory belongs. Move it away."),
+        ("checkpoints/step-000004", moved, "is a file where a directory belongs. Move it away."),
+        ("adapter", as_file, "is a file where a directory belongs. Move it away."),
+        ("metrics.jsonl", folder, "is a directory where a file belongs. Move it away."),
+        ("mlflow.json", folder, "is a directory where a file belongs. Move it away."),
+        ("DONE", folder, "is a directory where a file belongs. Move it away."),
+        ("mlflow.json", garbage, "cannot be read"),
+        ("mlflow.json", lambda path: path.write_text("[]"), "is not what a run writes there"),
+        ("mlflow.json", lambda path: path.write_text('{"key": 3}'), "is not what a run writes there"),
+        ("sessions.json", garbage, "cannot be read"),
+        ("sessions.json", lambda path: path.write_text("[3]"), "is not what a run writes there"),
+        ("sessions.json", lambda path: path.write_text('[["a", null]]'), "is not what a run writes there"),
+        ("eval.parquet", garbage, "is damaged (no Parquet file). Move it away"),
+        ("eval.parquet", lambda path: cut(path, 0.5), "is damaged (no Parquet file). Move it away"),
+    ],
+)
+def test_a_damaged_file_is_named_and_left_alone(
+    run_dir: Path, name: str, damage: Callable[[Path], object], words: str
+) -> None:
+    damage(run_dir / name)
+    before = files(run_dir)
+    with pytest.raises(ConfigError) as refusal:
+        RunDirectory(run_dir).check()
+    assert str(run_dir / name) in str(refusal.value)
+    assert words in str(refusal.value)
+    assert files(run_dir) == before
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+@pytest.mark.parametrize("name", ["", "metrics.jsonl", "checkpoints"])
+def test_what_cannot_be_written_is_refused(run_dir: Path, name: str) -> None:
+    (run_dir / name).chmod(stat.S_IRUSR | stat.S_IXUSR)
+    try:
+        with pytest.raises(ConfigError, match=f"{run_dir / name} cannot be written"):
+            RunDirectory(run_dir).check()
+    finally:
+        (run_dir / name).chmod(stat.S_IRWXU)
+
+
+def test_a_full_disk_leaves_no_half_of_a_checkpoint(run_dir: Path) -> None:
+    cfg = RunDirectory(run_dir).config()
+    before = files(run_dir)
+
+    def write(folder: Path) -> None:
+        (folder / "half").write_bytes(b"x" * 1000)
+        Path("/dev/full").write_bytes(b"x")
+
+    state = json.loads((run_dir / "checkpoints" / "step-000004" / checkpoint.STATE).read_text()) | {"step": 6}
+    with pytest.raises(OSError, match="No space left"):
+        checkpoint.save(run_dir / "checkpoints", state, write, keep=2)
+    assert files(run_dir) == before
+    assert RunDirectory(run_dir).starting_point(cfg).step == 4

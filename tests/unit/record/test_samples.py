@@ -1,0 +1,109 @@
+"""samples.jsonl: what is written, read, cut and shown. The run that writes it is in train/test_trainer.py."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from qerl_lab.config.schema import ConfigError
+from qerl_lab.record.samples import CHARACTERS, Sample, append, cut, read_samples
+from qerl_lab.samples import main, show
+
+ONE = Sample(
+    1, "7+5", "Ann has 7 pens.\nHow many?", "<think>7+5</think>é", {"format": 0.2, "answer": 1.0}, finished=True
+)
+
+
+def steps(run_dir: Path) -> list[int]:
+    return [sample.step for sample in read_samples(run_dir)]
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """Three steps of two samples."""
+    for step in (1, 2, 3):
+        append(tmp_path, [replace(ONE, step=step), replace(ONE, step=step, question_id="8-3", finished=False)])
+    return tmp_path
+
+
+def test_what_is_written_is_read(run_dir: Path) -> None:
+    assert read_samples(run_dir)[0] == ONE
+    assert steps(run_dir) == [1, 1, 2, 2, 3, 3]
+
+
+def test_a_torn_last_line_is_left_out_and_any_other_is_named(run_dir: Path) -> None:
+    path = run_dir / "samples.jsonl"
+    path.write_bytes(path.read_bytes()[:-5])
+    assert steps(run_dir) == [1, 1, 2, 2, 3]
+    path.write_bytes(b"garbage\n" + path.read_bytes())
+    for use in (read_samples, lambda folder: cut(folder, 2)):
+        with pytest.raises(ConfigError, match=r"samples\.jsonl.* is not a sample: b'garbage.*Move the file away"):
+            use(run_dir)
+
+
+def test_a_resumed_run_cuts_what_it_samples_again(run_dir: Path) -> None:
+    path = run_dir / "samples.jsonl"
+    path.write_bytes(path.read_bytes() + b'{"step": 3, "que')
+    cut(run_dir, 2)
+    assert steps(run_dir) == [1, 1, 2, 2]
+    append(run_dir, [replace(ONE, step=3)])
+    assert steps(run_dir) == [1, 1, 2, 2, 3]
+    cut(run_dir, 0)
+    assert steps(run_dir) == []
+    cut(run_dir / "none", 0)
+
+
+def test_a_long_completion_keeps_its_ends(tmp_path: Path) -> None:
+    append(tmp_path, [replace(ONE, completion="a" * CHARACTERS + "b" * CHARACTERS)])
+    (sample,) = read_samples(tmp_path)
+    half = CHARACTERS // 2
+    assert sample.completion == "a" * half + f"\n[... {CHARACTERS:,} characters ...]\n" + "b" * half
+
+
+def test_the_command_shows_the_last_step_or_the_one_asked_for(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(run_dir)]) == 0
+    first, second = capsys.readouterr().out.split("\n\n")
+    assert first == (
+        "step 3, 7+5: reward 1.2 (format 0.2, answer 1)\n  Ann has 7 pens.\n  How many?\n  <think>7+5</think>é"
+    )
+    assert second.startswith("step 3, 8-3: reward 1.2 (format 0.2, answer 1), cut at the token limit\n")
+    assert main([str(run_dir), "step=1"]) == 0
+    assert capsys.readouterr().out.count("step 1, ") == 2
+
+
+def test_a_completion_cannot_steer_the_terminal(tmp_path: Path) -> None:
+    append(tmp_path, [replace(ONE, completion="\x1b[2J\x07\r\u202eok")])
+    assert show(tmp_path, None).endswith(r"\x1b[2J\x07\r\u202eok")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["step=9"], "step=9 is not in"),
+        (["step=0"], "step=0 is not allowed"),
+        (["stpe=1"], "Did you mean step?"),
+    ],
+)
+def test_what_cannot_be_shown_is_said_in_a_line(
+    run_dir: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str
+) -> None:
+    assert main([str(run_dir), *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_directory_without_samples_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path)]) == 2
+    assert "has no samples.jsonl" in capsys.readouterr().err
+    (tmp_path / "samples.jsonl").write_text("[]\n")
+    assert main([str(tmp_path)]) == 2
+    assert "is not a sample" in capsys.readouterr().err
+    (tmp_path / "samples.jsonl").write_text("")
+    assert main([str(tmp_path)]) == 2
+    assert "is empty" in capsys.readouterr().err
+
+
+def test_help_is_the_manual(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    assert "step=null" in capsys.readouterr().out

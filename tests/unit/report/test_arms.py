@@ -1,0 +1,127 @@
+"""Which runs are one arm, which count, and what the arm is called."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qerl_lab.config.schema import RunConfig, leaves
+from qerl_lab.record.directory import RunDirectory
+from qerl_lab.record.environment import Typed
+from qerl_lab.report.arms import FINISHED, Run, choose, differing, labels, run_from
+from qerl_lab.tracking.mlflow import params
+
+BASE = {name: str(value) for name, _, value in leaves(RunConfig())}
+ARMS = {  # as conf/experiment declares them
+    "bf16": {"format.name": "bf16"},
+    "nvfp4": {"format.name": "nvfp4", "differs_in": "['format.name']"},
+    "nvfp4_aqn": {
+        "format.name": "nvfp4", "aqn.schedule": "exponential", "differs_in": "['format.name', 'aqn.schedule']"
+    },
+}  # fmt: skip
+
+
+def run(experiment: str, seed: int = 0, ended: float = 0.0, status: str = FINISHED, **changes: Any) -> Run:
+    own = {key.replace("__", "."): str(value) for key, value in changes.items()}
+    values = BASE | ARMS.get(experiment, {}) | {"experiment": experiment, "seed": str(seed)} | own
+    return run_from(values, name=f"{experiment}-{seed}-{ended:g}", status=status, ended=ended, code="c0", metrics=[])
+
+
+def named(*runs: Run) -> list[str]:
+    of = labels(runs)
+    return [of[run.arm] for run in runs]
+
+
+def test_the_arms_of_the_lab_are_called_by_their_names() -> None:
+    assert named(run("bf16"), run("nvfp4"), run("nvfp4_aqn"), run("bf16", 1)) == ["bf16", "nvfp4", "nvfp4_aqn", "bf16"]
+
+
+def test_a_key_that_was_changed_makes_another_arm_and_is_in_its_name() -> None:
+    plain, cosine = run("nvfp4"), run("nvfp4", aqn__schedule="cosine")
+    assert plain.arm != cosine.arm
+    assert named(plain, cosine) == ["nvfp4 (aqn.schedule=off)", "nvfp4 (aqn.schedule=cosine)"]
+    assert named(run("bf16"), cosine, run("nvfp4_aqn")) == [
+        "bf16 (aqn.schedule=off)", "nvfp4 (aqn.schedule=cosine)", "nvfp4_aqn",
+    ]  # fmt: skip
+
+
+def test_what_most_arms_share_goes_without_saying() -> None:
+    assert named(run("bf16"), run("nvfp4"), run("nvfp4", aqn__schedule="cosine", steps=7), run("nvfp4_aqn")) == [
+        "bf16", "nvfp4", "nvfp4 (aqn.schedule=cosine, steps=7)", "nvfp4_aqn",
+    ]  # fmt: skip
+
+
+def test_a_key_that_an_experiment_declares_is_named_where_its_namesakes_differ_in_it() -> None:
+    assert named(run("bf16"), run("nvfp4_aqn"), run("nvfp4_aqn", aqn__schedule="linear")) == [
+        "bf16", "nvfp4_aqn (aqn.schedule=exponential)", "nvfp4_aqn (aqn.schedule=linear)",
+    ]  # fmt: skip
+
+
+def test_a_sweep_of_learning_rates_is_an_arm_a_rate_in_the_order_of_the_rates() -> None:
+    rates = [1e-4, 3e-5, 1e-5]
+    counted, left_out = choose([run("bf16", seed, optim__learning_rate=rate) for rate in rates for seed in (1, 0)])
+    assert [(labels(counted)[one.arm], one.seed) for one in counted] == [
+        ("bf16 (optim.learning_rate=1e-05)", 0), ("bf16 (optim.learning_rate=1e-05)", 1),
+        ("bf16 (optim.learning_rate=3e-05)", 0), ("bf16 (optim.learning_rate=3e-05)", 1),
+        ("bf16 (optim.learning_rate=0.0001)", 0), ("bf16 (optim.learning_rate=0.0001)", 1),
+    ]  # fmt: skip
+    assert left_out == []
+
+
+def test_arms_that_differ_in_more_than_they_declare_say_so() -> None:
+    assert named(run("bf16"), run("nvfp4", optim__learning_rate=1.0)) == [
+        "bf16 (optim.learning_rate=1e-05)", "nvfp4 (optim.learning_rate=1.0)",
+    ]  # fmt: skip
+
+
+def test_one_configuration_under_two_names_is_one_arm_with_both() -> None:
+    twin = run("nvfp4", 1, aqn__schedule="exponential")
+    assert named(run("nvfp4_aqn"), twin) == ["nvfp4 = nvfp4_aqn"] * 2
+
+
+@pytest.mark.parametrize("key", ["seed", "run_dir", "tracking.uri", "cpu_threads", "scale", "model.name", "resume"])
+def test_what_only_labels_or_places_a_run_makes_no_arm(key: str) -> None:
+    assert run("bf16", **{key.replace(".", "__"): "7"}).arm == run("bf16").arm
+
+
+def test_where_a_run_ran_makes_an_arm_however_it_was_asked_for() -> None:
+    def on(device: str, metrics: list[str]) -> Run:
+        values = BASE | {"device": device}
+        return run_from(values, name="r", status=FINISHED, ended=0.0, code="c0", metrics=metrics)
+
+    gpu = ["memory/gpu_peak_gib"]
+    assert on("auto", gpu).arm == on("cuda", gpu).arm != on("auto", []).arm == on("cpu", gpu).arm
+    assert differing([on("auto", gpu), on("auto", [])]) == ["device"]
+
+
+def test_a_run_of_another_version_lacks_a_key_and_is_another_arm() -> None:
+    values = {key: value for key, value in BASE.items() if key != "aqn.norms"}
+    old = run_from(values, name="old", status=FINISHED, ended=0.0, code="c0", metrics=[])
+    assert named(old, run("adhoc"))[0] == "adhoc (aqn.norms=(absent))"
+
+
+def test_of_a_repeated_run_the_newest_finished_one_counts() -> None:
+    old, new, failed = run("bf16", ended=1), run("bf16", ended=2), run("bf16", ended=3, status="failed")
+    counted, left_out = choose([new, failed, old])
+    assert counted == [new]
+    assert left_out == ["bf16-0-3: failed", "bf16-0-1: repeated by bf16-0-2, with the same settings and seed"]
+
+
+def test_a_run_that_did_not_finish_counts_for_no_seed() -> None:
+    counted, left_out = choose([run("bf16", 0), run("bf16", 1, status="interrupted, or still running")])
+    assert [one.seed for one in counted] == [0]
+    assert left_out == ["bf16-1-0: interrupted, or still running"]
+
+
+@pytest.mark.parametrize("missing", ["device", "seed", "experiment", "differs_in"])
+def test_values_that_are_no_configuration_are_refused(missing: str) -> None:
+    values = {key: value for key, value in BASE.items() if key != missing}
+    with pytest.raises(ValueError, match=f"its configuration lacks '{missing}'"):
+        run_from(values, name="r", status=FINISHED, ended=0.0, code="c0", metrics=[])
+
+
+def test_the_text_of_a_setting_is_the_same_from_yaml_and_from_mlflow(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    directory.claim(RunConfig(), Typed("the command"))
+    assert directory.settings() == BASE
+    assert params(RunConfig()).items() <= BASE.items()

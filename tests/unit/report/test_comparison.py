@@ -1,0 +1,271 @@
+"""`python -m qerl_lab.report`: which runs count, what the numbers of an arm are, and what it says."""
+
+import json
+import math
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from qerl_lab.config.schema import ConfigError
+from qerl_lab.record.directory import RunDirectory
+from qerl_lab.record.environment import Typed
+from qerl_lab.report import comparison
+from qerl_lab.report.__main__ import main
+from qerl_lab.report.stats import crossed_interval
+from run_directories import config, make_run
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def sweep(here: Path) -> Path:
+    """Two arms, three seeds each."""
+    for seed in range(3):
+        make_run(here / "sweep" / f"bf16-{seed}", "bf16", seed, after=[0.5 + seed / 8, 0.5, 0.75, 1.0])
+        make_run(here / "sweep" / f"nvfp4-{seed}", "nvfp4", seed, after=[0.5 + seed / 8, 0.75, 0.75, 1.0])
+    return here / "sweep"
+
+
+def arms_of(folder: Path, baseline: str | None = None) -> pd.DataFrame:
+    return comparison.by_arm(comparison.read([folder]), baseline).set_index("arm")
+
+
+# --- which runs count
+
+
+def test_configurations_are_told_apart_whatever_their_label(here: Path) -> None:
+    for rate in (0.1, 0.01):
+        make_run(here / "runs" / f"nvfp4-{rate}", "nvfp4", 0, optim__learning_rate=rate)
+    make_run(here / "runs" / "cosine", "nvfp4", 0, aqn__schedule="cosine", optim__learning_rate=0.1)
+    assert list(comparison.read([here / "runs"]).arms) == [
+        "nvfp4 (aqn.schedule=cosine)",
+        "nvfp4 (optim.learning_rate=0.01)",
+        "nvfp4",  # what most of them share goes without saying; the command prints it
+    ]
+
+
+def test_runs_that_do_not_count_are_named_with_the_reason(sweep: Path) -> None:
+    make_run(sweep / "again", "bf16", 0, ended=4e9)
+    for name, seed in (("failed", 3), ("stopped", 4)):
+        (make_run(sweep / name, "bf16", seed) / "DONE").unlink()
+    (sweep / "failed" / "FAILED").write_text("FloatingPointError: loss is NaN at step 3\n\nTraceback ...")
+    RunDirectory(sweep / "waiting").claim(config("bf16", 5), Typed("the command"))
+    found = comparison.read([sweep])
+    assert [record.run.name for record in found.arms["bf16"]] == ["sweep/again", "sweep/bf16-1", "sweep/bf16-2"]
+    assert sorted(found.left_out) == [
+        "sweep/bf16-0: repeated by sweep/again, with the same settings and seed",
+        "sweep/failed: failed (FloatingPointError: loss is NaN at step 3)",
+        "sweep/stopped: interrupted, or still running",
+        "sweep/waiting: not run",
+    ]
+    row = arms_of(sweep).loc["bf16"]
+    assert (row["seeds"], row["runs"]) == (3, 7)
+
+
+def replace(path: Path, old: str, new: str) -> None:
+    path.write_text(path.read_text().replace(old, new))
+
+
+DAMAGE = {
+    "no settings": (lambda run: (run / "resolved.yaml").unlink(), "resolved.yaml"),
+    "cut settings": (lambda run: (run / "resolved.yaml").write_text("model:\n  name: po"), "its configuration lacks"),
+    "settings that are no YAML": (lambda run: (run / "resolved.yaml").write_text("{"), "resolved.yaml cannot be read"),
+    "no evaluation": (lambda run: (run / "eval.parquet").unlink(), "eval.parquet has the evaluations"),
+    "an evaluation of garbage": (lambda run: (run / "eval.parquet").write_bytes(b"PAR"), "arquet"),
+    "metrics of garbage": (lambda run: (run / "metrics.jsonl").write_text("?\n"), "is not a metrics record"),
+    "no metrics": (lambda run: (run / "metrics.jsonl").unlink(), "lacks 4 of 4 steps, the first of them 1"),
+    "other metrics": (lambda run: replace(run / "metrics.jsonl", "reward/mean", "reward"), "it lacks 'reward/mean'"),
+    "an empty DONE": (lambda run: (run / "DONE").write_text(""), "Expecting value"),
+}
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+def test_a_damaged_run_is_named_and_an_older_sound_one_counts(here: Path, how: str) -> None:
+    break_it, said = DAMAGE[how]
+    make_run(here / "runs" / "sound", "bf16", 0, ended=1e9)
+    break_it(make_run(here / "runs" / "damaged", "bf16", 0, ended=2e9))
+    found = comparison.read([here / "runs"])
+    assert [record.run.name for record in found.arms["bf16"]] == ["runs/sound"]
+    (line,) = found.left_out
+    assert line.startswith("runs/damaged: damaged (")
+    assert said in line
+
+
+def test_a_hole_in_the_metrics_is_damage(here: Path) -> None:
+    make_run(here / "runs" / "sound", "bf16", 0)
+    run = make_run(here / "runs" / "hole", "bf16", 1)
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join(lines[:1] + lines[2:]))
+    assert comparison.read([here / "runs"]).left_out == [
+        "runs/hole: damaged (metrics.jsonl lacks 1 of 4 steps, the first of them 2)"
+    ]
+
+
+def test_a_run_that_is_given_twice_is_one_run(sweep: Path) -> None:
+    assert len(comparison.read([sweep, sweep / "bf16-0", sweep / ".." / "sweep"]).found) == 6
+
+
+# --- the numbers
+
+
+def test_an_arm_is_the_mean_over_its_seeds_with_the_interval_over_seeds_and_questions(sweep: Path) -> None:
+    after = [[0.5 + seed / 8, 0.5, 0.75, 1.0] for seed in range(3)]
+    row = arms_of(sweep).loc["bf16"]
+    assert row[["accuracy_after", "accuracy_after_low", "accuracy_after_high"]].tolist() == pytest.approx(
+        crossed_interval(after)
+    )
+    gains = [[value - before for value, before in zip(row, (0, 0.25, 0.5, 0.75), strict=True)] for row in after]
+    assert row[["gain", "gain_low", "gain_high"]].tolist() == pytest.approx(crossed_interval(gains))
+    assert row[["entropy_first", "entropy_last"]].tolist() == pytest.approx([0.35, 0.2])
+    assert row["questions"] == 4
+
+
+def test_a_difference_is_paired_by_seed_and_question(sweep: Path) -> None:
+    """The seeds shift both arms alike, so that what is left is one question: 0.25 in each seed."""
+    row = arms_of(sweep, "bf16").loc["nvfp4"]
+    expected = crossed_interval([[0, 0.25, 0, 0]] * 3)
+    names = ["difference", "difference_low", "difference_high"]
+    assert row[names].tolist() == pytest.approx(expected)
+    assert row[[f"gain_{name}" for name in names]].tolist() == pytest.approx(expected)
+    assert math.isnan(arms_of(sweep, "bf16").loc["bf16", "difference"])
+
+
+def test_only_seeds_and_questions_that_both_arms_have_are_compared(sweep: Path) -> None:
+    shutil.rmtree(sweep / "nvfp4-1")
+    make_run(sweep / "nvfp4-9", "nvfp4", 9, before=[0.0] * 4, after=[1.0] * 4)
+    row = arms_of(sweep, "bf16").loc["nvfp4"]
+    assert row["difference"] == pytest.approx(0.0625)
+    assert row["seeds"] == 3
+
+
+def test_runs_that_were_asked_other_questions_are_compared_on_those_they_share(sweep: Path, capsys) -> None:
+    for seed in range(3):
+        make_run(sweep / f"more-{seed}", "nvfp4_aqn", seed, before=[0.0] * 6, after=[1.0] * 6)
+    assert main(["sweep"]) == 0
+    assert "Not all runs were asked the same questions" in capsys.readouterr().out
+    row = arms_of(sweep, "bf16").loc["nvfp4_aqn"]
+    assert row["questions"] == 6
+    assert row["difference"] == pytest.approx(1 - (0.5 + 0.625 + 0.75 + 3 * 2.25) / 12)
+
+
+def test_one_seed_has_no_interval(here: Path, capsys) -> None:
+    make_run(here / "runs" / "a", "bf16", 0)
+    row = arms_of(here / "runs").loc["bf16"]
+    assert row["gain"] == 0.25
+    assert "gain_low" not in row.index
+    assert main(["runs"]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("bf16")]
+    assert line.split() == ["bf16", "1", "1", "of", "1", "0.375", "0.625", "+0.250", "0.350", "->", "0.200"]
+
+
+def test_learning_rate_0_gains_exactly_0(here: Path) -> None:
+    for seed in range(3):
+        accuracy = [seed / 4, 0.5, 0.25]
+        make_run(here / "runs" / str(seed), "bf16", seed, before=accuracy, after=accuracy, optim__learning_rate=0.0)
+    assert arms_of(here / "runs").loc["bf16", ["gain", "gain_low", "gain_high"]].tolist() == [0, 0, 0]
+
+
+def test_a_run_without_evaluation_has_its_entropy(here: Path, capsys) -> None:
+    run = make_run(here / "runs" / "a", "bf16", 0, eval__questions=0)
+    (run / "eval.parquet").unlink()
+    assert main(["runs", "runs_csv=runs.csv"]) == 0
+    assert "bf16  1      1 of 1    -       -      -     0.350 -> 0.200" in capsys.readouterr().out
+    assert pd.read_csv("runs.csv")["entropy_last"].tolist() == [0.2]
+
+
+# --- the command
+
+
+def test_it_prints_arms_what_differs_and_what_was_left_out(sweep: Path, capsys) -> None:
+    make_run(sweep / "again", "bf16", 0, after=[0.5, 0.5, 0.75, 1.0], ended=4e9, sha="feedface")
+    assert main(["sweep"]) == 0
+    out = capsys.readouterr().out
+    lines = out.splitlines()
+    assert lines[0].split("  ")[0] == "arm"
+    assert "after - bf16" in lines[0]
+    assert lines[2].startswith("nvfp4  3      3 of 3    0.375 ")
+    assert "+0.062 [-0.136, +0.261]" in lines[2]
+    assert lines[1].split()[-3:] == ["0.350", "->", "0.200"]
+    assert "arms differ in  format.name\nbf16            bf16\nnvfp4           nvfp4" in out
+    assert "2 versions of the code: c0ffee0, feedfac" in out
+    assert "Left out, 1 in all:\n  sweep/bf16-0: repeated by sweep/again" in out
+
+
+def test_it_writes_a_row_a_run_a_row_an_arm_and_a_picture(sweep: Path) -> None:
+    assert main(["sweep", "runs_csv=out/runs.csv", "arms_csv=out/arms.csv", "plot=out/arms.png"]) == 0
+    runs, arms = pd.read_csv("out/runs.csv"), pd.read_csv("out/arms.csv")
+    assert list(zip(runs["arm"], runs["seed"], strict=True)) == [(a, s) for a in ("bf16", "nvfp4") for s in range(3)]
+    assert runs["format.name"].tolist() == ["bf16"] * 3 + ["nvfp4"] * 3
+    assert runs.loc[0, ["accuracy_before", "accuracy_after", "gain", "seconds"]].tolist() == [0.375, 0.6875, 0.3125, 8]
+    assert runs.loc[0, "gain_low"] < 0.3125 < runs.loc[0, "gain_high"]
+    assert arms["arm"].tolist() == ["bf16", "nvfp4"]
+    assert arms.loc[1, "difference_low"] < arms.loc[1, "difference"] == 0.0625
+    assert Path("out/arms.png").stat().st_size > 10_000
+
+
+def test_the_baseline_is_bf16_or_what_was_typed(sweep: Path, capsys) -> None:
+    assert main(["sweep", "baseline=nvfp4"]) == 0
+    assert "after - nvfp4" in capsys.readouterr().out
+    assert main(["sweep/bf16-0"]) == 0
+    assert "after -" not in capsys.readouterr().out, "one arm has nothing to be compared with"
+    for seed in range(3):
+        shutil.rmtree(sweep / f"bf16-{seed}")
+    make_run(sweep / "aqn", "nvfp4_aqn", 0)
+    assert main(["sweep"]) == 0
+    assert "Not one arm is bf16: type baseline=ARM for differences." in capsys.readouterr().out
+
+
+def test_a_baseline_may_be_named_by_its_experiment_where_that_is_one_arm() -> None:
+    arms = ["bf16 (steps=5)", "nvfp4 (steps=5)", "nvfp4 (steps=6)"]
+    assert comparison.baseline_of(arms, "bf16") == comparison.baseline_of(arms, None) == arms[0]
+    assert comparison.baseline_of(arms, "nvfp4 (steps=6)") == arms[2]
+    with pytest.raises(ConfigError, match=r"nvfp4 is several arms.* nvfp4 \(steps=5\); nvfp4 \(steps=6\)"):
+        comparison.baseline_of(arms, "nvfp4")
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    (["nowhere"], "nowhere is no directory. Type the directory of a run or of a sweep"),
+    (["empty"], "empty holds no run directory. Type"),
+    (["unfinished"], "none of these runs counts:\n  unfinished/a: interrupted, or still running"),
+    (["baseline=bf16"], "directories= is missing. Type for example python -m qerl_lab.report runs."),
+    (["sweep", "basline=nvfp4"], "basline is not a known key. Did you mean baseline? Allowed: baseline, runs_csv"),
+    (["sweep", "baseline=nvfp"], "baseline=nvfp is none of the arms. Did you mean nvfp4? Allowed: bf16; nvfp4."),
+    (["sweep", "--baseline=nvfp4"], "keys take no dashes. Type baseline=VALUE."),
+    (["sweep", "arms_csv=sweep"], "sweep cannot be written: Is a directory. Type another file."),
+])  # fmt: skip
+def test_a_wrong_word_is_answered_with_what_to_type(sweep: Path, capsys, words: list[str], said: str) -> None:
+    (sweep.parent / "empty").mkdir()
+    (make_run(sweep.parent / "unfinished" / "a", "bf16", 0) / "DONE").unlink()
+    assert main(words) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_directory_may_have_the_name_of_a_key_or_an_equals_sign(here: Path) -> None:
+    make_run(here / "runs" / "seed=1", "bf16", 1)
+    assert main(["runs"]) == 0
+    assert main(["runs/seed=1"]) == 0
+
+
+def test_help_says_every_key(capsys) -> None:
+    assert main(["--help"]) == 0
+    out = capsys.readouterr().out
+    assert "python -m qerl_lab.report DIR ... KEY=VALUE" in out
+    for key in ("baseline=null", "runs_csv=null", "arms_csv=null", "plot=null"):
+        assert key in out
+
+
+def test_the_command_runs_without_torch_and_mlflow(sweep: Path) -> None:
+    code = (
+        "import sys, json; from qerl_lab.report.__main__ import main; main(['sweep', 'plot=a.png']);"
+        "print(json.dumps(sorted({'torch', 'mlflow', 'transformers'} & set(sys.modules))))"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert json.loads(out.splitlines()[-1]) == []

@@ -1,0 +1,185 @@
+"""From records to numbers and figures."""
+
+import math
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from matplotlib.figure import Figure
+
+from qerl_lab import terminal
+from qerl_lab.record.directory import RunDirectory
+from qerl_lab.record.metrics import encode
+from qerl_lab.report import plots, runs, tables
+from qerl_lab.tracking.tracker import Mirrored
+
+# --- a run directory
+
+
+def metrics_of(step: int) -> dict[str, float]:
+    """Of twenty steps: entropy falls by 0.01 a step, reward rises by 0.05, a step takes 2 s for 100 tokens."""
+    return {
+        "policy/entropy_nats": 0.41 - 0.01 * step, "sampler/entropy_nats": 0.5,
+        "reward/mean": 0.05 * step, "reward/answer": 0.04 * step, "reward/format": 0.01 * step,
+        "noise/sigma": 0.1, "noise/std_observed": 0.11,
+        "step/seconds": 2.0, "step/tokens_per_second": 50.0, "rollout/tokens_per_second": 200.0,
+        "seconds/rollout": 0.5, "seconds/train": 1.0, "seconds/sync": 0.1, "memory/rss_gib": 1 + step / 100,
+    }  # fmt: skip
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    lines = [encode(0, {"eval/accuracy": 0.25}), *(encode(step, metrics_of(step)) for step in range(1, 21))]
+    (tmp_path / "metrics.jsonl").write_bytes(b"".join([*lines, encode(20, {"eval/accuracy": 0.5})]))
+    before = pd.DataFrame({"id": list("abcd"), "accuracy": [0.0, 0.5, 1.0, 0.25], "sample": ["x", "", "ü", "\n"]})
+    after = before.assign(accuracy=[0.5, 0.5, 1.0, 0.75])
+    RunDirectory(tmp_path).write_evaluations({"before": before, "after": after})
+    return tmp_path
+
+
+def test_read_steps_joins_the_lines_of_a_step(run_dir: Path) -> None:
+    steps = runs.read_steps(RunDirectory(run_dir))
+    assert steps.index.tolist() == list(range(21))
+    assert steps.loc[20, "eval/accuracy"] == 0.5
+    assert steps.loc[20, "reward/mean"] == pytest.approx(1.0)
+    assert steps.loc[0, "eval/accuracy"] == 0.25
+    assert math.isnan(steps.loc[0, "reward/mean"])
+
+
+def test_phases_survive_writing_and_reading_and_the_second_is_added_to_the_first(tmp_path: Path) -> None:
+    assert RunDirectory(tmp_path).evaluations() == {}
+    before = pd.DataFrame({"id": ["a", "b"], "accuracy": [0.0, 1.0], "sample": ["<answer>", "ü\n"]})
+    RunDirectory(tmp_path).write_evaluations({"before": before})
+    phases = RunDirectory(tmp_path).evaluations()
+    assert list(phases) == ["before"]
+    RunDirectory(tmp_path).write_evaluations(phases | {"after": before.assign(accuracy=1.0)})
+    phases = RunDirectory(tmp_path).evaluations()
+    assert list(phases) == ["before", "after"]
+    pd.testing.assert_frame_equal(phases["before"], before)
+    assert [path.name for path in tmp_path.iterdir()] == ["eval.parquet"]
+
+
+def test_summarize(run_dir: Path) -> None:
+    """A tenth of twenty steps is two."""
+    result = runs.summarize(RunDirectory(run_dir), seconds=47.0)
+    half = 3.182446 / math.sqrt(48)
+    assert result.pop("accuracy_gain_interval") == pytest.approx([0.25 - half, 0.25 + half], abs=1e-6)
+    assert result == pytest.approx({
+        "steps": 20, "entropy_first": 0.395, "entropy_last": 0.215, "reward_first": 0.075, "reward_last": 0.975,
+        "tokens_per_second": 50.0, "rollout_tokens_per_second": 200.0,
+        "share_rollout": 0.25, "share_train": 0.5, "share_sync": 0.05, "memory_rss_gib": 1.2, "seconds": 47.0,
+        "questions": 4, "accuracy_before": 0.4375, "accuracy_after": 0.6875, "accuracy_gain": 0.25,
+    })  # fmt: skip
+
+
+def test_summarize_without_evaluation_has_no_gain_and_a_gpu_shows_its_memory(run_dir: Path) -> None:
+    (run_dir / "eval.parquet").unlink()
+    with (run_dir / "metrics.jsonl").open("ab") as file:
+        file.write(encode(20, {"memory/gpu_peak_gib": 3.5}))
+    result = runs.summarize(RunDirectory(run_dir), seconds=1.0)
+    assert "accuracy_gain" not in result
+    assert result["memory_gpu_peak_gib"] == 3.5
+    text = tables.closing(result)
+    assert "held-out" not in text
+    assert "3.50 GiB on the GPU" in text
+
+
+def test_the_closing_table_says_the_numbers(run_dir: Path) -> None:
+    text = tables.closing(runs.summarize(RunDirectory(run_dir), seconds=47.0))
+    for part in (
+        "0.438 -> 0.688", "+0.250 [-0.209, +0.709], 4 questions", "0.075 -> 0.975", "0.395 -> 0.215 nats", "50", "200",
+        "25% rollout, 50% train, 5% sync; 47 s in all", "1.20 GiB peak resident",
+    ):  # fmt: skip
+        assert part in text
+
+
+# --- figures
+
+
+def test_curves_have_four_panels_with_the_values_of_the_record(run_dir: Path, monkeypatch) -> None:
+    figures = []
+    monkeypatch.setattr(plots.plt, "close", figures.append)
+    plots.save_curves(runs.read_steps(RunDirectory(run_dir)), "nvfp4_aqn, seed 0", run_dir / "curves.png")
+    image = plots.plt.imread(run_dir / "curves.png")
+    assert image.shape[0] > 500
+    assert image.std() > 0.02  # not blank
+    (figure,) = figures
+    assert [axis.get_title() for axis in figure.axes] == ["Reward", "Entropy", "AQN noise", "Throughput"]
+    assert [len(axis.lines) for axis in figure.axes] == [3, 2, 2, 2]
+    assert all(axis.get_ylabel() and axis.get_xlabel() == "step" and axis.get_legend() for axis in figure.axes)
+    x, y = figure.axes[1].lines[0].get_data()
+    assert list(x) == list(range(1, 21))  # step 0 is before training
+    assert list(y) == pytest.approx([0.41 - 0.01 * step for step in range(1, 21)])
+
+
+def test_without_sampler_entropy_the_curves_lack_that_line_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine may never see the whole vocabulary."""
+    drawn: list[list[str]] = []
+    monkeypatch.setattr(
+        Figure,
+        "savefig",
+        lambda figure, *_, **__: drawn.append([n.get_label() for ax in figure.axes for n in ax.lines]),
+    )
+    steps = pd.DataFrame([metrics_of(step) for step in range(1, 4)], index=range(1, 4))
+    plots.save_curves(steps, "with", tmp_path / "with.png")
+    plots.save_curves(steps.drop(columns="sampler/entropy_nats"), "without", tmp_path / "without.png")
+    assert [label for label in drawn[0] if label not in drawn[1]] == ["noisy sampler"]
+    assert len(drawn[1]) == len(drawn[0]) - 1
+
+
+def test_without_sampler_entropy_the_arms_have_no_empty_panel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    titles: list[str] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: titles.extend(ax.get_title() for ax in figure.axes))
+    row = {"run_id": "a", "arm": "bf16", "step": 1, "value": 0.5}
+    curves = pd.DataFrame([row | {"metric": name} for name in ("reward/mean", "policy/entropy_nats", "policy/loss")])
+    plots.save_arms(curves, tmp_path / "arms.png")
+    assert titles == ["reward/mean", "policy/entropy_nats"]
+
+
+def test_comparing_arms_draws_the_mean_thick_and_each_seed_thin() -> None:
+    rows = [
+        {"run_id": f"{arm}{seed}", "arm": arm, "metric": "reward/mean", "step": step, "value": seed + step}
+        for arm in ("bf16", "nvfp4") for seed in (0, 1) for step in (0, 1, 2)
+    ]  # fmt: skip
+    figure = plots.compare_arms(pd.DataFrame(rows), {"reward/mean": "reward"})
+    (axis,) = figure.axes
+    assert [line.get_label() for line in axis.lines if not line.get_label().startswith("_")] == [
+        "bf16 (n=2)",
+        "nvfp4 (n=2)",
+    ]
+    assert len(axis.lines) == 2 * 3
+    mean = next(line for line in axis.lines if line.get_label() == "bf16 (n=2)")
+    assert (list(mean.get_xdata()), list(mean.get_ydata())) == ([1, 2], [1.5, 2.5])
+    plots.plt.close(figure)
+
+
+# --- the terminal
+
+
+def test_paths_are_shown_as_they_can_be_typed(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert terminal.near(tmp_path / "runs" / "x") == "runs/x"
+    assert terminal.near(tmp_path.parent / "y") == str(tmp_path.parent / "y")
+    text = tables.where(tmp_path / "runs" / "x", Mirrored("sqlite:////tmp/a b.db", "7", 0))
+    assert "run directory: runs/x " in text
+    assert "-m mlflow ui --backend-store-uri 'sqlite:////tmp/a b.db'\n" in text
+    assert text.endswith(" http://127.0.0.1:5000/#/experiments/7/runs?workflowType=machine_learning")
+    assert tables.where(tmp_path, None).count("\n") == 0
+
+
+def test_a_server_is_opened_at_its_own_address(tmp_path: Path) -> None:
+    text = tables.where(tmp_path, Mirrored("https://***@host/ml/", "7", 0))
+    assert text.endswith("open MLflow:   https://host/ml/#/experiments/7/runs?workflowType=machine_learning")
+    assert '--backend-store-uri "$MLFLOW_TRACKING_URI"\n' in tables.where(
+        tmp_path, Mirrored("postgresql://***@host/db", "7", 0)
+    )
+
+
+def test_what_mlflow_lacks_is_said_with_the_command_that_fills_it(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = tables.where(tmp_path / "run", Mirrored("http://host", None, 1234))
+    assert "MLflow at http://host lacks 1,234 points of this run" in text
+    assert text.endswith("-m qerl_lab.tracking resync run")
+    assert "open MLflow" not in text

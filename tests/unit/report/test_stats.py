@@ -1,0 +1,126 @@
+"""The intervals: by hand, and how often they hold the truth."""
+
+import math
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from qerl_lab.report.stats import crossed_interval, paired_interval
+
+
+def series(values: list[float], ids: str = "abcd") -> pd.Series:
+    return pd.Series(values, index=list(ids))
+
+
+# --- of one run
+
+
+def test_paired_interval_by_hand() -> None:
+    """Differences 1/2, 0, 0, 1/2: mean 1/4, deviation sqrt(1/12), error sqrt(1/48); t(0.975, 3) is 3.182446."""
+    mean, low, high = paired_interval(series([0, 0.5, 1, 0.25]), series([0.5, 0.5, 1, 0.75]))
+    half = 3.182446 / math.sqrt(48)
+    assert (mean, low, high) == pytest.approx((0.25, 0.25 - half, 0.25 + half), abs=1e-6)
+    _, low, high = paired_interval(series([0, 0.5, 1, 0.25]), series([0.5, 0.5, 1, 0.75]), level=0.9)
+    assert (low, high) == pytest.approx((0.25 - 2.353363 / math.sqrt(48), 0.25 + 2.353363 / math.sqrt(48)), abs=1e-6)
+
+
+def test_paired_interval_pairs_by_question_and_not_by_place() -> None:
+    before, after = series([0, 0.5, 1, 0.25]), series([0.5, 0.5, 1, 0.75])
+    assert paired_interval(before, after[::-1]) == pytest.approx(paired_interval(before, after))
+
+
+def test_paired_interval_of_equal_gains_has_no_width() -> None:
+    assert paired_interval(series([0, 0.25, 0.5, 0.5]), series([0.25, 0.5, 0.75, 0.75])) == (0.25, 0.25, 0.25)
+
+
+def test_paired_interval_covers_the_truth_as_often_as_it_says() -> None:
+    """And the difficulty of the questions, which both sides share, does not widen it."""
+    rng, covered, widths = np.random.default_rng(0), 0, []
+    for _ in range(2000):
+        difficulty = rng.normal(0, 10, 12)
+        before = pd.Series(difficulty + rng.normal(0, 1, 12))
+        after = pd.Series(difficulty + rng.normal(0.3, 1, 12))
+        _, low, high = paired_interval(before, after)
+        covered += low <= 0.3 <= high
+        widths.append(high - low)
+    assert covered / 2000 == pytest.approx(0.95, abs=0.02)
+    assert np.mean(widths) < 2.5
+
+
+@pytest.mark.parametrize(("before", "after"), [
+    (series([1, 0], "ab"), series([1, 0], "ac")), (series([1], "a"), series([0], "a")),
+    (series([1, 0], "ab"), series([1, 0, 1], "abc")), (series([], ""), series([], "")),
+])  # fmt: skip
+def test_paired_interval_needs_the_same_questions_two_at_least(before: pd.Series, after: pd.Series) -> None:
+    with pytest.raises(ValueError, match="the same questions before and after, two at least"):
+        paired_interval(before, after)
+
+
+# --- of seeds and questions
+
+
+def test_crossed_interval_by_hand() -> None:
+    """Seed means 0.2 and 0.4, question means 0.1, 0.3, 0.5, no rest: the questions' variance is 0.04 whole."""
+    values = np.array([[0.0, 0.2, 0.4], [0.2, 0.4, 0.6]])
+    half = math.sqrt((12.7062047 * math.sqrt(0.02 / 2)) ** 2 + 4.3026527**2 * 0.04 / 3)
+    assert crossed_interval(values) == pytest.approx((0.3, 0.3 - half, 0.3 + half), abs=1e-6)
+
+
+def test_questions_that_differ_by_less_than_the_rest_add_nothing() -> None:
+    """Question means are equal, so that Student's t over the seeds is all there is."""
+    values = np.array([[0.0, 0.4], [0.6, 0.2]])
+    half = 12.7062047 * math.sqrt(0.02 / 2)
+    assert crossed_interval(values) == pytest.approx((0.3, 0.3 - half, 0.3 + half), abs=1e-6)
+
+
+def test_a_gain_of_exactly_nothing_has_no_width() -> None:
+    assert crossed_interval(np.zeros((3, 8))) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("values", [np.zeros((1, 8)), np.zeros((8, 1)), np.zeros(8), [[0, math.nan], [0, 0]]])
+def test_crossed_interval_needs_two_seeds_two_questions_and_every_value(values: object) -> None:
+    with pytest.raises(ValueError, match="two of each at least, and every value"):
+        crossed_interval(values)
+
+
+SHARES = {  # standard deviations over seeds, over questions, of the rest
+    "as measured": (0.02, 0.3, 0.4), "seeds": (0.2, 0.1, 0.3), "questions": (0.0, 0.4, 0.1), "rest": (0.0, 0.0, 0.5),
+    "all alike": (0.025, 0.4, 0.4),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("seeds", [2, 3, 5, 10])
+@pytest.mark.parametrize("shares", SHARES)
+def test_crossed_interval_covers_the_truth_as_often_as_it_says(seeds: int, shares: str) -> None:
+    """At least 95%, and not much more: never over 0.99 (1,000 draws: +-0.014)."""
+    rng, (of_seed, of_question, rest) = np.random.default_rng(0), SHARES[shares]
+    covered = 0
+    for _ in range(1000):
+        drawn = rng.normal(0, of_seed, (seeds, 1)) + rng.normal(0, of_question, 256)
+        _, low, high = crossed_interval(0.3 + drawn + rng.normal(0, rest, (seeds, 256)))
+        covered += low <= 0.3 <= high
+    assert 0.936 <= covered / 1000 <= 0.99
+
+
+@pytest.mark.parametrize("seeds", [3, 5])
+def test_crossed_interval_covers_counts_of_right_answers(seeds: int) -> None:
+    """Not normal: two answers a question, right with a chance of its own that a seed shifts; the gain of two phases."""
+    rng, covered = np.random.default_rng(0), 0
+    for _ in range(1000):
+        chance, gain = rng.beta(1.5, 1.5, 256) * 0.6, 0.2 + rng.normal(0, 0.02, (seeds, 1))
+        before, after = rng.binomial(2, np.tile(chance, (seeds, 1))), rng.binomial(2, chance + gain)
+        _, low, high = crossed_interval((after - before) / 2)
+        covered += low <= 0.2 <= high
+    assert 0.936 <= covered / 1000 <= 0.99
+
+
+def test_a_bootstrap_of_few_seeds_would_be_too_narrow() -> None:
+    """The reason for `crossed_interval`: percentiles of 3 seeds drawn again cannot leave the range of the 3."""
+    rng, covered = np.random.default_rng(0), 0
+    for _ in range(200):
+        values = 0.3 + rng.normal(0, 0.2, (3, 1)) + rng.normal(0, 0.1, 64) + rng.normal(0, 0.3, (3, 64))
+        seeds, questions = rng.integers(0, 3, (300, 3)), rng.integers(0, 64, (300, 64))
+        means = values[seeds[:, :, None], questions[:, None, :]].mean((1, 2))
+        covered += np.percentile(means, 2.5) <= 0.3 <= np.percentile(means, 97.5)
+    assert covered / 200 < 0.85

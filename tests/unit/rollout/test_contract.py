@@ -1,0 +1,308 @@
+"""The contract of an engine (`rollout/engine.py`), on every engine, and on wrong ones that each check must find.
+
+A new engine adds a line to `NATS`, and to `built` what it needs.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+import wrong_engines
+from qerl_lab import rollout, tasks
+from qerl_lab.aqn import CLEAN, Noise, observed_std
+from qerl_lab.config.schema import ENGINES, ConfigError
+from qerl_lab.model.policy import Policy
+from qerl_lab.rollout.engine import Engine, Rollout, Sampling
+from qerl_lab.rollout.transformers import TransformersEngine
+from rollouts import distributions, gap, of_tokens, rows
+
+NATS = {"transformers": 1e-4}  # how near the log-probs of an engine come to float64
+NOISE = Noise(0.3, seed=0, step=1)
+SAMPLINGS = [Sampling(40, seed=1), Sampling(40, seed=2, temperature=0.6), Sampling(40, seed=3, temperature=1.7),
+             Sampling(40, seed=4, top_p=0.5)]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Built:
+    """An engine, the policy that it was built on, and prompts: the first of one token, all of unequal lengths."""
+
+    make: Callable[[], Engine]
+    engine: Engine
+    policy: Policy
+    prompts: list[list[int]]
+    nats: float
+
+    def sample(self, sampling: Sampling = SAMPLINGS[0], group_size: int = 3) -> Rollout:
+        return self.engine.generate(self.prompts, group_size, sampling)
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def built(request, tiny, build_policy) -> Iterator[Built]:
+    cfg = tiny(rollout__engine=request.param)
+    policy = build_policy(cfg)
+    task = tasks.load(cfg.task)
+    by_length = {len(ids): ids for ids in (policy.prompt_ids(task.messages(question)) for question in task.train)}
+    lengths = sorted(by_length)
+    prompts = [by_length[lengths[0]][:1], *(by_length[length] for length in (*lengths[:2], *lengths[-2:]))]
+
+    def make() -> Engine:
+        return rollout.build(cfg, policy)
+
+    engine = make()
+    yield Built(make, engine, policy, prompts, NATS[request.param])
+    engine.close()
+
+
+# --- what every engine promises
+
+
+def check_shapes(built: Built) -> None:
+    """P groups of G, a log-prob a token, and a group is not one draw repeated."""
+    out = built.sample()
+    assert out.prompt_ids_P == built.prompts
+    for groups in (out.completion_ids_P_G, out.logprobs_P_G, out.finish_reasons_P_G):
+        assert [len(group) for group in groups] == [3] * len(built.prompts)
+    for _, completion, logprobs in rows(out):
+        assert len(logprobs) == len(completion) > 0
+        assert max(logprobs) <= 0
+    assert out.tokens == sum(len(completion) for _, completion, _ in rows(out))
+    assert out.seconds > 0
+    assert all(len({tuple(ids) for ids in group}) > 1 for group in out.completion_ids_P_G)
+
+
+def check_logprobs(built: Built) -> None:
+    """Those of the weights that `norms` tells of, at the temperature and before the nucleus cut, for every prompt."""
+    built.engine.sync(NOISE)
+    for sampling in SAMPLINGS:
+        out = built.sample(sampling)
+        assert gap(out, distributions(built.policy, out, built.engine.norms(), sampling.temperature)) < built.nats
+    assert gap(out, distributions(built.policy, out)) > 0.1  # the noise is no formality
+
+
+def check_draw(built: Built) -> None:
+    """Tokens are drawn from the distribution told: their surprise is its entropy, within five standard errors."""
+    for sampling in SAMPLINGS[:3]:
+        out = built.sample(sampling, group_size=8)
+        logps = torch.cat(distributions(built.policy, out, temperature=sampling.temperature))
+        entropy = -(logps.exp() * logps).sum(-1)
+        variance = (logps.exp() * logps.square()).sum(-1) - entropy.square()
+        surprise = -of_tokens([logps], replace_with_one(out))
+        assert abs((surprise - entropy).sum()) < 5 * variance.sum().sqrt()
+
+
+def replace_with_one(out: Rollout) -> Rollout:
+    """All completions as one long one."""
+    ids = [token for _, completion, _ in rows(out) for token in completion]
+    return replace(out, prompt_ids_P=[[]], completion_ids_P_G=[[ids]], logprobs_P_G=[[[0.0] * len(ids)]])
+
+
+def check_nucleus(built: Built) -> None:
+    """No token is drawn that lies outside of the smallest set with probability `top_p`."""
+    out = built.sample(Sampling(40, seed=1, top_p=0.5))
+    for (_, completion, _), logps in zip(rows(out), distributions(built.policy, out), strict=True):
+        chosen = logps[torch.arange(len(completion)), completion][:, None]
+        assert (logps.exp() * (logps > chosen + built.nats)).sum(-1).max() < 0.5 + built.nats
+
+
+def check_entropy(built: Built) -> None:
+    """The mean over all completion tokens, or none at all."""
+    out = built.sample(Sampling(80, seed=1, temperature=0.8))
+    if out.entropy is not None:
+        logps = torch.cat(distributions(built.policy, out, temperature=0.8))
+        assert out.entropy == pytest.approx(-(logps.exp() * logps).sum(-1).mean().item(), abs=built.nats)
+
+
+def check_nan(built: Built) -> None:
+    """Logits that are NaN end no process: the log-probs are NaN, and the entropy if there is one."""
+    built.engine.sync(Noise(math.nan, seed=0, step=1))
+    out = built.sample(Sampling(4, seed=1))
+    assert all(math.isnan(logprob) for _, _, logprobs in rows(out) for logprob in logprobs)
+    assert out.entropy is None or math.isnan(out.entropy)
+
+
+def check_seed(built: Built) -> None:
+    """It decides the draw alone: the trainer's own draws neither change it nor are changed."""
+    torch.manual_seed(1)
+    state = torch.get_rng_state()
+    first = built.sample(Sampling(24, seed=7))
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.manual_seed(2)
+    assert built.sample(Sampling(24, seed=7)).completion_ids_P_G == first.completion_ids_P_G
+    assert built.sample(Sampling(24, seed=8)).completion_ids_P_G != first.completion_ids_P_G
+
+
+def check_finish_reasons(built: Built) -> None:
+    """ "stop" is an end token, the first and last; "length" is the limit without one."""
+    lengths = sorted(len(c) for _, c, _ in rows(built.sample(Sampling(80, seed=3), 6)) if c[-1] in ends(built))
+    limit = lengths[len(lengths) // 2]
+    out = built.sample(Sampling(limit, seed=3), 6)
+    reasons = [reason for group in out.finish_reasons_P_G for reason in group]
+    assert set(reasons) == {"stop", "length"}
+    for (_, completion, _), reason in zip(rows(out), reasons, strict=True):
+        assert not set(completion[:-1]) & ends(built)
+        assert reason == ("stop" if completion[-1] in ends(built) else "length")
+        assert len(completion) <= limit
+        assert reason == "stop" or len(completion) == limit
+
+
+def ends(built: Built) -> set[int]:
+    return set(built.policy.end_ids())
+
+
+def check_end_at_the_limit(built: Built) -> None:
+    """It is a stop."""
+    prompts = built.prompts[1:2]
+    long = built.engine.generate(prompts, 8, Sampling(80, seed=3))
+    shortest = min(len(c) for c in long.completion_ids_P_G[0])
+    cut = built.engine.generate(prompts, 8, Sampling(shortest, seed=3))
+    stopped = [c[-1] in ends(built) for c in cut.completion_ids_P_G[0]]
+    assert any(stopped)
+    assert cut.finish_reasons_P_G == [["stop" if stop else "length" for stop in stopped]]
+
+
+def check_progress(built: Built) -> None:
+    """`on_done` hears of every completion once."""
+    told: list[int] = []
+    built.engine.generate(built.prompts, 3, Sampling(4, seed=1), told.append)
+    assert sum(told) == 3 * len(built.prompts)
+    assert min(told) > 0
+
+
+def check_adapter(built: Built) -> None:
+    """A sync takes over the adapter that the policy has by then."""
+    weights = [p for name, p in built.policy.model.named_parameters() if "lora_B" in name]
+    before = [weight.data.clone() for weight in weights]
+    try:
+        for weight in weights:
+            weight.data.mul_(-1)
+        built.engine.sync(CLEAN)
+        out = built.sample()
+        assert gap(out, distributions(built.policy, out)) < built.nats
+    finally:
+        for weight, old in zip(weights, before, strict=True):
+            weight.data.copy_(old)
+    assert gap(out, distributions(built.policy, out)) > 0.1
+    built.engine.sync(CLEAN)
+    out = built.sample()
+    assert gap(out, distributions(built.policy, out)) < built.nats
+
+
+def check_noise(built: Built) -> None:
+    """The norms held are the clean ones plus the noise of (seed, step, layer), and clean again after the next sync."""
+    first = built.sample()
+    for noise in (NOISE, Noise(0.01, seed=3, step=9), CLEAN):
+        built.engine.sync(noise)
+        assert_same(built.engine.norms(), noise.onto_norms(built.policy.clean_norms, built.engine.norms()))
+    again = built.sample()
+    assert again.completion_ids_P_G == first.completion_ids_P_G
+    assert again.logprobs_P_G == first.logprobs_P_G
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name].cpu(), weight.cpu()) for name, weight in expected.items())
+
+
+def check_no_accumulation(built: Built) -> None:
+    """Twenty syncs leave the noise of the last; a random walk would be at 4.5 times as much."""
+    stds = []
+    for step in range(1, 21):
+        built.engine.sync(Noise(0.02, seed=0, step=step))
+        stds.append(observed_std(built.engine.norms(), built.policy.clean_norms))
+    assert stds == pytest.approx([0.02] * 20, rel=0.1)
+    assert len(set(stds)) == 20
+
+
+def check_close(built: Built) -> None:
+    """It may be said twice, and the policy goes on with another engine."""
+    first = built.engine.generate(built.prompts, 3, SAMPLINGS[0])
+    built.engine.close()
+    built.engine.close()
+    other = built.make()
+    assert other.generate(built.prompts, 3, SAMPLINGS[0]).completion_ids_P_G == first.completion_ids_P_G
+    other.close()
+
+
+def check_policy_is_left_as_found(built: Built) -> None:
+    """Its weights, its mode and its gradients, by everything that an engine does."""
+    policy = built.policy
+    pointers = {name: norm.data_ptr() for name, norm in policy.norms.items()}
+    for training in (True, False):
+        policy.model.train(training)
+        built.engine.sync(NOISE)
+        built.sample(Sampling(4, seed=1))
+        assert {module.training for module in policy.model.modules()} == {training}
+    built.engine.close()
+    assert {name: norm.data_ptr() for name, norm in policy.norms.items()} == pointers
+    assert_same(policy.norms, policy.clean_norms)
+    assert all(parameter.grad is None for parameter in policy.model.parameters())
+
+
+CHECKS = [check for name, check in list(globals().items()) if name.startswith("check_")]
+
+
+@pytest.fixture
+def fresh(built: Built) -> Iterator[Built]:
+    """With an engine of its own, without noise, which a check may close; afterwards the policy is as before."""
+    policy, training = built.policy, built.policy.model.training
+    norms = {name: norm.data for name, norm in policy.norms.items()}
+    clean = {name: weight.clone() for name, weight in policy.clean_norms.items()}
+    engine = built.make()
+    yield replace(built, engine=engine)
+    engine.close()
+    policy.model.train(training)
+    for name, weight in clean.items():
+        policy.clean_norms[name].copy_(weight)
+        policy.norms[name].data = norms[name].copy_(weight)
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_an_engine_keeps_the_contract(fresh: Built, check: Callable[[Built], None]) -> None:
+    check(fresh)
+
+
+def test_an_engine_that_is_none_is_refused(tiny, built: Built) -> None:
+    cfg = tiny()
+    cfg.rollout.engine = "transfomers"
+    with pytest.raises(ConfigError, match=r"rollout\.engine=transfomers is not allowed; allowed: transformers\. Type"):
+        rollout.build(cfg, built.policy)
+
+
+@pytest.mark.parametrize("built", ["transformers"], indirect=True)
+@pytest.mark.parametrize(
+    ("wrong", "check"),
+    [
+        (wrong_engines.RepeatsOneDraw, check_shapes),
+        (wrong_engines.LosesAGroup, check_shapes),
+        (wrong_engines.SwapsLogprobs, check_logprobs),
+        (wrong_engines.ReadsPadding, check_logprobs),
+        (wrong_engines.ForgetsTheTemperature, check_logprobs),
+        (wrong_engines.TellsCleanNorms, check_logprobs),
+        (wrong_engines.DrawsFlatter, check_draw),
+        (wrong_engines.ForgetsTheNucleus, check_nucleus),
+        (wrong_engines.TellsTheEntropyOfAToken, check_entropy),
+        (wrong_engines.HidesNan, check_nan),
+        (wrong_engines.HasOneSeed, check_seed),
+        (wrong_engines.DrawsASeed, check_seed),
+        (wrong_engines.AlwaysStops, check_finish_reasons),
+        (wrong_engines.GoesOneTooFar, check_finish_reasons),
+        (wrong_engines.CallsAnEndAtTheLimitALength, check_end_at_the_limit),
+        (wrong_engines.CountsPrompts, check_progress),
+        (wrong_engines.KeepsItsAdapter, check_adapter),
+        (wrong_engines.StaysNoisy, check_noise),
+        (wrong_engines.DrawsOnce, check_noise),
+        (wrong_engines.Accumulates, check_no_accumulation),
+        (wrong_engines.DrawsOnce, check_no_accumulation),
+        (wrong_engines.LeavesItsNorms, check_policy_is_left_as_found),
+        (wrong_engines.StaysInItsMode, check_policy_is_left_as_found),
+        (wrong_engines.GivesAwayThePolicysNorms, check_policy_is_left_as_found),
+        (wrong_engines.GivesAwayTheCleanNorms, check_close),
+    ],
+)
+def test_a_wrong_engine_is_found(fresh: Built, wrong: type[TransformersEngine], check: Callable) -> None:
+    with pytest.raises(AssertionError):
+        check(replace(fresh, engine=wrong(fresh.policy, batch_size=64)))

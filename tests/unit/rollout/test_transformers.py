@@ -1,0 +1,125 @@
+"""The transformers engine beyond its contract: batches, entropy in closed form, a model's own defaults, failures."""
+
+import json
+import shutil
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from qerl_lab import tasks
+from qerl_lab.aqn import Noise
+from qerl_lab.model.on_disk import POCKET
+from qerl_lab.model.policy import Policy
+from qerl_lab.rollout.engine import Sampling
+from qerl_lab.rollout.transformers import Recorder, TransformersEngine
+from rollouts import distributions, gap, rows
+
+NOISE = Noise(0.3, seed=0, step=1)
+
+
+@pytest.fixture(scope="module")
+def policy(tiny, build_policy) -> Policy:
+    return build_policy(tiny())
+
+
+@pytest.fixture(scope="module")
+def prompts(policy, tiny) -> list[list[int]]:
+    """Five prompts of unequal length."""
+    task = tasks.load(tiny().task)
+    by_length = {len(ids): ids for ids in (policy.prompt_ids(task.messages(question)) for question in task.train)}
+    lengths = sorted(by_length)
+    return [by_length[length] for length in (*lengths[:3], *lengths[-2:])]
+
+
+@pytest.fixture
+def engine(policy) -> TransformersEngine:
+    return TransformersEngine(policy, batch_size=64)
+
+
+@pytest.fixture(autouse=True)
+def left_as_found(policy) -> Iterator[None]:
+    """After every test the policy has its own norm weights, untouched, and is in the mode that it was in."""
+    held = {name: norm.data_ptr() for name, norm in policy.norms.items()}
+    policy.model.train()
+    yield
+    assert {name: norm.data_ptr() for name, norm in policy.norms.items()} == held
+    assert all(torch.equal(policy.norms[name], clean) for name, clean in policy.clean_norms.items())
+    assert all(module.training for module in policy.model.modules())
+
+
+def test_a_models_own_sampling_defaults_do_not_reach_the_sampler(tmp_path, tiny, build_policy, prompts) -> None:
+    """transformers fills what a call leaves open from the model's generation_config.json: Qwen2.5 ships a
+    repetition penalty, which would make every sampler log-prob wrong."""
+    shutil.copytree(POCKET, tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "generation_config.json"
+    defaults = {"repetition_penalty": 1.3, "top_k": 2, "min_p": 0.2, "temperature": 0.5, "do_sample": True}
+    file.write_text(json.dumps(json.loads(file.read_text()) | defaults))
+    other = build_policy(tiny(model__path=str(tmp_path)))
+    assert other.end_ids() == [other.tokenizer.eos_token_id]
+    out = TransformersEngine(other, batch_size=64).generate(prompts, 3, Sampling(40, seed=1))
+    found, ranks = distributions(other, out), []
+    assert gap(out, found) < 1e-4
+    for (_, completion, _), logps in zip(rows(out), found, strict=True):
+        ranks += (logps > logps[torch.arange(len(completion)), completion][:, None]).sum(-1).tolist()
+    assert max(ranks) > 1  # top_k=2 would allow ranks 0 and 1
+
+
+def test_it_says_how_many_completions_are_there_batch_by_batch(policy, prompts) -> None:
+    told: list[int] = []
+    TransformersEngine(policy, batch_size=4).generate(prompts, 3, Sampling(4, seed=1), told.append)
+    assert sum(told) == 3 * len(prompts)
+    assert set(told[:-1]) == {4}
+
+
+@pytest.mark.parametrize("batch_size", [64, 4])
+def test_entropy_is_the_mean_over_completion_tokens_for_any_batch_split(policy, prompts, batch_size) -> None:
+    """Completions end early and batches differ in length, so that padding or a mean of means would show."""
+    out = TransformersEngine(policy, batch_size).generate(prompts, 3, Sampling(80, seed=1))
+    assert len({len(completion) for _, completion, _ in rows(out)}) > 3
+    logps = torch.cat(distributions(policy, out))
+    assert out.entropy == pytest.approx(-(logps.exp() * logps).sum(-1).mean().item(), abs=1e-5)
+
+
+def test_entropy_of_uniform_and_of_certain_logits(policy, engine, prompts) -> None:
+    vocabulary = policy.model.config.vocab_size
+    final = policy.model.get_base_model().model.norm.weight
+    own = final.data
+    try:
+        final.data = torch.zeros_like(own)  # all logits are zero
+        out = engine.generate(prompts, 2, Sampling(8, seed=1))
+        assert out.entropy == pytest.approx(torch.tensor(float(vocabulary)).log().item(), abs=1e-5)
+        final.data = own * 1e4  # one logit is far above all others
+        assert engine.generate(prompts, 2, Sampling(8, seed=1)).entropy == pytest.approx(0, abs=1e-3)
+    finally:
+        final.data = own
+
+
+def test_recorder_by_hand() -> None:
+    """Two rows, two steps, a temperature: log 4 where all four logits are equal, 0 where one is certain."""
+    recorder, ids = Recorder(temperature=2.0), torch.tensor([[0], [0]])
+    certain = torch.tensor([[0.0, 1e4, 0.0, 0.0]])
+    mixed = torch.tensor([[0.0, 2 * torch.tensor(3.0).log(), -1e4, -1e4]])  # at temperature 2: 1/4 and 3/4
+    recorder(ids, torch.cat([torch.full((1, 4), 7.0), certain]))
+    recorder(torch.tensor([[0, 2], [0, 1]]), torch.cat([mixed, mixed]))
+    logprobs, entropies = recorder.finish(torch.tensor([[2, 0], [1, 1]]))
+    log = torch.tensor([0.25, 1.0, 0.25, 0.75]).log()
+    torch.testing.assert_close(logprobs, torch.stack([log[[0, 2]], log[[1, 3]]]))
+    of_mixed = -(0.25 * log[2] + 0.75 * log[3])
+    torch.testing.assert_close(
+        entropies, torch.stack([torch.stack([-log[0], of_mixed]), torch.stack([log[1], of_mixed])])
+    )
+
+
+def test_a_failure_inside_leaves_the_policy_as_it_was(policy, engine, prompts, monkeypatch) -> None:
+    """Whether it does is checked after every test of this file."""
+    engine.sync(NOISE)
+
+    def fail(*_: object, **__: object) -> None:
+        assert not policy.model.training
+        assert not torch.equal(next(iter(policy.norms.values())), next(iter(policy.clean_norms.values())))
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(policy.model, "generate", fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        engine.generate(prompts, 2, Sampling(8, seed=1))

@@ -1,0 +1,344 @@
+"""Questions: train and held-out sets, what a policy is asked, and the refusals of data that cannot be read."""
+
+import hashlib
+import json
+import random
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from qerl_lab import tasks
+from qerl_lab.config import schema
+from qerl_lab.config.rules import from_dict
+from qerl_lab.config.schema import PAPER_INSTRUCTION, ArithmeticConfig, ConfigError, TaskConfig
+from qerl_lab.pocket.teacher import examples
+from qerl_lab.tasks import arithmetic, bigmath, gsm8k
+
+GSM8K = Path(__file__).parents[3].parent / "shared" / "data" / "gsm8k"
+DIFFICULTIES = [
+    {},
+    {"min_steps": 1, "max_steps": 1, "max_operand": 20},
+    {"min_steps": 4, "max_steps": 6, "max_operand": 99},
+]
+ROWS = [
+    {"question": "Two and two?", "answer": "2+2=<<2+2=4>>4\n#### 4"},
+    {"question": "A thousand and\u2028five?", "answer": "Sum.\n#### 1,005"},
+    {"question": "Below zero?", "answer": "#### -7"},
+]
+NEW_TASK = """
+from qerl_lab.tasks import Question
+from qerl_lab.tasks.grading import grade_answers
+import numpy as np
+
+def train(cfg):
+    return [Question("echo-0", "Greet me.", "", {"greetings": ["hello", "hi"]})]
+
+def heldout(cfg):
+    return []
+
+def grade(texts, questions):
+    scores = grade_answers(texts, questions, lambda pairs: [False] * len(pairs))
+    pairs = zip(texts, questions, strict=True)
+    return scores | {"answer": np.array([float(text in question.payload["greetings"]) for text, question in pairs])}
+"""
+DIGEST = """
+import hashlib
+from qerl_lab import tasks
+from qerl_lab.config.schema import TaskConfig
+task = tasks.load(TaskConfig(train_questions=500))
+print(hashlib.sha256(repr([task.train, task.heldout[:500]]).encode()).hexdigest())
+"""
+
+
+def problems(cfg: TaskConfig, count: int, seed: int = 0) -> list[arithmetic.Problem]:
+    rng = random.Random(seed)
+    return [arithmetic.problem(rng, cfg) for _ in range(count)]
+
+
+def earned(task: tasks.Task, completion: str, answer: str) -> float:
+    """The reward of one completion."""
+    return sum(part.item() for part in task.rewards([completion], [tasks.Question("", "?", answer)]).values())
+
+
+def write(folder: Path, split: str, rows: list[object]) -> str:
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    (folder / f"{split}.jsonl").write_text(text, encoding="utf-8")
+    return str(folder)
+
+
+# --- arithmetic
+
+
+@pytest.mark.parametrize("difficulty", DIFFICULTIES)
+def test_train_and_heldout_sets_share_no_problem_and_no_text(difficulty: dict[str, int]) -> None:
+    cfg = TaskConfig(arithmetic=ArithmeticConfig(**difficulty))
+    train, heldout = arithmetic.train(cfg), arithmetic.heldout(cfg)
+    assert len(heldout) > 50
+    for field in ("id", "prompt"):
+        of_train, of_heldout = ({getattr(question, field) for question in part} for part in (train, heldout))
+        assert len(of_train) == len(train)
+        assert len(of_heldout) == len(heldout)
+        assert not of_train & of_heldout
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_the_split_is_a_property_of_the_question_and_the_pocket_is_never_taught_a_heldout_one(seed: int) -> None:
+    cfg = TaskConfig()
+    heldout = {question.prompt for question in arithmetic.heldout(cfg)}
+    taught = examples(cfg, random.Random(seed))
+    assert not heldout & {next(taught)[0] for _ in range(3000)}
+    drawn = problems(cfg, 3000, seed)
+    assert sum(problem.is_heldout for problem in drawn) / len(drawn) == pytest.approx(1 / 8, abs=0.03)
+
+
+@pytest.mark.parametrize("difficulty", DIFFICULTIES)
+def test_no_heldout_problem_has_the_numbers_of_a_training_problem(difficulty: dict[str, int]) -> None:
+    """In no order and with no signs: 7 + 5 - 3 tells the answer of 7 - 3 + 5, and much of that of 5 + 3 - 7."""
+
+    def stated(question: tasks.Question) -> tuple[str, ...]:
+        return tuple(sorted(re.findall(r"\d+", question.prompt)))
+
+    cfg = TaskConfig(arithmetic=ArithmeticConfig(**difficulty))
+    train, heldout = arithmetic.train(cfg), arithmetic.heldout(cfg)
+    assert not {*map(stated, train)} & {*map(stated, heldout)}
+
+
+def test_a_smaller_training_set_is_the_beginning_of_a_larger_one() -> None:
+    assert arithmetic.train(TaskConfig(train_questions=50)) == arithmetic.train(TaskConfig(train_questions=200))[:50]
+    assert len(arithmetic.train(TaskConfig())) == 4096
+    assert len(arithmetic.heldout(TaskConfig())) == 1024
+
+
+@pytest.mark.parametrize(
+    ("asked", "size", "count", "digest"),
+    [
+        ({}, 0, 4096, "42722d7c05bd"),
+        ({"min_steps": 1, "max_steps": 1, "max_operand": 20}, 0, 511, "4428180f7e75"),
+        ({"min_steps": 1, "max_steps": 3, "max_operand": 5}, 0, 2046, "e3b3a733ac76"),
+        ({"min_steps": 1, "max_steps": 2}, 1_000_000, 1567, "e01ef3c10c3d"),
+    ],
+)
+def test_a_set_larger_than_there_are_problems_holds_them_all_and_is_soon_drawn(
+    asked: dict[str, int], size: int, count: int, digest: str
+) -> None:
+    """The digests are those of fifty draws for each question asked for: an hour for a million."""
+    started = time.monotonic()
+    found = arithmetic.train(TaskConfig(train_questions=size, arithmetic=ArithmeticConfig(**asked)))
+    assert time.monotonic() - started < 60
+    assert len(found) == count
+    rows = [(question.id, question.prompt, question.answer) for question in found]
+    assert hashlib.sha256(repr(rows).encode()).hexdigest()[:12] == digest
+
+
+def test_the_questions_are_the_same_in_another_process() -> None:
+    out = subprocess.run([sys.executable, "-c", DIGEST], capture_output=True, text=True, check=True).stdout.strip()
+    task = tasks.load(TaskConfig(train_questions=500))
+    assert hashlib.sha256(repr([task.train, task.heldout[:500]]).encode()).hexdigest() == out
+
+
+@pytest.mark.parametrize("difficulty", DIFFICULTIES)
+def test_difficulty_keys_act(difficulty: dict[str, int]) -> None:
+    cfg = TaskConfig(arithmetic=ArithmeticConfig(**difficulty))
+    drawn = problems(cfg, 3000)
+    steps = Counter(len(problem.changes) for problem in drawn)
+    assert set(steps) == set(range(cfg.arithmetic.min_steps, cfg.arithmetic.max_steps + 1))
+    assert max(steps.values()) < 1.2 * min(steps.values())
+    amounts = [abs(amount) for problem in drawn for amount in (problem.start, *problem.changes)]
+    assert max(amounts) == cfg.arithmetic.max_operand
+    for problem in drawn:
+        totals = [problem.start + sum(problem.changes[: n + 1]) for n in range(len(problem.changes))]
+        assert min(totals) >= 0
+        assert max(totals) <= 2 * cfg.arithmetic.max_operand
+    assert any(change < 0 for problem in drawn for change in problem.changes)
+
+
+@pytest.mark.parametrize("difficulty", DIFFICULTIES)
+def test_every_worked_solution_is_right_and_earns_the_full_reward(difficulty: dict[str, int]) -> None:
+    cfg, rng = TaskConfig(arithmetic=ArithmeticConfig(**difficulty)), random.Random(1)
+    task = tasks.load(cfg)
+    sums = 0
+    for problem in problems(cfg, 1000):
+        solution = arithmetic.worked_solution(rng, problem)
+        assert earned(task, solution, str(problem.answer)) == pytest.approx(1.2)
+        for left, sign, right, result in re.findall(r"(\d+)(\+|-| plus | minus )(\d+)(?:=| is )(\d+)", solution):
+            assert int(left) + int(right) * (1 if sign in ("+", " plus ") else -1) == int(result), solution
+            sums += 1
+    assert sums > 500
+
+
+def test_a_problem_is_worked_out_in_many_ways() -> None:
+    """The pocket takes its entropy from them."""
+    problem, rng = arithmetic.Problem(5, (7, -3, 4)), random.Random(0)
+    assert len({arithmetic.worked_solution(rng, problem) for _ in range(300)}) > 50
+
+
+def test_the_text_states_the_problem_and_asks_for_the_answer() -> None:
+    for problem in problems(TaskConfig(), 300):
+        numbers = [int(number) for number in re.findall(r"\d+", problem.text)]
+        assert numbers == [problem.start, *map(abs, problem.changes)]
+        gains = [" more." in sentence for sentence in re.findall(r"[^.?]+\.", problem.text)[1:]]
+        assert gains == [change > 0 for change in problem.changes]
+        assert problem.text.endswith("?")
+
+
+def test_reward_parts_are_separate_and_configured() -> None:
+    task = tasks.load(TaskConfig(format_reward=0.5, answer_reward=3.0, train_questions=1))
+    texts = ["<think>x</think><answer>4</answer>", "<think>x</think><answer>5</answer>", "<answer>4</answer>", "4"]
+    questions = [tasks.Question("", "?", "4")] * 4
+    parts = {part: values.tolist() for part, values in task.rewards(texts, questions).items()}
+    assert parts == {"format": [0.5, 0.5, 0.0, 0.0], "answer": [3.0, 0.0, 3.0, 0.0]}
+    assert set(task.weights) == set(parts) == set(task.grade(texts, questions))
+
+
+def test_a_new_task_is_one_module_and_one_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its grader reads the payload of its questions."""
+    (tmp_path / "echo.py").write_text(NEW_TASK)
+    conf = Path(shutil.copytree(schema.package_data("conf"), tmp_path / "conf"))
+    (conf / "task" / "echo.yaml").write_text("# greetings\nname: echo\n")
+    monkeypatch.setattr(schema, "package_data", lambda name: tmp_path / name)
+    monkeypatch.setattr(tasks, "__path__", [*tasks.__path__, str(tmp_path)])
+    task = tasks.load(from_dict({"task": {"name": "echo", "answer_reward": 2.0}}).task)
+    assert len({*task.train, *task.train}) == 1, "a question is a key, whatever its payload"
+    parts = task.rewards(["hello", "hi", "no"], [task.train[0]] * 3)
+    assert {part: values.tolist() for part, values in parts.items()} == {"format": [0, 0, 0], "answer": [2, 2, 0]}
+
+
+# --- what is sent
+
+
+def test_the_instruction_is_a_system_message_and_an_empty_one_is_none() -> None:
+    question = tasks.Question("q", "How many?", "1")
+    asked = tasks.load(TaskConfig(train_questions=1)).messages(question)
+    assert asked == [{"role": "system", "content": PAPER_INSTRUCTION}, {"role": "user", "content": "How many?"}]
+    assert tasks.load(TaskConfig(train_questions=1, instruction="")).messages(question) == asked[1:]
+
+
+@pytest.mark.parametrize("instruction", [PAPER_INSTRUCTION, "Reply as <think>steps</think><answer>n</answer>."])
+def test_the_instruction_is_in_the_chat_that_the_policy_reads(tiny, build_policy, instruction: str) -> None:
+    """In the released code the tags are rewarded but never asked for."""
+    policy, task = build_policy(tiny()), tasks.load(tiny(task__instruction=instruction).task)
+    text = policy.tokenizer.decode(policy.prompt_ids(task.messages(task.train[0])))
+    assert instruction in text
+    assert text.index(instruction) < text.index(task.train[0].prompt)
+    assert text.endswith("assistant\n")
+
+
+# --- GSM8K and BigMath
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write(tmp_path, "train", ROWS)
+    write(tmp_path, "test", ROWS[:1])
+    return tmp_path
+
+
+def test_gsm8k_reads_a_local_directory(folder: Path) -> None:
+    cfg = TaskConfig(name="gsm8k", path=str(folder))
+    task = tasks.load(cfg)
+    assert [question.answer for question in task.train] == ["4", "1005", "-7"]
+    assert [question.prompt for question in task.train] == [row["question"] for row in ROWS]
+    assert [question.id for question in task.heldout] == ["gsm8k-test-0"]
+    assert earned(task, "<think>x</think><answer>1,005</answer>", task.train[1].answer) == pytest.approx(1.2)
+    assert gsm8k.train(TaskConfig(name="gsm8k", path=str(folder), train_questions=2)) == task.train[:2]
+
+
+@pytest.mark.skipif(not GSM8K.is_dir(), reason="no copy of GSM8K beside the repository")
+def test_gsm8k_whole() -> None:
+    task = tasks.load(TaskConfig(name="gsm8k", path=str(GSM8K)))
+    assert (len(task.train), len(task.heldout)) == (7473, 1319)
+    questions = task.train + task.heldout
+    scores = task.grade([f"<think>x</think><answer>{question.answer}</answer>" for question in questions], questions)
+    assert all(values.all() for values in scores.values())
+    assert not {question.prompt for question in task.train} & {question.prompt for question in task.heldout}
+
+
+def test_bigmath_holds_out_a_share_by_text(tmp_path: Path) -> None:
+    rows = [{"prompt": f"Problem {n}", "solution": str(n)} for n in range(2000)]
+    cfg = TaskConfig(name="bigmath", path=write(tmp_path, "train", rows))
+    train, heldout = bigmath.train(cfg), bigmath.heldout(cfg)
+    assert len(train) + len(heldout) == 2000
+    assert 10 < len(heldout) < 60
+    assert not {question.prompt for question in train} & {question.prompt for question in heldout}
+    assert all(question.id == f"bigmath-{question.answer}" for question in train + heldout)
+
+
+def refusal(path: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        tasks.load(TaskConfig(name="gsm8k", path=path))
+    return str(caught.value)
+
+
+def test_a_missing_file_is_named(folder: Path) -> None:
+    (folder / "test.jsonl").unlink()
+    assert f"task.path={folder} has no test.jsonl" in refusal(str(folder))
+
+
+@pytest.mark.parametrize(("line", "reason"), [
+    (b"{not json}", "is not JSON"), (b'{"question": "cut', "is not JSON"), (b"", "is not JSON"),
+    (b"\xff\xfe{}", "is not JSON"),
+    (b"[1, 2]", "no object"), (b"3", "no object"), (b"null", "no object"),
+])  # fmt: skip
+def test_a_line_that_is_no_row_is_named(folder: Path, line: bytes, reason: str) -> None:
+    file = folder / "train.jsonl"
+    file.write_bytes(file.read_bytes() + line + b"\n")
+    message = refusal(str(folder))
+    assert f"{file}:4 " in message
+    assert reason in message
+
+
+@pytest.mark.parametrize(("row", "named"), [
+    ({"question": "Two?"}, "lacks text in ['answer']; it has ['question']"),
+    ({"question": "Two?", "answer": 2}, "lacks text in ['answer']"),
+    ({"question": None, "answer": "#### 2"}, "lacks text in ['question']"),
+])  # fmt: skip
+def test_a_missing_column_is_named(folder: Path, row: dict[str, object], named: str) -> None:
+    message = refusal(write(folder, "train", [*ROWS, row]))
+    assert "row 3" in message
+    assert named in message
+
+
+@pytest.mark.parametrize("answer", ["4", "", "#### four", "####", "#### 1 and 2"])
+def test_a_row_without_a_gold_number_is_named(folder: Path, answer: str) -> None:
+    assert "row 3 has no number after `####`" in refusal(write(folder, "train", [*ROWS, ROWS[0] | {"answer": answer}]))
+
+
+@pytest.mark.parametrize("error", [
+    ConnectionError("Couldn't reach the hub\nmore"), ConnectionError(), FileNotFoundError("no such dataset"),
+    ValueError("unknown split"), RuntimeError(""),
+], ids=repr)  # fmt: skip
+def test_an_unreachable_hub_is_a_message_and_not_a_crash(monkeypatch, error: Exception) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("datasets.load_dataset", fail)
+    message = refusal("someone/no-such-set")
+    assert (
+        f"'someone/no-such-set' is no local directory and could not be loaded from the hub ({type(error).__name__}"
+        in message
+    )
+    assert "task.path=DIRECTORY" in message
+    assert "\n" not in message
+
+
+def test_the_hub_is_asked_for_the_papers_sets(monkeypatch) -> None:
+    asked = []
+
+    def fail(*args: object, **keywords: object) -> None:
+        asked.append((*args, keywords["split"]))
+        raise OSError("offline")
+
+    monkeypatch.setattr("datasets.load_dataset", fail)
+    for name in ("gsm8k", "bigmath"):
+        with pytest.raises(ConfigError):
+            tasks.load(TaskConfig(name=name))
+    assert asked == [
+        ("openai/gsm8k", "main", "train"),
+        ("open-r1/Big-Math-RL-Verified-Processed", "level_3_4_5", "train"),
+    ]

@@ -1,0 +1,134 @@
+"""README.md and docs/ name only what is there: paths, links, the tree, and command lines that parse.
+
+Each rule is a function of text, tried on the pages and on a line that breaks it.
+"""
+
+import importlib
+import itertools
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from qerl_lab.cli.compose import make_plan
+from qerl_lab.cli.overrides import spell
+from qerl_lab.config.schema import ConfigError
+from qerl_lab.config.spelling import readable
+
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "src" / "qerl_lab"
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+FOLDERS = {"conf", "docs", "notebooks", "results", "src", "sweeps", "tests"}
+ROOMS = {path.name for path in SOURCE.iterdir() if (path / "__init__.py").exists()}
+PLACEHOLDERS = {"RUN_DIR": ".", "DIR": ".", "TIME": "t", "MODEL": "pocket", "N": "1"}
+
+
+def named_paths(text: str) -> list[str]:
+    """Code spans that begin with a folder of the repository, are a room, or end as a source file does."""
+    spans = [span for span in re.findall(r"`([^`\n]+)`", text) if re.fullmatch(r"[\w./*-]+", span)]
+    return [
+        span
+        for span in spans
+        if span.partition("/")[0] in FOLDERS or span.rstrip("/") in ROOMS or span.endswith((".py", ".ipynb"))
+    ]
+
+
+def missing_paths(text: str) -> list[str]:
+    """Named paths that are neither in the repository nor in the package; a star and NAME stand for any name."""
+    return [
+        path
+        for path in named_paths(text)
+        if not any(any(root.glob(path.replace("NAME", "*"))) for root in (ROOT, SOURCE))
+    ]
+
+
+def drawn(text: str) -> set[str]:
+    """Rooms and files that a page draws below `src/qerl_lab/`: one entry a line, further files on deeper lines."""
+    lines = text.split("    src/qerl_lab/", 1)[1].splitlines()[1:]
+    found, room = set[str](), ""
+    for line in itertools.takewhile(lambda line: line.startswith(" " * 6), lines):
+        if entry := re.match(r" {6}([a-z_]+)(/|\.py)", line):
+            room = f"{entry[1]}/" if entry[2] == "/" else ""
+            found.add(entry[1] + entry[2])
+        found |= {room + name for name in re.findall(r"(?<![\w/])\w+\.py", line)}
+    return found
+
+
+def dead_links(text: str, folder: Path) -> list[str]:
+    """Relative link targets that do not exist."""
+    targets = re.findall(r"\]\(([^)\s#]+)[^)]*\)", text)
+    return [target for target in targets if "://" not in target and not (folder / target).exists()]
+
+
+def commands(text: str) -> Iterator[str]:
+    """Command lines `python -m qerl_lab...` of code blocks and code spans, without their comments."""
+    for line in re.findall(r"^ {4}(?:\S*/)?(python -m qerl_lab.*)$", text, re.MULTILINE):
+        yield re.split(r"\s+#", line)[0]
+    yield from re.findall(r"`(python -m qerl_lab[^`\n]*)`", text)
+
+
+def words_of(command: str) -> list[str]:
+    """The words after `-m`: of `a|b|c` the first, and something real for a placeholder."""
+    words = [re.sub(r"\|[\w|]+", "", word) for word in shlex.split(command)[2:]]
+    return [re.sub(rf"\b({'|'.join(PLACEHOLDERS)})\b", lambda found: PLACEHOLDERS[found[0]], word) for word in words]
+
+
+def parse(command: str) -> None:
+    """Read a command line as the command itself would, and run nothing. Raises ConfigError."""
+    module, *words = words_of(command)
+    if "--help" in words or not words or words[0].startswith("resume="):
+        return
+    if module == "qerl_lab":
+        make_plan([readable(spell(word)) for word in words], False, None)
+        return
+    path = SOURCE / module.removeprefix("qerl_lab.").replace(".", "/")
+    if not (path.is_dir() or path.with_suffix(".py").exists()):
+        raise ConfigError(f"{command} is no command")
+    found = vars(importlib.import_module(f"{module}.__main__" if path.is_dir() else module))
+    if "COMMANDS" in found:
+        found["COMMANDS"][words[0]].read(words[1:])
+    else:
+        found["COMMAND"].read(words)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_path_that_a_page_names_exists(page: Path):
+    assert missing_paths(page.read_text(encoding="utf-8")) == []
+
+
+def test_the_tree_names_every_file_of_the_package():
+    files = {str(path.relative_to(SOURCE)) for path in SOURCE.rglob("*.py") if not path.stem.startswith("__")}
+    rooms = {f"{room}/" for room in ROOMS}
+    assert drawn((ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")) == files | rooms
+    assert rooms <= drawn((ROOT / "README.md").read_text(encoding="utf-8")) <= files | rooms
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "LOG.md"], ids=lambda page: page.name)
+def test_every_link_leads_somewhere(page: Path):
+    assert dead_links(page.read_text(encoding="utf-8"), page.parent) == []
+
+
+@pytest.mark.parametrize(
+    "command", sorted({line for page in PAGES for line in commands(page.read_text(encoding="utf-8"))})
+)
+def test_every_command_line_parses(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    parse(command)
+
+
+def test_the_rules_see_what_is_wrong(tmp_path: Path):
+    assert missing_paths("see `train/nowhere.py`, `conf/scale/zzz_*.yaml`, `formats/`, `a/b`") == [
+        "train/nowhere.py",
+        "conf/scale/zzz_*.yaml",
+    ]
+    tree = ["src/qerl_lab/  x", "  a/   b.py (as in conf/y.py)", "       c.py", "  d.py  e", "f/"]
+    assert drawn("\n".join(f"    {line}" for line in tree)) == {"a/", "a/b.py", "a/c.py", "d.py"}
+    assert dead_links("[a](nowhere.md) [b](https://x.org/y.md)", tmp_path) == ["nowhere.md"]
+    wrong = ["python -m qerl_lab lora.rnk=3", "python -m qerl_lab.quantize fromat=nvfp4", "python -m qerl_lab.nope x"]
+    text = f"    {wrong[0]}   # why\nas `{wrong[1]}` does\n    .venv/bin/{wrong[2]}"
+    assert set(commands(text)) == set(wrong)
+    for command in wrong:
+        with pytest.raises(ConfigError):
+            parse(command)

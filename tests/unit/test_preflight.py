@@ -1,0 +1,286 @@
+"""What can be known before a run starts is said before it starts: the model's files, the questions, the machine."""
+
+import functools
+import json
+import shutil
+import stat
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qerl_lab import preflight, tasks
+from qerl_lab.cli import launch
+from qerl_lab.cli.train import main
+from qerl_lab.config.schema import ArithmeticConfig, ConfigError, RunConfig, TaskConfig
+from qerl_lab.model import on_disk
+from qerl_lab.model.on_disk import POCKET
+from qerl_lab.tasks import arithmetic
+
+
+@pytest.fixture(autouse=True)
+def _a_machine_without_a_gpu_and_no_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(run_dir: Path) -> None:
+        raise AssertionError("a bad command started a run")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(launch, "child_command", refuse)
+    monkeypatch.setattr(preflight, "GPU_NODES", ())
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A copy of the embedded policy, to be damaged."""
+    return Path(shutil.copytree(POCKET, tmp_path / "model"))
+
+
+def refused(line: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """The message of a command that is refused, dry run or not, and leaves nothing."""
+    before = set(Path.cwd().rglob("*"))
+    messages = []
+    for words in (line.split(), [*line.split(), "dry_run=true"]):
+        code = main(words)
+        out, err = capsys.readouterr()
+        assert code == 2, out + err
+        assert out == ""
+        assert err.startswith("error: ")
+        assert err.count("\n") == 1
+        messages.append(err)
+    assert messages[0] == messages[1].replace(" dry_run=True", "")
+    assert set(Path.cwd().rglob("*")) == before
+    return messages[0]
+
+
+@pytest.mark.parametrize(
+    ("line", "parts"),
+    [
+        ("scale=custom model.path=/no/such/place", ["model.path=/no/such/place is no directory", "Type model.path="]),
+        ("scale=custom model.path=file/x", ["file/x is no directory"]),
+        ("-m hydra.sweep.dir=run seed=1,2", ["hydra.sweep.dir=", "run is the directory of a run"]),
+        ("scale=custom model.path=a/b/c", ["model.path=a/b/c is no directory"]),
+        ("scale=custom model.path=file", ["model.path=", "file is a file", "a directory, or a hub id"]),
+        ("scale=custom model.path=empty", ["model.path=", "empty holds no config.json"]),
+        ("lora.target_modules=[q_proj,foo]", ["'foo' is no Linear layer", "allowed: down_proj,", "gate_proj"]),
+        ("lora.target_modules=[q_prj]", ["Did you mean q_proj?"]),
+        ("lora.target_modules=[input_layernorm]", ["'input_layernorm' is no Linear layer"]),
+        ("aqn=linear aqn.norms=[input_layrnorm]", ["aqn.norms", "Did you mean input_layernorm?"]),
+        ("format.ignore=[foo]", ["format.ignore: 'foo' is no Linear layer", "re:PATTERN"]),
+        ("format.ignore=['re:foo.*']", ["format.ignore: 're:foo.*'"]),
+        ("task=gsm8k task.path=/no/such/place", ["task.path=/no/such/place is no directory"]),
+        ("task=gsm8k task.path=file", ["task.path=", "file is a file"]),
+        ("task=gsm8k task.path=empty", ["has no train.jsonl"]),
+        ("task=gsm8k task.path=none", ["has no training question"]),
+        (
+            "task=gsm8k task.path=one",
+            ["one has 1 held-out questions", "Add some to test.jsonl, or type eval.questions=0"],
+        ),
+        (
+            "task.arithmetic.max_operand=2 task.arithmetic.min_steps=1 task.arithmetic.max_steps=1",
+            [
+                "this difficulty has 0 held-out questions",
+                "Type a larger task.arithmetic.max_operand, or eval.questions=0",
+            ],
+        ),
+        ("task=gsm8k task.path=garbage", ["train.jsonl:1 is not JSON"]),
+        ("run_dir=file/under", ["file is a file", "run_dir=DIR"]),
+        (f"run_dir={'x' * 300}", ["over 255 bytes"]),
+        ("device=cuda", ["device=cuda", "shows no GPU", "Type device=cpu"]),
+        ("cpu_threads=1024", ["cpu_threads=1024 is more than the", "cores of this machine"]),
+        ("optim=adamw_8bit", ["optim.name=adamw_8bit needs a GPU", "Type optim=adamw"]),
+        ("model.attention=flash_attention_2", ["needs a GPU", "Type model.attention=sdpa"]),
+        ("scale=paper_gsm8k_7b", ["Qwen/Qwen2.5-7B-Instruct has 7,000,000,000 parameters", "device=cpu to run it"]),
+        ("-m lora.target_modules=[q_proj],[foo]", ["job 1 (lora.target_modules=[foo]): lora.target_modules: 'foo'"]),
+        ("-m hydra.sweep.dir=file/x seed=1,2", ["job 0 (seed=1): ", "file is a file"]),
+    ],
+)
+def test_a_command_that_cannot_run_is_refused_before_anything_is_made(
+    line: str, parts: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("file").touch()
+    row = json.dumps({"question": "1+1?", "answer": "#### 2"}) + "\n"
+    for name, train, test in (("none", "", row * 2), ("one", row, row), ("garbage", "{", row)):
+        Path(name).mkdir()
+        Path(name, "train.jsonl").write_text(train)
+        Path(name, "test.jsonl").write_text(test)
+    Path("empty").mkdir()
+    Path("run").mkdir()
+    Path("run/resolved.yaml").touch()
+    message = refused(line, capsys)
+    for part in parts:
+        assert part in message
+
+
+def without(*names: str) -> Callable[[Path], None]:
+    return lambda folder: [(folder / name).unlink() for name in names] and None
+
+
+def garbled(name: str, content: bytes) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).write_bytes(content) and None
+
+
+@pytest.mark.parametrize(
+    ("damage", "part"),
+    [
+        (without("config.json"), "holds no config.json"),
+        (garbled("config.json", b"{"), "config.json cannot be read as JSON"),
+        (garbled("config.json", b"[]"), "config.json holds no JSON object"),
+        (without("model.safetensors"), "holds no weights in safetensors"),
+        (garbled("model.safetensors", b"\0" * 100), "is no safetensors file, or not whole"),
+        (garbled("model.safetensors", b"\xff" * 100), "is no safetensors file, or not whole"),
+        (without("tokenizer.json"), "holds no tokenizer"),
+        (without("chat_template.jinja"), "has no chat template"),
+    ],
+)
+def test_a_damaged_model_is_named(
+    damage: Callable[[Path], None], part: str, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damage(model)
+    assert part in refused("scale=pocket model.path=model", capsys)
+
+
+@pytest.mark.parametrize(
+    ("words", "typed"),
+    [
+        ("format.ignore=[]", "Type 'format.ignore=[lm_head]'."),
+        ("format.ignore=[down_proj,re:.*o_proj]", """Type 'format.ignore=[down_proj,"re:.*o_proj",lm_head]'."""),
+    ],
+)
+def test_a_packed_output_layer_is_refused(
+    words: str, typed: str, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = f"scale=pocket model.path=model format=nvfp4 {words}"
+    settings = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(settings | {"tie_word_embeddings": False}))
+    message = refused(line, capsys)
+    assert "would pack lm_head in nvfp4, and the loss reads the dense weight of lm_head" in message
+    assert typed in message
+
+
+def test_a_chat_template_may_be_in_the_tokenizer_s_settings(model: Path) -> None:
+    (model / "chat_template.jinja").unlink()
+    settings = json.loads((model / "tokenizer_config.json").read_text())
+    (model / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": "{{ messages }}"}))
+    cfg = RunConfig()
+    cfg.model.path = str(model)
+    on_disk.check(model, cfg)
+
+
+def test_the_layers_of_the_embedded_policy_are_read_from_its_header() -> None:
+    shapes = {layer.name: layer.shape for layer in on_disk.layers(POCKET)}
+    assert shapes["model.layers.0.mlp.down_proj"] == (160, 448)
+    assert shapes["model.layers.2.input_layernorm"] == (160,)
+    recipe = json.loads((POCKET / "recipe.json").read_text())
+    assert 0.99 < on_disk.parameters(POCKET) / recipe["parameters"] <= 1  # biases are not counted
+    cfg = RunConfig()
+    cfg.lora.rank = 2
+    per_layer = 2 * (160 + 160) + 2 * (160 + 32) + 3 * (160 + 448)
+    assert on_disk.adapter_parameters(POCKET, cfg) == 3 * 2 * per_layer
+
+
+def plain(cfg: RunConfig | None = None, **changes: Any) -> RunConfig:
+    cfg = cfg or RunConfig()
+    cfg.eval.questions = 4
+    for name, value in changes.items():
+        *nodes, key = name.split("__")
+        setattr(functools.reduce(getattr, nodes, cfg), key, value)
+    return cfg
+
+
+def test_what_is_asked_for_beyond_the_questions_that_there_are_is_said() -> None:
+    cfg = plain(eval__questions=5000, task__train_questions=5000, task__arithmetic__max_operand=3)
+    heldout, train = preflight.check(cfg, Path.cwd() / "run")
+    assert heldout.startswith("eval.questions=5000: there are ")
+    assert train.startswith("task.train_questions=5000: there are ")
+
+
+def test_a_size_that_is_a_guess_gives_way_to_the_word_that_it_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "memory", lambda: 10**15)
+    monkeypatch.setattr(preflight, "_refuse_full", lambda *_: None)
+    with pytest.raises(ConfigError, match="shows no GPU: a step would take hours"):
+        preflight.check(plain(model__path="Qwen/Qwen2.5-7B-Instruct"), Path.cwd() / "run")
+    assert preflight.check(plain(model__path="Qwen/Qwen2.5-7B-Instruct", device="cpu"), Path.cwd() / "run") == []
+    assert preflight.check(plain(model__path="Qwen/Qwen2.5-0.5B-Instruct"), Path.cwd() / "run") == []
+
+
+def test_jobs_that_a_launcher_sends_elsewhere_are_not_held_against_this_machine() -> None:
+    cfg = plain(model__path="Qwen/Qwen2.5-7B-Instruct", device="cuda")
+    assert preflight.check(cfg, Path.cwd() / "run", here=False) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        ("Qwen/Qwen2.5-7B-Instruct", 7_000_000_000), ("Qwen/Qwen3-0.6B", 600_000_000),
+        ("HuggingFaceTB/SmolLM2-135M-Instruct", 135_000_000), ("meta-llama/Llama-3.1-8B-Instruct", 8_000_000_000),
+        ("Qwen/Qwen3-30B-A3B", 30_000_000_000), ("org/7Bot", None), ("org/model", None), ("7b/model", None),
+    ],
+)  # fmt: skip
+def test_the_size_in_a_name_on_the_hub(name: str, count: int | None) -> None:
+    assert preflight.named_parameters(name) == count
+
+
+def test_a_model_that_memory_cannot_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "memory", lambda: 3_000_000)
+    with pytest.raises(ConfigError, match=r"which take 0\.0 GiB with format=nvfp4, and this machine has 0\.0 GiB"):
+        preflight.check(plain(), Path.cwd() / "run")
+    assert preflight.check(plain(format__dense_cache="off"), Path.cwd() / "run") == []  # half a byte a weight
+    monkeypatch.undo()
+    monkeypatch.setattr(preflight, "GPU_NODES", ("/dev/null",))
+    monkeypatch.setattr(preflight, "gpu_memory", lambda: 24 * 2**30)
+    hub = plain(model__path="Qwen/Qwen2.5-32B-Instruct", format__name="bf16")
+    with pytest.raises(ConfigError, match=r"59\.6 GiB with format=bf16, and the GPU has 24\.0 GiB.*format=nvfp4"):
+        preflight.check(hub, Path.cwd() / "run")
+
+
+def test_a_gpu_is_what_the_system_shows_and_the_environment_does_not_hide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert not preflight.has_gpu()
+    monkeypatch.setattr(preflight, "GPU_NODES", ("/dev/null",))
+    assert preflight.has_gpu()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert not preflight.has_gpu()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    with pytest.raises(ConfigError, match="dense_cache=on is refused on a GPU"):
+        preflight.check(plain(format__dense_cache="on"), Path.cwd() / "run")
+
+
+def test_memory_is_what_the_system_or_the_control_group_allows() -> None:
+    found = preflight.memory()
+    assert found is None or 2**28 < found < 2**50
+
+
+def test_a_full_disk_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(".")._replace(free=2**20)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(ConfigError, match=r"has 0\.00 GiB free, and its checkpoints take 0\.07 GiB.*run_dir=DIR"):
+        preflight.check(plain(), Path.cwd() / "run")
+
+
+def test_checkpoints_beyond_those_that_a_run_writes_take_no_room() -> None:
+    assert preflight.check(plain(checkpoint__keep=10**15, checkpoint__every=0), Path.cwd() / "run") == []
+
+
+def test_a_directory_that_may_not_be_written_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = tmp_path / "closed"
+    closed.mkdir()
+    closed.chmod(stat.S_IRUSR | stat.S_IXUSR)
+    monkeypatch.setattr(preflight.os, "access", lambda path, mode: Path(path) != closed)  # who is root may write there
+    with pytest.raises(ConfigError, match=r"closed/a/b cannot be written: .*/closed is read-only"):
+        preflight.check_directory(closed / "a" / "b")
+
+
+def test_the_default_difficulty_has_as_many_problems_as_are_counted_on() -> None:
+    loaded = tasks.load(TaskConfig())
+    assert (len(loaded.train), len(loaded.heldout)) == (arithmetic.TRAIN_QUESTIONS, arithmetic.HELDOUT_QUESTIONS)
+
+
+def test_a_training_set_larger_than_there_are_problems_ends_soon_with_all_of_them() -> None:
+    started = time.process_time()
+    small = TaskConfig(train_questions=1_000_000, arithmetic=ArithmeticConfig(min_steps=1, max_steps=2, max_operand=4))
+    ids = {question.id for question in arithmetic.train(small)}
+    assert time.process_time() - started < 5
+    assert 100 < len(ids) < 400
+    assert arithmetic.train(replace(small, train_questions=50)) == arithmetic.train(small)[:50]

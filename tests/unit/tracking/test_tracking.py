@@ -1,0 +1,387 @@
+"""Names, metrics.jsonl and what MLflow would be told, without MLflow."""
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from qerl_lab.config.schema import ConfigError, RunConfig, leaves
+from qerl_lab.record.directory import RunDirectory
+from qerl_lab.record.environment import Typed
+from qerl_lab.record.metrics import METRICS, cut_metrics, declared, last_logged, read_metrics, steps_recorded
+from qerl_lab.record.mirror import MirrorRecord
+from qerl_lab.record.sessions import Sessions
+from qerl_lab.tracking import mlflow
+from qerl_lab.tracking.__main__ import main
+from qerl_lab.tracking.mlflow import mlflow_uri
+from qerl_lab.tracking.tracker import Mirrored, Tracker
+
+PROMISED = {
+    "reward": "mean std <part> overlong zero_variance_groups",
+    "policy": "entropy_nats kl_reference clip_fraction clip_fraction_low clip_fraction_high "
+    "loss grad_norm learning_rate",
+    "sampler": "entropy_nats logprob_gap_mean logprob_gap_max importance_ratio_mean",
+    "rollout": "tokens_per_second completion_tokens truncated_fraction prompts_drawn",
+    "step": "seconds tokens_per_second",
+    "seconds": "rollout reward train sync probe",
+    "noise": "sigma std_observed kl_nats",
+    "memory": "rss_gib gpu_peak_gib",
+    "eval": "accuracy gain gain_low gain_high format completion_tokens entropy_nats",
+}
+
+
+@pytest.fixture
+def cfg() -> RunConfig:
+    cfg = RunConfig()
+    cfg.tracking.mlflow = False
+    return cfg
+
+
+@pytest.fixture
+def no_uri(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+
+
+def steps(run_dir: Path) -> list[int]:
+    return [line["step"] for line in read_metrics(run_dir)]
+
+
+def test_every_promised_metric_is_declared_once_with_unit_and_meaning() -> None:
+    promised = [f"{area}/{name}" for area, names in PROMISED.items() for name in names.split()]
+    assert list(METRICS) == promised
+    assert all(m.unit and m.meaning and "|" not in m.unit + m.meaning for m in METRICS.values())
+    assert len({m.meaning for m in METRICS.values()}) == len(METRICS)
+    assert all(METRICS[name].unit == "nats" for name in METRICS if name.endswith("_nats"))
+
+
+def test_a_task_names_the_parts_of_its_reward_and_no_other_is_logged(cfg: RunConfig, tmp_path: Path) -> None:
+    tracker = Tracker(cfg, RunDirectory(tmp_path), parts=["format", "tests_passed"])
+    tracker.log(1, {"reward/format": 0.2, "reward/tests_passed": 1.0})
+    with pytest.raises(ValueError, match=r"reward/test_passed.*Did you mean reward/tests_passed\?"):
+        tracker.log(2, {"reward/test_passed": 1.0})
+    with pytest.raises(ValueError, match="'reward/<part>' is not a metric"):
+        tracker.log(2, {"reward/<part>": 1.0})
+    assert steps(tmp_path) == [1]
+    with pytest.raises(ValueError, match=r"called \['reward/std'\], which is another metric"):
+        declared(["format", "std"])
+
+
+def test_what_trl_measures_has_one_name_there() -> None:
+    theirs = [metric.trl for metric in METRICS.values() if metric.trl]
+    assert len(set(theirs)) == len(theirs) == 10
+    assert all(metric.trl for metric in METRICS.values() if metric.over_tokens)
+
+
+def test_docs_table_is_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["table"]) == 0
+    docs = (Path(__file__).parents[3] / "docs" / "metrics.md").read_text()
+    heading, printed = docs.split("| metric |", 1)
+    assert "| metric |" + printed == capsys.readouterr().out
+    assert heading.startswith("# ")
+
+
+def test_importing_tracking_imports_nothing_heavy() -> None:
+    found = "[m for m in ('torch', 'mlflow', 'pandas', 'numpy') if m in sys.modules]"
+    code = f"import sys, qerl_lab.tracking.tracker; print({found})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_round_trip_is_exact_and_keeps_lines_that_share_a_step(cfg: RunConfig, tmp_path: Path) -> None:
+    tracker = Tracker(cfg, RunDirectory(tmp_path))
+    tracker.log(0, {"eval/accuracy": 0.1})
+    tracker.log(1, {"reward/mean": 1 / 3, "policy/loss": -1e-30})
+    tracker.log(1, {"eval/accuracy": 1})
+    tracker.finish("FINISHED")
+    lines = read_metrics(tmp_path)
+    assert [line["metrics"] for line in lines] == [
+        {"eval/accuracy": 0.1},
+        {"reward/mean": 1 / 3, "policy/loss": -1e-30},
+        {"eval/accuracy": 1.0},
+    ]
+    assert steps(tmp_path) == [0, 1, 1]
+    assert lines[0]["time"] <= lines[1]["time"] <= lines[2]["time"]
+
+
+def test_a_line_is_on_disk_when_log_returns(cfg: RunConfig, tmp_path: Path) -> None:
+    tracker = Tracker(cfg, RunDirectory(tmp_path))
+    tracker.log(1, {"reward/mean": 0.5})
+    assert steps(tmp_path) == [1]
+
+
+def test_values_that_are_not_finite_become_null_and_read_back_as_nan(cfg: RunConfig, tmp_path: Path) -> None:
+    Tracker(cfg, RunDirectory(tmp_path)).log(
+        1, {"policy/loss": math.nan, "policy/grad_norm": math.inf, "reward/mean": 2.0}
+    )
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    written = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=refuse)
+    assert written["metrics"] == {"policy/loss": None, "policy/grad_norm": None, "reward/mean": 2.0}
+    (line,) = read_metrics(tmp_path)
+    assert math.isnan(line["metrics"]["policy/loss"])
+    assert math.isnan(line["metrics"]["policy/grad_norm"])
+
+
+def test_unknown_metric_is_refused_with_a_hint_and_leaves_no_line(cfg: RunConfig, tmp_path: Path) -> None:
+    tracker = Tracker(cfg, RunDirectory(tmp_path))
+    with pytest.raises(ValueError, match=r"reward/meen.*Did you mean reward/mean\?"):
+        tracker.log(1, {"reward/std": 0.0, "reward/meen": 1.0})
+    assert read_metrics(tmp_path) == []
+
+
+def test_a_torn_last_line_is_not_read_and_is_cut_on_resume(cfg: RunConfig, tmp_path: Path) -> None:
+    tracker = Tracker(cfg, RunDirectory(tmp_path))
+    for step in (1, 2, 3):
+        tracker.log(step, {"reward/mean": float(step)})
+    path = tmp_path / "metrics.jsonl"
+    whole = path.read_bytes()
+    start_of_3 = whole.rindex(b'{"step": 3')
+    for length in range(start_of_3, len(whole)):
+        path.write_bytes(whole[:length])
+        assert steps(tmp_path) == [1, 2]
+    resumed = Tracker(cfg, RunDirectory(tmp_path), last_step=2)
+    resumed.log(3, {"reward/mean": 30.0})
+    assert [(line["step"], line["metrics"]["reward/mean"]) for line in read_metrics(tmp_path)] == [
+        (1, 1.0),
+        (2, 2.0),
+        (3, 30.0),
+    ]
+
+
+@pytest.mark.parametrize("missing", [1, 5, 30], ids=["newline", "tail", "half"])
+def test_cut_removes_a_torn_line_even_of_a_step_that_is_kept(tmp_path: Path, missing: int) -> None:
+    good = b'{"step": 1, "time": 1.0, "metrics": {"reward/mean": 1.0}}\n'
+    (tmp_path / "metrics.jsonl").write_bytes(good + good[:-missing])
+    cut_metrics(tmp_path, 1)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == good
+
+
+def test_resume_cuts_later_steps_and_keeps_the_rest_byte_for_byte(cfg: RunConfig, tmp_path: Path) -> None:
+    tracker = Tracker(cfg, RunDirectory(tmp_path))
+    for step in (0, 1, 2, 3, 4):
+        tracker.log(step, {"reward/mean": float(step)})
+    kept = (tmp_path / "metrics.jsonl").read_bytes().splitlines(keepends=True)[:3]
+    Tracker(cfg, RunDirectory(tmp_path), last_step=2)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == b"".join(kept)
+
+
+def test_cut_is_atomic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "time": 1.0, "metrics": {}}\n{"step": 2, "time": 1.0, "metrics": {}}\n')
+    before = path.read_bytes()
+
+    def killed(self: Path, target: Path) -> None:
+        assert steps_of(self) == [1]  # all of the new file is there before the old one goes
+        raise KeyboardInterrupt
+
+    def steps_of(file: Path) -> list[int]:
+        return [json.loads(line)["step"] for line in file.read_text().splitlines()]
+
+    monkeypatch.setattr(Path, "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        cut_metrics(tmp_path, 1)
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("lines", "last", "why"),
+    [
+        (["0", "1", "2", "3"], 3, "lacks step 4"),
+        (["0", "1", "3", "9"], 1, "lacks step 2"),
+        (["1", "2", "3", "9"], 3, "lacks step 4"),  # evaluated at 4, and 4 itself is lost
+        (["1", "?", "2"], 2, "lacks step 3 (line 2 is no metrics record)"),
+        (["1", "\0\0", "3"], 1, "lacks step 2 (line 2 is no metrics record)"),
+        ([], 0, "lacks step 1"),
+    ],
+)
+def test_steps_recorded_stops_before_the_first_hole(tmp_path: Path, lines: list[str], last: int, why: str) -> None:
+    whole = {n: f'{{"step": {n}, "time": 1.0, "metrics": {{"reward/mean": 1.0}}}}' for n in range(5)}
+    whole[9] = '{"step": 4, "time": 1.0, "metrics": {"eval/accuracy": 1.0}}'
+    text = [whole[int(line)] if line.isdigit() else line for line in lines]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{line}\n" for line in text) + '{"step": 4, "ti')
+    assert steps_recorded(tmp_path) == (last, why)
+
+
+def test_no_metrics_is_said_as_such(tmp_path: Path) -> None:
+    assert steps_recorded(tmp_path) == (0, "is missing")
+
+
+def test_a_line_that_is_no_record_is_set_aside_when_a_run_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = '{"step": 1, "time": 1.0, "metrics": {}}\n'
+    (tmp_path / "metrics.jsonl").write_text(good + "\0\0garbage\n" + good)
+    cut_metrics(tmp_path, 1)
+    assert (tmp_path / "metrics.jsonl").read_text() == good + good
+    assert (tmp_path / "metrics.damaged.jsonl").read_text() == "\0\0garbage\n"
+    assert "line 2 is no metrics record; moved to metrics.damaged.jsonl" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("bad", ["not json\n", "[1]\n", '{"step": 1}\n', '{"step": 1, "time": 1, "metrics": 3}\n'])
+def test_a_broken_line_that_is_not_the_last_is_an_error_with_its_place(tmp_path: Path, bad: str) -> None:
+    good = '{"step": 1, "time": 1.0, "metrics": {}}\n'
+    (tmp_path / "metrics.jsonl").write_text(good + bad + good)
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl, line 2 .*is not a metrics record.* Take the line out"):
+        read_metrics(tmp_path)
+
+
+def test_a_write_cut_by_a_full_disk_is_an_error(cfg: RunConfig, tmp_path: Path) -> None:
+    class Full:
+        name = "metrics.jsonl"
+
+        def write(self, data: bytes) -> int:
+            return len(data) - 1
+
+    tracker = Tracker(cfg, RunDirectory(tmp_path))
+    tracker._file = Full()  # type: ignore[assignment]
+    with pytest.raises(OSError, match="disk full"):
+        tracker.log(1, {"reward/mean": 0.0})
+
+
+def test_finish_refuses_a_status_that_mlflow_does_not_know(cfg: RunConfig, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="FINISHED, FAILED, KILLED"):
+        Tracker(cfg, RunDirectory(tmp_path)).finish("DONE")  # type: ignore[arg-type]
+
+
+def test_an_exception_ends_the_record_as_failed(cfg: RunConfig, tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError), Tracker(cfg, RunDirectory(tmp_path)) as tracker:
+        tracker.log(1, {"reward/mean": 1 / 0})
+    assert MirrorRecord(tmp_path).values["status"] == "FAILED"
+    with Tracker(cfg, RunDirectory(tmp_path)) as tracker:
+        tracker.finish("KILLED")
+    assert MirrorRecord(tmp_path).values["status"] == "KILLED"
+
+
+def test_status_and_key_are_kept_in_mlflow_json(cfg: RunConfig, tmp_path: Path) -> None:
+    Tracker(cfg, RunDirectory(tmp_path), run_key="abc").finish("KILLED")
+    first = MirrorRecord(tmp_path).values
+    assert (first["status"], first["key"]) == ("KILLED", "abc")
+    Tracker(cfg, RunDirectory(tmp_path), run_key="of a checkpoint that was copied here")
+    again = MirrorRecord(tmp_path).values
+    assert (again["status"], again["key"]) == (None, "abc")
+
+
+@pytest.mark.usefixtures("no_uri")
+def test_uri_precedence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    cfg, record = RunConfig(), MirrorRecord(tmp_path)
+    assert mlflow_uri(cfg, record) == f"sqlite:///{tmp_path}/mlflow.db"
+    record.set(uri="sqlite:////elsewhere/mlflow.db")
+    assert mlflow_uri(cfg, record) == "sqlite:////elsewhere/mlflow.db"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://from-environment:5000")
+    assert mlflow_uri(cfg, record) == "http://from-environment:5000"
+    cfg.tracking.uri = "http://from-config:5000"
+    assert mlflow_uri(cfg, record) == "http://from-config:5000"
+
+
+@pytest.mark.usefixtures("no_uri")
+def test_a_store_whose_password_no_record_keeps_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cfg, record = RunConfig(), MirrorRecord(tmp_path)
+    record.set(uri="http://***@host:5000/x")
+    with pytest.raises(ConfigError, match=r"store is http://\*\*\*@host:5000/x.*Type MLFLOW_TRACKING_URI=URL"):
+        mlflow_uri(cfg, record)
+    monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "me")
+    assert mlflow_uri(cfg, record) == "http://host:5000/x"
+    record.set(uri="postgresql://***@host/db")
+    with pytest.raises(ConfigError, match="MLFLOW_TRACKING_URI=URL"):
+        mlflow_uri(cfg, record)
+
+
+def test_a_resumed_run_without_its_password_trains_and_says_what_to_type(
+    cfg: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str], no_uri: None
+) -> None:
+    MirrorRecord(tmp_path).set(uri="http://***@host:5000")
+    cfg.tracking.mlflow = True
+    tracker = Tracker(cfg, RunDirectory(tmp_path))
+    tracker.log(1, {"reward/mean": 0.5})
+    tracker.finish("FINISHED")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "Type MLFLOW_TRACKING_URI=URL" in line
+    assert f"tracking resync {tmp_path}" in line
+    assert tracker.mirror == Mirrored("http://***@host:5000", None, 1)
+
+
+def test_run_names_tell_configurations_apart() -> None:
+    def name(words: str, **changes: object) -> str:
+        return mlflow.run_name(RunConfig(experiment="nvfp4_aqn", **changes), words.split())  # type: ignore[arg-type]
+
+    plain = name("+experiment=nvfp4_aqn seed=0 run_dir=x tracking.experiment=y +sweeps=z")
+    assert re.fullmatch(r"nvfp4_aqn-seed0 \[[0-9a-f]{6}\]", plain)
+    assert name("+experiment=nvfp4_aqn aqn=cosine lora=rank64").startswith("nvfp4_aqn-seed0 aqn=cosine lora=rank64 [")
+    assert name("", steps=7) != plain, "YAML that was edited, and no word"
+    assert len(name(" ".join(["rollout.max_completion_tokens=64"] * 100))) < 140
+
+
+def test_params_are_the_whole_configuration_within_mlflows_limits() -> None:
+    cfg = RunConfig()
+    cfg.task.instruction = "x" * 10_000
+    cfg.tracking.uri = "http://user:secret@host"
+    params = mlflow.params(cfg)
+    assert set(params) == {name for name, _, _ in leaves(cfg)} - {"tracking.uri", "resume", "dry_run", "run_dir"}
+    assert params["lora.rank"] == "32"
+    assert len(params["task.instruction"]) == 6000
+    assert "secret" not in "".join(params.values())
+
+
+def test_tags_take_the_commit_from_the_runs_own_record(tmp_path: Path) -> None:
+    cfg = RunConfig(seed=7, experiment="nvfp4_aqn")
+    assert mlflow.tags(cfg, RunDirectory(tmp_path), "k")["git_sha"] == "unknown"
+    (tmp_path / "env.json").write_text('{"git_sha": "abc", "dirty": true, "command": "c", "sweep": "s"}')
+    tags = mlflow.tags(cfg, RunDirectory(tmp_path), "k")
+    assert (tags["git_sha"], tags["dirty"], tags["command"], tags["sweep"]) == ("abc", "true", "c", "s")
+    assert tags["mlflow.runName"] == f"nvfp4_aqn-seed7 [{tags['config_hash'][:6]}]"
+    wanted = {"config_hash", "seed", "git_sha", "dirty", "experiment", "scale", "format", "aqn", "mlflow.runName"}
+    assert wanted <= set(tags)
+    assert all(isinstance(value, str) for value in tags.values())
+
+
+def test_mlflow_settings_of_the_user_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in mlflow.MLFLOW_ENVIRONMENT:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "77")
+    mlflow.prepare_mlflow()
+    assert os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] == "77"
+    assert os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] == "2"
+
+
+def test_resync_of_what_is_no_run_directory_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["resync", str(tmp_path)]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert "has no resolved.yaml, so it is no run directory" in err
+
+
+def test_resync_of_a_run_that_has_not_begun_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = RunDirectory(tmp_path / "run")
+    run.claim(RunConfig(), Typed("the command"))
+    assert main(["resync", str(run.path)]) == 2
+    assert f"has no metrics.jsonl yet. Type python -m qerl_lab resume={run.path}." in capsys.readouterr().err
+    assert not run.is_mirrored
+
+
+def test_the_seconds_of_a_run_are_those_of_all_its_sessions(tmp_path: Path) -> None:
+    """The first is killed after its line of 130, the second before it logs, the third ends."""
+    Sessions(tmp_path).begin(100.0, last_logged(tmp_path))
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "time": 130.0, "metrics": {}}\n{"st')
+    Sessions(tmp_path).begin(200.0, last_logged(tmp_path))
+    third = Sessions(tmp_path)
+    third.begin(time.time() - 5, last_logged(tmp_path))
+    assert third.end() == pytest.approx(30 + 0 + 5, abs=1)
+    assert json.loads((tmp_path / "sessions.json").read_text())[:2] == [[100.0, 130.0], [200.0, 200.0]]
+
+
+def test_an_orderly_end_is_the_end_of_a_session(tmp_path: Path) -> None:
+    first = Sessions(tmp_path)
+    first.begin(time.time() - 7, 0.0)
+    first.end()
+    again = Sessions(tmp_path)
+    again.begin(time.time() - 2, time.time() + 50)
+    assert again.end() == pytest.approx(9, abs=1)

@@ -1,0 +1,66 @@
+"""The questions of a run: which fit, in which order they are drawn, and where a cursor stands in it."""
+
+from collections.abc import Callable
+from itertools import islice
+
+import pytest
+
+from qerl_lab import tasks
+from qerl_lab.config.schema import ConfigError, RunConfig
+from qerl_lab.model.policy import Policy
+from qerl_lab.train.data import Cursor, Placeholders, TrainingData, select
+
+
+@pytest.fixture(scope="module")
+def policy(tiny, build_policy) -> Policy:
+    return build_policy(tiny())
+
+
+@pytest.fixture
+def data_of(policy) -> Callable[[RunConfig], TrainingData]:
+    return lambda cfg: select(cfg, policy, tasks.load(cfg.task))
+
+
+def test_the_order_is_one_seeded_permutation_after_another(tiny, data_of) -> None:
+    def first(count: int, **changes: object) -> list[int]:
+        return list(islice(data_of(tiny(**changes)).order(), count))
+
+    order = first(160)
+    for pass_ in (order[:64], order[64:128]):
+        assert sorted(pass_) == list(range(64))
+    assert order[:64] != order[64:128]
+    assert first(160) == order
+    assert first(160, seed=1) != order
+    assert first(80) == order[:80]
+    assert order[:8] == [44, 46, 17, 3, 47, 21, 35, 6], "runs of other versions saw these questions"
+
+
+def test_questions_that_are_too_long_are_left_out_and_counted(tiny, data_of, policy) -> None:
+    task = tasks.load(tiny().task)
+    lengths = {question.id: len(policy.prompt_ids(task.messages(question))) for question in task.train}
+    limit = sorted(lengths.values())[len(lengths) // 2]
+    data = data_of(tiny(rollout__max_prompt_tokens=limit))
+    fitting = [name for name, length in lengths.items() if length <= limit]
+    assert [question.id for question in data.questions] == fitting
+    assert data.left_out == len(lengths) - len(fitting) > 0
+    assert data_of(tiny()).left_out == 0
+    longest = max(lengths.values())
+    with pytest.raises(ConfigError, match=rf"leaves out all 64 .* Type rollout\.max_prompt_tokens={longest}\."):
+        data_of(tiny(rollout__max_prompt_tokens=3))
+
+
+def test_a_cursor_goes_on_from_its_position(tiny, data_of) -> None:
+    data = data_of(tiny())
+    order = [data.questions[index] for index in islice(data.order(), 200)]
+    cursor = Cursor(data)
+    taken = cursor.take(5) + cursor.take(0) + cursor.take(90)
+    assert taken == order[:95]
+    assert cursor.position == 95
+    assert Cursor(data, 95).take(105) == cursor.take(105) == order[95:]
+
+
+def test_placeholders_count_without_a_list_of_them() -> None:
+    assert list(Placeholders(3)) == [0, 0, 0]
+    endless = Placeholders(999_999 * 16 * 1000)
+    assert len(endless) == 999_999 * 16 * 1000
+    assert len(list(islice(endless, 100))) == 100

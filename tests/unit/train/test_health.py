@@ -1,0 +1,91 @@
+"""What a run's metrics say about it: silence over one that learns, one warning over each that does not."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+from qerl_lab.config.schema import RunConfig
+from qerl_lab.record.metrics import read_metrics
+from qerl_lab.train.health import WINDOW, Watch
+
+RECORD = Path(__file__).parents[2] / "data" / "record"
+GOOD = {
+    "reward/mean": 0.7, "reward/std": 0.5, "reward/zero_variance_groups": 0.1, "rollout/truncated_fraction": 0.0,
+    "policy/entropy_nats": 0.3,
+}  # fmt: skip
+
+
+def told(
+    steps: Iterable[dict[str, float]], cfg: RunConfig | None = None, earlier: Iterable[dict[str, float]] = ()
+) -> list[str]:
+    """Sign and advice of every warning, in order."""
+    watch = Watch(cfg or RunConfig(run_dir="runs/a b"), earlier)
+    return [f"{sign}: {advice}" for metrics in steps for sign, advice in watch.see(metrics).items()]
+
+
+@pytest.mark.parametrize("run", sorted(path.name for path in RECORD.iterdir()))
+def test_a_run_that_learns_hears_nothing(run: str) -> None:
+    lines = [line["metrics"] for line in read_metrics(RECORD / run)]
+    assert len(lines) > 20
+    assert told(lines) == []
+
+
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        ({"reward/mean": 0.0, "reward/std": 0.0, "reward/zero_variance_groups": 1.0},
+         ["no completion has earned anything", "python -m qerl_lab.samples 'runs/a b'"]),
+        ({"rollout/truncated_fraction": 1.0},
+         ["cut at the token limit", "higher rollout.max_completion_tokens (it is 4096)"]),
+        ({"reward/mean": 1.2, "reward/std": 0.0, "reward/zero_variance_groups": 1.0},
+         ["every question earned the same", "rollout.group_size (it is 8)"]),
+    ],
+)  # fmt: skip
+def test_a_sign_is_told_once_when_it_has_held_for_the_window(bad: dict[str, float], words: list[str]) -> None:
+    assert told([GOOD | bad] * (WINDOW - 1)) == []
+    assert told([GOOD | bad] * (WINDOW - 1) + [GOOD] + [GOOD | bad] * (WINDOW - 1)) == []
+    (said,) = told([GOOD | bad] * 3 * WINDOW)
+    assert all(word in said for word in words)
+
+
+def test_a_reward_that_is_gone_is_a_collapse_and_no_hopeless_task() -> None:
+    worthless = GOOD | {"reward/mean": 0.0, "reward/std": 0.0, "reward/zero_variance_groups": 1.0}
+    (said,) = told([GOOD] * 10 + [worthless] * 10)
+    assert "the policy has collapsed" in said
+
+
+def test_a_collapse_is_told_by_the_reward_and_by_the_entropy() -> None:
+    """As with a learning rate that is far too high: no format, no answer, one token for ever."""
+    said = told([GOOD] * WINDOW + [GOOD | {"reward/mean": 0.01, "reward/std": 0.1, "policy/entropy_nats": 0.005}] * 20)
+    assert len(said) == 2
+    assert any("entropy has collapsed" in one for one in said)
+    assert any("reward was 0.70 as the run began and is 0.29. Type a lower optim.learning_rate" in one for one in said)
+
+
+def test_a_policy_that_drifts_into_noise_has_collapsed_too() -> None:
+    said = told([GOOD] * 20 + [GOOD | {"reward/mean": 0.1, "reward/std": 0.2, "policy/entropy_nats": 5.0}] * 20)
+    assert ["the policy has collapsed" in one for one in said] == [True]
+
+
+def test_a_hard_task_in_small_batches_has_not_collapsed_by_bad_luck() -> None:
+    """0.1 and then 0 over 5 steps of 2 questions happens one time in three."""
+    cfg = RunConfig()
+    cfg.rollout.prompts_per_step = 2
+    lucky = GOOD | {"reward/mean": 0.1, "reward/std": 0.3}
+    unlucky = GOOD | {"reward/mean": 0.02, "reward/std": 0.14}
+    assert told([lucky] * WINDOW + [unlucky] * 20, cfg) == []
+
+
+def test_a_resumed_run_compares_with_its_beginning_and_does_not_repeat_itself() -> None:
+    worthless = GOOD | {"reward/mean": 0.0, "reward/zero_variance_groups": 1.0}
+    before = [{"eval/accuracy": 0.5}, *[worthless] * WINDOW]
+    assert told([worthless] * WINDOW, earlier=before) == []
+    low = GOOD | {"reward/mean": 0.1, "reward/std": 0.3}
+    assert told([low] * WINDOW, earlier=[GOOD] * WINDOW)
+    assert not told([low] * WINDOW)
+
+
+def test_nan_is_no_sign() -> None:
+    """It ends the run, which says so itself."""
+    assert told([dict.fromkeys(GOOD, float("nan"))] * 20) == []

@@ -1,0 +1,52 @@
+"""The engine of a run, from its building to its closing."""
+
+from pathlib import Path
+
+import pytest
+
+from qerl_lab import rollout
+from qerl_lab.config.schema import RunConfig
+from qerl_lab.exits import INTERRUPTED, OK
+from qerl_lab.model.policy import Policy
+from qerl_lab.record.directory import RunDirectory
+from qerl_lab.rollout.transformers import TransformersEngine
+from qerl_lab.train import run as run_module
+from qerl_lab.train.stop import Diverged, Interrupted, Stop
+
+FAILURES = {"diverged": Diverged, "interrupted": Interrupted, "out of memory": RuntimeError}
+
+
+@pytest.fixture
+def closed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The engines that were built and closed, in the order of it."""
+    events: list[str] = []
+
+    class Watched(TransformersEngine):
+        def close(self) -> None:
+            events.append("closed")
+
+    def build(cfg: RunConfig, policy: Policy) -> Watched:
+        events.append("built")
+        return Watched(policy, cfg.rollout.batch_size)
+
+    monkeypatch.setattr(rollout, "build", build)
+    return events
+
+
+@pytest.mark.parametrize("ending", ["finished", *FAILURES])
+def test_the_engine_is_closed_however_a_run_ends(tiny, tmp_path: Path, monkeypatch, closed, ending: str) -> None:
+    def train(*_: object) -> None:
+        assert closed == ["built"]
+        if ending in FAILURES:
+            raise FAILURES[ending](ending)
+
+    monkeypatch.setattr(run_module, "train", train)
+    monkeypatch.setattr(run_module, "conclude", lambda *_: None)
+    cfg = tiny(eval__questions=0)
+    if ending in ("finished", "interrupted"):
+        status = run_module.run(cfg, RunDirectory(tmp_path), Stop())
+        assert status == (OK if ending == "finished" else INTERRUPTED)
+    else:
+        with pytest.raises(FAILURES[ending], match=ending):
+            run_module.run(cfg, RunDirectory(tmp_path), Stop())
+    assert closed == ["built", "closed"]

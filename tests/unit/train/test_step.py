@@ -1,0 +1,269 @@
+"""`collect` with an engine and a task that are scripted: what is asked, kept, replaced, punished and measured."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from itertools import islice, product
+from threading import Barrier
+from typing import Any
+
+import numpy as np
+import pytest
+
+from qerl_lab.algorithms import groups
+from qerl_lab.config.schema import ConfigError, RunConfig
+from qerl_lab.rollout.engine import Rollout, Sampling
+from qerl_lab.tasks import Question
+from qerl_lab.train.clock import Clock
+from qerl_lab.train.data import Cursor, TrainingData
+from qerl_lab.train.ranks import ALONE, Ranks
+from qerl_lab.train.step import Batch, collect, first_samples, measures, sampling
+from qerl_lab.train.stop import Diverged
+
+QUESTIONS = 10
+
+
+class ScriptedTask:
+    """A completion is right if it has an even number of tokens, or the answer is "flat"."""
+
+    def messages(self, question: Question) -> list[dict[str, str]]:
+        return [{"role": "user", "content": question.prompt}]
+
+    def rewards(self, texts: list[str], questions: list[Question]) -> dict[str, np.ndarray]:
+        right = [q.answer == "flat" or len(text) % 2 == 0 for text, q in zip(texts, questions, strict=True)]
+        return {"format": np.full(len(texts), 0.2), "answer": np.array(right, np.float64)}
+
+
+class ScriptedPolicy:
+    """A token is a character."""
+
+    def prompt_ids(self, messages: list[dict[str, str]]) -> list[int]:
+        return [ord(character) for character in messages[0]["content"]]
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(map(chr, ids))
+
+
+class ScriptedEngine:
+    """Gives each question completions of 1 to G tokens, in an order that depends on the sampling seed."""
+
+    def __init__(self, logprob: float = -1.0, entropies: tuple[float | None, ...] = (1.0, 2.0, 4.0)) -> None:
+        self.asked: list[tuple[list[str], Sampling]] = []
+        self.logprob, self.entropies = logprob, entropies
+
+    def generate(self, prompt_ids_P: list[list[int]], group_size: int, sampling: Sampling) -> Rollout:
+        lengths = [1 + (sampling.seed + n) % group_size for n in range(group_size)]
+        entropy = self.entropies[min(len(self.asked), len(self.entropies) - 1)]
+        self.asked.append(([ScriptedPolicy().decode(ids) for ids in prompt_ids_P], sampling))
+        return Rollout(
+            prompt_ids_P=prompt_ids_P,
+            completion_ids_P_G=[[[65 + p] * length for length in lengths] for p in range(len(prompt_ids_P))],
+            logprobs_P_G=[[[self.logprob] * length for length in lengths] for _ in prompt_ids_P],
+            finish_reasons_P_G=[["length" if n == group_size else "stop" for n in lengths] for _ in prompt_ids_P],
+            entropy=entropy,
+            seconds=2.0,
+        )
+
+
+@dataclass
+class Setting:
+    cfg: RunConfig
+    cursor: Cursor
+    engine: ScriptedEngine
+    clock: Clock
+    ranks: Ranks = ALONE
+
+    def collect(self, step: int = 1) -> Batch:
+        return collect(self.cfg, step, self.cursor, ScriptedPolicy(), self.engine, self.clock, self.ranks)
+
+    def order(self, count: int) -> list[str]:
+        """The ids of the first questions in the order of the data."""
+        return [question.id for question in Cursor(self.cursor.data).take(count)]
+
+
+@pytest.fixture
+def setting(tiny) -> Callable[..., Setting]:
+    """Ten questions, those at `flat` places of the data's order always right; `position` is where the cursor stands."""
+
+    def make(flat: set[int] = frozenset(), position: int = 0, engine: Any = None, **changes: object) -> Setting:
+        small = {"rollout__prompts_per_step": 3, "rollout__max_completion_tokens": 4, "optim__micro_batch_size": 2}
+        data = TrainingData(ScriptedTask(), [Question(f"q{n}", f"{n}?", "") for n in range(QUESTIONS)], 0, seed=0)
+        for index in {list(islice(data.order(), QUESTIONS))[place] for place in flat}:
+            data.questions[index] = replace(data.questions[index], answer="flat")
+        return Setting(
+            tiny(**(small | changes)), Cursor(data, position), engine or ScriptedEngine(), Clock(lambda: None)
+        )
+
+    return make
+
+
+RESAMPLING = {"algorithm__dynamic_sampling": True, "algorithm__max_resamples": 2}
+
+
+def test_without_refills_a_step_is_the_next_questions_flat_or_not(setting) -> None:
+    run = setting(flat={0, 2})
+    first, second = run.collect(1), run.collect(2)
+    order = run.order(6)
+    assert [group.question.id for group in first.groups + second.groups] == order
+    assert first.drawn == first.groups
+    assert run.cursor.position == 6
+    assert len(run.engine.asked) == 2
+    assert (first.advantage_P_G[[0, 2]] == 0).all()
+    assert (first.advantage_P_G[1] != 0).all()
+
+
+def test_a_group_is_its_question_with_what_was_sampled_and_earned(setting) -> None:
+    run = setting(position=3)
+    group = run.collect().groups[1]
+    assert group.question.id == run.order(5)[4]
+    assert group.prompt_ids == ScriptedPolicy().prompt_ids([{"content": group.question.prompt}])
+    assert group.texts_G == ["B" * len(ids) for ids in group.completion_ids_G]
+    assert [len(logprobs) for logprobs in group.logprobs_G] == [len(text) for text in group.texts_G]
+    assert group.finished_G == [len(text) < 4 for text in group.texts_G]
+    assert group.parts["answer"].tolist() == [float(len(text) % 2 == 0) for text in group.texts_G]
+    assert group.parts["format"].tolist() == [0.2] * 4
+
+
+def test_flat_groups_are_replaced_by_the_next_questions_until_none_is_missing(setting) -> None:
+    """Places 1, 2 and 4 are flat: three questions are asked, then two more, then one."""
+    run = setting(flat={1, 2, 4}, **RESAMPLING)
+    batch, order = run.collect(), run.order(6)
+    prompts = {question.id: question.prompt for question in run.cursor.data.questions}
+    assert [asked for asked, _ in run.engine.asked] == [
+        [prompts[i] for i in part] for part in (order[:3], order[3:5], order[5:])
+    ]
+    assert [group.question.id for group in batch.groups] == [order[0], order[3], order[5]]
+    assert [group.question.id for group in batch.drawn] == order
+    assert run.cursor.position == 6
+    assert (batch.advantage_P_G != 0).all()
+    assert run.clock.seconds["rollout"] == 6.0
+
+
+def test_after_the_last_attempt_flat_groups_fill_the_batch_in_the_order_of_their_questions(setting) -> None:
+    run = setting(flat={0, 1, 3, 4, 5}, **RESAMPLING)
+    batch, order = run.collect(), run.order(7)
+    assert len(run.engine.asked) == 3
+    assert [group.question.id for group in batch.drawn] == order
+    assert [group.question.id for group in batch.groups] == [order[0], order[2], order[6]]
+    assert [bool(row.any()) for row in batch.advantage_P_G] == [False, True, True]
+
+
+def test_every_attempt_has_a_seed_of_its_own_and_the_first_that_of_other_versions(tiny) -> None:
+    cfg = tiny(seed=3)
+    assert sampling(cfg, 5, 0, 0) == Sampling(
+        cfg.rollout.max_completion_tokens, seed=3 * 1_000_003 + 5, temperature=1.0
+    )
+    cases = product((tiny(seed=0), tiny(seed=1)), (1, 2), range(4), (0, 1))
+    seeds = {sampling(*case).seed for case in cases}
+    assert len(seeds) == 32
+    assert sampling(cfg, 5, 2, 1) == sampling(cfg, 5, 2, 1)
+
+
+def test_a_resumed_run_asks_what_an_uninterrupted_one_asks_after_refills(setting) -> None:
+    flat = {1, 2, 4, 6, 7}
+    whole = setting(flat=flat, **RESAMPLING)
+    batches = [whole.collect(step) for step in (1, 2, 3)]
+    interrupted = setting(flat=flat, **RESAMPLING)
+    interrupted.collect(1)
+    resumed = setting(flat=flat, position=interrupted.cursor.position, **RESAMPLING)
+    again = [resumed.collect(step) for step in (2, 3)]
+    assert interrupted.cursor.position > 3
+    for expected, found in zip(batches[1:], again, strict=True):
+        assert [group.question for group in found.drawn] == [group.question for group in expected.drawn]
+        assert [group.texts_G for group in found.groups] == [group.texts_G for group in expected.groups]
+    assert whole.engine.asked[len(interrupted.engine.asked) :] == resumed.engine.asked
+    assert resumed.cursor.position == whole.cursor.position
+
+
+class Threads(Ranks):
+    """Ranks that are threads of this process and tell each other over a shelf."""
+
+    shelf: dict[int, Any]
+    meeting: Barrier
+
+    def gather(self, value: Any) -> list[Any]:
+        self.shelf[self.rank] = value
+        self.meeting.wait(10)
+        told = [self.shelf[rank] for rank in range(self.size)]
+        self.meeting.wait(10)
+        return told
+
+
+def test_two_ranks_ask_what_one_asks_also_where_one_of_them_refills(setting) -> None:
+    """Of six questions the second, third and seventh are flat: rank 0 lacks two groups, then one of them once more."""
+    changes = RESAMPLING | {"rollout__prompts_per_step": 6, "optim__micro_batch_size": 4, "flat": {1, 2, 6}}
+    alone, shelf, meeting = setting(**changes), dict[int, Any](), Barrier(2)
+    runs = [setting(**changes) for _ in range(2)]
+    for rank, run in enumerate(runs):
+        run.ranks = Threads(rank, 2)
+        vars(run.ranks).update(shelf=shelf, meeting=meeting)
+    expected = alone.collect()
+    with ThreadPoolExecutor(2) as pool:
+        batches = list(pool.map(lambda run: run.collect(), runs))
+        found = list(pool.map(lambda run, batch: measures(run.cfg, batch, run.ranks), runs, batches))
+    order = alone.order(9)
+    assert [[group.question.id for group in batch.drawn] for batch in batches] == [order[:3] + order[6:], order[3:6]]
+    assert [[group.question.id for group in batch.groups] for batch in batches] == [
+        [order[0], order[7], order[8]], order[3:6],
+    ]  # fmt: skip
+    assert sorted(group.question.id for batch in batches for group in batch.groups) == sorted(
+        group.question.id for group in expected.groups
+    )
+    assert runs[0].cursor.position == runs[1].cursor.position == alone.cursor.position == 9
+    assert found[0] == found[1]
+    assert found[0]["rollout/prompts_drawn"] == 9
+    assert found[0]["reward/mean"] == pytest.approx(measures(alone.cfg, expected, ALONE)["reward/mean"])
+
+
+def test_the_overlong_punishment_is_a_part_of_the_reward_but_keeps_no_group(setting) -> None:
+    run = setting(flat={0}, algorithm__overlong_buffer_tokens=2, **RESAMPLING)
+    batch = run.collect()
+    assert batch.drawn[0].question.id not in [group.question.id for group in batch.groups]
+    for group in batch.groups:
+        lengths = [len(ids) for ids in group.completion_ids_G]
+        assert group.parts["overlong"].tolist() == groups.overlong(lengths, 4, 2).tolist() != [0.0] * 4
+    rewards = np.array([sum(group.parts.values()) for group in batch.groups])
+    np.testing.assert_array_equal(batch.advantage_P_G, groups.advantage(rewards, True))
+    assert measures(run.cfg, batch, ALONE)["reward/overlong"] == pytest.approx(-1.5 / 4)
+
+
+def test_the_measures_are_over_everything_that_was_drawn(setting) -> None:
+    """Rollouts of 3, 2 and 1 questions with 10 tokens each, the flat ones right in all of their completions."""
+    run = setting(flat={1, 2, 4}, **RESAMPLING)
+    found = measures(run.cfg, run.collect(), ALONE)
+    assert found.pop("reward/std") == pytest.approx(np.std([1.2] * 12 + [0.2, 1.2] * 6, ddof=1))
+    assert found == pytest.approx(
+        {
+            "reward/mean": 0.2 + 0.75, "reward/format": 0.2, "reward/answer": 0.75,
+            "reward/zero_variance_groups": 0.5, "rollout/prompts_drawn": 6, "rollout/tokens_per_second": 10.0,
+            "rollout/completion_tokens": 2.5, "rollout/truncated_fraction": 0.25,
+            "sampler/entropy_nats": (3 * 1.0 + 2 * 2.0 + 4.0) / 6,
+        }
+    )  # fmt: skip
+
+
+def test_what_an_engine_does_not_know_is_not_measured(setting) -> None:
+    run = setting(engine=ScriptedEngine(entropies=(None,)))
+    found = measures(run.cfg, run.collect(), ALONE)
+    assert "sampler/entropy_nats" not in found
+    assert "rollout/prompts_drawn" not in found, "a run without dynamic sampling has the metrics that it had"
+
+
+def test_the_samples_are_the_first_completions_of_the_batch(setting) -> None:
+    run = setting(flat={0}, **RESAMPLING)
+    batch = run.collect()
+    kept = first_samples(batch, 7)
+    assert [sample.question_id for sample in kept] == [group.question.id for group in batch.groups]
+    assert [sample.completion for sample in kept] == [group.texts_G[0] for group in batch.groups]
+    assert {sample.step for sample in kept} == {7}
+
+
+def test_a_log_prob_that_is_nan_ends_the_run(setting) -> None:
+    with pytest.raises(Diverged, match=r"sampler's logits are NaN at step 2\. Type a lower optim\.learning_rate"):
+        setting(engine=ScriptedEngine(logprob=float("nan"))).collect(2)
+
+
+def test_a_buffer_longer_than_a_completion_is_refused(tiny) -> None:
+    assert tiny(algorithm__overlong_buffer_tokens=16).algorithm.overlong_buffer_tokens == 16
+    with pytest.raises(ConfigError, match=r"overlong_buffer_tokens=17 is more than rollout.max_completion_tokens=16"):
+        tiny(algorithm__overlong_buffer_tokens=17)

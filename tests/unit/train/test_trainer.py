@@ -1,0 +1,366 @@
+"""LabTrainer with the real engine: the data and seeds of each step, what it measures, and when it stops."""
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from qerl_lab import tasks
+from qerl_lab.aqn import Noise
+from qerl_lab.config.schema import RunConfig
+from qerl_lab.model.policy import Policy
+from qerl_lab.record import checkpoint
+from qerl_lab.record.metrics import declared
+from qerl_lab.record.samples import PER_STEP, Sample
+from qerl_lab.rollout.engine import Rollout, Sampling
+from qerl_lab.rollout.transformers import TransformersEngine
+from qerl_lab.tasks import Task
+from qerl_lab.train.data import Cursor, select
+from qerl_lab.train.step import first_samples
+from qerl_lab.train.stop import Diverged, Stop
+from qerl_lab.train.trainer import LabTrainer
+
+REFILLS = {"algorithm__dynamic_sampling": True, "algorithm__max_resamples": 2}
+NOISE = {"aqn__schedule": "linear", "aqn__reading": "equation", "aqn__stages": 2, "aqn__sigma_start": 0.3}
+
+
+class RecordingEngine(TransformersEngine):
+    """Keeps what it was asked for, and the norms that it had."""
+
+    def __init__(self, policy: Policy) -> None:
+        super().__init__(policy, batch_size=64)
+        self.asked: list[tuple[list[list[int]], Sampling]] = []
+        self.held: list[dict[str, torch.Tensor]] = []
+        self.gave: list[Rollout] = []
+
+    def generate(self, prompt_ids_P: list[list[int]], group_size: int, sampling: Sampling) -> Rollout:
+        self.asked.append((prompt_ids_P, sampling))
+        self.held.append({name: weight.clone() for name, weight in self.norms().items()})
+        self.gave.append(super().generate(prompt_ids_P, group_size, sampling))
+        return self.gave[-1]
+
+
+class Run:
+    """A finished training: its trainer, its engine, and (step, metrics) of each step."""
+
+    def __init__(
+        self, cfg: RunConfig, policy: Policy, task: Task, folder: Path, stop: Stop, prepare: Callable[["Run"], object],
+        saved: checkpoint.Saved | None = None,
+    ) -> None:  # fmt: skip
+        self.cfg, self.policy, self.engine = cfg, policy, RecordingEngine(policy)
+        self.data = select(cfg, policy, task)
+        self.steps: list[tuple[int, dict[str, float]]] = []
+        cursor = Cursor(self.data, saved.prompts_seen if saved else 0)
+        self.trainer = LabTrainer(cfg, policy, self.engine, cursor, folder, lambda *step: self.keep(*step), stop)
+        self.trainer.before_save = lambda: {"run_key": "", "config": {}, "device": "cpu", "dtype": "torch.float32"}
+        prepare(self)
+        self.trainer.train(resume_from_checkpoint=str(saved.path) if saved else None)
+
+    def keep(self, step: int, metrics: dict[str, float]) -> None:
+        self.steps.append((step, metrics))
+
+
+@pytest.fixture
+def train(tiny, build_policy, tmp_path) -> Callable[..., Run]:
+    """Trains; `prepare` is given the run before it starts, with `earn` every completion earns that."""
+
+    def run(
+        policy: Policy | None = None, stop: Stop | None = None, earn: float | None = None,
+        prepare: Callable[[Run], object] = lambda _: None, **changes: object,
+    ) -> Run:  # fmt: skip
+        cfg = tiny(**({"steps": 1, "rollout__prompts_per_step": 2, "rollout__max_completion_tokens": 40} | changes))
+        task = tasks.load(cfg.task)
+        if earn is not None:
+            ones = {"format": earn, "answer": 0.0}
+            task = replace(task, weights=ones, grade=lambda texts, _: {part: np.ones(len(texts)) for part in ones})
+        return Run(cfg, policy or build_policy(cfg), task, tmp_path, stop or Stop(), prepare)
+
+    return run
+
+
+def test_every_step_is_reported_once_with_declared_metrics(train) -> None:
+    run = train(steps=3, algorithm__updates_per_rollout=2, **NOISE, **REFILLS, algorithm__overlong_buffer_tokens=8)
+    assert [step for step, _ in run.steps] == [1, 2, 3]
+    names = set(declared(["format", "answer"]))
+    for _, metrics in run.steps:
+        assert set(metrics) <= names
+        assert all(math.isfinite(value) for value in metrics.values())
+        phases = [metrics[f"seconds/{name}"] for name in ("rollout", "reward", "sync", "probe", "train")]
+        assert min(phases) >= 0
+        assert metrics["step/seconds"] == pytest.approx(sum(phases))
+    missing = names - set(run.steps[0][1]) - {"policy/kl_reference", "memory/gpu_peak_gib"}
+    assert all(name.startswith("eval/") for name in missing)
+    assert [metrics["noise/sigma"] for _, metrics in run.steps] == pytest.approx([0.3, 0.3, 5e-4])
+
+
+def test_an_engine_without_entropy_leaves_that_metric_out_and_no_other(train) -> None:
+    def without_entropy(run: Run) -> None:
+        generate = run.engine.generate
+        run.engine.generate = lambda *asked: replace(generate(*asked), entropy=None)
+
+    ((_, with_it),), ((_, metrics),) = train().steps, train(prepare=without_entropy).steps
+    assert set(with_it) - set(metrics) == {"sampler/entropy_nats"}
+    assert metrics["sampler/logprob_gap_max"] < 1e-4
+
+
+def test_policy_and_sampler_entropy_agree_without_noise(train) -> None:
+    """Micro-batches of four hold different numbers of tokens, which a mean of their means would not know."""
+    ((_, metrics),) = train(rollout__max_completion_tokens=80).steps
+    assert metrics["policy/entropy_nats"] > 0.01
+    assert metrics["policy/entropy_nats"] == pytest.approx(metrics["sampler/entropy_nats"], abs=1e-5)
+    assert metrics["sampler/logprob_gap_max"] < 1e-4
+
+
+def test_entropies_agree_where_truncated_completions_are_masked(train) -> None:
+    """Both are over all completion tokens; with a limit of 24 tokens about half of the completions are cut."""
+    ((_, metrics),) = train(rollout__max_completion_tokens=24, algorithm__mask_truncated=True).steps
+    assert 0.1 < metrics["rollout/truncated_fraction"] < 0.9
+    assert metrics["policy/entropy_nats"] == pytest.approx(metrics["sampler/entropy_nats"], abs=1e-5)
+
+
+def test_dropout_parts_neither_sampler_and_trainer_nor_an_update_and_its_rollout(train) -> None:
+    ((_, metrics),) = train(lora__dropout=0.5).steps
+    assert metrics["sampler/logprob_gap_max"] < 1e-4
+    assert metrics["policy/clip_fraction"] == 0
+
+
+def test_a_dropped_out_update_is_not_the_evaluated_policys(train) -> None:
+    """What the test above is worth: the loss itself is with dropout."""
+    (_, plain), (_, dropped) = (train(lora__dropout=dropout).steps[0] for dropout in (0.0, 0.5))
+    assert dropped["policy/entropy_nats"] != pytest.approx(plain["policy/entropy_nats"], abs=1e-3)
+
+
+@pytest.mark.parametrize("group", [8, 16])
+@pytest.mark.parametrize("algorithm", ["grpo", "dapo"])
+def test_equal_rewards_change_not_one_bit_of_the_adapter(train, tiny, build_policy, algorithm: str, group: int) -> None:
+    policy = build_policy(tiny())
+    before = {name: p.detach().clone() for name, p in policy.model.named_parameters() if p.requires_grad}
+    run = train(policy, earn=0.2, steps=3, rollout__group_size=group, algorithm__name=algorithm)
+    for _, metrics in run.steps:
+        assert metrics["reward/zero_variance_groups"] == 1
+        assert metrics["reward/mean"] == pytest.approx(0.2, abs=1e-15)
+        assert metrics["policy/grad_norm"] == 0
+    assert all(torch.equal(policy.model.get_parameter(name), weights) for name, weights in before.items())
+
+
+class After(TrainerCallback):
+    """Calls something after every optimizer update."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self.call = call
+
+    def on_optimizer_step(self, *_: object, **__: object) -> None:
+        self.call()
+
+
+def test_a_clock_is_read_when_the_device_is_done(train) -> None:
+    """A device works on after a call has returned: the ends of a sync and of a step wait for it."""
+    events: list[str] = []
+
+    def watch(run: Run) -> None:
+        run.trainer.clock.wait = lambda: events.append("wait")
+        run.trainer.add_callback(After(lambda: events.append("update")))
+        run.keep = lambda *_: events.append("report")
+        run.engine.sync = lambda *_: events.append("sync")
+
+    train(prepare=watch, steps=2, algorithm__updates_per_rollout=2)
+    step = ["sync", "wait", "wait", "update", "update", "wait", "report"]  # the second wait is that of the probes
+    assert events == step * 2
+
+
+def test_the_seconds_of_a_step_are_those_of_its_updates_too(train) -> None:
+    """With a device that takes 0.2 s for every update, of which the call that starts it shows nothing."""
+    owed = [0.0]
+
+    def owe() -> None:
+        owed[0] += 0.2
+
+    def wait() -> None:
+        time.sleep(owed[0])
+        owed[0] = 0.0
+
+    def slow(run: Run) -> None:
+        run.trainer.clock.wait = wait
+        run.trainer.add_callback(After(owe))
+
+    run = train(prepare=slow, steps=2, algorithm__updates_per_rollout=2, rollout__max_completion_tokens=4)
+    for _, metrics in run.steps:
+        assert metrics["seconds/train"] > 0.4
+        assert metrics["seconds/sync"] < 0.2
+
+
+def test_a_loss_that_is_nan_ends_the_run_with_its_line(train, tmp_path) -> None:
+    """The second update of step 1 meets the weights that the first has made."""
+    steps: list[dict[str, float]] = []
+
+    def explode(run: Run) -> None:
+        run.keep = lambda _, metrics: steps.append(metrics)
+        run.trainer.args.learning_rate = 1e30
+
+    with pytest.raises(Diverged, match=r"loss is NaN at step 1\. Type a lower optim\.learning_rate \(it is 1e-05\)"):
+        train(prepare=explode, steps=3, algorithm__updates_per_rollout=2, checkpoint__every=1)
+    (metrics,) = steps
+    assert math.isnan(metrics["policy/loss"])
+    assert math.isnan(metrics["policy/entropy_nats"])
+    assert math.isfinite(metrics["reward/mean"])
+    assert not checkpoint.newest(tmp_path / "checkpoints")
+
+
+def test_a_weight_that_is_nan_ends_the_run_before_it_is_saved(train, tmp_path) -> None:
+    reported: list[int] = []
+
+    def poison(run: Run) -> None:
+        weight = next(p for name, p in run.policy.model.named_parameters() if "lora_B" in name)
+        run.keep = lambda step, _: reported.append(step)
+        run.trainer.add_callback(After(lambda: run.trainer.step == 2 and weight.data[0].fill_(math.nan)))
+
+    with pytest.raises(Diverged, match="largest weight of the adapter is NaN at step 2"):
+        train(prepare=poison, steps=3, checkpoint__every=1)
+    assert reported == [1, 2]
+    assert checkpoint.newest(tmp_path / "checkpoints").step == 1
+
+
+def test_a_sampler_whose_logits_are_nan_ends_the_run(train) -> None:
+    """Finite weights can do that: here noise that overflows in the layers above it."""
+
+    def overflow(run: Run) -> None:
+        run.trainer.add_callback(After(lambda: next(iter(run.policy.clean_norms.values())).fill_(3e38)))
+
+    with pytest.raises(Diverged, match="sampler's logits are NaN at step 2"):
+        train(prepare=overflow, steps=3, aqn__schedule="linear", aqn__sigma_start=0.1)
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e4], ids=["uniform", "certain"])
+def test_policy_entropy_in_closed_form(train, tiny, build_policy, scale: float) -> None:
+    """A final norm of zero makes all logits equal, a huge one makes one of them certain."""
+    policy = build_policy(tiny())
+    policy.model.get_base_model().model.norm.weight.data *= scale
+    ((_, metrics),) = train(policy, rollout__max_completion_tokens=8).steps
+    expected = math.log(policy.model.config.vocab_size) if scale == 0 else 0.0
+    assert metrics["policy/entropy_nats"] == pytest.approx(expected, abs=1e-3)
+    assert metrics["sampler/entropy_nats"] == pytest.approx(expected, abs=1e-3)
+
+
+def test_noise_parts_sampler_and_trainer_unless_both_have_it(train) -> None:
+    ((_, apart),) = train(**NOISE).steps
+    ((_, together),) = train(**NOISE, aqn__scope="rollout_and_train").steps
+    assert apart["sampler/logprob_gap_max"] > 0.01
+    assert together["sampler/logprob_gap_max"] < 1e-4
+    for metrics in (apart, together):
+        assert metrics["noise/std_observed"] == pytest.approx(0.3, rel=0.1)
+        assert metrics["noise/kl_nats"] > 1e-3
+
+
+def test_the_engine_holds_the_noise_of_the_seed_and_step(train) -> None:
+    run = train(steps=3, seed=7, algorithm__updates_per_rollout=2, **NOISE)
+    assert len(run.engine.held) == 3
+    for step, (held, (_, metrics)) in enumerate(zip(run.engine.held, run.steps, strict=True), start=1):
+        noise = Noise(metrics["noise/sigma"], seed=7, step=step)
+        gaps = [held[name] - clean for name, clean in run.policy.clean_norms.items()]
+        assert metrics["noise/std_observed"] == pytest.approx(torch.cat(gaps).std().item(), rel=1e-6)
+        for name, clean in run.policy.clean_norms.items():
+            assert torch.equal(held[name], noise.onto(clean, name, torch.float32))
+
+
+def test_without_probes_the_kl_is_not_measured(train) -> None:
+    ((_, metrics),) = train(aqn__probe_prompts=0).steps
+    assert "noise/kl_nats" not in metrics
+    assert "noise/std_observed" in metrics
+
+
+def test_each_step_asks_the_next_questions_as_chats_with_the_instruction(train) -> None:
+    run = train(steps=3)
+    asked = [prompt for prompts, _ in run.engine.asked for prompt in prompts]
+    used = [run.data.questions[index] for index in islice(run.data.order(), len(asked))]
+    assert asked == [run.policy.prompt_ids(run.data.task.messages(question)) for question in used]
+    assert all(run.cfg.task.instruction in run.policy.tokenizer.decode(prompt) for prompt in asked)
+    samplings = [sampling for _, sampling in run.engine.asked]
+    assert len({sampling.seed for sampling in samplings}) == 3
+    assert all(sampling.max_tokens == 40 for sampling in samplings)
+
+
+def test_a_few_completions_of_each_step_are_kept_with_what_they_earned(train) -> None:
+    kept: list[list[Sample]] = []
+
+    def watch(run: Run) -> None:
+        run.keep = lambda step, _: kept.append(first_samples(run.trainer.batch, step))
+
+    run = train(prepare=watch, steps=2, rollout__prompts_per_step=6)
+    questions = [run.data.questions[index] for index in islice(run.data.order(), 12)]
+    for step, (samples, asked) in enumerate(zip(kept, (questions[:6], questions[6:]), strict=True), start=1):
+        assert [sample.question_id for sample in samples] == [question.id for question in asked[:PER_STEP]]
+        rollout = run.engine.gave[step - 1]
+        for sample, question, group, reasons in zip(
+            samples, asked, rollout.completion_ids_P_G, rollout.finish_reasons_P_G, strict=False
+        ):
+            assert (sample.step, sample.question) == (step, question.prompt)
+            assert sample.completion == run.policy.decode(group[0])
+            assert sample.finished == (reasons[0] == "stop")
+            parts = run.data.task.rewards([sample.completion], [question]).items()
+            assert sample.rewards == {name: part[0] for name, part in parts}
+
+
+def test_a_request_to_stop_lets_the_step_end_saves_and_stops(train, tmp_path) -> None:
+    stop = Stop()
+    stop.signalled = True
+    run = train(stop=stop, steps=3, algorithm__updates_per_rollout=2, checkpoint__every=0)
+    assert [step for step, _ in run.steps] == [1]
+    saved = checkpoint.newest(tmp_path / "checkpoints")
+    assert (saved.step, saved.prompts_seen) == (1, 2)
+
+
+def test_a_run_resumed_amid_refills_goes_on_as_an_uninterrupted_one(tiny, build_policy, tmp_path) -> None:
+    cfg = tiny(steps=4, optim__learning_rate=0.02, rollout__max_completion_tokens=40, checkpoint__every=0, **REFILLS)
+    task = tasks.load(cfg.task)
+
+    def trained(name: str, stop: Stop, prepare: Callable[[Run], object] = lambda _: None, **of: object) -> Run:
+        return Run(cfg, build_policy(cfg), task, tmp_path / name, stop, prepare, **of)
+
+    def stopping(run: Run) -> None:
+        run.keep = lambda *step: (run.steps.append(step), setattr(stop, "signalled", True))
+
+    whole, stop = trained("whole", Stop()), Stop()
+    first = trained("parts", stop, stopping)
+    saved = checkpoint.newest(tmp_path / "parts" / "checkpoints")
+    second = trained("parts", Stop(), saved=saved)
+    assert [step for step, _ in first.steps + second.steps] == [1, 2, 3, 4]
+    assert saved.prompts_seen == sum(len(prompts) for prompts, _ in first.engine.asked) > 2 * 4, "nothing was refilled"
+    assert first.engine.asked + second.engine.asked == whole.engine.asked
+    for (_, found), (_, expected) in zip(first.steps + second.steps, whole.steps, strict=True):
+        assert found["rollout/prompts_drawn"] == expected["rollout/prompts_drawn"]
+        assert found["policy/grad_norm"] == expected["policy/grad_norm"]
+    for name, weight in whole.policy.model.named_parameters():
+        assert torch.equal(second.policy.model.get_parameter(name), weight)
+
+
+def test_a_signal_that_arrives_while_stopping_is_decided_still_saves(train, tmp_path) -> None:
+    """It must not stop the run after the question whether to save was answered with no."""
+
+    class Late(Stop):
+        asked = 0
+
+        @property
+        def requested(self) -> bool:
+            self.asked += 1
+            return self.asked > 1
+
+    run = train(stop=Late(), steps=3, checkpoint__every=0)
+    assert checkpoint.newest(tmp_path / "checkpoints").step == run.trainer.steps_done
+
+
+def test_the_death_of_the_starter_is_a_request_to_stop() -> None:
+    assert not Stop().requested
+    assert Stop(parent=1 << 30).requested
+
+
+@pytest.mark.parametrize(("every", "kept"), [(0, [5]), (2, [4, 5])])
+def test_checkpoints_are_written_every_so_often_and_at_the_end(train, tmp_path, every: int, kept: list[int]) -> None:
+    train(steps=5, checkpoint__every=every, rollout__max_completion_tokens=4)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [f"step-{step:06d}" for step in kept]
