@@ -85,9 +85,11 @@ def stop_after(run_dir: Path, step: int, stop: Callable[[subprocess.Popen[str]],
     while process.poll() is None and time.monotonic() < deadline and steps_logged(run_dir) < step:
         time.sleep(0.01)
     assert process.poll() is None, process.communicate()
+    ranks = psutil.Process(process.pid).children(recursive=True)  # asked now: an orphan is nobody's child
+    assert len(ranks) >= RANKS
     stop(process)
     output, errors = process.communicate(timeout=300)
-    assert not psutil.Process().children(recursive=True), "a rank outlives the command"
+    assert not [rank for rank in ranks if rank.is_running()], "a rank outlives the command"
     return process.returncode, output + errors
 
 
