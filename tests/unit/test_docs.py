@@ -52,7 +52,7 @@ def drawn(text: str) -> set[str]:
         if entry := re.match(r" {6}([a-z_]+)(/|\.py)", line):
             room = f"{entry[1]}/" if entry[2] == "/" else ""
             found.add(entry[1] + entry[2])
-        found |= {room + name for name in re.findall(r"(?<![\w/])\w+\.py", line)}
+        found |= {room + name for name in re.findall(r"(?<![\w/])(?:\w+/)?\w+\.py", line)}
     return found
 
 

@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "model": "config formats",
     "preflight": "config model tasks",
     # what is done with it
-    "rollout": "config model aqn",
+    "rollout": "config model aqn formats",
     "report": "config record tracking terminal",
     "pocket": "config record tasks terminal",
     "evaluate": "config model rollout tasks aqn formats pocket record terminal",

@@ -25,7 +25,7 @@ DENSE_FORMAT = "bf16"  # the weight format that packs nothing
 READINGS = ("released", "equation", "algorithm")
 EXPONENT_RULES = ("round", "floor", "ceil")
 SCALE_RULES = ("max", "four_over_six")
-ENGINES = ("transformers",)
+ENGINES = ("transformers", "vllm")
 SCHEDULES = ("off", "exponential", "linear", "cosine", "logarithmic")
 CORRECTIONS = ("off", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 NOT_OF_ARM = (
@@ -180,6 +180,20 @@ class TaskConfig:
 
 
 @dataclass
+class VllmConfig:
+    kv_cache_gib: float | None = option(
+        None, "memory of the key-value cache in GiB; null: what a full batch fills, at most half of what is free "
+        "beside the weights", above=0, at_most=100_000,
+    )  # fmt: skip
+    kv_cache_dtype: str = option(
+        "auto", "fp8 halves the key-value cache and changes the numbers; auto is the compute dtype",
+        choices=("auto", "fp8"),
+    )  # fmt: skip
+    enforce_eager: bool = option(False, "run without torch.compile and CUDA graphs: a quick start, slow tokens")
+    timeout_minutes: float = option(60.0, "a rollout that takes longer counts as failed", above=0, at_most=100_000)
+
+
+@dataclass
 class RolloutConfig:
     engine: str = option("transformers", "what turns prompts into completions", choices=ENGINES)
     prompts_per_step: int = option(16, "questions per step", at_least=1, at_most=65_536)
@@ -200,6 +214,7 @@ class RolloutConfig:
         "token_truncate", "TRL's correction for the gap between sampler and trainer; off: ratio 1", choices=CORRECTIONS
     )
     importance_clip_max: float = option(3.0, "upper bound of that ratio (TRL's default)", at_least=1, at_most=1e6)
+    vllm: VllmConfig = field(default_factory=VllmConfig)  # the keys of one engine, under its name
 
 
 @dataclass

@@ -206,14 +206,14 @@ def _check_complete(model: PreTrainedModel, source: TensorSource, expected: Coll
         )
     explained = [*(model._keys_to_ignore_on_load_unexpected or ()), _COMPUTED]
     extra = [
-        name for name in sorted(set(source.names) - set(expected) - set(_tied(model)))
+        name for name in sorted(set(source.names) - set(expected) - set(tied(model)))
         if not any(re.search(pattern, name) for pattern in explained)
     ]  # fmt: skip
     if extra:
         raise ValueError(f"{source.where(extra[0])}: {_some(extra)} in no module of {type(model).__name__}")
 
 
-def _tied(model: PreTrainedModel) -> list[str]:
+def tied(model: PreTrainedModel) -> list[str]:
     """List the second names of tied parameters, which a checkpoint need not hold."""
     once = dict(model.named_parameters())
     return [name for name, _ in model.named_parameters(remove_duplicate=False) if name not in once]
@@ -230,7 +230,7 @@ def _check_dense(source: TensorSource, name: str, shape: tuple[int, ...]) -> Non
 
 def _check_tied_copies(model: PreTrainedModel, source: TensorSource) -> None:
     """Raise ValueError if a tensor that the model ties to another is in the source with values of its own."""
-    for name in set(_tied(model)) & set(source.names):
+    for name in set(tied(model)) & set(source.names):
         own = model.get_parameter(name)
         if not torch.equal(source.tensor(name, "cpu").to(own.dtype), own.cpu()):
             raise ValueError(

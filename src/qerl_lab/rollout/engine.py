@@ -9,6 +9,10 @@ from torch import Tensor
 from qerl_lab.aqn import Noise
 
 
+class EngineFailed(RuntimeError):
+    """An engine died, took too long, or gave less than was asked. The message is the cause, for the user."""
+
+
 @dataclass(frozen=True)
 class Sampling:
     """How to sample. `seed` decides the draw together with the policy, so that a resumed run repeats it."""
@@ -26,7 +30,7 @@ class Rollout:
     Attributes:
         completion_ids_P_G: token ids; an end token is part of its completion.
         logprobs_P_G: the sampler's own, of the sampled tokens, in nats, at its temperature and before any nucleus cut;
-            NaN where its logits are.
+            NaN where its logits are. With top_p < 1 empty, of an engine that sees them after the cut only.
         finish_reasons_P_G: "stop" at an end token, "length" at `Sampling.max_tokens` without one.
         entropy: -sum p log p over the vocabulary in nats, mean over all completion tokens, p as for `logprobs_P_G`.
             None from an engine that never sees the whole vocabulary.

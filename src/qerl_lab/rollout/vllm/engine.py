@@ -1,0 +1,242 @@
+"""The engine of vLLM, in the trainer's process: a copy of the packed base, the policy's adapter, noisy norms.
+
+It meets vLLM at documented seams only: `LLM(...)`, `add_request` and `step` of its engine, `add_lora`, `apply_model`,
+`reset_prefix_cache`. tests/unit/rollout/test_contract.py holds it, and tests/gpu every format.
+"""
+
+import os
+import random
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from vllm import LLM, RequestOutput, SamplingParams
+from vllm.distributed.parallel_state import cleanup_dist_env_and_memory, destroy_model_parallel
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from qerl_lab.aqn import CLEAN, Noise
+from qerl_lab.config.schema import DENSE_FORMAT, ConfigError, RunConfig
+from qerl_lab.model.files import read_json
+from qerl_lab.model.policy import Policy
+from qerl_lab.rollout.engine import EngineFailed, OnDone, Rollout, Sampling, ignore
+from qerl_lab.rollout.vllm.adapter import AdapterFile, max_rank
+from qerl_lab.rollout.vllm.base import folder_of
+from qerl_lab.rollout.vllm.memory import bytes_per_token, free_bytes, kv_cache_bytes
+
+# Whether vLLM starts a process of its own is decided here alone: `LLM` has no argument for it.
+IN_THIS_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+QUIET = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"}
+
+
+class VllmEngine:
+    """Engine over a copy of `policy`'s base; one at a time in a process.
+
+    A seed decides each completion's draws, whatever it is batched with; on a GPU they repeat as far as vLLM's sums do.
+    Raises ConfigError where vLLM cannot serve the model in its format here, or memory is too small.
+    """
+
+    def __init__(self, policy: Policy, cfg: RunConfig) -> None:
+        self.policy, self.cfg = policy, cfg
+        if policy.device.type == "cpu" and cfg.format.name != DENSE_FORMAT:
+            raise ConfigError(
+                f"rollout.engine=vllm computes format.name={cfg.format.name} on a GPU only, and the run is on the CPU; "
+                f"allowed here: {DENSE_FORMAT}. Type rollout=transformers, or format={DENSE_FORMAT}."
+            )
+        os.environ.update(IN_THIS_PROCESS)
+        for name, value in QUIET.items():
+            os.environ.setdefault(name, value)
+        self._adapter = AdapterFile(policy.model)
+        with own_randomness(policy.device), folder_of(policy, cfg) as folder:
+            self._llm: LLM | None = start(cfg, folder, policy)
+        self._check_norms()
+        self.sync(CLEAN)
+
+    @property
+    def llm(self) -> LLM:
+        """vLLM's own object, e.g. for `apply_model`."""
+        if self._llm is None:
+            raise RuntimeError("the engine is closed")
+        return self._llm
+
+    def sync(self, noise: Noise) -> None:
+        """Hand over the adapter and the norms, and forget what the last weights left in the prefix cache.
+
+        Raises EngineFailed where vLLM does not take them.
+        """
+        noisy = noise.onto_norms(self.policy.clean_norms, self.policy.norms)
+
+        def write(model: nn.Module) -> None:
+            for name, weight in noisy.items():
+                model.get_parameter(f"{name}.weight").data.copy_(weight)  # in place: graphs read it where it is
+
+        with failing("sync"):
+            self._adapter.sync(self.llm)
+            self.llm.apply_model(write)
+            if not self.llm.reset_prefix_cache():
+                raise EngineFailed("vLLM kept its prefix cache at a sync: requests of the last rollout still run")
+
+    def norms(self) -> dict[str, Tensor]:
+        """Read them from vLLM's own modules."""
+        names = list(self.policy.norms)
+
+        def read(model: nn.Module) -> dict[str, Tensor]:
+            return {name: model.get_parameter(f"{name}.weight").detach().clone() for name in names}
+
+        return self.llm.apply_model(read)[0]
+
+    def _check_norms(self) -> None:
+        """Raise ConfigError unless vLLM's model has the policy's norms, under their names and with their weights."""
+        try:
+            held = self.norms()
+        except AttributeError as error:
+            raise ConfigError(
+                f"vLLM names the layers of {self.cfg.model.path} otherwise than transformers ({error}), so that no "
+                "noise can be put on them. Type rollout=transformers."
+            ) from error
+        for name, clean in self.policy.clean_norms.items():
+            if not torch.equal(held[name].to(clean), clean):
+                raise AssertionError(f"vLLM holds another weight of {name} than the policy")
+
+    def generate(
+        self, prompt_ids_P: list[list[int]], group_size: int, sampling: Sampling, on_done: OnDone = ignore
+    ) -> Rollout:
+        """Sample `group_size` completions of each prompt. The log-probs are empty with top_p < 1.
+
+        Raises EngineFailed where vLLM dies, or takes longer than rollout.vllm.timeout_minutes.
+        """
+        started = time.perf_counter()
+        with own_randomness(self.policy.device):
+            self._send(prompt_ids_P, group_size, sampling)
+            found = self._receive(len(prompt_ids_P), on_done)
+        outputs_P = [sorted(found[str(p)].outputs, key=lambda output: output.index) for p in range(len(prompt_ids_P))]
+        return Rollout(
+            prompt_ids_P=prompt_ids_P,
+            completion_ids_P_G=[[list(output.token_ids) for output in group] for group in outputs_P],
+            logprobs_P_G=[[output.logprobs.logprobs if output.logprobs else [] for output in g] for g in outputs_P],
+            finish_reasons_P_G=[[str(output.finish_reason) for output in group] for group in outputs_P],
+            entropy=None,
+            seconds=time.perf_counter() - started,
+        )
+
+    def _send(self, prompt_ids_P: list[list[int]], group_size: int, sampling: Sampling) -> None:
+        seeds = random.Random(sampling.seed)
+        with failing("generate"):
+            for index, ids in enumerate(prompt_ids_P):
+                how = SamplingParams(
+                    n=group_size,
+                    seed=seeds.getrandbits(62),  # that of completion g is g more
+                    temperature=sampling.temperature,
+                    top_p=sampling.top_p,
+                    max_tokens=sampling.max_tokens,
+                    # vLLM's are of what it drew from: after the cut, which is another distribution than the contract's.
+                    logprobs=0 if sampling.top_p == 1 else None,
+                    flat_logprobs=True,  # an object a token takes longer than the token
+                    stop_token_ids=self.policy.end_ids(),
+                    detokenize=False,
+                    output_kind=RequestOutputKind.FINAL_ONLY,
+                )
+                self.llm.llm_engine.add_request(
+                    str(index), {"prompt_token_ids": ids}, how, lora_request=self._adapter.request
+                )
+
+    def _receive(self, count: int, on_done: OnDone) -> dict[str, RequestOutput]:
+        engine, found = self.llm.llm_engine, dict[str, RequestOutput]()
+        minutes = self.cfg.rollout.vllm.timeout_minutes
+        deadline = time.monotonic() + 60 * minutes
+        try:
+            while engine.has_unfinished_requests():
+                with failing("generate"):
+                    finished = [output for output in engine.step() if output.finished]
+                found |= {output.request_id: output for output in finished}
+                for output in finished:
+                    on_done(len(output.outputs))
+                if time.monotonic() > deadline:
+                    raise TimeoutError
+        except TimeoutError:
+            raise EngineFailed(
+                f"vLLM finished {len(found)} of {count} groups in rollout.vllm.timeout_minutes={minutes:g}. Type a "
+                "larger one if that many tokens take longer."
+            ) from None
+        finally:
+            if len(found) < count:  # so that an engine that was interrupted can go on
+                engine.abort_request([str(index) for index in range(count)])
+        return found
+
+    def close(self) -> None:
+        """End vLLM in this process, and give back its memory."""
+        llm, self._llm = self._llm, None
+        if llm is None:
+            return
+        self._adapter.close()
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        # With several ranks the process group is the trainer's too.
+        destroy_model_parallel() if self.cfg.gpus > 1 else cleanup_dist_env_and_memory()
+
+
+def start(cfg: RunConfig, folder: Path, policy: Policy) -> LLM:
+    """Build vLLM over `folder`. Raises ConfigError for what it refuses."""
+    rollout, own = cfg.rollout, cfg.rollout.vllm
+    config, dtype = read_json(folder / "config.json"), policy.model.dtype
+    per_token = bytes_per_token(config, 1 if own.kv_cache_dtype == "fp8" else dtype.itemsize)
+    weights = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    arguments: dict[str, Any] = {
+        "dtype": str(dtype).removeprefix("torch."),
+        "max_model_len": rollout.max_prompt_tokens + rollout.max_completion_tokens,
+        "max_num_seqs": rollout.batch_size,
+        "kv_cache_memory_bytes": kv_cache_bytes(cfg, per_token, free_bytes(policy.device) - weights),
+        "gpu_memory_utilization": 0.01,  # of no effect beside the line above, but checked against what is free
+        "kv_cache_dtype": own.kv_cache_dtype,
+        "enforce_eager": own.enforce_eager,
+        "enable_lora": True, "max_loras": 1, "max_lora_rank": max_rank(cfg.lora.rank),
+        "logprobs_mode": "processed_logprobs",  # at the temperature of sampling
+        "generation_config": "vllm",  # not the model's own penalties and cuts
+        "use_tqdm_on_load": False,
+        "distributed_executor_backend": "uni" if cfg.gpus == 1 else "external_launcher",
+        "seed": cfg.seed % 2**31,
+    }  # fmt: skip
+    try:
+        return LLM(model=str(folder), **arguments)
+    except (ValueError, NotImplementedError, torch.OutOfMemoryError) as error:
+        raise ConfigError(
+            f"vLLM cannot serve model.path={cfg.model.path} in {cfg.format.name} here ({type(error).__name__}: "
+            f"{first_line(error)}). Type rollout=transformers, or change what it names."
+        ) from error
+
+
+@contextmanager
+def failing(what: str) -> Iterator[None]:
+    """Raise EngineFailed for the errors of a vLLM that does not work any more; a wrong call stays what it is."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise EngineFailed(
+            f"vLLM is out of memory in {what} ({first_line(error)}). Type a lower rollout.vllm.kv_cache_gib, "
+            "rollout.batch_size, or optim.micro_batch_size."
+        ) from error
+    except (RuntimeError, EngineDeadError) as error:
+        if isinstance(error, EngineFailed):
+            raise
+        raise EngineFailed(f"vLLM failed in {what} ({type(error).__name__}: {first_line(error)})") from error
+
+
+def first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), "no message")
+
+
+@contextmanager
+def own_randomness(device: torch.device) -> Iterator[None]:
+    """Leave every generator of random numbers as it is: vLLM seeds them all, in the trainer's process."""
+    states = random.getstate(), np.random.get_state()  # noqa: NPY002 - what vLLM seeds is the legacy generator
+    try:
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])  # noqa: NPY002

@@ -1,0 +1,54 @@
+"""How much memory the engine's key-value cache gets."""
+
+import os
+from typing import Any
+
+import torch
+
+from qerl_lab.config.schema import ConfigError, RunConfig
+
+SHARE = 0.5  # of what is free beside the weights: the rest is the trainer's, for activations and gradients
+GIB = 2**30
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory of the device that nobody holds."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what torch keeps for later counts as held
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def bytes_per_token(config: dict[str, Any], element_bytes: int) -> int:
+    """Keys and values of one token in every layer. `config` is the model's config.json."""
+    heads = config["num_attention_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    return 2 * config["num_hidden_layers"] * (config.get("num_key_value_heads") or heads) * head_dim * element_bytes
+
+
+def kv_cache_bytes(cfg: RunConfig, per_token: int, free: int) -> int:
+    """Bytes of the cache: `rollout.vllm.kv_cache_gib`, else what a full batch fills, at most SHARE of `free`.
+
+    Args:
+        per_token: bytes of one token.
+        free: bytes of the device's memory that are free beside the engine's weights.
+
+    Raises:
+        ConfigError: not one completion of full length fits.
+    """
+    rollout = cfg.rollout
+    longest = rollout.max_prompt_tokens + rollout.max_completion_tokens
+    asked = rollout.vllm.kv_cache_gib
+    if asked is None:
+        at_once = min(rollout.batch_size, max(cfg.completions_per_gpu, cfg.eval.questions * cfg.eval.samples))
+        size = min(at_once * longest * per_token, int(SHARE * free))
+    else:
+        size = int(asked * GIB)
+    if size < longest * per_token:
+        raise ConfigError(
+            f"The key-value cache would have {size / GIB:.2f} GiB ({'rollout.vllm.kv_cache_gib' if asked else 'half'} "
+            f"of the {free / GIB:.1f} GiB that are free), and one completion of rollout.max_prompt_tokens + "
+            f"max_completion_tokens = {longest:,} tokens takes {longest * per_token / GIB:.2f}. Type a lower "
+            "rollout.max_completion_tokens, a larger rollout.vllm.kv_cache_gib, or rollout.vllm.kv_cache_dtype=fp8."
+        )
+    return size

@@ -1,0 +1,90 @@
+"""The directory that vLLM reads the base from holds the policy's very weights, and is gone afterwards."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from packed_layers import BY_NAME
+from qerl_lab.formats.format import PackedAs
+from qerl_lab.model import policy
+from qerl_lab.model.files import WeightFiles, read_json
+from qerl_lab.model.linear import PackedLinear
+from qerl_lab.model.loading import load_model, stored_as
+from qerl_lab.model.on_disk import POCKET
+from qerl_lab.rollout.vllm import base
+from small_checkpoints import equal
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "nf4"])
+def test_a_dense_model_is_handed_over_as_the_policy_packed_it(name: str, tiny, build_policy) -> None:
+    cfg = tiny(format__name=name, lora__rank=4)
+    learner = build_policy(cfg)
+    own = learner.model.get_base_model()
+    with base.folder_of(learner, cfg) as folder:
+        assert folder != POCKET
+        stored = stored_as(folder)
+        assert stored is not None
+        assert name == stored.weight_format.NAME
+        again = load_model(AutoConfig.from_pretrained(folder), WeightFiles(folder), stored, is_packed=True, device=CPU,
+                           dtype=torch.float32)  # fmt: skip
+    assert not folder.exists()
+    packed = {name: module for name, module in again.named_modules() if isinstance(module, PackedLinear)}
+    assert len(packed) == 21
+    for path, module in packed.items():
+        mine = own.get_submodule(path).base_layer.packed()
+        assert all(equal(mine[key], tensor) for key, tensor in module.packed().items()), path
+    state = {key.replace(".base_layer.", "."): tensor for key, tensor in own.state_dict().items()}
+    dense = {
+        key: tensor for key, tensor in again.state_dict().items() if key.endswith(("norm.weight", "tokens.weight"))
+    }
+    assert len(dense) == 8
+    assert all(torch.equal(state[key], tensor) for key, tensor in dense.items())
+
+
+def test_a_directory_that_holds_the_same_weights_is_read_where_it_is(tiny, build_policy) -> None:
+    cfg = tiny(format__name="bf16")
+    with base.folder_of(build_policy(cfg), cfg) as folder:
+        assert folder == POCKET
+
+
+def test_weights_that_bf16_rounds_are_handed_over_rounded(tmp_path: Path, tiny, build_policy) -> None:
+    """A directory in float32 holds other weights than a policy in bf16."""
+    model = tmp_path / "model"
+    shutil.copytree(POCKET, model)
+    fine = load_model(AutoConfig.from_pretrained(POCKET), WeightFiles(POCKET), PackedAs(BY_NAME["bf16"], ()),
+                      is_packed=False, device=CPU, dtype=torch.float32)  # fmt: skip
+    for parameter in fine.parameters():
+        parameter.data += 1e-5 * torch.randn_like(parameter)
+    fine.save_pretrained(model)
+    cfg = tiny(format__name="bf16", model__path=str(model))
+    learner = policy.build(cfg, CPU)
+    with base.folder_of(learner, cfg) as folder:
+        assert folder != model
+        assert "quantization_config" not in read_json(folder / "config.json")
+        files, name = WeightFiles(folder), "model.layers.0.mlp.down_proj.weight"
+        handed = files.tensor(name)
+    mine = learner.model.get_base_model().get_submodule(name.removesuffix(".weight")).base_layer.weight
+    assert torch.equal(handed, mine)
+    assert not torch.equal(handed, WeightFiles(model).tensor(name))
+
+
+def test_a_copy_is_removed_after_a_failure_too(tiny, build_policy) -> None:
+    cfg = tiny(format__name="nvfp4")
+    handed = base.folder_of(build_policy(cfg), cfg)
+    folder = handed.__enter__()
+    assert folder.exists()
+    handed.__exit__(KeyError, KeyError("the engine does not start"), None)
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize(("free", "in_memory"), [(1000, False), (1300, True)])
+def test_a_copy_goes_into_memory_where_that_has_room(free: int, in_memory: bool, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(base, "IN_MEMORY", tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(0, 0, free))
+    with base.scratch_folder(1000) as folder:
+        assert (folder.parent == tmp_path) is in_memory

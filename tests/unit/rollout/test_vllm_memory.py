@@ -1,0 +1,50 @@
+"""The size of vLLM's key-value cache."""
+
+import pytest
+
+from qerl_lab.config.schema import ConfigError
+from qerl_lab.rollout.vllm.memory import GIB, bytes_per_token, kv_cache_bytes
+
+QWEN_7B = {"num_hidden_layers": 28, "hidden_size": 3584, "num_attention_heads": 28, "num_key_value_heads": 4}
+
+
+@pytest.mark.parametrize(
+    ("config", "element_bytes", "expected"),
+    [
+        (QWEN_7B, 2, 2 * 28 * 4 * 128 * 2),
+        (QWEN_7B, 1, 2 * 28 * 4 * 128),
+        (QWEN_7B | {"head_dim": 64}, 2, 2 * 28 * 4 * 64 * 2),
+        ({**QWEN_7B, "num_key_value_heads": None}, 2, 2 * 28 * 28 * 128 * 2),
+    ],
+)
+def test_a_token_takes_keys_and_values_in_every_layer(config: dict, element_bytes: int, expected: int) -> None:
+    assert bytes_per_token(config, element_bytes) == expected
+
+
+def settings(tiny, **changes):
+    return tiny(rollout__max_prompt_tokens=256, rollout__max_completion_tokens=768, rollout__group_size=8,
+                rollout__prompts_per_step=8, **changes)  # fmt: skip
+
+
+def test_it_holds_a_full_batch(tiny) -> None:
+    assert kv_cache_bytes(settings(tiny, eval__questions=0), 1000, 100 * GIB) == 64 * 1024 * 1000
+    asked = settings(tiny, eval__questions=100, eval__samples=4, rollout__batch_size=200)
+    assert kv_cache_bytes(asked, 1000, 100 * GIB) == 200 * 1024 * 1000
+
+
+def test_it_leaves_half_to_the_trainer(tiny) -> None:
+    assert kv_cache_bytes(settings(tiny), 10**6, 10 * GIB) == 5 * GIB
+
+
+def test_a_size_that_was_asked_for_is_taken(tiny) -> None:
+    assert kv_cache_bytes(settings(tiny, rollout__vllm__kv_cache_gib=1.5), 1000, GIB) == int(1.5 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("changes", "who"), [({}, "half of the 1.0"), ({"rollout__vllm__kv_cache_gib": 0.5}, "kv_cache_gib")]
+)
+def test_a_cache_too_small_for_one_completion_is_refused(changes: dict, who: str, tiny) -> None:
+    with pytest.raises(ConfigError, match=who) as raised:
+        kv_cache_bytes(settings(tiny, **changes), 10**6, GIB)
+    assert "1,024 tokens takes 0.95" in str(raised.value)
+    assert "Type a lower rollout.max_completion_tokens" in str(raised.value)
