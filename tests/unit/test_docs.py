@@ -44,6 +44,9 @@ def missing_paths(text: str) -> list[str]:
     ]
 
 
+INNER = "|".join(path.parent.name for path in SOURCE.glob("*/*/__init__.py"))  # rooms in rooms
+
+
 def drawn(text: str) -> set[str]:
     """Rooms and files that a page draws below `src/qerl_lab/`: one entry a line, further files on deeper lines."""
     lines = text.split("    src/qerl_lab/", 1)[1].splitlines()[1:]
@@ -52,7 +55,7 @@ def drawn(text: str) -> set[str]:
         if entry := re.match(r" {6}([a-z_]+)(/|\.py)", line):
             room = f"{entry[1]}/" if entry[2] == "/" else ""
             found.add(entry[1] + entry[2])
-        found |= {room + name for name in re.findall(r"(?<![\w/])(?:\w+/)?\w+\.py", line)}
+        found |= {room + name for name in re.findall(rf"(?<![\w/])(?:(?:{INNER})/)?\w+\.py", line)}
     return found
 
 
