@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 
 from qerl_lab import tasks
-from qerl_lab.config.rules import build
+from qerl_lab.config.rules import build, check_engine_on_cpu
 from qerl_lab.config.schema import DENSE_FORMAT, ConfigError, RunConfig, TaskConfig, leaves
 from qerl_lab.model import on_disk
 from qerl_lab.tasks import arithmetic
@@ -45,6 +45,7 @@ def check(cfg: RunConfig, run_dir: Path, here: bool = True) -> list[str]:
         _check_device(cfg)
         _check_size(cfg, folder)
         _check_gpu_only(cfg)
+        check_engine(cfg)
         _check_disk(cfg, folder, run_dir)
     return _check_questions(cfg)
 
@@ -89,6 +90,17 @@ def _check_gpu_only(cfg: RunConfig) -> None:
             raise ConfigError(f"{key}={value} needs a GPU, and this machine shows none. Type {remedy}.")
         if values[key] == value and importlib.util.find_spec(package) is None:
             raise ConfigError(f"{key}={value} needs the package {package}, which is not installed. Type {remedy}.")
+
+
+def check_engine(cfg: RunConfig) -> None:
+    """Raise ConfigError where the package of the engine is missing, or its device."""
+    if cfg.rollout.engine == "vllm" and importlib.util.find_spec("vllm") is None:
+        raise ConfigError(
+            "rollout.engine=vllm needs the package vllm, which is not installed. Type pip install 'qerl-lab[vllm]', "
+            "or rollout=transformers."
+        )
+    if not has_gpu():
+        check_engine_on_cpu(cfg, "this machine shows none")
 
 
 def has_gpu() -> bool:

@@ -1,6 +1,7 @@
 """What can be known before a run starts is said before it starts: the model's files, the questions, the machine."""
 
 import functools
+import importlib.util
 import json
 import shutil
 import stat
@@ -91,6 +92,18 @@ def refused(line: str, capsys: pytest.CaptureFixture[str]) -> str:
         ("cpu_threads=1024", ["cpu_threads=1024 is more than the", "cores of this machine"]),
         ("optim=adamw_8bit", ["optim.name=adamw_8bit needs a GPU", "Type optim=adamw"]),
         ("model.attention=flash_attention_2", ["needs a GPU", "Type model.attention=sdpa"]),
+        ("rollout=vllm device=cpu", ["rollout.engine=vllm computes format.name=nvfp4 on a GPU only", "Type rollout="]),
+        pytest.param(
+            "rollout=vllm",
+            ["rollout.engine=vllm needs the package vllm", "Type pip install"],
+            marks=pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed"),
+        ),
+        pytest.param(
+            "rollout=vllm",
+            ["on a GPU only, and this machine shows none", "Type rollout=transformers, or format=bf16"],
+            marks=pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM"),
+        ),
+        ("rollout.vllm.kv_cache_gib=2", ["rollout.vllm.kv_cache_gib", "rollout=vllm"]),
         ("scale=paper_gsm8k_7b", ["Qwen/Qwen2.5-7B-Instruct has 7,000,000,000 parameters", "device=cpu to run it"]),
         ("-m lora.target_modules=[q_proj],[foo]", ["job 1 (lora.target_modules=[foo]): lora.target_modules: 'foo'"]),
         ("-m hydra.sweep.dir=file/x seed=1,2", ["job 0 (seed=1): ", "file is a file"]),

@@ -33,13 +33,16 @@ STOPPING = "stopping: the step under way ends and is saved (Ctrl-C again aborts 
 ABORTING = "aborting: what came after the last checkpoint is lost"
 
 # Set for the child where the user's environment does not: a waiting OpenMP thread that spins stalls a second run on
-# the same cores for minutes; tokenizers warn at every fork; a lab run reports to nobody but its own MLflow.
+# the same cores for minutes; tokenizers warn at every fork; vLLM tells its whole configuration; a lab run reports to
+# nobody but its own MLflow.
 CHILD_ENVIRONMENT = {
     "OMP_WAIT_POLICY": "PASSIVE",
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "DO_NOT_TRACK": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
     "DISABLE_MLFLOW_INTEGRATION": "TRUE",  # transformers' and TRL's own, which import MLflow before the first step
 }
 

@@ -6,7 +6,7 @@ from typing import Any, get_type_hints
 
 from qerl_lab.config.keys import no_key
 from qerl_lab.config.redact import url_without_secrets
-from qerl_lab.config.schema import ConfigError, RunConfig, check_bounds, choices_of, did_you_mean, leaves
+from qerl_lab.config.schema import DENSE_FORMAT, ConfigError, RunConfig, check_bounds, choices_of, did_you_mean, leaves
 
 
 def from_dict(values: dict[str, Any]) -> RunConfig:
@@ -39,7 +39,7 @@ def validate(cfg: RunConfig) -> None:
     for rule in (
         _no_secrets, _names_given, _known_modules, _gpus_divide, _batch_divides, _buffer_fits, _aqn_acts, _aqn_decays,
         _arithmetic_steps_ordered, _something_rewarded, _adapters_on_linears, _ignore_readable, _interval_possible,
-        _optimizer_fits_device, _cache_fits_device, _attention_fits_device,
+        _optimizer_fits_device, _cache_fits_device, _attention_fits_device, _engine_fits_device,
     ):  # fmt: skip
         rule(cfg)
 
@@ -225,4 +225,18 @@ def _attention_fits_device(cfg: RunConfig) -> None:
         raise ConfigError(
             f"model.attention=flash_attention_2 computes in bfloat16 on a GPU, and {given} was given. "
             f"Type model.attention=sdpa, or leave {given} out."
+        )
+
+
+def _engine_fits_device(cfg: RunConfig) -> None:
+    if cfg.device == "cpu":
+        check_engine_on_cpu(cfg, "device=cpu was given")
+
+
+def check_engine_on_cpu(cfg: RunConfig, why: str) -> None:
+    """Raise ConfigError for an engine that a CPU cannot run in the run's format; `why` says that it is a CPU."""
+    if cfg.rollout.engine == "vllm" and cfg.format.name != DENSE_FORMAT:
+        raise ConfigError(
+            f"rollout.engine=vllm computes format.name={cfg.format.name} on a GPU only, and {why}; "
+            f"allowed there: {DENSE_FORMAT}. Type rollout=transformers, or format={DENSE_FORMAT}."
         )

@@ -1,7 +1,5 @@
 """Engines that turn prompts into completions; the contract is `engine.Engine`."""
 
-import importlib.util
-
 from qerl_lab.config.schema import ENGINES, ConfigError, RunConfig
 from qerl_lab.model.policy import Policy
 from qerl_lab.rollout.engine import Engine
@@ -18,20 +16,10 @@ def build(cfg: RunConfig, policy: Policy) -> Engine:
 
             return TransformersEngine(policy, cfg.rollout.batch_size)
         case "vllm":
-            if importlib.util.find_spec("vllm") is None:
-                raise no_vllm()
             from qerl_lab.rollout.vllm.engine import VllmEngine
 
             return VllmEngine(policy, cfg)
     raise ConfigError(
         f"rollout.engine={cfg.rollout.engine} is not allowed; allowed: {', '.join(ENGINES)}. "
         f"Type rollout.engine={ENGINES[0]}."
-    )
-
-
-def no_vllm() -> ConfigError:
-    """The error where vLLM is asked for and not installed."""
-    return ConfigError(
-        "rollout.engine=vllm needs the package vllm, which is not installed. Type pip install 'qerl-lab[vllm]', "
-        "or rollout=transformers."
     )

@@ -89,6 +89,7 @@ def build(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> Session:
     if cfg.cpu_threads:
         torch.set_num_threads(cfg.cpu_threads)
     device = policy.device_of(cfg.device)
+    preflight.check_engine(cfg)
     ranks = join(cfg, device)
     saved = directory.starting_point(cfg)
     on_disk.check(local_folder(cfg.model.path, cfg.model.revision), cfg)  # of one from the hub for the first time

@@ -21,7 +21,8 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from qerl_lab.aqn import CLEAN, Noise
-from qerl_lab.config.schema import DENSE_FORMAT, ConfigError, RunConfig
+from qerl_lab.config.rules import check_engine_on_cpu
+from qerl_lab.config.schema import ConfigError, RunConfig
 from qerl_lab.model.files import read_json
 from qerl_lab.model.policy import Policy
 from qerl_lab.rollout.engine import EngineFailed, OnDone, Rollout, Sampling, ignore
@@ -31,7 +32,6 @@ from qerl_lab.rollout.vllm.memory import bytes_per_token, free_bytes, kv_cache_b
 
 # Whether vLLM starts a process of its own is decided here alone: `LLM` has no argument for it.
 IN_THIS_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-QUIET = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"}
 
 
 class VllmEngine:
@@ -43,14 +43,9 @@ class VllmEngine:
 
     def __init__(self, policy: Policy, cfg: RunConfig) -> None:
         self.policy, self.cfg = policy, cfg
-        if policy.device.type == "cpu" and cfg.format.name != DENSE_FORMAT:
-            raise ConfigError(
-                f"rollout.engine=vllm computes format.name={cfg.format.name} on a GPU only, and the run is on the CPU; "
-                f"allowed here: {DENSE_FORMAT}. Type rollout=transformers, or format={DENSE_FORMAT}."
-            )
+        if policy.device.type == "cpu":
+            check_engine_on_cpu(cfg, "torch sees none here")
         os.environ.update(IN_THIS_PROCESS)
-        for name, value in QUIET.items():
-            os.environ.setdefault(name, value)
         self._adapter = AdapterFile(policy.model)
         with own_randomness(policy.device), folder_of(policy, cfg) as folder:
             self._llm: LLM | None = start(cfg, folder, policy)
