@@ -82,9 +82,12 @@ def weighted_kl(sample: Sample) -> Array:
 
 def importance(sample: Sample, cfg: RunConfig) -> Array:
     """Weight of each token for having been drawn by the sampler and not by the policy."""
-    if cfg.rollout.importance_correction == "off":
-        return np.ones_like(sample.old)
-    return np.minimum(np.exp(sample.old - sample.sampler), cfg.rollout.importance_clip_max)
+    kind, most = cfg.rollout.importance_correction, cfg.rollout.importance_clip_max
+    log_ratio = sample.old - sample.sampler
+    ratio = np.exp(np.full_like(log_ratio, log_ratio.sum()) if kind.startswith("sequence") else log_ratio)
+    if kind == "off":
+        return np.ones_like(ratio)
+    return np.minimum(ratio, most) if kind.endswith("truncate") else np.where(ratio > most, 0.0, ratio)
 
 
 def counts(sample: Sample, cfg: RunConfig) -> bool:
@@ -323,6 +326,10 @@ CASES = {
     "grpo, one micro-batch": {"optim__micro_batch_size": 8},
     "grpo, std off, kl": {"algorithm__normalize_std": False, "algorithm__beta": 0.2},
     "grpo, no correction": {"rollout__importance_correction": "off"},
+    "grpo, token mask": {"rollout__importance_correction": "token_mask", "rollout__importance_clip_max": 2.0},
+    "grpo, sequence mask": {"rollout__importance_correction": "sequence_mask", "rollout__importance_clip_max": 2.0},
+    "grpo, four updates, sequence truncate": BIG_STEPS | {"rollout__importance_correction": "sequence_truncate"},
+    "dapo, sequence truncate": {"algorithm__name": "dapo", "rollout__importance_correction": "sequence_truncate"},
     "grpo, temperature": {"rollout__temperature": 0.7},
     "grpo, four updates": BIG_STEPS,
     "grpo, four updates, kl, masked": BIG_STEPS | {"algorithm__beta": 0.2, "algorithm__mask_truncated": True},
@@ -375,7 +382,11 @@ def check_metrics(
     in_loss = [sample for update in updates for sample in update.samples if counts(sample, cfg)]
     tokens = sum(len(sample.tokens) for sample in in_loss)
     low, high = sum(clipped_tokens(sample, cfg) for sample in in_loss) / tokens
-    gaps = np.concatenate([np.abs(sample.old - sample.sampler) for sample in rollout])
+    log_ratio = np.concatenate([sample.old - sample.sampler for sample in rollout])
+    gaps, ratio = np.abs(log_ratio), np.exp(log_ratio)
+    weights = [importance(sample, cfg) for sample in rollout]
+    if cfg.rollout.importance_correction.startswith("sequence"):
+        weights = [weight[:1] for weight in weights]
     expected = {
         "policy/loss": np.mean([update.expected_loss for update in updates]),
         "policy/entropy_nats": np.concatenate([entropy for update in updates for entropy in update.entropies]).mean(),
@@ -386,7 +397,10 @@ def check_metrics(
         "policy/learning_rate": cfg.optim.learning_rate,
         "sampler/logprob_gap_mean": gaps.mean(),
         "sampler/logprob_gap_max": gaps.max(),
-        "sampler/importance_ratio_mean": np.concatenate([importance(sample, cfg) for sample in rollout]).mean(),
+        "sampler/importance_ratio_mean": np.concatenate(weights).mean(),
+        "sampler/kl_k1_nats": -log_ratio.mean(),
+        "sampler/kl_k3_nats": (ratio - 1 - log_ratio).mean(),
+        "sampler/effective_sample_size": ratio.sum() ** 2 / len(ratio) / (ratio**2).sum(),
         "rollout/completion_tokens": np.mean([len(sample.tokens) for sample in rollout]),
         "rollout/truncated_fraction": np.mean([not sample.finished for sample in rollout]),
         "reward/mean": rewards.mean(),

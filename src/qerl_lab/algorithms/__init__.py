@@ -1,7 +1,8 @@
 """Algorithms: which advantages, which groups count, which loss. One file each; each opens with its departures.
 
-The advantages are those of `groups`, the arithmetic of the loss is TRL's (`GRPOTrainer._compute_loss`); both are held
-to a float64 reference of the papers' formulas by `tests/golden/test_loss.py`.
+The advantages are those of `groups`, the weights that correct for noisy sampling those of `correction`, the arithmetic
+of the loss is TRL's (`GRPOTrainer._compute_loss`); all are held to a float64 reference of the papers' formulas by
+`tests/golden/test_loss.py`.
 """
 
 import importlib

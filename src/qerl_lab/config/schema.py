@@ -211,9 +211,14 @@ class RolloutConfig:
         512, "most completions generated at once, here and in evaluation", at_least=1, at_most=65_536
     )
     importance_correction: str = option(
-        "token_truncate", "TRL's correction for the gap between sampler and trainer; off: ratio 1", choices=CORRECTIONS
+        "token_truncate",
+        "correction for the gap between sampler and trainer, by TRL's formulas; off: ratio 1",
+        choices=CORRECTIONS,
     )
-    importance_clip_max: float = option(3.0, "upper bound of that ratio (TRL's default)", at_least=1, at_most=1e6)
+    importance_clip_max: float = option(
+        3.0, "upper bound of that ratio (TRL's default; others take about 2, a bound that cuts more often)",
+        at_least=1, at_most=1e6,
+    )  # fmt: skip
     vllm: VllmConfig = field(default_factory=VllmConfig)  # the keys of one engine, under its name
 
 

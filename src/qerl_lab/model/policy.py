@@ -41,6 +41,16 @@ class Policy:
     def device(self) -> torch.device:
         return next(iter(self.clean_norms.values())).device
 
+    @property
+    def drops_out(self) -> bool:
+        """Whether a forward in training drops something out: the adapters', or the base's own by its config.
+
+        A key of the config that says dropout counts even where its model would not use it.
+        """
+        settings = self.model.config.to_dict()
+        base = [value for key, value in settings.items() if "drop" in key and isinstance(value, int | float)]
+        return max(self.model.peft_config["default"].lora_dropout, *base, 0.0) > 0
+
     @contextmanager
     def norms_as(self, weights: dict[str, Tensor]) -> Iterator[None]:
         """Swap the norms' weights for others (by name) for a while. Pointers move, nothing is copied."""

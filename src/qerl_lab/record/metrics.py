@@ -69,19 +69,41 @@ METRICS: dict[str, Metric] = {
         "never sees the whole vocabulary",
     ),
     "sampler/logprob_gap_mean": Metric(
-        "nats", "mean over all completion tokens of abs(sampler - trainer) log-probability",
-        trl="sampling/sampling_logp_difference/mean",
+        "nats", "mean over all completion tokens of abs(sampler - trainer) log-probability; kernels and noise together"
     ),
     "sampler/logprob_gap_max": Metric(
-        "nats", "largest abs(sampler - trainer) log-probability of a completion token",
-        trl="sampling/sampling_logp_difference/max",
+        "nats", "largest abs(sampler - trainer) log-probability of a completion token"
     ),
     "sampler/importance_ratio_mean": Metric(
         "1",
         "mean trainer / sampler probability as corrected, over all completion tokens (over completions with the "
         "sequence corrections)",
-        trl="sampling/importance_sampling_ratio/mean",
     ),
+    "sampler/kl_k1_nats": Metric(
+        "nats",
+        "KL of the sampler from the trainer by the estimator k1: mean over all completion tokens of sampler - trainer "
+        "log-probability; may be below 0",
+    ),
+    "sampler/kl_k3_nats": Metric(
+        "nats",
+        "KL of the sampler from the trainer by Schulman's k3: mean over all completion tokens of r - 1 - log r, r the "
+        "uncorrected trainer / sampler probability; never below 0",
+    ),
+    "sampler/effective_sample_size": Metric(
+        "fraction",
+        "(sum r)^2 / (N sum r^2) over all N completion tokens, r the uncorrected trainer / sampler probability",
+    ),
+    "sampler/importance_clipped_fraction": Metric(
+        "fraction",
+        "completion tokens whose ratio, or whose completion's with the sequence corrections, was above "
+        "rollout.importance_clip_max and so lowered or made 0; 0 with rollout.importance_correction=off",
+    ),
+    "sampler/kernel_gap_mean": Metric(
+        "nats",
+        "mean abs(sampler - trainer) log-probability with the engine's norms on both sides, over the tokens of "
+        "aqn.probe_prompts completions: what is left is the arithmetic of the engine, or an error",
+    ),
+    "sampler/kernel_gap_max": Metric("nats", "largest of the differences of sampler/kernel_gap_mean"),
     "rollout/tokens_per_second": Metric("tokens/s", "completion tokens / seconds/rollout"),
     "rollout/completion_tokens": Metric("tokens", "mean length of a completion, truncated ones too"),
     "rollout/truncated_fraction": Metric("fraction", "completions without an end token, cut at max_completion_tokens"),
@@ -94,7 +116,7 @@ METRICS: dict[str, Metric] = {
     "seconds/reward": Metric("s", "wall time of decoding and grading the completions"),
     "seconds/train": Metric("s", "the rest of step/seconds: log-probabilities, loss, backward and optimizer"),
     "seconds/sync": Metric("s", "wall time of handing adapter and noisy norms to the engine"),
-    "seconds/probe": Metric("s", "wall time of measuring the noise (noise/std_observed, noise/kl_nats)"),
+    "seconds/probe": Metric("s", "wall time of measuring the noise (noise/*) and the sampler (sampler/kernel_gap_*)"),
     "noise/sigma": Metric("1", "standard deviation of the noise that the schedule asks for"),
     "noise/std_observed": Metric("1", "standard deviation of the engine's norm weights minus the clean ones"),
     "noise/kl_nats": Metric(

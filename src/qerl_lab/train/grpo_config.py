@@ -12,6 +12,14 @@ from qerl_lab.model.policy import Policy
 from qerl_lab.train.ranks import PATIENCE
 
 
+def is_on_policy(cfg: RunConfig, policy: Policy) -> bool:
+    """Whether a training forward is that of the policy whose completions it trains on.
+
+    It is with one update per rollout and no dropout. The log-probs of the rollout are then the training forward's.
+    """
+    return cfg.updates_per_step == 1 and not policy.drops_out
+
+
 def grpo_config(cfg: RunConfig, policy: Policy, run_dir: Path) -> GRPOConfig:
     """TRL's configuration of the run. `max_steps`, `logging_steps` count updates."""
     micro, updates = cfg.optim.micro_batch_size, cfg.algorithm.updates_per_rollout
@@ -26,6 +34,8 @@ def grpo_config(cfg: RunConfig, policy: Policy, run_dir: Path) -> GRPOConfig:
         num_generations=cfg.rollout.group_size,
         max_completion_length=cfg.rollout.max_completion_tokens,
         temperature=cfg.rollout.temperature,
+        # TRL corrects where it has to take the log-probs of the rollout before the first update; else `_weigh` does.
+        vllm_importance_sampling_correction=not is_on_policy(cfg, policy),
         # A clip of [1, 1] turns the correction off and keeps TRL measuring the gap between sampler and trainer. TRL
         # wants two different bounds; in float32 these are one.
         vllm_importance_sampling_mode="token_truncate" if correction == "off" else correction,

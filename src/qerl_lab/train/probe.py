@@ -1,5 +1,8 @@
 """Measurements of the noise that need the whole vocabulary, made on the trainer's own model."""
 
+from dataclasses import dataclass
+
+import torch
 from torch import Tensor
 
 from qerl_lab import aqn
@@ -8,23 +11,42 @@ from qerl_lab.model.policy import Policy
 from qerl_lab.rollout.engine import Rollout
 
 
-def noise_kl(
-    policy: Policy, norms: dict[str, Tensor], rollout: Rollout, completions: int, temperature: float
-) -> kl.Estimate:
-    """KL(policy with `norms` || policy without noise), in nats per token.
+@dataclass(frozen=True)
+class Probed:
+    """What the probe found, in nats.
+
+    Attributes:
+        noise_kl: KL(policy with the engine's norms || policy without noise), per token.
+        kernel_gap_T: abs(sampler - policy with the engine's norms) log-probability of each token, float64. Weights and
+            noise are the same on both sides, so that only the engines' arithmetic is left, or an error.
+    """
+
+    noise_kl: kl.Estimate
+    kernel_gap_T: Tensor
+
+
+def probe(policy: Policy, norms: dict[str, Tensor], rollout: Rollout, completions: int, temperature: float) -> Probed:
+    """Compare the sampler, the policy with the sampler's norms, and the policy without noise.
 
     Args:
         completions: how many of the rollout's are compared, spread over its prompts.
         norms: the weights that an engine holds, by the full name of their layer; any device and dtype.
     """
-    groups = zip(rollout.prompt_ids_P, rollout.completion_ids_P_G, strict=True)
-    pairs = [(prompt, completion) for prompt, group in groups for completion in group]
-    pairs = pairs[:: max(1, len(pairs) // completions)][:completions]
+    groups = zip(rollout.prompt_ids_P, rollout.completion_ids_P_G, rollout.logprobs_P_G, strict=True)
+    rows = [(prompt, *row) for prompt, *group in groups for row in zip(*group, strict=True)]
+    rows = rows[:: max(1, len(rows) // completions)][:completions]
+    pairs = [(prompt, completion) for prompt, completion, _ in rows]
+    tokens_T = torch.tensor([token for _, completion in pairs for token in completion], device=policy.device)
+    sampler_T = torch.tensor([logprob for *_, logprobs in rows for logprob in logprobs], dtype=torch.float64)
     noisy = {name: weight.to(policy.norms[name]) for name, weight in norms.items()}
-    model = policy.model.get_base_model()
+    model, kl_T, noisy_T = policy.model.get_base_model(), list[Tensor](), list[Tensor]()
     with policy.as_sampler(aqn.CLEAN.onto_norms(policy.clean_norms, policy.norms)):
         clean_states = kl.hidden_states(model, pairs)
         with policy.norms_as(noisy):
             noisy_states = kl.hidden_states(model, pairs)
-        p, q = (kl.logprobs(model, states, temperature) for states in (noisy_states, clean_states))
-        return kl.measure(p, q, [len(completion) for _, completion in pairs])
+        chunks = (kl.logprobs(model, states, temperature) for states in (noisy_states, clean_states))
+        for p, q, tokens in zip(*chunks, tokens_T.split(kl.CHUNK), strict=True):
+            kl_T.append(kl.per_token(p, q).cpu())
+            noisy_T.append(p.gather(-1, tokens[:, None])[:, 0].double().cpu())
+    estimate = kl.mean(torch.cat(kl_T), [len(completion) for _, completion in pairs])
+    return Probed(estimate, (sampler_T - torch.cat(noisy_T)).abs())

@@ -2,7 +2,10 @@
 
 A *step* is one batch of `step.collect` and the optimizer updates on it; TRL's `global_step` counts updates. TRL's own
 seams are used and nothing is patched: its rollout and reward functions return what `collect` stored, its vLLM switch
-turns on the importance correction, and overridden methods add clocks, noise and atomic checkpoints around `super()`.
+keeps the sampler's log-probs, and overridden methods add correction, clocks, noise and atomic checkpoints.
+
+The correction needs the trainer's log-probs of the rollout. On-policy (`grpo_config.is_on_policy`) these are the
+training forward's own, and `_weigh` corrects with them; else TRL takes them in a forward before, and corrects itself.
 """
 
 import math
@@ -20,6 +23,7 @@ from transformers import PrinterCallback, TrainerCallback, TrainerControl, Train
 from trl import GRPOTrainer
 
 from qerl_lab import aqn
+from qerl_lab.algorithms import correction
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.model.policy import Policy, save_adapter
 from qerl_lab.record import checkpoint
@@ -28,7 +32,7 @@ from qerl_lab.rollout.engine import Engine, Rollout
 from qerl_lab.train.clock import Clock
 from qerl_lab.train.data import Cursor, Placeholders
 from qerl_lab.train.grpo_config import grpo_config
-from qerl_lab.train.probe import noise_kl
+from qerl_lab.train.probe import probe
 from qerl_lab.train.ranks import ALONE, Ranks
 from qerl_lab.train.step import Batch, collect, measures
 from qerl_lab.train.stop import Diverged, Stop
@@ -51,6 +55,8 @@ class LabTrainer(GRPOTrainer):
         self.measured: dict[str, float] = {}
         self.loss_tokens: list[float] = []  # of each micro-batch
         self.entropies: list[tuple[Tensor, Tensor]] = []  # sum over completion tokens and their number, by micro-batch
+        self.mismatch: list[Tensor] = []  # `correction.sums`, by micro-batch
+        self.micro_batch: dict[str, Tensor] = {}  # the one that the loss is computed of
         super().__init__(
             model=policy.model,
             reward_funcs=self._collected_reward,
@@ -96,15 +102,15 @@ class LabTrainer(GRPOTrainer):
         rows = [{"prompt": group.question.prompt} for group in batch.groups for _ in group.texts_G]
         tensors = super()._generate_and_score_completions(rows)
         tensors["advantages"] = torch.from_numpy(batch.advantage_P_G.ravel()).to(tensors["advantages"])
-        if self.ranks.size > 1:  # TRL's own means weigh all ranks alike, whatever they sampled
-            self.measured |= self._sampler_gap(tensors)
         if self.cfg.algorithm.mask_truncated:
             is_finished = [finished for group in batch.groups for finished in group.finished_G]
             finished = torch.tensor(is_finished, device=tensors["completion_mask"].device)
             tensors["tool_mask"] = tensors["completion_mask"] * finished[:, None]  # TRL: tokens that are in the loss
             tensors["num_items_in_batch"] = self.accelerator.gather(tensors["tool_mask"].sum()).sum()
-        if self.cfg.updates_per_step == 1:  # on-policy: TRL's ratio is then 1, whatever dropout draws
-            del tensors["old_per_token_logps"]
+        if self.vllm_importance_sampling_correction:
+            self._weigh(tensors["old_per_token_logps"], tensors)  # TRL has, and this measures the same
+            if self.cfg.updates_per_step == 1:  # one update: TRL's ratio is then 1, whatever dropout draws
+                del tensors["old_per_token_logps"]
         return tensors
 
     def _collected_rollout(self, *_: object) -> dict[str, list[list[Any]]]:
@@ -120,30 +126,32 @@ class LabTrainer(GRPOTrainer):
         """Be TRL's reward function. TRL logs these rewards; the advantages are not made of them."""
         return [float(reward) for group in self.batch.groups for reward in group.reward_G]
 
-    def _sampler_gap(self, tensors: dict[str, Tensor]) -> dict[str, float]:
-        """Measure how far sampler and trainer are apart, over the completion tokens of all ranks."""
-        is_completion, ratio = tensors["completion_mask"].bool(), tensors["importance_sampling_ratio"]
-        gap = (tensors["old_per_token_logps"] - tensors["sampling_per_token_logps"]).abs()[is_completion]
-        ratio = ratio.flatten() if ratio.shape[1] == 1 else ratio[is_completion]  # [B, 1] with sequence corrections
-        sums = self.ranks.gather([gap.sum().item(), len(gap), gap.max().item(), ratio.sum().item(), len(ratio)])
-        gaps, tokens, largest, ratios, count = zip(*sums, strict=True)
-        return {
-            "sampler/logprob_gap_mean": sum(gaps) / sum(tokens),
-            "sampler/logprob_gap_max": max(largest),
-            "sampler/importance_ratio_mean": sum(ratios) / sum(count),
-        }
+    def _weigh(self, logps_B_T: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        """What the tokens of a batch count, [B, T] or [B, 1], by the trainer's log-probs; keeps the mismatch."""
+        rollout = self.cfg.rollout
+        of_tokens = logps_B_T, batch["sampling_per_token_logps"], batch["completion_mask"]
+        found = correction.weights(rollout.importance_correction, rollout.importance_clip_max, *of_tokens)
+        self.mismatch.append(correction.sums(found, *of_tokens))
+        return found.value
 
     def _measure_noise(self, rollout: Rollout) -> None:
         self.measured["noise/sigma"] = self.noise.sigma
         norms, temperature = self.engine.norms(), self.cfg.rollout.temperature
         self.measured["noise/std_observed"] = aqn.observed_std(norms, self.policy.clean_norms)
         if count := self.cfg.aqn.probe_prompts:
-            self.measured["noise/kl_nats"] = noise_kl(self.policy, norms, rollout, count, temperature).nats
+            found = probe(self.policy, norms, rollout, count, temperature)
+            self.measured["noise/kl_nats"] = found.noise_kl.nats
+            self.measured["sampler/kernel_gap_mean"] = found.kernel_gap_T.mean().item()
+            self.measured["sampler/kernel_gap_max"] = found.kernel_gap_T.max().item()
 
     def _get_per_token_logps_and_entropies(
         self, model: torch.nn.Module, ids: Tensor, attention_mask: Tensor, keep: int, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """TRL's. Without gradients these are the log-probs of the rollout, of the policy and then of the reference."""
+        """TRL's. Without gradients these are the log-probs of the rollout, of the policy and then of the reference.
+
+        With gradients they are the loss's, which reads the advantages after this, one for each token. On-policy TRL's
+        ratio is 1, so that an advantage times a weight gives the loss times that weight.
+        """
         if not torch.is_grad_enabled():
             with self._scoring():
                 return super()._get_per_token_logps_and_entropies(model, ids, attention_mask, keep, **kwargs)
@@ -152,6 +160,9 @@ class LabTrainer(GRPOTrainer):
         )
         is_completion = attention_mask[:, -keep:]
         self.entropies.append(((entropies.detach() * is_completion).sum(), is_completion.sum()))
+        if not self.vllm_importance_sampling_correction:
+            weights = self._weigh(logps.detach(), self.micro_batch)
+            self.micro_batch["advantages"] = self.micro_batch["advantages"][:, None] * weights
         return logps, entropies, aux_loss
 
     def _scoring(self) -> AbstractContextManager[None]:
@@ -172,7 +183,8 @@ class LabTrainer(GRPOTrainer):
 
     def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Tensor]) -> Tensor:
         self.loss_tokens.append(float(inputs.get("tool_mask", inputs["completion_mask"]).sum()))
-        return super()._compute_loss(model, inputs)
+        self.micro_batch = dict(inputs)  # a copy, since the advantages are weighted in it
+        return super()._compute_loss(model, self.micro_batch)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "train_runtime" in logs:  # the Trainer's closing summary of the whole run
@@ -188,6 +200,7 @@ class LabTrainer(GRPOTrainer):
         self._check_finite(metrics)
         self.loss_tokens.clear()
         self.entropies.clear()
+        self.mismatch.clear()
         self.measured.clear()
         self.clock.clear()
 
@@ -197,6 +210,7 @@ class LabTrainer(GRPOTrainer):
         own = [sum(part.item() for part in parts) for parts in zip(*self.entropies, strict=True)]
         total, tokens = (sum(of_ranks) for of_ranks in zip(*self.ranks.gather(own), strict=True))
         metrics["policy/entropy_nats"] = total / tokens
+        metrics |= correction.mismatch(self.ranks.pool(torch.stack(self.mismatch).tolist()))
         seconds = self.clock.seconds["step"]
         phases = {name: self.clock.seconds[name] for name in ("rollout", "reward", "sync", "probe")}
         metrics |= {f"seconds/{name}": value for name, value in phases.items()}

@@ -26,7 +26,8 @@ PROMISED = {
     "reward": "mean std <part> overlong zero_variance_groups",
     "policy": "entropy_nats kl_reference clip_fraction clip_fraction_low clip_fraction_high "
     "loss grad_norm learning_rate",
-    "sampler": "entropy_nats logprob_gap_mean logprob_gap_max importance_ratio_mean",
+    "sampler": "entropy_nats logprob_gap_mean logprob_gap_max importance_ratio_mean kl_k1_nats kl_k3_nats "
+    "effective_sample_size importance_clipped_fraction kernel_gap_mean kernel_gap_max",
     "rollout": "tokens_per_second completion_tokens truncated_fraction prompts_drawn",
     "step": "seconds tokens_per_second",
     "seconds": "rollout reward train sync probe",
@@ -74,7 +75,7 @@ def test_a_task_names_the_parts_of_its_reward_and_no_other_is_logged(cfg: RunCon
 
 def test_what_trl_measures_has_one_name_there() -> None:
     theirs = [metric.trl for metric in METRICS.values() if metric.trl]
-    assert len(set(theirs)) == len(theirs) == 10
+    assert len(set(theirs)) == len(theirs) == 7
     assert all(metric.trl for metric in METRICS.values() if metric.over_tokens)
 
 

@@ -1,4 +1,6 @@
-"""KL of the noise, measured on the trainer's own model."""
+"""KL of the noise, and what parts the sampler from the policy with its norms, measured on the trainer's own model."""
+
+from dataclasses import replace
 
 import pytest
 import torch
@@ -7,12 +9,13 @@ from torch import Tensor
 from qerl_lab.aqn import CLEAN, Noise
 from qerl_lab.model.policy import Policy
 from qerl_lab.rollout.engine import Rollout
-from qerl_lab.train.probe import noise_kl
+from qerl_lab.train.probe import probe
 
 NOISE = Noise(0.3, seed=0, step=1)
 PROMPTS = [[5], [3, 4, 5, 6, 7, 8], [9, 8, 7]]
 COMPLETIONS = [[[7, 9, 11], [5]], [[1, 3, 4, 5], [8, 8]], [[6], [2, 3]]]
-ROLLOUT = Rollout(PROMPTS, COMPLETIONS, [], [], entropy=None, seconds=1.0)
+TOLD = [[[-1.0 - token / 8 for token in row] for row in group] for group in COMPLETIONS]
+ROLLOUT = Rollout(PROMPTS, COMPLETIONS, TOLD, [], entropy=None, seconds=1.0)
 
 
 @pytest.fixture(scope="module")
@@ -42,29 +45,66 @@ def by_hand(policy: Policy, noisy: dict[str, Tensor], pairs: list[tuple[list[int
 
 
 def test_it_is_zero_without_noise_and_the_vocabulary_sum_with_it(policy: Policy) -> None:
-    assert noise_kl(policy, held(policy, CLEAN), ROLLOUT, 4, temperature=0.8).nats == 0
+    assert probe(policy, held(policy, CLEAN), ROLLOUT, 4, temperature=0.8).noise_kl.nats == 0
     pairs = [(prompt, ids) for prompt, group in zip(PROMPTS, COMPLETIONS, strict=True) for ids in group]
     noisy = held(policy, NOISE)
     expected = by_hand(policy, noisy, pairs)
     assert expected > 0.01
-    measured = noise_kl(policy, noisy, ROLLOUT, 6, temperature=0.8)
+    measured = probe(policy, noisy, ROLLOUT, 6, temperature=0.8).noise_kl
     assert measured.nats == pytest.approx(expected, rel=1e-3)
     assert measured.standard_error > 0
-    assert noise_kl(policy, noisy, ROLLOUT, 100, temperature=0.8) == measured
-    assert noise_kl(policy, noisy, ROLLOUT, 6, temperature=1.0).nats != pytest.approx(expected, rel=1e-2)
+    assert probe(policy, noisy, ROLLOUT, 100, temperature=0.8).noise_kl == measured
+    assert probe(policy, noisy, ROLLOUT, 6, temperature=1.0).noise_kl.nats != pytest.approx(expected, rel=1e-2)
 
 
 def test_the_completions_measured_are_spread_over_the_prompts(policy: Policy) -> None:
     noisy = held(policy, NOISE)
     first = [(prompt, group[0]) for prompt, group in zip(PROMPTS, COMPLETIONS, strict=True)]
-    measured = noise_kl(policy, noisy, ROLLOUT, 3, temperature=0.8)
+    measured = probe(policy, noisy, ROLLOUT, 3, temperature=0.8).noise_kl
     assert measured.nats == pytest.approx(by_hand(policy, noisy, first), rel=1e-3)
 
 
 def test_norms_of_an_engine_in_another_dtype_are_measured_as_they_are(policy: Policy) -> None:
     rounded = {name: weight.bfloat16() for name, weight in held(policy, NOISE).items()}
     exact = {name: weight.float() for name, weight in rounded.items()}
-    assert noise_kl(policy, rounded, ROLLOUT, 6, 0.8) == noise_kl(policy, exact, ROLLOUT, 6, 0.8)
+    as_held, in_full = (probe(policy, norms, ROLLOUT, 6, 0.8) for norms in (rounded, exact))
+    assert as_held.noise_kl == in_full.noise_kl
+    assert torch.equal(as_held.kernel_gap_T, in_full.kernel_gap_T)
+
+
+def told_by(policy: Policy, norms: dict[str, Tensor], temperature: float) -> list[list[list[float]]]:
+    """Log-probs of the rollout's tokens by the policy with these norms, in float64, one sequence at a time."""
+
+    def row(prompt: list[int], completion: list[int]) -> list[float]:
+        logits = policy.model(input_ids=torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
+        logps = (logits.double() / temperature).log_softmax(-1)
+        return logps[torch.arange(len(completion)), completion].tolist()
+
+    with torch.no_grad(), policy.norms_as(norms):
+        return [[row(prompt, ids) for ids in group] for prompt, group in zip(PROMPTS, COMPLETIONS, strict=True)]
+
+
+def test_the_kernel_gap_is_what_the_sampler_says_beyond_its_own_weights(policy: Policy) -> None:
+    noisy = held(policy, NOISE)
+    told = told_by(policy, noisy, temperature=0.8)
+    sound = replace(ROLLOUT, logprobs_P_G=told)
+    assert probe(policy, noisy, sound, 6, temperature=0.8).kernel_gap_T.max() < 1e-5
+    off = replace(ROLLOUT, logprobs_P_G=[[[x + 0.1 * n for n, x in enumerate(row)] for row in group] for group in told])
+    expected = [0.1 * n for group in COMPLETIONS for row in group for n in range(len(row))]
+    assert probe(policy, noisy, off, 6, temperature=0.8).kernel_gap_T.tolist() == pytest.approx(expected, abs=1e-5)
+
+
+def test_wrong_norms_or_a_wrong_adapter_show_in_the_kernel_gap(policy: Policy) -> None:
+    noisy = held(policy, NOISE)
+    sound = replace(ROLLOUT, logprobs_P_G=told_by(policy, noisy, temperature=0.8))
+    assert probe(policy, held(policy, CLEAN), sound, 6, temperature=0.8).kernel_gap_T.max() > 0.01
+    name, weight = next((name, p) for name, p in policy.model.named_parameters() if "lora_B" in name)
+    own = weight.data
+    try:
+        weight.data = own + 0.3
+        assert probe(policy, noisy, sound, 6, temperature=0.8).kernel_gap_T.max() > 0.01, name
+    finally:
+        weight.data = own
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -72,7 +112,7 @@ def test_the_policy_is_left_as_it_was(policy: Policy, training: bool, monkeypatc
     """Without dropout meanwhile, and also after a failure."""
     policy.model.train(training)
     pointers = {name: norm.data_ptr() for name, norm in policy.norms.items()}
-    noise_kl(policy, held(policy, NOISE), ROLLOUT, 4, 0.8)
+    probe(policy, held(policy, NOISE), ROLLOUT, 4, 0.8)
 
     def fail(*_: object, **__: object) -> None:
         assert not policy.model.training
@@ -80,7 +120,7 @@ def test_the_policy_is_left_as_it_was(policy: Policy, training: bool, monkeypatc
 
     monkeypatch.setattr(policy.model.get_base_model().base_model, "forward", fail)
     with pytest.raises(RuntimeError, match="out of memory"):
-        noise_kl(policy, held(policy, NOISE), ROLLOUT, 4, 0.8)
+        probe(policy, held(policy, NOISE), ROLLOUT, 4, 0.8)
     assert policy.model.training == training
     assert {name: norm.data_ptr() for name, norm in policy.norms.items()} == pointers
     assert all(parameter.grad is None for parameter in policy.model.parameters())
