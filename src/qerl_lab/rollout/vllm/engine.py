@@ -196,6 +196,8 @@ def start(cfg: RunConfig, folder: Path, policy: Policy) -> LLM:
         "distributed_executor_backend": "uni" if cfg.gpus == 1 else "external_launcher",
         "seed": cfg.seed % 2**31,
     }  # fmt: skip
+    if policy.device.type == "cpu":  # half a prompt draws a token, over which a generator of the CPU cannot step back
+        arguments["enable_chunked_prefill"] = False
     try:
         return LLM(model=str(folder), **arguments)
     except (ValueError, NotImplementedError, torch.OutOfMemoryError) as error:

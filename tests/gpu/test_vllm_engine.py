@@ -1,0 +1,211 @@
+"""vLLM's engine in every format: near the trainer, led by adapter and noise, over a base that never moves."""
+
+import gc
+import hashlib
+import importlib.util
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from scipy.stats import chi2_contingency
+from torch import Tensor, nn
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from qerl_lab import rollout
+from qerl_lab.aqn import CLEAN, Noise, observed_std
+from qerl_lab.config.schema import RunConfig
+from qerl_lab.model.policy import Policy
+from qerl_lab.rollout.engine import Rollout, Sampling
+from qerl_lab.rollout.transformers import TransformersEngine
+from rollouts import rows
+from small_checkpoints import write_dense
+
+pytestmark = [
+    pytest.mark.gpu, pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM"),
+]  # fmt: skip
+
+FORMATS = ["nvfp4", "mxfp4", "nf4", "bf16"]
+# Nats a token between sampler and trainer, which order their bfloat16 sums differently: mean and largest of 4,096.
+BAND_MEAN, BAND_MAX = 0.02, 0.15
+NOISE = Noise(0.05, seed=0, step=1)
+SAMPLING = Sampling(64, seed=1)
+
+
+@dataclass(frozen=True)
+class Built:
+    engine: object
+    policy: Policy
+    cfg: RunConfig
+    prompts: list[list[int]]
+    bytes_before: int
+
+    def sample(self, sampling: Sampling = SAMPLING, group_size: int = 4) -> Rollout:
+        return self.engine.generate(self.prompts, group_size, sampling)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Random weights whose logits spread by about 1.5, so that four bits change them and a text has entropy."""
+    config = Qwen2Config(
+        vocab_size=1024, hidden_size=512, intermediate_size=1536, num_hidden_layers=4, num_attention_heads=8,
+        num_key_value_heads=2, initializer_range=0.06, eos_token_id=2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return write_dense(tmp_path_factory.mktemp("dense"), Qwen2ForCausalLM(config).to(torch.bfloat16))
+
+
+@pytest.fixture(scope="module", params=FORMATS)
+def built(request, folder: Path, tiny: Callable[..., RunConfig], build_policy) -> Iterator[Built]:
+    cfg = tiny(
+        device="auto", model__path=str(folder), format__name=request.param, lora__rank=16, rollout__engine="vllm",
+        rollout__max_completion_tokens=128, rollout__batch_size=64,
+    )  # fmt: skip
+    policy = build_policy(cfg)
+    before = free_bytes()
+    engine = rollout.build(cfg, policy)
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(3, 1024, (length,), generator=generator).tolist() for length in range(5, 197, 12)]
+    yield Built(engine, policy, cfg, prompts, before)
+    engine.close()
+
+
+def free_bytes() -> int:
+    gc.collect()
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info()[0]
+
+
+def trainer_logprobs(policy: Policy, out: Rollout, norms: dict[str, Tensor]) -> Tensor:
+    """Of the sampled tokens, by the policy's own modules with these norms, in the dtype that it trains in: [tokens]."""
+    found = []
+    with policy.as_sampler({name: weight.to(policy.norms[name]) for name, weight in norms.items()}):
+        for prompt, completion, _ in rows(out):
+            logits = policy.model(input_ids=torch.tensor([prompt + completion], device=policy.device)).logits[0]
+            logps = logits[len(prompt) - 1 : -1].float().log_softmax(-1)
+            found.append(logps[torch.arange(len(completion)), completion].cpu())
+    return torch.cat(found)
+
+
+def told(out: Rollout) -> Tensor:
+    return torch.tensor([logprob for _, _, logprobs in rows(out) for logprob in logprobs])
+
+
+def clean_norms(policy: Policy) -> dict[str, Tensor]:
+    return CLEAN.onto_norms(policy.clean_norms, policy.norms)
+
+
+def gap(built: Built, out: Rollout, norms: dict[str, Tensor]) -> Tensor:
+    return (told(out) - trainer_logprobs(built.policy, out, norms)).abs()
+
+
+@pytest.mark.parametrize("noise", [CLEAN, NOISE], ids=["clean", "noisy"])
+def test_sampler_and_trainer_agree_on_the_same_norms(built: Built, noise: Noise) -> None:
+    built.engine.sync(noise)
+    out = built.sample()
+    log_ratio = (trainer_logprobs(built.policy, out, built.engine.norms()) - told(out)).double()
+    ratio = log_ratio.exp()
+    said = (
+        f"{built.cfg.format.name}, sigma {noise.sigma:g}, {len(ratio)} tokens: gap {log_ratio.abs().mean():.4f} nats "
+        f"in the mean, {log_ratio.abs().max():.4f} at most, k1 {-log_ratio.mean():+.5f}, "
+        f"k3 {(ratio - 1 - log_ratio).mean():.6f}, effective sample size "
+        f"{ratio.sum().square() / (len(ratio) * ratio.square().sum()):.5f}"
+    )
+    print(said)
+    assert told(out).std() > 0.5, "log-probabilities that say nothing"
+    assert log_ratio.abs().mean() < BAND_MEAN, said
+    assert log_ratio.abs().max() < BAND_MAX, said
+
+
+def test_log_probs_follow_adapter_and_noise_and_return(built: Built) -> None:
+    """Under CUDA graphs, which read weights where they were when they were captured."""
+    policy = built.policy
+    weights = [parameter for name, parameter in policy.model.named_parameters() if "lora_B" in name]
+    built.engine.sync(NOISE)
+    out = built.sample()
+    assert gap(built, out, built.engine.norms()).mean() < BAND_MEAN
+    assert gap(built, out, clean_norms(policy)).mean() > 3 * BAND_MEAN
+    for weight in weights:
+        weight.data.mul_(-1)
+    built.engine.sync(CLEAN)
+    turned = built.sample()
+    assert gap(built, turned, clean_norms(policy)).mean() < BAND_MEAN
+    for weight in weights:
+        weight.data.mul_(-1)
+    assert gap(built, turned, clean_norms(policy)).mean() > 3 * BAND_MEAN
+    built.engine.sync(CLEAN)
+    assert gap(built, built.sample(), clean_norms(policy)).mean() < BAND_MEAN
+
+
+def test_the_noise_is_that_of_the_step_and_never_accumulates(built: Built) -> None:
+    for step in range(1, 11):
+        noise = Noise(0.02, seed=3, step=step)
+        built.engine.sync(noise)
+        held, expected = built.engine.norms(), noise.onto_norms(built.policy.clean_norms, built.policy.norms)
+        assert all(torch.equal(held[name], weight) for name, weight in expected.items())
+        assert observed_std(held, built.policy.clean_norms) == pytest.approx(0.02, rel=0.1)
+    built.engine.sync(CLEAN)
+    assert observed_std(built.engine.norms(), built.policy.clean_norms) == 0
+
+
+def base_hash(engine: object) -> str:
+    """Of everything that the engine holds but the noisy norms and the adapter."""
+
+    def digest(model: nn.Module) -> str:
+        hashed = hashlib.sha256()
+        named = [*model.named_parameters(), *model.named_buffers()]
+        for name, tensor in sorted(named, key=lambda item: item[0]):
+            if "lora" not in name and "layernorm" not in name:
+                hashed.update(name.encode())
+                hashed.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        return hashed.hexdigest()
+
+    return engine.llm.apply_model(digest)[0]
+
+
+def test_the_base_never_moves(built: Built) -> None:
+    before = base_hash(built.engine)
+    for step in range(1, 4):
+        built.engine.sync(Noise(0.05, seed=0, step=step))
+        built.sample()
+    assert base_hash(built.engine) == before
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_it_draws_from_the_distribution_that_the_transformers_engine_draws_from(
+    built: Built, temperature: float
+) -> None:
+    """First tokens of one prompt, 4,096 by each engine: one table, rare tokens together."""
+    prompts, how = [built.prompts[0]], Sampling(1, seed=5, temperature=temperature)
+    built.engine.sync(CLEAN)
+    engines = built.engine, TransformersEngine(built.policy, 1024)
+    drawn = [torch.tensor(engine.generate(prompts, 4096, how).completion_ids_P_G[0]).flatten() for engine in engines]
+    counts = torch.stack([torch.bincount(ids, minlength=1024) for ids in drawn])
+    common = counts.sum(0) >= 20
+    table = torch.cat([counts[:, common], counts[:, ~common].sum(1, keepdim=True)], dim=1)
+    table = table[:, table.sum(0) > 0]
+    assert table.shape[1] > 20
+    assert chi2_contingency(table.numpy()).pvalue > 1e-4
+
+
+def test_prompts_are_drawn_apart_and_a_seed_again(built: Built) -> None:
+    built.engine.sync(CLEAN)
+    state, python_state = torch.get_rng_state(), torch.cuda.get_rng_state()
+    groups = built.sample(group_size=8).completion_ids_P_G
+    assert all(len({tuple(ids) for ids in group}) == 8 for group in groups)
+    first = [ids[0] for group in groups for ids in group]
+    again = [ids[0] for group in built.sample(group_size=8).completion_ids_P_G for ids in group]
+    assert sum(a == b for a, b in zip(first, again, strict=True)) >= 0.9 * len(first)  # but where bf16 sums differ
+    other = built.sample(Sampling(64, seed=2), group_size=8).completion_ids_P_G
+    assert other != groups
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(torch.cuda.get_rng_state(), python_state)
+
+
+def test_it_gives_its_memory_back(built: Built) -> None:
+    """Last in this file: the other tests share the engine."""
+    held = free_bytes()
+    built.engine.close()
+    assert free_bytes() > held
+    assert built.bytes_before - free_bytes() < 300 * 2**20
