@@ -4,6 +4,7 @@ It meets vLLM at documented seams only: `LLM(...)`, `add_request` and `step` of 
 `reset_prefix_cache`. tests/unit/rollout/test_contract.py holds it, and tests/gpu every format.
 """
 
+import gc
 import os
 import random
 import time
@@ -16,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from vllm import LLM, RequestOutput, SamplingParams
-from vllm.distributed.parallel_state import cleanup_dist_env_and_memory, destroy_model_parallel
+from vllm.distributed.parallel_state import destroy_model_parallel
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -169,10 +170,17 @@ class VllmEngine:
         if llm is None:
             return
         self._adapter.close()
-        llm.llm_engine.engine_core.shutdown()
+        if self.cfg.gpus == 1:
+            llm.llm_engine.engine_core.shutdown()
+        else:  # that would end the ranks' process group, which is the trainer's, and may have left it already
+            llm.llm_engine.model_executor.shutdown()
+            if torch.distributed.is_initialized():
+                destroy_model_parallel()
+            gc.unfreeze()  # vLLM froze what it had loaded
         del llm
-        # With several ranks the process group is the trainer's too.
-        destroy_model_parallel() if self.cfg.gpus > 1 else cleanup_dist_env_and_memory()
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
 
 def start(cfg: RunConfig, folder: Path, policy: Policy) -> LLM:
