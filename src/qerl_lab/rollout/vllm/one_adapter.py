@@ -1,0 +1,228 @@
+"""The one adapter of a run as dense products in vLLM's linear layers, in place of its LoRA for many adapters.
+
+The seam is `register_quantization_config`: a method that is asked for every linear layer wraps the one that the weights
+would have got (compressed-tensors, bitsandbytes, or none) and adds x A^T B^T from buffers of the layer. They lie where
+they are for as long as the engine lives, so that CUDA graphs see what `write` puts into them.
+
+There is exactly one adapter: vLLM's own LoRA is off, and a request that names one is refused by vLLM.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+from vllm.model_executor.layers.linear import (
+    WEIGHT_LOADER_V2_SUPPORTED,
+    LinearBase,
+    LinearMethodBase,
+    UnquantizedLinearMethod,
+    register_weight_loader_v2_supported_method,
+)
+from vllm.model_executor.layers.quantization import get_quantization_config, register_quantization_config
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+
+from qerl_lab.config.schema import ConfigError
+from qerl_lab.model.files import read_json
+from qerl_lab.rollout.vllm.product import add_adapter
+
+NAME = "one-adapter"
+_OWN_KEY = "one_adapter"  # of quantization_config: rank and targets, and through it part of the key of compiled graphs
+
+
+def llm_arguments(folder: Path, lora_rank: int, targets: Sequence[str]) -> dict[str, Any]:
+    """Arguments of `vllm.LLM`, besides others, for the model in `folder` with one adapter on the layers `targets`.
+
+    `targets` are names as PEFT takes them: the last part, or the last parts, of a layer's name.
+    """
+    stored = read_json(folder / "config.json").get("quantization_config") or {"quant_method": NAME}
+    own = {"rank": lora_rank, "targets": list(targets)}
+    arguments: dict[str, Any] = {
+        "quantization": NAME,
+        "hf_overrides": {"quantization_config": stored | {_OWN_KEY: own}},
+        "enable_lora": False,
+    }
+    if stored["quant_method"] == "bitsandbytes":
+        arguments["load_format"] = "bitsandbytes"  # vLLM sets it by the name of the quantization, which is now ours
+    return arguments
+
+
+@register_quantization_config(NAME)
+class OneAdapterConfig(QuantizationConfig):
+    """What `base` does (None: nothing is quantized), and an adapter of `rank` on the layers `targets`."""
+
+    def __init__(self, base: QuantizationConfig | None, rank: int, targets: Sequence[str]) -> None:
+        self.base, self.rank, self.targets = base, rank, tuple(targets)
+        super().__init__()
+
+    @property
+    def packed_modules_mapping(self) -> dict[str, list[str]]:
+        """The parts of fused layers, which the model fills in: one table, shared with the base."""
+        return self._parts if self.base is None else self.base.packed_modules_mapping
+
+    @packed_modules_mapping.setter
+    def packed_modules_mapping(self, parts: dict[str, list[str]]) -> None:
+        if self.base is None:
+            self._parts = parts
+        else:
+            self.base.packed_modules_mapping = parts
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> "OneAdapterConfig":
+        stored = dict(config)
+        own = stored.pop(_OWN_KEY)
+        name = stored["quant_method"]
+        base = None if name == NAME else get_quantization_config(name).from_config(stored)
+        return cls(base, own["rank"], own["targets"])
+
+    @classmethod
+    def override_quantization_method(
+        cls, hf_quant_cfg: dict[str, Any], user_quant: str | None, hf_config: Any = None
+    ) -> str | None:
+        """Take over a directory that is quantized, where `llm_arguments` asked for it."""
+        return NAME if user_quant == NAME else None
+
+    def get_name(self) -> str:
+        return NAME
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        every = [torch.float32, torch.float16, torch.bfloat16]
+        return every if self.base is None else self.base.get_supported_act_dtypes()
+
+    def get_min_capability(self) -> int:
+        return 0 if self.base is None else self.base.get_min_capability()
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        return []
+
+    def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
+        if self.base is not None:
+            self.base.apply_vllm_mapper(hf_to_vllm_mapper)
+
+    def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
+        if self.base is not None:
+            self.base.maybe_update_config(model_name, hf_config=hf_config, revision=revision)
+
+    def get_cache_scale_mapper(self) -> Any:
+        return super().get_cache_scale_mapper() if self.base is None else self.base.get_cache_scale_mapper()
+
+    def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
+        """Return the base's method, for a linear layer with an adapter inside of ours."""
+        method = None if self.base is None else self.base.get_quant_method(layer, prefix)
+        if not isinstance(layer, LinearBase):
+            return method
+        method = method or UnquantizedLinearMethod()
+        parent, _, name = prefix.rpartition(".")
+        parts = [f"{parent}.{part}" for part in self.packed_modules_mapping.get(name, [name])]
+        own = [any(f".{part}".endswith(f".{target}") for target in self.targets) for part in parts]
+        return OneAdapterMethod(method, self.rank, parts, own) if any(own) else method
+
+
+@register_weight_loader_v2_supported_method
+class OneAdapterMethod(LinearMethodBase):
+    """`base`, the method of a linear layer's weights, and the adapter of its `parts` (of q, k and v, say).
+
+    The layer gets the buffers `adapter_A` [P * r, K] and `adapter_B` [N, r], zero until `write`. N and K are those of
+    this process: under tensor parallelism B of a column-parallel and A of a row-parallel layer would be cut like the
+    weight, and the sum that follows a row-parallel layer would hold for the adapter too.
+    """
+
+    def __init__(self, base: Any, rank: int, parts: list[str], own: list[bool]) -> None:
+        """`parts` are full names as in the checkpoint, `own` says which of them have an adapter."""
+        self.base, self.rank, self.parts, self.own = base, rank, parts, own
+        if hasattr(base, "quant_config"):
+            self.quant_config = base.quant_config  # by which the loader of bitsandbytes knows what is packed
+
+    def create_weights(
+        self,
+        layer: LinearBase,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        """Create the base's weights and the empty adapter. Raises ConfigError under tensor parallelism."""
+        if layer.tp_size > 1:
+            raise ConfigError(
+                f"tensor_parallel_size={layer.tp_size} is not allowed with the dense products of one adapter; allowed: "
+                "1, with a copy of the model on each GPU."
+            )
+        if type(self.base).__name__ not in WEIGHT_LOADER_V2_SUPPORTED:  # vLLM chose by our name
+            extra_weight_attrs["weight_loader"] = layer.weight_loader
+        self.base.create_weights(
+            layer, input_size_per_partition, output_partition_sizes, input_size, output_size, params_dtype,
+            **extra_weight_attrs,
+        )  # fmt: skip
+        # A checkpoint may store fused what the model computes fused: one part, several partitions.
+        self.sizes = output_partition_sizes if len(self.parts) > 1 else [sum(output_partition_sizes)]
+        A = torch.zeros(len(self.parts) * self.rank, input_size_per_partition, dtype=params_dtype)
+        B = torch.zeros(sum(self.sizes), self.rank, dtype=params_dtype)
+        layer.register_buffer("adapter_A", A, persistent=False)
+        layer.register_buffer("adapter_B", B, persistent=False)
+
+    def process_weights_after_loading(self, layer: LinearBase) -> None:
+        self.base.process_weights_after_loading(layer)
+
+    def apply(self, layer: LinearBase, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        y = self.base.apply(layer, x, bias)
+        add_adapter(y.view(-1, y.shape[-1]), x.view(-1, x.shape[-1]), layer.adapter_A, layer.adapter_B, self.sizes)
+        return y
+
+    def places(self, layer: LinearBase) -> dict[str, tuple[Tensor, Tensor]]:
+        """Return where A[r, K] and B[n, r] of each part with an adapter lie, by the part's name."""
+        blocks = zip(self.parts, self.own, layer.adapter_A.split(self.rank), layer.adapter_B.split(self.sizes),
+                     strict=True)  # fmt: skip
+        return {part: (A, B) for part, own, A, B in blocks if own}
+
+
+def adapter_of(model: PeftModel) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return the learner's own A[r, K] and B[N, r], no copies, by the full name of their layer in the base model."""
+    return {
+        name: (layer.lora_A["default"].weight, layer.lora_B["default"].weight)
+        for name, layer in model.get_base_model().named_modules() if isinstance(layer, LoraLayer)
+    }  # fmt: skip
+
+
+def write(model: nn.Module, adapter: Mapping[str, tuple[Tensor, Tensor]], scaling: float) -> None:
+    """Put `adapter` where the layers of `model`, vLLM's, read it; the next call computes with it.
+
+    Args:
+        adapter: as of `adapter_of`, in any dtype, best on the model's device. It is only read.
+        scaling: alpha / rank; it goes into the copy of B, rounded once to the model's dtype.
+
+    Raises ConfigError unless exactly the layers that the engine was built for have an adapter, of the built shapes.
+    """
+    places = {
+        part: place for layer in model.modules()
+        if isinstance(method := getattr(layer, "quant_method", None), OneAdapterMethod)
+        for part, place in method.places(layer).items()
+    }  # fmt: skip
+    _check(places, adapter)
+    names = list(places)
+    # All layers in three calls: a call a layer would take longer than the bytes. `torch.optim` relies on the same
+    # private names; tests/unit/rollout/test_one_adapter.py fails when they go.
+    with torch.no_grad():
+        scaled = torch._foreach_mul([adapter[name][1] for name in names], scaling)
+        torch._foreach_copy_([places[name][0] for name in names], [adapter[name][0] for name in names])
+        torch._foreach_copy_([places[name][1] for name in names], scaled)
+
+
+def _check(places: Mapping[str, tuple[Tensor, Tensor]], adapter: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+    """Raise ConfigError where the adapter and the places for it differ."""
+    for what, differing in (("without an adapter", places.keys() - adapter.keys()),
+                            ("that the engine has no place for", adapter.keys() - places.keys())):  # fmt: skip
+        if differing:
+            raise ConfigError(
+                f"{len(differing)} layers {what}, the first {min(differing)}; allowed: those that the engine was built "
+                "for, each once. Type lora.target_modules with linear layers of the model's blocks alone."
+            )
+    for name, place in places.items():
+        given, built = ([tuple(tensor.shape) for tensor in pair] for pair in (adapter[name], place))
+        if given != built:
+            raise ConfigError(f"the adapter of {name} has the shapes {given}; allowed: {built}, of lora.rank")

@@ -1,0 +1,69 @@
+"""One adapter as dense products on a GPU, on every format: what vLLM's own LoRA computes, eager and in CUDA graphs."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from packed_layers import BY_NAME
+from small_checkpoints import write_dense, write_packed
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM"),
+]
+# Nats a token between two ways to round bfloat16 sums, as between two engines in test_checkpoints.py.
+BAND_MEAN, BAND_MAX = 0.02, 0.12
+ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+@pytest.fixture(scope="module", params=["nvfp4", "mxfp4", "nf4", "bf16"])
+def folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A small model in a format, and an adapter of rank 16 that moves its log-probabilities by far more than a band."""
+    config = Qwen2Config(
+        vocab_size=1024, hidden_size=512, intermediate_size=1536, num_hidden_layers=4, num_attention_heads=8,
+        num_key_value_heads=2, initializer_range=0.03, eos_token_id=2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    folder, adapter = (tmp_path_factory.mktemp(name) for name in ("base", "adapter"))
+    model, weight_format = Qwen2ForCausalLM(config).to(torch.bfloat16), BY_NAME[request.param]
+    learner = get_peft_model(Qwen2ForCausalLM(config), LoraConfig(r=16, lora_alpha=32, target_modules=ALL))
+    for name, parameter in learner.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.02)
+    learner.save_pretrained(adapter)
+    packs = weight_format.BLOCK is not None
+    write_packed(folder, model, weight_format) if packs else write_dense(folder, model)
+    return folder, adapter
+
+
+def served(folders: tuple[Path, Path], scratch: Path, how: str) -> dict[str, Tensor]:
+    asked, out = scratch / "prompts.json", scratch / f"{how}.json"
+    prompts = torch.randint(3, 1024, (4, 120), generator=torch.Generator().manual_seed(1))
+    asked.write_text(json.dumps(prompts.tolist()))
+    script = Path(__file__).with_name("vllm_adapter_logprobs.py")
+    command = [sys.executable, str(script), *map(str, folders), str(asked), str(out), how]
+    ran = subprocess.run(command, cwd=scratch, capture_output=True, text=True, timeout=400)
+    assert ran.returncode == 0, f"{how}:\n{ran.stdout[-3000:]}\n{ran.stderr[-6000:]}"
+    return {name: torch.tensor(values) for name, values in json.loads(out.read_text()).items()}
+
+
+@pytest.mark.parametrize("how", ["dense", "dense_graphs"])
+def test_it_computes_what_vllms_lora_computes_and_follows_each_write(
+    folders: tuple[Path, Path], tmp_path: Path, how: str
+) -> None:
+    stock, dense = served(folders, tmp_path, "request")["adapter"], served(folders, tmp_path, how)
+    gap, moved = (dense["adapter"] - stock).abs(), (dense["adapter"] - dense["before"]).abs()
+    print(f"{how}: gap to LoRARequest {gap.mean():.4f} nats in the mean, {gap.max():.4f} at most; the adapter moves "
+          f"{moved.mean():.3f}; a write takes {dense['write_ms']:.2f} ms")  # fmt: skip
+    assert moved.mean() > 5 * BAND_MEAN
+    assert gap.mean() <= BAND_MEAN
+    assert gap.max() <= BAND_MAX
+    assert (dense["zero"] - dense["before"]).abs().mean() <= BAND_MEAN / 4

@@ -1,0 +1,59 @@
+"""The operation that adds the adapter's product, against the same in float64."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from qerl_lab.rollout.vllm.product import add_adapter
+
+SIZES = [[48], [40, 8, 8], [33, 7]]
+
+
+def operands(sizes: list[int], rank: int, rows: int = 5, columns: int = 24) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    shapes = [(rows, sum(sizes)), (rows, columns), (len(sizes) * rank, columns), (sum(sizes), rank)]
+    return tuple(torch.randn(shape, generator=generator) for shape in shapes)
+
+
+def expected(y: Tensor, x: Tensor, A: Tensor, B: Tensor, sizes: list[int]) -> Tensor:
+    """Part by part in float64."""
+    y, x, A, B = (tensor.double() for tensor in (y, x, A, B))
+    blocks = zip(A.split(len(A) // len(sizes)), B.split(sizes), strict=True)
+    return y + torch.cat([x @ a.t() @ b.t() for a, b in blocks], dim=1)
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("rank", [1, 3, 8])
+def test_each_part_gets_its_own_product(sizes: list[int], rank: int) -> None:
+    y, x, A, B = operands(sizes, rank)
+    before = y.clone()
+    add_adapter(y, x, A, B, sizes)
+    torch.testing.assert_close(y, expected(before, x, A, B, sizes).float(), rtol=1e-5, atol=1e-5)
+
+
+def test_rows_may_lie_apart_and_what_lies_between_stays() -> None:
+    y, x, A, B = operands([40, 8, 8], 4)
+    wide = torch.full((5, 100), 7.0)
+    wide[:, :56] = y
+    add_adapter(wide[:, :56], x, A, B, [40, 8, 8])
+    torch.testing.assert_close(wide[:, :56], expected(y, x, A, B, [40, 8, 8]).float(), rtol=1e-5, atol=1e-5)
+    assert (wide[:, 56:] == 7).all()
+
+
+def test_the_operation_is_what_it_says_to_torch() -> None:
+    """Its schema, what it mutates, and its tracing for torch.compile."""
+    torch.library.opcheck(add_adapter, (*operands([40, 8, 8], 4), [40, 8, 8]))
+
+
+def test_a_compiled_caller_reads_the_adapter_of_the_call() -> None:
+    y, x, A, B = operands([40, 16], 4)
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def layer(base: Tensor, x: Tensor, A: Tensor, B: Tensor) -> Tensor:
+        out = base * 1.0
+        add_adapter(out, x, A, B, [40, 16])
+        return out
+
+    for _ in range(2):
+        torch.testing.assert_close(layer(y, x, A, B), expected(y, x, A, B, [40, 16]).float(), rtol=1e-5, atol=1e-5)
+        B.copy_(torch.randn_like(B))

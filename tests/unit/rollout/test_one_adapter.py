@@ -1,0 +1,199 @@
+"""The dense products of one adapter in vLLM, on the CPU, against PEFT and against vLLM's own LoRA.
+
+tests/gpu/test_one_adapter_gpu.py has the packed formats.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("vllm")
+
+from vllm import LLM, SamplingParams
+from vllm.config import LoadConfig, ModelConfig
+from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+from vllm.lora.request import LoRARequest
+from vllm.model_executor.model_loader.weight_utils import get_quant_config
+
+from packed_layers import BY_NAME
+from qerl_lab.config.schema import ConfigError
+from qerl_lab.model.files import read_json
+from qerl_lab.model.on_disk import POCKET
+from qerl_lab.model.policy import Policy, save_adapter
+from qerl_lab.rollout.vllm import one_adapter
+from qerl_lab.rollout.vllm.engine import IN_THIS_PROCESS, QUIET
+from small_checkpoints import edit_config
+
+IDS = list(range(5, 45))
+NATS = 1e-4  # between two ways to sum in float32
+RANK, ALPHA = 3, 5.0
+SCALING = ALPHA / RANK
+ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+@pytest.fixture(scope="module")
+def learner(tiny, build_policy) -> Policy:
+    return build_policy(tiny(format__name="bf16", lora__rank=RANK, lora__alpha=ALPHA))
+
+
+@contextmanager
+def serving(**arguments: Any) -> Iterator[LLM]:
+    """vLLM over the pocket policy in this process, as its engine starts it."""
+    os.environ.update(IN_THIS_PROCESS | QUIET)
+    llm = LLM(model=str(POCKET), dtype="float32", enforce_eager=True, max_model_len=64, max_num_seqs=4,
+              kv_cache_memory_bytes=2**24, enable_prefix_caching=False, distributed_executor_backend="uni",
+              use_tqdm_on_load=False, **arguments)  # fmt: skip
+    yield llm
+    llm.llm_engine.engine_core.shutdown()
+    cleanup_dist_env_and_memory()
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with serving(**one_adapter.llm_arguments(POCKET, RANK, ALL)) as llm:
+        yield llm
+
+
+def logprobs(llm: LLM, request: LoRARequest | None = None) -> Tensor:
+    """Of the tokens of `IDS` but the first."""
+    how = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0, detokenize=False)
+    out = llm.generate([{"prompt_token_ids": IDS}], how, use_tqdm=False, lora_request=request)[0]
+    return torch.tensor([at[token].logprob for at, token in zip(out.prompt_logprobs[1:], IDS[1:], strict=True)])
+
+
+def of_peft(learner: Policy) -> Tensor:
+    with torch.no_grad():
+        logits = learner.model.eval()(torch.tensor([IDS])).logits[0].double()
+    return logits.log_softmax(-1)[:-1].gather(-1, torch.tensor(IDS)[1:, None])[:, 0].float()
+
+
+def write(llm: LLM, adapter: dict[str, tuple[Tensor, Tensor]], scaling: float = SCALING) -> None:
+    def worker(model: nn.Module) -> None:
+        one_adapter.write(model, adapter, scaling)
+
+    llm.apply_model(worker)
+
+
+def test_an_engine_computes_with_what_was_written_as_peft_does(llm: LLM, learner: Policy) -> None:
+    """And with what is written next, and with zeros as without an adapter, to the bit."""
+    adapter = one_adapter.adapter_of(learner.model)
+    write(llm, adapter, 0.0)
+    base = logprobs(llm)
+    write(llm, adapter)
+    first = logprobs(llm)
+    assert (first - of_peft(learner)).abs().max() < NATS
+    assert (first - base).abs().mean() > 100 * NATS
+    write(llm, {name: (A.flip(1), -B) for name, (A, B) in adapter.items()})
+    assert (logprobs(llm) - first).abs().mean() > 100 * NATS
+    write(llm, adapter, 0.0)
+    assert torch.equal(logprobs(llm), base)
+
+
+def test_writing_moves_no_storage_of_the_engine_and_no_tensor_of_the_learner(llm: LLM, learner: Policy) -> None:
+    def buffers(model: nn.Module) -> dict[str, int]:
+        return {name: buffer.data_ptr() for name, buffer in model.named_buffers() if "adapter_" in name}
+
+    adapter = one_adapter.adapter_of(learner.model)
+    before, held = llm.apply_model(buffers)[0], {name: (A.clone(), B.clone()) for name, (A, B) in adapter.items()}
+    write(llm, adapter)
+    assert llm.apply_model(buffers)[0] == before
+    assert len(before) == 2 * 4 * 3  # A and B of qkv, o, gate_up and down in three layers
+    for name, (A, B) in adapter.items():
+        assert torch.equal(A, held[name][0])
+        assert torch.equal(B, held[name][1])
+
+
+def without(name: str) -> Callable[[dict], dict]:
+    return lambda adapter: {key: pair for key, pair in adapter.items() if key != name}
+
+
+DOWN = "model.layers.1.mlp.down_proj"
+UNFIT = {
+    f"1 layers without an adapter, the first {DOWN}": without(DOWN),
+    "1 layers that the engine has no place for, the first lm_head": lambda own: own | {"lm_head": own[DOWN]},
+    rf"the adapter of {DOWN} has the shapes .*; allowed: .*, of lora.rank": lambda own: own | {
+        DOWN: (own[DOWN][0][:2], own[DOWN][1][:, :2])
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("said", UNFIT)
+def test_an_adapter_that_does_not_fit_is_refused_and_nothing_is_written(llm: LLM, learner: Policy, said: str) -> None:
+    adapter = one_adapter.adapter_of(learner.model)
+    write(llm, adapter)
+    before = logprobs(llm)
+    with pytest.raises(ConfigError, match=said):
+        write(llm, UNFIT[said]({name: (2 * A, B) for name, (A, B) in adapter.items()}))
+    assert torch.equal(logprobs(llm), before)
+
+
+def test_there_is_no_way_to_a_second_adapter(llm: LLM) -> None:
+    with pytest.raises(Exception, match="LoRA is not enabled"):  # the class differs between versions
+        logprobs(llm, LoRARequest("another", 1, "/nowhere"))
+
+
+def test_vllms_own_lora_computes_the_same(llm: LLM, learner: Policy, tmp_path: Path) -> None:
+    write(llm, one_adapter.adapter_of(learner.model))
+    dense = logprobs(llm)
+    save_adapter(learner.model, tmp_path)
+    with serving(enable_lora=True, max_loras=1, max_lora_rank=8) as stock:
+        theirs = logprobs(stock, LoRARequest("policy", 1, str(tmp_path)))
+    assert (dense - theirs).abs().max() < NATS
+
+
+def test_a_part_of_a_fused_layer_may_go_without(tiny, build_policy) -> None:
+    targets = ["self_attn.k_proj", "gate_proj", "o_proj"]
+    learner = build_policy(tiny(format__name="bf16", lora__rank=RANK, lora__target_modules=targets))
+    with serving(**one_adapter.llm_arguments(POCKET, RANK, targets)) as llm:
+        write(llm, one_adapter.adapter_of(learner.model), 1.0)
+        assert (logprobs(llm) - of_peft(learner)).abs().max() < NATS
+        own = one_adapter.adapter_of(learner.model)
+        more = own | {name.replace("gate", "up"): pair for name, pair in own.items()}
+        with pytest.raises(
+            ConfigError, match=r"3 layers that the engine has no place for, the first .*0\.mlp\.up_proj"
+        ):
+            write(llm, more, 1.0)
+
+
+# --- what vLLM makes of a directory
+
+
+def model_config(folder: Path, rank: int = RANK) -> ModelConfig:
+    arguments = one_adapter.llm_arguments(folder, rank, ALL)
+    assert arguments.pop("enable_lora") is False
+    arguments.pop("load_format", None)
+    return ModelConfig(model=str(folder), **arguments)
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp4"])
+def test_a_packed_directory_keeps_its_own_method_inside(name: str, tmp_path: Path) -> None:
+    packed = BY_NAME[name].quantization_config(["lm_head"], torch.bfloat16)
+    (tmp_path / "config.json").write_bytes((POCKET / "config.json").read_bytes())
+    edit_config(tmp_path, quantization_config=packed)
+    config = model_config(tmp_path)
+    assert config.quantization == one_adapter.NAME
+    found = get_quant_config(config, LoadConfig())
+    assert found.base.get_name() == "compressed-tensors"
+    assert found.base.quant_format == packed["format"]
+    assert found.base.ignore == ["lm_head"]
+    assert read_json(tmp_path / "config.json")["quantization_config"] == packed
+
+
+def test_bitsandbytes_gets_its_own_loader(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((POCKET / "config.json").read_bytes())
+    edit_config(tmp_path, quantization_config=BY_NAME["nf4"].quantization_config(["lm_head"], torch.bfloat16))
+    arguments = one_adapter.llm_arguments(tmp_path, RANK, ALL)
+    assert arguments["load_format"] == "bitsandbytes"
+    assert arguments["hf_overrides"]["quantization_config"]["quant_method"] == "bitsandbytes"
+
+
+def test_compiled_graphs_are_kept_apart_by_rank() -> None:
+    """A cached graph has the shapes of its buffers in it."""
+    assert model_config(POCKET, 8).compute_hash() == model_config(POCKET, 8).compute_hash()
+    assert model_config(POCKET, 8).compute_hash() != model_config(POCKET, 16).compute_hash()
