@@ -69,6 +69,18 @@ def test_a_wrong_word_is_2_and_one_line(tmp_path: Path) -> None:
     assert done.stderr == "error: stpe is not a known key. Did you mean step? Allowed: step, run_dir.\n"
 
 
+@pytest.mark.parametrize(
+    ("words", "given"), [("", "nothing"), ("nowhere", "nowhere"), (". one", ". one"), (". 1 2", ". 1 2")]
+)
+def test_a_run_s_process_says_what_it_is_started_with(words: str, given: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "qerl_lab.train", *words.split()]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert done.stderr.startswith("error: python -m qerl_lab.train takes RUN_DIR")
+    assert f"; {given} was given. Type python -m qerl_lab resume=RUN_DIR" in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
 def test_output_that_a_full_disk_does_not_take_is_one_line() -> None:
     line = f"{sys.executable} -m qerl_lab.tracking table > /dev/full"
     found = subprocess.run(["bash", "-c", line], capture_output=True, text=True)

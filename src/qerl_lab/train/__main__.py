@@ -56,6 +56,22 @@ def main(directory: RunDirectory, parent: int) -> int:
         return USAGE if isinstance(error, ConfigError) else FAILURE
 
 
+def read(words: list[str]) -> tuple[RunDirectory, int]:
+    """RUN_DIR and PARENT, by default whoever started this. Raises ConfigError for other words."""
+    path, parent = (*words, str(os.getppid()))[:2] if words else ("", "")
+    if len(words) not in (1, 2) or not parent.isdecimal() or not Path(path).is_dir():
+        raise ConfigError(
+            f"python -m qerl_lab.train takes RUN_DIR, a run's directory, and maybe PARENT, the id of a process; "
+            f"{' '.join(words) or 'nothing'} was given. Type python -m qerl_lab resume=RUN_DIR, which starts it."
+        )
+    return RunDirectory(Path(path)), int(parent)
+
+
 if __name__ == "__main__":
     exits.outlast()
-    sys.exit(main(RunDirectory(Path(sys.argv[1])), int(sys.argv[2]) if len(sys.argv) > 2 else os.getppid()))
+    try:
+        given = read(sys.argv[1:])
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(USAGE)
+    sys.exit(main(*given))
