@@ -15,8 +15,9 @@ import pytest
 
 from qerl_lab import preflight, tasks
 from qerl_lab.cli import launch
+from qerl_lab.cli.compose import make_plan
 from qerl_lab.cli.train import main
-from qerl_lab.config.schema import ArithmeticConfig, ConfigError, RunConfig, TaskConfig
+from qerl_lab.config.schema import ArithmeticConfig, ConfigError, RunConfig, TaskConfig, choices_of
 from qerl_lab.model import on_disk
 from qerl_lab.model.on_disk import POCKET
 from qerl_lab.tasks import arithmetic
@@ -176,9 +177,64 @@ def test_a_chat_template_may_be_in_the_tokenizer_s_settings(model: Path) -> None
     (model / "chat_template.jinja").unlink()
     settings = json.loads((model / "tokenizer_config.json").read_text())
     (model / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": "{{ messages }}"}))
-    cfg = RunConfig()
-    cfg.model.path = str(model)
-    on_disk.check(model, cfg)
+    on_disk.check(model, plain(model__path=str(model)))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "completion", "typed"),
+    [
+        (100, 4096, "rollout.max_completion_tokens=1948"),
+        (4000, 48, "rollout.max_prompt_tokens=2000"),
+        (1024, 1025, "rollout.max_completion_tokens=1024"),
+        (3000, 2000, "rollout.max_prompt_tokens=1024 rollout.max_completion_tokens=1024"),
+    ],
+)
+def test_a_text_longer_than_the_context_is_refused_with_the_words_that_fit(
+    prompt: int, completion: int, typed: str, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = "scale=pocket model.path=model rollout.max_prompt_tokens={} rollout.max_completion_tokens={}"
+    message = refused(line.format(prompt, completion), capsys)
+    assert f"are {prompt + completion} tokens, and model.path=" in message
+    assert "was made for 2048 (its config.json:" in message
+    assert message.endswith(f"Type {typed}.\n")
+    changed = {f"rollout__{word.removeprefix('rollout.')}": int(n) for word, n in (w.split("=") for w in typed.split())}
+    given = {"rollout__max_prompt_tokens": prompt, "rollout__max_completion_tokens": completion}
+    on_disk.check(model, plain(**(given | changed)))
+
+
+LONG = {"max_position_embeddings": 32768}
+
+
+@pytest.mark.parametrize(
+    ("config", "tokens"),
+    [
+        ({}, None),
+        (LONG, 32768),
+        (LONG | {"rope_scaling": None}, 32768),
+        (LONG | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, 32768),
+        (LONG | {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}}, 131072),
+        (LONG | {"rope_scaling": {"rope_type": "yarn", "factor": 8, "original_max_position_embeddings": 4096}}, 32768),
+        (LONG | {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, 65536),
+        (LONG | {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, 65536),
+        (
+            LONG | {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192}},
+            32768,
+        ),
+        (LONG | {"rope_scaling": {"type": "longrope", "original_max_position_embeddings": 4096}}, 32768),
+        (LONG | {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 8.0}}}, 32768),
+    ],
+)
+def test_the_context_is_read_as_the_config_states_it(config: dict[str, Any], tokens: int | None) -> None:
+    assert on_disk.context_tokens(config) == tokens
+
+
+@pytest.mark.parametrize("scale", [name for name in choices_of("scale") if name != "custom"])
+def test_every_scale_fits_the_context_of_its_model(scale: str) -> None:
+    """`custom` has no model of its own. The numbers are of the models' config.json."""
+    contexts = {"pocket": 2048, "Qwen/Qwen2.5": 32768, "HuggingFaceTB/SmolLM2": 8192}
+    cfg = make_plan([f"scale={scale}"], multirun=False).jobs[0].config
+    (context,) = (tokens for name, tokens in contexts.items() if cfg.model.path.startswith(name))
+    assert cfg.rollout.max_prompt_tokens + cfg.rollout.max_completion_tokens <= context
 
 
 def test_the_layers_of_the_embedded_policy_are_read_from_its_header() -> None:
@@ -195,7 +251,7 @@ def test_the_layers_of_the_embedded_policy_are_read_from_its_header() -> None:
 
 def plain(cfg: RunConfig | None = None, **changes: Any) -> RunConfig:
     cfg = cfg or RunConfig()
-    cfg.eval.questions = 4
+    cfg.eval.questions, cfg.rollout.max_completion_tokens = 4, 64
     for name, value in changes.items():
         *nodes, key = name.split("__")
         setattr(functools.reduce(getattr, nodes, cfg), key, value)

@@ -55,7 +55,7 @@ def local(path: str, key: str = "model.path") -> Path | None:
 
 def check(folder: Path, cfg: RunConfig) -> None:
     """Raise ConfigError where the model in `folder` cannot serve this run: a file is missing, there is no layer of a
-    configured name, the output layer would be packed."""
+    configured name, the output layer would be packed, a text could be longer than the model's context."""
     said = f"model.path={cfg.model.path}"
     check_files(folder, said)
     check_chat_template(folder, said)
@@ -65,6 +65,7 @@ def check(folder: Path, cfg: RunConfig) -> None:
     is_dense, is_tied = "quantization_config" not in config, config.get("tie_word_embeddings") is not False
     if is_dense and not is_tied and cfg.format.name != DENSE_FORMAT and not is_ignored(HEAD, cfg.format.ignore):
         raise packed_head_refusal(cfg, HEAD)
+    _check_context(config, cfg, said)
 
 
 def packed_head_refusal(cfg: RunConfig, head: str) -> ConfigError:
@@ -111,6 +112,38 @@ def check_chat_template(folder: Path, said: str) -> None:
             f"{said} has no chat template, and questions are asked as a chat; allowed: chat_template.jinja, or "
             "chat_template in tokenizer_config.json. Type an instruction-tuned model, or put a template beside it."
         )
+
+
+def context_tokens(config: dict[str, Any]) -> int | None:
+    """Tokens that a model was made for, as its config.json says; None where it does not.
+
+    A rope scaling that a model is given afterwards (linear, dynamic, yarn) stretches its positions by a factor. In
+    the others (llama3, longrope, a table by kind of layer) `max_position_embeddings` is the stretched number already.
+    """
+    positions = config.get("max_position_embeddings")
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if positions is None or rope.get("rope_type", rope.get("type")) not in ("linear", "dynamic", "yarn"):
+        return positions
+    unstretched = rope.get("original_max_position_embeddings") or positions
+    return max(positions, int(unstretched * (rope.get("factor") or 1)))
+
+
+def _check_context(config: dict[str, Any], cfg: RunConfig, said: str) -> None:
+    prompt, completion = cfg.rollout.max_prompt_tokens, cfg.rollout.max_completion_tokens
+    context = context_tokens(config)
+    if context is None or prompt + completion <= context:
+        return
+    shorter = min(prompt, completion, context // 2)
+    fits = {"prompt": min(prompt, context - shorter), "completion": min(completion, context - shorter)}
+    remedy = " ".join(
+        f"rollout.max_{name}_tokens={fits[name]}"
+        for name, given in (("prompt", prompt), ("completion", completion)) if given != fits[name]
+    )  # fmt: skip
+    raise ConfigError(
+        f"rollout.max_prompt_tokens={prompt} and rollout.max_completion_tokens={completion} are {prompt + completion} "
+        f"tokens, and {said} was made for {context} (its config.json: max_position_embeddings and rope scaling). "
+        f"Type {remedy}."
+    )
 
 
 def _check_names(found: Sequence[Layer], cfg: RunConfig, said: str) -> None:
