@@ -56,11 +56,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_dense(tmp_path_factory.mktemp("dense"), Qwen2ForCausalLM(config).to(torch.bfloat16))
 
 
-@pytest.fixture(scope="module", params=FORMATS)
+@pytest.fixture(
+    scope="module", params=[(name, lora) for name in FORMATS for lora in ("request", "dense")], ids="_".join
+)
 def built(request, folder: Path, tiny: Callable[..., RunConfig], build_policy) -> Iterator[Built]:
+    name, lora = request.param
     cfg = tiny(
-        device="auto", model__path=str(folder), format__name=request.param, lora__rank=16, rollout__engine="vllm",
-        rollout__max_completion_tokens=128, rollout__batch_size=64,
+        device="auto", model__path=str(folder), format__name=name, lora__rank=16, rollout__engine="vllm",
+        rollout__max_completion_tokens=128, rollout__batch_size=64, rollout__vllm__lora=lora,
     )  # fmt: skip
     policy = build_policy(cfg)
     before = free_bytes()
@@ -107,7 +110,7 @@ def test_sampler_and_trainer_agree_on_the_same_norms(built: Built, noise: Noise)
     log_ratio = (trainer_logprobs(built.policy, out, built.engine.norms()) - told(out)).double()
     ratio = log_ratio.exp()
     said = (
-        f"{built.cfg.format.name}, sigma {noise.sigma:g}, {len(ratio)} tokens: gap {log_ratio.abs().mean():.4f} nats "
+        f"{built.cfg.format.name}, {built.cfg.rollout.vllm.lora}, sigma {noise.sigma:g}, {len(ratio)} tokens: gap {log_ratio.abs().mean():.4f} nats "
         f"in the mean, {log_ratio.abs().max():.4f} at most, k1 {-log_ratio.mean():+.5f}, "
         f"k3 {(ratio - 1 - log_ratio).mean():.6f}, effective sample size "
         f"{ratio.sum().square() / (len(ratio) * ratio.square().sum()):.5f}"
@@ -156,7 +159,7 @@ def base_hash(engine: object) -> str:
         hashed = hashlib.sha256()
         named = [*model.named_parameters(), *model.named_buffers()]
         for name, tensor in sorted(named, key=lambda item: item[0]):
-            if "lora" not in name and "layernorm" not in name:
+            if not any(moving in name for moving in ("lora", "adapter", "layernorm")):
                 hashed.update(name.encode())
                 hashed.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
         return hashed.hexdigest()

@@ -181,6 +181,10 @@ class TaskConfig:
 
 @dataclass
 class VllmConfig:
+    lora: str = option(
+        "request", "how the adapter is computed: dense products in vLLM's layers, or vLLM's own LoRARequest",
+        choices=("dense", "request"),
+    )  # fmt: skip
     kv_cache_gib: float | None = option(
         None, "memory of the key-value cache in GiB; null: what a full batch fills, at most half of what is free "
         "beside the weights", above=0, at_most=100_000,

@@ -44,15 +44,23 @@ class Built:
         return self.engine.generate(self.prompts, group_size, sampling)
 
 
+# vLLM computes packed formats on GPUs only.
+VLLM = {"rollout__engine": "vllm", "format__name": "bf16", "rollout__vllm__enforce_eager": True}
+SETTINGS = {
+    "transformers": {"rollout__engine": "transformers"},
+    "vllm_request": VLLM | {"rollout__vllm__lora": "request"},
+    "vllm_dense": VLLM | {"rollout__vllm__lora": "dense"},
+}
+
+
 def engine_param(name: str):
-    missing = name == "vllm" and importlib.util.find_spec("vllm") is None
+    missing = "vllm" in name and importlib.util.find_spec("vllm") is None
     return pytest.param(name, marks=pytest.mark.skipif(missing, reason="needs vLLM"))
 
 
-@pytest.fixture(scope="module", params=[engine_param(name) for name in ENGINES])
+@pytest.fixture(scope="module", params=[engine_param(name) for name in SETTINGS])
 def built(request, tiny, build_policy) -> Built:
-    changes = {"format__name": "bf16", "rollout__vllm__enforce_eager": True} if request.param == "vllm" else {}
-    cfg = tiny(rollout__engine=request.param, rollout__batch_size=64, **changes)  # vLLM packs on GPUs only
+    cfg = tiny(rollout__batch_size=64, **SETTINGS[request.param])
     policy = build_policy(cfg)
     task = tasks.load(cfg.task)
     by_length = {len(ids): ids for ids in (policy.prompt_ids(task.messages(question)) for question in task.train)}
@@ -62,7 +70,7 @@ def built(request, tiny, build_policy) -> Built:
     def make() -> Engine:
         return rollout.build(cfg, policy)
 
-    return Built(make, policy, prompts, NATS[request.param])
+    return Built(make, policy, prompts, NATS[cfg.rollout.engine])
 
 
 # --- what every engine promises
@@ -272,6 +280,10 @@ def fresh(built: Built) -> Iterator[Built]:
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_an_engine_keeps_the_contract(fresh: Built, check: Callable[[Built], None]) -> None:
     check(fresh)
+
+
+def test_every_engine_is_held() -> None:
+    assert {settings["rollout__engine"] for settings in SETTINGS.values()} == set(ENGINES)
 
 
 def test_an_engine_that_is_none_is_refused(tiny, built: Built) -> None:

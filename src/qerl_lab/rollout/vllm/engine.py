@@ -27,7 +27,7 @@ from qerl_lab.config.schema import ConfigError, RunConfig
 from qerl_lab.model.files import read_json
 from qerl_lab.model.policy import Policy
 from qerl_lab.rollout.engine import EngineFailed, OnDone, Rollout, Sampling, ignore
-from qerl_lab.rollout.vllm.adapter import AdapterFile, max_rank
+from qerl_lab.rollout.vllm.adapter import AdapterFile, DenseAdapter
 from qerl_lab.rollout.vllm.base import folder_of
 from qerl_lab.rollout.vllm.memory import bytes_per_token, free_bytes, kv_cache_bytes
 
@@ -47,9 +47,10 @@ class VllmEngine:
         if policy.device.type == "cpu":
             check_engine_on_cpu(cfg, "torch sees none here")
         os.environ.update(IN_THIS_PROCESS)
-        self._adapter = AdapterFile(policy.model)
+        own = DenseAdapter if cfg.rollout.vllm.lora == "dense" else AdapterFile
+        self._adapter: DenseAdapter | AdapterFile = own(policy.model, cfg)
         with own_randomness(policy.device), folder_of(policy, cfg) as folder:
-            self._llm: LLM | None = start(cfg, folder, policy)
+            self._llm: LLM | None = start(cfg, folder, policy, self._adapter.arguments(folder))
         self._check_norms()
         self.sync(CLEAN)
 
@@ -183,8 +184,8 @@ class VllmEngine:
             torch.cuda.empty_cache()
 
 
-def start(cfg: RunConfig, folder: Path, policy: Policy) -> LLM:
-    """Build vLLM over `folder`. Raises ConfigError for what it refuses."""
+def start(cfg: RunConfig, folder: Path, policy: Policy, of_adapter: dict[str, Any]) -> LLM:
+    """Build vLLM over `folder`, `of_adapter` among its arguments. Raises ConfigError for what it refuses."""
     rollout, own = cfg.rollout, cfg.rollout.vllm
     config, dtype = read_json(folder / "config.json"), policy.model.dtype
     per_token = bytes_per_token(config, 1 if own.kv_cache_dtype == "fp8" else dtype.itemsize)
@@ -197,17 +198,16 @@ def start(cfg: RunConfig, folder: Path, policy: Policy) -> LLM:
         "gpu_memory_utilization": 0.01,  # of no effect beside the line above, but checked against what is free
         "kv_cache_dtype": own.kv_cache_dtype,
         "enforce_eager": own.enforce_eager,
-        "enable_lora": True, "max_loras": 1, "max_lora_rank": max_rank(cfg.lora.rank),
         "logprobs_mode": "processed_logprobs",  # at the temperature of sampling
         "generation_config": "vllm",  # not the model's own penalties and cuts
         "use_tqdm_on_load": False,
         "distributed_executor_backend": "uni" if cfg.gpus == 1 else "external_launcher",
         "seed": cfg.seed % 2**31,
-    }  # fmt: skip
+    }
     if policy.device.type == "cpu":  # half a prompt draws a token, over which a generator of the CPU cannot step back
         arguments["enable_chunked_prefill"] = False
     try:
-        return LLM(model=str(folder), **arguments)
+        return LLM(model=str(folder), **arguments, **of_adapter)
     except (ValueError, NotImplementedError, torch.OutOfMemoryError) as error:
         raise ConfigError(
             f"vLLM cannot serve model.path={cfg.model.path} in {cfg.format.name} here ({type(error).__name__}: "
