@@ -3,9 +3,7 @@
 The old way is TRL's: it takes the log-probs of the rollout in a forward before, and weighs with them.
 """
 
-import random
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -13,18 +11,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import TrainerCallback
 
-from qerl_lab import tasks
+import trained
 from qerl_lab.algorithms import correction
 from qerl_lab.algorithms.correction import Weights
 from qerl_lab.config.schema import CORRECTIONS, RunConfig
 from qerl_lab.model.policy import Policy
-from qerl_lab.rollout.engine import Rollout, Sampling
-from qerl_lab.rollout.transformers import TransformersEngine
-from qerl_lab.train.data import Cursor, select
-from qerl_lab.train.stop import Stop
 from qerl_lab.train.trainer import LabTrainer
+from trained import Jittered, Trained
 
 NOISE = {"aqn__schedule": "linear", "aqn__reading": "equation", "aqn__stages": 2, "aqn__sigma_start": 0.3}
 NOISES = {"clean": {}, "noise": NOISE, "noise in both": NOISE | {"aqn__scope": "rollout_and_train"}}
@@ -34,61 +28,16 @@ DAPO = {
 }  # fmt: skip
 
 
-class Jittered(TransformersEngine):
-    """Tells log-probs up to half a nat off, so that every correction has something to correct."""
-
-    def generate(self, prompt_ids_P: list[list[int]], group_size: int, sampling: Sampling) -> Rollout:
-        out, rng = super().generate(prompt_ids_P, group_size, sampling), random.Random(3)
-        told = [[[x + rng.uniform(-0.5, 0.5) for x in row] for row in group] for group in out.logprobs_P_G]
-        return replace(out, logprobs_P_G=told)
-
-
-@dataclass
-class Trained:
-    """What a training did."""
-
-    trainer: LabTrainer
-    gradients: list[dict[str, Tensor]] = field(default_factory=list)  # of each update
-    steps: list[dict[str, float]] = field(default_factory=list)
-    scored: int = 0  # completions that a forward of the trainer took the log-probs of
-    sampled: int = 0
-
-
-class Gradients(TrainerCallback):
-    def __init__(self, trained: Trained) -> None:
-        self.trained = trained
-
-    def on_pre_optimizer_step(self, *_: object, **__: object) -> None:
-        named = self.trained.trainer.policy.model.named_parameters()
-        self.trained.gradients.append({name: p.grad.clone() for name, p in named if p.requires_grad})
-
-
 @pytest.fixture
 def train(tiny, build_policy, tmp_path: Path) -> Callable[..., Trained]:
     """Runs a small training; `is_old` has TRL correct, in the way of a run with several updates."""
 
     def run(is_old: bool = False, learner: Policy | None = None, **changes: Any) -> Trained:
         small = {"steps": 1, "rollout__max_completion_tokens": 32, "optim__micro_batch_size": 2}
-        cfg: RunConfig = tiny(
-            **(small | {"rollout__importance_clip_max": 1.2, "rollout__prompts_per_step": 2} | changes)
-        )
+        cut = {"rollout__importance_clip_max": 1.2, "rollout__prompts_per_step": 2}
+        cfg: RunConfig = tiny(**(small | cut | changes))
         policy = learner or build_policy(cfg)
-        cursor, steps = Cursor(select(cfg, policy, tasks.load(cfg.task))), list[dict[str, float]]()
-        trainer = LabTrainer(
-            cfg, policy, Jittered(policy, 64), cursor, tmp_path, lambda _, metrics: steps.append(metrics), Stop()
-        )
-        trainer.before_save = lambda: {"run_key": "", "config": {}, "device": "cpu", "dtype": "torch.float32"}
-        trainer.vllm_importance_sampling_correction |= is_old
-        trained = Trained(trainer, steps=steps)
-        trainer.add_callback(Gradients(trained))
-
-        def count(_model: object, _args: object, kwargs: dict[str, Any]) -> None:
-            trained.scored += len(kwargs["input_ids"]) if "labels" in kwargs else 0
-
-        policy.model.register_forward_pre_hook(count, with_kwargs=True)
-        trainer.train()
-        trained.sampled = cfg.completions_per_step * cfg.steps
-        return trained
+        return trained.train(cfg, policy, Jittered(policy, 64), tmp_path, is_old)
 
     return run
 
@@ -149,13 +98,13 @@ def test_the_weights_are_trls(train, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_completion_is_scored_by_one_forward_on_policy(train, changes: dict[str, Any], forwards: int) -> None:
-    trained = train(steps=2, **changes)
-    assert trained.scored == forwards * trained.sampled
+    run = train(steps=2, **changes)
+    assert run.scored == forwards * run.sampled
 
 
 def test_the_old_way_took_two(train) -> None:
-    trained = train(is_old=True)
-    assert trained.scored == 2 * trained.sampled
+    run = train(is_old=True)
+    assert run.scored == 2 * run.sampled
 
 
 def test_a_base_with_dropout_of_its_own_keeps_the_forward_without(train, tiny, build_policy) -> None:
@@ -163,8 +112,8 @@ def test_a_base_with_dropout_of_its_own_keeps_the_forward_without(train, tiny, b
     assert not policy.drops_out
     policy.model.config.attention_dropout = 0.1
     assert policy.drops_out
-    trained = train(learner=policy)
-    assert trained.scored == 2 * trained.sampled
+    run = train(learner=policy)
+    assert run.scored == 2 * run.sampled
 
 
 def test_trl_reads_the_advantages_after_its_forward(train, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,6 +123,6 @@ def test_trl_reads_the_advantages_after_its_forward(train, monkeypatch: pytest.M
         return Weights(torch.zeros_like(trainer), torch.zeros_like(trainer, dtype=torch.bool))
 
     monkeypatch.setattr(correction, "weights", nothing)
-    trained = train()
-    assert trained.steps[0]["policy/loss"] == 0
-    assert trained.steps[0]["policy/grad_norm"] == 0
+    (metrics,) = train().steps
+    assert metrics["policy/loss"] == 0
+    assert metrics["policy/grad_norm"] == 0

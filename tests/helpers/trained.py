@@ -1,0 +1,65 @@
+"""Small trainings that keep their gradients, with TRL's correction or with that of the one forward."""
+
+import random
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from transformers import TrainerCallback
+
+from qerl_lab import tasks
+from qerl_lab.config.schema import RunConfig
+from qerl_lab.model.policy import Policy
+from qerl_lab.rollout.engine import Engine, Rollout, Sampling
+from qerl_lab.rollout.transformers import TransformersEngine
+from qerl_lab.train.data import Cursor, select
+from qerl_lab.train.stop import Stop
+from qerl_lab.train.trainer import LabTrainer
+
+
+class Jittered(TransformersEngine):
+    """Tells log-probs up to half a nat off, so that every correction has something to correct."""
+
+    def generate(self, prompt_ids_P: list[list[int]], group_size: int, sampling: Sampling) -> Rollout:
+        out, rng = super().generate(prompt_ids_P, group_size, sampling), random.Random(3)
+        told = [[[x + rng.uniform(-0.5, 0.5) for x in row] for row in group] for group in out.logprobs_P_G]
+        return replace(out, logprobs_P_G=told)
+
+
+@dataclass
+class Trained:
+    """What a training did."""
+
+    trainer: LabTrainer
+    gradients: list[dict[str, Tensor]] = field(default_factory=list)  # of each update
+    steps: list[dict[str, float]] = field(default_factory=list)
+    scored: int = 0  # completions that a forward of the trainer took the log-probs of
+    sampled: int = 0
+
+
+class Gradients(TrainerCallback):
+    def __init__(self, trained: Trained) -> None:
+        self.trained = trained
+
+    def on_pre_optimizer_step(self, *_: object, **__: object) -> None:
+        named = self.trained.trainer.policy.model.named_parameters()
+        self.trained.gradients.append({name: p.grad.clone() for name, p in named if p.requires_grad})
+
+
+def train(cfg: RunConfig, policy: Policy, engine: Engine, folder: Path, is_old: bool = False) -> Trained:
+    """Train to the end; `is_old` has TRL correct, in the way of a run with several updates."""
+    cursor, steps = Cursor(select(cfg, policy, tasks.load(cfg.task))), list[dict[str, float]]()
+    trainer = LabTrainer(cfg, policy, engine, cursor, folder, lambda _, metrics: steps.append(metrics), Stop())
+    trainer.before_save = lambda: {"run_key": "", "config": {}, "device": cfg.device, "dtype": str(policy.model.dtype)}
+    trainer.vllm_importance_sampling_correction |= is_old
+    trained = Trained(trainer, steps=steps, sampled=cfg.completions_per_step * cfg.steps)
+    trainer.add_callback(Gradients(trained))
+
+    def count(_model: object, _args: object, kwargs: dict[str, Any]) -> None:
+        trained.scored += len(kwargs["input_ids"]) if "labels" in kwargs else 0
+
+    handle = policy.model.register_forward_pre_hook(count, with_kwargs=True)
+    trainer.train()
+    handle.remove()
+    return trained
