@@ -126,7 +126,9 @@ class AqnConfig:
     norms: list[str] = option(
         ["input_layernorm", "post_attention_layernorm"], "RMSNorm layers that get noise, by the last part of their name"
     )
-    probe_prompts: int = option(4, "completions per step that measure KL(noisy || clean sampler); 0: none", at_least=0)
+    probe_prompts: int = option(
+        4, "completions per step that measure KL(noisy || clean sampler) and the kernels' gap; 0: none", at_least=0
+    )
 
 
 @dataclass
