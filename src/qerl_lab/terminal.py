@@ -37,10 +37,6 @@ class Progress:
             eta = _eta(self.started, step - self.first, self.steps - step)
             print(f"{_label(f'step {step}/{self.steps}')}, ETA {eta}, {shown}", file=sys.stderr, flush=True)
 
-    def say(self, text: str) -> None:
-        """Print a line above the bar."""
-        tqdm.write(text, file=sys.stderr)
-
     def close(self) -> None:
         if self.bar is not None:
             self.bar.close()
@@ -105,6 +101,11 @@ def quiet_third_parties() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
     for module in ("torch", "transformers", "trl", "peft", "accelerate", "bitsandbytes", "mlflow"):
         warnings.filterwarnings("ignore", module=rf"{module}(\.|$)")
+
+
+def say(text: str) -> None:
+    """Print a line above any bar."""
+    tqdm.write(text, file=sys.stderr)
 
 
 def near(path: Path) -> str:

@@ -183,6 +183,12 @@ class GivesAwayThePolicysNorms(TransformersEngine):
             norm.data = torch.zeros_like(norm)
 
 
+class SeedsEverything(TransformersEngine):
+    def __init__(self, policy: Policy, batch_size: int) -> None:
+        super().__init__(policy, batch_size)
+        torch.manual_seed(0)
+
+
 class GivesAwayTheCleanNorms(TransformersEngine):
     def close(self) -> None:
         for weight in self.policy.clean_norms.values():

@@ -130,14 +130,17 @@ class RunDirectory:
 
         Raises OSError on a full disk without such room.
         """
-        if not (self.path / ROOM).exists():
-            self.reserve_room()
-        with (self.path / ROOM).open("r+b") as file:  # in place: these blocks are the run's own
+        room = self.path / f"{ROOM}-{os.getpid()}"  # of several ranks that fail at once each writes the whole of it
+        try:
+            (self.path / ROOM).rename(room)
+        except FileNotFoundError:
+            replace_file(room, b"\n" * ROOM_BYTES)
+        with room.open("r+b") as file:  # in place: these blocks are the run's own
             file.write(text.encode()[:ROOM_BYTES])
             file.truncate()
             file.flush()
             os.fsync(file.fileno())
-        (self.path / ROOM).replace(self.path / FAILED)
+        room.replace(self.path / FAILED)
 
     def settle(self, ended_with: int, rank: str = "") -> int:
         """Return the exit code of the run whose process ended with this status (negative: by this signal).

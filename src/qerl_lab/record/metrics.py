@@ -107,6 +107,9 @@ METRICS: dict[str, Metric] = {
     "rollout/tokens_per_second": Metric("tokens/s", "completion tokens / seconds/rollout"),
     "rollout/completion_tokens": Metric("tokens", "mean length of a completion, truncated ones too"),
     "rollout/truncated_fraction": Metric("fraction", "completions without an end token, cut at max_completion_tokens"),
+    "rollout/engine_restarts": Metric(
+        "1", "how often the step was sampled again, by a new engine, because one had failed: 0 or 1"
+    ),
     "rollout/prompts_drawn": Metric(
         "questions", "questions that were asked; with algorithm.dynamic_sampling more than rollout.prompts_per_step"
     ),

@@ -1,16 +1,12 @@
 """The contract of an engine, and what goes in and comes out. tests/unit/rollout/test_contract.py holds it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
 from qerl_lab.aqn import Noise
-
-
-class EngineFailed(RuntimeError):
-    """An engine died, took too long, or gave less than was asked. The message is the cause, for the user."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +45,33 @@ class Rollout:
         return sum(len(ids) for group in self.completion_ids_P_G for ids in group)
 
 
+class EngineFailed(RuntimeError):
+    """The engine died, ran out of time, or gave less than was asked; the text is the cause, for the user, in a line.
+
+    A run builds the engine again and asks once more. So what would only happen again is no such failure: a bug, a
+    ConfigError, NaN.
+    """
+
+
+def refuse_incomplete(rollout: Rollout, prompts: int, group_size: int, sampling: Sampling) -> None:
+    """Raise EngineFailed unless there are `group_size` completions of each prompt, with a log-prob a token."""
+    parts: dict[str, Sequence[Sequence[object]]] = {
+        "completions": rollout.completion_ids_P_G,
+        "log-probs": rollout.logprobs_P_G,
+        "finish reasons": rollout.finish_reasons_P_G,
+    }
+    for what, groups in parts.items():
+        if len(groups) != prompts:
+            raise EngineFailed(f"the engine gave {what} for {len(groups)} of {prompts} prompts")
+        if wrong := [len(group) for group in groups if len(group) != group_size]:
+            raise EngineFailed(f"the engine gave {wrong[0]} {what} for a prompt, and {group_size} were asked")
+    for ids_G, logprobs_G in zip(rollout.completion_ids_P_G, rollout.logprobs_P_G, strict=True):
+        for ids, logprobs in zip(ids_G, logprobs_G, strict=True):
+            untold = sampling.top_p < 1 and not logprobs
+            if not ids or (len(ids) != len(logprobs) and not untold):
+                raise EngineFailed(f"the engine gave {len(logprobs)} log-probs for a completion of {len(ids)} tokens")
+
+
 OnDone = Callable[[int], None]
 
 
@@ -62,10 +85,16 @@ class Engine(Protocol):
     def generate(
         self, prompt_ids_P: list[list[int]], group_size: int, sampling: Sampling, on_done: OnDone = ignore
     ) -> Rollout:
-        """Sample `group_size` completions of each prompt; `on_done` hears how many more are there, part by part."""
+        """Sample `group_size` completions of each prompt; `on_done` hears how many more are there, part by part.
+
+        Raises EngineFailed, and what `on_done` raises.
+        """
 
     def sync(self, noise: Noise) -> None:
-        """Take over the policy's adapter, and its clean norms plus `noise` (`aqn.CLEAN` for none)."""
+        """Take over the policy's adapter, and its clean norms plus `noise` (`aqn.CLEAN` for none).
+
+        Raises EngineFailed.
+        """
 
     def norms(self) -> dict[str, Tensor]:
         """Read the noisy norms' weights that the engine holds, by the full name of their layer."""

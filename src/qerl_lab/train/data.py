@@ -1,7 +1,7 @@
 """The questions that a run draws from, and the order in which it does."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice, repeat
 
 import torch
@@ -14,11 +14,15 @@ from qerl_lab.tasks import Question, Task
 
 @dataclass(frozen=True)
 class TrainingData:
-    """The training questions of `task` that fit; `left_out` are longer than rollout.max_prompt_tokens."""
+    """The training questions of `task` that fit; `left_out` are longer than rollout.max_prompt_tokens.
+
+    The held-out questions of `task` are those that fit, of those that are longer there is the number alone.
+    """
 
     task: Task
     questions: list[Question]
     left_out: int
+    heldout_left_out: int
     seed: int
 
     def order(self) -> Iterator[int]:
@@ -29,27 +33,42 @@ class TrainingData:
 
 
 def select(cfg: RunConfig, policy: Policy, task: Task) -> TrainingData:
-    """The training questions whose prompt, as a chat, has at most rollout.max_prompt_tokens tokens.
+    """The questions whose prompt, as a chat, has at most rollout.max_prompt_tokens tokens; an engine meets no other.
 
-    Raises ConfigError where none has.
+    Raises ConfigError where no training question has, or fewer than two held-out ones of a run that evaluates.
     """
-    limit = cfg.rollout.max_prompt_tokens
-    lengths = [len(policy.prompt_ids(task.messages(question))) for question in task.train]
+    limit, asked = cfg.rollout.max_prompt_tokens, task.heldout if cfg.eval.questions else []
+    lengths, heldout_lengths = (
+        [len(policy.prompt_ids(task.messages(question))) for question in questions] for questions in (task.train, asked)
+    )
     fitting = [question for question, length in zip(task.train, lengths, strict=True) if length <= limit]
+    heldout = [question for question, length in zip(asked, heldout_lengths, strict=True) if length <= limit]
     if not fitting:
         raise ConfigError(
             f"rollout.max_prompt_tokens={limit} leaves out all {len(lengths):,} training questions; the shortest has "
             f"{min(lengths)} tokens, the longest {max(lengths)}. Type rollout.max_prompt_tokens={max(lengths)}."
         )
-    return TrainingData(task, fitting, len(lengths) - len(fitting), cfg.seed)
+    if asked and len(heldout) < 2:
+        raise ConfigError(
+            f"rollout.max_prompt_tokens={limit} leaves {len(heldout)} of {len(asked):,} held-out questions, and an "
+            f"evaluation needs two. Type rollout.max_prompt_tokens={max(heldout_lengths)}, or eval.questions=0."
+        )
+    return TrainingData(
+        replace(task, heldout=heldout), fitting, len(lengths) - len(fitting), len(asked) - len(heldout), cfg.seed
+    )
 
 
 class Cursor:
     """A position in the endless order of a run's questions. Checkpoints store it; a resumed run goes on from there."""
 
     def __init__(self, data: TrainingData, position: int = 0) -> None:
-        self.data, self.position = data, position
-        self._order = islice(data.order(), position, None)
+        self.data = data
+        self.go_to(position)
+
+    def go_to(self, position: int) -> None:
+        """Stand at a position, also one before."""
+        self.position = position
+        self._order = islice(self.data.order(), position, None)
 
     def take(self, count: int) -> list[Question]:
         """The next `count` questions; moves past them."""

@@ -5,10 +5,10 @@ the core reads it or calls torch.distributed. Each rank samples and trains on wh
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import distributed
@@ -54,6 +54,20 @@ class Ranks:
     def any(self, flag: bool) -> bool:
         """Whether any rank says so."""
         return any(self.gather(flag))
+
+    def alike(self, act: Callable[[], T], *endings: type[Exception]) -> T:
+        """Return what `act` does. What it raises of `endings` on any rank is raised on every rank, which it names."""
+        if self.size == 1:
+            return act()
+        done, own = None, None
+        try:
+            done = act()
+        except endings as error:
+            own = error
+        for rank, ending in enumerate(self.gather(own)):
+            if ending is not None:
+                raise type(ending)(f"rank {rank}: {ending}") from own
+        return cast(T, done)
 
     def deal(self, items: Sequence[T], count_R: Sequence[int]) -> list[T]:
         """This rank's part of what all ranks have: the first `count_R[0]` are rank 0's, and so on."""

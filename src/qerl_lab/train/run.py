@@ -3,6 +3,7 @@
 A directory that already holds checkpoints is continued from the newest sound one.
 """
 
+import shlex
 import time
 from contextlib import closing
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from typing import Any
 
 import torch
 
-from qerl_lab import aqn, formats, preflight, rollout, tasks, terminal
+from qerl_lab import aqn, formats, preflight, tasks, terminal
 from qerl_lab.algorithms import left_out
 from qerl_lab.config.schema import RunConfig, of_run
 from qerl_lab.evaluate.accuracy import evaluate
@@ -21,11 +22,12 @@ from qerl_lab.record import checkpoint
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.sessions import Sessions
 from qerl_lab.report import runs, tables
-from qerl_lab.rollout.engine import Engine
+from qerl_lab.rollout.engine import EngineFailed
 from qerl_lab.tracking.tracker import Tracker
 from qerl_lab.train import health
 from qerl_lab.train.data import Cursor, TrainingData, select
 from qerl_lab.train.ranks import Ranks, join
+from qerl_lab.train.retry import RunEngine, twice
 from qerl_lab.train.step import first_samples
 from qerl_lab.train.stop import Interrupted, Stop
 from qerl_lab.train.trainer import LabTrainer, OnStep
@@ -42,7 +44,7 @@ class Session:
     saved: checkpoint.Saved | None
     learner: policy.Policy
     data: TrainingData
-    engine: Engine
+    engine: RunEngine
     notes: list[str]
 
     @property
@@ -99,7 +101,7 @@ def build(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> Session:
     if saved:
         saved.refuse_other_device(*computes_on(learner))
     data = select(cfg, learner, task)
-    return Session(cfg, directory, stop, ranks, saved, learner, data, rollout.build(cfg, learner), notes)
+    return Session(cfg, directory, stop, ranks, saved, learner, data, RunEngine(cfg, learner), notes)
 
 
 def computes_on(learner: policy.Policy) -> tuple[str, str]:
@@ -108,14 +110,13 @@ def computes_on(learner: policy.Policy) -> tuple[str, str]:
 
 
 def learn(session: Session, record: Record | None) -> int:
-    """Evaluate, train, evaluate, record. Returns the exit status."""
+    """Evaluate, train, evaluate, record. Returns the exit status; raises EngineFailed with how to go on."""
     try:
         session.check()
         ask_heldout(session, record, "before", 0)  # the policy as quantization left it: no adapter yet, no noise
         session.check()
         train(session, record)
         session.check()
-        session.engine.sync(aqn.CLEAN)
         ask_heldout(session, record, "after", session.cfg.steps)  # with the adapter, no noise
     except Interrupted:
         session.ranks.leave()
@@ -123,6 +124,11 @@ def learn(session: Session, record: Record | None) -> int:
             record.tracker.finish("KILLED")
             record.times.end()
         return INTERRUPTED
+    except EngineFailed as error:
+        raise EngineFailed(
+            f"{error}. {session.directory.last_saved()} of {session.cfg.steps} steps are saved. "
+            f"Type python -m qerl_lab resume={shlex.quote(session.cfg.run_dir)} to go on."
+        ) from error
     session.ranks.leave()
     if record:
         conclude(session, record)
@@ -130,15 +136,17 @@ def learn(session: Session, record: Record | None) -> int:
 
 
 def ask_heldout(session: Session, record: Record | None, phase: str, step: int) -> None:
-    """Rank 0 asks, and the others wait. Raises Interrupted on every rank."""
-    interrupted = False
-    if record:
-        try:
+    """Rank 0 asks, and the others wait. Raises Interrupted and EngineFailed on every rank."""
+
+    def ask() -> None:
+        if record:
             evaluate_once(session, record.tracker, phase, step)
-        except Interrupted:
-            interrupted = True
-    if session.ranks.any(interrupted):
-        raise Interrupted
+
+    def mend(cause: str) -> None:
+        session.check()  # a signal may have been what ended the engine
+        session.engine.rebuild(cause)
+
+    twice(lambda: session.ranks.alike(ask, Interrupted, EngineFailed), mend)
 
 
 def evaluate_once(session: Session, tracker: Tracker, phase: str, step: int) -> None:
@@ -148,6 +156,7 @@ def evaluate_once(session: Session, tracker: Tracker, phase: str, step: int) -> 
     phases = directory.evaluations()
     if not cfg.eval.questions or (logged and phase in phases):
         return
+    session.engine.sync(aqn.CLEAN)
     count = min(cfg.eval.questions, len(session.data.task.heldout)) * cfg.eval.samples
     with terminal.Amount(f"held-out questions {phase} training", count, unit="completion") as asked:
 
@@ -172,6 +181,7 @@ def train(session: Session, record: Record | None) -> None:
     trainer = LabTrainer(
         cfg, learner, session.engine, cursor, session.directory.path, lambda *_: None, session.stop, session.ranks
     )
+    trainer.rebuild = session.engine.rebuild
     if record:
         bar = terminal.Progress(cfg.steps, session.done)
         trainer.on_step = keeper(session, record.tracker, bar, trainer)
@@ -190,7 +200,7 @@ def keeper(session: Session, tracker: Tracker, bar: terminal.Progress, trainer: 
         session.directory.append_samples(first_samples(trainer.batch, step))
         bar.show(step, metrics)
         for sign, advice in watch.see(metrics).items():
-            bar.say(f"warning, step {step}: {sign}. {advice}")
+            terminal.say(f"warning, step {step}: {sign}. {advice}")
 
     return keep
 
@@ -211,6 +221,7 @@ def conclude(session: Session, record: Record) -> None:
     plots.save_curves(runs.read_steps(directory), f"{cfg.experiment}, seed {cfg.seed}", directory.curves)
     result = runs.summarize(directory, seconds=record.times.end())
     result |= {"training_questions": len(data.questions), "training_questions_left_out": data.left_out}
+    result |= {"heldout_questions_left_out": data.heldout_left_out}
     record.tracker.finish("FINISHED", directory.artifacts())
     directory.finish(result)
     print(f"\n{tables.closing(result)}\n\n{tables.where(directory.path, record.tracker.mirror)}")
@@ -236,11 +247,12 @@ def opening(session: Session) -> str:
         f"{cfg.steps} steps of {cfg.rollout.prompts_per_step} x {cfg.rollout.group_size} completions of at most "
         f"{cfg.rollout.max_completion_tokens:,} tokens, {cfg.optim.micro_batch_size} at a time, seed {cfg.seed}",
     ]
-    if data.left_out:
-        lines.append(
-            f"note: {data.left_out:,} more questions are longer than rollout.max_prompt_tokens="
-            f"{cfg.rollout.max_prompt_tokens}, and left out"
-        )
+    for count, which in ((data.left_out, "more questions"), (data.heldout_left_out, "held-out questions")):
+        if count:
+            lines.append(
+                f"note: {count:,} {which} are longer than rollout.max_prompt_tokens="
+                f"{cfg.rollout.max_prompt_tokens}, and left out"
+            )
     if said := left_out(cfg.algorithm):
         lines.append(f"note: {said}")
     if session.done:

@@ -3,6 +3,7 @@
 import hashlib
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -12,7 +13,7 @@ from qerl_lab.algorithms.groups import Rewards
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.model.policy import Policy
 from qerl_lab.record.samples import PER_STEP, Sample
-from qerl_lab.rollout.engine import Engine, Rollout, Sampling
+from qerl_lab.rollout.engine import Engine, EngineFailed, Rollout, Sampling
 from qerl_lab.tasks import Question, Task
 from qerl_lab.train.clock import Clock
 from qerl_lab.train.data import Cursor
@@ -67,7 +68,7 @@ def collect(
     """Ask the next questions, grade the completions, and replace groups that say nothing where dynamic sampling is on.
 
     Each rank asks its part of the questions. Flat groups fill what is still missing after algorithm.max_resamples
-    further rollouts. Raises Diverged where the sampler's logits are NaN.
+    further rollouts. Raises Diverged where the sampler's logits are NaN, and EngineFailed on every rank if on any.
     """
     task = cursor.data.task
     wanted = missing = cfg.rollout.prompts_per_step // ranks.size
@@ -77,10 +78,11 @@ def collect(
         if not any(missing_R):
             break
         questions_P = ranks.deal(cursor.take(sum(missing_R)), missing_R)
-        if questions_P:
-            prompt_ids_P = [policy.prompt_ids(task.messages(question)) for question in questions_P]
-            how = sampling(cfg, step, attempt, ranks.rank)
-            rollout = engine.generate(prompt_ids_P, cfg.rollout.group_size, how)
+        prompt_ids_P = [policy.prompt_ids(task.messages(question)) for question in questions_P]
+        how = sampling(cfg, step, attempt, ranks.rank)
+        ask = partial(engine.generate, prompt_ids_P, cfg.rollout.group_size, how) if questions_P else lambda: None
+        rollout = ranks.alike(ask, EngineFailed)
+        if rollout:
             refuse_nan(rollout, cfg, step)
             with clock.phase("reward", on_device=False):
                 drawn += grade(cfg, task, policy, questions_P, rollout)

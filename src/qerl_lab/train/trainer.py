@@ -10,6 +10,7 @@ training forward's own, and `_weigh` corrects with them; else TRL takes them in 
 
 import math
 import resource
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -28,14 +29,15 @@ from qerl_lab.config.schema import RunConfig
 from qerl_lab.model.policy import Policy, save_adapter
 from qerl_lab.record import checkpoint
 from qerl_lab.record.metrics import METRICS
-from qerl_lab.rollout.engine import Engine, Rollout
+from qerl_lab.rollout.engine import Engine, EngineFailed, Rollout
 from qerl_lab.train.clock import Clock
 from qerl_lab.train.data import Cursor, Placeholders
 from qerl_lab.train.grpo_config import grpo_config
 from qerl_lab.train.probe import probe
 from qerl_lab.train.ranks import ALONE, Ranks
+from qerl_lab.train.retry import twice
 from qerl_lab.train.step import Batch, collect, measures
-from qerl_lab.train.stop import Diverged, Stop
+from qerl_lab.train.stop import Diverged, Interrupted, Stop
 
 OnStep = Callable[[int, dict[str, float]], None]
 
@@ -50,6 +52,7 @@ class LabTrainer(GRPOTrainer):
         self.cfg, self.policy, self.engine, self.cursor, self.ranks = cfg, policy, engine, cursor, ranks
         self.on_step, self.stop = on_step, stop
         self.before_save: Callable[[], dict[str, Any]] = dict  # what a checkpoint says of its run, when it is due
+        self.rebuild: Callable[[str], None] = give_up  # an engine that failed, when it is told the cause
         self.clock = Clock(torch.cuda.synchronize if policy.device.type == "cuda" else lambda: None)
         self.batch = Batch([], np.zeros((0, 0)), [], [])  # of the last rollout
         self.measured: dict[str, float] = {}
@@ -92,9 +95,7 @@ class LabTrainer(GRPOTrainer):
         With the advantages of `groups`, and with masked completions out of the loss but in the attention. The names of
         TRL's that are overridden here are private; there is no public one between grading and loss.
         """
-        with self.clock.phase("sync"):
-            self.engine.sync(self.noise)
-        self.batch = batch = collect(self.cfg, self.step, self.cursor, self.policy, self.engine, self.clock, self.ranks)
+        self.batch = batch = self._collect()
         with self.clock.phase("probe"):
             self._measure_noise(batch.rollouts[0])
         self.measured |= measures(self.cfg, batch, self.ranks)
@@ -112,6 +113,29 @@ class LabTrainer(GRPOTrainer):
             if self.cfg.updates_per_step == 1:  # one update: TRL's ratio is then 1, whatever dropout draws
                 del tensors["old_per_token_logps"]
         return tensors
+
+    def _collect(self) -> Batch:
+        """Sync the engine and sample. Where it fails, save the state as the step began and do all of it again."""
+        began_at, started = self.cursor.position, time.perf_counter()
+        self.measured["rollout/engine_restarts"] = 0
+
+        def attempt() -> Batch:
+            with self.clock.phase("sync"):
+                self.ranks.alike(lambda: self.engine.sync(self.noise), EngineFailed)
+            return collect(self.cfg, self.step, self.cursor, self.policy, self.engine, self.clock, self.ranks)
+
+        def mend(cause: str) -> None:
+            self.cursor.go_to(began_at)
+            if self.ranks.gather(checkpoint.last_step(Path(self.args.output_dir)))[0] < self.steps_done:
+                self._save_checkpoint(self.model, None)  # now: a rebuilding may take the process with it
+            if self.ranks.any(self.stop.requested):  # a signal may have been what ended the engine
+                raise Interrupted
+            self.rebuild(cause)
+            self.clock.clear()
+            self.clock.seconds["rollout"] = time.perf_counter() - started
+            self.measured["rollout/engine_restarts"] = 1
+
+        return twice(attempt, mend)
 
     def _collected_rollout(self, *_: object) -> dict[str, list[list[Any]]]:
         """Be TRL's rollout function: of each completion the ids of its prompt, its own, and its log-probs."""
@@ -278,6 +302,11 @@ class _Steps(TrainerCallback):
         stopping = asked or step == trainer.cfg.steps
         control.should_save = stopping or bool(every and step % every == 0)
         control.should_training_stop = stopping
+
+
+def give_up(cause: str) -> None:
+    """Raise EngineFailed: nobody said how the engine is built again."""
+    raise EngineFailed(cause)
 
 
 def weighted_mean(values: list[float], weights: list[float]) -> float:

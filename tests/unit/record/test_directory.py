@@ -1,6 +1,7 @@
 """A run's directory from its claim to its end, file by file."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -139,6 +140,24 @@ def test_failed_takes_the_room_that_was_kept_for_it(run: RunDirectory) -> None:
     assert (written.st_ino, written.st_size) == (room.st_ino, 65536)
     assert not (run.path / ROOM).exists()
     assert run.reason == "OSError: No space left on device"
+
+
+def test_of_two_ranks_that_fail_at_once_one_leaves_its_whole_reason(run: RunDirectory, monkeypatch) -> None:
+    run.reserve_room()
+    fsync = os.fsync
+
+    def meanwhile(descriptor: int) -> None:
+        monkeypatch.setattr(os, "fsync", fsync)
+        with monkeypatch.context() as other:
+            other.setattr(os, "getpid", lambda: 1)
+            run.fail("B: the second\n")
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", meanwhile)
+    text = "A: the first\n" + "x" * 1000
+    run.fail(text)
+    assert (run.path / "FAILED").read_text() == text
+    assert {path.name for path in run.path.iterdir()} <= {"FAILED", "resolved.yaml", "QUEUED"}
 
 
 def test_a_full_disk_leaves_no_half_of_a_file(tmp_path: Path) -> None:

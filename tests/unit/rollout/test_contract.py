@@ -5,9 +5,12 @@ A new engine adds a line to `NATS`, and to `built` what it needs.
 
 import importlib.util
 import math
+import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -235,13 +238,20 @@ def check_no_accumulation(built: Built) -> None:
 
 
 def check_close(built: Built) -> None:
-    """It may be said twice, and the policy goes on with another engine."""
+    """It may be said twice, and the policy goes on with another engine, whose building draws no random number."""
     first = built.engine.generate(built.prompts, 3, SAMPLINGS[0])
     built.engine.close()
     built.engine.close()
+    random.random(), np.random.rand(), torch.rand(())  # noqa: NPY002 - so that seeding as before would show too
+    states = global_randomness()
     other = built.make()
+    assert global_randomness() == states
     assert other.generate(built.prompts, 3, SAMPLINGS[0]).completion_ids_P_G == first.completion_ids_P_G
     other.close()
+
+
+def global_randomness() -> tuple[object, ...]:
+    return random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()  # noqa: NPY002
 
 
 def check_policy_is_left_as_found(built: Built) -> None:
@@ -323,8 +333,9 @@ def test_an_engine_that_is_none_is_refused(tiny, built: Built) -> None:
         (wrong_engines.StaysInItsMode, check_policy_is_left_as_found),
         (wrong_engines.GivesAwayThePolicysNorms, check_policy_is_left_as_found),
         (wrong_engines.GivesAwayTheCleanNorms, check_close),
+        (wrong_engines.SeedsEverything, check_close),
     ],
 )
 def test_a_wrong_engine_is_found(fresh: Built, wrong: type[TransformersEngine], check: Callable) -> None:
     with pytest.raises(AssertionError):
-        check(replace(fresh, engine=wrong(fresh.policy, batch_size=64)))
+        check(replace(fresh, engine=wrong(fresh.policy, batch_size=64), make=partial(wrong, fresh.policy, 64)))

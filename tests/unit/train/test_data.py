@@ -1,6 +1,7 @@
 """The questions of a run: which fit, in which order they are drawn, and where a cursor stands in it."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import islice
 
 import pytest
@@ -47,6 +48,33 @@ def test_questions_that_are_too_long_are_left_out_and_counted(tiny, data_of, pol
     longest = max(lengths.values())
     with pytest.raises(ConfigError, match=rf"leaves out all 64 .* Type rollout\.max_prompt_tokens={longest}\."):
         data_of(tiny(rollout__max_prompt_tokens=3))
+
+
+def test_held_out_questions_obey_the_same_limit(tiny, data_of, policy) -> None:
+    task = tasks.load(tiny().task)
+    lengths = [len(policy.prompt_ids(task.messages(question))) for question in task.heldout]
+    limit = sorted(lengths)[len(lengths) // 2]
+    data = data_of(tiny(rollout__max_prompt_tokens=limit))
+    fitting = [question for question, length in zip(task.heldout, lengths, strict=True) if length <= limit]
+    assert data.task.heldout == fitting
+    assert data.heldout_left_out == len(lengths) - len(fitting) > 0
+    assert (data_of(tiny()).heldout_left_out, data_of(tiny()).task.heldout) == (0, task.heldout)
+    assert data_of(tiny(rollout__max_prompt_tokens=limit, eval__questions=0)).heldout_left_out == 0
+
+
+def test_a_limit_that_leaves_too_few_held_out_questions_is_refused(tiny, policy) -> None:
+    task = tasks.load(tiny().task)
+    lengths = {question: len(policy.prompt_ids(task.messages(question))) for question in task.heldout}
+    shortest, longest = (pick(lengths, key=lengths.get) for pick in (min, max))
+    train = [q for q in task.train if len(policy.prompt_ids(task.messages(q))) <= lengths[shortest]]
+    few = replace(task, train=train or [shortest], heldout=[shortest, longest, longest])
+    said = (
+        rf"rollout\.max_prompt_tokens={lengths[shortest]} leaves 1 of 3 held-out questions, and an evaluation needs "
+        rf"two\. Type rollout\.max_prompt_tokens={lengths[longest]}, or eval\.questions=0\."
+    )
+    with pytest.raises(ConfigError, match=said):
+        select(tiny(rollout__max_prompt_tokens=lengths[shortest]), policy, few)
+    assert select(tiny(rollout__max_prompt_tokens=lengths[shortest], eval__questions=0), policy, few).questions
 
 
 def test_a_cursor_goes_on_from_its_position(tiny, data_of) -> None:

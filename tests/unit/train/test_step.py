@@ -12,7 +12,7 @@ import pytest
 
 from qerl_lab.algorithms import groups
 from qerl_lab.config.schema import ConfigError, RunConfig
-from qerl_lab.rollout.engine import Rollout, Sampling
+from qerl_lab.rollout.engine import EngineFailed, Rollout, Sampling
 from qerl_lab.tasks import Question
 from qerl_lab.train.clock import Clock
 from qerl_lab.train.data import Cursor, TrainingData
@@ -87,7 +87,7 @@ def setting(tiny) -> Callable[..., Setting]:
 
     def make(flat: set[int] = frozenset(), position: int = 0, engine: Any = None, **changes: object) -> Setting:
         small = {"rollout__prompts_per_step": 3, "rollout__max_completion_tokens": 4, "optim__micro_batch_size": 2}
-        data = TrainingData(ScriptedTask(), [Question(f"q{n}", f"{n}?", "") for n in range(QUESTIONS)], 0, seed=0)
+        data = TrainingData(ScriptedTask(), [Question(f"q{n}", f"{n}?", "") for n in range(QUESTIONS)], 0, 0, seed=0)
         for index in {list(islice(data.order(), QUESTIONS))[place] for place in flat}:
             data.questions[index] = replace(data.questions[index], answer="flat")
         return Setting(
@@ -213,6 +213,31 @@ def test_two_ranks_ask_what_one_asks_also_where_one_of_them_refills(setting) -> 
     assert found[0] == found[1]
     assert found[0]["rollout/prompts_drawn"] == 9
     assert found[0]["reward/mean"] == pytest.approx(measures(alone.cfg, expected, ALONE)["reward/mean"])
+
+
+class Dies(ScriptedEngine):
+    """Fails in its second call."""
+
+    def generate(self, *asked: Any) -> Rollout:
+        if self.asked:
+            raise EngineFailed("the worker died")
+        return super().generate(*asked)
+
+
+@pytest.mark.parametrize("dying", [0, 1])
+def test_an_engine_that_fails_on_one_rank_fails_the_step_on_both(setting, dying: int) -> None:
+    """Rank 1 lacks nothing after the first try, and waits while rank 0 refills."""
+    changes = RESAMPLING | {"rollout__prompts_per_step": 6, "optim__micro_batch_size": 4, "flat": {1, 2, 4, 6}}
+    shelf, meeting = dict[int, Any](), Barrier(2)
+    runs = [setting(**changes, engine=Dies() if rank == dying else None) for rank in range(2)]
+    for rank, run in enumerate(runs):
+        run.ranks = Threads(rank, 2)
+        vars(run.ranks).update(shelf=shelf, meeting=meeting)
+    with ThreadPoolExecutor(2) as pool:
+        ends = [pool.submit(run.collect) for run in runs]
+        for end in ends:
+            with pytest.raises(EngineFailed, match=f"^rank {dying}: the worker died$"):
+                end.result(30)
 
 
 def test_the_overlong_punishment_is_a_part_of_the_reward_but_keeps_no_group(setting) -> None:

@@ -1,0 +1,106 @@
+"""Engines that fail when a plan says so, put where a run builds its own.
+
+`FAILING_ENGINES=PLAN` makes every Python process that starts with tests/helpers/failing_site on its path use them.
+A plan is failures with commas between: `KIND@CALL`, or `KIND@CALL@RANK`. CALL counts from 1 over all engines of a
+process: of `rollout.build` for the kind "build", of `sync` for "sync", of `close` for "close" and "kill", else of
+`generate`.
+"""
+
+import math
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+
+from qerl_lab import rollout
+from qerl_lab.aqn import Noise, observed_std
+from qerl_lab.config.schema import RunConfig
+from qerl_lab.model.policy import Policy
+from qerl_lab.rollout.engine import Engine, EngineFailed, OnDone, Rollout, Sampling, ignore
+from qerl_lab.rollout.transformers import TransformersEngine
+
+VARIABLE = "FAILING_ENGINES"
+
+
+class Plan:
+    """Which calls fail, and how many there were, by name. Each `generate` was `asked` that, with noise of `sigmas`."""
+
+    def __init__(self, words: str) -> None:
+        rank = os.environ.get("RANK", "0")
+        failures = [word.split("@") for word in words.split(",") if word]
+        self.failures = [(kind, int(call)) for kind, call, *of_rank in failures if of_rank in ([], [rank])]
+        self.calls, self.asked = Counter[str](), list[tuple[list[list[int]], Sampling]]()
+        self.sigmas: list[float] = []
+
+    def now(self, what: str) -> set[str]:
+        """Count a call; the kinds of failure that it meets."""
+        self.calls[what] += 1
+        return {kind for kind, call in self.failures if call == self.calls[what]}
+
+    def build(self, cfg: RunConfig, policy: Policy) -> Engine:
+        """Be `rollout.build`."""
+        if "build" in self.now("build"):
+            raise RuntimeError("no memory is left")
+        return FailingEngine(policy, cfg.rollout.batch_size, self)
+
+
+class FailingEngine(TransformersEngine):
+    """The transformers engine, which fails as the plan has it."""
+
+    def __init__(self, policy: Policy, batch_size: int, plan: Plan) -> None:
+        self.plan = Plan("")  # the sync of the building counts for nothing
+        super().__init__(policy, batch_size)
+        self.plan = plan
+
+    def sync(self, noise: Noise) -> None:
+        if "sync" in self.plan.now("sync"):
+            raise EngineFailed("the adapter did not arrive")
+        super().sync(noise)
+
+    def close(self) -> None:
+        super().close()
+        kinds = self.plan.now("close")
+        if "kill" in kinds:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if "close" in kinds:
+            raise RuntimeError("the door is stuck")
+
+    def generate(
+        self, prompt_ids_P: list[list[int]], group_size: int, sampling: Sampling, on_done: OnDone = ignore
+    ) -> Rollout:
+        self.plan.asked.append((prompt_ids_P, sampling))
+        self.plan.sigmas.append(observed_std(self.norms(), self.policy.clean_norms))
+        kinds = self.plan.now("generate")
+        if "die" in kinds:
+            on_done(1)
+            raise EngineFailed("the worker died\nof something")
+        if "timeout" in kinds:
+            time.sleep(0.2)
+            raise EngineFailed("no answer in 0.2 s")
+        if "bug" in kinds:
+            raise ValueError("a bug")
+        out = super().generate(prompt_ids_P, group_size, sampling, on_done)
+        return next((TAKES_AWAY[kind](out) for kind in TAKES_AWAY.keys() & kinds), out)
+
+
+TAKES_AWAY: dict[str, Callable[[Rollout], Rollout]] = {
+    "group": lambda out: replace(
+        out, completion_ids_P_G=out.completion_ids_P_G[1:], logprobs_P_G=out.logprobs_P_G[1:],
+        finish_reasons_P_G=out.finish_reasons_P_G[1:],
+    ),
+    "logprobs": lambda out: replace(
+        out, logprobs_P_G=[[[], *out.logprobs_P_G[0][1:]], *out.logprobs_P_G[1:]]
+    ),
+    "nan": lambda out: replace(
+        out, logprobs_P_G=[[[math.nan] * len(row) for row in group] for group in out.logprobs_P_G]
+    ),
+}  # fmt: skip
+
+
+def install(words: str) -> Plan:
+    """Let runs of this process build engines that fail by the plan."""
+    plan = Plan(words)
+    rollout.build = plan.build
+    return plan
