@@ -110,7 +110,8 @@ def test_sampler_and_trainer_agree_on_the_same_norms(built: Built, noise: Noise)
     log_ratio = (trainer_logprobs(built.policy, out, built.engine.norms()) - told(out)).double()
     ratio = log_ratio.exp()
     said = (
-        f"{built.cfg.format.name}, {built.cfg.rollout.vllm.lora}, sigma {noise.sigma:g}, {len(ratio)} tokens: gap {log_ratio.abs().mean():.4f} nats "
+        f"{built.cfg.format.name}, {built.cfg.rollout.vllm.lora}, sigma {noise.sigma:g}, {len(ratio)} tokens: "
+        f"gap {log_ratio.abs().mean():.4f} nats "
         f"in the mean, {log_ratio.abs().max():.4f} at most, k1 {-log_ratio.mean():+.5f}, "
         f"k3 {(ratio - 1 - log_ratio).mean():.6f}, effective sample size "
         f"{ratio.sum().square() / (len(ratio) * ratio.square().sum()):.5f}"
