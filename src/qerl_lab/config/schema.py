@@ -239,6 +239,10 @@ class OptimConfig:
     beta2: float = option(0.99, "second moment decay of Adam", at_least=0, at_most=0.99999)
     max_grad_norm: float = option(1.0, "gradient clipping norm; a huge one never clips", at_least=1e-6, at_most=1e12)
     micro_batch_size: int = option(8, "completions per forward and backward pass", at_least=1, at_most=65_536)
+    packing: str = option(
+        "off", "train without padding; auto does on a GPU, unless the model's attention has windows or a cap",
+        choices=("auto", "on", "off"),
+    )  # fmt: skip
 
 
 @dataclass

@@ -12,7 +12,7 @@ import math
 import resource
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from qerl_lab.model.policy import Policy, save_adapter
 from qerl_lab.record import checkpoint
 from qerl_lab.record.metrics import METRICS
 from qerl_lab.rollout.engine import Engine, EngineFailed, Rollout
+from qerl_lab.train import packing
 from qerl_lab.train.clock import Clock
 from qerl_lab.train.data import Cursor, Placeholders
 from qerl_lab.train.grpo_config import grpo_config
@@ -54,11 +55,13 @@ class LabTrainer(GRPOTrainer):
         self.before_save: Callable[[], dict[str, Any]] = dict  # what a checkpoint says of its run, when it is due
         self.rebuild: Callable[[str], None] = give_up  # an engine that failed, when it is told the cause
         self.clock = Clock(torch.cuda.synchronize if policy.device.type == "cuda" else lambda: None)
+        self.packs = packing.is_wanted(cfg, policy.model.get_base_model())
         self.batch = Batch([], np.zeros((0, 0)), [], [])  # of the last rollout
         self.measured: dict[str, float] = {}
         self.loss_tokens: list[float] = []  # of each micro-batch
         self.entropies: list[tuple[Tensor, Tensor]] = []  # sum over completion tokens and their number, by micro-batch
         self.mismatch: list[Tensor] = []  # `correction.sums`, by micro-batch
+        self.until_backward = ExitStack()  # what holds from a loss to the end of its backward pass
         self.micro_batch: dict[str, Tensor] = {}  # the one that the loss is computed of
         super().__init__(
             model=policy.model,
@@ -176,11 +179,12 @@ class LabTrainer(GRPOTrainer):
         With gradients they are the loss's, which reads the advantages after this, one for each token. On-policy TRL's
         ratio is 1, so that an advantage times a weight gives the loss times that weight.
         """
+        call = packing.without_padding(model) if self.packs else model
         if not torch.is_grad_enabled():
-            with self._scoring():
-                return super()._get_per_token_logps_and_entropies(model, ids, attention_mask, keep, **kwargs)
+            with self._scoring(), self._attention():
+                return super()._get_per_token_logps_and_entropies(call, ids, attention_mask, keep, **kwargs)
         logps, entropies, aux_loss = super()._get_per_token_logps_and_entropies(
-            model, ids, attention_mask, keep, **kwargs
+            call, ids, attention_mask, keep, **kwargs
         )
         is_completion = attention_mask[:, -keep:]
         self.entropies.append(((entropies.detach() * is_completion).sum(), is_completion.sum()))
@@ -199,8 +203,14 @@ class LabTrainer(GRPOTrainer):
         # Forward and backward both lie inside; autograd keeps the norm parameter itself, not a copy of its values, so
         # the noisy weights must stay in place until the backward pass is done.
         noisy = self.cfg.aqn.scope == "rollout_and_train" and self.noise.sigma > 0
-        with self.policy.norms_as(self._norms(self.noise)) if noisy else nullcontext():
+        with (
+            self.policy.norms_as(self._norms(self.noise)) if noisy else nullcontext(),
+            ExitStack() as self.until_backward,
+        ):
             return super().training_step(*args, **kwargs)
+
+    def _attention(self) -> AbstractContextManager[None]:
+        return packing.attention(self.policy.model.get_base_model()) if self.packs else nullcontext()
 
     def _norms(self, noise: aqn.Noise) -> dict[str, Tensor]:
         return noise.onto_norms(self.policy.clean_norms, self.policy.norms)
@@ -208,6 +218,7 @@ class LabTrainer(GRPOTrainer):
     def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Tensor]) -> Tensor:
         self.loss_tokens.append(float(inputs.get("tool_mask", inputs["completion_mask"]).sum()))
         self.micro_batch = dict(inputs)  # a copy, since the advantages are weighted in it
+        self.until_backward.enter_context(self._attention())  # from here on, since TRL samples in a training step too
         return super()._compute_loss(model, self.micro_batch)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:

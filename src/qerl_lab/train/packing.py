@@ -1,0 +1,122 @@
+"""A micro-batch without padding: its sequences stand in one row, and attention stays within each.
+
+Prompts and completions are ragged, and a padded batch computes every row to the length of the longest. The seams are
+transformers' `AttentionInterface` and the arguments `cu_seq_lens_q` and `max_length_q`, which its models hand through
+to the attention, and torch's `varlen_attn` (FlashAttention-2).
+"""
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+from qerl_lab.config.schema import ConfigError, RunConfig
+
+NAME = "qerl_lab_packed"
+IGNORED = -100  # a label that has no log-prob
+
+
+def without_padding(model: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `model`, which TRL's head gave log-probs: a padded batch goes in and comes out, one row is computed.
+
+    Where the batch has padding the results are 0. Call it inside of `attention`.
+    """
+
+    def forward(input_ids: Tensor, attention_mask: Tensor, labels: Tensor, **kwargs: Any) -> SimpleNamespace:
+        held = attention_mask.bool()
+        lengths = held.sum(1)
+        out = model(
+            input_ids=input_ids[held][None],
+            position_ids=(held.cumsum(1) - 1)[held][None],
+            labels=labels[held][None],
+            attention_mask=None,
+            cu_seq_lens_q=F.pad(lengths.cumsum(0), (1, 0)).int(),
+            max_length_q=int(lengths.max()),
+            use_cache=False,
+            **kwargs,
+        )
+        return SimpleNamespace(log_probs=_spread(out.log_probs, held), entropy=_spread(out.entropy, held))
+
+    return forward
+
+
+def _spread(row: Tensor, held: Tensor) -> Tensor:
+    """Log-probs of a row's tokens but the first, [1, tokens - 1], to their places in [B, T]."""
+    return row.new_zeros(held.shape).masked_scatter(held, F.pad(row, (1, 0)))
+
+
+@contextmanager
+def attention(model: PreTrainedModel) -> Iterator[None]:
+    """Let the model attend within sequences for a while: over forward and backward, which may recompute."""
+    before = model.config._attn_implementation  # transformers has a public setter and no getter
+    model.set_attn_implementation(NAME)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+def is_wanted(cfg: RunConfig, model: PreTrainedModel) -> bool:
+    """Whether the run trains without padding. Raises ConfigError where optim.packing=on cannot be."""
+    if cfg.optim.packing == "on" and not can_pack(model):
+        raise ConfigError(
+            f"optim.packing=on is not possible for {cfg.model.path}: its attention has windows or a cap; allowed: "
+            "models whose layers attend to all that comes before. Type optim.packing=off."
+        )
+    return cfg.optim.packing == "on" or (
+        cfg.optim.packing == "auto" and model.device.type == "cuda" and can_pack(model)
+    )
+
+
+def can_pack(model: PreTrainedModel) -> bool:
+    """Whether every layer attends to all that comes before, without a cap on the scores."""
+    config = model.config.get_text_config()
+    everywhere = "full_attention" if getattr(config, "sliding_window", None) is None else "sliding_attention"
+    kinds = set(getattr(config, "layer_types", None) or [everywhere])
+    capped = getattr(config, "attn_logit_softcapping", None)
+    return kinds == {"full_attention"} and not capped and model._can_set_attn_implementation()
+
+
+def attend(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, *, scaling: float,
+    cu_seq_lens_q: Tensor, max_length_q: int, dropout: float = 0.0, **_: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """Attend causally within each sequence.
+
+    Args:
+        query: [1, heads, tokens, dim]; of key and value [1, key-value heads, tokens, dim].
+        cu_seq_lens_q: where sequences begin, and the end, int32 [sequences + 1].
+    """
+    if dropout:
+        raise ValueError(f"attention dropout {dropout} is not possible in packed sequences; allowed: 0")
+    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
+        query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+        return _varlen(query, key, value, cu_seq_lens_q, max_length_q, scaling)[None], None
+    sizes = cu_seq_lens_q.diff().tolist()
+    parts = zip(*(tensor.split(sizes, dim=2) for tensor in (query, key, value)), strict=True)
+    out = [F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True) for q, k, v in parts]
+    return torch.cat(out, dim=2).transpose(1, 2), None
+
+
+def _varlen(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, scaling: float) -> Tensor:
+    """[tokens, heads, dim] of each to that of the query."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    shared: dict[str, Any] = {}
+    if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+        shared["enable_gqa"] = True
+    else:  # torch before 2.12
+        copies = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1)
+    out = varlen_attn(query, key, value, starts, starts, longest, longest, scale=scaling, window_size=(-1, 0), **shared)
+    return cast(Tensor, out)  # a pair with return_aux only
+
+
+AttentionInterface.register(NAME, attend)
+AttentionMaskInterface.register(NAME, lambda *_, **__: None)  # the starts of the sequences say it all

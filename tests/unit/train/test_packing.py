@@ -1,0 +1,141 @@
+"""Without padding a micro-batch has the same log-probs, entropies and gradients."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+from transformers import MistralConfig, MistralForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from trl.trainer.utils import add_fused_lm_head
+
+from packed_layers import tiny_model
+from qerl_lab.config.schema import ConfigError
+from qerl_lab.rollout.transformers import TransformersEngine
+from qerl_lab.train import packing
+from trained import train
+
+LENGTHS = [(3, 9), (7, 1), (1, 5), (5, 6)]  # of prompt and completion
+PROMPT, COMPLETION = 7, 9
+
+
+def padded() -> tuple[Tensor, Tensor, Tensor]:
+    """Prompts padded on the left, completions on the right, as TRL pads them: ids, mask, labels."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.zeros(len(LENGTHS), PROMPT + COMPLETION, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for row, (prompt, completion) in enumerate(LENGTHS):
+        span = slice(PROMPT - prompt, PROMPT + completion)
+        ids[row, span] = torch.randint(1, 32, (prompt + completion,), generator=generator)
+        mask[row, span] = 1
+    labels = ids.masked_fill(mask == 0, packing.IGNORED)
+    labels[:, :PROMPT] = packing.IGNORED
+    return ids, mask, labels
+
+
+def qwen3():
+    torch.manual_seed(0)
+    return Qwen3ForCausalLM(Qwen3Config(
+        vocab_size=32, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, initializer_range=0.2,
+    ))  # fmt: skip
+
+
+def learner(make, checkpointing: bool):
+    model = make().eval()
+    add_fused_lm_head(model, outputs=("log_probs", "entropy"))
+    torch.manual_seed(1)
+    peft = get_peft_model(
+        model, LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
+    )
+    if checkpointing:
+        peft.train()
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.enable_input_require_grads()
+    return peft
+
+
+def scored(model, packed: bool) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Log-probs and entropies of the completions, 0 in the padding, and the gradients of a weighted sum of both."""
+    ids, mask, labels = padded()
+    call = packing.without_padding(model) if packed else model
+    with packing.attention(model.get_base_model()) if packed else torch.enable_grad():
+        out = call(input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True)
+        held = mask[:, PROMPT:]
+        logps, entropies = (value[:, -COMPLETION:] * held for value in (out.log_probs, out.entropy))
+        weights = torch.linspace(-1, 1, COMPLETION)
+        (logps * weights).sum().backward()
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.requires_grad]
+    return logps.detach(), entropies.detach(), gradients
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("make", [tiny_model, qwen3], ids=["qwen2", "qwen3"])
+def test_it_gives_what_the_padded_batch_gives(make, checkpointing: bool) -> None:
+    expected = scored(learner(make, checkpointing), packed=False)
+    found = scored(learner(make, checkpointing), packed=True)
+    assert found[0].abs().sum() > 10
+    torch.testing.assert_close(found[0], expected[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found[1], expected[1], rtol=1e-5, atol=1e-5)
+    assert max(gradient.abs().max() for gradient in expected[2]) > 0.1
+    torch.testing.assert_close(found[2], expected[2], rtol=1e-4, atol=1e-5)
+
+
+def test_only_tokens_are_computed() -> None:
+    model, seen = learner(tiny_model, False), []
+    model.get_base_model().model.layers[0].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].shape))
+    scored(model, packed=True)
+    assert seen == [(1, sum(map(sum, LENGTHS)), 64)]
+
+
+def test_the_attention_is_the_models_own_again() -> None:
+    model = tiny_model()
+    before = model.config._attn_implementation
+    held = packing.attention(model)
+    held.__enter__()
+    assert model.config._attn_implementation == packing.NAME
+    assert not held.__exit__(KeyError, KeyError(), None)
+    assert model.config._attn_implementation == before
+
+
+@pytest.mark.parametrize(("asked", "done"), [("auto", False), ("on", True), ("off", False)])
+def test_a_cpu_packs_when_it_is_asked_to(asked: str, done: bool, tiny) -> None:
+    assert packing.is_wanted(tiny(optim__packing=asked), tiny_model()) is done
+
+
+def test_a_model_with_sliding_windows_is_not_packed(tiny) -> None:
+    shape = {"vocab_size": 32, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1,
+             "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
+    assert packing.can_pack(tiny_model())
+    assert packing.can_pack(qwen3())
+    sliding = MistralForCausalLM(MistralConfig(**shape, sliding_window=8))
+    assert not packing.can_pack(sliding)
+    with pytest.raises(ConfigError, match=r"optim\.packing=on is not possible for pocket.*Type optim"):
+        packing.is_wanted(tiny(optim__packing="on"), sliding)
+
+
+@pytest.mark.parametrize(
+    "aqn", [{}, {"aqn__schedule": "linear", "aqn__scope": "rollout_and_train"}], ids=["clean", "noisy"]
+)
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_a_step_without_padding_is_the_step(beta: float, aqn: dict, tiny, build_policy, tmp_path: Path) -> None:
+    """Sampled by the same engine, whose attention is the model's own."""
+    found = []
+    for packing_is in ("off", "on"):
+        cfg = tiny(steps=2, optim__packing=packing_is, algorithm__beta=beta, rollout__max_completion_tokens=40,
+                   optim__micro_batch_size=8, **aqn)  # fmt: skip
+        policy = build_policy(cfg)
+        found.append(train(cfg, policy, TransformersEngine(policy, 64), tmp_path / packing_is))
+        assert policy.model.config._attn_implementation == "sdpa"
+    padded, packed = found
+    assert padded.scored == packed.scored * 8  # of a micro-batch one row
+    for expected, gradients in zip(padded.gradients, packed.gradients, strict=True):
+        largest = max(gradient.abs().max() for gradient in expected.values())
+        assert largest > 1e-5
+        for name, gradient in expected.items():
+            torch.testing.assert_close(gradients[name], gradient, rtol=1e-4, atol=1e-4 * float(largest))
+    for expected, metrics in zip(padded.steps, packed.steps, strict=True):
+        names = [name for name in expected if name.startswith(("policy/", "sampler/", "reward/"))]
+        assert {name: metrics[name] for name in names} == pytest.approx(
+            {name: expected[name] for name in names}, rel=1e-4, abs=1e-5
+        )
