@@ -3,6 +3,10 @@
 import torch
 from torch import Tensor
 
+# Bounds of the routes on a GPU. Not measured here yet: the second is where others saw cuBLAS overtake a Triton expand
+# (SGLang #26962), and inside a CUDA graph they saw it do so in the shrink much earlier.
+SHRINK_ROWS, EXPAND_WORK = 64, 16_384
+
 
 @torch.library.custom_op("qerl_lab::add_adapter", mutates_args={"y"})
 def add_adapter(y: Tensor, x: Tensor, A: Tensor, B: Tensor, sizes: list[int]) -> None:
@@ -18,12 +22,31 @@ def add_adapter(y: Tensor, x: Tensor, A: Tensor, B: Tensor, sizes: list[int]) ->
         B: `[N, r]`, with the scaling in it.
         sizes: columns of the parts in `y`, N in sum.
     """
+    add_products(y, x, A, B, sizes)
+
+
+def add_products(y: Tensor, x: Tensor, A: Tensor, B: Tensor, sizes: list[int]) -> None:
+    """As `add_adapter`, by torch's products."""
     rank, at = B.shape[1], 0
     inner = x @ A.t()
     for part, size in enumerate(sizes):
         columns, own = slice(at, at + size), slice(part * rank, (part + 1) * rank)
         y[:, columns].addmm_(inner[:, own], B[columns].t())
         at += size
+
+
+@add_adapter.register_kernel("cuda")
+def on_gpu(y: Tensor, x: Tensor, A: Tensor, B: Tensor, sizes: list[int]) -> None:
+    """As `add_adapter`, by kernels made for one adapter where they are thought faster than cuBLAS."""
+    from qerl_lab.rollout.vllm import kernels  # needs triton
+
+    rows, rank = x.shape[0], B.shape[1]
+    if rank > kernels.MAX_RANK or rows * rank > EXPAND_WORK:
+        add_products(y, x, A, B, sizes)
+    elif rows > SHRINK_ROWS:
+        kernels.expand(y, (x @ A.t())[None], B, sizes)
+    elif rows:
+        kernels.expand(y, kernels.shrink(x, A), B, sizes)
 
 
 @add_adapter.register_fake

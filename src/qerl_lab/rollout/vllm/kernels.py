@@ -1,0 +1,129 @@
+"""Triton kernels of one adapter's product for few rows, as in decoding. Importing this module imports triton.
+
+Two launches a layer: `shrink`, t = x A^T, and `expand`, y += t B^T. At a few rows both move A and B once and compute
+next to nothing, so a layer's K is cut into splits until there is a program for every multiprocessor.
+
+The splits' sums go to a scratch tensor [S, M, R], and every program of `expand` adds up the S that it needs. So there
+is no third launch; no buffer that one call must leave zeroed for the next, which a CUDA graph that is cut off would
+break; and the sums have one order: the same inputs give the same bits, which atomics would not. The price is that
+expand reads S times its t, from L2: at most `_SCRATCH_ROWS` rows of it a program.
+"""
+
+import os
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+MAX_RANK = 128
+# Not measured yet: bounds on what a program adds up, programs in flight, and tiles that keep a few loads ahead.
+_SCRATCH_ROWS = 512
+_PROGRAMS = 132  # multiprocessors of an H200
+_BLOCK_K, _BLOCK_R, _BLOCK_N = 128, 32, 128
+_IN_FLIGHT = tl.constexpr(8)
+_WIDEN = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")  # the interpreter has no product of bfloat16
+
+
+def shrink(x: Tensor, A: Tensor) -> Tensor:
+    """Return the sums of t = x A^T over equal pieces of K, float32 `[S, M, R]`; t is their sum over S.
+
+    Args:
+        x: `[M, K]` in bfloat16, float16 or float32; its columns lie side by side.
+        A: `[R, K]`, contiguous, in the same dtype.
+    """
+    (rows, columns), R = x.shape, A.shape[0]
+    block_m = _block_of(rows)
+    tiles = triton.cdiv(R, _BLOCK_R) * triton.cdiv(rows, block_m)
+    most = max(1, min(_SCRATCH_ROWS // block_m, triton.cdiv(_PROGRAMS, tiles)))
+    chunk = triton.cdiv(triton.cdiv(columns, most), _BLOCK_K) * _BLOCK_K
+    splits = triton.cdiv(columns, chunk)
+    sums = torch.empty(splits, rows, R, dtype=torch.float32, device=x.device)
+    grid = (splits, triton.cdiv(R, _BLOCK_R), triton.cdiv(rows, block_m))
+    _shrink[grid](
+        x, A, sums, rows, R, columns, chunk, x.stride(0), BLOCK_M=block_m, BLOCK_R=_BLOCK_R, BLOCK_K=_BLOCK_K,
+        num_warps=4, num_stages=4,
+    )  # fmt: skip
+    return sums
+
+
+def expand(y: Tensor, sums: Tensor, B: Tensor, sizes: list[int]) -> None:
+    """Add t_p B_p^T to the columns of part p of `y`, in place, t being the sum of `sums` over its first axis.
+
+    Args:
+        y: `[M, N]`; its columns lie side by side.
+        sums: `[S, M, P * r]`, contiguous, of any dtype. t is rounded to the dtype of B.
+        B: `[N, r]`, contiguous.
+        sizes: columns of the P parts, N in sum.
+    """
+    rows, rank = y.shape[0], B.shape[1]
+    block_m = _block_of(rows)
+    tiles = [triton.cdiv(size, _BLOCK_N) for size in sizes]
+    # Of each part: its first program, its first column and the column after its last.
+    parts = tuple((sum(tiles[:p]), sum(sizes[:p]), sum(sizes[: p + 1])) for p in range(len(sizes)))
+    _expand[(sum(tiles), triton.cdiv(rows, block_m))](
+        y, sums, B, rows, sums.shape[0], y.stride(0), PARTS=parts, RANK=rank, BLOCK_M=block_m,
+        BLOCK_R=max(16, triton.next_power_of_2(rank)), BLOCK_N=_BLOCK_N, num_warps=4,
+    )  # fmt: skip
+
+
+def _block_of(rows: int) -> int:
+    """Rows of a tile: 16 at least, for the tensor cores, and 64 at most."""
+    return min(64, max(16, triton.next_power_of_2(rows)))
+
+
+# A variant for each number of rows would be compiled while a CUDA graph is captured.
+@triton.jit(do_not_specialize=["rows"])
+def _shrink(
+    x, A, sums, rows, R, K, chunk, x_stride,
+    BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Program (split, tile of R, tile of M): the sum over one piece of K."""
+    split = tl.program_id(0)
+    r = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
+    m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+    end = tl.minimum(K, (split + 1) * chunk)
+    total = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
+    for first in range(split * chunk, end, BLOCK_K):
+        k = first + tl.arange(0, BLOCK_K)
+        a = tl.load(A + r[:, None] * K + k[None, :], mask=(r[:, None] < R) & (k[None, :] < end), other=0.0)
+        rows_of_x = x + m[:, None].to(tl.int64) * x_stride
+        some = tl.load(rows_of_x + k[None, :], mask=(m[:, None] < rows) & (k[None, :] < end), other=0.0)
+        total = _product(some, a.T, total)
+    out = sums + (split * rows + m[:, None]) * R + r[None, :]
+    tl.store(out, total, mask=(m[:, None] < rows) & (r[None, :] < R))
+
+
+@triton.jit(do_not_specialize=["rows", "splits"])
+def _expand(
+    y, sums, B, rows, splits, y_stride,
+    PARTS: tl.constexpr, RANK: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Program (tile of one part's columns, tile of M)."""
+    tile = tl.program_id(0)
+    part, first, end = 0, tile * BLOCK_N, PARTS[0][2]
+    for p in tl.static_range(1, len(PARTS)):
+        if tile >= PARTS[p][0]:
+            part, first, end = p, PARTS[p][1] + (tile - PARTS[p][0]) * BLOCK_N, PARTS[p][2]
+    n, r = first + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_R)
+    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    b = tl.load(B + n[:, None] * RANK + r[None, :], mask=(n[:, None] < end) & (r[None, :] < RANK), other=0.0)
+    inside = (m[:, None] < rows) & (n[None, :] < end)
+    at = y + m[:, None].to(tl.int64) * y_stride + n[None, :]
+    old = tl.load(at, mask=inside, other=0.0)
+    wanted = (m[:, None] < rows) & (r[None, :] < RANK)
+    t = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
+    for s in tl.range(0, splits, loop_unroll_factor=_IN_FLIGHT):  # unrolled whole, each load would change its layout
+        of_split = sums + (s * rows + m[:, None]) * (len(PARTS) * RANK) + part * RANK + r[None, :]
+        t += tl.load(of_split, mask=wanted, other=0.0).to(tl.float32)
+    new = _product(t.to(b.dtype), b.T, old.to(tl.float32))
+    tl.store(at, new.to(old.dtype), mask=inside)
+
+
+@triton.jit
+def _product(a, b, total):
+    """total + a @ b, summed in float32."""
+    if _WIDEN:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, total, input_precision="ieee")

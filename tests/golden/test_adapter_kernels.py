@@ -1,0 +1,84 @@
+"""The kernels of one adapter's product against float64: on a GPU, and in Triton's interpreter on a CPU."""
+
+import os
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from qerl_lab.rollout.vllm.kernels import expand, shrink
+from qerl_lab.rollout.vllm.product import EXPAND_WORK, SHRINK_ROWS, on_gpu
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
+NEAR = {torch.bfloat16: 2**-7, torch.float32: 1e-5}
+DTYPES = list(NEAR) if INTERPRETED else [torch.bfloat16]
+# Rows, columns of x, columns of the parts of y, rank: blocks that are full, cut, and single.
+SHAPES = [(1, 64, [17], 1), (5, 300, [160, 40, 40], 7), (8, 1024, [128], 16), (16, 896, [256, 128, 128], 32),
+          (33, 1000, [257, 130], 20), (64, 640, [96, 96], 64), (70, 1536, [65], 128)]  # fmt: skip
+
+
+def operands(rows: int, columns: int, sizes: list[int], rank: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Products of the size of 1."""
+    generator = torch.Generator().manual_seed(rows)
+    R, N = len(sizes) * rank, sum(sizes)
+    shapes = {"y": (rows, N), "x": (rows, columns), "A": (R, columns), "B": (N, rank)}
+    scale = {"A": columns**-0.5, "B": rank**-0.5}
+    return {
+        name: (scale.get(name, 1) * torch.randn(shape, generator=generator)).to(dtype).to(DEVICE)
+        for name, shape in shapes.items()
+    }
+
+
+def product(x: Tensor, A: Tensor, B: Tensor, sizes: list[int]) -> Tensor:
+    blocks = zip(A.double().split(len(A) // len(sizes)), B.double().split(sizes), strict=True)
+    return torch.cat([x.double() @ a.t() @ b.t() for a, b in blocks], dim=1)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_shrink_sums_in_float32_over_pieces_of_k(shape: tuple, dtype: torch.dtype) -> None:
+    given = operands(*shape, dtype)
+    sums = shrink(given["x"], given["A"])
+    rows, columns, sizes, rank = shape
+    assert sums.shape[1:] == (rows, len(sizes) * rank)
+    assert len(sums) > 1 or columns < 256
+    exact = given["x"].double() @ given["A"].double().t()
+    torch.testing.assert_close(sums.double().sum(0), exact, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_both_add_each_parts_product_in_place(shape: tuple, dtype: torch.dtype) -> None:
+    """Rounding t and y is all that float64 would do otherwise; what lies beside y stays."""
+    given, sizes = operands(*shape, dtype), shape[2]
+    wide = torch.full((shape[0], sum(sizes) + 24), 7.0, dtype=dtype, device=DEVICE)
+    y = wide[:, : sum(sizes)]
+    y.copy_(given["y"])
+    expand(y, shrink(given["x"], given["A"]), given["B"], sizes)
+    added = product(given["x"], given["A"], given["B"], sizes)
+    band = NEAR[dtype]
+    torch.testing.assert_close(y.double(), given["y"].double() + added, rtol=band, atol=4 * band)
+    assert added.abs().mean() > 20 * band
+    assert (wide[:, sum(sizes) :] == 7).all()
+
+
+def test_the_same_inputs_give_the_same_bits() -> None:
+    given = operands(*SHAPES[3], torch.bfloat16)
+    runs = [given["y"].clone() for _ in range(3)]
+    for y in runs:
+        expand(y, shrink(given["x"], given["A"]), given["B"], SHAPES[3][2])
+    assert torch.equal(runs[0], runs[1])
+    assert torch.equal(runs[0], runs[2])
+
+
+@pytest.mark.parametrize("rows", [0, SHRINK_ROWS, SHRINK_ROWS + 1, EXPAND_WORK // 128 + 1])
+def test_every_route_gives_the_same(rows: int) -> None:
+    given, sizes = operands(rows, 512, [96, 32], 128, torch.bfloat16), [96, 32]
+    y = given["y"].clone()
+    on_gpu(y, given["x"], given["A"], given["B"], sizes)
+    exact = given["y"].double() + product(given["x"], given["A"], given["B"], sizes)
+    torch.testing.assert_close(y.double(), exact, rtol=2**-7, atol=2**-5)
