@@ -27,7 +27,7 @@ from qerl_lab.model.files import read_json
 from qerl_lab.model.on_disk import POCKET
 from qerl_lab.model.policy import Policy, save_adapter
 from qerl_lab.rollout.vllm import one_adapter
-from qerl_lab.rollout.vllm.engine import IN_THIS_PROCESS, QUIET
+from qerl_lab.rollout.vllm.engine import IN_THIS_PROCESS
 from small_checkpoints import edit_config
 
 IDS = list(range(5, 45))
@@ -45,7 +45,7 @@ def learner(tiny, build_policy) -> Policy:
 @contextmanager
 def serving(**arguments: Any) -> Iterator[LLM]:
     """vLLM over the pocket policy in this process, as its engine starts it."""
-    os.environ.update(IN_THIS_PROCESS | QUIET)
+    os.environ.update(IN_THIS_PROCESS)
     llm = LLM(model=str(POCKET), dtype="float32", enforce_eager=True, max_model_len=64, max_num_seqs=4,
               kv_cache_memory_bytes=2**24, enable_prefix_caching=False, distributed_executor_backend="uni",
               use_tqdm_on_load=False, **arguments)  # fmt: skip
