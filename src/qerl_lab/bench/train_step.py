@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import PeftModel, get_peft_model
 from torch import Tensor, nn
 from transformers import PreTrainedModel, Qwen2Config
 from trl.trainer.utils import add_fused_lm_head
@@ -22,38 +22,14 @@ from trl.trainer.utils import add_fused_lm_head
 from qerl_lab import formats
 from qerl_lab.bench.linear import Row, linear4bit
 from qerl_lab.bench.options import TrainStepOptions
+from qerl_lab.bench.random_model import RandomWeights, plain_lora
 from qerl_lab.bench.shapes import ARCHITECTURES
 from qerl_lab.config.schema import FormatConfig, RunConfig
 from qerl_lab.formats.format import PackedAs
 from qerl_lab.model import policy
-from qerl_lab.model.loading import empty_model, load_model
+from qerl_lab.model.loading import load_model
 
 GB = 1e9
-
-
-class RandomWeights:
-    """Source of tensors for `load_model`: normal(0, 0.02) matrices, ones for norms, made on the device when asked."""
-
-    def __init__(self, config: Qwen2Config) -> None:
-        model = empty_model(config, torch.bfloat16)
-        self._shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(self._shapes)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._shapes[name]
-
-    def dtype(self, name: str) -> torch.dtype:
-        return torch.bfloat16
-
-    def where(self, name: str) -> str:
-        return "random weights"
-
-    def tensor(self, name: str, device: torch.device | str = "cpu") -> Tensor:
-        tensor = torch.empty(self._shapes[name], dtype=torch.bfloat16, device=device)
-        return tensor.normal_(std=0.02) if tensor.ndim > 1 else tensor.fill_(0.0 if name.endswith("bias") else 1.0)
 
 
 @dataclass
@@ -70,7 +46,7 @@ def build(options: TrainStepOptions, arm: str) -> Arm:
     config = Qwen2Config(**ARCHITECTURES[options.model], dtype=torch.bfloat16, attn_implementation="sdpa")
     weight_format = formats.build(FormatConfig(name=arm if arm in formats.FORMATS else "bf16"))
     base = load_model(
-        config, RandomWeights(config), PackedAs(weight_format, ("lm_head",)), is_packed=False,
+        config, RandomWeights(config, torch.device("cuda")), PackedAs(weight_format, ("lm_head",)), is_packed=False,
         device=torch.device("cuda"), dtype=torch.bfloat16,
     )  # fmt: skip
     if arm == "qlora":
@@ -92,8 +68,7 @@ def with_adapters(base: PreTrainedModel, rank: int, *, plain: bool) -> PeftModel
     cfg.lora.rank = rank
     if not plain:
         return policy.attach_adapters(base, cfg)
-    targets = list(cfg.lora.target_modules)
-    return get_peft_model(base, LoraConfig(r=rank, lora_alpha=rank, target_modules=targets, task_type="CAUSAL_LM"))
+    return get_peft_model(base, plain_lora(rank))
 
 
 def to_linear4bit(base: nn.Module) -> None:

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from qerl_lab.formats.format import Format, Layout, pack_fused
-from qerl_lab.model.files import DTYPES, SINGLE, WeightFiles
+from qerl_lab.model.files import DTYPES, SINGLE
 from qerl_lab.model.linear import fused_groups
+from qerl_lab.model.loading import TensorSource
 
 # What a safetensors header calls a dtype.
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
@@ -45,7 +46,7 @@ class Shard(NamedTuple):
         return len(_header(self.layout)) + _layout_bytes(self.layout)
 
 
-def plan(source: WeightFiles, linears: Sequence[str], weight_format: Format, shard_bytes: float) -> list[Shard]:
+def plan(source: TensorSource, linears: Sequence[str], weight_format: Format, shard_bytes: float) -> list[Shard]:
     """Plan which tensors go into which file: in the order of the source, a fused layer never split, each file at most
     `shard_bytes` of tensors unless one unit alone is larger. Depends on names, shapes and dtypes only."""
     shards: list[list[Unit]] = []
@@ -62,7 +63,7 @@ def plan(source: WeightFiles, linears: Sequence[str], weight_format: Format, sha
     return [Shard(name, units) for name, units in zip(names, shards, strict=True)]
 
 
-def _units(source: WeightFiles, linears: Sequence[str], weight_format: Format) -> Iterator[Unit]:
+def _units(source: TensorSource, linears: Sequence[str], weight_format: Format) -> Iterator[Unit]:
     groups = {f"{name}.weight": tuple(group) for group in fused_groups(list(linears)) for name in group}
     done: set[str] = set()
     for name in source.names:
@@ -83,7 +84,7 @@ def _layout_bytes(layout: Layout) -> int:
     return sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in layout.values())
 
 
-def source_bytes(source: WeightFiles, shard: Shard) -> int:
+def source_bytes(source: TensorSource, shard: Shard) -> int:
     """Count the bytes of the source that `shard` is made from."""
     return _layout_bytes({n: (source.shape(n), source.dtype(n)) for unit in shard.units for n in unit.names})
 
@@ -91,7 +92,7 @@ def source_bytes(source: WeightFiles, shard: Shard) -> int:
 def write(
     shard: Shard,
     folder: Path,
-    source: WeightFiles,
+    source: TensorSource,
     weight_format: Format,
     device: torch.device,
     advance: Callable[[int], None],
@@ -133,10 +134,10 @@ def _write_whole(out: FileIO, content: memoryview) -> None:
         content = content[out.write(content) :]
 
 
-def _tensors(unit: Unit, source: WeightFiles, weight_format: Format, device: torch.device) -> dict[str, Tensor]:
+def _tensors(unit: Unit, source: TensorSource, weight_format: Format, device: torch.device) -> dict[str, Tensor]:
     """Return what becomes of one unit."""
     if not unit.modules:
-        return {unit.names[0]: source.tensor(unit.names[0])}
+        return {unit.names[0]: source.tensor(unit.names[0], "cpu")}
     weights = {module: source.tensor(name, device) for module, name in zip(unit.modules, unit.names, strict=True)}
     try:
         return {

@@ -1,0 +1,167 @@
+"""Checkpoints with random weights: real files of a real architecture, without a download.
+
+Speed does not ask what the weights are, as long as no logit is infinite and no token certain. A checkpoint's files are
+those that `python -m qerl_lab.quantize` would write, and its tokenizer makes a token of each letter.
+"""
+
+import json
+import math
+import random
+import string
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config
+
+from qerl_lab.config.schema import FormatConfig, RunConfig
+from qerl_lab.formats.format import Format
+from qerl_lab.model.files import INDEX
+from qerl_lab.model.linear import packable
+from qerl_lab.model.loading import empty_model
+from qerl_lab.quantize import rtn
+
+CHAT = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+SHARD_BYTES = 4e9
+
+
+class RandomWeights:
+    """Source of tensors for `load_model` and `rtn`: normal(0, 0.02) matrices, ones for norms, zeros for biases.
+
+    They are made on `device` when asked for. A name decides its tensor, so that every format packs the same weights.
+    """
+
+    def __init__(self, config: Qwen2Config, device: torch.device) -> None:
+        model = empty_model(config, torch.bfloat16)
+        self.device = device
+        self._shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._shapes)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._shapes[name]
+
+    def dtype(self, name: str) -> torch.dtype:
+        return torch.bfloat16
+
+    def where(self, name: str) -> str:
+        return "random weights"
+
+    def tensor(self, name: str, device: torch.device | str) -> Tensor:
+        tensor = torch.empty(self._shapes[name], dtype=torch.bfloat16, device=self.device)
+        if tensor.ndim == 1:
+            return tensor.fill_(0.0 if name.endswith("bias") else 1.0).to(device)
+        generator = torch.Generator(self.device).manual_seed(zlib.crc32(name.encode()))
+        return tensor.normal_(std=0.02, generator=generator).to(device)
+
+
+def config_of(architecture: dict[str, Any]) -> Qwen2Config:
+    """The configuration of a Qwen2.5; `end_ids` says what ends a completion."""
+    return Qwen2Config(
+        **architecture, architectures=["Qwen2ForCausalLM"], max_position_embeddings=32_768, rope_theta=1e6,
+        bos_token_id=None, pad_token_id=0, eos_token_id=None, dtype=torch.bfloat16,
+    )  # fmt: skip
+
+
+def plan(
+    architecture: dict[str, Any], weight_format: Format, device: torch.device
+) -> tuple[RandomWeights, list[rtn.Shard]]:
+    """The weights, and the files that they would be: `Shard.bytes` is the size of one. Makes no tensor."""
+    source = RandomWeights(config_of(architecture), device)
+    model = empty_model(config_of(architecture), torch.bfloat16)
+    linears = packable(model, FormatConfig().ignore) if weight_format.BLOCK is not None else []
+    return source, rtn.plan(source, linears, weight_format, SHARD_BYTES)
+
+
+def write(
+    folder: Path, architecture: dict[str, Any], weight_format: Format, device: torch.device, mean_tokens: float = 0
+) -> None:
+    """Write a checkpoint of `architecture` in `weight_format`; the weights are made and packed on `device`.
+
+    Args:
+        mean_tokens: completions end after so many tokens in the mean, see `end_ids`; 0: never.
+
+    Raises:
+        OSError: a file cannot be written; names it.
+    """
+    source, shards = plan(architecture, weight_format, device)
+    folder.mkdir(parents=True)
+    for shard in shards:
+        rtn.write(shard, folder, source, weight_format, device, lambda _: None)
+    if len(shards) > 1:
+        (folder / INDEX).write_text(json.dumps(rtn.index(shards)))
+    config_of(architecture).save_pretrained(folder)
+    ends = end_ids(architecture["vocab_size"], mean_tokens)
+    GenerationConfig(eos_token_id=ends, pad_token_id=0).save_pretrained(folder)
+    tokenizer_of(architecture["vocab_size"]).save_pretrained(folder)
+    if weight_format.BLOCK is not None:
+        file = folder / "config.json"
+        about = weight_format.quantization_config(FormatConfig().ignore, torch.bfloat16)
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": about}, indent=2))
+
+
+def end_ids(vocabulary: int, mean_tokens: float) -> list[int]:
+    """Token ids that end a completion: the one that cannot be sampled, and with `mean_tokens` a share of the rest.
+
+    Random logits are near to uniform, so that each token ends its completion with probability 1 / `mean_tokens`:
+    lengths are geometric.
+    """
+    count = round(vocabulary / mean_tokens) if mean_tokens else 0
+    drawn = torch.randperm(vocabulary - 1, generator=torch.Generator().manual_seed(0))[:count] + 1  # 0 pads
+    return [vocabulary, *sorted(drawn.tolist())]
+
+
+def tokenizer_of(vocabulary: int) -> PreTrainedTokenizerFast:
+    """A tokenizer in which each letter is a token. Token 0 pads; the end token is one beyond the vocabulary.
+
+    It is byte-level BPE without merges, because transformers reads the tokenizer of every Qwen2 as BPE.
+    """
+    alphabet = sorted(ByteLevel.alphabet())
+    words = ["<pad>", *alphabet, *(f"w{index}" for index in range(len(alphabet) + 1, vocabulary)), "<end>"]
+    tokenizer = Tokenizer(BPE({word: index for index, word in enumerate(words)}, []))
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<end>", pad_token="<pad>", chat_template=CHAT, padding_side="left"
+    )
+
+
+def prompt_ids(count: int, length: int, vocabulary: int, seed: int) -> list[list[int]]:
+    """`count` prompts of `length` random tokens; those of another seed begin otherwise."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(1, vocabulary, (count, length), generator=generator).tolist()
+
+
+def prompt_texts(count: int, length: int) -> list[str]:
+    """`count` texts of `length` random letters, which are as many tokens."""
+    letters = random.Random(0)
+    return ["".join(letters.choices(string.ascii_letters, k=length)) for _ in range(count)]
+
+
+def plain_lora(rank: int) -> LoraConfig:
+    """PEFT's own configuration of an adapter on the layers of the schema, with scaling 1."""
+    targets = list(RunConfig().lora.target_modules)
+    return LoraConfig(r=rank, lora_alpha=rank, target_modules=targets, task_type="CAUSAL_LM")
+
+
+def write_adapter(folder: Path, architecture: dict[str, Any], rank: int) -> None:
+    """Write an adapter as PEFT does, whose product is small and not zero."""
+    model = empty_model(config_of(architecture), torch.bfloat16)
+    generator, tensors = torch.Generator().manual_seed(rank), dict[str, Tensor]()
+    for name in packable(model, FormatConfig().ignore):
+        rows, columns = model.get_parameter(f"{name}.weight").shape
+        for part, shape in (("lora_A", (rank, columns)), ("lora_B", (rows, rank))):
+            values = torch.randn(shape, generator=generator) / math.sqrt(100 * shape[1])
+            tensors[f"base_model.model.{name}.{part}.weight"] = values
+    folder.mkdir(parents=True)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    plain_lora(rank).save_pretrained(folder)

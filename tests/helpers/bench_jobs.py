@@ -1,0 +1,70 @@
+"""Benchmarks of a model of test size, and an engine that does what a test says."""
+
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from qerl_lab import formats
+from qerl_lab.bench import random_model
+from qerl_lab.bench.arms import Job
+from qerl_lab.bench.options import TRL, VLLM, RolloutOptions, StepOptions, arm_of
+from qerl_lab.config.schema import FormatConfig
+
+ARCHITECTURE = {
+    "vocab_size": 300, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def job(folder: Path, arm: str, options: RolloutOptions | StepOptions, rank: int = 4) -> Job:
+    """A job in `folder`, with its checkpoint and its adapter."""
+    is_rollout = isinstance(options, RolloutOptions)
+    read = arm_of(arm, VLLM if is_rollout else TRL)
+    built = formats.build(FormatConfig(name=read.format))
+    mean_tokens = 0 if is_rollout else options.mean_tokens
+    random_model.write(folder / "model", ARCHITECTURE, built, torch.device("cpu"), mean_tokens)
+    random_model.write_adapter(folder / "adapter", ARCHITECTURE, rank)
+    name = "rollout" if is_rollout else "step"
+    return Job(name, read, rank, ARCHITECTURE, str(folder / "model"), str(folder / "adapter"), asdict(options))
+
+
+class FakeSampler:
+    """Samples what `answer(prompts, new)` says; `asked` has every call."""
+
+    def __init__(self, answer: Callable[[list[list[int]], int], list[list[float]]], **settings: Any) -> None:
+        self.answer, self.row, self.asked, self.renewals = answer, {"start_seconds": 1.0}, [], 0
+        self.llm = fake_llm(**settings)
+
+    def renew(self) -> None:
+        self.renewals += 1
+
+    def generate(self, prompt_ids_P: list[list[int]], new: int, seed: int) -> list[list[float]]:
+        self.asked.append((prompt_ids_P, new, seed))
+        return self.answer(prompt_ids_P, new)
+
+
+def fake_llm(blocks: int = 1000) -> Any:
+    """What `bench.rollout` reads of vLLM's object."""
+    cache = SimpleNamespace(
+        enable_prefix_caching=True,
+        cache_dtype="auto",
+        num_gpu_blocks=blocks,
+        block_size=16,
+        kv_cache_memory_bytes=2**30,
+    )
+    scheduler = SimpleNamespace(
+        max_num_seqs=4, max_num_batched_tokens=2048, enable_chunked_prefill=True, async_scheduling=True
+    )
+    config = SimpleNamespace(
+        cache_config=cache, scheduler_config=scheduler,
+        model_config=SimpleNamespace(quantization=None, dtype=torch.bfloat16, enforce_eager=False),
+        compilation_config=SimpleNamespace(cudagraph_mode="FULL"), kernel_config=SimpleNamespace(linear_backend="auto"),
+    )  # fmt: skip
+    model = torch.nn.Linear(8, 4)
+    return SimpleNamespace(
+        llm_engine=SimpleNamespace(vllm_config=config), apply_model=lambda function: [function(model)]
+    )

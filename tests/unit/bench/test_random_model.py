@@ -1,0 +1,120 @@
+"""Random checkpoints: what the quantize command would write, loaded by the lab, with text that has its length."""
+
+import itertools
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Qwen2ForCausalLM
+
+from bench_jobs import ARCHITECTURE
+from packed_layers import BY_NAME
+from qerl_lab.bench import random_model, shapes
+from qerl_lab.config.rules import build as build_config
+from qerl_lab.model import policy
+from qerl_lab.model.files import WeightFiles
+from qerl_lab.quantize import options, run
+
+CPU = torch.device("cpu")
+FORMATS = list(BY_NAME)
+PACKED = [name for name in FORMATS if name != "bf16"]
+
+
+def written(folder: Path, name: str, mean_tokens: float = 0, **changes: object) -> Path:
+    random_model.write(folder, ARCHITECTURE | changes, BY_NAME[name], CPU, mean_tokens)
+    return folder
+
+
+def policy_of(folder: Path, name: str) -> policy.Policy:
+    cfg = build_config({"model": {"path": str(folder)}, "format": {"name": name}, "lora": {"rank": 4}, "device": "cpu"})
+    return policy.build(cfg, CPU)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_lab_loads_it_and_its_logits_say_something(tmp_path: Path, name: str) -> None:
+    loaded = policy_of(written(tmp_path / "model", name), name)
+    random_model.write_adapter(tmp_path / "adapter", ARCHITECTURE, 4)
+    ids = torch.tensor(random_model.prompt_ids(2, 9, 300, seed=0))
+    with torch.no_grad():
+        before = loaded.model(ids).logits
+        policy.load_adapter(loaded.model, tmp_path / "adapter")
+        after = loaded.model(ids).logits
+    assert after.isfinite().all()
+    assert 0.05 < after.std() < 3
+    assert (after - before).abs().max() > 1e-3  # the adapter acts
+    entropy = torch.distributions.Categorical(logits=after).entropy()
+    assert entropy.min() > 0.5 * math.log(300)
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_it_is_what_the_quantize_command_makes_of_the_dense_one(tmp_path: Path, name: str) -> None:
+    dense, own = written(tmp_path / "bf16", "bf16"), WeightFiles(written(tmp_path / name, name))
+    run.run(options.QuantizeConfig(model=str(dense), format=name, out=str(tmp_path / "quantized"), device="cpu"))
+    quantized = WeightFiles(tmp_path / "quantized")
+    assert set(own.names) == set(quantized.names)
+    for tensor in own.names:
+        assert own.dtype(tensor) is quantized.dtype(tensor)
+        assert torch.equal(own.tensor(tensor).view(torch.uint8), quantized.tensor(tensor).view(torch.uint8)), tensor
+    configs = [json.loads((folder / "config.json").read_text()) for folder in (tmp_path / name, tmp_path / "quantized")]
+    assert configs[0] == configs[1]
+
+
+def test_tied_embeddings_have_no_head_of_their_own(tmp_path: Path) -> None:
+    folder = written(tmp_path / "model", "nvfp4", tie_word_embeddings=True)
+    assert "lm_head.weight" not in WeightFiles(folder).names
+    policy_of(folder, "nvfp4")
+
+
+def test_several_files_have_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(random_model, "SHARD_BYTES", 200_000)
+    folder = written(tmp_path / "model", "bf16")
+    assert len(WeightFiles(folder).files) > 1
+    _, shards = random_model.plan(ARCHITECTURE, BY_NAME["bf16"], CPU)
+    assert sum(shard.bytes for shard in shards) == sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+
+
+def test_a_prompt_has_the_tokens_that_were_asked_for(tmp_path: Path) -> None:
+    loaded = policy_of(written(tmp_path / "model", "bf16"), "bf16")
+    texts = random_model.prompt_texts(3, 50)
+    assert len(set(texts)) == 3
+    for text in texts:
+        ids = loaded.prompt_ids([{"role": "user", "content": text}])
+        assert len(ids) == 50
+        assert loaded.decode(ids) == text
+    assert isinstance(loaded.decode(list(range(301))), str)  # whatever a random model samples
+
+
+def test_prompts_of_two_calls_share_no_beginning() -> None:
+    calls = [random_model.prompt_ids(8, 20, 300, seed) for seed in range(20)]
+    beginnings = [tuple(prompt[:8]) for call in calls for prompt in call]
+    assert len(set(beginnings)) == len(beginnings) == 160
+    assert {0, 300}.isdisjoint(itertools.chain(*itertools.chain(*calls)))
+
+
+def test_the_end_token_cannot_be_sampled_and_others_end_at_the_asked_rate(tmp_path: Path) -> None:
+    never = policy_of(written(tmp_path / "never", "bf16"), "bf16")
+    assert never.end_ids() == [300]
+    assert never.tokenizer.eos_token_id == 300
+    ends = policy_of(written(tmp_path / "ends", "bf16", mean_tokens=10), "bf16").end_ids()
+    assert len(ends) == 31
+    assert ends[-1] == 300
+    assert min(ends) > 0
+
+
+def test_the_adapter_is_peft_s(tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    random_model.write_adapter(tmp_path / "adapter", ARCHITECTURE, 4)
+    base = Qwen2ForCausalLM(random_model.config_of(ARCHITECTURE))
+    loaded = PeftModel.from_pretrained(base, tmp_path / "adapter")
+    products = [p.abs().max() for name, p in loaded.named_parameters() if "lora_B" in name]
+    assert len(products) == 14
+    assert min(products) > 0
+
+
+@pytest.mark.parametrize(("name", "parameters"), [("qwen2.5-3b", 3.09e9), ("qwen2.5-14b", 14.8e9)])
+def test_architectures_have_the_parameters_of_their_name(name: str, parameters: float) -> None:
+    source, _ = random_model.plan(shapes.ARCHITECTURES[name], BY_NAME["bf16"], CPU)
+    assert sum(math.prod(source.shape(tensor)) for tensor in source.names) == pytest.approx(parameters, rel=0.01)
