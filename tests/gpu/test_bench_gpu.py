@@ -1,5 +1,6 @@
 """The benchmark commands on a GPU, at the smallest size."""
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 pytestmark = pytest.mark.gpu
+needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM")
 
 
 def bench(tmp_path: Path, *words: str) -> tuple[dict, str]:
@@ -36,3 +38,44 @@ def test_train_step(tmp_path: Path) -> None:
     assert rows["nvfp4", 256]["base_gb"] < 0.7 * rows["bf16", 256]["base_gb"]
     assert all(row["peak_gb"] > row["base_gb"] for row in result["steps"])
     assert "of QLoRA" in out
+
+
+@needs_vllm
+def test_rollout(tmp_path: Path) -> None:
+    arms = ["bf16_stock", "qlora_stock", "nvfp4_stock", "bf16", "nvfp4", "mxfp4", "nf4"]
+    result, out = bench(
+        tmp_path, "rollout", "model=qwen2.5-0.5b", f"arms=[{','.join(arms)}]", "batches=[1,4]", "prompt=64", "new=32",
+        "repeats=2", "ranks=[16]",
+    )  # fmt: skip
+    rows = {(row["arm"], row["batch"]): row for row in result["rows"]}
+    assert set(rows) == {(arm, batch) for arm in arms for batch in (1, 4)}
+    assert all(row["nats"] > 5 for row in result["rows"])
+    assert rows["nvfp4", 4]["weights_gib"] < 0.8 * rows["bf16", 4]["weights_gib"]
+    assert all(row["sm_mhz"] > 300 for row in result["rows"])
+    assert all(row["policy_gib"] < row["used_gib"] for row in result["rows"] if not row["baseline"])
+    for setting in ("max_num_seqs", "max_num_batched_tokens", "chunked_prefill", "prefix_caching", "cuda_graphs"):
+        assert len({row[setting] for row in result["rows"]}) == 1, setting
+    assert "of QLoRA" in out
+
+
+@needs_vllm
+def test_step(tmp_path: Path) -> None:
+    result, out = bench(
+        tmp_path, "step", "model=qwen2.5-0.5b", "arms=[bf16_trl,bf16,nvfp4]", "groups=2", "group_size=4", "prompt=64",
+        "new=32", "micro_batch=4", "steps=1",
+    )  # fmt: skip
+    rows = {row["arm"]: row for row in result["rows"]}
+    assert all(row["tokens"] == 8 * 32 for row in rows.values())
+    assert all(row["peak_gib"] > row["policy_gib"] for row in rows.values())
+    assert rows["nvfp4"]["policy_gib"] < 0.8 * rows["bf16"]["policy_gib"]
+    assert "train" in out
+
+
+@needs_vllm
+def test_a_model_that_does_not_fit_is_a_dead_arm(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "qerl_lab.bench", "rollout", "model=qwen2.5-0.5b", "batches=[4]", "prompt=64"]
+    command += ["new=32", "arms=[bf16_stock kv_cache_memory_bytes=1000000000000000]", f"out={tmp_path}/result"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1
+    (row,) = json.loads((tmp_path / "result.json").read_text())["rows"]
+    assert row["died"]

@@ -33,7 +33,7 @@ MAY_IMPORT = {
     "quantize": "config formats model pocket record report tasks terminal evaluate",
     "train": "config record tracking formats model aqn tasks rollout algorithms evaluate report preflight exits"
              " terminal",
-    "bench": "config formats model record report terminal",
+    "bench": "config formats model record report terminal aqn tasks rollout quantize train",
     # the command line, which reaches the core only by starting a process
     "cli": "config record tracking model tasks report preflight exits terminal",
     "samples": "config record",

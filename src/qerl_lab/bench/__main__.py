@@ -1,4 +1,4 @@
-"""`python -m qerl_lab.bench linear|train_step KEY=VALUE ...`: measure, print a table, write JSON and a figure."""
+"""`python -m qerl_lab.bench linear|train_step|rollout|step KEY=VALUE ...`: measure, print a table, write JSON, draw."""
 
 import json
 import sys
@@ -9,7 +9,7 @@ from typing import Any
 from qerl_lab import exits
 
 with exits.starting(__name__):
-    from qerl_lab.bench.options import LinearOptions, TrainStepOptions, check
+    from qerl_lab.bench.options import AnyOptions, LinearOptions, RolloutOptions, StepOptions, TrainStepOptions, check
     from qerl_lab.cli.grammar import Command, choose
     from qerl_lab.config.schema import ConfigError
     from qerl_lab.record.environment import environment
@@ -35,7 +35,29 @@ def train_step(options: TrainStepOptions) -> None:
     save(Path(options.out), {"benchmark": "train_step", **about, "steps": shown(steps(options))})
 
 
-def prepare(options: LinearOptions | TrainStepOptions) -> dict[str, Any]:
+def rollout(options: RolloutOptions) -> None:
+    """Measure rollouts, an arm in a process."""
+    in_processes("rollout", options)
+
+
+def step(options: StepOptions) -> None:
+    """Measure whole GRPO steps, an arm in a process."""
+    in_processes("step", options)
+
+
+def in_processes(benchmark: str, options: RolloutOptions | StepOptions) -> None:
+    """Measure every arm, and save. Raises ValueError at the end where one died."""
+    about = prepare(options)
+    from qerl_lab.bench import arms
+
+    arms.refuse_small_scratch(options)
+    rows = shown(arms.run(benchmark, options))
+    save(Path(options.out), {"benchmark": benchmark, **about, "rows": rows})
+    if dead := arms.dead(rows):
+        raise ValueError(f"{len(dead)} arms died: {'; '.join(row['arm'] for row in dead)}. The table says of what.")
+
+
+def prepare(options: AnyOptions) -> dict[str, Any]:
     """Make ready to measure, and describe it. Raises ConfigError where it cannot be done, or not be written."""
     check(options)
     require_gpu()
@@ -56,21 +78,25 @@ def shown(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Collect the rows, and print each when it is there: a whole run takes minutes."""
     found = []
     for row in rows:
-        values = (f"{value:.4g}" if isinstance(value, float) else str(value) for value in row.values())
-        cells = (f"{name} {value}" for name, value in zip(row, values, strict=True))
+        short = {name: value for name, value in row.items() if name != "log"}  # of an arm that died
+        cells = (
+            f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in short.items()
+        )
         print("  ".join(cells), file=sys.stderr, flush=True)
         found.append(row)
     return found
 
 
 def save(stem: Path, result: dict[str, Any]) -> None:
-    """Write `stem`.json and `stem`.png, and print the table."""
-    from qerl_lab.report import bench
+    """Write `stem`.json and, with anything to draw, `stem`.png; print the table."""
+    from qerl_lab.report import bench, bench_arms
 
+    report = bench_arms if "rows" in result else bench
     stem.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    bench.draw(result, stem.with_suffix(".png"))
-    print(bench.table(result))
-    print(f"{stem.with_suffix('.json')}  {stem.with_suffix('.png')}")
+    report.draw(result, stem.with_suffix(".png"))
+    print(report.table(result))
+    written = (stem.with_suffix(suffix) for suffix in (".json", ".png"))
+    print("  ".join(str(file) for file in written if file.exists()))
 
 
 COMMANDS: dict[str, Command[Any]] = {
@@ -88,6 +114,32 @@ COMMANDS: dict[str, Command[Any]] = {
         TrainStepOptions,
         train_step,
         examples=(("python -m qerl_lab.bench train_step", "what results/bench holds"),),
+        alone=True,
+    ),
+    "rollout": Command(
+        "python -m qerl_lab.bench rollout",
+        "Completion tokens per second of the lab's engine and of vLLM as it is; each arm in a process of its own.",
+        RolloutOptions,
+        rollout,
+        examples=(
+            ("python -m qerl_lab.bench rollout", "every format and the baselines, 7B"),
+            ("python -m qerl_lab.bench rollout batches=[1,8] ranks=[16,32,64,128]", "beside the paper's Figure 11"),
+            (
+                "python -m qerl_lab.bench rollout \"arms=[bf16_stock,nvfp4,'nvfp4 rollout.vllm.kv_cache_dtype=fp8']\"",
+                "an arm with other keys of the run",
+            ),
+        ),
+        alone=True,
+    ),
+    "step": Command(
+        "python -m qerl_lab.bench step",
+        "Seconds and memory of whole GRPO steps by phase, of the lab's trainer and of TRL's.",
+        StepOptions,
+        step,
+        examples=(
+            ("python -m qerl_lab.bench step", "every format and the baselines, 7B"),
+            ("python -m qerl_lab.bench step mean_tokens=400", "ragged lengths"),
+        ),
         alone=True,
     ),
 }

@@ -1,12 +1,33 @@
-"""Options of the benchmarks. Imports no torch."""
+"""Options of the benchmarks, and what the name of an arm means. Imports no torch."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from qerl_lab.bench.shapes import ARCHITECTURES
-from qerl_lab.config.schema import ConfigError, leaves, option
+from qerl_lab.config.keys import has_type, wrong_type
+from qerl_lab.config.schema import (
+    DENSE_FORMAT,
+    ConfigError,
+    RunConfig,
+    check_bounds,
+    choices_of,
+    did_you_mean,
+    leaves,
+    option,
+)
 
-ARMS = ("bf16", "bf16_peft", "nvfp4", "mxfp4", "nf4", "qlora")
+FORMATS = (DENSE_FORMAT, *(name for name in choices_of("format") if name != DENSE_FORMAT))
+ARMS = (DENSE_FORMAT, f"{DENSE_FORMAT}_peft", *FORMATS[1:], "qlora")
+# Baselines, and the format of their weights: vLLM as it is, with a LoRARequest; TRL's trainer with vLLM as it is.
+VLLM = {"bf16_stock": "bf16", "qlora_stock": "nf4", "nvfp4_stock": "nvfp4", "mxfp4_stock": "mxfp4"}
+TRL = {"bf16_trl": "bf16", "qlora_trl": "nf4"}
+ARM = (
+    "a format is the lab's engine, {}; KEY=VALUE after a name, in quotes, changes a key of the run (of a baseline: an "
+    "argument of vLLM's LLM)"
+)
 
 
 @dataclass
@@ -31,10 +52,103 @@ class TrainStepOptions:
     out: str = option("results/bench/train_step", "where NAME.json and NAME.png go, less the suffix")
 
 
-def check(options: LinearOptions | TrainStepOptions) -> None:
-    """Raise ConfigError for an empty list, and for an `out` without a name."""
+@dataclass
+class RolloutOptions:
+    model: str = option("qwen2.5-7b", "architecture, with random weights", choices=tuple(ARCHITECTURES))
+    arms: list[str] = option(
+        ["bf16_stock", "qlora_stock", "nvfp4_stock", *FORMATS],
+        ARM.format("NAME_stock is vLLM as it is, with a LoRARequest (qlora_stock: bitsandbytes NF4)"),
+    )
+    batches: list[int] = option([8, 64, 256], "completions at once, of as many prompts", at_least=1, at_most=65_536)
+    ranks: list[int] = option([32], "ranks of the adapter; each is an engine of its own", at_least=1, at_most=512)
+    prompt: int = option(256, "tokens of a prompt", at_least=1, at_most=30_000)
+    new: int = option(512, "tokens of a completion, none ends earlier", at_least=2, at_most=30_000)
+    repeats: int = option(3, "timed calls of each kind, after one that is not", at_least=1)
+    scratch: str = option("/dev/shm", "directory for the checkpoint, one at a time; it is removed")
+    timeout_minutes: float = option(30, "an arm that takes longer is ended", above=0, at_most=100_000)
+    out: str = option("results/bench/rollout", "where NAME.json and NAME.png go, less the suffix")
+
+
+@dataclass
+class StepOptions:
+    model: str = option("qwen2.5-7b", "architecture, with random weights", choices=tuple(ARCHITECTURES))
+    arms: list[str] = option(
+        ["bf16_trl", "qlora_trl", *FORMATS],
+        ARM.format("NAME_trl is TRL's GRPOTrainer with vLLM beside it, as they are (qlora_trl: bitsandbytes NF4)"),
+    )
+    groups: int = option(8, "prompts of a step", at_least=1, at_most=65_536)
+    group_size: int = option(8, "completions of a prompt", at_least=2, at_most=4096)
+    prompt: int = option(256, "tokens of a prompt", at_least=1, at_most=30_000)
+    new: int = option(1024, "tokens of a completion at most", at_least=2, at_most=30_000)
+    mean_tokens: float = option(
+        0, "completions end at random, after so many tokens in the mean if none were cut (geometric); 0: at new",
+        at_least=0, at_most=30_000,
+    )  # fmt: skip
+    micro_batch: int = option(8, "completions per forward and backward pass", at_least=1, at_most=65_536)
+    rank: int = option(32, "rank of the adapters", at_least=1, at_most=512)
+    steps: int = option(3, "timed steps of each arm, after one that is not", at_least=1)
+    scratch: str = option("/dev/shm", "directory for the checkpoint, one at a time; it is removed")
+    timeout_minutes: float = option(30, "an arm that takes longer is ended", above=0, at_most=100_000)
+    out: str = option("results/bench/step", "where NAME.json and NAME.png go, less the suffix")
+
+
+AnyOptions = LinearOptions | TrainStepOptions | RolloutOptions | StepOptions
+
+
+@dataclass(frozen=True)
+class Arm:
+    """What is measured. `words` are keys of the run, or arguments of a baseline's LLM, with their values."""
+
+    name: str
+    format: str
+    is_baseline: bool
+    words: dict[str, Any] = field(default_factory=dict)
+
+
+def arm_of(text: str, baselines: dict[str, str]) -> Arm:
+    """Read an arm: a name, and KEY=VALUE after it. Raises ConfigError for what is none, and for a wrong word."""
+    name, *words = text.split() or [""]
+    allowed = [*baselines, *FORMATS]
+    if name not in allowed:
+        hint = did_you_mean(name, allowed) or f" Type for example arms=[{allowed[0]}]."
+        raise ConfigError(f"{text!r} in arms is not allowed; allowed: {', '.join(allowed)}.{hint}")
+    pairs = [word.partition("=") for word in words]
+    if bad := [word for word, (key, _, value) in zip(words, pairs, strict=True) if not key or not value]:
+        raise ConfigError(
+            f"{bad[0]} in the arm {text!r} is no KEY=VALUE. Type for example \"arms=['{name} KEY=VALUE']\"."
+        )
+    given = {key: yaml.safe_load(value) for key, _, value in pairs}
+    if name not in baselines:
+        _check_keys(text, given)
+    return Arm(text, baselines.get(name, name), name in baselines, given)
+
+
+def _check_keys(text: str, given: dict[str, Any]) -> None:
+    known = {name: (field, default) for name, field, default in leaves(RunConfig())}
+    for key, value in given.items():
+        if key not in known:
+            raise ConfigError(f"{key} in the arm {text!r} is no key of a run.{did_you_mean(key, list(known))}")
+        field_of, default = known[key]
+        if not has_type(value, field_of.type):
+            raise ConfigError(wrong_type(key, field_of.type, value, default))
+        check_bounds(key, field_of.metadata, value)
+
+
+def check(options: AnyOptions) -> None:
+    """Raise ConfigError for an empty list, for an arm that is none, and for an `out` without a name."""
     for name, _, value in leaves(options):
         if value == []:
             raise ConfigError(f"{name}=[] leaves nothing to measure. Leave {name} out, or name one or more.")
+    if isinstance(options, RolloutOptions | StepOptions):
+        for arm in options.arms:
+            arm_of(arm, VLLM if isinstance(options, RolloutOptions) else TRL)
+        if not Path(options.scratch).is_dir():
+            raise ConfigError(f"scratch={options.scratch} is no directory. Type scratch=DIR of one that is there.")
+    if isinstance(options, StepOptions) and options.groups * options.group_size % options.micro_batch:
+        count = options.groups * options.group_size
+        raise ConfigError(
+            f"micro_batch={options.micro_batch} does not divide groups x group_size = {count}; allowed: a divisor. "
+            f"Type for example micro_batch={options.group_size}."
+        )
     if Path(options.out).name in ("", ".."):
         raise ConfigError(f"out={options.out} has no file name. Type for example out=results/bench/mine.")

@@ -1,4 +1,4 @@
-"""Tables and figures of `python -m qerl_lab.bench`, from what it measured (the JSON files of results/bench)."""
+"""Tables and figures of `python -m qerl_lab.bench linear` and `train_step` (the JSON files of results/bench)."""
 
 from pathlib import Path
 from typing import Any
@@ -7,15 +7,16 @@ import matplotlib.pyplot as plt
 import pandas as pd
 from matplotlib.axes import Axes
 
+from qerl_lab.config.schema import DENSE_FORMAT, choices_of
+
 Result = dict[str, Any]
+# A colour a format; the dense one and the arms of other libraries have their own.
 COLORS = {
-    "bf16": "0.45",
-    "bf16_peft": "0.7",
-    "nvfp4": "C0",
-    "mxfp4": "C2",
-    "nf4": "C1",
-    "bitsandbytes": "C3",
-    "qlora": "C3",
+    **{name: f"C{index}" for index, name in enumerate(choices_of("format"))},
+    DENSE_FORMAT: "0.45",
+    f"{DENSE_FORMAT}_peft": "0.7",
+    "bitsandbytes": "C9",
+    "qlora": "C9",
 }
 LAYER = "whole layer"
 
@@ -102,10 +103,10 @@ def _draw_linear(result: Result) -> plt.Figure:
         axis.axhline(1, color=COLORS["bf16"], lw=1, ls="--")
         axis.set_xscale("log", base=2)
         axis.set_xticks(rows["tokens"], [f"{tokens:,}" for tokens in rows["tokens"]])
-        _dress(axis, f"{model}, seven Linears of a layer", "tokens")
+        dress(axis, f"{model}, seven Linears of a layer", "tokens")
     axes.flat[0].set_ylabel("time, BF16 = 1")
     axes.flat[0].legend(frameon=False)
-    figure.suptitle(f"Forward + input gradient of packed Linears, {_gpu(result)}")
+    figure.suptitle(f"Forward + input gradient of packed Linears, {gpu_of(result)}")
     return figure
 
 
@@ -125,10 +126,10 @@ def _draw_steps(result: Result) -> plt.Figure:
                 [_label(arm) for arm in shown["arm"]], shown[value], color=[COLORS[a] for a in shown["arm"]]
             )
             axis.bar_label(bars, fmt="{:,.0f}" if value == "tokens_per_second" else "{:.1f}", fontsize=8)
-            _dress(axis, f"micro-batches of {size:,} tokens" if axis is axes[0, column] else "", "")
+            dress(axis, f"micro-batches of {size:,} tokens" if axis is axes[0, column] else "", "")
             axis.set_ylabel(label if column == 0 else "")
     about = result["options"]
-    figure.suptitle(f"LoRA training step, {about['model']}, rank {about['rank']}, {_gpu(result)}")
+    figure.suptitle(f"LoRA training step, {about['model']}, rank {about['rank']}, {gpu_of(result)}")
     return figure
 
 
@@ -138,12 +139,14 @@ def _label(arm: str) -> str:
     )
 
 
-def _gpu(result: Result) -> str:
+def gpu_of(result: Result) -> str:
+    """What the figures call the machine."""
     gpus = result["environment"]["gpus"]
     return gpus[0]["name"] if gpus else "no GPU"
 
 
-def _dress(axis: Axes, title: str, label: str) -> None:
+def dress(axis: Axes, title: str, label: str) -> None:
+    """Give a panel of a figure what all have: a base line of zero, a grid, no frame."""
     axis.set(title=title, xlabel=label)
     axis.set_ylim(bottom=0, top=1.12 * axis.get_ylim()[1])
     axis.set_axisbelow(True)

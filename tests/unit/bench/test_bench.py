@@ -13,8 +13,10 @@ from transformers import Qwen2Config
 from trl.trainer.utils import add_fused_lm_head
 
 from packed_layers import NVFP4
+from qerl_lab import formats
 from qerl_lab.bench import __main__ as command
-from qerl_lab.bench import shapes, train_step
+from qerl_lab.bench import options, shapes, train_step
+from qerl_lab.bench.random_model import RandomWeights
 from qerl_lab.formats.format import PackedAs
 from qerl_lab.model.linear import PackedLinear
 from qerl_lab.model.loading import load_model
@@ -31,7 +33,7 @@ def model() -> PeftModel:
     config = Qwen2Config(**SMALL)
     torch.manual_seed(0)
     base = load_model(
-        config, train_step.RandomWeights(config), PackedAs(NVFP4, ("lm_head",)), is_packed=False,
+        config, RandomWeights(config, torch.device("cpu")), PackedAs(NVFP4, ("lm_head",)), is_packed=False,
         device=torch.device("cpu"), dtype=torch.float32,
     )  # fmt: skip
     add_fused_lm_head(base, outputs=("log_probs", "entropy"))
@@ -127,12 +129,15 @@ def test_ratios_of_steps_compare_equal_micro_batches(tmp_path: Path) -> None:
     ("words", "message"),
     [
         ([], "bench linear"),
-        (["lineer"], "error: lineer is not a command. Did you mean linear? Allowed: linear, train_step."),
+        (
+            ["lineer"],
+            "lineer is not a command. Did you mean linear? Allowed: linear, train_step, rollout, step.",
+        ),
         (["linear", "models=[qwen2.5-7c]"], "qwen2.5-7c in models=[qwen2.5-7c] is not allowed; allowed: qwen2.5-0.5b"),
         (["linear", "tokens=[0]"], "0 in tokens=[0] is not allowed; allowed: at least 1."),
         (["linear", "tokens=512,2048"], "several values, and a list has brackets. Type tokens=[512,2048]."),
         (["train_step", "arms=[]"], "arms=[] leaves nothing to measure."),
-        (["train_step", "arms=[bf61]"], "allowed: bf16, bf16_peft, nvfp4, mxfp4, nf4, qlora. Did you mean bf16?"),
+        (["train_step", "arms=[bf61]"], "allowed: bf16, bf16_peft, mxfp4, nf4, nvfp4, qlora. Did you mean bf16?"),
         (["train_step", "length=1"], "length=1"),
         (["linear", "out="], "error: out= has no file name. Type for example out=results/bench/mine."),
         (["linear"], "error: The benchmarks need an NVIDIA GPU"),
@@ -179,7 +184,8 @@ def test_refused_without_torch() -> None:
     assert done.stdout.strip() == "False"
 
 
-def test_options_know_every_arm() -> None:
-    from qerl_lab.bench.options import ARMS
-
-    assert set(ARMS) <= set(bench.COLORS)
+def test_every_format_is_an_arm_and_every_arm_has_a_colour() -> None:
+    assert set(options.FORMATS) == set(formats.FORMATS)
+    assert set(options.ARMS) - {"bf16_peft", "qlora"} == set(formats.FORMATS)
+    assert set(options.ARMS) | {*options.VLLM.values(), *options.TRL.values()} <= set(bench.COLORS)
+    assert len({bench.COLORS[name] for name in formats.FORMATS}) == len(formats.FORMATS)

@@ -1,0 +1,67 @@
+"""What a benchmark must know of the GPU: how fast its clock ran, and who holds its memory. Nothing, without one."""
+
+import shutil
+import statistics
+import subprocess
+from types import TracebackType
+from typing import Self
+
+import torch
+
+GIB = 2**30
+_READ = "clocks.sm,clocks.max.sm,power.draw,temperature.gpu"
+_EVERY = "250"  # milliseconds
+
+
+class Clocks:
+    """Watches the GPU while something runs, by nvidia-smi. `row` has what was seen; null without GPU or nvidia-smi."""
+
+    def __init__(self) -> None:
+        self.row: dict[str, float | None] = dict.fromkeys(("sm_mhz", "sm_mhz_least", "sm_mhz_max", "watts", "celsius"))
+        self._process: subprocess.Popen[str] | None = None
+
+    def __enter__(self) -> Self:
+        if torch.cuda.is_available() and (program := shutil.which("nvidia-smi")):
+            this = f"GPU-{torch.cuda.get_device_properties(0).uuid}"
+            command = [program, "-i", this, f"--query-gpu={_READ}", "--format=csv,noheader,nounits", "-lms", _EVERY]
+            self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._process is not None:
+            self._process.terminate()
+            self.row |= seen(self._process.communicate()[0])
+
+
+def seen(lines: str) -> dict[str, float | None]:
+    """The middle of what nvidia-smi printed line by line; a line that is not whole, or says [N/A], does not count."""
+    rows: list[list[float]] = []
+    for line in lines.splitlines():
+        try:
+            values = [float(value) for value in line.split(",")]
+        except ValueError:
+            continue
+        if len(values) == len(_READ.split(",")):
+            rows.append(values)
+    if not rows:
+        return {}
+    now, top, watts, celsius = ([row[column] for row in rows] for column in range(4))
+    return {
+        "sm_mhz": statistics.median(now), "sm_mhz_least": min(now), "sm_mhz_max": max(top),
+        "watts": statistics.median(watts), "celsius": max(celsius),
+    }  # fmt: skip
+
+
+def used_gib() -> float | None:
+    """Memory of the GPU that anybody holds, CUDA's own share included."""
+    if not torch.cuda.is_available():
+        return None
+    free, total = torch.cuda.mem_get_info()
+    return (total - free) / GIB
+
+
+def peak_gib() -> float | None:
+    """The most that torch held for tensors in this process so far."""
+    return torch.cuda.max_memory_allocated() / GIB if torch.cuda.is_available() else None

@@ -1,0 +1,104 @@
+"""The lab's own engine for a benchmark: the policy of a random checkpoint, and what the run would be."""
+
+import math
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from qerl_lab import aqn, rollout
+from qerl_lab.bench.arms import Job, Row
+from qerl_lab.bench.gpu import GIB, used_gib
+from qerl_lab.config.rules import from_dict
+from qerl_lab.config.schema import RunConfig
+from qerl_lab.model import policy
+from qerl_lab.model.linear import weight_bytes
+from qerl_lab.rollout.engine import Engine, Sampling
+
+BLOCK = 128  # tokens of a block of vLLM's key-value cache: the largest that it takes by default
+
+
+def config(job: Job, **values: Any) -> RunConfig:
+    """The run of a job: `values` by dotted keys with `__` for dots, over which the words of the arm go."""
+    given = {
+        "model.path": job.folder, "model.name": job.options["model"], "format.name": job.arm.format,
+        "lora.rank": job.rank, "rollout.engine": "vllm", "eval.questions": 0, "tracking.mlflow": False,
+        "checkpoint.every": 0, "cpu_threads": 0,
+    }  # fmt: skip
+    given |= {key.replace("__", "."): value for key, value in values.items()} | job.arm.words
+    nested: dict[str, Any] = {}
+    for name, value in given.items():
+        *groups, key = name.split(".")
+        node = nested
+        for group in groups:
+            node = node.setdefault(group, {})
+        node[key] = value
+    return from_dict(nested)
+
+
+def kv_gib(architecture: dict[str, Any], sequences: int, longest: int) -> float:
+    """GiB of bfloat16 keys and values of `sequences` of `longest` tokens, with a block to spare for each of them."""
+    head_dim = architecture["hidden_size"] // architecture["num_attention_heads"]
+    per_token = 4 * architecture["num_hidden_layers"] * architecture["num_key_value_heads"] * head_dim
+    return (sequences + 1) * (math.ceil(longest / BLOCK) + 1) * BLOCK * per_token / GIB
+
+
+class RandomPolicy(policy.Policy):
+    """A policy of a random checkpoint, whose own end token cannot be sampled: engines refuse to look for it."""
+
+    def end_ids(self) -> list[int]:
+        """Token ids that end a completion: none, or those of `random_model.end_ids`."""
+        return [index for index in super().end_ids() if index != self.tokenizer.eos_token_id]
+
+
+@dataclass
+class Built:
+    """A policy whose adapter is the job's, its engine, and what building them took."""
+
+    cfg: RunConfig
+    policy: policy.Policy
+    engine: Engine
+    row: Row
+
+
+def build(job: Job, cfg: RunConfig) -> Built:
+    """Build policy and engine as a run does."""
+    before, started = used_gib(), time.perf_counter()
+    learner = RandomPolicy(**vars(policy.build(cfg, policy.device_of(cfg.device))))
+    policy.load_adapter(learner.model, Path(job.adapter))
+    held, loaded = used_gib(), time.perf_counter()
+    engine = rollout.build(cfg, learner)
+    row: Row = {
+        "load_seconds": loaded - started, "start_seconds": time.perf_counter() - loaded,
+        "policy_gib": weight_bytes(learner.model).total / GIB, "before_gib": before, "policy_held_gib": held,
+    }  # fmt: skip
+    return Built(cfg, learner, engine, row)
+
+
+class LabSampler:
+    """The lab's engine, as `rollout.measure` asks it."""
+
+    def __init__(self, engine: Any, row: Row) -> None:
+        self.engine, self.llm, self.row = engine, engine.llm, row  # `llm` is vLLM's object, which not every engine has
+
+    def renew(self) -> None:
+        """Hand the adapter and the norms over, as before every rollout."""
+        self.engine.sync(aqn.CLEAN)
+
+    def generate(self, prompt_ids_P: list[list[int]], new: int, seed: int) -> list[list[float]]:
+        """Sample one completion of each prompt: its log-probs."""
+        out = self.engine.generate(prompt_ids_P, 1, Sampling(new, seed=seed))
+        return [group[0] for group in out.logprobs_P_G]
+
+
+def sampler(job: Job) -> LabSampler:
+    """Build the lab's sampler of a rollout benchmark, as large as its largest batch."""
+    options = job.options
+    batch, longest = max(options["batches"]), options["prompt"] + options["new"]
+    cfg = config(
+        job, rollout__batch_size=batch, rollout__max_prompt_tokens=options["prompt"],
+        rollout__max_completion_tokens=options["new"],
+        rollout__vllm__kv_cache_gib=kv_gib(job.architecture, batch, longest),
+    )  # fmt: skip
+    built = build(job, cfg)
+    return LabSampler(built.engine, built.row)

@@ -1,0 +1,49 @@
+"""The process of one arm: `python -m qerl_lab.bench.one_arm JOB.json ROWS.jsonl`. Started by `bench.arms`."""
+
+import json
+import sys
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TextIO
+
+from qerl_lab.bench.arms import Job, Row, read_job
+from qerl_lab.terminal import quiet_third_parties
+
+LONGEST = 300  # characters of a reason
+
+
+def main(words: list[str]) -> None:
+    """Measure the job, and append each row as soon as it is there."""
+    asked, out = map(Path, words)
+    job = read_job(asked)
+    quiet_third_parties()
+    with out.open("a", encoding="utf-8") as file:
+        try:
+            for row in rows_of(job):
+                write(file, job.about | row)
+        except Exception as error:  # a process that dies of a signal writes nothing, and its parent says so
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:LONGEST]}"
+            write(file, {**job.about, "died": reason, "log": traceback.format_exc()})
+            raise
+
+
+def rows_of(job: Job) -> Iterator[Row]:
+    """The rows of a job's benchmark."""
+    if job.benchmark == "rollout":
+        from qerl_lab.bench import rollout
+
+        return rollout.rows(job)
+    from qerl_lab.bench import step
+
+    return step.rows(job)
+
+
+def write(file: TextIO, row: Row) -> None:
+    """Append a row, at once."""
+    file.write(json.dumps(row) + "\n")
+    file.flush()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

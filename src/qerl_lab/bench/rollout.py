@@ -1,0 +1,150 @@
+"""Rollouts of one arm: completion tokens per second of whole calls, prefill included, and of decoding alone.
+
+Every call has prompts that no call had before, so that no prefix cache can help. Each completion must have as many
+tokens as were asked for.
+"""
+
+import math
+import statistics
+import time
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+from qerl_lab.bench import random_model
+from qerl_lab.bench.arms import Job, Row
+from qerl_lab.bench.gpu import GIB, Clocks, peak_gib, used_gib
+
+
+class Sampler(Protocol):
+    """An engine under test. `llm` is vLLM's object, `row` what building it told."""
+
+    @property
+    def llm(self) -> Any: ...
+
+    @property
+    def row(self) -> Row: ...
+
+    def renew(self) -> None:
+        """Take the adapter over, and forget all prompts."""
+
+    def generate(self, prompt_ids_P: list[list[int]], new: int, seed: int) -> list[list[float]]:
+        """Sample one completion of `new` tokens of each prompt: their log-probs."""
+
+
+def rows(job: Job) -> Iterator[Row]:
+    """Build the arm's engine, and yield a row for each batch."""
+    yield from measure(sampler(job), job)
+
+
+def sampler(job: Job) -> Sampler:
+    """Build the engine of an arm."""
+    if job.arm.is_baseline:
+        from qerl_lab.bench import stock_vllm
+
+        return stock_vllm.sampler(job)
+    from qerl_lab.bench import lab
+
+    return lab.sampler(job)
+
+
+def measure(sampler: Sampler, job: Job) -> Iterator[Row]:
+    """Yield a row for each batch. Raises RuntimeError where the numbers would not be comparable."""
+    options = job.options
+    held, about = memory(sampler.llm), settings(sampler.llm)
+    need = max(options["batches"]) * (options["prompt"] + options["new"])
+    if about["kv_tokens"] < need:
+        raise RuntimeError(f"the key-value cache holds {about['kv_tokens']} tokens, and the largest batch has {need}")
+    for batch in options["batches"]:
+        calls = Calls(sampler, job, batch)
+        with Clocks() as clocks:
+            timed = calls.run()
+        yield {
+            "batch": batch, "prompt": options["prompt"], "new": options["new"], "repeats": options["repeats"], **timed,
+            **sampler.row, **held, "used_gib": used_gib(), "peak_gib": peak_gib(), **clocks.row, **about,
+        }  # fmt: skip
+
+
+class Calls:
+    """The calls of one batch: whole ones and, for the speed of decoding alone, short ones."""
+
+    def __init__(self, sampler: Sampler, job: Job, batch: int) -> None:
+        self.sampler, self.job, self.batch = sampler, job, batch
+        self.new, self.count = job.options["new"], 0
+        self.short = max(1, self.new // 4)
+        self.sync: list[float] = []
+        self.nats: list[float] = []
+
+    def run(self) -> Row:
+        """Time them in turn, after a whole and a short call that do not count."""
+        self.seconds(self.new)
+        self.seconds(self.short)
+        self.sync.clear()
+        pairs = [(self.seconds(self.new), self.seconds(self.short)) for _ in range(self.job.options["repeats"])]
+        whole, short = (sorted(values) for values in zip(*pairs, strict=True))
+        tokens = self.batch * self.new
+        step = (statistics.median(whole) - statistics.median(short)) / (self.new - self.short)
+        return {
+            "tokens_per_second": tokens / statistics.median(whole), "tokens_per_second_min": tokens / whole[-1],
+            "tokens_per_second_max": tokens / whole[0], "seconds": statistics.median(whole),
+            "decode_ms": 1e3 * step, "decode_tokens_per_second": self.batch / step, "short_new": self.short,
+            "sync_ms": 1e3 * statistics.median(self.sync), "nats": statistics.fmean(self.nats),
+        }  # fmt: skip
+
+    def seconds(self, new: int) -> float:
+        """Sample `new` tokens of each of fresh prompts. Raises RuntimeError for another number, or for no text."""
+        options = self.job.options
+        self.count += 1
+        seed = 1_000_000 * self.batch + self.count
+        prompts = random_model.prompt_ids(self.batch, options["prompt"], self.job.architecture["vocab_size"], seed)
+        started = time.perf_counter()
+        self.sampler.renew()
+        synced = time.perf_counter()
+        logprobs = self.sampler.generate(prompts, new, seed)
+        took = time.perf_counter() - synced
+        self.sync.append(synced - started)
+        self.nats.append(check(logprobs, self.batch, new))
+        return took
+
+
+def check(logprobs_P: list[list[float]], batch: int, new: int) -> float:
+    """Return the mean surprise of the tokens in nats.
+
+    Raises RuntimeError where completions or tokens are missing, or the model is certain of its tokens or NaN.
+    """
+    lengths = {len(logprobs) for logprobs in logprobs_P}
+    if len(logprobs_P) != batch or lengths != {new}:
+        raise RuntimeError(
+            f"asked for {batch} x {new} tokens, and got {len(logprobs_P)} completions of {lengths} tokens"
+        )
+    nats = -statistics.fmean(value for logprobs in logprobs_P for value in logprobs)
+    if not (math.isfinite(nats) and nats > 0.5):
+        raise RuntimeError(f"the tokens have {nats:.3g} nats in the mean: the logits of the random model say nothing")
+    return nats
+
+
+def memory(llm: Any) -> Row:
+    """GiB of vLLM's weights, and of its key-value cache."""
+    weights = llm.apply_model(weight_bytes)[0]
+    cache = llm.llm_engine.vllm_config.cache_config.kv_cache_memory_bytes  # null where a share of the GPU was asked for
+    return {"weights_gib": weights / GIB, "kv_gib": cache and cache / GIB}
+
+
+def weight_bytes(model: Any) -> int:
+    """Bytes of the parameters and buffers of vLLM's model, shared ones once."""
+    tensors = {tensor.data_ptr(): tensor for tensor in [*model.parameters(), *model.buffers()]}
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def settings(llm: Any) -> Row:
+    """What decides vLLM's speed beside the arm: a comparison across different ones compares something else."""
+    config = llm.llm_engine.vllm_config
+    scheduler, cache = config.scheduler_config, config.cache_config
+    return {
+        "max_num_seqs": scheduler.max_num_seqs, "max_num_batched_tokens": scheduler.max_num_batched_tokens,
+        "chunked_prefill": scheduler.enable_chunked_prefill, "async_scheduling": scheduler.async_scheduling,
+        "prefix_caching": cache.enable_prefix_caching, "kv_cache_dtype": str(cache.cache_dtype),
+        "kv_tokens": cache.num_gpu_blocks * cache.block_size, "quantization": config.model_config.quantization,
+        "dtype": str(config.model_config.dtype), "eager": config.model_config.enforce_eager,
+        "cuda_graphs": str(config.compilation_config.cudagraph_mode),
+        "linear_backend": str(config.kernel_config.linear_backend),
+    }  # fmt: skip

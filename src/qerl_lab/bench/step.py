@@ -1,0 +1,128 @@
+"""Whole GRPO steps of one arm: rollout, reward, log-probs, loss, backward, optimizer, sync.
+
+The lab's trainer is its own `LabTrainer`; phases are its clock's. The grader of GSM8K runs, and a coin then decides
+what an answer earns: text of a random model earns nothing, and gradients would be zero.
+"""
+
+import os
+import statistics
+import tempfile
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from qerl_lab.bench import lab, random_model
+from qerl_lab.bench.arms import Job, Row
+from qerl_lab.bench.gpu import GIB, Clocks, peak_gib, used_gib
+from qerl_lab.bench.rollout import memory, settings
+from qerl_lab.tasks import Question, Scores, Task, gsm8k
+from qerl_lab.train.data import Cursor, TrainingData
+from qerl_lab.train.stop import Stop
+from qerl_lab.train.trainer import LabTrainer
+
+PHASES = ("rollout", "reward", "sync", "probe", "train")
+Step = dict[str, float]  # what was measured in one
+
+
+def rows(job: Job) -> Iterator[Row]:
+    """Train, and yield the row of the steps after the first."""
+    with tempfile.TemporaryDirectory(dir=Path(job.folder).parent) as folder:
+        if job.arm.is_baseline:
+            from qerl_lab.bench import stock_trl
+
+            yield stock_trl.train(job, Path(folder))
+        else:
+            yield train(job, Path(folder))
+
+
+def train(job: Job, folder: Path) -> Row:
+    """Train the lab's policy, and return what its steps took."""
+    cfg = lab.config(job, **keys(job))
+    built, found = lab.build(job, cfg), list[Step]()
+    try:
+        trainer = LabTrainer(
+            cfg, built.policy, built.engine, questions(job), folder,
+            lambda _, metrics: found.append(measured(metrics)), Stop(parent=os.getppid()),
+        )  # fmt: skip
+        with Clocks() as clocks:
+            trainer.train()
+        llm = getattr(built.engine, "llm", None)  # not of every engine
+        about = {**memory(llm), **settings(llm)} if llm is not None else {}
+        adapter = [p for p in built.policy.model.parameters() if p.requires_grad]
+        owned = 4 * sum(p.nbytes for p in adapter) / GIB  # weight, gradient, two moments of Adam
+        return row_of(job, found) | built.row | about | clocks.row | {"adapter_gib": owned, **peaks()}
+    finally:
+        built.engine.close()
+
+
+def keys(job: Job) -> dict[str, Any]:
+    """The run, by the names that `lab.config` takes."""
+    options = job.options
+    return {
+        "rollout__prompts_per_step": options["groups"], "rollout__group_size": options["group_size"],
+        "rollout__max_prompt_tokens": options["prompt"], "rollout__max_completion_tokens": options["new"],
+        "rollout__batch_size": options["groups"] * options["group_size"],
+        "optim__micro_batch_size": options["micro_batch"], "model__gradient_checkpointing": True,
+        "steps": options["steps"] + 1,
+    }  # fmt: skip
+
+
+def questions(job: Job) -> Cursor:
+    """Where the trainer takes its questions from: none is too long."""
+    asked = task(job)
+    return Cursor(TrainingData(asked, asked.train, left_out=0, heldout_left_out=0, seed=0))
+
+
+def task(job: Job) -> Task:
+    """Questions of as many tokens as were asked for, and a coin for a grader."""
+    options = job.options
+    texts = random_model.prompt_texts(options["groups"] * (options["steps"] + 1), options["prompt"])
+    questions = [Question(str(index), text, "0") for index, text in enumerate(texts)]
+    return Task("bench", "", questions, [], {"format": 0.2, "answer": 1.0}, coin)
+
+
+def coin(texts: Sequence[str], questions: Sequence[Question]) -> Scores:
+    """Grade as GSM8K does, and let the text's checksum decide whether the answer is right."""
+    scores = gsm8k.grade(texts, questions)
+    return scores | {"answer": np.array([zlib.crc32(text.encode()) % 2 for text in texts], dtype=np.float64)}
+
+
+def measured(metrics: dict[str, float]) -> Step:
+    """A step of the lab's trainer."""
+    step = {f"{phase}_seconds": metrics[f"seconds/{phase}"] for phase in PHASES}
+    seconds = metrics["step/seconds"]
+    step |= {"step_seconds": seconds, "tokens": seconds * metrics["step/tokens_per_second"]}
+    return step | {"nats": metrics["policy/entropy_nats"], "grad_norm": metrics["policy/grad_norm"]}
+
+
+def row_of(job: Job, found: list[Step]) -> Row:
+    """Medians over the steps after the first, and tokens per second over all of them.
+
+    Raises RuntimeError where steps or tokens are missing, or nothing is learned.
+    """
+    options, timed = job.options, found[1:]
+    completions = options["groups"] * options["group_size"]
+    if len(timed) != options["steps"]:
+        raise RuntimeError(f"asked for {options['steps']} steps after the first, and got {len(timed)}")
+    for step in timed:
+        if not options["mean_tokens"] and round(step["tokens"]) != completions * options["new"]:
+            raise RuntimeError(f"a step sampled {step['tokens']:.0f} tokens, not {completions} x {options['new']}")
+        if not step["grad_norm"] > 0:
+            raise RuntimeError(f"the gradient is {step['grad_norm']}: nothing would be learned")
+    row = {name: statistics.median(step[name] for step in timed) for name in timed[0]}
+    total = sum(step["step_seconds"] for step in timed)
+    return row | {
+        "tokens_per_second": sum(step["tokens"] for step in timed) / total,
+        "step_seconds_min": min(step["step_seconds"] for step in timed),
+        "step_seconds_max": max(step["step_seconds"] for step in timed),
+        "completions": completions, "prompt": options["prompt"], "new": options["new"],
+        "mean_tokens": options["mean_tokens"], "micro_batch": options["micro_batch"], "steps": options["steps"],
+    }  # fmt: skip
+
+
+def peaks() -> Row:
+    """The GPU's memory at its fullest: what torch held, and what anybody holds at the end."""
+    return {"peak_gib": peak_gib(), "used_gib": used_gib()}

@@ -1,0 +1,99 @@
+"""The baseline of steps: TRL's GRPOTrainer with vLLM in its process, as they are. The words of the arm go over its
+GRPOConfig."""
+
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from transformers import TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+from qerl_lab.bench import lab, random_model
+from qerl_lab.bench.arms import Job, Row
+from qerl_lab.bench.gpu import GIB, Clocks
+from qerl_lab.bench.rollout import memory, settings
+from qerl_lab.bench.step import Step, coin, peaks, row_of, task
+from qerl_lab.tasks import Question
+
+TRLS_SHARE = 0.3  # of the GPU for vLLM, where that is enough
+SPARE_GIB = 8  # for vLLM's activations and CUDA graphs
+
+
+class Watch(TrainerCallback):
+    """Times each step, as the lab's clock does, and notes what TRL logs of it."""
+
+    def __init__(self, completions: int) -> None:
+        self.completions, self.found, self._started, self._seconds = completions, list[Step](), 0.0, 0.0
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        self._started = time.perf_counter()
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self._seconds = time.perf_counter() - self._started
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
+        if "completions/mean_length" in logs:
+            tokens = self.completions * logs["completions/mean_length"]
+            self.found.append(
+                {"step_seconds": self._seconds, "tokens": tokens, "nats": logs["entropy"],
+                 "grad_norm": logs["grad_norm"]}
+            )  # fmt: skip
+
+
+def train(job: Job, folder: Path) -> Row:
+    """Train by TRL, and return what its steps took; phases are not told apart."""
+    watch = Watch(job.options["groups"] * job.options["group_size"])
+    started = time.perf_counter()
+    trainer = GRPOTrainer(
+        model=job.folder,
+        reward_funcs=reward,
+        args=GRPOConfig(**arguments(job, folder) | job.arm.words),
+        train_dataset=Dataset.from_dict({"prompt": [question.prompt for question in task(job).train]}),
+        peft_config=random_model.plain_lora(job.rank),
+        callbacks=[watch],
+    )
+    start = time.perf_counter() - started
+    base = sum(p.nbytes for p in trainer.model.parameters() if not p.requires_grad) / GIB
+    with Clocks() as clocks:
+        trainer.train()
+    about: Row = {"start_seconds": start, "policy_gib": base}
+    if trainer.use_vllm:
+        about |= memory(trainer.vllm_generation.llm) | settings(trainer.vllm_generation.llm)
+    return row_of(job, watch.found) | about | clocks.row | peaks()
+
+
+def reward(completions: list[str], **_: Any) -> list[float]:
+    """TRL's reward function: the same grading as the lab's arms have."""
+    return coin(completions, [Question("", "", "0")] * len(completions))["answer"].tolist()
+
+
+def arguments(job: Job, folder: Path) -> dict[str, Any]:
+    """What GRPOConfig is given: the sizes that the lab's trainer gets too, and else its defaults."""
+    options = job.options
+    completions = options["groups"] * options["group_size"]
+    return {
+        "output_dir": str(folder), "use_vllm": True, "vllm_mode": "colocate",
+        "vllm_gpu_memory_utilization": share(job), "vllm_max_model_length": options["prompt"] + options["new"],
+        "model_init_kwargs": {"dtype": "bfloat16"}, "per_device_train_batch_size": options["micro_batch"],
+        "gradient_accumulation_steps": completions // options["micro_batch"],
+        "steps_per_generation": completions // options["micro_batch"], "num_generations": options["group_size"],
+        "max_completion_length": options["new"], "max_steps": options["steps"] + 1, "logging_steps": 1,
+        "learning_rate": 1e-5, "bf16": True, "gradient_checkpointing": True, "save_strategy": "no",
+        "report_to": "none", "disable_tqdm": True,
+    }  # fmt: skip
+
+
+def share(job: Job) -> float:
+    """The share of the GPU that vLLM gets: TRL's own, or what weights and key-value cache take if that is more."""
+    if not torch.cuda.is_available():
+        return TRLS_SHARE
+    options = job.options
+    weights = sum(file.stat().st_size for file in Path(job.folder).glob("*.safetensors")) / GIB
+    cache = lab.kv_gib(job.architecture, options["groups"] * options["group_size"], options["prompt"] + options["new"])
+    total = torch.cuda.mem_get_info()[1] / GIB
+    return max(TRLS_SHARE, math.ceil(100 * (weights + cache + SPARE_GIB) / total) / 100)

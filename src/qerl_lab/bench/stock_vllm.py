@@ -1,0 +1,59 @@
+"""The baseline of rollouts: vLLM as it is, with the adapter as a LoRARequest, in one process as TRL has it.
+
+The only file outside of the room `rollout/vllm/` that imports vllm: a baseline owes nothing to the engine it judges.
+"""
+
+import os
+import time
+from typing import Any
+
+from vllm import LLM, SamplingParams
+from vllm.lora.request import LoRARequest
+
+from qerl_lab.bench.arms import Job
+from qerl_lab.bench.gpu import GIB, used_gib
+from qerl_lab.bench.lab import kv_gib
+from qerl_lab.rollout.vllm.adapter import max_rank
+
+
+class StockSampler:
+    """vLLM over the checkpoint of a job. The words of the arm go over the arguments of `LLM`."""
+
+    def __init__(self, job: Job) -> None:
+        before, started = used_gib(), time.perf_counter()
+        self.llm = LLM(model=job.folder, **arguments(job) | job.arm.words)
+        self.request = LoRARequest("policy", 1, job.adapter)
+        self.row = {"start_seconds": time.perf_counter() - started, "before_gib": before}
+
+    def renew(self) -> None:
+        """Read the adapter again, and forget the prefix cache."""
+        self.llm.llm_engine.add_lora(LoRARequest("policy", 1, self.request.lora_path, load_inplace=True))
+        if not self.llm.reset_prefix_cache():
+            raise RuntimeError("vLLM kept its prefix cache")
+
+    def generate(self, prompt_ids_P: list[list[int]], new: int, seed: int) -> list[list[float]]:
+        """Sample one completion of each prompt: its log-probs. The draws are vLLM's own: a seed a request costs it."""
+        how = SamplingParams(
+            max_tokens=new, ignore_eos=True, temperature=1.0, logprobs=0, flat_logprobs=True, detokenize=False
+        )
+        prompts: Any = [{"prompt_token_ids": ids} for ids in prompt_ids_P]
+        outputs = self.llm.generate(prompts, how, use_tqdm=False, lora_request=self.request)
+        return [list(output.outputs[0].logprobs.logprobs) for output in outputs]
+
+
+def arguments(job: Job) -> dict[str, Any]:
+    """What `LLM` is given: the sizes that the lab's engine gets too, and else its defaults."""
+    options = job.options
+    batch, longest = max(options["batches"]), options["prompt"] + options["new"]
+    return {
+        "max_model_len": longest, "max_num_seqs": batch,
+        "kv_cache_memory_bytes": int(kv_gib(job.architecture, batch, longest) * GIB), "gpu_memory_utilization": 0.01,
+        "enable_lora": True, "max_loras": 1, "max_lora_rank": max_rank(job.rank), "logprobs_mode": "processed_logprobs",
+        "generation_config": "vllm", "use_tqdm_on_load": False, "distributed_executor_backend": "uni",
+    }  # fmt: skip
+
+
+def sampler(job: Job) -> StockSampler:
+    """Build the stock sampler in this process."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    return StockSampler(job)

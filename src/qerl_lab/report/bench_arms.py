@@ -1,0 +1,210 @@
+"""Tables and figures of `python -m qerl_lab.bench rollout` and `step`: arms in processes of their own, one of which may
+have died."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+import pandas as pd
+from matplotlib.axes import Axes
+
+from qerl_lab.report.bench import COLORS, Result, dress, gpu_of
+from qerl_lab.report.paper import ratio_by_rank
+
+BASES = {"bf16": "BF16", "qlora": "QLoRA"}  # of a baseline's name the part before the underscore; what tables call it
+# An arm that differs from the others in one of these is another comparison than the one asked for.
+SETTINGS = (
+    "max_num_seqs", "max_num_batched_tokens", "chunked_prefill", "prefix_caching", "async_scheduling", "eager",
+    "cuda_graphs", "dtype",
+)  # fmt: skip
+CLOCKS_APART = 0.03
+PHASES = ("rollout", "reward", "sync", "probe", "train")
+
+
+def table(result: Result) -> str:
+    """The numbers with their ratios, what died, and what makes a comparison doubtful."""
+    rows = pd.DataFrame(alive(result))
+    parts = [] if rows.empty else [_rollout_table(result) if result["benchmark"] == "rollout" else _step_table(result)]
+    parts += [f"{row['arm']}, rank {row['rank']}: died. {row['died']}" for row in result["rows"] if "died" in row]
+    return "\n".join([*parts, *(f"note: {note}" for note in notes(alive(result)))])
+
+
+def draw(result: Result, path: Path) -> None:
+    """Draw what is alive; with nothing alive, nothing."""
+    if not alive(result):
+        return
+    figure = _draw_rollouts(result) if result["benchmark"] == "rollout" else _draw_steps(result)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def alive(result: Result) -> list[dict[str, Any]]:
+    """The rows that were measured."""
+    return [row for row in result["rows"] if "died" not in row]
+
+
+def ratios(result: Result, key: tuple[str, ...]) -> pd.DataFrame:
+    """The rows alive, with `of_bf16` and `of_qlora`: tokens per second over that baseline's where `key` is the same."""
+    rows = pd.DataFrame(alive(result))
+    at = pd.MultiIndex.from_frame(rows[list(key)])
+    for base in BASES:
+        own = rows[rows["baseline"] & rows["arm"].str.startswith(f"{base}_")].drop_duplicates(list(key))
+        speed = own.set_index(list(key))["tokens_per_second"].reindex(at)
+        rows[f"of_{base}"] = rows["tokens_per_second"].to_numpy() / speed.to_numpy()
+    return rows
+
+
+def notes(rows: list[dict[str, Any]]) -> list[str]:
+    """What differs between arms beside the arms: settings of vLLM, and the clock of the GPU."""
+    found = []
+    for name in SETTINGS:
+        held: dict[str, list[str]] = {}
+        for row in rows:
+            if name in row:
+                held.setdefault(str(row[name]), []).append(row["arm"])
+        if len(held) > 1:
+            found.append(
+                f"{name} differs: " + "; ".join(f"{v} in {', '.join(dict.fromkeys(a))}" for v, a in held.items())
+            )
+    clocks = [row["sm_mhz"] for row in rows if row.get("sm_mhz")]
+    if clocks and max(clocks) > (1 + CLOCKS_APART) * min(clocks):
+        found.append(f"the GPU's clock was between {min(clocks):,.0f} and {max(clocks):,.0f} MHz (sm_mhz of each row)")
+    return found
+
+
+def _rollout_table(result: Result) -> str:
+    rows = ratios(result, ("rank", "batch"))
+    head = [
+        "tokens/s",
+        "least",
+        "most",
+        "of BF16",
+        "of QLoRA",
+        "token ms",
+        "sync ms",
+        "start s",
+        "weights",
+        "KV",
+        "used",
+    ]
+    wide = max(len(arm) for arm in rows["arm"]) + 2
+    lines = [f"{'arm':{wide}}{'rank':>5}{'batch':>7}" + "".join(f"{name:>10}" for name in head)]
+    for _, row in rows.iterrows():
+        numbers = [
+            f"{row['tokens_per_second']:,.0f}", f"{row['tokens_per_second_min']:,.0f}",
+            f"{row['tokens_per_second_max']:,.0f}", f"{row['of_bf16']:.2f}", f"{row['of_qlora']:.2f}",
+            f"{row['decode_ms']:.2f}", f"{row['sync_ms']:.1f}", f"{row['start_seconds']:.0f}",
+            *(_gib(row[name]) for name in ("weights_gib", "kv_gib", "used_gib")),
+        ]  # fmt: skip
+        lines.append(f"{row['arm']:{wide}}{row['rank']:5}{row['batch']:7}" + _cells(numbers))
+    return "\n".join([*lines, "weights, KV, used: GiB of the GPU", *_rank_lines(rows)])
+
+
+def _rank_lines(rows: pd.DataFrame) -> list[str]:
+    """What a larger rank costs each arm, and its ratios beside the paper's, where several ranks were measured."""
+    if rows["rank"].nunique() < 2:
+        return []
+    lines = [
+        "",
+        "by rank: tokens/s, of the smallest rank's; of BF16 and of QLoRA, in brackets the paper's NVFP4 (batch 1)",
+    ]
+    for (arm, batch), same in rows.sort_values("rank").groupby(["arm", "batch"], sort=False):
+        first = same["tokens_per_second"].iloc[0]
+        for _, row in same.iterrows():
+            beside = f"{_beside(row, 'bf16', 'bf16')}; {_beside(row, 'qlora', 'nf4')}"
+            speed = f"{row['tokens_per_second']:,.0f}, {row['tokens_per_second'] / first:.3f}"
+            lines.append(f"  {arm}, batch {batch}, rank {row['rank']}: {speed}; {beside}")
+    return lines
+
+
+def _beside(row: Mapping[str, Any], base: str, papers: str) -> str:
+    printed = ratio_by_rank(row["model"], papers).get(row["rank"])
+    said = f" ({printed:.2f})" if printed and row["format"] == "nvfp4" else ""
+    return f"{row[f'of_{base}']:.2f} of {BASES[base]}{said}".replace("nan", "-")
+
+
+def _step_table(result: Result) -> str:
+    rows = ratios(result, ("rank",))
+    head = ["seconds", "tokens/s", "of BF16", "of QLoRA", *PHASES, "policy", "weights", "KV", "peak", "used"]
+    wide = max(len(arm) for arm in rows["arm"]) + 2
+    lines = [f"{'arm':{wide}}" + "".join(f"{name:>10}" for name in head)]
+    for _, row in rows.iterrows():
+        numbers = [
+            f"{row['step_seconds']:.2f}", f"{row['tokens_per_second']:,.0f}", f"{row['of_bf16']:.2f}",
+            f"{row['of_qlora']:.2f}", *(f"{row.get(f'{phase}_seconds', float('nan')):.2f}" for phase in PHASES),
+            *(_gib(row.get(name)) for name in ("policy_gib", "weights_gib", "kv_gib", "peak_gib", "used_gib")),
+        ]  # fmt: skip
+        lines.append(f"{row['arm']:{wide}}" + _cells(numbers))
+    return "\n".join([*lines, f"{', '.join(PHASES)}: seconds. policy, weights, KV, peak, used: GiB of the GPU"])
+
+
+def _cells(numbers: list[str]) -> str:
+    return "".join(f"{number.replace('nan', '-'):>10}" for number in numbers)
+
+
+def _gib(value: float | None) -> str:
+    return "-" if value is None or pd.isna(value) else f"{value:.1f}"
+
+
+def _draw_rollouts(result: Result) -> plt.Figure:
+    rows = ratios(result, ("rank", "batch"))
+    by_rank = rows["rank"].nunique() > 1
+    panels = 3 if by_rank else 2
+    figure, axes = plt.subplots(1, panels, figsize=(5.2 * panels, 4.2), layout="constrained", squeeze=False)
+    shown = rows[rows["rank"] == rows["rank"].iloc[0]]
+    _lines(axes[0, 0], shown, "batch", "tokens_per_second")
+    dress(axes[0, 0], f"rank {shown['rank'].iloc[0]}", "completions at once")
+    axes[0, 0].set_ylabel("tokens/s")
+    axes[0, 0].legend(frameon=False, fontsize=8)
+    _lines(axes[0, 1], shown, "batch", "of_bf16")
+    dress(axes[0, 1], "of stock vLLM, BF16 LoRA", "completions at once")
+    if by_rank:
+        smallest = rows[rows["batch"] == rows["batch"].min()]
+        _lines(axes[0, 2], smallest, "rank", "of_qlora")
+        if printed := ratio_by_rank(result["options"]["model"], "nf4"):
+            axes[0, 2].plot([*printed], [*printed.values()], "k:", lw=1.2, label="paper, Figure 11: NVFP4, batch 1")
+            axes[0, 2].legend(frameon=False, fontsize=8)
+        dress(axes[0, 2], f"of stock vLLM, QLoRA, batch {smallest['batch'].iloc[0]}", "rank")
+    about = result["options"]
+    figure.suptitle(
+        f"Rollouts, {about['model']}, prompt {about['prompt']:,}, {about['new']:,} new tokens, {gpu_of(result)}"
+    )
+    return figure
+
+
+def _lines(axis: Axes, rows: pd.DataFrame, x: str, y: str) -> None:
+    """Draw a line an arm: its format's colour, dashed for a baseline; a further arm of one format has another mark."""
+    marks: dict[tuple[str, bool], int] = {}
+    for arm, own in rows.groupby("arm", sort=False):
+        kind = (own["format"].iloc[0], bool(own["baseline"].iloc[0]))
+        mark = "os^dv"[marks.setdefault(kind, 0) % 5]
+        marks[kind] += 1
+        style = "--" if kind[1] else "-"
+        axis.plot(own[x], own[y], f"{mark}{style}", color=COLORS[kind[0]], label=arm, lw=1.6, ms=4)
+    axis.set_xscale("log", base=2)
+    ticks = sorted(rows[x].unique())
+    axis.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+
+
+def _draw_steps(result: Result) -> plt.Figure:
+    rows = ratios(result, ("rank",))
+    figure, axis = plt.subplots(figsize=(max(6.5, 1.5 * len(rows)), 4.4), layout="constrained")
+    names, bottom = [arm.replace(" ", "\n") for arm in rows["arm"]], [0.0] * len(rows)
+    phases = rows.reindex(columns=[f"{phase}_seconds" for phase in PHASES]).fillna(0.0)
+    for phase in PHASES:
+        seconds = phases[f"{phase}_seconds"].tolist()
+        axis.bar(names, seconds, bottom=bottom, label=phase, width=0.6)
+        bottom = [below + more for below, more in zip(bottom, seconds, strict=True)]
+    rest = [max(0.0, whole - known) for whole, known in zip(rows["step_seconds"], bottom, strict=True)]
+    bars = axis.bar(names, rest, bottom=bottom, label="not told apart", width=0.6, color="0.8")
+    axis.bar_label(bars, [f"{seconds:.1f}" for seconds in rows["step_seconds"]], fontsize=8)
+    axis.legend(frameon=False, fontsize=8)
+    dress(axis, "", "")
+    axis.set_ylabel("seconds of a step")
+    about = result["options"]
+    figure.suptitle(
+        f"GRPO step, {about['model']}, {about['groups']} x {about['group_size']} completions of at most "
+        f"{about['new']:,} tokens, {gpu_of(result)}"
+    )
+    return figure

@@ -1,0 +1,191 @@
+"""Arms of `bench rollout` and `bench step`: their names, their processes, and what becomes of one that dies."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from bench_jobs import ARCHITECTURE
+from qerl_lab.bench import __main__ as command
+from qerl_lab.bench import arms, one_arm
+from qerl_lab.bench.options import VLLM, RolloutOptions, StepOptions, arm_of, check
+from qerl_lab.config.schema import ConfigError
+
+
+def test_an_arm_is_a_name_and_words() -> None:
+    arm = arm_of("nvfp4 rollout.vllm.kv_cache_dtype=fp8 aqn.sigma_start=0.02", VLLM)
+    assert (arm.format, arm.is_baseline) == ("nvfp4", False)
+    assert arm.words == {"rollout.vllm.kv_cache_dtype": "fp8", "aqn.sigma_start": 0.02}
+    stock = arm_of("qlora_stock linear_backend=humming enforce_eager=true", VLLM)
+    assert (stock.name, stock.format, stock.is_baseline) == ("qlora_stock linear_backend=humming enforce_eager=true",
+                                                             "nf4", True)  # fmt: skip
+    assert stock.words == {"linear_backend": "humming", "enforce_eager": True}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("nvfp5", r"'nvfp5' in arms is not allowed; allowed: bf16_stock, .*, nvfp4\. Did you mean nvfp4\?"),
+        ("bf16_trl", "allowed: bf16_stock"),
+        ("", "'' in arms is not allowed"),
+        ("nvfp4 eager", "eager in the arm 'nvfp4 eager' is no KEY=VALUE"),
+        ("nvfp4 rollout.vllm.kv_cach_dtype=fp8", "no key of a run. Did you mean rollout.vllm.kv_cache_dtype?"),
+        ("nvfp4 rollout.vllm.kv_cache_dtype=fp9", "allowed: auto, fp8"),
+        ("nvfp4 lora.rank=many", "lora.rank=many"),
+    ],
+)
+def test_a_wrong_arm_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        arm_of(text, VLLM)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (RolloutOptions(ranks=[]), r"ranks=\[\] leaves nothing to measure"),
+        (RolloutOptions(arms=["bf16_trl"]), "'bf16_trl' in arms"),
+        (RolloutOptions(scratch="/nowhere"), "scratch=/nowhere is no directory. Type scratch=DIR"),
+        (StepOptions(arms=["bf16_stock"]), "'bf16_stock' in arms"),
+        (StepOptions(micro_batch=7, scratch="/"), "micro_batch=7 does not divide groups x group_size = 64"),
+        (StepOptions(out="", scratch="/"), "out= has no file name"),
+    ],
+)
+def test_wrong_options_are_refused(options: RolloutOptions | StepOptions, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check(options)
+
+
+def test_arms_of_one_format_come_together() -> None:
+    options = RolloutOptions(arms=["bf16_stock", "qlora_stock", "nvfp4", "bf16", "nf4"])
+    assert [arm.name for arm in arms.arms(options)] == ["bf16_stock", "bf16", "qlora_stock", "nf4", "nvfp4"]
+
+
+def test_a_scratch_without_room_says_how_much_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=6e9))
+    options = RolloutOptions(arms=["nvfp4", "bf16_stock"], scratch="/")
+    with pytest.raises(ConfigError, match=r"6\.0 GB free, and qwen2\.5-7b in bf16 takes 15\.5 GB: 9\.5 GB are missing"):
+        arms.refuse_small_scratch(options)
+    arms.refuse_small_scratch(RolloutOptions(arms=["nvfp4"], scratch="/"))
+
+
+@pytest.fixture
+def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What options of a small benchmark have in common. `ARCHITECTURES` is what `bench.arms` looks a model up in."""
+    monkeypatch.setitem(arms.ARCHITECTURES, "small", ARCHITECTURE)
+    monkeypatch.setattr(command, "require_gpu", lambda: None)
+    (tmp_path / "scratch").mkdir()
+    return {"model": "small", "scratch": str(tmp_path / "scratch"), "out": str(tmp_path / "out" / "result")}
+
+
+def plays(monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    """Have `script` run in the place of the process of an arm; it finds `job`, and `write(row)`."""
+    opening = (
+        "import json, os, sys, time; from pathlib import Path; job = json.loads(Path(sys.argv[1]).read_text())\n"
+        "def write(row): print(json.dumps({'arm': job['arm']['name'], 'rank': job['rank'], **row}), "
+        "file=open(sys.argv[2], 'a'), flush=True)\n"
+    )
+    real = subprocess.run
+
+    def run(words: list[str], **how: Any) -> subprocess.CompletedProcess[str]:
+        if words[0] != sys.executable:  # what the record of the environment asks
+            return real(words, **how)
+        assert words[:3] == [sys.executable, "-m", "qerl_lab.bench.one_arm"]
+        return real([sys.executable, "-c", opening + script, *words[3:]], **how)
+
+    monkeypatch.setattr(subprocess, "run", run)
+
+
+def test_each_arm_and_rank_has_a_process_its_checkpoint_and_its_adapter(
+    small: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plays(
+        monkeypatch,
+        "config = json.loads(Path(job['folder'], 'config.json').read_text())\n"
+        "adapter = json.loads(Path(job['adapter'], 'adapter_config.json').read_text())\n"
+        "write({'pid': os.getpid(), 'adapter': adapter['r'],"
+        " 'method': config.get('quantization_config', {}).get('quant_method'),"
+        " 'beside': sorted(p.name for p in Path(job['folder']).parent.iterdir() if p.is_dir())})",
+    )
+    options = RolloutOptions(arms=["bf16_stock", "nvfp4", "qlora_stock"], ranks=[2, 4], **small)
+    rows = list(arms.run("rollout", options))
+    assert [(row["arm"], row["rank"], row["method"]) for row in rows] == [
+        ("bf16_stock", 2, None), ("bf16_stock", 4, None), ("nvfp4", 2, "compressed-tensors"),
+        ("nvfp4", 4, "compressed-tensors"), ("qlora_stock", 2, "bitsandbytes"), ("qlora_stock", 4, "bitsandbytes"),
+    ]  # fmt: skip
+    assert all(row["adapter"] == row["rank"] for row in rows)
+    assert len({row["pid"] for row in rows}) == 6
+    assert [row["beside"] for row in rows][::2] == [["bf16", "rank2", "rank4"], ["nvfp4", "rank2", "rank4"],
+                                                    ["nf4", "rank2", "rank4"]]  # fmt: skip
+    assert list(Path(small["scratch"]).iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("script", "reason", "kept"),
+    [
+        ("write({'batch': 8}); os.kill(os.getpid(), 9)", "ended by signal 9 (the memory of the host may be full)", 1),
+        ("print('what it said'); sys.exit(3)", "exit status 3, and no row", 0),
+        ("time.sleep(60)", "took longer than timeout_minutes=0.05", 0),
+        ("write({'died': 'OutOfMemoryError: 3 GiB'}); sys.exit(1)", "OutOfMemoryError: 3 GiB", 0),
+        ("pass", "exit status 0, and no row", 0),
+    ],
+)
+def test_a_dead_arm_is_a_row(
+    small: dict[str, Any], monkeypatch: pytest.MonkeyPatch, script: str, reason: str, kept: int
+) -> None:
+    plays(monkeypatch, script)
+    *measured, last = arms.run("rollout", RolloutOptions(arms=["bf16"], timeout_minutes=0.05, **small))
+    assert last["died"] == reason
+    assert last["arm"] == "bf16"
+    assert len(measured) == kept
+    assert ("what it said" in last.get("log", "")) == ("what it said" in script)
+
+
+def test_the_others_go_on_and_the_command_exits_with_1(
+    small: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = (
+        "{'baseline': True, 'format': 'bf16', 'batch': 8, 'tokens_per_second': 5.0, 'tokens_per_second_min': 4.0, "
+        "'tokens_per_second_max': 6.0, 'decode_ms': 1.0, 'sync_ms': 1.0, 'start_seconds': 1.0, 'weights_gib': None, "
+        "'kv_gib': None, 'used_gib': None}"
+    )
+    plays(monkeypatch, f"sys.exit(1) if 'qlora' in job['arm']['name'] else write({row})")
+    monkeypatch.setitem(arms.ARCHITECTURES, "qwen2.5-0.5b", ARCHITECTURE)
+    given = {"arms": "[qlora_stock,bf16_stock]", **small, "model": "qwen2.5-0.5b"}
+    assert command.main(["rollout", *(f"{key}={value}" for key, value in given.items())]) == 1
+    out, err = capsys.readouterr()
+    assert "error: 1 arms died: qlora_stock." in err
+    assert "qlora_stock, rank 32: died. exit status 1, and no row" in out
+    kept = json.loads(Path(small["out"] + ".json").read_text())
+    assert [("died" in row, row["arm"]) for row in kept["rows"]] == [(True, "qlora_stock"), (False, "bf16_stock")]
+    assert kept["environment"]["python"]
+    assert Path(small["out"] + ".png").stat().st_size > 10_000
+
+
+def test_the_process_of_an_arm_writes_each_row_at_once_and_its_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = {
+        "benchmark": "rollout", "arm": {"name": "bf16", "format": "bf16", "is_baseline": False, "words": {}},
+        "rank": 4, "architecture": ARCHITECTURE, "folder": "", "adapter": "", "options": {"model": "small"},
+    }  # fmt: skip
+    (tmp_path / "job.json").write_text(json.dumps(job))
+    out = tmp_path / "rows.jsonl"
+
+    def rows(_: object):
+        yield {"batch": 8}
+        assert json.loads(out.read_text())["batch"] == 8
+        raise MemoryError("3 GiB\nare missing")
+
+    monkeypatch.setattr("qerl_lab.bench.rollout.rows", rows)
+    with pytest.raises(MemoryError):
+        one_arm.main([str(tmp_path / "job.json"), str(out)])
+    first, last = map(json.loads, out.read_text().splitlines())
+    about = {"model": "small", "arm": "bf16", "format": "bf16", "baseline": False, "rank": 4}
+    assert first == about | {"batch": 8}
+    assert last.pop("log").startswith("Traceback")
+    assert last == about | {"died": "MemoryError: 3 GiB are missing"}

@@ -1,0 +1,121 @@
+"""The measuring of rollouts: on an engine that does what a test says, and on vLLM itself where it is installed."""
+
+import importlib.util
+import math
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench_jobs import ARCHITECTURE, FakeSampler
+from qerl_lab.bench import arms, gpu, rollout
+from qerl_lab.bench.arms import Job
+from qerl_lab.bench.options import RolloutOptions, arm_of
+
+NATS = math.log(300)
+
+
+def options(**changes: Any) -> RolloutOptions:
+    return RolloutOptions(**{"batches": [2, 4], "prompt": 12, "new": 8, "repeats": 3, "ranks": [4]} | changes)
+
+
+def job_of(changed: RolloutOptions) -> Job:
+    return Job("rollout", arm_of("bf16", {}), 4, ARCHITECTURE, "", "", vars(changed))
+
+
+def answer(prompts: list[list[int]], new: int) -> list[list[float]]:
+    return [[-NATS] * new for _ in prompts]
+
+
+def test_every_call_is_warmed_up_has_new_prompts_and_the_asked_tokens() -> None:
+    sampler = FakeSampler(answer)
+    rows = list(rollout.measure(sampler, job_of(options())))
+    assert [row["batch"] for row in rows] == [2, 4]
+    of_batch = [[new for prompts, new, _ in sampler.asked if len(prompts) == batch] for batch in (2, 4)]
+    assert of_batch == [[8, 2] * 4] * 2  # a whole and a short call that do not count, then three of each
+    every = [tuple(prompt) for prompts, *_ in sampler.asked for prompt in prompts]
+    assert len(set(every)) == len(every)
+    assert {len(prompt) for prompt in every} == {12}
+    assert len({seed for *_, seed in sampler.asked}) == len(sampler.asked) == sampler.renewals
+    assert all(row["nats"] == pytest.approx(NATS) for row in rows)
+
+
+def test_speeds_are_medians_and_the_first_calls_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    # seconds of the calls: whole, short; the first pair is the warm-up
+    took = iter([100.0, 100.0, 2.0, 0.5, 4.0, 0.5, 3.0, 0.7])
+
+    def slow(prompts: list[list[int]], new: int) -> list[list[float]]:
+        clock[0] += next(took)
+        return answer(prompts, new)
+
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    (row,) = rollout.measure(FakeSampler(slow), job_of(options(batches=[4])))
+    assert row["tokens_per_second"] == pytest.approx(4 * 8 / 3)
+    assert (row["tokens_per_second_min"], row["tokens_per_second_max"]) == (4 * 8 / 4, 4 * 8 / 2)
+    assert row["decode_ms"] == pytest.approx(1e3 * (3 - 0.5) / (8 - 2))
+    assert row["decode_tokens_per_second"] == pytest.approx(4 * 6 / 2.5)
+    assert (row["repeats"], row["prompt"], row["new"], row["short_new"]) == (3, 12, 8, 2)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (lambda prompts, new: [[-NATS] * (new - 1) for _ in prompts], r"asked for 2 x 8 tokens, and got 2 completions"),
+        (lambda prompts, new: [[-NATS] * new for _ in prompts[1:]], r"asked for 2 x 8 tokens, and got 1 completions"),
+        (lambda prompts, new: [[math.nan] * new for _ in prompts], "nan nats in the mean"),
+        (lambda prompts, new: [[-0.01] * new for _ in prompts], "0.01 nats in the mean"),
+    ],
+)
+def test_a_call_that_is_not_what_was_asked_ends_the_arm(wrong: Any, message: str) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        list(rollout.measure(FakeSampler(wrong), job_of(options())))
+
+
+def test_a_cache_that_cannot_hold_the_batch_ends_the_arm() -> None:
+    with pytest.raises(RuntimeError, match="holds 64 tokens, and the largest batch has 80"):
+        list(rollout.measure(FakeSampler(answer, blocks=4), job_of(options())))
+
+
+def test_a_row_says_what_decides_the_speed() -> None:
+    row = next(iter(rollout.measure(FakeSampler(answer), job_of(options()))))
+    assert row["max_num_seqs"] == 4
+    assert row["prefix_caching"] is True
+    assert row["kv_tokens"] == 16_000
+    assert row["kv_gib"] == 1.0
+    assert row["weights_gib"] == (8 * 4 + 4) * 4 / 2**30
+    assert row["start_seconds"] == 1.0
+    assert {"sm_mhz", "used_gib", "peak_gib", "cuda_graphs", "async_scheduling", "chunked_prefill"} <= row.keys()
+
+
+def test_the_clock_is_the_middle_of_whole_lines() -> None:
+    seen = gpu.seen("1980, 1980, 650.5, 60\n1500, 1980, 700.0, 71\n1965, 1980, [N/A], 70\n1900, 1980, 690.0, 65\n18")
+    assert seen == {"sm_mhz": 1900, "sm_mhz_least": 1500, "sm_mhz_max": 1980, "watts": 690.0, "celsius": 71}
+    assert gpu.seen("No devices were found\n") == {}
+
+
+def test_the_cache_holds_every_sequence_and_a_block_more() -> None:
+    from qerl_lab.bench.lab import kv_gib
+
+    per_token = 2 * 2 * 2 * 32 * 2  # keys and values, layers, heads, their size, bytes
+    assert kv_gib(ARCHITECTURE, 4, 20) * 2**30 == 5 * 256 * per_token
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM")
+def test_both_engines_are_measured_in_processes_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(arms.ARCHITECTURES, "small", ARCHITECTURE)
+    monkeypatch.setitem(os.environ, "VLLM_CPU_KVCACHE_SPACE", "1")
+    asked = ["bf16_stock enforce_eager=true", "bf16 rollout.vllm.enforce_eager=true model.dtype=bfloat16"]
+    small = options(model="small", arms=[*asked, "nf4"], scratch=str(tmp_path))
+    *rows, dead = arms.run("rollout", small)
+    assert [(row["arm"], row["batch"]) for row in rows] == [(arm, batch) for arm in asked for batch in (2, 4)]
+    for row in rows:
+        assert row["tokens_per_second_min"] <= row["tokens_per_second"] <= row["tokens_per_second_max"]
+        assert 0.9 * NATS < row["nats"] < 1.1 * NATS
+        assert row["kv_tokens"] >= 4 * 20
+    # Not chunked_prefill, which the lab's engine turns off on a CPU, and there alone.
+    shared = ("max_num_seqs", "max_num_batched_tokens", "prefix_caching", "dtype", "weights_gib")
+    assert len({tuple(row[name] for name in shared) for row in rows}) == 1
+    assert "format.name=nf4 on a GPU only" in dead["died"]

@@ -1,0 +1,84 @@
+"""Whole steps of the lab's trainer and of TRL's, at test size on the CPU."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench_jobs import job
+from qerl_lab.bench import step
+from qerl_lab.bench.options import StepOptions
+
+LAB = "nvfp4 rollout.engine=transformers"
+TRL = "bf16_trl use_vllm=false use_cpu=true bf16=false"  # on a CPU vLLM drops what TRL would write its weights into
+
+
+def options(**changes: Any) -> StepOptions:
+    small = {"groups": 2, "group_size": 4, "prompt": 12, "new": 8, "micro_batch": 4, "steps": 2, "rank": 4}
+    return StepOptions(**small | changes)
+
+
+@pytest.mark.parametrize("arm", [LAB, TRL])
+def test_a_row_is_a_whole_step(tmp_path: Path, arm: str) -> None:
+    (row,) = step.rows(job(tmp_path, arm, options()))
+    assert row["tokens"] == 8 * 8
+    assert row["step_seconds_min"] <= row["step_seconds"] <= row["step_seconds_max"]
+    assert row["grad_norm"] > 0
+    assert 5 < row["nats"] < 6
+    assert (row["completions"], row["micro_batch"], row["steps"]) == (8, 4, 2)
+    assert row["policy_gib"] > 0
+    if arm == LAB:
+        phases = sum(row[f"{phase}_seconds"] for phase in step.PHASES)
+        assert 0.5 * row["step_seconds"] < phases < 1.5 * row["step_seconds"]
+        assert min(row[f"{phase}_seconds"] for phase in ("rollout", "train")) > 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "model"]
+
+
+@pytest.mark.parametrize("arm", [LAB, TRL])
+def test_completions_end_where_they_do_with_mean_tokens(tmp_path: Path, arm: str) -> None:
+    ragged = options(new=64, mean_tokens=6, groups=8, steps=1)
+    (row,) = step.rows(job(tmp_path, arm, ragged))
+    assert 32 * 3 < row["tokens"] < 32 * 12  # 6 in the mean, over 32 completions
+
+
+def test_the_arm_s_words_reach_the_run(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="a step sampled 32 tokens, not 8 x 8"):
+        list(step.rows(job(tmp_path, f"{LAB} rollout.max_completion_tokens=4", options())))
+
+
+def found(**changes: float) -> list[dict[str, float]]:
+    """Three steps, the first of which is slow."""
+    return [
+        {"step_seconds": seconds, "tokens": 64.0, "nats": 5.5, "grad_norm": 0.1} | changes
+        for seconds in (100.0, 2.0, 3.0)
+    ]
+
+
+def test_the_first_step_does_not_count(tmp_path: Path) -> None:
+    row = step.row_of(job(tmp_path, LAB, options()), found())
+    assert row["step_seconds"] == 2.5
+    assert row["tokens_per_second"] == 128 / 5
+
+
+@pytest.mark.parametrize(
+    ("steps", "message"),
+    [
+        (found()[:2], "asked for 2 steps after the first, and got 1"),
+        (found(tokens=63.0), "sampled 63 tokens, not 8 x 8"),
+        (found(grad_norm=0.0), "the gradient is 0.0"),
+        (found(grad_norm=float("nan")), "the gradient is nan"),
+    ],
+)
+def test_a_step_that_is_not_what_was_asked_ends_the_arm(
+    tmp_path: Path, steps: list[dict[str, float]], message: str
+) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        step.row_of(job(tmp_path, LAB, options()), steps)
+
+
+def test_a_coin_decides_what_an_answer_earns() -> None:
+    texts = [f"text {index}" for index in range(200)]
+    question = step.Question("", "", "0")
+    answers = step.coin(texts, [question] * 200)["answer"]
+    assert 60 < answers.sum() < 140
+    assert (step.coin(texts, [question] * 200)["answer"] == answers).all()

@@ -1,0 +1,132 @@
+"""Tables and figures of `bench rollout` and `bench step`: ratios of what is comparable, and notes on what is not."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qerl_lab.bench.__main__ import COMMANDS
+from qerl_lab.report import bench_arms, paper
+
+SPEEDS = {"bf16_stock": 100.0, "qlora_stock": 40.0, "nvfp4": 150.0, "nvfp4 rollout.vllm.lora=request": 120.0}
+FORMATS = {"bf16_stock": "bf16", "qlora_stock": "nf4"}
+
+
+def row(arm: str, speed: float, **changes: Any) -> dict[str, Any]:
+    """A row of a rollout benchmark."""
+    return {
+        "model": "qwen2.5-14b", "arm": arm, "format": FORMATS.get(arm, "nvfp4"), "baseline": arm.endswith("stock"),
+        "rank": 32, "batch": 8, "tokens_per_second": speed, "tokens_per_second_min": 0.9 * speed,
+        "tokens_per_second_max": 1.1 * speed, "decode_ms": 4.5, "sync_ms": 9.0, "start_seconds": 60.0,
+        "weights_gib": 5.5, "kv_gib": 2.0, "used_gib": 12.0, "max_num_seqs": 64, "sm_mhz": 1900.0,
+    } | changes  # fmt: skip
+
+
+def rollouts(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "benchmark": "rollout", "rows": rows, "environment": {"gpus": []},
+        "options": {"model": "qwen2.5-14b", "prompt": 256, "new": 512},
+    }  # fmt: skip
+
+
+def several(**changes: Any) -> list[dict[str, Any]]:
+    return [row(arm, speed * batch / 8, batch=batch, **changes) for arm, speed in SPEEDS.items() for batch in (8, 64)]
+
+
+def test_ratios_are_of_the_same_batch_and_rank() -> None:
+    rows = [*several(), row("bf16_stock", 50.0, rank=64), row("nvfp4", 70.0, rank=64)]
+    ratios = bench_arms.ratios(rollouts(rows), ("rank", "batch")).set_index(["arm", "rank", "batch"])
+    assert ratios.loc[("nvfp4", 32, 8), "of_bf16"] == 1.5
+    assert ratios.loc[("nvfp4", 32, 64), "of_qlora"] == 3.75
+    assert ratios.loc[("nvfp4", 64, 8), "of_bf16"] == 1.4
+    assert ratios["of_qlora"].isna().sum() == 2  # QLoRA was not measured at rank 64
+
+
+def test_the_table_has_a_line_an_arm_and_batch_and_the_dead() -> None:
+    dead = {"arm": "mxfp4", "rank": 32, "died": "OutOfMemoryError: 3 GiB", "log": "a\nb"}
+    lines = bench_arms.table(rollouts([*several(), dead])).splitlines()
+    (line,) = [line for line in lines if line.startswith("nvfp4   ") and " 64 " in line]
+    assert line.split() == ["nvfp4", "32", "64", "1,200", "1,080", "1,320", "1.50", "3.75", "4.50", "9.0", "60", "5.5",
+                            "2.0", "12.0"]  # fmt: skip
+    assert "mxfp4, rank 32: died. OutOfMemoryError: 3 GiB" in lines
+    assert not any("by rank" in line or line.startswith("note:") for line in lines)
+
+
+def test_the_table_of_a_batch_without_a_baseline_has_no_ratio() -> None:
+    text = bench_arms.table(rollouts([row("nvfp4", 150.0, used_gib=None)]))
+    assert "nan" not in text
+    assert text.splitlines()[1].split()[6:8] == ["-", "-"]
+
+
+def test_ranks_stand_beside_the_paper_s() -> None:
+    rows = [row(arm, speed / (1 + rank / 640), rank=rank) for rank in (16, 64) for arm, speed in SPEEDS.items()]
+    text = bench_arms.table(rollouts(rows))
+    assert "nvfp4, batch 8, rank 64: 136, 0.932; 1.50 of BF16 (1.41); 3.75 of QLoRA (2.01)" in text
+    assert "qlora_stock, batch 8, rank 16: 39, 1.000; 0.40 of BF16; 1.00 of QLoRA\n" in text
+
+
+def test_what_else_differs_is_noted() -> None:
+    rows = [*several(), row("mxfp4", 10.0, max_num_seqs=8, sm_mhz=1400.0)]
+    found = bench_arms.notes(rows)
+    assert found[0].startswith("max_num_seqs differs: 64 in bf16_stock, qlora_stock, nvfp4")
+    assert found[0].endswith("; 8 in mxfp4")
+    assert found[1].startswith("the GPU's clock was between 1,400 and 1,900 MHz")
+    assert (
+        bench_arms.notes([row("a", 1.0, sm_mhz=1900.0), row("b", 1.0, sm_mhz=1920.0), row("c", 1.0, sm_mhz=None)]) == []
+    )
+
+
+@pytest.mark.parametrize("ranks", [(32,), (16, 32, 64)])
+def test_the_figure_of_rollouts(tmp_path: Path, ranks: tuple[int, ...]) -> None:
+    rows = [each for rank in ranks for each in several(rank=rank)]
+    bench_arms.draw(rollouts([*rows, {"arm": "mxfp4", "rank": 32, "died": "x"}]), tmp_path / "rollout.png")
+    assert (tmp_path / "rollout.png").stat().st_size > 10_000
+
+
+def test_nothing_alive_is_a_table_without_numbers_and_no_figure(tmp_path: Path) -> None:
+    result = rollouts([{"arm": "mxfp4", "rank": 32, "died": "x"}])
+    assert bench_arms.table(result) == "mxfp4, rank 32: died. x"
+    bench_arms.draw(result, tmp_path / "rollout.png")
+    assert list(tmp_path.iterdir()) == []
+
+
+def step(arm: str, seconds: float, **changes: Any) -> dict[str, Any]:
+    """A row of a step benchmark; a baseline does not tell phases apart."""
+    about = {
+        "arm": arm, "format": "bf16", "baseline": arm.endswith("trl"), "rank": 32, "step_seconds": seconds,
+        "tokens_per_second": 64 / seconds, "start_seconds": 60.0, "policy_gib": 14.2, "peak_gib": 60.0,
+    }  # fmt: skip
+    phases = {"rollout": 0.5, "reward": 0.01, "sync": 0.01, "probe": 0.03, "train": 0.4}
+    own = {f"{phase}_seconds": share * seconds for phase, share in phases.items()}
+    return about | (own if not about["baseline"] else {}) | changes
+
+
+def steps() -> dict[str, Any]:
+    return {
+        "benchmark": "step", "environment": {"gpus": []},
+        "rows": [step("bf16_trl", 8.0), {"arm": "qlora_trl", "rank": 32, "died": "ValueError: x"}, step("nvfp4", 4.0)],
+        "options": {"model": "m", "groups": 8, "group_size": 8, "new": 1024},
+    }  # fmt: skip
+
+
+def test_the_table_of_steps() -> None:
+    lines = bench_arms.table(steps()).splitlines()
+    assert lines[1].split() == ["bf16_trl", "8.00", "8", "1.00", *"------", "14.2", "-", "-", "60.0", "-"]
+    assert lines[2].split()[:9] == ["nvfp4", "4.00", "16", "2.00", "-", "2.00", "0.04", "0.04", "0.12"]
+    assert "qlora_trl, rank 32: died. ValueError: x" in lines
+
+
+def test_the_figure_of_steps(tmp_path: Path) -> None:
+    bench_arms.draw(steps(), tmp_path / "step.png")
+    assert (tmp_path / "step.png").stat().st_size > 10_000
+
+
+def test_the_paper_s_ratios_are_those_that_it_printed() -> None:
+    """Figure 11 prints 2.1, 2.1, 2.0 (14B) and 2.3, 2.2, 2.2 (32B), to a decimal."""
+    assert [round(ratio, 1) for ratio in paper.ratio_by_rank("qwen2.5-14b", "nf4").values()] == [2.1, 2.1, 2.0]
+    assert [round(ratio, 1) for ratio in paper.ratio_by_rank("qwen2.5-32b", "nf4").values()] == [2.3, 2.2, 2.2]
+    assert paper.ratio_by_rank("qwen2.5-7b", "nf4") == {}
+    assert paper.ratio_by_rank("qwen2.5-0.5b", "bf16") == {}
+    assert set(paper.TOKENS_BY_RANK) <= set(
+        COMMANDS["rollout"].options.__dataclass_fields__["model"].metadata["choices"]
+    )
