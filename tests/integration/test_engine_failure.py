@@ -104,7 +104,7 @@ def test_a_run_survives_a_failure_fails_at_the_second_and_goes_on_as_printed(new
 
 
 def test_every_rank_learns_of_a_failure_and_none_waits_for_another(new_run) -> None:
-    """Of rank 0's in the evaluation, which it makes alone, and of rank 1's in a step."""
+    """Of rank 0's in the evaluation, which it makes alone; of rank 1's in a sync, and in a rollout of the next step."""
     whole, run = new_run(gpus=2), new_run(gpus=2)
     code, _, errors = command(whole)
     assert code == 0, errors
@@ -115,11 +115,11 @@ def test_every_rank_learns_of_a_failure_and_none_waits_for_another(new_run) -> N
     assert run.reason.startswith(f"EngineFailed: {cause}")
     assert "0 of 3 steps are saved" in run.reason
 
-    code, output, errors = command(run, "die@1@1,group@3@1,logprobs@4@1")
+    code, output, errors = command(run, "sync@1@1,group@2@1,logprobs@3@1")
     assert code == 1, output + errors
     assert run.reason.startswith("EngineFailed: rank 1: the engine gave 0 log-probs for a completion of ")
     assert "(of an engine that was built because of this: rank 1: the engine gave completions for 1 of 2" in run.reason
-    assert "warning: the engine failed (rank 1: the worker died). Building it again" in errors
+    assert "warning: the engine failed (rank 1: the adapter did not arrive). Building it again" in errors
     assert [path.name for path in run.checkpoints.iterdir()] == ["step-000001"]
     assert [line["metrics"].get(RESTARTS) for line in run.metrics()] == [None, 1]
 
