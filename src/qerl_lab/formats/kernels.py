@@ -38,24 +38,24 @@ def _unpack(codes, scale, out, blocks, WIDTH: tl.constexpr, E8M0: tl.constexpr):
     block = tl.arange(0, _BLOCKS)
     inside = first + block < blocks
     scales = tl.load(scale + first + block, mask=inside, other=0).to(tl.int32)
-    scales = _from_e8m0(scales) if E8M0 else _from_e4m3(scales)
+    scales = _from_e8m0(scales) if E8M0 else from_e4m3(scales)
     HALF: tl.constexpr = WIDTH // 2
     at = block[:, None] * HALF + tl.arange(0, HALF)[None, :]
     pairs = tl.load(codes + first * HALF + at, mask=inside[:, None], other=0).to(tl.int32)
-    values = tl.join(_from_e2m1(pairs), _from_e2m1(pairs >> 4)) * scales[:, None, None]
+    values = tl.join(from_e2m1(pairs), from_e2m1(pairs >> 4)) * scales[:, None, None]
     at = block[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     dense = tl.reshape(values, (_BLOCKS, WIDTH)).to(out.dtype.element_ty)
     tl.store(out + first * WIDTH + at, dense, mask=inside[:, None])
 
 
 @triton.jit
-def _from_e2m1(code):
+def from_e2m1(code):
     """float32 of the low four bits: seeem is a float32 with exponent bias 127 in place of 1, subnormals included."""
     return (((code & 8) << 28) | ((code & 7) << 22)).to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2**126
 
 
 @triton.jit
-def _from_e4m3(byte):
+def from_e4m3(byte):
     bits = ((byte & 0x80) << 24) | ((byte & 0x7F) << 20)
     value = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2**120: bias 127 in place of 7
     return tl.where((byte & 0x7F) == 0x7F, float("nan"), value)

@@ -19,10 +19,10 @@ from torch import Tensor
 MAX_RANK = 128
 # Not measured yet: bounds on what a program adds up, programs in flight, and tiles that keep a few loads ahead.
 _SCRATCH_ROWS = 512
-_PROGRAMS = 132  # multiprocessors of an H200
-_BLOCK_K, _BLOCK_R, _BLOCK_N = 128, 32, 128
-_IN_FLIGHT = tl.constexpr(8)
-_WIDEN = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")  # the interpreter has no product of bfloat16
+PROGRAMS = 132  # multiprocessors of an H200
+BLOCK_K, BLOCK_R, BLOCK_N = 128, 32, 128
+IN_FLIGHT = tl.constexpr(8)
+WIDEN = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")  # the interpreter has no product of bfloat16
 
 
 def shrink(x: Tensor, A: Tensor) -> Tensor:
@@ -34,14 +34,14 @@ def shrink(x: Tensor, A: Tensor) -> Tensor:
     """
     (rows, columns), R = x.shape, A.shape[0]
     block_m = _block_of(rows)
-    tiles = triton.cdiv(R, _BLOCK_R) * triton.cdiv(rows, block_m)
-    most = max(1, min(_SCRATCH_ROWS // block_m, triton.cdiv(_PROGRAMS, tiles)))
-    chunk = triton.cdiv(triton.cdiv(columns, most), _BLOCK_K) * _BLOCK_K
+    tiles = triton.cdiv(R, BLOCK_R) * triton.cdiv(rows, block_m)
+    most = max(1, min(_SCRATCH_ROWS // block_m, triton.cdiv(PROGRAMS, tiles)))
+    chunk = triton.cdiv(triton.cdiv(columns, most), BLOCK_K) * BLOCK_K
     splits = triton.cdiv(columns, chunk)
     sums = torch.empty(splits, rows, R, dtype=torch.float32, device=x.device)
-    grid = (splits, triton.cdiv(R, _BLOCK_R), triton.cdiv(rows, block_m))
+    grid = (splits, triton.cdiv(R, BLOCK_R), triton.cdiv(rows, block_m))
     _shrink[grid](
-        x, A, sums, rows, R, columns, chunk, x.stride(0), BLOCK_M=block_m, BLOCK_R=_BLOCK_R, BLOCK_K=_BLOCK_K,
+        x, A, sums, rows, R, columns, chunk, x.stride(0), BLOCK_M=block_m, BLOCK_R=BLOCK_R, BLOCK_K=BLOCK_K,
         num_warps=4, num_stages=4,
     )  # fmt: skip
     return sums
@@ -58,13 +58,17 @@ def expand(y: Tensor, sums: Tensor, B: Tensor, sizes: list[int]) -> None:
     """
     rows, rank = y.shape[0], B.shape[1]
     block_m = _block_of(rows)
-    tiles = [triton.cdiv(size, _BLOCK_N) for size in sizes]
-    # Of each part: its first program, its first column and the column after its last.
-    parts = tuple((sum(tiles[:p]), sum(sizes[:p]), sum(sizes[: p + 1])) for p in range(len(sizes)))
-    _expand[(sum(tiles), triton.cdiv(rows, block_m))](
+    tiles, parts = tiles_of(sizes)
+    _expand[(tiles, triton.cdiv(rows, block_m))](
         y, sums, B, rows, sums.shape[0], y.stride(0), PARTS=parts, RANK=rank, BLOCK_M=block_m,
-        BLOCK_R=max(16, triton.next_power_of_2(rank)), BLOCK_N=_BLOCK_N, num_warps=4,
+        BLOCK_R=max(16, triton.next_power_of_2(rank)), BLOCK_N=BLOCK_N, num_warps=4,
     )  # fmt: skip
+
+
+def tiles_of(sizes: list[int]) -> tuple[int, tuple[tuple[int, int, int], ...]]:
+    """Tiles of the columns of all parts; and of each part its first tile, its first column, the one after its last."""
+    tiles = [triton.cdiv(size, BLOCK_N) for size in sizes]
+    return sum(tiles), tuple((sum(tiles[:p]), sum(sizes[:p]), sum(sizes[: p + 1])) for p in range(len(sizes)))
 
 
 def _block_of(rows: int) -> int:
@@ -78,10 +82,19 @@ def _shrink(
     x, A, sums, rows, R, K, chunk, x_stride,
     BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Program (split, tile of R, tile of M): the sum over one piece of K."""
-    split = tl.program_id(0)
-    r = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
-    m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+    """Program (split, tile of R, tile of M)."""
+    split, tile, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    shrink_tile(x, A, sums, split, tile, block, rows, R, K, chunk, x_stride, BLOCK_M, BLOCK_R, BLOCK_K)
+
+
+@triton.jit
+def shrink_tile(
+    x, A, sums, split, tile, block, rows, R, K, chunk, x_stride,
+    BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Store the sum of x A^T over one piece of K, for one tile of R and one of M."""
+    r = tile * BLOCK_R + tl.arange(0, BLOCK_R)
+    m = block * BLOCK_M + tl.arange(0, BLOCK_M)
     end = tl.minimum(K, (split + 1) * chunk)
     total = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
     for first in range(split * chunk, end, BLOCK_K):
@@ -89,7 +102,7 @@ def _shrink(
         a = tl.load(A + r[:, None] * K + k[None, :], mask=(r[:, None] < R) & (k[None, :] < end), other=0.0)
         rows_of_x = x + m[:, None].to(tl.int64) * x_stride
         some = tl.load(rows_of_x + k[None, :], mask=(m[:, None] < rows) & (k[None, :] < end), other=0.0)
-        total = _product(some, a.T, total)
+        total = product(some, a.T, total)
     out = sums + (split * rows + m[:, None]) * R + r[None, :]
     tl.store(out, total, mask=(m[:, None] < rows) & (r[None, :] < R))
 
@@ -97,33 +110,47 @@ def _shrink(
 @triton.jit(do_not_specialize=["rows", "splits"])
 def _expand(
     y, sums, B, rows, splits, y_stride,
-    PARTS: tl.constexpr, RANK: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
+    PARTS: tl.constexpr, RANK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of one part's columns, tile of M)."""
-    tile = tl.program_id(0)
-    part, first, end = 0, tile * BLOCK_N, PARTS[0][2]
-    for p in tl.static_range(1, len(PARTS)):
-        if tile >= PARTS[p][0]:
-            part, first, end = p, PARTS[p][1] + (tile - PARTS[p][0]) * BLOCK_N, PARTS[p][2]
-    n, r = first + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_R)
+    part, first, end = place(tl.program_id(0), PARTS, BLOCK_N)
+    n = first + tl.arange(0, BLOCK_N)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    b = tl.load(B + n[:, None] * RANK + r[None, :], mask=(n[:, None] < end) & (r[None, :] < RANK), other=0.0)
     inside = (m[:, None] < rows) & (n[None, :] < end)
     at = y + m[:, None].to(tl.int64) * y_stride + n[None, :]
     old = tl.load(at, mask=inside, other=0.0)
-    wanted = (m[:, None] < rows) & (r[None, :] < RANK)
-    t = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
-    for s in tl.range(0, splits, loop_unroll_factor=_IN_FLIGHT):  # unrolled whole, each load would change its layout
-        of_split = sums + (s * rows + m[:, None]) * (len(PARTS) * RANK) + part * RANK + r[None, :]
-        t += tl.load(of_split, mask=wanted, other=0.0).to(tl.float32)
-    new = _product(t.to(b.dtype), b.T, old.to(tl.float32))
+    new = expand_tile(old.to(tl.float32), sums, B, m, n, part, end, rows, splits, len(PARTS), RANK, BLOCK_R)
     tl.store(at, new.to(old.dtype), mask=inside)
 
 
 @triton.jit
-def _product(a, b, total):
+def place(tile, PARTS: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The part that a tile of columns belongs to, the tile's first column, and the part's end."""
+    part, first, end = 0, tile * BLOCK_N, PARTS[0][2]
+    for p in tl.static_range(1, len(PARTS)):
+        if tile >= PARTS[p][0]:
+            part, first, end = p, PARTS[p][1] + (tile - PARTS[p][0]) * BLOCK_N, PARTS[p][2]
+    return part, first, end
+
+
+@triton.jit
+def expand_tile(
+    old, sums, B, m, n, part, end, rows, splits, P: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr
+):  # fmt: skip
+    """old[m, n] + t B^T in float32, t being the sum of `sums` over its first axis."""
+    r = tl.arange(0, BLOCK_R)
+    b = tl.load(B + n[:, None] * RANK + r[None, :], mask=(n[:, None] < end) & (r[None, :] < RANK), other=0.0)
+    wanted = (m[:, None] < rows) & (r[None, :] < RANK)
+    t = tl.zeros((m.shape[0], BLOCK_R), tl.float32)
+    for s in tl.range(0, splits, loop_unroll_factor=IN_FLIGHT):  # unrolled whole, each load would change its layout
+        of_split = sums + (s * rows + m[:, None]) * (P * RANK) + part * RANK + r[None, :]
+        t += tl.load(of_split, mask=wanted, other=0.0).to(tl.float32)
+    return product(t.to(b.dtype), b.T, old)
+
+
+@triton.jit
+def product(a, b, total):
     """total + a @ b, summed in float32."""
-    if _WIDEN:
+    if WIDEN:
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, total, input_precision="ieee")
