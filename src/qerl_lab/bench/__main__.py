@@ -1,4 +1,4 @@
-"""`python -m qerl_lab.bench linear|train_step|rollout|step KEY=VALUE ...`: measure, print a table, write JSON, draw."""
+"""`python -m qerl_lab.bench linear|train_step|rollout|step|clock KEY=VALUE ...`: measure, print, write JSON, draw."""
 
 import json
 import sys
@@ -9,7 +9,15 @@ from typing import Any
 from qerl_lab import exits
 
 with exits.starting(__name__):
-    from qerl_lab.bench.options import AnyOptions, LinearOptions, RolloutOptions, StepOptions, TrainStepOptions, check
+    from qerl_lab.bench.options import (
+        AnyOptions,
+        ClockOptions,
+        LinearOptions,
+        RolloutOptions,
+        StepOptions,
+        TrainStepOptions,
+        check,
+    )
     from qerl_lab.cli.grammar import Command, choose
     from qerl_lab.config.schema import ConfigError
     from qerl_lab.record.environment import environment
@@ -43,6 +51,20 @@ def rollout(options: RolloutOptions) -> None:
 def step(options: StepOptions) -> None:
     """Measure whole GRPO steps, an arm in a process."""
     in_processes("step", options)
+
+
+def clock(options: ClockOptions) -> None:
+    """Measure what the waits of a step's clock cost."""
+    about = prepare(options)
+    from qerl_lab.bench.clock import measure
+
+    row = measure(options)
+    file = Path(options.out).with_suffix(".json")
+    file.write_text(json.dumps({"benchmark": "clock", **about, **row}, indent=1) + "\n", encoding="utf-8")
+    print(
+        f"waiting costs {row['cost_percent']:+.2f}% [{row['low']:+.2f}, {row['high']:+.2f}] of a step, "
+        f"{row['pairs']} pairs of {row['steps_a_block']} steps\n{file}"
+    )
 
 
 def in_processes(benchmark: str, options: RolloutOptions | StepOptions) -> None:
@@ -140,6 +162,14 @@ COMMANDS: dict[str, Command[Any]] = {
             ("python -m qerl_lab.bench step", "every format and the baselines, 7B"),
             ("python -m qerl_lab.bench step mean_tokens=400", "ragged lengths"),
         ),
+        alone=True,
+    ),
+    "clock": Command(
+        "python -m qerl_lab.bench clock",
+        "What it costs that a step's clock waits for the GPU: the embedded policy, with and without, in turns.",
+        ClockOptions,
+        clock,
+        examples=(("python -m qerl_lab.bench clock engine=vllm", "with short steps, where it would cost most"),),
         alone=True,
     ),
 }

@@ -10,6 +10,7 @@ from qerl_lab.bench.shapes import ARCHITECTURES
 from qerl_lab.config.keys import has_type, wrong_type
 from qerl_lab.config.schema import (
     DENSE_FORMAT,
+    ENGINES,
     ConfigError,
     RunConfig,
     check_bounds,
@@ -92,7 +93,16 @@ class StepOptions:
     out: str = option("results/bench/step", "where NAME.json and NAME.png go, less the suffix")
 
 
-AnyOptions = LinearOptions | TrainStepOptions | RolloutOptions | StepOptions
+@dataclass
+class ClockOptions:
+    pairs: int = option(40, "pairs of blocks, one that waits and one that does not", at_least=2, at_most=10_000)
+    block: int = option(5, "steps of a block", at_least=1, at_most=1000)
+    engine: str = option("transformers", "what samples", choices=ENGINES)
+    device: str = option("cuda", "cpu is for tests: nothing is waited for there", choices=("cuda", "cpu"))
+    out: str = option("results/bench/clock", "where NAME.json goes, less the suffix")
+
+
+AnyOptions = LinearOptions | TrainStepOptions | RolloutOptions | StepOptions | ClockOptions
 
 
 @dataclass(frozen=True)

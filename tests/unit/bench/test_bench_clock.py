@@ -1,0 +1,40 @@
+"""The cost of the clock's waits: steps with and without them take turns, and a cost that is there is found."""
+
+import time
+
+import pytest
+
+from qerl_lab.bench import clock
+from qerl_lab.bench.options import ClockOptions
+from qerl_lab.config.schema import RunConfig
+from qerl_lab.train import trainer
+
+
+@pytest.mark.parametrize(("seconds", "low", "high"), [(0.0, -60, 60), (0.25, 60, 100_000)])
+def test_a_wait_that_costs_is_found(seconds: float, low: float, high: float, monkeypatch, tiny) -> None:
+    """A step of four short completions takes some tenths of a second, and waits three times."""
+
+    class Slow(trainer.Clock):
+        def __init__(self, _: object) -> None:
+            super().__init__(lambda: time.sleep(seconds))
+
+    whole = clock.config
+
+    def short(options: ClockOptions) -> RunConfig:
+        steps = whole(options).steps
+        return tiny(steps=steps, rollout__prompts_per_step=2, rollout__group_size=2, rollout__max_completion_tokens=4,
+                    optim__micro_batch_size=4, checkpoint__every=0, aqn__probe_prompts=0)  # fmt: skip
+
+    monkeypatch.setattr(trainer, "Clock", Slow)
+    monkeypatch.setattr(clock, "config", short)
+    row = clock.measure(ClockOptions(pairs=3, block=1, device="cpu"))
+    assert row["pairs"] == 3
+    assert low < row["cost_percent"] < high
+    assert row["low"] <= row["cost_percent"] <= row["high"]
+
+
+def test_the_cost_is_that_of_pairs() -> None:
+    row = clock.row_of(waiting=[1.02, 2.04, 4.0], running=[1.0, 2.0, 4.0])
+    assert row["cost_percent"] == pytest.approx(2.0)
+    assert row["low"] == pytest.approx(0.0)
+    assert row["high"] == pytest.approx(2.0)
