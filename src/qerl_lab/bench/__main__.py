@@ -1,6 +1,7 @@
 """`python -m qerl_lab.bench linear|train_step|rollout|step|clock KEY=VALUE ...`: measure, print, write JSON, draw."""
 
 import json
+import signal
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -68,13 +69,19 @@ def clock(options: ClockOptions) -> None:
 
 
 def in_processes(benchmark: str, options: RolloutOptions | StepOptions) -> None:
-    """Measure every arm, and save. Raises ValueError at the end where one died."""
+    """Measure every arm, and save; what is measured is kept at once. Raises ValueError at the end where one died."""
     about = prepare(options)
     from qerl_lab.bench import arms
 
     arms.refuse_small_scratch(options)
-    rows = shown(arms.run(benchmark, options))
-    save(Path(options.out), {"benchmark": benchmark, **about, "rows": rows})
+    for number in exits.heard():  # so that a command that is ended removes its checkpoint
+        signal.signal(number, signal.default_int_handler)
+    rows: list[dict[str, Any]] = []
+    result = {"benchmark": benchmark, **about, "rows": rows}
+    for row in arms.run(benchmark, options):
+        rows += shown([row])
+        write(Path(options.out), result)
+    save(Path(options.out), result)
     if dead := arms.dead(rows):
         raise ValueError(f"{len(dead)} arms died: {'; '.join(row['arm'] for row in dead)}. The table says of what.")
 
@@ -109,12 +116,17 @@ def shown(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
+def write(stem: Path, result: dict[str, Any]) -> None:
+    """Write `stem`.json."""
+    stem.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
 def save(stem: Path, result: dict[str, Any]) -> None:
     """Write `stem`.json and, with anything to draw, `stem`.png; print the table."""
     from qerl_lab.report import bench, bench_arms
 
     report = bench_arms if "rows" in result else bench
-    stem.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write(stem, result)
     report.draw(result, stem.with_suffix(".png"))
     print(report.table(result))
     written = (stem.with_suffix(suffix) for suffix in (".json", ".png"))

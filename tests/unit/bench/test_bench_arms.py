@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from bench_jobs import ARCHITECTURE
+from qerl_lab import exits
 from qerl_lab.bench import __main__ as command
 from qerl_lab.bench import arms, one_arm
 from qerl_lab.bench.options import VLLM, RolloutOptions, StepOptions, arm_of, check
@@ -156,7 +158,7 @@ def test_the_others_go_on_and_the_command_exits_with_1(
     plays(monkeypatch, f"sys.exit(1) if 'qlora' in job['arm']['name'] else write({row})")
     monkeypatch.setitem(arms.ARCHITECTURES, "qwen2.5-0.5b", ARCHITECTURE)
     given = {"arms": "[qlora_stock,bf16_stock]", **small, "model": "qwen2.5-0.5b"}
-    assert command.main(["rollout", *(f"{key}={value}" for key, value in given.items())]) == 1
+    assert command.main(["rollout", *(f"{key}={value}" for key, value in given.items())]) == exits.FAILURE
     out, err = capsys.readouterr()
     assert "error: 1 arms died: qlora_stock." in err
     assert "qlora_stock, rank 32: died. exit status 1, and no row" in out
@@ -164,6 +166,24 @@ def test_the_others_go_on_and_the_command_exits_with_1(
     assert [("died" in row, row["arm"]) for row in kept["rows"]] == [(True, "qlora_stock"), (False, "bf16_stock")]
     assert kept["environment"]["python"]
     assert Path(small["out"] + ".png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_command_that_is_ended_keeps_its_rows_and_removes_its_checkpoint(
+    small: dict[str, Any], monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    end = f"os.kill(os.getppid(), {int(number)}); time.sleep(60)"
+    plays(monkeypatch, f"if job['rank'] == 2: write({{'batch': 8}})\nelse: {end}")
+    monkeypatch.setitem(arms.ARCHITECTURES, "qwen2.5-0.5b", ARCHITECTURE)
+    given = {"arms": "[bf16]", "ranks": "[2,4]", **small, "model": "qwen2.5-0.5b"}
+    heard = {name: signal.getsignal(name) for name in exits.SIGNALS}
+    try:
+        assert command.main(["rollout", *(f"{key}={value}" for key, value in given.items())]) == exits.INTERRUPTED
+    finally:
+        for name, handler in heard.items():
+            signal.signal(name, handler)
+    assert [row["batch"] for row in json.loads(Path(small["out"] + ".json").read_text())["rows"]] == [8]
+    assert list(Path(small["scratch"]).iterdir()) == []
 
 
 def test_the_process_of_an_arm_writes_each_row_at_once_and_its_reason(
