@@ -1,5 +1,6 @@
-"""Speed and memory on an NVIDIA GPU: `python -m qerl_lab.bench linear`, `python -m qerl_lab.bench train_step`.
+"""Speed and memory on an NVIDIA GPU: `python -m qerl_lab.bench linear|train_step|rollout|step`.
 
-Every ratio compares arms that ran in turn in one process. A run prints a table, writes one JSON file with its
-environment and draws one figure.
+Every ratio compares arms of one command: of `linear` and `train_step` they take turns in one process, of `rollout` and
+`step` each has a process of its own. A run prints a table, writes one JSON file with its environment and draws one
+figure.
 """

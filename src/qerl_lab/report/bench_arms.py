@@ -10,7 +10,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from qerl_lab.report.bench import COLORS, Result, dress, gpu_of
-from qerl_lab.report.paper import ratio_by_rank
+from qerl_lab.report.paper import STEP_NEW, STEP_SECONDS, ratio_by_rank
 
 BASES = {"bf16": "BF16", "qlora": "QLoRA"}  # of a baseline's name the part before the underscore; what tables call it
 # An arm that differs from the others in one of these is another comparison than the one asked for.
@@ -136,7 +136,17 @@ def _step_table(result: Result) -> str:
             *(_gib(row.get(name)) for name in ("policy_gib", "weights_gib", "kv_gib", "peak_gib", "used_gib")),
         ]  # fmt: skip
         lines.append(f"{row['arm']:{wide}}" + _cells(numbers))
-    return "\n".join([*lines, f"{', '.join(PHASES)}: seconds. policy, weights, KV, peak, used: GiB of the GPU"])
+    lines.append(f"{', '.join(PHASES)}: seconds. policy, weights, KV, peak, used: GiB of the GPU")
+    return "\n".join([*lines, *_papers_step(result["options"])])
+
+
+def _papers_step(asked: Mapping[str, Any]) -> list[str]:
+    """The paper's seconds, where it measured a step of as many completions of as many tokens."""
+    completions = asked["groups"] * asked["group_size"]
+    seconds = STEP_SECONDS.get(asked["model"], {}).get(completions)
+    if seconds is None or asked["new"] != STEP_NEW:
+        return []
+    return [f"the paper (Table 8), NVFP4, batch {completions}, at most {STEP_NEW:,} new tokens, H100: {seconds} s"]
 
 
 def _cells(numbers: list[str]) -> str:

@@ -23,6 +23,11 @@ TOKENS_BY_RANK: dict[str, dict[str, dict[int, float]]] = {
     },
 }
 
+# Seconds of a step with NVFP4 by model and batch size (Table 8), which we take for completions, as the paper does not
+# say: one H100 of 80 GB, gradient checkpointing, prompt 256, completions of at most 2,048 tokens.
+STEP_SECONDS: dict[str, dict[int, float]] = {"qwen2.5-32b": {2: 10.6, 8: 12.2}}
+STEP_NEW = 2048
+
 
 def ratio_by_rank(model: str, over: str) -> dict[int, float]:
     """The paper's NVFP4 over its `over` (bf16, nf4) by rank; empty where it printed none."""

@@ -116,6 +116,14 @@ def test_the_table_of_steps() -> None:
     assert "qlora_trl, rank 32: died. ValueError: x" in lines
 
 
+def test_a_step_of_the_paper_s_setting_stands_beside_its_seconds() -> None:
+    about = {"model": "qwen2.5-32b", "groups": 1, "group_size": 8, "new": 2048}
+    found = {new: bench_arms.table(steps() | {"options": about | {"new": new}}) for new in (1024, 2048)}
+    assert "the paper (Table 8), NVFP4, batch 8, at most 2,048 new tokens, H100: 12.2 s" in found[2048]
+    assert "the paper" not in found[1024]
+    assert "the paper" not in bench_arms.table(steps() | {"options": about | {"model": "qwen2.5-7b"}})
+
+
 def test_the_figure_of_steps(tmp_path: Path) -> None:
     bench_arms.draw(steps(), tmp_path / "step.png")
     assert (tmp_path / "step.png").stat().st_size > 10_000
