@@ -131,7 +131,7 @@ def test_ratios_of_steps_compare_equal_micro_batches(tmp_path: Path) -> None:
         ([], "bench linear"),
         (
             ["lineer"],
-            "lineer is not a command. Did you mean linear? Allowed: linear, train_step, rollout, step.",
+            "lineer is not a command. Did you mean linear? Allowed: linear, train_step, rollout, step, clock.",
         ),
         (["linear", "models=[qwen2.5-7c]"], "qwen2.5-7c in models=[qwen2.5-7c] is not allowed; allowed: qwen2.5-0.5b"),
         (["linear", "tokens=[0]"], "0 in tokens=[0] is not allowed; allowed: at least 1."),
