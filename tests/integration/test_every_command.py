@@ -20,7 +20,17 @@ runpy.run_module({module!r}, run_name="__main__", alter_sys=True)
 """
 MODULES = [
     f"qerl_lab{name}"
-    for name in ("", ".quantize", ".evaluate", ".bench", ".report", ".samples", ".tracking", ".pocket.pretrain")
+    for name in (
+        "",
+        ".quantize",
+        ".evaluate",
+        ".bench",
+        ".report",
+        ".samples",
+        ".serve_line",
+        ".tracking",
+        ".pocket.pretrain",
+    )
 ]
 GOES_ON = "interrupted; the same command goes on where it stopped\n"
 
@@ -52,7 +62,8 @@ def test_ctrl_c_while_a_command_starts_is_one_line(
     "command",
     [
         "qerl_lab --help", "qerl_lab.quantize --help", "qerl_lab.evaluate sigma --help", "qerl_lab.bench",
-        "qerl_lab.report", "qerl_lab.samples", "qerl_lab.tracking table", "qerl_lab.pocket.pretrain",
+        "qerl_lab.report", "qerl_lab.samples", "qerl_lab.serve_line", "qerl_lab.tracking table",
+        "qerl_lab.pocket.pretrain",
     ],
 )  # fmt: skip
 def test_a_closed_pipe_is_no_error(command: str) -> None:

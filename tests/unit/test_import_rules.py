@@ -37,6 +37,7 @@ MAY_IMPORT = {
     # the command line, which reaches the core only by starting a process
     "cli": "config record tracking model tasks report preflight exits terminal",
     "samples": "config record",
+    "serve_line": "config rollout",
     "__main__": "",
 }  # fmt: skip
 COMMANDS = "cli exits terminal"  # what a file that is a command may import besides

@@ -353,3 +353,8 @@ def test_a_training_set_larger_than_there_are_problems_ends_soon_with_all_of_the
     assert time.process_time() - started < 5
     assert 100 < len(ids) < 400
     assert arithmetic.train(replace(small, train_questions=50)) == arithmetic.train(small)[:50]
+
+
+def test_an_engine_on_a_server_needs_neither_vllm_nor_a_gpu_here(tiny) -> None:
+    """In any format: the server computes."""
+    preflight.check_engine(tiny(rollout__engine="vllm_server", format__name="nvfp4"))

@@ -11,7 +11,16 @@ from typing import Any, NamedTuple
 
 from qerl_lab.config.keys import typed
 from qerl_lab.config.rules import largest_divisor
-from qerl_lab.config.schema import DENSE_FORMAT, ConfigError, FormatConfig, RunConfig, TaskConfig, VllmConfig, leaves
+from qerl_lab.config.schema import (
+    DENSE_FORMAT,
+    ConfigError,
+    FormatConfig,
+    RunConfig,
+    TaskConfig,
+    VllmConfig,
+    VllmServerConfig,
+    leaves,
+)
 
 POCKET = "pocket"  # the embedded policy, and the scale that is made for it
 
@@ -53,8 +62,11 @@ ACTS_WITH = (
     ),
     *(ActsWith(tuple(key for key, _, _ in leaves(group, f"task.{name}.")), "task.name", _is(name), f"task={name}")
       for name, group in vars(TaskConfig()).items() if is_dataclass(group)),
-    ActsWith(tuple(key for key, _, _ in leaves(VllmConfig(), "rollout.vllm.")), "rollout.engine", _is("vllm"),
-             "rollout=vllm"),
+    ActsWith(("rollout.vllm.lora",), "rollout.engine", _is("vllm"), "rollout=vllm"),
+    ActsWith(tuple(key for key, _, _ in leaves(VllmConfig(), "rollout.vllm.") if key != "rollout.vllm.lora"),
+             "rollout.engine", lambda engine: engine in ("vllm", "vllm_server"), "rollout=vllm"),
+    ActsWith(tuple(key for key, _, _ in leaves(VllmServerConfig(), "rollout.vllm_server.")), "rollout.engine",
+             _is("vllm_server"), "rollout=vllm_server"),
     ActsWith(("task.path",), "task.name", _is_not("arithmetic"), "task=gsm8k"),
     ActsWith(("algorithm.max_resamples",), "algorithm.dynamic_sampling", _is(True),
              "algorithm.dynamic_sampling=true"),

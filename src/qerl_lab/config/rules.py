@@ -6,7 +6,16 @@ from typing import Any, get_type_hints
 
 from qerl_lab.config.keys import no_key
 from qerl_lab.config.redact import url_without_secrets
-from qerl_lab.config.schema import DENSE_FORMAT, ConfigError, RunConfig, check_bounds, choices_of, did_you_mean, leaves
+from qerl_lab.config.schema import (
+    DENSE_FORMAT,
+    ConfigError,
+    RunConfig,
+    VllmServerConfig,
+    check_bounds,
+    choices_of,
+    did_you_mean,
+    leaves,
+)
 
 
 def from_dict(values: dict[str, Any]) -> RunConfig:
@@ -40,6 +49,7 @@ def validate(cfg: RunConfig) -> None:
         _no_secrets, _names_given, _known_modules, _gpus_divide, _batch_divides, _buffer_fits, _aqn_acts, _aqn_decays,
         _arithmetic_steps_ordered, _something_rewarded, _adapters_on_linears, _ignore_readable, _interval_possible,
         _optimizer_fits_device, _cache_fits_device, _attention_fits_device, _engine_fits_device,
+        _server_reachable, _server_has_one_trainer,
     ):  # fmt: skip
         rule(cfg)
 
@@ -51,6 +61,7 @@ def _no_secrets(cfg: RunConfig) -> None:
         ("tracking.uri", cfg.tracking.uri, store),
         ("model.path", cfg.model.path, "HF_TOKEN=TOKEN"),
         ("task.path", cfg.task.path, "HF_TOKEN=TOKEN"),
+        ("rollout.vllm_server.url", cfg.rollout.vllm_server.url, "VLLM_API_KEY=KEY"),
     ):
         if url and (shown := url_without_secrets(url)) != url:
             raise ConfigError(
@@ -239,4 +250,31 @@ def check_engine_on_cpu(cfg: RunConfig, why: str) -> None:
         raise ConfigError(
             f"rollout.engine=vllm computes format.name={cfg.format.name} on a GPU only, and {why}; "
             f"allowed there: {DENSE_FORMAT}. Type rollout=transformers, or format={DENSE_FORMAT}."
+        )
+
+
+def _server_reachable(cfg: RunConfig) -> None:
+    """The server reads the adapter's files, which another host does not see by itself."""
+    own, engine = cfg.rollout.vllm_server, cfg.rollout.engine
+    if engine != "vllm_server":
+        return
+    found = re.fullmatch(r"https?://(\[[0-9a-fA-F:.]+\]|[\w.-]+)(:\d{1,5})?/?", own.url)
+    if found is None:
+        raise ConfigError(
+            f"rollout.vllm_server.url={own.url} is no address of a server; allowed: http://HOST:PORT. "
+            f"Type for example rollout.vllm_server.url={VllmServerConfig().url}."
+        )
+    here = found[1] in ("localhost", "[::1]") or re.fullmatch(r"127(\.\d{1,3}){3}", found[1]) is not None
+    if not here and own.adapter_dir is None:
+        raise ConfigError(
+            f"rollout.vllm_server.url={own.url} is another host, and the server reads the adapter's files itself. Type "
+            "rollout.vllm_server.adapter_dir=DIR, a folder that both hosts see under one path."
+        )
+
+
+def _server_has_one_trainer(cfg: RunConfig) -> None:
+    if cfg.rollout.engine == "vllm_server" and cfg.gpus > 1:
+        raise ConfigError(
+            f"gpus={cfg.gpus} with rollout.engine=vllm_server is not supported: a server has one trainer. Type gpus=1 "
+            "and give the server several GPUs (--tensor-parallel-size), or type rollout=vllm."
         )

@@ -25,13 +25,14 @@ DENSE_FORMAT = "bf16"  # the weight format that packs nothing
 READINGS = ("released", "equation", "algorithm")
 EXPONENT_RULES = ("round", "floor", "ceil")
 SCALE_RULES = ("max", "four_over_six")
-ENGINES = ("transformers", "vllm")
+ENGINES = ("transformers", "vllm", "vllm_server")
 SCHEDULES = ("off", "exponential", "linear", "cosine", "logarithmic")
 CORRECTIONS = ("off", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 NOT_OF_ARM = (
     "seed",
     "run_dir", "resume", "dry_run", "checkpoint.every", "checkpoint.keep",  # how it is run; and all of tracking
     "device", "gpus", "cpu_threads",  # reports read from the record where a run ran
+    "rollout.vllm_server.url", "rollout.vllm_server.adapter_dir", "rollout.vllm_server.patience_seconds",
     "experiment", "differs_in", "scale", "model.name",  # labels: an arm is what its other keys say
 )  # fmt: skip
 
@@ -200,6 +201,17 @@ class VllmConfig:
 
 
 @dataclass
+class VllmServerConfig:
+    url: str = option("http://127.0.0.1:8000", "address of `vllm serve`; a key comes from VLLM_API_KEY")
+    adapter_dir: str | None = option(
+        None, "folder for the adapter that server and trainer see under one path; null: the memory of this machine"
+    )
+    patience_seconds: float = option(
+        60.0, "a lost connection is tried again for so long, after pauses of 0.25 to 10 s", at_least=0, at_most=86_400
+    )
+
+
+@dataclass
 class RolloutConfig:
     engine: str = option("transformers", "what turns prompts into completions", choices=ENGINES)
     prompts_per_step: int = option(16, "questions per step", at_least=1, at_most=65_536)
@@ -226,6 +238,7 @@ class RolloutConfig:
         at_least=1, at_most=1e6,
     )  # fmt: skip
     vllm: VllmConfig = field(default_factory=VllmConfig)  # the keys of one engine, under its name
+    vllm_server: VllmServerConfig = field(default_factory=VllmServerConfig)
 
 
 @dataclass

@@ -19,6 +19,10 @@ def build(cfg: RunConfig, policy: Policy) -> Engine:
             from qerl_lab.rollout.vllm.engine import VllmEngine
 
             return VllmEngine(policy, cfg)
+        case "vllm_server":
+            from qerl_lab.rollout.vllm_server.engine import VllmServerEngine
+
+            return VllmServerEngine(policy, cfg)
     raise ConfigError(
         f"rollout.engine={cfg.rollout.engine} is not allowed; allowed: {', '.join(ENGINES)}. "
         f"Type rollout.engine={ENGINES[0]}."

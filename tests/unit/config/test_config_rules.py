@@ -27,6 +27,9 @@ def refusal(**values: Any) -> str:
     return str(caught.value)
 
 
+SERVER = {"rollout__engine": "vllm_server"}
+
+
 @pytest.mark.parametrize(
     ("values", "given", "remedy"),
     [
@@ -75,6 +78,11 @@ def refusal(**values: Any) -> str:
         ({"lora__target_modules": ["lm_head"]}, "lm_head", "[q_proj,v_proj]"),
         ({"optim__name": "adamw_8bit", "device": "cpu"}, "device=cpu", "optim=adamw"),
         ({"format__dense_cache": "on", "device": "cuda"}, "device=cuda", "format.dense_cache=off"),
+        (SERVER | {"rollout__vllm_server__url": "gpu7:8000"}, "url=gpu7:8000", "url=http://127.0.0.1:8000"),
+        (SERVER | {"rollout__vllm_server__url": "http://gpu7:8000"}, "another host", "adapter_dir=DIR"),
+        (SERVER | {"rollout__vllm_server__url": "http://127.evil:8000"}, "another host", "adapter_dir=DIR"),
+        (SERVER | {"rollout__vllm_server__url": "http://me:pw@127.0.0.1:8000"}, "***@127.0.0.1", "VLLM_API_KEY=KEY"),
+        (SERVER | {"gpus": 2}, "gpus=2", "--tensor-parallel-size"),
         ({"lora__rnk": 3}, "lora.rnk", "Did you mean lora.rank?"),
         ({"task__max_operand": 9}, "task.max_operand is not a known key", "Did you mean task.arithmetic.max_operand?"),
         ({"task__arithmetic__path": "a"}, "task.arithmetic.path", "Did you mean model.path or task.path?"),
@@ -95,6 +103,8 @@ def test_a_name_of_another_shape_is_refused(values: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "values",
     [
+        SERVER, SERVER | {"rollout__vllm_server__url": "http://[::1]:8000/"}, SERVER | {"device": "cpu"},
+        SERVER | {"rollout__vllm_server__url": "https://gpu7", "rollout__vllm_server__adapter_dir": "/shared"},
         {"lora__rank": 1}, {"lora__alpha": None}, {"eval__questions": 0}, {"eval__questions": 2}, {"seed": 2**32 - 1},
         {"format__ignore": ["re:.*q_proj", "lm_head"]}, {"task__format_reward": 0.0},
         {"eval__top_p": 1.0}, {"optim__learning_rate": 0.0},

@@ -7,6 +7,7 @@ import importlib.util
 import math
 import random
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -15,16 +16,17 @@ import pytest
 import torch
 from torch import Tensor
 
+import vllm_servers
 import wrong_engines
 from qerl_lab import rollout, tasks
 from qerl_lab.aqn import CLEAN, Noise, observed_std
-from qerl_lab.config.schema import ENGINES, ConfigError
+from qerl_lab.config.schema import ENGINES, ConfigError, RunConfig
 from qerl_lab.model.policy import Policy
 from qerl_lab.rollout.engine import Engine, Rollout, Sampling
 from qerl_lab.rollout.transformers import TransformersEngine
 from rollouts import distributions, gap, of_tokens, rows
 
-NATS = {"transformers": 1e-4, "vllm": 1e-4}  # how near the log-probs of an engine come to float64
+NATS = {"transformers": 1e-4, "vllm": 1e-4, "vllm_server": 1e-4}  # how near the log-probs of an engine come to float64
 NOISE = Noise(0.3, seed=0, step=1)
 SAMPLINGS = [Sampling(40, seed=1), Sampling(40, seed=2, temperature=0.6), Sampling(40, seed=3, temperature=1.7),
              Sampling(40, seed=4, top_p=0.5)]  # fmt: skip
@@ -53,6 +55,7 @@ SETTINGS = {
     "transformers": {"rollout__engine": "transformers"},
     "vllm_request": VLLM | {"rollout__vllm__lora": "request"},
     "vllm_dense": VLLM | {"rollout__vllm__lora": "dense"},
+    "vllm_server": VLLM | {"rollout__engine": "vllm_server", "rollout__vllm__kv_cache_gib": 0.25},
 }
 
 
@@ -62,8 +65,17 @@ def engine_param(name: str):
 
 
 @pytest.fixture(scope="module", params=[engine_param(name) for name in SETTINGS])
-def built(request, tiny, build_policy) -> Built:
-    cfg = tiny(rollout__batch_size=64, **SETTINGS[request.param])
+def built(request, tiny, build_policy, tmp_path_factory) -> Iterator[Built]:
+    url = f"http://127.0.0.1:{vllm_servers.free_port()}"
+    cfg = tiny(rollout__batch_size=64, rollout__vllm_server__url=url, **SETTINGS[request.param])
+    needed = nullcontext()
+    if cfg.rollout.engine == "vllm_server":
+        needed = vllm_servers.served(cfg, tmp_path_factory.mktemp("server") / "log")
+    with needed:
+        yield describe(cfg, build_policy)
+
+
+def describe(cfg: RunConfig, build_policy) -> Built:
     policy = build_policy(cfg)
     task = tasks.load(cfg.task)
     by_length = {len(ids): ids for ids in (policy.prompt_ids(task.messages(question)) for question in task.train)}
@@ -299,7 +311,7 @@ def test_every_engine_is_held() -> None:
 def test_an_engine_that_is_none_is_refused(tiny, built: Built) -> None:
     cfg = tiny()
     cfg.rollout.engine = "transfomers"
-    said = r"rollout\.engine=transfomers is not allowed; allowed: transformers, vllm\. Type"
+    said = r"rollout\.engine=transfomers is not allowed; allowed: transformers, vllm, vllm_server\. Type"
     with pytest.raises(ConfigError, match=said):
         rollout.build(cfg, built.policy)
 

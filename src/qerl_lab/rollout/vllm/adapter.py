@@ -7,27 +7,16 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from peft import PeftModel, get_peft_model_state_dict
-from safetensors.torch import save_file
+from peft import PeftModel
 from vllm import LLM
 from vllm.lora.request import LoRARequest
 
-from qerl_lab.config.schema import ConfigError, RunConfig
+from qerl_lab.config.schema import RunConfig
 from qerl_lab.rollout.vllm import one_adapter
 from qerl_lab.rollout.vllm.base import scratch_folder
+from qerl_lab.rollout.vllm.lora_files import adapter_bytes, max_rank, write_settings, write_weights
 
 NAME, ID = "policy", 1
-MAX_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM's LoRAConfig allows
-
-
-def max_rank(rank: int) -> int:
-    """The smallest rank that vLLM makes buffers for and that holds `rank`. Raises ConfigError above the largest."""
-    if rank > MAX_RANKS[-1]:
-        raise ConfigError(
-            f"lora.rank={rank} is more than vLLM takes; allowed: up to {MAX_RANKS[-1]}. "
-            f"Type lora.rank={MAX_RANKS[-1]}, or rollout=transformers."
-        )
-    return next(allowed for allowed in MAX_RANKS if allowed >= rank)
 
 
 class DenseAdapter:
@@ -50,13 +39,12 @@ class DenseAdapter:
 
 
 class AdapterFile:
-    """The adapter as a LoRARequest takes it: PEFT's two files in a folder, the weights written anew at every sync."""
+    """The adapter as a LoRARequest takes it (`lora_files`)."""
 
     def __init__(self, model: PeftModel, cfg: RunConfig) -> None:
         self.model, self.rank, self._open = model, cfg.lora.rank, ExitStack()
-        own = get_peft_model_state_dict(model, adapter_name="default")
-        self.folder: Path = self._open.enter_context(scratch_folder(sum(tensor.nbytes for tensor in own.values())))
-        model.peft_config["default"].save_pretrained(self.folder)
+        self.folder: Path = self._open.enter_context(scratch_folder(adapter_bytes(model)))
+        write_settings(model, self.folder)
 
     @property
     def request(self) -> LoRARequest:
@@ -69,9 +57,7 @@ class AdapterFile:
 
     def sync(self, llm: LLM) -> None:
         """Write the policy's adapter of now, and have vLLM read it in the place of the last."""
-        own = get_peft_model_state_dict(self.model, adapter_name="default")
-        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in own.items()}
-        save_file(tensors, self.folder / "adapter_model.safetensors")
+        write_weights(self.model, self.folder)
         llm.llm_engine.add_lora(LoRARequest(NAME, ID, str(self.folder), load_inplace=True))
         if (held := llm.llm_engine.list_loras()) != {ID}:
             raise AssertionError(f"vLLM holds the adapters {held}; allowed: the one")

@@ -1,0 +1,42 @@
+"""The adapter as vLLM's own LoRA takes it: PEFT's two files in a folder, the weights written anew at every sync.
+
+Imports no vllm: the server that reads the files may be another machine's.
+"""
+
+import os
+from pathlib import Path
+
+from peft import PeftModel, get_peft_model_state_dict
+from safetensors.torch import save_file
+
+from qerl_lab.config.schema import ConfigError
+
+MAX_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM's LoRAConfig allows
+
+
+def max_rank(rank: int) -> int:
+    """The smallest rank that vLLM makes buffers for and that holds `rank`. Raises ConfigError above the largest."""
+    if rank > MAX_RANKS[-1]:
+        raise ConfigError(
+            f"lora.rank={rank} is more than vLLM takes; allowed: up to {MAX_RANKS[-1]}. "
+            f"Type lora.rank={MAX_RANKS[-1]}, or rollout=transformers."
+        )
+    return next(allowed for allowed in MAX_RANKS if allowed >= rank)
+
+
+def adapter_bytes(model: PeftModel) -> int:
+    """Size of the adapter's weights."""
+    return sum(tensor.nbytes for tensor in get_peft_model_state_dict(model, adapter_name="default").values())
+
+
+def write_settings(model: PeftModel, folder: Path) -> None:
+    """Write adapter_config.json, which stays as it is over a run."""
+    model.peft_config["default"].save_pretrained(folder)
+
+
+def write_weights(model: PeftModel, folder: Path) -> None:
+    """Write the adapter of now. A reader sees the old file or the new, whole; one that has it open keeps the old."""
+    own = get_peft_model_state_dict(model, adapter_name="default")
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in own.items()}
+    save_file(tensors, folder / "adapter_model.new")
+    os.replace(folder / "adapter_model.new", folder / "adapter_model.safetensors")

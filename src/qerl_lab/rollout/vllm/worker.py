@@ -1,0 +1,76 @@
+"""What `vllm serve` adds to each of its workers: `--worker-extension-cls qerl_lab.rollout.vllm.worker.NormNoise`.
+
+The server calls a method in every worker, by its name and with plain JSON (`/collective_rpc`). The names begin with
+`qerl_`, since vLLM refuses an extension that hides a method of its own.
+"""
+
+from typing import Any
+
+from torch import Tensor
+from vllm.lora.request import LoRARequest
+
+from qerl_lab.aqn import CLEAN, Noise
+from qerl_lab.rollout.vllm_server.wire import encoded
+
+
+class NormNoise:
+    """Noise on the norms of a served model, and its one adapter read anew. Mixed into vLLM's worker class."""
+
+    def qerl_describe(self) -> dict[str, Any]:
+        """What the policy must agree with: dtype, how the base is packed, log-probs, adapters."""
+        model, lora = self.vllm_config.model_config, self.vllm_config.lora_config  # type: ignore[attr-defined]
+        return {
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "quantization": model.quantization,
+            "quantization_config": getattr(model.hf_config, "quantization_config", None),
+            "logprobs_mode": str(model.logprobs_mode),
+            "generation_config": str(model.generation_config),
+            "lora_rank": lora.max_lora_rank if lora else 0,
+            "loras": lora.max_loras if lora else 0,
+        }
+
+    def qerl_clear(self) -> None:
+        """Fill the key-value cache with zeros, as it was at the start; what the prefix cache knows is then wrong.
+
+        A run whose weights became NaN leaves NaN there, and attention of later runs multiplies them by zero: NaN again.
+        `kv_caches` is no documented name; tests/unit/rollout/test_contract.py fails without it (`check_nan`).
+        """
+        for cache in self.model_runner.kv_caches:  # type: ignore[attr-defined]
+            for tensor in [cache] if isinstance(cache, Tensor) else cache:
+                tensor.zero_()
+
+    def qerl_adapter(self, name: str, folder: str) -> list[int]:
+        """Read the adapter of `folder` in the place of the one that is held. Returns the ids held, which are one.
+
+        Not through /v1/load_lora_adapter with load_inplace: vLLM keeps that request, and would read the files again at
+        every token.
+        """
+        (held,) = self.list_loras()  # type: ignore[attr-defined]
+        self.add_lora(LoRARequest(name, held, folder, load_inplace=True))  # type: ignore[attr-defined]
+        return sorted(self.list_loras())  # type: ignore[attr-defined]
+
+    def qerl_noise(self, names: list[str], sigma: str, seed: int, step: int) -> None:
+        """Write clean weights + noise into the norms `names`, and clean ones into those of any earlier call.
+
+        Every worker draws the same. Layers that this worker does not hold (of another pipeline stage) it leaves out.
+
+        Args:
+            sigma: a float as text, for JSON has no NaN.
+        """
+        weights = self._qerl_norms()
+        clean: dict[str, Tensor] = self.__dict__.setdefault("qerl_clean", {})  # as they were loaded
+        for name in weights.keys() & set(names) - clean.keys():
+            clean[name] = weights[name].detach().float().clone()
+        noise = Noise(float(sigma), seed, step)
+        for name, weight in clean.items():
+            drawn = (noise if name in names else CLEAN).onto(weight, name, weights[name].dtype)
+            weights[name].data.copy_(drawn)  # in place: CUDA graphs read it where it is
+
+    def qerl_norms(self, names: list[str]) -> dict[str, list[str]]:
+        """[dtype, bytes in base64] of those of the norms `names` that this worker holds."""
+        weights = self._qerl_norms()
+        return {name: encoded(weights[name]) for name in names if name in weights}
+
+    def _qerl_norms(self) -> dict[str, Tensor]:
+        model = self.get_model()  # type: ignore[attr-defined]
+        return {name.removesuffix(".weight"): weight for name, weight in model.named_parameters()}

@@ -1,0 +1,127 @@
+"""Whether a server serves what the policy computes with: looked at once, when the engine is built.
+
+A server that differs would train the policy on another model's completions, and nothing later would say so.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qerl_lab import formats
+from qerl_lab.config.schema import DENSE_FORMAT, ConfigError, RunConfig
+from qerl_lab.model.policy import Policy
+from qerl_lab.rollout.engine import Engine, EngineFailed, Sampling
+from qerl_lab.rollout.vllm_server.client import API_KEY, Refused, Server
+
+LINE = "Type python -m qerl_lab.serve_line and the words of this run for the command that starts it right."
+PROBE = "A train has 12 cars with 30 seats each. How many seats are there?"
+PROBE_TOKENS = 16
+# Mean distance of log-probs in nats. Sums in another order stay below a fifth of it (tests/gpu/test_vllm_engine.py
+# holds 0.02 for bfloat16); other weights are beyond it, unless they differ as little as two rounding rules of a format.
+NEAR = {torch.float32: 0.01, torch.bfloat16: 0.1}
+
+
+def check_settings(server: Server, cfg: RunConfig, policy: Policy) -> None:
+    """Raise ConfigError where there is no server, or its settings are not those of its `serve_line`."""
+    longest = cfg.rollout.max_prompt_tokens + cfg.rollout.max_completion_tokens
+    card = _asked(server, "GET", "/v1/models")["data"][0]
+    if card["max_model_len"] < longest:
+        raise differs(server, f"has a context of {card['max_model_len']} tokens", "rollout.max_prompt_tokens + "
+                      f"max_completion_tokens = {longest}")  # fmt: skip
+    for told in _asked(server, "POST", "/collective_rpc", {"method": "qerl_describe"})["results"]:
+        _check_format(server, cfg, told)
+        dtype = str(policy.model.dtype).removeprefix("torch.")
+        for what, given, wanted in (
+            ("computes in", told["dtype"], dtype),
+            ("tells log-probs of the kind", told["logprobs_mode"], "processed_logprobs"),
+            ("takes its sampling from", told["generation_config"], "vllm"),
+            ("adapters at once:", told["loras"], 1),
+        ):
+            if given != wanted:
+                raise differs(server, f"{what} {given}", str(wanted))
+        if told["lora_rank"] < cfg.lora.rank:
+            raise differs(server, f"holds adapters of rank {told['lora_rank']}", f"lora.rank={cfg.lora.rank}")
+
+
+def _check_format(server: Server, cfg: RunConfig, told: dict[str, Any]) -> None:
+    """Raise ConfigError where the base is served in another format than the run's."""
+    packed, name = told["quantization_config"], told["quantization"] or DENSE_FORMAT
+    if packed is not None:
+        try:
+            name = formats.recognize(packed).weight_format.NAME
+        except ValueError as error:
+            name = f"{name} ({error})"
+    if name != cfg.format.name:
+        raise differs(server, f"serves the base in {name}", f"format.name={cfg.format.name}")
+
+
+def differs(server: Server, found: str, wanted: str) -> ConfigError:
+    return ConfigError(f"{server.name} {found}; allowed for this run: {wanted}. {LINE}")
+
+
+def _asked(server: Server, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+    """Ask at the start of a run, when an error means a server that was started otherwise."""
+    try:
+        return server.ask(method, path, body)
+    except TimeoutError:
+        raise ConfigError(f"{server.name} did not answer {path}. {LINE}") from None
+    except EngineFailed as error:
+        raise ConfigError(str(error)) from error
+    except Refused as error:
+        if error.status in (401, 403):
+            raise ConfigError(
+                f"{server.name} wants a key. Type {API_KEY}=KEY in front of the command, the server's own."
+            ) from error
+        raise ConfigError(
+            f"{server.name} refuses {path} (HTTP {error.status}: {error}): it was started without the settings of "
+            f"development, or without the worker extension. {LINE}"
+        ) from error
+
+
+def adapters(server: Server) -> list[str]:
+    """Names of the adapters that the server knows; whatever has a parent is one."""
+    return [card["id"] for card in _asked(server, "GET", "/v1/models")["data"] if card["parent"]]
+
+
+def cannot_load(server: Server, folder: Path, error: Refused) -> ConfigError:
+    return ConfigError(
+        f"{server.name} cannot load the adapter from {folder} (HTTP {error.status}: {error}). It reads the files "
+        f"itself. Type rollout.vllm_server.adapter_dir=DIR, a folder that server and trainer see under one path, if it "
+        f"does not see them. {LINE}"
+    )
+
+
+def check_norms(held: dict[str, Tensor], policy: Policy, cfg: RunConfig) -> None:
+    """Raise ConfigError unless the served model has the policy's norms, under their names and with their weights."""
+    url = cfg.rollout.vllm_server.url
+    for name, clean in policy.clean_norms.items():
+        if name not in held:
+            raise ConfigError(
+                f"the vLLM server at {url} has no layer {name}: it serves another model than model.path="
+                f"{cfg.model.path}, or names its layers otherwise, so that no noise can be put on them. {LINE}"
+            )
+        if held[name].shape != clean.shape or not torch.equal(held[name].to(clean), clean):
+            raise ConfigError(
+                f"the vLLM server at {url} holds another weight of {name} than model.path={cfg.model.path}: it serves "
+                f"another model. {LINE}"
+            )
+
+
+def check_logprobs(engine: Engine, policy: Policy, cfg: RunConfig) -> None:
+    """Raise ConfigError unless the server's log-probs of a text that it samples are near the policy's."""
+    prompt = policy.tokenizer(PROBE)["input_ids"][: cfg.rollout.max_prompt_tokens]
+    tokens = min(PROBE_TOKENS, cfg.rollout.max_completion_tokens)
+    out = engine.generate([prompt], 1, Sampling(tokens, seed=0))
+    ids = out.completion_ids_P_G[0][0]
+    with policy.as_sampler({name: norm.data for name, norm in policy.norms.items()}):
+        logits = policy.model(input_ids=torch.tensor([prompt + ids], device=policy.device)).logits[0]
+    own = logits[len(prompt) - 1 : -1].float().log_softmax(-1)[torch.arange(len(ids)), ids].cpu()
+    gap = (own - torch.tensor(out.logprobs_P_G[0][0])).abs().mean().item()
+    if not gap < NEAR[policy.model.dtype]:  # NaN too
+        raise ConfigError(
+            f"the vLLM server at {cfg.rollout.vllm_server.url} is {gap:.3g} nats a token away from the policy on a "
+            f"fixed prompt; allowed: {NEAR[policy.model.dtype]:g}. It serves other weights than model.path="
+            f"{cfg.model.path} in {cfg.format.name}. {LINE}"
+        )

@@ -1,0 +1,212 @@
+"""The engine of a `vllm serve` on other GPUs or hosts: completions, adapter and norms over its endpoints.
+
+It meets vLLM at its HTTP interface, and at `vllm.worker.NormNoise`, which runs in the server's workers. The adapter's
+files lie in a folder that both see. `serve_line` says how the server is started.
+"""
+
+import random
+import secrets
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from qerl_lab.aqn import CLEAN, Noise
+from qerl_lab.config.schema import RunConfig
+from qerl_lab.model.policy import Policy
+from qerl_lab.rollout.engine import EngineFailed, OnDone, Rollout, Sampling, ignore
+from qerl_lab.rollout.vllm.base import scratch_folder
+from qerl_lab.rollout.vllm.lora_files import adapter_bytes, write_settings, write_weights
+from qerl_lab.rollout.vllm_server import agreement
+from qerl_lab.rollout.vllm_server.client import Refused, Server
+from qerl_lab.rollout.vllm_server.wire import decoded
+
+NO_NAN = "not JSON compliant"  # what Python's json says of a NaN, and the server with it
+
+
+class VllmServerEngine:
+    """Engine over the server at `rollout.vllm_server.url`, which serves `policy`'s base. One run has it at a time.
+
+    A seed decides each completion's draws as in `vllm.engine`. Raises ConfigError where there is no server, or it
+    serves another model, or serves it otherwise.
+    """
+
+    def __init__(self, policy: Policy, cfg: RunConfig) -> None:
+        self.policy, self.cfg, own = policy, cfg, cfg.rollout.vllm_server
+        self._at_once = max(1, cfg.rollout.batch_size // cfg.rollout.group_size)  # groups
+        self._open = ExitStack()
+        self._server = Server(own.url, own.patience_seconds, self._at_once)
+        self._open.callback(self._server.close)
+        self._name = f"policy-{secrets.token_hex(4)}"  # of this engine alone
+        try:
+            self._folder = self._open.enter_context(adapter_folder(policy, own.adapter_dir))
+            write_settings(policy.model, self._folder)
+            agreement.check_settings(self._server, cfg, policy)
+            self._take_over()
+            self.sync(CLEAN)
+            agreement.check_norms(self.norms(), policy, cfg)
+            agreement.check_logprobs(self, policy, cfg)
+        except BaseException:
+            self.close()
+            raise
+
+    def _take_over(self) -> None:
+        """Have the server hold this engine's adapter alone. Another engine's requests then fail, and say why."""
+        self._in_workers("qerl_clear")  # the first sync resets the prefix cache
+        write_weights(self.policy.model, self._folder)
+        for name in agreement.adapters(self._server):
+            self._unload(name)
+        try:
+            self._server.ask("POST", "/v1/load_lora_adapter", {"lora_name": self._name, "lora_path": str(self._folder)})
+        except Refused as error:
+            if "already been loaded" not in str(error):  # by a first try, whose answer was lost
+                raise agreement.cannot_load(self._server, self._folder, error) from error
+
+    def _unload(self, name: str) -> None:
+        with suppress(Refused):  # gone by now
+            self._server.ask("POST", "/v1/unload_lora_adapter", {"lora_name": name})
+
+    def sync(self, noise: Noise) -> None:
+        """Hand over the adapter's files and the noise's three numbers, and have the prefix cache forgotten."""
+        write_weights(self.policy.model, self._folder)
+        held = self._in_workers("qerl_adapter", name=self._name, folder=str(self._folder))
+        if any(len(ids) != 1 for ids in held):
+            raise EngineFailed(f"{self._server.name} holds the adapters {held}; allowed: one in each worker")
+        names = list(self.policy.norms)
+        self._in_workers("qerl_noise", names=names, sigma=str(noise.sigma), seed=noise.seed, step=noise.step)
+        if not self._ask("/reset_prefix_cache", None, "sync")["success"]:
+            raise EngineFailed(f"{self._server.name} kept its prefix cache at a sync: it still serves other requests")
+
+    def norms(self) -> dict[str, Tensor]:
+        """Read them from the server's own modules. Raises EngineFailed where its workers hold different ones."""
+        found: dict[str, list[str]] = {}
+        for held in self._in_workers("qerl_norms", names=list(self.policy.norms)):
+            if differ := [name for name, weight in held.items() if found.setdefault(name, weight) != weight]:
+                raise EngineFailed(f"the workers of {self._server.name} hold different weights of {differ[0]}")
+        return {name: decoded(*found[name]).to(self.policy.device) for name in self.policy.norms if name in found}
+
+    def _in_workers(self, method: str, **arguments: Any) -> list[Any]:
+        """Call a method of `NormNoise` in every worker, and return what each gave."""
+        return self._ask("/collective_rpc", {"method": method, "kwargs": arguments}, method)["results"]
+
+    def _ask(self, path: str, body: dict[str, Any] | None, what: str) -> Any:
+        try:
+            return self._server.ask("POST", path, body)
+        except Refused as error:
+            raise EngineFailed(f"{self._server.name} failed in {what} (HTTP {error.status}: {error})") from error
+        except TimeoutError:
+            raise EngineFailed(f"{self._server.name} did not answer in {what}") from None
+
+    def generate(
+        self, prompt_ids_P: list[list[int]], group_size: int, sampling: Sampling, on_done: OnDone = ignore
+    ) -> Rollout:
+        """Sample `group_size` completions of each prompt. The log-probs are empty with top_p < 1.
+
+        Raises EngineFailed where the server is away, or takes longer than rollout.vllm.timeout_minutes.
+        """
+        started, seeds = time.perf_counter(), random.Random(sampling.seed)
+        minutes = self.cfg.rollout.vllm.timeout_minutes
+        deadline = time.monotonic() + 60 * minutes
+        bodies = [self._request(ids, group_size, sampling, seeds.getrandbits(62)) for ids in prompt_ids_P]
+        groups: dict[int, list[Completion]] = {}
+        pool = ThreadPoolExecutor(self._at_once)
+        try:
+            jobs = {pool.submit(self._complete, body, deadline): index for index, body in enumerate(bodies)}
+            for job in as_completed(jobs):
+                groups[jobs[job]] = job.result()
+                on_done(group_size)
+        except TimeoutError:
+            raise EngineFailed(
+                f"{self._server.name} finished {len(groups)} of {len(bodies)} groups in "
+                f"rollout.vllm.timeout_minutes={minutes:g}. Type a larger one if that many tokens take longer."
+            ) from None
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)  # a request that hangs does so until the deadline at most
+        rows = [groups[index] for index in range(len(bodies))]
+        return Rollout(
+            prompt_ids_P=prompt_ids_P,
+            completion_ids_P_G=[[ids for ids, _, _ in group] for group in rows],
+            logprobs_P_G=[[logprobs for _, logprobs, _ in group] for group in rows],
+            finish_reasons_P_G=[[reason for _, _, reason in group] for group in rows],
+            entropy=None,
+            seconds=time.perf_counter() - started,
+        )
+
+    def _request(self, prompt: list[int], group_size: int, sampling: Sampling, seed: int) -> dict[str, Any]:
+        return {
+            "model": self._name,
+            "prompt": prompt,
+            "n": group_size,
+            "seed": seed,  # that of completion g is g more
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "max_tokens": sampling.max_tokens,
+            # vLLM's are of what it drew from: after the cut, which is another distribution than the contract's.
+            "logprobs": 0 if sampling.top_p == 1 else None,
+            "stop_token_ids": self.policy.end_ids(),
+            "return_token_ids": True,
+            "return_tokens_as_token_ids": True,  # not their texts, which nobody reads
+        }
+
+    def _complete(self, body: dict[str, Any], deadline: float) -> "list[Completion]":
+        """Send one prompt. Raises EngineFailed, and TimeoutError after the deadline."""
+        try:
+            answer = self._server.ask("POST", "/v1/completions", body, max(0.0, deadline - time.monotonic()))
+        except Refused as error:
+            if NO_NAN in str(error) and body["logprobs"] is not None:
+                # The same draws without their log-probs: some of them are NaN, and a run ends at any.
+                drawn = self._complete({**body, "logprobs": None}, deadline)
+                return [(ids, [float("nan")] * len(ids), reason) for ids, _, reason in drawn]
+            hint = ": it was started again, or another run took it" if error.status == 404 else ""
+            raise EngineFailed(f"{self._server.name} refused a prompt{hint} (HTTP {error.status}: {error})") from error
+        return completions(answer, body, self._server.name)
+
+    def close(self) -> None:
+        """Remove the adapter's files. The server holds the adapter until another engine takes it over."""
+        self._open.close()
+
+
+Completion = tuple[list[int], list[float], str]  # token ids, log-probs, finish reason
+
+
+def completions(answer: Any, asked: dict[str, Any], name: str) -> list[Completion]:
+    """Read the answer of /v1/completions. Raises EngineFailed, naming the server, for less than was asked."""
+    try:
+        choices = sorted(answer["choices"], key=lambda choice: choice["index"])
+        found = [
+            ([int(token) for token in choice["token_ids"]],
+             [float(logprob) for logprob in choice["logprobs"]["token_logprobs"]] if choice["logprobs"] else [],
+             str(choice["finish_reason"]))
+            for choice in choices
+        ]  # fmt: skip
+    except (KeyError, TypeError) as error:
+        raise EngineFailed(
+            f"{name} answered a prompt with what is no completion ({type(error).__name__}: {error})"
+        ) from error
+    if len(found) != asked["n"]:
+        raise EngineFailed(f"{name} gave {len(found)} completions of a prompt; {asked['n']} were asked")
+    for ids, logprobs, reason in found:
+        told = 0 if asked["logprobs"] is None else len(ids)
+        if not 0 < len(ids) <= asked["max_tokens"] or len(logprobs) != told or reason not in ("stop", "length"):
+            raise EngineFailed(
+                f"{name} gave {len(ids)} tokens with {len(logprobs)} log-probs and the end {reason!r}; allowed: 1 to "
+                f"{asked['max_tokens']} tokens, {told} log-probs, an end of stop or length"
+            )
+    return found
+
+
+@contextmanager
+def adapter_folder(policy: Policy, shared: str | None) -> Iterator[Path]:
+    """Yield a folder for the adapter's files that is removed after: in `shared`, else in this machine's memory."""
+    if shared is None:
+        with scratch_folder(adapter_bytes(policy.model)) as folder:
+            yield folder
+        return
+    Path(shared).mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="qerl-lab-", dir=Path(shared).absolute()) as made:
+        yield Path(made)

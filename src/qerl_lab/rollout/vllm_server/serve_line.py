@@ -1,0 +1,86 @@
+"""The command that starts the server of a run: the same words, as the flags of `vllm serve`. Imports no vllm."""
+
+import shlex
+from dataclasses import asdict
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import torch
+
+from qerl_lab import formats
+from qerl_lab.config.schema import DENSE_FORMAT, ConfigError, FormatConfig, RunConfig
+from qerl_lab.config.spelling import listed
+from qerl_lab.model import on_disk
+from qerl_lab.model.files import WeightFiles
+from qerl_lab.model.loading import stored_as
+from qerl_lab.model.policy import compute_dtype, device_of
+from qerl_lab.rollout.vllm.base import is_bfloat16
+from qerl_lab.rollout.vllm.lora_files import max_rank
+
+# Adapters change while it runs; /collective_rpc and /reset_prefix_cache are of the mode for development.
+ENVIRONMENT = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_SERVER_DEV_MODE": "1"}
+EXTENSION = "qerl_lab.rollout.vllm.worker.NormNoise"
+GIB = 2**30
+
+
+def commands(cfg: RunConfig) -> list[str]:
+    """Lines for a shell: the server's, and before it, for a model that is packed while it is read, one that packs it.
+
+    Raises ConfigError for what vLLM cannot serve as the policy computes it.
+    """
+    folder, dtype = on_disk.local(cfg.model.path), compute_dtype(cfg, device_of(cfg.device))
+    packed = folder is not None and stored_as(folder) is not None  # of the hub, which nothing is asked here: dense
+    lines, revision = list[str](), list[str]()
+    if cfg.format.name != DENSE_FORMAT and not packed:
+        served = f"packed/{Path(cfg.model.path).name}-{cfg.format.name}"
+        lines.append(quantize_line(cfg, served))
+    elif folder is None:
+        served, revision = cfg.model.path, ["--revision", cfg.model.revision] if cfg.model.revision else []
+    else:
+        served = str(folder.resolve())
+        if not packed and dtype is torch.float32 and not is_bfloat16(WeightFiles(folder)):
+            raise ConfigError(
+                f"model.path={cfg.model.path} is not stored in bfloat16, to which the policy rounds it before it "
+                "computes in float32; a server would not round. Type model.dtype=bfloat16."
+            )
+    command = shlex.join(["vllm", "serve", served, *revision, *flags(cfg, dtype)])
+    return [*lines, f"{' '.join(f'{name}={value}' for name, value in ENVIRONMENT.items())} {command}"]
+
+
+def quantize_line(cfg: RunConfig, out: str) -> str:
+    """The command that packs the model as the run does while it reads it."""
+    own, usual = asdict(cfg.format), asdict(FormatConfig())
+    words = [f"model={cfg.model.path}", f"format={cfg.format.name}", f"out={out}"]
+    if cfg.model.revision:
+        words.append(f"revision={cfg.model.revision}")
+    if own["ignore"] != usual["ignore"]:
+        words.append(f"ignore={listed(cfg.format.ignore)}")
+    for key in asdict(formats.build(cfg.format)):
+        if own[key] != usual[key]:
+            words.append(f"{key}={str(own[key]).lower()}")
+    return shlex.join(["python", "-m", "qerl_lab.quantize", *words])
+
+
+def flags(cfg: RunConfig, dtype: torch.dtype) -> list[str]:
+    """What follows the model in `vllm serve`."""
+    rollout, own = cfg.rollout, cfg.rollout.vllm
+    url = urlsplit(rollout.vllm_server.url)
+    words: dict[str, str | int | None] = {
+        "--host": url.hostname, "--port": url.port or (443 if url.scheme == "https" else 80),
+        "--dtype": str(dtype).removeprefix("torch."),
+        "--max-model-len": rollout.max_prompt_tokens + rollout.max_completion_tokens,
+        "--max-num-seqs": rollout.batch_size,
+        "--max-loras": 1, "--max-lora-rank": max_rank(cfg.lora.rank),
+        "--logprobs-mode": "processed_logprobs",  # at the temperature of sampling
+        "--generation-config": "vllm",  # not the model's own penalties and cuts
+        "--kv-cache-dtype": own.kv_cache_dtype,
+        "--worker-extension-cls": EXTENSION,
+    }  # fmt: skip
+    if own.kv_cache_gib is not None:
+        words["--kv-cache-memory-bytes"] = int(own.kv_cache_gib * GIB)
+    found = ["--enable-lora", *(str(part) for pair in words.items() for part in pair)]
+    if own.enforce_eager:
+        found.append("--enforce-eager")
+    if device_of(cfg.device).type == "cpu":  # half a prompt draws a token, as in vllm.engine
+        found.append("--no-enable-chunked-prefill")
+    return found

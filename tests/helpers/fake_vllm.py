@@ -1,0 +1,182 @@
+"""A server that speaks the endpoints of `vllm serve` as the real one does, on a thread, and fails where it is told to.
+
+What it says is of the policy that it is given: its norms, and its log-probs of completions that are always the same.
+tests/unit/rollout/test_contract.py runs the engine on a real one.
+"""
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qerl_lab.aqn import Noise
+from qerl_lab.model.policy import Policy
+from qerl_lab.rollout.vllm_server.wire import encoded
+
+DROP, LOSE = "drop", "lose"  # as faults: close the connection without an answer, before or after doing what was asked
+Answer = tuple[int, Any]  # HTTP status, JSON
+
+
+def refusal(status: int, message: str) -> Answer:
+    """An error as vLLM writes it."""
+    return status, {"error": {"message": message, "type": "BadRequestError", "code": status}}
+
+
+@dataclass
+class FakeVllm:
+    """State of the server. Tests change `described`, `norms` and the like, and put what fails next into `faults`."""
+
+    policy: Policy
+    max_model_len: int = 512
+    workers: int = 1
+    described: dict[str, Any] = field(default_factory=dict)
+    adapters: dict[str, str] = field(default_factory=dict)  # name -> folder
+    asked: list[tuple[str, dict[str, Any]]] = field(default_factory=list)  # (path, body) of every request
+    headers: list[dict[str, str]] = field(default_factory=list)
+    faults: dict[str, list[Any]] = field(
+        default_factory=dict
+    )  # path -> DROP, LOSE, an Answer, or a change of the true one
+    hold_seconds: float = 0.0  # how long a completion takes
+    at_once: int = 0  # completions now, and the most there were
+    most_at_once: int = 0
+    url: str = ""
+
+    def __post_init__(self) -> None:
+        self.norms = {name: norm.data.clone() for name, norm in self.policy.norms.items()}
+        self.lock = threading.Lock()
+        self.described = {
+            "dtype": "float32", "quantization": None, "quantization_config": None,
+            "logprobs_mode": "processed_logprobs", "generation_config": "vllm", "lora_rank": 8, "loras": 1,
+        } | self.described  # fmt: skip
+
+    def answer(self, path: str, body: dict[str, Any]) -> Answer:
+        """What the real server would say."""
+        match path:
+            case "/v1/models":
+                cards = [{"id": "base", "parent": None, "max_model_len": self.max_model_len}]
+                cards += [{"id": name, "parent": "base", "max_model_len": None} for name in self.adapters]
+                return 200, {"data": cards}
+            case "/v1/load_lora_adapter":
+                name, folder = body["lora_name"], Path(body["lora_path"])
+                if name in self.adapters:
+                    return refusal(400, f"The lora adapter '{name}' has already been loaded.")
+                if not {"adapter_config.json", "adapter_model.safetensors"} <= {f.name for f in folder.glob("*")}:
+                    return refusal(404, f"No adapter found for {folder}")
+                self.adapters[name] = str(folder)
+                return 200, None
+            case "/v1/unload_lora_adapter":
+                if self.adapters.pop(body["lora_name"], None) is None:
+                    return refusal(404, f"The lora adapter '{body['lora_name']}' cannot be found.")
+                return 200, None
+            case "/reset_prefix_cache":
+                return 200, {"success": True}
+            case "/collective_rpc":
+                said = self.rpc(body["method"], body.get("kwargs", {}))
+                return 200, {"results": [said] * self.workers}
+            case "/v1/completions":
+                return self.complete(body)
+        return refusal(404, "Not Found")
+
+    def rpc(self, method: str, given: dict[str, Any]) -> Any:
+        match method:
+            case "qerl_describe":
+                return self.described
+            case "qerl_adapter":
+                return [1]
+            case "qerl_noise":
+                noise = Noise(float(given["sigma"]), given["seed"], given["step"])
+                self.norms = noise.onto_norms(self.policy.clean_norms, self.policy.norms)
+            case "qerl_norms":
+                return {name: encoded(self.norms[name]) for name in given["names"] if name in self.norms}
+        return None
+
+    def complete(self, body: dict[str, Any]) -> Answer:
+        if body["model"] not in self.adapters:
+            return refusal(404, f"The model `{body['model']}` does not exist.")
+        with self.lock:
+            self.at_once += 1
+            self.most_at_once = max(self.most_at_once, self.at_once)
+        time.sleep(self.hold_seconds)
+        with self.lock:
+            self.at_once -= 1
+            logprobs = self.logprobs(body["prompt"], body["max_tokens"])
+        choices = [
+            {"index": index, "token_ids": [5] * body["max_tokens"], "finish_reason": "length",
+             "logprobs": None if body["logprobs"] is None else {"token_logprobs": logprobs}}
+            for index in reversed(range(body["n"]))
+        ]  # fmt: skip
+        return 200, {"choices": choices}
+
+    def logprobs(self, prompt: list[int], count: int) -> list[float]:
+        """The policy's log-probs of `count` tokens 5 after the prompt."""
+        with torch.no_grad():
+            logits = self.policy.model(input_ids=torch.tensor([prompt + [5] * count])).logits[0]
+        return logits[len(prompt) - 1 : -1].log_softmax(-1)[:, 5].tolist()
+
+
+@contextmanager
+def running(fake: FakeVllm) -> Iterator[FakeVllm]:
+    """Serve on a free port of loopback."""
+
+    connections: list[socket.socket] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def setup(self) -> None:
+            super().setup()
+            connections.append(self.connection)
+
+        def do_GET(self) -> None:
+            self.do_POST()
+
+        def do_POST(self) -> None:
+            text = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            body = json.loads(text, parse_constant=not_standard) if text else {}
+            fake.asked.append((self.path, body))
+            fake.headers.append(dict(self.headers))
+            fault = fake.faults[self.path].pop(0) if fake.faults.get(self.path) else None
+            if fault == LOSE:
+                fake.answer(self.path, body)
+            if fault in (DROP, LOSE):
+                self.close_connection = True
+                return
+            status, said = fault if isinstance(fault, tuple) else fake.answer(self.path, body)
+            if callable(fault):
+                said = fault(said)
+            content = said if isinstance(said, bytes) else b"" if said is None else json.dumps(said).encode()
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json" if content else "text/plain")
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *_: Any) -> None:
+            """Say nothing."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    server.block_on_close = False
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread.start()
+    fake.url = f"http://127.0.0.1:{server.server_port}"
+    try:
+        yield fake
+    finally:
+        server.shutdown()
+        server.server_close()
+        for connection in connections:  # those that are kept alive go with the server's process
+            with suppress(OSError):  # closed by now
+                connection.shutdown(socket.SHUT_RDWR)
+
+
+def not_standard(constant: str) -> Callable:
+    raise ValueError(f"{constant} is no JSON")

@@ -1,0 +1,58 @@
+"""A real `vllm serve` in a process of its own, started by the very line that users are given."""
+
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+
+from qerl_lab.config.schema import RunConfig
+from qerl_lab.rollout.vllm_server.serve_line import commands
+
+STARTS_WITHIN = 300  # seconds
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@contextmanager
+def served(cfg: RunConfig, log: Path) -> Iterator[subprocess.Popen]:
+    """Run the server of `cfg` at its URL until the end; its output goes to `log`."""
+    line = commands(cfg)[-1]
+    before, _, after = line.partition(" vllm serve ")
+    model, *flags = shlex.split(after)
+    # vLLM's CPU wheel has another name than the one under which `vllm` looks for itself; this is what it starts.
+    words = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, *flags]
+    environment = os.environ | dict(word.split("=") for word in before.split())
+    with log.open("w") as out:
+        server = subprocess.Popen(words, env=environment, stdout=out, stderr=out, start_new_session=True)
+        try:
+            wait_for(cfg.rollout.vllm_server.url, server, log)
+            yield server
+        finally:
+            if server.poll() is None:
+                os.killpg(server.pid, signal.SIGTERM)
+                server.wait(60)
+
+
+def wait_for(url: str, server: subprocess.Popen, log: Path) -> None:
+    """Return once the server is ready. Raises RuntimeError, with the end of its log, if it never is."""
+    deadline = time.monotonic() + STARTS_WITHIN
+    while time.monotonic() < deadline and server.poll() is None:
+        try:
+            if httpx.get(f"{url}/health", timeout=5, trust_env=False).is_success:
+                return
+        except httpx.TransportError:
+            pass  # not yet
+        time.sleep(1)
+    raise RuntimeError(f"the server did not start:\n{log.read_text()[-3000:]}")

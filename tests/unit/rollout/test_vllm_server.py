@@ -1,0 +1,379 @@
+"""The engine of a server, on one that fails: connections, answers, and what it serves. And the line that starts it."""
+
+import math
+import shlex
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fake_vllm import DROP, LOSE, FakeVllm, refusal, running
+from packed_layers import BY_NAME
+from qerl_lab import rollout
+from qerl_lab.aqn import Noise
+from qerl_lab.config.schema import ConfigError, RunConfig
+from qerl_lab.model.policy import Policy
+from qerl_lab.rollout.engine import EngineFailed, Sampling
+from qerl_lab.rollout.vllm_server import serve_line
+from qerl_lab.rollout.vllm_server.wire import decoded, encoded
+
+PROMPTS = [[3, 4, 5], [6], [7, 8]]
+SAMPLING = Sampling(4, seed=1)
+COMPLETIONS, RPC, MODELS = "/v1/completions", "/collective_rpc", "/v1/models"
+
+
+@pytest.fixture(scope="module")
+def policy(tiny, build_policy) -> Policy:
+    return build_policy(tiny(format__name="bf16"))
+
+
+@pytest.fixture
+def fake(policy: Policy) -> Iterator[FakeVllm]:
+    with running(FakeVllm(policy)) as server:
+        yield server
+
+
+@pytest.fixture
+def config(tiny, fake: FakeVllm) -> Callable[..., RunConfig]:
+    """Configuration of a run on the fake server."""
+    words = {"rollout__engine": "vllm_server", "format__name": "bf16", "rollout__vllm_server__url": fake.url}
+    return lambda **changes: tiny(**words | {"rollout__vllm_server__patience_seconds": 1.0} | changes)
+
+
+@pytest.fixture
+def engine(policy: Policy, config) -> Iterator[rollout.Engine]:
+    built = rollout.build(config(), policy)
+    yield built
+    built.close()
+
+
+def sent(fake: FakeVllm, path: str) -> list[dict[str, Any]]:
+    return [body for asked, body in fake.asked if asked == path]
+
+
+# --- what is sent, and what comes back
+
+
+def test_a_rollout_is_a_request_a_prompt(engine, fake: FakeVllm, policy: Policy) -> None:
+    fake.asked.clear()
+    told: list[int] = []
+    out = engine.generate(PROMPTS, 2, SAMPLING, told.append)
+    bodies = sorted(sent(fake, COMPLETIONS), key=lambda body: PROMPTS.index(body["prompt"]))
+    assert [body["prompt"] for body in bodies] == PROMPTS
+    assert len({body["seed"] for body in bodies}) == 3
+    [name] = fake.adapters
+    fixed = {"model": name, "n": 2, "max_tokens": 4, "logprobs": 0, "stop_token_ids": policy.end_ids()}
+    assert all(body | fixed == body for body in bodies)
+    assert told == [2, 2, 2]
+    assert out.completion_ids_P_G == [[[5] * 4] * 2] * 3
+    assert out.logprobs_P_G[0][0] == fake.logprobs(PROMPTS[0], 4)
+    assert out.entropy is None
+    seeds = [body["seed"] for body in bodies]
+    fake.asked.clear()
+    engine.generate(PROMPTS, 2, Sampling(4, seed=2, top_p=0.5))
+    assert not {body["seed"] for body in sent(fake, COMPLETIONS)} & {*seeds}
+    assert {body["logprobs"] for body in sent(fake, COMPLETIONS)} == {None}
+
+
+def test_as_many_groups_are_under_way_as_the_batch_holds(fake: FakeVllm, config, policy: Policy) -> None:
+    engine = rollout.build(config(rollout__batch_size=12, rollout__group_size=4), policy)
+    fake.hold_seconds = 0.1
+    engine.generate([[3]] * 7, 4, SAMPLING)
+    assert fake.most_at_once == 3
+    engine.close()
+
+
+def test_a_sync_writes_the_adapter_and_sends_three_numbers(engine, fake: FakeVllm, policy: Policy) -> None:
+    [folder] = fake.adapters.values()
+    weights = Path(folder, "adapter_model.safetensors")
+    before = weights.read_bytes()
+    fake.asked.clear()
+    weight = next(p for name, p in policy.model.named_parameters() if "lora_B" in name)
+    try:
+        weight.data.mul_(2)
+        engine.sync(Noise(0.1, seed=3, step=4))
+    finally:
+        weight.data.div_(2)
+    assert weights.read_bytes() != before
+    adapter, noise = sent(fake, RPC)
+    assert adapter["kwargs"]["folder"] == folder
+    assert noise["kwargs"] == {"names": [*policy.norms], "sigma": "0.1", "seed": 3, "step": 4}
+    assert fake.asked[-1][0] == "/reset_prefix_cache"
+    expected = Noise(0.1, 3, 4).onto_norms(policy.clean_norms, policy.norms)
+    assert all(torch.equal(weight, expected[name]) for name, weight in engine.norms().items())
+    engine.close()
+    assert not weights.exists()
+
+
+def test_nan_is_a_logprob(engine, fake: FakeVllm) -> None:
+    """The server cannot say it in JSON, and refuses: the same draws come again without log-probs."""
+    fake.faults[COMPLETIONS] = [refusal(400, "Out of range float values are not JSON compliant: nan")]
+    out = engine.generate(PROMPTS[:1], 2, SAMPLING)
+    assert all(math.isnan(logprob) for row in out.logprobs_P_G[0] for logprob in row)
+    first, again = sent(fake, COMPLETIONS)[-2:]
+    assert again == first | {"logprobs": None}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tensors_travel_bit_for_bit(dtype: torch.dtype) -> None:
+    tensor = torch.tensor([1 / 3, math.nan, -math.inf, 1e-30]).to(dtype)
+    again = decoded(*encoded(tensor))
+    assert again.dtype == dtype
+    assert again.view(torch.uint8).equal(tensor.view(torch.uint8))
+
+
+# --- a server that is away
+
+
+@pytest.mark.parametrize("fault", [DROP, (503, None)], ids=["dropped", "503"])
+def test_a_lost_connection_is_tried_again(engine, fake: FakeVllm, fault) -> None:
+    clean = engine.generate(PROMPTS, 2, SAMPLING)
+    fake.faults = {COMPLETIONS: [fault, fault], RPC: [fault], "/reset_prefix_cache": [fault]}
+    engine.sync(Noise(0.1, seed=0, step=1))
+    again = engine.generate(PROMPTS, 2, SAMPLING)
+    assert again.completion_ids_P_G == clean.completion_ids_P_G
+    assert not any(fake.faults.values())
+
+
+def test_a_server_that_stays_away_is_an_error_with_what_was_tried(policy: Policy, config) -> None:
+    with running(FakeVllm(policy)) as gone:
+        engine = rollout.build(config(rollout__vllm_server__url=gone.url), policy)
+    with pytest.raises(EngineFailed) as caught:
+        engine.generate(PROMPTS, 2, SAMPLING)
+    for part in (gone.url, "tried 3 times in", "patience_seconds", "python -m qerl_lab.serve_line"):
+        assert part in str(caught.value)
+    with pytest.raises(EngineFailed, match="is away"):
+        engine.sync(Noise(0.1, seed=0, step=1))
+    engine.close()
+    with pytest.raises(ConfigError, match="is away"):
+        rollout.build(config(rollout__vllm_server__url=gone.url), policy)
+
+
+def test_a_rollout_has_a_time_limit(fake: FakeVllm, config, policy: Policy) -> None:
+    engine = rollout.build(config(rollout__vllm__timeout_minutes=0.01), policy)
+    fake.hold_seconds = 2
+    with pytest.raises(EngineFailed, match=r"finished 0 of 3 groups in rollout\.vllm\.timeout_minutes=0\.01"):
+        engine.generate(PROMPTS, 2, SAMPLING)
+    engine.close()
+
+
+def test_a_load_whose_answer_was_lost_counts(fake: FakeVllm, config, policy: Policy) -> None:
+    """So does an unload. The second try then finds nothing left to do."""
+    fake.adapters["policy-old"] = "gone"
+    fake.faults = {"/v1/load_lora_adapter": [LOSE], "/v1/unload_lora_adapter": [LOSE]}
+    engine = rollout.build(config(), policy)
+    assert len(engine.generate(PROMPTS, 2, SAMPLING).completion_ids_P_G) == 3
+    assert "policy-old" not in fake.adapters
+    engine.close()
+
+
+def test_another_engine_takes_the_server(engine, fake: FakeVllm, config, policy: Policy) -> None:
+    other = rollout.build(config(), policy)
+    assert len(fake.adapters) == 1
+    other.generate(PROMPTS, 2, SAMPLING)
+    with pytest.raises(EngineFailed, match="another run took it"):
+        engine.generate(PROMPTS, 2, SAMPLING)
+    other.close()
+
+
+# --- wrong answers
+
+
+def choice(**changes: Any) -> Callable:
+    return lambda said: {"choices": [*said["choices"][:-1], said["choices"][-1] | changes]}
+
+
+@pytest.mark.parametrize(
+    ("fault", "part"),
+    [
+        (lambda said: {"choices": said["choices"][1:]}, "gave 1 completions of a prompt; 2 were asked"),
+        (lambda said: {}, "what is no completion"),
+        (lambda said: b"<html>", "what is no JSON"),
+        (choice(token_ids=None), "what is no completion"),
+        (choice(token_ids=[]), "gave 0 tokens with 4 log-probs"),
+        (choice(token_ids=[5] * 5), "gave 5 tokens with 4 log-probs"),
+        (choice(logprobs={"token_logprobs": [-1.0]}), "gave 4 tokens with 1 log-probs"),
+        (choice(logprobs=None), "gave 4 tokens with 0 log-probs"),
+        (choice(finish_reason="abort"), "the end 'abort'"),
+        (refusal(500, "EngineCore encountered an issue\nTraceback"), "HTTP 500: EngineCore encountered an issue)"),
+    ],
+)
+def test_less_than_was_asked_is_an_error_that_names_the_server(engine, fake: FakeVllm, fault, part: str) -> None:
+    fake.faults[COMPLETIONS] = [fault]
+    with pytest.raises(EngineFailed) as caught:
+        engine.generate(PROMPTS[:1], 2, SAMPLING)
+    assert part in str(caught.value)
+    assert fake.url in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("path", "fault", "part"),
+    [
+        ("/reset_prefix_cache", lambda said: {"success": False}, "kept its prefix cache"),
+        (RPC, lambda said: {"results": [[1, 2]]}, "allowed: one in each worker"),
+        (RPC, refusal(500, "list_loras"), "failed in qerl_adapter"),
+    ],
+)
+def test_a_sync_that_failed_is_an_error(engine, fake: FakeVllm, path: str, fault, part: str) -> None:
+    fake.faults[path] = [fault]
+    with pytest.raises(EngineFailed, match=part):
+        engine.sync(Noise(0.1, seed=0, step=1))
+
+
+def test_workers_that_hold_different_noise_are_an_error(engine, fake: FakeVllm) -> None:
+    fake.workers = 2
+    assert engine.norms().keys() == fake.norms.keys()
+
+    def one_other(said: Any) -> Any:
+        first, second = said["results"]
+        name = next(iter(second))
+        return {"results": [first, second | {name: encoded(torch.zeros(3))}]}
+
+    fake.faults[RPC] = [one_other]
+    with pytest.raises(EngineFailed, match=r"hold different weights of model[.]layers[.]0[.]input_layernorm"):
+        engine.norms()
+
+
+# --- a server that serves something else
+
+
+def described(**changes: Any) -> Callable[[FakeVllm], None]:
+    return lambda fake: fake.described.update(changes)
+
+
+def noisy(fake: FakeVllm) -> None:
+    fake.rpc = lambda method, given: None if method == "qerl_noise" else FakeVllm.rpc(fake, method, given)
+    next(iter(fake.norms.values())).add_(0.01)
+
+
+def without_a_norm(fake: FakeVllm) -> None:
+    noise = FakeVllm.rpc
+    fake.rpc = lambda method, given: {} if method == "qerl_norms" else noise(fake, method, given)
+
+
+def off_by(nats: float) -> Callable[[FakeVllm], None]:
+    def change(fake: FakeVllm) -> None:
+        fake.logprobs = lambda prompt, count: [one - nats for one in FakeVllm.logprobs(fake, prompt, count)]
+
+    return change
+
+
+def fault(path: str, *faults: Any) -> Callable[[FakeVllm], None]:
+    return lambda fake: fake.faults.update({path: [*faults]})
+
+
+MXFP4 = BY_NAME["mxfp4"].quantization_config(["lm_head"], torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("change", "parts"),
+    [
+        (lambda fake: setattr(fake, "max_model_len", 271), ["context of 271 tokens", "= 272"]),
+        (described(dtype="bfloat16"), ["computes in bfloat16", "float32"]),
+        (described(quantization="compressed-tensors", quantization_config=MXFP4), ["in mxfp4", "format.name=bf16"]),
+        (described(quantization="fp8"), ["serves the base in fp8", "format.name=bf16"]),
+        (described(logprobs_mode="raw_logprobs"), ["raw_logprobs", "processed_logprobs"]),
+        (described(generation_config="auto"), ["takes its sampling from auto"]),
+        (described(loras=2), ["adapters at once: 2"]),
+        (described(lora_rank=2), ["adapters of rank 2", "lora.rank=4"]),
+        (noisy, ["another weight of model.layers.0.input_layernorm"]),
+        (without_a_norm, ["has no layer model.layers.0.input_layernorm"]),
+        (off_by(0.02), ["0.02 nats a token away", "allowed: 0.01"]),
+        (off_by(math.inf), ["inf nats a token away"]),
+        (fault(MODELS, refusal(401, "Unauthorized")), ["wants a key", "VLLM_API_KEY=KEY"]),
+        (fault(RPC, refusal(404, "Not Found")), ["refuses /collective_rpc (HTTP 404", "serve_line"]),
+        (fault("/v1/load_lora_adapter", refusal(404, "No adapter found")), ["cannot load the adapter", "adapter_dir"]),
+    ],
+)
+def test_a_server_that_serves_something_else_is_refused(
+    change: Callable, parts: list[str], fake: FakeVllm, config, policy: Policy
+) -> None:
+    change(fake)
+    with pytest.raises(ConfigError) as caught:
+        rollout.build(config(), policy)
+    for part in (fake.url, "Type ", *parts):
+        assert part in str(caught.value)
+
+
+def test_another_rounding_than_that_of_the_sums_is_allowed(fake: FakeVllm, config, policy: Policy) -> None:
+    off_by(0.005)(fake)
+    rollout.build(config(), policy).close()
+
+
+# --- keys and folders
+
+
+def test_a_key_comes_from_the_environment_and_stays_out_of_messages(
+    fake: FakeVllm, config, policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "long-secret")
+    rollout.build(config(), policy).close()
+    assert {headers["Authorization"] for headers in fake.headers} == {"Bearer long-secret"}
+    fake.faults[MODELS] = [refusal(500, "who is long-secret")]
+    with pytest.raises(ConfigError) as caught:
+        rollout.build(config(), policy)
+    assert "long-secret" not in str(caught.value)
+
+
+def test_the_adapter_lies_where_the_server_sees_it(fake: FakeVllm, config, policy: Policy, tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    engine = rollout.build(config(rollout__vllm_server__adapter_dir=str(shared)), policy)
+    [folder] = fake.adapters.values()
+    assert Path(folder).parent == shared
+    engine.close()
+    assert list(shared.iterdir()) == []
+
+
+# --- the line that starts a server
+
+
+def test_the_line_has_the_words_of_the_run(tiny) -> None:
+    cfg = tiny(
+        rollout__engine="vllm_server", format__name="bf16", lora__rank=20, rollout__vllm__kv_cache_gib=1.5,
+        rollout__vllm__enforce_eager=True, rollout__vllm_server__url="http://127.0.0.1:8123", rollout__batch_size=48,
+    )  # fmt: skip
+    [line] = serve_line.commands(cfg)
+    *environment, vllm, serve, model = shlex.split(line)[:5]
+    assert (vllm, serve) == ("vllm", "serve")
+    assert {*environment} == {"VLLM_ALLOW_RUNTIME_LORA_UPDATING=1", "VLLM_SERVER_DEV_MODE=1"}
+    assert (Path(model) / "config.json").is_file()
+    for words in (
+        "--port 8123", "--max-model-len 272", "--max-num-seqs 48", "--max-lora-rank 32", "--dtype float32",
+        "--kv-cache-memory-bytes 1610612736", "--enforce-eager", "--logprobs-mode processed_logprobs",
+        "--generation-config vllm", "--max-loras 1", "--no-enable-chunked-prefill",
+    ):  # fmt: skip
+        assert f" {words}" in line
+
+
+def test_a_base_that_is_packed_while_it_is_read_is_packed_first(tiny) -> None:
+    cfg = tiny(rollout__engine="vllm_server", format__name="mxfp4", format__exponent_rule="ceil",
+               format__ignore=["lm_head", "down_proj"])  # fmt: skip
+    quantize, serve = serve_line.commands(cfg)
+    from qerl_lab.quantize.__main__ import COMMAND
+
+    options = COMMAND.read(shlex.split(quantize)[3:])
+    assert options.format_config() == cfg.format
+    assert options.model == "pocket"
+    assert f"vllm serve {options.out} " in serve
+
+
+def test_a_base_that_a_server_would_not_round_is_refused(tiny, tmp_path: Path) -> None:
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+
+    from qerl_lab.model.on_disk import POCKET
+
+    model = shutil.copytree(POCKET, tmp_path / "model")
+    weights = load_file(model / "model.safetensors")
+    save_file({name: tensor.float() for name, tensor in weights.items()}, model / "model.safetensors")
+    cfg = tiny(rollout__engine="vllm_server", format__name="bf16", model__path=str(model))
+    with pytest.raises(ConfigError, match=r"Type model\.dtype=bfloat16"):
+        serve_line.commands(cfg)
+
+
+def test_a_rank_that_vllm_has_no_buffers_for_is_refused(tiny) -> None:
+    with pytest.raises(ConfigError, match=r"lora\.rank=513 is more than vLLM takes"):
+        serve_line.commands(tiny(rollout__engine="vllm_server", format__name="bf16", lora__rank=513))
