@@ -99,5 +99,8 @@ class Engine(Protocol):
     def norms(self) -> dict[str, Tensor]:
         """Read the noisy norms' weights that the engine holds, by the full name of their layer."""
 
+    def held(self) -> dict[str, int]:
+        """Bytes of the device's memory that are the engine's alone, by what for."""
+
     def close(self) -> None:
         """Give back what the engine holds; it is not used again."""

@@ -28,6 +28,10 @@ class TransformersEngine:
     def norms(self) -> dict[str, Tensor]:
         return self._norms
 
+    def held(self) -> dict[str, int]:
+        """Weights and cache are not its own for longer than a rollout."""
+        return {}
+
     def close(self) -> None:
         """Drop the noisy norms, all that it holds."""
         self._norms = {}

@@ -53,6 +53,10 @@ class RunEngine:
         """Read the noisy norms' weights that the engine holds."""
         return self._engine.norms()
 
+    def held(self) -> dict[str, int]:
+        """Bytes of the device's memory that the engine holds, by what for."""
+        return self._engine.held()
+
     def close(self) -> None:
         """Close the engine. Where that fails nothing more is lost: it is said, and hides no error under way."""
         try:

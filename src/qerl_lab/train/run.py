@@ -24,7 +24,7 @@ from qerl_lab.record.sessions import Sessions
 from qerl_lab.report import runs, tables
 from qerl_lab.rollout.engine import EngineFailed
 from qerl_lab.tracking.tracker import Tracker
-from qerl_lab.train import health
+from qerl_lab.train import health, memory
 from qerl_lab.train.data import Cursor, TrainingData, select
 from qerl_lab.train.ranks import Ranks, join
 from qerl_lab.train.retry import RunEngine, twice
@@ -110,7 +110,10 @@ def computes_on(learner: policy.Policy) -> tuple[str, str]:
 
 
 def learn(session: Session, record: Record | None) -> int:
-    """Evaluate, train, evaluate, record. Returns the exit status; raises EngineFailed with how to go on."""
+    """Evaluate, train, evaluate, record. Returns the exit status.
+
+    Raises EngineFailed with how to go on, and OutOfMemoryError with who holds the memory.
+    """
     try:
         session.check()
         ask_heldout(session, record, "before", 0)  # the policy as quantization left it: no adapter yet, no noise
@@ -124,6 +127,9 @@ def learn(session: Session, record: Record | None) -> int:
             record.tracker.finish("KILLED")
             record.times.end()
         return INTERRUPTED
+    except torch.OutOfMemoryError as error:
+        held = session.engine.held()
+        raise torch.OutOfMemoryError(memory.too_little(session.cfg, session.learner, held, error)) from error
     except EngineFailed as error:
         raise EngineFailed(
             f"{error}. {session.directory.last_saved()} of {session.cfg.steps} steps are saved. "

@@ -266,6 +266,11 @@ def global_randomness() -> tuple[object, ...]:
     return random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()  # noqa: NPY002
 
 
+def check_memory(built: Built) -> None:
+    """What it tells of is named, and there."""
+    assert all(name and size > 0 for name, size in built.engine.held().items())
+
+
 def check_policy_is_left_as_found(built: Built) -> None:
     """Its weights, its mode and its gradients, by everything that an engine does."""
     policy = built.policy

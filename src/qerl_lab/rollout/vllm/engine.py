@@ -165,6 +165,12 @@ class VllmEngine:
                 engine.abort_request([str(index) for index in range(count)])
         return found
 
+    def held(self) -> dict[str, int]:
+        """The weights by their tensors, the cache by what it was given."""
+        weights = self.llm.apply_model(lambda model: sum(tensor.nbytes for tensor in model.parameters()))[0]
+        cache = self.llm.llm_engine.vllm_config.cache_config.kv_cache_memory_bytes
+        return {"vLLM's weights": weights, "vLLM's key-value cache": cache}
+
     def close(self) -> None:
         """End vLLM in this process, and give back its memory."""
         llm, self._llm = self._llm, None

@@ -1,0 +1,38 @@
+"""Who holds a GPU's memory, for the run that has too little of it."""
+
+import torch
+
+from qerl_lab.config.schema import RunConfig
+from qerl_lab.model.linear import weight_bytes
+from qerl_lab.model.policy import Policy
+
+GIB = 2**30
+
+
+def owners(policy: Policy, held_by_engine: dict[str, int]) -> dict[str, int]:
+    """Bytes on the policy's device by owner. What no tensor here accounts for is called activations."""
+    learned = sum(parameter.nbytes for parameter in policy.model.parameters() if parameter.requires_grad)
+    found = {
+        "frozen base": weight_bytes(policy.model).total - learned,
+        "adapter, its gradients and moments": 4 * learned,
+        **held_by_engine,
+    }
+    if policy.device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(policy.device)
+        found["activations and the rest"] = max(0, total - free - sum(found.values()))
+        found["free"] = free
+    return found
+
+
+def too_little(cfg: RunConfig, policy: Policy, held_by_engine: dict[str, int], error: Exception) -> str:
+    """The message for a run that is out of memory: who has how much, and which keys lower it."""
+    shares = ", ".join(f"{name} {size / GIB:.2f}" for name, size in owners(policy, held_by_engine).items())
+    remedies = [f"optim.micro_batch_size lower than {cfg.optim.micro_batch_size}"]
+    if not cfg.model.gradient_checkpointing:
+        remedies.append("model.gradient_checkpointing=true")
+    if cfg.rollout.engine == "vllm":
+        remedies += ["rollout.vllm.kv_cache_gib lower than the cache above", "rollout.vllm.kv_cache_dtype=fp8"]
+    else:
+        remedies.append(f"rollout.batch_size lower than {cfg.rollout.batch_size}")
+    reason = (str(error) or "no message").splitlines()[0]
+    return f"{reason} In GiB: {shares}. Type one of: {'; '.join(remedies)}."

@@ -1,0 +1,58 @@
+"""A run that is out of memory says who holds it, and what to type."""
+
+import pytest
+import torch
+
+from qerl_lab.model.linear import weight_bytes
+from qerl_lab.train import run
+from qerl_lab.train.memory import GIB, owners, too_little
+
+
+def test_every_byte_of_the_policy_has_an_owner(tiny, build_policy) -> None:
+    policy = build_policy(tiny())
+    found = owners(policy, {"vLLM's weights": 7})
+    learned = sum(p.nbytes for p in policy.model.parameters() if p.requires_grad)
+    assert found["frozen base"] + learned == weight_bytes(policy.model).total
+    assert found["adapter, its gradients and moments"] == 4 * learned > 0
+    assert found["vLLM's weights"] == 7
+
+
+def test_the_rest_of_a_gpu_is_activations(tiny, build_policy, monkeypatch) -> None:
+    policy = build_policy(tiny())
+    monkeypatch.setattr(type(policy), "device", torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (2 * GIB, 80 * GIB))
+    found = owners(policy, {"vLLM's weights": 20 * GIB})
+    assert sum(found.values()) == 80 * GIB
+    assert 57 * GIB < found["activations and the rest"] < 58 * GIB
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        ({"optim__micro_batch_size": 16},
+         ["micro_batch_size lower than 16", "gradient_checkpointing=true", "rollout.batch_size lower"]),
+        ({"rollout__engine": "vllm", "format__name": "bf16", "model__gradient_checkpointing": True},
+         ["kv_cache_gib lower", "kv_cache_dtype=fp8"]),
+    ],
+)  # fmt: skip
+def test_the_message_names_shares_and_keys(changes: dict, parts: list[str], tiny, build_policy) -> None:
+    said = too_little(tiny(**changes), build_policy(tiny()), {"vLLM's weights": 3 * GIB}, Exception("No memory.\nMore"))
+    assert said.startswith("No memory. In GiB: frozen base 0.0")
+    assert "vLLM's weights 3.00" in said
+    for part in parts:
+        assert part in said
+    assert ("gradient_checkpointing" in said) != changes.get("model__gradient_checkpointing", False)
+
+
+def test_a_run_out_of_memory_ends_with_the_message(monkeypatch, tiny, build_policy) -> None:
+    class Session:
+        cfg, learner = tiny(), build_policy(tiny())
+
+        class engine:
+            held = staticmethod(lambda: {"vLLM's weights": GIB})
+
+        def check(self) -> None:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
+
+    with pytest.raises(torch.OutOfMemoryError, match=r"Tried to allocate 2 GiB\. In GiB: .*vLLM's weights 1\.00"):
+        run.learn(Session(), None)
