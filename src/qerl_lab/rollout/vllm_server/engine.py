@@ -166,6 +166,10 @@ class VllmServerEngine:
             raise EngineFailed(f"{self._server.name} refused a prompt{hint} (HTTP {error.status}: {error})") from error
         return completions(answer, body, self._server.name)
 
+    def held(self) -> dict[str, int]:
+        """The memory is the server's."""
+        return {}
+
     def close(self) -> None:
         """Remove the adapter's files. The server holds the adapter until another engine takes it over."""
         self._open.close()
