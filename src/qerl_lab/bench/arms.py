@@ -56,10 +56,11 @@ def read_job(file: Path) -> Job:
 def refuse_small_scratch(options: RolloutOptions | StepOptions) -> None:
     """Raise ConfigError where the largest checkpoint has no room. Makes no tensor."""
     scratch, device = Path(options.scratch), torch.device("cpu")
-    needed = {
-        arm.format: sum(shard.bytes for shard in random_model.plan(ARCHITECTURES[options.model], built, device)[1])
-        for arm in arms(options) for built in [formats.build(FormatConfig(name=arm.format))]
-    }  # fmt: skip
+    needed = {}
+    for name in {arm.format for arm in arms(options)}:
+        built = formats.build(FormatConfig(name=name))
+        _, shards = random_model.plan(ARCHITECTURES[options.model], built, device)
+        needed[name] = sum(shard.bytes for shard in shards)
     largest = max(needed, key=lambda name: needed[name])
     free, asked = shutil.disk_usage(scratch).free, 1.02 * needed[largest]  # adapter and tokenizer
     if free < asked:

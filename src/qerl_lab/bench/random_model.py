@@ -42,6 +42,7 @@ class RandomWeights:
         model = empty_model(config, torch.bfloat16)
         self.device = device
         self._shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+        self.linears = packable(model, FormatConfig().ignore)  # which formats pack
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -77,8 +78,7 @@ def plan(
 ) -> tuple[RandomWeights, list[rtn.Shard]]:
     """The weights, and the files that they would be: `Shard.bytes` is the size of one. Makes no tensor."""
     source = RandomWeights(config_of(architecture), device)
-    model = empty_model(config_of(architecture), torch.bfloat16)
-    linears = packable(model, FormatConfig().ignore) if weight_format.BLOCK is not None else []
+    linears = source.linears if weight_format.BLOCK is not None else []
     return source, rtn.plan(source, linears, weight_format, SHARD_BYTES)
 
 
@@ -155,10 +155,10 @@ def plain_lora(rank: int) -> LoraConfig:
 
 def write_adapter(folder: Path, architecture: dict[str, Any], rank: int) -> None:
     """Write an adapter as PEFT does, whose product is small and not zero."""
-    model = empty_model(config_of(architecture), torch.bfloat16)
+    base = RandomWeights(config_of(architecture), torch.device("cpu"))
     generator, tensors = torch.Generator().manual_seed(rank), dict[str, Tensor]()
-    for name in packable(model, FormatConfig().ignore):
-        rows, columns = model.get_parameter(f"{name}.weight").shape
+    for name in base.linears:
+        rows, columns = base.shape(f"{name}.weight")
         for part, shape in (("lora_A", (rank, columns)), ("lora_B", (rows, rank))):
             values = torch.randn(shape, generator=generator) / math.sqrt(100 * shape[1])
             tensors[f"base_model.model.{name}.{part}.weight"] = values

@@ -1,12 +1,14 @@
 """Whole steps of the lab's trainer and of TRL's, at test size on the CPU."""
 
+import importlib.util
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench_jobs import job
-from qerl_lab.bench import step
+from bench_jobs import ARCHITECTURE, job
+from qerl_lab.bench import arms, lab, step
 from qerl_lab.bench.options import StepOptions
 
 LAB = "nvfp4 rollout.engine=transformers"
@@ -44,6 +46,30 @@ def test_completions_end_where_they_do_with_mean_tokens(tmp_path: Path, arm: str
 def test_the_arm_s_words_reach_the_run(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="a step sampled 32 tokens, not 8 x 8"):
         list(step.rows(job(tmp_path, f"{LAB} rollout.max_completion_tokens=4", options())))
+
+
+@pytest.mark.parametrize(("mean_tokens", "count"), [(0, 0), (10, 30)])
+def test_engines_are_asked_to_end_at_nothing_that_cannot_be_sampled(
+    tmp_path: Path, mean_tokens: float, count: int
+) -> None:
+    """vLLM refuses a token outside of the vocabulary."""
+    asked = job(tmp_path, LAB, options(mean_tokens=mean_tokens))
+    ends = lab.build(asked, lab.config(asked, **step.keys(asked))).policy.end_ids()
+    assert len(ends) == count
+    assert all(0 < index < 300 for index in ends)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM")
+def test_a_step_on_vllm_in_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(arms.ARCHITECTURES, "small", ARCHITECTURE)
+    monkeypatch.setitem(os.environ, "VLLM_CPU_KVCACHE_SPACE", "1")
+    arm = "bf16 rollout.vllm.enforce_eager=true model.dtype=bfloat16"
+    ragged = options(model="small", arms=[arm], new=64, mean_tokens=6, groups=8, steps=1, scratch=str(tmp_path))
+    (row,) = arms.run("step", ragged)
+    assert "died" not in row, row["log"]
+    assert 32 * 3 < row["tokens"] < 32 * 12
+    assert row["max_num_seqs"] == 32
+    assert row["weights_gib"] > 0
 
 
 def found(**changes: float) -> list[dict[str, float]]:
