@@ -173,8 +173,8 @@ def _draw_rollouts(result: Result) -> plt.Figure:
         smallest = rows[rows["batch"] == rows["batch"].min()]
         _lines(axes[0, 2], smallest, "rank", "of_qlora")
         if printed := ratio_by_rank(result["options"]["model"], "nf4"):
-            axes[0, 2].plot([*printed], [*printed.values()], "k:", lw=1.2, label="paper, Figure 11: NVFP4, batch 1")
-            axes[0, 2].legend(frameon=False, fontsize=8)
+            papers = axes[0, 2].plot([*printed], [*printed.values()], "k:", lw=1.2, label="paper, Figure 11, batch 1")
+            axes[0, 2].legend(handles=papers, frameon=False, fontsize=8, loc="lower left")
         dress(axes[0, 2], f"of stock vLLM, QLoRA, batch {smallest['batch'].iloc[0]}", "rank")
     about = result["options"]
     figure.suptitle(
