@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qerl_lab.formats.kernels import from_e2m1, from_e4m3
+from qerl_lab.formats.kernels import from_e2m1
 from qerl_lab.rollout.vllm.kernels import (
     BLOCK_K,
     BLOCK_N,
@@ -40,14 +40,14 @@ from qerl_lab.rollout.vllm.kernels import (
 )
 
 MAX_ROWS = 32
-# Not measured yet. Rows of x a tile -> columns of y a tile, warps: compiled for sm_90 (Triton 3.6) these take the
-# fewest instructions a weight, 4.3, 4.9 and 5.9; larger tiles take the weights through shared memory.
-_TILES = {8: (64, 4), 16: (32, 2), 32: (32, 2)}
+# Not measured yet. Rows of x a tile -> columns of y a tile, warps. As Triton 3.6 compiles them for sm_90 they take 3.8,
+# 4.4 and 5.2 issue slots a weight, 2.0, 2.3 and 2.1 of them in the integer pipe; at 4.3 TB/s, all that an H200 moves, a
+# weight has 3.9 and 1.9. Larger tiles take the weights through shared memory.
+_TILES = {8: (64, 4), 16: (32, 2), 32: (64, 4)}
 _BLOCKS = 16  # blocks of K a step: 256 weights of a row
 _WAVES = 4  # programs a multiprocessor, by pieces of K where N has too few tiles
-_SCALED = tl.constexpr(
-    2.0**119
-)  # a block scale times this is a bfloat16, and times the unpacked value (2**-126) 2**-7 too small
+# A block scale times 2**119 is a bfloat16; times the unpacked value, which is 2**-126 too small, 2**-7 remain.
+_2_TO_119, _2_TO_120 = tl.constexpr(2.0**119), tl.constexpr(2.0**120)
 
 
 def unpack_assembly() -> str:
@@ -99,8 +99,8 @@ def linear(
     of_adapter = splits_a * triton.cdiv(R, BLOCK_R)
     _products[(of_adapter + tiles * splits,)](
         x, codes.view(torch.int64), scale.view(torch.uint8), A, sums, inner, rows, N, R, blocks, tiles, chunk, chunk_a,
-        splits_a, of_adapter, x.stride(0), BLOCK_M=block_m, BLOCK_N=block_n, BLOCKS=_BLOCKS, BLOCK_R=BLOCK_R,
-        BLOCK_K=BLOCK_K, num_warps=warps, num_stages=4,
+        splits_a, of_adapter, x.stride(0), BLOCK_M=block_m, BLOCK_N=block_n, BLOCKS=_BLOCKS,
+        WHOLE=blocks % _BLOCKS == 0, BLOCK_R=BLOCK_R, BLOCK_K=BLOCK_K, num_warps=warps, num_stages=4,
     )  # fmt: skip
     y = torch.empty(rows, N, dtype=x.dtype, device=x.device)
     tiles, parts = tiles_of(sizes)
@@ -120,7 +120,8 @@ def _pieces(length: int, step: int, wanted: int) -> tuple[int, int]:
 @triton.jit(do_not_specialize=["rows", "splits_a", "of_adapter"])
 def _products(
     x, codes, scale, A, sums, inner, rows, N, R, blocks, tiles, chunk, chunk_a, splits_a, of_adapter, x_stride,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCKS: tl.constexpr, WHOLE: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """The first programs: a piece of x A^T each. The others: a piece of x W^T, in float32 and times 2**-7 * divisor."""
     program = tl.program_id(0)
@@ -131,12 +132,17 @@ def _products(
         split, tile = (program - of_adapter) // tiles, (program - of_adapter) % tiles
         n, m = tile * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_M)
         end = tl.minimum(blocks, (split + 1) * chunk)
+        # The last row stands in for those beyond it, whose products are not stored: a mask costs a tenth of the loop.
+        of_w = tl.minimum(n, N - 1).to(tl.int64)[:, None] * blocks
         total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
         for first in range(split * chunk, end, BLOCKS):
             g = first + tl.arange(0, BLOCKS)
-            inside = (n[:, None] < N) & (g[None, :] < end)
-            at = n[:, None].to(tl.int64) * blocks + g[None, :]
-            weights = _unpack(tl.load(codes + at, mask=inside, other=0), tl.load(scale + at, mask=inside, other=0))
+            at = of_w + g[None, :]
+            if WHOLE:
+                weights = _unpack(tl.load(codes + at), tl.load(scale + at))
+            else:
+                inside = g[None, :] < end
+                weights = _unpack(tl.load(codes + at, mask=inside, other=0), tl.load(scale + at, mask=inside, other=0))
             of_blocks = 16 * g[None, :, None] + tl.arange(0, 16)[None, None, :]
             wanted = (m[:, None, None] < rows) & (g[None, :, None] < end)
             columns = _by_position(tl.load(x + m[:, None, None] * x_stride + of_blocks, mask=wanted, other=0.0))
@@ -148,8 +154,12 @@ def _products(
 
 @triton.jit
 def _unpack(words, scale):
-    """Nibble j of blocks [BLOCK_N, BLOCKS], times scale times 2**-7, exact in bfloat16, for j = 0 to 15."""
-    scale = (from_e4m3(scale.to(tl.int32)) * _SCALED).to(tl.bfloat16)
+    """Nibble j of blocks [BLOCK_N, BLOCKS], times scale times 2**-7, exact in bfloat16, for j = 0 to 15.
+
+    Scales are positive, as every quantizer writes them; a NaN would count as 480.
+    """
+    exponent_and_mantissa = (scale.to(tl.int32) << 20).to(tl.float32, bitcast=True)  # times 2**-120
+    scale = (exponent_and_mantissa * _2_TO_120 * _2_TO_119).to(tl.bfloat16)
     if WIDEN:
         return (
             _nibble(words, scale, 0), _nibble(words, scale, 1), _nibble(words, scale, 2), _nibble(words, scale, 3),
