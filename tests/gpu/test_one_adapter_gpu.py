@@ -4,12 +4,13 @@ import importlib.util
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from packed_layers import BY_NAME
@@ -67,3 +68,43 @@ def test_it_computes_what_vllms_lora_computes_and_follows_each_write(
     assert gap.mean() <= BAND_MEAN
     assert gap.max() <= BAND_MAX
     assert (dense["zero"] - dense["before"]).abs().mean() <= BAND_MEAN / 4
+
+
+# Qwen2.5-7B: inputs, and outputs of the parts, of the linear layers of a block.
+BLOCKS, RANK = 28, 32
+LAYERS = {
+    "self_attn": (3584, {"q_proj": 3584, "k_proj": 512, "v_proj": 512}), "self_attn.o": (3584, {"o_proj": 3584}),
+    "mlp": (3584, {"gate_proj": 18944, "up_proj": 18944}), "mlp.down": (18944, {"down_proj": 3584}),
+}  # fmt: skip
+
+
+def test_an_adapter_of_7b_is_written_in_10_ms() -> None:
+    from qerl_lab.rollout.vllm import one_adapter
+
+    model, adapter = nn.Module(), {}
+    for block in range(BLOCKS):
+        for name, (columns, parts) in LAYERS.items():
+            layer, sizes = nn.Module(), list(parts.values())
+            paths = [f"model.layers.{block}.{name}.{part}" for part in parts]
+            layer.quant_method = one_adapter.OneAdapterMethod(None, RANK, paths, [True] * len(parts))
+            layer.quant_method.sizes = sizes
+            layer.adapter_A = torch.zeros(len(parts) * RANK, columns, dtype=torch.bfloat16, device="cuda")
+            layer.adapter_B = torch.zeros(sum(sizes), RANK, dtype=torch.bfloat16, device="cuda")
+            model.add_module(f"{block}_{name}".replace(".", "_"), layer)
+            adapter |= {
+                path: (torch.randn(RANK, columns, device="cuda"), torch.randn(size, RANK, device="cuda"))
+                for path, size in zip(paths, sizes, strict=True)
+            }
+    taken = []
+    for _ in range(5):
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        one_adapter.write(model, adapter, 2.0)
+        torch.cuda.synchronize()
+        taken.append(1000 * (time.perf_counter() - started))
+    print(f"write of {len(adapter)} layers: {min(taken):.2f} ms at best, first {taken[0]:.2f} ms")
+    path, (A, B) = next(iter(adapter.items()))
+    held = next(layer for layer in model.children() if path in layer.quant_method.parts)
+    assert torch.equal(held.adapter_A[:RANK], A.bfloat16())
+    assert torch.equal(held.adapter_B[: len(B)], (2 * B).bfloat16())
+    assert min(taken) <= 10

@@ -1,0 +1,56 @@
+"""Compile the kernels of rollout/vllm for an H200, which Triton does without one. Prints a line of JSON a kernel.
+
+In a process of its own, without TRITON_INTERPRET.
+"""
+
+import json
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from qerl_lab.rollout.vllm import fp4_linear, kernels
+
+H200 = GPUTarget("cuda", 90, 32)
+PARTS = ((0, 0, 3584), (28, 3584, 4096), (32, 4096, 4608))  # q, k and v of Qwen2.5-7B
+TYPES = {
+    **dict.fromkeys(["x", "A", "B", "y", "bias"], "*bf16"), **dict.fromkeys(["sums", "inner", "divisor"], "*fp32"),
+    "codes": "*i64", "scale": "*u8",
+}  # fmt: skip
+# Arguments that are not always divisible by 16.
+ANY = {"rows", "splits", "splits_a", "of_adapter", "tiles", "divisor"}
+
+
+def compiled(kernel: Any, warps: int, stages: int = 3, **constants: Any) -> dict[str, Any]:
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in constants else TYPES.get(name, "i32") for name in names}
+    divisible = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name not in {*ANY, *constants}}
+    source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in constants.items()}, divisible)
+    made = triton.compile(source, target=H200, options={"num_warps": warps, "num_stages": stages})
+    return {
+        "kernel": kernel.__name__,
+        "rows": constants["BLOCK_M"],
+        "shared": made.metadata.shared,
+        "ptx": made.asm["ptx"],
+    }
+
+
+def main() -> None:
+    adapter = {"BLOCK_R": kernels.BLOCK_R, "BLOCK_K": kernels.BLOCK_K}
+    columns = {"PARTS": PARTS, "RANK": 32, "BLOCK_R": 32, "BLOCK_N": kernels.BLOCK_N}
+    made = []
+    for rows in (16, 32, 64):
+        made.append(compiled(kernels._shrink, 4, 4, BLOCK_M=rows, **adapter))
+        made.append(compiled(kernels._expand, 4, BLOCK_M=rows, **columns))
+    for rows, (tile, warps) in fp4_linear._TILES.items():
+        blocks = {"BLOCK_M": rows, "BLOCK_N": tile, "BLOCKS": fp4_linear._BLOCKS}
+        for whole in (True, False):
+            made.append(compiled(fp4_linear._products, warps, 4, **blocks, WHOLE=whole, **adapter))
+        made.append(compiled(fp4_linear._finish, 4, BLOCK_M=rows, **columns))
+    for one in made:
+        print(json.dumps(one))
+
+
+if __name__ == "__main__":
+    main()
