@@ -43,7 +43,7 @@ MAX_ROWS = 32
 # Not measured yet. Rows of x a tile -> columns of y a tile, warps. As Triton 3.6 compiles them for sm_90 they take 3.8,
 # 4.4 and 5.2 issue slots a weight, 2.0, 2.3 and 2.1 of them in the integer pipe; at 4.3 TB/s, all that an H200 moves, a
 # weight has 3.9 and 1.9. Larger tiles take the weights through shared memory.
-_TILES = {8: (64, 4), 16: (32, 2), 32: (64, 4)}
+_TILES = {8: (32, 2), 16: (32, 2), 32: (64, 4)}
 _BLOCKS = 16  # blocks of K a step: 256 weights of a row
 _WAVES = 4  # programs a multiprocessor, by pieces of K where N has too few tiles
 # A block scale times 2**119 is a bfloat16; times the unpacked value, which is 2**-126 too small, 2**-7 remain.
