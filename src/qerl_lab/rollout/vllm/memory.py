@@ -7,6 +7,7 @@ import torch
 
 from qerl_lab.config.schema import ConfigError, RunConfig
 
+BLOCK = 16  # tokens; vLLM gives a sequence whole ones
 SHARE = 0.5  # of what is free beside the weights: the rest is the trainer's, for activations and gradients
 GIB = 2**30
 
@@ -41,7 +42,8 @@ def kv_cache_bytes(cfg: RunConfig, per_token: int, free: int) -> int:
     asked = rollout.vllm.kv_cache_gib
     if asked is None:
         at_once = min(rollout.batch_size, max(cfg.completions_per_gpu, cfg.eval.questions * cfg.eval.samples))
-        size = min(at_once * longest * per_token, int(SHARE * free))
+        blocks = longest // BLOCK + 1  # with room for a token more, so that no sequence waits for another's block
+        size = min(at_once * blocks * BLOCK * per_token, int(SHARE * free))
     else:
         size = int(asked * GIB)
     if size < longest * per_token:
