@@ -229,10 +229,9 @@ class RolloutConfig:
         512, "most completions generated at once, here and in evaluation", at_least=1, at_most=65_536
     )
     importance_correction: str = option(
-        "token_truncate",
-        "correction for the gap between sampler and trainer, by TRL's formulas; off: ratio 1",
+        "token_truncate", "correction for the gap between sampler and trainer (TRL's formulas); off: ratio 1",
         choices=CORRECTIONS,
-    )
+    )  # fmt: skip
     importance_clip_max: float = option(
         3.0, "upper bound of that ratio (TRL's default; others take about 2, a bound that cuts more often)",
         at_least=1, at_most=1e6,
