@@ -77,6 +77,8 @@ class VllmEngine:
             self.llm.apply_model(write)
             if not self.llm.reset_prefix_cache():
                 raise EngineFailed("vLLM kept its prefix cache at a sync: requests of the last rollout still run")
+            if self.policy.device.type == "cuda":  # vLLM may sample on another stream than this one
+                torch.cuda.synchronize(self.policy.device)
 
     def norms(self) -> dict[str, Tensor]:
         """Read them from vLLM's own modules."""
