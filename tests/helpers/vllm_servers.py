@@ -27,15 +27,19 @@ def free_port() -> int:
 
 @contextmanager
 def served(cfg: RunConfig, log: Path) -> Iterator[subprocess.Popen]:
-    """Run the server of `cfg` at its URL until the end; its output goes to `log`."""
-    line = commands(cfg)[-1]
+    """Run the server of `cfg` at its URL until the end, and first what packs its base. Its output goes to `log`."""
+    *before_it, line = commands(cfg)
+    for command in before_it:
+        subprocess.run([sys.executable, *shlex.split(command)[1:]], cwd=log.parent, check=True)
     before, _, after = line.partition(" vllm serve ")
     model, *flags = shlex.split(after)
     # vLLM's CPU wheel has another name than the one under which `vllm` looks for itself; this is what it starts.
     words = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, *flags]
     environment = os.environ | dict(word.split("=") for word in before.split())
     with log.open("w") as out:
-        server = subprocess.Popen(words, env=environment, stdout=out, stderr=out, start_new_session=True)
+        server = subprocess.Popen(
+            words, env=environment, cwd=log.parent, stdout=out, stderr=out, start_new_session=True
+        )
         try:
             wait_for(cfg.rollout.vllm_server.url, server, log)
             yield server

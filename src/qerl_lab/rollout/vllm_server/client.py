@@ -85,13 +85,14 @@ class Server:
             except httpx.TransportError as error:
                 why = f"{type(error).__name__}: {redact(str(error)) or 'no message'}"
             lost = lost or time.monotonic()
-            if time.monotonic() - lost + pause > self.patience:
+            waited = time.monotonic() - lost
+            if waited >= self.patience:
                 raise EngineFailed(
-                    f"{self.name} is away ({why}): tried {tries} times in {time.monotonic() - lost:.0f} s "
+                    f"{self.name} is away ({why}): tried {tries} times in {waited:.0f} s "
                     "(rollout.vllm_server.patience_seconds). Type python -m qerl_lab.serve_line and the words "
                     "of this run for the command that starts it, or rollout.vllm_server.url=URL if it is elsewhere."
                 )
-            time.sleep(pause)
+            time.sleep(min(pause, self.patience - waited))
             pause = min(2 * pause, LONGEST_PAUSE)
 
     def close(self) -> None:

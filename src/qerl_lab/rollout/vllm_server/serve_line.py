@@ -65,7 +65,7 @@ def flags(cfg: RunConfig, dtype: torch.dtype) -> list[str]:
     """What follows the model in `vllm serve`."""
     rollout, own = cfg.rollout, cfg.rollout.vllm
     url = urlsplit(rollout.vllm_server.url)
-    words: dict[str, str | int | None] = {
+    words: dict[str, str | float | None] = {
         "--host": url.hostname, "--port": url.port or (443 if url.scheme == "https" else 80),
         "--dtype": str(dtype).removeprefix("torch."),
         "--max-model-len": rollout.max_prompt_tokens + rollout.max_completion_tokens,
@@ -78,6 +78,7 @@ def flags(cfg: RunConfig, dtype: torch.dtype) -> list[str]:
     }  # fmt: skip
     if own.kv_cache_gib is not None:
         words["--kv-cache-memory-bytes"] = int(own.kv_cache_gib * GIB)
+        words["--gpu-memory-utilization"] = 0.01  # of no effect beside the line above, but checked against what is free
     found = ["--enable-lora", *(str(part) for pair in words.items() for part in pair)]
     if own.enforce_eager:
         found.append("--enforce-eager")

@@ -1,0 +1,64 @@
+"""A real server on the GPU, in every format: packed by the command that its line names, near the trainer, led by it."""
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+import vllm_servers
+from qerl_lab import rollout
+from qerl_lab.aqn import CLEAN, Noise
+from qerl_lab.config.schema import ConfigError, RunConfig
+from qerl_lab.rollout.engine import Sampling
+from rollouts import distributions, gap
+from small_checkpoints import write_dense
+
+pytestmark = [
+    pytest.mark.gpu, pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM"),
+]  # fmt: skip
+
+BAND_MAX = 0.15  # nats between sampler and trainer, the largest of some hundred tokens: that of test_vllm_engine.py
+NOISE = Noise(0.05, seed=0, step=1)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Random weights whose logits spread by about 1.5, so that four bits change them and a text has entropy."""
+    config = Qwen2Config(
+        vocab_size=1024, hidden_size=512, intermediate_size=1536, num_hidden_layers=4, num_attention_heads=8,
+        num_key_value_heads=2, initializer_range=0.06, eos_token_id=2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return write_dense(tmp_path_factory.mktemp("dense"), Qwen2ForCausalLM(config).to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "nf4", "bf16"])
+def test_a_server_samples_from_the_policy(
+    name: str, folder: Path, tiny: Callable[..., RunConfig], build_policy, tmp_path: Path
+) -> None:
+    def config(**changes: object) -> RunConfig:
+        words = {
+            "device": "auto", "model__path": str(folder), "format__name": name, "lora__rank": 16,
+            "rollout__engine": "vllm_server", "rollout__max_completion_tokens": 128, "rollout__batch_size": 64,
+            "rollout__vllm__kv_cache_gib": 1.0,
+        }  # fmt: skip
+        return tiny(**words | {"rollout__vllm_server__url": url} | changes)
+
+    url = f"http://127.0.0.1:{vllm_servers.free_port()}"
+    policy = build_policy(config())
+    prompts = [[3, 4, 5], list(range(10, 60))]
+    with vllm_servers.served(config(), tmp_path / "log"):
+        engine = rollout.build(config(), policy)
+        for noise in (CLEAN, NOISE, CLEAN):
+            engine.sync(noise)
+            held, expected = engine.norms(), noise.onto_norms(policy.clean_norms, policy.norms)
+            assert all(torch.equal(held[layer], weight) for layer, weight in expected.items())
+            out = engine.generate(prompts, 4, Sampling(64, seed=1))
+            assert gap(out, distributions(policy, out, held)) < BAND_MAX
+        other = config(format__name="bf16" if name != "bf16" else "nvfp4")
+        with pytest.raises(ConfigError, match=f"serves the base in {name}"):
+            rollout.build(other, policy)
+        engine.close()
