@@ -6,6 +6,7 @@ The server calls a method in every worker, by its name and with plain JSON (`/co
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from vllm.lora.request import LoRARequest
 
@@ -65,6 +66,8 @@ class NormNoise:
         for name, weight in clean.items():
             drawn = (noise if name in names else CLEAN).onto(weight, name, weights[name].dtype)
             weights[name].data.copy_(drawn)  # in place: CUDA graphs read it where it is
+        if torch.cuda.is_available():  # vLLM may sample on another stream than this one
+            torch.cuda.synchronize()
 
     def qerl_norms(self, names: list[str]) -> dict[str, list[str]]:
         """[dtype, bytes in base64] of those of the norms `names` that this worker holds."""

@@ -66,6 +66,8 @@ class VllmServerEngine:
         except Refused as error:
             if "already been loaded" not in str(error):  # by a first try, whose answer was lost
                 raise agreement.cannot_load(self._server, self._folder, error) from error
+        except TimeoutError:
+            raise EngineFailed(f"{self._server.name} did not answer when it was to load the adapter") from None
 
     def _unload(self, name: str) -> None:
         with suppress(Refused):  # gone by now
