@@ -281,7 +281,7 @@ MXFP4 = BY_NAME["mxfp4"].quantization_config(["lm_head"], torch.float32)
         (noisy, ["another weight of model.layers.0.input_layernorm"]),
         (without_a_norm, ["has no layer model.layers.0.input_layernorm"]),
         (off_by(0.02), ["0.02 nats a token away", "allowed: 0.01"]),
-        (off_by(math.inf), ["inf nats a token away"]),
+        (fault(COMPLETIONS, refusal(400, "not JSON compliant: nan")), ["nan nats a token away"]),
         (fault(MODELS, refusal(401, "Unauthorized")), ["wants a key", "VLLM_API_KEY=KEY"]),
         (fault(RPC, refusal(404, "Not Found")), ["refuses /collective_rpc (HTTP 404", "serve_line"]),
         (fault("/v1/load_lora_adapter", refusal(404, "No adapter found")), ["cannot load the adapter", "adapter_dir"]),
