@@ -80,22 +80,38 @@ class Noise:
     step: int
 
     def onto(self, clean: Tensor, layer: str, dtype: torch.dtype) -> Tensor:
-        """`clean` + sigma * Z in `dtype`, Z ~ N(0, 1) drawn for this (seed, step, layer).
-
-        Args:
-            clean: the norm's weight in float32, any device; not changed.
-            layer: its full name, e.g. `model.layers.0.input_layernorm`.
-        """
-        if self.sigma == 0:
-            return clean.to(dtype, copy=True)  # never the clean copy itself
-        digest = hashlib.sha256(f"{self.seed}/{self.step}/{layer}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)  # torch takes 63 bits
-        drawn = torch.randn(clean.shape, generator=generator)
-        return stochastic_round(clean.cpu() + self.sigma * drawn, dtype, generator).to(clean.device)
+        """`onto_norms` of one norm: `clean` is its weight in float32, `layer` its full name."""
+        return self.onto_norms({layer: clean}, {layer: torch.empty(0, dtype=dtype)})[layer]
 
     def onto_norms(self, clean: dict[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Noisy copies of the norms in `clean` (by name of the layer), each in the dtype of its namesake in `like`."""
-        return {name: self.onto(weight, name, like[name].dtype) for name, weight in clean.items()}
+        """clean + sigma * Z of every norm, Z ~ N(0, 1) drawn for (seed, step, layer).
+
+        Args:
+            clean: weights in float32 by the full name of their layer, e.g. `model.layers.0.input_layernorm`, on any
+                one device; not changed, and never what is returned.
+            like: has the dtype in which they come by the same names, one for all.
+        """
+        dtypes = {like[name].dtype for name in clean}
+        if len(dtypes) != 1:
+            raise ValueError(f"norms in {sorted(map(str, dtypes))}; allowed: one dtype for all")
+        (dtype,) = dtypes
+        if self.sigma == 0:
+            return {name: weight.to(dtype, copy=True) for name, weight in clean.items()}
+        # All norms at once but for the draws: copies of a few thousand numbers to a GPU, one by one, take longer.
+        drawn, dither = zip(*(self._draw(name, weight.shape, dtype) for name, weight in clean.items()), strict=True)
+        flat = torch.cat([weight.flatten() for weight in clean.values()])
+        noisy = flat + (self.sigma * torch.cat(drawn)).to(flat.device)
+        rounded = stochastic_round(noisy, dtype, torch.cat(dither).to(flat.device))
+        parts = rounded.split([weight.numel() for weight in clean.values()])
+        return {name: part.view_as(clean[name]) for name, part in zip(clean, parts, strict=True)}
+
+    def _draw(self, layer: str, shape: torch.Size, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Z and, for bfloat16, what decides the rounding (else nothing), flat, on the CPU: the same everywhere."""
+        digest = hashlib.sha256(f"{self.seed}/{self.step}/{layer}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)  # torch takes 63 bits
+        drawn = torch.randn(shape, generator=generator).flatten()
+        count = 0 if dtype == torch.float32 else drawn.numel()
+        return drawn, torch.randint(0, 1 << 16, (count,), generator=generator, dtype=torch.int32)
 
 
 CLEAN = Noise(sigma=0.0, seed=0, step=0)
@@ -106,16 +122,15 @@ def observed_std(norms: dict[str, Tensor], clean: dict[str, Tensor]) -> float:
     return torch.cat([norms[name].to(weight) - weight for name, weight in clean.items()]).std().item()
 
 
-def stochastic_round(values: Tensor, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    """`values` (float32, CPU) in `dtype`, rounded up or down at random so that the expectation is exact.
+def stochastic_round(values: Tensor, dtype: torch.dtype, dither: Tensor) -> Tensor:
+    """`values` (float32) in `dtype`, rounded up or down at random so that the expectation is exact.
 
-    bfloat16 is the upper half of a float32. A uniform 16-bit number, added below it, carries into the upper half with
-    just the probability that the lower half stands for.
+    bfloat16 is the upper half of a float32. A uniform 16-bit number of `dither` (int32), added below it, carries into
+    the upper half with just the probability that the lower half stands for. float32 needs none.
     """
     if dtype == torch.float32:
         return values
     if dtype != torch.bfloat16:
         raise ValueError(f"stochastic rounding to {dtype} is not supported; allowed: torch.float32, torch.bfloat16")
-    dither = torch.randint(0, 1 << 16, values.shape, generator=generator, dtype=torch.int32)
     bits = (values.contiguous().view(torch.int32) + dither) & -(1 << 16)
     return bits.view(torch.float32).to(torch.bfloat16)

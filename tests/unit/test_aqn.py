@@ -63,6 +63,10 @@ def test_the_noise_is_standard_normal_times_sigma() -> None:
     assert (z > 1).float().mean() == pytest.approx(0.1587, abs=0.004)
 
 
+def dither(count: int, seed: int = 0) -> Tensor:
+    return torch.randint(0, 1 << 16, (count,), generator=generator(seed), dtype=torch.int32)
+
+
 @pytest.mark.parametrize("sigma", [1e-4, 5e-4, 1e-3])
 def test_stochastic_rounding_keeps_in_the_mean_what_rounding_to_nearest_swallows(sigma: float) -> None:
     """Between 1 and 2 bfloat16 has steps of 2**-7. `kept` is the share of the noise that is there after rounding."""
@@ -74,7 +78,7 @@ def test_stochastic_rounding_keeps_in_the_mean_what_rounding_to_nearest_swallows
         return ((rounded.float() - clean) @ z / (z @ z)).item() / sigma
 
     noisy = clean + sigma * z
-    rounded = stochastic_round(noisy, torch.bfloat16, generator(2))
+    rounded = stochastic_round(noisy, torch.bfloat16, dither(len(noisy), 2))
     assert kept(noisy.bfloat16()) < 0.01
     assert kept(rounded) == pytest.approx(1, abs=0.05)
     assert abs((rounded.float() - noisy).mean()) < 1e-5
@@ -83,22 +87,22 @@ def test_stochastic_rounding_keeps_in_the_mean_what_rounding_to_nearest_swallows
 
 def test_stochastic_rounding_is_unbiased_for_one_value_of_either_sign_and_across_a_power_of_two() -> None:
     for value in (1.0 + 2**-7 * 0.3, -1.0 - 2**-7 * 0.3, 2 - 2**-7 * 0.1, 3e-5, -3e-5):
-        rounded = stochastic_round(torch.full((400_000,), value), torch.bfloat16, generator()).float()
+        rounded = stochastic_round(torch.full((400_000,), value), torch.bfloat16, dither(400_000)).float()
         assert len(rounded.unique()) == 2
         assert rounded.mean().item() == pytest.approx(value, rel=1e-4)
 
 
 def test_what_bfloat16_holds_exactly_stays() -> None:
     values = torch.randn(100_000, generator=generator()).bfloat16().float()
-    assert torch.equal(stochastic_round(values, torch.bfloat16, generator()).float(), values)
+    assert torch.equal(stochastic_round(values, torch.bfloat16, dither(len(values))).float(), values)
 
 
 def test_float32_is_not_rounded_and_other_dtypes_are_refused() -> None:
     values = torch.randn(1000, generator=generator())
-    assert torch.equal(stochastic_round(values, torch.float32, generator()), values)
+    assert torch.equal(stochastic_round(values, torch.float32, dither(0)), values)
     for dtype in (torch.float16, torch.float64, torch.int32):
         with pytest.raises(ValueError, match=rf"{dtype} is not supported; allowed: torch\.float32, torch\.bfloat16"):
-            stochastic_round(values, dtype, generator())
+            stochastic_round(values, dtype, dither(len(values)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -148,3 +152,21 @@ def test_the_norms_in_the_configuration_get_noise_and_no_others(tiny, build_poli
     everywhere = build_policy(tiny())
     assert len(everywhere.norms) == 2 * policy.model.config.num_hidden_layers
     assert {name.rpartition(".")[2] for name in everywhere.norms} == {"input_layernorm", "post_attention_layernorm"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norms_together_get_what_each_gets_alone(dtype: torch.dtype) -> None:
+    """Of any shapes, by their names, not by their order."""
+    clean = {"a": torch.linspace(-2, 2, 100), "b": torch.ones(3, 5), "c": torch.tensor(0.5)}
+    noise, like = Noise(0.1, seed=2, step=5), {name: torch.empty(0, dtype=dtype) for name in "cab"}
+    together = noise.onto_norms(clean, like)
+    assert list(together) == list(clean)
+    for name, weight in clean.items():
+        assert together[name].shape == weight.shape
+        assert torch.equal(together[name], noise.onto(weight, name, dtype))
+
+
+def test_norms_of_two_dtypes_are_refused() -> None:
+    clean = {"a": torch.ones(3), "b": torch.ones(3)}
+    with pytest.raises(ValueError, match=r"norms in \['torch.bfloat16', 'torch.float32'\]; allowed: one"):
+        Noise(0.1, 0, 1).onto_norms(clean, {"a": torch.ones(1), "b": torch.ones(1).bfloat16()})
