@@ -20,12 +20,13 @@ from qerl_lab import terminal
 from qerl_lab.cli import launch
 from qerl_lab.cli.train import main
 from qerl_lab.config.rules import from_dict
-from qerl_lab.config.schema import LoraConfig, RunConfig
+from qerl_lab.config.schema import LoraConfig, RolloutConfig, RunConfig
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.environment import Typed
 
 pytestmark = pytest.mark.integration
 SOURCE = str(Path(launch.__file__).parents[2])
+SHORT = RolloutConfig(max_completion_tokens=64)  # within the embedded policy's context
 DONE, FAILS, DIES, SIGNALLED, SILENT, EMPTY, CRASHES_AFTER, REFUSES = range(8)
 CHILD = '''
 import json, os, re, signal, sys, time
@@ -47,7 +48,7 @@ match seed:
     case 1: write("FAILED", "ValueError: the reason\\n\\nTraceback ..."); sys.exit(1)
     case 2: os.kill(os.getpid(), signal.SIGKILL)
     case 3:
-        deadline = time.time() + 20
+        deadline = time.time() + 90
         while not signals and time.time() < deadline: time.sleep(0.01)
         time.sleep(0.5)  # finishing the step
         write("signals.json", json.dumps(sorted(set(signals))))
@@ -103,7 +104,7 @@ def background(child: Path, *words: str) -> subprocess.Popen[str]:
 
 def started(pattern: str) -> Path:
     """The run directory, once its child has begun and can take a signal."""
-    deadline = time.time() + 30
+    deadline = time.time() + 120
     while time.time() < deadline:
         for path in Path.cwd().glob(f"{pattern}/seen.json"):
             with contextlib.suppress(json.JSONDecodeError):
@@ -187,7 +188,7 @@ def test_a_refused_job_of_a_sweep_is_told_and_the_others_run(capfd):
 
 
 def test_a_resumed_run_that_cannot_go_on_keeps_its_directory(capfd):
-    assert begin(RunConfig(seed=FAILS), "run") == 1
+    assert begin(RunConfig(seed=FAILS, rollout=SHORT), "run") == 1
     text = Path("run/resolved.yaml").read_text()
     Path("run/resolved.yaml").write_text(text.replace("seed: 1", f"seed: {REFUSES}"))
     assert main(["resume=run"]) == 2
@@ -225,7 +226,7 @@ def test_a_directory_may_have_any_name():
 
 
 def test_resume_continues_a_run_that_did_not_finish(capfd):
-    assert begin(RunConfig(seed=FAILS, lora=LoraConfig(rank=4)), "run") == 1
+    assert begin(RunConfig(seed=FAILS, lora=LoraConfig(rank=4), rollout=SHORT), "run") == 1
     text = Path("run/resolved.yaml").read_text()
     Path("run/resolved.yaml").write_text(text.replace("seed: 1", "seed: 0"))  # so that it succeeds this time
     assert main(["resume=run"]) == 0
@@ -237,7 +238,7 @@ def test_resume_continues_a_run_that_did_not_finish(capfd):
 
 
 def test_resume_follows_a_directory_that_was_moved():
-    assert begin(RunConfig(seed=DIES), "run") == 1
+    assert begin(RunConfig(seed=DIES, rollout=SHORT), "run") == 1
     Path("run").rename("moved")
     assert main(["resume=moved"]) == 1
     assert RunDirectory(Path("moved")).config().run_dir == str(Path("moved").absolute())
@@ -304,7 +305,7 @@ def test_ctrl_c_reaches_the_child_and_the_parent_outlasts_it_and_says_what_happe
     parent = background(child, f"seed={SIGNALLED}", "run_dir=run")
     run_dir = started("run")
     os.killpg(parent.pid, signal.SIGINT)  # as a terminal does: to the whole group
-    out, err = parent.communicate(timeout=30)
+    out, err = parent.communicate(timeout=120)
     assert parent.returncode == 130
     assert (run_dir / "signals.json").exists(), "the parent left before the child had finished its step"
     assert err == f"{launch.STOPPING}\n"
@@ -320,7 +321,7 @@ def test_a_signal_to_the_parent_alone_is_handed_to_the_child_as_sigterm(child, n
     parent = background(child, f"seed={SIGNALLED}", "run_dir=run")
     run_dir = started("run")
     parent.send_signal(number)
-    parent.communicate(timeout=30)
+    parent.communicate(timeout=120)
     assert parent.returncode == 130
     assert json.loads((run_dir / "signals.json").read_text()) == [signal.SIGTERM]
 
@@ -333,7 +334,7 @@ def test_a_second_ctrl_c_ends_the_child_at_once(child, twice):
     assert parent.stderr.readline() == f"{launch.STOPPING}\n"  # before the child has finished its step
     if twice:
         parent.send_signal(signal.SIGINT)
-    out, err = parent.communicate(timeout=30)
+    out, err = parent.communicate(timeout=120)
     assert parent.returncode == 130
     assert err == (f"{launch.ABORTING}\n" if twice else "")
     assert "Continue with" in out
@@ -348,7 +349,7 @@ def test_the_work_goes_on_when_nobody_reads_what_it_prints(child, multirun):
     )
     parent = background(child, *words)
     parent.stdout.close(), parent.stderr.close()
-    assert parent.wait(timeout=30) == 0
+    assert parent.wait(timeout=120) == 0
     assert len(list(Path("run").rglob("DONE"))) == 1 + multirun
 
 
@@ -360,7 +361,7 @@ def test_under_nohup_a_closed_terminal_stops_nothing(child):
         signal.signal(signal.SIGHUP, before)
     started("sweep/0-*")
     parent.send_signal(signal.SIGHUP)
-    parent.communicate(timeout=30)
+    parent.communicate(timeout=120)
     assert parent.returncode == 0
 
 
@@ -375,7 +376,7 @@ def test_an_interrupted_sweep_starts_no_further_job_and_still_shows_them_all(chi
             Path("sweep/INTERRUPTED").touch()
         case _:
             parent.send_signal(signal.Signals[how.upper()])
-    out, err = parent.communicate(timeout=30)
+    out, err = parent.communicate(timeout=120)
     assert parent.returncode == 130
     assert "Traceback" not in err
     assert err.count(launch.STOPPING) == (how in ("ctrl-c", "sigint"))
@@ -434,7 +435,7 @@ def test_a_run_whose_parent_was_killed_cannot_be_resumed_while_it_goes_on(child,
     parent = background(child, f"seed={SIGNALLED}", "run_dir=run")
     run_dir = started("run")
     parent.kill()
-    parent.wait(timeout=30)
+    parent.wait(timeout=120)
     assert main(["resume=run"]) == 2
     assert "another process is running in" in capfd.readouterr().err
     os.kill(seen(run_dir)["pid"], signal.SIGKILL)

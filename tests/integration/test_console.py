@@ -166,7 +166,7 @@ def test_a_lost_console_saves_the_step_under_way(start: Start, tmp_path: Path, l
         os.close(master)
     else:
         process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=120) == 130
+    assert process.wait(timeout=300) == 130
     assert has_ended(child)
     assert RunDirectory(run).status == "interrupted"
     assert (run / "checkpoints" / f"step-{steps(run):06d}" / "manifest.json").exists()
@@ -185,7 +185,7 @@ def test_a_run_with_umlauts_goes_on_from_elsewhere_after_it_was_moved(start: Sta
     process = start(*words, "run_dir=rün")
     wait_for(lambda: steps(tmp_path / "rün") >= 1)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=300)
     assert process.returncode == 130, out + err
     (elsewhere := tmp_path / "anderswö").mkdir()
     run = (tmp_path / "rün").rename(elsewhere / "rün 2")

@@ -28,7 +28,7 @@ PROMISED = {
     "loss grad_norm learning_rate",
     "sampler": "entropy_nats logprob_gap_mean logprob_gap_max importance_ratio_mean kl_k1_nats kl_k3_nats "
     "effective_sample_size importance_clipped_fraction kernel_gap_mean kernel_gap_max",
-    "rollout": "tokens_per_second completion_tokens truncated_fraction prompts_drawn",
+    "rollout": "tokens_per_second completion_tokens truncated_fraction engine_restarts prompts_drawn",
     "step": "seconds tokens_per_second",
     "seconds": "rollout reward train sync probe",
     "noise": "sigma std_observed kl_nats",
