@@ -18,9 +18,11 @@ if TYPE_CHECKING:
 if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"
 
-# A shell starts background jobs with Ctrl-C ignored, which every child would inherit: tests that send it would hang.
-if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# A shell starts background jobs with Ctrl-C ignored, nohup with SIGHUP, and every child would inherit that: tests that
+# send these signals would wait for nothing.
+for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(number) == signal.SIG_IGN:
+        signal.signal(number, usual)
 
 # The parts of a run, as small as they still mean something.
 TINY = {
