@@ -8,6 +8,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from qerl_lab.config.message import first_line
 from qerl_lab.config.schema import ConfigError
 from qerl_lab.model import on_disk
 from qerl_lab.model.on_disk import INDEX, SINGLE
@@ -93,7 +94,7 @@ def local_folder(path: str, revision: str | None, *, key: str = "model.path") ->
     except (OSError, ValueError) as error:  # not found, no network, not an id
         raise ConfigError(
             f"{key}={path} could not be loaded "
-            f"({type(error).__name__}: {(str(error) or 'no message').splitlines()[0]}). "
+            f"({type(error).__name__}: {first_line(error)}). "
             "Allowed: pocket, a local directory with safetensors weights and a tokenizer, or a reachable hub id."
         ) from error
 

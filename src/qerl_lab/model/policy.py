@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from qerl_lab import formats
+from qerl_lab.config.message import first_line
 from qerl_lab.config.schema import ConfigError, RunConfig, choices_of
 from qerl_lab.config.spelling import listed
 from qerl_lab.formats.format import PackedAs
@@ -143,10 +144,9 @@ def load_base(cfg: RunConfig, device: torch.device) -> tuple[PreTrainedModel, Pr
     except ConfigError:
         raise
     except (OSError, ValueError) as error:
-        reason = (str(error) or "no message").splitlines()[0]
         raise ConfigError(
-            f"model.path={cfg.model.path} could not be loaded ({type(error).__name__}: {reason}). Allowed: pocket, "
-            "a local directory with safetensors weights and a tokenizer, or a reachable hub id."
+            f"model.path={cfg.model.path} could not be loaded ({type(error).__name__}: {first_line(error)}). "
+            "Allowed: pocket, a local directory with safetensors weights and a tokenizer, or a reachable hub id."
         ) from error
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from qerl_lab.config.message import first_line
 from qerl_lab.config.schema import ConfigError
 
 FIELDS = "text; messages or conversations; question and answer"
@@ -75,9 +76,8 @@ def _hub_rows(dataset: str, seed: int) -> Iterable[Mapping[str, Any]]:
     try:
         yield from load_dataset(dataset, split="train", streaming=True).shuffle(seed=seed, buffer_size=SHUFFLED_ROWS)
     except (OSError, ValueError) as error:
-        reason = (str(error) or "no message").splitlines()[0]
         raise ConfigError(
-            f"dataset={dataset} could not be read from the hub ({type(error).__name__}: {reason}). "
+            f"dataset={dataset} could not be read from the hub ({type(error).__name__}: {first_line(error)}). "
             "Type dataset=FILE.jsonl for a local file."
         ) from error
 

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from qerl_lab.config.message import first_line
 from qerl_lab.config.schema import ConfigError
 
 
@@ -49,6 +50,6 @@ def _read_hub(path: str, split: str, hub_config: str) -> list[dict[str, Any]]:
     except (OSError, ValueError, RuntimeError) as error:  # offline, unknown id, unknown split
         raise ConfigError(
             f"the question set {path!r} is no local directory and could not be loaded from the hub "
-            f"({type(error).__name__}: {(str(error) or 'no message').splitlines()[0]}). "
+            f"({type(error).__name__}: {first_line(error)}). "
             "Type task.path=DIRECTORY with train.jsonl and test.jsonl."
         ) from error

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from qerl_lab.config.message import first_line
 from qerl_lab.config.redact import redact, url_without_secrets
 from qerl_lab.config.schema import ConfigError, RunConfig, did_you_mean
 from qerl_lab.record.directory import RunDirectory
@@ -118,9 +119,7 @@ class Tracker:
             try:
                 self._follow()
             except Exception as error:  # the boundary: what MLflow, its database or the network raises ends no run
-                self._tell_away(
-                    f"failed ({type(error).__name__}: {(str(error) or 'no message').splitlines()[0][:200]})"
-                )
+                self._tell_away(f"failed ({type(error).__name__}: {first_line(error)[:200]})")
                 if is_last:
                     return
                 self._stop.wait(RETRY_SECONDS)

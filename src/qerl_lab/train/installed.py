@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 
+from qerl_lab.config.message import first_line
 from qerl_lab.config.schema import ConfigError
 
 
@@ -18,9 +19,8 @@ def check_vllm() -> None:
         importlib.import_module("trl.generation.vllm_generation")
     except Exception as error:  # what a broken package raises is its own choice: a missing library, another torch
         place = next(iter(found.submodule_search_locations or [str(found.origin)]))
-        reason = (str(error) or "no message").splitlines()[0]
         raise ConfigError(
-            f"vLLM is installed ({place}) and cannot be imported ({type(error).__name__}: {reason}). "
+            f"vLLM is installed ({place}) and cannot be imported ({type(error).__name__}: {first_line(error)}). "
             "TRL imports it in every run, also with rollout=transformers. "
             "Type pip uninstall vllm, or install a vLLM that fits this torch."
         ) from error

@@ -2,6 +2,7 @@
 
 import torch
 
+from qerl_lab.config.message import first_line
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.model.linear import weight_bytes
 from qerl_lab.model.policy import Policy
@@ -34,5 +35,4 @@ def too_little(cfg: RunConfig, policy: Policy, held_by_engine: dict[str, int], e
         remedies += ["rollout.vllm.kv_cache_gib lower than the cache above", "rollout.vllm.kv_cache_dtype=fp8"]
     else:
         remedies.append(f"rollout.batch_size lower than {cfg.rollout.batch_size}")
-    reason = (str(error) or "no message").splitlines()[0]
-    return f"{reason} In GiB: {shares}. Type one of: {'; '.join(remedies)}."
+    return f"{first_line(error)} In GiB: {shares}. Type one of: {'; '.join(remedies)}."

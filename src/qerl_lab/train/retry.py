@@ -7,6 +7,7 @@ from torch import Tensor
 
 from qerl_lab import rollout, terminal
 from qerl_lab.aqn import Noise
+from qerl_lab.config.message import first_line
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.model.policy import Policy
 from qerl_lab.rollout.engine import EngineFailed, OnDone, Rollout, Sampling, ignore, refuse_incomplete
@@ -82,4 +83,4 @@ class RunEngine:
 
 def line(error: Exception) -> str:
     """The first line of a message, to be put into another."""
-    return (str(error) or "no message").splitlines()[0].rstrip(".")
+    return first_line(error).rstrip(".")

@@ -22,6 +22,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from qerl_lab.aqn import CLEAN, Noise
+from qerl_lab.config.message import first_line
 from qerl_lab.config.rules import check_engine_on_cpu
 from qerl_lab.config.schema import ConfigError, RunConfig
 from qerl_lab.model.files import read_json
@@ -237,10 +238,6 @@ def failing(what: str) -> Iterator[None]:
         if isinstance(error, EngineFailed):
             raise
         raise EngineFailed(f"vLLM failed in {what} ({type(error).__name__}: {first_line(error)})") from error
-
-
-def first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), "no message")
 
 
 @contextmanager
