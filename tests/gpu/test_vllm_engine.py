@@ -11,7 +11,6 @@ import pytest
 import torch
 from scipy.stats import chi2_contingency
 from torch import Tensor, nn
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from qerl_lab import rollout
 from qerl_lab.aqn import CLEAN, Noise, observed_std
@@ -20,7 +19,7 @@ from qerl_lab.model.policy import Policy
 from qerl_lab.rollout.engine import Rollout, Sampling
 from qerl_lab.rollout.transformers import TransformersEngine
 from rollouts import rows
-from small_checkpoints import write_dense
+from small_checkpoints import write_random
 
 pytestmark = [
     pytest.mark.gpu, pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM"),
@@ -47,13 +46,7 @@ class Built:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Random weights whose logits spread by about 1.5, so that four bits change them and a text has entropy."""
-    config = Qwen2Config(
-        vocab_size=1024, hidden_size=512, intermediate_size=1536, num_hidden_layers=4, num_attention_heads=8,
-        num_key_value_heads=2, initializer_range=0.06, eos_token_id=2,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    return write_dense(tmp_path_factory.mktemp("dense"), Qwen2ForCausalLM(config).to(torch.bfloat16))
+    return write_random(tmp_path_factory.mktemp("dense"))
 
 
 @pytest.fixture(

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import vllm_servers
 from qerl_lab import rollout
@@ -14,7 +13,7 @@ from qerl_lab.aqn import CLEAN, Noise
 from qerl_lab.config.schema import ConfigError, RunConfig
 from qerl_lab.rollout.engine import Sampling
 from rollouts import distributions, gap
-from small_checkpoints import write_dense
+from small_checkpoints import write_random
 
 pytestmark = [
     pytest.mark.gpu, pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM"),
@@ -26,13 +25,7 @@ NOISE = Noise(0.05, seed=0, step=1)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Random weights whose logits spread by about 1.5, so that four bits change them and a text has entropy."""
-    config = Qwen2Config(
-        vocab_size=1024, hidden_size=512, intermediate_size=1536, num_hidden_layers=4, num_attention_heads=8,
-        num_key_value_heads=2, initializer_range=0.06, eos_token_id=2,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    return write_dense(tmp_path_factory.mktemp("dense"), Qwen2ForCausalLM(config).to(torch.bfloat16))
+    return write_random(tmp_path_factory.mktemp("dense"))
 
 
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "nf4", "bf16"])

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from qerl_lab.formats.format import Format
 from qerl_lab.model.linear import pack_model
@@ -20,6 +20,16 @@ def write_dense(folder: Path, model: PreTrainedModel, **save_options: Any) -> Pa
     model.save_pretrained(folder, **save_options)
     AutoTokenizer.from_pretrained(POCKET).save_pretrained(folder)
     return folder
+
+
+def write_random(folder: Path) -> Path:
+    """Random weights in bfloat16 whose logits spread by about 1.5: four bits change them, and a text has entropy."""
+    config = Qwen2Config(
+        vocab_size=1024, hidden_size=512, intermediate_size=1536, num_hidden_layers=4, num_attention_heads=8,
+        num_key_value_heads=2, initializer_range=0.06, eos_token_id=2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return write_dense(folder, Qwen2ForCausalLM(config).to(torch.bfloat16))
 
 
 def write_packed(
