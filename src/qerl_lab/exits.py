@@ -67,8 +67,8 @@ def command(main: Main) -> Main:
 
 
 def _told(error: ValueError | OSError) -> int:
+    from qerl_lab.config.option import ConfigError
     from qerl_lab.config.redact import redact
-    from qerl_lab.config.schema import ConfigError
 
     is_usage = isinstance(error, ConfigError)
     text = str(error) if is_usage else " ".join(str(error).split()) or type(error).__name__

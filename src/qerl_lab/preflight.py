@@ -16,8 +16,10 @@ from functools import cache
 from pathlib import Path
 
 from qerl_lab import tasks
+from qerl_lab.config.arm import leaves
+from qerl_lab.config.option import ConfigError
 from qerl_lab.config.rules import build, check_engine_on_cpu
-from qerl_lab.config.schema import DENSE_FORMAT, ConfigError, RunConfig, TaskConfig, leaves
+from qerl_lab.config.schema import DENSE_FORMAT, RunConfig, TaskConfig
 from qerl_lab.model import on_disk
 from qerl_lab.tasks import arithmetic
 

@@ -8,7 +8,8 @@ with exits.starting(__name__):
     from qerl_lab.cli.compose import make_plan
     from qerl_lab.cli.grammar import HELP
     from qerl_lab.cli.overrides import spell
-    from qerl_lab.config.schema import ConfigError, RunConfig
+    from qerl_lab.config.option import ConfigError
+    from qerl_lab.config.schema import RunConfig
     from qerl_lab.config.spelling import readable
     from qerl_lab.terminal import quiet_third_parties
 

@@ -10,7 +10,8 @@ import torch
 import vllm_servers
 from qerl_lab import rollout
 from qerl_lab.aqn import CLEAN, Noise
-from qerl_lab.config.schema import ConfigError, RunConfig
+from qerl_lab.config.option import ConfigError
+from qerl_lab.config.schema import RunConfig
 from qerl_lab.rollout.engine import Sampling
 from rollouts import distributions, gap
 from small_checkpoints import write_random

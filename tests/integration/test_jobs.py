@@ -15,7 +15,8 @@ from hydra.core.plugins import Plugins
 from qerl_lab.cli import jobs, launch
 from qerl_lab.cli.compose import VERSION_BASE, Plan, make_plan
 from qerl_lab.cli.train import main
-from qerl_lab.config.schema import ConfigError, package_data
+from qerl_lab.config.files import package_data
+from qerl_lab.config.option import ConfigError
 from qerl_lab.record.directory import RunDirectory
 
 pytestmark = pytest.mark.integration

@@ -12,7 +12,7 @@ import mlflow
 import pytest
 from mlflow import MlflowClient
 
-from qerl_lab.config.schema import leaves
+from qerl_lab.config.arm import leaves
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.metrics import cut_metrics, read_metrics
 from qerl_lab.record.mirror import MirrorRecord

@@ -14,7 +14,7 @@ import pytest
 
 from qerl_lab.cli.compose import make_plan
 from qerl_lab.cli.overrides import spell
-from qerl_lab.config.schema import ConfigError
+from qerl_lab.config.option import ConfigError
 from qerl_lab.config.spelling import readable
 
 ROOT = Path(__file__).parents[2]

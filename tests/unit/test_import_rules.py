@@ -215,7 +215,8 @@ def test_an_import_of_ours_is_found(line: str, found: set[str]) -> None:
 @pytest.mark.parametrize(
     "modules",
     [
-        "config.schema config.rules config.keys record.directory record.metrics record.checkpoint record.environment",
+        "config.schema config.option config.files config.arm config.rules config.keys",
+        "record.directory record.metrics record.checkpoint record.environment",
         "tracking.tracker tracking.mlflow tracking.resync",
         "cli.train cli.compose cli.launch cli.intent cli.manual cli.grammar model.on_disk preflight samples",
         "quantize.__main__ quantize.options evaluate.__main__ bench.__main__ train.__main__ train.health",

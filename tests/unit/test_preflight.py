@@ -17,7 +17,9 @@ from qerl_lab import preflight, tasks
 from qerl_lab.cli import launch
 from qerl_lab.cli.compose import make_plan
 from qerl_lab.cli.train import main
-from qerl_lab.config.schema import ArithmeticConfig, ConfigError, RunConfig, TaskConfig, choices_of
+from qerl_lab.config.files import choices_of
+from qerl_lab.config.option import ConfigError
+from qerl_lab.config.schema import ArithmeticConfig, RunConfig, TaskConfig
 from qerl_lab.model import on_disk
 from qerl_lab.model.on_disk import POCKET
 from qerl_lab.tasks import arithmetic

@@ -20,7 +20,7 @@ with exits.starting(__name__):
         check,
     )
     from qerl_lab.cli.grammar import Command, choose
-    from qerl_lab.config.schema import ConfigError
+    from qerl_lab.config.option import ConfigError
     from qerl_lab.record.environment import environment
     from qerl_lab.record.outputs import make_directory
     from qerl_lab.terminal import quiet_third_parties

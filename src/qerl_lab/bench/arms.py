@@ -20,7 +20,8 @@ from qerl_lab import formats
 from qerl_lab.bench import random_model
 from qerl_lab.bench.options import TRL, VLLM, Arm, RolloutOptions, StepOptions, arm_of
 from qerl_lab.bench.shapes import ARCHITECTURES
-from qerl_lab.config.schema import ConfigError, FormatConfig
+from qerl_lab.config.option import ConfigError
+from qerl_lab.config.schema import FormatConfig
 
 Row = dict[str, Any]
 LINES = 40  # of the log that are kept of a process that could not say why it died

@@ -7,18 +7,11 @@ from typing import Any
 import yaml
 
 from qerl_lab.bench.shapes import ARCHITECTURES
+from qerl_lab.config.arm import leaves
+from qerl_lab.config.files import choices_of
 from qerl_lab.config.keys import has_type, wrong_type
-from qerl_lab.config.schema import (
-    DENSE_FORMAT,
-    ENGINES,
-    ConfigError,
-    RunConfig,
-    check_bounds,
-    choices_of,
-    did_you_mean,
-    leaves,
-    option,
-)
+from qerl_lab.config.option import ConfigError, check_bounds, did_you_mean, option
+from qerl_lab.config.schema import DENSE_FORMAT, ENGINES, RunConfig
 
 FORMATS = (DENSE_FORMAT, *(name for name in choices_of("format") if name != DENSE_FORMAT))
 ARMS = (DENSE_FORMAT, f"{DENSE_FORMAT}_peft", *FORMATS[1:], "qlora")

@@ -38,10 +38,13 @@ from qerl_lab.cli.overrides import (
     shown,
     spell,
 )
+from qerl_lab.config.arm import leaves
+from qerl_lab.config.files import choices_of, package_data
 from qerl_lab.config.keys import typed
+from qerl_lab.config.option import ConfigError
 from qerl_lab.config.paths import anchored
 from qerl_lab.config.rules import build, validate
-from qerl_lab.config.schema import ConfigError, RunConfig, choices_of, leaves, package_data
+from qerl_lab.config.schema import RunConfig
 
 VERSION_BASE = "1.3"
 

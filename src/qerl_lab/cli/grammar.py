@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, get_origin, get_type_hints
 
 from qerl_lab.cli.one_process import refuse_several
+from qerl_lab.config.arm import leaves
 from qerl_lab.config.keys import TEXT, has_type, type_words, typed, unknown_key, wrong_type
-from qerl_lab.config.schema import ConfigError, check_bounds, did_you_mean, leaves
+from qerl_lab.config.option import ConfigError, check_bounds, did_you_mean
 from qerl_lab.config.spelling import as_text, readable
 from qerl_lab.exits import OK
 

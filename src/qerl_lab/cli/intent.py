@@ -9,18 +9,11 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from qerl_lab.config.arm import leaves
 from qerl_lab.config.keys import typed
+from qerl_lab.config.option import ConfigError
 from qerl_lab.config.rules import largest_divisor
-from qerl_lab.config.schema import (
-    DENSE_FORMAT,
-    ConfigError,
-    FormatConfig,
-    RunConfig,
-    TaskConfig,
-    VllmConfig,
-    VllmServerConfig,
-    leaves,
-)
+from qerl_lab.config.schema import DENSE_FORMAT, FormatConfig, RunConfig, TaskConfig, VllmConfig, VllmServerConfig
 
 POCKET = "pocket"  # the embedded policy, and the scale that is made for it
 

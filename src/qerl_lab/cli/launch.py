@@ -22,7 +22,8 @@ from typing import TextIO
 
 from qerl_lab import exits, terminal
 from qerl_lab.cli.one_process import refuse_several
-from qerl_lab.config.schema import ConfigError, RunConfig
+from qerl_lab.config.option import ConfigError
+from qerl_lab.config.schema import RunConfig
 from qerl_lab.exits import SIGNALS, USAGE, heard
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.environment import Typed

@@ -14,7 +14,9 @@ import yaml
 from qerl_lab.cli.compose import Job, Plan
 from qerl_lab.cli.grammar import entry, key_entry
 from qerl_lab.cli.overrides import groups
-from qerl_lab.config.schema import RunConfig, choices_of, leaves, package_data
+from qerl_lab.config.arm import leaves
+from qerl_lab.config.files import choices_of, package_data
+from qerl_lab.config.schema import RunConfig
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.terminal import columns, near, python
 

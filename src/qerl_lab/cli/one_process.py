@@ -5,7 +5,7 @@ Read from the environment alone, so that the command line knows it before anythi
 
 from collections.abc import Mapping
 
-from qerl_lab.config.schema import ConfigError
+from qerl_lab.config.option import ConfigError
 
 # Variable -> who sets it. The first tell how many processes there are, the others which of them this is.
 SIZES = {

@@ -12,8 +12,9 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf.errors import OmegaConfBaseException
 
 from qerl_lab.cli.grammar import unreadable
+from qerl_lab.config.files import choices_of, package_data
 from qerl_lab.config.keys import TEXT, check_key, check_type, schema, type_words, typed
-from qerl_lab.config.schema import ConfigError, choices_of, did_you_mean, package_data
+from qerl_lab.config.option import ConfigError, did_you_mean
 from qerl_lab.config.spelling import as_text
 
 APPENDED = ("experiment", "sweeps")  # groups outside the defaults list of conf/config.yaml

@@ -25,9 +25,10 @@ from qerl_lab.cli.compose import VERSION_BASE, Plan, make_plan, register
 from qerl_lab.cli.grammar import not_a_flag
 from qerl_lab.cli.one_process import refuse_several
 from qerl_lab.cli.overrides import spell
+from qerl_lab.config.files import package_data
 from qerl_lab.config.keys import schema
+from qerl_lab.config.option import ConfigError
 from qerl_lab.config.redact import redact
-from qerl_lab.config.schema import ConfigError, package_data
 from qerl_lab.config.spelling import readable
 from qerl_lab.exits import OK
 from qerl_lab.record.directory import RunDirectory

@@ -3,7 +3,9 @@
 from collections.abc import Sequence
 from typing import Any, get_args, get_origin, get_type_hints
 
-from qerl_lab.config.schema import ConfigError, RunConfig, did_you_mean, leaves
+from qerl_lab.config.arm import leaves
+from qerl_lab.config.option import ConfigError, did_you_mean
+from qerl_lab.config.schema import RunConfig
 
 # How a message names a type, and an example for a key whose default is null or empty.
 TYPE_WORDS: dict[Any, tuple[str, Any]] = {

@@ -4,18 +4,12 @@ import re
 from dataclasses import is_dataclass
 from typing import Any, get_type_hints
 
+from qerl_lab.config.arm import leaves
+from qerl_lab.config.files import choices_of
 from qerl_lab.config.keys import no_key
+from qerl_lab.config.option import ConfigError, check_bounds, did_you_mean
 from qerl_lab.config.redact import url_without_secrets
-from qerl_lab.config.schema import (
-    DENSE_FORMAT,
-    ConfigError,
-    RunConfig,
-    VllmServerConfig,
-    check_bounds,
-    choices_of,
-    did_you_mean,
-    leaves,
-)
+from qerl_lab.config.schema import DENSE_FORMAT, RunConfig, VllmServerConfig
 
 
 def from_dict(values: dict[str, Any]) -> RunConfig:

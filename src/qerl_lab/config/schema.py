@@ -5,13 +5,9 @@ listing configurations is instant. A wrong value ends in `ConfigError`, whose te
 allowed and what to type.
 """
 
-import difflib
-import hashlib
-import json
-import math
-from dataclasses import dataclass, field, fields, is_dataclass
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, field
+
+from qerl_lab.config.option import option
 
 # The suffix of the paper's prompt (App. E): without it the format reward is unreachable, as in the released code.
 PAPER_INSTRUCTION = (
@@ -28,39 +24,6 @@ SCALE_RULES = ("max", "four_over_six")
 ENGINES = ("transformers", "vllm", "vllm_server")
 SCHEDULES = ("off", "exponential", "linear", "cosine", "logarithmic")
 CORRECTIONS = ("off", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
-NOT_OF_ARM = (
-    "seed",
-    "run_dir", "resume", "dry_run", "checkpoint.every", "checkpoint.keep",  # how it is run; and all of tracking
-    "device", "gpus", "cpu_threads",  # reports read from the record where a run ran
-    "rollout.vllm_server.url", "rollout.vllm_server.adapter_dir", "rollout.vllm_server.patience_seconds",
-    "experiment", "differs_in", "scale", "model.name",  # labels: an arm is what its other keys say
-)  # fmt: skip
-
-
-class ConfigError(ValueError):
-    """A configuration that cannot run. The message is for the user: given, allowed, what to type."""
-
-
-def option(
-    default: Any,
-    help: str,
-    *,
-    choices: tuple[str, ...] | None = None,
-    at_least: float | None = None,
-    above: float | None = None,
-    at_most: float | None = None,
-    only: str | None = None,
-) -> Any:
-    """A field with its meaning and its bounds; `validate` and the generated docs read them from the metadata.
-
-    `only` names the option of its group under which the key acts.
-    """
-    metadata = {
-        "help": help, "choices": choices, "at_least": at_least, "above": above, "at_most": at_most, "only": only,
-    }  # fmt: skip
-    if isinstance(default, list):
-        return field(default_factory=lambda: list(default), metadata=metadata)
-    return field(default=default, metadata=metadata)
 
 
 @dataclass
@@ -323,78 +286,3 @@ class RunConfig:
     @property
     def updates_per_step(self) -> int:
         return self.algorithm.updates_per_rollout * self.algorithm.num_iterations
-
-
-def package_data(name: str) -> Path:
-    """The folder `conf` or `sweeps`: inside an installed package, at the root of a source checkout."""
-    inside = Path(__file__).parents[1] / name
-    return inside if inside.is_dir() else Path(__file__).parents[3] / name
-
-
-def choices_of(group: str) -> list[str]:
-    """Names of a group's options: the files of conf/<group>/ (or of sweeps/)."""
-    folder = package_data("sweeps") if group == "sweeps" else package_data("conf") / group
-    return sorted(path.stem for path in folder.glob("*.yaml"))
-
-
-def did_you_mean(given: str, allowed: list[str]) -> str:
-    """` Did you mean x?` where something allowed is close to what was given, else nothing."""
-    close = difflib.get_close_matches(given.lower(), allowed, n=1, cutoff=0.7)
-    return f" Did you mean {close[0]}?" if close else ""
-
-
-def leaves(node: Any, prefix: str = "") -> list[tuple[str, Any, Any]]:
-    """Every (dotted name, dataclass field, value) of a configuration, depth first in schema order."""
-    found: list[tuple[str, Any, Any]] = []
-    for f in fields(node):
-        value, name = getattr(node, f.name), prefix + f.name
-        found += leaves(value, name + ".") if is_dataclass(value) else [(name, f, value)]
-    return found
-
-
-def check_bounds(name: str, bounds: Any, value: Any) -> None:
-    """Raise ConfigError for a value, or an item of a list, outside the bounds of its `option`."""
-    if isinstance(value, list):
-        for item in value:
-            _check_item(f"{item} in {name}=[{','.join(map(str, value))}]", f"{name}=[{{}}]", bounds, item)
-    elif value is not None:
-        _check_item(f"{name}={value}", f"{name}={{}}", bounds, value)
-
-
-def _check_item(given: str, spelling: str, bounds: Any, value: Any) -> None:
-    """Check one value, `given` as the message has it; `spelling` says how another in its place is typed."""
-
-    def refuse(allowed: str, remedy: str) -> None:
-        raise ConfigError(f"{given} is not allowed; allowed: {allowed}.{remedy}")
-
-    def example(text: Any) -> str:
-        return f" Type for example {spelling.format(text)}."
-
-    if (choices := bounds.get("choices")) and value not in choices:
-        # YAML reads an unquoted off as false, which arrives here as the text "False".
-        quote = ' In a YAML file write "off" with its quotes.' if value == "False" and "off" in choices else ""
-        refuse(", ".join(choices), quote or did_you_mean(value, list(choices)) or example(choices[0]))
-    if isinstance(value, float) and not math.isfinite(value):
-        refuse("a finite number", example(1.0))
-    if (low := bounds.get("at_least")) is not None and value < low:
-        refuse(f"at least {low}", example(low))
-    if (low := bounds.get("above")) is not None and value <= low:
-        refuse(f"above {low}", example(low + (bounds.get("at_most") or 1)))
-    if (high := bounds.get("at_most")) is not None and value > high:
-        refuse(f"at most {high}", example(high))
-
-
-def is_of_arm(name: str) -> bool:
-    """Whether two runs that differ in this dotted key are runs of two arms. Every key is, but for `NOT_OF_ARM`."""
-    return name not in NOT_OF_ARM and not name.startswith("tracking.")
-
-
-def of_run(cfg: RunConfig) -> dict[str, Any]:
-    """The values that two sessions of one run must share, by dotted name: those of its arm, seed and gpus."""
-    return {name: value for name, _, value in leaves(cfg) if name in ("seed", "gpus") or is_of_arm(name)}
-
-
-def config_hash(cfg: RunConfig) -> str:
-    """12 hex digits that agree for two runs of one arm on one kind of device."""
-    values = {name: value for name, _, value in leaves(cfg) if is_of_arm(name)}
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from qerl_lab import rollout, tasks
 from qerl_lab.aqn import CLEAN, Noise
-from qerl_lab.config.schema import ConfigError, RunConfig
+from qerl_lab.config.option import ConfigError
+from qerl_lab.config.schema import RunConfig
 from qerl_lab.evaluate import kl
 from qerl_lab.formats import FORMATS
 from qerl_lab.model import on_disk, policy

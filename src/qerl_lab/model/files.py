@@ -9,7 +9,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from qerl_lab.config.message import first_line
-from qerl_lab.config.schema import ConfigError
+from qerl_lab.config.option import ConfigError
 from qerl_lab.model import on_disk
 from qerl_lab.model.on_disk import INDEX, SINGLE
 

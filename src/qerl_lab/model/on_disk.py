@@ -13,7 +13,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from qerl_lab.config.schema import DENSE_FORMAT, ConfigError, RunConfig, did_you_mean
+from qerl_lab.config.option import ConfigError, did_you_mean
+from qerl_lab.config.schema import DENSE_FORMAT, RunConfig
 from qerl_lab.config.spelling import listed
 
 POCKET = Path(__file__).parents[1] / "pocket" / "assets"

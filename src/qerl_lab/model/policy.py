@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from qerl_lab import formats
+from qerl_lab.config.files import choices_of
 from qerl_lab.config.message import first_line
-from qerl_lab.config.schema import ConfigError, RunConfig, choices_of
+from qerl_lab.config.option import ConfigError
+from qerl_lab.config.schema import RunConfig
 from qerl_lab.config.spelling import listed
 from qerl_lab.formats.format import PackedAs
 from qerl_lab.model import loading

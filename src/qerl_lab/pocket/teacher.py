@@ -21,8 +21,9 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from qerl_lab import tasks
+from qerl_lab.config.files import package_data
 from qerl_lab.config.rules import from_dict
-from qerl_lab.config.schema import TaskConfig, package_data
+from qerl_lab.config.schema import TaskConfig
 from qerl_lab.pocket.recipe import Recipe
 from qerl_lab.tasks import Task, arithmetic
 

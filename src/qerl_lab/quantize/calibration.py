@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from qerl_lab.config.message import first_line
-from qerl_lab.config.schema import ConfigError
+from qerl_lab.config.option import ConfigError
 
 FIELDS = "text; messages or conversations; question and answer"
 SHUFFLED_ROWS = 1000  # of a hub dataset, which is read as a stream

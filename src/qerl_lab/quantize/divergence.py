@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from qerl_lab.config.schema import DENSE_FORMAT, ConfigError, FormatConfig, ModelConfig, RunConfig
+from qerl_lab.config.option import ConfigError
+from qerl_lab.config.schema import DENSE_FORMAT, FormatConfig, ModelConfig, RunConfig
 from qerl_lab.evaluate import kl
 from qerl_lab.model import policy
 from qerl_lab.pocket.teacher import task_config

@@ -4,17 +4,11 @@ from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from qerl_lab.config.files import choices_of
 from qerl_lab.config.keys import typed
+from qerl_lab.config.option import ConfigError, did_you_mean, option
 from qerl_lab.config.rules import check_patterns
-from qerl_lab.config.schema import (
-    DENSE_FORMAT,
-    ConfigError,
-    FormatConfig,
-    ModelConfig,
-    choices_of,
-    did_you_mean,
-    option,
-)
+from qerl_lab.config.schema import DENSE_FORMAT, FormatConfig, ModelConfig
 from qerl_lab.model import on_disk
 
 METHODS = ("rtn", "awq", "gptq")

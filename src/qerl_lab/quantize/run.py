@@ -17,8 +17,10 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 
 from qerl_lab import formats, terminal
+from qerl_lab.config.files import choices_of
 from qerl_lab.config.keys import typed
-from qerl_lab.config.schema import ConfigError, FormatConfig, choices_of, did_you_mean
+from qerl_lab.config.option import ConfigError, did_you_mean
+from qerl_lab.config.schema import FormatConfig
 from qerl_lab.config.spelling import listed
 from qerl_lab.model import loading, policy
 from qerl_lab.model.files import INDEX, WeightFiles, local_folder, read_json

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from qerl_lab.config.schema import ConfigError
+from qerl_lab.config.option import ConfigError
 
 
 def replace_file(path: Path, data: bytes) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qerl_lab.config.schema import ConfigError
+from qerl_lab.config.option import ConfigError
 
 MANIFEST, STATE = "manifest.json", "lab_state.json"
 
@@ -24,7 +24,7 @@ MANIFEST, STATE = "manifest.json", "lab_state.json"
 class Saved:
     """A verified checkpoint. `step` counts rollouts, `prompts_seen` is the position in the training data.
 
-    The rest says of which run it is: `run_key` names its MLflow run, `config` has `schema.of_run`'s values, `device`
+    The rest says of which run it is: `run_key` names its MLflow run, `config` has `arm.of_run`'s values, `device`
     and `dtype` are what it was trained on and in.
     """
 

@@ -19,8 +19,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 
+from qerl_lab.config.option import ConfigError
 from qerl_lab.config.redact import redact
-from qerl_lab.config.schema import ConfigError, RunConfig
+from qerl_lab.config.schema import RunConfig
 from qerl_lab.exits import FAILURE, INTERRUPTED, OK, SIGNALS, USAGE
 from qerl_lab.record import checkpoint, environment, evaluations, metrics, resolved, resume, samples
 from qerl_lab.record.atomic import read_json, replace_file

@@ -6,7 +6,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from qerl_lab.config.schema import ConfigError
+from qerl_lab.config.option import ConfigError
 from qerl_lab.record.atomic import read_json, replace_file
 
 

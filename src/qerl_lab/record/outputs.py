@@ -4,7 +4,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from qerl_lab.config.schema import ConfigError
+from qerl_lab.config.option import ConfigError
 
 
 def make_directory(folder: Path, given: str) -> None:

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from qerl_lab.config.keys import typed
-from qerl_lab.config.schema import ConfigError
+from qerl_lab.config.option import ConfigError
 from qerl_lab.record.atomic import replace_file
 from qerl_lab.record.outputs import make_directory
 

@@ -8,9 +8,11 @@ from typing import Any
 
 import yaml
 
+from qerl_lab.config.arm import leaves
 from qerl_lab.config.keys import check_types
+from qerl_lab.config.option import ConfigError
 from qerl_lab.config.rules import from_dict
-from qerl_lab.config.schema import ConfigError, RunConfig, leaves
+from qerl_lab.config.schema import RunConfig
 
 NAME = "resolved.yaml"
 _REPLACE = "Put it back as it was (MLflow keeps it among the run's artifacts), or start a new run."

@@ -8,8 +8,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from qerl_lab.config.arm import of_run
 from qerl_lab.config.keys import typed
-from qerl_lab.config.schema import ConfigError, RunConfig, of_run
+from qerl_lab.config.option import ConfigError
+from qerl_lab.config.schema import RunConfig
 from qerl_lab.record import checkpoint, evaluations
 from qerl_lab.record.metrics import steps_recorded
 from qerl_lab.record.mirror import MirrorRecord

@@ -4,7 +4,7 @@ import json
 import time
 from pathlib import Path
 
-from qerl_lab.config.schema import ConfigError
+from qerl_lab.config.option import ConfigError
 from qerl_lab.record.atomic import read_json, replace_file
 
 

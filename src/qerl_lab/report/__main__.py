@@ -8,7 +8,7 @@ from qerl_lab import exits
 
 with exits.starting(__name__):
     from qerl_lab.cli.grammar import Command
-    from qerl_lab.config.schema import ConfigError, option
+    from qerl_lab.config.option import ConfigError, option
 
 
 @dataclass

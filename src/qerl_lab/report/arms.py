@@ -1,6 +1,6 @@
 """Arms: the runs that are one, those of them that count, and the name that tells it from others. Pure.
 
-Runs are of one arm if they share every setting but those that `schema.is_of_arm` leaves out, and ran on one kind of
+Runs are of one arm if they share every setting but those that `arm.is_of_arm` leaves out, and ran on one kind of
 device. The name `experiment` decides nothing: it is where a label begins.
 """
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from qerl_lab.config.schema import is_of_arm
+from qerl_lab.config.arm import is_of_arm
 
 FINISHED = "finished"
 Arm = tuple[tuple[str, str], ...]  # the settings, sorted

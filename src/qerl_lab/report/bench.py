@@ -7,7 +7,8 @@ import matplotlib.pyplot as plt
 import pandas as pd
 from matplotlib.axes import Axes
 
-from qerl_lab.config.schema import DENSE_FORMAT, choices_of
+from qerl_lab.config.files import choices_of
+from qerl_lab.config.schema import DENSE_FORMAT
 
 Result = dict[str, Any]
 # A colour a format; the dense one and the arms of other libraries have their own.

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from qerl_lab.config.schema import ConfigError, did_you_mean
+from qerl_lab.config.option import ConfigError, did_you_mean
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.report.arms import Run, choose, differing, labels
 from qerl_lab.report.runs import Record, find_runs, read_record, read_steps

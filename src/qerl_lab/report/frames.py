@@ -7,8 +7,8 @@ from typing import Any
 
 import pandas as pd
 
+from qerl_lab.config.option import ConfigError
 from qerl_lab.config.redact import url_without_secrets
-from qerl_lab.config.schema import ConfigError
 from qerl_lab.report.arms import FINISHED, Run, choose, labels, run_from, version
 from qerl_lab.tracking.mlflow import prepare_mlflow
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pandas as pd
 
-from qerl_lab.config.schema import ConfigError
+from qerl_lab.config.option import ConfigError
 from qerl_lab.record.directory import RunDirectory, is_run
 from qerl_lab.record.metrics import MetricsLine
 from qerl_lab.report.arms import FINISHED, Run, run_from, version

@@ -1,6 +1,7 @@
 """Engines that turn prompts into completions; the contract is `engine.Engine`."""
 
-from qerl_lab.config.schema import ENGINES, ConfigError, RunConfig
+from qerl_lab.config.option import ConfigError
+from qerl_lab.config.schema import ENGINES, RunConfig
 from qerl_lab.model.policy import Policy
 from qerl_lab.rollout.engine import Engine
 

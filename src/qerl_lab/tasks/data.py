@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from qerl_lab.config.message import first_line
-from qerl_lab.config.schema import ConfigError
+from qerl_lab.config.option import ConfigError
 
 
 def read_rows(path: str, split: str, columns: tuple[str, ...], hub_config: str) -> list[dict[str, Any]]:

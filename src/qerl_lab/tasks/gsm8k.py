@@ -4,7 +4,8 @@
 `####`), or a hub id; null is openai/gsm8k on the hub.
 """
 
-from qerl_lab.config.schema import ConfigError, TaskConfig
+from qerl_lab.config.option import ConfigError
+from qerl_lab.config.schema import TaskConfig
 from qerl_lab.tasks import Question
 from qerl_lab.tasks.answers import number
 from qerl_lab.tasks.data import read_rows

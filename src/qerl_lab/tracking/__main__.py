@@ -8,7 +8,7 @@ from qerl_lab import exits
 
 with exits.starting(__name__):
     from qerl_lab.cli.grammar import Command, choose
-    from qerl_lab.config.schema import option
+    from qerl_lab.config.option import option
     from qerl_lab.record.directory import RunDirectory
     from qerl_lab.record.metrics import table
     from qerl_lab.tracking.mlflow import prepare_mlflow

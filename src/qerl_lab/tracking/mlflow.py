@@ -15,9 +15,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from qerl_lab.config.arm import config_hash, leaves
+from qerl_lab.config.option import ConfigError
 from qerl_lab.config.paths import sqlite_file
 from qerl_lab.config.redact import HIDDEN, url_without_secrets
-from qerl_lab.config.schema import ConfigError, RunConfig, config_hash, leaves
+from qerl_lab.config.schema import RunConfig
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.metrics import MetricsLine
 from qerl_lab.record.mirror import MirrorRecord

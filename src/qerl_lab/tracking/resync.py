@@ -2,8 +2,8 @@
 
 import time
 
+from qerl_lab.config.option import ConfigError
 from qerl_lab.config.redact import redact
-from qerl_lab.config.schema import ConfigError
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.tracking.mlflow import MlflowRun, Status, mlflow_uri, prepare_mlflow
 

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from qerl_lab.config.message import first_line
+from qerl_lab.config.option import ConfigError, did_you_mean
 from qerl_lab.config.redact import redact, url_without_secrets
-from qerl_lab.config.schema import ConfigError, RunConfig, did_you_mean
+from qerl_lab.config.schema import RunConfig
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.metrics import declared, encode
 from qerl_lab.tracking.mlflow import STATUSES, THREAD, MlflowRun, Status, mlflow_uri, points_of, prepare_mlflow

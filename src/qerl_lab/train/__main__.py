@@ -14,8 +14,8 @@ from pathlib import Path
 
 from qerl_lab import exits, terminal
 from qerl_lab.cli.one_process import refuse_several
+from qerl_lab.config.option import ConfigError
 from qerl_lab.config.redact import redact
-from qerl_lab.config.schema import ConfigError
 from qerl_lab.exits import FAILURE, USAGE
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.train.installed import check_vllm

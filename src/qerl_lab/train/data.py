@@ -7,7 +7,8 @@ from itertools import islice, repeat
 import torch
 from torch.utils.data import Sampler
 
-from qerl_lab.config.schema import ConfigError, RunConfig
+from qerl_lab.config.option import ConfigError
+from qerl_lab.config.schema import RunConfig
 from qerl_lab.model.policy import Policy
 from qerl_lab.tasks import Question, Task
 

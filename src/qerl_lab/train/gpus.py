@@ -8,7 +8,7 @@ import os
 
 import torch
 
-from qerl_lab.config.schema import ConfigError
+from qerl_lab.config.option import ConfigError
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 

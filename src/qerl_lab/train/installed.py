@@ -4,7 +4,7 @@ import importlib
 import importlib.util
 
 from qerl_lab.config.message import first_line
-from qerl_lab.config.schema import ConfigError
+from qerl_lab.config.option import ConfigError
 
 
 def check_vllm() -> None:

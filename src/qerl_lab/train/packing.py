@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from qerl_lab.config.schema import ConfigError, RunConfig
+from qerl_lab.config.option import ConfigError
+from qerl_lab.config.schema import RunConfig
 
 NAME = "qerl_lab_packed"
 IGNORED = -100  # a label that has no log-prob

@@ -13,7 +13,8 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import distributed
 
-from qerl_lab.config.schema import ConfigError, RunConfig
+from qerl_lab.config.option import ConfigError
+from qerl_lab.config.schema import RunConfig
 
 T = TypeVar("T")
 PATIENCE = timedelta(days=30)  # the others wait while rank 0 evaluates; the command notices a rank that is dead

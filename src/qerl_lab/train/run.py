@@ -13,7 +13,8 @@ import torch
 
 from qerl_lab import aqn, formats, preflight, tasks, terminal
 from qerl_lab.algorithms import left_out
-from qerl_lab.config.schema import RunConfig, of_run
+from qerl_lab.config.arm import of_run
+from qerl_lab.config.schema import RunConfig
 from qerl_lab.evaluate.accuracy import evaluate
 from qerl_lab.exits import INTERRUPTED, OK
 from qerl_lab.model import linear, on_disk, policy

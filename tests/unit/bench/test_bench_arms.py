@@ -16,7 +16,7 @@ from qerl_lab import exits
 from qerl_lab.bench import __main__ as command
 from qerl_lab.bench import arms, one_arm
 from qerl_lab.bench.options import VLLM, RolloutOptions, StepOptions, arm_of, check
-from qerl_lab.config.schema import ConfigError
+from qerl_lab.config.option import ConfigError
 
 
 def test_an_arm_is_a_name_and_words() -> None:

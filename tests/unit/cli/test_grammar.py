@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pytest
 
 from qerl_lab.cli import grammar, train
-from qerl_lab.config.schema import ConfigError, option
+from qerl_lab.config.option import ConfigError, option
 
 
 @dataclass

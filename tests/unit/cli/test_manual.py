@@ -5,7 +5,9 @@ import pytest
 from qerl_lab import preflight
 from qerl_lab.cli.manual import describe, manual
 from qerl_lab.cli.train import main
-from qerl_lab.config.schema import RunConfig, choices_of, leaves, package_data
+from qerl_lab.config.arm import leaves
+from qerl_lab.config.files import choices_of, package_data
+from qerl_lab.config.schema import RunConfig
 
 
 @pytest.fixture(autouse=True)

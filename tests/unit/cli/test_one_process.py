@@ -10,7 +10,8 @@ import torch
 from qerl_lab.bench import __main__ as bench
 from qerl_lab.cli import launch, train
 from qerl_lab.cli.one_process import RANKS, SIZES, refuse_several
-from qerl_lab.config.schema import ConfigError, RunConfig
+from qerl_lab.config.option import ConfigError
+from qerl_lab.config.schema import RunConfig
 from qerl_lab.quantize import __main__ as quantize
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.environment import Typed

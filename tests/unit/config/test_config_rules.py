@@ -4,9 +4,11 @@ from typing import Any
 
 import pytest
 
+from qerl_lab.config.arm import leaves
 from qerl_lab.config.keys import check_types, schema, typed
+from qerl_lab.config.option import ConfigError
 from qerl_lab.config.rules import from_dict
-from qerl_lab.config.schema import ConfigError, RunConfig, leaves
+from qerl_lab.config.schema import RunConfig
 
 
 def nested(**values: Any) -> dict[str, Any]:

@@ -2,9 +2,9 @@
 
 import pytest
 
+from qerl_lab.config.option import ConfigError
 from qerl_lab.config.redact import redact, url_without_secrets
 from qerl_lab.config.rules import from_dict
-from qerl_lab.config.schema import ConfigError
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from packed_layers import BY_NAME, LAYER_NAMES, MXFP4, NF4, NVFP4, PACKED, each_format, each_packed, tiny_model, tokens
-from qerl_lab.config.schema import ConfigError
+from qerl_lab.config.option import ConfigError
 from qerl_lab.formats import FORMATS
 from qerl_lab.formats import format as machinery
 from qerl_lab.formats.format import Format, PackedAs

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from packed_layers import NVFP4, tiny_model
-from qerl_lab.config.schema import ConfigError, RunConfig
+from qerl_lab.config.option import ConfigError
+from qerl_lab.config.schema import RunConfig
 from qerl_lab.model import policy
 from qerl_lab.quantize import __main__ as quantize
 from small_checkpoints import write_dense, write_packed

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from qerl_lab.config.schema import ConfigError
+from qerl_lab.config.option import ConfigError
 from qerl_lab.model import policy
 from qerl_lab.quantize import __main__ as quantize
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from qerl_lab.config.schema import ConfigError
+from qerl_lab.config.option import ConfigError
 from qerl_lab.model.files import WeightFiles, local_folder
 from qerl_lab.model.on_disk import INDEX, POCKET, SINGLE
 

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoTokenizer
 
 from qerl_lab import tasks
-from qerl_lab.config.schema import ConfigError
+from qerl_lab.config.option import ConfigError
 from qerl_lab.model.on_disk import POCKET
 from qerl_lab.model.policy import Policy
 from qerl_lab.pocket.recipe import Recipe

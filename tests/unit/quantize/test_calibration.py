@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from qerl_lab.config.schema import ConfigError
+from qerl_lab.config.option import ConfigError
 from qerl_lab.model.on_disk import POCKET
 from qerl_lab.quantize import calibration
 

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, CompressedTensorsConfig, PreTrainedModel
 
 from packed_layers import BY_NAME, tiny_model
-from qerl_lab.config.schema import ConfigError
+from qerl_lab.config.option import ConfigError
 from qerl_lab.formats import recognize
 from qerl_lab.formats.format import PackedAs
 from qerl_lab.model.files import WeightFiles

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from packed_layers import NVFP4, tiny_model
-from qerl_lab.config.schema import ConfigError
+from qerl_lab.config.option import ConfigError
 from qerl_lab.model.files import WeightFiles
 from qerl_lab.model.linear import packable
 from qerl_lab.model.on_disk import POCKET

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from qerl_lab.config.schema import ConfigError, RunConfig
+from qerl_lab.config.option import ConfigError
+from qerl_lab.config.schema import RunConfig
 from qerl_lab.exits import FAILURE, INTERRUPTED, OK, USAGE
 from qerl_lab.record.atomic import replace_file
 from qerl_lab.record.directory import ROOM, RunDirectory, first_missing, reserve

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from qerl_lab.bench import __main__ as bench
-from qerl_lab.config.schema import ConfigError
+from qerl_lab.config.option import ConfigError
 from qerl_lab.pocket import pretrain, teacher
 from qerl_lab.record.outputs import make_directory
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from qerl_lab.config.schema import ConfigError
+from qerl_lab.config.option import ConfigError
 from qerl_lab.record.partial import JOURNAL, Unfinished
 
 ONE = {"format": "nvfp4", "ignore": ["lm_head"], "model": {"a": [1, 2]}}

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from qerl_lab.config.schema import ConfigError, RunConfig, of_run
+from qerl_lab.config.arm import of_run
+from qerl_lab.config.option import ConfigError
+from qerl_lab.config.schema import RunConfig
 from qerl_lab.record import checkpoint
 from qerl_lab.record.directory import RunDirectory
 

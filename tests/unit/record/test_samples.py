@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from qerl_lab.config.schema import ConfigError
+from qerl_lab.config.option import ConfigError
 from qerl_lab.record.samples import CHARACTERS, Sample, append, cut, read_samples
 from qerl_lab.samples import main, show
 

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from qerl_lab.config.schema import RunConfig, leaves
+from qerl_lab.config.arm import leaves
+from qerl_lab.config.schema import RunConfig
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.environment import Typed
 from qerl_lab.report.arms import FINISHED, Run, choose, differing, labels, run_from

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from qerl_lab.config.schema import ConfigError, leaves
+from qerl_lab.config.arm import leaves
+from qerl_lab.config.option import ConfigError
 from qerl_lab.report import frames
 from qerl_lab.tracking.mlflow import prepare_mlflow
 from run_directories import config

@@ -20,7 +20,8 @@ import vllm_servers
 import wrong_engines
 from qerl_lab import rollout, tasks
 from qerl_lab.aqn import CLEAN, Noise, observed_std
-from qerl_lab.config.schema import ENGINES, ConfigError, RunConfig
+from qerl_lab.config.option import ConfigError
+from qerl_lab.config.schema import ENGINES, RunConfig
 from qerl_lab.model.policy import Policy
 from qerl_lab.rollout.engine import Engine, Rollout, Sampling
 from qerl_lab.rollout.transformers import TransformersEngine

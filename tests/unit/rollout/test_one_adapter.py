@@ -22,7 +22,7 @@ from vllm.lora.request import LoRARequest
 from vllm.model_executor.model_loader.weight_utils import get_quant_config
 
 from packed_layers import BY_NAME
-from qerl_lab.config.schema import ConfigError
+from qerl_lab.config.option import ConfigError
 from qerl_lab.model.files import read_json
 from qerl_lab.model.on_disk import POCKET
 from qerl_lab.model.policy import Policy, save_adapter

@@ -13,7 +13,8 @@ from fake_vllm import DROP, LOSE, FakeVllm, refusal, running
 from packed_layers import BY_NAME
 from qerl_lab import rollout
 from qerl_lab.aqn import Noise
-from qerl_lab.config.schema import ConfigError, RunConfig
+from qerl_lab.config.option import ConfigError
+from qerl_lab.config.schema import RunConfig
 from qerl_lab.model.policy import Policy
 from qerl_lab.rollout.engine import EngineFailed, Sampling
 from qerl_lab.rollout.vllm_server import serve_line

@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from qerl_lab.config.schema import choices_of
+from qerl_lab.config.files import choices_of
 from qerl_lab.tasks import Question, bigmath
 from qerl_lab.tasks.answers import MAX_ANSWER_CHARACTERS
 from qerl_lab.tasks.grading import grade_answers, grade_numbers, keeps_format

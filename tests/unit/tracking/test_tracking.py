@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from qerl_lab.config.schema import ConfigError, RunConfig, leaves
+from qerl_lab.config.arm import leaves
+from qerl_lab.config.option import ConfigError
+from qerl_lab.config.schema import RunConfig
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.environment import Typed
 from qerl_lab.record.metrics import METRICS, cut_metrics, declared, last_logged, read_metrics, steps_recorded

@@ -7,7 +7,8 @@ from itertools import islice
 import pytest
 
 from qerl_lab import tasks
-from qerl_lab.config.schema import ConfigError, RunConfig
+from qerl_lab.config.option import ConfigError
+from qerl_lab.config.schema import RunConfig
 from qerl_lab.model.policy import Policy
 from qerl_lab.train.data import Cursor, Placeholders, TrainingData, select
 

@@ -10,7 +10,7 @@ from transformers import MistralConfig, MistralForCausalLM, Qwen3Config, Qwen3Fo
 from trl.trainer.utils import add_fused_lm_head
 
 from packed_layers import tiny_model
-from qerl_lab.config.schema import ConfigError
+from qerl_lab.config.option import ConfigError
 from qerl_lab.rollout.transformers import TransformersEngine
 from qerl_lab.train import packing
 from trained import train

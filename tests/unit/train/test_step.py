@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from qerl_lab.algorithms import groups
-from qerl_lab.config.schema import ConfigError, RunConfig
+from qerl_lab.config.option import ConfigError
+from qerl_lab.config.schema import RunConfig
 from qerl_lab.rollout.engine import EngineFailed, Rollout, Sampling
 from qerl_lab.tasks import Question
 from qerl_lab.train.clock import Clock

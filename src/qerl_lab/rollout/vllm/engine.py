@@ -23,8 +23,9 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from qerl_lab.aqn import CLEAN, Noise
 from qerl_lab.config.message import first_line
+from qerl_lab.config.option import ConfigError
 from qerl_lab.config.rules import check_engine_on_cpu
-from qerl_lab.config.schema import ConfigError, RunConfig
+from qerl_lab.config.schema import RunConfig
 from qerl_lab.model.files import read_json
 from qerl_lab.model.policy import Policy
 from qerl_lab.rollout.engine import EngineFailed, OnDone, Rollout, Sampling, ignore

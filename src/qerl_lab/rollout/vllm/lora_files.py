@@ -9,7 +9,7 @@ from pathlib import Path
 from peft import PeftModel, get_peft_model_state_dict
 from safetensors.torch import save_file
 
-from qerl_lab.config.schema import ConfigError
+from qerl_lab.config.option import ConfigError
 
 MAX_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM's LoRAConfig allows
 

@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 
-from qerl_lab.config.schema import ConfigError, RunConfig
+from qerl_lab.config.option import ConfigError
+from qerl_lab.config.schema import RunConfig
 
 BLOCK = 16  # tokens; vLLM gives a sequence whole ones
 SHARE = 0.5  # of what is free beside the weights: the rest is the trainer's, for activations and gradients

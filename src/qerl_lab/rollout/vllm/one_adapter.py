@@ -25,7 +25,7 @@ from vllm.model_executor.layers.linear import (
 from vllm.model_executor.layers.quantization import get_quantization_config, register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
-from qerl_lab.config.schema import ConfigError
+from qerl_lab.config.option import ConfigError
 from qerl_lab.model.files import read_json
 from qerl_lab.rollout.vllm.product import add_adapter
 

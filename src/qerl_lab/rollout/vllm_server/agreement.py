@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from qerl_lab import formats
-from qerl_lab.config.schema import DENSE_FORMAT, ConfigError, RunConfig
+from qerl_lab.config.option import ConfigError
+from qerl_lab.config.schema import DENSE_FORMAT, RunConfig
 from qerl_lab.model.policy import Policy
 from qerl_lab.rollout.engine import Engine, EngineFailed, Sampling
 from qerl_lab.rollout.vllm_server.client import API_KEY, Refused, Server

@@ -8,7 +8,8 @@ from urllib.parse import urlsplit
 import torch
 
 from qerl_lab import formats
-from qerl_lab.config.schema import DENSE_FORMAT, ConfigError, FormatConfig, RunConfig
+from qerl_lab.config.option import ConfigError
+from qerl_lab.config.schema import DENSE_FORMAT, FormatConfig, RunConfig
 from qerl_lab.config.spelling import listed
 from qerl_lab.model import on_disk
 from qerl_lab.model.files import WeightFiles

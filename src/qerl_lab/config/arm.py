@@ -1,0 +1,41 @@
+"""What makes an arm: the keys in which two runs must agree to count as runs of one."""
+
+import hashlib
+import json
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from qerl_lab.config.schema import RunConfig
+
+NOT_OF_ARM = (
+    "seed",
+    "run_dir", "resume", "dry_run", "checkpoint.every", "checkpoint.keep",  # how it is run; and all of tracking
+    "device", "gpus", "cpu_threads",  # reports read from the record where a run ran
+    "rollout.vllm_server.url", "rollout.vllm_server.adapter_dir", "rollout.vllm_server.patience_seconds",
+    "experiment", "differs_in", "scale", "model.name",  # labels: an arm is what its other keys say
+)  # fmt: skip
+
+
+def leaves(node: Any, prefix: str = "") -> list[tuple[str, Any, Any]]:
+    """Every (dotted name, dataclass field, value) of a configuration, depth first in schema order."""
+    found: list[tuple[str, Any, Any]] = []
+    for f in fields(node):
+        value, name = getattr(node, f.name), prefix + f.name
+        found += leaves(value, name + ".") if is_dataclass(value) else [(name, f, value)]
+    return found
+
+
+def is_of_arm(name: str) -> bool:
+    """Whether two runs that differ in this dotted key are runs of two arms. Every key is, but for `NOT_OF_ARM`."""
+    return name not in NOT_OF_ARM and not name.startswith("tracking.")
+
+
+def of_run(cfg: RunConfig) -> dict[str, Any]:
+    """The values that two sessions of one run must share, by dotted name: those of its arm, seed and gpus."""
+    return {name: value for name, _, value in leaves(cfg) if name in ("seed", "gpus") or is_of_arm(name)}
+
+
+def config_hash(cfg: RunConfig) -> str:
+    """12 hex digits that agree for two runs of one arm on one kind of device."""
+    values = {name: value for name, _, value in leaves(cfg) if is_of_arm(name)}
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]

@@ -1,0 +1,15 @@
+"""The folders of YAML: conf/, whose options compose a run, and sweeps/."""
+
+from pathlib import Path
+
+
+def package_data(name: str) -> Path:
+    """The folder `conf` or `sweeps`: inside an installed package, at the root of a source checkout."""
+    inside = Path(__file__).parents[1] / name
+    return inside if inside.is_dir() else Path(__file__).parents[3] / name
+
+
+def choices_of(group: str) -> list[str]:
+    """Names of a group's options: the files of conf/<group>/ (or of sweeps/)."""
+    folder = package_data("sweeps") if group == "sweeps" else package_data("conf") / group
+    return sorted(path.stem for path in folder.glob("*.yaml"))

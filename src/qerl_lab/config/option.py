@@ -1,0 +1,70 @@
+"""A key of the schema: its default, its bounds, its meaning, and the error that a wrong value ends in."""
+
+import difflib
+import math
+from dataclasses import field
+from typing import Any
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot run. The message is for the user: given, allowed, what to type."""
+
+
+def option(
+    default: Any,
+    help: str,
+    *,
+    choices: tuple[str, ...] | None = None,
+    at_least: float | None = None,
+    above: float | None = None,
+    at_most: float | None = None,
+    only: str | None = None,
+) -> Any:
+    """A field with its meaning and its bounds; `validate` and the generated docs read them from the metadata.
+
+    `only` names the option of its group under which the key acts.
+    """
+    metadata = {
+        "help": help, "choices": choices, "at_least": at_least, "above": above, "at_most": at_most, "only": only,
+    }  # fmt: skip
+    if isinstance(default, list):
+        return field(default_factory=lambda: list(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def did_you_mean(given: str, allowed: list[str]) -> str:
+    """` Did you mean x?` where something allowed is close to what was given, else nothing."""
+    close = difflib.get_close_matches(given.lower(), allowed, n=1, cutoff=0.7)
+    return f" Did you mean {close[0]}?" if close else ""
+
+
+def check_bounds(name: str, bounds: Any, value: Any) -> None:
+    """Raise ConfigError for a value, or an item of a list, outside the bounds of its `option`."""
+    if isinstance(value, list):
+        for item in value:
+            _check_item(f"{item} in {name}=[{','.join(map(str, value))}]", f"{name}=[{{}}]", bounds, item)
+    elif value is not None:
+        _check_item(f"{name}={value}", f"{name}={{}}", bounds, value)
+
+
+def _check_item(given: str, spelling: str, bounds: Any, value: Any) -> None:
+    """Check one value, `given` as the message has it; `spelling` says how another in its place is typed."""
+
+    def refuse(allowed: str, remedy: str) -> None:
+        raise ConfigError(f"{given} is not allowed; allowed: {allowed}.{remedy}")
+
+    def example(text: Any) -> str:
+        return f" Type for example {spelling.format(text)}."
+
+    if (choices := bounds.get("choices")) and value not in choices:
+        # YAML reads an unquoted off as false, which arrives here as the text "False".
+        quote = ' In a YAML file write "off" with its quotes.' if value == "False" and "off" in choices else ""
+        refuse(", ".join(choices), quote or did_you_mean(value, list(choices)) or example(choices[0]))
+    if isinstance(value, float) and not math.isfinite(value):
+        refuse("a finite number", example(1.0))
+    if (low := bounds.get("at_least")) is not None and value < low:
+        refuse(f"at least {low}", example(low))
+    if (low := bounds.get("above")) is not None and value <= low:
+        refuse(f"above {low}", example(low + (bounds.get("at_most") or 1)))
+    if (high := bounds.get("at_most")) is not None and value > high:
+        refuse(f"at most {high}", example(high))
