@@ -5,16 +5,14 @@ open-r1/Big-Math-RL-Verified-Processed. The set has no test split, so one questi
 its text. The paper's final benchmarks (MATH500, AIME, AMC) are not part of this task.
 """
 
-from collections.abc import Sequence
-
 from qerl_lab.config.schema import TaskConfig
-from qerl_lab.tasks import Question, Scores, is_heldout
+from qerl_lab.tasks import Question, is_heldout
 from qerl_lab.tasks.data import read_rows
-from qerl_lab.tasks.grading import grade_answers
-from qerl_lab.tasks.sandbox import call_each
+from qerl_lab.tasks.grading import grade_math as grade
+
+__all__ = ["grade", "heldout", "train"]
 
 HUB_ID, HUB_CONFIG = "open-r1/Big-Math-RL-Verified-Processed", "level_3_4_5"
-SECONDS = 4.0  # CPU time of one comparison; a usual one takes 0.02
 
 
 def train(cfg: TaskConfig) -> list[Question]:
@@ -31,8 +29,3 @@ def _questions(cfg: TaskConfig, of_heldout: bool) -> list[Question]:
     rows = read_rows(cfg.path or HUB_ID, "train", columns=("prompt", "solution"), hub_config=HUB_CONFIG)
     questions = (Question(f"bigmath-{n}", row["prompt"], row["solution"]) for n, row in enumerate(rows))
     return [question for question in questions if is_heldout(question.prompt, one_in=64) == of_heldout]
-
-
-def grade(texts: Sequence[str], questions: Sequence[Question]) -> Scores:
-    """`grade_answers` by mathematical equality; an answer that takes longer than SECONDS to compare is wrong."""
-    return grade_answers(texts, questions, lambda pairs: call_each("qerl_lab.tasks.latex", "is_equal", pairs, SECONDS))

@@ -5,8 +5,10 @@ from collections.abc import Callable, Sequence
 
 from qerl_lab.tasks import Question, Scores
 from qerl_lab.tasks.answers import final_answer, numbers_equal
+from qerl_lab.tasks.sandbox import call_each
 
 Pair = tuple[str, str]  # a final answer, and the known one
+SECONDS = 4.0  # CPU time of one comparison by math-verify; a usual one takes 0.02
 # One think block, then one answer block, and nothing else. `[^<]*`, and `<` only where no tag follows, instead of `.*?`
 # keep the match linear in the length of a hostile completion.
 _FORMAT = re.compile(r"\s*<think>[^<]*(?:<(?!/?think>|/?answer>)[^<]*)*</think>\s*<answer>[^<]+</answer>\s*")
@@ -42,3 +44,8 @@ def grade_answers(
 def grade_numbers(texts: Sequence[str], questions: Sequence[Question]) -> Scores:
     """`grade_answers` where the final answer is one number, compared exactly."""
     return grade_answers(texts, questions, lambda pairs: [numbers_equal(*pair) for pair in pairs])
+
+
+def grade_math(texts: Sequence[str], questions: Sequence[Question]) -> Scores:
+    """`grade_answers` by mathematical equality; an answer that takes longer than SECONDS to compare is wrong."""
+    return grade_answers(texts, questions, lambda pairs: call_each("qerl_lab.tasks.latex", "is_equal", pairs, SECONDS))

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from qerl_lab.config.files import choices_of
-from qerl_lab.tasks import Question, bigmath
+from qerl_lab.tasks import Question, grading
 from qerl_lab.tasks.answers import MAX_ANSWER_CHARACTERS
-from qerl_lab.tasks.grading import grade_answers, grade_numbers, keeps_format
+from qerl_lab.tasks.grading import grade_answers, grade_math, grade_numbers, keeps_format
 
 GOOD = "<think>7+5=12.</think><answer>12</answer>"
 
@@ -118,40 +118,40 @@ def test_no_text_makes_a_grader_raise() -> None:
         assert set(scores.tolist()) <= {0.0, 1.0}
 
 
-# --- BigMath
+# --- mathematical equality
 
 
-def test_bigmath_compares_mathematically() -> None:
+def test_grade_math_compares_mathematically() -> None:
     """A plain `<answer>18</answer>` scored 0 in the released code."""
     cases = [
         (r"\frac{1}{2}", "0.5", True), ("0.5", r"\frac{1}{2}", True), (r"$\frac{1}{2}$", "1/2", True),
         ("18", "18", True), (r"\boxed{18}", "18", True), ("18", "$18$", True), ("19", "18", False), ("1", "18", False),
         ("x^2+1", "1+x^2", True), ("(1,2)", "(1, 2)", True), ("(2,1)", "(1,2)", False), (r"\sqrt{4}", "2", True),
     ]  # fmt: skip
-    scores = bigmath.grade([answered(given) for given, _, _ in cases], [asking(answer) for _, answer, _ in cases])
+    scores = grade_math([answered(given) for given, _, _ in cases], [asking(answer) for _, answer, _ in cases])
     assert [(*pair, bool(right)) for (*pair, _), right in zip(cases, scores["answer"], strict=True)] == cases
 
 
-def test_bigmath_scores_0_what_it_cannot_parse() -> None:
+def test_grade_math_scores_0_what_it_cannot_parse() -> None:
     texts = [
         " ", "\\", "$", "$$$", "\\frac", "\\frac{1}{", "garbage {{{", "\x00", "\ud800", "\u2028", "(" * 20, "1/0", "%",
         "\\text{", "18",
     ]  # fmt: skip
     texts, known = [*texts, *["18"] * len(texts)], ["18"] * len(texts) + texts
-    scores = bigmath.grade([answered(text) for text in texts], [asking(answer) for answer in known])
+    scores = grade_math([answered(text) for text in texts], [asking(answer) for answer in known])
     assert [n for n, score in enumerate(scores["answer"], start=1) if score] == [len(texts) // 2, len(texts)]
 
 
-def test_bigmath_gives_up_in_time_and_grades_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grade_math_gives_up_in_time_and_grades_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Outside of the main thread too, where math-verify's own limits raise."""
     bombs = [
         "9^{9^{9}}", "10^{10^{10}}", "9**9**9", "((9!)!)!",
         r"\frac{1}{" * 18 + "2" + "}" * 18, "{" * 99 + "1" + "}" * 99, "2^" * 99 + "2",
     ]  # fmt: skip
     assert max(map(len, bombs)) <= MAX_ANSWER_CHARACTERS
-    monkeypatch.setattr(bigmath, "SECONDS", 1.0)
+    monkeypatch.setattr(grading, "SECONDS", 1.0)
     texts, found = [answered(text) for text in ["18", *bombs, "19", "18.0"]], []
-    thread = threading.Thread(target=lambda: found.append(bigmath.grade(texts, [asking("18")] * len(texts))))
+    thread = threading.Thread(target=lambda: found.append(grade_math(texts, [asking("18")] * len(texts))))
     thread.start()
     thread.join(timeout=240)
     assert found[0]["answer"].tolist() == [1, *[0] * len(bombs), 0, 1]
