@@ -11,6 +11,7 @@ import hashlib
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from qerl_lab.config.schema import TaskConfig
@@ -63,11 +64,27 @@ class Task:
 
 def load(cfg: TaskConfig) -> Task:
     """Build the task that `cfg.name` names. Raises ConfigError where its data cannot be read."""
-    module = importlib.import_module(f"qerl_lab.tasks.{cfg.name}")
+    module = _module(cfg)
+    return _task(cfg, module, module.train(cfg))
+
+
+def benchmark(cfg: TaskConfig) -> Task:
+    """Build the task that `cfg.name` names for an evaluation alone: no training question is read, `train` is empty.
+
+    Raises ConfigError where its data cannot be read.
+    """
+    return _task(cfg, _module(cfg), [])
+
+
+def _module(cfg: TaskConfig) -> ModuleType:
+    return importlib.import_module(f"qerl_lab.tasks.{cfg.name}")
+
+
+def _task(cfg: TaskConfig, module: ModuleType, train: list[Question]) -> Task:
     return Task(
         name=cfg.name,
         instruction=cfg.instruction,
-        train=module.train(cfg),
+        train=train,
         heldout=module.heldout(cfg),
         weights={"format": cfg.format_reward, "answer": cfg.answer_reward},
         grade=module.grade,

@@ -250,6 +250,12 @@ def test_gsm8k_reads_a_local_directory(folder: Path) -> None:
     assert gsm8k.train(TaskConfig(name="gsm8k", path=str(folder), train_questions=2)) == task.train[:2]
 
 
+def test_a_benchmark_needs_no_training_file(folder: Path) -> None:
+    (folder / "train.jsonl").unlink()
+    task = tasks.benchmark(TaskConfig(name="gsm8k", path=str(folder)))
+    assert (task.train, [question.prompt for question in task.heldout]) == ([], [ROWS[0]["question"]])
+
+
 @pytest.mark.skipif(not GSM8K.is_dir(), reason="no copy of GSM8K beside the repository")
 def test_gsm8k_whole() -> None:
     task = tasks.load(TaskConfig(name="gsm8k", path=str(GSM8K)))
