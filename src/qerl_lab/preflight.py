@@ -197,24 +197,27 @@ def hub_cache() -> Path:
 
 
 def _check_questions(cfg: RunConfig) -> list[str]:
+    tasks.check_trains(cfg.task)
     path = cfg.task.path
     if path is not None:
         if not path.strip():
             raise ConfigError("task.path= is empty; allowed: a directory or a hub id. Leave task.path out.")
-        if on_disk.local(path, "task.path") is None:
+        if not Path(path).expanduser().is_file() and on_disk.local(path, "task.path") is None:
             return []
     elif cfg.task.name != "arithmetic":
         return []  # on the hub
     elif cfg.task == replace(TaskConfig(), instruction=cfg.task.instruction):  # counting them would take half a second
         return cut_questions(cfg, arithmetic.TRAIN_QUESTIONS, arithmetic.HELDOUT_QUESTIONS)
-    return cut_questions(cfg, *_counts(json.dumps(asdict(cfg.task))))
+    train, heldout, warnings = _counts(json.dumps(asdict(cfg.task)))
+    return [*warnings, *cut_questions(cfg, train, heldout)]
 
 
 @cache
-def _counts(task: str) -> tuple[int, int]:
-    """Training and held-out questions of a task on this machine; its configuration is JSON, so that it is a key."""
+def _counts(task: str) -> tuple[int, int, tuple[str, ...]]:
+    """Training and held-out questions of a task on this machine, and what was left out of its data; its configuration
+    is JSON, so that it is a key."""
     loaded = tasks.load(build({"task": json.loads(task)}).task)
-    return len(loaded.train), len(loaded.heldout)
+    return len(loaded.train), len(loaded.heldout), loaded.warnings
 
 
 def cut_questions(cfg: RunConfig, train: int, heldout: int) -> list[str]:

@@ -72,6 +72,8 @@ def test_its_record_is_complete(job: tuple[subprocess.CompletedProcess[str], Pat
     assert (observed.iloc[:5] == 0).all()
     assert ((observed / sigma).iloc[5:].between(0.8, 1.2)).all(), "noise accumulates, or does not reach the engine"
     assert pd.read_parquet(run / "eval.parquet").groupby("phase").size().to_dict() == {"after": 256, "before": 256}
+    data = RunDirectory(run).environment()["data"]
+    assert (data["training_questions"], data["heldout_questions"], len(data["training_sha256"])) == (4096, 1024, 64)
     for name in ("resolved.yaml", "env.json", "code.diff", "curves.png", "adapter/adapter_model.safetensors"):
         assert (run / name).stat().st_size > 0 or name == "code.diff"
 

@@ -116,8 +116,8 @@ def test_a_command_that_cannot_run_is_refused_before_anything_is_made(
     line: str, parts: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("file").touch()
-    row = json.dumps({"question": "1+1?", "answer": "#### 2"}) + "\n"
-    for name, train, test in (("none", "", row * 2), ("one", row, row), ("garbage", "{", row)):
+    row, other = (json.dumps({"question": asked, "answer": "#### 2"}) + "\n" for asked in ("1+1?", "0+2?"))
+    for name, train, test in (("none", "", row * 2), ("one", other, row), ("garbage", "{", row)):
         Path(name).mkdir()
         Path(name, "train.jsonl").write_text(train)
         Path(name, "test.jsonl").write_text(test)

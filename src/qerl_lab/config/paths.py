@@ -29,7 +29,7 @@ def sqlite_file(uri: str) -> Path | None:
 
 def _anchor(path: str) -> str:
     """`pocket` is the embedded policy and not a directory of that name; a hub id looks like a relative path."""
-    is_local = path.startswith(("/", ".", "~")) or (path not in ("", "pocket") and Path(path).is_dir())
+    is_local = path.startswith(("/", ".", "~")) or (path not in ("", "pocket") and Path(path).exists())
     return _absolute(path) if is_local else path
 
 

@@ -133,16 +133,34 @@ class ArithmeticConfig:
 
 
 @dataclass
+class BigMathConfig:
+    levels: str = option("3-5", "difficulties (paper: 3-5, for its 32B model 4-5)", choices=("3-5", "4-5", "all"))
+
+
+@dataclass
+class ColumnsConfig:
+    """Where the rows of task.path have another name for a column; null: the task's own. A dot leads into a struct."""
+
+    question: str | None = option(None, "column of the question")
+    answer: str | None = option(None, "column of the known answer")
+    id: str | None = option(None, "column of an id that no two rows share; empty: the number of the row")
+
+
+@dataclass
 class TaskConfig:
     name: str = option("arithmetic", "the task: a module of qerl_lab.tasks")
-    path: str | None = option(None, "local directory with train.jsonl and test.jsonl, or hub id; null: the task's own")
+    path: str | None = option(
+        None, "directory with train and test as .jsonl or .parquet, such a file, or hub id; null: the task's own"
+    )
     instruction: str = option(PAPER_INSTRUCTION, "system message sent with every question; empty sends none")
     format_reward: float = option(0.2, "reward for <think>..</think><answer>..</answer>", at_least=0, at_most=1e3)
     answer_reward: float = option(1.0, "reward for an exact final answer", at_least=0, at_most=1e3)
     train_questions: int = option(
         0, "size of the training set; 0 is all (arithmetic: 0 is 4096)", at_least=0, at_most=1_000_000
     )
+    columns: ColumnsConfig = field(default_factory=ColumnsConfig)
     arithmetic: ArithmeticConfig = field(default_factory=ArithmeticConfig)  # the keys of one task, under its name
+    bigmath: BigMathConfig = field(default_factory=BigMathConfig)
 
 
 @dataclass

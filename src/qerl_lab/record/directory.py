@@ -189,15 +189,19 @@ class RunDirectory:
         """Find the checkpoint from which the run goes on; None where it starts from its beginning."""
         return resume.starting_point(self.path, cfg)
 
+    def refuse_other_data(self, data: Mapping[str, Any]) -> None:
+        """Refuse to go on with other questions than the run began with; `data` is what its task says of them."""
+        resume.refuse_other_data(self.environment(), data)
+
     def last_saved(self) -> int:
         """Return the step of the newest checkpoint, unverified; 0 if there is none."""
         return checkpoint.last_step(self.checkpoints)
 
     # --- what it records
 
-    def write_environment(self) -> None:
-        """Write env.json and code.diff; a resumed run adds a numbered pair."""
-        environment.write_environment(self.path)
+    def write_environment(self, data: Mapping[str, Any]) -> None:
+        """Write env.json, with what `data` says of the questions, and code.diff; a resumed run adds a numbered pair."""
+        environment.write_environment(self.path, data)
 
     def environment(self) -> dict[str, Any]:
         """Read where the run began; empty where it has not."""

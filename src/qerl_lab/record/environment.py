@@ -12,7 +12,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,13 +42,16 @@ class Typed:
         return {COMMAND: self.command, WORDS: json.dumps(list(self.words)), SWEEP: self.sweep or ""}
 
 
-def write_environment(run_dir: Path) -> None:
-    """Write env.json and code.diff. A resumed run keeps its first pair and gets env.2.json, code.2.diff."""
+def write_environment(run_dir: Path, data: Mapping[str, Any]) -> None:
+    """Write env.json and code.diff. A resumed run keeps its first pair and gets env.2.json, code.2.diff.
+
+    `data` says on which questions the run trains and by which it is judged.
+    """
     n = 1
     while (env := run_dir / _numbered("env", n, "json")).exists():
         n += 1
     (run_dir / _numbered("code", n, "diff")).write_text(redact(code_diff()), encoding="utf-8")
-    replace_file(env, json.dumps(environment(), indent=1).encode() + b"\n")
+    replace_file(env, json.dumps(environment() | {"data": dict(data)}, indent=1).encode() + b"\n")
 
 
 def _numbered(stem: str, n: int, suffix: str) -> str:

@@ -5,6 +5,7 @@ What is wrong ends in one ConfigError: which file, what is wrong with it, what t
 
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,24 @@ def starting_point(run_dir: Path, cfg: RunConfig) -> checkpoint.Saved | None:
     if saved:
         _refuse_other_config(run_dir, saved, cfg)
     return saved
+
+
+def refuse_other_data(env: Mapping[str, Any], data: Mapping[str, Any]) -> None:
+    """Raise ConfigError where a run would go on with other questions than it began with.
+
+    Args:
+        env: env.json of the run's first session; one of an older version of the lab says nothing of the questions.
+        data: what a task says of its questions now.
+    """
+    then = env.get("data") or {}
+    for role in ("training", "heldout"):
+        count, digest = f"{role}_questions", f"{role}_sha256"
+        if digest in then and then[digest] != data[digest]:
+            raise ConfigError(
+                f"the {role} questions are not those that the run began with: {data[count]:,} of SHA-256 "
+                f"{data[digest][:12]}, where there were {then[count]:,} of {then[digest][:12]}. "
+                "Put the data back as it was, or start a new run."
+            )
 
 
 def _refuse_other_config(run_dir: Path, saved: checkpoint.Saved, cfg: RunConfig) -> None:

@@ -1,19 +1,25 @@
 """Tasks: questions with exact answers, and how completions are graded. One module per task, named by `task.name`.
 
-A task module offers three functions, which `Task` binds to a configuration:
+A task module offers these functions, which `Task` binds to a configuration:
 
-    train(cfg) -> list[Question]         the questions that training draws from
+    train(cfg) -> list[Question]         the questions that training draws from; a task for evaluation only has none
     heldout(cfg) -> list[Question]       never seen in training, disjoint by construction
     grade(texts, questions) -> Scores    by part one score a completion
+    weights(cfg) -> dict[str, float]     of the parts beside "format" and "answer", where `grade` has some
+
+`task.module=FILE.py` puts the functions of a file in their place.
 """
 
 import hashlib
 import importlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from qerl_lab.config.files import choices_of
+from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import TaskConfig
 
 if TYPE_CHECKING:  # checking a command imports tasks too, and should not wait for numpy
@@ -36,13 +42,49 @@ class Question:
     payload: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
 
+class BadRow(ValueError):
+    """A row that makes no question. The message goes on after the place of the row: `has no 'answer'`."""
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """Rows that were left out: how many of how many, and the first one with what is wrong."""
+
+    count: int
+    rows: int
+    first: str
+
+    def check(self, remedy: str) -> None:
+        """Raise ConfigError where it is more than one row in a hundred: then it is the wrong file or column."""
+        if self.count > 0.01 * self.rows:
+            raise ConfigError(f"{self.said}, and more than 1% is an error. {remedy}")
+
+    @property
+    def said(self) -> str:
+        """It in words."""
+        return f"{self.count:,} of {self.rows:,} rows are bad and left out; the first: {self.first}"
+
+
+class Questions(list[Question]):
+    """Questions, what was left out of their rows, and what else to tell of them."""
+
+    def __init__(self, questions: Iterable[Question], left_out: Sequence[LeftOut] = (), notes: Sequence[str] = ()):
+        super().__init__(questions)
+        self.left_out, self.notes = [one for one in left_out if one.count], list(notes)
+
+    @property
+    def warnings(self) -> list[str]:
+        return [one.said for one in self.left_out] + self.notes
+
+
 @dataclass(frozen=True)
 class Task:
     """A configured task.
 
     `grade(texts, questions)` gives by part one score in [0, 1] a text, shape [len(texts)]. It depends on its arguments
     alone, never raises on the text of a model, and ends in time: what passes its limits scores 0. Every task has the
-    parts "format" and "answer", which evaluations read. `weights` has the same parts.
+    parts "format" and "answer", which evaluations read. `weights` has the same parts. `warnings` says what was left out
+    of the data, `data` is what a record keeps of it.
     """
 
     name: str
@@ -51,6 +93,8 @@ class Task:
     heldout: list[Question]
     weights: dict[str, float]
     grade: Callable[[Sequence[str], Sequence[Question]], Scores]
+    warnings: tuple[str, ...] = ()
+    data: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def messages(self, question: Question) -> list[dict[str, str]]:
         """The chat that asks `question`: the instruction as a system message (if any), then the question."""
@@ -63,9 +107,26 @@ class Task:
 
 
 def load(cfg: TaskConfig) -> Task:
-    """Build the task that `cfg.name` names. Raises ConfigError where its data cannot be read."""
+    """Build the task that `cfg.name` names.
+
+    Raises ConfigError where its data cannot be read, where it is for evaluation only, and where over 1% of its training
+    questions are held out too; fewer are left out of the training.
+    """
+    check_trains(cfg)
     module = _module(cfg)
-    return _task(cfg, module, module.train(cfg))
+    train, heldout = module.train(cfg), module.heldout(cfg)
+    return _task(cfg, module, _apart(train, heldout, cfg.train_questions), heldout)
+
+
+def _apart(train: list[Question], heldout: list[Question], size: int) -> Questions:
+    """The training questions that are not held out, of those the first `size` (0: all)."""
+    asked = {question.prompt for question in heldout}
+    kept = [question for question in train if question.prompt not in asked]
+    shared = [f"{question.id} is held out too" for question in train if question.prompt in asked]
+    leaked = LeftOut(len(shared), len(train), shared[0] if shared else "")
+    leaked.check("Check task.path.")
+    known = train if isinstance(train, Questions) else Questions(train)
+    return Questions(kept[: size or None], [*known.left_out, leaked], known.notes)
 
 
 def benchmark(cfg: TaskConfig) -> Task:
@@ -73,22 +134,49 @@ def benchmark(cfg: TaskConfig) -> Task:
 
     Raises ConfigError where its data cannot be read.
     """
-    return _task(cfg, _module(cfg), [])
+    module = _module(cfg)
+    return _task(cfg, module, Questions([]), module.heldout(cfg))
+
+
+def check_trains(cfg: TaskConfig) -> None:
+    """Raise ConfigError for a task that is for evaluation only. Reads no data."""
+    if hasattr(_module(cfg), "train"):
+        return
+    others = [name for name in choices_of("task") if hasattr(_module(replace(cfg, name=name)), "train")]
+    raise ConfigError(
+        f"task={cfg.name} is for evaluation only: a policy trained on it could not be judged by it. "
+        f"Type one to train on: task={', '.join(others)}."
+    )
 
 
 def _module(cfg: TaskConfig) -> ModuleType:
     return importlib.import_module(f"qerl_lab.tasks.{cfg.name}")
 
 
-def _task(cfg: TaskConfig, module: ModuleType, train: list[Question]) -> Task:
+def _task(cfg: TaskConfig, module: ModuleType, train: Questions, heldout: list[Question]) -> Task:
+    sets = {"training": train, "heldout": heldout if isinstance(heldout, Questions) else Questions(heldout)}
+    said = {line: role for role, questions in reversed(sets.items()) for line in questions.warnings}  # once of one file
+    further = module.weights(cfg) if hasattr(module, "weights") else {}
     return Task(
         name=cfg.name,
         instruction=cfg.instruction,
         train=train,
-        heldout=module.heldout(cfg),
-        weights={"format": cfg.format_reward, "answer": cfg.answer_reward},
+        heldout=heldout,
+        weights={"format": cfg.format_reward, "answer": cfg.answer_reward} | further,
         grade=module.grade,
+        warnings=tuple(f"{role} questions: {line}" for line, role in said.items()),
+        data={f"{role}_{key}": value for role, questions in sets.items() for key, value in _summary(questions).items()},
     )
+
+
+def _summary(questions: Questions) -> dict[str, Any]:
+    """What a record keeps of questions: how many, how many rows were left out, and a SHA-256 of their whole content."""
+    digest = hashlib.sha256()
+    for one in questions:
+        content = [one.id, one.prompt, one.answer, dict(one.payload)]
+        digest.update(json.dumps(content, sort_keys=True).encode() + b"\n")
+    left_out = sum(one.count for one in questions.left_out)
+    return {"questions": len(questions), "rows_left_out": left_out, "sha256": digest.hexdigest()}
 
 
 def is_heldout(key: str, one_in: int = 8) -> bool:

@@ -1,23 +1,30 @@
-"""BigMath (levels 3-5 in the paper): competition problems whose answers are LaTeX, compared by math-verify.
+"""BigMath (levels 3-5 in the paper, 4-5 for its 32B model): competition problems whose answers are LaTeX.
 
-`task.path` is a local directory with train.jsonl (fields `prompt`, `solution`) or a hub id; null is the paper's
-open-r1/Big-Math-RL-Verified-Processed. The set has no test split, so one question in 64 is held out by the hash of
-its text. The paper's final benchmarks (MATH500, AIME, AMC) are not part of this task.
+open-r1/Big-Math-RL-Verified-Processed has a configuration for each choice of `task.bigmath.levels`, and its rows have
+no level. Of local rows those with a column `level` are chosen by it, and those without are all taken.
+
+The set has no test split, so one question in 64 is held out by the hash of its text. The paper's final benchmarks
+(MATH-500, AIME, AMC) are tasks of their own.
 """
 
+from dataclasses import replace
+
 from qerl_lab.config.schema import TaskConfig
-from qerl_lab.tasks import Question, is_heldout
-from qerl_lab.tasks.data import read_rows
+from qerl_lab.tasks import BadRow, Question, Questions
+from qerl_lab.tasks.data import Row, Source, read
 from qerl_lab.tasks.grading import grade_math as grade
 
-__all__ = ["grade", "heldout", "train"]
+__all__ = ["SOURCE", "grade", "heldout", "train"]
 
-HUB_ID, HUB_CONFIG = "open-r1/Big-Math-RL-Verified-Processed", "level_3_4_5"
+SOURCE = Source(
+    "open-r1/Big-Math-RL-Verified-Processed", "level_3_4_5", "train", None, {"question": "prompt", "answer": "solution"}
+)
+CONFIGS = {"3-5": "level_3_4_5", "4-5": "level_4_5", "all": "all"}
 
 
 def train(cfg: TaskConfig) -> list[Question]:
-    """The problems outside the held-out share; the first `cfg.train_questions` of them, or all for 0."""
-    return _questions(cfg, of_heldout=False)[: cfg.train_questions or None]
+    """The problems outside the held-out share."""
+    return _questions(cfg, of_heldout=False)
 
 
 def heldout(cfg: TaskConfig) -> list[Question]:
@@ -25,7 +32,26 @@ def heldout(cfg: TaskConfig) -> list[Question]:
     return _questions(cfg, of_heldout=True)
 
 
-def _questions(cfg: TaskConfig, of_heldout: bool) -> list[Question]:
-    rows = read_rows(cfg.path or HUB_ID, "train", columns=("prompt", "solution"), hub_config=HUB_CONFIG)
-    questions = (Question(f"bigmath-{n}", row["prompt"], row["solution"]) for n, row in enumerate(rows))
-    return [question for question in questions if is_heldout(question.prompt, one_in=64) == of_heldout]
+def _questions(cfg: TaskConfig, of_heldout: bool) -> Questions:
+    levels, without = cfg.bigmath.levels, 0
+
+    def make(id: str, row: Row) -> Question | None:
+        nonlocal without
+        without += "level" not in row.values
+        chosen = levels == "all" or "level" not in row.values or _level(row.values["level"]) >= int(levels[0])
+        return Question(id, row.text("question"), row.latex("answer")) if chosen else None
+
+    found = read(cfg, replace(SOURCE, hub_config=CONFIGS[levels]), of_heldout, make)
+    if without and levels != "all" and cfg.path is not None:
+        found.notes.append(
+            f"{without:,} rows have no level, so that task.bigmath.levels={levels} left none of them out"
+        )
+    return found
+
+
+def _level(value: object) -> int:
+    """5 of 5, "5" and "Level 5"."""
+    text = str(value).removeprefix("Level ")
+    if text not in ("1", "2", "3", "4", "5"):
+        raise BadRow(f"has the level {value!r}; levels are 1 to 5")
+    return int(text)

@@ -1,55 +1,287 @@
-"""Rows of a question set from a local directory or from the Hugging Face hub."""
+"""Rows of a question set, from local files or from the Hugging Face hub, and what becomes of bad ones.
 
+A row that makes no question is left out and counted. Over one in a hundred is an error: then it is the wrong file, or
+the wrong columns.
+"""
+
+import itertools
 import json
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from qerl_lab.config.message import first_line
 from qerl_lab.config.option import ConfigError
+from qerl_lab.config.schema import TaskConfig
+from qerl_lab.tasks import BadRow, LeftOut, Question, Questions, is_heldout
+from qerl_lab.tasks.answers import number
+
+SUFFIXES = (".jsonl", ".parquet")
+BATCH_ROWS = 1024
+_BRACES, _STEP = re.compile(r"(?:\\\\.)|[{}]"), {"{": 1, "}": -1}
+Located = tuple[str, "dict[str, Any] | BadRow"]  # where a row stands, and the row
 
 
-def read_rows(path: str, split: str, columns: tuple[str, ...], hub_config: str) -> list[dict[str, Any]]:
-    """Rows of `split` as dicts with at least `columns`.
+@dataclass(frozen=True)
+class Source:
+    """A question set as it lies on the hub.
+
+    Attributes:
+        train: the split of training; None where the set is for evaluation only.
+        test: the split of evaluation; None where there is none, so that a share of `train` is held out by hash.
+        columns: which column holds what: "question", "answer", and "id" where rows have one. A dot leads into a struct.
+        one_in: one question in so many is held out by hash.
+        repeats: whether the set has rows more than once, which then count once.
+        file: the name of its files, where that is not the split's.
+    """
+
+    hub_id: str
+    hub_config: str
+    train: str | None
+    test: str | None
+    columns: Mapping[str, str]
+    one_in: int = 64
+    repeats: bool = False
+    file: str | None = None
+
+    def split(self, of_heldout: bool) -> str:
+        """The split in which the questions of one role lie."""
+        found = self.test if of_heldout and self.test else self.train
+        assert found is not None, f"{self.hub_id} has no training split"
+        return found
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row, read by what its columns hold. Every method raises BadRow for a value that cannot serve."""
+
+    values: Mapping[str, Any]
+    columns: Mapping[str, str]
+
+    def value(self, what: str) -> Any:
+        """The value of the column that holds `what`, of any type but null."""
+        found: Any = self.values
+        for part in self.columns[what].split("."):
+            found = found.get(part) if isinstance(found, Mapping) else None
+        if found is None:
+            raise BadRow(f"has no {self.columns[what]!r}; it has {sorted(map(str, self.values))}")
+        return found
+
+    def text(self, what: str) -> str:
+        """Text with something in it."""
+        return as_text(self.value(what), self.columns[what])
+
+    def number_or_text(self, what: str) -> str:
+        """Text, or a number as text: 27.0 is "27"."""
+        found = self.value(what)
+        if type(found) is float and math.isfinite(found):
+            return str(int(found) if found.is_integer() else found)
+        return str(found) if type(found) is int else self.text(what).strip()
+
+    def number(self, what: str) -> str:
+        """One number, as it is written."""
+        found = self.number_or_text(what)
+        if number(found) is None:
+            raise BadRow(f"has no number in {self.columns[what]!r}: {found[:80]!r}")
+        return found
+
+    def latex(self, what: str) -> str:
+        """LaTeX or a number, whose braces close."""
+        found = self.number_or_text(what)
+        depths = list(
+            itertools.accumulate(_BRACES.findall(found), lambda depth, found: depth + _STEP.get(found, 0), initial=0)
+        )
+        if min(depths) < 0 or depths[-1] != 0:
+            raise BadRow(f"has braces that do not close in {self.columns[what]!r}: {found[:80]!r}")
+        return found
+
+
+def as_text(value: Any, column: str) -> str:
+    """`value` as it is, where it is text with something in it that UTF-8 can hold. Raises BadRow."""
+    if not isinstance(value, str):
+        raise BadRow(f"has no text in {column!r}, but {type(value).__name__}")
+    if not value.strip():
+        raise BadRow(f"has nothing in {column!r}")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise BadRow(f"has half a character (a lone surrogate) in {column!r}") from None
+    return value
+
+
+Make = Callable[[str, Row], Question | None]
+
+
+def read(cfg: TaskConfig, source: Source, of_heldout: bool, make: Make) -> Questions:
+    """The questions of one role, in the order of their rows.
 
     Args:
-        path: a directory with `<split>.jsonl`, or a hub id such as `openai/gsm8k`.
+        make: a question from its id and its row; None leaves the row out for a filter, BadRow leaves it out as bad.
 
     Raises:
-        ConfigError: the file is missing or malformed, a column is absent, or the hub cannot be reached.
+        ConfigError: nothing can be read there, or more than 1% of the rows are bad.
     """
-    local = Path(path).expanduser()
-    rows = _read_jsonl(local / f"{split}.jsonl") if local.is_dir() else _read_hub(path, split, hub_config)
-    for number, row in enumerate(rows):
-        if missing := [column for column in columns if not isinstance(row.get(column), str)]:
-            raise ConfigError(
-                f"{path}, split {split}, row {number} lacks text in {missing}; it has {sorted(row)}. Check task.path."
-            )
-    return rows
+    columns = {**source.columns, **{what: name for what, name in vars(cfg.columns).items() if name is not None}}
+    found, split, place = dict[str, Question](), source.split(of_heldout), _place(cfg, source, of_heldout)
+    total, bad = 0, list[str]()
+    for total, (where, values) in enumerate(place.rows(), start=1):
+        try:
+            if isinstance(values, BadRow):
+                raise values
+            row = Row(values, columns)
+            question = make(_id(cfg.name, split, total - 1, row), row)
+            if question is not None:
+                _add(found, question, source.repeats)
+        except BadRow as error:
+            bad.append(f"{where} {error}")
+    left_out = LeftOut(len(bad), total, bad[0] if bad else "")
+    left_out.check(place.remedy)
+    by_hash = source.test is None
+    kept = (q for q in found.values() if not by_hash or is_heldout(q.prompt, source.one_in) == of_heldout)
+    return Questions(kept, [left_out])
 
 
-def _read_jsonl(file: Path) -> list[dict[str, Any]]:
+def _id(name: str, split: str, number: int, row: Row) -> str:
+    """By the set's own ids where it has some, else by the number of the row."""
+    if row.columns.get("id"):
+        return f"{name}-{row.number_or_text('id')}"
+    return f"{name}-{split}-{number}"
+
+
+def _add(found: dict[str, Question], question: Question, repeats: bool) -> None:
+    known = found.setdefault(question.id, question)
+    if known is question or (repeats and known == question):
+        return
+    raise BadRow(f"has the id {question.id.partition('-')[2]!r} of a row before it")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where rows are read; `remedy` is what to type where they cannot serve."""
+
+    rows: Callable[[], Iterator[Located]]
+    remedy: str
+
+
+def _place(cfg: TaskConfig, source: Source, of_heldout: bool) -> Place:
+    path = cfg.path or source.hub_id
+    local, split = Path(path).expanduser(), source.split(of_heldout)
+    columns = (
+        "Check task.path, or say which columns to read: task.columns.question=NAME task.columns.answer=NAME"
+        f"{' task.columns.id=NAME (empty numbers the rows)' if source.columns.get('id') else ''}."
+    )
+    if local.is_dir():
+        files = _files_of(local, _names(source, split, of_heldout), source.hub_config)
+    elif local.suffix in SUFFIXES or local.is_file():
+        files = [_file(local, source, of_heldout)]
+    else:
+        return Place(lambda: _read_hub(path, split, source.hub_config), columns)
+    return Place(lambda: (row for file in files for row in _read_file(file)), columns)
+
+
+def _file(file: Path, source: Source, of_heldout: bool) -> Path:
+    """A file serves a set that holds its share out by hash, and an evaluation."""
+    if file.suffix not in SUFFIXES:
+        raise ConfigError(
+            f"task.path={file} is a file that is neither .jsonl nor .parquet. Type task.path=FILE.jsonl, FILE.parquet, "
+            "or a directory with train.jsonl and test.jsonl."
+        )
     if not file.is_file():
-        raise ConfigError(f"task.path={file.parent} has no {file.name}; it must hold train.jsonl and test.jsonl.")
-    rows = []
+        raise ConfigError(f"task.path={file} is not there. Type task.path=FILE.jsonl, or a directory.")
+    if source.test and not of_heldout:
+        raise ConfigError(
+            f"task.path={file} is a file, and this task keeps training and test questions in two. "
+            "Type task.path=DIRECTORY with train.jsonl and test.jsonl."
+        )
+    return file
+
+
+def _names(source: Source, split: str, of_heldout: bool) -> list[str]:
+    """What the files of a role may be called: as the split, as the set itself, as people call an evaluation."""
+    return [split, *([source.file] if source.file else []), *(["test"] if of_heldout and source.test else [])]
+
+
+def _files_of(folder: Path, names: list[str], hub_config: str) -> list[Path]:
+    """The files of the first of `names` that a folder has, as people keep them or as the hub does."""
+    for inside in (folder, folder / "data", folder / hub_config):
+        for name in names:
+            for pattern in (f"{name}.jsonl", f"{name}.parquet", f"{name}-*-of-*.parquet"):
+                if files := sorted(inside.glob(pattern)):
+                    return files
+    raise ConfigError(
+        f"task.path={folder} has no {names[0]}.jsonl, and no {names[0]}.parquet. Put the rows there, or name a file: "
+        "task.path=FILE.jsonl."
+    )
+
+
+def _read_file(file: Path) -> Iterator[Located]:
+    return _read_jsonl(file) if file.suffix == ".jsonl" else _read_parquet(file)
+
+
+def _read_jsonl(file: Path) -> Iterator[Located]:
+    """A row a line; blank lines are none."""
     with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
-            try:
-                rows.append(json.loads(line))
-            except ValueError as error:  # no JSON, or no UTF-8
-                raise ConfigError(f"{file}:{number} is not JSON ({error}). Check task.path.") from error
-            if not isinstance(rows[-1], dict):
-                raise ConfigError(f"{file}:{number} is JSON but no object: {line[:80]!r}. Check task.path.")
-    return rows
+            if line.strip():
+                yield f"{file}:{number}", _parsed(line)
 
 
-def _read_hub(path: str, split: str, hub_config: str) -> list[dict[str, Any]]:
+def _parsed(line: bytes) -> dict[str, Any] | BadRow:
+    try:
+        row = json.loads(line.decode())
+    except UnicodeDecodeError as error:
+        return BadRow(f"is not UTF-8 ({error.reason} at byte {error.start})")
+    except ValueError as error:
+        return BadRow(f"is not JSON ({error})")
+    except RecursionError:
+        return BadRow("is nested too deeply")
+    return row if isinstance(row, dict) else BadRow(f"is JSON but no object: {line[:80]!r}")
+
+
+def _read_parquet(file: Path) -> Iterator[Located]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        opened = pyarrow.parquet.ParquetFile(file)
+    except (OSError, pyarrow.ArrowException) as error:
+        raise ConfigError(f"{file} is no parquet file ({first_line(error)}). Check task.path.") from error
+    with opened:
+        yield from _of_batches(str(file), opened.iter_batches(BATCH_ROWS))
+
+
+def _of_batches(name: str, batches: Iterable[Any]) -> Iterator[Located]:
+    """Rows of Arrow batches or tables. One whose text is not UTF-8 costs itself, not its batch."""
+    number = 0
+    for batch in batches:
+        try:
+            rows: list[dict[str, Any] | BadRow] = batch.to_pylist()
+        except UnicodeDecodeError:
+            rows = [_decoded(batch.slice(n, 1)) for n in range(batch.num_rows)]
+        for row in rows:
+            yield f"{name}, row {number},", row
+            number += 1
+
+
+def _decoded(row: Any) -> dict[str, Any] | BadRow:
+    try:
+        return row.to_pylist()[0]
+    except UnicodeDecodeError as error:
+        return BadRow(f"is not UTF-8 ({error.reason})")
+
+
+def _read_hub(path: str, split: str, hub_config: str) -> Iterator[Located]:
     from datasets import load_dataset
 
     try:
-        return load_dataset(path, hub_config, split=split).to_list()
+        rows = load_dataset(path, hub_config, split=split)
     except (OSError, ValueError, RuntimeError) as error:  # offline, unknown id, unknown split
         raise ConfigError(
-            f"the question set {path!r} is no local directory and could not be loaded from the hub "
-            f"({type(error).__name__}: {first_line(error)}). "
-            "Type task.path=DIRECTORY with train.jsonl and test.jsonl."
+            f"the question set {path!r} is no local file or directory, and could not be loaded from the hub "
+            f"({type(error).__name__}: {first_line(error)}). Type task.path=DIRECTORY with {split}.jsonl or "
+            f"{split}.parquet, or task.path=FILE.jsonl."
         ) from error
+    yield from _of_batches(path, rows.with_format("arrow").iter(BATCH_ROWS))

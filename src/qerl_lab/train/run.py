@@ -77,7 +77,7 @@ def run(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> int:
             return INTERRUPTED
         if not session.ranks.is_first:
             return learn(session, None)
-        directory.write_environment()
+        directory.write_environment(session.data.task.data)
         times = directory.sessions()
         times.begin(started, directory.last_logged())
         print(opening(session), flush=True)
@@ -97,7 +97,9 @@ def build(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> Session:
     saved = directory.starting_point(cfg)
     on_disk.check(local_folder(cfg.model.path, cfg.model.revision), cfg)  # of one from the hub for the first time
     task = tasks.load(cfg.task)
-    notes = preflight.cut_questions(cfg, len(task.train), len(task.heldout))
+    if saved:
+        directory.refuse_other_data(task.data)
+    notes = [*task.warnings, *preflight.cut_questions(cfg, len(task.train), len(task.heldout))]
     learner = policy.build(cfg, device)
     if saved:
         saved.refuse_other_device(*computes_on(learner))

@@ -54,7 +54,7 @@ def test_code_diff_brings_a_clean_checkout_to_what_ran(checkout: Path, run_dir: 
     commit(checkout)
     (checkout / "src" / "a.py").write_text("x = 2\n")
     (checkout / "src" / "new.py").write_text("y = 1\n")
-    environment.write_environment(run_dir)
+    environment.write_environment(run_dir, {})
     assert "# untracked: src/new.py" in (run_dir / "code.diff").read_text()
     git(checkout, "checkout", "-q", ".")
     git(checkout, "apply", str(run_dir / "code.diff"))
@@ -75,21 +75,22 @@ def test_a_package_installed_inside_another_repository_has_no_commit(
     (inside / "src").mkdir(parents=True)
     monkeypatch.setattr(environment, "CHECKOUT", inside.resolve())
     assert environment.git_state() == ("unknown", False)
-    environment.write_environment(run_dir)
+    environment.write_environment(run_dir, {})
     assert (run_dir / "code.diff").read_text().startswith("# no checkout")
 
 
 def test_missing_git_is_no_failure(run_dir: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    environment.write_environment(run_dir)
+    environment.write_environment(run_dir, {})
     env = json.loads((run_dir / "env.json").read_text())
     assert (env["git_sha"], env["dirty"]) == ("unknown", False)
 
 
 def test_environment_says_on_what_it_ran(checkout: Path, run_dir: Path) -> None:
     sha = commit(checkout)
-    environment.write_environment(run_dir)
+    environment.write_environment(run_dir, {"training_questions": 9})
     env = json.loads((run_dir / "env.json").read_text())
+    assert env["data"] == {"training_questions": 9}
     assert env["git_sha"] == sha
     assert env["python"] == ".".join(map(str, sys.version_info[:3]))
     assert env["packages"]["mlflow"]
@@ -102,7 +103,7 @@ def test_no_secret_is_written(run_dir: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("HF_TOKEN", "tok-123")
     monkeypatch.delenv(environment.COMMAND, raising=False)
     monkeypatch.setattr(sys, "orig_argv", ["qerl_lab", "tracking.uri=http://me:pw-456@host:5000/x", "seed=1"])
-    environment.write_environment(run_dir)
+    environment.write_environment(run_dir, {})
     written = (run_dir / "env.json").read_text()
     assert "tok-123" not in written
     assert "pw-456" not in written
@@ -112,7 +113,7 @@ def test_no_secret_is_written(run_dir: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_a_password_that_was_typed_into_a_file_is_not_in_the_diff(checkout: Path, run_dir: Path) -> None:
     commit(checkout)
     (checkout / "src" / "a.py").write_text("uri = 'http://me:pw-456@host'\n")
-    environment.write_environment(run_dir)
+    environment.write_environment(run_dir, {})
     assert "pw-456" not in (run_dir / "code.diff").read_text()
     assert "http://***@host" in (run_dir / "code.diff").read_text()
 
@@ -123,7 +124,7 @@ def test_what_was_typed_is_kept_without_its_secrets(run_dir: Path, monkeypatch: 
         environment.WORDS, '["seed=1", "task.instruction=two words", "task.path=https://me:pw-456@host/a"]'
     )
     monkeypatch.setenv(environment.SWEEP, "adhoc/20260131-120000")
-    environment.write_environment(run_dir)
+    environment.write_environment(run_dir, {})
     env = json.loads((run_dir / "env.json").read_text())
     assert env["command"] == "python -m qerl_lab -m task.path=https://***@host/a seed=0,1"
     assert env["words"] == ["seed=1", "task.instruction=two words", "task.path=https://***@host/a"]
@@ -131,10 +132,10 @@ def test_what_was_typed_is_kept_without_its_secrets(run_dir: Path, monkeypatch: 
 
 
 def test_a_resumed_run_keeps_its_first_environment(run_dir: Path) -> None:
-    environment.write_environment(run_dir)
+    environment.write_environment(run_dir, {})
     first = (run_dir / "env.json").read_bytes()
-    environment.write_environment(run_dir)
-    environment.write_environment(run_dir)
+    environment.write_environment(run_dir, {})
+    environment.write_environment(run_dir, {})
     assert (run_dir / "env.json").read_bytes() == first
     names = ["code.2.diff", "code.3.diff", "code.diff", "env.2.json", "env.3.json", "env.json"]
     assert sorted(path.name for path in run_dir.iterdir()) == names

@@ -55,6 +55,19 @@ def test_a_sound_directory_goes_on_from_its_newest_checkpoint(run_dir: Path) -> 
     saved.refuse_other_device("cpu", "f")
 
 
+@pytest.mark.parametrize("role", ["training", "heldout"])
+def test_other_questions_than_a_run_began_with_are_refused(run_dir: Path, role: str) -> None:
+    data = {"training_questions": 9, "training_sha256": "a" * 64, "heldout_questions": 4, "heldout_sha256": "b" * 64}
+    run = RunDirectory(run_dir)
+    run.refuse_other_data(data)  # a record of an older version says nothing of them
+    run.write_environment(data)
+    run.refuse_other_data(data)
+    with pytest.raises(
+        ConfigError, match=f"the {role} questions are not those that the run began with: 3 of SHA-256 c"
+    ):
+        run.refuse_other_data(data | {f"{role}_questions": 3, f"{role}_sha256": "c" * 64})
+
+
 def cut(path: Path, share: float) -> None:
     path.write_bytes(path.read_bytes()[: int(share * path.stat().st_size)])
 

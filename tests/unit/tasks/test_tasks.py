@@ -1,4 +1,4 @@
-"""Questions: train and held-out sets, what a policy is asked, and the refusals of data that cannot be read."""
+"""Questions: train and held-out sets, and what a policy is asked."""
 
 import hashlib
 import json
@@ -9,19 +9,18 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from qerl_lab import tasks
 from qerl_lab.config import files
-from qerl_lab.config.option import ConfigError
 from qerl_lab.config.rules import from_dict
 from qerl_lab.config.schema import PAPER_INSTRUCTION, ArithmeticConfig, TaskConfig
 from qerl_lab.pocket.teacher import examples
-from qerl_lab.tasks import arithmetic, bigmath, gsm8k
+from qerl_lab.tasks import arithmetic
 
-GSM8K = Path(__file__).parents[3].parent / "shared" / "data" / "gsm8k"
 DIFFICULTIES = [
     {},
     {"min_steps": 1, "max_steps": 1, "max_operand": 20},
@@ -230,13 +229,13 @@ def test_the_instruction_is_in_the_chat_that_the_policy_reads(tiny, build_policy
     assert text.endswith("assistant\n")
 
 
-# --- GSM8K and BigMath
+# --- GSM8K
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     write(tmp_path, "train", ROWS)
-    write(tmp_path, "test", ROWS[:1])
+    write(tmp_path, "test", [ROWS[0] | {"question": "Held out?"}])
     return tmp_path
 
 
@@ -247,105 +246,10 @@ def test_gsm8k_reads_a_local_directory(folder: Path) -> None:
     assert [question.prompt for question in task.train] == [row["question"] for row in ROWS]
     assert [question.id for question in task.heldout] == ["gsm8k-test-0"]
     assert earned(task, "<think>x</think><answer>1,005</answer>", task.train[1].answer) == pytest.approx(1.2)
-    assert gsm8k.train(TaskConfig(name="gsm8k", path=str(folder), train_questions=2)) == task.train[:2]
+    assert tasks.load(replace(cfg, train_questions=2)).train == task.train[:2]
 
 
 def test_a_benchmark_needs_no_training_file(folder: Path) -> None:
     (folder / "train.jsonl").unlink()
     task = tasks.benchmark(TaskConfig(name="gsm8k", path=str(folder)))
-    assert (task.train, [question.prompt for question in task.heldout]) == ([], [ROWS[0]["question"]])
-
-
-@pytest.mark.skipif(not GSM8K.is_dir(), reason="no copy of GSM8K beside the repository")
-def test_gsm8k_whole() -> None:
-    task = tasks.load(TaskConfig(name="gsm8k", path=str(GSM8K)))
-    assert (len(task.train), len(task.heldout)) == (7473, 1319)
-    questions = task.train + task.heldout
-    scores = task.grade([f"<think>x</think><answer>{question.answer}</answer>" for question in questions], questions)
-    assert all(values.all() for values in scores.values())
-    assert not {question.prompt for question in task.train} & {question.prompt for question in task.heldout}
-
-
-def test_bigmath_holds_out_a_share_by_text(tmp_path: Path) -> None:
-    rows = [{"prompt": f"Problem {n}", "solution": str(n)} for n in range(2000)]
-    cfg = TaskConfig(name="bigmath", path=write(tmp_path, "train", rows))
-    train, heldout = bigmath.train(cfg), bigmath.heldout(cfg)
-    assert len(train) + len(heldout) == 2000
-    assert 10 < len(heldout) < 60
-    assert not {question.prompt for question in train} & {question.prompt for question in heldout}
-    assert all(question.id == f"bigmath-{question.answer}" for question in train + heldout)
-
-
-def refusal(path: str) -> str:
-    with pytest.raises(ConfigError) as caught:
-        tasks.load(TaskConfig(name="gsm8k", path=path))
-    return str(caught.value)
-
-
-def test_a_missing_file_is_named(folder: Path) -> None:
-    (folder / "test.jsonl").unlink()
-    assert f"task.path={folder} has no test.jsonl" in refusal(str(folder))
-
-
-@pytest.mark.parametrize(("line", "reason"), [
-    (b"{not json}", "is not JSON"), (b'{"question": "cut', "is not JSON"), (b"", "is not JSON"),
-    (b"\xff\xfe{}", "is not JSON"),
-    (b"[1, 2]", "no object"), (b"3", "no object"), (b"null", "no object"),
-])  # fmt: skip
-def test_a_line_that_is_no_row_is_named(folder: Path, line: bytes, reason: str) -> None:
-    file = folder / "train.jsonl"
-    file.write_bytes(file.read_bytes() + line + b"\n")
-    message = refusal(str(folder))
-    assert f"{file}:4 " in message
-    assert reason in message
-
-
-@pytest.mark.parametrize(("row", "named"), [
-    ({"question": "Two?"}, "lacks text in ['answer']; it has ['question']"),
-    ({"question": "Two?", "answer": 2}, "lacks text in ['answer']"),
-    ({"question": None, "answer": "#### 2"}, "lacks text in ['question']"),
-])  # fmt: skip
-def test_a_missing_column_is_named(folder: Path, row: dict[str, object], named: str) -> None:
-    message = refusal(write(folder, "train", [*ROWS, row]))
-    assert "row 3" in message
-    assert named in message
-
-
-@pytest.mark.parametrize("answer", ["4", "", "#### four", "####", "#### 1 and 2"])
-def test_a_row_without_a_gold_number_is_named(folder: Path, answer: str) -> None:
-    assert "row 3 has no number after `####`" in refusal(write(folder, "train", [*ROWS, ROWS[0] | {"answer": answer}]))
-
-
-@pytest.mark.parametrize("error", [
-    ConnectionError("Couldn't reach the hub\nmore"), ConnectionError(), FileNotFoundError("no such dataset"),
-    ValueError("unknown split"), RuntimeError(""),
-], ids=repr)  # fmt: skip
-def test_an_unreachable_hub_is_a_message_and_not_a_crash(monkeypatch, error: Exception) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise error
-
-    monkeypatch.setattr("datasets.load_dataset", fail)
-    message = refusal("someone/no-such-set")
-    assert (
-        f"'someone/no-such-set' is no local directory and could not be loaded from the hub ({type(error).__name__}"
-        in message
-    )
-    assert "task.path=DIRECTORY" in message
-    assert "\n" not in message
-
-
-def test_the_hub_is_asked_for_the_papers_sets(monkeypatch) -> None:
-    asked = []
-
-    def fail(*args: object, **keywords: object) -> None:
-        asked.append((*args, keywords["split"]))
-        raise OSError("offline")
-
-    monkeypatch.setattr("datasets.load_dataset", fail)
-    for name in ("gsm8k", "bigmath"):
-        with pytest.raises(ConfigError):
-            tasks.load(TaskConfig(name=name))
-    assert asked == [
-        ("openai/gsm8k", "main", "train"),
-        ("open-r1/Big-Math-RL-Verified-Processed", "level_3_4_5", "train"),
-    ]
+    assert (task.train, [question.prompt for question in task.heldout]) == ([], ["Held out?"])

@@ -1,0 +1,383 @@
+"""Question sets from files and from the hub: what is read, what is left out, what is refused."""
+
+import json
+import random
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+import hub_rows
+from qerl_lab import tasks
+from qerl_lab.config.option import ConfigError
+from qerl_lab.config.schema import BigMathConfig, ColumnsConfig, TaskConfig
+
+SHARED = Path(__file__).parents[3].parent / "shared" / "data"
+TRAINED, JUDGED = ("gsm8k", "bigmath", "dapo_math"), ("math500", "aime24", "aime25", "amc23")
+MANY = 200  # rows of which one may be bad
+
+
+def gsm8k(folder: Path, bad: list[Any] = (), good: int = MANY) -> TaskConfig:
+    """A folder of GSM8K with bad training rows behind the good ones."""
+    hub_rows.write_jsonl(folder / "train.jsonl", [*map(hub_rows.gsm8k, range(good)), *bad])
+    hub_rows.write_jsonl(folder / "test.jsonl", [hub_rows.gsm8k(n) for n in range(1000, 1010)])
+    return TaskConfig(name="gsm8k", path=str(folder))
+
+
+def refusal(cfg: TaskConfig) -> str:
+    with pytest.raises(ConfigError) as caught:
+        tasks.load(cfg)
+    return str(caught.value)
+
+
+# --- every set
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+@pytest.mark.parametrize("name", hub_rows.SETS)
+def test_a_set_is_read_with_the_columns_of_the_hub(tmp_path: Path, name: str, suffix: str) -> None:
+    make, stem, answer = hub_rows.SETS[name]
+    write = hub_rows.write_jsonl if suffix == "jsonl" else hub_rows.write_parquet
+    write(tmp_path / f"{stem}.{suffix}", [make(n) for n in range(400)])
+    cfg = TaskConfig(name=name, path=str(tmp_path))
+    found = tasks.benchmark(cfg).heldout
+    if name in ("bigmath", "dapo_math"):
+        found = [*found, *tasks.load(cfg).train]
+    assert len({question.id for question in found}) == len(found) == 400
+    assert [question.answer for question in found if re.search(r"\b7\b", question.prompt)] == [answer]
+    assert all("Answer:" not in question.prompt for question in found), "a set's own wish for a format is cut off"
+    texts = [f"<think>x</think><answer>{question.answer}</answer>" for question in found[:8]]
+    scores = tasks.benchmark(cfg).grade(texts, found[:8])
+    assert all(values.all() for values in scores.values()), "a gold answer is right"
+
+
+@pytest.mark.parametrize("name", JUDGED)
+def test_a_set_for_evaluation_is_refused_as_a_training_task(tmp_path: Path, name: str) -> None:
+    make, stem, _ = hub_rows.SETS[name]
+    hub_rows.write_jsonl(tmp_path / f"{stem}.jsonl", [make(n) for n in range(9)])
+    message = refusal(TaskConfig(name=name, path=str(tmp_path)))
+    assert f"task={name} is for evaluation only" in message
+    assert "Type one to train on: task=arithmetic" in message
+    assert not any(other in message.split("Type")[1] for other in JUDGED)
+
+
+@pytest.mark.parametrize("name", ["bigmath", "dapo_math"])
+def test_a_set_without_a_test_split_holds_a_share_out_by_text(tmp_path: Path, name: str) -> None:
+    """Whatever the order of its rows, and also where they are asked for as a benchmark."""
+    make, stem, _ = hub_rows.SETS[name]
+    rows = [make(n) for n in range(2000)]
+    cfg = TaskConfig(name=name, path=str(hub_rows.write_jsonl(tmp_path / f"{stem}.jsonl", rows)))
+    task = tasks.load(cfg)
+    prompts = {question.prompt for question in task.train}
+    assert len(prompts) + len(task.heldout) == 2000
+    assert 10 < len(task.heldout) < 60
+    assert not prompts & {question.prompt for question in task.heldout}
+    random.Random(0).shuffle(rows)
+    other = hub_rows.write_jsonl(tmp_path / "other.jsonl", rows)
+    again = tasks.benchmark(replace(cfg, path=str(other))).heldout
+    assert {question.prompt for question in again} == {question.prompt for question in task.heldout}
+
+
+@pytest.mark.parametrize(("name", "kept"), [
+    ("data/train.jsonl", True), ("main/train-00000-of-00002.parquet", True), ("train.parquet", True),
+    ("train.json", False), ("other/train.jsonl", False), ("train-2.parquet", False),
+])  # fmt: skip
+def test_a_folder_may_lie_as_on_the_hub(tmp_path: Path, name: str, kept: bool) -> None:
+    cfg, file = gsm8k(tmp_path), tmp_path / name
+    (tmp_path / "train.jsonl").unlink()
+    file.parent.mkdir(exist_ok=True)
+    (hub_rows.write_parquet if file.suffix == ".parquet" else hub_rows.write_jsonl)(file, [hub_rows.gsm8k(5)])
+    if kept:
+        assert [question.answer for question in tasks.load(cfg).train] == ["6"]
+    else:
+        assert f"task.path={tmp_path} has no train.jsonl, and no train.parquet" in refusal(cfg)
+
+
+def test_the_parts_of_a_split_are_read_in_order(tmp_path: Path) -> None:
+    cfg = gsm8k(tmp_path)
+    (tmp_path / "train.jsonl").unlink()
+    for part in (1, 0):
+        hub_rows.write_parquet(tmp_path / f"train-0000{part}-of-00002.parquet", [hub_rows.gsm8k(part)])
+    assert [question.answer for question in tasks.load(cfg).train] == ["1", "2"]
+
+
+def test_dapos_file_keeps_its_name(tmp_path: Path) -> None:
+    hub_rows.write_parquet(tmp_path / "data" / "dapo-math-17k.parquet", [hub_rows.dapo(n) for n in range(70)])
+    assert len(tasks.load(TaskConfig(name="dapo_math", path=str(tmp_path))).train) > 50
+
+
+def test_rows_that_dapo_repeats_count_once_and_other_rows_of_one_id_are_bad(tmp_path: Path) -> None:
+    rows = [hub_rows.dapo(n % 150) for n in range(1500)]
+    cfg = TaskConfig(name="dapo_math", path=str(hub_rows.write_jsonl(tmp_path / "train.jsonl", rows)))
+    task = tasks.load(cfg)
+    assert len(task.train) + len(task.heldout) == 150
+    assert task.warnings == ()
+    hub_rows.write_jsonl(tmp_path / "train.jsonl", [*rows, hub_rows.dapo(3) | {"prompt": "Other?"}])
+    (said,) = tasks.load(cfg).warnings
+    assert "1 of 1,501 rows are bad and left out" in said
+    assert "train.jsonl:1501 has the id '9a9b6eb4-0003' of a row before it" in said
+
+
+@pytest.mark.parametrize(("levels", "count"), [("3-5", 300), ("4-5", 200), ("all", 500)])
+def test_bigmath_takes_the_levels_that_are_asked_for(tmp_path: Path, levels: str, count: int) -> None:
+    rows = [hub_rows.bigmath(n) | {"level": (n % 5 + 1, f"Level {n % 5 + 1}")[n % 2]} for n in range(500)]
+    hub_rows.write_jsonl(tmp_path / "train.jsonl", rows)
+    cfg = TaskConfig(name="bigmath", path=str(tmp_path), bigmath=BigMathConfig(levels))
+    task = tasks.load(cfg)
+    assert (len(task.train) + len(task.heldout), task.warnings) == (count, ())
+
+
+def test_bigmath_says_that_rows_have_no_level_and_counts_one_that_is_none(tmp_path: Path) -> None:
+    rows = [hub_rows.bigmath(n) for n in range(MANY)]
+    cfg = TaskConfig(name="bigmath", path=str(tmp_path))
+    hub_rows.write_jsonl(tmp_path / "train.jsonl", rows)
+    assert [said for said in tasks.load(cfg).warnings if "200 rows have no level" in said]
+    hub_rows.write_jsonl(
+        tmp_path / "train.jsonl", [*({**row, "level": 4} for row in rows), rows[0] | {"level": "hard"}]
+    )
+    (said,) = tasks.load(cfg).warnings
+    assert "train.jsonl:201 has the level 'hard'; levels are 1 to 5" in said
+
+
+# --- bad rows
+
+
+@pytest.mark.parametrize(("row", "said"), [
+    ({"question": "Two?"}, "has no 'answer'; it has ['question']"),
+    ({"question": "Two?", "answer": 2}, "has no text in 'answer', but int"),
+    ({"question": None, "answer": "#### 2"}, "has no 'question'"),
+    ({"question": " ", "answer": "#### 2"}, "has nothing in 'question'"),
+    ({"question": ["Two?"], "answer": "#### 2"}, "has no text in 'question', but list"),
+    *(({"question": "Two?", "answer": answer}, "has no number after `####`")
+      for answer in ("4", "#### four", "####", "#### 1 and 2")),
+    ([1, 2], "is JSON but no object"), (3, "is JSON but no object"), (None, "is JSON but no object"),
+])  # fmt: skip
+def test_a_bad_row_is_left_out_counted_and_named(tmp_path: Path, row: Any, said: str) -> None:
+    cfg = gsm8k(tmp_path, [row])
+    task = tasks.load(cfg)
+    assert (len(task.train), task.data["training_rows_left_out"], task.data["heldout_rows_left_out"]) == (MANY, 1, 0)
+    (warning,) = task.warnings
+    assert f"1 of 201 rows are bad and left out; the first: {tmp_path / 'train.jsonl'}:201 {said}" in warning
+
+
+@pytest.mark.parametrize(("line", "said"), [
+    (b"{not json}", "is not JSON"), (b'{"question": "cut', "is not JSON"),
+    (b'{"question": "\xff\xfe", "answer": "#### 1"}', "is not UTF-8 (invalid start byte at byte 14)"),
+    (b'{"question": "\\ud800", "answer": "#### 1"}', "has half a character (a lone surrogate) in 'question'"),
+    (b"[" * 100_000, "is nested too deeply"), (b'{"question": ' + b"9" * 5000 + b"}", "is not JSON"),
+])  # fmt: skip
+def test_a_line_that_is_no_row_is_left_out_counted_and_named(tmp_path: Path, line: bytes, said: str) -> None:
+    cfg = gsm8k(tmp_path)
+    file = tmp_path / "train.jsonl"
+    file.write_bytes(line + b"\n\n" + file.read_bytes() + b"\n")
+    task = tasks.load(cfg)
+    assert len(task.train) == MANY, "blank lines are no rows"
+    assert f"train.jsonl:1 {said}" in task.warnings[0]
+
+
+def test_parquet_text_that_is_not_utf8_costs_one_row(tmp_path: Path) -> None:
+    cfg = gsm8k(tmp_path)
+    rows = [hub_rows.gsm8k(n) for n in range(MANY)]
+    texts = pyarrow.array([row["question"].encode() for row in rows[:-1]] + [b"\xff"]).view(pyarrow.string())
+    table = pyarrow.table({"question": texts, "answer": [row["answer"] for row in rows]})
+    (tmp_path / "train.jsonl").unlink()
+    pyarrow.parquet.write_table(table, tmp_path / "train.parquet")
+    task = tasks.load(cfg)
+    assert len(task.train) == MANY - 1
+    assert "train.parquet, row 199, is not UTF-8" in task.warnings[0]
+
+
+def test_a_broken_parquet_file_is_named(tmp_path: Path) -> None:
+    cfg = gsm8k(tmp_path)
+    (tmp_path / "train.jsonl").rename(tmp_path / "train.parquet")
+    assert f"{tmp_path / 'train.parquet'} is no parquet file" in refusal(cfg)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_more_than_one_bad_row_in_a_hundred_is_an_error(tmp_path: Path, count: int) -> None:
+    cfg = gsm8k(tmp_path, [{"question": "Two?"}] * count, good=200 - count)
+    if count == 2:
+        assert len(tasks.load(cfg).train) == 198
+        return
+    message = refusal(cfg)
+    assert "3 of 200 rows are bad and left out; the first: " in message
+    assert "train.jsonl:198 has no 'answer'" in message
+    assert "more than 1% is an error. Check task.path, or say which columns to read: task.columns.question=" in message
+
+
+@pytest.mark.parametrize(("name", "change", "said"), [
+    ("math500", {"answer": r"\\frac{1}{2"}, "has braces that do not close in 'answer'"),
+    ("math500", {"answer": "}{"}, "has braces that do not close"),
+    ("math500", {"answer": [1]}, "has no text in 'answer', but list"),
+    ("math500", {"answer": True}, "has no text in 'answer', but bool"),
+    ("math500", {"answer": ""}, "has nothing in 'answer'"),
+    ("math500", {"unique_id": None}, "has no 'unique_id'"),
+    ("math500", {"unique_id": "test/algebra/7.json"}, "has the id 'test/algebra/7.json' of a row before it"),
+    ("aime24", {"answer": "1000"}, "has no whole number from 0 to 999 in 'answer': '1000'"),
+    ("aime25", {"answer": "x"}, "has no whole number from 0 to 999 in 'answer': 'x'"),
+    ("aime25", {"id": "7"}, "has the id '7' of a row before it"),
+    ("amc23", {"answer": float("nan")}, "has no text in 'answer', but float"),
+    ("amc23", {"answer": "seven"}, "has no number in 'answer': 'seven'"),
+    ("dapo_math", {"reward_model": {"style": "rule"}}, "has no 'reward_model.ground_truth'"),
+    ("dapo_math", {"reward_model": "34"}, "has no 'reward_model.ground_truth'"),
+    ("dapo_math", {"prompt": []}, "has no message of a user at the end of 'prompt'"),
+    ("dapo_math", {"prompt": [{"role": "assistant", "content": "?"}]}, "has no message of a user"),
+    ("bigmath", {"solution": None}, "has no 'solution'"),
+])  # fmt: skip
+def test_a_bad_row_of_each_set_is_named(tmp_path: Path, name: str, change: dict[str, Any], said: str) -> None:
+    make, stem, _ = hub_rows.SETS[name]
+    rows = [*map(make, range(MANY)), make(MANY) | change]
+    hub_rows.write_jsonl(tmp_path / f"{stem}.jsonl", rows)
+    task = tasks.benchmark(TaskConfig(name=name, path=str(tmp_path), bigmath=BigMathConfig("all")))
+    (warning,) = task.warnings
+    assert f"{stem}.jsonl:201 {said}" in warning
+    assert task.data["heldout_rows_left_out"] == 1
+
+
+def test_escaped_braces_close_nothing(tmp_path: Path) -> None:
+    file = hub_rows.write_jsonl(
+        tmp_path / "a.jsonl", [hub_rows.math500(1) | {"answer": r"\\left\\{1, \\frac{1}{2}\\right."}]
+    )
+    assert len(tasks.benchmark(TaskConfig(name="math500", path=str(file))).heldout) == 1
+
+
+def test_a_training_question_that_is_held_out_too_is_left_out(tmp_path: Path) -> None:
+    cfg = gsm8k(tmp_path, [hub_rows.gsm8k(1003)])
+    task = tasks.load(cfg)
+    assert len(task.train) == MANY
+    assert "1 of 201 rows are bad and left out; the first: gsm8k-train-200 is held out too" in task.warnings[0]
+    cfg = gsm8k(tmp_path, [hub_rows.gsm8k(n) for n in range(1000, 1010)])
+    assert "10 of 210 rows are bad" in refusal(cfg)
+
+
+# --- keys
+
+
+def test_columns_may_have_other_names_and_lie_in_a_struct(tmp_path: Path) -> None:
+    rows = [{"meta": {"q": f"Q {n}", "key": n}, "gold": f"#### {n}"} for n in range(20)]
+    hub_rows.write_jsonl(tmp_path / "train.jsonl", rows[:10])
+    hub_rows.write_jsonl(tmp_path / "test.jsonl", rows[10:])
+    columns = ColumnsConfig(question="meta.q", answer="gold", id="meta.key")
+    task = tasks.load(TaskConfig(name="gsm8k", path=str(tmp_path), columns=columns))
+    assert [(question.id, question.prompt, question.answer) for question in task.train[:2]] == [
+        ("gsm8k-0", "Q 0", "0"), ("gsm8k-1", "Q 1", "1"),
+    ]  # fmt: skip
+
+
+def test_an_empty_id_numbers_the_rows(tmp_path: Path) -> None:
+    row = {"problem": "Half of one?", "answer": "1/2"}
+    cfg = TaskConfig(name="math500", path=str(hub_rows.write_jsonl(tmp_path / "a.jsonl", [row])))
+    with pytest.raises(ConfigError, match=re.escape("task.columns.id=NAME (empty numbers the rows)")):
+        tasks.benchmark(cfg)
+    assert tasks.benchmark(replace(cfg, columns=ColumnsConfig(id=""))).heldout[0].id == "math500-test-0"
+
+
+def test_one_file_serves_an_evaluation_and_not_a_training_with_two_splits(tmp_path: Path) -> None:
+    gsm8k(tmp_path)
+    cfg = TaskConfig(name="gsm8k", path=str(tmp_path / "test.jsonl"))
+    assert len(tasks.benchmark(cfg).heldout) == 10
+    assert "keeps training and test questions in two. Type task.path=DIRECTORY" in refusal(cfg)
+
+
+@pytest.mark.parametrize(("name", "said"), [
+    ("rows.csv", "is a file that is neither .jsonl nor .parquet"), ("none.jsonl", "is not there"),
+])  # fmt: skip
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, name: str, said: str) -> None:
+    (tmp_path / "rows.csv").touch()
+    message = refusal(TaskConfig(name="bigmath", path=str(tmp_path / name)))
+    assert f"task.path={tmp_path / name} {said}" in message
+
+
+# --- the hub
+
+
+@pytest.mark.parametrize("error", [
+    ConnectionError("Couldn't reach the hub\nmore"), ConnectionError(), FileNotFoundError("no such dataset"),
+    ValueError("unknown split"), RuntimeError(""),
+], ids=repr)  # fmt: skip
+def test_an_unreachable_hub_is_a_message_and_not_a_crash(monkeypatch, error: Exception) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("datasets.load_dataset", fail)
+    message = refusal(TaskConfig(name="gsm8k", path="someone/no-such-set"))
+    assert (
+        "'someone/no-such-set' is no local file or directory, and could not be loaded from the hub "
+        f"({type(error).__name__}"
+    ) in message
+    assert "Type task.path=DIRECTORY with train.jsonl or train.parquet, or task.path=FILE.jsonl." in message
+    assert "\n" not in message
+
+
+def test_the_hub_is_asked_for_the_right_sets(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def fail(*args: object, **keywords: object) -> None:
+        asked.append((*args, keywords["split"]))
+        raise OSError("offline")
+
+    monkeypatch.setattr("datasets.load_dataset", fail)
+    for name in TRAINED:
+        with pytest.raises(ConfigError):
+            tasks.load(TaskConfig(name=name))
+    with pytest.raises(ConfigError):
+        tasks.load(TaskConfig(name="bigmath", bigmath=BigMathConfig("4-5")))
+    for name in ("gsm8k", *JUDGED):
+        with pytest.raises(ConfigError):
+            tasks.benchmark(TaskConfig(name=name))
+    assert asked == [
+        ("openai/gsm8k", "main", "train"),
+        ("open-r1/Big-Math-RL-Verified-Processed", "level_3_4_5", "train"),
+        ("BytedTsinghua-SIA/DAPO-Math-17k", "default", "train"),
+        ("open-r1/Big-Math-RL-Verified-Processed", "level_4_5", "train"),
+        ("openai/gsm8k", "main", "test"),
+        ("HuggingFaceH4/MATH-500", "default", "test"),
+        ("HuggingFaceH4/aime_2024", "default", "train"),
+        ("math-ai/aime25", "default", "test"),
+        ("math-ai/amc23", "default", "test"),
+    ]
+
+
+def test_rows_of_the_hub_are_those_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    rows = [hub_rows.aime24(n) for n in range(30)]
+    monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: datasets.Dataset.from_list(rows))
+    file = hub_rows.write_jsonl(tmp_path / "rows.jsonl", rows)
+    loaded = tasks.benchmark(TaskConfig(name="aime24"))
+    assert loaded.heldout == tasks.benchmark(TaskConfig(name="aime24", path=str(file))).heldout
+    assert loaded.heldout[3].id == "aime24-63"
+
+
+# --- the record, and real data
+
+
+def test_the_record_tells_other_data_from_the_same(tmp_path: Path) -> None:
+    before = tasks.load(gsm8k(tmp_path)).data
+    assert before == tasks.load(gsm8k(tmp_path)).data
+    assert (before["training_questions"], before["heldout_questions"]) == (MANY, 10)
+    text = (tmp_path / "train.jsonl").read_text().replace("What is 7 + 1", "What is 1 + 7")
+    (tmp_path / "train.jsonl").write_text(text)
+    after = tasks.load(TaskConfig(name="gsm8k", path=str(tmp_path))).data
+    assert {key for key in before if before[key] != after[key]} == {"training_sha256"}
+    json.dumps(after)
+
+
+@pytest.mark.skipif(not (SHARED / "gsm8k").is_dir(), reason="no copy of GSM8K beside the repository")
+def test_gsm8k_whole() -> None:
+    task = tasks.load(TaskConfig(name="gsm8k", path=str(SHARED / "gsm8k")))
+    assert (len(task.train), len(task.heldout), task.warnings) == (7473, 1319, ())
+    questions = task.train + task.heldout
+    scores = task.grade([f"<think>x</think><answer>{question.answer}</answer>" for question in questions], questions)
+    assert all(values.all() for values in scores.values())
+
+
+@pytest.mark.skipif(not (SHARED / "math500").is_dir(), reason="no copy of MATH-500 beside the repository")
+def test_math500_whole() -> None:
+    task = tasks.benchmark(TaskConfig(name="math500", path=str(SHARED / "math500")))
+    assert (len(task.heldout), task.warnings) == (500, ())
+    assert len({question.id for question in task.heldout}) == 500
