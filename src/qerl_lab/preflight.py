@@ -20,7 +20,7 @@ from qerl_lab.config.arm import leaves
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.rules import build, check_engine_on_cpu
 from qerl_lab.config.schema import DENSE_FORMAT, RunConfig, TaskConfig
-from qerl_lab.model import on_disk
+from qerl_lab.model import gguf, on_disk
 from qerl_lab.tasks import arithmetic
 
 GPU_NODES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd", "/dev/nvhost-gpu")  # NVIDIA, WSL, ROCm, Jetson
@@ -113,7 +113,7 @@ def has_gpu() -> bool:
 
 def _check_size(cfg: RunConfig, folder: Path | None) -> None:
     """Refuse a model that this machine cannot hold, or that it would compute for days."""
-    count = on_disk.parameters(folder) if folder else named_parameters(cfg.model.path)
+    count = _parameters(cfg.model.path, folder)
     on_gpu = cfg.device != "cpu" and has_gpu()
     if count is None:
         return
@@ -130,6 +130,19 @@ def _check_size(cfg: RunConfig, folder: Path | None) -> None:
             f"{'the GPU' if on_gpu else 'this machine'} has {held / 2**30:.1f} GiB. Type a smaller model"
             f"{'.' if cfg.format.name != DENSE_FORMAT and on_gpu else ', or format=nvfp4 with format.dense_cache=off.'}"
         )
+
+
+def _parameters(path: str, folder: Path | None) -> int | None:
+    """Count a model's weights from its files, or from its name on the hub; None where that says nothing."""
+    if folder:
+        return on_disk.parameters(folder)
+    return _header(path).parameters if gguf.is_gguf(path) else named_parameters(path)
+
+
+@cache
+def _header(path: str) -> gguf.Header:
+    """What a GGUF file says of itself; a second or two for its vocabulary."""
+    return gguf.header(Path(path).expanduser())
 
 
 def named_parameters(hub_id: str) -> int | None:
@@ -175,7 +188,10 @@ def _check_disk(cfg: RunConfig, folder: Path | None, run_dir: Path) -> None:
     needed = RECORD_BYTES + adapter * (4 + moments) * (min(cfg.checkpoint.keep, written) + 1)
     _refuse_full(run_dir, needed, "its checkpoints", "Type run_dir=DIR on another disk, or checkpoint.keep=1.")
     store = hub_cache()
-    if folder is None and not (store / f"models--{cfg.model.path.replace('/', '--')}").is_dir():
+    if folder is None and gguf.is_gguf(cfg.model.path):
+        needed = gguf.BYTES * _header(cfg.model.path).parameters
+        _refuse_full(gguf.store(), needed, f"the weights of {cfg.model.path}", "Set HF_HOME to a directory on another.")
+    elif folder is None and not (store / f"models--{cfg.model.path.replace('/', '--')}").is_dir():
         count = named_parameters(cfg.model.path) or 0
         _refuse_full(store, 2 * count, f"the download of {cfg.model.path}", "Set HF_HOME to a directory on another.")
 

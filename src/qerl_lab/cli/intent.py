@@ -37,7 +37,7 @@ def _is_not(value: Any) -> Callable[[Any], bool]:
 
 
 def _is_on_the_hub(path: str) -> bool:
-    return path != POCKET and not Path(path).expanduser().is_dir()
+    return path != POCKET and not path.endswith(".gguf") and not Path(path).expanduser().is_dir()
 
 
 ACTS_WITH = (
@@ -87,7 +87,7 @@ def fit_micro_batch(cfg: RunConfig, words: Mapping[str, str]) -> None:
 def name_model(cfg: RunConfig) -> None:
     """Label a model that was given by its path alone, in place."""
     if cfg.model.name == POCKET and cfg.model.path != POCKET:
-        cfg.model.name = Path(cfg.model.path).name
+        cfg.model.name = Path(cfg.model.path).name.removesuffix(".gguf")
 
 
 def check_words(cfg: RunConfig, words: Mapping[str, str]) -> None:

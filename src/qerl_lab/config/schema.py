@@ -29,7 +29,9 @@ CORRECTIONS = ("off", "token_truncate", "token_mask", "sequence_truncate", "sequ
 @dataclass
 class ModelConfig:
     name: str = option("pocket", "label of the policy in tables and run names")
-    path: str = option("pocket", "hub id or directory, dense or packed in the run's format, or `pocket` (embedded)")
+    path: str = option(
+        "pocket", "hub id, directory (dense, or packed in the run's format), FILE.gguf, or `pocket` (embedded)"
+    )
     revision: str | None = option(None, "branch, tag or commit on the hub; null is the newest")
     dtype: str = option("auto", "compute dtype; auto is bfloat16 on a GPU, float32 on a CPU", choices=DTYPES)
     attention: str = option(

@@ -12,7 +12,7 @@ with exits.starting(__name__):
 
 @dataclass
 class SigmaOptions:
-    model: str = option("pocket", "whose sampler: Hugging Face id, local directory, or `pocket`")
+    model: str = option("pocket", "whose sampler: Hugging Face id, local directory, FILE.gguf, or `pocket`")
     sigmas: list[float] = option([0.02, 0.05, 0.1, 0.15, 0.2, 0.3], "standard deviations of the noise", above=0)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from qerl_lab.config.message import first_line
 from qerl_lab.config.option import ConfigError
-from qerl_lab.model import on_disk
+from qerl_lab.model import gguf, on_disk
 from qerl_lab.model.on_disk import INDEX, SINGLE
 
 # Weights, configurations and tokenizers: no code, no pickles, no second copy of the weights in another layout.
@@ -81,12 +81,15 @@ class WeightFiles:
 
 
 def local_folder(path: str, revision: str | None, *, key: str = "model.path") -> Path:
-    """The directory that `path`, the value of `key`, means: itself, `pocket`, or a download of that id from the hub.
+    """The directory that `path`, the value of `key`, means: itself, `pocket`, a GGUF file's, which is unpacked where it
+    is not yet, or a download of that id from the hub.
 
-    Raises ConfigError where there is neither a directory nor a repository that the hub gives.
+    Raises ConfigError where there is neither a directory nor a file nor a repository that the hub gives.
     """
     if (folder := on_disk.local(path, key)) is not None:
         return folder
+    if gguf.is_gguf(path):
+        return gguf.unpack(Path(path).expanduser())
     from huggingface_hub import snapshot_download
 
     try:
@@ -95,7 +98,7 @@ def local_folder(path: str, revision: str | None, *, key: str = "model.path") ->
         raise ConfigError(
             f"{key}={path} could not be loaded "
             f"({type(error).__name__}: {first_line(error)}). "
-            "Allowed: pocket, a local directory with safetensors weights and a tokenizer, or a reachable hub id."
+            "Allowed: pocket, a directory with safetensors weights and a tokenizer, FILE.gguf, a reachable hub id."
         ) from error
 
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from qerl_lab.config.option import ConfigError, did_you_mean
 from qerl_lab.config.schema import DENSE_FORMAT, RunConfig
 from qerl_lab.config.spelling import listed
+from qerl_lab.model import gguf
 
 POCKET = Path(__file__).parents[1] / "pocket" / "assets"
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -38,14 +39,22 @@ class Layer(NamedTuple):
 
 
 def local(path: str, key: str = "model.path") -> Path | None:
-    """Return the directory that `path` means; None for a hub id. Raises ConfigError for what can be neither."""
+    """Return the directory that `path` means; None for a hub id, and for a GGUF file that is still to be unpacked.
+
+    Raises ConfigError for what can be none of these.
+    """
     if path == "pocket":
         return POCKET
     folder = Path(path).expanduser()
+    if gguf.is_gguf(path) and not folder.is_dir():
+        unpacked = gguf.folder_of(gguf.existing(path, key))
+        return unpacked if unpacked.is_dir() else None
     if folder.is_dir():
         return folder
     if folder.is_file():
-        raise ConfigError(f"{key}={path} is a file; allowed: a directory, or a hub id. Type {key}={folder.parent}.")
+        raise ConfigError(
+            f"{key}={path} is a file; allowed: a directory, a hub id, or a GGUF file. Type {key}={folder.parent}."
+        )
     if path.startswith(("/", ".", "~")) or folder.parent.is_file() or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path):
         raise ConfigError(
             f"{key}={path} is no directory; allowed: a directory, or a hub id such as Qwen/Qwen2.5-7B-Instruct. "

@@ -148,7 +148,7 @@ def load_base(cfg: RunConfig, device: torch.device) -> tuple[PreTrainedModel, Pr
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"model.path={cfg.model.path} could not be loaded ({type(error).__name__}: {first_line(error)}). "
-            "Allowed: pocket, a local directory with safetensors weights and a tokenizer, or a reachable hub id."
+            "Allowed: pocket, a directory with safetensors weights and a tokenizer, FILE.gguf, a reachable hub id."
         ) from error
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token

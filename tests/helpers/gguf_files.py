@@ -1,0 +1,80 @@
+"""A small llama model as a GGUF file: Q4_1 blocks, the pocket policy's tokenizer and chat template."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+from gguf import GGMLQuantizationType, GGUFWriter, TokenType
+from gguf.quants import dequantize, quantize
+
+from qerl_lab.model.on_disk import POCKET
+
+LAYERS, HIDDEN, INNER, HEADS, KV_HEADS = 2, 64, 96, 4, 2
+KIND = GGMLQuantizationType.Q4_1
+END = "<|im_end|>"
+
+
+def write_gguf(file: Path, *, seed: int = 0, template: bool = True) -> dict[str, np.ndarray]:
+    """Write the file. Returns the float32 values of its tensors, dequantized, by their names in the file."""
+    writer = GGUFWriter(file, "llama")
+    writer.add_context_length(2048)
+    writer.add_embedding_length(HIDDEN)
+    writer.add_block_count(LAYERS)
+    writer.add_feed_forward_length(INNER)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KV_HEADS)
+    writer.add_rope_freq_base(10_000.0)
+    writer.add_layer_norm_rms_eps(1e-5)
+    vocabulary = _add_tokenizer(writer, template)
+    values = _add_tensors(writer, vocabulary, np.random.default_rng(seed))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return values
+
+
+def _add_tokenizer(writer: GGUFWriter, template: bool) -> int:
+    """Add the pocket policy's. Its end token is named by id alone, as in every such file; returns how many tokens."""
+    stored = json.loads((POCKET / "tokenizer.json").read_text())
+    added = {entry["content"]: entry for entry in stored["added_tokens"]}
+    ids = stored["model"]["vocab"] | {token: entry["id"] for token, entry in added.items()}
+    tokens = sorted(ids, key=ids.__getitem__)
+    special = {token for token, entry in added.items() if entry["special"]}
+    kinds = {token: TokenType.CONTROL if token in special else TokenType.USER_DEFINED for token in added}
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list(tokens)
+    writer.add_token_types([kinds.get(token, TokenType.NORMAL) for token in tokens])
+    writer.add_token_merges([" ".join(pair) for pair in stored["model"]["merges"]])
+    writer.add_bos_token_id(ids["<|im_start|>"])
+    writer.add_eos_token_id(ids[END])
+    writer.add_pad_token_id(ids["<|endoftext|>"])
+    writer.add_add_bos_token(False)
+    if template:
+        writer.add_chat_template((POCKET / "chat_template.jinja").read_text())
+    return len(tokens)
+
+
+def _add_tensors(writer: GGUFWriter, vocabulary: int, rng: np.random.Generator) -> dict[str, np.ndarray]:
+    kv = HIDDEN * KV_HEADS // HEADS
+    shapes = {"token_embd": (vocabulary, HIDDEN), "output_norm": (HIDDEN,)}
+    for layer in range(LAYERS):
+        named = {
+            "attn_q": (HIDDEN, HIDDEN), "attn_k": (kv, HIDDEN), "attn_v": (kv, HIDDEN), "attn_output": (HIDDEN, HIDDEN),
+            "ffn_gate": (INNER, HIDDEN), "ffn_up": (INNER, HIDDEN), "ffn_down": (HIDDEN, INNER),
+            "attn_norm": (HIDDEN,), "ffn_norm": (HIDDEN,),
+        }  # fmt: skip
+        shapes |= {f"blk.{layer}.{name}": shape for name, shape in named.items()}
+    values = {}
+    for name, shape in shapes.items():
+        drawn = 1 + 0.1 * rng.standard_normal(shape) if len(shape) == 1 else 0.1 * rng.standard_normal(shape)
+        drawn = drawn.astype(np.float32)
+        if len(shape) == 1:
+            writer.add_tensor(f"{name}.weight", drawn)
+        else:
+            blocks = quantize(drawn, KIND)
+            writer.add_tensor(f"{name}.weight", blocks, raw_dtype=KIND)
+            drawn = dequantize(blocks, KIND)
+        values[f"{name}.weight"] = drawn
+    return values

@@ -1,0 +1,212 @@
+"""A GGUF file as a model: the values that the file holds, its tokenizer, and what is refused before anything starts."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoTokenizer
+
+from gguf_files import HEADS, KV_HEADS, write_gguf
+from qerl_lab import preflight
+from qerl_lab.cli.compose import make_plan
+from qerl_lab.cli.intent import check_all_act
+from qerl_lab.config.option import ConfigError
+from qerl_lab.config.schema import ModelConfig, RunConfig
+from qerl_lab.formats import build as build_format
+from qerl_lab.model import gguf, on_disk, policy
+from qerl_lab.model.files import local_folder
+from qerl_lab.model.linear import PackedLinear
+from qerl_lab.model.on_disk import POCKET
+from qerl_lab.quantize.options import QuantizeConfig
+from qerl_lab.quantize.options import check as check_quantize
+from qerl_lab.quantize.run import run as quantize
+from qerl_lab.rollout.vllm.base import folder_of
+from qerl_lab.rollout.vllm_server.serve_line import commands
+
+CPU = torch.device("cpu")
+NAMES = {
+    "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj", "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, np.ndarray], Path]:
+    """A file, its values, and the HF_HOME in which it is unpacked."""
+    folder = tmp_path_factory.mktemp("gguf")
+    values = write_gguf(folder / "tiny.gguf")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HOME", str(folder / "home"))
+        gguf.unpack(folder / "tiny.gguf")
+    return folder / "tiny.gguf", values, folder / "home"
+
+
+@pytest.fixture
+def file(written: tuple[Path, dict[str, np.ndarray], Path], monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HF_HOME", str(written[2]))
+    return written[0]
+
+
+def as_in_transformers(values: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
+    """The values by their names in transformers; llama.cpp keeps the halves of a rotary head side by side."""
+    found = {}
+    for name, value in values.items():
+        part = name.removesuffix(".weight")
+        if part.startswith("blk."):
+            _, layer, kind = part.split(".")
+            heads = {"attn_q": HEADS, "attn_k": KV_HEADS}.get(kind)
+            if heads:
+                value = value.reshape(heads, value.shape[0] // heads // 2, 2, -1).swapaxes(1, 2).reshape(value.shape)
+            part = f"layers.{layer}.{NAMES[kind]}"
+        else:
+            part = {"token_embd": "embed_tokens", "output_norm": "norm"}[part]
+        found[f"model.{part}.weight"] = torch.from_numpy(value.copy())
+    return found
+
+
+def test_the_weights_are_the_dequantized_values_of_the_file(
+    file: Path, written: tuple[Path, dict[str, np.ndarray], Path]
+) -> None:
+    found = load_file(gguf.unpack(file) / "model.safetensors")
+    expected = {name: value.to(torch.bfloat16) for name, value in as_in_transformers(written[1]).items()}
+    assert found.keys() == expected.keys()
+    assert [name for name in found if not torch.equal(found[name], expected[name])] == []
+
+
+def test_the_tokenizer_reads_and_writes_as_the_files_own(file: Path) -> None:
+    """The file's is the pocket policy's: end tokens, tokens that are never split, leading spaces, template."""
+    found, own = AutoTokenizer.from_pretrained(gguf.unpack(file)), AutoTokenizer.from_pretrained(POCKET)
+    assert (found.eos_token, found.pad_token) == (own.eos_token, own.pad_token)
+    assert found.chat_template == own.chat_template
+    for text in ("<|im_start|>user\nAnn has 12 & 345.<|im_end|>", " <think>7</think> <answer> 7", "▁a \n  b ."):
+        ids = own(text)["input_ids"]
+        assert found(text)["input_ids"] == ids
+        assert found.decode(ids) == text
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "nf4", "bf16"])
+def test_every_format_packs_the_dequantized_weights(
+    file: Path, written: tuple[Path, dict[str, np.ndarray], Path], name: str, tiny: Callable[..., RunConfig]
+) -> None:
+    cfg = tiny(model__path=str(file), format__name=name)
+    packed = policy.build(cfg, CPU).model.get_submodule("base_model.model.model.layers.1.mlp.down_proj.base_layer")
+    weight = as_in_transformers(written[1])["model.layers.1.mlp.down_proj.weight"].to(torch.bfloat16)
+    if name == "bf16":
+        assert torch.equal(packed.weight.to(torch.bfloat16), weight)
+        return
+    assert isinstance(packed, PackedLinear)
+    chosen = build_format(cfg.format)
+    tensors = chosen.quantize(weight)
+    again = {key: getattr(packed, key.replace(".", "__")) for key in tensors}
+    assert all(torch.equal(again[key].view(torch.uint8), tensors[key].view(torch.uint8)) for key in tensors)
+
+
+def test_it_is_unpacked_once_and_again_when_the_file_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    file = tmp_path / "m.gguf"
+    write_gguf(file)
+    half = gguf.folder_of(file).with_name(f"{gguf.folder_of(file).name}.partial")
+    half.mkdir(parents=True)  # of a process that was killed
+    (half / "model.safetensors").write_text("half")
+    assert on_disk.local(str(file)) is None
+    first = local_folder(str(file), None)
+    said = capsys.readouterr().err
+    assert "m.gguf: tensors in Q4_1 (15), F32 (5); transformers dequantizes them to bfloat16, kept in" in said
+    assert not half.exists()
+    about = json.loads((first / gguf.ABOUT).read_text())
+    assert len(about["sha256"]) == 64
+    assert (on_disk.local(str(file)), local_folder(str(file), None)) == (first, first)
+    assert "dequantizes" not in capsys.readouterr().err
+    write_gguf(file, seed=1)
+    os.utime(file, ns=(1, 1))
+    assert local_folder(str(file), None) != first
+
+
+def test_one_that_transformers_cannot_read_is_a_user_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    file = tmp_path / "m.gguf"
+    write_gguf(file)
+    file.write_bytes(file.read_bytes().replace(b"\x05\0\0\0\0\0\0\0llama", b"\x05\0\0\0\0\0\0\0wrong", 1))
+    with pytest.raises(ConfigError, match=r"transformers cannot read .*m\.gguf .*\. Type the path of the model as"):
+        gguf.unpack(file)
+    assert list(gguf.store().iterdir()) == []
+
+
+@pytest.mark.parametrize("size", [0, 3, 10, 100, 2000, 30_000, 60_000, -10])
+def test_a_file_that_is_not_whole_is_refused_before_a_run_starts(
+    file: Path, tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cut = tmp_path / "cut.gguf"
+    cut.write_bytes(file.read_bytes()[:size])
+    monkeypatch.setattr(preflight, "GPU_NODES", ())
+    cfg = RunConfig()
+    cfg.model.path = str(cut)
+    with pytest.raises(ConfigError, match="is no GGUF file, or not whole"):
+        preflight.check(cfg, tmp_path / "run")
+
+
+def test_a_file_is_looked_at_without_torch(file: Path, tmp_path: Path) -> None:
+    """Its parameters count for memory and disk before it is unpacked; afterwards its directory is checked."""
+    code = f"""
+import sys
+from pathlib import Path
+from qerl_lab import preflight
+from qerl_lab.config.schema import RunConfig
+cfg = RunConfig()
+cfg.model.path, cfg.lora.target_modules = {str(file)!r}, ["nothing"]
+print(preflight._parameters(cfg.model.path, None))
+try:
+    preflight.check(cfg, Path({str(tmp_path)!r}))
+except ValueError as error:
+    print(error)
+assert "torch" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[0] == "89088"
+    assert "'nothing' is no Linear layer" in done.stdout
+
+
+def test_a_file_without_a_chat_template_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    write_gguf(tmp_path / "m.gguf", template=False)
+    cfg = RunConfig()
+    cfg.model.path = str(tmp_path / "m.gguf")
+    with pytest.raises(ConfigError, match="has no chat template"):
+        on_disk.check(local_folder(cfg.model.path, None), cfg)
+
+
+def test_a_command_takes_it_by_a_relative_path(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(file.parent)
+    (job,) = make_plan(["scale=custom", "model.path=tiny.gguf"], multirun=False).jobs
+    assert (job.config.model.path, job.config.model.name) == (str(file), "tiny")
+    with pytest.raises(ConfigError, match=r"model\.revision"):
+        check_all_act([(job.config, {"model.revision": "main"})])
+
+
+def test_vllm_reads_the_unpacked_directory_itself(file: Path, tiny: Callable[..., RunConfig]) -> None:
+    cfg = tiny(model__path=str(file), format__name="bf16")
+    with folder_of(policy.build(cfg, CPU), cfg) as folder:
+        assert folder == gguf.unpack(file)
+    assert str(gguf.unpack(file)) in commands(cfg)[-1]
+    cfg.format.name = "nvfp4"
+    assert f"model={file}" in commands(cfg)[0]
+    assert "packed/tiny-nvfp4" in commands(cfg)[1]
+
+
+def test_the_quantize_command_takes_it_and_keeps_what_the_file_was(file: Path, tmp_path: Path) -> None:
+    cfg = QuantizeConfig(model=str(file), out=str(tmp_path / "out"), device="cpu", quality="weights")
+    check_quantize(cfg)
+    quantize(cfg)
+    about = json.loads((tmp_path / "out" / gguf.ABOUT).read_text())
+    assert about["tensors"] == {"Q4_1": 15, "F32": 5}
+    policy.load_base(RunConfig(model=ModelConfig(path=str(tmp_path / "out"))), CPU)
