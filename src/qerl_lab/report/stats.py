@@ -59,8 +59,8 @@ def share_interval(values_Q: np.ndarray, samples: int, level: float = 0.95) -> I
     mean m over the questions, between the number of questions and that of all draws. With one sample a question that
     is Wilson's own interval. It has a width where all are right or wrong, and never leaves [0, 1].
 
-    Of simulated intervals of 95% it covered 0.94 to 0.96 with 256 questions or more and 1, 4 or 16 samples, whatever their
-    difficulty, and 0.92 to 0.98 with 30 questions.
+    Of simulated intervals of 95% it covered 0.94 to 0.96 with 256 questions or more and 1, 4 or 16 samples,
+    whatever their difficulty, and 0.92 to 0.98 with 30 questions.
 
     Raises ValueError for no question, and for a value outside of [0, 1].
     """
