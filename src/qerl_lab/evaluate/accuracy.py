@@ -1,15 +1,57 @@
-"""Held-out questions, asked before and after training."""
+"""Questions asked and graded: a row a completion, and the held-out evaluations of a run."""
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import pandas as pd
 
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.model.policy import Policy
 from qerl_lab.rollout.engine import Engine, OnDone, Sampling, ignore
-from qerl_lab.tasks import Task
+from qerl_lab.tasks import Question, Task
+
+REWARDED = ("answer", "format")  # parts of a score that every task has
+
+
+@dataclass(frozen=True)
+class Answers:
+    """`rows`: a row a completion, the samples of a question after each other: id, answer (the known one), draw (from 0),
+    accuracy, format and the task's other scores, tokens, truncated, completion.
+
+    `entropy` is the sampler's over all completion tokens in nats; None from an engine that does not see it.
+    """
+
+    rows: pd.DataFrame
+    entropy: float | None
+
+
+def ask(
+    engine: Engine, policy: Policy, task: Task, questions: Sequence[Question], samples: int, sampling: Sampling,
+    on_done: OnDone = ignore,
+) -> Answers:  # fmt: skip
+    """Ask each question `samples` times, of the engine as it is synced, and grade the completions.
+
+    `on_done` hears of the completions, part by part. Raises EngineFailed.
+    """
+    prompts = [policy.prompt_ids(task.messages(question)) for question in questions]
+    out = engine.generate(prompts, samples, sampling, on_done)
+    asked = [question for question in questions for _ in range(samples)]
+    ids = [completion for group in out.completion_ids_P_G for completion in group]
+    texts = [policy.decode(completion) for completion in ids]
+    scores = task.grade(texts, asked)
+    rows = {
+        "id": [question.id for question in asked],
+        "answer": [question.answer for question in asked],
+        "draw": list(range(samples)) * len(questions),
+        "accuracy": scores["answer"],
+        "format": scores["format"],
+        **{part: score for part, score in scores.items() if part not in REWARDED},
+        "tokens": [len(completion) for completion in ids],
+        "truncated": [reason == "length" for group in out.finish_reasons_P_G for reason in group],
+        "completion": texts,
+    }
+    return Answers(pd.DataFrame(rows), out.entropy)
 
 
 @dataclass(frozen=True)
@@ -19,41 +61,35 @@ class Evaluation:
     rows: pd.DataFrame
     entropy: float | None
 
-    @property
-    def metrics(self) -> dict[str, float]:
-        entropy = {} if self.entropy is None else {"eval/entropy_nats": self.entropy}
+    def metrics(self, prefix: str = "eval/") -> dict[str, float]:
+        """Means over the questions, by the names of `record.metrics`."""
+        entropy = {} if self.entropy is None else {f"{prefix}entropy_nats": self.entropy}
         return {
-            "eval/accuracy": float(self.rows["accuracy"].mean()),
-            "eval/format": float(self.rows["format"].mean()),
-            "eval/completion_tokens": float(self.rows["tokens"].mean()),
+            f"{prefix}accuracy": float(self.rows["accuracy"].mean()),
+            f"{prefix}format": float(self.rows["format"].mean()),
+            f"{prefix}completion_tokens": float(self.rows["tokens"].mean()),
         } | entropy
 
 
-def evaluate(engine: Engine, policy: Policy, task: Task, cfg: RunConfig, on_done: OnDone = ignore) -> Evaluation:
-    """Ask the first `eval.questions` held-out questions `eval.samples` times each, of the engine as it is synced.
+def evaluate(
+    engine: Engine, policy: Policy, task: Task, cfg: RunConfig, questions: int, samples: int, on_done: OnDone = ignore
+) -> Evaluation:
+    """Ask the first held-out questions, of the engine as it is synced.
 
-    `on_done` hears of the completions, part by part. The draw follows the run's seed alone: both phases and all arms of
-    a seed share it, and two seeds do not.
+    `on_done` hears of the completions, part by part. The draw follows the run's seed alone: all evaluations and all
+    arms of a seed share it, and two seeds do not.
     """
-    questions = task.heldout[: cfg.eval.questions]
-    sampling = Sampling(cfg.rollout.max_completion_tokens, _draw(cfg.seed), cfg.eval.temperature, cfg.eval.top_p)
-    prompts = [policy.prompt_ids(task.messages(question)) for question in questions]
-    out = engine.generate(prompts, cfg.eval.samples, sampling, on_done)
-    samples_P_G = out.completion_ids_P_G
-    texts = [policy.decode(ids) for group in samples_P_G for ids in group]
-    scores = task.grade(texts, [question for question in questions for _ in range(cfg.eval.samples)])
-    shape = len(questions), cfg.eval.samples
-    rows = {
-        "id": [question.id for question in questions],
-        "answer": [question.answer for question in questions],
-        "accuracy": scores["answer"].reshape(shape).mean(axis=1),
-        "format": scores["format"].reshape(shape).mean(axis=1),
-        "tokens": [np.mean([len(ids) for ids in group]) for group in samples_P_G],
-        "sample": texts[:: cfg.eval.samples],
-    }
-    return Evaluation(pd.DataFrame(rows), out.entropy)
+    asked = task.heldout[:questions]
+    sampling = Sampling(cfg.rollout.max_completion_tokens, seed_of(cfg.seed), cfg.eval.temperature, cfg.eval.top_p)
+    found = ask(engine, policy, task, asked, samples, sampling, on_done)
+    shape = len(asked), samples
+    means = {name: found.rows[name].to_numpy(float).reshape(shape).mean(1) for name in ("accuracy", "format", "tokens")}
+    first = found.rows[found.rows["draw"] == 0]
+    rows = {"id": first["id"], "answer": first["answer"], **means, "sample": first["completion"]}
+    return Evaluation(pd.DataFrame(rows).reset_index(drop=True), found.entropy)
 
 
-def _draw(seed: int) -> int:
-    """Hash the seed of a run to that of its evaluations, which no rollout has. Torch takes 32 bits on a CPU."""
-    return int.from_bytes(hashlib.sha256(f"evaluation/{seed}".encode()).digest()[:4], "big")
+def seed_of(*parts: int | str) -> int:
+    """Hash a run's seed, and what else tells a draw apart, to a seed that no rollout has. Torch takes 32 bits."""
+    text = "/".join(map(str, ("evaluation", *parts)))
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big")
