@@ -255,6 +255,9 @@ class EvalConfig:
     samples: int = option(4, "sampled completions per question; accuracy is their mean", at_least=1, at_most=4096)
     temperature: float = option(0.6, "sampling temperature (Sec. 4.1: 0.6)", at_least=0.01, at_most=100)
     top_p: float = option(0.95, "nucleus sampling (Sec. 4.1: 0.95)", above=0, at_most=1)
+    every: int = option(0, "steps from one evaluation during training to the next, from step 0 on; 0: none", at_least=0)
+    subset_questions: int = option(64, "first held-out questions, which eval.every asks each time", at_least=1)
+    subset_samples: int = option(1, "sampled completions of each of these", at_least=1, at_most=4096)
 
 
 @dataclass

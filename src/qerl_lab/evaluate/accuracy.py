@@ -16,8 +16,10 @@ REWARDED = ("answer", "format")  # parts of a score that every task has
 
 @dataclass(frozen=True)
 class Answers:
-    """`rows`: a row a completion, the samples of a question after each other: id, answer (the known one), draw (from 0),
-    accuracy, format and the task's other scores, tokens, truncated, completion.
+    """`rows`: a row a completion, the samples of a question after each other.
+
+    Its columns: id, answer (the known one), draw (from 0), accuracy, format and the task's other scores, tokens,
+    truncated, completion.
 
     `entropy` is the sampler's over all completion tokens in nats; None from an engine that does not see it.
     """

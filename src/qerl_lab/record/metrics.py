@@ -140,6 +140,12 @@ METRICS: dict[str, Metric] = {
         "mean entropy of the policy over the tokens of the held-out completions, at eval.temperature (the other "
         "entropies are at rollout.temperature) and before the cut of eval.top_p; absent as sampler/entropy_nats is",
     ),
+    "eval/subset_accuracy": Metric(
+        "fraction", "sampled answers that are right of the first eval.subset_questions, every eval.every steps"
+    ),
+    "eval/subset_format": Metric("fraction", "completions of these in the asked format"),
+    "eval/subset_completion_tokens": Metric("tokens", "mean length of a completion of these"),
+    "eval/subset_entropy_nats": Metric("nats", "as eval/entropy_nats, over the completions of these"),
 }  # fmt: skip
 
 

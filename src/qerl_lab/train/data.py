@@ -38,7 +38,8 @@ def select(cfg: RunConfig, policy: Policy, task: Task) -> TrainingData:
 
     Raises ConfigError where no training question has, or fewer than two held-out ones of a run that evaluates.
     """
-    limit, asked = cfg.rollout.max_prompt_tokens, task.heldout if cfg.eval.questions else []
+    limit = cfg.rollout.max_prompt_tokens
+    asked = task.heldout if cfg.eval.questions or cfg.eval.every else []
     lengths, heldout_lengths = (
         [len(policy.prompt_ids(task.messages(question))) for question in questions] for questions in (task.train, asked)
     )

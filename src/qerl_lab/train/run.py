@@ -67,6 +67,20 @@ class Record:
     times: Sessions
 
 
+@dataclass(frozen=True)
+class Exam:
+    """Held-out questions asked after `step`: the first `questions`, `samples` times each.
+
+    eval.parquet has the answers under `name`, metrics.jsonl the means under names that begin with `prefix`.
+    """
+
+    name: str
+    step: int
+    questions: int
+    samples: int
+    prefix: str = "eval/"
+
+
 def run(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> int:
     """Build everything, then `learn`. Returns the exit status: 0 done, 130 interrupted."""
     started = time.time()
@@ -119,11 +133,14 @@ def learn(session: Session, record: Record | None) -> int:
     """
     try:
         session.check()
-        ask_heldout(session, record, "before", 0)  # the policy as quantization left it: no adapter yet, no noise
+        asked = session.cfg.eval.questions, session.cfg.eval.samples
+        ask_heldout(session, record, Exam("before", 0, *asked))  # as quantization left it: no adapter yet, no noise
+        if not session.done:
+            ask_subset(session, record, 0)
         session.check()
         train(session, record)
         session.check()
-        ask_heldout(session, record, "after", session.cfg.steps)  # with the adapter, no noise
+        ask_heldout(session, record, Exam("after", session.cfg.steps, *asked))  # with the adapter, no noise
     except Interrupted:
         session.ranks.leave()
         if record:
@@ -144,12 +161,20 @@ def learn(session: Session, record: Record | None) -> int:
     return OK
 
 
-def ask_heldout(session: Session, record: Record | None, phase: str, step: int) -> None:
+def ask_subset(session: Session, record: Record | None, step: int) -> None:
+    """Ask the first held-out questions where an evaluation during training is due after `step`."""
+    own = session.cfg.eval
+    if own.every and step % own.every == 0:
+        exam = Exam(f"step {step}", step, own.subset_questions, own.subset_samples, "eval/subset_")
+        ask_heldout(session, record, exam)
+
+
+def ask_heldout(session: Session, record: Record | None, exam: Exam) -> None:
     """Rank 0 asks, and the others wait. Raises Interrupted and EngineFailed on every rank."""
 
     def ask() -> None:
         if record:
-            evaluate_once(session, record.tracker, phase, step)
+            evaluate_once(session, record.tracker, exam)
 
     def mend(cause: str) -> None:
         session.check()  # a signal may have been what ended the engine
@@ -158,26 +183,29 @@ def ask_heldout(session: Session, record: Record | None, phase: str, step: int) 
     twice(lambda: session.ranks.alike(ask, Interrupted, EngineFailed), mend)
 
 
-def evaluate_once(session: Session, tracker: Tracker, phase: str, step: int) -> None:
+def evaluate_once(session: Session, tracker: Tracker, exam: Exam) -> None:
     """Evaluate, unless the record has it: its line is written last, and is cut with steps to train again."""
-    cfg, directory = session.cfg, session.directory
-    logged = any(at["step"] == step and "eval/accuracy" in at["metrics"] for at in directory.metrics())
+    cfg, directory, key = session.cfg, session.directory, f"{exam.prefix}accuracy"
+    logged = any(at["step"] == exam.step and key in at["metrics"] for at in directory.metrics())
     phases = directory.evaluations()
-    if not cfg.eval.questions or (logged and phase in phases):
+    if not exam.questions or (logged and exam.name in phases):
         return
     session.engine.sync(aqn.CLEAN)
-    count = min(cfg.eval.questions, len(session.data.task.heldout)) * cfg.eval.samples
-    with terminal.Amount(f"held-out questions {phase} training", count, unit="completion") as asked:
+    count = min(exam.questions, len(session.data.task.heldout)) * exam.samples
+    when = f"{exam.name} training" if exam.prefix == "eval/" else f"after {exam.name}"
+    with terminal.Amount(f"held-out questions {when}", count, unit="completion") as asked:
 
         def on_done(completions: int) -> None:
             asked.advance(completions)
             if asked.now < count:
                 session.stop.check()
 
-        found = evaluate(session.engine, session.learner, session.data.task, cfg, on_done)
-    directory.write_evaluations(phases | {phase: found.rows})
+        task, size = session.data.task, (exam.questions, exam.samples)
+        found = evaluate(session.engine, session.learner, task, cfg, *size, on_done)
+    directory.write_evaluations(phases | {exam.name: found.rows})
     if not logged:
-        tracker.log(step, found.metrics | runs.gain_metrics(directory))
+        gain = runs.gain_metrics(directory) if exam.name == "after" else {}
+        tracker.log(exam.step, found.metrics(exam.prefix) | gain)
 
 
 def train(session: Session, record: Record | None) -> None:
@@ -185,16 +213,28 @@ def train(session: Session, record: Record | None) -> None:
     cfg, learner, saved = session.cfg, session.learner, session.saved
     if saved and session.done == cfg.steps:  # killed after the last step: only what follows is missing
         policy.load_adapter(learner.model, saved.path)
+        ask_subset(session, record, session.done)
         return
     cursor = Cursor(session.data, saved.prompts_seen if saved else 0)
     trainer = LabTrainer(
         cfg, learner, session.engine, cursor, session.directory.path, lambda *_: None, session.stop, session.ranks
     )
     trainer.rebuild = session.engine.rebuild
+
+    def after_step(step: int) -> None:
+        try:
+            ask_subset(session, record, step)
+        except Interrupted:  # the step is done: it is saved, and asked about when the run goes on
+            trainer.control.should_save = trainer.control.should_training_stop = True
+
+    trainer.after_step = after_step
     if record:
         bar = terminal.Progress(cfg.steps, session.done)
         trainer.on_step = keeper(session, record.tracker, bar, trainer)
         trainer.before_save = lambda: identity(session, record.tracker)
+    if saved:
+        policy.load_adapter(learner.model, saved.path)  # not before: the trainer may keep the first one for its KL
+        ask_subset(session, record, session.done)
     trainer.train(resume_from_checkpoint=str(saved.path) if saved else None)
     if record:
         bar.close()

@@ -53,6 +53,7 @@ class LabTrainer(GRPOTrainer):
         self.cfg, self.policy, self.engine, self.cursor, self.ranks = cfg, policy, engine, cursor, ranks
         self.on_step, self.stop = on_step, stop
         self.before_save: Callable[[], dict[str, Any]] = dict  # what a checkpoint says of its run, when it is due
+        self.after_step: Callable[[int], None] = lambda step: None  # on every rank, before the step's checkpoint
         self.rebuild: Callable[[str], None] = give_up  # an engine that failed, when it is told the cause
         self.clock = Clock(torch.cuda.synchronize if policy.device.type == "cuda" else lambda: None)
         self.packs = packing.is_wanted(cfg, policy.model.get_base_model())
@@ -238,6 +239,7 @@ class LabTrainer(GRPOTrainer):
         self.mismatch.clear()
         self.measured.clear()
         self.clock.clear()
+        self.after_step(self.steps_done)
 
     def _step_metrics(self, logs: dict[str, float]) -> dict[str, float]:
         means = {name: logs[metric.trl] for name, metric in METRICS.items() if metric.trl in logs}

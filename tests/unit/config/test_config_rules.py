@@ -183,7 +183,8 @@ def test_a_value_is_shown_as_one_types_it():
 
 def test_every_number_of_the_schema_has_a_lowest_and_a_highest_value():
     """Without one, some value of it ends in a traceback or in NaN; what may be as large as anybody likes is named."""
-    unbounded = {"checkpoint.every", "checkpoint.keep", "eval.questions", "aqn.probe_prompts"}
+    unbounded = {"checkpoint.every", "checkpoint.keep", "aqn.probe_prompts"}
+    unbounded |= {"eval.questions", "eval.every", "eval.subset_questions"}
     for name, f, _ in leaves(RunConfig()):
         if schema()[name] in (int, float, float | None):
             low, high = (f.metadata[key] for key in ("at_least", "at_most"))

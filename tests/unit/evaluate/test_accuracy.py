@@ -23,7 +23,8 @@ class Recording:
 
     def generate(self, prompts: list[list[int]], group_size: int, sampling: Sampling, on_done: OnDone) -> Rollout:
         self.asked.append((prompts, sampling))
-        return Rollout(prompts, [[[5]] * group_size for _ in prompts], [], [], self.entropy, seconds=1.0)
+        ids, ends = ([[one] * group_size for _ in prompts] for one in ([5], "stop"))
+        return Rollout(prompts, ids, [], ends, self.entropy, seconds=1.0)
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +35,7 @@ def policy(tiny, build_policy) -> Policy:
 def asked(policy: Policy, *configurations: Any) -> list[tuple[list[list[int]], Sampling]]:
     engine = Recording()
     for cfg in configurations:
-        evaluate(engine, policy, tasks.load(cfg.task), cfg)
+        evaluate(engine, policy, tasks.load(cfg.task), cfg, cfg.eval.questions, cfg.eval.samples)
     return engine.asked
 
 
@@ -67,12 +68,13 @@ def test_a_policy_that_did_not_change_gains_exactly_nothing(policy, tiny) -> Non
     """And what was sampled in between, as training does, does not matter."""
     cfg = tiny()
     engine, task = TransformersEngine(policy, batch_size=8), tasks.load(cfg.task)
-    before = evaluate(engine, policy, task, cfg)
+    size = cfg.eval.questions, cfg.eval.samples
+    before = evaluate(engine, policy, task, cfg, *size)
     engine.generate([policy.prompt_ids(task.messages(task.train[0]))], 2, Sampling(4, seed=9))
-    after = evaluate(engine, policy, task, cfg)
+    after = evaluate(engine, policy, task, cfg, *size)
     pd.testing.assert_frame_equal(before.rows, after.rows)
-    assert before.metrics == after.metrics
-    other = evaluate(engine, policy, task, replace(cfg, seed=1))
+    assert before.metrics() == after.metrics()
+    other = evaluate(engine, policy, task, replace(cfg, seed=1), *size)
     assert other.rows["id"].tolist() == before.rows["id"].tolist()
     assert other.rows["sample"].tolist() != before.rows["sample"].tolist()
 
@@ -94,7 +96,7 @@ def test_every_sample_is_graded_against_its_own_question(policy, tiny) -> None:
     first, second, third = (f"<answer>{question.answer}</answer>" for question in task.heldout[:3])
     texts = [[first, "no"], [second, f"<think>x</think>{second}"], [f"<think>so</think>{first}x", third]]
     assert len({first, second, third}) == 3
-    rows = evaluate(Scripted(policy, texts), policy, task, cfg).rows
+    rows = evaluate(Scripted(policy, texts), policy, task, cfg, 3, 2).rows
     assert rows["accuracy"].tolist() == [0.5, 1.0, 0.5]
     assert rows["format"].tolist() == [0.0, 0.5, 0.0]
     assert rows["sample"].tolist() == [group[0] for group in texts]
@@ -104,7 +106,7 @@ def test_every_sample_is_graded_against_its_own_question(policy, tiny) -> None:
 def test_an_engine_without_entropy_leaves_that_metric_out(policy, tiny) -> None:
     cfg = tiny()
     with_it, without = (
-        evaluate(Recording(entropy), policy, tasks.load(cfg.task), cfg).metrics for entropy in (0.5, None)
+        evaluate(Recording(entropy), policy, tasks.load(cfg.task), cfg, 2, 1).metrics() for entropy in (0.5, None)
     )
     assert with_it == without | {"eval/entropy_nats": 0.5}
 

@@ -35,7 +35,8 @@ PROMISED = {
     "seconds": "rollout reward train sync probe",
     "noise": "sigma std_observed kl_nats",
     "memory": "rss_gib gpu_peak_gib",
-    "eval": "accuracy gain gain_low gain_high format completion_tokens entropy_nats",
+    "eval": "accuracy gain gain_low gain_high format completion_tokens entropy_nats "
+    "subset_accuracy subset_format subset_completion_tokens subset_entropy_nats",
 }
 
 

@@ -1,0 +1,115 @@
+"""Evaluations during training: when, of what, and that the training never notices."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+from safetensors.torch import load_file
+
+from qerl_lab.config.schema import RunConfig
+from qerl_lab.exits import INTERRUPTED, OK
+from qerl_lab.record.directory import RunDirectory
+from qerl_lab.record.metrics import METRICS
+from qerl_lab.train import run as run_module
+from qerl_lab.train.stop import Stop
+
+STEPS, SUBSET = 4, "eval/subset_"
+# Dropout draws in every forward of the training, and noise at every step: a random number too many would show.
+ALL = {
+    "steps": STEPS, "lora__dropout": 0.2, "optim__learning_rate": 0.02, "aqn__schedule": "linear", "aqn__stages": 2,
+    "aqn__sigma_start": 0.2, "aqn__reading": "equation", "checkpoint__every": 0, "rollout__batch_size": 4,
+    "cpu_threads": 1, "eval__subset_questions": 6, "eval__subset_samples": 2,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def configured(tiny) -> Callable[..., RunConfig]:
+    return lambda **changes: tiny(**(ALL | changes))
+
+
+def go(cfg: RunConfig, folder: Path, stop: Stop | None = None) -> int:
+    folder.mkdir(exist_ok=True)
+    cfg.run_dir = str(folder)
+    return run_module.run(cfg, RunDirectory(folder), stop or Stop())
+
+
+@pytest.fixture(scope="module")
+def watched(configured, tmp_path_factory) -> Path:
+    """A run that evaluates every second step."""
+    folder = tmp_path_factory.mktemp("subset") / "watched"
+    assert go(configured(eval__every=2), folder) == OK
+    return folder
+
+
+def record(folder: Path, subset: bool) -> list[tuple[int, dict[str, Any]]]:
+    """The lines of the evaluations during training, or all others, without times and memory."""
+    lines = RunDirectory(folder).metrics()
+    chosen = [line for line in lines if any(name.startswith(SUBSET) for name in line["metrics"]) == subset]
+    timeless = ("s", "tokens/s", "GiB")
+    units = {name: metric.unit for name, metric in METRICS.items()}
+    return [
+        (line["step"], {name: value for name, value in line["metrics"].items() if units.get(name) not in timeless})
+        for line in chosen
+    ]
+
+
+def same(one: Path, other: Path) -> None:
+    """Every number of the training and both evaluations around it, and the adapter, bit for bit."""
+    assert record(one, subset=False) == record(other, subset=False)
+    adapters = [load_file(folder / "adapter" / "adapter_model.safetensors") for folder in (one, other)]
+    assert adapters[0].keys() == adapters[1].keys()
+    assert all(adapters[0][name].equal(adapters[1][name]) for name in adapters[0])
+
+
+def test_the_training_is_the_same_bit_for_bit_with_and_without(watched: Path, configured, tmp_path: Path) -> None:
+    assert go(configured(), tmp_path / "plain") == OK
+    same(watched, tmp_path / "plain")
+    assert record(tmp_path / "plain", subset=True) == []
+
+
+def test_the_same_first_questions_are_asked_every_time(watched: Path) -> None:
+    phases = RunDirectory(watched).evaluations()
+    assert list(phases) == ["before", "step 0", "step 2", "step 4", "after"]
+    lines = record(watched, subset=True)
+    assert [step for step, _ in lines] == [0, 2, 4]
+    for (step, metrics), phase in zip(lines, list(phases)[1:4], strict=True):
+        rows = phases[phase]
+        assert phase == f"step {step}"
+        assert rows["id"].tolist() == phases["before"]["id"].tolist()[:6]
+        assert set(metrics) == {
+            f"{SUBSET}{name}" for name in ("accuracy", "format", "completion_tokens", "entropy_nats")
+        }
+        assert metrics[f"{SUBSET}accuracy"] == rows["accuracy"].mean()
+        assert (2 * rows["accuracy"] % 1 == 0).all(), "two samples a question"
+    assert phases["step 2"]["sample"].tolist() != phases["step 4"]["sample"].tolist(), "the policy learned"
+
+
+def test_a_signal_within_an_evaluation_saves_the_step_and_the_run_goes_on_as_if_nothing_was(
+    watched: Path, configured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop, evaluate, calls = Stop(), run_module.evaluate, iter(range(1, 100))
+
+    def interrupted(*args: Any) -> Any:
+        stop.signalled = next(calls) == 3  # before training, at step 0, at step 2
+        return evaluate(*args)
+
+    monkeypatch.setattr(run_module, "evaluate", interrupted)
+    folder = tmp_path / "run"
+    assert go(configured(eval__every=2), folder, stop) == INTERRUPTED
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-000002"]
+    assert "step 2" not in RunDirectory(folder).evaluations()
+    monkeypatch.undo()
+    assert go(configured(eval__every=2), folder) == OK
+    same(folder, watched)
+    assert record(folder, subset=True) == record(watched, subset=True)
+    mine, theirs = (RunDirectory(path).evaluations() for path in (folder, watched))
+    assert list(mine) == list(theirs)
+    for phase, rows in mine.items():
+        pd.testing.assert_frame_equal(rows, theirs[phase])
+
+
+def test_without_the_evaluations_around_it_a_run_still_has_those_within(configured, tmp_path: Path) -> None:
+    assert go(configured(eval__every=4, eval__questions=0), tmp_path / "run") == OK
+    assert list(RunDirectory(tmp_path / "run").evaluations()) == ["step 0", "step 4"]
