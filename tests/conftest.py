@@ -86,7 +86,7 @@ def build_policy() -> "Callable[[RunConfig], Policy]":
         generator = torch.Generator().manual_seed(5)
         for name, parameter in built.model.named_parameters():
             if "lora_B" in name:
-                parameter.data = 0.05 * torch.randn(parameter.shape, generator=generator)
+                parameter.data = 0.05 * torch.randn(parameter.shape, generator=generator).to(parameter)
         return built
 
     return build

@@ -33,7 +33,9 @@ def main(folder: Path, adapter: Path, prompts_file: Path, out_file: Path, how: s
         arguments["compilation_config"] = {"cudagraph_capture_sizes": [8, 128, 512]}
     engine = LLM(
         model=str(folder), dtype="bfloat16", enforce_eager=how != "dense_graphs", gpu_memory_utilization=0.1,
-        max_model_len=256, max_num_seqs=8, skip_tokenizer_init=True, enable_prefix_caching=False, **arguments,
+        max_model_len=256, max_num_seqs=8, skip_tokenizer_init=True, enable_prefix_caching=False,
+        kv_cache_memory_bytes=2**29,  # fixed, so that vLLM need not measure memory that others use too
+        **arguments,
     )  # fmt: skip
 
     def logprobs(request: LoRARequest | None = None) -> list[list[float]]:

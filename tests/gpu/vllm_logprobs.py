@@ -17,6 +17,7 @@ def main(folder: str, prompts_file: Path, out_file: Path) -> None:
     engine = LLM(
         model=folder, dtype="bfloat16", enforce_eager=True, gpu_memory_utilization=0.1, max_model_len=256,
         max_num_seqs=8, skip_tokenizer_init=True, enable_prefix_caching=False,
+        kv_cache_memory_bytes=2**29,  # fixed, so that vLLM need not measure memory that others use too
     )  # fmt: skip
     sampling = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=1, detokenize=False)
     results = engine.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)

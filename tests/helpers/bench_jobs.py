@@ -10,7 +10,7 @@ import torch
 
 from qerl_lab import formats
 from qerl_lab.bench import random_model
-from qerl_lab.bench.arms import Job
+from qerl_lab.bench.arms import GO, Job
 from qerl_lab.bench.options import TRL, VLLM, RolloutOptions, StepOptions, arm_of
 from qerl_lab.config.schema import FormatConfig
 
@@ -21,15 +21,17 @@ ARCHITECTURE = {
 
 
 def job(folder: Path, arm: str, options: RolloutOptions | StepOptions, rank: int = 4) -> Job:
-    """A job in `folder`, with its checkpoint and its adapter."""
+    """A job in `folder`, with its checkpoint and its adapter; its turn has come."""
     is_rollout = isinstance(options, RolloutOptions)
     read = arm_of(arm, VLLM if is_rollout else TRL)
     built = formats.build(FormatConfig(name=read.format))
     mean_tokens = 0 if is_rollout else options.mean_tokens
     random_model.write(folder / "model", ARCHITECTURE, built, torch.device("cpu"), mean_tokens)
     random_model.write_adapter(folder / "adapter", ARCHITECTURE, rank)
-    name = "rollout" if is_rollout else "step"
-    return Job(name, read, rank, ARCHITECTURE, str(folder / "model"), str(folder / "adapter"), asdict(options))
+    name, parts = "rollout" if is_rollout else "step", [str(folder / part) for part in ("model", "adapter")]
+    turn = folder / "adapter"
+    (turn / GO).touch()
+    return Job(name, read, rank, ARCHITECTURE, *parts, turn=str(turn), options=asdict(options))
 
 
 class FakeSampler:

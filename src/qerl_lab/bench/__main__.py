@@ -178,10 +178,10 @@ COMMANDS: dict[str, Command[Any]] = {
     ),
     "clock": Command(
         "python -m qerl_lab.bench clock",
-        "What it costs that a step's clock waits for the GPU: the embedded policy, with and without, in turns.",
+        "What it costs that a step's clock waits for the GPU: a small model's steps, with and without, in turns.",
         ClockOptions,
         clock,
-        examples=(("python -m qerl_lab.bench clock engine=vllm", "with short steps, where it would cost most"),),
+        examples=(("python -m qerl_lab.bench clock engine=transformers", "with the engine that needs no vLLM"),),
         alone=True,
     ),
 }

@@ -1,15 +1,18 @@
 """Arms, each in a process of its own: one engine a process, and all memory comes back. A dead arm is a row too.
 
-The process is `python -m qerl_lab.bench.one_arm JOB.json ROWS.jsonl`. A checkpoint is written once for the arms that
-share its format, and removed before the next one.
+The process is `python -m qerl_lab.bench.one_arm JOB.json ROWS.jsonl`. Some may be built side by side, because most of
+the time goes into building; they measure one after another, when all are built. A checkpoint is written once for the
+arms that share its format, and removed when no arm at hand needs it.
 """
 
 import json
+import os
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,12 +27,16 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import FormatConfig
 
 Row = dict[str, Any]
+READY, GO, PAUSE = "ready", "go", 0.05  # seconds
 LINES = 40  # of the log that are kept of a process that could not say why it died
 
 
 @dataclass(frozen=True)
 class Job:
-    """What the process of one arm is told. `options` are those of the benchmark, `folder` holds the checkpoint."""
+    """What the process of one arm is told. `options` are those of the benchmark, `folder` holds the checkpoint.
+
+    `turn` is a folder of this process alone: the arm says there that it is built, and is told that it may measure.
+    """
 
     benchmark: str
     arm: Arm
@@ -37,6 +44,7 @@ class Job:
     architecture: dict[str, Any]
     folder: str
     adapter: str
+    turn: str
     options: dict[str, Any]
 
     @property
@@ -52,6 +60,16 @@ def read_job(file: Path) -> Job:
     """The job that `run` wrote."""
     job = json.loads(file.read_text(encoding="utf-8"))
     return Job(**job | {"arm": Arm(**job["arm"])})
+
+
+def wait_for_turn(job: Job) -> None:
+    """Say that the arm is built, and return when no other is built or measured. Raises RuntimeError without parent."""
+    parent, turn = os.getppid(), Path(job.turn)
+    (turn / READY).touch()
+    while not (turn / GO).exists():
+        if os.getppid() != parent:
+            raise RuntimeError("the benchmark that started this arm has ended")
+        time.sleep(PAUSE)
 
 
 def refuse_small_scratch(options: RolloutOptions | StepOptions) -> None:
@@ -81,22 +99,28 @@ def arms(options: RolloutOptions | StepOptions) -> list[Arm]:
 
 def run(benchmark: str, options: RolloutOptions | StepOptions) -> Iterator[Row]:
     """Yield the rows of every arm and rank; of one that died those that it had, and one with `died`, the reason."""
-    ranks = options.ranks if isinstance(options, RolloutOptions) else [options.rank]
+    ranks, at_once = options.ranks, options.side_by_side
+    todo = [(arm, rank) for arm in arms(options) for rank in ranks]
     with tempfile.TemporaryDirectory(prefix="qerl-lab-bench-", dir=options.scratch) as name:
-        scratch, written = Path(name), ""
+        scratch, written = Path(name), set[str]()
         for rank in ranks:
             random_model.write_adapter(scratch / f"rank{rank}", ARCHITECTURES[options.model], rank)
-        for arm in arms(options):
-            if arm.format != written:
-                shutil.rmtree(scratch / written) if written else None
-                write_checkpoint(scratch / arm.format, arm.format, options)
-                written = arm.format
-            for rank in ranks:
-                job = Job(
-                    benchmark, arm, rank, ARCHITECTURES[options.model], str(scratch / written),
-                    str(scratch / f"rank{rank}"), asdict(options),
-                )  # fmt: skip
-                yield from run_one(job, scratch, options.timeout_minutes)
+        for first in range(0, len(todo), at_once):
+            together = todo[first : first + at_once]
+            needed = {arm.format for arm, _ in together}
+            for weight_format in written - needed:
+                shutil.rmtree(scratch / weight_format)
+            for weight_format in sorted(needed - written):
+                write_checkpoint(scratch / weight_format, weight_format, options)
+            written = needed
+            jobs = [
+                Job(
+                    benchmark, arm, rank, ARCHITECTURES[options.model], str(scratch / arm.format),
+                    str(scratch / f"rank{rank}"), tempfile.mkdtemp(prefix="arm-", dir=scratch), asdict(options),
+                )
+                for arm, rank in together
+            ]  # fmt: skip
+            yield from run_together(jobs, options.timeout_minutes)
 
 
 def write_checkpoint(folder: Path, weight_format: str, options: RolloutOptions | StepOptions) -> None:
@@ -109,22 +133,60 @@ def write_checkpoint(folder: Path, weight_format: str, options: RolloutOptions |
         torch.cuda.empty_cache()
 
 
-def run_one(job: Job, scratch: Path, timeout_minutes: float) -> list[Row]:
-    """Run the process of one arm, and read its rows."""
-    asked, rows, log = (scratch / name for name in ("job.json", "rows.jsonl", "log.txt"))
-    asked.write_text(json.dumps(asdict(job)), encoding="utf-8")
-    rows.write_text("", encoding="utf-8")
-    command = [sys.executable, "-m", "qerl_lab.bench.one_arm", str(asked), str(rows)]
-    with log.open("w", encoding="utf-8") as out:
-        try:
-            status = subprocess.run(command, stdout=out, stderr=out, timeout=60 * timeout_minutes).returncode
-        except subprocess.TimeoutExpired:
-            status = None
-    measured = [json.loads(line) for line in rows.read_text(encoding="utf-8").splitlines()]
-    if (status == 0 and measured) or dead(measured):
-        return measured
-    said = log.read_text("utf-8", "replace").splitlines()[-LINES:]
-    return [*measured, job.about | {"died": why(status, timeout_minutes), "log": "\n".join(said)}]
+def run_together(jobs: Sequence[Job], minutes: float) -> Iterator[Row]:
+    """Start the processes of some arms; when all are built, let one after another measure, and yield its rows."""
+    processes = [Process(job) for job in jobs]
+    try:
+        for process in processes:
+            process.wait(process.is_ready, minutes)
+        for process in processes:
+            process.let_go()
+            process.wait(lambda: False, minutes)
+            yield from process.rows(minutes)
+    finally:
+        for process in processes:
+            process.child.kill()
+            process.child.wait()
+
+
+class Process:
+    """The process of one arm."""
+
+    def __init__(self, job: Job) -> None:
+        self.job, self.turn, self.is_late = job, Path(job.turn), False
+        asked, self.file, self.log = (self.turn / name for name in ("job.json", "rows.jsonl", "log.txt"))
+        asked.write_text(json.dumps(asdict(job)), encoding="utf-8")
+        self.file.write_text("", encoding="utf-8")
+        command = [sys.executable, "-m", "qerl_lab.bench.one_arm", str(asked), str(self.file)]
+        with self.log.open("w", encoding="utf-8") as out:
+            self.child = subprocess.Popen(command, stdout=out, stderr=out)
+
+    def is_ready(self) -> bool:
+        """Whether the arm is built."""
+        return (self.turn / READY).exists()
+
+    def let_go(self) -> None:
+        """Tell the arm that it may measure."""
+        (self.turn / GO).touch()
+
+    def wait(self, is_over: Callable[[], bool], minutes: float) -> None:
+        """Return when it is over, or the process has ended; end one that takes longer."""
+        deadline = time.monotonic() + 60 * minutes
+        while self.child.poll() is None and not is_over():
+            if time.monotonic() > deadline:
+                self.is_late = True
+                self.child.kill()
+                self.child.wait()
+            time.sleep(PAUSE)
+
+    def rows(self, minutes: float) -> list[Row]:
+        """What it measured; where it died also why."""
+        measured = [json.loads(line) for line in self.file.read_text(encoding="utf-8").splitlines()]
+        if (self.child.returncode == 0 and measured) or dead(measured):
+            return measured
+        said = self.log.read_text("utf-8", "replace").splitlines()[-LINES:]
+        died = why(None if self.is_late else self.child.returncode, minutes)
+        return [*measured, self.job.about | {"died": died, "log": "\n".join(said)}]
 
 
 def why(status: int | None, timeout_minutes: float) -> str:

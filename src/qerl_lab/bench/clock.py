@@ -1,7 +1,8 @@
 """What it costs that a step's clock waits for the GPU: steps with and without the waits, in blocks that take turns.
 
 Whole blocks take turns and not steps: what a step without waits leaves on the GPU runs into the next step, and at the
-end of a block both kinds wait. Both kinds sample, so their tokens differ: seconds are counted by completion token.
+end of a block both kinds wait. The model is small, because short steps have the most waits a second; its weights are
+random and no completion ends early, so that every step does the same work.
 """
 
 import os
@@ -9,36 +10,33 @@ import random
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from transformers import TrainerCallback
 
-from qerl_lab import rollout, tasks
-from qerl_lab.bench.options import ClockOptions
-from qerl_lab.config.rules import from_dict
-from qerl_lab.config.schema import RunConfig
-from qerl_lab.model import policy
-from qerl_lab.train.data import Cursor, select
+from qerl_lab.bench import arms, lab, random_model, step
+from qerl_lab.bench.options import ClockOptions, StepOptions, arm_of
+from qerl_lab.bench.shapes import ARCHITECTURES
 from qerl_lab.train.stop import Stop
 from qerl_lab.train.trainer import LabTrainer
 
 Row = dict[str, Any]
 DRAWS = 10_000
+SMALL = StepOptions(model="qwen2.5-0.5b", groups=8, group_size=8, prompt=64, new=64, micro_batch=64)
 
 
 @dataclass
 class Turns(TrainerCallback):
-    """Switches the clock's waits off and on again, and keeps the seconds a token of each block."""
+    """Switches the clock's waits off and on again, and keeps the seconds a step of each block."""
 
     trainer: LabTrainer
     length: int  # of a block, in steps
     wait: Callable[[], None]
     waiting: list[float] = field(default_factory=list)
     running: list[float] = field(default_factory=list)  # without waits
-    tokens: float = 0
     started: float = 0
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -48,42 +46,41 @@ class Turns(TrainerCallback):
         self.wait()
         now = time.perf_counter()
         if block > 1:  # of the first block no time is kept: compiling, allocating
-            (self.running if block % 2 else self.waiting).append((now - self.started) / self.tokens)
-        self.started, self.tokens = now, 0
+            (self.running if block % 2 else self.waiting).append((now - self.started) / self.length)
+        self.started = now
         self.trainer.clock.wait = self.wait if block % 2 else lambda: None
 
-    def count(self, metrics: dict[str, float]) -> None:
-        self.tokens += metrics["rollout/completion_tokens"] * self.trainer.cfg.completions_per_step
 
-
-def measure(options: ClockOptions) -> Row:
-    """Train the embedded policy, whose steps are short, and return what the waits add to a token's seconds.
+def measure(options: ClockOptions, size: StepOptions = SMALL) -> Row:
+    """Train a small model, and return what the waits add to a step's seconds.
 
     The interval is a bootstrap's over pairs of neighbouring blocks.
     """
-    cfg = config(options)
-    learner = policy.build(cfg, policy.device_of(cfg.device))
-    engine = rollout.build(cfg, learner)
-    cursor = Cursor(select(cfg, learner, tasks.load(cfg.task)))
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = LabTrainer(cfg, learner, engine, cursor, Path(folder), lambda *_: None, Stop(parent=os.getppid()))
+    with tempfile.TemporaryDirectory(dir=size.scratch) as name:
+        job = job_of(options, size, Path(name))
+        cfg = lab.config(job, **step.keys(job), device=options.device)
+        built = lab.build(job, cfg)
+        trainer = LabTrainer(
+            cfg, built.policy, built.engine, step.questions(job), Path(name), lambda *_: None,
+            Stop(parent=os.getppid()),
+        )  # fmt: skip
         turns = Turns(trainer, options.block, trainer.clock.wait)
-        trainer.on_step = lambda _, metrics: turns.count(metrics)
         trainer.add_callback(turns)
         trainer.train()
-    engine.close()
+        built.engine.close()
     return row_of(turns.waiting, turns.running) | {"steps_a_block": options.block}
 
 
-def config(options: ClockOptions) -> RunConfig:
-    """Keep the pocket scale's recipe, without evaluations or checkpoints."""
-    steps = options.block * (2 * options.pairs + 1) + 1  # the first block is not timed, the last step ends one
-    return from_dict({
-        "steps": steps, "lora": {"rank": 16}, "eval": {"questions": 0}, "checkpoint": {"every": 0},
-        "tracking": {"mlflow": False}, "device": options.device,
-        "rollout": {"prompts_per_step": 8, "max_completion_tokens": 64, "engine": options.engine},
-        "optim": {"micro_batch_size": 64, "learning_rate": 1e-3},
-    })  # fmt: skip
+def job_of(options: ClockOptions, size: StepOptions, folder: Path) -> arms.Job:
+    """The job of a step benchmark with as many steps as the blocks have; its checkpoint is written."""
+    steps = options.block * (2 * options.pairs + 1)  # the first block is not timed; one step more ends the last
+    sized = asdict(size) | {"steps": steps}
+    arm = arm_of(f"nvfp4 rollout.engine={options.engine}", {})
+    arms.write_checkpoint(folder / "model", arm.format, size)
+    random_model.write_adapter(folder / "adapter", ARCHITECTURES[size.model], size.rank)
+    return arms.Job(
+        "step", arm, size.rank, ARCHITECTURES[size.model], str(folder / "model"), str(folder / "adapter"), "", sized
+    )
 
 
 def row_of(waiting: list[float], running: list[float]) -> Row:
@@ -93,5 +90,5 @@ def row_of(waiting: list[float], running: list[float]) -> Row:
     drawn = sorted(median(rng.choices(costs, k=len(costs))) for _ in range(DRAWS))
     return {
         "pairs": len(costs), "cost_percent": median(costs), "low": drawn[DRAWS // 40], "high": drawn[-DRAWS // 40],
-        "us_per_token_waiting": 1e6 * median(waiting), "us_per_token_running": 1e6 * median(running),
+        "ms_per_step_waiting": 1e3 * median(waiting), "ms_per_step_running": 1e3 * median(running),
     }  # fmt: skip

@@ -8,7 +8,7 @@ from typing import Any
 
 from qerl_lab import aqn, rollout
 from qerl_lab.bench.arms import Job, Row
-from qerl_lab.bench.gpu import GIB, used_gib
+from qerl_lab.bench.gpu import GIB
 from qerl_lab.config.rules import from_dict
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.model import policy
@@ -63,14 +63,14 @@ class Built:
 
 def build(job: Job, cfg: RunConfig) -> Built:
     """Build policy and engine as a run does."""
-    before, started = used_gib(), time.perf_counter()
+    started = time.perf_counter()
     learner = RandomPolicy(**vars(policy.build(cfg, policy.device_of(cfg.device))))
     policy.load_adapter(learner.model, Path(job.adapter))
-    held, loaded = used_gib(), time.perf_counter()
+    loaded = time.perf_counter()
     engine = rollout.build(cfg, learner)
     row: Row = {
         "load_seconds": loaded - started, "start_seconds": time.perf_counter() - loaded,
-        "policy_gib": weight_bytes(learner.model).total / GIB, "before_gib": before, "policy_held_gib": held,
+        "policy_gib": weight_bytes(learner.model).total / GIB,
     }  # fmt: skip
     return Built(cfg, learner, engine, row)
 

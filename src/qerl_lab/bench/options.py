@@ -58,8 +58,13 @@ class RolloutOptions:
     prompt: int = option(256, "tokens of a prompt", at_least=1, at_most=30_000)
     new: int = option(512, "tokens of a completion, none ends earlier", at_least=2, at_most=30_000)
     repeats: int = option(3, "timed calls of each kind, after one that is not", at_least=1)
-    scratch: str = option("/dev/shm", "directory for the checkpoint, one at a time; it is removed")
-    timeout_minutes: float = option(30, "an arm that takes longer is ended", above=0, at_most=100_000)
+    side_by_side: int = option(
+        1, "arms that are built at once, where the GPU holds them all; each measures alone", at_least=1, at_most=64
+    )
+    scratch: str = option("/dev/shm", "directory for the checkpoints of arms at hand; they are removed")
+    timeout_minutes: float = option(
+        30, "an arm that takes longer to build, or to measure, is ended", above=0, at_most=100_000
+    )
     out: str = option("results/bench/rollout", "where NAME.json and NAME.png go, less the suffix")
 
 
@@ -85,12 +90,21 @@ class StepOptions:
     timeout_minutes: float = option(30, "an arm that takes longer is ended", above=0, at_most=100_000)
     out: str = option("results/bench/step", "where NAME.json and NAME.png go, less the suffix")
 
+    @property
+    def ranks(self) -> list[int]:
+        return [self.rank]
+
+    @property
+    def side_by_side(self) -> int:
+        """A step takes all of the GPU's memory: one arm at a time."""
+        return 1
+
 
 @dataclass
 class ClockOptions:
     pairs: int = option(40, "pairs of blocks, one that waits and one that does not", at_least=2, at_most=10_000)
     block: int = option(5, "steps of a block", at_least=1, at_most=1000)
-    engine: str = option("transformers", "what samples", choices=ENGINES)
+    engine: str = option("vllm", "what samples", choices=ENGINES)
     device: str = option("cuda", "cpu is for tests: nothing is waited for there", choices=("cuda", "cpu"))
     out: str = option("results/bench/clock", "where NAME.json goes, less the suffix")
 

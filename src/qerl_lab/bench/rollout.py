@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 from qerl_lab.bench import random_model
-from qerl_lab.bench.arms import Job, Row
+from qerl_lab.bench.arms import Job, Row, wait_for_turn
 from qerl_lab.bench.gpu import GIB, Clocks, peak_gib, used_gib
 
 
@@ -32,8 +32,10 @@ class Sampler(Protocol):
 
 
 def rows(job: Job) -> Iterator[Row]:
-    """Build the arm's engine, and yield a row for each batch."""
-    yield from measure(sampler(job), job)
+    """Build the arm's engine, and yield a row for each batch when it is the arm's turn."""
+    built = sampler(job)
+    wait_for_turn(job)
+    yield from measure(built, job)
 
 
 def sampler(job: Job) -> Sampler:
@@ -60,7 +62,8 @@ def measure(sampler: Sampler, job: Job) -> Iterator[Row]:
             timed = calls.run()
         yield {
             "batch": batch, "prompt": options["prompt"], "new": options["new"], "repeats": options["repeats"], **timed,
-            **sampler.row, **held, "used_gib": used_gib(), "peak_gib": peak_gib(), **clocks.row, **about,
+            **sampler.row, **held, "peak_gib": peak_gib(), **clocks.row, **about,
+            "used_gib": used_gib() if options["side_by_side"] == 1 else None,  # else of all arms
         }  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest
 
 from qerl_lab.bench.arms import Job
-from qerl_lab.bench.gpu import GIB, used_gib
+from qerl_lab.bench.gpu import GIB
 from qerl_lab.bench.lab import kv_gib
 from qerl_lab.rollout.vllm.adapter import max_rank
 
@@ -20,10 +20,10 @@ class StockSampler:
     """vLLM over the checkpoint of a job. The words of the arm go over the arguments of `LLM`."""
 
     def __init__(self, job: Job) -> None:
-        before, started = used_gib(), time.perf_counter()
+        started = time.perf_counter()
         self.llm = LLM(model=job.folder, **arguments(job) | job.arm.words)
         self.request = LoRARequest("policy", 1, job.adapter)
-        self.row = {"start_seconds": time.perf_counter() - started, "before_gib": before}
+        self.row = {"start_seconds": time.perf_counter() - started}
 
     def renew(self) -> None:
         """Read the adapter again, and forget the prefix cache."""

@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -91,15 +92,15 @@ def plays(monkeypatch: pytest.MonkeyPatch, script: str) -> None:
         "def write(row): print(json.dumps({'arm': job['arm']['name'], 'rank': job['rank'], **row}), "
         "file=open(sys.argv[2], 'a'), flush=True)\n"
     )
-    real = subprocess.run
+    real = subprocess.Popen
 
-    def run(words: list[str], **how: Any) -> subprocess.CompletedProcess[str]:
+    def start(words: list[str], **how: Any) -> subprocess.Popen[str]:
         if words[0] != sys.executable:  # what the record of the environment asks
             return real(words, **how)
         assert words[:3] == [sys.executable, "-m", "qerl_lab.bench.one_arm"]
         return real([sys.executable, "-c", opening + script, *words[3:]], **how)
 
-    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(subprocess, "Popen", start)
 
 
 def test_each_arm_and_rank_has_a_process_its_checkpoint_and_its_adapter(
@@ -111,7 +112,7 @@ def test_each_arm_and_rank_has_a_process_its_checkpoint_and_its_adapter(
         "adapter = json.loads(Path(job['adapter'], 'adapter_config.json').read_text())\n"
         "write({'pid': os.getpid(), 'adapter': adapter['r'],"
         " 'method': config.get('quantization_config', {}).get('quant_method'),"
-        " 'beside': sorted(p.name for p in Path(job['folder']).parent.iterdir() if p.is_dir())})",
+        " 'beside': sorted(p.name for p in Path(job['folder']).parent.iterdir() if not p.name.startswith('arm-'))})",
     )
     options = RolloutOptions(arms=["bf16_stock", "nvfp4", "qlora_stock"], ranks=[2, 4], **small)
     rows = list(arms.run("rollout", options))
@@ -124,6 +125,42 @@ def test_each_arm_and_rank_has_a_process_its_checkpoint_and_its_adapter(
     assert [row["beside"] for row in rows][::2] == [["bf16", "rank2", "rank4"], ["nvfp4", "rank2", "rank4"],
                                                     ["nf4", "rank2", "rank4"]]  # fmt: skip
     assert list(Path(small["scratch"]).iterdir()) == []
+
+
+def test_arms_side_by_side_measure_one_after_another_when_all_are_built(
+    small: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plays(
+        monkeypatch,
+        "if 'nvfp4' in job['arm']['name']: sys.exit(3)\n"
+        "began = time.time(); turn, folder = Path(job['turn']), Path(job['folder'])\n"
+        "time.sleep(0.3); (turn / 'ready').touch(); built = time.time()\n"
+        "while not (turn / 'go').exists(): time.sleep(0.01)\n"
+        "first = time.time(); time.sleep(0.3)\n"
+        "write({'began': began, 'built': built, 'first': first, 'last': time.time(),"
+        " 'beside': sorted(p.name for p in folder.parent.iterdir() if p.name[0] not in 'ar')})",
+    )
+    options = RolloutOptions(arms=["bf16_stock", "nvfp4", "qlora_stock", "mxfp4"], ranks=[2], side_by_side=3, **small)
+    bf16, nvfp4, qlora, mxfp4 = arms.run("rollout", options)
+    assert nvfp4["died"] == "exit status 3, and no row"
+    assert bf16["beside"] == qlora["beside"] == ["bf16", "nf4", "nvfp4"]
+    assert mxfp4["beside"] == ["mxfp4"]
+    assert qlora["began"] < bf16["built"], "they start together"
+    assert max(bf16["built"], qlora["built"]) < bf16["first"], "none measures while another is built"
+    assert bf16["last"] < qlora["first"] < qlora["last"] < mxfp4["began"]
+
+
+def test_an_arm_that_waits_ends_with_its_parent(tmp_path: Path) -> None:
+    """A benchmark that is killed leaves no engine on the GPU."""
+    waits = "from types import SimpleNamespace; from qerl_lab.bench.arms import wait_for_turn; "
+    waits += f"wait_for_turn(SimpleNamespace(turn={str(tmp_path)!r}))"
+    parent = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {waits!r}]); time.sleep(600)"
+    with subprocess.Popen([sys.executable, "-c", parent], stderr=subprocess.PIPE, text=True) as killed:
+        while not (tmp_path / "ready").exists():
+            time.sleep(0.05)
+        killed.kill()
+        assert killed.stderr is not None
+        assert "the benchmark that started this arm has ended" in killed.stderr.read()  # ends when the arm has
 
 
 @pytest.mark.parametrize(
@@ -192,7 +229,8 @@ def test_the_process_of_an_arm_writes_each_row_at_once_and_its_reason(
 ) -> None:
     job = {
         "benchmark": "rollout", "arm": {"name": "bf16", "format": "bf16", "is_baseline": False, "words": {}},
-        "rank": 4, "architecture": ARCHITECTURE, "folder": "", "adapter": "", "options": {"model": "small"},
+        "rank": 4, "architecture": ARCHITECTURE, "folder": "", "adapter": "", "turn": "",
+        "options": {"model": "small"},
     }  # fmt: skip
     (tmp_path / "job.json").write_text(json.dumps(job))
     out = tmp_path / "rows.jsonl"

@@ -1,33 +1,30 @@
 """The cost of the clock's waits: steps with and without them take turns, and a cost that is there is found."""
 
 import time
+from pathlib import Path
 
 import pytest
 
+from bench_jobs import ARCHITECTURE
 from qerl_lab.bench import clock
-from qerl_lab.bench.options import ClockOptions
-from qerl_lab.config.schema import RunConfig
+from qerl_lab.bench.options import ClockOptions, StepOptions
 from qerl_lab.train import trainer
 
 
 @pytest.mark.parametrize(("seconds", "low", "high"), [(0.0, -60, 60), (0.25, 60, 100_000)])
-def test_a_wait_that_costs_is_found(seconds: float, low: float, high: float, monkeypatch, tiny) -> None:
+def test_a_wait_that_costs_is_found(seconds: float, low: float, high: float, monkeypatch, tmp_path: Path) -> None:
     """A step of four short completions takes some tenths of a second, and waits three times."""
 
     class Slow(trainer.Clock):
         def __init__(self, _: object) -> None:
             super().__init__(lambda: time.sleep(seconds))
 
-    whole = clock.config
-
-    def short(options: ClockOptions) -> RunConfig:
-        steps = whole(options).steps
-        return tiny(steps=steps, rollout__prompts_per_step=2, rollout__group_size=2, rollout__max_completion_tokens=4,
-                    optim__micro_batch_size=4, checkpoint__every=0, aqn__probe_prompts=0)  # fmt: skip
-
     monkeypatch.setattr(trainer, "Clock", Slow)
-    monkeypatch.setattr(clock, "config", short)
-    row = clock.measure(ClockOptions(pairs=3, block=1, device="cpu"))
+    monkeypatch.setitem(clock.ARCHITECTURES, "small", ARCHITECTURE)
+    size = StepOptions(
+        model="small", groups=2, group_size=2, prompt=12, new=4, micro_batch=4, rank=4, scratch=str(tmp_path)
+    )
+    row = clock.measure(ClockOptions(pairs=3, block=1, device="cpu", engine="transformers"), size)
     assert row["pairs"] == 3
     assert low < row["cost_percent"] < high
     assert row["low"] <= row["cost_percent"] <= row["high"]

@@ -22,7 +22,7 @@ def options(**changes: Any) -> RolloutOptions:
 
 
 def job_of(changed: RolloutOptions) -> Job:
-    return Job("rollout", arm_of("bf16", {}), 4, ARCHITECTURE, "", "", vars(changed))
+    return Job("rollout", arm_of("bf16", {}), 4, ARCHITECTURE, "", "", "", vars(changed))
 
 
 def answer(prompts: list[list[int]], new: int) -> list[list[float]]:
