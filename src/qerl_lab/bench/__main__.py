@@ -1,4 +1,4 @@
-"""`python -m qerl_lab.bench linear|train_step|rollout|step|clock KEY=VALUE ...`: measure, print, write JSON, draw."""
+"""`python -m qerl_lab.bench COMMAND KEY=VALUE ...`: measure, print, write JSON, draw. COMMANDS has them all."""
 
 import json
 import signal
@@ -13,6 +13,7 @@ with exits.starting(__name__):
     from qerl_lab.bench.options import (
         AnyOptions,
         ClockOptions,
+        DecodeOptions,
         LinearOptions,
         RolloutOptions,
         StepOptions,
@@ -34,6 +35,15 @@ def linear(options: LinearOptions) -> None:
     rows = {"dequantization": shown(dequantization(options.models))}
     rows["products"] = shown(products(options.models, options.tokens))
     save(Path(options.out), {"benchmark": "linear", **about, **rows})
+
+
+def decode(options: DecodeOptions) -> None:
+    """Measure the Linears of decoding."""
+    about = prepare(options)
+    from qerl_lab.bench.decode import times
+
+    rows = shown(times(options.model, options.rows, options.rank))
+    save(Path(options.out), {"benchmark": "decode", **about, "decode": rows})
 
 
 def train_step(options: TrainStepOptions) -> None:
@@ -140,6 +150,14 @@ COMMANDS: dict[str, Command[Any]] = {
         LinearOptions,
         linear,
         examples=(("python -m qerl_lab.bench linear", "what results/bench holds"),),
+        alone=True,
+    ),
+    "decode": Command(
+        "python -m qerl_lab.bench decode",
+        "The Linears of a decoder layer at few rows: NVFP4 by each kernel, BF16, and the adapter by each route.",
+        DecodeOptions,
+        decode,
+        examples=(("python -m qerl_lab.bench decode rows=[1,8] rank=64", "needs vLLM, whose kernels it compares"),),
         alone=True,
     ),
     "train_step": Command(

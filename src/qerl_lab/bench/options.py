@@ -32,6 +32,14 @@ class LinearOptions:
 
 
 @dataclass
+class DecodeOptions:
+    model: str = option("qwen2.5-7b", "whose Linears", choices=tuple(ARCHITECTURES))
+    rows: list[int] = option([1, 8, 16, 32, 64, 128, 256], "completions at once", at_least=1, at_most=1024)
+    rank: int = option(32, "rank of the adapters", at_least=1, at_most=128)
+    out: str = option("results/bench/decode", "where NAME.json and NAME.png go, less the suffix")
+
+
+@dataclass
 class TrainStepOptions:
     model: str = option("qwen2.5-7b", "architecture, with random weights", choices=tuple(ARCHITECTURES))
     arms: list[str] = option(
@@ -109,7 +117,7 @@ class ClockOptions:
     out: str = option("results/bench/clock", "where NAME.json goes, less the suffix")
 
 
-AnyOptions = LinearOptions | TrainStepOptions | RolloutOptions | StepOptions | ClockOptions
+AnyOptions = LinearOptions | DecodeOptions | TrainStepOptions | RolloutOptions | StepOptions | ClockOptions
 
 
 @dataclass(frozen=True)

@@ -179,6 +179,9 @@ class VllmConfig:
         "auto", "fp8 halves the key-value cache and changes the numbers; auto is the compute dtype",
         choices=("auto", "fp8"),
     )  # fmt: skip
+    linear_backend: str = option(
+        "auto", "kernels of the 4-bit products; auto is what vLLM takes", choices=("auto", "marlin", "humming")
+    )
     enforce_eager: bool = option(False, "run without torch.compile and CUDA graphs: a quick start, slow tokens")
     timeout_minutes: float = option(60.0, "a rollout that takes longer counts as failed", above=0, at_most=100_000)
 

@@ -26,11 +26,14 @@ def table(result: Result) -> str:
     """The numbers that the bars are about, as ratios."""
     if result["benchmark"] == "train_step":
         return _train_step_table(step_ratios(result))
+    if result["benchmark"] == "decode":
+        return _decode_table(decode_times(result))
     return f"{_dequantization_table(result)}\n\n{_products_table(product_ratios(result))}"
 
 
 def draw(result: Result, path: Path) -> None:
-    figure = _draw_steps(result) if result["benchmark"] == "train_step" else _draw_linear(result)
+    drawn = {"train_step": _draw_steps, "decode": _draw_decode, "linear": _draw_linear}
+    figure = drawn[result["benchmark"]](result)
     figure.savefig(path, dpi=130)
     plt.close(figure)
 
@@ -50,6 +53,14 @@ def product_ratios(result: Result) -> pd.DataFrame:
         at = pd.MultiIndex.from_frame(rows[["model", "layer", "tokens"]])
         rows[f"of_{base}"] = rows["ms"].to_numpy() / of_arm[base].reindex(at).to_numpy()
     return rows.reset_index(drop=True)
+
+
+def decode_times(result: Result) -> pd.DataFrame:
+    """Microseconds, a row per layer and number of rows, a column an arm; the layer LAYER is the sum of the four."""
+    rows = pd.DataFrame(result["decode"])
+    total = rows.groupby(["rows", "arm"], as_index=False, sort=False)["us"].sum().assign(layer=LAYER)
+    rows = pd.concat([rows, total])
+    return rows.pivot_table(index=["layer", "rows"], columns="arm", values="us", sort=False)
 
 
 def step_ratios(result: Result) -> pd.DataFrame:
@@ -81,6 +92,11 @@ def _products_table(ratios: pd.DataFrame) -> str:
     return "\n".join(lines)
 
 
+def _decode_table(times: pd.DataFrame) -> str:
+    head = "microseconds of a call, weights from memory; adapter_* is the adapter alone, fp4_linear both in one\n"
+    return head + times.to_string(float_format=lambda us: f"{us:.1f}", na_rep="-")
+
+
 def _train_step_table(ratios: pd.DataFrame) -> str:
     head = ("tokens/s", "of BF16", "of QLoRA", "peak GB", "base GB")
     lines = [f"{'arm':10}{'loss':>12}{'micro-batch':>12}" + "".join(f"{name:>9}" for name in head)]
@@ -108,6 +124,22 @@ def _draw_linear(result: Result) -> plt.Figure:
     axes.flat[0].set_ylabel("time, BF16 = 1")
     axes.flat[0].legend(frameon=False)
     figure.suptitle(f"Forward + input gradient of packed Linears, {gpu_of(result)}")
+    return figure
+
+
+def _draw_decode(result: Result) -> plt.Figure:
+    times = decode_times(result)
+    layers = list(times.index.unique("layer"))
+    figure, axes = plt.subplots(1, len(layers), figsize=(3.2 * len(layers), 3.8), layout="constrained")
+    for axis, layer in zip(axes, layers, strict=True):
+        for index, (arm, us) in enumerate(times.loc[layer].items()):
+            style = ":" if arm.startswith("adapter") else "-"
+            axis.plot(us.index, us, "o" + style, color=f"C{index}", label=arm, lw=1.4, ms=3)
+        axis.set_xscale("log", base=2)
+        dress(axis, layer, "rows")
+    axes[0].set_ylabel("microseconds")
+    axes[0].legend(frameon=False, fontsize=7)
+    figure.suptitle(f"Linears of decoding, {result['options']['model']}, {gpu_of(result)}")
     return figure
 
 

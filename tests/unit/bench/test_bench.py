@@ -125,13 +125,28 @@ def test_ratios_of_steps_compare_equal_micro_batches(tmp_path: Path) -> None:
     assert (tmp_path / "steps.png").stat().st_size > 10_000
 
 
+def test_decode_adds_up_the_layers_and_leaves_out_what_was_not_timed(tmp_path: Path) -> None:
+    rows = [
+        {"layer": layer, "rows": number, "arm": arm, "us": us * number}
+        for layer, us in (("qkv_proj", 1.0), ("o_proj", 2.0)) for number in (8, 64)
+        for arm in ("marlin", "fp4_linear") if (arm, number) != ("fp4_linear", 64)
+    ]  # fmt: skip
+    result = {"benchmark": "decode", "options": {"model": "m"}, "environment": {"gpus": []}, "decode": rows}
+    times = bench.decode_times(result)
+    assert times.loc[(bench.LAYER, 8)].to_dict() == {"marlin": 24.0, "fp4_linear": 24.0}
+    assert times.loc[(bench.LAYER, 64), "marlin"] == 192.0
+    assert bench.table(result).splitlines()[-1].split()[-1] == "-"
+    bench.draw(result, tmp_path / "decode.png")
+    assert (tmp_path / "decode.png").stat().st_size > 10_000
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         ([], "bench linear"),
         (
             ["lineer"],
-            "lineer is not a command. Did you mean linear? Allowed: linear, train_step, rollout, step, clock.",
+            "lineer is not a command. Did you mean linear? Allowed: linear, decode, train_step, rollout, step, clock.",
         ),
         (["linear", "models=[qwen2.5-7c]"], "qwen2.5-7c in models=[qwen2.5-7c] is not allowed; allowed: qwen2.5-0.5b"),
         (["linear", "tokens=[0]"], "0 in tokens=[0] is not allowed; allowed: at least 1."),

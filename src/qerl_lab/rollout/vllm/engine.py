@@ -208,6 +208,7 @@ def start(cfg: RunConfig, folder: Path, policy: Policy, of_adapter: dict[str, An
         "gpu_memory_utilization": 0.01,  # of no effect beside the line above, but checked against what is free
         "kv_cache_dtype": own.kv_cache_dtype,
         "enforce_eager": own.enforce_eager,
+        "linear_backend": own.linear_backend,
         "logprobs_mode": "processed_logprobs",  # at the temperature of sampling
         "generation_config": "vllm",  # not the model's own penalties and cuts
         "use_tqdm_on_load": False,

@@ -77,6 +77,7 @@ def flags(cfg: RunConfig, dtype: torch.dtype) -> list[str]:
         "--logprobs-mode": "processed_logprobs",  # at the temperature of sampling
         "--generation-config": "vllm",  # not the model's own penalties and cuts
         "--kv-cache-dtype": own.kv_cache_dtype,
+        "--linear-backend": own.linear_backend,
         "--worker-extension-cls": EXTENSION,
     }  # fmt: skip
     if own.kv_cache_gib is not None:

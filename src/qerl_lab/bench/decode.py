@@ -1,0 +1,99 @@
+"""The Linears of one decoder layer at the few rows of decoding, with an adapter beside them, kernel by kernel.
+
+Each time is that of one call in a CUDA graph of many, which go over copies of the weights that no cache holds: in
+decoding every weight comes from memory.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from qerl_lab import formats
+from qerl_lab.bench.shapes import fused_linears
+from qerl_lab.bench.timing import graphed, side_by_side
+from qerl_lab.config.schema import FormatConfig
+from qerl_lab.rollout.vllm import backends, fp4_linear, kernels
+from qerl_lab.rollout.vllm.product import add_products
+
+Row = dict[str, Any]
+CACHE_BYTES = 2 * 60 * 2**20  # twice the second level of an H200
+MOST_COPIES = 48
+MOST_ROWS = 1024
+
+Call = Callable[[Tensor], object]
+
+
+@dataclass(frozen=True)
+class Arm:
+    """`call()` makes one on fresh copies of weights that take `size` bytes; it takes up to `most` rows."""
+
+    call: Callable[[], Call]
+    size: int
+    most: int = MOST_ROWS
+
+    def calls(self) -> list[Call]:
+        return [self.call() for _ in range(min(MOST_COPIES, math.ceil(CACHE_BYTES / self.size)))]
+
+
+def times(model: str, rows: list[int], rank: int) -> Iterator[Row]:
+    """Yield for each Linear, number of rows and arm the microseconds of a call, and the weights' terabytes a second.
+
+    The arms `adapter_*` are the adapter's products alone, `fp4_linear` is both in one.
+    """
+    for layer, (sizes, columns) in fused_linears(model).items():
+        every = arms(sizes, columns, rank)
+        calls = {name: arm.calls() for name, arm in every.items()}
+        for number in rows:
+            x = torch.randn(number, columns, dtype=torch.bfloat16, device="cuda")
+            graphs = {name: graphed(partial(run, calls[name], x)) for name in every if number <= every[name].most}
+            for name, ms in side_by_side(graphs, milliseconds=20).items():
+                seconds = ms / 1e3 / len(calls[name])
+                yield {
+                    "model": model, "layer": layer, "N": sum(sizes), "K": columns, "rows": number, "rank": rank,
+                    "arm": name, "us": 1e6 * seconds, "tb_per_s": every[name].size / seconds / 1e12,
+                }  # fmt: skip
+
+
+def run(calls: list[Call], x: Tensor) -> None:
+    """Call each with the same rows."""
+    for call in calls:
+        call(x)
+
+
+def arms(sizes: list[int], columns: int, rank: int) -> dict[str, Arm]:
+    """The frozen weight's product in BF16 and by each kernel for NVFP4; the adapter's by each route; both in one."""
+    dense = torch.randn(sum(sizes), columns, dtype=torch.bfloat16, device="cuda") / 50
+    packed = formats.build(FormatConfig(name="nvfp4")).quantize(dense)
+    A, B = (torch.randn(shape, dtype=torch.bfloat16, device="cuda") / 50 for shape in
+            ((len(sizes) * rank, columns), (sum(sizes), rank)))  # fmt: skip
+    size, of_adapter = sum(tensor.nbytes for tensor in packed.values()), A.nbytes + B.nbytes
+    found = {"bf16": Arm(lambda: partial(functional.linear, weight=dense.clone()), dense.nbytes)}
+    found |= {name: Arm(partial(backends.product, name, packed, sizes), size) for name in backends.KERNELS}
+    found |= {f"adapter_{name}": Arm(partial(beside, route, A, B, sizes), of_adapter) for name, route in ROUTES.items()}
+    return found | {"fp4_linear": Arm(partial(own, packed, A, B, sizes), size + of_adapter, fp4_linear.MAX_ROWS)}
+
+
+# y, x, A, B, sizes: the adapter's product added to y in place, by each of the routes of `rollout.vllm.product`.
+ROUTES: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor, list[int]], None]] = {
+    "kernels": lambda y, x, A, B, sizes: kernels.expand(y, kernels.shrink(x, A), B, sizes),
+    "mixed": lambda y, x, A, B, sizes: kernels.expand(y, (x @ A.t())[None], B, sizes),
+    "cublas": add_products,
+}
+
+
+def beside(route: Callable[..., None], A: Tensor, B: Tensor, sizes: list[int]) -> Call:
+    """A call of a route on copies of the adapter."""
+    A, B, y = A.clone(), B.clone(), torch.zeros(MOST_ROWS, len(B), dtype=A.dtype, device=A.device)
+    return lambda x: route(y[: len(x)], x, A, B, sizes)
+
+
+def own(packed: Mapping[str, Tensor], A: Tensor, B: Tensor, sizes: list[int]) -> Call:
+    """A call of the lab's product on copies of the weights."""
+    codes, scale, divisor, A, B = (tensor.clone() for tensor in (*packed.values(), A, B))
+    return lambda x: fp4_linear.linear(x, codes, scale, divisor, A, B, sizes)
