@@ -34,6 +34,9 @@ METRICS: dict[str, Metric] = {
     "reward/std": Metric("reward", "standard deviation of the reward over the step's completions"),
     PART: Metric("reward", "mean of one part alone, weight x score; every task has format and answer"),
     "reward/overlong": Metric("reward", "mean of the punishment of algorithm.overlong_buffer_tokens"),
+    "reward/unparsed": Metric(
+        "fraction", "completions whose answer could not be read, or not be compared in time: it counts as wrong"
+    ),
     "reward/zero_variance_groups": Metric(
         "fraction", "groups whose completions all earned the same: their advantages are 0"
     ),

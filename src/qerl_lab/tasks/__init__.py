@@ -27,6 +27,7 @@ if TYPE_CHECKING:  # checking a command imports tasks too, and should not wait f
     from numpy.typing import NDArray
 
 Scores = dict[str, "NDArray[np.float64]"]
+UNPARSED = "unparsed"  # a score that no reward counts: 1 for an answer that could not be read, or compared in time
 
 
 @dataclass(frozen=True)
@@ -83,8 +84,8 @@ class Task:
 
     `grade(texts, questions)` gives by part one score in [0, 1] a text, shape [len(texts)]. It depends on its arguments
     alone, never raises on the text of a model, and ends in time: what passes its limits scores 0. Every task has the
-    parts "format" and "answer", which evaluations read. `weights` has the same parts. `warnings` says what was left out
-    of the data, `data` is what a record keeps of it.
+    parts "format" and "answer", which evaluations read; it may have UNPARSED. `weights` has all parts but UNPARSED.
+    `warnings` says what was left out of the data, `data` is what a record keeps of it.
     """
 
     name: str
@@ -103,7 +104,11 @@ class Task:
 
     def rewards(self, texts: Sequence[str], questions: Sequence[Question]) -> Scores:
         """By part the weighted scores, shape [len(texts)]; the reward of a text is their sum."""
-        return {part: self.weights[part] * score for part, score in self.grade(texts, questions).items()}
+        return self.weighted(self.grade(texts, questions))
+
+    def weighted(self, scores: Scores) -> Scores:
+        """The parts of the reward in what `grade` gave."""
+        return {part: self.weights[part] * score for part, score in scores.items() if part != UNPARSED}
 
 
 def load(cfg: TaskConfig) -> Task:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from qerl_lab.config.schema import TaskConfig
 from qerl_lab.tasks import Question, is_heldout
-from qerl_lab.tasks.grading import grade_numbers as grade
+from qerl_lab.tasks.grading import grade_math as grade
 
 __all__ = ["Problem", "grade", "heldout", "problem", "train", "worked_solution"]
 

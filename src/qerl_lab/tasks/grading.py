@@ -1,51 +1,48 @@
 """The two scores of the paper: is the asked format kept, and is the final answer right."""
 
-import re
 from collections.abc import Callable, Sequence
 
-from qerl_lab.tasks import Question, Scores
-from qerl_lab.tasks.answers import final_answer, numbers_equal
-from qerl_lab.tasks.sandbox import call_each
+from qerl_lab.tasks import UNPARSED, Question, Scores
+from qerl_lab.tasks.answers.completion import final_answer, keeps_format
 
 Pair = tuple[str, str]  # a final answer, and the known one
-SECONDS = 4.0  # CPU time of one comparison by math-verify; a usual one takes 0.02
-# One think block, then one answer block, and nothing else. `[^<]*`, and `<` only where no tag follows, instead of `.*?`
-# keep the match linear in the length of a hostile completion.
-_FORMAT = re.compile(r"\s*<think>[^<]*(?:<(?!/?think>|/?answer>)[^<]*)*</think>\s*<answer>[^<]+</answer>\s*")
-
-
-def keeps_format(completion: str) -> bool:
-    """Whether the whole completion is `<think>..</think><answer>..</answer>`.
-
-    Stricter than the released code, which accepts the tags anywhere in any amount of other text.
-    """
-    return _FORMAT.fullmatch(completion) is not None
+SECONDS = 3.0  # CPU time of one comparison by math-verify; a usual one takes 0.02
 
 
 def grade_answers(
-    texts: Sequence[str], questions: Sequence[Question], equal: Callable[[list[Pair]], Sequence[bool]]
+    texts: Sequence[str], questions: Sequence[Question], equal: Callable[[list[Pair]], Sequence[bool | None]]
 ) -> Scores:
-    """Scores "format" and "answer", each 0 or 1 a text, shape [len(texts)].
+    """Scores "format", "answer" and "unparsed", each 0 or 1 a text, shape [len(texts)].
 
     Args:
-        equal: of each pair of a final answer and the known one, whether they are equal. It sees no pair twice.
+        equal: of each pair of a final answer and the known one, whether they are equal; None where that cannot be
+            said, which counts as wrong and as unparsed. It sees no pair twice.
     """
     import numpy as np  # here: checking a command imports tasks too, and should not wait for it
 
     pairs = [(final_answer(text), question.answer) for text, question in zip(texts, questions, strict=True)]
-    given = list(dict.fromkeys((answer, known) for answer, known in pairs if answer is not None))
-    right = {pair for pair, is_equal in zip(given, equal(given), strict=True) if is_equal}
+    asked = list(dict.fromkeys((given, known) for given, known in pairs if given is not None))
+    verdicts: dict[tuple[str | None, str], bool | None] = dict(zip(asked, equal(asked), strict=True))
     return {
         "format": np.array([keeps_format(text) for text in texts], np.float64),
-        "answer": np.array([pair in right for pair in pairs], np.float64),
+        "answer": np.array([verdicts.get(pair, False) is True for pair in pairs], np.float64),
+        UNPARSED: np.array([verdicts.get(pair, False) is None for pair in pairs], np.float64),
     }
 
 
-def grade_numbers(texts: Sequence[str], questions: Sequence[Question]) -> Scores:
-    """`grade_answers` where the final answer is one number, compared exactly."""
-    return grade_answers(texts, questions, lambda pairs: [numbers_equal(*pair) for pair in pairs])
-
-
 def grade_math(texts: Sequence[str], questions: Sequence[Question]) -> Scores:
-    """`grade_answers` by mathematical equality; an answer that takes longer than SECONDS to compare is wrong."""
-    return grade_answers(texts, questions, lambda pairs: call_each("qerl_lab.tasks.latex", "is_equal", pairs, SECONDS))
+    """`grade_answers` by equality as docs/answers.md has it; what takes longer than SECONDS to compare is wrong."""
+    return grade_answers(texts, questions, answers_equal)
+
+
+def answers_equal(pairs: Sequence[Pair]) -> list[bool | None]:
+    """Of each pair whether its two answers are equal; None where that cannot be said, or not in time."""
+    from qerl_lab.tasks.answers.judge import Verdict, judge, spellings  # here, as numpy: they import mpmath
+    from qerl_lab.tasks.sandbox import call_each
+
+    verdicts = [judge(*pair) for pair in pairs]
+    hard = [n for n, verdict in enumerate(verdicts) if verdict is Verdict.LIBRARY]
+    calls = [spellings(*pairs[n]) for n in hard]
+    found = dict(zip(hard, call_each("qerl_lab.tasks.answers.library", "is_equal", calls, SECONDS), strict=True))
+    decided = {Verdict.RIGHT: True, Verdict.WRONG: False, Verdict.UNREADABLE: None}
+    return [found[n] if n in found else decided[verdict] for n, verdict in enumerate(verdicts)]

@@ -7,7 +7,7 @@ from qerl_lab.config.schema import TaskConfig
 from qerl_lab.tasks import BadRow, Question
 from qerl_lab.tasks.answers import number
 from qerl_lab.tasks.data import Row, Source, read
-from qerl_lab.tasks.grading import grade_numbers as grade
+from qerl_lab.tasks.grading import grade_math as grade
 
 __all__ = ["SOURCE", "grade", "heldout", "train"]
 

@@ -14,7 +14,7 @@ from qerl_lab.config.schema import RunConfig
 from qerl_lab.model.policy import Policy
 from qerl_lab.record.samples import PER_STEP, Sample
 from qerl_lab.rollout.engine import Engine, EngineFailed, Rollout, Sampling
-from qerl_lab.tasks import Question, Task
+from qerl_lab.tasks import UNPARSED, Question, Task
 from qerl_lab.train.clock import Clock
 from qerl_lab.train.data import Cursor
 from qerl_lab.train.ranks import Ranks
@@ -25,7 +25,12 @@ OVERLONG = "overlong"  # the part of the reward that is the algorithm's, not the
 
 @dataclass(frozen=True)
 class Group:
-    """A question and its graded completions. `parts` are the parts of the reward by name, [G] each."""
+    """A question and its graded completions.
+
+    Attributes:
+        parts: of the reward by name, [G] each.
+        unparsed_G: 1 where the answer could not be read; None where the task does not say.
+    """
 
     question: Question
     prompt_ids: list[int]
@@ -34,6 +39,7 @@ class Group:
     finished_G: list[bool]
     texts_G: list[str]
     parts: dict[str, Rewards]
+    unparsed_G: Rewards | None
 
     @property
     def reward_G(self) -> Rewards:
@@ -124,16 +130,18 @@ def grade(cfg: RunConfig, task: Task, policy: Policy, questions_P: list[Question
     """The graded groups of a rollout, in its order."""
     texts_P_G = [[policy.decode(ids) for ids in group] for group in rollout.completion_ids_P_G]
     asked = [question for question in questions_P for _ in range(cfg.rollout.group_size)]
-    parts = task.rewards([text for group in texts_P_G for text in group], asked)
+    scores = task.grade([text for group in texts_P_G for text in group], asked)
+    parts = task.weighted(scores)
     if buffer := cfg.algorithm.overlong_buffer_tokens:
         lengths = [len(ids) for group in rollout.completion_ids_P_G for ids in group]
         parts[OVERLONG] = groups.overlong(lengths, cfg.rollout.max_completion_tokens, buffer)
     parts_P_G = {name: part.reshape(len(questions_P), -1) for name, part in parts.items()}
+    unparsed_P_G = scores[UNPARSED].reshape(len(questions_P), -1) if UNPARSED in scores else [None] * len(questions_P)
     return [
         Group(
             question, rollout.prompt_ids_P[p], rollout.completion_ids_P_G[p], rollout.logprobs_P_G[p],
             [reason == "stop" for reason in rollout.finish_reasons_P_G[p]], texts_P_G[p],
-            {name: part[p] for name, part in parts_P_G.items()},
+            {name: part[p] for name, part in parts_P_G.items()}, unparsed_P_G[p],
         )
         for p, question in enumerate(questions_P)
     ]  # fmt: skip
@@ -143,6 +151,7 @@ def measures(cfg: RunConfig, batch: Batch, ranks: Ranks) -> dict[str, float]:
     """Metrics of what the policy sampled and earned in a step, over every group that any rank drew."""
     parts = ranks.pool([group.parts for group in batch.drawn])
     finished = ranks.pool([group.finished_G for group in batch.drawn])
+    unparsed = ranks.pool([group.unparsed_G for group in batch.drawn if group.unparsed_G is not None])
     rollouts = ranks.pool([(rollout.tokens, rollout.entropy) for rollout in batch.rollouts])
     part_D_G = {name: np.array([group[name] for group in parts]) for name in parts[0]}
     reward_D_G = np.sum(list(part_D_G.values()), axis=0)
@@ -157,6 +166,8 @@ def measures(cfg: RunConfig, batch: Batch, ranks: Ranks) -> dict[str, float]:
         "rollout/completion_tokens": tokens / reward_D_G.size,
         "rollout/truncated_fraction": 1 - np.mean(finished),
     }
+    if unparsed:
+        found["reward/unparsed"] = np.mean(unparsed)
     if cfg.algorithm.dynamic_sampling:
         found["rollout/prompts_drawn"] = len(parts)
     if entropies:

@@ -55,7 +55,7 @@ def test_ctrl_c_in_the_terminal_does_not_reach_the_child() -> None:
 
 
 def test_a_child_that_cannot_start_is_an_error_and_no_score() -> None:
-    with pytest.raises(RuntimeError, match="no_such_module cannot be used in a child process"):
+    with pytest.raises(RuntimeError, match="no_such_module cannot be used in a worker process"):
         call_each("no_such_module", "f", [(1,)], 5)
 
 

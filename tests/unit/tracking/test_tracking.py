@@ -25,7 +25,7 @@ from qerl_lab.tracking.mlflow import mlflow_uri
 from qerl_lab.tracking.tracker import Mirrored, Tracker
 
 PROMISED = {
-    "reward": "mean std <part> overlong zero_variance_groups",
+    "reward": "mean std <part> overlong unparsed zero_variance_groups",
     "policy": "entropy_nats kl_reference clip_fraction clip_fraction_low clip_fraction_high "
     "loss grad_norm learning_rate",
     "sampler": "entropy_nats logprob_gap_mean logprob_gap_max importance_ratio_mean kl_k1_nats kl_k3_nats "

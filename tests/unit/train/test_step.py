@@ -30,9 +30,12 @@ class ScriptedTask:
     def messages(self, question: Question) -> list[dict[str, str]]:
         return [{"role": "user", "content": question.prompt}]
 
-    def rewards(self, texts: list[str], questions: list[Question]) -> dict[str, np.ndarray]:
+    def grade(self, texts: list[str], questions: list[Question]) -> dict[str, np.ndarray]:
         right = [q.answer == "flat" or len(text) % 2 == 0 for text, q in zip(texts, questions, strict=True)]
         return {"format": np.full(len(texts), 0.2), "answer": np.array(right, np.float64)}
+
+    def weighted(self, scores: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        return scores
 
 
 class ScriptedPolicy:

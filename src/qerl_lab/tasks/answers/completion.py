@@ -1,0 +1,43 @@
+"""What of a completion is its answer, and whether it keeps the paper's format."""
+
+THINK, END_THINK, ANSWER, END_ANSWER = TAGS = "<think>", "</think>", "<answer>", "</answer>"
+
+
+def final_answer(completion: str) -> str | None:
+    """Text of the last complete `<answer>` block outside of the thinking, stripped; None where there is none.
+
+    Thinking ends at the last `</think>`, and one that never ends hides what follows it: no answer inside counts. A last
+    block that is blank is no answer.
+    """
+    _, closed, tail = completion.rpartition(END_THINK)
+    tail = (tail if closed else completion).partition(THINK)[0]
+    start = tail.rfind(ANSWER, 0, max(0, tail.rfind(END_ANSWER)))
+    if start < 0:
+        return None
+    start += len(ANSWER)
+    return tail[start : tail.index(END_ANSWER, start)].strip() or None
+
+
+def keeps_format(completion: str) -> bool:
+    """Whether the whole completion is `<think>..</think><answer>..</answer>`, with an answer that is not blank.
+
+    Stricter than the released code, which accepts the tags anywhere in any amount of other text. Thinking may mention a
+    tag ("I must use <answer> tags"), but not hold a second answer or open twice. The answer may hold `<`, but no tag.
+    """
+    text = completion.strip()
+    if not (text.startswith(THINK) and text.endswith(END_ANSWER)):
+        return False
+    thinking, closed, rest = text[len(THINK) : -len(END_ANSWER)].partition(END_THINK)
+    rest = rest.lstrip()
+    answer = rest.removeprefix(ANSWER)
+    in_order = bool(closed) and rest != answer and not thinking.lstrip().startswith(THINK)
+    return in_order and bool(answer.strip()) and not any(tag in answer for tag in TAGS) and not _answers(thinking)
+
+
+def _answers(thinking: str) -> bool:
+    """Whether thinking holds an answer in its tags: `<answer>...</answer>` with dots is a mention."""
+    for block in thinking.split(END_ANSWER)[:-1]:
+        _, opened, content = block.rpartition(ANSWER)
+        if opened and any(character.isalnum() for character in content):
+            return True
+    return False

@@ -1,0 +1,227 @@
+"""Equality of two answers by their forms. Every rule is symmetric."""
+
+from fractions import Fraction
+
+from qerl_lab.tasks.answers import value as values
+from qerl_lab.tasks.answers.expression import Node, Num, Op, Unreadable, read_expression
+from qerl_lab.tasks.answers.forms import Amount, Clock, Form, Matrix, Named, Numeral, Relation, Several, Words
+from qerl_lab.tasks.answers.value import Value, close, is_finite, is_real, names, point, value
+
+POINTS = 4  # at which expressions in variables must agree, and as many with values below 0
+ENOUGH_DIGITS = 6  # of a decimal that stands for a number which has no end: 0.333333 for 1/3
+_OPPOSITE = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "=": "=", "!=": "!="}
+
+
+def equal(left: Form, right: Form) -> bool:
+    """Whether two forms are one answer. Raises Unreadable where a value is undefined or too large."""
+    left, right = _single(left), _single(right)
+    if isinstance(left, Named) or isinstance(right, Named):
+        return _named(left, right)
+    if isinstance(left, Relation) or isinstance(right, Relation):
+        return _relations(left, right)
+    if isinstance(left, Amount) and isinstance(right, Amount):
+        return _amounts(left, right)
+    if isinstance(left, Several) and isinstance(right, Several):
+        return _several(left, right)
+    if isinstance(left, Matrix) and isinstance(right, Matrix):
+        return _rows(left.rows, right.rows)
+    if isinstance(left, Clock) and isinstance(right, Clock):
+        return _clocks(left, right)
+    return type(left) is type(right) and left == right and isinstance(left, Words | Numeral)
+
+
+def _single(form: Form) -> Form:
+    """A list or set of one part is that part; a numeral in base ten is a number."""
+    if isinstance(form, Several) and form.brackets in ("", "{}", "or") and len(form.parts) == 1:
+        return _single(form.parts[0])
+    if isinstance(form, Numeral) and form.base == 10:
+        return Amount(Num(Fraction(int(form.digits))))
+    return form
+
+
+def _named(left: Form, right: Form) -> bool:
+    """`x = 5` is 5, and is no `y = 5`; against an equation it is one itself."""
+    if isinstance(left, Named) and isinstance(right, Named):
+        return left.name == right.name and equal(left.form, right.form)
+    named, other = (left, right) if isinstance(left, Named) else (right, left)
+    assert isinstance(named, Named)
+    if isinstance(other, Relation) and isinstance(named.form, Amount):
+        return _relations(_as_relation(named), other)
+    return equal(named.form, other)
+
+
+def _as_relation(named: Named) -> Form:
+    assert isinstance(named.form, Amount)
+    return Relation((read_expression(named.name), named.form.node), ("=",))
+
+
+def _amounts(left: Amount, right: Amount) -> bool:
+    if left.letters is not None and right.letters is not None:
+        return _nodes(left.letters, right.letters)
+    if left.unit and right.unit and left.unit != right.unit:
+        return False
+    a, b = _scaled(left), _scaled(right)
+    if left.percent == right.percent:
+        return _nodes(a, b) or _stands_for(a, b)
+    hundredth = Num(Fraction(1, 100))
+    as_part = (Op("*", (a, hundredth)), b) if left.percent else (a, Op("*", (b, hundredth)))
+    return _nodes(a, b) or _nodes(*as_part)
+
+
+def _scaled(amount: Amount) -> Node:
+    return amount.node if amount.scale == 1 else Op("*", (amount.node, Num(Fraction(amount.scale))))
+
+
+def _nodes(left: Node, right: Node) -> bool:
+    """Equality of two expressions: at one point if they have no variables, else at several."""
+    if left == right:
+        return True
+    variables = names(left) | names(right)
+    if not variables:
+        return close(value(left, {}), value(right, {}))
+    for draw in range(POINTS):
+        at = point(variables, draw)
+        if not close(value(left, at), value(right, at)):
+            return False
+    return all(_agree_below_zero(left, right, point(variables, draw, negative=True)) for draw in range(POINTS))
+
+
+def _agree_below_zero(left: Node, right: Node, at: values.Point) -> bool:
+    """Whether they agree where both are real: |x| is no x, while 2 ln x passes for ln x^2."""
+    try:
+        a, b = value(left, at), value(right, at)
+    except Unreadable:
+        return True
+    return not (is_real(a) and is_real(b)) or close(a, b)
+
+
+def _stands_for(left: Node, right: Node) -> bool:
+    """Whether one side is a decimal of ENOUGH_DIGITS for the other, whose own digits have no end."""
+    for decimal, exact in ((left, right), (right, left)):
+        places = _places(decimal)
+        if places is not None and _places(exact) is None and not names(exact):
+            number, exactly = value(decimal, {}), value(exact, {})
+            if not (_has_end(exactly) or not is_finite(exactly)):
+                return is_real(exactly) and values.is_rounded(number, exactly, places)
+    return False
+
+
+def _places(node: Node) -> int | None:
+    """Decimal places of a written decimal that has enough digits."""
+    while isinstance(node, Op) and node.name == "neg":
+        node = node.args[0]
+    return node.places if isinstance(node, Num) and node.digits >= ENOUGH_DIGITS else None
+
+
+def _has_end(number: Value) -> bool:
+    if not isinstance(number, Fraction):
+        return False
+    denominator = number.denominator
+    for prime in (2, 5):
+        while denominator % prime == 0:
+            denominator //= prime
+    return denominator == 1
+
+
+def _several(left: Several, right: Several) -> bool:
+    shapes = {left.brackets, right.brackets}
+    if len(left.parts) != len(right.parts):
+        return False
+    if shapes <= {"", "{}"} or shapes == {"or"}:
+        return _matched(left.parts, right.parts)
+    ordered = left.brackets == right.brackets or shapes == {"", "()"}
+    return ordered and all(equal(a, b) for a, b in zip(left.parts, right.parts, strict=True))
+
+
+def _matched(left: tuple[Form, ...], right: tuple[Form, ...]) -> bool:
+    """Whether the parts are equal in some order."""
+    rest = list(right)
+    for form in left:
+        at = next((n for n, other in enumerate(rest) if equal(form, other)), None)
+        if at is None:
+            return False
+        rest.pop(at)
+    return True
+
+
+def _rows(left: tuple[tuple[Form, ...], ...], right: tuple[tuple[Form, ...], ...]) -> bool:
+    if [len(row) for row in left] != [len(row) for row in right]:
+        return False
+    cells = [pair for rows in zip(left, right, strict=True) for pair in zip(*rows, strict=True)]
+    return all(equal(a, b) for a, b in cells)
+
+
+def _clocks(left: Clock, right: Clock) -> bool:
+    """10 am is 10:00 am, and no 10 pm."""
+    if left.half and right.half and left.half != right.half:
+        return False
+    a, b = ([value(part, {}) for part in clock.parts] for clock in (left, right))
+    if left.half or right.half:
+        a, b = ([*parts, *[Fraction(0)] * (2 - len(parts))] for parts in (a, b))
+    return a == b
+
+
+def _relations(left: Form, right: Form) -> bool:
+    if isinstance(left, Relation) and isinstance(right, Relation):
+        return _same_relation(left, right)
+    relation, other = (left, right) if isinstance(left, Relation) else (right, left)
+    assert isinstance(relation, Relation)
+    if isinstance(other, Several):
+        interval = _interval(relation)
+        return interval is not None and equal(interval, other)
+    if isinstance(other, Amount) and set(relation.signs) == {"="}:  # 9+9=18 is 18; 5=18 is nothing
+        return isinstance(relation.sides[0], Op) and all(_nodes(side, _scaled(other)) for side in relation.sides)
+    return False
+
+
+def _same_relation(left: Relation, right: Relation) -> bool:
+    """Equal sides, in either direction; or one sign, and differences in a constant proportion."""
+    if len(left.sides) != len(right.sides):
+        return False
+    turned = Relation(right.sides[::-1], tuple(_OPPOSITE[sign] for sign in right.signs[::-1]))
+    for other in (right, turned):
+        if left.signs == other.signs and all(map(_nodes, left.sides, other.sides)):
+            return True
+    if len(left.signs) > 1 or left.signs[0] not in (right.signs[0], turned.signs[0]):
+        return False
+    ratio = _proportion(Op("-", left.sides), Op("-", right.sides))
+    if ratio is None or left.signs[0] in ("=", "!="):
+        return ratio is not None
+    return is_real(ratio) and values.is_positive(ratio) == (left.signs == right.signs)
+
+
+def _proportion(left: Node, right: Node) -> Value | None:
+    """The constant that `left` / `right` is; None where it is none, or 0."""
+    variables = names(left) | names(right)
+    if names(left) != names(right) or not variables:
+        return None
+    first = None
+    for draw in range(POINTS):
+        at = point(variables, draw, negative=draw % 2 == 1)
+        a, b = value(left, at), value(right, at)
+        if close(a, Fraction(0)) or close(b, Fraction(0)):
+            return None
+        ratio = values.ratio(a, b)
+        first = ratio if first is None else first
+        if not close(first, ratio):
+            return None
+    return first
+
+
+def _interval(relation: Relation) -> Form | None:
+    """`-2 < x <= 7` as (-2, 7]; `x > 3` as (3, infinity)."""
+    sides, signs = relation.sides, relation.signs
+    if signs[0] in (">", ">="):
+        sides, signs = sides[::-1], tuple(_OPPOSITE[sign] for sign in signs[::-1])
+    if any(sign not in ("<", "<=") for sign in signs) or len(sides) not in (2, 3):
+        return None
+    infinity = values.INFINITY
+    if len(sides) == 2:
+        bounded_above = bool(names(sides[0]))
+        sides = (Op("neg", (infinity,)), *sides) if bounded_above else (*sides, infinity)
+        signs = ("<", *signs) if bounded_above else (*signs, "<")
+    low, variable, high = sides
+    if len(names(variable)) != 1 or names(low) or names(high) or isinstance(variable, Op):
+        return None
+    brackets = ("(" if signs[0] == "<" else "[") + (")" if signs[1] == "<" else "]")
+    return Several(brackets, (Amount(low), Amount(high)))

@@ -1,0 +1,392 @@
+r"""A reader of mathematical expressions: LaTeX (`\frac{3\sqrt{3}}{4}`) and what is typed (`3*sqrt(3)/4`).
+
+It takes what answers are made of and refuses the rest with Unreadable: nothing is skipped, so that no part of an answer
+can be overlooked. Recursive descent; its depth and length are bounded.
+
+    sum      = term (("+" | "-" | "\pm") term)*
+    term     = factor (("*" | "/" | "") factor)*      a product without a sign binds as one with a sign
+    factor   = ("-" | "+") factor | power
+    power    = postfix ("^" factor)?
+    postfix  = atom ("!" | "^\circ")*
+"""
+
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+
+MAX_DEPTH, MAX_EXPONENT = 40, 4000  # of brackets and arguments; of ten, in scientific notation
+
+
+class Unreadable(Exception):
+    """The text is no expression, or not one that this reader knows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Num:
+    """A number as written; `digits` after its leading zeros and `places` behind its point, 0 for an integer."""
+
+    value: Fraction
+    digits: int = 0
+    places: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Sym:
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """`+` and `*` have any number of arguments, so that a long sum is no deep tree; `pm` and `neg` have one.
+
+    The others are "- / ^ inverse root log binom" and the functions.
+    """
+
+    name: str
+    args: tuple["Node", ...]
+
+
+Node = Num | Sym | Op
+
+_FUNCTIONS = """
+sin cos tan cot sec csc sinh cosh tanh coth arcsin arccos arctan arccot arcsec arccsc exp ln log lg abs floor ceil sqrt
+"""
+_GREEK = """
+alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi rho sigma tau upsilon phi chi psi omega
+Gamma Delta Theta Lambda Xi Pi Sigma Upsilon Phi Psi Omega pi ell hbar nabla partial infty imath
+"""
+_OVER_A_LETTER = """
+hat bar vec dot ddot tilde overline widehat widetilde overrightarrow underline mathbb mathcal mathfrak mathscr
+"""
+FUNCTIONS, GREEK = frozenset(_FUNCTIONS.split()), frozenset(_GREEK.split())
+_ACCENTS = frozenset(_OVER_A_LETTER.split())
+_ALIASES = {
+    "asin": "arcsin", "acos": "arccos", "atan": "arctan", "cosec": "csc", "tg": "tan", "ctg": "cot",
+    "ceiling": "ceil", "inf": "infty", "infinity": "infty", "oo": "infty",
+}  # fmt: skip
+_NO_ARGUMENT = (*FUNCTIONS - {"sqrt"}, "(", "[")  # ends the argument of a function that has no brackets
+_TIMES, _OVER = ("cdot", "times", "*", "ast"), ("/", "div")
+_PAIRS = {"(": ")", "[": "]", "{": "}", "lfloor": "rfloor", "lceil": "rceil", "|": "|", r"\{": r"\}"}
+_TOKEN = re.compile(
+    r"(?P<repeating>\d*\.\d*\\overline\s*\{\d+\})"
+    r"|(?P<number>(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d*)?(?:[eE][-+]?\d+)?|\.\d+(?:[eE][-+]?\d+)?)"
+    r"|\\text\s*\{(?P<text>[^{}]*)\}"
+    r"|\\(?P<macro>[A-Za-z]+|[{}])|(?P<word>[A-Za-z]+)|(?P<sign>\*\*|[-+*/^_!|()\[\]{}'])|(?P<space>\s+)",
+    re.ASCII,
+)
+_INTEGER = re.compile(r"\d+", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class _Token:
+    kind: str
+    text: str
+    spaced: bool  # whether a space stands before it
+
+
+def read_expression(text: str) -> Node:
+    """The expression that all of `text` is. Raises Unreadable."""
+    reader = _Reader(_tokens(text))
+    node = reader.sum()
+    if reader.next is not None:
+        raise Unreadable(text)
+    return node
+
+
+def _tokens(text: str) -> list[_Token]:
+    tokens, at, spaced = list[_Token](), 0, False
+    while at < len(text):
+        if (found := _TOKEN.match(text, at)) is None:
+            raise Unreadable(text)
+        at, kind = found.end(), str(found.lastgroup)
+        tokens += [] if kind == "space" else _words(kind, found[kind], spaced)
+        spaced = kind == "space"
+    return tokens
+
+
+def _words(kind: str, text: str, spaced: bool) -> list[_Token]:
+    """A typed word as a function, a Greek letter or a product of up to three letters."""
+    if kind == "macro":
+        return [_Token("macro", rf"\{text}" if text in "{}" else text, spaced)]
+    if kind != "word":
+        return [_Token(kind, text, spaced)]
+    known = _ALIASES.get(text.lower(), text if text in GREEK else text.lower())
+    if known in FUNCTIONS or known in GREEK:
+        return [_Token("macro", known, spaced)]
+    if len(text) > 3:
+        raise Unreadable(text)
+    return [_Token("letter", letter, spaced and not n) for n, letter in enumerate(text)]
+
+
+def number(text: str) -> Num:
+    """A decimal number with thousands separators and an exponent. Raises Unreadable for a huge exponent."""
+    mantissa, _, exponent = text.replace(",", "").lower().partition("e")
+    if len(exponent.lstrip("+-")) > 5 or abs(int(exponent or 0)) > MAX_EXPONENT:
+        raise Unreadable(text)
+    whole, _, decimals = mantissa.partition(".")
+    digits = len((whole + decimals).lstrip("0")) if decimals else 0
+    value = Fraction(int(whole + decimals or 0)) * Fraction(10) ** (int(exponent or 0) - len(decimals))
+    return Num(value, digits, max(0, len(decimals) - int(exponent or 0)) if decimals else 0)
+
+
+def _repeating(text: str) -> Num:
+    whole, _, rest = text.partition(".")
+    fixed, period = re.findall(r"\d*(?=\\)|\d+(?=\})", rest)[0], re.findall(r"\{(\d+)\}", rest)[0]
+    nines = (10 ** len(period) - 1) * 10 ** len(fixed)
+    return Num(Fraction(int(whole + fixed or 0), 10 ** len(fixed)) + Fraction(int(period), nines))
+
+
+class _Reader:
+    def __init__(self, tokens: list[_Token]) -> None:
+        self.tokens, self.at, self.depth = tokens, 0, 0
+        self.bars = 0  # of absolute values that are open
+
+    @property
+    def next(self) -> _Token | None:
+        return self.tokens[self.at] if self.at < len(self.tokens) else None
+
+    def sees(self, *texts: str) -> bool:
+        """Whether the next token is one of these signs or macros."""
+        token = self.next
+        return token is not None and token.kind in ("sign", "macro") and token.text in texts
+
+    def take(self) -> _Token:
+        if self.next is None:
+            raise Unreadable("the end")
+        self.at += 1
+        return self.tokens[self.at - 1]
+
+    def expect(self, text: str) -> None:
+        if not self.sees(text):
+            raise Unreadable(f"no {text}")
+        self.at += 1
+
+    def deeper(self) -> None:
+        self.depth += 1
+        if self.depth > MAX_DEPTH:
+            raise Unreadable("too deep")
+
+    def sum(self) -> Node:
+        self.deeper()
+        terms = list[Node]([] if self.sees("pm", "mp") else [self.term()])
+        while self.sees("+", "-", "pm", "mp"):
+            sign = self.take().text
+            term = self.term()
+            terms.append(term if sign == "+" else Op("neg" if sign == "-" else sign, (term,)))
+        self.depth -= 1
+        return terms[0] if len(terms) == 1 else Op("+", tuple(terms))
+
+    def term(self) -> Node:
+        factors = [self.factor()]
+        while True:
+            if self.sees(*_TIMES):
+                self.take()
+                factors.append(self.factor())
+            elif self.sees(*_OVER):
+                self.take()
+                factors.append(Op("inverse", (self.factor(),)))
+            elif self.begins_factor():
+                factors.append(self.power())
+            else:
+                return factors[0] if len(factors) == 1 else Op("*", tuple(factors))
+
+    def begins_factor(self) -> bool:
+        """Whether the next token can be multiplied without a sign. Two numbers in a row are no product."""
+        token = self.next
+        if token is None or token.kind in ("number", "repeating"):
+            return False
+        if token.kind == "sign":
+            return token.text in "([{" or (token.text == "|" and not self.bars)
+        return token.kind != "macro" or token.text not in ("pm", "mp", "rfloor", "rceil", r"\}", "row", "div", *_TIMES)
+
+    def factor(self) -> Node:
+        self.deeper()
+        if self.sees("-", "+"):
+            negative = self.take().text == "-"
+            node = self.factor()
+            node = Op("neg", (node,)) if negative else node
+        else:
+            node = self.power()
+        self.depth -= 1
+        return node
+
+    def power(self) -> Node:
+        node = self.postfix(self.atom())
+        if self.sees("^", "**"):
+            self.take()
+            node = self.postfix(Op("^", (node, self.argument(signed=True))))
+        return node
+
+    def postfix(self, node: Node) -> Node:
+        for _ in range(MAX_DEPTH):
+            if self.sees("!"):
+                self.take()
+                node = Op("factorial", (node,))
+            elif self.sees("^") and self.tokens[self.at + 1 : self.at + 2] and self.tokens[self.at + 1].text == "circ":
+                self.at += 2
+                node = Op("degrees", (node,))
+            else:
+                return node
+        raise Unreadable("too deep")
+
+    def argument(self, signed: bool = False) -> Node:
+        """What TeX takes as an argument: a group, or one character: `\\frac12`; typed powers may have a sign."""
+        if signed and self.sees("-", "+"):
+            return self.factor()
+        token = self.next
+        if token is not None and token.kind == "number":
+            return number(self.take().text) if signed else self.first_digit()
+        self.deeper()
+        node = self.atom()
+        self.depth -= 1
+        return node
+
+    def first_digit(self) -> Node:
+        token = self.take()
+        if len(token.text) > 1:
+            if not token.text.isdigit():
+                raise Unreadable(token.text)
+            self.at -= 1
+            self.tokens[self.at] = _Token("number", token.text[1:], False)
+        return number(token.text[0])
+
+    def group(self, opening: str) -> Node:
+        node = self.sum()
+        self.expect(_PAIRS[opening])
+        return node
+
+    def atom(self) -> Node:
+        token = self.take()
+        if token.kind == "number":
+            return self.mixed(token)
+        if token.kind == "repeating":
+            return _repeating(token.text)
+        if token.kind == "letter":
+            return self.symbol(token.text)
+        if token.kind == "text":
+            return self.symbol(f"text {token.text.strip()}")
+        if token.kind == "sign":
+            if token.text == "|":
+                return self.absolute()
+            if token.text not in "([{":
+                raise Unreadable(token.text)
+            return self.group(token.text)
+        return self.macro(token.text)
+
+    def absolute(self) -> Node:
+        self.bars += 1
+        node = self.sum()
+        self.expect("|")
+        self.bars -= 1
+        return Op("abs", (node,))
+
+    def mixed(self, token: _Token) -> Node:
+        """A number, or with a proper fraction of two integers behind it a mixed one: `1\\frac{4}{5}`, `1 4/5`."""
+        if self.sees("_"):
+            raise Unreadable("a numeral in a base")
+        node, tokens, start = number(token.text), list(self.tokens), self.at
+        part = self.fraction_behind() if token.text.isdigit() else None
+        if part is not None and part < 1:
+            return Num(node.value + part)
+        self.tokens, self.at = tokens, start
+        return node
+
+    def fraction_behind(self) -> Fraction | None:
+        """The fraction of two integers that comes next, if any."""
+        if self.sees("frac"):
+            self.take()
+            over, under = self.argument(), self.argument()
+            whole = isinstance(over, Num) and isinstance(under, Num) and not over.digits and not under.digits
+            return over.value / under.value if whole and under.value else None  # type: ignore[union-attr]
+        ahead = self.tokens[self.at : self.at + 3]
+        kinds, texts = [token.kind for token in ahead], [token.text for token in ahead]
+        if kinds != ["number", "sign", "number"] or texts[1] != "/" or not ahead[0].spaced:
+            return None
+        self.at += 3
+        whole = texts[0].isdigit() and texts[2].isdigit() and int(texts[2]) > 0
+        return Fraction(int(texts[0]), int(texts[2])) if whole else None
+
+    def symbol(self, name: str) -> Node:
+        while self.sees("'"):
+            name += self.take().text
+        if self.sees("_"):
+            self.take()
+            name += "_" + self.subscript()
+        while self.sees("'"):
+            name += self.take().text
+        return Sym(name)
+
+    def subscript(self) -> str:
+        """The tokens of a subscript, as they stand."""
+        token = self.take()
+        if token.text != "{":
+            return token.text.strip()
+        parts, depth = list[str](), 1
+        while True:
+            token = self.take()
+            depth += (token.text == "{") - (token.text == "}")
+            if not depth:
+                return "".join(part.strip() for part in parts)
+            parts.append(token.text)
+
+    def macro(self, name: str) -> Node:
+        if name == "frac":
+            return Op("/", (self.argument(), self.argument()))
+        if name == "sqrt":
+            return self.root()
+        if name == "binom":
+            return Op("binom", (self.argument(), self.argument()))
+        if name in ("lfloor", "lceil"):
+            return Op("floor" if name == "lfloor" else "ceil", (self.group(name),))
+        if name in FUNCTIONS:
+            return self.function(name)
+        if name in GREEK:
+            return self.symbol("infty" if name == "infty" else rf"\{name}")
+        if name in _ACCENTS:
+            return self.symbol(f"{name} {self.subscript()}")
+        raise Unreadable(name)
+
+    def root(self) -> Node:
+        degree: Node = Num(Fraction(2))
+        if self.sees("["):
+            self.take()
+            degree = self.group("[")
+        token = self.next
+        if token is not None and token.kind == "number":  # TeX would take one digit; nobody who types √12 means that
+            return Op("root", (number(self.take().text), degree))
+        return Op("root", (self.argument(), degree))
+
+    def function(self, name: str) -> Node:
+        base: Node | None = None
+        exponent: Node | None = None
+        while self.sees("_", "^"):
+            if self.take().text == "_":
+                base = self.argument()
+            else:
+                exponent = self.argument(signed=True)
+        if base is not None and name != "log":
+            raise Unreadable(name)
+        argument = self.function_argument()
+        if exponent == Op("neg", (Num(Fraction(1)),)):
+            return Op("arc" + name, (argument,)) if name in ("sin", "cos", "tan", "cot") else _refused(name)
+        node = Op(name, (argument,) if base is None else (argument, base))
+        return node if exponent is None else Op("^", (node, exponent))
+
+    def function_argument(self) -> Node:
+        """A group alone, or a product without signs up to the next function: `\\sin 2x \\cos x`."""
+        if self.sees("(", "[", "{"):
+            self.deeper()
+            node = self.postfix(self.group(self.take().text))
+            self.depth -= 1
+            return node
+        self.deeper()
+        negative = self.sees("-") and bool(self.take())
+        factors = [self.power()]
+        while self.begins_factor() and not self.sees(*_NO_ARGUMENT):
+            factors.append(self.power())
+        self.depth -= 1
+        return Op("neg" if negative else "*", (Op("*", tuple(factors)),) if negative else tuple(factors))
+
+
+def _refused(name: str) -> Node:
+    raise Unreadable(name)

@@ -1,0 +1,69 @@
+"""The verdict on a pair of a given and a known answer, as far as it can be had without a library."""
+
+import re
+from enum import Enum
+
+from qerl_lab.tasks.answers.equality import equal
+from qerl_lab.tasks.answers.expression import Unreadable
+from qerl_lab.tasks.answers.forms import Form, Words, read
+from qerl_lab.tasks.answers.numbers import number
+from qerl_lab.tasks.answers.surface import MAX_ANSWER_CHARACTERS, compact, plain
+
+Pair = tuple[str, str]
+MAX_LIBRARY_CHARACTERS = 300
+_LIBRARYS = re.compile(
+    r"\\(?:sum|prod|i+nt|oint|lim|sup|inf|max|min|gcd|lcm|cup|cap|setminus|bmod|pmod|mod|det|begin)(?![A-Za-z])"
+)
+_NOT_FOR_LIBRARY = re.compile(r"[A-Za-z]{4}|[eE][-+]?\d{3}|\d{40}|\^\s*\{?\s*-?\d{4}|[!@]")
+
+
+class Verdict(Enum):
+    RIGHT = "right"
+    WRONG = "wrong"
+    UNREADABLE = "unreadable"  # no reading of the one or the other: wrong, and counted
+    LIBRARY = "library"  # mathematics that only math-verify may read
+
+
+def judge(given: str, known: str) -> Verdict:
+    """Whether `given` is the answer `known`. Work is bounded by MAX_ANSWER_CHARACTERS; it raises nothing."""
+    left, right = number(given), number(known)
+    if left is not None and right is not None:
+        return Verdict.RIGHT if left == right else Verdict.WRONG
+    if max(len(given), len(known)) > MAX_ANSWER_CHARACTERS:
+        return Verdict.UNREADABLE
+    given, known = plain(given), plain(known)
+    if given and compact(given) == compact(known):
+        return Verdict.RIGHT
+    form, gold = _form(given), _form(known)
+    if form is not None and gold is not None:
+        try:
+            return Verdict.RIGHT if equal(form, gold) else Verdict.WRONG
+        except Unreadable:
+            return Verdict.UNREADABLE
+    if isinstance(form, Words) or isinstance(gold, Words):
+        return Verdict.WRONG if form is not None else Verdict.UNREADABLE
+    asks = _is_for_library(form, given) and _is_for_library(gold, known)
+    return Verdict.LIBRARY if asks else Verdict.UNREADABLE
+
+
+def spellings(given: str, known: str) -> Pair:
+    """Both texts in the spelling that the library is asked with."""
+    return plain(given), plain(known)
+
+
+def _form(text: str) -> Form | None:
+    try:
+        return read(text)
+    except Unreadable:
+        return None
+
+
+def _is_for_library(form: Form | None, text: str) -> bool:
+    """Whether the library may be asked about a side: its reader knows what ours does not, and nothing in it is huge.
+
+    It would pick a number out of prose, and drop what it takes for a unit: such text is not for it.
+    """
+    letters = re.sub(r"\\[A-Za-z]+", " ", text)
+    if len(text) > MAX_LIBRARY_CHARACTERS or _NOT_FOR_LIBRARY.search(letters) or "\\text" in text:
+        return False
+    return form is not None or _LIBRARYS.search(text) is not None

@@ -1,0 +1,167 @@
+r"""One spelling for what typesets alike: `$\dfrac{1}{2}$.`, `\[ \frac12 \]` and `½` read the same afterwards.
+
+Nothing here knows mathematics. What is removed carries none: delimiters, sizes, thin spaces, fonts, lead-ins.
+"""
+
+# ruff: noqa: RUF001 (signs that look like others are what this file is about)
+
+import re
+
+MAX_ANSWER_CHARACTERS = 1000  # a longer "answer" is no final answer, and bounds the work on hostile output
+
+_SUPERSCRIPTS = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ", "0123456789+-n", strict=True))
+_SUBSCRIPTS = dict(zip("₀₁₂₃₄₅₆₇₈₉", "0123456789", strict=True))
+_GREEK_LETTERS = "αβγδεζηθικλμνξρστυφχψωΓΔΘΛΞΠΣΦΨΩ"
+_GREEK_NAMES = """
+alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi rho sigma tau upsilon phi chi psi omega
+Gamma Delta Theta Lambda Xi Pi Sigma Phi Psi Omega
+"""
+_GREEK = dict(zip(_GREEK_LETTERS, _GREEK_NAMES.split(), strict=True))
+_UNICODE = {
+    "\N{MINUS SIGN}": "-", "\N{EN DASH}": "-", "\N{EM DASH}": "-", "\N{HYPHEN}": "-", "\N{NON-BREAKING HYPHEN}": "-",
+    "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "∙": r"\cdot ", "÷": "/", "\N{FRACTION SLASH}": "/",
+    "\N{DIVISION SLASH}": "/", "√": r"\sqrt ", "π": r"\pi ", "∞": r"\infty ", "°": r"^\circ ", "±": r"\pm ",
+    "∓": r"\mp ", "≤": r"\le ", "≥": r"\ge ", "⩽": r"\le ", "⩾": r"\ge ", "≠": r"\ne ", "≈": r"\approx ", "∈": r"\in ",
+    "∪": r"\cup ", "∩": r"\cap ", "∅": r"\emptyset ", "ℝ": r"\mathbb{R}", "′": "'", "’": "'", "“": '"', "”": '"',
+    "€": r"\euro ", "£": r"\pound ", "¥": r"\yen ", "₹": r"\rupee ", "¢": r"\text{cent}", "％": "%",
+    "½": r"\frac{1}{2}", "⅓": r"\frac{1}{3}", "⅔": r"\frac{2}{3}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}",
+    "⅕": r"\frac{1}{5}", "⅖": r"\frac{2}{5}", "⅗": r"\frac{3}{5}", "⅘": r"\frac{4}{5}", "⅙": r"\frac{1}{6}",
+    "⅚": r"\frac{5}{6}", "⅛": r"\frac{1}{8}", "⅜": r"\frac{3}{8}", "⅝": r"\frac{5}{8}", "⅞": r"\frac{7}{8}",
+    "\N{NO-BREAK SPACE}": " ", "\N{NARROW NO-BREAK SPACE}": " ", "\N{THIN SPACE}": " ",
+} | {sign: rf"\{name} " for sign, name in _GREEK.items()}  # fmt: skip
+_TRANSLATION = str.maketrans(_UNICODE)
+
+# A backslash and letters must end there: `\le` is not the beginning of `\left`.
+_END = r"(?![A-Za-z])"
+_SIZES = re.compile(
+    rf"\\(?:left|right|middle)\s*\.(?!\d)|\\(?:left|right|middle|[Bb]igg?[lrm]?|displaystyle|textstyle|(?:no)?limits){_END}"
+)
+_FONTS = r"text|mbox|hbox|textbf|textit|textrm|textsf|texttt|textnormal|mathrm|mathsf|mathtt|operatorname\*?|rm|bf"
+_SPELLINGS: list[tuple[re.Pattern[str], str]] = [
+    (re.compile(pattern), new)
+    for pattern, new in [
+        (r"\\\\(?:\[[^\[\]]*\])?", r"\\row "),
+        (r"\\\$", r"\\dollar "),
+        (r"\\[\[\]()]", " "),
+        (r"\{,\}", ","),
+        (r"\\!\s*", ""),
+        (r"(?<=\d)\s*(?:\\[,;: ]|~)\s*(?=\d{3}(?!\d))", " "),
+        (r"(?:\\[,;: >]|~|\\q?quad(?![A-Za-z])|\\(?:thinspace|enspace|medspace|hspace\{[^{}]*\})(?![A-Za-z]))", " "),
+        (rf"\\(?:d|t|c)frac{_END}", r"\\frac"),
+        (rf"\\(?:d|t)binom{_END}", r"\\binom"),
+        (rf"\\leq(?:slant|q)?{_END}", r"\\le "),
+        (rf"\\geq(?:slant|q)?{_END}", r"\\ge "),
+        (rf"\\neq{_END}", r"\\ne "),
+        (rf"\\(?:lbrace){_END}", r"\\{"),
+        (rf"\\(?:rbrace){_END}", r"\\}"),
+        (rf"\\(?:lvert|rvert|vert){_END}", "|"),
+        (rf"\\(?:infin){_END}", r"\\infty "),
+        (rf"\\(?:varnothing){_END}", r"\\emptyset "),
+        (rf"\\var(phi|epsilon|theta|rho|pi|sigma|kappa){_END}", r"\\\1 "),
+        (
+            r"\^\s*\{\s*\\(?:circ|degree)(?![A-Za-z])\s*\}|\^\s*\\(?:circ|degree)(?![A-Za-z])|\\(?:degree|degrees)(?![A-Za-z])",
+            r"^\\circ ",
+        ),
+        (r"\\%", "%"),
+        (r"\\#|\\&|\\_", " "),
+        (rf"\\(?:{_FONTS})\s*\{{\s*([eid])\s*\}}", r" \1 "),
+        (r"\\(?:mathbf|mathit|boldsymbol|bm|pmb)\s*\{([^{}]*)\}", r" \1 "),
+        (rf"\\(?:{_FONTS})\s*\{{", r"\\text{"),
+        (r"\\text\{\s*\\(dollar|euro|pound|yen)\s*\}", r"\\\1 "),
+        (r"\\text\{\s*(and|or)\s*,?\s*\}", r" \1 "),
+        (r"\\text\{\s*\}", " "),
+        (r"\\(?:lor|vee)(?![A-Za-z])", " or "),
+        (r"\\(?:land|wedge)(?![A-Za-z])", " and "),
+    ]
+]
+_BOXED = re.compile(r"\\(?:boxed|fbox|framebox)\s*(?=\{)")
+_LEAD_IN = re.compile(
+    r"(?:(?:so|thus|hence|therefore|final|finally)\b[\s,:]*)*"
+    r"(?:(?:the|my|our)\s+)?(?:(?:final|correct|right|exact)\s+)?(?:answer|result|solution|value|ans)s?"
+    r"\s*(?:(?:is|are|to be|equals|:|=)\s*)+",
+    re.IGNORECASE,
+)
+_SENTENCE = re.compile(
+    r"[A-Za-z][A-Za-z' ]{0,80}\b(?:is|are|was|were|be|equals|has|have|makes|gets|needs|costs|earns)[\s:]+(?=\S)"
+)
+_DOUBTS = re.compile(
+    r"\b(?:not|never|no|nor|or|and|isn't|aren't|but|except|either|neither|about|around|almost|nearly|less|more|fewer|"
+    r"greater|least|most|over|under|between|half|twice|double|triple|negative|minus|if|unless|maybe|perhaps|than)\b",
+    re.IGNORECASE,
+)
+
+
+def plain(text: str) -> str:
+    """The text in one spelling: LaTeX of few macros, single spaces, no delimiters, no punctuation at its end."""
+    text = _powers(text.translate(_TRANSLATION))
+    text = _without_dollars(text)
+    text = _SIZES.sub(" ", text)
+    for pattern, new in _SPELLINGS:
+        text = pattern.sub(new, text)
+    text = " ".join(_unboxed(text).split())
+    return _without_wrapping(_without_lead_in(_without_wrapping(text)))
+
+
+def compact(text: str) -> str:
+    """`text` without the spaces that mean nothing: those between two digits or two letters stay."""
+    return re.sub(r"(?<![\dA-Za-z]) | (?![\dA-Za-z])", "", text)
+
+
+def _powers(text: str) -> str:
+    for signs, mark in ((_SUPERSCRIPTS, "^"), (_SUBSCRIPTS, "_")):
+        table = str.maketrans(signs)
+        text = re.sub(f"[{''.join(signs)}]+", lambda run: f"{mark}{{{run[0].translate(table)}}}", text)  # noqa: B023
+    return text
+
+
+def _without_dollars(text: str) -> str:
+    """No `$` left: two enclose mathematics, one alone is money."""
+    bare = re.findall(r"(?<!\\)\$", text)
+    return re.sub(r"(?<!\\)\$", r"\\dollar " if len(bare) == 1 else " ", text)
+
+
+def _unboxed(text: str) -> str:
+    """`\\boxed{X}` becomes X."""
+    while found := _BOXED.search(text):
+        end = closing(text, found.end())
+        if end < 0:
+            break
+        text = f"{text[: found.start()]} {text[found.end() + 1 : end]} {text[end + 1 :]}"
+    return text
+
+
+def closing(text: str, start: int) -> int:
+    """Index of the `}` that closes the `{` at `start`; -1 where none does."""
+    depth = 0
+    for found in re.compile(r"\\.|[{}]").finditer(text, start):
+        depth += {"{": 1, "}": -1}.get(found[0], 0)
+        if depth == 0:
+            return found.start()
+    return -1
+
+
+def _without_wrapping(text: str) -> str:
+    """Without emphasis, quotes, a font around the whole, braces around the whole and punctuation at the end."""
+    before = None
+    while text != before:
+        before = text
+        text = text.strip()
+        if not text.endswith(("..", r"\dots.")):
+            text = re.sub(r"(?<!\\)[.,;:]+$", "", text).rstrip()
+        for mark in ("**", "__", "`", '"'):
+            if len(text) > 2 * len(mark) and text.startswith(mark) and text.endswith(mark):
+                text = text[len(mark) : -len(mark)]
+        for opening in (r"\text{", "{"):
+            if text.startswith(opening) and closing(text, len(opening) - 1) == len(text) - 1:
+                text = text[len(opening) : -1]
+    return text
+
+
+def _without_lead_in(text: str) -> str:
+    """Without "The answer is", or a sentence up to its verb that casts no doubt on what follows."""
+    if found := _LEAD_IN.match(text):
+        return text[found.end() :]
+    found = _SENTENCE.match(text)
+    if found and not _DOUBTS.search(found[0]) and re.search(r"\d|\\", text[found.end() :]):
+        return text[found.end() :]
+    return text

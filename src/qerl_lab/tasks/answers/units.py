@@ -1,0 +1,152 @@
+"""What stands around a quantity: units, money, percent, counted things, and words such as "million"."""
+
+import re
+from dataclasses import dataclass
+
+# One measure a line, its name first. A name may be followed by an "s".
+_NAMES = """
+mm millimeter millimetre
+cm centimeter centimetre
+m meter metre
+km kilometer kilometre
+nm nanometer nanometre
+in inch inches
+ft foot feet
+yd yard
+mi mile
+mg milligram
+g gram gm
+kg kilogram
+lb pound lbs
+oz ounce
+ton tonne
+ms millisecond
+s sec second
+min minute mins
+h hr hour
+day
+week
+month
+year yr
+ml milliliter millilitre mL
+l liter litre L
+gal gallon
+cup
+dollar usd USD buck
+cent
+euro EUR
+yen
+rupee
+degree deg
+rad radian
+acre
+ha hectare
+mph
+kph kmph
+J joule
+kJ kilojoule
+eV
+N newton
+W watt
+kW kilowatt
+V volt
+A ampere amp
+K kelvin
+Hz hertz
+Pa pascal
+mol mole
+erg
+AU
+pc parsec
+"""
+MEASURES = {alias: line.split()[0] for line in _NAMES.strip().splitlines() for alias in line.split()}
+_ONE_LETTER = "msgJNWVKL"  # written without a font they are a unit only after a plain number
+_SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
+# Words after a number that make it another number, or none.
+_CHANGING = """
+or and not to from minus plus times over by mod modulo squared cubed factorial half halves quarter quarters third
+thirds fourths fifths tenth tenths hundredths point negative below than least most between except percent if when but
+base am pm infinity pi is are equals sqrt root log out sin cos tan ln exp divided remainder e i sum
+"""
+_CHANGES = frozenset(_CHANGING.split())
+
+_MONEY = r"\\(?:dollar|euro|pound|yen|rupee)(?![A-Za-z])"
+_BEFORE = re.compile(rf"([-+]?)\s*({_MONEY})\s*")
+_AFTER = re.compile(rf"\s*({_MONEY})$")
+_EXPONENT = r"(?:\s*\^\s*(?:\{\s*-?\d\s*\}|\d))?"
+_IN_FONT = re.compile(
+    rf"(?<=[^\s(\[{{])\s*(?:\\cdot\s*)?((?:(?:sq\.?|square|cubic)\s+)?\\text\{{[^{{}}]*\}}{_EXPONENT}(?:\s*(?:/|\\cdot|\\times|\*)?\s*\\text\{{[^{{}}]*\}}{_EXPONENT})*)$"
+)
+_DEGREES = re.compile(r"\s*\^\\circ\s*((?:\\text\{\s*)?[CFK]\}?)?$")
+_OF_ANGLES = re.compile(r"sin|cos|tan|cot|sec|csc")
+_PERCENT = re.compile(r"\s*(?:%|(?:\\text\{\s*)?\b(?:percent|per cent)(?:\s*\})?)$")
+_WORDS = re.compile(r"(?<=[\d)}\].!])\s*([A-Za-z][A-Za-z' ./-]{0,40}" + _EXPONENT + r")$")
+_NUMBER = re.compile(r"-?\d+(?:\.\d+)?\s+")
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """`body` times `scale`, per cent or not, in `unit` ("" where it has none or one that nobody measures in)."""
+
+    body: str
+    unit: str = ""
+    percent: bool = False
+    scale: int = 1
+
+
+def quantity(text: str) -> Quantity | None:
+    """`text` without what stands around its number; None where words change its meaning ("18 or more")."""
+    unit = ""
+    if found := _BEFORE.match(text):
+        text, unit = found[1] + text[found.end() :], found[2][1:]
+    if found := _AFTER.search(text):
+        text, unit = text[: found.start()], found[1][1:]
+    if found := _PERCENT.search(text):
+        return Quantity(text[: found.start()], unit, percent=True)
+    if (found := _DEGREES.search(text)) and not _OF_ANGLES.search(text):
+        return Quantity(text[: found.start()], "degree" + "".join(re.findall("[CFK]", found[1] or "")))
+    if found := _IN_FONT.search(text):
+        words = re.sub(r"\\text\{([^{}]*)\}", r" \1 ", found[1])
+        return _of_words(text[: found.start()], words, unit)
+    if (found := _WORDS.search(text)) and _may_be_unit(found[1], text[: found.start(1)]):
+        return _of_words(text[: found.start()], found[1], unit)
+    return Quantity(text, unit)
+
+
+def _may_be_unit(words: str, body: str) -> bool:
+    """Whether letters after a number are words, not variables: `5 cm` and `18 apples`, not `3xy`."""
+    first = re.split(r"[ /^.]", words)[0]
+    if len(first) == 1:
+        return first in _ONE_LETTER and _NUMBER.fullmatch(body) is not None
+    return measure(first) != "" or first in _SCALES or len(first) > 3 or first in ("sq", "per", "cubic")
+
+
+def _of_words(body: str, words: str, money: str) -> Quantity | None:
+    parts = words.replace(".", " ").split()
+    scale = 1
+    while parts and parts[0].lower() in _SCALES:
+        scale *= _SCALES[parts.pop(0).lower()]
+    if any(part.lower() in _CHANGES for part in parts):
+        return None
+    return Quantity(body, money or measure(" ".join(parts)), scale=scale)
+
+
+def measure(words: str) -> str:
+    """The measure that `words` name, e.g. "cm^2" for "square centimeters"; "" where they name none."""
+    parts = re.sub(r"[{}]", "", words).replace(" ^", "^").replace("^ ", "^").split()
+    power = ""
+    while parts and parts[0].lower() in ("sq", "square", "cubic", "cu"):
+        power = "^2" if parts.pop(0).lower() in ("sq", "square") else "^3"
+    named = [_one(part) for part in parts]
+    return "".join(named) + power if all(named) else ""
+
+
+def _one(word: str) -> str:
+    stem, mark, power = word.partition("^")
+    for spelling in (stem, stem.lower(), stem.removesuffix("s"), stem.lower().removesuffix("s")):
+        if spelling in MEASURES:
+            return MEASURES[spelling] + mark + power
+    if "/" in stem:
+        over = [_one(part) for part in stem.split("/")]
+        return "/".join(over) + mark + power if all(over) else ""
+    return ""

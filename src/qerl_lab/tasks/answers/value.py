@@ -1,0 +1,236 @@
+"""The value of an expression: exact where it is rational, else with 60 digits; at a point where it has variables.
+
+Two expressions are taken for equal if they agree at several points with some hundred bits. Every operation is bounded
+in size before it is made, so that the work on hostile text is small.
+"""
+
+import functools
+import hashlib
+import math
+import operator
+from collections.abc import Callable, Mapping
+from fractions import Fraction
+from typing import Any
+
+import mpmath
+
+from qerl_lab.tasks.answers.expression import Node, Num, Sym, Unreadable
+
+MAX_BITS = 1 << 16  # of an exact number
+MAX_LOG2 = 1 << 20  # of a rounded one
+MAX_FACTORIAL = 1000
+_CTX = mpmath.MPContext()  # its own: mpmath.mp belongs to whoever uses it
+_CTX.dps = 60
+_CONSTANTS = {r"\pi": _CTX.pi, "e": _CTX.e, "infty": _CTX.inf, "i": _CTX.mpc(0, 1), r"\imath": _CTX.mpc(0, 1)}
+_CLOSE, _ZERO = _CTX.mpf(10) ** -40, _CTX.mpf(10) ** -50
+
+INFINITY = Sym("infty")
+
+Value = Any  # Fraction, or a real or complex number of mpmath, which has no types
+Point = Mapping[str, Value]
+
+
+def names(node: Node) -> frozenset[str]:
+    """The variables of an expression."""
+    if isinstance(node, Sym):
+        return frozenset() if node.name in _CONSTANTS else frozenset([node.name])
+    return frozenset() if isinstance(node, Num) else frozenset().union(*map(names, node.args))
+
+
+def point(variables: frozenset[str], draw: int, negative: bool = False) -> Point:
+    """Values for the variables, which follow from their names: between 1/4 and 9/4, or some of them below 0."""
+    found = {}
+    for name in variables:
+        digest = hashlib.sha256(f"{draw} {name}".encode()).digest()
+        size = _CTX.mpf(int.from_bytes(digest[:24], "big")) / 2**191 + _CTX.mpf(1) / 4
+        found[name] = -size if negative and (len(variables) == 1 or digest[31] % 2) else size
+    return found
+
+
+def value(node: Node, at: Point) -> Value:
+    """The value of `node` at a point. Raises Unreadable where it has none or is too large."""
+    if isinstance(node, Num):
+        return node.value
+    if isinstance(node, Sym):
+        return _CONSTANTS[node.name] + 0 if node.name in _CONSTANTS else at[node.name]
+    try:
+        return _bounded(_apply(node.name, [value(arg, at) for arg in node.args]))
+    except (ArithmeticError, ValueError, TypeError, NotImplementedError, _CTX.NoConvergence) as error:
+        raise Unreadable(node.name) from error
+
+
+def close(left: Value, right: Value) -> bool:
+    """Whether two values are equal: exactly where both are rational, else to 40 digits."""
+    if isinstance(left, Fraction) and isinstance(right, Fraction):
+        return left == right
+    left, right = _real(left), _real(right)
+    if _CTX.isinf(left) or _CTX.isinf(right):
+        return bool(left == right)
+    return bool(abs(left - right) <= max(_CLOSE * max(abs(left), abs(right)), _ZERO))
+
+
+def is_real(given: Value) -> bool:
+    return isinstance(given, Fraction) or not isinstance(given, _CTX.mpc) or abs(given.imag) <= _ZERO
+
+
+def is_finite(given: Value) -> bool:
+    return isinstance(given, Fraction) or bool(_CTX.isfinite(given))
+
+
+def is_rounded(decimal: Value, exact: Value, places: int) -> bool:
+    """Whether `decimal` is `exact` rounded to so many places, or cut there."""
+    decimal, exact, unit = _real(decimal), _real(exact), _CTX.mpf(10) ** -places
+    error = abs(decimal - exact)
+    return bool(2 * error <= unit or (abs(decimal) <= abs(exact) and error < unit))
+
+
+def ratio(left: Value, right: Value) -> Value:
+    return _divide(left, right)
+
+
+def is_positive(number: Value) -> bool:
+    return bool(_real(number).real > 0)
+
+
+def _real(given: Value) -> Value:
+    return _CTX.mpf(given.numerator) / given.denominator if isinstance(given, Fraction) else given
+
+
+def _bounded(result: Value) -> Value:
+    if isinstance(result, int):
+        result = Fraction(result)
+    if isinstance(result, Fraction):
+        if max(result.numerator.bit_length(), result.denominator.bit_length()) > MAX_BITS:
+            raise Unreadable("too large")
+    elif _CTX.isnan(result) or (_CTX.isfinite(result) and result != 0 and abs(_CTX.mag(result)) > MAX_LOG2):
+        raise Unreadable("too large")
+    return result
+
+
+def _apply(name: str, args: list[Value]) -> Value:
+    if name in _ARITHMETIC:
+        return _ARITHMETIC[name](*args)
+    if name in ("abs", "floor", "ceil"):
+        return _rounded(name, args[0])
+    if name in ("log", "ln", "lg"):
+        return _log(name, *args)
+    angle = _real(args[0])
+    if _CTX.mag(angle) > 64:  # the reduction of a huge angle takes as many digits as it has
+        raise Unreadable("too large")
+    if name.startswith("arc"):
+        return getattr(_CTX, "a" + name[3:])(angle)
+    return getattr(_CTX, name)(angle)
+
+
+def _both(operation: Callable[[Any, Any], Any]) -> Callable[[Value, Value], Value]:
+    """An operation on two exact numbers, or on two rounded ones."""
+
+    def apply(left: Value, right: Value) -> Value:
+        exact = isinstance(left, Fraction) and isinstance(right, Fraction)
+        return operation(left, right) if exact else operation(_real(left), _real(right))
+
+    return apply
+
+
+def _fold(operation: Callable[[Any, Any], Any]) -> Callable[..., Value]:
+    """An operation on any number of arguments, none of whose results may be too large."""
+    two = _both(operation)
+    return lambda *args: functools.reduce(lambda left, right: _bounded(two(left, right)), args)
+
+
+def _divide(left: Value, right: Value) -> Value:
+    if right == 0:
+        raise ZeroDivisionError
+    return _both(operator.truediv)(left, right)
+
+
+def _power(base: Value, exponent: Value) -> Value:
+    if isinstance(base, Fraction) and isinstance(exponent, Fraction):
+        if exponent.denominator == 1:
+            bits = max(base.numerator.bit_length(), base.denominator.bit_length())
+            if abs(exponent.numerator) * bits > MAX_BITS:
+                raise Unreadable("too large")
+            return base**exponent.numerator
+        if base > 0 and (root := _exact_root(base, exponent.denominator)) is not None:
+            return _power(root, Fraction(exponent.numerator))
+    base, exponent = _real(base), _real(exponent)
+    if base != 0 and abs(exponent) * (abs(_CTX.mag(base)) + 1) > MAX_LOG2:
+        raise Unreadable("too large")
+    return base**exponent
+
+
+def _root(base: Value, degree: Value) -> Value:
+    """The real root where there is one."""
+    if degree == 0:
+        raise ZeroDivisionError
+    if is_real(base) and isinstance(degree, Fraction) and degree.denominator == 1 and degree % 2 and _real(base) < 0:
+        return -_power(-base, 1 / degree)
+    return _power(base, _divide(Fraction(1), degree))
+
+
+def _exact_root(base: Fraction, degree: int) -> Fraction | None:
+    if degree > 64:
+        return None
+    parts = [_integer_root(part, degree) for part in (base.numerator, base.denominator)]
+    return Fraction(parts[0], parts[1]) if None not in parts else None  # type: ignore[arg-type]
+
+
+def _integer_root(number: int, degree: int) -> int | None:
+    low, high = 0, 1 << (number.bit_length() // degree + 1)
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (middle + 1, high) if middle**degree < number else (low, middle)
+    return low if low**degree == number else None
+
+
+def _factorial(number: Value) -> Value:
+    if isinstance(number, Fraction) and number.denominator == 1 and 0 <= number <= MAX_FACTORIAL:
+        return Fraction(math.factorial(int(number)))
+    if abs(_real(number)) > MAX_FACTORIAL:
+        raise Unreadable("too large")
+    return _CTX.gamma(_real(number) + 1)
+
+
+def _binomial(above: Value, below: Value) -> Value:
+    whole = all(isinstance(part, Fraction) and part.denominator == 1 for part in (above, below))
+    if whole and 0 <= below <= MAX_FACTORIAL and abs(above) < 1 << 64:
+        result = Fraction(1)
+        for n in range(int(below)):
+            result = result * (above - n) / (n + 1)
+        return result
+    if max(abs(_real(above)), abs(_real(below))) > MAX_FACTORIAL:
+        raise Unreadable("too large")
+    return _CTX.binomial(_real(above), _real(below))
+
+
+def _rounded(name: str, number: Value) -> Value:
+    if name == "abs":
+        return abs(number)
+    if isinstance(number, Fraction):
+        return Fraction(number.__floor__() if name == "floor" else number.__ceil__())
+    if _CTX.mag(number) > 200:
+        raise Unreadable("too large")
+    return (_CTX.floor if name == "floor" else _CTX.ceil)(number)
+
+
+def _log(name: str, number: Value, base: Value = None) -> Value:
+    """A `log` without a base has base 10, as in the problem sets."""
+    if number == 0:
+        raise ZeroDivisionError
+    if name == "ln":
+        return _CTX.ln(_real(number))
+    base = Fraction(10) if base is None else base
+    if isinstance(number, Fraction) and isinstance(base, Fraction) and number > 0 and base > 1:
+        for exponent in range(-64, 65):
+            if abs(exponent) * base.numerator.bit_length() < MAX_BITS and base**exponent == number:
+                return Fraction(exponent)
+    return _CTX.ln(_real(number)) / _CTX.ln(_real(base))
+
+
+_ARITHMETIC: dict[str, Callable[..., Value]] = {
+    "+": _fold(operator.add), "-": _both(operator.sub), "*": _fold(operator.mul), "/": _divide, "^": _power,
+    "inverse": lambda number: _divide(Fraction(1), number),
+    "root": _root, "neg": lambda number: -number, "sqrt": lambda number: _root(number, Fraction(2)),
+    "factorial": _factorial, "binom": _binomial, "degrees": lambda number: _real(number) * _CTX.pi / 180,
+    "exp": lambda number: _power(_CTX.e + 0, number),
+}  # fmt: skip

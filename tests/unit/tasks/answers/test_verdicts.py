@@ -1,0 +1,238 @@
+"""Verdicts on pairs of answers: the table of cases, golds in every surface form, pairs of golds, hostile text.
+
+`tests/data/answers.tsv` has the cases, each with its reason; `tests/data/golds.txt` the golds.
+"""
+
+import json
+import random
+import re
+import time
+from collections.abc import Iterator
+from decimal import Decimal
+from pathlib import Path
+
+import pytest
+
+from qerl_lab.tasks.answers import number
+from qerl_lab.tasks.answers.judge import Verdict, judge
+from qerl_lab.tasks.answers.surface import MAX_ANSWER_CHARACTERS
+from qerl_lab.tasks.grading import answers_equal
+
+DATA = Path(__file__).parents[3] / "data"
+MATH500 = Path(__file__).parents[5] / "shared" / "data" / "math500" / "test.jsonl"
+
+
+def lines(name: str) -> list[str]:
+    found = (DATA / name).read_text(encoding="utf-8").split("\n")
+    return [line for line in found if line and not line.startswith("# ")]
+
+
+CASES = [line.split("\t") for line in lines("answers.tsv")[1:]]
+GOLDS = lines("golds.txt")
+
+
+def right(given: str, known: str) -> bool:
+    """As the grader has it, the library included."""
+    return answers_equal([(given, known)]) == [True]
+
+
+# --- the table
+
+
+def test_every_case_of_the_table_is_decided_as_it_says():
+    assert len(CASES) > 450
+    assert {verdict for verdict, *_ in CASES} == {"right", "wrong"}
+    found = answers_equal([(given, known) for _, given, known, _ in CASES])
+    wrong = [case for case, equal in zip(CASES, found, strict=True) if (equal is True) != (case[0] == "right")]
+    assert wrong == []
+
+
+def test_equality_is_symmetric():
+    pairs = [(known, given) for _, given, known, _ in CASES]
+    found = answers_equal(pairs)
+    lopsided = [case for case, equal in zip(CASES, found, strict=True) if (equal is True) != (case[0] == "right")]
+    assert [case for case in lopsided if "one-sided" not in case[3]] == []
+
+
+# --- golds
+
+
+def rewritings(gold: str) -> Iterator[tuple[str, str]]:
+    """What changes nothing: (its kind, the gold in it)."""
+    bare = gold.strip("$")
+    yield "as it stands", gold
+    yield "dollars", f"${bare}$"
+    yield "display", rf"\[ {bare} \]"
+    yield "inline", rf"\({bare}\)"
+    yield "boxed", rf"$\boxed{{{bare}}}$"
+    yield "a sentence", f"The answer is ${bare}$."
+    yield "a period", gold + "."
+    yield "bold", f"**{bare}**"
+    yield "dfrac", re.sub(r"\\frac(?![A-Za-z])", r"\\dfrac", bare)
+    yield "no left", re.sub(r"\\(left|right)(?![A-Za-z])", "", bare)
+    yield "no spaces", re.sub(r"(?<![A-Za-z]) | (?![A-Za-z])", "", bare)
+    yield "minus", bare.replace("-", "\N{MINUS SIGN}")
+    yield "unicode", re.sub(r"\\pi(?![A-Za-z])", "π", bare).replace(r"\infty", "∞").replace(r"^\circ", "°")
+    if "left" not in bare:
+        yield "left", bare.replace("(", r"\left(").replace(")", r"\right)")
+    if not re.search(r"\d\s?\\frac|arctan", bare):  # a mixed number, and a function of the whole fraction
+        yield "typed fraction", re.sub(r"\\frac\{([^{}]*)\}\{([^{}]*)\}", r"(\1)/(\2)", bare)
+
+
+@pytest.mark.parametrize("kind", sorted({kind for kind, _ in rewritings("1")}))
+def test_every_gold_is_right_in_every_surface_form(kind: str):
+    pairs = [(form, gold) for gold in GOLDS for name, form in rewritings(gold) if name == kind]
+    assert len(pairs) > 100
+    assert [pair for pair, equal in zip(pairs, answers_equal(pairs), strict=True) if equal is not True] == []
+
+
+@pytest.mark.skipif(not MATH500.is_file(), reason="no copy of MATH500 beside the repository")
+def test_every_gold_of_math500_is_right_in_every_surface_form_and_no_other_is():
+    golds = [json.loads(line)["answer"] for line in MATH500.read_text(encoding="utf-8").splitlines()]
+    pairs = [(form, gold) for gold in golds for _, form in rewritings(gold)]
+    found = answers_equal(pairs)
+    assert [pair for pair, equal in zip(pairs, found, strict=True) if equal is not True] == []
+    others = random.Random(0).choices(sorted(set(golds)), k=4000)
+    assert [
+        pair
+        for pair in zip(others[::2], others[1::2], strict=True)
+        if bare_number(pair[0]) != bare_number(pair[1]) and judge(*pair) is Verdict.RIGHT
+    ] == []
+
+
+def bare_number(gold: str) -> str:
+    """A gold without unit and separator, so that `90` and `90^\\circ` of two problems are one answer."""
+    return re.sub(r"\\(?:text|mbox)\{[^{}]*\}(\^\d)?|\\\$|\^\\circ|[\\,! ]|^x=", "", gold).replace("dfrac", "frac")
+
+
+def test_no_gold_is_right_for_another():
+    """The pairs that are equal are named: one value in two spellings."""
+    found = [(a, b) for a in GOLDS for b in GOLDS if a < b and judge(a, b) is Verdict.RIGHT]
+    assert {frozenset(pair) for pair in found} == {frozenset(pair) for pair in SAME}
+
+
+SAME = [
+    (r"$2 \cos ^{2} \theta-1$", r"$\cos 2\theta$"),
+    (r"$\{1,2,3\}$", "1,2,3"),
+    (r"$2^{\frac{1}{3}}$", r"$\sqrt[3]{2}$"),
+]
+
+
+# --- numbers
+
+
+@pytest.mark.parametrize(("text", "value"), [
+    ("12", "12"), ("-5", "-5"), ("\N{MINUS SIGN}5", "-5"), ("+5", "5"), ("007", "7"), ("-0", "0"), ("- 7", "-7"),
+    ("3.50", "3.5"), (".5", "0.5"), ("5.", "5"), ("1000.0", "1000"), ("$18", "18"), ("-$7", "-7"), (r"\$18", "18"),
+    ("1,000", "1000"), ("12,345,678.9", "12345678.9"), ("-1,000", "-1000"), ("9" * 150, "9" * 150),
+])  # fmt: skip
+def test_a_plain_number(text: str, value: str):
+    assert number(text) == Decimal(value)
+
+
+@pytest.mark.parametrize("text", [
+    "", "no number", "-", ".", ",", "nan", "NaN", "inf", "-Infinity", "1e5", "0x1f", "1/2", "16-18", "3 4", "12 or 13",
+    "1,2", "1,0000", "1234,567", "1,234,56", "1.2.3", "1.000,50", "\u0663", "\uff11\uff16", "\u00b2", "\u2167", "\x00",
+    "10%", "x = 3", "18!", "not 18", "> 18", "18 apples", "--7", "-(7)", "9" * 1001,
+])  # fmt: skip
+def test_anything_else_is_no_plain_number(text: str):
+    assert number(text) is None
+
+
+def surface_forms(n: int) -> list[str]:
+    """Spellings of an integer."""
+    sign, size = ("-" if n < 0 else ""), abs(n)
+    grouped = f"{size:,}"
+    return [
+        f"{n}", f"{sign}{grouped}", f"{sign}{grouped.replace(',', '{,}')}", sign + grouped.replace(",", r"\,"),
+        f"{n}.0", f"{n}.", f"${n}$", rf"\[{n}\]", rf"\boxed{{{n}}}", f"{sign}${size}", rf"{sign}\${size}",
+        f"{n} dollars",
+        f"{n} apples", rf"{n}\text{{ cm}}", f"x = {n}", f"The answer is {n}.", f"{n}/1", rf"\frac{{{2 * n}}}{{2}}",
+        f"{n * 100}%", f"{n}e0", rf"{n} \times 10^0", f"{n - 1}+1", f" {n}\n", f"**{n}**", f"{sign}0{size}",
+    ]  # fmt: skip
+
+
+def test_a_number_is_right_in_every_surface_form_and_a_different_one_in_none():
+    rng = random.Random(0)
+    for _ in range(150):
+        n = rng.choice([rng.randint(-20, 20), rng.randint(-(10**7), 10**7)])
+        other = n + rng.choice([-1, 1, -n * 2 or 5, 9 * n or 7])
+        for form in surface_forms(n):
+            assert judge(form, f"{n}") is Verdict.RIGHT, (form, n)
+            hundredth = form.endswith("%") and other == 100 * n
+            assert hundredth or judge(form, f"{other}") is Verdict.WRONG, (form, other)
+
+
+def test_plain_numbers_take_no_time():
+    started = time.process_time()
+    for n in range(4000):
+        judge(f"{n:,}.0", f"{n}")
+    assert time.process_time() - started < 2  # 2,000 a second; it is above 100,000
+
+
+# --- hostile text
+
+
+PIECES = r"""
+23 999999999 10^{9} 0. E9 pi \frac \sqrt \pm \text{ \{ \} \left \right \sin \log_ \binom \infty \cup \in \le
+\begin{pmatrix} \\ \end{pmatrix} \overline \boxed{ \int \circ and or million cm base am \dollar \row \%
+² ٣ √ ½ ° ×
+"""  # noqa: RUF001
+
+
+def hostile(rng: random.Random) -> str:
+    """Random bytes, broken LaTeX, nested brackets, huge exponents: what a policy may write."""
+    pieces = [*"1.,-+*/^_!()[]{}|=<>%$&~': xei\\", *PIECES.split()]
+    kind = rng.randrange(4)
+    if kind == 0:
+        return "".join(map(chr, rng.choices(range(1, 0x3000), k=rng.randrange(60))))
+    if kind == 1:
+        return rng.choice(
+            ["(", "{", "\\frac{", "\\sqrt{", "[", "|", "2^{", "-", "\\sin", "!", "1,", "x_"]
+        ) * rng.randrange(500)
+    pieces += ["\ud800", "\x00", "\u2028", " and ", " or ", " million", " am"]
+    return "".join(rng.choices(pieces, k=rng.randrange(30)))
+
+
+def test_no_text_makes_the_judge_raise_or_wait():
+    rng = random.Random(0)
+    slowest = 0.0
+    for _ in range(4000):
+        pair = hostile(rng), rng.choice([*GOLDS, hostile(rng)])
+        started = time.process_time()
+        assert isinstance(judge(*pair), Verdict), pair
+        slowest = max(slowest, time.process_time() - started)
+    assert slowest < 2
+
+
+BOMBS = [
+    "1.0E999999999", "12E500000", "3E2000000", "9^{9^{9}}", "9**9**9", "((9!)!)!", "1000!^1000!", "2^{2^{2^{2^{2^2}}}}",
+    r"\binom{10^{18}}{10^{17}}", r"\sin(10^{99999})", r"\sqrt[10^9]{2}", r"\sqrt[1/10^9]{2}", r"e^{e^{e^{e^{e^9}}}}",
+    r"(x+y+z+w)^{100000}", "(" * 900, "((1))" * 150, r"\frac{1}{" * 90 + "2" + "}" * 90, "-" * 900 + "1", "9" * 1000,
+    "x" + "^2" * 400, "1+" * 499 + "1", "x*" * 499 + "x", "((((x!)!)!)!)!", r"\{" * 60 + r"\}" * 60, "1," * 499 + "1",
+    r"\log_{1.0000001} 2", r"\tan^{1000}(x)", "|" * 900, r"\begin{pmatrix}" + "1&" * 400 + r"1\end{pmatrix}",
+    "a" * 1000, "1 " * 499, "7" * 500 + "/" + "3" * 499, r"\text{" * 160, "\\" * 1000, "10^{10^4}", "0^{-1}",
+    r"\arcsin 10^{4000}",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("bomb", BOMBS, ids=lambda bomb: bomb[:24])
+def test_a_bomb_ends_at_once(bomb: str):
+    started = time.process_time()
+    for pair in ((bomb, "18"), (bomb, f"{bomb}+1"), ("x+1", bomb)):
+        assert judge(*pair) is not Verdict.RIGHT
+    assert time.process_time() - started < 3
+
+
+def test_an_answer_that_is_too_long_is_unreadable():
+    assert judge("1 + " * (MAX_ANSWER_CHARACTERS // 4) + "1", "18") is Verdict.UNREADABLE
+    assert judge("18" + " " * MAX_ANSWER_CHARACTERS, "18.0") is Verdict.RIGHT
+
+
+@pytest.mark.parametrize(("given", "known", "verdict"), [
+    ("gibberish {", "18", Verdict.UNREADABLE), ("18 @ 3", "18", Verdict.UNREADABLE), ("west", "18", Verdict.WRONG),
+    ("19", "18", Verdict.WRONG), ("1/0", "18", Verdict.UNREADABLE), (r"\int_0^1 x dx", "18", Verdict.LIBRARY),
+    ("because 3 and x is 7 then", "18", Verdict.UNREADABLE), (r"\sum of 18", "18", Verdict.LIBRARY),
+])  # fmt: skip
+def test_what_nobody_can_read_is_told_from_what_is_wrong(given: str, known: str, verdict: Verdict):
+    assert judge(given, known) is verdict
