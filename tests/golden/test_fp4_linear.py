@@ -14,7 +14,9 @@ from packed_layers import NVFP4
 
 pytest.importorskip("triton")
 
+from qerl_lab.config.rules import FP4_LINEAR_MAX_RANK
 from qerl_lab.rollout.vllm.fp4_linear import MAX_ROWS, linear, unpack_assembly
+from qerl_lab.rollout.vllm.kernels import MAX_RANK
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -64,6 +66,10 @@ def test_no_bias_and_rows_apart() -> None:
 def test_the_same_inputs_give_the_same_bits() -> None:
     given, _ = operands(*SHAPES[2])
     assert torch.equal(linear(**given, sizes=[128]), linear(**given, sizes=[128]))
+
+
+def test_a_run_is_refused_the_ranks_that_the_kernel_has_not() -> None:
+    assert FP4_LINEAR_MAX_RANK == MAX_RANK
 
 
 def test_more_rows_are_refused() -> None:

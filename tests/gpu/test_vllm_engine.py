@@ -37,11 +37,13 @@ class Built:
     engine: object
     policy: Policy
     cfg: RunConfig
+    way: str
     prompts: list[list[int]]
     bytes_before: int
 
-    def sample(self, sampling: Sampling = SAMPLING, group_size: int = 4) -> Rollout:
-        return self.engine.generate(self.prompts, group_size, sampling)
+    def sample(self, sampling: Sampling = SAMPLING, group_size: int | None = None) -> Rollout:
+        """The kernel `fp4_linear` takes up to 32 rows: so many, else 64."""
+        return self.engine.generate(self.prompts, group_size or (2 if self.way == "fp4_linear" else 4), sampling)
 
 
 @pytest.fixture(scope="module")
@@ -49,21 +51,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_random(tmp_path_factory.mktemp("dense"))
 
 
-@pytest.fixture(
-    scope="module", params=[(name, lora) for name in FORMATS for lora in ("request", "dense")], ids="_".join
-)
+WAYS = [*((name, lora) for name in FORMATS for lora in ("request", "dense")), ("nvfp4", "fp4_linear")]
+
+
+@pytest.fixture(scope="module", params=WAYS, ids="_".join)
 def built(request, folder: Path, tiny: Callable[..., RunConfig], build_policy) -> Iterator[Built]:
-    name, lora = request.param
+    name, way = request.param
     cfg = tiny(
         device="auto", model__path=str(folder), format__name=name, lora__rank=16, rollout__engine="vllm",
-        rollout__max_completion_tokens=128, rollout__batch_size=64, rollout__vllm__lora=lora,
+        rollout__max_completion_tokens=128, rollout__batch_size=64, rollout__vllm__fp4_linear=way == "fp4_linear",
+        rollout__vllm__lora="dense" if way == "fp4_linear" else way,
     )  # fmt: skip
     policy = build_policy(cfg)
     before = free_bytes()
     engine = rollout.build(cfg, policy)
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(3, 1024, (length,), generator=generator).tolist() for length in range(5, 197, 12)]
-    yield Built(engine, policy, cfg, prompts, before)
+    yield Built(engine, policy, cfg, way, prompts, before)
     engine.close()
 
 
@@ -103,7 +107,7 @@ def test_sampler_and_trainer_agree_on_the_same_norms(built: Built, noise: Noise)
     log_ratio = (trainer_logprobs(built.policy, out, built.engine.norms()) - told(out)).double()
     ratio = log_ratio.exp()
     said = (
-        f"{built.cfg.format.name}, {built.cfg.rollout.vllm.lora}, sigma {noise.sigma:g}, {len(ratio)} tokens: "
+        f"{built.cfg.format.name}, {built.way}, sigma {noise.sigma:g}, {len(ratio)} tokens: "
         f"gap {log_ratio.abs().mean():.4f} nats "
         f"in the mean, {log_ratio.abs().max():.4f} at most, k1 {-log_ratio.mean():+.5f}, "
         f"k3 {(ratio - 1 - log_ratio).mean():.6f}, effective sample size "

@@ -11,6 +11,8 @@ from qerl_lab.config.option import ConfigError, check_bounds, did_you_mean
 from qerl_lab.config.redact import url_without_secrets
 from qerl_lab.config.schema import DENSE_FORMAT, RunConfig, VllmServerConfig
 
+FP4_LINEAR_MAX_RANK = 128  # of rollout.vllm.fp4_linear, held by a test
+
 
 def from_dict(values: dict[str, Any]) -> RunConfig:
     """A checked RunConfig from plain nested values, e.g. a run's resolved.yaml. Raises ConfigError."""
@@ -42,7 +44,7 @@ def validate(cfg: RunConfig) -> None:
     for rule in (
         _no_secrets, _names_given, _known_modules, _gpus_divide, _batch_divides, _buffer_fits, _aqn_acts, _aqn_decays,
         _arithmetic_steps_ordered, _something_rewarded, _adapters_on_linears, _ignore_readable, _interval_possible,
-        _optimizer_fits_device, _cache_fits_device, _attention_fits_device, _engine_fits_device,
+        _optimizer_fits_device, _cache_fits_device, _attention_fits_device, _engine_fits_device, _kernels_fit_format,
         _server_reachable, _server_has_one_trainer,
     ):  # fmt: skip
         rule(cfg)
@@ -244,6 +246,22 @@ def check_engine_on_cpu(cfg: RunConfig, why: str) -> None:
         raise ConfigError(
             f"rollout.engine=vllm computes format.name={cfg.format.name} on a GPU only, and {why}; "
             f"allowed there: {DENSE_FORMAT}. Type rollout=transformers, or format={DENSE_FORMAT}."
+        )
+
+
+def _kernels_fit_format(cfg: RunConfig) -> None:
+    """`linear_backend` names kernels of 4-bit products, `fp4_linear` one of NVFP4 with the adapter in it."""
+    own, name = cfg.rollout.vllm, cfg.format.name
+    if own.linear_backend != "auto" and name not in ("nvfp4", "mxfp4"):
+        raise ConfigError(
+            f"rollout.vllm.linear_backend={own.linear_backend} has no kernel for format.name={name}; allowed with it: "
+            "nvfp4, mxfp4. Type rollout.vllm.linear_backend=auto."
+        )
+    if own.fp4_linear and (name != "nvfp4" or own.lora != "dense" or cfg.lora.rank > FP4_LINEAR_MAX_RANK):
+        raise ConfigError(
+            f"rollout.vllm.fp4_linear=true with format.name={name}, rollout.vllm.lora={own.lora} and lora.rank="
+            f"{cfg.lora.rank} is not allowed; allowed: nvfp4, dense, a rank up to {FP4_LINEAR_MAX_RANK}. Type "
+            "rollout.vllm.fp4_linear=false, or format=nvfp4 rollout.vllm.lora=dense."
         )
 
 

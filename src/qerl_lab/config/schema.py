@@ -182,6 +182,9 @@ class VllmConfig:
     linear_backend: str = option(
         "auto", "kernels of the 4-bit products; auto is what vLLM takes", choices=("auto", "marlin", "humming")
     )
+    fp4_linear: bool = option(
+        False, "NVFP4 with lora=dense: up to 32 rows by the lab's kernel, over a second copy of the packed weights"
+    )
     enforce_eager: bool = option(False, "run without torch.compile and CUDA graphs: a quick start, slow tokens")
     timeout_minutes: float = option(60.0, "a rollout that takes longer counts as failed", above=0, at_most=100_000)
 

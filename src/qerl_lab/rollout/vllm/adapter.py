@@ -25,10 +25,10 @@ class DenseAdapter:
     request = None
 
     def __init__(self, model: PeftModel, cfg: RunConfig) -> None:
-        self.model, self.lora = model, cfg.lora
+        self.model, self.lora, self.fp4_linear = model, cfg.lora, cfg.rollout.vllm.fp4_linear
 
     def arguments(self, folder: Path) -> dict[str, Any]:
-        return one_adapter.llm_arguments(folder, self.lora.rank, self.lora.target_modules)
+        return one_adapter.llm_arguments(folder, self.lora.rank, self.lora.target_modules, self.fp4_linear)
 
     def sync(self, llm: LLM) -> None:
         adapter, scaling = one_adapter.adapter_of(self.model), (self.lora.alpha or self.lora.rank) / self.lora.rank

@@ -5,11 +5,15 @@ would have got (compressed-tensors, bitsandbytes, or none) and adds x A^T B^T fr
 they are for as long as the engine lives, so that CUDA graphs see what `write` puts into them.
 
 There is exactly one adapter: vLLM's own LoRA is off, and a request that names one is refused by vLLM.
+
+With `fp4_linear` NVFP4 weights stay in the layer as they were stored too, and few rows go through the kernel of that
+name, which computes weight and adapter together. The layer then is one operation that torch.compile does not look into.
 """
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from peft import PeftModel
@@ -30,16 +34,18 @@ from qerl_lab.model.files import read_json
 from qerl_lab.rollout.vllm.product import add_adapter
 
 NAME = "one-adapter"
+STORED = ("fp4_codes", "fp4_scale", "fp4_divisor")  # buffers: the weight as it was stored
 _OWN_KEY = "one_adapter"  # of quantization_config: rank and targets, and through it part of the key of compiled graphs
 
 
-def llm_arguments(folder: Path, lora_rank: int, targets: Sequence[str]) -> dict[str, Any]:
+def llm_arguments(folder: Path, lora_rank: int, targets: Sequence[str], fp4_linear: bool = False) -> dict[str, Any]:
     """Arguments of `vllm.LLM`, besides others, for the model in `folder` with one adapter on the layers `targets`.
 
-    `targets` are names as PEFT takes them: the last part, or the last parts, of a layer's name.
+    `targets` are names as PEFT takes them: the last part, or the last parts, of a layer's name. `fp4_linear` needs a
+    model in NVFP4.
     """
     stored = read_json(folder / "config.json").get("quantization_config") or {"quant_method": NAME}
-    own = {"rank": lora_rank, "targets": list(targets)}
+    own = {"rank": lora_rank, "targets": list(targets), "fp4_linear": fp4_linear}
     arguments: dict[str, Any] = {
         "quantization": NAME,
         "hf_overrides": {"quantization_config": stored | {_OWN_KEY: own}},
@@ -54,8 +60,8 @@ def llm_arguments(folder: Path, lora_rank: int, targets: Sequence[str]) -> dict[
 class OneAdapterConfig(QuantizationConfig):
     """What `base` does (None: nothing is quantized), and an adapter of `rank` on the layers `targets`."""
 
-    def __init__(self, base: QuantizationConfig | None, rank: int, targets: Sequence[str]) -> None:
-        self.base, self.rank, self.targets = base, rank, tuple(targets)
+    def __init__(self, base: QuantizationConfig | None, rank: int, targets: Sequence[str], fp4_linear: bool) -> None:
+        self.base, self.rank, self.targets, self.fp4_linear = base, rank, tuple(targets), fp4_linear
         super().__init__()
 
     @property
@@ -76,7 +82,7 @@ class OneAdapterConfig(QuantizationConfig):
         own = stored.pop(_OWN_KEY)
         name = stored["quant_method"]
         base = None if name == NAME else get_quantization_config(name).from_config(stored)
-        return cls(base, own["rank"], own["targets"])
+        return cls(base, **own)
 
     @classmethod
     def override_quantization_method(
@@ -119,7 +125,24 @@ class OneAdapterConfig(QuantizationConfig):
         parent, _, name = prefix.rpartition(".")
         parts = [f"{parent}.{part}" for part in self.packed_modules_mapping.get(name, [name])]
         own = [any(f".{part}".endswith(f".{target}") for target in self.targets) for part in parts]
-        return OneAdapterMethod(method, self.rank, parts, own) if any(own) else method
+        return OneAdapterMethod(method, self.rank, parts, own, self.fp4_linear) if any(own) else method
+
+
+# Layers by where their packed weight lies: an operation takes tensors, and one that took a layer's name would be
+# compiled anew for each.
+_BY_WEIGHT: WeakValueDictionary[int, LinearBase] = WeakValueDictionary()
+
+
+@torch.library.custom_op("qerl_lab::linear_with_adapter", mutates_args=())
+def linear_with_adapter(x: Tensor, codes: Tensor, bias: Tensor | None, columns: int) -> Tensor:
+    """The rows x[M, K] through the layer of the packed weight `codes`, adapter included: y[M, columns]."""
+    layer = _BY_WEIGHT[codes.data_ptr()]
+    return layer.quant_method.routed(layer, x, bias)
+
+
+@linear_with_adapter.register_fake
+def _(x: Tensor, codes: Tensor, bias: Tensor | None, columns: int) -> Tensor:
+    return x.new_empty(x.shape[0], columns)
 
 
 @register_weight_loader_v2_supported_method
@@ -131,9 +154,9 @@ class OneAdapterMethod(LinearMethodBase):
     weight, and the sum that follows a row-parallel layer would hold for the adapter too.
     """
 
-    def __init__(self, base: Any, rank: int, parts: list[str], own: list[bool]) -> None:
+    def __init__(self, base: Any, rank: int, parts: list[str], own: list[bool], fp4_linear: bool = False) -> None:
         """`parts` are full names as in the checkpoint, `own` says which of them have an adapter."""
-        self.base, self.rank, self.parts, self.own = base, rank, parts, own
+        self.base, self.rank, self.parts, self.own, self.fp4_linear = base, rank, parts, own, fp4_linear
         if hasattr(base, "quant_config"):
             self.quant_config = base.quant_config  # by which the loader of bitsandbytes knows what is packed
 
@@ -167,11 +190,38 @@ class OneAdapterMethod(LinearMethodBase):
         layer.register_buffer("adapter_B", B, persistent=False)
 
     def process_weights_after_loading(self, layer: LinearBase) -> None:
+        """Have the base lay out its weights, of which `fp4_linear` keeps what was stored."""
+        if self.fp4_linear:
+            divisor = layer.weight_global_scale.data
+            if len(divisor.unique()) > 1:  # vLLM would take the largest for all, without a word that stops
+                raise ConfigError(
+                    f"{self.parts[0]} and its neighbours have different global scales, and one product needs one. "
+                    "Type rollout.vllm.fp4_linear=false, or quantize with python -m qerl_lab.quantize."
+                )
+            stored = layer.weight_packed.data, layer.weight_scale.data, divisor[:1].clone()
+            for name, tensor in zip(STORED, stored, strict=True):
+                layer.register_buffer(name, tensor, persistent=False)
+            _BY_WEIGHT[layer.fp4_codes.data_ptr()] = layer
         self.base.process_weights_after_loading(layer)
 
     def apply(self, layer: LinearBase, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        rows, columns = x.view(-1, x.shape[-1]), sum(self.sizes)
+        if self.fp4_linear:
+            return linear_with_adapter(rows, layer.fp4_codes, bias, columns).view(*x.shape[:-1], columns)
         y = self.base.apply(layer, x, bias)
-        add_adapter(y.view(-1, y.shape[-1]), x.view(-1, x.shape[-1]), layer.adapter_A, layer.adapter_B, self.sizes)
+        add_adapter(y.view(-1, columns), rows, layer.adapter_A, layer.adapter_B, self.sizes)
+        return y
+
+    def routed(self, layer: LinearBase, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x[M, K] W^T + bias and the adapter: few rows by `fp4_linear`, others by the base and `add_adapter`."""
+        from qerl_lab.rollout.vllm import fp4_linear  # needs triton
+
+        A, B = layer.adapter_A, layer.adapter_B
+        if len(x) <= fp4_linear.MAX_ROWS:
+            codes, scale, divisor = (getattr(layer, name) for name in STORED)
+            return fp4_linear.linear(x, codes, scale, divisor, A, B, self.sizes, bias)
+        y = self.base.apply(layer, x, bias)
+        add_adapter(y, x, A, B, self.sizes)
         return y
 
     def places(self, layer: LinearBase) -> dict[str, tuple[Tensor, Tensor]]:
