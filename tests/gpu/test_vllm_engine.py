@@ -63,7 +63,7 @@ def built(request, folder: Path, tiny: Callable[..., RunConfig], build_policy) -
         rollout__vllm__lora="dense" if way == "fp4_linear" else way,
     )  # fmt: skip
     policy = build_policy(cfg)
-    before = free_bytes()
+    before = held_bytes()
     engine = rollout.build(cfg, policy)
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(3, 1024, (length,), generator=generator).tolist() for length in range(5, 197, 12)]
@@ -71,10 +71,11 @@ def built(request, folder: Path, tiny: Callable[..., RunConfig], build_policy) -
     engine.close()
 
 
-def free_bytes() -> int:
+def held_bytes() -> int:
+    """What torch holds of the GPU in this process: others may use it too."""
     gc.collect()
     torch.cuda.empty_cache()
-    return torch.cuda.mem_get_info()[0]
+    return torch.cuda.memory_reserved()
 
 
 def trainer_logprobs(policy: Policy, out: Rollout, norms: dict[str, Tensor]) -> Tensor:
@@ -206,7 +207,7 @@ def test_prompts_are_drawn_apart_and_a_seed_again(built: Built) -> None:
 
 def test_it_gives_its_memory_back(built: Built) -> None:
     """Last in this file: the other tests share the engine."""
-    held = free_bytes()
+    held = held_bytes()
     built.engine.close()
-    assert free_bytes() > held
-    assert built.bytes_before - free_bytes() < 300 * 2**20
+    assert held - held_bytes() > 50 * 2**20
+    assert held_bytes() - built.bytes_before < 8 * 2**20
