@@ -232,9 +232,9 @@ class WatchedTrainer(LabTrainer):
         self.updates = []
 
     def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Tensor]) -> Tensor:
-        for name, clean in self.twin.policy.clean_norms.items():
-            assert torch.equal(self.policy.norms[name], expected_norm(clean, name, self.cfg, self.step))
         loss = super()._compute_loss(model, inputs)
+        for name, clean in self.twin.policy.clean_norms.items():  # which the backward pass reads again
+            assert torch.equal(self.policy.norms[name], expected_norm(clean, name, self.cfg, self.step))
         assert {0.0} >= set(inputs["advantages"][inputs["advantages"].abs() < 1e-2].tolist()), "a flat group counts"
         self.batches.append(inputs)
         self.losses.append(loss.item())

@@ -4,10 +4,10 @@ import itertools
 
 import pytest
 
-from qerl_lab.aqn import decay, sigma, stage
+from qerl_lab.aqn import decay, level, stage
 from qerl_lab.config.schema import READINGS, SCHEDULES, AqnConfig
 
-NOISY = [schedule for schedule in SCHEDULES if schedule != "off"]
+NOISY = [schedule for schedule in SCHEDULES if schedule not in ("off", "adaptive")]
 
 # sigma_start 0.08, sigma_end 0.01, four stages. The values of each stage from Eq. 8 and its analogues:
 # exponential 0.08 (1/8)^share; linear 0.08 - 0.07 share; cosine 0.01 + 0.07 (1 + cos pi share) / 2;
@@ -49,7 +49,7 @@ def config(schedule: str, reading: str = "equation", stages: int = 4, start: flo
 
 def values(cfg: AqnConfig, total: int) -> list[float]:
     """sigma of the steps 1..total."""
-    return [sigma(cfg, step, total) for step in range(1, total + 1)]
+    return [level(cfg, step, total) for step in range(1, total + 1)]
 
 
 @pytest.mark.parametrize(("schedule", "reading"), STAGES)
@@ -61,7 +61,7 @@ def test_the_table_of_every_schedule_and_reading(schedule: str, reading: str) ->
 
 @pytest.mark.parametrize(("schedule", "reading"), list(itertools.product(SCHEDULES, READINGS)))
 def test_step_0_is_clean(schedule: str, reading: str) -> None:
-    assert sigma(config(schedule, reading), 0, 8) == 0.0
+    assert level(config(schedule, reading), 0, 8) == 0.0
 
 
 @pytest.mark.parametrize("reading", READINGS)
@@ -89,7 +89,7 @@ def test_more_stages_than_steps_skips_stages_evenly() -> None:
     assert [stage(step, 4, 10) for step in range(1, 5)] == [0, 2, 5, 7]
     linear = config("linear", stages=10, start=0.09, end=0.0)
     assert values(linear, 4) == pytest.approx([0.09, 0.07, 0.04, 0.02])  # 0.09 - 0.01 stage
-    assert sigma(linear, 1, 1) == 0.09
+    assert level(linear, 1, 1) == 0.09
 
 
 def test_steps_not_divisible_by_stages() -> None:
@@ -125,7 +125,7 @@ def test_released_ends_at_sigma_end_and_algorithm_never_gets_there(schedule: str
 @pytest.mark.parametrize("schedule", FIG_15)
 def test_the_points_of_figure_15(schedule: str) -> None:
     cfg = config(schedule, "equation", stages=10, start=5e-2, end=1.2e-5 if schedule == "exponential" else 0.0)
-    assert {k: sigma(cfg, k, 10) for k in FIG_15[schedule]} == pytest.approx(FIG_15[schedule], abs=9e-4)
+    assert {k: level(cfg, k, 10) for k in FIG_15[schedule]} == pytest.approx(FIG_15[schedule], abs=9e-4)
 
 
 def test_zero_noise_is_zero_under_every_schedule() -> None:
@@ -136,7 +136,7 @@ def test_zero_noise_is_zero_under_every_schedule() -> None:
 @pytest.mark.parametrize("step", [-1, 9])
 def test_a_step_outside_the_run_is_refused(step: int) -> None:
     with pytest.raises(ValueError, match=rf"step={step} is outside 0\.\.8"):
-        sigma(config("linear"), step, 8)
+        level(config("linear"), step, 8)
 
 
 def test_an_unknown_schedule_is_refused() -> None:

@@ -167,6 +167,11 @@ class DrawsOnce(TransformersEngine):
         super().sync(replace(noise, step=1))
 
 
+class ForgetsWhatNoiseIsRelativeTo(TransformersEngine):
+    def sync(self, noise: Noise) -> None:
+        super().sync(replace(noise, relative=False))
+
+
 class LeavesItsNorms(TransformersEngine):
     def generate(self, *asked) -> Rollout:
         out = super().generate(*asked)

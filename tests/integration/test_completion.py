@@ -47,7 +47,10 @@ def completed(script: Path, line: str) -> list[str]:
 @pytest.mark.parametrize(
     ("line", "offered"),
     [
-        ("qerl-lab +experiment=nvfp4", {"+experiment=nvfp4", "+experiment=nvfp4_aqn"}),
+        (
+            "qerl-lab +experiment=nvfp4",
+            {f"+experiment={arm}" for arm in choices_of("experiment") if arm.startswith("nvfp4")},
+        ),
         ("qerl-lab experiment=nf", {"experiment=nf4", "experiment=nf4_aqn"}),
         ("qerl-lab experiment=nvfp4 scale=poc", {"scale=pocket"}),
         ("qerl-lab lora=rank1", {"lora=rank128", "lora=rank16"}),

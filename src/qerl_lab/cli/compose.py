@@ -198,7 +198,10 @@ def _check_arm(
         return
     changed = ", ".join(f"{name}={typed(own[name])}" for name in declared if own[name] != now[name])
     same = next((name for name in choices_of("experiment") if of(name) == now), None)
-    bare = " ".join(_option_or_key(name, value) for name, value in now.items())
+    usual = identity(RunConfig())
+    bare = " ".join(
+        _option_or_key(name, value) for name, value in now.items() if _names_option(name) or value != usual[name]
+    )
     raise ConfigError(
         f"{' '.join(f'{key}={words[key]}' for key in touching)} changes what experiment={arm} stands for ({changed}), "
         f"and the run would keep its name. Type {f'+experiment={same}' if same else bare} instead"
@@ -213,10 +216,15 @@ def _declared_keys() -> frozenset[str]:
     return frozenset(key for file in files for key in yaml.safe_load(file.read_text(encoding="utf-8"))["differs_in"])
 
 
+def _names_option(name: str) -> bool:
+    """Whether the value of a key is the name of an option of its group: format.name, aqn.schedule."""
+    return name.rpartition(".")[2] in ("name", "schedule")
+
+
 def _option_or_key(name: str, value: Any) -> str:
     """`format=nvfp4` for format.name, where the group has such an option, else `format.name=VALUE`."""
     group = name.partition(".")[0]
-    return f"{group}={value}" if value in choices_of(group) else f"{name}={typed(value)}"
+    return f"{group}={value}" if _names_option(name) and value in choices_of(group) else f"{name}={typed(value)}"
 
 
 def _sets(cfg: DictConfig, key: str) -> bool:

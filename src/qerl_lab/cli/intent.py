@@ -13,7 +13,17 @@ from qerl_lab.config.arm import leaves
 from qerl_lab.config.keys import typed
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.rules import largest_divisor
-from qerl_lab.config.schema import DENSE_FORMAT, FormatConfig, RunConfig, TaskConfig, VllmConfig, VllmServerConfig
+from qerl_lab.config.schema import (
+    DENSE_FORMAT,
+    AqnAdaptiveConfig,
+    AqnConfig,
+    AqnSolverConfig,
+    FormatConfig,
+    RunConfig,
+    TaskConfig,
+    VllmConfig,
+    VllmServerConfig,
+)  # fmt: skip
 
 POCKET = "pocket"  # the embedded policy, and the scale that is made for it
 
@@ -40,6 +50,8 @@ def _is_on_the_hub(path: str) -> bool:
     return path != POCKET and not path.endswith(".gguf") and not Path(path).expanduser().is_dir()
 
 
+AQN_SOLVER = tuple(key for key, _, _ in leaves(AqnSolverConfig(), "aqn.solver."))
+AQN_ADAPTIVE = tuple(key for key, _, _ in leaves(AqnAdaptiveConfig(), "aqn.adaptive."))
 ACTS_WITH = (
     *(
         ActsWith((f"format.{f.name}",), "format.name", _is(name), f"format={name}", f"+experiment={name}")
@@ -47,12 +59,15 @@ ACTS_WITH = (
     ),
     ActsWith(("format.ignore", "format.dense_cache"), "format.name", _is_not(DENSE_FORMAT), "format=nvfp4",
              "+experiment=nvfp4"),
-    ActsWith(
-        tuple(f"aqn.{key}" for key in (
-            "sigma_start", "sigma_end", "stages", "reading", "scope", "norms", "probe_prompts",
-        )),
-        "aqn.schedule", _is_not("off"), "aqn=exponential", "+experiment=nvfp4_aqn",
-    ),
+    ActsWith(("aqn.sigma_end",), "aqn.unit", _is("sigma"), "aqn=exponential", "+experiment=nvfp4_aqn"),
+    ActsWith(("aqn.kl_start", "aqn.kl_end", "aqn.sigma_min", "aqn.sigma_max", *AQN_SOLVER), "aqn.unit", _is("kl"),
+             "aqn=kl", "+experiment=nvfp4_aqn_kl"),
+    ActsWith(("aqn.kl_end", "aqn.stages", "aqn.reading", *AQN_SOLVER), "aqn.schedule", _is_not("adaptive"), "aqn=kl",
+             "+experiment=nvfp4_aqn_kl"),
+    ActsWith(AQN_ADAPTIVE, "aqn.schedule", _is("adaptive"), "aqn=adaptive", "+experiment=nvfp4_aqn_adaptive"),
+    ActsWith(tuple(key for key, _, _ in leaves(AqnConfig(), "aqn.")
+                   if key not in ("aqn.schedule", *AQN_SOLVER, *AQN_ADAPTIVE)),
+             "aqn.schedule", _is_not("off"), "aqn=exponential", "+experiment=nvfp4_aqn"),
     *(ActsWith(tuple(key for key, _, _ in leaves(group, f"task.{name}.")), "task.name", _is(name), f"task={name}")
       for name, group in vars(TaskConfig()).items() if is_dataclass(group) and name != "columns"),
     ActsWith(("rollout.vllm.lora",), "rollout.engine", _is("vllm"), "rollout=vllm"),

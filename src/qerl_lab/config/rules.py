@@ -45,7 +45,7 @@ def validate(cfg: RunConfig) -> None:
         _no_secrets, _names_given, _known_modules, _gpus_divide, _batch_divides, _buffer_fits, _aqn_acts, _aqn_decays,
         _arithmetic_steps_ordered, _something_rewarded, _adapters_on_linears, _ignore_readable, _interval_possible,
         _optimizer_fits_device, _cache_fits_device, _attention_fits_device, _engine_fits_device, _kernels_fit_format,
-        _server_reachable, _server_has_one_trainer,
+        _server_reachable, _server_has_one_trainer, _aqn_finds_sigma,
     ):  # fmt: skip
         rule(cfg)
 
@@ -136,28 +136,62 @@ def _aqn_acts(cfg: RunConfig) -> None:
 
 
 def _aqn_decays(cfg: RunConfig) -> None:
-    aqn = cfg.aqn
-    if aqn.schedule == "off":
+    aqn, unit = cfg.aqn, cfg.aqn.unit
+    if aqn.schedule in ("off", "adaptive"):
         return
-    if aqn.sigma_end > aqn.sigma_start:
+    start, end, example = ("kl_start", "kl_end", "3e-3") if unit == "kl" else ("sigma_start", "sigma_end", "0.01")
+    first, last = getattr(aqn, start), getattr(aqn, end)
+    if last > first:
         raise ConfigError(
-            f"aqn.sigma_end={aqn.sigma_end} is above aqn.sigma_start={aqn.sigma_start}; the noise decays, so "
-            f"sigma_end may be at most sigma_start. Type for example aqn.sigma_end={aqn.sigma_start}."
+            f"aqn.{end}={last} is above aqn.{start}={first}; the noise decays, so "
+            f"{end} may be at most {start}. Type for example aqn.{end}={first}."
         )
-    if aqn.sigma_start == 0:
+    if first == 0:
         raise ConfigError(
-            f"aqn.schedule={aqn.schedule} with aqn.sigma_start=0 adds no noise; allowed: above 0. "
-            "Type aqn=off, or for example aqn.sigma_start=0.01."
+            f"aqn.schedule={aqn.schedule} with aqn.{start}=0 adds no noise; allowed: above 0. "
+            f"Type aqn=off, or for example aqn.{start}={example}."
         )
-    if aqn.schedule == "exponential" and aqn.sigma_end == 0:
+    if aqn.schedule == "exponential" and last == 0:
         raise ConfigError(
-            "aqn.schedule=exponential never reaches aqn.sigma_end=0 (Eq. 8 takes the ratio sigma_end / sigma_start); "
-            "allowed: above 0. Type for example aqn.sigma_end=5e-4 or aqn=linear."
+            f"aqn.schedule=exponential never reaches aqn.{end}=0 (Eq. 8 takes the ratio {end} / {start}); "
+            f"allowed: above 0. Type for example aqn.{end}={'3e-5' if unit == 'kl' else '5e-4'} or aqn=linear."
         )
     if aqn.stages == 1 and aqn.reading != "equation":
         raise ConfigError(
             f"aqn.stages=1 with aqn.reading={aqn.reading} never adds noise, because that reading keeps stage 1 clean. "
             "Type for example aqn.stages=2 or aqn.reading=equation."
+        )
+
+
+def _aqn_finds_sigma(cfg: RunConfig) -> None:
+    """What must hold where sigma follows from a KL."""
+    aqn = cfg.aqn
+    if aqn.schedule == "adaptive" and aqn.unit != "kl":
+        raise ConfigError(
+            f"aqn.schedule=adaptive with aqn.unit={aqn.unit} has nothing to adapt to; allowed: kl. Type aqn=adaptive."
+        )
+    if aqn.schedule == "off" or aqn.unit != "kl":
+        return
+    if aqn.sigma_min > aqn.sigma_max:
+        raise ConfigError(
+            f"aqn.sigma_min={aqn.sigma_min} is above aqn.sigma_max={aqn.sigma_max}. "
+            f"Type for example aqn.sigma_min={aqn.sigma_max}."
+        )
+    if not aqn.sigma_min <= aqn.sigma_start <= aqn.sigma_max:
+        raise ConfigError(
+            f"aqn.sigma_start={aqn.sigma_start}, where the search begins, is not in aqn.sigma_min={aqn.sigma_min} to "
+            f"aqn.sigma_max={aqn.sigma_max}. Type for example "
+            f"aqn.sigma_start={min(max(RunConfig().aqn.sigma_start, aqn.sigma_min), aqn.sigma_max)}."
+        )
+    if aqn.schedule == "adaptive" and aqn.kl_start == 0:
+        raise ConfigError(
+            "aqn.schedule=adaptive with aqn.kl_start=0 adds no noise; allowed: above 0. Type aqn=off, or for example "
+            "aqn.kl_start=3e-3."
+        )
+    if aqn.schedule == "adaptive" and aqn.probe_prompts == 0:
+        raise ConfigError(
+            "aqn.probe_prompts=0 with aqn.schedule=adaptive measures no KL to adapt to; allowed: 1 or more. "
+            "Leave aqn.probe_prompts out, or type for example aqn.probe_prompts=4."
         )
 
 

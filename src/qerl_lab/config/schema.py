@@ -22,7 +22,7 @@ READINGS = ("released", "equation", "algorithm")
 EXPONENT_RULES = ("round", "floor", "ceil")
 SCALE_RULES = ("max", "four_over_six")
 ENGINES = ("transformers", "vllm", "vllm_server")
-SCHEDULES = ("off", "exponential", "linear", "cosine", "logarithmic")
+SCHEDULES = ("off", "exponential", "linear", "cosine", "logarithmic", "adaptive")
 CORRECTIONS = ("off", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
 
@@ -72,12 +72,52 @@ class LoraConfig:
 
 
 @dataclass
-class AqnConfig:
-    schedule: str = option("off", "shape of sigma over the stages; off adds no noise", choices=SCHEDULES)
-    sigma_start: float = option(
-        1e-2, "noise standard deviation in the first noisy stage (Table 4)", at_least=0, at_most=10
+class AqnSolverConfig:
+    prompts: int = option(
+        16, "completions without noise on which sigma is solved, of the questions that come next", at_least=1,
+        at_most=4096,
+    )  # fmt: skip
+    draws: int = option(
+        8, "draws of the noise, of the stage's own steps, whose mean is a probe", at_least=1, at_most=64
     )
+    tolerance: float = option(0.05, "relative gap of KL and target at which the search ends", at_least=1e-3, at_most=1)
+    probes: int = option(12, "most sigmas tried in a stage", at_least=2, at_most=100)
+
+
+@dataclass
+class AqnAdaptiveConfig:
+    factor: float = option(
+        1.01, "sigma is multiplied or divided by it after a step (arXiv 1706.01905, App. C; 2602.02555's code)",
+        above=1, at_most=10,
+    )  # fmt: skip
+    band: float = option(
+        1.1, "KL from target / band to target x band leaves sigma alone (2602.02555's code; 1: 1706.01905's rule)",
+        at_least=1, at_most=100,
+    )  # fmt: skip
+
+
+@dataclass
+class AqnConfig:
+    schedule: str = option(
+        "off", "how noise falls over the stages; adaptive keeps a KL instead; off adds no noise", choices=SCHEDULES
+    )
+    unit: str = option(
+        "sigma", "what the schedule states: sigma, or KL(noisy || clean), for which sigma is found",
+        choices=("sigma", "kl"),
+    )  # fmt: skip
+    sigma_start: float = option(
+        1e-2, "noise standard deviation in the first noisy stage (Table 4); with unit=kl where the search begins",
+        at_least=0, at_most=10,
+    )  # fmt: skip
     sigma_end: float = option(5e-4, "noise standard deviation in the last stage (Table 4)", at_least=0, at_most=10)
+    relative: bool = option(False, "sigma is in units of each norm's own root mean square, not the same for all norms")
+    kl_start: float = option(
+        3e-3, "KL(noisy || clean) in nats per token in the first noisy stage, adaptive: always (2602.02555's code)",
+        at_least=0, at_most=10,
+    )  # fmt: skip
+    kl_end: float = option(3e-5, "KL in the last stage: of about a tenth of the first sigma", at_least=0, at_most=10)
+    sigma_min: float = option(1e-6, "least sigma that a KL is given (2602.02555's code)", at_least=1e-9, at_most=10)
+    sigma_max: float = option(0.5, "largest sigma that a KL is given (2602.02555's code)", at_least=1e-9, at_most=10)
     stages: int = option(10, "number of equal stages K (Sec. 3.3)", at_least=1, at_most=999_999)
     reading: str = option(
         "released",
@@ -95,6 +135,8 @@ class AqnConfig:
     probe_prompts: int = option(
         4, "completions per step that measure KL(noisy || clean sampler) and the kernels' gap; 0: none", at_least=0
     )
+    solver: AqnSolverConfig = field(default_factory=AqnSolverConfig)  # how sigma is found for a KL of the schedule
+    adaptive: AqnAdaptiveConfig = field(default_factory=AqnAdaptiveConfig)
 
 
 @dataclass

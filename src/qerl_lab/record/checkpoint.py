@@ -11,7 +11,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ class Saved:
     """A verified checkpoint. `step` counts rollouts, `prompts_seen` is the position in the training data.
 
     The rest says of which run it is: `run_key` names its MLflow run, `config` has `arm.of_run`'s values, `device`
-    and `dtype` are what it was trained on and in.
+    and `dtype` are what it was trained on and in. `noise` is the state of what finds its sigma.
     """
 
     path: Path
@@ -35,6 +35,7 @@ class Saved:
     config: dict[str, Any]
     device: str
     dtype: str
+    noise: dict[str, Any] = field(default_factory=dict)
 
     def refuse_other_device(self, device: str, dtype: str) -> None:
         """Raise ConfigError where a run would go on with other arithmetic than it began with."""

@@ -123,8 +123,21 @@ METRICS: dict[str, Metric] = {
     "seconds/train": Metric("s", "the rest of step/seconds: log-probabilities, loss, backward and optimizer"),
     "seconds/sync": Metric("s", "wall time of handing adapter and noisy norms to the engine"),
     "seconds/probe": Metric("s", "wall time of measuring the noise (noise/*) and the sampler (sampler/kernel_gap_*)"),
-    "noise/sigma": Metric("1", "standard deviation of the noise that the schedule asks for"),
-    "noise/std_observed": Metric("1", "standard deviation of the engine's norm weights minus the clean ones"),
+    "noise/sigma": Metric(
+        "1", "standard deviation of the noise; with aqn.relative in units of each norm's root mean square"
+    ),
+    "noise/std_observed": Metric(
+        "1",
+        "standard deviation of the engine's norm weights minus the clean ones, with aqn.relative each divided by its "
+        "norm's root mean square: what noise/sigma says",
+    ),
+    "noise/kl_target": Metric("nats", "KL per token that the schedule asks for, with aqn.unit=kl"),
+    "noise/kl_solved": Metric(
+        "nats",
+        "KL per token that noise/sigma was measured to have when its stage began: mean over aqn.solver.draws noises, "
+        "on completions sampled without noise",
+    ),
+    "noise/probes": Metric("1", "sigmas that were tried when the stage began"),
     "noise/kl_nats": Metric(
         "nats",
         "KL of the policy with the engine's norms from the policy with clean ones, mean per token of "

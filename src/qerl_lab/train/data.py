@@ -77,6 +77,10 @@ class Cursor:
         self.position += count
         return [self.data.questions[index] for index in islice(self._order, count)]
 
+    def peek(self, count: int) -> list[Question]:
+        """The next `count` questions; stays before them."""
+        return Cursor(self.data, self.position).take(count)
+
 
 class Placeholders(Sampler[int]):
     """Row 0, `count` times: TRL's dataloader counts the steps of a run, whose questions a `Cursor` draws."""

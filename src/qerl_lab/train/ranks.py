@@ -43,6 +43,13 @@ class Ranks:
         """The items of every rank, rank 0's first, on every rank."""
         return [item for of_rank in self.gather(items) for item in of_rank]
 
+    def mean(self, value: float, weight: float) -> float:
+        """Mean over the ranks' values, each with its weight: the same on every rank."""
+        if self.size == 1:
+            return value
+        parts = self.gather((value, weight))
+        return sum(value * weight for value, weight in parts) / sum(weight for _, weight in parts)
+
     def wait(self) -> None:
         """Return when every rank is here."""
         self.gather(None)

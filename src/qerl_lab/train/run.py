@@ -14,7 +14,7 @@ import torch
 from qerl_lab import aqn, formats, preflight, tasks, terminal
 from qerl_lab.algorithms import left_out
 from qerl_lab.config.arm import of_run
-from qerl_lab.config.schema import RunConfig
+from qerl_lab.config.schema import AqnConfig, RunConfig
 from qerl_lab.evaluate.accuracy import evaluate
 from qerl_lab.exits import INTERRUPTED, OK
 from qerl_lab.model import linear, on_disk, policy
@@ -220,6 +220,8 @@ def train(session: Session, record: Record | None) -> None:
         cfg, learner, session.engine, cursor, session.directory.path, lambda *_: None, session.stop, session.ranks
     )
     trainer.rebuild = session.engine.rebuild
+    if saved:
+        trainer.level.restore(saved.noise)
 
     def after_step(step: int) -> None:
         try:
@@ -276,21 +278,30 @@ def conclude(session: Session, record: Record) -> None:
     print(f"\n{tables.closing(result)}\n\n{tables.where(directory.path, record.tracker.mirror)}")
 
 
+def noise_of(own: AqnConfig) -> str:
+    """Say the noise of a run in a few words."""
+    of_norms = " of each norm's size" if own.relative else ""
+    match own.schedule, own.unit:
+        case "off", _:
+            return "no AQN"
+        case "adaptive", _:
+            return f"AQN adaptive, KL {own.kl_start:g} nats, from sigma {own.sigma_start:g}{of_norms}"
+        case shape, "kl":
+            return f"AQN {shape}, KL {own.kl_start:g} -> {own.kl_end:g} nats"
+        case shape, _:
+            return f"AQN {shape} {own.sigma_start:g} -> {own.sigma_end:g}{of_norms}"
+
+
 def opening(session: Session) -> str:
     """Say what is about to run, in a few lines."""
     cfg, learner, data = session.cfg, session.learner, session.data
     bits = formats.build(cfg.format).bits_per_weight
     weights = f"{bits:.2f} bits a weight, {linear.weight_bytes(learner.model).linears / 2**20:.2f} MiB"
     trainable = sum(p.numel() for p in learner.model.parameters() if p.requires_grad)
-    noise = (
-        "no AQN"
-        if cfg.aqn.schedule == "off"
-        else f"AQN {cfg.aqn.schedule} {cfg.aqn.sigma_start:g} -> {cfg.aqn.sigma_end:g}"
-    )
     name = f" ({torch.cuda.get_device_name(learner.device)})" if learner.device.type == "cuda" else ""
     lines = [
-        f"{cfg.experiment} at scale {cfg.scale}: {cfg.model.name} in {cfg.format.name} ({weights}), {noise}, "
-        f"on {learner.device}{name}{f', {cfg.gpus} processes' if cfg.gpus > 1 else ''}",
+        f"{cfg.experiment} at scale {cfg.scale}: {cfg.model.name} in {cfg.format.name} ({weights}), "
+        f"{noise_of(cfg.aqn)}, on {learner.device}{name}{f', {cfg.gpus} processes' if cfg.gpus > 1 else ''}",
         f"{cfg.algorithm.name}, LoRA rank {cfg.lora.rank} ({trainable:,} parameters), "
         f"learning rate {cfg.optim.learning_rate:g}, {data.task.name} with {len(data.questions):,} questions",
         f"{cfg.steps} steps of {cfg.rollout.prompts_per_step} x {cfg.rollout.group_size} completions of at most "

@@ -119,10 +119,10 @@ def sampling(cfg: RunConfig, step: int, attempt: int, rank: int) -> Sampling:
 def refuse_nan(rollout: Rollout, cfg: RunConfig, step: int) -> None:
     """Raise Diverged where a log-prob is NaN."""
     if any(math.isnan(logprob) for group in rollout.logprobs_P_G for row in group for logprob in row):
-        sigma = aqn.sigma(cfg.aqn, step, cfg.steps)
+        level, key = aqn.level(cfg.aqn, step, cfg.steps), "kl" if cfg.aqn.unit == "kl" else "sigma"
         raise Diverged(
             f"the sampler's logits are NaN at step {step}. Type a lower optim.learning_rate (it is "
-            f"{cfg.optim.learning_rate:g}), or with AQN a lower aqn.sigma_start (sigma is {sigma:g})."
+            f"{cfg.optim.learning_rate:g}), or with AQN a lower aqn.{key}_start ({key} is {level:g})."
         )
 
 

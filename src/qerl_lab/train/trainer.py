@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import PrinterCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from trl import GRPOTrainer
 
-from qerl_lab import aqn
+from qerl_lab import aqn, terminal
 from qerl_lab.algorithms import correction
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.model.policy import Policy, save_adapter
@@ -34,6 +34,7 @@ from qerl_lab.train import packing
 from qerl_lab.train.clock import Clock
 from qerl_lab.train.data import Cursor, Placeholders
 from qerl_lab.train.grpo_config import grpo_config
+from qerl_lab.train.noise import NoiseLevel, measure_on_own_texts
 from qerl_lab.train.probe import probe
 from qerl_lab.train.ranks import ALONE, Ranks
 from qerl_lab.train.retry import twice
@@ -56,6 +57,7 @@ class LabTrainer(GRPOTrainer):
         self.after_step: Callable[[int], None] = lambda step: None  # on every rank, before the step's checkpoint
         self.rebuild: Callable[[str], None] = give_up  # an engine that failed, when it is told the cause
         self.clock = Clock(torch.cuda.synchronize if policy.device.type == "cuda" else lambda: None)
+        self.level = NoiseLevel(cfg)  # sigma of each step
         self.packs = packing.is_wanted(cfg, policy.model.get_base_model())
         self.batch = Batch([], np.zeros((0, 0)), [], [])  # of the last rollout
         self.measured: dict[str, float] = {}
@@ -87,7 +89,7 @@ class LabTrainer(GRPOTrainer):
 
     @property
     def noise(self) -> aqn.Noise:
-        return aqn.Noise(aqn.sigma(self.cfg.aqn, self.step, self.cfg.steps), self.cfg.seed, self.step)
+        return self.level.noise(self.step)
 
     def _get_train_sampler(self, dataset: Dataset | None = None) -> Placeholders:
         reads = self.num_iterations * self.args.steps_per_generation
@@ -101,11 +103,12 @@ class LabTrainer(GRPOTrainer):
         """
         self.batch = batch = self._collect()
         with self.clock.phase("probe"):
-            self._measure_noise(batch.rollouts[0])
+            self._measure_noise(batch.rollouts[0])  # every rank has one
         self.measured |= measures(self.cfg, batch, self.ranks)
         self._last_loaded_step = self.state.global_step  # TRL would hand weights to its vLLM now
         rows = [{"prompt": group.question.prompt} for group in batch.groups for _ in group.texts_G]
-        tensors = super()._generate_and_score_completions(rows)
+        with self._noise_in_trainer():
+            tensors = super()._generate_and_score_completions(rows)
         tensors["advantages"] = torch.from_numpy(batch.advantage_P_G.ravel()).to(tensors["advantages"])
         if self.cfg.algorithm.mask_truncated:
             is_finished = [finished for group in batch.groups for finished in group.finished_G]
@@ -124,6 +127,9 @@ class LabTrainer(GRPOTrainer):
         self.measured["rollout/engine_restarts"] = 0
 
         def attempt() -> Batch:
+            if self.level.is_due(self.step):
+                with self.clock.phase("probe"):
+                    self._solve_noise()
             with self.clock.phase("sync"):
                 self.ranks.alike(lambda: self.engine.sync(self.noise), EngineFailed)
             return collect(self.cfg, self.step, self.cursor, self.policy, self.engine, self.clock, self.ranks)
@@ -162,13 +168,23 @@ class LabTrainer(GRPOTrainer):
         self.mismatch.append(correction.sums(found, *of_tokens))
         return found.value
 
+    def _solve_noise(self) -> None:
+        """Find the sigma of the stage that begins with this step. Raises EngineFailed."""
+        measure = measure_on_own_texts(self.cfg, self.step, self.cursor, self.policy, self.engine, self.ranks)
+        self.level.solve(self.step, measure)
+        if self.ranks.is_first and (said := self.level.missed(self.step)):
+            terminal.say(f"warning, step {self.step}: {said}")
+
     def _measure_noise(self, rollout: Rollout) -> None:
-        self.measured["noise/sigma"] = self.noise.sigma
+        self.measured |= self.level.metrics(self.step)
         norms, temperature = self.engine.norms(), self.cfg.rollout.temperature
-        self.measured["noise/std_observed"] = aqn.observed_std(norms, self.policy.clean_norms)
+        relative = self.cfg.aqn.relative
+        self.measured["noise/std_observed"] = aqn.observed_std(norms, self.policy.clean_norms, relative)
         if count := self.cfg.aqn.probe_prompts:
             found = probe(self.policy, norms, rollout, count, temperature)
-            self.measured["noise/kl_nats"] = found.noise_kl.nats
+            nats = self.ranks.mean(found.noise_kl.nats, len(found.kernel_gap_T))
+            self.level.observe(nats)
+            self.measured["noise/kl_nats"] = nats
             self.measured["sampler/kernel_gap_mean"] = found.kernel_gap_T.mean().item()
             self.measured["sampler/kernel_gap_max"] = found.kernel_gap_T.max().item()
 
@@ -201,14 +217,13 @@ class LabTrainer(GRPOTrainer):
         return self.policy.as_sampler(self._norms(aqn.CLEAN) if is_reference else held)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        # Forward and backward both lie inside; autograd keeps the norm parameter itself, not a copy of its values, so
-        # the noisy weights must stay in place until the backward pass is done.
-        noisy = self.cfg.aqn.scope == "rollout_and_train" and self.noise.sigma > 0
-        with (
-            self.policy.norms_as(self._norms(self.noise)) if noisy else nullcontext(),
-            ExitStack() as self.until_backward,
-        ):
+        with ExitStack() as self.until_backward:
             return super().training_step(*args, **kwargs)
+
+    def _noise_in_trainer(self) -> AbstractContextManager[None]:
+        """The noise of the step's rollout on the policy too, with aqn.scope=rollout_and_train. Known once sampled."""
+        noisy = self.cfg.aqn.scope == "rollout_and_train" and self.noise.sigma > 0
+        return self.policy.norms_as(self._norms(self.noise)) if noisy else nullcontext()
 
     def _attention(self) -> AbstractContextManager[None]:
         return packing.attention(self.policy.model.get_base_model()) if self.packs else nullcontext()
@@ -219,7 +234,10 @@ class LabTrainer(GRPOTrainer):
     def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Tensor]) -> Tensor:
         self.loss_tokens.append(float(inputs.get("tool_mask", inputs["completion_mask"]).sum()))
         self.micro_batch = dict(inputs)  # a copy, since the advantages are weighted in it
-        self.until_backward.enter_context(self._attention())  # from here on, since TRL samples in a training step too
+        # Not before, since TRL samples in a training step too. And until the backward pass is done: autograd keeps the
+        # norm parameter itself, not a copy of its values.
+        self.until_backward.enter_context(self._noise_in_trainer())
+        self.until_backward.enter_context(self._attention())
         return super()._compute_loss(model, self.micro_batch)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -282,7 +300,8 @@ class LabTrainer(GRPOTrainer):
             self._save_rng_state(self.ranks.gather("")[0])
             self.ranks.wait()
             return
-        state = {"step": self.steps_done, "prompts_seen": self.cursor.position, **self.before_save()}
+        own = {"step": self.steps_done, "prompts_seen": self.cursor.position, "noise": self.level.state}
+        state = own | self.before_save()
         checkpoint.save(Path(self.args.output_dir), state, self._write_checkpoint, self.cfg.checkpoint.keep)
 
     def _write_checkpoint(self, folder: Path) -> None:
@@ -310,6 +329,7 @@ class _Steps(TrainerCallback):
         if updates_left:
             return
         trainer.clock.end_step()
+        trainer.level.end_step()
         every = trainer.cfg.checkpoint.every
         asked = trainer.ranks.any(trainer.stop.requested)  # once: a signal may arrive at any line
         stopping = asked or step == trainer.cfg.steps

@@ -100,6 +100,11 @@ def refused(line: str, capsys) -> str:
         ("+experiment=bf16 format=nf4", ["format.name=bf16", "Type +experiment=nf4 instead"]),
         ("+experiment=bf16 format.name=nf4", ["format.name=nf4 changes", "Type +experiment=nf4 instead"]),
         ("+experiment=nvfp4 aqn=cosine", ["Type aqn=cosine format=nvfp4 instead, without experiment=nvfp4"]),
+        ("+experiment=nvfp4_aqn aqn.unit=kl", ["Type +experiment=nvfp4_aqn_kl instead"]),
+        (
+            "+experiment=nvfp4_aqn_kl aqn.schedule=linear",
+            ["Type aqn=linear aqn.unit=kl format=nvfp4 instead, without experiment=nvfp4_aqn_kl"],
+        ),
         # another model by the embedded policy's recipe
         ("+experiment=nvfp4 task=gsm8k model.path=DIR", ["model.path=DIR", "0.001, 64 tokens", "Type scale=custom"]),
         ("model=qwen2_5_7b", ["Qwen/Qwen2.5-7B-Instruct", "scale=pocket to mean it"]),

@@ -241,7 +241,7 @@ def check_adapter(built: Built) -> None:
 
 def check_noise(built: Built) -> None:
     """The norms held are the clean ones plus the noise of (seed, step, layer), and clean again after the next sync."""
-    for noise in (NOISE, Noise(0.01, seed=3, step=9), CLEAN):
+    for noise in (NOISE, Noise(0.01, seed=3, step=9), Noise(0.05, seed=3, step=9, relative=True), CLEAN):
         built.engine.sync(noise)
         assert_same(built.engine.norms(), noise.onto_norms(built.policy.clean_norms, built.engine.norms()))
         out = built.sample()
@@ -359,6 +359,7 @@ def test_an_engine_that_is_none_is_refused(tiny, built: Built) -> None:
         (wrong_engines.KeepsItsAdapter, check_adapter),
         (wrong_engines.StaysNoisy, check_noise),
         (wrong_engines.DrawsOnce, check_noise),
+        (wrong_engines.ForgetsWhatNoiseIsRelativeTo, check_noise),
         (wrong_engines.Accumulates, check_no_accumulation),
         (wrong_engines.DrawsOnce, check_no_accumulation),
         (wrong_engines.LeavesItsNorms, check_policy_is_left_as_found),

@@ -86,7 +86,7 @@ def test_as_many_groups_are_under_way_as_the_batch_holds(fake: FakeVllm, config,
     engine.close()
 
 
-def test_a_sync_writes_the_adapter_and_sends_three_numbers(engine, fake: FakeVllm, policy: Policy) -> None:
+def test_a_sync_writes_the_adapter_and_sends_the_noise_as_numbers(engine, fake: FakeVllm, policy: Policy) -> None:
     [folder] = fake.adapters.values()
     weights = Path(folder, "adapter_model.safetensors")
     before = weights.read_bytes()
@@ -94,15 +94,16 @@ def test_a_sync_writes_the_adapter_and_sends_three_numbers(engine, fake: FakeVll
     weight = next(p for name, p in policy.model.named_parameters() if "lora_B" in name)
     try:
         weight.data.mul_(2)
-        engine.sync(Noise(0.1, seed=3, step=4))
+        engine.sync(Noise(0.1, seed=3, step=4, relative=True))
     finally:
         weight.data.div_(2)
     assert weights.read_bytes() != before
     adapter, noise = sent(fake, RPC)
     assert adapter["kwargs"]["folder"] == folder
-    assert noise["kwargs"] == {"names": [*policy.norms], "sigma": "0.1", "seed": 3, "step": 4}
+    sent_noise = {"sigma": "0.1", "seed": 3, "step": 4, "relative": True}
+    assert noise["kwargs"] == {"names": [*policy.norms]} | sent_noise
     assert fake.asked[-1][0] == "/reset_prefix_cache"
-    expected = Noise(0.1, 3, 4).onto_norms(policy.clean_norms, policy.norms)
+    expected = Noise(0.1, 3, 4, relative=True).onto_norms(policy.clean_norms, policy.norms)
     assert all(torch.equal(weight, expected[name]) for name, weight in engine.norms().items())
     engine.close()
     assert not weights.exists()

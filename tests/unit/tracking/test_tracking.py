@@ -33,7 +33,7 @@ PROMISED = {
     "rollout": "tokens_per_second completion_tokens truncated_fraction engine_restarts prompts_drawn",
     "step": "seconds tokens_per_second",
     "seconds": "rollout reward train sync probe",
-    "noise": "sigma std_observed kl_nats",
+    "noise": "sigma std_observed kl_target kl_solved probes kl_nats",
     "memory": "rss_gib gpu_peak_gib",
     "eval": "accuracy gain gain_low gain_high format completion_tokens entropy_nats "
     "subset_accuracy subset_format subset_completion_tokens subset_entropy_nats",

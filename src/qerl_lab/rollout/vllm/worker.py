@@ -50,19 +50,19 @@ class NormNoise:
         self.add_lora(LoRARequest(name, held, folder, load_inplace=True))  # type: ignore[attr-defined]
         return sorted(self.list_loras())  # type: ignore[attr-defined]
 
-    def qerl_noise(self, names: list[str], sigma: str, seed: int, step: int) -> None:
+    def qerl_noise(self, names: list[str], sigma: str, seed: int, step: int, relative: bool) -> None:
         """Write clean weights + noise into the norms `names`, and clean ones into those of any earlier call.
 
         Every worker draws the same. Layers that this worker does not hold (of another pipeline stage) it leaves out.
 
         Args:
-            sigma: a float as text, for JSON has no NaN.
+            sigma: a float as text, for JSON has no NaN. It and what follows make the `aqn.Noise`.
         """
         weights = self._qerl_norms()
         clean: dict[str, Tensor] = self.__dict__.setdefault("qerl_clean", {})  # as they were loaded
         for name in weights.keys() & set(names) - clean.keys():
             clean[name] = weights[name].detach().float().clone()
-        noise = Noise(float(sigma), seed, step)
+        noise = Noise(float(sigma), seed, step, relative)
         for name, weight in clean.items():
             drawn = (noise if name in names else CLEAN).onto(weight, name, weights[name].dtype)
             weights[name].data.copy_(drawn)  # in place: CUDA graphs read it where it is

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -74,13 +75,13 @@ class VllmServerEngine:
             self._server.ask("POST", "/v1/unload_lora_adapter", {"lora_name": name})
 
     def sync(self, noise: Noise) -> None:
-        """Hand over the adapter's files and the noise's three numbers, and have the prefix cache forgotten."""
+        """Hand over the adapter's files and what the noise is drawn from, and have the prefix cache forgotten."""
         write_weights(self.policy.model, self._folder)
         held = self._in_workers("qerl_adapter", name=self._name, folder=str(self._folder))
         if any(len(ids) != 1 for ids in held):
             raise EngineFailed(f"{self._server.name} holds the adapters {held}; allowed: one in each worker")
         names = list(self.policy.norms)
-        self._in_workers("qerl_noise", names=names, sigma=str(noise.sigma), seed=noise.seed, step=noise.step)
+        self._in_workers("qerl_noise", names=names, **(asdict(noise) | {"sigma": str(noise.sigma)}))
         if not self._ask("/reset_prefix_cache", None, "sync")["success"]:
             raise EngineFailed(f"{self._server.name} kept its prefix cache at a sync: it still serves other requests")
 

@@ -145,6 +145,43 @@ def test_the_observed_std_is_over_all_entries_of_what_is_held() -> None:
     assert observed_std(clean, clean) == 0
 
 
+def test_relative_noise_is_the_same_share_of_every_norm() -> None:
+    """|noise| / |clean| is sigma in every norm, whatever its size; a norm of zeros stays as it is."""
+    scales = {"large": 30.0, "small": 0.01, "mixed": torch.linspace(0, 2, 50_000), "zero": 0.0}
+    clean = {name: scale * torch.randn(50_000, generator=generator()).sign() for name, scale in scales.items()}
+    noise = Noise(0.02, seed=0, step=1, relative=True)
+    noisy = noise.onto_norms(clean, clean)
+    for name in ("large", "small", "mixed"):
+        assert (noisy[name] - clean[name]).norm() / clean[name].norm() == pytest.approx(0.02, rel=0.02)
+        size = clean[name].square().mean().sqrt()
+        assert torch.allclose((noisy[name] - clean[name]) / size, drawn(0.02, layer=name, n=50_000), atol=1e-6)
+    assert torch.equal(noisy["zero"], clean["zero"])
+
+
+def test_relative_noise_of_one_norm_is_that_of_all_at_once() -> None:
+    """A server's worker puts it onto norms one by one, each in bfloat16."""
+    clean = {"a.norm": torch.linspace(-1, 4, 1000), "b.norm": torch.linspace(20, 30, 500)}
+    noise, like = Noise(0.1, 3, 4, relative=True), {name: torch.empty(0, dtype=torch.bfloat16) for name in clean}
+    together = noise.onto_norms(clean, like)
+    for name, weight in clean.items():
+        assert torch.equal(noise.onto(weight, name, torch.bfloat16), together[name])
+
+
+def test_the_observed_std_of_relative_noise_is_its_sigma() -> None:
+    """It tells apart noise that is relative, noise that is not, and noise on one norm alone."""
+    clean = {"a.norm": torch.full((40_000,), 5.0), "b.norm": torch.full((40_000,), 0.2)}
+
+    def seen(noisy: dict[str, Tensor]) -> float:
+        return observed_std(noisy, clean, relative=True)
+
+    noisy = Noise(0.03, 0, 1, relative=True).onto_norms(clean, clean)
+    assert seen(noisy) == pytest.approx(0.03, rel=0.02)
+    assert observed_std(noisy, clean) == pytest.approx(0.03 * (12.5 + 0.02) ** 0.5, rel=0.02)
+    assert seen(Noise(0.03, 0, 1).onto_norms(clean, clean)) > 0.1
+    assert seen(noisy | {"b.norm": clean["b.norm"]}) == pytest.approx(0.03 / 2**0.5, rel=0.02)
+    assert observed_std({"a": torch.zeros(2)}, {"a": torch.zeros(2)}, relative=True) == 0
+
+
 def test_the_norms_in_the_configuration_get_noise_and_no_others(tiny, build_policy) -> None:
     policy = build_policy(tiny(aqn__norms=["post_attention_layernorm"]))
     assert len(policy.norms) == policy.model.config.num_hidden_layers

@@ -1,0 +1,62 @@
+"""What the schedule states for a step: sigma, or with `aqn.unit=kl` a KL in nats per token."""
+
+import math
+
+from qerl_lab.config.schema import AqnConfig
+
+
+def stage(step: int, total_steps: int, stages: int) -> int:
+    """Stage (from 0) of a step (from 1): `stages` equal parts of the run, in order.
+
+    With more stages than steps some stages are skipped, evenly.
+    """
+    return (step - 1) * stages // total_steps
+
+
+def steps_of(number: int, total_steps: int, stages: int) -> range:
+    """The steps (from 1) of stage `number` (from 0): empty where it is skipped."""
+    return range(-(-number * total_steps // stages) + 1, -(-(number + 1) * total_steps // stages) + 1)
+
+
+def level(cfg: AqnConfig, step: int, total_steps: int) -> float:
+    """How strong the noise of a step is, in `cfg.unit`: a standard deviation, or nats per token. Pure.
+
+    Args:
+        step: 1..total_steps; 0 is the untrained policy, which carries no noise.
+
+    Returns:
+        0 where the schedule is off or the stage is clean, else a value between the schedule's start and end.
+        With schedule=adaptive kl_start at every step.
+
+    Raises:
+        ValueError: step outside 0..total_steps.
+    """
+    if not 0 <= step <= total_steps:
+        raise ValueError(f"step={step} is outside 0..{total_steps}")
+    if cfg.schedule == "off" or step == 0:
+        return 0.0
+    if cfg.schedule == "adaptive":
+        return cfg.kl_start
+    now, last = stage(step, total_steps, cfg.stages), cfg.stages - 1
+    if cfg.reading == "equation":  # Eq. 8: k = now + 1 of K noisy stages
+        return decay(cfg, now, last)
+    if now == 0:
+        return 0.0
+    # The released code spreads K-1 values over stages 2..K; Algorithm 1 keeps Eq. 8's K-1 in the exponent.
+    return decay(cfg, now - 1, last - 1 if cfg.reading == "released" else last)
+
+
+def decay(cfg: AqnConfig, index: int, last: int) -> float:
+    """Value `index` of the values 0..last that run from the unit's start to its end (Eq. 8; Fig. 15 for the others)."""
+    share = index / last if last > 0 else 0.0
+    start, end = (cfg.kl_start, cfg.kl_end) if cfg.unit == "kl" else (cfg.sigma_start, cfg.sigma_end)
+    match cfg.schedule:
+        case "exponential":
+            return start * (end / start) ** share if start > 0 else 0.0
+        case "linear":
+            return start + (end - start) * share
+        case "cosine":
+            return end + (start - end) * (1 + math.cos(math.pi * share)) / 2
+        case "logarithmic":
+            return start + (end - start) * (math.log(index + 1) / math.log(last + 1) if last > 0 else 0.0)
+    raise ValueError(f"aqn.schedule={cfg.schedule} is not a schedule")

@@ -1,0 +1,56 @@
+"""KL(policy with noise || policy without) over texts of its own: what `aqn.found` solves sigma for."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from qerl_lab.aqn import CLEAN, Noise
+from qerl_lab.evaluate import kl
+from qerl_lab.model.policy import Policy
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Texts (prompt, completion), on which noise is measured at a temperature, and the policy's states without noise.
+
+    `clean_N` are `kl.hidden_states` of `batch_size` texts at a time, [tokens, hidden] each.
+    """
+
+    policy: Policy
+    pairs_N: list[kl.Pairs]
+    temperature: float
+    clean_N: list[Tensor]
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(states) for states in self.clean_N)
+
+    def nats(self, noises: Sequence[Noise]) -> float:
+        """KL of each noise, summed over the tokens, mean over the noises; 0 where there is no text.
+
+        The norms are in the dtype of the policy's, rounded as an engine's are.
+        """
+        return sum(self._nats(noise) for noise in noises) / len(noises)
+
+    def _nats(self, noise: Noise) -> float:
+        model, total = self.policy.model.get_base_model(), 0.0
+        for pairs, clean in zip(self.pairs_N, self.clean_N, strict=True):
+            noisy = states(self.policy, noise, pairs)
+            chunks = (kl.logprobs(model, of, self.temperature) for of in (noisy, clean))
+            total += sum(kl.per_token(p, q).sum().item() for p, q in zip(*chunks, strict=True))
+        return total
+
+
+def texts(policy: Policy, pairs: kl.Pairs, temperature: float, batch_size: int) -> Texts:
+    """Take the states without noise. The policy is left as it was."""
+    pairs_N = [pairs[at : at + batch_size] for at in range(0, len(pairs), batch_size)]
+    return Texts(policy, pairs_N, temperature, [states(policy, CLEAN, part) for part in pairs_N])
+
+
+@torch.no_grad()
+def states(policy: Policy, noise: Noise, pairs: kl.Pairs) -> Tensor:
+    """`kl.hidden_states` of the policy with noise."""
+    with policy.as_sampler(noise.onto_norms(policy.clean_norms, policy.norms)):
+        return kl.hidden_states(policy.model.get_base_model(), pairs)

@@ -1,0 +1,138 @@
+"""How strong the noise of a run's steps is: as the schedule says, solved for a KL in every stage, or followed.
+
+What a step's sigma depends on besides the configuration is `NoiseLevel.state`, which every checkpoint holds. All ranks
+come to the same sigma, because what they measure is pooled.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
+from typing import Any
+
+from qerl_lab import aqn
+from qerl_lab.aqn import found, schedule
+from qerl_lab.aqn.found import Found
+from qerl_lab.config.schema import RunConfig
+from qerl_lab.evaluate import kl, noise_kl
+from qerl_lab.model.policy import Policy
+from qerl_lab.rollout.engine import Engine, EngineFailed
+from qerl_lab.train.data import Cursor
+from qerl_lab.train.ranks import Ranks
+from qerl_lab.train.step import sampling
+
+LONGEST = 1024  # tokens of a text on which sigma is solved: a long one would hold every rank up, and tell little more
+PROBING = -1  # the attempt of a step in which these texts are sampled, before the first
+
+
+class NoiseLevel:
+    """Sigma of the steps, one after another.
+
+    Attributes:
+        state: plain JSON. With unit=kl the stage whose sigma was solved last, and its `found.Found`; with
+            schedule=adaptive the sigma of the step that comes next; else nothing.
+    """
+
+    def __init__(self, cfg: RunConfig) -> None:
+        self.cfg, self.aqn = cfg, cfg.aqn
+        self.follows = cfg.aqn.schedule == "adaptive"
+        self.solves = cfg.aqn.unit == "kl" and cfg.aqn.schedule not in ("off", "adaptive")
+        self.state: dict[str, Any] = {"sigma": cfg.aqn.sigma_start} if self.follows else {}
+        self._kl = math.nan  # of the noise of the step under way, once it is measured
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint's."""
+        self.state = dict(state)
+
+    def target(self, step: int) -> float:
+        """What the schedule states for a step, in aqn.unit."""
+        return aqn.level(self.aqn, step, self.cfg.steps)
+
+    def noise(self, step: int) -> aqn.Noise:
+        """The noise of the step under way. With unit=kl its stage has been solved."""
+        sigma = self.target(step)
+        if sigma > 0 and (self.solves or self.follows):
+            sigma = self.state["sigma"]
+        return aqn.Noise(sigma, self.cfg.seed, step, self.aqn.relative)
+
+    def is_due(self, step: int) -> bool:
+        """Whether the step is in a noisy stage that has no sigma yet."""
+        return self.solves and self.target(step) > 0 and self.state.get("stage") != self._stage(step)
+
+    def _stage(self, step: int) -> int:
+        return schedule.stage(step, self.cfg.steps, self.aqn.stages)
+
+    def solve(self, step: int, nats_per_token: Callable[[list[aqn.Noise]], float]) -> Found:
+        """Find the sigma of a step's stage. What is measured are the noises of the stage's own steps, evenly spread.
+
+        So the stage's noise has the KL asked for in the mean of its draws, not only in that of all there could be.
+        """
+        stage, target, last = self._stage(step), self.target(step), self.state
+        steps = schedule.steps_of(stage, self.cfg.steps, self.aqn.stages)
+        count = min(self.aqn.solver.draws, len(steps))
+        draws = [aqn.Noise(0.0, self.cfg.seed, steps[n * len(steps) // count], self.aqn.relative) for n in range(count)]
+        is_told = last.get("kl", 0.0) > 0
+        guess = last["sigma"] * math.sqrt(target / last["kl"]) if is_told else self.aqn.sigma_start
+        result = found.solve(
+            self.aqn, lambda sigma: nats_per_token([replace(draw, sigma=sigma) for draw in draws]), target, guess
+        )
+        self.state = {"stage": stage, **asdict(result)}
+        return result
+
+    def observe(self, nats_per_token: float) -> None:
+        """Hear the KL that was measured of the step's noise."""
+        self._kl = nats_per_token
+
+    def end_step(self) -> None:
+        """Set the sigma of the next step. To be called once the step's last update is done, whose noise it would be."""
+        if self.follows:
+            self.state = {"sigma": found.adapted(self.aqn, self.state["sigma"], self._kl)}
+
+    def metrics(self, step: int) -> dict[str, float]:
+        """What is known of the step's noise before anything is measured with it."""
+        target, sigma = self.target(step), self.noise(step).sigma
+        metrics = {"noise/sigma": sigma}
+        if self.aqn.unit == "kl" and self.aqn.schedule != "off":
+            metrics["noise/kl_target"] = target
+        if self.solves and target > 0:
+            metrics |= {"noise/kl_solved": self.state["kl"], "noise/probes": self.state["probes"]}
+        return metrics
+
+    def missed(self, step: int) -> str:
+        """Say in a sentence that no sigma has the KL of a step's stage, and what to do; empty where one has."""
+        target, last, own = self.target(step), self.state, self.aqn
+        if abs(math.log(max(last["kl"], 1e-300) / target)) <= math.log1p(own.solver.tolerance):
+            return ""
+        said = f"no sigma was found whose KL is {target:.2g} nats: it is {last['kl']:.2g} at sigma {last['sigma']:.2g}"
+        if last["sigma"] >= own.sigma_max and last["kl"] < target:
+            return f"{said}, which is aqn.sigma_max. Type a higher one, or a lower aqn.kl_start."
+        if last["sigma"] <= own.sigma_min and last["kl"] > target:
+            return f"{said}, which is aqn.sigma_min: rounding alone is as much. Type a higher aqn.kl_end."
+        return f"{said}, after {last['probes']} tries. Type a higher aqn.solver.probes, or another aqn.kl_start."
+
+
+def measure_on_own_texts(
+    cfg: RunConfig, step: int, cursor: Cursor, policy: Policy, engine: Engine, ranks: Ranks
+) -> Callable[[list[aqn.Noise]], float]:
+    """A function from noises to their mean KL in nats per token, over completions that are sampled now, without noise.
+
+    They answer the questions that the step is going to ask, each rank its share. The engine is left without noise.
+    Raises EngineFailed on every rank if on any.
+    """
+    share, rest = divmod(cfg.aqn.solver.prompts, ranks.size)
+    count_R = [share + (rank < rest) for rank in range(ranks.size)]
+    questions = ranks.deal(cursor.peek(sum(count_R)), count_R)
+    prompts = [policy.prompt_ids(cursor.data.task.messages(question)) for question in questions]
+    how = sampling(cfg, step, PROBING, ranks.rank)
+    how = replace(how, max_tokens=min(how.max_tokens, LONGEST))
+
+    def ask() -> kl.Pairs:
+        engine.sync(aqn.CLEAN)
+        if not prompts:
+            return []
+        out = engine.generate(prompts, 1, how)
+        return [(prompt, ids) for prompt, (ids,) in zip(out.prompt_ids_P, out.completion_ids_P_G, strict=True)]
+
+    pairs = ranks.alike(ask, EngineFailed)
+    texts = noise_kl.texts(policy, pairs, cfg.rollout.temperature, cfg.optim.micro_batch_size)
+    tokens = sum(ranks.gather(texts.tokens))
+    return lambda noises: sum(ranks.gather(texts.nats(noises))) / tokens

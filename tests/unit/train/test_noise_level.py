@@ -1,0 +1,341 @@
+"""Sigma of the steps: solved for a KL in each stage, or followed; what a run logs of it, also a resumed one."""
+
+import math
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from failing_engines import Plan
+from qerl_lab import rollout, tasks
+from qerl_lab.aqn import Noise, level
+from qerl_lab.aqn.found import adapted
+from qerl_lab.config.schema import RunConfig
+from qerl_lab.exits import INTERRUPTED, OK
+from qerl_lab.model.policy import Policy
+from qerl_lab.record.directory import RunDirectory
+from qerl_lab.record.metrics import declared
+from qerl_lab.rollout.engine import Sampling
+from qerl_lab.rollout.transformers import TransformersEngine
+from qerl_lab.train import run as run_module
+from qerl_lab.train.data import Cursor, select
+from qerl_lab.train.noise import NoiseLevel, measure_on_own_texts
+from qerl_lab.train.ranks import ALONE, Ranks
+from qerl_lab.train.step import sampling
+from qerl_lab.train.stop import Stop
+
+UNITS = {name: metric.unit for name, metric in declared(("format", "answer")).items()}
+KL = {
+    "aqn__schedule": "linear", "aqn__unit": "kl", "aqn__reading": "equation", "aqn__stages": 2, "aqn__kl_start": 0.02,
+    "aqn__kl_end": 0.004, "aqn__sigma_start": 0.1, "aqn__solver__prompts": 6, "aqn__solver__draws": 2,
+}  # fmt: skip
+ADAPTIVE = {
+    "aqn__schedule": "adaptive", "aqn__unit": "kl", "aqn__kl_start": 0.02, "aqn__sigma_start": 0.05,
+    "aqn__adaptive__factor": 1.5,
+}  # fmt: skip
+SETTINGS = {
+    "steps": 4, "checkpoint__every": 1, "rollout__prompts_per_step": 2, "rollout__max_completion_tokens": 24,
+    "optim__learning_rate": 0.02, "eval__questions": 0, "seed": 3,
+}  # fmt: skip
+
+
+class Runs:
+    """Runs of one configuration in a directory; each call goes on from what the last one left."""
+
+    def __init__(self, cfg: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.cfg, self.monkeypatch, self.plan = cfg, monkeypatch, Plan("")
+        self.directory = RunDirectory(Path(cfg.run_dir))
+
+    def run(self, words: str = "", stop: Stop | None = None) -> int:
+        """Run with an engine that fails by these words (`failing_engines`)."""
+        self.plan = Plan(words)
+        self.monkeypatch.setattr(rollout, "build", self.plan.build)
+        return run_module.run(self.cfg, self.directory, stop or Stop())
+
+    def metrics(self) -> list[dict[str, float]]:
+        """Of each step, but for times, speeds, memory and restarts."""
+        passing = [name for name, unit in UNITS.items() if unit in ("s", "tokens/s", "GiB")]
+        passing.append("rollout/engine_restarts")
+        return [
+            {name: value for name, value in line["metrics"].items() if name not in passing}
+            for line in self.directory.metrics()
+        ]
+
+    def of(self, name: str) -> list[float]:
+        return [metrics[f"noise/{name}"] for metrics in self.metrics()]
+
+    def adapter(self) -> bytes:
+        return (self.directory.path / "adapter" / "adapter_model.safetensors").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def new_runs(tiny, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Runs]:
+    monkeypatch = pytest.MonkeyPatch()
+
+    def make(**changes: object) -> Runs:
+        run_dir = tmp_path_factory.mktemp("noise") / "run"
+        run_dir.mkdir()
+        return Runs(tiny(**(SETTINGS | changes), run_dir=str(run_dir)), monkeypatch)
+
+    yield make
+    monkeypatch.undo()
+
+
+@pytest.fixture(scope="module")
+def finished(new_runs) -> dict[str, Runs]:
+    """A run of each kind that nothing interrupted."""
+    found = {}
+    for name, changes in (("kl", KL), ("adaptive", ADAPTIVE)):
+        found[name] = new_runs(**changes)
+        assert found[name].run() == OK
+    return found
+
+
+# --- what a run does
+
+
+def test_a_stage_keeps_the_sigma_that_was_solved_for_its_kl(finished) -> None:
+    runs = finished["kl"]
+    assert runs.of("kl_target") == pytest.approx([0.02, 0.02, 0.004, 0.004])
+    first, again, third, last = runs.of("sigma")
+    assert first == again > third == last > 0
+    assert runs.of("kl_solved") == pytest.approx(runs.of("kl_target"), rel=0.05)
+    assert all(1 <= probes <= 12 for probes in runs.of("probes"))
+    assert runs.of("std_observed") == pytest.approx(runs.of("sigma"), rel=0.1)
+    # What the steps then have differs by its texts alone, of which there are few.
+    measured = runs.of("kl_nats")
+    assert 0.3 < sum(measured[:2]) / 0.04 < 3
+    assert 0.3 < sum(measured[2:]) / 0.008 < 3
+
+
+def test_the_controller_follows_what_was_measured(finished) -> None:
+    runs = finished["adaptive"]
+    sigmas, measured = runs.of("sigma"), runs.of("kl_nats")
+    assert sigmas[0] == 0.05
+    for now, kl, then in zip(sigmas, measured, sigmas[1:], strict=False):
+        assert then == adapted(runs.cfg.aqn, now, kl)
+    assert len(set(sigmas)) > 2
+    assert runs.of("kl_target") == [0.02] * 4
+    assert runs.of("std_observed") == pytest.approx(sigmas, rel=0.1)
+    assert "noise/kl_solved" not in runs.metrics()[0]
+
+
+def test_the_probes_take_no_question_from_the_run(finished, new_runs) -> None:
+    """Nor do they sample with the seed of a step; the texts come without noise."""
+    usual = new_runs(aqn__schedule="linear", aqn__reading="equation", steps=1)
+    assert usual.run() == OK
+    solved = finished["kl"].plan
+    (prompts, how) = solved.asked[0]
+    assert (len(prompts), how.max_tokens) == (6, 24)
+    assert solved.sigmas[0] == 0
+    assert solved.asked[1] == usual.plan.asked[0]
+    assert prompts[:2] == usual.plan.asked[0][0]
+    seeds = [how.seed for _, how in solved.asked]
+    assert len(set(seeds)) == len(seeds) == 6  # four steps, two stages
+
+
+@pytest.mark.parametrize("changes", [KL, ADAPTIVE], ids=["kl", "adaptive"])
+def test_with_noise_in_the_trainer_too_every_update_of_a_step_has_the_noise_of_its_rollout(new_runs, changes) -> None:
+    both = {"aqn__scope": "rollout_and_train", "algorithm__updates_per_rollout": 2, "optim__learning_rate": 0.0}
+    runs = new_runs(**(changes | {"aqn__sigma_start": 0.2}), **both)
+    assert runs.run() == OK
+    assert all(kl > 1e-3 for kl in runs.of("kl_nats"))
+    assert len(set(runs.of("sigma"))) > 1
+    assert all(metrics["sampler/logprob_gap_max"] < 1e-4 for metrics in runs.metrics())
+
+
+def test_relative_noise_is_measured_as_what_it_is(new_runs) -> None:
+    runs = new_runs(aqn__schedule="linear", aqn__reading="equation", aqn__relative=True, aqn__sigma_start=0.1, steps=1)
+    assert runs.run() == OK
+    ((sigma,), (observed,)) = runs.of("sigma"), runs.of("std_observed")
+    assert sigma == 0.1
+    assert observed == pytest.approx(0.1, rel=0.05)
+
+
+# --- a run that goes on
+
+
+@pytest.mark.parametrize("kind", ["kl", "adaptive"])
+def test_a_run_that_is_stopped_after_every_step_is_the_uninterrupted_one(finished, new_runs, kind: str) -> None:
+    runs = new_runs(**(KL if kind == "kl" else ADAPTIVE))
+    for _ in range(3):
+
+        class AfterAStep(Stop):
+            """Asked for once a step has begun: before it, nothing is to be stopped."""
+
+            @property
+            def requested(self) -> bool:
+                return bool(runs.plan.asked)
+
+        assert runs.run(stop=AfterAStep()) == INTERRUPTED
+    assert runs.run() == OK
+    assert runs.metrics() == finished[kind].metrics()
+    assert runs.adapter() == finished[kind].adapter()
+
+
+@pytest.mark.parametrize(("words", "call"), [("die@4", "second texts"), ("sync@2", "sync")])
+def test_an_engine_that_fails_while_sigma_is_found_changes_nothing(finished, new_runs, words: str, call: str) -> None:
+    runs = new_runs(**KL)
+    assert runs.run(words) == OK
+    assert sum(line["metrics"]["rollout/engine_restarts"] for line in runs.directory.metrics()) == 1, call
+    assert runs.metrics() == finished["kl"].metrics()
+    assert runs.adapter() == finished["kl"].adapter()
+
+
+# --- what is measured
+
+
+@pytest.fixture(scope="module")
+def parts(tiny, build_policy) -> tuple[RunConfig, Policy, Cursor]:
+    cfg = tiny(**(SETTINGS | KL | {"steps": 6, "optim__micro_batch_size": 4}))
+    policy = build_policy(cfg)
+    return cfg, policy, Cursor(select(cfg, policy, tasks.load(cfg.task)))
+
+
+def by_hand(cfg: RunConfig, policy: Policy, pairs: list[tuple[list[int], list[int]]], noise: Noise) -> float:
+    """Mean over the tokens of the KL over the vocabulary, in float64, one sequence at a time."""
+
+    def logps(norms: dict[str, torch.Tensor]) -> torch.Tensor:
+        with torch.no_grad(), policy.norms_as(norms):
+            logits = [policy.model(input_ids=torch.tensor([p + c])).logits[0, len(p) - 1 : -1] for p, c in pairs]
+        return (torch.cat(logits).double() / cfg.rollout.temperature).log_softmax(-1)
+
+    clean, noisy = (logps(of.onto_norms(policy.clean_norms, policy.norms)) for of in (replace(noise, sigma=0.0), noise))
+    return (noisy.exp() * (noisy - clean)).sum(-1).mean().item()
+
+
+@pytest.mark.parametrize("relative", [False, True])
+def test_the_sigma_solved_gives_the_noises_of_the_stages_steps_the_kl_asked_for(parts, relative: bool) -> None:
+    cfg, policy, cursor = parts
+    cfg = replace(cfg, aqn=replace(cfg.aqn, relative=relative, solver=replace(cfg.aqn.solver, draws=3)))
+    engine, found = TransformersEngine(policy, 8), NoiseLevel(cfg)
+    result = found.solve(4, measure_on_own_texts(cfg, 4, cursor, policy, engine, ALONE))
+    assert cursor.position == 0
+    how = replace(sampling(cfg, 4, -1, 0), max_tokens=24)
+    prompts = [policy.prompt_ids(cursor.data.task.messages(question)) for question in cursor.peek(6)]
+    out = engine.generate(prompts, 1, how)
+    pairs = [(prompt, ids) for prompt, (ids,) in zip(prompts, out.completion_ids_P_G, strict=True)]
+    draws = [by_hand(cfg, policy, pairs, Noise(result.sigma, cfg.seed, step, relative)) for step in (4, 5, 6)]
+    assert sum(draws) / 3 == pytest.approx(result.kl, rel=1e-3)
+    assert result.kl == pytest.approx(0.004, rel=0.05)
+    assert found.noise(6) == Noise(result.sigma, cfg.seed, 6, relative)
+    assert not found.is_due(6)
+
+
+class PairOfRanks(Ranks):
+    """One of two ranks that are threads of this process."""
+
+    def __init__(self, rank: int, barrier: threading.Barrier, board: list[Any]) -> None:
+        super().__init__(rank, 2)
+        self.__dict__ |= {"barrier": barrier, "board": board}
+
+    def gather(self, value: Any) -> list[Any]:
+        self.board[self.rank] = value
+        self.barrier.wait(60)
+        values = list(self.board)
+        self.barrier.wait(60)
+        return values
+
+
+def test_two_ranks_come_to_the_same_sigma_over_the_texts_of_both(tiny, build_policy) -> None:
+    cfg = tiny(**(SETTINGS | KL | {"gpus": 2, "aqn__solver__prompts": 5}))
+    board, barrier, found, asked = [None, None], threading.Barrier(2), [None, None], [None, None]
+    policies = [build_policy(cfg), build_policy(cfg)]  # threads cannot share one, whose norms are swapped
+
+    class Keeps(TransformersEngine):
+        def generate(self, prompts: list[list[int]], group_size: int, how: Sampling):
+            asked[policies.index(self.policy)] = (prompts, how.seed)
+            # Its draws come from the process's generator, which the threads would share.
+            with lock:
+                return super().generate(prompts, group_size, how)
+
+    lock = threading.Lock()
+
+    def be(rank: int) -> None:
+        policy, ranks = policies[rank], PairOfRanks(rank, barrier, board)
+        cursor = Cursor(select(cfg, policy, tasks.load(cfg.task)))
+        measure = measure_on_own_texts(cfg, 1, cursor, policy, Keeps(policy, 8), ranks)
+        found[rank] = (NoiseLevel(cfg).solve(1, measure), measure([Noise(0.1, 0, 1)]))
+
+    threads = [threading.Thread(target=partial(be, rank)) for rank in (0, 1)]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+    assert found[0] == found[1] is not None
+    assert found[0][0].kl == pytest.approx(0.02, rel=0.05)
+    assert [len(prompts) for prompts, _ in asked] == [3, 2]
+    assert asked[0][1] != asked[1][1]
+    assert not {tuple(ids) for ids in asked[0][0]} & {tuple(ids) for ids in asked[1][0]}
+
+
+def test_fewer_texts_than_ranks_leave_a_rank_without(tiny, build_policy) -> None:
+    """It still takes part in every probe."""
+    cfg = tiny(**(SETTINGS | KL | {"aqn__solver__prompts": 1}))
+    policy = build_policy(cfg)
+    cursor, board = Cursor(select(cfg, policy, tasks.load(cfg.task))), [None, (0.5)]
+
+    class Second(Ranks):
+        def gather(self, value: Any) -> list[Any]:
+            return [4 if isinstance(value, int) else None if value is None else 0.5, value]
+
+    measure = measure_on_own_texts(cfg, 1, cursor, policy, TransformersEngine(policy, 8), Second(1, 2))
+    assert measure([Noise(0.1, 0, 1)]) == 0.5 / 4, board
+
+
+# --- what is said
+
+
+@pytest.mark.parametrize(
+    ("state", "said"),
+    [
+        ({"kl": 0.0201, "sigma": 0.1, "probes": 2}, ""),
+        ({"kl": 0.001, "sigma": 0.5, "probes": 3}, "it is 0.001 at sigma 0.5, which is aqn.sigma_max. Type a higher"),
+        ({"kl": 0.0, "sigma": 0.5, "probes": 3}, "it is 0 at sigma 0.5, which is aqn.sigma_max"),
+        ({"kl": 0.3, "sigma": 1e-6, "probes": 3}, "aqn.sigma_min: rounding alone is as much. Type a higher aqn.kl_end"),
+        ({"kl": 0.03, "sigma": 0.1, "probes": 12}, "after 12 tries. Type a higher aqn.solver.probes"),
+        ({"kl": math.nan, "sigma": 1e-6, "probes": 3}, "it is nan at sigma 1e-06"),
+    ],
+)
+def test_a_kl_that_no_sigma_has_is_said(tiny, state: dict[str, float], said: str) -> None:
+    found = NoiseLevel(tiny(**(SETTINGS | KL)))
+    found.restore({"stage": 0, **state})
+    message = found.missed(1)
+    assert said in message
+    assert bool(said) == bool(message)
+
+
+def test_a_run_at_a_bound_says_so_and_goes_on(new_runs, capsys) -> None:
+    runs = new_runs(**(KL | {"aqn__sigma_max": 0.11, "aqn__kl_end": 0.02}), steps=1)
+    assert runs.run() == OK
+    err = capsys.readouterr().err
+    assert "warning, step 1: no sigma was found whose KL is 0.02 nats" in err
+    assert "sigma 0.11, which is aqn.sigma_max. Type a higher one" in err
+    assert runs.of("sigma") == [pytest.approx(0.11)]
+    assert runs.of("kl_solved")[0] < 0.02
+
+
+def test_a_clean_stage_is_not_solved(tiny) -> None:
+    cfg = tiny(**(SETTINGS | KL | {"aqn__reading": "released"}))
+    found = NoiseLevel(cfg)
+    assert [level(cfg.aqn, step, 4) for step in range(1, 5)] == [0, 0, 0.02, 0.02]
+    assert [found.is_due(step) for step in range(1, 5)] == [False, False, True, True]
+    assert found.noise(2).sigma == 0
+    assert found.metrics(2) == {"noise/sigma": 0, "noise/kl_target": 0}
+
+
+def test_the_second_stage_begins_where_the_first_one_led(tiny) -> None:
+    """KL is a square here, so that the first guess of the second stage is right."""
+    found, tried = NoiseLevel(tiny(**(SETTINGS | KL))), list[float]()
+
+    def measure(noises: list[Noise]) -> float:
+        tried.append(noises[0].sigma)
+        assert [noise.step for noise in noises] == ([1, 2] if len(tried) < 3 else [3, 4])
+        return 5 * noises[0].sigma ** 2
+
+    assert found.solve(1, measure).probes == 2
+    assert found.solve(3, measure).probes == 1
+    assert tried == pytest.approx([0.1, (0.02 / 5) ** 0.5, (0.004 / 5) ** 0.5])
