@@ -64,8 +64,13 @@ def test_its_record_is_complete(job: tuple[subprocess.CompletedProcess[str], Pat
     steps = runs.read_steps(RunDirectory(run))
     assert list(steps.index) == list(range(51))
     absent = set(declared(["format", "answer"])) - set(steps.columns)
-    elsewhere = {"policy/kl_reference", "memory/gpu_peak_gib", "reward/overlong", "rollout/prompts_drawn"}
+    of_others = {"kl_reference", "weight_cut_fraction", "entropy_coef"}
+    of_dapo = {name for name in absent if name.startswith(("rollout/groups_", "rollout/resample"))}
+    elsewhere = {f"policy/{name}" for name in of_others} | of_dapo | {
+        "memory/gpu_peak_gib", "reward/overlong", "rollout/prompts_drawn", "seconds/resample",
+    }  # fmt: skip
     assert absent == elsewhere, "no KL term, no GPU and no part of DAPO in this run"
+    assert len(of_dapo) == 5
     assert steps.loc[1:].drop(columns=[c for c in steps if c.startswith("eval/")]).notna().all().all()
     sigma, observed = steps["noise/sigma"].loc[1:], steps["noise/std_observed"].loc[1:]
     assert (sigma.iloc[:5] == 0).all()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class Weights(NamedTuple):
-    """What each token counts in the loss; of both [B, T], with the sequence corrections [B, 1].
+    """What each token counts in the loss; of both [B, T], but [B, 1] where it is one number a completion.
 
     Attributes:
         value: 0 or more, in the dtype of the log-probs.
@@ -32,8 +32,9 @@ def weights(correction: str, clip_max: float, trainer_B_T: Tensor, sampler_B_T: 
         mask_B_T: completion tokens, over which the sequence corrections multiply the ratios.
     """
     log_ratio = ((trainer_B_T - sampler_B_T) * mask_B_T).nan_to_num(nan=0.0)
-    if correction == "off":
-        return Weights(torch.ones_like(log_ratio), torch.zeros_like(log_ratio, dtype=torch.bool))
+    if correction in ("off", "in_ratio"):  # of the latter the loss itself has the ratio to the sampler
+        ones = torch.ones_like(log_ratio[:, :1])
+        return Weights(ones, torch.zeros_like(ones, dtype=torch.bool))
     if correction.startswith("sequence"):
         log_ratio = log_ratio.sum(-1, keepdim=True)
     ratio = log_ratio.exp()

@@ -1,17 +1,24 @@
-"""GRPO: group-relative advantages and a clipped loss averaged over each sequence first (paper, Eq. 3 and 4).
+"""GRPO: advantages within a group, and a clipped loss in which completions count the same (arXiv 2402.03300, Eq. 3).
 
-Departures from the GRPO paper, as QeRL runs it (App. E and Table 4):
+    J = 1/G sum_i 1/|o_i| sum_t [ min(r_it A_i, clip(r_it, 1 - e_low, 1 + e_high) A_i) - beta KL_it ]
+    A_i = (R_i - mean R) / std R,   KL_it = pi_ref / pi - log(pi_ref / pi) - 1  (k3, Eq. 4)
 
-1. No KL term by default (beta 0), although Eq. 3 prints one.
-2. Clip-higher: the upper clip is 0.28, the lower 0.2, where GRPO has one epsilon.
-3. A ratio between sampler and trainer corrects for noisy sampling (`rollout.importance_correction`); the released
-   code has none, so that noisy samples count as on-policy.
-4. Advantages divide by (std + 1e-4) with the unbiased standard deviation, as TRL and the released code do; they are
-   exactly zero where all rewards of a group are equal.
-5. With beta > 0 the KL is estimated by k3 times the probability ratio, so that its gradient is that of the KL
-   (DeepSeek-V3.2; TRL's default). The reference is the policy as the run began.
+with outcome supervision, and several updates on each rollout (`updates_per_rollout`, `num_iterations`).
+
+Departures from the GRPO paper, most of them as QeRL runs it (arXiv 2510.11696, App. E and Table 4):
+
+1. No KL by default (beta 0; the GRPO paper has 0.04). The reference is the base, which is the policy with its adapter
+   switched off, on norms without noise; the paper moves its reference to the policy from time to time.
+2. The KL is k3 times the ratio by default, so that its gradient is that of the KL (arXiv 2512.02556; TRL's default).
+   `algorithm.kl_estimator=k3` is the paper's. Neither is corrected for noisy sampling.
+3. Clip-higher: e_high is 0.28 and e_low 0.2, where the paper has one epsilon (`algorithm.epsilon_high=0.2`).
+4. The sampler is another policy than pi_old: it has noise and other kernels. `rollout.importance_correction` weighs a
+   token with pi_old / pi_sampler, cut; `in_ratio` has r_it = pi / pi_sampler instead, and the clip acts on that. The
+   released code of QeRL has neither: noisy samples count as on-policy.
+5. The advantage divides by the unbiased standard deviation plus 1e-4, as TRL and the released code do. It is exactly
+   zero where all rewards of a group are equal. `algorithm.normalize_std=false` divides by nothing.
 6. With `algorithm.mask_truncated` a masked completion is a zero in the mean over completions, not left out of it.
 """
 
 LOSS_TYPE = "grpo"
-PARTS: dict[str, str] = {}
+RATIO_OF = "token"

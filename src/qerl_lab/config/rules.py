@@ -42,7 +42,8 @@ def validate(cfg: RunConfig) -> None:
     for name, f, value in leaves(cfg):
         check_bounds(name, f.metadata, value)
     for rule in (
-        _no_secrets, _names_given, _known_modules, _gpus_divide, _batch_divides, _buffer_fits, _aqn_acts, _aqn_decays,
+        _no_secrets, _names_given, _known_modules, _gpus_divide, _batch_divides, _buffer_fits, _clip_acts,
+        _kl_is_one, _bonus_fits, _aqn_acts, _aqn_decays,
         _arithmetic_steps_ordered, _something_rewarded, _adapters_on_linears, _ignore_readable, _interval_possible,
         _optimizer_fits_device, _cache_fits_device, _attention_fits_device, _engine_fits_device, _kernels_fit_format,
         _server_reachable, _server_has_one_trainer, _aqn_finds_sigma,
@@ -118,12 +119,43 @@ def largest_divisor(number: int, at_most: int) -> int:
 
 
 def _buffer_fits(cfg: RunConfig) -> None:
-    buffer, longest = cfg.algorithm.overlong_buffer_tokens, cfg.rollout.max_completion_tokens
+    buffer, longest = cfg.overlong_buffer, cfg.rollout.max_completion_tokens
     if buffer > longest:
         raise ConfigError(
             f"algorithm.overlong_buffer_tokens={buffer} is more than rollout.max_completion_tokens={longest}, so that "
             f"every completion would be punished; allowed: 0 (none) to {longest}. "
             f"Type for example algorithm.overlong_buffer_tokens={max(1, longest // 5)}."
+        )
+
+
+def _clip_acts(cfg: RunConfig) -> None:
+    algorithm = cfg.algorithm
+    if algorithm.name == "cispo" and algorithm.epsilon_low < 1:
+        raise ConfigError(
+            f"algorithm.epsilon_low={algorithm.epsilon_low} does nothing in a run with algorithm.name=cispo, which "
+            "bounds the weight of a token from above alone; allowed: 1 (no lower bound). "
+            "Leave algorithm.epsilon_low out of algorithm=cispo, or type algorithm.epsilon_low=1."
+        )
+
+
+def _kl_is_one(cfg: RunConfig) -> None:
+    """A token's KL times the ratio of its completion is no estimate of the KL."""
+    algorithm = cfg.algorithm
+    if algorithm.name == "gspo" and algorithm.beta > 0 and algorithm.kl_estimator != "k3":
+        raise ConfigError(
+            f"algorithm.kl_estimator={algorithm.kl_estimator} multiplies the KL of a token by its ratio, and with "
+            "algorithm.name=gspo there is one of the whole completion only; allowed: k3. "
+            "Type algorithm.kl_estimator=k3, or algorithm.beta=0."
+        )
+
+
+def _bonus_fits(cfg: RunConfig) -> None:
+    algorithm = cfg.algorithm
+    if algorithm.entropy_target is not None and algorithm.entropy_coef > algorithm.entropy_coef_max:
+        raise ConfigError(
+            f"algorithm.entropy_coef={algorithm.entropy_coef} is above "
+            f"algorithm.entropy_coef_max={algorithm.entropy_coef_max}, which bounds an adaptive one. "
+            f"Type for example algorithm.entropy_coef={algorithm.entropy_coef_max}."
         )
 
 

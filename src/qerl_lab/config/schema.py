@@ -23,7 +23,9 @@ EXPONENT_RULES = ("round", "floor", "ceil")
 SCALE_RULES = ("max", "four_over_six")
 ENGINES = ("transformers", "vllm", "vllm_server")
 SCHEDULES = ("off", "exponential", "linear", "cosine", "logarithmic", "adaptive")
-CORRECTIONS = ("off", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+CORRECTIONS = ("off", "in_ratio", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+ALGORITHMS = ("grpo", "dapo", "dr_grpo", "gspo", "cispo")
+KL_ESTIMATORS = ("k3_ratio", "k3")
 
 
 @dataclass
@@ -141,12 +143,21 @@ class AqnConfig:
 
 @dataclass
 class AlgorithmConfig:
-    name: str = option("grpo", "advantage and loss averaging", choices=("grpo", "dapo"))
-    epsilon_low: float = option(0.2, "lower clip of the probability ratio (Table 4)", above=0, at_most=1)
-    epsilon_high: float = option(
-        0.28, "upper clip of the probability ratio, clip-higher (Table 4)", above=0, at_most=1e6
+    name: str = option("grpo", "ratio, clip and averaging of the loss; docs/algorithms.md", choices=ALGORITHMS)
+    epsilon_low: float = option(
+        0.2, "the probability ratio is clipped below 1 - epsilon_low (Table 4); 1 clips none", above=0, at_most=1
     )
-    beta: float = option(0.0, "weight of the KL to the reference policy (App. E: none)", at_least=0, at_most=1e3)
+    epsilon_high: float = option(
+        0.28, "the probability ratio is clipped above 1 + epsilon_high (Table 4)", above=0, at_most=1e6
+    )
+    beta: float = option(
+        0.0, "weight of the KL to the base, which is the policy with its adapter off (App. E: none)",
+        at_least=0, at_most=1e3,
+    )  # fmt: skip
+    kl_estimator: str = option(
+        "k3_ratio", "k3 as the GRPO paper has it, or times the ratio: its gradient is then the KL's (2512.02556)",
+        choices=KL_ESTIMATORS,
+    )  # fmt: skip
     normalize_std: bool = option(True, "divide advantages by the group's standard deviation (Eq. 4)")
     updates_per_rollout: int = option(
         1, "optimizer updates per rollout, each on its own share of the completions (Table 4: 4 on GSM8K)",
@@ -163,10 +174,23 @@ class AlgorithmConfig:
         10, "further rollouts of a step at most; groups that say nothing fill what is then missing",
         at_least=1, at_most=1000,
     )  # fmt: skip
-    overlong_buffer_tokens: int = option(
-        0, "last tokens before rollout.max_completion_tokens in which the reward falls by 1 (DAPO, Eq. 13); 0: none",
-        at_least=0, at_most=1_048_576,
+    overlong_buffer_tokens: int | None = option(
+        0, "last tokens before rollout.max_completion_tokens in which the reward falls by 1 (DAPO, Eq. 13); 0: none; "
+        "null: a fifth of them, as DAPO has it", at_least=0, at_most=1_048_576,
     )  # fmt: skip
+    entropy_coef: float = option(
+        0.0, "weight of the entropy in the objective, a bonus for exploring; the first one if it is adaptive",
+        at_least=0, at_most=10,
+    )  # fmt: skip
+    entropy_target: float | None = option(
+        None, "nats: the bonus acts where the entropy is at or below, and its weight adapts (2505.22312); null: fixed",
+        above=0, at_most=100,
+    )  # fmt: skip
+    entropy_coef_step: float = option(
+        0.005, "an update adds it to an adaptive weight at or below the target, and takes it off above",
+        above=0, at_most=1,
+    )  # fmt: skip
+    entropy_coef_max: float = option(1.0, "largest adaptive weight", above=0, at_most=10)
 
 
 @dataclass
@@ -260,7 +284,8 @@ class RolloutConfig:
         512, "most completions generated at once, here and in evaluation", at_least=1, at_most=65_536
     )
     importance_correction: str = option(
-        "token_truncate", "correction for the gap between sampler and trainer (TRL's formulas); off: ratio 1",
+        "token_truncate", "correction for the gap between sampler and trainer (TRL's formulas); off: none; in_ratio: "
+        "the clipped ratio is the one to the sampler",
         choices=CORRECTIONS,
     )  # fmt: skip
     importance_clip_max: float = option(
@@ -357,3 +382,9 @@ class RunConfig:
     @property
     def updates_per_step(self) -> int:
         return self.algorithm.updates_per_rollout * self.algorithm.num_iterations
+
+    @property
+    def overlong_buffer(self) -> int:
+        """Tokens of the soft overlong punishment; 0 is none. DAPO's fifth: 4,096 of 20,480 tokens."""
+        asked = self.algorithm.overlong_buffer_tokens
+        return max(1, self.rollout.max_completion_tokens // 5) if asked is None else asked

@@ -204,9 +204,8 @@ def _check_agreement(cfg: RunConfig, stored: PackedAs, model: PreTrainedModel) -
 
 
 def save_adapter(model: PeftModel, folder: Path) -> None:
-    """Write the adapter that learns. TRL's copy of it for the KL term stays out: with it in a subfolder, a resume by
-    transformers would load the subfolders alone."""
-    model.save_pretrained(folder, selected_adapters=["default"])
+    """Write the adapter as PEFT does."""
+    model.save_pretrained(folder)
 
 
 def load_adapter(model: PeftModel, folder: Path) -> None:

@@ -19,13 +19,14 @@ class Metric:
 
     Attributes:
         trl: TRL's name, where TRL measures it; else empty.
-        over_tokens: TRL gives its mean over each micro-batch, which counts by the tokens that are in the loss.
+        over: TRL gives its mean over each micro-batch, which counts by its tokens that are in the loss: "tokens". Or by
+            its "ratios", which are as many, but one a completion with algorithm=gspo.
     """
 
     unit: str
     meaning: str
     trl: str = ""
-    over_tokens: bool = False
+    over: str = ""
 
 
 PART = "reward/<part>"
@@ -47,21 +48,32 @@ METRICS: dict[str, Metric] = {
     ),
     "policy/kl_reference": Metric(
         "nats",
-        "KL of the policy from the policy as the run began, which carries no noise: k3 times the probability ratio, "
-        "mean over the tokens of the loss",
-        trl="kl", over_tokens=True,
+        "KL of the policy from the base, which has no adapter and no noise: algorithm.kl_estimator, mean over the "
+        "tokens of the loss",
+        trl="kl", over="tokens",
     ),
     "policy/clip_fraction": Metric(
         "fraction",
         "tokens of the loss whose probability ratio was clipped, either side (algorithm.mask_truncated keeps truncated "
-        "completions out of the loss)",
-        trl="clip_ratio/region_mean", over_tokens=True,
+        "completions out of the loss); with algorithm=gspo completions, those out of the loss too",
+        trl="clip_ratio/region_mean", over="ratios",
     ),
     "policy/clip_fraction_low": Metric(
-        "fraction", "clipped at 1 - epsilon_low (negative advantage)", trl="clip_ratio/low_mean", over_tokens=True
+        "fraction", "clipped at 1 - epsilon_low (negative advantage)", trl="clip_ratio/low_mean", over="ratios"
     ),
     "policy/clip_fraction_high": Metric(
-        "fraction", "clipped at 1 + epsilon_high (positive advantage)", trl="clip_ratio/high_mean", over_tokens=True
+        "fraction", "clipped at 1 + epsilon_high (positive advantage)", trl="clip_ratio/high_mean", over="ratios"
+    ),
+    "policy/weight_cut_fraction": Metric(
+        "fraction",
+        "tokens of the loss with a positive advantage whose weight was cut to 1 + epsilon_high; algorithm=cispo alone, "
+        "which has it in place of the three above",
+        trl="cispo_clip_ratio", over="ratios",
+    ),
+    "policy/entropy_coef": Metric(
+        "1",
+        "weight of the entropy bonus after the step; an adaptive one is applied in the next update if the entropy of "
+        "the last was at or below algorithm.entropy_target",
     ),
     "policy/loss": Metric("1", "loss, mean over the step's updates", trl="loss"),
     "policy/grad_norm": Metric("1", "gradient norm before clipping, of the step's last update", trl="grad_norm"),
@@ -99,7 +111,7 @@ METRICS: dict[str, Metric] = {
     "sampler/importance_clipped_fraction": Metric(
         "fraction",
         "completion tokens whose ratio, or whose completion's with the sequence corrections, was above "
-        "rollout.importance_clip_max and so lowered or made 0; 0 with rollout.importance_correction=off",
+        "rollout.importance_clip_max and so lowered or made 0; 0 with rollout.importance_correction=off and in_ratio",
     ),
     "sampler/kernel_gap_mean": Metric(
         "nats",
@@ -116,9 +128,24 @@ METRICS: dict[str, Metric] = {
     "rollout/prompts_drawn": Metric(
         "questions", "questions that were asked; with algorithm.dynamic_sampling more than rollout.prompts_per_step"
     ),
+    "rollout/resamples": Metric("1", "further rollouts of the step, which dynamic sampling asked for"),
+    "rollout/resampled_tokens": Metric("tokens", "completion tokens of those further rollouts"),
+    "rollout/groups_dropped": Metric(
+        "questions", "sampled questions that the step does not train on: all of their completions earned the same"
+    ),
+    "rollout/groups_dropped_unsolved": Metric(
+        "questions", "those of rollout/groups_dropped that no completion earned anything of the answer's reward for"
+    ),
+    "rollout/groups_flat": Metric(
+        "questions",
+        "questions of the batch that say nothing, and fill it because algorithm.max_resamples was reached",
+    ),
     "step/seconds": Metric("s", "wall time of the whole step, until the device is done"),
     "step/tokens_per_second": Metric("tokens/s", "completion tokens / step/seconds"),
     "seconds/rollout": Metric("s", "wall time of generation"),
+    "seconds/resample": Metric(
+        "s", "part of seconds/rollout: generation in the further rollouts of dynamic sampling, of the slowest process"
+    ),
     "seconds/reward": Metric("s", "wall time of decoding and grading the completions"),
     "seconds/train": Metric("s", "the rest of step/seconds: log-probabilities, loss, backward and optimizer"),
     "seconds/sync": Metric("s", "wall time of handing adapter and noisy norms to the engine"),

@@ -24,6 +24,7 @@ def grpo_config(cfg: RunConfig, policy: Policy, run_dir: Path) -> GRPOConfig:
     """TRL's configuration of the run. `max_steps`, `logging_steps` count updates."""
     micro, updates = cfg.optim.micro_batch_size, cfg.algorithm.updates_per_rollout
     correction = cfg.rollout.importance_correction
+    is_off = correction in ("off", "in_ratio")
     return GRPOConfig(
         output_dir=str(run_dir / "checkpoints"),
         max_steps=cfg.steps * cfg.updates_per_step,
@@ -38,9 +39,9 @@ def grpo_config(cfg: RunConfig, policy: Policy, run_dir: Path) -> GRPOConfig:
         vllm_importance_sampling_correction=not is_on_policy(cfg, policy),
         # A clip of [1, 1] turns the correction off and keeps TRL measuring the gap between sampler and trainer. TRL
         # wants two different bounds; in float32 these are one.
-        vllm_importance_sampling_mode="token_truncate" if correction == "off" else correction,
-        vllm_importance_sampling_clip_max=1.0 if correction == "off" else cfg.rollout.importance_clip_max,
-        vllm_importance_sampling_clip_min=math.nextafter(1.0, 0.0) if correction == "off" else None,
+        vllm_importance_sampling_mode="token_truncate" if is_off else correction,
+        vllm_importance_sampling_clip_max=1.0 if is_off else cfg.rollout.importance_clip_max,
+        vllm_importance_sampling_clip_min=math.nextafter(1.0, 0.0) if is_off else None,
         learning_rate=cfg.optim.learning_rate,
         lr_scheduler_type={"constant": "constant_with_warmup"}.get(cfg.optim.schedule, cfg.optim.schedule),
         warmup_steps=math.ceil(cfg.optim.warmup_ratio * cfg.steps * cfg.updates_per_step),

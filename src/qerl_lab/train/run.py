@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from qerl_lab import aqn, formats, preflight, tasks, terminal
-from qerl_lab.algorithms import left_out
 from qerl_lab.config.arm import of_run
 from qerl_lab.config.schema import AqnConfig, RunConfig
 from qerl_lab.evaluate.accuracy import evaluate
@@ -313,8 +312,6 @@ def opening(session: Session) -> str:
                 f"note: {count:,} {which} are longer than rollout.max_prompt_tokens="
                 f"{cfg.rollout.max_prompt_tokens}, and left out"
             )
-    if said := left_out(cfg.algorithm):
-        lines.append(f"note: {said}")
     if session.done:
         lines.append(f"continuing after step {session.done}")
     lines += [f"note: {said}" for said in session.notes]

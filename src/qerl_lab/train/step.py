@@ -132,7 +132,7 @@ def grade(cfg: RunConfig, task: Task, policy: Policy, questions_P: list[Question
     asked = [question for question in questions_P for _ in range(cfg.rollout.group_size)]
     scores = task.grade([text for group in texts_P_G for text in group], asked)
     parts = task.weighted(scores)
-    if buffer := cfg.algorithm.overlong_buffer_tokens:
+    if buffer := cfg.overlong_buffer:
         lengths = [len(ids) for group in rollout.completion_ids_P_G for ids in group]
         parts[OVERLONG] = groups.overlong(lengths, cfg.rollout.max_completion_tokens, buffer)
     parts_P_G = {name: part.reshape(len(questions_P), -1) for name, part in parts.items()}
@@ -169,10 +169,33 @@ def measures(cfg: RunConfig, batch: Batch, ranks: Ranks) -> dict[str, float]:
     if unparsed:
         found["reward/unparsed"] = np.mean(unparsed)
     if cfg.algorithm.dynamic_sampling:
-        found["rollout/prompts_drawn"] = len(parts)
+        found |= cost_of_resampling(batch, ranks)
     if entropies:
         found["sampler/entropy_nats"] = sum(entropies)
     return found
+
+
+def cost_of_resampling(batch: Batch, ranks: Ranks) -> dict[str, float]:
+    """Metrics of dynamic sampling: what it drew, what it dropped and why, and what that took."""
+    trained = {id(group) for group in batch.groups}
+    dropped = [group for group in batch.drawn if id(group) not in trained]
+    flat = groups.is_flat(np.array([group.task_reward_G for group in batch.groups]))
+    further = batch.rollouts[1:]
+    counts = ranks.gather((
+        len(batch.drawn), len(dropped), sum(not group.parts["answer"].any() for group in dropped), int(flat.sum()),
+        sum(rollout.tokens for rollout in further),
+    ))  # fmt: skip
+    drawn, lost, unsolved, filling, tokens = (sum(of_ranks) for of_ranks in zip(*counts, strict=True))
+    seconds = ranks.gather((len(further), sum(rollout.seconds for rollout in further)))
+    return {
+        "rollout/prompts_drawn": drawn,
+        "rollout/resamples": max(times for times, _ in seconds),
+        "rollout/resampled_tokens": tokens,
+        "rollout/groups_dropped": lost,
+        "rollout/groups_dropped_unsolved": unsolved,
+        "rollout/groups_flat": filling,
+        "seconds/resample": max(spent for _, spent in seconds),
+    }
 
 
 def first_samples(batch: Batch, step: int) -> list[Sample]:

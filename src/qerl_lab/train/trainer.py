@@ -8,6 +8,7 @@ The correction needs the trainer's log-probs of the rollout. On-policy (`grpo_co
 training forward's own, and `_weigh` corrects with them; else TRL takes them in a forward before, and corrects itself.
 """
 
+import json
 import math
 import resource
 import time
@@ -23,7 +24,7 @@ from torch import Tensor
 from transformers import PrinterCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from trl import GRPOTrainer
 
-from qerl_lab import aqn, terminal
+from qerl_lab import algorithms, aqn, terminal
 from qerl_lab.algorithms import correction
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.model.policy import Policy, save_adapter
@@ -66,6 +67,7 @@ class LabTrainer(GRPOTrainer):
         self.mismatch: list[Tensor] = []  # `correction.sums`, by micro-batch
         self.until_backward = ExitStack()  # what holds from a loss to the end of its backward pass
         self.micro_batch: dict[str, Tensor] = {}  # the one that the loss is computed of
+        self.scored_before = False  # whether a forward before the updates took the log-probs of the rollout
         super().__init__(
             model=policy.model,
             reward_funcs=self._collected_reward,
@@ -75,6 +77,8 @@ class LabTrainer(GRPOTrainer):
             callbacks=[_Steps(self)],
         )
         self.remove_callback(PrinterCallback)
+        if self.beta:  # without TRL's copy of the adapter the reference is the base: it switches the adapter off
+            self.policy.model.delete_adapter("ref")
         # Not given to the constructor, which would look for vLLM, and warn that `rollout_func` is experimental.
         self.use_vllm, self.rollout_func = True, self._collected_rollout
 
@@ -115,11 +119,22 @@ class LabTrainer(GRPOTrainer):
             finished = torch.tensor(is_finished, device=tensors["completion_mask"].device)
             tensors["tool_mask"] = tensors["completion_mask"] * finished[:, None]  # TRL: tokens that are in the loss
             tensors["num_items_in_batch"] = self.accelerator.gather(tensors["tool_mask"].sum()).sum()
-        if self.vllm_importance_sampling_correction:
-            self._weigh(tensors["old_per_token_logps"], tensors)  # TRL has, and this measures the same
-            if self.cfg.updates_per_step == 1:  # one update: TRL's ratio is then 1, whatever dropout draws
-                del tensors["old_per_token_logps"]
+        self._choose_old(tensors)
         return tensors
+
+    def _choose_old(self, tensors: dict[str, Any]) -> None:
+        """Put what the ratio divides by in its place: the sampler's log-probs, the rollout's, or none for a ratio of 1.
+
+        With one update the ratio to the rollout's is 1, whatever dropout draws.
+        """
+        scored = tensors.pop("old_per_token_logps", None)
+        self.scored_before = scored is not None
+        if scored is not None:
+            self._weigh(scored, tensors)  # TRL has, and this measures the same
+        if self.cfg.rollout.importance_correction == "in_ratio":
+            tensors["old_per_token_logps"] = tensors["sampling_per_token_logps"]
+        elif scored is not None and self.cfg.updates_per_step > 1:
+            tensors["old_per_token_logps"] = scored
 
     def _collect(self) -> Batch:
         """Sync the engine and sample. Where it fails, save the state as the step began and do all of it again."""
@@ -193,8 +208,8 @@ class LabTrainer(GRPOTrainer):
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """TRL's. Without gradients these are the log-probs of the rollout, of the policy and then of the reference.
 
-        With gradients they are the loss's, which reads the advantages after this, one for each token. On-policy TRL's
-        ratio is 1, so that an advantage times a weight gives the loss times that weight.
+        With gradients they are the loss's, which reads the advantages after this, one for each token. Every loss is
+        linear in a weight above 0 of the advantage, so that this gives the loss times that weight.
         """
         call = packing.without_padding(model) if self.packs else model
         if not torch.is_grad_enabled():
@@ -205,14 +220,14 @@ class LabTrainer(GRPOTrainer):
         )
         is_completion = attention_mask[:, -keep:]
         self.entropies.append(((entropies.detach() * is_completion).sum(), is_completion.sum()))
-        if not self.vllm_importance_sampling_correction:
+        if not self.scored_before:
             weights = self._weigh(logps.detach(), self.micro_batch)
             self.micro_batch["advantages"] = self.micro_batch["advantages"][:, None] * weights
         return logps, entropies, aux_loss
 
     def _scoring(self) -> AbstractContextManager[None]:
-        """The policy without dropout; as the reference, which TRL keeps as a second adapter, without noise too."""
-        is_reference = self.policy.model.active_adapter != "default"
+        """The policy without dropout; as the reference, for which TRL switches the adapter off, without noise too."""
+        is_reference = not self.policy.model.get_model_status().enabled
         held = {name: norm.data for name, norm in self.policy.norms.items()}
         return self.policy.as_sampler(self._norms(aqn.CLEAN) if is_reference else held)
 
@@ -245,9 +260,11 @@ class LabTrainer(GRPOTrainer):
             return
         recorded = self._metrics["train"]
         tokens = [sum(of_ranks) for of_ranks in zip(*self.ranks.gather(self.loss_tokens), strict=True)]
+        each = [1.0] * len(tokens) if self.importance_sampling_level == "sequence" else tokens
+        weights = {"tokens": tokens, "ratios": each}
         for metric in METRICS.values():
-            if metric.over_tokens and metric.trl in recorded:
-                recorded[metric.trl] = [weighted_mean(recorded[metric.trl], tokens)]
+            if metric.over and metric.trl in recorded:
+                recorded[metric.trl] = [weighted_mean(recorded[metric.trl], weights[metric.over])]
         super().log(logs, start_time)
         metrics = self._step_metrics(logs)
         self.on_step(self.steps_done, metrics)
@@ -266,6 +283,8 @@ class LabTrainer(GRPOTrainer):
         total, tokens = (sum(of_ranks) for of_ranks in zip(*self.ranks.gather(own), strict=True))
         metrics["policy/entropy_nats"] = total / tokens
         metrics |= correction.mismatch(self.ranks.pool(torch.stack(self.mismatch).tolist()))
+        if algorithms.has_bonus(self.cfg.algorithm):
+            metrics["policy/entropy_coef"] = self.entropy_coef
         seconds = self.clock.seconds["step"]
         phases = {name: self.clock.seconds[name] for name in ("rollout", "reward", "sync", "probe")}
         metrics |= {f"seconds/{name}": value for name, value in phases.items()}
@@ -308,6 +327,9 @@ class LabTrainer(GRPOTrainer):
         self.ranks.gather(str(folder))
         save_adapter(self.policy.model, folder)
         self._save_optimizer_and_scheduler(str(folder))
+        if self.use_adaptive_entropy:  # where TRL reads it, of whose own checkpoint it is a part
+            state = {"entropy_coef": self.entropy_coef, "last_world_entropy": self._last_world_entropy}
+            (folder / "entropy_ctrl_state.json").write_text(json.dumps(state))
         self._save_rng_state(str(folder))
         self.ranks.wait()
         self.state.save_to_json(str(folder / "trainer_state.json"))

@@ -128,7 +128,8 @@ def test_every_group_has_a_meaning_and_every_default_option_exists():
 def test_no_option_is_written_without_its_quotes():
     """YAML 1.1 reads a bare off as false."""
     for path in FILES:
-        assert not any(value is False and key != "mlflow" for key, value in _scalars(yaml.safe_load(path.read_text())))
+        scalars = _scalars(yaml.safe_load(path.read_text()))
+        assert not any(value is False and key not in ("mlflow", "normalize_std") for key, value in scalars)
 
 
 def _scalars(node: Any, key: str = "") -> list[tuple[str, Any]]:

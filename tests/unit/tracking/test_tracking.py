@@ -27,12 +27,13 @@ from qerl_lab.tracking.tracker import Mirrored, Tracker
 PROMISED = {
     "reward": "mean std <part> overlong unparsed zero_variance_groups",
     "policy": "entropy_nats kl_reference clip_fraction clip_fraction_low clip_fraction_high "
-    "loss grad_norm learning_rate",
+    "weight_cut_fraction entropy_coef loss grad_norm learning_rate",
     "sampler": "entropy_nats logprob_gap_mean logprob_gap_max importance_ratio_mean kl_k1_nats kl_k3_nats "
     "effective_sample_size importance_clipped_fraction kernel_gap_mean kernel_gap_max",
-    "rollout": "tokens_per_second completion_tokens truncated_fraction engine_restarts prompts_drawn",
+    "rollout": "tokens_per_second completion_tokens truncated_fraction engine_restarts prompts_drawn "
+    "resamples resampled_tokens groups_dropped groups_dropped_unsolved groups_flat",
     "step": "seconds tokens_per_second",
-    "seconds": "rollout reward train sync probe",
+    "seconds": "rollout resample reward train sync probe",
     "noise": "sigma std_observed kl_target kl_solved probes kl_nats",
     "memory": "rss_gib gpu_peak_gib",
     "eval": "accuracy gain gain_low gain_high format completion_tokens entropy_nats "
@@ -78,8 +79,8 @@ def test_a_task_names_the_parts_of_its_reward_and_no_other_is_logged(cfg: RunCon
 
 def test_what_trl_measures_has_one_name_there() -> None:
     theirs = [metric.trl for metric in METRICS.values() if metric.trl]
-    assert len(set(theirs)) == len(theirs) == 7
-    assert all(metric.trl for metric in METRICS.values() if metric.over_tokens)
+    assert len(set(theirs)) == len(theirs) == 8
+    assert all(metric.trl for metric in METRICS.values() if metric.over)
 
 
 def test_docs_table_is_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:

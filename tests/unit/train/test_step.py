@@ -265,10 +265,29 @@ def test_the_measures_are_over_everything_that_was_drawn(setting) -> None:
         {
             "reward/mean": 0.2 + 0.75, "reward/format": 0.2, "reward/answer": 0.75,
             "reward/zero_variance_groups": 0.5, "rollout/prompts_drawn": 6, "rollout/tokens_per_second": 10.0,
+            "rollout/resamples": 2, "rollout/resampled_tokens": 30, "seconds/resample": 4.0, "rollout/groups_flat": 0,
+            "rollout/groups_dropped": 3, "rollout/groups_dropped_unsolved": 0,
             "rollout/completion_tokens": 2.5, "rollout/truncated_fraction": 0.25,
             "sampler/entropy_nats": (3 * 1.0 + 2 * 2.0 + 4.0) / 6,
         }
     )  # fmt: skip
+
+
+def test_what_fills_a_batch_and_what_nobody_solved_is_counted(setting) -> None:
+    """All seven groups but one are flat, the fourth of them unsolved; the last two attempts ask two more each."""
+    run = setting(flat={0, 1, 3, 4, 5, 6}, **RESAMPLING)
+    batch = run.collect()
+    batch.drawn[3].parts["answer"][:] = 0.0
+    found = measures(run.cfg, batch, ALONE)
+    names = (
+        "prompts_drawn",
+        "groups_dropped",
+        "groups_dropped_unsolved",
+        "groups_flat",
+        "resamples",
+        "resampled_tokens",
+    )
+    assert [found[f"rollout/{name}"] for name in names] == [7, 4, 1, 2, 2, 40]
 
 
 def test_what_an_engine_does_not_know_is_not_measured(setting) -> None:

@@ -15,7 +15,7 @@ OVERRIDDEN = {
     "_save_checkpoint",
 }  # fmt: skip
 CALLED = {"_save_optimizer_and_scheduler", "_save_rng_state"}
-ATTRIBUTES = {"_metrics", "_last_loaded_step"}
+ATTRIBUTES = {"_metrics", "_last_loaded_step", "_last_world_entropy"}
 
 
 def private_names(source: str) -> set[str]:
