@@ -16,10 +16,10 @@ from torch.nn import functional
 
 from qerl_lab import formats
 from qerl_lab.bench.shapes import fused_linears
-from qerl_lab.bench.timing import graphed, side_by_side
 from qerl_lab.config.schema import FormatConfig
 from qerl_lab.rollout.vllm import backends, fp4_linear, kernels
 from qerl_lab.rollout.vllm.product import add_products
+from qerl_lab.timing import graphed, side_by_side
 
 Row = dict[str, Any]
 CACHE_BYTES = 2 * 60 * 2**20  # twice the second level of an H200
@@ -51,7 +51,11 @@ def times(model: str, rows: list[int], rank: int) -> Iterator[Row]:
         calls = {name: arm.calls() for name, arm in every.items()}
         for number in rows:
             x = torch.randn(number, columns, dtype=torch.bfloat16, device="cuda")
-            graphs = {name: graphed(partial(run, calls[name], x)) for name in every if number <= every[name].most}
+            graphs = {
+                name: graphed(partial(backends.call_each, calls[name], x))
+                for name in every
+                if number <= every[name].most
+            }
             for name, ms in side_by_side(graphs, milliseconds=20).items():
                 seconds = ms / 1e3 / len(calls[name])
                 yield {
@@ -60,21 +64,19 @@ def times(model: str, rows: list[int], rank: int) -> Iterator[Row]:
                 }  # fmt: skip
 
 
-def run(calls: list[Call], x: Tensor) -> None:
-    """Call each with the same rows."""
-    for call in calls:
-        call(x)
-
-
 def arms(sizes: list[int], columns: int, rank: int) -> dict[str, Arm]:
     """The frozen weight's product in BF16 and by each kernel for NVFP4; the adapter's by each route; both in one."""
     dense = torch.randn(sum(sizes), columns, dtype=torch.bfloat16, device="cuda") / 50
-    packed = formats.build(FormatConfig(name="nvfp4")).quantize(dense)
+    weight_format = formats.build(FormatConfig(name="nvfp4"))
+    packed = weight_format.quantize(dense)
     A, B = (torch.randn(shape, dtype=torch.bfloat16, device="cuda") / 50 for shape in
             ((len(sizes) * rank, columns), (sum(sizes), rank)))  # fmt: skip
     size, of_adapter = sum(tensor.nbytes for tensor in packed.values()), A.nbytes + B.nbytes
     found = {"bf16": Arm(lambda: partial(functional.linear, weight=dense.clone()), dense.nbytes)}
-    found |= {name: Arm(partial(backends.product, name, packed, sizes), size) for name in backends.KERNELS}
+    found |= {
+        name: Arm(partial(backends.product, weight_format, name, packed, sizes), size)
+        for name in backends.KERNELS["nvfp4"]
+    }
     found |= {f"adapter_{name}": Arm(partial(beside, route, A, B, sizes), of_adapter) for name, route in ROUTES.items()}
     return found | {"fp4_linear": Arm(partial(own, packed, A, B, sizes), size + of_adapter, fp4_linear.MAX_ROWS)}
 

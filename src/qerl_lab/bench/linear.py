@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from qerl_lab import formats
 from qerl_lab.bench.shapes import linears
-from qerl_lab.bench.timing import Work, graphed, side_by_side
 from qerl_lab.config.schema import FormatConfig
 from qerl_lab.model.linear import PackedLinear
+from qerl_lab.timing import Work, graphed, side_by_side
 
 Row = dict[str, Any]
 

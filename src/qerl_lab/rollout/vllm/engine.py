@@ -30,6 +30,7 @@ from qerl_lab.model.files import read_json
 from qerl_lab.model.policy import Policy
 from qerl_lab.rollout.engine import EngineFailed, OnDone, Rollout, Sampling, ignore
 from qerl_lab.rollout.vllm.adapter import AdapterFile, DenseAdapter
+from qerl_lab.rollout.vllm.backends import chosen
 from qerl_lab.rollout.vllm.base import folder_of
 from qerl_lab.rollout.vllm.memory import bytes_per_token, free_bytes, kv_cache_bytes
 
@@ -208,7 +209,7 @@ def start(cfg: RunConfig, folder: Path, policy: Policy, of_adapter: dict[str, An
         "gpu_memory_utilization": 0.01,  # of no effect beside the line above, but checked against what is free
         "kv_cache_dtype": own.kv_cache_dtype,
         "enforce_eager": own.enforce_eager,
-        "linear_backend": own.linear_backend,
+        "linear_backend": chosen(cfg, policy.model),
         "logprobs_mode": "processed_logprobs",  # at the temperature of sampling
         "generation_config": "vllm",  # not the model's own penalties and cuts
         "use_tqdm_on_load": False,
