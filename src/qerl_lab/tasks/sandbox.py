@@ -25,7 +25,7 @@ from importlib import import_module
 from typing import Any
 
 MEMORY_BYTES = 2 * 2**30  # of a worker's addresses; one call may not take more
-KEPT_BYTES = 2**29  # a worker that has held more resident memory is not kept
+KEPT_BYTES = 2**29  # a worker that holds more resident memory is not kept
 MOST_WORKERS, CALLS_A_WORKER = 4, 16  # a batch of fewer calls is not worth a second start
 START_SECONDS, WALL_FACTOR = 120.0, 30.0  # wall time: a call that waits for nothing cannot take so much longer
 READY = "ready"
@@ -205,17 +205,23 @@ def serve(module: str, function: str, seconds: str, parent: str) -> None:
         os.dup2(nowhere, stream)
     for line in sys.stdin.buffer:
         signal.setitimer(signal.ITIMER_PROF, float(seconds))  # nothing handles its signal, which so ends the process
-        result = _result(call, json.loads(line))
+        result = _result(call, line)
         signal.setitimer(signal.ITIMER_PROF, 0)
-        keep = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 < KEPT_BYTES
-        answers.write(json.dumps([result, keep]).encode() + b"\n")
+        keep = _resident_bytes() < KEPT_BYTES
+        answers.write(f"[{result}, {json.dumps(keep)}]\n".encode())
 
 
-def _result(call: Callable[..., Any], arguments: Sequence[Any]) -> Any:
+def _resident_bytes() -> int:
+    """What this process holds now. Its `ru_maxrss` would be that of the trainer, from which it was forked."""
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
+
+
+def _result(call: Callable[..., Any], line: bytes) -> str:
     try:
-        return call(*arguments)
+        return json.dumps(call(*json.loads(line)))
     except Exception:  # no result, whatever the library raises: RecursionError and MemoryError too
-        return None
+        return "null"
 
 
 def _end_with(parent: int) -> None:

@@ -1,10 +1,15 @@
-"""Calls in a child process: their results, and the limits that end it."""
+"""Calls in worker processes: their results, the limits that end them, and who outlives whom."""
 
 import json
 import os
 import resource
 import signal
+import subprocess
+import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -61,3 +66,120 @@ def test_a_child_that_cannot_start_is_an_error_and_no_score() -> None:
 
 def test_the_arguments_are_json() -> None:
     assert call_each("json", "dumps", [({"a": [1, None]},)], 5) == [json.dumps({"a": [1, None]})]
+
+
+# --- who outlives whom
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process runs; one that ended and was not waited for does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until_ended(pid: int, seconds: float) -> None:
+    until = time.monotonic() + seconds
+    while is_running(pid):
+        assert time.monotonic() < until, f"process {pid} still runs"
+        time.sleep(0.05)
+
+
+def worker_pid() -> int:
+    return call_each("os", "getpid", [()], 5)[0]
+
+
+def test_a_worker_is_kept_for_the_next_batch() -> None:
+    assert worker_pid() == worker_pid()
+    assert call_each("os", "getpid", [()] * 3, 5) == [worker_pid()] * 3
+
+
+def test_a_worker_that_was_killed_between_two_batches_costs_no_result() -> None:
+    pid = worker_pid()
+    os.kill(pid, signal.SIGKILL)
+    wait_until_ended(pid, 10)
+    assert worker_pid() not in (pid, None)
+
+
+def test_a_worker_that_holds_much_memory_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "hoarder.py").write_text(
+        "import os; held = []; hoard = lambda n: [held.append(b'x' * n), os.getpid()][1]"
+    )
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    ballast = b"x" * (sandbox.KEPT_BYTES + 2**20)  # as large as a trainer, which starts it: that does not count
+    pids = call_each("hoarder", "hoard", [(n,) for n in (1, sandbox.KEPT_BYTES, 1, 1)], 5)
+    del ballast
+    assert pids[0] == pids[1] != pids[2] == pids[3]
+
+
+def test_many_calls_go_to_several_workers_and_their_results_stay_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    assert call_each("operator", "add", [(n, 1) for n in range(100)], 5) == [n + 1 for n in range(100)]
+    call_each("time", "sleep", [(0.05,)] * 40, 5)
+    assert len(sandbox._idle["time", "sleep", 5]) == 2
+    assert not [thread for thread in threading.enumerate() if "sandbox" in thread.name]
+
+
+def test_batches_from_several_threads_do_not_mix() -> None:
+    with ThreadPoolExecutor(4) as pool:
+        found = list(
+            pool.map(lambda base: call_each("operator", "add", [(base, n) for n in range(9)], 5), range(0, 80, 10))
+        )
+    assert found == [[base + n for n in range(9)] for base in range(0, 80, 10)]
+
+
+def test_the_end_leaves_no_process() -> None:
+    pid = worker_pid()
+    sandbox.end_all()
+    assert not is_running(pid)
+    assert worker_pid() != pid
+
+
+def test_a_fork_has_workers_of_its_own() -> None:
+    pid = worker_pid()
+    reading, writing = os.pipe()
+    if (child := os.fork()) == 0:
+        os.write(writing, str(worker_pid()).encode())
+        sandbox.end_all()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert int(os.read(reading, 20)) != pid == worker_pid()
+    os.close(reading), os.close(writing)
+
+
+ORPHANS = """
+import os, sys, threading, time
+from qerl_lab.tasks.sandbox import call_each
+print(call_each("os", "getpid", [()], 2)[0], flush=True)
+if os.fork() == 0:  # holds the other end of the worker's stdin
+    time.sleep(30)
+    os._exit(0)
+threading.Thread(target=call_each, args=("builtins", "pow", [(7, 10**9)], 2)).start()
+time.sleep(1)
+print("ready", flush=True)
+time.sleep(30)
+"""
+
+
+def test_no_worker_outlives_a_parent_that_was_killed() -> None:
+    """Neither one that waits, though a fork holds its stdin, nor one within a call."""
+    parent = subprocess.Popen(
+        [sys.executable, "-c", ORPHANS], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    idle = int(parent.stdout.readline())
+    assert parent.stdout.readline() == "ready\n"
+    children = [
+        int(pid)
+        for task in Path(f"/proc/{parent.pid}/task").iterdir()
+        for pid in (task / "children").read_text().split()
+    ]
+    assert len(children) == 3
+    assert idle in children
+    workers = [pid for pid in children if b"serve" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    os.kill(parent.pid, signal.SIGKILL)
+    parent.wait()
+    for pid in workers:
+        wait_until_ended(pid, 10)
+    os.kill(next(pid for pid in children if pid not in workers), signal.SIGKILL)
+    parent.stdout.close()

@@ -9,6 +9,7 @@ from qerl_lab.tasks.answers.value import Value, close, is_finite, is_real, names
 
 POINTS = 4  # at which expressions in variables must agree, and as many with values below 0
 ENOUGH_DIGITS = 6  # of a decimal that stands for a number which has no end: 0.333333 for 1/3
+HUNDREDTH = Num(Fraction(1, 100))
 _OPPOSITE = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "=": "=", "!=": "!="}
 
 
@@ -23,6 +24,12 @@ def equal(left: Form, right: Form) -> bool:
         return _amounts(left, right)
     if isinstance(left, Several) and isinstance(right, Several):
         return _several(left, right)
+    if isinstance(left, Words) and isinstance(right, Amount) and left.product is not None:
+        return _nodes(left.product, _scaled(right))
+    if isinstance(left, Matrix) and isinstance(right, Several):
+        return _vector(left, right)
+    if isinstance(left, Amount | Several) and isinstance(right, Words | Matrix):
+        return equal(right, left)
     if isinstance(left, Matrix) and isinstance(right, Matrix):
         return _rows(left.rows, right.rows)
     if isinstance(left, Clock) and isinstance(right, Clock):
@@ -63,9 +70,8 @@ def _amounts(left: Amount, right: Amount) -> bool:
     a, b = _scaled(left), _scaled(right)
     if left.percent == right.percent:
         return _nodes(a, b) or _stands_for(a, b)
-    hundredth = Num(Fraction(1, 100))
-    as_part = (Op("*", (a, hundredth)), b) if left.percent else (a, Op("*", (b, hundredth)))
-    return _nodes(a, b) or _nodes(*as_part)
+    as_part = (Op("*", (a, HUNDREDTH)), b) if left.percent else (a, Op("*", (b, HUNDREDTH)))
+    return _nodes(a, b) or _nodes(*as_part) or _stands_for(*as_part)
 
 
 def _scaled(amount: Amount) -> Node:
@@ -110,6 +116,9 @@ def _places(node: Node) -> int | None:
     """Decimal places of a written decimal that has enough digits."""
     while isinstance(node, Op) and node.name == "neg":
         node = node.args[0]
+    if isinstance(node, Op) and node.name == "*" and len(node.args) == 2 and node.args[1] == HUNDREDTH:
+        places = _places(node.args[0])
+        return None if places is None else places + 2
     return node.places if isinstance(node, Num) and node.digits >= ENOUGH_DIGITS else None
 
 
@@ -149,6 +158,13 @@ def _rows(left: tuple[tuple[Form, ...], ...], right: tuple[tuple[Form, ...], ...
         return False
     cells = [pair for rows in zip(left, right, strict=True) for pair in zip(*rows, strict=True)]
     return all(equal(a, b) for a, b in cells)
+
+
+def _vector(matrix: Matrix, point: Several) -> bool:
+    """Whether a matrix of one column is a point."""
+    column = [cell for row in matrix.rows for cell in row]
+    one = len(column) == len(matrix.rows) == len(point.parts)
+    return one and point.brackets == "()" and all(map(equal, column, point.parts))
 
 
 def _clocks(left: Clock, right: Clock) -> bool:

@@ -49,7 +49,8 @@ class Op:
 Node = Num | Sym | Op
 
 _FUNCTIONS = """
-sin cos tan cot sec csc sinh cosh tanh coth arcsin arccos arctan arccot arcsec arccsc exp ln log lg abs floor ceil sqrt
+sin cos tan cot sec csc sinh cosh tanh coth arcsin arccos arctan arccot arcsec arccsc exp cis ln log lg abs floor ceil
+sqrt
 """
 _GREEK = """
 alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi rho sigma tau upsilon phi chi psi omega

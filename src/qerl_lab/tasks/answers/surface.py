@@ -46,7 +46,7 @@ _SPELLINGS: list[tuple[re.Pattern[str], str]] = [
         (r"\{,\}", ","),
         (r"\\!\s*", ""),
         (r"(?<=\d)\s*(?:\\[,;: ]|~)\s*(?=\d{3}(?!\d))", " "),
-        (r"(?:\\[,;: >]|~|\\q?quad(?![A-Za-z])|\\(?:thinspace|enspace|medspace|hspace\{[^{}]*\})(?![A-Za-z]))", " "),
+        (r"\\[,;: >]|(?<=[^\s$])~|\\(?:q?quad|thinspace|enspace|medspace|hspace\{[^{}]*\})(?![A-Za-z])", " "),
         (rf"\\(?:d|t|c)frac{_END}", r"\\frac"),
         (rf"\\(?:d|t)binom{_END}", r"\\binom"),
         (rf"\\leq(?:slant|q)?{_END}", r"\\le "),
@@ -62,6 +62,10 @@ _SPELLINGS: list[tuple[re.Pattern[str], str]] = [
             r"\^\s*\{\s*\\(?:circ|degree)(?![A-Za-z])\s*\}|\^\s*\\(?:circ|degree)(?![A-Za-z])|\\(?:degree|degrees)(?![A-Za-z])",
             r"^\\circ ",
         ),
+        (r"\\not\s*=", r"\\ne "),
+        (r"(?<=\d)\s*[xX]\s*(?=10\s*(?:\^|\*\*))", r"\\times "),
+        (r"\{([^{}]*)\\choose(?![A-Za-z])([^{}]*)\}", r"\\binom{\1}{\2}"),
+        (r"\(?\s*\\[pb]?mod(?![A-Za-z])\s*\{?\s*(\w+)\s*\}?\s*\)?", r" \\mod \1"),
         (r"\\%", "%"),
         (r"\\#|\\&|\\_", " "),
         (rf"\\(?:{_FONTS})\s*\{{\s*([eid])\s*\}}", r" \1 "),
@@ -70,6 +74,8 @@ _SPELLINGS: list[tuple[re.Pattern[str], str]] = [
         (r"\\text\{\s*\\(dollar|euro|pound|yen)\s*\}", r"\\\1 "),
         (r"\\text\{\s*(and|or)\s*,?\s*\}", r" \1 "),
         (r"\\text\{\s*\}", " "),
+        (r"\\text\{\s*(cis|a?(?:rc)?(?:sin|cos|tan)h?|sec|csc|cot|ln|log|exp|gcd|lcm)\s*\}", r"\\\1 "),
+        (r"\\frac\s*\{\\text\{([^{}]*)\}\}\s*\{\\text\{([^{}]*)\}(\^\{?\d\}?)?\}", r"\\text{\1/\2}\3"),
         (r"\\(?:lor|vee)(?![A-Za-z])", " or "),
         (r"\\(?:land|wedge)(?![A-Za-z])", " and "),
     ]
@@ -78,7 +84,7 @@ _BOXED = re.compile(r"\\(?:boxed|fbox|framebox)\s*(?=\{)")
 _LEAD_IN = re.compile(
     r"(?:(?:so|thus|hence|therefore|final|finally)\b[\s,:]*)*"
     r"(?:(?:the|my|our)\s+)?(?:(?:final|correct|right|exact)\s+)?(?:answer|result|solution|value|ans)s?"
-    r"\s*(?:(?:is|are|to be|equals|:|=)\s*)+",
+    r"\s*(?:(?:is|are|to be|equals|:|=)\s*)+|(?:option|choice)\s+(?=\(?[A-Z]\b)",
     re.IGNORECASE,
 )
 _SENTENCE = re.compile(

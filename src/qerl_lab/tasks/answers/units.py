@@ -56,19 +56,22 @@ Hz hertz
 Pa pascal
 mol mole
 erg
+ohm
 AU
 pc parsec
 """
 MEASURES = {alias: line.split()[0] for line in _NAMES.strip().splitlines() for alias in line.split()}
+_SHORT = ("sq", "per", "cu", "st", "nd", "rd", "th")
 _ONE_LETTER = "msgJNWVKL"  # written without a font they are a unit only after a plain number
 _SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
 # Words after a number that make it another number, or none.
 _CHANGING = """
-or and not to from minus plus times over by mod modulo squared cubed factorial half halves quarter quarters third
+or and not to from minus plus times over by mod modulo factorial half halves quarter quarters third
 thirds fourths fifths tenth tenths hundredths point negative below than least most between except percent if when but
 base am pm infinity pi is are equals sqrt root log out sin cos tan ln exp divided remainder e i sum
 """
 _CHANGES = frozenset(_CHANGING.split())
+_POWERS = ("squared", "cubed")  # the number, where they come first; else the unit
 
 _MONEY = r"\\(?:dollar|euro|pound|yen|rupee)(?![A-Za-z])"
 _BEFORE = re.compile(rf"([-+]?)\s*({_MONEY})\s*")
@@ -78,10 +81,11 @@ _IN_FONT = re.compile(
     rf"(?<=[^\s(\[{{])\s*(?:\\cdot\s*)?((?:(?:sq\.?|square|cubic)\s+)?\\text\{{[^{{}}]*\}}{_EXPONENT}(?:\s*(?:/|\\cdot|\\times|\*)?\s*\\text\{{[^{{}}]*\}}{_EXPONENT})*)$"
 )
 _DEGREES = re.compile(r"\s*\^\\circ\s*((?:\\text\{\s*)?[CFK]\}?)?$")
-_OF_ANGLES = re.compile(r"sin|cos|tan|cot|sec|csc")
+_OF_ANGLES = re.compile(r"cis|sin|cos|tan|cot|sec|csc")
+_OHM = re.compile(r"(?<=[\d}])\s*\\Omega$")
 _PERCENT = re.compile(r"\s*(?:%|(?:\\text\{\s*)?\b(?:percent|per cent)(?:\s*\})?)$")
 _WORDS = re.compile(r"(?<=[\d)}\].!])\s*([A-Za-z][A-Za-z' ./-]{0,40}" + _EXPONENT + r")$")
-_NUMBER = re.compile(r"-?\d+(?:\.\d+)?\s+")
+_NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e-?\d+|\s*\\(?:times|cdot)\s*10\s*\^\s*\{?\s*-?\d+\s*\}?)?\s+")
 
 
 @dataclass(frozen=True)
@@ -105,8 +109,12 @@ def quantity(text: str) -> Quantity | None:
         return Quantity(text[: found.start()], unit, percent=True)
     if (found := _DEGREES.search(text)) and not _OF_ANGLES.search(text):
         return Quantity(text[: found.start()], "degree" + "".join(re.findall("[CFK]", found[1] or "")))
+    if found := _OHM.search(text):
+        return Quantity(text[: found.start()], "ohm")
     if found := _IN_FONT.search(text):
         words = re.sub(r"\\text\{([^{}]*)\}", r" \1 ", found[1])
+        if re.search(r"[^A-Za-z .,'/^{}\\0-9-]|(?<![\w^{-])\d", words):
+            return None
         return _of_words(text[: found.start()], words, unit)
     if (found := _WORDS.search(text)) and _may_be_unit(found[1], text[: found.start(1)]):
         return _of_words(text[: found.start()], found[1], unit)
@@ -118,7 +126,7 @@ def _may_be_unit(words: str, body: str) -> bool:
     first = re.split(r"[ /^.]", words)[0]
     if len(first) == 1:
         return first in _ONE_LETTER and _NUMBER.fullmatch(body) is not None
-    return measure(first) != "" or first in _SCALES or len(first) > 3 or first in ("sq", "per", "cubic")
+    return measure(first) != "" or first in _SCALES or len(first) > 3 or first in _SHORT
 
 
 def _of_words(body: str, words: str, money: str) -> Quantity | None:
@@ -126,14 +134,15 @@ def _of_words(body: str, words: str, money: str) -> Quantity | None:
     scale = 1
     while parts and parts[0].lower() in _SCALES:
         scale *= _SCALES[parts.pop(0).lower()]
-    if any(part.lower() in _CHANGES for part in parts):
+    if (parts and parts[0].lower() in _POWERS) or any(part.lower() in _CHANGES for part in parts):
         return None
     return Quantity(body, money or measure(" ".join(parts)), scale=scale)
 
 
 def measure(words: str) -> str:
     """The measure that `words` name, e.g. "cm^2" for "square centimeters"; "" where they name none."""
-    parts = re.sub(r"[{}]", "", words).replace(" ^", "^").replace("^ ", "^").split()
+    words = re.sub(r"\bper\b", "/", re.sub(r" squared\b", "^2", re.sub(r" cubed\b", "^3", words)))
+    parts = re.sub(r"\s*([/^])\s*", r"\1", re.sub(r"[{}]", "", words)).split()
     power = ""
     while parts and parts[0].lower() in ("sq", "square", "cubic", "cu"):
         power = "^2" if parts.pop(0).lower() in ("sq", "square") else "^3"

@@ -232,5 +232,6 @@ _ARITHMETIC: dict[str, Callable[..., Value]] = {
     "inverse": lambda number: _divide(Fraction(1), number),
     "root": _root, "neg": lambda number: -number, "sqrt": lambda number: _root(number, Fraction(2)),
     "factorial": _factorial, "binom": _binomial, "degrees": lambda number: _real(number) * _CTX.pi / 180,
+    "cis": lambda angle: _power(_CTX.e + 0, _CTX.mpc(0, 1) * _real(angle)),
     "exp": lambda number: _power(_CTX.e + 0, number),
 }  # fmt: skip

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from hostile_answers import hostile
 from qerl_lab.tasks.answers import number
 from qerl_lab.tasks.answers.judge import Verdict, judge
 from qerl_lab.tasks.answers.surface import MAX_ANSWER_CHARACTERS
@@ -171,27 +172,6 @@ def test_plain_numbers_take_no_time():
 
 
 # --- hostile text
-
-
-PIECES = r"""
-23 999999999 10^{9} 0. E9 pi \frac \sqrt \pm \text{ \{ \} \left \right \sin \log_ \binom \infty \cup \in \le
-\begin{pmatrix} \\ \end{pmatrix} \overline \boxed{ \int \circ and or million cm base am \dollar \row \%
-² ٣ √ ½ ° ×
-"""  # noqa: RUF001
-
-
-def hostile(rng: random.Random) -> str:
-    """Random bytes, broken LaTeX, nested brackets, huge exponents: what a policy may write."""
-    pieces = [*"1.,-+*/^_!()[]{}|=<>%$&~': xei\\", *PIECES.split()]
-    kind = rng.randrange(4)
-    if kind == 0:
-        return "".join(map(chr, rng.choices(range(1, 0x3000), k=rng.randrange(60))))
-    if kind == 1:
-        return rng.choice(
-            ["(", "{", "\\frac{", "\\sqrt{", "[", "|", "2^{", "-", "\\sin", "!", "1,", "x_"]
-        ) * rng.randrange(500)
-    pieces += ["\ud800", "\x00", "\u2028", " and ", " or ", " million", " am"]
-    return "".join(rng.choices(pieces, k=rng.randrange(30)))
 
 
 def test_no_text_makes_the_judge_raise_or_wait():

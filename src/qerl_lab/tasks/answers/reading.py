@@ -1,0 +1,289 @@
+"""The form that a text has: what splits it, what encloses it, what is left as a quantity."""
+
+import re
+from collections.abc import Iterator
+from fractions import Fraction
+from functools import lru_cache
+
+from qerl_lab.tasks.answers.expression import FUNCTIONS, GREEK, Node, Num, Op, Sym, Unreadable, read_expression
+from qerl_lab.tasks.answers.forms import Amount, Clock, Form, Matrix, Named, Numeral, Relation, Several, Words
+from qerl_lab.tasks.answers.surface import compact
+from qerl_lab.tasks.answers.units import quantity
+
+MAX_PARTS, MAX_NESTING = 64, 8
+_BRACKETS = re.compile(r"\\[{}]|\\[lr]angle(?![A-Za-z])|\\(?:begin|end)\s*\{[a-z]+\*?\}|\\[A-Za-z]+|[()\[\]{}]")
+_OPEN, _CLOSE = {"(", "[", "{", r"\{", r"\langle"}, {")", "]", "}", r"\}", r"\rangle"}
+_SHAPES = {"(": "(", "[": "[", r"\{": "{", r"\langle": "("}
+_ENDS = {")": ")", "]": "]", r"\}": "}", r"\rangle": ")"}
+_UNION = re.compile(r"\\cup(?![A-Za-z])|(?<=[)\]])\s*[Uu]\s*(?=[(\[])")
+_OR, _AND = (
+    re.compile(r"(?<![A-Za-z\\])or(?![A-Za-z])"),
+    re.compile(r"(?:[,;]\s*)?(?<![A-Za-z\\])and(?![A-Za-z])|[,;]|\\row(?![A-Za-z])"),
+)
+_LIST = re.compile(rf"{_AND.pattern}|(?:[,;]\s*)?{_OR.pattern}")
+_SIGN = re.compile(r"<=|>=|==|!=|[=<>]|\\(?:le|ge|ne|in|approx|lt|gt)(?![A-Za-z])")
+_SIGNS = {r"\le": "<=", r"\ge": ">=", r"\ne": "!=", "==": "=", r"\lt": "<", r"\gt": ">"}
+_THOUSANDS = re.compile(r"(?<![\w.,])\d{1,3}(?:(?:,\d{3})+|(?: \d{3})+)(?![\d,]| *\d| ?/)", re.ASCII)
+_NUMERAL = re.compile(
+    r"\(?([0-9A-Za-z]*\d[0-9A-Za-z]*)\)?\s*"
+    r"(?:_\s*(?:\{\s*\(?(?:\\text\{)?\s*(\w+)\s*\}?\)?\s*\}|(\d))"
+    r"|[({ ]*(?:\\text\{)?\s*(?:in )?base[\s}-]*(\w+)[\s})]*)",
+    re.ASCII,
+)
+_BASE_NAMES = "two three four five six seven eight nine ten eleven twelve"
+_BASES = {name: n for n, name in enumerate(_BASE_NAMES.split(), 2)} | {"sixteen": 16}
+_CLOCK = re.compile(
+    r"(\d{1,6}(?:\s*:\s*\d{1,6}(?:\.\d+)?)*)\s*(?:\\text\{)?\s*(a\.?\s?m\.?|p\.?\s?m\.?)?\s*\}?",
+    re.IGNORECASE | re.ASCII,
+)
+_MATRIX = re.compile(r"\\begin\{([pbB]?matrix|smallmatrix|array)\}(?:\{[lcr| ]*\})?(.*)\\end\{\1\}", re.DOTALL)
+_NO_WORDS = ("or", "and", "inf", "infinity")
+_LETTERS = re.compile(r"[A-Za-z][A-Za-z' .-]*")
+_NUMBER_NAMES = (
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
+    "eighteen nineteen twenty"
+)
+_NUMBERS = {name: n for n, name in enumerate(_NUMBER_NAMES.split())}
+_REALS = (r"\mathbb{R}", r"\mathbf{R}", "all real numbers", "all reals", "the set of all real numbers")
+_BUILT = re.compile(r"\s*[A-Za-z]\s*(?:\\in\s*\\mathbb\{R\}\s*)?(?:\\mid(?![A-Za-z])|[|:])(.*)")
+_SUBSCRIPT = r"(?:_(?:\w|\{[^{}]*\}))?"
+_NAME = re.compile(  # a variable, a word; with an argument: f(x), P(X=2), f^{-1}(x); dy/dx, an angle, a point
+    rf"\\?[A-Za-z]+{_SUBSCRIPT}'*(?:\s*(?:\^\s*\{{\s*-1\s*\}}\s*)?'*\(\s*[A-Za-z0-9](?:\s*[,=]\s*[A-Za-z0-9])*\s*\))?"
+    r"|\(\s*[A-Za-z](?:\s*,\s*[A-Za-z])+\s*\)|\\frac\s*\{d ?[A-Za-z]\}\s*\{d ?[A-Za-z]\}|\\angle\s*[A-Za-z ]+"
+    r"|\\(?:text|overline|vec|overrightarrow|mathbf)\s*\{[A-Za-z ]+\}|\|[A-Z]+\|"
+)
+
+
+@lru_cache(maxsize=4096)
+def read(text: str) -> Form:
+    """The form of a text that `surface.plain` has made. Raises Unreadable."""
+    return _read(text, nesting=0)
+
+
+def _read(text: str, nesting: int, listed: bool = False) -> Form:
+    """`listed`: within brackets a comma parts even `1,800`."""
+    text = text.strip()
+    if not text or nesting > MAX_NESTING:
+        raise Unreadable(text)
+    if simple := _simple(text):
+        return simple
+    if not listed:
+        text = _without_thousands(text)
+    depths = _depths(text)
+    for pattern, brackets in ((_UNION, "or"), (_LIST, "")):
+        parts = _split(text, depths, pattern)
+        if len(parts) > 1:
+            return _several(brackets, parts, nesting, brackets == "" and bool(_OR.search(text)))
+    if len(sides := _split(text, depths, _SIGN)) > 1:
+        return _relation(text, sides, [found[0] for found in _at_top(text, depths, _SIGN)], nesting)
+    if inside := _bracketed(text, nesting):
+        return inside
+    return _amount(text)
+
+
+def _simple(text: str) -> Form | None:
+    """What needs no splitting."""
+    if found := _NUMERAL.fullmatch(text):
+        return _numeral(found[1], found[2] or found[3] or found[4])
+    if (found := _CLOCK.fullmatch(text)) and (":" in text or found[2]):
+        parts = tuple(read_expression(part.strip()) for part in found[1].split(":"))
+        return Clock(parts, (found[2] or "").lower().replace(".", "").replace(" ", ""))
+    if found := re.fullmatch(r"\(?\s*(?:\\text\{)?\(?\s*([A-Za-z])\s*\)?\}?\s*\)?[.:]?", text):
+        return Amount(Sym(found[1])) if found[1] not in "ie" else Amount(read_expression(found[1]))
+    if found := _MATRIX.fullmatch(text):
+        return _matrix(found[2])
+    if text in _REALS:
+        return Several("()", (Amount(Op("neg", (Sym("infty"),))), Amount(Sym("infty"))))
+    if re.fullmatch(r"\\emptyset|\\\{\s*\\\}", text):
+        return Several("{}", ())
+    if not (words := _words(text)):
+        return None
+    if words in _NUMBERS:
+        return Amount(Num(Fraction(_NUMBERS[words])))
+    return Words(words, _or_none(text) if re.fullmatch("[A-Za-z]{3}", text) else None)
+
+
+def _words(text: str) -> str:
+    """Letters that are no product of variables, in one spelling; "" for anything else."""
+    text = re.sub(r"\\text\{([^{}]*)\}", r" \1 ", text).strip()
+    runs = re.findall(r"[A-Za-z]+", text)
+    is_text = _LETTERS.fullmatch(text) and any(len(run) > 2 or run.lower() == "no" for run in runs)
+    if not is_text or any(run.lower() in FUNCTIONS or run in GREEK or run.lower() in _NO_WORDS for run in runs):
+        return ""
+    kept = re.findall(r"[a-z0-9]+", text.lower())
+    return " ".join(kept[1:] if kept[0] in ("a", "an", "the") and len(kept) > 1 else kept)
+
+
+def _numeral(digits: str, base: str) -> Numeral:
+    radix = int(base) if base.isdigit() and len(base) < 3 else _BASES.get(base.lower(), 0)
+    if not 2 <= radix <= 36 or any(int(digit, 36) >= radix for digit in digits):
+        raise Unreadable(digits)
+    return Numeral(digits.lower().lstrip("0") or "0", radix)
+
+
+def _matrix(inside: str) -> Matrix:
+    rows = [row.strip() for row in re.split(r"\\row(?![A-Za-z])", inside.replace(r"\hline", ""))]
+    cells = [[_read(cell, MAX_NESTING, listed=True) for cell in row.split("&")] for row in rows if row]
+    if not cells or len({len(row) for row in cells}) > 1 or len(cells) * len(cells[0]) > MAX_PARTS:
+        raise Unreadable(inside)
+    return Matrix(tuple(map(tuple, cells)))
+
+
+def _without_thousands(text: str) -> str:
+    """Thousands separators removed where a comma cannot part: everywhere but in brackets."""
+    if not _THOUSANDS.search(text):
+        return text
+    depths = _depths(text)
+    return _THOUSANDS.sub(
+        lambda found: found[0] if depths[found.start()] else found[0].replace(",", "").replace(" ", ""), text
+    )
+
+
+def _depths(text: str) -> list[int]:
+    """How many brackets are open at each character. An argument of `\\frac` is a bracket too."""
+    depths, depth, last = list[int](), 0, 0
+    for found in _BRACKETS.finditer(text):
+        depths += [depth] * (found.start() - last)
+        opens = found[0] in _OPEN or found[0].startswith(r"\begin")
+        closes = found[0] in _CLOSE or found[0].startswith(r"\end")
+        depth += opens - closes
+        depths += [depth + closes] * len(found[0])
+        last = found.end()
+        if depth < 0:
+            raise Unreadable(text)
+    if depth:
+        raise Unreadable(text)
+    return depths + [0] * (len(text) - last)
+
+
+def _at_top(text: str, depths: list[int], pattern: re.Pattern[str]) -> Iterator[re.Match[str]]:
+    """Matches outside of all brackets."""
+    return (found for found in pattern.finditer(text) if depths[found.start()] == 0 and found[0].strip())
+
+
+def _split(text: str, depths: list[int], pattern: re.Pattern[str]) -> list[str]:
+    parts, last = list[str](), 0
+    for found in _at_top(text, depths, pattern):
+        parts.append(text[last : found.start()])
+        last = found.end()
+    return [*parts, text[last:]]
+
+
+def _several(brackets: str, parts: list[str], nesting: int, says_or: bool = False) -> Form:
+    """Parts in a row; `3 \\pm \\sqrt{2}` is two of them. Inequalities that "or" joins are a union."""
+    if len(parts) > MAX_PARTS:
+        raise Unreadable("too many parts")
+    listed = brackets not in ("", "or")
+    forms = [_read(part, nesting + 1, listed) for part in parts]
+    if says_or and all(isinstance(form, Relation) and form.signs[0] not in ("=", "!=") for form in forms):
+        return Several("or", tuple(forms))
+    if brackets in ("", "{}"):
+        forms = [part for form in forms for part in _parts(form)]
+    return Several(brackets, tuple(forms))
+
+
+def _parts(form: Form) -> tuple[Form, ...]:
+    """The parts of a list; anything else is one."""
+    return form.parts if isinstance(form, Several) and form.brackets == "" else (form,)
+
+
+def _relation(text: str, sides: list[str], signs: list[str], nesting: int) -> Form:
+    signs = [_SIGNS.get(sign, sign) for sign in signs]
+    if signs[0] == r"\in" and len(signs) == 1:
+        return Named(_name(sides[0]), _read(sides[1], nesting + 1))
+    if len(signs) > 1 and signs[-1] == r"\approx":  # x = 5\sqrt{2} \approx 7.07
+        sides, signs = sides[:-1], signs[:-1]
+    if signs == [r"\approx"]:
+        return _read(sides[0] if sides[0].strip() and not _is_name(sides[0]) else sides[1], nesting + 1)
+    if r"\in" in signs or r"\approx" in signs:
+        raise Unreadable(text)
+    if signs == ["="] and _is_name(sides[1]) and not _is_name(sides[0]):
+        sides = sides[::-1]  # 5 = x
+    if signs[0] == "=" and (not sides[0].strip() or _is_name(sides[0])):
+        rest = "".join(side + sign for side, sign in zip(sides[1:], [*signs[1:], ""], strict=True))
+        form = _read(rest, nesting + 1)
+        return Named(_name(sides[0]), form) if sides[0].strip() else form
+    return Relation(tuple(read_expression(_body(side)) for side in sides), tuple(signs))
+
+
+def _is_name(text: str) -> bool:
+    return _NAME.fullmatch(text.strip()) is not None and text.strip() not in ("e", "i", r"\pi")
+
+
+def _name(text: str) -> str:
+    if not _is_name(text):
+        raise Unreadable(text)
+    found = compact(text.strip()).replace(" ", "")
+    return found.partition("(")[0] or found  # y(t) is y
+
+
+def _body(text: str) -> str:
+    found = quantity(_without_thousands(text.strip()))
+    if found is None or found.percent or found.scale != 1:
+        raise Unreadable(text)
+    return found.body
+
+
+def _bracketed(text: str, nesting: int) -> Form | None:
+    """What one pair of brackets encloses; None where brackets only group, or none do."""
+    opening = next((sign for sign in _SHAPES if text.startswith(sign)), None)
+    ending = next((sign for sign in _ENDS if text.endswith(sign)), None)
+    if opening is None or ending is None or len(text) < len(opening) + len(ending):
+        return None
+    inside = text[len(opening) : len(text) - len(ending)]
+    try:
+        depths = _depths(inside)
+    except Unreadable:
+        return None  # (1+x)(2+x): the first bracket closes before the end
+    brackets = _SHAPES[opening] + _ENDS[ending]
+    parts = _split(inside, depths, re.compile("[,;]"))
+    if brackets == "{}" and (found := _BUILT.fullmatch(inside)):
+        return _read(found[1], nesting + 1)
+    if len(parts) > 1 or (brackets == "{}" and inside.strip()):
+        return _rows(_several(brackets, parts, nesting))
+    return _read(inside, nesting + 1) if brackets in ("()", "[]") and len(_split(inside, depths, _LIST)) == 1 else None
+
+
+def _rows(form: Form) -> Form:
+    """A matrix, where its rows are typed as lists in a list."""
+    if not (isinstance(form, Several) and form.brackets == "[]"):
+        return form
+    rows = [part.parts for part in form.parts if isinstance(part, Several) and part.brackets == "[]"]
+    return Matrix(tuple(rows)) if len(rows) == len(form.parts) and len({len(row) for row in rows}) == 1 else form
+
+
+def _amount(text: str) -> Form:
+    found = quantity(text)
+    if found is None:
+        raise Unreadable(text)
+    if not found.body.strip():
+        raise Unreadable(text)
+    node = read_expression(found.body)
+    letters = None
+    if found.body != text and not found.percent and "\\text" not in text and found.scale == 1:
+        letters = _or_none(text)
+    amounts = [Amount(each, found.unit, found.percent, found.scale, letters) for each in _both_signs(node)]
+    return amounts[0] if len(amounts) == 1 else Several("", tuple(amounts))
+
+
+def _or_none(text: str) -> Node | None:
+    try:
+        return read_expression(text)
+    except Unreadable:
+        return None
+
+
+def _both_signs(node: Node) -> list[Node]:
+    """The expression with every `\\pm` as plus and `\\mp` as minus, and the other way round."""
+    upper, lower = _signed(node, "mp"), _signed(node, "pm")
+    return [node] if upper == lower else [upper, lower]
+
+
+def _signed(node: Node, negative: str) -> Node:
+    """The expression with one of "pm" and "mp" as minus, and the other as plus."""
+    if not isinstance(node, Op):
+        return node
+    args = tuple(_signed(arg, negative) for arg in node.args)
+    if node.name in ("pm", "mp"):
+        return Op("neg", args) if node.name == negative else args[0]
+    return Op(node.name, args)

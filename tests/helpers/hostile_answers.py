@@ -1,0 +1,75 @@
+"""What a policy may write as an answer, from a seed; as a script, the grader under much of it.
+
+python tests/helpers/hostile_answers.py 100000      prints what it took, and fails where something is left behind
+"""
+
+import random
+import resource
+import sys
+import threading
+import time
+from pathlib import Path
+
+from qerl_lab.tasks import Question, sandbox
+from qerl_lab.tasks.grading import grade_math
+
+GOLDS = [
+    line
+    for line in (Path(__file__).parents[1] / "data" / "golds.txt").read_text(encoding="utf-8").split("\n")
+    if line and not line.startswith("# ")
+]
+PIECES = r"""
+23 999999999 10^{9} 0. E9 E99999 ! !! pi \frac \frac{1}{ \sqrt \sqrt[3]{ \pm \text{ \{ \} \left \right \sin \log_ \binom
+\infty \cup \in \le \begin{pmatrix} \\ \end{pmatrix} \overline \boxed{ \int \int_0^1 \sum_{k=1}^{n} \lim_{x\to0} dx
+\circ and or million cm base am \dollar \row \% ^{10^9} ^{9^{9^9}} ² ٣ √ ½ ° × <answer> <think> </think>
+"""  # noqa: RUF001
+REPEATED = ["(", "{", r"\frac{", r"\sqrt{", "[", "|", "2^{", "-", r"\sin", "!", "1,", "x_", "9", "x+", "1 ", "\\", "$"]
+LIBRARYS = [
+    r"\sum_{k=1}^{A} k^B", r"\int_0^A x^B dx", r"\lim_{x\to A} x^B", r"\prod_{k=1}^{A} k!",
+    r"\sum_{k=1}^{A} \frac{1}{k^B}", r"\int_0^\infty e^{-x^A} x^B dx", r"\sum_{a=1}^A \sum_{b=1}^A a^b",
+    r"\lim_{n\to\infty} (1+A/n)^{Bn}",
+]  # fmt: skip
+
+
+def hostile(rng: random.Random) -> str:
+    """Random characters, broken LaTeX, nested brackets, huge exponents, long sums; now and then a megabyte."""
+    kind = rng.randrange(1000)
+    if kind < 200:
+        return "".join(map(chr, rng.choices(range(1, 0x3000), k=rng.randrange(60))))
+    if kind < 300:
+        return rng.choice(REPEATED) * rng.randrange(500)
+    if kind < 302:
+        return rng.choice(REPEATED) * 300_000
+    if kind < 310:
+        sizes = [rng.choice(["1", "9", "99", "10^9", "n", r"\infty"]) for _ in "AB"]
+        return rng.choice(LIBRARYS).replace("A", sizes[0]).replace("B", sizes[1])
+    if kind < 400:
+        gold = rng.choice(GOLDS)
+        cut = rng.randrange(len(gold))
+        return gold[:cut] + rng.choice(PIECES.split()) + gold[cut:]
+    pieces = [*"1.,-+*/^_!()[]{}|=<>%$&~': xei\\", *PIECES.split(), "\ud800", "\x00", "\u2028", " and ", " or ", " am"]
+    return "".join(rng.choices(pieces, k=rng.randrange(30)))
+
+
+def main(count: int, batch: int = 512) -> None:
+    """Grade `count` hostile answers against golds and each other, in batches, and say what it took."""
+    rng = random.Random(count)
+    slowest, unparsed, right, started = 0.0, 0.0, 0.0, time.monotonic()
+    for _ in range(0, count, batch):
+        texts = [f"<think>x</think><answer>{hostile(rng)}</answer>" for _ in range(batch)]
+        known = [rng.choice(GOLDS) if rng.random() < 0.9 else hostile(rng)[:200] or "1" for _ in range(batch)]
+        begun = time.monotonic()
+        scores = grade_math(texts, [Question("", "?", answer) for answer in known])
+        slowest = max(slowest, time.monotonic() - begun)
+        unparsed, right = unparsed + scores["unparsed"].sum(), right + scores["answer"].sum()
+    sandbox.end_all()
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    left = [child for child in Path("/proc/self/task").glob("*/children") if child.read_text().strip()]
+    print(f"{count} answers in {time.monotonic() - started:.0f} s, {used.ru_utime:.0f} s of CPU in this process")
+    print(f"slowest batch of {batch}: {slowest:.1f} s; unparsed {unparsed:.0f}, right {right:.0f}")
+    print(f"most memory {used.ru_maxrss / 2**20:.2f} GiB; threads {threading.active_count()}, children {len(left)}")
+    sys.exit(bool(left) or threading.active_count() > 1)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
