@@ -50,10 +50,12 @@ class Amount:
         self.started = self.printed = time.monotonic()
         self.bar = _bar(desc=self.label, total=total, initial=done, unit=unit, unit_scale=unit == "B")
 
-    def advance(self, count: int) -> None:
+    def advance(self, count: int, said: str = "") -> None:
+        """Move on by `count`; `said` stands behind the bar, or the line."""
         before, self.now = self.now, self.now + count
         is_due = self.now * LINES // self.total > before * LINES // self.total
         if self.bar is not None:
+            self.bar.set_postfix_str(said, refresh=False)
             self.bar.update(count)
         elif is_due and time.monotonic() > self.printed + 1:  # a small model is done before a line is read
             self.printed = time.monotonic()
@@ -61,7 +63,7 @@ class Amount:
             amount = f"{self.now:,}/{self.total:,} {self.unit}s"
             if self.unit == "B":
                 amount = "/".join(tqdm.format_sizeof(size, "B") for size in (self.now, self.total))
-            print(f"{self.label}: {amount}, ETA {eta}", file=sys.stderr, flush=True)
+            print(f"{self.label}: {amount}, ETA {eta}{said and f', {said}'}", file=sys.stderr, flush=True)
 
     def __enter__(self) -> Self:
         return self

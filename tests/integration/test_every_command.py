@@ -23,6 +23,7 @@ MODULES = [
     for name in (
         "",
         ".quantize",
+        ".warmup",
         ".evaluate",
         ".bench",
         ".report",
@@ -42,6 +43,12 @@ GOES_ON = "interrupted; the same command goes on where it stopped\n"
         ("qerl_lab", "seed=1", "hydra", "interrupted\n"),
         ("qerl_lab.quantize", "model=pocket out=made", "hydra", "interrupted\n"),
         ("qerl_lab.quantize", "model=pocket out=made", "torch", GOES_ON),
+        (
+            "qerl_lab.warmup",
+            "model=pocket out=made",
+            "torch",
+            "interrupted; the same command goes on from its last checkpoint\n",
+        ),
         ("qerl_lab.evaluate", "sigma", "torch", "interrupted\n"),
         ("qerl_lab.bench", "linear", "torch", "interrupted\n"),
         ("qerl_lab.report", "runs", "pandas", "interrupted\n"),
@@ -62,7 +69,7 @@ def test_ctrl_c_while_a_command_starts_is_one_line(
     "command",
     [
         "qerl_lab --help", "qerl_lab.quantize --help", "qerl_lab.evaluate sigma --help", "qerl_lab.bench",
-        "qerl_lab.report", "qerl_lab.samples", "qerl_lab.serve_line", "qerl_lab.tracking table",
+        "qerl_lab.warmup", "qerl_lab.report", "qerl_lab.samples", "qerl_lab.serve_line", "qerl_lab.tracking table",
         "qerl_lab.pocket.pretrain",
     ],
 )  # fmt: skip

@@ -79,14 +79,7 @@ class Policy:
 
     def prompt_ids(self, messages: list[dict[str, str]]) -> list[int]:
         """Token ids of a chat, up to where the answer begins. Raises ConfigError for a chat the template refuses."""
-        try:
-            chat = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
-        except TemplateError as error:
-            raise ConfigError(
-                f"the model's chat template refuses the questions ({error}). Where it takes no system message, "
-                "type task.instruction=''."
-            ) from error
-        return chat["input_ids"]
+        return prompt_ids(self.tokenizer, messages)
 
     def decode(self, completion_ids: list[int]) -> str:
         return self.tokenizer.decode(completion_ids, skip_special_tokens=True)
@@ -95,6 +88,18 @@ class Policy:
         """Token ids that end a completion: the tokenizer's and the generation config's."""
         configured = self.model.generation_config.eos_token_id or []
         return sorted({self.tokenizer.eos_token_id, *(configured if isinstance(configured, list) else [configured])})
+
+
+def prompt_ids(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> list[int]:
+    """Token ids of a chat, up to where the answer begins. Raises ConfigError for a chat the template refuses."""
+    try:
+        chat = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+    except TemplateError as error:
+        raise ConfigError(
+            f"the model's chat template refuses the questions ({error}). Where it takes no system message, "
+            "type task.instruction=''."
+        ) from error
+    return chat["input_ids"]
 
 
 def device_of(name: str) -> torch.device:

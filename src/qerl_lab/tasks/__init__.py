@@ -5,6 +5,8 @@ A task module offers these functions, which `Task` binds to a configuration:
     train(cfg) -> list[Question]         the questions that training draws from; a task for evaluation only has none
     heldout(cfg) -> list[Question]       never seen in training, disjoint by construction
     grade(texts, questions) -> Scores    by part one score a completion
+    worked(cfg) -> list[Question]        the training questions with a solution in the format of the answer, where
+                                         there is one: payload["solution"]
     weights(cfg) -> dict[str, float]     of the parts beside "format" and "answer", where `grade` has some
 
 `task.module=FILE.py` puts the functions of a file in their place.
@@ -132,6 +134,20 @@ def _apart(train: list[Question], heldout: list[Question], size: int) -> Questio
     leaked.check("Check task.path.")
     known = train if isinstance(train, Questions) else Questions(train)
     return Questions(kept[: size or None], [*known.left_out, leaked], known.notes)
+
+
+def worked(cfg: TaskConfig) -> Task:
+    """Build the task that `cfg.name` names to teach its answers: `train` has solutions, payload["solution"].
+
+    Raises ConfigError as `load` does, and where the task has no solutions.
+    """
+    module = _module(cfg)
+    if not hasattr(module, "worked"):
+        others = [name for name in choices_of("task") if hasattr(_module(replace(cfg, name=name)), "worked")]
+        raise ConfigError(f"task={cfg.name} has no worked solutions; allowed: {', '.join(others)}. "
+                          f"Type task={others[-1]}.")  # fmt: skip
+    heldout = module.heldout(cfg)
+    return _task(cfg, module, _apart(module.worked(cfg), heldout, cfg.train_questions), heldout)
 
 
 def benchmark(cfg: TaskConfig) -> Task:

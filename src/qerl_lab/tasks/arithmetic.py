@@ -8,13 +8,14 @@ the seed.
 
 import hashlib
 import random
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 
 from qerl_lab.config.schema import TaskConfig
 from qerl_lab.tasks import Question, is_heldout
 from qerl_lab.tasks.grading import grade_math as grade
 
-__all__ = ["Problem", "grade", "heldout", "problem", "train", "worked_solution"]
+__all__ = ["Problem", "grade", "heldout", "problem", "train", "worked", "worked_solution"]
 
 TRAIN_QUESTIONS, HELDOUT_QUESTIONS = 4096, 1024
 PATIENCE = 10_000  # draws without a new problem, and ten for each known one, say that there are no more
@@ -78,6 +79,17 @@ def train(cfg: TaskConfig) -> list[Question]:
 def heldout(cfg: TaskConfig) -> list[Question]:
     """1024 distinct held-out problems, or all there are at a small difficulty."""
     return _questions(cfg, HELDOUT_QUESTIONS, of_heldout=True)
+
+
+def worked(cfg: TaskConfig) -> list[Question]:
+    """The training problems, each with one of its solutions."""
+    rng = random.Random(0)
+    return [replace(one, payload={"solution": worked_solution(rng, _of(one.id))}) for one in train(cfg)]
+
+
+def _of(id: str) -> Problem:
+    start, *changes = map(int, re.findall(r"[+-]?\d+", id))
+    return Problem(start, tuple(changes))
 
 
 def _questions(cfg: TaskConfig, count: int, of_heldout: bool) -> list[Question]:

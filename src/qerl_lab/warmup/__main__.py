@@ -1,0 +1,56 @@
+"""Teach a model the format of the answers: `python -m qerl_lab.warmup model=... task=gsm8k out=DIR`.
+
+The words are read and checked before torch is imported. After an interruption or a failure the same command goes on
+from its last checkpoint, with the same result to the bit.
+"""
+
+from qerl_lab import exits
+
+with exits.starting(__name__):
+    from qerl_lab import terminal
+    from qerl_lab.cli.grammar import Command
+    from qerl_lab.warmup.options import WarmupConfig, check
+
+
+def warm_up(cfg: WarmupConfig) -> None:
+    """Write the model. Raises ConfigError for options that cannot serve, and what `run` raises."""
+    check(cfg)
+    try:
+        terminal.quiet_third_parties()  # some speak while they are imported
+        from qerl_lab.warmup.run import run
+
+        run(cfg)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt("the same command goes on from its last checkpoint") from None
+
+
+LINE = "python -m qerl_lab.warmup"
+COMMAND = Command(
+    LINE,
+    "Teach a model the format of the answers by supervised training, all weights, on a task's worked solutions",
+    WarmupConfig,
+    warm_up,
+    examples=(
+        (
+            f"{LINE} model=models/SmolLM2-135M-Instruct.Q4_1.gguf task=gsm8k out=models/smollm2-gsm8k",
+            "minutes, on a GPU",
+        ),
+        (f"{LINE} model=pocket task=arithmetic epochs=0.1 out=models/pocket", "a try without a GPU or a hub"),
+        (
+            "python -m qerl_lab +experiment=nvfp4 scale=smollm2 model.path=models/smollm2-gsm8k",
+            "train on the result",
+        ),
+    ),
+    required=("model", "out"),
+    alone=True,
+)
+
+
+@exits.command
+def main(words: list[str]) -> int:
+    """Run the command and return its exit code."""
+    return COMMAND.run(words)
+
+
+if __name__ == "__main__":
+    exits.run(main)

@@ -1,0 +1,82 @@
+"""The typed options of `python -m qerl_lab.warmup`, and the rules that span them. Imports no torch."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from omegaconf import OmegaConf
+
+from qerl_lab.config.files import choices_of, package_data
+from qerl_lab.config.option import ConfigError, did_you_mean, option
+from qerl_lab.config.rules import from_dict
+from qerl_lab.config.schema import TaskConfig
+from qerl_lab.model import on_disk
+
+RECORD = "warmup.json"  # in the directory that is written: what was done
+
+
+@dataclass
+class WarmupConfig:
+    model: str = option("", "what to teach: hub id, dense directory, FILE.gguf, or `pocket`; required")
+    revision: str | None = option(None, "branch, tag or commit on the hub; null is the newest")
+    task: str = option("gsm8k", "whose worked solutions are taught: gsm8k or arithmetic")
+    task_path: str | None = option(None, "as task.path of a run: directory or hub id; null: the task's own")
+    instruction: str | None = option(None, "as task.instruction of a run; null: that of conf/task, as in a run")
+    out: str = option("", "directory to write, a model as any other; required")
+    epochs: float = option(3.0, "passes over the solutions; 0.1 is a try", above=0, at_most=1000)
+    learning_rate: float = option(
+        5e-4, "peak learning rate; for 135M parameters, larger models take less (1e-5 for 7B)", above=0, at_most=1
+    )
+    warmup_ratio: float = option(0.03, "share of the updates with linear warm-up; a cosine to a tenth follows",
+                                 at_least=0, at_most=1)  # fmt: skip
+    weight_decay: float = option(0.0, "decoupled weight decay of AdamW", at_least=0, at_most=1e3)
+    max_grad_norm: float = option(1.0, "gradient clipping norm", at_least=1e-6, at_most=1e12)
+    batch_size: int = option(64, "solutions an update", at_least=1, at_most=65_536)
+    micro_batch_size: int = option(8, "solutions per forward and backward pass; changes memory only", at_least=1)
+    max_tokens: int = option(512, "longer examples, question and solution, are left out and counted", at_least=2)
+    questions: int = option(0, "the first so many questions; 0 is all", at_least=0)
+    dtype: str = option(
+        "float32",
+        "of weights and optimizer while they train; float32 multiplies in bfloat16 on a GPU. Written is bfloat16",
+        choices=("float32", "bfloat16"),
+    )
+    seed: int = option(0, "seeds the order of the solutions, and dropout where a model has it", at_least=0,
+                       at_most=2**31 - 1)  # fmt: skip
+    device: str = option("auto", "auto takes a GPU if there is one", choices=("auto", "cpu", "cuda"))
+    checkpoint_every: int = option(50, "updates between checkpoints, from which the same command goes on", at_least=1)
+    overwrite: bool = option(False, "replace what is at `out`, and an unfinished directory of another command")
+
+    @property
+    def folder(self) -> Path:
+        """`out` as an absolute path."""
+        return Path(self.out).expanduser().absolute()
+
+    def task_config(self) -> TaskConfig:
+        """The group `task` of a run that trains on the result: same questions, same instruction."""
+        file = package_data("conf") / "task" / f"{self.task}.yaml"
+        given = {"path": self.task_path, "train_questions": self.questions, "instruction": self.instruction}
+        values = {key: value for key, value in given.items() if value is not None}
+        return from_dict({"task": {**OmegaConf.to_container(OmegaConf.load(file)), **values}}).task  # type: ignore[dict-item]
+
+
+def check(cfg: WarmupConfig) -> None:
+    """Raise ConfigError at the first option that cannot serve. Looks at local paths, loads nothing."""
+    if cfg.task not in choices_of("task"):
+        hint = did_you_mean(cfg.task, choices_of("task")) or " Type task=gsm8k."
+        raise ConfigError(f"task={cfg.task} is not allowed; allowed: {', '.join(choices_of('task'))}.{hint}")
+    if folder := on_disk.local(cfg.model, "model"):
+        on_disk.check_files(folder, f"model={cfg.model}")
+        on_disk.check_chat_template(folder, f"model={cfg.model}")
+    if cfg.task_path is not None and not Path(cfg.task_path).expanduser().is_file():
+        on_disk.local(cfg.task_path, "task_path")
+    _check_out(cfg)
+
+
+def _check_out(cfg: WarmupConfig) -> None:
+    source, out = Path(cfg.model).expanduser().resolve(), cfg.folder.resolve()
+    if source.exists() and (source.is_relative_to(out) or out.is_relative_to(source)):
+        raise ConfigError(f"out={cfg.out} and model={cfg.model} lie within each other. Type an out beside the model.")
+    if out.exists() and not cfg.overwrite:
+        raise ConfigError(f"out={cfg.out} exists. Type another out, or overwrite=true to replace it.")
+    if out.exists() and not (out / RECORD).is_file():
+        raise ConfigError(f"out={cfg.out} was not made by this command, so overwrite=true does not remove it. "
+                          "Type another out.")  # fmt: skip

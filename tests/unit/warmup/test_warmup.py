@@ -1,0 +1,215 @@
+"""The warm-up: what is learned, one seeded order, a kill in the middle, and a directory that a run trains on."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+
+from qerl_lab import tasks
+from qerl_lab.config.option import ConfigError
+from qerl_lab.config.schema import RunConfig
+from qerl_lab.formats.nvfp4 import Nvfp4
+from qerl_lab.model import policy
+from qerl_lab.model.on_disk import POCKET
+from qerl_lab.terminal import Amount
+from qerl_lab.warmup.examples import IGNORED, Example, batch, order, tokenized
+from qerl_lab.warmup.options import WarmupConfig, check
+from qerl_lab.warmup.run import CHECKPOINTS, Warmup, learning_rate, run
+from small_checkpoints import write_dense, write_packed
+
+
+def random_model() -> Qwen2ForCausalLM:
+    config = Qwen2Config(
+        vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=512, eos_token_id=2, bos_token_id=None, attention_dropout=0.1,
+        tie_word_embeddings=True,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return Qwen2ForCausalLM(config)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_dense(tmp_path_factory.mktemp("dense"), random_model())
+
+
+@pytest.fixture
+def cfg(model: Path, tmp_path: Path) -> WarmupConfig:
+    torch.set_num_threads(1)
+    return WarmupConfig(
+        model=str(model), task="arithmetic", out=str(tmp_path / "out"), device="cpu", questions=64, batch_size=8,
+        micro_batch_size=4, epochs=1.5, learning_rate=1e-2, checkpoint_every=2,
+    )  # fmt: skip
+
+
+def words(cfg: WarmupConfig) -> list[str]:
+    usual = WarmupConfig()
+    return [f"{key}={value}" for key, value in vars(cfg).items() if value != getattr(usual, key)]
+
+
+def test_only_the_solution_and_its_end_token_are_learned() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(POCKET)
+    task = tasks.worked(WarmupConfig(task="arithmetic", questions=3).task_config())
+    examples, left_out = tokenized(task, tokenizer, 512)
+    inputs = batch(examples, tokenizer.pad_token_id)
+    for row, question in enumerate(task.train):
+        kept = inputs["labels"][row] != IGNORED
+        assert tokenizer.decode(inputs["labels"][row][kept]) == question.payload["solution"] + tokenizer.eos_token
+        assert torch.equal(inputs["input_ids"][row][kept], inputs["labels"][row][kept])
+        seen = inputs["input_ids"][row][inputs["attention_mask"][row].bool() & ~kept].tolist()
+        chat = tokenizer.apply_chat_template(task.messages(question), add_generation_prompt=True, return_dict=True)
+        assert seen == chat["input_ids"]
+        assert inputs["attention_mask"][row].sum() == examples[row].length
+    assert left_out == 0
+
+
+def test_long_examples_are_counted_and_all_of_them_are_an_error() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(POCKET)
+    task = tasks.worked(WarmupConfig(task="arithmetic", questions=20).task_config())
+    lengths = sorted(example.length for example in tokenized(task, tokenizer, 512)[0])
+    kept, left_out = tokenized(task, tokenizer, lengths[9])
+    assert (len(kept), left_out) == (sum(n <= lengths[9] for n in lengths), sum(n > lengths[9] for n in lengths))
+    with pytest.raises(ConfigError, match=f"leaves out all 20 examples.*Type max_tokens={lengths[-1]}"):
+        tokenized(task, tokenizer, 2)
+
+
+def test_every_epoch_takes_every_example_once() -> None:
+    drawn = order(10, seed=1)
+    first, second = ([next(drawn) for _ in range(10)] for _ in range(2))
+    assert sorted(first) == sorted(second) == list(range(10))
+    assert first != second
+
+
+def test_the_learning_rate_rises_to_its_peak_and_falls_to_a_tenth() -> None:
+    cfg = WarmupConfig(learning_rate=1.0, warmup_ratio=0.1)
+    rates = [learning_rate(cfg, update, 100) for update in range(100)]
+    assert rates[:10] == pytest.approx([0.1 * n for n in range(1, 11)])
+    assert max(rates) == rates[9] == rates[10] == 1.0
+    assert rates[10:] == sorted(rates[10:], reverse=True)
+    assert rates[-1] == pytest.approx(0.1, abs=1e-3)
+
+
+def test_an_update_is_that_of_the_mean_loss_whatever_the_micro_batch(cfg: WarmupConfig) -> None:
+    """Ragged solutions: the mean is over the tokens of the update, not over the means of micro-batches."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = (3, 20, 7, 1, 11)
+    examples = [
+        Example(torch.randint(3, 400, (5,), generator=generator).tolist(),
+                torch.randint(3, 400, (n,), generator=generator).tolist()) for n in lengths
+    ]  # fmt: skip
+    found = []
+    for size in (1, 2, 5):
+        model = random_model().eval()  # without dropout
+        warmup = Warmup(replace(cfg, micro_batch_size=size), model, examples, 0, torch.device("cpu"))
+        found.append((warmup.update(examples), torch.cat([p.detach().flatten() for p in model.parameters()])))
+    inputs = batch(examples, 0)
+    with torch.no_grad():
+        out = random_model().eval()(**inputs)
+    assert found[2][0] == pytest.approx(out.loss.item(), rel=1e-6)
+    for loss, weights in found[:2]:
+        assert loss == pytest.approx(found[2][0], rel=1e-6)
+        assert (weights - found[2][1]).abs().mean() < 1e-6  # Adam's first step is the sign of a gradient
+
+
+def test_it_teaches_and_leaves_a_model_that_a_run_trains_on(
+    cfg: WarmupConfig, tiny: Callable[..., RunConfig], capsys: pytest.CaptureFixture[str]
+) -> None:
+    check(cfg)
+    run(cfg)
+    record = json.loads((cfg.folder / "warmup.json").read_text())
+    assert record["updates"] == len(record["losses"]) == 12
+    assert record["losses"][0] > 6
+    assert record["losses"][-1] < 4
+    assert record["solutions"]["training_questions"] == 64
+    assert {file.name for file in cfg.folder.iterdir()} == {*record["sha256"], "warmup.json"}
+    out = capsys.readouterr().out
+    assert f"+experiment=nvfp4_aqn scale=custom model.path={cfg.folder}" in out
+    learned = policy.build(tiny(model__path=str(cfg.folder)), torch.device("cpu"))
+    assert learned.tokenizer.chat_template == AutoTokenizer.from_pretrained(POCKET).chat_template
+    with pytest.raises(ConfigError, match=r"exists\. Type another out"):
+        check(cfg)
+    check(replace(cfg, overwrite=True))
+
+
+def test_killed_in_the_middle_it_ends_as_one_that_was_not(cfg: WarmupConfig, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "qerl_lab.warmup"]
+    cfg.epochs = 3.0  # 24 updates
+    killed = replace(cfg, out=str(tmp_path / "killed"))
+    partial = tmp_path / "killed.partial"
+    process = subprocess.Popen([*command, *words(killed)], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    while not list(partial.glob(f"{CHECKPOINTS}/step-*")) and process.poll() is None:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    done = subprocess.run([*command, *words(killed)], capture_output=True, text=True, check=True)
+    assert "continuing after update " in done.stdout
+    run(cfg)
+    for name in ("model.safetensors", "config.json", "tokenizer.json"):
+        assert (tmp_path / "killed" / name).read_bytes() == (cfg.folder / name).read_bytes()
+    losses = [
+        json.loads((folder / "warmup.json").read_text())["losses"] for folder in (cfg.folder, tmp_path / "killed")
+    ]
+    assert losses[0] == losses[1]
+    assert not partial.exists()
+
+
+def test_an_interrupted_one_is_not_continued_with_other_options(
+    cfg: WarmupConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, calls = Amount.advance, []
+
+    def stop(self: Amount, count: int, said: str = "") -> None:
+        calls.append(said)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        real(self, count, said)
+
+    monkeypatch.setattr(Amount, "advance", stop)
+    with pytest.raises(KeyboardInterrupt):
+        run(cfg)
+    monkeypatch.undo()
+    with pytest.raises(ConfigError, match=r"was begun with learning_rate=0.01.*Type learning_rate=0.01"):
+        run(replace(cfg, learning_rate=0.02))
+    run(cfg)
+    assert (cfg.folder / "model.safetensors").is_file()
+
+
+def test_a_loss_that_is_not_finite_ends_it(cfg: WarmupConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Warmup, "update", lambda self, examples: float("nan"))
+    with pytest.raises(ValueError, match="the loss of update 1 is nan"):
+        run(cfg)
+    assert not cfg.folder.with_name("out.partial").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"task": "gsm9k"}, "task=gsm9k is not allowed; allowed: .*Did you mean gsm8k"),
+        ({"model": "/no/such/place"}, "model=/no/such/place is no directory"),
+        ({"model": "no.gguf"}, "model=no.gguf is no file"),
+        ({"out": "MODEL/inside"}, "lie within each other"),
+        ({"out": "MODEL", "model": "pocket", "overwrite": True}, "was not made by this command"),
+    ],
+)
+def test_what_cannot_serve_is_refused_before_torch_is_imported(
+    cfg: WarmupConfig, model: Path, changes: dict[str, object], message: str
+) -> None:
+    given = {key: str(value).replace("MODEL", str(model)) if key == "out" else value for key, value in changes.items()}
+    with pytest.raises(ConfigError, match=message):
+        check(replace(cfg, **given))  # type: ignore[arg-type]
+
+
+def test_a_packed_model_and_a_task_without_solutions_are_refused(cfg: WarmupConfig, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"task=aime24 has no worked solutions; allowed: .*gsm8k"):
+        run(replace(cfg, task="aime24"))
+    write_packed(tmp_path / "packed", random_model(), Nvfp4(scale_rule="max"))
+    with pytest.raises(ConfigError, match="is packed, and all weights are to be trained"):
+        run(replace(cfg, model=str(tmp_path / "packed")))
