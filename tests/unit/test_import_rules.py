@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "rollout": "config model aqn formats timing",
     "report": "config record tracking terminal",
     "pocket": "config record tasks terminal",
-    "evaluate": "config model rollout tasks aqn formats pocket record terminal",
+    "evaluate": "config model rollout tasks aqn formats pocket record report preflight terminal",
     "warmup": "config model record tasks terminal",
     "quantize": "config formats model pocket record report tasks terminal evaluate",
     "train": "config record tracking formats model aqn tasks rollout algorithms evaluate report preflight exits"
@@ -220,7 +220,8 @@ def test_an_import_of_ours_is_found(line: str, found: set[str]) -> None:
         "record.directory record.metrics record.checkpoint record.environment",
         "tracking.tracker tracking.mlflow tracking.resync",
         "cli.train cli.compose cli.launch cli.intent cli.manual cli.grammar model.on_disk preflight samples",
-        "quantize.__main__ quantize.options evaluate.__main__ bench.__main__ train.__main__ train.health",
+        "quantize.__main__ quantize.options evaluate.__main__ evaluate.options bench.__main__",
+        "train.__main__ train.health",
         "report.arms report.frames report.plots report.runs report.stats report.tables report.comparison",
         "report.__main__ warmup.__main__ warmup.options",
     ],

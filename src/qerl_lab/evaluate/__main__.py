@@ -1,6 +1,7 @@
-"""Measurements of a policy as commands: `python -m qerl_lab.evaluate sigma [model=...] [sigmas=...]`."""
+"""Measurements of a policy as commands: `python -m qerl_lab.evaluate accuracy|compare|sigma KEY=VALUE ...`."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from qerl_lab import exits
 
@@ -8,6 +9,7 @@ with exits.starting(__name__):
     from qerl_lab import terminal
     from qerl_lab.cli.grammar import Command, choose
     from qerl_lab.config.option import ConfigError, option
+    from qerl_lab.evaluate.options import AccuracyOptions, CompareOptions, check_accuracy, check_compare
 
 
 @dataclass
@@ -26,7 +28,49 @@ def sigma(options: SigmaOptions) -> None:
     measure(options.model, options.sigmas)
 
 
-COMMANDS = {
+def accuracy(options: AccuracyOptions) -> None:
+    """Ask the benchmarks and print the table. Raises ConfigError for options that do not fit, and what `run` raises."""
+    check_accuracy(options)
+    try:
+        terminal.quiet_third_parties()
+        from qerl_lab.evaluate.examination import run
+
+        run(options)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt("the same command goes on where it stopped") from None
+
+
+def compare(options: CompareOptions) -> None:
+    """Print the paired differences of two evaluations. Raises ConfigError where they cannot be paired."""
+    check_compare(options)
+    from qerl_lab.evaluate.compare import run
+
+    run(options)
+
+
+LINE = "python -m qerl_lab.evaluate"
+COMMANDS: dict[str, Command[Any]] = {
+    "accuracy": Command(
+        f"{LINE} accuracy",
+        "Accuracy of a run or a model on benchmarks: avg@k and pass@k with intervals, length, truncation.",
+        AccuracyOptions,
+        accuracy,
+        examples=(
+            (f"{LINE} accuracy run=RUN_DIR", "the run's own held-out questions, with its adapter"),
+            (f"{LINE} accuracy run=RUN_DIR benchmarks=gsm8k,math500 samples=8 common=true", "also dequantized"),
+            (f"{LINE} accuracy model=DIR benchmarks=gsm8k:DIR,aime24:FILE.jsonl", "local copies of the questions"),
+        ),
+        alone=True,
+    ),
+    "compare": Command(
+        f"{LINE} compare A B",
+        "Differences of B to A, paired by question, with interval and p-value; over several seeds of each too.",
+        CompareOptions,
+        compare,
+        examples=((f"{LINE} compare RUN_DIR OTHER_RUN_DIR", "two runs that were evaluated alike"),),
+        required=("directories",),
+        bare="directories",
+    ),
     "sigma": Command(
         "python -m qerl_lab.evaluate sigma",
         "KL(quantized || BF16) of each format beside KL(noisy || clean) of each sigma, in nats per completion token.",
@@ -40,7 +84,7 @@ COMMANDS = {
             ),
         ),
         alone=True,
-    )
+    ),
 }
 
 

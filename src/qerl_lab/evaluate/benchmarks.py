@@ -1,0 +1,70 @@
+"""Benchmarks: tasks whose held-out questions are asked, by their names and paths."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from omegaconf import OmegaConf
+
+from qerl_lab import tasks
+from qerl_lab.config.files import package_data
+from qerl_lab.config.option import ConfigError
+from qerl_lab.config.schema import RunConfig, TaskConfig
+from qerl_lab.evaluate.options import AccuracyOptions, samples_of, split
+from qerl_lab.model.policy import Policy
+from qerl_lab.tasks import Question, Task
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """A task, the first questions of it, and how often each is asked."""
+
+    task: Task
+    questions: Sequence[Question]
+    samples: int
+
+    @property
+    def name(self) -> str:
+        return self.task.name
+
+    def fitting(self, policy: Policy, limit: int) -> list[Question]:
+        """The questions whose prompt, as a chat, has at most `limit` tokens. Raises ConfigError where none has."""
+        lengths = [len(policy.prompt_ids(self.task.messages(question))) for question in self.questions]
+        found = [question for question, length in zip(self.questions, lengths, strict=True) if length <= limit]
+        if not found:
+            raise ConfigError(
+                f"max_prompt_tokens={limit} leaves out all {len(lengths):,} questions of {self.name}; the shortest has "
+                f"{min(lengths)} tokens. Type max_prompt_tokens={max(lengths)}."
+            )
+        return found
+
+
+def load(options: AccuracyOptions, cfg: RunConfig) -> list[Benchmark]:
+    """Read the questions of every benchmark. Raises ConfigError where they cannot be, or a benchmark has none."""
+    found, own = [], cfg.task if options.run else None
+    for spec in options.benchmarks or [cfg.task.name]:
+        name, path = split(spec)
+        chosen = _task_config(own, name, path)
+        if options.instruction is not None:
+            chosen = replace(chosen, instruction=options.instruction)
+        task = tasks.benchmark(chosen)
+        questions = task.heldout[: options.questions or None]
+        if not questions:
+            raise ConfigError(f"{spec} in benchmarks has no question. Type benchmarks=[{name}:PATH].")
+        found.append(Benchmark(task, questions, samples_of(options, name)))
+    return found
+
+
+def _task_config(own: TaskConfig | None, name: str, path: str | None) -> TaskConfig:
+    """A run's own task as the run has it; another one as its YAML has it, or with the run's instruction."""
+    if own is not None and name == own.name:
+        return replace(own, path=path or own.path)
+    default = TaskConfig() if own is None else TaskConfig(instruction=own.instruction)
+    written = OmegaConf.load(package_data("conf") / "task" / f"{name}.yaml")
+    cfg = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(default), written))
+    assert isinstance(cfg, TaskConfig)
+    return replace(cfg, name=name, path=path)
+
+
+def about(benchmark: Benchmark) -> dict[str, object]:
+    """What a record keeps of it."""
+    return {"samples": benchmark.samples, "instruction": benchmark.task.instruction, **benchmark.task.data}

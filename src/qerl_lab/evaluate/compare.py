@@ -1,0 +1,232 @@
+"""`python -m qerl_lab.evaluate compare A B`: two evaluations, paired by question, over several seeds too."""
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from qerl_lab.config.option import ConfigError
+from qerl_lab.evaluate.options import CompareOptions
+from qerl_lab.evaluate.passes import powers_of_two
+from qerl_lab.evaluate.summary import ABOUT, COMMON, OWN, ROWS, SCHEMA, passes_of, shares
+from qerl_lab.record.atomic import read_json, replace_file
+from qerl_lab.report.stats import Interval, crossed_interval, p_value, paired_interval
+from qerl_lab.terminal import columns, near
+
+HOW_IT_IS_ASKED = ("questions", "temperature", "top_p", "max_prompt_tokens", "max_completion_tokens")
+OF_A_SEED = ("seed", "adapter")  # what may differ between the seeds of one arm
+HOW_TO_READ = """\
+Differences are B - A, paired by question{seeds}, with intervals of 95%. Of differences that are 0, one in 20 has
+p < 0.05; engine=common is the one in which both bases are dequantized to BF16."""
+
+
+@dataclass(frozen=True)
+class Examined:
+    """One evaluation: its folder, what was asked and how (evaluation.json), a row a completion (eval.parquet)."""
+
+    folder: Path
+    about: dict[str, Any]
+    rows: pd.DataFrame
+
+    @property
+    def seed(self) -> int:
+        return int(self.about["run_seed"])
+
+    def answers(self, benchmark: str, engine: str) -> pd.DataFrame:
+        """The rows of one benchmark and engine; a dense base's own engine is the common one too."""
+        engine = OWN if engine == COMMON and self.about["own_is_common"] else engine
+        chosen = (self.rows["benchmark"] == benchmark) & (self.rows["engine"] == engine)
+        return self.rows[chosen]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One measure of one benchmark and engine. `by_question` is B - A, a row a seed and a column a question."""
+
+    benchmark: str
+    engine: str
+    measure: str
+    mean_a: float
+    mean_b: float
+    by_question: pd.DataFrame
+
+    def interval(self, level: float = 0.95) -> Interval:
+        """B - A: of one seed over questions, of several over seeds and questions."""
+        if len(self.by_question) > 1:
+            return crossed_interval(self.by_question.to_numpy(), level)
+        after = self.by_question.iloc[0]
+        return paired_interval(0 * after, after, level)
+
+    @property
+    def p(self) -> float:
+        return p_value(self.interval, self.by_question.shape[1])
+
+
+def run(options: CompareOptions) -> None:
+    """Print the table, and write the file that was asked for. Raises ConfigError where A and B cannot be paired."""
+    arms = [_one_arm(find(Path(folder).expanduser()), folder) for folder in options.directories]
+    pairs, notes = paired(*arms)
+    found = list(differences(pairs, notes))
+    for name, arm, folder in zip("AB", arms, options.directories, strict=True):
+        subject, seeds = next(iter(arm.values())).about["subject"], ", ".join(map(str, arm))
+        print(f"{name}: {subject} ({folder}), seed{'s' if len(arm) > 1 else ''} {seeds}")
+    print(f"\n{table(found)}\n\n{HOW_TO_READ.format(seeds=' and seed' if len(pairs) > 1 else '')}")
+    for note in notes:
+        print(f"note: {note}")
+    if options.csv:
+        write_csv(found, Path(options.csv).expanduser())
+
+
+def find(folder: Path) -> list[Examined]:
+    """The evaluation that a folder is, or those below it. Raises ConfigError where there is none."""
+    files = [folder / ABOUT] if (folder / ABOUT).is_file() else sorted(_below(folder))
+    if not files:
+        raise ConfigError(
+            f"{folder} holds no evaluation. Type python -m qerl_lab.evaluate accuracy run={folder} first, or the "
+            "directory that it wrote."
+        )
+    return [_read(file.parent) for file in files]
+
+
+def _below(folder: Path) -> Iterator[Path]:
+    for path, folders, files in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not name.endswith((".partial", ".replaced")))
+        if ABOUT in files:
+            yield Path(path) / ABOUT
+
+
+def _read(folder: Path) -> Examined:
+    about = read_json(folder / ABOUT, dict)
+    if about.get("schema") != SCHEMA:
+        raise ConfigError(f"{folder / ABOUT} is of another version of the lab. Evaluate again.")
+    try:
+        return Examined(folder, about, pd.read_parquet(folder / ROWS))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{folder / ROWS} cannot be read ({' '.join(str(error).split())}). Evaluate again.") from None
+
+
+def _one_arm(found: list[Examined], given: str) -> dict[int, Examined]:
+    """The evaluations by seed. Raises ConfigError where two have the same, or they differ in more than that."""
+    by_seed: dict[int, Examined] = {}
+    for one in found:
+        first = found[0]
+        mine, others = one.about["identity"], first.about["identity"]
+        differ = [key for key in others if key not in OF_A_SEED and mine.get(key) != others[key]]
+        if one.seed in by_seed or differ:
+            why = f"they differ in {', '.join(differ)}" if differ else f"both have seed {one.seed}"
+            raise ConfigError(
+                f"{given} holds several evaluations that are not the seeds of one arm: {near(first.folder)} and "
+                f"{near(one.folder)}, {why}. Type the directory of one."
+            )
+        by_seed[one.seed] = one
+    return by_seed
+
+
+def paired(a: dict[int, Examined], b: dict[int, Examined]) -> tuple[list[tuple[Examined, Examined]], list[str]]:
+    """Pair by seed, and say which have no partner; one evaluation each is a pair whatever its seed.
+
+    Raises ConfigError where no seed is in both, and where they were asked otherwise.
+    """
+    seeds, notes = sorted(a.keys() & b.keys()), list[str]()
+    if len(a) == len(b) == 1:
+        pairs = [(next(iter(a.values())), next(iter(b.values())))]
+        if not seeds:
+            notes.append(f"A has seed {min(a)} and B seed {min(b)}: they differ in their draws too")
+    elif not seeds:
+        raise ConfigError(f"A has the seeds {sorted(a)} and B {sorted(b)}, none of both. Evaluate the same seeds.")
+    else:
+        pairs = [(a[seed], b[seed]) for seed in seeds]
+        if alone := sorted(a.keys() ^ b.keys()):
+            notes.append(f"seeds {alone} are in one of the two only, and left out")
+    for one, other in pairs:
+        mine, theirs = (examined.about["identity"] for examined in (one, other))
+        for key in HOW_IT_IS_ASKED:
+            if mine[key] != theirs[key]:
+                raise ConfigError(
+                    f"A was asked with {key}={mine[key]} and B with {key}={theirs[key]}, so that they are no pairs. "
+                    f"Evaluate B again with {key}={mine[key]}."
+                )
+    codes = {examined.about["environment"].get("git_sha") for pair in pairs for examined in pair}
+    if len(codes) > 1:
+        notes.append(f"they come from {len(codes)} versions of the code: {', '.join(sorted(map(str, codes)))}")
+    return pairs, notes
+
+
+def differences(pairs: Sequence[tuple[Examined, Examined]], notes: list[str]) -> Iterator[Difference]:
+    """Every benchmark and engine that both have: accuracy, and pass@k. Adds to `notes` what only one has.
+
+    Raises ConfigError where they have no benchmark in common, or other questions, prompts or numbers of samples in one.
+    """
+    named = [list(one.about["benchmarks"]) for one in pairs[0]]
+    shared = [name for name in named[0] if name in named[1]]
+    if not shared:
+        raise ConfigError(f"A was asked {', '.join(named[0])}, B {', '.join(named[1])}: no benchmark of both.")
+    if alone := sorted(set(named[0]) ^ set(named[1])):
+        notes.append(f"{', '.join(alone)}: in one of the two only, and left out")
+    for benchmark in shared:
+        for engine in (OWN, COMMON):
+            rows = [[one.answers(benchmark, engine) for one in pair] for pair in pairs]
+            if all(len(part) for pair in rows for part in pair):
+                for pair in rows:
+                    check_pair(benchmark, *pair)
+                yield from _of_engine(benchmark, engine, rows)
+
+
+def _of_engine(benchmark: str, engine: str, rows: list[list[pd.DataFrame]]) -> Iterator[Difference]:
+    samples = int(rows[0][0]["draw"].max()) + 1
+    measures = {"accuracy": shares} | {
+        f"pass@{k}": lambda part, k=k: passes_of(part, k) for k in powers_of_two(samples) if k > 1
+    }
+    for measure, of in measures.items():
+        a, b = (pd.DataFrame([of(pair[side]) for pair in rows]) for side in (0, 1))
+        by_question = (b[a.columns] - a).reset_index(drop=True)
+        means = float(a.to_numpy().mean()), float(b.to_numpy().mean())
+        yield Difference(benchmark, engine, measure, *means, by_question)
+
+
+def check_pair(benchmark: str, a: pd.DataFrame, b: pd.DataFrame) -> None:
+    """Raise ConfigError unless both answer the same questions, asked in the same words, as often, two at least."""
+    asked = [part.drop_duplicates("id").set_index("id")[["prompt_sha256", "answer"]] for part in (a, b)]
+    said = f"{benchmark}: A and B are no pairs"
+    if set(asked[0].index) != set(asked[1].index):
+        only = len(set(asked[0].index) ^ set(asked[1].index))
+        raise ConfigError(f"{said}, {only} questions are in one of them only. Evaluate both on the same questions.")
+    for column, what in (("prompt_sha256", "in other words (task or instruction)"), ("answer", "with another answer")):
+        differ = asked[0][column] != asked[1].reindex(asked[0].index)[column]
+        if differ.any():
+            raise ConfigError(f"{said}, {int(differ.sum())} questions were asked {what}, the first "
+                              f"{asked[0].index[differ.to_numpy()][0]}. Evaluate both alike.")  # fmt: skip
+    counts = [part.groupby("id").size().unique().tolist() for part in (a, b)]
+    if counts[0] != counts[1] or len(counts[0]) != 1:
+        raise ConfigError(
+            f"{said}, A has {counts[0]} samples a question and B {counts[1]}. Evaluate with one samples=."
+        )
+    if len(asked[0]) < 2:
+        raise ConfigError(f"{said} of two questions or more: there is one. Leave questions=1 out.")
+
+
+def table(found: Sequence[Difference]) -> str:
+    """A row a benchmark, engine and measure."""
+    rows = [["benchmark", "engine", "measure", "questions", "A", "B", "B - A, 95% interval", "p"]]
+    for one in found:
+        mean, low, high = one.interval()
+        cells = [one.benchmark, one.engine, one.measure, f"{one.by_question.shape[1]:,}"]
+        cells += [f"{one.mean_a:.3f}", f"{one.mean_b:.3f}", f"{mean:+.3f} [{low:+.3f}, {high:+.3f}]"]
+        rows.append([*cells, f"{one.p:.3f}" if one.p >= 0.001 else f"{one.p:.1g}"])
+    return columns(rows)
+
+
+def write_csv(found: Sequence[Difference], file: Path) -> None:
+    """Write a row a measure and question: the mean difference over the seeds. Raises ConfigError where it cannot be."""
+    frames = [
+        pd.DataFrame({"benchmark": one.benchmark, "engine": one.engine, "measure": one.measure,
+                      "id": one.by_question.columns, "difference": one.by_question.mean().to_numpy()})
+        for one in found
+    ]  # fmt: skip
+    try:
+        replace_file(file, pd.concat(frames).to_csv(index=False, float_format="%.6g").encode())
+    except OSError as error:
+        raise ConfigError(f"csv={file} cannot be written ({error.strerror}). Type another file.") from None

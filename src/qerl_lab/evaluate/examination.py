@@ -1,0 +1,213 @@
+"""`python -m qerl_lab.evaluate accuracy`: benchmarks asked part by part, so that the command goes on where it stopped.
+
+Everything is written in OUT.partial, which is renamed to OUT when it is whole: eval.parquet with a row a completion,
+evaluation.json with what was asked, how, and what came out.
+"""
+
+import hashlib
+import json
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from qerl_lab import rollout, terminal
+from qerl_lab.config.message import first_line
+from qerl_lab.config.option import ConfigError
+from qerl_lab.evaluate import benchmarks, subject, summary
+from qerl_lab.evaluate.accuracy import ask, seed_of
+from qerl_lab.evaluate.benchmarks import Benchmark
+from qerl_lab.evaluate.options import SMALL, SMALL_SAMPLES, AccuracyOptions
+from qerl_lab.evaluate.subject import Subject
+from qerl_lab.evaluate.summary import ABOUT, ROWS, SCHEMA
+from qerl_lab.model import policy
+from qerl_lab.model.policy import Policy
+from qerl_lab.record.atomic import read_json, replace_file
+from qerl_lab.record.environment import environment
+from qerl_lab.record.partial import Unfinished
+from qerl_lab.rollout.engine import Engine, EngineFailed, Sampling
+from qerl_lab.tasks import Question
+
+
+@dataclass(frozen=True)
+class Part:
+    """Questions of a benchmark that are asked at once. `file` holds the answers; `number` tells its draw apart."""
+
+    benchmark: Benchmark
+    engine: str
+    number: int
+    questions: Sequence[Question]
+
+    @property
+    def file(self) -> str:
+        return f"{self.engine}-{self.benchmark.name}-{self.number:05d}.parquet"
+
+
+def run(options: AccuracyOptions) -> None:
+    """Ask, grade, write and print.
+
+    Raises:
+        ConfigError: the run or model cannot be asked, a benchmark cannot be read, or `out` is of another configuration.
+        ValueError: the engine failed; what was answered is kept.
+        OSError: the disk is full, or a file cannot be written.
+    """
+    found = subject.subject_of(options)
+    asked = benchmarks.load(options, found.cfg)
+    identity = identity_of(options, found, asked)
+    out = folder_of(options, found, identity, asked)
+    if (out / ABOUT).is_file() and read_json(out / ABOUT, dict).get("identity") == identity:
+        show(out, read_json(out / ABOUT, dict), "was evaluated before")
+        return
+    if out.exists() and not options.overwrite:
+        raise ConfigError(f"out={out} holds something else. Type another out, or overwrite=true to replace it.")
+    started = time.time()
+    with Unfinished(out, identity, options.overwrite) as unfinished:
+        engines = [summary.OWN, *([summary.COMMON] if options.common and not found.is_common else [])]
+        left_out = {engine: answer(options, found, asked, engine, unfinished) for engine in engines}[summary.OWN]
+        rows = gather(unfinished.folder)
+        about = {
+            "schema": SCHEMA,
+            "identity": identity,
+            "subject": found.said,
+            "run_seed": found.cfg.seed,
+            "own_is_common": found.is_common,
+            "notes": notes(options, found, asked, left_out),
+            "benchmarks": {one.name: benchmarks.about(one) | {"too_long": left_out[one.name]} for one in asked},
+            "results": summary.by_engine(rows),
+            "seconds": round(time.time() - started, 1),
+            "environment": environment(),
+        }
+        replace_file(unfinished.folder / ROWS, rows.to_parquet(index=False))
+        replace_file(unfinished.folder / ABOUT, json.dumps(about, indent=1, allow_nan=False).encode() + b"\n")
+        for file in parts_in(unfinished.folder):
+            file.unlink()
+        unfinished.finish()
+    show(out, about, "is evaluated")
+
+
+def identity_of(options: AccuracyOptions, found: Subject, asked: Sequence[Benchmark]) -> dict[str, Any]:
+    """What decides the answers, by the names that the user types."""
+    cfg, device = found.cfg, policy.device_of(found.cfg.device)
+    return {
+        "model": cfg.model.path, "revision": cfg.model.revision, "weights": subject.weight_files(cfg),
+        "format": cfg.format.name, "lora": [cfg.lora.rank, cfg.lora.alpha], "adapter": found.adapter_sha256,
+        "rollout": cfg.rollout.engine, "device": device.type, "dtype": str(policy.compute_dtype(cfg, device)),
+        "batch_size": cfg.rollout.batch_size, "common": options.common,
+        "benchmarks": {one.name: benchmarks.about(one) for one in asked}, "questions": options.questions,
+        "temperature": options.temperature, "top_p": options.top_p, "seed": cfg.seed,
+        "max_prompt_tokens": cfg.rollout.max_prompt_tokens,
+        "max_completion_tokens": cfg.rollout.max_completion_tokens,
+    }  # fmt: skip
+
+
+def folder_of(options: AccuracyOptions, found: Subject, identity: Any, asked: Sequence[Benchmark]) -> Path:
+    """`out`, or one of this configuration's own: below the run, or below evaluations/ here."""
+    if options.out:
+        return Path(options.out).expanduser().absolute()
+    key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:8]
+    above = Path(options.run).expanduser() if options.run else Path()
+    below = Path("evaluations") if options.run else Path("evaluations") / found.cfg.model.name
+    return (above / below / f"{'+'.join(one.name for one in asked)}-{key}").absolute()
+
+
+def answer(
+    options: AccuracyOptions, found: Subject, asked: Sequence[Benchmark], engine: str, unfinished: Unfinished
+) -> dict[str, int]:
+    """Answer what is not answered yet by one engine. Returns of each benchmark the questions that are too long."""
+    limit = found.cfg.rollout.max_prompt_tokens
+    with opened(found, engine) as (loaded, sampler):
+        fitting = {one.name: one.fitting(loaded, limit) for one in asked}
+        parts = [part for one in asked for part in split(one, engine, fitting[one.name], found)]
+        total = sum(len(part.questions) * part.benchmark.samples for part in parts)
+        done = sum(len(p.questions) * p.benchmark.samples for p in parts if unfinished.has(p.file))
+        with terminal.Amount(f"{engine} engine", total, done, unit="completion") as bar:
+            for part in parts:
+                if not unfinished.has(part.file):
+                    rows = answered(options, found, part, loaded, sampler, bar)
+                    replace_file(unfinished.folder / part.file, rows.to_parquet(index=False))
+                    unfinished.note(part.file)
+    return {one.name: len(one.questions) - len(fitting[one.name]) for one in asked}
+
+
+@contextmanager
+def opened(found: Subject, engine: str) -> Iterator[tuple[Policy, Engine]]:
+    """Load the subject, dequantized for the common engine, and build its sampler: no noise, with the adapter."""
+    with nullcontext(found) if engine == summary.OWN else subject.dequantized(found) as one:
+        loaded = subject.load(one)
+        with closing(rollout.build(one.cfg, loaded)) as sampler:
+            yield loaded, sampler
+
+
+def split(benchmark: Benchmark, engine: str, questions: Sequence[Question], found: Subject) -> list[Part]:
+    """Parts of about as many completions as are generated at once; vLLM, which refills, gets four times as many."""
+    at_once = found.cfg.rollout.batch_size * (1 if found.cfg.rollout.engine == "transformers" else 4)
+    size = max(1, at_once // benchmark.samples)
+    begins = range(0, len(questions), size)
+    return [Part(benchmark, engine, n, questions[begin : begin + size]) for n, begin in enumerate(begins)]
+
+
+def answered(
+    options: AccuracyOptions, found: Subject, part: Part, loaded: Policy, sampler: Engine, bar: terminal.Amount
+) -> pd.DataFrame:
+    """Ask one part. Its draw is the same of every arm and engine, and follows the seed, the benchmark and the part."""
+    seed = seed_of(found.cfg.seed, part.benchmark.name, part.number)
+    sampling = Sampling(found.cfg.rollout.max_completion_tokens, seed, options.temperature, options.top_p)
+    task, samples = part.benchmark.task, part.benchmark.samples
+    try:
+        rows = ask(sampler, loaded, task, part.questions, samples, sampling, bar.advance).rows
+    except EngineFailed as error:
+        raise ValueError(f"{first_line(error)} The same command goes on where it stopped.") from error
+    prompts = [hashlib.sha256(json.dumps(task.messages(one)).encode()).hexdigest()[:16] for one in part.questions]
+    rows.insert(0, "prompt_sha256", [prompt for prompt in prompts for _ in range(samples)])
+    rows.insert(0, "engine", part.engine)
+    rows.insert(0, "benchmark", part.benchmark.name)
+    return rows
+
+
+def parts_in(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.glob("*-*-*.parquet"))
+
+
+def gather(folder: Path) -> pd.DataFrame:
+    """All answers: the own engine's before the common one's, benchmark by benchmark, in the order asked."""
+    rows = pd.concat([pd.read_parquet(file) for file in parts_in(folder)], ignore_index=True)
+    return rows.sort_values("engine", ascending=False, kind="stable", ignore_index=True)
+
+
+def notes(options: AccuracyOptions, found: Subject, asked: Sequence[Benchmark], left_out: dict[str, int]) -> list[str]:
+    """Say what a reader of the table must know."""
+    limit = found.cfg.rollout.max_prompt_tokens
+    said = [f"{one.name}: {line}" for one in asked for line in one.task.warnings]
+    said += [
+        f"{name}: {count} questions are longer than max_prompt_tokens={limit}, and left out"
+        for name, count in left_out.items() if count
+    ]  # fmt: skip
+    if options.run and found.adapter is None:
+        said.append("adapter=false: the base of the run alone")
+    if found.adapter is not None and subject.is_zero(found.adapter):
+        said.append("the adapter is all zero: these are the answers of the base alone")
+    if options.common and found.is_common:
+        said.append(f"its own engine is the common one: {found.cfg.format.name} is dense")
+    few = [one.name for one in asked if one.name in SMALL and one.samples < SMALL_SAMPLES]
+    if few:
+        said.append(
+            f"{', '.join(few)}: 30 or 40 questions with fewer than {SMALL_SAMPLES} samples each say little; read the "
+            f"error, or type samples={SMALL_SAMPLES} and a temperature above 0"
+        )
+    return said
+
+
+def show(out: Path, about: dict[str, Any], what: str) -> None:
+    """Print the table, the notes and where the answers are."""
+    identity = about["identity"]
+    drawn = f"temperature {identity['temperature']:g}, top-p {identity['top_p']:g}, seed {identity['seed']}"
+    how = "greedy" if identity["temperature"] == 0 else drawn
+    print(f"{about['subject']} {what}: {identity['format']}, {identity['rollout']}, no noise, {how}\n")
+    print(summary.table(about["results"]))
+    for note in about["notes"]:
+        print(f"note: {note}")
+    print(f"\nanswers: {terminal.near(out)}  ({ROWS}, {ABOUT})")

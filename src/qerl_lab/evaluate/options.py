@@ -1,0 +1,126 @@
+"""Options of `python -m qerl_lab.evaluate accuracy|compare`, and the rules that span them. Imports no torch."""
+
+from dataclasses import dataclass
+
+from qerl_lab.config.files import choices_of
+from qerl_lab.config.option import ConfigError, did_you_mean, option
+from qerl_lab.config.schema import ENGINES, EvalConfig
+
+DEVICES = ("auto", "cpu", "cuda")
+SMALL = ("aime24", "aime25", "amc23")  # 30 or 40 questions: one sample of each says little
+SMALL_SAMPLES = 16
+
+
+@dataclass
+class AccuracyOptions:
+    run: str = option("", "directory of a finished run: its base, in its format, with its final adapter")
+    model: str = option("", "or a model alone: Hugging Face id, local directory, FILE.gguf, or `pocket`")
+    revision: str | None = option(None, "model=: branch, tag or commit on the hub; null is the newest")
+    format: str | None = option(
+        None, "model=: weight format; null is the one that it is stored in, bf16 of a dense one"
+    )
+    adapter: bool = option(True, "run=: with the adapter; false is the base alone, as before training")
+    benchmarks: list[str] = option([], "tasks, NAME or NAME:PATH (as task.path); none is the run's own task")
+    questions: int = option(0, "first questions of each; 0: all", at_least=0)
+    samples: int | None = option(
+        None, f"samples of a question; null is {EvalConfig().samples}, {SMALL_SAMPLES} of AIME and AMC, 1 if greedy",
+        at_least=1, at_most=4096,
+    )  # fmt: skip
+    temperature: float = option(
+        EvalConfig().temperature, "sampling temperature (Sec. 4.1: 0.6); 0 is greedy", at_least=0, at_most=100
+    )
+    top_p: float = option(EvalConfig().top_p, "nucleus sampling (Sec. 4.1: 0.95)", above=0, at_most=1)
+    seed: int | None = option(None, "of the draw; null is the run's, 0 of a model", at_least=0, at_most=2**32 - 1)
+    instruction: str | None = option(None, "system message; null is the run's, or the one of the task's YAML")
+    max_prompt_tokens: int | None = option(
+        None, "longer questions are left out, and counted; null is the run's", at_least=1
+    )
+    max_completion_tokens: int | None = option(None, "longest completion; null is the run's", at_least=1)
+    common: bool = option(
+        False, "also through the engine that all arms share: the base dequantized to BF16, and adapter"
+    )
+    rollout: str | None = option(None, "engine; null is the run's, transformers of a model", choices=ENGINES)
+    device: str = option("auto", "auto takes a GPU if there is one", choices=DEVICES)
+    batch_size: int | None = option(None, "most completions generated at once; null is the run's", at_least=1)
+    out: str | None = option(None, "directory to write; null is one of its own below the run, or below evaluations/")
+    overwrite: bool = option(False, "replace what another configuration wrote to `out`")
+
+
+def check_accuracy(options: AccuracyOptions) -> None:
+    """Raise ConfigError at the first combination that cannot be. Reads no file."""
+    for rule in (_one_subject, _of_a_model, _known_benchmarks, _greedy_once):
+        rule(options)
+
+
+def _one_subject(options: AccuracyOptions) -> None:
+    if bool(options.run) == bool(options.model):
+        given = (
+            f"run={options.run} and model={options.model} are given" if options.run else "neither run= nor model= is"
+        )
+        raise ConfigError(f"{given}; allowed: one of them. Type for example run=RUN_DIR, or model=pocket.")
+    if options.model and not options.benchmarks:
+        raise ConfigError(
+            f"benchmarks= is missing, and model={options.model} has no task. Type for example benchmarks=gsm8k."
+        )
+
+
+def _of_a_model(options: AccuracyOptions) -> None:
+    of_model = (("format", options.format), ("revision", options.revision))
+    for key, value in of_model if options.run else ():
+        if value is not None:
+            raise ConfigError(f"{key}={value} is of a model, and run={options.run} has its own. Leave {key} out.")
+    if options.model and not options.adapter:
+        raise ConfigError(f"adapter=false is of a run, and model={options.model} has no adapter. Leave adapter out.")
+
+
+def _known_benchmarks(options: AccuracyOptions) -> None:
+    allowed, names = choices_of("task"), [split(spec)[0] for spec in options.benchmarks]
+    for name in names:
+        if name not in allowed:
+            hint = did_you_mean(name, allowed)
+            raise ConfigError(
+                f"{name} in benchmarks=[{','.join(options.benchmarks)}] is no task; allowed: {', '.join(allowed)}, "
+                f"each alone or as NAME:PATH.{hint} Type for example benchmarks=gsm8k."
+            )
+        if names.count(name) > 1:
+            raise ConfigError(
+                f"{name} is in benchmarks {names.count(name)} times. Type it once, another in a second command."
+            )
+
+
+def _greedy_once(options: AccuracyOptions) -> None:
+    if options.temperature == 0 and (options.samples or 1) > 1:
+        raise ConfigError(
+            f"samples={options.samples} with temperature=0 would be one answer again and again. Type samples=1, or "
+            f"temperature={EvalConfig().temperature}."
+        )
+
+
+def split(spec: str) -> tuple[str, str | None]:
+    """NAME and PATH of `NAME:PATH` or `NAME`."""
+    name, sign, path = spec.partition(":")
+    return name, path if sign else None
+
+
+def samples_of(options: AccuracyOptions, name: str) -> int:
+    """Samples of each question of a benchmark."""
+    if options.samples is not None:
+        return options.samples
+    if options.temperature == 0:
+        return 1
+    return SMALL_SAMPLES if name in SMALL else EvalConfig().samples
+
+
+@dataclass
+class CompareOptions:
+    csv: str | None = option(None, "file to write, a row a question: its difference")
+    directories: list[str] = option([], "A and B: directories of evaluations or of their runs, or above several seeds")
+
+
+def check_compare(options: CompareOptions) -> None:
+    """Raise ConfigError unless there are two directories."""
+    if len(options.directories) != 2:
+        raise ConfigError(
+            f"{len(options.directories)} directories are given; allowed: two, A and B. "
+            "Type python -m qerl_lab.evaluate compare A B."
+        )

@@ -1,0 +1,173 @@
+"""What an evaluation is of: a run's base and final adapter, or a model alone; in its own format, or dequantized."""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import save_torch_state_dict
+from peft import get_peft_model_state_dict
+from safetensors.torch import load_file
+
+from qerl_lab import preflight
+from qerl_lab.config.option import ConfigError
+from qerl_lab.config.schema import DENSE_FORMAT, RunConfig
+from qerl_lab.evaluate.options import AccuracyOptions
+from qerl_lab.model import on_disk, policy
+from qerl_lab.model.files import local_folder, read_json
+from qerl_lab.model.linear import PackedLinear
+from qerl_lab.model.loading import stored_as
+from qerl_lab.model.policy import Policy
+from qerl_lab.record.directory import RunDirectory
+from qerl_lab.rollout.vllm.base import base_tensors, scratch_folder
+
+ADAPTER = "adapter_model.safetensors"
+LONGEST = 4096  # tokens of a completion of a model that is no run's, where its context has room
+
+
+@dataclass(frozen=True)
+class Subject:
+    """`cfg` loads and asks it. `adapter` is the folder of its adapter; None for the base alone."""
+
+    said: str
+    cfg: RunConfig
+    adapter: Path | None
+
+    @property
+    def adapter_sha256(self) -> str:
+        """Of the adapter's weights; `none` without one."""
+        return "none" if self.adapter is None else hashlib.sha256((self.adapter / ADAPTER).read_bytes()).hexdigest()
+
+    @property
+    def is_common(self) -> bool:
+        """Whether its own engine is the one that all arms share."""
+        return self.cfg.format.name == DENSE_FORMAT
+
+
+def subject_of(options: AccuracyOptions) -> Subject:
+    """Find what the options name. Raises ConfigError where it is not there, or cannot be asked so."""
+    found = _of_run(options) if options.run else _of_model(options)
+    cfg, rollout = found.cfg, found.cfg.rollout
+    cfg.device, cfg.gpus = options.device, 1
+    rollout.engine = options.rollout or rollout.engine
+    rollout.batch_size = options.batch_size or rollout.batch_size
+    rollout.max_prompt_tokens = options.max_prompt_tokens or rollout.max_prompt_tokens
+    rollout.max_completion_tokens = options.max_completion_tokens or rollout.max_completion_tokens
+    cfg.seed = cfg.seed if options.seed is None else options.seed
+    if options.common and rollout.engine == "vllm_server":
+        raise ConfigError(
+            "common=true with rollout=vllm_server: the server has the base that it was started with. Type "
+            "rollout=transformers or rollout=vllm."
+        )
+    if policy.device_of(cfg.device).type == "cpu":  # a run from a GPU may have what a CPU has not
+        cfg.model.attention = "sdpa" if cfg.model.attention == "flash_attention_2" else cfg.model.attention
+    elif cfg.format.dense_cache == "on":
+        cfg.format.dense_cache = "auto"
+    preflight.check_engine(cfg)
+    return found
+
+
+def _of_run(options: AccuracyOptions) -> Subject:
+    directory = RunDirectory(Path(options.run).expanduser())
+    if not directory.is_claimed:
+        raise ConfigError(f"run={options.run} is no directory of a run. Type one that holds resolved.yaml.")
+    cfg, said = directory.config(), f"run {options.run}"
+    if not options.adapter:
+        return Subject(f"{said}, its base alone", cfg, None)
+    if directory.status != "done" or not (directory.adapter / ADAPTER).is_file():
+        raise ConfigError(
+            f"run={options.run} has no final adapter ({directory.status}); allowed: finished runs, whose last step "
+            f"counts and not their best. Type python -m qerl_lab resume={options.run} first, or adapter=false for its "
+            "base alone."
+        )
+    return Subject(said, cfg, directory.adapter)
+
+
+def _of_model(options: AccuracyOptions) -> Subject:
+    cfg, said = RunConfig(), f"model={options.model}"
+    folder = local_folder(options.model, options.revision, key="model")
+    on_disk.check_files(folder, said)
+    on_disk.check_chat_template(folder, said)
+    try:
+        stored = stored_as(folder)
+    except ValueError as error:
+        raise ConfigError(f"{said} cannot be read ({error}). Type another model.") from None
+    cfg.model = replace(cfg.model, name=Path(options.model).name, path=options.model, revision=options.revision)
+    cfg.format.name = options.format or DENSE_FORMAT
+    if stored is not None and options.format is None:
+        own = {key: value for key, value in vars(stored.weight_format).items() if value is not None}
+        cfg.format = replace(cfg.format, name=stored.weight_format.NAME, ignore=list(stored.ignore), **own)
+    context = on_disk.context_tokens(read_json(folder / "config.json"))
+    if context is not None:
+        cfg.rollout.max_completion_tokens = min(LONGEST, context // 2)
+        cfg.rollout.max_prompt_tokens = context - cfg.rollout.max_completion_tokens
+    return Subject(f"{said} in {cfg.format.name}", cfg, None)
+
+
+def load(subject: Subject) -> Policy:
+    """Load base and adapter. Raises ConfigError for a model that cannot be loaded, or an adapter of another one."""
+    cfg = subject.cfg
+    if cfg.cpu_threads:
+        torch.set_num_threads(cfg.cpu_threads)
+    loaded = policy.build(cfg, policy.device_of(cfg.device))
+    if subject.adapter is not None:
+        _check_adapter(loaded, subject.adapter)
+        policy.load_adapter(loaded.model, subject.adapter)
+    return loaded
+
+
+def _check_adapter(loaded: Policy, folder: Path) -> None:
+    """Raise ConfigError unless the adapter has every matrix of the policy's, no other, and the same shapes."""
+    own = {name: tuple(tensor.shape) for name, tensor in get_peft_model_state_dict(loaded.model).items()}
+    held = {name: tuple(tensor.shape) for name, tensor in load_file(folder / ADAPTER).items()}
+    if differ := sorted(name for name in own.keys() | held.keys() if own.get(name) != held.get(name)):
+        name = differ[0]
+        raise ConfigError(
+            f"the adapter in {folder} is of another model or rank: {len(differ)} matrices differ, the first {name}, "
+            f"{held.get(name, 'missing')} there and {own.get(name, 'missing')} in the model. Check model.path."
+        )
+
+
+def is_zero(adapter: Path) -> bool:
+    """Whether the adapter changes nothing: one matrix of each product is zero throughout."""
+    tensors = load_file(adapter / ADAPTER)
+    return not any(tensor.any() for name, tensor in tensors.items() if "lora_B" in name)
+
+
+@contextmanager
+def dequantized(subject: Subject) -> Iterator[Subject]:
+    """Yield the same subject on its base dequantized to bfloat16, a checkpoint in memory or on disk for so long.
+
+    What the format leaves dense stays as it was loaded.
+    """
+    loaded = policy.build(subject.cfg, policy.device_of(subject.cfg.device))
+    tensors = base_tensors(loaded)
+    for name, module in list(loaded.model.get_base_model().named_modules()):
+        if isinstance(module, PackedLinear):
+            plain = name.removesuffix(".base_layer")
+            for key in module.packed():
+                del tensors[f"{plain}.{key}"]
+            shape = module.out_features, module.in_features
+            tensors[f"{plain}.weight"] = module.weight_format.dequantize(module.packed(), shape, torch.bfloat16)
+    own = local_folder(subject.cfg.model.path, subject.cfg.model.revision)
+    config = {key: value for key, value in read_json(own / "config.json").items() if key != "quantization_config"}
+    with scratch_folder(sum(tensor.nbytes for tensor in tensors.values())) as folder:
+        save_torch_state_dict(tensors, folder)
+        loaded.tokenizer.save_pretrained(folder)
+        loaded.model.generation_config.save_pretrained(folder)  # its end tokens
+        (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        del loaded, tensors
+        model = replace(subject.cfg.model, path=str(folder), revision=None)
+        cfg = replace(subject.cfg, model=model, format=replace(subject.cfg.format, name=DENSE_FORMAT))
+        yield replace(subject, cfg=cfg)
+
+
+def weight_files(cfg: RunConfig) -> dict[str, Any]:
+    """Name, size and time of change of every weight file of the base."""
+    folder = local_folder(cfg.model.path, cfg.model.revision)
+    stats = {file.name: file.stat() for file in sorted(folder.glob("*.safetensors"))}
+    return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}

@@ -1,0 +1,84 @@
+"""What the answers of an evaluation say: of each benchmark and engine, and as a table."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from qerl_lab.evaluate.passes import pass_at, powers_of_two
+from qerl_lab.report.stats import share_interval
+from qerl_lab.terminal import columns
+
+Summary = dict[str, Any]
+OWN, COMMON = "own", "common"
+SCHEMA = 1  # of both files
+ROWS, ABOUT = "eval.parquet", "evaluation.json"
+
+
+def shares(rows: pd.DataFrame) -> pd.Series:
+    """Mean accuracy of each question over its samples, by the question's id, in the order asked."""
+    return rows.groupby("id", sort=False)["accuracy"].mean()
+
+
+def passes_of(rows: pd.DataFrame, k: int) -> pd.Series:
+    """pass@k of each question, by its id. A sample counts where its accuracy is 1."""
+    right = (rows["accuracy"] >= 1).groupby(rows["id"], sort=False).sum()
+    return pd.Series(pass_at(k, right.to_numpy(), int(rows["draw"].max()) + 1), right.index)
+
+
+def summarize(rows: pd.DataFrame) -> Summary:
+    """Sum up the answers to one benchmark by one engine, from `accuracy.Answers.rows`.
+
+    `accuracy` is the mean over questions and samples (avg@k), `low` and `high` its interval of 95%. `standard_error`
+    is over questions as they differ and are drawn; `standard_error_of_draws`, of two samples or more, what asking the
+    same questions again would change.
+    """
+    samples, of_questions = int(rows["draw"].max()) + 1, shares(rows)
+    mean, low, high = share_interval(of_questions.to_numpy(), samples)
+    passes = {k: share_interval(passes_of(rows, k).to_numpy(), samples) for k in powers_of_two(samples)}
+    draws = rows.groupby("id", sort=False)["accuracy"].var(ddof=1) if samples > 1 else None
+    count = len(of_questions)
+    return {
+        "questions": count,
+        "samples": samples,
+        "accuracy": mean,
+        "low": low,
+        "high": high,
+        "standard_error": float(of_questions.std(ddof=1) / math.sqrt(count)) if count > 1 else None,
+        "standard_error_of_draws": None if draws is None else float(np.sqrt((draws / samples).sum()) / count),
+        "pass_at": {str(k): dict(zip(("mean", "low", "high"), found, strict=True)) for k, found in passes.items()},
+        "format": float(rows["format"].mean()),
+        "completion_tokens": float(rows["tokens"].mean()),
+        "truncated": float(rows["truncated"].mean()),
+    } | ({"unparsed": float(rows["unparsed"].mean())} if "unparsed" in rows else {})
+
+
+def by_engine(rows: pd.DataFrame) -> dict[str, dict[str, Summary]]:
+    """`summarize` by benchmark and engine."""
+    groups = rows.groupby(["benchmark", "engine"], sort=False)
+    found: dict[str, dict[str, Summary]] = {}
+    for (benchmark, engine), part in groups:
+        found.setdefault(str(benchmark), {})[str(engine)] = summarize(part)
+    return found
+
+
+def table(results: dict[str, dict[str, Summary]]) -> str:
+    """The lines that the command prints: a row a benchmark and engine."""
+    most = max(one["samples"] for engines in results.values() for one in engines.values())
+    head = ["benchmark", "engine", "questions", "samples", "accuracy, 95% interval", "error", "format", "tokens", "cut"]
+    rows = [[*head[:6], *(["pass@k"] if most > 1 else []), *head[6:]]]
+    for benchmark, engines in results.items():
+        for engine, one in engines.items():
+            error = one["standard_error"]
+            cells = [benchmark, engine, f"{one['questions']:,}", str(one["samples"])]
+            cells += [f"{one['accuracy']:.3f} [{one['low']:.3f}, {one['high']:.3f}]"]
+            cells += ["-" if error is None else f"{error:.3f}"]
+            cells += [_passes(one)] if most > 1 else []
+            rows.append([*cells, f"{one['format']:.3f}", f"{one['completion_tokens']:.1f}", f"{one['truncated']:.3f}"])
+    return columns(rows)
+
+
+def _passes(one: Summary) -> str:
+    """`@2 0.500  @4 0.625`: all but pass@1, which is the accuracy where samples are right or wrong."""
+    return "  ".join(f"@{k} {found['mean']:.3f}" for k, found in one["pass_at"].items() if k != "1") or "-"

@@ -1,0 +1,76 @@
+"""`python -m qerl_lab.evaluate` as a process: on the embedded policy, and killed at the worst moments.
+
+Starting Python costs seconds, so the ones that are to be killed are forked from a server that has imported everything.
+"""
+
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.integration
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(["qerl_lab.evaluate.examination"])
+WORDS = [
+    "accuracy", "model=pocket", "benchmarks=arithmetic", "questions=12", "samples=2", "max_completion_tokens=24",
+    "batch_size=8", "device=cpu", "common=true", "format=nvfp4", "out=out",
+]  # fmt: skip
+
+
+def run(folder: Path, moment: str = "", call: int = 0) -> None:
+    """The command, killed before its `call`-th call of `moment`."""
+    os.chdir(folder)
+    with (folder / "output.txt").open("ab", buffering=0) as out:
+        os.dup2(out.fileno(), 1), os.dup2(out.fileno(), 2)
+    from qerl_lab.evaluate import __main__ as evaluate
+    from qerl_lab.record.partial import Unfinished
+
+    if moment:
+        original, calls = getattr(Unfinished, moment), iter(range(1, 100))
+
+        def deadly(*args: Any) -> Any:
+            if next(calls) == call:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return original(*args)
+
+        setattr(Unfinished, moment, deadly)
+    sys.exit(evaluate.main(WORDS))
+
+
+def ended(folder: Path, *moment: Any) -> int:
+    process = SERVER.Process(target=run, args=(folder, *moment))
+    process.start()
+    process.join(300)
+    return process.exitcode
+
+
+def test_an_evaluation_that_is_killed_goes_on_and_ends_the_same(tmp_path: Path) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    whole.mkdir(), killed.mkdir()
+    assert ended(whole) == 0, (whole / "output.txt").read_text()
+    moments = [("note", 2), ("note", 1), ("note", 3), ("finish", 1)]  # a part is written and not noted; all is written
+    for moment in moments:
+        assert ended(killed, *moment) == -signal.SIGKILL, (killed / "output.txt").read_text()
+        assert not (killed / "out").exists()
+    assert ended(killed) == 0, (killed / "output.txt").read_text()
+    assert (killed / "out" / "eval.parquet").read_bytes() == (whole / "out" / "eval.parquet").read_bytes()
+    assert sorted(path.name for path in killed.iterdir()) == ["out", "output.txt"]
+
+
+def test_the_command_prints_a_table_and_writes_what_it_says(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "qerl_lab.evaluate", *WORDS[:5], "max_completion_tokens=24", "device=cpu"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    head, row = done.stdout.split("\n\n")[1].splitlines()
+    assert head.split()[:4] == ["benchmark", "engine", "questions", "samples"]
+    assert row.split()[:4] == ["arithmetic", "own", "12", "2"]
+    (folder,) = (tmp_path / "evaluations" / "pocket").iterdir()
+    about = json.loads((folder / "evaluation.json").read_text())
+    assert f"{about['results']['arithmetic']['own']['accuracy']:.3f}" in row
+    assert f"answers: evaluations/pocket/{folder.name}" in done.stdout

@@ -1,0 +1,234 @@
+"""`python -m qerl_lab.evaluate accuracy`: what is loaded, what is asked, what is refused, what is written."""
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from finished_runs import make_finished
+from qerl_lab import rollout, tasks
+from qerl_lab.evaluate import __main__ as evaluate
+from qerl_lab.evaluate import examination, subject
+from qerl_lab.evaluate.options import AccuracyOptions, samples_of
+from qerl_lab.evaluate.subject import ADAPTER
+from qerl_lab.evaluate.summary import ABOUT, ROWS
+from qerl_lab.quantize import __main__ as quantize
+from qerl_lab.rollout.engine import EngineFailed, Sampling
+
+MATH500 = '{"problem": "What is $1+1$?", "answer": "2", "unique_id": "a/1"}\n'
+AIME = '{"problem": "What is 1+1?", "answer": "2", "id": 1}\n'
+
+
+@pytest.fixture(scope="module")
+def run_dir(tiny, build_policy, tmp_path_factory) -> Path:
+    """A finished run in NVFP4, at most 16 tokens, whose adapter is far from zero."""
+    cfg = tiny(format__name="nvfp4", rollout__batch_size=8)
+    return make_finished(tmp_path_factory.mktemp("runs") / "run", cfg, build_policy(cfg))
+
+
+def go(*words: str) -> int:
+    return evaluate.main(["accuracy", "device=cpu", *words])
+
+
+def read(out: Path) -> tuple[pd.DataFrame, dict[str, Any]]:
+    return pd.read_parquet(out / ROWS), json.loads((out / ABOUT).read_text())
+
+
+def test_a_run_is_asked_with_its_adapter_and_without_noise(run_dir, build_policy, tmp_path, capsys) -> None:
+    """The rows are those of the policy that the run ended with, sampled directly, the same draw."""
+    out = tmp_path / "out"
+    assert go(f"run={run_dir}", "questions=4", "samples=2", "temperature=1.0", "top_p=1.0", f"out={out}") == 0
+    rows, about = read(out)
+    cfg = subject.RunDirectory(run_dir).config()
+    learner = build_policy(cfg)  # draws the same adapter as the run's
+    task = tasks.load(cfg.task)
+    prompts = [learner.prompt_ids(task.messages(question)) for question in task.heldout[:4]]
+    sampling = Sampling(16, examination.seed_of(0, "arithmetic", 0), 1.0, 1.0)
+    ids = rollout.build(cfg, learner).generate(prompts, 2, sampling).completion_ids_P_G
+    assert rows["completion"].tolist() == [learner.decode(one) for group in ids for one in group]
+    assert rows["id"].tolist() == [question.id for question in task.heldout[:4] for _ in range(2)]
+    assert rows["tokens"].tolist() == [len(one) for group in ids for one in group]
+    assert about["results"]["arithmetic"]["own"]["questions"] == 4
+    assert "run" in capsys.readouterr().out
+    assert go(f"run={run_dir}", "questions=4", "samples=2", "temperature=1.0", "top_p=1.0", "adapter=false") == 0
+    (base,) = (run_dir / "evaluations").iterdir()
+    assert read(base)[0]["completion"].tolist() != rows["completion"].tolist()
+    assert "note: adapter=false: the base of the run alone" in capsys.readouterr().out
+    shutil.rmtree(run_dir / "evaluations")
+
+
+def test_every_configuration_has_its_own_directory_and_is_asked_once(run_dir, capsys) -> None:
+    words = [f"run={run_dir}", "questions=3", "samples=1"]
+    for further, count in (([], 1), (["seed=5"], 2), (["temperature=0"], 3), ([], 3)):
+        assert go(*words, *further) == 0
+        assert len(list((run_dir / "evaluations").iterdir())) == count
+    assert "was evaluated before" in capsys.readouterr().out
+    (first, *_) = sorted((run_dir / "evaluations").iterdir())
+    assert go(*words, "seed=7", f"out={first}") == 2
+    assert "holds something else. Type another out, or overwrite=true" in capsys.readouterr().err
+    assert go(*words, "seed=7", f"out={first}", "overwrite=true") == 0
+    assert read(first)[1]["identity"]["seed"] == 7
+    shutil.rmtree(run_dir / "evaluations")
+
+
+def test_the_common_engine_is_the_dequantized_base_with_the_adapter(run_dir, build_policy, tmp_path) -> None:
+    """Its logits are those of the packed base to rounding in bfloat16, and not to the bit."""
+    found = subject.subject_of(AccuracyOptions(run=str(run_dir), device="cpu"))
+    own = subject.load(found)
+    ids = torch.tensor([own.prompt_ids([{"role": "user", "content": "Ann has 2 pens."}])])
+    with torch.no_grad(), subject.dequantized(found) as common:
+        other = subject.load(common)
+        assert common.is_common
+        assert not found.is_common
+        assert other.end_ids() == own.end_ids()
+        packed, dense = own.model(input_ids=ids).logits, other.model(input_ids=ids).logits
+        without = other.model.get_base_model()
+        with other.model.disable_adapter():
+            base = without(input_ids=ids).logits
+    assert 0 < (packed - dense).abs().max() < 0.05
+    assert (dense - base).abs().max() > 0.5, "the adapter acts"
+    assert not Path(common.cfg.model.path).exists(), "the copy is gone"
+
+
+def test_both_engines_are_in_the_table(run_dir, tmp_path, capsys) -> None:
+    assert go(f"run={run_dir}", "questions=3", "samples=2", "common=true", f"out={tmp_path / 'out'}") == 0
+    rows, about = read(tmp_path / "out")
+    assert list(about["results"]["arithmetic"]) == ["own", "common"]
+    assert rows.groupby("engine", sort=False).size().to_dict() == {"own": 6, "common": 6}
+    assert rows["prompt_sha256"].nunique() == 3
+    assert re.search(r"arithmetic +common +3 +2 ", capsys.readouterr().out)
+
+
+def test_an_adapter_that_is_all_zero_is_said(tiny, tmp_path, capsys, run_dir) -> None:
+    copy = shutil.copytree(run_dir, tmp_path / "run")
+    file = copy / "adapter" / ADAPTER
+    tensors = load_file(file)
+    save_file({name: t.zero_() if "lora_B" in name else t for name, t in tensors.items()}, file)
+    assert go(f"run={copy}", "questions=2", "samples=1") == 0
+    assert "note: the adapter is all zero: these are the answers of the base alone" in capsys.readouterr().out
+
+
+def drop(copy: Path) -> None:
+    (copy / "adapter" / ADAPTER).unlink()
+
+
+def lose_a_matrix(copy: Path) -> None:
+    file = copy / "adapter" / ADAPTER
+    tensors = load_file(file)
+    tensors.pop(next(iter(tensors)))
+    save_file(tensors, file)
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (drop, "has no final adapter (done); allowed: finished runs, whose last step counts and not their best."),
+        (lambda copy: (copy / "DONE").unlink(), "has no final adapter (interrupted)"),
+        (lose_a_matrix, "is of another model or rank: 1 matrices differ, the first base_model"),
+        (lambda copy: (copy / "resolved.yaml").unlink(), "is no directory of a run"),
+    ],
+)
+def test_a_run_without_a_whole_final_adapter_is_refused(run_dir, tmp_path, capsys, damage: Callable, said: str) -> None:
+    copy = shutil.copytree(run_dir, tmp_path / "run")
+    damage(copy)
+    assert go(f"run={copy}", "questions=2", "samples=1") == 2
+    err = capsys.readouterr().err
+    assert said in err
+    assert err.count("\n") == 1
+
+
+def test_several_benchmarks_each_from_its_own_file(tmp_path, capsys) -> None:
+    (tmp_path / "math.jsonl").write_text(MATH500 + MATH500.replace("a/1", "a/2"))
+    (tmp_path / "aime.jsonl").write_text(AIME)
+    specs = f"math500:{tmp_path / 'math.jsonl'},aime24:{tmp_path / 'aime.jsonl'},arithmetic"
+    out = tmp_path / "out"
+    words = ["model=pocket", f"benchmarks={specs}", "questions=2", "max_completion_tokens=4", f"out={out}"]
+    assert go(*words, "max_prompt_tokens=256") == 0
+    rows, about = read(out)
+    counted = {name: one["own"]["samples"] for name, one in about["results"].items()}
+    assert counted == {"math500": 4, "aime24": 16, "arithmetic": 4}
+    assert about["benchmarks"]["arithmetic"]["instruction"].startswith("Reply as <think>")
+    assert about["benchmarks"]["math500"]["instruction"].startswith("Solve the following")
+    assert rows["truncated"].all()
+    assert "bf16, transformers, no noise, temperature 0.6, top-p 0.95, seed 0" in capsys.readouterr().out
+
+
+def test_questions_that_are_too_long_are_counted(capsys, tmp_path) -> None:
+    long = MATH500.replace("a/1", "a/2").replace("$1+1$", "$1+1$ " * 200)
+    (tmp_path / "math.jsonl").write_text(MATH500 + long)
+    words = ["model=pocket", f"benchmarks=math500:{tmp_path / 'math.jsonl'}", "max_completion_tokens=4", "samples=1",
+             f"out={tmp_path / 'out'}", "instruction=x"]  # fmt: skip
+    assert go(*words, "max_prompt_tokens=64") == 0
+    assert "math500: 1 questions are longer than max_prompt_tokens=64, and left out" in capsys.readouterr().out
+    assert read(tmp_path / "out")[1]["benchmarks"]["math500"]["too_long"] == 1
+    assert go(*words, "max_prompt_tokens=4", "overwrite=true") == 2
+    assert "max_prompt_tokens=4 leaves out all 2 questions of math500" in capsys.readouterr().err
+
+
+def test_a_packed_model_is_asked_in_its_own_format(tmp_path, capsys) -> None:
+    packed = tmp_path / "packed"
+    assert quantize.main(["model=pocket", "format=mxfp4", "quality=weights", "device=cpu", f"out={packed}"]) == 0
+    words = [f"model={packed}", "benchmarks=arithmetic", "questions=2", "samples=1", "max_completion_tokens=4"]
+    assert go(*words, f"out={tmp_path / 'out'}") == 0
+    assert "in mxfp4 is evaluated" in capsys.readouterr().out
+    assert go(*words, "format=nvfp4") == 2
+    assert "is packed in mxfp4, and format.name=nvfp4 was given" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("", "neither run= nor model= is; allowed: one of them."),
+        ("run=a model=b", "run=a and model=b are given; allowed: one of them."),
+        ("model=pocket", "benchmarks= is missing, and model=pocket has no task."),
+        ("model=pocket benchmarks=gsm8", "gsm8 in benchmarks=[gsm8] is no task; allowed: "),
+        ("model=pocket benchmarks=gsm8k,gsm8k:x", "gsm8k is in benchmarks 2 times."),
+        ("model=pocket benchmarks=gsm8k temperature=0 samples=4", "samples=4 with temperature=0 would be one answer"),
+        ("model=pocket benchmarks=gsm8k adapter=false", "adapter=false is of a run"),
+        ("run=a format=nf4", "format=nf4 is of a model, and run=a has its own."),
+        ("model=nowhere/at/all benchmarks=gsm8k", "model=nowhere/at/all is no directory"),
+        ("model=pocket benchmarks=gsm8k:/nowhere", "/nowhere"),
+        ("model=pocket benchmarks=gsm8k rollout=vlm", "Did you mean vllm?"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(words: str, said: str, capsys) -> None:
+    assert evaluate.main(["accuracy", *words.split()]) == 2
+    err = capsys.readouterr().err
+    assert said in err
+    assert err.count("\n") == 1
+
+
+def test_small_sets_get_more_samples_unless_somebody_says() -> None:
+    default, greedy, said = AccuracyOptions(), AccuracyOptions(temperature=0), AccuracyOptions(samples=2)
+    assert [samples_of(default, name) for name in ("gsm8k", "aime24", "aime25", "amc23")] == [4, 16, 16, 16]
+    assert [samples_of(greedy, "aime24"), samples_of(said, "aime24")] == [1, 2]
+
+
+def test_an_engine_that_fails_keeps_what_was_answered(run_dir, tmp_path, capsys, monkeypatch) -> None:
+    """And the command that goes on ends as one that nothing stopped, byte for byte."""
+    words = [f"run={run_dir}", "questions=8", "samples=2", "temperature=1.0"]
+    assert go(*words, f"out={tmp_path / 'whole'}") == 0
+    ask, calls = examination.ask, iter(range(1, 10))
+
+    def failing(*args: Any) -> Any:
+        if next(calls) == 2:
+            raise EngineFailed("the engine died.")
+        return ask(*args)
+
+    monkeypatch.setattr(examination, "ask", failing)
+    assert go(*words, f"out={tmp_path / 'out'}") == 1
+    assert "error: the engine died. The same command goes on where it stopped." in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    asked = []
+    monkeypatch.setattr(examination, "ask", lambda *args: asked.append(args) or ask(*args))
+    assert go(*words, f"out={tmp_path / 'out'}") == 0
+    assert len(asked) == 1, "two parts of four questions, the first was kept"
+    assert (tmp_path / "out" / ROWS).read_bytes() == (tmp_path / "whole" / ROWS).read_bytes()
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [ROWS, ABOUT]

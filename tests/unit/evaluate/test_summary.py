@@ -1,0 +1,167 @@
+"""What an evaluation's answers say, by hand; and the pairing of two evaluations."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from scipy.stats import ttest_rel
+
+from qerl_lab.config.option import ConfigError
+from qerl_lab.evaluate import __main__ as evaluate
+from qerl_lab.evaluate import compare
+from qerl_lab.evaluate.summary import ABOUT, ROWS, SCHEMA, by_engine, summarize, table
+from qerl_lab.report.stats import crossed_interval
+
+IDENTITY = {"format": "bf16", "questions": 0, "temperature": 0.6, "top_p": 0.95, "seed": 0, "adapter": "x",
+            "max_prompt_tokens": 64, "max_completion_tokens": 64}  # fmt: skip
+
+
+def answers(
+    values_Q_G: list[list[float]], benchmark: str = "gsm8k", engine: str = "own", **columns: Any
+) -> pd.DataFrame:
+    """Rows of an evaluation: `values_Q_G` are accuracies, a row a question."""
+    samples = len(values_Q_G[0])
+    rows = [(f"q{q}", draw, value) for q, row in enumerate(values_Q_G) for draw, value in enumerate(row)]
+    frame = pd.DataFrame(rows, columns=["id", "draw", "accuracy"])
+    frame["prompt_sha256"] = frame["id"].map(lambda id: f"sha of {id}")
+    others = {
+        "benchmark": benchmark,
+        "engine": engine,
+        "answer": "1",
+        "format": 1.0,
+        "truncated": False,
+        "completion": "",
+    }
+    tokens = [10 * (1 + index % samples) for index in range(len(frame))]
+    return frame.assign(**others, tokens=tokens, **columns)
+
+
+def test_accuracy_error_and_pass_at_k_by_hand() -> None:
+    one = summarize(answers([[1, 1, 1, 1], [1, 0, 0, 0], [0, 0, 0, 0], [1, 1, 0, 0]]))
+    assert (one["questions"], one["samples"]) == (4, 4)
+    assert one["accuracy"] == pytest.approx(7 / 16)
+    assert one["standard_error"] == pytest.approx(np.std([1, 0.25, 0, 0.5], ddof=1) / 2)
+    assert one["standard_error_of_draws"] == pytest.approx(np.sqrt((1 / 4 + 1 / 3) / 4) / 4)
+    passes = {k: found["mean"] for k, found in one["pass_at"].items()}
+    assert passes == pytest.approx({"1": 7 / 16, "2": (1 + 1 / 2 + 0 + 5 / 6) / 4, "4": 3 / 4})
+    assert one["low"] < one["accuracy"] < one["high"]
+    assert (one["completion_tokens"], one["truncated"]) == (25, 0)
+
+
+def test_a_partly_right_sample_counts_for_the_mean_and_not_for_a_pass() -> None:
+    one = summarize(answers([[0.5, 0.75], [1.0, 0.0]]))
+    assert one["accuracy"] == pytest.approx(2.25 / 4)
+    assert one["pass_at"]["2"]["mean"] == 0.5
+
+
+def test_one_sample_has_no_error_of_draws_and_one_question_no_error() -> None:
+    one = summarize(answers([[1.0]], unparsed=1.0))
+    assert (one["standard_error"], one["standard_error_of_draws"], one["unparsed"]) == (None, None, 1.0)
+    assert "-" in table({"gsm8k": {"own": one}}).splitlines()[1].split()
+
+
+def test_the_table_has_a_row_a_benchmark_and_engine() -> None:
+    rows = pd.concat([answers([[1, 0], [1, 1]], name, engine) for name in ("a", "b") for engine in ("own", "common")])
+    lines = table(by_engine(rows)).splitlines()
+    assert [line.split()[:2] for line in lines[1:]] == [["a", "own"], ["a", "common"], ["b", "own"], ["b", "common"]]
+    assert all("0.750" in line and "@2 1.000" in line for line in lines[1:])
+
+
+# --- pairs
+
+
+def write(folder: Path, rows: pd.DataFrame, seed: int = 0, dense: bool = False, **identity: Any) -> str:
+    folder.mkdir(parents=True)
+    about = {
+        "schema": SCHEMA, "identity": IDENTITY | {"seed": seed} | identity, "subject": folder.name, "run_seed": seed,
+        "own_is_common": dense, "benchmarks": {name: {} for name in rows["benchmark"].unique()}, "environment": {},
+    }  # fmt: skip
+    (folder / ABOUT).write_text(json.dumps(about))
+    rows.to_parquet(folder / ROWS)
+    return str(folder)
+
+
+def compared(*folders: str) -> list[compare.Difference]:
+    arms = [compare._one_arm(compare.find(Path(folder)), folder) for folder in folders]
+    return list(compare.differences(compare.paired(*arms)[0], []))
+
+
+A, B = [[1, 0], [0, 0], [1, 1], [0, 1]], [[1, 1], [1, 0], [1, 1], [0, 0]]
+
+
+def test_differences_are_paired_by_question_and_not_by_place(tmp_path: Path) -> None:
+    shuffled = answers(B).iloc[[4, 5, 0, 1, 6, 7, 2, 3]]
+    accuracy, passes = compared(write(tmp_path / "a", answers(A)), write(tmp_path / "b", shuffled))
+    assert (accuracy.measure, passes.measure) == ("accuracy", "pass@2")
+    assert accuracy.by_question.iloc[0].to_dict() == {"q0": 0.5, "q1": 0.5, "q2": 0.0, "q3": -0.5}
+    assert (accuracy.mean_a, accuracy.mean_b) == (0.5, 0.625)
+    assert accuracy.interval()[0] == pytest.approx(0.125)
+    assert accuracy.p == pytest.approx(ttest_rel([1, 0.5, 1, 0], [0.5, 0, 1, 0.5]).pvalue)
+    assert passes.by_question.iloc[0].to_dict() == {"q0": 0.0, "q1": 1.0, "q2": 0.0, "q3": -1.0}
+
+
+def test_seeds_are_paired_and_both_count(tmp_path: Path) -> None:
+    rng, values = np.random.default_rng(0), {}
+    for arm in "ab":
+        for seed in (0, 1, 2 if arm == "a" else 3):
+            values[arm, seed] = rng.integers(0, 2, (6, 2)).astype(float)
+            write(tmp_path / arm / f"s{seed}" / "evaluations" / "x", answers(values[arm, seed].tolist()), seed)
+    arms = [compare._one_arm(compare.find(tmp_path / arm), arm) for arm in "ab"]
+    pairs, notes = compare.paired(*arms)
+    assert [one.seed for one, _ in pairs] == [0, 1]
+    assert notes == ["seeds [2, 3] are in one of the two only, and left out"]
+    accuracy = next(compare.differences(pairs, []))
+    expected = crossed_interval(np.array([(values["b", seed] - values["a", seed]).mean(1) for seed in (0, 1)]))
+    assert accuracy.interval() == pytest.approx(expected)
+
+
+def test_a_dense_base_s_own_engine_is_the_common_one(tmp_path: Path) -> None:
+    packed = pd.concat([answers(A), answers(B, engine="common")])
+    found = compared(write(tmp_path / "a", answers(A), dense=True), write(tmp_path / "b", packed))
+    assert [(one.engine, one.mean_b - one.mean_a) for one in found if one.measure == "accuracy"] == [
+        ("own", 0.0), ("common", 0.125)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("rows", "identity", "said"),
+    [
+        (answers([*B, [1, 1]]), {}, "1 questions are in one of them only"),
+        (answers(B, "math500"), {}, "A was asked gsm8k, B math500: no benchmark of both"),
+        (answers(B).assign(answer="2"), {}, "4 questions were asked with another"),
+        (answers(B).assign(prompt_sha256="x"), {}, "asked in other words"),
+        (answers([[1], [1], [1], [0]]), {}, r"A has \[2\] samples a question and B \[1\]"),
+        (answers(B), {"temperature": 1.0}, "with temperature=0.6 and B with temperature=1.0"),
+        (answers(B), {"max_completion_tokens": 32}, "max_completion_tokens=64 and B with max_completion_tokens=32"),
+    ],
+)
+def test_what_is_no_pair_is_refused(rows: pd.DataFrame, identity: dict, said: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=said):
+        compared(write(tmp_path / "a", answers(A)), write(tmp_path / "b", rows, **identity))
+
+
+def test_evaluations_that_are_not_the_seeds_of_one_arm_are_refused(tmp_path: Path) -> None:
+    write(tmp_path / "a" / "one", answers(A))
+    for name, changes, said in (
+        ("same", {}, "both have seed 0"),
+        ("other", {"format": "nf4"}, "they differ in format"),
+    ):
+        write(tmp_path / "a" / name, answers(A), **changes)
+        with pytest.raises(ConfigError, match=said):
+            compared(str(tmp_path / "a"), str(tmp_path / "a"))
+        (tmp_path / "a" / name / ABOUT).unlink()
+    with pytest.raises(ConfigError, match="holds no evaluation"):
+        compared(str(tmp_path / "a"), str(tmp_path / "a" / "same"))
+
+
+def test_the_command_prints_the_table_and_writes_the_questions(tmp_path: Path, capsys) -> None:
+    a, b = write(tmp_path / "a", answers(A)), write(tmp_path / "b", answers(B))
+    assert evaluate.main(["compare", a, b, f"csv={tmp_path / 'd.csv'}"]) == 0
+    out = capsys.readouterr().out
+    assert "+0.125 [" in out
+    assert len(pd.read_csv(tmp_path / "d.csv")) == 8
+    assert evaluate.main(["compare", a]) == 2
+    assert "1 directories are given; allowed: two, A and B." in capsys.readouterr().err
