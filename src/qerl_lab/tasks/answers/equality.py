@@ -5,9 +5,9 @@ from fractions import Fraction
 from qerl_lab.tasks.answers import value as values
 from qerl_lab.tasks.answers.expression import Node, Num, Op, Unreadable, read_expression
 from qerl_lab.tasks.answers.forms import Amount, Clock, Form, Matrix, Named, Numeral, Relation, Several, Words
-from qerl_lab.tasks.answers.value import Value, close, is_finite, is_real, names, point, value
+from qerl_lab.tasks.answers.value import Point, Value, close, is_finite, is_real, names, point, value
 
-POINTS = 4  # at which expressions in variables must agree, and as many with values below 0
+POINTS = 8  # at which expressions in variables must agree
 ENOUGH_DIGITS = 6  # of a decimal that stands for a number which has no end: 0.333333 for 1/3
 HUNDREDTH = Num(Fraction(1, 100))
 _OPPOSITE = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "=": "=", "!=": "!="}
@@ -79,26 +79,33 @@ def _scaled(amount: Amount) -> Node:
 
 
 def _nodes(left: Node, right: Node) -> bool:
-    """Equality of two expressions: at one point if they have no variables, else at several."""
+    """Equality of two expressions, in variables at several points.
+
+    Where both are real they must agree, at one point at least: so |x| is no x, while 2 ln x passes for ln x^2. If they
+    are so nowhere, complex values must agree everywhere.
+    """
     if left == right:
         return True
     variables = names(left) | names(right)
     if not variables:
         return close(value(left, {}), value(right, {}))
+    agreed: dict[bool, list[bool]] = {True: [], False: []}
     for draw in range(POINTS):
-        at = point(variables, draw)
-        if not close(value(left, at), value(right, at)):
+        both_real, agree = _at(point(variables, draw), left, right)
+        if both_real and not agree:
             return False
-    return all(_agree_below_zero(left, right, point(variables, draw, negative=True)) for draw in range(POINTS))
+        if both_real is not None:
+            agreed[both_real].append(agree)
+    return bool(agreed[True]) or (bool(agreed[False]) and all(agreed[False]))
 
 
-def _agree_below_zero(left: Node, right: Node, at: values.Point) -> bool:
-    """Whether they agree where both are real: |x| is no x, while 2 ln x passes for ln x^2."""
+def _at(where: Point, left: Node, right: Node) -> tuple[bool | None, bool]:
+    """Whether both are real at a point, None where one is undefined, and whether they agree there."""
     try:
-        a, b = value(left, at), value(right, at)
+        a, b = value(left, where), value(right, where)
     except Unreadable:
-        return True
-    return not (is_real(a) and is_real(b)) or close(a, b)
+        return None, False
+    return is_real(a) and is_real(b), close(a, b)
 
 
 def _stands_for(left: Node, right: Node) -> bool:
@@ -171,10 +178,10 @@ def _clocks(left: Clock, right: Clock) -> bool:
     """10 am is 10:00 am, and no 10 pm."""
     if left.half and right.half and left.half != right.half:
         return False
-    a, b = ([value(part, {}) for part in clock.parts] for clock in (left, right))
+    a, b = left.parts, right.parts
     if left.half or right.half:
-        a, b = ([*parts, *[Fraction(0)] * (2 - len(parts))] for parts in (a, b))
-    return a == b
+        a, b = (parts if len(parts) > 1 else (*parts, Num(Fraction(0))) for parts in (a, b))
+    return len(a) == len(b) and all(map(_nodes, a, b))
 
 
 def _relations(left: Form, right: Form) -> bool:
@@ -213,7 +220,7 @@ def _proportion(left: Node, right: Node) -> Value | None:
         return None
     first = None
     for draw in range(POINTS):
-        at = point(variables, draw, negative=draw % 2 == 1)
+        at = point(variables, draw)
         a, b = value(left, at), value(right, at)
         if close(a, Fraction(0)) or close(b, Fraction(0)):
             return None

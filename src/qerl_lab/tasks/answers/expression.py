@@ -49,8 +49,8 @@ class Op:
 Node = Num | Sym | Op
 
 _FUNCTIONS = """
-sin cos tan cot sec csc sinh cosh tanh coth arcsin arccos arctan arccot arcsec arccsc exp cis ln log lg abs floor ceil
-sqrt
+sin cos tan cot sec csc sinh cosh tanh coth arcsin arccos arctan arccot arcsec arccsc
+arcsinh arccosh arctanh exp cis ln log lg abs floor ceil sqrt
 """
 _GREEK = """
 alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi rho sigma tau upsilon phi chi psi omega
@@ -63,9 +63,11 @@ FUNCTIONS, GREEK = frozenset(_FUNCTIONS.split()), frozenset(_GREEK.split())
 _ACCENTS = frozenset(_OVER_A_LETTER.split())
 _ALIASES = {
     "asin": "arcsin", "acos": "arccos", "atan": "arctan", "cosec": "csc", "tg": "tan", "ctg": "cot",
-    "ceiling": "ceil", "inf": "infty", "infinity": "infty", "oo": "infty",
+    "arsinh": "arcsinh",
+    "arcosh": "arccosh", "artanh": "arctanh", "ceiling": "ceil", "inf": "infty", "infinity": "infty", "oo": "infty",
 }  # fmt: skip
 _NO_ARGUMENT = (*FUNCTIONS - {"sqrt"}, "(", "[")  # ends the argument of a function that has no brackets
+_BEFORE_NUMBER = ("!", ")", "pi")  # as letters: they cannot be digits of the number behind them
 _TIMES, _OVER = ("cdot", "times", "*", "ast"), ("/", "div")
 _PAIRS = {"(": ")", "[": "]", "{": "}", "lfloor": "rfloor", "lceil": "rceil", "|": "|", r"\{": r"\}"}
 _TOKEN = re.compile(
@@ -108,7 +110,7 @@ def _tokens(text: str) -> list[_Token]:
 def _words(kind: str, text: str, spaced: bool) -> list[_Token]:
     """A typed word as a function, a Greek letter or a product of up to three letters."""
     if kind == "macro":
-        return [_Token("macro", rf"\{text}" if text in "{}" else text, spaced)]
+        return [_Token("macro", rf"\{text}" if text in "{}" else _ALIASES.get(text, text), spaced)]
     if kind != "word":
         return [_Token(kind, text, spaced)]
     known = _ALIASES.get(text.lower(), text if text in GREEK else text.lower())
@@ -194,8 +196,11 @@ class _Reader:
     def begins_factor(self) -> bool:
         """Whether the next token can be multiplied without a sign. Two numbers in a row are no product."""
         token = self.next
-        if token is None or token.kind in ("number", "repeating"):
+        if token is None:
             return False
+        if token.kind in ("number", "repeating"):
+            before = self.tokens[self.at - 1]
+            return before.kind == "letter" or before.text in _BEFORE_NUMBER
         if token.kind == "sign":
             return token.text in "([{" or (token.text == "|" and not self.bars)
         return token.kind != "macro" or token.text not in ("pm", "mp", "rfloor", "rceil", r"\}", "row", "div", *_TIMES)
@@ -369,7 +374,7 @@ class _Reader:
             raise Unreadable(name)
         argument = self.function_argument()
         if exponent == Op("neg", (Num(Fraction(1)),)):
-            return Op("arc" + name, (argument,)) if name in ("sin", "cos", "tan", "cot") else _refused(name)
+            return Op("arc" + name, (argument,)) if "arc" + name in FUNCTIONS else _refused(name)
         node = Op(name, (argument,) if base is None else (argument, base))
         return node if exponent is None else Op("^", (node, exponent))
 

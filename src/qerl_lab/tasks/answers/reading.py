@@ -21,6 +21,7 @@ _OR, _AND = (
     re.compile(r"(?:[,;]\s*)?(?<![A-Za-z\\])and(?![A-Za-z])|[,;]|\\row(?![A-Za-z])"),
 )
 _LIST = re.compile(rf"{_AND.pattern}|(?:[,;]\s*)?{_OR.pattern}")
+_COLON = re.compile(":")
 _SIGN = re.compile(r"<=|>=|==|!=|[=<>]|\\(?:le|ge|ne|in|approx|lt|gt)(?![A-Za-z])")
 _SIGNS = {r"\le": "<=", r"\ge": ">=", r"\ne": "!=", "==": "=", r"\lt": "<", r"\gt": ">"}
 _THOUSANDS = re.compile(r"(?<![\w.,])\d{1,3}(?:(?:,\d{3})+|(?: \d{3})+)(?![\d,]| *\d| ?/)", re.ASCII)
@@ -74,6 +75,8 @@ def _read(text: str, nesting: int, listed: bool = False) -> Form:
         parts = _split(text, depths, pattern)
         if len(parts) > 1:
             return _several(brackets, parts, nesting, brackets == "" and bool(_OR.search(text)))
+    if len(parts := _split(text, depths, _COLON)) > 1:
+        return Clock(tuple(read_expression(_body(part)) for part in parts), "")
     if len(sides := _split(text, depths, _SIGN)) > 1:
         return _relation(text, sides, [found[0] for found in _at_top(text, depths, _SIGN)], nesting)
     if inside := _bracketed(text, nesting):

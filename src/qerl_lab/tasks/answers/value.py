@@ -37,13 +37,18 @@ def names(node: Node) -> frozenset[str]:
     return frozenset() if isinstance(node, Num) else frozenset().union(*map(names, node.args))
 
 
-def point(variables: frozenset[str], draw: int, negative: bool = False) -> Point:
-    """Values for the variables, which follow from their names: between 1/4 and 9/4, or some of them below 0."""
+def point(variables: frozenset[str], draw: int) -> Point:
+    """Values for the variables, which follow from their names and `draw`.
+
+    Of four draws the first two are between 0 and 1, where most functions are real, the others between 0 and 3; the
+    second of two has values below 0.
+    """
     found = {}
     for name in variables:
         digest = hashlib.sha256(f"{draw} {name}".encode()).digest()
-        size = _CTX.mpf(int.from_bytes(digest[:24], "big")) / 2**191 + _CTX.mpf(1) / 4
-        found[name] = -size if negative and (len(variables) == 1 or digest[31] % 2) else size
+        size = _CTX.mpf(int.from_bytes(digest[:24], "big") + 1) / 2**192 * (1 if draw % 4 < 2 else 3)
+        below = draw % 2 == 1 and (len(variables) == 1 or digest[31] % 2 == 1)
+        found[name] = -size if below else size
     return found
 
 
