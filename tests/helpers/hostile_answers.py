@@ -40,7 +40,7 @@ def hostile(rng: random.Random) -> str:
         return rng.choice(REPEATED) * rng.randrange(500)
     if kind < 302:
         return rng.choice(REPEATED) * 300_000
-    if kind < 310:
+    if kind < 304:
         sizes = [rng.choice(["1", "9", "99", "10^9", "n", r"\infty"]) for _ in "AB"]
         return rng.choice(LIBRARYS).replace("A", sizes[0]).replace("B", sizes[1])
     if kind < 400:

@@ -3,8 +3,9 @@
 from fractions import Fraction
 
 from qerl_lab.tasks.answers import value as values
-from qerl_lab.tasks.answers.expression import Node, Num, Op, Unreadable, read_expression
+from qerl_lab.tasks.answers.expression import Node, Num, Op, read_expression
 from qerl_lab.tasks.answers.forms import Amount, Clock, Form, Matrix, Named, Numeral, Relation, Several, Words
+from qerl_lab.tasks.answers.tokens import Unreadable
 from qerl_lab.tasks.answers.value import Point, Value, close, is_finite, is_real, names, point, value
 
 POINTS = 8  # at which expressions in variables must agree

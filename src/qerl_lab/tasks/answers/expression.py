@@ -14,11 +14,9 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
+from qerl_lab.tasks.answers.tokens import FUNCTIONS, GREEK, Token, Unreadable, tokens_of
+
 MAX_DEPTH, MAX_EXPONENT = 40, 4000  # of brackets and arguments; of ten, in scientific notation
-
-
-class Unreadable(Exception):
-    """The text is no expression, or not one that this reader knows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,77 +46,23 @@ class Op:
 
 Node = Num | Sym | Op
 
-_FUNCTIONS = """
-sin cos tan cot sec csc sinh cosh tanh coth arcsin arccos arctan arccot arcsec arccsc
-arcsinh arccosh arctanh exp cis ln log lg abs floor ceil sqrt
-"""
-_GREEK = """
-alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi rho sigma tau upsilon phi chi psi omega
-Gamma Delta Theta Lambda Xi Pi Sigma Upsilon Phi Psi Omega pi ell hbar nabla partial infty imath
-"""
 _OVER_A_LETTER = """
 hat bar vec dot ddot tilde overline widehat widetilde overrightarrow underline mathbb mathcal mathfrak mathscr
 """
-FUNCTIONS, GREEK = frozenset(_FUNCTIONS.split()), frozenset(_GREEK.split())
 _ACCENTS = frozenset(_OVER_A_LETTER.split())
-_ALIASES = {
-    "asin": "arcsin", "acos": "arccos", "atan": "arctan", "cosec": "csc", "tg": "tan", "ctg": "cot",
-    "arsinh": "arcsinh",
-    "arcosh": "arccosh", "artanh": "arctanh", "ceiling": "ceil", "inf": "infty", "infinity": "infty", "oo": "infty",
-}  # fmt: skip
 _NO_ARGUMENT = (*FUNCTIONS - {"sqrt"}, "(", "[")  # ends the argument of a function that has no brackets
 _BEFORE_NUMBER = ("!", ")", "pi")  # as letters: they cannot be digits of the number behind them
 _TIMES, _OVER = ("cdot", "times", "*", "ast"), ("/", "div")
 _PAIRS = {"(": ")", "[": "]", "{": "}", "lfloor": "rfloor", "lceil": "rceil", "|": "|", r"\{": r"\}"}
-_TOKEN = re.compile(
-    r"(?P<repeating>\d*\.\d*\\overline\s*\{\d+\})"
-    r"|(?P<number>(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d*)?(?:[eE][-+]?\d+)?|\.\d+(?:[eE][-+]?\d+)?)"
-    r"|\\text\s*\{(?P<text>[^{}]*)\}"
-    r"|\\(?P<macro>[A-Za-z]+|[{}])|(?P<word>[A-Za-z]+)|(?P<sign>\*\*|[-+*/^_!|()\[\]{}'])|(?P<space>\s+)",
-    re.ASCII,
-)
-_INTEGER = re.compile(r"\d+", re.ASCII)
-
-
-@dataclass(frozen=True, slots=True)
-class _Token:
-    kind: str
-    text: str
-    spaced: bool  # whether a space stands before it
 
 
 def read_expression(text: str) -> Node:
     """The expression that all of `text` is. Raises Unreadable."""
-    reader = _Reader(_tokens(text))
+    reader = _Reader(tokens_of(text))
     node = reader.sum()
     if reader.next is not None:
         raise Unreadable(text)
     return node
-
-
-def _tokens(text: str) -> list[_Token]:
-    tokens, at, spaced = list[_Token](), 0, False
-    while at < len(text):
-        if (found := _TOKEN.match(text, at)) is None:
-            raise Unreadable(text)
-        at, kind = found.end(), str(found.lastgroup)
-        tokens += [] if kind == "space" else _words(kind, found[kind], spaced)
-        spaced = kind == "space"
-    return tokens
-
-
-def _words(kind: str, text: str, spaced: bool) -> list[_Token]:
-    """A typed word as a function, a Greek letter or a product of up to three letters."""
-    if kind == "macro":
-        return [_Token("macro", rf"\{text}" if text in "{}" else _ALIASES.get(text, text), spaced)]
-    if kind != "word":
-        return [_Token(kind, text, spaced)]
-    known = _ALIASES.get(text.lower(), text if text in GREEK else text.lower())
-    if known in FUNCTIONS or known in GREEK:
-        return [_Token("macro", known, spaced)]
-    if len(text) > 3:
-        raise Unreadable(text)
-    return [_Token("letter", letter, spaced and not n) for n, letter in enumerate(text)]
 
 
 def number(text: str) -> Num:
@@ -140,12 +84,12 @@ def _repeating(text: str) -> Num:
 
 
 class _Reader:
-    def __init__(self, tokens: list[_Token]) -> None:
+    def __init__(self, tokens: list[Token]) -> None:
         self.tokens, self.at, self.depth = tokens, 0, 0
         self.bars = 0  # of absolute values that are open
 
     @property
-    def next(self) -> _Token | None:
+    def next(self) -> Token | None:
         return self.tokens[self.at] if self.at < len(self.tokens) else None
 
     def sees(self, *texts: str) -> bool:
@@ -153,7 +97,7 @@ class _Reader:
         token = self.next
         return token is not None and token.kind in ("sign", "macro") and token.text in texts
 
-    def take(self) -> _Token:
+    def take(self) -> Token:
         if self.next is None:
             raise Unreadable("the end")
         self.at += 1
@@ -253,7 +197,7 @@ class _Reader:
             if not token.text.isdigit():
                 raise Unreadable(token.text)
             self.at -= 1
-            self.tokens[self.at] = _Token("number", token.text[1:], False)
+            self.tokens[self.at] = Token("number", token.text[1:], False)
         return number(token.text[0])
 
     def group(self, opening: str) -> Node:
@@ -286,7 +230,7 @@ class _Reader:
         self.bars -= 1
         return Op("abs", (node,))
 
-    def mixed(self, token: _Token) -> Node:
+    def mixed(self, token: Token) -> Node:
         """A number, or with a proper fraction of two integers behind it a mixed one: `1\\frac{4}{5}`, `1 4/5`."""
         if self.sees("_"):
             raise Unreadable("a numeral in a base")
@@ -315,6 +259,9 @@ class _Reader:
     def symbol(self, name: str) -> Node:
         while self.sees("'"):
             name += self.take().text
+        token = self.next
+        if token is not None and token.kind == "number" and not token.spaced and len(name) == 1 and name not in "ie":
+            return Sym(f"{name}_{self.take().text}")  # x1, as it is typed
         if self.sees("_"):
             self.take()
             name += "_" + self.subscript()

@@ -5,9 +5,10 @@ from collections.abc import Iterator
 from fractions import Fraction
 from functools import lru_cache
 
-from qerl_lab.tasks.answers.expression import FUNCTIONS, GREEK, Node, Num, Op, Sym, Unreadable, read_expression
+from qerl_lab.tasks.answers.expression import Node, Num, Op, Sym, read_expression
 from qerl_lab.tasks.answers.forms import Amount, Clock, Form, Matrix, Named, Numeral, Relation, Several, Words
 from qerl_lab.tasks.answers.surface import compact
+from qerl_lab.tasks.answers.tokens import FUNCTIONS, GREEK, Unreadable
 from qerl_lab.tasks.answers.units import quantity
 
 MAX_PARTS, MAX_NESTING = 64, 8

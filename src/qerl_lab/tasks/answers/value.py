@@ -14,9 +14,11 @@ from typing import Any
 
 import mpmath
 
-from qerl_lab.tasks.answers.expression import Node, Num, Sym, Unreadable
+from qerl_lab.tasks.answers.expression import Node, Num, Sym
+from qerl_lab.tasks.answers.tokens import Unreadable
 
-MAX_BITS = 1 << 16  # of an exact number
+MAX_BITS = 1 << 14  # of an exact number
+MAX_ROOT_BITS = 1 << 11  # of a number whose exact cube root is looked for
 MAX_LOG2 = 1 << 20  # of a rounded one
 MAX_FACTORIAL = 1000
 _CTX = mpmath.MPContext()  # its own: mpmath.mp belongs to whoever uses it
@@ -168,7 +170,13 @@ def _root(base: Value, degree: Value) -> Value:
     """The real root where there is one."""
     if degree == 0:
         raise ZeroDivisionError
-    if is_real(base) and isinstance(degree, Fraction) and degree.denominator == 1 and degree % 2 and _real(base) < 0:
+    if (
+        is_real(base)
+        and isinstance(degree, Fraction)
+        and degree.denominator == 1
+        and degree % 2
+        and _real(base).real < 0
+    ):
         return -_power(-base, 1 / degree)
     return _power(base, _divide(Fraction(1), degree))
 
@@ -181,6 +189,11 @@ def _exact_root(base: Fraction, degree: int) -> Fraction | None:
 
 
 def _integer_root(number: int, degree: int) -> int | None:
+    if degree == 2:
+        root = math.isqrt(number)
+        return root if root * root == number else None
+    if number.bit_length() > MAX_ROOT_BITS:
+        return None
     low, high = 0, 1 << (number.bit_length() // degree + 1)
     while low < high:
         middle = (low + high) // 2
@@ -198,11 +211,8 @@ def _factorial(number: Value) -> Value:
 
 def _binomial(above: Value, below: Value) -> Value:
     whole = all(isinstance(part, Fraction) and part.denominator == 1 for part in (above, below))
-    if whole and 0 <= below <= MAX_FACTORIAL and abs(above) < 1 << 64:
-        result = Fraction(1)
-        for n in range(int(below)):
-            result = result * (above - n) / (n + 1)
-        return result
+    if whole and 0 <= below <= MAX_FACTORIAL and 0 <= above < 1 << 64:
+        return Fraction(math.comb(int(above), int(below)))
     if max(abs(_real(above)), abs(_real(below))) > MAX_FACTORIAL:
         raise Unreadable("too large")
     return _CTX.binomial(_real(above), _real(below))
@@ -226,8 +236,9 @@ def _log(name: str, number: Value, base: Value = None) -> Value:
         return _CTX.ln(_real(number))
     base = Fraction(10) if base is None else base
     if isinstance(number, Fraction) and isinstance(base, Fraction) and number > 0 and base > 1:
+        bits = max(base.numerator.bit_length(), base.denominator.bit_length())
         for exponent in range(-64, 65):
-            if abs(exponent) * base.numerator.bit_length() < MAX_BITS and base**exponent == number:
+            if abs(exponent) * bits < MAX_BITS and base**exponent == number:
                 return Fraction(exponent)
     return _CTX.ln(_real(number)) / _CTX.ln(_real(base))
 

@@ -1,0 +1,63 @@
+"""The tokens of an expression, typed or in LaTeX: numbers, letters, names of functions, signs."""
+
+import re
+from dataclasses import dataclass
+
+
+class Unreadable(Exception):
+    """The text is no expression, or not one that this reader knows."""
+
+
+_FUNCTIONS = """
+sin cos tan cot sec csc sinh cosh tanh coth arcsin arccos arctan arccot arcsec arccsc
+arcsinh arccosh arctanh exp cis ln log lg abs floor ceil sqrt
+"""
+_GREEK = """
+alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi rho sigma tau upsilon phi chi psi omega
+Gamma Delta Theta Lambda Xi Pi Sigma Upsilon Phi Psi Omega pi ell hbar nabla partial infty imath
+"""
+FUNCTIONS, GREEK = frozenset(_FUNCTIONS.split()), frozenset(_GREEK.split())
+ALIASES = {
+    "asin": "arcsin", "acos": "arccos", "atan": "arctan", "arsinh": "arcsinh", "arcosh": "arccosh", "artanh": "arctanh",
+    "cosec": "csc", "tg": "tan", "ctg": "cot", "ceiling": "ceil", "inf": "infty", "infinity": "infty", "oo": "infty",
+}  # fmt: skip
+_TOKEN = re.compile(
+    r"(?P<repeating>\d*\.\d*\\overline\s*\{\d+\})"
+    r"|(?P<number>(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d*)?(?:[eE][-+]?\d+)?|\.\d+(?:[eE][-+]?\d+)?)"
+    r"|\\text\s*\{(?P<text>[^{}]*)\}"
+    r"|\\(?P<macro>[A-Za-z]+|[{}])|(?P<word>[A-Za-z]+)|(?P<sign>\*\*|[-+*/^_!|()\[\]{}'])|(?P<space>\s+)",
+    re.ASCII,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    kind: str
+    text: str
+    spaced: bool  # whether a space stands before it
+
+
+def tokens_of(text: str) -> list[Token]:
+    """All of `text` as tokens. Raises Unreadable."""
+    tokens, at, spaced = list[Token](), 0, False
+    while at < len(text):
+        if (found := _TOKEN.match(text, at)) is None:
+            raise Unreadable(text)
+        at, kind = found.end(), str(found.lastgroup)
+        tokens += [] if kind == "space" else _words(kind, found[kind], spaced)
+        spaced = kind == "space"
+    return tokens
+
+
+def _words(kind: str, text: str, spaced: bool) -> list[Token]:
+    """A typed word as a function, a Greek letter or a product of up to three letters."""
+    if kind == "macro":
+        return [Token("macro", rf"\{text}" if text in "{}" else ALIASES.get(text, text), spaced)]
+    if kind != "word":
+        return [Token(kind, text, spaced)]
+    known = ALIASES.get(text.lower(), text if text in GREEK else text.lower())
+    if known in FUNCTIONS or known in GREEK:
+        return [Token("macro", known, spaced)]
+    if len(text) > 3:
+        raise Unreadable(text)
+    return [Token("letter", letter, spaced and not n) for n, letter in enumerate(text)]
