@@ -220,8 +220,8 @@ def _check_questions(cfg: RunConfig) -> list[str]:
             raise ConfigError("task.path= is empty; allowed: a directory or a hub id. Leave task.path out.")
         if not Path(path).expanduser().is_file() and on_disk.local(path, "task.path") is None:
             return []
-    elif cfg.task.name != "arithmetic":
-        return []  # on the hub
+    elif tasks.is_on_the_hub(cfg.task):
+        return []
     elif cfg.task == replace(TaskConfig(), instruction=cfg.task.instruction):  # counting them would take half a second
         return cut_questions(cfg, arithmetic.TRAIN_QUESTIONS, arithmetic.HELDOUT_QUESTIONS)
     train, heldout, warnings = _counts(json.dumps(asdict(cfg.task)))
@@ -238,12 +238,15 @@ def _counts(task: str) -> tuple[int, int, tuple[str, ...]]:
 
 def cut_questions(cfg: RunConfig, train: int, heldout: int) -> list[str]:
     """Say what is asked for beyond the questions that there are. Raises ConfigError where there are too few."""
-    source = f"task.path={cfg.task.path}" if cfg.task.path else f"task={cfg.task.name} at this difficulty"
+    name, task = cfg.task.name, cfg.task
+    source = f"task.path={task.path}" if task.path else f"task={name} at this difficulty"
+    source = f"task.module={task.module}" if task.module else source
+    more = {"arithmetic": "a larger task.arithmetic.max_operand", "code_io": "task.code_io.max_level=3"}.get(name)
+    more = "another task.path" if task.path or not more else more
     if train == 0:
-        remedy = "another task.path" if cfg.task.path else "a larger task.arithmetic.max_operand"
-        raise ConfigError(f"{source} has no training question. Type {remedy}.")
+        raise ConfigError(f"{source} has no training question. Type {more}.")
     if cfg.eval.questions and heldout < 2:
-        remedy = "Add some to test.jsonl, or type" if cfg.task.path else "Type a larger task.arithmetic.max_operand, or"
+        remedy = "Add some to test.jsonl, or type" if task.path else f"Type {more}, or"
         raise ConfigError(
             f"{source} has {heldout} held-out questions, and an evaluation needs two. {remedy} eval.questions=0."
         )

@@ -22,7 +22,7 @@ SOURCE = ROOT / "src" / "qerl_lab"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FOLDERS = {"conf", "docs", "notebooks", "results", "src", "sweeps", "tests"}
 ROOMS = {path.name for path in SOURCE.iterdir() if (path / "__init__.py").exists()}
-PLACEHOLDERS = {"RUN_DIR": ".", "DIR": ".", "TIME": "t", "MODEL": "pocket", "N": "1"}
+PLACEHOLDERS = {"FILE.py": str(Path(__file__)), "RUN_DIR": ".", "DIR": ".", "TIME": "t", "MODEL": "pocket", "N": "1"}
 
 
 def named_paths(text: str) -> list[str]:

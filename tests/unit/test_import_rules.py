@@ -155,7 +155,8 @@ def test_no_module_patches_a_library() -> None:
 
 
 def test_no_module_runs_code_from_a_file() -> None:
-    assert violations(unsafe) == {}
+    """But for the process that is shut in to run a model's program."""
+    assert violations(unsafe) == {"tasks/code_jail.py": ["exec"]}
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,11 @@ ACTS_WITH = (
              _is("vllm_server"), "rollout=vllm_server"),
     ActsWith(("task.path", *(key for key, _, _ in leaves(TaskConfig().columns, "task.columns."))), "task.name",
              _is_not("arithmetic"), "task=gsm8k"),
+    ActsWith(("task.columns.tests",), "task.name", _is("code_io"), "task=code_io"),
+    ActsWith(("task.columns.answer",), "task.name", _is_not("code_io"), "task=gsm8k"),
+    ActsWith(("task.code_io.min_level", "task.code_io.max_level", "task.code_io.tests"), "task.path", _is(None),
+             "task=code_io without task.path"),
+    ActsWith(("task.module_hash",), "task.module", _is_not(None), "task.module=FILE.py"),
     ActsWith(("algorithm.max_resamples",), "algorithm.dynamic_sampling", _is(True),
              "algorithm.dynamic_sampling=true"),
     ActsWith(("algorithm.kl_estimator",), "algorithm.beta", _is_not(0), "algorithm.beta=0.001"),
@@ -150,9 +155,10 @@ def check_all_act(jobs: Sequence[tuple[RunConfig, Mapping[str, str]]]) -> None:
 
 
 def _dead_keys(cfg: RunConfig) -> dict[str, ActsWith]:
-    """Every key that does nothing in this configuration, with the reason."""
+    """Every key that does nothing in this configuration, with the reason. A file of the user's may read every key."""
     values = {name: value for name, _, value in leaves(cfg)}
-    return {key: rule for rule in ACTS_WITH if not rule.acts(values[rule.decider]) for key in rule.keys}
+    dead = {key: rule for rule in ACTS_WITH if not rule.acts(values[rule.decider]) for key in rule.keys}
+    return {key: rule for key, rule in dead.items() if not (cfg.task.module and key.startswith("task."))}
 
 
 def _inert(key: str, text: str, rule: ActsWith, cfg: RunConfig) -> str:

@@ -44,7 +44,8 @@ def validate(cfg: RunConfig) -> None:
     for rule in (
         _no_secrets, _names_given, _known_modules, _gpus_divide, _batch_divides, _buffer_fits, _clip_acts,
         _kl_is_one, _bonus_fits, _aqn_acts, _aqn_decays,
-        _arithmetic_steps_ordered, _something_rewarded, _adapters_on_linears, _ignore_readable, _interval_possible,
+        _arithmetic_steps_ordered, _code_levels_ordered, _something_rewarded, _adapters_on_linears, _ignore_readable,
+        _interval_possible,
         _optimizer_fits_device, _cache_fits_device, _attention_fits_device, _engine_fits_device, _kernels_fit_format,
         _server_reachable, _server_has_one_trainer, _aqn_finds_sigma,
     ):  # fmt: skip
@@ -236,8 +237,18 @@ def _arithmetic_steps_ordered(cfg: RunConfig) -> None:
         )
 
 
+def _code_levels_ordered(cfg: RunConfig) -> None:
+    easiest, hardest = cfg.task.code_io.min_level, cfg.task.code_io.max_level
+    if easiest > hardest:
+        raise ConfigError(
+            f"task.code_io.min_level={easiest} is above task.code_io.max_level={hardest}. "
+            f"Type for example task.code_io.min_level={hardest}."
+        )
+
+
 def _something_rewarded(cfg: RunConfig) -> None:
-    if cfg.task.format_reward == cfg.task.answer_reward == 0:
+    further = cfg.task.module is not None or (cfg.task.name == "code_io" and cfg.task.code_io.tests_reward > 0)
+    if cfg.task.format_reward == cfg.task.answer_reward == 0 and not further:
         raise ConfigError(
             "task.format_reward=0 and task.answer_reward=0 reward nothing, so that nothing can be learned; "
             "allowed: one of them above 0. Type for example task.answer_reward=1."

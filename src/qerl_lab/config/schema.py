@@ -206,12 +206,24 @@ class BigMathConfig:
 
 
 @dataclass
+class CodeIoConfig:
+    min_level: int = option(1, "easiest problems: 1 one step over a list, 2 several, or texts, 3 short algorithms",
+                            at_least=1, at_most=3)  # fmt: skip
+    max_level: int = option(3, "hardest problems", at_least=1, at_most=3)
+    tests: int = option(8, "hidden tests of a problem that is made by rule", at_least=2, at_most=100)
+    tests_reward: float = option(0.5, "reward for the share of tests passed", at_least=0, at_most=1e3)
+    seconds: int = option(2, "CPU time of a program on one test, in whole seconds", at_least=1, at_most=600)
+    memory_mib: int = option(256, "address space of a program in MiB", at_least=64, at_most=1_048_576)
+
+
+@dataclass
 class ColumnsConfig:
     """Where the rows of task.path have another name for a column; null: the task's own. A dot leads into a struct."""
 
     question: str | None = option(None, "column of the question")
     answer: str | None = option(None, "column of the known answer")
     id: str | None = option(None, "column of an id that no two rows share; empty: the number of the row")
+    tests: str | None = option(None, "column of the tests of a program, each with input and output")
 
 
 @dataclass
@@ -220,15 +232,20 @@ class TaskConfig:
     path: str | None = option(
         None, "directory with train and test as .jsonl or .parquet, such a file, or hub id; null: the task's own"
     )
+    module: str | None = option(
+        None, "FILE.py of your own: its train, heldout, grade and weights take the place of the task's"
+    )
+    module_hash: str | None = option(None, "12 hex digits of that file's SHA-256; the command fills it in")
     instruction: str = option(PAPER_INSTRUCTION, "system message sent with every question; empty sends none")
     format_reward: float = option(0.2, "reward for <think>..</think><answer>..</answer>", at_least=0, at_most=1e3)
     answer_reward: float = option(1.0, "reward for an exact final answer", at_least=0, at_most=1e3)
     train_questions: int = option(
-        0, "size of the training set; 0 is all (arithmetic: 0 is 4096)", at_least=0, at_most=1_000_000
+        0, "size of the training set; 0 is all (arithmetic: 4096, code_io: 2048)", at_least=0, at_most=1_000_000
     )
     columns: ColumnsConfig = field(default_factory=ColumnsConfig)
     arithmetic: ArithmeticConfig = field(default_factory=ArithmeticConfig)  # the keys of one task, under its name
     bigmath: BigMathConfig = field(default_factory=BigMathConfig)
+    code_io: CodeIoConfig = field(default_factory=CodeIoConfig)
 
 
 @dataclass

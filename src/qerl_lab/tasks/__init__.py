@@ -16,8 +16,9 @@ import hashlib
 import importlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from types import ModuleType
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from qerl_lab.config.files import choices_of
@@ -163,23 +164,41 @@ def check_trains(cfg: TaskConfig) -> None:
     """Raise ConfigError for a task that is for evaluation only. Reads no data."""
     if hasattr(_module(cfg), "train"):
         return
-    others = [name for name in choices_of("task") if hasattr(_module(replace(cfg, name=name)), "train")]
+    others = [name for name in choices_of("task") if hasattr(_module(TaskConfig(name=name)), "train")]
     raise ConfigError(
         f"task={cfg.name} is for evaluation only: a policy trained on it could not be judged by it. "
         f"Type one to train on: task={', '.join(others)}."
     )
 
 
-def _module(cfg: TaskConfig) -> ModuleType:
-    return importlib.import_module(f"qerl_lab.tasks.{cfg.name}")
+def label(cfg: TaskConfig) -> str:
+    """What a task is called: as its module, or as the user's file."""
+    return Path(cfg.module).stem if cfg.module else cfg.name
 
 
-def _task(cfg: TaskConfig, module: ModuleType, train: Questions, heldout: list[Question]) -> Task:
+def is_on_the_hub(cfg: TaskConfig) -> bool:
+    """Whether a task without task.path reads its questions from the hub."""
+    module = _module(cfg)
+    return hasattr(module, "SOURCE") and not {"train", "heldout"} <= module.own
+
+
+def _module(cfg: TaskConfig) -> SimpleNamespace:
+    """What the task's module offers, and in its place what the user's file does; `own` names what that is."""
+    functions = vars(importlib.import_module(f"qerl_lab.tasks.{cfg.name}"))
+    if cfg.module is None:
+        return SimpleNamespace(**functions, own=frozenset())
+    from qerl_lab.tasks import module_file  # it needs Question, which is made here
+
+    own = module_file.load(cfg)
+    return SimpleNamespace(**functions | own, own=frozenset(own))
+
+
+def _task(cfg: TaskConfig, module: SimpleNamespace, train: Questions, heldout: list[Question]) -> Task:
     sets = {"training": train, "heldout": heldout if isinstance(heldout, Questions) else Questions(heldout)}
     said = {line: role for role, questions in reversed(sets.items()) for line in questions.warnings}  # once of one file
     further = module.weights(cfg) if hasattr(module, "weights") else {}
     return Task(
-        name=cfg.name,
+        name=label(cfg),
         instruction=cfg.instruction,
         train=train,
         heldout=heldout,

@@ -16,7 +16,7 @@ from typing import Any
 from qerl_lab.config.message import first_line
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import TaskConfig
-from qerl_lab.tasks import BadRow, LeftOut, Question, Questions, is_heldout
+from qerl_lab.tasks import BadRow, LeftOut, Question, Questions, is_heldout, label
 from qerl_lab.tasks.answers import number
 
 SUFFIXES = (".jsonl", ".parquet")
@@ -132,7 +132,7 @@ def read(cfg: TaskConfig, source: Source, of_heldout: bool, make: Make) -> Quest
             if isinstance(values, BadRow):
                 raise values
             row = Row(values, columns)
-            question = make(_id(cfg.name, split, total - 1, row), row)
+            question = make(_id(label(cfg), split, total - 1, row), row)
             if question is not None:
                 _add(found, question, source.repeats)
         except BadRow as error:

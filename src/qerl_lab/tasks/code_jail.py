@@ -1,0 +1,185 @@
+"""The child of `code_sandbox`: it shuts itself in, then runs a program of a model.
+
+`code_sandbox` starts it as a script, once for every input. So it imports what starts fast: no json, typing or runpy.
+
+What the kernel refuses from then on, whatever the program does, also through ctypes or by machine code:
+
+    reading     Landlock: files and folders other than Python's library and the program's own
+    writing     Landlock and seccomp: every file; standard output is a file in memory, of limited size
+    network     seccomp: there is no system call that makes a socket
+    processes   seccomp: none that makes a process or a thread, runs another program, or signals anybody
+    the rest    seccomp: every system call that is not in CALLS
+    time, memory, output, open files    rlimits, which a process without privileges cannot raise again
+
+Not refused: to ask whether a file exists and how large it is.
+"""
+
+import ctypes
+import os
+import resource
+import sys
+from struct import pack
+
+Line = tuple[int, int, int, int]  # an instruction of BPF: code, jump if true, jump if false, constant
+READY = "shut in"
+ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column of CALLS, AUDIT_ARCH_*
+# Every system call that a program may make, by its number on x86_64 and on aarch64; -1: there is none.
+CALLS = {
+    "read": (0, 63), "write": (1, 64), "close": (3, 57), "lseek": (8, 62), "readv": (19, 65), "writev": (20, 66),
+    "pread64": (17, 67), "pwrite64": (18, 68), "dup": (32, 23), "dup2": (33, -1), "dup3": (292, 24),
+    "stat": (4, -1), "lstat": (6, -1), "fstat": (5, 80), "newfstatat": (262, 79), "statx": (332, 291),
+    "access": (21, -1), "faccessat": (269, 48), "faccessat2": (439, 439), "getdents64": (217, 61), "getcwd": (79, 17),
+    "readlink": (89, -1), "readlinkat": (267, 78),
+    "mmap": (9, 222), "mprotect": (10, 226), "munmap": (11, 215), "brk": (12, 214), "mremap": (25, 216),
+    "madvise": (28, 233), "futex": (202, 98), "rt_sigaction": (13, 134), "rt_sigprocmask": (14, 135),
+    "rt_sigreturn": (15, 139), "sigaltstack": (131, 132), "restart_syscall": (219, 128), "setitimer": (38, 103),
+    "getitimer": (36, 102), "alarm": (37, -1), "poll": (7, -1), "ppoll": (271, 73), "select": (23, -1),
+    "pselect6": (270, 72), "nanosleep": (35, 101), "clock_nanosleep": (230, 115), "clock_gettime": (228, 113),
+    "clock_getres": (229, 114), "gettimeofday": (96, 169), "time": (201, -1), "times": (100, 153),
+    "getrusage": (98, 165), "getrlimit": (97, 163), "getrandom": (318, 278), "uname": (63, 160), "sysinfo": (99, 179),
+    "sched_yield": (24, 124), "sched_getaffinity": (204, 123), "getpid": (39, 172), "gettid": (186, 178),
+    "getuid": (102, 174), "geteuid": (107, 175), "getgid": (104, 176), "getegid": (108, 177),
+    "set_robust_list": (273, 99), "rseq": (334, 293), "exit": (60, 93), "exit_group": (231, 94),
+}  # fmt: skip
+# Those that may be made with some arguments only: the argument's place, and its values, or the bits that it must lack.
+OPEN, OPENAT, IOCTL, FCNTL, PRLIMIT = (2, -1), (257, 56), (16, 29), (72, 25), (302, 261)
+WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+TERMINAL, FCNTLS = (0x5401,), (0, 1, 2, 3, 4, 1030)  # TCGETS; F_DUPFD to F_SETFL, F_DUPFD_CLOEXEC: none signals
+ALLOW, REFUSE, KILL = 0x7FFF0000, 0x00050001, 0x80000000  # REFUSE gives EPERM
+LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # instructions of BPF
+READ_FILE, READ_DIR, ABI_1, WITHOUT_NETWORK, WITHOUT_SCOPE = 1 << 2, 1 << 3, (1 << 13) - 1, 4, 6
+CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446  # of Landlock, on every architecture
+PDEATHSIG, SECCOMP, NO_NEW_PRIVS = 1, 22, 38  # of prctl
+SIGKILL = 9
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _call(what: str, *arguments: int | bytes) -> int:
+    """A system call by its number. Raises OSError."""
+    result = _libc.syscall(*(ctypes.c_long(a) if isinstance(a, int) else a for a in arguments))
+    if result < 0:
+        raise OSError(ctypes.get_errno(), f"{what}: {os.strerror(ctypes.get_errno())}")
+    return int(result)
+
+
+def _prctl(option: int, *arguments: object) -> None:
+    if _libc.prctl(option, *arguments, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), f"prctl {option}: {os.strerror(ctypes.get_errno())}")
+
+
+def limit(seconds: int, memory_bytes: int, output_bytes: int) -> None:
+    """Set the limits of this process: CPU time, address space, size of a file, open files, no core."""
+    for what, most in (
+        (resource.RLIMIT_CPU, seconds), (resource.RLIMIT_AS, memory_bytes), (resource.RLIMIT_FSIZE, output_bytes),
+        (resource.RLIMIT_NOFILE, 64), (resource.RLIMIT_CORE, 0), (resource.RLIMIT_MEMLOCK, 0),
+    ):  # fmt: skip
+        hard = resource.getrlimit(what)[1]
+        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        resource.setrlimit(what, (most, most))
+
+
+def allow_reading(files: list[str], listed: list[str]) -> None:
+    """Let this process read these files and folders, list `listed`, and reach no other file. Raises OSError."""
+    abi = _call("Landlock", CREATE_RULESET, 0, 0, 1)
+    handled = ABI_1 | sum(1 << bit for bit, since in ((13, 2), (14, 3), (15, 5)) if abi >= since)
+    attribute = pack("QQQ", handled, 3 * (abi >= WITHOUT_NETWORK), 3 * (abi >= WITHOUT_SCOPE))
+    ruleset = _call("Landlock", CREATE_RULESET, attribute, len(attribute), 0)
+    for path in files:
+        _add_rule(ruleset, path, READ_FILE | READ_DIR if os.path.isdir(path) else READ_FILE)
+    for path in listed:
+        _add_rule(ruleset, path, READ_DIR)
+    _call("Landlock", RESTRICT_SELF, ruleset, 0)
+    os.close(ruleset)
+
+
+def _add_rule(ruleset: int, path: str, rights: int) -> None:
+    beneath = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    _call(f"Landlock {path}", ADD_RULE, ruleset, 1, pack("=Qi", rights, beneath), 0)
+    os.close(beneath)
+
+
+def allow_calls(machine: str) -> None:
+    """Let this process make the calls of CALLS, and no others, for ever. Raises OSError."""
+    column, audit = ARCHITECTURES[machine]
+    lines = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, audit), (RETURN, 0, 0, KILL), (LOAD, 0, 0, 0)]
+    if machine == "x86_64":  # the numbers of its x32 variant
+        lines += [(AT_LEAST, 0, 1, 0x40000000), (RETURN, 0, 0, KILL)]
+    for numbers in CALLS.values():
+        if numbers[column] >= 0:
+            lines += [(EQUAL, 0, 1, numbers[column]), (RETURN, 0, 0, ALLOW)]
+    lines += _without_bits(OPEN[column], 1, WRITES) + _without_bits(OPENAT[column], 2, WRITES)
+    lines += _one_of(IOCTL[column], 1, TERMINAL) + _one_of(FCNTL[column], 1, FCNTLS)
+    lines += _without_bits(PRLIMIT[column], 2, 0xFFFFFFFF, both_halves=True)  # to ask for a limit, not to set one
+    code = b"".join(pack("HBBI", *line) for line in [*lines, (RETURN, 0, 0, REFUSE)])
+    program = pack("HxxxxxxP", len(code) // 8, ctypes.addressof(buffer := ctypes.create_string_buffer(code)))
+    _prctl(SECCOMP, 2, ctypes.create_string_buffer(program))
+    del buffer
+
+
+def _argument(place: int, high: bool = False) -> int:
+    """Offset of half an argument in what the kernel shows a filter; both architectures are little-endian."""
+    return 16 + 8 * place + 4 * high
+
+
+def _without_bits(number: int, place: int, bits: int, both_halves: bool = False) -> list[Line]:
+    halves = [(LOAD, 0, 0, _argument(place)), (ANY_BIT, 0, 1, bits), (RETURN, 0, 0, REFUSE)]
+    if both_halves:
+        halves += [(LOAD, 0, 0, _argument(place, high=True)), (ANY_BIT, 0, 1, bits), (RETURN, 0, 0, REFUSE)]
+    return _for(number, [*halves, (RETURN, 0, 0, ALLOW)])
+
+
+def _one_of(number: int, place: int, values: tuple[int, ...]) -> list[Line]:
+    tests = [line for value in values for line in ((EQUAL, 0, 1, value), (RETURN, 0, 0, ALLOW))]
+    return _for(number, [(LOAD, 0, 0, _argument(place)), *tests, (RETURN, 0, 0, REFUSE)])
+
+
+def _for(number: int, lines: list[Line]) -> list[Line]:
+    """Lines that are for one system call; each of them ends in a verdict. Nothing where it has no number here."""
+    return [(EQUAL, 0, len(lines), number), *lines] if number >= 0 else []
+
+
+def shut_in(parent: int, limits: list[int], readable: list[str], listed: list[str]) -> None:
+    """Everything of the above, in this order. Raises OSError where the kernel cannot do it."""
+    machine = os.uname().machine
+    if machine not in ARCHITECTURES:
+        raise OSError(f"a machine {machine}; allowed: {', '.join(ARCHITECTURES)}")
+    _prctl(PDEATHSIG, SIGKILL)
+    if os.getppid() != parent:
+        raise OSError("the parent is gone")
+    _prctl(NO_NEW_PRIVS, 1)
+    limit(*limits)
+    allow_reading(readable, listed)
+    allow_calls(machine)
+
+
+def main(program: str, numbers: str, readable: str, listed: str) -> None:
+    """Shut in, say so to the parent (or why not), and run the program as a script.
+
+    Args:
+        numbers: the parent's process id, the file descriptor that tells it, and the arguments of `limit`.
+        readable, listed: paths, a line each.
+    """
+    parent, tell, *limits = map(int, numbers.split())
+    try:
+        shut_in(parent, limits, [program, *readable.split("\n")], listed.split("\n"))
+        said = READY
+    except OSError as error:
+        said = str(error)
+    os.write(tell, said.encode())
+    os.close(tell)
+    if said == READY:
+        run(program)
+
+
+def run(program: str) -> None:
+    """Be the program: its `__main__`, its arguments."""
+    module = type(sys)("__main__")
+    module.__file__ = program
+    sys.modules["__main__"], sys.argv = module, [program]
+    with open(program, encoding="utf-8") as file:
+        exec(compile(file.read(), program, "exec"), vars(module))  # in here, and nowhere else in this package
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,299 @@
+"""The task of small programs: its problems, its rows, and what a program earns."""
+
+import random
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+import hub_rows
+from qerl_lab import tasks
+from qerl_lab.config.option import ConfigError
+from qerl_lab.config.schema import CodeIoConfig, ColumnsConfig, TaskConfig
+from qerl_lab.tasks import Question, code_io, code_problems
+
+# Programs written from the text of a problem alone, against the reference solution of that problem.
+WRITTEN = {
+    "coins-fewest": """
+coins, n = COINS, int(input())
+best = [0] + [10**9] * n
+for i in range(1, n + 1):
+    best[i] = min([best[i - c] + 1 for c in coins if c <= i], default=10**9)
+print(best[n] if best[n] < 10**9 else -1)""",
+    "grid-king-moves": """
+import sys
+rows = sys.stdin.read().split()[2:]
+seen, front, steps = {(0, 0)}, [(0, 0)], 0
+goal = (len(rows) - 1, len(rows[0]) - 1)
+while front and goal not in seen:
+    steps += 1
+    front = [(r, c) for a, b in front for r in (a - 1, a, a + 1) for c in (b - 1, b, b + 1)
+             if 0 <= r <= goal[0] and 0 <= c <= goal[1] and rows[r][c] == "."]
+    front = list(set(front) - seen)
+    seen |= set(front)
+print(steps if goal in seen else -1)""",
+    "longest-rising-choice": """
+input()
+a = list(map(int, input().split()))
+import bisect
+tails = []
+for x in a:
+    n = bisect.bisect_left(tails, x)
+    tails[n:n + 1] = [x]
+print(len(tails))""",
+    "longest-level-stretch": """
+input()
+a = list(map(int, input().split()))
+best = run = 1
+for x, y in zip(a, a[1:]):
+    run = run + 1 if y >= x else 1
+    best = max(best, run)
+print(best)""",
+    "circle-3-order": """
+n = int(input())
+people, at, out = list(range(1, n + 1)), 0, []
+while people:
+    at = (at + 2) % len(people)
+    out.append(people.pop(at))
+print(*out)""",
+    "base-2-ones": "print(bin(int(input())).count('1'))",
+    "base-8-digits": "print(oct(int(input()))[2:])",
+    "stack-100": """
+s = []
+for w in input().split():
+    if w == "dup": s.append(s[-1])
+    elif w.isdigit(): s.append(int(w) % 100)
+    else:
+        b = s.pop(); a = s.pop()
+        s.append((a + b if w == "add" else a - b if w == "sub" else a * b) % 100)
+print(*s)""",
+    "caesar-3": """
+print("".join(chr((ord(c) - 97 + 3) % 26 + 97) if c.isalpha() else c for c in input()))""",
+    "words-whole-runs": """
+def run(word):
+    out, last, n = "", "", 0
+    for c in word + " ":
+        if c != last:
+            if last: out += last + str(n)
+            last, n = c, 0
+        n += 1
+    return out
+print(*map(run, input().split()))""",
+    "words-once-longest": """
+best, seen = "", set()
+for w in input().split():
+    if w not in seen and len(w) > len(best): best = w
+    seen.add(w)
+print(best)""",
+}
+
+
+def pipeline(question: Question) -> str:
+    """A program for a pipeline, by its words alone."""
+    words = {
+        "Keep only the even ones": "a = [x for x in a if x % 2 == 0]",
+        "Keep only the odd ones": "a = [x for x in a if x & 1]",
+        "Keep only those above zero": "a = [x for x in a if x > 0]",
+        "Replace each by its square": "a = [x ** 2 for x in a]", "Sort them in ascending order": "a.sort()",
+        "Sort them in descending order": "a.sort(); a.reverse()", "Reverse their order": "a.reverse()",
+        "Replace each by its absolute value": "a = list(map(abs, a))",
+    }  # fmt: skip
+    ends = {"their sum (0 if none is left)": "sum(a)", "how many are left": "len(a)",
+            "how many different values are left": "len(set(a))"}  # fmt: skip
+    text = question.prompt.partition("n whole numbers. ")[2].partition("\n")[0]
+    steps, _, end = text.partition(" Print ")
+    said = [re.sub(r"^\(\d\) ", "", step) for step in re.split(r"\.(?: |$)", steps) if step]
+    if not set(said) <= set(words) or end.rstrip(".") not in ends:
+        return ""
+    lines = ["input()", "a = list(map(int, input().split()))", *map(words.__getitem__, said)]
+    return "\n".join([*lines, f"print({ends[end.rstrip('.')]})"])
+
+
+@pytest.fixture(scope="module")
+def task() -> tasks.Task:
+    return tasks.load(TaskConfig(name="code_io"))
+
+
+def answer(program: str) -> str:
+    return f"<think>so</think>\n<answer>{program}</answer>"
+
+
+def graded(program: str, question: Question) -> tuple[float, float]:
+    """Every test passed, and the share that did."""
+    scores = code_io.grade([answer(program)], [question])
+    return scores["answer"].item(), scores["tests"].item()
+
+
+def question_of(program: str, *tests: tuple[str, str]) -> Question:
+    payload = {"inputs": [i for i, _ in tests], "outputs": [o for _, o in tests], "seconds": 1, "memory_mib": 256}
+    return Question("q", "?", "", payload)
+
+
+# --- problems
+
+
+def test_problems_are_distinct_and_held_out_by_shape(task: tasks.Task) -> None:
+    assert (len(task.train), len(task.heldout)) == (2048, 256)
+    for field in ("id", "prompt"):
+        train, heldout = ({getattr(question, field) for question in part} for part in (task.train, task.heldout))
+        assert (len(train), len(heldout), train & heldout) == (2048, 256, set())
+
+    def shape(question: Question) -> str:
+        return re.sub(r"-?\d+", "", question.id) if " n whole numbers. " in question.prompt else question.id
+
+    pipelines = [question for question in task.heldout if " n whole numbers. " in question.prompt]
+    assert len(pipelines) > 100
+    assert not set(map(shape, task.train)) & set(map(shape, task.heldout))
+
+
+def test_problems_are_the_same_in_every_process_and_a_smaller_set_is_the_beginning() -> None:
+    assert (
+        tasks.load(TaskConfig(name="code_io", train_questions=40))
+        .data["training_sha256"]
+        .startswith("15c81e5d5b0ff0d6")
+    )
+    few, more = (tasks.load(TaskConfig(name="code_io", train_questions=size)).train for size in (20, 40))
+    assert more[:20] == few
+
+
+@pytest.mark.parametrize("level", [1, 2, 3])
+def test_levels_act(level: int) -> None:
+    cfg = TaskConfig(name="code_io", train_questions=300, code_io=CodeIoConfig(level, level))
+    task = tasks.load(cfg)
+    assert len(task.train) == 300
+    assert len(task.heldout) > 50
+    families = {question.id.split("-")[1] for question in task.train}
+    assert ("coins" in families) == (level == 3)
+    assert ("words" in families) == (level == 2)
+    assert any("(2)" in question.prompt for question in task.train) == (level > 1)
+    assert any("(4)" in question.prompt for question in task.train) == (level > 2)
+
+
+def test_the_example_is_no_test_and_no_constant_passes_more_than_half(task: tasks.Task) -> None:
+    for question in task.train + task.heldout:
+        outputs, inputs = question.payload["outputs"], question.payload["inputs"]
+        assert len(set(inputs)) == len(outputs) == 8
+        assert not any(f"Example input:\n{given}Example" in question.prompt for given in inputs)
+        assert max(Counter(outputs).values()) <= 4, question.id
+        assert all(output.strip() for output in outputs)
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_program_written_from_the_text_passes(name: str) -> None:
+    found = next(problem for problem in drawn() if f"{problem.id}-".startswith(f"{name}-"))
+    coins = [int(coin) for coin in found.id.split("-")[2:]] if name.startswith("coins") else []
+    tests = code_problems.tests(found, 8)
+    assert tests
+    assert graded(WRITTEN[name].replace("COINS", str(coins)), question_of("", *tests)) == (1.0, 1.0), found.text
+
+
+def drawn() -> list[code_problems.Problem]:
+    rng = random.Random(3)
+    return [code_problems.draw_problem(rng, level) for level in (2, 3) for _ in range(4000)]
+
+
+def test_pipelines_do_what_they_say(task: tasks.Task) -> None:
+    pairs = [(pipeline(question), question) for question in task.train if " n whole numbers. " in question.prompt]
+    pairs = [(program, question) for program, question in pairs if program][:8]
+    assert len(pairs) == 8
+    programs, questions = zip(*pairs, strict=True)
+    assert code_io.grade([answer(program) for program in programs], questions)["answer"].tolist() == [1.0] * 8
+
+
+# --- what a program earns
+
+
+@pytest.mark.parametrize(("program", "earned"), [
+    ("print(int(input()) * 2)", (1.0, 1.0)), ("print(4)", (0.0, 0.5)), ("print(0)", (0.0, 0.0)), ("1/0", (0.0, 0.0)),
+    ("print(int(input()) * 2); 1/0", (0.0, 0.0)), ("print(int(input()) * 2, end='   \\n\\n')", (1.0, 1.0)),
+    ("print(' ', int(input()) * 2)", (0.0, 0.0)), ("print('answer:', int(input()) * 2)", (0.0, 0.0)),
+    ("```python\nprint(int(input()) * 2)\n```", (1.0, 1.0)), ("\n\nprint(int(input()) * 2)\n", (1.0, 1.0)),
+    ("n = int(input())\nwhile n > 3: pass\nprint(n * 2)", (0.0, 0.5)),
+    ("if 1 < 2: print(int(input()) * 2)", (1.0, 1.0)),
+    ("x = '</think>'\nprint(int(input()) * 2)", (0.0, 0.0)),
+])  # fmt: skip
+def test_the_share_of_tests_and_all_of_them(program: str, earned: tuple[float, float]) -> None:
+    assert graded(program, question_of("", ("2\n", "4"), ("5\n", "10"))) == earned
+
+
+@pytest.mark.parametrize("completion", [
+    "", "print(4)", "<answer></answer>", "<answer> \n </answer>", "<think><answer>print(4)</answer></think>",
+    "<think>a<answer>print(4)</answer>", "<answer>print(4)", "</answer>print(4)<answer>",
+    "<think></think><answer>" + "#" * 30_000 + "\nprint(4)</answer>", "<answer>\0</answer>", "<answer>\ud800</answer>",
+    "<answer>" * 50_000, "</think>" * 50_000, "<answer>```\nprint(4)</answer>",
+])  # fmt: skip
+def test_hostile_completions_earn_nothing(completion: str) -> None:
+    scores = code_io.grade([completion], [question_of("", ("2\n", "4"))])
+    assert (scores["answer"].item(), scores["tests"].item()) == (0.0, 0.0)
+
+
+def test_the_parts_of_the_reward_are_weighted() -> None:
+    cfg = TaskConfig(name="code_io", train_questions=1, answer_reward=2.0, code_io=CodeIoConfig(tests_reward=0.25))
+    task = tasks.load(cfg)
+    texts = [answer("print(int(input()) * 2)"), answer("print(4)"), "print(4)"]
+    rewards = task.rewards(texts, [question_of("", ("2\n", "4"), ("5\n", "10"))] * 3)
+    assert {part: values.tolist() for part, values in rewards.items() if part != "format"} == {
+        "answer": [2.0, 0.0, 0.0], "tests": [0.25, 0.125, 0.0],
+    }  # fmt: skip
+    assert rewards["format"].tolist() == [0.2, 0.2, 0.0]
+
+
+def test_one_program_is_run_once_for_one_question(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr("qerl_lab.tasks.code_sandbox.run", lambda programs: asked.append(programs) or [["4"]] * 2)
+    question = question_of("", ("2\n", "4"))
+    scores = code_io.grade([answer("print(4)"), answer("print(5)"), answer("print(4)"), ""], [question] * 4)
+    assert len(asked[0]) == 2
+    assert scores["tests"].tolist() == [1.0, 1.0, 1.0, 0.0]
+
+
+# --- rows
+
+
+def test_rows_of_ones_own(tmp_path: Path) -> None:
+    rows = [
+        {"question": f"Print n times {k}.", "tests": [{"input": f"{n}\n", "output": f"{n * k}\n"} for n in (2, 3)]}
+        for k in range(300)
+    ]
+    hub_rows.write_parquet(tmp_path / "train.parquet", rows[:200])
+    hub_rows.write_jsonl(tmp_path / "test.jsonl", rows[200:])
+    cfg = TaskConfig(name="code_io", path=str(tmp_path), code_io=CodeIoConfig(seconds=3, memory_mib=128))
+    task = tasks.load(cfg)
+    assert (len(task.train), len(task.heldout)) == (200, 100)
+    assert (task.train[7].payload["seconds"], task.train[7].payload["memory_mib"]) == (3, 128)
+    assert graded("print(int(input()) * 7)", task.train[7]) == (1.0, 1.0)
+    one_file = tasks.load(TaskConfig(name="code_io", path=str(hub_rows.write_jsonl(tmp_path / "all.jsonl", rows))))
+    assert len(one_file.train) + len(one_file.heldout) == 300
+    assert 0 < len(one_file.heldout) < 20
+
+
+@pytest.mark.parametrize(("tests", "said"), [
+    ([], "has no list of tests in 'tests'"), ("[]", "has no list of tests in 'tests'"), (None, "has no 'tests'"),
+    ([{"input": "1"}], "has a test without input or output in 'tests'"), ([1], "has a test without input or output"),
+    ([{"input": 1, "output": "1"}], "has a test in 'tests' whose input is no text"),
+    ([{"input": "1", "output": 1}], "has no text in 'tests', but int"),
+    ([{"input": "1", "output": "\n"}], "has nothing in 'tests'"),
+])  # fmt: skip
+def test_a_row_with_bad_tests_is_named(tmp_path: Path, tests: object, said: str) -> None:
+    good = {"question": "Q", "tests": [{"input": "", "output": "1"}]}
+    rows = [good | {"question": f"Q{n}"} for n in range(200)] + [{"question": "bad", "tests": tests}]
+    hub_rows.write_jsonl(tmp_path / "test.jsonl", rows)
+    task = tasks.benchmark(TaskConfig(name="code_io", path=str(tmp_path)))
+    assert f"test.jsonl:201 {said}" in task.warnings[0]
+
+
+def test_the_tests_may_lie_in_a_struct(tmp_path: Path) -> None:
+    rows = [{"q": f"Q{n}", "info": {"cases": [{"input": "", "output": "1"}]}} for n in range(3)]
+    path = str(hub_rows.write_jsonl(tmp_path / "test.jsonl", rows).parent)
+    columns = ColumnsConfig(question="q", tests="info.cases")
+    assert len(tasks.benchmark(TaskConfig(name="code_io", path=path, columns=columns)).heldout) == 3
+
+
+def test_no_sandbox_no_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise ConfigError("cannot keep them in")
+
+    monkeypatch.setattr("qerl_lab.tasks.code_sandbox.check", fail)
+    with pytest.raises(ConfigError, match="cannot keep them in"):
+        tasks.load(TaskConfig(name="code_io"))

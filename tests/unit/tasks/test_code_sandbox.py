@@ -1,0 +1,343 @@
+"""Programs that try to get out, to take too much or to hurt others, and those that only do their work."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from qerl_lab.config.option import ConfigError
+from qerl_lab.tasks import code_jail, code_sandbox
+from qerl_lab.tasks.code_sandbox import Program
+
+SECRET = "a-secret-of-the-parent"
+# A program prints "out" where it got out: what it tries is in a block that ends in that.
+TRIES = {
+    # reading
+    "read a file": "open('/etc/passwd').read()",
+    "read a file of the user": "open('{secret}').read()",
+    "read it by ctypes": "d = ctypes.CDLL(None).open(b'{secret}', 0); assert d >= 0",
+    "read it by a raw call": "assert ctypes.CDLL(None).syscall(2, b'{secret}', 0, 0) >= 0",
+    "read it by its directory": "os.open('{secret}', os.O_RDONLY, dir_fd=os.open('/', os.O_RDONLY | os.O_DIRECTORY))",
+    "read it through a handle without rights": "open('/proc/self/fd/%d' % os.open('{secret}', os.O_PATH)).read()",
+    "map it": "mmap.mmap(os.open('{secret}', os.O_RDONLY), 0, prot=mmap.PROT_READ)",
+    "link to it and read": "os.symlink('{secret}', 'here'); open('here').read()",
+    "list a folder": "os.listdir('/')",
+    "list the home": "os.listdir(os.path.expanduser('~'))",
+    "list its own folder": "os.listdir('.')",
+    "read the parent's environment": "open(f'/proc/{os.getppid()}/environ').read()",
+    "read the parent's memory": "open(f'/proc/{os.getppid()}/mem', 'rb').read(1)",
+    "read the parent's files": "os.listdir(f'/proc/{os.getppid()}/fd')",
+    "read its own environment in /proc": "open('/proc/self/environ').read()",
+    "trace the parent": "assert ctypes.CDLL(None).ptrace(16, os.getppid(), 0, 0) == 0",
+    "copy the parent's memory": "assert ctypes.CDLL(None).process_vm_readv(os.getppid(), 0, 0, 0, 0, 0) >= 0",
+    "find the parent's secret": "assert {secret!r} in str(os.environ) or 'SECRET' in os.environ",
+    "use a handle of the parent": "[os.fstat(d) for d in range(3, 64) if d != 99].pop()",
+    # import tricks
+    "import the package": "import qerl_lab",
+    "import the package from its folder": "sys.path.append('{source}'); import qerl_lab",
+    "load the package's file": "import runpy; runpy.run_path('{source}/qerl_lab/tasks/code_problems.py')",
+    "import an installed package": "import numpy",
+    "import an installed package from its folder": "sys.path += {site}; import numpy",
+    "read the package's source": "open('{source}/qerl_lab/tasks/code_io.py').read()",
+    "read what it is judged by from the frames": "frame = sys._getframe()\nwhile frame:\n    "
+    "assert 'outputs' not in frame.f_locals\n    frame = frame.f_back\nraise OSError",
+    # writing
+    "write a file": "open('file', 'w')",
+    "write in the folder of all": "open('/tmp/out', 'w')",
+    "write over a file": "os.open('{secret}', os.O_WRONLY)",
+    "write over its own text": "open(__file__, 'a')",
+    "make a folder": "os.mkdir('folder')",
+    "remove its text": "os.remove(__file__)",
+    "rename its text": "os.rename(__file__, 'other')",
+    "truncate a file": "os.truncate('{secret}', 0)",
+    "change a file's rights": "os.chmod('{secret}', 0o777)",
+    "change a file's time": "os.utime('{secret}')",
+    "change a file's owner": "os.chown('{secret}', 0, 0)",
+    "make a link": "os.link('{secret}', 'link')",
+    "make a file in memory": "os.memfd_create('x')",
+    "make a pipe with a name": "os.mkfifo('pipe')",
+    "mount a folder": "assert ctypes.CDLL(None).mount(b'/', b'.', 0, 4096, 0) == 0",
+    "go elsewhere": "os.chdir('/')",
+    "leave by a new root": "os.chroot('/')",
+    # network
+    "connect": "socket.create_connection(('127.0.0.1', {port}), timeout=1)",
+    "make a socket": "socket.socket()",
+    "make a socket of another kind": "socket.socket(socket.AF_UNIX)",
+    "make a netlink socket": "socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0)",
+    "make a pair of sockets": "socket.socketpair()",
+    "make a socket by a raw call": "assert ctypes.CDLL(None).syscall(41, 2, 1, 0) >= 0",
+    "make an io_uring": "assert ctypes.CDLL(None).syscall(425, 1, ctypes.create_string_buffer(120)) >= 0",
+    # processes
+    "fork": "os.fork()",
+    "fork by a raw call": "assert ctypes.CDLL(None).syscall(57) >= 0",
+    "clone": "assert ctypes.CDLL(None).syscall(56, 17, 0, 0, 0, 0) >= 0",
+    "start a process": "subprocess.run(['true'])",
+    "start a process by spawn": "os.posix_spawn('/bin/true', ['true'], {})",
+    "start a shell": "assert os.system('true') == 0",
+    "start a thread": "threading.Thread(target=print).start()",
+    "be another program": "os.execv('/bin/sh', ['sh', '-c', 'echo out'])",
+    "be another Python": "os.execv(sys.executable, [sys.executable, '-c', 'print(\"out\")'])",
+    "make a name space": "assert ctypes.CDLL(None).unshare(0x10000000) == 0",
+    "kill the parent": "os.kill(os.getppid(), 9)",
+    "stop the parent": "os.kill(os.getppid(), 19)",
+    "kill the group": "os.killpg(0, 9)",
+    "kill everybody": "os.kill(-1, 9)",
+    "kill the parent by a handle": "signal.pidfd_send_signal(os.pidfd_open(os.getppid()), 9)",
+    "kill the parent by a raw call": "assert ctypes.CDLL(None).syscall(62, os.getppid(), 9) == 0",
+    "kill a thread of the parent": "assert ctypes.CDLL(None).syscall(200, os.getppid(), 9) == 0",
+    "have a file signal the parent": "fcntl.fcntl(0, fcntl.F_SETOWN, os.getppid())",
+    "choose the signal of a file": "fcntl.fcntl(0, 10, 9)",
+    "slow the parent": "os.setpriority(os.PRIO_PROCESS, os.getppid(), 19)",
+    "bind the parent to a core": "os.sched_setaffinity(os.getppid(), [0])",
+    "limit the parent": "resource.prlimit(os.getppid(), resource.RLIMIT_NOFILE, (3, 3))",
+    "type into the terminal": "fcntl.ioctl(0, 0x5412, b'x')",
+    # limits
+    "raise its time": "resource.setrlimit(resource.RLIMIT_CPU, (100, 100))",
+    "raise its memory": "resource.setrlimit(resource.RLIMIT_AS, (-1, -1))",
+    "outlive its parent": "assert ctypes.CDLL(None).prctl(1, 0, 0, 0, 0) == 0",
+    "loosen the filter": "assert ctypes.CDLL(None).prctl(22, 0, 0, 0, 0) == 0",
+}  # fmt: skip
+BLOCK = """
+import ctypes, fcntl, mmap, os, resource, signal, socket, subprocess, sys, threading
+try:
+    {attempt}
+except (OSError, AssertionError, ImportError, RuntimeError, IndexError, ValueError):
+    print("in")
+else:
+    print("out")
+"""
+
+
+def one(text: str, given: str = "", seconds: int = 5, memory_mib: int = 256) -> str | None:
+    return code_sandbox.run([Program(text, [given], seconds, memory_mib)])[0][0]
+
+
+@pytest.fixture(scope="module")
+def outside(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, object]]:
+    """A file, a listening port and an environment variable that no program may reach."""
+    file = tmp_path_factory.mktemp("outside") / "secret"
+    file.write_text(SECRET)
+    before = file.stat()
+    os.environ["SECRET"] = SECRET
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        source = Path(code_sandbox.__file__).parents[2]
+        yield {"secret": str(file), "port": server.getsockname()[1], "source": str(source), "site": repr(sys.path)}
+        server.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            server.accept()
+    del os.environ["SECRET"]
+    after = file.stat()
+    assert (file.read_text(), after.st_mode, after.st_mtime_ns, after.st_nlink, after.st_uid) == (
+        SECRET, before.st_mode, before.st_mtime_ns, 1, before.st_uid,
+    )  # fmt: skip
+    assert not Path("/tmp/out").exists()
+
+
+def filled(attempt: str, outside: dict[str, object]) -> str:
+    for name, value in outside.items():
+        attempt = attempt.replace("{" + name + "!r}", repr(value)).replace("{" + name + "}", str(value))
+    return BLOCK.format(attempt=attempt.replace("\n", "\n    "))
+
+
+def test_no_attempt_gets_out(outside: dict[str, object]) -> None:
+    programs = [Program(filled(attempt, outside), [""], 5, 256) for attempt in TRIES.values()]
+    outputs = dict(zip(TRIES, (found[0] for found in code_sandbox.run(programs)), strict=True))
+    killed = {"make a socket by a raw call", "fork by a raw call", "clone"} if os.uname().machine != "x86_64" else set()
+    assert {name: output for name, output in outputs.items() if output != "in\n" and name not in killed} == {}
+
+
+@pytest.mark.parametrize(
+    "name", ["read a file of the user", "write a file", "make a socket", "fork", "kill the parent"]
+)
+def test_the_attempts_succeed_outside(name: str, outside: dict[str, object], tmp_path: Path) -> None:
+    """Else the test before this one could not fail. The parent of this one is a process that is there to be killed."""
+    file = tmp_path / "try.py"
+    file.write_text(filled(TRIES[name], outside))
+    starter = "import subprocess, sys; subprocess.run([sys.executable, sys.argv[1]])"
+    out = subprocess.run([sys.executable, "-c", starter, str(file)], capture_output=True, text=True, cwd=tmp_path)
+    assert "out" in out.stdout or out.returncode == -signal.SIGKILL
+
+
+# --- limits
+
+
+def test_an_endless_program_ends_in_time_and_is_not_run_again() -> None:
+    started = time.monotonic()
+    (outputs,) = code_sandbox.run([Program("while True: pass", ["1"] * 20, 1, 256)])
+    assert outputs == [None] * 20
+    assert time.monotonic() - started < 15
+
+
+def test_a_sleeping_program_is_stopped_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(code_sandbox, "CLOCK_SECONDS", 2)
+    started = time.monotonic()
+    assert one("import time; time.sleep(1000)", seconds=1) is None
+    assert time.monotonic() - started < 20
+
+
+@pytest.mark.parametrize("text", [
+    "import signal; signal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass",
+    "while True:\n    try:\n        while True: pass\n    except BaseException: pass",
+    "9 ** 9 ** 9 ** 9", "import re; re.match('(a*)*b', 'a' * 99)",
+])  # fmt: skip
+def test_a_program_cannot_ignore_its_limit_of_time(text: str) -> None:
+    assert one(text, seconds=1) is None
+
+
+@pytest.mark.parametrize("text", [
+    "a = [0] * 10**9", "a = bytearray(10**9)", "a = []\nwhile True: a.append('x' * 10**6)",
+    "import mmap; mmap.mmap(-1, 10**9)", "a = 'x'\nwhile True: a += a",
+])  # fmt: skip
+def test_memory_is_limited(text: str) -> None:
+    assert one(f"{text}\nprint('out')") is None
+    assert (
+        one(f"try:\n    {text.replace(chr(10), chr(10) + '    ')}\nexcept (MemoryError, OSError):\n    print('caught')")
+        == "caught\n"
+    )
+
+
+@pytest.mark.parametrize("text", [
+    "print('x' * 10**9)", "import sys\nwhile True: sys.stdout.write('x' * 10**5)",
+    "import os\nwhile True: os.write(1, b'x' * 10**5)", "import os\nos.lseek(1, 2**40, 0)\nos.write(1, b'x')",
+])  # fmt: skip
+def test_a_flood_of_output_is_a_failure(text: str) -> None:
+    assert one(text, seconds=2, memory_mib=2048) is None
+
+
+def test_a_flood_of_errors_costs_nothing() -> None:
+    assert one("import sys\nfor _ in range(1000): sys.stderr.write('x' * 10**5)\nprint('done')") == "done\n"
+
+
+@pytest.mark.parametrize("text", [
+    "def", "raise SystemExit(3)", "1/0", "import os; os._exit(1)", "import os; os.abort()", "print(1); 1/0", "\0",
+    "\ud800",
+    "import sys; sys.setrecursionlimit(10**9)\ndef f(): f()\nf()", "(" * 10**5, "import ctypes; ctypes.string_at(0)",
+    "import os; os.close(1); print(1)", "x = " + "-" * 10**5 + "1",
+])  # fmt: skip
+def test_a_program_that_fails_is_a_failure_and_no_crash(text: str) -> None:
+    assert one(text, seconds=1) is None
+
+
+# --- programs that do their work
+
+
+def test_a_program_has_its_input_and_the_standard_library() -> None:
+    text = (
+        "import sys, bisect, collections, decimal, fractions, functools, hashlib, heapq, itertools, json, math\n"
+        "import random, re, bz2, lzma, sqlite3, statistics, unicodedata, zlib, dataclasses, enum, typing, time\n"
+        "@dataclasses.dataclass\nclass A:\n    x: 'int'\n"
+        "n = int(input())\nrows = sys.stdin.readlines()\nprint(n, len(rows), A(1), __name__, sys.argv[1:], flush=True)"
+    )
+    assert one(text, "3\na\nü\n") == "3 2 A(x=1) __main__ []\n"
+
+
+def test_each_input_is_a_process_of_its_own() -> None:
+    text = "import builtins\nprint(hasattr(builtins, 'seen'), input())\nbuiltins.seen = True"
+    assert code_sandbox.run([Program(text, ["1", "2"], 5, 256)]) == [["False 1\n", "False 2\n"]]
+
+
+def test_a_set_of_words_prints_in_one_order_every_time() -> None:
+    text = "print({'a', 'b', 'c', 'd', 'e', 'f', 'g'})"
+    (outputs,) = code_sandbox.run([Program(text, [""] * 4, 5, 256)])
+    assert len(set(outputs)) == 1
+    assert outputs[0]
+
+
+def test_programs_keep_their_order() -> None:
+    programs = [
+        Program(f"import time; time.sleep({0.3 if n == 0 else 0}); print({n})", ["", ""], 5, 256) for n in range(9)
+    ]
+    assert code_sandbox.run(programs) == [[f"{n}\n"] * 2 for n in range(9)]
+
+
+def test_an_unread_input_of_any_size_is_fine() -> None:
+    assert one("print(1)", "x" * 10**7) == "1\n"
+
+
+def test_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code_sandbox.check()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    before = (threading.active_count(), set(os.listdir("/proc/self/fd")))
+    code_sandbox.run([Program(text, ["", ""], 1, 256) for text in ("print(1)", "while True: pass", "1/0")])
+    assert list(tmp_path.iterdir()) == []
+    assert (threading.active_count(), set(os.listdir("/proc/self/fd"))) == before
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
+
+
+def test_a_program_ends_with_its_parent(tmp_path: Path) -> None:
+    """Killed with SIGKILL, a run leaves no program behind."""
+    script = (
+        "from qerl_lab.tasks import code_sandbox as s\ns.check()\nprint('ready', flush=True)\n"
+        "s.run([s.Program('import time; time.sleep(300)', [''], 100, 256)])"
+    )
+    child = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert child.stdout
+    assert child.stdout.readline() == "ready\n"
+    deadline = time.monotonic() + 60
+    while not (programs := children(child.pid)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert programs
+    child.kill()
+    child.wait()
+    while any(Path(f"/proc/{pid}").exists() for pid in programs) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in programs)
+    for folder in Path("/tmp").glob("qerl-code-*"):  # what SIGKILL leaves
+        if time.time() - folder.stat().st_mtime < 60:
+            with contextlib.suppress(OSError):
+                (folder / "main.py").unlink(missing_ok=True)
+                folder.rmdir()
+
+
+def children(pid: int) -> list[int]:
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            if int(stat.read_text().rpartition(")")[2].split()[1]) == pid:
+                found.append(int(stat.parent.name))
+    return found
+
+
+# --- a machine that cannot keep a program in
+
+
+@pytest.fixture
+def unchecked() -> Iterator[None]:
+    code_sandbox.check.cache_clear()
+    yield
+    code_sandbox.check.cache_clear()
+
+
+@pytest.mark.parametrize(("line", "said"), [
+    ("_call(\"Landlock\", RESTRICT_SELF, ruleset, 0)", "on this machine they could read a file, "),
+    ("_prctl(SECCOMP, 2, ctypes.create_string_buffer(program))", "they could open a socket, start a process"),
+    ("CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446", "] Landlock: Function not implemented. It needs Linux"),
+])  # fmt: skip
+def test_a_weaker_sandbox_is_an_error(
+    line: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unchecked: None
+) -> None:
+    """The jail without one of its walls, or on a kernel without Landlock."""
+    text = Path(code_jail.__file__).read_text()
+    assert text.count(line) == 1
+    weaker = tmp_path / "jail.py"
+    weaker.write_text(text.replace(line, line.replace("444, 445, 446", "9444, 445, 446") if "444" in line else "pass"))
+    monkeypatch.setattr(code_sandbox, "JAIL", weaker)
+    with pytest.raises(ConfigError) as caught:
+        code_sandbox.run([Program("print(1)", [""], 5, 256)])
+    assert said in str(caught.value)
+    assert "Type another task." in str(caught.value)
+
+
+def test_another_system_is_an_error(monkeypatch: pytest.MonkeyPatch, unchecked: None) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(ConfigError, match="needs Linux"):
+        code_sandbox.check()

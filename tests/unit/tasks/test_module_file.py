@@ -1,0 +1,197 @@
+"""A task or a reward of the user's own: the contract, its refusals, and the examples of docs/tasks.md."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import hub_rows
+from qerl_lab import tasks
+from qerl_lab.cli.compose import make_plan
+from qerl_lab.config.arm import config_hash, of_run
+from qerl_lab.config.option import ConfigError
+from qerl_lab.config.paths import anchored, module_hash
+from qerl_lab.config.rules import from_dict
+from qerl_lab.config.schema import RunConfig, TaskConfig
+from qerl_lab.tasks import Question, arithmetic
+
+DOCS = Path(__file__).parents[3] / "docs" / "tasks.md"
+EXAMPLES = re.findall(r"^```python\n(.*?)^```", DOCS.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+REWARD = """
+import numpy as np
+def grade(texts, questions):
+    right = np.array([question.answer in text for text, question in zip(texts, questions)], float)
+    return {"format": right, "answer": right}
+"""
+ONE = "from qerl_lab.tasks import Question\n"
+
+
+def file(folder: Path, text: str, name: str = "mine.py") -> str:
+    (folder / name).write_text(text)
+    return str(folder / name)
+
+
+def load(folder: Path, text: str, **keys: object) -> tasks.Task:
+    return tasks.load(TaskConfig(module=file(folder, text), train_questions=50, **keys))
+
+
+# --- the examples
+
+
+def test_the_first_example_is_a_task(tmp_path: Path) -> None:
+    task = tasks.load(TaskConfig(module=file(tmp_path, EXAMPLES[0], "larger.py")))
+    assert task.name == "larger"
+    assert (len(task.train) > 700, len(task.heldout) > 50, task.warnings) == (True, True, ())
+    question = task.train[0]
+    texts = [f"<think>x</think><answer>{question.answer}</answer>", f"{'x' * 60}<answer>{question.answer}</answer>"]
+    rewards = task.rewards(texts, [question] * 2)
+    assert sum(rewards.values()).tolist() == pytest.approx([0.2 + 1 + 0.1, 1])
+
+
+def test_the_second_example_reads_rows(tmp_path: Path) -> None:
+    rows = [{"riddle": f"R {n}?", "solution": f"{n}"} for n in range(300)]
+    rows += [{"riddle": "Rätsel?", "solution": "1", "language": "de"}, {"riddle": "Long?", "solution": "x" * 51}]
+    path = str(hub_rows.write_jsonl(tmp_path / "rows.jsonl", rows))
+    task = tasks.load(TaskConfig(name="gsm8k", module=file(tmp_path, EXAMPLES[1], "riddles.py"), path=path))
+    assert len(task.train) + len(task.heldout) == 300
+    assert task.heldout
+    assert task.train[0].id == "riddles-train-1", "row 0 is held out"
+    (said,) = task.warnings
+    assert "1 of 302 rows are bad and left out; the first: " in said
+    assert "rows.jsonl:302 has a long answer" in said
+
+
+@pytest.mark.integration
+def test_the_first_example_runs(tmp_path: Path, tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a run, by the keys of a command line; its own part of the reward is a metric."""
+    from qerl_lab.record.directory import RunDirectory
+    from qerl_lab.record.environment import Typed
+    from qerl_lab.train.run import run
+    from qerl_lab.train.stop import Stop
+
+    cfg = anchored(
+        tiny(task__module=file(tmp_path, EXAMPLES[0]), steps=1, eval__questions=0, run_dir=str(tmp_path / "run"))
+    )
+    directory = RunDirectory(tmp_path / "run")
+    directory.path.mkdir()
+    directory.claim(cfg, Typed("python -m qerl_lab"))
+    assert run(cfg, directory, Stop()) == 0
+    (step,) = [line["metrics"] for line in directory.metrics() if "reward/mean" in line["metrics"]]
+    assert 0 <= step["reward/short"] <= 0.1
+    assert directory.config().task.module_hash == module_hash(str(tmp_path / "mine.py"))
+
+
+# --- the contract
+
+
+def test_a_file_with_grade_alone_is_another_reward_on_the_same_questions(tmp_path: Path) -> None:
+    task = load(tmp_path, REWARD)
+    assert task.train == arithmetic.train(TaskConfig(train_questions=50))
+    scores = task.grade(["so 7", "8"], [Question("", "?", "7")] * 2)
+    assert scores["answer"].tolist() == [1.0, 0.0]
+
+
+def test_a_file_may_make_a_set_for_evaluation_one_to_train_on(tmp_path: Path) -> None:
+    hub_rows.write_jsonl(tmp_path / "test.jsonl", [hub_rows.amc23(n) for n in range(5)])
+    text = ONE + "def train(cfg): return [Question('a', 'A?', '1')]"
+    assert [question.id for question in load(tmp_path, text, name="amc23", path=str(tmp_path)).train] == ["a"]
+
+
+@pytest.mark.parametrize(("text", "said"), [
+    ("x = 1", "defines none of train, heldout, grade, weights. docs/tasks.md shows one."),
+    ("def train(", "cannot be imported: SyntaxError: "),
+    ("import nowhere", "cannot be imported: ModuleNotFoundError: "),
+    ("1/0", "cannot be imported: ZeroDivisionError: division by zero"),
+    ("def train(cfg): return 3", "train(cfg) must return a list of qerl_lab.tasks.Question."),
+    ("def heldout(cfg): return ['a']", "heldout(cfg) must return a list of qerl_lab.tasks.Question."),
+    (ONE + "def train(cfg): return [Question('a', 'A?', '1'), Question('a', 'B?', '1')]", "two questions of one id"),
+])  # fmt: skip
+def test_a_file_that_breaks_the_contract_is_refused(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, text)
+    assert f"task.module={tmp_path / 'mine.py'}" in str(caught.value)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(("returned", "said"), [
+    ("3", "must return a dict of scores with the keys format and answer"),
+    ("{'answer': [1.0]}", "must return a dict of scores with the keys format and answer"),
+    ("{'format': [1.0], 'answer': [1.0, 0.0]}", "must return in 'answer' a score from 0 to 1 for each"),
+    ("{'format': [1.0], 'answer': [1.5]}", "must return in 'answer' a score from 0 to 1 for each"),
+    ("{'format': [float('nan')], 'answer': [1.0]}", "must return in 'format' a score from 0 to 1 for each"),
+    ("{'format': [1.0], 'answer': [1.0], 'short': [1.0]}", "returned short, for which weights(cfg) of the file has no"),
+])  # fmt: skip
+def test_a_grade_that_breaks_the_contract_says_so(tmp_path: Path, returned: str, said: str) -> None:
+    task = load(tmp_path, f"def grade(texts, questions): return {returned}")
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        task.rewards(["a"], [Question("", "?", "1")])
+
+
+def test_scores_may_be_lists(tmp_path: Path) -> None:
+    scores = load(tmp_path, "def grade(texts, questions): return {'format': [True], 'answer': [0]}").grade(["a"], [])
+    assert all(values.dtype == np.float64 for values in scores.values())
+
+
+# --- the arm
+
+
+def composed(*words: str) -> RunConfig:
+    return make_plan([*words], False).jobs[0].config
+
+
+def test_the_content_of_the_file_is_of_the_arm_and_its_place_is_not(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    before = composed(f"task.module={file(tmp_path, REWARD)}")
+    elsewhere = composed(f"task.module={file(tmp_path / 'other', REWARD)}")
+    changed = composed(f"task.module={file(tmp_path, REWARD + ' ')}")
+    assert config_hash(before) == config_hash(elsewhere) != config_hash(changed) != config_hash(RunConfig())
+    assert of_run(before)["task.module_hash"] == before.task.module_hash != changed.task.module_hash
+    assert len(before.task.module_hash or "") == 12
+
+
+def test_a_file_that_changed_after_the_run_was_composed_is_refused(tmp_path: Path) -> None:
+    cfg = composed(f"task.module={file(tmp_path, REWARD)}").task
+    assert tasks.load(replace(cfg, train_questions=9)).train
+    file(tmp_path, REWARD + "\n")
+    with pytest.raises(ConfigError, match=r"was another file when the run was composed .*Put it back as it was"):
+        tasks.load(cfg)
+    with pytest.raises(ConfigError, match="was another file when"):
+        tasks.benchmark(cfg)
+
+
+def test_a_path_is_kept_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    file(tmp_path, REWARD)
+    assert composed("task.module=mine.py").task.module == str(tmp_path / "mine.py")
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    ("task.module=nowhere.py", "nowhere.py is no Python file. Type task.module=FILE.py."),
+    ("task.module=.", "is no Python file"), ("task.module=text.txt", "text.txt is no Python file"),
+    ("task.module=mine.py task.module_hash=abc", "task.module_hash=abc is not that of"),
+    ("task.module_hash=abc", "task.module_hash=abc does nothing in a run with task.module=null"),
+])  # fmt: skip
+def test_words_that_name_no_file_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str, said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    file(tmp_path, REWARD)
+    (tmp_path / "text.txt").touch()
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        composed(*words.split())
+
+
+def test_every_key_of_the_task_acts_with_a_file_which_may_read_it(tmp_path: Path) -> None:
+    module = f"task.module={file(tmp_path, REWARD)}"
+    assert composed(module, "task.path=DIR", "task.columns.answer=a", "task.code_io.seconds=3").task.path == "DIR"
+    with pytest.raises(ConfigError, match=r"task\.path=DIR does nothing"):
+        composed("task.path=DIR")
+
+
+def test_a_file_may_weigh_nothing_but_its_own_parts(tmp_path: Path) -> None:
+    values = {"format_reward": 0.0, "answer_reward": 0.0}
+    with pytest.raises(ConfigError, match="reward nothing"):
+        from_dict({"task": values})
+    assert from_dict({"task": values | {"module": file(tmp_path, REWARD)}})
