@@ -19,7 +19,8 @@ from qerl_lab.cli.compose import make_plan
 from qerl_lab.cli.train import main
 from qerl_lab.config.files import choices_of
 from qerl_lab.config.option import ConfigError
-from qerl_lab.config.schema import ArithmeticConfig, RunConfig, TaskConfig
+from qerl_lab.config.schema import RunConfig
+from qerl_lab.config.task import ArithmeticConfig, TaskConfig
 from qerl_lab.model import on_disk
 from qerl_lab.model.on_disk import POCKET
 from qerl_lab.tasks import arithmetic

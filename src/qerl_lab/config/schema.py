@@ -8,13 +8,8 @@ allowed and what to type.
 from dataclasses import dataclass, field
 
 from qerl_lab.config.option import option
+from qerl_lab.config.task import TaskConfig
 
-# The suffix of the paper's prompt (App. E): without it the format reward is unreachable, as in the released code.
-PAPER_INSTRUCTION = (
-    "Solve the following math problem step by step. The reasoning process and direct answer are enclosed within "
-    "<think> </think> and <answer> </answer> tags, respectively, i.e., <think> reasoning process here </think> "
-    "<answer> answer here </answer>."
-)
 DTYPES = ("auto", "float32", "bfloat16")
 ATTENTIONS = ("sdpa", "eager", "flash_attention_2")
 DENSE_FORMAT = "bf16"  # the weight format that packs nothing
@@ -191,61 +186,6 @@ class AlgorithmConfig:
         above=0, at_most=1,
     )  # fmt: skip
     entropy_coef_max: float = option(1.0, "largest adaptive weight", above=0, at_most=10)
-
-
-@dataclass
-class ArithmeticConfig:
-    min_steps: int = option(2, "fewest operations of a problem", at_least=1, at_most=6)
-    max_steps: int = option(3, "most operations of a problem", at_least=1, at_most=6)
-    max_operand: int = option(9, "largest number that a problem states", at_least=2, at_most=1000)
-
-
-@dataclass
-class BigMathConfig:
-    levels: str = option("3-5", "difficulties (paper: 3-5, for its 32B model 4-5)", choices=("3-5", "4-5", "all"))
-
-
-@dataclass
-class CodeIoConfig:
-    min_level: int = option(1, "easiest problems: 1 one step over a list, 2 several, or texts, 3 short algorithms",
-                            at_least=1, at_most=3)  # fmt: skip
-    max_level: int = option(3, "hardest problems", at_least=1, at_most=3)
-    tests: int = option(8, "hidden tests of a problem that is made by rule", at_least=2, at_most=100)
-    tests_reward: float = option(0.5, "reward for the share of tests passed", at_least=0, at_most=1e3)
-    seconds: int = option(2, "CPU time of a program on one test, in whole seconds", at_least=1, at_most=600)
-    memory_mib: int = option(256, "address space of a program in MiB", at_least=64, at_most=1_048_576)
-
-
-@dataclass
-class ColumnsConfig:
-    """Where the rows of task.path have another name for a column; null: the task's own. A dot leads into a struct."""
-
-    question: str | None = option(None, "column of the question")
-    answer: str | None = option(None, "column of the known answer")
-    id: str | None = option(None, "column of an id that no two rows share; empty: the number of the row")
-    tests: str | None = option(None, "column of the tests of a program, each with input and output")
-
-
-@dataclass
-class TaskConfig:
-    name: str = option("arithmetic", "the task: a module of qerl_lab.tasks")
-    path: str | None = option(
-        None, "directory with train and test as .jsonl or .parquet, such a file, or hub id; null: the task's own"
-    )
-    module: str | None = option(
-        None, "FILE.py of your own: its train, heldout, grade and weights take the place of the task's"
-    )
-    module_hash: str | None = option(None, "12 hex digits of that file's SHA-256; the command fills it in")
-    instruction: str = option(PAPER_INSTRUCTION, "system message sent with every question; empty sends none")
-    format_reward: float = option(0.2, "reward for <think>..</think><answer>..</answer>", at_least=0, at_most=1e3)
-    answer_reward: float = option(1.0, "reward for an exact final answer", at_least=0, at_most=1e3)
-    train_questions: int = option(
-        0, "size of the training set; 0 is all (arithmetic: 4096, code_io: 2048)", at_least=0, at_most=1_000_000
-    )
-    columns: ColumnsConfig = field(default_factory=ColumnsConfig)
-    arithmetic: ArithmeticConfig = field(default_factory=ArithmeticConfig)  # the keys of one task, under its name
-    bigmath: BigMathConfig = field(default_factory=BigMathConfig)
-    code_io: CodeIoConfig = field(default_factory=CodeIoConfig)
 
 
 @dataclass

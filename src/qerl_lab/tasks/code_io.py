@@ -16,14 +16,14 @@ from typing import Any
 
 from qerl_lab.config.schema import TaskConfig
 from qerl_lab.tasks import BadRow, Question, Questions, Scores, code_problems, code_sandbox
+from qerl_lab.tasks.answers.completion import final_answer, keeps_format
 from qerl_lab.tasks.data import Row, Source, as_text, read
-from qerl_lab.tasks.grading import keeps_format
 
 TRAIN_QUESTIONS, HELDOUT_QUESTIONS = 2048, 256
 PATIENCE = 3000  # draws without a new problem say that there are no more
 MAX_PROGRAM_CHARACTERS = 20_000
 COLUMNS = {"question": "question", "tests": "tests"}
-_BLOCK = re.compile(r"\s*```(?:python|py|python3)?[ \t]*\n(.*?)\n?```\s*", re.DOTALL)
+_BLOCK = re.compile(r"```(?:python|python3|py)?[ \t]*\n(.*?)\n?```", re.DOTALL)
 
 
 def train(cfg: TaskConfig) -> list[Question]:
@@ -92,16 +92,13 @@ def _question(cfg: TaskConfig, problem: code_problems.Problem) -> Question | Non
 
 
 def program(completion: str) -> str | None:
-    """The program of a completion, after its thinking; None where there is none, it is blank or too long."""
-    rest = completion[completion.rfind("</think>") + 1 :] if "</think>" in completion else completion
-    start, end = rest.rfind("<answer>"), rest.rfind("</answer>")
-    if "<think>" in rest or not 0 <= start < end:
-        return None
-    text = rest[start + len("<answer>") : end]
-    if len(text) > MAX_PROGRAM_CHARACTERS or not text.strip():
+    """The program in the final answer of a completion, out of its block of ``` if it has one; None where there is none
+    or it is too long."""
+    text = final_answer(completion)
+    if text is None or len(text) > MAX_PROGRAM_CHARACTERS:
         return None
     block = _BLOCK.fullmatch(text)
-    return block[1] if block else text.strip("\n")
+    return block[1] if block else text
 
 
 def grade(texts: Sequence[str], questions: Sequence[Question]) -> Scores:

@@ -14,7 +14,8 @@ from qerl_lab.cli.manual import GROUPS, describe
 from qerl_lab.config.arm import config_hash, leaves
 from qerl_lab.config.files import choices_of, package_data
 from qerl_lab.config.rules import from_dict
-from qerl_lab.config.schema import PAPER_INSTRUCTION, RunConfig
+from qerl_lab.config.schema import RunConfig
+from qerl_lab.config.task import PAPER_INSTRUCTION
 
 ARMS, SCALES = choices_of("experiment"), choices_of("scale")
 FILES = [path for folder in ("conf", "sweeps") for path in sorted(package_data(folder).rglob("*.yaml"))]

@@ -10,7 +10,7 @@ import pytest
 import hub_rows
 from qerl_lab import tasks
 from qerl_lab.config.option import ConfigError
-from qerl_lab.config.schema import CodeIoConfig, ColumnsConfig, TaskConfig
+from qerl_lab.config.task import CodeIoConfig, ColumnsConfig, TaskConfig
 from qerl_lab.tasks import Question, code_io, code_problems
 
 # Programs written from the text of a problem alone, against the reference solution of that problem.

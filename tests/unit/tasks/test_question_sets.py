@@ -14,7 +14,7 @@ import pytest
 import hub_rows
 from qerl_lab import tasks
 from qerl_lab.config.option import ConfigError
-from qerl_lab.config.schema import BigMathConfig, ColumnsConfig, TaskConfig
+from qerl_lab.config.task import BigMathConfig, ColumnsConfig, TaskConfig
 
 SHARED = Path(__file__).parents[3].parent / "shared" / "data"
 TRAINED, JUDGED = ("gsm8k", "bigmath", "dapo_math"), ("math500", "aime24", "aime25", "amc23")

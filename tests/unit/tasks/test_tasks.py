@@ -17,7 +17,7 @@ import pytest
 from qerl_lab import tasks
 from qerl_lab.config import files
 from qerl_lab.config.rules import from_dict
-from qerl_lab.config.schema import PAPER_INSTRUCTION, ArithmeticConfig, TaskConfig
+from qerl_lab.config.task import PAPER_INSTRUCTION, ArithmeticConfig, TaskConfig
 from qerl_lab.pocket.teacher import examples
 from qerl_lab.tasks import arithmetic
 
@@ -50,7 +50,7 @@ def grade(texts, questions):
 DIGEST = """
 import hashlib
 from qerl_lab import tasks
-from qerl_lab.config.schema import TaskConfig
+from qerl_lab.config.task import TaskConfig
 task = tasks.load(TaskConfig(train_questions=500))
 print(hashlib.sha256(repr([task.train, task.heldout[:500]]).encode()).hexdigest())
 """
