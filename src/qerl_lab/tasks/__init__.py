@@ -144,7 +144,7 @@ def worked(cfg: TaskConfig) -> Task:
     """
     module = _module(cfg)
     if not hasattr(module, "worked"):
-        others = [name for name in choices_of("task") if hasattr(_module(replace(cfg, name=name)), "worked")]
+        others = [name for name in choices_of("task") if hasattr(_module(TaskConfig(name=name)), "worked")]
         raise ConfigError(f"task={cfg.name} has no worked solutions; allowed: {', '.join(others)}. "
                           f"Type task={others[-1]}.")  # fmt: skip
     heldout = module.heldout(cfg)

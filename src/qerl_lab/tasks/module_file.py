@@ -15,7 +15,7 @@ from qerl_lab.config.paths import module_hash
 from qerl_lab.config.schema import TaskConfig
 from qerl_lab.tasks import Question, Scores
 
-NAMES = ("train", "heldout", "grade", "weights")
+NAMES = ("train", "heldout", "grade", "weights", "worked")
 PARTS = ("format", "answer", "unparsed")  # what every `grade` may return
 
 
@@ -35,7 +35,7 @@ def load(cfg: TaskConfig) -> dict[str, Callable[..., Any]]:
     functions = {name: getattr(module, name) for name in NAMES if callable(getattr(module, name, None))}
     if not functions:
         raise ConfigError(f"task.module={cfg.module} defines none of {', '.join(NAMES)}. docs/tasks.md shows one.")
-    for role in {"train", "heldout"} & set(functions):
+    for role in {"train", "heldout", "worked"} & set(functions):
         functions[role] = _questions(cfg, role, functions[role])
     if "grade" in functions:
         parts = set(functions["weights"](cfg)) if "weights" in functions else set()

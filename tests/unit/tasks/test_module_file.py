@@ -100,7 +100,7 @@ def test_a_file_may_make_a_set_for_evaluation_one_to_train_on(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(("text", "said"), [
-    ("x = 1", "defines none of train, heldout, grade, weights. docs/tasks.md shows one."),
+    ("x = 1", "defines none of train, heldout, grade, weights, worked. docs/tasks.md shows one."),
     ("def train(", "cannot be imported: SyntaxError: "),
     ("import nowhere", "cannot be imported: ModuleNotFoundError: "),
     ("1/0", "cannot be imported: ZeroDivisionError: division by zero"),
