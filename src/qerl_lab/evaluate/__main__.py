@@ -1,4 +1,4 @@
-"""Measurements of a policy as commands: `python -m qerl_lab.evaluate accuracy|compare|sigma KEY=VALUE ...`."""
+"""Measurements of a policy as commands: `python -m qerl_lab.evaluate accuracy|compare|entropy|sigma KEY=VALUE ...`."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +9,14 @@ with exits.starting(__name__):
     from qerl_lab import terminal
     from qerl_lab.cli.grammar import Command, choose
     from qerl_lab.config.option import ConfigError, option
-    from qerl_lab.evaluate.options import AccuracyOptions, CompareOptions, check_accuracy, check_compare
+    from qerl_lab.evaluate.options import (
+        AccuracyOptions,
+        CompareOptions,
+        EntropyOptions,
+        check_accuracy,
+        check_compare,
+        check_entropy,
+    )
 
 
 @dataclass
@@ -48,6 +55,15 @@ def compare(options: CompareOptions) -> None:
     run(options)
 
 
+def entropy(options: EntropyOptions) -> None:
+    """Print entropy, KL and error of every format. Raises ConfigError for options that do not fit."""
+    check_entropy(options)
+    terminal.quiet_third_parties()
+    from qerl_lab.evaluate.entropy import run
+
+    run(options)
+
+
 LINE = "python -m qerl_lab.evaluate"
 COMMANDS: dict[str, Command[Any]] = {
     "accuracy": Command(
@@ -70,6 +86,17 @@ COMMANDS: dict[str, Command[Any]] = {
         examples=((f"{LINE} compare RUN_DIR OTHER_RUN_DIR", "two runs that were evaluated alike"),),
         required=("directories",),
         bare="directories",
+    ),
+    "entropy": Command(
+        f"{LINE} entropy",
+        "Does quantization raise entropy? Entropy, KL and weight error of every format on the same tokens.",
+        EntropyOptions,
+        entropy,
+        examples=(
+            (f"{LINE} entropy model=pocket", "every format, rounded to nearest; a minute on a CPU"),
+            (f"{LINE} entropy model=DIR formats=all methods=rtn,gptq,awq prompts=gsm8k:DIR", "with calibrated ones"),
+        ),
+        alone=True,
     ),
     "sigma": Command(
         "python -m qerl_lab.evaluate sigma",

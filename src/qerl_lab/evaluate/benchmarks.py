@@ -43,7 +43,7 @@ def load(options: AccuracyOptions, cfg: RunConfig) -> list[Benchmark]:
     found, own = [], cfg.task if options.run else None
     for spec in options.benchmarks or [cfg.task.name]:
         name, path = split(spec)
-        chosen = _task_config(own, name, path)
+        chosen = task_config(own, name, path)
         if options.instruction is not None:
             chosen = replace(chosen, instruction=options.instruction)
         task = tasks.benchmark(chosen)
@@ -54,7 +54,7 @@ def load(options: AccuracyOptions, cfg: RunConfig) -> list[Benchmark]:
     return found
 
 
-def _task_config(own: TaskConfig | None, name: str, path: str | None) -> TaskConfig:
+def task_config(own: TaskConfig | None, name: str, path: str | None) -> TaskConfig:
     """A run's own task as the run has it; another one as its YAML has it, or with the run's instruction."""
     if own is not None and name == own.name:
         return replace(own, path=path or own.path)

@@ -1,10 +1,11 @@
-"""Options of `python -m qerl_lab.evaluate accuracy|compare`, and the rules that span them. Imports no torch."""
+"""Options of `python -m qerl_lab.evaluate accuracy|compare|entropy`, and the rules that span them. Imports no torch."""
 
+import importlib.util
 from dataclasses import dataclass
 
 from qerl_lab.config.files import choices_of
 from qerl_lab.config.option import ConfigError, did_you_mean, option
-from qerl_lab.config.schema import ENGINES, EvalConfig
+from qerl_lab.config.schema import DENSE_FORMAT, ENGINES, EvalConfig
 
 DEVICES = ("auto", "cpu", "cuda")
 SMALL = ("aime24", "aime25", "amc23")  # 30 or 40 questions: one sample of each says little
@@ -124,3 +125,64 @@ def check_compare(options: CompareOptions) -> None:
             f"{len(options.directories)} directories are given; allowed: two, A and B. "
             "Type python -m qerl_lab.evaluate compare A B."
         )
+
+
+METHODS = ("rtn", "gptq", "awq")
+CALIBRATED = ("nvfp4", "mxfp4")  # formats that gptq and awq write
+
+
+@dataclass
+class EntropyOptions:
+    model: str = option("pocket", "dense model: Hugging Face id, local directory, FILE.gguf, or `pocket`")
+    revision: str | None = option(None, "branch, tag or commit on the hub; null is the newest")
+    formats: list[str] = option(["all"], "weight formats, or all")
+    methods: list[str] = option(
+        ["rtn"], "rounding: rtn; gptq and awq, which calibrate (extra `quantize`)", choices=METHODS
+    )
+    checkpoints: list[str] = option([], "packed directories to measure too, however they were made")
+    prompts: str = option("arithmetic", "task whose evaluation questions are the prompts, NAME or NAME:PATH")
+    questions: int = option(64, "first questions of it", at_least=2)
+    max_completion_tokens: int = option(128, "longest completion that the dense model samples", at_least=1)
+    seed: int = option(0, "of that draw, and of calibration", at_least=0, at_most=2**32 - 1)
+    parts: bool = option(True, "also the dense weights plus one part of the error alone, of rtn: which part does what")
+    dataset: str | None = option(None, "gptq, awq: calibration texts, .txt, .jsonl or hub id; null is quantize's")
+    samples: int = option(256, "gptq, awq: calibration sequences (paper: 256)", at_least=1)
+    tokens: int = option(2048, "gptq, awq: tokens of each (paper: 2048)", at_least=1)
+    device: str = option("auto", "auto takes a GPU if there is one", choices=DEVICES)
+    batch_size: int = option(32, "texts in one forward pass", at_least=1)
+    out: str | None = option(None, "directory to write; null is one of its own below evaluations/")
+
+
+def check_entropy(options: EntropyOptions) -> None:
+    """Raise ConfigError for a format or task that is none, and for a method without its package."""
+    allowed = choices_of("format")
+    for name in options.formats:
+        if name not in (*allowed, "all"):
+            hint = did_you_mean(name, allowed)
+            raise ConfigError(
+                f"{name} in formats=[{','.join(options.formats)}] is no weight format; allowed: all, "
+                f"{', '.join(allowed)}.{hint} Type for example formats=all."
+            )
+    if (name := split(options.prompts)[0]) not in (names := choices_of("task")):
+        raise ConfigError(
+            f"prompts={options.prompts} is no task; allowed: {', '.join(names)}, alone or as NAME:PATH. "
+            "Type for example prompts=gsm8k:DIR."
+        )
+    calibrated = [method for method in options.methods if method != "rtn"]
+    if calibrated and importlib.util.find_spec("llmcompressor") is None:
+        raise ConfigError(
+            f"methods=[{','.join(options.methods)}] needs llmcompressor, which is not installed here. Type make "
+            "quantize-env, then this command with .venv-quantize/bin/python; or checkpoints=[DIR] of what "
+            "python -m qerl_lab.quantize wrote there."
+        )
+    if calibrated and not set(chosen_formats(options)) & set(CALIBRATED):
+        raise ConfigError(
+            f"methods=[{','.join(options.methods)}] with formats=[{','.join(options.formats)}]: {calibrated[0]} writes "
+            f"{' and '.join(CALIBRATED)}. Type formats=all, or methods=rtn."
+        )
+
+
+def chosen_formats(options: EntropyOptions) -> list[str]:
+    """The packed formats that are measured, `all` spelled out; the dense one is what they are measured against."""
+    names = choices_of("format") if "all" in options.formats else list(dict.fromkeys(options.formats))
+    return [name for name in names if name != DENSE_FORMAT]

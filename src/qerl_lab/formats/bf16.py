@@ -29,6 +29,10 @@ class Bf16(Format):
         """Return the weight `[N, K]` in `dtype`: exact in bfloat16 and float32."""
         return packed["weight"].to(dtype).reshape(shape)
 
+    def ideal(self, weight: Tensor) -> Tensor:
+        """Return it in bfloat16: there are no scales."""
+        return weight.to(torch.bfloat16).float()
+
     def layout(self, shape: tuple[int, int]) -> Layout:
         """Return one dense tensor."""
         return {"weight": (shape, torch.bfloat16)}

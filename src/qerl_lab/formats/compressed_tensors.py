@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
+from qerl_lab.formats import e2m1
 from qerl_lab.formats.format import Format, PackedAs, layers, refusal
 
 # The one output layer of a causal LM: its name is its full name, and tools look for the plain word.
@@ -31,6 +33,15 @@ class CompressedTensors(Format):
         """Return 4 bits and a byte per block, by every rule. (NVFP4's global scale adds 4 bytes a tensor.)"""
         assert self.BLOCK is not None
         return 4 + 8 / self.BLOCK
+
+    def ideal(self, weight: Tensor) -> Tensor:
+        """Return the nearest E2M1 values under the scale that maps a block's maximum to 6, unrounded."""
+        assert self.BLOCK is not None
+        blocks = weight.float().unflatten(1, (-1, self.BLOCK))
+        scale = blocks.abs().amax(-1, keepdim=True) / e2m1.MAX
+        exact = torch.where(scale > 0, blocks / scale, 0.0)
+        rounded = e2m1.decode(e2m1.pack(e2m1.encode(exact).flatten(1)), torch.float32)
+        return (rounded.view_as(blocks) * scale).flatten(1)
 
     @classmethod
     def layout_name(cls) -> str:

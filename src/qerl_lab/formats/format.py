@@ -69,6 +69,13 @@ class Format(ABC):
     def dequantize(self, packed: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         """Return the weight `[N, K]` that `packed` stands for, rounded once to `dtype`."""
 
+    def ideal(self, weight: Tensor) -> Tensor | None:
+        """Return `weight[N, K]` rounded as this format rounds, were the scale of a block any number: float32 `[N, K]`.
+
+        None from a format that does not say; its error is then not split into parts (evaluate/weight_error.py).
+        """
+        return None
+
     @abstractmethod
     def layout(self, shape: tuple[int, int]) -> Layout:
         """Return what `quantize` makes of a weight `[N, K]`."""

@@ -11,7 +11,7 @@ first use.
 import copy
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
@@ -81,6 +81,12 @@ class Nf4(Format):
         for dtype, own in states.items():
             own.dtype = dtype
         return Decoder(partial(_unpacked, codes, states, shape))
+
+    def ideal(self, weight: Tensor) -> Tensor:
+        """Return what NF4 makes of it with its scales in float32, which are the blocks' largest magnitudes."""
+        single = replace(self, double_quant=False)
+        shape = (weight.shape[0], weight.shape[1])
+        return single.dequantize(single.quantize(weight), shape, torch.float32)
 
     def layout(self, shape: tuple[int, int]) -> Layout:
         """Return codes, scales, tables and header as in `quantize`."""

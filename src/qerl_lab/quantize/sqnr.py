@@ -4,14 +4,13 @@ import math
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from qerl_lab import terminal
+from qerl_lab.evaluate.weight_error import without_scales
 from qerl_lab.formats.format import Format
 from qerl_lab.model.files import WeightFiles
 
 LOWEST = 5
-FIT_ROUNDS = 4
 
 
 class Layer(NamedTuple):
@@ -64,14 +63,6 @@ def measure_layer(
         other = without_scales(weight, other)
     signal, error = (part.square().sum(dtype=torch.float64).item() for part in (weight, weight - other))
     return Layer(name, signal, error, weight.numel(), sum(part.nbytes for part in parts.values()))
-
-
-def without_scales(weight: Tensor, other: Tensor) -> Tensor:
-    """Scale the columns and the rows of `other[N, K]` in turns, each time to the least squares of `weight`."""
-    for dim in (0, 1) * FIT_ROUNDS:
-        product, square = (weight * other).sum(dim, keepdim=True), other.square().sum(dim, keepdim=True)
-        other = other * torch.where(square > 0, product / square, 1.0)
-    return other
 
 
 def summary(layers: list[Layer], *, fit_scales: bool) -> dict[str, Any]:

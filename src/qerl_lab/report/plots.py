@@ -105,6 +105,40 @@ def save_sqnr(layers: dict[str, float | None], title: str, path: Path) -> None:
     plt.close(figure)
 
 
+def save_entropy(arms: dict[str, tuple[float, float, float]], shares: dict[str, dict[str, float]], path: Path) -> None:
+    """Entropy of each arm minus that of the dense model, with its interval, beside the parts of its weights' error.
+
+    Args:
+        arms: (mean, low, high) in nats per token, by the arm's name, in the order drawn.
+        shares: of some of these arms the share of each part of the error; below 0 where a part cancels others.
+    """
+    names = list(arms)
+    figure, (left, right) = plt.subplots(
+        1, 2, figsize=(11, 1.6 + 0.34 * len(names)), layout="constrained", sharey=True, width_ratios=(3, 2)
+    )
+    for row, (mean, low, high) in enumerate(arms.values()):
+        left.errorbar(mean, row, xerr=[[mean - low], [high - mean]], fmt="o", ms=4, capsize=3, color="C0")
+    left.axvline(0, color="gray", lw=0.8)
+    left.set(title="Entropy minus the dense model's", xlabel="nats per token, 95% interval over prompts")
+    left.set_yticks(range(len(names)), names)
+    left.invert_yaxis()
+    for color, part in enumerate(dict.fromkeys(part for of_arm in shares.values() for part in of_arm)):
+        for row, name in enumerate(names):
+            if name in shares:
+                before = list(shares[name].values())[: list(shares[name]).index(part)]
+                start = sum(value for value in before if value * shares[name][part] > 0)
+                right.barh(row, shares[name][part], left=start, color=f"C{color}", label=part, height=0.6)
+    handles = dict(zip(*reversed(right.get_legend_handles_labels()), strict=True))
+    right.set(title="Parts of the weights' error", xlabel="share of the squared error")
+    if handles:
+        figure.legend(handles.values(), handles.keys(), loc="outside lower right", ncols=len(handles), frameon=False)
+    for axis in (left, right):
+        axis.grid(alpha=0.25, axis="x")
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
 def _dress(axis: Axes, title: str, label: str) -> None:
     axis.set(title=title, xlabel="step", ylabel=label)
     axis.margins(x=0.01)

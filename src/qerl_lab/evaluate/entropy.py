@@ -1,0 +1,295 @@
+"""`python -m qerl_lab.evaluate entropy`: does quantization raise entropy? Every weight format on the same tokens.
+
+The dense model (its Linears in bfloat16) samples one completion of each prompt at temperature 1. Every other model
+reads the same tokens: entropy and KL(quantized || dense) over the whole vocabulary, in nats per token. Differences of
+entropy are paired by token, and their intervals are over prompts.
+"""
+
+import hashlib
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+from scipy import stats
+from torch import Tensor
+from transformers import AutoConfig, PreTrainedModel
+
+from qerl_lab import formats, rollout, tasks, terminal
+from qerl_lab.config.option import ConfigError
+from qerl_lab.config.schema import DENSE_FORMAT, RunConfig
+from qerl_lab.evaluate import benchmarks, kl, weight_error
+from qerl_lab.evaluate.options import CALIBRATED, EntropyOptions, chosen_formats, split
+from qerl_lab.formats.format import Format
+from qerl_lab.model import loading, on_disk, policy
+from qerl_lab.model.files import WeightFiles, local_folder, read_json
+from qerl_lab.model.linear import packable
+from qerl_lab.record.atomic import replace_file
+from qerl_lab.record.environment import environment
+from qerl_lab.record.outputs import make_directory
+from qerl_lab.report.stats import Interval, p_value
+from qerl_lab.rollout.engine import Sampling
+
+PROMPT_TOKENS = 2048  # longer questions are left out
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A packed model. `folder` holds what a method wrote; None is round to nearest, packed while it is loaded."""
+
+    weight_format: Format
+    method: str
+    folder: Path | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.weight_format.NAME} {self.method}"
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Prompts and completions, and what the dense model makes of them: hidden states [T, hidden], entropies [T]."""
+
+    model: PreTrainedModel
+    pairs: kl.Pairs
+    states: Tensor
+    entropies_T: Tensor
+
+    @property
+    def lengths(self) -> list[int]:
+        return [len(completion) for _, completion in self.pairs]
+
+
+def run(options: EntropyOptions) -> None:
+    """Measure, print, write. Raises ConfigError for a model that is packed or cannot be loaded, and ValueError where
+    a method failed."""
+    folder = local_folder(options.model, options.revision, key="model")
+    on_disk.check_files(folder, f"model={options.model}")
+    on_disk.check_chat_template(folder, f"model={options.model}")
+    if loading.stored_as(folder) is not None:
+        raise ConfigError(
+            f"model={options.model} is packed; allowed: the dense model, which the others are compared with. Type it, "
+            f"and checkpoints=[{options.model}]."
+        )
+    out = folder_of(options)
+    make_directory(out, f"out={out}")
+    device = policy.device_of(options.device)
+    arms = list(arms_of(options, out))
+    texts = sample(options, device)
+    print(f"{len(texts.pairs)} completions of {options.prompts}, {len(texts.states)} tokens, on {device}")
+    rows = [{"arm": "dense", "part": "", **estimates(texts.entropies_T, texts)}]
+    dense = WeightFiles(folder)
+    with terminal.Amount("models", len(arms), unit="model") as bar:
+        for arm in arms:
+            rows += measured(options, arm, texts, dense, device)
+            bar.advance(1)
+    about = {
+        "schema": 1, "options": asdict(options), "completions": len(texts.pairs), "tokens": len(texts.states),
+        "rows": rows, "environment": environment(),
+    }  # fmt: skip
+    replace_file(out / "entropy.json", json.dumps(about, indent=1, allow_nan=False).encode() + b"\n")
+    replace_file(out / "entropy.csv", pd.json_normalize(rows).to_csv(index=False, float_format="%.6g").encode())
+    draw(rows, out / "entropy.png")
+    print(f"\n{table(rows)}\n\nwritten: {terminal.near(out)}  (entropy.json, entropy.csv, entropy.png)")
+
+
+def folder_of(options: EntropyOptions) -> Path:
+    """`out`, or one of this configuration's own below evaluations/."""
+    if options.out:
+        return Path(options.out).expanduser().absolute()
+    key = hashlib.sha256(json.dumps(asdict(options), sort_keys=True).encode()).hexdigest()[:8]
+    return (Path("evaluations") / Path(options.model).name / f"entropy-{key}").absolute()
+
+
+def arms_of(options: EntropyOptions, out: Path) -> Iterator[Arm]:
+    """Every format by every method that makes it, then the checkpoints that were given."""
+    for name in chosen_formats(options):
+        cfg = RunConfig()
+        cfg.format.name = name
+        for method in options.methods:
+            if method == "rtn":
+                yield Arm(formats.build(cfg.format), method)
+            elif name in CALIBRATED:
+                yield _arm_in(calibrated(options, name, method, out / f"{name}-{method}"))
+    for given in options.checkpoints:
+        yield _arm_in(local_folder(given, None, key="checkpoints"))
+
+
+def _arm_in(folder: Path) -> Arm:
+    """The arm of a packed directory; by which method, quality.json of the quantize command says."""
+    try:
+        stored = loading.stored_as(folder)
+    except ValueError as error:
+        raise ConfigError(f"{folder} cannot be read ({error}). Type another in checkpoints.") from None
+    if stored is None:
+        raise ConfigError(f"{folder} in checkpoints is dense; allowed: packed ones. Leave it out.")
+    noted = folder / "quality.json"
+    method = read_json(noted).get("method", "unknown") if noted.is_file() else "unknown"
+    return Arm(stored.weight_format, str(method), folder)
+
+
+def calibrated(options: EntropyOptions, name: str, method: str, folder: Path) -> Path:
+    """Have the quantize command write a checkpoint, unless it is there. Raises ValueError where it fails."""
+    words = {"model": options.model, "format": name, "method": method, "out": folder, "quality": "weights",
+             "samples": options.samples, "tokens": options.tokens, "seed": options.seed, "dataset": options.dataset,
+             "revision": options.revision, "device": options.device}  # fmt: skip
+    if not (folder / "config.json").is_file():
+        line = [f"{key}={value}" for key, value in words.items() if value is not None]
+        # A process of its own: llmcompressor's memory goes with it, and what it prints is its own.
+        code = subprocess.run([sys.executable, "-m", "qerl_lab.quantize", *line], stdout=sys.stderr).returncode
+        if code != 0:
+            raise ValueError(f"python -m qerl_lab.quantize {' '.join(line)} ended with {code}; its message is above")
+    return folder
+
+
+def sample(options: EntropyOptions, device: torch.device) -> Texts:
+    """One completion of each prompt, by the dense model at temperature 1."""
+    name, path = split(options.prompts)
+    task = tasks.benchmark(benchmarks.task_config(None, name, path))
+    cfg = run_config(options, DENSE_FORMAT)
+    dense = policy.build(cfg, device)
+    prompts = [dense.prompt_ids(task.messages(question)) for question in task.heldout[: options.questions]]
+    prompts = [prompt for prompt in prompts if len(prompt) <= PROMPT_TOKENS]
+    if len(prompts) < 2:
+        raise ConfigError(f"prompts={options.prompts} has {len(prompts)} questions of at most {PROMPT_TOKENS} tokens; "
+                          "allowed: two or more. Type another.")  # fmt: skip
+    sampling = Sampling(options.max_completion_tokens, options.seed)
+    completions = rollout.build(cfg, dense).generate(prompts, 1, sampling).completion_ids_P_G
+    pairs = [(prompt, group[0]) for prompt, group in zip(prompts, completions, strict=True)]
+    model = dense.model.get_base_model()
+    states = hidden_states(model, pairs, options.batch_size)
+    entropies = torch.cat([kl.entropy_per_token(p).cpu() for p in kl.logprobs(model, states)])
+    return Texts(model, pairs, states, entropies)
+
+
+def run_config(options: EntropyOptions, name: str) -> RunConfig:
+    cfg = RunConfig()
+    cfg.model.path, cfg.model.revision, cfg.format.name = options.model, options.revision, name
+    return cfg
+
+
+def hidden_states(model: PreTrainedModel, pairs: kl.Pairs, batch_size: int) -> Tensor:
+    """`kl.hidden_states` of so many texts at a time."""
+    return torch.cat(
+        [kl.hidden_states(model, pairs[begin : begin + batch_size]) for begin in range(0, len(pairs), batch_size)]
+    )
+
+
+def measured(
+    options: EntropyOptions, arm: Arm, texts: Texts, dense: WeightFiles, device: torch.device
+) -> list[dict[str, Any]]:
+    """The row of an arm; then, of round to nearest, what each part of its error does."""
+    cfg = arm_config(options, arm)
+    model, _ = policy.load_base(cfg, device)
+    entropies_T, kl_T = compared(model, texts, options.batch_size)
+    del model
+    folder = local_folder(options.model, options.revision, key="model")
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    linears = packable(loading.empty_model(config, torch.float32), cfg.format.ignore)
+    packed = None if arm.folder is None else WeightFiles(arm.folder)
+    errors = weight_error.layers(arm.weight_format, dense, packed, linears, device, fit_scales=arm.method == "awq")
+    row = {"arm": arm.name, "part": "", **estimates(entropies_T, texts), "kl": named(kl_T, texts)}
+    row["weight_error"] = weight_error.total(errors)
+    if not options.parts or arm.folder is not None or row["weight_error"]["parts"] is None:
+        return [row]
+    return [row, *parts_alone(options, arm, texts, dense, linears, entropies_T)]
+
+
+def arm_config(options: EntropyOptions, arm: Arm) -> RunConfig:
+    """The configuration that loads an arm's model."""
+    cfg = run_config(options, arm.weight_format.NAME)
+    if arm.folder is None:
+        return cfg
+    stored = loading.stored_as(arm.folder)
+    assert stored is not None
+    own = {key: value for key, value in asdict(stored.weight_format).items() if value is not None}
+    cfg.model.path, cfg.model.revision = str(arm.folder), None
+    cfg.format = replace(cfg.format, ignore=list(stored.ignore), **own)
+    return cfg
+
+
+def parts_alone(
+    options: EntropyOptions, arm: Arm, texts: Texts, dense: WeightFiles, linears: list[str], whole_T: Tensor
+) -> Iterator[dict[str, Any]]:
+    """Measure the dense model with parts of the error added: grid, dead, and both, which is the format with ideal
+    scales. What the rounding of the scales does is the arm's entropy, `whole_T`, less that of ideal scales."""
+    model, _ = policy.load_base(run_config(options, DENSE_FORMAT), texts.states.device)
+    entropies_T, kl_T = texts.entropies_T, torch.zeros_like(texts.entropies_T)
+    for part in ("grid", "dead", "grid and dead"):
+        for layer in weight_error.layers(arm.weight_format, dense, None, linears, texts.states.device):
+            added = {"grid": layer.grid, "dead": layer.dead}
+            weight = model.get_parameter(f"{layer.name}.weight")
+            weight.data.copy_(layer.weight + sum(added[one] for one in part.split(" and ")))
+        entropies_T, kl_T = compared(model, texts, options.batch_size)
+        yield {"arm": arm.name, "part": part, **estimates(entropies_T, texts), "kl": named(kl_T, texts)}
+    yield {"arm": arm.name, "part": "scale", "entropy_change": change(whole_T - entropies_T, texts)}
+
+
+def compared(model: PreTrainedModel, texts: Texts, batch_size: int) -> tuple[Tensor, Tensor]:
+    """Entropy of a model at each token of the texts, and KL(model || dense): float64 [T] each, on the CPU."""
+    states, entropies, divergences = hidden_states(model, texts.pairs, batch_size), list[Tensor](), list[Tensor]()
+    for q, p in zip(kl.logprobs(model, states), kl.logprobs(texts.model, texts.states), strict=True):
+        entropies.append(kl.entropy_per_token(q).cpu())
+        divergences.append(kl.per_token(q, p).cpu())
+    return torch.cat(entropies), torch.cat(divergences)
+
+
+def estimates(entropies_T: Tensor, texts: Texts) -> dict[str, Any]:
+    """Mean entropy and its change against the dense model, each with its interval."""
+    return {
+        "entropy": named(entropies_T, texts),
+        "entropy_change": change(entropies_T - texts.entropies_T, texts),
+    }
+
+
+def change(values_T: Tensor, texts: Texts) -> dict[str, float]:
+    """A difference with its interval and p-value."""
+    p = p_value(lambda level: interval(values_T, texts.lengths, level), len(texts.lengths))
+    return named(values_T, texts) | {"p": p}
+
+
+def named(values_T: Tensor, texts: Texts) -> dict[str, float]:
+    return dict(zip(("mean", "low", "high"), interval(values_T, texts.lengths), strict=True))
+
+
+def interval(values_T: Tensor, lengths: list[int], level: float = 0.95) -> Interval:
+    """Mean over tokens by Student's t over texts, whose tokens depend on each other."""
+    found = kl.mean(values_T, lengths)
+    assert found.standard_error is not None, "two texts at least"
+    half = float(stats.t.ppf(0.5 + level / 2, len(lengths) - 1)) * found.standard_error
+    return found.nats, found.nats - half, found.nats + half
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """A row a model; of a part, what it alone does to the dense weights."""
+    lines = [["weights", "entropy", "change, 95% interval", "p", "KL to dense", "error", *weight_error.PARTS]]
+    for row in rows:
+        found, error = row["entropy_change"], row.get("weight_error")
+        cells = [f"  by {row['part']}" if row["part"] else row["arm"]]
+        cells += [f"{row['entropy']['mean']:.4f}" if "entropy" in row else ""]
+        if row["arm"] != "dense":
+            cells += [f"{found['mean']:+.4f} [{found['low']:+.4f}, {found['high']:+.4f}]"]
+            cells += [f"{found['p']:.3f}" if found["p"] >= 0.001 else f"{found['p']:.0g}"]
+            cells += [f"{row['kl']['mean']:.5f}" if "kl" in row else ""]
+        if error:
+            cells += [f"{error['relative']:.5f}", *(f"{share:+.0%}" for share in (error["parts"] or {}).values())]
+        lines.append(cells + [""] * (len(lines[0]) - len(cells)))
+    return terminal.columns(lines)
+
+
+def draw(rows: list[dict[str, Any]], path: Path) -> None:
+    """Draw the changes of entropy and the parts of the error."""
+    from qerl_lab.report import plots  # matplotlib takes a second
+
+    named_rows = {f"{row['arm']}, by {row['part']}" if row["part"] else row["arm"]: row for row in rows[1:]}
+    changes = {name: row["entropy_change"] for name, row in named_rows.items()}
+    shares = {
+        name: row["weight_error"]["parts"] for name, row in named_rows.items()
+        if row.get("weight_error") and row["weight_error"]["parts"]
+    }  # fmt: skip
+    plots.save_entropy({name: (c["mean"], c["low"], c["high"]) for name, c in changes.items()}, shares, path)

@@ -1,0 +1,123 @@
+"""The squared error of quantized weights, split into parts that add up: scale, dead zone, grid, method.
+
+After "Decomposing MXFP4 quantization error for LLM reinforcement learning" (arXiv 2605.20402). It splits MXFP4's into
+scale bias (the scale of a block is rounded to a power of two), dead zone (small values become zero) and grid noise (the
+others move to the nearest 4-bit value), and says that the last raises entropy. Only its abstract was at hand, so that
+the definitions are this lab's own. Of a weight w let q(w) be its nearest value of the format if the scale of a block
+could be any number (`Format.ideal`), r(w) the nearest with the format's own scales (round to nearest), w' what is
+stored. With |x|^2 the sum of squares over all weights,
+
+    |w' - w|^2 = grid + dead + scale + method
+
+- grid:   |q(w) - w|^2 over the weights with q(w) != 0: what the grid moves
+- dead:   |w|^2 over the weights with q(w) = 0:         what the grid takes from values next to zero
+- scale:  |r(w) - w|^2 - |q(w) - w|^2:                  what the rounding of the scales adds
+- method: |w' - w|^2 - |r(w) - w|^2:                    what AWQ or GPTQ add to round to nearest; 0 of rtn
+
+The first two cannot be below 0. `scale` is where a rule of rounding finds better scales than the block's maximum
+(NVFP4's four_over_six), `method` where a method does.
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qerl_lab.formats.format import Format, pack_fused
+from qerl_lab.model.files import WeightFiles
+from qerl_lab.model.linear import fused_groups
+
+PARTS = ("grid", "dead", "scale", "method")
+FIT_ROUNDS = 4
+
+
+@dataclass(frozen=True)
+class LayerError:
+    """One Linear, [N, K] in float32: `weight` w, `ideal` q(w), `nearest` r(w), `stored` w'. `ideal` is None of a format
+    that does not say."""
+
+    name: str
+    weight: Tensor
+    ideal: Tensor | None
+    nearest: Tensor
+    stored: Tensor
+
+    @property
+    def dead(self) -> Tensor:
+        """The error of the weights with q(w) = 0, under ideal scales; 0 elsewhere."""
+        assert self.ideal is not None
+        return torch.where(self.ideal == 0, -self.weight, 0.0)
+
+    @property
+    def grid(self) -> Tensor:
+        """The error of the others, under ideal scales; 0 elsewhere."""
+        assert self.ideal is not None
+        return torch.where(self.ideal == 0, 0.0, self.ideal - self.weight)
+
+
+def layers(
+    weight_format: Format, dense: WeightFiles, packed: WeightFiles | None, linears: list[str], device: torch.device,
+    *, fit_scales: bool = False,
+) -> Iterator[LayerError]:  # fmt: skip
+    """Yield the error of each Linear; `packed` holds what a method wrote, None is round to nearest.
+
+    AWQ moves scales from a layer to the one before it. With `fit_scales` they are fitted and undone first.
+    """
+    for group in fused_groups(linears):
+        weights = {name: dense.tensor(f"{name}.weight", device) for name in group}
+        exact = {name: weight.float() for name, weight in weights.items()}
+        for name, tensors in pack_fused(weight_format, weights):
+            weight = exact.pop(name)
+            shape = (weight.shape[0], weight.shape[1])
+            nearest = weight_format.dequantize(tensors, shape, torch.float32)
+            stored = nearest if packed is None else _stored(weight_format, packed, name, shape, device)
+            stored = without_scales(weight, stored) if fit_scales else stored
+            yield LayerError(name, weight, weight_format.ideal(weight), nearest, stored)
+
+
+def _stored(
+    weight_format: Format, packed: WeightFiles, name: str, shape: tuple[int, int], device: torch.device
+) -> Tensor:
+    parts = {key: packed.tensor(f"{name}.{key}", device) for key in weight_format.layout(shape)}
+    return weight_format.dequantize(weight_format.accept(parts, shape, name=name), shape, torch.float32)
+
+
+def without_scales(weight: Tensor, other: Tensor) -> Tensor:
+    """Scale the columns and the rows of `other[N, K]` in turns, each time to the least squares of `weight`."""
+    for dim in (0, 1) * FIT_ROUNDS:
+        product, square = (weight * other).sum(dim, keepdim=True), other.square().sum(dim, keepdim=True)
+        other = other * torch.where(square > 0, product / square, 1.0)
+    return other
+
+
+def total(errors: Iterable[LayerError]) -> dict[str, Any]:
+    """Sum over the layers, in float64: `relative`, |w' - w|^2 / |w|^2, `sqnr_db`, and `parts`, the share of each of
+    PARTS in |w' - w|^2. These add up to 1; None where nothing changed, or the format has no ideal."""
+    signal = error = 0.0
+    parts: dict[str, float] | None = dict.fromkeys(PARTS, 0.0)
+    for layer in errors:
+        signal, error = signal + square(layer.weight), error + square(layer.stored - layer.weight)
+        found = energies(layer)
+        parts = None if parts is None or found is None else {part: parts[part] + found[part] for part in PARTS}
+    return {
+        "relative": error / signal,
+        "sqnr_db": 10 * math.log10(signal / error) if error else None,
+        "parts": {part: value / error for part, value in parts.items()} if parts and error else None,
+    }
+
+
+def energies(layer: LayerError) -> dict[str, float] | None:
+    """The parts of |w' - w|^2 of one Linear; None without an ideal."""
+    if layer.ideal is None:
+        return None
+    grid, dead = square(layer.grid), square(layer.dead)
+    nearest, stored = square(layer.nearest - layer.weight), square(layer.stored - layer.weight)
+    return {"grid": grid, "dead": dead, "scale": nearest - grid - dead, "method": stored - nearest}
+
+
+def square(values: Tensor) -> float:
+    """Sum of squares in float64."""
+    return values.double().square().sum().item()

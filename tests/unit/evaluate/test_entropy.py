@@ -1,0 +1,139 @@
+"""Entropy and KL of quantized models on the same tokens: against float64, and as a command."""
+
+import copy
+import importlib.util
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pandas as pd
+import pytest
+import torch
+from scipy import stats as scipy_stats
+
+from qerl_lab.evaluate import __main__ as evaluate
+from qerl_lab.evaluate import entropy
+from qerl_lab.evaluate.options import EntropyOptions
+from qerl_lab.quantize import __main__ as quantize
+
+CPU = torch.device("cpu")
+SMALL = ["questions=8", "max_completion_tokens=24", "device=cpu"]
+
+
+@pytest.fixture(scope="module")
+def texts() -> entropy.Texts:
+    torch.set_num_threads(1)
+    return entropy.sample(EntropyOptions(questions=6, max_completion_tokens=16, batch_size=4), CPU)
+
+
+def test_entropy_and_kl_are_those_of_float64(texts: entropy.Texts) -> None:
+    """Of a model with other weights, over the whole vocabulary, text by text without padding."""
+    other = copy.deepcopy(texts.model)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in other.parameters():
+        parameter.data += 0.02 * torch.randn(parameter.shape, generator=generator)
+    entropies, divergences = entropy.compared(other, texts, batch_size=4)
+    p_model, q_model = copy.deepcopy(texts.model).double(), copy.deepcopy(other).double()
+    expected = []
+    for given, compared in texts.pairs:
+        with torch.no_grad():
+            ids, span = torch.tensor([given + compared]), slice(len(given) - 1, -1)
+            p, q = (model(input_ids=ids).logits[0, span].log_softmax(-1) for model in (p_model, q_model))
+        expected.append(torch.stack([-(q.exp() * q).sum(-1), (q.exp() * (q - p)).sum(-1), -(p.exp() * p).sum(-1)]))
+    direct = torch.cat(expected, 1)
+    assert (entropies - direct[0]).abs().max() < 1e-4
+    assert (divergences - direct[1]).abs().max() < 1e-4
+    assert (texts.entropies_T - direct[2]).abs().max() < 1e-4
+    assert divergences.mean() > 0.01
+
+
+def test_the_interval_is_student_s_over_texts() -> None:
+    values = torch.randn(40, generator=torch.Generator().manual_seed(0)).double()
+    of_texts = values.view(8, 5).mean(1).numpy()
+    expected = scipy_stats.ttest_1samp(of_texts, 0)
+    low, high = expected.confidence_interval()
+    assert entropy.interval(values, [5] * 8) == pytest.approx((of_texts.mean(), low, high))
+    fake = entropy.Texts(None, [([1], [1] * 5)] * 8, values, torch.zeros(40))  # type: ignore[arg-type]
+    assert entropy.change(values, fake)["p"] == pytest.approx(expected.pvalue)
+
+
+def test_a_checkpoint_is_measured_as_the_same_model_packed_while_it_is_loaded(tmp_path: Path, capsys) -> None:
+    """And the parts of a change add up: by scale is what ideal scales leave."""
+    packed = tmp_path / "packed"
+    assert quantize.main(["model=pocket", "format=mxfp4", "quality=weights", "device=cpu", f"out={packed}"]) == 0
+    out = tmp_path / "out"
+    assert evaluate.main(["entropy", "formats=mxfp4", f"checkpoints={packed}", f"out={out}", *SMALL]) == 0
+    rows = json.loads((out / "entropy.json").read_text())["rows"]
+    by_part = {row["part"]: row["entropy_change"]["mean"] for row in rows if row["arm"] == "mxfp4 rtn" and row["part"]}
+    dense, loaded, read = (row for row in rows if not row["part"])
+    assert [row["arm"] for row in (dense, loaded, read)] == ["dense", "mxfp4 rtn", "mxfp4 rtn"]
+    for key in ("entropy", "entropy_change", "kl", "weight_error"):
+        assert loaded[key] == read[key]
+    assert list(by_part) == ["grid", "dead", "grid and dead", "scale"]
+    assert by_part["grid and dead"] + by_part["scale"] == pytest.approx(loaded["entropy_change"]["mean"])
+    assert loaded["entropy"]["mean"] - dense["entropy"]["mean"] == pytest.approx(loaded["entropy_change"]["mean"])
+    assert loaded["kl"]["mean"] > 1e-4
+    assert len(pd.read_csv(out / "entropy.csv")) == len(rows)
+    assert (out / "entropy.png").stat().st_size > 10_000
+    table = capsys.readouterr().out
+    assert "8 completions of arithmetic, " in table
+    assert "  by grid and dead" in table
+
+
+def test_each_configuration_has_its_own_directory() -> None:
+    folders = {
+        entropy.folder_of(EntropyOptions(seed=seed, formats=[name])) for seed in (0, 1) for name in ("all", "nf4")
+    }
+    assert len(folders) == 4
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("formats=nvfp5", "nvfp5 in formats=[nvfp5] is no weight format; allowed: all, bf16, mxfp4, nf4, nvfp4."),
+        ("methods=gtpq", "gtpq in methods=[gtpq] is not allowed; allowed: rtn, gptq, awq."),
+        ("prompts=gsm8", "prompts=gsm8 is no task; allowed: "),
+        ("model=nowhere/at/all", "model=nowhere/at/all is no directory"),
+        ("questions=1", "questions=1 is not allowed; allowed: at least 2."),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(words: str, said: str, capsys) -> None:
+    assert evaluate.main(["entropy", *words.split()]) == 2
+    err = capsys.readouterr().err
+    assert said in err
+    assert err.count("\n") == 1
+
+
+def test_a_method_without_its_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert evaluate.main(["entropy", "methods=rtn,gptq"]) == 2
+    assert "methods=[rtn,gptq] needs llmcompressor, which is not installed here. Type make quantize-env" in (
+        capsys.readouterr().err
+    )
+
+
+def test_a_calibrated_method_is_made_by_the_quantize_command_once(tmp_path: Path, monkeypatch) -> None:
+    """In a process of its own, with the options typed here; nf4 has no such method; a failure is one error."""
+    lines = []
+
+    class Done:
+        returncode = 0
+
+    def run(line: list[str], **_: object) -> Done:
+        lines.append(line[2:])
+        folder = Path(next(word for word in line if word.startswith("out=")).removeprefix("out="))
+        assert quantize.main(["model=pocket", "format=nvfp4", "quality=weights", "device=cpu", f"out={folder}"]) == 0
+        return Done()
+
+    monkeypatch.setattr(entropy, "subprocess", SimpleNamespace(run=run))
+    options = EntropyOptions(formats=["nvfp4", "nf4"], methods=["gptq"], dataset="t.jsonl", samples=4, device="cpu")
+    for _ in range(2):
+        (arm,) = entropy.arms_of(options, tmp_path)
+        assert arm.folder == tmp_path / "nvfp4-gptq"
+    assert len(lines) == 1
+    assert lines[0][:4] == ["qerl_lab.quantize", "model=pocket", "format=nvfp4", "method=gptq"]
+    assert {"dataset=t.jsonl", "samples=4", "tokens=2048", "quality=weights"} <= set(lines[0])
+    monkeypatch.setattr(Done, "returncode", 1)
+    monkeypatch.setattr(entropy, "subprocess", SimpleNamespace(run=lambda *_, **__: Done()))
+    with pytest.raises(ValueError, match=r"python -m qerl_lab\.quantize .*method=awq.* ended with 1"):
+        list(entropy.arms_of(EntropyOptions(formats=["nvfp4"], methods=["awq"]), tmp_path))
