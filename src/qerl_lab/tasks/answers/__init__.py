@@ -7,7 +7,7 @@ forms.py        quantity, list, point, interval, set, matrix, equation, words: r
     units.py        what stands around a number
     expression.py   mathematics as a tree
 equality.py     compares two forms, expressions by
-    value.py        their values: exact, or to 60 digits at several points
+    value.py        their values: exact, or to 100 digits at several points
 judge.py        these in order: right, wrong, unreadable, or a case for
 library.py      math-verify, in a worker process
 """

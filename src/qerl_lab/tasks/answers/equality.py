@@ -6,9 +6,8 @@ from qerl_lab.tasks.answers import value as values
 from qerl_lab.tasks.answers.expression import Node, Num, Op, read_expression
 from qerl_lab.tasks.answers.forms import Amount, Clock, Form, Matrix, Named, Numeral, Relation, Several, Words
 from qerl_lab.tasks.answers.tokens import Unreadable
-from qerl_lab.tasks.answers.value import Point, Value, close, is_finite, is_real, names, point, value
+from qerl_lab.tasks.answers.value import POINTS, Point, Value, close, is_finite, is_real, names, point, value
 
-POINTS = 8  # at which expressions in variables must agree
 ENOUGH_DIGITS = 6  # of a decimal that stands for a number which has no end: 0.333333 for 1/3
 HUNDREDTH = Num(Fraction(1, 100))
 _OPPOSITE = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "=": "=", "!=": "!="}
@@ -190,7 +189,7 @@ def _relations(left: Form, right: Form) -> bool:
         return _same_relation(left, right)
     relation, other = (left, right) if isinstance(left, Relation) else (right, left)
     assert isinstance(relation, Relation)
-    if isinstance(other, Several):
+    if isinstance(other, Several) and other.brackets not in ("", "{}"):
         interval = _interval(relation)
         return interval is not None and equal(interval, other)
     if isinstance(other, Amount) and set(relation.signs) == {"="}:  # 9+9=18 is 18; 5=18 is nothing

@@ -183,7 +183,7 @@ def _several(brackets: str, parts: list[str], nesting: int, says_or: bool = Fals
         return Several("or", tuple(forms))
     if brackets in ("", "{}"):
         forms = [part for form in forms for part in _parts(form)]
-    return Several(brackets, tuple(forms))
+    return Several("{}" if says_or else brackets, tuple(forms))  # "0 or 1" is no point
 
 
 def _parts(form: Form) -> tuple[Form, ...]:

@@ -21,6 +21,7 @@ ALIASES = {
     "asin": "arcsin", "acos": "arccos", "atan": "arctan", "arsinh": "arcsinh", "arcosh": "arccosh", "artanh": "arctanh",
     "cosec": "csc", "tg": "tan", "ctg": "cot", "ceiling": "ceil", "inf": "infty", "infinity": "infty", "oo": "infty",
 }  # fmt: skip
+_NO_PRODUCTS = ("not", "no", "nor", "or", "and", "but", "for", "the", "all", "any", "non", "out", "per", "one", "two")
 _TOKEN = re.compile(
     r"(?P<repeating>\d*\.\d*\\overline\s*\{\d+\})"
     r"|(?P<number>(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d*)?(?:[eE][-+]?\d+)?|\.\d+(?:[eE][-+]?\d+)?)"
@@ -58,6 +59,6 @@ def _words(kind: str, text: str, spaced: bool) -> list[Token]:
     known = ALIASES.get(text.lower(), text if text in GREEK else text.lower())
     if known in FUNCTIONS or known in GREEK:
         return [Token("macro", known, spaced)]
-    if len(text) > 3:
+    if len(text) > 3 or text.lower() in _NO_PRODUCTS:
         raise Unreadable(text)
     return [Token("letter", letter, spaced and not n) for n, letter in enumerate(text)]

@@ -1,4 +1,4 @@
-"""The value of an expression: exact where it is rational, else with 60 digits; at a point where it has variables.
+"""The value of an expression: exact where it is rational, else with 100 digits; at a point where it has variables.
 
 Two expressions are taken for equal if they agree at several points with some hundred bits. Every operation is bounded
 in size before it is made, so that the work on hostile text is small.
@@ -22,9 +22,11 @@ MAX_ROOT_BITS = 1 << 11  # of a number whose exact cube root is looked for
 MAX_LOG2 = 1 << 20  # of a rounded one
 MAX_FACTORIAL = 1000
 _CTX = mpmath.MPContext()  # its own: mpmath.mp belongs to whoever uses it
-_CTX.dps = 60
+_CTX.dps = 100
 _CONSTANTS = {r"\pi": _CTX.pi, "e": _CTX.e, "infty": _CTX.inf, "i": _CTX.mpc(0, 1), r"\imath": _CTX.mpc(0, 1)}
-_CLOSE, _ZERO = _CTX.mpf(10) ** -40, _CTX.mpf(10) ** -50
+_CLOSE, _ZERO = _CTX.mpf(10) ** -40, _CTX.mpf(10) ** -70
+_SIZES = (1, 1, 3, 3, 3, 3, 30, 30)  # of the values of variables, a draw each
+POINTS = len(_SIZES)  # at which expressions in variables must agree
 
 INFINITY = Sym("infty")
 
@@ -42,13 +44,13 @@ def names(node: Node) -> frozenset[str]:
 def point(variables: frozenset[str], draw: int) -> Point:
     """Values for the variables, which follow from their names and `draw`.
 
-    Of four draws the first two are between 0 and 1, where most functions are real, the others between 0 and 3; the
-    second of two has values below 0.
+    Draws 0 and 1 are between 0 and 1, where most functions are real, the last ones large enough for rounding to whole
+    numbers to tell. Odd draws have values below 0.
     """
     found = {}
     for name in variables:
         digest = hashlib.sha256(f"{draw} {name}".encode()).digest()
-        size = _CTX.mpf(int.from_bytes(digest[:24], "big") + 1) / 2**192 * (1 if draw % 4 < 2 else 3)
+        size = _CTX.mpf(int.from_bytes(digest[:24], "big") + 1) / 2**192 * _SIZES[draw]
         below = draw % 2 == 1 and (len(variables) == 1 or digest[31] % 2 == 1)
         found[name] = -size if below else size
     return found
