@@ -35,7 +35,8 @@ pytestmark = pytest.mark.integration
 STEPS = 6
 SETTINGS = {
     "steps": STEPS, "checkpoint__every": 1, "tracking__mlflow": True, "optim__learning_rate": 0.02,
-    "aqn__schedule": "exponential", "aqn__sigma_start": 0.2, "aqn__sigma_end": 0.05, "aqn__stages": 3,
+    "aqn__schedule": "exponential", "aqn__unit": "kl", "aqn__kl_start": 0.02, "aqn__kl_end": 0.002, "aqn__stages": 3,
+    "aqn__solver__prompts": 4, "aqn__solver__draws": 2,
     "algorithm__updates_per_rollout": 2, "algorithm__beta": 0.05,
 }  # fmt: skip
 SERVER = multiprocessing.get_context("forkserver")
@@ -217,8 +218,11 @@ def wait_for(condition: Callable[[], object], alive: Callable[[], bool], seconds
 def test_the_noise_is_there_and_every_part_of_the_settings_acts(reference: Reference) -> None:
     """What the equality of records in the other tests is worth."""
     steps = dict(reference.lines[1:-1])
-    assert [steps[step]["noise/sigma"] for step in steps] == pytest.approx([0, 0, 0.2, 0.2, 0.05, 0.05])
-    assert steps[5]["noise/std_observed"] == pytest.approx(0.05, rel=0.1)
+    sigma = [steps[step]["noise/sigma"] for step in steps]
+    assert 0 == sigma[0] == sigma[1] < sigma[4] == sigma[5] < sigma[2] == sigma[3]
+    assert steps[3]["noise/kl_solved"] == pytest.approx(0.02, rel=0.05)
+    assert steps[6]["noise/kl_solved"] == pytest.approx(0.002, rel=0.05)
+    assert steps[5]["noise/std_observed"] == pytest.approx(sigma[4], rel=0.1)
     assert steps[5]["noise/std_observed"] != steps[6]["noise/std_observed"]
     assert steps[6]["policy/kl_reference"] > 0
     assert any(metrics["policy/grad_norm"] > 0 for metrics in steps.values())
@@ -288,6 +292,8 @@ def test_kill_9_at_the_worst_moments(new_run, reference) -> None:
         ("qerl_lab.record.checkpoint", "_sha256", 3, False),  # a checkpoint without manifest
         ("qerl_lab.record.checkpoint", "_flush_to_disk", 2, False),  # a whole one that is not named yet
         ("qerl_lab.record.checkpoint", "shutil.rmtree", 2, False),  # the next, before the last one is dropped
+        ("qerl_lab.aqn.found", "solve", 1, False),  # the texts for a stage's sigma are sampled
+        ("qerl_lab.aqn.found", "solve", 1, True),  # the sigma is found, and nothing holds it
         ("qerl_lab.record.checkpoint", "save", 3, True),  # exactly between two steps
         (
             "qerl_lab.record.directory",
@@ -305,6 +311,27 @@ def test_kill_9_at_the_worst_moments(new_run, reference) -> None:
         assert not (run_dir / "DONE").exists(), moment
     finish(run_dir)
     check(run_dir, reference)
+
+
+def test_kill_9_of_a_run_whose_sigma_follows_its_kl(new_run) -> None:
+    changes = {
+        "aqn__schedule": "adaptive", "aqn__sigma_start": 0.05, "aqn__adaptive__factor": 1.5, "steps": 3,
+        "eval__questions": 0,
+    }  # fmt: skip
+    whole, run_dir = new_run(**changes), new_run(**changes)
+    finish(whole)
+    for moment in (
+        ("qerl_lab.aqn.found", "adapted", 1, True),  # of step 1, of which nothing is saved
+        ("qerl_lab.record.checkpoint", "save", 1, True),
+        ("qerl_lab.aqn.found", "adapted", 1, False),  # of step 2
+        ("qerl_lab.record.checkpoint", "_sha256", 3, False),
+    ):
+        assert ended(start(run_until, run_dir, *moment)) == -signal.SIGKILL, (run_dir / "output.txt").read_text()
+    finish(run_dir)
+    assert lines_of(run_dir) == lines_of(whole)
+    assert len({metrics["noise/sigma"] for _, metrics in lines_of(whole)}) == 3
+    adapter, expected = (path / "adapter" / "adapter_model.safetensors" for path in (run_dir, whole))
+    assert adapter.read_bytes() == expected.read_bytes()
 
 
 def truncate(path: Path) -> None:
