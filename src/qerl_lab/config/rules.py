@@ -187,7 +187,7 @@ def _aqn_decays(cfg: RunConfig) -> None:
     if aqn.schedule == "exponential" and last == 0:
         raise ConfigError(
             f"aqn.schedule=exponential never reaches aqn.{end}=0 (Eq. 8 takes the ratio {end} / {start}); "
-            f"allowed: above 0. Type for example aqn.{end}={'3e-5' if unit == 'kl' else '5e-4'} or aqn=linear."
+            f"allowed: above 0. Type for example aqn.{end}={'1e-4' if unit == 'kl' else '5e-4'} or aqn=linear."
         )
     if aqn.stages == 1 and aqn.reading != "equation":
         raise ConfigError(

@@ -112,7 +112,9 @@ class AqnConfig:
         3e-3, "KL(noisy || clean) in nats per token in the first noisy stage, adaptive: always (2602.02555's code)",
         at_least=0, at_most=10,
     )  # fmt: skip
-    kl_end: float = option(3e-5, "KL in the last stage: of about a tenth of the first sigma", at_least=0, at_most=10)
+    kl_end: float = option(
+        1e-4, "KL in the last stage (less than about 3e-5 is what bfloat16 rounds)", at_least=0, at_most=10
+    )
     sigma_min: float = option(1e-6, "least sigma that a KL is given (2602.02555's code)", at_least=1e-9, at_most=10)
     sigma_max: float = option(0.5, "largest sigma that a KL is given (2602.02555's code)", at_least=1e-9, at_most=10)
     stages: int = option(10, "number of equal stages K (Sec. 3.3)", at_least=1, at_most=999_999)

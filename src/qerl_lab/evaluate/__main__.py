@@ -23,16 +23,18 @@ with exits.starting(__name__):
 class SigmaOptions:
     model: str = option("pocket", "whose sampler: Hugging Face id, local directory, FILE.gguf, or `pocket`")
     sigmas: list[float] = option([0.02, 0.05, 0.1, 0.15, 0.2, 0.3], "standard deviations of the noise", above=0)
+    kls: list[float] = option([], "KLs in nats per token, for each of which the sigma is found", above=0)
+    relative: bool = option(False, "sigma is in units of each norm's own root mean square, as with aqn.relative")
 
 
 def sigma(options: SigmaOptions) -> None:
     """Print the KL of each format and of each sigma. Raises ConfigError for a model that cannot be measured."""
-    if not options.sigmas:
+    if not options.sigmas and not options.kls:
         raise ConfigError("sigmas=[] is empty; allowed: numbers above 0. Type for example sigmas=[0.05,0.1].")
     terminal.quiet_third_parties()  # some speak while they are imported
     from qerl_lab.evaluate.sigma import measure
 
-    measure(options.model, options.sigmas)
+    measure(options.model, options.sigmas, options.kls, options.relative)
 
 
 def accuracy(options: AccuracyOptions) -> None:
@@ -109,6 +111,7 @@ COMMANDS: dict[str, Command[Any]] = {
                 "python -m qerl_lab.evaluate sigma model=DIR sigmas=[0.005,0.01]",
                 "which sigma is as much noise as a format, on a model of yours",
             ),
+            ("python -m qerl_lab.evaluate sigma sigmas=[] kls=[0.003]", "the sigma whose KL is 0.003 nats"),
         ),
         alone=True,
     ),

@@ -93,6 +93,13 @@ def refused(line: str, capsys) -> str:
         ("model.revision=main", ["model.revision=main", "model.path=pocket"]),
         ("rollout.importance_correction=off rollout.importance_clip_max=2", ["importance_clip_max=2"]),
         ("aqn=linear aqn.stages=51", ["aqn.stages=51", "steps=50", "Type for example aqn.stages=50"]),
+        ("aqn=kl aqn.sigma_end=0.1", ["aqn.sigma_end=0.1", "aqn.unit=kl", "Leave aqn.sigma_end out"]),
+        ("aqn=linear aqn.kl_start=0.1", ["aqn.kl_start=0.1", "aqn.unit=sigma", "type for example aqn=kl"]),
+        ("aqn=linear aqn.solver.draws=2", ["aqn.solver.draws=2", "aqn.unit=sigma", "aqn=kl"]),
+        ("aqn=adaptive aqn.kl_end=0.1", ["aqn.kl_end=0.1", "aqn.schedule=adaptive", "aqn=kl"]),
+        ("aqn=adaptive aqn.stages=5", ["aqn.stages=5", "aqn.schedule=adaptive"]),
+        ("aqn=kl aqn.adaptive.factor=2", ["aqn.adaptive.factor=2", "aqn.schedule=exponential", "aqn=adaptive"]),
+        ("aqn=off aqn.relative=true", ["aqn.relative=true", "aqn.schedule=off"]),
         ("aqn=linear aqn.probe_prompts=65", ["aqn.probe_prompts=65", "64 completions"]),
         ("differs_in=[seed]", ["Leave differs_in out"]),
         # an arm that is no longer itself

@@ -32,6 +32,9 @@ def refusal(**values: Any) -> str:
 SERVER = {"rollout__engine": "vllm_server"}
 
 
+KL = {"aqn__schedule": "linear", "aqn__unit": "kl"}
+
+
 @pytest.mark.parametrize(
     ("values", "given", "remedy"),
     [
@@ -75,6 +78,16 @@ SERVER = {"rollout__engine": "vllm_server"}
         ({"aqn__schedule": "linear", "aqn__sigma_start": 0.0, "aqn__sigma_end": 0.0}, "sigma_start=0", "aqn=off"),
         ({"format__name": "NVFP4"}, "format.name=NVFP4", "Did you mean nvfp4?"),
         ({"aqn__schedule": "exponential", "aqn__sigma_end": 0.0}, "aqn.sigma_end=0", "aqn=linear"),
+        ({**KL, "aqn__kl_end": 0.5}, "aqn.kl_end=0.5 is above aqn.kl_start=0.003", "aqn.kl_end=0.003"),
+        ({**KL, "aqn__kl_start": 0.0, "aqn__kl_end": 0.0}, "aqn.kl_start=0", "aqn.kl_start=3e-3"),
+        ({**KL, "aqn__schedule": "exponential", "aqn__kl_end": 0.0}, "never reaches aqn.kl_end=0", "aqn.kl_end=1e-4"),
+        ({**KL, "aqn__sigma_start": 0.7}, "aqn.sigma_start=0.7, where the search begins", "aqn.sigma_start=0.01"),
+        ({**KL, "aqn__sigma_min": 0.02, "aqn__sigma_max": 0.2}, "is not in aqn.sigma_min=0.02", "aqn.sigma_start=0.02"),
+        ({**KL, "aqn__sigma_min": 0.2, "aqn__sigma_max": 0.1}, "above aqn.sigma_max=0.1", "aqn.sigma_min=0.1"),
+        ({"aqn__schedule": "adaptive"}, "aqn.schedule=adaptive with aqn.unit=sigma", "Type aqn=adaptive"),
+        ({**KL, "aqn__schedule": "adaptive", "aqn__kl_start": 0.0}, "aqn.kl_start=0 adds no noise", "aqn=off"),
+        ({**KL, "aqn__schedule": "adaptive", "aqn__probe_prompts": 0}, "no KL to adapt to", "aqn.probe_prompts=4"),
+        ({**KL, "aqn__adaptive__factor": 1.0}, "aqn.adaptive.factor=1.0", "above 1"),
         ({"task__arithmetic__min_steps": 4}, "task.arithmetic.min_steps=4", "task.arithmetic.min_steps=3"),
         ({"lora__target_modules": []}, "lora.target_modules=[]", "[q_proj,v_proj]"),
         ({"lora__target_modules": ["lm_head"]}, "lm_head", "[q_proj,v_proj]"),
@@ -118,7 +131,9 @@ def test_a_name_of_another_shape_is_refused(values: dict[str, Any]) -> None:
         {"format__ignore": ["re:.*q_proj", "lm_head"]}, {"task__format_reward": 0.0},
         {"eval__top_p": 1.0}, {"optim__learning_rate": 0.0},
         {"aqn__schedule": "off", "aqn__sigma_end": 1.0}, {"aqn__schedule": "linear", "aqn__sigma_end": 0.0},
-        {"aqn__schedule": "exponential", "aqn__sigma_end": 1e-2}, {"task__arithmetic__min_steps": 3},
+        {"aqn__schedule": "exponential", "aqn__sigma_end": 1e-2}, {**KL, "aqn__sigma_end": 1.0, "aqn__kl_end": 0.0},
+        {**KL, "aqn__schedule": "adaptive", "aqn__kl_end": 1.0, "aqn__adaptive__band": 1.0},
+        {"aqn__sigma_min": 0.2, "aqn__sigma_max": 0.1}, {"aqn__probe_prompts": 0}, {"task__arithmetic__min_steps": 3},
         {"optim__name": "adamw_8bit", "device": "cuda"}, {"format__dense_cache": "on", "device": "cpu"},
         {"rollout__prompts_per_step": 4, "algorithm__updates_per_rollout": 4},
     ],
