@@ -136,9 +136,10 @@ def _draw_decode(result: Result) -> plt.Figure:
             style = ":" if arm.startswith("adapter") else "-"
             axis.plot(us.index, us, "o" + style, color=f"C{index}", label=arm, lw=1.4, ms=3)
         axis.set_xscale("log", base=2)
+        axis.set_xticks(us.index, [f"{rows:,}" for rows in us.index])
         dress(axis, layer, "rows")
     axes[0].set_ylabel("microseconds")
-    axes[0].legend(frameon=False, fontsize=7)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right center", frameon=False)
     figure.suptitle(f"Linears of decoding, {result['options']['model']}, {gpu_of(result)}")
     return figure
 

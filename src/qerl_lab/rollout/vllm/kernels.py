@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 MAX_RANK = 128
-# Not measured yet: bounds on what a program adds up, programs in flight, and tiles that keep a few loads ahead.
+# Not tuned yet: bounds on what a program adds up, programs in flight, and tiles that keep a few loads ahead.
 _SCRATCH_ROWS = 512
 PROGRAMS = 132  # multiprocessors of an H200
 BLOCK_K, BLOCK_R, BLOCK_N = 128, 32, 128

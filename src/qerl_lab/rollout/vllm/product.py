@@ -3,9 +3,10 @@
 import torch
 from torch import Tensor
 
-# Bounds of the routes on a GPU. Not measured here yet: the second is where others saw cuBLAS overtake a Triton expand
-# (SGLang #26962), and inside a CUDA graph they saw it do so in the shrink much earlier.
-SHRINK_ROWS, EXPAND_WORK = 64, 16_384
+# Bounds of the routes on a GPU. On an H200 at rank 32 the kernels win in q/k/v, o and gate/up up to the 256 rows that were
+# measured, and lose a microsecond in down_proj (results/bench/decode_7b.json). Beyond, the second bound is where others
+# saw cuBLAS overtake a Triton expand (SGLang #26962).
+SHRINK_ROWS, EXPAND_WORK = 256, 16_384
 
 
 @torch.library.custom_op("qerl_lab::add_adapter", mutates_args={"y"})
