@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-# Bounds of the routes on a GPU. On an H200 at rank 32 the kernels win in q/k/v, o and gate/up up to the 256 rows that were
-# measured, and lose a microsecond in down_proj (results/bench/decode_7b.json). Beyond, the second bound is where others
-# saw cuBLAS overtake a Triton expand (SGLang #26962).
+# Bounds of the routes on a GPU. On an H200 at rank 32 the kernels win in q/k/v, o and gate/up up to 256 rows, the most
+# that were measured, and lose a microsecond in down_proj (results/bench/decode_7b.json). Beyond, the second bound is
+# where others saw cuBLAS overtake a Triton expand (SGLang #26962).
 SHRINK_ROWS, EXPAND_WORK = 256, 16_384
 
 
