@@ -167,7 +167,8 @@ def check_trains(cfg: TaskConfig) -> None:
     others = [name for name in choices_of("task") if hasattr(_module(TaskConfig(name=name)), "train")]
     raise ConfigError(
         f"task={cfg.name} is for evaluation only: a policy trained on it could not be judged by it. "
-        f"Type one to train on: task={', '.join(others)}."
+        f"Type one to train on: task={', '.join(others)}; or python -m qerl_lab.evaluate accuracy run=RUN_DIR "
+        f"benchmarks={cfg.name}."
     )
 
 

@@ -148,6 +148,7 @@ def _status(program: Program, file: Path, given: str, written: IO[bytes], tell: 
             [sys.executable, *FLAGS, str(JAIL), str(file), " ".join(map(str, numbers)), *_library()],
             input=given.encode(errors="replace"), stdout=written, stderr=subprocess.DEVNULL, cwd=file.parent,
             env=ENVIRONMENT, pass_fds=(tell,), timeout=CLOCK_SECONDS * program.seconds,
+            start_new_session=True,  # Ctrl-C lets a step end, and must not cost a program its score
         ).returncode  # fmt: skip
     except subprocess.TimeoutExpired:  # the program slept, and is killed by now
         return -signal.SIGKILL

@@ -178,7 +178,7 @@ def _place(cfg: TaskConfig, source: Source, of_heldout: bool) -> Place:
     elif local.suffix in SUFFIXES or local.is_file():
         files = [_file(local, source, of_heldout)]
     else:
-        return Place(lambda: _read_hub(path, split, source.hub_config), columns)
+        return Place(lambda: _read_hub(path, split, source), columns)
     return Place(lambda: (row for file in files for row in _read_file(file)), columns)
 
 
@@ -273,11 +273,13 @@ def _decoded(row: Any) -> dict[str, Any] | BadRow:
         return BadRow(f"is not UTF-8 ({error.reason})")
 
 
-def _read_hub(path: str, split: str, hub_config: str) -> Iterator[Located]:
-    from datasets import load_dataset
+def _read_hub(path: str, split: str, source: Source) -> Iterator[Located]:
+    """Rows of `source`, or of another set on the hub, in the same configuration if that has it."""
+    from datasets import get_dataset_config_names, load_dataset
 
     try:
-        rows = load_dataset(path, hub_config, split=split)
+        own = path == source.hub_id or source.hub_config in get_dataset_config_names(path)
+        rows = load_dataset(path, source.hub_config if own else None, split=split)
     except (OSError, ValueError, RuntimeError) as error:  # offline, unknown id, unknown split
         raise ConfigError(
             f"the question set {path!r} is no local file or directory, and could not be loaded from the hub "

@@ -286,6 +286,7 @@ def test_a_program_ends_with_its_parent(tmp_path: Path) -> None:
     while not (programs := children(child.pid)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert programs
+    assert os.getsid(programs[0]) != os.getsid(child.pid), "Ctrl-C would reach it"
     child.kill()
     child.wait()
     while any(Path(f"/proc/{pid}").exists() for pid in programs) and time.monotonic() < deadline:

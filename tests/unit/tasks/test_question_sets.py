@@ -61,8 +61,8 @@ def test_a_set_for_evaluation_is_refused_as_a_training_task(tmp_path: Path, name
     hub_rows.write_jsonl(tmp_path / f"{stem}.jsonl", [make(n) for n in range(9)])
     message = refusal(TaskConfig(name=name, path=str(tmp_path)))
     assert f"task={name} is for evaluation only" in message
-    assert "Type one to train on: task=arithmetic" in message
-    assert not any(other in message.split("Type")[1] for other in JUDGED)
+    assert "Type one to train on: task=arithmetic, bigmath, code_io, dapo_math, gsm8k; or python -m " in message
+    assert message.endswith(f" accuracy run=RUN_DIR benchmarks={name}.")
 
 
 @pytest.mark.parametrize("name", ["bigmath", "dapo_math"])
@@ -303,7 +303,7 @@ def test_an_unreachable_hub_is_a_message_and_not_a_crash(monkeypatch, error: Exc
     def fail(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr("datasets.load_dataset", fail)
+    monkeypatch.setattr("datasets.get_dataset_config_names", fail)
     message = refusal(TaskConfig(name="gsm8k", path="someone/no-such-set"))
     assert (
         "'someone/no-such-set' is no local file or directory, and could not be loaded from the hub "
@@ -340,6 +340,20 @@ def test_the_hub_is_asked_for_the_right_sets(monkeypatch: pytest.MonkeyPatch) ->
         ("math-ai/aime25", "default", "test"),
         ("math-ai/amc23", "default", "test"),
     ]
+
+
+@pytest.mark.parametrize(("has", "asked"), [(["main", "socratic"], "main"), (["default"], None)])
+def test_another_set_on_the_hub_is_read_in_the_same_configuration_if_it_has_it(
+    monkeypatch: pytest.MonkeyPatch, has: list[str], asked: str | None
+) -> None:
+    import datasets
+
+    found = []
+    rows = datasets.Dataset.from_list([hub_rows.gsm8k(n) for n in range(3)])
+    monkeypatch.setattr("datasets.get_dataset_config_names", lambda path: has)
+    monkeypatch.setattr("datasets.load_dataset", lambda *args, **_: found.append(args) or rows)
+    assert len(tasks.benchmark(TaskConfig(name="gsm8k", path="me/mine")).heldout) == 3
+    assert found == [("me/mine", asked)]
 
 
 def test_rows_of_the_hub_are_those_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
