@@ -334,6 +334,31 @@ def test_kill_9_of_a_run_whose_sigma_follows_its_kl(new_run) -> None:
     assert adapter.read_bytes() == expected.read_bytes()
 
 
+def test_kill_9_around_an_evaluation_during_training(new_run) -> None:
+    """Before it, with its rows and without its line, with both and no checkpoint of its step; all three go on alike."""
+    every = {
+        "steps": 4,
+        "eval__every": 2,
+        "eval__subset_questions": 4,
+        "checkpoint__every": 2,
+        "tracking__mlflow": False,
+    }
+    whole, killed = new_run(**every), new_run(**every)
+    finish(whole)
+    for moment in (
+        ("qerl_lab.train.run", "evaluate", 3, False),  # before training, step 0, step 2
+        ("qerl_lab.record.directory", "RunDirectory.write_evaluations", 1, True),
+        ("qerl_lab.train.trainer", "LabTrainer._save_checkpoint", 1, False),
+    ):
+        code = ended(start(run_until, killed, *moment))
+        assert code == -signal.SIGKILL, (moment, (killed / "output.txt").read_text())
+    finish(killed)
+    assert lines_of(killed) == lines_of(whole)
+    assert [step for step, metrics in lines_of(whole) if "eval/subset_accuracy" in metrics] == [0, 2, 4]
+    for name in ("eval.parquet", "adapter/adapter_model.safetensors"):
+        assert (killed / name).read_bytes() == (whole / name).read_bytes()
+
+
 def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:100])
 

@@ -20,7 +20,7 @@ with exits.starting(__name__):
         TrainStepOptions,
         check,
     )
-    from qerl_lab.cli.grammar import Command, choose
+    from qerl_lab.cli.grammar import Command, main_of
     from qerl_lab.config.option import ConfigError
     from qerl_lab.record.environment import environment
     from qerl_lab.record.outputs import make_directory
@@ -205,10 +205,7 @@ COMMANDS: dict[str, Command[Any]] = {
 }
 
 
-@exits.command
-def main(words: list[str]) -> int:
-    """Run the command and return its exit code."""
-    return choose(COMMANDS, words)
+main = main_of(COMMANDS)
 
 
 if __name__ == "__main__":

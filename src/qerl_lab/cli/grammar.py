@@ -14,7 +14,7 @@ from qerl_lab.config.arm import leaves
 from qerl_lab.config.keys import TEXT, has_type, type_words, typed, unknown_key, wrong_type
 from qerl_lab.config.option import ConfigError, check_bounds, did_you_mean
 from qerl_lab.config.spelling import as_text, readable
-from qerl_lab.exits import OK
+from qerl_lab.exits import OK, Main, command
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
@@ -69,6 +69,15 @@ def choose(commands: Mapping[str, Command[Any]], words: list[str]) -> int:
         hint = did_you_mean(name, list(commands))
         raise ConfigError(f"{name} is not a command.{hint} Allowed: {', '.join(commands)}.")
     return commands[name].run(rest)
+
+
+def main_of(commands: Mapping[str, Command[Any]]) -> Main:
+    """Make the `main` of a module of several commands: it runs one and returns its exit code."""
+
+    def main(words: list[str]) -> int:
+        return choose(commands, words)
+
+    return command(main)
 
 
 def read(kind: type[Options], words: Sequence[str], bare: str = "") -> Options:

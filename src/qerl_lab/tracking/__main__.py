@@ -7,7 +7,7 @@ from typing import Any
 from qerl_lab import exits
 
 with exits.starting(__name__):
-    from qerl_lab.cli.grammar import Command, choose
+    from qerl_lab.cli.grammar import Command, main_of
     from qerl_lab.config.option import option
     from qerl_lab.record.directory import RunDirectory
     from qerl_lab.record.metrics import table
@@ -68,10 +68,7 @@ COMMANDS: dict[str, Command[Any]] = {
 }
 
 
-@exits.command
-def main(words: list[str]) -> int:
-    """Run the command and return its exit code."""
-    return choose(COMMANDS, words)
+main = main_of(COMMANDS)
 
 
 if __name__ == "__main__":

@@ -150,7 +150,7 @@ def test_decode_adds_up_the_layers_and_leaves_out_what_was_not_timed(tmp_path: P
         ),
         (["linear", "models=[qwen2.5-7c]"], "qwen2.5-7c in models=[qwen2.5-7c] is not allowed; allowed: qwen2.5-0.5b"),
         (["linear", "tokens=[0]"], "0 in tokens=[0] is not allowed; allowed: at least 1."),
-        (["linear", "tokens=512,2048"], "several values, and a list has brackets. Type tokens=[512,2048]."),
+        (["linear", "tokens=512,x"], "tokens=512,x is not allowed; allowed: a list of whole numbers."),
         (["train_step", "arms=[]"], "arms=[] leaves nothing to measure."),
         (["train_step", "arms=[bf61]"], "allowed: bf16, bf16_peft, mxfp4, nf4, nvfp4, qlora. Did you mean bf16?"),
         (["train_step", "length=1"], "length=1"),
