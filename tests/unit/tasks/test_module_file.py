@@ -81,6 +81,10 @@ def test_the_first_example_runs(tmp_path: Path, tiny, monkeypatch: pytest.Monkey
     (step,) = [line["metrics"] for line in directory.metrics() if "reward/mean" in line["metrics"]]
     assert 0 <= step["reward/short"] <= 0.1
     assert directory.config().task.module_hash == module_hash(str(tmp_path / "mine.py"))
+    env = directory.path / "env.json"
+    env.write_text(env.read_text().replace('"training_sha256": "', '"training_sha256": "other'))
+    with pytest.raises(ConfigError, match="the training questions are not those that the run began with"):
+        run(cfg, directory, Stop())
 
 
 # --- the contract
