@@ -4,7 +4,7 @@ from pathlib import Path
 
 
 def package_data(name: str) -> Path:
-    """The folder `conf` or `sweeps`: inside an installed package, at the root of a source checkout."""
+    """The folder `conf`, `sweeps` or `results/reference`: in an installed package, else in the checkout."""
     inside = Path(__file__).parents[1] / name
     return inside if inside.is_dir() else Path(__file__).parents[3] / name
 

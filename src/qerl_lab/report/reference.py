@@ -1,0 +1,31 @@
+"""The paper's numbers, from results/reference/paper.csv (its PROVENANCE.md says where each is from)."""
+
+import math
+from functools import cache
+
+import pandas as pd
+
+from qerl_lab.config.files import package_data
+
+COLUMNS = (
+    "table", "model", "method", "weight_format", "algorithm", "dataset", "metric", "value", "unit", "setting",
+    "source", "certainty",
+)  # fmt: skip
+
+
+@cache
+def printed() -> pd.DataFrame:
+    """Every row, all columns as text; `number` is the value as a float, nan where it is none."""
+    rows = pd.read_csv(package_data("results/reference") / "paper.csv", dtype=str, keep_default_na=False)
+    return rows.assign(number=pd.to_numeric(rows["value"], errors="coerce"))
+
+
+def value(**where: str) -> float:
+    """The number of the one row with these columns, `setting` by a part of its text. Raises KeyError otherwise."""
+    rows = printed()
+    for column, wanted in where.items():
+        is_it = rows[column].str.contains(wanted, regex=False) if column == "setting" else rows[column] == wanted
+        rows = rows[is_it]
+    if len(rows) != 1 or math.isnan(rows["number"].iloc[0]):
+        raise KeyError(f"{len(rows)} numbers of the paper have {where}; one is needed")
+    return float(rows["number"].iloc[0])
