@@ -154,6 +154,9 @@ def _notes(comparison: Comparison) -> list[str]:
     records, notes = [record for arm in comparison.arms.values() for record in arm], []
     if len(codes := sorted({record.run.code for record in records})) > 1:
         notes.append(f"The runs come from {len(codes)} versions of the code: {', '.join(codes)}.")
+    given = (record.directory.environment().get("data", {}).get("training_sha256") for record in records)
+    if (sets := len({digest for digest in given if digest is not None})) > 1:
+        notes.append(f"The runs were trained on {sets} different sets of questions (training_sha256 in env.json).")
     if len({frozenset(record.accuracy["after"].index) for record in records if record.accuracy}) > 1:
         notes.append("Not all runs were asked the same questions; a row is over those that all of its runs were asked.")
     return notes

@@ -199,6 +199,15 @@ def test_it_prints_arms_what_differs_and_what_was_left_out(sweep: Path, capsys) 
     assert "Left out, 1 in all:\n  sweep/bf16-0: repeated by sweep/again" in out
 
 
+def test_runs_that_were_trained_on_other_questions_are_said_to_be(sweep: Path, capsys) -> None:
+    folders = sorted(path.parent for path in sweep.glob("*/env.json"))
+    for said, digests in ((False, "aaa"), (True, "aab")):
+        for folder, digest in zip(folders, digests, strict=False):  # the others are of an older version of the lab
+            (folder / "env.json").write_text(json.dumps({"git_sha": "c0ffee0", "data": {"training_sha256": digest}}))
+        assert main(["sweep"]) == 0
+        assert ("were trained on 2 different sets of questions" in capsys.readouterr().out) == said
+
+
 def test_it_writes_a_row_a_run_a_row_an_arm_and_a_picture(sweep: Path) -> None:
     assert main(["sweep", "runs_csv=out/runs.csv", "arms_csv=out/arms.csv", "plot=out/arms.png"]) == 0
     runs, arms = pd.read_csv("out/runs.csv"), pd.read_csv("out/arms.csv")
