@@ -108,7 +108,7 @@ def test_the_library_is_asked_outside_of_the_main_thread_and_gives_up_in_time(mo
     assert found == [True, None, False, True]
 
 
-@pytest.mark.parametrize("name", choices_of("task"))
+@pytest.mark.parametrize("name", [name for name in choices_of("task") if name != "code_io"])  # which judges programs
 def test_every_task_has_the_two_parts_that_an_evaluation_reads(name: str) -> None:
     task = importlib.import_module(f"qerl_lab.tasks.{name}")
     found = task.grade([GOOD, "12", ""], [asking("12")] * 3)

@@ -68,7 +68,7 @@ def read_expression(text: str) -> Node:
 def number(text: str) -> Num:
     """A decimal number with thousands separators and an exponent. Raises Unreadable for a huge exponent."""
     mantissa, _, exponent = text.replace(",", "").lower().partition("e")
-    if len(exponent.lstrip("+-")) > 5 or abs(int(exponent or 0)) > MAX_EXPONENT:
+    if abs(int(exponent or 0)) > MAX_EXPONENT:
         raise Unreadable(text)
     whole, _, decimals = mantissa.partition(".")
     digits = len((whole + decimals).lstrip("0")) if decimals else 0
@@ -232,8 +232,6 @@ class _Reader:
 
     def mixed(self, token: Token) -> Node:
         """A number, or with a proper fraction of two integers behind it a mixed one: `1\\frac{4}{5}`, `1 4/5`."""
-        if self.sees("_"):
-            raise Unreadable("a numeral in a base")
         node, tokens, start = number(token.text), list(self.tokens), self.at
         part = self.fraction_behind() if token.text.isdigit() else None
         if part is not None and part < 1:

@@ -4,11 +4,12 @@ import re
 from enum import Enum
 
 from qerl_lab.tasks.answers.equality import equal
-from qerl_lab.tasks.answers.forms import Form, Words
+from qerl_lab.tasks.answers.forms import Amount, Form, Named, Words
 from qerl_lab.tasks.answers.numbers import number
 from qerl_lab.tasks.answers.reading import read
 from qerl_lab.tasks.answers.surface import MAX_ANSWER_CHARACTERS, compact, plain
 from qerl_lab.tasks.answers.tokens import Unreadable
+from qerl_lab.tasks.answers.value import names
 
 Pair = tuple[str, str]
 MAX_LIBRARY_CHARACTERS = 300
@@ -44,7 +45,7 @@ def judge(given: str, known: str) -> Verdict:
     if isinstance(form, Words) or isinstance(gold, Words):
         return Verdict.WRONG if form is not None else Verdict.UNREADABLE
     asks = _is_for_library(form, given) and _is_for_library(gold, known)
-    return Verdict.LIBRARY if asks else Verdict.UNREADABLE
+    return Verdict.LIBRARY if asks and _may_equal(form, known) and _may_equal(gold, given) else Verdict.UNREADABLE
 
 
 def spellings(given: str, known: str) -> Pair:
@@ -57,6 +58,14 @@ def _form(text: str) -> Form | None:
         return read(text)
     except Unreadable:
         return None
+
+
+def _may_equal(form: Form | None, other: str) -> bool:
+    """Whether a side that we read may be what the other is: an expression whose variables stand there too."""
+    form = form.form if isinstance(form, Named) else form
+    if form is None:
+        return True
+    return isinstance(form, Amount) and all(name.partition("_")[0] in other for name in names(form.node))
 
 
 def _is_for_library(form: Form | None, text: str) -> bool:

@@ -114,8 +114,8 @@ def plain(text: str) -> str:
 
 
 def compact(text: str) -> str:
-    """`text` without the spaces that mean nothing: those between two digits or two letters stay."""
-    return re.sub(r"(?<![\dA-Za-z]) | (?![\dA-Za-z])", "", text)
+    """`text` without the spaces that mean nothing: one between two digits stays."""
+    return re.sub(r"(?<!\d) | (?!\d)", "", text)
 
 
 def _powers(text: str) -> str:
@@ -126,9 +126,10 @@ def _powers(text: str) -> str:
 
 
 def _without_dollars(text: str) -> str:
-    """No `$` left: two enclose mathematics, one alone is money."""
-    bare = re.findall(r"(?<!\\)\$", text)
-    return re.sub(r"(?<!\\)\$", r"\\dollar " if len(bare) == 1 else " ", text)
+    """No `$` left: two enclose mathematics, one alone before a number is money."""
+    if len(re.findall(r"(?<!\\)\$", text)) == 1:
+        text = re.sub(r"(?<!\\)\$(?=\s*-?[\d.])", r"\\dollar ", text)
+    return re.sub(r"(?<!\\)\$", " ", text)
 
 
 def _unboxed(text: str) -> str:
@@ -157,7 +158,7 @@ def _without_wrapping(text: str) -> str:
     while text != before:
         before = text
         text = text.strip()
-        if not text.endswith(("..", r"\dots.")):
+        if not text.endswith("..."):
             text = re.sub(r"(?<!\\)[.,;:]+$", "", text).rstrip()
         for mark in ("**", "__", "`", '"'):
             if len(text) > 2 * len(mark) and text.startswith(mark) and text.endswith(mark):
