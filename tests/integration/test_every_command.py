@@ -24,6 +24,7 @@ MODULES = [
         "",
         ".quantize",
         ".warmup",
+        ".export",
         ".evaluate",
         ".bench",
         ".report",
@@ -69,8 +70,8 @@ def test_ctrl_c_while_a_command_starts_is_one_line(
     "command",
     [
         "qerl_lab --help", "qerl_lab.quantize --help", "qerl_lab.evaluate sigma --help", "qerl_lab.bench",
-        "qerl_lab.warmup", "qerl_lab.report", "qerl_lab.samples", "qerl_lab.serve_line", "qerl_lab.tracking table",
-        "qerl_lab.pocket.pretrain",
+        "qerl_lab.warmup", "qerl_lab.export", "qerl_lab.report", "qerl_lab.samples", "qerl_lab.serve_line",
+        "qerl_lab.tracking table", "qerl_lab.pocket.pretrain",
     ],
 )  # fmt: skip
 def test_a_closed_pipe_is_no_error(command: str) -> None:

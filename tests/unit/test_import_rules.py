@@ -30,6 +30,7 @@ MAY_IMPORT = {
     "report": "config record tracking terminal",
     "pocket": "config record tasks terminal",
     "evaluate": "config model rollout tasks aqn formats pocket record report preflight terminal",
+    "export": "config model record rollout terminal",
     "warmup": "config model record tasks terminal",
     "quantize": "config formats model pocket record report tasks terminal evaluate",
     "train": "config record tracking formats model aqn tasks rollout algorithms evaluate report preflight exits"
@@ -224,7 +225,7 @@ def test_an_import_of_ours_is_found(line: str, found: set[str]) -> None:
         "quantize.__main__ quantize.options evaluate.__main__ evaluate.options bench.__main__",
         "train.__main__ train.health",
         "report.arms report.frames report.plots report.runs report.stats report.tables report.comparison",
-        "report.__main__ warmup.__main__ warmup.options",
+        "report.__main__ warmup.__main__ warmup.options export.__main__ export.options",
     ],
 )
 def test_these_modules_import_no_torch(modules: str) -> None:

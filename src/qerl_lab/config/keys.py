@@ -1,6 +1,7 @@
 """Keys of the schema and their types, by dotted name, and the messages for what does not fit them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any, get_args, get_origin, get_type_hints
 
 from qerl_lab.config.arm import leaves
@@ -20,8 +21,9 @@ TYPE_WORDS: dict[Any, tuple[str, Any]] = {
 TEXT = (str, str | None)
 
 
-def schema() -> dict[str, Any]:
-    """Every key of a configuration by its dotted name, with its type."""
+@cache
+def schema() -> Mapping[str, Any]:
+    """Every key of a configuration by its dotted name, with its type. Asked once a key of every file that is read."""
     found = {}
     for name, _, _ in leaves(RunConfig()):
         kind: Any = RunConfig

@@ -18,12 +18,12 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import DENSE_FORMAT, RunConfig
 from qerl_lab.evaluate.options import AccuracyOptions
 from qerl_lab.model import on_disk, policy
+from qerl_lab.model.dense import dense_tensors
 from qerl_lab.model.files import local_folder, read_json
-from qerl_lab.model.linear import PackedLinear
 from qerl_lab.model.loading import stored_as
 from qerl_lab.model.policy import Policy
 from qerl_lab.record.directory import RunDirectory
-from qerl_lab.rollout.vllm.base import base_tensors, scratch_folder
+from qerl_lab.rollout.vllm.base import scratch_folder
 
 ADAPTER = "adapter_model.safetensors"
 LONGEST = 4096  # tokens of a completion of a model that is no run's, where its context has room
@@ -145,14 +145,7 @@ def dequantized(subject: Subject) -> Iterator[Subject]:
     What the format leaves dense stays as it was loaded.
     """
     loaded = policy.build(subject.cfg, policy.device_of(subject.cfg.device))
-    tensors = base_tensors(loaded)
-    for name, module in list(loaded.model.get_base_model().named_modules()):
-        if isinstance(module, PackedLinear):
-            plain = name.removesuffix(".base_layer")
-            for key in module.packed():
-                del tensors[f"{plain}.{key}"]
-            shape = module.out_features, module.in_features
-            tensors[f"{plain}.weight"] = module.weight_format.dequantize(module.packed(), shape, torch.bfloat16)
+    tensors = dense_tensors(loaded, torch.bfloat16)
     own = local_folder(subject.cfg.model.path, subject.cfg.model.revision)
     config = {key: value for key, value in read_json(own / "config.json").items() if key != "quantization_config"}
     with scratch_folder(sum(tensor.nbytes for tensor in tensors.values())) as folder:

@@ -1,6 +1,7 @@
 """Weights on disk: a folder of safetensors files, with or without an index, as the Hugging Face hub has them."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from qerl_lab.model.on_disk import INDEX, SINGLE
 
 # Weights, configurations and tokenizers: no code, no pickles, no second copy of the weights in another layout.
 _WANTED = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
+_COMPANIONS = (".json", ".jinja", ".txt", ".model")  # tokenizer, chat template, generation_config
 _UNWANTED = ["*/*", "consolidated*"]
 
 DTYPES = {
@@ -100,6 +102,14 @@ def local_folder(path: str, revision: str | None, *, key: str = "model.path") ->
             f"({type(error).__name__}: {first_line(error)}). "
             "Allowed: pocket, a directory with safetensors weights and a tokenizer, FILE.gguf, a reachable hub id."
         ) from error
+
+
+def copy_companions(source: Path, target: Path) -> None:
+    """Copy what belongs to a model beside its weights and config.json."""
+    for file in sorted(source.iterdir()):
+        is_wanted = file.suffix in _COMPANIONS or file.name.startswith(("LICENSE", "NOTICE"))
+        if file.is_file() and is_wanted and file.name != "config.json" and not file.name.endswith(".index.json"):
+            shutil.copyfile(file, target / file.name)
 
 
 def read_json(file: Path) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from qerl_lab.config.option import ConfigError, did_you_mean
 from qerl_lab.config.schema import FormatConfig
 from qerl_lab.config.spelling import listed
 from qerl_lab.model import loading, policy
-from qerl_lab.model.files import INDEX, WeightFiles, local_folder, read_json
+from qerl_lab.model.files import INDEX, WeightFiles, copy_companions, local_folder, read_json
 from qerl_lab.model.linear import packable, packed_head
 from qerl_lab.model.on_disk import is_ignored
 from qerl_lab.quantize import llmcompressor, quality, rtn
@@ -31,7 +31,6 @@ from qerl_lab.quantize.options import CALIBRATION, QuantizeConfig
 from qerl_lab.record.atomic import replace_file
 from qerl_lab.record.partial import Unfinished
 
-COPIED = (".json", ".jinja", ".txt", ".model")  # tokenizer, chat template, generation_config; licences by their name
 NOT_IDENTITY = ("model", "revision", "out", "quality", "text", "overwrite", "device")
 
 
@@ -186,14 +185,6 @@ def _refuse_full_disk(folder: Path, needed: int) -> None:
             errno.ENOSPC, f"{needed / 1e9:.2f} GB are needed and {free / 1e9:.2f} GB are free. Type an out elsewhere",
             str(folder),
         )  # fmt: skip
-
-
-def copy_companions(source: Path, target: Path) -> None:
-    """Copy what belongs to a model beside its weights and config.json."""
-    for file in sorted(source.iterdir()):
-        is_companion = file.suffix in COPIED and not file.name.endswith(".index.json") and file.name != "config.json"
-        if file.is_file() and (is_companion or file.name.startswith(("LICENSE", "NOTICE"))):
-            shutil.copyfile(file, target / file.name)
 
 
 def calibrate(cfg: QuantizeConfig, source: Source, unfinished: Unfinished) -> None:

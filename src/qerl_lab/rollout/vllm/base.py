@@ -9,12 +9,12 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import save_torch_state_dict
-from torch import Tensor
 
 from qerl_lab import formats
 from qerl_lab.config.schema import DENSE_FORMAT, RunConfig
+from qerl_lab.model.dense import base_tensors
 from qerl_lab.model.files import WeightFiles, local_folder, read_json
-from qerl_lab.model.loading import stored_as, tied
+from qerl_lab.model.loading import stored_as
 from qerl_lab.model.policy import Policy
 
 IN_MEMORY = Path("/dev/shm")  # a copy there never touches a disk
@@ -42,17 +42,6 @@ def folder_of(policy: Policy, cfg: RunConfig) -> Iterator[Path]:
 def is_bfloat16(files: WeightFiles) -> bool:
     """Whether the policy, which rounds what it calls bf16, took the weights as they are."""
     return all(files.dtype(name) is torch.bfloat16 for name in files.names)
-
-
-def base_tensors(policy: Policy) -> dict[str, Tensor]:
-    """The frozen tensors by their names in a checkpoint: without PEFT's layer around them, without the adapter."""
-    base = policy.model.get_base_model()
-    again = tied(base)
-    return {
-        name.replace(".base_layer.", "."): tensor
-        for name, tensor in base.state_dict().items()
-        if ".lora_" not in name and name not in again
-    }
 
 
 @contextmanager

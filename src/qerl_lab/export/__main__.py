@@ -1,0 +1,43 @@
+"""From a run to what others load: `python -m qerl_lab.export run=RUN_DIR out=DIR [merged=true]`."""
+
+from qerl_lab import exits
+
+with exits.starting(__name__):
+    from qerl_lab import terminal
+    from qerl_lab.cli.grammar import Command
+    from qerl_lab.export.options import ExportConfig, check
+
+
+def export(cfg: ExportConfig) -> None:
+    """Write the directory. Raises ConfigError for a run that cannot be exported, and what `run` raises."""
+    check(cfg)
+    terminal.quiet_third_parties()  # some speak while they are imported
+    from qerl_lab.export.run import run
+
+    run(cfg)
+
+
+LINE = "python -m qerl_lab.export"
+COMMAND = Command(
+    LINE,
+    "Write what a run learned for PEFT, transformers and vLLM: an adapter, or a merged model, with a model card",
+    ExportConfig,
+    export,
+    examples=(
+        (f"{LINE} run=RUN_DIR out=exports/mine", "the adapter"),
+        (f"{LINE} run=RUN_DIR out=exports/mine base=true", "and the base that it was trained on, dequantized"),
+        (f"{LINE} run=RUN_DIR out=exports/mine-merged merged=true", "one model in bfloat16"),
+    ),
+    required=("run", "out"),
+    alone=True,
+)
+
+
+@exits.command
+def main(words: list[str]) -> int:
+    """Run the command and return its exit code."""
+    return COMMAND.run(words)
+
+
+if __name__ == "__main__":
+    exits.run(main)

@@ -1,0 +1,56 @@
+"""The typed options of `python -m qerl_lab.export`, and the rules that span them. Imports no torch."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from qerl_lab.config.option import ConfigError, option
+from qerl_lab.record.directory import RunDirectory
+
+RECORD = "export.json"  # in the directory that is written: what it was made from
+
+
+@dataclass
+class ExportConfig:
+    run: str = option("", "directory of a finished run; required")
+    out: str = option("", "directory to write; required")
+    merged: bool = option(False, "write a whole model, base and adapter in one; else the adapter alone")
+    base: bool = option(False, "beside the adapter write the base that it was trained on, dequantized, to OUT/base")
+    dtype: str = option(
+        "bfloat16", "of what merged=true and base=true write; float32 has the run's own numbers, in twice the bytes",
+        choices=("bfloat16", "float32"),
+    )  # fmt: skip
+    overwrite: bool = option(False, "replace what is at `out`")
+
+    @property
+    def folder(self) -> Path:
+        """`out` as an absolute path."""
+        return Path(self.out).expanduser().absolute()
+
+    @property
+    def directory(self) -> RunDirectory:
+        return RunDirectory(Path(self.run).expanduser().absolute())
+
+
+def check(cfg: ExportConfig) -> None:
+    """Raise ConfigError where there is nothing to export, or no place for it. Loads nothing."""
+    run = cfg.directory
+    run.config()
+    if run.status != "done":
+        raise ConfigError(
+            f"run={cfg.run} is {run.status}, and what it learned is whole when it is done. "
+            f"Type python -m qerl_lab resume={cfg.run} first."
+        )
+    if not (run.adapter / "adapter_model.safetensors").is_file():
+        raise ConfigError(f"run={cfg.run} has no adapter/adapter_model.safetensors. Type another run.")
+    if cfg.merged and cfg.base:
+        raise ConfigError("base=true is for the adapter alone, and merged=true holds the base. Leave base out.")
+    if cfg.dtype != ExportConfig().dtype and not (cfg.merged or cfg.base):
+        raise ConfigError(f"dtype={cfg.dtype} is of dense weights, and the adapter alone has none. Type merged=true.")
+    if not cfg.folder.exists():
+        return
+    if not cfg.overwrite:
+        raise ConfigError(f"out={cfg.out} exists. Type another out, or overwrite=true to replace it.")
+    if not (cfg.folder / RECORD).is_file():
+        raise ConfigError(
+            f"out={cfg.out} was not made by this command, so overwrite=true does not remove it. Type another out."
+        )

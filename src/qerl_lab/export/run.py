@@ -1,0 +1,126 @@
+"""One export, from a run's directory to another library's: read -> write aside -> card -> rename."""
+
+import hashlib
+import importlib.metadata
+import json
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import save_torch_state_dict
+
+from qerl_lab import terminal
+from qerl_lab.config.schema import DENSE_FORMAT, RunConfig
+from qerl_lab.export.card import card
+from qerl_lab.export.options import RECORD, ExportConfig
+from qerl_lab.model import gguf, on_disk, policy
+from qerl_lab.model.dense import dense_tensors
+from qerl_lab.model.files import copy_companions, local_folder, read_json
+from qerl_lab.record.atomic import replace_file
+from qerl_lab.record.partial import JOURNAL, Unfinished
+
+ADAPTER = ("adapter_model.safetensors", "adapter_config.json")
+PROVENANCE = (
+    gguf.ABOUT,
+    "warmup.json",
+    "quality.json",
+    "recipe.json",
+)  # of a base that the lab made
+
+
+def run(cfg: ExportConfig) -> None:
+    """Write the adapter, or the merged model, that `cfg` asks for, with its card.
+
+    Raises:
+        ConfigError: the run's base cannot be loaded, or its adapter is of another one.
+        OSError: the disk is full, or a file cannot be read or written.
+    """
+    record, trained = cfg.directory, cfg.directory.config()
+    base = local_folder(trained.model.path, trained.model.revision)
+    adapter = _sha256(record.adapter / ADAPTER[0])
+    identity = {"run": str(record.path), "merged": cfg.merged, "base": cfg.base, "dtype": cfg.dtype, "adapter": adapter}
+    with Unfinished(cfg.folder, identity, cfg.overwrite) as unfinished:
+        unfinished.clear()
+        out = unfinished.folder
+        if cfg.merged:
+            write_dense(trained, record.adapter, base, out, cfg.dtype, merged=True)
+        else:
+            write_adapter(trained, record.adapter, out, str(cfg.folder / "base") if cfg.base else _named(trained, base))
+        if cfg.base:
+            (out / "base").mkdir()
+            write_dense(trained, record.adapter, base, out / "base", cfg.dtype, merged=False)
+        (out / "README.md").write_text(card(cfg, trained, record), encoding="utf-8")
+        shutil.copyfile(record.path / "resolved.yaml", out / "run.yaml")
+        about = {"options": asdict(cfg), "run": str(record.path), "began_from": _origin(trained, base)}
+        _write_record(out, about | {"result": record.result(), "environment": record.environment()})
+        unfinished.finish()
+    print(
+        f"{'merged model' if cfg.merged else 'adapter'}: {terminal.near(cfg.folder)}  (README.md says how to load it)"
+    )
+    if not (cfg.merged or cfg.base or is_plain(trained)):
+        print(
+            f"note: it was trained on {trained.model.name} in {trained.format.name}; on other weights of that model it "
+            "is another policy. Type base=true to have them beside it, or merged=true."
+        )
+
+
+def is_plain(trained: RunConfig) -> bool:
+    """Whether transformers makes the run's base of model.path alone: dense, and neither GGUF nor embedded."""
+    return (
+        trained.format.name == DENSE_FORMAT and trained.model.path != "pocket" and not gguf.is_gguf(trained.model.path)
+    )
+
+
+def write_adapter(trained: RunConfig, adapter: Path, out: Path, base: str) -> None:
+    """Write PEFT's two files; `base` is what they name as the model that they belong to."""
+    for name in ADAPTER:
+        shutil.copyfile(adapter / name, out / name)
+    settings = read_json(out / ADAPTER[1])
+    settings |= {"base_model_name_or_path": base, "revision": trained.model.revision}
+    settings["target_modules"] = sorted(settings["target_modules"])
+    replace_file(out / ADAPTER[1], json.dumps(settings, indent=2).encode() + b"\n")
+
+
+def write_dense(trained: RunConfig, adapter: Path, base: Path, out: Path, dtype_name: str, *, merged: bool) -> None:
+    """Write a model of transformers: weights in `dtype_name`, config, tokenizer, chat template."""
+    dtype = getattr(torch, dtype_name)
+    trained.format.dense_cache, trained.model.dtype = "off", "float32"  # the products are added in float32
+    loaded = policy.build(trained, torch.device("cpu"))
+    policy.load_adapter(loaded.model, adapter)
+    tensors = dense_tensors(loaded, dtype, merged=merged)
+    save_torch_state_dict({name: tensor.to(dtype).contiguous() for name, tensor in tensors.items()}, out)
+    copy_companions(base, out)
+    for name in PROVENANCE:
+        (out / name).unlink(missing_ok=True)  # export.json tells of the base
+    config = read_json(base / "config.json") | {"dtype": dtype_name}
+    for key in ("quantization_config", "torch_dtype"):
+        config.pop(key, None)
+    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _named(trained: RunConfig, base: Path) -> str:
+    """The name by which others find the run's base: its hub id, or the folder."""
+    is_on_hub = on_disk.local(trained.model.path) is None and not gguf.is_gguf(trained.model.path)
+    return trained.model.path if is_on_hub else str(base)
+
+
+def _origin(trained: RunConfig, base: Path) -> dict[str, Any]:
+    """The base that the run began from, with what the lab's own commands noted of it."""
+    notes = {name: read_json(base / name) for name in PROVENANCE if (base / name).is_file()}
+    return {"path": trained.model.path, "revision": trained.model.revision, **notes}
+
+
+def _write_record(out: Path, about: dict[str, Any]) -> None:
+    files = sorted(path for path in out.rglob("*") if path.is_file() and path.name != JOURNAL)
+    about["sha256"] = {str(path.relative_to(out)): _sha256(path) for path in files}
+    about["packages"] = {
+        name: importlib.metadata.version(name) for name in ("qerl-lab", "torch", "peft", "transformers")
+    }
+    replace_file(out / RECORD, json.dumps(about, indent=1).encode() + b"\n")
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()

@@ -1,0 +1,49 @@
+"""Log-probabilities of exports in a process without the lab: peft and transformers alone, or vLLM alone.
+
+python load_elsewhere.py transformers|vllm JOB.json OUT.json
+
+JOB: {"ids": [token], "models": [[BASE, ADAPTER or null]]}. OUT: of each model [token] of `ids`, without the first.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+
+def with_transformers(ids: list[int], base: str, adapter: str | None) -> list[float]:
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    AutoTokenizer.from_pretrained(base)
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    if adapter:
+        model = PeftModel.from_pretrained(model, adapter)
+    with torch.no_grad():
+        logits = model.eval()(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+    return logits.gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
+
+
+def with_vllm(ids: list[int], base: str, adapter: str | None) -> list[float]:
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
+    from vllm import LLM, SamplingParams
+    from vllm.lora.request import LoRARequest
+
+    lora = {"enable_lora": True, "max_loras": 1, "max_lora_rank": 8} if adapter else {}
+    engine = LLM(
+        model=base, dtype="float32", enforce_eager=True, max_model_len=256, max_num_seqs=4,
+        distributed_executor_backend="uni", enable_prefix_caching=False, **lora,
+    )  # fmt: skip
+    sampling = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=1)
+    request = LoRARequest("mine", 1, adapter) if adapter else None
+    (result,) = engine.generate([{"prompt_token_ids": ids}], sampling, use_tqdm=False, lora_request=request)
+    return [at[token].logprob for at, token in zip(result.prompt_logprobs[1:], ids[1:], strict=True)]
+
+
+if __name__ == "__main__":
+    job = json.loads(Path(sys.argv[2]).read_text())
+    load = {"transformers": with_transformers, "vllm": with_vllm}[sys.argv[1]]
+    found = [load(job["ids"], base, adapter) for base, adapter in job["models"]]
+    assert not [name for name in sys.modules if name.startswith("qerl_lab")]
+    Path(sys.argv[3]).write_text(json.dumps(found))
