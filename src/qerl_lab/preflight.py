@@ -20,7 +20,7 @@ from qerl_lab.config.arm import leaves
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.rules import build, check_engine_on_cpu
 from qerl_lab.config.schema import DENSE_FORMAT, RunConfig, TaskConfig
-from qerl_lab.model import gguf, on_disk
+from qerl_lab.model import adapter_files, gguf, on_disk
 from qerl_lab.tasks import arithmetic
 
 GPU_NODES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd", "/dev/nvhost-gpu")  # NVIDIA, WSL, ROCm, Jetson
@@ -42,6 +42,8 @@ def check(cfg: RunConfig, run_dir: Path, here: bool = True) -> list[str]:
     folder = on_disk.local(cfg.model.path)
     if folder is not None:
         on_disk.check(folder, cfg)
+    if cfg.lora.start_from is not None:
+        adapter_files.check(cfg)
     check_directory(run_dir)
     if here:
         _check_device(cfg)

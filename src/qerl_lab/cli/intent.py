@@ -81,6 +81,7 @@ ACTS_WITH = (
     ActsWith(("task.columns.answer",), "task.name", _is_not("code_io"), "task=gsm8k"),
     ActsWith(("task.code_io.min_level", "task.code_io.max_level", "task.code_io.tests"), "task.path", _is(None),
              "task=code_io without task.path"),
+    ActsWith(("lora.start_hash",), "lora.start_from", _is_not(None), "lora.start_from=RUN_DIR"),
     ActsWith(("task.module_hash",), "task.module", _is_not(None), "task.module=FILE.py"),
     ActsWith(("algorithm.max_resamples",), "algorithm.dynamic_sampling", _is(True),
              "algorithm.dynamic_sampling=true"),

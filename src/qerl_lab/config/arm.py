@@ -12,6 +12,7 @@ NOT_OF_ARM = (
     "run_dir", "resume", "dry_run", "checkpoint.every", "checkpoint.keep",  # how it is run; and all of tracking
     "device", "gpus", "cpu_threads",  # reports read from the record where a run ran
     "rollout.vllm_server.url", "rollout.vllm_server.adapter_dir", "rollout.vllm_server.patience_seconds",
+    "lora.start_from",  # its content counts, as lora.start_hash
     "task.module",  # its content counts, as task.module_hash
     "experiment", "differs_in", "scale", "model.name",  # labels: an arm is what its other keys say
 )  # fmt: skip

@@ -5,8 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from qerl_lab.config.option import ConfigError
-from qerl_lab.config.schema import RunConfig, TaskConfig
+from qerl_lab.config.schema import LoraConfig, RunConfig, TaskConfig
 
+WEIGHTS = "adapter_model.safetensors"
 SQLITE = "sqlite:///"
 
 
@@ -21,6 +22,7 @@ def anchored(cfg: RunConfig) -> RunConfig:
     return replace(
         cfg,
         model=replace(cfg.model, path=_anchor(cfg.model.path)),
+        lora=_anchored_lora(cfg.lora),
         task=_anchored_task(cfg.task),
         tracking=replace(cfg.tracking, uri=uri),
     )
@@ -39,11 +41,40 @@ def _anchored_task(task: TaskConfig) -> TaskConfig:
     return replace(task, path=path, module=file, module_hash=found)
 
 
+def _anchored_lora(lora: LoraConfig) -> LoraConfig:
+    if lora.start_from is None:
+        return lora
+    path = _absolute(lora.start_from)
+    if not (file := adapter_folder(path) / WEIGHTS).is_file():
+        raise ConfigError(
+            f"lora.start_from={lora.start_from} holds no {WEIGHTS}; allowed: the directory of a finished run, or of a "
+            "PEFT adapter. Type lora.start_from=RUN_DIR."
+        )
+    found = file_hash(file)
+    if lora.start_hash not in (None, found):
+        raise ConfigError(
+            f"lora.start_hash={lora.start_hash} is not that of {file}, which is {found}. Leave lora.start_hash out."
+        )
+    return replace(lora, start_from=path, start_hash=found)
+
+
+def adapter_folder(path: str) -> Path:
+    """The directory of the adapter that lora.start_from means: that of a run's, or itself."""
+    folder = Path(path).expanduser()
+    return folder / "adapter" if (folder / "resolved.yaml").is_file() else folder
+
+
+def file_hash(file: Path) -> str:
+    """First 12 hex digits of the SHA-256 of a file."""
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()[:12]
+
+
 def module_hash(file: str) -> str:
     """First 12 hex digits of the SHA-256 of a file of task.module. Raises ConfigError where there is none."""
     if not file.endswith(".py") or not Path(file).is_file():
         raise ConfigError(f"task.module={file} is no Python file. Type task.module=FILE.py.")
-    return hashlib.sha256(Path(file).read_bytes()).hexdigest()[:12]
+    return file_hash(Path(file))
 
 
 def sqlite_file(uri: str) -> Path | None:

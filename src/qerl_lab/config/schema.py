@@ -66,6 +66,10 @@ class LoraConfig:
         ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
         "Linear layers that get an adapter (paper, Eq. 2)",
     )
+    start_from: str | None = option(
+        None, "adapter to begin with: directory of a finished run, or a PEFT adapter's; null: fresh ones"
+    )
+    start_hash: str | None = option(None, "12 hex digits of that adapter's SHA-256; the command fills it in")
 
 
 @dataclass

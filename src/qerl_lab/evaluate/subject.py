@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from huggingface_hub import save_torch_state_dict
-from peft import get_peft_model_state_dict
 from safetensors.torch import load_file
 
 from qerl_lab import preflight
@@ -115,21 +114,8 @@ def load(subject: Subject) -> Policy:
         torch.set_num_threads(cfg.cpu_threads)
     loaded = policy.build(cfg, policy.device_of(cfg.device))
     if subject.adapter is not None:
-        _check_adapter(loaded, subject.adapter)
-        policy.load_adapter(loaded.model, subject.adapter)
+        policy.begin_with(loaded.model, subject.adapter)
     return loaded
-
-
-def _check_adapter(loaded: Policy, folder: Path) -> None:
-    """Raise ConfigError unless the adapter has every matrix of the policy's, no other, and the same shapes."""
-    own = {name: tuple(tensor.shape) for name, tensor in get_peft_model_state_dict(loaded.model).items()}
-    held = {name: tuple(tensor.shape) for name, tensor in load_file(folder / ADAPTER).items()}
-    if differ := sorted(name for name in own.keys() | held.keys() if own.get(name) != held.get(name)):
-        name = differ[0]
-        raise ConfigError(
-            f"the adapter in {folder} is of another model or rank: {len(differ)} matrices differ, the first {name}, "
-            f"{held.get(name, 'missing')} there and {own.get(name, 'missing')} in the model. Check model.path."
-        )
 
 
 def is_zero(adapter: Path) -> bool:

@@ -118,6 +118,8 @@ def _training(trained: RunConfig) -> list[str]:
         ("rewards", f"format {task.format_reward:g}, answer {task.answer_reward:g}"),
         ("arm, seed", f"{trained.experiment}, {trained.seed}"),
     ]
+    if lora.start_from:
+        rows.append(("began with", f"the adapter of `{lora.start_from}` ({lora.start_hash})"))
     return [*_table(("", ""), rows), "", "`run.yaml` is the whole configuration."]
 
 

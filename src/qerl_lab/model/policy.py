@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from jinja2 import TemplateError
 from peft import LoraConfig as PeftLoraConfig
-from peft import PeftModel, get_peft_model, set_peft_model_state_dict
+from peft import PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -18,6 +18,7 @@ from qerl_lab import formats
 from qerl_lab.config.files import choices_of
 from qerl_lab.config.message import first_line
 from qerl_lab.config.option import ConfigError
+from qerl_lab.config.paths import WEIGHTS
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.config.spelling import listed
 from qerl_lab.formats.format import PackedAs
@@ -215,7 +216,21 @@ def save_adapter(model: PeftModel, folder: Path) -> None:
 
 def load_adapter(model: PeftModel, folder: Path) -> None:
     """Give the model the adapter that `folder` holds (adapter_model.safetensors), in place."""
-    set_peft_model_state_dict(model, load_file(folder / "adapter_model.safetensors"))
+    set_peft_model_state_dict(model, load_file(folder / WEIGHTS))
+
+
+def begin_with(model: PeftModel, folder: Path) -> None:
+    """`load_adapter` of an adapter from elsewhere. Raises ConfigError unless it has the model's matrices, each of its
+    shape, and no other."""
+    own = {name: tuple(tensor.shape) for name, tensor in get_peft_model_state_dict(model).items()}
+    held = {name: tuple(tensor.shape) for name, tensor in load_file(folder / WEIGHTS).items()}
+    if differ := sorted(name for name in own.keys() | held.keys() if own.get(name) != held.get(name)):
+        name = differ[0]
+        raise ConfigError(
+            f"the adapter in {folder} is of another model or rank: {len(differ)} matrices differ, the first {name}, "
+            f"{held.get(name, 'missing')} there and {own.get(name, 'missing')} in the model. Check model.path."
+        )
+    load_adapter(model, folder)
 
 
 def attach_adapters(base: PreTrainedModel, cfg: RunConfig) -> PeftModel:

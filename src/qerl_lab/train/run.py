@@ -13,6 +13,7 @@ import torch
 
 from qerl_lab import aqn, formats, preflight, tasks, terminal
 from qerl_lab.config.arm import of_run
+from qerl_lab.config.paths import adapter_folder
 from qerl_lab.config.schema import AqnConfig, RunConfig
 from qerl_lab.evaluate.accuracy import evaluate
 from qerl_lab.exits import INTERRUPTED, OK
@@ -116,6 +117,9 @@ def build(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> Session:
     learner = policy.build(cfg, device)
     if saved:
         saved.refuse_other_device(*computes_on(learner))
+    elif cfg.lora.start_from:
+        policy.begin_with(learner.model, adapter_folder(cfg.lora.start_from))
+        notes.append(f"begins with the adapter of {cfg.lora.start_from} ({cfg.lora.start_hash})")
     data = select(cfg, learner, task)
     return Session(cfg, directory, stop, ranks, saved, learner, data, RunEngine(cfg, learner), notes)
 

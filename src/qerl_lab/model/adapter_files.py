@@ -1,0 +1,55 @@
+"""An adapter of another run or of PEFT, with which a run begins: read from its files, before torch is there."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from qerl_lab.config.option import ConfigError
+from qerl_lab.config.paths import WEIGHTS, adapter_folder, file_hash
+from qerl_lab.config.schema import RunConfig
+from qerl_lab.config.spelling import listed
+
+SETTINGS = "adapter_config.json"
+PLAIN = {"use_dora": False, "use_rslora": False, "bias": "none", "modules_to_save": None, "rank_pattern": {},
+         "alpha_pattern": {}}  # fmt: skip
+
+
+def check(cfg: RunConfig) -> None:
+    """Raise ConfigError unless lora.start_from is an adapter that this run's can begin as: its kind, rank, scaling and
+    layers, and its content since the run was composed."""
+    assert cfg.lora.start_from is not None
+    folder, said = adapter_folder(cfg.lora.start_from), f"lora.start_from={cfg.lora.start_from}"
+    settings = _settings(folder, said)
+    own = cfg.lora
+    for key, plain in PLAIN.items():
+        if settings.get(key, plain) not in (plain, None):
+            raise ConfigError(f"{said} has {key}={settings[key]}; allowed: plain LoRA, {key}={plain}. Type another.")
+    if settings["r"] != own.rank:
+        raise ConfigError(f"{said} has rank {settings['r']}, and lora.rank={own.rank}. Type lora.rank={settings['r']}.")
+    if settings["lora_alpha"] != (own.alpha or own.rank):
+        raise ConfigError(
+            f"{said} was trained with alpha {settings['lora_alpha']:g}, and this run has {own.alpha or own.rank:g}. "
+            f"Type lora.alpha={float(settings['lora_alpha'])}."
+        )
+    if set(settings["target_modules"]) != set(own.target_modules):
+        given = sorted(settings["target_modules"])
+        raise ConfigError(
+            f"{said} has adapters on {', '.join(given)}, and lora.target_modules={listed(own.target_modules)}. "
+            f"Type lora.target_modules={listed(given)}."
+        )
+    if own.start_hash not in (None, found := file_hash(folder / WEIGHTS)):
+        raise ConfigError(
+            f"{said} was another adapter when the run was composed (lora.start_hash={own.start_hash}, now {found}). "
+            "Put it back as it was, or start a new run."
+        )
+
+
+def _settings(folder: Path, said: str) -> dict[str, Any]:
+    try:
+        settings = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{said} has no {SETTINGS} that can be read ({error}). Type an adapter of PEFT.") from None
+    lacking = [key for key in ("r", "lora_alpha", "target_modules") if key not in settings]
+    if settings.get("peft_type") != "LORA" or lacking or not isinstance(settings["target_modules"], list):
+        raise ConfigError(f"{said} is no LoRA adapter with a list of layers ({folder / SETTINGS}). Type another.")
+    return settings

@@ -1,0 +1,115 @@
+"""A run that begins with an adapter of another: what it takes over, what does not fit, what arm it is."""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import get_peft_model_state_dict
+from safetensors.torch import load_file, save_file
+
+from qerl_lab.cli.compose import make_plan
+from qerl_lab.config.arm import config_hash
+from qerl_lab.config.option import ConfigError
+from qerl_lab.config.paths import anchored
+from qerl_lab.config.schema import RunConfig
+from qerl_lab.model import adapter_files, policy
+from qerl_lab.model.policy import Policy
+from qerl_lab.preflight import check
+from qerl_lab.record.directory import RunDirectory
+from qerl_lab.record.environment import Typed
+from qerl_lab.train.run import build
+from qerl_lab.train.stop import Stop
+
+Tiny = Callable[..., RunConfig]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, tiny: Tiny, build_policy: Callable[[RunConfig], Policy]) -> Path:
+    """A finished run whose adapter does something."""
+    directory, cfg = RunDirectory(tmp_path_factory.mktemp("runs") / "first"), tiny(format__name="bf16")
+    directory.claim(cfg, Typed("first"))
+    policy.save_adapter(build_policy(cfg).model, directory.adapter)
+    return directory.path
+
+
+def changed(run: Path, folder: Path, **settings: Any) -> Path:
+    """A copy of the run's adapter with other settings."""
+    folder.mkdir()
+    shutil.copyfile(run / "adapter" / "adapter_model.safetensors", folder / "adapter_model.safetensors")
+    config = json.loads((run / "adapter" / "adapter_config.json").read_text()) | settings
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize("of_run", [True, False])
+def test_a_run_begins_with_the_weights_of_another(run: Path, tmp_path: Path, tiny: Tiny, of_run: bool) -> None:
+    start = run if of_run else changed(run, tmp_path / "adapter")
+    cfg = anchored(tiny(format__name="nvfp4", lora__start_from=str(start)))
+    check(cfg, tmp_path / "second")
+    directory = RunDirectory(tmp_path / "second")
+    directory.claim(cfg, Typed("second"))
+    session = build(directory.config(), directory, Stop())
+    held = load_file(run / "adapter" / "adapter_model.safetensors")
+    own = get_peft_model_state_dict(session.learner.model)
+    assert own.keys() == held.keys()
+    assert all(torch.equal(own[name], held[name]) for name in held)
+    assert any(f"begins with the adapter of {start}" in note for note in session.notes)
+
+
+def test_it_is_another_arm_by_the_content_of_the_adapter(run: Path, tmp_path: Path) -> None:
+    words = ["lora.rank=4", "format=bf16"]
+    (fresh,) = make_plan(words, multirun=False).jobs
+    (begun,) = make_plan([*words, f"lora.start_from={run}"], multirun=False).jobs
+    copy = changed(run, tmp_path / "copy")
+    (again,) = make_plan([*words, f"lora.start_from={copy}"], multirun=False).jobs
+    assert len(begun.config.lora.start_hash or "") == 12
+    assert config_hash(begun.config) == config_hash(again.config) != config_hash(fresh.config)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"r": 8}, r"has rank 8, and lora.rank=4. Type lora.rank=8"),
+        ({"lora_alpha": 16}, r"alpha 16, and this run has 4. Type lora.alpha=16.0"),
+        ({"target_modules": ["q_proj", "v_proj"]}, r"Type lora.target_modules=\[q_proj,v_proj\]"),
+        ({"target_modules": "all-linear"}, "is no LoRA adapter with a list of layers"),
+        ({"use_dora": True}, "has use_dora=True; allowed: plain LoRA"),
+        ({"peft_type": "IA3"}, "is no LoRA adapter"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_a_run_starts(
+    run: Path, tmp_path: Path, tiny: Tiny, settings: dict[str, Any], message: str
+) -> None:
+    cfg = anchored(tiny(format__name="bf16", lora__start_from=str(changed(run, tmp_path / "other", **settings))))
+    with pytest.raises(ConfigError, match=message):
+        check(cfg, tmp_path / "run")
+
+
+def test_an_adapter_that_is_not_there_or_has_changed_is_refused(run: Path, tmp_path: Path, tiny: Tiny) -> None:
+    with pytest.raises(ConfigError, match="holds no adapter_model"):
+        anchored(tiny(lora__start_from=str(tmp_path)))
+    cfg = anchored(tiny(format__name="bf16", lora__start_from=str(changed(run, tmp_path / "copy"))))
+    cfg.lora.start_hash = "0" * 12
+    with pytest.raises(ConfigError, match="was another adapter when the run was composed"):
+        adapter_files.check(cfg)
+    with pytest.raises(ConfigError, match=r"Leave lora\.start_hash out"):
+        anchored(replace(cfg, lora=replace(cfg.lora)))
+    with pytest.raises(ConfigError, match=r"lora\.start_hash"):
+        make_plan(["lora.start_hash=0123456789ab"], multirun=False)
+
+
+def test_an_adapter_of_another_model_is_refused(
+    run: Path, tmp_path: Path, tiny: Tiny, build_policy: Callable[[RunConfig], Policy]
+) -> None:
+    other = changed(run, tmp_path / "other")
+    tensors = load_file(other / "adapter_model.safetensors")
+    name = next(iter(tensors))
+    tensors[name] = tensors[name][:, :-1].contiguous()
+    save_file(tensors, other / "adapter_model.safetensors")
+    with pytest.raises(ConfigError, match="is of another model or rank: 1 matrices differ"):
+        policy.begin_with(build_policy(tiny(format__name="bf16")).model, other)
