@@ -14,7 +14,7 @@ from qerl_lab.algorithms import groups
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.rollout.engine import EngineFailed, Rollout, Sampling
-from qerl_lab.tasks import Question
+from qerl_lab.tasks import UNPARSED, Question
 from qerl_lab.train.clock import Clock
 from qerl_lab.train.data import Cursor, TrainingData
 from qerl_lab.train.ranks import ALONE, Ranks
@@ -25,17 +25,18 @@ QUESTIONS = 10
 
 
 class ScriptedTask:
-    """A completion is right if it has an even number of tokens, or the answer is "flat"."""
+    """A completion is right if it has an even number of tokens, or the answer is "flat"; one of 4 is not readable."""
 
     def messages(self, question: Question) -> list[dict[str, str]]:
         return [{"role": "user", "content": question.prompt}]
 
     def grade(self, texts: list[str], questions: list[Question]) -> dict[str, np.ndarray]:
         right = [q.answer == "flat" or len(text) % 2 == 0 for text, q in zip(texts, questions, strict=True)]
-        return {"format": np.full(len(texts), 0.2), "answer": np.array(right, np.float64)}
+        unparsed = np.array([len(text) == 4 for text in texts], np.float64)
+        return {"format": np.full(len(texts), 0.2), "answer": np.array(right, np.float64), UNPARSED: unparsed}
 
     def weighted(self, scores: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        return scores
+        return {part: score for part, score in scores.items() if part != UNPARSED}
 
 
 class ScriptedPolicy:
@@ -263,7 +264,7 @@ def test_the_measures_are_over_everything_that_was_drawn(setting) -> None:
     assert found.pop("reward/std") == pytest.approx(np.std([1.2] * 12 + [0.2, 1.2] * 6, ddof=1))
     assert found == pytest.approx(
         {
-            "reward/mean": 0.2 + 0.75, "reward/format": 0.2, "reward/answer": 0.75,
+            "reward/mean": 0.2 + 0.75, "reward/format": 0.2, "reward/answer": 0.75, "reward/unparsed": 0.25,
             "reward/zero_variance_groups": 0.5, "rollout/prompts_drawn": 6, "rollout/tokens_per_second": 10.0,
             "rollout/resamples": 2, "rollout/resampled_tokens": 30, "seconds/resample": 4.0, "rollout/groups_flat": 0,
             "rollout/groups_dropped": 3, "rollout/groups_dropped_unsolved": 0,

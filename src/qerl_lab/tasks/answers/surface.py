@@ -7,7 +7,7 @@ Nothing here knows mathematics. What is removed carries none: delimiters, sizes,
 
 import re
 
-MAX_ANSWER_CHARACTERS = 1000  # a longer "answer" is no final answer, and bounds the work on hostile output
+MAX_ANSWER_CHARACTERS = 2000  # a longer "answer" is no final answer, and bounds the work on hostile output
 
 _SUPERSCRIPTS = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ", "0123456789+-n", strict=True))
 _SUBSCRIPTS = dict(zip("₀₁₂₃₄₅₆₇₈₉", "0123456789", strict=True))

@@ -212,6 +212,14 @@ def test_a_bomb_ends_at_once(bomb: str):
     assert time.process_time() - started < 3
 
 
+def test_a_long_answer_is_read():
+    terms = [f"{n + 1}x^{{{n}}}y_{{{n % 5}}}" for n in range(90)]
+    known, given = "+".join(terms), "+".join(reversed(terms))
+    assert len(known) > 1000
+    assert judge(given, known) is Verdict.RIGHT
+    assert judge(given.replace("17x", "18x"), known) is Verdict.WRONG
+
+
 def test_an_answer_that_is_too_long_is_unreadable():
     assert judge("1 + " * (MAX_ANSWER_CHARACTERS // 4) + "1", "18") is Verdict.UNREADABLE
     assert judge("18" + " " * MAX_ANSWER_CHARACTERS, "18.0") is Verdict.RIGHT
