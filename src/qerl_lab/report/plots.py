@@ -143,5 +143,6 @@ def _dress(axis: Axes, title: str, label: str) -> None:
     axis.set(title=title, xlabel="step", ylabel=label)
     axis.margins(x=0.01)
     axis.set_ylim(bottom=0)
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True))  # there is no step 1.5
     axis.grid(alpha=0.25)
     axis.spines[["top", "right"]].set_visible(False)
