@@ -37,6 +37,7 @@ SETTINGS = {
     "steps": STEPS, "checkpoint__every": 1, "optim__learning_rate": 0.02, "rollout__max_completion_tokens": 40,
     "eval__questions": 4, "eval__samples": 1, "aqn__schedule": "linear", "aqn__reading": "equation",
     "aqn__sigma_start": 0.05, "aqn__sigma_end": 0.01, "aqn__stages": 2, "aqn__probe_prompts": 0,
+    "algorithm__name": "dapo", "algorithm__mask_truncated": True, "algorithm__beta": 0.05,
 }  # fmt: skip
 
 

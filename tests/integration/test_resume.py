@@ -37,7 +37,12 @@ SETTINGS = {
     "steps": STEPS, "checkpoint__every": 1, "tracking__mlflow": True, "optim__learning_rate": 0.02,
     "aqn__schedule": "exponential", "aqn__unit": "kl", "aqn__kl_start": 0.02, "aqn__kl_end": 0.002, "aqn__stages": 3,
     "aqn__solver__prompts": 4, "aqn__solver__draws": 2,
-    "algorithm__updates_per_rollout": 2, "algorithm__beta": 0.05,
+    "algorithm__updates_per_rollout": 2, "algorithm__beta": 0.05, "algorithm__entropy_coef": 0.02,
+    "algorithm__entropy_target": 5.0,
+}  # fmt: skip
+REFILLS = {
+    "algorithm__dynamic_sampling": True, "algorithm__max_resamples": 3, "rollout__max_completion_tokens": 40,
+    "aqn__schedule": "off",
 }  # fmt: skip
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["qerl_lab.train.run", "mlflow.tracking", "mlflow.store.tracking.sqlalchemy_store"])
@@ -158,7 +163,10 @@ def lines_of(run_dir: Path) -> list[tuple[int, dict[str, float]]]:
 
 @pytest.fixture(scope="module")
 def reference(new_run) -> Reference:
-    run_dir = new_run()
+    return uninterrupted(new_run())
+
+
+def uninterrupted(run_dir: Path) -> Reference:
     started = time.monotonic()
     finish(run_dir)
     seconds = time.monotonic() - started
@@ -227,6 +235,7 @@ def test_the_noise_is_there_and_every_part_of_the_settings_acts(reference: Refer
     assert steps[6]["policy/kl_reference"] > 0
     assert any(metrics["policy/grad_norm"] > 0 for metrics in steps.values())
     assert len({metrics["policy/entropy_nats"] for metrics in steps.values()}) == STEPS
+    assert len({metrics["policy/entropy_coef"] for metrics in steps.values()}) > 2, "the bonus never adapts"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -357,6 +366,28 @@ def test_kill_9_around_an_evaluation_during_training(new_run) -> None:
     assert [step for step, metrics in lines_of(whole) if "eval/subset_accuracy" in metrics] == [0, 2, 4]
     for name in ("eval.parquet", "adapter/adapter_model.safetensors"):
         assert (killed / name).read_bytes() == (whole / name).read_bytes()
+
+
+def test_kill_9_amid_refills(new_run) -> None:
+    """As a step asks for more questions, and when they are graded; then in another step."""
+    whole = uninterrupted(new_run(**REFILLS))
+    resamples = [int(metrics["rollout/resamples"]) for _, metrics in whole.lines[1:-1]]
+    first, second = [step for step, times in enumerate(resamples) if times][:2]
+    assert any(metrics["rollout/groups_dropped"] for _, metrics in whole.lines[1:-1])
+
+    run_dir = new_run(**REFILLS)
+    between = sum(1 + times for times in resamples[first:second])  # rollouts from the one step to the other
+    for module, function, call, after in (
+        ("qerl_lab.train.step", "sampling", sum(1 + times for times in resamples[:first]) + 2, False),
+        ("qerl_lab.train.step", "grade", 2, True),
+        ("qerl_lab.train.step", "sampling", between + 2, True),
+    ):
+        before = steps_logged(run_dir)
+        assert ended(start(run_until, run_dir, module, function, call, after)) == -signal.SIGKILL
+        assert steps_logged(run_dir) in (before, first, second)
+    assert steps_logged(run_dir) == second
+    finish(run_dir)
+    check(run_dir, whole)
 
 
 def truncate(path: Path) -> None:

@@ -105,6 +105,10 @@ KL = {"aqn__schedule": "linear", "aqn__unit": "kl"}
         (SERVER | {"rollout__vllm_server__url": "http://127.evil:8000"}, "another host", "adapter_dir=DIR"),
         (SERVER | {"rollout__vllm_server__url": "http://me:pw@127.0.0.1:8000"}, "***@127.0.0.1", "VLLM_API_KEY=KEY"),
         (SERVER | {"gpus": 2}, "gpus=2", "--tensor-parallel-size"),
+        ({"algorithm__name": "cispo"}, "algorithm.epsilon_low=0.2", "algorithm.epsilon_low=1"),
+        ({"algorithm__name": "gspo", "algorithm__beta": 0.1}, "kl_estimator=k3_ratio", "algorithm.kl_estimator=k3"),
+        ({"algorithm__entropy_coef": 2.0, "algorithm__entropy_target": 0.2}, "entropy_coef=2.0", "entropy_coef=1.0"),
+        ({"algorithm__name": "ppo"}, "algorithm.name=ppo", "grpo, dapo, dr_grpo, gspo, cispo"),
         ({"lora__rnk": 3}, "lora.rnk", "Did you mean lora.rank?"),
         ({"task__max_operand": 9}, "task.max_operand is not a known key", "Did you mean task.arithmetic.max_operand?"),
         ({"task__arithmetic__path": "a"}, "task.arithmetic.path", "Did you mean model.path or task.path?"),
@@ -136,6 +140,9 @@ def test_a_name_of_another_shape_is_refused(values: dict[str, Any]) -> None:
         {"aqn__sigma_min": 0.2, "aqn__sigma_max": 0.1}, {"aqn__probe_prompts": 0}, {"task__arithmetic__min_steps": 3},
         {"optim__name": "adamw_8bit", "device": "cuda"}, {"format__dense_cache": "on", "device": "cpu"},
         {"rollout__prompts_per_step": 4, "algorithm__updates_per_rollout": 4},
+        {"algorithm__name": "cispo", "algorithm__epsilon_low": 1.0}, {"algorithm__entropy_coef": 2.0},
+        {"algorithm__name": "gspo", "algorithm__beta": 0.1, "algorithm__kl_estimator": "k3"},
+        {"algorithm__overlong_buffer_tokens": None}, {"algorithm__name": "gspo", "algorithm__beta": 0.0},
     ],
 )  # fmt: skip
 def test_what_is_just_allowed_passes(values):
