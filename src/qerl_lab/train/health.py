@@ -67,6 +67,12 @@ def signs(first: Sequence[Metrics], last: Sequence[Metrics], cfg: RunConfig) -> 
             f"{cfg.rollout.group_size}) or rollout.temperature (it is {cfg.rollout.temperature:g}), or a task that is "
             "neither solved nor hopeless."
         )
+    if not flat and all(metrics.get("rollout/groups_flat", 0) for metrics in last):
+        found["dynamic sampling fills no batch"] = (
+            "In each of the last steps it reached its cap, and questions that say nothing filled the batch. Type a "
+            f"higher algorithm.max_resamples (it is {cfg.algorithm.max_resamples}) or rollout.group_size (it is "
+            f"{cfg.rollout.group_size}), or a task that is neither solved nor hopeless."
+        )
     if _mean("policy/entropy_nats", last) < ENTROPY_LEFT * _mean("policy/entropy_nats", first):
         found["the policy's entropy has collapsed"] = (
             f"Under {ENTROPY_LEFT:.0%} of it is left, and nothing is explored any more. {slower}."

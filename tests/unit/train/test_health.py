@@ -40,6 +40,7 @@ def test_a_run_that_learns_hears_nothing(run: str) -> None:
          ["cut at the token limit", "higher rollout.max_completion_tokens (it is 4096)"]),
         ({"reward/mean": 1.2, "reward/std": 0.0, "reward/zero_variance_groups": 1.0},
          ["every question earned the same", "rollout.group_size (it is 8)"]),
+        ({"rollout/groups_flat": 2.0}, ["dynamic sampling fills no batch", "algorithm.max_resamples (it is 10)"]),
     ],
 )  # fmt: skip
 def test_a_sign_is_told_once_when_it_has_held_for_the_window(bad: dict[str, float], words: list[str]) -> None:

@@ -17,6 +17,10 @@ from trained import train
 
 LENGTHS = [(3, 9), (7, 1), (1, 5), (5, 6)]  # of prompt and completion
 PROMPT, COMPLETION = 7, 9
+GSPO_AND_BONUS = {
+    "algorithm__name": "gspo", "algorithm__entropy_coef": 0.1, "algorithm__mask_truncated": True,
+    "rollout__importance_correction": "in_ratio",
+}  # fmt: skip
 
 
 def padded() -> tuple[Tensor, Tensor, Tensor]:
@@ -117,13 +121,13 @@ def test_a_model_with_sliding_windows_is_not_packed(tiny) -> None:
 @pytest.mark.parametrize(
     "aqn", [{}, {"aqn__schedule": "linear", "aqn__scope": "rollout_and_train"}], ids=["clean", "noisy"]
 )
-@pytest.mark.parametrize("beta", [0.0, 0.1])
-def test_a_step_without_padding_is_the_step(beta: float, aqn: dict, tiny, build_policy, tmp_path: Path) -> None:
+@pytest.mark.parametrize("algorithm", [{}, {"algorithm__beta": 0.1}, GSPO_AND_BONUS], ids=["grpo", "kl", "gspo"])
+def test_a_step_without_padding_is_the_step(algorithm: dict, aqn: dict, tiny, build_policy, tmp_path: Path) -> None:
     """Sampled by the same engine, whose attention is the model's own."""
     found = []
     for packing_is in ("off", "on"):
-        cfg = tiny(steps=2, optim__packing=packing_is, algorithm__beta=beta, rollout__max_completion_tokens=40,
-                   optim__micro_batch_size=8, **aqn)  # fmt: skip
+        cfg = tiny(steps=2, optim__packing=packing_is, rollout__max_completion_tokens=40,
+                   optim__micro_batch_size=8, **aqn, **algorithm)  # fmt: skip
         policy = build_policy(cfg)
         found.append(train(cfg, policy, TransformersEngine(policy, 64), tmp_path / packing_is))
         assert policy.model.config._attn_implementation == "sdpa"
