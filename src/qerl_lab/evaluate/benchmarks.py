@@ -41,22 +41,21 @@ class Benchmark:
 def load(options: AccuracyOptions, cfg: RunConfig) -> list[Benchmark]:
     """Read the questions of every benchmark. Raises ConfigError where they cannot be, or a benchmark has none."""
     found, own = [], cfg.task if options.run else None
-    for spec in options.benchmarks or [cfg.task.name]:
-        name, path = split(spec)
-        chosen = task_config(own, name, path)
+    asked = [(spec, task_config(own, *split(spec))) for spec in options.benchmarks] or [("the run's task", cfg.task)]
+    for spec, chosen in asked:
         if options.instruction is not None:
             chosen = replace(chosen, instruction=options.instruction)
         task = tasks.benchmark(chosen)
         questions = task.heldout[: options.questions or None]
         if not questions:
-            raise ConfigError(f"{spec} in benchmarks has no question. Type benchmarks=[{name}:PATH].")
-        found.append(Benchmark(task, questions, samples_of(options, name)))
+            raise ConfigError(f"{spec} has no question to ask. Type benchmarks=NAME:PATH of a set that has.")
+        found.append(Benchmark(task, questions, samples_of(options, chosen.name)))
     return found
 
 
 def task_config(own: TaskConfig | None, name: str, path: str | None) -> TaskConfig:
     """A run's own task as the run has it; another one as its YAML has it, or with the run's instruction."""
-    if own is not None and name == own.name:
+    if own is not None and name == own.name and not own.module:
         return replace(own, path=path or own.path)
     default = TaskConfig() if own is None else TaskConfig(instruction=own.instruction)
     written = OmegaConf.load(package_data("conf") / "task" / f"{name}.yaml")

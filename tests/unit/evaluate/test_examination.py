@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from finished_runs import make_finished
 from qerl_lab import rollout, tasks
 from qerl_lab.evaluate import __main__ as evaluate
-from qerl_lab.evaluate import examination, subject
+from qerl_lab.evaluate import benchmarks, examination, subject
 from qerl_lab.evaluate.options import AccuracyOptions, samples_of
 from qerl_lab.evaluate.subject import ADAPTER
 from qerl_lab.evaluate.summary import ABOUT, ROWS
@@ -232,3 +232,19 @@ def test_an_engine_that_fails_keeps_what_was_answered(run_dir, tmp_path, capsys,
     assert len(asked) == 1, "two parts of four questions, the first was kept"
     assert (tmp_path / "out" / ROWS).read_bytes() == (tmp_path / "whole" / ROWS).read_bytes()
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [ROWS, ABOUT]
+
+
+def test_a_run_with_a_task_of_its_own_is_asked_that_or_what_is_named(tmp_path: Path, tiny) -> None:
+    """The file's questions where none is named, and the package's task of that name where one is."""
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from qerl_lab.tasks import Question\n"
+        "def train(cfg): return [Question('t', 'One?', '1')]\n"
+        "def heldout(cfg): return [Question('a', 'Two?', '2'), Question('b', 'Three?', '3')]\n"
+    )
+    cfg = tiny(task__module=str(file))
+    (own,) = benchmarks.load(AccuracyOptions(run="x"), cfg)
+    (named,) = benchmarks.load(AccuracyOptions(run="x", benchmarks=["arithmetic"], questions=3), cfg)
+    assert ([one.id for one in own.questions], own.name) == (["a", "b"], "mine")
+    assert (len(named.questions), named.name) == (3, "arithmetic")
+    assert own.task.instruction == cfg.task.instruction
