@@ -7,7 +7,6 @@ Workers start when they are first needed and are kept for the next batch: a libr
 with this process however it ends: their input ends with it, and each looks whether it has been orphaned.
 """
 
-import atexit
 import json
 import os
 import resource
@@ -181,13 +180,12 @@ def end_all() -> None:
 
 
 def _forget() -> None:
-    """In a process that was forked: the workers answer the other one."""
+    """In a process that was forked: the workers answer the other one, whose threads may have held the lock."""
     global _lock
-    _lock = threading.Lock()  # another thread may have held it
+    _lock = threading.Lock()
     _idle.clear()
 
 
-atexit.register(end_all)
 os.register_at_fork(after_in_child=_forget)
 
 

@@ -137,33 +137,39 @@ def test_the_end_leaves_no_process() -> None:
 
 
 def test_a_fork_has_workers_of_its_own() -> None:
+    """Also where it was made while another thread took one."""
     pid = worker_pid()
     reading, writing = os.pipe()
-    if (child := os.fork()) == 0:
-        os.write(writing, str(worker_pid()).encode())
-        sandbox.end_all()
-        os._exit(0)
+    with sandbox._lock:
+        child = os.fork()
+        if child == 0:
+            signal.alarm(30)
+            os.write(writing, str(worker_pid()).encode())
+            sandbox.end_all()
+            os._exit(0)
     os.waitpid(child, 0)
-    assert int(os.read(reading, 20)) != pid == worker_pid()
-    os.close(reading), os.close(writing)
+    os.close(writing)
+    of_child = os.read(reading, 20)
+    os.close(reading)
+    assert of_child
+    assert int(of_child) != pid == worker_pid()
 
 
 ORPHANS = """
-import os, sys, threading, time
+import os, threading, time
 from qerl_lab.tasks.sandbox import call_each
 print(call_each("os", "getpid", [()], 2)[0], flush=True)
-if os.fork() == 0:  # holds the other end of the worker's stdin
-    time.sleep(30)
-    os._exit(0)
+threading.Thread(target=call_each, args=("time", "sleep", [(3,)], 2)).start()
 threading.Thread(target=call_each, args=("builtins", "pow", [(7, 10**9)], 2)).start()
-time.sleep(1)
-print("ready", flush=True)
-time.sleep(30)
+time.sleep(1.5)
+if os.fork():
+    print("ready", flush=True)
+time.sleep(60)  # the fork holds the other ends of the workers' pipes
 """
 
 
 def test_no_worker_outlives_a_parent_that_was_killed() -> None:
-    """Neither one that waits, though a fork holds its stdin, nor one within a call."""
+    """Neither one that waits nor one within a call, though a fork holds their stdin."""
     parent = subprocess.Popen(
         [sys.executable, "-c", ORPHANS], stdout=subprocess.PIPE, text=True, start_new_session=True
     )
@@ -174,7 +180,7 @@ def test_no_worker_outlives_a_parent_that_was_killed() -> None:
         for task in Path(f"/proc/{parent.pid}/task").iterdir()
         for pid in (task / "children").read_text().split()
     ]
-    assert len(children) == 3
+    assert len(children) == 4
     assert idle in children
     workers = [pid for pid in children if b"serve" in Path(f"/proc/{pid}/cmdline").read_bytes()]
     os.kill(parent.pid, signal.SIGKILL)
