@@ -1,6 +1,7 @@
 """Intervals, and the p-values that go with them."""
 
-from collections.abc import Callable
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pandas as pd
@@ -41,15 +42,88 @@ def crossed_interval(values_S_Q: np.ndarray, level: float = 0.95) -> Interval:
     values = np.asarray(values_S_Q, float)
     if values.ndim != 2 or min(values.shape) < 2 or not np.isfinite(values).all():
         raise ValueError("an interval over seeds and questions needs two of each at least, and every value")
-    seeds, questions = values.shape
-    mean, of_seeds, of_questions = values.mean(), values.mean(1), values.mean(0)
-    rest = values - of_seeds[:, None] - of_questions + mean
-    rest_square = (rest**2).sum() / ((seeds - 1) * (questions - 1))
-    question_variance = max(0.0, of_questions.var(ddof=1) - rest_square / seeds)
-    error_squares = np.array([of_seeds.var(ddof=1) / seeds, question_variance / questions])
-    quantiles = stats.t.ppf(0.5 + level / 2, [seeds - 1, questions - 1])
-    half = np.sqrt((quantiles**2 * error_squares).sum())
+    mean, half = values.mean(), half_width(components(values), len(values), values.shape[1], level)
     return float(mean), float(mean - half), float(mean + half)
+
+
+def components(values_S_Q: np.ndarray) -> tuple[float, float]:
+    """The variances of values[seeds, questions] between seeds' means, and of questions themselves (0 at least).
+
+    By the analysis of variance, as `crossed_interval` says; of one column that of its seeds, and 0.
+    """
+    values = np.asarray(values_S_Q, float)
+    seeds, questions = values.shape
+    between = float(values.mean(1).var(ddof=1))
+    if questions == 1:
+        return between, 0.0
+    of_questions = values.mean(0)
+    rest = values - values.mean(1)[:, None] - of_questions + values.mean()
+    rest_square = (rest**2).sum() / ((seeds - 1) * (questions - 1))
+    return between, max(0.0, float(of_questions.var(ddof=1) - rest_square / seeds))
+
+
+def half_width(variances: tuple[float, float], seeds: int, questions: int, level: float) -> float:
+    """Half the interval of `crossed_interval` at so many seeds and questions, from `components`."""
+    squares = np.array(variances) / [seeds, questions]
+    quantiles = stats.t.ppf(0.5 + level / 2, [seeds - 1, max(questions - 1, 1)])
+    return float(np.sqrt((quantiles**2 * squares).sum()))
+
+
+def over_seeds(values_S_Q: np.ndarray, level: float = 0.95) -> Interval:
+    """The interval of values[seeds, questions]: `crossed_interval`, and of one column Student's t over seeds.
+
+    Raises ValueError for fewer than two seeds, and for a value that is missing.
+    """
+    values = np.asarray(values_S_Q, float)
+    if values.ndim == 2 and values.shape[1] == 1 and len(values) > 1 and np.isfinite(values).all():
+        mean, half = values.mean(), half_width(components(values), len(values), 1, level)
+        return float(mean), float(mean - half), float(mean + half)
+    return crossed_interval(values, level)
+
+
+def p_above(values_S_Q: np.ndarray, null: float) -> float:
+    """The one-sided p-value of the hypothesis that the mean over seeds and questions is at most `null`.
+
+    It is below 0.025 where the interval of 95% lies above `null`. Where all seeds agree to the digit there is no
+    variance to go by: then it is that of their signs, 2**-seeds.
+    """
+    values = np.asarray(values_S_Q, float) - null
+    mean, variances = float(values.mean()), components(values)
+    if max(variances) < 1e-20:
+        return 2.0 ** -len(values) if mean > 0 else 1.0
+    if values.shape[1] == 1:
+        return float(stats.t.sf(mean / np.sqrt(variances[0] / len(values)), len(values) - 1))
+
+    def interval(level: float) -> Interval:
+        half = half_width(variances, len(values), values.shape[1], level)
+        return mean, mean - half, mean + half
+
+    two_sided = p_value(interval, 64)
+    return two_sided / 2 if mean > 0 else 1 - two_sided / 2
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Holm's adjustment (1979): p-values that may each be held against the level of their whole family."""
+    order, adjusted, largest = np.argsort(p_values), [1.0] * len(p_values), 0.0
+    for rank, index in enumerate(order):
+        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[index]))
+        adjusted[index] = largest
+    return adjusted
+
+
+def probability_of_improvement(treated_S: np.ndarray, control_S: np.ndarray) -> float:
+    """The share of pairs of seeds in which the treated value is larger, ties half (arXiv 2108.13264)."""
+    difference = np.asarray(treated_S, float)[:, None] - np.asarray(control_S, float)[None]
+    return float(((difference > 0) + 0.5 * (difference == 0)).mean())
+
+
+def seeds_for(
+    variances: tuple[float, float], questions: int, width: float, level: float, most: int = 1000
+) -> int | None:
+    """The smallest number of seeds whose interval is no wider than `width`; None where `most` are too few."""
+    numbers = range(2, most + 1)
+    index = bisect_left(numbers, True, key=lambda n: 2 * half_width(variances, n, questions, level) <= width)
+    return numbers[index] if index < len(numbers) else None
 
 
 def share_interval(values_Q: np.ndarray, samples: int, level: float = 0.95) -> Interval:

@@ -1,0 +1,110 @@
+"""The arms that a contrast of a claim compares: found among the runs, equal in all but what may differ. Pure."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from qerl_lab.report.arms import Arm, Run
+from qerl_lab.report.claims import Claim, Contrast, Settings, command
+from qerl_lab.report.runs import Record
+
+FEWEST_SEEDS = 3  # of two, an interval is so wide that it says nothing but itself
+
+
+@dataclass(frozen=True)
+class Side:
+    """An arm of a comparison: its records at each value of the claim's `best_of`, or all under one."""
+
+    options: Mapping[str, Sequence[Record]]
+    finished: int
+    started: int
+
+    @property
+    def records(self) -> list[Record]:
+        return [record for records in self.options.values() for record in records]
+
+    @property
+    def seeds(self) -> set[int]:
+        """The seeds that every option has."""
+        return set.intersection(*({record.run.seed for record in records} for records in self.options.values()))
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two sides that differ in nothing but what may; `context` has the settings that they share."""
+
+    treated: Side
+    control: Side
+    context: Arm
+
+
+@dataclass(frozen=True)
+class Missing:
+    """Why there is no pair, and what to type for one."""
+
+    why: str
+    command: str
+
+
+def find(claim: Claim, contrast: Contrast, counted: Sequence[Record], found: Sequence[Run]) -> list[Pair] | Missing:
+    """Every pair of arms that tests a contrast, or what lacks. `found` has all runs, those that do not count too."""
+    treated, control = (
+        _sides(claim, settings, counted, found) for settings in (contrast.treated_settings, contrast.control_settings)
+    )
+    pairs = [
+        Pair(one, other, context)
+        for (context, _), one in treated.items() for (same, _), other in control.items() if context == same
+    ]  # fmt: skip
+    if pairs:
+        return pairs
+    lacking = [name for name, sides in ((contrast.treated, treated), (contrast.control, control)) if not sides]
+    if lacking:
+        settings = {contrast.treated: contrast.treated_settings, contrast.control: contrast.control_settings}
+        started = [_started(settings[name], found) for name in lacking]
+        said = [f"{name} ({_spelled(settings[name])}; {n} started)" for name, n in zip(lacking, started, strict=True)]
+        return Missing(f"no finished run of {' and of '.join(said)}", command(claim))
+    return Missing(f"no two arms are equal but for what is compared: {_least_difference(treated, control)}",
+                   command(claim))  # fmt: skip
+
+
+def _started(settings: Settings, found: Sequence[Run]) -> int:
+    return sum(_has(run, settings) for run in found)
+
+
+def _has(run: Run, settings: Settings) -> bool:
+    return all(run.value(key) == value for key, value in settings.items())
+
+
+def _spelled(settings: Settings) -> str:
+    return " ".join(f"{key}={value}" for key, value in settings.items())
+
+
+def _sides(
+    claim: Claim, settings: Settings, counted: Sequence[Record], found: Sequence[Run]
+) -> dict[tuple[Arm, Arm], Side]:
+    """The arms that have the settings, by what they share with others and what of the free keys they have."""
+    options: dict[tuple[Arm, Arm], dict[str, list[Record]]] = {}
+    started: dict[tuple[Arm, Arm], int] = {}
+    for run in (run for run in found if _has(run, settings)):
+        started[_split(run, claim)] = started.get(_split(run, claim), 0) + 1
+    for record in (record for record in counted if _has(record.run, settings)):
+        at = record.run.value(claim.best_of) if claim.best_of else ""
+        options.setdefault(_split(record.run, claim), {}).setdefault(at, []).append(record)
+    return {
+        key: Side(values, sum(map(len, values.values())), started[key]) for key, values in options.items()
+    }  # fmt: skip
+
+
+def _split(run: Run, claim: Claim) -> tuple[Arm, Arm]:
+    """The settings that the arms must share, and those that they need not, without `best_of`."""
+    shared = tuple(item for item in run.arm if not is_free(item[0], claim) and item[0] != claim.best_of)
+    return shared, tuple(item for item in run.arm if is_free(item[0], claim))
+
+
+def is_free(key: str, claim: Claim) -> bool:
+    return any(key == free or key.startswith(f"{free}.") for free in claim.free)
+
+
+def _least_difference(treated: Mapping[tuple[Arm, Arm], Side], control: Mapping[tuple[Arm, Arm], Side]) -> str:
+    """The keys in which the nearest two differ that should not."""
+    differ = [sorted({key for key, _ in {*one} ^ {*other}}) for one, _ in treated for other, _ in control]
+    return "the nearest two differ in " + ", ".join(sorted(differ, key=len)[0])

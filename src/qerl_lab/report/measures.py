@@ -1,0 +1,120 @@
+"""What a run is measured by: a number a seed, or one a seed and question."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import pandas as pd
+
+from qerl_lab.report.runs import Record, read_steps
+
+Values: TypeAlias = pd.DataFrame  # a row a seed, a column a question, or one column
+
+
+class Unmeasured(ValueError):
+    """The records do not hold a measure; the text says why."""
+
+
+@dataclass(frozen=True)
+class Measure:
+    """One measure. `of(records, controls)` gives it by seed; `controls` are all records of the control arm.
+
+    A `ratio` is compared by the ratio of its means over seeds of logarithms; others by their difference.
+    """
+
+    unit: str
+    meaning: str
+    of: Callable[[Sequence[Record], Sequence[Record]], Values]
+    ratio: bool = False
+
+
+def _accuracy(phase: str) -> Callable[[Sequence[Record], Sequence[Record]], Values]:
+    def of(records: Sequence[Record], controls: Sequence[Record]) -> Values:
+        if not all(record.accuracy for record in records):
+            raise Unmeasured("runs without held-out evaluation (eval.questions=0)")
+        return pd.DataFrame({record.run.seed: record.accuracy[phase] for record in records}).T
+
+    return of
+
+
+def _passes(records: Sequence[Record], controls: Sequence[Record]) -> Values:
+    """pass@k of k samples: whether one of them is right. The record has each question's mean over its samples."""
+    if any(int(record.run.value("eval.samples")) < 2 for record in records):
+        raise Unmeasured("one sample a question has no pass@k (type eval.samples=2 or more)")
+    return (_accuracy("after")(records, controls) > 0).astype(float)
+
+
+def _of_summary(name: str) -> Callable[[Sequence[Record], Sequence[Record]], Values]:
+    return lambda records, controls: _by_seed(records, lambda record: float(record.summary[name]))
+
+
+def _by_seed(records: Sequence[Record], number: Callable[[Record], float]) -> Values:
+    values = pd.DataFrame({"run": {record.run.seed: number(record) for record in records}})
+    if not np.isfinite(values.to_numpy()).all():
+        raise Unmeasured("a run's record has no such number, or one that is not finite")
+    return values
+
+
+def answers(record: Record) -> pd.Series:
+    """The share of right answers of each step's completions, index 1 to steps: `reward/answer` over its weight."""
+    weight = float(record.run.value("task.answer_reward"))
+    if weight == 0:
+        raise Unmeasured("runs that earn nothing for answers (task.answer_reward=0)")
+    return read_steps(record.directory).loc[1:, "reward/answer"] / weight
+
+
+def _last_tenth(record: Record) -> float:
+    found = answers(record)
+    return float(found.tail(max(1, len(found) // 10)).mean())
+
+
+def _steps_to_half(records: Sequence[Record], controls: Sequence[Record]) -> Values:
+    """The first step whose mean over a tenth of the steps up to it is at half of the control's rise; else steps + 1.
+
+    The rise is from the first to the last tenth, over all control runs. Raises Unmeasured where there is none.
+    """
+    curves = [answers(record) for record in controls]
+    tenth = max(1, len(curves[0]) // 10)
+    first = float(np.mean([curve.head(tenth).mean() for curve in curves]))
+    last = float(np.mean([curve.tail(tenth).mean() for curve in curves]))
+    if last - first < LEAST_RISE:
+        raise Unmeasured(f"the control's right answers went from {first:.3f} to {last:.3f}: no rise to be half of")
+
+    def steps(record: Record) -> float:
+        trailing = answers(record).rolling(tenth, min_periods=1).mean()
+        reached = trailing.index[trailing >= (first + last) / 2]
+        return float(reached[0] if len(reached) else trailing.index.max() + 1)
+
+    return _by_seed(records, steps)
+
+
+LEAST_RISE = 0.05  # of the share of right answers; half of less is within the noise of a step
+
+MEASURES: dict[str, Measure] = {
+    "entropy_first": Measure(
+        "nats", "policy entropy, mean over the first tenth of the steps, in which AQN adds no noise",
+        _of_summary("entropy_first"),
+    ),
+    "answers_mean": Measure(
+        "fraction", "right answers among a step's completions, mean over all steps (the area under the curve)",
+        lambda records, controls: _by_seed(records, lambda record: float(answers(record).mean())),
+    ),
+    "answers_last": Measure(
+        "fraction", "the same, mean over the last tenth of the steps",
+        lambda records, controls: _by_seed(records, _last_tenth),
+    ),
+    "steps_to_half": Measure(
+        "steps", "steps until right answers have made half of the rise that the control makes; one that never does "
+        "counts as one step more than it had", _steps_to_half, ratio=True,
+    ),
+    "rollout_throughput": Measure(
+        "tokens/s", "completion tokens / seconds of rollouts", _of_summary("rollout_tokens_per_second"), ratio=True
+    ),
+    "step_throughput": Measure(
+        "tokens/s", "completion tokens / seconds of whole steps", _of_summary("tokens_per_second"), ratio=True
+    ),
+    "accuracy_before": Measure("fraction", "held-out accuracy before training", _accuracy("before")),
+    "accuracy_after": Measure("fraction", "held-out accuracy after training", _accuracy("after")),
+    "pass_after": Measure("fraction", "held-out questions with a right answer in eval.samples, at the end", _passes),
+}  # fmt: skip

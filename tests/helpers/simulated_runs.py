@@ -1,0 +1,99 @@
+"""Records with a known truth: what a report would read of runs whose measures vary by seed and by question.
+
+python tests/helpers/simulated_runs.py 4000    # error rates of verdicts, over so many repetitions each
+"""
+
+import sys
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from qerl_lab.record.directory import RunDirectory
+from qerl_lab.report.arms import FINISHED, Run
+from qerl_lab.report.claims import CLAIMS, Claim
+from qerl_lab.report.runs import Record
+from qerl_lab.report.verdicts import Row, Verdict, judge
+
+BY_NAME = {claim.name: claim for claim in CLAIMS}
+SETTINGS = {"optim.learning_rate": "0.001", "eval.samples": "2", "lora.rank": "32", "task.answer_reward": "1.0"}
+
+
+def record(settings: Mapping[str, str], seed: int, entropy: float, accuracy_Q: np.ndarray | None = None) -> Record:
+    """A finished run with this policy entropy in its first steps, and this held-out accuracy after training."""
+    own = SETTINGS | dict(settings)
+    name = f"{own.get('format.name', 'run')}-{len(own)}-{seed}-{own['optim.learning_rate']}-{own['lora.rank']}"
+    run = Run(name, name, seed, own, frozenset(), FINISHED, 0.0, "c0ffee0")
+    after = pd.Series(np.zeros(4) if accuracy_Q is None else accuracy_Q).rename(index=lambda n: f"q{n}")
+    accuracy = {"before": after * 0, "after": after, "gain": after}
+    return Record(RunDirectory(Path("nowhere")), run, {"entropy_first": entropy}, accuracy)
+
+
+def arms(claim: Claim, effects: Mapping[str, float], seeds: int, sd: float, draw: np.random.Generator) -> list[Record]:
+    """Runs of every contrast's arms, by name; a seed's part is shared by its arms, which pairing takes out.
+
+    `effects` are by the name of an arm, 0 for one that is not there; `sd` is that of what a seed adds to one arm alone.
+    """
+    settings = {c.treated: c.treated_settings for c in claim.contrasts}
+    settings |= {c.control: c.control_settings for c in claim.contrasts}
+    shared = draw.normal(0, 0.05, seeds)
+    return [
+        record(own, seed, 0.3 + shared[seed] + effects.get(name, 0.0) + draw.normal(0, sd))
+        for name, own in settings.items() for seed in range(seeds)
+    ]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Graded:
+    """Held-out answers: a question is right with its own probability, which the arm, and a seed's luck, move."""
+
+    questions: int
+    samples: int
+    seed_sd: float  # of what a seed adds to the accuracy of one arm
+    effect_sd: float  # of what a question adds to the effect
+
+    def arms(self, claim: Claim, effect: float, seeds: int, draw: np.random.Generator) -> list[Record]:
+        (contrast,) = claim.contrasts
+        base_Q = draw.uniform(0.2, 0.7, self.questions)
+        effect_Q = effect + draw.normal(0, self.effect_sd, self.questions)
+        made = []
+        for own, moved_Q in ((contrast.treated_settings, effect_Q), (contrast.control_settings, 0 * effect_Q)):
+            for seed in range(seeds):
+                chance_Q = np.clip(base_Q + moved_Q + draw.normal(0, self.seed_sd), 0, 1)
+                made.append(record(own, seed, 0.3, draw.binomial(self.samples, chance_Q) / self.samples))
+        return made
+
+
+def verdicts(claim: Claim, records: list[Record]) -> list[Row]:
+    return judge(records, [one.run for one in records], [claim])
+
+
+SCALAR = replace(BY_NAME["initial_entropy"], guardrail=None)
+EQUAL = replace(BY_NAME["rank_insensitivity"], measure="entropy_first", smallest=0.02)
+GRADED = replace(BY_NAME["final_accuracy"], guardrail=None, smallest=0.05)
+HELD_OUT = Graded(questions=256, samples=2, seed_sd=0.01, effect_sd=0.1)
+
+
+def rates(kind: str, effect: float, repeats: int, seed: int = 0) -> dict[str, float]:
+    """The share of repetitions in which at least one contrast got each verdict. `effect` is that of every treated arm.
+
+    The family of "scalar" and "equal" has three contrasts, five seeds and a standard deviation of 0.005 (smallest
+    effect 0.02); "graded" has one, with `HELD_OUT` and five seeds (smallest effect 0.05).
+    """
+    draw, counts = np.random.default_rng(seed), Counter[str]()
+    claim = {"scalar": SCALAR, "equal": EQUAL, "graded": GRADED}[kind]
+    treated = {contrast.treated: effect for contrast in claim.contrasts}
+    for _ in range(repeats):
+        made = HELD_OUT.arms(claim, effect, 5, draw) if kind == "graded" else arms(claim, treated, 5, 0.005, draw)
+        counts.update({str(row.verdict) for row in verdicts(claim, made)})
+    return {str(verdict): counts[str(verdict)] / repeats for verdict in Verdict}
+
+
+if __name__ == "__main__":
+    for kind, effects in (("scalar", (0, 0.01, 0.02, 0.03)), ("equal", (0, 0.01, 0.02, 0.04)), ("graded", (0, 0.05))):
+        for effect in effects:
+            shares = {name: f"{share:.4f}" for name, share in rates(kind, effect, int(sys.argv[1])).items()}
+            print(f"{kind:7} effect {effect:<5} {shares}", flush=True)
