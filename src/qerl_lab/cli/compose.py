@@ -40,7 +40,7 @@ from qerl_lab.cli.overrides import (
 )
 from qerl_lab.config.arm import leaves
 from qerl_lab.config.files import choices_of, package_data
-from qerl_lab.config.keys import typed
+from qerl_lab.config.keys import NUMBERS, schema, typed
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.paths import anchored
 from qerl_lab.config.rules import build, validate
@@ -180,7 +180,7 @@ def _check_arm(
     arm: str, config: RunConfig, words: dict[str, str], cfg: DictConfig, loader: ConfigLoader
 ) -> None:  # fmt: skip
     """ConfigError where a word changes a key by which arms are told apart: the run would carry the name of another."""
-    declared = sorted({*_declared_keys(), *config.differs_in})
+    declared = sorted(_declared_keys())
     touching = [key for key in words if key in declared or any(name.startswith(f"{key}.") for name in declared)]
     if not touching:
         return
@@ -211,9 +211,10 @@ def _check_arm(
 
 @cache
 def _declared_keys() -> frozenset[str]:
-    """The keys in which the arms of conf/experiment differ."""
-    files = (package_data("conf") / "experiment").glob("*.yaml")
-    return frozenset(key for file in files for key in yaml.safe_load(file.read_text(encoding="utf-8"))["differs_in"])
+    """The keys in which the arms of conf/experiment differ, but for numbers: those are set to fit a model."""
+    files, kinds = (package_data("conf") / "experiment").glob("*.yaml"), schema()
+    declared = {key for file in files for key in yaml.safe_load(file.read_text(encoding="utf-8"))["differs_in"]}
+    return frozenset(key for key in declared if kinds[key] not in NUMBERS)
 
 
 def _names_option(name: str) -> bool:

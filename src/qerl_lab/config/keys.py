@@ -19,6 +19,7 @@ TYPE_WORDS: dict[Any, tuple[str, Any]] = {
     list[float]: ("a list of numbers", [0.1, 0.2]),
 }
 TEXT = (str, str | None)
+NUMBERS = (int, float, int | None, float | None)
 
 
 @cache

@@ -139,16 +139,43 @@ def _scalars(node: Any, key: str = "") -> list[tuple[str, Any]]:
     return [pair for value in node for pair in _scalars(value, key)] if isinstance(node, list) else [(key, node)]
 
 
-def test_the_sweep_of_weight_formats_is_8_arms_by_3_seeds_whose_names_are_the_arms():
+def test_the_sweep_of_weight_formats_is_8_arms_by_5_seeds_whose_names_are_the_arms():
     plan = make_plan(["+sweeps=weight_formats"], multirun=False)
     arms = [f"{name}{noise}" for name in ("bf16", "nf4", "mxfp4", "nvfp4") for noise in ("", "_aqn")]
-    expected = list(itertools.product(arms, range(3)))
+    expected = list(itertools.product(arms, range(5)))
     assert [(job.config.experiment, job.config.seed) for job in plan.jobs] == expected
     assert [job.run_dir.name for job in plan.jobs] == [f"{n}-{arm}-seed{s}" for n, (arm, s) in enumerate(expected)]
     assert {job.run_dir.parent for job in plan.jobs} == {plan.directory}
     assert plan.directory.parts[-4:-1] == ("runs", "sweeps", "weight_formats")
     hashes = {config_hash(job.config) for job in plan.jobs}
     assert len(hashes) == 8  # the seeds of an arm share one
+
+
+@pytest.mark.parametrize(("name", "arms"), [
+    ("weight_formats", 8), ("algorithms", 5), ("aqn_schedules", 7), ("lora_rank", 4), ("learning_rate", 12),
+    ("quantization_methods", 4), ("exploration_controls", 6), ("paper_table1", 10), ("paper_table2", 9),
+])  # fmt: skip
+def test_a_sweep_composes_into_as_many_arms_as_it_says_with_five_seeds_each(name: str, arms: int):
+    jobs = make_plan([f"+sweeps={name}", "dry_run=true"], multirun=False).jobs
+    assert {(config_hash(job.config), job.config.seed) for job in jobs} == {
+        (arm, seed) for arm in {config_hash(job.config) for job in jobs} for seed in range(5)
+    }
+    assert len(jobs) == 5 * arms
+    comments = (package_data("sweeps") / f"{name}.yaml").read_text().partition("hydra:")[0]
+    assert f"{5 * arms} runs" in comments.splitlines()[0]
+    assert "Cost" in comments
+
+
+def test_every_sweep_has_its_row_above():
+    marks = test_a_sweep_composes_into_as_many_arms_as_it_says_with_five_seeds_each.pytestmark  # type: ignore[attr-defined]
+    assert {row[0] for row in marks[0].args[1]} == set(choices_of("sweeps"))
+
+
+def test_a_number_by_which_arms_differ_may_be_typed_with_any_of_them():
+    """A temperature that matches an entropy belongs to a model; +experiment=nvfp4 aqn=linear names another arm."""
+    for arm in ("nvfp4", "bf16_temperature"):
+        cfg = make_plan([f"+experiment={arm}", "rollout.temperature=1.2"], multirun=False).jobs[0].config
+        assert (cfg.experiment, cfg.rollout.temperature) == (arm, 1.2)
 
 
 def hash_of(*words: str) -> str:
