@@ -75,11 +75,11 @@ class LoraConfig:
 @dataclass
 class AqnSolverConfig:
     prompts: int = option(
-        16, "completions without noise on which sigma is solved, of the questions that come next", at_least=1,
+        64, "completions without noise on which sigma is solved, of the questions that come next", at_least=1,
         at_most=4096,
     )  # fmt: skip
     draws: int = option(
-        8, "draws of the noise, of the stage's own steps, whose mean is a probe", at_least=1, at_most=64
+        8, "draws of the noise, of the stage's own steps, that share the completions", at_least=1, at_most=64
     )
     tolerance: float = option(0.05, "relative gap of KL and target at which the search ends", at_least=1e-3, at_most=1)
     probes: int = option(12, "most sigmas tried in a stage", at_least=2, at_most=100)

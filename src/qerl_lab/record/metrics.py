@@ -161,8 +161,8 @@ METRICS: dict[str, Metric] = {
     "noise/kl_target": Metric("nats", "KL per token that the schedule asks for, with aqn.unit=kl"),
     "noise/kl_solved": Metric(
         "nats",
-        "KL per token that noise/sigma was measured to have when its stage began: mean over aqn.solver.draws noises, "
-        "on completions sampled without noise",
+        "KL per token that noise/sigma was measured to have when its stage began: over "
+        "aqn.solver.prompts completions sampled without noise, which aqn.solver.draws noises share",
     ),
     "noise/probes": Metric("1", "sigmas that were tried when the stage began"),
     "noise/kl_nats": Metric(

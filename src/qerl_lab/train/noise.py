@@ -115,7 +115,8 @@ def measure_on_own_texts(
 ) -> Callable[[list[aqn.Noise]], float]:
     """A function from noises to their mean KL in nats per token, over completions that are sampled now, without noise.
 
-    They answer the questions that the step is going to ask, each rank its share. The engine is left without noise.
+    They answer the questions that the step is going to ask, each rank its share, and each noise has its share of them.
+    The engine is left without noise.
     Raises EngineFailed on every rank if on any.
     """
     share, rest = divmod(cfg.aqn.solver.prompts, ranks.size)
@@ -133,6 +134,12 @@ def measure_on_own_texts(
         return [(prompt, ids) for prompt, (ids,) in zip(out.prompt_ids_P, out.completion_ids_P_G, strict=True)]
 
     pairs = ranks.alike(ask, EngineFailed)
-    texts = noise_kl.texts(policy, pairs, cfg.rollout.temperature, cfg.optim.micro_batch_size)
+    batch_size = max(1, min(cfg.optim.micro_batch_size, len(pairs) // cfg.aqn.solver.draws))
+    texts = noise_kl.texts(policy, pairs, cfg.rollout.temperature, batch_size)
     tokens = sum(ranks.gather(texts.tokens))
-    return lambda noises: sum(ranks.gather(texts.nats(noises))) / tokens
+
+    def nats_per_token(noises: list[aqn.Noise]) -> float:
+        first = ranks.rank % len(noises)  # a rank with few texts begins with another noise than the next
+        return sum(ranks.gather(texts.nats(noises[first:] + noises[:first]))) / tokens
+
+    return nats_per_token

