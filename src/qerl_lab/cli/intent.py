@@ -116,6 +116,8 @@ def name_model(cfg: RunConfig) -> None:
 
 def check_words(cfg: RunConfig, words: Mapping[str, str]) -> None:
     """Raise ConfigError for a typed word that one job alone shows to be a mistake."""
+    if "extended" in words:
+        raise ConfigError("extended is what resume=RUN_DIR steps=N notes of a run. Leave extended out.")
     if "differs_in" in words:
         raise ConfigError("differs_in is what the file of an experiment declares. Leave differs_in out.")
     for group, value in (("task", cfg.task.name), ("algorithm", cfg.algorithm.name)):

@@ -20,7 +20,7 @@ from omegaconf import DictConfig
 
 import qerl_lab
 from qerl_lab import exits, preflight
-from qerl_lab.cli import jobs, launch, manual
+from qerl_lab.cli import extension, jobs, launch, manual
 from qerl_lab.cli.compose import VERSION_BASE, Plan, make_plan, register
 from qerl_lab.cli.grammar import not_a_flag
 from qerl_lab.cli.one_process import refuse_several
@@ -53,7 +53,7 @@ def main(words: list[str]) -> int:
     refuse_several(os.environ)
     command = redact(shlex.join(["python", "-m", "qerl_lab", *words]))
     if directory := _resumed_directory(args.overrides, flags):
-        return _resume(RunDirectory(directory), command)
+        return _resume(RunDirectory(directory), command, _steps(args.overrides))
     if args.shell_completion:
         return _complete(words)
     if args.hydra_help:
@@ -105,11 +105,11 @@ def _resumed_directory(overrides: list[str], flags: list[str]) -> Path | None:
     directory = given[-1].partition("=")[2] if given else "null"
     if directory == "null":
         return None
-    others = [*flags, *(word for word in overrides if word != given[-1])]
+    others = [*flags, *(word for word in overrides if word != given[-1] and not word.startswith("steps="))]
     if others:
         raise ConfigError(
             f"resume continues a run with its own configuration, so {' '.join(others)} cannot stand beside it. "
-            f"Type {given[-1]} alone."
+            f"Type {given[-1]} alone, or with steps=N to extend a finished run."
         )
     if not directory:
         raise ConfigError("resume= names no directory. Type resume=RUN_DIR, for example resume=runs/nvfp4/seed0/TIME.")
@@ -118,7 +118,19 @@ def _resumed_directory(overrides: list[str], flags: list[str]) -> Path | None:
     return Path(directory).expanduser().absolute()
 
 
-def _resume(run: RunDirectory, command: str) -> int:
+def _steps(overrides: list[str]) -> int | None:
+    """The steps to which a finished run is to be extended; None where the command names none."""
+    given = [word.partition("=")[2] for word in overrides if word.startswith("steps=")]
+    if not given:
+        return None
+    if len(given) > 1 or not given[0].isdecimal():
+        raise ConfigError(f"steps={','.join(given)} is not a whole number. Type for example steps=100.")
+    return int(given[0])
+
+
+def _resume(run: RunDirectory, command: str, steps: int | None) -> int:
+    if steps is not None:
+        extension.extend(run, steps)
     config = run.config()
     if run.status != "done":
         preflight.check(config, run.path)

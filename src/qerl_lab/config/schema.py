@@ -324,6 +324,7 @@ class RunConfig:
     steps: int = option(
         600, "rollouts; each is followed by updates_per_rollout x num_iterations updates", at_least=1, at_most=999_999
     )
+    extended: list[int] = option([], "steps at which the finished run was extended: resume=RUN_DIR steps=N adds one")
     device: str = option("auto", "auto takes a GPU if there is one", choices=("auto", "cpu", "cuda"))
     gpus: int = option(
         1, "processes that share each step, a GPU each; with device=cpu on the CPU", at_least=1, at_most=64

@@ -160,6 +160,14 @@ class RunDirectory:
             return FAILURE
         return USAGE if ended_with == USAGE else FAILURE
 
+    def extend(self, cfg: RunConfig) -> None:
+        """Make a finished run one of more steps, which resume goes on with. DONE is kept as DONE-STEPS.
+
+        A process that is killed between the two leaves the run as it was, and resume finishes it anew.
+        """
+        (self.path / DONE).rename(self.path / f"{DONE}-{cfg.extended[-1]}")
+        resolved.replace_config(self.path, cfg)
+
     def discard(self, made: Path | None) -> None:
         """Remove what a run that never began has left, then the directories made for it, up to `made`.
 

@@ -13,6 +13,7 @@ from qerl_lab.config.keys import check_types
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.rules import from_dict
 from qerl_lab.config.schema import RunConfig
+from qerl_lab.record.atomic import replace_file
 
 NAME = "resolved.yaml"
 _REPLACE = "Put it back as it was (MLflow keeps it among the run's artifacts), or start a new run."
@@ -22,6 +23,11 @@ def write_config(run_dir: Path, cfg: RunConfig) -> None:
     """Write resolved.yaml, which must not be there. Raises FileExistsError where another process was first."""
     with open(run_dir / NAME, "x", encoding="utf-8") as file:
         yaml.safe_dump(asdict(cfg), file, sort_keys=False)
+
+
+def replace_config(run_dir: Path, cfg: RunConfig) -> None:
+    """Write resolved.yaml in the place of the one that is there."""
+    replace_file(run_dir / NAME, yaml.safe_dump(asdict(cfg), sort_keys=False).encode())
 
 
 def read_config(run_dir: Path) -> RunConfig:

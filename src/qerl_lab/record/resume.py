@@ -90,6 +90,8 @@ def refuse_other_data(env: Mapping[str, Any], data: Mapping[str, Any]) -> None:
 
 def _refuse_other_config(run_dir: Path, saved: checkpoint.Saved, cfg: RunConfig) -> None:
     then, now = saved.config, of_run(cfg)
+    if then.get("steps") in cfg.extended:  # a checkpoint of before the run was extended
+        now |= {"steps": then["steps"], "extended": cfg.extended[: cfg.extended.index(then["steps"])]}
     differ = [key for key in now | then if key not in now or key not in then or now[key] != then[key]]
     changed = [f"{key}={_shown(now, key)} (was {_shown(then, key)})" for key in differ]
     if changed:

@@ -27,6 +27,7 @@ from qerl_lab.rollout.engine import EngineFailed
 from qerl_lab.tracking.tracker import Tracker
 from qerl_lab.train import health, memory
 from qerl_lab.train.data import Cursor, TrainingData, select
+from qerl_lab.train.extension import meaning
 from qerl_lab.train.ranks import Ranks, join
 from qerl_lab.train.retry import RunEngine, twice
 from qerl_lab.train.step import first_samples
@@ -117,6 +118,7 @@ def build(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> Session:
     learner = policy.build(cfg, device)
     if saved:
         saved.refuse_other_device(*computes_on(learner))
+        notes += meaning(cfg) if saved.step in cfg.extended else []
     elif cfg.lora.start_from:
         policy.begin_with(learner.model, adapter_folder(cfg.lora.start_from))
         notes.append(f"begins with the adapter of {cfg.lora.start_from} ({cfg.lora.start_hash})")

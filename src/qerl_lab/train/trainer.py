@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from datasets import Dataset
 from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import PrinterCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from trl import GRPOTrainer
 
@@ -340,6 +341,17 @@ class _Steps(TrainerCallback):
 
     def __init__(self, trainer: LabTrainer) -> None:
         self.trainer = trainer
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, lr_scheduler: LambdaLR, **_: Any
+    ) -> None:
+        """A run that was extended: its checkpoint has the next learning rate of the shorter schedule."""
+        extended = [steps * self.trainer.cfg.updates_per_step for steps in self.trainer.cfg.extended]
+        if state.global_step not in extended:
+            return
+        rates = zip(lr_scheduler.base_lrs, lr_scheduler.lr_lambdas, strict=True)
+        for group, (peak, share) in zip(lr_scheduler.optimizer.param_groups, rates, strict=True):
+            group["lr"] = peak * share(lr_scheduler.last_epoch)
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if state.global_step % self.trainer.cfg.updates_per_step == 0:

@@ -1,0 +1,34 @@
+"""A finished run gets more steps: `resume=RUN_DIR steps=N`."""
+
+from dataclasses import replace
+
+from qerl_lab import preflight
+from qerl_lab.config.option import ConfigError
+from qerl_lab.config.rules import validate
+from qerl_lab.record.directory import RunDirectory
+
+
+def extend(run: RunDirectory, steps: int) -> None:
+    """Note in the record that the run goes on to `steps`. What that means for its schedules the run itself says.
+
+    Raises ConfigError unless the run is finished, of fewer steps, and has the checkpoint of its last one.
+    """
+    was = run.config()
+    if run.status != "done":
+        raise ConfigError(
+            f"resume={run.path} steps={steps}: the run is {run.status}, and only a finished one is extended. "
+            f"Type resume={run.path} alone first."
+        )
+    if steps <= was.steps:
+        raise ConfigError(f"steps={steps}: the run has {was.steps} already. Type for example steps={2 * was.steps}.")
+    if run.last_saved() != was.steps:
+        raise ConfigError(
+            f"{run.checkpoints} holds no checkpoint of step {was.steps}, from which the run would go on. "
+            f"Type lora.start_from={run.path} to begin a new run with its adapter."
+        )
+    cfg = replace(was, steps=steps, extended=[*was.extended, was.steps])
+    validate(cfg)
+    run.check()
+    preflight.check(cfg, run.path)
+    with run.locked():
+        run.extend(cfg)

@@ -1,0 +1,76 @@
+"""A finished run gets more steps: it goes on where it ended, by the schedules of the longer run, and says so."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from qerl_lab.cli.extension import extend
+from qerl_lab.cli.train import main
+from qerl_lab.config.arm import config_hash
+from qerl_lab.config.option import ConfigError
+from qerl_lab.config.schema import RunConfig
+from qerl_lab.record.directory import RunDirectory
+from qerl_lab.record.environment import Typed
+from qerl_lab.train.extension import meaning
+from qerl_lab.train.run import run
+from qerl_lab.train.stop import Stop
+
+
+def test_a_finished_run_goes_on_by_the_schedules_of_the_longer_one(
+    tiny: Callable[..., RunConfig], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cfg = tiny(
+        steps=2, optim__learning_rate=0.01, optim__schedule="linear", algorithm__updates_per_rollout=2,
+        aqn__schedule="linear", aqn__sigma_start=0.1, aqn__sigma_end=0.0, aqn__stages=4, aqn__reading="equation",
+    )  # fmt: skip
+    directory = RunDirectory(tmp_path / "run")
+    directory.claim(cfg, Typed("first"))
+    with pytest.raises(ConfigError, match="only a finished one is extended"):
+        extend(directory, 4)
+    directory.begin()
+    assert run(directory.config(), directory, Stop()) == 0
+    first = directory.result()
+    for steps in (1, 2):
+        with pytest.raises(ConfigError, match=r"the run has 2 already\. Type for example steps=4"):
+            extend(directory, steps)
+    extend(directory, 4)
+    longer = directory.config()
+    assert (longer.steps, longer.extended, directory.status) == (4, [2], "interrupted")
+    assert run(longer, directory, Stop()) == 0
+    out = capsys.readouterr().out
+    assert "continuing after step 2" in out
+    assert "note: noise: sigma 0.0333 at step 2, 0.0333 from step 3" in out
+    assert "note: learning rate: 0.005 at step 2, 0.005 from step 3" in out
+    rate = "policy/learning_rate"
+    by_step = {line["step"]: line["metrics"] for line in directory.metrics() if rate in line["metrics"]}
+    assert list(by_step) == [1, 2, 3, 4]
+    # of a step's last update, the second: 8 updates in all where there were 4
+    assert [by_step[step][rate] for step in (2, 3, 4)] == pytest.approx([0.0025, 0.00375, 0.00125])
+    assert {line["step"] for line in directory.metrics() if "eval/accuracy" in line["metrics"]} == {0, 2, 4}
+    assert (directory.path / "DONE-2").read_text().count('"steps": 2') == 1
+    assert (first["steps"], directory.result()["steps"]) == (2, 4)
+    fresh = tiny(steps=4)
+    assert config_hash(longer) != config_hash(fresh)
+
+
+def test_what_does_not_change_is_not_spoken_of(tiny: Callable[..., RunConfig]) -> None:
+    (line,) = meaning(tiny(steps=8, extended=[4]))
+    assert line == "extended from 4 to 8 steps: a run of 8 from the start is another"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["resume=run", "steps=many"], "steps=many is not a whole number"),
+        (["resume=run", "steps=4", "steps=5"], "steps=4,5 is not a whole number"),
+        (["resume=run", "steps=4", "seed=1"], "so seed=1 cannot stand beside it"),
+        (["extended=[3]"], "Leave extended out"),
+    ],
+)
+def test_words_that_do_not_extend_are_refused(
+    words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 2
+    assert message in capsys.readouterr().err
