@@ -90,7 +90,7 @@ def parse(command: str) -> None:
     if not (path.is_dir() or path.with_suffix(".py").exists()):
         raise ConfigError(f"{command} is no command")
     found = vars(importlib.import_module(f"{module}.__main__" if path.is_dir() else module))
-    if "COMMANDS" in found:
+    if words[0] in found.get("COMMANDS", {}) or "COMMAND" not in found:
         found["COMMANDS"][words[0]].read(words[1:])
     else:
         found["COMMAND"].read(words)

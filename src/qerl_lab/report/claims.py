@@ -14,6 +14,8 @@ AQN: Settings = {"aqn.schedule": "exponential", "aqn.unit": "sigma", "aqn.relati
 FORMAT_KEYS = ("format.name", "format.double_quant", "format.scale_rule", "format.exponent_rule", "format.dense_cache")
 AQN_KEYS = ("aqn",)  # a group stands for all of its keys
 LEARNING_RATE = "optim.learning_rate"
+THREE: Settings = {"model": "Qwen2.5-3B-Instruct"}
+SEVEN: Settings = {"model": "Qwen2.5-7B-Instruct"}
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ def of_format(name: str) -> Settings:
 
 
 def _entropy_at_0(name: str) -> Settings:
-    return {"table": "Figure 5", "weight_format": name, "metric": "mean policy entropy (nats/token)",
+    return {"table": "Figure 5", **SEVEN, "weight_format": name, "metric": "mean policy entropy (nats/token)",
             "setting": "mean over steps 0-8"}  # fmt: skip
 
 
@@ -95,12 +97,18 @@ def _table_1(size: str, method: str, weight_format: str) -> Settings:
 
 
 def _speeds(method: str, weight_format: str) -> Settings:
-    return {"table": "Figure 1", "method": method, "weight_format": weight_format, "metric": "rollout throughput"}
+    return {
+        "table": "Figure 1",
+        **SEVEN,
+        "method": method,
+        "weight_format": weight_format,
+        "metric": "rollout throughput",
+    }
 
 
 def _whole_speeds(method: str, weight_format: str) -> Settings:
     metric = "end-to-end speed rel. to BF16 LoRA"
-    return {"table": "Figure 1", "method": method, "weight_format": weight_format, "metric": metric}
+    return {"table": "Figure 1", **SEVEN, "method": method, "weight_format": weight_format, "metric": metric}
 
 
 AGAINST_BF16 = (
@@ -120,16 +128,16 @@ OF_SCHEDULES = tuple(
     Contrast(
         "exponential", other,
         {"format.name": "nvfp4", **AQN}, {"format.name": "nvfp4", **AQN, "aqn.schedule": other},
-        (({"table": "Figure 9", "method": "QeRL +AQN exponential decay", "setting": "step 150"},
-          {"table": "Figure 9", "method": f"QeRL +AQN {other} decay", "setting": "step 150"}),),
+        (({"table": "Figure 9", **THREE, "method": "QeRL +AQN exponential decay", "setting": "step 150"},
+          {"table": "Figure 9", **THREE, "method": f"QeRL +AQN {other} decay", "setting": "step 150"}),),
     )
     for other in ("linear", "cosine", "logarithmic")
 )  # fmt: skip
 OF_RANKS = tuple(
     Contrast(
         f"rank {rank}", "rank 32", {"lora.rank": rank}, {"lora.rank": "32"},
-        (({"table": "Figure 10", "method": f"QeRL LoRA rank {rank}", "setting": "step 145"},
-          {"table": "Figure 10", "method": "QeRL LoRA rank 32", "setting": "step 145"}),),
+        (({"table": "Figure 10", **THREE, "method": f"QeRL LoRA rank {rank}", "setting": "step 145"},
+          {"table": "Figure 10", **THREE, "method": "QeRL LoRA rank 32", "setting": "step 145"}),),
     )
     for rank in ("16", "64", "128")
 )  # fmt: skip

@@ -141,7 +141,7 @@ def text(comparison: Comparison, arms: pd.DataFrame, baseline: str | None) -> st
         cells += [_accuracy(row, "after"), _change(row, "gain")]
         cells += [_change(row, "difference")] if baseline else []
         rows.append([*cells, f"{row['entropy_first']:.3f} -> {row['entropy_last']:.3f}"])
-    parts = [columns(rows), HOW_TO_READ, _what_differs(comparison), *_notes(comparison)]
+    parts = [columns(rows), HOW_TO_READ, _what_differs(comparison), *notes(comparison)]
     if baseline is None and len(comparison.arms) > 1:
         parts.append(f"Not one arm is {BASELINE}: type baseline=ARM for differences.")
     if comparison.left_out:
@@ -149,7 +149,7 @@ def text(comparison: Comparison, arms: pd.DataFrame, baseline: str | None) -> st
     return "\n\n".join(part for part in parts if part)
 
 
-def _notes(comparison: Comparison) -> list[str]:
+def notes(comparison: Comparison) -> list[str]:
     """Say what makes the runs less alike than their settings do."""
     records, notes = [record for arm in comparison.arms.values() for record in arm], []
     if len(codes := sorted({record.run.code for record in records})) > 1:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from qerl_lab.report.arms import Arm, Run
-from qerl_lab.report.claims import Claim, Contrast, Settings, command
+from qerl_lab.report.claims import Claim, Contrast, Settings
 from qerl_lab.report.runs import Record
 
 FEWEST_SEEDS = 3  # of two, an interval is so wide that it says nothing but itself
@@ -39,10 +39,9 @@ class Pair:
 
 @dataclass(frozen=True)
 class Missing:
-    """Why there is no pair, and what to type for one."""
+    """Why there is no pair."""
 
     why: str
-    command: str
 
 
 def find(claim: Claim, contrast: Contrast, counted: Sequence[Record], found: Sequence[Run]) -> list[Pair] | Missing:
@@ -56,14 +55,12 @@ def find(claim: Claim, contrast: Contrast, counted: Sequence[Record], found: Seq
     ]  # fmt: skip
     if pairs:
         return pairs
+    settings = {contrast.treated: contrast.treated_settings, contrast.control: contrast.control_settings}
     lacking = [name for name, sides in ((contrast.treated, treated), (contrast.control, control)) if not sides]
     if lacking:
-        settings = {contrast.treated: contrast.treated_settings, contrast.control: contrast.control_settings}
-        started = [_started(settings[name], found) for name in lacking]
-        said = [f"{name} ({_spelled(settings[name])}; {n} started)" for name, n in zip(lacking, started, strict=True)]
-        return Missing(f"no finished run of {' and of '.join(said)}", command(claim))
-    return Missing(f"no two arms are equal but for what is compared: {_least_difference(treated, control)}",
-                   command(claim))  # fmt: skip
+        names = (f"{name} ({_started(settings[name], found)} started)" for name in lacking)
+        return Missing(f"no finished run of {' and of '.join(names)}")
+    return Missing(f"no two arms are equal but for what is compared: {_least_difference(treated, control)}")
 
 
 def _started(settings: Settings, found: Sequence[Run]) -> int:
@@ -72,10 +69,6 @@ def _started(settings: Settings, found: Sequence[Run]) -> int:
 
 def _has(run: Run, settings: Settings) -> bool:
     return all(run.value(key) == value for key, value in settings.items())
-
-
-def _spelled(settings: Settings) -> str:
-    return " ".join(f"{key}={value}" for key, value in settings.items())
 
 
 def _sides(

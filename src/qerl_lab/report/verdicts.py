@@ -16,7 +16,7 @@ import pandas as pd
 
 from qerl_lab.report import stats
 from qerl_lab.report.arms import Run
-from qerl_lab.report.claims import CLAIMS, Claim, Contrast, Guardrail, command
+from qerl_lab.report.claims import CLAIMS, Claim, Contrast, Guardrail
 from qerl_lab.report.contrasts import FEWEST_SEEDS, Missing, Pair, Side, find
 from qerl_lab.report.measures import MEASURES, Unmeasured, Values
 from qerl_lab.report.runs import Record
@@ -76,8 +76,7 @@ def judge(counted: Sequence[Record], found: Sequence[Run], claims: Sequence[Clai
         for contrast in claim.contrasts:
             pairs = find(claim, contrast, counted, found)
             if isinstance(pairs, Missing):
-                why = f"{pairs.why}. To make them: {pairs.command}"
-                rows.append(Row(claim, contrast, Verdict.UNDECIDED, why))
+                rows.append(Row(claim, contrast, Verdict.UNDECIDED, pairs.why))
             else:
                 rows += [_measured(claim, contrast, pair) for pair in pairs]
     return decided(_told_apart(rows))
@@ -100,11 +99,9 @@ def _measured(claim: Claim, contrast: Contrast, pair: Pair) -> Row:
     )  # fmt: skip
     shared = pair.treated.seeds & pair.control.seeds
     if len(shared) < FEWEST_SEEDS:
-        why = f"{len(shared)} seeds have both arms, {FEWEST_SEEDS} are needed. To make more: {command(claim)}"
-        return replace(row, why=why)
+        return replace(row, why=f"{len(shared)} seeds have both arms, {FEWEST_SEEDS} are needed")
     if claim.best_of and min(len(pair.treated.options), len(pair.control.options)) < 2:
-        why = f"an arm has one value of {claim.best_of}, so there is no best. To make more: {command(claim)}"
-        return replace(row, why=why)
+        return replace(row, why=f"an arm has one value of {claim.best_of}, so there is no best")
     try:
         return replace(row, numbers=numbers(claim, pair, sorted(shared)))
     except Unmeasured as error:

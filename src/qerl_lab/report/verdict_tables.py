@@ -1,0 +1,200 @@
+"""Verdicts as text for the terminal, as Markdown and as JSON; accuracies in the shape of the paper's Table 1."""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import pandas as pd
+
+from qerl_lab.report import reference, stats
+from qerl_lab.report.arms import labels
+from qerl_lab.report.claims import Claim, Contrast, Settings, command
+from qerl_lab.report.comparison import Comparison, notes
+from qerl_lab.report.measures import MEASURES
+from qerl_lab.report.runs import Record
+from qerl_lab.report.verdicts import LEVEL, Numbers, Row, family_sizes
+from qerl_lab.terminal import columns
+
+SCHEMA = 1
+HOW_TO_READ = f"""\
+Effects are treated less control (of steps and tokens/s treated over control), paired by seed and question, with
+intervals of 95% over both. supported: above 0 in the claim's direction. contradicted: an effect of the smallest size
+that would matter is excluded. undecided: neither. Both at a one-sided level of {LEVEL:g} for a whole family (Holm)."""
+# The arms of Table 1, and as which of its rows: (method, weight format) there.
+TABLE_1: tuple[tuple[Settings, tuple[str, str]], ...] = (
+    ({"format.name": "bf16", "aqn.schedule": "off"}, ("LoRA", "BF16")),
+    ({"format.name": "nf4", "aqn.schedule": "off"}, ("QLoRA", "NF4")),
+    ({"format.name": "mxfp4", "aqn.schedule": "off"}, ("LoRA", "MXFP4")),
+    ({"format.name": "nvfp4", "aqn.schedule": "off"}, ("QeRL w/o AQN", "NVFP4")),
+    ({"format.name": "nvfp4", "aqn.schedule": "exponential"}, ("QeRL +AQN", "NVFP4")),
+)
+
+
+def cell(interval: stats.Interval, seeds: int) -> str:
+    """`mean [95% CI] (n)`, to three digits, or four figures of what is larger than 10."""
+    mean, low, high = (f"{value:.3f}" if abs(value) < 10 else f"{value:,.4g}" for value in interval)
+    return f"{mean} [{low}, {high}] ({seeds})"
+
+
+def effect(row: Row) -> str:
+    """`+0.013 [-0.003, +0.030]`, or of a ratio `1.23x [1.10, 1.37]`; a dash where nothing was measured."""
+    if row.numbers is None:
+        return "-"
+    mean, low, high = row.numbers.effect
+    if MEASURES[row.claim.measure].ratio:
+        return f"{mean:.2f}x [{low:.2f}, {high:.2f}]"
+    return f"{mean:+.3f} [{low:+.3f}, {high:+.3f}]"
+
+
+def printed(claim: Claim, contrast: Contrast) -> list[tuple[str, float]]:
+    """The paper's own effect of a contrast, by model: a factor of a ratio, else a difference; percent as fractions."""
+    found = []
+    for treated, control in contrast.printed:
+        one, other = reference.value(**treated), reference.value(**control)
+        scale = 100 if treated.get("metric") == "accuracy" else 1  # printed in percent
+        model = treated.get("model", "").removeprefix("Qwen2.5-").removesuffix("-Instruct")
+        value = one / other if MEASURES[claim.measure].ratio else (one - other) / scale
+        found.append((f"{treated['table']} {model}".strip(), value))
+    return found
+
+
+def _of_paper(row: Row) -> str:
+    spelled = "{:.2f}x" if MEASURES[row.claim.measure].ratio else "{:+.3f}"
+    return ", ".join(f"{spelled.format(value)} ({name})" for name, value in printed(row.claim, row.contrast)) or "-"
+
+
+def _name(row: Row) -> str:
+    """The contrast, and in brackets the settings that tell it from others of its name."""
+    context = ", ".join(f"{key}={value}" for key, value in row.context)
+    return f"{row.contrast.name} ({context})" if context else row.contrast.name
+
+
+def text(comparison: Comparison, rows: Sequence[Row]) -> str:
+    """The tables of the terminal, and what was left out."""
+    table = [["claim", "contrast", "seeds", "effect, 95% interval", "the paper's", "verdict"]]
+    for row in rows:
+        seeds = str(row.numbers.seeds) if row.numbers else "-"
+        said = f"{row.verdict}: {row.why}"
+        table.append([row.claim.name, _name(row), seeds, effect(row), _of_paper(row), said])
+    parts = [columns(table), HOW_TO_READ, families(rows), to_make(rows), columns(table_1(comparison))]
+    return "\n\n".join(part for part in [*parts, *remarks(comparison)] if part)
+
+
+def families(rows: Sequence[Row]) -> str:
+    """Say how many contrasts were corrected for."""
+    sizes = family_sizes(rows)
+    return "Corrected for: " + ", ".join(f"{n} of {name}" for name, n in sizes.items()) + "." if sizes else ""
+
+
+def to_make(rows: Sequence[Row]) -> str:
+    """The lines to type for the arms that lack, each with the claims that wait for them."""
+    waiting: dict[str, list[str]] = {}
+    for row in (row for row in rows if row.numbers is None):
+        waiting.setdefault(command(row.claim), []).append(row.claim.name)
+    lines = [f"{line}  # {', '.join(dict.fromkeys(names))}" for line, names in waiting.items()]
+    return "\n    ".join(["To make what was not measured:\n", *lines]) if lines else ""
+
+
+def remarks(comparison: Comparison) -> list[str]:
+    """What makes the runs less alike than their settings do, and each run that was left out."""
+    left_out = comparison.left_out
+    head = f"Left out, {len(left_out)} in all:"
+    return [*notes(comparison), *(["\n  ".join([head, *left_out])] if left_out else [])]
+
+
+def table_1(comparison: Comparison) -> list[list[str]]:
+    """Held-out accuracy of every arm, and of the row of the paper's Table 1 that it answers to."""
+    firsts = [records[0].run for records in comparison.arms.values()]
+    names = labels(firsts)
+    rows = [["arm", "finished", "before", "after", "as in Table 1", "3B there", "7B there"]]
+    for records in comparison.arms.values():
+        run = records[0].run
+        started = sum(other.arm == run.arm for other in comparison.found)
+        cells = [
+            names[run.arm],
+            f"{len(records)} of {started}",
+            *(_accuracy(records, at) for at in ("before", "after")),
+        ]
+        rows.append([*cells, *_as_printed(records[0])])
+    return rows
+
+
+def _accuracy(records: Sequence[Record], phase: str) -> str:
+    """The cell of an arm; without an interval of one seed."""
+    values = pd.DataFrame({one.run.seed: one.accuracy[phase] for one in records if one.accuracy}).T.dropna(axis=1)
+    if values.empty:
+        return "-"
+    if min(values.shape) < 2:
+        return f"{values.to_numpy().mean():.3f} ({len(values)})"
+    return cell(stats.over_seeds(values.to_numpy()), len(values))
+
+
+def _as_printed(record: Record) -> list[str]:
+    for settings, (method, weight_format) in TABLE_1:
+        if all(record.run.value(key) == value for key, value in settings.items()):
+            where = {"table": "Table 1", "metric": "accuracy", "method": method, "weight_format": weight_format}
+            numbers = reference.numbers(**where)
+            there = [numbers.get(f"Qwen2.5-{size}-Instruct") for size in ("3B", "7B")]
+            return [f"{method}, {weight_format}", *("-" if value is None else f"{value / 100:.3f}" for value in there)]
+    return ["-", "-", "-"]
+
+
+def markdown(comparison: Comparison, rows: Sequence[Row], typed: str) -> str:
+    """A page: a row a contrast with everything that decided it, then the accuracies, then what was left out."""
+    head = ["claim", "contrast", "measure", "treated", "control", "finished / started", "effect", "the paper's",
+            "effect size", "P(better)", "p for, against (Holm)", "guardrail", "verdict"]  # fmt: skip
+    body = [
+        [row.claim.name, _name(row), row.claim.measure, *_measured(row), f"**{row.verdict}**: {row.why}"]
+        for row in rows
+    ]
+    said = {row.claim.name: f"- `{row.claim.name}`: {row.claim.says} ({row.claim.where})" for row in rows}
+    parts = ["# Verdicts on the paper's claims", f"By `{typed}`.", "\n".join(said.values()), HOW_TO_READ]
+    parts += [families(rows), piped([head, *body]), to_make(rows), "## Accuracies in the shape of the paper's Table 1"]
+    parts += [piped(table_1(comparison)), *remarks(comparison)]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _measured(row: Row) -> list[str]:
+    counts = ", ".join(f"{n} of {m}" for n, m in zip(row.finished, row.started, strict=True))
+    numbers = row.numbers
+    if numbers is None:
+        return ["-", "-", counts, "-", _of_paper(row), "-", "-", "-", "-"]
+    sides = [cell(side, numbers.seeds) for side in (numbers.treated, numbers.control)]
+    size = "-" if math.isnan(numbers.effect_size) else f"{numbers.effect_size:+.2f}"
+    p_values = ", ".join(f"{p:.3f}" if p >= 0.001 else f"{p:.0e}" for p in numbers.adjusted)
+    better = f"{numbers.probability_of_improvement:.2f}"
+    return [*sides, counts, effect(row), _of_paper(row), size, better, p_values, numbers.guardrail or "-"]
+
+
+def piped(rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table, the first row its head."""
+    lines = [f"| {' | '.join(cells)} |" for cells in rows]
+    return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]])
+
+
+def as_json(comparison: Comparison, rows: Sequence[Row], typed: str) -> str:
+    """Everything, for other programs: a list of contrasts, the level, the families' sizes, what was left out."""
+    about = {
+        "schema": SCHEMA, "command": typed, "level": LEVEL, "families": family_sizes(rows),
+        "rows": [_as_data(row) for row in rows], "notes": notes(comparison), "left_out": comparison.left_out,
+    }  # fmt: skip
+    return json.dumps(about, indent=1, allow_nan=False) + "\n"
+
+
+def _as_data(row: Row) -> dict[str, Any]:
+    claim = {name: value for name, value in asdict(row.claim).items() if name != "contrasts"}
+    return {
+        "claim": claim, "contrast": row.contrast.name, "treated": dict(row.contrast.treated_settings),
+        "control": dict(row.contrast.control_settings), "context": dict(row.context), "verdict": str(row.verdict),
+        "why": row.why, "finished": row.finished, "started": row.started,
+        "printed": [{"where": where, "effect": value} for where, value in printed(row.claim, row.contrast)],
+        "numbers": None if row.numbers is None else _numbers(row.numbers),
+    }  # fmt: skip
+
+
+def _numbers(numbers: Numbers) -> dict[str, Any]:
+    values = {name: value for name, value in vars(numbers).items() if name != "oriented"}
+    values["effect_by_seed"] = [float(value) for value in numbers.oriented.mean(1)]
+    return values | {"effect_size": None if math.isnan(numbers.effect_size) else numbers.effect_size}

@@ -1,0 +1,90 @@
+"""`python -m qerl_lab.report verdicts`: what it prints and writes, of whole sweeps and of parts of them."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from qerl_lab import exits
+from qerl_lab.report.__main__ import main
+from qerl_lab.report.claims import CLAIMS
+from qerl_lab.report.verdict_tables import piped, printed
+from run_directories import make_run
+
+
+@pytest.fixture
+def sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Two arms of four seeds, of which one run failed; every other arm is missing."""
+    monkeypatch.chdir(tmp_path)
+    for seed in range(4):
+        luck = seed / 50
+        make_run(tmp_path / "runs" / f"bf16-{seed}", "bf16", seed, after=[0.5 - luck, 0.5, 0.75, 1.0])
+        make_run(tmp_path / "runs" / f"aqn-{seed}", "nvfp4_aqn", seed, after=[0.75, 0.75 + luck, 1.0, 1.0])
+    failed = make_run(tmp_path / "runs" / "failed", "nvfp4_aqn", 4)
+    (failed / "DONE").unlink()
+    (failed / "FAILED").write_text("FloatingPointError: loss is NaN at step 3")
+    return tmp_path / "runs"
+
+
+def line_of(text: str, *words: str) -> str:
+    (line,) = (line for line in text.splitlines() if all(word in line for word in words))
+    return " ".join(line.split())
+
+
+def test_it_says_what_was_measured_and_what_to_type_for_the_rest(
+    sweep: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["verdicts", "runs"]) == exits.OK
+    text = capsys.readouterr().out
+    found = line_of(text, "final_accuracy")
+    assert found.startswith("final_accuracy nvfp4_aqn against bf16 4 +0.2")
+    assert "+0.076 (Table 1 3B), +0.027 (Table 1 7B)" in found
+    assert line_of(text, "initial_entropy", "nf4 against").endswith("undecided: no finished run of nf4 (0 started)")
+    assert line_of(text, "rollout_throughput", "nvfp4 against bf16").endswith("no finished run of nvfp4 (0 started)")
+    assert line_of(text, "+sweeps=lora_rank") == "python -m qerl_lab +sweeps=lora_rank # rank_insensitivity"
+    assert line_of(text, "QeRL +AQN").startswith("nvfp4_aqn 4 of 5 0.375 [")
+    assert line_of(text, "QeRL +AQN").endswith("(4) QeRL +AQN, NVFP4 0.837 0.908")
+    assert "runs/failed: failed (FloatingPointError: loss is NaN at step 3)" in text
+
+
+def test_the_files_have_every_number(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verdicts", "runs", "out=results/mine"]) == exits.OK
+    found = json.loads(Path("results/mine/verdicts.json").read_text())
+    assert len(found["rows"]) == sum(len(claim.contrasts) for claim in CLAIMS)
+    assert found["families"] == {"growth": 2, "final": 2}
+    (row,) = (row for row in found["rows"] if row["claim"]["name"] == "final_accuracy")
+    numbers = row["numbers"]
+    assert (row["finished"], row["started"], numbers["seeds"], numbers["questions"]) == ([4, 4], [5, 4], 4, 4)
+    assert numbers["effect_by_seed"] == pytest.approx([0.1875 + seed / 100 for seed in range(4)])
+    assert numbers["effect"][0] == pytest.approx(0.2025)
+    assert numbers["probability_of_improvement"] == 1
+    assert [one["effect"] for one in row["printed"]] == pytest.approx([0.076, 0.027])
+    page = Path("results/mine/verdicts.md").read_text()
+    assert "By `python -m qerl_lab.report verdicts runs`." in page
+    assert "| 4 of 5, 4 of 4 |" in page
+    assert page.count("\n| ") > len(found["rows"])
+
+
+def test_runs_of_two_versions_are_said_to_be(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_run(sweep / "other", "bf16", 5, sha="0ddba11")
+    assert main(["verdicts", "runs"]) == exits.OK
+    assert "The runs come from 2 versions of the code: 0ddba11, c0ffee0." in capsys.readouterr().out
+
+
+def test_a_folder_without_runs_is_refused(tmp_path: Path) -> None:
+    assert main(["verdicts", str(tmp_path)]) == exits.USAGE
+
+
+def test_a_ratio_of_the_paper_is_a_ratio_and_a_percentage_a_fraction() -> None:
+    claims = {claim.name: claim for claim in CLAIMS}
+    speed = claims["rollout_throughput"]
+    assert printed(speed, speed.contrasts[0]) == [("Figure 1 7B", pytest.approx(2092 / 1641))]
+    assert piped([["a", "b"], ["1", "2"]]) == "| a | b |\n|---|---|\n| 1 | 2 |"
+
+
+def test_it_needs_no_torch(sweep: Path) -> None:
+    code = "import sys; from qerl_lab.report.__main__ import main as m; assert m(['verdicts', 'runs']) == 0"
+    code += "; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=120)
