@@ -31,7 +31,7 @@ CALLS = {
     "access": (21, -1), "faccessat": (269, 48), "faccessat2": (439, 439), "getdents64": (217, 61), "getcwd": (79, 17),
     "readlink": (89, -1), "readlinkat": (267, 78),
     "mmap": (9, 222), "mprotect": (10, 226), "munmap": (11, 215), "brk": (12, 214), "mremap": (25, 216),
-    "madvise": (28, 233), "futex": (202, 98), "rt_sigaction": (13, 134), "rt_sigprocmask": (14, 135),
+    "futex": (202, 98), "rt_sigaction": (13, 134), "rt_sigprocmask": (14, 135),
     "rt_sigreturn": (15, 139), "sigaltstack": (131, 132), "restart_syscall": (219, 128), "setitimer": (38, 103),
     "getitimer": (36, 102), "alarm": (37, -1), "poll": (7, -1), "ppoll": (271, 73), "select": (23, -1),
     "pselect6": (270, 72), "nanosleep": (35, 101), "clock_nanosleep": (230, 115), "clock_gettime": (228, 113),
@@ -42,9 +42,12 @@ CALLS = {
     "set_robust_list": (273, 99), "rseq": (334, 293), "exit": (60, 93), "exit_group": (231, 94),
 }  # fmt: skip
 # Those that may be made with some arguments only: the argument's place, and its values, or the bits that it must lack.
-OPEN, OPENAT, IOCTL, FCNTL, PRLIMIT = (2, -1), (257, 56), (16, 29), (72, 25), (302, 261)
+OPEN, OPENAT, IOCTL, FCNTL, PRLIMIT, MADVISE = (2, -1), (257, 56), (16, 29), (72, 25), (302, 261), (28, 233)
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 TERMINAL, FCNTLS = (0x5401,), (0, 1, 2, 3, 4, 1030)  # TCGETS; F_DUPFD to F_SETFL, F_DUPFD_CLOEXEC: none signals
+# NORMAL to DONTNEED, FREE, HUGEPAGE, NOHUGEPAGE. Not MERGEABLE, whose timing tells what other processes hold, and not
+# HWPOISON, by which root takes memory from the machine.
+ADVICE = (0, 1, 2, 3, 4, 8, 14, 15)
 ALLOW, REFUSE, KILL = 0x7FFF0000, 0x00050001, 0x80000000  # REFUSE gives EPERM
 LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # instructions of BPF
 READ_FILE, READ_DIR, ABI_1, WITHOUT_NETWORK, WITHOUT_SCOPE = 1 << 2, 1 << 3, (1 << 13) - 1, 4, 6
@@ -110,6 +113,7 @@ def allow_calls(machine: str) -> None:
             lines += [(EQUAL, 0, 1, numbers[column]), (RETURN, 0, 0, ALLOW)]
     lines += _without_bits(OPEN[column], 1, WRITES) + _without_bits(OPENAT[column], 2, WRITES)
     lines += _one_of(IOCTL[column], 1, TERMINAL) + _one_of(FCNTL[column], 1, FCNTLS)
+    lines += _one_of(MADVISE[column], 2, ADVICE)
     lines += _without_bits(PRLIMIT[column], 2, 0xFFFFFFFF, both_halves=True)  # to ask for a limit, not to set one
     code = b"".join(pack("HBBI", *line) for line in [*lines, (RETURN, 0, 0, REFUSE)])
     program = pack("HxxxxxxP", len(code) // 8, ctypes.addressof(buffer := ctypes.create_string_buffer(code)))

@@ -26,14 +26,8 @@ OUTPUT_BYTES = 2**20
 # CPU time decides, so that a busy machine decides as an idle one does. A program that sleeps is stopped by the clock.
 CLOCK_SECONDS = 10  # for each second of CPU time
 NOT_LIBRARY = ("site-packages", "dist-packages")
-FLAGS = (
-    "-P",
-    "-s",
-    "-S",
-    "-B",
-    "-X",
-    "utf8",
-)  # nothing but the standard library can be imported, and nothing is written
+# Nothing but the standard library can be imported, and nothing is written.
+FLAGS = ("-P", "-s", "-S", "-B", "-X", "utf8")
 ENVIRONMENT = {"PYTHONHASHSEED": "0"}  # a set prints in one order every time
 OUT_OF_TIME = (-signal.SIGKILL, -signal.SIGXCPU)
 # Prints the shared libraries that Python's own modules need, which lie elsewhere on every system.

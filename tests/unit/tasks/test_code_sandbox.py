@@ -99,6 +99,9 @@ TRIES = {
     "bind the parent to a core": "os.sched_setaffinity(os.getppid(), [0])",
     "limit the parent": "resource.prlimit(os.getppid(), resource.RLIMIT_NOFILE, (3, 3))",
     "type into the terminal": "fcntl.ioctl(0, 0x5412, b'x')",
+    # memory
+    "find pages that others have too": "m = mmap.mmap(-1, 4096); m.madvise(mmap.MADV_MERGEABLE)",
+    "keep pages from a child": "m = mmap.mmap(-1, 4096); m.madvise(mmap.MADV_DONTFORK)",
     # limits
     "raise its time": "resource.setrlimit(resource.RLIMIT_CPU, (100, 100))",
     "raise its memory": "resource.setrlimit(resource.RLIMIT_AS, (-1, -1))",
