@@ -223,15 +223,18 @@ def _read_file(file: Path) -> Iterator[Located]:
 
 def _read_jsonl(file: Path) -> Iterator[Located]:
     """A row a line; blank lines are none."""
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                yield f"{file}:{number}", _parsed(line)
+    try:
+        with file.open("rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    yield f"{file}:{number}", _parsed(line)
+    except OSError as error:  # a directory of that name, no right to read it
+        raise _unreadable(file, error) from error
 
 
 def _parsed(line: bytes) -> dict[str, Any] | BadRow:
     try:
-        row = json.loads(line.decode())
+        row = json.loads(line.decode("utf-8-sig"))  # some editors put a mark at the start of a file
     except UnicodeDecodeError as error:
         return BadRow(f"is not UTF-8 ({error.reason} at byte {error.start})")
     except ValueError as error:
@@ -246,11 +249,14 @@ def _read_parquet(file: Path) -> Iterator[Located]:
     import pyarrow.parquet
 
     try:
-        opened = pyarrow.parquet.ParquetFile(file)
+        with pyarrow.parquet.ParquetFile(file) as opened:
+            yield from _of_batches(str(file), opened.iter_batches(BATCH_ROWS))
     except (OSError, pyarrow.ArrowException) as error:
-        raise ConfigError(f"{file} is no parquet file ({first_line(error)}). Check task.path.") from error
-    with opened:
-        yield from _of_batches(str(file), opened.iter_batches(BATCH_ROWS))
+        raise _unreadable(file, error) from error
+
+
+def _unreadable(file: Path, error: Exception) -> ConfigError:
+    return ConfigError(f"{file} cannot be read as {file.suffix} ({first_line(error)}). Check task.path.")
 
 
 def _of_batches(name: str, batches: Iterable[Any]) -> Iterator[Located]:

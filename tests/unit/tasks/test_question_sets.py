@@ -194,7 +194,32 @@ def test_parquet_text_that_is_not_utf8_costs_one_row(tmp_path: Path) -> None:
 def test_a_broken_parquet_file_is_named(tmp_path: Path) -> None:
     cfg = gsm8k(tmp_path)
     (tmp_path / "train.jsonl").rename(tmp_path / "train.parquet")
-    assert f"{tmp_path / 'train.parquet'} is no parquet file" in refusal(cfg)
+    assert f"{tmp_path / 'train.parquet'} cannot be read as .parquet" in refusal(cfg)
+
+
+def test_a_parquet_file_that_is_broken_amid_its_rows_is_named(tmp_path: Path) -> None:
+    cfg = gsm8k(tmp_path)
+    (tmp_path / "train.jsonl").unlink()
+    file = hub_rows.write_parquet(tmp_path / "train.parquet", [hub_rows.gsm8k(n) for n in range(5000)])
+    content = bytearray(file.read_bytes())
+    content[100 : len(content) // 2] = b"\xff" * (len(content) // 2 - 100)
+    file.write_bytes(bytes(content))
+    assert f"{file} cannot be read as .parquet" in refusal(cfg)
+
+
+def test_a_directory_where_a_file_should_be_is_named(tmp_path: Path) -> None:
+    cfg = gsm8k(tmp_path)
+    (tmp_path / "train.jsonl").unlink()
+    (tmp_path / "train.jsonl").mkdir()
+    assert f"{tmp_path / 'train.jsonl'} cannot be read as .jsonl (" in refusal(cfg)
+
+
+def test_the_mark_that_an_editor_puts_at_the_start_costs_no_row(tmp_path: Path) -> None:
+    cfg = gsm8k(tmp_path)
+    file = tmp_path / "train.jsonl"
+    file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())
+    task = tasks.load(cfg)
+    assert (len(task.train), task.warnings) == (MANY, ())
 
 
 @pytest.mark.parametrize("count", [2, 3])
