@@ -9,12 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from qerl_lab.cli.compose import make_plan
 from qerl_lab.config.arm import leaves
 from qerl_lab.config.files import choices_of
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.report import measures, reference
-from qerl_lab.report.claims import CLAIMS, LEARNING_RATE, OFF, Claim, Guardrail
+from qerl_lab.report.arms import FINISHED, run_from
+from qerl_lab.report.claims import CLAIMS, LEARNING_RATE, Claim, Guardrail
+from qerl_lab.report.contrasts import find
 from qerl_lab.report.measures import MEASURES, Unmeasured
 from qerl_lab.report.runs import Record, read_record
 from qerl_lab.report.stats import half_width, holm, p_above, probability_of_improvement, seeds_for
@@ -190,8 +193,21 @@ def test_a_claim_names_only_what_is_there(claim: Claim) -> None:
 
 def test_every_claim_has_a_name_of_its_own_and_a_grid() -> None:
     assert len(BY_NAME) == len(CLAIMS)
-    assert {"weight_formats"} <= {claim.sweep for claim in CLAIMS} & set(choices_of("sweeps"))
-    assert OFF == {"aqn.schedule": "off"}
+    assert {claim.sweep.partition(" ")[0] for claim in CLAIMS} <= set(choices_of("sweeps"))
+
+
+@pytest.mark.parametrize("grid", sorted({claim.sweep for claim in CLAIMS}))
+def test_a_grid_makes_the_arms_of_its_claims(grid: str) -> None:
+    plan = make_plan([f"+sweeps={grid.split()[0]}", *grid.split()[1:], "seed=0"], False, None)
+    runs = []
+    for job in plan.jobs:
+        values = {name: str(value) for name, _, value in leaves(job.config)}
+        runs.append(run_from(values, name=str(job.number), status=FINISHED, ended=0, code="", metrics=[]))
+    records = [Record(RunDirectory(Path("nowhere")), run, {}, {}) for run in runs]
+    for claim in (claim for claim in CLAIMS if claim.sweep == grid):
+        for contrast in claim.contrasts:
+            (pair,) = find(claim, contrast, records, runs)
+            assert len(pair.treated.options) == len(pair.control.options) == (3 if claim.best_of else 1)
 
 
 # --- measures
@@ -232,3 +248,12 @@ def test_a_question_is_passed_where_one_sample_is_right(tmp_path: Path) -> None:
     with pytest.raises(Unmeasured, match="one sample a question"):
         MEASURES["pass_after"].of([single], [single])
     assert measures.LEAST_RISE > 0
+
+
+def test_the_page_has_every_claim_with_its_family_and_sweep() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "verdicts.md").read_text(encoding="utf-8")
+    rows = {line.split("`")[1]: line for line in page.splitlines() if line.startswith("| `")}
+    assert list(rows) == [claim.name for claim in CLAIMS]
+    for claim in CLAIMS:
+        assert rows[claim.name].endswith(f"| {claim.family} | `{claim.sweep.partition(' ')[0]}` |")
+        assert f"{claim.smallest:g}" in rows[claim.name].split("|")[4]
