@@ -190,7 +190,7 @@ def _module(cfg: TaskConfig) -> SimpleNamespace:
         return SimpleNamespace(**functions, own=frozenset())
     from qerl_lab.tasks import module_file  # it needs Question, which is made here
 
-    own = module_file.load(cfg)
+    own = module_file.load(cfg, functions)
     return SimpleNamespace(**functions | own, own=frozenset(own))
 
 

@@ -4,26 +4,36 @@ The file is imported in the process of the run, and may do what the user may do.
 """
 
 import importlib.util
-from collections.abc import Callable, Sequence
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from qerl_lab.config.message import first_line
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.paths import module_hash
 from qerl_lab.config.schema import TaskConfig
-from qerl_lab.tasks import Question, Scores
+from qerl_lab.tasks import UNPARSED, Question, Scores
+
+if TYPE_CHECKING:  # checking a command imports tasks too, and should not wait for numpy
+    import numpy as np
+    from numpy.typing import NDArray
 
 NAMES = ("train", "heldout", "grade", "weights", "worked")
-PARTS = ("format", "answer", "unparsed")  # what every `grade` may return
+PARTS = ("format", "answer", UNPARSED)  # what every `grade` may return
 
 
-def load(cfg: TaskConfig) -> dict[str, Callable[..., Any]]:
+def load(cfg: TaskConfig, of_task: Mapping[str, Any]) -> dict[str, Callable[..., Any]]:
     """The functions that the file of `cfg.module` defines, by name, each with a check of what it returns.
 
-    Raises ConfigError where the file cannot be imported, defines none of them, or is not the one that the run was
-    composed with.
+    Args:
+        of_task: the functions of the task's own module; what the file does not define stays as it is there.
+
+    Raises:
+        ConfigError: the file cannot be imported, defines none of them, or is not the one that the run was composed
+            with; its weights are not those of the parts that are graded.
     """
     assert cfg.module is not None
     if cfg.module_hash not in (None, found := module_hash(cfg.module)):
@@ -37,10 +47,37 @@ def load(cfg: TaskConfig) -> dict[str, Callable[..., Any]]:
         raise ConfigError(f"task.module={cfg.module} defines none of {', '.join(NAMES)}. docs/tasks.md shows one.")
     for role in {"train", "heldout", "worked"} & set(functions):
         functions[role] = _questions(cfg, role, functions[role])
+    known = set(of_task["weights"](cfg)) if "weights" in of_task else set()
+    own = _weighted(cfg, functions["weights"](cfg)) if "weights" in functions else set()
+    weighed = own if "weights" in functions else known
     if "grade" in functions:
-        parts = set(functions["weights"](cfg)) if "weights" in functions else set()
-        functions["grade"] = _grade(cfg, functions["grade"], {*PARTS, *parts})
+        functions["grade"] = _grade(cfg, functions["grade"], own, weighed)
+    elif weighed != known:
+        raise ConfigError(
+            f"task.module={cfg.module}: weights(cfg) has {_listed(own)}, and grade of task={cfg.name} returns "
+            f"{_listed(known)} beside format and answer. Define grade too."
+        )
     return functions
+
+
+def _listed(parts: set[str]) -> str:
+    return ", ".join(sorted(parts)) or "nothing"
+
+
+def _weighted(cfg: TaskConfig, given: Any) -> set[str]:
+    """The parts that the file's weights name. Raises ConfigError."""
+    said = f"task.module={cfg.module}: weights(cfg)"
+    if not isinstance(given, dict) or not all(
+        isinstance(part, str) and isinstance(weight, int | float) and math.isfinite(weight)
+        for part, weight in given.items()
+    ):
+        raise ConfigError(f"{said} must return a dict of a number for each part, and returned {given!r:.80}.")
+    if set(given) & set(PARTS):
+        raise ConfigError(
+            f"{said} weighs {_listed(set(given) & set(PARTS))}; allowed: further parts. Type task.format_reward=X or "
+            "task.answer_reward=X."
+        )
+    return set(given)
 
 
 def _imported(file: Path) -> ModuleType:
@@ -50,7 +87,7 @@ def _imported(file: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # whatever the file does when it is imported
+    except (Exception, SystemExit) as error:  # whatever the file does when it is imported
         raise ConfigError(
             f"task.module={file} cannot be imported: {type(error).__name__}: {first_line(error)}"
         ) from error
@@ -64,27 +101,48 @@ def _questions(cfg: TaskConfig, name: str, function: Callable[..., Any]) -> Call
             raise ConfigError(f"task.module={cfg.module}: {name}(cfg) must return a list of qerl_lab.tasks.Question.")
         if len({one.id for one in found}) < len(found):
             raise ConfigError(f"task.module={cfg.module}: {name}(cfg) returned two questions of one id.")
+        for one in found:
+            _check_question(f"task.module={cfg.module}: {name}(cfg) returned the question {one.id!r:.80},", one)
         return found
 
     return checked
 
 
-def _grade(cfg: TaskConfig, function: Callable[..., Any], parts: set[str]) -> Callable[..., Scores]:
-    def checked(texts: Sequence[str], questions: Sequence[Question]) -> Scores:
-        import numpy as np
+def _check_question(said: str, one: Question) -> None:
+    if not all(isinstance(text, str) for text in (one.id, one.prompt, one.answer)):
+        raise ConfigError(f"{said} whose id, prompt and answer must be text.")
+    try:
+        json.dumps(dict(one.payload))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{said} whose payload must be what JSON holds: {first_line(error)}.") from error
 
+
+def _grade(cfg: TaskConfig, function: Callable[..., Any], own: set[str], weighed: set[str]) -> Callable[..., Scores]:
+    """`function` with a check: it returns every part of the file's `own` weights, and no further one but `weighed`."""
+
+    def checked(texts: Sequence[str], questions: Sequence[Question]) -> Scores:
         said = f"task.module={cfg.module}: grade(texts, questions)"
         given = function(texts, questions)
         if not isinstance(given, dict) or not {"format", "answer"} <= set(given):
             raise ConfigError(f"{said} must return a dict of scores with the keys format and answer.")
-        if unknown := sorted(set(given) - parts):
-            raise ConfigError(
-                f"{said} returned {', '.join(unknown)}, for which weights(cfg) of the file has no weight."
-            )
-        scores = {part: np.asarray(values, np.float64) for part, values in given.items()}
+        if unknown := set(given) - {*PARTS, *weighed}:
+            raise ConfigError(f"{said} returned {_listed(unknown)}, for which weights(cfg) of the file has no weight.")
+        if missing := own - set(given):
+            raise ConfigError(f"{said} did not return {_listed(missing)}, for which weights(cfg) has a weight.")
+        scores = {part: _numbers(values) for part, values in given.items()}
         for part, values in scores.items():
             if values.shape != (len(texts),) or not ((values >= 0) & (values <= 1)).all():
                 raise ConfigError(f"{said} must return in {part!r} a score from 0 to 1 for each of the texts.")
         return scores
 
     return checked
+
+
+def _numbers(values: Any) -> "NDArray[np.float64]":
+    """What a grade returned for a part; what are no numbers is NaN."""
+    import numpy as np
+
+    try:
+        return np.asarray(values, np.float64)
+    except (TypeError, ValueError):
+        return np.array(np.nan)

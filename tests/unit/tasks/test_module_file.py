@@ -111,6 +111,16 @@ def test_a_file_may_make_a_set_for_evaluation_one_to_train_on(tmp_path: Path) ->
     ("def train(cfg): return 3", "train(cfg) must return a list of qerl_lab.tasks.Question."),
     ("def heldout(cfg): return ['a']", "heldout(cfg) must return a list of qerl_lab.tasks.Question."),
     (ONE + "def train(cfg): return [Question('a', 'A?', '1'), Question('a', 'B?', '1')]", "two questions of one id"),
+    ("raise SystemExit(3)", "cannot be imported: SystemExit: 3"),
+    (ONE + "def train(cfg): return [Question('a', 7, '1')]",
+     "train(cfg) returned the question 'a', whose id, prompt and answer must be text."),
+    (ONE + "def heldout(cfg): return [Question('a', 'A?', '1', {'seen': {1}})]",
+     "heldout(cfg) returned the question 'a', whose payload must be what JSON holds: "),
+    ("def weights(cfg): return None", "weights(cfg) must return a dict of a number for each part, and returned None."),
+    ("def weights(cfg): return {'short': 'x'}", "must return a dict of a number for each part"),
+    ("def weights(cfg): return {'format': 5.0}", "weighs format; allowed: further parts. Type task.format_reward=X"),
+    ("def weights(cfg): return {'short': 1.0}",
+     "weights(cfg) has short, and grade of task=arithmetic returns nothing beside format and answer."),
 ])  # fmt: skip
 def test_a_file_that_breaks_the_contract_is_refused(tmp_path: Path, text: str, said: str) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -126,11 +136,27 @@ def test_a_file_that_breaks_the_contract_is_refused(tmp_path: Path, text: str, s
     ("{'format': [1.0], 'answer': [1.5]}", "must return in 'answer' a score from 0 to 1 for each"),
     ("{'format': [float('nan')], 'answer': [1.0]}", "must return in 'format' a score from 0 to 1 for each"),
     ("{'format': [1.0], 'answer': [1.0], 'short': [1.0]}", "returned short, for which weights(cfg) of the file has no"),
+    ("{'format': ['x'], 'answer': [1.0]}", "must return in 'format' a score from 0 to 1 for each"),
 ])  # fmt: skip
 def test_a_grade_that_breaks_the_contract_says_so(tmp_path: Path, returned: str, said: str) -> None:
     task = load(tmp_path, f"def grade(texts, questions): return {returned}")
     with pytest.raises(ConfigError, match=re.escape(said)):
         task.rewards(["a"], [Question("", "?", "1")])
+
+
+def test_a_part_that_has_a_weight_is_returned(tmp_path: Path) -> None:
+    task = load(tmp_path, "def weights(cfg): return {'short': 1.0}\n" + REWARD)
+    with pytest.raises(ConfigError, match=r"did not return short, for which weights\(cfg\) has a weight"):
+        task.rewards(["a"], [Question("", "?", "1")])
+
+
+@pytest.mark.parametrize("tests", [", 'tests': right / 2", ""])
+def test_a_grade_of_ones_own_may_return_the_parts_that_the_task_weighs(tmp_path: Path, tests: str) -> None:
+    path = str(hub_rows.write_jsonl(tmp_path / "rows.jsonl", [
+        {"question": f"Q {n}?", "tests": [{"input": "", "output": "1"}]} for n in range(200)
+    ]))  # fmt: skip
+    task = load(tmp_path, REWARD.replace('"answer": right}', f'"answer": right{tests}}}'), name="code_io", path=path)
+    assert task.rewards(["a"], [Question("", "?", "a")]).get("tests", 0.25) == 0.25
 
 
 def test_scores_may_be_lists(tmp_path: Path) -> None:
