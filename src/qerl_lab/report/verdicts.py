@@ -99,7 +99,7 @@ def _measured(claim: Claim, contrast: Contrast, pair: Pair) -> Row:
     )  # fmt: skip
     shared = pair.treated.seeds & pair.control.seeds
     if len(shared) < FEWEST_SEEDS:
-        return replace(row, why=f"{len(shared)} seeds have both arms, {FEWEST_SEEDS} are needed")
+        return replace(row, why=f"seeds that both arms have: {len(shared)}, of {FEWEST_SEEDS} that are needed")
     if claim.best_of and min(len(pair.treated.options), len(pair.control.options)) < 2:
         return replace(row, why=f"an arm has one value of {claim.best_of}, so there is no best")
     try:
@@ -238,8 +238,8 @@ def _decide(row: Row, adjusted: tuple[float, float], family: int) -> Row:
         return replace(row, numbers=found, verdict=Verdict.SUPPORTED, why=_for(claim, found))
     if p_for < LEVEL and claim.guardrail:
         why = f"the effect is there, but {claim.guardrail.measure} is lower by more than {claim.guardrail.margin}"
-        return replace(row, numbers=found, why=why)
-    return replace(row, numbers=found, why=_open(claim, found))
+        return replace(row, numbers=found, verdict=Verdict.UNDECIDED, why=why)
+    return replace(row, numbers=found, verdict=Verdict.UNDECIDED, why=_open(claim, found))
 
 
 def _against(claim: Claim, numbers: Numbers) -> str:

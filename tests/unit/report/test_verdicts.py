@@ -21,7 +21,7 @@ from qerl_lab.report.contrasts import find
 from qerl_lab.report.measures import MEASURES, Unmeasured
 from qerl_lab.report.runs import Record, read_record
 from qerl_lab.report.stats import half_width, holm, p_above, probability_of_improvement, seeds_for
-from qerl_lab.report.verdicts import Row, Verdict, judge
+from qerl_lab.report.verdicts import Row, Verdict, decided, judge
 from run_directories import make_run
 from simulated_runs import BY_NAME, GRADED, HELD_OUT, SCALAR, arms, rates, record, verdicts
 
@@ -120,7 +120,7 @@ def test_a_missing_arm_is_undecided_and_says_what_makes_it() -> None:
 
 def test_two_seeds_are_too_few() -> None:
     assert {row.verdict for row in verdicts(SCALAR, few(2))} == {Verdict.UNDECIDED}
-    assert verdicts(SCALAR, few(2))[0].why == "2 seeds have both arms, 3 are needed"
+    assert verdicts(SCALAR, few(2))[0].why == "seeds that both arms have: 2, of 3 that are needed"
 
 
 def test_only_shared_seeds_and_questions_count() -> None:
@@ -150,6 +150,16 @@ def test_an_effect_that_breaks_its_guardrail_does_not_support_a_claim() -> None:
         row = one(verdicts(railed, [with_accuracy(made, lost) for made in few(claim=railed)]))
         assert row.numbers is not None
         assert (row.verdict, row.numbers.guardrail) == (verdict, state)
+
+
+def test_a_contrast_is_held_against_the_level_of_its_family() -> None:
+    rows = verdicts(SCALAR, few())
+    for p_values, supported in (((0.02, 0.02, 0.02), 0), ((0.008, 0.02, 0.02), 1), ((0.001, 0.012, 0.02), 3)):
+        given = [
+            replace(row, numbers=replace(row.numbers, p_for=p, p_against=1.0))
+            for row, p in zip(rows, p_values, strict=True)
+        ]
+        assert [row.verdict for row in decided(given)].count(Verdict.SUPPORTED) == supported
 
 
 def test_an_effect_too_small_to_matter_contradicts_and_says_that_it_is_there() -> None:
