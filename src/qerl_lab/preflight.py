@@ -21,7 +21,7 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.config.rules import build, check_engine_on_cpu
 from qerl_lab.config.schema import DENSE_FORMAT, RunConfig, TaskConfig
 from qerl_lab.model import adapter_files, gguf, on_disk
-from qerl_lab.tasks import arithmetic
+from qerl_lab.tasks import arithmetic, data
 
 GPU_NODES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd", "/dev/nvhost-gpu")  # NVIDIA, WSL, ROCm, Jetson
 TOO_MANY_FOR_A_CPU = 1_000_000_000  # parameters; a rollout of 128 x 256 tokens then takes hours on a few cores
@@ -219,8 +219,8 @@ def _check_questions(cfg: RunConfig) -> list[str]:
     path = cfg.task.path
     if path is not None:
         if not path.strip():
-            raise ConfigError("task.path= is empty; allowed: a directory or a hub id. Leave task.path out.")
-        if not Path(path).expanduser().is_file() and on_disk.local(path, "task.path") is None:
+            raise ConfigError("task.path= is empty; allowed: a directory, a file or a hub id. Leave task.path out.")
+        if not data.is_local(path):
             return []
     elif tasks.is_on_the_hub(cfg.task):
         return []

@@ -44,7 +44,7 @@ def validate(cfg: RunConfig) -> None:
     for rule in (
         _no_secrets, _names_given, _known_modules, _gpus_divide, _batch_divides, _buffer_fits, _clip_acts,
         _kl_is_one, _bonus_fits, _aqn_acts, _aqn_decays,
-        _arithmetic_steps_ordered, _code_levels_ordered, _something_rewarded, _adapters_on_linears, _ignore_readable,
+        _bounds_ordered, _something_rewarded, _adapters_on_linears, _ignore_readable,
         _interval_possible,
         _optimizer_fits_device, _cache_fits_device, _attention_fits_device, _engine_fits_device, _kernels_fit_format,
         _server_reachable, _server_has_one_trainer, _aqn_finds_sigma,
@@ -228,22 +228,15 @@ def _aqn_finds_sigma(cfg: RunConfig) -> None:
         )
 
 
-def _arithmetic_steps_ordered(cfg: RunConfig) -> None:
-    fewest, most = cfg.task.arithmetic.min_steps, cfg.task.arithmetic.max_steps
-    if fewest > most:
-        raise ConfigError(
-            f"task.arithmetic.min_steps={fewest} is above task.arithmetic.max_steps={most}. "
-            f"Type for example task.arithmetic.min_steps={most}."
-        )
-
-
-def _code_levels_ordered(cfg: RunConfig) -> None:
-    easiest, hardest = cfg.task.code_io.min_level, cfg.task.code_io.max_level
-    if easiest > hardest:
-        raise ConfigError(
-            f"task.code_io.min_level={easiest} is above task.code_io.max_level={hardest}. "
-            f"Type for example task.code_io.min_level={hardest}."
-        )
+def _bounds_ordered(cfg: RunConfig) -> None:
+    steps, levels = cfg.task.arithmetic, cfg.task.code_io
+    for name, least, most in (
+        ("arithmetic.{}_steps", steps.min_steps, steps.max_steps),
+        ("code_io.{}_level", levels.min_level, levels.max_level),
+    ):
+        lower, upper = (f"task.{name.format(end)}" for end in ("min", "max"))
+        if least > most:
+            raise ConfigError(f"{lower}={least} is above {upper}={most}. Type for example {lower}={most}.")
 
 
 def _something_rewarded(cfg: RunConfig) -> None:

@@ -50,8 +50,8 @@ def _questions(cfg: TaskConfig, of_heldout: bool) -> Questions:
 
 
 def _level(value: object) -> int:
-    """5 of 5, "5" and "Level 5"."""
-    text = str(value).removeprefix("Level ")
+    """5 of 5, "5", "Level 5", and 5.0, as a column of numbers with gaps has it."""
+    text = str(value).removeprefix("Level ").removesuffix(".0")
     if text not in ("1", "2", "3", "4", "5"):
         raise BadRow(f"has the level {value!r}; levels are 1 to 5")
     return int(text)

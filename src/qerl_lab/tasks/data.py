@@ -158,6 +158,19 @@ def _add(found: dict[str, Question], question: Question, repeats: bool) -> None:
     raise BadRow(f"has the id {question.id.partition('-')[2]!r} of a row before it")
 
 
+def is_local(path: str, key: str = "task.path") -> bool:
+    """Whether a path means files of this machine, and not a set on the hub. Raises ConfigError for what is neither."""
+    local = Path(path).expanduser()
+    if local.exists() or local.suffix in SUFFIXES:
+        return True
+    if path.startswith(("/", ".", "~")) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path):
+        raise ConfigError(
+            f"{key}={path} is not there; allowed: a directory, a file (.jsonl, .parquet), or a hub id such as "
+            f"openai/gsm8k. Type {key}=DIRECTORY."
+        )
+    return False
+
+
 @dataclass(frozen=True)
 class Place:
     """Where rows are read; `remedy` is what to type where they cannot serve."""
@@ -173,12 +186,12 @@ def _place(cfg: TaskConfig, source: Source, of_heldout: bool) -> Place:
         "Check task.path, or say which columns to read: task.columns.question=NAME task.columns.answer=NAME"
         f"{' task.columns.id=NAME (empty numbers the rows)' if source.columns.get('id') else ''}."
     )
+    if not is_local(path):
+        return Place(lambda: _read_hub(path, split, source), columns)
     if local.is_dir():
         files = _files_of(local, _names(source, split, of_heldout), source.hub_config)
-    elif local.suffix in SUFFIXES or local.is_file():
-        files = [_file(local, source, of_heldout)]
     else:
-        return Place(lambda: _read_hub(path, split, source), columns)
+        files = [_file(local, source, of_heldout)]
     return Place(lambda: (row for file in files for row in _read_file(file)), columns)
 
 

@@ -10,6 +10,7 @@ from qerl_lab.config.option import ConfigError, did_you_mean, option
 from qerl_lab.config.rules import from_dict
 from qerl_lab.config.schema import TaskConfig
 from qerl_lab.model import on_disk
+from qerl_lab.tasks.data import is_local
 
 RECORD = "warmup.json"  # in the directory that is written: what was done
 
@@ -66,8 +67,8 @@ def check(cfg: WarmupConfig) -> None:
     if folder := on_disk.local(cfg.model, "model"):
         on_disk.check_files(folder, f"model={cfg.model}")
         on_disk.check_chat_template(folder, f"model={cfg.model}")
-    if cfg.task_path is not None and not Path(cfg.task_path).expanduser().is_file():
-        on_disk.local(cfg.task_path, "task_path")
+    if cfg.task_path is not None:
+        is_local(cfg.task_path, "task_path")
     _check_out(cfg)
 
 

@@ -124,7 +124,7 @@ def test_rows_that_dapo_repeats_count_once_and_other_rows_of_one_id_are_bad(tmp_
 
 @pytest.mark.parametrize(("levels", "count"), [("3-5", 300), ("4-5", 200), ("all", 500)])
 def test_bigmath_takes_the_levels_that_are_asked_for(tmp_path: Path, levels: str, count: int) -> None:
-    rows = [hub_rows.bigmath(n) | {"level": (n % 5 + 1, f"Level {n % 5 + 1}")[n % 2]} for n in range(500)]
+    rows = [hub_rows.bigmath(n) | {"level": (n % 5 + 1, f"Level {n % 5 + 1}", n % 5 + 1.0)[n % 3]} for n in range(500)]
     hub_rows.write_jsonl(tmp_path / "train.jsonl", rows)
     cfg = TaskConfig(name="bigmath", path=str(tmp_path), bigmath=BigMathConfig(levels))
     task = tasks.load(cfg)

@@ -194,6 +194,7 @@ def test_a_loss_that_is_not_finite_ends_it(cfg: WarmupConfig, monkeypatch: pytes
     [
         ({"task": "gsm9k"}, "task=gsm9k is not allowed; allowed: .*Did you mean gsm8k"),
         ({"model": "/no/such/place"}, "model=/no/such/place is no directory"),
+        ({"task_path": "/no/such/place"}, "task_path=/no/such/place is not there"),
         ({"model": "no.gguf"}, "model=no.gguf is no file"),
         ({"out": "MODEL/inside"}, "lie within each other"),
         ({"out": "MODEL", "model": "pocket", "overwrite": True}, "was not made by this command"),
