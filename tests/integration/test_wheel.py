@@ -47,6 +47,11 @@ def test_the_wheel_lists_experiments_and_sweeps(site: Path, tmp_path: Path) -> N
     assert "mxfp4_aqn" in planned.stdout
 
 
+def test_the_wheel_brings_the_paper_s_numbers(site: Path, tmp_path: Path) -> None:
+    shown = python(site, tmp_path, "-c", "from qerl_lab.report.reference import printed; print(len(printed()))")
+    assert shown.stdout.split() == ["606"], shown.stderr
+
+
 def test_the_wheel_trains(site: Path, tmp_path: Path) -> None:
     small = ["steps=1", "rollout.prompts_per_step=2", "optim.micro_batch_size=16", "eval.questions=4", "run_dir=run"]
     ran = python(site, tmp_path, "-m", "qerl_lab", "+experiment=nvfp4_aqn", *small)

@@ -157,7 +157,7 @@ def markdown(comparison: Comparison, rows: Sequence[Row], typed: str) -> str:
 
 
 def _measured(row: Row) -> list[str]:
-    counts = ", ".join(f"{n} of {m}" for n, m in zip(row.finished, row.started, strict=True))
+    counts = ", ".join(f"{n} of {m}" for n, m in zip(row.finished, row.started, strict=True) if m) or "-"
     numbers = row.numbers
     if numbers is None:
         return ["-", "-", counts, "-", _of_paper(row), "-", "-", "-", "-"]

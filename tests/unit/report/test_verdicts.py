@@ -23,9 +23,9 @@ from qerl_lab.report.runs import Record, read_record
 from qerl_lab.report.stats import half_width, holm, p_above, probability_of_improvement, seeds_for
 from qerl_lab.report.verdicts import Row, Verdict, decided, judge
 from run_directories import make_run
-from simulated_runs import BY_NAME, GRADED, HELD_OUT, SCALAR, arms, rates, record, verdicts
+from simulated_runs import BY_NAME, GRADED, HELD_OUT, QUIET, SCALAR, arms, rates, record, verdicts
 
-REPEATS = 150
+REPEATS = 100
 LARGEST = 0.025 + 3 * math.sqrt(0.025 * 0.975 / REPEATS)  # three standard errors above the level
 
 
@@ -48,7 +48,7 @@ def test_a_wrong_verdict_is_as_rare_as_stated(kind: str, effect: float, wrong: s
      ("equal", 0.04, "contradicted", 0.9), ("graded", 0.08, "supported", 0.8)],
 )  # fmt: skip
 def test_an_effect_that_is_there_is_found(kind: str, effect: float, right: str, power: float) -> None:
-    assert rates(kind, effect, 40)[right] >= power
+    assert rates(kind, effect, 40, QUIET)[right] >= power
 
 
 def test_a_family_is_wrong_no_more_often_than_one_claim() -> None:
