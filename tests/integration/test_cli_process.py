@@ -283,8 +283,8 @@ def test_a_sweep_goes_on_after_failures_and_ends_with_a_table_of_all_jobs(capfd)
     assert table[2].strip() == "ValueError: the reason"
     assert re.match(r"1 +seed=0 +done +0\.500 -> 0\.750 +0\.300 -> 0\.200 +1234 +95 +1-nvfp4-seed0", table[3])
     assert "SIGKILL" in table[5]
-    assert table[-2] == f"3 jobs in {directory}: 2 failed, 1 done"
-    assert table[-1] == f"continue one with: python -m qerl_lab resume={directory}/RUN_DIRECTORY"
+    assert table[-3] == f"3 jobs in {directory}: 2 failed, 1 done"
+    assert table[-2] == f"continue one with: python -m qerl_lab resume={directory}/RUN_DIRECTORY"
     assert "failed: ValueError: the reason" in err  # at once, not in the table only
     assert "Traceback" not in out + err
     names = {path.name for path in directory.iterdir() if path.is_dir()}
@@ -297,7 +297,7 @@ def test_a_sweep_from_a_file_whose_jobs_all_finish_ends_with_0(capfd):
     assert main(["+sweeps=weight_formats", "seed=0", "experiment=nf4,mxfp4_aqn", "hydra.sweep.dir=here"]) == 0
     assert sorted(path.parent.name for path in Path("here").glob("*/DONE")) == ["0-nf4-seed0", "1-mxfp4_aqn-seed0"]
     assert "2 jobs in here: 2 done" in capfd.readouterr().out
-    assert main(["+sweeps=weight_formats", "seed=0", "experiment=nf4", "hydra.sweep.dir=here"]) == 2
+    assert main(["+sweeps=weight_formats", "seed=0", "experiment=nf4", "hydra.sweep.dir=here", "rerun=true"]) == 2
     assert "not empty" in capfd.readouterr().err
 
 

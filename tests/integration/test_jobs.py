@@ -140,7 +140,7 @@ def test_a_job_that_somebody_else_has_begun_is_left_alone(here: Path, capfd: pyt
     plan = jobs.claim(make_plan(["seed=0,1", "hydra.sweep.dir=sweep"], True), "the command")
     second = RunDirectory(Path("sweep/1-adhoc-seed1"))
     second.begin()  # by resume=, for example
-    assert jobs.run_sweep(plan) == 130
+    assert jobs.run_sweep(plan, "the command") == 130
     assert f"another process has begun the run in {second.path.absolute()}. Type resume=" in capfd.readouterr().err
     assert second.status == "interrupted"
 

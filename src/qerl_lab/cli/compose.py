@@ -63,6 +63,7 @@ class Job:
     run_dir: Path
     composed: DictConfig
     notes: list[str] = field(default_factory=list)
+    begun: bool = False  # its directory is there, by an earlier command
 
 
 @dataclass(frozen=True)
@@ -138,6 +139,7 @@ def _loader(config_dir: str | None) -> Iterator[ConfigLoader]:
 
 def _single_plan(cfg: DictConfig, loader: ConfigLoader) -> Plan:
     config, words = _checked_job(cfg, loader)
+    intent.refuse_of_sweeps(words)
     intent.check_all_act([(config, words)])
     HydraConfig.instance().set_config(cfg)
     run_dir = Path(config.run_dir or str(cfg.hydra.run.dir)).expanduser().absolute()
@@ -162,6 +164,7 @@ def _sweep_plan(master: DictConfig, loader: ConfigLoader) -> Plan:
         notes = intent.notes(config, words, cfg.optim.micro_batch_size)
         jobs.append(Job(number, shown(overrides), config, directory / _subdirectory(cfg, number), cfg, notes))
     _refuse_shared_directories(jobs)
+    intent.check_pool([job.config for job in jobs], str(master.hydra.runtime.choices["hydra/launcher"]))
     intent.check_all_act([(job.config, intent.words_by_key(job.overrides)) for job in jobs])
     return Plan(jobs, directory, _sets(master, "hydra.sweep.dir"), sweep=master)
 

@@ -25,6 +25,7 @@ from qerl_lab.config.schema import (
     VllmServerConfig,
 )  # fmt: skip
 
+OF_SWEEPS = ("rerun", "jobs", "jobs_per_gpu")
 POCKET = "pocket"  # the embedded policy, and the scale that is made for it
 
 
@@ -83,6 +84,7 @@ ACTS_WITH = (
              "task=code_io without task.path"),
     ActsWith(("lora.start_hash",), "lora.start_from", _is_not(None), "lora.start_from=RUN_DIR"),
     ActsWith(("task.module_hash",), "task.module", _is_not(None), "task.module=FILE.py"),
+    ActsWith(("jobs_per_gpu",), "jobs", _is_not(1), "jobs=2"),
     ActsWith(("algorithm.max_resamples",), "algorithm.dynamic_sampling", _is(True),
              "algorithm.dynamic_sampling=true"),
     ActsWith(("algorithm.kl_estimator",), "algorithm.beta", _is_not(0), "algorithm.beta=0.001"),
@@ -139,6 +141,26 @@ def check_words(cfg: RunConfig, words: Mapping[str, str]) -> None:
         raise ConfigError(
             f"aqn.probe_prompts={cfg.aqn.probe_prompts} is more than the {cfg.completions_per_step} completions of a "
             f"step. Type for example aqn.probe_prompts={cfg.completions_per_step}."
+        )
+
+
+def refuse_of_sweeps(words: Mapping[str, str]) -> None:
+    """Raise ConfigError for a word about the jobs of a sweep in the command of a single run."""
+    for key in OF_SWEEPS:
+        if key in words:
+            raise ConfigError(f"{key}={words[key]} is of a sweep, and this command runs one job. Leave {key} out.")
+
+
+def check_pool(configs: Sequence[RunConfig], launcher: str) -> None:
+    """Raise ConfigError where the jobs of a sweep disagree on how it runs, or its launcher is none of this machine."""
+    for key in OF_SWEEPS:
+        if len({getattr(cfg, key) for cfg in configs}) > 1:
+            raise ConfigError(f"{key} holds for the whole sweep; allowed: one value. Type {key}=VALUE, once.")
+    jobs = configs[0].jobs
+    if jobs > 1 and launcher != "basic":
+        raise ConfigError(
+            f"jobs={jobs} starts jobs on this machine, and hydra/launcher={launcher} starts them its own way. "
+            "Leave one of the two out."
         )
 
 

@@ -8,7 +8,7 @@ import multiprocessing
 import signal
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,28 +25,33 @@ from hydra.types import HydraContext
 from omegaconf import DictConfig, OmegaConf, read_write
 
 from qerl_lab import exits
-from qerl_lab.cli import launch, manual
+from qerl_lab.cli import earlier, launch, manual, pool
 from qerl_lab.cli.compose import Job, Plan
 from qerl_lab.cli.overrides import shown
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.redact import redact
 from qerl_lab.exits import FAILURE, INTERRUPTED, OK, USAGE
+from qerl_lab.record.atomic import replace_file
 from qerl_lab.record.directory import RunDirectory, first_missing, remove_empty, reserve
 from qerl_lab.record.environment import Typed
 
+TABLE = "table.txt"  # in a sweep's directory: how its jobs ended
 STOP_FILE = "INTERRUPTED"  # in a sweep's directory: no further job starts
 
 
 def claim(plan: Plan, command: str) -> Plan:
-    """Make the directory of every job, or of none; the plan as it then lies. Raises ConfigError."""
+    """Make the directory of every new job, or of none; the plan as it then lies. Raises ConfigError."""
     made = first_missing(plan.directory)
     directory = plan.directory if plan.directory_given else reserve(plan.directory)
     made = made or (None if plan.directory_given else directory)
-    jobs = [_placed(job, directory, job.run_dir.relative_to(plan.directory)) for job in plan.jobs]
+    jobs = [
+        _placed(job, directory, job.run_dir if job.begun else job.run_dir.relative_to(plan.directory))
+        for job in plan.jobs
+    ]
     sweep = f"{directory.parent.name}/{directory.name}" if plan.multirun else None
     claimed: list[tuple[RunDirectory, Path | None]] = []
     try:
-        for job in jobs:
+        for job in [job for job in jobs if not job.begun]:
             run, above = RunDirectory(job.run_dir), first_missing(job.run_dir)
             words = list(job.composed.hydra.overrides.task)
             run.claim(replace(job.config, run_dir=str(run.path)), Typed(command, words, sweep))
@@ -57,7 +62,12 @@ def claim(plan: Plan, command: str) -> Plan:
         if directory.is_dir():
             remove_empty(directory, made)
         raise
-    return replace(plan, jobs=jobs, directory=directory, made=made)
+    placed = replace(plan, jobs=jobs, directory=directory, made=made)
+    if plan.sweep is not None:
+        with read_write(plan.sweep.hydra):
+            plan.sweep.hydra.sweep.dir = str(directory)
+        earlier.write(placed)
+    return placed
 
 
 def _placed(job: Job, directory: Path, inside: Path) -> Job:
@@ -99,64 +109,99 @@ def run_alone(plan: Plan) -> int:
     return cast(int, returned.return_value)
 
 
-def run_sweep(plan: Plan) -> int:
-    """Run every job of a plan as its launcher does, until a signal stops them; tell how they ended.
+def run_sweep(plan: Plan, command: str) -> int:
+    """Run every job of a plan that is not done, until a signal stops them; tell how all ended, and keep the table.
 
-    Returns the exit code of them all: 0 done, 1 one failed or never began, 130 interrupted.
+    `command` is what was typed. Returns the exit code of them all: 0 done, 1 one failed or never began, 130
+    interrupted. Raises ConfigError where another command runs them.
     """
     assert plan.sweep is not None
     stop_file = plan.directory / STOP_FILE
     stop_file.unlink(missing_ok=True)
-    try:
-        with _stopping_at_signals(stop_file):
-            _launch(plan, plan.sweep)
-    except KeyboardInterrupt:
-        pass  # the table comes after the second Ctrl-C too
-    except Exception:  # the boundary: whatever becomes of a launcher, the directories say how the jobs ended
-        traceback.print_exc()
-    print(manual.sweep_table(plan))
+    with earlier.locked(plan.directory):
+        try:
+            with _stopping_at_signals(stop_file):
+                _launch(plan, plan.sweep, command)
+        except KeyboardInterrupt:
+            pass  # the table comes after the second Ctrl-C too
+        except ConfigError:
+            raise
+        except Exception:  # the boundary: whatever becomes of a launcher, the directories say how the jobs ended
+            traceback.print_exc()
+        table = manual.sweep_table(plan)
+        if earlier.is_whole(plan):
+            replace_file(plan.directory / TABLE, f"{table.lstrip()}\n".encode())
+    print(table)
     found = {RunDirectory(job.run_dir).status for job in plan.jobs}
     if stop_file.exists() or "interrupted" in found:
         return INTERRUPTED
     return OK if found == {"done"} else FAILURE
 
 
-def _launch(plan: Plan, cfg: DictConfig) -> None:
-    with read_write(cfg.hydra):
-        cfg.hydra.sweep.dir = str(plan.directory)
-    OmegaConf.save(cfg, plan.directory / "multirun.yaml")
-    context = _context(cfg, plan.jobs)
+def _launch(plan: Plan, cfg: DictConfig, command: str) -> None:
+    left = [job for job in plan.jobs if RunDirectory(job.run_dir).status != "done"]
+    context = _context(cfg, left)
+    told = {str(job.run_dir): (job.number, job.begun) for job in left}
+    task = partial(run_one, count=len(plan.jobs), command=command, told=told)
     context.callbacks.on_multirun_start(config=cfg, config_name="config")
-    task = partial(run_one, count=len(plan.jobs))
+    if left and left[0].config.jobs > 1:
+        pool.run(left, partial(_start_beside, plan=plan, command=command))
+    elif left:
+        _launch_by_hydra(context, task, cfg, left)
+    context.callbacks.on_multirun_end(config=cfg, config_name="config")
+
+
+def _launch_by_hydra(
+    context: HydraContext, task: Callable[[DictConfig], int], cfg: DictConfig, left: list[Job]
+) -> None:
     launcher = Plugins.instance().instantiate_launcher(context, task, cfg)
-    directories = [[str(job.run_dir)] for job in plan.jobs]
+    directories = [[str(job.run_dir)] for job in left]
     batch = cfg.hydra.sweeper.max_batch_size or len(directories)
     for first in range(0, len(directories), batch):
         for returned in launcher.launch(directories[first : first + batch], initial_job_idx=first):
             _ = returned.return_value  # raises what the job raised
-    context.callbacks.on_multirun_end(config=cfg, config_name="config")
 
 
-def run_one(cfg: DictConfig, count: int) -> int:
-    """Run one of the `count` jobs of a sweep, perhaps in another process of a launcher; its exit code."""
+def _start_beside(job: Job, variables: Mapping[str, str], plan: Plan, command: str) -> int:
+    """Start a job beside others: what it prints goes to its directory, and Hydra's settings of a job do as usual."""
+    run, stop_file = RunDirectory(job.run_dir), plan.directory / STOP_FILE
+    if stop_file.exists():
+        return INTERRUPTED
+    own = {str(name): str(value) for name, value in job.composed.hydra.job.env_set.items()} | dict(variables)
+    label = f"job {job.number} ({job.number + 1} of {len(plan.jobs)})"
+    of = launch.OfSweep(stop_file, label, own, run.console)
+    sweep = f"{plan.directory.parent.name}/{plan.directory.name}"
+    return _start(run, run.path, of, Typed(command, job.overrides, sweep) if job.begun else None)
+
+
+def run_one(cfg: DictConfig, count: int, command: str, told: Mapping[str, tuple[int, bool]]) -> int:
+    """Run one of the `count` jobs of a sweep, perhaps in another process of a launcher; its exit code.
+
+    `told` has, by run directory, a job's number and whether an earlier command began it.
+    """
     if multiprocessing.parent_process() is not None:  # a worker of a launcher: the console of the command is its own
         exits.outlast()
     hydra = HydraConfig.get()
     run, stop_file = RunDirectory(Path(hydra.runtime.output_dir)), Path(hydra.sweep.dir) / STOP_FILE
     if stop_file.exists():
         return INTERRUPTED
-    label = f"job {hydra.job.num} ({hydra.job.num + 1} of {count})"
-    print(f"\n{label}: {' '.join(shown(hydra.overrides.task))}", flush=True)
-    code = _start(run, run.path, stop_file, label)
+    number, begun = told[str(run.path)]
+    words, sweep = shown(hydra.overrides.task), Path(hydra.sweep.dir)
+    label = f"job {number} ({number + 1} of {count})"
+    print(f"\n{label}: {' '.join(words)}", flush=True)
+    typed = Typed(command, words, f"{sweep.parent.name}/{sweep.name}") if begun else None
+    code = _start(run, run.path, launch.OfSweep(stop_file, label), typed)
     if code == INTERRUPTED:
         stop_file.touch()
     return code
 
 
-def _start(run: RunDirectory, made: Path | None, stop_file: Path | None = None, label: str = "") -> int:
-    """Start a claimed run, wait for its end and say what it was, all inside of Hydra's job."""
+def _start(
+    run: RunDirectory, made: Path | None, of: launch.OfSweep | None = None, typed: Typed | None = None
+) -> int:  # fmt: skip
+    """Start a claimed run, or with `typed` go on with one; wait for its end and say what it was."""
     try:
-        code = launch.start(run, made, stop_file, label)
+        code = launch.resume(run, typed, of) if typed else launch.start(run, made, of)
     except ConfigError as error:  # here, because Hydra would say more of it
         print(f"error: {redact(str(error))}", file=sys.stderr)
         return USAGE
@@ -179,6 +224,7 @@ def _stopping_at_signals(stop_file: Path) -> Iterator[None]:
     def stop(number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT:
             if stop_file.exists():
+                stop_file.write_text(launch.ABORT, encoding="utf-8")
                 exits.say_now(launch.ABORTING)
                 raise KeyboardInterrupt
             exits.say_now(launch.STOPPING)

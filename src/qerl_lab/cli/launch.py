@@ -14,11 +14,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import TextIO
+from typing import BinaryIO, TextIO
 
 from qerl_lab import exits, terminal
 from qerl_lab.cli.one_process import refuse_several
@@ -30,6 +31,7 @@ from qerl_lab.record.environment import Typed
 
 LOOK_SECONDS = 1.0  # between two looks for the stop file, and at the ranks of a run
 GRACE_SECONDS = 60.0  # that the other ranks have to end by themselves once one has died
+ABORT = "abort"  # in a stop file
 STOPPING = "stopping: the step under way ends and is saved (Ctrl-C again aborts at once)"
 ABORTING = "aborting: what came after the last checkpoint is lost"
 
@@ -48,10 +50,23 @@ CHILD_ENVIRONMENT = {
 }
 
 
-def start(run: RunDirectory, made: Path | None = None, stop_file: Path | None = None, job: str = "") -> int:
+@dataclass(frozen=True)
+class OfSweep:
+    """What a job has as one of a sweep.
+
+    It stops after its step as soon as `stop_file` exists, and at once when that says `ABORT`. `label` is what it shows
+    itself as. Beside others it has `variables` (its GPUs), and its messages go to `console`.
+    """
+
+    stop_file: Path
+    label: str
+    variables: Mapping[str, str] = field(default_factory=dict)
+    console: Path | None = None
+
+
+def start(run: RunDirectory, made: Path | None = None, of: OfSweep | None = None) -> int:
     """Run what a directory was claimed for to its end; its exit code (0, 1 or 130).
 
-    It stops after its step as soon as `stop_file` exists. `job` is what it shows itself as: which job of a sweep.
     Raises ConfigError for a configuration that the run finds it cannot use; the directory is gone then, and those that
     were made for it, up to `made`.
     """
@@ -61,13 +76,13 @@ def start(run: RunDirectory, made: Path | None = None, stop_file: Path | None = 
         typed = run.begin()
         try:
             refuse_several(os.environ)  # a launcher's worker has another environment than the command
-            return _run(run, typed, lock, stop_file, job)
+            return _run(run, typed, lock, of)
         except ConfigError:
             run.discard(made)
             raise
 
 
-def resume(run: RunDirectory, typed: Typed) -> int:
+def resume(run: RunDirectory, typed: Typed, of: OfSweep | None = None) -> int:
     """Continue a run that did not finish, or begin one that was claimed; its exit code (0, 1 or 130).
 
     Raises ConfigError where its configuration cannot run, or not any more.
@@ -81,16 +96,15 @@ def resume(run: RunDirectory, typed: Typed) -> int:
     with redirect_stderr(io.StringIO()):  # the child says what it passes over
         run.starting_point(config)
     with run.locked() as lock:
-        return _run(run, run.begin() or typed, lock)
+        return _run(run, run.begin() or typed, lock, of)
 
 
-def _run(
-    run: RunDirectory, typed: Typed | None, lock: TextIO, stop_file: Path | None = None, job: str = ""
-) -> int:  # fmt: skip
+def _run(run: RunDirectory, typed: Typed | None, lock: TextIO, of: OfSweep | None) -> int:
     config = run.config()
-    environment = _environment(config, typed, job)
+    environment = _environment(config, typed, of)
     environments = [environment | variables for variables in rank_variables(config.gpus)]
-    ended_with, rank = _wait(child_command(run.path), environments, lock, stop_file)
+    with _console(of) as console:
+        ended_with, rank = _wait(child_command(run.path), environments, lock, console, of.stop_file if of else None)
     code = run.settle(ended_with, f"rank {rank} of {config.gpus}" if config.gpus > 1 else "")
     if code == USAGE:
         raise ConfigError(run.reason.removeprefix("ConfigError: "))
@@ -102,10 +116,21 @@ def child_command(run_dir: Path) -> list[str]:
     return [sys.executable, "-m", "qerl_lab.train", str(run_dir), str(os.getpid())]
 
 
-def _environment(config: RunConfig, typed: Typed | None, job: str) -> dict[str, str]:
+@contextmanager
+def _console(of: OfSweep | None) -> Iterator[BinaryIO | None]:
+    """Where the children of a run print; None is the console of the command."""
+    if of is None or of.console is None:
+        yield None
+        return
+    with of.console.open("ab") as file:
+        yield file
+
+
+def _environment(config: RunConfig, typed: Typed | None, of: OfSweep | None) -> dict[str, str]:
     threads = {"OMP_NUM_THREADS": str(config.cpu_threads)} if config.cpu_threads > 0 else {}
     words = typed.variables() if typed else {}
-    return {**CHILD_ENVIRONMENT, **threads, **os.environ, **words, terminal.JOB: job}
+    label, own = (of.label, of.variables) if of else ("", {})
+    return {**CHILD_ENVIRONMENT, **threads, **os.environ, **own, **words, terminal.JOB: label}
 
 
 def rank_variables(gpus: int) -> list[dict[str, str]]:
@@ -127,7 +152,11 @@ def rank_variables(gpus: int) -> list[dict[str, str]]:
 
 
 def _wait(
-    command: list[str], environments: list[dict[str, str]], lock: TextIO, stop_file: Path | None
+    command: list[str],
+    environments: list[dict[str, str]],
+    lock: TextIO,
+    console: BinaryIO | None,
+    stop_file: Path | None,
 ) -> tuple[int, int]:
     """Run a process for each environment to its end; the status of the first that failed, and its rank.
 
@@ -151,13 +180,15 @@ def _wait(
         # Held back over the start, so that none meets a child that cannot handle it yet; see Stop.on_signals.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         for environment in environments:
-            children.append(subprocess.Popen(command, env=environment, pass_fds=[lock.fileno()]))
+            children.append(
+                subprocess.Popen(command, env=environment, pass_fds=[lock.fileno()], stdout=console, stderr=console)
+            )
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         if came:  # another thread took the signal
             for child in children:
                 child.terminate()
         rank = _end_of(children, stop_file)
-    return -signal.SIGINT if came.count(signal.SIGINT) > 1 else children[rank].returncode, rank
+    return -signal.SIGINT if came.count(signal.SIGINT) > 1 or _aborted(stop_file) else children[rank].returncode, rank
 
 
 def _end_of(children: list[subprocess.Popen[bytes]], stop_file: Path | None) -> int:
@@ -168,12 +199,17 @@ def _end_of(children: list[subprocess.Popen[bytes]], stop_file: Path | None) -> 
         if first is None and (first := _first_failed(children)) is not None:
             deadline = time.monotonic() + GRACE_SECONDS
         late, asked = time.monotonic() > deadline, stop_file is not None and stop_file.exists()
+        late = late or _aborted(stop_file)
         for child in running if late or asked else []:
             child.kill() if late else child.terminate()
         with suppress(subprocess.TimeoutExpired):
             running[0].wait(None if alone else LOOK_SECONDS)
     first = _first_failed(children) if first is None else first
     return 0 if first is None else first
+
+
+def _aborted(stop_file: Path | None) -> bool:
+    return stop_file is not None and stop_file.exists() and stop_file.read_text(encoding="utf-8") == ABORT
 
 
 def _first_failed(children: list[subprocess.Popen[bytes]]) -> int | None:

@@ -117,20 +117,24 @@ def dry_run_table(plan: Plan) -> str:
     rows = [["job", *(name for name, _ in _facts(RunConfig())), "overrides", "run directory"]]
     own = _words(plan.jobs)[1] if plan.multirun else [[]]
     for job, words in zip(plan.jobs, own, strict=True):
-        where = str(job.run_dir.relative_to(plan.directory)) if plan.multirun else near(job.run_dir)
+        where = _where(job, plan) if plan.multirun else near(job.run_dir)
         rest = " ".join(word for word in words if not word.lstrip("+").startswith(_SHOWN))
         rows.append([str(job.number), *(str(value) for _, value in _facts(job.config)), rest, where])
     if not any(row[-2] for row in rows[1:]):
         rows = [[*row[:-2], row[-1]] for row in rows]
     last = f"in {near(plan.directory)}" if plan.multirun else "as above"
-    end = f"dry run: would run {count(plan.jobs)} {last}; nothing was started or written"
+    done = [job for job in plan.jobs if job.begun and RunDirectory(job.run_dir).status == "done"]
+    skip = f", but for {len(done)} that are done" if done else ""
+    end = f"dry run: would run {count(plan.jobs)} {last}{skip}; nothing was started or written"
     return "\n".join([columns(rows), *notes(plan.jobs), end])
 
 
 def opening(plan: Plan) -> str:
     """Say where a command writes, and what there is to know of its jobs before they start."""
     what = f"{count(plan.jobs)} in" if plan.multirun else "run directory:"
-    return "\n".join([f"{what} {near(plan.directory)}", *notes(plan.jobs)])
+    begun = [RunDirectory(job.run_dir).status for job in plan.jobs if job.begun]
+    earlier = f"{begun.count('done')} are done already, {len(begun) - begun.count('done')} go on (rerun=true: all anew)"
+    return "\n".join([f"{what} {near(plan.directory)}", *([earlier] if begun else []), *notes(plan.jobs)])
 
 
 def notes(jobs: list[Job]) -> list[str]:
@@ -165,7 +169,7 @@ def sweep_table(plan: Plan) -> str:
     shared, own = _words(jobs)
     rows = [["job", "overrides", "status", "accuracy", "entropy", "tok/s", "seconds", "run directory"]]
     for job, words, run in zip(jobs, own, runs, strict=True):
-        where = str(job.run_dir.relative_to(plan.directory))
+        where = _where(job, plan)
         rows.append([str(job.number), " ".join(words), run.status, *_headline(run.result()), where])
     header, *body = columns(rows).splitlines()
     lines = ["", *([f"all jobs: {' '.join(shared)}"] if shared else []), header]
@@ -175,7 +179,13 @@ def sweep_table(plan: Plan) -> str:
     lines.append(f"{count(jobs)} in {near(plan.directory)}: {counts}")
     if any(run.is_claimed and run.status != "done" for run in runs):
         lines.append(f"continue one with: python -m qerl_lab resume={near(plan.directory)}/RUN_DIRECTORY")
+        lines.append(f"all of them with the same line, or: python -m qerl_lab resume={near(plan.directory)}")
     return "\n".join(lines)
+
+
+def _where(job: Job, plan: Plan) -> str:
+    inside = job.run_dir.is_relative_to(plan.directory)
+    return str(job.run_dir.relative_to(plan.directory)) if inside else near(job.run_dir)
 
 
 def interrupted(run: RunDirectory) -> str:

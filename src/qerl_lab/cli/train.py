@@ -20,7 +20,7 @@ from omegaconf import DictConfig
 
 import qerl_lab
 from qerl_lab import exits, preflight
-from qerl_lab.cli import extension, jobs, launch, manual
+from qerl_lab.cli import earlier, extension, jobs, launch, manual, pool
 from qerl_lab.cli.compose import VERSION_BASE, Plan, make_plan, register
 from qerl_lab.cli.grammar import not_a_flag
 from qerl_lab.cli.one_process import refuse_several
@@ -53,6 +53,8 @@ def main(words: list[str]) -> int:
     refuse_several(os.environ)
     command = redact(shlex.join(["python", "-m", "qerl_lab", *words]))
     if directory := _resumed_directory(args.overrides, flags):
+        if (directory / earlier.INDEX).exists():
+            return _resume_sweep(directory, command, _steps(args.overrides))
         return _resume(RunDirectory(directory), command, _steps(args.overrides))
     if args.shell_completion:
         return _complete(words)
@@ -66,14 +68,14 @@ def main(words: list[str]) -> int:
     if args.cfg or args.info:
         _show([*flags, *overrides])
         return OK
-    plan = _foresee(plan)
+    plan = _foresee(earlier.reuse(plan))
     _refuse_used(plan)
     if any(job.config.dry_run for job in plan.jobs):
         print(manual.dry_run_table(plan))
         return OK
     plan = jobs.claim(plan, command)
     print(manual.opening(plan), flush=True)
-    return jobs.run_sweep(plan) if plan.multirun else jobs.run_alone(plan)
+    return jobs.run_sweep(plan, command) if plan.multirun else jobs.run_alone(plan)
 
 
 def _parse(words: list[str]) -> tuple[list[str], argparse.Namespace]:
@@ -139,6 +141,14 @@ def _resume(run: RunDirectory, command: str, steps: int | None) -> int:
     return code
 
 
+def _resume_sweep(directory: Path, command: str, steps: int | None) -> int:
+    if steps is not None:
+        raise ConfigError(f"steps={steps} extends one run, and resume={directory} is a sweep. Leave steps out.")
+    plan = jobs.claim(_foresee(earlier.read(directory)), command)
+    print(manual.opening(plan), flush=True)
+    return jobs.run_sweep(plan, command)
+
+
 def _complete(words: list[str]) -> int:
     """Hydra's tab completion, with our schema and with the spelling that its grammar wants in the words before."""
     if not (script := Path(sys.argv[0]).name).startswith(SCRIPT):
@@ -167,12 +177,17 @@ def _foresee(plan: Plan) -> Plan:
     """The plan whose jobs also note what they cut. Raises ConfigError for the first job that could not start."""
     jobs = []
     for job in plan.jobs:
+        if job.begun and RunDirectory(job.run_dir).status == "done":
+            jobs.append(job)
+            continue
         try:
             cut = preflight.check(job.config, job.run_dir, plan.is_here)
         except ConfigError as error:
             where = f"job {job.number} ({' '.join(job.overrides)}): " if plan.multirun else ""
             raise ConfigError(f"{where}{error}") from None
         jobs.append(replace(job, notes=[*job.notes, *cut]))
+    if plan.jobs[0].config.jobs > 1:
+        pool.cards_of([job.config for job in plan.jobs])
     return replace(plan, jobs=jobs)
 
 
@@ -180,4 +195,5 @@ def _refuse_used(plan: Plan) -> None:
     if plan.multirun and RunDirectory(plan.directory).is_claimed:
         raise ConfigError(f"hydra.sweep.dir={plan.directory} is the directory of a run. Type another for the sweep.")
     for job in plan.jobs if plan.directory_given else []:
-        RunDirectory(job.run_dir).refuse_used()
+        if not job.begun:
+            RunDirectory(job.run_dir).refuse_used()

@@ -9,7 +9,8 @@ from qerl_lab.config.schema import RunConfig
 
 NOT_OF_ARM = (
     "seed",
-    "run_dir", "resume", "dry_run", "checkpoint.every", "checkpoint.keep",  # how it is run; and all of tracking
+    "run_dir", "resume", "dry_run", "rerun", "jobs", "jobs_per_gpu",  # how it is run; and all of tracking
+    "checkpoint.every", "checkpoint.keep",
     "device", "gpus", "cpu_threads",  # reports read from the record where a run ran
     "rollout.vllm_server.url", "rollout.vllm_server.adapter_dir", "rollout.vllm_server.patience_seconds",
     "lora.start_from",  # its content counts, as lora.start_hash

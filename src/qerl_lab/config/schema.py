@@ -333,7 +333,14 @@ class RunConfig:
         2, "torch threads on a CPU (runs side by side need 1 each); 0: all cores", at_least=0, at_most=1024
     )
     dry_run: bool = option(False, "check every job of the command, print what would run, and stop")
-    resume: str | None = option(None, "continue the run in this directory with its own configuration")
+    resume: str | None = option(None, "continue the run, or the sweep, in this directory with its own configuration")
+    rerun: bool = option(False, "sweep: begin every job anew, also those that an earlier sweep of this name has")
+    jobs: int = option(
+        1, "sweep: jobs at once on this machine; give each cpu_threads=1 there", at_least=1, at_most=1024
+    )
+    jobs_per_gpu: int = option(
+        1, "sweep with jobs above 1: jobs that share a GPU; others get GPUs of their own", at_least=1, at_most=64
+    )
     run_dir: str = option("", "where the run's record goes; empty is runs/<experiment>/seed<seed>/<time>")
 
     @property

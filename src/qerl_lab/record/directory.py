@@ -5,6 +5,7 @@ QUEUED                                            what was typed, until the run 
 env.json code.diff sessions.json                  where, with what code and when it ran
 metrics.jsonl samples.jsonl eval.parquet          what it measured
 checkpoints/ adapter/ curves.png mlflow.json      what it learned, and who mirrors it
+console.txt                                       what a job printed that ran beside others
 DONE or FAILED                                    how it ended; neither after an interruption
 """
 
@@ -35,10 +36,11 @@ if TYPE_CHECKING:
     import pandas as pd
 
 DONE, FAILED, QUEUED = "DONE", "FAILED", "QUEUED"
+CONSOLE = "console.txt"
 ROOM, ROOM_BYTES = ".room-for-FAILED", 65536
 ARTIFACTS = (resolved.NAME, "metrics.jsonl", evaluations.NAME, "curves.png")
 MARKS = (resolved.NAME, "metrics.jsonl", DONE, FAILED)  # a folder with one of them is a run's, be it damaged
-LEFT_BY_A_REFUSED_RUN = {resolved.NAME, QUEUED, FAILED, ROOM, "env.json", "code.diff", "sessions.json"}
+LEFT_BY_A_REFUSED_RUN = {resolved.NAME, QUEUED, FAILED, ROOM, "env.json", "code.diff", "sessions.json", CONSOLE}
 
 
 class RunDirectory:
@@ -47,6 +49,7 @@ class RunDirectory:
     def __init__(self, path: Path) -> None:
         self.path = Path(path)
         self.checkpoints, self.adapter, self.curves = (self.path / n for n in ("checkpoints", "adapter", "curves.png"))
+        self.console = self.path / CONSOLE
 
     # --- from its claim to its end
 
@@ -188,6 +191,17 @@ class RunDirectory:
     def settings(self) -> dict[str, str]:
         """Read every dotted key with its value as text, also of a run of another version of the lab."""
         return resolved.read_settings(self.path)
+
+    def text(self) -> str:
+        """Read resolved.yaml as it is written. Raises OSError."""
+        return (self.path / resolved.NAME).read_text(encoding="utf-8")
+
+    def device_kind(self) -> str | None:
+        """`cpu` or `cuda`, on which the run began; None where it has not. Raises ConfigError for a damaged record."""
+        began = self.environment()
+        if not began:
+            return None
+        return "cuda" if began["gpus"] and self.settings()["device"] != "cpu" else "cpu"
 
     def check(self) -> None:
         """Refuse a directory that cannot be written, or whose files are not what a run leaves."""

@@ -1,0 +1,160 @@
+"""What earlier commands have of a sweep: finished jobs are skipped, stopped ones go on where they lie.
+
+A run is a job's if configuration (as `config/arm.py` tells arms apart), seed and kind of device agree. It is looked for
+in the sweeps of the same name, or in the directory that the command names.
+"""
+
+import copy
+import fcntl
+import json
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from hydra.conf import HydraConf
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+
+from qerl_lab import preflight
+from qerl_lab.cli.compose import Job, Plan
+from qerl_lab.config.arm import is_of_arm, leaves
+from qerl_lab.config.option import ConfigError
+from qerl_lab.config.redact import redact
+from qerl_lab.config.schema import RunConfig
+from qerl_lab.record.atomic import read_json, replace_file
+from qerl_lab.record.directory import RunDirectory, is_run
+
+INDEX, MASTER = "sweep.json", "multirun.yaml"  # its jobs; what Hydra composed for it as a whole
+OF_A_RUN = re.compile(r"^seed: (\d+)$", re.MULTILINE)  # in resolved.yaml, found without reading the whole as YAML
+
+
+def reuse(plan: Plan) -> Plan:
+    """The plan whose jobs lie where an earlier command put them, as far as one did; all of them new under rerun=true.
+
+    Raises ConfigError where another process runs one of them now.
+    """
+    if not plan.multirun or plan.jobs[0].config.rerun:
+        return plan
+    parent = plan.directory.parent
+    sweeps = [plan.directory] if plan.directory_given else sorted(parent.glob("*"), reverse=True)
+    known = [(sweep, run) for sweep in sweeps if sweep.is_dir() for run in _runs(sweep)]
+    jobs = [_found(job, known, plan.is_here) for job in plan.jobs]
+    homes = {sweep for sweep in sweeps for job in jobs if job.begun and job.run_dir.is_relative_to(sweep)}
+    if not homes or not all(job.begun for job in jobs):
+        return replace(plan, jobs=jobs)
+    return replace(plan, jobs=jobs, directory=max(homes), directory_given=True)
+
+
+def _runs(sweep: Path) -> Iterator[RunDirectory]:
+    for path, folders, files in os.walk(sweep):
+        if is_run(files):
+            folders.clear()
+            yield RunDirectory(Path(path))
+
+
+def _found(job: Job, known: list[tuple[Path, RunDirectory]], is_here: bool) -> Job:
+    """The job in the directory of its finished run, else of the newest that began it, else as it is."""
+    same = [(sweep, run) for sweep, run in known if _is_of(run, job.config, is_here)]
+    if not same:
+        return job
+    sweep, run = next((pair for pair in same if pair[1].status == "done"), same[0])
+    if run.status != "done":
+        _refuse_running(sweep, run)
+    return replace(job, run_dir=run.path, begun=True)
+
+
+def _is_of(run: RunDirectory, config: RunConfig, is_here: bool) -> bool:
+    try:
+        seed = OF_A_RUN.search(run.text())
+        if seed is None or int(seed[1]) != config.seed:
+            return False
+        settings, device = run.settings(), run.device_kind()
+    except (ConfigError, OSError, UnicodeDecodeError):  # damaged: no run that could go on
+        return False
+    ours = {name: str(value) for name, _, value in leaves(config) if is_of_arm(name)}
+    if ours != {name: value for name, value in settings.items() if is_of_arm(name)}:
+        return False
+    if run.status != "done" and settings["gpus"] != str(config.gpus):  # a checkpoint is of so many processes
+        return False
+    return device is None or _kind(config, is_here) in (device, None)
+
+
+def _kind(config: RunConfig, is_here: bool) -> str | None:
+    """`cpu` or `cuda`, as the job will run; None where another machine decides."""
+    if config.device == "auto":
+        return ("cuda" if preflight.has_gpu() else "cpu") if is_here else None
+    return config.device
+
+
+def _refuse_running(sweep: Path, run: RunDirectory) -> None:
+    if (sweep / INDEX).exists():
+        with locked(sweep):
+            pass
+    if run.is_claimed:
+        with run.locked():
+            pass
+
+
+@contextmanager
+def locked(sweep: Path) -> Iterator[None]:
+    """Hold a sweep's directory. Raises ConfigError where another command runs it."""
+    with open(sweep / INDEX, "r+", encoding="utf-8") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"another command runs the sweep in {sweep}. Wait for it or stop it first, or type rerun=true for "
+                "runs of its own."
+            ) from None
+        except OSError:
+            pass  # a file system without locks: runs in it are not guarded either
+        yield
+
+
+def write(plan: Plan) -> None:
+    """Note the jobs of a sweep and what Hydra composed for it, unless its directory knows them already."""
+    if {str(job.run_dir) for job in plan.jobs} <= set(_paths(plan.directory)):
+        return
+    OmegaConf.save(plan.sweep, plan.directory / MASTER)
+    jobs = [
+        {"number": job.number, "words": job.overrides, "run_dir": os.path.relpath(job.run_dir, plan.directory)}
+        for job in plan.jobs
+    ]
+    replace_file(plan.directory / INDEX, redact(json.dumps({"jobs": jobs}, indent=1)).encode())
+
+
+def _paths(directory: Path) -> list[str]:
+    with suppress(ConfigError):
+        return [os.path.normpath(directory / job["run_dir"]) for job in read_json(directory / INDEX, dict)["jobs"]]
+    return []
+
+
+def is_whole(plan: Plan) -> bool:
+    """Tell whether a plan has every job that its directory knows, so that its table is that of the directory."""
+    return {str(job.run_dir) for job in plan.jobs} >= set(_paths(plan.directory))
+
+
+def read(directory: Path) -> Plan:
+    """The plan of a sweep's directory, with the configurations that its runs have there. Raises ConfigError."""
+    master = _master(directory)
+    jobs = []
+    for known in read_json(directory / INDEX, dict)["jobs"]:
+        run = RunDirectory(Path(os.path.normpath(directory / known["run_dir"])))
+        composed = copy.deepcopy(master)
+        with read_write(composed), open_dict(composed):
+            composed.hydra.job.num = composed.hydra.job.id = known["number"]
+            composed.hydra.overrides.task = known["words"]
+        jobs.append(Job(known["number"], known["words"], run.config(), run.path, composed, begun=True))
+    return Plan(jobs, directory, True, sweep=master)
+
+
+def _master(directory: Path) -> DictConfig:
+    """What Hydra composed for a sweep, typed again as its launchers want it."""
+    values: Any = OmegaConf.load(directory / MASTER)
+    typed = OmegaConf.structured(HydraConf)
+    OmegaConf.set_struct(typed, False)
+    values.hydra = OmegaConf.merge(typed, values.hydra)
+    return values

@@ -1,0 +1,236 @@
+"""Sweeps that were run before: finished jobs are skipped, stopped ones go on, also after kill -9; several at once.
+
+The stand-in for a run's process notes its sessions in RUN_DIR/calls. Its seed says what becomes of it: 1 fails in its
+first session, 2 waits in its first session until it is told to stop or killed, every other is done.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from qerl_lab import preflight
+from qerl_lab.cli import launch, pool
+from qerl_lab.cli.train import main
+from qerl_lab.config.option import ConfigError
+from qerl_lab.config.schema import RunConfig
+from qerl_lab.record.directory import RunDirectory
+
+pytestmark = pytest.mark.integration
+SOURCE = str(Path(launch.__file__).parents[2])
+CHILD = """
+import json, os, re, signal, sys, time
+run_dir, parent = sys.argv[1], os.getppid()
+path = lambda name: os.path.join(run_dir, name)
+def write(name, text, mode="w"):
+    with open(path(name), mode) as f: f.write(text)
+stopped = []
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    signal.signal(number, lambda n, frame: stopped.append(n))
+signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
+seed = int(re.search(r"^seed: (\\d+)", open(path("resolved.yaml")).read(), re.M)[1])
+began = time.time()
+first = not os.path.exists(path("calls"))
+gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "-")
+if first: write("env.json", json.dumps({"gpus": []}))
+print("the console of", seed, flush=True)
+write("metrics.jsonl", json.dumps({"step": 25, "time": began, "metrics": {"reward/mean": 0.5}}) + "\\n")
+write("calls", "began\\n", "a")
+if seed == 1 and first: write("FAILED", "ValueError: the reason\\n"); sys.exit(1)
+if seed == 2 and first:
+    while not stopped and os.getppid() == parent: time.sleep(0.02)
+    sys.exit(130)
+if seed >= 10: time.sleep(1.0)
+write("times", json.dumps([began, time.time(), gpus]))
+write("DONE", "{}")
+"""
+
+
+@pytest.fixture(autouse=True)
+def child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    script = tmp_path / "child.py"
+    script.write_text(CHILD)
+    monkeypatch.setattr(launch, "child_command", lambda run_dir: [sys.executable, "-S", str(script), str(run_dir)])
+    monkeypatch.setattr(preflight, "has_gpu", lambda: False)
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    return script
+
+
+def calls() -> dict[str, int]:
+    """How often each run below runs/ was started."""
+    return {str(path.parent.relative_to("runs/sweeps")): len(path.read_text().split()) for path in _calls()}
+
+
+def _calls() -> list[Path]:
+    return sorted(Path("runs/sweeps").glob("*/*/*/calls"))
+
+
+def sessions() -> list[int]:
+    return [len(path.read_text().split()) for path in _calls()]
+
+
+def background(child: Path, *words: str) -> subprocess.Popen[str]:
+    code = (
+        "from qerl_lab import exits, preflight; from qerl_lab.cli import launch; from qerl_lab.__main__ import main;"
+        f"import sys; launch.child_command = lambda run: [sys.executable, '-S', {str(child)!r}, str(run)];"
+        "preflight.has_gpu = lambda: False; exits.run(main)"
+    )
+    command = [sys.executable, "-c", code, *words]
+    pipe = subprocess.PIPE
+    environment = {**os.environ, "PYTHONPATH": SOURCE}
+    return subprocess.Popen(command, env=environment, start_new_session=True, text=True, stdout=pipe, stderr=pipe)
+
+
+def wait_for(pattern: str) -> Path:
+    deadline = time.time() + 120
+    while time.time() < deadline:
+        if found := list(Path.cwd().glob(pattern)):
+            return found[0]
+        time.sleep(0.02)
+    raise AssertionError(f"no {pattern}")
+
+
+def test_the_same_line_skips_what_is_done_and_goes_on_with_what_failed(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["-m", "seed=0,1"]) == 1
+    assert sessions() == [1, 1]
+    assert main(["-m", "seed=0,1"]) == 0
+    assert sessions() == [1, 2]
+    assert "1 are done already, 1 go on" in capfd.readouterr().out
+    (directory,) = Path("runs/sweeps/adhoc").iterdir()
+    assert main(["-m", "seed=0,1"]) == 0
+    assert sessions() == [1, 2]
+    out = capfd.readouterr().out
+    assert "2 done" in out
+    assert (directory / "table.txt").read_text().strip() in out
+    assert main(["-m", "seed=0,3"]) == 0  # another grid: only what it adds
+    assert list(calls().values()) == [1, 2, 1]
+    assert main(["-m", "seed=0,3", "lora.rank=4"]) == 0  # another configuration
+    assert len(sessions()) == 5
+
+
+def test_rerun_begins_every_job_anew() -> None:
+    assert main(["-m", "seed=0,3"]) == 0
+    assert main(["-m", "seed=0,3", "rerun=true"]) == 0
+    assert sessions() == [1, 1, 1, 1]
+
+
+def test_a_run_on_another_kind_of_device_is_another_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert main(["-m", "seed=0,3"]) == 0
+    assert main(["-m", "seed=0,3", "device=cpu"]) == 0
+    assert sessions() == [1, 1]
+    for env in Path("runs").rglob("env.json"):
+        env.write_text(json.dumps({"gpus": [{"name": "a GPU"}]}))
+    assert main(["-m", "seed=0,3", "device=cpu"]) == 0
+    assert sessions() == [1, 1, 1, 1]
+
+
+def test_a_dry_run_says_what_is_done(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["-m", "seed=0,3"]) == 0
+    assert main(["-m", "seed=0,3", "dry_run=true"]) == 0
+    assert "but for 2 that are done" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("how", ["the same line", "resume", "in a pool"])
+def test_a_sweep_that_was_killed_with_minus_9_goes_on(child: Path, how: str, capfd: pytest.CaptureFixture[str]) -> None:
+    words = ["-m", "seed=0,2,3", *(["jobs=2", "cpu_threads=1"] if how == "in a pool" else [])]
+    parent = background(child, *words)
+    waiting = wait_for("runs/sweeps/adhoc/*/1-*/calls").parent
+    wait_for("runs/sweeps/adhoc/*/0-*/DONE")
+    assert main(words) == 2
+    assert "another command runs the sweep in" in capfd.readouterr().err
+    parent.kill()
+    parent.communicate()
+    deadline = time.time() + 30
+    while time.time() < deadline:  # the child ends by itself
+        try:
+            with RunDirectory(waiting).locked():
+                break
+        except ConfigError:
+            time.sleep(0.05)
+    assert main([f"resume={waiting.parent}"] if how == "resume" else words) == 0
+    statuses = {path.name: RunDirectory(path).status for path in waiting.parent.iterdir() if path.is_dir()}
+    assert set(statuses.values()) == {"done"}
+    assert len(list(Path("runs/sweeps/adhoc").iterdir())) == 1
+    assert sessions() == [1, 2, 1]
+    assert "3 done" in (waiting.parent / "table.txt").read_text()
+
+
+def test_resume_of_a_sweep_keeps_the_configurations_of_its_runs(child: Path) -> None:
+    own = child.parent / "own" / "experiment"
+    own.mkdir(parents=True)
+    (own / "mine.yaml").write_text("# @package _global_\n# mine\nexperiment: mine\nlora:\n  rank: 8\n")
+    assert main(["-m", "--config-dir", str(own.parent), "experiment=mine", "seed=0,1"]) == 1
+    (own / "mine.yaml").unlink()
+    (directory,) = Path("runs/sweeps/adhoc").iterdir()
+    assert main([f"resume={directory}"]) == 0
+    assert [RunDirectory(path.parent).config().lora.rank for path in _calls()] == [8, 8]
+
+
+def test_a_pool_runs_so_many_jobs_at_once_and_no_more(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["-m", "seed=10,11,12,1", "jobs=2", "cpu_threads=1"]) == 1
+    spans = [json.loads(path.read_text())[:2] for path in Path("runs").rglob("times")]
+    at_once = [sum(begin <= moment < end for begin, end in spans) for moment, _ in spans]
+    assert max(at_once) == 2
+    out, err = capfd.readouterr()
+    assert "1 failed" in out
+    assert "ValueError: the reason" in err
+    assert "job 0: step 25/50" in err
+    assert "the console of" not in out + err
+    assert "the console of 10\n" in [path.read_text() for path in Path("runs").rglob("console.txt")]
+
+
+def test_jobs_share_the_gpus_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "has_gpu", lambda: True)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    words = ["-m", "seed=10,11,12,13", "jobs=4", "cpu_threads=1", "optim.packing=off", "jobs_per_gpu=2"]
+    assert main(words) == 0
+    shown = sorted(json.loads(path.read_text())[2] for path in Path("runs").rglob("times"))
+    assert shown == ["3", "3", "5", "5"]
+
+
+def test_a_gpu_is_given_to_no_more_jobs_than_share_it() -> None:
+    cards = pool.Cards(["0", "1"], 1)
+    with cards.take(1) as first, cards.take(1) as second:
+        assert {*first, *second} == {"0", "1"}
+        assert not cards._open()
+    with cards.take(2) as both:
+        assert sorted(both) == ["0", "1"]
+
+
+def test_ctrl_c_stops_the_jobs_of_a_pool_and_the_same_line_goes_on(child: Path) -> None:
+    parent = background(child, "-m", "seed=2,0,3", "jobs=2", "cpu_threads=1")
+    wait_for("runs/sweeps/adhoc/*/0-*/calls")
+    parent.send_signal(signal.SIGINT)
+    out, _ = parent.communicate(timeout=120)
+    assert parent.returncode == 130
+    assert "1 interrupted" in out
+    assert main(["-m", "seed=2,0,3", "jobs=2", "cpu_threads=1"]) == 0
+    assert len(list(Path("runs/sweeps/adhoc").iterdir())) == 1
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    (["jobs=2"], "jobs=2 is of a sweep"),
+    (["rerun=true"], "rerun=true is of a sweep"),
+    (["-m", "seed=0,1", "jobs_per_gpu=2"], "jobs_per_gpu=2 does nothing in a run with jobs=1"),
+    (["-m", "seed=0,1", "jobs=2", "hydra/launcher=forked"], "Leave one of the two out"),
+    (["-m", "jobs=1,2"], "jobs holds for the whole sweep"),
+])  # fmt: skip
+def test_words_about_jobs_are_refused_where_they_do_nothing(
+    words: list[str], said: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    assert said in capfd.readouterr().err
+    assert not Path("runs").exists()
+
+
+def test_too_few_gpus_for_a_job_are_told_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "has_gpu", lambda: True)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    with pytest.raises(ConfigError, match="gpus=2, and this machine shows 1"):
+        pool.cards_of([RunConfig(gpus=2)])
