@@ -1,4 +1,4 @@
-"""The correction's weights and the the mismatch, against their formulas in plain Python, a token at a time."""
+"""The correction's weights and the mismatch, against their formulas in plain Python, a token at a time."""
 
 import math
 import random
@@ -12,6 +12,7 @@ from qerl_lab.config.schema import CORRECTIONS
 
 LENGTHS, WIDTH, CLIP_MAX = [1, 7, 12, 4], 12, 1.5
 Rows = list[list[float]]  # of each completion the log-probs of its tokens
+WITHOUT = ("off", "in_ratio")  # weigh nothing: of the latter the loss itself has the ratio to the sampler
 
 
 def drawn(seed: int) -> tuple[Rows, Rows]:
@@ -42,7 +43,7 @@ def reference(name: str, trainer: Rows, sampler: Rows, clip_max: float = CLIP_MA
             ratios = [min(ratio, clip_max) for ratio in ratios]
         elif name.endswith("mask"):
             ratios = [0.0 if ratio > clip_max else ratio for ratio in ratios]
-        weights.append([1.0] * len(ratios) if name == "off" else ratios)
+        weights.append([1.0] * len(ratios) if name in WITHOUT else ratios)
     return weights
 
 
@@ -57,8 +58,8 @@ def test_weights_are_the_ratios_cut_as_the_name_says(name: str) -> None:
     by_token = found.value.expand(len(LENGTHS), WIDTH).tolist()
     tokens = [row[:length] for row, length in zip(by_token, LENGTHS, strict=True)]
     assert flat(tokens) == pytest.approx(flat(reference(name, trainer, sampler)), rel=1e-12)
-    assert found.value.shape[1] == (1 if name.startswith("sequence") else WIDTH)
-    assert found.is_cut.any() == (name != "off"), "nothing is cut here, so that this tells little"
+    assert found.value.shape[1] == (1 if name in WITHOUT or name.startswith("sequence") else WIDTH)
+    assert found.is_cut.any() == (name not in WITHOUT), "nothing is cut here, so that this tells little"
 
 
 def test_a_token_without_a_logprob_counts_as_it_is() -> None:

@@ -139,7 +139,9 @@ def test_a_hub_id_out_of_reach_says_what_is_allowed(monkeypatch: pytest.MonkeyPa
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(ConfigError, match=r"model\.path=someone/none could not be loaded .*Allowed: pocket, a local"):
+    with pytest.raises(
+        ConfigError, match=r"model\.path=someone/none could not be loaded .*Allowed: pocket, a directory"
+    ):
         local_folder("someone/none", None)
     with pytest.raises(ConfigError, match=r"model\.path=a/b/c is no directory"):
         local_folder("a/b/c", None)

@@ -144,7 +144,7 @@ def test_with_noise_in_the_trainer_too_every_update_of_a_step_has_the_noise_of_i
     both = {"aqn__scope": "rollout_and_train", "algorithm__updates_per_rollout": 2, "optim__learning_rate": 0.0}
     runs = new_runs(**(changes | {"aqn__sigma_start": 0.2}), **both)
     assert runs.run() == OK
-    assert all(kl > 1e-3 for kl in runs.of("kl_nats"))
+    assert all(kl > 1e-4 for kl in runs.of("kl_nats")), "noise that acts"
     assert len(set(runs.of("sigma"))) > 1
     assert all(metrics["sampler/logprob_gap_max"] < 1e-4 for metrics in runs.metrics())
 
