@@ -31,6 +31,7 @@ MODULES = [
         ".samples",
         ".serve_line",
         ".tracking",
+        ".config",
         ".pocket.pretrain",
     )
 ]
@@ -71,7 +72,7 @@ def test_ctrl_c_while_a_command_starts_is_one_line(
     [
         "qerl_lab --help", "qerl_lab.quantize --help", "qerl_lab.evaluate sigma --help", "qerl_lab.bench",
         "qerl_lab.warmup", "qerl_lab.export", "qerl_lab.report", "qerl_lab.samples", "qerl_lab.serve_line",
-        "qerl_lab.tracking table", "qerl_lab.pocket.pretrain",
+        "qerl_lab.tracking table", "qerl_lab.config tables", "qerl_lab.pocket.pretrain",
     ],
 )  # fmt: skip
 def test_a_closed_pipe_is_no_error(command: str) -> None:

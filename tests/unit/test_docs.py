@@ -80,7 +80,7 @@ def words_of(command: str) -> list[str]:
 
 def parse(command: str) -> None:
     """Read a command line as the command itself would, and run nothing. Raises ConfigError."""
-    module, *words = words_of(command)
+    module, *words = words_of(command.removesuffix(" --cfg job"))
     if "--help" in words or not words or words[0].startswith("resume="):
         return
     if module == "qerl_lab":

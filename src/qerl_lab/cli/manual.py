@@ -63,7 +63,7 @@ def manual() -> str:
     for command, meaning in EXAMPLES:
         lines += [f"  {command}", f"      {meaning}"]
     lines += ["", "Groups and their options (* is the default):"]
-    defaults = _default_options()
+    defaults = default_options()
     for group in sorted(groups(), key=list(GROUPS).index):
         lines += ["", f"{group}: {GROUPS[group]}", *_options(group, defaults.get(group))]
     lines += ["", "Keys and the schema's defaults (a scale or an option may set others; see --cfg job):"]
@@ -104,7 +104,7 @@ def _by_size(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", name)]
 
 
-def _default_options() -> dict[str, str]:
+def default_options() -> dict[str, str]:
     entries = yaml.safe_load((package_data("conf") / "config.yaml").read_text(encoding="utf-8"))["defaults"]
     return {group: option for entry in entries if isinstance(entry, dict) for group, option in entry.items()}
 

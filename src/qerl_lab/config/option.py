@@ -19,13 +19,16 @@ def option(
     above: float | None = None,
     at_most: float | None = None,
     only: str | None = None,
+    unit: str = "",
 ) -> Any:
     """A field with its meaning and its bounds; `validate` and the generated docs read them from the metadata.
 
-    `only` names the option of its group under which the key acts.
+    `only` names the option of its group under which the key acts. `unit` is empty of text, of pure numbers, and of a
+    count of what the key's meaning names.
     """
     metadata = {
         "help": help, "choices": choices, "at_least": at_least, "above": above, "at_most": at_most, "only": only,
+        "unit": unit,
     }  # fmt: skip
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)

@@ -114,11 +114,12 @@ class AqnConfig:
     relative: bool = option(False, "sigma is in units of each norm's own root mean square, not the same for all norms")
     kl_start: float = option(
         3e-3, "KL(noisy || clean) in nats per token in the first noisy stage, adaptive: always (2602.02555's code)",
-        at_least=0, at_most=10,
+        at_least=0, at_most=10, unit="nats per token",
     )  # fmt: skip
     kl_end: float = option(
-        1e-4, "KL in the last stage (less than about 3e-5 is what bfloat16 rounds)", at_least=0, at_most=10
-    )
+        1e-4, "KL in the last stage (less than about 3e-5 is what bfloat16 rounds)", at_least=0, at_most=10,
+        unit="nats per token",
+    )  # fmt: skip
     sigma_min: float = option(1e-6, "least sigma that a KL is given (2602.02555's code)", at_least=1e-9, at_most=10)
     sigma_max: float = option(0.5, "largest sigma that a KL is given (2602.02555's code)", at_least=1e-9, at_most=10)
     stages: int = option(10, "number of equal stages K (Sec. 3.3)", at_least=1, at_most=999_999)
@@ -177,7 +178,7 @@ class AlgorithmConfig:
     )  # fmt: skip
     overlong_buffer_tokens: int | None = option(
         0, "last tokens before rollout.max_completion_tokens in which the reward falls by 1 (DAPO, Eq. 13); 0: none; "
-        "null: a fifth of them, as DAPO has it", at_least=0, at_most=1_048_576,
+        "null: a fifth of them, as DAPO has it", at_least=0, at_most=1_048_576, unit="tokens",
     )  # fmt: skip
     entropy_coef: float = option(
         0.0, "weight of the entropy in the objective, a bonus for exploring; the first one if it is adaptive",
@@ -185,7 +186,7 @@ class AlgorithmConfig:
     )  # fmt: skip
     entropy_target: float | None = option(
         None, "nats: the bonus acts where the entropy is at or below, and its weight adapts (2505.22312); null: fixed",
-        above=0, at_most=100,
+        above=0, at_most=100, unit="nats per token",
     )  # fmt: skip
     entropy_coef_step: float = option(
         0.005, "an update adds it to an adaptive weight at or below the target, and takes it off above",
@@ -202,7 +203,7 @@ class VllmConfig:
     )  # fmt: skip
     kv_cache_gib: float | None = option(
         None, "memory of the key-value cache in GiB; null: what a full batch fills, at most half of what is free "
-        "beside the weights", above=0, at_most=100_000,
+        "beside the weights", above=0, at_most=100_000, unit="GiB",
     )  # fmt: skip
     kv_cache_dtype: str = option(
         "auto", "fp8 halves the key-value cache and changes the numbers; auto is the compute dtype",
@@ -217,7 +218,9 @@ class VllmConfig:
         False, "NVFP4 with lora=dense: up to 32 rows by the lab's kernel, over a second copy of the packed weights"
     )
     enforce_eager: bool = option(False, "run without torch.compile and CUDA graphs: a quick start, slow tokens")
-    timeout_minutes: float = option(60.0, "a rollout that takes longer counts as failed", above=0, at_most=100_000)
+    timeout_minutes: float = option(
+        60.0, "a rollout that takes longer counts as failed", above=0, at_most=100_000, unit="min"
+    )
 
 
 @dataclass
@@ -227,8 +230,9 @@ class VllmServerConfig:
         None, "folder for the adapter that server and trainer see under one path; null: the memory of this machine"
     )
     patience_seconds: float = option(
-        60.0, "a lost connection is tried again for so long, after pauses of 0.25 to 10 s", at_least=0, at_most=86_400
-    )
+        60.0, "a lost connection is tried again for so long, after pauses of 0.25 to 10 s", at_least=0, at_most=86_400,
+        unit="s",
+    )  # fmt: skip
 
 
 @dataclass
@@ -239,10 +243,10 @@ class RolloutConfig:
         8, "completions per question, G (Table 4: 8 on GSM8K, 16 on BigMath)", at_least=2, at_most=4096
     )
     max_prompt_tokens: int = option(
-        1024, "longer questions are left out of the data, and counted", at_least=1, at_most=1_048_576
+        1024, "longer questions are left out of the data, and counted", at_least=1, at_most=1_048_576, unit="tokens"
     )
     max_completion_tokens: int = option(
-        4096, "longest completion (Table 4: 4096 GSM8K, 8192 BigMath)", at_least=1, at_most=1_048_576
+        4096, "longest completion (Table 4: 4096 GSM8K, 8192 BigMath)", at_least=1, at_most=1_048_576, unit="tokens"
     )
     temperature: float = option(1.0, "sampling temperature (Table 4)", at_least=0.01, at_most=100)
     batch_size: int = option(
@@ -293,14 +297,18 @@ class EvalConfig:
     samples: int = option(4, "sampled completions per question; accuracy is their mean", at_least=1, at_most=4096)
     temperature: float = option(0.6, "sampling temperature (Sec. 4.1: 0.6)", at_least=0.01, at_most=100)
     top_p: float = option(0.95, "nucleus sampling (Sec. 4.1: 0.95)", above=0, at_most=1)
-    every: int = option(0, "steps from one evaluation during training to the next, from step 0 on; 0: none", at_least=0)
+    every: int = option(
+        0, "steps from one evaluation during training to the next, from step 0 on; 0: none", at_least=0, unit="steps"
+    )
     subset_questions: int = option(64, "first held-out questions, which eval.every asks each time", at_least=1)
     subset_samples: int = option(1, "sampled completions of each of these", at_least=1, at_most=4096)
 
 
 @dataclass
 class CheckpointConfig:
-    every: int = option(25, "steps between checkpoints; 0 saves only on interruption and at the end", at_least=0)
+    every: int = option(
+        25, "steps between checkpoints; 0 saves only on interruption and at the end", at_least=0, unit="steps"
+    )
     keep: int = option(2, "newest checkpoints kept", at_least=1)
 
 

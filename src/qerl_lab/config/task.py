@@ -30,9 +30,9 @@ class CodeIoConfig:
                             at_least=1, at_most=3)  # fmt: skip
     max_level: int = option(3, "hardest problems", at_least=1, at_most=3)
     tests: int = option(8, "hidden tests of a problem that is made by rule", at_least=2, at_most=100)
-    tests_reward: float = option(0.5, "reward for the share of tests passed", at_least=0, at_most=1e3)
-    seconds: int = option(2, "CPU time of a program on one test, in whole seconds", at_least=1, at_most=600)
-    memory_mib: int = option(256, "address space of a program in MiB", at_least=64, at_most=1_048_576)
+    tests_reward: float = option(0.5, "reward for the share of tests passed", at_least=0, at_most=1e3, unit="reward")
+    seconds: int = option(2, "CPU time of a program on one test, in whole seconds", at_least=1, at_most=600, unit="s")
+    memory_mib: int = option(256, "address space of a program in MiB", at_least=64, at_most=1_048_576, unit="MiB")
 
 
 @dataclass
@@ -56,8 +56,10 @@ class TaskConfig:
     )
     module_hash: str | None = option(None, "12 hex digits of that file's SHA-256; the command fills it in")
     instruction: str = option(PAPER_INSTRUCTION, "system message sent with every question; empty sends none")
-    format_reward: float = option(0.2, "reward for <think>..</think><answer>..</answer>", at_least=0, at_most=1e3)
-    answer_reward: float = option(1.0, "reward for an exact final answer", at_least=0, at_most=1e3)
+    format_reward: float = option(
+        0.2, "reward for <think>..</think><answer>..</answer>", at_least=0, at_most=1e3, unit="reward"
+    )
+    answer_reward: float = option(1.0, "reward for an exact final answer", at_least=0, at_most=1e3, unit="reward")
     train_questions: int = option(
         0, "size of the training set; 0 is all (arithmetic: 4096, code_io: 2048)", at_least=0, at_most=1_000_000
     )

@@ -1,0 +1,58 @@
+"""docs/configuration.md ends with the tables of the schema and of conf/, and `tables` writes them."""
+
+from pathlib import Path
+
+import pytest
+
+from qerl_lab.config import __main__ as tables
+from qerl_lab.config.arm import leaves
+from qerl_lab.config.files import choices_of
+from qerl_lab.config.schema import RunConfig
+
+PAGE = Path(__file__).parents[3] / "docs" / "configuration.md"
+COMMAND = "python -m qerl_lab.config tables page=docs/configuration.md"
+
+
+def test_the_page_is_what_the_command_writes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert tables.main(["tables"]) == 0
+    printed, found = capsys.readouterr().out, PAGE.read_text(encoding="utf-8").split(tables.MARK)[1]
+    assert found == printed, f"the schema or conf/ changed: type {COMMAND}"
+
+
+def test_every_option_and_every_key_has_a_row() -> None:
+    groups, keys = tables.tables().split("## Every key")
+    for group in tables.GROUPS:
+        rows = groups.split(f"### `{group}=`")[1].split("\n### ")[0]
+        assert [row.split("`")[1] for row in rows.splitlines() if row.startswith("| `")] == choices_of(group)
+    assert [row.split("`")[1] for row in keys.splitlines() if row.startswith("| `")] == [
+        name for name, _, _ in leaves(RunConfig())
+    ]
+    assert {row.count(" | ") for row in keys.splitlines() if row.startswith("| `")} == {5}
+
+
+def test_a_row_says_all_of_its_key() -> None:
+    (row,) = [row for row in tables.tables().splitlines() if row.startswith("| `rollout.vllm.timeout_minutes`")]
+    cells = [cell.strip() for cell in row.split("|")[1:-1]]
+    assert cells[1:4] == ["`60.0`", "min", "a number: above 0, at most 100000"]
+    assert cells[-1] == "yes"
+
+
+@pytest.mark.parametrize(
+    ("name", "unit"), [("tokens", "tokens"), ("gib", "GiB"), ("mib", "MiB"), ("minutes", "min"), ("seconds", "s")]
+)
+def test_a_unit_that_a_key_names_is_its_unit(name: str, unit: str) -> None:
+    units = {
+        field.metadata["unit"] for key, field, _ in leaves(RunConfig()) if key.split(".")[-1].split("_")[-1] == name
+    }
+    assert units == {unit}
+
+
+def test_the_end_of_a_page_is_written_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(f"prose\n{tables.MARK}old")
+    assert tables.main(["tables", f"page={page}"]) == 0
+    assert page.read_text() == f"prose\n{tables.MARK}{tables.tables()}"
+    page.write_text("prose\n")
+    assert tables.main(["tables", f"page={page}"]) == 2
+    assert "has no line <!-- From here on" in capsys.readouterr().err
+    assert page.read_text() == "prose\n"
