@@ -7,12 +7,10 @@ import sys
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
-from qerl_lab.record.directory import RunDirectory
 from qerl_lab.report.arms import FINISHED, Run
 from qerl_lab.report.claims import CLAIMS, Claim
 from qerl_lab.report.runs import Record
@@ -29,7 +27,7 @@ def record(settings: Mapping[str, str], seed: int, entropy: float, accuracy_Q: n
     run = Run(name, name, seed, own, frozenset(), FINISHED, 0.0, "c0ffee0")
     after = pd.Series(np.zeros(4) if accuracy_Q is None else accuracy_Q).rename(index=lambda n: f"q{n}")
     accuracy = {"before": after * 0, "after": after, "gain": after}
-    return Record(RunDirectory(Path("nowhere")), run, {"entropy_first": entropy}, accuracy)
+    return Record(run, {"entropy_first": entropy}, accuracy)
 
 
 def arms(claim: Claim, effects: Mapping[str, float], seeds: int, sd: float, draw: np.random.Generator) -> list[Record]:

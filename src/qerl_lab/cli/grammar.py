@@ -33,7 +33,7 @@ class Command(Generic[Options]):
     options: type[Options]
     work: Callable[[Options], None]
     examples: tuple[tuple[str, str], ...] = ()  # (command, meaning)
-    required: tuple[str, ...] = ()  # options without which there is nothing to do
+    required: tuple[str, ...] = ()  # options without which there is nothing to do; "a|b" is one of the two
     bare: str = ""  # the option whose values may be typed without its key
     alone: bool = False  # it computes, so that each of several processes would do the whole work
 
@@ -51,10 +51,10 @@ class Command(Generic[Options]):
         """Make the options of the words. Raises ConfigError for a word that does not fit, or one that lacks."""
         options = read(self.options, words, self.bare)
         for name in self.required:
-            if not getattr(options, name):
+            if not any(getattr(options, each) for each in name.split("|")):
                 line = self.examples[0][0]
                 example = next((word for word in line.split() if word.startswith(f"{name}=")), line)
-                raise ConfigError(f"{name}= is missing. Type for example {example}.")
+                raise ConfigError(f"{name.replace('|', '= or ')}= is missing. Type for example {example}.")
         return options
 
 

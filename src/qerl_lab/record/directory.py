@@ -230,6 +230,12 @@ class RunDirectory:
         path = self.path / "env.json"
         return read_json(path, dict) if path.exists() else {}
 
+    def environments(self) -> list[dict[str, Any]]:
+        """Read where every session of the run began, in their order; the first is `environment`."""
+        first, later = self.environment(), self.path.glob("env.*.json")
+        numbered = sorted(later, key=lambda path: int(path.name.split(".")[1]))
+        return [first, *(read_json(path, dict) for path in numbered)] if first else []
+
     def sessions(self) -> Sessions:
         """Read when processes worked on the run."""
         return Sessions(self.path)

@@ -8,66 +8,109 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from qerl_lab import exits
 
 with exits.starting(__name__):
     from qerl_lab.cli.grammar import Command, choose
     from qerl_lab.config.option import ConfigError, option
+    from qerl_lab.config.redact import url_without_secrets
     from qerl_lab.record.atomic import replace_file
     from qerl_lab.terminal import near
+
+if TYPE_CHECKING:
+    from qerl_lab.report.comparison import Comparison
+
+
+WHERE = "directories of runs, of sweeps or of results; the key may be left out"
+OF_MLFLOW = "experiment of MLflow whose runs are read too"
+STORE = "its store; null is MLFLOW_TRACKING_URI, else the mlflow.db here"
 
 
 @dataclass
 class ReportOptions:
+    sweep: list[str] = option([], WHERE)
+    mlflow: str | None = option(None, OF_MLFLOW)
+    tracking_uri: str | None = option(None, STORE)
+    out: str | None = option(None, "directory to write: the runs as Parquet, and everything that is made of them")
     baseline: str | None = option(None, "arm that the others are compared with; null is bf16, if there is one")
     runs_csv: str | None = option(None, "file to write, a row a run")
     arms_csv: str | None = option(None, "file to write, a row an arm")
     plot: str | None = option(None, "PNG file to write: reward and entropy by step, an arm a color")
-    directories: list[str] = option([], "directories of runs or of sweeps; the key may be left out")
 
 
 def report(options: ReportOptions) -> None:
     """Print the arms, and write the files that were asked for."""
     from qerl_lab.report import comparison, plots  # pandas, scipy and matplotlib take a second
 
-    found = comparison.read([Path(folder).expanduser() for folder in options.directories])
+    found = _read(options)
     baseline = comparison.baseline_of(list(found.arms), options.baseline)
     arms = comparison.by_arm(found, baseline)
     for path, write in (
         (options.runs_csv, lambda file: comparison.write_csv(comparison.by_run(found), file)),
         (options.arms_csv, lambda file: comparison.write_csv(arms, file)),
         (options.plot, lambda file: plots.save_arms(comparison.curves(found), file)),
+        (options.out, lambda folder: _write_results(found, folder)),
     ):
         if path:
             _write(Path(path).expanduser(), write)
     print(comparison.text(found, arms, baseline))
+    if options.out:
+        print(f"\nwritten: {near(Path(options.out).expanduser())}")
+
+
+def _write_results(found: "Comparison", folder: Path) -> None:
+    from qerl_lab.report import results
+
+    folder.mkdir(exist_ok=True)
+    results.write(folder, results.frames(found.records, found.damaged, found.arm_of))
 
 
 @dataclass
 class VerdictsOptions:
+    sweep: list[str] = option([], WHERE)
+    mlflow: str | None = option(None, OF_MLFLOW)
+    tracking_uri: str | None = option(None, STORE)
     out: str | None = option(None, "directory to write: verdicts.json, verdicts.md; null writes none")
-    directories: list[str] = option([], "directories of runs or of sweeps; the key may be left out")
 
 
 def verdicts(options: VerdictsOptions) -> None:
     """Print the verdicts on the paper's claims, and write the files that were asked for."""
-    from qerl_lab.report import comparison, verdict_tables
+    from qerl_lab.report import verdict_tables
     from qerl_lab.report.verdicts import judge
 
-    found = comparison.read([Path(folder).expanduser() for folder in options.directories])
-    rows = judge([record for records in found.arms.values() for record in records], found.found)
+    found = _read(options)
+    rows = judge(found.counted, found.found)
     print(verdict_tables.text(found, rows))
     if options.out:
         out = Path(options.out).expanduser()
-        line = f"{VERDICTS} {shlex.join(options.directories)}"
+        line = f"{VERDICTS} {_typed(options)}"
         for name, page in (
             ("verdicts.json", verdict_tables.as_json(found, rows, line)),
             ("verdicts.md", verdict_tables.markdown(found, rows, line)),
         ):
             _write(out / name, partial(replace_file, data=page.encode()))
         print(f"\nwritten: {near(out)}  (verdicts.json, verdicts.md)")
+
+
+def _read(options: ReportOptions | VerdictsOptions) -> "Comparison":
+    """Every run that the words name. Raises ConfigError where there is none, or none that counts."""
+    from qerl_lab.report import comparison, frames, mirrored
+
+    folders = [Path(folder).expanduser() for folder in options.sweep]
+    records, damaged = comparison.read_all(folders) if folders else ([], {})
+    if options.mlflow:
+        also, broken = mirrored.read_experiment(options.tracking_uri or frames.find_store(), options.mlflow)
+        known = {record.run.name for record in records}
+        records, damaged = records + [record for record in also if record.run.name not in known], damaged | broken
+    return comparison.compare(records, damaged).counting()
+
+
+def _typed(options: ReportOptions | VerdictsOptions) -> str:
+    """The words that say which runs were read."""
+    named = (("mlflow", options.mlflow), ("tracking_uri", options.tracking_uri))
+    return shlex.join([*options.sweep, *(f"{key}={url_without_secrets(value)}" for key, value in named if value)])
 
 
 def _write(path: Path, write: Callable[[Path], None]) -> None:
@@ -89,10 +132,13 @@ COMMAND = Command(
             "python -m qerl_lab.report runs/sweeps/weight_formats/TIME baseline=nvfp4 arms_csv=arms.csv",
             "one sweep; the table as a file too",
         ),
+        ("python -m qerl_lab.report runs out=results/NAME", "small files to commit, from which all can be made again"),
+        ("python -m qerl_lab.report results/NAME", "the same from those files, without the runs"),
+        ("python -m qerl_lab.report mlflow=qerl-lab out=results/NAME", "the runs of an MLflow experiment"),
         ("python -m qerl_lab.report verdicts runs", "the paper's claims; verdicts --help says more"),
     ),
-    required=("directories",),
-    bare="directories",
+    required=("sweep|mlflow",),
+    bare="sweep",
 )
 
 
@@ -107,8 +153,8 @@ COMMANDS: dict[str, Command[Any]] = {
             (f"{VERDICTS} runs", "every run below runs/"),
             (f"{VERDICTS} runs/sweeps out=results/NAME", "the table as files too"),
         ),
-        required=("directories",),
-        bare="directories",
+        required=("sweep|mlflow",),
+        bare="sweep",
     ),
 }
 

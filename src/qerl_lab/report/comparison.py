@@ -1,4 +1,4 @@
-"""Arms side by side, from run directories: a row a run, a row an arm, and the text of `python -m qerl_lab.report`."""
+"""Arms side by side: which runs count, a row a run, a row an arm, and the text of `python -m qerl_lab.report`."""
 
 import math
 from collections.abc import Sequence
@@ -11,8 +11,9 @@ import pandas as pd
 
 from qerl_lab.config.option import ConfigError, did_you_mean
 from qerl_lab.record.directory import RunDirectory
+from qerl_lab.report import results
 from qerl_lab.report.arms import Run, choose, differing, labels
-from qerl_lab.report.runs import Record, find_runs, read_record, read_steps
+from qerl_lab.report.runs import DAMAGE, Record, damage, find_runs, read_record
 from qerl_lab.report.stats import crossed_interval, paired_interval
 from qerl_lab.terminal import columns, near
 
@@ -25,36 +26,69 @@ differ: read the difference, which is paired by seed and question. Of difference
 
 @dataclass(frozen=True)
 class Comparison:
-    """The records that count, by the label of their arm; every run that was found; and a line on each one left out."""
+    """Arms by their label, each of the records that count.
+
+    `records` are of every run that could be read, `damaged` says why others could not be, by their name; `left_out` has
+    a line on each run that does not count.
+    """
 
     arms: dict[str, list[Record]]
-    found: list[Run]
+    records: list[Record]
+    damaged: dict[str, str]
     left_out: list[str]
+
+    @property
+    def found(self) -> list[Run]:
+        return [record.run for record in self.records]
+
+    @property
+    def arm_of(self) -> dict[str, str]:
+        """The label of the arm of each run that counts, by its name."""
+        return {record.run.name: label for label, records in self.arms.items() for record in records}
+
+    def counting(self) -> "Comparison":
+        """Itself. Raises ConfigError where no run counts."""
+        if not self.arms:
+            raise ConfigError("none of these runs counts:\n  " + "\n  ".join(self.left_out or ["there is none"]))
+        return self
+
+    @property
+    def counted(self) -> list[Record]:
+        return [record for records in self.arms.values() for record in records]
 
 
 def read(folders: Sequence[Path]) -> Comparison:
-    """Every run in `folders`. Raises ConfigError where there is none, or none that finished."""
-    records, damaged = {}, []
-    for run_dir in find_runs(folders):
+    """Every run in `folders`, of runs or of results. Raises ConfigError where there is none, or none that counts."""
+    return compare(*read_all(folders)).counting()
+
+
+def read_all(folders: Sequence[Path]) -> tuple[list[Record], dict[str, str]]:
+    """The record of every run in `folders`, why others are damaged, by name. Raises ConfigError for an empty one."""
+    records, damaged = dict[str, Record](), dict[str, str]()
+    for folder in filter(results.is_results, folders):
+        made, broken = results.read(folder)
+        records, damaged = records | {record.run.name: record for record in made}, damaged | broken
+    for run_dir in find_runs([folder for folder in folders if not results.is_results(folder)]):
         try:
             records[near(run_dir)] = read_record(RunDirectory(run_dir), near(run_dir))
-        except (OSError, ValueError) as error:
-            damaged.append(f"{near(run_dir)}: damaged ({' '.join(str(error).split())})")
-        except KeyError as error:
-            damaged.append(f"{near(run_dir)}: damaged (it lacks {error}; another version of the lab wrote it)")
-    found = [record.run for record in records.values()]
-    counted, left_out = choose(found)
-    if not counted:
-        raise ConfigError("none of these runs counts:\n  " + "\n  ".join([*left_out, *damaged]))
+        except DAMAGE as error:
+            damaged[near(run_dir)] = damage(error)
+    return list(records.values()), damaged
+
+
+def compare(records: list[Record], damaged: dict[str, str]) -> Comparison:
+    """The arms of these records; none where no run finished."""
+    by_name = {record.run.name: record for record in records}
+    counted, left_out = choose([record.run for record in records])
     names, arms = labels(counted), dict[str, list[Record]]()
     for run in counted:
-        arms.setdefault(names[run.arm], []).append(records[run.name])
-    return Comparison(arms, found, [*left_out, *damaged])
+        arms.setdefault(names[run.arm], []).append(by_name[run.name])
+    return Comparison(arms, records, damaged, [*left_out, *(f"{name}: {why}" for name, why in damaged.items())])
 
 
 def by_run(comparison: Comparison) -> pd.DataFrame:
     """A row a run: arm, the settings that differ, seed, accuracies, gain (interval over questions), `OF_A_RUN`."""
-    keys, rows = differing([record.run for records in comparison.arms.values() for record in records]), []
+    keys, rows = differing([record.run for record in comparison.counted]), []
     for label, records in comparison.arms.items():
         for record in records:
             row: dict[str, Any] = {
@@ -151,12 +185,12 @@ def text(comparison: Comparison, arms: pd.DataFrame, baseline: str | None) -> st
 
 def notes(comparison: Comparison) -> list[str]:
     """Say what makes the runs less alike than their settings do."""
-    records, notes = [record for arm in comparison.arms.values() for record in arm], []
+    records, notes = comparison.counted, []
     if len(codes := sorted({record.run.code for record in records})) > 1:
         notes.append(f"The runs come from {len(codes)} versions of the code: {', '.join(codes)}.")
-    given = (record.directory.environment().get("data", {}).get("training_sha256") for record in records)
-    if (sets := len({digest for digest in given if digest is not None})) > 1:
+    if (sets := len({record.origin.training_sha256 for record in records} - {""})) > 1:
         notes.append(f"The runs were trained on {sets} different sets of questions (training_sha256 in env.json).")
+    notes += [f"{record.run.name}: {record.origin.missing}." for record in records if record.origin.missing]
     if len({frozenset(record.accuracy["after"].index) for record in records if record.accuracy}) > 1:
         notes.append("Not all runs were asked the same questions; a row is over those that all of its runs were asked.")
     return notes
@@ -182,11 +216,11 @@ def _what_differs(comparison: Comparison) -> str:
 
 
 def curves(comparison: Comparison) -> pd.DataFrame:
-    """Every metric of every step of the runs that count, tidy: run_id, arm, metric, step, value."""
+    """Every kept metric of every step of the runs that count, tidy: run_id, arm, metric, step, value."""
     frames = []
     for label, records in comparison.arms.items():
         for record in records:
-            tidy = read_steps(record.directory).melt(var_name="metric", ignore_index=False).reset_index()
+            tidy = record.steps.melt(var_name="metric", ignore_index=False).reset_index()
             frames.append(tidy.assign(run_id=record.run.name, arm=label))
     return pd.concat(frames)
 

@@ -53,6 +53,29 @@ def read_mlflow(uri: str, experiment: str) -> Curves:
     Raises ConfigError where there is no such store, no such experiment, or no run in it that counts; and what MLflow
     raises if it is down.
     """
+    client, ours, left_out = find(uri, experiment)
+    counted, not_counted = choose(list(ours))
+    left_out += not_counted
+    if not counted:
+        reasons = "".join(f"\n  {line}" for line in left_out) or " It is empty."
+        raise ConfigError(
+            f"experiment {experiment!r} at {url_without_secrets(uri)} has no finished run. {FILL}{reasons}"
+        )
+    labelled, rows = labels(counted), []
+    for run in counted:
+        info = ours[run].info
+        for metric in ours[run].data.metrics:
+            for point in client.get_metric_history(info.run_id, metric):
+                about = (info.run_id, info.run_name, labelled[run.arm], run.seed)
+                rows.append((*about, metric, point.step, point.value))
+    return Curves(uri, pd.DataFrame(rows, columns=list(COLUMNS)), left_out)
+
+
+def find(uri: str, experiment: str) -> tuple[Any, dict[Run, Any], list[str]]:
+    """A client of the store, its runs of this experiment by what they are here, and a line on each that is none.
+
+    Creates nothing. Raises ConfigError for no such store or experiment, and what MLflow raises if it is down.
+    """
     _require_file(uri)
     prepare_mlflow()
     from mlflow import MlflowClient
@@ -62,20 +85,7 @@ def read_mlflow(uri: str, experiment: str) -> Curves:
     if found is None:
         names = ", ".join(sorted(known.name for known in client.search_experiments()))
         raise ConfigError(f"MLflow at {store} has no experiment {experiment!r}; it has: {names}. Type one of them.")
-    ours, left_out = _runs(client.search_runs([found.experiment_id], max_results=10_000))
-    counted, not_counted = choose(list(ours))
-    left_out += not_counted
-    if not counted:
-        reasons = "".join(f"\n  {line}" for line in left_out) or " It is empty."
-        raise ConfigError(f"experiment {experiment!r} at {store} has no finished run. {FILL}{reasons}")
-    labelled, rows = labels(counted), []
-    for run in counted:
-        info = ours[run].info
-        for metric in ours[run].data.metrics:
-            for point in client.get_metric_history(info.run_id, metric):
-                about = (info.run_id, info.run_name, labelled[run.arm], run.seed)
-                rows.append((*about, metric, point.step, point.value))
-    return Curves(uri, pd.DataFrame(rows, columns=list(COLUMNS)), left_out)
+    return client, *_runs(client.search_runs([found.experiment_id], max_results=10_000))
 
 
 def _require_file(uri: str) -> None:

@@ -7,7 +7,7 @@ from typing import TypeAlias
 import numpy as np
 import pandas as pd
 
-from qerl_lab.report.runs import Record, read_steps
+from qerl_lab.report.runs import Record
 
 Values: TypeAlias = pd.DataFrame  # a row a seed, a column a question, or one column
 
@@ -61,7 +61,7 @@ def answers(record: Record) -> pd.Series:
     weight = float(record.run.value("task.answer_reward"))
     if weight == 0:
         raise Unmeasured("runs that earn nothing for answers (task.answer_reward=0)")
-    return read_steps(record.directory).loc[1:, "reward/answer"] / weight
+    return record.steps.loc[1:, "reward/answer"].astype("float64") / weight
 
 
 def _last_tenth(record: Record) -> float:

@@ -1,8 +1,9 @@
 """Run directories as pandas frames and as records of a report."""
 
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,25 +15,62 @@ from qerl_lab.record.metrics import MetricsLine
 from qerl_lab.report.arms import FINISHED, Run, run_from, version
 from qerl_lab.report.stats import paired_interval
 
+# The metrics that tables, verdicts and figures are made of; a report keeps no others.
+KEPT = (
+    "reward/mean", "reward/answer", "reward/format", "reward/zero_variance_groups", "policy/entropy_nats",
+    "sampler/entropy_nats", "sampler/logprob_gap_mean", "sampler/kl_k3_nats", "rollout/tokens_per_second",
+    "rollout/completion_tokens", "rollout/truncated_fraction", "step/seconds", "step/tokens_per_second",
+    "seconds/rollout", "seconds/train", "seconds/sync", "noise/sigma", "noise/kl_nats", "memory/rss_gib",
+    "memory/gpu_peak_gib", "eval/accuracy", "eval/entropy_nats", "eval/subset_accuracy",
+)  # fmt: skip
+
 
 def read_steps(run: RunDirectory) -> pd.DataFrame:
     """Read the metrics of a run: a row a step (index `step`), a column a metric. Step 0 is before training."""
-    rows = [{"step": line["step"], **line["metrics"]} for line in run.metrics()]
-    return pd.DataFrame(rows).groupby("step").last()
+    return _by_step(run.metrics())
+
+
+def _by_step(lines: Sequence[MetricsLine]) -> pd.DataFrame:
+    return pd.DataFrame([{"step": line["step"], **line["metrics"]} for line in lines]).groupby("step").last()
+
+
+def kept(steps: pd.DataFrame) -> pd.DataFrame:
+    """The columns of `KEPT` with a number, as float32: what results/ holds, so that a report is the same from there."""
+    return steps[[name for name in KEPT if name in steps]].dropna(axis=1, how="all").astype("float32")
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where, when, with what and by which words a run ran. Empty text is not known.
+
+    `versions` are those of packages; `missing` says what could not be read of a run, where it was read without it.
+    """
+
+    command: str = ""
+    began: str = ""
+    commit: str = ""
+    machine: str = ""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    training_sha256: str = ""
+    missing: str = ""
+
+
+NO_STEPS = pd.DataFrame(index=pd.Index([], dtype="int64", name="step"))
 
 
 @dataclass(frozen=True)
 class Record:
-    """A run directory as a report reads it; of a run that did not finish only `directory` and `run` are known.
+    """A run as a report reads it; of one that did not finish only `run` and `origin` are known.
 
     `summary` is that of `summarize`; `accuracy` has, for "before", "after" and "gain", the held-out accuracy by
-    question id, and nothing for a run without evaluation.
+    question id, and nothing for a run without evaluation; `steps` is that of `read_steps`, of the metrics of `KEPT`.
     """
 
-    directory: RunDirectory
     run: Run
-    summary: dict[str, Any]
-    accuracy: dict[str, pd.Series]
+    summary: dict[str, Any] = field(default_factory=dict)
+    accuracy: dict[str, pd.Series] = field(default_factory=dict)
+    steps: pd.DataFrame = field(default_factory=lambda: NO_STEPS)
+    origin: Origin = Origin()
 
 
 def find_runs(folders: Sequence[Path]) -> list[Path]:
@@ -57,17 +95,61 @@ def _walk(folder: Path) -> Iterator[Path]:
 
 def read_record(run: RunDirectory, name: str) -> Record:
     """The record of a run. Raises OSError or ValueError that says what of it is missing or damaged."""
-    lines, values, began = run.metrics(), run.settings(), run.environment()
+    lines, values, began = run.metrics(), run.settings(), run.environments()
+    codes = dict.fromkeys(version(each.get("git_sha"), each.get("dirty")) for each in began or [{}])
     found = run_from(
-        values, name=name, status=_status(run), ended=lines[-1]["time"] if lines else 0.0,
-        code=version(began.get("git_sha"), began.get("dirty")),
+        values, name=name, status=_status(run), ended=lines[-1]["time"] if lines else 0.0, code=" then ".join(codes),
         metrics={metric for line in lines for metric in line["metrics"]},
     )  # fmt: skip
     if found.status != FINISHED:
-        return Record(run, found, {}, {})
-    _check_steps(lines, int(values["steps"]))
-    accuracy = {} if values["eval.questions"] == "0" else _accuracy(run)
-    return Record(run, found, summarize(run, run.result()["seconds"]), accuracy)
+        return Record(found, origin=_origin(began))
+    check_steps({line["step"] for line in lines}, int(values["steps"]), "metrics.jsonl")
+    phases = {}
+    if values["eval.questions"] != "0":
+        check_phases(phases := run.evaluations())
+    return record_of(found, _by_step(lines), phases, run.result()["seconds"], _origin(began))
+
+
+def record_of(
+    run: Run, steps: pd.DataFrame, phases: Mapping[str, pd.DataFrame], seconds: float, origin: Origin
+) -> Record:
+    """The record of a finished run, from its metrics by step and its held-out answers by phase, if there are any."""
+    steps = kept(steps)
+    accuracy = {}
+    if phases:
+        before, after = (phases[phase].set_index("id")["accuracy"] for phase in ("before", "after"))
+        after = after.reindex(before.index)
+        accuracy = {"before": before, "after": after, "gain": after - before}
+    return Record(run, _headline(steps.astype("float64"), phases, seconds), accuracy, steps, origin)
+
+
+def _origin(sessions: Sequence[Mapping[str, Any]]) -> Origin:
+    """From the env.json of every session of a run; of what differs between them every value."""
+    if not sessions:
+        return Origin()
+    first = sessions[0]
+    machines, commits = (
+        " then ".join(dict.fromkeys(filter(None, texts)))
+        for texts in ((machine(each) for each in sessions), (each.get("git_sha") for each in sessions))
+    )
+    versions = {name: text for each in sessions[::-1] for name, text in each.get("packages", {}).items()}
+    return Origin(
+        command=first.get("command", ""), began=first.get("time", ""), commit=commits, machine=machines,
+        versions=versions, training_sha256=first.get("data", {}).get("training_sha256") or "",
+    )  # fmt: skip
+
+
+def machine(environment: Mapping[str, Any]) -> str:
+    """What a run ran on, in words, from its env.json: `2 x NVIDIA H200 (driver 580.1), 16 CPUs: Intel ...`."""
+    parts = []
+    for (name, driver), count in Counter(
+        (gpu["name"], gpu.get("driver")) for gpu in environment.get("gpus", [])
+    ).items():
+        parts.append((f"{count} x " if count > 1 else "") + name + (f" (driver {driver})" if driver else ""))
+    if cpus := environment.get("cpus_usable"):
+        model = environment.get("cpu")
+        parts.append(f"{cpus} CPU{'s' * (cpus != 1)}" + (f": {model}" if model else ""))
+    return ", ".join(parts)
 
 
 def _status(run: RunDirectory) -> str:
@@ -81,20 +163,30 @@ def _status(run: RunDirectory) -> str:
     return run.status
 
 
-def _check_steps(lines: Sequence[MetricsLine], steps: int) -> None:
-    missing = sorted(set(range(1, steps + 1)) - {line["step"] for line in lines})
+DAMAGE = (OSError, ValueError, KeyError)  # what a damaged record raises
+
+
+def damage(error: Exception) -> str:
+    """Say what one of `DAMAGE` says of a run."""
+    if isinstance(error, KeyError):
+        return f"damaged (it lacks {error}; another version of the lab wrote it)"
+    return f"damaged ({' '.join(str(error).split())})"
+
+
+def check_steps(found: Collection[int], steps: int, where: str) -> None:
+    """Raise ValueError unless all `steps` were found."""
+    missing = sorted(set(range(1, steps + 1)) - set(found))
     if missing:
-        raise ValueError(f"metrics.jsonl lacks {len(missing)} of {steps} steps, the first of them {missing[0]}")
+        raise ValueError(f"{where} lacks {len(missing)} of {steps} steps, the first of them {missing[0]}")
 
 
-def _accuracy(run: RunDirectory) -> dict[str, pd.Series]:
-    phases = {phase: rows.set_index("id")["accuracy"] for phase, rows in run.evaluations().items()}
+def check_phases(phases: Mapping[str, pd.DataFrame]) -> None:
+    """Raise ValueError unless the same questions were asked before and after."""
     if not {"before", "after"} <= set(phases):
         raise ValueError(f"eval.parquet has the evaluations {sorted(phases)}, not those before and after training")
-    before, after = phases["before"], phases["after"]
-    if not before.index.is_unique or set(before.index) != set(after.index):
+    before, after = (phases[phase]["id"] for phase in ("before", "after"))
+    if not before.is_unique or set(before) != set(after) or len(before) != len(after):
         raise ValueError("eval.parquet does not hold the same questions before and after training")
-    return {"before": before, "after": after.reindex(before.index), "gain": after.reindex(before.index) - before}
 
 
 def summarize(run: RunDirectory, seconds: float) -> dict[str, Any]:
@@ -102,7 +194,11 @@ def summarize(run: RunDirectory, seconds: float) -> dict[str, Any]:
 
     Entropy first and last are means over the first and the last tenth of the steps (one step is noisy).
     """
-    steps = read_steps(run).loc[1:]
+    return _headline(read_steps(run), run.evaluations(), seconds)
+
+
+def _headline(steps: pd.DataFrame, phases: Mapping[str, pd.DataFrame], seconds: float) -> dict[str, Any]:
+    steps = steps.loc[1:]
     tenth = max(1, len(steps) // 10)
     spent = steps["step/seconds"].sum()
     tokens = (steps["step/tokens_per_second"] * steps["step/seconds"]).sum()
@@ -120,7 +216,7 @@ def summarize(run: RunDirectory, seconds: float) -> dict[str, Any]:
     }
     if "memory/gpu_peak_gib" in steps:
         result["memory_gpu_peak_gib"] = float(steps["memory/gpu_peak_gib"].max())
-    return result | _gain(run.evaluations())
+    return result | _gain(phases)
 
 
 def gain_metrics(run: RunDirectory) -> dict[str, float]:
@@ -132,7 +228,7 @@ def gain_metrics(run: RunDirectory) -> dict[str, float]:
     return {"eval/gain": found["accuracy_gain"], "eval/gain_low": low, "eval/gain_high": high}
 
 
-def _gain(phases: dict[str, pd.DataFrame]) -> dict[str, Any]:
+def _gain(phases: Mapping[str, pd.DataFrame]) -> dict[str, Any]:
     if not {"before", "after"} <= set(phases):
         return {}
     before, after = (phases[phase].set_index("id")["accuracy"] for phase in ("before", "after"))

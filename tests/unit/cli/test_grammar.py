@@ -331,7 +331,11 @@ def test_a_command_of_several_is_picked_by_its_first_word(command: Typed, capsys
     [
         ("quantize.__main__", ["seed=1"], "model= is missing. Type for example model=pocket."),
         ("quantize.__main__", ["model=pocket"], "out= is missing. Type for example out=checkpoints/pocket-nvfp4."),
-        ("report.__main__", ["plot=a"], "directories= is missing. Type for example python -m qerl_lab.report runs."),
+        (
+            "report.__main__",
+            ["plot=a"],
+            "sweep= or mlflow= is missing. Type for example python -m qerl_lab.report runs.",
+        ),
         ("samples", ["step=1"], "run_dir= is missing. Type for example python -m qerl_lab.samples runs/"),
         ("tracking.__main__", ["resync", "uri=a"], "run_dir= is missing. Type for example python -m qerl_lab.tracking"),
         ("pocket.pretrain", ["seed=1"], "out= is missing. Type for example out=pocket."),

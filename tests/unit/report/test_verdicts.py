@@ -213,7 +213,7 @@ def test_a_grid_makes_the_arms_of_its_claims(grid: str) -> None:
     for job in plan.jobs:
         values = {name: str(value) for name, _, value in leaves(job.config)}
         runs.append(run_from(values, name=str(job.number), status=FINISHED, ended=0, code="", metrics=[]))
-    records = [Record(RunDirectory(Path("nowhere")), run, {}, {}) for run in runs]
+    records = [Record(run) for run in runs]
     for claim in (claim for claim in CLAIMS if claim.sweep == grid):
         for contrast in claim.contrasts:
             (pair,) = find(claim, contrast, records, runs)

@@ -1,0 +1,81 @@
+"""Records of the runs of an MLflow experiment: of their directories where these still are, else of what MLflow keeps.
+
+MLflow has a run's settings and metrics, and its eval.parquet if the artifacts are in reach. It has neither machine nor
+versions. What lacks is said in `Origin.missing`.
+"""
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from qerl_lab.record.directory import RunDirectory, is_run
+from qerl_lab.record.evaluations import NAME as EVALUATIONS
+from qerl_lab.report.arms import FINISHED, Run
+from qerl_lab.report.frames import find
+from qerl_lab.report.runs import DAMAGE, KEPT, Origin, Record, check_phases, check_steps, damage, read_record, record_of
+from qerl_lab.terminal import near
+
+
+def read_experiment(uri: str, experiment: str) -> tuple[list[Record], dict[str, str]]:
+    """The record of every run of the experiment, and why others are damaged, by name. Raises what `frames.find` raises.
+
+    A run of another tool counts as damaged.
+    """
+    client, ours, foreign = find(uri, experiment)
+    records, damaged = [], dict(line.split(": ", 1) for line in foreign)
+    for run, mirror in ours.items():
+        folder = Path(mirror.data.tags.get("run_dir", ""))
+        try:
+            if folder.is_absolute() and folder.is_dir() and is_run(os.listdir(folder)):
+                records.append(read_record(RunDirectory(folder), near(folder)))
+            else:
+                records.append(_of_mirror(client, run, mirror))
+        except DAMAGE as error:
+            damaged[run.name] = damage(error)
+    return records, damaged
+
+
+def _of_mirror(client: Any, run: Run, mirror: Any) -> Record:
+    """The record of a run whose directory is gone. Raises OSError or ValueError that says what else of it is."""
+    tags, where = mirror.data.tags, mirror.data.tags.get("run_dir", "")
+    lacks = ["machine", "versions"]
+    phases = _answers(client, mirror) if run.status == FINISHED and run.value("eval.questions") != "0" else {}
+    if run.status == FINISHED and run.value("eval.questions") != "0" and not phases:
+        lacks.append("the answers to each held-out question")
+    gone = f"its directory{f' {where}' if where else ''} is gone; MLflow keeps no {', '.join(lacks)}"
+    origin = Origin(
+        command=tags.get("command", ""), commit=tags.get("git_sha", ""), missing=gone,
+        began=pd.Timestamp(mirror.info.start_time, unit="ms", tz="UTC").isoformat(timespec="seconds"),
+    )  # fmt: skip
+    if run.status != FINISHED:
+        return Record(run, origin=origin)
+    steps = _steps(client, mirror)
+    check_steps(steps.index, int(mirror.data.params["steps"]), "MLflow")
+    seconds = (mirror.info.end_time - mirror.info.start_time) / 1000
+    return record_of(run, steps, phases, seconds, origin)
+
+
+def _steps(client: Any, mirror: Any) -> pd.DataFrame:
+    """As `runs.read_steps`, of the metrics of `KEPT`."""
+    columns = {
+        name: {point.step: point.value for point in client.get_metric_history(mirror.info.run_id, name)}
+        for name in KEPT if name in mirror.data.metrics
+    }  # fmt: skip
+    return pd.DataFrame(columns).sort_index().rename_axis("step")
+
+
+def _answers(client: Any, mirror: Any) -> dict[str, pd.DataFrame]:
+    """The held-out answers by phase from the run's artifacts; empty where these are out of reach."""
+    from mlflow.exceptions import MlflowException
+
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            client.download_artifacts(mirror.info.run_id, EVALUATIONS, folder)
+        except (MlflowException, OSError):  # never stored, or on a disk that this machine does not see
+            return {}
+        phases = RunDirectory(Path(folder)).evaluations()
+    check_phases(phases)
+    return phases

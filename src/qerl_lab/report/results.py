@@ -1,0 +1,152 @@
+"""The records of a report as tidy Parquet, small enough to commit: `write` makes the files, `read` gives the records.
+
+runs.parquet       a row a run that was found: arm, seed, state, origin, the settings that differ a column each, the
+                   others as JSON in `settings`; of a damaged run its name and its state
+steps.parquet      a row a run and step: `run`, `step`, and the metrics of `runs.KEPT` as float32
+questions.parquet  a row a run, phase ("before", "after") and held-out question: its accuracy over the samples
+
+Steps and questions are those of the runs that count. A report of these files equals one of the run directories.
+"""
+
+import io
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from qerl_lab.config.option import ConfigError
+from qerl_lab.record.atomic import replace_file
+from qerl_lab.report.arms import FINISHED, Run, differing
+from qerl_lab.report.runs import NO_STEPS, Origin, Record, check_phases, record_of
+
+RUNS, STEPS, QUESTIONS = "runs.parquet", "steps.parquet", "questions.parquet"
+ORIGIN = tuple(field.name for field in fields(Origin))
+
+
+@dataclass(frozen=True)
+class Frames:
+    """The three tables, as the files hold them."""
+
+    runs: pd.DataFrame
+    steps: pd.DataFrame
+    questions: pd.DataFrame
+
+
+def is_results(folder: Path) -> bool:
+    """Whether a folder has the files of `write`."""
+    return (folder / RUNS).is_file()
+
+
+def frames(
+    records: Sequence[Record], damaged: Mapping[str, str], arm_of: Mapping[str, str]
+) -> Frames:  # fmt: skip
+    """The tables of these records; `arm_of` has the label of each run that counts, by its name."""
+    keys = differing([record.run for record in records])
+    rows = [_run_row(record, arm_of.get(record.run.name), keys) for record in records]
+    rows += [{"run": name, "state": why} for name, why in damaged.items()]
+    counted = [record for record in records if record.run.name in arm_of]
+    steps = [record.steps.reset_index().assign(run=record.run.name) for record in counted]
+    asked = [
+        pd.DataFrame({"run": record.run.name, "phase": phase, "id": values.index, "accuracy": values.to_numpy(float)})
+        for record in counted for phase, values in record.accuracy.items() if phase != "gain"
+    ]  # fmt: skip
+    columns = ["run", "phase", "id", "accuracy"]
+    return Frames(
+        pd.DataFrame(rows),
+        pd.concat(steps, ignore_index=True) if steps else NO_STEPS.reset_index().assign(run=""),
+        pd.concat(asked, ignore_index=True) if asked else pd.DataFrame(columns=columns),
+    )
+
+
+def _run_row(record: Record, arm: str | None, keys: Sequence[str]) -> dict[str, Any]:
+    run, origin = record.run, record.origin
+    shared = {key: value for key, value in sorted(run.settings.items()) if key not in keys}
+    return {
+        "run": run.name, "arm": arm, "experiment": run.experiment, "seed": run.seed, "state": run.status,
+        "ended": run.ended, "seconds": record.summary["seconds"] if arm else None, "code": run.code,
+        **{name: getattr(origin, name) for name in ORIGIN}, "versions": json.dumps(origin.versions),
+        "differs_in": json.dumps(sorted(run.declared)), **{key: run.settings.get(key) for key in keys},
+        "settings": json.dumps(shared),
+    }  # fmt: skip
+
+
+def write(folder: Path, tables: Frames) -> None:
+    """Write the files, each whole or not at all. Raises OSError."""
+    for name, table in ((RUNS, tables.runs), (STEPS, tables.steps), (QUESTIONS, tables.questions)):
+        data = io.BytesIO()
+        table.to_parquet(data, index=False, compression="zstd", compression_level=19)
+        replace_file(folder / name, data.getvalue())
+
+
+def read_frames(folder: Path) -> Frames:
+    """The files of `write`. Raises ConfigError for one that is missing or damaged."""
+    found = []
+    for name in (RUNS, STEPS, QUESTIONS):
+        try:
+            found.append(pd.read_parquet(folder / name))
+        except (OSError, ValueError) as error:  # pyarrow's are ValueErrors
+            why = " ".join(str(error).split())
+            raise ConfigError(
+                f"{folder / name} cannot be read ({why}). Make it again: python -m qerl_lab.report RUNS out={folder}."
+            ) from None
+    return Frames(*found)
+
+
+def read(folder: Path) -> tuple[list[Record], dict[str, str]]:
+    """The records of a results folder, and why other runs are damaged, by name. Raises ConfigError."""
+    tables = read_frames(folder)
+    try:
+        return records_of(tables)
+    except (KeyError, ValueError) as error:
+        raise ConfigError(f"{folder} is not what a report writes there ({error!r}). Make it again.") from None
+
+
+def records_of(tables: Frames) -> tuple[list[Record], dict[str, str]]:
+    """The records that `frames` made the tables of, and why other runs are damaged, by name."""
+    steps = {run: rows.drop(columns="run").set_index("step") for run, rows in tables.steps.groupby("run")}
+    phases: dict[str, dict[str, pd.DataFrame]] = {}
+    for (run, phase), rows in tables.questions.groupby(["run", "phase"], sort=False):
+        phases.setdefault(run, {})[phase] = rows[["id", "accuracy"]]
+    records, damaged = [], {}
+    for row in tables.runs.to_dict("records"):
+        if pd.isna(row["experiment"]):
+            damaged[row["run"]] = row["state"]
+            continue
+        run, origin = (
+            _run(row),
+            Origin(**{name: row[name] for name in ORIGIN} | {"versions": json.loads(row["versions"])}),
+        )
+        if run.name in steps and run.status == FINISHED:
+            asked = phases.get(run.name, {})
+            if asked:
+                check_phases(asked)
+            records.append(record_of(run, steps[run.name], asked, row["seconds"], origin))
+        else:
+            records.append(Record(run, origin=origin))
+    return records, damaged
+
+
+def _run(row: Mapping[str, Any]) -> Run:
+    own = {key: value for key, value in row.items() if key not in NOT_SETTINGS and not pd.isna(value)}
+    return Run(
+        row["run"], row["experiment"], int(row["seed"]), json.loads(row["settings"]) | own,
+        frozenset(json.loads(row["differs_in"])), row["state"], row["ended"], row["code"],
+    )  # fmt: skip
+
+
+NOT_SETTINGS = {
+    "run",
+    "arm",
+    "experiment",
+    "seed",
+    "state",
+    "ended",
+    "seconds",
+    "code",
+    "differs_in",
+    "settings",
+    *ORIGIN,
+}

@@ -1,0 +1,62 @@
+"""A report of an MLflow experiment: of run directories where they are, else of what MLflow keeps, and what it lacks."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from qerl_lab.record.directory import RunDirectory
+from qerl_lab.report import comparison, results
+from qerl_lab.report.__main__ import main
+from qerl_lab.report.mirrored import read_experiment
+from qerl_lab.tracking.resync import resync
+from run_directories import make_run
+
+
+def test_a_report_of_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    folders = [make_run(tmp_path / "runs" / f"bf16-{seed}", "bf16", seed) for seed in range(4)]
+    (folders[3] / "DONE").unlink()
+    (folders[3] / "FAILED").write_text("RuntimeError: x")
+    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    for folder in folders:
+        resync(RunDirectory(folder), uri)
+    there = comparison.read([tmp_path / "runs"])
+    from_directories = comparison.compare(*read_experiment(uri, "qerl-lab"))
+    assert comparison.text(from_directories, comparison.by_arm(from_directories, None), None) == comparison.text(
+        there, comparison.by_arm(there, None), None
+    )
+
+    shutil.rmtree(tmp_path / "runs")
+    (artifacts,) = tmp_path.glob(f"mlruns/*/{_mlflow_id(uri, 1)}/artifacts")
+    (artifacts / "eval.parquet").unlink()
+    gone = comparison.compare(*read_experiment(uri, "qerl-lab"))
+    (arm,) = gone.arms
+    by_seed = {record.run.seed: record for record in gone.arms[arm]}
+    assert sorted(by_seed) == [0, 1, 2]
+    for record in there.counted:
+        same = by_seed[record.run.seed]
+        assert same.run.settings == record.run.settings
+        assert same.steps.to_dict() == record.steps.to_dict()
+        assert same.summary["entropy_first"] == record.summary["entropy_first"]
+    assert by_seed[0].accuracy["gain"].tolist() == [0.25] * 4
+    assert by_seed[1].accuracy == {}
+    assert by_seed[1].origin.missing == (
+        f"its directory {folders[1]} is gone; MLflow keeps no machine, versions, the answers to each held-out question"
+    )
+    assert any(line.endswith(": failed") for line in gone.left_out)
+
+    assert main(["mlflow=qerl-lab", "out=results/mine"]) == 0
+    printed = capsys.readouterr().out
+    assert "MLflow keeps no machine, versions, the answers" in printed
+    assert "3 of 4" in printed
+    records, damaged = results.read(Path("results/mine"))
+    assert (len(records), damaged) == (4, {})
+
+
+def _mlflow_id(uri: str, seed: int) -> str:
+    from mlflow import MlflowClient
+
+    (run,) = MlflowClient(tracking_uri=uri).search_runs(["1"], f"tags.seed = '{seed}'")
+    return run.info.run_id

@@ -1,0 +1,120 @@
+"""Results as Parquet: the same report as from the run directories, in small files, whatever state the runs are in."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from qerl_lab.record.metrics import encode
+from qerl_lab.report import comparison, results, verdict_tables
+from qerl_lab.report.__main__ import main
+from qerl_lab.report.runs import KEPT, Origin
+from qerl_lab.report.verdicts import judge
+from run_directories import config, make_run, metrics_of
+
+NOISE = np.random.default_rng(0)
+
+
+@pytest.fixture
+def sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Two arms of three seeds with noisy metrics, and one run each that failed, was repeated and is damaged."""
+    monkeypatch.chdir(tmp_path)
+    for seed in range(3):
+        for arm in ("bf16", "nvfp4_aqn"):
+            folder = make_run(tmp_path / "runs" / f"{arm}-{seed}", arm, seed, after=list(NOISE.integers(0, 4, 4) / 3))
+            lines = [
+                {name: value * NOISE.uniform(0.9, 1) for name, value in metrics_of(n, 4).items()} for n in range(5)
+            ]
+            lines[0] = {"eval/accuracy": 0.375}
+            (folder / "metrics.jsonl").write_bytes(b"".join(encode(n, line) for n, line in enumerate(lines)))
+    about = {"git_sha": "feedface", "dirty": True, "command": "python -m qerl_lab", "cpus_usable": 2, "cpu": "Xeon"}
+    about |= {"packages": {"torch": "2.13.0"}, "gpus": [{"name": "H200", "driver": "580"}] * 2}
+    (tmp_path / "runs" / "bf16-0" / "env.json").write_text(json.dumps(about))
+    (tmp_path / "runs" / "bf16-0" / "env.2.json").write_text(json.dumps(about | {"git_sha": "0ddba11", "gpus": []}))
+    make_run(tmp_path / "runs" / "old", "bf16", 1, ended=1e9)
+    failed = make_run(tmp_path / "runs" / "failed", "nvfp4_aqn", 3)
+    (failed / "DONE").unlink()
+    (failed / "FAILED").write_text("FloatingPointError: loss is NaN")
+    (make_run(tmp_path / "runs" / "damaged", "bf16", 4) / "eval.parquet").unlink()
+    return tmp_path / "runs"
+
+
+def told(folder: str) -> list[str]:
+    """Everything that is said of a folder, as text."""
+    found = comparison.read([Path(folder)])
+    tables = [comparison.by_run(found), comparison.by_arm(found, "bf16"), comparison.curves(found)]
+    rows = judge(found.counted, found.found)
+    texts = [comparison.text(found, tables[1], "bf16"), verdict_tables.as_json(found, rows, "-")]
+    return [*(table.to_csv() for table in tables), *texts, verdict_tables.markdown(found, rows, "-")]
+
+
+def test_a_report_is_the_same_from_the_files_as_from_the_runs(sweep: Path) -> None:
+    assert main(["runs", "out=results/mine"]) == 0
+    before = told("runs")
+    shutil.rmtree(sweep)
+    assert told("results/mine") == before
+    assert main(["results/mine", "out=results/again"]) == 0
+    names = (results.RUNS, results.STEPS, results.QUESTIONS)
+    one, other = ([Path(folder, name).read_bytes() for name in names] for folder in ("results/mine", "results/again"))
+    assert one == other
+
+
+def test_the_files_are_tidy(sweep: Path) -> None:
+    assert main(["sweep=runs", "out=results/mine"]) == 0
+    runs, steps, asked = (pd.read_parquet(f"results/mine/{name}.parquet") for name in ("runs", "steps", "questions"))
+    assert len(runs) == 9
+    row = runs.set_index("run").loc["runs/bf16-0"]
+    assert row[["arm", "seed", "state", "format.name", "aqn.schedule", "seconds"]].tolist() == [
+        "bf16", 0, "finished", "bf16", "off", 8
+    ]  # fmt: skip
+    assert row["machine"] == "2 x H200 (driver 580), 2 CPUs: Xeon then 2 CPUs: Xeon"
+    assert row["code"] == "feedfac with changes then 0ddba11 with changes"
+    assert json.loads(row["settings"])["optim.learning_rate"] == str(config("bf16", 0).optim.learning_rate)
+    states = runs.set_index("run")["state"]
+    assert states["runs/failed"] == "failed (FloatingPointError: loss is NaN)"
+    assert states["runs/damaged"].startswith("damaged (eval.parquet has the evaluations []")
+    assert runs.set_index("run")["arm"].isna().sum() == 3  # failed, damaged, repeated: they count for nothing
+    assert set(steps["run"]) == set(asked["run"]) == set(runs.loc[runs["arm"].notna(), "run"])
+    assert set(steps.columns) - {"run", "step"} <= set(KEPT)
+    assert set(steps.dtypes.drop(["run", "step"])) == {np.dtype("float32")}
+    assert sorted(set(asked["phase"])) == ["after", "before"]
+
+
+def test_no_setting_has_the_name_of_a_column() -> None:
+    assert not results.NOT_SETTINGS & set(comparison_settings())
+    assert set(Origin.__dataclass_fields__) <= results.NOT_SETTINGS
+
+
+def comparison_settings() -> list[str]:
+    from qerl_lab.config.arm import is_of_arm, leaves
+
+    return [name for name, _, _ in leaves(config("bf16", 0)) if is_of_arm(name)]
+
+
+def test_forty_runs_of_a_hundred_steps_are_under_two_megabytes(tmp_path: Path) -> None:
+    draw, columns = np.random.default_rng(1), list(KEPT)
+    runs = [f"runs/arm{n // 5}-seed{n % 5}" for n in range(40)]
+    steps = pd.DataFrame(draw.normal(size=(4000, len(columns))).astype("float32"), columns=columns)
+    steps = steps.assign(run=np.repeat(runs, 100), step=np.tile(np.arange(100), 40))
+    ids = [f"gsm8k-test-{n}" for n in range(1319)]
+    asked = pd.DataFrame({
+        "run": np.repeat(runs, 2 * 1319), "phase": np.tile(np.repeat(["before", "after"], 1319), 40),
+        "id": ids * 80, "accuracy": draw.integers(0, 5, 80 * 1319) / 4,
+    })  # fmt: skip
+    about = pd.DataFrame({"run": runs, "settings": json.dumps({f"group.key{n}": str(n) for n in range(250)})})
+    results.write(tmp_path, results.Frames(about, steps, asked))
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 1_000_000
+
+
+@pytest.mark.parametrize("name", [results.RUNS, results.STEPS, results.QUESTIONS])
+def test_a_damaged_file_says_what_to_type(sweep: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    assert main(["runs", "out=results/mine"]) == 0
+    Path("results/mine", name).write_bytes(b"PAR1")
+    assert main(["results/mine"]) == 2
+    assert f"results/mine/{name} cannot be read" in capsys.readouterr().err
+    pd.DataFrame({"run": ["x"], "phase": ["x"]}).to_parquet(Path("results/mine", name))
+    assert main(["results/mine"]) == 2
+    assert "is not what a report writes there" in capsys.readouterr().err
