@@ -175,10 +175,9 @@ class WatchedTrainer(LabTrainer):
             advantage = advantages(self.reward_P_G, self.cfg.algorithm.normalize_std).flat
             self.engine.samples = [replace(s, advantage=a) for s, a in zip(self.engine.samples, advantage, strict=True)]
         twin, known = self.twin.follow(self.step), {key(s.prompt, s.tokens): s for s in self.engine.samples}
-        micro_batches = [[scored(twin, known[at], self.cfg) for at in keys_in(inputs)] for inputs in self.batches]
-        samples = [sample for batch in micro_batches for sample in batch]
-        nothing = 0 * sum(sample.new.sum() for sample in samples)
-        expected = nothing + policy_loss(samples, self.engine.samples, self.cfg) + self.bonus.loss(micro_batches)
+        samples = [scored(twin, known[at], self.cfg) for inputs in self.batches for at in keys_in(inputs)]
+        nothing, rollout = 0 * sum(sample.new.sum() for sample in samples), self.engine.samples
+        expected = nothing + policy_loss(samples, rollout, self.cfg) + self.bonus.loss(samples, rollout)
         gradient = torch.autograd.grad(expected, list(self.twin.parameters.values()), materialize_grads=True)
         self.updates.append(
             Update(

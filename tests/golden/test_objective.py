@@ -119,8 +119,7 @@ def expected(batch: Ragged, cfg: RunConfig) -> tuple[float, Tensor, list[Sample]
     total = torch.zeros((), dtype=torch.float64)
     for start in range(0, len(samples), share):
         update = samples[start : start + share]
-        micro_batches = [update[at : at + MICRO] for at in range(0, share, MICRO)]
-        total = total + policy_loss(update, samples, cfg) + Bonus(cfg).loss(micro_batches)
+        total = total + policy_loss(update, samples, cfg) + Bonus(cfg).loss(update, samples)
     (gradient,) = torch.autograd.grad(total, logits)
     return total.item(), gradient, samples
 

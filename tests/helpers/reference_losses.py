@@ -103,10 +103,9 @@ def policy_loss(update: list[Sample], rollout: list[Sample], cfg: RunConfig) -> 
     return sum((part.sum() for part in parts), torch.zeros(())) / of_update
 
 
-def entropy(samples: list[Sample], cfg: RunConfig) -> Tensor:
-    """Mean over the tokens that are in the loss."""
-    total = sum((sample.entropy.sum() for sample in samples if counts(sample, cfg)), torch.zeros(()))
-    return total / max(1, tokens_of(samples, cfg))
+def total(samples: list[Sample], cfg: RunConfig) -> Tensor:
+    """Entropy, summed over the tokens that are in the loss."""
+    return sum((sample.entropy.sum() for sample in samples if counts(sample, cfg)), torch.zeros(()))
 
 
 class Bonus:
@@ -115,16 +114,15 @@ class Bonus:
     def __init__(self, cfg: RunConfig) -> None:
         self.cfg, self.coef, self.last = cfg, cfg.algorithm.entropy_coef, math.inf
 
-    def loss(self, micro_batches: list[list[Sample]]) -> Tensor:
-        """Mean over micro-batches, each of which counts the same; then the weight of the next update."""
-        algorithm, samples = self.cfg.algorithm, [sample for batch in micro_batches for sample in batch]
-        weight = self.coef
+    def loss(self, update: list[Sample], rollout: list[Sample]) -> Tensor:
+        """Mean over the rollout's tokens, of which an update has its share; then the weight of the next update."""
+        algorithm, weight = self.cfg.algorithm, self.coef
         if algorithm.entropy_target is not None:
             weight = self.coef if self.last <= algorithm.entropy_target else 0.0
-            self.last = entropy(samples, self.cfg).item()
+            self.last = (total(update, self.cfg) / max(1, tokens_of(update, self.cfg))).item()
             step = algorithm.entropy_coef_step * (1 if self.last <= algorithm.entropy_target else -1)
             self.coef = min(max(self.coef + step, 0.0), algorithm.entropy_coef_max)
-        return -weight * sum(entropy(batch, self.cfg) for batch in micro_batches) / len(micro_batches)
+        return -weight * total(update, self.cfg) / max(1, tokens_of(rollout, self.cfg)) * algorithm.updates_per_rollout
 
 
 def clipped(samples: list[Sample], cfg: RunConfig) -> tuple[float, float]:

@@ -38,6 +38,7 @@ SETTINGS = {
     "eval__questions": 4, "eval__samples": 1, "aqn__schedule": "linear", "aqn__reading": "equation",
     "aqn__sigma_start": 0.05, "aqn__sigma_end": 0.01, "aqn__stages": 2, "aqn__probe_prompts": 0,
     "algorithm__name": "dapo", "algorithm__mask_truncated": True, "algorithm__beta": 0.05,
+    "algorithm__entropy_coef": 0.2,
 }  # fmt: skip
 
 

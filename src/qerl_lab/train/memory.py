@@ -1,4 +1,6 @@
-"""Who holds a GPU's memory, for the run that has too little of it."""
+"""Memory at its peak, and who holds a GPU's, for the run that has too little of it."""
+
+import resource
 
 import torch
 
@@ -8,6 +10,14 @@ from qerl_lab.model.linear import weight_bytes
 from qerl_lab.model.policy import Policy
 
 GIB = 2**30
+
+
+def peaks() -> dict[str, float]:
+    """Peak resident memory of this process so far, and peak GPU memory allocated since the start."""
+    peak = {"memory/rss_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
+    if torch.cuda.is_available():
+        peak["memory/gpu_peak_gib"] = torch.cuda.max_memory_allocated() / GIB
+    return peak
 
 
 def owners(policy: Policy, held_by_engine: dict[str, int]) -> dict[str, int]:

@@ -10,7 +10,6 @@ training forward's own, and `_weigh` corrects with them; else TRL takes them in 
 
 import json
 import math
-import resource
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -36,6 +35,7 @@ from qerl_lab.train import packing
 from qerl_lab.train.clock import Clock
 from qerl_lab.train.data import Cursor, Placeholders
 from qerl_lab.train.grpo_config import grpo_config
+from qerl_lab.train.memory import peaks
 from qerl_lab.train.noise import NoiseLevel, measure_on_own_texts
 from qerl_lab.train.probe import probe
 from qerl_lab.train.ranks import ALONE, Ranks
@@ -220,6 +220,7 @@ class LabTrainer(GRPOTrainer):
             call, ids, attention_mask, keep, **kwargs
         )
         is_completion = attention_mask[:, -keep:]
+        self.micro_batch["entropies"] = entropies
         self.entropies.append(((entropies.detach() * is_completion).sum(), is_completion.sum()))
         if not self.scored_before:
             weights = self._weigh(logps.detach(), self.micro_batch)
@@ -254,7 +255,25 @@ class LabTrainer(GRPOTrainer):
         # norm parameter itself, not a copy of its values.
         self.until_backward.enter_context(self._noise_in_trainer())
         self.until_backward.enter_context(self._attention())
-        return super()._compute_loss(model, self.micro_batch)
+        applied = self._bonus_weight()  # before TRL adapts it
+        loss = super()._compute_loss(model, self.micro_batch)
+        return loss + applied * self._bonus_beyond() if applied else loss
+
+    def _bonus_weight(self) -> float:
+        """What TRL weighs the entropy with in this update: an adaptive bonus acts at or below the target alone."""
+        algorithm = self.cfg.algorithm
+        acts = algorithm.entropy_target is None or self._last_world_entropy <= algorithm.entropy_target
+        return self.entropy_coef if acts else 0.0
+
+    def _bonus_beyond(self) -> Tensor:
+        """TRL's entropy, a mean of the micro-batch, less what is its part in the mean over all tokens of an update.
+
+        So that the bonus, as the loss of DAPO, does not depend on who is in a micro-batch with whom, and on which rank.
+        """
+        batch, micro_batches = self.micro_batch, self.current_gradient_accumulation_steps
+        in_loss = batch.get("tool_mask", batch["completion_mask"])
+        of_all = self.ranks.size * self.args.steps_per_generation / batch["num_items_in_batch"].clamp(min=1)
+        return (batch["entropies"] * in_loss).sum() * (1 / in_loss.sum().clamp(min=1) - of_all) / micro_batches
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "train_runtime" in logs:  # the Trainer's closing summary of the whole run
@@ -293,7 +312,7 @@ class LabTrainer(GRPOTrainer):
         metrics["step/seconds"] = seconds
         sampled = sum(self.ranks.gather(sum(rollout.tokens for rollout in self.batch.rollouts)))
         metrics["step/tokens_per_second"] = sampled / seconds
-        memory = self.ranks.gather(memory_gib())
+        memory = self.ranks.gather(peaks())
         return metrics | self.measured | {name: max(rank[name] for rank in memory) for name in memory[0]}
 
     def _check_finite(self, metrics: dict[str, float]) -> None:
@@ -379,11 +398,3 @@ def give_up(cause: str) -> None:
 def weighted_mean(values: list[float], weights: list[float]) -> float:
     """Mean over tokens of per-micro-batch means, which TRL would average without weights."""
     return sum(value * weight for value, weight in zip(values, weights, strict=True)) / max(sum(weights), 1.0)
-
-
-def memory_gib() -> dict[str, float]:
-    """Peak resident memory of this process so far, and peak GPU memory allocated since the start."""
-    peak = {"memory/rss_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
-    if torch.cuda.is_available():
-        peak["memory/gpu_peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
-    return peak
