@@ -20,24 +20,24 @@ MODULES = sorted(SOURCE.rglob("*.py"))
 
 # A room, or a file at the top -> those of ours that it may import.
 MAY_IMPORT = {
-    "__init__": "", "exits": "config", "terminal": "", "timing": "", "config": "", "formats": "",
+    "__init__": "", "exits": "config", "terminal": "", "timing": "", "config": "", "disk": "config", "formats": "",
     # what they are about
-    "aqn": "config", "tasks": "config", "algorithms": "config", "record": "config exits", "tracking": "config record",
-    "model": "config formats",
+    "aqn": "config", "tasks": "config", "algorithms": "config", "record": "config disk exits",
+    "tracking": "config record", "model": "config formats",
     "preflight": "config model tasks",
     # what is done with it
-    "rollout": "config model aqn formats timing",
-    "report": "config record tracking terminal",
-    "pocket": "config record tasks terminal",
-    "evaluate": "config model rollout tasks aqn formats pocket record report preflight terminal",
-    "export": "config model record rollout terminal",
+    "rollout": "config disk model aqn formats timing",
+    "report": "config disk record tracking terminal",
+    "pocket": "config disk record tasks terminal",
+    "evaluate": "config disk model rollout tasks aqn formats pocket record report preflight terminal",
+    "export": "config disk model record rollout terminal",
     "warmup": "config model record tasks terminal",
-    "quantize": "config formats model pocket record report tasks terminal evaluate",
+    "quantize": "config disk formats model pocket record report tasks terminal evaluate",
     "train": "config record tracking formats model aqn tasks rollout algorithms evaluate report preflight exits"
              " terminal",
-    "bench": "config formats model record report terminal aqn tasks rollout quantize train timing",
+    "bench": "config disk formats model record report terminal aqn tasks rollout quantize train timing",
     # the command line, which reaches the core only by starting a process
-    "cli": "config record tracking model tasks report preflight exits terminal",
+    "cli": "config disk record tracking model tasks report preflight exits terminal",
     "samples": "config record",
     "serve_line": "config rollout",
     "__main__": "",

@@ -22,8 +22,8 @@ with exits.starting(__name__):
     )
     from qerl_lab.cli.grammar import Command, main_of
     from qerl_lab.config.option import ConfigError
+    from qerl_lab.disk import make_directory
     from qerl_lab.record.environment import environment
-    from qerl_lab.record.outputs import make_directory
     from qerl_lab.terminal import quiet_third_parties
 
 

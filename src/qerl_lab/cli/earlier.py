@@ -24,7 +24,7 @@ from qerl_lab.config.arm import is_of_arm, leaves
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.redact import redact
 from qerl_lab.config.schema import RunConfig
-from qerl_lab.record.atomic import read_json, replace_file
+from qerl_lab.disk import read_json, replace_file
 from qerl_lab.record.directory import RunDirectory, is_run
 
 INDEX, MASTER = "sweep.json", "multirun.yaml"  # its jobs; what Hydra composed for it as a whole

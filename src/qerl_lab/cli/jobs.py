@@ -30,8 +30,8 @@ from qerl_lab.cli.compose import Job, Plan
 from qerl_lab.cli.overrides import shown
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.redact import redact
+from qerl_lab.disk import replace_file
 from qerl_lab.exits import FAILURE, INTERRUPTED, OK, USAGE
-from qerl_lab.record.atomic import replace_file
 from qerl_lab.record.directory import RunDirectory, first_missing, remove_empty, reserve
 from qerl_lab.record.environment import Typed
 

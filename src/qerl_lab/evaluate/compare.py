@@ -9,10 +9,10 @@ from typing import Any
 import pandas as pd
 
 from qerl_lab.config.option import ConfigError
+from qerl_lab.disk import read_json, replace_file
 from qerl_lab.evaluate.options import CompareOptions
 from qerl_lab.evaluate.passes import powers_of_two
 from qerl_lab.evaluate.summary import ABOUT, COMMON, OWN, ROWS, SCHEMA, passes_of, shares
-from qerl_lab.record.atomic import read_json, replace_file
 from qerl_lab.report.stats import Interval, crossed_interval, p_value, paired_interval
 from qerl_lab.terminal import columns, near
 

@@ -23,15 +23,14 @@ from transformers import AutoConfig, PreTrainedModel
 from qerl_lab import formats, rollout, tasks, terminal
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import DENSE_FORMAT, RunConfig
+from qerl_lab.disk import make_directory, replace_file
 from qerl_lab.evaluate import benchmarks, kl, weight_error
 from qerl_lab.evaluate.options import CALIBRATED, EntropyOptions, chosen_formats, split
 from qerl_lab.formats.format import Format
 from qerl_lab.model import loading, on_disk, policy
 from qerl_lab.model.files import WeightFiles, local_folder, read_json
 from qerl_lab.model.linear import packable
-from qerl_lab.record.atomic import replace_file
 from qerl_lab.record.environment import environment
-from qerl_lab.record.outputs import make_directory
 from qerl_lab.report.stats import Interval, p_value
 from qerl_lab.rollout.engine import Sampling
 

@@ -18,6 +18,7 @@ import pandas as pd
 from qerl_lab import rollout, terminal
 from qerl_lab.config.message import first_line
 from qerl_lab.config.option import ConfigError
+from qerl_lab.disk import read_json, replace_file
 from qerl_lab.evaluate import benchmarks, subject, summary
 from qerl_lab.evaluate.accuracy import ask, seed_of
 from qerl_lab.evaluate.benchmarks import Benchmark
@@ -26,7 +27,6 @@ from qerl_lab.evaluate.subject import Subject
 from qerl_lab.evaluate.summary import ABOUT, ROWS, SCHEMA
 from qerl_lab.model import policy
 from qerl_lab.model.policy import Policy
-from qerl_lab.record.atomic import read_json, replace_file
 from qerl_lab.record.environment import environment
 from qerl_lab.record.partial import Unfinished
 from qerl_lab.rollout.engine import Engine, EngineFailed, Sampling

@@ -13,12 +13,12 @@ from huggingface_hub import save_torch_state_dict
 
 from qerl_lab import terminal
 from qerl_lab.config.schema import DENSE_FORMAT, RunConfig
+from qerl_lab.disk import replace_file
 from qerl_lab.export.card import card
 from qerl_lab.export.options import RECORD, ExportConfig
 from qerl_lab.model import gguf, on_disk, policy
 from qerl_lab.model.dense import dense_tensors
 from qerl_lab.model.files import copy_companions, local_folder, read_json
-from qerl_lab.record.atomic import replace_file
 from qerl_lab.record.partial import JOURNAL, Unfinished
 
 ADAPTER = ("adapter_model.safetensors", "adapter_config.json")

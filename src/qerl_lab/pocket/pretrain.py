@@ -9,8 +9,8 @@ with exits.starting(__name__):
     from qerl_lab import terminal
     from qerl_lab.cli.grammar import Command
     from qerl_lab.config.option import ConfigError, option
+    from qerl_lab.disk import make_directory
     from qerl_lab.pocket.recipe import Recipe
-    from qerl_lab.record.outputs import make_directory
 
 
 @dataclass

@@ -14,10 +14,10 @@ import torch
 from tqdm import tqdm
 
 from qerl_lab import formats, terminal
+from qerl_lab.disk import replace_file
 from qerl_lab.model.files import WeightFiles
 from qerl_lab.quantize import divergence, sqnr
 from qerl_lab.quantize.options import QuantizeConfig
-from qerl_lab.record.atomic import replace_file
 from qerl_lab.record.environment import environment
 from qerl_lab.report import plots
 

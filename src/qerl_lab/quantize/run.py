@@ -22,13 +22,13 @@ from qerl_lab.config.keys import typed
 from qerl_lab.config.option import ConfigError, did_you_mean
 from qerl_lab.config.schema import FormatConfig
 from qerl_lab.config.spelling import listed
+from qerl_lab.disk import replace_file
 from qerl_lab.model import loading, policy
 from qerl_lab.model.files import INDEX, WeightFiles, copy_companions, local_folder, read_json
 from qerl_lab.model.linear import packable, packed_head
 from qerl_lab.model.on_disk import is_ignored
 from qerl_lab.quantize import llmcompressor, quality, rtn
 from qerl_lab.quantize.options import CALIBRATION, QuantizeConfig
-from qerl_lab.record.atomic import replace_file
 from qerl_lab.record.partial import Unfinished
 
 NOT_IDENTITY = ("model", "revision", "out", "quality", "text", "overwrite", "device")

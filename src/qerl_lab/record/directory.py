@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.redact import redact
 from qerl_lab.config.schema import RunConfig
+from qerl_lab.disk import read_json, replace_file
 from qerl_lab.exits import FAILURE, INTERRUPTED, OK, SIGNALS, USAGE
 from qerl_lab.record import checkpoint, environment, evaluations, metrics, resolved, resume, samples
-from qerl_lab.record.atomic import read_json, replace_file
 from qerl_lab.record.environment import Typed
 from qerl_lab.record.metrics import MetricsLine
 from qerl_lab.record.mirror import MirrorRecord

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from qerl_lab.config.redact import redact
-from qerl_lab.record.atomic import replace_file
+from qerl_lab.disk import replace_file
 
 CHECKOUT = Path(__file__).resolve().parents[3]
 PACKAGES = (

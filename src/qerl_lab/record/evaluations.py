@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qerl_lab.config.option import ConfigError
-from qerl_lab.record.atomic import replace_file
+from qerl_lab.disk import replace_file
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TypedDict
 
 from qerl_lab.config.option import ConfigError
-from qerl_lab.record.atomic import replace_file
+from qerl_lab.disk import replace_file
 
 
 @dataclass(frozen=True)

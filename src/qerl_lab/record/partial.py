@@ -15,8 +15,7 @@ from typing import Any, Self
 
 from qerl_lab.config.keys import typed
 from qerl_lab.config.option import ConfigError
-from qerl_lab.record.atomic import replace_file
-from qerl_lab.record.outputs import make_directory
+from qerl_lab.disk import make_directory, replace_file
 
 JOURNAL = "journal.json"
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from qerl_lab.config.option import ConfigError
-from qerl_lab.record.atomic import replace_file
+from qerl_lab.disk import replace_file
 
 PER_STEP = 4  # the first completions of so many questions
 CHARACTERS = 4000  # a longer completion is kept without its middle

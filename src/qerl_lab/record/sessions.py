@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 from qerl_lab.config.option import ConfigError
-from qerl_lab.record.atomic import read_json, replace_file
+from qerl_lab.disk import read_json, replace_file
 
 
 class Sessions:

@@ -16,7 +16,7 @@ with exits.starting(__name__):
     from qerl_lab.cli.grammar import Command, choose
     from qerl_lab.config.option import ConfigError, option
     from qerl_lab.config.redact import url_without_secrets
-    from qerl_lab.record.atomic import replace_file
+    from qerl_lab.disk import replace_file
     from qerl_lab.terminal import near
 
 if TYPE_CHECKING:

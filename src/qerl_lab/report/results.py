@@ -18,7 +18,7 @@ from typing import Any
 import pandas as pd
 
 from qerl_lab.config.option import ConfigError
-from qerl_lab.record.atomic import replace_file
+from qerl_lab.disk import replace_file
 from qerl_lab.report.arms import FINISHED, Run, differing
 from qerl_lab.report.runs import NO_STEPS, Origin, Record, check_phases, record_of
 

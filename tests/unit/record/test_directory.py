@@ -12,7 +12,6 @@ import pytest
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.exits import FAILURE, INTERRUPTED, OK, USAGE
-from qerl_lab.record.atomic import replace_file
 from qerl_lab.record.directory import ROOM, RunDirectory, first_missing, reserve
 from qerl_lab.record.environment import Typed
 
@@ -159,14 +158,6 @@ def test_of_two_ranks_that_fail_at_once_one_leaves_its_whole_reason(run: RunDire
     run.fail(text)
     assert (run.path / "FAILED").read_text() == text
     assert {path.name for path in run.path.iterdir()} <= {"FAILED", "resolved.yaml", "QUEUED"}
-
-
-def test_a_full_disk_leaves_no_half_of_a_file(tmp_path: Path) -> None:
-    (tmp_path / "a").write_bytes(b"old")
-    (tmp_path / "a.tmp").symlink_to("/dev/full")
-    with pytest.raises(OSError, match="No space left"):
-        replace_file(tmp_path / "a", b"new")
-    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("a", b"old")]
 
 
 # --- nothing left behind

@@ -8,7 +8,6 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from vllm.model_executor.kernels.linear.nvfp4.marlin import MarlinNvFp4LinearKer
 
 from qerl_lab import formats
 from qerl_lab.config.schema import RunConfig
+from qerl_lab.disk import replace_file
 from qerl_lab.formats.format import Format
 from qerl_lab.model import gguf
 from qerl_lab.model.linear import PackedLinear, fused_groups
@@ -57,7 +57,8 @@ def chosen(cfg: RunConfig, model: nn.Module) -> str:
     known = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     if key not in known:
         known[key] = milliseconds(formats.build(cfg.format), shapes, rows)
-        write_whole(file, json.dumps(known, indent=1))
+        file.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(file, json.dumps(known, indent=1).encode(), aside=str(os.getpid()))  # two runs may time at once
     times = known[key]
     fastest = min(times, key=lambda name: times[name])
     said = ", ".join(f"{name} {ms:.2f} ms" for name, ms in times.items())
@@ -137,11 +138,3 @@ def product(
         layer.weight_global_scale = nn.Parameter(1 / packed["weight_global_scale"][0], requires_grad=False)
     kernel.process_weights_after_loading(layer)
     return lambda x: kernel.apply_weights(layer, x)
-
-
-def write_whole(file: Path, text: str) -> None:
-    """Write aside, then rename: two runs may time at once."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    aside = file.with_name(f"{file.name}.{os.getpid()}")
-    aside.write_text(text, encoding="utf-8")
-    aside.replace(file)

@@ -1,4 +1,4 @@
-"""A place that cannot be written is refused before the work, and nothing is left of the attempt."""
+"""Files are whole or as they were. What cannot be written is refused before the work, and leaves nothing."""
 
 import os
 from pathlib import Path
@@ -7,8 +7,27 @@ import pytest
 
 from qerl_lab.bench import __main__ as bench
 from qerl_lab.config.option import ConfigError
+from qerl_lab.disk import make_directory, replace_file
 from qerl_lab.pocket import pretrain, teacher
-from qerl_lab.record.outputs import make_directory
+
+
+def test_a_full_disk_leaves_no_half_of_a_file(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"old")
+    (tmp_path / "a.tmp").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left"):
+        replace_file(tmp_path / "a", b"new")
+    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("a", b"old")]
+
+
+def test_processes_that_write_one_file_at_once_write_beside_each_other(tmp_path: Path) -> None:
+    """The disk of the second is full while the file of the first lies aside."""
+    (tmp_path / "a.1").write_bytes(b"the first's, half")
+    (tmp_path / "a.2").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left"):
+        replace_file(tmp_path / "a", b"new", aside="2")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.1"]
+    replace_file(tmp_path / "a", b"new", aside="1")
+    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("a", b"new")]
 
 
 def test_a_directory_is_made_with_its_parents_and_stays_empty(tmp_path: Path) -> None:

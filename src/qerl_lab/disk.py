@@ -1,0 +1,53 @@
+"""Files that are whole or not there, whoever is killed and however full the disk is, and directories to write into."""
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from qerl_lab.config.option import ConfigError
+
+
+def replace_file(path: Path, data: bytes, aside: str = "tmp") -> None:
+    """Write aside, then rename: whoever is killed here leaves the old file or the new one, and a full disk no half.
+
+    `aside` is the ending of the name until then: one of each process, where several may write the file at once.
+    """
+    beside = path.with_name(f"{path.name}.{aside}")
+    try:
+        with beside.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+    except OSError:
+        beside.unlink(missing_ok=True)
+        raise
+
+
+def read_json(path: Path, kind: type) -> Any:
+    """Read a JSON file of a run directory. Raises ConfigError naming the file if it holds no `kind`."""
+    try:
+        values = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read ({' '.join(str(error).split())}). Move it away.") from None
+    if not isinstance(values, kind):
+        raise ConfigError(f"{path} is not what a run writes there: {str(values)[:80]}. Move it away.")
+    return values
+
+
+def make_directory(folder: Path, given: str) -> None:
+    """Make `folder` and a file in it that is gone at once. Raises ConfigError, which repeats `given`, where that fails.
+
+    So a command learns before its work, and not after it, that it could write nothing. A directory that was made for
+    nothing is removed again.
+    """
+    missing = [path for path in (folder, *folder.parents) if not os.path.lexists(path)]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        for path in filter(os.path.isdir, missing):
+            path.rmdir()
+        raise ConfigError(f"{given} cannot be written ({error.strerror}: {folder}). Type another directory.") from None
