@@ -216,13 +216,18 @@ def _what_differs(comparison: Comparison) -> str:
 
 
 def curves(comparison: Comparison) -> pd.DataFrame:
-    """Every kept metric of every step of the runs that count, tidy: run_id, arm, metric, step, value."""
+    """Every kept metric of every step of the runs that count, tidy: run_id, arm, metric, step, seconds, value.
+
+    `seconds` are those of the run's training steps up to this one.
+    """
     frames = []
     for label, records in comparison.arms.items():
         for record in records:
+            seconds = record.steps["step/seconds"].astype("float64").fillna(0).cumsum()
             tidy = record.steps.melt(var_name="metric", ignore_index=False).reset_index()
-            frames.append(tidy.assign(run_id=record.run.name, arm=label))
-    return pd.concat(frames)
+            tidy = tidy.assign(seconds=tidy["step"].map(seconds), run_id=record.run.name, arm=label)
+            frames.append(tidy[["run_id", "arm", "metric", "step", "seconds", "value"]])
+    return pd.concat(frames, ignore_index=True)
 
 
 def write_csv(table: pd.DataFrame, path: Path) -> None:

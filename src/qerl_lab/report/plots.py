@@ -11,6 +11,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from qerl_lab.report.curves import STYLE, draw_arm
+
 PANELS = (  # title, y label, (metric, label) of each line
     ("Reward", "reward", (("reward/mean", "total"), ("reward/answer", "answer"), ("reward/format", "format"))),
     ("Entropy", "nats per token", (("policy/entropy_nats", "policy"), ("sampler/entropy_nats", "noisy sampler"))),
@@ -52,7 +54,7 @@ def save_arms(curves: pd.DataFrame, path: Path) -> None:
 
 
 def compare_arms(curves: pd.DataFrame, metrics: dict[str, str]) -> Figure:
-    """One panel a metric, one color an arm: the mean over seeds thick, every seed thin. No smoothing.
+    """One panel a metric: of each arm the mean over seeds thick, its interval of 95%, every seed thin. No smoothing.
 
     Args:
         curves: tidy, with the columns run_id, arm, metric, step and value; arms are drawn in its order.
@@ -63,18 +65,18 @@ def compare_arms(curves: pd.DataFrame, metrics: dict[str, str]) -> Figure:
     width = 5 * len(metrics)
     per_row = max(1, min(len(arms), int(width / (0.5 + 0.08 * max(map(len, names), default=0)))))  # inches
     height = 4 + 0.2 * math.ceil(len(arms) / per_row)
-    figure, axes = plt.subplots(1, len(metrics), figsize=(width, height), layout="constrained", squeeze=False)
-    for axis, (metric, label) in zip(axes.flat, metrics.items(), strict=True):
-        for n, (arm, name) in enumerate(zip(arms, names, strict=True)):
-            chosen = curves[(curves["arm"] == arm) & (curves["metric"] == metric) & (curves["step"] > 0)]
-            by_seed = chosen.pivot_table(index="step", columns="run_id", values="value")
-            style = {"color": f"C{n % 10}", "ls": "-" if n < 10 else "--"}
-            if by_seed.shape[1] > 1:
-                axis.plot(by_seed.index, by_seed, lw=0.5, alpha=0.5, **style)
-            axis.plot(by_seed.index, by_seed.mean(axis=1), lw=1.8, label=name, **style)
-        _dress(axis, metric, label)
-    handles = axes.flat[0].get_legend_handles_labels()
-    figure.legend(*handles, loc="outside lower center", ncols=per_row, frameon=False, fontsize="small")
+    with plt.style.context(STYLE):
+        figure, axes = plt.subplots(1, len(metrics), figsize=(width, height), squeeze=False)
+        styles = list(plt.rcParams["axes.prop_cycle"])
+        for axis, (metric, label) in zip(axes.flat, metrics.items(), strict=True):
+            for n, (arm, name) in enumerate(zip(arms, names, strict=True)):
+                chosen = curves[(curves["arm"] == arm) & (curves["metric"] == metric) & (curves["step"] > 0)]
+                seeds = {run: rows.set_index("step")["value"] for run, rows in chosen.dropna().groupby("run_id")}
+                if seeds:
+                    draw_arm(axis, seeds, styles[n % len(styles)], name, common=True)
+            _dress(axis, metric, label)
+        handles = axes.flat[0].get_legend_handles_labels()
+        figure.legend(*handles, loc="outside lower center", ncols=per_row)
     return figure
 
 

@@ -81,6 +81,16 @@ def over_seeds(values_S_Q: np.ndarray, level: float = 0.95) -> Interval:
     return crossed_interval(values, level)
 
 
+def band_over_seeds(values_S_T: np.ndarray, level: float = 0.95) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """`over_seeds` of each of the columns T on its own: means, lows and highs [T]. Of one seed all are its values."""
+    values = np.asarray(values_S_T, float)
+    mean, seeds = values.mean(0), len(values)
+    if seeds == 1:
+        return mean, mean, mean
+    half = stats.t.ppf(0.5 + level / 2, seeds - 1) * values.std(0, ddof=1) / np.sqrt(seeds)
+    return mean, mean - half, mean + half
+
+
 def p_above(values_S_Q: np.ndarray, null: float) -> float:
     """The one-sided p-value of the hypothesis that the mean over seeds and questions is at most `null`.
 

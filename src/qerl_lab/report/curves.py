@@ -1,0 +1,153 @@
+"""Curves of arms by step and by wall clock: each seed thin, their mean, its interval of 95%. Nothing is smoothed."""
+
+import math
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patheffects import Normal, Stroke
+from matplotlib.ticker import MaxNLocator
+
+from qerl_lab.report.stats import band_over_seeds
+
+STYLE = Path(__file__).with_name("report.mplstyle")
+STEP, CLOCK = "step", "seconds"  # columns of `comparison.curves`
+ARMS_A_PANEL = 4  # more lines with their bands hide each other
+BESIDE = 2  # arms beside the baseline, where one panel does not hold them all
+MOMENTS = 100  # at which the mean by wall clock is taken, between two logged steps of a seed by a straight line
+MARKS = 10  # markers of a line
+LEGEND_CHARS = 46  # of a line of the legend
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A figure: its file's name, title, label of its axis, and metric.
+
+    `from_zero` says that the axis begins there, `bounds` which values there can be; an interval may go beyond.
+    """
+
+    name: str
+    title: str
+    label: str
+    metric: str
+    from_zero: bool = False
+    bounds: tuple[float, float] = (-math.inf, math.inf)
+
+
+NATS, SHARE = (0, math.inf), (0, 1)
+CURVES = (
+    Curve("reward", "Reward", "mean reward of a step", "reward/mean"),
+    Curve("entropy", "Entropy of the trainer's policy", "nats per token", "policy/entropy_nats", bounds=NATS),
+    Curve("sampler_entropy", "Entropy of the (noisy) sampler", "nats per token", "sampler/entropy_nats", bounds=NATS),
+    Curve("accuracy", "Held-out accuracy, all questions", "right answers", "eval/accuracy", bounds=SHARE),
+    Curve(
+        "subset_accuracy",
+        "Held-out accuracy, the first questions",
+        "right answers",
+        "eval/subset_accuracy",
+        bounds=SHARE,
+    ),
+    Curve("throughput", "Throughput, end to end", "tokens per second", "step/tokens_per_second", True),
+    Curve("rollout_throughput", "Throughput of rollouts", "tokens per second", "rollout/tokens_per_second", True),
+    Curve("sigma", "Sigma of the noise", "standard deviation", "noise/sigma", True),
+)
+
+
+def recorded(points: pd.DataFrame) -> list[Curve]:
+    """Those of `CURVES` that a run recorded, sigma where it was not always 0: an engine may see no entropy."""
+    used = set(points.loc[(points["metric"] != "noise/sigma") | (points["value"] != 0), "metric"])
+    return [curve for curve in CURVES if curve.metric in used]
+
+
+def panels(arms: Sequence[str], baseline: str | None) -> list[list[str]]:
+    """The arms in as few groups as can be read, the baseline first in each.
+
+    A group that is not full comes first: an arm and the same with noise, which follows it, then share one.
+    """
+    first = [arm for arm in arms if arm == baseline]
+    others = [arm for arm in arms if arm != baseline]
+    if len(arms) <= ARMS_A_PANEL:
+        return [[*first, *others]]
+    starts = range(len(others) % BESIDE - BESIDE if len(others) % BESIDE else 0, len(others), BESIDE)
+    return [[*first, *others[max(start, 0) : start + BESIDE]] for start in starts]
+
+
+def draw(points: pd.DataFrame, curve: Curve, by: str, baseline: str | None) -> Figure:
+    """A figure of one metric: panels below each other, of a few arms each, to be closed by the caller.
+
+    Args:
+        points: tidy, from `comparison.curves`.
+        by: `STEP`, or `CLOCK`: seconds of training steps, without evaluation and loading.
+    """
+    chosen = points[(points["metric"] == curve.metric) & points["value"].notna()]
+    groups = panels(list(chosen["arm"].unique()), baseline)
+    unit, size = _unit(chosen[by].max()) if by == CLOCK else ("step", 1)
+    seeds = {
+        arm: {
+            run: rows.set_index(by)["value"].rename(index=lambda x: x / size) for run, rows in of_arm.groupby("run_id")
+        }
+        for arm, of_arm in chosen.groupby("arm")
+    }
+    labels = {arm: textwrap.fill(f"{arm} (n={len(of_arm)})", LEGEND_CHARS) for arm, of_arm in seeds.items()}
+    with plt.style.context(STYLE):
+        lines = [sum(labels[arm].count("\n") + 1 for arm in group) for group in groups]
+        shape = {"figsize": (4.4, sum(2.9 + 0.19 * count for count in lines)), "height_ratios": [12 + n for n in lines]}
+        figure, axes = plt.subplots(len(groups), 1, sharey=True, sharex=True, squeeze=False, **shape)
+        for axis, group in zip(axes.flat, groups, strict=True):
+            for arm, style in zip(group, plt.rcParams["axes.prop_cycle"], strict=False):
+                draw_arm(axis, seeds[arm], style, labels[arm], common=by == STEP)
+            _dress(axis, curve, unit)
+        axes.flat[0].set_title(curve.title, loc="left")
+        low, high = axes.flat[0].get_ylim()  # of all panels
+        axes.flat[0].set_ylim(0 if curve.from_zero else max(low, curve.bounds[0]), min(high, curve.bounds[1]))
+    return figure
+
+
+def _unit(seconds: float) -> tuple[str, int]:
+    """The unit of time that suits the longest run, and its seconds."""
+    name, size = next(
+        pair for pair in (("hours", 3600), ("minutes", 60), ("seconds", 1)) if seconds >= 2 * pair[1] or pair[1] == 1
+    )
+    return f"{name} of training steps", size
+
+
+def draw_arm(axis: Axes, seeds: Mapping[str, pd.Series], style: Mapping[str, Any], label: str, *, common: bool) -> None:
+    """Draw an arm: every seed thin, the mean over them thick, and around it the interval of 95% over seeds.
+
+    `seeds` are values by step or time; the mean is where all of them have one: at the steps that are `common`, else
+    at `MOMENTS` times.
+    """
+    plain = {"color": style["color"], "ls": "-", "marker": ""}
+    if len(seeds) > 1:
+        for values in seeds.values():
+            axis.plot(values.index, values, lw=0.5, alpha=0.4, **plain)
+    x, values_S_T = _joined(list(seeds.values()), common or len(seeds) == 1)
+    mean, low, high = band_over_seeds(values_S_T)
+    if len(seeds) > 1:
+        axis.fill_between(x, low, high, color=style["color"], alpha=0.13, lw=0)
+    halo = [Stroke(linewidth=3.2, foreground="white"), Normal()]  # so that it stands out from the seeds, in grey too
+    axis.plot(x, mean, label=label, markevery=max(1, len(x) // MARKS), zorder=3, path_effects=halo, **style)
+
+
+def _joined(seeds: Sequence[pd.Series], common: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Where all seeds have a value, and these values [seeds, places]."""
+    if common:
+        table = pd.concat(seeds, axis=1, join="inner").sort_index()
+        return table.index.to_numpy(), table.to_numpy(float).T
+    x = np.linspace(max(one.index[0] for one in seeds), min(one.index[-1] for one in seeds), MOMENTS)
+    return x, np.array([np.interp(x, one.index, one) for one in seeds])
+
+
+def _dress(axis: Axes, curve: Curve, unit: str) -> None:
+    axis.set(xlabel=unit, ylabel=curve.label)
+    axis.tick_params(labelbottom=True)
+    axis.xaxis.set_major_locator(MaxNLocator(6, integer=unit == "step"))  # there is no step 1.5
+    axis.yaxis.set_major_formatter(lambda value, _: f"{value:,g}" if abs(value) >= 1000 else f"{value:g}")
+    axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), borderaxespad=0)

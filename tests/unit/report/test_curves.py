@@ -1,0 +1,129 @@
+"""Curves of arms: what is drawn of seeds, mean and interval, by step and by time, and how arms are told apart."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import matplotlib.colors
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+import pytest
+from matplotlib.axes import Axes
+
+from qerl_lab.report import comparison, curves
+from qerl_lab.report.stats import band_over_seeds, over_seeds
+from run_directories import make_run
+
+REWARD = next(curve for curve in curves.CURVES if curve.name == "reward")
+
+
+@pytest.fixture(autouse=True)
+def _closed() -> Iterator[None]:
+    yield
+    plt.close("all")
+
+
+def points(arms: list[str], seeds: int = 3, steps: int = 30, metric: str = "reward/mean") -> pd.DataFrame:
+    """Seed s of an arm has the value step + s, and takes 2 + s seconds a step."""
+    return pd.DataFrame([
+        {"run_id": f"{arm}-{seed}", "arm": arm, "metric": metric, "step": step, "seconds": (2.0 + seed) * step,
+         "value": float(step + seed)}
+        for arm in arms for seed in range(seeds) for step in range(1, steps + 1)
+    ])  # fmt: skip
+
+
+def means(axis: Axes) -> list:
+    return [line for line in axis.lines if not line.get_label().startswith("_")]
+
+
+def test_each_seed_is_raw_and_the_mean_has_the_interval_of_its_seeds() -> None:
+    (axis,) = curves.draw(points(["bf16"]), REWARD, curves.STEP, None).axes
+    *seeds, mean = axis.lines
+    assert [list(line.get_ydata()) for line in seeds] == [[step + seed for step in range(1, 31)] for seed in range(3)]
+    assert all(line.get_linewidth() < mean.get_linewidth() / 2 for line in seeds)
+    assert list(mean.get_ydata()) == [step + 1 for step in range(1, 31)]
+    assert mean.get_label() == "bf16 (n=3)"
+    (band,) = axis.collections
+    corners = band.get_paths()[0].vertices
+    _, low, high = over_seeds(np.array([[1.0], [2.0], [3.0]]))
+    at_one = corners[corners[:, 0] == 1][:, 1]
+    assert (at_one.min(), at_one.max()) == (pytest.approx(low), pytest.approx(high))
+
+
+def test_the_band_is_the_interval_of_every_column() -> None:
+    values = np.random.default_rng(0).normal(size=(5, 7))
+    expected = [over_seeds(column[:, None]) for column in values.T]
+    np.testing.assert_allclose(np.array(band_over_seeds(values)).T, expected)
+
+
+def test_one_seed_has_its_line_alone() -> None:
+    (axis,) = curves.draw(points(["bf16"], seeds=1), REWARD, curves.CLOCK, None).axes
+    assert (len(axis.lines), len(axis.collections)) == (1, 0)
+    assert len(axis.lines[0].get_xdata()) == 30
+
+
+def test_by_clock_the_mean_is_where_every_seed_has_been() -> None:
+    """Seed 0 ends after 50 s, seed 2 begins at 4 s; at 12 s the three are at steps 6, 4 and 3."""
+    (axis,) = curves.draw(points(["bf16"], steps=25), REWARD, curves.CLOCK, None).axes
+    (mean,) = means(axis)
+    x, y = mean.get_data()
+    assert (x[0], x[-1]) == (pytest.approx(4), pytest.approx(50))
+    assert np.interp(12, x, y) == pytest.approx((6 + 5 + 5) / 3, abs=1e-2)
+    assert axis.get_xlabel() == "seconds of training steps"
+
+
+def test_seconds_are_those_of_the_steps(tmp_path: Path) -> None:
+    make_run(tmp_path / "a", "bf16", 0)
+    found = comparison.curves(comparison.read([tmp_path]))
+    assert found.loc[found["metric"] == "reward/mean", "seconds"].tolist() == [2, 4, 6, 8]
+
+
+@pytest.mark.parametrize(("seconds", "unit"), [(119, "seconds"), (120, "minutes"), (7199, "minutes"), (7200, "hours")])
+def test_time_has_a_unit_that_suits_it(seconds: float, unit: str) -> None:
+    table = points(["bf16"], seeds=1)
+    table["seconds"] *= seconds / table["seconds"].max()
+    (axis,) = curves.draw(table, REWARD, curves.CLOCK, None).axes
+    assert axis.get_xlabel() == f"{unit} of training steps"
+
+
+def test_arms_share_panels_that_can_be_read() -> None:
+    names = ["bf16", "bf16_aqn", "mxfp4", "mxfp4_aqn", "nvfp4", "nvfp4_aqn"]
+    assert curves.panels(names[:4], "bf16") == [names[:4]]
+    assert curves.panels(names, "bf16") == [names[:2], ["bf16", *names[2:4]], ["bf16", *names[4:]]]
+    assert curves.panels(names, None) == [names[:2], names[2:4], names[4:]]
+    assert curves.panels(names[1:], None) == [names[1:2], names[2:4], names[4:]]
+
+
+def test_arms_differ_without_color() -> None:
+    arms = ["bf16", "mxfp4", "nf4", "nvfp4"]
+    (axis,) = curves.draw(points(arms), REWARD, curves.STEP, "bf16").axes
+    looks = {(line.get_linestyle(), line.get_marker()) for line in means(axis)}
+    assert len(looks) == 4
+    with plt.style.context(curves.STYLE):
+        colors = [style["color"] for style in plt.rcParams["axes.prop_cycle"]][:4]
+    grey = sorted(np.dot(matplotlib.colors.to_rgb(color), (0.299, 0.587, 0.114)) for color in colors)
+    assert min(np.diff(grey)) > 0.04
+
+
+def test_a_long_label_is_whole_and_inside_of_the_figure() -> None:
+    arm = "nvfp4_aqn (optim.learning_rate=3e-05, algorithm.name=dapo, lora.rank=64, aqn.schedule=cosine)"
+    figure = curves.draw(points([arm, "bf16"]), REWARD, curves.STEP, "bf16")
+    figure.canvas.draw()
+    (axis,) = figure.axes
+    assert axis.get_legend().get_texts()[1].get_text().replace("\n", " ") == f"{arm} (n=3)"
+    box = axis.get_legend().get_window_extent()
+    assert 0 <= box.x0 <= box.x1 <= figure.bbox.width
+    assert box.y0 >= 0
+
+
+def test_what_no_run_recorded_has_no_figure() -> None:
+    table = pd.concat([points(["bf16"]), points(["bf16"], metric="noise/sigma").assign(value=0.0)])
+    assert [curve.name for curve in curves.recorded(table)] == ["reward"]
+
+
+def test_no_panel_cuts_what_another_holds() -> None:
+    table = points([f"arm{n}" for n in range(6)])
+    table["value"] += table["arm"].str[-1].astype(int) * 100.0
+    figure = curves.draw(table, REWARD, curves.STEP, None)
+    low, high = figure.axes[0].get_ylim()
+    assert low < table["value"].min() < table["value"].max() < high
