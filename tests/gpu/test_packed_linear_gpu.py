@@ -119,5 +119,7 @@ def test_one_call_launches_no_copy_to_the_host() -> None:
     try:
         for module in modules:
             module(x).backward(grad)
+        with pytest.raises(RuntimeError):
+            x.sum().item()
     finally:
         torch.cuda.set_sync_debug_mode("default")

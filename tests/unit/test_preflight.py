@@ -364,6 +364,9 @@ def test_a_training_set_larger_than_there_are_problems_ends_soon_with_all_of_the
     assert arithmetic.train(replace(small, train_questions=50)) == arithmetic.train(small)[:50]
 
 
-def test_an_engine_on_a_server_needs_neither_vllm_nor_a_gpu_here(tiny) -> None:
+def test_an_engine_on_a_server_needs_neither_vllm_nor_a_gpu_here(tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     """In any format: the server computes."""
+    monkeypatch.setattr(preflight, "has_gpu", lambda: False)
     preflight.check_engine(tiny(rollout__engine="vllm_server", format__name="nvfp4"))
+    with pytest.raises(ConfigError, match=r"^rollout\.engine=vllm "):
+        preflight.check_engine(tiny(rollout__engine="vllm", format__name="nvfp4"))

@@ -52,6 +52,8 @@ def test_one_of_several_processes_is_refused(environment: dict[str, str], named:
 )
 def test_one_process_stays_allowed(environment: dict[str, str]) -> None:
     refuse_several(environment)
+    with pytest.raises(ConfigError, match="PMI_SIZE=2 is set"):
+        refuse_several(environment | {"PMI_SIZE": "2"})
 
 
 def test_a_rank_that_the_run_has_started_is_allowed_and_no_other() -> None:

@@ -194,8 +194,10 @@ def test_a_wrong_type_or_key_in_a_resolved_file_is_refused(values, message):
     assert message in str(caught.value)
 
 
-def test_a_whole_number_serves_as_a_number():
+def test_a_whole_number_serves_as_a_number_and_not_the_other_way_round():
     check_types({"aqn": {"sigma_start": 0}, "lora": {"alpha": 32}, "model": {"revision": None}})
+    with pytest.raises(ConfigError, match=r"lora\.rank=32\.0 is not allowed"):
+        check_types({"lora": {"rank": 32.0}})
 
 
 def test_the_schema_s_own_defaults_have_the_types_that_it_states():

@@ -42,7 +42,9 @@ def test_rows_may_lie_apart_and_what_lies_between_stays() -> None:
 
 def test_the_operation_is_what_it_says_to_torch() -> None:
     """Its schema, what it mutates, and its tracing for torch.compile."""
-    torch.library.opcheck(add_adapter, (*operands([40, 8, 8], 4), [40, 8, 8]))
+    found = torch.library.opcheck(add_adapter, (*operands([40, 8, 8], 4), [40, 8, 8]))
+    assert len(found) > 3
+    assert set(found.values()) == {"SUCCESS"}
 
 
 def test_a_compiled_caller_reads_the_adapter_of_the_call() -> None:

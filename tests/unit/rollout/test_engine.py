@@ -19,8 +19,10 @@ ALL, NUCLEUS = Sampling(8, seed=0), Sampling(8, seed=0, top_p=0.9)
 PARTS = {"completion_ids_P_G": "completions", "logprobs_P_G": "log-probs", "finish_reasons_P_G": "finish reasons"}
 
 
-def test_a_whole_rollout_is_taken() -> None:
+def test_a_whole_rollout_is_taken_where_it_is_what_was_asked() -> None:
     refuse_incomplete(WHOLE, 2, 2, ALL)
+    with pytest.raises(EngineFailed, match="gave 2 completions for a prompt, and 3 were asked"):
+        refuse_incomplete(WHOLE, 2, 3, ALL)
 
 
 @pytest.mark.parametrize("part", PARTS)

@@ -1,0 +1,50 @@
+"""Every test says what must hold: a test that only calls something would pass whatever that did."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+TESTS = Path(__file__).parents[1]
+RAISING = {"raises", "warns", "fail"}  # pytest's; besides these whatever is called assert_...
+
+
+def functions(sources: list[str]) -> list[ast.FunctionDef]:
+    return [node for text in sources for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)]
+
+
+def called(function: ast.FunctionDef) -> Iterator[str]:
+    """Names of what it calls, at any depth, without their owners."""
+    for node in ast.walk(function):
+        if isinstance(node, ast.Call):
+            yield node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+
+
+def asserts(function: ast.FunctionDef) -> bool:
+    """Whether it does so itself."""
+    names = set(called(function))
+    by_call = names & RAISING or any(name.startswith("assert_") for name in names)
+    return bool(by_call) or any(isinstance(node, ast.Assert) for node in ast.walk(function))
+
+
+def without_assertion(sources: list[str]) -> list[str]:
+    """Tests that neither assert nor call a function of the tests that does, or one that calls such a one."""
+    found = functions(sources)
+    sound = {function.name for function in found if asserts(function)}
+    while more := {f.name for f in found if f.name not in sound and set(called(f)) & sound}:
+        sound |= more
+    return [f.name for f in found if f.name.startswith("test_") and f.name not in sound]
+
+
+def test_every_test_has_an_assertion() -> None:
+    assert without_assertion([path.read_text(encoding="utf-8") for path in TESTS.rglob("*.py")]) == []
+
+
+def test_one_without_is_found() -> None:
+    sound = "def check(x): assert x\ndef twice(x): check(x)\n"
+    tests = (
+        "def test_a(): twice(1)\n"
+        "def test_b():\n    with pytest.raises(ValueError): int('x')\n"
+        "def test_c(): torch.testing.assert_close(1, 1)\n"
+        "def test_d(): run()\n"
+    )
+    assert without_assertion([sound, tests]) == ["test_d"]
