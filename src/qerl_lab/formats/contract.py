@@ -1,0 +1,168 @@
+"""The laws of a weight format, checked on a value of `Format`: for a new one, before a model is packed in it.
+
+Each law takes a format and raises ValueError that says what it does instead. `check` holds a format to all of them.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qerl_lab.formats.format import Format, PackedAs, pack_fused, quantized_by_rows
+
+CONSTANT_BYTES = 2048  # of a tensor, that `bits_per_weight` leaves out
+_ROWS, _COLUMNS = 128, 1024  # so many that 2 KiB are no more than an eighth of a bit a weight
+SHAPE = (_ROWS, _COLUMNS)
+
+
+def broken_laws(weight_format: Format) -> dict[str, str]:
+    """What `weight_format` does against each law that it breaks, by the law's name; empty if it keeps all."""
+    found = {}
+    for law in LAWS:
+        try:
+            law(weight_format)
+        except Exception as error:  # any error of a new format is an answer here, not the end of the check
+            found[law.__name__] = str(error) if isinstance(error, _Broken) else f"{type(error).__name__}: {error}"
+    return found
+
+
+class _Broken(ValueError):
+    """A law is broken; the message says how."""
+
+
+def packs_what_its_layout_says(weight_format: Format) -> None:
+    """`quantize` returns the tensors of `layout`, of these shapes and dtypes, and `accept` takes them and no others."""
+    packed, layout = weight_format.quantize(_weight()), weight_format.layout(SHAPE)
+    found = {key: (tuple(tensor.shape), tensor.dtype) for key, tensor in packed.items()}
+    _require(found == layout, f"quantize makes {found}, layout says {layout}")
+    _require(list(weight_format.accept(packed, SHAPE, name="q_proj")) == list(layout), "accept drops or adds tensors")
+    for key, tensor in packed.items():
+        wrong = packed | {key: torch.cat([tensor, tensor])}
+        _refused(partial(weight_format.accept, wrong, SHAPE, name="q_proj"), f"{key} of twice the size")
+
+
+def gives_weights_back(weight_format: Format) -> None:
+    """`dequantize` returns `[N, K]`, near the weight, rounded once to the dtype; zeros stay zeros."""
+    weight = _weight()
+    packed = weight_format.quantize(weight)
+    exact = weight_format.dequantize(packed, SHAPE, torch.float32)
+    _require((exact.shape, exact.dtype) == (SHAPE, torch.float32), f"float32 {list(exact.shape)} expected")
+    error = ((exact - weight).norm() / weight.norm()).item()
+    _require(error < 0.5, f"what comes back is {error:.2f} of the weight away from it")
+    short = weight_format.dequantize(packed, SHAPE, torch.bfloat16)
+    _require(torch.equal(short, exact.bfloat16()), "bfloat16 is not float32 rounded once")
+    zeros = weight_format.dequantize(weight_format.quantize(torch.zeros(SHAPE)), SHAPE, torch.float32)
+    _require(not zeros.any(), f"zeros become {zeros.unique()[:4].tolist()}")
+
+
+def decodes_what_it_stores(weight_format: Format) -> None:
+    """alpha * W' of `decoder` is the dequantized weight, and W' is the same in bfloat16 as rounded from float32."""
+    packed = weight_format.quantize(_weight())
+    unpack, alpha = weight_format.decoder(packed, SHAPE)
+    exact = weight_format.dequantize(packed, SHAPE, torch.float32)
+    same = torch.allclose(unpack(torch.float32) * alpha, exact, rtol=1e-6, atol=0)
+    _require(same, "alpha times what decoder unpacks is not what dequantize returns")
+    _require(torch.equal(unpack(torch.bfloat16), unpack(torch.float32).bfloat16()), "W' in bfloat16 is another weight")
+
+
+def stores_its_bits(weight_format: Format) -> None:
+    """The packed tensors hold `bits_per_weight`, and at most 2 KiB of constants."""
+    stored = sum(tensor.nbytes for tensor in weight_format.quantize(_weight()).values())
+    beyond = stored - _ROWS * _COLUMNS * weight_format.bits_per_weight / 8
+    _require(-1 < beyond <= CONSTANT_BYTES, f"{stored} bytes are stored, {beyond:+.0f} than bits_per_weight says")
+
+
+def packs_rows_apart(weight_format: Format) -> None:
+    """With BY_ROWS a few rows packed alone, with what the parts have in common, are those rows of the whole."""
+    if not weight_format.BY_ROWS:
+        return
+    weight = _weight()
+    quantize = weight_format.together([weight])
+    whole, apart = quantize(weight), quantized_by_rows(quantize, weight, 5, name="weight")
+    _require(_equal(whole, apart), "rows packed five at a time are other bytes than the whole")
+
+
+def packs_a_value_alike(weight_format: Format) -> None:
+    """float64 is packed as its float32, a slice as its contiguous copy; nothing is written to the weight."""
+    weight = _weight().bfloat16().float()
+    before, usual = weight.clone(), weight_format.quantize(weight)
+    _require(torch.equal(weight, before), "quantize changes the weight that it is given")
+    _require(_equal(weight_format.quantize(weight.double()), usual), "float64 is packed otherwise than float32")
+    sliced = torch.stack([weight, weight], -1)[..., 0]
+    _require(_equal(weight_format.quantize(sliced), usual), "a weight that is not contiguous is packed otherwise")
+    ((_, alone),) = pack_fused(weight_format, {"q_proj": weight})
+    _require(_equal(alone, usual), "a layer packed by pack_fused is other bytes than by quantize")
+
+
+def refuses_what_it_cannot_hold(weight_format: Format) -> None:
+    """NaN, infinity, a vector, whole numbers, and a K of no whole blocks: ValueError with the name."""
+    weight = _weight()
+    for value in (float("nan"), float("inf")):
+        bad = weight.clone()
+        bad[3, 5] = value
+        _refused(partial(weight_format.quantize, bad, name="q_proj"), f"a weight with {value}")
+    _refused(partial(weight_format.quantize, weight[0], name="q_proj"), "a vector")
+    _refused(partial(weight_format.quantize, weight.int(), name="q_proj"), "whole numbers")
+    if weight_format.BY_ROWS:
+        _refused(partial(weight_format.quantize, weight[:, :-1], name="q_proj"), f"K={_COLUMNS - 1}")
+
+
+def is_a_value(weight_format: Format) -> None:
+    """Two formats of the same options are equal and hash alike; `variants` gives formats of this kind."""
+    twin: Any = replace(weight_format)
+    _require(twin == weight_format and hash(twin) == hash(weight_format), "a copy of it is not equal to it")
+    others = [one for one in weight_format.variants() if not isinstance(one, type(weight_format))]
+    _require(not others and bool(weight_format.variants()), "variants() has another kind, or none")
+
+
+def is_recognized(weight_format: Format) -> None:
+    """Where QUANT_METHOD is set, `recognize` reads what `quantization_config` writes, with the layers left dense."""
+    if weight_format.QUANT_METHOD is None:
+        return
+    written = weight_format.quantization_config(["lm_head"], torch.bfloat16)
+    _require(written.get("quant_method") == weight_format.QUANT_METHOD, "quant_method is not QUANT_METHOD")
+    found = weight_format.recognize(written)
+    _require(isinstance(found, PackedAs), f"recognize returns {found} for its own quantization_config")
+    assert found is not None
+    _require(isinstance(found.weight_format, type(weight_format)), f"it is recognized as {found.weight_format}")
+    _require(found.ignore == ("lm_head",), f"ignore=['lm_head'] is read as {found.ignore}")
+
+
+LAWS: tuple[Callable[[Format], None], ...] = (
+    packs_what_its_layout_says, gives_weights_back, decodes_what_it_stores, stores_its_bits, packs_rows_apart,
+    packs_a_value_alike, refuses_what_it_cannot_hold, is_a_value, is_recognized,
+)  # fmt: skip
+
+
+def _weight() -> Tensor:
+    """Normal weights with an outlier in one block, and a block of zeros in one row."""
+    weight = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0)).mul_(0.02)
+    weight[1, 7], weight[2] = 0.7, 0.0
+    return weight
+
+
+def _require(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise _Broken(otherwise)
+
+
+def _refused(call: Callable[[], object], what: str) -> None:
+    try:
+        call()
+    except ValueError as error:
+        _require(bool(re.search("q_proj", str(error))), f"the error for {what} does not name the layer: {error}")
+        return
+    raise _Broken(f"{what} is not refused")
+
+
+def _equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    """Whether two sets of packed tensors are the same bytes."""
+    return one.keys() == other.keys() and all(
+        one[key].dtype == other[key].dtype
+        and torch.equal(one[key].contiguous().view(torch.uint8), other[key].contiguous().view(torch.uint8))
+        for key in one
+    )

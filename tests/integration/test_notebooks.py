@@ -1,0 +1,77 @@
+"""Every notebook runs on what is committed, holds no outputs, and its rendered copy is not older than its cells."""
+
+import os
+import re
+import runpy
+from pathlib import Path
+
+import nbformat
+import pytest
+
+ROOT = Path(__file__).parents[2]
+RENDER = runpy.run_path(str(ROOT / "notebooks" / "render.py"))
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+PAGES = ROOT / "docs" / "notebooks"
+each_notebook = pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+pytestmark = pytest.mark.integration
+# What a page must show, whatever the numbers: pieces of text, and how many figures.
+SHOWS = {
+    "04_entropy_and_noise": (("weight error", "mxfp4 raises the entropy", "share of its entropy"), 3),
+    "05_bring_your_own_format": (("kept    The packed", "packs_rows_apart", "packed weights unchanged: True"), 1),
+}
+
+
+@pytest.fixture
+def untouched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checkout as it is, with no store of the user's."""
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+def files() -> set[Path]:
+    """What lies in the two folders from which notebooks are started."""
+    return {*ROOT.iterdir(), *(ROOT / "notebooks").iterdir()}
+
+
+@pytest.mark.usefixtures("untouched")
+@pytest.mark.parametrize("name", SHOWS)
+def test_it_runs_where_jupyterlab_starts_it_and_leaves_nothing(name: str) -> None:
+    before, (pieces, figures) = files(), SHOWS[name]
+    run = RENDER["execute"](ROOT / "notebooks" / f"{name}.ipynb")
+    outputs = [output for cell in run.cells for output in cell.get("outputs", [])]
+    shown = [output["data"] for output in outputs if "data" in output]
+    text = "".join([*(output.get("text", "") for output in outputs), *(data.get("text/plain", "") for data in shown)])
+    assert [piece for piece in pieces if piece not in text] == []
+    assert sum("image/png" in data for data in shown) == figures
+    assert files() == before
+
+
+@each_notebook
+def test_it_holds_no_outputs(notebook: Path) -> None:
+    found = nbformat.read(notebook, as_version=4)
+    nbformat.validate(found)
+    assert not any(cell.get("outputs") or cell.get("execution_count") for cell in found.cells)
+
+
+@pytest.mark.parametrize("name", SHOWS)
+def test_its_copy_is_of_its_cells(name: str) -> None:
+    page = PAGES / f"{name}.md"
+    own = RENDER["head"](ROOT / "notebooks" / f"{name}.ipynb")
+    assert page.read_text(encoding="utf-8").startswith(own), f"{name} changed: type make notebooks"
+    figures = {PAGES / figure for figure in re.findall(r"!\[[^]]*\]\(([^)]+)\)", page.read_text(encoding="utf-8"))}
+    assert figures == {*(PAGES / f"{name}_files").iterdir()}
+
+
+def test_the_copies_are_small() -> None:
+    assert sum(path.stat().st_size for path in PAGES.rglob("*") if path.is_file()) < 2_000_000
+
+
+def test_a_changed_cell_changes_the_digest_and_the_file_s_form_does_not(tmp_path: Path) -> None:
+    notebook, copy = nbformat.read(NOTEBOOKS[0], as_version=4), tmp_path / "copy.ipynb"
+    notebook.metadata["edited_by"] = "an editor"
+    nbformat.write(notebook, copy)
+    assert RENDER["digest"](copy) == RENDER["digest"](NOTEBOOKS[0])
+    notebook.cells[-1]["source"] += " "
+    nbformat.write(notebook, copy)
+    assert RENDER["digest"](copy) != RENDER["digest"](NOTEBOOKS[0])
