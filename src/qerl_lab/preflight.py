@@ -23,6 +23,7 @@ from qerl_lab.config.schema import DENSE_FORMAT, RunConfig, TaskConfig
 from qerl_lab.model import adapter_files, gguf, on_disk
 from qerl_lab.tasks import arithmetic, data
 
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 GPU_NODES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd", "/dev/nvhost-gpu")  # NVIDIA, WSL, ROCm, Jetson
 TOO_MANY_FOR_A_CPU = 1_000_000_000  # parameters; a rollout of 128 x 256 tokens then takes hours on a few cores
 RECORD_BYTES = 64 * 2**20  # metrics, figures and logs of a run, generously
@@ -74,6 +75,9 @@ def check_directory(run_dir: Path) -> None:
 def _check_device(cfg: RunConfig) -> None:
     if cfg.device == "cuda" and not has_gpu():
         raise ConfigError("device=cuda was given, and this machine shows no GPU. Type device=cpu, or device=auto.")
+    names = visible_gpus() if cfg.device != "cpu" and has_gpu() else None
+    if names is not None and cfg.gpus > len(names):
+        raise ConfigError(f"gpus={cfg.gpus}, and this machine shows {len(names)}. Type gpus={len(names)} or less.")
     cores = os.cpu_count() or 1
     if cfg.cpu_threads > max(cores, RunConfig().cpu_threads):
         raise ConfigError(
@@ -109,8 +113,20 @@ def check_engine(cfg: RunConfig) -> None:
 
 def has_gpu() -> bool:
     """Whether the system shows a GPU to this process; torch may still lack the build for it."""
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+    hidden = os.environ.get(VISIBLE)
     return hidden not in ("", "-1") and any(Path(node).exists() for node in GPU_NODES)
+
+
+@cache
+def visible_gpus() -> list[str] | None:
+    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them; None where the system does not say."""
+    if given := os.environ.get(VISIBLE):
+        return given.split(",")
+    try:
+        out = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True, timeout=30).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return [str(index) for index, _ in enumerate(line for line in out.splitlines() if line.startswith("GPU "))]
 
 
 def _check_size(cfg: RunConfig, folder: Path | None) -> None:

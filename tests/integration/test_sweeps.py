@@ -18,7 +18,6 @@ from qerl_lab import preflight
 from qerl_lab.cli import launch, pool
 from qerl_lab.cli.train import main
 from qerl_lab.config.option import ConfigError
-from qerl_lab.config.schema import RunConfig
 from qerl_lab.record.directory import RunDirectory
 
 pytestmark = pytest.mark.integration
@@ -57,6 +56,7 @@ def child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     script.write_text(CHILD)
     monkeypatch.setattr(launch, "child_command", lambda run_dir: [sys.executable, "-S", str(script), str(run_dir)])
     monkeypatch.setattr(preflight, "has_gpu", lambda: False)
+    preflight.visible_gpus.cache_clear()
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
     return script
@@ -75,16 +75,17 @@ def sessions() -> list[int]:
     return [len(path.read_text().split()) for path in _calls()]
 
 
-def background(child: Path, *words: str) -> subprocess.Popen[str]:
+def background(child: Path, *words: str, stderr: int = subprocess.PIPE) -> subprocess.Popen[str]:
     code = (
         "from qerl_lab import exits, preflight; from qerl_lab.cli import launch; from qerl_lab.__main__ import main;"
         f"import sys; launch.child_command = lambda run: [sys.executable, '-S', {str(child)!r}, str(run)];"
         "preflight.has_gpu = lambda: False; exits.run(main)"
     )
     command = [sys.executable, "-c", code, *words]
-    pipe = subprocess.PIPE
     environment = {**os.environ, "PYTHONPATH": SOURCE}
-    return subprocess.Popen(command, env=environment, start_new_session=True, text=True, stdout=pipe, stderr=pipe)
+    return subprocess.Popen(
+        command, env=environment, start_new_session=True, text=True, stdout=subprocess.PIPE, stderr=stderr
+    )
 
 
 def wait_for(pattern: str) -> Path:
@@ -218,7 +219,9 @@ def test_ctrl_c_stops_the_jobs_of_a_pool_and_the_same_line_goes_on(child: Path) 
     (["jobs=2"], "jobs=2 is of a sweep"),
     (["rerun=true"], "rerun=true is of a sweep"),
     (["-m", "seed=0,1", "jobs_per_gpu=2"], "jobs_per_gpu=2 does nothing in a run with jobs=1"),
-    (["-m", "seed=0,1", "jobs=2", "hydra/launcher=forked"], "Leave one of the two out"),
+    (["-m", "seed=0,1", "jobs=2", "hydra/launcher=forked"], "launcher=slurm or launcher=ray on a cluster"),
+    (["-m", "seed=0,1", "hydra.sweeper.max_batch_size=3"], "Type jobs=3"),
+    (["-m", "seed=0,1", "slurm=--partition=gpu"], "type for example launcher=slurm"),
     (["-m", "jobs=1,2"], "jobs holds for the whole sweep"),
 ])  # fmt: skip
 def test_words_about_jobs_are_refused_where_they_do_nothing(
@@ -229,8 +232,39 @@ def test_words_about_jobs_are_refused_where_they_do_nothing(
     assert not Path("runs").exists()
 
 
-def test_too_few_gpus_for_a_job_are_told_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_few_gpus_for_a_job_are_told_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(preflight, "has_gpu", lambda: True)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
-    with pytest.raises(ConfigError, match="gpus=2, and this machine shows 1"):
-        pool.cards_of([RunConfig(gpus=2)])
+    preflight.visible_gpus.cache_clear()
+    assert main(["-m", "seed=0,1", "gpus=2", "optim.packing=off"]) == 2
+    assert "gpus=2, and this machine shows 1. Type gpus=1 or less" in capfd.readouterr().err
+
+
+def test_what_jobs_print_stays_with_them_and_a_line_tells_of_each(capfd: pytest.CaptureFixture[str]) -> None:
+    """One after the other as well as beside each other."""
+    assert main(["-m", "seed=0,1,3"]) == 1
+    err = capfd.readouterr().err
+    assert "job 0: done, reward 0.50, seed=0 (1 of 3 done" in err
+    assert "job 1: failed, reward 0.50, seed=1 (1 of 3 done, 1 failed" in err
+    assert "failed: ValueError: the reason\n" in err
+    assert "job 2: done, reward 0.50, seed=3 (2 of 3 done, 1 failed)" in err
+    assert "the console of 3\n" in [path.read_text() for path in Path("runs").rglob("console.txt")]
+
+
+def test_on_a_terminal_a_table_stands_where_the_last_one_stood(child: Path) -> None:
+    master, terminal = os.openpty()
+    os.set_blocking(master, False)
+    parent = background(child, "-m", "seed=2,0", "lora.rank=4", stderr=terminal)
+    wait_for("runs/sweeps/adhoc/*/0-*/calls")
+    time.sleep(2.5)
+    parent.send_signal(signal.SIGTERM)
+    parent.communicate(timeout=60)
+    shown = os.read(master, 65536).decode().replace("\r\n", "\n")
+    table = "job  step   reward  ETA  words\n0    25/50  0.50    -    seed=2\n0 of 2 done, 1 running, ETA "
+    assert f"\x1b[1F\x1b[J{table}" in shown
+    assert f"\x1b[3F\x1b[J{table}" in shown
+    last = "\x1b[3F\x1b[Jjob 0: interrupted, reward 0.50, seed=2 (0 of 2 done, 1 interrupted, ETA "
+    assert last in shown
+    assert "\x1b" not in shown.partition(last)[2]

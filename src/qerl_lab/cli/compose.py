@@ -30,6 +30,7 @@ from omegaconf.errors import OmegaConfBaseException
 from qerl_lab.cli import intent
 from qerl_lab.cli.grammar import refuse_twice
 from qerl_lab.cli.overrides import (
+    HOW_JOBS_RUN,
     as_config_errors,
     check_override,
     explain,
@@ -83,7 +84,7 @@ class Plan:
     @property
     def is_here(self) -> bool:
         """Tell whether the jobs will run on this machine."""
-        return self.sweep is None or self.sweep.hydra.runtime.choices["hydra/launcher"] in ("basic", "joblib")
+        return self.jobs[0].config.launcher == "local"
 
 
 @cache
@@ -164,7 +165,7 @@ def _sweep_plan(master: DictConfig, loader: ConfigLoader) -> Plan:
         notes = intent.notes(config, words, cfg.optim.micro_batch_size)
         jobs.append(Job(number, shown(overrides), config, directory / _subdirectory(cfg, number), cfg, notes))
     _refuse_shared_directories(jobs)
-    intent.check_pool([job.config for job in jobs], str(master.hydra.runtime.choices["hydra/launcher"]))
+    intent.refuse_several_of_sweep([job.config for job in jobs])
     intent.check_all_act([(job.config, intent.words_by_key(job.overrides)) for job in jobs])
     return Plan(jobs, directory, _sets(master, "hydra.sweep.dir"), sweep=master)
 
@@ -237,6 +238,10 @@ def _sets(cfg: DictConfig, key: str) -> bool:
 
 def _expand(master: DictConfig, loader: ConfigLoader) -> list[list[str]]:
     """The overrides of every job, in the order of Hydra's basic sweeper: the last key varies fastest."""
+    if (launcher := master.hydra.runtime.choices["hydra/launcher"]) != "basic":
+        raise ConfigError(f"hydra/launcher={launcher} is not used here. {HOW_JOBS_RUN}")
+    if (size := master.hydra.sweeper.max_batch_size) is not None:
+        raise ConfigError(f"hydra.sweeper.max_batch_size={size} does nothing here. Type jobs={size}.")
     if master.hydra.runtime.choices["hydra/sweeper"] != "basic":
         raise ConfigError(
             f"hydra/sweeper={master.hydra.runtime.choices['hydra/sweeper']} picks its jobs while it runs, so they "

@@ -25,7 +25,7 @@ from qerl_lab.config.schema import (
     VllmServerConfig,
 )  # fmt: skip
 
-OF_SWEEPS = ("rerun", "jobs", "jobs_per_gpu")
+OF_SWEEPS = ("rerun", "jobs", "jobs_per_gpu", "launcher", "slurm")
 POCKET = "pocket"  # the embedded policy, and the scale that is made for it
 
 
@@ -85,6 +85,8 @@ ACTS_WITH = (
     ActsWith(("lora.start_hash",), "lora.start_from", _is_not(None), "lora.start_from=RUN_DIR"),
     ActsWith(("task.module_hash",), "task.module", _is_not(None), "task.module=FILE.py"),
     ActsWith(("jobs_per_gpu",), "jobs", _is_not(1), "jobs=2"),
+    ActsWith(("jobs_per_gpu",), "launcher", _is_not("slurm"), "launcher=local"),
+    ActsWith(("slurm",), "launcher", _is("slurm"), "launcher=slurm"),
     ActsWith(("algorithm.max_resamples",), "algorithm.dynamic_sampling", _is(True),
              "algorithm.dynamic_sampling=true"),
     ActsWith(("algorithm.kl_estimator",), "algorithm.beta", _is_not(0), "algorithm.beta=0.001"),
@@ -151,17 +153,11 @@ def refuse_of_sweeps(words: Mapping[str, str]) -> None:
             raise ConfigError(f"{key}={words[key]} is of a sweep, and this command runs one job. Leave {key} out.")
 
 
-def check_pool(configs: Sequence[RunConfig], launcher: str) -> None:
-    """Raise ConfigError where the jobs of a sweep disagree on how it runs, or its launcher is none of this machine."""
+def refuse_several_of_sweep(configs: Sequence[RunConfig]) -> None:
+    """Raise ConfigError where the jobs of a sweep disagree on how it runs."""
     for key in OF_SWEEPS:
         if len({getattr(cfg, key) for cfg in configs}) > 1:
             raise ConfigError(f"{key} holds for the whole sweep; allowed: one value. Type {key}=VALUE, once.")
-    jobs = configs[0].jobs
-    if jobs > 1 and launcher != "basic":
-        raise ConfigError(
-            f"jobs={jobs} starts jobs on this machine, and hydra/launcher={launcher} starts them its own way. "
-            "Leave one of the two out."
-        )
 
 
 def check_all_act(jobs: Sequence[tuple[RunConfig, Mapping[str, str]]]) -> None:

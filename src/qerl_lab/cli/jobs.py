@@ -1,33 +1,30 @@
-"""The jobs of a plan: every directory is claimed before the first job starts, and a launcher gets directories alone.
+"""The jobs of a plan: every directory is claimed before the first job starts, and what runs a job gets that alone.
 
-Hydra starts the jobs, so that its launchers (joblib, submitit) and its own settings (`hydra.job.*`) act. It composes
-nothing again: what a launcher loads for a directory is what the plan composed.
+Nothing is composed again. Of Hydra's own settings the callbacks of a run and of a sweep act, and `hydra.job.env_set`.
 """
 
-import multiprocessing
 import signal
 import sys
+import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import cast
 
 from hydra._internal.callbacks import Callbacks  # HydraContext takes it, and it has no public name
 from hydra.core.config_loader import ConfigLoader
-from hydra.core.hydra_config import HydraConfig
-from hydra.core.plugins import Plugins
 from hydra.core.utils import run_job
 from hydra.types import HydraContext
 from omegaconf import DictConfig, OmegaConf, read_write
 
 from qerl_lab import exits
-from qerl_lab.cli import earlier, launch, manual, pool
+from qerl_lab.cli import cluster, earlier, launch, manual, pool
+from qerl_lab.cli.call import Call, Outcome
 from qerl_lab.cli.compose import Job, Plan
-from qerl_lab.cli.overrides import shown
+from qerl_lab.cli.live import Live
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.redact import redact
 from qerl_lab.disk import replace_file
@@ -37,6 +34,7 @@ from qerl_lab.record.environment import Typed
 
 TABLE = "table.txt"  # in a sweep's directory: how its jobs ended
 STOP_FILE = "INTERRUPTED"  # in a sweep's directory: no further job starts
+LOOK_SECONDS = {"local": 0.1, "ray": 0.1, "slurm": 2.0}  # between two looks for jobs that have ended
 
 
 def claim(plan: Plan, command: str) -> Plan:
@@ -73,36 +71,31 @@ def claim(plan: Plan, command: str) -> Plan:
 def _placed(job: Job, directory: Path, inside: Path) -> Job:
     """The job in the directory that its command got; Hydra's own settings say so too."""
     hydra, run_dir = job.composed.hydra, directory / inside
-    OmegaConf.set_readonly(hydra, None)  # as HydraConfig left it; a launcher numbers its jobs
+    OmegaConf.set_readonly(hydra, None)  # as HydraConfig left it
     hydra.run.dir, hydra.sweep.dir, hydra.sweep.subdir = str(run_dir), str(directory), str(inside)
     return replace(job, run_dir=run_dir)
 
 
-@dataclass(frozen=True)
-class Planned:
-    """A loader that composes nothing: for a directory it has what the plan composed."""
-
-    by_directory: dict[str, DictConfig]
-
-    def load_sweep_config(self, master_config: DictConfig, sweep_overrides: list[str]) -> DictConfig:
-        (run_dir,) = sweep_overrides
-        return self.by_directory[run_dir]
-
-
-def _context(cfg: DictConfig, jobs: list[Job]) -> HydraContext:
-    """Make what Hydra wants beside a configuration. Its launchers call one method of a loader: that of `Planned`."""
-    loader = Planned({str(job.run_dir): job.composed for job in jobs})
-    return HydraContext(cast(ConfigLoader, loader), Callbacks(cfg))
+def _context(cfg: DictConfig) -> HydraContext:
+    """Make what Hydra wants beside a configuration. It composes nothing more, so that no loader is needed."""
+    return HydraContext(cast(ConfigLoader, None), Callbacks(cfg))
 
 
 def run_alone(plan: Plan) -> int:
     """Run the only job of a plan to its end; its exit code."""
     (job,) = plan.jobs
-    context = _context(job.composed, [])
+    context = _context(job.composed)
     context.callbacks.on_run_start(config=job.composed, config_name="config")
 
     def task(cfg: DictConfig) -> int:
-        return _start(RunDirectory(job.run_dir), plan.made)
+        run = RunDirectory(job.run_dir)
+        try:
+            code = launch.start(run, plan.made)
+        except ConfigError as error:  # here, because Hydra would say more of it
+            print(f"error: {redact(str(error))}", file=sys.stderr)
+            return USAGE
+        report(code, run)
+        return code
 
     returned = run_job(task, job.composed, "hydra.run.dir", None, context)
     context.callbacks.on_run_end(config=job.composed, config_name="config", job_return=returned)
@@ -140,79 +133,66 @@ def run_sweep(plan: Plan, command: str) -> int:
 
 def _launch(plan: Plan, cfg: DictConfig, command: str) -> None:
     left = [job for job in plan.jobs if RunDirectory(job.run_dir).status != "done"]
-    context = _context(cfg, left)
-    told = {str(job.run_dir): (job.number, job.begun) for job in left}
-    task = partial(run_one, count=len(plan.jobs), command=command, told=told)
+    context = _context(cfg)
     context.callbacks.on_multirun_start(config=cfg, config_name="config")
-    if left and left[0].config.jobs > 1:
-        pool.run(left, partial(_start_beside, plan=plan, command=command))
-    elif left:
-        _launch_by_hydra(context, task, cfg, left)
+    if left:
+        words = dict(zip([job.number for job in plan.jobs], manual.own_words(plan.jobs)[1], strict=True))
+        shown = Live([(job, " ".join(words[job.number])) for job in left], len(plan.jobs))
+        with _handed_on(left, plan, command) as outcomes:
+            _follow(dict(zip(outcomes, left, strict=True)), shown, plan.directory / STOP_FILE)
     context.callbacks.on_multirun_end(config=cfg, config_name="config")
 
 
-def _launch_by_hydra(
-    context: HydraContext, task: Callable[[DictConfig], int], cfg: DictConfig, left: list[Job]
-) -> None:
-    launcher = Plugins.instance().instantiate_launcher(context, task, cfg)
-    directories = [[str(job.run_dir)] for job in left]
-    batch = cfg.hydra.sweeper.max_batch_size or len(directories)
-    for first in range(0, len(directories), batch):
-        for returned in launcher.launch(directories[first : first + batch], initial_job_idx=first):
-            _ = returned.return_value  # raises what the job raised
+def _handed_on(jobs: Sequence[Job], plan: Plan, command: str) -> AbstractContextManager[Sequence[Outcome]]:
+    configs, calls = [job.config for job in jobs], [_call(job, plan, command) for job in jobs]
+    match configs[0].launcher:
+        case "slurm":
+            return cluster.slurm(configs, calls, plan.directory / "slurm")
+        case "ray":
+            return cluster.ray(configs, calls)
+        case _:
+            return pool.local(configs, calls)
 
 
-def _start_beside(job: Job, variables: Mapping[str, str], plan: Plan, command: str) -> int:
-    """Start a job beside others: what it prints goes to its directory, and Hydra's settings of a job do as usual."""
-    run, stop_file = RunDirectory(job.run_dir), plan.directory / STOP_FILE
-    if stop_file.exists():
-        return INTERRUPTED
-    own = {str(name): str(value) for name, value in job.composed.hydra.job.env_set.items()} | dict(variables)
+def _follow(waiting: dict[Outcome, Job], shown: Live, stop_file: Path) -> None:
+    """Show the jobs until the last has ended; after a stop none is waited for that has not begun."""
+    while waiting:
+        shown.update()
+        for outcome, job in list(waiting.items()):
+            if outcome.done():
+                del waiting[outcome]
+                shown.end(job, _said(outcome, RunDirectory(job.run_dir)))
+            elif stop_file.exists() and not shown.is_running(job):
+                outcome.cancel()
+                del waiting[outcome]
+        time.sleep(LOOK_SECONDS[next(iter(waiting.values())).config.launcher] if waiting else 0)
+    shown.close()
+
+
+def _call(job: Job, plan: Plan, command: str) -> Call:
+    """The job as it is handed on. What it prints goes to its directory, and Hydra's settings of a job act."""
+    own = {str(name): str(value) for name, value in job.composed.hydra.job.env_set.items()}
     label = f"job {job.number} ({job.number + 1} of {len(plan.jobs)})"
-    of = launch.OfSweep(stop_file, label, own, run.console)
-    sweep = f"{plan.directory.parent.name}/{plan.directory.name}"
-    return _start(run, run.path, of, Typed(command, job.overrides, sweep) if job.begun else None)
+    of = launch.OfSweep(plan.directory / STOP_FILE, label, own, RunDirectory(job.run_dir).console)
+    return Call(job.run_dir, of, Typed(command, job.overrides, f"{plan.directory.parent.name}/{plan.directory.name}"))
 
 
-def run_one(cfg: DictConfig, count: int, command: str, told: Mapping[str, tuple[int, bool]]) -> int:
-    """Run one of the `count` jobs of a sweep, perhaps in another process of a launcher; its exit code.
-
-    `told` has, by run directory, a job's number and whether an earlier command began it.
-    """
-    if multiprocessing.parent_process() is not None:  # a worker of a launcher: the console of the command is its own
-        exits.outlast()
-    hydra = HydraConfig.get()
-    run, stop_file = RunDirectory(Path(hydra.runtime.output_dir)), Path(hydra.sweep.dir) / STOP_FILE
-    if stop_file.exists():
-        return INTERRUPTED
-    number, begun = told[str(run.path)]
-    words, sweep = shown(hydra.overrides.task), Path(hydra.sweep.dir)
-    label = f"job {number} ({number + 1} of {count})"
-    print(f"\n{label}: {' '.join(words)}", flush=True)
-    typed = Typed(command, words, f"{sweep.parent.name}/{sweep.name}") if begun else None
-    code = _start(run, run.path, launch.OfSweep(stop_file, label), typed)
-    if code == INTERRUPTED:
-        stop_file.touch()
-    return code
+def _said(outcome: Outcome, run: RunDirectory) -> str:
+    """What there is to say of a job that has ended, beside its status."""
+    if error := outcome.exception():  # a bug, or what became of it on a cluster; the other jobs go on
+        return "".join(traceback.format_exception(error)).rstrip()
+    code, refusal = outcome.result()
+    return refusal or (_failure(run) if code == FAILURE else "")
 
 
-def _start(
-    run: RunDirectory, made: Path | None, of: launch.OfSweep | None = None, typed: Typed | None = None
-) -> int:  # fmt: skip
-    """Start a claimed run, or with `typed` go on with one; wait for its end and say what it was."""
-    try:
-        code = launch.resume(run, typed, of) if typed else launch.start(run, made, of)
-    except ConfigError as error:  # here, because Hydra would say more of it
-        print(f"error: {redact(str(error))}", file=sys.stderr)
-        return USAGE
-    report(code, run)
-    return code
+def _failure(run: RunDirectory) -> str:
+    return f"failed: {run.reason}\n{manual.near(run.path)}/FAILED has the whole of it"
 
 
 def report(code: int, run: RunDirectory) -> None:
     """Say how a run ended that is not done."""
     if code == FAILURE:
-        print(f"failed: {run.reason}\n{manual.near(run.path)}/FAILED has the whole of it", file=sys.stderr)
+        print(_failure(run), file=sys.stderr)
     elif code == INTERRUPTED:
         print(manual.interrupted(run), flush=True)
 

@@ -6,7 +6,6 @@ and lets a job die without the sweep.
 
 import io
 import math
-import multiprocessing
 import os
 import signal
 import socket
@@ -16,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import BinaryIO, TextIO
@@ -31,6 +30,7 @@ from qerl_lab.record.environment import Typed
 
 LOOK_SECONDS = 1.0  # between two looks for the stop file, and at the ranks of a run
 GRACE_SECONDS = 60.0  # that the other ranks have to end by themselves once one has died
+SAVE_SECONDS = 240.0  # that the processes of a job have to save before its cluster stops it
 ABORT = "abort"  # in a stop file
 STOPPING = "stopping: the step under way ends and is saved (Ctrl-C again aborts at once)"
 ABORTING = "aborting: what came after the last checkpoint is lost"
@@ -48,6 +48,7 @@ CHILD_ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "DISABLE_MLFLOW_INTEGRATION": "TRUE",  # transformers' and TRL's own, which import MLflow before the first step
 }
+_waited_for: list[list[subprocess.Popen[bytes]]] = []
 
 
 @dataclass(frozen=True)
@@ -55,13 +56,13 @@ class OfSweep:
     """What a job has as one of a sweep.
 
     It stops after its step as soon as `stop_file` exists, and at once when that says `ABORT`. `label` is what it shows
-    itself as. Beside others it has `variables` (its GPUs), and its messages go to `console`.
+    itself as, `variables` are added to its environment (its GPUs), and what it prints goes to `console`.
     """
 
     stop_file: Path
     label: str
-    variables: Mapping[str, str] = field(default_factory=dict)
-    console: Path | None = None
+    variables: Mapping[str, str]
+    console: Path
 
 
 def start(run: RunDirectory, made: Path | None = None, of: OfSweep | None = None) -> int:
@@ -75,7 +76,7 @@ def start(run: RunDirectory, made: Path | None = None, of: OfSweep | None = None
             raise ConfigError(f"another process has begun the run in {run.path}. Type resume={run.path} to go on.")
         typed = run.begin()
         try:
-            refuse_several(os.environ)  # a launcher's worker has another environment than the command
+            refuse_several(os.environ)  # a job on a cluster has another environment than the command
             return _run(run, typed, lock, of)
         except ConfigError:
             run.discard(made)
@@ -119,7 +120,7 @@ def child_command(run_dir: Path) -> list[str]:
 @contextmanager
 def _console(of: OfSweep | None) -> Iterator[BinaryIO | None]:
     """Where the children of a run print; None is the console of the command."""
-    if of is None or of.console is None:
+    if of is None:
         yield None
         return
     with of.console.open("ab") as file:
@@ -166,6 +167,7 @@ def _wait(
     on another machine than this process.
     """
     children: list[subprocess.Popen[bytes]] = []
+    _waited_for.append(children)
     came: list[int] = []
 
     def hand_on(number: int, frame: FrameType | None) -> None:
@@ -173,12 +175,14 @@ def _wait(
         aborts = came.count(signal.SIGINT) > 1
         for child in children:
             child.kill() if aborts else child.terminate()
-        if number == signal.SIGINT and multiprocessing.parent_process() is None:  # of a launcher's workers none says it
+        if number == signal.SIGINT:
             exits.say_now(ABORTING if aborts else STOPPING)
 
     with handlers(hand_on):
         # Held back over the start, so that none meets a child that cannot handle it yet; see Stop.on_signals.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        # SIGUSR2, which Slurm sends to the whole job before its time limit, is for this process, and the children are
+        # never to see it.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, (*SIGNALS, signal.SIGUSR2))
         for environment in environments:
             children.append(
                 subprocess.Popen(command, env=environment, pass_fds=[lock.fileno()], stdout=console, stderr=console)
@@ -188,7 +192,18 @@ def _wait(
             for child in children:
                 child.terminate()
         rank = _end_of(children, stop_file)
+    _waited_for.remove(children)
     return -signal.SIGINT if came.count(signal.SIGINT) > 1 or _aborted(stop_file) else children[rank].returncode, rank
+
+
+def stop_children() -> None:
+    """Let the runs that this process waits for save, from a signal handler; return when they have ended."""
+    deadline = time.monotonic() + SAVE_SECONDS
+    for child in [child for children in _waited_for for child in children]:
+        child.terminate()
+    for child in [child for children in _waited_for for child in children]:
+        with suppress(subprocess.TimeoutExpired):
+            child.wait(max(0.1, deadline - time.monotonic()))
 
 
 def _end_of(children: list[subprocess.Popen[bytes]], stop_file: Path | None) -> int:

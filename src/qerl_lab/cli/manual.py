@@ -115,7 +115,7 @@ _SHOWN = ("experiment=", "seed=", "dry_run=")  # words that the other columns of
 def dry_run_table(plan: Plan) -> str:
     """List what a command would run, a line a job, with the words that set it apart and no column shows."""
     rows = [["job", *(name for name, _ in _facts(RunConfig())), "overrides", "run directory"]]
-    own = _words(plan.jobs)[1] if plan.multirun else [[]]
+    own = own_words(plan.jobs)[1] if plan.multirun else [[]]
     for job, words in zip(plan.jobs, own, strict=True):
         where = _where(job, plan) if plan.multirun else near(job.run_dir)
         rest = " ".join(word for word in words if not word.lstrip("+").startswith(_SHOWN))
@@ -166,7 +166,7 @@ def sweep_table(plan: Plan) -> str:
     """Say how every job of a sweep ended, with its headline numbers or the reason of its failure."""
     jobs, runs = plan.jobs, [RunDirectory(job.run_dir) for job in plan.jobs]
     found = [run.status for run in runs]
-    shared, own = _words(jobs)
+    shared, own = own_words(jobs)
     rows = [["job", "overrides", "status", "accuracy", "entropy", "tok/s", "seconds", "run directory"]]
     for job, words, run in zip(jobs, own, runs, strict=True):
         where = _where(job, plan)
@@ -194,7 +194,7 @@ def interrupted(run: RunDirectory) -> str:
     return f"interrupted; {saved}. Continue with\n  {python()} -m qerl_lab resume={shlex.quote(near(run.path))}"
 
 
-def _words(jobs: list[Job]) -> tuple[list[str], list[list[str]]]:
+def own_words(jobs: list[Job]) -> tuple[list[str], list[list[str]]]:
     """Split what was typed into the words of all jobs and the rest of each; of one job nothing is shared."""
     shared = [word for word in jobs[0].overrides if all(word in job.overrides for job in jobs)] if len(jobs) > 1 else []
     return shared, [[word for word in job.overrides if word not in shared] for job in jobs]

@@ -15,8 +15,9 @@ from qerl_lab.cli.grammar import unreadable
 from qerl_lab.config.files import choices_of, package_data
 from qerl_lab.config.keys import TEXT, check_key, check_type, schema, type_words, typed
 from qerl_lab.config.option import ConfigError, did_you_mean
-from qerl_lab.config.spelling import as_text
+from qerl_lab.config.spelling import as_text, quoted
 
+HOW_JOBS_RUN = "Type jobs=N for several at once, with launcher=slurm or launcher=ray on a cluster."
 APPENDED = ("experiment", "sweeps")  # groups outside the defaults list of conf/config.yaml
 
 
@@ -28,6 +29,7 @@ def groups() -> list[str]:
 def spell(override: str) -> str:
     """The one place where `experiment=x`, `+experiment=x`, `scale=x` and `+scale=x` become what Hydra takes.
 
+    The flags of `slurm` get quotes: they are one text, whatever is in it.
     Hydra wants a plus before what the defaults list lacks (`APPENDED`) and none before what exists, which the schema
     makes everything else. Its own keys (`hydra.*`, `hydra/*`) stay as they are typed.
     """
@@ -35,6 +37,8 @@ def spell(override: str) -> str:
     rest = override[override.index(key) + len(key) :]
     if key.startswith(("hydra.", "hydra/", "~")):
         return override
+    if key == "slurm" and rest[1:2] not in ("'", '"'):
+        return f"{key}={quoted(rest[1:])}"
     rest = as_text(rest) if schema().get(key) in TEXT else rest
     return f"+{key}{rest}" if key in APPENDED else f"{key}{rest}"
 
@@ -124,7 +128,7 @@ def explain(error: Exception) -> str:
             group, _, option = str(error.missing_cfg_file).rpartition("/")
             hint = did_you_mean(option, list(error.options))
             if group == "hydra/launcher":
-                hint = " More of them come with: pip install 'qerl-lab[sweeps]'."
+                hint = f" {HOW_JOBS_RUN}"
             return f"{group}={option} is not an option; allowed: {', '.join(error.options)}.{hint}"
     for cause in (error, error.__cause__, error.__context__):
         if isinstance(cause, OmegaConfBaseException) and cause.full_key:

@@ -1,7 +1,7 @@
 """The command line: `python -m qerl_lab [FLAGS] KEY=VALUE ...`. Imports no torch.
 
     words -> compose.make_plan (every job composed once, checked) -> jobs.claim (its directory made)
-          -> Hydra's launcher -> launch.start (a process per job) -> table
+          -> jobs.run_sweep -> launch.start (a process per job) -> table
 
 Exit codes: 0 done, 1 a run failed, 2 a configuration error, 130 interrupted.
 """
@@ -20,7 +20,7 @@ from omegaconf import DictConfig
 
 import qerl_lab
 from qerl_lab import exits, preflight
-from qerl_lab.cli import earlier, extension, jobs, launch, manual, pool
+from qerl_lab.cli import cluster, earlier, extension, jobs, launch, manual, pool
 from qerl_lab.cli.compose import VERSION_BASE, Plan, make_plan, register
 from qerl_lab.cli.grammar import not_a_flag
 from qerl_lab.cli.one_process import refuse_several
@@ -186,8 +186,10 @@ def _foresee(plan: Plan) -> Plan:
             where = f"job {job.number} ({' '.join(job.overrides)}): " if plan.multirun else ""
             raise ConfigError(f"{where}{error}") from None
         jobs.append(replace(job, notes=[*job.notes, *cut]))
-    if plan.jobs[0].config.jobs > 1:
+    if plan.is_here:
         pool.cards_of([job.config for job in plan.jobs])
+    else:
+        cluster.check(plan.jobs[0].config)
     return replace(plan, jobs=jobs)
 
 

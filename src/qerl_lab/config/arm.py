@@ -9,7 +9,8 @@ from qerl_lab.config.schema import RunConfig
 
 NOT_OF_ARM = (
     "seed",
-    "run_dir", "resume", "dry_run", "rerun", "jobs", "jobs_per_gpu",  # how it is run; and all of tracking
+    "run_dir", "resume", "dry_run", "rerun",  # how it is run; and all of tracking
+    "jobs", "jobs_per_gpu", "launcher", "slurm",  # how its sweep is
     "checkpoint.every", "checkpoint.keep",
     "device", "gpus", "cpu_threads",  # reports read from the record where a run ran
     "rollout.vllm_server.url", "rollout.vllm_server.adapter_dir", "rollout.vllm_server.patience_seconds",

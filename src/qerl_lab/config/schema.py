@@ -19,6 +19,7 @@ SCALE_RULES = ("max", "four_over_six")
 ENGINES = ("transformers", "vllm", "vllm_server")
 SCHEDULES = ("off", "exponential", "linear", "cosine", "logarithmic", "adaptive")
 CORRECTIONS = ("off", "in_ratio", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+LAUNCHERS = ("local", "slurm", "ray")
 ALGORITHMS = ("grpo", "dapo", "dr_grpo", "gspo", "cispo")
 KL_ESTIMATORS = ("k3_ratio", "k3")
 
@@ -344,11 +345,15 @@ class RunConfig:
     resume: str | None = option(None, "continue the run, or the sweep, in this directory with its own configuration")
     rerun: bool = option(False, "sweep: begin every job anew, also those that an earlier sweep of this name has")
     jobs: int = option(
-        1, "sweep: jobs at once on this machine; give each cpu_threads=1 there", at_least=1, at_most=1024
+        1, "sweep: jobs at once; on this machine's cores give each cpu_threads=1", at_least=1, at_most=1024
     )
     jobs_per_gpu: int = option(
         1, "sweep with jobs above 1: jobs that share a GPU; others get GPUs of their own", at_least=1, at_most=64
     )
+    launcher: str = option(
+        "local", "sweep: where its jobs run: here, or on a cluster that sees this directory", choices=LAUNCHERS
+    )
+    slurm: str = option("", "sweep with launcher=slurm: flags of sbatch, between quotes; its time limit is one of them")
     run_dir: str = option("", "where the run's record goes; empty is runs/<experiment>/seed<seed>/<time>")
 
     @property

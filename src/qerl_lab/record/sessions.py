@@ -21,6 +21,11 @@ class Sessions:
         if len(starts) < len(self._times) or not all(isinstance(start, int | float) for start in starts):
             raise ConfigError(f"{self._path} is not what a run writes there: {str(self._times)[:80]}. Move it away.")
 
+    @property
+    def count(self) -> int:
+        """How many processes have begun to work on the run."""
+        return len(self._times)
+
     def begin(self, start: float, last_logged: float) -> None:
         """Note a session that began at `start`; the one before it, if killed, is known to have lived at `last_logged`.
 

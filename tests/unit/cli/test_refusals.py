@@ -45,7 +45,7 @@ def refused(line: str, capsys) -> str:
         ("lora=[rank16,rank32]", ["lora=[rank16,rank32]", "rank64"]),
         ("lora={rank:3}", ["lora.rank=VALUE"]),
         ("aqn=null", ["aqn=null", "off"]),
-        ("hydra/launcher=joblip", ["hydra/launcher=joblip", "basic", "qerl-lab[sweeps]"]),
+        ("hydra/launcher=joblip", ["hydra/launcher=joblip", "basic", "launcher=slurm"]),
         ("experiment=nvfp4 +experiment=bf16", ["experiment is given 2 times"]),
         # keys
         ("lora.rnk=3", ["Did you mean lora.rank?", "lora.alpha"]),

@@ -1,0 +1,120 @@
+"""The jobs of a sweep on a cluster: an array of Slurm's (by submitit), or tasks of Ray's.
+
+Each task gets one `Call`: the directory of a job, which has its configuration since the sweep was claimed. So every
+machine must see that directory at the same path. A task that the cluster starts again goes on with its run.
+"""
+
+import importlib.util
+import os
+import re
+import shlex
+import shutil
+import signal
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from qerl_lab.cli.call import Call, Ended
+from qerl_lab.config.option import ConfigError
+from qerl_lab.config.schema import RunConfig
+
+if TYPE_CHECKING:
+    from submitit import SlurmJob
+
+OURS = ("array", "output", "error", "open-mode", "nodes", "ntasks-per-node", "signal")  # submitit's flags of sbatch
+GPU_FLAGS = ("gpus", "gpus-per-node", "gres")
+SIGNAL_SECONDS = 300  # before its time limit a job is told to save; a step may take that long
+TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")  # of Slurm: D-H:M:S, D-H:M, D-H, H:M:S, M:S, M
+
+
+def check(cfg: RunConfig) -> None:
+    """Raise ConfigError where the jobs of a sweep cannot be handed to a cluster from here."""
+    package = {"slurm": "submitit", "ray": "ray"}[cfg.launcher]
+    if importlib.util.find_spec(package) is None:
+        raise ConfigError(
+            f"launcher={cfg.launcher} needs the package {package}, which is not installed. "
+            f"Type pip install 'qerl-lab[{cfg.launcher}]', or launcher=local."
+        )
+    if cfg.launcher == "slurm":
+        if shutil.which("sbatch") is None or shutil.which("srun") is None:
+            raise ConfigError("launcher=slurm, and this machine has no sbatch. Type it on a login node of the cluster.")
+        minutes(flags(cfg.slurm))
+
+
+def flags(text: str) -> dict[str, Any]:
+    """The flags of sbatch in a text, `--NAME=VALUE` or `--NAME`, by name. Raises ConfigError for anything else."""
+    found: dict[str, Any] = {}
+    for word in shlex.split(text):
+        name, sign, value = word.removeprefix("--").partition("=")
+        if not word.startswith("--") or not name:
+            raise ConfigError(
+                f"slurm={text}: {word} is not --NAME=VALUE. Type for example --partition=gpu, not -p gpu."
+            )
+        if name in OURS:
+            raise ConfigError(f"slurm={text}: {name} is set for every sweep. Leave it out; jobs=N caps the array.")
+        found[name] = value if sign else True
+    return found
+
+
+def minutes(given: dict[str, Any]) -> int:
+    """The time limit of a job, from `--time` as Slurm reads it. Raises ConfigError."""
+    match = TIME.fullmatch(str(given.get("time", "")))
+    if match is None:
+        raise ConfigError(
+            f"slurm= has {'--time=' + str(given['time']) if 'time' in given else 'no --time'}, the limit of a job. "
+            "Type for example slurm='--partition=gpu --time=2:00:00'."
+        )
+    days, *parts = (int(part) for part in match.groups(default="-1"))
+    first, second, third = parts
+    if days >= 0:
+        hours, mins, seconds = first, max(second, 0), max(third, 0)
+    elif third >= 0:
+        hours, mins, seconds = parts
+    else:
+        hours, mins, seconds = 0, first, max(second, 0)
+    return max(1, (max(days, 0) * 24 + hours) * 60 + mins + (seconds > 0))
+
+
+@contextmanager
+def slurm(configs: Sequence[RunConfig], calls: Sequence[Call], folder: Path) -> "Iterator[list[SlurmJob[Ended]]]":
+    """Submit the calls as one array of Slurm's; its files and its messages lie in `folder`."""
+    import submitit
+
+    given = flags(configs[0].slurm)
+    executor = submitit.SlurmExecutor(folder)
+    on_gpu = [cfg.gpus for cfg in configs if cfg.device != "cpu"]
+    if on_gpu and not set(given) & set(GPU_FLAGS):
+        executor.update_parameters(gpus_per_node=max(on_gpu))
+    executor.update_parameters(
+        time=minutes(given), job_name="qerl_lab", array_parallelism=configs[0].jobs, stderr_to_stdout=True,
+        signal_delay_s=SIGNAL_SECONDS, additional_parameters=given,
+    )  # fmt: skip
+    with executor.batch():
+        submitted = [executor.submit(call) for call in calls]
+    yield submitted
+
+
+@contextmanager
+def ray(configs: Sequence[RunConfig], calls: Sequence[Call]) -> Iterator[list[Future[Ended]]]:
+    """Hand the calls to Ray, `jobs` of their configuration at once; to the cluster of RAY_ADDRESS, or one made here."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a lab run reports to nobody
+    import ray as library
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    library.init(log_to_driver=False, include_dashboard=False)
+    for number, handler in before.items():  # Ray has its own, that ends the command
+        signal.signal(number, handler)
+    has_gpus = library.cluster_resources().get("GPU", 0) > 0
+
+    def one(cfg: RunConfig, call: Call) -> Ended:
+        gpus = cfg.gpus / cfg.jobs_per_gpu if cfg.device != "cpu" and has_gpus else 0
+        task = library.remote(num_cpus=max(1, cfg.cpu_threads), num_gpus=gpus)(Call.__call__)
+        return cast(Ended, library.get(task.remote(call)))
+
+    try:
+        with ThreadPoolExecutor(configs[0].jobs) as pool:
+            yield [pool.submit(one, cfg, call) for cfg, call in zip(configs, calls, strict=True)]
+    finally:
+        library.shutdown()

@@ -1,0 +1,147 @@
+"""What a sweep shows while it runs: on a terminal its running jobs as a table in place, elsewhere plain lines.
+
+It looks at the records of the runs alone, so it is the same wherever they run.
+"""
+
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+
+from tqdm import tqdm
+
+from qerl_lab.cli.compose import Job
+from qerl_lab.config.option import ConfigError
+from qerl_lab.record.directory import RunDirectory
+from qerl_lab.record.metrics import MetricsLine
+from qerl_lab.terminal import LINES, columns
+
+REDRAW_SECONDS = 1.0
+HEAD = ["job", "step", "reward", "ETA", "words"]
+
+
+class Seen:
+    """How far a job is, as its record says at every `look`."""
+
+    def __init__(self, job: Job, words: str) -> None:
+        self.job, self.words, self.run, self.is_running = job, words, RunDirectory(job.run_dir), False
+        self._sessions = self._count() if job.begun else -1  # of earlier commands
+        self._began: tuple[float, int] | None = None  # when it was first seen at a step, and at which
+        self.read()
+        self.first = self.step
+
+    def look(self) -> None:
+        """Read what is new of a job that runs: neither done nor failed, once a process has begun to work on it."""
+        self.is_running = self.run.status == "interrupted" and self._count() > self._sessions
+        if not self.is_running:
+            return
+        self.read()
+        if self._began is None and self.step:
+            self._began = time.monotonic(), self.step
+
+    def read(self) -> None:
+        """Find the last step. A run that goes on may begin below it, and tells of a damaged line itself."""
+        steps: list[MetricsLine] = []
+        with suppress(ConfigError):
+            steps = [line for line in self.run.metrics() if line["step"] > 0 and "reward/mean" in line["metrics"]]
+        self.step = steps[-1]["step"] if steps else 0
+        self.reward = f"{steps[-1]['metrics']['reward/mean']:.2f}" if steps else "-"
+
+    def _count(self) -> int:
+        with suppress(ConfigError):
+            return self.run.sessions().count
+        return 0
+
+    @property
+    def left(self) -> int:
+        return self.job.config.steps - self.step
+
+    def row(self) -> list[str]:
+        began, first = self._began or (0.0, self.step)
+        eta = interval(time.monotonic() - began, self.step - first, self.left)
+        return [str(self.job.number), f"{self.step}/{self.job.config.steps}", self.reward, eta, self.words]
+
+
+def interval(seconds: float, done: int, left: int) -> str:
+    """Time that `left` steps take if `done` took `seconds`; a dash where none is done."""
+    return str(tqdm.format_interval(seconds / done * left)) if done else "-"
+
+
+class Live:
+    """The view of a sweep of `count` jobs, of which `left` are to run, each with the words that tell it from others."""
+
+    def __init__(self, left: Sequence[tuple[Job, str]], count: int) -> None:
+        self._left = {job.number: Seen(job, words) for job, words in left}
+        self._all, self._started = list(self._left.values()), time.monotonic()
+        self._ended = Counter({"done": count - len(left)})
+        self._count, self._drawn, self._looked = count, 0, -REDRAW_SECONDS
+        self._said: dict[int, int] = {}  # job -> the last tenth of it that was told
+
+    def update(self) -> None:
+        """Show what is new, at most once in REDRAW_SECONDS."""
+        if time.monotonic() < self._looked + REDRAW_SECONDS:
+            return
+        self._looked = time.monotonic()
+        for seen in self._left.values():
+            seen.look()
+        running = [seen for seen in self._left.values() if seen.is_running]
+        if sys.stderr.isatty():
+            rows = columns([HEAD, *(seen.row() for seen in running)]).splitlines() if running else []
+            self._draw([*rows, self._summary()])
+            return
+        for seen in running:
+            self._say(seen)
+
+    def end(self, job: Job, said: str) -> None:
+        """Tell that a job has ended, and how. `said` is what there is to say of it beside."""
+        seen = self._left.pop(job.number)
+        seen.read()
+        self._ended[seen.run.status] += 1
+        self._draw([])
+        if seen.run.status == "not run" and not said:  # the sweep was stopped before it
+            return
+        reward = f", reward {seen.reward}" if seen.reward != "-" else ""
+        print(f"job {job.number}: {seen.run.status}{reward}, {seen.words} ({self._summary()})", file=sys.stderr)
+        if said:
+            print(said, file=sys.stderr)
+        sys.stderr.flush()
+
+    def is_running(self, job: Job) -> bool:
+        """Tell whether a process has begun to work on a job, as of the last look."""
+        return self._left[job.number].is_running
+
+    def close(self) -> None:
+        """Leave the terminal as a line that comes next wants it."""
+        self._draw([])
+
+    def _summary(self) -> str:
+        """`12 of 40 done, 1 failed, 2 running, ETA 2:10:00`: at the pace in steps since this command began."""
+        others = [f"{count} {word}" for word, count in self._ended.items() if word != "done"]
+        running = sum(seen.is_running for seen in self._left.values())
+        left = sum(seen.left for seen in self._left.values())
+        eta = interval(time.monotonic() - self._started, sum(seen.step - seen.first for seen in self._all), left)
+        parts = [f"{self._ended['done']} of {self._count} done", *others, *([f"{running} running"] if running else [])]
+        return ", ".join([*parts, *([f"ETA {eta}"] if left and eta != "-" else [])])
+
+    def _draw(self, table: list[str]) -> None:
+        """Put lines in the place of those before; those that find no room are left out from the top."""
+        if not sys.stderr.isatty():
+            return
+        size = os.get_terminal_size(sys.stderr.fileno())  # 0 x 0 where the terminal does not say
+        table = table[-max(1, (size.lines or 24) - 1) :]
+        up = f"\x1b[{self._drawn}F\x1b[J" if self._drawn else ""
+        sys.stderr.write(up + "".join(line[: (size.columns or 100) - 1] + "\n" for line in table))
+        sys.stderr.flush()
+        self._drawn = len(table)
+
+    def _say(self, seen: Seen) -> None:
+        """Print a line for the start of a job, and for each tenth of it."""
+        tenth, number = seen.step * LINES // seen.job.config.steps, seen.job.number
+        if self._said.get(number) == tenth:
+            return
+        self._said[number] = tenth
+        _, step, reward, eta, words = seen.row()
+        said = f"step {step}, ETA {eta}, reward {reward}" if tenth else f"running, {words}"
+        print(f"job {number}: {said}", file=sys.stderr, flush=True)

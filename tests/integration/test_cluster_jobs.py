@@ -1,0 +1,47 @@
+"""The jobs of a sweep on clusters: really run, by submitit through the sbatch of a one-machine cluster, and by Ray."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from qerl_lab.record.directory import RunDirectory
+
+pytestmark = pytest.mark.integration
+SLURM = Path(__file__).parents[1] / "helpers" / "one_machine_slurm"
+WORDS = [
+    "-m", "+experiment=bf16", "seed=0,1", "steps=1", "eval.questions=0", "rollout.prompts_per_step=2",
+    "rollout.group_size=2", "checkpoint.every=0", "device=cpu", "cpu_threads=1", "tracking=none", "jobs=2",
+]  # fmt: skip
+
+
+def sweep(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "qerl_lab", *WORDS, *words]
+    environment = {**os.environ, "PATH": f"{SLURM}{os.pathsep}{os.environ['PATH']}"}
+    return subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.parametrize(("launcher", "package", "words"), [
+    ("slurm", "submitit", ["slurm=--partition=cpu --time=10"]),
+    ("ray", "ray", []),
+])  # fmt: skip
+def test_two_jobs_run_on_a_cluster_into_one_sweep_and_are_skipped_after(
+    launcher: str, package: str, words: list[str], tmp_path: Path
+) -> None:
+    pytest.importorskip(package)
+    ran = sweep(tmp_path, f"launcher={launcher}", *words)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert ran.stdout.rstrip().endswith("2 done")
+    (directory,) = tmp_path.glob("runs/sweeps/adhoc/*")
+    runs = [RunDirectory(directory / f"{seed}-bf16-seed{seed}") for seed in (0, 1)]
+    assert [(run.status, run.config().seed) for run in runs] == [("done", 0), ("done", 1)]
+    assert all("step 1/1" in run.console.read_text() for run in runs)
+    again = sweep(tmp_path)  # on this machine: where it runs is not what it is
+    assert "2 are done already, 0 go on" in again.stdout
+    if launcher == "slurm":
+        (script,) = directory.glob("slurm/*.submitted")
+        lines = script.read_text().splitlines()
+        assert {"#SBATCH --array=0-1%2", "#SBATCH --partition=cpu", "#SBATCH --time=10"} <= set(lines)
+        assert not [line for line in lines if "gpus" in line]

@@ -1,0 +1,103 @@
+"""Slurm's flags as they are typed for a sweep, and what is refused before anything is submitted."""
+
+import pickle
+import signal
+from pathlib import Path
+
+import pytest
+
+from qerl_lab.cli import cluster, launch
+from qerl_lab.cli.call import Call, Ended
+from qerl_lab.cli.overrides import spell
+from qerl_lab.config.option import ConfigError
+from qerl_lab.config.schema import RunConfig
+from qerl_lab.record.directory import RunDirectory
+from qerl_lab.record.environment import Typed
+
+
+@pytest.mark.parametrize(("time", "minutes"), [
+    ("90", 90), ("90:30", 91), ("2:00:00", 120), ("1-12", 36 * 60), ("1-12:30", 36 * 60 + 30), ("0-0:0:10", 1),
+])  # fmt: skip
+def test_a_time_limit_is_read_as_slurm_reads_it(time: str, minutes: int) -> None:
+    assert cluster.minutes(cluster.flags(f"--time={time}")) == minutes
+
+
+def test_flags_are_those_of_sbatch() -> None:
+    found = cluster.flags("--partition=gpu,cpu --time=60 --exclusive --comment='two words'")
+    assert found == {"partition": "gpu,cpu", "time": "60", "exclusive": True, "comment": "two words"}
+
+
+@pytest.mark.parametrize(("text", "said"), [
+    ("-p gpu", "-p is not --NAME=VALUE"),
+    ("--time=60 --array=0-3", "array is set for every sweep"),
+    ("--partition=gpu", "no --time"),
+    ("--time=soon", "--time=soon"),
+])  # fmt: skip
+def test_other_flags_are_refused(text: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        cluster.minutes(cluster.flags(text))
+
+
+@pytest.mark.parametrize("typed", ["slurm=--time=60 --partition=a,b", "slurm='--time=60 --partition=a,b'"])
+def test_flags_are_one_text_with_and_without_quotes(typed: str) -> None:
+    assert spell(typed) == "slurm='--time=60 --partition=a,b'"
+
+
+def test_a_cluster_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setattr(cluster.importlib.util, "find_spec", lambda name: name == "submitit" or None)
+    with pytest.raises(ConfigError, match="this machine has no sbatch"):
+        cluster.check(RunConfig(launcher="slurm"))
+    with pytest.raises(ConfigError, match=r"needs the package ray.*pip install 'qerl-lab\[ray\]'"):
+        cluster.check(RunConfig(launcher="ray"))
+
+
+@pytest.fixture
+def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call:
+    """A job that is stopped in its first session and done in the second, as pickling leaves it."""
+    code = (
+        "import os, sys; first = not os.path.exists('{0}/seen'); open('{0}/seen', 'a').close();"
+        "sys.exit(130) if first else open('{0}/DONE', 'w').write('{{}}')"
+    )
+    monkeypatch.setattr(launch, "child_command", lambda run_dir: ["python3", "-S", "-c", code.format(run_dir)])
+    monkeypatch.setattr(RunDirectory, "check", lambda run: None)
+    run = RunDirectory(tmp_path / "run")
+    run.claim(RunConfig(run_dir=str(run.path)), Typed("the command"))
+    of = launch.OfSweep(tmp_path / "INTERRUPTED", "job 0 (1 of 1)", {}, run.console)
+    return pickle.loads(pickle.dumps(Call(run.path, of, Typed("the command"))))
+
+
+def test_a_job_that_its_cluster_starts_again_goes_on(call: Call) -> None:
+    assert call() == Ended(130)
+    assert call() == Ended(0)
+    assert call() == Ended(0)
+    assert call.checkpoint().function is call
+
+
+def test_no_job_begins_after_a_stop(call: Call) -> None:
+    call.of.stop_file.touch()
+    assert call() == Ended(130)
+    assert RunDirectory(call.run_dir).status == "not run"
+
+
+def test_a_job_near_its_time_limit_saves_before_it_is_put_back(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slurm sends SIGUSR2 to every process of a job: the run's own does not see it, and gets SIGTERM of ours."""
+    code = (
+        "import os, signal, sys, time; n = open('{0}/signals', 'w');"
+        "signal.signal(signal.SIGTERM, lambda *_: (n.write('TERM'), sys.exit(130)));"
+        "signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM]);"
+        "os.kill(os.getpid(), signal.SIGUSR2); os.kill(os.getppid(), signal.SIGUSR2); time.sleep(60)"
+    )
+    monkeypatch.setattr(launch, "child_command", lambda run_dir: ["python3", "-S", "-c", code.format(run_dir)])
+
+    def requeue(number: int, frame: object) -> None:
+        call.checkpoint()
+        raise SystemExit
+
+    before = signal.signal(signal.SIGUSR2, requeue)
+    try:
+        with pytest.raises(SystemExit):
+            call()
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+    assert (call.run_dir / "signals").read_text() == "TERM"
