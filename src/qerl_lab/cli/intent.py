@@ -9,7 +9,7 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from qerl_lab.config.arm import leaves
+from qerl_lab.config.arm import OF_SWEEPS, leaves
 from qerl_lab.config.keys import typed
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.rules import largest_divisor
@@ -25,7 +25,6 @@ from qerl_lab.config.schema import (
     VllmServerConfig,
 )  # fmt: skip
 
-OF_SWEEPS = ("rerun", "jobs", "jobs_per_gpu", "launcher", "slurm")
 POCKET = "pocket"  # the embedded policy, and the scale that is made for it
 
 

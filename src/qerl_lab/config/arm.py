@@ -7,10 +7,10 @@ from typing import Any
 
 from qerl_lab.config.schema import RunConfig
 
+OF_SWEEPS = ("rerun", "jobs", "jobs_per_gpu", "launcher", "slurm")  # how the jobs are run, and nothing of any of them
 NOT_OF_ARM = (
     "seed",
-    "run_dir", "resume", "dry_run", "rerun",  # how it is run; and all of tracking
-    "jobs", "jobs_per_gpu", "launcher", "slurm",  # how its sweep is
+    "run_dir", "resume", "dry_run", *OF_SWEEPS,  # how it is run; and all of tracking
     "checkpoint.every", "checkpoint.keep",
     "device", "gpus", "cpu_threads",  # reports read from the record where a run ran
     "rollout.vllm_server.url", "rollout.vllm_server.adapter_dir", "rollout.vllm_server.patience_seconds",

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from qerl_lab.config.arm import leaves
+from qerl_lab.config.arm import OF_SWEEPS, leaves
 from qerl_lab.config.keys import check_types
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.rules import from_dict
@@ -76,8 +76,8 @@ def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]
 
 
 def _refuse_lacking(path: Path, values: dict[str, Any]) -> None:
-    """A default in place of a value that the run began with would make it another run."""
-    known = dict(_flat(values))
+    """A default in place of a value that the run began with would make it another run, but for keys of sweeps."""
+    known = {*dict(_flat(values)), *OF_SWEEPS}
     lacking = [name for name, _, _ in leaves(RunConfig()) if name not in known]
     if lacking:
         shown = ", ".join(lacking[:5]) + (f" and {len(lacking) - 5} more" if len(lacking) > 5 else "")

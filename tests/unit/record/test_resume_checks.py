@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from qerl_lab.config.arm import of_run
+from qerl_lab.config.arm import OF_SWEEPS
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.record import checkpoint
@@ -87,6 +88,15 @@ def test_what_is_lacking_is_named(run_dir: Path) -> None:
     path.write_text(yaml.safe_dump(values))
     with pytest.raises(ConfigError, match=r"resolved\.yaml lacks lora\.rank, steps: it was cut off"):
         RunDirectory(run_dir).config()
+
+
+def test_keys_of_sweeps_may_be_younger_than_a_run(run_dir: Path) -> None:
+    path = run_dir / "resolved.yaml"
+    values = yaml.safe_load(path.read_text())
+    for key in OF_SWEEPS:
+        del values[key]
+    path.write_text(yaml.safe_dump(values))
+    assert RunDirectory(run_dir).config().jobs == 1
 
 
 @pytest.mark.parametrize(
