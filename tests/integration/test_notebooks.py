@@ -16,6 +16,7 @@ each_notebook = pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: 
 pytestmark = pytest.mark.integration
 # What a page must show, whatever the numbers: pieces of text, and how many figures.
 SHOWS = {
+    "03_throughput": (("train_step_7b   train_step  2026-11-21, NVIDIA H200", "model, GB  qwen2.5-32b"), 4),
     "04_entropy_and_noise": (("weight error", "mxfp4 raises the entropy", "share of its entropy"), 3),
     "05_bring_your_own_format": (("kept    The packed", "packs_rows_apart", "packed weights unchanged: True"), 1),
 }

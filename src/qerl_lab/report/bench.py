@@ -6,6 +6,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from qerl_lab.config.files import choices_of
 from qerl_lab.config.schema import DENSE_FORMAT
@@ -32,10 +33,15 @@ def table(result: Result) -> str:
 
 
 def draw(result: Result, path: Path) -> None:
-    drawn = {"train_step": _draw_steps, "decode": _draw_decode, "linear": _draw_linear}
-    figure = drawn[result["benchmark"]](result)
+    figure = figure_of(result)
     figure.savefig(path, dpi=130)
     plt.close(figure)
+
+
+def figure_of(result: Result) -> Figure:
+    """The figure of a result, to be closed by the caller."""
+    drawn = {"train_step": _draw_steps, "decode": _draw_decode, "linear": _draw_linear}
+    return drawn[result["benchmark"]](result)
 
 
 def product_ratios(result: Result) -> pd.DataFrame:
@@ -159,6 +165,7 @@ def _draw_steps(result: Result) -> plt.Figure:
             bars = axis.bar(
                 [_label(arm) for arm in shown["arm"]], shown[value], color=[COLORS[a] for a in shown["arm"]]
             )
+            axis.set_xlim(-1 if len(shown) < 3 else None, 2 if len(shown) < 3 else None)  # a bar is no wall
             axis.bar_label(bars, fmt="{:,.0f}" if value == "tokens_per_second" else "{:.1f}", fontsize=8)
             dress(axis, f"micro-batches of {size:,} tokens" if axis is axes[0, column] else "", "")
             axis.set_ylabel(label if column == 0 else "")

@@ -8,6 +8,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from qerl_lab.report.bench import COLORS, Result, dress, gpu_of
 from qerl_lab.report.paper import STEP_NEW, STEP_SECONDS, ratio_by_rank
@@ -34,9 +35,14 @@ def draw(result: Result, path: Path) -> None:
     """Draw what is alive; with nothing alive, nothing."""
     if not alive(result):
         return
-    figure = _draw_rollouts(result) if result["benchmark"] == "rollout" else _draw_steps(result)
+    figure = figure_of(result)
     figure.savefig(path, dpi=130)
     plt.close(figure)
+
+
+def figure_of(result: Result) -> Figure:
+    """The figure of a result with something alive, to be closed by the caller."""
+    return _draw_rollouts(result) if result["benchmark"] == "rollout" else _draw_steps(result)
 
 
 def alive(result: Result) -> list[dict[str, Any]]:

@@ -47,6 +47,15 @@ def find_store() -> str:
     raise ConfigError(f"there is no MLflow store: no mlflow.db in {here} or above it. {FILL}")
 
 
+def find_folder(path: str) -> Path:
+    """A folder of results or of runs, from here or from the folder above. Raises ConfigError where there is none."""
+    given = Path(path).expanduser()
+    for folder in (given, Path.cwd().parent / given):
+        if folder.is_dir():
+            return folder
+    raise ConfigError(f"{path} is no directory, here or in the folder above {Path.cwd()}. Type another in RESULTS.")
+
+
 def read_mlflow(uri: str, experiment: str) -> Curves:
     """The curves of the newest finished run of each (arm, seed). Creates nothing.
 

@@ -1,0 +1,69 @@
+"""A folder of benchmark results: what each shows, and what stands beside the paper's numbers."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from matplotlib import pyplot as plt
+
+from qerl_lab.config.option import ConfigError
+from qerl_lab.report import bench_results
+
+COMMITTED = Path(__file__).parents[3] / "results" / "bench"
+
+
+def rollouts(**changes: Any) -> dict[str, Any]:
+    """Rollouts of a 7B model, where NVFP4 has 1.5 times the tokens of BF16."""
+    usual = {
+        "rank": 16, "batch": 8, "tokens_per_second_min": 1.0, "tokens_per_second_max": 1.0, "decode_ms": 1.0,
+        "sync_ms": 1.0, "start_seconds": 1.0, "weights_gib": 1.0, "kv_gib": 1.0, "used_gib": 1.0,
+    }  # fmt: skip
+    rows = [
+        {"arm": "bf16_stock", "format": "bf16", "baseline": True, "tokens_per_second": 100.0} | usual,
+        {"arm": "nvfp4", "format": "nvfp4", "baseline": False, "tokens_per_second": 150.0} | usual | changes,
+        {"arm": "mxfp4", "rank": 16, "died": "OutOfMemoryError"},
+    ]
+    return {
+        "benchmark": "rollout", "rows": rows, "environment": {"gpus": []},
+        "options": {"model": "qwen2.5-7b", "prompt": 256, "new": 512},
+    }  # fmt: skip
+
+
+def test_every_committed_result_has_a_table_a_figure_and_an_origin() -> None:
+    results = bench_results.read(COMMITTED)
+    assert set(results) == {path.stem for path in COMMITTED.glob("*.json")}
+    for result in results.values():
+        assert len(bench_results.text(result).splitlines()) > 2
+        figure = bench_results.figure(result)
+        assert figure is not None
+        plt.close(figure)
+    assert bench_results.origin(results["linear"]) == "2026-11-21, NVIDIA H200, torch 2.11.0, commit 7d2ebcc"
+
+
+def test_sizes_stand_beside_those_of_table_3() -> None:
+    steps = bench_results.read(COMMITTED)["train_step_7b"]
+    rows = bench_results.beside_the_paper({"x": steps}).set_index("format")
+    assert rows["paper, H100"].to_dict() == {"bf16": 15.2, "nvfp4": 5.9, "qlora": 5.7}
+    assert rows.loc["bf16", "here"] == max(row["base_gb"] for row in steps["steps"] if row["arm"] == "bf16")
+
+
+def test_rollouts_stand_beside_those_of_the_same_batch() -> None:
+    rows = bench_results.beside_the_paper({"x": rollouts()})
+    (row,) = rows.to_dict("records")
+    assert (row["what"], row["batch"], row["rank"], row["here"]) == ("rollouts / BF16", 8, 16, 1.5)
+    assert row["paper, H100"] == pytest.approx(1.2, abs=0.15)  # Table 6 prints 1.2x
+    assert bench_results.beside_the_paper({"x": rollouts(batch=64)}).empty
+    assert bench_results.figure(rollouts()) is not None
+    plt.close("all")
+    dead = {**rollouts(), "rows": [{"arm": "nvfp4", "rank": 16, "died": "x"}]}
+    assert bench_results.figure(dead) is None
+    assert bench_results.beside_the_paper({"x": dead}).empty
+
+
+def test_what_is_no_result_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"holds no result\. Make one: python -m qerl_lab\.bench linear out="):
+        bench_results.read(tmp_path)
+    (tmp_path / "x.json").write_text(json.dumps({"benchmark": "linear"}))
+    with pytest.raises(ConfigError, match=r"x.json is no result of python -m qerl_lab.bench \(KeyError"):
+        bench_results.read(tmp_path)
