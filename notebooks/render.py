@@ -51,7 +51,8 @@ def write(notebook: Path) -> None:
     for name, data in resources["outputs"].items():
         (PAGES / name).parent.mkdir(parents=True, exist_ok=True)
         (PAGES / name).write_bytes(data)
-    text = text.replace("](../", "](../../")  # what the notebook links to, from a folder further down
+    text = text.replace("](../", "](../../")  # what the notebook links to, from a folder further down; and its pages
+    text = re.sub(r"\]\((\w+)\.ipynb\)", r"](\1.md)", text)
     text = re.sub(r"\n{3,}", "\n\n", re.sub(r"[ \t]+$", "", text, flags=re.MULTILINE))
     (PAGES / f"{notebook.stem}.md").write_text(head(notebook) + text.strip() + "\n", encoding="utf-8")
 

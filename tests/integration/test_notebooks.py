@@ -60,8 +60,9 @@ def test_its_copy_is_of_its_cells(name: str) -> None:
     page = PAGES / f"{name}.md"
     own = RENDER["head"](ROOT / "notebooks" / f"{name}.ipynb")
     assert page.read_text(encoding="utf-8").startswith(own), f"{name} changed: type make notebooks"
-    figures = {PAGES / figure for figure in re.findall(r"!\[[^]]*\]\(([^)]+)\)", page.read_text(encoding="utf-8"))}
-    assert figures == {*(PAGES / f"{name}_files").iterdir()}
+    targets = re.findall(r"(!?)\[[^]]*\]\(([^)\s]+)\)", page.read_text(encoding="utf-8"))
+    assert [target for _, target in targets if "://" not in target and not (PAGES / target).exists()] == []
+    assert {PAGES / target for is_figure, target in targets if is_figure} == {*(PAGES / f"{name}_files").iterdir()}
 
 
 def test_the_copies_are_small() -> None:
