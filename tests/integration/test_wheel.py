@@ -52,6 +52,10 @@ def test_the_wheel_brings_the_paper_s_numbers(site: Path, tmp_path: Path) -> Non
     assert shown.stdout.split() == ["606"], shown.stderr
 
 
+def test_the_wheel_brings_what_a_report_is_written_by(site: Path) -> None:
+    assert {"report.html.j2", "report.mplstyle"} <= {path.name for path in (site / "qerl_lab/report").iterdir()}
+
+
 def test_the_wheel_trains(site: Path, tmp_path: Path) -> None:
     small = ["steps=1", "rollout.prompts_per_step=2", "optim.micro_batch_size=16", "eval.questions=4", "run_dir=run"]
     ran = python(site, tmp_path, "-m", "qerl_lab", "+experiment=nvfp4_aqn", *small)

@@ -16,7 +16,7 @@ with exits.starting(__name__):
     from qerl_lab.cli.grammar import Command, choose
     from qerl_lab.config.option import ConfigError, option
     from qerl_lab.config.redact import url_without_secrets
-    from qerl_lab.disk import replace_file
+    from qerl_lab.disk import make_directory, replace_file
     from qerl_lab.terminal import near
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class ReportOptions:
     sweep: list[str] = option([], WHERE)
     mlflow: str | None = option(None, OF_MLFLOW)
     tracking_uri: str | None = option(None, STORE)
-    out: str | None = option(None, "directory to write: the runs as Parquet, and everything that is made of them")
+    out: str | None = option(None, "directory to write: report.html, tables, figures, and the runs as Parquet")
     baseline: str | None = option(None, "arm that the others are compared with; null is bf16, if there is one")
     runs_csv: str | None = option(None, "file to write, a row a run")
     arms_csv: str | None = option(None, "file to write, a row an arm")
@@ -45,26 +45,31 @@ def report(options: ReportOptions) -> None:
     from qerl_lab.report import comparison, plots  # pandas, scipy and matplotlib take a second
 
     found = _read(options)
+    if options.out:
+        _write_results(found, Path(options.out).expanduser(), options.baseline)
+    if not found.arms:
+        return
     baseline = comparison.baseline_of(list(found.arms), options.baseline)
     arms = comparison.by_arm(found, baseline)
     for path, write in (
-        (options.runs_csv, lambda file: comparison.write_csv(comparison.by_run(found), file)),
-        (options.arms_csv, lambda file: comparison.write_csv(arms, file)),
+        (options.runs_csv, lambda file: file.write_text(comparison.csv(comparison.by_run(found)))),
+        (options.arms_csv, lambda file: file.write_text(comparison.csv(arms))),
         (options.plot, lambda file: plots.save_arms(comparison.curves(found), file)),
-        (options.out, lambda folder: _write_results(found, folder)),
     ):
         if path:
             _write(Path(path).expanduser(), write)
     print(comparison.text(found, arms, baseline))
-    if options.out:
-        print(f"\nwritten: {near(Path(options.out).expanduser())}")
 
 
-def _write_results(found: "Comparison", folder: Path) -> None:
-    from qerl_lab.report import results
+def _write_results(found: "Comparison", folder: Path, baseline: str | None) -> None:
+    from qerl_lab.report import page
 
-    folder.mkdir(exist_ok=True)
-    results.write(folder, results.frames(found.records, found.damaged, found.arm_of))
+    make_directory(folder, f"out={folder}")
+    written = page.write(folder, found, baseline)
+    size = sum(path.stat().st_size for path in written)
+    print(f"written: {near(folder)}  (report.html, {len(written) - 1} other files; {size / 1e6:.1f} MB)\n")
+    if not found.arms:
+        print("\n  ".join(["No run finished:", *found.left_out]))
 
 
 @dataclass
@@ -95,7 +100,7 @@ def verdicts(options: VerdictsOptions) -> None:
 
 
 def _read(options: ReportOptions | VerdictsOptions) -> "Comparison":
-    """Every run that the words name. Raises ConfigError where there is none, or none that counts."""
+    """Every run that the words name. Raises ConfigError where there is none; without `out` where none counts, too."""
     from qerl_lab.report import comparison, frames, mirrored
 
     folders = [Path(folder).expanduser() for folder in options.sweep]
@@ -104,7 +109,8 @@ def _read(options: ReportOptions | VerdictsOptions) -> "Comparison":
         also, broken = mirrored.read_experiment(options.tracking_uri or frames.find_store(), options.mlflow)
         known = {record.run.name for record in records}
         records, damaged = records + [record for record in also if record.run.name not in known], damaged | broken
-    return comparison.compare(records, damaged).counting()
+    found = comparison.compare(records, damaged)
+    return found if options.out and found.left_out else found.counting()
 
 
 def _typed(options: ReportOptions | VerdictsOptions) -> str:

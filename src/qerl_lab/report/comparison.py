@@ -115,19 +115,19 @@ def by_arm(comparison: Comparison, baseline: str | None) -> pd.DataFrame:
         arm = records[0].run.arm
         row: dict[str, Any] = {"arm": label, "seeds": len(records)}
         row["runs"] = sum(run.arm == arm for run in comparison.found)
-        row["questions"] = _matrix(records, "after").shape[1]
+        row["questions"] = matrix(records, "after").shape[1]
         for phase, name in (("before", "accuracy_before"), ("after", "accuracy_after"), ("gain", "gain")):
-            row |= _over_seeds(name, _matrix(records, phase))
+            row |= _over_seeds(name, matrix(records, phase))
         if baseline is not None and label != baseline:
             for phase, name in (("after", "difference"), ("gain", "gain_difference")):
-                row |= _over_seeds(name, _matrix(records, phase) - _matrix(comparison.arms[baseline], phase))
+                row |= _over_seeds(name, matrix(records, phase) - matrix(comparison.arms[baseline], phase))
         for name in ("entropy_first", "entropy_last"):
             row[name] = float(np.mean([record.summary[name] for record in records]))
         rows.append(row | {"code": ", ".join(sorted({record.run.code for record in records}))})
     return pd.DataFrame(rows)
 
 
-def _matrix(records: Sequence[Record], phase: str) -> pd.DataFrame:
+def matrix(records: Sequence[Record], phase: str) -> pd.DataFrame:
     """Accuracies or gains [seeds, questions], of the questions that every seed was asked."""
     of_seed = {record.run.seed: record.accuracy[phase] for record in records if record.accuracy}
     return pd.DataFrame(of_seed).T.dropna(axis=1)
@@ -175,7 +175,8 @@ def text(comparison: Comparison, arms: pd.DataFrame, baseline: str | None) -> st
         cells += [_accuracy(row, "after"), _change(row, "gain")]
         cells += [_change(row, "difference")] if baseline else []
         rows.append([*cells, f"{row['entropy_first']:.3f} -> {row['entropy_last']:.3f}"])
-    parts = [columns(rows), HOW_TO_READ, _what_differs(comparison), *notes(comparison)]
+    differ = what_differs(comparison)
+    parts = [columns(rows), HOW_TO_READ, columns(differ) if differ else "", *notes(comparison)]
     if baseline is None and len(comparison.arms) > 1:
         parts.append(f"Not one arm is {BASELINE}: type baseline=ARM for differences.")
     if comparison.left_out:
@@ -186,6 +187,9 @@ def text(comparison: Comparison, arms: pd.DataFrame, baseline: str | None) -> st
 def notes(comparison: Comparison) -> list[str]:
     """Say what makes the runs less alike than their settings do."""
     records, notes = comparison.counted, []
+    for what, texts in (("machines", [record.origin.machine for record in records]), *_versions(records)):
+        if len(several := sorted(set(texts) - {""})) > 1:
+            notes.append(f"The runs ran on {len(several)} {what}: {'; '.join(several)}.")
     if len(codes := sorted({record.run.code for record in records})) > 1:
         notes.append(f"The runs come from {len(codes)} versions of the code: {', '.join(codes)}.")
     if (sets := len({record.origin.training_sha256 for record in records} - {""})) > 1:
@@ -194,6 +198,12 @@ def notes(comparison: Comparison) -> list[str]:
     if len({frozenset(record.accuracy["after"].index) for record in records if record.accuracy}) > 1:
         notes.append("Not all runs were asked the same questions; a row is over those that all of its runs were asked.")
     return notes
+
+
+def _versions(records: Sequence[Record]) -> list[tuple[str, list[str]]]:
+    """The versions of each package in each run."""
+    packages = sorted({name for record in records for name in record.origin.versions})
+    return [(f"versions of {name}", [record.origin.versions.get(name, "") for record in records]) for name in packages]
 
 
 def _accuracy(row: dict[str, Any], phase: str) -> str:
@@ -208,11 +218,12 @@ def _change(row: dict[str, Any], name: str) -> str:
     return "-" if math.isnan(mean) else f"{mean:+.3f}" if math.isnan(low) else f"{mean:+.3f} [{low:+.3f}, {high:+.3f}]"
 
 
-def _what_differs(comparison: Comparison) -> str:
+def what_differs(comparison: Comparison) -> list[list[str]]:
+    """A row an arm, the first the head: the settings in which arms differ. Nothing where they do in none."""
     firsts = {label: records[0].run for label, records in comparison.arms.items()}
     keys = differing(list(firsts.values()))
     rows = [[label, *(run.value(key) for key in keys)] for label, run in firsts.items()]
-    return columns([["arms differ in", *keys], *rows]) if keys else ""
+    return [["arms differ in", *keys], *rows] if keys else []
 
 
 def curves(comparison: Comparison) -> pd.DataFrame:
@@ -230,5 +241,5 @@ def curves(comparison: Comparison) -> pd.DataFrame:
     return pd.concat(frames, ignore_index=True)
 
 
-def write_csv(table: pd.DataFrame, path: Path) -> None:
-    table.to_csv(path, index=False, float_format="%.6g")
+def csv(table: pd.DataFrame) -> str:
+    return table.to_csv(index=False, float_format="%.6g")

@@ -121,6 +121,12 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return adjusted
 
 
+def effect_size(differences_S: np.ndarray) -> float:
+    """The mean over the standard deviation of the seeds' differences; nan where they have none."""
+    spread = float(np.std(differences_S, ddof=1)) if len(differences_S) > 1 else 0.0
+    return float(np.mean(differences_S)) / spread if spread > 0 else np.nan
+
+
 def probability_of_improvement(treated_S: np.ndarray, control_S: np.ndarray) -> float:
     """The share of pairs of seeds in which the treated value is larger, ties half (arXiv 2108.13264)."""
     difference = np.asarray(treated_S, float)[:, None] - np.asarray(control_S, float)[None]

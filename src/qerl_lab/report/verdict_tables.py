@@ -11,7 +11,7 @@ import pandas as pd
 from qerl_lab.report import reference, stats
 from qerl_lab.report.arms import labels
 from qerl_lab.report.claims import Claim, Contrast, Settings, command
-from qerl_lab.report.comparison import Comparison, notes
+from qerl_lab.report.comparison import Comparison, matrix, notes
 from qerl_lab.report.measures import MEASURES
 from qerl_lab.report.runs import Record
 from qerl_lab.report.verdicts import LEVEL, Numbers, Row, family_sizes
@@ -34,8 +34,22 @@ TABLE_1: tuple[tuple[Settings, tuple[str, str]], ...] = (
 
 def cell(interval: stats.Interval, seeds: int) -> str:
     """`mean [95% CI] (n)`, to three digits, or four figures of what is larger than 10."""
-    mean, low, high = (f"{value:.3f}" if abs(value) < 10 else f"{value:,.4g}" for value in interval)
+    mean, low, high = map(_figure, interval)
     return f"{mean} [{low}, {high}] ({seeds})"
+
+
+def of_seeds(values: pd.DataFrame) -> str:
+    """The cell of values[seeds, questions]; of one seed without an interval, of none a dash."""
+    values = values.dropna(how="all").dropna(axis=1)
+    if values.empty:
+        return "-"
+    if len(values) < 2:
+        return f"{_figure(values.to_numpy().mean())} (1)"
+    return cell(stats.over_seeds(values.to_numpy()), len(values))
+
+
+def _figure(value: float) -> str:
+    return f"{value:.3f}" if abs(value) < 10 else f"{value:,.4g}"
 
 
 def effect(row: Row) -> str:
@@ -60,12 +74,12 @@ def printed(claim: Claim, contrast: Contrast) -> list[tuple[str, float]]:
     return found
 
 
-def _of_paper(row: Row) -> str:
+def of_paper(row: Row) -> str:
     spelled = "{:.2f}x" if MEASURES[row.claim.measure].ratio else "{:+.3f}"
     return ", ".join(f"{spelled.format(value)} ({name})" for name, value in printed(row.claim, row.contrast)) or "-"
 
 
-def _name(row: Row) -> str:
+def name_of(row: Row) -> str:
     """The contrast, and in brackets the settings that tell it from others of its name."""
     context = ", ".join(f"{key}={value}" for key, value in row.context)
     return f"{row.contrast.name} ({context})" if context else row.contrast.name
@@ -77,7 +91,7 @@ def text(comparison: Comparison, rows: Sequence[Row]) -> str:
     for row in rows:
         seeds = str(row.numbers.seeds) if row.numbers else "-"
         said = f"{row.verdict}: {row.why}"
-        table.append([row.claim.name, _name(row), seeds, effect(row), _of_paper(row), said])
+        table.append([row.claim.name, name_of(row), seeds, effect(row), of_paper(row), said])
     parts = [columns(table), HOW_TO_READ, families(rows), to_make(rows), columns(table_1(comparison))]
     return "\n\n".join(part for part in [*parts, *remarks(comparison)] if part)
 
@@ -115,30 +129,26 @@ def table_1(comparison: Comparison) -> list[list[str]]:
         cells = [
             names[run.arm],
             f"{len(records)} of {started}",
-            *(_accuracy(records, at) for at in ("before", "after")),
+            *(of_seeds(matrix(records, at)) for at in ("before", "after")),
         ]
         rows.append([*cells, *_as_printed(records[0])])
     return rows
 
 
-def _accuracy(records: Sequence[Record], phase: str) -> str:
-    """The cell of an arm; without an interval of one seed."""
-    values = pd.DataFrame({one.run.seed: one.accuracy[phase] for one in records if one.accuracy}).T.dropna(axis=1)
-    if values.empty:
-        return "-"
-    if min(values.shape) < 2:
-        return f"{values.to_numpy().mean():.3f} ({len(values)})"
-    return cell(stats.over_seeds(values.to_numpy()), len(values))
+def printed_as(record: Record) -> tuple[str, str]:
+    """Method and weight format of the row of the paper's Table 1 that an arm answers to; empty if there is none."""
+    fits = (row for settings, row in TABLE_1 if settings.items() <= record.run.settings.items())
+    return next(fits, ("", ""))
 
 
 def _as_printed(record: Record) -> list[str]:
-    for settings, (method, weight_format) in TABLE_1:
-        if all(record.run.value(key) == value for key, value in settings.items()):
-            where = {"table": "Table 1", "metric": "accuracy", "method": method, "weight_format": weight_format}
-            numbers = reference.numbers(**where)
-            there = [numbers.get(f"Qwen2.5-{size}-Instruct") for size in ("3B", "7B")]
-            return [f"{method}, {weight_format}", *("-" if value is None else f"{value / 100:.3f}" for value in there)]
-    return ["-", "-", "-"]
+    method, weight_format = printed_as(record)
+    if not method:
+        return ["-", "-", "-"]
+    where = {"table": "Table 1", "metric": "accuracy", "method": method, "weight_format": weight_format}
+    numbers = reference.numbers(**where)
+    there = [numbers.get(f"Qwen2.5-{size}-Instruct") for size in ("3B", "7B")]
+    return [f"{method}, {weight_format}", *("-" if value is None else f"{value / 100:.3f}" for value in there)]
 
 
 def markdown(comparison: Comparison, rows: Sequence[Row], typed: str) -> str:
@@ -146,7 +156,7 @@ def markdown(comparison: Comparison, rows: Sequence[Row], typed: str) -> str:
     head = ["claim", "contrast", "measure", "treated", "control", "finished / started", "effect", "the paper's",
             "effect size", "P(better)", "p for, against (Holm)", "guardrail", "verdict"]  # fmt: skip
     body = [
-        [row.claim.name, _name(row), row.claim.measure, *_measured(row), f"**{row.verdict}**: {row.why}"]
+        [row.claim.name, name_of(row), row.claim.measure, *measured(row), f"**{row.verdict}**: {row.why}"]
         for row in rows
     ]
     said = {row.claim.name: f"- `{row.claim.name}`: {row.claim.says} ({row.claim.where})" for row in rows}
@@ -156,16 +166,16 @@ def markdown(comparison: Comparison, rows: Sequence[Row], typed: str) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _measured(row: Row) -> list[str]:
+def measured(row: Row) -> list[str]:
     counts = ", ".join(f"{n} of {m}" for n, m in zip(row.finished, row.started, strict=True) if m) or "-"
     numbers = row.numbers
     if numbers is None:
-        return ["-", "-", counts, "-", _of_paper(row), "-", "-", "-", "-"]
+        return ["-", "-", counts, "-", of_paper(row), "-", "-", "-", "-"]
     sides = [cell(side, numbers.seeds) for side in (numbers.treated, numbers.control)]
     size = "-" if math.isnan(numbers.effect_size) else f"{numbers.effect_size:+.2f}"
     p_values = ", ".join(f"{p:.3f}" if p >= 0.001 else f"{p:.0e}" for p in numbers.adjusted)
     better = f"{numbers.probability_of_improvement:.2f}"
-    return [*sides, counts, effect(row), _of_paper(row), size, better, p_values, numbers.guardrail or "-"]
+    return [*sides, counts, effect(row), of_paper(row), size, better, p_values, numbers.guardrail or "-"]
 
 
 def piped(rows: Sequence[Sequence[str]]) -> str:

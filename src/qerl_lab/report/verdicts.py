@@ -128,12 +128,10 @@ def numbers(claim: Claim, pair: Pair, seeds: Sequence[int]) -> Numbers:
     sign = claim.direction or 1
     oriented = sign * effect
     p_for, p_against = p_values(oriented, claim)
-    of_seeds = oriented.mean(1)
-    spread = of_seeds.std(ddof=1)
     return Numbers(
         seeds=len(seeds), questions=len(both), treated=_shown(treated, is_ratio), control=_shown(control, is_ratio),
         effect=_shown(effect, is_ratio), oriented=oriented, p_for=p_for, p_against=p_against,
-        effect_size=float(of_seeds.mean() / spread) if spread > 0 else math.nan,
+        effect_size=stats.effect_size(oriented.mean(1)),
         probability_of_improvement=stats.probability_of_improvement(sign * treated.mean(1), sign * control.mean(1)),
         guardrail=_guardrail(claim, pair, seeds) if claim.guardrail else "",
     )  # fmt: skip

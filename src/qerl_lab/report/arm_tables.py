@@ -1,0 +1,188 @@
+"""The arms of a report in the shape of the paper's tables, the paper's number beside ours, and against the baseline."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+
+from qerl_lab.report import reference, stats, verdict_tables
+from qerl_lab.report.claims import PRINTED_AS
+from qerl_lab.report.comparison import Comparison, matrix
+from qerl_lab.report.runs import Record
+from qerl_lab.report.verdict_tables import of_seeds, printed_as
+
+SEVEN = "Qwen2.5-7B-Instruct"
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of text: `rows` begin with its head, the first column names the row."""
+
+    title: str
+    about: str
+    rows: list[list[str]]
+
+
+def tables(comparison: Comparison, baseline: str | None) -> list[Table]:
+    """Every table of a report; none where no run counts."""
+    if not comparison.arms:
+        return []
+    against = [_differences(comparison, baseline)] if baseline and len(comparison.arms) > 1 else []
+    return [_accuracies(comparison), *against, _entropies(comparison, baseline), _throughput(comparison, baseline)]
+
+
+def _accuracies(comparison: Comparison) -> Table:
+    gains = [of_seeds(matrix(records, "gain")) for records in comparison.arms.values()]
+    head, *rows = verdict_tables.table_1(comparison)
+    return Table(
+        "Held-out accuracy, as in the paper's Table 1",
+        "Cells are mean [95% interval] (seeds), the interval over seeds and questions. The paper's are one run each, "
+        "of Qwen2.5 at 3B and 7B on GSM8K.",
+        [[*head[:4], "gain", *head[4:]], *([*row[:4], gain, *row[4:]] for row, gain in zip(rows, gains, strict=True))],
+    )
+
+
+@dataclass(frozen=True)
+class _Measure:
+    """A column of differences: `sign` is that of better, 0 where none is; a `ratio` is compared as one."""
+
+    label: str
+    name: str
+    sign: int = 0
+    ratio: bool = False
+
+
+DIFFERENCES = (
+    _Measure("reward, last tenth", "reward_last", 1),
+    _Measure("entropy, first tenth", "entropy_first"),
+    _Measure("entropy, last tenth", "entropy_last"),
+    _Measure("rollouts, tokens/s", "rollout_tokens_per_second", 1, True),
+    _Measure("end to end, tokens/s", "tokens_per_second", 1, True),
+)
+
+
+def _differences(comparison: Comparison, baseline: str) -> Table:
+    control = comparison.arms[baseline]
+    rows = []
+    for arm, records in comparison.arms.items():
+        if not {one.run.seed for one in records} & {one.run.seed for one in control}:
+            rows.append([arm, f"no seed that {baseline} has, too", "-", "-", "-"])
+        elif arm != baseline:
+            for phase, label in (("after", "accuracy after"), ("gain", "gain in accuracy")):
+                rows.append([arm, label, *_paired(matrix(records, phase), matrix(control, phase), 1, False)])
+            for one in DIFFERENCES:
+                sides = [_values(side, one.name) for side in (records, control)]
+                rows.append([arm, one.label, *_paired(sides[0], sides[1], one.sign, one.ratio)])
+    return Table(
+        f"Differences to {baseline}",
+        "Paired by seed, accuracies by question too: mean [95% interval] (seeds that both have); of tokens/s the "
+        "ratio. Effect size: the mean over the standard deviation of the seeds' differences (of a ratio: of its "
+        "logarithm). P(better): the share of pairs of seeds in which the arm is better. These are not corrected for "
+        "being many; the verdicts are.",
+        [["arm", "measure", "difference", "effect size", "P(better)"], *rows],
+    )
+
+
+def _values(records: Sequence[Record], name: str) -> pd.DataFrame:
+    """A number of the summary [seeds, 1]."""
+    return pd.DataFrame({"run": {record.run.seed: float(record.summary[name]) for record in records}})
+
+
+def _paired(treated: pd.DataFrame, control: pd.DataFrame, sign: int, ratio: bool) -> list[str]:
+    """Difference, effect size and probability of improvement of values[seeds, questions], as cells."""
+    one, other = (np.log(values) if ratio else values for values in (treated, control))
+    difference = (one - other).dropna(how="all").dropna(axis=1)
+    if difference.empty:
+        return ["-", "-", "-"]
+    seeds, of_seed = len(difference), difference.mean(axis=1)
+    size = stats.effect_size(of_seed.to_numpy())
+    better = "-"
+    if sign:
+        better = (
+            f"{stats.probability_of_improvement(*(sign * v.loc[of_seed.index].mean(axis=1) for v in (one, other))):.2f}"
+        )
+    return [_difference(difference, ratio, seeds), "-" if math.isnan(size) else f"{size:+.2f}", better]
+
+
+def _difference(values: pd.DataFrame, ratio: bool, seeds: int) -> str:
+    mean = float(values.to_numpy().mean())
+    ends = stats.over_seeds(values.to_numpy())[1:] if seeds > 1 else ()
+    shown = [f"{math.exp(v):.2f}" if ratio else f"{v:+.3f}" for v in (mean, *ends)]
+    interval = f" [{', '.join(shown[1:])}]" if ends else ""
+    return f"{shown[0]}{'x' * ratio}{interval} ({seeds})"
+
+
+def _entropies(comparison: Comparison, baseline: str | None) -> Table:
+    rows = [["arm", "first tenth of the steps", "last tenth", *_against("first tenth", baseline), "Figure 5, 7B"]]
+    for arm, records in comparison.arms.items():
+        first = _values(records, "entropy_first")
+        cells = [of_seeds(first), of_seeds(_values(records, "entropy_last"))]
+        if baseline:
+            control = _values(comparison.arms[baseline], "entropy_first")
+            cells.append("-" if arm == baseline else _paired(first, control, 0, False)[0])
+        rows.append([arm, *cells, _printed_entropy(records[0])])
+    return Table(
+        "Entropy of the policy, as in the paper's Figure 5",
+        "Nats per token at rollout.temperature, without noise in the trainer. The paper's is the mean of its curve "
+        "over steps 0 to 8, read off the figure.",
+        rows,
+    )
+
+
+def _against(what: str, baseline: str | None) -> list[str]:
+    return [f"{what} - {baseline}"] if baseline else []
+
+
+def _printed_entropy(record: Record) -> str:
+    name = PRINTED_AS.get(record.run.value("format.name"))
+    if name is None or record.run.value("aqn.schedule") != "off":
+        return "-"
+    where = {"table": "Figure 5", "model": SEVEN, "weight_format": name, "setting": "mean over steps 0-8"}
+    return f"{reference.value(**where, metric='mean policy entropy (nats/token)'):.3f}"
+
+
+def _throughput(comparison: Comparison, baseline: str | None) -> Table:
+    names = ("rollout_tokens_per_second", "tokens_per_second")
+    ratios = [f"{what} / {baseline}" for what in ("rollouts", "end to end")] if baseline else []
+    rows = [["arm", "rollouts, tokens/s", "end to end, tokens/s", *ratios, "Figure 1, 7B: rollouts / BF16",
+             "Table 3, 7B: end to end / BF16", "rollout, train, sync", "peak GiB", "seconds a run"]]  # fmt: skip
+    for arm, records in comparison.arms.items():
+        speeds = [_values(records, name) for name in names]
+        cells = [of_seeds(values) for values in speeds]
+        if baseline:
+            controls = [_values(comparison.arms[baseline], name) for name in names]
+            cells += ["-" if arm == baseline else _paired(one, other, 1, True)[0]
+                      for one, other in zip(speeds, controls, strict=True)]  # fmt: skip
+        rows.append([arm, *cells, *_printed_speeds(records[0]), _shares(records), *_sizes(records)])
+    return Table(
+        "Throughput and memory, as in the paper's Figure 1 and Table 3",
+        "Completion tokens over seconds; where several runs shared a machine, those of a shared machine. The paper's: "
+        "one H100, batch 8 (Figure 1); batch 2, 4, 8 (Table 3). Memory is the largest of the seeds: of the GPU where "
+        "there is one, else resident.",
+        rows,
+    )
+
+
+def _printed_speeds(record: Record) -> list[str]:
+    method, weight_format = printed_as(record)
+    method = method.partition(" ")[0]  # QeRL with noise and without
+    if (method, weight_format) not in {("QLoRA", "NF4"), ("QeRL", "NVFP4")}:
+        return ["-", "-"]
+    where = {"model": SEVEN, "method": method, "weight_format": weight_format}
+    bf16 = {"model": SEVEN, "method": "LoRA", "weight_format": "BF16"}
+    rollouts = [reference.value(table="Figure 1", metric="rollout throughput", **row) for row in (where, bf16)]
+    speedup = "end-to-end training speedup vs BF16 LoRA"
+    whole = (reference.value(table="Table 3", metric=speedup, setting=f"batch size {n};", **where) for n in (2, 4, 8))
+    return [f"{rollouts[0] / rollouts[1]:.2f}x", ", ".join(f"{value:.1f}x" for value in whole)]
+
+
+def _shares(records: Sequence[Record]) -> str:
+    shares = (np.mean([record.summary[f"share_{name}"] for record in records]) for name in ("rollout", "train", "sync"))
+    return ", ".join(f"{share:.0%}" for share in shares)
+
+
+def _sizes(records: Sequence[Record]) -> list[str]:
+    peaks = [record.summary.get("memory_gpu_peak_gib", record.summary["memory_rss_gib"]) for record in records]
+    return [f"{max(peaks):.2f}", f"{np.mean([record.summary['seconds'] for record in records]):,.0f}"]

@@ -1,0 +1,195 @@
+"""A results folder: the runs as Parquet and, from these alone, tables, figures, verdicts and report.html."""
+
+import base64
+import shlex
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, StrictUndefined
+
+from qerl_lab.disk import replace_file
+from qerl_lab.report import comparison, curves, results, verdict_tables
+from qerl_lab.report.arm_tables import tables
+from qerl_lab.report.arms import FINISHED
+from qerl_lab.report.comparison import Comparison
+from qerl_lab.report.runs import Record
+from qerl_lab.report.verdicts import Row, Verdict, judge
+from qerl_lab.terminal import near
+
+TEMPLATE = Path(__file__).with_name("report.html.j2")
+BY = {curves.STEP: "by-step", curves.CLOCK: "by-time"}
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A figure as PNG, by its file's name; `about` says in words what it is."""
+
+    name: str
+    about: str
+    png: bytes
+
+
+def write(folder: Path, found: Comparison, wanted: str | None) -> list[Path]:
+    """Write everything into `folder`; returns the files. `wanted` names the baseline. Raises ConfigError, OSError."""
+    made = results.frames(found.records, found.damaged, found.arm_of)
+    same = comparison.compare(*results.records_of(made))  # from here on nothing but what the files hold
+    baseline = comparison.baseline_of(list(same.arms), wanted) if same.arms else None
+    rows, drawn = judge(same.counted, same.found), draw_all(same, baseline)
+    line = f"python -m qerl_lab.report {shlex.join([near(folder), f'out={near(folder)}'])}"
+    line += f" {shlex.quote(f'baseline={wanted}')}" if wanted else ""
+    files = {f"figures/{figure.name}.png": figure.png for titled in drawn.values() for figure in titled}
+    files["verdicts.json"] = verdict_tables.as_json(same, rows, line).encode()
+    files["verdicts.md"] = verdict_tables.markdown(same, rows, line).encode()
+    if same.arms:
+        files["arms.csv"] = comparison.csv(comparison.by_arm(same, baseline)).encode()
+    files["report.html"] = html(same, rows, baseline, drawn, line, folder.resolve().name).encode()
+    results.write(folder, made)
+    for name, data in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        replace_file(folder / name, data)
+    return [folder / name for name in (results.RUNS, results.STEPS, results.QUESTIONS, *files)]
+
+
+def draw_all(found: Comparison, baseline: str | None) -> dict[str, list[Drawn]]:
+    """Every figure of `curves.CURVES` that was recorded, by its title."""
+    if not found.arms:
+        return {}
+    points = comparison.curves(found)
+    return {
+        curve.title: [
+            Drawn(f"{curve.name}-{BY[by]}", f"{curve.title}, {curve.label}, {BY[by].replace('-', ' ')}",
+                  curves.png(curves.draw(points, curve, by, baseline)))
+            for by in BY
+        ]
+        for curve in curves.recorded(points)
+    }  # fmt: skip
+
+
+def html(
+    found: Comparison, rows: Sequence[Row], baseline: str | None, drawn: dict[str, list[Drawn]], line: str, title: str
+) -> str:
+    """The page, which needs nothing beside it."""
+    measured, lacking = [row for row in rows if row.numbers], [row for row in rows if not row.numbers]
+    differ = comparison.what_differs(found)
+    template = Environment(autoescape=True, undefined=StrictUndefined).from_string(TEMPLATE.read_text("utf-8"))
+    return template.render(
+        title=f"{title}: a report of {len(found.records) + len(found.damaged)} runs", command=line,
+        facts=[*_facts(found), *_verdicts(rows)], notes=[*_gaps(found), *comparison.notes(found)],
+        how_to_read_verdicts=verdict_tables.HOW_TO_READ, how_to_read=comparison.HOW_TO_READ,
+        families=verdict_tables.families(rows), measured=_claims(measured),
+        unmeasured=[(row.claim.name, verdict_tables.name_of(row), row.why) for row in lacking],
+        to_make=verdict_tables.to_make(rows), tables=tables(found, baseline),
+        figures=[{"title": name, "images": [_image(figure) for figure in pair]} for name, pair in drawn.items()],
+        provenance=_provenance(found), arms_differ=[["arm", *keys[1:]] for keys in differ[:1]] + differ[1:],
+    )  # fmt: skip
+
+
+def _image(figure: Drawn) -> dict[str, Any]:
+    width, height = (int.from_bytes(figure.png[at : at + 4], "big") for at in (16, 20))  # of the PNG's header
+    return {"data": base64.b64encode(figure.png).decode(), "width": width, "height": height, "alt": figure.about}
+
+
+def _facts(found: Comparison) -> list[tuple[int, str]]:
+    """What there is how many of: runs by state, arms, seeds."""
+    states = Counter("finished" if run.status == FINISHED else run.status.split(" (")[0] for run in found.found)
+    states["damaged"] = len(found.damaged)
+    again = states["finished"] - len(found.counted)
+    shown = [(count, f"run{'s' * (count != 1)} {state}") for state, count in states.items() if count]
+    shown += [(again, "of these repeated, the newest counts")] if again else []
+    seeds = {record.run.seed for record in found.counted}
+    return [
+        *shown,
+        (len(found.arms), f"arm{'s' * (len(found.arms) != 1)}"),
+        (len(seeds), f"seed{'s' * (len(seeds) != 1)}"),
+    ]
+
+
+def _verdicts(rows: Sequence[Row]) -> list[tuple[int, str]]:
+    """How many of the measured contrasts got which verdict."""
+    counts = Counter(str(row.verdict) for row in rows if row.numbers)
+    return [(counts[verdict], f"contrasts {verdict}") for verdict in Verdict if counts[verdict]]
+
+
+def _gaps(found: Comparison) -> list[str]:
+    """Say where means are over fewer runs than were started."""
+    if not found.arms:
+        return ["No run finished, so there is nothing to measure. The runs and their states are at the end."]
+    gaps = []
+    for label, records in found.arms.items():
+        started = [run for run in found.found if run.arm == records[0].run.arm and run.status != FINISHED]
+        if started:
+            gaps.append(
+                f"{label}: {len(started)} of {len(records) + len(started)} runs did not finish, and are in no mean."
+            )
+    lost = {run.arm for run in found.found} - {record.run.arm for record in found.counted}
+    if lost:
+        names = sorted({run.experiment for run in found.found if run.arm in lost})
+        gaps.append(f"Of {len(lost)} arm{'s' * (len(lost) != 1)} no run finished: {', '.join(names)}.")
+    if found.damaged:
+        some = len(found.damaged) != 1
+        gaps.append(
+            f"{len(found.damaged)} run{'s are' if some else ' is'} damaged, and {'are' if some else 'is'} in no mean."
+        )
+    return gaps
+
+
+def _claims(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """The measured contrasts by claim."""
+    shown = []
+    for claim in {row.claim.name: row.claim for row in rows}.values():
+        own = [row for row in rows if row.claim == claim]
+        texts = [
+            {"verdict": str(row.verdict), "name": verdict_tables.name_of(row), "why": row.why, "details": _details(row)}
+            for row in own
+        ]
+        shown.append({"name": claim.name, "says": claim.says, "where": claim.where, "rows": texts})
+    return shown
+
+
+def _details(row: Row) -> list[tuple[str, str]]:
+    """The numbers behind a verdict, each with its name."""
+    treated, control, counts, effect, paper, size, better, p_values, guardrail = verdict_tables.measured(row)
+    parts = [(row.claim.measure, effect), ("the paper's", paper), (row.contrast.treated, treated)]
+    parts += [(row.contrast.control, control), ("finished", counts), ("effect size", size), ("P(better)", better)]
+    parts += [("p for, against (Holm)", p_values), ("guardrail", guardrail)]
+    return [(label, text) for label, text in parts if text != "-"]
+
+
+def _provenance(found: Comparison) -> list[dict[str, Any]]:
+    """Commands, code, machines, versions, times, and the runs that were left out."""
+    origins = [record.origin for record in found.records]
+    versions = Counter(
+        ", ".join(f"{name} {text}" for name, text in sorted(origin.versions.items())) for origin in origins
+    )
+    listed = (
+        ("Commands", _counted(origin.command for origin in origins), True),
+        ("Code", _counted(record.run.code for record in found.records), False),
+        ("Machines", _counted(origin.machine for origin in origins), False),
+        ("Versions", _counted(versions.elements()), False),
+        ("Time", _times(found.counted), False),
+        (f"Left out, {len(found.left_out)} in all", found.left_out, False),
+    )
+    return [{"title": title, "texts": texts, "is_code": is_code} for title, texts, is_code in listed if texts]
+
+
+def _counted(texts: Iterable[str]) -> list[str]:
+    """Each text once, with how many runs have it where they are not all alike."""
+    counts = Counter(texts)
+    if len(counts) == 1:
+        return [text for text in counts if text]
+    return [f"{text or 'not known'}  ({count} run{'s' * (count != 1)})" for text, count in counts.items()]
+
+
+def _times(records: Sequence[Record]) -> list[str]:
+    if not records:
+        return []
+    seconds = [record.summary["seconds"] for record in records]
+    began = sorted(record.origin.began for record in records if record.origin.began)
+    ended = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(max(record.run.ended for record in records)))
+    span = f"The first began {began[0]}, the last ended {ended}." if began else f"The last ended {ended}."
+    took = f"{sum(seconds):,.0f} s in all, {min(seconds):,.0f} to {max(seconds):,.0f} s each"
+    return [f"{len(seconds)} runs took {took}. {span}"]

@@ -1,0 +1,66 @@
+"""report.html in a real browser, on a phone and on a desk: nothing missing, nothing too wide, nothing complained of.
+
+Needs the extra `browser` and a Chromium, in the path or of `playwright install chromium`; skipped without.
+"""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from qerl_lab.report.__main__ import main
+from run_directories import make_run
+
+pytestmark = [pytest.mark.integration, pytest.mark.browser]
+playwright = pytest.importorskip("playwright.sync_api", reason="pip install 'qerl-lab[browser]'")
+TOO_WIDE = """() => [...document.querySelectorAll('body *')]
+  .filter(one => !one.closest('.scroll, .unseen') && one.getBoundingClientRect().right > innerWidth + 1)
+  .map(one => one.outerHTML.slice(0, 80))"""
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator["playwright.Browser"]:
+    with playwright.sync_playwright() as running:
+        installed = shutil.which("chromium") or shutil.which("google-chrome") or running.chromium.executable_path
+        if not Path(installed).exists():
+            pytest.skip("no Chromium: type playwright install chromium")
+        started = running.chromium.launch(executable_path=installed, args=["--no-sandbox"])
+        yield started
+        started.close()
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`full`: arms with labels that are hard to break, and a reason that is; `none`: no run finished."""
+    folder, draw = tmp_path_factory.mktemp("pages"), np.random.default_rng(0)
+    for seed in range(3):
+        for arm, changes in (("bf16", {}), ("nvfp4_aqn", {}), ("nvfp4_aqn", {"optim__learning_rate": 3e-05})):
+            make_run(folder / "runs" / f"{arm}-{len(changes)}-{seed}", arm, seed, **changes,
+                     before=[0.25] * 8, after=list(draw.integers(0, 5, 8) / 4))  # fmt: skip
+    failed = make_run(folder / "runs" / "failed", "nvfp4_aqn", 3)
+    (failed / "DONE").unlink()
+    (failed / "FAILED").write_text(f"OSError: /{'a_folder_without_a_space_' * 12}")
+    (make_run(folder / "stopped" / "run", "bf16", 0) / "DONE").unlink()
+    assert main([str(folder / "runs"), f"out={folder / 'full'}"]) == 0
+    assert main([str(folder / "stopped"), f"out={folder / 'none'}"]) == 0
+    return folder
+
+
+@pytest.mark.parametrize("width", [380, 1400])
+@pytest.mark.parametrize(("name", "images"), [("full", 12), ("none", 0)])
+def test_the_page_in_a_browser(browser: "playwright.Browser", pages: Path, name: str, images: int, width: int) -> None:
+    page, complaints, asked = browser.new_page(viewport={"width": width, "height": 900}), [], []
+    page.on("console", lambda message: complaints.append(message.text))
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.on("request", lambda request: asked.append(request.url))
+    page.goto((pages / name / "report.html").as_uri())
+    for details in page.query_selector_all("summary"):
+        details.click()
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    assert page.evaluate(TOO_WIDE) == []
+    assert page.evaluate("[...document.images].filter(one => one.complete && one.naturalWidth > 300).length") == images
+    assert [url for url in asked if not url.startswith(("file:", "data:"))] == []
+    assert complaints == []
+    page.close()

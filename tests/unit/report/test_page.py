@@ -1,0 +1,124 @@
+"""report.html and the files beside it: whole, the same without the runs, and honest of runs that are not."""
+
+import html
+import json
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from qerl_lab.report.__main__ import main
+from qerl_lab.report.claims import CLAIMS
+from run_directories import make_run
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two arms of three seeds, of two versions and machines; a run that failed, one that is damaged, one repeated."""
+    folder, draw = tmp_path_factory.mktemp("made"), np.random.default_rng(0)
+    for seed in range(3):
+        for arm in ("bf16", "nvfp4_aqn"):
+            run = make_run(folder / "runs" / f"{arm}-{seed}", arm, seed, after=list(draw.integers(0, 5, 8) / 4),
+                           before=[0.25] * 8)  # fmt: skip
+            about = {"git_sha": "c0ffee0", "command": "python -m qerl_lab -m seed=0,1,2", "cpus_usable": 2, "cpu": "A"}
+            about |= {"packages": {"torch": "2.13.0"}}
+            changed = {"git_sha": "0ddba11", "cpu": "B", "packages": {"torch": "2.11.0"}} if seed == 2 else {}
+            (run / "env.json").write_text(json.dumps(about | changed))
+    make_run(folder / "runs" / "old", "bf16", 1, ended=1e9)
+    failed = make_run(folder / "runs" / "failed", "nvfp4_aqn", 3)
+    (failed / "DONE").unlink()
+    (failed / "FAILED").write_text("ValueError: <script>alert('x')</script> & more")
+    (make_run(folder / "runs" / "damaged", "bf16", 4) / "eval.parquet").unlink()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        assert main(["runs", "out=results/mine"]) == 0
+    return folder
+
+
+@pytest.fixture
+def page(made: Path) -> str:
+    return (made / "results/mine/report.html").read_text(encoding="utf-8")
+
+
+def test_the_page_is_whole_and_needs_no_network(made: Path, page: str) -> None:
+    assert not re.search(r"<script|<link(?! rel=\"icon\" href=\"data:,\")|@import|url\(|https?://", page)
+    images = re.findall(r'<img src="([^"]{30})', page)
+    figures = sorted(path.name for path in (made / "results/mine/figures").iterdir())
+    assert len(images) == len(figures) == 12
+    assert all(image.startswith("data:image/png;base64,") for image in images)
+    assert {"reward-by-step.png", "reward-by-time.png", "entropy-by-step.png", "sampler_entropy-by-step.png",
+            "throughput-by-step.png", "sigma-by-time.png"} <= set(figures)  # fmt: skip
+    for section in ("verdicts", "tables", "curves", "runs"):
+        assert page.count(f'id="{section}"') == page.count(f'href="#{section}"') == 1
+
+
+def test_it_says_first_what_makes_the_runs_less_than_alike(page: str) -> None:
+    top = html.unescape(page[: page.index('id="verdicts"')])
+    for said in (
+        "<b>7</b> runs finished", "<b>1</b> of these repeated", "<b>1</b> run failed", "<b>1</b> run damaged",
+        "nvfp4_aqn: 1 of 4 runs did not finish, and are in no mean.", "1 run is damaged, and is in no mean.",
+        "The runs ran on 2 machines: 2 CPUs: A; 2 CPUs: B.",
+        "The runs ran on 2 versions of torch: 2.11.0; 2.13.0.", "2 versions of the code: 0ddba11, c0ffee0",
+    ):  # fmt: skip
+        assert said in top, said
+
+
+def test_it_has_verdicts_tables_and_what_was_run(page: str) -> None:
+    text = html.unescape(page)
+    measured = [claim for claim in CLAIMS if claim.name in ("final_accuracy", "growth_area")]
+    assert all(f"<b>{claim.says}</b>" in text for claim in measured)
+    assert len(re.findall(r'class="verdict (supported|contradicted|undecided)"', page)) >= 2
+    assert "+0.076 (Table 1 3B), +0.027 (Table 1 7B)" in text
+    assert "python -m qerl_lab +sweeps=lora_rank" in text
+    for said in ("QeRL +AQN, NVFP4", "Differences to bf16", "gain in accuracy", "1.5x, 1.4x, 1.2x",
+                 "python -m qerl_lab -m seed=0,1,2", "c0ffee0  (", "runs/old: repeated by runs/bf16-1",
+                 "python -m qerl_lab.report results/mine out=results/mine"):  # fmt: skip
+        assert said in text, said
+    assert re.search(r"<td>0\.\d{3} \[-?\d\.\d{3}, \d\.\d{3}\] \(3\)</td>", page)
+
+
+def test_what_a_run_wrote_stays_text(page: str) -> None:
+    assert "<script" not in page
+    assert "&lt;script&gt;alert(&#39;x&#39;)&lt;/script&gt; &amp; more" in page
+
+
+def test_without_the_runs_every_file_is_the_same(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(made / "results", tmp_path / "results")
+    monkeypatch.chdir(tmp_path)
+    before = {path: path.read_bytes() for path in sorted(Path("results/mine").rglob("*.*"))}
+    for path in before:
+        if path.suffix != ".parquet":
+            path.unlink()
+    assert main(["results/mine", "out=results/mine"]) == 0
+    assert {path: path.read_bytes() for path in sorted(Path("results/mine").rglob("*.*"))} == before
+    assert len(before) == 19
+
+
+def test_where_no_run_finished_the_page_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (make_run(tmp_path / "runs" / "stopped", "bf16", 0) / "DONE").unlink()
+    assert main(["runs", "out=results/mine"]) == 0
+    assert "No run finished:\n  runs/stopped: interrupted, or still running" in capsys.readouterr().out
+    page = Path("results/mine/report.html").read_text()
+    assert "No run finished, so there is nothing to measure." in page
+    assert "runs/stopped: interrupted, or still running" in page
+    assert "<img" not in page
+    before = page
+    shutil.rmtree("runs")
+    assert main(["results/mine", "out=results/mine"]) == 0
+    assert Path("results/mine/report.html").read_text() == before
+    assert main(["results/mine"]) == 2
+    (tmp_path / "empty").mkdir()
+    assert main(["empty", "out=results/empty"]) == 2
+    assert not Path("results/empty").exists()
+
+
+def test_a_baseline_that_is_none_leaves_no_half_of_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_run(tmp_path / "runs" / "a", "bf16", 0)
+    assert main(["runs", "out=results/mine", "baseline=nothing"]) == 2
+    assert not list(Path("results/mine").glob("*"))
