@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from qerl_lab.config.arm import of_run
-from qerl_lab.config.arm import OF_SWEEPS
+from qerl_lab.config.arm import OF_SWEEPS, of_run
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.record import checkpoint
