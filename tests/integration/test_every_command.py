@@ -29,6 +29,7 @@ MODULES = [
         ".bench",
         ".report",
         ".samples",
+        ".search",
         ".serve_line",
         ".tracking",
         ".config",

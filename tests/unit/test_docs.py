@@ -16,6 +16,7 @@ from qerl_lab.cli.compose import make_plan
 from qerl_lab.cli.overrides import spell
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.spelling import readable
+from qerl_lab.search import options as search
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "qerl_lab"
@@ -90,6 +91,10 @@ def parse(command: str) -> object:
         if any(word.startswith("+sweeps=") for word in words) and not any(word.startswith("seed=") for word in words):
             words.append("seed=0")  # of 40 jobs those of one seed
         return make_plan([readable(spell(word)) for word in words], False, None)
+    if module == "qerl_lab.search":
+        given = search.space([word for word in words if not search.is_own(word)], search.SearchConfig())
+        ends = [f"{key}={low}" for key, (low, _) in given.ranges.items()]
+        return make_plan([spell(word) for word in (*given.words, *ends)], False, None)
     found = vars(importlib.import_module(f"{module}.__main__" if path.is_dir() else module))
     if words[0] in found.get("COMMANDS", {}) or "COMMAND" not in found:
         return found["COMMANDS"][words[0]].read(words[1:])

@@ -5,6 +5,7 @@ machine must see that directory at the same path. A task that the cluster starts
 """
 
 import importlib.util
+import logging
 import os
 import re
 import shlex
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 OURS = ("array", "output", "error", "open-mode", "nodes", "ntasks-per-node", "signal")  # submitit's flags of sbatch
 GPU_FLAGS = ("gpus", "gpus-per-node", "gres")
 SIGNAL_SECONDS = 300  # before its time limit a job is told to save; a step may take that long
+LEAST_MINUTES = 10
 TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")  # of Slurm: D-H:M:S, D-H:M, D-H, H:M:S, M:S, M
 
 
@@ -40,7 +42,11 @@ def check(cfg: RunConfig) -> None:
     if cfg.launcher == "slurm":
         if shutil.which("sbatch") is None or shutil.which("srun") is None:
             raise ConfigError("launcher=slurm, and this machine has no sbatch. Type it on a login node of the cluster.")
-        minutes(flags(cfg.slurm))
+        if (limit := minutes(flags(cfg.slurm))) < LEAST_MINUTES:
+            raise ConfigError(
+                f"--time of slurm= is {limit} minutes, and {SIGNAL_SECONDS} seconds before that a job stops to save. "
+                f"Type --time={LEAST_MINUTES} or more."
+            )
 
 
 def flags(text: str) -> dict[str, Any]:
@@ -82,6 +88,7 @@ def slurm(configs: Sequence[RunConfig], calls: Sequence[Call], folder: Path) -> 
     """Submit the calls as one array of Slurm's; its files and its messages lie in `folder`."""
     import submitit
 
+    logging.getLogger("submitit").setLevel(logging.ERROR)  # it warns every time that a cluster has no sacct
     given = flags(configs[0].slurm)
     executor = submitit.SlurmExecutor(folder)
     on_gpu = [cfg.gpus for cfg in configs if cfg.device != "cpu"]

@@ -48,6 +48,9 @@ def test_a_cluster_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(cluster.importlib.util, "find_spec", lambda name: name == "submitit" or None)
     with pytest.raises(ConfigError, match="this machine has no sbatch"):
         cluster.check(RunConfig(launcher="slurm"))
+    monkeypatch.setattr(cluster.shutil, "which", lambda name: f"/bin/{name}")
+    with pytest.raises(ConfigError, match="--time of slurm= is 9 minutes"):
+        cluster.check(RunConfig(launcher="slurm", slurm="--time=9"))
     with pytest.raises(ConfigError, match=r"needs the package ray.*pip install 'qerl-lab\[ray\]'"):
         cluster.check(RunConfig(launcher="ray"))
 

@@ -1,0 +1,1 @@
+"""Search of values for numeric keys, by short sweeps."""

@@ -1,0 +1,88 @@
+"""The typed options of `python -m qerl_lab.search`, and what its other words say. Imports no Optuna."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+
+from qerl_lab.config.keys import NUMBERS, check_key
+from qerl_lab.config.option import ConfigError, option
+
+FIRST_SEED = 100  # seeds below are of the sweeps that report
+OBJECTIVES = ("reward", "accuracy")
+OF_SEARCH = ("seed", "-m", "--multirun", "hydra.sweep.dir", "rerun", "dry_run", "resume", "run_dir")
+
+
+@dataclass
+class SearchConfig:
+    out: str = option("", "directory of the search: its study, and a sweep for each trial; required")
+    objective: str = option(
+        "reward", "mean reward of all steps, without evaluation; or accuracy after training, on the held-out questions",
+        choices=OBJECTIVES,
+    )  # fmt: skip
+    trials: int = option(20, "finished or failed trials that the study shall have", at_least=1, at_most=10_000)
+    seeds: list[int] = option([100, 101], "seeds of each trial, from 100 on: those below are of sweeps that report")
+    sampler_seed: int = option(
+        0, "of the search: a proposal follows from it, its number and the trials before", at_least=0, at_most=2**31
+    )
+
+    @property
+    def folder(self) -> Path:
+        """`out` as an absolute path."""
+        return Path(self.out).expanduser().absolute()
+
+
+@dataclass(frozen=True)
+class Space:
+    """What the trials of a search have in common: `words` of the main command, and by key the range of each number."""
+
+    words: list[str]
+    ranges: dict[str, tuple[float, float]] = field(default_factory=dict)
+
+
+def is_own(word: str) -> bool:
+    """Whether a word is an option of the search; all others are the main command's."""
+    return word.lstrip("+").partition("=")[0] in (*(f.name for f in fields(SearchConfig)), "--help", "-h")
+
+
+def space(words: Sequence[str], cfg: SearchConfig) -> Space:
+    """Sort the main command's words, of which KEY=LOW..HIGH is a range. Raises ConfigError for what cannot be searched.
+
+    Without evaluation where the objective needs none, unless the words ask for one.
+    """
+    found = Space([])
+    for word in words:
+        key, _, value = word.partition("=")
+        if key.lstrip("+") in OF_SEARCH:
+            raise ConfigError(f"{word} is not for a search to be told; it types its own. Leave {key} out.")
+        if (ends := _ends(value)) is None:
+            found.words.append(word)
+            continue
+        if check_key(key) not in NUMBERS:
+            raise ConfigError(f"{word}: {key} is no number. Type for example optim.learning_rate=1e-4..1e-2.")
+        if not 0 < ends[0] < ends[1] < math.inf:
+            raise ConfigError(f"{word} is no range above 0. Type for example {key}=1e-4..1e-2.")
+        found.ranges[key] = ends
+    if not found.ranges:
+        raise ConfigError("no word has a range. Type for example optim.learning_rate=1e-4..1e-2.")
+    if cfg.objective == "reward" and not any(word.startswith("eval.questions=") for word in words):
+        found.words.append("eval.questions=0")
+    return found
+
+
+def _ends(value: str) -> tuple[float, float] | None:
+    low, dots, high = value.partition("..")
+    try:
+        return (float(low), float(high)) if dots else None
+    except ValueError:  # a path
+        return None
+
+
+def check(cfg: SearchConfig) -> None:
+    """Raise ConfigError for seeds on which a sweep may report."""
+    low = [seed for seed in cfg.seeds if seed < FIRST_SEED]
+    if low or not cfg.seeds or len(set(cfg.seeds)) < len(cfg.seeds):
+        raise ConfigError(
+            f"seeds={cfg.seeds}; allowed: different ones from {FIRST_SEED} on, so that none is searched on which a "
+            "sweep then reports. Type for example seeds=[100,101]."
+        )

@@ -1,0 +1,158 @@
+"""A search as an Optuna study in a file: each trial is a sweep over the search's seeds, run by the main command.
+
+The study is a journal in OUT, so that a search goes on after any stop: a trial that had begun is finished first, and
+its sweep goes on where it stopped. The proposal of a trial depends on the search's seed, the number of the trial and
+the values of those before, so that a search that was stopped proposes what one in a piece does.
+"""
+
+import fcntl
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import optuna
+from optuna.distributions import BaseDistribution, FloatDistribution
+from optuna.storages.journal import JournalFileBackend, JournalStorage
+from optuna.trial import FrozenTrial, TrialState
+
+from qerl_lab.config.option import ConfigError
+from qerl_lab.exits import FAILURE, INTERRUPTED, OK
+from qerl_lab.record.directory import RunDirectory
+from qerl_lab.search.options import SearchConfig, Space
+from qerl_lab.terminal import columns, near
+
+NAME = "search"
+JOURNAL, LOCK, TABLE = "study.journal", "LOCK", "table.txt"
+ASKED = "asked"  # attribute of the study: what its trials have in common
+HOW_IT_RUNS = ("jobs=", "jobs_per_gpu=", "launcher=", "slurm=", "cpu_threads=")  # may change between two commands
+STARTUP = 10  # trials at random, before those that follow from others
+ENDED = (TrialState.COMPLETE, TrialState.FAIL)
+Start = Callable[[list[str]], int]  # the words of a sweep -> its exit code
+
+
+def run(cfg: SearchConfig, space: Space, start: Start) -> None:
+    """Run trials until the study has as many as asked for; print how they ended, and what to type for a report.
+
+    Raises ConfigError where OUT is another search, or where a trial's words are refused, and KeyboardInterrupt after a
+    stop.
+    """
+    cfg.folder.mkdir(parents=True, exist_ok=True)
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    with _locked(cfg.folder):
+        study = _opened(cfg, space)
+        while trial := _next(study, cfg, space):
+            _run_trial(study, trial, cfg, space, start)
+        table = _table(study, cfg, space)
+    (cfg.folder / TABLE).write_text(table + "\n", encoding="utf-8")
+    print(f"\n{table}")
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    with (folder / LOCK).open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"another command searches in {folder}. Wait for it, or type another out.") from None
+        yield
+
+
+def _opened(cfg: SearchConfig, space: Space) -> optuna.Study:
+    """The study in OUT, made if it is not there. Raises ConfigError for one that asks something else."""
+    storage = JournalStorage(JournalFileBackend(str(cfg.folder / JOURNAL)))
+    study = optuna.create_study(storage=storage, study_name=NAME, direction="maximize", load_if_exists=True)
+    ranges = [f"{key}={low:g}..{high:g}" for key, (low, high) in space.ranges.items()]
+    how = [word for word in space.words if not word.startswith(HOW_IT_RUNS)]
+    asked = {
+        "words": " ".join(sorted([*how, *ranges])), "objective": cfg.objective,
+        "seeds": str(cfg.seeds), "sampler_seed": str(cfg.sampler_seed),
+    }  # fmt: skip
+    before = study.user_attrs.get(ASKED, asked)
+    for name, value in asked.items():
+        if before[name] != value:
+            raise ConfigError(
+                f"out={cfg.out} is a search with other {name}: {before[name]}, and not {value}. Type another out, or "
+                "the words that it began with."
+            )
+    study.set_user_attr(ASKED, asked)
+    return study
+
+
+def _next(study: optuna.Study, cfg: SearchConfig, space: Space) -> FrozenTrial | None:
+    """The trial that an earlier command began, else a new one; None when there are enough."""
+    trials = study.get_trials(deepcopy=False)
+    begun = [trial for trial in trials if trial.state == TrialState.RUNNING]
+    if begun:
+        return begun[0]
+    if len(trials) >= cfg.trials:
+        return None
+    own = int(np.random.SeedSequence([cfg.sampler_seed, len(trials)]).generate_state(1)[0])
+    study.sampler = optuna.samplers.TPESampler(seed=own, n_startup_trials=STARTUP)
+    ranges: dict[str, BaseDistribution] = {
+        key: FloatDistribution(low, high, log=True) for key, (low, high) in space.ranges.items()
+    }
+    number = study.ask(ranges).number
+    return study.get_trials(deepcopy=False)[number]
+
+
+def _run_trial(study: optuna.Study, trial: FrozenTrial, cfg: SearchConfig, space: Space, start: Start) -> None:
+    """Run the sweep of a trial, and tell the study what it is worth. A trial with a failed run is worth nothing."""
+    print(f"\ntrial {trial.number} of {cfg.trials}: {' '.join(_proposed(trial))}", flush=True)
+    directory = _directory(trial, cfg)
+    if set(trial.params) != set(space.ranges):  # a stop came while it was proposed
+        study.tell(trial.number, state=TrialState.FAIL)
+        return
+    seeds = f"seed={','.join(map(str, cfg.seeds))}"
+    code = start(["-m", *space.words, *_proposed(trial), seeds, f"hydra.sweep.dir={directory}"])
+    if code == INTERRUPTED:
+        raise KeyboardInterrupt("the same command goes on with this trial")
+    if code not in (OK, FAILURE):
+        study.tell(trial.number, state=TrialState.FAIL)
+        if trial.number == 0:
+            (cfg.folder / JOURNAL).unlink()  # nothing is searched yet, and the words may be corrected
+        raise ConfigError(f"the runs of trial {trial.number} were refused, see above. Correct the words.")
+    values = [_worth(run, cfg.objective) for run in _runs(directory)]
+    if code == FAILURE or not all(map(math.isfinite, values)):
+        study.tell(trial.number, state=TrialState.FAIL)
+    else:
+        study.tell(trial.number, sum(values) / len(values))
+
+
+def _proposed(trial: FrozenTrial) -> list[str]:
+    """The values of a trial as words: three digits, which is what its runs get."""
+    return [f"{key}={value:.3g}" for key, value in sorted(trial.params.items())]
+
+
+def _directory(trial: FrozenTrial, cfg: SearchConfig) -> Path:
+    return cfg.folder / f"trial-{trial.number:04}"
+
+
+def _runs(directory: Path) -> list[RunDirectory]:
+    return [RunDirectory(path.parent) for path in sorted(directory.glob("*/resolved.yaml"))]
+
+
+def _worth(run: RunDirectory, objective: str) -> float:
+    """What a finished run is worth: its held-out accuracy after training, or its mean reward, the area by steps."""
+    if objective == "accuracy":
+        return float(run.result()["accuracy_after"])
+    rewards = [line["metrics"]["reward/mean"] for line in run.metrics() if "reward/mean" in line["metrics"]]
+    return sum(rewards) / len(rewards)
+
+
+def _table(study: optuna.Study, cfg: SearchConfig, space: Space) -> str:
+    """The trials with the best first, and the sweep that reports on it."""
+    ended = [trial for trial in study.get_trials(deepcopy=False) if trial.state in ENDED]
+    ended.sort(key=lambda trial: -math.inf if trial.value is None else trial.value, reverse=True)
+    rows = [["trial", cfg.objective, *sorted(space.ranges), "directory"]]
+    for trial in ended:
+        worth = "failed" if trial.value is None else f"{trial.value:.4f}"
+        values = [f"{trial.params[key]:.3g}" if key in trial.params else "-" for key in sorted(space.ranges)]
+        rows.append([str(trial.number), worth, *values, near(_directory(trial, cfg))])
+    lines = [columns(rows)]
+    if ended and ended[0].value is not None:
+        words = [word for word in space.words if word != "eval.questions=0"]
+        report = " ".join(["python -m qerl_lab -m", *words, *_proposed(ended[0]), "seed=0,1,2,3,4"])
+        lines.append(f"mean of seeds {', '.join(map(str, cfg.seeds))}. Report on others: {report}")
+    return "\n".join(lines)
