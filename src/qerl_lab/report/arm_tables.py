@@ -10,6 +10,7 @@ import pandas as pd
 from qerl_lab.report import reference, stats, verdict_tables
 from qerl_lab.report.claims import PRINTED_AS
 from qerl_lab.report.comparison import Comparison, matrix
+from qerl_lab.report.measures import MEASURES, Unmeasured
 from qerl_lab.report.runs import Record
 from qerl_lab.report.verdict_tables import of_seeds, printed_as
 
@@ -34,14 +35,22 @@ def tables(comparison: Comparison, baseline: str | None) -> list[Table]:
 
 
 def _accuracies(comparison: Comparison) -> Table:
-    gains = [of_seeds(matrix(records, "gain")) for records in comparison.arms.values()]
     head, *rows = verdict_tables.table_1(comparison)
+    arms = list(comparison.arms.values())
+    more = [["gain", "pass@n after"], *([of_seeds(matrix(records, "gain")), _passed(records)] for records in arms)]
     return Table(
         "Held-out accuracy, as in the paper's Table 1",
         "Cells are mean [95% interval] (seeds), the interval over seeds and questions. The paper's are one run each, "
-        "of Qwen2.5 at 3B and 7B on GSM8K.",
-        [[*head[:4], "gain", *head[4:]], *([*row[:4], gain, *row[4:]] for row, gain in zip(rows, gains, strict=True))],
+        "of Qwen2.5 at 3B and 7B on GSM8K. pass@n: questions with a right answer in the n of eval.samples.",
+        [[*row[:4], *cells, *row[4:]] for row, cells in zip([head, *rows], more, strict=True)],
     )
+
+
+def _passed(records: Sequence[Record]) -> str:
+    try:
+        return of_seeds(MEASURES["pass_after"].of(records, records))
+    except Unmeasured:  # one sample a question, or no evaluation
+        return "-"
 
 
 @dataclass(frozen=True)
@@ -96,18 +105,14 @@ def _paired(treated: pd.DataFrame, control: pd.DataFrame, sign: int, ratio: bool
     difference = (one - other).dropna(how="all").dropna(axis=1)
     if difference.empty:
         return ["-", "-", "-"]
-    seeds, of_seed = len(difference), difference.mean(axis=1)
-    size = stats.effect_size(of_seed.to_numpy())
-    better = "-"
-    if sign:
-        better = (
-            f"{stats.probability_of_improvement(*(sign * v.loc[of_seed.index].mean(axis=1) for v in (one, other))):.2f}"
-        )
-    return [_difference(difference, ratio, seeds), "-" if math.isnan(size) else f"{size:+.2f}", better]
+    size = stats.effect_size(difference.mean(axis=1).to_numpy())
+    means = [sign * side.loc[difference.index, difference.columns].mean(axis=1) for side in (one, other)]
+    better = f"{stats.probability_of_improvement(*means):.2f}" if sign else "-"
+    return [_difference(difference, ratio), "-" if math.isnan(size) else f"{size:+.2f}", better]
 
 
-def _difference(values: pd.DataFrame, ratio: bool, seeds: int) -> str:
-    mean = float(values.to_numpy().mean())
+def _difference(values: pd.DataFrame, ratio: bool) -> str:
+    seeds, mean = len(values), float(values.to_numpy().mean())
     ends = stats.over_seeds(values.to_numpy())[1:] if seeds > 1 else ()
     shown = [f"{math.exp(v):.2f}" if ratio else f"{v:+.3f}" for v in (mean, *ends)]
     interval = f" [{', '.join(shown[1:])}]" if ends else ""

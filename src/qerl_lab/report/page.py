@@ -17,7 +17,7 @@ from qerl_lab.report.arm_tables import tables
 from qerl_lab.report.arms import FINISHED
 from qerl_lab.report.comparison import Comparison
 from qerl_lab.report.runs import Record
-from qerl_lab.report.verdicts import Row, Verdict, judge
+from qerl_lab.report.verdicts import Row, Verdict, judge, smallest_as_text
 from qerl_lab.terminal import near
 
 TEMPLATE = Path(__file__).with_name("report.html.j2")
@@ -153,8 +153,18 @@ def _claims(rows: Sequence[Row]) -> list[dict[str, Any]]:
 def _details(row: Row) -> list[tuple[str, str]]:
     """The numbers behind a verdict, each with its name."""
     treated, control, counts, effect, paper, size, better, p_values, guardrail = verdict_tables.measured(row)
-    parts = [(row.claim.measure, effect), ("the paper's", paper), (row.contrast.treated, treated)]
-    parts += [(row.contrast.control, control), ("finished", counts), ("effect size", size), ("P(better)", better)]
+    parts = [
+        (row.claim.measure, effect),
+        ("smallest that matters", smallest_as_text(row.claim)),
+        ("the paper's", paper),
+    ]
+    parts += [
+        (row.contrast.treated, treated),
+        (row.contrast.control, control),
+        ("finished", counts),
+        ("effect size", size),
+        ("P(better)", better),
+    ]
     parts += [("p for, against (Holm)", p_values), ("guardrail", guardrail)]
     return [(label, text) for label, text in parts if text != "-"]
 

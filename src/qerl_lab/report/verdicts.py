@@ -173,6 +173,11 @@ def smallest(claim: Claim) -> float:
     return math.log(claim.smallest) if MEASURES[claim.measure].ratio else claim.smallest
 
 
+def smallest_as_text(claim: Claim) -> str:
+    """The smallest effect of interest as it is stated: `0.02`, of a ratio `1.1x`."""
+    return f"{claim.smallest:g}x" if MEASURES[claim.measure].ratio else f"{claim.smallest:g}"
+
+
 def p_values(oriented_S_Q: np.ndarray, claim: Claim) -> tuple[float, float]:
     """One-sided p-values for and against a claim.
 
@@ -243,7 +248,7 @@ def _decide(row: Row, adjusted: tuple[float, float], family: int) -> Row:
 def _against(claim: Claim, numbers: Numbers) -> str:
     if not claim.direction:
         return f"the difference is larger than {claim.smallest:g}"
-    size = f"{claim.smallest:g}x" if MEASURES[claim.measure].ratio else f"{claim.smallest:g}"
+    size = smallest_as_text(claim)
     also = ", and above 0" if numbers.adjusted[0] < LEVEL else ""
     return f"an effect of {size} or more is excluded{also}"
 

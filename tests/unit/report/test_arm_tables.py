@@ -1,0 +1,86 @@
+"""Tables of arms in the shape of the paper's: the numbers in their cells, and the paper's beside them."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from qerl_lab.report import comparison, stats
+from qerl_lab.report.arm_tables import Table, tables
+from run_directories import make_run
+
+AFTER = {"bf16": ([0.5, 0.5, 0.75, 1.0], [0.25, 0.5, 0.5, 0.75], [0.5, 0.75, 0.5, 0.75]),
+         "nvfp4": ([0.75, 0.5, 1.0, 1.0], [0.5, 0.25, 0.75, 0.75], [0.5, 1.0, 0.5, 1.0])}  # fmt: skip
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> dict[str, Table]:
+    """Three seeds of two arms, one of which is slower by a tenth, a fifth and three tenths."""
+    for arm, of_arm in AFTER.items():
+        for seed, after in enumerate(of_arm):
+            run = make_run(tmp_path / f"{arm}-{seed}", arm, seed, before=[0.25] * 4, after=after)
+            lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+            for line in lines:
+                line["metrics"]["step/tokens_per_second"] *= 1 - 0.1 * (seed + 1) * (arm == "nvfp4")
+            (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    failed = make_run(tmp_path / "failed", "nvfp4", 3)
+    (failed / "DONE").unlink()
+    (failed / "FAILED").write_text("x")
+    return {table.title.split(",")[0]: table for table in tables(comparison.read([tmp_path]), "bf16")}
+
+
+def cells(table: Table, *row: str) -> dict[str, str]:
+    head, *rows = table.rows
+    (found,) = (one for one in rows if one[: len(row)] == list(row))
+    assert len(head) == len(found)
+    return dict(zip(head, found, strict=True))
+
+
+def test_accuracies_stand_beside_table_1(made: dict[str, Table]) -> None:
+    found = cells(made["Held-out accuracy"], "nvfp4")
+    mean, low, high = stats.crossed_interval(np.array(AFTER["nvfp4"]))
+    assert found["after"] == f"{mean:.3f} [{low:.3f}, {high:.3f}] (3)"
+    assert (found["finished"], found["3B there"], found["7B there"]) == ("3 of 4", "0.833", "0.885")
+    assert found["pass@n after"] == "1.000 [1.000, 1.000] (3)"
+
+
+def test_differences_are_paired_with_effect_size_and_probability(made: dict[str, Table]) -> None:
+    one, other = (np.array(AFTER[arm]) for arm in ("nvfp4", "bf16"))
+    mean, low, high = stats.crossed_interval(one - other)
+    found = cells(made["Differences to bf16"], "nvfp4", "accuracy after")
+    assert found["difference"] == f"{mean:+.3f} [{low:+.3f}, {high:+.3f}] (3)"
+    of_seeds = (one - other).mean(1)  # 0.125, 0.0625 and 0.125
+    assert found["effect size"] == f"{of_seeds.mean() / of_seeds.std(ddof=1):+.2f}" == "+2.89"
+    # seeds' means 0.8125, 0.5625, 0.75 against 0.6875, 0.5, 0.625: 7 of 9 pairs are won
+    assert found["P(better)"] == f"{7 / 9:.2f}"
+    assert cells(made["Differences to bf16"], "nvfp4", "entropy, first tenth")["P(better)"] == "-"
+
+
+def test_speeds_are_compared_as_ratios_beside_the_paper_s(made: dict[str, Table]) -> None:
+    found = cells(made["Throughput and memory"], "nvfp4")
+    mean, low, high = np.exp(stats.over_seeds(np.log([[0.9], [0.8], [0.7]])))
+    assert found["end to end / bf16"] == f"{mean:.2f}x [{low:.2f}, {high:.2f}] (3)"
+    assert found["Figure 1, 7B: rollouts / BF16"] == f"{2092 / 1641:.2f}x"
+    assert found["Table 3, 7B: end to end / BF16"] == "1.5x, 1.4x, 1.2x"
+    assert found["rollout, train, sync"] == "25%, 50%, 5%"
+    assert cells(made["Throughput and memory"], "bf16")["end to end / bf16"] == "-"
+
+
+def test_entropies_stand_beside_figure_5(made: dict[str, Table]) -> None:
+    table = made["Entropy of the policy"]
+    assert [cells(table, arm)["Figure 5, 7B"] for arm in ("bf16", "nvfp4")] == ["0.227", "0.262"]
+    assert cells(table, "bf16")["first tenth of the steps"] == "0.350 [0.350, 0.350] (3)"
+
+
+def test_arms_that_share_no_seed_have_no_difference(tmp_path: Path) -> None:
+    for arm, seed in (("bf16", 0), ("nvfp4", 1)):
+        make_run(tmp_path / arm, arm, seed)
+    found = {table.title.split(",")[0]: table for table in tables(comparison.read([tmp_path]), "bf16")}
+    assert found["Differences to bf16"].rows[1:] == [["nvfp4", "no seed that bf16 has, too", "-", "-", "-"]]
+    assert cells(found["Held-out accuracy"], "nvfp4")["after"] == "0.625 (1)"
+
+
+def test_one_arm_alone_has_no_differences(tmp_path: Path) -> None:
+    make_run(tmp_path / "a", "bf16", 0)
+    assert not any(table.title.startswith("Differences") for table in tables(comparison.read([tmp_path]), None))
