@@ -1,7 +1,6 @@
 """One export, from a run's directory to another library's: read -> write aside -> card -> rename."""
 
 import hashlib
-import importlib.metadata
 import json
 import shutil
 from dataclasses import asdict
@@ -19,6 +18,7 @@ from qerl_lab.export.options import RECORD, ExportConfig
 from qerl_lab.model import gguf, on_disk, policy
 from qerl_lab.model.dense import dense_tensors
 from qerl_lab.model.files import copy_companions, local_folder, read_json
+from qerl_lab.record.environment import versions
 from qerl_lab.record.partial import JOURNAL, Unfinished
 
 ADAPTER = ("adapter_model.safetensors", "adapter_config.json")
@@ -115,9 +115,7 @@ def _origin(trained: RunConfig, base: Path) -> dict[str, Any]:
 def _write_record(out: Path, about: dict[str, Any]) -> None:
     files = sorted(path for path in out.rglob("*") if path.is_file() and path.name != JOURNAL)
     about["sha256"] = {str(path.relative_to(out)): _sha256(path) for path in files}
-    about["packages"] = {
-        name: importlib.metadata.version(name) for name in ("qerl-lab", "torch", "peft", "transformers")
-    }
+    about["packages"] = versions(("qerl-lab", "torch", "peft", "transformers"))
     replace_file(out / RECORD, json.dumps(about, indent=1).encode() + b"\n")
 
 

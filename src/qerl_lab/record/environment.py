@@ -12,7 +12,8 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,16 +78,18 @@ def environment() -> dict[str, Any]:
         "cpu_count": os.cpu_count(),
         "cpus_usable": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "memory_gib": _memory_gib(),
-        "packages": {name: version for name in PACKAGES if (version := _version(name))},
+        "packages": versions(PACKAGES),
         "gpus": _gpus(),
     }
 
 
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+def versions(packages: Iterable[str]) -> dict[str, str]:
+    """Versions of those that are installed: a checkout on PYTHONPATH, the lab's own too, is not."""
+    found = {}
+    for package in packages:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return found
 
 
 def _cpu_model() -> str | None:
@@ -128,7 +131,8 @@ def git_state() -> tuple[str, bool]:
 def code_diff() -> str:
     """`git diff HEAD` of the checkout, untracked files named above it; a note where there is no checkout."""
     if not _is_checkout():
-        return f"# no checkout: the installed package qerl-lab {_version('qerl-lab') or 'of unknown version'}\n"
+        version = versions(["qerl-lab"]).get("qerl-lab", "of unknown version")
+        return f"# no checkout: the installed package qerl-lab {version}\n"
     untracked = (_git("ls-files", "--others", "--exclude-standard") or "").splitlines()
     note = "".join(f"# untracked: {name}\n" for name in untracked)
     return note + (_git("diff", "--no-ext-diff", "--no-color", "HEAD") or "")

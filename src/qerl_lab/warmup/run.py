@@ -5,7 +5,6 @@ optimizer and its own number alone, so that a warm-up which was killed ends as o
 """
 
 import hashlib
-import importlib.metadata
 import json
 import math
 import shlex
@@ -31,6 +30,7 @@ from qerl_lab.model import gguf, on_disk, policy
 from qerl_lab.model.files import local_folder
 from qerl_lab.model.loading import stored_as
 from qerl_lab.record import checkpoint
+from qerl_lab.record.environment import versions
 from qerl_lab.record.partial import JOURNAL, Unfinished
 from qerl_lab.tasks import Task
 from qerl_lab.warmup.examples import Example, batch, order, tokenized
@@ -225,7 +225,7 @@ def about(cfg: WarmupConfig, task: Task, folder: Path, warmup: Warmup, left_out:
         "losses": [round(loss, 4) for loss in warmup.losses],
         "device": warmup.device.type,
         "seconds_of_the_last_session": round(time.monotonic() - started, 1),
-        "packages": {name: importlib.metadata.version(name) for name in ("qerl-lab", "torch", "transformers")},
+        "packages": versions(("qerl-lab", "torch", "transformers")),
     }
 
 
