@@ -1,8 +1,8 @@
 """Arms side by side: which runs count, a row a run, a row an arm, and the text of `python -m qerl_lab.report`."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -67,13 +67,31 @@ def read_all(folders: Sequence[Path]) -> tuple[list[Record], dict[str, str]]:
     records, damaged = dict[str, Record](), dict[str, str]()
     for folder in filter(results.is_results, folders):
         made, broken = results.read(folder)
-        records, damaged = records | {record.run.name: record for record in made}, damaged | broken
+        records, damaged = records | _apart(made, records, folder), damaged | broken
     for run_dir in find_runs([folder for folder in folders if not results.is_results(folder)]):
         try:
-            records[near(run_dir)] = read_record(RunDirectory(run_dir), near(run_dir))
+            records |= _apart([read_record(RunDirectory(run_dir), near(run_dir))], records, run_dir.parent)
         except DAMAGE as error:
             damaged[near(run_dir)] = damage(error)
     return list(records.values()), damaged
+
+
+def _apart(made: Sequence[Record], known: Mapping[str, Record], folder: Path) -> dict[str, Record]:
+    """The records by name; one whose name another run has, of another machine say, is named after its folder too.
+
+    Of one run that was read before, when it had not ended say, the later reading counts.
+    """
+    named = {}
+    for record in made:
+        other = known.get(record.run.name)
+        if other and _identity(other) != _identity(record):
+            record = replace(record, run=replace(record.run, name=f"{record.run.name} of {near(folder)}"))
+        named[record.run.name] = record
+    return named
+
+
+def _identity(record: Record) -> tuple[object, ...]:
+    return record.run.arm, record.run.seed, record.origin.began
 
 
 def compare(records: list[Record], damaged: dict[str, str]) -> Comparison:

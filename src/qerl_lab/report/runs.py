@@ -97,9 +97,10 @@ def read_record(run: RunDirectory, name: str) -> Record:
     """The record of a run. Raises OSError or ValueError that says what of it is missing or damaged."""
     lines, values, began = run.metrics(), run.settings(), run.environments()
     codes = dict.fromkeys(version(each.get("git_sha"), each.get("dirty")) for each in began or [{}])
+    last = lines[-1] if lines else {"step": 0, "time": 0.0, "metrics": {}}
     found = run_from(
-        values, name=name, status=_status(run), ended=lines[-1]["time"] if lines else 0.0, code=" then ".join(codes),
-        metrics={metric for line in lines for metric in line["metrics"]},
+        values, name=name, status=_status(run, f"step {last['step']} of {values.get('steps')}"), ended=last["time"],
+        code=" then ".join(codes), metrics={metric for line in lines for metric in line["metrics"]},
     )  # fmt: skip
     if found.status != FINISHED:
         return Record(found, origin=_origin(began))
@@ -152,14 +153,14 @@ def machine(environment: Mapping[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def _status(run: RunDirectory) -> str:
+def _status(run: RunDirectory, reached: str) -> str:
     match run.status:
         case "done":
             return FINISHED
         case "failed":
             return f"failed ({run.reason})"
         case "interrupted":
-            return "interrupted, or still running"
+            return f"interrupted, or still running ({reached})"
     return run.status
 
 

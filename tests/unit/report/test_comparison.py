@@ -63,7 +63,7 @@ def test_runs_that_do_not_count_are_named_with_the_reason(sweep: Path) -> None:
     assert sorted(found.left_out) == [
         "sweep/bf16-0: repeated by sweep/again, with the same settings and seed",
         "sweep/failed: failed (FloatingPointError: loss is NaN at step 3)",
-        "sweep/stopped: interrupted, or still running",
+        "sweep/stopped: interrupted, or still running (step 4 of 4)",
         "sweep/waiting: not run",
     ]
     row = arms_of(sweep).loc["bf16"]
@@ -243,7 +243,7 @@ def test_a_baseline_may_be_named_by_its_experiment_where_that_is_one_arm() -> No
 @pytest.mark.parametrize(("words", "said"), [
     (["nowhere"], "nowhere is no directory. Type the directory of a run or of a sweep"),
     (["empty"], "empty holds no run directory. Type"),
-    (["unfinished"], "none of these runs counts:\n  unfinished/a: interrupted, or still running"),
+    (["unfinished"], "none of these runs counts:\n  unfinished/a: interrupted, or still running (step 4 of 4)"),
     (["baseline=bf16"], "sweep= or mlflow= is missing. Type for example python -m qerl_lab.report runs."),
     (["sweep", "basline=nvfp4"], "basline is not a known key. Did you mean baseline? Allowed: sweep, mlflow"),
     (["sweep", "baseline=nvfp"], "baseline=nvfp is none of the arms. Did you mean nvfp4? Allowed: bf16; nvfp4."),

@@ -102,10 +102,10 @@ def test_where_no_run_finished_the_page_says_so(
     monkeypatch.chdir(tmp_path)
     (make_run(tmp_path / "runs" / "stopped", "bf16", 0) / "DONE").unlink()
     assert main(["runs", "out=results/mine"]) == 0
-    assert "No run finished:\n  runs/stopped: interrupted, or still running" in capsys.readouterr().out
+    assert "No run finished:\n  runs/stopped: interrupted, or still running (step 4 of 4)" in capsys.readouterr().out
     page = Path("results/mine/report.html").read_text()
     assert "No run finished, so there is nothing to measure." in page
-    assert "runs/stopped: interrupted, or still running" in page
+    assert "runs/stopped: interrupted, or still running (step 4 of 4)" in page
     assert "<img" not in page
     before = page
     shutil.rmtree("runs")

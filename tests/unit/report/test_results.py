@@ -124,3 +124,16 @@ def test_a_damaged_file_says_what_to_type(sweep: Path, capsys: pytest.CaptureFix
     pd.DataFrame({"run": ["x"], "phase": ["x"]}).to_parquet(Path("results/mine", name))
     assert main(["results/mine"]) == 2
     assert "is not what a report writes there" in capsys.readouterr().err
+
+
+def test_results_of_two_machines_are_kept_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each calls its run runs/0. Of a run that both have, the later reading counts."""
+    for machine, arm in (("one", "bf16"), ("two", "nvfp4")):
+        monkeypatch.chdir(make_run(tmp_path / machine / "runs" / "0", arm, 0).parents[1])
+        save("runs", "results")
+    monkeypatch.chdir(tmp_path)
+    found = comparison.read([Path("one/results"), Path("two/results")])
+    assert [run.name for run in found.found] == ["runs/0", "runs/0 of two/results"]
+    assert list(found.arms) == ["bf16", "nvfp4"]
+    again = comparison.read([Path("one/results"), Path("one/results")])
+    assert ([run.name for run in again.found], again.left_out) == (["runs/0"], [])
