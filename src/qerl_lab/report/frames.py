@@ -1,4 +1,4 @@
-"""Curves of a whole MLflow experiment as one tidy frame: what the notebook draws."""
+"""What an MLflow experiment holds: its runs, and their curves as one tidy frame; and where stores and results lie."""
 
 import os
 from dataclasses import dataclass
@@ -123,19 +123,3 @@ def _run(name: str, run: Any) -> Run:
         run.data.params, name=name, status=status, ended=(info.end_time or info.start_time) / 1000,
         code=version(tags.get("git_sha"), tags.get("dirty")), metrics=run.data.metrics,
     )  # fmt: skip
-
-
-def accuracy_table(points: pd.DataFrame) -> pd.DataFrame:
-    """Held-out accuracy by arm, from `Curves.points`: seeds, and means over them of before, after and gain; gain_sd.
-
-    MLflow has one mean a run. Intervals need every question, which run directories have: `python -m qerl_lab.report`.
-    """
-    found = points[points["metric"] == "eval/accuracy"].sort_values("step").groupby(["arm", "run_id"], sort=False)
-    ends = found["value"].agg(before="first", after="last", points="size").reset_index()
-    ends = ends[ends["points"] > 1]  # a run without evaluation has no gain
-    ends["gain"] = ends["after"] - ends["before"]
-    means = ends.groupby("arm", sort=False).agg(
-        seeds=("gain", "size"), before=("before", "mean"), after=("after", "mean"), gain=("gain", "mean"),
-        gain_sd=("gain", "std"),
-    )  # fmt: skip
-    return means.round(3)

@@ -38,7 +38,16 @@ def test_every_committed_result_has_a_table_a_figure_and_an_origin() -> None:
         figure = bench_results.figure(result)
         assert figure is not None
         plt.close(figure)
-    assert bench_results.origin(results["linear"]) == "2026-11-21, NVIDIA H200, torch 2.11.0, commit 7d2ebcc"
+        assert "NVIDIA H200, torch 2." in bench_results.origin(result)
+
+
+def test_the_origin_says_when_on_what_and_by_which_code() -> None:
+    about = {
+        "time": "2026-11-21T11:59:42+0000", "gpus": [{"name": "NVIDIA H200"}], "git_sha": "7d2ebcc92e10", "dirty": True,
+        "packages": {"torch": "2.11.0", "vllm": "0.26.0", "peft": "0.21"},
+    }  # fmt: skip
+    said = bench_results.origin(rollouts() | {"environment": about})
+    assert said == "2026-11-21, NVIDIA H200, torch 2.11.0, vllm 0.26.0, commit 7d2ebcc with changes"
 
 
 def test_sizes_stand_beside_those_of_table_3() -> None:

@@ -77,8 +77,8 @@ def test_other_settings_are_another_arm_whatever_the_label(uri: str, experiment:
     for seed in (0, 1):
         add("nvfp4", seed)
         add("nvfp4", seed, aqn__schedule="cosine")
-    table = frames.accuracy_table(frames.read_mlflow(uri, experiment).points)
-    assert table["seeds"].to_dict() == {"nvfp4 (aqn.schedule=cosine)": 2, "nvfp4 (aqn.schedule=off)": 2}
+    seeds = frames.read_mlflow(uri, experiment).points.groupby("arm")["run_id"].nunique()
+    assert seeds.to_dict() == {"nvfp4 (aqn.schedule=cosine)": 2, "nvfp4 (aqn.schedule=off)": 2}
 
 
 def test_repeated_aborted_and_foreign_runs_are_left_out_and_named(
@@ -101,15 +101,6 @@ def test_repeated_aborted_and_foreign_runs_are_left_out_and_named(
     head, *lines = str(curves).splitlines()
     assert head == f"1 runs of 1 arms in {uri}; 4 left out:"
     assert [line.strip() for line in lines] == curves.left_out
-
-
-def test_the_accuracy_table_compares_the_ends_of_the_seeds(uri: str, experiment: str, add: Add) -> None:
-    for seed in (0, 1):
-        add("nvfp4", seed)
-    add("bf16", 0)
-    table = frames.accuracy_table(frames.read_mlflow(uri, experiment).points)
-    assert table.loc["nvfp4"].tolist() == [2, 0.25, 0.625, 0.375, 0.177]
-    assert table.loc["bf16", ["seeds", "before", "after", "gain"]].tolist() == [1, 0.25, 0.5, 0.25]
 
 
 # --- nothing to draw
@@ -155,3 +146,14 @@ def test_a_password_of_the_store_is_not_shown(uri: str) -> None:
 
     text = str(frames.Curves("http://me:hunter22@store", pd.DataFrame(columns=list(frames.COLUMNS)), []))
     assert text == "0 runs of 0 arms in http://***@store; 0 left out"
+
+
+def test_results_are_found_from_the_folder_of_the_notebooks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "notebooks").mkdir()
+    (tmp_path / "results" / "x").mkdir(parents=True)
+    for here in (tmp_path, tmp_path / "notebooks"):
+        monkeypatch.chdir(here)
+        assert frames.find_folder("results/x").resolve() == tmp_path / "results" / "x"
+    assert frames.find_folder(str(tmp_path)) == tmp_path
+    with pytest.raises(ConfigError, match=r"results/y is no directory, here or in the folder above .*RESULTS"):
+        frames.find_folder("results/y")
