@@ -28,6 +28,7 @@ OURS = ("array", "output", "error", "open-mode", "nodes", "ntasks-per-node", "si
 GPU_FLAGS = ("gpus", "gpus-per-node", "gres")
 SIGNAL_SECONDS = 300  # before its time limit a job is told to save; a step may take that long
 LEAST_MINUTES = 10
+GOES_ON = "Nothing was started; the same line, corrected, begins the jobs in their directories."
 TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")  # of Slurm: D-H:M:S, D-H:M, D-H, H:M:S, M:S, M
 
 
@@ -83,10 +84,15 @@ def minutes(given: dict[str, Any]) -> int:
     return max(1, (max(days, 0) * 24 + hours) * 60 + mins + (seconds > 0))
 
 
+def _flat(error: BaseException) -> str:
+    return " ".join(str(error).split()).rstrip(".") + "."
+
+
 @contextmanager
 def slurm(configs: Sequence[RunConfig], calls: Sequence[Call], folder: Path) -> "Iterator[list[SlurmJob[Ended]]]":
     """Submit the calls as one array of Slurm's; its files and its messages lie in `folder`."""
     import submitit
+    from submitit.core.utils import FailedJobError
 
     logging.getLogger("submitit").setLevel(logging.ERROR)  # it warns every time that a cluster has no sacct
     given = flags(configs[0].slurm)
@@ -98,8 +104,11 @@ def slurm(configs: Sequence[RunConfig], calls: Sequence[Call], folder: Path) -> 
         time=minutes(given), job_name="qerl_lab", array_parallelism=configs[0].jobs, stderr_to_stdout=True,
         signal_delay_s=SIGNAL_SECONDS, additional_parameters=given,
     )  # fmt: skip
-    with executor.batch():
-        submitted = [executor.submit(call) for call in calls]
+    try:
+        with executor.batch():
+            submitted = [executor.submit(call) for call in calls]
+    except FailedJobError as error:  # what sbatch says
+        raise ConfigError(f"Slurm takes no jobs with slurm={configs[0].slurm}: {_flat(error)} {GOES_ON}") from None
     yield submitted
 
 
@@ -110,13 +119,17 @@ def ray(configs: Sequence[RunConfig], calls: Sequence[Call]) -> Iterator[list[Fu
     import ray as library
 
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    library.init(log_to_driver=False, include_dashboard=False)
+    try:
+        library.init(log_to_driver=False, include_dashboard=False)
+    except ConnectionError as error:
+        raise ConfigError(f"Ray cannot be reached: {_flat(error.__cause__ or error)} {GOES_ON}") from None
     for number, handler in before.items():  # Ray has its own, that ends the command
         signal.signal(number, handler)
     has_gpus = library.cluster_resources().get("GPU", 0) > 0
 
     def one(cfg: RunConfig, call: Call) -> Ended:
-        gpus = cfg.gpus / cfg.jobs_per_gpu if cfg.device != "cpu" and has_gpus else 0
+        share = 1 / cfg.jobs_per_gpu if cfg.gpus == 1 else cfg.gpus  # of several Ray gives whole ones only
+        gpus = share if has_gpus and cfg.device != "cpu" else 0
         task = library.remote(num_cpus=max(1, cfg.cpu_threads), num_gpus=gpus)(Call.__call__)
         return cast(Ended, library.get(task.remote(call)))
 
