@@ -18,7 +18,7 @@ run: $(VENV)/.installed
 	$(BIN)/python -m qerl_lab +experiment=nvfp4_aqn
 
 test: $(VENV)/.installed-test
-	OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile
+	OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check --no-cache .

@@ -26,11 +26,20 @@ for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHU
 
 # The parts of a run, as small as they still mean something.
 TINY = {
-    "steps": 3, "device": "cpu", "rollout__prompts_per_step": 4, "rollout__group_size": 4,
+    "steps": 3, "device": "cpu", "cpu_threads": 1, "rollout__prompts_per_step": 4, "rollout__group_size": 4,
     "rollout__max_prompt_tokens": 256, "rollout__max_completion_tokens": 16, "optim__micro_batch_size": 4,
     "lora__rank": 4, "task__train_questions": 64, "eval__questions": 8, "eval__samples": 2, "tracking__mlflow": False,
     "task__instruction": "Reply as <think>steps</think><answer>n</answer>.",
 }  # fmt: skip
+
+
+# Folders whose files take longest. They are run first, so that no worker waits for the last of another's.
+SLOWEST = ("integration", "train")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the slowest files. xdist would by default begin with those that hold most tests."""
+    items.sort(key=lambda item: not set(SLOWEST) & set(item.path.parts))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

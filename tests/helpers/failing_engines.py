@@ -8,16 +8,22 @@ process: of `rollout.build` for the kind "build", of `sync` for "sync", of `clos
 
 import math
 import os
+import shlex
 import signal
+import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 from qerl_lab import rollout
 from qerl_lab.aqn import Noise, observed_std
+from qerl_lab.cli.launch import GRACE_SECONDS
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.model.policy import Policy
+from qerl_lab.record.directory import RunDirectory
 from qerl_lab.rollout.engine import Engine, EngineFailed, OnDone, Rollout, Sampling, ignore
 from qerl_lab.rollout.transformers import TransformersEngine
 
@@ -104,3 +110,18 @@ def install(words: str) -> Plan:
     plan = Plan(words)
     rollout.build = plan.build
     return plan
+
+
+def command(run: RunDirectory, plan: str = "", typed: str = "") -> tuple[int, str, str]:
+    """Go on with a run in a process, while its engines fail by the plan: exit code, standard output and error."""
+    here = Path(__file__).parent
+    words = shlex.split(typed)[1:] if typed else ["-m", "qerl_lab", f"resume={run.path}"]
+    paths = [str(here / "failing_site"), str(here), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), VARIABLE: plan}
+    ran = subprocess.run(
+        [sys.executable, *words], cwd=run.path.parent, env=environment, capture_output=True, text=True, timeout=300
+    )
+    if ran.returncode:
+        waited = time.time() - (run.path / "FAILED").stat().st_mtime
+        assert waited < GRACE_SECONDS / 2, "a rank waited for another until it was killed"
+    return ran.returncode, ran.stdout, ran.stderr

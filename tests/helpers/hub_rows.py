@@ -5,6 +5,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from qerl_lab import tasks
+from qerl_lab.config.option import ConfigError
+from qerl_lab.config.task import TaskConfig
 from qerl_lab.tasks import dapo_math
 
 Row = dict[str, Any]
@@ -76,3 +81,19 @@ SETS: dict[str, tuple[Callable[[int], Row], str, str]] = {
     "aime25": (aime25, "test", "7"),
     "amc23": (amc23, "test", "7"),
 }
+
+
+MANY = 200  # rows of which one may be bad
+
+
+def gsm8k_folder(folder: Path, bad: list[Any] = (), good: int = MANY) -> TaskConfig:
+    """A folder of GSM8K with bad training rows behind the good ones."""
+    write_jsonl(folder / "train.jsonl", [*map(gsm8k, range(good)), *bad])
+    write_jsonl(folder / "test.jsonl", [gsm8k(n) for n in range(1000, 1010)])
+    return TaskConfig(name="gsm8k", path=str(folder))
+
+
+def refusal(cfg: TaskConfig) -> str:
+    with pytest.raises(ConfigError) as caught:
+        tasks.load(cfg)
+    return str(caught.value)

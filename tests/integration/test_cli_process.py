@@ -1,117 +1,23 @@
-"""The process model, with a stand-in for the child: claims, exit codes, signals, sweeps, resuming.
+"""The process model, with a stand-in for the child: claims, exit codes, sweeps, resuming."""
 
-The stand-in obeys the seed of the run that it is given, and records what it saw in RUN_DIR/seen.json.
-"""
-
-import contextlib
-import json
 import os
 import re
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import yaml
 
-from qerl_lab import terminal
 from qerl_lab.cli import launch
 from qerl_lab.cli.train import main
 from qerl_lab.config.rules import from_dict
 from qerl_lab.config.schema import LoraConfig, RolloutConfig, RunConfig
 from qerl_lab.record.directory import RunDirectory
-from qerl_lab.record.environment import Typed
+from standin import CRASHES_AFTER, DIES, DONE, EMPTY, FAILS, REFUSES, SILENT, SOURCE, begin, only_run, seen
 
-pytestmark = pytest.mark.integration
-SOURCE = str(Path(launch.__file__).parents[2])
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("standin")]
 SHORT = RolloutConfig(max_completion_tokens=64)  # within the embedded policy's context
-DONE, FAILS, DIES, SIGNALLED, SILENT, EMPTY, CRASHES_AFTER, REFUSES = range(8)
-CHILD = '''
-import json, os, re, signal, sys, time
-run_dir = sys.argv[1]
-path = lambda name: os.path.join(run_dir, name)
-def write(name, text):
-    with open(path(name), "w") as f: f.write(text)
-seed = int(re.search(r"^seed: (\\d+)", open(path("resolved.yaml")).read(), re.M)[1])
-signals = []
-for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-    signal.signal(number, lambda n, frame: signals.append(n))
-signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
-seen = {"environment": dict(os.environ), "files": sorted(os.listdir(run_dir)), "pid": os.getpid()}
-write("seen.json", json.dumps(seen))
-numbers = {"accuracy_before": 0.5, "accuracy_after": 0.75, "entropy_first": 0.3, "entropy_last": 0.2}
-numbers |= {"tokens_per_second": 1234.4, "seconds": 95.2}
-match seed:
-    case 0: write("DONE", json.dumps(numbers))
-    case 1: write("FAILED", "ValueError: the reason\\n\\nTraceback ..."); sys.exit(1)
-    case 2: os.kill(os.getpid(), signal.SIGKILL)
-    case 3:
-        deadline = time.time() + 90
-        while not signals and time.time() < deadline: time.sleep(0.01)
-        time.sleep(0.5)  # finishing the step
-        write("signals.json", json.dumps(sorted(set(signals))))
-        sys.exit(130)
-    case 4: sys.exit(3)
-    case 5: pass
-    case 6: write("DONE", "{}"); os.kill(os.getpid(), signal.SIGKILL)
-    case 7:
-        os.remove(path("seen.json"))
-        write("FAILED", "ConfigError: what is wrong. Type this.\\n\\nTraceback ..."); sys.exit(2)
-'''  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def child(tmp_path, monkeypatch) -> Path:
-    script = tmp_path / "child.py"
-    script.write_text(CHILD)
-    monkeypatch.setattr(launch, "child_command", lambda run_dir: [sys.executable, "-S", str(script), str(run_dir)])
-    (tmp_path / "work").mkdir()
-    monkeypatch.chdir(tmp_path / "work")
-    return script
-
-
-def seen(run_dir: Path) -> dict:
-    return json.loads((run_dir / "seen.json").read_text())
-
-
-def begin(config: RunConfig, name: str) -> int:
-    """Claim a directory and run in it, as the command does."""
-    run = RunDirectory(Path(name))
-    run.claim(config, Typed("the command"))
-    return launch.start(run)
-
-
-def only_run() -> Path:
-    (found,) = Path("runs").glob("*/seed*/*")
-    return found.absolute()
-
-
-def background(child: Path, *words: str) -> subprocess.Popen[str]:
-    """The command in a process group of its own, as a shell starts it."""
-    code = (
-        "import sys; from qerl_lab import exits; from qerl_lab.cli import launch; from qerl_lab.__main__ import main;"
-        f"launch.child_command = lambda run_dir: [sys.executable, '-S', {str(child)!r}, str(run_dir)];"
-        "exits.run(main)"
-    )
-    environment = {**os.environ, "PYTHONPATH": SOURCE}
-    command = [sys.executable, "-c", code, *words]
-    return subprocess.Popen(
-        command, env=environment, start_new_session=True, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
-
-
-def started(pattern: str) -> Path:
-    """The run directory, once its child has begun and can take a signal."""
-    deadline = time.time() + 120
-    while time.time() < deadline:
-        for path in Path.cwd().glob(f"{pattern}/seen.json"):
-            with contextlib.suppress(json.JSONDecodeError):
-                json.loads(path.read_text())
-                return path.parent
-        time.sleep(0.02)
-    raise AssertionError("the child did not start")
 
 
 def test_a_run_gets_a_directory_with_its_whole_configuration_and_a_process_of_its_own(capfd):
@@ -300,151 +206,6 @@ def test_a_sweep_from_a_file_whose_jobs_all_finish_ends_with_0(capfd):
     assert "2 jobs in here: 2 done" in capfd.readouterr().out
     assert main(["+sweeps=weight_formats", "seed=0", "experiment=nf4", "hydra.sweep.dir=here", "rerun=true"]) == 2
     assert "not empty" in capfd.readouterr().err
-
-
-def test_ctrl_c_reaches_the_child_and_the_parent_outlasts_it_and_says_what_happens(child):
-    parent = background(child, f"seed={SIGNALLED}", "run_dir=run")
-    run_dir = started("run")
-    os.killpg(parent.pid, signal.SIGINT)  # as a terminal does: to the whole group
-    out, err = parent.communicate(timeout=120)
-    assert parent.returncode == 130
-    assert (run_dir / "signals.json").exists(), "the parent left before the child had finished its step"
-    assert err == f"{launch.STOPPING}\n"
-    assert out.endswith(
-        f"interrupted; 0 of 50 steps are saved. Continue with\n  {terminal.python()} -m qerl_lab resume=run\n"
-    )
-    assert json.loads((run_dir / "signals.json").read_text()) == [signal.SIGINT, signal.SIGTERM]
-    assert RunDirectory(run_dir).status == "interrupted"
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_to_the_parent_alone_is_handed_to_the_child_as_sigterm(child, number):
-    parent = background(child, f"seed={SIGNALLED}", "run_dir=run")
-    run_dir = started("run")
-    parent.send_signal(number)
-    parent.communicate(timeout=120)
-    assert parent.returncode == 130
-    assert json.loads((run_dir / "signals.json").read_text()) == [signal.SIGTERM]
-
-
-@pytest.mark.parametrize("twice", [False, True])
-def test_a_second_ctrl_c_ends_the_child_at_once(child, twice):
-    parent = background(child, f"seed={SIGNALLED}", "run_dir=run")
-    run_dir = started("run")
-    parent.send_signal(signal.SIGINT)
-    assert parent.stderr.readline() == f"{launch.STOPPING}\n"  # before the child has finished its step
-    if twice:
-        parent.send_signal(signal.SIGINT)
-    out, err = parent.communicate(timeout=120)
-    assert parent.returncode == 130
-    assert err == (f"{launch.ABORTING}\n" if twice else "")
-    assert "Continue with" in out
-    assert (run_dir / "signals.json").exists() != twice
-    assert RunDirectory(run_dir).status == "interrupted"
-
-
-@pytest.mark.parametrize("multirun", [False, True])
-def test_the_work_goes_on_when_nobody_reads_what_it_prints(child, multirun):
-    words = (
-        ["-m", f"seed={DONE},{CRASHES_AFTER}", "hydra.sweep.dir=run"] if multirun else [f"seed={DONE}", "run_dir=run"]
-    )
-    parent = background(child, *words)
-    parent.stdout.close(), parent.stderr.close()
-    assert parent.wait(timeout=120) == 0
-    assert len(list(Path("run").rglob("DONE"))) == 1 + multirun
-
-
-def test_under_nohup_a_closed_terminal_stops_nothing(child):
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # what nohup does; the child of a child inherits it
-    try:
-        parent = background(child, "-m", f"seed={DONE},{CRASHES_AFTER}", "hydra.sweep.dir=sweep")
-    finally:
-        signal.signal(signal.SIGHUP, before)
-    started("sweep/0-*")
-    parent.send_signal(signal.SIGHUP)
-    parent.communicate(timeout=120)
-    assert parent.returncode == 0
-
-
-@pytest.mark.parametrize("how", ["ctrl-c", "sigint", "sigterm", "sighup", "stop file"])
-def test_an_interrupted_sweep_starts_no_further_job_and_still_shows_them_all(child, how):
-    parent = background(child, "-m", f"seed={DONE},{SIGNALLED},{FAILS}", "hydra.sweep.dir=sweep")
-    started("sweep/1-*")
-    match how:
-        case "ctrl-c":
-            os.killpg(parent.pid, signal.SIGINT)
-        case "stop file":  # what a launcher's worker sees, wherever it runs
-            Path("sweep/INTERRUPTED").touch()
-        case _:
-            parent.send_signal(signal.Signals[how.upper()])
-    out, err = parent.communicate(timeout=120)
-    assert parent.returncode == 130
-    assert "Traceback" not in err
-    assert err.count(launch.STOPPING) == (how in ("ctrl-c", "sigint"))
-    table = out[out.rindex("job  overrides") :].splitlines()
-    assert [line.split()[2] for line in table[1:4]] == ["done", "interrupted", "not"]
-    assert table[4] == "3 jobs in sweep: 1 done, 1 interrupted, 1 not run"
-    assert not Path("sweep/2-adhoc-seed1/seen.json").exists()
-
-
-def test_a_child_killed_by_a_plain_signal_before_it_could_handle_it_counts_as_interrupted(tmp_path, monkeypatch):
-    for name in ("INT", "TERM"):
-        code = (
-            f"import os, signal; number = signal.SIG{name}; signal.signal(number, signal.SIG_DFL);"
-            "signal.pthread_sigmask(signal.SIG_UNBLOCK, [number]); os.kill(os.getpid(), number)"
-        )
-        monkeypatch.setattr(launch, "child_command", lambda run_dir, code=code: [sys.executable, "-S", "-c", code])
-        assert begin(RunConfig(), name) == 130
-        assert RunDirectory(Path(name)).status == "interrupted"
-
-
-RANKS = """
-import os, signal, sys, time
-rank, path = int(os.environ["RANK"]), sys.argv[1]
-assert [os.environ[name] for name in ("WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")] == ["2", str(rank), "127.0.0.1"]
-def fail(reason):
-    with open(os.path.join(path, "FAILED"), "w") as file: file.write(reason)
-    sys.exit(1)
-"""
-
-
-@pytest.mark.parametrize(
-    ("code", "exit_code", "status", "reason"),
-    [
-        ("if rank: os.kill(os.getpid(), 9)\ntime.sleep(0.2); fail('RuntimeError: the other is gone')", 1, "failed",
-         "Killed: signal 9 (SIGKILL) ended rank 1 of 2, as the system does when memory runs out"),
-        ("if rank: fail('Diverged: NaN')\ntime.sleep(3600)", 1, "failed", "Diverged: NaN"),
-        ("if rank: sys.exit(130)\ntime.sleep(0.2); fail('RuntimeError: the other is gone')", 130, "interrupted", ""),
-        ("if rank: sys.exit(3)", 1, "failed", "NoRecord: rank 1 of 2 ended with status 3"),
-        ("rank or open(os.path.join(path, 'DONE'), 'w').write('{}')", 0, "done", ""),
-    ],
-    ids=["killed", "diverged", "interrupted", "silent", "done"],
-)  # fmt: skip
-def test_the_first_rank_to_end_says_how_the_run_ended(tmp_path, monkeypatch, code, exit_code, status, reason):
-    """What the others say only followed from it, and one that hangs is killed."""
-    script = tmp_path / "rank.py"
-    script.write_text(RANKS + code)
-    monkeypatch.setattr(launch, "child_command", lambda run_dir: [sys.executable, "-S", str(script), str(run_dir)])
-    monkeypatch.setattr(launch, "GRACE_SECONDS", 1.0)
-    assert begin(RunConfig(gpus=2), "run") == exit_code
-    run = RunDirectory(Path("run"))
-    assert run.status == status
-    assert status != "failed" or run.reason.startswith(reason)
-
-
-def test_a_run_whose_parent_was_killed_cannot_be_resumed_while_it_goes_on(child, capfd):
-    parent = background(child, f"seed={SIGNALLED}", "run_dir=run")
-    run_dir = started("run")
-    parent.kill()
-    parent.wait(timeout=120)
-    assert main(["resume=run"]) == 2
-    assert "another process is running in" in capfd.readouterr().err
-    os.kill(seen(run_dir)["pid"], signal.SIGKILL)
-    (run_dir / "resolved.yaml").write_text((run_dir / "resolved.yaml").read_text().replace("seed: 3", "seed: 0"))
-    deadline = time.time() + 10
-    while (code := main(["resume=run"])) == 2 and time.time() < deadline:
-        time.sleep(0.05)
-    assert code == 0
 
 
 def test_hydra_s_own_flags_still_work(capfd):

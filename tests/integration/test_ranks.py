@@ -18,10 +18,12 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from failing_engines import command as failing
 from qerl_lab import rollout, tasks
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.model import policy
 from qerl_lab.model.policy import save_adapter
+from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.metrics import declared, read_metrics
 from qerl_lab.rollout.engine import Engine, Rollout, Sampling
 from qerl_lab.train.data import Cursor, select
@@ -31,7 +33,7 @@ from qerl_lab.train.trainer import LabTrainer
 
 pytestmark = pytest.mark.integration
 
-STEPS, RANKS = 4, 2
+STEPS, RANKS, RESTARTS = 4, 2, "rollout/engine_restarts"
 UNITS = {name: metric.unit for name, metric in declared(("format", "answer")).items()}
 SETTINGS = {
     "steps": STEPS, "checkpoint__every": 1, "optim__learning_rate": 0.02, "rollout__max_completion_tokens": 40,
@@ -120,10 +122,10 @@ def timeless(run_dir: Path) -> list[tuple[int, dict[str, float]]]:
 def new_run(tiny, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """A claimed run directory of two ranks."""
 
-    def make() -> Path:
+    def make(**changes: object) -> Path:
         run_dir = tmp_path_factory.mktemp("ranks") / "run"
         run_dir.mkdir()
-        cfg = tiny(**SETTINGS, gpus=RANKS, run_dir=str(run_dir))
+        cfg = tiny(**(SETTINGS | changes), gpus=RANKS, run_dir=str(run_dir))
         (run_dir / "resolved.yaml").write_text(yaml.safe_dump(asdict(cfg), sort_keys=False))
         return run_dir
 
@@ -194,3 +196,30 @@ def test_a_signal_stops_all_ranks_at_one_step_a_dead_rank_ends_all_and_the_run_g
     assert timeless(run_dir) == timeless(two)
     adapters = [(path / "adapter" / "adapter_model.safetensors").read_bytes() for path in (run_dir, two)]
     assert adapters[0] == adapters[1]
+
+
+def test_every_rank_learns_of_a_failure_and_none_waits_for_another(new_run, two: Path) -> None:
+    """Of rank 0's in the evaluation, which it makes alone; of rank 1's in a sync, and in a rollout of the next step."""
+    run = RunDirectory(new_run(checkpoint__every=0))
+    code, output, errors = failing(run, "die@1@0,die@2@0")
+    assert code == 1, output + errors
+    cause = "rank 0: the worker died (of an engine that was built because of this: rank 0: the worker died)"
+    assert run.reason.startswith(f"EngineFailed: {cause}")
+    assert "0 of 4 steps are saved" in run.reason
+
+    code, output, errors = failing(run, "sync@1@1,group@2@1,logprobs@3@1")
+    assert code == 1, output + errors
+    assert run.reason.startswith("EngineFailed: rank 1: the engine gave 0 log-probs for a completion of ")
+    assert "(of an engine that was built because of this: rank 1: the engine gave completions for 1 of 2" in run.reason
+    assert "warning: the engine failed (rank 1: the adapter did not arrive). Building it again" in errors
+    assert [path.name for path in run.checkpoints.iterdir()] == ["step-000001"]
+    assert [line["metrics"].get(RESTARTS) for line in run.metrics()] == [None, 1]
+
+    finish(run.path)
+    found, expected = (
+        [(step, {name: value for name, value in metrics.items() if name != RESTARTS}) for step, metrics in timeless(of)]
+        for of in (run.path, two)
+    )
+    assert found == expected
+    for name in ("adapter/adapter_model.safetensors", "eval.parquet", "samples.jsonl"):
+        assert (run.path / name).read_bytes() == (two / name).read_bytes()

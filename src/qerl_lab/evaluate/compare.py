@@ -13,7 +13,7 @@ from qerl_lab.disk import read_json, replace_file
 from qerl_lab.evaluate.options import CompareOptions
 from qerl_lab.evaluate.passes import powers_of_two
 from qerl_lab.evaluate.summary import ABOUT, COMMON, OWN, ROWS, SCHEMA, passes_of, shares
-from qerl_lab.report.stats import Interval, crossed_interval, p_value, paired_interval
+from qerl_lab.report.stats import Interval, between, crossed_interval, p_value, paired_interval
 from qerl_lab.terminal import columns, near
 
 HOW_IT_IS_ASKED = ("questions", "temperature", "top_p", "max_prompt_tokens", "max_completion_tokens")
@@ -214,7 +214,7 @@ def table(found: Sequence[Difference]) -> str:
     for one in found:
         mean, low, high = one.interval()
         cells = [one.benchmark, one.engine, one.measure, f"{one.by_question.shape[1]:,}"]
-        cells += [f"{one.mean_a:.3f}", f"{one.mean_b:.3f}", f"{mean:+.3f} [{low:+.3f}, {high:+.3f}]"]
+        cells += [f"{one.mean_a:.3f}", f"{one.mean_b:.3f}", f"{mean:+.3f} {between(low, high)}"]
         rows.append([*cells, f"{one.p:.3f}" if one.p >= 0.001 else f"{one.p:.1g}"])
     return columns(rows)
 

@@ -112,11 +112,12 @@ def _paired(treated: pd.DataFrame, control: pd.DataFrame, sign: int, ratio: bool
 
 
 def _difference(values: pd.DataFrame, ratio: bool) -> str:
+    def shown(value: float) -> str:
+        return f"{math.exp(value):.2f}" if ratio else f"{value:+.3f}"
+
     seeds, mean = len(values), float(values.to_numpy().mean())
-    ends = stats.over_seeds(values.to_numpy())[1:] if seeds > 1 else ()
-    shown = [f"{math.exp(v):.2f}" if ratio else f"{v:+.3f}" for v in (mean, *ends)]
-    interval = f" [{', '.join(shown[1:])}]" if ends else ""
-    return f"{shown[0]}{'x' * ratio}{interval} ({seeds})"
+    interval = f" {stats.between(*stats.over_seeds(values.to_numpy())[1:], shown)}" if seeds > 1 else ""
+    return f"{shown(mean)}{'x' * ratio}{interval} ({seeds})"
 
 
 def _entropies(comparison: Comparison, baseline: str | None) -> Table:

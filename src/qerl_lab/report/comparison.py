@@ -14,7 +14,7 @@ from qerl_lab.record.directory import RunDirectory
 from qerl_lab.report import results
 from qerl_lab.report.arms import Run, choose, differing, labels
 from qerl_lab.report.runs import DAMAGE, Record, damage, find_runs, read_record
-from qerl_lab.report.stats import crossed_interval, paired_interval
+from qerl_lab.report.stats import ALIKE, between, crossed_interval, paired_interval
 from qerl_lab.terminal import columns, near
 
 BASELINE = "bf16"  # the experiment that the others are compared with, where nobody names one
@@ -227,13 +227,15 @@ def _versions(records: Sequence[Record]) -> list[tuple[str, list[str]]]:
 def _accuracy(row: dict[str, Any], phase: str) -> str:
     """`0.768 +-0.037`, without the second where there is no interval; a dash where there is no number."""
     mean, high = (row.get(f"accuracy_{phase}{end}", math.nan) for end in ("", "_high"))
-    return "-" if math.isnan(mean) else f"{mean:.3f}" if math.isnan(high) else f"{mean:.3f} +-{high - mean:.3f}"
+    if math.isnan(mean) or math.isnan(high):
+        return "-" if math.isnan(mean) else f"{mean:.3f}"
+    return f"{mean:.3f} +-{high - mean:.3f}" if high > mean else f"{mean:.3f} {ALIKE}"
 
 
 def _change(row: dict[str, Any], name: str) -> str:
     """`+0.225 [+0.190, +0.260]`, with the same exceptions."""
     mean, low, high = (row.get(f"{name}{end}", math.nan) for end in ("", "_low", "_high"))
-    return "-" if math.isnan(mean) else f"{mean:+.3f}" if math.isnan(low) else f"{mean:+.3f} [{low:+.3f}, {high:+.3f}]"
+    return "-" if math.isnan(mean) else f"{mean:+.3f}" if math.isnan(low) else f"{mean:+.3f} {between(low, high)}"
 
 
 def what_differs(comparison: Comparison) -> list[list[str]]:

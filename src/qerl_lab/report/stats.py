@@ -10,6 +10,17 @@ from scipy import optimize, stats
 Interval = tuple[float, float, float]  # mean, low, high
 
 
+ALIKE = "[all alike]"
+
+
+def between(low: float, high: float, spelled: Callable[[float], str] = "{:+.3f}".format) -> str:
+    """Spell an interval, `[-0.010, +0.250]`, and one without a width `[all alike]`.
+
+    Where no seed and no question differs from another nothing tells how far others would: that is no interval.
+    """
+    return f"[{spelled(low)}, {spelled(high)}]" if high - low > 1e-12 else ALIKE
+
+
 def paired_interval(before: pd.Series, after: pd.Series, level: float = 0.95) -> Interval:
     """The per-question difference `after - before` of one run, by Student's t over questions.
 

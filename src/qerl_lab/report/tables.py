@@ -6,6 +6,7 @@ from typing import Any
 
 from qerl_lab import terminal
 from qerl_lab.config.redact import HIDDEN
+from qerl_lab.report.stats import between
 from qerl_lab.tracking.tracker import Mirrored
 
 
@@ -18,7 +19,7 @@ def closing(result: dict[str, Any]) -> str:
             ("held-out accuracy", f"{result['accuracy_before']:.3f} -> {result['accuracy_after']:.3f}"),
             (
                 "  gain, paired 95% CI",
-                f"{result['accuracy_gain']:+.3f} [{low:+.3f}, {high:+.3f}], {result['questions']} questions, this seed",
+                f"{result['accuracy_gain']:+.3f} {between(low, high)}, {result['questions']} questions, this seed",
             ),
         ]
     shares = ", ".join(f"{result[f'share_{name}']:.0%} {name}" for name in ("rollout", "train", "sync"))

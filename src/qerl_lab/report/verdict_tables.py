@@ -34,8 +34,8 @@ TABLE_1: tuple[tuple[Settings, tuple[str, str]], ...] = (
 
 def cell(interval: stats.Interval, seeds: int) -> str:
     """`mean [95% CI] (n)`, to three digits, or four figures of what is larger than 10."""
-    mean, low, high = map(_figure, interval)
-    return f"{mean} [{low}, {high}] ({seeds})"
+    mean, low, high = interval
+    return f"{_figure(mean)} {stats.between(low, high, _figure)} ({seeds})"
 
 
 def of_seeds(values: pd.DataFrame) -> str:
@@ -58,8 +58,8 @@ def effect(row: Row) -> str:
         return "-"
     mean, low, high = row.numbers.effect
     if MEASURES[row.claim.measure].ratio:
-        return f"{mean:.2f}x [{low:.2f}, {high:.2f}]"
-    return f"{mean:+.3f} [{low:+.3f}, {high:+.3f}]"
+        return f"{mean:.2f}x {stats.between(low, high, '{:.2f}'.format)}"
+    return f"{mean:+.3f} {stats.between(low, high)}"
 
 
 def printed(claim: Claim, contrast: Contrast) -> list[tuple[str, float]]:

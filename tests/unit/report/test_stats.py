@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 from scipy.stats import binomtest, ttest_rel
 
-from qerl_lab.report.stats import crossed_interval, p_value, paired_interval, share_interval
+from qerl_lab.report.stats import between, crossed_interval, over_seeds, p_value, paired_interval, share_interval
 
 
 def series(values: list[float], ids: str = "abcd") -> pd.Series:
@@ -33,6 +33,19 @@ def test_paired_interval_pairs_by_question_and_not_by_place() -> None:
 
 def test_paired_interval_of_equal_gains_has_no_width() -> None:
     assert paired_interval(series([0, 0.25, 0.5, 0.5]), series([0.25, 0.5, 0.75, 0.75])) == (0.25, 0.25, 0.25)
+
+
+@pytest.mark.parametrize("values", [np.zeros((3, 8)), np.full((2, 5), 0.1), np.full((5, 1), 1 / 3)])
+def test_what_does_not_vary_is_spelled_without_an_interval(values: np.ndarray) -> None:
+    """Its ends are the mean, but for rounding: nothing says how far other seeds and questions would be."""
+    _, low, high = over_seeds(values)
+    assert (low, high) == pytest.approx((values[0, 0], values[0, 0]))
+    assert between(low, high) == "[all alike]"
+    values = values.copy()
+    values[0, 0] += 0.01
+    assert between(*over_seeds(values)[1:]).startswith("[")
+    assert between(-0.01, 0.25) == "[-0.010, +0.250]"
+    assert between(0.9, 1.25, "{:.1f}".format) == "[0.9, 1.2]"
 
 
 def test_paired_interval_covers_the_truth_as_often_as_it_says() -> None:

@@ -42,7 +42,8 @@ def train(tiny, build_policy, tmp_path: Path) -> Callable[..., Trained]:
     return run
 
 
-CASES = [*product(CORRECTIONS, NOISES, [{}]), *product(CORRECTIONS, ["noise"], [DAPO])]
+# Every correction with DAPO's masks and noise; every noise with the usual correction and with the one in the ratio.
+CASES = [*product(["token_truncate", "in_ratio"], NOISES, [{}]), *product(CORRECTIONS, ["noise"], [DAPO])]
 
 
 @pytest.mark.parametrize(

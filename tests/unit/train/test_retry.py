@@ -104,24 +104,23 @@ def check_same(runs: Runs, whole: Runs) -> None:
 # --- once
 
 
-@pytest.mark.parametrize(
-    ("kind", "cause"),
-    [
-        ("die", "the worker died"),
-        ("timeout", "no answer in 0.2 s"),
-        ("group", "the engine gave completions for 1 of 2 prompts"),
-        ("logprobs", "the engine gave 0 log-probs for a completion of "),
-    ],
-)
-def test_a_step_is_sampled_again_from_a_new_engine(new_runs, whole, capfd, kind: str, cause: str) -> None:
-    runs, call = new_runs(), first_call(whole, 2)
-    assert runs.run(f"{kind}@{call}") == OK
+def test_a_step_is_sampled_again_from_a_new_engine(new_runs, whole, capfd) -> None:
+    """Of an evaluation and of each step the first try fails, in a way of its own."""
+    causes = {
+        "timeout": "no answer in 0.2 s", "die": "the worker died",
+        "group": "the engine gave completions for 1 of 2 prompts",
+        "logprobs": "the engine gave 0 log-probs for a completion of ",
+    }  # fmt: skip
+    runs, calls = new_runs(), [1, *(first_call(whole, step) + step for step in (1, 2, 3))]  # each failed once before
+    assert runs.run(",".join(f"{kind}@{call}" for kind, call in zip(causes, calls, strict=True))) == OK
     check_same(runs, whole)
-    assert runs.restarts() == [0, 1, 0]
-    assert runs.plan.calls["build"] == runs.plan.calls["close"] == 2
-    assert runs.plan.asked[call - 1] == runs.plan.asked[call]
-    (said,) = [line for line in capfd.readouterr().err.splitlines() if "warning: the engine" in line]
-    assert said.startswith(f"warning: the engine failed ({cause}")
+    assert runs.restarts() == [1, 1, 1]
+    assert runs.plan.calls["build"] == runs.plan.calls["close"] == 5
+    assert all(runs.plan.asked[call - 1] == runs.plan.asked[call] for call in calls)
+    said = [line for line in capfd.readouterr().err.splitlines() if "warning: the engine" in line]
+    assert len(said) == 4
+    for line, cause in zip(said, causes.values(), strict=True):
+        assert line.startswith(f"warning: the engine failed ({cause}")
 
 
 def test_a_refill_a_sync_and_an_engine_that_does_not_close_end_no_run(new_runs, whole, capfd) -> None:

@@ -1,0 +1,173 @@
+"""Runs in processes that die when they are told to, and their records beside those of runs that nobody interrupted.
+
+Starting Python costs ten seconds, so the children are forked from a server that has imported everything
+(multiprocessing's forkserver); what they run is the main function of `python -m qerl_lab.train`.
+"""
+
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from qerl_lab.record.directory import RunDirectory
+from qerl_lab.record.metrics import declared, read_metrics
+
+STEPS = 6
+SETTINGS = {
+    "steps": STEPS, "checkpoint__every": 1, "tracking__mlflow": True, "optim__learning_rate": 0.02,
+    "aqn__schedule": "exponential", "aqn__unit": "kl", "aqn__kl_start": 0.02, "aqn__kl_end": 0.002, "aqn__stages": 3,
+    "aqn__solver__prompts": 4, "aqn__solver__draws": 2,
+    "algorithm__updates_per_rollout": 2, "algorithm__beta": 0.05, "algorithm__entropy_coef": 0.02,
+    "algorithm__entropy_target": 5.0,
+}  # fmt: skip
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(["qerl_lab.train.run", "mlflow.tracking", "mlflow.store.tracking.sqlalchemy_store"])
+
+
+# --- children
+
+
+def enter(run_dir: Path) -> None:
+    """Put a forked child where it belongs: artifacts beside the run, output to a file of its own."""
+    os.chdir(run_dir.parent)
+    with (run_dir / "output.txt").open("ab", buffering=0) as out:
+        os.dup2(out.fileno(), 1), os.dup2(out.fileno(), 2)
+
+
+def run_to_the_end(run_dir: Path) -> None:
+    enter(run_dir)
+    from qerl_lab.train import __main__ as child
+
+    sys.exit(child.main(RunDirectory(run_dir), os.getppid()))
+
+
+def run_until(run_dir: Path, module: str, function: str, call: int, after: bool) -> None:
+    """Die by SIGKILL at the `call`th call of a function, before or after what it does."""
+    enter(run_dir)
+    import importlib
+
+    from qerl_lab.train import __main__ as child
+
+    owner: Any = importlib.import_module(module)
+    *path, name = function.split(".")
+    for part in path:
+        owner = getattr(owner, part)
+    original, calls = getattr(owner, name), iter(range(1, 1000))
+
+    def deadly(*args: Any, **keywords: Any) -> Any:
+        last = next(calls) == call
+        if last and not after:
+            os.kill(os.getpid(), signal.SIGKILL)
+        result = original(*args, **keywords)
+        if last:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    setattr(owner, name, deadly)
+    sys.exit(child.main(RunDirectory(run_dir), os.getppid()))
+
+
+def start(target: Callable[..., None], *args: object) -> multiprocessing.Process:
+    process = SERVER.Process(target=target, args=args)
+    process.start()
+    return process
+
+
+def ended(process: multiprocessing.Process) -> int:
+    process.join(300)
+    assert process.exitcode is not None, "the run hangs"
+    return process.exitcode
+
+
+def finish(run_dir: Path) -> None:
+    assert ended(start(run_to_the_end, run_dir)) == 0, (run_dir / "output.txt").read_text()
+
+
+# --- runs and their records
+
+
+def create_database(path: Path) -> None:
+    from qerl_lab.tracking import mlflow
+
+    mlflow.prepare_mlflow()
+    mlflow.create_sqlite(f"sqlite:///{path}")
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The record of a run that nobody interrupted, and how long it took."""
+
+    lines: list[tuple[int, dict[str, float]]]
+    adapter: bytes
+    evaluation: bytes
+    samples: bytes
+    seconds: float
+
+
+def timeless(metrics: dict[str, float]) -> dict[str, float]:
+    units = {name: metric.unit for name, metric in declared(["format", "answer"]).items()}
+    return {name: value for name, value in metrics.items() if units[name] not in ("s", "tokens/s", "GiB")}
+
+
+def lines_of(run_dir: Path) -> list[tuple[int, dict[str, float]]]:
+    return [(line["step"], timeless(line["metrics"])) for line in read_metrics(run_dir)]
+
+
+def uninterrupted(run_dir: Path) -> Reference:
+    started = time.monotonic()
+    finish(run_dir)
+    seconds = time.monotonic() - started
+    lines = lines_of(run_dir)
+    assert [step for step, _ in lines] == [0, *range(1, STEPS + 1), STEPS]
+    adapter = (run_dir / "adapter" / "adapter_model.safetensors").read_bytes()
+    evaluation, samples = ((run_dir / name).read_bytes() for name in ("eval.parquet", "samples.jsonl"))
+    found = Reference(lines, adapter, evaluation, samples, seconds)
+    check_mlflow(run_dir, found)
+    return found
+
+
+def check(run_dir: Path, reference: Reference) -> None:
+    """The record equals the reference's."""
+    assert lines_of(run_dir) == reference.lines
+    assert (run_dir / "adapter" / "adapter_model.safetensors").read_bytes() == reference.adapter
+    assert (run_dir / "eval.parquet").read_bytes() == reference.evaluation
+    assert (run_dir / "samples.jsonl").read_bytes() == reference.samples
+    assert json.loads((run_dir / "DONE").read_text())["steps"] == STEPS
+    assert not (run_dir / "FAILED").exists()
+    assert not list((run_dir / "checkpoints").glob(".step-*"))
+    check_mlflow(run_dir, reference)
+
+
+def check_mlflow(run_dir: Path, reference: Reference) -> None:
+    """One run, finished, with every point of metrics.jsonl once, times and speeds among them, and no other."""
+    from qerl_lab.report.frames import read_mlflow
+
+    curves = read_mlflow(f"sqlite:///{run_dir.parent}/mlflow.db", "qerl-lab")
+    frame = curves.points
+    assert frame["run_id"].nunique() == 1
+    assert curves.left_out == []
+    points = {(row.metric, row.step): row.value for row in frame.itertuples()}
+    assert len(points) == len(frame), "a point is double"
+    lines = read_metrics(run_dir)
+    assert points == {(name, line["step"]): value for line in lines for name, value in line["metrics"].items()}
+    assert {at[0] for at in points} >= {name for _, metrics in reference.lines for name in metrics}
+
+
+def steps_logged(run_dir: Path) -> int:
+    return max((step for step, _ in lines_of(run_dir)), default=-1) if (run_dir / "metrics.jsonl").exists() else -1
+
+
+def wait_for(condition: Callable[[], object], alive: Callable[[], bool], seconds: float = 300) -> bool:
+    """Whether the condition came true before the process ended."""
+    deadline = time.monotonic() + seconds
+    while alive() and time.monotonic() < deadline:
+        if condition():
+            return True
+        time.sleep(0.001)
+    return False

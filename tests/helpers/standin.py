@@ -1,0 +1,94 @@
+"""A stand-in for a run's process: what the command line makes of it, without torch.
+
+It obeys the seed of the run that it is given, and records what it saw in RUN_DIR/seen.json.
+"""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from qerl_lab.cli import launch
+from qerl_lab.config.schema import RunConfig
+from qerl_lab.record.directory import RunDirectory
+from qerl_lab.record.environment import Typed
+
+SOURCE = str(Path(launch.__file__).parents[2])
+DONE, FAILS, DIES, SIGNALLED, SILENT, EMPTY, CRASHES_AFTER, REFUSES = range(8)
+CHILD = '''
+import json, os, re, signal, sys, time
+run_dir = sys.argv[1]
+path = lambda name: os.path.join(run_dir, name)
+def write(name, text):
+    with open(path(name), "w") as f: f.write(text)
+seed = int(re.search(r"^seed: (\\d+)", open(path("resolved.yaml")).read(), re.M)[1])
+signals = []
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    signal.signal(number, lambda n, frame: signals.append(n))
+signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
+seen = {"environment": dict(os.environ), "files": sorted(os.listdir(run_dir)), "pid": os.getpid()}
+write("seen.json", json.dumps(seen))
+numbers = {"accuracy_before": 0.5, "accuracy_after": 0.75, "entropy_first": 0.3, "entropy_last": 0.2}
+numbers |= {"tokens_per_second": 1234.4, "seconds": 95.2}
+match seed:
+    case 0: write("DONE", json.dumps(numbers))
+    case 1: write("FAILED", "ValueError: the reason\\n\\nTraceback ..."); sys.exit(1)
+    case 2: os.kill(os.getpid(), signal.SIGKILL)
+    case 3:
+        deadline = time.time() + 90
+        while not signals and time.time() < deadline: time.sleep(0.01)
+        time.sleep(0.5)  # finishing the step
+        write("signals.json", json.dumps(sorted(set(signals))))
+        sys.exit(130)
+    case 4: sys.exit(3)
+    case 5: pass
+    case 6: write("DONE", "{}"); os.kill(os.getpid(), signal.SIGKILL)
+    case 7:
+        os.remove(path("seen.json"))
+        write("FAILED", "ConfigError: what is wrong. Type this.\\n\\nTraceback ..."); sys.exit(2)
+'''  # fmt: skip
+
+
+def seen(run_dir: Path) -> dict:
+    return json.loads((run_dir / "seen.json").read_text())
+
+
+def begin(config: RunConfig, name: str) -> int:
+    """Claim a directory and run in it, as the command does."""
+    run = RunDirectory(Path(name))
+    run.claim(config, Typed("the command"))
+    return launch.start(run)
+
+
+def only_run() -> Path:
+    (found,) = Path("runs").glob("*/seed*/*")
+    return found.absolute()
+
+
+def background(child: Path, *words: str) -> subprocess.Popen[str]:
+    """The command in a process group of its own, as a shell starts it."""
+    code = (
+        "import sys; from qerl_lab import exits; from qerl_lab.cli import launch; from qerl_lab.__main__ import main;"
+        f"launch.child_command = lambda run_dir: [sys.executable, '-S', {str(child)!r}, str(run_dir)];"
+        "exits.run(main)"
+    )
+    environment = {**os.environ, "PYTHONPATH": SOURCE}
+    command = [sys.executable, "-c", code, *words]
+    return subprocess.Popen(
+        command, env=environment, start_new_session=True, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+
+
+def started(pattern: str) -> Path:
+    """The run directory, once its child has begun and can take a signal."""
+    deadline = time.time() + 120
+    while time.time() < deadline:
+        for path in Path.cwd().glob(f"{pattern}/seen.json"):
+            with contextlib.suppress(json.JSONDecodeError):
+                json.loads(path.read_text())
+                return path.parent
+        time.sleep(0.02)
+    raise AssertionError("the child did not start")

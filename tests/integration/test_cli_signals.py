@@ -1,0 +1,164 @@
+"""The process model, with a stand-in for the child: signals, lost consoles, and whose end ends a run."""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from qerl_lab import terminal
+from qerl_lab.cli import launch
+from qerl_lab.cli.train import main
+from qerl_lab.config.schema import RunConfig
+from qerl_lab.record.directory import RunDirectory
+from standin import CRASHES_AFTER, DONE, FAILS, SIGNALLED, background, begin, seen, started
+
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("standin")]
+
+
+def test_ctrl_c_reaches_the_child_and_the_parent_outlasts_it_and_says_what_happens(standin):
+    parent = background(standin, f"seed={SIGNALLED}", "run_dir=run")
+    run_dir = started("run")
+    os.killpg(parent.pid, signal.SIGINT)  # as a terminal does: to the whole group
+    out, err = parent.communicate(timeout=120)
+    assert parent.returncode == 130
+    assert (run_dir / "signals.json").exists(), "the parent left before the child had finished its step"
+    assert err == f"{launch.STOPPING}\n"
+    assert out.endswith(
+        f"interrupted; 0 of 50 steps are saved. Continue with\n  {terminal.python()} -m qerl_lab resume=run\n"
+    )
+    assert json.loads((run_dir / "signals.json").read_text()) == [signal.SIGINT, signal.SIGTERM]
+    assert RunDirectory(run_dir).status == "interrupted"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_to_the_parent_alone_is_handed_to_the_child_as_sigterm(standin, number):
+    parent = background(standin, f"seed={SIGNALLED}", "run_dir=run")
+    run_dir = started("run")
+    parent.send_signal(number)
+    parent.communicate(timeout=120)
+    assert parent.returncode == 130
+    assert json.loads((run_dir / "signals.json").read_text()) == [signal.SIGTERM]
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_a_second_ctrl_c_ends_the_child_at_once(standin, twice):
+    parent = background(standin, f"seed={SIGNALLED}", "run_dir=run")
+    run_dir = started("run")
+    parent.send_signal(signal.SIGINT)
+    assert parent.stderr.readline() == f"{launch.STOPPING}\n"  # before the child has finished its step
+    if twice:
+        parent.send_signal(signal.SIGINT)
+    out, err = parent.communicate(timeout=120)
+    assert parent.returncode == 130
+    assert err == (f"{launch.ABORTING}\n" if twice else "")
+    assert "Continue with" in out
+    assert (run_dir / "signals.json").exists() != twice
+    assert RunDirectory(run_dir).status == "interrupted"
+
+
+@pytest.mark.parametrize("multirun", [False, True])
+def test_the_work_goes_on_when_nobody_reads_what_it_prints(standin, multirun):
+    words = (
+        ["-m", f"seed={DONE},{CRASHES_AFTER}", "hydra.sweep.dir=run"] if multirun else [f"seed={DONE}", "run_dir=run"]
+    )
+    parent = background(standin, *words)
+    parent.stdout.close(), parent.stderr.close()
+    assert parent.wait(timeout=120) == 0
+    assert len(list(Path("run").rglob("DONE"))) == 1 + multirun
+
+
+def test_under_nohup_a_closed_terminal_stops_nothing(standin):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # what nohup does; the child of a child inherits it
+    try:
+        parent = background(standin, "-m", f"seed={DONE},{CRASHES_AFTER}", "hydra.sweep.dir=sweep")
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    started("sweep/0-*")
+    parent.send_signal(signal.SIGHUP)
+    parent.communicate(timeout=120)
+    assert parent.returncode == 0
+
+
+@pytest.mark.parametrize("how", ["ctrl-c", "sigint", "sigterm", "sighup", "stop file"])
+def test_an_interrupted_sweep_starts_no_further_job_and_still_shows_them_all(standin, how):
+    parent = background(standin, "-m", f"seed={DONE},{SIGNALLED},{FAILS}", "hydra.sweep.dir=sweep")
+    started("sweep/1-*")
+    match how:
+        case "ctrl-c":
+            os.killpg(parent.pid, signal.SIGINT)
+        case "stop file":  # what a launcher's worker sees, wherever it runs
+            Path("sweep/INTERRUPTED").touch()
+        case _:
+            parent.send_signal(signal.Signals[how.upper()])
+    out, err = parent.communicate(timeout=120)
+    assert parent.returncode == 130
+    assert "Traceback" not in err
+    assert err.count(launch.STOPPING) == (how in ("ctrl-c", "sigint"))
+    table = out[out.rindex("job  overrides") :].splitlines()
+    assert [line.split()[2] for line in table[1:4]] == ["done", "interrupted", "not"]
+    assert table[4] == "3 jobs in sweep: 1 done, 1 interrupted, 1 not run"
+    assert not Path("sweep/2-adhoc-seed1/seen.json").exists()
+
+
+def test_a_child_killed_by_a_plain_signal_before_it_could_handle_it_counts_as_interrupted(tmp_path, monkeypatch):
+    for name in ("INT", "TERM"):
+        code = (
+            f"import os, signal; number = signal.SIG{name}; signal.signal(number, signal.SIG_DFL);"
+            "signal.pthread_sigmask(signal.SIG_UNBLOCK, [number]); os.kill(os.getpid(), number)"
+        )
+        monkeypatch.setattr(launch, "child_command", lambda run_dir, code=code: [sys.executable, "-S", "-c", code])
+        assert begin(RunConfig(), name) == 130
+        assert RunDirectory(Path(name)).status == "interrupted"
+
+
+RANKS = """
+import os, signal, sys, time
+rank, path = int(os.environ["RANK"]), sys.argv[1]
+assert [os.environ[name] for name in ("WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")] == ["2", str(rank), "127.0.0.1"]
+def fail(reason):
+    with open(os.path.join(path, "FAILED"), "w") as file: file.write(reason)
+    sys.exit(1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "exit_code", "status", "reason"),
+    [
+        ("if rank: os.kill(os.getpid(), 9)\ntime.sleep(0.2); fail('RuntimeError: the other is gone')", 1, "failed",
+         "Killed: signal 9 (SIGKILL) ended rank 1 of 2, as the system does when memory runs out"),
+        ("if rank: fail('Diverged: NaN')\ntime.sleep(3600)", 1, "failed", "Diverged: NaN"),
+        ("if rank: sys.exit(130)\ntime.sleep(0.2); fail('RuntimeError: the other is gone')", 130, "interrupted", ""),
+        ("if rank: sys.exit(3)", 1, "failed", "NoRecord: rank 1 of 2 ended with status 3"),
+        ("rank or open(os.path.join(path, 'DONE'), 'w').write('{}')", 0, "done", ""),
+    ],
+    ids=["killed", "diverged", "interrupted", "silent", "done"],
+)  # fmt: skip
+def test_the_first_rank_to_end_says_how_the_run_ended(tmp_path, monkeypatch, code, exit_code, status, reason):
+    """What the others say only followed from it, and one that hangs is killed."""
+    script = tmp_path / "rank.py"
+    script.write_text(RANKS + code)
+    monkeypatch.setattr(launch, "child_command", lambda run_dir: [sys.executable, "-S", str(script), str(run_dir)])
+    monkeypatch.setattr(launch, "GRACE_SECONDS", 1.0)
+    assert begin(RunConfig(gpus=2), "run") == exit_code
+    run = RunDirectory(Path("run"))
+    assert run.status == status
+    assert status != "failed" or run.reason.startswith(reason)
+
+
+def test_a_run_whose_parent_was_killed_cannot_be_resumed_while_it_goes_on(standin, capfd):
+    parent = background(standin, f"seed={SIGNALLED}", "run_dir=run")
+    run_dir = started("run")
+    parent.kill()
+    parent.wait(timeout=120)
+    assert main(["resume=run"]) == 2
+    assert "another process is running in" in capfd.readouterr().err
+    os.kill(seen(run_dir)["pid"], signal.SIGKILL)
+    (run_dir / "resolved.yaml").write_text((run_dir / "resolved.yaml").read_text().replace("seed: 3", "seed: 0"))
+    deadline = time.time() + 10
+    while (code := main(["resume=run"])) == 2 and time.time() < deadline:
+        time.sleep(0.05)
+    assert code == 0

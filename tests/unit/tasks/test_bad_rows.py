@@ -1,0 +1,146 @@
+"""Rows that are none: left out, counted and named; too many of them are an error."""
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+import hub_rows
+from hub_rows import MANY, gsm8k_folder, refusal
+from qerl_lab import tasks
+from qerl_lab.config.task import BigMathConfig, TaskConfig
+
+
+@pytest.mark.parametrize(("row", "said"), [
+    ({"question": "Two?"}, "has no 'answer'; it has ['question']"),
+    ({"question": "Two?", "answer": 2}, "has no text in 'answer', but int"),
+    ({"question": None, "answer": "#### 2"}, "has no 'question'"),
+    ({"question": " ", "answer": "#### 2"}, "has nothing in 'question'"),
+    ({"question": ["Two?"], "answer": "#### 2"}, "has no text in 'question', but list"),
+    *(({"question": "Two?", "answer": answer}, "has no number after `####`")
+      for answer in ("4", "#### four", "####", "#### 1 and 2")),
+    ([1, 2], "is JSON but no object"), (3, "is JSON but no object"), (None, "is JSON but no object"),
+])  # fmt: skip
+def test_a_bad_row_is_left_out_counted_and_named(tmp_path: Path, row: Any, said: str) -> None:
+    cfg = gsm8k_folder(tmp_path, [row])
+    task = tasks.load(cfg)
+    assert (len(task.train), task.data["training_rows_left_out"], task.data["heldout_rows_left_out"]) == (MANY, 1, 0)
+    (warning,) = task.warnings
+    assert f"1 of 201 rows are bad and left out; the first: {tmp_path / 'train.jsonl'}:201 {said}" in warning
+
+
+@pytest.mark.parametrize(("line", "said"), [
+    (b"{not json}", "is not JSON"), (b'{"question": "cut', "is not JSON"),
+    (b'{"question": "\xff\xfe", "answer": "#### 1"}', "is not UTF-8 (invalid start byte at byte 14)"),
+    (b'{"question": "\\ud800", "answer": "#### 1"}', "has half a character (a lone surrogate) in 'question'"),
+    (b"[" * 100_000, "is nested too deeply"), (b'{"question": ' + b"9" * 5000 + b"}", "is not JSON"),
+])  # fmt: skip
+def test_a_line_that_is_no_row_is_left_out_counted_and_named(tmp_path: Path, line: bytes, said: str) -> None:
+    cfg = gsm8k_folder(tmp_path)
+    file = tmp_path / "train.jsonl"
+    file.write_bytes(line + b"\n\n" + file.read_bytes() + b"\n")
+    task = tasks.load(cfg)
+    assert len(task.train) == MANY, "blank lines are no rows"
+    assert f"train.jsonl:1 {said}" in task.warnings[0]
+
+
+def test_parquet_text_that_is_not_utf8_costs_one_row(tmp_path: Path) -> None:
+    cfg = gsm8k_folder(tmp_path)
+    rows = [hub_rows.gsm8k(n) for n in range(MANY)]
+    texts = pyarrow.array([row["question"].encode() for row in rows[:-1]] + [b"\xff"]).view(pyarrow.string())
+    table = pyarrow.table({"question": texts, "answer": [row["answer"] for row in rows]})
+    (tmp_path / "train.jsonl").unlink()
+    pyarrow.parquet.write_table(table, tmp_path / "train.parquet")
+    task = tasks.load(cfg)
+    assert len(task.train) == MANY - 1
+    assert "train.parquet, row 199, is not UTF-8" in task.warnings[0]
+
+
+def test_a_broken_parquet_file_is_named(tmp_path: Path) -> None:
+    cfg = gsm8k_folder(tmp_path)
+    (tmp_path / "train.jsonl").rename(tmp_path / "train.parquet")
+    assert f"{tmp_path / 'train.parquet'} cannot be read as .parquet" in refusal(cfg)
+
+
+def test_a_parquet_file_that_is_broken_amid_its_rows_is_named(tmp_path: Path) -> None:
+    cfg = gsm8k_folder(tmp_path)
+    (tmp_path / "train.jsonl").unlink()
+    file = hub_rows.write_parquet(tmp_path / "train.parquet", [hub_rows.gsm8k(n) for n in range(5000)])
+    content = bytearray(file.read_bytes())
+    content[100 : len(content) // 2] = b"\xff" * (len(content) // 2 - 100)
+    file.write_bytes(bytes(content))
+    assert f"{file} cannot be read as .parquet" in refusal(cfg)
+
+
+def test_a_directory_where_a_file_should_be_is_named(tmp_path: Path) -> None:
+    cfg = gsm8k_folder(tmp_path)
+    (tmp_path / "train.jsonl").unlink()
+    (tmp_path / "train.jsonl").mkdir()
+    assert f"{tmp_path / 'train.jsonl'} cannot be read as .jsonl (" in refusal(cfg)
+
+
+def test_the_mark_that_an_editor_puts_at_the_start_costs_no_row(tmp_path: Path) -> None:
+    cfg = gsm8k_folder(tmp_path)
+    file = tmp_path / "train.jsonl"
+    file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())
+    task = tasks.load(cfg)
+    assert (len(task.train), task.warnings) == (MANY, ())
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_more_than_one_bad_row_in_a_hundred_is_an_error(tmp_path: Path, count: int) -> None:
+    cfg = gsm8k_folder(tmp_path, [{"question": "Two?"}] * count, good=200 - count)
+    if count == 2:
+        assert len(tasks.load(cfg).train) == 198
+        return
+    message = refusal(cfg)
+    assert "3 of 200 rows are bad and left out; the first: " in message
+    assert "train.jsonl:198 has no 'answer'" in message
+    assert "more than 1% is an error. Check task.path, or say which columns to read: task.columns.question=" in message
+
+
+@pytest.mark.parametrize(("name", "change", "said"), [
+    ("math500", {"answer": r"\\frac{1}{2"}, "has braces that do not close in 'answer'"),
+    ("math500", {"answer": "}{"}, "has braces that do not close"),
+    ("math500", {"answer": [1]}, "has no text in 'answer', but list"),
+    ("math500", {"answer": True}, "has no text in 'answer', but bool"),
+    ("math500", {"answer": ""}, "has nothing in 'answer'"),
+    ("math500", {"unique_id": None}, "has no 'unique_id'"),
+    ("math500", {"unique_id": "test/algebra/7.json"}, "has the id 'test/algebra/7.json' of a row before it"),
+    ("aime24", {"answer": "1000"}, "has no whole number from 0 to 999 in 'answer': '1000'"),
+    ("aime25", {"answer": "x"}, "has no whole number from 0 to 999 in 'answer': 'x'"),
+    ("aime25", {"id": "7"}, "has the id '7' of a row before it"),
+    ("amc23", {"answer": float("nan")}, "has no text in 'answer', but float"),
+    ("amc23", {"answer": "seven"}, "has no number in 'answer': 'seven'"),
+    ("dapo_math", {"reward_model": {"style": "rule"}}, "has no 'reward_model.ground_truth'"),
+    ("dapo_math", {"reward_model": "34"}, "has no 'reward_model.ground_truth'"),
+    ("dapo_math", {"prompt": []}, "has no message of a user at the end of 'prompt'"),
+    ("dapo_math", {"prompt": [{"role": "assistant", "content": "?"}]}, "has no message of a user"),
+    ("bigmath", {"solution": None}, "has no 'solution'"),
+])  # fmt: skip
+def test_a_bad_row_of_each_set_is_named(tmp_path: Path, name: str, change: dict[str, Any], said: str) -> None:
+    make, stem, _ = hub_rows.SETS[name]
+    rows = [*map(make, range(MANY)), make(MANY) | change]
+    hub_rows.write_jsonl(tmp_path / f"{stem}.jsonl", rows)
+    task = tasks.benchmark(TaskConfig(name=name, path=str(tmp_path), bigmath=BigMathConfig("all")))
+    (warning,) = task.warnings
+    assert f"{stem}.jsonl:201 {said}" in warning
+    assert task.data["heldout_rows_left_out"] == 1
+
+
+def test_escaped_braces_close_nothing(tmp_path: Path) -> None:
+    file = hub_rows.write_jsonl(
+        tmp_path / "a.jsonl", [hub_rows.math500(1) | {"answer": r"\\left\\{1, \\frac{1}{2}\\right."}]
+    )
+    assert len(tasks.benchmark(TaskConfig(name="math500", path=str(file))).heldout) == 1
+
+
+def test_a_training_question_that_is_held_out_too_is_left_out(tmp_path: Path) -> None:
+    cfg = gsm8k_folder(tmp_path, [hub_rows.gsm8k(1003)])
+    task = tasks.load(cfg)
+    assert len(task.train) == MANY
+    assert "1 of 201 rows are bad and left out; the first: gsm8k-train-200 is held out too" in task.warnings[0]
+    cfg = gsm8k_folder(tmp_path, [hub_rows.gsm8k(n) for n in range(1000, 1010)])
+    assert "10 of 210 rows are bad" in refusal(cfg)
