@@ -1,29 +1,73 @@
-"""The NVFP4 product for few rows against the dequantized weight: on a GPU, and in Triton's interpreter on a CPU.
+"""The NVFP4 product for few rows against the dequantized weight: on a GPU, or on a CPU, where a fiber is a thread.
 
-The interpreter runs no assembly. That of the kernel is read and run here, so that it is tested without a GPU too.
+Between the two stands what tests/helpers/cuda_on_cpu.h says that CUDA does.
 """
 
-import os
-import re
+import ctypes
+import shutil
+import subprocess
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
 from packed_layers import NVFP4
-
-pytest.importorskip("triton")
-
 from qerl_lab.config.rules import FP4_LINEAR_MAX_RANK
-from qerl_lab.rollout.vllm.fp4_linear import MAX_ROWS, linear, unpack_assembly
-from qerl_lab.rollout.vllm.kernels import MAX_RANK
+from qerl_lab.formats.e2m1 import MAGNITUDES
+from qerl_lab.rollout.vllm import fp4_linear
+from qerl_lab.rollout.vllm.fp4_linear import (
+    MAX_RANK,
+    MAX_ROWS,
+    SOURCE,
+    WAYS,
+    Machine,
+    Plan,
+    Shape,
+    Way,
+    counters,
+    linear,
+    plan,
+)
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if INTERPRETED else "cuda"
-pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
-# Rows, K, columns of the parts, rank: tiles that are full, cut and single, one piece of K and several.
-SHAPES = [(1, 16, [17], 1), (5, 320, [160, 40, 40], 7), (8, 2048, [128], 16), (16, 1024, [257, 130], 16),
-          (17, 896, [64, 64], 32), (32, 4096, [64], 64)]  # fmt: skip
+HELPERS = Path(__file__).parents[1] / "helpers"
+ON_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+SMALL = Machine(multiprocessors=3, shared_bytes=128 * 2**10)
+H200 = Machine(multiprocessors=132, shared_bytes=227 * 2**10)
+# Rows, K, columns of the parts, rank: pieces of K one and several, tiles that are a block's only one and several.
+SHAPES = [(1, 512, [64], 2), (5, 1024, [96, 32, 32], 32), (8, 2048, [128], 16), (12, 1536, [64, 64], 30),
+          (16, 4352, [32, 16], 64), (20, 1024, [48], 128)]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> dict[int, ctypes.CDLL]:
+    """The kernel for 8 and for 16 rows as libraries."""
+    if (compiler := shutil.which("c++")) is None:
+        pytest.skip("needs a C++ compiler")
+    found = {}
+    for tiles, way in WAYS.items():
+        out = tmp_path_factory.mktemp("kernel") / f"{tiles}.so"
+        words = ["-std=c++17", "-O1", "-U_FORTIFY_SOURCE", "-shared", "-fPIC", *way.options, f"-I{HELPERS}",
+                 f"-I{SOURCE.parent}", "-o", out, HELPERS / "fp4_linear_on_cpu.cpp"]  # fmt: skip
+        subprocess.run([compiler, *words], check=True)
+        found[tiles] = ctypes.CDLL(str(out))
+    return found
+
+
+@pytest.fixture(autouse=True)
+def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is no GPU, a small one is played."""
+    if ON_GPU:
+        return
+    on_cpu = request.getfixturevalue("on_cpu")
+
+    def launch(way: Way, how: Plan, tensors: list[Tensor | None], shape: Shape) -> None:
+        pointers = (ctypes.c_void_p * len(tensors))(*(None if one is None else one.data_ptr() for one in tensors))
+        on_cpu[way.tiles].launch(how.blocks, how.threads, how.shared_bytes, pointers, ctypes.byref(shape))
+
+    monkeypatch.setattr(fp4_linear, "_launch", launch)
+    monkeypatch.setattr(fp4_linear, "_machine", lambda device: SMALL)
 
 
 def operands(rows: int, columns: int, sizes: list[int], rank: int) -> tuple[dict[str, Tensor], Tensor]:
@@ -40,9 +84,9 @@ def operands(rows: int, columns: int, sizes: list[int], rank: int) -> tuple[dict
     }
     x, A, B, bias = (given[name].double() for name in shapes)
     added = torch.cat([x @ a.t() @ b.t() for a, b in zip(A.split(rank), B.split(sizes), strict=True)], dim=1)
-    exact = x @ NVFP4.dequantize(packed, (N, columns), torch.float64).t() + bias + added
+    exact = x @ NVFP4.dequantize(packed, (N, columns), torch.float64).double().t() + bias + added
     given |= {"codes": packed["weight_packed"], "scale": packed["weight_scale"]}
-    given["divisor"] = packed["weight_global_scale"]
+    given |= {"divisor": packed["weight_global_scale"], "meeting": counters(DEVICE)}
     return {name: tensor.to(DEVICE) for name, tensor in given.items()}, exact
 
 
@@ -55,74 +99,71 @@ def test_it_is_the_product_with_the_dequantized_weight_and_the_adapter(shape: tu
 
 
 def test_no_bias_and_rows_apart() -> None:
-    given, exact = operands(5, 320, [160, 40, 40], 7)
-    wide = torch.randn(5, 400).to(torch.bfloat16).to(DEVICE)
-    wide[:, :320] = given["x"]
-    y = linear(**given | {"x": wide[:, :320], "bias": None}, sizes=[160, 40, 40])
+    given, exact = operands(*SHAPES[1])
+    wide = torch.randn(5, 1104).to(torch.bfloat16).to(DEVICE)
+    wide[:, :1024] = given["x"]
+    y = linear(**given | {"x": wide[:, :1024], "bias": None}, sizes=SHAPES[1][2])
     exact = exact - given["bias"].cpu().double()
     torch.testing.assert_close(y.cpu().double(), exact, rtol=2**-7, atol=2**-6)
 
 
+def test_rows_come_and_go() -> None:
+    """Few and more rows of one layer in turns, as completions end: the blocks meet each time."""
+    given, exact = operands(16, 4352, [32, 16], 64)
+    for rows in (16, 3, 9, 1, 16):
+        y = linear(**given | {"x": given["x"][:rows]}, sizes=[32, 16])
+        torch.testing.assert_close(y.cpu().double(), exact[:rows], rtol=2**-7, atol=2**-6)
+    assert linear(**given | {"x": given["x"][:0]}, sizes=[32, 16]).shape == (0, 48)
+
+
 def test_the_same_inputs_give_the_same_bits() -> None:
-    given, _ = operands(*SHAPES[2])
-    assert torch.equal(linear(**given, sizes=[128]), linear(**given, sizes=[128]))
+    given, _ = operands(*SHAPES[4])
+    first = linear(**given, sizes=SHAPES[4][2])
+    assert all(torch.equal(linear(**given, sizes=SHAPES[4][2]), first) for _ in range(3))
+
+
+def test_every_code_in_every_place_with_every_scale() -> None:
+    """x picks one column of W a row: what comes out is a weight."""
+    K, N = 1024, 128
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randint(0, 256, (N, K // 2), dtype=torch.uint8, generator=generator)
+    scale = (torch.arange(N * K // 16) % 127).to(torch.uint8).view(N, K // 16).view(torch.float8_e4m3fn)
+    nibbles = torch.stack([codes & 15, codes >> 4], dim=-1).view(N, K).long()
+    signed = torch.tensor([*MAGNITUDES, *(-value for value in MAGNITUDES)], dtype=torch.float64)
+    weight = signed[nibbles] * scale.double().repeat_interleave(16, dim=1)
+    given, _ = operands(16, K, [N], 2)
+    given |= {"codes": codes.to(DEVICE), "scale": scale.to(DEVICE), "bias": None, "A": torch.zeros_like(given["A"])}
+    given["divisor"] = torch.ones(1, device=DEVICE)
+    for first in range(0, K, 16):
+        x = torch.zeros(16, K, dtype=torch.bfloat16, device=DEVICE)
+        x[torch.arange(16), first + torch.arange(16)] = 1
+        y = linear(**given | {"x": x}, sizes=[N])
+        assert torch.equal(y.cpu().double(), weight[:, first : first + 16].t())
+        if not ON_GPU and first == 112:
+            break  # of a slice all lanes had their turn
 
 
 def test_a_run_is_refused_the_ranks_that_the_kernel_has_not() -> None:
     assert FP4_LINEAR_MAX_RANK == MAX_RANK
 
 
-def test_more_rows_are_refused() -> None:
-    given, _ = operands(MAX_ROWS + 1, 16, [17], 1)
-    with pytest.raises(ValueError, match=r"33 rows, rank 1; allowed: up to 32 rows, rank 128"):
-        linear(**given, sizes=[17])
+def test_what_it_does_not_take_is_refused() -> None:
+    given, _ = operands(MAX_ROWS + 1, 1024, [16], 2)
+    with pytest.raises(ValueError, match="33 rows"):
+        linear(**given, sizes=[16])
+    assert fp4_linear.takes([3584, 512, 512], 3584, 32)
+    assert not fp4_linear.takes([4864, 4864], 896, 32)  # Qwen2.5-0.5B
 
 
-def test_the_assembly_unpacks_every_code_in_every_place_with_every_scale() -> None:
-    """$16 and $17 hold all 16 codes each, in some order; the scales are E4M3 numbers times 2**119."""
-    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64)
-    scales = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
-    generator = torch.Generator().manual_seed(0)
-    for first, second in zip(scales, scales.flip(0), strict=True):
-        codes = torch.stack([torch.randperm(16, generator=generator) for _ in range(2)])
-        words = [sum(code << 4 * j for j, code in enumerate(block)) for block in codes.tolist()]
-        pair = torch.stack([first, second])
-        found = torch.stack(run(unpack_assembly(), words, (pair * 2.0**119).to(torch.bfloat16)))  # [16, 2]
-        assert torch.equal(found.double(), values[codes].T * pair * 2.0**-7)
-
-
-def run(assembly: str, words: list[int], scales: Tensor) -> list[Tensor]:
-    """The 16 results as pairs of bfloat16, of the instructions that the kernel uses and no others."""
-    registers: dict[str, int] = {"$16": words[0], "$17": words[1]}
-    registers["$18"] = int.from_bytes(scales.view(torch.uint8).numpy().tobytes(), "little")
-    found: dict[str, Tensor] = {}
-
-    def operand(text: str) -> int:
-        return registers[text] if text in registers else int(text, 0)
-
-    for line in assembly.strip("{}\n").splitlines():
-        instruction, *names = re.findall(r"[\w.$]+", line)
-        if instruction == ".reg":
-            continue
-        if instruction == "mov.b64":
-            word = operand(names[2])
-            registers[names[0]], registers[names[1]] = word & 0xFFFFFFFF, word >> 32
-            continue
-        values = [operand(name) for name in names[1:]]
-        if instruction == "mul.rn.bf16x2":
-            found[names[0]] = as_pair(values[0]) * as_pair(values[1])
-        elif instruction == "prmt.b32":
-            both = (values[0] | values[1] << 32).to_bytes(8, "little")
-            registers[names[0]] = int.from_bytes(bytes(both[values[2] >> 4 * i & 7] for i in range(4)), "little")
-        else:
-            registers[names[0]] = BITWISE[instruction](*values) & 0xFFFFFFFF
-    return [found[f"${j}"] for j in range(16)]
-
-
-BITWISE = {
-    "and.b32": int.__and__, "or.b32": int.__or__, "shl.b32": int.__lshift__, "shr.b32": int.__rshift__,
-}  # fmt: skip
-
-
-def as_pair(register: int) -> Tensor:
-    return torch.tensor([register & 0xFFFF, register >> 16], dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
+@pytest.mark.parametrize(("N", "K"), [(4608, 3584), (37888, 3584), (3584, 18944), (55296, 5120), (5120, 27648)])
+def test_a_plan_fits_an_h200(N: int, K: int) -> None:
+    for way in WAYS.values():
+        how = plan(N, K, way, H200)
+        assert how.blocks <= H200.multiprocessors  # blocks wait for each other: all must be there at once
+        assert how.blocks >= 0.95 * H200.multiprocessors
+        assert how.shared_bytes <= H200.shared_bytes
+        assert how.stages >= 4
+        columns = how.warps * 128 * way.units
+        assert how.pieces * columns >= K > (how.pieces - 1) * columns
+        assert how.threads <= way.threads
+        assert how.closers >= 1

@@ -44,7 +44,7 @@ class Arm:
 def times(model: str, rows: list[int], rank: int) -> Iterator[Row]:
     """Yield for each Linear, number of rows and arm the microseconds of a call, and the weights' terabytes a second.
 
-    The arms `adapter_*` are the adapter's products alone, `fp4_linear` is both in one.
+    The arms `adapter_*` are the adapter's products alone, `fp4_linear` is both in one, where it takes the Linear.
     """
     for layer, (sizes, columns) in fused_linears(model).items():
         every = arms(sizes, columns, rank)
@@ -78,7 +78,9 @@ def arms(sizes: list[int], columns: int, rank: int) -> dict[str, Arm]:
         for name in backends.KERNELS["nvfp4"]
     }
     found |= {f"adapter_{name}": Arm(partial(beside, route, A, B, sizes), of_adapter) for name, route in ROUTES.items()}
-    return found | {"fp4_linear": Arm(partial(own, packed, A, B, sizes), size + of_adapter, fp4_linear.MAX_ROWS)}
+    if fp4_linear.takes(sizes, columns, rank) and torch.cuda.get_device_capability() >= fp4_linear.LEAST_CAPABILITY:
+        found["fp4_linear"] = Arm(partial(own, packed, A, B, sizes), size + of_adapter, fp4_linear.MAX_ROWS)
+    return found
 
 
 # y, x, A, B, sizes: the adapter's product added to y in place, by each of the routes of `rollout.vllm.product`.
@@ -98,4 +100,5 @@ def beside(route: Callable[..., None], A: Tensor, B: Tensor, sizes: list[int]) -
 def own(packed: Mapping[str, Tensor], A: Tensor, B: Tensor, sizes: list[int]) -> Call:
     """A call of the lab's product on copies of the weights."""
     codes, scale, divisor, A, B = (tensor.clone() for tensor in (*packed.values(), A, B))
-    return lambda x: fp4_linear.linear(x, codes, scale, divisor, A, B, sizes)
+    meeting = fp4_linear.counters(codes.device)
+    return lambda x: fp4_linear.linear(x, codes, scale, divisor, A, B, sizes, meeting)

@@ -1,226 +1,187 @@
-"""An NVFP4 product for few rows, with the adapter's in the same two launches. Importing this module imports triton.
+"""An NVFP4 product for few rows, with the adapter's, in one launch of the kernel in fp4_linear.cu.
 
     y = x W^T + bias + (x A^T) B^T,   W = E2M1 value * block scale / divisor, in the trainer's own row-major layout
 
-At a few rows the product takes as long as the weights take to move, if unpacking keeps up: per weight a multiprocessor
-of an H200 then has four issue slots. The first launch cuts N and K into tiles; a thread holds whole blocks of
-16 weights as 64-bit words, whose bytes need no exchange between threads: a word and its neighbour become 16 registers
-of two weights, by shifts and masks, times the two block scales. Nibble j of all blocks times column j of all blocks of
-x is one product on the tensor cores. Programs beside these compute the pieces of x A^T. The second launch adds up the
-pieces of K, the bias and the adapter's product, and rounds once.
+At a few rows the product should take as long as the weights take to move. The kernel is CUDA C++, which NVRTC compiles
+once a process: Triton has no word for a block whose warps keep their columns of x in registers while the copy engine
+streams rows of weights past them, and what came nearest there was no faster than a product without that (LOG.md).
 
 Nothing here repacks a weight: one copy of the base could serve engine and trainer. For that is still needed
-- speed: on an H200 it moves 0.8 TB/s of weights at 8 rows and 0.4 at 32, half of Humming (docs/speed.md);
 - a product for more rows on the same layout (a batch above 32, prefill): the trainer's own, dequantize and cuBLAS, from
-  some hundreds of rows on; in between this kernel with more columns of x a tile;
+  some hundreds of rows on; in between this kernel, 16 rows at a time;
 - vLLM's layer pointed at the trainer's tensors in place of loading its own: q/k/v and gate/up lie in one tensor there,
   so the trainer's layers would become slices of it (rows of a row-major tensor are contiguous; blocks never cross
   rows), and their divisors are one already (`Nvfp4.together`);
 - the same for MXFP4 (a 32-block is two words, its scale a shift) and for layers without an adapter.
 """
 
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from qerl_lab.formats.kernels import from_e2m1
-from qerl_lab.rollout.vllm.kernels import (
-    BLOCK_K,
-    BLOCK_N,
-    BLOCK_R,
-    MAX_RANK,
-    PROGRAMS,
-    WIDEN,
-    expand_tile,
-    place,
-    product,
-    shrink_tile,
-    tiles_of,
-)
-
+SOURCE = Path(__file__).with_suffix(".cu")
 MAX_ROWS = 32
-# Not tuned yet. Rows of x a tile -> columns of y a tile, warps. As Triton 3.6 compiles them for sm_90 they take 3.8,
-# 4.4 and 5.2 issue slots a weight, 2.0, 2.3 and 2.1 of them in the integer pipe; at 4.3 TB/s, all that an H200 moves, a
-# weight has 3.9 and 1.9. Larger tiles take the weights through shared memory.
-_TILES = {8: (32, 2), 16: (32, 2), 32: (64, 4)}
-_BLOCKS = 16  # blocks of K a step: 256 weights of a row
-_WAVES = 4  # programs a multiprocessor, by pieces of K where N has too few tiles
-# A block scale times 2**119 is a bfloat16; times the unpacked value, which is 2**-126 too small, 2**-7 remain.
-_2_TO_119, _2_TO_120 = tl.constexpr(2.0**119), tl.constexpr(2.0**120)
+MAX_RANK = 128
+LEAST_CAPABILITY = (9, 0)  # whose copy engine fills shared memory
+_ROWS = 16  # of x a launch
+_WHOLE = 256  # what K is a multiple of: scales of so many columns are the least that the copy engine takes
+_TILE = 16  # rows of W a stage
+_MOST_STAGES = 12
+_TURNS = 4  # as in fp4_linear.cu
+
+TAKEN = f"up to 3 parts in multiples of {_TILE}, columns in multiples of {_WHOLE}, an even rank up to {MAX_RANK}"
 
 
-def unpack_assembly() -> str:
-    """PTX that makes of two blocks, $16 and $17, and their scales, $18, the 16 pairs of weights $0 to $15."""
-    lines = [".reg .b32 a<2>, b<2>, h<4>, t, u;", "mov.b64 {a0, a1}, $16;", "mov.b64 {b0, b1}, $17;"]
-    for i in range(4):  # four nibbles of the first block below those of the second
-        lines.append(f"prmt.b32 h{i}, a{i // 2}, b{i // 2}, {('0x5410', '0x7632')[i % 2]};")
-    for j in range(16):
-        half, nibble = f"h{j // 4}", j % 4
-        shift = 6 - 4 * nibble  # eem to the lowest bits of the exponent and the highest of the mantissa; s to the top
-        lines += [
-            f"{'shl' if shift > 0 else 'shr'}.b32 t, {half}, {abs(shift)};", "and.b32 t, t, 0x01C001C0;",
-            f"shl.b32 u, {half}, {12 - 4 * nibble};", "and.b32 u, u, 0x80008000;", "or.b32 t, t, u;",
-            f"mul.rn.bf16x2 ${j}, t, $18;",
-        ]  # fmt: skip
-    return "\n".join(["{", *lines, "}"])
+class Shape(ctypes.Structure):
+    """The struct of this name in fp4_linear.cu."""
+
+    _fields_ = [
+        (name, ctypes.c_int)
+        for name in ("M", "N", "K", "x_stride", "R", "rank", "part_1", "part_2", "pieces", "stages", "warps",
+                     "code_row", "scale_row")
+    ]  # fmt: skip
 
 
-_ASSEMBLY = tl.constexpr(unpack_assembly())
-_REGISTERS = tl.constexpr("=r," * 16 + "l,l,r")
+@dataclass(frozen=True)
+class Machine:
+    """Multiprocessors of a GPU, and bytes of shared memory that a block may have on one."""
+
+    multiprocessors: int
+    shared_bytes: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a launch cuts a weight [N, K]: `teams` of blocks share its rows, the `pieces` blocks of a team its columns.
+
+    Of a block's warps `warps` multiply, one copies, and `closers` add up.
+    """
+
+    teams: int
+    pieces: int
+    warps: int
+    closers: int
+    stages: int
+    code_row: int
+    scale_row: int
+    shared_bytes: int
+
+    @property
+    def blocks(self) -> int:
+        return self.teams * self.pieces
+
+    @property
+    def threads(self) -> int:
+        return 32 * (self.warps + 1 + self.closers)
+
+
+@dataclass(frozen=True)
+class Way:
+    """What the kernel is compiled for: tiles of 8 rows of x, units of 128 columns that a warp owns, threads at most."""
+
+    tiles: int
+    units: int
+    threads: int
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        return f"-DNT={self.tiles}", f"-DUNITS={self.units}", f"-DTHREADS={self.threads}"
+
+
+# Registers decide: a quarter of a multiprocessor has 16,384, for five warps 96 a thread, for four 128.
+WAYS = {1: Way(1, units=2, threads=608), 2: Way(2, units=2, threads=512)}
+
+
+def takes(sizes: Sequence[int], columns: int, rank: int) -> bool:
+    """Whether `linear` takes a weight with parts of these sizes and K `columns`, and an adapter of this rank."""
+    whole = columns % _WHOLE == 0 and all(size % _TILE == 0 for size in sizes)
+    return whole and len(sizes) <= 3 and rank % 2 == 0 and rank <= MAX_RANK
+
+
+def counters(device: torch.device) -> Tensor:
+    """What the blocks of a layer's launches meet by: int64 zeros, of this layer alone, written by `linear` only.
+
+    Launches that share a row of it must have as many blocks, and as many closers in each: one row a way.
+    """
+    return torch.zeros(len(WAYS), 1 + _machine(device).multiprocessors, dtype=torch.int64, device=device)
 
 
 def linear(
-    x: Tensor, codes: Tensor, scale: Tensor, divisor: Tensor, A: Tensor, B: Tensor, sizes: list[int],
+    x: Tensor, codes: Tensor, scale: Tensor, divisor: Tensor, A: Tensor, B: Tensor, sizes: list[int], meeting: Tensor,
     bias: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return y `[M, N]` in the dtype of x, bfloat16, for at most `MAX_ROWS` rows.
+    """Return y `[M, N]` in bfloat16 for at most `MAX_ROWS` rows.
 
     Args:
-        x: `[M, K]`, K divisible by 16, rows aligned to 16 bytes; its columns lie side by side.
+        x: bfloat16 `[M, K]`, rows aligned to 16 bytes; its columns lie side by side.
         codes: uint8 `[N, K/2]`, low nibble = even column, contiguous.
-        scale: float8_e4m3fn `[N, K/16]`, contiguous.
+        scale: float8_e4m3fn `[N, K/16]`, contiguous; positive, as every quantizer writes them.
         divisor: float32 `[1]`, the global scale as it is stored.
-        A, B, sizes: as in `product.add_adapter`.
-        bias: `[N]`.
+        A, B, sizes: as in `product.add_adapter`, in bfloat16.
+        meeting: the layer's `counters`.
+        bias: bfloat16 `[N]`.
 
-    Raises ValueError for more rows, or a higher rank than `kernels.MAX_RANK`.
+    Raises ValueError for more rows, or where `takes` says no.
     """
-    (rows, columns), N, R, rank = x.shape, codes.shape[0], A.shape[0], B.shape[1]
-    if rows > MAX_ROWS or rank > MAX_RANK:
-        raise ValueError(f"{rows} rows, rank {rank}; allowed: up to {MAX_ROWS} rows, rank {MAX_RANK}")
-    block_m = max(8, triton.next_power_of_2(rows))
-    block_n, warps = _TILES[block_m]
-    tiles, blocks, wanted = triton.cdiv(N, block_n), columns // 16, PROGRAMS * _WAVES
-    chunk, splits = _pieces(blocks, _BLOCKS, wanted // tiles)
-    chunk_a, splits_a = _pieces(columns, BLOCK_K, PROGRAMS // triton.cdiv(R, BLOCK_R))
-    sums = torch.empty(splits, rows, N, dtype=torch.float32, device=x.device)
-    inner = torch.empty(splits_a, rows, R, dtype=torch.float32, device=x.device)
-    of_adapter = splits_a * triton.cdiv(R, BLOCK_R)
-    _products[(of_adapter + tiles * splits,)](
-        x, codes.view(torch.int64), scale.view(torch.uint8), A, sums, inner, rows, N, R, blocks, tiles, chunk, chunk_a,
-        splits_a, of_adapter, x.stride(0), BLOCK_M=block_m, BLOCK_N=block_n, BLOCKS=_BLOCKS,
-        WHOLE=blocks % _BLOCKS == 0, BLOCK_R=BLOCK_R, BLOCK_K=BLOCK_K, num_warps=warps, num_stages=4,
-    )  # fmt: skip
-    y = torch.empty(rows, N, dtype=x.dtype, device=x.device)
-    tiles, parts = tiles_of(sizes)
-    _finish[(tiles,)](
-        y, sums, inner, B, divisor, bias, rows, N, splits, splits_a, PARTS=parts, RANK=rank, BLOCK_M=block_m,
-        BLOCK_R=max(16, triton.next_power_of_2(rank)), BLOCK_N=BLOCK_N, num_warps=4,
-    )  # fmt: skip
+    (rows, columns), (N, rank) = x.shape, B.shape
+    if rows > MAX_ROWS or not takes(sizes, columns, rank):
+        what = f"{rows} rows of x, parts {sizes} x {columns}, rank {rank}"
+        raise ValueError(f"{what}; allowed: up to {MAX_ROWS} rows, {TAKEN}")
+    y = torch.empty(rows, N, dtype=torch.bfloat16, device=x.device)
+    for some, out in zip(x.split(_ROWS), y.split(_ROWS), strict=True) if rows else ():
+        way = WAYS[-(-len(some) // 8)]
+        how = plan(N, columns, way, _machine(x.device))
+        slices = -(-columns // (128 * way.units))
+        inner = torch.empty(-(-len(A) // _TILE) * slices * way.tiles * 128, device=x.device)
+        partial = torch.empty(N * how.pieces * way.tiles * 8 if how.pieces > 1 else 0, device=x.device)
+        ends = [sum(sizes[:part]) if len(sizes) > part else N for part in (1, 2)]
+        shape = Shape(len(some), N, columns, some.stride(0), len(A), rank, *ends, how.pieces, how.stages, how.warps,
+                      how.code_row, how.scale_row)  # fmt: skip
+        _launch(way, how, [some, codes, scale, divisor, A, B, bias, out, inner, partial, meeting[way.tiles - 1]], shape)
     return y
 
 
-def _pieces(length: int, step: int, wanted: int) -> tuple[int, int]:
-    """Cut `length` into about `wanted` equal pieces of whole steps: the size of one, and how many there are."""
-    size = triton.cdiv(triton.cdiv(length, max(1, wanted)), step) * step
-    return size, triton.cdiv(length, size)
+def plan(N: int, columns: int, way: Way, machine: Machine) -> Plan:
+    """Cut a weight [N, K] into pieces that the warps of a block can own, with a ring as large as memory allows.
 
-
-@triton.jit(do_not_specialize=["rows", "splits_a", "of_adapter"])
-def _products(
-    x, codes, scale, A, sums, inner, rows, N, R, blocks, tiles, chunk, chunk_a, splits_a, of_adapter, x_stride,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCKS: tl.constexpr, WHOLE: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """The first programs: a piece of x A^T each. The others: a piece of x W^T, in float32 and times 2**-7 * divisor."""
-    program = tl.program_id(0)
-    if program < of_adapter:
-        split, tile = program % splits_a, program // splits_a
-        shrink_tile(x, A, inner, split, tile, 0, rows, R, blocks * 16, chunk_a, x_stride, BLOCK_M, BLOCK_R, BLOCK_K)
-    else:
-        split, tile = (program - of_adapter) // tiles, (program - of_adapter) % tiles
-        n, m = tile * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_M)
-        end = tl.minimum(blocks, (split + 1) * chunk)
-        # The last row stands in for those beyond it, whose products are not stored: a mask costs a tenth of the loop.
-        of_w = tl.minimum(n, N - 1).to(tl.int64)[:, None] * blocks
-        total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-        for first in range(split * chunk, end, BLOCKS):
-            g = first + tl.arange(0, BLOCKS)
-            at = of_w + g[None, :]
-            if WHOLE:
-                weights = _unpack(tl.load(codes + at), tl.load(scale + at))
-            else:
-                inside = g[None, :] < end
-                weights = _unpack(tl.load(codes + at, mask=inside, other=0), tl.load(scale + at, mask=inside, other=0))
-            of_blocks = 16 * g[None, :, None] + tl.arange(0, 16)[None, None, :]
-            wanted = (m[:, None, None] < rows) & (g[None, :, None] < end)
-            columns = _by_position(tl.load(x + m[:, None, None] * x_stride + of_blocks, mask=wanted, other=0.0))
-            for j in tl.static_range(16):
-                total = product(weights[j], columns[j].T, total)
-        out = sums + (split * rows + m[None, :]) * N + n[:, None]
-        tl.store(out, total, mask=(m[None, :] < rows) & (n[:, None] < N))
-
-
-@triton.jit
-def _unpack(words, scale):
-    """Nibble j of blocks [BLOCK_N, BLOCKS], times scale times 2**-7, exact in bfloat16, for j = 0 to 15.
-
-    Scales are positive, as every quantizer writes them; a NaN would count as 480.
+    Where a row is cut, it is padded in shared memory: what neighbouring lanes read then never meets in a bank.
     """
-    exponent_and_mantissa = (scale.to(tl.int32) << 20).to(tl.float32, bitcast=True)  # times 2**-120
-    scale = (exponent_and_mantissa * _2_TO_120 * _2_TO_119).to(tl.bfloat16)
-    if WIDEN:
-        return (
-            _nibble(words, scale, 0), _nibble(words, scale, 1), _nibble(words, scale, 2), _nibble(words, scale, 3),
-            _nibble(words, scale, 4), _nibble(words, scale, 5), _nibble(words, scale, 6), _nibble(words, scale, 7),
-            _nibble(words, scale, 8), _nibble(words, scale, 9), _nibble(words, scale, 10), _nibble(words, scale, 11),
-            _nibble(words, scale, 12), _nibble(words, scale, 13), _nibble(words, scale, 14), _nibble(words, scale, 15),
-        )  # fmt: skip
-    else:
-        return tl.inline_asm_elementwise(
-            _ASSEMBLY, _REGISTERS, [words, scale], dtype=(tl.bfloat16,) * 16, is_pure=True, pack=2
-        )
+    most, slice_ = way.threads // 32 - 2, 128 * way.units
+    pieces = -(-columns // (most * slice_))
+    warps = -(-columns // (pieces * slice_))
+    warps += warps * slice_ % _WHOLE // 128
+    teams = min(machine.multiprocessors // pieces, N // _TILE)
+    code_row, scale_row = (
+        (columns if pieces == 1 else warps * slice_) // 2,
+        (columns if pieces == 1 else warps * slice_) // 16,
+    )
+    if pieces > 1:
+        code_row, scale_row = code_row + (64 - code_row) % 128, scale_row + (16 - scale_row) % 32
+    rest = _TURNS * warps * way.tiles * 512 + (2 * _MOST_STAGES + 2 * _TURNS) * 8
+    rest += way.tiles * 8 * (3 * MAX_RANK + 8) * 2
+    stages = min(_MOST_STAGES, (machine.shared_bytes - rest) // (_TILE * (code_row + scale_row)))
+    closers = min(4, way.threads // 32 - 1 - warps)
+    return Plan(
+        teams, pieces, warps, closers, stages, code_row, scale_row, stages * _TILE * (code_row + scale_row) + rest
+    )
 
 
-@triton.jit
-def _nibble(words, scale, j):
-    """What the assembly gives, for the interpreter, which runs none."""
-    value = from_e2m1(((words >> (4 * j)) & 15).to(tl.int32)) * 1.1754943508222875e-38  # 2**-126
-    return (value * scale.to(tl.float32)).to(tl.bfloat16)
+@cache
+def _machine(device: torch.device) -> Machine:
+    from qerl_lab.rollout.vllm import nvrtc  # needs cuda.bindings
+
+    number = torch.cuda.current_device() if device.index is None else device.index
+    return Machine(torch.cuda.get_device_properties(number).multi_processor_count, nvrtc.shared_bytes(number))
 
 
-@triton.jit
-def _by_position(x):
-    """Element j of all blocks of x[M, BLOCKS, 16], for j = 0 to 15."""
-    even, odd = _halves(x, 8)
-    x_0, x_2 = _halves(even, 4)
-    x_1, x_3 = _halves(odd, 4)
-    x_0, x_4 = _halves(x_0, 2)
-    x_1, x_5 = _halves(x_1, 2)
-    x_2, x_6 = _halves(x_2, 2)
-    x_3, x_7 = _halves(x_3, 2)
-    x_0, x_8 = tl.split(x_0)
-    x_1, x_9 = tl.split(x_1)
-    x_2, x_10 = tl.split(x_2)
-    x_3, x_11 = tl.split(x_3)
-    x_4, x_12 = tl.split(x_4)
-    x_5, x_13 = tl.split(x_5)
-    x_6, x_14 = tl.split(x_6)
-    x_7, x_15 = tl.split(x_7)
-    return x_0, x_1, x_2, x_3, x_4, x_5, x_6, x_7, x_8, x_9, x_10, x_11, x_12, x_13, x_14, x_15
+def _launch(way: Way, how: Plan, tensors: Sequence[Tensor | None], shape: Shape) -> None:
+    """Start the kernel on the current stream, which a CUDA graph may be capturing."""
+    from qerl_lab.rollout.vllm import nvrtc  # needs cuda.bindings
 
-
-@triton.jit
-def _halves(x, HALF: tl.constexpr):
-    """The even and the odd of the last axis."""
-    return tl.split(tl.reshape(x, (x.shape[0], x.shape[1], HALF, 2)))
-
-
-@triton.jit(do_not_specialize=["rows", "splits", "splits_a"])
-def _finish(
-    y, sums, inner, B, divisor, bias, rows, N, splits, splits_a,
-    PARTS: tl.constexpr, RANK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Program (tile of one part's columns): add up both products' pieces, the bias, and round."""
-    part, first, end = place(tl.program_id(0), PARTS, BLOCK_N)
-    n, m = first + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_M)
-    inside = (m[:, None] < rows) & (n[None, :] < end)
-    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for s in range(splits):
-        total += tl.load(sums + (s * rows + m[:, None]) * N + n[None, :], mask=inside, other=0.0)
-    total *= 128 / tl.load(divisor)
-    if bias is not None:
-        total += tl.load(bias + n, mask=n < end, other=0.0).to(tl.float32)[None, :]
-    total = expand_tile(total, inner, B, m, n, part, end, rows, splits_a, len(PARTS), RANK, BLOCK_R)
-    tl.store(y + m[:, None] * N + n[None, :], total.to(y.dtype.element_ty), mask=inside)
+    function = nvrtc.function(SOURCE, "fp4_linear", way.options, torch.cuda.current_device())
+    nvrtc.launch(function, how.blocks, how.threads, how.shared_bytes, [*tensors, shape])

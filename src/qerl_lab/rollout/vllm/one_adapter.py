@@ -31,10 +31,12 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 
 from qerl_lab.config.option import ConfigError
 from qerl_lab.model.files import read_json
+from qerl_lab.rollout.vllm import fp4_linear
 from qerl_lab.rollout.vllm.product import add_adapter
 
 NAME = "one-adapter"
-STORED = ("fp4_codes", "fp4_scale", "fp4_divisor")  # buffers: the weight as it was stored
+# Buffers: the weight as it was stored, and what the kernel's blocks meet by.
+STORED = ("fp4_codes", "fp4_scale", "fp4_divisor", "fp4_meeting")
 _OWN_KEY = "one_adapter"  # of quantization_config: rank and targets, and through it part of the key of compiled graphs
 
 
@@ -192,17 +194,30 @@ class OneAdapterMethod(LinearMethodBase):
     def process_weights_after_loading(self, layer: LinearBase) -> None:
         """Have the base lay out its weights, of which `fp4_linear` keeps what was stored."""
         if self.fp4_linear:
+            self._check_fp4_linear(layer)
             divisor = layer.weight_global_scale.data
-            if len(divisor.unique()) > 1:  # vLLM would take the largest for all, without a word that stops
-                raise ConfigError(
-                    f"{self.parts[0]} and its neighbours have different global scales, and one product needs one. "
-                    "Type rollout.vllm.fp4_linear=false, or quantize with python -m qerl_lab.quantize."
-                )
-            stored = layer.weight_packed.data, layer.weight_scale.data, divisor[:1].clone()
+            meeting = fp4_linear.counters(divisor.device)
+            stored = layer.weight_packed.data, layer.weight_scale.data, divisor[:1].clone(), meeting
             for name, tensor in zip(STORED, stored, strict=True):
                 layer.register_buffer(name, tensor, persistent=False)
             _BY_WEIGHT[layer.fp4_codes.data_ptr()] = layer
         self.base.process_weights_after_loading(layer)
+
+    def _check_fp4_linear(self, layer: LinearBase) -> None:
+        """Raise ConfigError for a GPU or a layer that the kernel does not take."""
+        columns = layer.adapter_A.shape[1]
+        capability = torch.cuda.get_device_capability()
+        if capability < fp4_linear.LEAST_CAPABILITY:
+            why = f"needs a GPU of compute capability 9.0 or more (H100, H200, B200), and this one has {capability}"
+        elif not fp4_linear.takes(self.sizes, columns, self.rank):
+            why = f"does not take {self.parts[0]}, {self.sizes} x {columns} at rank {self.rank}: {fp4_linear.TAKEN}"
+        elif (
+            len(layer.weight_global_scale.unique()) > 1
+        ):  # vLLM would take the largest for all, without a word that stops
+            why = f"needs one global scale for {self.parts[0]} and its neighbours, as python -m qerl_lab.quantize gives"
+        else:
+            return
+        raise ConfigError(f"rollout.vllm.fp4_linear=true {why}. Type rollout.vllm.fp4_linear=false.")
 
     def apply(self, layer: LinearBase, x: Tensor, bias: Tensor | None = None) -> Tensor:
         rows, columns = x.view(-1, x.shape[-1]), sum(self.sizes)
@@ -214,12 +229,10 @@ class OneAdapterMethod(LinearMethodBase):
 
     def routed(self, layer: LinearBase, x: Tensor, bias: Tensor | None) -> Tensor:
         """x[M, K] W^T + bias and the adapter: few rows by `fp4_linear`, others by the base and `add_adapter`."""
-        from qerl_lab.rollout.vllm import fp4_linear  # needs triton
-
         A, B = layer.adapter_A, layer.adapter_B
         if len(x) <= fp4_linear.MAX_ROWS:
-            codes, scale, divisor = (getattr(layer, name) for name in STORED)
-            return fp4_linear.linear(x, codes, scale, divisor, A, B, self.sizes, bias)
+            codes, scale, divisor, meeting = (getattr(layer, name) for name in STORED)
+            return fp4_linear.linear(x, codes, scale, divisor, A, B, self.sizes, meeting, bias)
         y = self.base.apply(layer, x, bias)
         add_adapter(y, x, A, B, self.sizes)
         return y

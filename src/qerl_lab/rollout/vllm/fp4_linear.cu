@@ -1,0 +1,359 @@
+// y[M, N] = x W^T + bias + (x A^T) B^T for few rows, in one launch. W is NVFP4 in the trainer's own row-major layout.
+// fp4_linear.py compiles it, with NT = tiles of 8 rows of x, UNITS and THREADS, and has the why of it.
+//
+// A multiprocessor holds one block. The first of its warps multiply: each owns SLICE columns of x, in registers from first
+// to last, and of every 16 rows of W it takes those columns. One thread, the carrier, has the copy engine bring the rows into
+// a ring in shared memory. The last warps, the closers, compute their share of x A^T meanwhile; then they add up what the
+// warps have of a tile, where K is cut into pieces what the blocks have, bias and adapter, round once, and store y.
+//
+// A lane (g, t) = (lane / 4, lane % 4) of a warp reads 16 bytes, 32 weights, of the rows g and g + 8. Which weights meet in
+// one mma is free as long as x has the same order, so words are unpacked as they lie: the mma numbers 2c and 2c + 1 take
+// the nibbles {0, 4, 1, 5} and {2, 6, 3, 7} of the c-th 32-bit word of each lane. They are in float16, whose upper byte is
+// an E2M1 number but for shifts, and hold every bit of weight, scale and x.
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef unsigned short u16;
+typedef unsigned char u8;
+
+#ifdef __CUDACC__
+#include "hopper.cuh"
+#else
+#include "cuda_on_cpu.h"
+#endif
+
+constexpr int UNIT = 128, SLICE = UNITS * UNIT;  // columns of x that a warp reads at once, and that it owns
+constexpr int TILE = 16;                         // rows of W of a stage
+constexpr int SUMS = NT * 128;                   // sums of a tile: 4 by lane and tile of x's rows
+constexpr int TURNS = 4;                         // tiles whose sums may wait for a closer
+
+struct Shape {
+  int M, N, K, x_stride, R, rank;
+  int part_1, part_2;         // first columns of y of the second and third part, N where there are none
+  int pieces, stages, warps;  // of K; of the ring; that multiply
+  int code_row, scale_row;    // bytes from row to row in shared memory
+};
+
+// The nibbles i and i + 4 of a word, times the scale. E2M1 with its sign at the top of a byte and eem in its bits 3 to 1 is
+// the upper byte of a float16 that is 2^-14 times too small.
+__device__ void unpack(u32 word, u32 scale, u32 (&w)[4]) {
+  const u32 odd = (word & 0x80808080u) | (word >> 3 & 0x0E0E0E0Eu), even = (word << 4 & 0x80808080u) | (word << 1 & 0x0E0E0E0Eu);
+  w[0] = times(__byte_perm(even, 0, 0x2404), scale), w[1] = times(__byte_perm(odd, 0, 0x2404), scale);
+  w[2] = times(even & 0xFF00FF00u, scale), w[3] = times(odd & 0xFF00FF00u, scale);
+}
+
+// An E4M3 number >= 0 in both halves, times 2^7: its bits as float16 are 2^-8 of it. With the above 2^-7 remain, exactly.
+__device__ u32 scale_pair(u32 byte) { return times(byte * 0x00800080u, 0x78007800u); }
+
+// 8 numbers in the order of the nibbles of a word.
+__device__ void ordered(uint4 v, u32 (&w)[4]) {
+  w[0] = __byte_perm(v.x, v.z, 0x5410), w[1] = __byte_perm(v.x, v.z, 0x7632);
+  w[2] = __byte_perm(v.y, v.w, 0x5410), w[3] = __byte_perm(v.y, v.w, 0x7632);
+}
+
+// Begin to copy the rows n to n + 15 of a piece into a stage, by one thread. A piece that is all of K lies in one stretch.
+__device__ void fill(u32 to, u32 barrier, const u8* codes, const u8* scale, const Shape& s, long long n, int column, int columns) {
+  const bool whole = s.pieces == 1;
+  const u32 bytes = whole ? TILE * columns / 2 : columns / 2;
+  codes += n * (s.K / 2) + column / 2, scale += n * (s.K / 16) + column / 16;
+  arrive_expecting(barrier, columns * 9);
+  for (int row = 0; row < (whole ? 1 : TILE); row++) {
+    copy(to + row * s.code_row, codes, bytes, barrier);
+    copy(to + TILE * s.code_row + row * s.scale_row, scale, bytes / 8, barrier);
+    codes += s.K / 2, scale += s.K / 16;
+  }
+}
+
+// The columns of x of one unit, zero beyond its rows and columns.
+__device__ void load_x(const u16* x, const Shape& s, int column, u32 (&out)[NT][4][4]) {
+  const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+#pragma unroll
+  for (int tile = 0; tile < NT; tile++)
+#pragma unroll
+    for (int c = 0; c < 4; c++) {
+      const int m = tile * 8 + g, k = column + t * 32 + c * 8;
+      uint4 v = make_uint4(0, 0, 0, 0);
+      if (m < s.M && k < s.K) v = *(const uint4*)(x + (long long)m * s.x_stride + k);
+      ordered(v, out[tile][c]);
+    }
+}
+
+__device__ float widened(u32 number) { return __uint_as_float(number << 16); }
+
+// Turn the columns of x that a warp owns to float16, each row times the power of two that brings its largest below 2^15:
+// what is 2^-28 of that or more keeps every bit. `back` undoes it in the sums of the rows 2t and 2t + 1.
+__device__ void narrow(u32 (&own)[UNITS][NT][4][4], float (&back)[NT][2]) {
+#pragma unroll
+  for (int tile = 0; tile < NT; tile++) {
+    u32 largest = 0;
+#pragma unroll
+    for (int i = 0; i < UNITS * 16; i++) {
+      const u32 two = own[i / 16][tile][i / 4 % 4][i % 4];
+      largest = max(largest, max(two & 0x7FFFu, two >> 16 & 0x7FFFu));
+    }
+    for (int lanes = 1; lanes < 4; lanes *= 2) largest = max(largest, __shfl_xor_sync(~0u, largest, lanes));
+    const u32 power = min(268u - (largest >> 7), 253u);
+    const float by = __uint_as_float(power << 23), undo = __uint_as_float(254u - power << 23);
+#pragma unroll
+    for (int i = 0; i < UNITS * 16; i++) {
+      u32& two = own[i / 16][tile][i / 4 % 4][i % 4];
+      two = halves(widened(two & 0xFFFF) * by, widened(two >> 16) * by);
+    }
+    back[tile][0] = of_lane(undo, threadIdx.x % 4 * 8), back[tile][1] = of_lane(undo, threadIdx.x % 4 * 8 + 4);
+  }
+}
+
+// x A^T of 16 rows of A over one slice of K.
+__device__ void shrink(const u16* x, const u16* A, float* inner, const Shape& s, int job, int slices) {
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, first = job / slices * TILE, slice = job % slices;
+  float sum[NT][4] = {};
+#pragma unroll 1
+  for (int unit = 0; unit < UNITS; unit++) {
+    const int column = slice * SLICE + unit * UNIT;
+    const u16* low = A + (long long)min(first + g, s.R - 1) * s.K + column + t * 32;
+    const u16* high = A + (long long)min(first + g + 8, s.R - 1) * s.K + column + t * 32;
+    uint4 a[4], b[4];
+#pragma unroll
+    for (int c = 0; c < 4; c++) a[c] = *(const uint4*)(low + c * 8), b[c] = *(const uint4*)(high + c * 8);
+    u32 own[NT][4][4];
+    load_x(x, s, column, own);
+#pragma unroll
+    for (int c = 0; c < 4; c++) {
+      u32 v[4], w[4];
+      ordered(a[c], v), ordered(b[c], w);
+#pragma unroll
+      for (int tile = 0; tile < NT; tile++) {
+        mma(sum[tile], v[0], w[0], v[1], w[1], own[tile][c][0], own[tile][c][1]);
+        mma(sum[tile], v[2], w[2], v[3], w[3], own[tile][c][2], own[tile][c][3]);
+      }
+    }
+  }
+#pragma unroll
+  for (int tile = 0; tile < NT; tile++)
+    *(float4*)(inner + job * SUMS + tile * 128 + lane * 4) = make_float4(sum[tile][0], sum[tile][1], sum[tile][2], sum[tile][3]);
+}
+
+// Counters only grow, each launch by one a block: no launch has to leave zeros for the next.
+__device__ u64 joined(u64* counter, u32 blocks) {  // what the counter will be when all have arrived
+  __threadfence();
+  const u64 before = atomicAdd(counter, 1ull);
+  return (before / blocks + 1) * blocks;
+}
+
+__device__ void await(const u64* counter, u64 all) {
+  while (acquired(counter) < all) pause();
+}
+
+// t = x A^T in bfloat16, [8 NT, R] with `stride`: the slices' sums, by the closers.
+__device__ void sum_slices(const float* inner, u16* t, const Shape& s, int stride, int slices, int thread, int threads) {
+  for (int v = thread; v < (s.R + TILE - 1) / TILE * SUMS / 4; v += threads) {
+    const int tile = v / (SUMS / 4), of_x = v % (SUMS / 4) / 32, lane = v % 32;
+    const float4* from = (const float4*)inner + tile * slices * (SUMS / 4) + v % (SUMS / 4);
+    float sum[4] = {};
+#pragma unroll 8
+    for (int slice = 0; slice < slices; slice++) {
+      const float4 one = __ldcg(from + slice * (SUMS / 4));
+      sum[0] += one.x, sum[1] += one.y, sum[2] += one.z, sum[3] += one.w;
+    }
+    for (int i = 0; i < 4; i++)  // rows beyond R are there, and not read
+      t[(of_x * 8 + lane % 4 * 2 + i % 2) * stride + tile * TILE + lane / 4 + i / 2 * 8] = rounded(sum[i]);
+  }
+  sync(1, threads);
+}
+
+// Add bias and adapter to the sums of a tile, and store it.
+__device__ void finish(float (&sum)[NT][4], const u16* t, int stride, const u16* B, const u16* bias, u16* y, const Shape& s, int n) {
+  const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
+  const int part = (n >= s.part_1) + (n >= s.part_2);
+  const u16* low = B + (long long)(n + g) * s.rank + 2 * q;
+  for (int r = 0; r < s.rank; r += 16) {
+    const bool first = r + 2 * q < s.rank, second = r + 2 * q + 8 < s.rank;
+    const u32 a0 = first ? *(const u32*)(low + r) : 0, a1 = first ? *(const u32*)(low + 8 * s.rank + r) : 0;
+    const u32 a2 = second ? *(const u32*)(low + r + 8) : 0, a3 = second ? *(const u32*)(low + 8 * s.rank + r + 8) : 0;
+#pragma unroll
+    for (int tile = 0; tile < NT; tile++) {
+      const u16* own = t + (tile * 8 + g) * stride + part * s.rank + r + 2 * q;
+      mma(sum[tile], a0, a1, a2, a3, first ? *(const u32*)own : 0, second ? *(const u32*)(own + 8) : 0);
+    }
+  }
+#pragma unroll
+  for (int tile = 0; tile < NT; tile++)
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const int m = tile * 8 + 2 * q + (i & 1), column = n + g + (i & 2) * 4;
+      const float value = sum[tile][i] + (bias ? widened(bias[column]) : 0.f);
+      if (m < s.M) y[(long long)m * s.N + column] = rounded(value);
+    }
+}
+
+// Where the blocks' parts lie in shared memory, and what a block has to do.
+struct Work {
+  int piece, team, teams, tiles, first, count, column, columns, slices, stage_bytes;
+  float* sums;  // [TURNS][warps][SUMS]
+  u16* adapter;
+  u32 ring, full, empty, summed, taken;  // barriers, 8 bytes each
+};
+
+__device__ Work work_of(const Shape& s, u8* memory) {
+  Work w;
+  w.piece = blockIdx.x % s.pieces, w.team = blockIdx.x / s.pieces, w.teams = gridDim.x / s.pieces;
+  w.tiles = s.N / TILE, w.first = (long long)w.tiles * w.team / w.teams;
+  w.count = (long long)w.tiles * (w.team + 1) / w.teams - w.first;
+  w.column = w.piece * s.warps * SLICE, w.columns = min(s.K - w.column, s.warps * SLICE);
+  w.slices = (s.K + SLICE - 1) / SLICE, w.stage_bytes = TILE * (s.code_row + s.scale_row);
+  w.sums = (float*)(memory + s.stages * w.stage_bytes);
+  u64* const barriers = (u64*)(w.sums + TURNS * s.warps * SUMS);
+  w.adapter = (u16*)(barriers + 2 * s.stages + 2 * TURNS);
+  w.ring = shared(memory), w.full = shared(barriers), w.empty = w.full + 8 * s.stages;
+  w.summed = w.empty + 8 * s.stages, w.taken = w.summed + 8 * TURNS;
+  return w;
+}
+
+// The carrier: keep the ring full.
+__device__ void carry(const u8* codes, const u8* scale, const Shape& s, const Work& w) {
+  for (int i = 0, stage = 0, parity = 1; i < w.count; i++) {
+    wait(w.empty + 8 * stage, parity);  // the first round finds what no one has used
+    fill(w.ring + stage * w.stage_bytes, w.full + 8 * stage, codes, scale, s, (long long)(w.first + i) * TILE, w.column, w.columns);
+    if (++stage == s.stages) stage = 0, parity ^= 1;
+  }
+}
+
+// Each of the first warps: its columns of all tiles.
+__device__ void multiply(const u16* x, const u8* memory, const Shape& s, const Work& w, int warp) {
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  awaited();
+  u32 own[UNITS][NT][4][4];
+#pragma unroll
+  for (int unit = 0; unit < UNITS; unit++) load_x(x, s, w.column + warp * SLICE + unit * UNIT, own[unit]);
+  float back[NT][2];
+  narrow(own, back);
+  const u8* const code_at = memory + g * s.code_row + warp * SLICE / 2 + t * 16;
+  const u8* const scale_at = memory + TILE * s.code_row + g * s.scale_row + warp * SLICE / 16 + t * 2;
+  float* const sums = w.sums + warp * SUMS + lane * 4;
+  const bool some = warp * SLICE < w.columns;
+  for (int i = 0, stage = 0, parity = 0; i < w.count; i++) {
+    wait(w.full + 8 * stage, parity);
+    float sum[NT][2][4] = {};  // two chains
+    if (some) {
+      uint4 word[UNITS][2];
+      u32 byte[UNITS][2];
+#pragma unroll
+      for (int unit = 0; unit < UNITS; unit++)
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+          word[unit][h] = *(const uint4*)(code_at + stage * w.stage_bytes + h * 8 * s.code_row + unit * UNIT / 2);
+          byte[unit][h] = *(const u16*)(scale_at + stage * w.stage_bytes + h * 8 * s.scale_row + unit * UNIT / 16);
+        }
+#pragma unroll
+      for (int unit = 0; unit < UNITS; unit++)
+#pragma unroll
+        for (int c = 0; c < 4; c++) {
+          u32 low[4], high[4];
+          unpack((&word[unit][0].x)[c], scale_pair(c < 2 ? byte[unit][0] & 0xFF : byte[unit][0] >> 8), low);
+          unpack((&word[unit][1].x)[c], scale_pair(c < 2 ? byte[unit][1] & 0xFF : byte[unit][1] >> 8), high);
+#pragma unroll
+          for (int tile = 0; tile < NT; tile++) {
+            mma_half(sum[tile][0], low[0], high[0], low[1], high[1], own[unit][tile][c][0], own[unit][tile][c][1]);
+            mma_half(sum[tile][1], low[2], high[2], low[3], high[3], own[unit][tile][c][2], own[unit][tile][c][3]);
+          }
+        }
+    }
+    __syncwarp();
+    if (lane == 0) arrive(w.empty + 8 * stage);
+    if (++stage == s.stages) stage = 0, parity ^= 1;
+    const int turn = i % TURNS;
+    wait(w.taken + 8 * turn, i / TURNS & 1 ^ 1);
+#pragma unroll
+    for (int tile = 0; tile < NT; tile++) {
+      const float(&a)[4] = sum[tile][0], (&b)[4] = sum[tile][1];
+      *(float4*)(sums + turn * s.warps * SUMS + tile * 128) = make_float4((a[0] + b[0]) * back[tile][0], (a[1] + b[1]) * back[tile][1], (a[2] + b[2]) * back[tile][0], (a[3] + b[3]) * back[tile][1]);
+    }
+    __syncwarp();
+    if (lane == 0) arrive(w.summed + 8 * turn);
+  }
+}
+
+// Add up what the warps have of a tile.
+__device__ void sum_warps(float (&sum)[NT][4], const Shape& s, const Work& w, int i) {
+  const int lane = threadIdx.x % 32, turn = i % TURNS;
+  wait(w.summed + 8 * turn, i / TURNS & 1);
+#pragma unroll
+  for (int tile = 0; tile < NT; tile++) {
+#pragma unroll 7
+    for (int warp = 0; warp < s.warps; warp++) {
+      const float4 one = *(const float4*)(w.sums + (turn * s.warps + warp) * SUMS + tile * 128 + lane * 4);
+      sum[tile][0] += one.x, sum[tile][1] += one.y, sum[tile][2] += one.z, sum[tile][3] += one.w;
+    }
+  }
+  __syncwarp();
+  if (lane == 0) arrive(w.taken + 8 * turn);
+}
+
+// The closers: x A^T, then of each tile the sum of the warps, of the pieces, bias and adapter.
+__device__ void close(const u16* x, const float* divisor, const u16* A, const u16* B, const u16* bias, u16* y, float* inner,
+                      float* partial, u64* counters, const Shape& s, const Work& w, int closer, int closers) {
+  const int lane = threadIdx.x % 32, thread = closer * 32 + lane, stride = (s.R + TILE - 1) / TILE * TILE + 8;
+  if (thread == 0 && w.count) prefetch(B + (long long)w.first * TILE * s.rank, w.count * TILE * s.rank * 2);
+  awaited();
+  for (int job = blockIdx.x + gridDim.x * closer; job < (s.R + TILE - 1) / TILE * w.slices; job += gridDim.x * closers)
+    shrink(x, A, inner, s, job, w.slices);
+  __syncwarp();
+  u64 all = 0;
+  if (lane == 0) all = joined(counters, gridDim.x * closers);
+  const float factor = 128 / *divisor;
+  if (s.pieces == 1) {
+    if (lane == 0) await(counters, all);
+    sync(1, closers * 32);
+    sum_slices(inner, w.adapter, s, stride, w.slices, thread, closers * 32);
+  }
+  for (int i = closer; i < w.count; i += closers) {
+    float sum[NT][4] = {};
+    sum_warps(sum, s, w, i);
+#pragma unroll
+    for (int tile = 0; tile < NT; tile++) {
+#pragma unroll
+      for (int k = 0; k < 4; k++) sum[tile][k] *= factor;
+      if (s.pieces > 1)
+        *(float4*)(partial + ((long long)w.piece * w.tiles + w.first + i) * SUMS + tile * 128 + lane * 4) =
+            make_float4(sum[tile][0], sum[tile][1], sum[tile][2], sum[tile][3]);
+    }
+    if (s.pieces == 1) finish(sum, w.adapter, stride, B, bias, y, s, (w.first + i) * TILE);
+  }
+  if (s.pieces == 1) return;
+  __syncwarp();
+  u64 team = 0;
+  if (lane == 0) team = joined(counters + 1 + w.team, s.pieces * closers), await(counters, all);
+  sync(1, closers * 32);
+  sum_slices(inner, w.adapter, s, stride, w.slices, thread, closers * 32);
+  if (lane == 0) await(counters + 1 + w.team, team);
+  __syncwarp();
+  for (int i = w.piece + closer * s.pieces; i < w.count; i += closers * s.pieces) {
+    float sum[NT][4] = {};
+    for (int p = 0; p < s.pieces; p++)
+#pragma unroll
+      for (int tile = 0; tile < NT; tile++) {
+        const float4 one = __ldcg((const float4*)(partial + ((long long)p * w.tiles + w.first + i) * SUMS + tile * 128 + lane * 4));
+        sum[tile][0] += one.x, sum[tile][1] += one.y, sum[tile][2] += one.z, sum[tile][3] += one.w;
+      }
+    finish(sum, w.adapter, stride, B, bias, y, s, (w.first + i) * TILE);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+fp4_linear(const u16* x, const u8* codes, const u8* scale, const float* divisor, const u16* A, const u16* B, const u16* bias,
+           u16* y, float* inner, float* partial, u64* counters, const Shape s) {
+  DYNAMIC_SHARED(memory);
+  const int warp = threadIdx.x / 32;
+  const Work w = work_of(s, memory);
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < s.stages; i++) begin(w.full + 8 * i, 1), begin(w.empty + 8 * i, s.warps);
+    for (int i = 0; i < TURNS; i++) begin(w.summed + 8 * i, s.warps), begin(w.taken + 8 * i, 1);
+    begun();
+  }
+  __syncthreads();
+  next_may_start();
+  if (warp < s.warps) multiply(x, memory, s, w, warp);
+  else if (warp == s.warps) {
+    if (threadIdx.x % 32 == 0) carry(codes, scale, s, w);
+  } else close(x, divisor, A, B, bias, y, inner, partial, counters, s, w, warp - s.warps - 1, blockDim.x / 32 - s.warps - 1);
+}

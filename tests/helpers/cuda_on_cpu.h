@@ -1,0 +1,178 @@
+// What fp4_linear.cu takes from CUDA, on a CPU: every thread of every block a fiber, in turns. For tests; memory is
+// consistent at once, so that a fence that is missing is not found.
+#include <setjmp.h>
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <functional>
+#include <map>
+#include <vector>
+
+#define __device__ static inline
+#define __global__
+#define __launch_bounds__(...)
+#define __cvta_generic_to_shared(p) 0
+#define DYNAMIC_SHARED(name) u8* const name = current->block->memory.data()
+using std::max;
+using std::min;
+
+struct uint4 { u32 x, y, z, w; };
+struct float4 { float x, y, z, w; };
+static uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
+static float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+
+struct Meeting { u32 here = 0, round = 0; };
+struct MBarrier { u32 arrivals = 0, missing = 0, round = 0; long bytes = 0; };
+struct Block {
+  std::vector<u8> memory;
+  std::map<u32, MBarrier> barriers;
+  Meeting meetings[16], of_warps[32];
+  u32 operands[32][32][6];
+  unsigned x;
+};
+struct Fiber {
+  std::vector<char> stack;
+  jmp_buf at;
+  ucontext_t start;
+  Block* block;
+  unsigned x;
+  bool begun = false, done = false;
+};
+static Fiber* current;
+static jmp_buf scheduler;
+static std::function<void()> body;
+static struct { unsigned x; } blockDim, gridDim;
+#define threadIdx (*current)
+#define blockIdx (*current->block)
+
+static void pause() {
+  if (!_setjmp(current->at)) _longjmp(scheduler, 1);
+}
+static void entry() {
+  body();
+  current->done = true;
+  _longjmp(scheduler, 1);
+}
+static void run(unsigned blocks, unsigned threads, size_t shared_bytes, std::function<void()> kernel) {
+  body = kernel, gridDim.x = blocks, blockDim.x = threads;
+  std::vector<Block> all(blocks);
+  std::vector<Fiber> fibers(blocks * threads);
+  for (unsigned b = 0; b < blocks; b++) all[b].x = b, all[b].memory.assign(shared_bytes, 0xA5);
+  for (unsigned i = 0; i < fibers.size(); i++) {
+    Fiber& f = fibers[i];
+    f.block = &all[i / threads], f.x = i % threads, f.stack.resize(32768);
+    getcontext(&f.start);
+    f.start.uc_stack.ss_sp = f.stack.data(), f.start.uc_stack.ss_size = f.stack.size();
+    makecontext(&f.start, entry, 0);
+  }
+  for (volatile bool some = true; some;) {
+    some = false;
+    for (volatile size_t i = 0; i < fibers.size(); i++) {
+      current = &fibers[i];
+      if (current->done) continue;
+      some = true;
+      if (_setjmp(scheduler)) continue;
+      if (current->begun) _longjmp(current->at, 1);
+      current->begun = true;
+      setcontext(&current->start);
+    }
+  }
+}
+
+static void meet(Meeting& m, u32 threads) {
+  const u32 round = m.round;
+  if (++m.here == threads) m.here = 0, m.round++;
+  else while (m.round == round) pause();
+}
+static void sync(int barrier, int threads) { meet(current->block->meetings[barrier], threads); }
+static void __syncthreads() { sync(0, blockDim.x); }
+static void __syncwarp() { meet(current->block->of_warps[current->x / 32], 32); }
+static void __threadfence() {}
+
+static u32 shared(const void* p) { return (u32)((const u8*)p - current->block->memory.data()); }
+static MBarrier& at(u32 barrier) { return current->block->barriers[barrier]; }
+static void turn(MBarrier& b) {
+  if (!b.missing && !b.bytes) b.missing = b.arrivals, b.round++;
+}
+static void begin(u32 barrier, u32 arrivals) { at(barrier) = {arrivals, arrivals, 0, 0}; }
+static void begun() {}
+static void arrive(u32 barrier) { at(barrier).missing--, turn(at(barrier)); }
+static void arrive_expecting(u32 barrier, u32 bytes) { at(barrier).missing--, at(barrier).bytes += bytes, turn(at(barrier)); }
+static void wait(u32 barrier, u32 parity) {
+  while ((at(barrier).round & 1) == parity) pause();
+}
+static void copy(u32 to, const void* from, u32 bytes, u32 barrier) {
+  if (to % 16 || (size_t)from % 16 || bytes % 16 || to + bytes > current->block->memory.size()) abort();
+  memcpy(current->block->memory.data() + to, from, bytes);
+  at(barrier).bytes -= bytes, turn(at(barrier));
+}
+static void prefetch(const void* from, u32 bytes) {
+  if ((size_t)from % 16 || bytes % 16) abort();
+}
+static void awaited() {}
+static void next_may_start() {}
+static u64 acquired(const u64* p) { return *p; }
+static u64 atomicAdd(u64* p, u64 n) { return (*p += n) - n; }
+static float4 __ldcg(const float4* p) { return *p; }
+
+static float __uint_as_float(u32 bits) {
+  float f;
+  memcpy(&f, &bits, 4);
+  return f;
+}
+static u16 rounded(float number) {
+  u32 bits;
+  memcpy(&bits, &number, 4);
+  return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
+}
+static float bfloat16(u32 both, int which) { return __uint_as_float(both >> 16 * which << 16); }
+static u16 bits_of(_Float16 number) {
+  u16 bits;
+  memcpy(&bits, &number, 2);
+  return bits;
+}
+static float float16(u32 both, int which) {
+  const u16 bits = both >> 16 * which;
+  _Float16 number;
+  memcpy(&number, &bits, 2);
+  return number;
+}
+static u32 halves(float low, float high) { return bits_of(low) | (u32)bits_of(high) << 16; }
+static u32 times(u32 a, u32 b) { return halves(float16(a, 0) * float16(b, 0), float16(a, 1) * float16(b, 1)); }
+static u32 __byte_perm(u32 a, u32 b, u32 selector) {
+  const u64 both = a | (u64)b << 32;
+  u32 d = 0;
+  for (int i = 0; i < 4; i++) d |= (u32)(both >> 8 * (selector >> 4 * i & 7) & 0xFF) << 8 * i;
+  return d;
+}
+template <float (&read)(u32, int)>
+static void multiplied(float (&sum)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  u32(&all)[32][6] = current->block->operands[current->x / 32];
+  const u32 lane = current->x % 32, own[6] = {a0, a1, a2, a3, b0, b1};
+  memcpy(all[lane], own, sizeof own);
+  __syncwarp();
+  for (int i = 0; i < 4; i++)
+    for (int k = 0; k < 16; k++) {
+      const int of_k = k % 8 / 2, row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
+      sum[i] += read(all[row % 8 * 4 + of_k][row / 8 + k / 8 * 2], k % 2) * read(all[column * 4 + of_k][4 + k / 8], k % 2);
+    }
+  __syncwarp();
+}
+#define mma multiplied<bfloat16>
+#define mma_half multiplied<float16>
+static u32 __shfl_sync(u32, u32 number, int lane) {
+  u32(&all)[32][6] = current->block->operands[current->x / 32];
+  all[current->x % 32][0] = number;
+  __syncwarp();
+  const u32 found = all[lane][0];
+  __syncwarp();
+  return found;
+}
+static u32 __shfl_xor_sync(u32 mask, u32 number, int lanes) { return __shfl_sync(mask, number, current->x % 32 ^ lanes); }
+static float of_lane(float number, int lane) {
+  u32 bits;
+  memcpy(&bits, &number, 4);
+  return __uint_as_float(__shfl_sync(~0u, bits, lane));
+}
