@@ -16,7 +16,7 @@ from qerl_lab.cli.grammar import entry, key_entry
 from qerl_lab.cli.overrides import groups
 from qerl_lab.config.arm import leaves
 from qerl_lab.config.files import choices_of, package_data
-from qerl_lab.config.schema import RunConfig
+from qerl_lab.config.schema import AqnConfig, RunConfig
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.terminal import columns, near, python
 
@@ -152,9 +152,15 @@ def notes(jobs: list[Job]) -> list[str]:
 def _facts(cfg: RunConfig) -> list[tuple[str, Any]]:
     return [
         ("experiment", cfg.experiment), ("scale", cfg.scale), ("model", cfg.model.name), ("format", cfg.format.name),
-        ("aqn", cfg.aqn.schedule), ("algorithm", cfg.algorithm.name), ("rank", cfg.lora.rank), ("seed", cfg.seed),
+        ("aqn", _noise(cfg.aqn)), ("algorithm", cfg.algorithm.name), ("rank", cfg.lora.rank), ("seed", cfg.seed),
         ("steps", cfg.steps), ("batch", cfg.completions_per_step),
     ]  # fmt: skip
+
+
+def _noise(aqn: AqnConfig) -> str:
+    """The schedule of an arm's noise, and what it states where that is not one sigma for all norms."""
+    states = "KL" if aqn.unit == "kl" else "relative" if aqn.relative else ""
+    return f"{aqn.schedule}, {states}" if states and aqn.schedule not in ("off", "adaptive") else aqn.schedule
 
 
 def count(jobs: list[Job]) -> str:

@@ -12,6 +12,7 @@ from qerl_lab.config.schema import RunConfig, TaskConfig
 from qerl_lab.evaluate.options import AccuracyOptions, samples_of, split
 from qerl_lab.model.policy import Policy
 from qerl_lab.tasks import Question, Task
+from qerl_lab.tasks.data import is_local
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,8 @@ def load(options: AccuracyOptions, cfg: RunConfig) -> list[Benchmark]:
     found, own = [], cfg.task if options.run else None
     asked = [(spec, task_config(own, *split(spec))) for spec in options.benchmarks] or [("the run's task", cfg.task)]
     for spec, chosen in asked:
+        if options.benchmarks and chosen.path is not None:
+            is_local(chosen.path, f"benchmarks={chosen.name}:")
         if options.instruction is not None:
             chosen = replace(chosen, instruction=options.instruction)
         task = tasks.benchmark(chosen)

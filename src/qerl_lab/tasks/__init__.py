@@ -137,6 +137,11 @@ def _apart(train: list[Question], heldout: list[Question], size: int) -> Questio
     return Questions(kept[: size or None], [*known.left_out, leaked], known.notes)
 
 
+def with_solutions() -> list[str]:
+    """The tasks that have worked solutions."""
+    return [name for name in choices_of("task") if hasattr(_module(TaskConfig(name=name)), "worked")]
+
+
 def worked(cfg: TaskConfig) -> Task:
     """Build the task that `cfg.name` names to teach its answers: `train` has solutions, payload["solution"].
 
@@ -144,7 +149,7 @@ def worked(cfg: TaskConfig) -> Task:
     """
     module = _module(cfg)
     if not hasattr(module, "worked"):
-        others = [name for name in choices_of("task") if hasattr(_module(TaskConfig(name=name)), "worked")]
+        others = with_solutions()
         raise ConfigError(f"task={cfg.name} has no worked solutions; allowed: {', '.join(others)}. "
                           f"Type task={others[-1]}.")  # fmt: skip
     heldout = module.heldout(cfg)

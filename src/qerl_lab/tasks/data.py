@@ -158,15 +158,18 @@ def _add(found: dict[str, Question], question: Question, repeats: bool) -> None:
     raise BadRow(f"has the id {question.id.partition('-')[2]!r} of a row before it")
 
 
-def is_local(path: str, key: str = "task.path") -> bool:
-    """Whether a path means files of this machine, and not a set on the hub. Raises ConfigError for what is neither."""
+def is_local(path: str, before: str = "task.path=") -> bool:
+    """Whether a path means files of this machine, and not a set on the hub. Raises ConfigError for what is neither.
+
+    `before` is what stood before it in the word that was typed.
+    """
     local = Path(path).expanduser()
     if local.exists() or local.suffix in SUFFIXES:
         return True
     if path.startswith(("/", ".", "~")) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path):
         raise ConfigError(
-            f"{key}={path} is not there; allowed: a directory, a file (.jsonl, .parquet), or a hub id such as "
-            f"openai/gsm8k. Type {key}=DIRECTORY."
+            f"{before}{path} is not there; allowed: a directory, a file (.jsonl, .parquet), or a hub id such as "
+            f"openai/gsm8k. Type {before}DIRECTORY."
         )
     return False
 

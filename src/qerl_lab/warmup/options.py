@@ -10,6 +10,7 @@ from qerl_lab.config.option import ConfigError, did_you_mean, option
 from qerl_lab.config.rules import from_dict
 from qerl_lab.config.schema import TaskConfig
 from qerl_lab.model import on_disk
+from qerl_lab.tasks import with_solutions
 from qerl_lab.tasks.data import is_local
 
 RECORD = "warmup.json"  # in the directory that is written: what was done
@@ -62,13 +63,14 @@ class WarmupConfig:
 def check(cfg: WarmupConfig) -> None:
     """Raise ConfigError at the first option that cannot serve. Looks at local paths, loads nothing."""
     if cfg.task not in choices_of("task"):
-        hint = did_you_mean(cfg.task, choices_of("task")) or " Type task=gsm8k."
-        raise ConfigError(f"task={cfg.task} is not allowed; allowed: {', '.join(choices_of('task'))}.{hint}")
+        allowed = with_solutions()
+        hint = did_you_mean(cfg.task, allowed) or " Type task=gsm8k."
+        raise ConfigError(f"task={cfg.task} is not allowed; allowed: {', '.join(allowed)}.{hint}")
     if folder := on_disk.local(cfg.model, "model"):
         on_disk.check_files(folder, f"model={cfg.model}")
         on_disk.check_chat_template(folder, f"model={cfg.model}")
     if cfg.task_path is not None:
-        is_local(cfg.task_path, "task_path")
+        is_local(cfg.task_path, "task_path=")
     _check_out(cfg)
 
 

@@ -194,7 +194,7 @@ def test_a_packed_model_is_asked_in_its_own_format(tmp_path, capsys) -> None:
         ("model=pocket benchmarks=gsm8k adapter=false", "adapter=false is of a run"),
         ("run=a format=nf4", "format=nf4 is of a model, and run=a has its own."),
         ("model=nowhere/at/all benchmarks=gsm8k", "model=nowhere/at/all is no directory"),
-        ("model=pocket benchmarks=gsm8k:/nowhere", "/nowhere"),
+        ("model=pocket benchmarks=gsm8k:/nowhere", "Type benchmarks=gsm8k:DIRECTORY"),
         ("model=pocket benchmarks=gsm8k rollout=vlm", "Did you mean vllm?"),
     ],
 )
