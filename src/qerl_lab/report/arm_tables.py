@@ -89,7 +89,7 @@ def _differences(comparison: Comparison, baseline: str) -> Table:
         "Paired by seed, accuracies by question too: mean [95% interval] (seeds that both have); of tokens/s the "
         "ratio. Effect size: the mean over the standard deviation of the seeds' differences (of a ratio: of its "
         "logarithm). P(better): the share of pairs of seeds in which the arm is better. These are not corrected for "
-        "being many; the verdicts are.",
+        "being many, as the verdicts are, and arms may differ in several settings: the last table says in which.",
         [["arm", "measure", "difference", "effect size", "P(better)"], *rows],
     )
 

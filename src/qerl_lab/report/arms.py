@@ -76,6 +76,12 @@ def choose(runs: Sequence[Run]) -> tuple[list[Run], list[str]]:
     return sorted(counted.values(), key=lambda run: _order(run, keys)), left_out
 
 
+def started(found: Sequence[Run], counted: Sequence[Run]) -> list[Run]:
+    """The runs that count or did not finish: all but those that were repeated."""
+    names = {run.name for run in counted}
+    return [run for run in found if run.name in names or run.status != FINISHED]
+
+
 def differing(runs: Sequence[Run]) -> list[str]:
     """The settings whose values differ between runs."""
     known = sorted({key for run in runs for key in run.settings})

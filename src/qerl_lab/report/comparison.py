@@ -12,7 +12,7 @@ import pandas as pd
 from qerl_lab.config.option import ConfigError, did_you_mean
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.report import results
-from qerl_lab.report.arms import Run, choose, differing, labels
+from qerl_lab.report.arms import Run, choose, differing, labels, started
 from qerl_lab.report.runs import DAMAGE, Record, damage, find_runs, read_record
 from qerl_lab.report.stats import ALIKE, between, crossed_interval, paired_interval
 from qerl_lab.terminal import columns, near
@@ -51,6 +51,11 @@ class Comparison:
         if not self.arms:
             raise ConfigError("none of these runs counts:\n  " + "\n  ".join(self.left_out or ["there is none"]))
         return self
+
+    @property
+    def started(self) -> list[Run]:
+        """The runs that count or did not finish."""
+        return started(self.found, [record.run for record in self.counted])
 
     @property
     def counted(self) -> list[Record]:
@@ -132,7 +137,7 @@ def by_arm(comparison: Comparison, baseline: str | None) -> pd.DataFrame:
     for label, records in comparison.arms.items():
         arm = records[0].run.arm
         row: dict[str, Any] = {"arm": label, "seeds": len(records)}
-        row["runs"] = sum(run.arm == arm for run in comparison.found)
+        row["runs"] = sum(run.arm == arm for run in comparison.started)
         row["questions"] = matrix(records, "after").shape[1]
         for phase, name in (("before", "accuracy_before"), ("after", "accuracy_after"), ("gain", "gain")):
             row |= _over_seeds(name, matrix(records, phase))

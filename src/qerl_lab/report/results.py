@@ -46,7 +46,7 @@ def frames(
     """The tables of these records; `arm_of` has the label of each run that counts, by its name."""
     keys = differing([record.run for record in records])
     rows = [_run_row(record, arm_of.get(record.run.name), keys) for record in records]
-    rows += [{"run": name, "state": why} for name, why in damaged.items()]
+    rows += [{"run": name, "experiment": None, "state": why} for name, why in damaged.items()]
     counted = [record for record in records if record.run.name in arm_of]
     steps = [record.steps.reset_index().assign(run=record.run.name) for record in counted]
     asked = [

@@ -125,7 +125,7 @@ def table_1(comparison: Comparison) -> list[list[str]]:
     rows = [["arm", "finished", "before", "after", "as in Table 1", "3B there", "7B there"]]
     for records in comparison.arms.values():
         run = records[0].run
-        started = sum(other.arm == run.arm for other in comparison.found)
+        started = sum(other.arm == run.arm for other in comparison.started)
         cells = [
             names[run.arm],
             f"{len(records)} of {started}",

@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 
 from qerl_lab.report import stats
-from qerl_lab.report.arms import Run
+from qerl_lab.report.arms import Run, started
 from qerl_lab.report.claims import CLAIMS, Claim, Contrast, Guardrail
 from qerl_lab.report.contrasts import FEWEST_SEEDS, Missing, Pair, Side, find
 from qerl_lab.report.measures import MEASURES, Unmeasured, Values
@@ -72,6 +72,7 @@ class Row:
 def judge(counted: Sequence[Record], found: Sequence[Run], claims: Sequence[Claim] = CLAIMS) -> list[Row]:
     """A row a contrast and pair of arms; a contrast that lacks an arm has one too."""
     rows: list[Row] = []
+    found = started(found, [record.run for record in counted])
     for claim in claims:
         for contrast in claim.contrasts:
             pairs = find(claim, contrast, counted, found)

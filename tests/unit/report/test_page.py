@@ -100,6 +100,10 @@ def test_where_no_run_finished_the_page_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    (make_run(tmp_path / "damaged" / "a", "bf16", 0) / "eval.parquet").unlink()
+    assert main(["damaged", "out=results/damaged"]) == 0
+    assert "damaged/a: damaged (eval.parquet has" in capsys.readouterr().out
+    assert main(["results/damaged", "out=results/damaged"]) == 0
     (make_run(tmp_path / "runs" / "stopped", "bf16", 0) / "DONE").unlink()
     assert main(["runs", "out=results/mine"]) == 0
     assert "No run finished:\n  runs/stopped: interrupted, or still running (step 4 of 4)" in capsys.readouterr().out
