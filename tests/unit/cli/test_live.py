@@ -1,0 +1,103 @@
+"""What a sweep shows, from the records of made-up runs; standard error is no terminal here."""
+
+import json
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from qerl_lab.cli import live
+from qerl_lab.cli.compose import Job
+from qerl_lab.cli.live import Live
+from qerl_lab.config.schema import RunConfig
+from qerl_lab.record.directory import RunDirectory
+from qerl_lab.record.environment import Typed
+
+
+@pytest.fixture(autouse=True)
+def always(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "REDRAW_SECONDS", 0.0)
+
+
+def job(folder: Path, number: int, begun: bool = False) -> Job:
+    run = RunDirectory(folder / str(number))
+    config = RunConfig(steps=20, seed=number, run_dir=str(run.path))
+    run.claim(config, Typed("the command"))
+    return Job(number, [f"seed={number}"], config, run.path, OmegaConf.create({}), begun=begun)
+
+
+def at_step(run: RunDirectory, step: int) -> None:
+    lines = [{"step": n, "time": 0.0, "metrics": {"reward/mean": n / 100}} for n in range(1, step + 1)]
+    (run.path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def start(job: Job, step: int = 0) -> RunDirectory:
+    run = RunDirectory(job.run_dir)
+    run.begin()
+    run.sessions().begin(1.0, 0.0)
+    at_step(run, step)
+    return run
+
+
+def test_a_line_comes_with_the_start_of_a_job_and_each_tenth(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = job(tmp_path, 3)
+    shown = Live([(one, "seed=3")], 8)
+    shown.update()
+    assert capsys.readouterr().err == ""
+    run = start(one)
+    shown.update()
+    assert capsys.readouterr().err == "job 3: running, seed=3\n"
+    at_step(run, 5)
+    shown.update()
+    shown.update()
+    assert capsys.readouterr().err == "job 3: step 5/20, ETA -, reward 0.05\n"
+    at_step(run, 20)
+    run.finish({})
+    shown.end(one, "")
+    assert capsys.readouterr().err == "job 3: done, reward 0.20, seed=3 (8 of 8 done)\n"
+
+
+def test_a_job_that_waits_to_go_on_is_not_running(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = job(tmp_path, 0, begun=True)
+    run = start(before, 4)
+    shown = Live([(before, "seed=0")], 1)
+    shown.update()
+    assert not shown.is_running(before)
+    assert capsys.readouterr().err == ""
+    run.sessions().begin(2.0, 1.0)
+    shown.update()
+    assert shown.is_running(before)
+    assert capsys.readouterr().err.startswith("job 0: step 4/20")
+
+
+def test_the_pace_is_that_of_this_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two jobs of 20 steps, one of which an earlier command left at step 10: 5 steps in 10 s leave 25, so 50 s."""
+    now = [100.0]
+    monkeypatch.setattr(live.time, "monotonic", lambda: now[0])
+    fresh, before = job(tmp_path, 0), job(tmp_path, 1, begun=True)
+    start(before, 10)
+    shown = Live([(fresh, "seed=0"), (before, "seed=1")], 3)
+    start(fresh, 5)
+    now[0] += 10
+    shown.update()
+    assert shown._summary() == "1 of 3 done, 1 running, ETA 00:50"
+
+
+def test_a_damaged_record_stops_no_sweep(tmp_path: Path) -> None:
+    one = job(tmp_path, 0)
+    run = start(one, 3)
+    shown = Live([(one, "seed=0")], 1)
+    (run.path / "metrics.jsonl").write_text("{nonsense\n")
+    (run.path / "sessions.json").write_text("{}")
+    shown.update()
+
+
+def test_what_was_stopped_before_it_began_needs_no_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one, other = job(tmp_path, 0), job(tmp_path, 1)
+    shown = Live([(one, "seed=0"), (other, "seed=1")], 2)
+    shown.end(one, "")
+    assert capsys.readouterr().err == ""
+    shown.end(other, "error: the reason")
+    assert capsys.readouterr().err.endswith("error: the reason\n")
