@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mlflow_points import mlflow_points
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.metrics import declared, read_metrics
 
@@ -146,12 +147,8 @@ def check(run_dir: Path, reference: Reference) -> None:
 
 def check_mlflow(run_dir: Path, reference: Reference) -> None:
     """One run, finished, with every point of metrics.jsonl once, times and speeds among them, and no other."""
-    from qerl_lab.report.frames import read_mlflow
-
-    curves = read_mlflow(f"sqlite:///{run_dir.parent}/mlflow.db", "qerl-lab")
-    frame = curves.points
+    frame = mlflow_points(f"sqlite:///{run_dir.parent}/mlflow.db")
     assert frame["run_id"].nunique() == 1
-    assert curves.left_out == []
     points = {(row.metric, row.step): row.value for row in frame.itertuples()}
     assert len(points) == len(frame), "a point is double"
     lines = read_metrics(run_dir)

@@ -9,9 +9,10 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from mlflow_points import mlflow_points
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.metrics import declared
-from qerl_lab.report import frames, runs
+from qerl_lab.report import runs
 
 pytestmark = pytest.mark.integration
 
@@ -85,7 +86,7 @@ def test_its_record_is_complete(job: tuple[subprocess.CompletedProcess[str], Pat
 
 
 def test_mlflow_mirrors_it(job: tuple[subprocess.CompletedProcess[str], Path]) -> None:
-    curves = frames.read_mlflow(f"sqlite:///{job[1]}/mlflow.db", "qerl-lab").points
+    curves = mlflow_points(f"sqlite:///{job[1]}/mlflow.db")
     assert not curves.duplicated(["metric", "step"]).any()
     reward = curves[curves["metric"] == "reward/mean"].set_index("step")["value"].sort_index()
     assert reward.tolist() == runs.read_steps(RunDirectory(job[1] / "run"))["reward/mean"].loc[1:].tolist()

@@ -1,39 +1,18 @@
-"""What an MLflow experiment holds: its runs, and their curves as one tidy frame; and where stores and results lie."""
+"""Where results and stores lie, and the runs of an MLflow experiment."""
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
-
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.redact import url_without_secrets
-from qerl_lab.report.arms import FINISHED, Run, choose, labels, run_from, version
+from qerl_lab.report.arms import FINISHED, Run, run_from, version
 from qerl_lab.tracking.mlflow import prepare_mlflow
 
-COLUMNS = ("run_id", "run", "arm", "seed", "metric", "step", "value")
 FILL = (
     "Fill one with, for example, python -m qerl_lab +sweeps=weight_formats seed=0, in the folder above notebooks/; "
     "or set MLFLOW_TRACKING_URI to a store that you have."
 )
-
-
-@dataclass(frozen=True)
-class Curves:
-    """The curves of an experiment, and, as text, how many they are and what was left out.
-
-    `points`: every metric of every run that counts, a row a point, with `COLUMNS`; `left_out`: a line on each other.
-    """
-
-    uri: str
-    points: pd.DataFrame
-    left_out: list[str]
-
-    def __str__(self) -> str:
-        runs, arms = (self.points[name].nunique() for name in ("run_id", "arm"))
-        head = f"{runs} runs of {arms} arms in {url_without_secrets(self.uri)}"
-        return "\n  ".join([f"{head}; {len(self.left_out)} left out" + ":" * bool(self.left_out), *self.left_out])
 
 
 def find_store() -> str:
@@ -54,30 +33,6 @@ def find_folder(path: str) -> Path:
         if folder.is_dir():
             return folder
     raise ConfigError(f"{path} is no directory, here or in the folder above {Path.cwd()}. Type another in RESULTS.")
-
-
-def read_mlflow(uri: str, experiment: str) -> Curves:
-    """The curves of the newest finished run of each (arm, seed). Creates nothing.
-
-    Raises ConfigError where there is no such store, no such experiment, or no run in it that counts; and what MLflow
-    raises if it is down.
-    """
-    client, ours, left_out = find(uri, experiment)
-    counted, not_counted = choose(list(ours))
-    left_out += not_counted
-    if not counted:
-        reasons = "".join(f"\n  {line}" for line in left_out) or " It is empty."
-        raise ConfigError(
-            f"experiment {experiment!r} at {url_without_secrets(uri)} has no finished run. {FILL}{reasons}"
-        )
-    labelled, rows = labels(counted), []
-    for run in counted:
-        info = ours[run].info
-        for metric in ours[run].data.metrics:
-            for point in client.get_metric_history(info.run_id, metric):
-                about = (info.run_id, info.run_name, labelled[run.arm], run.seed)
-                rows.append((*about, metric, point.step, point.value))
-    return Curves(uri, pd.DataFrame(rows, columns=list(COLUMNS)), left_out)
 
 
 def find(uri: str, experiment: str) -> tuple[Any, dict[Run, Any], list[str]]:

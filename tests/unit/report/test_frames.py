@@ -1,6 +1,7 @@
-"""Curves from MLflow: which runs count, what they are called, and what a user without a store is told."""
+"""Runs from MLflow: which count, what their arms are called, and what a user without a store or a folder is told."""
 
 import re
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 from qerl_lab.config.arm import leaves
 from qerl_lab.config.option import ConfigError
 from qerl_lab.report import frames
+from qerl_lab.report.arms import choose, labels
 from qerl_lab.tracking.mlflow import prepare_mlflow
 from run_directories import config
 
@@ -57,28 +59,16 @@ def add(client: MlflowClient, experiment: str) -> Add:
     return add
 
 
-def test_the_frame_is_tidy(uri: str, experiment: str, add: Add) -> None:
-    first, second = add("nvfp4", 1), add("bf16", 0)
-    points = frames.read_mlflow(uri, experiment).points
-    assert tuple(points.columns) == frames.COLUMNS
-    assert points.sort_values(["seed", "metric", "step"]).to_numpy().tolist() == [
-        [second, "bf16-seed0", "bf16", 0, "eval/accuracy", 0, 0.25],
-        [second, "bf16-seed0", "bf16", 0, "eval/accuracy", 2, 0.5],
-        [second, "bf16-seed0", "bf16", 0, "reward/mean", 1, 0.1],
-        [second, "bf16-seed0", "bf16", 0, "reward/mean", 2, 0.2],
-        [first, "nvfp4-seed1", "nvfp4", 1, "eval/accuracy", 0, 0.25],
-        [first, "nvfp4-seed1", "nvfp4", 1, "eval/accuracy", 2, 0.75],
-        [first, "nvfp4-seed1", "nvfp4", 1, "reward/mean", 1, 1.1],
-        [first, "nvfp4-seed1", "nvfp4", 1, "reward/mean", 2, 1.2],
-    ]
-
-
 def test_other_settings_are_another_arm_whatever_the_label(uri: str, experiment: str, add: Add) -> None:
     for seed in (0, 1):
         add("nvfp4", seed)
         add("nvfp4", seed, aqn__schedule="cosine")
-    seeds = frames.read_mlflow(uri, experiment).points.groupby("arm")["run_id"].nunique()
-    assert seeds.to_dict() == {"nvfp4 (aqn.schedule=cosine)": 2, "nvfp4 (aqn.schedule=off)": 2}
+    _, runs, left_out = frames.find(uri, experiment)
+    counted, not_counted = choose(list(runs))
+    assert Counter(labels(counted)[run.arm] for run in counted) == {
+        "nvfp4 (aqn.schedule=cosine)": 2, "nvfp4 (aqn.schedule=off)": 2
+    }  # fmt: skip
+    assert left_out == not_counted == []
 
 
 def test_repeated_aborted_and_foreign_runs_are_left_out_and_named(
@@ -90,17 +80,15 @@ def test_repeated_aborted_and_foreign_runs_are_left_out_and_named(
     foreign = client.create_run(folder, run_name="sweep of another tool").info.run_id
     half = client.create_run(folder, run_name="bf16-seed9", tags={"experiment": "bf16", "seed": "nine"}).info.run_id
     client.log_param(half, "seed", "nine")
-    curves = frames.read_mlflow(uri, experiment)
-    assert set(curves.points["run_id"]) == {new}
-    assert sorted(curves.left_out) == sorted([
+    _, runs, left_out = frames.find(uri, experiment)
+    counted, not_counted = choose(list(runs))
+    assert [runs[run].info.run_id for run in counted] == [new]
+    assert sorted(left_out + not_counted) == sorted([
         f"bf16-seed0 ({old[:8]}): repeated by bf16-seed0 ({new[:8]}), with the same settings and seed",
         f"bf16-seed1 ({killed[:8]}): killed",
         f"sweep of another tool ({foreign[:8]}): no run of this lab (its configuration lacks 'device')",
         f"bf16-seed9 ({half[:8]}): no run of this lab (its configuration lacks 'device')",
     ])  # fmt: skip
-    head, *lines = str(curves).splitlines()
-    assert head == f"1 runs of 1 arms in {uri}; 4 left out:"
-    assert [line.strip() for line in lines] == curves.left_out
 
 
 # --- nothing to draw
@@ -108,22 +96,12 @@ def test_repeated_aborted_and_foreign_runs_are_left_out_and_named(
 
 def test_an_unknown_experiment_is_answered_with_those_there_are(uri: str) -> None:
     with pytest.raises(ConfigError, match=r"no experiment 'empyt'; it has: .*\bempty\b"):
-        frames.read_mlflow(uri, "empyt")
-
-
-def test_an_experiment_without_a_finished_run_says_what_to_type(uri: str, experiment: str, add: Add) -> None:
-    with pytest.raises(
-        ConfigError, match=r"has no finished run. Fill one with, .*\+sweeps=weight_formats.* It is empty."
-    ):
-        frames.read_mlflow(uri, "empty")
-    add("bf16", 0, status="FAILED")
-    with pytest.raises(ConfigError, match=r"has no finished run(.|\n)*\n  bf16-seed0 \(.*\): failed"):
-        frames.read_mlflow(uri, experiment)
+        frames.find(uri, "empyt")
 
 
 def test_a_missing_store_is_said_and_not_made(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no MLflow store at sqlite:.*mlflow.db. Fill one with"):
-        frames.read_mlflow(f"sqlite:///{tmp_path}/mlflow.db", "qerl-lab")
+        frames.find(f"sqlite:///{tmp_path}/mlflow.db", "qerl-lab")
     assert not list(tmp_path.iterdir())
 
 
@@ -139,13 +117,6 @@ def test_the_store_is_found_from_the_folder_of_the_notebooks(tmp_path: Path, mon
     assert frames.find_store() == f"sqlite:///{tmp_path}/mlflow.db"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://store")
     assert frames.find_store() == "http://store"
-
-
-def test_a_password_of_the_store_is_not_shown(uri: str) -> None:
-    import pandas as pd
-
-    text = str(frames.Curves("http://me:hunter22@store", pd.DataFrame(columns=list(frames.COLUMNS)), []))
-    assert text == "0 runs of 0 arms in http://***@store; 0 left out"
 
 
 def test_results_are_found_from_the_folder_of_the_notebooks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
