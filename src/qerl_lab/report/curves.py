@@ -23,7 +23,7 @@ STYLE = Path(__file__).with_name("report.mplstyle")
 STEP, CLOCK = "step", "seconds"  # columns of `comparison.curves`
 ARMS_A_PANEL = 4  # more lines with their bands hide each other
 BESIDE = 2  # arms beside the baseline, where one panel does not hold them all
-MOMENTS = 100  # at which the mean by wall clock is taken, between two logged steps of a seed by a straight line
+MOMENTS = 100  # at most, at which the mean by wall clock is taken, between two steps of a seed by a straight line
 DPI = 160  # 704 points wide: sharp on a phone, and at half the width of a page
 MARKS = 10  # markers of a line
 LEGEND_CHARS = 46  # of a line of the legend
@@ -134,8 +134,8 @@ def _unit(seconds: float) -> tuple[str, int]:
 def draw_arm(axis: Axes, seeds: Mapping[str, pd.Series], style: Mapping[str, Any], label: str, *, common: bool) -> None:
     """Draw an arm: every seed thin, the mean over them thick, and around it the interval of 95% over seeds.
 
-    `seeds` are values by step or time; the mean is where all of them have one: at the steps that are `common`, else
-    at `MOMENTS` times.
+    `seeds` are values by step or time. The mean is taken where all of them have one, if these are `common`; else at
+    the times at which one was measured, while all were under way.
     """
     plain = {"color": style["color"], "ls": "-", "marker": ""}
     if len(seeds) > 1:
@@ -154,7 +154,10 @@ def _joined(seeds: Sequence[pd.Series], common: bool) -> tuple[np.ndarray, np.nd
     if common:
         table = pd.concat(seeds, axis=1, join="inner").sort_index()
         return table.index.to_numpy(), table.to_numpy(float).T
-    x = np.linspace(max(one.index[0] for one in seeds), min(one.index[-1] for one in seeds), MOMENTS)
+    first, last = max(one.index[0] for one in seeds), min(one.index[-1] for one in seeds)
+    measured = np.unique(np.concatenate([one.index for one in seeds]))
+    x = measured[(first <= measured) & (measured <= last)]
+    x = x if len(x) <= MOMENTS else np.linspace(first, last, MOMENTS)
     return x, np.array([np.interp(x, one.index, one) for one in seeds])
 
 

@@ -72,6 +72,16 @@ def test_by_clock_the_mean_is_where_every_seed_has_been() -> None:
     assert axis.get_xlabel() == "seconds of training steps"
 
 
+def test_what_is_measured_rarely_has_no_markers_between() -> None:
+    """Accuracy before and after: seeds end after 50, 75 and 100 s, of which the mean sees the first 50."""
+    rare = points(["bf16"], steps=25)
+    rare = rare[rare["step"].isin([1, 25])].assign(seconds=lambda rows: rows["seconds"].where(rows["step"] == 25, 0.0))
+    (axis,) = curves.draw(rare, REWARD, curves.CLOCK, None).axes
+    (mean,) = means(axis)
+    assert list(mean.get_xdata()) == [0, 50]
+    assert mean.get_ydata()[1] == pytest.approx((25 + (2 + 24 * 50 / 75) + (3 + 24 * 50 / 100)) / 3)
+
+
 def test_seconds_are_those_of_the_steps(tmp_path: Path) -> None:
     make_run(tmp_path / "a", "bf16", 0)
     found = comparison.curves(comparison.read([tmp_path]))
