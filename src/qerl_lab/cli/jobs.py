@@ -136,10 +136,11 @@ def _launch(plan: Plan, cfg: DictConfig, command: str) -> None:
     context = _context(cfg)
     context.callbacks.on_multirun_start(config=cfg, config_name="config")
     if left:
+        stop_file = plan.directory / STOP_FILE
         words = dict(zip([job.number for job in plan.jobs], manual.own_words(plan.jobs)[1], strict=True))
-        shown = Live([(job, " ".join(words[job.number])) for job in left], len(plan.jobs))
+        shown = Live([(job, " ".join(words[job.number])) for job in left], len(plan.jobs), stop_file)
         with _handed_on(left, plan, command) as outcomes:
-            _follow(dict(zip(outcomes, left, strict=True)), shown, plan.directory / STOP_FILE)
+            _follow(dict(zip(outcomes, left, strict=True)), shown, stop_file)
     context.callbacks.on_multirun_end(config=cfg, config_name="config")
 
 

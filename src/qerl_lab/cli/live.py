@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 
 from tqdm import tqdm
 
@@ -70,9 +71,13 @@ def interval(seconds: float, done: int, left: int) -> str:
 
 
 class Live:
-    """The view of a sweep of `count` jobs, of which `left` are to run, each with the words that tell it from others."""
+    """The view of a sweep of `count` jobs, of which `left` are to run, each with the words that tell it from others.
 
-    def __init__(self, left: Sequence[tuple[Job, str]], count: int) -> None:
+    When `stop_file` comes, whoever made it has told so on the terminal, and the table goes on below that.
+    """
+
+    def __init__(self, left: Sequence[tuple[Job, str]], count: int, stop_file: Path) -> None:
+        self._stop_file, self._is_stopped = stop_file, False
         self._left = {job.number: Seen(job, words) for job, words in left}
         self._all, self._started = list(self._left.values()), time.monotonic()
         self._ended = Counter({"done": count - len(left)})
@@ -129,6 +134,8 @@ class Live:
         """Put lines in the place of those before; those that find no room are left out from the top."""
         if not sys.stderr.isatty():
             return
+        if not self._is_stopped and self._stop_file.exists():
+            self._is_stopped, self._drawn = True, 0
         size = os.get_terminal_size(sys.stderr.fileno())  # 0 x 0 where the terminal does not say
         table = table[-max(1, (size.lines or 24) - 1) :]
         up = f"\x1b[{self._drawn}F\x1b[J" if self._drawn else ""
