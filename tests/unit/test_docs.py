@@ -90,7 +90,8 @@ def parse(command: str) -> object:
     if module == "qerl_lab":
         if any(word.startswith("+sweeps=") for word in words) and not any(word.startswith("seed=") for word in words):
             words.append("seed=0")  # of 40 jobs those of one seed
-        return make_plan([readable(spell(word)) for word in words], False, None)
+        flagged = "-m" in words
+        return make_plan([readable(spell(word)) for word in words if word != "-m"], flagged, None)
     if module == "qerl_lab.search":
         given = search.space([word for word in words if not search.is_own(word)], search.SearchConfig())
         ends = [f"{key}={low}" for key, (low, _) in given.ranges.items()]
