@@ -42,7 +42,8 @@ def test_it_says_what_was_measured_and_what_to_type_for_the_rest(
     assert found.startswith("final_accuracy nvfp4_aqn against bf16 4 +0.2")
     assert "+0.076 (Table 1 3B), +0.027 (Table 1 7B)" in found
     assert line_of(text, "initial_entropy", "nf4 against").endswith("undecided: no finished run of nf4 (0 started)")
-    assert line_of(text, "rollout_throughput", "nvfp4 against bf16").endswith("no finished run of nvfp4 (0 started)")
+    speed = line_of(text, "rollout_throughput", "against bf16")
+    assert speed.endswith("no finished run of nvfp4 on a GPU (0 started) and of bf16 on a GPU (0 started)")
     assert line_of(text, "+sweeps=lora_rank") == "python -m qerl_lab +sweeps=lora_rank # rank_insensitivity"
     assert line_of(text, "QeRL +AQN").startswith("nvfp4_aqn 4 of 5 0.375 [")
     assert line_of(text, "QeRL +AQN").endswith("(4) QeRL +AQN, NVFP4 0.837 0.908")

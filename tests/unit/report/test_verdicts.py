@@ -17,7 +17,7 @@ from qerl_lab.record.directory import RunDirectory
 from qerl_lab.report import measures, reference
 from qerl_lab.report.arms import FINISHED, run_from
 from qerl_lab.report.claims import CLAIMS, LEARNING_RATE, Claim, Guardrail
-from qerl_lab.report.contrasts import find
+from qerl_lab.report.contrasts import Missing, find
 from qerl_lab.report.measures import MEASURES, Unmeasured
 from qerl_lab.report.runs import Record, read_record
 from qerl_lab.report.stats import half_width, holm, p_above, probability_of_improvement, seeds_for
@@ -212,7 +212,8 @@ def test_a_grid_makes_the_arms_of_its_claims(grid: str) -> None:
     runs = []
     for job in plan.jobs:
         values = {name: str(value) for name, _, value in leaves(job.config)}
-        runs.append(run_from(values, name=str(job.number), status=FINISHED, ended=0, code="", metrics=[]))
+        metrics = [] if job.config.scale == "pocket" else ["memory/gpu_peak_gib"]  # which only a GPU has
+        runs.append(run_from(values, name=str(job.number), status=FINISHED, ended=0, code="", metrics=metrics))
     records = [Record(run) for run in runs]
     for claim in (claim for claim in CLAIMS if claim.sweep == grid):
         for contrast in claim.contrasts:
@@ -267,3 +268,15 @@ def test_the_page_has_every_claim_with_its_family_and_sweep() -> None:
     for claim in CLAIMS:
         assert rows[claim.name].endswith(f"| {claim.family} | `{claim.sweep.partition(' ')[0]}` |")
         assert f"{claim.smallest:g}" in rows[claim.name].split("|")[4]
+
+
+def test_throughput_of_a_cpu_decides_nothing() -> None:
+    claim = next(claim for claim in CLAIMS if claim.name == "rollout_throughput")
+    plan = make_plan(["+sweeps=weight_formats", "seed=0"], False, None)
+    values = [{name: str(value) for name, _, value in leaves(job.config)} for job in plan.jobs]
+    found = []
+    for metrics in ([], ["memory/gpu_peak_gib"]):
+        runs = [run_from(one, name="", status=FINISHED, ended=0, code="", metrics=metrics) for one in values]
+        found.append(find(claim, claim.contrasts[0], [Record(run) for run in runs], runs))
+    assert found[0] == Missing("no finished run of nvfp4 on a GPU (0 started) and of bf16 on a GPU (0 started)")
+    assert isinstance(found[1], list)
