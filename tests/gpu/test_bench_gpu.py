@@ -31,7 +31,7 @@ def test_linear(tmp_path: Path) -> None:
 
 @needs_vllm
 def test_decode(tmp_path: Path) -> None:
-    result, out = bench(tmp_path, "decode", "model=qwen2.5-0.5b", "rows=[8,64]")
+    result, out = bench(tmp_path, "decode", "model=qwen2.5-3b", "rows=[8,64]")
     arms = {(row["arm"], row["rows"]) for row in result["decode"]}
     assert {("marlin", 64), ("humming", 8), ("bf16", 64), ("fp4_linear", 8), ("adapter_mixed", 64)} <= arms
     assert ("fp4_linear", 64) not in arms

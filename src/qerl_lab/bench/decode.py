@@ -44,10 +44,15 @@ class Arm:
 def times(model: str, rows: list[int], rank: int) -> Iterator[Row]:
     """Yield for each Linear, number of rows and arm the microseconds of a call, and the weights' terabytes a second.
 
-    The arms `adapter_*` are the adapter's products alone, `fp4_linear` is both in one, where it takes the Linear.
+    The arms `adapter_*` are the adapter's products alone, `fp4_linear` is both in one, where it takes the model.
     """
-    for layer, (sizes, columns) in fused_linears(model).items():
+    linears = fused_linears(model)
+    capable = torch.cuda.get_device_capability() >= fp4_linear.LEAST_CAPABILITY
+    taken = capable and all(fp4_linear.takes(sizes, columns, rank) for sizes, columns in linears.values())
+    for layer, (sizes, columns) in linears.items():
         every = arms(sizes, columns, rank)
+        if not taken:
+            del every["fp4_linear"]  # a sum over some of the layer's Linears would pass for the layer's
         calls = {name: arm.calls() for name, arm in every.items()}
         for number in rows:
             x = torch.randn(number, columns, dtype=torch.bfloat16, device="cuda")
@@ -78,9 +83,7 @@ def arms(sizes: list[int], columns: int, rank: int) -> dict[str, Arm]:
         for name in backends.KERNELS["nvfp4"]
     }
     found |= {f"adapter_{name}": Arm(partial(beside, route, A, B, sizes), of_adapter) for name, route in ROUTES.items()}
-    if fp4_linear.takes(sizes, columns, rank) and torch.cuda.get_device_capability() >= fp4_linear.LEAST_CAPABILITY:
-        found["fp4_linear"] = Arm(partial(own, packed, A, B, sizes), size + of_adapter, fp4_linear.MAX_ROWS)
-    return found
+    return found | {"fp4_linear": Arm(partial(own, packed, A, B, sizes), size + of_adapter, fp4_linear.MAX_ROWS)}
 
 
 # y, x, A, B, sizes: the adapter's product added to y in place, by each of the routes of `rollout.vllm.product`.
