@@ -2,7 +2,7 @@
 
 import os
 import signal
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Self
 
 from qerl_lab.exits import INTERRUPTED, SIGNALS, heard
@@ -18,14 +18,17 @@ class Diverged(FloatingPointError):
 
 @dataclass
 class Stop:
-    """Whether the run was asked to stop after the step under way. `parent` is the process that it must not outlive.
+    """Whether the run was asked to stop after the step under way.
+
+    `parent` is the process that it must not outlive; None for a run that is a call in somebody's program, as in a test:
+    a shell that leaves that program in the background ends nothing.
 
     Until `can_save` there is nothing to save, and a signal ends the process at once.
     """
 
     signalled: bool = False
     can_save: bool = False
-    parent: int = field(default_factory=os.getppid)
+    parent: int | None = None
 
     @classmethod
     def on_signals(cls, parent: int) -> Self:
@@ -48,4 +51,4 @@ class Stop:
 
     @property
     def requested(self) -> bool:
-        return self.signalled or os.getppid() != self.parent
+        return self.signalled or self.parent not in (None, os.getppid())

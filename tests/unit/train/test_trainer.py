@@ -1,6 +1,7 @@
 """LabTrainer with the real engine: the data and seeds of each step, what it measures, and when it stops."""
 
 import math
+import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -357,9 +358,13 @@ def test_a_signal_that_arrives_while_stopping_is_decided_still_saves(train, tmp_
     assert checkpoint.newest(tmp_path / "checkpoints").step == run.trainer.steps_done
 
 
-def test_the_death_of_the_starter_is_a_request_to_stop() -> None:
-    assert not Stop().requested
-    assert Stop(parent=1 << 30).requested
+def test_the_death_of_the_starter_is_a_request_to_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a run's process. A run that is a call in a program outlives the shell that left the program behind."""
+    inside, started = Stop(), Stop(parent=os.getppid())
+    assert not started.requested
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    assert started.requested
+    assert not inside.requested
 
 
 @pytest.mark.parametrize(("every", "kept"), [(0, [5]), (2, [4, 5])])
