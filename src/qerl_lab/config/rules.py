@@ -322,10 +322,10 @@ def check_engine_on_cpu(cfg: RunConfig, why: str) -> None:
 def _kernels_fit_format(cfg: RunConfig) -> None:
     """`linear_backend` names kernels of 4-bit products, `fp4_linear` one of NVFP4 with the adapter in it."""
     own, name = cfg.rollout.vllm, cfg.format.name
-    if own.linear_backend != "auto" and name not in ("nvfp4", "mxfp4"):
+    if own.linear_backend in ("marlin", "humming") and name not in ("nvfp4", "mxfp4"):
         raise ConfigError(
             f"rollout.vllm.linear_backend={own.linear_backend} has no kernel for format.name={name}; allowed with it: "
-            "nvfp4, mxfp4. Type rollout.vllm.linear_backend=auto."
+            "nvfp4, mxfp4. Type rollout.vllm.linear_backend=vllm."
         )
     if own.fp4_linear and (name != "nvfp4" or own.lora != "dense" or cfg.lora.rank > FP4_LINEAR_MAX_RANK):
         raise ConfigError(

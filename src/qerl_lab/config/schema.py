@@ -211,9 +211,9 @@ class VllmConfig:
         choices=("auto", "fp8"),
     )  # fmt: skip
     linear_backend: str = option(
-        "auto",
-        "kernels of the 4-bit products; auto times them once for a GPU and a model",
-        choices=("auto", "marlin", "humming"),
+        "vllm",
+        "kernels of the 4-bit products; vllm: its own choice; auto: the fastest, timed once for a GPU and a model",
+        choices=("vllm", "auto", "marlin", "humming"),
     )  # fmt: skip
     fp4_linear: bool = option(
         False, "NVFP4 with lora=dense: up to 32 rows by the lab's kernel, over a second copy of the packed weights"

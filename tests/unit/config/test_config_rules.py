@@ -94,7 +94,7 @@ KL = {"aqn__schedule": "linear", "aqn__unit": "kl"}
         ({"optim__name": "adamw_8bit", "device": "cpu"}, "device=cpu", "optim=adamw"),
         ({"format__dense_cache": "on", "device": "cuda"}, "device=cuda", "format.dense_cache=off"),
         ({"format__name": "nf4", "rollout__vllm__linear_backend": "humming"}, "linear_backend=humming has no kernel",
-         "nvfp4, mxfp4. Type rollout.vllm.linear_backend=auto"),
+         "nvfp4, mxfp4. Type rollout.vllm.linear_backend=vllm"),
         ({"rollout__vllm__fp4_linear": True}, "rollout.vllm.lora=request", "rollout.vllm.lora=dense."),
         ({"rollout__vllm__fp4_linear": True, "rollout__vllm__lora": "dense", "format__name": "mxfp4"},
          "format.name=mxfp4", "format=nvfp4"),

@@ -13,6 +13,8 @@ from qerl_lab import formats
 from qerl_lab.config.schema import FormatConfig
 from qerl_lab.rollout.vllm import backends
 
+AUTO = {"rollout__vllm__linear_backend": "auto"}
+
 
 @pytest.fixture
 def times(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, float]:
@@ -49,23 +51,25 @@ def test_shapes_are_those_of_fused_layers_under_the_adapter(model: nn.Module) ->
 
 def test_the_fastest_is_taken_and_timed_once(times: dict, tiny, model: nn.Module, tmp_path: Path, capsys) -> None:
     cfg = tiny(format__name="nvfp4", rollout__prompts_per_step=3, rollout__group_size=3,
-               optim__micro_batch_size=3)  # fmt: skip
+               optim__micro_batch_size=3, **AUTO)  # fmt: skip
     assert backends.chosen(cfg, model) == "humming"
     assert "linear_backend=humming: the model's products at 9, 5, 3 rows take marlin 3.00 ms" in capsys.readouterr().out
     times |= {"marlin": 1.0}
     assert backends.chosen(cfg, model) == "humming"
     assert len(times["asked"]) == 1
     assert len(json.loads((tmp_path / "qerl-lab" / "linear_backend.json").read_text())) == 1
-    assert backends.chosen(tiny(format__name="mxfp4", rollout__prompts_per_step=3), model) == "marlin"
-    assert backends.chosen(tiny(format__name="nvfp4"), model) == "marlin", "other rows"
+    assert backends.chosen(tiny(format__name="mxfp4", rollout__prompts_per_step=3, **AUTO), model) == "marlin"
+    assert backends.chosen(tiny(format__name="nvfp4", **AUTO), model) == "marlin", "other rows"
     assert len(times["asked"]) == 3
 
 
-@pytest.mark.parametrize(("name", "asked"), [("nf4", "auto"), ("bf16", "auto"), ("nvfp4", "humming")])
-def test_nothing_is_timed_for_other_formats_or_a_name(
-    times: dict, tiny, model: nn.Module, name: str, asked: str
+@pytest.mark.parametrize(("name", "asked", "told"), [
+    ("nf4", "auto", "auto"), ("bf16", "vllm", "auto"), ("nvfp4", "vllm", "auto"), ("nvfp4", "humming", "humming"),
+])  # fmt: skip
+def test_nothing_is_timed_for_other_formats_or_unless_asked(
+    times: dict, tiny, model: nn.Module, name: str, asked: str, told: str
 ) -> None:
-    assert backends.chosen(tiny(format__name=name, rollout__vllm__linear_backend=asked), model) == asked
+    assert backends.chosen(tiny(format__name=name, rollout__vllm__linear_backend=asked), model) == told
     assert times["asked"] == []
 
 

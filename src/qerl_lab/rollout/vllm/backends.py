@@ -44,13 +44,16 @@ Shape = tuple[tuple[int, ...], int]  # columns of y by part, columns of x
 
 
 def chosen(cfg: RunConfig, model: nn.Module) -> str:
-    """Return `rollout.vllm.linear_backend`, for `auto` the fastest for the layers of `model`; vLLM's own for others.
+    """Return `rollout.vllm.linear_backend` in vLLM's words: for `auto` the fastest for the layers of `model`.
 
-    Times are kept beside unpacked GGUF files, by GPU, version of vLLM, format, shapes and rows.
+    vLLM's own choice, which it calls auto, for formats whose kernels are not timed. Times are kept beside unpacked GGUF
+    files, by GPU, version of vLLM, format, shapes and rows.
     """
     asked = cfg.rollout.vllm.linear_backend
-    if asked != "auto" or cfg.format.name not in KERNELS or not torch.cuda.is_available():
+    if asked in ("marlin", "humming"):
         return asked
+    if asked == "vllm" or cfg.format.name not in KERNELS or not torch.cuda.is_available():
+        return "auto"
     shapes, rows = shapes_of(model), rows_of(cfg)
     about = [torch.cuda.get_device_name(), vllm.__version__, cfg.format.name, sorted(shapes.items()), rows]
     key, file = json.dumps(about), gguf.store() / "linear_backend.json"

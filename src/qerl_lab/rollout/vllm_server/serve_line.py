@@ -77,7 +77,7 @@ def flags(cfg: RunConfig, dtype: torch.dtype) -> list[str]:
         "--logprobs-mode": "processed_logprobs",  # at the temperature of sampling
         "--generation-config": "vllm",  # not the model's own penalties and cuts
         "--kv-cache-dtype": own.kv_cache_dtype,
-        "--linear-backend": own.linear_backend,
+        "--linear-backend": "auto" if own.linear_backend == "vllm" else own.linear_backend,  # vLLM's word for its own
         "--worker-extension-cls": EXTENSION,
     }  # fmt: skip
     if own.kv_cache_gib is not None:
