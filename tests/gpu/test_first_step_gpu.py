@@ -14,6 +14,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from qerl_lab import rollout
+from qerl_lab.aqn import CLEAN
+from qerl_lab.rollout.engine import Sampling
 from small_checkpoints import write_dense
 from trained import train
 
@@ -38,19 +40,26 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_dense(tmp_path_factory.mktemp("dense"), LlamaForCausalLM(config).to(torch.bfloat16))
 
 
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("engine", ["transformers", pytest.param("vllm", marks=WITHOUT_VLLM)])
+@pytest.mark.parametrize(("engine", "name", "backend"), [
+    *(("transformers", name, "vllm") for name in FORMATS),
+    *(pytest.param("vllm", name, "vllm", marks=WITHOUT_VLLM) for name in FORMATS),
+    *(pytest.param("vllm", name, "humming", marks=WITHOUT_VLLM) for name in ("nvfp4", "mxfp4")),
+])  # fmt: skip
 def test_no_token_of_a_step_is_far_off(
-    engine: str, name: str, folder: Path, tiny: Callable[..., Any], build_policy: Callable[..., Any], tmp_path: Path
-) -> None:
+    engine: str, name: str, backend: str, folder: Path, tiny: Callable[..., Any], build_policy: Callable[..., Any],
+    tmp_path: Path,
+) -> None:  # fmt: skip
     cfg = tiny(
         steps=1, device="cuda", model__path=str(folder), format__name=name, rollout__engine=engine, lora__rank=32,
         rollout__prompts_per_step=16, rollout__group_size=16, rollout__max_completion_tokens=192,
-        rollout__batch_size=256, optim__micro_batch_size=32, aqn__probe_prompts=16,
+        rollout__batch_size=512, rollout__vllm__linear_backend=backend, optim__micro_batch_size=32,
+        aqn__probe_prompts=16,
     )  # fmt: skip
     policy = build_policy(cfg)
     sampler = rollout.build(cfg, policy)
     try:
+        sampler.sync(CLEAN)  # as an evaluation before training: more rows, and longer prompts, than a step has
+        sampler.generate([[3 + (row + at) % 1000 for at in range(200)] for row in range(512)], 1, Sampling(64, seed=1))
         (metrics,) = train(cfg, policy, sampler, tmp_path).steps
     finally:
         sampler.close()
