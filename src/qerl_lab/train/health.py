@@ -1,4 +1,4 @@
-"""Signs that a run learns nothing, or unlearns: from its metrics alone, each told once. Imports no torch.
+"""Signs that a run learns nothing, unlearns, or is not of one policy: from its metrics, each told once. No torch.
 
 A sign must hold over `WINDOW` steps in a row, because one step may be unlucky.
 """
@@ -13,6 +13,7 @@ from qerl_lab.config.schema import RunConfig
 WINDOW = 5  # steps
 ENTROPY_LEFT = 0.02  # share of the first steps' entropy under which next to nothing is explored
 REWARD_LEFT = 0.5  # share of the first steps' reward under which the policy has unlearned what it could
+APART = 5.0  # nats at a token without noise; rounding parts sampler and trainer by under 1 (docs/running.md)
 SIGMAS = 4  # standard errors that a fall of the reward must exceed, or a small batch would be enough for it
 
 Metrics = Mapping[str, float]
@@ -73,11 +74,23 @@ def signs(first: Sequence[Metrics], last: Sequence[Metrics], cfg: RunConfig) -> 
             f"higher algorithm.max_resamples (it is {cfg.algorithm.max_resamples}) or rollout.group_size (it is "
             f"{cfg.rollout.group_size}), or a task that is neither solved nor hopeless."
         )
+    if (apart := min(_apart(metrics) for metrics in last)) > APART:
+        vllm = "Type rollout.vllm.linear_backend=marlin, or rollout=transformers, and compare sampler/logprob_gap_max."
+        found["sampler and trainer are two policies"] = (
+            f"Without noise each of the last steps had a token whose log-probabilities were {apart:.0f} nats apart or "
+            "more: one of them computes something else. Do not believe this run. "
+            + ("Type model.dtype=float32." if cfg.rollout.engine == "transformers" else vllm)
+        )
     if _mean("policy/entropy_nats", last) < ENTROPY_LEFT * _mean("policy/entropy_nats", first):
         found["the policy's entropy has collapsed"] = (
             f"Under {ENTROPY_LEFT:.0%} of it is left, and nothing is explored any more. {slower}."
         )
     return found
+
+
+def _apart(metrics: Metrics) -> float:
+    """How far a token was off in a step without noise, which parts the two on purpose; 0 in one with it."""
+    return 0.0 if metrics.get("noise/sigma", 0.0) > 0 else metrics.get("sampler/logprob_gap_max", 0.0)
 
 
 def _has_fallen(first: Sequence[Metrics], last: Sequence[Metrics], cfg: RunConfig) -> bool:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from qerl_lab.config.schema import RunConfig
+from qerl_lab.config.schema import RolloutConfig, RunConfig
 from qerl_lab.record.metrics import read_metrics
 from qerl_lab.train.health import WINDOW, Watch
 
@@ -41,6 +41,8 @@ def test_a_run_that_learns_hears_nothing(run: str) -> None:
         ({"reward/mean": 1.2, "reward/std": 0.0, "reward/zero_variance_groups": 1.0},
          ["every question earned the same", "rollout.group_size (it is 8)"]),
         ({"rollout/groups_flat": 2.0}, ["dynamic sampling fills no batch", "algorithm.max_resamples (it is 10)"]),
+        ({"sampler/logprob_gap_max": 24.9},
+         ["sampler and trainer are two policies", "25 nats apart", "Do not believe this run", "model.dtype=float32"]),
     ],
 )  # fmt: skip
 def test_a_sign_is_told_once_when_it_has_held_for_the_window(bad: dict[str, float], words: list[str]) -> None:
@@ -90,3 +92,14 @@ def test_a_resumed_run_compares_with_its_beginning_and_does_not_repeat_itself() 
 def test_nan_is_no_sign() -> None:
     """It ends the run, which says so itself."""
     assert told([dict.fromkeys(GOOD, float("nan"))] * 20) == []
+
+
+def test_noise_may_part_sampler_and_trainer_and_rounding_a_little() -> None:
+    assert told([GOOD | {"sampler/logprob_gap_max": 24.9, "noise/sigma": 0.05}] * 3 * WINDOW) == []
+    assert told([GOOD | {"sampler/logprob_gap_max": 0.9, "noise/sigma": 0.0}] * 3 * WINDOW) == []
+
+
+def test_an_engine_that_computes_something_else_is_named() -> None:
+    cfg = RunConfig(rollout=RolloutConfig(engine="vllm"))
+    (said,) = told([GOOD | {"sampler/logprob_gap_max": 24.9}] * 3 * WINDOW, cfg)
+    assert "rollout.vllm.linear_backend=marlin, or rollout=transformers" in said
