@@ -38,7 +38,7 @@ MAY_IMPORT = {
     "bench": "config disk formats model record report terminal aqn tasks rollout quantize train timing",
     # the command line, which reaches the core only by starting a process
     "cli": "config disk record tracking model tasks report preflight exits terminal",
-    "samples": "config record", "search": "config record exits terminal",
+    "samples": "config record", "search": "cli config disk record exits terminal",
     "serve_line": "config rollout",
     "__main__": "",
 }  # fmt: skip

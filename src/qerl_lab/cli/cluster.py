@@ -53,7 +53,11 @@ def check(cfg: RunConfig) -> None:
 def flags(text: str) -> dict[str, Any]:
     """The flags of sbatch in a text, `--NAME=VALUE` or `--NAME`, by name. Raises ConfigError for anything else."""
     found: dict[str, Any] = {}
-    for word in shlex.split(text):
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise ConfigError(f"slurm={text} cannot be read: {_flat(error)} Close every quotation mark in it.") from None
+    for word in words:
         name, sign, value = word.removeprefix("--").partition("=")
         if not word.startswith("--") or not name:
             raise ConfigError(

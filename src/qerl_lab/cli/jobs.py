@@ -110,8 +110,8 @@ def run_sweep(plan: Plan, command: str) -> int:
     """
     assert plan.sweep is not None
     stop_file = plan.directory / STOP_FILE
-    stop_file.unlink(missing_ok=True)
     with earlier.locked(plan.directory):
+        stop_file.unlink(missing_ok=True)  # one that another command runs keeps its own
         try:
             with _stopping_at_signals(stop_file):
                 _launch(plan, plan.sweep, command)

@@ -66,8 +66,8 @@ class Seen:
 
 
 def interval(seconds: float, done: int, left: int) -> str:
-    """Time that `left` steps take if `done` took `seconds`; a dash where none is done."""
-    return str(tqdm.format_interval(seconds / done * left)) if done else "-"
+    """Time that `left` steps take if `done` took `seconds`; a dash where none is done, or some are to be done again."""
+    return str(tqdm.format_interval(seconds / done * left)) if done > 0 else "-"
 
 
 class Live:

@@ -11,6 +11,7 @@ Interval = tuple[float, float, float]  # mean, low, high
 
 
 ALIKE = "[all alike]"
+NO_WIDTH = 1e-12  # a spread below is one of rounding
 
 
 def between(low: float, high: float, spelled: Callable[[float], str] = "{:+.3f}".format) -> str:
@@ -18,7 +19,7 @@ def between(low: float, high: float, spelled: Callable[[float], str] = "{:+.3f}"
 
     Where no seed and no question differs from another nothing tells how far others would: that is no interval.
     """
-    return f"[{spelled(low)}, {spelled(high)}]" if high - low > 1e-12 else ALIKE
+    return f"[{spelled(low)}, {spelled(high)}]" if high - low > NO_WIDTH else ALIKE
 
 
 def paired_interval(before: pd.Series, after: pd.Series, level: float = 0.95) -> Interval:
@@ -133,9 +134,9 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def effect_size(differences_S: np.ndarray) -> float:
-    """The mean over the standard deviation of the seeds' differences; nan where they have none."""
+    """The mean over the standard deviation of the seeds' differences; nan where they differ by rounding or not."""
     spread = float(np.std(differences_S, ddof=1)) if len(differences_S) > 1 else 0.0
-    return float(np.mean(differences_S)) / spread if spread > 0 else np.nan
+    return float(np.mean(differences_S)) / spread if spread > NO_WIDTH else np.nan
 
 
 def probability_of_improvement(treated_S: np.ndarray, control_S: np.ndarray) -> float:

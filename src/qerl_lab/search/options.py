@@ -5,11 +5,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
-from qerl_lab.config.keys import NUMBERS, check_key
+from qerl_lab.cli.grammar import parse
+from qerl_lab.cli.overrides import spell
+from qerl_lab.config.keys import NUMBERS, check_key, schema
 from qerl_lab.config.option import ConfigError, option
 
 FIRST_SEED = 100  # seeds below are of the sweeps that report
 OBJECTIVES = ("reward", "accuracy")
+WHOLE = (int, int | None)
 OF_SEARCH = ("seed", "-m", "--multirun", "hydra.sweep.dir", "rerun", "dry_run", "resume", "run_dir")
 
 
@@ -56,18 +59,38 @@ def space(words: Sequence[str], cfg: SearchConfig) -> Space:
         if key.lstrip("+") in OF_SEARCH:
             raise ConfigError(f"{word} is not for a search to be told; it types its own. Leave {key} out.")
         if (ends := _ends(value)) is None:
+            _refuse_several(word)
             found.words.append(word)
             continue
-        if check_key(key) not in NUMBERS:
-            raise ConfigError(f"{word}: {key} is no number. Type for example optim.learning_rate=1e-4..1e-2.")
-        if not 0 < ends[0] < ends[1] < math.inf:
-            raise ConfigError(f"{word} is no range above 0. Type for example {key}=1e-4..1e-2.")
+        _check_range(word, key, ends)
+        if key in found.ranges:
+            raise ConfigError(f"{key} is given two ranges. Type one of them.")
         found.ranges[key] = ends
     if not found.ranges:
         raise ConfigError("no word has a range. Type for example optim.learning_rate=1e-4..1e-2.")
+    if cfg.objective == "accuracy" and "eval.questions=0" in words:
+        raise ConfigError("eval.questions=0 leaves objective=accuracy nothing to go by. Leave one of the two out.")
     if cfg.objective == "reward" and not any(word.startswith("eval.questions=") for word in words):
         found.words.append("eval.questions=0")
     return found
+
+
+def _refuse_several(word: str) -> None:
+    """A trial is one arm: a mean over several would be of none."""
+    key = word.partition("=")[0].lstrip("+")
+    if key == "sweeps" or (not word.startswith("-") and parse(spell(word), schema()).is_sweep_override()):
+        raise ConfigError(f"{word} makes several arms, and a search is of one. Type one value, for each a search.")
+
+
+def _check_range(word: str, key: str, ends: tuple[float, float]) -> None:
+    kind = check_key(key)
+    if kind not in NUMBERS:
+        raise ConfigError(f"{word}: {key} is no number. Type for example optim.learning_rate=1e-4..1e-2.")
+    if kind in WHOLE:
+        raise ConfigError(f"{word}: {key} is a whole number, and trials have fractions. Type python -m qerl_lab -m "
+                          f"{key}=A,B,C to compare some.")  # fmt: skip
+    if not 0 < ends[0] < ends[1] < math.inf:
+        raise ConfigError(f"{word} is no range above 0. Type for example {key}=1e-4..1e-2.")
 
 
 def _ends(value: str) -> tuple[float, float] | None:

@@ -7,6 +7,7 @@ the values of those before, so that a search that was stopped proposes what one 
 
 import fcntl
 import math
+import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +19,7 @@ from optuna.storages.journal import JournalFileBackend, JournalStorage
 from optuna.trial import FrozenTrial, TrialState
 
 from qerl_lab.config.option import ConfigError
+from qerl_lab.disk import replace_file
 from qerl_lab.exits import FAILURE, INTERRUPTED, OK
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.search.options import SearchConfig, Space
@@ -45,7 +47,7 @@ def run(cfg: SearchConfig, space: Space, start: Start) -> None:
         while trial := _next(study, cfg, space):
             _run_trial(study, trial, cfg, space, start)
         table = _table(study, cfg, space)
-    (cfg.folder / TABLE).write_text(table + "\n", encoding="utf-8")
+        replace_file(cfg.folder / TABLE, f"{table}\n".encode())
     print(f"\n{table}")
 
 
@@ -153,6 +155,6 @@ def _table(study: optuna.Study, cfg: SearchConfig, space: Space) -> str:
     lines = [columns(rows)]
     if ended and ended[0].value is not None:
         words = [word for word in space.words if word != "eval.questions=0"]
-        report = " ".join(["python -m qerl_lab -m", *words, *_proposed(ended[0]), "seed=0,1,2,3,4"])
+        report = f"python -m qerl_lab -m {shlex.join([*words, *_proposed(ended[0]), 'seed=0,1,2,3,4'])}"
         lines.append(f"mean of seeds {', '.join(map(str, cfg.seeds))}. Report on others: {report}")
     return "\n".join(lines)

@@ -32,6 +32,7 @@ def test_flags_are_those_of_sbatch() -> None:
     ("--time=60 --array=0-3", "array is set for every sweep"),
     ("--partition=gpu", "no --time"),
     ("--time=soon", "--time=soon"),
+    ("--comment='two words --time=60", "No closing quotation"),
 ])  # fmt: skip
 def test_other_flags_are_refused(text: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):

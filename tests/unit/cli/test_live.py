@@ -101,3 +101,8 @@ def test_what_was_stopped_before_it_began_needs_no_line(tmp_path: Path, capsys: 
     assert capsys.readouterr().err == ""
     shown.end(other, "error: the reason")
     assert capsys.readouterr().err.endswith("error: the reason\n")
+
+
+def test_steps_that_are_to_be_done_again_have_no_pace() -> None:
+    assert live.interval(10.0, 2, 4) == "00:20"
+    assert live.interval(10.0, -2, 4) == live.interval(10.0, 0, 4) == "-"

@@ -7,6 +7,7 @@ import pandas as pd
 import pytest
 from scipy.stats import binomtest, ttest_rel
 
+from qerl_lab.report import stats
 from qerl_lab.report.stats import between, crossed_interval, over_seeds, p_value, paired_interval, share_interval
 
 
@@ -208,3 +209,8 @@ def test_equal_differences_are_no_proof() -> None:
     rng = np.random.default_rng(0)
     far = pd.Series(rng.normal(5, 1, 2000))
     assert p_value(lambda level: paired_interval(0 * far, far, level), 2000) == 1e-15
+
+
+def test_seeds_that_differ_by_rounding_alone_have_no_effect_size() -> None:
+    assert np.isnan(stats.effect_size(np.array([0.3 - 0.2, 0.4 - 0.3, 0.7 - 0.6])))
+    assert stats.effect_size(np.array([0.1, 0.2, 0.3])) == pytest.approx(2)

@@ -3,6 +3,7 @@
 import fcntl
 import json
 import math
+import shlex
 from pathlib import Path
 
 import pytest
@@ -98,6 +99,18 @@ def test_a_trial_with_a_failed_run_is_worth_nothing(tmp_path: Path) -> None:
     assert (tmp_path / "table.txt").read_text().splitlines()[4].split()[:2] == ["1", "failed"]
 
 
+def test_accuracy_needs_questions() -> None:
+    with pytest.raises(ConfigError, match=r"eval\.questions=0 leaves objective=accuracy nothing"):
+        space([*RANGES, "eval.questions=0"], SearchConfig(objective="accuracy"))
+
+
+def test_the_line_of_the_report_can_be_pasted(tmp_path: Path) -> None:
+    words = ["launcher=slurm", "slurm=--partition=gpu --time=60"]
+    search(tmp_path, Lab(), *words, trials=1)
+    line = (tmp_path / "table.txt").read_text().splitlines()[-1].partition("Report on others: ")[2]
+    assert words[1] in shlex.split(line)
+
+
 def test_accuracy_is_that_after_training(tmp_path: Path) -> None:
     lab = Lab()
     search(tmp_path, lab, objective="accuracy", trials=1)
@@ -134,6 +147,11 @@ def test_two_commands_do_not_share_a_search(tmp_path: Path) -> None:
     (["aqn.sigma_start=0..1"], "is no range above 0"),
     (["optim.name=1..2"], "optim.name is no number"),
     (["optim.rate=1..2"], "optim.rate is not a known key"),
+    (["lora.rank=16..64"], "lora.rank is a whole number"),
+    ([*RANGES, "aqn.sigma_start=0.1..0.2"], "aqn.sigma_start is given two ranges"),
+    ([*RANGES, "+experiment=bf16,nvfp4"], r"\+experiment=bf16,nvfp4 makes several arms"),
+    ([*RANGES, "steps=range(2,4)"], "makes several arms"),
+    ([*RANGES, "+sweeps=weight_formats"], "makes several arms"),
 ])  # fmt: skip
 def test_what_cannot_be_searched_is_told(words: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
