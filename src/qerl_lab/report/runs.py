@@ -96,11 +96,14 @@ def _walk(folder: Path) -> Iterator[Path]:
 def read_record(run: RunDirectory, name: str) -> Record:
     """The record of a run. Raises OSError or ValueError that says what of it is missing or damaged."""
     lines, values, began = run.metrics(), run.settings(), run.environments()
+    metrics = {metric for line in lines for metric in line["metrics"]}
+    if values.get("device") == "auto" and "memory/rss_gib" not in metrics and began and "gpus" in began[0]:
+        values = values | {"device": str(run.device_kind())}  # no step ended, so none says on what
     codes = dict.fromkeys(version(each.get("git_sha"), each.get("dirty")) for each in began or [{}])
     last = lines[-1] if lines else {"step": 0, "time": 0.0, "metrics": {}}
     found = run_from(
         values, name=name, status=_status(run, f"step {last['step']} of {values.get('steps')}"), ended=last["time"],
-        code=" then ".join(codes), metrics={metric for line in lines for metric in line["metrics"]},
+        code=" then ".join(codes), metrics=metrics,
     )  # fmt: skip
     if found.status != FINISHED:
         return Record(found, origin=_origin(began))
