@@ -67,8 +67,9 @@ def dead_links(text: str, folder: Path) -> list[str]:
 
 
 def commands(text: str) -> Iterator[str]:
-    """Command lines `python -m qerl_lab...` of code blocks and code spans, without their comments."""
-    for line in re.findall(r"^ {4}(?:\S*/)?(python -m qerl_lab.*)$", text, re.MULTILINE):
+    """Command lines `python -m qerl_lab...` of code blocks and code spans, whole and without their comments."""
+    whole = re.sub(r" \\\n +", " ", text)
+    for line in re.findall(r"^ {4}(?:\S*/)?(python -m qerl_lab.*)$", whole, re.MULTILINE):
         yield re.split(r"\s+#", line)[0]
     yield from re.findall(r"`(python -m qerl_lab[^`\n]*)`", text)
 
@@ -100,6 +101,16 @@ def parse(command: str) -> object:
     if words[0] in found.get("COMMANDS", {}) or "COMMAND" not in found:
         return found["COMMANDS"][words[0]].read(words[1:])
     return found["COMMAND"].read(words)
+
+
+def long_lines(text: str) -> list[str]:
+    """Lines above 120 characters that are none of a table."""
+    return [line for line in text.splitlines() if len(line) > 120 and not line.startswith("|")]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_lines_fit(page: Path):
+    assert long_lines(page.read_text(encoding="utf-8")) == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -134,9 +145,11 @@ def test_the_rules_see_what_is_wrong(tmp_path: Path):
     ]
     tree = ["src/qerl_lab/  x", "  a/   b.py (as in conf/y.py)", "       c.py", "  d.py  e", "f/"]
     assert drawn("\n".join(f"    {line}" for line in tree)) == {"a/", "a/b.py", "a/c.py", "d.py"}
+    assert long_lines(f"{'a' * 120}\n{'b' * 121}\n|{'c' * 121}") == ["b" * 121]
     assert dead_links("[a](nowhere.md) [b](https://x.org/y.md)", tmp_path) == ["nowhere.md"]
     wrong = ["python -m qerl_lab lora.rnk=3", "python -m qerl_lab.quantize fromat=nvfp4", "python -m qerl_lab.nope x"]
-    text = f"    {wrong[0]}   # why\nas `{wrong[1]}` does\n    .venv/bin/{wrong[2]}"
+    first, rest = wrong[0].rsplit(" ", 1)
+    text = f"    {first} \\\n        {rest}   # why\nas `{wrong[1]}` does\n    .venv/bin/{wrong[2]}"
     assert set(commands(text)) == set(wrong)
     for command in wrong:
         with pytest.raises(ConfigError):
