@@ -116,6 +116,22 @@ def test_the_same_line_skips_what_is_done_and_goes_on_with_what_failed(capfd: py
     assert len(sessions()) == 5
 
 
+def test_jobs_of_two_sweeps_leave_both_as_they_were() -> None:
+    def known() -> dict[Path, list[str]]:
+        return {path: [job["run_dir"] for job in json.loads(path.read_bytes())["jobs"]]
+                for path in sorted(Path("runs/sweeps/adhoc").glob("*/sweep.json"))}  # fmt: skip
+
+    assert main(["-m", "seed=0,3"]) == 0
+    assert main(["-m", "seed=4,5"]) == 0
+    before = known()
+    assert main(["-m", "seed=3,4"]) == 0
+    assert before.items() <= known().items()
+    after = known()
+    assert main(["-m", "seed=3,4"]) == 0
+    assert known() == after
+    assert sessions() == [1] * 4
+
+
 def test_rerun_begins_every_job_anew() -> None:
     assert main(["-m", "seed=0,3"]) == 0
     assert main(["-m", "seed=0,3", "rerun=true"]) == 0

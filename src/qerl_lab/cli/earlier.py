@@ -42,10 +42,25 @@ def reuse(plan: Plan) -> Plan:
     sweeps = [plan.directory] if plan.directory_given else sorted(parent.glob("*"), reverse=True)
     known = [(sweep, run) for sweep in sweeps if sweep.is_dir() for run in _runs(sweep)]
     jobs = [_found(job, known, plan.is_here) for job in plan.jobs]
-    homes = {sweep for sweep in sweeps for job in jobs if job.begun and job.run_dir.is_relative_to(sweep)}
-    if not homes or not all(job.begun for job in jobs):
+    home = _home(jobs, sweeps) if all(job.begun for job in jobs) else None
+    if home is None:
         return replace(plan, jobs=jobs)
-    return replace(plan, jobs=jobs, directory=max(homes), directory_given=True)
+    return replace(plan, jobs=jobs, directory=home, directory_given=True)
+
+
+def _home(jobs: list[Job], sweeps: list[Path]) -> Path | None:
+    """The newest sweep that knows all of these jobs, or that has them and was killed before it noted any.
+
+    None where they are of several: to note them in one of those would make it forget its others.
+    """
+    paths = {str(job.run_dir.absolute()) for job in jobs}
+    for sweep in sweeps:
+        if (sweep / INDEX).exists():
+            if paths <= {os.path.abspath(path) for path in _paths(sweep)}:
+                return sweep
+        elif all(job.run_dir.is_relative_to(sweep) for job in jobs):
+            return sweep
+    return None
 
 
 def _runs(sweep: Path) -> Iterator[RunDirectory]:

@@ -1,7 +1,7 @@
 """Records of the runs of an MLflow experiment: of their directories where these still are, else of what MLflow keeps.
 
 MLflow has a run's settings and metrics, and its eval.parquet if the artifacts are in reach. It has neither machine nor
-versions. What lacks is said in `Origin.missing`.
+versions, nor how long a run was left alone before it went on. What lacks is said in `Origin.missing`.
 """
 
 import os
@@ -45,7 +45,8 @@ def _of_mirror(client: Any, run: Run, mirror: Any) -> Record:
     phases = _answers(client, mirror) if run.status == FINISHED and run.value("eval.questions") != "0" else {}
     if run.status == FINISHED and run.value("eval.questions") != "0" and not phases:
         lacks.append("the answers to each held-out question")
-    gone = f"its directory{f' {where}' if where else ''} is gone; MLflow keeps no {', '.join(lacks)}"
+    gone = (f"its directory{f' {where}' if where else ''} is gone; MLflow keeps no {', '.join(lacks)}, and its seconds "
+            "are from start to end, with all between two sessions")  # fmt: skip
     origin = Origin(
         command=tags.get("command", ""), commit=tags.get("git_sha", ""), missing=gone,
         began=pd.Timestamp(mirror.info.start_time, unit="ms", tz="UTC").isoformat(timespec="seconds"),

@@ -48,10 +48,17 @@ def write(folder: Path, found: Comparison, wanted: str | None) -> list[Path]:
         files["arms.csv"] = comparison.csv(comparison.by_arm(same, baseline)).encode()
     files["report.html"] = html(same, rows, baseline, drawn, line, folder.resolve().name).encode()
     results.write(folder, made)
+    for name in _everything() - set(files):  # of an earlier report with more in it
+        (folder / name).unlink(missing_ok=True)
     for name, data in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         replace_file(folder / name, data)
     return [folder / name for name in (results.RUNS, results.STEPS, results.QUESTIONS, *files)]
+
+
+def _everything() -> set[str]:
+    """The files that some reports have and others not."""
+    return {"arms.csv", *(f"figures/{curve.name}-{by}.png" for curve in curves.CURVES for by in BY.values())}
 
 
 def draw_all(found: Comparison, baseline: str | None) -> dict[str, list[Drawn]]:

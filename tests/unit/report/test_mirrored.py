@@ -44,6 +44,7 @@ def test_a_report_of_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
     assert by_seed[1].accuracy == {}
     assert by_seed[1].origin.missing == (
         f"its directory {folders[1]} is gone; MLflow keeps no machine, versions, the answers to each held-out question"
+        ", and its seconds are from start to end, with all between two sessions"
     )
     assert any(line.endswith(": failed") for line in gone.left_out)
 

@@ -126,3 +126,18 @@ def test_a_baseline_that_is_none_leaves_no_half_of_a_report(tmp_path: Path, monk
     make_run(tmp_path / "runs" / "a", "bf16", 0)
     assert main(["runs", "out=results/mine", "baseline=nothing"]) == 2
     assert not list(Path("results/mine").glob("*"))
+
+
+def test_a_report_takes_away_what_an_earlier_one_had_and_it_has_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run, out = make_run(tmp_path / "runs" / "0", "nvfp4_aqn", 0), tmp_path / "out"
+    assert main(["runs", "out=out"]) == 0
+    (out / "figures" / "mine.png").touch()
+    assert (out / "arms.csv").exists()
+    assert len(list((out / "figures").iterdir())) > 1
+    (run / "DONE").unlink()
+    assert main(["runs", "out=out"]) == 0
+    assert [path.name for path in (out / "figures").iterdir()] == ["mine.png"]
+    assert not (out / "arms.csv").exists()
