@@ -153,12 +153,9 @@ def rank_variables(gpus: int) -> list[dict[str, str]]:
 
 
 def _wait(
-    command: list[str],
-    environments: list[dict[str, str]],
-    lock: TextIO,
-    console: BinaryIO | None,
+    command: list[str], environments: list[dict[str, str]], lock: TextIO, console: BinaryIO | None,
     stop_file: Path | None,
-) -> tuple[int, int]:
+) -> tuple[int, int]:  # fmt: skip
     """Run a process for each environment to its end; the status of the first that failed, and its rank.
 
     A negative status is the signal that ended it. A signal that stops a run is handed on as SIGTERM, after which the

@@ -59,9 +59,12 @@ def of_as_much_noise(texts: Texts, noise: pd.DataFrame, kls: pd.Series) -> pd.Da
     """A row an entry of `kls`: the sigma with that KL, on the line through the means of `noise`, and its effect.
 
     Args:
-        noise: of `of_noise`; its draws are measured again at the new sigma. Raises ValueError where a KL is outside.
+        noise: of `of_noise`; its draws are measured again at the new sigma. Raises ValueError where a KL is outside,
+            and where that of noise does not rise with sigma: then many sigmas have it, or none.
     """
     means, rows = noise.groupby("sigma")["kl"].mean(), {}
+    if not means.is_monotonic_increasing:
+        raise ValueError(f"the mean KL does not rise with sigma: {means.round(6).to_dict()}. Measure more draws.")
     for name, target in kls.items():
         if not means.min() <= target <= means.max():
             raise ValueError(f"{name}: a KL of {target:.2g} is outside those measured, {means.min():.2g} to "

@@ -17,6 +17,7 @@ from qerl_lab.report.bench import Result
 OF_ARMS = ("rollout", "step")  # benchmarks whose arms are processes of their own
 MODELS = {f"qwen2.5-{size}b": f"Qwen2.5-{size}B-Instruct" for size in (3, 7, 14, 32)}  # the paper's name of each
 SIZES = {"bf16": "BF16", "nvfp4": "NVFP4", "qlora": "NF4"}  # arms of the training step by the paper's weight format
+PRINTED_RANK = 16  # Tables 5 to 8 do not say it; their numbers are those of Table 9 at this rank
 COLUMNS = ("what", "model", "format", "batch", "rank", "paper, H100", "here", "from")
 
 
@@ -73,8 +74,9 @@ def _rows(name: str, result: Result) -> Iterator[tuple[Any, ...]]:
 
 
 def _rollouts(name: str, result: Result, model: str) -> Iterator[tuple[Any, ...]]:
-    """NVFP4's rollouts over stock BF16's at the paper's batch sizes; its rank is 16."""
+    """NVFP4's rollouts over stock BF16's at the batch sizes and at the rank of the paper's."""
     rows = bench_arms.ratios(result, ("rank", "batch"))
+    rows = rows[rows["rank"] == PRINTED_RANK]
     for batch in (2, 8):
         nvfp4, bf16 = (
             _printed(MODELS[model], theirs, "rollout throughput", f"BS {batch};") for theirs in ("NVFP4", "BF16")

@@ -75,17 +75,21 @@ def signs(first: Sequence[Metrics], last: Sequence[Metrics], cfg: RunConfig) -> 
             f"{cfg.rollout.group_size}), or a task that is neither solved nor hopeless."
         )
     if (apart := min(_apart(metrics) for metrics in last)) > APART:
-        vllm = "Type rollout.vllm.linear_backend=marlin, or rollout=transformers, and compare sampler/logprob_gap_max."
-        found["sampler and trainer are two policies"] = (
-            f"Without noise each of the last steps had a token whose log-probabilities were {apart:.0f} nats apart or "
-            "more: one of them computes something else. Do not believe this run. "
-            + ("Type model.dtype=float32." if cfg.rollout.engine == "transformers" else vllm)
-        )
+        found["sampler and trainer are two policies"] = _two_policies(apart, cfg)
     if _mean("policy/entropy_nats", last) < ENTROPY_LEFT * _mean("policy/entropy_nats", first):
         found["the policy's entropy has collapsed"] = (
             f"Under {ENTROPY_LEFT:.0%} of it is left, and nothing is explored any more. {slower}."
         )
     return found
+
+
+def _two_policies(apart: float, cfg: RunConfig) -> str:
+    vllm = "Type rollout.vllm.linear_backend=marlin, or rollout=transformers, and compare sampler/logprob_gap_max."
+    return (
+        f"Without noise each of the last steps had a token whose log-probabilities were {apart:.0f} nats apart or "
+        "more: one of them computes something else. Do not believe this run. "
+        + ("Type model.dtype=float32." if cfg.rollout.engine == "transformers" else vllm)
+    )
 
 
 def _apart(metrics: Metrics) -> float:

@@ -70,5 +70,8 @@ def test_noise_acts_while_it_is_measured_and_no_longer(texts: entropy.Texts) -> 
     assert 0.1 < as_much.loc["x", "sigma"] < 0.2
     with pytest.raises(ValueError, match="x: a KL of 1 is outside those measured"):
         effects.of_as_much_noise(texts, noise, pd.Series({"x": 1.0}))
+    falling = pd.DataFrame({"sigma": [0.1, 0.2, 0.3], "draw": 1, "kl": [1.0, 3.0, 2.0]})
+    with pytest.raises(ValueError, match="does not rise with sigma"):
+        effects.of_as_much_noise(texts, falling, pd.Series({"x": 2.5}))
     figure = format_plots.noise_and_formats(noise, effects.of_formats(texts, "pocket", [NVFP4]))
     assert [line.get_label() for line in figure.axes[0].lines] == ["noise, each draw", "noise, mean", "nvfp4"]

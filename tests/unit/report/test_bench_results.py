@@ -63,6 +63,8 @@ def test_rollouts_stand_beside_those_of_the_same_batch() -> None:
     assert (row["what"], row["batch"], row["rank"], row["here"]) == ("rollouts / BF16", 8, 16, 1.5)
     assert row["paper, H100"] == pytest.approx(1.2, abs=0.15)  # Table 6 prints 1.2x
     assert bench_results.beside_the_paper({"x": rollouts(batch=64)}).empty
+    of_64 = {**rollouts(), "rows": [row | {"rank": 64} for row in rollouts()["rows"]]}
+    assert bench_results.beside_the_paper({"x": of_64}).empty  # the paper's are of rank 16
     assert bench_results.figure(rollouts()) is not None
     plt.close("all")
     dead = {**rollouts(), "rows": [{"arm": "nvfp4", "rank": 16, "died": "x"}]}
