@@ -40,9 +40,16 @@ def _accuracy(phase: str) -> Callable[[Sequence[Record], Sequence[Record]], Valu
 
 def _passes(records: Sequence[Record], controls: Sequence[Record]) -> Values:
     """pass@k of k samples: whether one of them is right. The record has each question's mean over its samples."""
-    if any(int(record.run.value("eval.samples")) < 2 for record in records):
+    if any(_setting(record, "eval.samples") < 2 for record in records):
         raise Unmeasured("one sample a question has no pass@k (type eval.samples=2 or more)")
     return (_accuracy("after")(records, controls) > 0).astype(float)
+
+
+def _setting(record: Record, key: str) -> float:
+    """A number of the configuration. Raises Unmeasured for a run of another version of the lab, which lacks it."""
+    if key not in record.run.settings:
+        raise Unmeasured(f"runs of another version of the lab, without {key}")
+    return float(record.run.value(key))
 
 
 def _of_summary(name: str) -> Callable[[Sequence[Record], Sequence[Record]], Values]:
@@ -58,7 +65,7 @@ def _by_seed(records: Sequence[Record], number: Callable[[Record], float]) -> Va
 
 def answers(record: Record) -> pd.Series:
     """The share of right answers of each step's completions, index 1 to steps: `reward/answer` over its weight."""
-    weight = float(record.run.value("task.answer_reward"))
+    weight = _setting(record, "task.answer_reward")
     if weight == 0:
         raise Unmeasured("runs that earn nothing for answers (task.answer_reward=0)")
     return record.steps.loc[1:, "reward/answer"].astype("float64") / weight

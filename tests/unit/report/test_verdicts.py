@@ -261,6 +261,17 @@ def test_a_question_is_passed_where_one_sample_is_right(tmp_path: Path) -> None:
     assert measures.LEAST_RISE > 0
 
 
+@pytest.mark.parametrize(("measure", "key"), [
+    ("pass_after", "eval.samples"), ("answers_mean", "task.answer_reward"),
+])  # fmt: skip
+def test_a_run_of_another_version_that_lacks_a_key_is_unmeasured(tmp_path: Path, measure: str, key: str) -> None:
+    found = read_record(RunDirectory(make_run(tmp_path / "run", "bf16", 0)), "run")
+    less = {name: value for name, value in found.run.settings.items() if name != key}
+    older = replace(found, run=replace(found.run, settings=less))
+    with pytest.raises(Unmeasured, match=f"another version of the lab, without {key}"):
+        MEASURES[measure].of([older], [older])
+
+
 def test_the_page_has_every_claim_with_its_family_and_sweep() -> None:
     page = (Path(__file__).parents[3] / "docs" / "verdicts.md").read_text(encoding="utf-8")
     rows = {line.split("`")[1]: line for line in page.splitlines() if line.startswith("| `")}
