@@ -122,7 +122,7 @@ def check_compare(options: CompareOptions) -> None:
     """Raise ConfigError unless there are two directories."""
     if len(options.directories) != 2:
         raise ConfigError(
-            f"{len(options.directories)} directories are given; allowed: two, A and B. "
+            f"directories are given: {', '.join(options.directories) or 'none'}; allowed: two, A and B. "
             "Type python -m qerl_lab.evaluate compare A B."
         )
 

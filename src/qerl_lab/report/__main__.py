@@ -103,6 +103,11 @@ def _read(options: ReportOptions | VerdictsOptions) -> "Comparison":
     """Every run that the words name. Raises ConfigError where there is none; without `out` where none counts, too."""
     from qerl_lab.report import comparison, frames, mirrored
 
+    if options.tracking_uri and not options.mlflow:
+        given = url_without_secrets(options.tracking_uri)
+        raise ConfigError(
+            f"tracking_uri={given} does nothing without mlflow. Type for example mlflow=qerl-lab with it."
+        )
     folders = [Path(folder).expanduser() for folder in options.sweep]
     records, damaged = comparison.read_all(folders) if folders else ([], {})
     if options.mlflow:

@@ -38,18 +38,29 @@ def find_folder(path: str) -> Path:
 def find(uri: str, experiment: str) -> tuple[Any, dict[Run, Any], list[str]]:
     """A client of the store, its runs of this experiment by what they are here, and a line on each that is none.
 
-    Creates nothing. Raises ConfigError for no such store or experiment, and what MLflow raises if it is down.
+    Creates nothing. Raises ConfigError for no such store or experiment, or a store that cannot be read.
     """
     _require_file(uri)
     prepare_mlflow()
     from mlflow import MlflowClient
+    from mlflow.exceptions import MlflowException
 
-    client, store = MlflowClient(tracking_uri=uri), url_without_secrets(uri)
-    found = client.get_experiment_by_name(experiment)
+    store = url_without_secrets(uri)
+    try:
+        client = MlflowClient(tracking_uri=uri)
+        found = client.get_experiment_by_name(experiment)
+        names = [] if found else sorted(known.name for known in client.search_experiments())
+        runs = client.search_runs([found.experiment_id], max_results=10_000) if found else []
+    except MlflowException as error:  # a server that is down, a folder of files, no database
+        raise ConfigError(
+            f"MLflow at {store} cannot be read ({str(error).partition('. ')[0]}). Start it, or type another address, "
+            "for example sqlite:///mlflow.db."
+        ) from None
     if found is None:
-        names = ", ".join(sorted(known.name for known in client.search_experiments()))
-        raise ConfigError(f"MLflow at {store} has no experiment {experiment!r}; it has: {names}. Type one of them.")
-    return client, *_runs(client.search_runs([found.experiment_id], max_results=10_000))
+        raise ConfigError(
+            f"MLflow at {store} has no experiment {experiment!r}; it has: {', '.join(names)}. Type one of them."
+        )
+    return client, *_runs(runs)
 
 
 def _require_file(uri: str) -> None:

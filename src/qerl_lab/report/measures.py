@@ -108,7 +108,7 @@ MEASURES: dict[str, Measure] = {
         lambda records, controls: _by_seed(records, lambda record: float(answers(record).mean())),
     ),
     "answers_last": Measure(
-        "fraction", "the same, mean over the last tenth of the steps",
+        "fraction", "right answers among a step's completions, mean over the last tenth of the steps",
         lambda records, controls: _by_seed(records, _last_tenth),
     ),
     "steps_to_half": Measure(

@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -153,7 +154,8 @@ def _claims(rows: Sequence[Row]) -> list[dict[str, Any]]:
             {"verdict": str(row.verdict), "name": verdict_tables.name_of(row), "why": row.why, "details": _details(row)}
             for row in own
         ]
-        shown.append({"name": claim.name, "says": claim.says, "where": claim.where, "rows": texts})
+        shown.append({"name": claim.name, "says": claim.says, "where": claim.where, "rows": texts,
+                      "terms": verdict_tables.terms(claim)})  # fmt: skip
     return shown
 
 
@@ -205,8 +207,12 @@ def _times(records: Sequence[Record]) -> list[str]:
     if not records:
         return []
     seconds = [record.summary["seconds"] for record in records]
-    began = sorted(record.origin.began for record in records if record.origin.began)
-    ended = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(max(record.run.ended for record in records)))
-    span = f"The first began {began[0]}, the last ended {ended}." if began else f"The last ended {ended}."
+    began = [datetime.fromisoformat(record.origin.began).timestamp() for record in records if record.origin.began]
+    ended = _moment(max(record.run.ended for record in records))
+    span = f"The first began {_moment(min(began))}, the last ended {ended}." if began else f"The last ended {ended}."
     took = f"{sum(seconds):,.0f} s in all, {min(seconds):,.0f} to {max(seconds):,.0f} s each"
     return [f"{len(seconds)} runs took {took}. {span}"]
+
+
+def _moment(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds))

@@ -21,7 +21,8 @@ SCHEMA = 1
 HOW_TO_READ = f"""\
 Effects are treated less control (of steps and tokens/s treated over control), paired by seed and question, with
 intervals of 95% over both. supported: above 0 in the claim's direction. contradicted: an effect of the smallest size
-that would matter is excluded. undecided: neither. Both at a one-sided level of {LEVEL:g} for a whole family (Holm)."""
+that would matter is excluded. undecided: neither. Both at a one-sided level of {LEVEL:g} for a whole family (Holm).
+A guardrail is held or broken where that is shown, else open."""
 # The arms of Table 1, and as which of its rows: (method, weight format) there.
 TABLE_1: tuple[tuple[Settings, tuple[str, str]], ...] = (
     ({"format.name": "bf16", "aqn.schedule": "off"}, ("LoRA", "BF16")),
@@ -159,11 +160,21 @@ def markdown(comparison: Comparison, rows: Sequence[Row], typed: str) -> str:
         [row.claim.name, name_of(row), row.claim.measure, *measured(row), f"**{row.verdict}**: {row.why}"]
         for row in rows
     ]
-    said = {row.claim.name: f"- `{row.claim.name}`: {row.claim.says} ({row.claim.where})" for row in rows}
+    said = {
+        row.claim.name: f"- `{row.claim.name}`: {row.claim.says} ({row.claim.where}). {terms(row.claim)}"
+        for row in rows
+    }
     parts = ["# Verdicts on the paper's claims", f"By `{typed}`.", "\n".join(said.values()), HOW_TO_READ]
     parts += [families(rows), piped([head, *body]), to_make(rows), "## Accuracies in the shape of the paper's Table 1"]
     parts += [piped(table_1(comparison)), *remarks(comparison)]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def terms(claim: Claim) -> str:
+    """What a claim is measured by, and what must not fall with it."""
+    measure, rail = MEASURES[claim.measure], claim.guardrail
+    text = f"{claim.measure} ({measure.unit}): {measure.meaning}."
+    return f"{text} Guardrail: {rail.measure} may fall by {rail.margin:g} at most." if rail else text
 
 
 def measured(row: Row) -> list[str]:

@@ -46,6 +46,8 @@ def command(words: list[str]) -> Command[SearchConfig]:
 def main(words: list[str]) -> int:
     """Run the command and return its exit code."""
     own = [word for word in words if is_own(word)]
+    if words and not own:
+        own = ["out="]  # that is what lacks; the manual is for no words at all
     return command([word for word in words if not is_own(word)]).run(own)
 
 

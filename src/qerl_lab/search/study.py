@@ -19,7 +19,7 @@ from optuna.storages.journal import JournalFileBackend, JournalStorage
 from optuna.trial import FrozenTrial, TrialState
 
 from qerl_lab.config.option import ConfigError
-from qerl_lab.disk import replace_file
+from qerl_lab.disk import make_directory, replace_file
 from qerl_lab.exits import FAILURE, INTERRUPTED, OK
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.search.options import SearchConfig, Space
@@ -37,10 +37,10 @@ Start = Callable[[list[str]], int]  # the words of a sweep -> its exit code
 def run(cfg: SearchConfig, space: Space, start: Start) -> None:
     """Run trials until the study has as many as asked for; print how they ended, and what to type for a report.
 
-    Raises ConfigError where OUT is another search, or where a trial's words are refused, and KeyboardInterrupt after a
-    stop.
+    Raises ConfigError where OUT is another search or cannot be written, or where a trial's words are refused, and
+    KeyboardInterrupt after a stop.
     """
-    cfg.folder.mkdir(parents=True, exist_ok=True)
+    make_directory(cfg.folder, f"out={cfg.out}")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     with _locked(cfg.folder):
         study = _opened(cfg, space)

@@ -164,4 +164,4 @@ def test_the_command_prints_the_table_and_writes_the_questions(tmp_path: Path, c
     assert "+0.125 [" in out
     assert len(pd.read_csv(tmp_path / "d.csv")) == 8
     assert evaluate.main(["compare", a]) == 2
-    assert "1 directories are given; allowed: two, A and B." in capsys.readouterr().err
+    assert f"directories are given: {a}; allowed: two, A and B." in capsys.readouterr().err

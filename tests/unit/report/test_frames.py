@@ -105,6 +105,12 @@ def test_a_missing_store_is_said_and_not_made(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_a_store_that_cannot_be_read_is_told_without_a_traceback(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=rf"MLflow at {tmp_path}/x cannot be read \(.*\)\. Start it, or type another"):
+        frames.find(f"{tmp_path}/x", "qerl-lab")
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_store_is_found_from_the_folder_of_the_notebooks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     (tmp_path / "notebooks").mkdir()

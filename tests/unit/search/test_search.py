@@ -164,6 +164,14 @@ def test_seeds_on_which_sweeps_report_are_refused(seeds: list[int]) -> None:
         check(SearchConfig(seeds=seeds))
 
 
+def test_a_search_without_a_directory_to_write_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["+experiment=nvfp4_aqn", *RANGES]) == 2
+    assert "out= is missing. Type for example out=searches/pocket." in capsys.readouterr().err
+    (tmp_path / "file").touch()
+    assert command.main([f"out={tmp_path}/file", "+experiment=nvfp4_aqn", *RANGES]) == 2
+    assert f"out={tmp_path}/file cannot be written" in capsys.readouterr().err
+
+
 def test_the_command_hands_on_what_is_not_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lab = Lab()
     monkeypatch.setattr("qerl_lab.cli.train.main", lab)
