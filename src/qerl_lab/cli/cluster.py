@@ -11,7 +11,7 @@ import re
 import shlex
 import shutil
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from submitit import SlurmJob
 
 OURS = ("array", "output", "error", "open-mode", "nodes", "ntasks-per-node", "signal")  # submitit's flags of sbatch
-GPU_FLAGS = ("gpus", "gpus-per-node", "gres")
+GPU_FLAGS = {"gpus", "gpus-per-node", "gpus-per-socket", "gpus-per-task", "gres"}
+CPU_FLAGS = {"cpus-per-task", "exclusive"}
 SIGNAL_SECONDS = 300  # before its time limit a job is told to save; a step may take that long
 LEAST_MINUTES = 10
 GOES_ON = "Nothing was started; the same line, corrected, begins the jobs in their directories."
@@ -88,6 +89,18 @@ def minutes(given: dict[str, Any]) -> int:
     return max(1, (max(days, 0) * 24 + hours) * 60 + mins + (seconds > 0))
 
 
+def needs(configs: Sequence[RunConfig], given: Mapping[str, Any]) -> dict[str, int]:
+    """What a job of the array asks for beside the flags that were given, in submitit's words: GPUs, or CPUs.
+
+    Beside a GPU a cluster gives the CPUs that it thinks right; without one it gives a single one to all threads.
+    """
+    on_gpu = [cfg.gpus for cfg in configs if cfg.device != "cpu"]
+    if on_gpu:
+        return {} if GPU_FLAGS & set(given) else {"gpus_per_node": max(on_gpu)}
+    threads = max(cfg.gpus * cfg.cpu_threads for cfg in configs)
+    return {} if threads < 1 or CPU_FLAGS & set(given) else {"cpus_per_task": threads}
+
+
 def _flat(error: BaseException) -> str:
     return " ".join(str(error).split()).rstrip(".") + "."
 
@@ -101,12 +114,9 @@ def slurm(configs: Sequence[RunConfig], calls: Sequence[Call], folder: Path) -> 
     logging.getLogger("submitit").setLevel(logging.ERROR)  # it warns every time that a cluster has no sacct
     given = flags(configs[0].slurm)
     executor = submitit.SlurmExecutor(folder)
-    on_gpu = [cfg.gpus for cfg in configs if cfg.device != "cpu"]
-    if on_gpu and not set(given) & set(GPU_FLAGS):
-        executor.update_parameters(gpus_per_node=max(on_gpu))
     executor.update_parameters(
         time=minutes(given), job_name="qerl_lab", array_parallelism=configs[0].jobs, stderr_to_stdout=True,
-        signal_delay_s=SIGNAL_SECONDS, additional_parameters=given,
+        signal_delay_s=SIGNAL_SECONDS, additional_parameters=given, **needs(configs, given),
     )  # fmt: skip
     try:
         with executor.batch():

@@ -41,14 +41,15 @@ class ReportOptions:
 
 
 def report(options: ReportOptions) -> None:
-    """Print the arms, and write the files that were asked for."""
+    """Print the arms, and write the files that were asked for. Raises ConfigError where one has nothing to hold."""
     from qerl_lab.report import comparison, plots  # pandas, scipy and matplotlib take a second
 
     found = _read(options)
     if options.out:
         _write_results(found, Path(options.out).expanduser(), options.baseline)
-    if not found.arms:
+    if not found.arms and not (options.runs_csv or options.arms_csv or options.plot):
         return
+    found.counting()
     baseline = comparison.baseline_of(list(found.arms), options.baseline)
     arms = comparison.by_arm(found, baseline)
     for path, write in (

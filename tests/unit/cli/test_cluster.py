@@ -44,6 +44,19 @@ def test_flags_are_one_text_with_and_without_quotes(typed: str) -> None:
     assert spell(typed) == "slurm='--time=60 --partition=a,b'"
 
 
+@pytest.mark.parametrize(("device", "flags", "needs"), [
+    ("auto", "", {"gpus_per_node": 2}),
+    ("cuda", "--gpus-per-task=1", {}),
+    ("auto", "--gres=gpu:h200:1", {}),
+    ("cpu", "", {"cpus_per_task": 8}),
+    ("cpu", "--cpus-per-task=8", {}),
+    ("cpu", "--exclusive", {}),
+])  # fmt: skip
+def test_a_job_asks_slurm_for_what_it_uses_unless_the_flags_do(device: str, flags: str, needs: dict[str, int]) -> None:
+    configs = [RunConfig(device=device, gpus=gpus, cpu_threads=2 * gpus) for gpus in (1, 2)]
+    assert cluster.needs(configs, cluster.flags(flags)) == needs
+
+
 def test_a_cluster_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.setattr(cluster.importlib.util, "find_spec", lambda name: name == "submitit" or None)

@@ -141,3 +141,5 @@ def test_a_report_takes_away_what_an_earlier_one_had_and_it_has_not(
     assert main(["runs", "out=out"]) == 0
     assert [path.name for path in (out / "figures").iterdir()] == ["mine.png"]
     assert not (out / "arms.csv").exists()
+    assert main(["runs", "out=out", "runs_csv=runs.csv"]) == 2
+    assert not Path("runs.csv").exists()
