@@ -165,6 +165,7 @@ def _sweep_plan(master: DictConfig, loader: ConfigLoader) -> Plan:
         notes = intent.notes(config, words, cfg.optim.micro_batch_size)
         jobs.append(Job(number, shown(overrides), config, directory / _subdirectory(cfg, number), cfg, notes))
     _refuse_shared_directories(jobs)
+    _refuse_equal(jobs)
     intent.refuse_several_of_sweep([job.config for job in jobs])
     intent.check_all_act([(job.config, intent.words_by_key(job.overrides)) for job in jobs])
     return Plan(jobs, directory, _sets(master, "hydra.sweep.dir"), sweep=master)
@@ -282,6 +283,18 @@ def _refuse_shared_directories(jobs: list[Job]) -> None:
             raise ConfigError(
                 f"jobs {other} and {job.number} would share the run directory {job.run_dir}; hydra.sweep.subdir must "
                 "differ between jobs. Leave it out, or put ${hydra.job.num} in it."
+            )
+
+
+def _refuse_equal(jobs: list[Job]) -> None:
+    """A run is known by its configuration and seed: a later command would take two alike for one."""
+    seen: dict[str, int] = {}
+    for job in jobs:
+        other = seen.setdefault(repr(job.config), job.number)
+        if other != job.number:
+            raise ConfigError(
+                f"jobs {other} and {job.number} are the same run ({' '.join(job.overrides)}). "
+                "Leave out one of two values that are alike."
             )
 
 

@@ -161,6 +161,7 @@ def refused(line: str, capsys) -> str:
         ("-m --cfg job", ["Leave -m out"]),
         ("-m seed=0,1 run_dir=x", ["hydra.sweep.dir=x"]),
         ("-m seed=0,1 hydra.sweep.subdir=x", ["jobs 0 and 1 would share", "hydra.job.num"]),
+        ("-m seed=0,1,0", ["jobs 0 and 2 are the same run (seed=0)", "Leave out one"]),
         ("+sweeps=weight_formats lora.rank=-1", ["job 0 (+experiment=bf16 seed=0 lora.rank=-1)"]),
     ],
 )
