@@ -111,8 +111,8 @@ def _resumed_directory(overrides: list[str], flags: list[str]) -> Path | None:
     if others:
         raise ConfigError(
             f"resume continues a run with its own configuration, so {' '.join(others)} cannot stand beside it. "
-            f"Type {given[-1]} alone, or with steps=N to extend a finished run; of a sweep the line that began it takes "
-            "jobs=N, launcher=NAME and rerun=true."
+            f"Type {given[-1]} alone, or with steps=N to extend a finished run; of a sweep the line that began it "
+            "takes jobs=N, launcher=NAME and rerun=true."
         )
     if not directory:
         raise ConfigError("resume= names no directory. Type resume=RUN_DIR, for example resume=runs/nvfp4/seed0/TIME.")
