@@ -1,6 +1,7 @@
-"""Every test says what must hold: a test that only calls something would pass whatever that did."""
+"""Every test is run and says what must hold: one that only calls something would pass whatever that did."""
 
 import ast
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -48,3 +49,9 @@ def test_one_without_is_found() -> None:
         "def test_d(): run()\n"
     )
     assert without_assertion([sound, tests]) == ["test_d"]
+
+
+def test_no_two_files_have_one_name() -> None:
+    """pytest imports them without their folders, and leaves out the second where one process meets both."""
+    names = Counter(path.name for path in TESTS.rglob("test_*.py"))
+    assert [name for name, count in names.items() if count > 1] == []
