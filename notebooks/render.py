@@ -8,11 +8,13 @@ import json
 import re
 import shutil
 import sys
+from io import BytesIO
 from pathlib import Path
 
 import nbformat
 from nbclient import NotebookClient
 from nbconvert import MarkdownExporter
+from PIL import Image
 from traitlets.config import Config
 
 HERE = Path(__file__).resolve().parent
@@ -50,11 +52,18 @@ def write(notebook: Path) -> None:
     shutil.rmtree(files, ignore_errors=True)
     for name, data in resources["outputs"].items():
         (PAGES / name).parent.mkdir(parents=True, exist_ok=True)
-        (PAGES / name).write_bytes(data)
+        (PAGES / name).write_bytes(in_64_colors(data) if name.endswith(".png") else data)
     text = text.replace("](../", "](../../")  # what the notebook links to, from a folder further down; and its pages
     text = re.sub(r"\]\((\w+)\.ipynb\)", r"](\1.md)", text)
     text = re.sub(r"\n{3,}", "\n\n", re.sub(r"[ \t]+$", "", text, flags=re.MULTILINE))
     (PAGES / f"{notebook.stem}.md").write_text(head(notebook) + text.strip() + "\n", encoding="utf-8")
+
+
+def in_64_colors(png: bytes) -> bytes:
+    """The figure in a third of its size or less."""
+    small = BytesIO()
+    Image.open(BytesIO(png)).convert("RGB").quantize(64, dither=Image.Dither.NONE).save(small, "PNG", optimize=True)
+    return small.getvalue()
 
 
 def main(names: list[str]) -> int:
