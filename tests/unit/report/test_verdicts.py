@@ -208,7 +208,8 @@ def test_every_claim_has_a_name_of_its_own_and_a_grid() -> None:
 
 @pytest.mark.parametrize("grid", sorted({claim.sweep for claim in CLAIMS}))
 def test_a_grid_makes_the_arms_of_its_claims(grid: str) -> None:
-    plan = make_plan([f"+sweeps={grid.split()[0]}", *grid.split()[1:], "seed=0"], False, None)
+    words = [word.replace("experiment=", "+experiment=") for word in grid.split()[1:]]  # as the command line reads it
+    plan = make_plan([f"+sweeps={grid.split()[0]}", *words, "seed=0"], False, None)
     runs = []
     for job in plan.jobs:
         values = {name: str(value) for name, _, value in leaves(job.config)}
