@@ -8,14 +8,14 @@ import json
 import re
 import shutil
 import sys
-from io import BytesIO
 from pathlib import Path
 
 import nbformat
 from nbclient import NotebookClient
 from nbconvert import MarkdownExporter
-from PIL import Image
 from traitlets.config import Config
+
+from qerl_lab.report.curves import in_64_colors
 
 HERE = Path(__file__).resolve().parent
 PAGES = HERE.parent / "docs" / "notebooks"
@@ -57,13 +57,6 @@ def write(notebook: Path) -> None:
     text = re.sub(r"\]\((\w+)\.ipynb\)", r"](\1.md)", text)
     text = re.sub(r"\n{3,}", "\n\n", re.sub(r"[ \t]+$", "", text, flags=re.MULTILINE))
     (PAGES / f"{notebook.stem}.md").write_text(head(notebook) + text.strip() + "\n", encoding="utf-8")
-
-
-def in_64_colors(png: bytes) -> bytes:
-    """The figure in a third of its size or less."""
-    small = BytesIO()
-    Image.open(BytesIO(png)).convert("RGB").quantize(64, dither=Image.Dither.NONE).save(small, "PNG", optimize=True)
-    return small.getvalue()
 
 
 def main(names: list[str]) -> int:
