@@ -69,13 +69,16 @@ def clock(options: ClockOptions) -> None:
     about = prepare(options)
     from qerl_lab.bench.clock import measure
 
-    row = measure(options)
-    file = Path(options.out).with_suffix(".json")
-    file.write_text(json.dumps({"benchmark": "clock", **about, **row}, indent=1) + "\n", encoding="utf-8")
-    print(
-        f"waiting costs {row['cost_percent']:+.2f}% [{row['low']:+.2f}, {row['high']:+.2f}] of a step, "
-        f"{row['pairs']} pairs of {row['steps_a_block']} steps\n{file}"
-    )
+    def keep(row: dict[str, Any]) -> None:  # at once: a run that is ended early has measured something too
+        write(Path(options.out), {"benchmark": "clock", **about, **row})
+        print(
+            f"waiting costs {row['cost_percent']:+.2f}% [{row['low']:+.2f}, {row['high']:+.2f}] of a step, "
+            f"{row['pairs']} of {options.pairs} pairs of {row['steps_a_block']} steps",
+            flush=True,
+        )
+
+    measure(options, keep)
+    print(Path(options.out).with_suffix(".json"))
 
 
 def in_processes(benchmark: str, options: RolloutOptions | StepOptions) -> None:

@@ -35,6 +35,7 @@ class Turns(TrainerCallback):
     trainer: LabTrainer
     length: int  # of a block, in steps
     wait: Callable[[], None]
+    on_pair: Callable[[Row], None]  # is told what all pairs say, as soon as there is one more
     waiting: list[float] = field(default_factory=list)
     running: list[float] = field(default_factory=list)  # without waits
     started: float = 0
@@ -47,12 +48,18 @@ class Turns(TrainerCallback):
         now = time.perf_counter()
         if block > 1:  # of the first block no time is kept: compiling, allocating
             (self.running if block % 2 else self.waiting).append((now - self.started) / self.length)
+            if block % 2:
+                self.on_pair(self.row)
         self.started = now
         self.trainer.clock.wait = self.wait if block % 2 else lambda: None
 
+    @property
+    def row(self) -> Row:
+        return row_of(self.waiting, self.running) | {"steps_a_block": self.length}
 
-def measure(options: ClockOptions, size: StepOptions = SMALL) -> Row:
-    """Train a small model, and return what the waits add to a step's seconds.
+
+def measure(options: ClockOptions, on_pair: Callable[[Row], None], size: StepOptions = SMALL) -> Row:
+    """Train a small model, and return what the waits add to a step's seconds; `on_pair` gets it after every pair.
 
     The interval is a bootstrap's over pairs of neighbouring blocks.
     """
@@ -64,11 +71,11 @@ def measure(options: ClockOptions, size: StepOptions = SMALL) -> Row:
             cfg, built.policy, built.engine, step.questions(job), Path(name), lambda *_: None,
             Stop(parent=os.getppid()),
         )  # fmt: skip
-        turns = Turns(trainer, options.block, trainer.clock.wait)
+        turns = Turns(trainer, options.block, trainer.clock.wait, on_pair)
         trainer.add_callback(turns)
         trainer.train()
         built.engine.close()
-    return row_of(turns.waiting, turns.running) | {"steps_a_block": options.block}
+    return turns.row
 
 
 def job_of(options: ClockOptions, size: StepOptions, folder: Path) -> arms.Job:

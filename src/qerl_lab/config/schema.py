@@ -216,7 +216,7 @@ class VllmConfig:
         choices=("vllm", "auto", "marlin", "humming"),
     )  # fmt: skip
     fp4_linear: bool = option(
-        False, "NVFP4 with lora=dense: up to 32 rows by the lab's kernel, over a second copy of the packed weights"
+        False, "NVFP4 with lora=dense: up to 8 rows by the lab's kernel, over a second copy of the packed weights"
     )
     enforce_eager: bool = option(False, "run without torch.compile and CUDA graphs: a quick start, slow tokens")
     timeout_minutes: float = option(

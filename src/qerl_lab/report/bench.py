@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 
 from qerl_lab.config.files import choices_of
 from qerl_lab.config.schema import DENSE_FORMAT
+from qerl_lab.report.curves import png
 
 Result = dict[str, Any]
 # A colour a format; the dense one and the arms of other libraries have their own.
@@ -33,9 +34,7 @@ def table(result: Result) -> str:
 
 
 def draw(result: Result, path: Path) -> None:
-    figure = figure_of(result)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    path.write_bytes(png(figure_of(result)))
 
 
 def figure_of(result: Result) -> Figure:

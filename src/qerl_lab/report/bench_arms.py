@@ -11,6 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from qerl_lab.report.bench import COLORS, Result, dress, gpu_of
+from qerl_lab.report.curves import png
 from qerl_lab.report.paper import STEP_NEW, STEP_SECONDS, ratio_by_rank
 
 BASES = {"bf16": "BF16", "qlora": "QLoRA"}  # of a baseline's name the part before the underscore; what tables call it
@@ -35,9 +36,7 @@ def draw(result: Result, path: Path) -> None:
     """Draw what is alive; with nothing alive, nothing."""
     if not alive(result):
         return
-    figure = figure_of(result)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    path.write_bytes(png(figure_of(result)))
 
 
 def figure_of(result: Result) -> Figure:
@@ -167,12 +166,13 @@ def _draw_rollouts(result: Result) -> plt.Figure:
     rows = ratios(result, ("rank", "batch"))
     by_rank = rows["rank"].nunique() > 1
     panels = 3 if by_rank else 2
-    figure, axes = plt.subplots(1, panels, figsize=(5.2 * panels, 4.2), layout="constrained", squeeze=False)
+    figure, axes = plt.subplots(1, panels, figsize=(5.2 * panels, 4.0 + 0.18 * rows["arm"].nunique()), layout="constrained", squeeze=False)
     shown = rows[rows["rank"] == rows["rank"].iloc[0]]
     _lines(axes[0, 0], shown, "batch", "tokens_per_second")
     dress(axes[0, 0], f"rank {shown['rank'].iloc[0]}", "completions at once")
     axes[0, 0].set_ylabel("tokens/s")
-    axes[0, 0].legend(frameon=False, fontsize=8)
+    handles, arms = axes[0, 0].get_legend_handles_labels()  # an arm may be as long as a line
+    figure.legend(handles, arms, loc="outside lower left", frameon=False, fontsize=8)
     _lines(axes[0, 1], shown, "batch", "of_bf16")
     dress(axes[0, 1], "of stock vLLM, BF16 LoRA", "completions at once")
     if by_rank:

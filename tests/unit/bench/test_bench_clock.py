@@ -24,8 +24,10 @@ def test_a_wait_that_costs_is_found(seconds: float, low: float, high: float, mon
     size = StepOptions(
         model="small", groups=2, group_size=2, prompt=12, new=4, micro_batch=4, rank=4, scratch=str(tmp_path)
     )
-    row = clock.measure(ClockOptions(pairs=3, block=1, device="cpu", engine="transformers"), size)
-    assert row["pairs"] == 3
+    told: list[dict] = []
+    row = clock.measure(ClockOptions(pairs=3, block=1, device="cpu", engine="transformers"), told.append, size)
+    assert [pair["pairs"] for pair in told] == [1, 2, 3]
+    assert told[-1] == row
     assert low < row["cost_percent"] < high
     assert row["low"] <= row["cost_percent"] <= row["high"]
 

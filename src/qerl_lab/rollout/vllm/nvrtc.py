@@ -13,6 +13,8 @@ import torch
 from cuda.bindings import driver, nvrtc
 from torch import Tensor
 
+EARLY = 0  # 1 lets a kernel start before the one before it in the stream has ended; not measured
+
 
 @cache
 def function(source: Path, name: str, options: tuple[str, ...], device: int) -> Any:
@@ -69,8 +71,6 @@ def launch(function: Any, blocks: int, threads: int, shared_bytes: int, argument
     config.attrs, config.numAttrs = [early], 1
     checked(driver.cuLaunchKernelEx(config, function, ctypes.addressof(pointers), 0))
 
-
-EARLY = 0
 
 
 def checked(result: tuple[Any, ...]) -> Any:
