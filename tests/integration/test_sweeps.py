@@ -236,6 +236,8 @@ def test_ctrl_c_stops_the_jobs_of_a_pool_and_the_same_line_goes_on(child: Path) 
     (["jobs=2"], "jobs=2 is of a sweep"),
     (["rerun=true"], "rerun=true is of a sweep"),
     (["-m", "seed=0,1", "jobs_per_gpu=2"], "jobs_per_gpu=2 does nothing in a run with jobs=1"),
+    (["-m", "seed=0,1", "jobs=2", "jobs_per_gpu=2", "device=cpu"],
+     "jobs_per_gpu=2 does nothing in a run with device=cpu"),
     (["-m", "seed=0,1", "jobs=2", "hydra/launcher=forked"], "launcher=slurm or launcher=ray on a cluster"),
     (["-m", "seed=0,1", "hydra.sweeper.max_batch_size=3"], "Type jobs=3"),
     (["-m", "seed=0,1", "slurm=--partition=gpu"], "type for example launcher=slurm"),

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from qerl_lab import terminal
 from qerl_lab.cli.call import Call, Ended
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
@@ -140,11 +141,13 @@ def ray(configs: Sequence[RunConfig], calls: Sequence[Call]) -> Iterator[list[Fu
     for number, handler in before.items():  # Ray has its own, that ends the command
         signal.signal(number, handler)
     has_gpus = library.cluster_resources().get("GPU", 0) > 0
+    nodes = [node["Resources"] for node in library.nodes() if node["Alive"]]
+    if said := waits_for_a_node([asked_of_ray(cfg, has_gpus) for cfg in configs], nodes):
+        terminal.say(f"warning: {said}")
 
     def one(cfg: RunConfig, call: Call) -> Ended:
-        share = 1 / cfg.jobs_per_gpu if cfg.gpus == 1 else cfg.gpus  # of several Ray gives whole ones only
-        gpus = share if has_gpus and cfg.device != "cpu" else 0
-        task = library.remote(num_cpus=max(1, cfg.cpu_threads), num_gpus=gpus)(Call.__call__)
+        asked = asked_of_ray(cfg, has_gpus)
+        task = library.remote(num_cpus=asked["CPU"], num_gpus=asked["GPU"])(Call.__call__)
         return cast(Ended, library.get(task.remote(call)))
 
     try:
@@ -152,3 +155,25 @@ def ray(configs: Sequence[RunConfig], calls: Sequence[Call]) -> Iterator[list[Fu
             yield [pool.submit(one, cfg, call) for cfg, call in zip(configs, calls, strict=True)]
     finally:
         library.shutdown()
+
+
+def asked_of_ray(cfg: RunConfig, has_gpus: bool) -> dict[str, float]:
+    """What a job asks Ray for: CPUs, and GPUs where the cluster has any."""
+    share = 1 / cfg.jobs_per_gpu if cfg.gpus == 1 else cfg.gpus  # of several Ray gives whole ones only
+    return {"CPU": max(1, cfg.cpu_threads), "GPU": share if has_gpus and cfg.device != "cpu" else 0}
+
+
+def waits_for_a_node(asked: Sequence[Mapping[str, float]], nodes: Sequence[Mapping[str, float]]) -> str:
+    """Say that a job asks for more than any node has, which Ray would wait for in silence; else nothing.
+
+    A warning, because a cluster that grows may get such a node.
+    """
+    for job in asked:
+        if not any(all(node.get(name, 0) >= count for name, count in job.items()) for node in nodes):
+            largest = {name: max((node.get(name, 0) for node in nodes), default=0) for name in job}
+            return (
+                f"a job asks Ray for {job['CPU']:g} CPUs and {job['GPU']:g} GPUs, and no node of the cluster has them "
+                f"(at most {largest['CPU']:g} and {largest['GPU']:g}): it waits until one joins. Ctrl-C ends it; "
+                "type a lower cpu_threads or gpus."
+            )
+    return ""

@@ -85,6 +85,7 @@ ACTS_WITH = (
     ActsWith(("task.module_hash",), "task.module", _is_not(None), "task.module=FILE.py"),
     ActsWith(("jobs_per_gpu",), "jobs", _is_not(1), "jobs=2"),
     ActsWith(("jobs_per_gpu",), "launcher", _is_not("slurm"), "launcher=local"),
+    ActsWith(("jobs_per_gpu",), "device", _is_not("cpu"), "device=auto"),
     ActsWith(("slurm",), "launcher", _is("slurm"), "launcher=slurm"),
     ActsWith(("algorithm.max_resamples",), "algorithm.dynamic_sampling", _is(True),
              "algorithm.dynamic_sampling=true"),

@@ -99,11 +99,12 @@ def _result(result: dict[str, Any]) -> list[str]:
     ]
     if "accuracy_gain" in result:
         low, high = result["accuracy_gain_interval"]
+        interval = f"[{low:+.3f}, {high:+.3f}]" if high > low else "[all alike]"  # no question differs: no interval
         questions = f"{result['questions']} questions, one seed"
         rows += [
             ("held-out accuracy before", f"{result['accuracy_before']:.3f}"),
             ("held-out accuracy after", f"{result['accuracy_after']:.3f}"),
-            (f"gain, paired 95% interval, {questions}", f"{result['accuracy_gain']:+.3f} [{low:+.3f}, {high:+.3f}]"),
+            (f"gain, paired 95% interval, {questions}", f"{result['accuracy_gain']:+.3f} {interval}"),
         ]
     return _table(("", ""), rows)
 

@@ -14,7 +14,7 @@ from qerl_lab import exits
 
 with exits.starting(__name__):
     from qerl_lab.cli.grammar import Command, choose
-    from qerl_lab.config.option import ConfigError, option
+    from qerl_lab.config.option import ConfigError, did_you_mean, option
     from qerl_lab.config.redact import url_without_secrets
     from qerl_lab.disk import make_directory, replace_file
     from qerl_lab.terminal import near
@@ -176,6 +176,8 @@ def main(words: list[str]) -> int:
     """Run the command and return its exit code."""
     if words and words[0] in COMMANDS:
         return choose(COMMANDS, words)
+    if words and not Path(words[0]).exists() and (hint := did_you_mean(words[0], list(COMMANDS))):
+        raise ConfigError(f"{words[0]} is no directory and no command.{hint}")
     return COMMAND.run(words)
 
 

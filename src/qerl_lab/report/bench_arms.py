@@ -166,7 +166,9 @@ def _draw_rollouts(result: Result) -> plt.Figure:
     rows = ratios(result, ("rank", "batch"))
     by_rank = rows["rank"].nunique() > 1
     panels = 3 if by_rank else 2
-    figure, axes = plt.subplots(1, panels, figsize=(5.2 * panels, 4.0 + 0.18 * rows["arm"].nunique()), layout="constrained", squeeze=False)
+    figure, axes = plt.subplots(
+        1, panels, figsize=(5.2 * panels, 4.0 + 0.18 * rows["arm"].nunique()), layout="constrained", squeeze=False
+    )
     shown = rows[rows["rank"] == rows["rank"].iloc[0]]
     _lines(axes[0, 0], shown, "batch", "tokens_per_second")
     dress(axes[0, 0], f"rank {shown['rank'].iloc[0]}", "completions at once")

@@ -244,6 +244,7 @@ def test_a_baseline_may_be_named_by_its_experiment_where_that_is_one_arm() -> No
 
 @pytest.mark.parametrize(("words", "said"), [
     (["nowhere"], "nowhere is no directory. Type the directory of a run or of a sweep"),
+    (["verdict", "runs"], "verdict is no directory and no command. Did you mean verdicts?"),
     (["empty"], "empty holds no run directory. Type"),
     (["unfinished"], "none of these runs counts:\n  unfinished/a: interrupted, or still running (step 4 of 4)"),
     (["baseline=bf16"], "sweep= or mlflow= is missing. Type for example python -m qerl_lab.report runs."),

@@ -72,7 +72,6 @@ def launch(function: Any, blocks: int, threads: int, shared_bytes: int, argument
     checked(driver.cuLaunchKernelEx(config, function, ctypes.addressof(pointers), 0))
 
 
-
 def checked(result: tuple[Any, ...]) -> Any:
     """What a call of cuda.bindings gave besides its status. Raises RuntimeError for any status but success."""
     status, *values = result
