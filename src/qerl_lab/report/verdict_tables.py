@@ -10,7 +10,7 @@ import pandas as pd
 
 from qerl_lab.report import reference, stats
 from qerl_lab.report.arms import labels
-from qerl_lab.report.claims import Claim, Contrast, Settings, command
+from qerl_lab.report.claims import AQN, Claim, Contrast, Settings, command, of_format
 from qerl_lab.report.comparison import Comparison, matrix, notes
 from qerl_lab.report.measures import MEASURES
 from qerl_lab.report.runs import Record
@@ -23,13 +23,14 @@ Effects are treated less control (of steps and tokens/s treated over control), p
 intervals of 95% over both. supported: above 0 in the claim's direction. contradicted: an effect of the smallest size
 that would matter is excluded. undecided: neither. Both at a one-sided level of {LEVEL:g} for a whole family (Holm).
 A guardrail is held or broken where that is shown, else open."""
+PLAIN: Settings = {"rollout.temperature": "1.0", "algorithm.entropy_coef": "0.0", "algorithm.entropy_target": "None"}
 # The arms of Table 1, and as which of its rows: (method, weight format) there.
 TABLE_1: tuple[tuple[Settings, tuple[str, str]], ...] = (
-    ({"format.name": "bf16", "aqn.schedule": "off"}, ("LoRA", "BF16")),
-    ({"format.name": "nf4", "aqn.schedule": "off"}, ("QLoRA", "NF4")),
-    ({"format.name": "mxfp4", "aqn.schedule": "off"}, ("LoRA", "MXFP4")),
-    ({"format.name": "nvfp4", "aqn.schedule": "off"}, ("QeRL w/o AQN", "NVFP4")),
-    ({"format.name": "nvfp4", "aqn.schedule": "exponential"}, ("QeRL +AQN", "NVFP4")),
+    ({**of_format("bf16"), **PLAIN}, ("LoRA", "BF16")),
+    ({**of_format("nf4"), **PLAIN}, ("QLoRA", "NF4")),
+    ({**of_format("mxfp4"), **PLAIN}, ("LoRA", "MXFP4")),
+    ({**of_format("nvfp4"), **PLAIN}, ("QeRL w/o AQN", "NVFP4")),
+    ({**of_format("nvfp4"), **AQN, **PLAIN}, ("QeRL +AQN", "NVFP4")),
 )
 
 
@@ -153,21 +154,32 @@ def _as_printed(record: Record) -> list[str]:
 
 
 def markdown(comparison: Comparison, rows: Sequence[Row], typed: str) -> str:
-    """A page: a row a contrast with everything that decided it, then the accuracies, then what was left out."""
+    """A page: a row a contrast with everything that decided it, then the accuracies, then what was left out.
+
+    Claims of which no contrast was measured are named alone: `text` and `as_json` say why of each.
+    """
     head = ["claim", "contrast", "measure", "treated", "control", "finished / started", "effect", "the paper's",
             "effect size", "P(better)", "p for, against (Holm)", "guardrail", "verdict"]  # fmt: skip
+    answered = {row.claim.name: row.claim for row in rows if row.numbers}
     body = [
         [row.claim.name, name_of(row), row.claim.measure, *measured(row), f"**{row.verdict}**: {row.why}"]
         for row in rows
+        if row.claim.name in answered
     ]
-    said = {
-        row.claim.name: f"- `{row.claim.name}`: {row.claim.says} ({row.claim.where}). {terms(row.claim)}"
-        for row in rows
-    }
-    parts = ["# Verdicts on the paper's claims", f"By `{typed}`.", "\n".join(said.values()), HOW_TO_READ]
-    parts += [families(rows), piped([head, *body]), to_make(rows), "## Accuracies in the shape of the paper's Table 1"]
-    parts += [piped(table_1(comparison)), *remarks(comparison)]
+    said = [f"- `{name}`: {claim.says} ({claim.where}). {terms(claim)}" for name, claim in answered.items()]
+    table = piped([head, *body]) if body else "No claim was measured."
+    parts = ["# Verdicts on the paper's claims", f"By `{typed}`.", "\n".join(said), HOW_TO_READ if body else ""]
+    parts += [families(rows), table, unanswered(rows), to_make(rows)]
+    parts += ["## Accuracies in the shape of the paper's Table 1", piped(table_1(comparison)), *remarks(comparison)]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def unanswered(rows: Sequence[Row]) -> str:
+    """The line that names the claims of which no contrast was measured."""
+    answered = {row.claim.name for row in rows if row.numbers}
+    names = dict.fromkeys(row.claim.name for row in rows if row.claim.name not in answered)
+    listed = ", ".join(f"`{name}`" for name in names)
+    return f"These runs say nothing of {listed}; `report verdicts` prints why." if names else ""
 
 
 def terms(claim: Claim) -> str:

@@ -65,7 +65,40 @@ def test_the_files_have_every_number(sweep: Path, capsys: pytest.CaptureFixture[
     page = Path("results/mine/verdicts.md").read_text()
     assert "By `python -m qerl_lab.report verdicts runs`." in page
     assert "| 4 of 5, 4 of 4 |" in page
-    assert page.count("\n| ") > len(found["rows"])
+    assert page.count("\n| final_") == 2
+    assert page.count("\n| growth_area |") == 3
+
+
+def test_the_page_has_the_claims_that_its_runs_answer_and_names_the_rest(sweep: Path) -> None:
+    assert main(["verdicts", "runs", "out=results/mine"]) == exits.OK
+    page = Path("results/mine/verdicts.md").read_text()
+    answered = ["growth_area", "growth_steps", "final_accuracy", "final_pass"]
+    assert [line.split("`")[1] for line in page.splitlines() if line.startswith("- `")] == answered
+    rows = {line.split(" | ")[0].removeprefix("| ") for line in page.splitlines() if "**undecided**" in line}
+    assert rows <= set(answered)
+    rest = [claim.name for claim in CLAIMS if claim.name not in answered]
+    assert line_of(page, "These runs say nothing of").split("`")[1:-3:2] == rest
+
+
+def test_a_page_of_runs_that_answer_nothing_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_run(tmp_path / "runs" / "bf16", "bf16", 0)
+    assert main(["verdicts", "runs", "out=results/mine"]) == exits.OK
+    page = Path("results/mine/verdicts.md").read_text()
+    assert "No claim was measured." in page
+    assert all(f"`{claim.name}`" in page for claim in CLAIMS)
+    assert "| bf16 | 1 of 1 |" in page
+
+
+def test_only_arms_of_table_1_stand_beside_its_numbers(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_run(sweep / "hot", "bf16", 0, rollout__temperature=1.5)
+    make_run(sweep / "bonus", "bf16", 0, algorithm__entropy_coef=0.1)
+    make_run(sweep / "kl", "nvfp4_aqn", 0, aqn__unit="kl")
+    assert main(["verdicts", "runs"]) == exits.OK
+    table = capsys.readouterr().out.partition("as in Table 1")[2]
+    for other in ("temperature=1.5", "entropy_coef=0.1", "unit=kl"):
+        assert line_of(table, other).endswith(" - - -")
+    assert [line.split()[0] for line in table.splitlines() if "0.761" in line] == ["bf16"]
 
 
 def test_runs_of_two_versions_are_said_to_be(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
