@@ -93,16 +93,17 @@ def _rollout_table(result: Result) -> str:
         "KV",
         "used",
     ]
-    wide = max(len(arm) for arm in rows["arm"]) + 2
-    lines = [f"{'arm':{wide}}{'rank':>5}{'batch':>7}" + "".join(f"{name:>10}" for name in head)]
-    for _, row in rows.iterrows():
-        numbers = [
-            f"{row['tokens_per_second']:,.0f}", f"{row['tokens_per_second_min']:,.0f}",
-            f"{row['tokens_per_second_max']:,.0f}", f"{row['of_bf16']:.2f}", f"{row['of_qlora']:.2f}",
-            f"{row['decode_ms']:.2f}", f"{row['sync_ms']:.1f}", f"{row['start_seconds']:.0f}",
-            *(_gib(row[name]) for name in ("weights_gib", "kv_gib", "used_gib")),
-        ]  # fmt: skip
-        lines.append(f"{row['arm']:{wide}}{row['rank']:5}{row['batch']:7}" + _cells(numbers))
+    lines = [f"{'rank':>7}{'batch':>7}" + "".join(f"{name:>10}" for name in head)]
+    for arm, own in rows.groupby("arm", sort=False):
+        lines.append(arm)  # may be as long as a line
+        for _, row in own.iterrows():
+            numbers = [
+                f"{row['tokens_per_second']:,.0f}", f"{row['tokens_per_second_min']:,.0f}",
+                f"{row['tokens_per_second_max']:,.0f}", f"{row['of_bf16']:.2f}", f"{row['of_qlora']:.2f}",
+                f"{row['decode_ms']:.2f}", f"{row['sync_ms']:.1f}", f"{row['start_seconds']:.0f}",
+                *(_gib(row[name]) for name in ("weights_gib", "kv_gib", "used_gib")),
+            ]  # fmt: skip
+            lines.append(f"{row['rank']:7}{row['batch']:7}" + _cells(numbers))
     return "\n".join([*lines, "weights, KV, used: GiB of the GPU", *_rank_lines(rows)])
 
 
