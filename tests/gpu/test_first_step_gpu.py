@@ -22,10 +22,8 @@ from trained import train
 pytestmark = pytest.mark.gpu
 
 FORMATS = ["nvfp4", "mxfp4", "nf4", "bf16"]
-BAND_MEAN, BAND_MAX = (
-    0.06,
-    2.0,
-)  # nats a token of a step; adapters of these tests are larger than those of a run's first
+# Nats at a token of a step; adapters of these tests are larger than those of a run's first.
+BAND_MEAN, BAND_MAX = 0.06, 2.0
 WITHOUT_VLLM = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM")
 
 
@@ -44,6 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     *(("transformers", name, "vllm") for name in FORMATS),
     *(pytest.param("vllm", name, "vllm", marks=WITHOUT_VLLM) for name in FORMATS),
     *(pytest.param("vllm", name, "humming", marks=WITHOUT_VLLM) for name in ("nvfp4", "mxfp4")),
+    pytest.param("vllm", "nvfp4", "auto", marks=WITHOUT_VLLM),
 ])  # fmt: skip
 def test_no_token_of_a_step_is_far_off(
     engine: str, name: str, backend: str, folder: Path, tiny: Callable[..., Any], build_policy: Callable[..., Any],

@@ -17,7 +17,7 @@ from torch.nn import functional
 from qerl_lab import formats
 from qerl_lab.bench.shapes import fused_linears
 from qerl_lab.config.schema import FormatConfig
-from qerl_lab.rollout.vllm import backends, fp4_linear, kernels
+from qerl_lab.rollout.vllm import backend_times, fp4_linear, kernels
 from qerl_lab.rollout.vllm.product import add_products
 from qerl_lab.timing import graphed, side_by_side
 
@@ -57,7 +57,7 @@ def times(model: str, rows: list[int], rank: int) -> Iterator[Row]:
         for number in rows:
             x = torch.randn(number, columns, dtype=torch.bfloat16, device="cuda")
             graphs = {
-                name: graphed(partial(backends.call_each, calls[name], x))
+                name: graphed(partial(backend_times.call_each, calls[name], x))
                 for name in every
                 if number <= every[name].most
             }
@@ -79,8 +79,8 @@ def arms(sizes: list[int], columns: int, rank: int) -> dict[str, Arm]:
     size, of_adapter = sum(tensor.nbytes for tensor in packed.values()), A.nbytes + B.nbytes
     found = {"bf16": Arm(lambda: partial(functional.linear, weight=dense.clone()), dense.nbytes)}
     found |= {
-        name: Arm(partial(backends.product, weight_format, name, packed, sizes), size)
-        for name in backends.KERNELS["nvfp4"]
+        name: Arm(partial(backend_times.product, weight_format, name, packed, sizes), size)
+        for name in backend_times.KERNELS["nvfp4"]
     }
     found |= {f"adapter_{name}": Arm(partial(beside, route, A, B, sizes), of_adapter) for name, route in ROUTES.items()}
     return found | {"fp4_linear": Arm(partial(own, packed, A, B, sizes), size + of_adapter, fp4_linear.MAX_ROWS)}

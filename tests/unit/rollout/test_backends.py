@@ -1,19 +1,19 @@
-"""The choice of vLLM's kernels: which shapes and rows are timed, and that they are timed once."""
+"""The choice of vLLM's kernels: which shapes and rows are timed, that they are timed once, and in another process."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-pytest.importorskip("vllm")
-
-from qerl_lab import formats
+from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import FormatConfig
 from qerl_lab.rollout.vllm import backends
 
 AUTO = {"rollout__vllm__linear_backend": "auto"}
+SHAPES = {((64, 32, 32), 128): 3, ((256,), 64): 2}
 
 
 @pytest.fixture
@@ -31,7 +31,14 @@ def times(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, float]:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     found["asked"] = asked
+    machine(monkeypatch, capability=(8, 0), humming="0.1.10")
     return found
+
+
+def machine(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], humming: str) -> None:
+    """A GPU and what is installed beside it."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(backends, "version", {"vllm": "0.26.0", "humming-kernels": humming}.__getitem__)
 
 
 @pytest.fixture
@@ -73,13 +80,55 @@ def test_nothing_is_timed_for_other_formats_or_unless_asked(
     assert times["asked"] == []
 
 
-def test_a_random_weight_has_the_layout_of_the_format(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = {name: getattr(torch, name) for name in ("randint", "full")}
-    for name, function in real.items():
-        monkeypatch.setattr(torch, name, lambda *a, _f=function, **k: _f(*a, **k | {"device": "cpu"}))
-    for name in backends.KERNELS:
-        weight_format = formats.build(FormatConfig(name=name))
-        packed = backends.random_weight(weight_format, (64, 128))
-        layout = {key: (tuple(t.shape), t.dtype) for key, t in packed.items()}
-        assert layout == {key: (tuple(size), dtype) for key, (size, dtype) in weight_format.layout((64, 128)).items()}
-        assert weight_format.dequantize(packed, (64, 128), torch.float32).isfinite().all()
+@pytest.mark.parametrize(("capability", "humming", "fastest"), [
+    ((9, 0), "0.1.10", "marlin"), ((9, 0), "0.1.13", "humming"), ((8, 9), "0.1.10", "humming"),
+])  # fmt: skip
+def test_a_humming_with_races_is_not_taken_unless_named(
+    times: dict, tiny, model: nn.Module, monkeypatch: pytest.MonkeyPatch, capsys, capability: tuple[int, int],
+    humming: str, fastest: str,
+) -> None:  # fmt: skip
+    machine(monkeypatch, capability, humming)
+    assert backends.chosen(tiny(format__name="nvfp4", **AUTO), model) == fastest
+    assert len(times["asked"]) == (fastest == "humming")
+    assert ("has races on this GPU" in capsys.readouterr().out) == (fastest == "marlin")
+    named = tiny(format__name="nvfp4", rollout__vllm__linear_backend="humming")
+    assert backends.chosen(named, model) == "humming"
+
+
+@pytest.fixture
+def timer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Put a program in the place of the one that times."""
+
+    def put(program: str) -> None:
+        (tmp_path / "stand_in.py").write_text(f"import json, os, sys, time\n{program}\n")
+
+    monkeypatch.setattr(backends, "TIMER", "stand_in")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    return put
+
+
+def test_another_process_is_asked(timer, tmp_path: Path) -> None:
+    told = tmp_path / "told.json"
+    timer(
+        f"asked = json.load(sys.stdin)\nasked['process'] = os.getpid()\njson.dump(asked, open({str(told)!r}, 'w'))\n"
+        "print('vLLM says something')\njson.dump({'marlin': 2.5, 'humming': 1.5}, open(sys.argv[1], 'w'))"
+    )
+    assert backends.milliseconds(FormatConfig(name="mxfp4"), SHAPES, [9, 5]) == {"marlin": 2.5, "humming": 1.5}
+    asked = json.loads(told.read_text())
+    assert asked.pop("process") != os.getpid()
+    assert FormatConfig(**asked["format"]) == FormatConfig(name="mxfp4")
+    assert asked["shapes"] == [[[[64, 32, 32], 128], 3], [[[256], 64], 2]]
+    assert (asked["rows"], asked["device"]) == ([9, 5], 1)
+
+
+@pytest.mark.parametrize(("program", "said"), [
+    ("raise MemoryError('all of it')", "ended with 1: MemoryError: all of it"),
+    ("os._exit(3)", "ended with 3: said nothing"),
+    ("time.sleep(60)", "took longer than 0.5 s"),
+])  # fmt: skip
+def test_a_process_that_fails_is_told(timer, monkeypatch: pytest.MonkeyPatch, program: str, said: str) -> None:
+    monkeypatch.setattr(backends, "LONGEST", 0.5 if "sleep" in program else 60)
+    timer(program)
+    with pytest.raises(ConfigError, match=f"{said}. Type rollout.vllm.linear_backend=vllm"):
+        backends.milliseconds(FormatConfig(name="nvfp4"), SHAPES, [9])

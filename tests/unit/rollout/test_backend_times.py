@@ -1,0 +1,46 @@
+"""The process that times vLLM's kernels: what it reads and writes, and the weights that it makes up."""
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+
+from qerl_lab import formats
+from qerl_lab.config.schema import FormatConfig
+from qerl_lab.formats.format import Format
+from qerl_lab.rollout.vllm import backend_times
+from qerl_lab.rollout.vllm.backends import TIMED, Shape
+
+
+def test_what_is_asked_is_timed_and_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    timed, devices = [], []
+
+    def milliseconds(weight_format: Format, shapes: dict[Shape, int], rows: list[int]) -> dict[str, float]:
+        timed.append((weight_format, shapes, rows))
+        return {"marlin": 1.0}
+
+    monkeypatch.setattr(backend_times, "milliseconds", milliseconds)
+    monkeypatch.setattr(torch.cuda, "set_device", devices.append)
+    asked = {"format": {"name": "mxfp4"}, "shapes": [[[[64, 32], 128], 3]], "rows": [9, 5], "device": 1}
+    monkeypatch.setattr("sys.stdin", io.StringIO(json.dumps(asked)))
+    backend_times.main([str(tmp_path / "times.json")])
+    assert json.loads((tmp_path / "times.json").read_text()) == {"marlin": 1.0}
+    assert timed == [(formats.build(FormatConfig(name="mxfp4")), {((64, 32), 128): 3}, [9, 5])]
+    assert devices == [1]
+
+
+def test_a_random_weight_has_the_layout_of_the_format(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert set(backend_times.KERNELS) == set(TIMED)
+    real = {name: getattr(torch, name) for name in ("randint", "full")}
+    for name, function in real.items():
+        monkeypatch.setattr(torch, name, lambda *a, _f=function, **k: _f(*a, **k | {"device": "cpu"}))
+    for name in backend_times.KERNELS:
+        weight_format = formats.build(FormatConfig(name=name))
+        packed = backend_times.random_weight(weight_format, (64, 128))
+        layout = {key: (tuple(t.shape), t.dtype) for key, t in packed.items()}
+        assert layout == {key: (tuple(size), dtype) for key, (size, dtype) in weight_format.layout((64, 128)).items()}
+        assert weight_format.dequantize(packed, (64, 128), torch.float32).isfinite().all()
