@@ -93,6 +93,7 @@ def test_a_humming_with_races_is_not_taken_unless_named(
     assert ("has races on this GPU" in capsys.readouterr().out) == (fastest == "marlin")
     named = tiny(format__name="nvfp4", rollout__vllm__linear_backend="humming")
     assert backends.chosen(named, model) == "humming"
+    assert ("warning: the installed Humming has races" in capsys.readouterr().out) == (fastest == "marlin")
 
 
 @pytest.fixture

@@ -31,6 +31,7 @@ LONGEST = 600  # seconds; both kernels of a model took 67, most of it compiling
 # The first humming-kernels that waits for stores on Hopper before it loads into the same shared memory, and on both
 # blocks of a cluster. 0.1.10, which vLLM 0.26 requires, does neither: read, not measured.
 ORDERED_HUMMING = 0, 1, 13
+RACES = "the installed Humming has races on this GPU (docs/running.md)"
 Shape = tuple[tuple[int, ...], int]  # columns of y by part, columns of x
 
 
@@ -41,12 +42,14 @@ def chosen(cfg: RunConfig, model: nn.Module) -> str:
     files, by GPU, version of vLLM, format, shapes and rows. Raises ConfigError where the kernels cannot be timed.
     """
     asked = cfg.rollout.vllm.linear_backend
+    if asked == "humming" and torch.cuda.is_available() and humming_races():
+        print(f"warning: {RACES}; watch sampler/logprob_gap_max, or type rollout.vllm.linear_backend=marlin")
     if asked in ("marlin", "humming"):
         return asked
     if asked == "vllm" or cfg.format.name not in TIMED or not torch.cuda.is_available():
         return "auto"
     if humming_races():
-        print("linear_backend=marlin: the installed Humming has races on this GPU (docs/running.md), nothing is timed")
+        print(f"linear_backend=marlin: {RACES}; nothing is timed")
         return "marlin"
     shapes, rows = shapes_of(model), rows_of(cfg)
     about = [torch.cuda.get_device_name(), version("vllm"), cfg.format.name, sorted(shapes.items()), rows]
