@@ -2,7 +2,7 @@
 
     PYTHONPATH=src python tests/helpers/busy_card.py [LOOPS] [PROCESSES]
 
-Needs a GPU and vLLM. Prints for each Linear of SmolLM2, kernel and number of rows how many launches were off, and where.
+Needs a GPU and vLLM. Prints for each Linear of SmolLM2, kernel and number of rows how many launches were off, where.
 """
 
 import subprocess
