@@ -35,6 +35,7 @@ class ReportOptions:
     tracking_uri: str | None = option(None, STORE)
     out: str | None = option(None, "directory to write: report.html, tables, figures, and the runs as Parquet")
     baseline: str | None = option(None, "arm that the others are compared with; null is bf16, if there is one")
+    bench: list[str] = option([], "results of python -m qerl_lab.bench, files or folders, for the page of out")
     runs_csv: str | None = option(None, "file to write, a row a run")
     arms_csv: str | None = option(None, "file to write, a row an arm")
     plot: str | None = option(None, "PNG file to write: reward and entropy by step, an arm a color")
@@ -44,9 +45,13 @@ def report(options: ReportOptions) -> None:
     """Print the arms, and write the files that were asked for. Raises ConfigError where one has nothing to hold."""
     from qerl_lab.report import comparison, plots  # pandas, scipy and matplotlib take a second
 
+    if options.bench and not options.out:
+        raise ConfigError(
+            f"bench={','.join(options.bench)} does nothing without out. Type for example out=results/NAME."
+        )
     found = _read(options)
     if options.out:
-        _write_results(found, Path(options.out).expanduser(), options.baseline)
+        _write_results(found, options)
     if not found.arms and not (options.runs_csv or options.arms_csv or options.plot):
         return
     found.counting()
@@ -62,11 +67,12 @@ def report(options: ReportOptions) -> None:
     print(comparison.text(found, arms, baseline))
 
 
-def _write_results(found: "Comparison", folder: Path, baseline: str | None) -> None:
+def _write_results(found: "Comparison", options: ReportOptions) -> None:
     from qerl_lab.report import page
 
+    folder = Path(str(options.out)).expanduser()
     make_directory(folder, f"out={folder}")
-    written = page.write(folder, found, baseline)
+    written = page.write(folder, found, options.baseline, [Path(file).expanduser() for file in options.bench])
     size = sum(path.stat().st_size for path in written)
     print(f"written: {near(folder)}  (report.html, {len(written) - 1} other files; {size / 1e6:.1f} MB)\n")
     if not found.arms:
@@ -145,6 +151,7 @@ COMMAND = Command(
             "one sweep; the table as a file too",
         ),
         ("python -m qerl_lab.report runs out=results/NAME", "small files to commit, from which all can be made again"),
+        ("python -m qerl_lab.report runs out=results/NAME bench=results/bench", "speed and memory on the page too"),
         ("python -m qerl_lab.report results/NAME", "the same from those files, without the runs"),
         ("python -m qerl_lab.report mlflow=qerl-lab out=results/NAME", "the runs of an MLflow experiment"),
         ("python -m qerl_lab.report verdicts runs", "the paper's claims; verdicts --help says more"),

@@ -8,7 +8,8 @@ import numpy as np
 import pandas as pd
 
 from qerl_lab.report import reference, stats, verdict_tables
-from qerl_lab.report.claims import PRINTED_AS
+from qerl_lab.report.arms import Run
+from qerl_lab.report.claims import PRINTED_AS, Settings
 from qerl_lab.report.comparison import Comparison, matrix
 from qerl_lab.report.measures import MEASURES, Unmeasured
 from qerl_lab.report.runs import Record
@@ -31,7 +32,8 @@ def tables(comparison: Comparison, baseline: str | None) -> list[Table]:
     if not comparison.arms:
         return []
     against = [_differences(comparison, baseline)] if baseline and len(comparison.arms) > 1 else []
-    return [_accuracies(comparison), *against, _entropies(comparison, baseline), _throughput(comparison, baseline)]
+    first, *others = _accuracies(comparison), _table_2(comparison)
+    return [first, *against, _entropies(comparison, baseline), _throughput(comparison, baseline), *others]
 
 
 def _accuracies(comparison: Comparison) -> Table:
@@ -44,6 +46,50 @@ def _accuracies(comparison: Comparison) -> Table:
         "of Qwen2.5 at 3B and 7B on GSM8K. pass@n: questions with a right answer in the n of eval.samples.",
         [[*row[:4], *cells, *row[4:]] for row, cells in zip([head, *rows], more, strict=True)],
     )
+
+
+BENCHMARKS = ("MATH500", "AIME24", "AIME25", "AMC23", "average of 4")
+# Rows of Table 2, (method, weight format) there, and the settings of the arm of ours that answers to one.
+TABLE_2: tuple[tuple[tuple[str, str], Settings | None], ...] = (
+    (("none", "BF16"), None),
+    (("none", "NVFP4"), None),
+    (("Full", "BF16"), None),
+    *((row, settings) for settings, row in verdict_tables.TABLE_1 if row[1] in ("BF16", "NVFP4")),
+)
+
+
+def _table_2(comparison: Comparison) -> Table:
+    head = ["model, method, format", *(f"{name}, %" for name in BENCHMARKS), "ours: finished", "ours: BigMath, after"]
+    rows = []
+    for size in ("7B", "14B", "32B"):
+        for (method, weight_format), settings in TABLE_2:
+            where = {"table": "Table 2", "model": f"Qwen2.5-{size}-Instruct", "method": method}
+            printed = [reference.value(**where, weight_format=weight_format, dataset=name) for name in BENCHMARKS]
+            ours = _on_bigmath(comparison, size, settings) if settings else ["not trained here", "-"]
+            rows.append([f"{size}, {method}, {weight_format}", *(f"{value:.1f}" for value in printed), *ours])
+    return Table(
+        "BigMath, the paper's Table 2",
+        "The paper's are one run each; those of method none are not trained. Ours are runs of task=bigmath with that "
+        "model, and their accuracy on held-out questions of BigMath as mean [95% interval] (seeds): another measure "
+        "than the benchmarks, which python -m qerl_lab.evaluate accuracy asks. The runs are made by "
+        "python -m qerl_lab +sweeps=paper_table2.",
+        [head, *rows],
+    )
+
+
+def _on_bigmath(comparison: Comparison, size: str, wanted: Settings) -> list[str]:
+    """How many of the runs that answer to a row finished, and the accuracy of each arm of them."""
+    task = {**wanted, "task.name": "bigmath"}
+
+    def fits(run: Run) -> bool:
+        return task.items() <= run.settings.items() and f"qwen2.5-{size}-".lower() in run.value("model.path").lower()
+
+    arms = [records for records in comparison.arms.values() if fits(records[0].run)]
+    started = sum(fits(run) for run in comparison.started)
+    if not started:
+        return ["no runs", "-"]
+    after = "; ".join(of_seeds(matrix(records, "after")) for records in arms)
+    return [f"{sum(map(len, arms))} of {started}", after or "-"]
 
 
 def _passed(records: Sequence[Record]) -> str:

@@ -18,6 +18,7 @@ OF_ARMS = ("rollout", "step")  # benchmarks whose arms are processes of their ow
 MODELS = {f"qwen2.5-{size}b": f"Qwen2.5-{size}B-Instruct" for size in (3, 7, 14, 32)}  # the paper's name of each
 SIZES = {"bf16": "BF16", "nvfp4": "NVFP4", "qlora": "NF4"}  # arms of the training step by the paper's weight format
 PRINTED_RANK = 16  # Tables 5 to 8 do not say it; their numbers are those of Table 9 at this rank
+NO_RESULT = (ValueError, LookupError, TypeError, AttributeError)  # what a file that is none, or a part of one, raises
 COLUMNS = ("what", "model", "format", "batch", "rank", "paper, H100", "here", "from")
 
 
@@ -26,13 +27,19 @@ def read(folder: Path) -> dict[str, Result]:
     found = {}
     for file in sorted(folder.glob("*.json")):
         try:
-            found[file.stem] = json.loads(file.read_bytes())
-            found[file.stem]["benchmark"], found[file.stem]["environment"]
-        except (ValueError, KeyError, TypeError) as error:
+            found[file.stem] = load(file)
+        except NO_RESULT as error:
             raise ConfigError(f"{file} is no result of python -m qerl_lab.bench ({error!r}). Move it away.") from None
     if not found:
         raise ConfigError(f"{folder} holds no result. Make one: python -m qerl_lab.bench linear out={folder}/linear.")
     return found
+
+
+def load(file: Path) -> Result:
+    """The result of one file. Raises one of `NO_RESULT`, or OSError."""
+    result: Result = json.loads(file.read_bytes())
+    result["benchmark"], result["environment"]
+    return result
 
 
 def text(result: Result) -> str:
@@ -66,7 +73,7 @@ def _rows(name: str, result: Result) -> Iterator[tuple[Any, ...]]:
     if result["benchmark"] == "train_step" and model in MODELS:
         for arm, theirs in SIZES.items():
             sizes = {row["base_gb"] for row in result["steps"] if row["arm"] == arm}
-            printed = _printed(MODELS[model], theirs, "model size", "")
+            printed = printed_number(MODELS[model], theirs, "model size", "")
             if sizes and printed:
                 yield ("model, GB", model, arm, "", "", printed, max(sizes), name)
     elif result["benchmark"] == "rollout" and model in MODELS and bench_arms.alive(result):
@@ -79,14 +86,14 @@ def _rollouts(name: str, result: Result, model: str) -> Iterator[tuple[Any, ...]
     rows = rows[rows["rank"] == PRINTED_RANK]
     for batch in (2, 8):
         nvfp4, bf16 = (
-            _printed(MODELS[model], theirs, "rollout throughput", f"BS {batch};") for theirs in ("NVFP4", "BF16")
+            printed_number(MODELS[model], theirs, "rollout throughput", f"BS {batch};") for theirs in ("NVFP4", "BF16")
         )
         for _, row in rows[(rows["format"] == "nvfp4") & (rows["batch"] == batch)].iterrows():
             if nvfp4 and bf16 and row["of_bf16"] == row["of_bf16"]:
                 yield ("rollouts / BF16", model, row["arm"], batch, row["rank"], nvfp4 / bf16, row["of_bf16"], name)
 
 
-def _printed(model: str, weight_format: str, metric: str, setting: str) -> float | None:
+def printed_number(model: str, weight_format: str, metric: str, setting: str) -> float | None:
     """The paper's number in Table 3, or 5 to 8; None where it has none, or prints several."""
     rows = reference.printed()
     rows = rows[rows["table"].str.fullmatch(r"Table [35678]") & rows["setting"].str.contains(re.escape(setting))]

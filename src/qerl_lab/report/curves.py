@@ -107,7 +107,7 @@ def draw(points: pd.DataFrame, curve: Curve, by: str, baseline: str | None) -> F
         for axis, group in zip(axes.flat, groups, strict=True):
             for arm, style in zip(group, plt.rcParams["axes.prop_cycle"], strict=False):
                 draw_arm(axis, seeds[arm], style, labels[arm], common=by == STEP)
-            _dress(axis, curve, unit)
+            dress(axis, curve.label, unit)
         axes.flat[0].set_title(curve.title, loc="left")
         low, high = axes.flat[0].get_ylim()  # of all panels
         axes.flat[0].set_ylim(0 if curve.from_zero else max(low, curve.bounds[0]), min(high, curve.bounds[1]))
@@ -167,9 +167,10 @@ def _joined(seeds: Sequence[pd.Series], common: bool) -> tuple[np.ndarray, np.nd
     return x, np.array([np.interp(x, one.index, one) for one in seeds])
 
 
-def _dress(axis: Axes, curve: Curve, unit: str) -> None:
-    axis.set(xlabel=unit, ylabel=curve.label)
+def dress(axis: Axes, label: str, unit: str) -> None:
+    """Give a panel its labels, plain ticks and a legend below it."""
+    axis.set(xlabel=unit, ylabel=label)
     axis.tick_params(labelbottom=True)
-    axis.xaxis.set_major_locator(MaxNLocator(6, integer=unit == "step"))  # there is no step 1.5
+    axis.xaxis.set_major_locator(MaxNLocator(6, integer=unit in ("step", "stage")))  # there is no step 1.5
     axis.yaxis.set_major_formatter(lambda value, _: f"{value:,g}" if abs(value) >= 1000 else f"{value:g}")
     axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), borderaxespad=0)

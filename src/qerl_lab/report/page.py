@@ -13,11 +13,12 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 
 from qerl_lab.disk import replace_file
-from qerl_lab.report import comparison, curves, results, verdict_tables
+from qerl_lab.report import comparison, curves, paper_curves, results, speed_tables, verdict_tables
 from qerl_lab.report.arm_tables import tables
 from qerl_lab.report.arms import FINISHED
 from qerl_lab.report.comparison import Comparison
 from qerl_lab.report.runs import Record
+from qerl_lab.report.speed_tables import Speed
 from qerl_lab.report.verdicts import Row, Verdict, judge, smallest_as_text
 from qerl_lab.terminal import near
 
@@ -27,27 +28,33 @@ BY = {curves.STEP: "by-step", curves.CLOCK: "by-time"}
 
 @dataclass(frozen=True)
 class Drawn:
-    """A figure as PNG, by its file's name; `about` says in words what it is."""
+    """A figure as PNG, by its file's name; `about` says in words what it is, `caption` what the page adds below it."""
 
     name: str
     about: str
     png: bytes
+    caption: str = ""
 
 
-def write(folder: Path, found: Comparison, wanted: str | None) -> list[Path]:
-    """Write everything into `folder`; returns the files. `wanted` names the baseline. Raises ConfigError, OSError."""
+def write(folder: Path, found: Comparison, wanted: str | None, bench: Sequence[Path] = ()) -> list[Path]:
+    """Write everything into `folder`; returns the files. `wanted` names the baseline, `bench` results of benchmarks.
+
+    Raises ConfigError, OSError.
+    """
+    speed = speed_tables.of_files(bench)
     made = results.frames(found.records, found.damaged, found.arm_of)
     same = comparison.compare(*results.records_of(made))  # from here on nothing but what the files hold
     baseline = comparison.baseline_of(list(same.arms), wanted) if same.arms else None
     rows, drawn = judge(same.counted, same.found), draw_all(same, baseline)
-    line = f"python -m qerl_lab.report {shlex.join([near(folder), f'out={near(folder)}'])}"
-    line += f" {shlex.quote(f'baseline={wanted}')}" if wanted else ""
+    words = [near(folder), f"out={near(folder)}", *([f"baseline={wanted}"] if wanted else [])]
+    words += [f"bench={','.join(map(near, bench))}"] if bench else []
+    line = f"python -m qerl_lab.report {shlex.join(words)}"
     files = {f"figures/{figure.name}.png": figure.png for titled in drawn.values() for figure in titled}
     files["verdicts.json"] = verdict_tables.as_json(same, rows, line).encode()
     files["verdicts.md"] = verdict_tables.markdown(same, rows, line).encode()
     if same.arms:
         files["arms.csv"] = comparison.csv(comparison.by_arm(same, baseline)).encode()
-    files["report.html"] = html(same, rows, baseline, drawn, line, folder.resolve().name).encode()
+    files["report.html"] = html(same, rows, baseline, drawn, speed, line, folder.resolve().name).encode()
     results.write(folder, made)
     for name in _everything() - set(files):  # of an earlier report with more in it
         (folder / name).unlink(missing_ok=True)
@@ -59,27 +66,35 @@ def write(folder: Path, found: Comparison, wanted: str | None) -> list[Path]:
 
 def _everything() -> set[str]:
     """The files that some reports have and others not."""
-    return {"arms.csv", *(f"figures/{curve.name}-{by}.png" for curve in curves.CURVES for by in BY.values())}
+    names = {f"{curve.name}-{by}" for curve in curves.CURVES for by in BY.values()}
+    names |= {figure.name for figure in paper_curves.FIGURES}
+    return {"arms.csv", *(f"figures/{name}.png" for name in names)}
 
 
 def draw_all(found: Comparison, baseline: str | None) -> dict[str, list[Drawn]]:
-    """Every figure of `curves.CURVES` that was recorded, by its title."""
+    """Every figure of `curves.CURVES` that was recorded, by its title, and after it the paper's of the same."""
     if not found.arms:
         return {}
-    points = comparison.curves(found)
+    points, arms = comparison.curves(found), [records[0].run for records in found.arms.values()]
     return {
         curve.title: [
             Drawn(f"{curve.name}-{BY[by]}", f"{curve.title}, {curve.label}, {BY[by].replace('-', ' ')}",
                   curves.png(curves.draw(points, curve, by, baseline)))
             for by in BY
-        ]
+        ] + [_of_paper(figure, paper_curves.ours(arms)) for figure in paper_curves.beside(curve.name, arms)]
         for curve in curves.recorded(points)
     }  # fmt: skip
 
 
+def _of_paper(figure: paper_curves.PaperFigure, ours: str) -> Drawn:
+    caption = f"{figure.about}. Ours above: {ours}. {figure.remark}".strip()
+    return Drawn(figure.name, figure.about, curves.png(paper_curves.draw(figure)), caption)
+
+
 def html(
-    found: Comparison, rows: Sequence[Row], baseline: str | None, drawn: dict[str, list[Drawn]], line: str, title: str
-) -> str:
+    found: Comparison, rows: Sequence[Row], baseline: str | None, drawn: dict[str, list[Drawn]], speed: Speed,
+    line: str, title: str,
+) -> str:  # fmt: skip
     """The page, which needs nothing beside it."""
     measured, lacking = [row for row in rows if row.numbers], [row for row in rows if not row.numbers]
     differ = comparison.what_differs(found)
@@ -90,7 +105,7 @@ def html(
         how_to_read_verdicts=verdict_tables.HOW_TO_READ, how_to_read=comparison.HOW_TO_READ,
         families=verdict_tables.families(rows), measured=_claims(measured),
         unmeasured=[(row.claim.name, verdict_tables.name_of(row), row.why) for row in lacking],
-        to_make=verdict_tables.to_make(rows), tables=tables(found, baseline),
+        to_make=verdict_tables.to_make(rows), tables=tables(found, baseline), speed=speed,
         figures=[{"title": name, "images": [_image(figure) for figure in pair]} for name, pair in drawn.items()],
         provenance=_provenance(found), arms_differ=[["arm", *keys[1:]] for keys in differ[:1]] + differ[1:],
     )  # fmt: skip
@@ -98,7 +113,8 @@ def html(
 
 def _image(figure: Drawn) -> dict[str, Any]:
     width, height = (int.from_bytes(figure.png[at : at + 4], "big") for at in (16, 20))  # of the PNG's header
-    return {"data": base64.b64encode(figure.png).decode(), "width": width, "height": height, "alt": figure.about}
+    return {"data": base64.b64encode(figure.png).decode(), "width": width, "height": height, "alt": figure.about,
+            "caption": figure.caption}  # fmt: skip
 
 
 def _facts(found: Comparison) -> list[tuple[int, str]]:

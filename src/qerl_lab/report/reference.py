@@ -41,3 +41,9 @@ def value(**where: str) -> float:
 def numbers(**where: str) -> dict[str, float]:
     """The numbers with these columns by model, one each."""
     return {str(model): float(number) for model, number in _where(where).set_index("model")["number"].items()}
+
+
+def said(**where: str) -> str:
+    """The value of the one row with these columns as printed, with its unit; a dash where there is no such row."""
+    rows = _where(where)
+    return f"{rows['value'].iloc[0]} {rows['unit'].iloc[0]}".strip().replace(" x", "x") if len(rows) == 1 else "-"

@@ -1,0 +1,134 @@
+"""Curves of the paper's figures, as they were read off (results/reference/digitized), for panels beside ours.
+
+They are of other models and tasks than most runs: a panel of its own each, with model and task in its title.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+
+import matplotlib.pyplot as plt
+import pandas as pd
+from matplotlib.figure import Figure
+
+from qerl_lab.config.files import package_data
+from qerl_lab.report.arms import Run, differing
+from qerl_lab.report.curves import MARKS, STYLE, dress
+
+Lines = tuple[tuple[str, str], ...]  # (column of the file, label)
+GSM8K, PRESUMED, BIGMATH = "GSM8K, DAPO", "GSM8K, GRPO (presumed)", "BigMath, DAPO"
+NOISE, SCHEDULE, ON_BIGMATH = "noise", "schedule", "bigmath"  # what arms may differ in besides one key
+FORMATS: tuple[Lines, Lines] = (
+    (("NVFP4_LoRA", "NVFP4, LoRA"), ("Float16_LoRA", "BF16, LoRA"), ("Float16_Full", "BF16, all parameters")),
+    (("NVFP4_LoRA", "NVFP4, LoRA"), ("MXFP4_LoRA", "MXFP4, LoRA"), ("NF4_LoRA", "NF4, LoRA")),
+)
+# The lower row of Figure 4 was read panel by panel: NVFP4 has a column of each.
+FORMATS_GRPO: tuple[Lines, Lines] = (
+    (("NVFP4_LoRA_leftpanel", "NVFP4, LoRA"), *FORMATS[0][1:]),
+    (("NVFP4_LoRA_rightpanel", "NVFP4, LoRA"), *FORMATS[1][1:]),
+)
+AQN: Lines = (("with_AQN", "NVFP4 with AQN"), ("without_AQN", "NVFP4 without AQN"))
+SCHEDULES: Lines = tuple((name, f"{name} decay") for name in ("exponential", "linear", "cosine", "logarithmic"))
+RANKS: Lines = tuple((f"rank{rank}", f"rank {rank}") for rank in (16, 32, 64, 128))
+LORA: Lines = (("QeRL", "QeRL, NVFP4"), ("LoRA", "LoRA, BF16"))
+LABELS = {"reward": "accuracy reward", "entropy": "nats per token", "sigma": "standard deviation"}
+
+
+@dataclass(frozen=True)
+class PaperFigure:
+    """A figure of the paper.
+
+    It stands below our curve `below` where arms differ in `varies`. `panels` are those of the paper, one below another.
+    `remark` is what its reader must know.
+    """
+
+    number: str
+    below: str
+    varies: str
+    model: str
+    task: str
+    file: str
+    panels: tuple[Lines, ...]
+    remark: str = ""
+
+    @property
+    def name(self) -> str:
+        """Of its PNG."""
+        return f"paper_{self.file.removesuffix('_digitized')}"
+
+    @property
+    def about(self) -> str:
+        return f"The paper's {self.number}: {self.model}, {self.task}"
+
+
+FIGURES = (
+    PaperFigure("Figure 4, upper row", "reward", "format.name", "Qwen2.5-7B", GSM8K, "fig04_dapo_7b", FORMATS,
+                "By Figures 16 and 17 NVFP4 ran at a learning rate of 3e-5, BF16 with LoRA at 5e-6; the drops of BF16 "
+                "at steps 111, 168 and 174 are errors of the reading: Figure 17 has the same run at 0.92 to 0.93."),
+    PaperFigure("Figure 4, lower row", "reward", "format.name", "Qwen2.5-7B", "GSM8K, GRPO",
+                "fig4_grpo_7b_reward_digitized", FORMATS_GRPO,
+                "The two panels were read apart: NVFP4 at step 100 is 0.785 in one and 0.490 in the other."),
+    PaperFigure("Figure 7", "reward", ON_BIGMATH, "Qwen2.5-7B", BIGMATH, "fig07_bigmath_7B", (LORA,)),
+    PaperFigure("Figure 7", "reward", ON_BIGMATH, "Qwen2.5-14B", BIGMATH, "fig07_bigmath_14B", (LORA,)),
+    PaperFigure("Figure 8", "reward", NOISE, "Qwen2.5-3B", PRESUMED, "fig08_aqn_3b", (AQN,)),
+    PaperFigure("Figure 8", "reward", NOISE, "Qwen2.5-7B", BIGMATH, "fig08_aqn_7b", (AQN,)),
+    PaperFigure("Figure 9", "reward", SCHEDULE, "Qwen2.5-3B", PRESUMED, "fig09_scheduler_3b", (SCHEDULES,)),
+    PaperFigure("Figure 10", "reward", "lora.rank", "Qwen2.5-3B", PRESUMED, "fig10_lora_rank_3b", (RANKS,)),
+    PaperFigure("Figure 13", "reward", ON_BIGMATH, "Qwen2.5-32B", BIGMATH, "fig13_32b_reward_digitized",
+                (tuple((f"{column}_reward", label) for column, label in LORA),)),
+    PaperFigure("Figure 16", "reward", "optim.learning_rate", "Qwen2.5-7B in NVFP4", GSM8K, "fig16_lr_qerl_7b",
+                ((("QeRL_lr3e-5", "learning rate 3e-5"), ("QeRL_lr5e-6", "learning rate 5e-6")),)),
+    PaperFigure("Figure 17", "reward", "optim.learning_rate", "Qwen2.5-7B in BF16", GSM8K, "fig17_lr_lora_7b",
+                ((("LoRA_lr3e-5", "learning rate 3e-5"), ("LoRA_lr5e-6", "learning rate 5e-6")),)),
+    PaperFigure("Figure 5", "entropy", "format.name", "Qwen2.5-7B", "GSM8K", "fig05_entropy_7b",
+                ((("NVFP4_LoRA_r32", "NVFP4"), ("NF4_LoRA_r32", "NF4"), ("MXFP4_LoRA_r32", "MXFP4"),
+                  ("Float16_LoRA_r32", "BF16")),)),
+    PaperFigure("Figure 14", "entropy", "format.name", "Qwen2.5-14B", "BigMath, DAPO (presumed)", "fig14_entropy_14b",
+                (LORA,)),
+    PaperFigure("Figure 15", "sigma", SCHEDULE, "no model", "its schedules alone", "fig15_noise_schedulers",
+                (SCHEDULES,)),
+)  # fmt: skip
+
+
+def beside(below: str, runs: Sequence[Run]) -> list[PaperFigure]:
+    """The figures that ask of the curve `below` what these arms, a run of each, answer."""
+    asked = _asked(runs)
+    return [figure for figure in FIGURES if figure.below == below and figure.varies in asked]
+
+
+def _asked(runs: Sequence[Run]) -> set[str]:
+    """What the arms differ in, and `ON_BIGMATH` where that is their task."""
+    schedules = {run.value("aqn.schedule") for run in runs}
+    asked = set(differing(runs))
+    asked |= {NOISE} if "off" in schedules and len(schedules) > 1 else set()
+    asked |= {SCHEDULE} if len(schedules - {"off"}) > 1 else set()
+    return asked | ({ON_BIGMATH} if "bigmath" in {run.value("task.name") for run in runs} else set())
+
+
+def ours(runs: Sequence[Run]) -> str:
+    """Model, task and algorithm of the arms, in a caption's words."""
+    models = {PurePath(run.value("model.path")).name for run in runs}
+    others = [{run.value(key) for run in runs} for key in ("task.name", "algorithm.name")]
+    return ", ".join("/".join(sorted(names)) for names in (models, *others))
+
+
+def read(figure: PaperFigure) -> pd.DataFrame:
+    """A column a line by step (of Figure 15 by stage); nan where a line could not be read, under another one mostly."""
+    return pd.read_csv(package_data("results/reference") / "digitized" / f"{figure.file}.csv", index_col=0)
+
+
+def draw(figure: PaperFigure) -> Figure:
+    """The panels below each other, to be closed by the caller. Straight lines join what could be read."""
+    table = read(figure)
+    with plt.style.context(STYLE):
+        height = sum(2.9 + 0.19 * len(lines) for lines in figure.panels)
+        drawn, axes = plt.subplots(
+            len(figure.panels), 1, sharex=True, sharey=True, squeeze=False, figsize=(4.4, height)
+        )
+        for axis, lines in zip(axes.flat, figure.panels, strict=True):
+            for (column, label), style in zip(lines, plt.rcParams["axes.prop_cycle"], strict=False):
+                values = table[column].dropna()
+                axis.plot(values.index, values, label=label, markevery=max(1, len(values) // MARKS), **style)
+            dress(axis, LABELS[figure.below], str(table.index.name))
+        axes.flat[0].set_title(f"The paper's {figure.number}:\n{figure.model}, {figure.task}", loc="left")
+    return drawn

@@ -1,0 +1,322 @@
+"""Speed and memory in the shape of the paper's Tables 3 and 5 to 9 and Figure 11: results of benchmarks beside them."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from qerl_lab.config.option import ConfigError
+from qerl_lab.report import bench_arms, bench_results, reference
+from qerl_lab.report.arm_tables import Table
+from qerl_lab.report.arms import version
+from qerl_lab.report.bench import Result, gpu_of
+from qerl_lab.report.bench_results import MODELS, NO_RESULT, PRINTED_RANK, load, origin, printed_number
+from qerl_lab.terminal import near
+
+GB = 2**30 / 1e9  # of a GiB
+NONE = "-"
+MISSING = "not measured"
+FORMATS = {"bf16": "BF16", "nf4": "NF4", "nvfp4": "NVFP4"}  # the paper's name of each that it timed
+OF_MODEL = dict(zip(MODELS, ("Table 5", "Table 6", "Table 7", "Table 8"), strict=True))
+Rows = list[list[str]]
+WITHOUT = (
+    "No benchmark is on this page: bench=FILE.json,... in its command puts results of python -m qerl_lab.bench here."
+)
+ABOUT = "The paper's are of one H100 with 80 GB: compare ratios, not tokens and seconds."
+
+
+@dataclass(frozen=True)
+class Speed:
+    """The section of the page: tables of text, and what must be said of the files."""
+
+    tables: list[Table]
+    notes: list[str]
+
+
+@dataclass(frozen=True)
+class Printed:
+    """Rollouts that the paper printed: tokens per second by format, and where."""
+
+    where: str
+    tokens: Mapping[str, float]
+
+    def cells(self, name: str) -> list[str]:
+        """Tokens per second of a format, over BF16's, over NF4's, and where."""
+        mine = self.tokens.get(name)
+        ratios = (mine / base if mine and base else None for base in map(self.tokens.get, ("bf16", "nf4")))
+        return [f"{mine:,.1f}" if mine else NONE, *map(_ratio, ratios), self.where if mine else NONE]
+
+
+def of_files(paths: Sequence[Path]) -> Speed:
+    """The tables of result files, and of folders of them. Raises ConfigError for a path that is not there.
+
+    A file that is no result, or a part of one, is left out, and a note says so.
+    """
+    if not paths:
+        return Speed([], [WITHOUT])
+    results, rows, notes = list[Result](), [Rows(), Rows(), Rows()], list[str]()
+    for file in _files(paths):
+        try:
+            result = load(file)
+            made = [make(result) for make in (_rollouts, _steps, _memory)]
+            notes.append(f"{near(file)}: {_about(result)}")
+        except (*NO_RESULT, OSError) as error:
+            notes.append(f"{near(file)} is left out: it is no whole result of python -m qerl_lab.bench ({error!r}).")
+            continue
+        results.append(result)
+        for table, more in zip(rows, made, strict=True):
+            table.extend(more)
+    notes += [f"{near(path)} holds no result." for path in paths if path.is_dir() and not any(path.glob("*.json"))]
+    return Speed(_tables(rows, results), notes)
+
+
+def _files(paths: Iterable[Path]) -> list[Path]:
+    files = []
+    for path in paths:
+        if not path.exists():
+            raise ConfigError(
+                f"bench={path} is not there. Type a result of python -m qerl_lab.bench, or a folder of them."
+            )
+        files += sorted(path.glob("*.json")) if path.is_dir() else [path]
+    return list(dict.fromkeys(files))
+
+
+def _about(result: Result) -> str:
+    """What was measured where, who died, and what makes the comparison doubtful."""
+    options, parts = result["options"], [f"{result['benchmark']}, {origin(result)}"]
+    if result["benchmark"] in bench_results.OF_ARMS:
+        parts[0] += f"; prompts of {options['prompt']} tokens, completions of {options['new']}"
+        parts += [f"{row['arm']}, rank {row['rank']}, died: {row['died']}" for row in result["rows"] if "died" in row]
+        parts += [*_unfinished(result), *bench_arms.notes(bench_arms.alive(result))]
+    elif result["benchmark"] != "train_step":
+        parts.append("the paper has no table of it")
+    return ". ".join(part.rstrip(".") for part in parts) + "."
+
+
+def _unfinished(result: Result) -> list[str]:
+    """Say how many rows there are, where more were asked for."""
+    options, have = result["options"], len(bench_arms.alive(result))
+    asked = len(options["arms"]) * (len(options["ranks"]) * len(options["batches"]) if "batches" in options else 1)
+    return [f"It has {have} of the {asked} rows that were asked for"] if have < asked else []
+
+
+def _tables(rows: Sequence[Rows], results: Sequence[Result]) -> list[Table]:
+    """The three tables: what was measured first, then what the paper has and we have not."""
+    rollouts, steps, memory = rows
+    return [
+        Table(
+            "Rollouts, as in the paper's Tables 5 to 9 and Figure 11",
+            f"Completion tokens over seconds, prefill included: the median of the repeats [least, most]. {ABOUT} Its "
+            "completions have at most 2,048 tokens. Tables 5 to 8 do not say their rank; Table 9 has the same numbers "
+            "at rank 16, and is of batch 1. Where it has no number of our rank, that of its own stands there.",
+            [["model, batch, rank", "arm", "tokens/s", "of BF16", "of QLoRA", "paper: tokens/s", "paper: of BF16",
+              "paper: of QLoRA", "paper: where", "repeats", "GPU", "commit"],
+             *rollouts, *_rollouts_missing(results)],
+        ),
+        Table(
+            "Steps end to end, as in the paper's Tables 3 and 5 to 8",
+            f"Medians of the steps after the first, with gradient checkpointing; baselines are TRL's. {ABOUT} Its "
+            "batch is taken for completions, as it does not say. For 7B Table 3 contradicts Table 6.",
+            [["model, completions", "arm", "seconds", "tokens/s", "of BF16", "of QLoRA", "paper: Table 3, of BF16",
+              "paper: Tables 5 to 8, checkpointing", "paper: without", "steps", "GPU", "commit"],
+             *steps, *_steps_missing(results)],
+        ),
+        Table(
+            "Memory, as in the paper's Tables 3 and 5 to 8",
+            "GB are 1e9 bytes. Weights: of rollouts vLLM's, of steps the trainer's base, of train_step the frozen "
+            "model. Peak: what torch held at most; in rollouts the key-value cache and, in the lab's arms, the "
+            "trainer's base are in it. The paper prints sizes of models, and no peak.",
+            [["model, format", "arm", "benchmark", "weights, GB", "of BF16", "paper: GB", "paper: of BF16", "peak, GB",
+              "GPU", "commit"], *memory, *_memory_missing(memory)],
+        ),
+    ]  # fmt: skip
+
+
+def _rollouts(result: Result) -> Rows:
+    if result["benchmark"] != "rollout":
+        return []
+    model, made = result["options"]["model"], _dead(result, "batch not reached", 9)
+    if not bench_arms.alive(result):
+        return made
+    for row in _rows(bench_arms.ratios(result, ("rank", "batch"))):
+        speed = f"{row['tokens_per_second']:,.0f}"
+        if row["repeats"] > 1:
+            speed += f" [{row['tokens_per_second_min']:,.0f}, {row['tokens_per_second_max']:,.0f}]"
+        there = _printed_rollouts(model, row["batch"], row["rank"])
+        made.append([
+            f"{model}, {row['batch']}, {row['rank']}", row["arm"], speed, _ratio(row["of_bf16"]),
+            _ratio(row["of_qlora"]), *there.cells(row["format"]), str(row["repeats"]), *_made_by(result),
+        ])  # fmt: skip
+    return made
+
+
+def _printed_rollouts(model: str, batch: int, rank: int) -> Printed:
+    """The paper's rollouts of a model and batch: at this rank for batch 1, else at the one that it has."""
+    if batch == 1:
+        found, where = _tokens(model, "Table 9", f"LoRA rank {rank};"), f"Table 9, rank {rank}"
+        quantized = _tokens(model, "Figure 11", f"LoRA rank {rank};")
+        return Printed(f"{where}; Figure 11" if quantized else where, {**quantized, **found})
+    found = _tokens(model, OF_MODEL.get(model, ""), f"BS {batch};")
+    nf4 = _tokens(model, "Figure 1", f"batch={batch},").get("nf4")
+    where = f"{OF_MODEL.get(model, '')}{', Figure 1' if nf4 else ''}, rank {PRINTED_RANK}"
+    return Printed(where, {**found, **({"nf4": nf4} if nf4 else {})})
+
+
+def _tokens(model: str, table: str, setting: str) -> dict[str, float]:
+    """Tokens per second by format, of those that the paper printed there."""
+    rows = reference.printed()
+    rows = rows[
+        (rows["table"] == table) & (rows["model"] == MODELS.get(model)) & (rows["metric"] == "rollout throughput")
+    ]
+    rows = rows[rows["setting"].str.contains(setting, regex=False)].set_index("weight_format")
+    return {name: float(rows.loc[theirs, "number"]) for name, theirs in FORMATS.items() if theirs in rows.index}
+
+
+def _rollouts_missing(results: Sequence[Result]) -> Rows:
+    """A row for NVFP4 at each batch of the paper, of batch 1 at each rank, that no arm of ours was measured at."""
+    rows = [row for result in results if result["benchmark"] == "rollout" for row in bench_arms.alive(result)]
+    have = {(row["model"], row["batch"], row["rank"] if row["batch"] == 1 else PRINTED_RANK)
+            for row in rows if row["format"] == "nvfp4"}  # fmt: skip
+    wanted = [(model, batch, rank) for model in MODELS for batch, rank in PRINTED_AT]
+    return [
+        [f"{model}, {batch}, {rank}", MISSING, *3 * [NONE], *_printed_rollouts(model, batch, rank).cells("nvfp4"),
+         *3 * [NONE]]
+        for model, batch, rank in wanted if (model, batch, rank) not in have
+    ]  # fmt: skip
+
+
+PRINTED_AT = ((1, 16), (1, 32), (1, 64), (2, PRINTED_RANK), (8, PRINTED_RANK))  # (batch, rank)
+
+
+def _steps(result: Result) -> Rows:
+    if result["benchmark"] != "step":
+        return []
+    options = result["options"]
+    model, completions = options["model"], options["groups"] * options["group_size"]
+    made = _dead(result, str(completions), 9)
+    if not bench_arms.alive(result):
+        return made
+    for row in _rows(bench_arms.ratios(result, ("rank",))):
+        made.append([
+            f"{model}, {completions}", row["arm"], f"{row['step_seconds']:.2f}", f"{row['tokens_per_second']:,.0f}",
+            _ratio(row["of_bf16"]), _ratio(row["of_qlora"]), *_printed_steps(model, completions, row["format"]),
+            str(options["steps"]), *_made_by(result),
+        ])  # fmt: skip
+    return made
+
+
+def _printed_steps(model: str, batch: int, name: str) -> list[str]:
+    """The paper's speed over BF16's: of Table 3, and of Tables 5 to 8 with gradient checkpointing and without."""
+    row = {"model": MODELS.get(model, ""), "weight_format": FORMATS.get(name, "")}
+    of_model = {"table": OF_MODEL.get(model, ""), "setting": f"BS {batch};"}
+    return [
+        reference.said(table="Table 3", metric="end-to-end training speedup vs BF16 LoRA",
+                       setting=f"batch size {batch};", **row),
+        reference.said(metric="E2E RL w/ gradient checkpointing", **of_model, **row),
+        reference.said(metric="E2E RL speedup w/o gradient checkpointing", **of_model, **row),
+    ]  # fmt: skip
+
+
+def _steps_missing(results: Sequence[Result]) -> Rows:
+    have = set()
+    for result in results:
+        if result["benchmark"] == "step" and any(row["format"] == "nvfp4" for row in bench_arms.alive(result)):
+            have.add((result["options"]["model"], result["options"]["groups"] * result["options"]["group_size"]))
+    rows = [(model, batch, _printed_steps(model, batch, "nvfp4")) for model in MODELS for batch in (2, 4, 8)]
+    return [
+        [f"{model}, {batch}", MISSING, *4 * [NONE], *there, *3 * [NONE]]
+        for model, batch, there in rows if (model, batch) not in have and set(there) != {NONE}
+    ]  # fmt: skip
+
+
+def _memory(result: Result) -> Rows:
+    """A row an arm and rank: the size of its weights, and the peak over its batches."""
+    sizes = {"rollout": _of_rollouts, "step": _of_steps, "train_step": _of_training}.get(result["benchmark"])
+    if sizes is None:
+        return []
+    rows = sizes(result)
+    dense = next((size for _, name, is_base, size, _ in rows if name == "bf16" and is_base), None)
+    model, made = result["options"]["model"], []
+    for arm, name, _, size, peak in rows:
+        made.append([
+            f"{model}, {name}", arm, result["benchmark"], _gb(size), _ratio(size / dense if size and dense else None),
+            *_printed_size(model, name), _gb(peak), *_made_by(result),
+        ])  # fmt: skip
+    return made
+
+
+Size = tuple[str, str, bool, float | None, float | None]  # arm, format, is the base of ratios; GB: weights, peak
+
+
+def _of_rollouts(result: Result) -> list[Size]:
+    return _largest(result, lambda row: row.get("weights_gib"))
+
+
+def _of_steps(result: Result) -> list[Size]:
+    return _largest(result, lambda row: row.get("policy_gib"))
+
+
+def _largest(result: Result, weights: Callable[[Mapping[str, Any]], float | None]) -> list[Size]:
+    """Of each arm and rank the weights, and the largest peak of its rows."""
+    found: dict[tuple[str, int], Size] = {}
+    for row in bench_arms.alive(result):
+        size, peak = weights(row), row.get("peak_gib")
+        earlier = found.get((row["arm"], row["rank"]))
+        most = max((value for value in (peak and peak * GB, earlier and earlier[4]) if value), default=None)
+        found[row["arm"], row["rank"]] = (row["arm"], row["format"], row["baseline"], size and size * GB, most)
+    return list(found.values())
+
+
+def _of_training(result: Result) -> list[Size]:
+    rows = pd.DataFrame(result["steps"])
+    rows = rows[rows["loss"] == "chunked"].groupby("arm", sort=False)[["base_gb", "peak_gb"]].max()
+    formats = {"bf16_peft": "bf16", "qlora": "nf4"}
+    return [
+        (str(arm), formats.get(str(arm), str(arm)), arm == "bf16", float(row["base_gb"]), float(row["peak_gb"]))
+        for arm, row in rows.iterrows()
+    ]
+
+
+def _printed_size(model: str, name: str) -> list[str]:
+    """The paper's GB of a model, and over that of BF16."""
+    mine, dense = (
+        printed_number(MODELS[model], FORMATS[each], "model size", "") if model in MODELS and each in FORMATS else None
+        for each in (name, "bf16")
+    )
+    return [_gb(mine), _ratio(mine / dense if mine and dense else None)]
+
+
+def _memory_missing(rows: Rows) -> Rows:
+    have, wanted = {row[0] for row in rows}, [(model, name) for model in MODELS for name in FORMATS]
+    return [
+        [f"{model}, {name}", MISSING, *3 * [NONE], *there, *3 * [NONE]]
+        for model, name in wanted
+        if f"{model}, {name}" not in have and (there := _printed_size(model, name)) != [NONE, NONE]
+    ]
+
+
+def _dead(result: Result, batch: str, cells: int) -> Rows:
+    """A row for each arm that died, which has so many cells between its name and the machine."""
+    return [
+        [f"{result['options']['model']}, {batch}", row["arm"], "died", *(cells - 2) * [NONE], *_made_by(result)]
+        for row in result["rows"] if "died" in row
+    ]  # fmt: skip
+
+
+def _made_by(result: Result) -> list[str]:
+    about = result["environment"]
+    return [gpu_of(result), version(about["git_sha"], about["dirty"])]
+
+
+def _rows(table: pd.DataFrame) -> list[dict[str, Any]]:
+    return [{str(key): value for key, value in row.items()} for row in table.to_dict("records")]
+
+
+def _ratio(value: float | None) -> str:
+    return NONE if value is None or pd.isna(value) else f"{value:.2f}"
+
+
+def _gb(value: float | None) -> str:
+    return NONE if value is None or pd.isna(value) else f"{value:.1f}"

@@ -1,0 +1,84 @@
+"""The paper's curves beside ours: which figure answers to which arms, and that what is drawn is what was read."""
+
+from collections.abc import Iterator
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pytest
+
+from qerl_lab.report import curves, paper_curves
+from qerl_lab.report.arms import Run
+
+BASE = {"format.name": "nvfp4", "aqn.schedule": "off", "lora.rank": "16", "optim.learning_rate": "1e-05",
+        "task.name": "gsm8k", "model.path": "models/pocket", "algorithm.name": "grpo"}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _closed() -> Iterator[None]:
+    yield
+    plt.close("all")
+
+
+def arms(**changes: str) -> list[Run]:
+    """An arm of `BASE`, and one for each value that `aqn__schedule="off,linear"` names."""
+    found = [BASE] + [
+        BASE | {key.replace("__", "."): value} for key, values in changes.items() for value in values.split(",")
+    ]
+    return [Run(str(n), "x", 0, settings, frozenset(), "finished", 0.0, "c") for n, settings in enumerate(found)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reward", "entropy", "sigma"),
+    [
+        ({}, [], [], []),
+        ({"format__name": "bf16"}, ["Figure 4, upper row", "Figure 4, lower row"], ["Figure 5", "Figure 14"], []),
+        ({"aqn__schedule": "exponential"}, ["Figure 8", "Figure 8"], [], []),
+        ({"aqn__schedule": "exponential,linear"}, ["Figure 8", "Figure 8", "Figure 9"], [], ["Figure 15"]),
+        ({"lora__rank": "32"}, ["Figure 10"], [], []),
+        ({"optim__learning_rate": "3e-05"}, ["Figure 16", "Figure 17"], [], []),
+        ({"task__name": "bigmath"}, ["Figure 7", "Figure 7", "Figure 13"], [], []),
+    ],
+)
+def test_a_figure_stands_beside_arms_that_differ_in_what_it_varies(
+    changes: dict[str, str], reward: list[str], entropy: list[str], sigma: list[str]
+) -> None:
+    shown = {below: [figure.number for figure in paper_curves.beside(below, arms(**changes))] for below in
+             ("reward", "entropy", "sigma", "sampler_entropy")}  # fmt: skip
+    assert shown == {"reward": reward, "entropy": entropy, "sigma": sigma, "sampler_entropy": []}
+
+
+@pytest.mark.parametrize("figure", paper_curves.FIGURES, ids=lambda figure: figure.name)
+def test_every_line_is_what_was_read_point_by_point(figure: paper_curves.PaperFigure) -> None:
+    drawn, table = paper_curves.draw(figure), paper_curves.read(figure)
+    assert len(drawn.axes) == len(figure.panels)
+    for axis, lines in zip(drawn.axes, figure.panels, strict=True):
+        assert [line.get_label() for line in axis.lines] == [label for _, label in lines]
+        looks = {(line.get_linestyle(), line.get_marker()) for line in axis.lines}
+        assert len(looks) == len(lines)  # told apart in grey
+        for line, (column, _) in zip(axis.lines, lines, strict=True):
+            read = table[column].dropna()
+            np.testing.assert_array_equal(line.get_xydata(), np.column_stack([read.index, read]))
+    assert figure.model in drawn.axes[0].get_title(loc="left")
+    assert figure.task in drawn.axes[0].get_title(loc="left")
+    assert len(curves.png(drawn)) < 50_000
+
+
+def test_figures_have_names_of_their_own_and_stand_below_curves_of_ours() -> None:
+    names = [figure.name for figure in paper_curves.FIGURES]
+    assert len(set(names)) == len(names)
+    assert {figure.below for figure in paper_curves.FIGURES} <= {curve.name for curve in curves.CURVES}
+
+
+def test_the_remark_on_errors_of_the_reading_is_so() -> None:
+    """The run of Figure 4 in BF16 is that of Figure 17 at 5e-6."""
+    by_file = {figure.file: paper_curves.read(figure) for figure in paper_curves.FIGURES}
+    one, other = by_file["fig04_dapo_7b"]["Float16_LoRA"], by_file["fig17_lr_lora_7b"]["LoRA_lr5e-6"]
+    low = one[(one.index > 80) & (one < 0.7)]
+    assert list(low.index) == [111, 168, 174]
+    assert other[low.index].between(0.915, 0.935).all()
+    grpo = by_file["fig4_grpo_7b_reward_digitized"].loc[100]
+    assert (grpo["NVFP4_LoRA_leftpanel"], grpo["NVFP4_LoRA_rightpanel"]) == (0.785, 0.490)
+
+
+def test_ours_are_named_by_model_task_and_algorithm() -> None:
+    assert paper_curves.ours(arms(task__name="bigmath")) == "pocket, bigmath/gsm8k, grpo"

@@ -1,0 +1,147 @@
+"""Speed and memory beside the paper's: the numbers of the cells, what is missing, and files that are no results."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qerl_lab.config.option import ConfigError
+from qerl_lab.report import speed_tables
+from qerl_lab.report.speed_tables import Speed
+
+ABOUT = {
+    "time": "2026-11-22T16:12:29+0000", "packages": {"torch": "2.11.0", "vllm": "0.26.0"}, "git_sha": "15ec283b4b09",
+    "dirty": False, "gpus": [{"name": "NVIDIA H200"}],
+}  # fmt: skip
+SPEEDS = {"bf16_stock": ("bf16", 1000.0), "nvfp4": ("nvfp4", 1500.0), "qlora_stock": ("nf4", 500.0)}
+
+
+def rollouts(model: str = "qwen2.5-7b", batch: int = 8, rank: int = 32, **changes: Any) -> dict[str, Any]:
+    """NVFP4 has 1.5 times the tokens of BF16 and 3 times those of QLoRA; weights of 14, 5 and 5 GiB."""
+    rows = [
+        {"model": model, "arm": arm, "format": name, "baseline": arm.endswith("stock"), "rank": rank, "batch": batch,
+         "tokens_per_second": speed, "tokens_per_second_min": 0.9 * speed, "tokens_per_second_max": 1.1 * speed,
+         "repeats": 3, "weights_gib": 14.0 if name == "bf16" else 5.0, "peak_gib": 30.0} | changes
+        for arm, (name, speed) in SPEEDS.items()
+    ]  # fmt: skip
+    asked = {"model": model, "prompt": 256, "new": 512, "arms": list(SPEEDS), "ranks": [rank], "batches": [batch]}
+    return {"benchmark": "rollout", "environment": ABOUT, "options": asked, "rows": rows}
+
+
+def steps(completions: int = 8) -> dict[str, Any]:
+    """A step of NVFP4 is 1.25 times as fast as BF16's."""
+    rows = [
+        {"arm": arm, "format": name, "baseline": arm.endswith("trl"), "rank": 32, "step_seconds": seconds,
+         "tokens_per_second": 8000 / seconds, "policy_gib": 10.0, "peak_gib": 40.0}
+        for arm, name, seconds in (("bf16_trl", "bf16", 10.0), ("nvfp4", "nvfp4", 8.0))
+    ]  # fmt: skip
+    asked = {"model": "qwen2.5-14b", "groups": 1, "group_size": completions, "prompt": 256, "new": 1024, "steps": 3,
+             "arms": ["bf16_trl", "nvfp4"]}  # fmt: skip
+    return {"benchmark": "step", "environment": ABOUT, "options": asked, "rows": rows}
+
+
+def made(folder: Path, *results: Any) -> Speed:
+    for index, result in enumerate(results):
+        (folder / f"{index}.json").write_text(result if isinstance(result, str) else json.dumps(result))
+    return speed_tables.of_files([folder])
+
+
+def cells(speed: Speed, table: int, *row: str) -> dict[str, str]:
+    head, *rows = speed.tables[table].rows
+    assert {len(one) for one in rows} == {len(head)}
+    (found,) = (one for one in rows if one[: len(row)] == list(row))
+    return dict(zip(head, found, strict=True))
+
+
+def test_rollouts_stand_beside_the_paper_s_of_the_same_model_and_batch(tmp_path: Path) -> None:
+    found = cells(made(tmp_path, rollouts()), 0, "qwen2.5-7b, 8, 32", "nvfp4")
+    assert (found["tokens/s"], found["of BF16"], found["of QLoRA"]) == ("1,500 [1,350, 1,650]", "1.50", "3.00")
+    assert found["paper: of BF16"] == f"{2091.8 / 1641.1:.2f}" == "1.27"
+    assert found["paper: of QLoRA"] == f"{2091.8 / 1362:.2f}" == "1.54"
+    assert found["paper: where"] == "Table 6, Figure 1, rank 16"
+    assert (found["repeats"], found["GPU"], found["commit"]) == ("3", "NVIDIA H200", "15ec283")
+
+
+def test_a_batch_of_one_is_held_against_table_9_and_figure_11_at_its_rank(tmp_path: Path) -> None:
+    speed = made(tmp_path, rollouts("qwen2.5-14b", 1, 64), rollouts("qwen2.5-14b", 1, 128), rollouts(batch=64))
+    found = cells(speed, 0, "qwen2.5-14b, 1, 64", "nvfp4")
+    assert (found["paper: of BF16"], found["paper: of QLoRA"]) == (f"{86.0 / 61.2:.2f}", f"{86.0 / 42.8:.2f}")
+    assert found["paper: where"] == "Table 9, rank 64; Figure 11"
+    for elsewhere in ("qwen2.5-14b, 1, 128", "qwen2.5-7b, 64, 32"):
+        assert cells(speed, 0, elsewhere, "nvfp4")["paper: of BF16"] == "-"
+
+
+def test_what_was_not_measured_is_said_with_the_paper_s_number(tmp_path: Path) -> None:
+    speed = made(tmp_path, rollouts(), steps())
+    missing = [[row[0] for row in table.rows if row[1] == "not measured"] for table in speed.tables]
+    assert len(missing[0]) == 4 * 5 - 1
+    assert "qwen2.5-7b, 8, 16" not in missing[0]
+    assert cells(speed, 0, "qwen2.5-32b, 8, 16", "not measured")["paper: of BF16"] == f"{688.2 / 344.3:.2f}"
+    assert "qwen2.5-14b, 8" not in missing[1]
+    there = cells(speed, 1, "qwen2.5-32b, 2", "not measured")
+    assert (there["paper: Tables 5 to 8, checkpointing"], there["paper: without"]) == ("10.6 s/step", "OOM")
+    assert missing[2] == ["qwen2.5-3b, bf16", "qwen2.5-3b, nvfp4", "qwen2.5-14b, nf4", "qwen2.5-32b, bf16",
+                          "qwen2.5-32b, nvfp4"]  # fmt: skip
+
+
+def test_steps_stand_beside_tables_3_and_7(tmp_path: Path) -> None:
+    found = cells(made(tmp_path, steps()), 1, "qwen2.5-14b, 8", "nvfp4")
+    assert (found["seconds"], found["tokens/s"], found["of BF16"], found["of QLoRA"]) == ("8.00", "1,000", "1.25", "-")
+    assert found["paper: Table 3, of BF16"] == "1.2x"
+    assert found["paper: Tables 5 to 8, checkpointing"] == "1.3x"
+    assert found["paper: without"] == "OOM"
+
+
+def test_sizes_are_in_gb_beside_the_paper_s(tmp_path: Path) -> None:
+    found = cells(made(tmp_path, rollouts()), 2, "qwen2.5-7b, nvfp4", "nvfp4")
+    assert found["weights, GB"] == f"{5 * 2**30 / 1e9:.1f}" == "5.4"
+    assert (found["of BF16"], found["peak, GB"]) == (f"{5 / 14:.2f}", "32.2")
+    assert (found["paper: GB"], found["paper: of BF16"]) == ("5.9", f"{5.9 / 15.2:.2f}")
+
+
+def test_the_committed_training_steps_are_in_the_table_of_memory() -> None:
+    speed = speed_tables.of_files([Path(__file__).parents[3] / "results" / "bench"])
+    found = cells(speed, 2, "qwen2.5-7b, bf16", "bf16", "train_step")
+    assert (found["weights, GB"], found["paper: GB"], found["peak, GB"]) == ("15.3", "15.2", "24.4")
+    assert any("linear.json: linear, " in note and "the paper has no table of it" in note for note in speed.notes)
+
+
+def test_the_dead_and_the_rows_that_lack_are_said(tmp_path: Path) -> None:
+    result = rollouts()
+    result["rows"][1] = {"arm": "nvfp4", "rank": 32, "died": "OutOfMemoryError: 3 GiB"}
+    speed = made(tmp_path, result)
+    assert cells(speed, 0, "qwen2.5-7b, batch not reached", "nvfp4")["tokens/s"] == "died"
+    assert "nvfp4, rank 32, died: OutOfMemoryError: 3 GiB. It has 2 of the 3 rows that were asked for" in speed.notes[0]
+    assert cells(speed, 0, "qwen2.5-7b, 8, 16", "not measured")["paper: of BF16"] == "1.27"
+    alone = made(tmp_path, {**steps(), "rows": [{"arm": "nvfp4", "rank": 32, "died": "x"}]})
+    assert cells(alone, 1, "qwen2.5-14b, 8", "nvfp4")["seconds"] == "died"
+
+
+@pytest.mark.parametrize(
+    "broken",
+    ["", "{", "[]", "3", '{"benchmark": "rollout"}', json.dumps({**rollouts(), "rows": [{"arm": "nvfp4", "rank": 8}]}),
+     json.dumps({**rollouts(), "options": {}}), json.dumps({**rollouts(), "environment": {}}),
+     json.dumps({**steps(), "rows": None})],
+)  # fmt: skip
+def test_a_file_that_is_no_whole_result_is_left_out_and_said(tmp_path: Path, broken: str) -> None:
+    speed = made(tmp_path, broken, rollouts())
+    assert "0.json is left out: it is no whole result of python -m qerl_lab.bench" in speed.notes[0]
+    assert cells(speed, 0, "qwen2.5-7b, 8, 32", "nvfp4")["of BF16"] == "1.50"
+    (tmp_path / "1.json").unlink()
+    measured = [row for table in made(tmp_path, broken).tables for row in table.rows[1:] if row[1] != "not measured"]
+    assert measured == []
+
+
+def test_nothing_given_nothing_there_and_no_result_in_a_folder(tmp_path: Path) -> None:
+    assert speed_tables.of_files([]) == Speed([], [speed_tables.WITHOUT])
+    assert "holds no result" in speed_tables.of_files([tmp_path]).notes[0]
+    with pytest.raises(ConfigError, match=r"bench=.*missing\.json is not there\. Type a result of python -m"):
+        speed_tables.of_files([tmp_path / "missing.json"])
+
+
+def test_a_model_that_the_paper_has_not_stands_alone(tmp_path: Path) -> None:
+    speed = made(tmp_path, rollouts("qwen2.5-0.5b"))
+    found = cells(speed, 0, "qwen2.5-0.5b, 8, 32", "nvfp4")
+    assert (found["of BF16"], found["paper: tokens/s"], found["paper: where"]) == ("1.50", "-", "-")
+    assert cells(speed, 2, "qwen2.5-0.5b, nvfp4", "nvfp4")["paper: GB"] == "-"
