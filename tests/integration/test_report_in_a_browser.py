@@ -43,13 +43,14 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (failed / "DONE").unlink()
     (failed / "FAILED").write_text(f"OSError: /{'a_folder_without_a_space_' * 12}")
     (make_run(folder / "stopped" / "run", "bf16", 0) / "DONE").unlink()
-    assert main([str(folder / "runs"), f"out={folder / 'full'}"]) == 0
+    bench = Path(__file__).parents[2] / "results" / "bench"
+    assert main([str(folder / "runs"), f"out={folder / 'full'}", f"bench={bench}"]) == 0
     assert main([str(folder / "stopped"), f"out={folder / 'none'}"]) == 0
     return folder
 
 
 @pytest.mark.parametrize("width", [380, 1400])
-@pytest.mark.parametrize(("name", "images"), [("full", 12), ("none", 0)])
+@pytest.mark.parametrize(("name", "images"), [("full", 20), ("none", 0)])
 def test_the_page_in_a_browser(browser: "playwright.Browser", pages: Path, name: str, images: int, width: int) -> None:
     page, complaints, asked = browser.new_page(viewport={"width": width, "height": 900}), [], []
     page.on("console", lambda message: complaints.append(message.text))

@@ -48,8 +48,10 @@ def test_the_wheel_lists_experiments_and_sweeps(site: Path, tmp_path: Path) -> N
 
 
 def test_the_wheel_brings_the_paper_s_numbers(site: Path, tmp_path: Path) -> None:
-    shown = python(site, tmp_path, "-c", "from qerl_lab.report.reference import printed; print(len(printed()))")
-    assert shown.stdout.split() == ["606"], shown.stderr
+    ask = "from qerl_lab.report.paper_curves import FIGURES, read; from qerl_lab.report.reference import printed\n"
+    ask += "print(len(printed()), len(read(FIGURES[0])))"
+    shown = python(site, tmp_path, "-c", ask)
+    assert shown.stdout.split() == ["606", "219"], shown.stderr
 
 
 def test_the_wheel_brings_what_a_report_is_written_by(site: Path) -> None:

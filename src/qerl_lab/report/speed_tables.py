@@ -92,14 +92,14 @@ def _about(result: Result) -> str:
         parts += [*_unfinished(result), *bench_arms.notes(bench_arms.alive(result))]
     elif result["benchmark"] != "train_step":
         parts.append("the paper has no table of it")
-    return ". ".join(part.rstrip(".") for part in parts) + "."
+    return "; ".join(parts) + "."
 
 
 def _unfinished(result: Result) -> list[str]:
     """Say how many rows there are, where more were asked for."""
     options, have = result["options"], len(bench_arms.alive(result))
     asked = len(options["arms"]) * (len(options["ranks"]) * len(options["batches"]) if "batches" in options else 1)
-    return [f"It has {have} of the {asked} rows that were asked for"] if have < asked else []
+    return [f"it has {have} of the {asked} rows that were asked for"] if have < asked else []
 
 
 def _tables(rows: Sequence[Rows], results: Sequence[Result]) -> list[Table]:

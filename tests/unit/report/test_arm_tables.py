@@ -73,6 +73,32 @@ def test_entropies_stand_beside_figure_5(made: dict[str, Table]) -> None:
     assert cells(table, "bf16")["first tenth of the steps"] == "0.350 [all alike] (3)"
 
 
+def test_table_2_has_the_paper_s_rows_and_says_where_no_runs_are(made: dict[str, Table]) -> None:
+    table = made["BigMath"]
+    assert len(table.rows) == 1 + 3 * 6
+    found = cells(table, "14B, QeRL +AQN, NVFP4")
+    assert [found[name] for name in ("MATH500, %", "AIME24, %", "AIME25, %", "AMC23, %", "average of 4, %")] == [
+        "80.2", "17.5", "12.6", "57.5", "42.0",
+    ]  # fmt: skip
+    assert (found["ours: finished"], found["ours: BigMath, after"]) == ("no runs", "-")
+    assert cells(table, "7B, Full, BF16")["ours: finished"] == "not trained here"
+
+
+def test_table_2_has_runs_on_bigmath_of_that_model(tmp_path: Path) -> None:
+    on = {"task__name": "bigmath", "model__path": "Qwen/Qwen2.5-7B-Instruct"}
+    for seed in range(2):
+        make_run(tmp_path / f"on-{seed}", "nvfp4", seed, after=[0.5, 1.0], before=[0.0, 0.0], **on)
+    (make_run(tmp_path / "failed", "nvfp4", 2, **on) / "DONE").unlink()
+    make_run(tmp_path / "elsewhere", "nvfp4", 0)
+    (table,) = (one for one in tables(comparison.read([tmp_path]), None) if one.title.startswith("BigMath"))
+    found = cells(table, "7B, QeRL w/o AQN, NVFP4")
+    assert (found["ours: finished"], found["ours: BigMath, after"][:5]) == ("2 of 3", "0.750")
+    others = {cells(table, f"{size}, {arm}")["ours: finished"] for size in ("7B", "14B", "32B")
+              for arm in ("LoRA, BF16", "QeRL +AQN, NVFP4")}  # fmt: skip
+    assert others == {"no runs"}
+    assert cells(table, "14B, QeRL w/o AQN, NVFP4")["ours: finished"] == "no runs"
+
+
 def test_arms_that_share_no_seed_have_no_difference(tmp_path: Path) -> None:
     for arm, seed in (("bf16", 0), ("nvfp4", 1)):
         make_run(tmp_path / arm, arm, seed)

@@ -11,7 +11,10 @@ import pytest
 
 from qerl_lab.report.__main__ import main
 from qerl_lab.report.claims import CLAIMS
+from qerl_lab.report.speed_tables import WITHOUT
 from run_directories import make_run
+
+BENCH = Path(__file__).parents[3] / "results" / "bench"
 
 
 @pytest.fixture(scope="module")
@@ -46,11 +49,11 @@ def test_the_page_is_whole_and_needs_no_network(made: Path, page: str) -> None:
     assert not re.search(r"<script|<link(?! rel=\"icon\" href=\"data:,\")|@import|url\(|https?://", page)
     images = re.findall(r'<img src="([^"]{30})', page)
     figures = sorted(path.name for path in (made / "results/mine/figures").iterdir())
-    assert len(images) == len(figures) == 12
+    assert len(images) == len(figures) == 12 + 6  # the paper's Figures 4 (two), 8 (two), 5 and 14
     assert all(image.startswith("data:image/png;base64,") for image in images)
     assert {"reward-by-step.png", "reward-by-time.png", "entropy-by-step.png", "sampler_entropy-by-step.png",
-            "throughput-by-step.png", "sigma-by-time.png"} <= set(figures)  # fmt: skip
-    for section in ("verdicts", "tables", "curves", "runs"):
+            "throughput-by-step.png", "sigma-by-time.png", "paper_fig05_entropy_7b.png"} <= set(figures)  # fmt: skip
+    for section in ("verdicts", "tables", "curves", "speed", "runs"):
         assert page.count(f'id="{section}"') == page.count(f'href="#{section}"') == 1
 
 
@@ -79,6 +82,45 @@ def test_it_has_verdicts_tables_and_what_was_run(page: str) -> None:
     assert re.search(r"<td>0\.\d{3} \[-?\d\.\d{3}, \d\.\d{3}\] \(3\)</td>", page)
 
 
+def test_the_paper_s_curves_stand_after_ours_and_say_model_and_task(page: str) -> None:
+    text = html.unescape(page)
+    ours, theirs, entropy = (
+        text.index(f'alt="{alt}') for alt in ("Reward", "The paper's Figure 4", "Entropy of the t")
+    )
+    assert (
+        ours
+        < theirs
+        < entropy
+        < text.index("<figcaption>The paper's Figure 5: Qwen2.5-7B, GSM8K. Ours above: pocket, ")
+    )
+    assert text.count("<figcaption>") == 6
+
+
+def test_results_of_benchmarks_come_with_the_key_and_by_the_page_s_own_line(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(made / "results", tmp_path / "results")
+    monkeypatch.chdir(tmp_path)
+    assert f'<p class="soft">{WITHOUT}</p>' in html.unescape(Path("results/mine/report.html").read_text())
+    shutil.copy(BENCH / "train_step_7b.json", "steps.json")
+    Path("cut.json").write_text((BENCH / "train_step_7b.json").read_text()[:900])
+    assert main(["results/mine", "out=results/mine", "bench=steps.json,cut.json"]) == 0
+    page = html.unescape(Path("results/mine/report.html").read_text())
+    assert "steps.json: train_step, 2026-11-21, NVIDIA H200, torch 2.11.0, commit a753c81." in page
+    assert "cut.json is left out: it is no whole result of python -m qerl_lab.bench (JSONDecodeError" in page
+    assert "<td>qwen2.5-7b, nvfp4</td><td>nvfp4</td><td>train_step</td><td>5.9</td><td>0.38</td><td>5.9</td>" in page
+    line = "python -m qerl_lab.report results/mine out=results/mine bench=steps.json,cut.json"
+    assert f"<pre>{line}</pre>" in page
+    assert main(line.split()[3:]) == 0
+    assert html.unescape(Path("results/mine/report.html").read_text()) == page
+    capsys.readouterr()
+    assert main(["results/mine", "bench=steps.json"]) == 2
+    assert "bench=steps.json does nothing without out. Type for example out=results/NAME" in capsys.readouterr().err
+    assert main(["results/mine", "out=results/other", "bench=no.json"]) == 2
+    assert "bench=no.json is not there" in capsys.readouterr().err
+    assert not list(Path("results").glob("other/*"))
+
+
 def test_what_a_run_wrote_stays_text(page: str) -> None:
     assert "<script" not in page
     assert "&lt;script&gt;alert(&#39;x&#39;)&lt;/script&gt; &amp; more" in page
@@ -93,7 +135,7 @@ def test_without_the_runs_every_file_is_the_same(made: Path, tmp_path: Path, mon
             path.unlink()
     assert main(["results/mine", "out=results/mine"]) == 0
     assert {path: path.read_bytes() for path in sorted(Path("results/mine").rglob("*.*"))} == before
-    assert len(before) == 19
+    assert len(before) == 25
 
 
 def test_where_no_run_finished_the_page_says_so(

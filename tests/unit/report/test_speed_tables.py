@@ -112,7 +112,7 @@ def test_the_dead_and_the_rows_that_lack_are_said(tmp_path: Path) -> None:
     result["rows"][1] = {"arm": "nvfp4", "rank": 32, "died": "OutOfMemoryError: 3 GiB"}
     speed = made(tmp_path, result)
     assert cells(speed, 0, "qwen2.5-7b, batch not reached", "nvfp4")["tokens/s"] == "died"
-    assert "nvfp4, rank 32, died: OutOfMemoryError: 3 GiB. It has 2 of the 3 rows that were asked for" in speed.notes[0]
+    assert "nvfp4, rank 32, died: OutOfMemoryError: 3 GiB; it has 2 of the 3 rows that were asked for" in speed.notes[0]
     assert cells(speed, 0, "qwen2.5-7b, 8, 16", "not measured")["paper: of BF16"] == "1.27"
     alone = made(tmp_path, {**steps(), "rows": [{"arm": "nvfp4", "rank": 32, "died": "x"}]})
     assert cells(alone, 1, "qwen2.5-14b, 8", "nvfp4")["seconds"] == "died"
