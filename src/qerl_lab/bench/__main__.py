@@ -68,14 +68,12 @@ def clock(options: ClockOptions) -> None:
     """Measure what the waits of a step's clock cost."""
     about = prepare(options)
     from qerl_lab.bench.clock import measure
+    from qerl_lab.report.bench import clock_line
 
     def keep(row: dict[str, Any]) -> None:  # at once: a run that is ended early has measured something too
-        write(Path(options.out), {"benchmark": "clock", **about, **row})
-        print(
-            f"waiting costs {row['cost_percent']:+.2f}% [{row['low']:+.2f}, {row['high']:+.2f}] of a step, "
-            f"{row['pairs']} of {options.pairs} pairs of {row['steps_a_block']} steps",
-            flush=True,
-        )
+        result = {"benchmark": "clock", **about, **row}
+        write(Path(options.out), result)
+        print(clock_line(result), flush=True)
 
     measure(options, keep)
     print(Path(options.out).with_suffix(".json"))

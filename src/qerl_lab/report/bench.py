@@ -1,4 +1,4 @@
-"""Tables and figures of `python -m qerl_lab.bench linear` and `train_step` (the JSON files of results/bench)."""
+"""Tables and figures of the benchmarks `linear`, `decode`, `train_step` and `clock` (the files of results/bench)."""
 
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,17 @@ def table(result: Result) -> str:
         return _train_step_table(step_ratios(result))
     if result["benchmark"] == "decode":
         return _decode_table(decode_times(result))
+    if result["benchmark"] == "clock":
+        return clock_line(result)
     return f"{_dequantization_table(result)}\n\n{_products_table(product_ratios(result))}"
+
+
+def clock_line(result: Result) -> str:
+    """What the clock's waits cost, by the pairs of blocks that are measured."""
+    return (
+        f"waiting costs {result['cost_percent']:+.2f}% [{result['low']:+.2f}, {result['high']:+.2f}] of a step, "
+        f"{result['pairs']} of {result['options']['pairs']} pairs of {result['steps_a_block']} steps"
+    )
 
 
 def draw(result: Result, path: Path) -> None:

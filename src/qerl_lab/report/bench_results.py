@@ -48,10 +48,10 @@ def text(result: Result) -> str:
 
 
 def figure(result: Result) -> Figure | None:
-    """The figure of a result, to be closed by the caller; None where every arm died."""
+    """The figure of a result, to be closed by the caller; None where every arm died, and of a clock."""
     if result["benchmark"] in OF_ARMS:
         return bench_arms.figure_of(result) if bench_arms.alive(result) else None
-    return bench.figure_of(result)
+    return None if result["benchmark"] == "clock" else bench.figure_of(result)
 
 
 def origin(result: Result) -> str:

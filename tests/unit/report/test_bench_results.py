@@ -41,6 +41,13 @@ def test_every_committed_result_has_a_table_a_figure_and_an_origin() -> None:
         assert "NVIDIA H200, torch 2." in bench_results.origin(result)
 
 
+def test_a_clock_is_a_line_without_a_figure() -> None:
+    cost = {"cost_percent": 0.31, "low": -0.2, "high": 0.44, "pairs": 7, "steps_a_block": 4}
+    result = {"benchmark": "clock", "environment": {"gpus": []}, "options": {"pairs": 20}, **cost}
+    said = "waiting costs +0.31% [-0.20, +0.44] of a step, 7 of 20 pairs of 4 steps"
+    assert (bench_results.text(result), bench_results.figure(result)) == (said, None)
+
+
 def test_the_origin_says_when_on_what_and_by_which_code() -> None:
     about = {
         "time": "2026-11-21T11:59:42+0000", "gpus": [{"name": "NVIDIA H200"}], "git_sha": "7d2ebcc92e10", "dirty": True,
