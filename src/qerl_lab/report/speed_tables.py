@@ -1,6 +1,6 @@
 """Speed and memory in the shape of the paper's Tables 3 and 5 to 9 and Figure 11: results of benchmarks beside them."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -233,7 +233,7 @@ def _steps_missing(results: Sequence[Result]) -> Rows:
 
 def _memory(result: Result) -> Rows:
     """A row an arm and rank: the size of its weights, and the peak over its batches."""
-    sizes = {"rollout": _of_rollouts, "step": _of_steps, "train_step": _of_training}.get(result["benchmark"])
+    sizes = {"rollout": _of_arms, "step": _of_arms, "train_step": _of_training}.get(result["benchmark"])
     if sizes is None:
         return []
     rows = sizes(result)
@@ -250,19 +250,12 @@ def _memory(result: Result) -> Rows:
 Size = tuple[str, str, bool, float | None, float | None]  # arm, format, is the base of ratios; GB: weights, peak
 
 
-def _of_rollouts(result: Result) -> list[Size]:
-    return _largest(result, lambda row: row.get("weights_gib"))
-
-
-def _of_steps(result: Result) -> list[Size]:
-    return _largest(result, lambda row: row.get("policy_gib"))
-
-
-def _largest(result: Result, weights: Callable[[Mapping[str, Any]], float | None]) -> list[Size]:
+def _of_arms(result: Result) -> list[Size]:
     """Of each arm and rank the weights, and the largest peak of its rows."""
+    name = {"rollout": "weights_gib", "step": "policy_gib"}[result["benchmark"]]
     found: dict[tuple[str, int], Size] = {}
     for row in bench_arms.alive(result):
-        size, peak = weights(row), row.get("peak_gib")
+        size, peak = row.get(name), row.get("peak_gib")
         earlier = found.get((row["arm"], row["rank"]))
         most = max((value for value in (peak and peak * GB, earlier and earlier[4]) if value), default=None)
         found[row["arm"], row["rank"]] = (row["arm"], row["format"], row["baseline"], size and size * GB, most)
