@@ -39,7 +39,7 @@ def value(**where: str) -> float:
 
 
 def numbers(**where: str) -> dict[str, float]:
-    """The numbers with these columns by model, one each."""
+    """The numbers with these columns by model, one each, in however many tables it stands."""
     return {str(model): float(number) for model, number in _where(where).set_index("model")["number"].items()}
 
 

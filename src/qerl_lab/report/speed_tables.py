@@ -12,13 +12,15 @@ from qerl_lab.report import bench_arms, bench_results, reference
 from qerl_lab.report.arm_tables import Table
 from qerl_lab.report.arms import version
 from qerl_lab.report.bench import Result, gpu_of
-from qerl_lab.report.bench_results import MODELS, NO_RESULT, PRINTED_RANK, load, origin, printed_number
+from qerl_lab.report.bench_results import NO_RESULT, load, origin
 from qerl_lab.terminal import near
 
 GB = 2**30 / 1e9  # of a GiB
 NONE = "-"
 MISSING = "not measured"
 FORMATS = {"bf16": "BF16", "nf4": "NF4", "nvfp4": "NVFP4"}  # the paper's name of each that it timed
+MODELS = {f"qwen2.5-{size}b": f"Qwen2.5-{size}B-Instruct" for size in (3, 7, 14, 32)}  # the paper's name of each
+PRINTED_RANK = 16  # Tables 5 to 8 do not say it; their numbers are those of Table 9 at this rank
 OF_MODEL = dict(zip(MODELS, ("Table 5", "Table 6", "Table 7", "Table 8"), strict=True))
 Rows = list[list[str]]
 WITHOUT = (
@@ -275,7 +277,7 @@ def _of_training(result: Result) -> list[Size]:
 def _printed_size(model: str, name: str) -> list[str]:
     """The paper's GB of a model, and over that of BF16."""
     mine, dense = (
-        printed_number(MODELS[model], FORMATS[each], "model size", "") if model in MODELS and each in FORMATS else None
+        reference.numbers(metric="model size", weight_format=FORMATS.get(each, "")).get(MODELS.get(model, ""))
         for each in (name, "bf16")
     )
     return [_gb(mine), _ratio(mine / dense if mine and dense else None)]

@@ -26,6 +26,14 @@ def test_a_number_is_found_by_its_columns_or_refused() -> None:
         reference.value(**row, method="QeRL", weight_format="BF16")
 
 
+def test_a_model_has_one_size_in_every_table() -> None:
+    rows = reference.printed().query("metric == 'model size'")
+    assert rows.groupby(["model", "weight_format"])["number"].nunique().eq(1).all()
+    assert reference.numbers(metric="model size", weight_format="NF4") == {
+        "Qwen2.5-7B-Instruct": 5.7, "Qwen2.5-14B-Instruct": 10.2,
+    }  # fmt: skip
+
+
 def test_table_9_is_what_the_tables_of_speed_have() -> None:
     rows = reference.printed().query("table == 'Table 9' and metric == 'rollout throughput'")
     for model, formats in paper.TOKENS_BY_RANK.items():
