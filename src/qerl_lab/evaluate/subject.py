@@ -22,7 +22,7 @@ from qerl_lab.model.files import local_folder, read_json
 from qerl_lab.model.loading import stored_as
 from qerl_lab.model.policy import Policy
 from qerl_lab.record.directory import RunDirectory
-from qerl_lab.rollout.vllm.base import scratch_folder
+from qerl_lab.rollout.vllm.base import scratch_folder, size_of
 
 ADAPTER = "adapter_model.safetensors"
 LONGEST = 4096  # tokens of a completion of a model that is no run's, where its context has room
@@ -134,7 +134,7 @@ def dequantized(subject: Subject) -> Iterator[Subject]:
     tensors = dense_tensors(loaded, torch.bfloat16)
     own = local_folder(subject.cfg.model.path, subject.cfg.model.revision)
     config = {key: value for key, value in read_json(own / "config.json").items() if key != "quantization_config"}
-    with scratch_folder(sum(tensor.nbytes for tensor in tensors.values())) as folder:
+    with scratch_folder(size_of(tensors)) as folder:
         save_torch_state_dict(tensors, folder)
         loaded.tokenizer.save_pretrained(folder)
         loaded.model.generation_config.save_pretrained(folder)  # its end tokens

@@ -1,6 +1,8 @@
 """The directory that vLLM reads the base from holds the policy's very weights, and is gone afterwards."""
 
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -80,6 +82,39 @@ def test_a_copy_is_removed_after_a_failure_too(tiny, build_policy) -> None:
     assert folder.exists()
     handed.__exit__(KeyError, KeyError("the engine does not start"), None)
     assert not folder.exists()
+
+
+def test_runs_of_one_architecture_and_format_read_the_same_path_one_after_another(tiny, build_policy) -> None:
+    """vLLM keeps compiled code under the path of the model."""
+    paths = []
+    for name, seed in (("nvfp4", 0), ("nvfp4", 1), ("mxfp4", 0)):
+        cfg = tiny(format__name=name, seed=seed)
+        with base.folder_of(build_policy(cfg), cfg) as folder:
+            paths.append(folder)
+    assert paths[0] == paths[1] != paths[2]
+
+
+def test_what_another_process_reads_is_left_alone(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(base, "IN_MEMORY", tmp_path)
+    holder = (
+        "import sys; from pathlib import Path; from qerl_lab.rollout.vllm import base\n"
+        "base.IN_MEMORY = Path(sys.argv[1])\n"
+        "with base.named_folder('model', 10) as folder:\n"
+        "    (folder / 'weights').write_text('of the other'); print(folder, flush=True); input()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", holder, tmp_path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout is not None
+        theirs = Path(other.stdout.readline().strip())
+        with base.named_folder("model", 10) as mine:
+            assert [theirs.name, mine.name] == ["model-0", "model-1"]
+            assert (theirs / "weights").read_text() == "of the other"
+        other.kill()
+    with base.named_folder("model", 10) as mine:  # what a killed process left is taken over, empty
+        assert mine == theirs
+        assert not list(mine.iterdir())
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(("free", "in_memory"), [(1000, False), (1300, True)])

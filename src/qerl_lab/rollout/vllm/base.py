@@ -1,14 +1,19 @@
 """The directory from which vLLM reads the frozen base: the same weights, bit for bit, that the policy computes with."""
 
+import fcntl
+import hashlib
+import itertools
 import json
+import os
 import shutil
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
 from huggingface_hub import save_torch_state_dict
+from torch import Tensor
 
 from qerl_lab import formats
 from qerl_lab.config.schema import DENSE_FORMAT, RunConfig
@@ -27,15 +32,15 @@ def folder_of(policy: Policy, cfg: RunConfig) -> Iterator[Path]:
     if stored_as(own) is not None or (cfg.format.name == DENSE_FORMAT and is_bfloat16(WeightFiles(own))):
         yield own
         return
-    tensors = base_tensors(policy)
-    with scratch_folder(sum(tensor.nbytes for tensor in tensors.values())) as folder:
+    tensors, config = base_tensors(policy), read_json(own / "config.json")
+    if cfg.format.name != DENSE_FORMAT:
+        dtype = policy.model.dtype
+        config["quantization_config"] = formats.build(cfg.format).quantization_config(cfg.format.ignore, dtype)
+    text = json.dumps(config)
+    with named_folder(f"qerl-lab-{hashlib.sha256(text.encode()).hexdigest()[:12]}", size_of(tensors)) as folder:
         save_torch_state_dict(tensors, folder)
         policy.tokenizer.save_pretrained(folder)  # vLLM wants one, and is sent token ids
-        config = read_json(own / "config.json")
-        if cfg.format.name != DENSE_FORMAT:
-            dtype = policy.model.dtype
-            config["quantization_config"] = formats.build(cfg.format).quantization_config(cfg.format.ignore, dtype)
-        (folder / "config.json").write_text(json.dumps(config))
+        (folder / "config.json").write_text(text)
         yield folder
 
 
@@ -44,9 +49,55 @@ def is_bfloat16(files: WeightFiles) -> bool:
     return all(files.dtype(name) is torch.bfloat16 for name in files.names)
 
 
+def size_of(tensors: Mapping[str, Tensor]) -> int:
+    """Bytes."""
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
 @contextmanager
 def scratch_folder(size: int) -> Iterator[Path]:
     """Yield a folder for `size` bytes, in memory where that has room, and remove it after."""
-    roomy = IN_MEMORY.is_dir() and shutil.disk_usage(IN_MEMORY).free > 1.2 * size
-    with tempfile.TemporaryDirectory(prefix="qerl-lab-", dir=IN_MEMORY if roomy else None) as folder:
+    with tempfile.TemporaryDirectory(prefix="qerl-lab-", dir=place_for(size)) as folder:
         yield Path(folder)
+
+
+@contextmanager
+def named_folder(name: str, size: int) -> Iterator[Path]:
+    """Yield NAME-0, or the first number that no other process has, for `size` bytes; remove it after.
+
+    A model's path is part of the key under which vLLM keeps compiled code. Under a random path every run would compile.
+    """
+    place = place_for(size)
+    numbered = (place / f"{name}-{number}" for number in itertools.count())
+    path, held = next((path, held) for path in numbered if (held := hold(path)) is not None)
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path)
+        os.close(held)
+
+
+def hold(path: Path) -> int | None:
+    """Lock the folder `path`, made if need be and empty; None where another process, or another user, has it."""
+    with suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    try:
+        held = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:  # another user's, or removed by its owner just now
+        return None
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not os.path.samestat(os.fstat(held), path.stat()):
+            raise FileNotFoundError(path)
+    except OSError:  # in use, or removed between the two lines above
+        os.close(held)
+        return None
+    for left in path.iterdir():  # by a process that was killed
+        shutil.rmtree(left) if left.is_dir() else left.unlink()
+    return held
+
+
+def place_for(size: int) -> Path:
+    """The folder for temporary files of `size` bytes: this machine's memory where that has room."""
+    roomy = IN_MEMORY.is_dir() and shutil.disk_usage(IN_MEMORY).free > 1.2 * size
+    return IN_MEMORY if roomy else Path(tempfile.gettempdir())
