@@ -21,8 +21,9 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
 from qerl_lab import formats, rollout, tasks, terminal
+from qerl_lab.config.keys import typed
 from qerl_lab.config.option import ConfigError
-from qerl_lab.config.schema import DENSE_FORMAT, RunConfig
+from qerl_lab.config.schema import DENSE_FORMAT, FormatConfig, RunConfig
 from qerl_lab.disk import make_directory, replace_file
 from qerl_lab.evaluate import benchmarks, kl, weight_error
 from qerl_lab.evaluate.options import CALIBRATED, EntropyOptions, chosen_formats, split
@@ -47,7 +48,10 @@ class Arm:
 
     @property
     def name(self) -> str:
-        return f"{self.weight_format.NAME} {self.method}"
+        """Format, options that are not the defaults, method; an option that nothing records is left out."""
+        usual, own = FormatConfig(), asdict(self.weight_format)
+        changed = [f"{key}={typed(value)}" for key, value in own.items() if value not in (None, getattr(usual, key))]
+        return " ".join([self.weight_format.NAME, *changed, self.method])
 
 
 @dataclass(frozen=True)

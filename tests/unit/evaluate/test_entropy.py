@@ -80,6 +80,32 @@ def test_a_checkpoint_is_measured_as_the_same_model_packed_while_it_is_loaded(tm
     assert "  by grid and dead" in table
 
 
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        ("format=nvfp4 scale_rule=four_over_six", "nvfp4 scale_rule=four_over_six rtn"),
+        ("format=nf4 double_quant=false", "nf4 double_quant=false rtn"),
+        ("format=nvfp4", "nvfp4 rtn"),
+    ],
+)
+def test_a_checkpoint_is_named_by_its_own_record(tmp_path: Path, words: str, name: str) -> None:
+    packed = tmp_path / "packed"
+    line = ["model=pocket", *words.split(), "quality=weights", "device=cpu", f"out={packed}"]
+    assert quantize.main(line) == 0
+    (arm,) = entropy.arms_of(EntropyOptions(formats=[], checkpoints=[str(packed)]), tmp_path)
+    assert arm.name == name
+
+
+def test_what_no_record_says_is_not_in_the_name(tmp_path: Path) -> None:
+    """A checkpoint of another program: config.json tells neither method nor rule."""
+    packed = tmp_path / "packed"
+    words = ["model=pocket", "format=nvfp4", "scale_rule=four_over_six", "quality=weights", "device=cpu"]
+    assert quantize.main([*words, f"out={packed}"]) == 0
+    (packed / "quality.json").unlink()
+    (arm,) = entropy.arms_of(EntropyOptions(formats=[], checkpoints=[str(packed)]), tmp_path)
+    assert arm.name == "nvfp4 unknown"
+
+
 def test_each_configuration_has_its_own_directory() -> None:
     folders = {
         entropy.folder_of(EntropyOptions(seed=seed, formats=[name])) for seed in (0, 1) for name in ("all", "nf4")
