@@ -36,6 +36,12 @@ class CodeIoConfig:
 
 
 @dataclass
+class Gsm8kConfig:
+    max_steps: int | None = option(None, "most steps of a question, the lines of its solution above ####; null: all",
+                                   at_least=1, at_most=20)  # fmt: skip
+
+
+@dataclass
 class ColumnsConfig:
     """Where the rows of task.path have another name for a column; null: the task's own. A dot leads into a struct."""
 
@@ -67,3 +73,4 @@ class TaskConfig:
     arithmetic: ArithmeticConfig = field(default_factory=ArithmeticConfig)  # the keys of one task, under its name
     bigmath: BigMathConfig = field(default_factory=BigMathConfig)
     code_io: CodeIoConfig = field(default_factory=CodeIoConfig)
+    gsm8k: Gsm8kConfig = field(default_factory=Gsm8kConfig)

@@ -125,7 +125,9 @@ def _training(trained: RunConfig) -> list[str]:
 
 
 def _data(trained: RunConfig, env: dict[str, Any]) -> list[str]:
-    where = f", read from `{trained.task.path}`" if trained.task.path else ""
+    task, most = trained.task, trained.task.gsm8k.max_steps
+    part = f" with at most {most} steps" if task.name == "gsm8k" and most else ""
+    where = f", read from `{task.path}`" if task.path else ""
     found = env.get("data") or {}
     rows = [
         (role, f"{found[f'{role}_questions']:,}", f"`{found[f'{role}_sha256']}`")
@@ -133,7 +135,7 @@ def _data(trained: RunConfig, env: dict[str, Any]) -> list[str]:
         if f"{role}_sha256" in found
     ]
     table = ["", *_table(("", "questions", "SHA-256"), rows)] if rows else []
-    return [f"Questions of `{trained.task.name}`{where}.", *table]
+    return [f"Questions of `{task.name}`{part}{where}.", *table]
 
 
 def _provenance(env: dict[str, Any], result: dict[str, Any]) -> list[str]:

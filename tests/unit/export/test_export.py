@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 import load_elsewhere
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
+from qerl_lab.export.card import card
 from qerl_lab.export.options import RECORD, ExportConfig, check
 from qerl_lab.export.run import run as export
 from qerl_lab.model import policy
@@ -132,6 +133,14 @@ def test_the_card_says_what_it_is_and_what_came_out(runs: dict[str, tuple[Path, 
     merged = exported(tmp_path / "whole", runs["bf16"][0], merged=True)
     assert yaml.safe_load((merged / "README.md").read_text().split("---\n")[1])["library_name"] == "transformers"
     assert not (merged / "recipe.json").exists()  # of the base, whose files it names
+
+
+def test_the_card_tells_a_part_of_gsm8k_from_gsm8k(
+    runs: dict[str, tuple[Path, Policy]], tiny: Callable[..., RunConfig]
+) -> None:
+    record = RunDirectory(runs["bf16"][0])
+    for most, said in ((None, "Questions of `gsm8k`."), (2, "Questions of `gsm8k` with at most 2 steps.")):
+        assert said in card(ExportConfig(out="mine"), tiny(task__name="gsm8k", task__gsm8k__max_steps=most), record)
 
 
 def test_an_adapter_names_the_base_that_it_belongs_to(

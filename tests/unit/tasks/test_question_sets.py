@@ -12,7 +12,7 @@ import hub_rows
 from hub_rows import MANY, gsm8k_folder, refusal
 from qerl_lab import tasks
 from qerl_lab.config.option import ConfigError
-from qerl_lab.config.task import BigMathConfig, ColumnsConfig, TaskConfig
+from qerl_lab.config.task import BigMathConfig, ColumnsConfig, Gsm8kConfig, TaskConfig
 
 SHARED = Path(__file__).parents[3].parent / "shared" / "data"
 TRAINED, JUDGED = ("gsm8k", "bigmath", "dapo_math"), ("math500", "aime24", "aime25", "amc23")
@@ -125,6 +125,53 @@ def test_bigmath_says_that_rows_have_no_level_and_counts_one_that_is_none(tmp_pa
     )
     (said,) = tasks.load(cfg).warnings
     assert "train.jsonl:201 has the level 'hard'; levels are 1 to 5" in said
+
+
+def steps_folder(folder: Path, train: list[int], test: list[int]) -> TaskConfig:
+    """A folder of GSM8K whose solutions have so many steps, with a blank line below each step; 0 is no solution."""
+    for name, steps in (("train", train), ("test", test)):
+        rows = [
+            {"question": f"{name} {n}: {count} steps?", "answer": "It is 1.\n \n" * count + "#### 1"}
+            for n, count in enumerate(steps)
+        ]
+        hub_rows.write_jsonl(folder / f"{name}.jsonl", rows)
+    return TaskConfig(name="gsm8k", path=str(folder))
+
+
+@pytest.mark.parametrize(("most", "train", "test"), [(None, 4, 3), (4, 4, 3), (3, 3, 2), (2, 1, 1)])
+def test_gsm8k_takes_the_questions_of_so_many_steps_in_every_role(
+    tmp_path: Path, most: int | None, train: int, test: int
+) -> None:
+    cfg = replace(steps_folder(tmp_path, [3, 2, 4, 3], [4, 2, 3]), gsm8k=Gsm8kConfig(most))
+    for task in (tasks.load(cfg), tasks.worked(cfg)):
+        assert (len(task.train), len(task.heldout), task.warnings) == (train, test, ())
+        assert (task.data["training_questions"], task.data["heldout_questions"]) == (train, test)
+        assert all(int(question.prompt.split()[2]) <= (most or 4) for question in task.train + task.heldout)
+    assert tasks.load(cfg).train[-1].id == f"gsm8k-train-{1 if most == 2 else 3}", "a question keeps its id"
+
+
+@pytest.mark.parametrize(("train", "test", "said"), [
+    ([4, 3, 5], [2], "leaves out all 3 training questions; the shortest solution has 3 steps. "
+                     "Type task.gsm8k.max_steps=3, or leave it out."),
+    ([2], [5, 4], "leaves out all 2 held-out questions; the shortest solution has 4 steps."),
+])  # fmt: skip
+def test_steps_that_leave_no_question_are_refused(tmp_path: Path, train: list[int], test: list[int], said: str) -> None:
+    cfg = replace(steps_folder(tmp_path, train, test), gsm8k=Gsm8kConfig(2))
+    assert f"task.gsm8k.max_steps=2 {said}" in refusal(cfg)
+
+
+def test_rows_of_gsm8k_without_a_solution_stay_and_are_told(tmp_path: Path) -> None:
+    cfg = steps_folder(tmp_path, [0, 2, 0, 3], [2])
+    assert tasks.load(cfg).warnings == ()
+    task = tasks.load(replace(cfg, gsm8k=Gsm8kConfig(2)))
+    assert len(task.train) == 3
+    (said,) = task.warnings
+    assert said == "training questions: 2 rows have no solution, so that task.gsm8k.max_steps=2 left none of them out"
+
+
+def test_a_bad_row_of_gsm8k_is_counted_however_many_steps_it_has(tmp_path: Path) -> None:
+    cfg = gsm8k_folder(tmp_path, [{"question": "Two?", "answer": "1\n1\n1\n#### two"}])
+    assert tasks.load(replace(cfg, gsm8k=Gsm8kConfig(2))).data["training_rows_left_out"] == 1
 
 
 # --- keys
@@ -261,6 +308,13 @@ def test_gsm8k_whole() -> None:
     questions = task.train + task.heldout
     scores = task.grade([f"<think>x</think><answer>{question.answer}</answer>" for question in questions], questions)
     assert {part: values.mean() for part, values in scores.items()} == {"format": 1, "answer": 1, "unparsed": 0}
+
+
+@pytest.mark.skipif(not (SHARED / "gsm8k").is_dir(), reason="no copy of GSM8K beside the repository")
+@pytest.mark.parametrize(("most", "train", "test"), [(2, 1961, 326), (3, 4110, 697)])
+def test_the_short_questions_of_gsm8k(most: int, train: int, test: int) -> None:
+    task = tasks.load(TaskConfig(name="gsm8k", path=str(SHARED / "gsm8k"), gsm8k=Gsm8kConfig(most)))
+    assert (len(task.train), len(task.heldout), task.warnings) == (train, test, ())
 
 
 @pytest.mark.skipif(not (SHARED / "math500").is_dir(), reason="no copy of MATH-500 beside the repository")
