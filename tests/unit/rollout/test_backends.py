@@ -82,6 +82,7 @@ def test_nothing_is_timed_for_other_formats_or_unless_asked(
 
 @pytest.mark.parametrize(("capability", "humming", "fastest"), [
     ((9, 0), "0.1.10", "marlin"), ((9, 0), "0.1.13", "humming"), ((8, 9), "0.1.10", "humming"),
+    ((9, 0), "0.1.10+cu130", "marlin"), ((9, 0), "0.1.13rc1", "marlin"), ((9, 0), "0.1.13+cu130", "humming"),
 ])  # fmt: skip
 def test_a_humming_with_races_is_not_taken_unless_named(
     times: dict, tiny, model: nn.Module, monkeypatch: pytest.MonkeyPatch, capsys, capability: tuple[int, int],

@@ -17,6 +17,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
+from packaging.version import Version
 from torch import nn
 
 from qerl_lab.config.option import ConfigError
@@ -30,7 +31,7 @@ TIMER = "qerl_lab.rollout.vllm.backend_times"
 LONGEST = 600  # seconds; both kernels of a model took 67, most of it compiling
 # The first humming-kernels that waits for stores on Hopper before it loads into the same shared memory, and on both
 # blocks of a cluster. 0.1.10, which vLLM 0.26 requires, does neither: read, not measured.
-ORDERED_HUMMING = 0, 1, 13
+ORDERED_HUMMING = Version("0.1.13")
 RACES = "the installed Humming has races on this GPU (docs/running.md)"
 Shape = tuple[tuple[int, ...], int]  # columns of y by part, columns of x
 
@@ -68,8 +69,7 @@ def chosen(cfg: RunConfig, model: nn.Module) -> str:
 
 def humming_races() -> bool:
     """Whether this GPU is a Hopper, and the installed Humming older than `ORDERED_HUMMING`."""
-    installed = tuple(map(int, version("humming-kernels").split(".")[:3]))
-    return torch.cuda.get_device_capability()[0] == 9 and installed < ORDERED_HUMMING
+    return torch.cuda.get_device_capability()[0] == 9 and Version(version("humming-kernels")) < ORDERED_HUMMING
 
 
 def shapes_of(model: nn.Module) -> Counter[Shape]:
