@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 import torch
 from trl import GRPOConfig
@@ -23,8 +24,6 @@ def is_on_policy(cfg: RunConfig, policy: Policy) -> bool:
 def grpo_config(cfg: RunConfig, policy: Policy, run_dir: Path) -> GRPOConfig:
     """TRL's configuration of the run. `max_steps`, `logging_steps` count updates."""
     micro, updates = cfg.optim.micro_batch_size, cfg.algorithm.updates_per_rollout
-    correction = cfg.rollout.importance_correction
-    is_off = correction in ("off", "in_ratio")
     return GRPOConfig(
         output_dir=str(run_dir / "checkpoints"),
         max_steps=cfg.steps * cfg.updates_per_step,
@@ -35,13 +34,6 @@ def grpo_config(cfg: RunConfig, policy: Policy, run_dir: Path) -> GRPOConfig:
         num_generations=cfg.rollout.group_size,
         max_completion_length=cfg.rollout.max_completion_tokens,
         temperature=cfg.rollout.temperature,
-        # TRL corrects where it has to take the log-probs of the rollout before the first update; else `_weigh` does.
-        vllm_importance_sampling_correction=not is_on_policy(cfg, policy),
-        # A clip of [1, 1] turns the correction off and keeps TRL measuring the gap between sampler and trainer. TRL
-        # wants two different bounds; in float32 these are one.
-        vllm_importance_sampling_mode="token_truncate" if is_off else correction,
-        vllm_importance_sampling_clip_max=1.0 if is_off else cfg.rollout.importance_clip_max,
-        vllm_importance_sampling_clip_min=math.nextafter(1.0, 0.0) if is_off else None,
         learning_rate=cfg.optim.learning_rate,
         lr_scheduler_type={"constant": "constant_with_warmup"}.get(cfg.optim.schedule, cfg.optim.schedule),
         warmup_steps=math.ceil(cfg.optim.warmup_ratio * cfg.steps * cfg.updates_per_step),
@@ -64,4 +56,20 @@ def grpo_config(cfg: RunConfig, policy: Policy, run_dir: Path) -> GRPOConfig:
         logging_nan_inf_filter=False,
         dataloader_pin_memory=False,
         **algorithms.loss_settings(cfg.algorithm),
+        **correction_settings(cfg, policy),
     )
+
+
+def correction_settings(cfg: RunConfig, policy: Policy) -> dict[str, Any]:
+    """Keyword arguments of `trl.GRPOConfig` for `rollout.importance_correction`."""
+    correction = cfg.rollout.importance_correction
+    is_off = correction in ("off", "in_ratio")
+    return {
+        # TRL corrects where it has to take the log-probs of the rollout before the first update; else `_weigh` does.
+        "vllm_importance_sampling_correction": not is_on_policy(cfg, policy),
+        # A clip of [1, 1] turns the correction off and keeps TRL measuring the gap between sampler and trainer. TRL
+        # wants two different bounds; in float32 these are one.
+        "vllm_importance_sampling_mode": "token_truncate" if is_off else correction,
+        "vllm_importance_sampling_clip_max": 1.0 if is_off else cfg.rollout.importance_clip_max,
+        "vllm_importance_sampling_clip_min": math.nextafter(1.0, 0.0) if is_off else None,
+    }
