@@ -1,5 +1,5 @@
 // y[M, N] = x W^T + bias + (x A^T) B^T for few rows, in one launch. W is NVFP4 in the trainer's own row-major layout.
-// fp4_linear.py compiles it, with NT = tiles of 8 rows of x, UNITS and THREADS, and has the why of it.
+// fp4_linear.py compiles it and has the why of it.
 //
 // A multiprocessor holds one block. The first of its warps multiply: each owns SLICE columns of x, in registers from first
 // to last, and of every 16 rows of W it takes those columns. One thread, the carrier, has the copy engine bring the rows into
@@ -22,10 +22,11 @@ typedef unsigned char u8;
 #include "cuda_on_cpu.h"
 #endif
 
-constexpr int UNIT = 128, SLICE = UNITS * UNIT;  // columns of x that a warp reads at once, and that it owns
-constexpr int TILE = 16;                         // rows of W of a stage
-constexpr int SUMS = NT * 128;                   // sums of a tile: 4 by lane and tile of x's rows
-constexpr int TURNS = 4;                         // tiles whose sums may wait for a closer
+constexpr int THREADS = 608;  // registers decide: a quarter of a multiprocessor has 16,384, for five warps 96 a thread
+constexpr int UNITS = 2, UNIT = 128, SLICE = UNITS * UNIT;  // columns of x that a warp owns, and that it reads at once
+constexpr int TILE = 16;                                    // rows of W of a stage
+constexpr int SUMS = 128;                                   // sums of a tile with 8 rows of x: 4 a lane
+constexpr int TURNS = 4;                                    // tiles whose sums may wait for a closer
 
 struct Shape {
   int M, N, K, x_stride, R, rank;
@@ -65,48 +66,43 @@ __device__ void fill(u32 to, u32 barrier, const u8* codes, const u8* scale, cons
 }
 
 // The columns of x of one unit, zero beyond its rows and columns.
-__device__ void load_x(const u16* x, const Shape& s, int column, u32 (&out)[NT][4][4]) {
+__device__ void load_x(const u16* x, const Shape& s, int column, u32 (&out)[4][4]) {
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
 #pragma unroll
-  for (int tile = 0; tile < NT; tile++)
-#pragma unroll
-    for (int c = 0; c < 4; c++) {
-      const int m = tile * 8 + g, k = column + t * 32 + c * 8;
-      uint4 v = make_uint4(0, 0, 0, 0);
-      if (m < s.M && k < s.K) v = *(const uint4*)(x + (long long)m * s.x_stride + k);
-      ordered(v, out[tile][c]);
-    }
+  for (int c = 0; c < 4; c++) {
+    const int k = column + t * 32 + c * 8;
+    uint4 v = make_uint4(0, 0, 0, 0);
+    if (g < s.M && k < s.K) v = *(const uint4*)(x + (long long)g * s.x_stride + k);
+    ordered(v, out[c]);
+  }
 }
 
 __device__ float widened(u32 number) { return __uint_as_float(number << 16); }
 
 // Turn the columns of x that a warp owns to float16, each row times the power of two that brings its largest below 2^15:
 // what is 2^-28 of that or more keeps every bit. `back` undoes it in the sums of the rows 2t and 2t + 1.
-__device__ void narrow(u32 (&own)[UNITS][NT][4][4], float (&back)[NT][2]) {
+__device__ void narrow(u32 (&own)[UNITS][4][4], float (&back)[2]) {
+  u32 largest = 0;
 #pragma unroll
-  for (int tile = 0; tile < NT; tile++) {
-    u32 largest = 0;
-#pragma unroll
-    for (int i = 0; i < UNITS * 16; i++) {
-      const u32 two = own[i / 16][tile][i / 4 % 4][i % 4];
-      largest = max(largest, max(two & 0x7FFFu, two >> 16 & 0x7FFFu));
-    }
-    for (int lanes = 1; lanes < 4; lanes *= 2) largest = max(largest, __shfl_xor_sync(~0u, largest, lanes));
-    const u32 power = min(268u - (largest >> 7), 253u);
-    const float by = __uint_as_float(power << 23), undo = __uint_as_float(254u - power << 23);
-#pragma unroll
-    for (int i = 0; i < UNITS * 16; i++) {
-      u32& two = own[i / 16][tile][i / 4 % 4][i % 4];
-      two = halves(widened(two & 0xFFFF) * by, widened(two >> 16) * by);
-    }
-    back[tile][0] = of_lane(undo, threadIdx.x % 4 * 8), back[tile][1] = of_lane(undo, threadIdx.x % 4 * 8 + 4);
+  for (int i = 0; i < UNITS * 16; i++) {
+    const u32 two = own[i / 16][i / 4 % 4][i % 4];
+    largest = max(largest, max(two & 0x7FFFu, two >> 16 & 0x7FFFu));
   }
+  for (int lanes = 1; lanes < 4; lanes *= 2) largest = max(largest, __shfl_xor_sync(~0u, largest, lanes));
+  const u32 power = min(268u - (largest >> 7), 253u);
+  const float by = __uint_as_float(power << 23), undo = __uint_as_float(254u - power << 23);
+#pragma unroll
+  for (int i = 0; i < UNITS * 16; i++) {
+    u32& two = own[i / 16][i / 4 % 4][i % 4];
+    two = halves(widened(two & 0xFFFF) * by, widened(two >> 16) * by);
+  }
+  back[0] = of_lane(undo, threadIdx.x % 4 * 8), back[1] = of_lane(undo, threadIdx.x % 4 * 8 + 4);
 }
 
 // x A^T of 16 rows of A over one slice of K.
 __device__ void shrink(const u16* x, const u16* A, float* inner, const Shape& s, int job, int slices) {
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, first = job / slices * TILE, slice = job % slices;
-  float sum[NT][4] = {};
+  float sum[4] = {};
 #pragma unroll 1
   for (int unit = 0; unit < UNITS; unit++) {
     const int column = slice * SLICE + unit * UNIT;
@@ -115,22 +111,17 @@ __device__ void shrink(const u16* x, const u16* A, float* inner, const Shape& s,
     uint4 a[4], b[4];
 #pragma unroll
     for (int c = 0; c < 4; c++) a[c] = *(const uint4*)(low + c * 8), b[c] = *(const uint4*)(high + c * 8);
-    u32 own[NT][4][4];
+    u32 own[4][4];
     load_x(x, s, column, own);
 #pragma unroll
     for (int c = 0; c < 4; c++) {
       u32 v[4], w[4];
       ordered(a[c], v), ordered(b[c], w);
-#pragma unroll
-      for (int tile = 0; tile < NT; tile++) {
-        mma(sum[tile], v[0], w[0], v[1], w[1], own[tile][c][0], own[tile][c][1]);
-        mma(sum[tile], v[2], w[2], v[3], w[3], own[tile][c][2], own[tile][c][3]);
-      }
+      mma(sum, v[0], w[0], v[1], w[1], own[c][0], own[c][1]);
+      mma(sum, v[2], w[2], v[3], w[3], own[c][2], own[c][3]);
     }
   }
-#pragma unroll
-  for (int tile = 0; tile < NT; tile++)
-    *(float4*)(inner + job * SUMS + tile * 128 + lane * 4) = make_float4(sum[tile][0], sum[tile][1], sum[tile][2], sum[tile][3]);
+  *(float4*)(inner + job * SUMS + lane * 4) = make_float4(sum[0], sum[1], sum[2], sum[3]);
 }
 
 // Counters only grow, each launch by one a block: no launch has to leave zeros for the next.
@@ -144,11 +135,11 @@ __device__ void await(const u64* counter, u64 all) {
   while (acquired(counter) < all) pause();
 }
 
-// t = x A^T in bfloat16, [8 NT, R] with `stride`: the slices' sums, by the closers.
+// t = x A^T in bfloat16, [8, R] with `stride`: the slices' sums, by the closers.
 __device__ void sum_slices(const float* inner, u16* t, const Shape& s, int stride, int slices, int thread, int threads) {
   for (int v = thread; v < (s.R + TILE - 1) / TILE * SUMS / 4; v += threads) {
-    const int tile = v / (SUMS / 4), of_x = v % (SUMS / 4) / 32, lane = v % 32;
-    const float4* from = (const float4*)inner + tile * slices * (SUMS / 4) + v % (SUMS / 4);
+    const int tile = v / 32, lane = v % 32;
+    const float4* from = (const float4*)inner + tile * slices * (SUMS / 4) + lane;
     float sum[4] = {};
 #pragma unroll 8
     for (int slice = 0; slice < slices; slice++) {
@@ -156,13 +147,13 @@ __device__ void sum_slices(const float* inner, u16* t, const Shape& s, int strid
       sum[0] += one.x, sum[1] += one.y, sum[2] += one.z, sum[3] += one.w;
     }
     for (int i = 0; i < 4; i++)  // rows beyond R are there, and not read
-      t[(of_x * 8 + lane % 4 * 2 + i % 2) * stride + tile * TILE + lane / 4 + i / 2 * 8] = rounded(sum[i]);
+      t[(lane % 4 * 2 + i % 2) * stride + tile * TILE + lane / 4 + i / 2 * 8] = rounded(sum[i]);
   }
   sync(1, threads);
 }
 
 // Add bias and adapter to the sums of a tile, and store it.
-__device__ void finish(float (&sum)[NT][4], const u16* t, int stride, const u16* B, const u16* bias, u16* y, const Shape& s, int n) {
+__device__ void finish(float (&sum)[4], const u16* t, int stride, const u16* B, const u16* bias, u16* y, const Shape& s, int n) {
   const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
   const int part = (n >= s.part_1) + (n >= s.part_2);
   const u16* low = B + (long long)(n + g) * s.rank + 2 * q;
@@ -170,20 +161,15 @@ __device__ void finish(float (&sum)[NT][4], const u16* t, int stride, const u16*
     const bool first = r + 2 * q < s.rank, second = r + 2 * q + 8 < s.rank;
     const u32 a0 = first ? *(const u32*)(low + r) : 0, a1 = first ? *(const u32*)(low + 8 * s.rank + r) : 0;
     const u32 a2 = second ? *(const u32*)(low + r + 8) : 0, a3 = second ? *(const u32*)(low + 8 * s.rank + r + 8) : 0;
-#pragma unroll
-    for (int tile = 0; tile < NT; tile++) {
-      const u16* own = t + (tile * 8 + g) * stride + part * s.rank + r + 2 * q;
-      mma(sum[tile], a0, a1, a2, a3, first ? *(const u32*)own : 0, second ? *(const u32*)(own + 8) : 0);
-    }
+    const u16* own = t + g * stride + part * s.rank + r + 2 * q;
+    mma(sum, a0, a1, a2, a3, first ? *(const u32*)own : 0, second ? *(const u32*)(own + 8) : 0);
   }
 #pragma unroll
-  for (int tile = 0; tile < NT; tile++)
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const int m = tile * 8 + 2 * q + (i & 1), column = n + g + (i & 2) * 4;
-      const float value = sum[tile][i] + (bias ? widened(bias[column]) : 0.f);
-      if (m < s.M) y[(long long)m * s.N + column] = rounded(value);
-    }
+  for (int i = 0; i < 4; i++) {
+    const int m = 2 * q + (i & 1), column = n + g + (i & 2) * 4;
+    const float value = sum[i] + (bias ? widened(bias[column]) : 0.f);
+    if (m < s.M) y[(long long)m * s.N + column] = rounded(value);
+  }
 }
 
 // Where the blocks' parts lie in shared memory, and what a block has to do.
@@ -222,10 +208,10 @@ __device__ void carry(const u8* codes, const u8* scale, const Shape& s, const Wo
 __device__ void multiply(const u16* x, const u8* memory, const Shape& s, const Work& w, int warp) {
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   awaited();
-  u32 own[UNITS][NT][4][4];
+  u32 own[UNITS][4][4];
 #pragma unroll
   for (int unit = 0; unit < UNITS; unit++) load_x(x, s, w.column + warp * SLICE + unit * UNIT, own[unit]);
-  float back[NT][2];
+  float back[2];
   narrow(own, back);
   const u8* const code_at = memory + g * s.code_row + warp * SLICE / 2 + t * 16;
   const u8* const scale_at = memory + TILE * s.code_row + g * s.scale_row + warp * SLICE / 16 + t * 2;
@@ -233,7 +219,7 @@ __device__ void multiply(const u16* x, const u8* memory, const Shape& s, const W
   const bool some = warp * SLICE < w.columns;
   for (int i = 0, stage = 0, parity = 0; i < w.count; i++) {
     wait(w.full + 8 * stage, parity);
-    float sum[NT][2][4] = {};  // two chains
+    float sum[2][4] = {};  // two chains
     if (some) {
       uint4 word[UNITS][2];
       u32 byte[UNITS][2];
@@ -251,11 +237,8 @@ __device__ void multiply(const u16* x, const u8* memory, const Shape& s, const W
           u32 low[4], high[4];
           unpack((&word[unit][0].x)[c], scale_pair(c < 2 ? byte[unit][0] & 0xFF : byte[unit][0] >> 8), low);
           unpack((&word[unit][1].x)[c], scale_pair(c < 2 ? byte[unit][1] & 0xFF : byte[unit][1] >> 8), high);
-#pragma unroll
-          for (int tile = 0; tile < NT; tile++) {
-            mma_half(sum[tile][0], low[0], high[0], low[1], high[1], own[unit][tile][c][0], own[unit][tile][c][1]);
-            mma_half(sum[tile][1], low[2], high[2], low[3], high[3], own[unit][tile][c][2], own[unit][tile][c][3]);
-          }
+          mma_half(sum[0], low[0], high[0], low[1], high[1], own[unit][c][0], own[unit][c][1]);
+          mma_half(sum[1], low[2], high[2], low[3], high[3], own[unit][c][2], own[unit][c][3]);
         }
     }
     __syncwarp();
@@ -263,27 +246,22 @@ __device__ void multiply(const u16* x, const u8* memory, const Shape& s, const W
     if (++stage == s.stages) stage = 0, parity ^= 1;
     const int turn = i % TURNS;
     wait(w.taken + 8 * turn, i / TURNS & 1 ^ 1);
-#pragma unroll
-    for (int tile = 0; tile < NT; tile++) {
-      const float(&a)[4] = sum[tile][0], (&b)[4] = sum[tile][1];
-      *(float4*)(sums + turn * s.warps * SUMS + tile * 128) = make_float4((a[0] + b[0]) * back[tile][0], (a[1] + b[1]) * back[tile][1], (a[2] + b[2]) * back[tile][0], (a[3] + b[3]) * back[tile][1]);
-    }
+    const float(&a)[4] = sum[0], (&b)[4] = sum[1];
+    *(float4*)(sums + turn * s.warps * SUMS) =
+        make_float4((a[0] + b[0]) * back[0], (a[1] + b[1]) * back[1], (a[2] + b[2]) * back[0], (a[3] + b[3]) * back[1]);
     __syncwarp();
     if (lane == 0) arrive(w.summed + 8 * turn);
   }
 }
 
 // Add up what the warps have of a tile.
-__device__ void sum_warps(float (&sum)[NT][4], const Shape& s, const Work& w, int i) {
+__device__ void sum_warps(float (&sum)[4], const Shape& s, const Work& w, int i) {
   const int lane = threadIdx.x % 32, turn = i % TURNS;
   wait(w.summed + 8 * turn, i / TURNS & 1);
-#pragma unroll
-  for (int tile = 0; tile < NT; tile++) {
 #pragma unroll 7
-    for (int warp = 0; warp < s.warps; warp++) {
-      const float4 one = *(const float4*)(w.sums + (turn * s.warps + warp) * SUMS + tile * 128 + lane * 4);
-      sum[tile][0] += one.x, sum[tile][1] += one.y, sum[tile][2] += one.z, sum[tile][3] += one.w;
-    }
+  for (int warp = 0; warp < s.warps; warp++) {
+    const float4 one = *(const float4*)(w.sums + (turn * s.warps + warp) * SUMS + lane * 4);
+    sum[0] += one.x, sum[1] += one.y, sum[2] += one.z, sum[3] += one.w;
   }
   __syncwarp();
   if (lane == 0) arrive(w.taken + 8 * turn);
@@ -307,16 +285,13 @@ __device__ void close(const u16* x, const float* divisor, const u16* A, const u1
     sum_slices(inner, w.adapter, s, stride, w.slices, thread, closers * 32);
   }
   for (int i = closer; i < w.count; i += closers) {
-    float sum[NT][4] = {};
+    float sum[4] = {};
     sum_warps(sum, s, w, i);
 #pragma unroll
-    for (int tile = 0; tile < NT; tile++) {
-#pragma unroll
-      for (int k = 0; k < 4; k++) sum[tile][k] *= factor;
-      if (s.pieces > 1)
-        *(float4*)(partial + ((long long)w.piece * w.tiles + w.first + i) * SUMS + tile * 128 + lane * 4) =
-            make_float4(sum[tile][0], sum[tile][1], sum[tile][2], sum[tile][3]);
-    }
+    for (int k = 0; k < 4; k++) sum[k] *= factor;
+    if (s.pieces > 1)
+      *(float4*)(partial + ((long long)w.piece * w.tiles + w.first + i) * SUMS + lane * 4) =
+          make_float4(sum[0], sum[1], sum[2], sum[3]);
     if (s.pieces == 1) finish(sum, w.adapter, stride, B, bias, y, s, (w.first + i) * TILE);
   }
   if (s.pieces == 1) return;
@@ -328,13 +303,11 @@ __device__ void close(const u16* x, const float* divisor, const u16* A, const u1
   if (lane == 0) await(counters + 1 + w.team, team);
   __syncwarp();
   for (int i = w.piece + closer * s.pieces; i < w.count; i += closers * s.pieces) {
-    float sum[NT][4] = {};
-    for (int p = 0; p < s.pieces; p++)
-#pragma unroll
-      for (int tile = 0; tile < NT; tile++) {
-        const float4 one = __ldcg((const float4*)(partial + ((long long)p * w.tiles + w.first + i) * SUMS + tile * 128 + lane * 4));
-        sum[tile][0] += one.x, sum[tile][1] += one.y, sum[tile][2] += one.z, sum[tile][3] += one.w;
-      }
+    float sum[4] = {};
+    for (int p = 0; p < s.pieces; p++) {
+      const float4 one = __ldcg((const float4*)(partial + ((long long)p * w.tiles + w.first + i) * SUMS + lane * 4));
+      sum[0] += one.x, sum[1] += one.y, sum[2] += one.z, sum[3] += one.w;
+    }
     finish(sum, w.adapter, stride, B, bias, y, s, (w.first + i) * TILE);
   }
 }

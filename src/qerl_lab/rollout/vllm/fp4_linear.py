@@ -7,8 +7,8 @@ once a process: Triton has no word for a block whose warps keep their columns of
 streams rows of weights past them, and what came nearest there was no faster than a product without that (LOG.md).
 
 Nothing here repacks a weight: one copy of the base could serve engine and trainer. For that is still needed
-- a product for more rows on the same layout (a batch above 32, prefill): the trainer's own, dequantize and cuBLAS, from
-  some hundreds of rows on; in between this kernel, 16 rows at a time;
+- a product for more rows on the same layout: the trainer's own, dequantize and cuBLAS, from some hundreds of rows on;
+  in between none that is fast;
 - vLLM's layer pointed at the trainer's tensors in place of loading its own: q/k/v and gate/up lie in one tensor there,
   so the trainer's layers would become slices of it (rows of a row-major tensor are contiguous; blocks never cross
   rows), and their divisors are one already (`Nvfp4.together`);
@@ -25,14 +25,14 @@ import torch
 from torch import Tensor
 
 SOURCE = Path(__file__).with_suffix(".cu")
-MAX_ROWS = 32
+# A tile of x. With the adapter a layer of 7B takes 90 microseconds at 8 rows on an H200, and 122 by Humming and the
+# adapter's own kernels; with two tiles it took 145 at 16 rows, and they 127 (results/bench/decode_7b.json).
+MAX_ROWS = 8
 MAX_RANK = 128
 LEAST_CAPABILITY = (9, 0)  # whose copy engine fills shared memory
-_ROWS = 16  # of x a launch
 _WHOLE = 256  # what K is a multiple of: scales of so many columns are the least that the copy engine takes
-_TILE = 16  # rows of W a stage
 _MOST_STAGES = 12
-_TURNS = 4  # as in fp4_linear.cu
+_THREADS, _SLICE, _TILE, _TURNS, _SUMS = 608, 256, 16, 4, 128  # as in fp4_linear.cu
 
 TAKEN = f"up to 3 parts in multiples of {_TILE}, columns in multiples of {_WHOLE}, an even rank up to {MAX_RANK}"
 
@@ -80,23 +80,6 @@ class Plan:
         return 32 * (self.warps + 1 + self.closers)
 
 
-@dataclass(frozen=True)
-class Way:
-    """What the kernel is compiled for: tiles of 8 rows of x, units of 128 columns that a warp owns, threads at most."""
-
-    tiles: int
-    units: int
-    threads: int
-
-    @property
-    def options(self) -> tuple[str, ...]:
-        return f"-DNT={self.tiles}", f"-DUNITS={self.units}", f"-DTHREADS={self.threads}"
-
-
-# Registers decide: a quarter of a multiprocessor has 16,384, for five warps 96 a thread, for four 128.
-WAYS = {1: Way(1, units=2, threads=608), 2: Way(2, units=2, threads=512)}
-
-
 def takes(sizes: Sequence[int], columns: int, rank: int) -> bool:
     """Whether `linear` takes a weight with parts of these sizes and K `columns`, and an adapter of this rank."""
     whole = columns % _WHOLE == 0 and all(size % _TILE == 0 for size in sizes)
@@ -104,11 +87,8 @@ def takes(sizes: Sequence[int], columns: int, rank: int) -> bool:
 
 
 def counters(device: torch.device) -> Tensor:
-    """What the blocks of a layer's launches meet by: int64 zeros, of this layer alone, written by `linear` only.
-
-    Launches that share a row of it must have as many blocks, and as many closers in each: one row a way.
-    """
-    return torch.zeros(len(WAYS), 1 + _machine(device).multiprocessors, dtype=torch.int64, device=device)
+    """What the blocks of a layer's launches meet by: int64 zeros, of this layer alone, written by `linear` only."""
+    return torch.zeros(1 + _machine(device).multiprocessors, dtype=torch.int64, device=device)
 
 
 def linear(
@@ -133,39 +113,35 @@ def linear(
         what = f"{rows} rows of x, parts {sizes} x {columns}, rank {rank}"
         raise ValueError(f"{what}; allowed: up to {MAX_ROWS} rows, {TAKEN}")
     y = torch.empty(rows, N, dtype=torch.bfloat16, device=x.device)
-    for some, out in zip(x.split(_ROWS), y.split(_ROWS), strict=True) if rows else ():
-        way = WAYS[-(-len(some) // 8)]
-        how = plan(N, columns, way, _machine(x.device))
-        slices = -(-columns // (128 * way.units))
-        inner = torch.empty(-(-len(A) // _TILE) * slices * way.tiles * 128, device=x.device)
-        partial = torch.empty(N * how.pieces * way.tiles * 8 if how.pieces > 1 else 0, device=x.device)
-        ends = [sum(sizes[:part]) if len(sizes) > part else N for part in (1, 2)]
-        shape = Shape(len(some), N, columns, some.stride(0), len(A), rank, *ends, how.pieces, how.stages, how.warps,
-                      how.code_row, how.scale_row)  # fmt: skip
-        _launch(way, how, [some, codes, scale, divisor, A, B, bias, out, inner, partial, meeting[way.tiles - 1]], shape)
+    if rows == 0:
+        return y
+    how = plan(N, columns, _machine(x.device))
+    inner = torch.empty(-(-len(A) // _TILE) * (columns // _SLICE) * _SUMS, device=x.device)
+    partial = torch.empty(N // _TILE * how.pieces * _SUMS if how.pieces > 1 else 0, device=x.device)
+    ends = [sum(sizes[:part]) if len(sizes) > part else N for part in (1, 2)]
+    shape = Shape(rows, N, columns, x.stride(0), len(A), rank, *ends, how.pieces, how.stages, how.warps, how.code_row,
+                  how.scale_row)  # fmt: skip
+    _launch(how, [x, codes, scale, divisor, A, B, bias, y, inner, partial, meeting], shape)
     return y
 
 
-def plan(N: int, columns: int, way: Way, machine: Machine) -> Plan:
+def plan(N: int, columns: int, machine: Machine) -> Plan:
     """Cut a weight [N, K] into pieces that the warps of a block can own, with a ring as large as memory allows.
 
     Where a row is cut, it is padded in shared memory: what neighbouring lanes read then never meets in a bank.
     """
-    most, slice_ = way.threads // 32 - 2, 128 * way.units
-    pieces = -(-columns // (most * slice_))
-    warps = -(-columns // (pieces * slice_))
-    warps += warps * slice_ % _WHOLE // 128
+    pieces = -(-columns // ((_THREADS // 32 - 2) * _SLICE))
+    warps = -(-columns // (pieces * _SLICE))
     teams = min(machine.multiprocessors // pieces, N // _TILE)
     code_row, scale_row = (
-        (columns if pieces == 1 else warps * slice_) // 2,
-        (columns if pieces == 1 else warps * slice_) // 16,
+        (columns if pieces == 1 else warps * _SLICE) // 2,
+        (columns if pieces == 1 else warps * _SLICE) // 16,
     )
     if pieces > 1:
         code_row, scale_row = code_row + (64 - code_row) % 128, scale_row + (16 - scale_row) % 32
-    rest = _TURNS * warps * way.tiles * 512 + (2 * _MOST_STAGES + 2 * _TURNS) * 8
-    rest += way.tiles * 8 * (3 * MAX_RANK + 8) * 2
+    rest = _TURNS * warps * _SUMS * 4 + (2 * _MOST_STAGES + 2 * _TURNS) * 8 + MAX_ROWS * (3 * MAX_RANK + 8) * 2
     stages = min(_MOST_STAGES, (machine.shared_bytes - rest) // (_TILE * (code_row + scale_row)))
-    closers = min(4, way.threads // 32 - 1 - warps)
+    closers = min(4, _THREADS // 32 - 1 - warps)
     return Plan(
         teams, pieces, warps, closers, stages, code_row, scale_row, stages * _TILE * (code_row + scale_row) + rest
     )
@@ -179,9 +155,9 @@ def _machine(device: torch.device) -> Machine:
     return Machine(torch.cuda.get_device_properties(number).multi_processor_count, nvrtc.shared_bytes(number))
 
 
-def _launch(way: Way, how: Plan, tensors: Sequence[Tensor | None], shape: Shape) -> None:
+def _launch(how: Plan, tensors: Sequence[Tensor | None], shape: Shape) -> None:
     """Start the kernel on the current stream, which a CUDA graph may be capturing."""
     from qerl_lab.rollout.vllm import nvrtc  # needs cuda.bindings
 
-    function = nvrtc.function(SOURCE, "fp4_linear", way.options, torch.cuda.current_device())
+    function = nvrtc.function(SOURCE, "fp4_linear", torch.cuda.current_device())
     nvrtc.launch(function, how.blocks, how.threads, how.shared_bytes, [*tensors, shape])

@@ -17,10 +17,10 @@ EARLY = 0  # 1 lets a kernel start before the one before it in the stream has en
 
 
 @cache
-def function(source: Path, name: str, options: tuple[str, ...], device: int) -> Any:
+def function(source: Path, name: str, device: int) -> Any:
     """The kernel `name` of a file, loaded on the device, which is the current one. It may use all shared memory."""
     major, minor = torch.cuda.get_device_capability(device)
-    module = checked(driver.cuModuleLoadData(cubin(source, options, f"sm_{major}{minor}")))
+    module = checked(driver.cuModuleLoadData(cubin(source, f"sm_{major}{minor}")))
     found = checked(driver.cuModuleGetFunction(module, name.encode()))
     limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
     checked(driver.cuFuncSetAttribute(found, limit, shared_bytes(device)))
@@ -33,11 +33,11 @@ def shared_bytes(device: int) -> int:
     return checked(driver.cuDeviceGetAttribute(asked, device))
 
 
-def cubin(source: Path, options: Sequence[str], architecture: str) -> bytes:
+def cubin(source: Path, architecture: str) -> bytes:
     """Machine code of a file for "sm_90", say. Needs no GPU. Raises RuntimeError with what NVRTC says of an error."""
     program = checked(nvrtc.nvrtcCreateProgram(source.read_bytes(), source.name.encode(), 0, [], []))
-    words = [word.encode() for word in (*options, "--std=c++17", f"--gpu-architecture={architecture}",
-                                         f"--include-path={source.parent}")]  # fmt: skip
+    options = ("--std=c++17", f"--gpu-architecture={architecture}", f"--include-path={source.parent}")
+    words = [option.encode() for option in options]
     status = nvrtc.nvrtcCompileProgram(program, len(words), words)
     log = bytes(checked(nvrtc.nvrtcGetProgramLogSize(program)))
     checked(nvrtc.nvrtcGetProgramLog(program, log))

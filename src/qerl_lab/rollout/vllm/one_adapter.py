@@ -37,9 +37,6 @@ from qerl_lab.rollout.vllm.product import add_adapter
 NAME = "one-adapter"
 # Buffers: the weight as it was stored, and what the kernel's blocks meet by.
 STORED = ("fp4_codes", "fp4_scale", "fp4_divisor", "fp4_meeting")
-# Rows that go to `fp4_linear`. With the adapter a layer of 7B takes 90 microseconds at 8 rows on an H200, and 122 by
-# Humming and the adapter's own kernels; at 16 it takes 145, and they 127 (results/bench/decode_7b.json).
-FEW_ROWS = 8
 _OWN_KEY = "one_adapter"  # of quantization_config: rank and targets, and through it part of the key of compiled graphs
 
 
@@ -233,7 +230,7 @@ class OneAdapterMethod(LinearMethodBase):
     def routed(self, layer: LinearBase, x: Tensor, bias: Tensor | None) -> Tensor:
         """x[M, K] W^T + bias and the adapter: few rows by `fp4_linear`, others by the base and `add_adapter`."""
         A, B = layer.adapter_A, layer.adapter_B
-        if len(x) <= FEW_ROWS:
+        if len(x) <= fp4_linear.MAX_ROWS:
             codes, scale, divisor, meeting = (getattr(layer, name) for name in STORED)
             return fp4_linear.linear(x, codes, scale, divisor, A, B, self.sizes, meeting, bias)
         y = self.base.apply(layer, x, bias)
