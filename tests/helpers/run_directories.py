@@ -2,6 +2,8 @@
 
 import json
 from dataclasses import asdict
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +38,8 @@ def config(experiment: str, seed: int, **changes: Any) -> RunConfig:
     values["format"]["name"] = experiment.partition("_")[0]
     values["aqn"]["schedule"] = "exponential" if experiment.endswith("_aqn") else "off"
     for name, value in changes.items():
-        group, _, key = name.rpartition("__")
-        (values[group] if group else values)[key] = value
+        *groups, key = name.split("__")
+        reduce(getitem, groups, values)[key] = value
     return from_dict(values)
 
 

@@ -43,6 +43,12 @@ class Run:
         return self.settings.get(key, "(absent)")
 
 
+def task_of(run: Run) -> str:
+    """The task in words: its name, and which part of its questions where not all are read."""
+    name, most = run.value("task.name"), run.value("task.gsm8k.max_steps")
+    return f"gsm8k with at most {most} steps" if name == "gsm8k" and most.isdigit() else name
+
+
 def run_from(values: Mapping[str, str], *, name: str, status: str, ended: float, code: str, metrics: Collection) -> Run:
     """A run from all dotted keys of its configuration as text, and the names of the metrics that it recorded.
 

@@ -12,7 +12,7 @@ import pandas as pd
 from qerl_lab.config.option import ConfigError, did_you_mean
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.report import results
-from qerl_lab.report.arms import Run, choose, differing, labels, started
+from qerl_lab.report.arms import Run, choose, differing, labels, started, task_of
 from qerl_lab.report.runs import DAMAGE, Record, damage, find_runs, read_record
 from qerl_lab.report.stats import ALIKE, between, crossed_interval, paired_interval
 from qerl_lab.terminal import columns, near
@@ -217,6 +217,10 @@ def notes(comparison: Comparison) -> list[str]:
         notes.append(f"The runs come from {len(codes)} versions of the code: {', '.join(codes)}.")
     if (sets := len({record.origin.training_sha256 for record in records} - {""})) > 1:
         notes.append(f"The runs were trained on {sets} different sets of questions (training_sha256 in env.json).")
+    parts = {task_of(record.run) for record in records if task_of(record.run) != record.run.value("task.name")}
+    notes += [f"The questions are of {part}: no accuracy here is that of the whole set." for part in sorted(parts)]
+    if most := max((record.origin.jobs_per_gpu for record in records), default=1) - 1:
+        notes.append(f"Runs shared a GPU with up to {most} others: seconds and tokens/s are of a shared one.")
     notes += [f"{record.run.name}: {record.origin.missing}." for record in records if record.origin.missing]
     if len({frozenset(record.accuracy["after"].index) for record in records if record.accuracy}) > 1:
         notes.append("Not all runs were asked the same questions; a row is over those that all of its runs were asked.")

@@ -56,6 +56,15 @@ def _of_summary(name: str) -> Callable[[Sequence[Record], Sequence[Record]], Val
     return lambda records, controls: _by_seed(records, lambda record: float(record.summary[name]))
 
 
+def _speed(name: str) -> Callable[[Sequence[Record], Sequence[Record]], Values]:
+    def of(records: Sequence[Record], controls: Sequence[Record]) -> Values:
+        if any(record.origin.jobs_per_gpu > 1 for record in [*records, *controls]):
+            raise Unmeasured("runs that shared a GPU, whose seconds are the others' too (type jobs_per_gpu=1)")
+        return _of_summary(name)(records, controls)
+
+    return of
+
+
 def _by_seed(records: Sequence[Record], number: Callable[[Record], float]) -> Values:
     values = pd.DataFrame({"run": {record.run.seed: number(record) for record in records}})
     if not np.isfinite(values.to_numpy()).all():
@@ -116,10 +125,10 @@ MEASURES: dict[str, Measure] = {
         "counts as one step more than it had", _steps_to_half, ratio=True,
     ),
     "rollout_throughput": Measure(
-        "tokens/s", "completion tokens / seconds of rollouts", _of_summary("rollout_tokens_per_second"), ratio=True
+        "tokens/s", "completion tokens / seconds of rollouts", _speed("rollout_tokens_per_second"), ratio=True
     ),
     "step_throughput": Measure(
-        "tokens/s", "completion tokens / seconds of whole steps", _of_summary("tokens_per_second"), ratio=True
+        "tokens/s", "completion tokens / seconds of whole steps", _speed("tokens_per_second"), ratio=True
     ),
     "accuracy_before": Measure("fraction", "held-out accuracy before training", _accuracy("before")),
     "accuracy_after": Measure("fraction", "held-out accuracy after training", _accuracy("after")),

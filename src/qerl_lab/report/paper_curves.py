@@ -12,7 +12,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from qerl_lab.config.files import package_data
-from qerl_lab.report.arms import Run, differing
+from qerl_lab.report.arms import Run, differing, task_of
 from qerl_lab.report.curves import MARKS, STYLE, dress
 
 Lines = tuple[tuple[str, str], ...]  # (column of the file, label)
@@ -108,8 +108,8 @@ def _asked(runs: Sequence[Run]) -> set[str]:
 def ours(runs: Sequence[Run]) -> str:
     """Model, task and algorithm of the arms, in a caption's words."""
     models = {PurePath(run.value("model.path")).name for run in runs}
-    others = [{run.value(key) for run in runs} for key in ("task.name", "algorithm.name")]
-    return ", ".join("/".join(sorted(names)) for names in (models, *others))
+    tasks, algorithms = {task_of(run) for run in runs}, {run.value("algorithm.name") for run in runs}
+    return ", ".join("/".join(sorted(names)) for names in (models, tasks, algorithms))
 
 
 def read(figure: PaperFigure) -> pd.DataFrame:

@@ -1,6 +1,8 @@
 """Run directories as pandas frames and as records of a report."""
 
 import os
+import re
+import textwrap
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +25,7 @@ KEPT = (
     "seconds/rollout", "seconds/train", "seconds/sync", "noise/sigma", "noise/kl_nats", "memory/rss_gib",
     "memory/gpu_peak_gib", "eval/accuracy", "eval/entropy_nats", "eval/subset_accuracy",
 )  # fmt: skip
+REASON = 300  # letters of why a run failed; its FAILED has all
 
 
 def read_steps(run: RunDirectory) -> pd.DataFrame:
@@ -53,6 +56,12 @@ class Origin:
     versions: Mapping[str, str] = field(default_factory=dict)
     training_sha256: str = ""
     missing: str = ""
+
+    @property
+    def jobs_per_gpu(self) -> int:
+        """How many jobs of its sweep shared its GPU, as far as the words tell."""
+        words = re.findall(r"\bjobs_per_gpu=(\d+)", self.command)
+        return int(words[-1]) if words else 1
 
 
 NO_STEPS = pd.DataFrame(index=pd.Index([], dtype="int64", name="step"))
@@ -161,7 +170,7 @@ def _status(run: RunDirectory, reached: str) -> str:
         case "done":
             return FINISHED
         case "failed":
-            return f"failed ({run.reason})"
+            return f"failed ({textwrap.shorten(run.reason, REASON, placeholder=' ...')})"
         case "interrupted":
             return f"interrupted, or still running ({reached})"
     return run.status

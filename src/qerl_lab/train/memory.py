@@ -1,5 +1,6 @@
 """Memory at its peak, and who holds a GPU's, for the run that has too little of it."""
 
+import re
 import resource
 
 import torch
@@ -10,6 +11,8 @@ from qerl_lab.model.linear import weight_bytes
 from qerl_lab.model.policy import Policy
 
 GIB = 2**30
+OTHERS = "others"
+MUCH = 4 * GIB  # that others hold; CUDA takes about half a GiB of each program
 
 
 def peaks() -> dict[str, float]:
@@ -21,7 +24,7 @@ def peaks() -> dict[str, float]:
 
 
 def owners(policy: Policy, held_by_engine: dict[str, int]) -> dict[str, int]:
-    """Bytes on the policy's device by owner. What no tensor here accounts for is called activations."""
+    """Bytes on the policy's device by owner; "others" are other programs, and what CUDA itself takes."""
     learned = sum(parameter.nbytes for parameter in policy.model.parameters() if parameter.requires_grad)
     found = {
         "frozen base": weight_bytes(policy.model).total - learned,
@@ -30,19 +33,23 @@ def owners(policy: Policy, held_by_engine: dict[str, int]) -> dict[str, int]:
     }
     if policy.device.type == "cuda":
         free, total = torch.cuda.mem_get_info(policy.device)
-        found["activations and the rest"] = max(0, total - free - sum(found.values()))
-        found["free"] = free
+        own = max(torch.cuda.memory_reserved(policy.device), sum(found.values()))
+        found["activations and the rest"] = own - sum(found.values())
+        found |= {OTHERS: max(0, total - free - own), "free": free}
     return found
 
 
 def too_little(cfg: RunConfig, policy: Policy, held_by_engine: dict[str, int], error: Exception) -> str:
     """The message for a run that is out of memory: who has how much, and which keys lower it."""
-    shares = ", ".join(f"{name} {size / GIB:.2f}" for name, size in owners(policy, held_by_engine).items())
-    remedies = [f"optim.micro_batch_size lower than {cfg.optim.micro_batch_size}"]
+    found = owners(policy, held_by_engine)
+    shares = ", ".join(f"{name} {size / GIB:.2f}" for name, size in found.items())
+    remedies = ["a smaller jobs_per_gpu"] if found.get(OTHERS, 0) > MUCH else []
+    remedies += [f"optim.micro_batch_size lower than {cfg.optim.micro_batch_size}"]
     if not cfg.model.gradient_checkpointing:
         remedies.append("model.gradient_checkpointing=true")
     if cfg.rollout.engine == "vllm":
         remedies += ["rollout.vllm.kv_cache_gib lower than the cache above", "rollout.vllm.kv_cache_dtype=fp8"]
     else:
         remedies.append(f"rollout.batch_size lower than {cfg.rollout.batch_size}")
-    return f"{first_line(error)} In GiB: {shares}. Type one of: {'; '.join(remedies)}."
+    said = re.sub(r"(Tried to allocate [\d.]+ \w+\.).*", r"\1", first_line(error))  # then torch lists every process
+    return f"{said} In GiB: {shares}. Type one of: {'; '.join(remedies)}."

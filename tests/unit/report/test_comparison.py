@@ -56,13 +56,15 @@ def test_runs_that_do_not_count_are_named_with_the_reason(sweep: Path) -> None:
     make_run(sweep / "again", "bf16", 0, ended=4e9)
     for name, seed in (("failed", 3), ("stopped", 4)):
         (make_run(sweep / name, "bf16", seed) / "DONE").unlink()
-    (sweep / "failed" / "FAILED").write_text("FloatingPointError: loss is NaN at step 3\n\nTraceback ...")
+    (sweep / "failed" / "FAILED").write_text(
+        f"FloatingPointError: loss is NaN at step 3, {'and more ' * 99}\n\nTraceback"
+    )
     RunDirectory(sweep / "waiting").claim(config("bf16", 5), Typed("the command"))
     found = comparison.read([sweep])
     assert [record.run.name for record in found.arms["bf16"]] == ["sweep/again", "sweep/bf16-1", "sweep/bf16-2"]
     assert sorted(found.left_out) == [
         "sweep/bf16-0: repeated by sweep/again, with the same settings and seed",
-        "sweep/failed: failed (FloatingPointError: loss is NaN at step 3)",
+        f"sweep/failed: failed (FloatingPointError: loss is NaN at step 3, {'and more ' * 28}...)",
         "sweep/stopped: interrupted, or still running (step 4 of 4)",
         "sweep/waiting: not run",
     ]
@@ -208,6 +210,19 @@ def test_runs_that_were_trained_on_other_questions_are_said_to_be(sweep: Path, c
             (folder / "env.json").write_text(json.dumps({"git_sha": "c0ffee0", "data": {"training_sha256": digest}}))
         assert main(["sweep"]) == 0
         assert ("were trained on 2 different sets of questions" in capsys.readouterr().out) == said
+
+
+def test_a_part_of_a_task_and_a_shared_gpu_are_said(here: Path, capsys) -> None:
+    for words, shown in (("python -m qerl_lab", False), ("python -m qerl_lab jobs=4 jobs_per_gpu=4", True)):
+        run = make_run(
+            here / "sweep" / "bf16-0", "bf16", 0, task__name="gsm8k", task__gsm8k__max_steps=2 if shown else None
+        )
+        (run / "env.json").write_text(json.dumps({"command": words}))
+        assert main(["sweep"]) == 0
+        said = capsys.readouterr().out
+        assert ("The questions are of gsm8k with at most 2 steps: no accuracy here is that" in said) == shown
+        assert ("shared a GPU with up to 3 others: seconds and tokens/s are of a shared one" in said) == shown
+        shutil.rmtree(run)
 
 
 def test_it_writes_a_row_a_run_a_row_an_arm_and_a_picture(sweep: Path) -> None:

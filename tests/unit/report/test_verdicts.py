@@ -19,7 +19,7 @@ from qerl_lab.report.arms import FINISHED, run_from
 from qerl_lab.report.claims import CLAIMS, LEARNING_RATE, Claim, Guardrail
 from qerl_lab.report.contrasts import Missing, find
 from qerl_lab.report.measures import MEASURES, Unmeasured
-from qerl_lab.report.runs import Record, read_record
+from qerl_lab.report.runs import Origin, Record, read_record
 from qerl_lab.report.stats import half_width, holm, p_above, probability_of_improvement, seeds_for
 from qerl_lab.report.verdicts import Row, Verdict, decided, judge
 from run_directories import make_run
@@ -292,3 +292,15 @@ def test_throughput_of_a_cpu_decides_nothing() -> None:
         found.append(find(claim, claim.contrasts[0], [Record(run) for run in runs], runs))
     assert found[0] == Missing("no finished run of nvfp4 on a GPU (0 started) and of bf16 on a GPU (0 started)")
     assert isinstance(found[1], list)
+
+
+@pytest.mark.parametrize("measure", ["rollout_throughput", "step_throughput"])
+def test_throughput_of_a_shared_gpu_decides_nothing(measure: str) -> None:
+    """Eight small jobs on a card measure each other."""
+    summary = {"rollout_tokens_per_second": 100.0, "tokens_per_second": 50.0}
+    alone = replace(record({}, 0, 0.3), summary=summary, origin=Origin(command="python -m qerl_lab jobs_per_gpu=1"))
+    shared = replace(alone, origin=Origin(command="python -m qerl_lab +sweeps=weight_formats jobs=8 jobs_per_gpu=8"))
+    assert MEASURES[measure].of([alone], [alone]).to_numpy() > 0
+    for sides in ([alone], [shared]), ([shared], [alone]):
+        with pytest.raises(Unmeasured, match=r"shared a GPU.*\(type jobs_per_gpu=1\)"):
+            MEASURES[measure].of(*sides)

@@ -17,13 +17,20 @@ def test_every_byte_of_the_policy_has_an_owner(tiny, build_policy) -> None:
     assert found["vLLM's weights"] == 7
 
 
-def test_the_rest_of_a_gpu_is_activations(tiny, build_policy, monkeypatch) -> None:
+def test_what_torch_holds_besides_is_activations_and_the_rest_others(tiny, build_policy, monkeypatch) -> None:
+    """Of a shared GPU the others' memory is not this run's."""
     policy = build_policy(tiny())
     monkeypatch.setattr(type(policy), "device", torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (2 * GIB, 80 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 30 * GIB)
     found = owners(policy, {"vLLM's weights": 20 * GIB})
     assert sum(found.values()) == 80 * GIB
-    assert 57 * GIB < found["activations and the rest"] < 58 * GIB
+    assert 9 * GIB < found["activations and the rest"] < 10 * GIB
+    assert found["others"] == 48 * GIB
+    said = too_little(tiny(), policy, {}, Exception("CUDA out of memory. Tried to allocate 36.00 MiB. GPU 0 has a"))
+    assert said.startswith("CUDA out of memory. Tried to allocate 36.00 MiB. In GiB: frozen")
+    assert "others 48.00" in said
+    assert "Type one of: a smaller jobs_per_gpu; " in said
 
 
 @pytest.mark.parametrize(
@@ -39,6 +46,7 @@ def test_the_message_names_shares_and_keys(changes: dict, parts: list[str], tiny
     said = too_little(tiny(**changes), build_policy(tiny()), {"vLLM's weights": 3 * GIB}, Exception("No memory.\nMore"))
     assert said.startswith("No memory. In GiB: frozen base 0.0")
     assert "vLLM's weights 3.00" in said
+    assert "jobs_per_gpu" not in said
     for part in parts:
         assert part in said
     assert ("gradient_checkpointing" in said) != changes.get("model__gradient_checkpointing", False)
