@@ -39,7 +39,8 @@ def clock_line(result: Result) -> str:
     """What the clock's waits cost, by the pairs of blocks that are measured."""
     return (
         f"waiting costs {result['cost_percent']:+.2f}% [{result['low']:+.2f}, {result['high']:+.2f}] of a step, "
-        f"{result['pairs']} of {result['options']['pairs']} pairs of {result['steps_a_block']} steps"
+        f"{result['pairs']} of {result['options']['pairs']} pairs of {result['steps_a_block']} steps; by the seconds "
+        f"inside of the waits at most {result['at_most_percent']:.2f}%"
     )
 
 
