@@ -37,11 +37,11 @@ def table(result: Result) -> str:
 
 def clock_line(result: Result) -> str:
     """What the clock's waits cost, by the pairs of blocks that are measured."""
+    most = result.get("at_most_percent")  # older results have none
     return (
         f"waiting costs {result['cost_percent']:+.2f}% [{result['low']:+.2f}, {result['high']:+.2f}] of a step, "
-        f"{result['pairs']} of {result['options']['pairs']} pairs of {result['steps_a_block']} steps; by the seconds "
-        f"inside of the waits at most {result['at_most_percent']:.2f}%"
-    )
+        f"{result['pairs']} of {result['options']['pairs']} pairs of {result['steps_a_block']} steps"
+    ) + ("" if most is None else f"; by the seconds inside of the waits at most {most:.2f}%")
 
 
 def draw(result: Result, path: Path) -> None:

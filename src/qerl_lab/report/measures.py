@@ -7,6 +7,7 @@ from typing import TypeAlias
 import numpy as np
 import pandas as pd
 
+from qerl_lab.report.arms import Arm
 from qerl_lab.report.runs import Record
 
 Values: TypeAlias = pd.DataFrame  # a row a seed, a column a question, or one column
@@ -88,9 +89,13 @@ def _last_tenth(record: Record) -> float:
 def _steps_to_half(records: Sequence[Record], controls: Sequence[Record]) -> Values:
     """The first step whose mean over a tenth of the steps up to it is at half of the control's rise; else steps + 1.
 
-    The rise is from the first to the last tenth, over all control runs. Raises Unmeasured where there is none.
+    The rise is from the first to the last tenth, over all control runs; of a control at several learning rates over
+    those at the best one, by right answers over the run. Raises Unmeasured where there is none.
     """
-    curves = [answers(record) for record in controls]
+    by_arm: dict[Arm, list[pd.Series]] = {}
+    for record in controls:
+        by_arm.setdefault(record.run.arm, []).append(answers(record))
+    curves = max(by_arm.values(), key=lambda curves: np.mean([curve.mean() for curve in curves]))
     tenth = max(1, len(curves[0]) // 10)
     first = float(np.mean([curve.head(tenth).mean() for curve in curves]))
     last = float(np.mean([curve.tail(tenth).mean() for curve in curves]))

@@ -250,6 +250,8 @@ def test_measures_of_a_curve(ramp: Callable[[str, float, int], Record]) -> None:
     assert steps([flat], [slow]).loc[1, "run"] == 5  # never: one more than it had
     with pytest.raises(Unmeasured, match="no rise to be half of"):
         steps([slow], [flat])
+    worse = replace(flat, run=replace(flat.run, settings=slow.run.settings | {"optim.learning_rate": "0.1"}))
+    assert steps([slow], [slow, worse, worse]).loc[0, "run"] == 3  # the rise is that at the control's best rate
 
 
 def test_a_question_is_passed_where_one_sample_is_right(tmp_path: Path) -> None:
