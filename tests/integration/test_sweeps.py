@@ -272,18 +272,27 @@ def test_what_jobs_print_stays_with_them_and_a_line_tells_of_each(capfd: pytest.
     assert "the console of 3\n" in [path.read_text() for path in Path("runs").rglob("console.txt")]
 
 
+def read(terminal: int) -> str:
+    """What was written to a terminal that does not block, since the last call."""
+    try:
+        return os.read(terminal, 65536).decode().replace("\r\n", "\n")
+    except BlockingIOError:
+        return ""
+
+
 def test_on_a_terminal_a_table_stands_where_the_last_one_stood(child: Path) -> None:
     master, terminal = os.openpty()
     os.set_blocking(master, False)
     parent = background(child, "-m", "seed=2,0", "lora.rank=4", stderr=terminal)
-    wait_for("runs/sweeps/adhoc/*/0-*/calls")
-    time.sleep(2.5)
+    table = "job  step   reward  ETA  words\n0    25/50  0.50    -    seed=2\n0 of 2 done, 1 running, ETA "
+    shown, until = "", time.monotonic() + 60
+    while f"\x1b[3F\x1b[J{table}" not in shown:  # in place of a table of three lines
+        assert time.monotonic() < until, shown
+        time.sleep(0.2)
+        shown += read(master)
     parent.send_signal(signal.SIGINT)
     parent.communicate(timeout=60)
-    shown = os.read(master, 65536).decode().replace("\r\n", "\n")
-    table = "job  step   reward  ETA  words\n0    25/50  0.50    -    seed=2\n0 of 2 done, 1 running, ETA "
-    assert f"\x1b[1F\x1b[J{table}" in shown
-    assert f"\x1b[3F\x1b[J{table}" in shown
+    shown += read(master)
     after = shown.partition(f"{launch.STOPPING}\n")[2]
     assert re.match(r"(job  step|job 0: interrupted)", after)  # below the message, which stays
     assert "job 0: interrupted, reward 0.50, seed=2 (0 of 2 done, 1 interrupted, ETA " in after

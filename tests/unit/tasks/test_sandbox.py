@@ -72,11 +72,12 @@ def test_the_arguments_are_json() -> None:
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process runs; one that ended and was not waited for does not."""
+    """Whether a process runs; one that ended and was not waited for does not. Its threads may end after its first."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+        stats = [file.read_text() for file in Path(f"/proc/{pid}/task").glob("*/stat")]
+    except (FileNotFoundError, ProcessLookupError):  # one ended just now
+        return Path(f"/proc/{pid}").exists() and is_running(pid)
+    return any(stat.rpartition(")")[2].split()[0] != "Z" for stat in stats)
 
 
 def wait_until_ended(pid: int, seconds: float) -> None:
