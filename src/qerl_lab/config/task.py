@@ -41,6 +41,11 @@ class Gsm8kConfig:
                                    at_least=1, at_most=20)  # fmt: skip
 
 
+def part_of(name: str, max_steps: int | None) -> str:
+    """Which part of a task's questions is read, in words that follow its name; empty for all of them."""
+    return f" with at most {max_steps} steps" if name == "gsm8k" and max_steps else ""
+
+
 @dataclass
 class ColumnsConfig:
     """Where the rows of task.path have another name for a column; null: the task's own. A dot leads into a struct."""

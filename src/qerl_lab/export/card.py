@@ -7,6 +7,7 @@ from typing import Any
 import yaml
 
 from qerl_lab.config.schema import DENSE_FORMAT, RunConfig
+from qerl_lab.config.task import part_of
 from qerl_lab.export.options import ExportConfig
 from qerl_lab.model import gguf, on_disk
 from qerl_lab.record.directory import RunDirectory
@@ -125,8 +126,7 @@ def _training(trained: RunConfig) -> list[str]:
 
 
 def _data(trained: RunConfig, env: dict[str, Any]) -> list[str]:
-    task, most = trained.task, trained.task.gsm8k.max_steps
-    part = f" with at most {most} steps" if task.name == "gsm8k" and most else ""
+    task = trained.task
     where = f", read from `{task.path}`" if task.path else ""
     found = env.get("data") or {}
     rows = [
@@ -135,7 +135,7 @@ def _data(trained: RunConfig, env: dict[str, Any]) -> list[str]:
         if f"{role}_sha256" in found
     ]
     table = ["", *_table(("", "questions", "SHA-256"), rows)] if rows else []
-    return [f"Questions of `{task.name}`{part}{where}.", *table]
+    return [f"Questions of `{task.name}`{part_of(task.name, task.gsm8k.max_steps)}{where}.", *table]
 
 
 def _provenance(env: dict[str, Any], result: dict[str, Any]) -> list[str]:

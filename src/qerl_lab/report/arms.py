@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from qerl_lab.config.arm import is_of_arm
+from qerl_lab.config.task import part_of
 
 FINISHED = "finished"
 Arm = tuple[tuple[str, str], ...]  # the settings, sorted
@@ -46,7 +47,7 @@ class Run:
 def task_of(run: Run) -> str:
     """The task in words: its name, and which part of its questions where not all are read."""
     name, most = run.value("task.name"), run.value("task.gsm8k.max_steps")
-    return f"gsm8k with at most {most} steps" if name == "gsm8k" and most.isdigit() else name
+    return name + part_of(name, int(most) if most.isdigit() else None)
 
 
 def run_from(values: Mapping[str, str], *, name: str, status: str, ended: float, code: str, metrics: Collection) -> Run:
