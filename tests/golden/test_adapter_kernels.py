@@ -1,6 +1,8 @@
 """The kernels of one adapter's product against float64: on a GPU, and in Triton's interpreter on a CPU."""
 
 import os
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ pytest.importorskip("triton")
 
 from qerl_lab.rollout.vllm.kernels import expand, shrink
 from qerl_lab.rollout.vllm.product import EXPAND_WORK, SHRINK_ROWS, on_gpu
+from qerl_lab.timing import graphed
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -82,3 +85,36 @@ def test_every_route_gives_the_same(rows: int) -> None:
     on_gpu(y, given["x"], given["A"], given["B"], sizes)
     exact = given["y"].double() + product(given["x"], given["A"], given["B"], sizes)
     torch.testing.assert_close(y.double(), exact, rtol=2**-7, atol=2**-5)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="launches overlap on a GPU alone")
+def test_a_chain_of_layers_in_a_graph_gives_the_bits_of_one_kernel_at_a_time() -> None:
+    """The launches of a graph begin before those ahead of them have ended, those between synchronizations do not."""
+    rows, columns, sizes, rank = 16, 2048, [1024, 512, 512], 32
+    given = operands(rows, columns, sizes, rank, torch.bfloat16)
+    W, A, B = torch.eye(columns, dtype=torch.bfloat16, device=DEVICE), given["A"], given["B"]
+    made = torch.empty(40, rows, columns, dtype=torch.bfloat16, device=DEVICE)
+
+    def layer(x: Tensor, y: Tensor, wait: Callable[[], None]) -> None:
+        torch.mm(x, W, out=y)
+        wait()
+        sums = shrink(x, A)
+        wait()
+        expand(y, sums, B, sizes)
+        wait()
+
+    def chain(wait: Callable[[], None]) -> None:
+        x = given["x"]
+        for y in made:
+            layer(x, y, wait)
+            x = y / y.abs().max()
+
+    chain(torch.cuda.synchronize)
+    alone, replay = made.clone(), graphed(partial(chain, lambda: None))
+    for _ in range(20):
+        made.zero_()
+        replay()
+        torch.cuda.synchronize()
+        assert torch.equal(made, alone)
+    assert alone[-1].isfinite().all()
+    assert not torch.equal(alone[-1], alone[-2])

@@ -39,6 +39,24 @@ def test_products_run_on_the_tensor_cores_and_weights_load_ahead(made: list[dict
             assert "cp.async.cg.shared.global" in one["ptx"], (one["kernel"], one["BLOCK_M"])
 
 
+def test_each_begins_early_and_waits_before_it_reads_what_others_write(made: list[dict[str, Any]]) -> None:
+    """Of the adapter's B expand may read before: a sync, which writes it, ended long before shrink let expand begin."""
+    for one in made:
+        lines = one["ptx"].splitlines()
+        (wait,) = [at for at, line in enumerate(lines) if "griddepcontrol.wait" in line]
+        touched = [at for at, line in enumerate(lines) if "ld.global" in line or "cp.async.cg" in line]
+        stored = [at for at, line in enumerate(lines) if "st.global" in line]
+        assert stored and min(stored) > wait
+        assert any(at > wait for at in touched)
+        early = [at for at in touched if at < wait]
+        if one["kernel"] == "_shrink":
+            assert not early
+            (go,) = [at for at, line in enumerate(lines) if "griddepcontrol.launch_dependents" in line]
+            assert go > wait
+        else:
+            assert early, "B is loaded while shrink still runs"
+
+
 def test_nvrtc_compiles_the_product_for_few_rows_or_says_where_it_cannot(tmp_path: Path) -> None:
     pytest.importorskip("cuda.bindings.nvrtc")
     from qerl_lab.rollout.vllm import nvrtc

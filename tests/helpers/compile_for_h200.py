@@ -26,15 +26,15 @@ def compiled(kernel: Any, warps: int, stages: int = 3, **constants: Any) -> dict
     signature = {name: "constexpr" if name in constants else TYPES.get(name, "i32") for name in names}
     divisible = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name not in {*ANY, *constants}}
     source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in constants.items()}, divisible)
-    made = triton.compile(source, target=H200, options={"num_warps": warps, "num_stages": stages})
+    made = triton.compile(source, target=H200, options={"num_warps": warps, "num_stages": stages, "launch_pdl": True})
     return {
         "kernel": kernel.__name__, "shared": made.metadata.shared, "ptx": made.asm["ptx"], **constants,
     }  # fmt: skip
 
 
 def main() -> None:
-    adapter = {"BLOCK_R": kernels.BLOCK_R, "BLOCK_K": kernels.BLOCK_K}
-    columns = {"PARTS": PARTS, "RANK": 32, "BLOCK_R": 32, "BLOCK_N": kernels.BLOCK_N}
+    adapter = {"BLOCK_R": kernels.BLOCK_R, "BLOCK_K": kernels.BLOCK_K, "AHEAD": True}
+    columns = {"PARTS": PARTS, "RANK": 32, "BLOCK_R": 32, "BLOCK_N": kernels.BLOCK_N, "AHEAD": True}
     made = []
     for rows in (16, 32, 64):
         made.append(compiled(kernels._shrink, 4, 4, BLOCK_M=rows, **adapter))

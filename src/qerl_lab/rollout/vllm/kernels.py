@@ -7,6 +7,10 @@ The splits' sums go to a scratch tensor [S, M, R], and every program of `expand`
 is no third launch; no buffer that one call must leave zeroed for the next, which a CUDA graph that is cut off would
 break; and the sums have one order: the same inputs give the same bits, which atomics would not. The price is that
 expand reads S times its t, from L2: at most `_SCRATCH_ROWS` rows of it a program.
+
+From Hopper on both begin before the kernel ahead of them has ended ("programmatic dependent launch" of the CUDA
+programming guide): starting takes as long as computing here. Each waits for that end before it reads what others write
+in a step, or writes; and shrink lets expand begin only after its own wait, so that all that came before has ended too.
 """
 
 import os
@@ -42,7 +46,7 @@ def shrink(x: Tensor, A: Tensor) -> Tensor:
     grid = (splits, triton.cdiv(R, BLOCK_R), triton.cdiv(rows, block_m))
     _shrink[grid](
         x, A, sums, rows, R, columns, chunk, x.stride(0), BLOCK_M=block_m, BLOCK_R=BLOCK_R, BLOCK_K=BLOCK_K,
-        num_warps=4, num_stages=4,
+        num_warps=4, num_stages=4, **ahead(x),
     )  # fmt: skip
     return sums
 
@@ -61,8 +65,14 @@ def expand(y: Tensor, sums: Tensor, B: Tensor, sizes: list[int]) -> None:
     tiles, parts = tiles_of(sizes)
     _expand[(tiles, triton.cdiv(rows, block_m))](
         y, sums, B, rows, sums.shape[0], y.stride(0), PARTS=parts, RANK=rank, BLOCK_M=block_m,
-        BLOCK_R=max(16, triton.next_power_of_2(rank)), BLOCK_N=BLOCK_N, num_warps=4,
+        BLOCK_R=max(16, triton.next_power_of_2(rank)), BLOCK_N=BLOCK_N, num_warps=4, **ahead(y),
     )  # fmt: skip
+
+
+def ahead(tensor: Tensor) -> dict[str, bool]:
+    """Arguments of a launch on the tensor's device: whether it begins before the kernel ahead of it has ended."""
+    able = tensor.is_cuda and torch.cuda.get_device_capability(tensor.device) >= (9, 0)
+    return {"AHEAD": able, "launch_pdl": able}
 
 
 def tiles_of(sizes: list[int]) -> tuple[int, tuple[tuple[int, int, int], ...]]:
@@ -80,21 +90,15 @@ def _block_of(rows: int) -> int:
 @triton.jit(do_not_specialize=["rows"])
 def _shrink(
     x, A, sums, rows, R, K, chunk, x_stride,
-    BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Program (split, tile of R, tile of M)."""
-    split, tile, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    shrink_tile(x, A, sums, split, tile, block, rows, R, K, chunk, x_stride, BLOCK_M, BLOCK_R, BLOCK_K)
-
-
-@triton.jit
-def shrink_tile(
-    x, A, sums, split, tile, block, rows, R, K, chunk, x_stride,
-    BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """Store the sum of x A^T over one piece of K, for one tile of R and one of M."""
-    r = tile * BLOCK_R + tl.arange(0, BLOCK_R)
-    m = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    """Program (split, tile of R, tile of M): store the sum of x A^T over one piece of K."""
+    if AHEAD:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    split = tl.program_id(0)
+    r = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
+    m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
     end = tl.minimum(K, (split + 1) * chunk)
     total = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
     for first in range(split * chunk, end, BLOCK_K):
@@ -111,16 +115,24 @@ def shrink_tile(
 def _expand(
     y, sums, B, rows, splits, y_stride,
     PARTS: tl.constexpr, RANK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile of one part's columns, tile of M)."""
+    """Program (tile of one part's columns, tile of M): y += t B^T, t being the sum of `sums` over its first axis."""
     part, first, end = place(tl.program_id(0), PARTS, BLOCK_N)
-    n = first + tl.arange(0, BLOCK_N)
+    n, r = first + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_R)
+    b = tl.load(B + n[:, None] * RANK + r[None, :], mask=(n[:, None] < end) & (r[None, :] < RANK), other=0.0)
+    if AHEAD:
+        tl.extra.cuda.gdc_wait()  # B is of the last sync, and may be read before
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     inside = (m[:, None] < rows) & (n[None, :] < end)
     at = y + m[:, None].to(tl.int64) * y_stride + n[None, :]
     old = tl.load(at, mask=inside, other=0.0)
-    new = expand_tile(old.to(tl.float32), sums, B, m, n, part, end, rows, splits, len(PARTS), RANK, BLOCK_R)
-    tl.store(at, new.to(old.dtype), mask=inside)
+    wanted = (m[:, None] < rows) & (r[None, :] < RANK)
+    t = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
+    for s in tl.range(0, splits, loop_unroll_factor=IN_FLIGHT):  # unrolled whole, each load would change its layout
+        of_split = sums + (s * rows + m[:, None]) * (len(PARTS) * RANK) + part * RANK + r[None, :]
+        t += tl.load(of_split, mask=wanted, other=0.0).to(tl.float32)
+    tl.store(at, product(t.to(b.dtype), b.T, old.to(tl.float32)).to(old.dtype), mask=inside)
 
 
 @triton.jit
@@ -131,21 +143,6 @@ def place(tile, PARTS: tl.constexpr, BLOCK_N: tl.constexpr):
         if tile >= PARTS[p][0]:
             part, first, end = p, PARTS[p][1] + (tile - PARTS[p][0]) * BLOCK_N, PARTS[p][2]
     return part, first, end
-
-
-@triton.jit
-def expand_tile(
-    old, sums, B, m, n, part, end, rows, splits, P: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr
-):  # fmt: skip
-    """old[m, n] + t B^T in float32, t being the sum of `sums` over its first axis."""
-    r = tl.arange(0, BLOCK_R)
-    b = tl.load(B + n[:, None] * RANK + r[None, :], mask=(n[:, None] < end) & (r[None, :] < RANK), other=0.0)
-    wanted = (m[:, None] < rows) & (r[None, :] < RANK)
-    t = tl.zeros((m.shape[0], BLOCK_R), tl.float32)
-    for s in tl.range(0, splits, loop_unroll_factor=IN_FLIGHT):  # unrolled whole, each load would change its layout
-        of_split = sums + (s * rows + m[:, None]) * (P * RANK) + part * RANK + r[None, :]
-        t += tl.load(of_split, mask=wanted, other=0.0).to(tl.float32)
-    return product(t.to(b.dtype), b.T, old)
 
 
 @triton.jit
