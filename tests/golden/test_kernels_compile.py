@@ -46,7 +46,8 @@ def test_each_begins_early_and_waits_before_it_reads_what_others_write(made: lis
         (wait,) = [at for at, line in enumerate(lines) if "griddepcontrol.wait" in line]
         touched = [at for at, line in enumerate(lines) if "ld.global" in line or "cp.async.cg" in line]
         stored = [at for at, line in enumerate(lines) if "st.global" in line]
-        assert stored and min(stored) > wait
+        assert stored
+        assert min(stored) > wait
         assert any(at > wait for at in touched)
         early = [at for at in touched if at < wait]
         if one["kernel"] == "_shrink":

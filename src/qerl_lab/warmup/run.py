@@ -1,12 +1,14 @@
 """One warm-up, from its options to its directory: read -> tokenize -> train, with checkpoints -> write -> rename.
 
 Everything is written in OUT.partial, which is renamed to OUT when it is whole. An update depends on the weights, the
-optimizer and its own number alone, so that a warm-up which was killed ends as one that was not, to the bit.
+optimizer and its own number alone, so that a warm-up which was killed ends as one that was not, to the bit. On a GPU
+sums have one order, so that two GPUs of one kind under the same packages make the same model: runs on it can be pooled.
 """
 
 import hashlib
 import json
 import math
+import os
 import shlex
 import shutil
 import sys
@@ -128,6 +130,7 @@ def run(cfg: WarmupConfig) -> None:
         ValueError: the training diverged.
     """
     started, device = time.monotonic(), policy.device_of(cfg.device)
+    sum_in_one_order()
     task = tasks.worked(cfg.task_config())
     for line in task.warnings:
         print(f"note: {line}", file=sys.stderr)
@@ -148,6 +151,13 @@ def run(cfg: WarmupConfig) -> None:
     print(f"loss {warmup.losses[0]:.3f} -> {warmup.losses[-1]:.3f} nats a token, {time.monotonic() - started:.0f} s")
     print(f"model:       {terminal.near(cfg.folder)}  ({RECORD} says how it was made)")
     print(f"train on it: {terminal.python()} -m qerl_lab {shlex.join(training_words(cfg))}")
+
+
+def sum_in_one_order() -> None:
+    """Have this process take no operation whose result differs from run to run. torch raises where there is none."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch asks for it
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # finds mistakes, and takes time
 
 
 def load(cfg: WarmupConfig, folder: Path, device: torch.device) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -223,7 +233,7 @@ def about(cfg: WarmupConfig, task: Task, folder: Path, warmup: Warmup, left_out:
         "solutions": dict(task.data) | {"too_long": left_out},
         "updates": warmup.updates,
         "losses": [round(loss, 4) for loss in warmup.losses],
-        "device": warmup.device.type,
+        "device": torch.cuda.get_device_name(warmup.device) if warmup.device.type == "cuda" else warmup.device.type,
         "seconds_of_the_last_session": round(time.monotonic() - started, 1),
         "packages": versions(("qerl-lab", "torch", "transformers")),
     }
