@@ -77,9 +77,14 @@ class WeightFiles:
 
     def tensor(self, name: str, device: torch.device | str = "cpu") -> Tensor:
         """Read one tensor into memory of its own: what happens to the file later does not change it."""
-        with safe_open(self._stored[name].file, framework="pt", device=str(device)) as opened:
+        with safe_open(self._stored[name].file, framework="pt", device=_numbered(torch.device(device))) as opened:
             tensor = opened.get_tensor(name)
         return tensor.clone() if tensor.device.type == "cpu" else tensor  # on a CPU it is a view of the mapped file
+
+
+def _numbered(device: torch.device) -> str:
+    """The device in safetensors' words, which take cuda for the first GPU. To torch it is the process's own."""
+    return f"cuda:{torch.cuda.current_device()}" if device == torch.device("cuda") else str(device)
 
 
 def local_folder(path: str, revision: str | None, *, key: str = "model.path") -> Path:

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 from qerl_lab.config.option import ConfigError
+from qerl_lab.model import files as module
 from qerl_lab.model.files import WeightFiles, local_folder
 from qerl_lab.model.on_disk import INDEX, POCKET, SINGLE
 
@@ -45,6 +47,26 @@ def test_shards_are_read_as_one(folder: Path) -> None:
         assert torch.equal(read.view(torch.uint8), tensor.view(torch.uint8))
     assert sorted(files.names_in(folder / "model-2.safetensors")) == SHARDS["model-2.safetensors"]
     assert files.where("c.weight") == str(folder / "model-2.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("asked", "opened"), [("cuda", "cuda:1"), (torch.device("cuda"), "cuda:1"), ("cuda:0", "cuda:0"), ("cpu", "cpu")]
+)
+def test_a_gpu_without_a_number_is_that_of_the_process(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, asked: torch.device | str, opened: str
+) -> None:
+    """safetensors would take the first: the second of two ranks would read its weights onto the other's GPU."""
+    devices: list[str] = []
+
+    def open_on_cpu(file: Path, framework: str, device: str) -> object:
+        devices.append(device)
+        return safe_open(file, framework=framework)
+
+    files = WeightFiles(folder)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(module, "safe_open", open_on_cpu)
+    files.tensor("a.weight", asked)
+    assert devices == [opened]
 
 
 def test_one_file_needs_no_index(tmp_path: Path) -> None:
