@@ -72,8 +72,8 @@ def test_rollout(tmp_path: Path) -> None:
 @needs_vllm
 def test_step(tmp_path: Path) -> None:
     result, out = bench(
-        tmp_path, "step", "model=qwen2.5-0.5b", "arms=[bf16_trl,bf16,nvfp4]", "groups=2", "group_size=4", "prompt=64",
-        "new=32", "micro_batch=4", "steps=1",
+        tmp_path, "step", "model=qwen2.5-0.5b", "arms=[bf16_trl,qlora_trl,bf16,nvfp4]", "groups=2", "group_size=4",
+        "prompt=64", "new=32", "micro_batch=4", "steps=1",
     )  # fmt: skip
     rows = {row["arm"]: row for row in result["rows"]}
     assert all(row["tokens"] == 8 * 32 for row in rows.values())

@@ -58,13 +58,20 @@ def train(job: Job, folder: Path) -> Row:
         callbacks=[watch],
     )
     start = time.perf_counter() - started
-    base = sum(p.nbytes for p in trainer.model.parameters() if not p.requires_grad) / GIB
+    base = sum(held(p) for p in trainer.model.parameters() if not p.requires_grad) / GIB
     with Clocks() as clocks:
         trainer.train()
     about: Row = {"start_seconds": start, "policy_gib": base}
     if trainer.use_vllm:
         about |= memory(trainer.vllm_generation.llm) | settings(trainer.vllm_generation.llm)
     return row_of(job, watch.found) | about | clocks.row | peaks()
+
+
+def held(parameter: torch.nn.Parameter) -> int:
+    """Bytes of a weight, and of its scales where bitsandbytes has packed it."""
+    packed = getattr(parameter, "quant_state", None)
+    scales = packed.as_dict(packed=True).values() if packed is not None else ()
+    return parameter.nbytes + sum(tensor.nbytes for tensor in scales)
 
 
 def reward(completions: list[str], **_: Any) -> list[float]:

@@ -5,14 +5,17 @@ import os
 from pathlib import Path
 from typing import Any
 
+import bitsandbytes
 import pytest
+import torch
 
 from bench_jobs import ARCHITECTURE, job
-from qerl_lab.bench import arms, lab, step
+from qerl_lab.bench import arms, lab, step, stock_trl
 from qerl_lab.bench.options import StepOptions
 
 LAB = "nvfp4 rollout.engine=transformers"
-TRL = "bf16_trl use_vllm=false use_cpu=true bf16=false"  # on a CPU vLLM drops what TRL would write its weights into
+ON_CPU = "use_vllm=false use_cpu=true bf16=false"  # on a CPU vLLM drops what TRL would write its weights into
+TRL, QLORA = f"bf16_trl {ON_CPU}", f"qlora_trl {ON_CPU}"
 
 
 def options(**changes: Any) -> StepOptions:
@@ -20,7 +23,7 @@ def options(**changes: Any) -> StepOptions:
     return StepOptions(**small | changes)
 
 
-@pytest.mark.parametrize("arm", [LAB, TRL])
+@pytest.mark.parametrize("arm", [LAB, TRL, QLORA])
 def test_a_row_is_a_whole_step(tmp_path: Path, arm: str) -> None:
     (row,) = step.rows(job(tmp_path, arm, options()))
     assert row["tokens"] == pytest.approx(8 * 8)
@@ -57,6 +60,16 @@ def test_engines_are_asked_to_end_at_nothing_that_cannot_be_sampled(
     ends = lab.build(asked, lab.config(asked, **step.keys(asked))).policy.end_ids()
     assert len(ends) == count
     assert all(0 < index < 300 for index in ends)
+
+
+def test_the_base_of_qlora_is_counted_with_its_scales(tmp_path: Path) -> None:
+    """NF4 with double quantization: 4 bits a weight, 8 for each 64, 32 for each 256 of those, and a table."""
+    weight = torch.randn(128, 512)
+    packed = bitsandbytes.nn.Params4bit(weight, quant_type="nf4", blocksize=64, compress_statistics=True).to("cpu")
+    scales = weight.numel() // 64
+    assert stock_trl.held(packed) == pytest.approx(weight.numel() / 2 + scales + 4 * scales / 256, abs=2048)
+    assert stock_trl.held(packed) > weight.numel() / 2 + scales
+    assert stock_trl.held(torch.nn.Parameter(weight)) == 4 * weight.numel()
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM")
