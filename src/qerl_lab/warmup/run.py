@@ -157,7 +157,6 @@ def sum_in_one_order() -> None:
     """Have this process take no operation whose result differs from run to run. torch raises where there is none."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch asks for it
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # takes time
 
 
 def load(cfg: WarmupConfig, folder: Path, device: torch.device) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
