@@ -52,7 +52,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_random(tmp_path_factory.mktemp("dense"))
 
 
-WAYS = [*((name, lora) for name in FORMATS for lora in ("request", "dense")), ("nvfp4", "fp4_linear")]
+WAYS = [
+    *((name, lora) for name in FORMATS for lora in ("request", "dense")),
+    ("nvfp4", "fp4_linear"),
+    ("nvfp4", "share_base"),
+]
 
 
 @pytest.fixture(scope="module", params=WAYS, ids="_".join)
@@ -61,8 +65,8 @@ def built(request, folder: Path, tiny: Callable[..., RunConfig], build_policy) -
     cfg = tiny(
         device="auto", model__path=str(folder), format__name=name, lora__rank=16, rollout__engine="vllm",
         rollout__max_completion_tokens=128, rollout__batch_size=8 if way == "fp4_linear" else 64,
-        rollout__vllm__fp4_linear=way == "fp4_linear", rollout__vllm__lora="dense" if way == "fp4_linear" else way,
-        rollout__vllm__kv_cache_gib=1.0,
+        rollout__vllm__fp4_linear=way == "fp4_linear", rollout__vllm__share_base=way == "share_base",
+        rollout__vllm__lora=way if way == "request" else "dense", rollout__vllm__kv_cache_gib=1.0,
     )  # fmt: skip
     policy = build_policy(cfg)
     before = held_bytes()

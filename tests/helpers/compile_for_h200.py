@@ -1,6 +1,6 @@
-"""Compile the kernels of rollout/vllm for an H200, which Triton does without one. Prints a line of JSON a kernel.
+"""Compile the kernels of rollout/vllm, and one of formats, for an H200, which Triton does without one.
 
-In a process of its own, without TRITON_INTERPRET.
+Prints a line of JSON a kernel. In a process of its own, without TRITON_INTERPRET.
 """
 
 import json
@@ -10,15 +10,17 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from qerl_lab.formats.kernels import _unpack_marlin
 from qerl_lab.rollout.vllm import kernels
 
 H200 = GPUTarget("cuda", 90, 32)
 PARTS = ((0, 0, 3584), (28, 3584, 4096), (32, 4096, 4608))  # q, k and v of Qwen2.5-7B
 TYPES = {
-    **dict.fromkeys(["x", "A", "B", "y"], "*bf16"), "sums": "*fp32",
+    **dict.fromkeys(["x", "A", "B", "y", "out"], "*bf16"), "sums": "*fp32",
+    "codes": "*i32", "scale": "*u8", "factor": "fp32",
 }  # fmt: skip
 # Arguments that are not always divisible by 16.
-ANY = {"rows", "splits"}
+ANY = {"rows", "splits", "lines", "factor"}
 
 
 def compiled(kernel: Any, warps: int, stages: int = 3, **constants: Any) -> dict[str, Any]:
@@ -35,7 +37,7 @@ def compiled(kernel: Any, warps: int, stages: int = 3, **constants: Any) -> dict
 def main() -> None:
     adapter = {"BLOCK_R": kernels.BLOCK_R, "BLOCK_K": kernels.BLOCK_K, "AHEAD": True}
     columns = {"PARTS": PARTS, "RANK": 32, "BLOCK_R": 32, "BLOCK_N": kernels.BLOCK_N, "AHEAD": True}
-    made = []
+    made = [compiled(_unpack_marlin, 4)]
     for rows in (16, 32, 64):
         made.append(compiled(kernels._shrink, 4, 4, BLOCK_M=rows, **adapter))
         made.append(compiled(kernels._expand, 4, BLOCK_M=rows, **columns))

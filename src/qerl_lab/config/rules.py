@@ -320,7 +320,10 @@ def check_engine_on_cpu(cfg: RunConfig, why: str) -> None:
 
 
 def _kernels_fit_format(cfg: RunConfig) -> None:
-    """`linear_backend` names kernels of 4-bit products, `fp4_linear` one of NVFP4 with the adapter in it."""
+    """`linear_backend` names kernels of 4-bit products, `fp4_linear` one of NVFP4 with the adapter in it.
+
+    `share_base` needs weights in the form of one kernel, Marlin.
+    """
     own, name = cfg.rollout.vllm, cfg.format.name
     if own.linear_backend in ("marlin", "humming") and name not in ("nvfp4", "mxfp4"):
         raise ConfigError(
@@ -332,6 +335,13 @@ def _kernels_fit_format(cfg: RunConfig) -> None:
             f"rollout.vllm.fp4_linear=true with format.name={name}, rollout.vllm.lora={own.lora} and lora.rank="
             f"{cfg.lora.rank} is not allowed; allowed: nvfp4, dense, a rank up to {FP4_LINEAR_MAX_RANK}. Type "
             "rollout.vllm.fp4_linear=false, or format=nvfp4 rollout.vllm.lora=dense."
+        )
+    if own.share_base and (name != "nvfp4" or own.fp4_linear or own.linear_backend not in ("vllm", "marlin")):
+        raise ConfigError(
+            f"rollout.vllm.share_base=true with format.name={name}, "
+            f"rollout.vllm.fp4_linear={str(own.fp4_linear).lower()} and rollout.vllm.linear_backend="
+            f"{own.linear_backend} is not allowed; allowed: nvfp4, false, vllm or marlin. Type "
+            "rollout.vllm.share_base=false, or format=nvfp4 rollout.vllm.linear_backend=marlin."
         )
 
 

@@ -218,6 +218,10 @@ class VllmConfig:
     fp4_linear: bool = option(
         False, "NVFP4 with lora=dense: up to 8 rows by the lab's kernel, over a second copy of the packed weights"
     )
+    share_base: bool = option(
+        False,
+        "NVFP4 by Marlin: the trainer reads vLLM's packed weights and keeps none of its own; not run on a GPU yet",
+    )
     enforce_eager: bool = option(False, "run without torch.compile and CUDA graphs: a quick start, slow tokens")
     timeout_minutes: float = option(
         60.0, "a rollout that takes longer counts as failed", above=0, at_most=100_000, unit="min"

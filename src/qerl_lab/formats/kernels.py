@@ -1,8 +1,9 @@
 """Triton kernels that unpack NVFP4 and MXFP4 on an NVIDIA GPU. Importing this module imports triton.
 
-The bits are those of the pure torch code beside them (`nvfp4.py`, `mxfp4.py`), which is the reference. Blocks never
-cross rows, so the kernel walks over the flattened weight; 4.5 bits are read and 16 written per weight, so memory is the
-limit. `TRITON_INTERPRET=1` runs it on a CPU, for tests.
+The bits are those of the pure torch code beside them (`nvfp4.py`, `mxfp4.py`, `marlin.py`), which is the reference.
+4.5 bits are read and 16 written per weight, so memory is the limit. Blocks never cross rows, so `_unpack` walks over
+the flattened weight. `_unpack_marlin` reads whole lines of 512 bytes, and writes pieces of rows of 256 bytes or more.
+`TRITON_INTERPRET=1` runs them on a CPU, for tests.
 """
 
 import torch
@@ -10,8 +11,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from qerl_lab.formats.marlin import ROWS, unit
+
 _BLOCKS = tl.constexpr(256)  # scale blocks a program unpacks
 _WARPS = 4
+_LINES = tl.constexpr(8)  # lines of Marlin's form, of 16 columns, that a program unpacks
+_TO_FLOAT32 = 2.0**112  # a float16's exponent bias is 15, a float32's 127
 
 
 def dequantize_e2m1(codes: Tensor, scale: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
@@ -46,6 +51,55 @@ def _unpack(codes, scale, out, blocks, WIDTH: tl.constexpr, E8M0: tl.constexpr):
     at = block[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     dense = tl.reshape(values, (_BLOCKS, WIDTH)).to(out.dtype.element_ty)
     tl.store(out + first * WIDTH + at, dense, mask=inside[:, None])
+
+
+def dequantize_marlin(codes: Tensor, scale: Tensor, boost: float, dtype: torch.dtype) -> Tensor:
+    """E2M1 value * block scale as `[N, K]` in `dtype`: float32, or bfloat16 (exact), of the form in `marlin.py`.
+
+    Args:
+        codes: int32 `[K/16, 2 N]`, its words side by side; a line may be part of a longer one.
+        scale: float8_e4m3fn by name, E5M3 in fact, `[K/16, N]`, likewise.
+        boost: as in `Marlin`.
+    """
+    (lines, N), scale = scale.shape, scale.view(torch.uint8)
+    out = torch.empty((N, 16 * lines), dtype=dtype, device=codes.device)
+    grid = (N // ROWS, triton.cdiv(lines, _LINES.value))
+    factor = unit(boost) * _TO_FLOAT32
+    _unpack_marlin[grid](codes, scale, out, lines, codes.stride(0), scale.stride(0), factor, num_warps=_WARPS)
+    return out
+
+
+@triton.jit
+def _unpack_marlin(codes, scale, out, lines, code_line, scale_line, factor):
+    """Each program unpacks 64 rows x 16 `_LINES` columns. Letters are those of `marlin.py`."""
+    tile, first = tl.program_id(0), tl.program_id(1) * _LINES
+    w, c = tl.arange(0, 4)[:, None, None, None], tl.arange(0, 8)[None, :, None, None]
+    line, r = first + tl.arange(0, _LINES)[None, None, :, None], tl.arange(0, 4)[None, None, None, :]
+    at = line.to(tl.int64) * code_line + tile * 128 + 16 * c + 4 * r + w
+    words = tl.load(codes + at, mask=line < lines, other=0)
+    values = tl.join(_of_half(words, 0), _of_half(words, 2))  # w c S r b a h
+    values = tl.permute(values, (0, 6, 1, 2, 4, 3, 5))  # w h c S b r a
+    values = tl.reshape(values, (64, _LINES, 16))
+
+    row, line = tl.arange(0, 64)[:, None], first + tl.arange(0, _LINES)[None, :]
+    at = line.to(tl.int64) * scale_line + tile * 64
+    at += 8 * (row & 7) + 4 * (row >> 5) + 2 * (row >> 3 & 1) + (row >> 4 & 1)
+    bits = tl.load(scale + at, mask=line < lines, other=0).to(tl.int32) << 20
+    values *= (bits.to(tl.float32, bitcast=True) * factor)[:, :, None]
+
+    columns = 16 * lines
+    column = 16 * first + tl.arange(0, 16 * _LINES)[None, :]
+    dense = tl.reshape(values, (64, 16 * _LINES)).to(out.dtype.element_ty)
+    at = (tile * 64 + row).to(tl.int64) * columns + column
+    tl.store(out + at, dense, mask=column < columns)
+
+
+@triton.jit
+def _of_half(words, NIBBLE: tl.constexpr):
+    """The values in nibbles 4 a + 2 h + b of one h, with b and a as two more axes. NIBBLE is 2 h."""
+    even = tl.join(from_e2m1(words >> 4 * NIBBLE), from_e2m1(words >> 4 * (NIBBLE + 1)))
+    odd = tl.join(from_e2m1(words >> 4 * (NIBBLE + 4)), from_e2m1(words >> 4 * (NIBBLE + 5)))
+    return tl.join(even, odd)
 
 
 @triton.jit

@@ -12,10 +12,15 @@ from qerl_lab.model.policy import Policy
 def base_tensors(policy: Policy) -> dict[str, Tensor]:
     """The frozen tensors by their names in a checkpoint: without PEFT's layer around them, without the adapter."""
     base = policy.model.get_base_model()
-    again = tied(base)
+    tensors, again = base.state_dict(), tied(base)
+    for name, module in base.named_modules():
+        if isinstance(module, PackedLinear) and module.form is not None:  # an engine's tensors, in its form
+            for key in module.held():
+                del tensors[f"{name}.{key}"]
+            tensors |= {f"{name}.{key}": tensor for key, tensor in module.packed().items()}
     return {
         name.replace(".base_layer.", "."): tensor
-        for name, tensor in base.state_dict().items()
+        for name, tensor in tensors.items()
         if ".lora_" not in name and name not in again
     }
 

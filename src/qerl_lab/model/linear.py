@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qerl_lab.formats.format import Decoder, Format, pack_fused
+from qerl_lab.formats.marlin import Marlin
 from qerl_lab.model.on_disk import is_ignored
 
 if TYPE_CHECKING:
@@ -37,6 +38,8 @@ class PackedLinear(nn.Linear):
     checkpoint (in attribute names "." becomes "__"); they keep their dtypes when the model changes its own. The
     backward pass unpacks again instead of saving a dense weight. With `dense_cache` (CPU only) the unpacked weight is
     kept between calls, outside of the state dict; the result is the same, bit for bit.
+
+    After `hold` with a form the buffers are an engine's tensors, in its form. The layer computes with the same bits.
     """
 
     def __init__(
@@ -56,14 +59,10 @@ class PackedLinear(nn.Linear):
         self.compute_dtype = _checked_dtype(compute_dtype)
         self.dense_cache = dense_cache
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach().clone(), False))
-        self._packed_names = tuple(packed)
+        self._held_names: tuple[str, ...] = ()
         self._decoder: Decoder | None = None
         self._dense: dict[torch.dtype, Tensor] = {}
-        for name, tensor in packed.items():
-            _check_cache_device(dense_cache, tensor.device)
-            # Not register_buffer: bitsandbytes calls its packed tensor `weight`, which is a property here.
-            self._buffers[_attribute(name)] = tensor
-        self._packed_changed(decode=True)
+        self.hold(packed)
 
     @classmethod
     def from_linear(
@@ -81,29 +80,44 @@ class PackedLinear(nn.Linear):
         shape, dtype = (linear.out_features, linear.in_features), linear.weight.dtype
         return cls(weight_format, packed, shape, compute_dtype=dtype, bias=linear.bias, dense_cache=dense_cache)
 
+    def hold(self, tensors: Mapping[str, Tensor], form: Marlin | None = None) -> None:
+        """Hold the weight in `tensors` and nothing else: those of a checkpoint, or those that `form` reads.
+
+        That they stand for the same weight as those held so far is the caller's to know.
+        """
+        for tensor in tensors.values():
+            _check_cache_device(self.dense_cache, tensor.device)
+        for name in self._held_names:
+            del self._buffers[_attribute(name)]
+        # Not register_buffer: bitsandbytes calls its packed tensor `weight`, which is a property here.
+        self._buffers.update({_attribute(name): tensor for name, tensor in tensors.items()})
+        self._held_names, self.form = tuple(tensors), form
+        self._packed_changed(decode=True)
+
     @property
     def weight(self) -> Tensor:  # type: ignore[override]  # nn.Linear has a parameter by this name
         """The packed codes. PEFT reads the device here, and the dtype of the adapter from `compute_dtype`."""
-        return self._held(self._packed_names[0])
+        return next(iter(self.held().values()))
 
     def packed(self) -> dict[str, Tensor]:
-        """Return the packed tensors by their names in a checkpoint."""
-        return {name: self._held(name) for name in self._packed_names}
+        """Return the packed tensors by their names in a checkpoint; where an engine holds them, made from its form."""
+        return self.held() if self.form is None else self.form.stored(self.held())
 
-    def _held(self, name: str) -> Tensor:
+    def held(self) -> dict[str, Tensor]:
+        """Return the buffers that the weight is in."""
         # Not get_buffer: it would find the property `weight` where NF4 has a tensor by that name.
-        return cast(Tensor, self._buffers[_attribute(name)])
+        return {name: cast(Tensor, self._buffers[_attribute(name)]) for name in self._held_names}
 
     def packed_bytes(self) -> int:
         """Count the bytes of the packed tensors, without bias and dense cache."""
-        return sum(tensor.nbytes for tensor in self.packed().values())
+        return sum(tensor.nbytes for tensor in self.held().values())
 
     @property
     def decoder(self) -> Decoder:
         """Made anew after every change of the packed tensors; reads a constant or two back from a GPU then."""
         if self._decoder is None:
-            shape = (self.out_features, self.in_features)
-            self._decoder = self.weight_format.decoder(self.packed(), shape)
+            read = self.form or self.weight_format
+            self._decoder = read.decoder(self.held(), (self.out_features, self.in_features))
         return self._decoder
 
     def _packed_changed(self, *, decode: bool = False) -> None:
@@ -139,7 +153,7 @@ class PackedLinear(nn.Linear):
         probe = fn(torch.empty(1, dtype=self.compute_dtype, device=self.weight.device))
         self.compute_dtype = _checked_dtype(probe.dtype)
         _check_cache_device(self.dense_cache, probe.device)
-        packed = self.packed().values()
+        packed = self.held().values()
 
         def keep_dtype(tensor: Tensor) -> Tensor:
             if any(tensor is other for other in packed):
@@ -153,12 +167,12 @@ class PackedLinear(nn.Linear):
 
     def _save_to_state_dict(self, destination: dict[str, Tensor], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        for name in self._packed_names:
+        for name in self._held_names:
             destination[prefix + name] = destination.pop(prefix + _attribute(name))
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
         error_msgs: list[str] = args[-1]
-        for name, own in self.packed().items():
+        for name, own in self.held().items():
             if (tensor := state_dict.pop(prefix + name, None)) is None:
                 continue  # reported as missing below
             state_dict[prefix + _attribute(name)] = tensor

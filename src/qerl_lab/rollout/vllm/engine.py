@@ -1,4 +1,4 @@
-"""The engine of vLLM, in the trainer's process: a copy of the packed base, the policy's adapter, noisy norms.
+"""The engine of vLLM, in the trainer's process: the packed base, the policy's adapter, noisy norms.
 
 It meets vLLM at documented seams only: `LLM(...)`, `add_request` and `step` of its engine, `add_lora`, `apply_model`,
 `reset_prefix_cache`. tests/unit/rollout/test_contract.py holds it, and tests/gpu every format.
@@ -9,7 +9,7 @@ import os
 import random
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from qerl_lab.config.schema import RunConfig
 from qerl_lab.model.files import read_json
 from qerl_lab.model.policy import Policy
 from qerl_lab.rollout.engine import EngineFailed, OnDone, Rollout, Sampling, ignore
+from qerl_lab.rollout.vllm import one_copy
 from qerl_lab.rollout.vllm.adapter import AdapterFile, DenseAdapter
 from qerl_lab.rollout.vllm.backends import chosen
 from qerl_lab.rollout.vllm.base import folder_of
@@ -39,7 +40,7 @@ IN_THIS_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 
 class VllmEngine:
-    """Engine over a copy of `policy`'s base; one at a time in a process.
+    """Engine over a copy of `policy`'s base, with `share_base` over the only one; one at a time in a process.
 
     A seed decides each completion's draws, whatever it is batched with; on a GPU they repeat as far as vLLM's sums do.
     Raises ConfigError where vLLM cannot serve the model in its format here, or memory is too small.
@@ -52,8 +53,12 @@ class VllmEngine:
         os.environ.update(IN_THIS_PROCESS)
         own = DenseAdapter if cfg.rollout.vllm.lora == "dense" else AdapterFile
         self._adapter: DenseAdapter | AdapterFile = own(policy.model, cfg)
-        with own_randomness(policy.device), folder_of(policy, cfg) as folder:
+        share = cfg.rollout.vllm.share_base
+        aside = one_copy.parked(policy) if share else nullcontext()
+        with own_randomness(policy.device), aside, folder_of(policy, cfg) as folder:
             self._llm: LLM | None = start(cfg, folder, policy, self._adapter.arguments(folder))
+            if share:
+                self._share_base()
         self._check_norms()
         self.sync(CLEAN)
 
@@ -82,6 +87,16 @@ class VllmEngine:
                 raise EngineFailed("vLLM kept its prefix cache at a sync: requests of the last rollout still run")
             if self.policy.device.type == "cuda":  # vLLM may sample on another stream than this one
                 torch.cuda.synchronize(self.policy.device)
+
+    def _share_base(self) -> None:
+        """Raises ConfigError where vLLM's weights cannot be the policy's."""
+        torch.cuda.synchronize(self.policy.device)  # vLLM may have loaded on another stream
+        keep = self.llm.apply_model(lambda model: one_copy.share(self.policy, model))[0]
+        if keep:
+            print(
+                f"warning: share_base=true: {len(keep)} layers, the first {keep[0]}, keep packed weights of their own, "
+                "for Marlin, vLLM's kernel, has other bits: it drops block scales below 2^-6"
+            )
 
     def norms(self) -> dict[str, Tensor]:
         """Read them from vLLM's own modules."""
@@ -171,8 +186,9 @@ class VllmEngine:
         return found
 
     def held(self) -> dict[str, int]:
-        """The weights by their tensors, the cache by what it was given."""
+        """The weights by their tensors, without those that the policy holds too; the cache by what it was given."""
         weights = self.llm.apply_model(lambda model: sum(tensor.nbytes for tensor in model.parameters()))[0]
+        weights -= one_copy.shared_bytes(self.policy)
         cache = self.llm.llm_engine.vllm_config.cache_config.kv_cache_memory_bytes
         return {"vLLM's weights": weights, "vLLM's key-value cache": cache}
 

@@ -1,0 +1,124 @@
+"""One copy of an NVFP4 base for engine and trainer: the policy's packed layers read vLLM's own tensors.
+
+vLLM repacks every weight for Marlin, its kernel, so what can be shared is Marlin's form (`formats.marlin`), from which
+the trainer unpacks the same bits. Of a fused layer (q/k/v, gate/up) each part is a range of whole tiles.
+
+Every layer is compared with its own tensors, bit for bit, before they go. One that differs keeps them: Marlin drops
+block scales below 2^-6. While vLLM starts the policy's packed tensors lie in the host's memory, so that at no time are
+there two copies on the GPU; an engine that is built again finds them there too, made from the last one's tensors.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from qerl_lab.config.option import ConfigError
+from qerl_lab.formats.marlin import CODES, DIVISOR, ROWS, SCALE, Marlin, part
+from qerl_lab.model.linear import PackedLinear
+from qerl_lab.model.policy import Policy
+
+# Of `layer.scheme.kernel`. vLLM has no documented word for the kernel of a layer; tests/gpu/test_one_copy_gpu.py fails
+# when this goes.
+KERNEL = "MarlinNvFp4LinearKernel"
+Layers = dict[str, PackedLinear]
+
+
+def packed_layers(policy: Policy) -> Layers:
+    """The packed layers by the names that a checkpoint has: PEFT puts a layer around those with an adapter."""
+    return {
+        name.removesuffix(".base_layer"): layer for name, layer in policy.model.get_base_model().named_modules()
+        if isinstance(layer, PackedLinear)
+    }  # fmt: skip
+
+
+@contextmanager
+def parked(policy: Policy) -> Iterator[None]:
+    """Move the packed weights to the host's memory for a while. Back go those that are not shared by then."""
+    layers, device = packed_layers(policy).values(), policy.device
+    for layer in layers:
+        layer.hold({name: tensor.cpu() for name, tensor in layer.packed().items()})
+    try:
+        yield
+    finally:
+        for layer in layers:
+            if layer.form is None:
+                layer.hold({name: tensor.to(device) for name, tensor in layer.packed().items()})
+
+
+def share(policy: Policy, model: nn.Module) -> list[str]:
+    """Have the layers of `policy` hold the tensors of `model`, vLLM's. Returns those that keep their own, by name.
+
+    Raises ConfigError, before it changes a layer, where a weight is not there in Marlin's form.
+    """
+    layers = packed_layers(policy)
+    pairs = list(_pairs(layers, model))
+    found = {name for _, parts in pairs for name in parts}
+    if missing := [name for name in layers if name not in found]:
+        raise refused(f"finds no layer in vLLM's model that holds {missing[0]}")
+    for theirs, parts in pairs:
+        _check(theirs, parts)
+    return [name for theirs, parts in pairs for name in _share_layer(theirs, parts)]
+
+
+def shared_bytes(policy: Policy) -> int:
+    """Bytes of vLLM's that the policy holds too."""
+    return sum(layer.packed_bytes() for layer in packed_layers(policy).values() if layer.form is not None)
+
+
+def refused(why: str) -> ConfigError:
+    return ConfigError(f"rollout.vllm.share_base=true {why}. Type rollout.vllm.share_base=false.")
+
+
+def _pairs(layers: Layers, model: nn.Module) -> Iterator[tuple[nn.Module, Layers]]:
+    """Yield layers of vLLM's `model` with the policy's that are their parts, in their order."""
+    fused: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
+    theirs = {name.removesuffix(".base_layer"): layer for name, layer in model.named_modules()}  # the inner one counts
+    for name, layer in theirs.items():
+        parent, _, leaf = name.rpartition(".")
+        names = [f"{parent}.{one}" for one in fused.get(leaf, [leaf])]
+        if all(one in layers for one in names):
+            yield layer, {one: layers[one] for one in names}
+
+
+def _check(theirs: nn.Module, parts: Layers) -> None:
+    """Raise ConfigError unless `theirs` holds the weights of `parts`, one below another, in Marlin's form."""
+    name, own = next(iter(parts.items()))
+    kernel = type(getattr(getattr(theirs, "scheme", None), "kernel", None)).__name__
+    if kernel != KERNEL:
+        raise refused(f"needs weights that vLLM computes with {KERNEL}, and {name} has {kernel}")
+    if len({layer.packed()[DIVISOR].item() for layer in parts.values()}) > 1:
+        raise refused(f"needs one global scale for {name} and its neighbours, as python -m qerl_lab.quantize gives")
+    sizes, columns = [layer.out_features for layer in parts.values()], own.in_features
+    expected = [(columns // 16, 2 * sum(sizes)), (columns // 16, sum(sizes))]
+    shapes = [tuple(theirs.get_parameter(held).shape) for held in ("weight", "weight_scale")]
+    if any(size % ROWS for size in sizes) or shapes != expected:
+        raise refused(f"takes parts in multiples of {ROWS} rows that Marlin does not pad, and {name} is {sizes} "
+                      f"x {columns}")  # fmt: skip
+
+
+def _share_layer(theirs: nn.Module, parts: Layers) -> list[str]:
+    """Share one layer. Returns the parts that keep their own tensors, which Marlin's do not stand for."""
+    keep, first = [], 0
+    whole = {key: theirs.get_parameter(name).data for key, name in ((CODES, "weight"), (SCALE, "weight_scale"))}
+    for name, layer in parts.items():
+        own = {key: tensor.to(whole[CODES].device) for key, tensor in layer.packed().items()}
+        form = Marlin(boost(own[DIVISOR], theirs.get_parameter("weight_global_scale")))
+        held = part(whole | {DIVISOR: own[DIVISOR]}, first, layer.out_features)
+        if _same(form.stored(held), own):
+            layer.hold(held, form)
+        else:
+            keep.append(name)
+        first += layer.out_features
+    return keep
+
+
+def boost(divisor: Tensor, theirs: Tensor) -> float:
+    """The power of two by which vLLM multiplied the block scales, from its global scale: 2^119 / divisor / boost."""
+    ratio = 2.0**119 / divisor.double() / theirs.double()
+    return float(ratio.log2().round().exp2().item())
+
+
+def _same(found: dict[str, Tensor], own: dict[str, Tensor]) -> bool:
+    return all(torch.equal(found[key].view(torch.uint8), tensor.view(torch.uint8)) for key, tensor in own.items())

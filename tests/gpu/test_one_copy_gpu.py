@@ -1,0 +1,152 @@
+"""One copy of the base for vLLM and the trainer: vLLM's own tensors unpack to the same bits, and the memory is there.
+
+tests/gpu/test_vllm_engine.py holds the engine over a shared base to what it holds every other to.
+"""
+
+import gc
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from packed_layers import NVFP4
+from qerl_lab import rollout
+from qerl_lab.config.schema import RunConfig
+from qerl_lab.formats.marlin import CODES, DIVISOR, SCALE, Marlin, part
+from qerl_lab.model import policy
+from qerl_lab.model.policy import Policy
+from qerl_lab.rollout.engine import Engine, Sampling
+from qerl_lab.rollout.vllm import one_copy
+from small_checkpoints import equal, write_dense
+
+pytestmark = [
+    pytest.mark.gpu, pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM"),
+]  # fmt: skip
+
+
+def packed_by_vllm(packed: dict[str, Tensor]) -> nn.Module:
+    from vllm.model_executor.layers.quantization.utils.marlin_utils_fp4 import prepare_fp4_layer_for_marlin
+
+    layer = nn.Module()
+    layer.output_size_per_partition, half = packed["weight_packed"].shape
+    layer.input_size_per_partition, layer.params_dtype = 2 * half, torch.bfloat16
+    layer.weight = nn.Parameter(packed["weight_packed"].clone(), requires_grad=False)
+    layer.weight_scale = nn.Parameter(packed["weight_scale"].clone(), requires_grad=False)
+    layer.weight_global_scale = nn.Parameter(1 / packed[DIVISOR][0], requires_grad=False)
+    prepare_fp4_layer_for_marlin(layer)
+    return layer
+
+
+@pytest.mark.parametrize("shape", [(64, 128), (128, 64), (4608, 3584), (3584, 18944), (576, 1536)])
+@pytest.mark.parametrize("top", [448.0, 20.0])
+def test_the_tensors_that_vllm_packs_unpack_to_every_bit(shape: tuple[int, int], top: float) -> None:
+    """With scales that Marlin keeps; `top` is the largest of them."""
+    torch.manual_seed(0)
+    packed = NVFP4.quantize(torch.randn(shape, device="cuda"), global_scale=torch.tensor([top], device="cuda"))
+    packed["weight_scale"] = (2.0**-6 + (top - 2.0**-6) * torch.rand_like(packed["weight_scale"].float())).to(
+        torch.float8_e4m3fn
+    )
+    packed["weight_scale"][0, 0], packed["weight_scale"][-1, -1] = top, 0.0
+    layer = packed_by_vllm(packed)
+    form = Marlin(one_copy.boost(packed[DIVISOR], layer.weight_global_scale))
+    assert form.boost == (1 if top == 448 else 16)
+    held = part({CODES: layer.weight.data, SCALE: layer.weight_scale.data, DIVISOR: packed[DIVISOR]}, 0, shape[0])
+    assert all(equal(tensor, packed[key]) for key, tensor in form.stored(held).items())
+    for dtype in (torch.float32, torch.bfloat16):
+        assert equal(form.decoder(held, shape).unpack(dtype), NVFP4.decoder(packed, shape).unpack(dtype))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """98 million weights in layers that are packed."""
+    config = Qwen2Config(
+        vocab_size=1024, hidden_size=1536, intermediate_size=4096, num_hidden_layers=4, num_attention_heads=12,
+        num_key_value_heads=2, initializer_range=0.03, eos_token_id=2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return write_dense(tmp_path_factory.mktemp("dense"), Qwen2ForCausalLM(config).to(torch.bfloat16))
+
+
+@pytest.fixture
+def configure(folder: Path, tiny: Callable[..., RunConfig]) -> Callable[..., RunConfig]:
+    def configured(share: bool, lora: str = "dense") -> RunConfig:
+        return tiny(
+            device="cuda", model__path=str(folder), format__name="nvfp4", lora__rank=16, rollout__engine="vllm",
+            rollout__batch_size=16, rollout__vllm__lora=lora, rollout__vllm__share_base=share,
+            rollout__vllm__kv_cache_gib=0.5, rollout__vllm__enforce_eager=True,
+        )  # fmt: skip
+
+    return configured
+
+
+def allocated() -> int:
+    gc.collect()
+    torch.cuda.synchronize()
+    return torch.cuda.memory_allocated()
+
+
+def step(learner: Policy) -> list[Tensor]:
+    """Loss, and the adapter after one update on a batch that is always the same."""
+    weights = [parameter for parameter in learner.model.parameters() if parameter.requires_grad]
+    before = [weight.detach().clone() for weight in weights]
+    optimizer = torch.optim.AdamW(weights, lr=1e-3)
+    ids = torch.arange(3, 1003, device="cuda").view(8, 125)
+    with sdpa_kernel(SDPBackend.MATH):  # whose sums are always in one order
+        loss = learner.model(input_ids=ids, labels=ids).loss
+        loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    after = [loss.detach(), *(weight.detach().clone() for weight in weights)]
+    for weight, was in zip(weights, before, strict=True):
+        weight.data.copy_(was)
+    return after
+
+
+def same(a: list[Tensor], b: list[Tensor]) -> bool:
+    return all(equal(one, other) for one, other in zip(a, b, strict=True))
+
+
+def sample(engine: Engine) -> int:
+    return engine.generate([list(range(5, 25))] * 4, 4, Sampling(16, seed=1)).tokens
+
+
+@pytest.mark.parametrize("lora", ["dense", "request"])
+def test_a_step_over_a_shared_base_has_the_same_bits(configure: Callable, build_policy: Callable, lora: str) -> None:
+    """And over that of an engine that was built again."""
+    cfg = configure(True, lora)
+    learner = build_policy(cfg)
+    expected = step(learner)
+    assert same(step(learner), expected), "this step does not repeat itself"
+    engine = rollout.build(cfg, learner)
+    layers = one_copy.packed_layers(learner)
+    assert len(layers) == 28
+    assert all(layer.form is not None for layer in layers.values())
+    assert sample(engine) > 0
+    assert same(step(learner), expected)
+    engine.close()
+    assert same(step(learner), expected)  # what it reads lives on
+    engine = rollout.build(cfg, learner)
+    assert sample(engine) > 0
+    assert same(step(learner), expected)
+    engine.close()
+
+
+def test_the_base_is_in_memory_once(configure: Callable) -> None:
+    used, owned = [], []
+    for share in (False, True):
+        cfg, before = configure(share), allocated()
+        learner = policy.build(cfg, torch.device("cuda"))
+        size = sum(layer.packed_bytes() for layer in one_copy.packed_layers(learner).values())
+        engine = rollout.build(cfg, learner)
+        used.append(allocated() - before)
+        owned.append(engine.held()["vLLM's weights"])
+        engine.close()
+        del learner, engine
+    assert size > 45e6
+    assert used[0] - used[1] == pytest.approx(size, abs=2e6)
+    assert owned[0] - owned[1] == pytest.approx(size, abs=1e4)

@@ -1,0 +1,234 @@
+"""The policy's packed layers on the tensors of an engine that holds them in Marlin's form; the engine is made here.
+
+tests/gpu/test_one_copy_gpu.py has vLLM's own.
+"""
+
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+import marlin_packer
+from qerl_lab.config.option import ConfigError
+from qerl_lab.formats.marlin import CODES, SCALE
+from qerl_lab.model.dense import base_tensors, dense_tensors
+from qerl_lab.model.files import WeightFiles
+from qerl_lab.model.linear import PackedLinear, weight_bytes
+from qerl_lab.model.policy import Policy, save_adapter
+from qerl_lab.rollout.vllm import base, one_copy
+from small_checkpoints import equal, write_dense
+
+PARTS = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+MarlinNvFp4LinearKernel = type("MarlinNvFp4LinearKernel", (), {})
+HumMingNvFp4LinearKernel = type("HummingNvFp4LinearKernel", (), {})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = Qwen2Config(
+        vocab_size=1024, hidden_size=128, intermediate_size=192, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, initializer_range=0.1, eos_token_id=2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return write_dense(tmp_path_factory.mktemp("dense"), Qwen2ForCausalLM(config).to(torch.bfloat16))
+
+
+@pytest.fixture
+def cfg(folder: Path, tiny: Callable) -> Any:
+    return tiny(format__name="nvfp4", model__path=str(folder))
+
+
+@pytest.fixture
+def policy(cfg: Any, build_policy: Callable) -> Policy:
+    return build_policy(cfg)
+
+
+def engine_of(policy: Policy, wrapped: bool = False) -> nn.Module:
+    """What vLLM holds of the policy's base; `wrapped` as its LoRA for many adapters wraps layers."""
+    model, layers = nn.Module(), one_copy.packed_layers(policy)
+    model.packed_modules_mapping = PARTS
+    whole = {part: name for name, parts in PARTS.items() for part in parts}
+    groups: dict[str, list[dict[str, Tensor]]] = {}
+    for name, layer in layers.items():
+        parent, _, leaf = name.rpartition(".")
+        groups.setdefault(f"{parent}.{whole.get(leaf, leaf)}", []).append(layer.packed())
+    for name, parts in groups.items():
+        made = marlin_packer.layer(parts)
+        made.scheme = SimpleNamespace(kernel=MarlinNvFp4LinearKernel())
+        put(model, f"{name}.base_layer" if wrapped else name, made)
+    return model
+
+
+def put(model: nn.Module, name: str, layer: nn.Module) -> None:
+    *parents, leaf = name.split(".")
+    for one in parents:
+        if not hasattr(model, one):
+            model.add_module(one, nn.Module())
+        model = model.get_submodule(one)
+    model.add_module(leaf, layer)
+
+
+def gradients(policy: Policy) -> list[Tensor]:
+    """Logits, and the gradients of the adapter."""
+    ids = torch.arange(3, 35).view(2, 16)
+    policy.model.zero_grad()
+    logits = policy.model(input_ids=ids).logits
+    logits.logsumexp(-1).square().sum().backward()
+    return [logits.detach(), *(p.grad.clone() for p in policy.model.parameters() if p.requires_grad)]
+
+
+def storages(model: nn.Module) -> set[int]:
+    return {tensor.untyped_storage().data_ptr() for tensor in model.parameters()}
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_shared_layer_computes_with_the_same_bits_and_holds_no_weight_of_its_own(
+    policy: Policy, wrapped: bool
+) -> None:
+    before, engine = gradients(policy), engine_of(policy, wrapped)
+    assert one_copy.share(policy, engine) == []
+    after = gradients(policy)
+    assert len(before) == len(after) > 20
+    assert all(equal(a, b) for a, b in zip(before, after, strict=True))
+    for layer in one_copy.packed_layers(policy).values():
+        held = layer.held()
+        assert {held[key].untyped_storage().data_ptr() for key in (CODES, SCALE)} <= storages(engine)
+        assert sum(tensor.nbytes for tensor in layer.buffers()) == layer.packed_bytes()
+    own = sum(layer.weight_global_scale.nbytes for layer in one_copy.packed_layers(policy).values())
+    engines = sum(tensor.nbytes for tensor in engine.parameters() if tensor.ndim == 2)
+    assert one_copy.shared_bytes(policy) - own == engines
+
+
+def test_what_others_read_of_the_base_is_what_it_was(policy: Policy, cfg: Any, tmp_path: Path) -> None:
+    before, dense, size = base_tensors(policy), dense_tensors(policy, torch.float32), weight_bytes(policy.model)
+    one_copy.share(policy, engine_of(policy))
+    after = base_tensors(policy)
+    assert after.keys() == before.keys()
+    assert all(equal(after[name], tensor) for name, tensor in before.items())
+    assert all(equal(tensor, dense[name]) for name, tensor in dense_tensors(policy, torch.float32).items())
+    assert weight_bytes(policy.model) == size  # each byte has one owner, and that is the policy
+    with base.folder_of(policy, cfg) as folder:
+        files = WeightFiles(folder)
+        assert sorted(files.names) == sorted(before)
+        assert all(equal(files.tensor(name), tensor.cpu()) for name, tensor in before.items())
+    save_adapter(policy.model, tmp_path / "adapter")
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").stat().st_size < 2**20  # without the base
+
+
+def test_a_move_to_where_it_is_keeps_the_engine_s_tensors(policy: Policy) -> None:
+    engine = engine_of(policy)
+    one_copy.share(policy, engine)
+    policy.model.to("cpu")
+    layer = next(iter(one_copy.packed_layers(policy).values()))
+    assert layer.weight.untyped_storage().data_ptr() in storages(engine)
+
+
+def test_an_engine_that_is_built_again_takes_the_place_of_the_last(policy: Policy) -> None:
+    before, expected = base_tensors(policy), gradients(policy)
+    before = {name: tensor.clone() for name, tensor in before.items()}
+    old = engine_of(policy)
+    with one_copy.parked(policy):
+        one_copy.share(policy, old)
+    alive = [tensor for tensor in old.parameters() if tensor.ndim == 2]
+    pointers = {tensor.data_ptr() for tensor in alive}
+    with one_copy.parked(policy):
+        assert not any(layer.form for layer in one_copy.packed_layers(policy).values())
+        assert all(equal(base_tensors(policy)[name], tensor) for name, tensor in before.items())
+        new = engine_of(policy)
+        one_copy.share(policy, new)
+    assert not storages(new) & pointers
+    del old, alive
+    gc.collect()
+    buffers = [tensor for layer in one_copy.packed_layers(policy).values() for tensor in layer.buffers()]
+    own = {tensor.untyped_storage().data_ptr() for tensor in buffers if tensor.numel() > 1}
+    assert own <= storages(new)
+    assert all(equal(a, b) for a, b in zip(gradients(policy), expected, strict=True))
+
+
+def test_a_policy_whose_engine_does_not_start_holds_its_own_weights(policy: Policy) -> None:
+    before = {name: tensor.clone() for name, tensor in base_tensors(policy).items()}
+    one_copy.share(policy, engine_of(policy))
+    with pytest.raises(ConfigError, match="no memory"), one_copy.parked(policy):
+        raise ConfigError("no memory")
+    assert not any(layer.form for layer in one_copy.packed_layers(policy).values())
+    assert all(equal(base_tensors(policy)[name], tensor) for name, tensor in before.items())
+
+
+def test_a_layer_whose_scales_marlin_drops_keeps_its_own(policy: Policy) -> None:
+    """The others, parts of the same fused layer too, are shared."""
+    name = "model.layers.1.self_attn.k_proj"
+    layer = one_copy.packed_layers(policy)[name]
+    layer.weight_scale.view(torch.uint8)[3, 5] = 7  # 7/512, the largest subnormal number
+    layer.hold(layer.packed())
+    before = gradients(policy)
+    with one_copy.parked(policy):
+        assert one_copy.share(policy, engine_of(policy)) == [name]
+    shared = [one for one, layer in one_copy.packed_layers(policy).items() if layer.form is not None]
+    assert len(shared) == 13
+    assert name not in shared
+    assert all(equal(a, b) for a, b in zip(gradients(policy), before, strict=True))
+
+
+def test_back_to_the_gpu_go_those_that_are_not_shared(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The meta device stands for the GPU."""
+    layers = one_copy.packed_layers(policy)
+    layers["model.layers.1.self_attn.k_proj"].weight_scale.view(torch.uint8)[3, 5] = 7
+    monkeypatch.setattr(type(policy), "device", torch.device("meta"))
+    with one_copy.parked(policy):
+        assert {layer.weight.device.type for layer in layers.values()} == {"cpu"}
+        (kept,) = one_copy.share(policy, engine_of(policy))
+    assert {name for name, layer in layers.items() if layer.weight.is_meta} == {kept}
+
+
+def another_kernel(layers: dict[str, PackedLinear], engine: nn.Module) -> None:
+    engine.get_submodule("model.layers.1.mlp.down_proj").scheme.kernel = HumMingNvFp4LinearKernel()
+
+
+def dense_in_the_engine(layers: dict[str, PackedLinear], engine: nn.Module) -> None:
+    del engine.get_submodule("model.layers.1.mlp.down_proj").scheme
+
+
+def other_names(layers: dict[str, PackedLinear], engine: nn.Module) -> None:
+    engine.packed_modules_mapping = {}
+
+
+def padded(layers: dict[str, PackedLinear], engine: nn.Module) -> None:
+    layer = engine.get_submodule("model.layers.1.mlp.down_proj")
+    layer.weight = nn.Parameter(nn.functional.pad(layer.weight, (0, 128)), requires_grad=False)
+
+
+def other_divisors(layers: dict[str, PackedLinear], engine: nn.Module) -> None:
+    layers["model.layers.1.self_attn.v_proj"].weight_global_scale *= 2
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (another_kernel, r"MarlinNvFp4LinearKernel, and model.layers.1.mlp.down_proj has HummingNvFp4LinearKernel\."),
+        (dense_in_the_engine, r"model.layers.1.mlp.down_proj has NoneType"),
+        (other_names, r"finds no layer in vLLM's model that holds model.layers.0.self_attn.q_proj"),
+        (padded, r"does not pad, and model.layers.1.mlp.down_proj is \[128\] x 192"),
+        (other_divisors, r"one global scale for model.layers.1.self_attn.q_proj and its neighbours"),
+    ],
+)
+def test_what_cannot_be_shared_is_refused_and_nothing_is_changed(policy: Policy, change: Callable, said: str) -> None:
+    engine = engine_of(policy)
+    change(one_copy.packed_layers(policy), engine)
+    with pytest.raises(ConfigError, match=f"share_base=true .*{said}.*Type rollout.vllm.share_base=false"):
+        one_copy.share(policy, engine)
+    assert not any(layer.form for layer in one_copy.packed_layers(policy).values())
+
+
+def test_parts_that_begin_inside_of_a_tile_are_refused(policy: Policy) -> None:
+    """A fused layer can fill whole tiles though its parts do not."""
+    engine, layers = engine_of(policy), one_copy.packed_layers(policy)
+    q, k = layers["model.layers.0.self_attn.q_proj"], layers["model.layers.0.self_attn.k_proj"]
+    q.out_features, k.out_features = q.out_features - 32, k.out_features + 32
+    with pytest.raises(ConfigError, match=r"multiples of 64 rows .*q_proj is \[96, 96, 64\] x 128"):
+        one_copy.share(policy, engine)
