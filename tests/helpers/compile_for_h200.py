@@ -35,11 +35,20 @@ def compiled(kernel: Any, warps: int, stages: int = 3, **constants: Any) -> dict
 
 
 def main() -> None:
-    adapter = {"BLOCK_R": kernels.BLOCK_R, "BLOCK_K": kernels.BLOCK_K, "AHEAD": True}
     columns = {"PARTS": PARTS, "RANK": 32, "BLOCK_R": 32, "BLOCK_N": kernels.BLOCK_N, "AHEAD": True}
     made = [compiled(_unpack_marlin, 4)]
     for rows in (16, 32, 64):
-        made.append(compiled(kernels._shrink, 4, 4, BLOCK_M=rows, **adapter))
+        made.append(
+            compiled(
+                kernels._shrink,
+                4,
+                4,
+                BLOCK_M=rows,
+                BLOCK_R=kernels.BLOCK_R,
+                BLOCK_K=kernels.block_k_of(rows),
+                AHEAD=True,
+            )
+        )
         made.append(compiled(kernels._expand, 4, BLOCK_M=rows, **columns))
     for one in made:
         print(json.dumps(one))

@@ -4,7 +4,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
 
 from qerl_lab.bench.shapes import ARCHITECTURES
 from qerl_lab.config.arm import leaves
@@ -142,10 +143,21 @@ def arm_of(text: str, baselines: dict[str, str]) -> Arm:
         raise ConfigError(
             f"{bad[0]} in the arm {text!r} is no KEY=VALUE. Type for example \"arms=['{name} KEY=VALUE']\"."
         )
-    given = {key: yaml.safe_load(value) for key, _, value in pairs}
+    given = {key: _value(text, word) for word, (key, _, _) in zip(words, pairs, strict=True)}
     if name not in baselines:
         _check_keys(text, given)
     return Arm(text, baselines.get(name, name), name in baselines, given)
+
+
+def _value(text: str, word: str) -> Any:
+    """What a run's command line would read: `on` is a word there, and 1e-5 a number. Raises ConfigError."""
+    try:
+        override = OverridesParser.create().parse_override(word)
+    except HydraException:
+        override = None
+    if override is None or override.is_sweep_override():
+        raise ConfigError(f"{word} in the arm {text!r} has no value that can be read. Type one, without commas.")
+    return override.value()
 
 
 def _check_keys(text: str, given: dict[str, Any]) -> None:

@@ -21,9 +21,9 @@ from qerl_lab.config.option import ConfigError
 
 
 def test_an_arm_is_a_name_and_words() -> None:
-    arm = arm_of("nvfp4 rollout.vllm.kv_cache_dtype=fp8 aqn.sigma_start=0.02", VLLM)
+    arm = arm_of("nvfp4 rollout.vllm.kv_cache_dtype=fp8 aqn.sigma_start=2e-2 optim.packing=on", VLLM)
     assert (arm.format, arm.is_baseline) == ("nvfp4", False)
-    assert arm.words == {"rollout.vllm.kv_cache_dtype": "fp8", "aqn.sigma_start": 0.02}
+    assert arm.words == {"rollout.vllm.kv_cache_dtype": "fp8", "aqn.sigma_start": 0.02, "optim.packing": "on"}
     stock = arm_of("qlora_stock linear_backend=humming enforce_eager=true", VLLM)
     assert (stock.name, stock.format, stock.is_baseline) == ("qlora_stock linear_backend=humming enforce_eager=true",
                                                              "nf4", True)  # fmt: skip
@@ -40,6 +40,8 @@ def test_an_arm_is_a_name_and_words() -> None:
         ("nvfp4 rollout.vllm.kv_cach_dtype=fp8", "no key of a run. Did you mean rollout.vllm.kv_cache_dtype?"),
         ("nvfp4 rollout.vllm.kv_cache_dtype=fp9", "allowed: auto, fp8"),
         ("nvfp4 lora.rank=many", "lora.rank=many"),
+        ("nvfp4 lora.rank=16,32", r"lora.rank=16,32 in the arm .* has no value that can be read\. Type one"),
+        ("nvfp4 lora.rank={", r"lora.rank=\{ in the arm .* has no value that can be read"),
     ],
 )
 def test_a_wrong_arm_is_refused(text: str, message: str) -> None:
