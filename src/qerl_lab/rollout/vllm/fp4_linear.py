@@ -6,7 +6,8 @@ At a few rows the product should take as long as the weights take to move. The k
 once a process: Triton has no word for a block whose warps keep their columns of x in registers while the copy engine
 streams rows of weights past them, and what came nearest there was no faster than a product without that (LOG.md).
 
-Nothing here repacks a weight: one copy of the base could serve engine and trainer. For that is still needed
+Nothing here repacks a weight: one copy of the base could serve engine and trainer as it was stored (`one_copy` shares
+Marlin's form). For that is still needed
 - a product for more rows on the same layout: the trainer's own, dequantize and cuBLAS, from some hundreds of rows on;
   in between none that is fast;
 - vLLM's layer pointed at the trainer's tensors in place of loading its own: q/k/v and gate/up lie in one tensor there,
