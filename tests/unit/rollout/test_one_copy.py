@@ -4,10 +4,12 @@ tests/gpu/test_one_copy_gpu.py has vLLM's own.
 """
 
 import gc
-from collections.abc import Callable
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from types import ModuleType, SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -21,12 +23,13 @@ from qerl_lab.model.dense import base_tensors, dense_tensors
 from qerl_lab.model.files import WeightFiles
 from qerl_lab.model.linear import PackedLinear, weight_bytes
 from qerl_lab.model.policy import Policy, save_adapter
+from qerl_lab.rollout import vllm as room
 from qerl_lab.rollout.vllm import base, one_copy
 from small_checkpoints import equal, write_dense
 
 PARTS = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 MarlinNvFp4LinearKernel = type("MarlinNvFp4LinearKernel", (), {})
-HumMingNvFp4LinearKernel = type("HummingNvFp4LinearKernel", (), {})
+HummingNvFp4LinearKernel = type("HummingNvFp4LinearKernel", (), {})
 
 
 @pytest.fixture(scope="module")
@@ -51,18 +54,24 @@ def policy(cfg: Any, build_policy: Callable) -> Policy:
 
 def engine_of(policy: Policy, wrapped: bool = False) -> nn.Module:
     """What vLLM holds of the policy's base; `wrapped` as its LoRA for many adapters wraps layers."""
-    model, layers = nn.Module(), one_copy.packed_layers(policy)
+    return model_of({name: layer.packed() for name, layer in one_copy.packed_layers(policy).items()}, wrapped)
+
+
+def model_of(layers: dict[str, dict[str, Tensor]], wrapped: bool = False) -> nn.Module:
+    """What vLLM makes of packed layers, by their names in a checkpoint."""
+    model = nn.Module()
     model.packed_modules_mapping = PARTS
     whole = {part: name for name, parts in PARTS.items() for part in parts}
-    groups: dict[str, list[dict[str, Tensor]]] = {}
-    for name, layer in layers.items():
-        parent, _, leaf = name.rpartition(".")
-        groups.setdefault(f"{parent}.{whole.get(leaf, leaf)}", []).append(layer.packed())
-    for name, parts in groups.items():
-        made = marlin_packer.layer(parts)
+    for name in dict.fromkeys(f"{parent}.{whole.get(leaf, leaf)}" for parent, _, leaf in map(split, layers)):
+        parent, _, leaf = split(name)
+        made = marlin_packer.layer([layers[f"{parent}.{part}"] for part in PARTS.get(leaf, [leaf])])
         made.scheme = SimpleNamespace(kernel=MarlinNvFp4LinearKernel())
         put(model, f"{name}.base_layer" if wrapped else name, made)
     return model
+
+
+def split(name: str) -> tuple[str, str, str]:
+    return name.rpartition(".")
 
 
 def put(model: nn.Module, name: str, layer: nn.Module) -> None:
@@ -187,7 +196,7 @@ def test_back_to_the_gpu_go_those_that_are_not_shared(policy: Policy, monkeypatc
 
 
 def another_kernel(layers: dict[str, PackedLinear], engine: nn.Module) -> None:
-    engine.get_submodule("model.layers.1.mlp.down_proj").scheme.kernel = HumMingNvFp4LinearKernel()
+    engine.get_submodule("model.layers.1.mlp.down_proj").scheme.kernel = HummingNvFp4LinearKernel()
 
 
 def dense_in_the_engine(layers: dict[str, PackedLinear], engine: nn.Module) -> None:
@@ -232,3 +241,115 @@ def test_parts_that_begin_inside_of_a_tile_are_refused(policy: Policy) -> None:
     q.out_features, k.out_features = q.out_features - 32, k.out_features + 32
     with pytest.raises(ConfigError, match=r"multiples of 64 rows .*q_proj is \[96, 96, 64\] x 128"):
         one_copy.share(policy, engine)
+
+
+# The engine, where vLLM is not installed: over an LLM that reads its folder, packs, and does nothing else.
+
+
+class Llm:
+    """`seen` are the devices of the policy's packed weights while it starts; `wrong` is raised then."""
+
+    seen: ClassVar[list[set[str]]] = []
+    wrong: ClassVar[Exception | None] = None
+    policy: ClassVar[Policy | None] = None
+
+    def __init__(self, model: str, **arguments: Any) -> None:
+        layers = one_copy.packed_layers(self.policy).values()
+        self.seen.append({"shared" if layer.form else layer.weight.device.type for layer in layers})
+        if self.wrong is not None:
+            raise self.wrong
+        files, parts = WeightFiles(Path(model)), ("weight_packed", "weight_scale", "weight_global_scale")
+        names = [name.removesuffix(".weight_packed") for name in files.names if name.endswith(".weight_packed")]
+        self.model = model_of({name: {part: files.tensor(f"{name}.{part}") for part in parts} for name in names})
+        for name in files.names:
+            if name.endswith("norm.weight"):
+                norm = nn.Module()
+                norm.weight = nn.Parameter(files.tensor(name).float())
+                put(self.model, name.removesuffix(".weight"), norm)
+        cache = SimpleNamespace(kv_cache_memory_bytes=arguments["kv_cache_memory_bytes"])
+        self.llm_engine = SimpleNamespace(
+            vllm_config=SimpleNamespace(cache_config=cache), engine_core=SimpleNamespace(shutdown=lambda: None)
+        )
+
+    def apply_model(self, function: Callable[[nn.Module], Any]) -> list[Any]:
+        return [function(self.model)]
+
+    def reset_prefix_cache(self) -> bool:
+        return True
+
+
+class NoAdapter:
+    def __init__(self, model: nn.Module, cfg: Any) -> None: ...
+
+    def arguments(self, folder: Path) -> dict[str, Any]:
+        return {}
+
+    def sync(self, llm: Llm) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@pytest.fixture
+def engine_module(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    if importlib.util.find_spec("vllm") is not None:
+        pytest.skip("vLLM is installed: tests/gpu has the real one")
+    stubs: dict[str, dict[str, Any]] = {
+        "vllm": {"LLM": Llm, "RequestOutput": object, "SamplingParams": object},
+        "vllm.distributed": {}, "vllm.distributed.parallel_state": {"destroy_model_parallel": None},
+        "vllm.sampling_params": {"RequestOutputKind": object},
+        "vllm.v1": {}, "vllm.v1.engine": {}, "vllm.v1.engine.exceptions": {"EngineDeadError": RuntimeError},
+        "qerl_lab.rollout.vllm.adapter": {"AdapterFile": NoAdapter, "DenseAdapter": NoAdapter},
+    }  # fmt: skip
+    for name, names in stubs.items():
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+        vars(sys.modules[name]).update(names)
+    module = importlib.import_module("qerl_lab.rollout.vllm.engine")
+    monkeypatch.setattr(module, "check_engine_on_cpu", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+    monkeypatch.setattr(Llm, "seen", [])
+    monkeypatch.setattr(Llm, "policy", policy)
+    yield module
+    del sys.modules[module.__name__], room.engine
+
+
+def test_the_engine_shares_its_base_and_one_that_is_built_again_too(
+    policy: Policy, cfg: Any, engine_module: Any
+) -> None:
+    expected = gradients(policy)
+    alone = engine_module.VllmEngine(policy, cfg).held()["vLLM's weights"]
+    assert Llm.seen.pop() == {"cpu"}
+    assert not any(layer.form for layer in one_copy.packed_layers(policy).values())
+    cfg.rollout.vllm.share_base = True
+    engine = engine_module.VllmEngine(policy, cfg)
+    assert all(layer.form for layer in one_copy.packed_layers(policy).values())
+    size = one_copy.shared_bytes(policy)
+    assert alone - engine.held()["vLLM's weights"] == size > 0
+    engine.close()
+    again = engine_module.VllmEngine(policy, cfg)
+    assert Llm.seen == [{"cpu"}, {"cpu"}]  # the last engine's were let go before
+    held = {layer.weight.untyped_storage().data_ptr() for layer in one_copy.packed_layers(policy).values()}
+    assert held <= storages(again.llm.apply_model(lambda model: model)[0])
+    assert all(equal(a, b) for a, b in zip(gradients(policy), expected, strict=True))
+
+
+def test_an_engine_that_does_not_start_leaves_the_policy_its_weights(
+    policy: Policy, cfg: Any, engine_module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = {name: tensor.clone() for name, tensor in base_tensors(policy).items()}
+    cfg.rollout.vllm.share_base = True
+    engine_module.VllmEngine(policy, cfg)
+    monkeypatch.setattr(Llm, "wrong", ValueError("no memory"))
+    with pytest.raises(ConfigError, match="no memory"):
+        engine_module.VllmEngine(policy, cfg)
+    assert not any(layer.form for layer in one_copy.packed_layers(policy).values())
+    assert all(equal(base_tensors(policy)[name], tensor) for name, tensor in before.items())
+
+
+def test_the_engine_names_the_layers_that_are_not_shared(
+    policy: Policy, cfg: Any, engine_module: Any, capsys: pytest.CaptureFixture
+) -> None:
+    cfg.rollout.vllm.share_base = True
+    name = "model.layers.1.self_attn.k_proj"
+    one_copy.packed_layers(policy)[name].weight_scale.view(torch.uint8)[3, 5] = 7
+    engine_module.VllmEngine(policy, cfg)
+    assert f"share_base=true: 1 layers, the first {name}, keep packed weights" in capsys.readouterr().out
