@@ -40,6 +40,7 @@ def check(cfg: RunConfig, run_dir: Path, here: bool = True) -> list[str]:
         here: the run will use this machine. A launcher that sends jobs elsewhere makes that False, and what the machine
             has is left to the run itself.
     """
+    on_disk.check_content(cfg)
     folder = on_disk.local(cfg.model.path)
     if folder is not None:
         on_disk.check(folder, cfg)

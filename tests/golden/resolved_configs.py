@@ -30,9 +30,9 @@ def differences(composed: dict[tuple[str, str], RunConfig]) -> dict[str, Any]:
 
 
 def _flat(config: RunConfig) -> dict[str, Any]:
-    """A path in this folder is as it was typed: a model that `make smollm2` fetched changes nothing here."""
+    """A path in this folder is as it was typed, without a hash: what `make smollm2` fetched changes nothing here."""
     flat = {name: value for name, _, value in leaves(config)}
-    return flat | {"model.path": config.model.path.removeprefix(f"{Path.cwd()}/")}
+    return flat | {"model.path": config.model.path.removeprefix(f"{Path.cwd()}/"), "model.hash": None}
 
 
 def _changes(base: dict[str, Any], config: RunConfig) -> dict[str, Any]:

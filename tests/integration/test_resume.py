@@ -9,6 +9,7 @@ import json
 import random
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -30,6 +31,10 @@ from killed_runs import (
     steps_logged,
     wait_for,
 )
+from qerl_lab.config.paths import anchored
+from qerl_lab.model.on_disk import POCKET
+from qerl_lab.record.directory import RunDirectory
+from qerl_lab.record.environment import Typed
 from qerl_lab.record.metrics import read_metrics
 
 pytestmark = pytest.mark.integration
@@ -195,3 +200,19 @@ def test_a_step_that_the_record_lost_is_trained_again(killable, reference) -> No
     assert json.loads((run_dir / "DONE").read_text())["seconds"] > sum(
         line["metrics"].get("step/seconds", 0) for line in read_metrics(run_dir)
     )
+
+
+def test_a_run_does_not_go_on_with_another_model_in_the_place_of_its_own(tiny, tmp_path: Path) -> None:
+    """Neither the command nor the run's process, which a launcher may start later, on another machine."""
+    model, directory = shutil.copytree(POCKET, tmp_path / "model"), RunDirectory(tmp_path / "run")
+    directory.claim(anchored(tiny(model__path=str(model))), Typed("the command"))
+    flip(model / "model.safetensors")
+    for words in (["qerl_lab", f"resume={directory.path}"], ["qerl_lab.train", str(directory.path)]):
+        done = subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True, timeout=300)
+        assert done.returncode == 2, done.stderr
+        refusal = done.stderr + (directory.reason if directory.status == "failed" else "")
+        assert re.search(rf"model\.path={model} was the model of model\.hash=\w{{12}} when .+ is now that of", refusal)
+        assert not list(directory.path.glob("checkpoints/*"))
+    flip(model / "model.safetensors")
+    done = subprocess.run([sys.executable, "-m", "qerl_lab", f"resume={directory.path}"], timeout=300)
+    assert (done.returncode, directory.status) == (0, "done")

@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from qerl_lab import preflight
 from qerl_lab.cli.compose import Job, Plan
-from qerl_lab.config.arm import is_of_arm, leaves
+from qerl_lab.config.arm import leaves, of_arm
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.redact import redact
 from qerl_lab.config.schema import RunConfig
@@ -89,8 +89,7 @@ def _is_of(run: RunDirectory, config: RunConfig, is_here: bool) -> bool:
         settings, device = run.settings(), run.device_kind()
     except (ConfigError, OSError, UnicodeDecodeError):  # damaged: no run that could go on
         return False
-    ours = {name: str(value) for name, _, value in leaves(config) if is_of_arm(name)}
-    if ours != {name: value for name, value in settings.items() if is_of_arm(name)}:
+    if of_arm({name: str(value) for name, _, value in leaves(config)}) != of_arm(settings):
         return False
     if run.status != "done" and settings["gpus"] != str(config.gpus):  # a checkpoint is of so many processes
         return False

@@ -97,6 +97,7 @@ ACTS_WITH = (
     ActsWith(("eval.samples", "eval.temperature", "eval.top_p"), "eval.questions", _is_not(0), "eval.questions=256"),
     ActsWith(("tracking.uri", "tracking.experiment"), "tracking.mlflow", _is(True), "tracking=mlflow"),
     ActsWith(("model.revision",), "model.path", _is_on_the_hub, "model.path=HUB_ID"),
+    ActsWith(("model.hash",), "model.path", lambda path: path != POCKET and not _is_on_the_hub(path), "model.path=DIR"),
 )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -30,16 +31,30 @@ def leaves(node: Any, prefix: str = "") -> list[tuple[str, Any, Any]]:
 
 
 def is_of_arm(name: str) -> bool:
-    """Whether two runs that differ in this dotted key are runs of two arms. Every key is, but for `NOT_OF_ARM`."""
+    """Whether two runs that differ in this dotted key are runs of two arms. Every key is, but for `NOT_OF_ARM`.
+
+    Of model.path and model.hash `by_content` says which counts.
+    """
     return name not in NOT_OF_ARM and not name.startswith("tracking.")
+
+
+def of_arm(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of a run's values, by dotted name, that make its arm. They may be text, as records have them."""
+    return by_content({name: value for name, value in values.items() if is_of_arm(name)})
+
+
+def by_content(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values without model.path where model.hash says what was there, and else without model.hash."""
+    idle = "model.hash" if values.get("model.hash") in (None, "None") else "model.path"
+    return {name: value for name, value in values.items() if name != idle}
 
 
 def of_run(cfg: RunConfig) -> dict[str, Any]:
     """The values that two sessions of one run must share, by dotted name: those of its arm, seed and gpus."""
-    return {name: value for name, _, value in leaves(cfg) if name in ("seed", "gpus") or is_of_arm(name)}
+    return by_content({name: value for name, _, value in leaves(cfg) if name in ("seed", "gpus") or is_of_arm(name)})
 
 
 def config_hash(cfg: RunConfig) -> str:
     """12 hex digits that agree for two runs of one arm on one kind of device."""
-    values = {name: value for name, _, value in leaves(cfg) if is_of_arm(name)}
+    values = of_arm({name: value for name, _, value in leaves(cfg)})
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]

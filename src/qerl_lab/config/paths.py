@@ -4,8 +4,9 @@ import hashlib
 from dataclasses import replace
 from pathlib import Path
 
+from qerl_lab.config.model_hash import model_hash
 from qerl_lab.config.option import ConfigError
-from qerl_lab.config.schema import LoraConfig, RunConfig, TaskConfig
+from qerl_lab.config.schema import LoraConfig, ModelConfig, RunConfig, TaskConfig
 
 WEIGHTS = "adapter_model.safetensors"
 SQLITE = "sqlite:///"
@@ -14,18 +15,30 @@ SQLITE = "sqlite:///"
 def anchored(cfg: RunConfig) -> RunConfig:
     """The same run with the paths of model, task and tracking.uri absolute where local; run_dir is its plan's.
 
-    task.module_hash then says what is in the file of task.module. Raises ConfigError where there is no such file.
+    model.hash, lora.start_hash and task.module_hash then say what is there. Raises ConfigError where there is no such
+    adapter or file, and where a hash was given that is not the one found.
     """
     uri = cfg.tracking.uri
     if uri is not None and (file := sqlite_file(uri)):
         uri = f"{SQLITE}{_absolute(str(file))}"
     return replace(
         cfg,
-        model=replace(cfg.model, path=_anchor(cfg.model.path)),
+        model=_anchored_model(cfg.model),
         lora=_anchored_lora(cfg.lora),
         task=_anchored_task(cfg.task),
         tracking=replace(cfg.tracking, uri=uri),
     )
+
+
+def _anchored_model(model: ModelConfig) -> ModelConfig:
+    """A hub id gets no hash: what is on this disk need not be what the hub gives the run, unless it names a commit."""
+    path = _anchor(model.path)
+    found = model_hash(Path(path)) if Path(path).is_absolute() else None
+    if found is None:
+        return replace(model, path=path)
+    if model.hash not in (None, found):
+        raise ConfigError(f"model.hash={model.hash} is not that of {path}, which is {found}. Leave model.hash out.")
+    return replace(model, path=path, hash=found)
 
 
 def _anchored_task(task: TaskConfig) -> TaskConfig:

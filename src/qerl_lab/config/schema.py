@@ -30,7 +30,12 @@ class ModelConfig:
     path: str = option(
         "pocket", "hub id, directory (dense, or packed in the run's format), FILE.gguf, or `pocket` (embedded)"
     )
-    revision: str | None = option(None, "branch, tag or commit on the hub; null is the newest")
+    revision: str | None = option(
+        None, "branch, tag or commit on the hub; null is the newest, and no hash notices a newer one: a commit pins it"
+    )
+    hash: str | None = option(
+        None, "12 hex digits of what is in that directory or GGUF file; the command fills it in; null: pocket, a hub id"
+    )
     dtype: str = option("auto", "compute dtype; auto is bfloat16 on a GPU, float32 on a CPU", choices=DTYPES)
     attention: str = option(
         "sdpa", "attention of transformers; flash_attention_2 needs a GPU and its package", choices=ATTENTIONS

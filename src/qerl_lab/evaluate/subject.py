@@ -75,6 +75,7 @@ def _of_run(options: AccuracyOptions) -> Subject:
     if not directory.is_claimed:
         raise ConfigError(f"run={options.run} is no directory of a run. Type one that holds resolved.yaml.")
     cfg, said = directory.config(), f"run {options.run}"
+    on_disk.check_content(cfg)
     if not options.adapter:
         return Subject(f"{said}, its base alone", cfg, None)
     if directory.status != "done" or not (directory.adapter / ADAPTER).is_file():
@@ -140,7 +141,7 @@ def dequantized(subject: Subject) -> Iterator[Subject]:
         loaded.model.generation_config.save_pretrained(folder)  # its end tokens
         (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
         del loaded, tensors
-        model = replace(subject.cfg.model, path=str(folder), revision=None)
+        model = replace(subject.cfg.model, path=str(folder), revision=None, hash=None)
         cfg = replace(subject.cfg, model=model, format=replace(subject.cfg.format, name=DENSE_FORMAT))
         yield replace(subject, cfg=cfg)
 

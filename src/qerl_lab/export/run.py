@@ -34,10 +34,11 @@ def run(cfg: ExportConfig) -> None:
     """Write the adapter, or the merged model, that `cfg` asks for, with its card.
 
     Raises:
-        ConfigError: the run's base cannot be loaded, or its adapter is of another one.
+        ConfigError: the run's base cannot be loaded, is another one by now, or its adapter is of another.
         OSError: the disk is full, or a file cannot be read or written.
     """
     record, trained = cfg.directory, cfg.directory.config()
+    on_disk.check_content(trained)
     base = local_folder(trained.model.path, trained.model.revision)
     adapter = _sha256(record.adapter / ADAPTER[0])
     identity = {"run": str(record.path), "merged": cfg.merged, "base": cfg.base, "dtype": cfg.dtype, "adapter": adapter}
@@ -109,7 +110,8 @@ def _named(trained: RunConfig, base: Path) -> str:
 def _origin(trained: RunConfig, base: Path) -> dict[str, Any]:
     """The base that the run began from, with what the lab's own commands noted of it."""
     notes = {name: read_json(base / name) for name in PROVENANCE if (base / name).is_file()}
-    return {"path": trained.model.path, "revision": trained.model.revision, **notes}
+    own = trained.model
+    return {"path": own.path, "revision": own.revision, "hash": own.hash, **notes}
 
 
 def _write_record(out: Path, about: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from qerl_lab.config.model_hash import TOKENIZERS, header, model_hash
 from qerl_lab.config.option import ConfigError, did_you_mean
 from qerl_lab.config.schema import DENSE_FORMAT, RunConfig
 from qerl_lab.config.spelling import listed
@@ -20,9 +21,7 @@ from qerl_lab.model import gguf
 
 POCKET = Path(__file__).parents[1] / "pocket" / "assets"
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 HEAD = "lm_head"  # a module of every causal LM, and in no file where it is tied to the embedding
-MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 # In 4 bits the files hold two values a byte, as U8.
 _PACKED = re.compile(r"(.*)\.(weight_packed|weight)$")
 
@@ -61,6 +60,18 @@ def local(path: str, key: str = "model.path") -> Path | None:
             f"Type {key}=DIRECTORY."
         )
     return None
+
+
+def check_content(cfg: RunConfig) -> None:
+    """Raise ConfigError where model.path holds another model than when the run was composed, or none any more."""
+    if cfg.model.hash is None:
+        return
+    path = Path(cfg.model.path)
+    said = f"model.path={path} was the model of model.hash={cfg.model.hash} when the run was composed"
+    if not path.exists():
+        raise ConfigError(f"{said}, and is gone. Put that model there; a link to it will do.")
+    if (found := model_hash(path)) != cfg.model.hash:
+        raise ConfigError(f"{said}, and is now that of {found}. Put it back as it was, or start a new run.")
 
 
 def check(folder: Path, cfg: RunConfig) -> None:
@@ -201,29 +212,12 @@ def layers(folder: Path) -> tuple[Layer, ...]:
 
 def _layers_in(file: Path) -> list[Layer]:
     found = []
-    for name, entry in _header(file).items():
+    for name, entry in header(file)[0].items():
         if name != "__metadata__" and (match := _PACKED.match(name)):
             shape, per_byte = tuple(entry["shape"]), 2 if entry["dtype"] == "U8" else 1
             # bitsandbytes' NF4 is one column of bytes: the product of its axes remains
             found.append(Layer(match[1], (*shape[:-1], shape[-1] * per_byte)))
     return found
-
-
-def _header(file: Path) -> dict[str, Any]:
-    """Read the JSON that a safetensors file begins with, after 8 bytes of its length."""
-    try:
-        with file.open("rb") as opened:
-            length = int.from_bytes(opened.read(8), "little")
-            if not 0 < length <= MAX_HEADER_BYTES:
-                raise ValueError(f"its header would be {length} bytes")
-            header = json.loads(opened.read(length))
-        if not isinstance(header, dict):
-            raise ValueError("its header is no JSON object")
-        return header
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"{file} is no safetensors file, or not whole ({error}). Download or save the model again."
-        ) from None
 
 
 def parameters(folder: Path) -> int:

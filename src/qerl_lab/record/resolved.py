@@ -76,8 +76,9 @@ def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]
 
 
 def _refuse_lacking(path: Path, values: dict[str, Any]) -> None:
-    """A default in place of a value that the run began with would make it another run, but for keys of sweeps."""
-    known = {*dict(_flat(values)), *OF_SWEEPS}
+    """A default in place of a value that the run began with would make it another run, but for keys of sweeps, and for
+    model.hash, whose default says that it is not known."""
+    known = {*dict(_flat(values)), *OF_SWEEPS, "model.hash"}
     lacking = [name for name, _, _ in leaves(RunConfig()) if name not in known]
     if lacking:
         shown = ", ".join(lacking[:5]) + (f" and {len(lacking) - 5} more" if len(lacking) > 5 else "")

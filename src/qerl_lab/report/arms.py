@@ -11,19 +11,22 @@ from typing import Any
 
 import yaml
 
-from qerl_lab.config.arm import is_of_arm
+from qerl_lab.config.arm import by_content, is_of_arm
 from qerl_lab.config.task import part_of
 
 FINISHED = "finished"
-Arm = tuple[tuple[str, str], ...]  # the settings, sorted
+PLACE, CONTENT = "model.path", "model.hash"
+ABSENT = "(absent)"  # what stands for a setting that a run lacks
+Arm = tuple[tuple[str, str], ...]  # the settings that make it, sorted
 
 
 @dataclass(frozen=True)
 class Run:
     """A run by what tells it from others.
 
-    `settings` are the dotted keys that make its arm, as text; `declared` the keys in which its experiment is meant to
-    differ from others (`differs_in`); `status` is `FINISHED` or says what it is instead; `ended` is in unix seconds.
+    `settings` are the dotted keys that make its arm, as text, and model.path in any case; `declared` the keys in which
+    its experiment is meant to differ from others (`differs_in`); `status` is `FINISHED` or says what it is instead;
+    `ended` is in unix seconds.
     """
 
     name: str
@@ -37,11 +40,11 @@ class Run:
 
     @property
     def arm(self) -> Arm:
-        return tuple(sorted(self.settings.items()))
+        return tuple(sorted(by_content(self.settings).items()))
 
     def value(self, key: str) -> str:
-        """A setting; another version of the lab may lack it."""
-        return self.settings.get(key, "(absent)")
+        """A setting; another version of the lab may lack it, and model.hash is of local models alone."""
+        return self.settings.get(key, ABSENT)
 
 
 def task_of(run: Run) -> str:
@@ -63,6 +66,8 @@ def run_from(values: Mapping[str, str], *, name: str, status: str, ended: float,
     if device == "auto":  # the first GPU, where torch saw one; its peak memory is then recorded
         device = "cuda" if "memory/gpu_peak_gib" in metrics else "cpu"
     settings = {key: value for key, value in values.items() if is_of_arm(key)} | {"device": device}
+    if settings.get(CONTENT) == "None":  # an older record has no such key, and means the same
+        del settings[CONTENT]
     return Run(name, experiment, seed, settings, frozenset(declared), status, ended, code)
 
 
@@ -90,9 +95,19 @@ def started(found: Sequence[Run], counted: Sequence[Run]) -> list[Run]:
 
 
 def differing(runs: Sequence[Run]) -> list[str]:
-    """The settings whose values differ between runs."""
-    known = sorted({key for run in runs for key in run.settings})
+    """The settings whose values differ between runs, but for the one of a model's path and hash that says no more."""
+    known = sorted({key for run in runs for key in run.settings} - {_idle(runs)})
     return [key for key in known if len({run.value(key) for run in runs}) > 1]
+
+
+def _idle(runs: Sequence[Run]) -> str | None:
+    """model.hash where each path has one of its own, which a reader then knows it by; model.path where all share one
+    hash."""
+    pairs = {(run.value(PLACE), run.value(CONTENT)) for run in runs}
+    places, contents = ({pair[n] for pair in pairs} for n in (0, 1))
+    if len(places) == len(contents) == len(pairs):
+        return CONTENT
+    return PLACE if len(contents) == 1 and ABSENT not in contents else None
 
 
 def labels(runs: Sequence[Run]) -> dict[Arm, str]:

@@ -12,7 +12,7 @@ import pandas as pd
 from qerl_lab.config.option import ConfigError, did_you_mean
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.report import results
-from qerl_lab.report.arms import Run, choose, differing, labels, started, task_of
+from qerl_lab.report.arms import ABSENT, CONTENT, PLACE, Run, choose, differing, labels, started, task_of
 from qerl_lab.report.runs import DAMAGE, Record, damage, find_runs, read_record
 from qerl_lab.report.stats import ALIKE, between, crossed_interval, paired_interval
 from qerl_lab.terminal import columns, near
@@ -221,10 +221,18 @@ def notes(comparison: Comparison) -> list[str]:
     notes += [f"The questions are of {part}: no accuracy here is that of the whole set." for part in sorted(parts)]
     if most := max((record.origin.jobs_per_gpu for record in records), default=1) - 1:
         notes.append(f"Runs shared a GPU with up to {most} others: seconds and tokens/s are of a shared one.")
+    notes += _unknown_models([record.run for record in records])
     notes += [f"{record.run.name}: {record.origin.missing}." for record in records if record.origin.missing]
     if len({frozenset(record.accuracy["after"].index) for record in records if record.accuracy}) > 1:
         notes.append("Not all runs were asked the same questions; a row is over those that all of its runs were asked.")
     return notes
+
+
+def _unknown_models(runs: Sequence[Run]) -> list[str]:
+    """What to say of local models, whose paths are absolute, that no hash tells from others of their path."""
+    count = sum(run.value(PLACE).startswith("/") and run.value(CONTENT) == ABSENT for run in runs)
+    said = f"model.hash is not known of {count} run{'s' * (count != 1)}, which an older version began"
+    return [f"{said}: two models that lay under one path would count as one arm."] if count else []
 
 
 def _versions(records: Sequence[Record]) -> list[tuple[str, list[str]]]:

@@ -110,6 +110,7 @@ def build(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> Session:
     preflight.check_engine(cfg)
     ranks = join(cfg, device)
     saved = directory.starting_point(cfg)
+    on_disk.check_content(cfg)
     on_disk.check(local_folder(cfg.model.path, cfg.model.revision), cfg)  # of one from the hub for the first time
     task = tasks.load(cfg.task)
     if saved:

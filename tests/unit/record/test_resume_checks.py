@@ -98,6 +98,36 @@ def test_keys_of_sweeps_may_be_younger_than_a_run(run_dir: Path) -> None:
     assert RunDirectory(run_dir).config().jobs == 1
 
 
+def local(run_dir: Path, **model: str | None) -> RunConfig:
+    """The run as one of a local model, which its checkpoints know."""
+    path = run_dir / "resolved.yaml"
+    values = yaml.safe_load(path.read_text())
+    values["model"] |= {"path": "/there", "hash": "a" * 12} | model
+    path.write_text(yaml.safe_dump(values))
+    return RunDirectory(run_dir).config()
+
+
+def test_a_model_may_be_moved_and_not_replaced(run_dir: Path) -> None:
+    save(run_dir, 4, local(run_dir))
+    assert RunDirectory(run_dir).starting_point(local(run_dir, path="/elsewhere"))
+    with pytest.raises(ConfigError, match=r"model\.hash=b{12} \(was a{12}\)\. Put it back"):
+        RunDirectory(run_dir).starting_point(local(run_dir, hash="b" * 12))
+
+
+def test_a_run_of_before_the_hash_goes_on_by_its_path(run_dir: Path) -> None:
+    path = run_dir / "resolved.yaml"
+    save(run_dir, 4, local(run_dir, hash=None))
+    text = path.read_text().replace("  hash: null\n", "")
+    path.write_text(text)
+    assert "hash: null" not in text.split("lora:")[0]
+    old = RunDirectory(run_dir).config()
+    assert old.model.hash is None
+    assert RunDirectory(run_dir).starting_point(old)
+    path.write_text(text.replace("/there", "/elsewhere"))
+    with pytest.raises(ConfigError, match=r"model\.path=/elsewhere \(was /there\)"):
+        RunDirectory(run_dir).starting_point(RunDirectory(run_dir).config())
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [

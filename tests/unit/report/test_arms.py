@@ -101,6 +101,41 @@ def test_a_run_of_another_version_lacks_a_key_and_is_another_arm() -> None:
     assert named(old, run("adhoc"))[0] == "adhoc (aqn.norms=(absent))"
 
 
+def test_two_models_under_one_path_are_two_arms_by_their_hashes() -> None:
+    def on(content: str) -> Run:
+        return run("bf16", model__path="/dev/shm/warm", model__hash=content)
+
+    assert named(on("a" * 12), on("b" * 12)) == ["bf16 (model.hash=aaaaaaaaaaaa)", "bf16 (model.hash=bbbbbbbbbbbb)"]
+    assert choose([on("a" * 12), on("b" * 12)])[1] == []
+
+
+def test_one_model_under_two_paths_is_one_arm() -> None:
+    here, there = (run("bf16", seed, model__path=f"/{seed}/warm", model__hash="a" * 12) for seed in (0, 1))
+    assert named(here, there) == ["bf16", "bf16"]
+    assert here.arm == there.arm
+    assert differing([here, there]) == []
+    other = run("bf16", model__path="/0/warm", model__hash="b" * 12)
+    assert named(here, there, other)[2].startswith("bf16 (model.hash=bbbbbbbbbbbb")
+
+
+def test_models_of_a_path_each_are_called_by_their_paths() -> None:
+    gptq, awq = (run("nvfp4", model__path=f"/x/{name}", model__hash=name * 3) for name in ("gptq", "awqq"))
+    assert named(gptq, awq) == ["nvfp4 (model.path=/x/gptq)", "nvfp4 (model.path=/x/awqq)"]
+    hub, local = run("bf16", model__path="org/name"), run("bf16", model__path="/x/name", model__hash="a" * 12)
+    assert named(hub, local) == ["bf16 (model.path=org/name)", "bf16 (model.path=/x/name)"]
+
+
+@pytest.mark.parametrize(("path", "content"), [("/x/warm", "a" * 12), ("pocket", "None"), ("org/name", "None")])
+def test_a_run_of_before_the_hash_is_another_arm_where_its_model_may_be_another(path: str, content: str) -> None:
+    values = {key: value for key, value in BASE.items() if key != "model.hash"} | {"model.path": path}
+    old = run_from(values, name="old", status=FINISHED, ended=0.0, code="c0", metrics=[])
+    new = run("adhoc", model__path=path, model__hash=content)
+    if content == "None":
+        assert named(old, new) == ["adhoc", "adhoc"]
+    else:
+        assert named(old, new) == ["adhoc (model.hash=(absent))", f"adhoc (model.hash={content})"]
+
+
 def test_of_a_repeated_run_the_newest_finished_one_counts() -> None:
     old, new, failed = run("bf16", ended=1), run("bf16", ended=2), run("bf16", ended=3, status="failed")
     counted, left_out = choose([new, failed, old])

@@ -115,6 +115,21 @@ def test_a_run_that_is_given_twice_is_one_run(sweep: Path) -> None:
     assert len(comparison.read([sweep, sweep / "bf16-0", sweep / ".." / "sweep"]).found) == 6
 
 
+def test_runs_of_two_models_under_one_path_are_not_pooled_and_older_ones_are_named(here: Path) -> None:
+    """An older version recorded no hash: what lay under the path then nobody knows."""
+    for seed, content in enumerate(["a" * 12, "b" * 12, None]):
+        folder = here / "runs" / str(seed)
+        make_run(folder, "bf16", seed, model__path="/dev/shm/warm", model__hash=content)
+        replace(folder / "resolved.yaml", "  hash: null\n", "")
+    found = comparison.read([here / "runs"])
+    assert sorted(found.arms) == [f"bf16 (model.hash={text})" for text in ("(absent)", "a" * 12, "b" * 12)]
+    assert found.left_out == []
+    said = "model.hash is not known of 1 run, which an older version began: two models that lay under one path would"
+    assert [note for note in comparison.notes(found) if note.startswith(said)]
+    shutil.rmtree(here / "runs" / "2")
+    assert not any("model.hash" in note for note in comparison.notes(comparison.read([here / "runs"])))
+
+
 # --- the numbers
 
 

@@ -1,0 +1,132 @@
+"""The hash of a local model: what makes another one, what does not, what is not read."""
+
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from qerl_lab.config import model_hash as module
+from qerl_lab.config.model_hash import model_hash
+from qerl_lab.config.option import ConfigError
+
+NORM, MATRIX = 512, 1_000_000  # bytes
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A matrix of many pieces between a bias and a norm."""
+    folder, rng = tmp_path / "model", np.random.default_rng(0)
+    folder.mkdir()
+    tensors = {"a.bias": rng.bytes(8), "a.weight": rng.bytes(MATRIX), "norm.weight": rng.bytes(NORM)}
+    save_file({name: np.frombuffer(data, np.uint8) for name, data in tensors.items()}, folder / "model-1.safetensors")
+    (folder / "config.json").write_text("{}")
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+def flip(file: Path, at: int) -> None:
+    """Change one byte; `at` counts from the end."""
+    with file.open("r+b") as opened:
+        opened.seek(-at, os.SEEK_END)
+        (byte,) = opened.read(1)
+        opened.seek(-at, os.SEEK_END)
+        opened.write(bytes([byte ^ 1]))
+
+
+def of_norm(folder: Path) -> None:
+    flip(folder / "model-1.safetensors", NORM // 2)
+
+
+CHANGES: dict[str, Callable[[Path], object]] = {
+    "a byte in the middle of a tensor": lambda folder: flip(folder / "model-1.safetensors", NORM + MATRIX // 3),
+    "a byte of a norm": of_norm,
+    "a file of weights more": lambda folder: shutil.copyfile(
+        folder / "model-1.safetensors", folder / "model-2.safetensors"
+    ),
+    "another name of a file": lambda folder: (folder / "model-1.safetensors").rename(folder / "model.safetensors"),
+    "another size": lambda folder: os.truncate(folder / "model-1.safetensors", 10_000),
+    "config.json": lambda folder: (folder / "config.json").write_text('{"rope_theta": 1}'),
+    "tokenizer.json": lambda folder: (folder / "tokenizer.json").write_text("[]"),
+    "a chat template": lambda folder: (folder / "chat_template.jinja").write_text("{{ messages }}"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_other_content_is_another_model(model: Path, change: str) -> None:
+    before = model_hash(model)
+    assert re.fullmatch("[0-9a-f]{12}", str(before))
+    CHANGES[change](model)
+    assert model_hash(model) != before
+
+
+def test_place_time_and_the_records_beside_a_model_do_not_count(model: Path, tmp_path: Path) -> None:
+    before = model_hash(model)
+    (model / "warmup.json").write_text('{"seconds": 3}')
+    (model / "README.md").write_text("mine")
+    (model / "checkpoint").mkdir()
+    os.utime(model / "config.json", (1, 1))
+    copy, link = shutil.copytree(model, tmp_path / "elsewhere"), tmp_path / "link"
+    link.symlink_to(model)
+    assert model_hash(copy) == model_hash(link) == model_hash(model) == before
+
+
+def test_of_large_files_every_tensor_is_looked_at_and_small_ones_are_read_whole(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside the pieces of a matrix nothing is seen, as the docstring says: that is what makes it fast."""
+    monkeypatch.setattr(module, "WHOLE", 1000)
+    file, found = model / "model-1.safetensors", [model_hash(model)]
+    for at in (1, NORM, NORM // 2, NORM + 1, NORM + MATRIX, NORM + MATRIX // 3):  # the last is where a piece lies
+        flip(file, at)
+        found.append(model_hash(model))
+    assert len(set(found)) == len(found)
+    flip(file, NORM + MATRIX // 2)
+    assert model_hash(model) == found[-1]
+
+
+def test_a_header_of_a_large_file_counts(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "WHOLE", 1000)
+    before, file = model_hash(model), model / "model-1.safetensors"
+    file.write_bytes(file.read_bytes().replace(b"norm.weight", b"NORM.weight"))
+    assert model_hash(model) != before
+
+
+@pytest.mark.parametrize("size", [100, 5 * 2**20, 50 * 2**20])
+def test_a_gguf_file_is_known_by_its_bytes(tmp_path: Path, size: int) -> None:
+    file = tmp_path / "a.gguf"
+    file.write_bytes(b"GGUF" + bytes(size))
+    before = model_hash(file)
+    assert model_hash(shutil.copyfile(file, tmp_path / "b.gguf")) == before
+    for at in (1, size + 4):
+        flip(file, at)
+        assert model_hash(file) != before
+        flip(file, at)
+    os.truncate(file, size)
+    assert model_hash(file) != before
+
+
+def test_pieces_of_64_gb_are_read_in_no_time(tmp_path: Path) -> None:
+    """To read it whole would take longer than a test may."""
+    file = tmp_path / "a.gguf"
+    file.touch()
+    os.truncate(file, 64 * 10**9)  # a hole, of which the disk holds nothing
+    assert model_hash(file)
+
+
+@pytest.mark.parametrize("name", ["empty", "missing", "file.txt", "missing.gguf"])
+def test_what_is_no_local_model_has_none(tmp_path: Path, name: str) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "config.json").write_text("{}")
+    (tmp_path / "file.txt").touch()
+    assert model_hash(tmp_path / name) is None
+
+
+def test_a_large_file_without_a_header_is_refused(model: Path) -> None:
+    (model / "model-2.safetensors").write_bytes(bytes(5 * 2**20))
+    with pytest.raises(ConfigError, match=r"model-2\.safetensors is no safetensors file, or not whole"):
+        model_hash(model)

@@ -1,0 +1,142 @@
+"""A local model counts by its content: what arm a run is, and what is refused once another lies in its place."""
+
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from gguf_files import write_gguf
+from qerl_lab.cli.compose import make_plan
+from qerl_lab.config.arm import config_hash, of_run
+from qerl_lab.config.model_hash import model_hash
+from qerl_lab.config.option import ConfigError
+from qerl_lab.config.paths import anchored
+from qerl_lab.config.schema import ModelConfig, RunConfig
+from qerl_lab.evaluate import subject
+from qerl_lab.evaluate.options import AccuracyOptions
+from qerl_lab.export.options import ExportConfig
+from qerl_lab.export.run import run as export
+from qerl_lab.model.on_disk import POCKET, check_content
+from qerl_lab.preflight import check
+from qerl_lab.record.directory import RunDirectory
+from qerl_lab.record.environment import Typed
+from qerl_lab.train.run import build
+from qerl_lab.train.stop import Stop
+
+Tiny = Callable[..., RunConfig]
+OTHER = r"was the model of model\.hash=\w{12} when the run was composed, and is now that of \w{12}\. Put it back"
+GONE = r"was the model of model\.hash=\w{12} when the run was composed, and is gone\. Put that model there; a link"
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return shutil.copytree(POCKET, tmp_path / "model")
+
+
+def train(folder: Path) -> None:
+    """Make another model of the same size, as a warm-up with another seed does."""
+    file = folder / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+def composed(*words: str) -> RunConfig:
+    return make_plan(["scale=custom", *words], False).jobs[0].config
+
+
+def test_the_content_of_a_model_is_of_the_arm_and_its_place_is_not(model: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(model, tmp_path / "copy")
+    before, elsewhere = composed(f"model.path={model}"), composed(f"model.path={copy}")
+    assert before.model.hash == elsewhere.model.hash == model_hash(model)
+    assert of_run(before) == of_run(elsewhere)
+    train(model)
+    after = composed(f"model.path={model}")
+    assert config_hash(before) == config_hash(elsewhere) != config_hash(after)
+    assert "model.path" not in of_run(before)
+
+
+def test_what_has_no_hash_counts_by_its_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    hub, pocket = composed("model.path=org/name"), composed()
+    assert hub.model.hash is pocket.model.hash is None
+    assert (of_run(hub)["model.path"], of_run(pocket)["model.path"]) == ("org/name", "pocket")
+    assert config_hash(hub) != config_hash(composed("model.path=org/other"))
+    assert config_hash(hub) != config_hash(composed("model.path=org/name", "model.revision=a1b2c3d"))
+
+
+def test_a_gguf_file_has_one_too(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "a.gguf", seed=0)
+    before = composed(f"model.path={tmp_path}/a.gguf")
+    write_gguf(tmp_path / "a.gguf", seed=1)
+    assert None is not before.model.hash != composed(f"model.path={tmp_path}/a.gguf").model.hash
+    with pytest.raises(ConfigError, match=OTHER):
+        check(before, tmp_path / "run")
+
+
+def test_a_hash_that_is_typed_must_be_the_one_found(model: Path) -> None:
+    found = model_hash(model)
+    assert composed(f"model.path={model}", f"model.hash={found}").model.hash == found
+    with pytest.raises(ConfigError, match=f"model.hash=abc is not that of {model}, which is {found}. Leave model.hash"):
+        composed(f"model.path={model}", "model.hash=abc")
+    for path in ("pocket", "org/name"):
+        with pytest.raises(ConfigError, match=f"model.hash=abc does nothing in a run with model.path={path}"):
+            composed(f"model.path={path}", "model.hash=abc")
+
+
+@pytest.fixture
+def run(tiny: Tiny, model: Path, tmp_path: Path) -> RunDirectory:
+    """A run that was claimed; its adapter is none, and is not asked for."""
+    directory = RunDirectory(tmp_path / "run")
+    directory.claim(anchored(tiny(model__path=str(model))), Typed("the command"))
+    return directory
+
+
+def evaluate(run: RunDirectory) -> object:
+    return subject.subject_of(AccuracyOptions(run=str(run.path), adapter=False, device="cpu"))
+
+
+def begin(run: RunDirectory) -> object:
+    return check(run.config(), run.path)
+
+
+def go_on(run: RunDirectory) -> object:
+    return build(run.config(), run, Stop())
+
+
+def take_out(run: RunDirectory) -> None:
+    export(ExportConfig(run=str(run.path), out=str(run.path / "out")))
+
+
+@pytest.mark.parametrize("command", [begin, go_on, evaluate, take_out])
+def test_every_command_on_a_run_refuses_another_model_in_its_place(
+    run: RunDirectory, model: Path, command: Callable[[RunDirectory], object]
+) -> None:
+    (model / "warmup.json").write_text("{}")  # decides nothing
+    check_content(run.config())
+    train(model)
+    with pytest.raises(ConfigError, match=OTHER):
+        command(run)
+    shutil.rmtree(model)
+    with pytest.raises(ConfigError, match=GONE):
+        command(run)
+
+
+def test_a_link_to_where_the_model_lies_now_will_do(run: RunDirectory, model: Path, tmp_path: Path) -> None:
+    model.symlink_to(model.rename(tmp_path / "elsewhere"))
+    assert begin(run) == []
+    assert evaluate(run)
+
+
+def test_a_base_that_is_dequantized_for_an_evaluation_has_no_hash(run: RunDirectory) -> None:
+    found = subject.subject_of(AccuracyOptions(run=str(run.path), adapter=False, device="cpu"))
+    with subject.dequantized(found) as common:
+        check_content(common.cfg)
+        assert re.fullmatch(r"\w{12}", str(found.cfg.model.hash))
+
+
+def test_a_configuration_without_a_hash_is_taken_as_it_is(model: Path) -> None:
+    """That of an older record, and of the tests and benchmarks that make their own."""
+    check_content(RunConfig(model=ModelConfig(path=str(model))))
