@@ -7,6 +7,7 @@ first session, 2 waits in its first session until it is told to stop or killed, 
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from qerl_lab import preflight
 from qerl_lab.cli import launch, pool
 from qerl_lab.cli.train import main
 from qerl_lab.config.option import ConfigError
+from qerl_lab.model.on_disk import POCKET
 from qerl_lab.record.directory import RunDirectory
 
 pytestmark = pytest.mark.integration
@@ -145,6 +147,18 @@ def test_a_run_on_another_kind_of_device_is_another_run(monkeypatch: pytest.Monk
     for env in Path("runs").rglob("env.json"):
         env.write_text(json.dumps({"gpus": [{"name": "a GPU"}]}))
     assert main(["-m", "seed=0,3", "device=cpu"]) == 0
+    assert sessions() == [1, 1, 1, 1]
+
+
+def test_a_moved_model_is_the_same_run_and_a_replaced_one_is_another() -> None:
+    words = ["-m", "seed=0,3", "scale=pocket"]
+    model = shutil.copytree(POCKET, "model")
+    assert main([*words, f"model.path={model}"]) == 0
+    moved = Path(model).rename("moved")
+    assert main([*words, f"model.path={moved}"]) == 0
+    assert sessions() == [1, 1]
+    (moved / "tokenizer.json").write_text((moved / "tokenizer.json").read_text() + "\n")
+    assert main([*words, f"model.path={moved}"]) == 0
     assert sessions() == [1, 1, 1, 1]
 
 

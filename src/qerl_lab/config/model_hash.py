@@ -16,7 +16,7 @@ BESIDE = (
 )  # fmt: skip
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 WHOLE = 4 * 2**20  # bytes up to which a file of weights is read whole
-PIECE = 16 * 2**10  # bytes
+SMALL, PIECE = 64 * 2**10, 4 * 2**10  # bytes: up to which a tensor is read whole, and of a piece of a larger one
 OF_A_TENSOR, OF_A_GGUF = 4, 1024  # pieces
 
 
@@ -24,7 +24,7 @@ def model_hash(path: Path) -> str | None:
     """First 12 hex digits of a SHA-256 of a directory with safetensors, or of FILE.gguf; None for anything else.
 
     A directory counts by the names, sizes and bytes of its weights and of `BESIDE`; neither its place nor its other
-    files do. `BESIDE` and files of up to 4 MiB are read whole. Of larger weights the size is read, and pieces of 16 KiB
+    files do. `BESIDE` and files of up to 4 MiB are read whole. Of larger weights the size is read, and pieces of 4 KiB
     at even distances from the first byte to the last: of safetensors the header and 4 pieces of each tensor (one of up
     to 64 KiB, as norms and biases are, whole), of a GGUF 1,024 pieces.
 
@@ -67,8 +67,8 @@ def _stretches(file: Path, size: int) -> Iterator[tuple[int, int]]:
 
 
 def _spread(start: int, end: int, count: int) -> Iterator[tuple[int, int]]:
-    """`count` pieces from the first to the last byte, or all of them where that is no more."""
-    if end - start <= count * PIECE:
+    """`count` pieces from the first to the last byte; all bytes where these are few."""
+    if end - start <= SMALL:
         yield start, end - start
         return
     last = end - start - PIECE
