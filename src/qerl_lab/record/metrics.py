@@ -116,7 +116,8 @@ METRICS: dict[str, Metric] = {
     "sampler/kernel_gap_mean": Metric(
         "nats",
         "mean abs(sampler - trainer) log-probability with the engine's norms on both sides, over the tokens of "
-        "aqn.probe_prompts completions: what is left is the arithmetic of the engine, or an error",
+        "aqn.probe_prompts completions, without noise over all: what is left is the arithmetic of the engine, or an "
+        "error",
     ),
     "sampler/kernel_gap_max": Metric("nats", "largest of the differences of sampler/kernel_gap_mean"),
     "rollout/tokens_per_second": Metric("tokens/s", "completion tokens / seconds/rollout"),
@@ -168,7 +169,7 @@ METRICS: dict[str, Metric] = {
     "noise/kl_nats": Metric(
         "nats",
         "KL of the policy with the engine's norms from the policy with clean ones, mean per token of "
-        "aqn.probe_prompts completions",
+        "aqn.probe_prompts completions; 0, and nothing is computed, where the engine's norms are the clean ones",
     ),
     "memory/rss_gib": Metric("GiB", "largest resident memory of the run's process so far"),
     "memory/gpu_peak_gib": Metric("GiB", "largest GPU memory allocated by torch so far"),

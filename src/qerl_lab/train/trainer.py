@@ -196,7 +196,12 @@ class LabTrainer(GRPOTrainer):
         norms, temperature = self.engine.norms(), self.cfg.rollout.temperature
         relative = self.cfg.aqn.relative
         self.measured["noise/std_observed"] = aqn.observed_std(norms, self.policy.clean_norms, relative)
-        if count := self.cfg.aqn.probe_prompts:
+        if not (count := self.cfg.aqn.probe_prompts):
+            return
+        if all(torch.equal(norms[name].to(clean), clean) for name, clean in self._norms(aqn.CLEAN).items()):
+            self.level.observe(0.0)
+            self.measured["noise/kl_nats"] = 0.0
+        else:
             found = probe(self.policy, norms, rollout, count, temperature)
             nats = self.ranks.mean(found.noise_kl.nats, len(found.kernel_gap_T))
             self.level.observe(nats)
@@ -303,6 +308,8 @@ class LabTrainer(GRPOTrainer):
         total, tokens = (sum(of_ranks) for of_ranks in zip(*self.ranks.gather(own), strict=True))
         metrics["policy/entropy_nats"] = total / tokens
         metrics |= correction.mismatch(self.ranks.pool(torch.stack(self.mismatch).tolist()))
+        if self.measured.get("noise/kl_nats") == 0:  # without noise the kernels alone part sampler and trainer
+            metrics |= {f"sampler/kernel_gap_{of}": metrics[f"sampler/logprob_gap_{of}"] for of in ("mean", "max")}
         if algorithms.has_bonus(self.cfg.algorithm):
             metrics["policy/entropy_coef"] = self.entropy_coef
         seconds = self.clock.seconds["step"]

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from qerl_lab.rollout.engine import Rollout, Sampling
 from qerl_lab.rollout.transformers import TransformersEngine
 from qerl_lab.tasks import Task
 from qerl_lab.train.data import Cursor, select
+from qerl_lab.train.probe import Probed, probe
 from qerl_lab.train.step import first_samples
 from qerl_lab.train.stop import Diverged, Stop
 from qerl_lab.train.trainer import LabTrainer
@@ -270,6 +272,34 @@ def test_the_engine_holds_the_noise_of_the_seed_and_step(train) -> None:
         assert metrics["noise/std_observed"] == pytest.approx(torch.cat(gaps).std().item(), rel=1e-6)
         for name, clean in run.policy.clean_norms.items():
             assert torch.equal(held[name], noise.onto(clean, name, torch.float32))
+
+
+def test_without_noise_nothing_is_probed(train, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The KL is 0, and every token tells the kernels' gap. An engine whose norms are not the clean ones is probed."""
+    asked = []
+
+    def spy(*given: Any) -> Probed:
+        asked.append(given)
+        return probe(*given)
+
+    monkeypatch.setattr("qerl_lab.train.trainer.probe", spy)
+    ((_, metrics),) = train().steps
+    assert not asked
+    assert metrics["noise/kl_nats"] == 0
+    for of in ("mean", "max"):
+        assert metrics[f"sampler/kernel_gap_{of}"] == metrics[f"sampler/logprob_gap_{of}"] > 0
+    ((_, noisy),) = train(**NOISE).steps
+    assert len(asked) == 1
+    assert noisy["sampler/kernel_gap_max"] < 1e-4 < noisy["sampler/logprob_gap_max"]
+
+    def off(engine: TransformersEngine) -> dict[str, torch.Tensor]:
+        return {name: norm + 0.1 for name, norm in held(engine).items()}
+
+    held = TransformersEngine.norms
+    monkeypatch.setattr(TransformersEngine, "norms", off)
+    ((_, wrong),) = train().steps
+    assert len(asked) == 2
+    assert wrong["noise/kl_nats"] > 0
 
 
 def test_without_probes_the_kl_is_not_measured(train) -> None:
