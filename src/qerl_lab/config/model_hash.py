@@ -31,7 +31,7 @@ def model_hash(path: Path) -> str | None:
     Training changes a tensor throughout, so pieces show it. They do not show what is changed between them alone: a few
     rows of a large matrix, a small tensor of a GGUF.
 
-    Raises ConfigError for a safetensors file without a header.
+    Raises ConfigError for a large safetensors file that is damaged in its header.
     """
     if not path.is_dir():
         return _of_file(path)[:12] if path.suffix == ".gguf" and path.is_file() else None
@@ -78,7 +78,7 @@ def _spread(start: int, end: int, count: int) -> Iterator[tuple[int, int]]:
 def header(file: Path) -> tuple[dict[str, Any], int]:
     """The JSON that a safetensors file begins with, after 8 bytes of its length, and where it ends.
 
-    Raises ConfigError for a file without.
+    Raises ConfigError where there is none, and where an entry lacks dtype, shape or place.
     """
     try:
         with file.open("rb") as opened:
@@ -88,8 +88,18 @@ def header(file: Path) -> tuple[dict[str, Any], int]:
             entries = json.loads(opened.read(length))
         if not isinstance(entries, dict):
             raise ValueError("its header is no JSON object")
+        for name, entry in entries.items():
+            if name != "__metadata__" and not _is_tensor(entry):
+                raise ValueError(f"its header lacks dtype, shape or data_offsets of {name}")
         return entries, 8 + length
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"{file} is no safetensors file, or not whole ({error}). Download or save the model again."
         ) from None
+
+
+def _is_tensor(entry: Any) -> bool:
+    match entry:
+        case {"dtype": str(), "shape": list(), "data_offsets": [int(), int()]}:
+            return True
+    return False
