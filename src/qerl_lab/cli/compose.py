@@ -39,7 +39,7 @@ from qerl_lab.cli.overrides import (
     shown,
     spell,
 )
-from qerl_lab.config.arm import leaves
+from qerl_lab.config.arm import by_content, leaves
 from qerl_lab.config.files import choices_of, package_data
 from qerl_lab.config.keys import NUMBERS, schema, typed
 from qerl_lab.config.option import ConfigError
@@ -287,14 +287,18 @@ def _refuse_shared_directories(jobs: list[Job]) -> None:
 
 
 def _refuse_equal(jobs: list[Job]) -> None:
-    """A run is known by its configuration and seed: a later command would take two alike for one."""
+    """A run is known by its configuration and seed: a later command would take two alike for one.
+
+    So are two copies of a model, whose name follows from the path.
+    """
     seen: dict[str, int] = {}
     for job in jobs:
-        other = seen.setdefault(repr(job.config), job.number)
+        values = {name: value for name, _, value in leaves(job.config) if name != "model.name"}
+        other = seen.setdefault(repr(by_content(values)), job.number)
         if other != job.number:
             raise ConfigError(
                 f"jobs {other} and {job.number} are the same run ({' '.join(job.overrides)}). "
-                "Leave out one of two values that are alike."
+                "Leave out one of two values that are alike. A local model is its content, not its path."
             )
 
 
