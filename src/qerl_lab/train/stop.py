@@ -1,10 +1,13 @@
 """Ends before the last step: a signal, the death of the starting command, or numbers that a run cannot go on with."""
 
+import math
 import os
 import signal
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 
+from qerl_lab.config.schema import OptimConfig
 from qerl_lab.exits import INTERRUPTED, SIGNALS, heard
 
 
@@ -14,6 +17,17 @@ class Interrupted(Exception):
 
 class Diverged(FloatingPointError):
     """Training cannot go on: a number that it rests on is NaN or infinite."""
+
+
+def refuse_infinite(values: Mapping[str, float], step: int, optim: OptimConfig) -> None:
+    """Raise Diverged where one of `values`, by what they are called, is NaN or infinite."""
+    for name, value in values.items():
+        if not math.isfinite(value):
+            raise Diverged(
+                f"{name} is {'NaN' if math.isnan(value) else 'infinite'} at step {step}. Type a lower "
+                f"optim.learning_rate (it is {optim.learning_rate:g}) or optim.max_grad_norm "
+                f"(it is {optim.max_grad_norm:g})."
+            )
 
 
 @dataclass

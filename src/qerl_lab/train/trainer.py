@@ -41,7 +41,7 @@ from qerl_lab.train.probe import probe
 from qerl_lab.train.ranks import ALONE, Ranks
 from qerl_lab.train.retry import twice
 from qerl_lab.train.step import Batch, collect, measures
-from qerl_lab.train.stop import Diverged, Interrupted, Stop
+from qerl_lab.train.stop import Interrupted, Stop, refuse_infinite
 
 OnStep = Callable[[int, dict[str, float]], None]
 
@@ -198,16 +198,16 @@ class LabTrainer(GRPOTrainer):
         self.measured["noise/std_observed"] = aqn.observed_std(norms, self.policy.clean_norms, relative)
         if not (count := self.cfg.aqn.probe_prompts):
             return
-        if all(torch.equal(norms[name].to(clean), clean) for name, clean in self._norms(aqn.CLEAN).items()):
-            self.level.observe(0.0)
-            self.measured["noise/kl_nats"] = 0.0
-        else:
+        is_noisy = any(not torch.equal(norms[name].to(clean), clean) for name, clean in self._norms(aqn.CLEAN).items())
+        nats = 0.0
+        if self.ranks.any(is_noisy):  # one rank alone would wait for the others in `mean`
             found = probe(self.policy, norms, rollout, count, temperature)
-            nats = self.ranks.mean(found.noise_kl.nats, len(found.kernel_gap_T))
-            self.level.observe(nats)
-            self.measured["noise/kl_nats"] = nats
-            self.measured["sampler/kernel_gap_mean"] = found.kernel_gap_T.mean().item()
-            self.measured["sampler/kernel_gap_max"] = found.kernel_gap_T.max().item()
+            gap_T = found.kernel_gap_T
+            nats = self.ranks.mean(found.noise_kl.nats, len(gap_T))
+            self.measured["sampler/kernel_gap_mean"] = gap_T.mean().item()
+            self.measured["sampler/kernel_gap_max"] = gap_T.max().item()
+        self.level.observe(nats)
+        self.measured["noise/kl_nats"] = nats
 
     def _get_per_token_logps_and_entropies(
         self, model: torch.nn.Module, ids: Tensor, attention_mask: Tensor, keep: int, **kwargs: Any
@@ -325,17 +325,9 @@ class LabTrainer(GRPOTrainer):
     def _check_finite(self, metrics: dict[str, float]) -> None:
         """Raise Diverged before a checkpoint holds, or the sampler meets, what is NaN."""
         adapter = [parameter for parameter in self.policy.model.parameters() if parameter.requires_grad]
-        for what, value in (
-            ("loss", metrics["policy/loss"]),
-            ("gradient norm", metrics["policy/grad_norm"]),
-            ("largest weight of the adapter", torch.nn.utils.get_total_norm(adapter, math.inf).item()),
-        ):
-            if not math.isfinite(value):
-                raise Diverged(
-                    f"{what} is {'NaN' if math.isnan(value) else 'infinite'} at step {self.steps_done}. Type a lower "
-                    f"optim.learning_rate (it is {self.cfg.optim.learning_rate:g}) or optim.max_grad_norm "
-                    f"(it is {self.cfg.optim.max_grad_norm:g})."
-                )
+        largest = torch.nn.utils.get_total_norm(adapter, math.inf).item()
+        values = {"loss": metrics["policy/loss"], "gradient norm": metrics["policy/grad_norm"]}
+        refuse_infinite(values | {"largest weight of the adapter": largest}, self.steps_done, self.cfg.optim)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """No model card: the run directory is the record."""

@@ -1,13 +1,12 @@
 """LabTrainer with the real engine: the data and seeds of each step, what it measures, and when it stops."""
 
 import math
-import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -25,7 +24,8 @@ from qerl_lab.rollout.engine import Rollout, Sampling
 from qerl_lab.rollout.transformers import TransformersEngine
 from qerl_lab.tasks import Task
 from qerl_lab.train.data import Cursor, select
-from qerl_lab.train.probe import Probed, probe
+from qerl_lab.train.probe import probe
+from qerl_lab.train.ranks import Ranks
 from qerl_lab.train.step import first_samples
 from qerl_lab.train.stop import Diverged, Stop
 from qerl_lab.train.trainer import LabTrainer
@@ -275,21 +275,16 @@ def test_the_engine_holds_the_noise_of_the_seed_and_step(train) -> None:
 
 
 def test_without_noise_nothing_is_probed(train, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The KL is 0, and every token tells the kernels' gap. An engine whose norms are not the clean ones is probed."""
-    asked = []
-
-    def spy(*given: Any) -> Probed:
-        asked.append(given)
-        return probe(*given)
-
+    """The KL is 0, and every token tells the kernels' gap. An engine with other norms is probed."""
+    spy = Mock(wraps=probe)
     monkeypatch.setattr("qerl_lab.train.trainer.probe", spy)
     ((_, metrics),) = train().steps
-    assert not asked
+    assert not spy.called
     assert metrics["noise/kl_nats"] == 0
     for of in ("mean", "max"):
         assert metrics[f"sampler/kernel_gap_{of}"] == metrics[f"sampler/logprob_gap_{of}"] > 0
     ((_, noisy),) = train(**NOISE).steps
-    assert len(asked) == 1
+    assert spy.call_count == 1
     assert noisy["sampler/kernel_gap_max"] < 1e-4 < noisy["sampler/logprob_gap_max"]
 
     def off(engine: TransformersEngine) -> dict[str, torch.Tensor]:
@@ -298,8 +293,17 @@ def test_without_noise_nothing_is_probed(train, monkeypatch: pytest.MonkeyPatch)
     held = TransformersEngine.norms
     monkeypatch.setattr(TransformersEngine, "norms", off)
     ((_, wrong),) = train().steps
-    assert len(asked) == 2
+    assert spy.call_count == 2
     assert wrong["noise/kl_nats"] > 0
+
+
+def test_all_ranks_probe_where_one_has_noise(train, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They share the mean of what they find, and one alone would wait for ever. Here another rank has it."""
+    spy = Mock(wraps=probe)
+    monkeypatch.setattr("qerl_lab.train.trainer.probe", spy)
+    monkeypatch.setattr(Ranks, "any", lambda ranks, flag: True)
+    train()
+    assert spy.call_count == 1
 
 
 def test_without_probes_the_kl_is_not_measured(train) -> None:
@@ -386,15 +390,6 @@ def test_a_signal_that_arrives_while_stopping_is_decided_still_saves(train, tmp_
 
     run = train(stop=Late(), steps=3, checkpoint__every=0)
     assert checkpoint.newest(tmp_path / "checkpoints").step == run.trainer.steps_done
-
-
-def test_the_death_of_the_starter_is_a_request_to_stop(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a run's process. A run that is a call in a program outlives the shell that left the program behind."""
-    inside, started = Stop(), Stop(parent=os.getppid())
-    assert not started.requested
-    monkeypatch.setattr(os, "getppid", lambda: 1)
-    assert started.requested
-    assert not inside.requested
 
 
 @pytest.mark.parametrize(("every", "kept"), [(0, [5]), (2, [4, 5])])
