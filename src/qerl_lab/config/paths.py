@@ -31,7 +31,7 @@ def anchored(cfg: RunConfig) -> RunConfig:
 
 
 def _anchored_model(model: ModelConfig) -> ModelConfig:
-    """A hub id gets no hash: what is on this disk need not be what the hub gives the run, unless it names a commit."""
+    """A hub id gets no hash: what is on this disk need not be what the hub gives the run."""
     path = _anchor(model.path)
     found = model_hash(Path(path)) if Path(path).is_absolute() else None
     if found is None:

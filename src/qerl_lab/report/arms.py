@@ -95,14 +95,14 @@ def started(found: Sequence[Run], counted: Sequence[Run]) -> list[Run]:
 
 
 def differing(runs: Sequence[Run]) -> list[str]:
-    """The settings whose values differ between runs, but for the one of a model's path and hash that says no more."""
+    """The settings whose values differ between runs, without model.path or model.hash where the other says as much."""
     known = sorted({key for run in runs for key in run.settings} - {_idle(runs)})
     return [key for key in known if len({run.value(key) for run in runs}) > 1]
 
 
 def _idle(runs: Sequence[Run]) -> str | None:
-    """model.hash where each path has one of its own, which a reader then knows it by; model.path where all share one
-    hash."""
+    """Which of model.path and model.hash tells nothing more: the hash where each path has its own, since a reader knows
+    the path; the path where all runs have one hash; None where both tell something."""
     pairs = {(run.value(PLACE), run.value(CONTENT)) for run in runs}
     places, contents = ({pair[n] for pair in pairs} for n in (0, 1))
     if len(places) == len(contents) == len(pairs):

@@ -154,7 +154,7 @@ def run(cfg: WarmupConfig) -> None:
 
 
 def sum_in_one_order() -> None:
-    """Have this process take no operation whose result differs from run to run. torch raises where there is none."""
+    """Let this process use only operations that give the same bits each time. torch raises where there is no such."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch asks for it
     torch.use_deterministic_algorithms(True)
 

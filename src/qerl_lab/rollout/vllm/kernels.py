@@ -8,9 +8,15 @@ is no third launch; no buffer that one call must leave zeroed for the next, whic
 break; and the sums have one order: the same inputs give the same bits, which atomics would not. The price is that
 expand reads S times its t, from L2: at most `_SCRATCH_ROWS` rows of it a program.
 
-From Hopper on both begin before the kernel ahead of them has ended ("programmatic dependent launch" of the CUDA
-programming guide): starting takes as long as computing here. Each waits for that end before it reads what others write
-in a step, or writes; and shrink lets expand begin only after its own wait, so that all that came before has ended too.
+From Hopper on both may begin before the kernel ahead of them has ended ("programmatic dependent launch" of the CUDA
+programming guide, `griddepcontrol` of the PTX ISA): starting takes as long as computing here.
+
+- `gdc_wait` returns when the kernel ahead has ended and what it wrote can be read. Every program calls it before it
+  writes, and before it reads what a step writes. So shrink ends after the kernel ahead of it, and expand, which waits
+  for shrink, may read the y that this kernel wrote.
+- `gdc_launch_dependents` lets the next kernel begin once every program has called it or ended. Shrink calls it after
+  its own wait: all that came before shrink has then ended, a sync too, and expand may read B at once.
+- Expand does not call it: the next kernel begins when its programs have ended.
 """
 
 import os
