@@ -352,4 +352,4 @@ def test_the_engine_names_the_layers_that_are_not_shared(
     name = "model.layers.1.self_attn.k_proj"
     one_copy.packed_layers(policy)[name].weight_scale.view(torch.uint8)[3, 5] = 7
     engine_module.VllmEngine(policy, cfg)
-    assert f"share_base=true: 1 layers, the first {name}, keep packed weights" in capsys.readouterr().out
+    assert f"packed layers that keep weights of their own: 1, the first {name}. Marlin" in capsys.readouterr().out

@@ -94,8 +94,8 @@ class VllmEngine:
         keep = self.llm.apply_model(lambda model: one_copy.share(self.policy, model))[0]
         if keep:
             print(
-                f"warning: share_base=true: {len(keep)} layers, the first {keep[0]}, keep packed weights of their own, "
-                "for Marlin, vLLM's kernel, has other bits: it drops block scales below 2^-6"
+                f"warning: share_base=true: packed layers that keep weights of their own: {len(keep)}, the first "
+                f"{keep[0]}. Marlin, vLLM's kernel, has other bits there: it drops block scales below 2^-6."
             )
 
     def norms(self) -> dict[str, Tensor]:
