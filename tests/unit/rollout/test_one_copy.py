@@ -130,12 +130,14 @@ def test_what_others_read_of_the_base_is_what_it_was(policy: Policy, cfg: Any, t
     assert (tmp_path / "adapter" / "adapter_model.safetensors").stat().st_size < 2**20  # without the base
 
 
-def test_a_move_to_where_it_is_keeps_the_engine_s_tensors(policy: Policy) -> None:
+def test_neither_a_move_to_where_it_is_nor_another_dtype_changes_the_engine_s_tensors(policy: Policy) -> None:
     engine = engine_of(policy)
     one_copy.share(policy, engine)
-    policy.model.to("cpu")
     layer = next(iter(one_copy.packed_layers(policy).values()))
+    before = layer.held()
+    policy.model.to("cpu", torch.bfloat16)
     assert layer.weight.untyped_storage().data_ptr() in storages(engine)
+    assert all(equal(layer.held()[name], tensor) for name, tensor in before.items())
 
 
 def test_an_engine_that_is_built_again_takes_the_place_of_the_last(policy: Policy) -> None:
