@@ -223,7 +223,7 @@ def _draw_steps(result: Result) -> plt.Figure:
     axis.set_ylabel("seconds of a step")
     about = result["options"]
     figure.suptitle(
-        f"GRPO step, {about['model']}, {about['groups']} x {about['group_size']} completions of at most "
-        f"{about['new']:,} tokens, {gpu_of(result)}"
+        f"GRPO step, {about['model']}, {gpu_of(result)}\n{about['groups']} x {about['group_size']} completions of at "
+        f"most {about['new']:,} tokens"
     )
     return figure
