@@ -225,7 +225,8 @@ class VllmConfig:
     )
     share_base: bool = option(
         False,
-        "NVFP4 by Marlin: the trainer reads vLLM's packed weights and keeps none of its own; not used in a long run yet",
+        "NVFP4 by Marlin: the trainer reads vLLM's packed weights and keeps none of its own; not used in a long run "
+        "yet",
     )
     enforce_eager: bool = option(False, "run without torch.compile and CUDA graphs: a quick start, slow tokens")
     timeout_minutes: float = option(
