@@ -268,6 +268,14 @@ def packed_head(model: "PreTrainedModel", weight_format: Format, ignore: Iterabl
     return next((name for name in names if model.get_submodule(name) is head), None)
 
 
+def packed_layers(model: nn.Module) -> dict[str, PackedLinear]:
+    """The packed layers by the names that they have without PEFT's layer around those with an adapter."""
+    return {
+        name.removesuffix(".base_layer"): layer for name, layer in model.named_modules()
+        if isinstance(layer, PackedLinear)
+    }  # fmt: skip
+
+
 def weight_bytes(model: nn.Module) -> WeightBytes:
     """Count the bytes of the formatted weights and of the whole model, without dense caches."""
     linears = 0

@@ -24,7 +24,7 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import FormatConfig, RunConfig
 from qerl_lab.disk import replace_file
 from qerl_lab.model import gguf
-from qerl_lab.model.linear import PackedLinear, fused_groups
+from qerl_lab.model.linear import fused_groups, packed_layers
 
 TIMED = ("nvfp4", "mxfp4")  # formats for which vLLM has several kernels
 TIMER = "qerl_lab.rollout.vllm.backend_times"
@@ -74,10 +74,7 @@ def humming_races() -> bool:
 
 def shapes_of(model: nn.Module) -> Counter[Shape]:
     """How often each shape of packed layer comes, as engines fuse them."""
-    layers = {  # PEFT puts a layer around those with an adapter
-        name.removesuffix(".base_layer"): layer for name, layer in model.named_modules()
-        if isinstance(layer, PackedLinear)
-    }  # fmt: skip
+    layers = packed_layers(model)
     groups = ([layers[name] for name in group] for group in fused_groups(list(layers)))
     return Counter((tuple(layer.out_features for layer in group), group[0].in_features) for group in groups)
 

@@ -20,6 +20,7 @@ programming guide, `griddepcontrol` of the PTX ISA): starting takes as long as c
 """
 
 import os
+from functools import cache
 
 import torch
 import triton
@@ -84,8 +85,14 @@ def block_k_of(block_m: int) -> int:
 
 def ahead(tensor: Tensor) -> dict[str, bool]:
     """Arguments of a launch on the tensor's device: whether it begins before the kernel ahead of it has ended."""
-    able = tensor.is_cuda and torch.cuda.get_device_capability(tensor.device) >= (9, 0)
+    able = tensor.is_cuda and _capability(tensor.device) >= (9, 0)
     return {"AHEAD": able, "launch_pdl": able}
+
+
+@cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    """Asked once: 224 launches of a pass of 7B would ask torch each."""
+    return torch.cuda.get_device_capability(device)
 
 
 def tiles_of(sizes: list[int]) -> tuple[int, tuple[tuple[int, int, int], ...]]:

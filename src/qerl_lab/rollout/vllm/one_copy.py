@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from qerl_lab.config.option import ConfigError
 from qerl_lab.formats.marlin import CODES, DIVISOR, ROWS, SCALE, Marlin, part
+from qerl_lab.model import linear
 from qerl_lab.model.linear import PackedLinear
 from qerl_lab.model.policy import Policy
 
@@ -26,11 +27,8 @@ Layers = dict[str, PackedLinear]
 
 
 def packed_layers(policy: Policy) -> Layers:
-    """The packed layers by the names that a checkpoint has: PEFT puts a layer around those with an adapter."""
-    return {
-        name.removesuffix(".base_layer"): layer for name, layer in policy.model.get_base_model().named_modules()
-        if isinstance(layer, PackedLinear)
-    }  # fmt: skip
+    """The packed layers by the names that a checkpoint has."""
+    return linear.packed_layers(policy.model.get_base_model())
 
 
 @contextmanager
