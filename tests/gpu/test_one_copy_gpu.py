@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from packed_layers import NVFP4
 from qerl_lab import rollout
@@ -24,7 +23,7 @@ from qerl_lab.model.policy import Policy
 from qerl_lab.rollout.engine import Engine, Sampling
 from qerl_lab.rollout.vllm import one_copy
 from qerl_lab.timing import graphed, side_by_side
-from small_checkpoints import equal, write_dense
+from small_checkpoints import equal, write_random
 
 pytestmark = [
     pytest.mark.gpu, pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM"),
@@ -84,12 +83,10 @@ def test_unpacking_marlin_s_form_takes_little_longer_than_the_row_major_one() ->
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """98 million weights in layers that are packed."""
-    config = Qwen2Config(
-        vocab_size=1024, hidden_size=1536, intermediate_size=4096, num_hidden_layers=4, num_attention_heads=12,
-        num_key_value_heads=2, initializer_range=0.03, eos_token_id=2,
+    return write_random(
+        tmp_path_factory.mktemp("dense"), hidden_size=1536, intermediate_size=4096, num_attention_heads=12,
+        initializer_range=0.03,
     )  # fmt: skip
-    torch.manual_seed(0)
-    return write_dense(tmp_path_factory.mktemp("dense"), Qwen2ForCausalLM(config).to(torch.bfloat16))
 
 
 @pytest.fixture

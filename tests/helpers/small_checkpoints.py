@@ -22,14 +22,16 @@ def write_dense(folder: Path, model: PreTrainedModel, **save_options: Any) -> Pa
     return folder
 
 
-def write_random(folder: Path) -> Path:
-    """Random weights in bfloat16 whose logits spread by about 1.5: four bits change them, and a text has entropy."""
-    config = Qwen2Config(
-        vocab_size=1024, hidden_size=512, intermediate_size=1536, num_hidden_layers=4, num_attention_heads=8,
-        num_key_value_heads=2, initializer_range=0.06, eos_token_id=2,
-    )  # fmt: skip
+def write_random(folder: Path, **sizes: float) -> Path:
+    """Random weights in bfloat16, in the `sizes` that Qwen2Config is given.
+
+    Without any, logits spread by about 1.5: four bits change them, and a text has entropy.
+    """
+    own = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 4, "num_attention_heads": 8,
+           "num_key_value_heads": 2, "initializer_range": 0.06}  # fmt: skip
     torch.manual_seed(0)
-    return write_dense(folder, Qwen2ForCausalLM(config).to(torch.bfloat16))
+    model = Qwen2ForCausalLM(Qwen2Config(vocab_size=1024, eos_token_id=2, **own | sizes))
+    return write_dense(folder, model.to(torch.bfloat16))
 
 
 def write_packed(

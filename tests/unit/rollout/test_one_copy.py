@@ -14,7 +14,6 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import marlin_packer
 from qerl_lab.config.option import ConfigError
@@ -25,7 +24,7 @@ from qerl_lab.model.linear import PackedLinear, weight_bytes
 from qerl_lab.model.policy import Policy, save_adapter
 from qerl_lab.rollout import vllm as room
 from qerl_lab.rollout.vllm import base, one_copy
-from small_checkpoints import equal, write_dense
+from small_checkpoints import equal, write_random
 
 PARTS = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 MarlinNvFp4LinearKernel = type("MarlinNvFp4LinearKernel", (), {})
@@ -34,12 +33,10 @@ HummingNvFp4LinearKernel = type("HummingNvFp4LinearKernel", (), {})
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    config = Qwen2Config(
-        vocab_size=1024, hidden_size=128, intermediate_size=192, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, initializer_range=0.1, eos_token_id=2,
+    return write_random(
+        tmp_path_factory.mktemp("dense"), hidden_size=128, intermediate_size=192, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, initializer_range=0.1,
     )  # fmt: skip
-    torch.manual_seed(0)
-    return write_dense(tmp_path_factory.mktemp("dense"), Qwen2ForCausalLM(config).to(torch.bfloat16))
 
 
 @pytest.fixture
