@@ -165,26 +165,27 @@ def _gib(value: float | None) -> str:
 
 def _draw_rollouts(result: Result) -> plt.Figure:
     rows = ratios(result, ("rank", "batch"))
-    by_rank = rows["rank"].nunique() > 1
-    panels = 3 if by_rank else 2
-    figure, axes = plt.subplots(
-        1, panels, figsize=(5.2 * panels, 4.0 + 0.18 * rows["arm"].nunique()), layout="constrained", squeeze=False
-    )
+    has_base, by_rank = rows["of_bf16"].notna().any(), rows["rank"].nunique() > 1
+    panels = 1 + has_base + by_rank
+    size = max(8.5, 5.2 * panels), 4.0 + 0.18 * rows["arm"].nunique()  # an arm may be as long as a line
+    figure, axes = plt.subplots(1, panels, figsize=size, layout="constrained", squeeze=False)
     shown = rows[rows["rank"] == rows["rank"].iloc[0]]
     _lines(axes[0, 0], shown, "batch", "tokens_per_second")
     dress(axes[0, 0], f"rank {shown['rank'].iloc[0]}", "completions at once")
     axes[0, 0].set_ylabel("tokens/s")
-    handles, arms = axes[0, 0].get_legend_handles_labels()  # an arm may be as long as a line
+    handles, arms = axes[0, 0].get_legend_handles_labels()
     figure.legend(handles, arms, loc="outside lower left", frameon=False, fontsize=8)
-    _lines(axes[0, 1], shown, "batch", "of_bf16")
-    dress(axes[0, 1], "of stock vLLM, BF16 LoRA", "completions at once")
+    if has_base:
+        _lines(axes[0, 1], shown, "batch", "of_bf16")
+        dress(axes[0, 1], "of stock vLLM, BF16 LoRA", "completions at once")
     if by_rank:
+        last = axes[0, -1]
         smallest = rows[rows["batch"] == rows["batch"].min()]
-        _lines(axes[0, 2], smallest, "rank", "of_qlora")
+        _lines(last, smallest, "rank", "of_qlora")
         if printed := ratio_by_rank(result["options"]["model"], "nf4"):
-            papers = axes[0, 2].plot([*printed], [*printed.values()], "k:", lw=1.2, label="paper, Figure 11, batch 1")
-            axes[0, 2].legend(handles=papers, frameon=False, fontsize=8, loc="lower left")
-        dress(axes[0, 2], f"of stock vLLM, QLoRA, batch {smallest['batch'].iloc[0]}", "rank")
+            papers = last.plot([*printed], [*printed.values()], "k:", lw=1.2, label="paper, Figure 11, batch 1")
+            last.legend(handles=papers, frameon=False, fontsize=8, loc="lower left")
+        dress(last, f"of stock vLLM, QLoRA, batch {smallest['batch'].iloc[0]}", "rank")
     about = result["options"]
     figure.suptitle(
         f"Rollouts, {about['model']}, prompt {about['prompt']:,}, {about['new']:,} new tokens, {gpu_of(result)}"

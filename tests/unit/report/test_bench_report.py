@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import matplotlib.pyplot as plt
 import pytest
 
 from qerl_lab.bench.__main__ import COMMANDS
@@ -82,6 +83,18 @@ def test_the_figure_of_rollouts(tmp_path: Path, ranks: tuple[int, ...]) -> None:
     rows = [each for rank in ranks for each in several(rank=rank)]
     bench_arms.draw(rollouts([*rows, {"arm": "mxfp4", "rank": 32, "died": "x"}]), tmp_path / "rollout.png")
     assert (tmp_path / "rollout.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("ranks", [(32,), (16, 32)])
+def test_without_a_baseline_no_panel_stays_empty(ranks: tuple[int, ...]) -> None:
+    """What ratios are of may not be measured, or may have died."""
+    rows = [each for rank in ranks for each in several(rank=rank)]
+    rest = [each for each in rows if each["arm"] != "bf16_stock"]
+    whole, alone = (bench_arms.figure_of(rollouts(kept)) for kept in (rows, rest))
+    assert len(whole.axes) == 1 + len(ranks)
+    assert len(alone.axes) == len(ranks)
+    assert all(axis.lines for axis in alone.axes)
+    plt.close("all")
 
 
 def test_nothing_alive_is_a_table_without_numbers_and_no_figure(tmp_path: Path) -> None:
