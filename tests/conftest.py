@@ -1,5 +1,6 @@
 """What several files share: small configurations, the pocket policy, and the rule for tests that need a GPU."""
 
+import gc
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -13,6 +14,8 @@ from qerl_lab.config.schema import RunConfig
 
 if TYPE_CHECKING:
     from qerl_lab.model.policy import Policy
+
+gc.disable()  # until all is collected, which imports a million objects that stay
 
 # Before anything imports triton: without a GPU its interpreter runs the kernels.
 if not Path("/dev/nvidiactl").exists():
@@ -40,6 +43,16 @@ SLOWEST = ("integration", "train")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the slowest files. xdist would by default begin with those that hold most tests."""
     items.sort(key=lambda item: not set(SLOWEST) & set(item.path.parts))
+
+
+def pytest_collection_finish() -> None:
+    """Leave what was imported to itself: `gc.collect()`, which each training calls, need not look through it again."""
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # or Triton's bindings would report leaks
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -3,7 +3,7 @@
 from qerl_lab import exits
 
 with exits.starting(__name__):
-    from qerl_lab import terminal
+    from qerl_lab import imports, terminal
     from qerl_lab.cli.grammar import Command
     from qerl_lab.export.options import ExportConfig, check
 
@@ -11,8 +11,9 @@ with exits.starting(__name__):
 def export(cfg: ExportConfig) -> None:
     """Write the directory. Raises ConfigError for a run that cannot be exported, and what `run` raises."""
     check(cfg)
-    terminal.quiet_third_parties()  # some speak while they are imported
-    from qerl_lab.export.run import run
+    with imports.kept():
+        terminal.quiet_third_parties()  # some speak while they are imported
+        from qerl_lab.export.run import run
 
     run(cfg)
 

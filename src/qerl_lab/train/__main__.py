@@ -12,7 +12,7 @@ import sys
 import traceback
 from pathlib import Path
 
-from qerl_lab import exits, terminal
+from qerl_lab import exits, imports, terminal
 from qerl_lab.cli.one_process import refuse_several
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.redact import redact
@@ -39,9 +39,10 @@ def main(directory: RunDirectory, parent: int) -> int:
 
             if said := gpus.keep(cfg.gpus):
                 print(said, flush=True)
-        terminal.quiet_third_parties()  # some speak while they are imported
-        check_vllm()
-        from qerl_lab.train import run
+        with imports.kept():
+            terminal.quiet_third_parties()  # some speak while they are imported
+            check_vllm()
+            from qerl_lab.train import run
 
         code = run.run(cfg, directory, stop)
         if speaks:

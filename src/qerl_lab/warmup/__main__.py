@@ -7,7 +7,7 @@ from its last checkpoint, with the same result to the bit.
 from qerl_lab import exits
 
 with exits.starting(__name__):
-    from qerl_lab import terminal
+    from qerl_lab import imports, terminal
     from qerl_lab.cli.grammar import Command
     from qerl_lab.warmup.options import WarmupConfig, check
 
@@ -16,8 +16,9 @@ def warm_up(cfg: WarmupConfig) -> None:
     """Write the model. Raises ConfigError for options that cannot serve, and what `run` raises."""
     check(cfg)
     try:
-        terminal.quiet_third_parties()  # some speak while they are imported
-        from qerl_lab.warmup.run import run
+        with imports.kept():
+            terminal.quiet_third_parties()  # some speak while they are imported
+            from qerl_lab.warmup.run import run
 
         run(cfg)
     except KeyboardInterrupt:
