@@ -1,6 +1,5 @@
 """The model card: what a run learned, from what, with what result, and how to load it."""
 
-import shlex
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,8 +9,11 @@ from qerl_lab.config.schema import DENSE_FORMAT, RunConfig
 from qerl_lab.config.task import part_of
 from qerl_lab.export.options import ExportConfig
 from qerl_lab.model import gguf, on_disk
+from qerl_lab.model.files import local_folder
+from qerl_lab.model.loading import stored_as
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.rollout.vllm.lora_files import MAX_RANKS
+from qerl_lab.rollout.vllm_server.serve_line import quantize_line
 
 PAPER = "https://arxiv.org/abs/2510.11696"
 PACKAGES = ("torch", "transformers", "trl", "peft")
@@ -87,9 +89,9 @@ def _base_in_words(trained: RunConfig) -> str:
     in_format = "" if name == DENSE_FORMAT else f" in {name}"
     if gguf.is_gguf(path) or path == "pocket":
         return f"the weights of `{path}`{in_format}, dense; an export with base=true holds them."
-    if name == DENSE_FORMAT:
+    if name == DENSE_FORMAT or stored_as(local_folder(path, trained.model.revision)) is not None:
         return f"`{path}`{revision}."
-    line = f"python -m qerl_lab.quantize model={shlex.quote(path)} format={name} out=BASE"
+    line = quantize_line(trained, "BASE")
     return f"`{path}`{revision}{in_format}, the weights that the adapter was trained on: `{line}`."
 
 

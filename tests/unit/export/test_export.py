@@ -3,6 +3,8 @@
 import importlib.util
 import json
 import os
+import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -24,6 +26,7 @@ from qerl_lab.export.run import run as export
 from qerl_lab.model import policy
 from qerl_lab.model.on_disk import POCKET
 from qerl_lab.model.policy import Policy
+from qerl_lab.quantize import __main__ as quantize
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.environment import Typed
 
@@ -141,6 +144,23 @@ def test_the_card_tells_a_part_of_gsm8k_from_gsm8k(
     record = RunDirectory(runs["bf16"][0])
     for most, said in ((None, "Questions of `gsm8k`."), (2, "Questions of `gsm8k` with at most 2 steps.")):
         assert said in card(ExportConfig(out="mine"), tiny(task__name="gsm8k", task__gsm8k__max_steps=most), record)
+
+
+def test_the_card_s_line_makes_the_very_base_of_the_run(
+    runs: dict[str, tuple[Path, Policy]], tiny: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    """With the rule and the layers of the run, and none of a base that is packed already."""
+    own, packed = shutil.copytree(POCKET, tmp_path / "own"), tmp_path / "packed"
+    words = [f"model={own}", "format=nvfp4", "scale_rule=four_over_six", "ignore=[lm_head,down_proj]"]
+    assert quantize.main([*words, "quality=weights", "device=cpu", f"out={packed}"]) == 0
+    how = {"format__name": "nvfp4", "format__scale_rule": "four_over_six", "format__ignore": ["lm_head", "down_proj"]}
+    record = RunDirectory(runs["nvfp4"][0])
+    said = card(ExportConfig(out="mine"), tiny(model__path=str(own), **how), record)
+    line = next(line for line in said.splitlines() if "qerl_lab.quantize" in line)
+    assert set(words) <= set(shlex.split(line.split("`")[-2]))
+    said = card(ExportConfig(out="mine"), tiny(model__path=str(packed), **how), record)
+    assert f"`BASE` is `{packed}`." in said
+    assert "qerl_lab.quantize" not in said
 
 
 def test_an_adapter_names_the_base_that_it_belongs_to(
