@@ -22,6 +22,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from qerl_lab import formats, rollout, tasks, terminal
 from qerl_lab.config.keys import typed
+from qerl_lab.config.model_hash import model_hash
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import DENSE_FORMAT, FormatConfig, RunConfig
 from qerl_lab.disk import make_directory, replace_file
@@ -141,10 +142,16 @@ def _arm_in(folder: Path) -> Arm:
 
 
 def calibrated(options: EntropyOptions, name: str, method: str, folder: Path) -> Path:
-    """Have the quantize command write a checkpoint, unless it is there. Raises ValueError where it fails."""
+    """Have the quantize command write a checkpoint, unless it is there.
+
+    Raises ValueError where it fails, and ConfigError for one of another model or of other options.
+    """
     words = {"model": options.model, "format": name, "method": method, "out": folder, "quality": "weights",
              "samples": options.samples, "tokens": options.tokens, "seed": options.seed, "dataset": options.dataset,
              "revision": options.revision, "device": options.device}  # fmt: skip
+    dense = model_hash(local_folder(options.model, options.revision, key="model"))
+    of = {key: value for key, value in words.items() if key not in ("out", "device")} | {"model_hash": dense}
+    _refuse_another(folder, of)
     if not (folder / "config.json").is_file():
         line = [f"{key}={value}" for key, value in words.items() if value is not None]
         # A process of its own: llmcompressor's memory goes with it, and what it prints is its own.
@@ -152,6 +159,19 @@ def calibrated(options: EntropyOptions, name: str, method: str, folder: Path) ->
         if code != 0:
             raise ValueError(f"python -m qerl_lab.quantize {' '.join(line)} ended with {code}; its message is above")
     return folder
+
+
+def _refuse_another(folder: Path, of: dict[str, Any]) -> None:
+    """Note what a checkpoint is made of, before it is. Raises ConfigError for one that is there, of something else."""
+    note = folder.with_name(f"{folder.name}.json")
+    before = read_json(note) if note.is_file() else {}
+    if (folder / "config.json").is_file() and before != of:
+        differ = [
+            f"{key}={typed(of[key])} (was {typed(before[key])})" for key in of if before.get(key, of[key]) != of[key]
+        ]
+        why = f"is of another command: {', '.join(differ)}" if differ else "does not say what it was made of"
+        raise ConfigError(f"{folder} {why}. Type another out, or move it away.")
+    replace_file(note, json.dumps(of, indent=1).encode() + b"\n")
 
 
 def sample(options: EntropyOptions, device: torch.device) -> Texts:
@@ -201,6 +221,7 @@ def measured(
     packed = None if arm.folder is None else WeightFiles(arm.folder)
     errors = weight_error.layers(arm.weight_format, dense, packed, linears, device, fit_scales=arm.method == "awq")
     row = {"arm": arm.name, "part": "", **estimates(entropies_T, texts), "kl": named(kl_T, texts)}
+    row |= {} if arm.folder is None else {"checkpoint": terminal.near(arm.folder)}
     row["weight_error"] = weight_error.total(errors)
     if not options.parts or arm.folder is not None or row["weight_error"]["parts"] is None:
         return [row]
@@ -272,12 +293,18 @@ def interval(values_T: Tensor, lengths: list[int], level: float = 0.95) -> Inter
     return found.nats, found.nats - half, found.nats + half
 
 
+def label(row: dict[str, Any], rows: list[dict[str, Any]]) -> str:
+    """The name of a row's model; of several of one name a checkpoint is told by its directory."""
+    alike = [other for other in rows if other["arm"] == row["arm"] and not other["part"]]
+    return f"{row['arm']} in {row['checkpoint']}" if len(alike) > 1 and "checkpoint" in row else str(row["arm"])
+
+
 def table(rows: list[dict[str, Any]]) -> str:
     """A row a model; of a part, what it alone does to the dense weights."""
     lines = [["weights", "entropy", "change, 95% interval", "p", "KL to dense", "error", *weight_error.PARTS]]
     for row in rows:
         found, error = row["entropy_change"], row.get("weight_error")
-        cells = [f"  by {row['part']}" if row["part"] else row["arm"]]
+        cells = [f"  by {row['part']}" if row["part"] else label(row, rows)]
         cells += [f"{row['entropy']['mean']:.4f}" if "entropy" in row else ""]
         if row["arm"] != "dense":
             cells += [f"{found['mean']:+.4f} [{found['low']:+.4f}, {found['high']:+.4f}]"]
@@ -293,7 +320,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     """Draw the changes of entropy and the parts of the error."""
     from qerl_lab.report import plots  # matplotlib takes a second
 
-    named_rows = {f"{row['arm']}, by {row['part']}" if row["part"] else row["arm"]: row for row in rows[1:]}
+    named_rows = {f"{row['arm']}, by {row['part']}" if row["part"] else label(row, rows): row for row in rows[1:]}
     changes = {name: row["entropy_change"] for name, row in named_rows.items()}
     shares = {
         name: row["weight_error"]["parts"] for name, row in named_rows.items()

@@ -3,6 +3,7 @@
 import copy
 import importlib.util
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from scipy import stats as scipy_stats
 
+from qerl_lab.config.option import ConfigError
 from qerl_lab.evaluate import __main__ as evaluate
 from qerl_lab.evaluate import entropy
 from qerl_lab.evaluate.options import EntropyOptions
@@ -75,7 +77,9 @@ def test_a_checkpoint_is_measured_as_the_same_model_packed_while_it_is_loaded(tm
     assert loaded["kl"]["mean"] > 1e-4
     assert len(pd.read_csv(out / "entropy.csv")) == len(rows)
     assert (out / "entropy.png").stat().st_size > 10_000
+    assert [entropy.label(row, rows) for row in (loaded, read)] == ["mxfp4 rtn", f"mxfp4 rtn in {packed}"]
     table = capsys.readouterr().out
+    assert f"\nmxfp4 rtn in {packed} " in table
     assert "8 completions of arithmetic, " in table
     assert "  by grid and dead" in table
 
@@ -159,6 +163,15 @@ def test_a_calibrated_method_is_made_by_the_quantize_command_once(tmp_path: Path
     assert len(lines) == 1
     assert lines[0][:4] == ["qerl_lab.quantize", "model=pocket", "format=nvfp4", "method=gptq"]
     assert {"dataset=t.jsonl", "samples=4", "tokens=2048", "quality=weights"} <= set(lines[0])
+    with pytest.raises(ConfigError, match=r"nvfp4-gptq is of another command: samples=8 \(was 4\)\. Type another out"):
+        list(entropy.arms_of(replace(options, samples=8), tmp_path))
+    monkeypatch.setattr(entropy, "model_hash", lambda folder: "another")
+    with pytest.raises(ConfigError, match=r"of another command: model_hash=another \(was "):
+        list(entropy.arms_of(options, tmp_path))
+    (tmp_path / "nvfp4-gptq.json").unlink()
+    with pytest.raises(ConfigError, match="nvfp4-gptq does not say what it was made of"):
+        list(entropy.arms_of(options, tmp_path))
+    assert len(lines) == 1
     monkeypatch.setattr(Done, "returncode", 1)
     monkeypatch.setattr(entropy, "subprocess", SimpleNamespace(run=lambda *_, **__: Done()))
     with pytest.raises(ValueError, match=r"python -m qerl_lab\.quantize .*method=awq.* ended with 1"):
