@@ -73,6 +73,7 @@ def run(options: AccuracyOptions) -> None:
             "schema": SCHEMA,
             "identity": identity,
             "subject": found.said,
+            "model": {"path": found.cfg.model.path, "revision": found.cfg.model.revision},
             "run_seed": found.cfg.seed,
             "own_is_common": found.is_common,
             "notes": notes(options, found, asked, left_out),
@@ -93,8 +94,9 @@ def identity_of(options: AccuracyOptions, found: Subject, asked: Sequence[Benchm
     """What decides the answers, by the names that the user types."""
     cfg, device = found.cfg, policy.device_of(found.cfg.device)
     return {
-        "model": cfg.model.path, "revision": cfg.model.revision, "weights": subject.weight_files(cfg),
-        "format": cfg.format.name, "lora": [cfg.lora.rank, cfg.lora.alpha], "adapter": found.adapter_sha256,
+        "weights": subject.weights(cfg),
+        "format": cfg.format.name, "format_options": subject.format_options(cfg),
+        "lora": [cfg.lora.rank, cfg.lora.alpha], "adapter": found.adapter_sha256,
         "rollout": cfg.rollout.engine, "device": device.type, "dtype": str(policy.compute_dtype(cfg, device)),
         "batch_size": cfg.rollout.batch_size, "common": options.common,
         "benchmarks": {one.name: benchmarks.about(one) for one in asked}, "questions": options.questions,

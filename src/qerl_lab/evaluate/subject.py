@@ -4,7 +4,7 @@ import hashlib
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,8 @@ import torch
 from huggingface_hub import save_torch_state_dict
 from safetensors.torch import load_file
 
-from qerl_lab import preflight
+from qerl_lab import formats, preflight
+from qerl_lab.config.model_hash import model_hash
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import DENSE_FORMAT, RunConfig
 from qerl_lab.evaluate.options import AccuracyOptions
@@ -146,8 +147,11 @@ def dequantized(subject: Subject) -> Iterator[Subject]:
         yield replace(subject, cfg=cfg)
 
 
-def weight_files(cfg: RunConfig) -> dict[str, Any]:
-    """Name, size and time of change of every weight file of the base."""
-    folder = local_folder(cfg.model.path, cfg.model.revision)
-    stats = {file.name: file.stat() for file in sorted(folder.glob("*.safetensors"))}
-    return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}
+def weights(cfg: RunConfig) -> dict[str, str | None]:
+    """What the base is, by its content: neither its place nor when it was copied there counts."""
+    return {"hash": model_hash(local_folder(cfg.model.path, cfg.model.revision))}
+
+
+def format_options(cfg: RunConfig) -> dict[str, Any]:
+    """The rules by which the base is packed, and which layers stay dense."""
+    return asdict(formats.build(cfg.format)) | {"ignore": cfg.format.ignore}

@@ -1,6 +1,7 @@
 """`python -m qerl_lab.evaluate accuracy`: what is loaded, what is asked, what is refused, what is written."""
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from qerl_lab.evaluate import benchmarks, examination, subject
 from qerl_lab.evaluate.options import AccuracyOptions, samples_of
 from qerl_lab.evaluate.subject import ADAPTER
 from qerl_lab.evaluate.summary import ABOUT, ROWS
+from qerl_lab.model.on_disk import POCKET
 from qerl_lab.quantize import __main__ as quantize
 from qerl_lab.rollout.engine import EngineFailed, Sampling
 
@@ -180,6 +182,33 @@ def test_a_packed_model_is_asked_in_its_own_format(tmp_path, capsys) -> None:
     assert "in mxfp4 is evaluated" in capsys.readouterr().out
     assert go(*words, "format=nvfp4") == 2
     assert "is packed in mxfp4, and format.name=nvfp4 was given" in capsys.readouterr().err
+
+
+def test_a_model_is_its_content_wherever_it_lies_and_whenever_it_was_copied(tmp_path, capsys) -> None:
+    """Two evaluations of copies are seeds of one arm; other weights of the same size and time are asked again."""
+    first, copy = shutil.copytree(POCKET, tmp_path / "first"), shutil.copytree(POCKET, tmp_path / "copy")
+    os.utime(copy / "model.safetensors", (1, 1))
+    words = ["benchmarks=arithmetic", "questions=2", "samples=1", "max_completion_tokens=4", f"out={tmp_path / 'out'}"]
+    for model, said in ((first, "is evaluated"), (copy, "was evaluated before")):
+        assert go(f"model={model}", *words) == 0
+        assert said in capsys.readouterr().out
+    assert read(tmp_path / "out")[1]["model"] == {"path": str(first), "revision": None}
+    weights = bytearray((copy / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (copy / "model.safetensors").write_bytes(weights)
+    os.utime(copy / "model.safetensors", (1, 1))
+    assert go(f"model={copy}", *words) == 2
+    assert "holds something else. Type another out" in capsys.readouterr().err
+
+
+def test_the_base_by_another_rounding_rule_is_another_one(tiny) -> None:
+    def identity(**how: Any) -> dict[str, Any]:
+        found = subject.Subject("a run", tiny(format__name="nvfp4", **how), None)
+        return examination.identity_of(AccuracyOptions(), found, [])
+
+    assert identity() == identity()
+    assert identity() != identity(format__scale_rule="four_over_six")
+    assert identity() != identity(format__ignore=["lm_head", "down_proj"])
 
 
 @pytest.mark.parametrize(
