@@ -182,6 +182,29 @@ def test_the_base_never_moves(built: Built) -> None:
     assert base_hash(built.engine) == before
 
 
+def test_many_rows_go_through_the_policys_own_weights(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In all four-bit formats with the dense adapter. A prefill of 600 rows is in no CUDA graph."""
+    from qerl_lab.rollout.vllm import one_adapter
+
+    calls: list[int] = []
+
+    def spy(x: Tensor, *rest: object) -> Tensor:
+        calls.append(len(x))
+        return unpacked(x, *rest)
+
+    unpacked = one_adapter.unpacked_product
+    monkeypatch.setattr(one_adapter, "UNPACK_ROWS", 600)
+    monkeypatch.setattr(one_adapter, "unpacked_product", spy)
+    built.engine.sync(CLEAN)
+    out = built.sample(Sampling(1, seed=1), group_size=1)
+    far = gap(built, out, clean_norms(built.policy))
+    assert far.mean() < BAND_MEAN
+    assert far.max() < BAND_MAX
+    dense = built.way != "request" and built.cfg.format.name != "bf16"
+    assert bool(calls) == dense
+    assert min(calls, default=600) >= 600
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_it_draws_from_the_distribution_that_the_transformers_engine_draws_from(
     built: Built, temperature: float

@@ -4,7 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from qerl_lab.rollout.vllm.product import add_adapter
+from packed_layers import BY_NAME
+from qerl_lab.model.linear import PackedLinear
+from qerl_lab.rollout.vllm.product import add_adapter, unpacked_product
 
 SIZES = [[48], [40, 8, 8], [33, 7]]
 
@@ -59,3 +61,19 @@ def test_a_compiled_caller_reads_the_adapter_of_the_call() -> None:
     for _ in range(2):
         torch.testing.assert_close(layer(y, x, A, B), expected(y, x, A, B, [40, 16]).float(), rtol=1e-5, atol=1e-5)
         B.copy_(torch.randn_like(B))
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "nf4"])
+@pytest.mark.parametrize("biased", [False, True])
+def test_many_rows_by_unpacked_weights_have_weight_bias_and_adapter(name: str, biased: bool) -> None:
+    """The parts are of different sizes, and NVFP4 has a scale of the tensor for each."""
+    sizes, columns, rank = [64, 32], 64, 4
+    _, x, A, B = operands(sizes, rank, rows=7, columns=columns)
+    bias = torch.randn(sum(sizes)) if biased else None
+    weights = [torch.randn(size, columns) * 10**part for part, size in enumerate(sizes)]
+    packed = [(BY_NAME[name].quantize(weight), tuple(weight.shape)) for weight in weights]
+    parts = [PackedLinear(BY_NAME[name], held, shape, compute_dtype=torch.float32) for held, shape in packed]
+    dense = torch.cat([BY_NAME[name].dequantize(held, shape, torch.float32) for held, shape in packed]).double()
+    start = x.double() @ dense.t() + (0 if bias is None else bias.double())
+    y = unpacked_product(x, parts, A, B, bias)
+    torch.testing.assert_close(y, expected(start, x, A, B, sizes).float(), rtol=1e-4, atol=1e-4)

@@ -12,6 +12,7 @@ from vllm import LLM
 from vllm.lora.request import LoRARequest
 
 from qerl_lab.config.schema import RunConfig
+from qerl_lab.model.linear import packed_layers
 from qerl_lab.rollout.vllm import one_adapter
 from qerl_lab.rollout.vllm.base import scratch_folder
 from qerl_lab.rollout.vllm.lora_files import adapter_bytes, max_rank, write_settings, write_weights
@@ -29,6 +30,11 @@ class DenseAdapter:
 
     def arguments(self, folder: Path) -> dict[str, Any]:
         return one_adapter.llm_arguments(folder, self.lora.rank, self.lora.target_modules, self.fp4_linear)
+
+    def begin(self, llm: LLM) -> None:
+        """Let vLLM's layers read the policy's packed weights too."""
+        layers = packed_layers(self.model.get_base_model())
+        llm.apply_model(lambda model: one_adapter.lend(model, layers))
 
     def sync(self, llm: LLM) -> None:
         adapter, scaling = one_adapter.adapter_of(self.model), (self.lora.alpha or self.lora.rank) / self.lora.rank
@@ -54,6 +60,9 @@ class AdapterFile:
     def arguments(self, folder: Path) -> dict[str, Any]:
         """Raises ConfigError for a rank that vLLM makes no buffers for."""
         return {"enable_lora": True, "max_loras": 1, "max_lora_rank": max_rank(self.rank)}
+
+    def begin(self, llm: LLM) -> None:
+        """vLLM's LoRA reads what `sync` writes."""
 
     def sync(self, llm: LLM) -> None:
         """Write the policy's adapter of now, and have vLLM read it in the place of the last."""

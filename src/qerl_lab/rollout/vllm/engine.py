@@ -59,6 +59,7 @@ class VllmEngine:
             self._llm: LLM | None = start(cfg, folder, policy, self._adapter.arguments(folder))
             if share:
                 self._share_base()
+        self._adapter.begin(self.llm)
         self._check_norms()
         self.sync(CLEAN)
 

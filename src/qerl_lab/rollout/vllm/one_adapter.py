@@ -6,8 +6,10 @@ they are for as long as the engine lives, so that CUDA graphs see what `write` p
 
 There is exactly one adapter: vLLM's own LoRA is off, and a request that names one is refused by vLLM.
 
-With `fp4_linear` NVFP4 weights stay in the layer as they were stored too, and few rows go through the kernel of that
-name, which computes weight and adapter together. The layer then is one operation that torch.compile does not look into.
+On a GPU a layer is one operation that torch.compile does not look into, so that the route is chosen by the rows of a
+call. With `fp4_linear` NVFP4 weights stay in the layer as they were stored too, and few rows go through the kernel of
+that name, which computes weight and adapter together. Many rows, as in a prefill, go through the policy's own packed
+layers (`lend`): unpacked whole, and by cuBLAS, as the trainer computes them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,8 +33,9 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 
 from qerl_lab.config.option import ConfigError
 from qerl_lab.model.files import read_json
+from qerl_lab.model.linear import PackedLinear
 from qerl_lab.rollout.vllm import fp4_linear
-from qerl_lab.rollout.vllm.product import add_adapter
+from qerl_lab.rollout.vllm.product import UNPACK_ROWS, add_adapter, unpacked_product
 
 NAME = "one-adapter"
 # Buffers: the weight as it was stored, and what the kernel's blocks meet by.
@@ -130,20 +133,20 @@ class OneAdapterConfig(QuantizationConfig):
         return OneAdapterMethod(method, self.rank, parts, own, self.fp4_linear) if any(own) else method
 
 
-# Layers by where their packed weight lies: an operation takes tensors, and one that took a layer's name would be
-# compiled anew for each.
-_BY_WEIGHT: WeakValueDictionary[int, LinearBase] = WeakValueDictionary()
+# Layers by where their adapter lies: an operation takes tensors, and one that took a layer's name would be compiled
+# anew for each.
+_BY_ADAPTER: WeakValueDictionary[int, LinearBase] = WeakValueDictionary()
 
 
 @torch.library.custom_op("qerl_lab::linear_with_adapter", mutates_args=())
-def linear_with_adapter(x: Tensor, codes: Tensor, bias: Tensor | None, columns: int) -> Tensor:
-    """The rows x[M, K] through the layer of the packed weight `codes`, adapter included: y[M, columns]."""
-    layer = _BY_WEIGHT[codes.data_ptr()]
+def linear_with_adapter(x: Tensor, adapter: Tensor, bias: Tensor | None, columns: int) -> Tensor:
+    """The rows x[M, K] through the layer whose `adapter_A` is `adapter`, adapter included: y[M, columns]."""
+    layer = _BY_ADAPTER[adapter.data_ptr()]
     return layer.quant_method.routed(layer, x, bias)
 
 
 @linear_with_adapter.register_fake
-def _(x: Tensor, codes: Tensor, bias: Tensor | None, columns: int) -> Tensor:
+def _(x: Tensor, adapter: Tensor, bias: Tensor | None, columns: int) -> Tensor:
     return x.new_empty(x.shape[0], columns)
 
 
@@ -159,6 +162,7 @@ class OneAdapterMethod(LinearMethodBase):
     def __init__(self, base: Any, rank: int, parts: list[str], own: list[bool], fp4_linear: bool = False) -> None:
         """`parts` are full names as in the checkpoint, `own` says which of them have an adapter."""
         self.base, self.rank, self.parts, self.own, self.fp4_linear = base, rank, parts, own, fp4_linear
+        self.lent: list[PackedLinear] = []
         if hasattr(base, "quant_config"):
             self.quant_config = base.quant_config  # by which the loader of bitsandbytes knows what is packed
 
@@ -200,7 +204,7 @@ class OneAdapterMethod(LinearMethodBase):
             stored = layer.weight_packed.data, layer.weight_scale.data, divisor[:1].clone(), meeting
             for name, tensor in zip(STORED, stored, strict=True):
                 layer.register_buffer(name, tensor, persistent=False)
-            _BY_WEIGHT[layer.fp4_codes.data_ptr()] = layer
+        _BY_ADAPTER[layer.adapter_A.data_ptr()] = layer
         self.base.process_weights_after_loading(layer)
 
     def _check_fp4_linear(self, layer: LinearBase) -> None:
@@ -221,16 +225,19 @@ class OneAdapterMethod(LinearMethodBase):
 
     def apply(self, layer: LinearBase, x: Tensor, bias: Tensor | None = None) -> Tensor:
         rows, columns = x.view(-1, x.shape[-1]), sum(self.sizes)
-        if self.fp4_linear:
-            return linear_with_adapter(rows, layer.fp4_codes, bias, columns).view(*x.shape[:-1], columns)
+        if x.is_cuda:
+            return linear_with_adapter(rows, layer.adapter_A, bias, columns).view(*x.shape[:-1], columns)
         y = self.base.apply(layer, x, bias)
         add_adapter(y.view(-1, columns), rows, layer.adapter_A, layer.adapter_B, self.sizes)
         return y
 
     def routed(self, layer: LinearBase, x: Tensor, bias: Tensor | None) -> Tensor:
-        """x[M, K] W^T + bias and the adapter: few rows by `fp4_linear`, others by the base and `add_adapter`."""
+        """x[M, K] W^T + bias and the adapter: few rows by `fp4_linear`, many by cuBLAS from the policy's weights, others
+        by the base and `add_adapter`."""
         A, B = layer.adapter_A, layer.adapter_B
-        if len(x) <= fp4_linear.MAX_ROWS:
+        if self.lent and len(x) >= UNPACK_ROWS:
+            return unpacked_product(x, self.lent, A, B, bias)
+        if self.fp4_linear and len(x) <= fp4_linear.MAX_ROWS:
             codes, scale, divisor, meeting = (getattr(layer, name) for name in STORED)
             return fp4_linear.linear(x, codes, scale, divisor, A, B, self.sizes, meeting, bias)
         y = self.base.apply(layer, x, bias)
@@ -242,6 +249,14 @@ class OneAdapterMethod(LinearMethodBase):
         blocks = zip(self.parts, self.own, layer.adapter_A.split(self.rank), layer.adapter_B.split(self.sizes),
                      strict=True)  # fmt: skip
         return {part: (A, B) for part, own, A, B in blocks if own}
+
+
+def lend(model: nn.Module, layers: Mapping[str, PackedLinear]) -> None:
+    """Let the layers of `model`, vLLM's, read the packed weights of the policy by their names, for many rows."""
+    for layer in model.modules():
+        method = getattr(layer, "quant_method", None)
+        if isinstance(method, OneAdapterMethod) and all(part in layers for part in method.parts):
+            method.lent = [layers[part] for part in method.parts]
 
 
 def adapter_of(model: PeftModel) -> dict[str, tuple[Tensor, Tensor]]:

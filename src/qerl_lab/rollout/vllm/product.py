@@ -1,12 +1,17 @@
 """The adapter's product as one operation that torch.compile leaves alone. Imports no vLLM."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
+
+from qerl_lab.model.linear import PackedLinear
 
 # Bounds of the routes on a GPU. On an H200 at rank 32 the kernels win in q/k/v, o and gate/up up to 256 rows, the most
 # that were measured, and lose a microsecond in down_proj (results/bench/decode_7b.json). Beyond, the second bound is
 # where others saw cuBLAS overtake a Triton expand (SGLang #26962).
 SHRINK_ROWS, EXPAND_WORK = 256, 16_384
+UNPACK_ROWS = 2048  # from which cuBLAS and unpacking are faster than a kernel that unpacks as it multiplies
 
 
 @torch.library.custom_op("qerl_lab::add_adapter", mutates_args={"y"})
@@ -45,9 +50,36 @@ def on_gpu(y: Tensor, x: Tensor, A: Tensor, B: Tensor, sizes: list[int]) -> None
     if rank > kernels.MAX_RANK or rows * rank > EXPAND_WORK:
         add_products(y, x, A, B, sizes)
     elif rows > SHRINK_ROWS:
-        kernels.expand(y, (x @ A.t())[None], B, sizes)
+        kernels.expand(y, x @ A.t(), B, sizes)
     elif rows:
         kernels.expand(y, kernels.shrink(x, A), B, sizes)
+
+
+def unpacked_product(
+    x: Tensor, parts: Sequence[PackedLinear], A: Tensor, B: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    """Return x W^T + bias and the adapter's product, y `[M, N]`, each weight unpacked whole and multiplied by cuBLAS.
+
+    The adapter's product comes first, and the large one adds to it in its epilogue: y is written twice and read once.
+
+    Args:
+        x: `[M, K]`.
+        parts: the layers whose weights lie below each other in W; their own biases are not read.
+        A, B: as in `add_adapter`.
+        bias: `[N]`.
+    """
+    rank, at = B.shape[1], 0
+    inner, y = x @ A.t(), x.new_empty(len(x), len(B))
+    for number, layer in enumerate(parts):
+        columns, own = slice(at, at + layer.out_features), slice(number * rank, (number + 1) * rank)
+        of_part = y[:, columns]
+        if bias is None:
+            torch.mm(inner[:, own], B[columns].t(), out=of_part)
+        else:
+            torch.addmm(bias[columns], inner[:, own], B[columns].t(), out=of_part)
+        of_part.addmm_(x, layer.unpack(x.dtype).t(), alpha=layer.decoder.alpha)
+        at += layer.out_features
+    return y
 
 
 @add_adapter.register_fake
