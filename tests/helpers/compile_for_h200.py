@@ -16,7 +16,7 @@ from qerl_lab.rollout.vllm import kernels
 H200 = GPUTarget("cuda", 90, 32)
 PARTS = ((0, 0, 3584), (28, 3584, 4096), (32, 4096, 4608))  # q, k and v of Qwen2.5-7B
 TYPES = {
-    **dict.fromkeys(["x", "A", "B", "y", "out"], "*bf16"), "sums": "*fp32",
+    **dict.fromkeys(["x", "A", "B", "y", "t", "out"], "*bf16"), "sums": "*fp32", "arrived": "*i32",
     "codes": "*i32", "scale": "*u8", "factor": "fp32",
 }  # fmt: skip
 # Arguments that are not always divisible by 16.
@@ -35,21 +35,19 @@ def compiled(kernel: Any, warps: int, stages: int = 3, **constants: Any) -> dict
 
 
 def main() -> None:
-    columns = {"PARTS": PARTS, "RANK": 32, "BLOCK_R": 32, "BLOCK_N": kernels.BLOCK_N, "AHEAD": True}
     made = [compiled(_unpack_marlin, 4)]
-    for rows in (16, 32, 64):
+    for how in kernels.TILES.values():
         made.append(
             compiled(
-                kernels._shrink,
-                4,
-                4,
-                BLOCK_M=rows,
-                BLOCK_R=kernels.BLOCK_R,
-                BLOCK_K=kernels.block_k_of(rows),
-                AHEAD=True,
+                kernels._shrink, 4, 4, BLOCK_M=how.shrink_m, BLOCK_R=kernels.BLOCK_R, BLOCK_K=how.shrink_k, AHEAD=True
             )
         )
-        made.append(compiled(kernels._expand, 4, BLOCK_M=rows, **columns))
+        made.append(
+            compiled(
+                kernels._expand, how.warps, BLOCK_M=how.expand_m, BLOCK_N=how.expand_n, BLOCK_R=32, PARTS=PARTS,
+                RANK=32, AHEAD=True,
+            )
+        )  # fmt: skip
     for one in made:
         print(json.dumps(one))
 
