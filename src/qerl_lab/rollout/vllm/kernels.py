@@ -153,7 +153,8 @@ def _shrink(
     if tl.atomic_add(mine, 1, sem="acq_rel") == splits - 1:
         total = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
         for s in tl.range(0, splits, loop_unroll_factor=IN_FLIGHT):
-            total += tl.load(sums + s * rows * R + at, mask=inside, other=0.0, cache_modifier=".cg")  # of other programs
+            # From L2, where the other programs' are.
+            total += tl.load(sums + s * rows * R + at, mask=inside, other=0.0, cache_modifier=".cg")
         tl.store(t + at, total.to(t.dtype.element_ty), mask=inside)
         tl.atomic_xchg(mine, 0)
 

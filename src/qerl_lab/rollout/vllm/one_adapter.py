@@ -232,8 +232,7 @@ class OneAdapterMethod(LinearMethodBase):
         return y
 
     def routed(self, layer: LinearBase, x: Tensor, bias: Tensor | None) -> Tensor:
-        """x[M, K] W^T + bias and the adapter: few rows by `fp4_linear`, many by cuBLAS from the policy's weights, others
-        by the base and `add_adapter`."""
+        """x[M, K] W^T + bias and the adapter: few rows by `fp4_linear`, many by cuBLAS, others by the base."""
         A, B = layer.adapter_A, layer.adapter_B
         if self.lent and len(x) >= UNPACK_ROWS:
             return unpacked_product(x, self.lent, A, B, bias)
