@@ -26,6 +26,7 @@ from qerl_lab.tasks import arithmetic, data
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 GPU_NODES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd", "/dev/nvhost-gpu")  # NVIDIA, WSL, ROCm, Jetson
 TOO_MANY_FOR_A_CPU = 1_000_000_000  # parameters; a rollout of 128 x 256 tokens then takes hours on a few cores
+ALLOCATOR, EXPANDABLE = "PYTORCH_ALLOC_CONF", "expandable_segments:True"
 RECORD_BYTES = 64 * 2**20  # metrics, figures and logs of a run, generously
 NEEDS_GPU = (  # key, value, its package, what to type instead
     ("optim.name", "adamw_8bit", "bitsandbytes", "optim=adamw"),
@@ -107,6 +108,12 @@ def check_engine(cfg: RunConfig) -> None:
         raise ConfigError(
             "rollout.engine=vllm needs the package vllm, which is not installed. Type pip install 'qerl-lab[vllm]', "
             "or rollout=transformers."
+        )
+    if cfg.rollout.engine == "vllm" and cfg.rollout.vllm.sleep and EXPANDABLE in os.environ.get(ALLOCATOR, ""):
+        raise ConfigError(
+            f"rollout.vllm.sleep=true with {ALLOCATOR}={os.environ[ALLOCATOR]} is not allowed: memory that sleeps "
+            "cannot lie in expandable segments, and vLLM turns them off for it only where it finds them in "
+            "PYTORCH_CUDA_ALLOC_CONF. Set that variable in its place, or type rollout.vllm.sleep=false."
         )
     if not has_gpu():
         check_engine_on_cpu(cfg, "this machine shows none")

@@ -52,6 +52,7 @@ def _is_on_the_hub(path: str) -> bool:
 
 AQN_SOLVER = tuple(key for key, _, _ in leaves(AqnSolverConfig(), "aqn.solver."))
 AQN_ADAPTIVE = tuple(key for key, _, _ in leaves(AqnAdaptiveConfig(), "aqn.adaptive."))
+OF_VLLM_HERE = ("rollout.vllm.lora", "rollout.vllm.sleep")  # that a server has no use for
 ACTS_WITH = (
     *(
         ActsWith((f"format.{f.name}",), "format.name", _is(name), f"format={name}", f"+experiment={name}")
@@ -70,8 +71,8 @@ ACTS_WITH = (
              "aqn.schedule", _is_not("off"), "aqn=exponential", "+experiment=nvfp4_aqn"),
     *(ActsWith(tuple(key for key, _, _ in leaves(group, f"task.{name}.")), "task.name", _is(name), f"task={name}")
       for name, group in vars(TaskConfig()).items() if is_dataclass(group) and name != "columns"),
-    ActsWith(("rollout.vllm.lora",), "rollout.engine", _is("vllm"), "rollout=vllm"),
-    ActsWith(tuple(key for key, _, _ in leaves(VllmConfig(), "rollout.vllm.") if key != "rollout.vllm.lora"),
+    ActsWith(OF_VLLM_HERE, "rollout.engine", _is("vllm"), "rollout=vllm"),
+    ActsWith(tuple(key for key, _, _ in leaves(VllmConfig(), "rollout.vllm.") if key not in OF_VLLM_HERE),
              "rollout.engine", lambda engine: engine in ("vllm", "vllm_server"), "rollout=vllm"),
     ActsWith(tuple(key for key, _, _ in leaves(VllmServerConfig(), "rollout.vllm_server.")), "rollout.engine",
              _is("vllm_server"), "rollout=vllm_server"),

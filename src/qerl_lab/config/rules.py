@@ -317,12 +317,16 @@ def check_engine_on_cpu(cfg: RunConfig, why: str) -> None:
             f"rollout.engine=vllm computes format.name={cfg.format.name} on a GPU only, and {why}; "
             f"allowed there: {DENSE_FORMAT}. Type rollout=transformers, or format={DENSE_FORMAT}."
         )
+    if cfg.rollout.engine == "vllm" and cfg.rollout.vllm.sleep:
+        raise ConfigError(
+            f"rollout.vllm.sleep=true gives the memory of a GPU back, and {why}. Type rollout.vllm.sleep=false."
+        )
 
 
 def _kernels_fit_format(cfg: RunConfig) -> None:
     """`linear_backend` names kernels of 4-bit products, `fp4_linear` one of NVFP4 with the adapter in it.
 
-    `share_base` needs weights in the form of one kernel, Marlin.
+    `share_base` needs weights in the form of one kernel, Marlin, in memory that outlives the engine.
     """
     own, name = cfg.rollout.vllm, cfg.format.name
     if own.linear_backend in ("marlin", "humming") and name not in ("nvfp4", "mxfp4"):
@@ -342,6 +346,12 @@ def _kernels_fit_format(cfg: RunConfig) -> None:
             f"rollout.vllm.fp4_linear={str(own.fp4_linear).lower()} and rollout.vllm.linear_backend="
             f"{own.linear_backend} is not allowed; allowed: nvfp4, false, vllm or marlin. Type "
             "rollout.vllm.share_base=false, or format=nvfp4 rollout.vllm.linear_backend=marlin."
+        )
+    if own.share_base and own.sleep:
+        raise ConfigError(
+            "rollout.vllm.sleep=true with rollout.vllm.share_base=true is not allowed: an engine that can sleep takes "
+            "its weights' memory along when it ends, and the trainer would read them. Type "
+            "rollout.vllm.share_base=false, or rollout.vllm.sleep=false."
         )
 
 

@@ -228,6 +228,10 @@ class VllmConfig:
         "NVFP4 by Marlin: the trainer reads vLLM's packed weights and keeps none of its own; not used in a long run "
         "yet",
     )
+    sleep: bool = option(
+        False,
+        "while the trainer computes, the key-value cache gives its GPU memory back; its cost was not measured yet",
+    )
     enforce_eager: bool = option(False, "run without torch.compile and CUDA graphs: a quick start, slow tokens")
     timeout_minutes: float = option(
         60.0, "a rollout that takes longer counts as failed", above=0, at_most=100_000, unit="min"

@@ -149,7 +149,10 @@ METRICS: dict[str, Metric] = {
     ),
     "seconds/reward": Metric("s", "wall time of decoding and grading the completions"),
     "seconds/train": Metric("s", "the rest of step/seconds: log-probabilities, loss, backward and optimizer"),
-    "seconds/sync": Metric("s", "wall time of handing adapter and noisy norms to the engine"),
+    "seconds/sync": Metric(
+        "s",
+        "wall time of handing adapter and noisy norms to the engine, and of its sleep and waking (rollout.vllm.sleep)",
+    ),
     "seconds/probe": Metric("s", "wall time of measuring the noise (noise/*) and the sampler (sampler/kernel_gap_*)"),
     "noise/sigma": Metric(
         "1", "standard deviation of the noise; with aqn.relative in units of each norm's root mean square"
@@ -172,7 +175,9 @@ METRICS: dict[str, Metric] = {
         "aqn.probe_prompts completions; 0, and nothing is computed, where the engine's norms are the clean ones",
     ),
     "memory/rss_gib": Metric("GiB", "largest resident memory of the run's process so far"),
-    "memory/gpu_peak_gib": Metric("GiB", "largest GPU memory allocated by torch so far"),
+    "memory/gpu_peak_gib": Metric(
+        "GiB", "largest GPU memory allocated by torch so far; a key-value cache counts while it sleeps too"
+    ),
     "eval/accuracy": Metric("fraction", "held-out sampled answers that are right; step 0 is before training"),
     "eval/gain": Metric("fraction", "eval/accuracy after training minus before, paired by question"),
     "eval/gain_low": Metric("fraction", "lower end of the 95% interval of eval/gain over the questions"),

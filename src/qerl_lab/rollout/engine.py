@@ -76,6 +76,9 @@ def refuse_incomplete(rollout: Rollout, prompts: int, group_size: int, sampling:
                 raise EngineFailed(f"the engine gave {len(logprobs)} log-probs for a completion of {len(ids)} tokens")
 
 
+# Among what an engine holds: what it has given back while it sleeps.
+ASLEEP = "asleep"
+
 OnDone = Callable[[int], None]
 
 
@@ -100,11 +103,20 @@ class Engine(Protocol):
         Raises EngineFailed.
         """
 
+    def sleep(self) -> None:
+        """Give back memory that only sampling needs, where it is configured to; `sync` and `generate` take it again.
+
+        It may be said twice. Raises EngineFailed.
+        """
+
     def norms(self) -> dict[str, Tensor]:
         """Read the noisy norms' weights that the engine holds, by the full name of their layer."""
 
     def held(self) -> dict[str, int]:
-        """Bytes of the device's memory that are the engine's alone, by what for."""
+        """Bytes of the device's memory that are the engine's alone, by what for.
+
+        Under `ASLEEP` stands what it does not hold now, and torch counts as reserved all the same.
+        """
 
     def close(self) -> None:
         """Give back what the engine holds; it is not used again."""

@@ -25,6 +25,9 @@ class TransformersEngine:
         """Draw the noisy norms. The adapter is the policy's own, so that there is none to take over."""
         self._norms = noise.onto_norms(self.policy.clean_norms, self.policy.norms)
 
+    def sleep(self) -> None:
+        """Nothing is its own between rollouts."""
+
     def norms(self) -> dict[str, Tensor]:
         return self._norms
 

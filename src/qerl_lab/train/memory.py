@@ -9,6 +9,7 @@ from qerl_lab.config.message import first_line
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.model.linear import weight_bytes
 from qerl_lab.model.policy import Policy
+from qerl_lab.rollout.engine import ASLEEP
 
 GIB = 2**30
 OTHERS = "others"
@@ -29,11 +30,12 @@ def owners(policy: Policy, held_by_engine: dict[str, int]) -> dict[str, int]:
     found = {
         "frozen base": weight_bytes(policy.model).total - learned,
         "adapter, its gradients and moments": 4 * learned,
-        **held_by_engine,
+        **{name: size for name, size in held_by_engine.items() if name != ASLEEP},
     }
     if policy.device.type == "cuda":
         free, total = torch.cuda.mem_get_info(policy.device)
-        own = max(torch.cuda.memory_reserved(policy.device), sum(found.values()))
+        reserved = torch.cuda.memory_reserved(policy.device) - held_by_engine.get(ASLEEP, 0)
+        own = max(reserved, sum(found.values()))
         found["activations and the rest"] = own - sum(found.values())
         found |= {OTHERS: max(0, total - free - own), "free": free}
     return found
@@ -43,13 +45,17 @@ def too_little(cfg: RunConfig, policy: Policy, held_by_engine: dict[str, int], e
     """The message for a run that is out of memory: who has how much, and which keys lower it."""
     found = owners(policy, held_by_engine)
     shares = ", ".join(f"{name} {size / GIB:.2f}" for name, size in found.items())
+    if asleep := held_by_engine.get(ASLEEP, 0):
+        shares += f" (vLLM's key-value cache, {asleep / GIB:.2f}, sleeps and holds none)"
     remedies = ["a smaller jobs_per_gpu"] if found.get(OTHERS, 0) > MUCH else []
     remedies += [f"optim.micro_batch_size lower than {cfg.optim.micro_batch_size}"]
     if not cfg.model.gradient_checkpointing:
         remedies.append("model.gradient_checkpointing=true")
-    if cfg.rollout.engine == "vllm":
+    if cfg.rollout.engine == "vllm" and not asleep:
+        if not (cfg.rollout.vllm.sleep or cfg.rollout.vllm.share_base):
+            remedies.append("rollout.vllm.sleep=true")
         remedies += ["rollout.vllm.kv_cache_gib lower than the cache above", "rollout.vllm.kv_cache_dtype=fp8"]
-    else:
+    elif cfg.rollout.engine != "vllm":
         remedies.append(f"rollout.batch_size lower than {cfg.rollout.batch_size}")
     said = re.sub(r"(Tried to allocate [\d.]+ \w+\.).*", r"\1", first_line(error))  # then torch lists every process
     return f"{said} In GiB: {shares}. Type one of: {'; '.join(remedies)}."

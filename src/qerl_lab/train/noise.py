@@ -131,6 +131,7 @@ def measure_on_own_texts(
         if not prompts:
             return []
         out = engine.generate(prompts, 1, how)
+        engine.sleep()  # the trainer computes on the texts now
         return [(prompt, ids) for prompt, (ids,) in zip(out.prompt_ids_P, out.completion_ids_P_G, strict=True)]
 
     pairs = ranks.alike(ask, EngineFailed)

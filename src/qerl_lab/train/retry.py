@@ -50,6 +50,10 @@ class RunEngine:
         """Take over adapter and noise."""
         self._engine.sync(noise)
 
+    def sleep(self) -> None:
+        """Give back memory that only sampling needs, until the next `sync` or `generate`."""
+        self._engine.sleep()
+
     def norms(self) -> dict[str, Tensor]:
         """Read the noisy norms' weights that the engine holds."""
         return self._engine.norms()

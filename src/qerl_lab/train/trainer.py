@@ -138,7 +138,7 @@ class LabTrainer(GRPOTrainer):
             tensors["old_per_token_logps"] = scored
 
     def _collect(self) -> Batch:
-        """Sync the engine and sample. Where it fails, save the state as the step began and do all of it again."""
+        """Sync the engine, sample, let it sleep. Where it fails, save the state as the step began and do it again."""
         began_at, started = self.cursor.position, time.perf_counter()
         self.measured["rollout/engine_restarts"] = 0
 
@@ -148,7 +148,10 @@ class LabTrainer(GRPOTrainer):
                     self._solve_noise()
             with self.clock.phase("sync"):
                 self.ranks.alike(lambda: self.engine.sync(self.noise), EngineFailed)
-            return collect(self.cfg, self.step, self.cursor, self.policy, self.engine, self.clock, self.ranks)
+            batch = collect(self.cfg, self.step, self.cursor, self.policy, self.engine, self.clock, self.ranks)
+            with self.clock.phase("sync"):
+                self.ranks.alike(self.engine.sleep, EngineFailed)
+            return batch
 
         def mend(cause: str) -> None:
             self.cursor.go_to(began_at)

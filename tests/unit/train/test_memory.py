@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from qerl_lab.model.linear import weight_bytes
+from qerl_lab.rollout.engine import ASLEEP
 from qerl_lab.train import run
 from qerl_lab.train.memory import GIB, owners, too_little
 
@@ -33,13 +34,33 @@ def test_what_torch_holds_besides_is_activations_and_the_rest_others(tiny, build
     assert "Type one of: a smaller jobs_per_gpu; " in said
 
 
+def test_a_cache_that_sleeps_is_nobodys(tiny, build_policy, monkeypatch) -> None:
+    """Torch counts it as reserved, and the GPU as free."""
+    policy, cfg = build_policy(tiny()), tiny(rollout__engine="vllm", format__name="bf16")
+    monkeypatch.setattr(type(policy), "device", torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (14 * GIB, 80 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 30 * GIB)
+    cfg.rollout.vllm.sleep = True
+    held = {"vLLM's weights": 5 * GIB, ASLEEP: 12 * GIB}
+    found = owners(policy, held)
+    assert ASLEEP not in found
+    assert sum(found.values()) == 80 * GIB
+    assert 12 * GIB < found["activations and the rest"] < 13 * GIB
+    assert found["others"] == 48 * GIB
+    said = too_little(cfg, policy, held, Exception("No memory."))
+    assert "(vLLM's key-value cache, 12.00, sleeps and holds none)" in said
+    assert "kv_cache" not in said
+    assert "rollout.vllm.sleep" not in said
+    assert "micro_batch_size lower" in said
+
+
 @pytest.mark.parametrize(
     ("changes", "parts"),
     [
         ({"optim__micro_batch_size": 16},
          ["micro_batch_size lower than 16", "gradient_checkpointing=true", "rollout.batch_size lower"]),
         ({"rollout__engine": "vllm", "format__name": "bf16", "model__gradient_checkpointing": True},
-         ["kv_cache_gib lower", "kv_cache_dtype=fp8"]),
+         ["kv_cache_gib lower", "kv_cache_dtype=fp8", "rollout.vllm.sleep=true"]),
     ],
 )  # fmt: skip
 def test_the_message_names_shares_and_keys(changes: dict, parts: list[str], tiny, build_policy) -> None:

@@ -1,7 +1,8 @@
 """The engine of vLLM, in the trainer's process: the packed base, the policy's adapter, noisy norms.
 
 It meets vLLM at documented seams only: `LLM(...)`, `add_request` and `step` of its engine, `add_lora`, `apply_model`,
-`reset_prefix_cache`. tests/unit/rollout/test_contract.py holds it, and tests/gpu every format.
+`collective_rpc`, `reset_prefix_cache`, `sleep`, `wake_up`. tests/unit/rollout/test_contract.py holds it, and tests/gpu
+every format.
 """
 
 import gc
@@ -28,7 +29,7 @@ from qerl_lab.config.rules import check_engine_on_cpu
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.model.files import read_json
 from qerl_lab.model.policy import Policy
-from qerl_lab.rollout.engine import EngineFailed, OnDone, Rollout, Sampling, ignore
+from qerl_lab.rollout.engine import ASLEEP, EngineFailed, OnDone, Rollout, Sampling, ignore
 from qerl_lab.rollout.vllm import one_copy
 from qerl_lab.rollout.vllm.adapter import AdapterFile, DenseAdapter
 from qerl_lab.rollout.vllm.backends import chosen
@@ -47,7 +48,7 @@ class VllmEngine:
     """
 
     def __init__(self, policy: Policy, cfg: RunConfig) -> None:
-        self.policy, self.cfg = policy, cfg
+        self.policy, self.cfg, self._asleep = policy, cfg, False
         if policy.device.type == "cpu":
             check_engine_on_cpu(cfg, "torch sees none here")
         os.environ.update(IN_THIS_PROCESS)
@@ -60,6 +61,10 @@ class VllmEngine:
             if share:
                 self._share_base()
         self._adapter.begin(self.llm)
+        if cfg.rollout.vllm.sleep:
+            from qerl_lab.rollout.vllm import sleep  # needs a vLLM for GPUs
+
+            sleep.install(self.llm)
         self._check_norms()
         self.sync(CLEAN)
 
@@ -75,6 +80,7 @@ class VllmEngine:
 
         Raises EngineFailed where vLLM does not take them.
         """
+        self._wake()
         noisy = noise.onto_norms(self.policy.clean_norms, self.policy.norms)
 
         def write(model: nn.Module) -> None:
@@ -88,6 +94,34 @@ class VllmEngine:
                 raise EngineFailed("vLLM kept its prefix cache at a sync: requests of the last rollout still run")
             if self.policy.device.type == "cuda":  # vLLM may sample on another stream than this one
                 torch.cuda.synchronize(self.policy.device)
+
+    def sleep(self) -> None:
+        """With rollout.vllm.sleep give the memory of the key-value cache back, until `sync` or `generate`.
+
+        Raises EngineFailed.
+        """
+        if self._asleep or not self.cfg.rollout.vllm.sleep:
+            return
+        from qerl_lab.rollout.vllm import sleep
+
+        self._asleep = True
+        with failing("sleep"):
+            try:
+                self.llm.sleep(level=1)
+            except AssertionError:  # vLLM's, after it slept: another program took more of the GPU meanwhile
+                if not sleep.asleep_bytes():
+                    raise
+
+    def _wake(self) -> None:
+        """Take the cache's memory again, empty. Raises EngineFailed, and sleeps on, where others hold it by now."""
+        if not self._asleep:
+            return
+        with failing("wake_up"):
+            torch.cuda.empty_cache()  # what torch keeps for later is not free to others
+            self.llm.collective_rpc("wake_up")  # of the worker, whatever vLLM believes of itself
+            self.llm.wake_up()
+            torch.cuda.synchronize(self.policy.device)
+        self._asleep = False
 
     def _share_base(self) -> None:
         """Raises ConfigError where vLLM's weights cannot be the policy's."""
@@ -129,6 +163,7 @@ class VllmEngine:
         Raises EngineFailed where vLLM dies, or takes longer than rollout.vllm.timeout_minutes.
         """
         started = time.perf_counter()
+        self._wake()
         with own_randomness(self.policy.device):
             self._send(prompt_ids_P, group_size, sampling)
             found = self._receive(len(prompt_ids_P), on_done)
@@ -191,13 +226,14 @@ class VllmEngine:
         weights = self.llm.apply_model(lambda model: sum(tensor.nbytes for tensor in model.parameters()))[0]
         weights -= one_copy.shared_bytes(self.policy)
         cache = self.llm.llm_engine.vllm_config.cache_config.kv_cache_memory_bytes
-        return {"vLLM's weights": weights, "vLLM's key-value cache": cache}
+        return {"vLLM's weights": weights, ASLEEP if self._asleep else "vLLM's key-value cache": cache}
 
     def close(self) -> None:
         """End vLLM in this process, and give back its memory."""
-        llm, self._llm = self._llm, None
-        if llm is None:
+        if self._llm is None:
             return
+        self._wake()  # vLLM would free memory that is not there, and fail at whatever it is asked for later
+        llm, self._llm = self._llm, None
         self._adapter.close()
         if self.cfg.gpus == 1:
             llm.llm_engine.engine_core.shutdown()
@@ -226,6 +262,7 @@ def start(cfg: RunConfig, folder: Path, policy: Policy, of_adapter: dict[str, An
         "gpu_memory_utilization": 0.01,  # of no effect beside the line above, but checked against what is free
         "kv_cache_dtype": own.kv_cache_dtype,
         "enforce_eager": own.enforce_eager,
+        "enable_sleep_mode": own.sleep,
         "linear_backend": chosen(cfg, policy.model),
         "logprobs_mode": "processed_logprobs",  # at the temperature of sampling
         "generation_config": "vllm",  # not the model's own penalties and cuts

@@ -85,6 +85,9 @@ class VllmServerEngine:
         if not self._ask("/reset_prefix_cache", None, "sync")["success"]:
             raise EngineFailed(f"{self._server.name} kept its prefix cache at a sync: it still serves other requests")
 
+    def sleep(self) -> None:
+        """The server's memory is not the trainer's."""
+
     def norms(self) -> dict[str, Tensor]:
         """Read them from the server's own modules. Raises EngineFailed where its workers hold different ones."""
         found: dict[str, list[str]] = {}

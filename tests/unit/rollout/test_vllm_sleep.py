@@ -1,0 +1,365 @@
+"""The engine's sleep over an LLM that is made here: what is unmapped, when it comes back, and what may happen between.
+
+tests/gpu/test_vllm_sleep_gpu.py has vLLM's own.
+"""
+
+import copy
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from qerl_lab.aqn import CLEAN, Noise
+from qerl_lab.model.policy import Policy
+from qerl_lab.rollout import vllm as room
+from qerl_lab.rollout.engine import ASLEEP, EngineFailed, Sampling
+
+WEIGHTS, CACHE = [1], [2, 3]  # addresses
+GIB = 2**30
+
+
+class Gpu:
+    """What is mapped, what was done in which order, and how many parts of memory are left."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.mapped, self.left = {*WEIGHTS, *CACHE}, len(CACHE)
+        self.after_sleep: Exception | None = None  # what vLLM raises once it sleeps
+        self.before_sleep: Exception | None = None
+
+    def unmap(self, handle: tuple[int, int, int, int]) -> None:
+        assert handle[2] in self.mapped, "unmapped twice"
+        self.mapped.discard(handle[2])
+        self.events.append(f"unmap {handle[2]}")
+
+    def map(self, handle: tuple[int, int, int, int]) -> None:
+        assert handle[2] not in self.mapped, "mapped twice"
+        if not self.left:
+            raise RuntimeError("CUDA Error: out of memory at csrc/cumem_allocator.cpp:118")
+        self.mapped.add(handle[2])
+        self.events.append(f"map {handle[2]}")
+
+    def zero(self, address: int, value: int, size: int) -> None:
+        assert address in self.mapped
+        assert (value, size) == (0, GIB)
+        self.events.append(f"zero {address}")
+
+    def awake(self) -> bool:
+        return self.mapped >= {*WEIGHTS, *CACHE}
+
+
+class Factory:
+    classes: dict[str, tuple[str, str]]
+
+    @classmethod
+    def register_backend(cls, name: str, module: str, class_name: str) -> None:
+        cls.classes[name] = module, class_name
+
+
+class Llm:
+    """As vLLM 0.26: a scheduler that pauses, an executor that knows whether it sleeps, a worker that does it."""
+
+    def __init__(self, gpu: Gpu, policy: Policy, arguments: dict[str, Any]) -> None:
+        self.gpu, self.arguments, self.sleeps, self.backend = gpu, arguments, False, None
+        self.model = copy.deepcopy(policy.model.get_base_model())
+        config = SimpleNamespace(sleep_mode_backend="cumem")
+        self.worker = SimpleNamespace(vllm_config=SimpleNamespace(model_config=config), wake_up=self._worker_wakes)
+        cache = SimpleNamespace(kv_cache_memory_bytes=arguments["kv_cache_memory_bytes"])
+        self.asked: list[tuple[str, Any]] = []
+        self.llm_engine = SimpleNamespace(
+            vllm_config=SimpleNamespace(cache_config=cache), add_request=self._add, step=self._step,
+            has_unfinished_requests=lambda: bool(self.asked), abort_request=lambda names: self.asked.clear(),
+            engine_core=SimpleNamespace(shutdown=self._end),
+        )  # fmt: skip
+
+    def collective_rpc(self, method: Any) -> list[Any]:
+        return [getattr(self.worker, method)() if isinstance(method, str) else method(self.worker)]
+
+    def sleep(self, level: int) -> None:
+        assert self.arguments["enable_sleep_mode"]
+        assert level == 1
+        if self.gpu.before_sleep:
+            raise self.gpu.before_sleep
+        if self.backend is None:
+            module, name = Factory.classes[self.worker.vllm_config.model_config.sleep_mode_backend]
+            self.backend = getattr(sys.modules[module], name)()
+        self.backend.suspend(level)
+        if self.gpu.after_sleep:
+            raise self.gpu.after_sleep
+        self.sleeps = True
+
+    def wake_up(self) -> None:
+        if self.sleeps:
+            self._worker_wakes()
+        self.sleeps = False
+
+    def _worker_wakes(self) -> None:
+        self.backend.resume(None)
+        self.gpu.events.append("tables")
+
+    def apply_model(self, function: Callable[[nn.Module], Any]) -> list[Any]:
+        self.gpu.events.append("model")
+        return [function(self.model)]
+
+    def reset_prefix_cache(self) -> bool:
+        assert self.gpu.awake()
+        self.gpu.events.append("reset")
+        return True
+
+    def _add(self, name: str, prompt: Any, how: Any, lora_request: Any) -> None:
+        assert not self.sleeps, "a request would wait for ever"
+        self.asked.append((name, how))
+
+    def _step(self) -> list[Any]:
+        assert self.gpu.awake(), "an illegal access"
+        out = SimpleNamespace(token_ids=[5], logprobs=SimpleNamespace(logprobs=[-1.0]), finish_reason="length", index=0)
+        found = [SimpleNamespace(finished=True, request_id=name, outputs=[out] * how.n) for name, how in self.asked]
+        self.asked.clear()
+        return found
+
+    def _end(self) -> None:
+        assert self.gpu.awake(), "memory is freed that is not there"
+        self.gpu.events.append("end")
+
+
+class NoAdapter:
+    request = None
+
+    def __init__(self, model: nn.Module, cfg: Any) -> None: ...
+
+    def arguments(self, folder: Path) -> dict[str, Any]:
+        return {}
+
+    def sync(self, llm: Llm) -> None:
+        assert llm.gpu.awake()
+        llm.gpu.events.append("adapter")
+
+    def close(self) -> None: ...
+
+
+@pytest.fixture
+def policy(tiny: Callable, build_policy: Callable) -> Policy:
+    return build_policy(tiny(format__name="bf16"))
+
+
+@pytest.fixture
+def gpu() -> Gpu:
+    return Gpu()
+
+
+@pytest.fixture
+def allocator() -> Any:
+    tags = dict.fromkeys(WEIGHTS, "weights") | dict.fromkeys(CACHE, "kv_cache")
+    parts = {
+        address: SimpleNamespace(handle=(0, GIB, address, 0), tag=tag, is_asleep=False) for address, tag in tags.items()
+    }
+    pools = {"weights": (object(), "the weights' allocator"), "kv_cache": (object(), "the cache's allocator")}
+    return SimpleNamespace(pointer_to_data=parts, allocator_and_pools=pools)
+
+
+@pytest.fixture
+def build(
+    policy: Policy, gpu: Gpu, allocator: Any, tiny: Callable, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., Any]]:
+    if importlib.util.find_spec("vllm") is not None:
+        pytest.skip("vLLM is installed: tests/gpu has the real one")
+    monkeypatch.setattr(Factory, "classes", {}, raising=False)
+    stubs: dict[str, dict[str, Any]] = {
+        "vllm": {"LLM": lambda model, **arguments: Llm(gpu, policy, arguments), "RequestOutput": object,
+                 "SamplingParams": lambda **how: SimpleNamespace(**how)},
+        "vllm.distributed": {}, "vllm.distributed.parallel_state": {"destroy_model_parallel": None},
+        "vllm.sampling_params": {"RequestOutputKind": SimpleNamespace(FINAL_ONLY=0)},
+        "vllm.v1": {}, "vllm.v1.engine": {}, "vllm.v1.engine.exceptions": {"EngineDeadError": RuntimeError},
+        "vllm.device_allocator": {},
+        "vllm.device_allocator.cumem": {
+            "CuMemAllocator": SimpleNamespace(get_instance=lambda: allocator), "create_and_map": gpu.map,
+            "unmap_and_release": gpu.unmap, "libcudart": SimpleNamespace(cudaMemset=gpu.zero),
+        },
+        "vllm.device_allocator.sleep_mode_backend": {"CuMemBackend": object, "SleepModeBackendFactory": Factory},
+        "qerl_lab.rollout.vllm.adapter": {"AdapterFile": NoAdapter, "DenseAdapter": NoAdapter},
+    }  # fmt: skip
+    for name, names in stubs.items():
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+        vars(sys.modules[name]).update(names)
+    module = importlib.import_module("qerl_lab.rollout.vllm.engine")
+    monkeypatch.setattr(module, "check_engine_on_cpu", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: gpu.events.append("empty"))
+
+    def make(sleep: bool = True) -> Any:
+        cfg = tiny(format__name="bf16")
+        cfg.rollout.vllm.sleep = sleep
+        engine = module.VllmEngine(policy, cfg)
+        gpu.events.clear()
+        return engine
+
+    yield make
+    for loaded in (module.__name__, "qerl_lab.rollout.vllm.sleep"):
+        sys.modules.pop(loaded, None)
+        vars(room).pop(loaded.rpartition(".")[2], None)
+
+
+SLEEP = ["unmap 2", "unmap 3"]
+WAKE = ["empty", "map 2", "zero 2", "map 3", "zero 3", "tables", "tables"]  # of the worker, then of the whole
+
+
+def test_the_cache_alone_goes_and_is_back_before_anything_is_written(build: Callable, gpu: Gpu) -> None:
+    engine = build()
+    engine.sleep()
+    assert gpu.events == SLEEP
+    assert gpu.mapped == {*WEIGHTS}
+    gpu.events.clear()
+    engine.sync(CLEAN)
+    assert gpu.events[: len(WAKE)] == WAKE
+    assert gpu.events[-3:] == ["adapter", "model", "reset"]
+    assert gpu.awake()
+
+
+def test_it_sleeps_once_and_wakes_once(build: Callable, gpu: Gpu) -> None:
+    engine = build()
+    for _ in range(2):
+        engine.sleep()
+    for _ in range(2):
+        engine.sync(CLEAN)
+    assert [event for event in gpu.events if "map" in event] == [*SLEEP, "map 2", "map 3"]
+    engine.sleep()
+    engine.sync(CLEAN)
+    assert gpu.events.count("unmap 2") == gpu.events.count("map 2") == 2
+
+
+def test_without_the_key_nothing_sleeps(build: Callable, gpu: Gpu) -> None:
+    engine = build(sleep=False)
+    engine.sleep()
+    assert gpu.events == []
+    assert not engine.llm.arguments["enable_sleep_mode"]
+    assert engine.llm.worker.vllm_config.model_config.sleep_mode_backend == "cumem"
+
+
+def test_a_rollout_wakes_it_too(build: Callable, gpu: Gpu) -> None:
+    engine = build()
+    engine.sleep()
+    out = engine.generate([[1], [2]], 2, Sampling(1, seed=0))
+    assert out.completion_ids_P_G == [[[5], [5]]] * 2
+    assert gpu.events == [*SLEEP, *WAKE]
+
+
+def test_norms_are_told_while_it_sleeps_and_those_of_the_next_noise_arrive(build: Callable, policy: Policy) -> None:
+    engine, noise = build(), Noise(0.3, seed=0, step=1)
+    engine.sleep()
+    assert all(torch.equal(held, policy.clean_norms[name].to(held)) for name, held in engine.norms().items())
+    engine.sync(noise)
+    expected = noise.onto_norms(policy.clean_norms, policy.norms)
+    assert all(torch.equal(held, expected[name]) for name, held in engine.norms().items())
+
+
+def test_it_tells_what_it_holds_and_what_sleeps(build: Callable) -> None:
+    engine = build()
+    awake = engine.held()
+    engine.sleep()
+    asleep = engine.held()
+    assert asleep["vLLM's weights"] == awake["vLLM's weights"] > 0
+    assert asleep[ASLEEP] == awake["vLLM's key-value cache"] > 0
+    assert ASLEEP not in awake
+    assert "vLLM's key-value cache" not in asleep
+
+
+def test_an_engine_is_closed_while_it_sleeps(build: Callable, gpu: Gpu) -> None:
+    engine = build()
+    engine.sleep()
+    engine.close()
+    assert gpu.events[len(SLEEP) :][: len(WAKE) + 1] == [*WAKE, "end"]
+    engine.close()
+    assert gpu.events.count("end") == 1
+
+
+def test_memory_that_others_took_is_a_failure_of_the_engine_which_can_wake_later(build: Callable, gpu: Gpu) -> None:
+    engine = build()
+    engine.sleep()
+    gpu.left = 0
+    with pytest.raises(EngineFailed, match=r"out of memory in wake_up \(CUDA Error.*Type a lower rollout.vllm.kv_cach"):
+        engine.sync(CLEAN)
+    with pytest.raises(EngineFailed, match="out of memory in wake_up"):
+        engine.close()
+    gpu.left = 1
+    engine.sync(CLEAN)
+    assert gpu.awake()
+
+
+def test_a_waking_that_failed_half_way_goes_on_with_the_rest(
+    build: Callable, gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = build()
+    engine.sleep()
+    zero = gpu.zero
+
+    def last(address: int, value: int, size: int) -> None:
+        zero(address, value, size)
+        gpu.left = 0
+
+    monkeypatch.setattr(sys.modules["qerl_lab.rollout.vllm.sleep"].libcudart, "cudaMemset", last)
+    with pytest.raises(EngineFailed):
+        engine.sync(CLEAN)
+    assert gpu.mapped == {1, 2}
+    gpu.left = 1
+    engine.sync(CLEAN)
+    assert gpu.events.count("map 2") == gpu.events.count("map 3") == 1
+
+
+def test_another_error_of_waking_is_a_failure_too(build: Callable, gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = build()
+    engine.sleep()
+
+    def broken(handle: tuple[int, ...]) -> None:
+        raise RuntimeError("CUDA Error: invalid argument")
+
+    monkeypatch.setattr(sys.modules["qerl_lab.rollout.vllm.sleep"], "create_and_map", broken)
+    with pytest.raises(EngineFailed, match=r"vLLM failed in wake_up \(RuntimeError: CUDA Error: invalid argument"):
+        engine.sync(CLEAN)
+
+
+def test_another_program_on_the_gpu_does_not_end_the_run(build: Callable, gpu: Gpu) -> None:
+    """vLLM asserts that more memory is free than before, and then does not know that it sleeps."""
+    engine = build()
+    gpu.after_sleep = AssertionError("Memory usage increased after sleeping.")
+    engine.sleep()
+    assert not engine.llm.sleeps
+    engine.sync(CLEAN)
+    assert gpu.awake()
+
+
+def test_an_engine_that_did_not_fall_asleep_says_so(build: Callable, gpu: Gpu) -> None:
+    engine = build()
+    gpu.before_sleep = AssertionError("no backend")
+    with pytest.raises(AssertionError, match="no backend"):
+        engine.sleep()
+    gpu.before_sleep = RuntimeError("the device is lost")
+    engine = build()
+    with pytest.raises(EngineFailed, match=r"vLLM failed in sleep \(RuntimeError: the device is lost"):
+        engine.sleep()
+
+
+def test_tags_keep_the_cache_asleep(build: Callable, gpu: Gpu) -> None:
+    engine = build()
+    engine.sleep()
+    backend = engine.llm.backend
+    assert backend.state() == "SUSPENDED"
+    backend.resume(["weights"])
+    assert not gpu.awake()
+    backend.resume(["weights", "kv_cache"])
+    assert gpu.awake()
+    assert backend.state() == "RUNNING"
+
+
+def test_what_frees_vllms_memory_outlives_vllm(build: Callable, allocator: Any) -> None:
+    build()
+    allocator.allocator_and_pools.clear()
+    assert sys.modules["qerl_lab.rollout.vllm.sleep"]._allocators == [
+        "the weights' allocator", "the cache's allocator",
+    ]  # fmt: skip

@@ -1,0 +1,110 @@
+"""When a run lets its engine sleep: the trainer computes beside one that sleeps, and nobody asks it then."""
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from qerl_lab import rollout
+from qerl_lab.aqn import Noise
+from qerl_lab.config.schema import RunConfig
+from qerl_lab.exits import OK
+from qerl_lab.model.policy import Policy
+from qerl_lab.record.directory import RunDirectory
+from qerl_lab.rollout.engine import EngineFailed, Rollout
+from qerl_lab.rollout.transformers import TransformersEngine
+from qerl_lab.train import run as run_module
+from qerl_lab.train.stop import Stop
+
+SETTINGS = {
+    "steps": 2, "checkpoint__every": 0, "rollout__prompts_per_step": 2, "rollout__max_completion_tokens": 16,
+    "eval__questions": 4, "eval__samples": 1, "eval__every": 1, "algorithm__dynamic_sampling": True,
+    "algorithm__max_resamples": 2, "aqn__schedule": "linear", "aqn__unit": "kl", "aqn__reading": "equation",
+    "aqn__stages": 2, "aqn__kl_start": 0.02, "aqn__kl_end": 0.004, "aqn__sigma_start": 0.1, "aqn__solver__prompts": 2,
+    "aqn__solver__draws": 1,
+}  # fmt: skip
+
+
+class Sleeper(TransformersEngine):
+    """Knows whether it sleeps, and whether the trainer computed beside it."""
+
+    asleep, fails_at = False, 0
+    calls: Counter[str]
+
+    def __init__(self, policy: Policy, batch_size: int) -> None:
+        self.generates = False
+        super().__init__(policy, batch_size)
+        self.handle = policy.model.get_base_model().register_forward_pre_hook(self._watch)
+
+    def _watch(self, *_: object) -> None:
+        if not self.generates:
+            self.calls["computed asleep" if self.asleep else "computed awake"] += 1
+
+    def sync(self, noise: Noise) -> None:
+        self.asleep = False
+        super().sync(noise)
+
+    def generate(self, *args, **kwargs) -> Rollout:
+        assert not self.asleep, "a rollout of the step came after the sleep"
+        self.generates = True
+        self.calls["rollout"] += 1
+        try:
+            return super().generate(*args, **kwargs)
+        finally:
+            self.generates = False
+
+    def sleep(self) -> None:
+        self.calls["sleep"] += 1
+        if self.calls["sleep"] == self.fails_at:
+            raise EngineFailed("the device is lost")
+        self.asleep = True
+
+    def close(self) -> None:
+        self.handle.remove()
+        super().close()
+
+
+@pytest.fixture
+def run(tiny: Callable[..., RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., RunDirectory]:
+    monkeypatch.setattr(Sleeper, "calls", Counter(), raising=False)
+    monkeypatch.setattr(rollout, "build", lambda cfg, policy: Sleeper(policy, cfg.rollout.batch_size))
+
+    def go(**changes: object) -> RunDirectory:
+        folder = tmp_path / "run"
+        folder.mkdir()
+        cfg = tiny(**(SETTINGS | changes), run_dir=str(folder))
+        assert run_module.run(cfg, RunDirectory(folder), Stop()) == OK
+        return RunDirectory(folder)
+
+    return go
+
+
+def test_the_trainer_computes_only_beside_an_engine_that_sleeps(run: Callable) -> None:
+    """In steps with further rollouts, a solver of the noise, its probe, and evaluations between."""
+    run()
+    assert Sleeper.calls["computed awake"] == 0
+    assert Sleeper.calls["computed asleep"] > 10
+    assert Sleeper.calls["rollout"] > Sleeper.calls["sleep"] == 2 + 2  # of the steps and of their noises' stages
+
+
+def test_an_engine_that_fails_to_sleep_is_built_again(run: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Sleeper, "fails_at", 2)
+    directory = run(aqn__schedule="off", aqn__unit="sigma", eval__questions=0, eval__every=0)
+    restarts = [line["metrics"].get("rollout/engine_restarts") for line in directory.metrics()]
+    assert [count for count in restarts if count is not None] == [0, 1]
+
+
+def test_sleeping_counts_among_the_seconds_of_the_sync(run: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = Sleeper.sleep
+
+    def slow(engine: Sleeper) -> None:
+        time.sleep(0.2)
+        whole(engine)
+
+    monkeypatch.setattr(Sleeper, "sleep", slow)
+    directory = run(aqn__schedule="off", aqn__unit="sigma", eval__questions=0, eval__every=0)
+    seconds = [line["metrics"]["seconds/sync"] for line in directory.metrics() if "seconds/sync" in line["metrics"]]
+    assert len(seconds) == 2
+    assert min(seconds) > 0.2
