@@ -132,7 +132,8 @@ def test_log_probs_are_the_same_before_and_after(built: Built) -> None:
     awake = built.sample()
     assert base_sum(built) == base
     near, found = apart(out, again), apart(out, awake)
-    said = f"{near.mean():.5f} nats without sleep, at most {near.max():.4f}; across it {found.mean():.5f}, {found.max():.4f}"
+    nats = [f"{nats:.5f}" for nats in (near.mean(), near.max(), found.mean(), found.max())]
+    said = f"nats a token, mean and largest: without sleep {nats[:2]}, across it {nats[2:]}"
     print(f"{built.cfg.format.name}: {said}")
     assert found.mean() < NEAR_MEAN, said
     assert found.max() < NEAR_MAX, said

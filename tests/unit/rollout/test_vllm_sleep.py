@@ -137,6 +137,8 @@ class NoAdapter:
     def arguments(self, folder: Path) -> dict[str, Any]:
         return {}
 
+    def begin(self, llm: Llm) -> None: ...
+
     def sync(self, llm: Llm) -> None:
         assert llm.gpu.awake()
         llm.gpu.events.append("adapter")
