@@ -140,7 +140,9 @@ def test_resume_continues_a_run_that_did_not_finish(capfd):
     assert RunDirectory(Path("run")).config().lora.rank == 4
     capfd.readouterr()
     assert main(["resume=run"]) == 2
-    assert "already finished" in capfd.readouterr().err
+    steps = RunDirectory(Path("run")).config().steps
+    said = f"already finished (it has a DONE file). Type steps={2 * steps} beside it to go on to so many, or start"
+    assert said in capfd.readouterr().err
 
 
 def test_resume_follows_a_directory_that_was_moved():

@@ -125,9 +125,9 @@ class RunDirectory:
         replace_file(self.path / DONE, json.dumps(result, indent=1).encode())
 
     def result(self) -> dict[str, Any]:
-        """Read DONE; empty where the run has none."""
+        """Read DONE; empty where the run has none. Raises ConfigError for a damaged one, which resume writes again."""
         path = self.path / DONE
-        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        return read_json(path, dict) if path.exists() else {}
 
     def fail(self, text: str) -> None:
         """Write FAILED (the reason in its first line) into the room reserved for it, cut to what fits.

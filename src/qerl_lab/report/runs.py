@@ -60,8 +60,7 @@ class Origin:
     @property
     def jobs_per_gpu(self) -> int:
         """How many jobs of its sweep shared its GPU, as far as the words tell."""
-        words = re.findall(r"\bjobs_per_gpu=(\d+)", self.command)
-        return int(words[-1]) if words else 1
+        return max(map(int, re.findall(r"\bjobs_per_gpu=(\d+)", self.command)), default=1)
 
 
 NO_STEPS = pd.DataFrame(index=pd.Index([], dtype="int64", name="step"))
@@ -141,13 +140,16 @@ def _origin(sessions: Sequence[Mapping[str, Any]]) -> Origin:
     if not sessions:
         return Origin()
     first = sessions[0]
-    machines, commits = (
+    machines, commits, commands = (
         " then ".join(dict.fromkeys(filter(None, texts)))
-        for texts in ((machine(each) for each in sessions), (each.get("git_sha") for each in sessions))
+        for texts in (
+            [machine(each) for each in sessions],
+            *([each.get(key) for each in sessions] for key in ("git_sha", "command")),
+        )
     )
     versions = {name: text for each in sessions[::-1] for name, text in each.get("packages", {}).items()}
     return Origin(
-        command=first.get("command", ""), began=first.get("time", ""), commit=commits, machine=machines,
+        command=commands, began=first.get("time", ""), commit=commits, machine=machines,
         versions=versions, training_sha256=first.get("data", {}).get("training_sha256") or "",
     )  # fmt: skip
 

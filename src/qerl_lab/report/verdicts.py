@@ -205,7 +205,10 @@ def _guardrail(claim: Claim, pair: Pair, seeds: Sequence[int]) -> str:
         treated, control = (_values(claim, rail.measure, side, pair, seeds) for side in (pair.treated, pair.control))
     except Unmeasured:
         return OPEN
-    _, low, high = stats.over_seeds((treated - control).dropna(axis=1).to_numpy(float))
+    difference = (treated - control).dropna(axis=1)
+    if difference.shape[1] < min(2, treated.shape[1]):  # the arms were asked other questions
+        return OPEN
+    _, low, high = stats.over_seeds(difference.to_numpy(float))
     return HELD if low > -rail.margin else BROKEN if high < -rail.margin else OPEN
 
 

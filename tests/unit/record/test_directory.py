@@ -45,6 +45,13 @@ def test_a_claim_holds_the_configuration_and_what_was_typed(run: RunDirectory) -
     assert run.settings()["lora.rank"] == "32"
 
 
+@pytest.mark.parametrize("left", [b"", b"\0" * 8, b"[1]"])
+def test_a_damaged_end_is_named(run: RunDirectory, left: bytes) -> None:
+    (run.path / "DONE").write_bytes(left)
+    with pytest.raises(ConfigError, match=rf"{run.path}/DONE .*Move it away\."):
+        run.result()
+
+
 def test_a_run_begins_once(run: RunDirectory) -> None:
     assert run.begin() == TYPED
     assert (run.status, names(run.path)) == ("interrupted", {"resolved.yaml"})

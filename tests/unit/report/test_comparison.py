@@ -240,6 +240,15 @@ def test_a_part_of_a_task_and_a_shared_gpu_are_said(here: Path, capsys) -> None:
         shutil.rmtree(run)
 
 
+def test_a_run_that_went_on_beside_others_shared_its_gpu(here: Path, capsys) -> None:
+    """Its first session had the card to itself; the line that went on had not."""
+    run = make_run(here / "sweep" / "bf16-0", "bf16", 0)
+    for name, words in (("env.json", ""), ("env.2.json", " jobs_per_gpu=4"), ("env.10.json", "")):
+        (run / name).write_text(json.dumps({"command": f"python -m qerl_lab{words}"}))
+    assert main(["sweep"]) == 0
+    assert "Runs shared a GPU with up to 3 others" in capsys.readouterr().out
+
+
 def test_it_writes_a_row_a_run_a_row_an_arm_and_a_picture(sweep: Path) -> None:
     assert main(["sweep", "runs_csv=out/runs.csv", "arms_csv=out/arms.csv", "plot=out/arms.png"]) == 0
     runs, arms = pd.read_csv("out/runs.csv"), pd.read_csv("out/arms.csv")

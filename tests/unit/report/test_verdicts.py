@@ -152,6 +152,22 @@ def test_an_effect_that_breaks_its_guardrail_does_not_support_a_claim() -> None:
         assert (row.verdict, row.numbers.guardrail) == (verdict, state)
 
 
+def test_a_guardrail_of_other_questions_is_open() -> None:
+    """The data changed between the two arms: nothing is paired, and the claim's own measure still is."""
+    railed = replace(SCALAR, guardrail=Guardrail("accuracy_after", 0.02), contrasts=SCALAR.contrasts[:1])
+    for shared in (0, 1):
+
+        def moved(made: Record, shared: int = shared) -> Record:
+            values = made.accuracy["after"]
+            if made.run.value("format.name") == "nvfp4":
+                values = values.rename(index=lambda name: name if name in values.index[:shared] else f"new {name}")
+            return replace(made, accuracy={"after": values})
+
+        row = one(verdicts(railed, [moved(made) for made in few(claim=railed)]))
+        assert row.numbers is not None
+        assert (row.verdict, row.numbers.guardrail) == ("supported", "open")
+
+
 def test_a_contrast_is_held_against_the_level_of_its_family() -> None:
     rows = verdicts(SCALAR, few())
     for p_values, supported in (((0.02, 0.02, 0.02), 0), ((0.008, 0.02, 0.02), 1), ((0.001, 0.012, 0.02), 3)):
