@@ -230,10 +230,9 @@ class VllmEngine:
 
     def close(self) -> None:
         """End vLLM in this process, and give back its memory."""
-        if self._llm is None:
-            return
-        self._wake()  # vLLM would free memory that is not there, and fail at whatever it is asked for later
         llm, self._llm = self._llm, None
+        if llm is None:
+            return
         self._adapter.close()
         if self.cfg.gpus == 1:
             llm.llm_engine.engine_core.shutdown()
@@ -244,6 +243,10 @@ class VllmEngine:
             gc.unfreeze()  # vLLM froze what it had loaded
         del llm
         gc.collect()
+        if self.cfg.rollout.vllm.sleep:
+            from qerl_lab.rollout.vllm import sleep
+
+            sleep.release()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 

@@ -3,8 +3,13 @@
 vLLM's own sleep takes the weights along: level 1 copies them to the host and back, level 2 drops them. How it sleeps is
 left to a backend that can be registered (`SleepModeBackendFactory`). The one here unmaps the memory of the cache alone,
 which costs no copy. Addresses stay, so that CUDA graphs hold; weights, adapter and norms can be read meanwhile.
+
+At its end vLLM would have torch free every part of these pools, also those that vLLM itself has unmapped after loading
+and forgotten. The allocator's error for such a part keeps the memory of the parts that follow (vLLM #36651). So torch
+never frees a pool here, and `release` unmaps what is left.
 """
 
+import ctypes
 from typing import Any
 
 import torch
@@ -14,10 +19,6 @@ from vllm.device_allocator.sleep_mode_backend import CuMemBackend, SleepModeBack
 
 NAME = "qerl_lab_cache"
 TAG = "kv_cache"  # of what vLLM allocates for the cache: its tensors, and small ones that begin as zeros too
-
-# Through these vLLM's memory is freed. It drops them when it ends, and with them what a tensor that is freed later
-# goes through (pytorch#145168).
-_allocators: list[Any] = []
 
 
 class CacheAlone(CuMemBackend):
@@ -52,7 +53,18 @@ def install(llm: LLM) -> None:
         worker.vllm_config.model_config.sleep_mode_backend = NAME  # `LLM` has no argument for it
 
     llm.collective_rpc(choose)
-    _allocators.extend(allocator for _, allocator in CuMemAllocator.get_instance().allocator_and_pools.values())
+    pools = list(CuMemAllocator.get_instance().allocator_and_pools.values())
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(pools))  # for good: torch frees a pool that nobody refers to
+
+
+def release() -> None:
+    """Give back all memory of an `llm` that has ended."""
+    parts = CuMemAllocator.get_instance().pointer_to_data
+    torch.cuda.synchronize()
+    while parts:
+        _, part = parts.popitem()
+        if not part.is_asleep:
+            unmap_and_release(part.handle)
 
 
 def asleep_bytes() -> int:
