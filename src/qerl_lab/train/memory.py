@@ -35,7 +35,8 @@ def owners(policy: Policy, held_by_engine: dict[str, int]) -> dict[str, int]:
     if policy.device.type == "cuda":
         free, total = torch.cuda.mem_get_info(policy.device)
         reserved = torch.cuda.memory_reserved(policy.device) - held_by_engine.get(ASLEEP, 0)
-        own = max(reserved, sum(found.values()))
+        # Of an engine that could sleep and was built again torch counts what the first one held too.
+        own = max(min(reserved, total - free), sum(found.values()))
         found["activations and the rest"] = own - sum(found.values())
         found |= {OTHERS: max(0, total - free - own), "free": free}
     return found
