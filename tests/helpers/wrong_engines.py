@@ -150,6 +150,11 @@ class TellsCleanNorms(TransformersEngine):
         return self.policy.clean_norms
 
 
+class WakesWithoutNoise(TransformersEngine):
+    def sleep(self) -> None:
+        self.sync(CLEAN)
+
+
 class StaysNoisy(TransformersEngine):
     def sync(self, noise: Noise) -> None:
         if noise != CLEAN or not hasattr(self, "_norms"):

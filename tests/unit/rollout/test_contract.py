@@ -280,6 +280,19 @@ def global_randomness() -> tuple[object, ...]:
     return random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()  # noqa: NPY002
 
 
+def check_sleep(built: Built) -> None:
+    """It may be said twice, and changes neither the norms nor what is sampled, with a sync after it or without."""
+    built.engine.sync(NOISE)
+    first, norms = built.sample(Sampling(8, seed=1)), built.engine.norms()
+    for sync in (False, True):
+        built.engine.sleep()
+        built.engine.sleep()
+        assert_same(built.engine.norms(), norms)
+        if sync:
+            built.engine.sync(NOISE)
+        assert built.sample(Sampling(8, seed=1)).completion_ids_P_G == first.completion_ids_P_G
+
+
 def check_memory(built: Built) -> None:
     """What it tells of is named, and there."""
     assert all(name and size > 0 for name, size in built.engine.held().items())
@@ -362,6 +375,7 @@ def test_an_engine_that_is_none_is_refused(tiny, built: Built) -> None:
         (wrong_engines.ForgetsWhatNoiseIsRelativeTo, check_noise),
         (wrong_engines.Accumulates, check_no_accumulation),
         (wrong_engines.DrawsOnce, check_no_accumulation),
+        (wrong_engines.WakesWithoutNoise, check_sleep),
         (wrong_engines.LeavesItsNorms, check_policy_is_left_as_found),
         (wrong_engines.StaysInItsMode, check_policy_is_left_as_found),
         (wrong_engines.GivesAwayThePolicysNorms, check_policy_is_left_as_found),
