@@ -141,10 +141,10 @@ def _origin(sessions: Sequence[Mapping[str, Any]]) -> Origin:
         return Origin()
     first = sessions[0]
     machines, commits, commands = (
-        " then ".join(dict.fromkeys(filter(None, texts)))
+        " then ".join(dict.fromkeys(text for text in texts if text))
         for texts in (
             [machine(each) for each in sessions],
-            *([each.get(key) for each in sessions] for key in ("git_sha", "command")),
+            *([each.get(key, "") for each in sessions] for key in ("git_sha", "command")),
         )
     )
     versions = {name: text for each in sessions[::-1] for name, text in each.get("packages", {}).items()}
