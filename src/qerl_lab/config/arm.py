@@ -20,6 +20,14 @@ NOT_OF_ARM = (
     "experiment", "differs_in", "scale", "model.name",  # labels: an arm is what its other keys say
 )  # fmt: skip
 
+# Keys that came after runs were recorded, with what every run did until then. A record that lacks one means that: so a
+# new key neither ends the use of older runs nor makes arms of them.
+ADDED: Mapping[str, Any] = {
+    "task.gsm8k.max_steps": None,
+    "rollout.vllm.share_base": False,
+    "rollout.vllm.sleep": False,
+}
+
 
 def leaves(node: Any, prefix: str = "") -> list[tuple[str, Any, Any]]:
     """Every (dotted name, dataclass field, value) of a configuration, depth first in schema order."""
@@ -41,6 +49,11 @@ def is_of_arm(name: str) -> bool:
 def of_arm(values: Mapping[str, Any]) -> dict[str, Any]:
     """Those of a run's values, by dotted name, that make its arm. They may be text, as records have them."""
     return by_content({name: value for name, value in values.items() if is_of_arm(name)})
+
+
+def completed(settings: Mapping[str, str]) -> dict[str, str]:
+    """Settings of a record, as text, with those of `ADDED` that it lacks."""
+    return {name: str(value) for name, value in ADDED.items()} | dict(settings)
 
 
 def by_content(values: Mapping[str, Any]) -> dict[str, Any]:

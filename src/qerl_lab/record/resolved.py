@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from qerl_lab.config.arm import OF_SWEEPS, leaves
+from qerl_lab.config.arm import ADDED, OF_SWEEPS, completed, leaves
 from qerl_lab.config.keys import check_types
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.rules import from_dict
@@ -48,7 +48,7 @@ def read_settings(run_dir: Path) -> dict[str, str]:
 
     Raises ConfigError for a file that holds no configuration at all.
     """
-    return dict(_flat(_values(run_dir)))
+    return completed(dict(_flat(_values(run_dir))))
 
 
 def _values(run_dir: Path) -> dict[str, Any]:
@@ -76,9 +76,9 @@ def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]
 
 
 def _refuse_lacking(path: Path, values: dict[str, Any]) -> None:
-    """A default in place of a value that the run began with would make it another run, but for keys of sweeps, and for
-    model.hash, whose default says that it is not known."""
-    known = {*dict(_flat(values)), *OF_SWEEPS, "model.hash"}
+    """A default in place of a value that the run began with would make it another run, but for keys of sweeps, those
+    that came later, and model.hash, whose default says that it is not known."""
+    known = {*dict(_flat(values)), *OF_SWEEPS, *ADDED, "model.hash"}
     lacking = [name for name, _, _ in leaves(RunConfig()) if name not in known]
     if lacking:
         shown = ", ".join(lacking[:5]) + (f" and {len(lacking) - 5} more" if len(lacking) > 5 else "")

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from qerl_lab.config.arm import of_run
+from qerl_lab.config.arm import ADDED, of_run
 from qerl_lab.config.keys import typed
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
@@ -89,7 +89,7 @@ def refuse_other_data(env: Mapping[str, Any], data: Mapping[str, Any]) -> None:
 
 
 def _refuse_other_config(run_dir: Path, saved: checkpoint.Saved, cfg: RunConfig) -> None:
-    then, now = saved.config, of_run(cfg)
+    then, now = {**ADDED, **saved.config}, of_run(cfg)
     if then.get("steps") in cfg.extended:  # a checkpoint of before the run was extended
         now |= {"steps": then["steps"], "extended": cfg.extended[: cfg.extended.index(then["steps"])]}
     differ = [key for key in now | then if key not in now or key not in then or now[key] != then[key]]

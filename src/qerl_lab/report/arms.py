@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from qerl_lab.config.arm import by_content, is_of_arm
+from qerl_lab.config.arm import by_content, completed, is_of_arm
 from qerl_lab.config.task import part_of
 
 FINISHED = "finished"
@@ -65,7 +65,7 @@ def run_from(values: Mapping[str, str], *, name: str, status: str, ended: float,
         raise ValueError(f"its configuration lacks {error}") from None
     if device == "auto":  # the first GPU, where torch saw one; its peak memory is then recorded
         device = "cuda" if "memory/gpu_peak_gib" in metrics else "cpu"
-    settings = {key: value for key, value in values.items() if is_of_arm(key)} | {"device": device}
+    settings = {key: value for key, value in completed(values).items() if is_of_arm(key)} | {"device": device}
     if settings.get(CONTENT) == "None":  # an older record has no such key, and means the same
         del settings[CONTENT]
     return Run(name, experiment, seed, settings, frozenset(declared), status, ended, code)

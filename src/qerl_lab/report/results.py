@@ -17,6 +17,7 @@ from typing import Any
 
 import pandas as pd
 
+from qerl_lab.config.arm import completed
 from qerl_lab.config.option import ConfigError
 from qerl_lab.disk import replace_file
 from qerl_lab.report.arms import FINISHED, Run, differing
@@ -132,7 +133,7 @@ def records_of(tables: Frames) -> tuple[list[Record], dict[str, str]]:
 def _run(row: Mapping[str, Any]) -> Run:
     own = {key: value for key, value in row.items() if key not in NOT_SETTINGS and not pd.isna(value)}
     return Run(
-        row["run"], row["experiment"], int(row["seed"]), json.loads(row["settings"]) | own,
+        row["run"], row["experiment"], int(row["seed"]), completed(json.loads(row["settings"]) | own),
         frozenset(json.loads(row["differs_in"])), row["state"], row["ended"], row["code"],
     )  # fmt: skip
 

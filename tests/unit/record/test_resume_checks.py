@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from qerl_lab.config.arm import OF_SWEEPS, of_run
+from qerl_lab.config.arm import ADDED, OF_SWEEPS, leaves, of_arm, of_run
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.record import checkpoint
@@ -87,6 +87,33 @@ def test_what_is_lacking_is_named(run_dir: Path) -> None:
     path.write_text(yaml.safe_dump(values))
     with pytest.raises(ConfigError, match=r"resolved\.yaml lacks lora\.rank, steps: it was cut off"):
         RunDirectory(run_dir).config()
+
+
+def test_a_run_of_before_a_key_came_goes_on_and_is_of_the_same_arm(run_dir: Path) -> None:
+    """Its record and its checkpoint lack the key, which means what every run did then: the default."""
+    known = {name: value for name, _, value in leaves(RunConfig(steps=12))}
+    assert {name: known[name] for name in ADDED} == dict(ADDED)
+    path = run_dir / "resolved.yaml"
+    values = yaml.safe_load(path.read_text())
+    for name in ADDED:
+        *above, key = name.split(".")
+        inside = values
+        for part in above:
+            inside = inside[part]
+        del inside[key]
+    path.write_text(yaml.safe_dump(values))
+    younger = RunDirectory(run_dir)
+    cfg = younger.config()
+    then = {name: value for name, value in of_run(cfg).items() if name not in ADDED}
+    state = {"step": 4, "prompts_seen": 4, "run_key": "k", "config": then, "device": "cpu", "dtype": "f"}
+    checkpoint.save(run_dir / "checkpoints", state, lambda folder: (folder / "a").touch(), keep=9)
+    saved = younger.starting_point(cfg)
+    assert saved is not None
+    assert saved.step == 4
+    assert of_arm(younger.settings()) == of_arm({name: str(value) for name, value in known.items()})
+    cfg.rollout.vllm.sleep = True
+    with pytest.raises(ConfigError, match=r"rollout\.vllm\.sleep=true \(was false\)"):
+        younger.starting_point(cfg)
 
 
 def test_keys_of_sweeps_may_be_younger_than_a_run(run_dir: Path) -> None:

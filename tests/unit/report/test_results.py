@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from qerl_lab.config.arm import ADDED
 from qerl_lab.record.metrics import encode
 from qerl_lab.report import comparison, results, verdict_tables
 from qerl_lab.report.__main__ import main
@@ -137,3 +138,22 @@ def test_results_of_two_machines_are_kept_apart(tmp_path: Path, monkeypatch: pyt
     assert list(found.arms) == ["bf16", "nvfp4"]
     again = comparison.read([Path("one/results"), Path("one/results")])
     assert ([run.name for run in again.found], again.left_out) == (["runs/0"], [])
+
+
+def test_results_of_before_a_key_came_are_of_the_same_arm(sweep: Path) -> None:
+    """Beside runs of today: a record that lacks the key did what its default does."""
+    save("runs", "results/mine")
+    file = Path("results/mine") / results.RUNS
+    table = pd.read_parquet(file)
+    known = table["settings"].notna()  # not of the damaged run
+    lacking = [
+        json.dumps({key: value for key, value in json.loads(text).items() if key not in ADDED})
+        for text in table.loc[known, "settings"]
+    ]
+    table.loc[known, "settings"] = lacking
+    table.to_parquet(file, index=False)
+    make_run(Path("today/bf16-7"), "bf16", 7)
+    found = comparison.read([Path("results/mine"), Path("today")])
+    assert {arm: [record.run.seed for record in records] for arm, records in found.arms.items()} == {
+        "bf16": [0, 1, 2, 7], "nvfp4_aqn": [0, 1, 2]
+    }  # fmt: skip
