@@ -166,7 +166,7 @@ class After(TrainerCallback):
 
 
 def test_a_clock_is_read_when_the_device_is_done(train) -> None:
-    """A device works on after a call has returned: the ends of a sync and of a step wait for it."""
+    """A device works on after a call has returned: the ends of a sync, of falling asleep and of a step wait."""
     events: list[str] = []
 
     def watch(run: Run) -> None:
@@ -174,9 +174,11 @@ def test_a_clock_is_read_when_the_device_is_done(train) -> None:
         run.trainer.add_callback(After(lambda: events.append("update")))
         run.keep = lambda *_: events.append("report")
         run.engine.sync = lambda *_: events.append("sync")
+        run.engine.sleep = lambda: events.append("sleep")
 
     train(prepare=watch, steps=2, algorithm__updates_per_rollout=2)
-    step = ["sync", "wait", "wait", "update", "update", "wait", "report"]  # the second wait is that of the probes
+    rollout = ["sync", "wait", "sleep", "wait"]
+    step = [*rollout, "wait", "update", "update", "wait", "report"]  # the first wait here is that of the probes
     assert events == step * 2
 
 
