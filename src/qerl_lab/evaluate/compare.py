@@ -17,6 +17,7 @@ from qerl_lab.report.stats import Interval, between, crossed_interval, p_value, 
 from qerl_lab.terminal import columns, near
 
 HOW_IT_IS_ASKED = ("questions", "temperature", "top_p", "max_prompt_tokens", "max_completion_tokens")
+HOW_IT_RAN = ("rollout", "device", "dtype", "batch_size")  # kernels, and which questions share a draw
 OF_A_SEED = ("seed", "adapter")  # what may differ between the seeds of one arm
 HOW_TO_READ = """\
 Differences are B - A, paired by question{seeds}, with intervals of 95%. Of differences that are 0, one in 20 has
@@ -149,6 +150,13 @@ def paired(a: dict[int, Examined], b: dict[int, Examined]) -> tuple[list[tuple[E
                     f"A was asked with {key}={mine[key]} and B with {key}={theirs[key]}, so that they are no pairs. "
                     f"Evaluate B again with {key}={mine[key]}."
                 )
+    mine, theirs = (examined.about["identity"] for examined in pairs[0])
+    if differ := [
+        f"{key}={mine.get(key)} and {theirs.get(key)}" for key in HOW_IT_RAN if mine.get(key) != theirs.get(key)
+    ]:
+        notes.append(
+            f"A and B ran with {', '.join(differ)}: a part of the differences is theirs, also in engine=common"
+        )
     codes = {examined.about["environment"].get("git_sha") for pair in pairs for examined in pair}
     if len(codes) > 1:
         notes.append(f"they come from {len(codes)} versions of the code: {', '.join(sorted(map(str, codes)))}")

@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from qerl_lab.config.files import choices_of
 from qerl_lab.config.model_hash import TOKENIZERS, header, model_hash
 from qerl_lab.config.option import ConfigError, did_you_mean
 from qerl_lab.config.schema import DENSE_FORMAT, RunConfig
@@ -83,10 +84,44 @@ def check(folder: Path, cfg: RunConfig) -> None:
     found = layers(folder)
     _check_names(found, cfg, said)
     config = _json(folder / "config.json", said)
+    _check_packed(folder, config, cfg, said)
     is_dense, is_tied = "quantization_config" not in config, config.get("tie_word_embeddings") is not False
     if is_dense and not is_tied and cfg.format.name != DENSE_FORMAT and not is_ignored(HEAD, cfg.format.ignore):
         raise packed_head_refusal(cfg, HEAD)
     _check_context(config, cfg, said)
+
+
+def _check_packed(folder: Path, config: dict[str, Any], cfg: RunConfig, said: str) -> None:
+    """Raise ConfigError where the run asks for another format or rule than the quantize command noted of a checkpoint.
+
+    What another program packed is compared when it is loaded.
+    """
+    noted = folder / "quality.json"
+    if "quantization_config" not in config or not noted.is_file():
+        return
+    about = _json(noted, said)
+    if (name := about.get("format", cfg.format.name)) != cfg.format.name:
+        raise other_format(cfg, name)
+    for key, value in about.get("options", {}).items():
+        if getattr(cfg.format, key, value) != value:
+            raise other_rule(cfg, name, key, value)
+
+
+def other_format(cfg: RunConfig, name: str) -> ConfigError:
+    """Return the error where a directory is packed in the format `name`, and the run asks for another."""
+    arms = f"an experiment with that format, for example +experiment={name}, "
+    return ConfigError(
+        f"model.path={cfg.model.path} is packed in {name}, and format.name={cfg.format.name} was given. Type "
+        f"format={name}, {arms if name in choices_of('experiment') else ''}or the path of the dense model."
+    )
+
+
+def other_rule(cfg: RunConfig, name: str, key: str, value: Any) -> ConfigError:
+    """Return the error where a directory is packed by `value` of a format's option, and the run asks for another."""
+    return ConfigError(
+        f"model.path={cfg.model.path} is packed in {name} with {key}={value}, and "
+        f"format.{key}={getattr(cfg.format, key)} was given. Type format.{key}={str(value).lower()}."
+    )
 
 
 def packed_head_refusal(cfg: RunConfig, head: str) -> ConfigError:

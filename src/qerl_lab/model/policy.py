@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from qerl_lab import formats
-from qerl_lab.config.files import choices_of
 from qerl_lab.config.message import first_line
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.paths import WEIGHTS
@@ -26,7 +25,7 @@ from qerl_lab.model import loading
 from qerl_lab.model.files import WeightFiles, local_folder
 from qerl_lab.model.linear import packable, packed_head
 from qerl_lab.model.lora import register_lora
-from qerl_lab.model.on_disk import packed_head_refusal
+from qerl_lab.model.on_disk import other_format, other_rule, packed_head_refusal
 
 
 @dataclass
@@ -191,15 +190,10 @@ def _check_agreement(cfg: RunConfig, stored: PackedAs, model: PreTrainedModel) -
     name = stored.weight_format.NAME
     said = f"model.path={cfg.model.path} is packed in {name}"
     if name != cfg.format.name:
-        arms = f"an experiment with that format, for example +experiment={name}, "
-        raise ConfigError(
-            f"{said}, and format.name={cfg.format.name} was given. Type format={name}, "
-            f"{arms if name in choices_of('experiment') else ''}or the path of the dense model."
-        )
+        raise other_format(cfg, name)
     for key, value in asdict(stored.weight_format).items():
-        if value is not None and (given := getattr(cfg.format, key)) != value:
-            raise ConfigError(f"{said} with {key}={value}, and format.{key}={given} was given. "
-                              f"Type format.{key}={str(value).lower()}.")  # fmt: skip
+        if value is not None and getattr(cfg.format, key) != value:
+            raise other_rule(cfg, name, key, value)
     here, there = ({*packable(model, ignore)} for ignore in (cfg.format.ignore, stored.ignore))
     if differ := here ^ there:
         remedy = shlex.quote(f"format.ignore={listed(stored.ignore)}")

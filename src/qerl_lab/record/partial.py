@@ -15,7 +15,7 @@ from typing import Any, Self
 
 from qerl_lab.config.keys import typed
 from qerl_lab.config.option import ConfigError
-from qerl_lab.disk import make_directory, replace_file
+from qerl_lab.disk import make_directory, read_json, replace_file
 
 JOURNAL = "journal.json"
 
@@ -60,7 +60,9 @@ class Unfinished:
             if any(self.folder.iterdir()):
                 raise ConfigError(f"{self.folder} is not of this command's making. Type another out, or remove it.")
             return self.clear()
-        begun = json.loads((self.folder / JOURNAL).read_text(encoding="utf-8"))
+        begun = read_json(self.folder / JOURNAL, dict)
+        if not all(isinstance(begun.get(key), dict) for key in self._journal):
+            raise ConfigError(f"{self.folder / JOURNAL} is not what a command writes there. Remove {self.folder}.")
         now = json.loads(json.dumps(self._journal["identity"]))
         differ = [key for key in now | begun["identity"] if now.get(key) != begun["identity"].get(key)]
         if not differ:

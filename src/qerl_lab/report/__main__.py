@@ -49,6 +49,8 @@ def report(options: ReportOptions) -> None:
         raise ConfigError(
             f"bench={','.join(options.bench)} does nothing without out. Type for example out=results/NAME."
         )
+    if options.plot and Path(options.plot).suffix != ".png":
+        raise ConfigError(f"plot={options.plot} is no PNG; allowed: a name that ends in .png. Type plot=arms.png.")
     found = _read(options)
     if options.out:
         _write_results(found, options)

@@ -118,6 +118,16 @@ def test_seeds_are_paired_and_both_count(tmp_path: Path) -> None:
     assert accuracy.interval() == pytest.approx(expected)
 
 
+def test_two_engines_or_machines_are_said(tmp_path: Path) -> None:
+    """Of a dense A `common` is its own engine: here vLLM on a GPU, against transformers on a CPU."""
+    mine, theirs = {"rollout": "vllm", "device": "cuda"}, {"rollout": "transformers", "device": "cpu"}
+    folders = [write(tmp_path / name, answers(A), **how) for name, how in (("a", mine), ("b", theirs), ("c", mine))]
+    a, b, c = (compare._one_arm(compare.find(Path(folder)), folder) for folder in folders)
+    assert compare.paired(a, c)[1] == []
+    (note,) = compare.paired(a, b)[1]
+    assert note.startswith("A and B ran with rollout=vllm and transformers, device=cuda and cpu: a part of the diff")
+
+
 def test_a_dense_base_s_own_engine_is_the_common_one(tmp_path: Path) -> None:
     packed = pd.concat([answers(A), answers(B, engine="common")])
     found = compared(write(tmp_path / "a", answers(A), dense=True), write(tmp_path / "b", packed))

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from qerl_lab.config.option import ConfigError
-from qerl_lab.model import policy
+from qerl_lab.model import on_disk, policy
 from qerl_lab.quantize import __main__ as quantize
 
 
@@ -18,7 +18,14 @@ def test_a_run_says_the_rule_of_its_checkpoint(tmp_path: Path, tiny) -> None:
     cfg = tiny(model__path=str(out), format__name="mxfp4")
     with pytest.raises(ConfigError, match=r"exponent_rule=floor, and format.exponent_rule=round was given\. Type form"):
         policy.load_base(cfg, torch.device("cpu"))
+    with pytest.raises(ConfigError, match=r"exponent_rule=floor, and format.exponent_rule=round was given\. Type form"):
+        on_disk.check(out, cfg)  # before anything starts: of a sweep each job would fail by itself
+    with pytest.raises(
+        ConfigError, match=r"is packed in mxfp4, and format.name=nvfp4 was given\. Type format=mxfp4, an"
+    ):
+        on_disk.check(out, tiny(model__path=str(out), format__name="nvfp4"))
     cfg = dataclasses.replace(cfg, format=dataclasses.replace(cfg.format, exponent_rule="floor"))
+    on_disk.check(out, cfg)
     loaded, _ = policy.load_base(cfg, torch.device("cpu"))
     dense = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, path="pocket"))
     packed_here, _ = policy.load_base(dense, torch.device("cpu"))

@@ -240,6 +240,13 @@ def test_a_part_of_a_task_and_a_shared_gpu_are_said(here: Path, capsys) -> None:
         shutil.rmtree(run)
 
 
+def test_a_plot_that_is_no_png_is_refused_before_anything_is_read(here: Path, capsys) -> None:
+    assert main(["nowhere", "plot=a.txt"]) == 2
+    assert capsys.readouterr().err == (
+        "error: plot=a.txt is no PNG; allowed: a name that ends in .png. Type plot=arms.png.\n"
+    )
+
+
 def test_a_run_that_went_on_beside_others_shared_its_gpu(here: Path, capsys) -> None:
     """Its first session had the card to itself; the line that went on had not."""
     run = make_run(here / "sweep" / "bf16-0", "bf16", 0)
