@@ -10,7 +10,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from qerl_lab.rollout.vllm.kernels import counters, expand, shrink
+from qerl_lab.rollout.vllm.kernels import expand, shrink
 from qerl_lab.rollout.vllm.product import EXPAND_WORK, SHRINK_ROWS, on_gpu
 from qerl_lab.timing import graphed
 
@@ -44,19 +44,13 @@ def product(x: Tensor, A: Tensor, B: Tensor, sizes: list[int]) -> Tensor:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_shrink_sums_in_float32_over_pieces_of_k(shape: tuple, dtype: torch.dtype) -> None:
-    """What is rounded, once, is the whole sum (the interpreter cuts bfloat16 off)."""
     given = operands(*shape, dtype)
-    t = shrink(given["x"], given["A"])
+    sums = shrink(given["x"], given["A"])
+    rows, columns, sizes, rank = shape
+    assert sums.shape[1:] == (rows, len(sizes) * rank)
+    assert len(sums) > 1 or columns < 256
     exact = given["x"].double() @ given["A"].double().t()
-    assert t.dtype is dtype
-    torch.testing.assert_close(t.double(), exact, rtol=NEAR[dtype], atol=1e-5)
-
-
-def test_the_counters_are_zero_again_after_every_call() -> None:
-    for rows in (1, 33, 70, 5):
-        x, A = (torch.randn(number, 2048).to(torch.bfloat16).to(DEVICE) for number in (rows, 96))
-        shrink(x, A)
-        assert not counters(x.device).any()
+    torch.testing.assert_close(sums.double().sum(0), exact, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -104,9 +98,9 @@ def test_a_chain_of_layers_in_a_graph_gives_the_bits_of_one_kernel_at_a_time() -
     def layer(x: Tensor, y: Tensor, wait: Callable[[], None]) -> None:
         torch.mm(x, W, out=y)
         wait()
-        t = shrink(x, A)
+        sums = shrink(x, A)
         wait()
-        expand(y, t, B, sizes)
+        expand(y, sums, B, sizes)
         wait()
 
     def chain(wait: Callable[[], None]) -> None:

@@ -16,7 +16,7 @@ from qerl_lab.rollout.vllm import kernels
 H200 = GPUTarget("cuda", 90, 32)
 PARTS = ((0, 0, 3584), (28, 3584, 4096), (32, 4096, 4608))  # q, k and v of Qwen2.5-7B
 TYPES = {
-    **dict.fromkeys(["x", "A", "B", "y", "t", "out"], "*bf16"), "sums": "*fp32", "arrived": "*i32",
+    **dict.fromkeys(["x", "A", "B", "y", "out"], "*bf16"), "sums": "*fp32",
     "codes": "*i32", "scale": "*u8", "factor": "fp32",
 }  # fmt: skip
 # Arguments that are not always divisible by 16.
@@ -36,18 +36,17 @@ def compiled(kernel: Any, warps: int, stages: int = 3, **constants: Any) -> dict
 
 def main() -> None:
     made = [compiled(_unpack_marlin, 4)]
-    for how in kernels.TILES.values():
+    for rows in (16, 64):
+        block_m, block_n = kernels.blocks_of(rows)
         made.append(
             compiled(
-                kernels._shrink, 4, 4, BLOCK_M=how.shrink_m, BLOCK_R=kernels.BLOCK_R, BLOCK_K=how.shrink_k, AHEAD=True
-            )
-        )
-        made.append(
-            compiled(
-                kernels._expand, how.warps, BLOCK_M=how.expand_m, BLOCK_N=how.expand_n, BLOCK_R=32, PARTS=PARTS,
-                RANK=32, AHEAD=True,
+                kernels._shrink, 4, 4, BLOCK_M=kernels.SHRINK_M, BLOCK_R=kernels.BLOCK_R,
+                BLOCK_K=kernels.block_k_of(rows), AHEAD=True,
             )
         )  # fmt: skip
+        made.append(
+            compiled(kernels._expand, 4, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_R=32, PARTS=PARTS, RANK=32, AHEAD=True)
+        )
     for one in made:
         print(json.dumps(one))
 

@@ -89,7 +89,7 @@ def arms(sizes: list[int], columns: int, rank: int) -> dict[str, Arm]:
 # y, x, A, B, sizes: the adapter's product added to y in place, by each of the routes of `rollout.vllm.product`.
 ROUTES: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor, list[int]], None]] = {
     "kernels": lambda y, x, A, B, sizes: kernels.expand(y, kernels.shrink(x, A), B, sizes),
-    "mixed": lambda y, x, A, B, sizes: kernels.expand(y, x @ A.t(), B, sizes),
+    "mixed": lambda y, x, A, B, sizes: kernels.expand(y, (x @ A.t())[None], B, sizes),
     "cublas": add_products,
 }
 

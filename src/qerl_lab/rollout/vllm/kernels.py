@@ -3,10 +3,10 @@
 Two launches a layer: `shrink`, t = x A^T, and `expand`, y += t B^T. At a few rows both move A and B once and compute
 next to nothing, so a layer's K is cut into splits until there is a program for every multiprocessor.
 
-The splits' sums go to a scratch tensor [S, M, R], and the last program of a tile to get there adds them up. So there is
-no third launch, and `expand`, which has many more programs, reads each t once. The sums have one order, whoever is
-last: the same inputs give the same bits, which sums by atomics would not. The counters by which the programs know that
-they are last are zero again when a call ends (`counters`).
+The splits' sums go to a scratch tensor [S, M, R], and every program of `expand` adds up the S that it needs. So there
+is no third launch; no buffer that one call must leave zeroed for the next, which a CUDA graph that is cut off would
+break; and the sums have one order: the same inputs give the same bits, which atomics would not. The price is that
+expand reads S times its t, from L2: `MOST_SPLITS` times at most.
 
 From Hopper on both may begin before the kernel ahead of them has ended ("programmatic dependent launch" of the CUDA
 programming guide, `griddepcontrol` of the PTX ISA): starting takes as long as computing here.
@@ -21,7 +21,6 @@ programming guide, `griddepcontrol` of the PTX ISA): starting takes as long as c
 
 import os
 from functools import cache
-from typing import NamedTuple
 
 import torch
 import triton
@@ -29,82 +28,63 @@ import triton.language as tl
 from torch import Tensor
 
 MAX_RANK = 128
-
-
-class Tiles(NamedTuple):
-    """How a product is cut. Of `shrink`: rows and columns of x loaded at once, programs in flight at most. Of `expand`:
-    rows and columns of y of a program, and its warps."""
-
-    shrink_m: int
-    shrink_k: int
-    programs: int
-    expand_m: int
-    expand_n: int
-    warps: int
-
-
-# By the rows up to which they are taken; the last for all beyond. The fastest of TODO ways for a 7B layer, rank 32, on
-# an H200 (LOG.md).
-TILES = {16: Tiles(16, 128, 132, 16, 128, 4), 32: Tiles(16, 128, 132, 32, 128, 4), 64: Tiles(16, 128, 132, 64, 128, 4),
-         256: Tiles(16, 128, 132, 64, 128, 4)}  # fmt: skip
+# Of 31 ways the fastest at 8 to 128 rows of a 7B layer, rank 32, on an H200, or within 2% of it (LOG.md).
+SHRINK_M = 16  # rows of a program of shrink: the fewest that the tensor cores take
+MOST_SPLITS = 32  # that expand adds up; half as many where they have more rows
+PROGRAMS = 132  # multiprocessors of an H200
 BLOCK_R = 32
-COUNTERS = 4096  # tiles of t of a call at most
 IN_FLIGHT = tl.constexpr(8)
 WIDEN = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")  # the interpreter has no product of bfloat16
 
 
-def tiles_for(rows: int) -> Tiles:
-    """The tiles of so many rows."""
-    return TILES[min((most for most in TILES if rows <= most), default=max(TILES))]
-
-
-@cache
-def counters(device: torch.device) -> Tensor:
-    """How many programs of each tile of t have arrived: zeros between two calls, which follow each other on a stream.
-
-    Ask for them before a CUDA graph is captured: they must outlive it.
-    """
-    return torch.zeros(COUNTERS, dtype=torch.int32, device=device)
-
-
 def shrink(x: Tensor, A: Tensor) -> Tensor:
-    """Return t = x A^T `[M, R]` in the dtype of x, summed in float32.
+    """Return the sums of t = x A^T over equal pieces of K, float32 `[S, M, R]`; t is their sum over S.
 
     Args:
         x: `[M, K]` in bfloat16, float16 or float32; its columns lie side by side.
         A: `[R, K]`, contiguous, in the same dtype.
     """
     (rows, columns), R = x.shape, A.shape[0]
-    how = tiles_for(rows)
-    tiles = (triton.cdiv(R, BLOCK_R), triton.cdiv(rows, how.shrink_m))
-    most = max(1, triton.cdiv(how.programs, tiles[0] * tiles[1]))
-    chunk = triton.cdiv(triton.cdiv(columns, most), how.shrink_k) * how.shrink_k
+    tiles = triton.cdiv(R, BLOCK_R) * triton.cdiv(rows, SHRINK_M)
+    most = min(MOST_SPLITS if rows <= SHRINK_M else MOST_SPLITS // 2, triton.cdiv(PROGRAMS, tiles))
+    block_k = block_k_of(rows)
+    chunk = triton.cdiv(triton.cdiv(columns, most), block_k) * block_k
     splits = triton.cdiv(columns, chunk)
     sums = torch.empty(splits, rows, R, dtype=torch.float32, device=x.device)
-    t = torch.empty(rows, R, dtype=x.dtype, device=x.device)
-    _shrink[(splits, *tiles)](
-        x, A, sums, t, counters(x.device), rows, R, columns, chunk, x.stride(0), splits, BLOCK_M=how.shrink_m,
-        BLOCK_R=BLOCK_R, BLOCK_K=how.shrink_k, num_warps=4, num_stages=4, **ahead(x),
+    grid = (splits, triton.cdiv(R, BLOCK_R), triton.cdiv(rows, SHRINK_M))
+    _shrink[grid](
+        x, A, sums, rows, R, columns, chunk, x.stride(0), BLOCK_M=SHRINK_M, BLOCK_R=BLOCK_R, BLOCK_K=block_k,
+        num_warps=4, num_stages=4, **ahead(x),
     )  # fmt: skip
-    return t
+    return sums
 
 
-def expand(y: Tensor, t: Tensor, B: Tensor, sizes: list[int]) -> None:
-    """Add t_p B_p^T to the columns of part p of `y`, in place.
+def expand(y: Tensor, sums: Tensor, B: Tensor, sizes: list[int]) -> None:
+    """Add t_p B_p^T to the columns of part p of `y`, in place, t being the sum of `sums` over its first axis.
 
     Args:
         y: `[M, N]`; its columns lie side by side.
-        t: `[M, P * r]`, contiguous, in the dtype of B.
+        sums: `[S, M, P * r]`, contiguous, of any dtype. t is rounded to the dtype of B.
         B: `[N, r]`, contiguous.
         sizes: columns of the P parts, N in sum.
     """
     rows, rank = y.shape[0], B.shape[1]
-    how = tiles_for(rows)
-    tiles, parts = tiles_of(sizes, how.expand_n)
-    _expand[(tiles, triton.cdiv(rows, how.expand_m))](
-        y, t, B, rows, y.stride(0), PARTS=parts, RANK=rank, BLOCK_M=how.expand_m,
-        BLOCK_R=max(16, triton.next_power_of_2(rank)), BLOCK_N=how.expand_n, num_warps=how.warps, **ahead(y),
+    block_m, block_n = blocks_of(rows)
+    tiles, parts = tiles_of(sizes, block_n)
+    _expand[(tiles, triton.cdiv(rows, block_m))](
+        y, sums, B, rows, sums.shape[0], y.stride(0), PARTS=parts, RANK=rank, BLOCK_M=block_m,
+        BLOCK_R=max(16, triton.next_power_of_2(rank)), BLOCK_N=block_n, num_warps=4, **ahead(y),
     )  # fmt: skip
+
+
+def block_k_of(rows: int) -> int:
+    """Columns that shrink loads at once."""
+    return 256 if rows <= SHRINK_M else 128
+
+
+def blocks_of(rows: int) -> tuple[int, int]:
+    """Rows and columns of y of a program of expand."""
+    return (16, 128) if rows <= 16 else (32, 64)
 
 
 def ahead(tensor: Tensor) -> dict[str, bool]:
@@ -126,12 +106,12 @@ def tiles_of(sizes: list[int], block: int) -> tuple[int, tuple[tuple[int, int, i
 
 
 # A variant for each number of rows would be compiled while a CUDA graph is captured.
-@triton.jit(do_not_specialize=["rows", "splits"])
+@triton.jit(do_not_specialize=["rows"])
 def _shrink(
-    x, A, sums, t, arrived, rows, R, K, chunk, x_stride, splits,
+    x, A, sums, rows, R, K, chunk, x_stride,
     BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Program (split, tile of R, tile of M): store the sum of x A^T over one piece of K; the last one their sum."""
+    """Program (split, tile of R, tile of M): store the sum of x A^T over one piece of K."""
     if AHEAD:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -146,26 +126,17 @@ def _shrink(
         rows_of_x = x + m[:, None].to(tl.int64) * x_stride
         some = tl.load(rows_of_x + k[None, :], mask=(m[:, None] < rows) & (k[None, :] < end), other=0.0)
         total = product(some, a.T, total)
-    at, inside = m[:, None] * R + r[None, :], (m[:, None] < rows) & (r[None, :] < R)
-    tl.store(sums + split * rows * R + at, total, mask=inside)
-    tl.debug_barrier()  # all threads have stored before one says so
-    mine = arrived + tl.program_id(1) * tl.num_programs(2) + tl.program_id(2)
-    if tl.atomic_add(mine, 1, sem="acq_rel") == splits - 1:
-        total = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
-        for s in tl.range(0, splits, loop_unroll_factor=IN_FLIGHT):
-            # From L2, where the other programs' are.
-            total += tl.load(sums + s * rows * R + at, mask=inside, other=0.0, cache_modifier=".cg")
-        tl.store(t + at, total.to(t.dtype.element_ty), mask=inside)
-        tl.atomic_xchg(mine, 0)
+    out = sums + (split * rows + m[:, None]) * R + r[None, :]
+    tl.store(out, total, mask=(m[:, None] < rows) & (r[None, :] < R))
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "splits"])
 def _expand(
-    y, t, B, rows, y_stride,
+    y, sums, B, rows, splits, y_stride,
     PARTS: tl.constexpr, RANK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
     AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile of one part's columns, tile of M): y += t B^T."""
+    """Program (tile of one part's columns, tile of M): y += t B^T, t being the sum of `sums` over its first axis."""
     part, first, end = place(tl.program_id(0), PARTS, BLOCK_N)
     n, r = first + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_R)
     b = tl.load(B + n[:, None] * RANK + r[None, :], mask=(n[:, None] < end) & (r[None, :] < RANK), other=0.0)
@@ -175,9 +146,12 @@ def _expand(
     inside = (m[:, None] < rows) & (n[None, :] < end)
     at = y + m[:, None].to(tl.int64) * y_stride + n[None, :]
     old = tl.load(at, mask=inside, other=0.0)
-    of_part = t + m[:, None] * (len(PARTS) * RANK) + part * RANK + r[None, :]
-    inner = tl.load(of_part, mask=(m[:, None] < rows) & (r[None, :] < RANK), other=0.0)
-    tl.store(at, product(inner, b.T, old.to(tl.float32)).to(old.dtype), mask=inside)
+    wanted = (m[:, None] < rows) & (r[None, :] < RANK)
+    t = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
+    for s in tl.range(0, splits, loop_unroll_factor=IN_FLIGHT):  # unrolled whole, each load would change its layout
+        of_split = sums + (s * rows + m[:, None]) * (len(PARTS) * RANK) + part * RANK + r[None, :]
+        t += tl.load(of_split, mask=wanted, other=0.0).to(tl.float32)
+    tl.store(at, product(t.to(b.dtype), b.T, old.to(tl.float32)).to(old.dtype), mask=inside)
 
 
 @triton.jit

@@ -50,7 +50,7 @@ def on_gpu(y: Tensor, x: Tensor, A: Tensor, B: Tensor, sizes: list[int]) -> None
     if rank > kernels.MAX_RANK or rows * rank > EXPAND_WORK:
         add_products(y, x, A, B, sizes)
     elif rows > SHRINK_ROWS:
-        kernels.expand(y, x @ A.t(), B, sizes)
+        kernels.expand(y, (x @ A.t())[None], B, sizes)
     elif rows:
         kernels.expand(y, kernels.shrink(x, A), B, sizes)
 
