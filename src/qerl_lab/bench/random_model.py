@@ -9,6 +9,7 @@ import math
 import random
 import string
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from qerl_lab.model.loading import empty_model
 from qerl_lab.quantize import rtn
 
 CHAT = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-SHARD_BYTES = 4e9
+SHARD_BYTES, WRITERS = 4e9, 4  # files written at once
 
 
 class RandomWeights:
@@ -95,8 +96,8 @@ def write(
     """
     source, shards = plan(architecture, weight_format, device)
     folder.mkdir(parents=True)
-    for shard in shards:
-        rtn.write(shard, folder, source, weight_format, device, lambda _: None)
+    with ThreadPoolExecutor(WRITERS) as pool:  # copies to the host and writes wait for memory, not for Python
+        list(pool.map(lambda shard: rtn.write(shard, folder, source, weight_format, device, lambda _: None), shards))
     if len(shards) > 1:
         (folder / INDEX).write_text(json.dumps(rtn.index(shards)))
     config_of(architecture).save_pretrained(folder)
