@@ -1,7 +1,6 @@
 """Runs in processes that die when they are told to, and their records beside those of runs that nobody interrupted.
 
-Starting Python costs ten seconds, so the children are forked from a server that has imported everything
-(multiprocessing's forkserver); what they run is the main function of `python -m qerl_lab.train`.
+The children are forked (forked.py); what they run is the main function of `python -m qerl_lab.train`.
 """
 
 import json
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from forked import SERVER
 from mlflow_points import mlflow_points
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.metrics import declared, read_metrics
@@ -27,8 +27,6 @@ SETTINGS = {
     "algorithm__updates_per_rollout": 2, "algorithm__beta": 0.05, "algorithm__entropy_coef": 0.02,
     "algorithm__entropy_target": 5.0,
 }  # fmt: skip
-SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["qerl_lab.train.run", "mlflow.tracking", "mlflow.store.tracking.sqlalchemy_store"])
 
 
 # --- children
@@ -36,6 +34,7 @@ SERVER.set_forkserver_preload(["qerl_lab.train.run", "mlflow.tracking", "mlflow.
 
 def enter(run_dir: Path) -> None:
     """Put a forked child where it belongs: artifacts beside the run, output to a file of its own."""
+    assert "qerl_lab.train.run" in sys.modules, "the server has not imported what a run needs"
     os.chdir(run_dir.parent)
     with (run_dir / "output.txt").open("ab", buffering=0) as out:
         os.dup2(out.fileno(), 1), os.dup2(out.fileno(), 2)

@@ -1,10 +1,9 @@
 """`python -m qerl_lab.evaluate` as a process: on the embedded policy, and killed at the worst moments.
 
-Starting Python costs seconds, so the ones that are to be killed are forked from a server that has imported everything.
+Starting Python costs seconds, so the ones that are to be killed are forked (forked.py).
 """
 
 import json
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -14,9 +13,9 @@ from typing import Any
 
 import pytest
 
+from forked import SERVER
+
 pytestmark = pytest.mark.integration
-SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["qerl_lab.evaluate.examination"])
 WORDS = [
     "accuracy", "model=pocket", "benchmarks=arithmetic", "questions=12", "samples=2", "max_completion_tokens=24",
     "batch_size=8", "device=cpu", "common=true", "format=nvfp4", "out=out",

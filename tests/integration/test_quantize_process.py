@@ -1,11 +1,9 @@
 """`python -m qerl_lab.quantize` as a process: on the embedded policy, killed at the worst moments, on a full disk.
 
-Starting Python costs seconds, so the runs that are to be killed are forked from a server that has imported everything
-(multiprocessing's forkserver).
+Starting Python costs seconds, so the runs that are to be killed are forked (forked.py).
 """
 
 import json
-import multiprocessing
 import os
 import re
 import resource
@@ -21,11 +19,10 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from forked import SERVER
 from small_checkpoints import write_dense
 
 pytestmark = pytest.mark.integration
-SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["qerl_lab.quantize.run"])
 COMMAND = [sys.executable, "-m", "qerl_lab.quantize"]
 WORDS = ["model=model", "format=nvfp4", "quality=weights", "shard_gb=2e-5", "out=out"]
 
