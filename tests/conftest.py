@@ -37,7 +37,7 @@ TINY = {
 
 
 # Folders whose files take longest. They are run first, so that no worker waits for the last of another's.
-SLOWEST = ("integration", "train")
+SLOWEST = ("integration", "train", "warmup")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
