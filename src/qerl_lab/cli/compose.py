@@ -312,5 +312,6 @@ def job_config(cfg: DictConfig, overrides: Sequence[str]) -> RunConfig:
     config = anchored(build(values))
     intent.fit_micro_batch(config, intent.words_by_key(overrides))
     intent.name_model(config)
+    intent.take_rounding(config, intent.words_by_key(overrides))
     validate(config)
     return config

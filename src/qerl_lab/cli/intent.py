@@ -24,6 +24,7 @@ from qerl_lab.config.schema import (
     VllmConfig,
     VllmServerConfig,
 )  # fmt: skip
+from qerl_lab.disk import read_json
 
 POCKET = "pocket"  # the embedded policy, and the scale that is made for it
 
@@ -118,6 +119,15 @@ def name_model(cfg: RunConfig) -> None:
     """Label a model that was given by its path alone, in place."""
     if cfg.model.name == POCKET and cfg.model.path != POCKET:
         cfg.model.name = Path(cfg.model.path).name.removesuffix(".gguf")
+
+
+def take_rounding(cfg: RunConfig, words: Mapping[str, str]) -> None:
+    """Take the rule that the quantize command noted of a checkpoint, where nobody said another, in place."""
+    noted = Path(cfg.model.path) / "quality.json"
+    about = read_json(noted, dict) if cfg.model.path != POCKET and noted.is_file() else {}
+    for key, value in about.get("options", {}).items() if about.get("format") == cfg.format.name else ():
+        if f"format.{key}" not in words and getattr(cfg.format, key) == getattr(FormatConfig(), key):
+            setattr(cfg.format, key, value)
 
 
 def check_words(cfg: RunConfig, words: Mapping[str, str]) -> None:

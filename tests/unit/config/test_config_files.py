@@ -1,6 +1,7 @@
 """The files of conf/ and sweeps/: all of them compose, say what they are, and state only what they change."""
 
 import itertools
+import json
 import runpy
 from dataclasses import asdict
 from pathlib import Path
@@ -153,7 +154,7 @@ def test_the_sweep_of_weight_formats_is_8_arms_by_5_seeds_whose_names_are_the_ar
 
 @pytest.mark.parametrize(("name", "arms"), [
     ("weight_formats", 8), ("algorithms", 5), ("aqn_schedules", 7), ("lora_rank", 4), ("learning_rate", 12),
-    ("quantization_methods", 3), ("exploration_controls", 6), ("paper_table1", 10), ("paper_table2", 9),
+    ("quantization_methods", 4), ("exploration_controls", 6), ("paper_table1", 10), ("paper_table2", 9),
 ])  # fmt: skip
 def test_a_sweep_composes_into_as_many_arms_as_it_says_with_five_seeds_each(name: str, arms: int):
     """Of one seed every arm is composed: of five it would take a minute, and weight_formats is composed whole above."""
@@ -165,6 +166,24 @@ def test_a_sweep_composes_into_as_many_arms_as_it_says_with_five_seeds_each(name
     comments = file.partition("hydra:")[0]
     assert f"{5 * arms} runs" in comments.splitlines()[0]
     assert "Cost" in comments
+
+
+def test_a_run_takes_the_rule_of_its_checkpoint_unless_somebody_says_one(tmp_path: Path):
+    """So one grid holds checkpoints of several rules. What nobody noted stays as it is."""
+    for folder, noted in (("max", "max"), ("both", "four_over_six"), ("theirs", None)):
+        (tmp_path / folder).mkdir()
+        if noted:
+            about = {"format": "nvfp4", "options": {"scale_rule": noted}}
+            (tmp_path / folder / "quality.json").write_text(json.dumps(about))
+    paths = ",".join(str(tmp_path / folder) for folder in ("max", "both", "theirs"))
+
+    def rules(*words: str) -> list[str]:
+        jobs = make_plan([f"model.path={paths}", "scale=custom", *words], multirun=True).jobs
+        return [job.config.format.scale_rule for job in jobs]
+
+    assert rules("+experiment=nvfp4") == ["max", "four_over_six", "max"]
+    assert rules("+experiment=nvfp4", "format.scale_rule=max") == ["max", "max", "max"]
+    assert rules("+experiment=bf16") == ["max", "max", "max"]
 
 
 def test_every_sweep_has_its_row_above():
