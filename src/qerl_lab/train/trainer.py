@@ -149,7 +149,7 @@ class LabTrainer(GRPOTrainer):
             with self.clock.phase("sync"):
                 self.ranks.alike(lambda: self.engine.sync(self.noise), EngineFailed)
             batch = collect(self.cfg, self.step, self.cursor, self.policy, self.engine, self.clock, self.ranks)
-            with self.clock.phase("sync"):
+            with self.clock.phase("sync", on_device=False):  # who gives memory back has waited for the device
                 self.ranks.alike(self.engine.sleep, EngineFailed)
             return batch
 
@@ -197,8 +197,7 @@ class LabTrainer(GRPOTrainer):
     def _measure_noise(self, rollout: Rollout) -> None:
         self.measured |= self.level.metrics(self.step)
         norms, temperature = self.engine.norms(), self.cfg.rollout.temperature
-        relative = self.cfg.aqn.relative
-        self.measured["noise/std_observed"] = aqn.observed_std(norms, self.policy.clean_norms, relative)
+        self.measured["noise/std_observed"] = aqn.observed_std(norms, self.policy.clean_norms, self.cfg.aqn.relative)
         if not (count := self.cfg.aqn.probe_prompts):
             return
         is_noisy = any(not torch.equal(norms[name].to(clean), clean) for name, clean in self._norms(aqn.CLEAN).items())
@@ -318,8 +317,7 @@ class LabTrainer(GRPOTrainer):
         seconds = self.clock.seconds["step"]
         phases = {name: self.clock.seconds[name] for name in ("rollout", "reward", "sync", "probe")}
         metrics |= {f"seconds/{name}": value for name, value in phases.items()}
-        metrics["seconds/train"] = seconds - sum(phases.values())
-        metrics["step/seconds"] = seconds
+        metrics |= {"seconds/train": seconds - sum(phases.values()), "step/seconds": seconds}
         sampled = sum(self.ranks.gather(sum(rollout.tokens for rollout in self.batch.rollouts)))
         metrics["step/tokens_per_second"] = sampled / seconds
         memory = self.ranks.gather(peaks())

@@ -166,7 +166,7 @@ class After(TrainerCallback):
 
 
 def test_a_clock_is_read_when_the_device_is_done(train) -> None:
-    """A device works on after a call has returned: the ends of a sync, of falling asleep and of a step wait."""
+    """A device works on after a call has returned: the ends of a sync and of a step wait for it."""
     events: list[str] = []
 
     def watch(run: Run) -> None:
@@ -177,7 +177,7 @@ def test_a_clock_is_read_when_the_device_is_done(train) -> None:
         run.engine.sleep = lambda: events.append("sleep")
 
     train(prepare=watch, steps=2, algorithm__updates_per_rollout=2)
-    rollout = ["sync", "wait", "sleep", "wait"]
+    rollout = ["sync", "wait", "sleep"]
     step = [*rollout, "wait", "update", "update", "wait", "report"]  # the first wait here is that of the probes
     assert events == step * 2
 
