@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from qerl_lab import tasks, terminal
 from qerl_lab.config.message import first_line
+from qerl_lab.config.model_hash import model_hash
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.redact import redact
 from qerl_lab.model import gguf, on_disk, policy
@@ -189,8 +190,8 @@ def learning_rate(cfg: WarmupConfig, update: int, updates: int) -> float:
 def identity(cfg: WarmupConfig, task: Task, folder: Path) -> dict[str, Any]:
     """Return what decides the weights to be written."""
     chosen = {key: value for key, value in asdict(cfg).items() if key not in NOT_IDENTITY}
-    stamps = {file.name: file.stat().st_size for file in sorted(folder.glob("*.safetensors"))}
-    return chosen | {"task": cfg.task, "solutions": task.data["training_sha256"], "files of the model": stamps}
+    content = {"hash": model_hash(folder)}
+    return chosen | {"task": cfg.task, "solutions": task.data["training_sha256"], "the model": content}
 
 
 def opening(warmup: Warmup, left_out: int) -> str:

@@ -1,6 +1,7 @@
 """The warm-up: what is learned, one seeded order, a kill in the middle, and a directory that a run trains on."""
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -162,8 +163,9 @@ def test_killed_in_the_middle_it_ends_as_one_that_was_not(cfg: WarmupConfig, tmp
 
 
 def test_an_interrupted_one_is_not_continued_with_other_options(
-    cfg: WarmupConfig, monkeypatch: pytest.MonkeyPatch
+    cfg: WarmupConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    cfg = replace(cfg, model=str(shutil.copytree(cfg.model, tmp_path / "own")))
     real, calls = Amount.advance, []
 
     def stop(self: Amount, count: int, said: str = "") -> None:
@@ -178,6 +180,12 @@ def test_an_interrupted_one_is_not_continued_with_other_options(
     monkeypatch.undo()
     with pytest.raises(ConfigError, match=r"was begun with learning_rate=0.01.*Type learning_rate=0.01"):
         run(replace(cfg, learning_rate=0.02))
+    weights = Path(cfg.model) / "model.safetensors"
+    before = weights.read_bytes()
+    weights.write_bytes(before[:-1] + bytes([before[-1] ^ 1]))  # of the same size, under the same path
+    with pytest.raises(ConfigError, match="was begun from other files than the model has now"):
+        run(cfg)
+    weights.write_bytes(before)
     run(cfg)
     assert (cfg.folder / "model.safetensors").is_file()
 
