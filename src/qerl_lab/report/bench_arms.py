@@ -208,20 +208,26 @@ def _lines(axis: Axes, rows: pd.DataFrame, x: str, y: str) -> None:
 
 
 def _draw_steps(result: Result) -> plt.Figure:
+    """A lying bar of an arm, its name above it: a name may be long."""
     rows = ratios(result, ("rank",))
-    figure, axis = plt.subplots(figsize=(max(6.5, 1.5 * len(rows)), 4.4), layout="constrained")
-    names, bottom = [arm.replace(" ", "\n") for arm in rows["arm"]], [0.0] * len(rows)
+    figure, axis = plt.subplots(figsize=(7.5, 1.6 + 0.75 * len(rows)), layout="constrained")
+    at, left = range(len(rows)), [0.0] * len(rows)
     phases = rows.reindex(columns=[f"{phase}_seconds" for phase in PHASES]).fillna(0.0)
     for phase in PHASES:
         seconds = phases[f"{phase}_seconds"].tolist()
-        axis.bar(names, seconds, bottom=bottom, label=phase, width=0.6)
-        bottom = [below + more for below, more in zip(bottom, seconds, strict=True)]
-    rest = [max(0.0, whole - known) for whole, known in zip(rows["step_seconds"], bottom, strict=True)]
-    bars = axis.bar(names, rest, bottom=bottom, label="not told apart", width=0.6, color="0.8")
-    axis.bar_label(bars, [f"{seconds:.1f}" for seconds in rows["step_seconds"]], fontsize=8)
-    axis.legend(frameon=False, fontsize=8)
-    dress(axis, "", "")
-    axis.set_ylabel("seconds of a step")
+        axis.barh(at, seconds, left=left, label=phase, height=0.45)
+        left = [before + more for before, more in zip(left, seconds, strict=True)]
+    rest = [max(0.0, whole - known) for whole, known in zip(rows["step_seconds"], left, strict=True)]
+    bars = axis.barh(at, rest, left=left, label="not told apart", height=0.45, color="0.8")
+    axis.bar_label(bars, [f"{seconds:.1f}" for seconds in rows["step_seconds"]], padding=3, fontsize=8)
+    for place, arm in zip(at, rows["arm"], strict=True):
+        axis.annotate(arm, (0, place - 0.3), fontsize=7, va="bottom")
+    axis.set(yticks=[], ylim=(len(rows) - 0.6, -0.8), xlabel="seconds of a step")
+    axis.margins(x=0.1)
+    axis.grid(alpha=0.25, axis="x")
+    axis.set_axisbelow(True)
+    axis.spines[["top", "right", "left"]].set_visible(False)
+    figure.legend(loc="outside lower center", ncols=len(PHASES) + 1, frameon=False, fontsize=8)
     about = result["options"]
     figure.suptitle(
         f"GRPO step, {about['model']}, {gpu_of(result)}\n{about['groups']} x {about['group_size']} completions of at "
