@@ -133,15 +133,14 @@ def _beside(row: Mapping[str, Any], base: str, papers: str) -> str:
 def _step_table(result: Result) -> str:
     rows = ratios(result, ("rank",))
     head = ["seconds", "tokens/s", "of BF16", "of QLoRA", *PHASES, "policy", "weights", "KV", "peak", "used"]
-    wide = max(len(arm) for arm in rows["arm"]) + 2
-    lines = [f"{'arm':{wide}}" + "".join(f"{name:>10}" for name in head)]
+    lines = ["".join(f"{name:>10}" for name in head)]
     for _, row in rows.iterrows():
         numbers = [
             f"{row['step_seconds']:.2f}", f"{row['tokens_per_second']:,.0f}", f"{row['of_bf16']:.2f}",
             f"{row['of_qlora']:.2f}", *(f"{row.get(f'{phase}_seconds', float('nan')):.2f}" for phase in PHASES),
             *(_gib(row.get(name)) for name in ("policy_gib", "weights_gib", "kv_gib", "peak_gib", "used_gib")),
         ]  # fmt: skip
-        lines.append(f"{row['arm']:{wide}}" + _cells(numbers))
+        lines += [row["arm"], _cells(numbers)]  # an arm may be as long as a line
     lines.append(f"{', '.join(PHASES)}: seconds. policy, weights, KV, peak, used: GiB of the GPU")
     return "\n".join([*lines, *_papers_step(result["options"])])
 
@@ -152,7 +151,10 @@ def _papers_step(asked: Mapping[str, Any]) -> list[str]:
     seconds = STEP_SECONDS.get(asked["model"], {}).get(completions)
     if seconds is None or asked["new"] != STEP_NEW:
         return []
-    return [f"the paper (Table 8), NVFP4, batch {completions}, at most {STEP_NEW:,} new tokens, H100: {seconds} s"]
+    return [
+        f"the paper (Table 8), NVFP4, batch {completions}, at most {STEP_NEW:,} new tokens, H100: {seconds} s; its "
+        "completions end by themselves"
+    ]
 
 
 def _cells(numbers: list[str]) -> str:
