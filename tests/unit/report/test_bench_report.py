@@ -134,7 +134,10 @@ def test_the_table_of_steps() -> None:
 def test_a_step_of_the_paper_s_setting_stands_beside_its_seconds() -> None:
     about = {"model": "qwen2.5-32b", "groups": 1, "group_size": 8, "new": 2048}
     found = {new: bench_arms.table(steps() | {"options": about | {"new": new}}) for new in (1024, 2048)}
-    assert "the paper (Table 8), NVFP4, batch 8, at most 2,048 new tokens, H100: 12.2 s; its completions end" in found[2048]
+    assert (
+        "the paper (Table 8), NVFP4, batch 8, at most 2,048 new tokens, H100: 12.2 s; its completions end"
+        in found[2048]
+    )
     assert "the paper" not in found[1024]
     assert "the paper" not in bench_arms.table(steps() | {"options": about | {"model": "qwen2.5-7b"}})
 
