@@ -1,6 +1,7 @@
 """Arms side by side: which runs count, a row a run, a row an arm, and the text of `python -m qerl_lab.report`."""
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -199,12 +200,24 @@ def text(comparison: Comparison, arms: pd.DataFrame, baseline: str | None) -> st
         cells += [_change(row, "difference")] if baseline else []
         rows.append([*cells, f"{row['entropy_first']:.3f} -> {row['entropy_last']:.3f}"])
     differ = what_differs(comparison)
-    parts = [columns(rows), HOW_TO_READ, columns(differ) if differ else "", *notes(comparison)]
+    parts = [columns(rows), HOW_TO_READ, columns(differ) if differ else "", _undeclared(comparison, baseline)]
+    parts += notes(comparison)
     if baseline is None and len(comparison.arms) > 1:
         parts.append(f"Not one arm is {BASELINE}: type baseline=ARM for differences.")
     if comparison.left_out:
         parts.append("\n  ".join([f"Left out, {len(comparison.left_out)} in all:", *comparison.left_out]))
     return "\n\n".join(part for part in parts if part)
+
+
+def _undeclared(comparison: Comparison, baseline: str | None) -> str:
+    """Say which settings the differences to the baseline are of besides those that an experiment declares, if any."""
+    if baseline is None:
+        return ""
+    base, arms = comparison.arms[baseline][0].run, Counter[str]()
+    for run in (records[0].run for records in comparison.arms.values()):
+        arms.update(key for key in differing([run, base]) if key not in run.declared | base.declared)
+    listed = ", ".join(f"{key} ({count} arm{'s' * (count != 1)})" for key, count in sorted(arms.items()))
+    return f"after - {baseline} is also of settings that no experiment declares: {listed}." if arms else ""
 
 
 def notes(comparison: Comparison) -> list[str]:

@@ -240,6 +240,18 @@ def test_a_part_of_a_task_and_a_shared_gpu_are_said(here: Path, capsys) -> None:
         shutil.rmtree(run)
 
 
+def test_a_difference_that_is_also_of_other_settings_says_so(here: Path, capsys) -> None:
+    """What an experiment declares goes without saying; a shorter run beside it does not."""
+    make_run(here / "sweep" / "bf16-0", "bf16", 0)
+    make_run(here / "sweep" / "nvfp4-0", "nvfp4", 0)
+    assert main(["sweep"]) == 0
+    assert "is also of" not in capsys.readouterr().out
+    make_run(here / "sweep" / "lower-0", "nvfp4", 0, optim__learning_rate=3e-4)
+    assert main(["sweep"]) == 0
+    said = "after - bf16 is also of settings that no experiment declares: optim.learning_rate (1 arm)."
+    assert said in capsys.readouterr().out
+
+
 def test_a_plot_that_is_no_png_is_refused_before_anything_is_read(here: Path, capsys) -> None:
     assert main(["nowhere", "plot=a.txt"]) == 2
     assert capsys.readouterr().err == (
