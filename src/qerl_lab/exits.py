@@ -4,6 +4,7 @@
 starts through `run`. Imports little, so that Ctrl-C while a command imports the rest is one line already.
 """
 
+import atexit
 import errno
 import io
 import os
@@ -12,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import wraps
-from typing import Any
+from typing import Any, NoReturn
 
 OK = 0  # done
 FAILURE = 1  # a run, or what the command does, failed
@@ -21,6 +22,7 @@ INTERRUPTED = 130  # a signal ended it; the same command, or resume=, goes on
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 LOST = (errno.EPIPE, errno.EIO)  # nobody reads the pipe; the terminal is closed
 Main = Callable[[list[str]], int]  # words of a command line -> exit code
+_left: list[int] = []  # the code that `leave` was given
 
 
 @contextmanager
@@ -41,7 +43,25 @@ def run(main: Main) -> None:
     code = command(main)(sys.argv[1:])
     if code == INTERRUPTED:  # Python itself may end by the signal once more, if it came inside of an exec()
         os._exit(code)
+    leave(code)
+
+
+def leave(code: int) -> NoReturn:
+    """Exit as `sys.exit` does, without taking apart what was imported: of torch and TRL that takes seconds.
+
+    Threads are waited for, what others registered with atexit is called, and standard output and error are flushed.
+    """
+    _left.append(code)
     sys.exit(code)
+
+
+@atexit.register  # before anything that takes seconds is imported: the first to be registered is called last
+def _end_now() -> None:
+    if _left:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(_left[-1])
 
 
 def command(main: Main) -> Main:

@@ -75,4 +75,4 @@ if __name__ == "__main__":
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(USAGE)
-    sys.exit(main(*given))
+    exits.leave(main(*given))
