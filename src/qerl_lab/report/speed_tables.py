@@ -119,8 +119,8 @@ def _tables(rows: Sequence[Rows], results: Sequence[Result]) -> list[Table]:
         ),
         Table(
             "Steps end to end, as in the paper's Tables 3 and 5 to 8",
-            "Medians of the steps after the first, with gradient checkpointing unless the arm says otherwise; baselines "
-            f"are TRL's. {ABOUT} Its "
+            "Medians of the steps after the first, with gradient checkpointing unless the arm says otherwise; "
+            f"baselines are TRL's. {ABOUT} Its "
             "batch is taken for completions, as it does not say. For 7B Table 3 contradicts Table 6.",
             [["model, completions", "arm", "seconds", "tokens/s", "of BF16", "of QLoRA", "paper: Table 3, of BF16",
               "paper: Tables 5 to 8, checkpointing", "paper: without", "steps", "GPU", "commit"],
