@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from packed_layers import BY_NAME
-from small_checkpoints import write_dense, write_packed
+from small_checkpoints import with_biases, write_dense, write_packed
 
 pytestmark = [
     pytest.mark.gpu,
@@ -34,7 +34,7 @@ def folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     )  # fmt: skip
     torch.manual_seed(0)
     folder, adapter = (tmp_path_factory.mktemp(name) for name in ("base", "adapter"))
-    model, weight_format = Qwen2ForCausalLM(config).to(torch.bfloat16), BY_NAME[request.param]
+    model, weight_format = with_biases(Qwen2ForCausalLM(config)).to(torch.bfloat16), BY_NAME[request.param]
     learner = get_peft_model(Qwen2ForCausalLM(config), LoraConfig(r=16, lora_alpha=32, target_modules=ALL))
     for name, parameter in learner.named_parameters():
         if "lora_B" in name:

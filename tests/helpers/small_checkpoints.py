@@ -31,7 +31,15 @@ def write_random(folder: Path, **sizes: float) -> Path:
            "num_key_value_heads": 2, "initializer_range": 0.06}  # fmt: skip
     torch.manual_seed(0)
     model = Qwen2ForCausalLM(Qwen2Config(vocab_size=1024, eos_token_id=2, **own | sizes))
-    return write_dense(folder, model.to(torch.bfloat16))
+    return write_dense(folder, with_biases(model).to(torch.bfloat16))
+
+
+def with_biases(model: PreTrainedModel) -> PreTrainedModel:
+    """Give it biases, as Qwen2.5 has: transformers begins with zeros, which kernels may put into any order."""
+    for name, parameter in model.named_parameters():
+        if name.endswith(".bias"):
+            torch.nn.init.normal_(parameter, std=0.5)
+    return model
 
 
 def write_packed(

@@ -196,7 +196,12 @@ class OneAdapterMethod(LinearMethodBase):
         layer.register_buffer("adapter_B", B, persistent=False)
 
     def process_weights_after_loading(self, layer: LinearBase) -> None:
-        """Have the base lay out its weights, of which `fp4_linear` keeps what was stored."""
+        """Have the base lay out its weights, of which `fp4_linear` keeps what was stored.
+
+        A bias is kept as it was stored: Marlin and Humming put `layer.bias` into an order of their own.
+        """
+        if (bias := getattr(layer, "bias", None)) is not None:
+            layer.register_buffer("plain_bias", bias.data.clone(), persistent=False)
         if self.fp4_linear:
             self._check_fp4_linear(layer)
             divisor = layer.weight_global_scale.data
@@ -234,11 +239,12 @@ class OneAdapterMethod(LinearMethodBase):
     def routed(self, layer: LinearBase, x: Tensor, bias: Tensor | None) -> Tensor:
         """x[M, K] W^T + bias and the adapter: few rows by `fp4_linear`, many by cuBLAS, others by the base."""
         A, B = layer.adapter_A, layer.adapter_B
+        plain = None if bias is None else layer.plain_bias
         if self.lent and len(x) >= UNPACK_ROWS:
-            return unpacked_product(x, self.lent, A, B, bias)
+            return unpacked_product(x, self.lent, A, B, plain)
         if self.fp4_linear and len(x) <= fp4_linear.MAX_ROWS:
             codes, scale, divisor, meeting = (getattr(layer, name) for name in STORED)
-            return fp4_linear.linear(x, codes, scale, divisor, A, B, self.sizes, meeting, bias)
+            return fp4_linear.linear(x, codes, scale, divisor, A, B, self.sizes, meeting, plain)
         y = self.base.apply(layer, x, bias)
         add_adapter(y, x, A, B, self.sizes)
         return y

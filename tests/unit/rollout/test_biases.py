@@ -1,0 +1,78 @@
+"""A layer's bias in every route of the one adapter. vLLM's kernels keep a bias in an order of their own.
+
+vLLM is played by a few names; with it installed tests/gpu has the real one.
+"""
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from packed_layers import NVFP4
+from qerl_lab.model.linear import PackedLinear
+from qerl_lab.rollout.vllm.product import UNPACK_ROWS
+
+N, K, RANK = 64, 32, 4
+NAMES: dict[str, dict[str, Any]] = {
+    "vllm": {}, "vllm.model_executor": {}, "vllm.model_executor.layers": {},
+    "vllm.model_executor.layers.linear": {
+        "WEIGHT_LOADER_V2_SUPPORTED": ["Kernel"], "LinearBase": nn.Module, "LinearMethodBase": object,
+        "UnquantizedLinearMethod": object, "register_weight_loader_v2_supported_method": lambda method: method,
+    },
+    "vllm.model_executor.layers.quantization": {
+        "get_quantization_config": None, "register_quantization_config": lambda name: lambda config: config,
+    },
+    "vllm.model_executor.layers.quantization.base_config": {"QuantizationConfig": object},
+}  # fmt: skip
+
+
+class Kernel:
+    """The weights' method of a layer: reverses the bias when it is loaded, and knows so when it computes."""
+
+    def __init__(self, dense: Tensor) -> None:
+        self.dense = dense
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        layer.bias = nn.Parameter(layer.bias.data.flip(0), requires_grad=False)
+
+    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return x @ self.dense.t() + (0 if bias is None else layer.bias.flip(0))
+
+
+@pytest.fixture
+def one_adapter(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    if importlib.util.find_spec("vllm") is not None:
+        pytest.skip("vLLM is installed: tests/gpu has the real one")
+    for name, names in NAMES.items():
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+        vars(sys.modules[name]).update(names)
+    module = importlib.import_module("qerl_lab.rollout.vllm.one_adapter")
+    yield module
+    del sys.modules[module.__name__]
+
+
+@pytest.mark.parametrize("rows", [3, UNPACK_ROWS])
+@pytest.mark.parametrize("biased", [True, False])
+def test_few_rows_and_many_have_the_bias_that_was_loaded(one_adapter: Any, rows: int, biased: bool) -> None:
+    torch.manual_seed(0)
+    packed = NVFP4.quantize(torch.randn(N, K))
+    own = PackedLinear(NVFP4, packed, (N, K), compute_dtype=torch.float32)
+    dense, bias = NVFP4.dequantize(packed, (N, K), torch.float32), torch.randn(N)
+    layer = nn.Module()
+    layer.bias = nn.Parameter(bias.clone(), requires_grad=False)
+    layer.adapter_A, layer.adapter_B = torch.randn(RANK, K), torch.randn(N, RANK)
+    method = layer.quant_method = one_adapter.OneAdapterMethod(Kernel(dense), RANK, ["a.up_proj"], [True])
+    method.sizes = [N]
+    method.process_weights_after_loading(layer)
+    model = nn.ModuleList([layer])
+    one_adapter.lend(model, {"a.up_proj": own})
+    x = torch.randn(rows, K)
+    y = method.routed(layer, x, layer.bias if biased else None)
+    expected = x @ dense.t() + x @ layer.adapter_A.t() @ layer.adapter_B.t() + (bias if biased else 0)
+    torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4)
