@@ -11,8 +11,8 @@ filtering), `overlong_buffer_tokens=null` (a fifth of rollout.max_completion_tok
 Departures from the DAPO paper:
 
 1. Dynamic sampling asks as many further questions as groups are missing, not a batch, at most
-   `algorithm.max_resamples` times; groups that say nothing fill the rest, with advantage zero. What it dropped and cost
-   is in the metrics `rollout/groups_*`, `rollout/resample*` and `seconds/resample`.
+   `algorithm.max_resamples` times; groups that say nothing fill the rest, with advantage zero but for the punishment.
+   What it dropped and cost is in the metrics `rollout/groups_*`, `rollout/resample*` and `seconds/resample`.
 2. A group counts where any part of the task's reward differs, not the answer's alone. The punishment keeps no group.
 3. Several questions make a batch, and the mean runs over all their completion tokens that count, on all processes;
    each of several updates divides by its equal share of them. (TRL's `bnpo`, QeRL's, averages each micro-batch.)

@@ -35,7 +35,8 @@ def commands(cfg: RunConfig) -> list[str]:
     packed = folder is not None and stored_as(folder) is not None  # of the hub, which nothing is asked here: dense
     lines, revision = list[str](), list[str]()
     if cfg.format.name != DENSE_FORMAT and not packed:
-        served = f"packed/{Path(path).name.removesuffix(gguf.SUFFIX)}-{cfg.format.name}"
+        how = [cfg.format.name, *(f"{key}_{value}" for key, value in unusual(cfg).items())]
+        served = f"packed/{Path(path).name.removesuffix(gguf.SUFFIX)}-{'-'.join(how)}"
         lines.append(quantize_line(cfg, served))
     elif folder is None:
         served, revision = path, ["--revision", cfg.model.revision] if cfg.model.revision else []
@@ -52,16 +53,19 @@ def commands(cfg: RunConfig) -> list[str]:
 
 def quantize_line(cfg: RunConfig, out: str) -> str:
     """The command that packs the model as the run does while it reads it."""
-    own, usual = asdict(cfg.format), asdict(FormatConfig())
     words = [f"model={cfg.model.path}", f"format={cfg.format.name}", f"out={out}"]
     if cfg.model.revision:
         words.append(f"revision={cfg.model.revision}")
-    if own["ignore"] != usual["ignore"]:
+    if cfg.format.ignore != FormatConfig().ignore:
         words.append(f"ignore={listed(cfg.format.ignore)}")
-    for key in asdict(formats.build(cfg.format)):
-        if own[key] != usual[key]:
-            words.append(f"{key}={str(own[key]).lower()}")
+    words += [f"{key}={value}" for key, value in unusual(cfg).items()]
     return shlex.join(["python", "-m", "qerl_lab.quantize", *words])
+
+
+def unusual(cfg: RunConfig) -> dict[str, str]:
+    """Options of the run's format that are not the defaults, as a command line has them."""
+    own, usual = asdict(cfg.format), asdict(FormatConfig())
+    return {key: str(own[key]).lower() for key in asdict(formats.build(cfg.format)) if own[key] != usual[key]}
 
 
 def flags(cfg: RunConfig, dtype: torch.dtype) -> list[str]:
