@@ -129,15 +129,22 @@ def _differences(comparison: Comparison, baseline: str) -> Table:
                 rows.append([arm, label, *_paired(matrix(records, phase), matrix(control, phase), 1, False)])
             for one in DIFFERENCES:
                 sides = [_values(side, one.name) for side in (records, control)]
-                rows.append([arm, one.label, *_paired(sides[0], sides[1], one.sign, one.ratio)])
+                cells = ["-"] * 3 if one.ratio and _shared(records, control) else None
+                rows.append([arm, one.label, *(cells or _paired(sides[0], sides[1], one.sign, one.ratio))])
     return Table(
         f"Differences to {baseline}",
         "Paired by seed, accuracies by question too: mean [95% interval] (seeds that both have); of tokens/s the "
-        "ratio. Effect size: the mean over the standard deviation of the seeds' differences (of a ratio: of its "
-        "logarithm). P(better): the share of pairs of seeds in which the arm is better. These are not corrected for "
-        "being many, as the verdicts are, and arms may differ in several settings: the last table says in which.",
+        "ratio, where every run ran alone. Effect size: the mean over the standard deviation of the seeds' differences "
+        "(of a ratio: of its logarithm). P(better): the share of pairs of seeds in which the arm is better. These are "
+        "not corrected for being many, as the verdicts are, and arms may differ in several settings: the last table "
+        "says in which.",
         [["arm", "measure", "difference", "effect size", "P(better)"], *rows],
     )
+
+
+def _shared(*sides: Sequence[Record]) -> bool:
+    """Whether runs ran beside others: their seconds are the others' too, and are not compared."""
+    return any(record.side_by_side > 1 for records in sides for record in records)
 
 
 def _values(records: Sequence[Record], name: str) -> pd.DataFrame:
@@ -205,14 +212,15 @@ def _throughput(comparison: Comparison, baseline: str | None) -> Table:
         cells = [of_seeds(values) for values in speeds]
         if baseline:
             controls = [_values(comparison.arms[baseline], name) for name in names]
-            cells += ["-" if arm == baseline else _paired(one, other, 1, True)[0]
+            none = arm == baseline or _shared(records, comparison.arms[baseline])
+            cells += ["-" if none else _paired(one, other, 1, True)[0]
                       for one, other in zip(speeds, controls, strict=True)]  # fmt: skip
         rows.append([arm, *cells, *_printed_speeds(records[0]), _shares(records), *_sizes(records)])
     return Table(
         "Throughput and memory, as in the paper's Figure 1 and Table 3",
-        "Completion tokens over seconds; where several runs shared a machine, those of a shared machine. The paper's: "
-        "one H100, batch 8 (Figure 1); batch 2, 4, 8 (Table 3). Memory is the largest of the seeds: of the GPU where "
-        "there is one, else resident.",
+        "Completion tokens over seconds; those of runs that ran beside others are not compared. The paper's: one H100, "
+        "batch 8 (Figure 1); batch 2, 4, 8 (Table 3). Memory is the largest of the seeds: of the GPU where there is "
+        "one, else resident.",
         rows,
     )
 

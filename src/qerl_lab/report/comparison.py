@@ -232,8 +232,9 @@ def notes(comparison: Comparison) -> list[str]:
         notes.append(f"The runs were trained on {sets} different sets of questions (training_sha256 in env.json).")
     parts = {task_of(record.run) for record in records if task_of(record.run) != record.run.value("task.name")}
     notes += [f"The questions are of {part}: no accuracy here is that of the whole set." for part in sorted(parts)]
-    if most := max((record.origin.jobs_per_gpu for record in records), default=1) - 1:
-        notes.append(f"Runs shared a GPU with up to {most} others: seconds and tokens/s are of a shared one.")
+    if most := max((record.side_by_side for record in records), default=1) - 1:
+        others = "another" if most == 1 else f"up to {most} others"
+        notes.append(f"Runs ran beside {others}: seconds and tokens/s are of shared machines, and not compared.")
     notes += _unknown_models([record.run for record in records])
     notes += [f"{record.run.name}: {record.origin.missing}." for record in records if record.origin.missing]
     if len({frozenset(record.accuracy["after"].index) for record in records if record.accuracy}) > 1:

@@ -59,8 +59,8 @@ def _of_summary(name: str) -> Callable[[Sequence[Record], Sequence[Record]], Val
 
 def _speed(name: str) -> Callable[[Sequence[Record], Sequence[Record]], Values]:
     def of(records: Sequence[Record], controls: Sequence[Record]) -> Values:
-        if any(record.origin.jobs_per_gpu > 1 for record in [*records, *controls]):
-            raise Unmeasured("runs that shared a GPU, whose seconds are the others' too (type jobs_per_gpu=1)")
+        if any(record.side_by_side > 1 for record in [*records, *controls]):
+            raise Unmeasured("runs that ran beside others, whose seconds are theirs too (type jobs_per_gpu=1)")
         return _of_summary(name)(records, controls)
 
     return of

@@ -57,10 +57,9 @@ class Origin:
     training_sha256: str = ""
     missing: str = ""
 
-    @property
-    def jobs_per_gpu(self) -> int:
-        """How many jobs of its sweep shared its GPU, as far as the words tell."""
-        return max(map(int, re.findall(r"\bjobs_per_gpu=(\d+)", self.command)), default=1)
+    def most(self, word: str) -> int:
+        """The largest number of a word such as `jobs` in the commands of the run, 1 without."""
+        return max(map(int, re.findall(rf"\b{word}=(\d+)", self.command)), default=1)
 
 
 NO_STEPS = pd.DataFrame(index=pd.Index([], dtype="int64", name="step"))
@@ -79,6 +78,11 @@ class Record:
     accuracy: dict[str, pd.Series] = field(default_factory=dict)
     steps: pd.DataFrame = field(default_factory=lambda: NO_STEPS)
     origin: Origin = Origin()
+
+    @property
+    def side_by_side(self) -> int:
+        """How many jobs of its sweep ran at once on its GPU or, without one, its machine, as far as the words tell."""
+        return self.origin.most("jobs" if self.run.value("device") == "cpu" else "jobs_per_gpu")
 
 
 def find_runs(folders: Sequence[Path]) -> list[Path]:

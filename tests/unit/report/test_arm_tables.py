@@ -67,6 +67,21 @@ def test_speeds_are_compared_as_ratios_beside_the_paper_s(made: dict[str, Table]
     assert cells(made["Throughput and memory"], "bf16")["end to end / bf16"] == "-"
 
 
+def test_speeds_of_runs_beside_others_are_not_compared(made: dict[str, Table], tmp_path: Path) -> None:
+    """One of the six ran with another on the same machine, which is enough."""
+    assert "x [" in cells(made["Differences to bf16"], "nvfp4", "end to end, tokens/s")["difference"]
+    (tmp_path / "bf16-1" / "env.json").write_text(json.dumps({"command": "python -m qerl_lab jobs=2 jobs_per_gpu=2"}))
+    again = {table.title.split(",")[0]: table for table in tables(comparison.read([tmp_path]), "bf16")}
+    for what in ("rollouts, tokens/s", "end to end, tokens/s"):
+        assert cells(again["Differences to bf16"], "nvfp4", what)["difference"] == "-"
+    found = cells(again["Throughput and memory"], "nvfp4")
+    assert (found["end to end / bf16"], found["rollouts / bf16"]) == ("-", "-")
+    assert found["end to end, tokens/s"] != "-"
+    assert cells(again["Differences to bf16"], "nvfp4", "accuracy after") == cells(
+        made["Differences to bf16"], "nvfp4", "accuracy after"
+    )
+
+
 def test_entropies_stand_beside_figure_5(made: dict[str, Table]) -> None:
     table = made["Entropy of the policy"]
     assert [cells(table, arm)["Figure 5, 7B"] for arm in ("bf16", "nvfp4")] == ["0.227", "0.262"]

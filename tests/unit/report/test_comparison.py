@@ -236,7 +236,7 @@ def test_a_part_of_a_task_and_a_shared_gpu_are_said(here: Path, capsys) -> None:
         assert main(["sweep"]) == 0
         said = capsys.readouterr().out
         assert ("The questions are of gsm8k with at most 2 steps: no accuracy here is that" in said) == shown
-        assert ("shared a GPU with up to 3 others: seconds and tokens/s are of a shared one" in said) == shown
+        assert ("ran beside up to 3 others: seconds and tokens/s are of shared machines" in said) == shown
         shutil.rmtree(run)
 
 
@@ -259,13 +259,13 @@ def test_a_plot_that_is_no_png_is_refused_before_anything_is_read(here: Path, ca
     )
 
 
-def test_a_run_that_went_on_beside_others_shared_its_gpu(here: Path, capsys) -> None:
+def test_a_run_that_went_on_beside_others_is_said(here: Path, capsys) -> None:
     """Its first session had the card to itself; the line that went on had not."""
     run = make_run(here / "sweep" / "bf16-0", "bf16", 0)
-    for name, words in (("env.json", ""), ("env.2.json", " jobs_per_gpu=4"), ("env.10.json", "")):
+    for name, words in (("env.json", ""), ("env.2.json", " jobs=4 jobs_per_gpu=4"), ("env.10.json", "")):
         (run / name).write_text(json.dumps({"command": f"python -m qerl_lab{words}"}))
     assert main(["sweep"]) == 0
-    assert "Runs shared a GPU with up to 3 others" in capsys.readouterr().out
+    assert "Runs ran beside up to 3 others" in capsys.readouterr().out
 
 
 def test_it_writes_a_row_a_run_a_row_an_arm_and_a_picture(sweep: Path) -> None:

@@ -313,12 +313,15 @@ def test_throughput_of_a_cpu_decides_nothing() -> None:
 
 
 @pytest.mark.parametrize("measure", ["rollout_throughput", "step_throughput"])
-def test_throughput_of_a_shared_gpu_decides_nothing(measure: str) -> None:
-    """Eight small jobs on a card measure each other."""
+@pytest.mark.parametrize(("device", "words"), [("cuda", "jobs=8 jobs_per_gpu=8"), ("cpu", "jobs=2")])
+def test_throughput_of_runs_beside_others_decides_nothing(measure: str, device: str, words: str) -> None:
+    """Eight small jobs on a card measure each other, and so do two on the cores of a machine."""
     summary = {"rollout_tokens_per_second": 100.0, "tokens_per_second": 50.0}
-    alone = replace(record({}, 0, 0.3), summary=summary, origin=Origin(command="python -m qerl_lab jobs_per_gpu=1"))
-    shared = replace(alone, origin=Origin(command="python -m qerl_lab +sweeps=weight_formats jobs=8 jobs_per_gpu=8"))
+    alone = replace(
+        record({"device": device}, 0, 0.3), summary=summary, origin=Origin(command="qerl-lab jobs=1 jobs_per_gpu=1")
+    )
+    shared = replace(alone, origin=Origin(command=f"python -m qerl_lab +sweeps=weight_formats {words}"))
     assert MEASURES[measure].of([alone], [alone]).to_numpy() > 0
     for sides in ([alone], [shared]), ([shared], [alone]):
-        with pytest.raises(Unmeasured, match=r"shared a GPU.*\(type jobs_per_gpu=1\)"):
+        with pytest.raises(Unmeasured, match=r"ran beside others.*\(type jobs_per_gpu=1\)"):
             MEASURES[measure].of(*sides)
