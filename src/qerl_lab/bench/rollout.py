@@ -89,7 +89,8 @@ class Calls:
         return {
             "tokens_per_second": tokens / statistics.median(whole), "tokens_per_second_min": tokens / whole[-1],
             "tokens_per_second_max": tokens / whole[0], "seconds": statistics.median(whole),
-            "decode_ms": 1e3 * step, "decode_tokens_per_second": self.batch / step, "short_new": self.short,
+            "decode_ms": 1e3 * step, "decode_tokens_per_second": self.batch / step if step > 0 else None,
+            "short_new": self.short,
             "sync_ms": 1e3 * statistics.median(self.sync), "nats": statistics.fmean(self.nats),
         }  # fmt: skip
 

@@ -60,6 +60,20 @@ def test_speeds_are_medians_and_the_first_calls_do_not_count(monkeypatch: pytest
     assert (row["repeats"], row["prompt"], row["new"], row["short_new"]) == (3, 12, 8, 2)
 
 
+@pytest.mark.parametrize("short", [2.0, 2.5])
+def test_decoding_has_no_speed_where_a_short_call_took_no_less(monkeypatch: pytest.MonkeyPatch, short: float) -> None:
+    clock = [0.0]
+
+    def slow(prompts: list[list[int]], new: int) -> list[list[float]]:
+        clock[0] += 2.0 if new == 8 else short
+        return answer(prompts, new)
+
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    (row,) = rollout.measure(FakeSampler(slow), job_of(options(batches=[4])))
+    assert row["tokens_per_second"] == 4 * 8 / 2
+    assert row["decode_tokens_per_second"] is None
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
