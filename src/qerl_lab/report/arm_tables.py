@@ -11,7 +11,7 @@ from qerl_lab.report import reference, stats, verdict_tables
 from qerl_lab.report.arms import Run
 from qerl_lab.report.claims import PRINTED_AS, Settings
 from qerl_lab.report.comparison import Comparison, matrix
-from qerl_lab.report.measures import MEASURES, Unmeasured
+from qerl_lab.report.measures import MEASURES, Unmeasured, beside_others
 from qerl_lab.report.runs import Record
 from qerl_lab.report.verdict_tables import of_seeds, printed_as
 
@@ -129,7 +129,7 @@ def _differences(comparison: Comparison, baseline: str) -> Table:
                 rows.append([arm, label, *_paired(matrix(records, phase), matrix(control, phase), 1, False)])
             for one in DIFFERENCES:
                 sides = [_values(side, one.name) for side in (records, control)]
-                cells = ["-"] * 3 if one.ratio and _shared(records, control) else None
+                cells = ["-"] * 3 if one.ratio and beside_others(records, control) else None
                 rows.append([arm, one.label, *(cells or _paired(sides[0], sides[1], one.sign, one.ratio))])
     return Table(
         f"Differences to {baseline}",
@@ -140,11 +140,6 @@ def _differences(comparison: Comparison, baseline: str) -> Table:
         "says in which.",
         [["arm", "measure", "difference", "effect size", "P(better)"], *rows],
     )
-
-
-def _shared(*sides: Sequence[Record]) -> bool:
-    """Whether runs ran beside others: their seconds are the others' too, and are not compared."""
-    return any(record.side_by_side > 1 for records in sides for record in records)
 
 
 def _values(records: Sequence[Record], name: str) -> pd.DataFrame:
@@ -212,7 +207,7 @@ def _throughput(comparison: Comparison, baseline: str | None) -> Table:
         cells = [of_seeds(values) for values in speeds]
         if baseline:
             controls = [_values(comparison.arms[baseline], name) for name in names]
-            none = arm == baseline or _shared(records, comparison.arms[baseline])
+            none = arm == baseline or beside_others(records, comparison.arms[baseline])
             cells += ["-" if none else _paired(one, other, 1, True)[0]
                       for one, other in zip(speeds, controls, strict=True)]  # fmt: skip
         rows.append([arm, *cells, *_printed_speeds(records[0]), _shares(records), *_sizes(records)])

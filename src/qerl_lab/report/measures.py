@@ -57,9 +57,14 @@ def _of_summary(name: str) -> Callable[[Sequence[Record], Sequence[Record]], Val
     return lambda records, controls: _by_seed(records, lambda record: float(record.summary[name]))
 
 
+def beside_others(*sides: Sequence[Record]) -> bool:
+    """Whether runs ran beside others: their seconds are the others' too, and are not compared."""
+    return any(record.side_by_side > 1 for records in sides for record in records)
+
+
 def _speed(name: str) -> Callable[[Sequence[Record], Sequence[Record]], Values]:
     def of(records: Sequence[Record], controls: Sequence[Record]) -> Values:
-        if any(record.side_by_side > 1 for record in [*records, *controls]):
+        if beside_others(records, controls):
             raise Unmeasured("runs that ran beside others, whose seconds are theirs too (type jobs_per_gpu=1)")
         return _of_summary(name)(records, controls)
 

@@ -7,7 +7,6 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Iterator
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from packed_layers import NVFP4
+from played_modules import play
 from qerl_lab.model.linear import PackedLinear
 from qerl_lab.rollout.vllm.product import UNPACK_ROWS
 
@@ -49,9 +49,7 @@ class Kernel:
 def one_adapter(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     if importlib.util.find_spec("vllm") is not None:
         pytest.skip("vLLM is installed: tests/gpu has the real one")
-    for name, names in NAMES.items():
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-        vars(sys.modules[name]).update(names)
+    play(monkeypatch, NAMES)
     module = importlib.import_module("qerl_lab.rollout.vllm.one_adapter")
     yield module
     del sys.modules[module.__name__]

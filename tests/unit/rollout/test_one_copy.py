@@ -8,7 +8,7 @@ import importlib.util
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import marlin_packer
+from played_modules import play
 from qerl_lab.config.option import ConfigError
 from qerl_lab.formats.marlin import CODES, SCALE
 from qerl_lab.model.dense import base_tensors, dense_tensors
@@ -301,9 +302,7 @@ def engine_module(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> Iterator[A
         "vllm.v1": {}, "vllm.v1.engine": {}, "vllm.v1.engine.exceptions": {"EngineDeadError": RuntimeError},
         "qerl_lab.rollout.vllm.adapter": {"AdapterFile": NoAdapter, "DenseAdapter": NoAdapter},
     }  # fmt: skip
-    for name, names in stubs.items():
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-        vars(sys.modules[name]).update(names)
+    play(monkeypatch, stubs)
     module = importlib.import_module("qerl_lab.rollout.vllm.engine")
     monkeypatch.setattr(module, "check_engine_on_cpu", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)

@@ -11,13 +11,14 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from played_modules import play
 from qerl_lab.aqn import CLEAN, Noise
 from qerl_lab.model.policy import Policy
 from qerl_lab.rollout import vllm as room
@@ -188,9 +189,7 @@ def build(
         "vllm.device_allocator.sleep_mode_backend": {"CuMemBackend": object, "SleepModeBackendFactory": Factory},
         "qerl_lab.rollout.vllm.adapter": {"AdapterFile": NoAdapter, "DenseAdapter": NoAdapter},
     }  # fmt: skip
-    for name, names in stubs.items():
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-        vars(sys.modules[name]).update(names)
+    play(monkeypatch, stubs)
     module = importlib.import_module("qerl_lab.rollout.vllm.engine")
     monkeypatch.setattr(module, "check_engine_on_cpu", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
