@@ -4,6 +4,7 @@ The schema and its rules judge values; here it counts that a user typed them. A 
 use for, and a user who types that key expects something of it.
 """
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -123,11 +124,25 @@ def name_model(cfg: RunConfig) -> None:
 
 def take_rounding(cfg: RunConfig, words: Mapping[str, str]) -> None:
     """Take the rule that the quantize command noted of a checkpoint, where nobody said another, in place."""
-    noted = Path(cfg.model.path) / "quality.json"
-    about = read_json(noted, dict) if cfg.model.path != POCKET and noted.is_file() else {}
-    for key, value in about.get("options", {}).items() if about.get("format") == cfg.format.name else ():
+    for key, value in _noted_rounding(cfg).items():
         if f"format.{key}" not in words and getattr(cfg.format, key) == getattr(FormatConfig(), key):
             setattr(cfg.format, key, value)
+
+
+def _noted_rounding(cfg: RunConfig) -> dict[str, Any]:
+    """What quality.json beside the weights says of the run's own format. Raises ConfigError for what no format has."""
+    file, name = Path(cfg.model.path) / "quality.json", cfg.format.name
+    about = read_json(file, dict) if cfg.model.path != POCKET and file.is_file() else {}
+    noted = about.get("options", {}) if about.get("format") == name else {}
+    own = [f for f in fields(FormatConfig) if f.metadata["only"] == name]
+    allowed = [json.dumps({f.name: value}) for f in own for value in f.metadata["choices"] or (True, False)]
+    given = [json.dumps({key: value}) for key, value in noted.items()] if isinstance(noted, dict) else [str(noted)]
+    if wrong := next((entry for entry in given if entry not in allowed), None):
+        raise ConfigError(
+            f"{file} notes {wrong} under options; allowed for {name}: {', '.join(allowed) or 'nothing'}. "
+            "Correct it there, or move the file away."
+        )
+    return noted
 
 
 def check_words(cfg: RunConfig, words: Mapping[str, str]) -> None:

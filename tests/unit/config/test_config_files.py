@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 import runpy
 from dataclasses import asdict
 from pathlib import Path
@@ -14,6 +15,7 @@ from qerl_lab.cli.compose import make_plan
 from qerl_lab.cli.manual import GROUPS, describe
 from qerl_lab.config.arm import config_hash, leaves
 from qerl_lab.config.files import choices_of, package_data
+from qerl_lab.config.option import ConfigError
 from qerl_lab.config.rules import from_dict
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.config.task import PAPER_INSTRUCTION
@@ -184,6 +186,22 @@ def test_a_run_takes_the_rule_of_its_checkpoint_unless_somebody_says_one(tmp_pat
     assert rules("+experiment=nvfp4") == ["max", "four_over_six", "max"]
     assert rules("+experiment=nvfp4", "format.scale_rule=max") == ["max", "max", "max"]
     assert rules("+experiment=bf16") == ["max", "max", "max"]
+
+
+@pytest.mark.parametrize(("noted", "said"), [
+    ({"scale_rul": "max"}, '{"scale_rul": "max"}'),
+    ({"exponent_rule": "floor"}, '{"exponent_rule": "floor"}'),  # of another format
+    ({"scale_rule": "min"}, '{"scale_rule": "min"}'),
+    ({"scale_rule": None}, '{"scale_rule": null}'),
+    (["scale_rule"], "['scale_rule']"),
+], ids=["no option", "of MXFP4", "no value", "null", "a list"])  # fmt: skip
+def test_a_note_that_no_quantize_command_wrote_says_what_belongs_there(tmp_path: Path, noted: object, said: str):
+    file = tmp_path / "quality.json"
+    file.write_text(json.dumps({"format": "nvfp4", "options": noted}))
+    allowed = '{"scale_rule": "max"}, {"scale_rule": "four_over_six"}'
+    message = f"{file} notes {said} under options; allowed for nvfp4: {allowed}. Correct it there, or"
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        make_plan(["+experiment=nvfp4", f"model.path={tmp_path}", "scale=custom"], multirun=False)
 
 
 def test_every_sweep_has_its_row_above():
