@@ -65,7 +65,8 @@ def beside_others(*sides: Sequence[Record]) -> bool:
 def _speed(name: str) -> Callable[[Sequence[Record], Sequence[Record]], Values]:
     def of(records: Sequence[Record], controls: Sequence[Record]) -> Values:
         if beside_others(records, controls):
-            raise Unmeasured("runs that ran beside others, whose seconds are theirs too (type jobs_per_gpu=1)")
+            words = sorted({f"{record.shared_by}=1" for record in (*records, *controls) if record.side_by_side > 1})
+            raise Unmeasured(f"runs that ran beside others, whose seconds are theirs too (type {' or '.join(words)})")
         return _of_summary(name)(records, controls)
 
     return of

@@ -80,9 +80,14 @@ class Record:
     origin: Origin = Origin()
 
     @property
+    def shared_by(self) -> str:
+        """The word by which jobs of its sweep share its GPU or, without one, its machine."""
+        return "jobs" if self.run.value("device") == "cpu" else "jobs_per_gpu"
+
+    @property
     def side_by_side(self) -> int:
-        """How many jobs of its sweep ran at once on its GPU or, without one, its machine, as far as the words tell."""
-        return self.origin.most("jobs" if self.run.value("device") == "cpu" else "jobs_per_gpu")
+        """How many jobs of its sweep ran at once there, as far as the words tell."""
+        return self.origin.most(self.shared_by)
 
 
 def find_runs(folders: Sequence[Path]) -> list[Path]:
