@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,8 @@ MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 WHOLE = 4 * 2**20  # bytes up to which a file of weights is read whole
 SMALL, PIECE = 64 * 2**10, 4 * 2**10  # bytes: up to which a tensor is read whole, and of a piece of a larger one
 OF_A_TENSOR, OF_A_GGUF = 4, 1024  # pieces
+SETTLED = 5.0  # seconds after a change from which the next one shows in a file's times; some systems count by two
+_read: dict[tuple[Path, int, int, int, int, int], str] = {}  # by file, device, inode, size and both times
 
 
 def model_hash(path: Path) -> str | None:
@@ -29,7 +33,8 @@ def model_hash(path: Path) -> str | None:
     to 64 KiB, as norms and biases are, whole), of a GGUF 1,024 pieces.
 
     Training changes a tensor throughout, so pieces show it. They do not show what is changed between them alone: a few
-    rows of a large matrix, a small tensor of a GGUF.
+    rows of a large matrix, a small tensor of a GGUF. A process reads a file once, and again when it was touched: the
+    jobs of a sweep share their model.
 
     Raises ConfigError for a large safetensors file that is damaged in its header.
     """
@@ -44,12 +49,17 @@ def model_hash(path: Path) -> str | None:
 
 
 def _of_file(file: Path) -> str:
-    size = file.stat().st_size
-    digest = hashlib.sha256(str(size).encode())
     with file.open("rb", buffering=0) as opened:
-        for start, length in _stretches(file, size):
+        now = os.fstat(opened.fileno())  # of the open file: on a network one a path's may be a minute old
+        state = (file, now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns, now.st_ctime_ns)
+        if state in _read:
+            return _read[state]
+        digest = hashlib.sha256(str(now.st_size).encode())
+        for start, length in _stretches(file, now.st_size):
             opened.seek(start)
             digest.update(opened.read(length))
+    if time.time() - now.st_ctime > SETTLED:
+        _read[state] = digest.hexdigest()
     return digest.hexdigest()
 
 

@@ -4,7 +4,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -95,6 +96,45 @@ def test_a_header_of_a_large_file_counts(model: Path, monkeypatch: pytest.Monkey
     before, file = model_hash(model), model / "model-1.safetensors"
     file.write_bytes(file.read_bytes().replace(b"norm.weight", b"NORM.weight"))
     assert model_hash(model) != before
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the files that are read."""
+    names: list[str] = []
+
+    def spied(file: Path, size: int) -> Iterator[tuple[int, int]]:
+        names.append(file.name)
+        return stretches(file, size)
+
+    stretches = module._stretches
+    monkeypatch.setattr(module, "_stretches", spied)
+    return names
+
+
+def test_a_file_is_read_once_and_again_when_it_was_touched(
+    model: Path, read: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever gives it back its size and the time of its last change cannot give it that of its last touch."""
+    monkeypatch.setattr(module, "SETTLED", 0.05)
+    time.sleep(0.1)
+    before, file = model_hash(model), model / "model-1.safetensors"
+    assert sorted(read) == ["config.json", "model-1.safetensors", "tokenizer.json"]
+    assert model_hash(model) == before
+    assert len(read) == 3
+    times = file.stat().st_atime_ns, file.stat().st_mtime_ns
+    of_norm(model)
+    os.utime(file, ns=times)
+    assert model_hash(model) != before
+    assert read[3:] == ["model-1.safetensors"]
+    of_norm(model)
+    assert model_hash(model) == before
+
+
+def test_a_file_that_was_changed_just_now_is_read_each_time(model: Path, read: list[str]) -> None:
+    """Its next change may come within the same tick of its times."""
+    assert model_hash(model) == model_hash(model)
+    assert len(read) == 6
 
 
 @pytest.mark.parametrize("size", [100, 5 * 2**20, 50 * 2**20])
