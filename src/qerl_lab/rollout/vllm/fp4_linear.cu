@@ -124,54 +124,6 @@ __device__ void shrink(const u16* x, const u16* A, float* inner, const Shape& s,
   *(float4*)(inner + job * SUMS + lane * 4) = make_float4(sum[0], sum[1], sum[2], sum[3]);
 }
 
-// Counters only grow, each launch by one a block: no launch has to leave zeros for the next.
-__device__ u64 joined(u64* counter, u32 blocks) {  // what the counter will be when all have arrived
-  __threadfence();
-  const u64 before = atomicAdd(counter, 1ull);
-  return (before / blocks + 1) * blocks;
-}
-
-__device__ void await(const u64* counter, u64 all) {
-  while (acquired(counter) < all) pause();
-}
-
-// t = x A^T in bfloat16, [8, R] with `stride`: the slices' sums, by the closers.
-__device__ void sum_slices(const float* inner, u16* t, const Shape& s, int stride, int slices, int thread, int threads) {
-  for (int v = thread; v < (s.R + TILE - 1) / TILE * SUMS / 4; v += threads) {
-    const int tile = v / 32, lane = v % 32;
-    const float4* from = (const float4*)inner + tile * slices * (SUMS / 4) + lane;
-    float sum[4] = {};
-#pragma unroll 8
-    for (int slice = 0; slice < slices; slice++) {
-      const float4 one = __ldcg(from + slice * (SUMS / 4));
-      sum[0] += one.x, sum[1] += one.y, sum[2] += one.z, sum[3] += one.w;
-    }
-    for (int i = 0; i < 4; i++)  // rows beyond R are there, and not read
-      t[(lane % 4 * 2 + i % 2) * stride + tile * TILE + lane / 4 + i / 2 * 8] = rounded(sum[i]);
-  }
-  sync(1, threads);
-}
-
-// Add bias and adapter to the sums of a tile, and store it.
-__device__ void finish(float (&sum)[4], const u16* t, int stride, const u16* B, const u16* bias, u16* y, const Shape& s, int n) {
-  const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
-  const int part = (n >= s.part_1) + (n >= s.part_2);
-  const u16* low = B + (long long)(n + g) * s.rank + 2 * q;
-  for (int r = 0; r < s.rank; r += 16) {
-    const bool first = r + 2 * q < s.rank, second = r + 2 * q + 8 < s.rank;
-    const u32 a0 = first ? *(const u32*)(low + r) : 0, a1 = first ? *(const u32*)(low + 8 * s.rank + r) : 0;
-    const u32 a2 = second ? *(const u32*)(low + r + 8) : 0, a3 = second ? *(const u32*)(low + 8 * s.rank + r + 8) : 0;
-    const u16* own = t + g * stride + part * s.rank + r + 2 * q;
-    mma(sum, a0, a1, a2, a3, first ? *(const u32*)own : 0, second ? *(const u32*)(own + 8) : 0);
-  }
-#pragma unroll
-  for (int i = 0; i < 4; i++) {
-    const int m = 2 * q + (i & 1), column = n + g + (i & 2) * 4;
-    const float value = sum[i] + (bias ? widened(bias[column]) : 0.f);
-    if (m < s.M) y[(long long)m * s.N + column] = rounded(value);
-  }
-}
-
 // Where the blocks' parts lie in shared memory, and what a block has to do.
 struct Work {
   int piece, team, teams, tiles, first, count, column, columns, slices, stage_bytes;
@@ -193,6 +145,58 @@ __device__ Work work_of(const Shape& s, u8* memory) {
   w.ring = shared(memory), w.full = shared(barriers), w.empty = w.full + 8 * s.stages;
   w.summed = w.empty + 8 * s.stages, w.taken = w.summed + 8 * TURNS;
   return w;
+}
+
+// Counters only grow, each launch by one a block: no launch has to leave zeros for the next.
+__device__ u64 joined(u64* counter, u32 blocks) {  // what the counter will be when all have arrived
+  __threadfence();
+  const u64 before = atomicAdd(counter, 1ull);
+  return (before / blocks + 1) * blocks;
+}
+
+__device__ void await(const u64* counter, u64 all) {
+  while (acquired(counter) < all) pause();
+}
+
+__device__ int part_of(const Shape& s, int n) { return (n >= s.part_1) + (n >= s.part_2); }
+
+// t = x A^T in bfloat16, [8, R] with `stride`: the slices' sums, by the closers. Only of the parts that the block's tiles
+// lie in, outwards to whole tiles of R; the rest is not written, and not read.
+__device__ void sum_slices(const float* inner, const Shape& s, const Work& w, int stride, int thread, int threads) {
+  const int from = part_of(s, w.first * TILE) * s.rank / TILE;
+  const int to = ((part_of(s, (w.first + w.count - 1) * TILE) + 1) * s.rank + TILE - 1) / TILE;
+  for (int v = from * 32 + thread; v < to * 32; v += threads) {
+    const int tile = v / 32, lane = v % 32;
+    const float4* of_tile = (const float4*)inner + tile * w.slices * (SUMS / 4) + lane;
+    float sum[4] = {};
+#pragma unroll 8
+    for (int slice = 0; slice < w.slices; slice++) {
+      const float4 one = __ldcg(of_tile + slice * (SUMS / 4));
+      sum[0] += one.x, sum[1] += one.y, sum[2] += one.z, sum[3] += one.w;
+    }
+    for (int i = 0; i < 4; i++)  // rows beyond R are there, and not read
+      w.adapter[(lane % 4 * 2 + i % 2) * stride + tile * TILE + lane / 4 + i / 2 * 8] = rounded(sum[i]);
+  }
+  sync(1, threads);
+}
+
+// Add bias and adapter to the sums of a tile, and store it.
+__device__ void finish(float (&sum)[4], const u16* t, int stride, const u16* B, const u16* bias, u16* y, const Shape& s, int n) {
+  const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
+  const u16* low = B + (long long)(n + g) * s.rank + 2 * q;
+  for (int r = 0; r < s.rank; r += 16) {
+    const bool first = r + 2 * q < s.rank, second = r + 2 * q + 8 < s.rank;
+    const u32 a0 = first ? *(const u32*)(low + r) : 0, a1 = first ? *(const u32*)(low + 8 * s.rank + r) : 0;
+    const u32 a2 = second ? *(const u32*)(low + r + 8) : 0, a3 = second ? *(const u32*)(low + 8 * s.rank + r + 8) : 0;
+    const u16* own = t + g * stride + part_of(s, n) * s.rank + r + 2 * q;
+    mma(sum, a0, a1, a2, a3, first ? *(const u32*)own : 0, second ? *(const u32*)(own + 8) : 0);
+  }
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const int m = 2 * q + (i & 1), column = n + g + (i & 2) * 4;
+    const float value = sum[i] + (bias ? widened(bias[column]) : 0.f);
+    if (m < s.M) y[(long long)m * s.N + column] = rounded(value);
+  }
 }
 
 // The carrier: keep the ring full.
@@ -282,7 +286,7 @@ __device__ void close(const u16* x, const float* divisor, const u16* A, const u1
   if (s.pieces == 1) {
     if (lane == 0) await(counters, all);
     sync(1, closers * 32);
-    sum_slices(inner, w.adapter, s, stride, w.slices, thread, closers * 32);
+    sum_slices(inner, s, w, stride, thread, closers * 32);
   }
   for (int i = closer; i < w.count; i += closers) {
     float sum[4] = {};
@@ -299,7 +303,7 @@ __device__ void close(const u16* x, const float* divisor, const u16* A, const u1
   u64 team = 0;
   if (lane == 0) team = joined(counters + 1 + w.team, s.pieces * closers), await(counters, all);
   sync(1, closers * 32);
-  sum_slices(inner, w.adapter, s, stride, w.slices, thread, closers * 32);
+  sum_slices(inner, s, w, stride, thread, closers * 32);
   if (lane == 0) await(counters + 1 + w.team, team);
   __syncwarp();
   for (int i = w.piece + closer * s.pieces; i < w.count; i += closers * s.pieces) {
