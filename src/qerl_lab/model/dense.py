@@ -4,7 +4,7 @@ import torch
 from peft.tuners.lora.layer import LoraLayer
 from torch import Tensor
 
-from qerl_lab.model.linear import PackedLinear
+from qerl_lab.model.linear import PackedLinear, packed_layers
 from qerl_lab.model.loading import tied
 from qerl_lab.model.policy import Policy
 
@@ -30,26 +30,23 @@ def dense_tensors(policy: Policy, dtype: torch.dtype, *, merged: bool = False) -
 
     With `merged` a layer with an adapter is W + scaling * B A instead, added in float32 and rounded once.
     """
-    tensors = base_tensors(policy)
-    for name, module in policy.model.get_base_model().named_modules():
-        plain = name.removesuffix(".base_layer")
-        if isinstance(module, PackedLinear):
-            for key in module.packed():
-                del tensors[f"{plain}.{key}"]
-            tensors[f"{plain}.weight"] = dequantized(module, dtype)
-    for name, module in policy.model.get_base_model().named_modules() if merged else ():
-        if isinstance(module, LoraLayer):
-            tensors[f"{name}.weight"] = _merged(module).to(dtype)
+    base, tensors = policy.model.get_base_model(), base_tensors(policy)
+    packed = packed_layers(base)
+    adapted = {name: layer for name, layer in base.named_modules() if merged and isinstance(layer, LoraLayer)}
+    for name in packed | adapted:
+        kept = torch.float32 if name in adapted else dtype
+        weight = _taken(tensors, name, packed[name], kept) if name in packed else tensors[f"{name}.weight"].float()
+        tensors[f"{name}.weight"] = (_merged(weight, adapted[name]) if name in adapted else weight).to(dtype)
     return tensors
 
 
-def dequantized(layer: PackedLinear, dtype: torch.dtype) -> Tensor:
-    """The weight [N, K] that a packed layer stands for."""
-    return layer.weight_format.dequantize(layer.packed(), (layer.out_features, layer.in_features), dtype)
+def _taken(tensors: dict[str, Tensor], name: str, layer: PackedLinear, dtype: torch.dtype) -> Tensor:
+    """The weight [N, K] that the tensors of a packed layer stand for, which are taken out of `tensors`."""
+    shape = layer.out_features, layer.in_features
+    stored = {key: tensors.pop(f"{name}.{key}") for key in layer.weight_format.layout(shape)}
+    return layer.weight_format.dequantize(stored, shape, dtype)
 
 
-def _merged(layer: LoraLayer) -> Tensor:
-    base = layer.get_base_layer()
-    weight = dequantized(base, torch.float32) if isinstance(base, PackedLinear) else base.weight.detach().float()
+def _merged(weight: Tensor, layer: LoraLayer) -> Tensor:
     A, B = layer.lora_A["default"].weight.detach().float(), layer.lora_B["default"].weight.detach().float()
     return torch.addmm(weight, B, A, alpha=layer.scaling["default"])

@@ -6,6 +6,7 @@ tests/gpu/test_one_copy_gpu.py has vLLM's own.
 import gc
 import importlib.util
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +19,8 @@ from torch import Tensor, nn
 import marlin_packer
 from played_modules import play
 from qerl_lab.config.option import ConfigError
-from qerl_lab.formats.marlin import CODES, SCALE
+from qerl_lab.formats.marlin import CODES, SCALE, Marlin
+from qerl_lab.formats.nvfp4 import Nvfp4
 from qerl_lab.model.dense import base_tensors, dense_tensors
 from qerl_lab.model.files import WeightFiles
 from qerl_lab.model.linear import PackedLinear, weight_bytes
@@ -126,6 +128,28 @@ def test_what_others_read_of_the_base_is_what_it_was(policy: Policy, cfg: Any, t
         assert all(equal(files.tensor(name), tensor.cpu()) for name, tensor in before.items())
     save_adapter(policy.model, tmp_path / "adapter")
     assert (tmp_path / "adapter" / "adapter_model.safetensors").stat().st_size < 2**20  # without the base
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_each_layer_is_turned_back_and_dequantized_once(
+    policy: Policy, monkeypatch: pytest.MonkeyPatch, merged: bool
+) -> None:
+    calls: Counter[str] = Counter()
+
+    def spied(kind: type, name: str) -> None:
+        plain = getattr(kind, name)
+
+        def counting(*args: Any) -> Any:
+            calls[name] += 1
+            return plain(*args)
+
+        monkeypatch.setattr(kind, name, counting)
+
+    one_copy.share(policy, engine_of(policy))
+    spied(Marlin, "stored")
+    spied(Nvfp4, "dequantize")
+    dense_tensors(policy, torch.float32, merged=merged)
+    assert calls == {"stored": 14, "dequantize": 14}
 
 
 def test_neither_a_move_to_where_it_is_nor_another_dtype_changes_the_engine_s_tensors(policy: Policy) -> None:
