@@ -29,6 +29,10 @@ ADDED: Mapping[str, Any] = {
 }
 
 
+# Keys of an engine say nothing of a run that samples by another.
+ENGINE_KEYS = {"rollout.vllm.": ("vllm", "vllm_server"), "rollout.vllm_server.": ("vllm_server",)}
+
+
 def leaves(node: Any, prefix: str = "") -> list[tuple[str, Any, Any]]:
     """Every (dotted name, dataclass field, value) of a configuration, depth first in schema order."""
     found: list[tuple[str, Any, Any]] = []
@@ -48,7 +52,13 @@ def is_of_arm(name: str) -> bool:
 
 def of_arm(values: Mapping[str, Any]) -> dict[str, Any]:
     """Those of a run's values, by dotted name, that make its arm. They may be text, as records have them."""
-    return by_content({name: value for name, value in values.items() if is_of_arm(name)})
+    return by_content({name: value for name, value in acting(values).items() if is_of_arm(name)})
+
+
+def acting(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values without those of engines that do not run."""
+    idle = [prefix for prefix, engines in ENGINE_KEYS.items() if values.get("rollout.engine") not in engines]
+    return {name: value for name, value in values.items() if not name.startswith(tuple(idle))}
 
 
 def completed(settings: Mapping[str, str]) -> dict[str, str]:

@@ -204,7 +204,7 @@ class AlgorithmConfig:
 @dataclass
 class VllmConfig:
     lora: str = option(
-        "request", "how the adapter is computed: dense products in vLLM's layers, or vLLM's own LoRARequest",
+        "dense", "how the adapter is computed: dense products in vLLM's layers, or vLLM's own LoRARequest",
         choices=("dense", "request"),
     )  # fmt: skip
     kv_cache_gib: float | None = option(
@@ -292,7 +292,7 @@ class OptimConfig:
     max_grad_norm: float = option(1.0, "gradient clipping norm; a huge one never clips", at_least=1e-6, at_most=1e12)
     micro_batch_size: int = option(8, "completions per forward and backward pass", at_least=1, at_most=65_536)
     packing: str = option(
-        "off", "train without padding; auto does on a GPU, unless the model's attention has windows or a cap",
+        "auto", "train without padding; auto does on a GPU, unless the model's attention has windows or a cap",
         choices=("auto", "on", "off"),
     )  # fmt: skip
 

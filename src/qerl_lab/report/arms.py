@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from qerl_lab.config.arm import by_content, completed, is_of_arm
+from qerl_lab.config.arm import acting, by_content, completed, is_of_arm
 from qerl_lab.config.task import part_of
 
 FINISHED = "finished"
@@ -65,10 +65,19 @@ def run_from(values: Mapping[str, str], *, name: str, status: str, ended: float,
         raise ValueError(f"its configuration lacks {error}") from None
     if device == "auto":  # the first GPU, where torch saw one; its peak memory is then recorded
         device = "cuda" if "memory/gpu_peak_gib" in metrics else "cpu"
-    settings = {key: value for key, value in completed(values).items() if is_of_arm(key)} | {"device": device}
+    own = comparable(dict(values) | {"device": device})
+    settings = {key: value for key, value in own.items() if is_of_arm(key)} | {"device": device}
     if settings.get(CONTENT) == "None":  # an older record has no such key, and means the same
         del settings[CONTENT]
     return Run(name, experiment, seed, settings, frozenset(declared), status, ended, code)
+
+
+def comparable(settings: Mapping[str, str]) -> dict[str, str]:
+    """Settings of a record, or of a report's files, of whatever version, so that those of one arm are equal."""
+    own = acting(completed(settings))
+    if own["device"] == "cpu" and own.get("optim.packing") == "off":  # auto packs on GPUs alone
+        own["optim.packing"] = "auto"
+    return own
 
 
 def version(git_sha: str | None, dirty: Any) -> str:

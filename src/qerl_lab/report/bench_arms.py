@@ -181,18 +181,28 @@ def _draw_rollouts(result: Result) -> plt.Figure:
         _lines(axes[0, 1], shown, "batch", "of_bf16")
         dress(axes[0, 1], "of stock vLLM, BF16 LoRA", "completions at once")
     if by_rank:
-        last = axes[0, -1]
-        smallest = rows[rows["batch"] == rows["batch"].min()]
-        _lines(last, smallest, "rank", "of_qlora")
-        if printed := ratio_by_rank(result["options"]["model"], "nf4"):
-            papers = last.plot([*printed], [*printed.values()], "k:", lw=1.2, label="paper, Figure 11, batch 1")
-            last.legend(handles=papers, frameon=False, fontsize=8, loc="lower left")
-        dress(last, f"of stock vLLM, QLoRA, batch {smallest['batch'].iloc[0]}", "rank")
+        _draw_ranks(axes[0, -1], rows[rows["batch"] == rows["batch"].min()], result["options"]["model"])
     about = result["options"]
     figure.suptitle(
         f"Rollouts, {about['model']}, prompt {about['prompt']:,}, {about['new']:,} new tokens, {gpu_of(result)}"
     )
     return figure
+
+
+def _draw_ranks(axis: Axes, rows: pd.DataFrame, model: str) -> None:
+    """One batch by rank: of QLoRA, else of BF16, beside the paper's; without a baseline of the smallest rank."""
+    base = next((name for name in ("qlora", "bf16") if rows[f"of_{name}"].notna().any()), None)
+    batch = rows["batch"].iloc[0]
+    if base is None:
+        smallest = rows.sort_values("rank").groupby("arm")["tokens_per_second"].transform("first")
+        _lines(axis, rows.assign(of_smallest=rows["tokens_per_second"] / smallest), "rank", "of_smallest")
+        dress(axis, f"of the smallest rank's tokens/s, batch {batch}", "rank")
+        return
+    _lines(axis, rows, "rank", f"of_{base}")
+    if printed := ratio_by_rank(model, {"qlora": "nf4", "bf16": "bf16"}[base]):
+        papers = axis.plot([*printed], [*printed.values()], "k:", lw=1.2, label="paper, Figure 11, batch 1")
+        axis.legend(handles=papers, frameon=False, fontsize=8, loc="lower left")
+    dress(axis, f"of stock vLLM, {BASES[base]}, batch {batch}", "rank")
 
 
 def _lines(axis: Axes, rows: pd.DataFrame, x: str, y: str) -> None:

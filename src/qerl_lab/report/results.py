@@ -17,10 +17,9 @@ from typing import Any
 
 import pandas as pd
 
-from qerl_lab.config.arm import completed
 from qerl_lab.config.option import ConfigError
 from qerl_lab.disk import replace_file
-from qerl_lab.report.arms import FINISHED, Run, differing
+from qerl_lab.report.arms import FINISHED, Run, comparable, differing
 from qerl_lab.report.runs import NO_STEPS, Origin, Record, check_phases, record_of
 
 RUNS, STEPS, QUESTIONS = "runs.parquet", "steps.parquet", "questions.parquet"
@@ -133,7 +132,7 @@ def records_of(tables: Frames) -> tuple[list[Record], dict[str, str]]:
 def _run(row: Mapping[str, Any]) -> Run:
     own = {key: value for key, value in row.items() if key not in NOT_SETTINGS and not pd.isna(value)}
     return Run(
-        row["run"], row["experiment"], int(row["seed"]), completed(json.loads(row["settings"]) | own),
+        row["run"], row["experiment"], int(row["seed"]), comparable(json.loads(row["settings"]) | own),
         frozenset(json.loads(row["differs_in"])), row["state"], row["ended"], row["code"],
     )  # fmt: skip
 

@@ -95,6 +95,22 @@ def test_where_a_run_ran_makes_an_arm_however_it_was_asked_for() -> None:
     assert differing([on("auto", gpu), on("auto", [])]) == ["device"]
 
 
+def test_keys_of_an_engine_that_does_not_run_make_no_arm() -> None:
+    for engine, acts in (("transformers", False), ("vllm", True), ("vllm_server", True)):
+        runs = [run("bf16", rollout__engine=engine, rollout__vllm__linear_backend=name) for name in ("vllm", "auto")]
+        assert (runs[0].arm != runs[1].arm) is acts
+    here, there = (run("bf16", rollout__engine="vllm", rollout__vllm_server__patience_seconds=n) for n in (1, 2))
+    assert here.arm == there.arm
+
+
+def test_packing_that_a_device_does_not_do_makes_no_arm() -> None:
+    """The default was off, then auto, which packs on GPUs."""
+    for device, differ in (("cpu", False), ("cuda", True)):
+        runs = [run("bf16", device=device, optim__packing=packing) for packing in ("off", "auto")]
+        assert (runs[0].arm != runs[1].arm) is differ
+    assert run("bf16", device="cpu", optim__packing="on").arm != run("bf16", device="cpu", optim__packing="off").arm
+
+
 def test_a_run_of_another_version_lacks_a_key_and_is_another_arm() -> None:
     values = {key: value for key, value in BASE.items() if key != "aqn.norms"}
     old = run_from(values, name="old", status=FINISHED, ended=0.0, code="c0", metrics=[])

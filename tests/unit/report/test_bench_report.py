@@ -97,6 +97,20 @@ def test_without_a_baseline_no_panel_stays_empty(ranks: tuple[int, ...]) -> None
     plt.close("all")
 
 
+@pytest.mark.parametrize(("base", "title", "of_largest"), [
+    ("qlora_stock", "of stock vLLM, QLoRA, batch 8", 3.75), ("bf16_stock", "of stock vLLM, BF16, batch 8", 1.5),
+    (None, "of the smallest rank's tokens/s, batch 8", 0.5),
+])  # fmt: skip
+def test_the_panel_of_ranks_is_of_a_baseline_that_was_measured(base: str | None, title: str, of_largest: float) -> None:
+    rows = [each | {"tokens_per_second": each["tokens_per_second"] * 16 / rank}
+            for rank in (16, 32) for each in several(rank=rank) if each["arm"] in ("nvfp4", base)]  # fmt: skip
+    axis = bench_arms.figure_of(rollouts(rows)).axes[-1]
+    (line,) = [line for line in axis.lines if line.get_label() == "nvfp4"]
+    assert axis.get_title() == title
+    assert line.get_ydata()[-1] == pytest.approx(of_largest)
+    plt.close("all")
+
+
 def test_nothing_alive_is_a_table_without_numbers_and_no_figure(tmp_path: Path) -> None:
     result = rollouts([{"arm": "mxfp4", "rank": 32, "died": "x"}])
     assert bench_arms.table(result) == "mxfp4, rank 32: died. x"
