@@ -27,6 +27,7 @@ constexpr int UNITS = 2, UNIT = 128, SLICE = UNITS * UNIT;  // columns of x that
 constexpr int TILE = 16;                                    // rows of W of a stage
 constexpr int SUMS = 128;                                   // sums of a tile with 8 rows of x: 4 a lane
 constexpr int TURNS = 4;                                    // tiles whose sums may wait for a closer
+constexpr int MOST_RANK = 128;
 
 struct Shape {
   int M, N, K, x_stride, R, rank;
@@ -180,16 +181,28 @@ __device__ void sum_slices(const float* inner, const Shape& s, const Work& w, in
   sync(1, threads);
 }
 
-// Add bias and adapter to the sums of a tile, and store it.
-__device__ void finish(float (&sum)[4], const u16* t, int stride, const u16* B, const u16* bias, u16* y, const Shape& s, int n) {
+// B of a tile as finish multiplies it, zero beyond the rank: all on its way at once, and while the caller waits for sums.
+__device__ void load_b(const u16* B, const Shape& s, int n, u32 (&b)[MOST_RANK / 16][4]) {
   const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
-  const u16* low = B + (long long)(n + g) * s.rank + 2 * q;
-  for (int r = 0; r < s.rank; r += 16) {
-    const bool first = r + 2 * q < s.rank, second = r + 2 * q + 8 < s.rank;
-    const u32 a0 = first ? *(const u32*)(low + r) : 0, a1 = first ? *(const u32*)(low + 8 * s.rank + r) : 0;
-    const u32 a2 = second ? *(const u32*)(low + r + 8) : 0, a3 = second ? *(const u32*)(low + 8 * s.rank + r + 8) : 0;
-    const u16* own = t + g * stride + part_of(s, n) * s.rank + r + 2 * q;
-    mma(sum, a0, a1, a2, a3, first ? *(const u32*)own : 0, second ? *(const u32*)(own + 8) : 0);
+  const u16* const low = B + (long long)(n + g) * s.rank + 2 * q;
+#pragma unroll
+  for (int i = 0; i < MOST_RANK / 16 * 4; i++) {
+    const int r = i / 4 * 16 + i % 4 / 2 * 8, row = i % 2 * 8;
+    b[i / 4][i % 4] = r + 2 * q < s.rank ? *(const u32*)(low + row * s.rank + r) : 0;
+  }
+}
+
+// Add bias and adapter to the sums of a tile, and store it.
+__device__ void finish(float (&sum)[4], const u16* t, int stride, const u32 (&b)[MOST_RANK / 16][4], const u16* bias, u16* y,
+                       const Shape& s, int n) {
+  const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
+  const u16* const own = t + g * stride + part_of(s, n) * s.rank + 2 * q;
+#pragma unroll
+  for (int i = 0; i < MOST_RANK / 16; i++) {
+    if (i * 16 >= s.rank) continue;
+    const int left = s.rank - i * 16 - 2 * q;
+    mma(sum, b[i][0], b[i][1], b[i][2], b[i][3], left > 0 ? *(const u32*)(own + i * 16) : 0,
+        left > 8 ? *(const u32*)(own + i * 16 + 8) : 0);
   }
 #pragma unroll
   for (int i = 0; i < 4; i++) {
@@ -290,13 +303,15 @@ __device__ void close(const u16* x, const float* divisor, const u16* A, const u1
   }
   for (int i = closer; i < w.count; i += closers) {
     float sum[4] = {};
+    u32 b[MOST_RANK / 16][4];
+    if (s.pieces == 1) load_b(B, s, (w.first + i) * TILE, b);
     sum_warps(sum, s, w, i);
 #pragma unroll
     for (int k = 0; k < 4; k++) sum[k] *= factor;
     if (s.pieces > 1)
       *(float4*)(partial + ((long long)w.piece * w.tiles + w.first + i) * SUMS + lane * 4) =
           make_float4(sum[0], sum[1], sum[2], sum[3]);
-    if (s.pieces == 1) finish(sum, w.adapter, stride, B, bias, y, s, (w.first + i) * TILE);
+    if (s.pieces == 1) finish(sum, w.adapter, stride, b, bias, y, s, (w.first + i) * TILE);
   }
   if (s.pieces == 1) return;
   __syncwarp();
@@ -308,11 +323,13 @@ __device__ void close(const u16* x, const float* divisor, const u16* A, const u1
   __syncwarp();
   for (int i = w.piece + closer * s.pieces; i < w.count; i += closers * s.pieces) {
     float sum[4] = {};
+    u32 b[MOST_RANK / 16][4];
+    load_b(B, s, (w.first + i) * TILE, b);
     for (int p = 0; p < s.pieces; p++) {
       const float4 one = __ldcg((const float4*)(partial + ((long long)p * w.tiles + w.first + i) * SUMS + lane * 4));
       sum[0] += one.x, sum[1] += one.y, sum[2] += one.z, sum[3] += one.w;
     }
-    finish(sum, w.adapter, stride, B, bias, y, s, (w.first + i) * TILE);
+    finish(sum, w.adapter, stride, b, bias, y, s, (w.first + i) * TILE);
   }
 }
 
