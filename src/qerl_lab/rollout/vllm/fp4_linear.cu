@@ -28,6 +28,7 @@ constexpr int TILE = 16;                                    // rows of W of a st
 constexpr int SUMS = 128;                                   // sums of a tile with 8 rows of x: 4 a lane
 constexpr int TURNS = 4;                                    // tiles whose sums may wait for a closer
 constexpr int MOST_RANK = 128;
+constexpr int AT_ONCE = 16;  // loads of a thread that are on their way
 
 struct Shape {
   int M, N, K, x_stride, R, rank;
@@ -161,6 +162,19 @@ __device__ void await(const u64* counter, u64 all) {
 
 __device__ int part_of(const Shape& s, int n) { return (n >= s.part_1) + (n >= s.part_2); }
 
+// Add to `sum` `count` numbers that lie `stride` apart, in order. A 0 in place of one that is not there changes no bit: what
+// began at 0 is never -0.
+__device__ void add_up(float (&sum)[4], const float4* from, int count, int stride) {
+#pragma unroll 1
+  for (int left = count; left > 0; left -= AT_ONCE, from += AT_ONCE * stride) {
+    float4 one[AT_ONCE];
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; i++) one[i] = i < left ? __ldcg(from + i * stride) : make_float4(0, 0, 0, 0);
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; i++) sum[0] += one[i].x, sum[1] += one[i].y, sum[2] += one[i].z, sum[3] += one[i].w;
+  }
+}
+
 // t = x A^T in bfloat16, [8, R] with `stride`: the slices' sums, by the closers. Only of the parts that the block's tiles
 // lie in, outwards to whole tiles of R; the rest is not written, and not read.
 __device__ void sum_slices(const float* inner, const Shape& s, const Work& w, int stride, int thread, int threads) {
@@ -168,13 +182,8 @@ __device__ void sum_slices(const float* inner, const Shape& s, const Work& w, in
   const int to = ((part_of(s, (w.first + w.count - 1) * TILE) + 1) * s.rank + TILE - 1) / TILE;
   for (int v = from * 32 + thread; v < to * 32; v += threads) {
     const int tile = v / 32, lane = v % 32;
-    const float4* of_tile = (const float4*)inner + tile * w.slices * (SUMS / 4) + lane;
     float sum[4] = {};
-#pragma unroll 8
-    for (int slice = 0; slice < w.slices; slice++) {
-      const float4 one = __ldcg(of_tile + slice * (SUMS / 4));
-      sum[0] += one.x, sum[1] += one.y, sum[2] += one.z, sum[3] += one.w;
-    }
+    add_up(sum, (const float4*)inner + tile * w.slices * (SUMS / 4) + lane, w.slices, SUMS / 4);
     for (int i = 0; i < 4; i++)  // rows beyond R are there, and not read
       w.adapter[(lane % 4 * 2 + i % 2) * stride + tile * TILE + lane / 4 + i / 2 * 8] = rounded(sum[i]);
   }
