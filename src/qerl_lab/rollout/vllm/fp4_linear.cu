@@ -334,10 +334,7 @@ __device__ void close(const u16* x, const float* divisor, const u16* A, const u1
     float sum[4] = {};
     u32 b[MOST_RANK / 16][4];
     load_b(B, s, (w.first + i) * TILE, b);
-    for (int p = 0; p < s.pieces; p++) {
-      const float4 one = __ldcg((const float4*)(partial + ((long long)p * w.tiles + w.first + i) * SUMS + lane * 4));
-      sum[0] += one.x, sum[1] += one.y, sum[2] += one.z, sum[3] += one.w;
-    }
+    add_up(sum, (const float4*)partial + (w.first + i) * (SUMS / 4) + lane, s.pieces, w.tiles * (SUMS / 4));
     finish(sum, w.adapter, stride, b, bias, y, s, (w.first + i) * TILE);
   }
 }
