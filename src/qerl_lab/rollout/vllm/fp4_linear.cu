@@ -190,34 +190,40 @@ __device__ void sum_slices(const float* inner, const Shape& s, const Work& w, in
   sync(1, threads);
 }
 
-// B of a tile as finish multiplies it, zero beyond the rank: all on its way at once, and while the caller waits for sums.
-__device__ void load_b(const u16* B, const Shape& s, int n, u32 (&b)[MOST_RANK / 16][4]) {
+// What finish adds to a tile: B as it multiplies it, zero beyond the rank, and the bias of its rows g and g + 8.
+struct Rest {
+  u32 b[MOST_RANK / 16][4];
+  float bias[2];
+};
+
+// All on its way at once, and while the caller waits for sums.
+__device__ void load_rest(Rest& rest, const u16* B, const u16* bias, const Shape& s, int n) {
   const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
   const u16* const low = B + (long long)(n + g) * s.rank + 2 * q;
 #pragma unroll
   for (int i = 0; i < MOST_RANK / 16 * 4; i++) {
     const int r = i / 4 * 16 + i % 4 / 2 * 8, row = i % 2 * 8;
-    b[i / 4][i % 4] = r + 2 * q < s.rank ? *(const u32*)(low + row * s.rank + r) : 0;
+    rest.b[i / 4][i % 4] = r + 2 * q < s.rank ? *(const u32*)(low + row * s.rank + r) : 0;
   }
+  for (int h = 0; h < 2; h++) rest.bias[h] = bias ? widened(bias[n + g + 8 * h]) : 0.f;
 }
 
 // Add bias and adapter to the sums of a tile, and store it.
-__device__ void finish(float (&sum)[4], const u16* t, int stride, const u32 (&b)[MOST_RANK / 16][4], const u16* bias, u16* y,
-                       const Shape& s, int n) {
+__device__ void finish(float (&sum)[4], const u16* t, int stride, const Rest& rest, u16* y, const Shape& s, int n) {
   const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
   const u16* const own = t + g * stride + part_of(s, n) * s.rank + 2 * q;
 #pragma unroll
   for (int i = 0; i < MOST_RANK / 16; i++) {
     if (i * 16 >= s.rank) continue;
+    const u32(&b)[4] = rest.b[i];
     const int left = s.rank - i * 16 - 2 * q;
-    mma(sum, b[i][0], b[i][1], b[i][2], b[i][3], left > 0 ? *(const u32*)(own + i * 16) : 0,
+    mma(sum, b[0], b[1], b[2], b[3], left > 0 ? *(const u32*)(own + i * 16) : 0,
         left > 8 ? *(const u32*)(own + i * 16 + 8) : 0);
   }
 #pragma unroll
   for (int i = 0; i < 4; i++) {
     const int m = 2 * q + (i & 1), column = n + g + (i & 2) * 4;
-    const float value = sum[i] + (bias ? widened(bias[column]) : 0.f);
-    if (m < s.M) y[(long long)m * s.N + column] = rounded(value);
+    if (m < s.M) y[(long long)m * s.N + column] = rounded(sum[i] + rest.bias[i / 2]);
   }
 }
 
@@ -312,15 +318,15 @@ __device__ void close(const u16* x, const float* divisor, const u16* A, const u1
   }
   for (int i = closer; i < w.count; i += closers) {
     float sum[4] = {};
-    u32 b[MOST_RANK / 16][4];
-    if (s.pieces == 1) load_b(B, s, (w.first + i) * TILE, b);
+    Rest rest;
+    if (s.pieces == 1) load_rest(rest, B, bias, s, (w.first + i) * TILE);
     sum_warps(sum, s, w, i);
 #pragma unroll
     for (int k = 0; k < 4; k++) sum[k] *= factor;
     if (s.pieces > 1)
       *(float4*)(partial + ((long long)w.piece * w.tiles + w.first + i) * SUMS + lane * 4) =
           make_float4(sum[0], sum[1], sum[2], sum[3]);
-    if (s.pieces == 1) finish(sum, w.adapter, stride, b, bias, y, s, (w.first + i) * TILE);
+    if (s.pieces == 1) finish(sum, w.adapter, stride, rest, y, s, (w.first + i) * TILE);
   }
   if (s.pieces == 1) return;
   __syncwarp();
@@ -332,10 +338,10 @@ __device__ void close(const u16* x, const float* divisor, const u16* A, const u1
   __syncwarp();
   for (int i = w.piece + closer * s.pieces; i < w.count; i += closers * s.pieces) {
     float sum[4] = {};
-    u32 b[MOST_RANK / 16][4];
-    load_b(B, s, (w.first + i) * TILE, b);
+    Rest rest;
+    load_rest(rest, B, bias, s, (w.first + i) * TILE);
     add_up(sum, (const float4*)partial + (w.first + i) * (SUMS / 4) + lane, s.pieces, w.tiles * (SUMS / 4));
-    finish(sum, w.adapter, stride, b, bias, y, s, (w.first + i) * TILE);
+    finish(sum, w.adapter, stride, rest, y, s, (w.first + i) * TILE);
   }
 }
 
