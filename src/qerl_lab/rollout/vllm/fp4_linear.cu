@@ -175,6 +175,22 @@ __device__ void add_up(float (&sum)[4], const float4* from, int count, int strid
   }
 }
 
+// Where K is cut, x A^T may be late, and every block would read many slices: who brings a tile's last slice adds them up
+// for all, in the place of the first.
+__device__ void sum_if_last(float* inner, u64* brought, int tile, int slices) {
+  const int lane = threadIdx.x % 32;
+  u32 last = 0;
+  __syncwarp();
+  if (lane == 0) __threadfence(), last = (atomicAdd(brought + tile, 1ull) + 1) % slices == 0;
+  if (!__shfl_sync(~0u, last, 0)) return;
+  __threadfence();
+  __syncwarp();
+  float sum[4] = {};
+  float4* const first = (float4*)inner + tile * slices * (SUMS / 4) + lane;
+  add_up(sum, first, slices, SUMS / 4);
+  *first = make_float4(sum[0], sum[1], sum[2], sum[3]);
+}
+
 // t = x A^T in bfloat16, [8, R] with `stride`: the slices' sums, by the closers. Only of the parts that the block's tiles
 // lie in, outwards to whole tiles of R; the rest is not written, and not read.
 __device__ void sum_slices(const float* inner, const Shape& s, const Work& w, int stride, int thread, int threads) {
@@ -183,7 +199,7 @@ __device__ void sum_slices(const float* inner, const Shape& s, const Work& w, in
   for (int v = from * 32 + thread; v < to * 32; v += threads) {
     const int tile = v / 32, lane = v % 32;
     float sum[4] = {};
-    add_up(sum, (const float4*)inner + tile * w.slices * (SUMS / 4) + lane, w.slices, SUMS / 4);
+    add_up(sum, (const float4*)inner + tile * w.slices * (SUMS / 4) + lane, s.pieces > 1 ? 1 : w.slices, SUMS / 4);
     for (int i = 0; i < 4; i++)  // rows beyond R are there, and not read
       w.adapter[(lane % 4 * 2 + i % 2) * stride + tile * TILE + lane / 4 + i / 2 * 8] = rounded(sum[i]);
   }
@@ -305,8 +321,10 @@ __device__ void close(const u16* x, const float* divisor, const u16* A, const u1
   const int lane = threadIdx.x % 32, thread = closer * 32 + lane, stride = (s.R + TILE - 1) / TILE * TILE + 8;
   if (thread == 0 && w.count) prefetch(B + (long long)w.first * TILE * s.rank, w.count * TILE * s.rank * 2);
   awaited();
-  for (int job = blockIdx.x + gridDim.x * closer; job < (s.R + TILE - 1) / TILE * w.slices; job += gridDim.x * closers)
+  for (int job = blockIdx.x + gridDim.x * closer; job < (s.R + TILE - 1) / TILE * w.slices; job += gridDim.x * closers) {
     shrink(x, A, inner, s, job, w.slices);
+    if (s.pieces > 1) sum_if_last(inner, counters + 1 + w.teams, job / w.slices, w.slices);
+  }
   __syncwarp();
   u64 all = 0;
   if (lane == 0) all = joined(counters, gridDim.x * closers);
