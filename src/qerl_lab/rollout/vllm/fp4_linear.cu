@@ -105,6 +105,8 @@ __device__ void narrow(u32 (&own)[UNITS][4][4], float (&back)[2]) {
 __device__ void shrink(const u16* x, const u16* A, float* inner, const Shape& s, int job, int slices) {
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, first = job / slices * TILE, slice = job % slices;
   float sum[4] = {};
+  // Registers hold one unit. The lines of the second, one a lane, begin their way from memory with the first.
+  prefetch_line(A + (long long)min(first + lane / 2, s.R - 1) * s.K + slice * SLICE + UNIT + lane % 2 * (UNIT / 2));
 #pragma unroll 1
   for (int unit = 0; unit < UNITS; unit++) {
     const int column = slice * SLICE + unit * UNIT;
