@@ -5,7 +5,7 @@ import signal
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from qerl_lab import exits
 
@@ -22,7 +22,7 @@ with exits.starting(__name__):
     )
     from qerl_lab.cli.grammar import Command, main_of
     from qerl_lab.config.option import ConfigError
-    from qerl_lab.disk import make_directory
+    from qerl_lab.disk import make_directory, replace_file
     from qerl_lab.record.environment import environment
     from qerl_lab.terminal import quiet_third_parties
 
@@ -67,7 +67,8 @@ def step(options: StepOptions) -> None:
 def clock(options: ClockOptions) -> None:
     """Measure what the waits of a step's clock cost."""
     about = prepare(options)
-    from qerl_lab.bench.clock import measure
+    from qerl_lab.bench.arms import clear
+    from qerl_lab.bench.clock import SMALL, measure
     from qerl_lab.report.bench import clock_line
 
     def keep(row: dict[str, Any]) -> None:  # at once: a run that is ended early has measured something too
@@ -75,6 +76,8 @@ def clock(options: ClockOptions) -> None:
         write(Path(options.out), result)
         print(clock_line(result), flush=True)
 
+    clear(Path(SMALL.scratch))
+    hear_once()
     measure(options, keep)
     print(Path(options.out).with_suffix(".json"))
 
@@ -84,9 +87,9 @@ def in_processes(benchmark: str, options: RolloutOptions | StepOptions) -> None:
     about = prepare(options)
     from qerl_lab.bench import arms
 
+    arms.clear(Path(options.scratch))
     arms.refuse_small_scratch(options)
-    for number in exits.heard():  # so that a command that is ended removes its checkpoint
-        signal.signal(number, signal.default_int_handler)
+    hear_once()
     rows: list[dict[str, Any]] = []
     result = {"benchmark": benchmark, **about, "rows": rows}
     for row in arms.run(benchmark, options):
@@ -95,6 +98,21 @@ def in_processes(benchmark: str, options: RolloutOptions | StepOptions) -> None:
     save(Path(options.out), result)
     if dead := arms.dead(rows):
         raise ValueError(f"{len(dead)} arms died: {'; '.join(row['arm'] for row in dead)}. The table says of what.")
+
+
+def hear_once() -> None:
+    """Have a signal end the command as Ctrl-C does, so that it removes its checkpoint.
+
+    It hears no second one: `timeout` sends two, and that would end the removal.
+    """
+
+    def end(*_: object) -> NoReturn:
+        for number in exits.heard():
+            signal.signal(number, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    for number in exits.heard():
+        signal.signal(number, end)
 
 
 def prepare(options: AnyOptions) -> dict[str, Any]:
@@ -128,8 +146,8 @@ def shown(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def write(stem: Path, result: dict[str, Any]) -> None:
-    """Write `stem`.json."""
-    stem.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    """Write `stem`.json: whoever is ended here leaves the rows so far, or one more."""
+    replace_file(stem.with_suffix(".json"), json.dumps(result, indent=1).encode() + b"\n")
 
 
 def save(stem: Path, result: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ arms that share its format, and removed when no arm at hand needs it.
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -25,9 +26,11 @@ from qerl_lab.bench.options import TRL, VLLM, Arm, RolloutOptions, StepOptions, 
 from qerl_lab.bench.shapes import ARCHITECTURES
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import FormatConfig
+from qerl_lab.rollout.vllm.base import IN_MEMORY, OF_RUNS, named_folder, remove_left
 
 Row = dict[str, Any]
 READY, GO, PAUSE = "ready", "go", 0.05  # seconds
+SCRATCH = f"qerl-lab-bench-{socket.gethostname()}"  # a lock that tells the dead from the living is of one machine
 LINES = 40  # of the log that are kept of a process that could not say why it died
 
 
@@ -72,6 +75,12 @@ def wait_for_turn(job: Job) -> None:
         time.sleep(PAUSE)
 
 
+def clear(place: Path) -> None:
+    """Remove what killed benchmarks left in `place`, and killed arms and runs in this machine's memory."""
+    remove_left(place, f"{SCRATCH}-*")
+    remove_left(IN_MEMORY, OF_RUNS)
+
+
 def refuse_small_scratch(options: RolloutOptions | StepOptions) -> None:
     """Raise ConfigError where the largest checkpoint has no room. Makes no tensor."""
     scratch, device = Path(options.scratch), torch.device("cpu")
@@ -101,8 +110,8 @@ def run(benchmark: str, options: RolloutOptions | StepOptions) -> Iterator[Row]:
     """Yield the rows of every arm and rank; of one that died those that it had, and one with `died`, the reason."""
     ranks, at_once = options.ranks, options.side_by_side
     todo = [(arm, rank) for arm in arms(options) for rank in ranks]
-    with tempfile.TemporaryDirectory(prefix="qerl-lab-bench-", dir=options.scratch) as name:
-        scratch, written = Path(name), set[str]()
+    with named_folder(SCRATCH, Path(options.scratch)) as scratch:
+        written = set[str]()
         for rank in ranks:
             random_model.write_adapter(scratch / f"rank{rank}", ARCHITECTURES[options.model], rank)
         for first in range(0, len(todo), at_once):
@@ -147,6 +156,7 @@ def run_together(jobs: Sequence[Job], minutes: float) -> Iterator[Row]:
         for process in processes:
             process.child.kill()
             process.child.wait()
+        remove_left(IN_MEMORY, OF_RUNS)
 
 
 class Process:

@@ -11,7 +11,6 @@ work; without it no more can be saved than what lies between the two.
 
 import os
 import random
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -24,6 +23,7 @@ from transformers import TrainerCallback
 from qerl_lab.bench import arms, lab, random_model, step
 from qerl_lab.bench.options import ClockOptions, StepOptions, arm_of
 from qerl_lab.bench.shapes import ARCHITECTURES
+from qerl_lab.rollout.vllm.base import named_folder
 from qerl_lab.train.stop import Stop
 from qerl_lab.train.trainer import LabTrainer
 
@@ -85,12 +85,12 @@ def measure(options: ClockOptions, on_pair: Callable[[Row], None], size: StepOpt
 
     The interval is a bootstrap's over pairs of neighbouring blocks.
     """
-    with tempfile.TemporaryDirectory(dir=size.scratch) as name:
-        job = job_of(options, size, Path(name))
+    with named_folder(arms.SCRATCH, Path(size.scratch)) as folder:
+        job = job_of(options, size, folder)
         cfg = lab.config(job, **step.keys(job), device=options.device)
         built = lab.build(job, cfg)
         trainer = LabTrainer(
-            cfg, built.policy, built.engine, step.questions(job), Path(name), lambda *_: None,
+            cfg, built.policy, built.engine, step.questions(job), folder, lambda *_: None,
             Stop(parent=os.getppid()),
         )  # fmt: skip
         turns = Turns(trainer, options.block, trainer.clock.wait, on_pair)

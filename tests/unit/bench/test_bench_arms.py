@@ -1,6 +1,7 @@
 """Arms of `bench rollout` and `bench step`: their names, their processes, and what becomes of one that dies."""
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -18,6 +19,7 @@ from qerl_lab.bench import __main__ as command
 from qerl_lab.bench import arms, one_arm
 from qerl_lab.bench.options import VLLM, RolloutOptions, StepOptions, arm_of, check
 from qerl_lab.config.option import ConfigError
+from qerl_lab.rollout.vllm.base import named_folder
 
 
 def test_an_arm_is_a_name_and_words() -> None:
@@ -215,6 +217,13 @@ def test_a_command_that_is_ended_keeps_its_rows_and_removes_its_checkpoint(
     plays(monkeypatch, f"if job['rank'] == 2: write({{'batch': 8}})\nelse: {end}")
     monkeypatch.setitem(arms.ARCHITECTURES, "qwen2.5-0.5b", ARCHITECTURE)
     given = {"arms": "[bf16]", "ranks": "[2,4]", **small, "model": "qwen2.5-0.5b"}
+    remove = shutil.rmtree
+
+    def heard_again(folder: Path, **how: Any) -> None:  # `timeout` sends a second signal
+        os.kill(os.getpid(), number)
+        remove(folder, **how)
+
+    monkeypatch.setattr(shutil, "rmtree", heard_again)
     heard = {name: signal.getsignal(name) for name in exits.SIGNALS}
     signal.signal(number, lambda *_: pytest.fail("nobody listens to the signal"))
     try:
@@ -224,6 +233,43 @@ def test_a_command_that_is_ended_keeps_its_rows_and_removes_its_checkpoint(
             signal.signal(name, handler)
     assert [row["batch"] for row in json.loads(Path(small["out"] + ".json").read_text())["rows"]] == [8]
     assert list(Path(small["scratch"]).iterdir()) == []
+
+
+def test_a_command_that_is_ended_while_it_writes_leaves_the_rows_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def end(_: int) -> None:
+        raise KeyboardInterrupt
+
+    command.write(tmp_path / "result", {"rows": [1]})
+    monkeypatch.setattr(os, "fsync", end)
+    with pytest.raises(KeyboardInterrupt):
+        command.write(tmp_path / "result", {"rows": [1, 2]})
+    assert json.loads((tmp_path / "result.json").read_text()) == {"rows": [1]}
+
+
+def test_what_killed_benchmarks_and_arms_left_is_removed_and_nothing_in_use(
+    small: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    scratch, memory = Path(small["scratch"]), tmp_path / "memory"
+    (scratch / f"{arms.SCRATCH}-7" / "nvfp4").mkdir(parents=True)
+    (scratch / "qerl-lab-bench-elsewhere-0").mkdir()  # of another machine, whose locks are not seen here
+    memory.mkdir()
+    monkeypatch.setattr(arms, "IN_MEMORY", memory)
+    plays(
+        monkeypatch,
+        f"from qerl_lab.rollout.vllm import base; base.IN_MEMORY = Path({str(memory)!r})\n"
+        "kept = base.scratch_folder(10); write({'batch': 8, 'folder': str(kept.__enter__())})\n"
+        "os.kill(os.getpid(), 9)",
+    )
+    with named_folder(arms.SCRATCH, scratch) as live:
+        arms.clear(scratch)
+        assert sorted(path.name for path in scratch.iterdir()) == sorted([live.name, "qerl-lab-bench-elsewhere-0"])
+        measured, died = arms.run("rollout", RolloutOptions(arms=["bf16"], **small))
+        assert live.exists()
+    assert Path(measured["folder"]).parent == memory
+    assert died["died"].startswith("ended by signal 9")
+    assert list(memory.iterdir()) == []
 
 
 def test_the_process_of_an_arm_writes_each_row_at_once_and_its_reason(

@@ -1,11 +1,15 @@
 """The cost of the clock's waits: steps with and without them take turns, and a cost that is there is found."""
 
+import os
+import signal
 import time
 from pathlib import Path
 
 import pytest
 
 from bench_jobs import ARCHITECTURE
+from qerl_lab import exits
+from qerl_lab.bench import __main__ as command
 from qerl_lab.bench import clock
 from qerl_lab.bench.options import ClockOptions, StepOptions
 from qerl_lab.report.bench import clock_line
@@ -34,6 +38,24 @@ def test_a_wait_that_costs_is_found(seconds: float, low: float, high: float, mon
     in_waits = row["at_most_percent"] / 100 * row["ms_per_step_waiting"] / 1000
     assert 2 * seconds <= in_waits < 2.1 * seconds + 0.05  # the third is before the loss is read, where a GPU waits
     assert clock_line({**row, "options": {"pairs": 3}}).endswith(f"at most {row['at_most_percent']:.2f}%")
+
+
+def test_a_signal_ends_it_in_order(monkeypatch, tmp_path: Path) -> None:
+    """So that it removes its checkpoint."""
+
+    def ended(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
+
+    monkeypatch.setattr(clock, "measure", ended)
+    monkeypatch.setattr(command, "require_gpu", lambda: None)
+    heard = {number: signal.getsignal(number) for number in exits.SIGNALS}
+    signal.signal(signal.SIGTERM, lambda *_: pytest.fail("nobody listens to the signal"))
+    try:
+        assert command.main(["clock", f"out={tmp_path / 'clock'}"]) == exits.INTERRUPTED
+    finally:
+        for number, handler in heard.items():
+            signal.signal(number, handler)
 
 
 def test_the_cost_is_that_of_pairs() -> None:

@@ -1,8 +1,12 @@
 """The directory that vLLM reads the base from holds the policy's very weights, and is gone afterwards."""
 
+import errno
+import fcntl
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -10,6 +14,7 @@ import torch
 from transformers import AutoConfig
 
 from packed_layers import BY_NAME
+from qerl_lab.config.option import ConfigError
 from qerl_lab.formats.format import PackedAs
 from qerl_lab.model import policy
 from qerl_lab.model.files import WeightFiles, read_json
@@ -94,27 +99,56 @@ def test_runs_of_one_architecture_and_format_read_the_same_path_one_after_anothe
     assert paths[0] == paths[1] != paths[2]
 
 
-def test_what_another_process_reads_is_left_alone(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(base, "IN_MEMORY", tmp_path)
-    holder = (
+@contextmanager
+def elsewhere(folder: str, place: Path) -> Iterator[tuple[Path, subprocess.Popen[str]]]:
+    """A folder that another process has, with a file in it, and the process."""
+    script = (
         "import sys; from pathlib import Path; from qerl_lab.rollout.vllm import base\n"
-        "base.IN_MEMORY = Path(sys.argv[1])\n"
-        "with base.named_folder('model', 10) as folder:\n"
-        "    (folder / 'weights').write_text('of the other'); print(folder, flush=True); input()\n"
+        "place = base.IN_MEMORY = Path(sys.argv[1])\n"
+        f"with {folder} as made:\n"
+        "    (made / 'weights').write_text('of the other'); print(made, flush=True); input()\n"
     )
-    with subprocess.Popen(
-        [sys.executable, "-c", holder, tmp_path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as other:
+    line = [sys.executable, "-c", script, str(place)]
+    with subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None
-        theirs = Path(other.stdout.readline().strip())
-        with base.named_folder("model", 10) as mine:
-            assert [theirs.name, mine.name] == ["model-0", "model-1"]
-            assert (theirs / "weights").read_text() == "of the other"
+        yield Path(other.stdout.readline().strip()), other
         other.kill()
-    with base.named_folder("model", 10) as mine:  # what a killed process left is taken over, empty
+
+
+def test_what_another_process_reads_is_left_alone(tmp_path: Path) -> None:
+    with (
+        elsewhere("base.named_folder('model', place)", tmp_path) as (theirs, _),
+        base.named_folder("model", tmp_path) as mine,
+    ):
+        assert [theirs.name, mine.name] == ["model-0", "model-1"]
+        assert (theirs / "weights").read_text() == "of the other"
+    with base.named_folder("model", tmp_path) as mine:  # what a killed process left is taken over, empty
         assert mine == theirs
         assert not list(mine.iterdir())
     assert not list(tmp_path.iterdir())
+
+
+def test_what_a_killed_process_left_is_removed_when_the_next_looks_for_a_place(tmp_path: Path, monkeypatch) -> None:
+    """And nothing that may be in use: a folder that is locked, or of another kind of name, which nobody locks."""
+    monkeypatch.setattr(base, "IN_MEMORY", tmp_path)
+    (tmp_path / "qerl-lab-a1b2c3d4").mkdir()
+    with elsewhere("base.scratch_folder(10)", tmp_path) as (theirs, other), base.scratch_folder(10) as mine:
+        assert mine.parent == theirs.parent == base.place_for(10)
+        assert (theirs / "weights").read_text() == "of the other"
+        other.kill()
+        other.wait()
+        assert theirs.exists()
+        base.place_for(10)
+        assert sorted(tmp_path.iterdir()) == sorted([mine, tmp_path / "qerl-lab-a1b2c3d4"])
+
+
+def test_a_place_without_locks_is_refused(tmp_path: Path, monkeypatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(ConfigError, match=r"model-0 cannot be locked .+ Type scratch=DIR"):
+        base.hold(tmp_path / "model-0")
 
 
 @pytest.mark.parametrize(("free", "in_memory"), [(1000, False), (1300, True)])

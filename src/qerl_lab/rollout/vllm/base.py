@@ -5,6 +5,7 @@ import hashlib
 import itertools
 import json
 import os
+import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -16,6 +17,7 @@ from huggingface_hub import save_torch_state_dict
 from torch import Tensor
 
 from qerl_lab import formats
+from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import DENSE_FORMAT, RunConfig
 from qerl_lab.model.dense import base_tensors
 from qerl_lab.model.files import WeightFiles, local_folder, read_json
@@ -23,6 +25,7 @@ from qerl_lab.model.loading import stored_as
 from qerl_lab.model.policy import Policy
 
 IN_MEMORY = Path("/dev/shm")  # a copy there never touches a disk
+OF_RUNS = f"qerl-lab-{12 * '[0-9a-f]'}-*"  # the folders of a run, which its process has locked as long as it lives
 
 
 @contextmanager
@@ -37,7 +40,8 @@ def folder_of(policy: Policy, cfg: RunConfig) -> Iterator[Path]:
         dtype = policy.model.dtype
         config["quantization_config"] = formats.build(cfg.format).quantization_config(cfg.format.ignore, dtype)
     text = json.dumps(config)
-    with named_folder(f"qerl-lab-{hashlib.sha256(text.encode()).hexdigest()[:12]}", size_of(tensors)) as folder:
+    name = f"qerl-lab-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+    with named_folder(name, place_for(size_of(tensors))) as folder:
         save_torch_state_dict(tensors, folder)
         policy.tokenizer.save_pretrained(folder)  # vLLM wants one, and is sent token ids
         (folder / "config.json").write_text(text)
@@ -57,17 +61,16 @@ def size_of(tensors: Mapping[str, Tensor]) -> int:
 @contextmanager
 def scratch_folder(size: int) -> Iterator[Path]:
     """Yield a folder for `size` bytes, in memory where that has room, and remove it after."""
-    with tempfile.TemporaryDirectory(prefix="qerl-lab-", dir=place_for(size)) as folder:
-        yield Path(folder)
+    with named_folder(f"qerl-lab-{secrets.token_hex(6)}", place_for(size)) as folder:
+        yield folder
 
 
 @contextmanager
-def named_folder(name: str, size: int) -> Iterator[Path]:
-    """Yield NAME-0, or the first number that no other process has, for `size` bytes; remove it after.
+def named_folder(name: str, place: Path) -> Iterator[Path]:
+    """Yield NAME-0 in `place`, or the first number that no other process has; remove it after.
 
     A model's path is part of the key under which vLLM keeps compiled code. Under a random path every run would compile.
     """
-    place = place_for(size)
     numbered = (place / f"{name}-{number}" for number in itertools.count())
     path, held = next((path, held) for path in numbered if (held := hold(path)) is not None)
     try:
@@ -77,8 +80,19 @@ def named_folder(name: str, size: int) -> Iterator[Path]:
         os.close(held)
 
 
+def remove_left(place: Path, pattern: str) -> None:
+    """Remove the named folders in `place` that fit a glob and whose processes were killed: nobody has them locked."""
+    for path in place.glob(pattern):
+        if (held := hold(path)) is not None:
+            path.rmdir()
+            os.close(held)
+
+
 def hold(path: Path) -> int | None:
-    """Lock the folder `path`, made if need be and empty; None where another process, or another user, has it."""
+    """Lock the folder `path`, made if need be and empty; None where another process, or another user, has it.
+
+    Raises ConfigError where folders cannot be locked: what is in use could not be told from what is left.
+    """
     with suppress(FileExistsError):
         path.mkdir(mode=0o700)
     try:
@@ -89,15 +103,21 @@ def hold(path: Path) -> int | None:
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if not os.path.samestat(os.fstat(held), path.stat()):
             raise FileNotFoundError(path)
-    except OSError:  # in use, or removed between the two lines above
+    except (BlockingIOError, FileNotFoundError):  # in use, or removed between the two lines above
         os.close(held)
         return None
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be locked ({error.strerror}); allowed: a directory of a file system with locks. "
+            "Type scratch=DIR for a benchmark, or TMPDIR=DIR in front of the command."
+        ) from None
     for left in path.iterdir():  # by a process that was killed
         shutil.rmtree(left) if left.is_dir() else left.unlink()
     return held
 
 
 def place_for(size: int) -> Path:
-    """The folder for temporary files of `size` bytes: this machine's memory where that has room."""
+    """The folder for temporary files of `size` bytes: this machine's memory where that has room, once it is cleared."""
+    remove_left(IN_MEMORY, OF_RUNS)
     roomy = IN_MEMORY.is_dir() and shutil.disk_usage(IN_MEMORY).free > 1.2 * size
     return IN_MEMORY if roomy else Path(tempfile.gettempdir())
