@@ -109,9 +109,18 @@ def draw(points: pd.DataFrame, curve: Curve, by: str, baseline: str | None) -> F
                 draw_arm(axis, seeds[arm], style, labels[arm], common=by == STEP)
             dress(axis, curve.label, unit)
         axes.flat[0].set_title(curve.title, loc="left")
-        low, high = axes.flat[0].get_ylim()  # of all panels
-        axes.flat[0].set_ylim(0 if curve.from_zero else max(low, curve.bounds[0]), min(high, curve.bounds[1]))
+        axes.flat[0].set_ylim(*_limits(axes.flat[0].get_ylim(), chosen["value"], curve))
     return figure
+
+
+def _limits(drawn: tuple[float, float], values: pd.Series, curve: Curve) -> tuple[float, float]:
+    """Limits of all panels: what is drawn, but of intervals no more than a quarter of the values' range beyond these.
+
+    The interval of two seeds is 12.7 standard errors wide on either side, which would leave the curves no room.
+    """
+    room = (values.max() - values.min()) / 4 or abs(values.max()) or 1.0
+    low, high = max(drawn[0], values.min() - room, curve.bounds[0]), min(drawn[1], values.max() + room, curve.bounds[1])
+    return 0 if curve.from_zero else low, high
 
 
 def png(figure: Figure) -> bytes:

@@ -137,3 +137,12 @@ def test_no_panel_cuts_what_another_holds() -> None:
     figure = curves.draw(table, REWARD, curves.STEP, None)
     low, high = figure.axes[0].get_ylim()
     assert low < table["value"].min() < table["value"].max() < high
+
+
+def test_an_interval_of_two_seeds_leaves_the_curves_their_room() -> None:
+    """It is 12.7 standard errors wide on either side: 63.5 here, where the values go from 1 to 40."""
+    table = points(["bf16"], seeds=2)
+    table["value"] = table["value"].where(~table["run_id"].str.endswith("1"), table["value"] + 9)
+    low, high = curves.draw(table, REWARD, curves.STEP, None).axes[0].get_ylim()
+    span = table["value"].max() - table["value"].min()
+    assert (low, high) == pytest.approx((table["value"].min() - span / 4, table["value"].max() + span / 4))
