@@ -167,7 +167,8 @@ def _gib(value: float | None) -> str:
 
 def _draw_rollouts(result: Result) -> plt.Figure:
     rows = ratios(result, ("rank", "batch"))
-    has_base, by_rank = rows["of_bf16"].notna().any(), rows["rank"].nunique() > 1
+    others = rows[~rows["arm"].str.startswith("bf16_")]  # a baseline alone is 1 of itself
+    has_base, by_rank = others["of_bf16"].notna().any(), rows["rank"].nunique() > 1
     panels = 1 + has_base + by_rank
     size = max(8.5, 5.2 * panels), 4.0 + 0.18 * rows["arm"].nunique()  # an arm may be as long as a line
     figure, axes = plt.subplots(1, panels, figsize=size, layout="constrained", squeeze=False)

@@ -254,14 +254,16 @@ Size = tuple[str, str, bool, float | None, float | None]  # arm, format, is the 
 
 
 def _of_arms(result: Result) -> list[Size]:
-    """Of each arm and rank the weights, and the largest peak of its rows."""
+    """Of each arm and rank the weights, and the largest peak of its rows. The rank is named where there are several."""
     name = {"rollout": "weights_gib", "step": "policy_gib"}[result["benchmark"]]
     found: dict[tuple[str, int], Size] = {}
+    ranks = {row["rank"] for row in bench_arms.alive(result)}
     for row in bench_arms.alive(result):
+        arm = f"{row['arm']}, rank {row['rank']}" if len(ranks) > 1 else row["arm"]
         size, peak = row.get(name), row.get("peak_gib")
         earlier = found.get((row["arm"], row["rank"]))
         most = max((value for value in (peak and peak * GB, earlier and earlier[4]) if value), default=None)
-        found[row["arm"], row["rank"]] = (row["arm"], row["format"], row["baseline"], size and size * GB, most)
+        found[row["arm"], row["rank"]] = (arm, row["format"], row["baseline"], size and size * GB, most)
     return list(found.values())
 
 

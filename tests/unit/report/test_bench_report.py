@@ -94,6 +94,8 @@ def test_without_a_baseline_no_panel_stays_empty(ranks: tuple[int, ...]) -> None
     assert len(whole.axes) == 1 + len(ranks)
     assert len(alone.axes) == len(ranks)
     assert all(axis.lines for axis in alone.axes)
+    itself = [each for each in rows if each["arm"] == "bf16_stock"]
+    assert len(bench_arms.figure_of(rollouts(itself)).axes) == len(ranks)
     plt.close("all")
 
 

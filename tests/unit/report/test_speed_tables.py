@@ -100,6 +100,14 @@ def test_sizes_are_in_gb_beside_the_paper_s(tmp_path: Path) -> None:
     assert (found["paper: GB"], found["paper: of BF16"]) == ("5.9", f"{5.9 / 15.2:.2f}")
 
 
+def test_the_sizes_of_several_ranks_name_theirs(tmp_path: Path) -> None:
+    both = rollouts()
+    both["rows"] += rollouts(rank=64, weights_gib=6.0)["rows"]
+    speed = made(tmp_path, both)
+    sizes = {rank: cells(speed, 2, "qwen2.5-7b, nvfp4", f"nvfp4, rank {rank}")["weights, GB"] for rank in (32, 64)}
+    assert sizes == {32: "5.4", 64: "6.4"}
+
+
 def test_the_committed_training_steps_are_in_the_table_of_memory() -> None:
     speed = speed_tables.of_files([Path(__file__).parents[3] / "results" / "bench"])
     found = cells(speed, 2, "qwen2.5-7b, bf16", "bf16", "train_step")
