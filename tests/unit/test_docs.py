@@ -91,8 +91,12 @@ def parse(command: str) -> object:
     if module == "qerl_lab":
         if any(word.startswith("+sweeps=") for word in words) and not any(word.startswith("seed=") for word in words):
             words.append("seed=0")  # of 40 jobs those of one seed
-        flagged = "-m" in words
-        return make_plan([readable(spell(word)) for word in words if word != "-m"], flagged, None)
+        flagged, folder = "-m" in words, None
+        if "--config-dir" in words:
+            at = words.index("--config-dir")
+            folder = str(ROOT / words[at + 1])
+            del words[at : at + 2]
+        return make_plan([readable(spell(word)) for word in words if word != "-m"], flagged, folder)
     if module == "qerl_lab.search":
         given = search.space([word for word in words if not search.is_own(word)], search.SearchConfig())
         ends = [f"{key}={low}" for key, (low, _) in given.ranges.items()]
