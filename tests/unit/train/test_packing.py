@@ -6,6 +6,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
+from torch.nn import functional as F
 from transformers import MistralConfig, MistralForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
@@ -83,6 +84,30 @@ def test_it_gives_what_the_padded_batch_gives(make, checkpointing: bool) -> None
     torch.testing.assert_close(found[1], expected[1], rtol=1e-5, atol=1e-5)
     assert max(gradient.abs().max() for gradient in expected[2]) > 0.1
     torch.testing.assert_close(found[2], expected[2], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("device", "dtype", "atol"), [
+    ("cpu", torch.float32, 1e-5), pytest.param("cuda", torch.bfloat16, 4e-2, marks=pytest.mark.gpu),
+])  # fmt: skip
+def test_attention_of_a_row_is_that_of_each_sequence(device: str, dtype: torch.dtype, atol: float) -> None:
+    """FlashAttention over the whole row on a GPU, against float32 attention to each sequence alone."""
+    lengths, heads, shared, dim = [5, 130, 1, 64], 6, 2, 64
+    torch.manual_seed(0)
+    row = [torch.randn(1, count, sum(lengths), dim).to(dtype) for count in (heads, shared, shared)]
+    query, key, value = (tensor.to(device).requires_grad_() for tensor in row)
+    starts = torch.tensor([0, *lengths], device=device).cumsum(0).int()
+    out, _ = packing.attend(
+        torch.nn.Module(), query, key, value, None, scaling=dim**-0.5, cu_seq_lens_q=starts, max_length_q=max(lengths)
+    )
+    weights = torch.randn(out.shape)
+    (out * weights.to(out)).sum().backward()
+    alone = [tensor.float().requires_grad_() for tensor in row]
+    parts = zip(*(tensor.split(lengths, dim=2) for tensor in alone), strict=True)
+    expected = torch.cat([F.scaled_dot_product_attention(*part, is_causal=True, enable_gqa=True) for part in parts], 2)
+    (expected.transpose(1, 2) * weights).sum().backward()
+    torch.testing.assert_close(out.float().cpu(), expected.transpose(1, 2), rtol=0, atol=atol)
+    for found, wanted in zip((query, key, value), alone, strict=True):
+        assert (found.grad.float().cpu() - wanted.grad).norm() < max(atol, 1e-4) * wanted.grad.norm()
 
 
 def test_only_tokens_are_computed() -> None:
