@@ -18,8 +18,8 @@ from qerl_lab.config.schema import RunConfig
 from qerl_lab.model.policy import Policy
 from qerl_lab.rollout.engine import Rollout, Sampling
 from qerl_lab.rollout.transformers import TransformersEngine
-from rollouts import rows
 from small_checkpoints import write_random
+from vllm_engines import config, prompts, told, trainer_logprobs
 
 pytestmark = [
     pytest.mark.gpu, pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM"),
@@ -62,18 +62,13 @@ WAYS = [
 @pytest.fixture(scope="module", params=WAYS, ids="_".join)
 def built(request, folder: Path, tiny: Callable[..., RunConfig], build_policy) -> Iterator[Built]:
     name, way = request.param
-    cfg = tiny(
-        device="auto", model__path=str(folder), format__name=name, lora__rank=16, rollout__engine="vllm",
-        rollout__max_completion_tokens=128, rollout__batch_size=8 if way == "fp4_linear" else 64,
-        rollout__vllm__fp4_linear=way == "fp4_linear", rollout__vllm__share_base=way == "share_base",
-        rollout__vllm__lora=way if way == "request" else "dense", rollout__vllm__kv_cache_gib=1.0,
-    )  # fmt: skip
+    cfg = config(
+        tiny, folder, name, way, rollout__vllm__share_base=way == "share_base", rollout__vllm__kv_cache_gib=1.0
+    )
     policy = build_policy(cfg)
     before = held_bytes()
     engine = rollout.build(cfg, policy)
-    generator = torch.Generator().manual_seed(1)
-    prompts = [torch.randint(3, 1024, (length,), generator=generator).tolist() for length in range(5, 197, 12)]
-    yield Built(engine, policy, cfg, way, prompts, before)
+    yield Built(engine, policy, cfg, way, prompts(), before)
     engine.close()
 
 
@@ -82,21 +77,6 @@ def held_bytes() -> int:
     gc.collect()
     torch.cuda.empty_cache()
     return torch.cuda.memory_reserved()
-
-
-def trainer_logprobs(policy: Policy, out: Rollout, norms: dict[str, Tensor]) -> Tensor:
-    """Of the sampled tokens, by the policy's own modules with these norms, in the dtype that it trains in: [tokens]."""
-    found = []
-    with policy.as_sampler({name: weight.to(policy.norms[name]) for name, weight in norms.items()}):
-        for prompt, completion, _ in rows(out):
-            logits = policy.model(input_ids=torch.tensor([prompt + completion], device=policy.device)).logits[0]
-            logps = logits[len(prompt) - 1 : -1].float().log_softmax(-1)
-            found.append(logps[torch.arange(len(completion)), completion].cpu())
-    return torch.cat(found)
-
-
-def told(out: Rollout) -> Tensor:
-    return torch.tensor([logprob for _, _, logprobs in rows(out) for logprob in logprobs])
 
 
 def clean_norms(policy: Policy) -> dict[str, Tensor]:

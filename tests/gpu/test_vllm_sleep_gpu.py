@@ -17,6 +17,7 @@ from qerl_lab.model.policy import Policy
 from qerl_lab.rollout.engine import ASLEEP, Rollout, Sampling
 from rollouts import rows
 from small_checkpoints import write_random
+from vllm_engines import config, prompts, told, trainer_logprobs
 
 pytestmark = [
     pytest.mark.gpu, pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM"),
@@ -54,18 +55,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def built(request, folder: Path, tiny: Callable[..., RunConfig], build_policy) -> Iterator[Built]:
     """One engine after another in this process, each of which can sleep."""
     name, way = request.param
-    cfg = tiny(
-        device="auto", model__path=str(folder), format__name=name, lora__rank=16, rollout__engine="vllm",
-        rollout__max_completion_tokens=128, rollout__batch_size=8 if way == "fp4_linear" else 64,
-        rollout__vllm__fp4_linear=way == "fp4_linear", rollout__vllm__lora="request" if way == "request" else "dense",
-        rollout__vllm__kv_cache_dtype="fp8" if way == "fp8" else "auto", rollout__vllm__kv_cache_gib=CACHE_GIB,
-        rollout__vllm__sleep=True,
+    cfg = config(
+        tiny, folder, name, way, rollout__vllm__kv_cache_dtype="fp8" if way == "fp8" else "auto",
+        rollout__vllm__kv_cache_gib=CACHE_GIB, rollout__vllm__sleep=True,
     )  # fmt: skip
     policy = build_policy(cfg)
     engine = rollout.build(cfg, policy)
-    generator = torch.Generator().manual_seed(1)
-    prompts = [torch.randint(3, 1024, (length,), generator=generator).tolist() for length in range(5, 197, 12)]
-    yield Built(engine, policy, cfg, prompts)
+    yield Built(engine, policy, cfg, prompts())
     engine.close()
 
 
@@ -96,14 +92,7 @@ def apart(one: Rollout, other: Rollout) -> Tensor:
 
 def gap(built: Built, out: Rollout, norms: dict[str, Tensor]) -> float:
     """Mean nats a token between the sampler and the policy's own modules with these norms."""
-    policy, found = built.policy, []
-    with policy.as_sampler({name: weight.to(policy.norms[name]) for name, weight in norms.items()}):
-        for prompt, completion, logprobs in rows(out):
-            logits = policy.model(input_ids=torch.tensor([prompt + completion], device=policy.device)).logits[0]
-            logps = logits[len(prompt) - 1 : -1].float().log_softmax(-1)
-            own = logps[torch.arange(len(completion)), completion].cpu()
-            found.append((own - torch.tensor(logprobs)).abs())
-    return torch.cat(found).mean().item()
+    return (told(out) - trainer_logprobs(built.policy, out, norms)).abs().mean().item()
 
 
 def base_sum(built: Built) -> list[float]:

@@ -1,0 +1,45 @@
+"""What GPU tests of vLLM's engine have in common: configuration, prompts, and the trainer's side of a rollout."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qerl_lab.config.schema import RunConfig
+from qerl_lab.model.policy import Policy
+from qerl_lab.rollout.engine import Rollout
+from rollouts import rows
+
+
+def config(tiny: Callable[..., RunConfig], folder: Path, weight_format: str, way: str, **changes: Any) -> RunConfig:
+    """A run with the model in `folder`; `way` is `request` or `fp4_linear` where the adapter is computed so."""
+    return tiny(
+        device="auto", model__path=str(folder), format__name=weight_format, lora__rank=16, rollout__engine="vllm",
+        rollout__max_completion_tokens=128, rollout__batch_size=8 if way == "fp4_linear" else 64,
+        rollout__vllm__fp4_linear=way == "fp4_linear", rollout__vllm__lora="request" if way == "request" else "dense",
+        **changes,
+    )  # fmt: skip
+
+
+def prompts() -> list[list[int]]:
+    """16 of 5 to 185 tokens."""
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(3, 1024, (length,), generator=generator).tolist() for length in range(5, 197, 12)]
+
+
+def trainer_logprobs(policy: Policy, out: Rollout, norms: dict[str, Tensor]) -> Tensor:
+    """Of the sampled tokens, by the policy's own modules with these norms, in the dtype that it trains in: [tokens]."""
+    found = []
+    with policy.as_sampler({name: weight.to(policy.norms[name]) for name, weight in norms.items()}):
+        for prompt, completion, _ in rows(out):
+            logits = policy.model(input_ids=torch.tensor([prompt + completion], device=policy.device)).logits[0]
+            logps = logits[len(prompt) - 1 : -1].float().log_softmax(-1)
+            found.append(logps[torch.arange(len(completion)), completion].cpu())
+    return torch.cat(found)
+
+
+def told(out: Rollout) -> Tensor:
+    """The sampler's own: [tokens]."""
+    return torch.tensor([logprob for _, _, logprobs in rows(out) for logprob in logprobs])
