@@ -150,7 +150,11 @@ def run_together(jobs: Sequence[Job], minutes: float) -> Iterator[Row]:
             process.wait(process.is_ready, minutes)
         for process in processes:
             process.let_go()
-            process.wait(lambda: False, minutes)
+            try:
+                process.wait(lambda: False, minutes)
+            except KeyboardInterrupt:  # what it has measured by now is kept
+                yield from process.measured()
+                raise
             yield from process.rows(minutes)
     finally:
         for process in processes:
@@ -189,9 +193,13 @@ class Process:
                 self.child.wait()
             time.sleep(PAUSE)
 
+    def measured(self) -> list[Row]:
+        """The rows that it has written."""
+        return [json.loads(line) for line in self.file.read_text(encoding="utf-8").splitlines()]
+
     def rows(self, minutes: float) -> list[Row]:
         """What it measured; where it died also why."""
-        measured = [json.loads(line) for line in self.file.read_text(encoding="utf-8").splitlines()]
+        measured = self.measured()
         if (self.child.returncode == 0 and measured) or dead(measured):
             return measured
         said = self.log.read_text("utf-8", "replace").splitlines()[-LINES:]

@@ -214,7 +214,12 @@ def test_a_command_that_is_ended_keeps_its_rows_and_removes_its_checkpoint(
     small: dict[str, Any], monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     end = f"os.kill(os.getppid(), {int(number)}); time.sleep(60)"
-    plays(monkeypatch, f"if job['rank'] == 2: write({{'batch': 8}})\nelse: {end}")
+    plays(
+        monkeypatch,
+        "turn = Path(job['turn']); (turn / 'ready').touch()\n"
+        "while not (turn / 'go').exists(): time.sleep(0.01)\n"
+        f"write({{'batch': job['rank']}})\nif job['rank'] == 4: {end}",
+    )
     monkeypatch.setitem(arms.ARCHITECTURES, "qwen2.5-0.5b", ARCHITECTURE)
     given = {"arms": "[bf16]", "ranks": "[2,4]", **small, "model": "qwen2.5-0.5b"}
     remove = shutil.rmtree
@@ -231,7 +236,7 @@ def test_a_command_that_is_ended_keeps_its_rows_and_removes_its_checkpoint(
     finally:
         for name, handler in heard.items():
             signal.signal(name, handler)
-    assert [row["batch"] for row in json.loads(Path(small["out"] + ".json").read_text())["rows"]] == [8]
+    assert [row["batch"] for row in json.loads(Path(small["out"] + ".json").read_text())["rows"]] == [2, 4]
     assert list(Path(small["scratch"]).iterdir()) == []
 
 
