@@ -10,7 +10,7 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from qerl_lab.config.arm import OF_SWEEPS, leaves
+from qerl_lab.config.arm import ENGINE_KEYS, OF_SWEEPS, leaves
 from qerl_lab.config.keys import typed
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.rules import largest_divisor
@@ -74,10 +74,11 @@ ACTS_WITH = (
     *(ActsWith(tuple(key for key, _, _ in leaves(group, f"task.{name}.")), "task.name", _is(name), f"task={name}")
       for name, group in vars(TaskConfig()).items() if is_dataclass(group) and name != "columns"),
     ActsWith(OF_VLLM_HERE, "rollout.engine", _is("vllm"), "rollout=vllm"),
-    ActsWith(tuple(key for key, _, _ in leaves(VllmConfig(), "rollout.vllm.") if key not in OF_VLLM_HERE),
-             "rollout.engine", lambda engine: engine in ("vllm", "vllm_server"), "rollout=vllm"),
-    ActsWith(tuple(key for key, _, _ in leaves(VllmServerConfig(), "rollout.vllm_server.")), "rollout.engine",
-             _is("vllm_server"), "rollout=vllm_server"),
+    *(
+        ActsWith(tuple(key for key, _, _ in leaves(group, prefix) if key not in OF_VLLM_HERE), "rollout.engine",
+                 ENGINE_KEYS[prefix].__contains__, f"rollout={ENGINE_KEYS[prefix][0]}")
+        for prefix, group in (("rollout.vllm.", VllmConfig()), ("rollout.vllm_server.", VllmServerConfig()))
+    ),
     ActsWith(("task.path", *(key for key, _, _ in leaves(TaskConfig().columns, "task.columns."))), "task.name",
              _is_not("arithmetic"), "task=gsm8k"),
     ActsWith(("task.columns.tests",), "task.name", _is("code_io"), "task=code_io"),

@@ -66,7 +66,7 @@ def run_from(values: Mapping[str, str], *, name: str, status: str, ended: float,
     if device == "auto":  # the first GPU, where torch saw one; its peak memory is then recorded
         device = "cuda" if "memory/gpu_peak_gib" in metrics else "cpu"
     own = comparable(dict(values) | {"device": device})
-    settings = {key: value for key, value in own.items() if is_of_arm(key)} | {"device": device}
+    settings = {key: value for key, value in own.items() if is_of_arm(key) or key == "device"}
     if settings.get(CONTENT) == "None":  # an older record has no such key, and means the same
         del settings[CONTENT]
     return Run(name, experiment, seed, settings, frozenset(declared), status, ended, code)
