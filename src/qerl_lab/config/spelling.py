@@ -4,6 +4,7 @@ import re
 from collections.abc import Sequence
 
 _PARTS = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|[^,=()\[\]{}'"]+""")  # quoted ones, and runs of plain text
+_PLAIN = re.compile(r"[\w./:@%+-]+")
 _FOREIGN = re.compile(r"[^\w\s/+.$%*@?|:-]", re.ASCII)  # what the grammar does not know outside of quotes
 
 
@@ -38,6 +39,11 @@ def listed(values: Sequence[str]) -> str:
     """Texts as one list in Hydra's override grammar."""
     parts = (value if value.isidentifier() else '"' + value.replace('"', '\\"') + '"' for value in values)
     return f"[{','.join(parts)}]"
+
+
+def word(key: str, value: str) -> str:
+    """The word that gives `key` this text, in quotes where Hydra would part it or not read it."""
+    return f"{key}={value if _PLAIN.fullmatch(value) else quoted(value)}"
 
 
 def quoted(value: str) -> str:

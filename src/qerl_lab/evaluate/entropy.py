@@ -7,6 +7,7 @@ entropy are paired by token, and their intervals are over prompts.
 
 import hashlib
 import json
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -25,6 +26,7 @@ from qerl_lab.config.keys import typed
 from qerl_lab.config.model_hash import model_hash
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import DENSE_FORMAT, FormatConfig, RunConfig
+from qerl_lab.config.spelling import word
 from qerl_lab.disk import make_directory, replace_file
 from qerl_lab.evaluate import benchmarks, kl, weight_error
 from qerl_lab.evaluate.options import CALIBRATED, EntropyOptions, chosen_formats, split
@@ -153,11 +155,11 @@ def calibrated(options: EntropyOptions, name: str, method: str, folder: Path) ->
     of = {key: value for key, value in words.items() if key not in ("out", "device")} | {"model_hash": dense}
     _refuse_another(folder, of)
     if not (folder / "config.json").is_file():
-        line = [f"{key}={value}" for key, value in words.items() if value is not None]
+        line = [word(key, str(value)) for key, value in words.items() if value is not None]
         # A process of its own: llmcompressor's memory goes with it, and what it prints is its own.
         code = subprocess.run([sys.executable, "-m", "qerl_lab.quantize", *line], stdout=sys.stderr).returncode
         if code != 0:
-            raise ValueError(f"python -m qerl_lab.quantize {' '.join(line)} ended with {code}; its message is above")
+            raise ValueError(f"python -m qerl_lab.quantize {shlex.join(line)} ended with {code}; its message is above")
     return folder
 
 

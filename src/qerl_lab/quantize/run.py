@@ -21,7 +21,7 @@ from qerl_lab.config.files import choices_of
 from qerl_lab.config.keys import typed
 from qerl_lab.config.option import ConfigError, did_you_mean
 from qerl_lab.config.schema import FormatConfig
-from qerl_lab.config.spelling import listed
+from qerl_lab.config.spelling import listed, word
 from qerl_lab.disk import replace_file
 from qerl_lab.model import loading, policy
 from qerl_lab.model.files import INDEX, WeightFiles, copy_companions, local_folder, read_json
@@ -74,7 +74,7 @@ def training_words(cfg: QuantizeConfig) -> list[str]:
     arm = f"{cfg.format}_aqn"
     words = [f"+experiment={arm}" if arm in choices_of("experiment") else f"format={cfg.format}"]
     words.append(f"scale={'pocket' if cfg.model == 'pocket' else 'custom'}")
-    words.append(f"model.path={terminal.near(cfg.folder)}")
+    words.append(word("model.path", terminal.near(cfg.folder)))
     chosen, defaults = cfg.format_config(), FormatConfig()
     if chosen.ignore != defaults.ignore:
         words.append(f"format.ignore={listed(chosen.ignore)}")

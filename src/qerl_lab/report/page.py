@@ -12,6 +12,7 @@ from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
+from qerl_lab.config.spelling import word
 from qerl_lab.disk import replace_file
 from qerl_lab.report import comparison, curves, paper_curves, results, speed_tables, verdict_tables
 from qerl_lab.report.arm_tables import tables
@@ -46,7 +47,7 @@ def write(folder: Path, found: Comparison, wanted: str | None, bench: Sequence[P
     same = comparison.compare(*results.records_of(made))  # from here on nothing but what the files hold
     baseline = comparison.baseline_of(list(same.arms), wanted) if same.arms else None
     rows, drawn = judge(same.counted, same.found), draw_all(same, baseline)
-    words = [near(folder), f"out={near(folder)}", *([f"baseline={wanted}"] if wanted else [])]
+    words = [near(folder), word("out", near(folder)), *([word("baseline", wanted)] if wanted else [])]
     words += [f"bench={','.join(map(near, bench))}"] if bench else []
     line = f"python -m qerl_lab.report {shlex.join(words)}"
     files = {f"figures/{figure.name}.png": figure.png for titled in drawn.values() for figure in titled}

@@ -29,6 +29,7 @@ from qerl_lab.config.message import first_line
 from qerl_lab.config.model_hash import model_hash
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.redact import redact
+from qerl_lab.config.spelling import word
 from qerl_lab.model import gguf, on_disk, policy
 from qerl_lab.model.files import local_folder
 from qerl_lab.model.loading import stored_as
@@ -242,7 +243,7 @@ def about(cfg: WarmupConfig, task: Task, folder: Path, warmup: Warmup, left_out:
 def training_words(cfg: WarmupConfig) -> list[str]:
     """Return what to type after `python -m qerl_lab` to train on the result."""
     scales = [scale for name, scale in SCALES.items() if name in cfg.model]
-    words = ["+experiment=nvfp4_aqn", f"scale={[*scales, 'custom'][0]}"]
-    words += [f"model.path={terminal.near(cfg.folder)}", *([] if cfg.task == "arithmetic" else [f"task={cfg.task}"])]
+    words = ["+experiment=nvfp4_aqn", f"scale={[*scales, 'custom'][0]}", word("model.path", terminal.near(cfg.folder))]
+    words += [] if cfg.task == "arithmetic" else [f"task={cfg.task}"]
     further = {"path": cfg.task_path, "instruction": cfg.instruction}
-    return words + [f"task.{key}={value}" for key, value in further.items() if value is not None]
+    return words + [word(f"task.{key}", value) for key, value in further.items() if value is not None]

@@ -6,11 +6,13 @@ import pytest
 import yaml
 
 from qerl_lab.cli.compose import make_plan
+from qerl_lab.cli.grammar import read
 from qerl_lab.cli.overrides import spell
 from qerl_lab.cli.train import main
 from qerl_lab.config.paths import anchored
 from qerl_lab.config.schema import ModelConfig, RunConfig, TaskConfig, TrackingConfig
-from qerl_lab.config.spelling import readable
+from qerl_lab.config.spelling import readable, word
+from qerl_lab.evaluate.options import CompareOptions
 
 
 @pytest.fixture(autouse=True)
@@ -78,6 +80,17 @@ def test_no_path_stays_none() -> None:
 )
 def test_what_hydra_cannot_read_is_quoted(word: str, read: str) -> None:
     assert readable(word) == read
+
+
+@pytest.mark.parametrize(
+    "text", ["/models/a-1_b.c", "a, b", "v2 (final)", "x=1", "it's", '"q"', "[v2]", "{x}", " lead", "ö", "", "7e12345"]
+)
+def test_a_word_that_a_command_prints_is_read_as_it_was_meant(text: str) -> None:
+    """By the other commands, and as a text of a run."""
+    assert read(CompareOptions, [word("csv", text)]).csv == text
+    (job,) = make_plan([readable(spell(word("task.instruction", text)))], False).jobs
+    assert job.config.task.instruction == text
+    assert word("model", "org/name-7B") == "model=org/name-7B", "no quotes where none are needed"
 
 
 def plan(line: str, multirun: bool = False):

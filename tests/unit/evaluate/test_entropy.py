@@ -156,13 +156,14 @@ def test_a_calibrated_method_is_made_by_the_quantize_command_once(tmp_path: Path
         return Done()
 
     monkeypatch.setattr(entropy, "subprocess", SimpleNamespace(run=run))
-    options = EntropyOptions(formats=["nvfp4", "nf4"], methods=["gptq"], dataset="t.jsonl", samples=4, device="cpu")
+    options = EntropyOptions(formats=["nvfp4", "nf4"], methods=["gptq"], dataset="t, 2.jsonl", samples=4, device="cpu")
     for _ in range(2):
         (arm,) = entropy.arms_of(options, tmp_path)
         assert arm.folder == tmp_path / "nvfp4-gptq"
     assert len(lines) == 1
     assert lines[0][:4] == ["qerl_lab.quantize", "model=pocket", "format=nvfp4", "method=gptq"]
-    assert {"dataset=t.jsonl", "samples=4", "tokens=2048", "quality=weights"} <= set(lines[0])
+    assert {"samples=4", "tokens=2048", "quality=weights"} <= set(lines[0])
+    assert quantize.COMMAND.read(lines[0][1:]).dataset == "t, 2.jsonl"
     with pytest.raises(ConfigError, match=r"nvfp4-gptq is of another command: samples=8 \(was 4\)\. Type another out"):
         list(entropy.arms_of(replace(options, samples=8), tmp_path))
     monkeypatch.setattr(entropy, "model_hash", lambda folder: "another")

@@ -218,7 +218,7 @@ def test_everything_that_belongs_to_a_model_is_there_and_only_that(here, model):
 
 def test_ignored_layers_stay_and_the_lab_loads_what_it_is_told_to_type(here, model, capsys):
     """The last line of the command is a command that the main one accepts, and that loads the checkpoint."""
-    assert run(model, "out=out", "format=nf4", "ignore=[lm_head,v_proj]", "double_quant=false") == 0
+    assert run(model, "out='out, 2'", "format=nf4", "ignore=[lm_head,v_proj]", "double_quant=false") == 0
     last = capsys.readouterr().out.splitlines()[-1]
     words = shlex.split(last.split("-m qerl_lab ")[1])
     assert "format.double_quant=false" in words

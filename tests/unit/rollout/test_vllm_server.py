@@ -362,6 +362,8 @@ def test_a_base_that_is_packed_while_it_is_read_is_packed_first(tiny) -> None:
     assert f"vllm serve {options.out} " in serve
     cfg.format.exponent_rule = "floor"
     assert f"vllm serve {options.out} " not in serve_line.commands(cfg)[1]  # another base, in another folder
+    cfg.model.path = "models/mine, v2 (final)"
+    assert COMMAND.read(shlex.split(serve_line.quantize_line(cfg, "a,b"))[3:]).model == cfg.model.path
 
 
 def test_a_base_that_a_server_would_not_round_is_refused(tiny, tmp_path: Path) -> None:

@@ -15,15 +15,18 @@ import torch
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 from qerl_lab import tasks
+from qerl_lab.cli.compose import make_plan
+from qerl_lab.cli.overrides import spell
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
+from qerl_lab.config.spelling import readable
 from qerl_lab.formats.nvfp4 import Nvfp4
 from qerl_lab.model import policy
 from qerl_lab.model.on_disk import POCKET
 from qerl_lab.terminal import Amount
 from qerl_lab.warmup.examples import IGNORED, Example, batch, order, tokenized
 from qerl_lab.warmup.options import WarmupConfig, check
-from qerl_lab.warmup.run import CHECKPOINTS, Warmup, learning_rate, run
+from qerl_lab.warmup.run import CHECKPOINTS, Warmup, learning_rate, run, training_words
 from small_checkpoints import write_dense, write_packed
 
 
@@ -222,3 +225,9 @@ def test_a_packed_model_and_a_task_without_solutions_are_refused(cfg: WarmupConf
     write_packed(tmp_path / "packed", random_model(), Nvfp4(scale_rule="max"))
     with pytest.raises(ConfigError, match="is packed, and all weights are to be trained"):
         run(replace(cfg, model=str(tmp_path / "packed")))
+
+
+def test_the_line_that_trains_on_it_asks_with_the_instruction_that_was_taught(cfg: WarmupConfig) -> None:
+    said = training_words(replace(cfg, instruction="Think, then answer (briefly)."))
+    (job,) = make_plan([readable(spell(word)) for word in said if not word.startswith("model.path=")], False).jobs
+    assert job.config.task.instruction == "Think, then answer (briefly)."

@@ -10,7 +10,7 @@ import torch
 from qerl_lab import formats
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import DENSE_FORMAT, FormatConfig, RunConfig
-from qerl_lab.config.spelling import listed
+from qerl_lab.config.spelling import listed, word
 from qerl_lab.model import gguf, on_disk
 from qerl_lab.model.files import WeightFiles
 from qerl_lab.model.loading import stored_as
@@ -53,9 +53,9 @@ def commands(cfg: RunConfig) -> list[str]:
 
 def quantize_line(cfg: RunConfig, out: str) -> str:
     """The command that packs the model as the run does while it reads it."""
-    words = [f"model={cfg.model.path}", f"format={cfg.format.name}", f"out={out}"]
+    words = [word("model", cfg.model.path), f"format={cfg.format.name}", word("out", out)]
     if cfg.model.revision:
-        words.append(f"revision={cfg.model.revision}")
+        words.append(word("revision", cfg.model.revision))
     if cfg.format.ignore != FormatConfig().ignore:
         words.append(f"ignore={listed(cfg.format.ignore)}")
     words += [f"{key}={value}" for key, value in unusual(cfg).items()]
