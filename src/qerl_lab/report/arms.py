@@ -6,7 +6,7 @@ device. The name `experiment` decides nothing: it is where a label begins.
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import yaml
@@ -63,13 +63,25 @@ def run_from(values: Mapping[str, str], *, name: str, status: str, ended: float,
         experiment = values["experiment"]
     except (KeyError, ValueError) as error:
         raise ValueError(f"its configuration lacks {error}") from None
-    if device == "auto":  # the first GPU, where torch saw one; its peak memory is then recorded
+    if device == "auto" and metrics:  # the first GPU, where torch saw one; its peak memory is then recorded
         device = "cuda" if "memory/gpu_peak_gib" in metrics else "cpu"
     own = comparable(dict(values) | {"device": device})
     settings = {key: value for key, value in own.items() if is_of_arm(key) or key == "device"}
     if settings.get(CONTENT) == "None":  # an older record has no such key, and means the same
         del settings[CONTENT]
     return Run(name, experiment, seed, settings, frozenset(declared), status, ended, code)
+
+
+def placed(runs: Sequence[Run]) -> list[Run]:
+    """The runs; one that failed before it noted its device, with that of the runs it equals otherwise, if one has."""
+    known, found = {run.arm for run in runs}, []
+    for run in runs:
+        if run.value("device") == "auto":
+            kinds = (replace(run, settings=comparable({**run.settings, "device": kind})) for kind in ("cpu", "cuda"))
+            there = [moved for moved in kinds if moved.arm in known]
+            run = there[0] if len(there) == 1 else run
+        found.append(run)
+    return found
 
 
 def comparable(settings: Mapping[str, str]) -> dict[str, str]:

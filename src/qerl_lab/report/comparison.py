@@ -13,7 +13,7 @@ import pandas as pd
 from qerl_lab.config.option import ConfigError, did_you_mean
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.report import results
-from qerl_lab.report.arms import ABSENT, CONTENT, PLACE, Run, choose, differing, labels, started, task_of
+from qerl_lab.report.arms import ABSENT, CONTENT, PLACE, Run, choose, differing, labels, placed, started, task_of
 from qerl_lab.report.runs import DAMAGE, Record, damage, find_runs, read_record
 from qerl_lab.report.stats import ALIKE, between, crossed_interval, paired_interval
 from qerl_lab.terminal import columns, near
@@ -102,8 +102,10 @@ def _identity(record: Record) -> tuple[object, ...]:
 
 def compare(records: list[Record], damaged: dict[str, str]) -> Comparison:
     """The arms of these records; none where no run finished."""
+    runs = placed([record.run for record in records])
+    records = [replace(record, run=run) for record, run in zip(records, runs, strict=True)]
     by_name = {record.run.name: record for record in records}
-    counted, left_out = choose([record.run for record in records])
+    counted, left_out = choose(runs)
     names, arms = labels(counted), dict[str, list[Record]]()
     for run in counted:
         arms.setdefault(names[run.arm], []).append(by_name[run.name])

@@ -9,7 +9,7 @@ from qerl_lab.config.arm import leaves
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.environment import Typed
-from qerl_lab.report.arms import FINISHED, Run, choose, differing, labels, run_from
+from qerl_lab.report.arms import FINISHED, Run, choose, differing, labels, placed, run_from
 from qerl_lab.tracking.mlflow import params
 
 BASE = {name: str(value) for name, _, value in leaves(RunConfig())}
@@ -91,8 +91,17 @@ def test_where_a_run_ran_makes_an_arm_however_it_was_asked_for() -> None:
         return run_from(values, name="r", status=FINISHED, ended=0.0, code="c0", metrics=metrics)
 
     gpu = ["memory/gpu_peak_gib"]
-    assert on("auto", gpu).arm == on("cuda", gpu).arm != on("auto", []).arm == on("cpu", gpu).arm
-    assert differing([on("auto", gpu), on("auto", [])]) == ["device"]
+    cpu = ["memory/rss_gib"]
+    assert on("auto", gpu).arm == on("cuda", gpu).arm != on("auto", cpu).arm == on("cpu", gpu).arm
+    assert differing([on("auto", gpu), on("auto", cpu)]) == ["device"]
+
+
+def test_a_run_that_failed_before_it_noted_its_device_is_of_the_arm_that_it_equals_otherwise() -> None:
+    failed, here, there = run("nvfp4", 1, device="auto"), run("nvfp4", device="cpu"), run("nvfp4", device="cuda")
+    for known in (here, there):
+        assert placed([failed, known])[0].arm == known.arm
+    assert placed([failed, here, there])[0].arm == failed.arm  # of either: nobody knows
+    assert placed([failed, run("bf16", device="cuda")])[0].arm == failed.arm
 
 
 def test_keys_of_an_engine_that_does_not_run_make_no_arm() -> None:
