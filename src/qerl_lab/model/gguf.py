@@ -90,9 +90,7 @@ def header(file: Path) -> Header:
             _value(reader, "tokenizer.ggml.model") == "gpt2",
         )
     except (OSError, ValueError, IndexError, KeyError) as error:  # what numpy says of a file that ends too early
-        raise ConfigError(
-            f"{file} is no GGUF file, or not whole ({first_line(error) or type(error).__name__}). Download it again."
-        ) from None
+        raise ConfigError(f"{file} is no GGUF file, or not whole ({first_line(error)}). Download it again.") from None
 
 
 def _value(reader: "GGUFReader", key: str) -> Any:

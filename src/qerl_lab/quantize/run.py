@@ -19,6 +19,7 @@ from transformers import AutoConfig, PreTrainedModel
 from qerl_lab import formats, terminal
 from qerl_lab.config.files import choices_of
 from qerl_lab.config.keys import typed
+from qerl_lab.config.message import first_line
 from qerl_lab.config.option import ConfigError, did_you_mean
 from qerl_lab.config.schema import FormatConfig
 from qerl_lab.config.spelling import listed, word
@@ -123,7 +124,7 @@ def _empty_model(cfg: QuantizeConfig, folder: Path) -> PreTrainedModel:
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"model={cfg.model}: transformers makes no causal language model of {folder / 'config.json'} "
-            f"({str(error).splitlines()[0]}). Type another model, or install a transformers that knows it."
+            f"({first_line(error)}). Type another model, or install a transformers that knows it."
         ) from error
 
 

@@ -157,6 +157,16 @@ def test_what_is_no_model_is_refused(here, model, capsys, damage, says):
     assert says in refused(capsys, model, "out=out")
 
 
+def test_an_error_without_a_word_is_told_too(here, model, capsys, monkeypatch):
+    def refuse(*_, **__):
+        raise ValueError
+
+    monkeypatch.setattr(quantization.AutoConfig, "from_pretrained", refuse)
+    assert "transformers makes no causal language model of model/config.json (no message)" in refused(
+        capsys, model, "out=out"
+    )
+
+
 def test_a_layer_that_does_not_divide_into_blocks_is_named(here, capsys):
     (here / "model").mkdir()
     write_dense(here / "model", tiny_model(hidden=24))
