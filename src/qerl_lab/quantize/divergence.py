@@ -81,14 +81,21 @@ def problem_pairs(tokenizer: Any) -> kl.Pairs:
     rng, cfg = random.Random(0), task_config()
     pairs = []
     for problem in [arithmetic.problem(rng, cfg) for _ in range(PROBLEMS)]:
-        chat = [{"role": "system", "content": cfg.instruction}, {"role": "user", "content": problem.text}]
-        if tokenizer.chat_template:
-            given = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"]
-        else:
-            given = tokenizer("\n\n".join(message["content"] for message in chat) + "\n\n")["input_ids"]
+        given = _asked(tokenizer, cfg.instruction, problem.text)
         solution = arithmetic.worked_solution(rng, problem)
         pairs.append((given, tokenizer(solution, add_special_tokens=False)["input_ids"]))
     return pairs
+
+
+def _asked(tokenizer: Any, instruction: str, question: str) -> list[int]:
+    together = f"{instruction}\n\n{question}"
+    if not tokenizer.chat_template:
+        return tokenizer(f"{together}\n\n")["input_ids"]
+    user = {"role": "user", "content": question}
+    try:
+        return policy.prompt_ids(tokenizer, [{"role": "system", "content": instruction}, user])
+    except ConfigError:  # a template that takes no system message
+        return policy.prompt_ids(tokenizer, [user | {"content": together}])
 
 
 def file_pairs(file: Path, tokenizer: Any) -> kl.Pairs:

@@ -164,6 +164,12 @@ def test_problems_are_asked_through_the_chat_template_or_without_one():
     chat = [{"role": "system", "content": task_config().instruction}, {"role": "user", "content": question}]
     assert tokenizer.decode(given) == tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
     assert tokenizer.decode(compared).endswith("</answer>")
+    tokenizer.chat_template = (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+        "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
+    )  # as Gemma 2's
+    alone = tokenizer.decode(divergence.problem_pairs(tokenizer)[0][0])
+    assert alone == f"<user>{task_config().instruction}\n\n{question}"
     tokenizer.chat_template = None
     plain = tokenizer.decode(divergence.problem_pairs(tokenizer)[0][0])
     assert plain == f"{task_config().instruction}\n\n{question}\n\n"
