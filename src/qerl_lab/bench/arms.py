@@ -203,16 +203,17 @@ class Process:
         if (self.child.returncode == 0 and measured) or dead(measured):
             return measured
         said = self.log.read_text("utf-8", "replace").splitlines()[-LINES:]
-        died = why(None if self.is_late else self.child.returncode, minutes)
+        died = why(None if self.is_late else self.child.returncode, minutes, bool(measured))
         return [*measured, self.job.about | {"died": died, "log": "\n".join(said)}]
 
 
-def why(status: int | None, timeout_minutes: float) -> str:
+def why(status: int | None, timeout_minutes: float, has_rows: bool) -> str:
     """The reason of a process that could not write its own: its time was over, or it was ended from outside."""
     if status is None:
         return f"took longer than timeout_minutes={timeout_minutes:g}"
-    memory = " (the memory of the host may be full)" if status == -9 else ""
-    return f"ended by signal {-status}{memory}" if status < 0 else f"exit status {status}, and no row"
+    if status < 0:
+        return f"ended by signal {-status}" + (" (the memory of the host may be full)" if status == -9 else "")
+    return f"exit status {status}" + ("" if has_rows else ", and no row")
 
 
 def dead(rows: Sequence[Row]) -> list[Row]:

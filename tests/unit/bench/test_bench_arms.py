@@ -172,6 +172,7 @@ def test_an_arm_that_waits_ends_with_its_parent(tmp_path: Path) -> None:
     [
         ("write({'batch': 8}); os.kill(os.getpid(), 9)", "ended by signal 9 (the memory of the host may be full)", 1),
         ("print('what it said'); sys.exit(3)", "exit status 3, and no row", 0),
+        ("write({'batch': 8}); sys.exit(3)", "exit status 3", 1),
         ("time.sleep(60)", "took longer than timeout_minutes=0.05", 0),
         ("write({'died': 'OutOfMemoryError: 3 GiB'}); sys.exit(1)", "OutOfMemoryError: 3 GiB", 0),
         ("pass", "exit status 0, and no row", 0),
