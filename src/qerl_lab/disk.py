@@ -1,12 +1,28 @@
-"""Files that are whole or not there, whoever is killed and however full the disk is, and directories to write into."""
+"""Files that are whole or not there, whoever is killed and however full the disk is, directories to write into, and locks."""
 
+import errno
+import fcntl
 import json
 import os
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from qerl_lab.config.option import ConfigError
+
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # what a file system without locks says
+
+
+def lock(opened: int | TextIO) -> None:
+    """Lock an open file or directory until it is closed; where there are no locks, nothing is guarded.
+
+    Raises BlockingIOError where another process has it. A child that inherits it keeps the lock.
+    """
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
 
 
 def replace_file(path: Path, data: bytes, aside: str = "tmp") -> None:

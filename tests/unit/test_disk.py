@@ -1,14 +1,22 @@
 """Files are whole or as they were. What cannot be written is refused before the work, and leaves nothing."""
 
+import errno
+import fcntl
 import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 
 from qerl_lab.bench import __main__ as bench
+from qerl_lab.cli import earlier
 from qerl_lab.config.option import ConfigError
 from qerl_lab.disk import make_directory, replace_file
 from qerl_lab.pocket import pretrain, teacher
+from qerl_lab.record.directory import RunDirectory
+from qerl_lab.record.partial import Unfinished
+from qerl_lab.search import study
 
 
 def test_a_full_disk_leaves_no_half_of_a_file(tmp_path: Path) -> None:
@@ -77,3 +85,30 @@ def test_a_benchmark_is_refused_before_it_measures(
     monkeypatch.setattr(bench, "shown", lambda rows: pytest.fail("it began"))
     assert bench.main(["linear", "out=/proc/nowhere/result"]) == 2
     assert "error: out=/proc/nowhere/result cannot be written (No such file" in capsys.readouterr().err
+
+
+HOLDS: list[Callable[[Path], AbstractContextManager[object]]] = [  # a folder, as each kind that a process holds
+    lambda folder: RunDirectory(folder).locked(),
+    earlier.locked,
+    study.locked,
+    lambda folder: Unfinished(folder / "out", {"of": "this process"}, overwrite=False),
+]
+
+
+@pytest.mark.parametrize("hold", HOLDS)
+@pytest.mark.parametrize("says", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_is_written_all_the_same(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    hold: Callable[[Path], AbstractContextManager[object]],
+    says: int,
+) -> None:
+    for name in ("resolved.yaml", "sweep.json"):
+        (tmp_path / name).touch()
+
+    def refuse(*_: object) -> None:
+        raise OSError(says, os.strerror(says))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with hold(tmp_path):
+        pass

@@ -5,7 +5,6 @@ in the sweeps of the same name, or in the directory that the command names.
 """
 
 import copy
-import fcntl
 import json
 import os
 import re
@@ -24,7 +23,7 @@ from qerl_lab.config.arm import leaves, of_arm
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.redact import redact
 from qerl_lab.config.schema import RunConfig
-from qerl_lab.disk import read_json, replace_file
+from qerl_lab.disk import lock, read_json, replace_file
 from qerl_lab.record.directory import RunDirectory, is_run
 
 INDEX, MASTER = "sweep.json", "multirun.yaml"  # its jobs; what Hydra composed for it as a whole
@@ -115,16 +114,14 @@ def _refuse_running(sweep: Path, run: RunDirectory) -> None:
 @contextmanager
 def locked(sweep: Path) -> Iterator[None]:
     """Hold a sweep's directory. Raises ConfigError where another command runs it."""
-    with open(sweep / INDEX, "r+", encoding="utf-8") as lock:
+    with open(sweep / INDEX, "r+", encoding="utf-8") as file:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock(file)
         except BlockingIOError:
             raise ConfigError(
                 f"another command runs the sweep in {sweep}. Wait for it or stop it first, or type rerun=true for "
                 "runs of its own."
             ) from None
-        except OSError:
-            pass  # a file system without locks: runs in it are not guarded either
         yield
 
 

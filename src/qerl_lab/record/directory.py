@@ -9,8 +9,6 @@ console.txt                                       what a job printed that ran be
 DONE or FAILED                                    how it ended; neither after an interruption
 """
 
-import errno
-import fcntl
 import json
 import os
 import signal
@@ -23,7 +21,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.redact import redact
 from qerl_lab.config.schema import RunConfig
-from qerl_lab.disk import read_json, replace_file
+from qerl_lab.disk import lock, read_json, replace_file
 from qerl_lab.exits import FAILURE, INTERRUPTED, OK, SIGNALS, USAGE
 from qerl_lab.record import checkpoint, environment, evaluations, metrics, resolved, resume, samples
 from qerl_lab.record.environment import Typed
@@ -85,15 +83,12 @@ class RunDirectory:
     @contextmanager
     def locked(self) -> Iterator[TextIO]:
         """Hold resolved.yaml locked. A child that inherits the lock keeps it, so that it outlives a killed parent."""
-        with open(self.path / resolved.NAME, "r+", encoding="utf-8") as lock:  # NFS locks what may be written only
+        with open(self.path / resolved.NAME, "r+", encoding="utf-8") as file:  # NFS locks what may be written only
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                lock(file)
             except BlockingIOError:
                 raise ConfigError(f"another process is running in {self.path}. Wait for it or stop it first.") from None
-            except OSError as error:
-                if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):  # file systems without locks
-                    raise
-            yield lock
+            yield file
 
     @property
     def is_claimed(self) -> bool:

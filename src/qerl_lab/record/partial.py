@@ -4,7 +4,6 @@ The journal says what the directory is to become and which of its files are comp
 it was interrupted, and another one does not write into it.
 """
 
-import fcntl
 import json
 import os
 import shutil
@@ -15,7 +14,7 @@ from typing import Any, Self
 
 from qerl_lab.config.keys import typed
 from qerl_lab.config.option import ConfigError
-from qerl_lab.disk import make_directory, read_json, replace_file
+from qerl_lab.disk import lock, make_directory, read_json, replace_file
 
 JOURNAL = "journal.json"
 
@@ -33,7 +32,7 @@ class Unfinished:
         make_directory(self.folder, f"out={out}")
         self._lock = os.open(self.folder, os.O_RDONLY)
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock(self._lock)
         except BlockingIOError:
             os.close(self._lock)
             raise ConfigError(f"another process is writing {self.folder} now. Wait for it, or stop it.") from None

@@ -5,7 +5,6 @@ its sweep goes on where it stopped. The proposal of a trial depends on the searc
 the values of those before, so that a search that was stopped proposes what one in a piece does.
 """
 
-import fcntl
 import math
 import shlex
 from collections.abc import Callable, Iterator
@@ -19,7 +18,7 @@ from optuna.storages.journal import JournalFileBackend, JournalStorage
 from optuna.trial import FrozenTrial, TrialState
 
 from qerl_lab.config.option import ConfigError
-from qerl_lab.disk import make_directory, replace_file
+from qerl_lab.disk import lock, make_directory, replace_file
 from qerl_lab.exits import FAILURE, INTERRUPTED, OK
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.search.options import SearchConfig, Space
@@ -42,7 +41,7 @@ def run(cfg: SearchConfig, space: Space, start: Start) -> None:
     """
     make_directory(cfg.folder, f"out={cfg.out}")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    with _locked(cfg.folder):
+    with locked(cfg.folder):
         study = _opened(cfg, space)
         while trial := _next(study, cfg, space):
             _run_trial(study, trial, cfg, space, start)
@@ -52,10 +51,11 @@ def run(cfg: SearchConfig, space: Space, start: Start) -> None:
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    with (folder / LOCK).open("w") as lock:
+def locked(folder: Path) -> Iterator[None]:
+    """Hold the folder of a search. Raises ConfigError where another command searches in it."""
+    with (folder / LOCK).open("w") as file:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock(file)
         except BlockingIOError:
             raise ConfigError(f"another command searches in {folder}. Wait for it, or type another out.") from None
         yield
