@@ -1,4 +1,4 @@
-"""Files that are whole or not there, whoever is killed and however full the disk is, directories to write into, and locks."""
+"""Files that are whole or not there, whoever is killed and however full the disk is; directories and locks."""
 
 import errno
 import fcntl
