@@ -271,10 +271,10 @@ def cut_questions(cfg: RunConfig, train: int, heldout: int) -> list[str]:
     more = "another task.path" if task.path or not more else more
     if train == 0:
         raise ConfigError(f"{source} has no training question. Type {more}.")
-    if cfg.eval.questions and heldout < 2:
+    if (unasked := no_evaluation(cfg)) and heldout < 2:
         remedy = "Add some to test.jsonl, or type" if task.path else f"Type {more}, or"
         raise ConfigError(
-            f"{source} has {heldout} held-out questions, and an evaluation needs two. {remedy} eval.questions=0."
+            f"{source} has {heldout} held-out questions, and an evaluation needs two. {remedy} {unasked}."
         )
     said = []
     if cfg.eval.questions > heldout:
@@ -282,3 +282,8 @@ def cut_questions(cfg: RunConfig, train: int, heldout: int) -> list[str]:
     if cfg.task.train_questions > train:
         said.append(f"task.train_questions={cfg.task.train_questions}: there are {train:,}, all of them are used")
     return said
+
+
+def no_evaluation(cfg: RunConfig) -> str:
+    """What to type so that no held-out question is asked; empty for a run that asks none."""
+    return " ".join(f"eval.{key}=0" for key in ("questions", "every") if getattr(cfg.eval, key))

@@ -88,6 +88,12 @@ def refused(line: str, capsys: pytest.CaptureFixture[str]) -> str:
             ["one has 1 held-out questions", "Add some to test.jsonl, or type eval.questions=0"],
         ),
         (
+            "task=gsm8k task.path=one eval.questions=0 eval.every=1",
+            ["one has 1 held-out questions", "or type eval.every=0."],
+        ),
+        ("task=gsm8k task.path=unasked eval.every=1", ["has 0 held-out", "or type eval.questions=0 eval.every=0."]),
+        ("task=gsm8k task.path=unasked eval.questions=0 eval.every=1", ["has 0 held-out", "or type eval.every=0."]),
+        (
             "task.arithmetic.max_operand=2 task.arithmetic.min_steps=1 task.arithmetic.max_steps=1",
             [
                 "this difficulty has 0 held-out questions",
@@ -128,7 +134,7 @@ def test_a_command_that_cannot_run_is_refused_before_anything_is_made(
     Path("file").touch()
     Path("file.gguf").touch()
     row, other = (json.dumps({"question": asked, "answer": "#### 2"}) + "\n" for asked in ("1+1?", "0+2?"))
-    for name, train, test in (("none", "", row * 2), ("one", other, row), ("garbage", "{", row)):
+    for name, train, test in (("none", "", row * 2), ("one", other, row), ("unasked", row, ""), ("garbage", "{", row)):
         Path(name).mkdir()
         Path(name, "train.jsonl").write_text(train)
         Path(name, "test.jsonl").write_text(test)

@@ -10,6 +10,7 @@ from torch.utils.data import Sampler
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.model.policy import Policy
+from qerl_lab.preflight import no_evaluation
 from qerl_lab.tasks import Question, Task
 
 
@@ -39,7 +40,8 @@ def select(cfg: RunConfig, policy: Policy, task: Task) -> TrainingData:
     Raises ConfigError where no training question has, or fewer than two held-out ones of a run that evaluates.
     """
     limit = cfg.rollout.max_prompt_tokens
-    asked = task.heldout if cfg.eval.questions or cfg.eval.every else []
+    unasked = no_evaluation(cfg)
+    asked = task.heldout if unasked else []
     lengths, heldout_lengths = (
         [len(policy.prompt_ids(task.messages(question))) for question in questions] for questions in (task.train, asked)
     )
@@ -53,7 +55,7 @@ def select(cfg: RunConfig, policy: Policy, task: Task) -> TrainingData:
     if asked and len(heldout) < 2:
         raise ConfigError(
             f"rollout.max_prompt_tokens={limit} leaves {len(heldout)} of {len(asked):,} held-out questions, and an "
-            f"evaluation needs two. Type rollout.max_prompt_tokens={max(heldout_lengths)}, or eval.questions=0."
+            f"evaluation needs two. Type rollout.max_prompt_tokens={max(heldout_lengths)}, or {unasked}."
         )
     return TrainingData(
         replace(task, heldout=heldout), fitting, len(lengths) - len(fitting), len(asked) - len(heldout), cfg.seed

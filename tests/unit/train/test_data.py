@@ -76,6 +76,8 @@ def test_a_limit_that_leaves_too_few_held_out_questions_is_refused(tiny, policy)
     with pytest.raises(ConfigError, match=said):
         select(tiny(rollout__max_prompt_tokens=lengths[shortest]), policy, few)
     assert select(tiny(rollout__max_prompt_tokens=lengths[shortest], eval__questions=0), policy, few).questions
+    with pytest.raises(ConfigError, match=rf"max_prompt_tokens={lengths[longest]}, or eval\.every=0\."):
+        select(tiny(rollout__max_prompt_tokens=lengths[shortest], eval__questions=0, eval__every=1), policy, few)
 
 
 def test_a_cursor_goes_on_from_its_position(tiny, data_of) -> None:
