@@ -13,8 +13,6 @@ import torch
 from cuda.bindings import driver, nvrtc
 from torch import Tensor
 
-EARLY = 0  # 1 lets a kernel start before the one before it in the stream has ended; not measured
-
 
 @cache
 def function(source: Path, name: str, device: int) -> Any:
@@ -65,10 +63,6 @@ def launch(function: Any, blocks: int, threads: int, shared_bytes: int, argument
     config.gridDimX, config.blockDimX, config.sharedMemBytes = blocks, threads, shared_bytes
     config.gridDimY = config.gridDimZ = config.blockDimY = config.blockDimZ = 1
     config.hStream = driver.CUstream(torch.cuda.current_stream().cuda_stream)
-    early = driver.CUlaunchAttribute()
-    early.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-    early.value.programmaticStreamSerializationAllowed = EARLY
-    config.attrs, config.numAttrs = [early], 1
     checked(driver.cuLaunchKernelEx(config, function, ctypes.addressof(pointers), 0))
 
 
