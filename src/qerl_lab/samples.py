@@ -57,12 +57,7 @@ COMMAND = Command(
     required=("run_dir",),
     bare="run_dir",
 )
-
-
-@exits.command
-def main(words: list[str]) -> int:
-    """Print the samples of a step; the exit code is 2 for a record that cannot be used."""
-    return COMMAND.run(words)
+main = exits.command(COMMAND.run)
 
 
 if __name__ == "__main__":

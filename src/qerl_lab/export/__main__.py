@@ -32,12 +32,7 @@ COMMAND = Command(
     required=("run", "out"),
     alone=True,
 )
-
-
-@exits.command
-def main(words: list[str]) -> int:
-    """Run the command and return its exit code."""
-    return COMMAND.run(words)
+main = exits.command(COMMAND.run)
 
 
 if __name__ == "__main__":
