@@ -120,7 +120,7 @@ def test_kill_9_at_the_worst_moments(killable, reference) -> None:
         ("qerl_lab.record.directory", "RunDirectory.write_evaluations", 1, True),  # evaluated, and not yet logged
         ("qerl_lab.tracking.tracker", "Tracker.log", 1, True),  # logged
         ("qerl_lab.tracking.tracker", "Tracker.log", 1, True),  # step 1 logged, and no checkpoint of it
-        ("qerl_lab.record.checkpoint", "_sha256", 3, False),  # a checkpoint without manifest
+        ("qerl_lab.record.checkpoint", "sha256", 3, False),  # a checkpoint without manifest
         ("qerl_lab.record.checkpoint", "_flush_to_disk", 2, False),  # a whole one that is not named yet
         ("qerl_lab.record.checkpoint", "shutil.rmtree", 2, False),  # the next, before the last one is dropped
         ("qerl_lab.aqn.found", "solve", 1, False),  # the texts for a stage's sigma are sampled

@@ -22,6 +22,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config
 
+from qerl_lab.config.paths import WEIGHTS
 from qerl_lab.config.schema import FormatConfig, RunConfig
 from qerl_lab.formats.format import Format
 from qerl_lab.model.files import INDEX
@@ -164,5 +165,5 @@ def write_adapter(folder: Path, architecture: dict[str, Any], rank: int) -> None
             values = torch.randn(shape, generator=generator) / math.sqrt(100 * shape[1])
             tensors[f"base_model.model.{name}.{part}.weight"] = values
     folder.mkdir(parents=True)
-    save_file(tensors, folder / "adapter_model.safetensors")
+    save_file(tensors, folder / WEIGHTS)
     plain_lora(rank).save_pretrained(folder)

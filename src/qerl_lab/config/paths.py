@@ -77,10 +77,15 @@ def adapter_folder(path: str) -> Path:
     return folder / "adapter" if (folder / "resolved.yaml").is_file() else folder
 
 
+def sha256(file: Path) -> str:
+    """The SHA-256 of a file, read piece by piece, as 64 hex digits."""
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
 def file_hash(file: Path) -> str:
     """First 12 hex digits of the SHA-256 of a file."""
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()[:12]
+    return sha256(file)[:12]
 
 
 def module_hash(file: str) -> str:

@@ -1,6 +1,5 @@
 """What an evaluation is of: a run's base and final adapter, or a model alone; in its own format, or dequantized."""
 
-import hashlib
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from safetensors.torch import load_file
 from qerl_lab import formats, preflight
 from qerl_lab.config.model_hash import model_hash
 from qerl_lab.config.option import ConfigError
+from qerl_lab.config.paths import WEIGHTS, sha256
 from qerl_lab.config.schema import DENSE_FORMAT, RunConfig
 from qerl_lab.evaluate.options import AccuracyOptions
 from qerl_lab.model import on_disk, policy
@@ -25,7 +25,6 @@ from qerl_lab.model.policy import Policy
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.rollout.vllm.base import scratch_folder, size_of
 
-ADAPTER = "adapter_model.safetensors"
 LONGEST = 4096  # tokens of a completion of a model that is no run's, where its context has room
 
 
@@ -40,7 +39,7 @@ class Subject:
     @property
     def adapter_sha256(self) -> str:
         """Of the adapter's weights; `none` without one."""
-        return "none" if self.adapter is None else hashlib.sha256((self.adapter / ADAPTER).read_bytes()).hexdigest()
+        return "none" if self.adapter is None else sha256(self.adapter / WEIGHTS)
 
     @property
     def is_common(self) -> bool:
@@ -79,7 +78,7 @@ def _of_run(options: AccuracyOptions) -> Subject:
     on_disk.check_content(cfg)
     if not options.adapter:
         return Subject(f"{said}, its base alone", cfg, None)
-    if directory.status != "done" or not (directory.adapter / ADAPTER).is_file():
+    if directory.status != "done" or not (directory.adapter / WEIGHTS).is_file():
         raise ConfigError(
             f"run={options.run} has no final adapter ({directory.status}); allowed: finished runs, whose last step "
             f"counts and not their best. Type python -m qerl_lab resume={options.run} first, or adapter=false for its "
@@ -122,7 +121,7 @@ def load(subject: Subject) -> Policy:
 
 def is_zero(adapter: Path) -> bool:
     """Whether the adapter changes nothing: one matrix of each product is zero throughout."""
-    tensors = load_file(adapter / ADAPTER)
+    tensors = load_file(adapter / WEIGHTS)
     return not any(tensor.any() for name, tensor in tensors.items() if "lora_B" in name)
 
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from qerl_lab.config.option import ConfigError, option
+from qerl_lab.config.paths import WEIGHTS
 from qerl_lab.record.directory import RunDirectory
 
 RECORD = "export.json"  # in the directory that is written: what it was made from
@@ -40,8 +41,8 @@ def check(cfg: ExportConfig) -> None:
             f"run={cfg.run} is {run.status}, and what it learned is whole when it is done. "
             f"Type python -m qerl_lab resume={cfg.run} first."
         )
-    if not (run.adapter / "adapter_model.safetensors").is_file():
-        raise ConfigError(f"run={cfg.run} has no adapter/adapter_model.safetensors. Type another run.")
+    if not (run.adapter / WEIGHTS).is_file():
+        raise ConfigError(f"run={cfg.run} has no adapter/{WEIGHTS}. Type another run.")
     if cfg.merged and cfg.base:
         raise ConfigError("base=true is for the adapter alone, and merged=true holds the base. Leave base out.")
     if cfg.dtype != ExportConfig().dtype and not (cfg.merged or cfg.base):

@@ -1,6 +1,5 @@
 """One export, from a run's directory to another library's: read -> write aside -> card -> rename."""
 
-import hashlib
 import json
 import shutil
 from dataclasses import asdict
@@ -11,6 +10,7 @@ import torch
 from huggingface_hub import save_torch_state_dict
 
 from qerl_lab import terminal
+from qerl_lab.config.paths import WEIGHTS, sha256
 from qerl_lab.config.schema import DENSE_FORMAT, RunConfig
 from qerl_lab.disk import replace_file
 from qerl_lab.export.card import card
@@ -21,7 +21,7 @@ from qerl_lab.model.files import copy_companions, local_folder, read_json
 from qerl_lab.record.environment import versions
 from qerl_lab.record.partial import JOURNAL, Unfinished
 
-ADAPTER = ("adapter_model.safetensors", "adapter_config.json")
+SETTINGS = "adapter_config.json"
 PROVENANCE = (
     gguf.ABOUT,
     "warmup.json",
@@ -40,7 +40,7 @@ def run(cfg: ExportConfig) -> None:
     record, trained = cfg.directory, cfg.directory.config()
     on_disk.check_content(trained)
     base = local_folder(trained.model.path, trained.model.revision)
-    adapter = _sha256(record.adapter / ADAPTER[0])
+    adapter = sha256(record.adapter / WEIGHTS)
     identity = {"run": str(record.path), "merged": cfg.merged, "base": cfg.base, "dtype": cfg.dtype, "adapter": adapter}
     with Unfinished(cfg.folder, identity, cfg.overwrite) as unfinished:
         unfinished.clear()
@@ -76,12 +76,12 @@ def is_plain(trained: RunConfig) -> bool:
 
 def write_adapter(trained: RunConfig, adapter: Path, out: Path, base: str) -> None:
     """Write PEFT's two files; `base` is what they name as the model that they belong to."""
-    for name in ADAPTER:
+    for name in (WEIGHTS, SETTINGS):
         shutil.copyfile(adapter / name, out / name)
-    settings = read_json(out / ADAPTER[1])
+    settings = read_json(out / SETTINGS)
     settings |= {"base_model_name_or_path": base, "revision": trained.model.revision}
     settings["target_modules"] = sorted(settings["target_modules"])
-    replace_file(out / ADAPTER[1], json.dumps(settings, indent=2).encode() + b"\n")
+    replace_file(out / SETTINGS, json.dumps(settings, indent=2).encode() + b"\n")
 
 
 def write_dense(trained: RunConfig, adapter: Path, base: Path, out: Path, dtype_name: str, *, merged: bool) -> None:
@@ -116,11 +116,6 @@ def _origin(trained: RunConfig, base: Path) -> dict[str, Any]:
 
 def _write_record(out: Path, about: dict[str, Any]) -> None:
     files = sorted(path for path in out.rglob("*") if path.is_file() and path.name != JOURNAL)
-    about["sha256"] = {str(path.relative_to(out)): _sha256(path) for path in files}
+    about["sha256"] = {str(path.relative_to(out)): sha256(path) for path in files}
     about["packages"] = versions(("qerl-lab", "torch", "peft", "transformers"))
     replace_file(out / RECORD, json.dumps(about, indent=1).encode() + b"\n")
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from qerl_lab.config.message import first_line
 from qerl_lab.config.option import ConfigError
+from qerl_lab.config.paths import sha256
 
 if TYPE_CHECKING:
     from gguf import GGUFReader
@@ -171,10 +172,8 @@ def _mend(tokenizer: "PreTrainedTokenizerFast", found: Header) -> None:
 
 
 def _about(file: Path, found: Header) -> dict[str, Any]:
-    with file.open("rb") as opened:
-        digest = hashlib.file_digest(opened, "sha256").hexdigest()
     versions = {name: importlib.metadata.version(name) for name in ("transformers", "gguf", "torch")}
     return {
-        "file": str(file.resolve()), "sha256": digest, "bytes": file.stat().st_size, "tensors": found.kinds,
+        "file": str(file.resolve()), "sha256": sha256(file), "bytes": file.stat().st_size, "tensors": found.kinds,
         "parameters": found.parameters, "dequantized_to": DTYPE, "packages": versions,
     }  # fmt: skip

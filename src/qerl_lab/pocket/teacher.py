@@ -6,7 +6,6 @@ about half the answers right. Seeded; minutes on two cores. `recipe.json`, writt
 and the SHA-256 of every file.
 """
 
-import hashlib
 import json
 import math
 import random
@@ -22,6 +21,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from qerl_lab import tasks
 from qerl_lab.config.files import package_data
+from qerl_lab.config.paths import sha256
 from qerl_lab.config.rules import from_dict
 from qerl_lab.config.schema import TaskConfig
 from qerl_lab.pocket.recipe import Recipe
@@ -141,7 +141,7 @@ def save(folder: Path, recipe: Recipe, model: Qwen2ForCausalLM, tokenizer: PreTr
         "recipe": asdict(recipe),
         "parameters": model.num_parameters(),
         "torch": torch.__version__,
-        "sha256": {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files},
+        "sha256": {path.name: sha256(path) for path in files},
     }
     (folder / "recipe.json").write_text(json.dumps(record, indent=1) + "\n")
 

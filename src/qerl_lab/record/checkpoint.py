@@ -5,7 +5,6 @@ other file. So a truncated or altered one is recognized, and the checkpoint befo
 code when read: safetensors, JSON, and tensors that torch loads with `weights_only=True`.
 """
 
-import hashlib
 import json
 import os
 import shutil
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from qerl_lab.config.option import ConfigError
+from qerl_lab.config.paths import sha256
 
 MANIFEST, STATE = "manifest.json", "lab_state.json"
 
@@ -78,7 +78,7 @@ def save(folder: Path, state: Mapping[str, Any], write: Callable[[Path], None], 
 def _fill(aside: Path, state: Mapping[str, Any], write: Callable[[Path], None]) -> None:
     write(aside)
     (aside / STATE).write_text(json.dumps(state))
-    digests = {str(path.relative_to(aside)): _sha256(path) for path in _files(aside)}
+    digests = {str(path.relative_to(aside)): sha256(path) for path in _files(aside)}
     (aside / MANIFEST).write_text(json.dumps(digests, indent=1))
     for path in [*_files(aside), aside]:
         _flush_to_disk(path)
@@ -124,7 +124,7 @@ def _damage(path: Path) -> str:
     for name, digest in digests.items():
         if not (path / name).is_file():
             return f"{name} is missing"
-        if _sha256(path / name) != digest:
+        if sha256(path / name) != digest:
             return f"{name} does not match its checksum"
     try:
         _saved(path)
@@ -154,11 +154,6 @@ def _discard_leftovers(folder: Path) -> None:
     """Remove what a killed process left half-written."""
     for path in folder.glob(".step-*"):
         shutil.rmtree(path)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _flush_to_disk(path: Path) -> None:

@@ -5,7 +5,6 @@ optimizer and its own number alone, so that a warm-up which was killed ends as o
 sums have one order, so that two GPUs of one kind under the same packages make the same model: runs on it can be pooled.
 """
 
-import hashlib
 import json
 import math
 import os
@@ -28,6 +27,7 @@ from qerl_lab import tasks, terminal
 from qerl_lab.config.message import first_line
 from qerl_lab.config.model_hash import model_hash
 from qerl_lab.config.option import ConfigError
+from qerl_lab.config.paths import sha256
 from qerl_lab.config.redact import redact
 from qerl_lab.config.spelling import word
 from qerl_lab.model import gguf, on_disk, policy
@@ -192,7 +192,7 @@ def identity(cfg: WarmupConfig, task: Task, folder: Path) -> dict[str, Any]:
     """Return what decides the weights to be written."""
     chosen = {key: value for key, value in asdict(cfg).items() if key not in NOT_IDENTITY}
     content = {"hash": model_hash(folder)}
-    return chosen | {"task": cfg.task, "solutions": task.data["training_sha256"], "the model": content}
+    return chosen | {"solutions": task.data["training_sha256"], "the model": content}
 
 
 def opening(warmup: Warmup, left_out: int) -> str:
@@ -214,13 +214,8 @@ def write(warmup: Warmup, tokenizer: PreTrainedTokenizerBase, folder: Path, reco
     warmup.model.to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     files = sorted(file for file in folder.iterdir() if file.is_file() and file.name not in (RECORD, JOURNAL))
-    record["sha256"] = {file.name: _sha256(file) for file in files}
+    record["sha256"] = {file.name: sha256(file) for file in files}
     (folder / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def about(cfg: WarmupConfig, task: Task, folder: Path, warmup: Warmup, left_out: int, started: float) -> dict[str, Any]:

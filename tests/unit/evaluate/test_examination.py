@@ -15,10 +15,10 @@ from safetensors.torch import load_file, save_file
 
 from finished_runs import make_finished
 from qerl_lab import rollout, tasks
+from qerl_lab.config.paths import WEIGHTS
 from qerl_lab.evaluate import __main__ as evaluate
 from qerl_lab.evaluate import benchmarks, examination, subject
 from qerl_lab.evaluate.options import AccuracyOptions, samples_of
-from qerl_lab.evaluate.subject import ADAPTER
 from qerl_lab.evaluate.summary import ABOUT, ROWS
 from qerl_lab.model.on_disk import POCKET
 from qerl_lab.quantize import __main__ as quantize
@@ -110,7 +110,7 @@ def test_both_engines_are_in_the_table(run_dir, tmp_path, capsys) -> None:
 
 def test_an_adapter_that_is_all_zero_is_said(tiny, tmp_path, capsys, run_dir) -> None:
     copy = shutil.copytree(run_dir, tmp_path / "run")
-    file = copy / "adapter" / ADAPTER
+    file = copy / "adapter" / WEIGHTS
     tensors = load_file(file)
     save_file({name: t.zero_() if "lora_B" in name else t for name, t in tensors.items()}, file)
     assert go(f"run={copy}", "questions=2", "samples=1") == 0
@@ -118,11 +118,11 @@ def test_an_adapter_that_is_all_zero_is_said(tiny, tmp_path, capsys, run_dir) ->
 
 
 def drop(copy: Path) -> None:
-    (copy / "adapter" / ADAPTER).unlink()
+    (copy / "adapter" / WEIGHTS).unlink()
 
 
 def lose_a_matrix(copy: Path) -> None:
-    file = copy / "adapter" / ADAPTER
+    file = copy / "adapter" / WEIGHTS
     tensors = load_file(file)
     tensors.pop(next(iter(tensors)))
     save_file(tensors, file)

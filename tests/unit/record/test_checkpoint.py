@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from qerl_lab.config.paths import sha256
 from qerl_lab.record import checkpoint
 from qerl_lab.record.checkpoint import MANIFEST, STATE, newest, save, verify
 
@@ -118,7 +119,7 @@ def test_a_state_of_another_version_is_damage_and_not_a_crash(tmp_path, capsys, 
     """Its checksum is right: it was written so."""
     path = saved(tmp_path, 1, 2)
     (path / STATE).write_text(json.dumps(changed))
-    digests = json.loads((path / MANIFEST).read_text()) | {STATE: checkpoint._sha256(path / STATE)}
+    digests = json.loads((path / MANIFEST).read_text()) | {STATE: sha256(path / STATE)}
     (path / MANIFEST).write_text(json.dumps(digests))
     assert newest(tmp_path).step == 1
     assert f"{STATE} is of another version" in capsys.readouterr().err

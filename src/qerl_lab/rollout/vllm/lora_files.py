@@ -10,6 +10,7 @@ from peft import PeftModel, get_peft_model_state_dict
 from safetensors.torch import save_file
 
 from qerl_lab.config.option import ConfigError
+from qerl_lab.config.paths import WEIGHTS
 
 MAX_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM's LoRAConfig allows
 
@@ -39,4 +40,4 @@ def write_weights(model: PeftModel, folder: Path) -> None:
     own = get_peft_model_state_dict(model, adapter_name="default")
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in own.items()}
     save_file(tensors, folder / "adapter_model.new")
-    os.replace(folder / "adapter_model.new", folder / "adapter_model.safetensors")
+    os.replace(folder / "adapter_model.new", folder / WEIGHTS)
