@@ -4,6 +4,7 @@ Every job of a command is composed once and validated. So one bad job of a sweep
 and no file that is edited later changes a job. Whatever is wrong ends in one `ConfigError`.
 """
 
+import copy
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -107,6 +108,24 @@ class ConfigDir(SearchPathPlugin):
             search_path.append("command-line", f"file://{Path(self.folder).absolute()}")
 
 
+class ReadOnce:
+    """Hydra's options of one command. It would copy them all and read their files again for every job and group."""
+
+    def __init__(self, repository: Any) -> None:
+        self.repository, self.known = repository, dict[str, Any]()
+
+    def __deepcopy__(self, memo: object) -> "ReadOnce":
+        return self
+
+    def load_config(self, config_path: str) -> Any:
+        if config_path not in self.known:
+            self.known[config_path] = self.repository.load_config(config_path)
+        return copy.deepcopy(self.known[config_path])  # a job's values are written into what it gets
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.repository, name)
+
+
 def make_plan(overrides: list[str], multirun: bool, config_dir: str | None = None) -> Plan:
     """Compose and validate every job of a command whose overrides are spelled for Hydra. Raises ConfigError."""
     with as_config_errors(), _loader(config_dir) as loader:
@@ -133,7 +152,9 @@ def _loader(config_dir: str | None) -> Iterator[ConfigLoader]:
     ConfigDir.folder = config_dir
     try:
         with initialize_config_dir(str(package_data("conf")), job_name="qerl_lab", version_base=VERSION_BASE):
-            yield GlobalHydra.instance().config_loader()
+            loader: Any = GlobalHydra.instance().config_loader()
+            loader.repository = ReadOnce(loader.repository)
+            yield loader
     finally:
         ConfigDir.folder = None
 
