@@ -240,18 +240,20 @@ def hub_cache() -> Path:
 
 def _check_questions(cfg: RunConfig) -> list[str]:
     tasks.check_trains(cfg.task)
-    path = cfg.task.path
-    if path is not None:
-        if not path.strip():
-            raise ConfigError("task.path= is empty; allowed: a directory, a file or a hub id. Leave task.path out.")
-        if not data.is_local(path):
-            return []
-    elif tasks.is_on_the_hub(cfg.task):
+    if cfg.task.path is not None and not cfg.task.path.strip():
+        raise ConfigError("task.path= is empty; allowed: a directory, a file or a hub id. Leave task.path out.")
+    if not has_questions(cfg):
         return []
-    elif cfg.task == replace(TaskConfig(), instruction=cfg.task.instruction):  # counting them would take half a second
+    if cfg.task == replace(TaskConfig(), instruction=cfg.task.instruction):  # counting them would take half a second
         return cut_questions(cfg, arithmetic.TRAIN_QUESTIONS, arithmetic.HELDOUT_QUESTIONS)
     train, heldout, warnings = _counts(json.dumps(asdict(cfg.task)))
     return [*warnings, *cut_questions(cfg, train, heldout)]
+
+
+def has_questions(cfg: RunConfig) -> bool:
+    """Whether the command finds the questions on this machine, and so says itself what is left out of them."""
+    path = cfg.task.path
+    return not tasks.is_on_the_hub(cfg.task) if path is None else data.is_local(path)
 
 
 @cache

@@ -50,8 +50,9 @@ def no_key(name: str) -> ConfigError:
         return ConfigError(f"{name} is a node, not a key. Allowed: {', '.join(inside)}.")
     node, _, last = name.rpartition(".")
     here = [key for key in known if key.startswith(node + ".")] or list({key.split(".")[0]: None for key in known})
-    elsewhere = [key for key in known if key.rpartition(".")[2] == last]
-    hint = f" Did you mean {' or '.join(elsewhere)}?" if elsewhere else did_you_mean(name, [*here, *known])
+    begun = [key for key in here if key.startswith(name)]
+    meant = begun or [key for key in known if key.rpartition(".")[2] == last]
+    hint = f" Did you mean {' or '.join(meant)}?" if meant else did_you_mean(name, [*here, *known])
     return unknown_key(name, here, hint)
 
 

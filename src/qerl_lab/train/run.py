@@ -115,7 +115,8 @@ def build(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> Session:
     task = tasks.load(cfg.task)
     if saved:
         directory.refuse_other_data(task.data)
-    notes = [*task.warnings, *preflight.cut_questions(cfg, len(task.train), len(task.heldout))]
+    cut = preflight.cut_questions(cfg, len(task.train), len(task.heldout))
+    notes = [] if preflight.has_questions(cfg) else [*task.warnings, *cut]
     learner = policy.build(cfg, device)
     if saved:
         saved.refuse_other_device(*computes_on(learner))

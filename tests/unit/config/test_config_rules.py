@@ -121,6 +121,7 @@ KL = {"aqn__schedule": "linear", "aqn__unit": "kl"}
         ({"algorithm__name": "ppo"}, "algorithm.name=ppo", "grpo, dapo, dr_grpo, gspo, cispo"),
         ({"lora__rnk": 3}, "lora.rnk", "Did you mean lora.rank?"),
         ({"task__max_operand": 9}, "task.max_operand is not a known key", "Did you mean task.arithmetic.max_operand?"),
+        ({"eval__question": 9}, "eval.question is not a known key", "Did you mean eval.questions?"),
         ({"task__arithmetic__path": "a"}, "task.arithmetic.path", "Did you mean model.path or task.path?"),
     ],
 )  # fmt: skip
