@@ -76,6 +76,8 @@ class FakeVllm:
                 if self.adapters.pop(body["lora_name"], None) is None:
                     return refusal(404, f"The lora adapter '{body['lora_name']}' cannot be found.")
                 return 200, None
+            case "/abort_requests":
+                return 200, {"status": "aborted", "aborted": 0}
             case "/reset_prefix_cache":
                 return 200, {"success": True}
             case "/collective_rpc":
@@ -89,6 +91,8 @@ class FakeVllm:
         match method:
             case "qerl_describe":
                 return self.described
+            case "qerl_sees":
+                return [file.name for file in Path(given["folder"]).glob("*")]
             case "qerl_adapter":
                 return [1]
             case "qerl_noise":

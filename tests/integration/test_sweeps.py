@@ -265,6 +265,13 @@ def test_words_about_jobs_are_refused_where_they_do_nothing(
     assert not Path("runs").exists()
 
 
+def test_jobs_at_once_on_one_server_are_refused(capfd: pytest.CaptureFixture[str]) -> None:
+    words = ["-m", "seed=0,1", "format=bf16", "rollout=vllm_server", "cpu_threads=1", "dry_run=true"]
+    assert main([*words, "jobs=2"]) == 2
+    assert "it has one run at a time. Type jobs=1" in capfd.readouterr().err
+    assert main(words) == 0
+
+
 def test_too_few_gpus_for_a_job_are_told_before_anything_starts(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -182,10 +182,17 @@ def refuse_of_sweeps(words: Mapping[str, str]) -> None:
 
 
 def refuse_several_of_sweep(configs: Sequence[RunConfig]) -> None:
-    """Raise ConfigError where the jobs of a sweep disagree on how it runs."""
+    """Raise ConfigError where the jobs of a sweep disagree on how it runs, or would take a server from each other."""
     for key in OF_SWEEPS:
         if len({getattr(cfg, key) for cfg in configs}) > 1:
             raise ConfigError(f"{key} holds for the whole sweep; allowed: one value. Type {key}=VALUE, once.")
+    first = configs[0]
+    urls = [cfg.rollout.vllm_server.url for cfg in configs if cfg.rollout.engine == "vllm_server"]
+    if len(set(urls)) < len(urls) and (first.jobs, first.launcher) != (1, "local"):
+        raise ConfigError(
+            f"jobs={first.jobs} with launcher={first.launcher} lets several runs sample on one server at once "
+            "(rollout.vllm_server.url), and it has one run at a time. Type jobs=1 launcher=local, or rollout=vllm."
+        )
 
 
 def check_all_act(jobs: Sequence[tuple[RunConfig, Mapping[str, str]]]) -> None:

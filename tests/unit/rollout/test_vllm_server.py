@@ -17,6 +17,7 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.model.policy import Policy
 from qerl_lab.rollout.engine import EngineFailed, Sampling
+from qerl_lab.rollout.vllm_server import engine as server_engine
 from qerl_lab.rollout.vllm_server import serve_line
 from qerl_lab.rollout.vllm_server.wire import decoded, encoded
 
@@ -171,13 +172,37 @@ def test_a_load_whose_answer_was_lost_counts(fake: FakeVllm, config, policy: Pol
     engine.close()
 
 
-def test_another_engine_takes_the_server(engine, fake: FakeVllm, config, policy: Policy) -> None:
+def test_the_last_run_to_start_keeps_the_server(engine, fake: FakeVllm, config, policy: Policy, monkeypatch) -> None:
+    """The first one neither samples with the other's adapter and noise, nor changes them, nor takes the server back."""
+    ours = server_engine.PROCESS
+    monkeypatch.setattr(server_engine, "PROCESS", "policy-another")
+    monkeypatch.setattr(server_engine, "HAD", set())
     other = rollout.build(config(), policy)
-    assert len(fake.adapters) == 1
-    other.generate(PROMPTS, 2, SAMPLING)
+    held, fake.asked = dict(fake.adapters), []
+    monkeypatch.setattr(server_engine, "PROCESS", ours)  # whose engine is built again
     with pytest.raises(EngineFailed, match="another run took it"):
         engine.generate(PROMPTS, 2, SAMPLING)
+    with pytest.raises(EngineFailed, match="was taken by another run"):
+        engine.sync(Noise(0.1, seed=0, step=1))
+    with pytest.raises(EngineFailed, match="was taken by another run"):
+        rollout.build(config(), policy)
+    assert fake.adapters == held
+    assert {body["method"] for body in sent(fake, RPC)} == {"qerl_describe"}
+    other.generate(PROMPTS, 2, SAMPLING)
     other.close()
+
+
+@pytest.mark.parametrize(("names", "said"), [(["policy-another"], "taken by another run"), ([], "started again")])
+def test_completions_of_a_server_that_changed_hands_are_none(engine, fake: FakeVllm, names, said: str) -> None:
+    """All were answered, some of them by another run's noise."""
+
+    def change(answer: Any) -> Any:
+        fake.adapters = dict.fromkeys(names, "elsewhere")
+        return answer
+
+    fake.faults[COMPLETIONS] = [change]
+    with pytest.raises(EngineFailed, match=f"was {said}"):
+        engine.generate(PROMPTS[:1], 2, SAMPLING)
 
 
 # --- wrong answers
@@ -214,7 +239,8 @@ def test_less_than_was_asked_is_an_error_that_names_the_server(engine, fake: Fak
     ("path", "fault", "part"),
     [
         ("/reset_prefix_cache", lambda said: {"success": False}, "kept its prefix cache"),
-        (RPC, lambda said: {"results": [[1, 2]]}, "allowed: one in each worker"),
+        (RPC, lambda said: {"results": [[1], [1, 2]]}, r"the adapter with \[1, 2\]; allowed: one id"),
+        (RPC, lambda said: {"results": [["ValueError", "no file"]]}, "'no file'"),
         (RPC, refusal(500, "list_loras"), "failed in qerl_adapter"),
     ],
 )
@@ -250,9 +276,11 @@ def noisy(fake: FakeVllm) -> None:
     next(iter(fake.norms.values())).add_(0.01)
 
 
-def without_a_norm(fake: FakeVllm) -> None:
-    noise = FakeVllm.rpc
-    fake.rpc = lambda method, given: {} if method == "qerl_norms" else noise(fake, method, given)
+def answers(method: str, said: Any) -> Callable[[FakeVllm], None]:
+    def change(fake: FakeVllm) -> None:
+        fake.rpc = lambda asked, given: said if asked == method else FakeVllm.rpc(fake, asked, given)
+
+    return change
 
 
 def off_by(nats: float) -> Callable[[FakeVllm], None]:
@@ -281,12 +309,14 @@ MXFP4 = BY_NAME["mxfp4"].quantization_config(["lm_head"], torch.float32)
         (described(loras=2), ["adapters at once: 2"]),
         (described(lora_rank=2), ["adapters of rank 2", "lora.rank=4"]),
         (noisy, ["another weight of model.layers.0.input_layernorm"]),
-        (without_a_norm, ["has no layer model.layers.0.input_layernorm"]),
+        (answers("qerl_norms", {}), ["has no layer model.layers.0.input_layernorm"]),
         (off_by(0.02), ["0.02 nats a token away", "allowed: 0.01"]),
         (fault(COMPLETIONS, refusal(400, "not JSON compliant: nan")), ["nan nats a token away"]),
         (fault(MODELS, refusal(401, "Unauthorized")), ["wants a key", "VLLM_API_KEY=KEY"]),
         (fault(RPC, refusal(404, "Not Found")), ["refuses /collective_rpc (HTTP 404", "serve_line"]),
         (fault("/v1/load_lora_adapter", refusal(404, "No adapter found")), ["cannot load the adapter", "adapter_dir"]),
+        (answers("qerl_sees", []), ["cannot load the adapter", "a worker sees no files there", "adapter_dir"]),
+        (answers("qerl_describe", [1]), ["out of step", "Start it again"]),
     ],
 )
 def test_a_server_that_serves_something_else_is_refused(

@@ -4,6 +4,7 @@ The server calls a method in every worker, by its name and with plain JSON (`/co
 `qerl_`, since vLLM refuses an extension that hides a method of its own.
 """
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,14 +41,26 @@ class NormNoise:
             for tensor in [cache] if isinstance(cache, Tensor) else cache:
                 tensor.zero_()
 
-    def qerl_adapter(self, name: str, folder: str) -> list[int]:
-        """Read the adapter of `folder` in the place of the one that is held. Returns the ids held, which are one.
+    def qerl_sees(self, folder: str) -> list[str]:
+        """Names of the files that this worker sees in `folder`."""
+        return sorted(path.name for path in Path(folder).glob("*"))
+
+    def qerl_adapter(self, name: str, folder: str) -> list[Any]:
+        """Read the adapter of `folder` in the place of the one that is held.
 
         Not through /v1/load_lora_adapter with load_inplace: vLLM keeps that request, and would read the files again at
         every token.
+
+        Returns:
+            the ids held, which are one, or the error: raised in several workers, it would leave the answers of all but
+            the first with vLLM, and each later call would be given the answers of the one before.
         """
-        (held,) = self.list_loras()  # type: ignore[attr-defined]
-        self.add_lora(LoRARequest(name, held, folder, load_inplace=True))  # type: ignore[attr-defined]
+        held = sorted(self.list_loras())  # type: ignore[attr-defined]
+        if len(held) == 1:
+            try:
+                self.add_lora(LoRARequest(name, held[0], folder, load_inplace=True))  # type: ignore[attr-defined]
+            except Exception as error:  # whatever it is, the trainer is told
+                return [type(error).__name__, str(error)]
         return sorted(self.list_loras())  # type: ignore[attr-defined]
 
     def qerl_noise(self, names: list[str], sigma: str, seed: int, step: int, relative: bool) -> None:

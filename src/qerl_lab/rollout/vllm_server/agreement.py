@@ -31,7 +31,13 @@ def check_settings(server: Server, cfg: RunConfig, policy: Policy) -> None:
     if card["max_model_len"] < longest:
         raise differs(server, f"has a context of {card['max_model_len']} tokens", "rollout.max_prompt_tokens + "
                       f"max_completion_tokens = {longest}")  # fmt: skip
-    for told in _asked(server, "POST", "/collective_rpc", {"method": "qerl_describe"})["results"]:
+    workers = _asked(server, "POST", "/collective_rpc", {"method": "qerl_describe"})["results"]
+    for told in workers:
+        if not isinstance(told, dict) or "dtype" not in told:
+            raise ConfigError(
+                f"{server.name} has a worker that answers what was asked before: vLLM's workers are out of step after "
+                f"an error in several of them. Start it again. {LINE}"
+            )
         _check_format(server, cfg, told)
         dtype = str(policy.model.dtype).removeprefix("torch.")
         for what, given, wanted in (
@@ -81,16 +87,11 @@ def _asked(server: Server, method: str, path: str, body: dict[str, Any] | None =
         ) from error
 
 
-def adapters(server: Server) -> list[str]:
-    """Names of the adapters that the server knows; whatever has a parent is one."""
-    return [card["id"] for card in _asked(server, "GET", "/v1/models")["data"] if card["parent"]]
-
-
-def cannot_load(server: Server, folder: Path, error: Refused) -> ConfigError:
+def cannot_load(server: Server, folder: Path, why: str) -> ConfigError:
     return ConfigError(
-        f"{server.name} cannot load the adapter from {folder} (HTTP {error.status}: {error}). It reads the files "
-        f"itself. Type rollout.vllm_server.adapter_dir=DIR, a folder that server and trainer see under one path, if it "
-        f"does not see them. {LINE}"
+        f"{server.name} cannot load the adapter from {folder} ({why}). It reads the files itself. Type "
+        f"rollout.vllm_server.adapter_dir=DIR, a folder that server and trainer see under one path, if it does not see "
+        f"them. {LINE}"
     )
 
 

@@ -28,6 +28,8 @@ from qerl_lab.rollout.vllm_server.client import Refused, Server
 from qerl_lab.rollout.vllm_server.wire import decoded
 
 NO_NAN = "not JSON compliant"  # what Python's json says of a NaN, and the server with it
+PROCESS = f"policy-{secrets.token_hex(4)}"  # how the adapters of this process's engines are named
+HAD: set[str] = set()  # servers that this process has taken over
 
 
 class VllmServerEngine:
@@ -43,7 +45,7 @@ class VllmServerEngine:
         self._open = ExitStack()
         self._server = Server(own.url, own.patience_seconds, self._at_once)
         self._open.callback(self._server.close)
-        self._name = f"policy-{secrets.token_hex(4)}"  # of this engine alone
+        self._name = f"{PROCESS}-{secrets.token_hex(4)}"  # of this engine alone
         try:
             self._folder = self._open.enter_context(adapter_folder(policy, own.adapter_dir))
             write_settings(policy.model, self._folder)
@@ -57,16 +59,28 @@ class VllmServerEngine:
             raise
 
     def _take_over(self) -> None:
-        """Have the server hold this engine's adapter alone. Another engine's requests then fail, and say why."""
-        self._in_workers("qerl_clear")  # the first sync resets the prefix cache
+        """Have the server hold this engine's adapter alone. Another engine's requests then fail, and say why.
+
+        Raises EngineFailed where this process had the server before, and another run has it now: the last to start
+        keeps it, or both would take it in turns, each in the middle of the other's completions.
+        """
+        held = self._adapters()
+        if self._server.name in HAD and any(not name.startswith(f"{PROCESS}-") for name in held):
+            raise EngineFailed(f"{self._server.name} was taken by another run")
         write_weights(self.policy.model, self._folder)
-        for name in agreement.adapters(self._server):
+        if not all(self._in_workers("qerl_sees", folder=str(self._folder))):
+            raise agreement.cannot_load(self._server, self._folder, "a worker sees no files there")
+        HAD.add(self._server.name)
+        self._ask("/abort_requests", {}, "abort_requests")  # those that are under way keep the prefix cache
+        self._in_workers("qerl_clear")  # the first sync resets the prefix cache
+        for name in held:
             self._unload(name)
         try:
             self._server.ask("POST", "/v1/load_lora_adapter", {"lora_name": self._name, "lora_path": str(self._folder)})
         except Refused as error:
             if "already been loaded" not in str(error):  # by a first try, whose answer was lost
-                raise agreement.cannot_load(self._server, self._folder, error) from error
+                why = f"HTTP {error.status}: {error}"
+                raise agreement.cannot_load(self._server, self._folder, why) from error
         except TimeoutError:
             raise EngineFailed(f"{self._server.name} did not answer when it was to load the adapter") from None
 
@@ -74,12 +88,24 @@ class VllmServerEngine:
         with suppress(Refused):  # gone by now
             self._server.ask("POST", "/v1/unload_lora_adapter", {"lora_name": name})
 
+    def _adapters(self) -> list[str]:
+        """Names of the adapters that the server knows; whatever has a parent is one."""
+        cards = self._ask("/v1/models", None, "the list of models", "GET")["data"]
+        return [card["id"] for card in cards if card["parent"]]
+
+    def _require_own(self) -> None:
+        """Raise EngineFailed unless the server is this engine's: by another's adapter and noise nothing may be made."""
+        if (held := self._adapters()) != [self._name]:
+            what = "was taken by another run" if held else "was started again"
+            raise EngineFailed(f"{self._server.name} {what}")
+
     def sync(self, noise: Noise) -> None:
         """Hand over the adapter's files and what the noise is drawn from, and have the prefix cache forgotten."""
+        self._require_own()
         write_weights(self.policy.model, self._folder)
         held = self._in_workers("qerl_adapter", name=self._name, folder=str(self._folder))
-        if any(len(ids) != 1 for ids in held):
-            raise EngineFailed(f"{self._server.name} holds the adapters {held}; allowed: one in each worker")
+        if wrong := [ids for ids in held if len(ids) != 1]:
+            raise EngineFailed(f"{self._server.name} answered the adapter with {wrong[0]}; allowed: one id")
         names = list(self.policy.norms)
         self._in_workers("qerl_noise", names=names, **(asdict(noise) | {"sigma": str(noise.sigma)}))
         if not self._ask("/reset_prefix_cache", None, "sync")["success"]:
@@ -100,9 +126,9 @@ class VllmServerEngine:
         """Call a method of `NormNoise` in every worker, and return what each gave."""
         return self._ask("/collective_rpc", {"method": method, "kwargs": arguments}, method)["results"]
 
-    def _ask(self, path: str, body: dict[str, Any] | None, what: str) -> Any:
+    def _ask(self, path: str, body: dict[str, Any] | None, what: str, method: str = "POST") -> Any:
         try:
-            return self._server.ask("POST", path, body)
+            return self._server.ask(method, path, body)
         except Refused as error:
             raise EngineFailed(f"{self._server.name} failed in {what} (HTTP {error.status}: {error})") from error
         except TimeoutError:
@@ -133,6 +159,7 @@ class VllmServerEngine:
             ) from None
         finally:
             pool.shutdown(wait=False, cancel_futures=True)  # a request that hangs does so until the deadline at most
+        self._require_own()  # still: it was so all the time
         rows = [groups[index] for index in range(len(bodies))]
         return Rollout(
             prompt_ids_P=prompt_ids_P,
