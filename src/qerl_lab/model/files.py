@@ -58,10 +58,6 @@ class WeightFiles:
         """All tensors, file by file, in the order in which they are stored."""
         return tuple(self._stored)
 
-    def names_in(self, file: Path) -> tuple[str, ...]:
-        """The tensors of one of `files`, in the order in which they are stored."""
-        return tuple(name for name, stored in self._stored.items() if stored.file == file)
-
     def shape(self, name: str) -> tuple[int, ...]:
         return self._stored[name].shape
 

@@ -65,11 +65,9 @@ class PackedLinear(nn.Linear):
         self.hold(packed)
 
     @classmethod
-    def from_linear(
-        cls, linear: nn.Linear, weight_format: Format, *, name: str = "weight", dense_cache: bool = False
-    ) -> Self:
+    def from_linear(cls, linear: nn.Linear, weight_format: Format, *, dense_cache: bool = False) -> Self:
         """Quantize `linear`; it computes in the dtype of its weight."""
-        ((_, packed),) = pack_fused(weight_format, {name: linear.weight})
+        ((_, packed),) = pack_fused(weight_format, {"weight": linear.weight})
         return cls.like(linear, weight_format, packed, dense_cache=dense_cache)
 
     @classmethod

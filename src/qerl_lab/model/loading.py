@@ -70,10 +70,10 @@ def _with_rounding(folder: Path, weight_format: Format) -> Format:
 
 def load_model(
     config: PretrainedConfig, source: TensorSource, packed_as: PackedAs, *, is_packed: bool, device: torch.device,
-    dtype: torch.dtype, attention: str = "sdpa", dense_cache: bool = False,
+    dtype: torch.dtype, dense_cache: bool = False,
 ) -> PreTrainedModel:  # fmt: skip
     """Make an `empty_model` and fill it."""
-    model = empty_model(config, dtype, attention)
+    model = empty_model(config, dtype)
     fill(model, source, packed_as, is_packed=is_packed, device=device, dense_cache=dense_cache)
     return model
 

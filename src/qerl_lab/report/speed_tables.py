@@ -140,7 +140,7 @@ def _tables(rows: Sequence[Rows], results: Sequence[Result]) -> list[Table]:
 def _rollouts(result: Result) -> Rows:
     if result["benchmark"] != "rollout":
         return []
-    model, made = result["options"]["model"], _dead(result, "batch not reached", 9)
+    model, made = result["options"]["model"], _dead(result, "batch not reached")
     if not bench_arms.alive(result):
         return made
     for row in _rows(bench_arms.ratios(result, ("rank", "batch"))):
@@ -198,7 +198,7 @@ def _steps(result: Result) -> Rows:
         return []
     options = result["options"]
     model, completions = options["model"], options["groups"] * options["group_size"]
-    made = _dead(result, str(completions), 9)
+    made = _dead(result, str(completions))
     if not bench_arms.alive(result):
         return made
     for row in _rows(bench_arms.ratios(result, ("rank",))):
@@ -295,10 +295,10 @@ def _memory_missing(rows: Rows) -> Rows:
     ]
 
 
-def _dead(result: Result, batch: str, cells: int) -> Rows:
-    """A row for each arm that died, which has so many cells between its name and the machine."""
+def _dead(result: Result, batch: str) -> Rows:
+    """A row for each arm that died."""
     return [
-        [f"{result['options']['model']}, {batch}", row["arm"], "died", *(cells - 2) * [NONE], *_made_by(result)]
+        [f"{result['options']['model']}, {batch}", row["arm"], "died", *7 * [NONE], *_made_by(result)]
         for row in result["rows"] if "died" in row
     ]  # fmt: skip
 

@@ -81,25 +81,25 @@ def half_width(variances: tuple[float, float], seeds: int, questions: int, level
     return float(np.sqrt((quantiles**2 * squares).sum()))
 
 
-def over_seeds(values_S_Q: np.ndarray, level: float = 0.95) -> Interval:
-    """The interval of values[seeds, questions]: `crossed_interval`, and of one column Student's t over seeds.
+def over_seeds(values_S_Q: np.ndarray) -> Interval:
+    """The interval of 95% of values[seeds, questions]: `crossed_interval`, and of one column Student's t over seeds.
 
     Raises ValueError for fewer than two seeds, and for a value that is missing.
     """
     values = np.asarray(values_S_Q, float)
     if values.ndim == 2 and values.shape[1] == 1 and len(values) > 1 and np.isfinite(values).all():
-        mean, half = values.mean(), half_width(components(values), len(values), 1, level)
+        mean, half = values.mean(), half_width(components(values), len(values), 1, 0.95)
         return float(mean), float(mean - half), float(mean + half)
-    return crossed_interval(values, level)
+    return crossed_interval(values)
 
 
-def band_over_seeds(values_S_T: np.ndarray, level: float = 0.95) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def band_over_seeds(values_S_T: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """`over_seeds` of each of the columns T on its own: means, lows and highs [T]. Of one seed all are its values."""
     values = np.asarray(values_S_T, float)
     mean, seeds = values.mean(0), len(values)
     if seeds == 1:
         return mean, mean, mean
-    half = stats.t.ppf(0.5 + level / 2, seeds - 1) * values.std(0, ddof=1) / np.sqrt(seeds)
+    half = stats.t.ppf(0.975, seeds - 1) * values.std(0, ddof=1) / np.sqrt(seeds)
     return mean, mean - half, mean + half
 
 
@@ -145,11 +145,9 @@ def probability_of_improvement(treated_S: np.ndarray, control_S: np.ndarray) -> 
     return float(((difference > 0) + 0.5 * (difference == 0)).mean())
 
 
-def seeds_for(
-    variances: tuple[float, float], questions: int, width: float, level: float, most: int = 1000
-) -> int | None:
-    """The smallest number of seeds whose interval is no wider than `width`; None where `most` are too few."""
-    numbers = range(2, most + 1)
+def seeds_for(variances: tuple[float, float], questions: int, width: float, level: float) -> int | None:
+    """The smallest number of seeds whose interval is no wider than `width`; None where 1,000 are too few."""
+    numbers = range(2, 1001)
     index = bisect_left(numbers, True, key=lambda n: 2 * half_width(variances, n, questions, level) <= width)
     return numbers[index] if index < len(numbers) else None
 

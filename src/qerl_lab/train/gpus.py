@@ -9,8 +9,7 @@ import os
 import torch
 
 from qerl_lab.config.option import ConfigError
-
-VISIBLE = "CUDA_VISIBLE_DEVICES"
+from qerl_lab.preflight import VISIBLE
 
 
 def keep(wanted: int) -> str | None:

@@ -45,7 +45,6 @@ def test_shards_are_read_as_one(folder: Path) -> None:
         assert (files.shape(name), files.dtype(name)) == (tuple(tensor.shape), tensor.dtype)
         assert read.dtype is tensor.dtype
         assert torch.equal(read.view(torch.uint8), tensor.view(torch.uint8))
-    assert sorted(files.names_in(folder / "model-2.safetensors")) == SHARDS["model-2.safetensors"]
     assert files.where("c.weight") == str(folder / "model-2.safetensors")
 
 
@@ -86,7 +85,8 @@ def test_a_tensor_outlives_its_file(folder: Path) -> None:
 @pytest.mark.parametrize("lost", [1, 2, 3, 42])
 def test_a_truncated_shard_is_named_with_the_first_tensor_that_is_not_whole(folder: Path, lost: int) -> None:
     file = folder / "model-2.safetensors"
-    first, last = WeightFiles(folder).names_in(file)
+    files = WeightFiles(folder)
+    first, last = (name for name in files.names if files.where(name) == str(file))
     file.write_bytes(file.read_bytes()[:-lost])
     damaged = last if lost <= TENSORS[last].numel() else first  # a byte an element
     with pytest.raises(ValueError, match=re.escape(f"{file} cannot be read: {damaged} ends at byte")):
