@@ -1,11 +1,16 @@
 """A package that is installed by halves ends a run with one line, which says what to type."""
 
+import importlib
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from qerl_lab.config.option import ConfigError
+from qerl_lab.train.installed import check_vllm
 
 pytestmark = pytest.mark.integration
 LOADER = "libcudart.so.13: cannot open shared object file: No such file or directory"
@@ -26,10 +31,9 @@ def half_installed(site: Path, code: str) -> Path:
     ("code", "error"),
     [
         (f"raise ImportError({LOADER!r})", f"ImportError: {LOADER}"),
-        (f"raise OSError({LOADER!r})", f"OSError: {LOADER}"),
         ("import torch; torch.ops.no_such_library.no_such_op", "AttributeError: "),
     ],
-    ids=["ImportError", "OSError", "AttributeError"],
+    ids=["ImportError", "AttributeError"],
 )
 def test_a_half_installed_vllm_is_named_in_one_line(tmp_path: Path, code: str, error: str) -> None:
     package = half_installed(tmp_path / "site", code)
@@ -45,3 +49,15 @@ def test_a_half_installed_vllm_is_named_in_one_line(tmp_path: Path, code: str, e
     assert line.endswith("Type pip uninstall vllm, or install a vLLM that fits this torch.")
     assert "Traceback" not in ran.stdout + ran.stderr
     assert not (tmp_path / "run").exists()
+
+
+def test_a_library_that_it_does_not_find_is_named_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = half_installed(tmp_path / "site", "")
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+
+    def broken(name: str) -> None:
+        raise OSError(LOADER)
+
+    monkeypatch.setattr(importlib, "import_module", broken)
+    with pytest.raises(ConfigError, match=re.escape(f"({package}) and cannot be imported (OSError: {LOADER})")):
+        check_vllm()

@@ -1,19 +1,21 @@
 """The warm-up: what is learned, one seeded order, a kill in the middle, and a directory that a run trains on."""
 
 import json
+import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
+from forked import SERVER
 from qerl_lab import tasks
 from qerl_lab.cli.compose import make_plan
 from qerl_lab.cli.overrides import spell
@@ -143,18 +145,35 @@ def test_it_teaches_and_leaves_a_model_that_a_run_trains_on(
     check(replace(cfg, overwrite=True))
 
 
+def command(cfg: WarmupConfig, output: Path) -> None:
+    with output.open("ab", buffering=0) as out:
+        os.dup2(out.fileno(), 1), os.dup2(out.fileno(), 2)
+    from qerl_lab.warmup.__main__ import main
+
+    sys.exit(main(words(cfg)))
+
+
+def start(cfg: WarmupConfig, output: Path) -> BaseProcess:
+    """The command in a process that is forked (forked.py), since starting Python costs seconds."""
+    process = SERVER.Process(target=command, args=(cfg, output))
+    process.start()
+    return process
+
+
 def test_killed_in_the_middle_it_ends_as_one_that_was_not(cfg: WarmupConfig, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "qerl_lab.warmup"]
     cfg.epochs = 3.0  # 24 updates
     killed = replace(cfg, out=str(tmp_path / "killed"))
-    partial = tmp_path / "killed.partial"
-    process = subprocess.Popen([*command, *words(killed)], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-    while not list(partial.glob(f"{CHECKPOINTS}/step-*")) and process.poll() is None:
+    partial, output = tmp_path / "killed.partial", tmp_path / "output.txt"
+    process = start(killed, output)
+    while not list(partial.glob(f"{CHECKPOINTS}/step-*")) and process.is_alive():
         time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
-    done = subprocess.run([*command, *words(killed)], capture_output=True, text=True, check=True)
-    assert "continuing after update " in done.stdout
+    process.kill()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL, output.read_text()
+    again = start(killed, output)
+    again.join(300)
+    assert again.exitcode == 0, output.read_text()
+    assert "continuing after update " in output.read_text()
     run(cfg)
     for name in ("model.safetensors", "config.json", "tokenizer.json"):
         assert (tmp_path / "killed" / name).read_bytes() == (cfg.folder / name).read_bytes()
