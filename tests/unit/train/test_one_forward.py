@@ -42,17 +42,37 @@ def train(tiny, build_policy, tmp_path: Path) -> Callable[..., Trained]:
     return run
 
 
-# Every correction with DAPO's masks and noise; every noise with the usual correction and with the one in the ratio.
-CASES = [*product(["token_truncate", "in_ratio"], NOISES, [{}]), *product(CORRECTIONS, ["noise"], [DAPO])]
+@pytest.fixture
+def weighed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, Tensor]]:
+    """Of each batch that TRL put weights beside: ours, and TRL's."""
+    pairs: list[tuple[Tensor, Tensor]] = []
+    weigh = LabTrainer._weigh
+
+    def compared(self: LabTrainer, logps: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        ours = weigh(self, logps, batch)
+        if "importance_sampling_ratio" in batch:
+            pairs.append((ours, batch["importance_sampling_ratio"]))
+        return ours
+
+    monkeypatch.setattr(LabTrainer, "_weigh", compared)
+    return pairs
+
+
+# Every correction with DAPO's masks and noise; every other noise with the usual correction and the one in the ratio.
+USUAL = ["token_truncate", "in_ratio"]
+CASES = [*product(USUAL, ["clean", "noise in both"], [{}]), *product(CORRECTIONS, ["noise"], [DAPO])]
 
 
 @pytest.mark.parametrize(
     ("name", "noise", "algorithm"), CASES, ids=["-".join([a, b, "dapo" if c else "grpo"]) for a, b, c in CASES]
 )
 def test_loss_gradients_and_metrics_are_those_of_trls_correction(
-    train, name: str, noise: str, algorithm: dict[str, Any]
+    train, weighed: list[tuple[Tensor, Tensor]], name: str, noise: str, algorithm: dict[str, Any]
 ) -> None:
-    """On ragged completions, of which some are cut, in four micro-batches and more of unequal length."""
+    """On ragged completions, of which some are cut, in four micro-batches and more of unequal length.
+
+    The weights are TRL's to the last bit of float32.
+    """
     changes = {"rollout__importance_correction": name} | NOISES[noise] | algorithm
     old, new = train(is_old=True, **changes), train(**changes)
     (expected,), (found,) = old.gradients, new.gradients
@@ -68,23 +88,8 @@ def test_loss_gradients_and_metrics_are_those_of_trls_correction(
     is_weighed = name not in ("off", "in_ratio")
     assert (of_new["sampler/importance_clipped_fraction"] > 0) == is_weighed, "there was nothing to correct"
     assert (of_new["policy/clip_fraction"] > 0) == (name == "in_ratio")
-
-
-def test_the_weights_are_trls(train, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that it puts beside a batch, to the last bit of float32."""
-    pairs: list[tuple[Tensor, Tensor]] = []
-    weigh = LabTrainer._weigh
-
-    def compared(self: LabTrainer, logps: Tensor, batch: dict[str, Tensor]) -> Tensor:
-        pairs.append((weigh(self, logps, batch), batch["importance_sampling_ratio"]))
-        return pairs[-1][0]
-
-    monkeypatch.setattr(LabTrainer, "_weigh", compared)
-    for name in CORRECTIONS:
-        train(is_old=True, rollout__importance_correction=name, optim__micro_batch_size=8)
-    assert len(pairs) == len(CORRECTIONS)
-    for ours, trls in pairs:
-        torch.testing.assert_close(ours.expand_as(trls), trls, rtol=1e-7, atol=0)
+    ((ours, trls),) = weighed
+    torch.testing.assert_close(ours.expand_as(trls), trls, rtol=1e-7, atol=0)
 
 
 @pytest.mark.parametrize(

@@ -151,13 +151,13 @@ def test_a_step_without_padding_is_the_step(algorithm: dict, aqn: dict, tiny, bu
     """Sampled by the same engine, whose attention is the model's own."""
     found = []
     for packing_is in ("off", "on"):
-        cfg = tiny(steps=2, optim__packing=packing_is, rollout__max_completion_tokens=40,
-                   optim__micro_batch_size=8, **aqn, **algorithm)  # fmt: skip
+        cfg = tiny(steps=2, optim__packing=packing_is, rollout__max_completion_tokens=40, rollout__prompts_per_step=2,
+                   **aqn, **algorithm)  # fmt: skip
         policy = build_policy(cfg)
         found.append(train(cfg, policy, TransformersEngine(policy, 64), tmp_path / packing_is))
         assert policy.model.config._attn_implementation == "sdpa"
     padded, packed = found
-    assert padded.scored == packed.scored * 8  # of a micro-batch one row
+    assert padded.scored == packed.scored * 4  # of a micro-batch one row
     for expected, gradients in zip(padded.gradients, packed.gradients, strict=True):
         largest = max(gradient.abs().max() for gradient in expected.values())
         assert largest > 1e-5
