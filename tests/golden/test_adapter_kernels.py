@@ -43,25 +43,22 @@ def product(x: Tensor, A: Tensor, B: Tensor, sizes: list[int]) -> Tensor:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_shrink_sums_in_float32_over_pieces_of_k(shape: tuple, dtype: torch.dtype) -> None:
+def test_shrink_sums_over_pieces_of_k_and_expand_adds_each_parts_product_in_place(
+    shape: tuple, dtype: torch.dtype
+) -> None:
+    """Shrink in float32. Rounding t and y is all that float64 would do otherwise; what lies beside y stays."""
     given = operands(*shape, dtype)
-    sums = shrink(given["x"], given["A"])
     rows, columns, sizes, rank = shape
+    sums = shrink(given["x"], given["A"])
     assert sums.shape[1:] == (rows, len(sizes) * rank)
     assert len(sums) > 1 or columns < 256
     exact = given["x"].double() @ given["A"].double().t()
     torch.testing.assert_close(sums.double().sum(0), exact, rtol=1e-5, atol=1e-5)
 
-
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_both_add_each_parts_product_in_place(shape: tuple, dtype: torch.dtype) -> None:
-    """Rounding t and y is all that float64 would do otherwise; what lies beside y stays."""
-    given, sizes = operands(*shape, dtype), shape[2]
-    wide = torch.full((shape[0], sum(sizes) + 24), 7.0, dtype=dtype, device=DEVICE)
+    wide = torch.full((rows, sum(sizes) + 24), 7.0, dtype=dtype, device=DEVICE)
     y = wide[:, : sum(sizes)]
     y.copy_(given["y"])
-    expand(y, shrink(given["x"], given["A"]), given["B"], sizes)
+    expand(y, sums, given["B"], sizes)
     added = product(given["x"], given["A"], given["B"], sizes)
     band = NEAR[dtype]
     torch.testing.assert_close(y.double(), given["y"].double() + added, rtol=band, atol=4 * band)
