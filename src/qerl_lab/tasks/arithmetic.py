@@ -97,8 +97,8 @@ def _questions(cfg: TaskConfig, count: int, of_heldout: bool) -> list[Question]:
     rng, found, since_new = random.Random(2510_11696), dict[str, Question](), 0
     for _ in range(50 * count):
         drawn, known = problem(rng, cfg), len(found)
-        if drawn.is_heldout == of_heldout:
-            found.setdefault(drawn.id, Question(drawn.id, drawn.text, str(drawn.answer)))
+        if drawn.id not in found and drawn.is_heldout == of_heldout:
+            found[drawn.id] = Question(drawn.id, drawn.text, str(drawn.answer))
         since_new = 0 if len(found) > known else since_new + 1
         if len(found) == count or since_new == PATIENCE + 10 * len(found):
             break
