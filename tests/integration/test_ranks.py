@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
+import pandas as pd
 import psutil
 import pytest
 import torch
@@ -21,6 +22,7 @@ from safetensors.torch import load_file
 from failing_engines import command as failing
 from qerl_lab import rollout, tasks
 from qerl_lab.config.schema import RunConfig
+from qerl_lab.evaluate.accuracy import evaluate, together
 from qerl_lab.model import policy
 from qerl_lab.model.policy import save_adapter
 from qerl_lab.record.directory import RunDirectory
@@ -145,8 +147,10 @@ def test_two_ranks_are_one_run_on_the_same_draws(two: Path, tiny, tmp_path) -> N
     torch.set_num_threads(1)
     cfg = tiny(**SETTINGS)
     learner = policy.build(cfg, torch.device("cpu"))
-    engine = BothRanks(rollout.build(cfg, learner), cfg)
-    cursor, steps = Cursor(select(cfg, learner, tasks.load(cfg.task))), list[tuple[int, dict[str, float]]]()
+    engine, task = BothRanks(rollout.build(cfg, learner), cfg), tasks.load(cfg.task)
+    halves = [evaluate(engine.engine, learner, task, cfg, part, 1) for part in (range(2), range(2, 4))]
+    pd.testing.assert_frame_equal(RunDirectory(two).evaluations()["before"], together(halves).rows)
+    cursor, steps = Cursor(select(cfg, learner, task)), list[tuple[int, dict[str, float]]]()
     trainer = LabTrainer(cfg, learner, engine, cursor, tmp_path, lambda *step: steps.append(step), Stop())
     trainer.before_save = lambda: {"run_key": "", "config": {}, "device": "cpu", "dtype": "torch.float32"}
     trainer.train()
@@ -199,7 +203,7 @@ def test_a_signal_stops_all_ranks_at_one_step_a_dead_rank_ends_all_and_the_run_g
 
 
 def test_every_rank_learns_of_a_failure_and_none_waits_for_another(new_run, two: Path) -> None:
-    """Of rank 0's in the evaluation, which it makes alone; of rank 1's in a sync, and in a rollout of the next step."""
+    """Of rank 0's in the evaluation; of rank 1's there, in a sync, and in a rollout of the next step."""
     run = RunDirectory(new_run(checkpoint__every=0))
     code, output, errors = failing(run, "die@1@0,die@2@0")
     assert code == 1, output + errors
@@ -207,10 +211,11 @@ def test_every_rank_learns_of_a_failure_and_none_waits_for_another(new_run, two:
     assert run.reason.startswith(f"EngineFailed: {cause}")
     assert "0 of 4 steps are saved" in run.reason
 
-    code, output, errors = failing(run, "sync@1@1,group@2@1,logprobs@3@1")
+    code, output, errors = failing(run, "die@1@1,sync@3@1,group@4@1,logprobs@5@1")
     assert code == 1, output + errors
     assert run.reason.startswith("EngineFailed: rank 1: the engine gave 0 log-probs for a completion of ")
     assert "(of an engine that was built because of this: rank 1: the engine gave completions for 1 of 2" in run.reason
+    assert "warning: the engine failed (rank 1: the worker died). Building it again" in errors
     assert "warning: the engine failed (rank 1: the adapter did not arrive). Building it again" in errors
     assert [path.name for path in run.checkpoints.iterdir()] == ["step-000001"]
     assert [line["metrics"].get(RESTARTS) for line in run.metrics()] == [None, 1]

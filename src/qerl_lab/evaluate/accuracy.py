@@ -74,21 +74,31 @@ class Evaluation:
 
 
 def evaluate(
-    engine: Engine, policy: Policy, task: Task, cfg: RunConfig, questions: int, samples: int, on_done: OnDone = ignore
+    engine: Engine, policy: Policy, task: Task, cfg: RunConfig, part: range, samples: int, on_done: OnDone = ignore
 ) -> Evaluation:
-    """Ask the first held-out questions, of the engine as it is synced.
+    """Ask the held-out questions of these numbers, of the engine as it is synced.
 
-    `on_done` hears of the completions, part by part. The draw follows the run's seed alone: all evaluations and all
-    arms of a seed share it, and two seeds do not.
+    `on_done` hears of the completions, part by part. The draw follows the run's seed, with the transformers
+    engine the part too: all evaluations and all arms of a seed share it, and two seeds do not.
     """
-    asked = task.heldout[:questions]
-    sampling = Sampling(cfg.rollout.max_completion_tokens, seed_of(cfg.seed), cfg.eval.temperature, cfg.eval.top_p)
+    asked = task.heldout[part.start : part.stop]
+    how = cfg.rollout.max_completion_tokens, seed_of(cfg.seed), cfg.eval.temperature, cfg.eval.top_p
+    sampling = Sampling(*how, first=part.start)
     found = ask(engine, policy, task, asked, samples, sampling, on_done)
     shape = len(asked), samples
     means = {name: found.rows[name].to_numpy(float).reshape(shape).mean(1) for name in ("accuracy", "format", "tokens")}
     first = found.rows[found.rows["draw"] == 0]
     rows = {"id": first["id"], "answer": first["answer"], **means, "sample": first["completion"]}
     return Evaluation(pd.DataFrame(rows).reset_index(drop=True), found.entropy)
+
+
+def together(parts: Sequence[Evaluation]) -> Evaluation:
+    """One evaluation of what was asked in parts, in their order, as many samples of each question."""
+    tokens = [float(part.rows["tokens"].sum()) for part in parts]
+    shares = [own / sum(tokens) for own in tokens]
+    entropies = [p.entropy * share for p, share in zip(parts, shares, strict=True) if p.entropy is not None]
+    rows = pd.concat([part.rows for part in parts], ignore_index=True)
+    return Evaluation(rows, sum(entropies) if entropies else None)
 
 
 def seed_of(*parts: int | str) -> int:

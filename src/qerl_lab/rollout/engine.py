@@ -1,5 +1,6 @@
 """The contract of an engine, and what goes in and comes out. tests/unit/rollout/test_contract.py holds it."""
 
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -13,6 +14,7 @@ from qerl_lab.aqn import Noise
 class Sampling:
     """How to sample. `seed` decides the draw together with the policy, so that a resumed run repeats it.
 
+    Of prompts that several engines share under one seed, `first` is the number of the first that this one is asked.
     Temperature 0 is greedy: the most probable token each time, in groups of one. Log-probs and entropy are then those
     at temperature 1.
     """
@@ -21,6 +23,12 @@ class Sampling:
     seed: int
     temperature: float = 1.0
     top_p: float = 1.0
+    first: int = 0
+
+    def seeds(self, prompts: int) -> list[int]:
+        """A seed for each prompt, by its number: whoever is asked it draws the same."""
+        generator = random.Random(self.seed)
+        return [generator.getrandbits(62) for _ in range(self.first + prompts)][self.first :]
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ class TransformersEngine:
         flat = [ids for ids in prompt_ids_P for _ in range(group_size)]
         devices = [self.policy.device] if self.policy.device.type == "cuda" else []
         with self.policy.as_sampler(self._norms), torch.random.fork_rng(devices=devices):
-            torch.manual_seed(sampling.seed)
+            torch.manual_seed(sampling.seed + sampling.first)  # of all batches: a part has draws of its own
             rows = []
             for at in range(0, len(flat), self.batch_size):
                 part = self._batch(flat[at : at + self.batch_size], sampling)

@@ -119,9 +119,8 @@ def measure_on_own_texts(
     The engine is left without noise.
     Raises EngineFailed on every rank if on any.
     """
-    share, rest = divmod(cfg.aqn.solver.prompts, ranks.size)
-    count_R = [share + (rank < rest) for rank in range(ranks.size)]
-    questions = ranks.deal(cursor.peek(sum(count_R)), count_R)
+    share = ranks.share(cfg.aqn.solver.prompts)
+    questions = cursor.peek(share.stop)[share.start :]
     prompts = [policy.prompt_ids(cursor.data.task.messages(question)) for question in questions]
     how = sampling(cfg, step, PROBING, ranks.rank)
     how = replace(how, max_tokens=min(how.max_tokens, LONGEST))

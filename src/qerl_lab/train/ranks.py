@@ -17,7 +17,7 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
 
 T = TypeVar("T")
-PATIENCE = timedelta(days=30)  # the others wait while rank 0 evaluates; the command notices a rank that is dead
+PATIENCE = timedelta(days=1)  # with a rank that is slower, or hangs; the command notices one that is dead
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,12 @@ class Ranks:
             if ending is not None:
                 raise type(ending)(f"rank {rank}: {ending}") from own
         return cast(T, done)
+
+    def share(self, count: int) -> range:
+        """The numbers of this rank's part of `count` things, in parts as even as can be: the first are rank 0's."""
+        each, rest = divmod(count, self.size)
+        start = self.rank * each + min(self.rank, rest)
+        return range(start, start + each + (self.rank < rest))
 
     def deal(self, items: Sequence[T], count_R: Sequence[int]) -> list[T]:
         """This rank's part of what all ranks have: the first `count_R[0]` are rank 0's, and so on."""

@@ -15,7 +15,7 @@ from qerl_lab import aqn, formats, preflight, tasks, terminal
 from qerl_lab.config.arm import of_run
 from qerl_lab.config.paths import adapter_folder
 from qerl_lab.config.schema import AqnConfig, RunConfig
-from qerl_lab.evaluate.accuracy import evaluate
+from qerl_lab.evaluate.accuracy import Evaluation, evaluate, together
 from qerl_lab.exits import INTERRUPTED, OK
 from qerl_lab.model import linear, on_disk, policy
 from qerl_lab.model.files import local_folder
@@ -177,42 +177,51 @@ def ask_subset(session: Session, record: Record | None, step: int) -> None:
 
 
 def ask_heldout(session: Session, record: Record | None, exam: Exam) -> None:
-    """Rank 0 asks, and the others wait. Raises Interrupted and EngineFailed on every rank."""
+    """Each rank asks its share, unless the record has it all; rank 0 records the answers of every rank.
 
-    def ask() -> None:
-        if record:
-            evaluate_once(session, record.tracker, exam)
+    The line is written last, and is cut with steps to train again. Raises Interrupted and EngineFailed on every rank.
+    """
+    directory, ranks = session.directory, session.ranks
+    phases = directory.evaluations() if record else {}
+    logged = record is not None and is_logged(directory, exam)
+    if not exam.questions or ranks.gather(logged and exam.name in phases)[0]:
+        return
 
     def mend(cause: str) -> None:
         session.check()  # a signal may have been what ended the engine
         session.engine.rebuild(cause)
 
-    twice(lambda: session.ranks.alike(ask, Interrupted, EngineFailed), mend)
+    own = twice(lambda: ranks.alike(lambda: ask_share(session, exam), Interrupted, EngineFailed), mend)
+    found = together([part for part in ranks.gather(own) if part])
+    if record:
+        directory.write_evaluations(phases | {exam.name: found.rows})
+        if not logged:
+            gain = runs.gain_metrics(directory) if exam.name == "after" else {}
+            record.tracker.log(exam.step, found.metrics(exam.prefix) | gain)
 
 
-def evaluate_once(session: Session, tracker: Tracker, exam: Exam) -> None:
-    """Evaluate, unless the record has it: its line is written last, and is cut with steps to train again."""
-    cfg, directory, key = session.cfg, session.directory, f"{exam.prefix}accuracy"
-    logged = any(at["step"] == exam.step and key in at["metrics"] for at in directory.metrics())
-    phases = directory.evaluations()
-    if not exam.questions or (logged and exam.name in phases):
-        return
+def is_logged(directory: RunDirectory, exam: Exam) -> bool:
+    """Whether the means of an exam are in the record."""
+    return any(at["step"] == exam.step and f"{exam.prefix}accuracy" in at["metrics"] for at in directory.metrics())
+
+
+def ask_share(session: Session, exam: Exam) -> Evaluation | None:
+    """Ask this rank's part of the questions; None where it has none. Rank 0 shows how far all are by how far it is."""
+    cfg, task, ranks = session.cfg, session.data.task, session.ranks
+    questions = min(exam.questions, len(task.heldout))
+    part, count = ranks.share(questions), questions * exam.samples
+    if not part:
+        return None
     session.engine.sync(aqn.CLEAN)
-    count = min(exam.questions, len(session.data.task.heldout)) * exam.samples
     when = f"{exam.name} training" if exam.prefix == "eval/" else f"after {exam.name}"
     with terminal.Amount(f"held-out questions {when}", count, unit="completion") as asked:
 
         def on_done(completions: int) -> None:
-            asked.advance(completions)
+            asked.advance(min(completions * ranks.size, count - asked.now))
             if asked.now < count:
                 session.stop.check()
 
-        task, size = session.data.task, (exam.questions, exam.samples)
-        found = evaluate(session.engine, session.learner, task, cfg, *size, on_done)
-    directory.write_evaluations(phases | {exam.name: found.rows})
-    if not logged:
-        gain = runs.gain_metrics(directory) if exam.name == "after" else {}
-        tracker.log(exam.step, found.metrics(exam.prefix) | gain)
+        return evaluate(session.engine, session.learner, task, cfg, part, exam.samples, on_done)
 
 
 def train(session: Session, record: Record | None) -> None:

@@ -35,7 +35,7 @@ def policy(tiny, build_policy) -> Policy:
 def asked(policy: Policy, *configurations: Any) -> list[tuple[list[list[int]], Sampling]]:
     engine = Recording()
     for cfg in configurations:
-        evaluate(engine, policy, tasks.load(cfg.task), cfg, cfg.eval.questions, cfg.eval.samples)
+        evaluate(engine, policy, tasks.load(cfg.task), cfg, range(cfg.eval.questions), cfg.eval.samples)
     return engine.asked
 
 
@@ -68,7 +68,7 @@ def test_a_policy_that_did_not_change_gains_exactly_nothing(policy, tiny) -> Non
     """And what was sampled in between, as training does, does not matter."""
     cfg = tiny()
     engine, task = TransformersEngine(policy, batch_size=8), tasks.load(cfg.task)
-    size = cfg.eval.questions, cfg.eval.samples
+    size = range(cfg.eval.questions), cfg.eval.samples
     before = evaluate(engine, policy, task, cfg, *size)
     engine.generate([policy.prompt_ids(task.messages(task.train[0]))], 2, Sampling(4, seed=9))
     after = evaluate(engine, policy, task, cfg, *size)
@@ -96,7 +96,7 @@ def test_every_sample_is_graded_against_its_own_question(policy, tiny) -> None:
     first, second, third = (f"<answer>{question.answer}</answer>" for question in task.heldout[:3])
     texts = [[first, "no"], [second, f"<think>x</think>{second}"], [f"<think>so</think>{first}x", third]]
     assert len({first, second, third}) == 3
-    rows = evaluate(Scripted(policy, texts), policy, task, cfg, 3, 2).rows
+    rows = evaluate(Scripted(policy, texts), policy, task, cfg, range(3), 2).rows
     assert rows["accuracy"].tolist() == [0.5, 1.0, 0.5]
     assert rows["format"].tolist() == [0.0, 0.5, 0.0]
     assert rows["sample"].tolist() == [group[0] for group in texts]
@@ -106,7 +106,8 @@ def test_every_sample_is_graded_against_its_own_question(policy, tiny) -> None:
 def test_an_engine_without_entropy_leaves_that_metric_out(policy, tiny) -> None:
     cfg = tiny()
     with_it, without = (
-        evaluate(Recording(entropy), policy, tasks.load(cfg.task), cfg, 2, 1).metrics() for entropy in (0.5, None)
+        evaluate(Recording(entropy), policy, tasks.load(cfg.task), cfg, range(2), 1).metrics()
+        for entropy in (0.5, None)
     )
     assert with_it == without | {"eval/entropy_nats": 0.5}
 

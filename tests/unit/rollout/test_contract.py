@@ -183,6 +183,15 @@ def check_seed(built: Built) -> None:
     assert built.sample(Sampling(24, seed=8)).completion_ids_P_G != first.completion_ids_P_G
 
 
+def check_parts(built: Built) -> None:
+    """Prompts that are asked in parts share no draw; vLLM's are those of all at once."""
+    whole = built.sample(Sampling(24, seed=7))
+    same, part = (built.engine.generate(built.prompts[2:], 3, Sampling(24, seed=7, first=first)) for first in (0, 2))
+    assert part.completion_ids_P_G != same.completion_ids_P_G
+    if "vllm" in type(built.engine).__module__:
+        assert part.completion_ids_P_G == whole.completion_ids_P_G[2:]
+
+
 def check_finish_reasons(built: Built) -> None:
     """ "stop" is an end token, the first and last; "length" is the limit without one."""
     lengths = sorted(len(c) for _, c, _ in rows(built.sample(Sampling(80, seed=3), 6)) if c[-1] in ends(built))

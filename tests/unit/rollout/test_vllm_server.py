@@ -3,6 +3,7 @@
 import math
 import shlex
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,9 @@ def test_a_rollout_is_a_request_a_prompt(engine, fake: FakeVllm, policy: Policy)
     assert out.logprobs_P_G[0][0] == fake.logprobs(PROMPTS[0], 4)
     assert out.entropy is None
     seeds = [body["seed"] for body in bodies]
+    fake.asked.clear()
+    engine.generate(PROMPTS[1:], 2, replace(SAMPLING, first=1))
+    assert {body["seed"] for body in sent(fake, COMPLETIONS)} == {*seeds[1:]}
     fake.asked.clear()
     engine.generate(PROMPTS, 2, Sampling(4, seed=2, top_p=0.5))
     assert not {body["seed"] for body in sent(fake, COMPLETIONS)} & {*seeds}

@@ -4,7 +4,6 @@ import math
 import threading
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from qerl_lab.train.noise import NoiseLevel, measure_on_own_texts
 from qerl_lab.train.ranks import ALONE, Ranks
 from qerl_lab.train.step import sampling
 from qerl_lab.train.stop import Stop
+from ranks_as_threads import threads
 
 UNITS = {name: metric.unit for name, metric in declared(("format", "answer")).items()}
 KL = {
@@ -228,24 +228,9 @@ def test_the_sigma_solved_gives_the_noises_of_the_stages_steps_the_kl_asked_for(
     assert not found.is_due(6)
 
 
-class PairOfRanks(Ranks):
-    """One of two ranks that are threads of this process."""
-
-    def __init__(self, rank: int, barrier: threading.Barrier, board: list[Any]) -> None:
-        super().__init__(rank, 2)
-        self.__dict__ |= {"barrier": barrier, "board": board}
-
-    def gather(self, value: Any) -> list[Any]:
-        self.board[self.rank] = value
-        self.barrier.wait(60)
-        values = list(self.board)
-        self.barrier.wait(60)
-        return values
-
-
 def test_two_ranks_come_to_the_same_sigma_over_the_texts_of_both(tiny, build_policy) -> None:
     cfg = tiny(**(SETTINGS | KL | {"gpus": 2, "aqn__solver__prompts": 5}))
-    board, barrier, found, asked = [None, None], threading.Barrier(2), [None, None], [None, None]
+    found, asked = [None, None], [None, None]
     policies = [build_policy(cfg), build_policy(cfg)]  # threads cannot share one, whose norms are swapped
 
     class Keeps(TransformersEngine):
@@ -257,15 +242,15 @@ def test_two_ranks_come_to_the_same_sigma_over_the_texts_of_both(tiny, build_pol
 
     lock = threading.Lock()
 
-    def be(rank: int) -> None:
-        policy, ranks = policies[rank], PairOfRanks(rank, barrier, board)
+    def be(ranks: Ranks) -> None:
+        policy = policies[ranks.rank]
         cursor = Cursor(select(cfg, policy, tasks.load(cfg.task)))
         measure = measure_on_own_texts(cfg, 1, cursor, policy, Keeps(policy, 8), ranks)
-        found[rank] = (NoiseLevel(cfg).solve(1, measure), measure([Noise(0.1, 0, 1)]))
+        found[ranks.rank] = (NoiseLevel(cfg).solve(1, measure), measure([Noise(0.1, 0, 1)]))
 
-    threads = [threading.Thread(target=partial(be, rank)) for rank in (0, 1)]
-    [thread.start() for thread in threads]
-    [thread.join() for thread in threads]
+    running = [threading.Thread(target=be, args=[ranks]) for ranks in threads(2)]
+    [thread.start() for thread in running]
+    [thread.join() for thread in running]
     assert found[0] == found[1] is not None
     assert found[0][0].kl == pytest.approx(0.02, rel=0.05)
     assert [len(prompts) for prompts, _ in asked] == [3, 2]

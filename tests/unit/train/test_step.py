@@ -4,7 +4,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import islice, product
-from threading import Barrier
 from typing import Any
 
 import numpy as np
@@ -20,6 +19,7 @@ from qerl_lab.train.data import Cursor, TrainingData
 from qerl_lab.train.ranks import ALONE, Ranks
 from qerl_lab.train.step import Batch, collect, first_samples, measures, sampling
 from qerl_lab.train.stop import Diverged
+from ranks_as_threads import threads
 
 QUESTIONS = 10
 
@@ -180,28 +180,10 @@ def test_a_resumed_run_asks_what_an_uninterrupted_one_asks_after_refills(setting
     assert resumed.cursor.position == whole.cursor.position
 
 
-class Threads(Ranks):
-    """Ranks that are threads of this process and tell each other over a shelf."""
-
-    shelf: dict[int, Any]
-    meeting: Barrier
-
-    def gather(self, value: Any) -> list[Any]:
-        self.shelf[self.rank] = value
-        self.meeting.wait(10)
-        told = [self.shelf[rank] for rank in range(self.size)]
-        self.meeting.wait(10)
-        return told
-
-
 def test_two_ranks_ask_what_one_asks_also_where_one_of_them_refills(setting) -> None:
     """Of six questions the second, third and seventh are flat: rank 0 lacks two groups, then one of them once more."""
     changes = RESAMPLING | {"rollout__prompts_per_step": 6, "optim__micro_batch_size": 4, "flat": {1, 2, 6}}
-    alone, shelf, meeting = setting(**changes), dict[int, Any](), Barrier(2)
-    runs = [setting(**changes) for _ in range(2)]
-    for rank, run in enumerate(runs):
-        run.ranks = Threads(rank, 2)
-        vars(run.ranks).update(shelf=shelf, meeting=meeting)
+    alone, runs = setting(**changes), [replace(setting(**changes), ranks=ranks) for ranks in threads(2)]
     expected = alone.collect()
     with ThreadPoolExecutor(2) as pool:
         batches = list(pool.map(lambda run: run.collect(), runs))
@@ -233,11 +215,11 @@ class Dies(ScriptedEngine):
 def test_an_engine_that_fails_on_one_rank_fails_the_step_on_both(setting, dying: int) -> None:
     """Rank 1 lacks nothing after the first try, and waits while rank 0 refills."""
     changes = RESAMPLING | {"rollout__prompts_per_step": 6, "optim__micro_batch_size": 4, "flat": {1, 2, 4, 6}}
-    shelf, meeting = dict[int, Any](), Barrier(2)
-    runs = [setting(**changes, engine=Dies() if rank == dying else None) for rank in range(2)]
-    for rank, run in enumerate(runs):
-        run.ranks = Threads(rank, 2)
-        vars(run.ranks).update(shelf=shelf, meeting=meeting)
+    engines = [Dies() if rank == dying else None for rank in range(2)]
+    runs = [
+        replace(setting(**changes, engine=engine), ranks=ranks)
+        for engine, ranks in zip(engines, threads(2), strict=True)
+    ]
     with ThreadPoolExecutor(2) as pool:
         ends = [pool.submit(run.collect) for run in runs]
         for end in ends:

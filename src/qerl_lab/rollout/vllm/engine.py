@@ -178,12 +178,12 @@ class VllmEngine:
         )
 
     def _send(self, prompt_ids_P: list[list[int]], group_size: int, sampling: Sampling) -> None:
-        seeds = random.Random(sampling.seed)
+        seeds = sampling.seeds(len(prompt_ids_P))
         with failing("generate"):
-            for index, ids in enumerate(prompt_ids_P):
+            for index, (ids, seed) in enumerate(zip(prompt_ids_P, seeds, strict=True)):
                 how = SamplingParams(
                     n=group_size,
-                    seed=seeds.getrandbits(62),  # that of completion g is g more
+                    seed=seed,  # that of completion g is g more
                     temperature=sampling.temperature,
                     top_p=sampling.top_p,
                     max_tokens=sampling.max_tokens,

@@ -4,7 +4,6 @@ It meets vLLM at its HTTP interface, and at `vllm.worker.NormNoise`, which runs 
 files lie in a folder that both see. `serve_line` says how the server is started.
 """
 
-import random
 import secrets
 import tempfile
 import time
@@ -141,10 +140,11 @@ class VllmServerEngine:
 
         Raises EngineFailed where the server is away, or takes longer than rollout.vllm.timeout_minutes.
         """
-        started, seeds = time.perf_counter(), random.Random(sampling.seed)
+        started, seeds = time.perf_counter(), sampling.seeds(len(prompt_ids_P))
         minutes = self.cfg.rollout.vllm.timeout_minutes
         deadline = time.monotonic() + 60 * minutes
-        bodies = [self._request(ids, group_size, sampling, seeds.getrandbits(62)) for ids in prompt_ids_P]
+        asked = zip(prompt_ids_P, seeds, strict=True)
+        bodies = [self._request(ids, group_size, sampling, seed) for ids, seed in asked]
         groups: dict[int, list[Completion]] = {}
         pool = ThreadPoolExecutor(self._at_once)
         try:

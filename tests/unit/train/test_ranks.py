@@ -1,0 +1,179 @@
+"""Held-out questions over several ranks: who asks which, what the record has, and how all of them end together."""
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+
+from qerl_lab import tasks, terminal
+from qerl_lab.config.schema import RunConfig
+from qerl_lab.evaluate.accuracy import seed_of
+from qerl_lab.model.policy import Policy
+from qerl_lab.record.directory import RunDirectory
+from qerl_lab.rollout.engine import EngineFailed, OnDone, Rollout, Sampling
+from qerl_lab.tracking.tracker import Tracker
+from qerl_lab.train.data import select
+from qerl_lab.train.ranks import ALONE, Ranks
+from qerl_lab.train.run import Exam, Record, Session, ask_heldout
+from qerl_lab.train.stop import Interrupted, Stop
+from ranks_as_threads import threads
+
+QUESTIONS, SAMPLES = 5, 2
+EXAM = Exam("before", 0, QUESTIONS, SAMPLES)
+
+
+@dataclass
+class Scripted:
+    """Answers the prompt numbered n, of all under a seed, with n + 1 tokens; a call fails for each of `fails`."""
+
+    entropy: float
+    fails: list[bool] = field(default_factory=list)
+    asked: list[tuple[list[list[int]], Sampling]] = field(default_factory=list)
+    synced: int = 0
+    rebuilt: list[str] = field(default_factory=list)
+
+    def sync(self, noise: object) -> None:
+        self.synced += 1
+
+    def rebuild(self, cause: str) -> None:
+        self.rebuilt.append(cause)
+
+    def generate(self, prompts: list[list[int]], group_size: int, how: Sampling, on_done: OnDone) -> Rollout:
+        self.asked.append((prompts, how))
+        if self.fails and self.fails.pop():
+            raise EngineFailed("the worker died")
+        for _ in prompts:
+            on_done(group_size)
+        ids = [[[65] * (how.first + p + 1)] * group_size for p in range(len(prompts))]
+        return Rollout(prompts, ids, [], [["stop"] * group_size for _ in prompts], self.entropy, seconds=1.0)
+
+
+@pytest.fixture(scope="module")
+def policy(tiny, build_policy) -> Policy:
+    return build_policy(tiny())
+
+
+@pytest.fixture
+def sessions(tiny, policy: Policy, tmp_path: Path) -> Callable[..., list[Session]]:
+    """A run's, one for each rank. All read one record, as processes do."""
+
+    def make(*all_ranks: Ranks, **changes: object) -> list[Session]:
+        cfg: RunConfig = tiny(run_dir=str(tmp_path), **changes)
+        data = select(cfg, policy, tasks.load(cfg.task))
+        return [
+            Session(cfg, RunDirectory(tmp_path), Stop(), ranks, None, policy, data, Scripted(1.0 + ranks.rank), [])
+            for ranks in all_ranks
+        ]
+
+    return make
+
+
+def ask(sessions: list[Session], exam: Exam = EXAM) -> list[Future[None]]:
+    """Let every rank ask at once; how each ended."""
+    first = sessions[0]
+    with Tracker(first.cfg, first.directory) as tracker, ThreadPoolExecutor(len(sessions)) as pool:
+        records = [Record(tracker, None) if session.ranks.is_first else None for session in sessions]
+        ends = [pool.submit(ask_heldout, *of_rank, exam) for of_rank in zip(sessions, records, strict=True)]
+    return ends
+
+
+@pytest.mark.parametrize(("count", "sizes"), [(6, [2, 2, 2]), (7, [3, 2, 2]), (8, [3, 3, 2]), (2, [1, 1, 0])])
+def test_shares_are_as_even_as_can_be_and_all_there_is(count: int, sizes: list[int]) -> None:
+    shares = [Ranks(rank, 3).share(count) for rank in range(3)]
+    assert [len(share) for share in shares] == sizes
+    assert [number for share in shares for number in share] == list(range(count))
+
+
+def test_each_rank_asks_its_share_and_the_record_has_all(sessions) -> None:
+    two = sessions(*threads(2))
+    assert [end.result() for end in ask(two)] == [None, None]
+    task, how = two[0].data.task, [session.engine.asked[0][1] for session in two]
+    asked = [prompts for session in two for prompts, _ in session.engine.asked]
+    expected = [two[0].learner.prompt_ids(task.messages(question)) for question in task.heldout[:QUESTIONS]]
+    assert asked == [expected[:3], expected[3:]]
+    assert [sampling.first for sampling in how] == [0, 3], "no two questions share a draw"
+    assert {sampling.seed for sampling in how} == {seed_of(two[0].cfg.seed)}
+    rows = two[0].directory.evaluations()["before"]
+    assert rows["id"].tolist() == [question.id for question in task.heldout[:QUESTIONS]]
+    assert rows["tokens"].tolist() == [1, 2, 3, 4, 5], "each row has the answers to its own question"
+    [line] = two[0].directory.metrics()
+    assert line["metrics"]["eval/completion_tokens"] == 3
+    assert line["metrics"]["eval/entropy_nats"] == pytest.approx((6 * 1.0 + 9 * 2.0) / 15), "a mean over all tokens"
+
+
+def test_the_record_is_that_of_one_rank(sessions, tmp_path: Path) -> None:
+    """Of engines whose draw does not depend on who asks."""
+    records = []
+    for all_ranks in ([ALONE], threads(2), threads(8)):
+        folder = tmp_path / str(len(all_ranks))
+        folder.mkdir()
+        of_all = [
+            replace(session, directory=RunDirectory(folder), engine=Scripted(1.0)) for session in sessions(*all_ranks)
+        ]
+        [end.result() for end in ask(of_all)]
+        [line] = of_all[0].directory.metrics()
+        records.append((of_all[0].directory.evaluations()["before"].to_dict(), line["metrics"]))
+    assert records[0] == records[1] == records[2]
+
+
+def test_progress_is_that_of_all_ranks(sessions, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shown by rank 0, as far as it is itself with its share."""
+    shown: dict[int, list[tuple[int, int]]] = {}
+    advance = terminal.Amount.advance
+
+    def watched(amount: terminal.Amount, count: int, said: str = "") -> None:
+        advance(amount, count, said)
+        shown.setdefault(id(amount), []).append((amount.now, amount.total))
+
+    monkeypatch.setattr(terminal.Amount, "advance", watched)
+    [end.result() for end in ask(sessions(*threads(2)))]
+    assert [(4, 10), (8, 10), (10, 10)] in shown.values()
+
+
+def test_who_has_nothing_to_ask_waits(sessions) -> None:
+    three = sessions(*threads(3))
+    [end.result() for end in ask(three, replace(EXAM, questions=2))]
+    assert [len(session.engine.asked) for session in three] == [1, 1, 0]
+    assert three[0].directory.evaluations()["before"]["tokens"].tolist() == [1, 2]
+
+
+def test_nothing_is_asked_twice(sessions) -> None:
+    """Whether it was is what rank 0 says, which writes: another might look in between."""
+    for _ in range(2):
+        two = sessions(*threads(2))
+        [end.result() for end in ask(two)]
+    assert [session.engine.asked for session in two] == [[], []]
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_an_engine_that_fails_is_built_again_on_every_rank_and_all_is_asked_again(sessions, failing: int) -> None:
+    two = sessions(*threads(2))
+    two[failing].engine.fails = [True]
+    assert [end.result() for end in ask(two)] == [None, None]
+    assert [session.engine.rebuilt for session in two] == [[f"rank {failing}: the worker died"]] * 2
+    assert [session.engine.asked[0] == session.engine.asked[1] for session in two] == [True, True]
+    assert [session.engine.synced for session in two] == [2, 2]
+    assert two[0].directory.evaluations()["before"]["tokens"].tolist() == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_second_failure_ends_every_rank(sessions, failing: int) -> None:
+    two = sessions(*threads(2))
+    two[failing].engine.fails = [True, True]
+    for end in ask(two):
+        with pytest.raises(EngineFailed, match=f"^rank {failing}: the worker died .of an engine that was built"):
+            end.result()
+    assert two[0].directory.evaluations() == {}
+
+
+@pytest.mark.parametrize("signalled", [0, 1])
+def test_a_signal_that_one_rank_hears_first_stops_all(sessions, signalled: int) -> None:
+    two = sessions(*threads(2))
+    two[signalled].stop.signalled = True
+    for end in ask(two):
+        with pytest.raises(Interrupted):
+            end.result()
+    assert two[0].directory.evaluations() == {}
+    assert two[0].directory.metrics() == []
