@@ -26,16 +26,21 @@ def free_port() -> int:
 
 
 @contextmanager
-def served(cfg: RunConfig, log: Path) -> Iterator[subprocess.Popen]:
-    """Run the server of `cfg` at its URL until the end, and first what packs its base. Its output goes to `log`."""
+def served(cfg: RunConfig, log: Path, *more: str) -> Iterator[subprocess.Popen]:
+    """Run the server of `cfg` at its URL until the end, and first what packs its base. Its output goes to `log`.
+
+    `more` are flags that users add to the line.
+    """
     *before_it, line = commands(cfg)
     for command in before_it:
         subprocess.run([sys.executable, *shlex.split(command)[1:]], cwd=log.parent, check=True)
     before, _, after = line.partition(" vllm serve ")
     model, *flags = shlex.split(after)
     # vLLM's CPU wheel has another name than the one under which `vllm` looks for itself; this is what it starts.
-    words = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, *flags]
+    words = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, *flags, *more]
     environment = os.environ | dict(word.split("=") for word in before.split())
+    if cfg.device == "cpu" and "--tensor-parallel-size" in more:  # a core each: vLLM would give each a NUMA node
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(str, sorted(os.sched_getaffinity(0))[:2]))
     with log.open("w") as out:
         server = subprocess.Popen(
             words, env=environment, cwd=log.parent, stdout=out, stderr=out, start_new_session=True

@@ -68,6 +68,8 @@ def test_a_run_survives_a_failure_fails_at_the_second_and_goes_on_as_printed(new
     assert run.reason.startswith(f"{cause} 1 of 3 steps are saved. Type python -m qerl_lab resume=")
     assert "warning: the engine failed (no answer in 0.2 s). Building it again and repeating what was asked." in errors
     assert f"failed: {run.reason}" in errors
+    assert "Traceback" not in errors
+    assert "Traceback" in (run.path / "FAILED").read_text()
     (typed,) = re.findall(r"failed: .* Type (python -m qerl_lab resume=\S+) to go on", errors)
     assert [path.name for path in run.checkpoints.iterdir()] == ["step-000001"]
     assert [line["metrics"].get(RESTARTS) for line in run.metrics()] == [None, 1]

@@ -52,7 +52,7 @@ def main(directory: RunDirectory, parent: int) -> int:
         trace = redact(traceback.format_exc())
         if is_alone or directory.status != "failed":  # by another rank, whose end this one has met
             directory.fail(f"{type(error).__name__}: {redact(str(error))}\n\n{trace}")
-        if not isinstance(error, ConfigError | Diverged):
+        if not isinstance(error, ConfigError | Diverged) and type(error).__name__ != "EngineFailed":  # it imports torch
             print(trace, end="", file=sys.stderr)
         return USAGE if isinstance(error, ConfigError) else FAILURE
 

@@ -80,9 +80,8 @@ class RunEngine:
         try:
             self._engine = rollout.build(self.cfg, self.policy)
         except Exception as error:  # whatever it is, the first cause tells more
-            raise EngineFailed(
-                f"{cause} (and no engine could be built again: {type(error).__name__}: {line(error)})"
-            ) from error
+            again = "" if line(error) == cause else f": {type(error).__name__}: {line(error)}"
+            raise EngineFailed(f"{cause} (and no engine could be built again{again})") from error
 
 
 def line(error: Exception) -> str:

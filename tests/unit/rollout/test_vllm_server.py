@@ -18,8 +18,8 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.model.policy import Policy
 from qerl_lab.rollout.engine import EngineFailed, Sampling
+from qerl_lab.rollout.vllm_server import client, serve_line
 from qerl_lab.rollout.vllm_server import engine as server_engine
-from qerl_lab.rollout.vllm_server import serve_line
 from qerl_lab.rollout.vllm_server.wire import decoded, encoded
 
 PROMPTS = [[3, 4, 5], [6], [7, 8]]
@@ -156,6 +156,12 @@ def test_a_server_that_stays_away_is_an_error_with_what_was_tried(policy: Policy
     engine.close()
     with pytest.raises(ConfigError, match="is away"):
         rollout.build(config(rollout__vllm_server__url=gone.url), policy)
+
+
+def test_patience_is_not_cut_by_the_time_for_an_answer(policy: Policy, config, monkeypatch) -> None:
+    monkeypatch.setattr(client, "ANSWER_SECONDS", 0.2)
+    with pytest.raises(ConfigError, match=r"is away .* in 1 s"):
+        rollout.build(config(rollout__vllm_server__url="http://127.0.0.1:9"), policy)
 
 
 def test_a_rollout_has_a_time_limit(fake: FakeVllm, config, policy: Policy) -> None:

@@ -12,7 +12,7 @@ from qerl_lab.rollout.engine import EngineFailed
 
 API_KEY = "VLLM_API_KEY"  # the variable that vLLM itself reads it from
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 10.0  # seconds between tries; each is twice the last
-CONNECT_SECONDS = 10.0
+CONNECT_SECONDS, ANSWER_SECONDS = 10.0, 120.0
 AWAY = (502, 503, 504)  # what a proxy, or a server that ends, answers in the place of one that works
 # A host that vanished sends nothing, for as long as a rollout may take: the system asks it twice a minute.
 KEEP_ALIVE = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)] + [
@@ -45,16 +45,18 @@ class Server:
             transport=httpx.HTTPTransport(limits=limits, socket_options=KEEP_ALIVE),
         )
 
-    def ask(self, method: str, path: str, body: dict[str, Any] | None = None, seconds: float = 120.0) -> Any:
+    def ask(self, method: str, path: str, body: dict[str, Any] | None = None, seconds: float | None = None) -> Any:
         """Return what the server answers: parsed JSON, or None where it says nothing but yes.
 
-        Asking twice must do no harm, since an answer may be lost.
+        Asking twice must do no harm, since an answer may be lost. Without `seconds` there are `ANSWER_SECONDS`, and
+        `patience` more, for a server that comes back at the end of it.
 
         Raises:
             Refused: the server answered with an error.
             TimeoutError: no answer came in `seconds`.
             EngineFailed: there is no server, or no JSON.
         """
+        seconds = ANSWER_SECONDS + self.patience if seconds is None else seconds
         response = self._response(method, path, body, seconds)
         if response.is_error:
             raise Refused(response.status_code, redact(message_of(response)))
