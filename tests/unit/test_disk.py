@@ -106,9 +106,12 @@ def test_a_file_system_without_locks_is_written_all_the_same(
     for name in ("resolved.yaml", "sweep.json"):
         (tmp_path / name).touch()
 
-    def refuse(*_: object) -> None:
+    asked = list[object]()
+
+    def refuse(*lock: object) -> None:
+        asked.append(lock)
         raise OSError(says, os.strerror(says))
 
     monkeypatch.setattr(fcntl, "flock", refuse)
     with hold(tmp_path):
-        assert (tmp_path / "sweep.json").exists()  # held, since nothing was raised
+        assert asked
