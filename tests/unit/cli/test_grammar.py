@@ -294,12 +294,13 @@ def ending(monkeypatch: pytest.MonkeyPatch) -> Callable[[Typed, BaseException], 
     """Runs a command that ends by an exception."""
 
     def end(command: Typed, raised: BaseException) -> int:
-        def run(*_: object) -> int:
+        def run(*_: object) -> None:
             raise raised
 
-        monkeypatch.setattr(grammar.Command, "run", run)
-        monkeypatch.setattr(train.manual, "overview", run)
-        return main_of(command)([command.pick] if command.pick else [])
+        monkeypatch.setattr(grammar.Command, "read", run)
+        monkeypatch.setattr(train.manual, "overview", run)  # what `python -m qerl_lab` alone does
+        words = [command.pick, *command.right.split()] if command.module != "qerl_lab" else []
+        return main_of(command)([word for word in words if word])
 
     return end
 
