@@ -31,11 +31,12 @@ from qerl_lab.rollout.vllm.fp4_linear import (
 HELPERS = Path(__file__).parents[1] / "helpers"
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
-SMALL = Machine(multiprocessors=3, shared_bytes=128 * 2**10)
+SMALL = Machine(multiprocessors=5, shared_bytes=128 * 2**10)
 H200 = Machine(multiprocessors=132, shared_bytes=227 * 2**10)
-# Rows, K, columns of the parts, rank: pieces of K one and several, tiles that are a block's only one and several.
+# Rows, K, columns of the parts, rank: pieces of K one and several, tiles of a block one and several, of one part and
+# of more.
 SHAPES = [(1, 512, [64], 2), (5, 1024, [96, 32, 32], 32), (8, 2048, [128], 16), (3, 1536, [64, 64], 30),
-          (8, 4864, [32, 16], 64), (7, 1024, [48], 128)]  # fmt: skip
+          (8, 4864, [32, 16], 64), (7, 1024, [48], 128), (4, 4864, [48, 16, 48], 118)]  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -111,6 +111,7 @@ static void copy(u32 to, const void* from, u32 bytes, u32 barrier) {
 static void prefetch(const void* from, u32 bytes) {
   if ((size_t)from % 16 || bytes % 16) abort();
 }
+static void prefetch_line(const void*) {}
 static void awaited() {}
 static void next_may_start() {}
 static u64 acquired(const u64* p) { return *p; }

@@ -27,6 +27,8 @@ constexpr int UNITS = 2, UNIT = 128, SLICE = UNITS * UNIT;  // columns of x that
 constexpr int TILE = 16;                                    // rows of W of a stage
 constexpr int SUMS = 128;                                   // sums of a tile with 8 rows of x: 4 a lane
 constexpr int TURNS = 4;                                    // tiles whose sums may wait for a closer
+constexpr int MOST_RANK = 128;
+constexpr int AT_ONCE = 16;  // loads of a thread that are on their way
 
 struct Shape {
   int M, N, K, x_stride, R, rank;
@@ -103,6 +105,8 @@ __device__ void narrow(u32 (&own)[UNITS][4][4], float (&back)[2]) {
 __device__ void shrink(const u16* x, const u16* A, float* inner, const Shape& s, int job, int slices) {
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, first = job / slices * TILE, slice = job % slices;
   float sum[4] = {};
+  // Registers hold one unit. The lines of the second, one a lane, begin their way from memory with the first.
+  prefetch_line(A + (long long)min(first + lane / 2, s.R - 1) * s.K + slice * SLICE + UNIT + lane % 2 * (UNIT / 2));
 #pragma unroll 1
   for (int unit = 0; unit < UNITS; unit++) {
     const int column = slice * SLICE + unit * UNIT;
@@ -122,54 +126,6 @@ __device__ void shrink(const u16* x, const u16* A, float* inner, const Shape& s,
     }
   }
   *(float4*)(inner + job * SUMS + lane * 4) = make_float4(sum[0], sum[1], sum[2], sum[3]);
-}
-
-// Counters only grow, each launch by one a block: no launch has to leave zeros for the next.
-__device__ u64 joined(u64* counter, u32 blocks) {  // what the counter will be when all have arrived
-  __threadfence();
-  const u64 before = atomicAdd(counter, 1ull);
-  return (before / blocks + 1) * blocks;
-}
-
-__device__ void await(const u64* counter, u64 all) {
-  while (acquired(counter) < all) pause();
-}
-
-// t = x A^T in bfloat16, [8, R] with `stride`: the slices' sums, by the closers.
-__device__ void sum_slices(const float* inner, u16* t, const Shape& s, int stride, int slices, int thread, int threads) {
-  for (int v = thread; v < (s.R + TILE - 1) / TILE * SUMS / 4; v += threads) {
-    const int tile = v / 32, lane = v % 32;
-    const float4* from = (const float4*)inner + tile * slices * (SUMS / 4) + lane;
-    float sum[4] = {};
-#pragma unroll 8
-    for (int slice = 0; slice < slices; slice++) {
-      const float4 one = __ldcg(from + slice * (SUMS / 4));
-      sum[0] += one.x, sum[1] += one.y, sum[2] += one.z, sum[3] += one.w;
-    }
-    for (int i = 0; i < 4; i++)  // rows beyond R are there, and not read
-      t[(lane % 4 * 2 + i % 2) * stride + tile * TILE + lane / 4 + i / 2 * 8] = rounded(sum[i]);
-  }
-  sync(1, threads);
-}
-
-// Add bias and adapter to the sums of a tile, and store it.
-__device__ void finish(float (&sum)[4], const u16* t, int stride, const u16* B, const u16* bias, u16* y, const Shape& s, int n) {
-  const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
-  const int part = (n >= s.part_1) + (n >= s.part_2);
-  const u16* low = B + (long long)(n + g) * s.rank + 2 * q;
-  for (int r = 0; r < s.rank; r += 16) {
-    const bool first = r + 2 * q < s.rank, second = r + 2 * q + 8 < s.rank;
-    const u32 a0 = first ? *(const u32*)(low + r) : 0, a1 = first ? *(const u32*)(low + 8 * s.rank + r) : 0;
-    const u32 a2 = second ? *(const u32*)(low + r + 8) : 0, a3 = second ? *(const u32*)(low + 8 * s.rank + r + 8) : 0;
-    const u16* own = t + g * stride + part * s.rank + r + 2 * q;
-    mma(sum, a0, a1, a2, a3, first ? *(const u32*)own : 0, second ? *(const u32*)(own + 8) : 0);
-  }
-#pragma unroll
-  for (int i = 0; i < 4; i++) {
-    const int m = 2 * q + (i & 1), column = n + g + (i & 2) * 4;
-    const float value = sum[i] + (bias ? widened(bias[column]) : 0.f);
-    if (m < s.M) y[(long long)m * s.N + column] = rounded(value);
-  }
 }
 
 // Where the blocks' parts lie in shared memory, and what a block has to do.
@@ -193,6 +149,100 @@ __device__ Work work_of(const Shape& s, u8* memory) {
   w.ring = shared(memory), w.full = shared(barriers), w.empty = w.full + 8 * s.stages;
   w.summed = w.empty + 8 * s.stages, w.taken = w.summed + 8 * TURNS;
   return w;
+}
+
+// Counters only grow, each launch by one a block: no launch has to leave zeros for the next.
+__device__ u64 joined(u64* counter, u32 blocks) {  // what the counter will be when all have arrived
+  __threadfence();
+  const u64 before = atomicAdd(counter, 1ull);
+  return (before / blocks + 1) * blocks;
+}
+
+__device__ void await(const u64* counter, u64 all) {
+  while (acquired(counter) < all) pause();
+}
+
+__device__ int part_of(const Shape& s, int n) { return (n >= s.part_1) + (n >= s.part_2); }
+
+// Add to `sum` `count` numbers that lie `stride` apart, in order. A 0 in place of one that is not there changes no bit: what
+// began at 0 is never -0.
+__device__ void add_up(float (&sum)[4], const float4* from, int count, int stride) {
+#pragma unroll 1
+  for (int left = count; left > 0; left -= AT_ONCE, from += AT_ONCE * stride) {
+    float4 one[AT_ONCE];
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; i++) one[i] = i < left ? __ldcg(from + i * stride) : make_float4(0, 0, 0, 0);
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; i++) sum[0] += one[i].x, sum[1] += one[i].y, sum[2] += one[i].z, sum[3] += one[i].w;
+  }
+}
+
+// Where K is cut, x A^T may be late, and every block would read many slices: who brings a tile's last slice adds them up
+// for all, in the place of the first.
+__device__ void sum_if_last(float* inner, u64* brought, int tile, int slices) {
+  const int lane = threadIdx.x % 32;
+  u32 last = 0;
+  __syncwarp();
+  if (lane == 0) __threadfence(), last = (atomicAdd(brought + tile, 1ull) + 1) % slices == 0;
+  if (!__shfl_sync(~0u, last, 0)) return;
+  __threadfence();
+  __syncwarp();
+  float sum[4] = {};
+  float4* const first = (float4*)inner + tile * slices * (SUMS / 4) + lane;
+  add_up(sum, first, slices, SUMS / 4);
+  *first = make_float4(sum[0], sum[1], sum[2], sum[3]);
+}
+
+// t = x A^T in bfloat16, [8, R] with `stride`: the slices' sums, by the closers. Only of the parts that the block's tiles
+// lie in, outwards to whole tiles of R; the rest is not written, and not read.
+__device__ void sum_slices(const float* inner, const Shape& s, const Work& w, int stride, int thread, int threads) {
+  const int from = part_of(s, w.first * TILE) * s.rank / TILE;
+  const int to = ((part_of(s, (w.first + w.count - 1) * TILE) + 1) * s.rank + TILE - 1) / TILE;
+  for (int v = from * 32 + thread; v < to * 32; v += threads) {
+    const int tile = v / 32, lane = v % 32;
+    float sum[4] = {};
+    add_up(sum, (const float4*)inner + tile * w.slices * (SUMS / 4) + lane, s.pieces > 1 ? 1 : w.slices, SUMS / 4);
+    for (int i = 0; i < 4; i++)  // rows beyond R are there, and not read
+      w.adapter[(lane % 4 * 2 + i % 2) * stride + tile * TILE + lane / 4 + i / 2 * 8] = rounded(sum[i]);
+  }
+  sync(1, threads);
+}
+
+// What finish adds to a tile: B as it multiplies it, zero beyond the rank, and the bias of its rows g and g + 8.
+struct Rest {
+  u32 b[MOST_RANK / 16][4];
+  float bias[2];
+};
+
+// All on its way at once, and while the caller waits for sums.
+__device__ void load_rest(Rest& rest, const u16* B, const u16* bias, const Shape& s, int n) {
+  const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
+  const u16* const low = B + (long long)(n + g) * s.rank + 2 * q;
+#pragma unroll
+  for (int i = 0; i < MOST_RANK / 16 * 4; i++) {
+    const int r = i / 4 * 16 + i % 4 / 2 * 8, row = i % 2 * 8;
+    rest.b[i / 4][i % 4] = r + 2 * q < s.rank ? *(const u32*)(low + row * s.rank + r) : 0;
+  }
+  for (int h = 0; h < 2; h++) rest.bias[h] = bias ? widened(bias[n + g + 8 * h]) : 0.f;
+}
+
+// Add bias and adapter to the sums of a tile, and store it.
+__device__ void finish(float (&sum)[4], const u16* t, int stride, const Rest& rest, u16* y, const Shape& s, int n) {
+  const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
+  const u16* const own = t + g * stride + part_of(s, n) * s.rank + 2 * q;
+#pragma unroll
+  for (int i = 0; i < MOST_RANK / 16; i++) {
+    if (i * 16 >= s.rank) continue;
+    const u32(&b)[4] = rest.b[i];
+    const int left = s.rank - i * 16 - 2 * q;
+    mma(sum, b[0], b[1], b[2], b[3], left > 0 ? *(const u32*)(own + i * 16) : 0,
+        left > 8 ? *(const u32*)(own + i * 16 + 8) : 0);
+  }
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const int m = 2 * q + (i & 1), column = n + g + (i & 2) * 4;
+    if (m < s.M) y[(long long)m * s.N + column] = rounded(sum[i] + rest.bias[i / 2]);
+  }
 }
 
 // The carrier: keep the ring full.
@@ -273,8 +323,10 @@ __device__ void close(const u16* x, const float* divisor, const u16* A, const u1
   const int lane = threadIdx.x % 32, thread = closer * 32 + lane, stride = (s.R + TILE - 1) / TILE * TILE + 8;
   if (thread == 0 && w.count) prefetch(B + (long long)w.first * TILE * s.rank, w.count * TILE * s.rank * 2);
   awaited();
-  for (int job = blockIdx.x + gridDim.x * closer; job < (s.R + TILE - 1) / TILE * w.slices; job += gridDim.x * closers)
+  for (int job = blockIdx.x + gridDim.x * closer; job < (s.R + TILE - 1) / TILE * w.slices; job += gridDim.x * closers) {
     shrink(x, A, inner, s, job, w.slices);
+    if (s.pieces > 1) sum_if_last(inner, counters + 1 + w.teams, job / w.slices, w.slices);
+  }
   __syncwarp();
   u64 all = 0;
   if (lane == 0) all = joined(counters, gridDim.x * closers);
@@ -282,33 +334,34 @@ __device__ void close(const u16* x, const float* divisor, const u16* A, const u1
   if (s.pieces == 1) {
     if (lane == 0) await(counters, all);
     sync(1, closers * 32);
-    sum_slices(inner, w.adapter, s, stride, w.slices, thread, closers * 32);
+    sum_slices(inner, s, w, stride, thread, closers * 32);
   }
   for (int i = closer; i < w.count; i += closers) {
     float sum[4] = {};
+    Rest rest;
+    if (s.pieces == 1) load_rest(rest, B, bias, s, (w.first + i) * TILE);
     sum_warps(sum, s, w, i);
 #pragma unroll
     for (int k = 0; k < 4; k++) sum[k] *= factor;
     if (s.pieces > 1)
       *(float4*)(partial + ((long long)w.piece * w.tiles + w.first + i) * SUMS + lane * 4) =
           make_float4(sum[0], sum[1], sum[2], sum[3]);
-    if (s.pieces == 1) finish(sum, w.adapter, stride, B, bias, y, s, (w.first + i) * TILE);
+    if (s.pieces == 1) finish(sum, w.adapter, stride, rest, y, s, (w.first + i) * TILE);
   }
   if (s.pieces == 1) return;
   __syncwarp();
   u64 team = 0;
   if (lane == 0) team = joined(counters + 1 + w.team, s.pieces * closers), await(counters, all);
   sync(1, closers * 32);
-  sum_slices(inner, w.adapter, s, stride, w.slices, thread, closers * 32);
+  sum_slices(inner, s, w, stride, thread, closers * 32);
   if (lane == 0) await(counters + 1 + w.team, team);
   __syncwarp();
   for (int i = w.piece + closer * s.pieces; i < w.count; i += closers * s.pieces) {
     float sum[4] = {};
-    for (int p = 0; p < s.pieces; p++) {
-      const float4 one = __ldcg((const float4*)(partial + ((long long)p * w.tiles + w.first + i) * SUMS + lane * 4));
-      sum[0] += one.x, sum[1] += one.y, sum[2] += one.z, sum[3] += one.w;
-    }
-    finish(sum, w.adapter, stride, B, bias, y, s, (w.first + i) * TILE);
+    Rest rest;
+    load_rest(rest, B, bias, s, (w.first + i) * TILE);
+    add_up(sum, (const float4*)partial + (w.first + i) * (SUMS / 4) + lane, s.pieces, w.tiles * (SUMS / 4));
+    finish(sum, w.adapter, stride, rest, y, s, (w.first + i) * TILE);
   }
 }
 

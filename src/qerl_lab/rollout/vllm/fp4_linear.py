@@ -89,7 +89,8 @@ def takes(sizes: Sequence[int], columns: int, rank: int) -> bool:
 
 def counters(device: torch.device) -> Tensor:
     """What the blocks of a layer's launches meet by: int64 zeros, of this layer alone, written by `linear` only."""
-    return torch.zeros(1 + _machine(device).multiprocessors, dtype=torch.int64, device=device)
+    tiles = 3 * MAX_RANK // _TILE  # of x A^T
+    return torch.zeros(1 + _machine(device).multiprocessors + tiles, dtype=torch.int64, device=device)
 
 
 def linear(

@@ -32,6 +32,8 @@ __device__ void prefetch(const void* from, u32 bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 }
 
+__device__ void prefetch_line(const void* of) { asm volatile("prefetch.global.L2 [%0];" ::"l"(of)); }
+
 __device__ void sync(int barrier, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory"); }
 
 __device__ void pause() {}

@@ -146,11 +146,13 @@ def _expand(
     inside = (m[:, None] < rows) & (n[None, :] < end)
     at = y + m[:, None].to(tl.int64) * y_stride + n[None, :]
     old = tl.load(at, mask=inside, other=0.0)
-    wanted = (m[:, None] < rows) & (r[None, :] < RANK)
     t = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
-    for s in tl.range(0, splits, loop_unroll_factor=IN_FLIGHT):  # unrolled whole, each load would change its layout
-        of_split = sums + (s * rows + m[:, None]) * (len(PARTS) * RANK) + part * RANK + r[None, :]
-        t += tl.load(of_split, mask=wanted, other=0.0).to(tl.float32)
+    for begin in tl.range(0, splits, IN_FLIGHT):  # unrolled whole, each load would change its layout
+        for s in tl.static_range(IN_FLIGHT):  # masked: what is left of a loop by IN_FLIGHT would load one by one
+            split = begin + s
+            wanted = (m[:, None] < tl.where(split < splits, rows, 0)) & (r[None, :] < RANK)
+            of_split = sums + (split * rows + m[:, None]) * (len(PARTS) * RANK) + part * RANK + r[None, :]
+            t += tl.load(of_split, mask=wanted, other=0.0).to(tl.float32)
     tl.store(at, product(t.to(b.dtype), b.T, old.to(tl.float32)).to(old.dtype), mask=inside)
 
 
