@@ -7,6 +7,7 @@ and lets a job die without the sweep.
 import io
 import math
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -15,16 +16,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import BinaryIO, TextIO
+from typing import Any, BinaryIO, TextIO
 
 from qerl_lab import exits, terminal
 from qerl_lab.cli.one_process import refuse_several
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
-from qerl_lab.exits import SIGNALS, USAGE, heard
+from qerl_lab.exits import FAILURE, SIGNALS, USAGE, heard
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.environment import Typed
 
@@ -48,7 +49,10 @@ CHILD_ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "DISABLE_MLFLOW_INTEGRATION": "TRUE",  # transformers' and TRL's own, which import MLflow before the first step
 }
-_waited_for: list[list[subprocess.Popen[bytes]]] = []
+
+
+class NotStarted(OSError):
+    """A process of a run cannot be started."""
 
 
 @dataclass(frozen=True)
@@ -105,8 +109,13 @@ def _run(run: RunDirectory, typed: Typed | None, lock: TextIO, of: OfSweep | Non
     config = run.config()
     environment = _environment(config, typed, of)
     environments = [environment | variables for variables in rank_variables(config.gpus)]
-    with _console(of) as console:
-        ended_with, rank = _wait(child_command(run.path), environments, lock, console, of.stop_file if of else None)
+    try:
+        with _console(of) as console:
+            ended_with, rank = _wait(child_command(run.path), environments, lock, console, of.stop_file if of else None)
+    except NotStarted as error:
+        line = f"python -m qerl_lab resume={shlex.quote(str(run.path))}"
+        run.fail(f"NotStarted: {error}. Free memory, processes or open files (ulimit -a), then type {line}.\n")
+        return FAILURE
     code = run.settle(ended_with, f"rank {rank} of {config.gpus}" if config.gpus > 1 else "")
     if code == USAGE:
         raise ConfigError(run.reason.removeprefix("ConfigError: "))
@@ -153,53 +162,81 @@ def rank_variables(gpus: int) -> list[dict[str, str]]:
     return [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(gpus)]
 
 
+@dataclass(eq=False)
+class _Ranks:
+    """The processes of a run, and the signals that came while they run."""
+
+    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    came: list[int] = field(default_factory=list)
+
+    @property
+    def aborts(self) -> bool:
+        return self.came.count(signal.SIGINT) > 1
+
+    def hand_on(self, number: int, frame: FrameType | None) -> None:
+        """Stop the run: SIGTERM lets its processes finish their step and save; at the second SIGINT they are killed."""
+        self.came.append(number)
+        for process in self.processes:
+            process.kill() if self.aborts else process.terminate()
+        if number == signal.SIGINT:
+            exits.say_now(ABORTING if self.aborts else STOPPING)
+
+    def start(self, command: list[str], environments: list[dict[str, str]], **given: Any) -> None:
+        """Start a process for each environment. Raises NotStarted where one cannot be; the others are ended then."""
+        # Held back over the start, so that none meets a child that cannot handle it yet; see Stop.on_signals.
+        # SIGUSR2, which Slurm sends to the whole job before its time limit, is for this process, and the children are
+        # never to see it.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, (*SIGNALS, signal.SIGUSR2))
+        try:
+            for environment in environments:
+                self.processes.append(subprocess.Popen(command, env=environment, **given))
+        except OSError as error:
+            self._kill()  # they have nothing to save, and would wait for the one that is missing
+            rank = f"rank {len(self.processes)} of {len(environments)}"
+            raise NotStarted(f"{rank} cannot be started ({error}), and no other goes on") from None
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    def _kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.wait()
+
+
+_waited_for: list[_Ranks] = []
+
+
 def _wait(
     command: list[str], environments: list[dict[str, str]], lock: TextIO, console: BinaryIO | None,
     stop_file: Path | None,
 ) -> tuple[int, int]:  # fmt: skip
     """Run a process for each environment to its end; the status of the first that failed, and its rank.
 
-    A negative status is the signal that ended it. A signal that stops a run is handed on as SIGTERM, after which the
-    children finish their step and save. A terminal sends SIGINT and SIGHUP to them as well, which makes no difference
-    to them. So it is the parent that counts, and at the second SIGINT kills. `stop_file` stops them too: it may exist
-    on another machine than this process.
+    A negative status is the signal that ended it. A signal that stops a run is handed on, by SIGTERM. A terminal sends
+    SIGINT and SIGHUP to the children as well, which makes no difference to them. So it is the parent that counts.
+    `stop_file` stops them too: it may exist on another machine than this process. Raises NotStarted.
     """
-    children: list[subprocess.Popen[bytes]] = []
-    _waited_for.append(children)
-    came: list[int] = []
-
-    def hand_on(number: int, frame: FrameType | None) -> None:
-        came.append(number)
-        aborts = came.count(signal.SIGINT) > 1
-        for child in children:
-            child.kill() if aborts else child.terminate()
-        if number == signal.SIGINT:
-            exits.say_now(ABORTING if aborts else STOPPING)
-
-    with handlers(hand_on):
-        # Held back over the start, so that none meets a child that cannot handle it yet; see Stop.on_signals.
-        # SIGUSR2, which Slurm sends to the whole job before its time limit, is for this process, and the children are
-        # never to see it.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, (*SIGNALS, signal.SIGUSR2))
-        for environment in environments:
-            children.append(
-                subprocess.Popen(command, env=environment, pass_fds=[lock.fileno()], stdout=console, stderr=console)
-            )
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        if came:  # another thread took the signal
-            for child in children:
-                child.terminate()
-        rank = _end_of(children, stop_file)
-    _waited_for.remove(children)
-    return -signal.SIGINT if came.count(signal.SIGINT) > 1 or _aborted(stop_file) else children[rank].returncode, rank
+    ranks = _Ranks()
+    _waited_for.append(ranks)
+    try:
+        with handlers(ranks.hand_on):
+            ranks.start(command, environments, pass_fds=[lock.fileno()], stdout=console, stderr=console)
+            if ranks.came:  # another thread took the signal
+                for process in ranks.processes:
+                    process.terminate()
+            rank = _end_of(ranks.processes, stop_file)
+    finally:
+        _waited_for.remove(ranks)
+    return -signal.SIGINT if ranks.aborts or _aborted(stop_file) else ranks.processes[rank].returncode, rank
 
 
 def stop_children() -> None:
     """Let the runs that this process waits for save, from a signal handler; return when they have ended."""
     deadline = time.monotonic() + SAVE_SECONDS
-    for child in [child for children in _waited_for for child in children]:
+    for child in [child for ranks in _waited_for for child in ranks.processes]:
         child.terminate()
-    for child in [child for children in _waited_for for child in children]:
+    for child in [child for ranks in _waited_for for child in ranks.processes]:
         with suppress(subprocess.TimeoutExpired):
             child.wait(max(0.1, deadline - time.monotonic()))
 
