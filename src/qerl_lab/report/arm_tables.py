@@ -12,6 +12,7 @@ from qerl_lab.report.arms import Run
 from qerl_lab.report.claims import PRINTED_AS, Settings
 from qerl_lab.report.comparison import Comparison, matrix
 from qerl_lab.report.measures import MEASURES, Unmeasured, beside_others
+from qerl_lab.report.numbers import number
 from qerl_lab.report.runs import Record
 from qerl_lab.report.verdict_tables import of_seeds, printed_as
 
@@ -240,4 +241,4 @@ def _shares(records: Sequence[Record]) -> str:
 
 def _sizes(records: Sequence[Record]) -> list[str]:
     peaks = [record.summary.get("memory_gpu_peak_gib", record.summary["memory_rss_gib"]) for record in records]
-    return [f"{max(peaks):.2f}", f"{np.mean([record.summary['seconds'] for record in records]):,.0f}"]
+    return [f"{max(peaks):.2f}", number(np.mean([record.summary["seconds"] for record in records]))]

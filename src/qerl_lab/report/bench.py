@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from qerl_lab.config.files import choices_of
 from qerl_lab.config.schema import DENSE_FORMAT
 from qerl_lab.report.curves import png
+from qerl_lab.report.numbers import tick
 
 Result = dict[str, Any]
 # A colour a format; the dense one and the arms of other libraries have their own.
@@ -201,6 +202,6 @@ def dress(axis: Axes, title: str, label: str) -> None:
     axis.set(title=title, xlabel=label)
     axis.set_ylim(bottom=0, top=1.12 * axis.get_ylim()[1])
     axis.set_axisbelow(True)
-    axis.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
+    axis.yaxis.set_major_formatter(tick)
     axis.grid(alpha=0.25, axis="y")
     axis.spines[["top", "right"]].set_visible(False)

@@ -17,6 +17,7 @@ from matplotlib.patheffects import Normal, Stroke
 from matplotlib.ticker import MaxNLocator
 from PIL import Image
 
+from qerl_lab.report.numbers import tick
 from qerl_lab.report.stats import band_over_seeds
 
 STYLE = Path(__file__).with_name("report.mplstyle")
@@ -181,5 +182,5 @@ def dress(axis: Axes, label: str, unit: str) -> None:
     axis.set(xlabel=unit, ylabel=label)
     axis.tick_params(labelbottom=True)
     axis.xaxis.set_major_locator(MaxNLocator(6, integer=unit in ("step", "stage")))  # there is no step 1.5
-    axis.yaxis.set_major_formatter(lambda value, _: f"{value:,g}" if abs(value) >= 1000 else f"{value:g}")
+    axis.yaxis.set_major_formatter(tick)
     axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), borderaxespad=0)

@@ -13,6 +13,7 @@ from qerl_lab.report.arm_tables import Table
 from qerl_lab.report.arms import version
 from qerl_lab.report.bench import Result, gpu_of
 from qerl_lab.report.bench_results import NO_RESULT, load, origin
+from qerl_lab.report.numbers import number
 from qerl_lab.terminal import near
 
 GB = 2**30 / 1e9  # of a GiB
@@ -48,7 +49,7 @@ class Printed:
         """Tokens per second of a format, over BF16's, over NF4's, and where."""
         mine = self.tokens.get(name)
         ratios = (mine / base if mine and base else None for base in map(self.tokens.get, ("bf16", "nf4")))
-        return [f"{mine:,.1f}" if mine else NONE, *map(_ratio, ratios), self.where if mine else NONE]
+        return [number(mine) if mine else NONE, *map(_ratio, ratios), self.where if mine else NONE]
 
 
 def of_files(paths: Sequence[Path]) -> Speed:
@@ -144,9 +145,9 @@ def _rollouts(result: Result) -> Rows:
     if not bench_arms.alive(result):
         return made
     for row in _rows(bench_arms.ratios(result, ("rank", "batch"))):
-        speed = f"{row['tokens_per_second']:,.0f}"
+        speed = number(row["tokens_per_second"])
         if row["repeats"] > 1:
-            speed += f" [{row['tokens_per_second_min']:,.0f}, {row['tokens_per_second_max']:,.0f}]"
+            speed += f" [{number(row['tokens_per_second_min'])}, {number(row['tokens_per_second_max'])}]"
         there = _printed_rollouts(model, row["batch"], row["rank"])
         made.append([
             f"{model}, {row['batch']}, {row['rank']}", row["arm"], speed, _ratio(row["of_bf16"]),
@@ -203,7 +204,7 @@ def _steps(result: Result) -> Rows:
         return made
     for row in _rows(bench_arms.ratios(result, ("rank",))):
         made.append([
-            f"{model}, {completions}", row["arm"], f"{row['step_seconds']:.2f}", f"{row['tokens_per_second']:,.0f}",
+            f"{model}, {completions}", row["arm"], f"{row['step_seconds']:.2f}", number(row["tokens_per_second"]),
             _ratio(row["of_bf16"]), _ratio(row["of_qlora"]), *_printed_steps(model, completions, row["format"]),
             str(options["steps"]), *_made_by(result),
         ])  # fmt: skip

@@ -13,6 +13,7 @@ from qerl_lab.report.arms import labels
 from qerl_lab.report.claims import AQN, Claim, Contrast, Settings, command, of_format
 from qerl_lab.report.comparison import Comparison, matrix, notes
 from qerl_lab.report.measures import MEASURES
+from qerl_lab.report.numbers import number
 from qerl_lab.report.runs import Record
 from qerl_lab.report.verdicts import LEVEL, Numbers, Row, family_sizes
 from qerl_lab.terminal import columns
@@ -35,9 +36,9 @@ TABLE_1: tuple[tuple[Settings, tuple[str, str]], ...] = (
 
 
 def cell(interval: stats.Interval, seeds: int) -> str:
-    """`mean [95% CI] (n)`, to three digits, or four figures of what is larger than 10."""
+    """`mean [95% CI] (n)`."""
     mean, low, high = interval
-    return f"{_figure(mean)} {stats.between(low, high, _figure)} ({seeds})"
+    return f"{number(mean)} {stats.between(low, high, number)} ({seeds})"
 
 
 def of_seeds(values: pd.DataFrame) -> str:
@@ -46,12 +47,8 @@ def of_seeds(values: pd.DataFrame) -> str:
     if values.empty:
         return "-"
     if len(values) < 2:
-        return f"{_figure(values.to_numpy().mean())} (1)"
+        return f"{number(values.to_numpy().mean())} (1)"
     return cell(stats.over_seeds(values.to_numpy()), len(values))
-
-
-def _figure(value: float) -> str:
-    return f"{value:.3f}" if abs(value) < 10 else f"{value:,.4g}"
 
 
 def effect(row: Row) -> str:
