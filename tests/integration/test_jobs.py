@@ -121,17 +121,17 @@ def test_what_a_stopped_sweep_did_not_begin_is_not_run_and_can_be_continued(
     here: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (here / "stop").touch()
-    assert main(["-m", "seed=0,1", "lora.rank=4", "hydra.sweep.dir=sweep"]) == 130
+    assert main(["-m", "seed=0,1", "lora.rank=4", "hydra.sweep.dir=a sweep"]) == 130
     out = capfd.readouterr().out
-    assert "2 jobs in sweep: 1 interrupted, 1 not run" in out
-    assert "continue one with: python -m qerl_lab resume=sweep/RUN_DIRECTORY" in out
-    run = RunDirectory(Path("sweep/1-adhoc-seed1"))
+    assert "2 jobs in a sweep: 1 interrupted, 1 not run" in out
+    assert "continue one with: python -m qerl_lab resume='a sweep/RUN_DIRECTORY'" in out
+    run = RunDirectory(Path("a sweep/1-adhoc-seed1"))
     assert run.status == "not run"
-    assert main(["resume=sweep/1-adhoc-seed1"]) == 0
+    assert main(["resume=a sweep/1-adhoc-seed1"]) == 0
     assert (run.status, run.config().seed, run.config().lora.rank) == ("done", 1, 4)
-    environment = seen("sweep/1-adhoc-seed1")["environment"]
+    environment = seen("a sweep/1-adhoc-seed1")["environment"]
     assert json.loads(environment["QERL_LAB_WORDS"]) == ["seed=1", "lora.rank=4"]
-    assert environment["QERL_LAB_SWEEP"].endswith("/sweep")
+    assert environment["QERL_LAB_SWEEP"].endswith("/a sweep")
 
 
 def test_a_job_that_somebody_else_runs_is_left_alone(here: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -47,6 +47,7 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.config.paths import anchored
 from qerl_lab.config.rules import build, validate
 from qerl_lab.config.schema import RunConfig
+from qerl_lab.config.spelling import shell_word
 
 VERSION_BASE = "1.3"
 
@@ -181,7 +182,7 @@ def _sweep_plan(master: DictConfig, loader: ConfigLoader) -> Plan:
         if config.run_dir:
             raise ConfigError(
                 f"run_dir={config.run_dir} cannot serve a sweep, whose jobs get a directory each. "
-                f"Type hydra.sweep.dir={config.run_dir}."
+                f"Type {shell_word('hydra.sweep.dir', config.run_dir)}."
             )
         notes = intent.notes(config, words, cfg.optim.micro_batch_size)
         jobs.append(Job(number, shown(overrides), config, directory / _subdirectory(cfg, number), cfg, notes))

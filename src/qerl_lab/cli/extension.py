@@ -5,6 +5,7 @@ from dataclasses import replace
 from qerl_lab import preflight
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.rules import validate
+from qerl_lab.config.spelling import resume_word, shell_word
 from qerl_lab.record.directory import RunDirectory
 
 
@@ -17,14 +18,14 @@ def extend(run: RunDirectory, steps: int) -> None:
     if run.status != "done":
         raise ConfigError(
             f"resume={run.path} steps={steps}: the run is {run.status}, and only a finished one is extended. "
-            f"Type resume={run.path} alone first."
+            f"Type {resume_word(run.path)} alone first."
         )
     if steps <= was.steps:
         raise ConfigError(f"steps={steps}: the run has {was.steps} already. Type for example steps={2 * was.steps}.")
     if run.last_saved() != was.steps:
         raise ConfigError(
             f"{run.checkpoints} holds no checkpoint of step {was.steps}, from which the run would go on. "
-            f"Type lora.start_from={run.path} to begin a new run with its adapter."
+            f"Type {shell_word('lora.start_from', run.path)} to begin a new run with its adapter."
         )
     cfg = replace(was, steps=steps, extended=[*was.extended, was.steps])
     validate(cfg)

@@ -7,7 +7,6 @@ and lets a job die without the sweep.
 import io
 import math
 import os
-import shlex
 import signal
 import socket
 import subprocess
@@ -25,6 +24,7 @@ from qerl_lab import exits, terminal
 from qerl_lab.cli.one_process import refuse_several
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
+from qerl_lab.config.spelling import resume_word
 from qerl_lab.exits import FAILURE, SIGNALS, USAGE, heard
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.environment import Typed
@@ -77,7 +77,9 @@ def start(run: RunDirectory, made: Path | None = None, of: OfSweep | None = None
     """
     with run.locked() as lock:
         if run.status != "not run":
-            raise ConfigError(f"another process has begun the run in {run.path}. Type resume={run.path} to go on.")
+            raise ConfigError(
+                f"another process has begun the run in {run.path}. Type {resume_word(run.path)} to go on."
+            )
         typed = run.begin()
         try:
             refuse_several(os.environ)  # a job on a cluster has another environment than the command
@@ -113,7 +115,7 @@ def _run(run: RunDirectory, typed: Typed | None, lock: TextIO, of: OfSweep | Non
         with _console(of) as console:
             ended_with, rank = _wait(child_command(run.path), environments, lock, console, of.stop_file if of else None)
     except NotStarted as error:
-        line = f"python -m qerl_lab resume={shlex.quote(str(run.path))}"
+        line = f"python -m qerl_lab {resume_word(run.path)}"
         run.fail(f"NotStarted: {error}. Free memory, processes or open files (ulimit -a), then type {line}.\n")
         return FAILURE
     code = run.settle(ended_with, f"rank {rank} of {config.gpus}" if config.gpus > 1 else "")

@@ -5,7 +5,6 @@ twice.
 """
 
 import re
-import shlex
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from qerl_lab.cli.overrides import groups
 from qerl_lab.config.arm import leaves
 from qerl_lab.config.files import choices_of, package_data
 from qerl_lab.config.schema import AqnConfig, RunConfig
+from qerl_lab.config.spelling import resume_word
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.terminal import columns, near, python
 
@@ -184,8 +184,8 @@ def sweep_table(plan: Plan) -> str:
     counts = ", ".join(f"{found.count(word)} {word}" for word in dict.fromkeys(found))
     lines.append(f"{count(jobs)} in {near(plan.directory)}: {counts}")
     if any(run.is_claimed and run.status != "done" for run in runs):
-        lines.append(f"continue one with: python -m qerl_lab resume={near(plan.directory)}/RUN_DIRECTORY")
-        lines.append(f"all of them with the same line, or: python -m qerl_lab resume={near(plan.directory)}")
+        lines.append(f"continue one with: python -m qerl_lab {resume_word(f'{near(plan.directory)}/RUN_DIRECTORY')}")
+        lines.append(f"all of them with the same line, or: python -m qerl_lab {resume_word(near(plan.directory))}")
     return "\n".join(lines)
 
 
@@ -197,7 +197,7 @@ def _where(job: Job, plan: Plan) -> str:
 def interrupted(run: RunDirectory) -> str:
     """Say what a stopped run has saved, and the command that goes on from there."""
     saved = f"{run.last_saved()} of {run.config().steps} steps are saved"
-    return f"interrupted; {saved}. Continue with\n  {python()} -m qerl_lab resume={shlex.quote(near(run.path))}"
+    return f"interrupted; {saved}. Continue with\n  {python()} -m qerl_lab {resume_word(near(run.path))}"
 
 
 def own_words(jobs: list[Job]) -> tuple[list[str], list[list[str]]]:

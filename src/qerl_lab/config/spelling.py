@@ -1,7 +1,9 @@
-"""The words of a command line in Hydra's override grammar."""
+"""The words of a command line in Hydra's override grammar, and as a shell takes them."""
 
 import re
+import shlex
 from collections.abc import Sequence
+from pathlib import Path
 
 _PARTS = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|[^,=()\[\]{}'"]+""")  # quoted ones, and runs of plain text
 _PLAIN = re.compile(r"[\w./:@%+-]+")
@@ -44,6 +46,16 @@ def listed(values: Sequence[str]) -> str:
 def word(key: str, value: str) -> str:
     """The word that gives `key` this text, in quotes where Hydra would part it or not read it."""
     return f"{key}={value if _PLAIN.fullmatch(value) else quoted(value)}"
+
+
+def shell_word(key: str, value: str | Path) -> str:
+    """The same word as it is typed into a shell."""
+    return shlex.quote(word(key, str(value)))
+
+
+def resume_word(path: str | Path) -> str:
+    """`resume=DIR` as it is typed into a shell; Hydra does not read it."""
+    return f"resume={shlex.quote(str(path))}"
 
 
 def quoted(value: str) -> str:

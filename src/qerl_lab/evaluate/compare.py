@@ -9,6 +9,7 @@ from typing import Any
 import pandas as pd
 
 from qerl_lab.config.option import ConfigError
+from qerl_lab.config.spelling import shell_word
 from qerl_lab.disk import read_json, replace_file
 from qerl_lab.evaluate.options import CompareOptions
 from qerl_lab.evaluate.passes import powers_of_two
@@ -86,8 +87,8 @@ def find(folder: Path) -> list[Examined]:
     files = [folder / ABOUT] if (folder / ABOUT).is_file() else sorted(_below(folder))
     if not files:
         raise ConfigError(
-            f"{folder} holds no evaluation. Type python -m qerl_lab.evaluate accuracy run={folder} first, or the "
-            "directory that it wrote."
+            f"{folder} holds no evaluation. Type python -m qerl_lab.evaluate accuracy {shell_word('run', folder)} "
+            "first, or the directory that it wrote."
         )
     return [_read(file.parent) for file in files]
 

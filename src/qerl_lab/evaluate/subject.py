@@ -16,6 +16,7 @@ from qerl_lab.config.model_hash import model_hash
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.paths import WEIGHTS, sha256
 from qerl_lab.config.schema import DENSE_FORMAT, RunConfig
+from qerl_lab.config.spelling import resume_word
 from qerl_lab.evaluate.options import AccuracyOptions
 from qerl_lab.model import on_disk, policy
 from qerl_lab.model.dense import dense_tensors
@@ -81,8 +82,8 @@ def _of_run(options: AccuracyOptions) -> Subject:
     if directory.status != "done" or not (directory.adapter / WEIGHTS).is_file():
         raise ConfigError(
             f"run={options.run} has no final adapter ({directory.status}); allowed: finished runs, whose last step "
-            f"counts and not their best. Type python -m qerl_lab resume={options.run} first, or adapter=false for its "
-            "base alone."
+            f"counts and not their best. Type python -m qerl_lab {resume_word(options.run)} first, or "
+            "adapter=false for its base alone."
         )
     return Subject(said, cfg, directory.adapter)
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from qerl_lab.config.option import ConfigError, option
 from qerl_lab.config.paths import WEIGHTS
+from qerl_lab.config.spelling import resume_word
 from qerl_lab.record.directory import RunDirectory
 
 RECORD = "export.json"  # in the directory that is written: what it was made from
@@ -39,7 +40,7 @@ def check(cfg: ExportConfig) -> None:
     if run.status != "done":
         raise ConfigError(
             f"run={cfg.run} is {run.status}, and what it learned is whole when it is done. "
-            f"Type python -m qerl_lab resume={cfg.run} first."
+            f"Type python -m qerl_lab {resume_word(cfg.run)} first."
         )
     if not (run.adapter / WEIGHTS).is_file():
         raise ConfigError(f"run={cfg.run} has no adapter/{WEIGHTS}. Type another run.")

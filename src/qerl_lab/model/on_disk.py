@@ -17,7 +17,7 @@ from qerl_lab.config.files import choices_of
 from qerl_lab.config.model_hash import TOKENIZERS, header, model_hash
 from qerl_lab.config.option import ConfigError, did_you_mean
 from qerl_lab.config.schema import DENSE_FORMAT, RunConfig
-from qerl_lab.config.spelling import listed
+from qerl_lab.config.spelling import listed, shell_word
 from qerl_lab.model import gguf
 
 POCKET = Path(__file__).parents[1] / "pocket" / "assets"
@@ -53,7 +53,8 @@ def local(path: str, key: str = "model.path") -> Path | None:
         return folder
     if folder.is_file():
         raise ConfigError(
-            f"{key}={path} is a file; allowed: a directory, a hub id, or a GGUF file. Type {key}={folder.parent}."
+            f"{key}={path} is a file; allowed: a directory, a hub id, or a GGUF file. Type "
+            f"{shell_word(key, folder.parent)}."
         )
     if path.startswith(("/", ".", "~")) or folder.parent.is_file() or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path):
         raise ConfigError(

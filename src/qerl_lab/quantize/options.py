@@ -9,6 +9,7 @@ from qerl_lab.config.keys import typed
 from qerl_lab.config.option import ConfigError, did_you_mean, option
 from qerl_lab.config.rules import check_patterns
 from qerl_lab.config.schema import DENSE_FORMAT, FormatConfig, ModelConfig
+from qerl_lab.config.spelling import shell_word
 from qerl_lab.model import on_disk
 
 METHODS = ("rtn", "awq", "gptq")
@@ -87,7 +88,8 @@ def _quantizing_format(cfg: QuantizeConfig) -> None:
     if cfg.format == DENSE_FORMAT:
         raise ConfigError(
             f"format={DENSE_FORMAT} has nothing to quantize: its weights are the model's own. "
-            f"Type format=nvfp4, or train on the model as it is with model.path={cfg.model} format={DENSE_FORMAT}."
+            f"Type format=nvfp4, or train on the model as it is with {shell_word('model.path', cfg.model)} "
+            f"format={DENSE_FORMAT}."
         )
     allowed = [name for name in choices_of("format") if name != DENSE_FORMAT]
     if cfg.format not in allowed:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.redact import redact
 from qerl_lab.config.schema import RunConfig
+from qerl_lab.config.spelling import resume_word
 from qerl_lab.disk import lock, read_json, replace_file
 from qerl_lab.exits import FAILURE, INTERRUPTED, OK, SIGNALS, USAGE
 from qerl_lab.record import checkpoint, environment, evaluations, metrics, resolved, resume, samples
@@ -58,7 +59,7 @@ class RunDirectory:
         if os.path.isdir(self.path) and any(self.path.iterdir()):
             raise ConfigError(
                 f"the run directory {self.path} is not empty. "
-                f"Type resume={self.path} alone to continue the run in it, or run_dir=DIR for a new one."
+                f"Type {resume_word(self.path)} alone to continue the run in it, or run_dir=DIR for a new one."
             )
 
     def claim(self, cfg: RunConfig, typed: Typed) -> None:

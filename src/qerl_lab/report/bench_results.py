@@ -6,6 +6,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from qerl_lab.config.option import ConfigError
+from qerl_lab.config.spelling import shell_word
 from qerl_lab.report import bench, bench_arms
 from qerl_lab.report.arms import version
 from qerl_lab.report.bench import Result
@@ -23,7 +24,8 @@ def read(folder: Path) -> dict[str, Result]:
         except NO_RESULT as error:
             raise ConfigError(f"{file} is no result of python -m qerl_lab.bench ({error!r}). Move it away.") from None
     if not found:
-        raise ConfigError(f"{folder} holds no result. Make one: python -m qerl_lab.bench linear out={folder}/linear.")
+        out = shell_word("out", folder / "linear")
+        raise ConfigError(f"{folder} holds no result. Make one: python -m qerl_lab.bench linear {out}.")
     return found
 
 

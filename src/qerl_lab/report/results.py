@@ -18,6 +18,7 @@ from typing import Any
 import pandas as pd
 
 from qerl_lab.config.option import ConfigError
+from qerl_lab.config.spelling import shell_word
 from qerl_lab.disk import replace_file
 from qerl_lab.report.arms import FINISHED, Run, comparable, differing
 from qerl_lab.report.runs import NO_STEPS, Origin, Record, check_phases, record_of
@@ -90,7 +91,8 @@ def read_frames(folder: Path) -> Frames:
         except (OSError, ValueError) as error:  # pyarrow's are ValueErrors
             why = " ".join(str(error).split())
             raise ConfigError(
-                f"{folder / name} cannot be read ({why}). Make it again: python -m qerl_lab.report RUNS out={folder}."
+                f"{folder / name} cannot be read ({why}). Make it again: python -m qerl_lab.report RUNS "
+                f"{shell_word('out', folder)}."
             ) from None
     return Frames(*found)
 

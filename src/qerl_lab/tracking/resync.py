@@ -4,6 +4,7 @@ import time
 
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.redact import redact
+from qerl_lab.config.spelling import resume_word
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.tracking.mlflow import MlflowRun, Status, mlflow_uri, prepare_mlflow
 
@@ -19,7 +20,7 @@ def resync(directory: RunDirectory, uri: str | None = None) -> str:
     cfg, lines, record = directory.config(), directory.metrics(), directory.mirror()
     if directory.status == "not run":
         raise ConfigError(
-            f"{directory.path} has no metrics.jsonl yet. Type python -m qerl_lab resume={directory.path}."
+            f"{directory.path} has no metrics.jsonl yet. Type python -m qerl_lab {resume_word(directory.path)}."
         )
     cfg.tracking.uri = uri or cfg.tracking.uri
     uri = mlflow_uri(cfg, record)

@@ -15,6 +15,7 @@ from torch import distributed
 
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
+from qerl_lab.config.spelling import resume_word
 
 T = TypeVar("T")
 PATIENCE = timedelta(days=1)  # with a rank that is slower, or hangs; the command notices one that is dead
@@ -100,8 +101,8 @@ def join(cfg: RunConfig, device: torch.device) -> Ranks:
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size != cfg.gpus:
         raise ConfigError(
-            f"gpus={cfg.gpus} and this is one of {size} processes. Type python -m qerl_lab resume={cfg.run_dir}, which "
-            "starts them all."
+            f"gpus={cfg.gpus} and this is one of {size} processes. Type python -m qerl_lab "
+            f"{resume_word(cfg.run_dir)}, which starts them all."
         )
     if size == 1:
         return ALONE

@@ -3,7 +3,6 @@
 A directory that already holds checkpoints is continued from the newest sound one.
 """
 
-import shlex
 import time
 from contextlib import closing
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from qerl_lab import aqn, formats, preflight, tasks, terminal
 from qerl_lab.config.arm import of_run
 from qerl_lab.config.paths import adapter_folder
 from qerl_lab.config.schema import AqnConfig, RunConfig
+from qerl_lab.config.spelling import resume_word
 from qerl_lab.evaluate.accuracy import Evaluation, evaluate, together
 from qerl_lab.exits import INTERRUPTED, OK
 from qerl_lab.model import linear, on_disk, policy
@@ -160,7 +160,7 @@ def learn(session: Session, record: Record | None) -> int:
     except EngineFailed as error:
         raise EngineFailed(
             f"{error}. {session.directory.last_saved()} of {session.cfg.steps} steps are saved. "
-            f"Type python -m qerl_lab resume={shlex.quote(session.cfg.run_dir)} to go on."
+            f"Type python -m qerl_lab {resume_word(session.cfg.run_dir)} to go on."
         ) from error
     session.ranks.leave()
     if record:

@@ -132,17 +132,17 @@ def lose_a_matrix(copy: Path) -> None:
     ("damage", "said"),
     [
         (drop, "has no final adapter (done); allowed: finished runs, whose last step counts and not their best."),
-        (lambda copy: (copy / "DONE").unlink(), "has no final adapter (interrupted)"),
+        (lambda copy: (copy / "DONE").unlink(), "resume='RUN' first, or adapter=false"),
         (lose_a_matrix, "is of another model or rank: 1 matrices differ, the first base_model"),
         (lambda copy: (copy / "resolved.yaml").unlink(), "is no directory of a run"),
     ],
 )
 def test_a_run_without_a_whole_final_adapter_is_refused(run_dir, tmp_path, capsys, damage: Callable, said: str) -> None:
-    copy = shutil.copytree(run_dir, tmp_path / "run")
+    copy = shutil.copytree(run_dir, tmp_path / "a run")
     damage(copy)
     assert go(f"run={copy}", "questions=2", "samples=1") == 2
     err = capsys.readouterr().err
-    assert said in err
+    assert said.replace("RUN", str(copy)) in err
     assert err.count("\n") == 1
 
 

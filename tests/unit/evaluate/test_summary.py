@@ -1,6 +1,7 @@
 """What an evaluation's answers say, by hand; and the pairing of two evaluations."""
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,11 @@ import pandas as pd
 import pytest
 from scipy.stats import ttest_rel
 
+from qerl_lab.cli.grammar import read
 from qerl_lab.config.option import ConfigError
 from qerl_lab.evaluate import __main__ as evaluate
 from qerl_lab.evaluate import compare
+from qerl_lab.evaluate.options import AccuracyOptions
 from qerl_lab.evaluate.summary import ABOUT, ROWS, SCHEMA, by_engine, summarize, table
 from qerl_lab.report.stats import crossed_interval
 
@@ -163,8 +166,11 @@ def test_evaluations_that_are_not_the_seeds_of_one_arm_are_refused(tmp_path: Pat
         with pytest.raises(ConfigError, match=said):
             compared(str(tmp_path / "a"), str(tmp_path / "a"))
         (tmp_path / "a" / name / ABOUT).unlink()
-    with pytest.raises(ConfigError, match="holds no evaluation"):
-        compared(str(tmp_path / "a"), str(tmp_path / "a" / "same"))
+    empty = (tmp_path / "a" / "same").rename(tmp_path / "a b")
+    with pytest.raises(ConfigError, match="holds no evaluation") as told:
+        compared(str(tmp_path / "a"), str(empty))
+    line = str(told.value).partition("accuracy ")[2].partition(" first")[0]
+    assert read(AccuracyOptions, shlex.split(line)).run == str(empty)
 
 
 def test_the_command_prints_the_table_and_writes_the_questions(tmp_path: Path, capsys) -> None:

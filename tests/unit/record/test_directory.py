@@ -62,6 +62,10 @@ def test_two_runs_never_share_a_directory(run: RunDirectory, tmp_path: Path) -> 
     with pytest.raises(ConfigError, match=r"is not empty\. Type resume="):
         run.claim(RunConfig(seed=4), TYPED)
     assert run.config().seed == 3
+    (tmp_path / "a b").mkdir()
+    (tmp_path / "a b" / "x").touch()
+    with pytest.raises(ConfigError, match=f"Type resume='{tmp_path}/a b' alone to continue"):
+        RunDirectory(tmp_path / "a b").claim(RunConfig(), TYPED)
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="is a file"):
         RunDirectory(tmp_path / "file").claim(RunConfig(), TYPED)

@@ -67,8 +67,9 @@ def test_where_every_arm_died_there_is_no_figure() -> None:
 
 
 def test_what_is_no_result_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"holds no result\. Make one: python -m qerl_lab\.bench linear out="):
-        bench_results.read(tmp_path)
+    with pytest.raises(ConfigError, match=r"holds no result\. Make one: python -m qerl_lab\.bench linear out=") as told:
+        bench_results.read(tmp_path / "results")
+    assert str(told.value).endswith(f" out={tmp_path}/results/linear.")
     (tmp_path / "x.json").write_text(json.dumps({"benchmark": "linear"}))
     with pytest.raises(ConfigError, match=r"x.json is no result of python -m qerl_lab.bench \(KeyError"):
         bench_results.read(tmp_path)

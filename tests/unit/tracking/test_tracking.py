@@ -365,10 +365,10 @@ def test_resync_of_what_is_no_run_directory_is_one_line(tmp_path: Path, capsys: 
 
 
 def test_resync_of_a_run_that_has_not_begun_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = RunDirectory(tmp_path / "run")
+    run = RunDirectory(tmp_path / "a run")
     run.claim(RunConfig(), Typed("the command"))
     assert main(["resync", str(run.path)]) == 2
-    assert f"has no metrics.jsonl yet. Type python -m qerl_lab resume={run.path}." in capsys.readouterr().err
+    assert f"has no metrics.jsonl yet. Type python -m qerl_lab resume='{run.path}'." in capsys.readouterr().err
     assert not run.is_mirrored
 
 
