@@ -16,6 +16,7 @@ from qerl_lab.config.task import part_of
 
 FINISHED = "finished"
 PLACE, CONTENT = "model.path", "model.hash"
+QUESTIONS = "task.path"
 ABSENT = "(absent)"  # what stands for a setting that a run lacks
 Arm = tuple[tuple[str, str], ...]  # the settings that make it, sorted
 

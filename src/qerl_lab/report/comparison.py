@@ -13,8 +13,20 @@ import pandas as pd
 from qerl_lab.config.option import ConfigError, did_you_mean
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.report import results
-from qerl_lab.report.arms import ABSENT, CONTENT, PLACE, Run, choose, differing, labels, placed, started, task_of
-from qerl_lab.report.runs import DAMAGE, Record, damage, find_runs, read_record
+from qerl_lab.report.arms import (
+    ABSENT,
+    CONTENT,
+    PLACE,
+    QUESTIONS,
+    Run,
+    choose,
+    differing,
+    labels,
+    placed,
+    started,
+    task_of,
+)
+from qerl_lab.report.runs import DAMAGE, Origin, Record, damage, find_runs, read_record
 from qerl_lab.report.stats import ALIKE, between, crossed_interval, paired_interval
 from qerl_lab.terminal import columns, near
 
@@ -102,7 +114,7 @@ def _identity(record: Record) -> tuple[object, ...]:
 
 def compare(records: list[Record], damaged: dict[str, str]) -> Comparison:
     """The arms of these records; none where no run finished."""
-    runs = placed([record.run for record in records])
+    runs = placed(_by_questions(records))
     records = [replace(record, run=run) for record, run in zip(records, runs, strict=True)]
     by_name = {record.run.name: record for record in records}
     counted, left_out = choose(runs)
@@ -110,6 +122,38 @@ def compare(records: list[Record], damaged: dict[str, str]) -> Comparison:
     for run in counted:
         arms.setdefault(names[run.arm], []).append(by_name[run.name])
     return Comparison(arms, records, damaged, [*left_out, *(f"{name}: {why}" for name, why in damaged.items())])
+
+
+def _by_questions(records: Sequence[Record]) -> list[Run]:
+    """The runs, with one task.path for all whose questions were the same, wherever a machine kept them: the first's.
+
+    A run that ended before it noted its questions has those of the others of its path, if these are of one kind.
+    """
+    kinds = _kinds([record.origin for record in records])
+    first: dict[tuple[str, str], str] = {}
+    at: dict[str, set[tuple[str, str]]] = {}
+    for record, kind in zip(records, kinds, strict=True):
+        if kind:
+            first.setdefault(kind, record.run.value(QUESTIONS))
+            at.setdefault(record.run.value(QUESTIONS), set()).add(kind)
+    runs = []
+    for run, kind in zip((record.run for record in records), kinds, strict=True):
+        there = {kind} if kind else at.get(run.value(QUESTIONS), set())
+        moved = {QUESTIONS: first[min(there)]} if len(there) == 1 and QUESTIONS in run.settings else {}
+        runs.append(replace(run, settings={**run.settings, **moved}))
+    return runs
+
+
+def _kinds(origins: Sequence[Origin]) -> list[tuple[str, str] | None]:
+    """What tells questions apart by content; a held-out set that is not known is the one known of the training set."""
+    heldout: dict[str, set[str]] = {}
+    for origin in origins:
+        heldout.setdefault(origin.training_sha256, set()).update({origin.heldout_sha256} - {""})
+    return [
+        (digest, origin.heldout_sha256 or (min(heldout[digest]) if len(heldout[digest]) == 1 else ""))
+        if (digest := origin.training_sha256) else None
+        for origin in origins
+    ]  # fmt: skip
 
 
 def by_run(comparison: Comparison) -> pd.DataFrame:

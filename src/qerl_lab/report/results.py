@@ -117,10 +117,9 @@ def records_of(tables: Frames) -> tuple[list[Record], dict[str, str]]:
         if pd.isna(row["experiment"]):
             damaged[row["run"]] = row["state"]
             continue
-        run, origin = (
-            _run(row),
-            Origin(**{name: row[name] for name in ORIGIN} | {"versions": json.loads(row["versions"])}),
-        )
+        row.setdefault("heldout_sha256", "")  # older files lack it
+        origin = Origin(**{name: row[name] for name in ORIGIN} | {"versions": json.loads(row["versions"])})
+        run = _run(row)
         if run.name in steps and run.status == FINISHED:
             asked = phases.get(run.name, {})
             if asked:

@@ -47,6 +47,7 @@ class Origin:
     """Where, when, with what and by which words a run ran. Empty text is not known.
 
     `versions` are those of packages; `missing` says what could not be read of a run, where it was read without it.
+    The two SHA-256 are of the questions it trained on and of those held out; older records lack the second.
     """
 
     command: str = ""
@@ -55,6 +56,7 @@ class Origin:
     machine: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
     training_sha256: str = ""
+    heldout_sha256: str = ""
     missing: str = ""
 
     def most(self, word: str) -> int:
@@ -157,10 +159,10 @@ def _origin(sessions: Sequence[Mapping[str, Any]]) -> Origin:
         )
     )
     versions = {name: text for each in sessions[::-1] for name, text in each.get("packages", {}).items()}
+    questions = {key: first.get("data", {}).get(key) or "" for key in ("training_sha256", "heldout_sha256")}
     return Origin(
-        command=commands, began=first.get("time", ""), commit=commits, machine=machines,
-        versions=versions, training_sha256=first.get("data", {}).get("training_sha256") or "",
-    )  # fmt: skip
+        command=commands, began=first.get("time", ""), commit=commits, machine=machines, versions=versions, **questions
+    )
 
 
 def machine(environment: Mapping[str, Any]) -> str:

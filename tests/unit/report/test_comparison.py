@@ -133,6 +133,22 @@ def test_runs_of_two_models_under_one_path_are_not_pooled_and_older_ones_are_nam
 # --- the numbers
 
 
+def test_runs_of_two_machines_are_of_one_arm_if_their_questions_were_the_same_wherever_they_lay(here: Path) -> None:
+    def run(name: str, seed: int, path: str, **data: str) -> None:
+        made = make_run(here / "runs" / name, "bf16", seed, task__path=path)
+        (made / "env.json").write_text(json.dumps({"git_sha": "c0ffee0", "data": data}))
+
+    run("a", 0, "/one/gsm8k", training_sha256="t")  # of an older version, which noted no more
+    run("b", 1, "/two/gsm8k", training_sha256="t", heldout_sha256="h")
+    run("c", 2, "/two/gsm8k")  # of a version that noted none
+    assert {label: len(records) for label, records in comparison.read([here / "runs"]).arms.items()} == {"bf16": 3}
+    run("d", 3, "/three/gsm8k", training_sha256="t", heldout_sha256="other")
+    run("e", 4, "/four/gsm8k", training_sha256="other", heldout_sha256="h")
+    run("f", 5, "/five/gsm8k")
+    found = comparison.read([here / "runs"])
+    assert sorted(len(records) for records in found.arms.values()) == [1, 1, 1, 1, 2]  # which a held out is open now
+
+
 def test_an_arm_is_the_mean_over_its_seeds_with_the_interval_over_seeds_and_questions(sweep: Path) -> None:
     after = [[0.5 + seed / 8, 0.5, 0.75, 1.0] for seed in range(3)]
     row = arms_of(sweep).loc["bf16"]
