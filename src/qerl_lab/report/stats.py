@@ -12,6 +12,7 @@ Interval = tuple[float, float, float]  # mean, low, high
 
 ALIKE = "[all alike]"
 NO_WIDTH = 1e-12  # a spread below is one of rounding
+MOST_SEEDS = 1000  # more are not asked for
 
 
 def between(low: float, high: float, spelled: Callable[[float], str] = "{:+.3f}".format) -> str:
@@ -146,8 +147,8 @@ def probability_of_improvement(treated_S: np.ndarray, control_S: np.ndarray) -> 
 
 
 def seeds_for(variances: tuple[float, float], questions: int, width: float, level: float) -> int | None:
-    """The smallest number of seeds whose interval is no wider than `width`; None where 1,000 are too few."""
-    numbers = range(2, 1001)
+    """The smallest number of seeds whose interval is no wider than `width`; None where `MOST_SEEDS` are too few."""
+    numbers = range(2, MOST_SEEDS + 1)
     index = bisect_left(numbers, True, key=lambda n: 2 * half_width(variances, n, questions, level) <= width)
     return numbers[index] if index < len(numbers) else None
 

@@ -266,7 +266,8 @@ def _for(claim: Claim, numbers: Numbers) -> str:
 
 def _open(claim: Claim, numbers: Numbers) -> str:
     if numbers.seeds_needed is None:
-        return f"no number of seeds decides it with {numbers.questions} questions: type a larger eval.questions"
+        more = f" with {numbers.questions} questions: type a larger eval.questions" if numbers.questions > 1 else ""
+        return f"not even {stats.MOST_SEEDS:,} seeds would decide it{more}"
     if numbers.seeds_needed <= numbers.seeds:
         return "the interval is narrow enough, and lies across a border: more seeds may decide it"
     return f"about {numbers.seeds_needed} seeds would decide it"

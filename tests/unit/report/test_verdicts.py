@@ -195,6 +195,19 @@ def test_the_seeds_asked_for_decide() -> None:
     assert seeds_for((1e-6, 1.0), 100, 0.02, level) is None  # the questions alone are too few
 
 
+def test_where_seeds_do_not_help_it_says_what_would() -> None:
+    rng = np.random.default_rng(2)
+    row = one(verdicts(SCALAR, arms(SCALAR, {"nvfp4": 0.01}, 5, 3.0, rng)))  # of no questions: steps, say
+    assert row.why == "not even 1,000 seeds would decide it"
+    assert row.numbers is not None
+    row = replace(
+        row, numbers=replace(row.numbers, questions=7, oriented=rng.normal(size=(5, 7)), p_for=0.4, p_against=0.5)
+    )
+    assert (
+        one(decided([row])).why == "not even 1,000 seeds would decide it with 7 questions: type a larger eval.questions"
+    )
+
+
 def test_seeds_that_agree_to_the_digit_are_judged_by_their_number() -> None:
     assert p_above(np.full((5, 1), 0.1), 0.0) == 2**-5
     assert p_above(np.full((5, 1), 0.1), 0.1) == 1.0
