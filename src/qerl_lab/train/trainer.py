@@ -206,8 +206,8 @@ class LabTrainer(GRPOTrainer):
             found = probe(self.policy, norms, rollout, count, temperature)
             gap_T = found.kernel_gap_T
             nats = self.ranks.mean(found.noise_kl.nats, len(gap_T))
-            self.measured["sampler/kernel_gap_mean"] = gap_T.mean().item()
-            self.measured["sampler/kernel_gap_max"] = gap_T.max().item()
+            self.measured["sampler/kernel_gap_mean"] = self.ranks.mean(gap_T.mean().item(), len(gap_T))
+            self.measured["sampler/kernel_gap_max"] = max(self.ranks.gather(gap_T.max().item()))
         self.level.observe(nats)
         self.measured["noise/kl_nats"] = nats
 

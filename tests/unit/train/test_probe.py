@@ -1,15 +1,22 @@
 """KL of the noise, and what parts the sampler from the policy with its norms, measured on the trainer's own model."""
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import Tensor
 
 from qerl_lab.aqn import CLEAN, Noise
+from qerl_lab.config.schema import RunConfig
+from qerl_lab.evaluate.kl import Estimate
 from qerl_lab.model.policy import Policy
 from qerl_lab.rollout.engine import Rollout
-from qerl_lab.train.probe import probe
+from qerl_lab.train.probe import Probed, probe
+from qerl_lab.train.ranks import Ranks
+from qerl_lab.train.trainer import LabTrainer
+from ranks_as_threads import threads
 
 NOISE = Noise(0.3, seed=0, step=1)
 PROMPTS = [[5], [3, 4, 5, 6, 7, 8], [9, 8, 7]]
@@ -124,3 +131,23 @@ def test_the_policy_is_left_as_it_was(policy: Policy, training: bool, monkeypatc
     assert policy.model.training == training
     assert {name: norm.data_ptr() for name, norm in policy.norms.items()} == pointers
     assert all(parameter.grad is None for parameter in policy.model.parameters())
+
+
+def test_what_a_probe_finds_is_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mean over the tokens of both, the largest of either, and on each rank the same."""
+    own = [Probed(Estimate(0.1, None), Tensor([1.0])), Probed(Estimate(0.4, None), Tensor([0.0, 8.0]))]
+    monkeypatch.setattr("qerl_lab.train.trainer.probe", lambda policy, norms, rollout, *_: own[rollout])
+    monkeypatch.setattr("qerl_lab.train.trainer.aqn.observed_std", lambda *_: 0.0)
+
+    def measured(ranks: Ranks) -> dict[str, float]:
+        engine, level = Mock(norms=lambda: {"norm": torch.ones(1)}), Mock(metrics=lambda step: {})
+        trainer = Mock(ranks=ranks, measured={}, engine=engine, level=level, cfg=RunConfig())
+        trainer._norms.return_value = {"norm": torch.zeros(1)}
+        LabTrainer._measure_noise(trainer, ranks.rank)
+        return trainer.measured
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(measured, threads(2))
+    assert first == second
+    assert (first["sampler/kernel_gap_mean"], first["sampler/kernel_gap_max"]) == (3.0, 8.0)
+    assert first["noise/kl_nats"] == pytest.approx(0.3)
