@@ -9,12 +9,13 @@ import pandas as pd
 
 from qerl_lab.report import reference, stats, verdict_tables
 from qerl_lab.report.arms import Run
-from qerl_lab.report.claims import PRINTED_AS, Settings
+from qerl_lab.report.claims import Settings
 from qerl_lab.report.comparison import Comparison, matrix
 from qerl_lab.report.measures import MEASURES, Unmeasured, beside_others
 from qerl_lab.report.numbers import number
+from qerl_lab.report.printed_arms import BIGMATH, TABLE_1, answers, in_figure_5
 from qerl_lab.report.runs import Record
-from qerl_lab.report.verdict_tables import of_seeds, printed_as
+from qerl_lab.report.verdict_tables import of_seeds
 
 SEVEN = "Qwen2.5-7B-Instruct"
 
@@ -33,18 +34,21 @@ def tables(comparison: Comparison, baseline: str | None) -> list[Table]:
     if not comparison.arms:
         return []
     against = [_differences(comparison, baseline)] if baseline and len(comparison.arms) > 1 else []
-    first, *others = _accuracies(comparison), _table_2(comparison)
-    return [first, *against, _entropies(comparison, baseline), _throughput(comparison, baseline), *others]
+    of_bigmath = [_table_2(comparison)] if any(run.value("task.name") == BIGMATH for run in comparison.started) else []
+    entropies, speeds = _entropies(comparison, baseline), _throughput(comparison, baseline)
+    return [_accuracies(comparison), *against, entropies, speeds, *of_bigmath]
 
 
 def _accuracies(comparison: Comparison) -> Table:
     head, *rows = verdict_tables.table_1(comparison)
+    beside = verdict_tables.IN_TABLE_1 in head
     arms = list(comparison.arms.values())
     more = [["gain", "pass@n after"], *([of_seeds(matrix(records, "gain")), _passed(records)] for records in arms)]
     return Table(
-        "Held-out accuracy, as in the paper's Table 1",
-        "Cells are mean [95% interval] (seeds), the interval over seeds and questions. The paper's are one run each, "
-        "of Qwen2.5 at 3B and 7B on GSM8K. pass@n: questions with a right answer in the n of eval.samples.",
+        "Held-out accuracy" + ", as in the paper's Table 1" * beside,
+        "Cells are mean [95% interval] (seeds), the interval over seeds and questions. "
+        + "The paper's are one run each, of Qwen2.5 at 3B and 7B on GSM8K. " * beside
+        + "pass@n: questions with a right answer in the n of eval.samples.",
         [[*row[:4], *cells, *row[4:]] for row, cells in zip([head, *rows], more, strict=True)],
     )
 
@@ -55,7 +59,7 @@ TABLE_2: tuple[tuple[tuple[str, str], Settings | None], ...] = (
     (("none", "BF16"), None),
     (("none", "NVFP4"), None),
     (("Full", "BF16"), None),
-    *((row, settings) for settings, row in verdict_tables.TABLE_1 if row[1] in ("BF16", "NVFP4")),
+    *((row, settings) for settings, row in TABLE_1 if row[1] in ("BF16", "NVFP4")),
 )
 
 
@@ -80,7 +84,7 @@ def _table_2(comparison: Comparison) -> Table:
 
 def _on_bigmath(comparison: Comparison, size: str, wanted: Settings) -> list[str]:
     """How many of the runs that answer to a row finished, and the accuracy of each arm of them."""
-    task = {**wanted, "task.name": "bigmath"}
+    task = {**wanted, "task.name": BIGMATH}
 
     def fits(run: Run) -> bool:
         return task.items() <= run.settings.items() and f"qwen2.5-{size}-".lower() in run.value("model.path").lower()
@@ -170,18 +174,20 @@ def _difference(values: pd.DataFrame, ratio: bool) -> str:
 
 
 def _entropies(comparison: Comparison, baseline: str | None) -> Table:
-    rows = [["arm", "first tenth of the steps", "last tenth", *_against("first tenth", baseline), "Figure 5, 7B"]]
+    beside = in_figure_5(comparison)
+    theirs = ["Figure 5, 7B"] if beside else []
+    rows = [["arm", "first tenth of the steps", "last tenth", *_against("first tenth", baseline), *theirs]]
     for arm, records in comparison.arms.items():
         first = _values(records, "entropy_first")
         cells = [of_seeds(first), of_seeds(_values(records, "entropy_last"))]
         if baseline:
             control = _values(comparison.arms[baseline], "entropy_first")
             cells.append("-" if arm == baseline else _paired(first, control, 0, False)[0])
-        rows.append([arm, *cells, _printed_entropy(records[0])])
+        rows.append([arm, *cells, *([_printed_entropy(beside.get(arm))] if beside else [])])
     return Table(
-        "Entropy of the policy, as in the paper's Figure 5",
-        "Nats per token at rollout.temperature, without noise in the trainer. The paper's is the mean of its curve "
-        "over steps 0 to 8, read off the figure.",
+        "Entropy of the policy" + ", as in the paper's Figure 5" * bool(beside),
+        "Nats per token at rollout.temperature, without noise in the trainer."
+        + " The paper's is the mean of its curve over steps 0 to 8, read off the figure." * bool(beside),
         rows,
     )
 
@@ -190,9 +196,8 @@ def _against(what: str, baseline: str | None) -> list[str]:
     return [f"{what} - {baseline}"] if baseline else []
 
 
-def _printed_entropy(record: Record) -> str:
-    name = PRINTED_AS.get(record.run.value("format.name"))
-    if name is None or record.run.value("aqn.schedule") != "off":
+def _printed_entropy(name: str | None) -> str:
+    if name is None:
         return "-"
     where = {"table": "Figure 5", "model": SEVEN, "weight_format": name, "setting": "mean over steps 0-8"}
     return f"{reference.value(**where, metric='mean policy entropy (nats/token)'):.3f}"
@@ -201,6 +206,7 @@ def _printed_entropy(record: Record) -> str:
 def _throughput(comparison: Comparison, baseline: str | None) -> Table:
     names = ("rollout_tokens_per_second", "tokens_per_second")
     ratios = [f"{what} / {baseline}" for what in ("rollouts", "end to end")] if baseline else []
+    beside = answers(comparison)
     rows = [["arm", "rollouts, tokens/s", "end to end, tokens/s", *ratios, "Figure 1, 7B: rollouts / BF16",
              "Table 3, 7B: end to end / BF16", "rollout, train, sync", "peak GiB", "seconds a run"]]  # fmt: skip
     for arm, records in comparison.arms.items():
@@ -211,7 +217,7 @@ def _throughput(comparison: Comparison, baseline: str | None) -> Table:
             none = arm == baseline or beside_others(records, comparison.arms[baseline])
             cells += ["-" if none else _paired(one, other, 1, True)[0]
                       for one, other in zip(speeds, controls, strict=True)]  # fmt: skip
-        rows.append([arm, *cells, *_printed_speeds(records[0]), _shares(records), *_sizes(records)])
+        rows.append([arm, *cells, *_printed_speeds(beside.get(arm)), _shares(records), *_sizes(records)])
     return Table(
         "Throughput and memory, as in the paper's Figure 1 and Table 3",
         "Completion tokens over seconds; those of runs that ran beside others are not compared. The paper's: one H100, "
@@ -221,8 +227,8 @@ def _throughput(comparison: Comparison, baseline: str | None) -> Table:
     )
 
 
-def _printed_speeds(record: Record) -> list[str]:
-    method, weight_format = printed_as(record)
+def _printed_speeds(row: tuple[str, str] | None) -> list[str]:
+    method, weight_format = row or ("", "")
     method = method.partition(" ")[0]  # QeRL with noise and without
     if (method, weight_format) not in {("QLoRA", "NF4"), ("QeRL", "NVFP4")}:
         return ["-", "-"]

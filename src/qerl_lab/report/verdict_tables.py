@@ -10,11 +10,11 @@ import pandas as pd
 
 from qerl_lab.report import reference, stats
 from qerl_lab.report.arms import labels
-from qerl_lab.report.claims import AQN, Claim, Contrast, Settings, command, of_format
+from qerl_lab.report.claims import Claim, Contrast, command
 from qerl_lab.report.comparison import Comparison, matrix, notes
 from qerl_lab.report.measures import MEASURES
 from qerl_lab.report.numbers import number
-from qerl_lab.report.runs import Record
+from qerl_lab.report.printed_arms import in_table_1
 from qerl_lab.report.verdicts import LEVEL, Numbers, Row, family_sizes
 from qerl_lab.terminal import columns
 
@@ -24,15 +24,6 @@ Effects are treated less control (of steps and tokens/s treated over control), p
 intervals of 95% over both. supported: above 0 in the claim's direction. contradicted: an effect of the smallest size
 that would matter is excluded. undecided: neither. Both at a one-sided level of {LEVEL:g} for a whole family (Holm).
 A guardrail is held or broken where that is shown, else open."""
-PLAIN: Settings = {"rollout.temperature": "1.0", "algorithm.entropy_coef": "0.0", "algorithm.entropy_target": "None"}
-# The arms of Table 1, and as which of its rows: (method, weight format) there.
-TABLE_1: tuple[tuple[Settings, tuple[str, str]], ...] = (
-    ({**of_format("bf16"), **PLAIN}, ("LoRA", "BF16")),
-    ({**of_format("nf4"), **PLAIN}, ("QLoRA", "NF4")),
-    ({**of_format("mxfp4"), **PLAIN}, ("LoRA", "MXFP4")),
-    ({**of_format("nvfp4"), **PLAIN}, ("QeRL w/o AQN", "NVFP4")),
-    ({**of_format("nvfp4"), **AQN, **PLAIN}, ("QeRL +AQN", "NVFP4")),
-)
 
 
 def cell(interval: stats.Interval, seeds: int) -> str:
@@ -117,12 +108,15 @@ def remarks(comparison: Comparison) -> list[str]:
     return [*notes(comparison), *(["\n  ".join([head, *left_out])] if left_out else [])]
 
 
+IN_TABLE_1 = "as in Table 1"
+
+
 def table_1(comparison: Comparison) -> list[list[str]]:
-    """Held-out accuracy of every arm, and of the row of the paper's Table 1 that it answers to."""
-    firsts = [records[0].run for records in comparison.arms.values()]
+    """Held-out accuracy of every arm, and of the row of the paper's Table 1 that it answers to, where one does."""
+    firsts, beside = [records[0].run for records in comparison.arms.values()], in_table_1(comparison)
     names = labels(firsts)
-    rows = [["arm", "finished", "before", "after", "as in Table 1", "3B there", "7B there"]]
-    for records in comparison.arms.values():
+    rows = [["arm", "finished", "before", "after", *([IN_TABLE_1, "3B there", "7B there"] if beside else [])]]
+    for label, records in comparison.arms.items():
         run = records[0].run
         started = sum(other.arm == run.arm for other in comparison.started)
         cells = [
@@ -130,20 +124,19 @@ def table_1(comparison: Comparison) -> list[list[str]]:
             f"{len(records)} of {started}",
             *(of_seeds(matrix(records, at)) for at in ("before", "after")),
         ]
-        rows.append([*cells, *_as_printed(records[0])])
+        rows.append([*cells, *(_as_printed(beside.get(label)) if beside else [])])
     return rows
 
 
-def printed_as(record: Record) -> tuple[str, str]:
-    """Method and weight format of the row of the paper's Table 1 that an arm answers to; empty if there is none."""
-    fits = (row for settings, row in TABLE_1 if settings.items() <= record.run.settings.items())
-    return next(fits, ("", ""))
+def title_1(rows: Sequence[Sequence[str]]) -> str:
+    """What to call the rows of `table_1`."""
+    return "Accuracies in the shape of the paper's Table 1" if IN_TABLE_1 in rows[0] else "Held-out accuracies"
 
 
-def _as_printed(record: Record) -> list[str]:
-    method, weight_format = printed_as(record)
-    if not method:
+def _as_printed(row: tuple[str, str] | None) -> list[str]:
+    if row is None:
         return ["-", "-", "-"]
+    method, weight_format = row
     where = {"table": "Table 1", "metric": "accuracy", "method": method, "weight_format": weight_format}
     numbers = reference.numbers(**where)
     there = [numbers.get(f"Qwen2.5-{size}-Instruct") for size in ("3B", "7B")]
@@ -167,7 +160,8 @@ def markdown(comparison: Comparison, rows: Sequence[Row], typed: str) -> str:
     table = piped([head, *body]) if body else "No claim was measured."
     parts = ["# Verdicts on the paper's claims", f"By `{typed}`.", "\n".join(said), HOW_TO_READ if body else ""]
     parts += [families(rows), table, unanswered(rows), to_make(rows)]
-    parts += ["## Accuracies in the shape of the paper's Table 1", piped(table_1(comparison)), *remarks(comparison)]
+    accuracies = table_1(comparison)
+    parts += [f"## {title_1(accuracies)}", piped(accuracies), *remarks(comparison)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 

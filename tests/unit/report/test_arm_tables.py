@@ -13,18 +13,20 @@ from run_directories import make_run
 AFTER = {"bf16": ([0.5, 0.5, 0.75, 1.0], [0.25, 0.5, 0.5, 0.75], [0.5, 0.75, 0.5, 0.75]),
          "nvfp4": ([0.75, 0.5, 1.0, 1.0], [0.5, 0.25, 0.75, 0.75], [0.5, 1.0, 0.5, 1.0])}  # fmt: skip
 
+ON_GSM8K = {"task__name": "gsm8k"}
+
 
 @pytest.fixture
 def made(tmp_path: Path) -> dict[str, Table]:
     """Three seeds of two arms, one of which is slower by a tenth, a fifth and three tenths."""
     for arm, of_arm in AFTER.items():
         for seed, after in enumerate(of_arm):
-            run = make_run(tmp_path / f"{arm}-{seed}", arm, seed, before=[0.25] * 4, after=after)
+            run = make_run(tmp_path / f"{arm}-{seed}", arm, seed, before=[0.25] * 4, after=after, **ON_GSM8K)
             lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
             for line in lines:
                 line["metrics"]["step/tokens_per_second"] *= 1 - 0.1 * (seed + 1) * (arm == "nvfp4")
             (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    failed = make_run(tmp_path / "failed", "nvfp4", 3)
+    failed = make_run(tmp_path / "failed", "nvfp4", 3, **ON_GSM8K)
     (failed / "DONE").unlink()
     (failed / "FAILED").write_text("x")
     return {table.title.split(",")[0]: table for table in tables(comparison.read([tmp_path]), "bf16")}
@@ -88,8 +90,54 @@ def test_entropies_stand_beside_figure_5(made: dict[str, Table]) -> None:
     assert cells(table, "bf16")["first tenth of the steps"] == "0.350 [all alike] (3)"
 
 
-def test_table_2_has_the_paper_s_rows_and_says_where_no_runs_are(made: dict[str, Table]) -> None:
-    table = made["BigMath"]
+def test_controls_that_the_paper_has_not_stand_beside_no_number_of_it(made: dict[str, Table], tmp_path: Path) -> None:
+    """BF16 at a higher temperature, and with a bonus on entropy, are of its format and of no arm of the paper."""
+    controls = {"hot": {"rollout__temperature": 1.06}, "bonus": {"algorithm__entropy_coef": 0.05}}
+    for name, changes in controls.items():
+        make_run(tmp_path / name, "bf16", 0, **ON_GSM8K, **changes)
+    first, *others = tables(comparison.read([tmp_path]), None)
+    entropies, speeds = (
+        next(table for table in others if table.title.startswith(name)) for name in ("Entropy", "Thro")
+    )
+    arms = [row[0] for row in first.rows[1:]]
+    assert [arm.partition(" ")[0] for arm in arms] == ["bf16", "bf16", "bf16", "nvfp4"]
+    assert [cells(entropies, arm)["Figure 5, 7B"] for arm in arms] == ["0.227", "-", "-", "0.262"]
+    assert [cells(first, arm)["3B there"] for arm in arms] == ["0.761", "-", "-", "0.833"]
+    assert cells(speeds, "nvfp4")["Figure 1, 7B: rollouts / BF16"] == "1.27x"
+
+
+def test_of_several_arms_that_answer_to_one_none_is_the_paper_s(tmp_path: Path) -> None:
+    """The paper says of no row which learning rate it had; of two models each has its own."""
+    for rate in (1e-5, 1e-4):
+        make_run(tmp_path / f"{rate}", "bf16", 0, optim__learning_rate=rate, **ON_GSM8K)
+    for name in ("a", "b"):
+        make_run(tmp_path / name, "nvfp4", 0, model__path=f"hub/{name}", **ON_GSM8K)
+    first, *_ = tables(comparison.read([tmp_path]), None)
+    assert [(row[0].partition(" ")[0], row[-1]) for row in first.rows[1:]] == [
+        ("bf16", "-"), ("bf16", "-"), ("nvfp4", "0.885"), ("nvfp4", "0.885"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", [{"task__name": "arithmetic"}, {"task__name": "bigmath"}])
+def test_runs_of_another_task_stand_beside_no_accuracy_and_no_entropy_on_gsm8k(tmp_path: Path, changes: dict) -> None:
+    make_run(tmp_path / "0", "bf16", 0, **changes)
+    first, entropies, *_ = tables(comparison.read([tmp_path]), None)
+    assert (first.title, first.rows[0][-1]) == ("Held-out accuracy", "pass@n after")
+    assert "Table 1" not in first.about
+    assert (entropies.title, entropies.rows[0][-1]) == ("Entropy of the policy", "last tenth")
+    assert "paper" not in entropies.about
+
+
+ON_BIGMATH = {"task__name": "bigmath", "model__path": "Qwen/Qwen2.5-7B-Instruct"}
+
+
+def of_bigmath(folder: Path) -> list[Table]:
+    return [one for one in tables(comparison.read([folder]), None) if one.title.startswith("BigMath")]
+
+
+def test_table_2_has_the_paper_s_rows_and_says_where_no_runs_are(tmp_path: Path) -> None:
+    make_run(tmp_path / "0", "nvfp4", 0, **ON_BIGMATH)
+    (table,) = of_bigmath(tmp_path)
     assert len(table.rows) == 1 + 3 * 6
     found = cells(table, "14B, QeRL +AQN, NVFP4")
     assert [found[name] for name in ("MATH500, %", "AIME24, %", "AIME25, %", "AMC23, %", "average of 4, %")] == [
@@ -99,13 +147,19 @@ def test_table_2_has_the_paper_s_rows_and_says_where_no_runs_are(made: dict[str,
     assert cells(table, "7B, Full, BF16")["ours: finished"] == "not trained here"
 
 
+def test_table_2_is_of_reports_with_runs_on_bigmath_finished_or_not(made: dict[str, Table], tmp_path: Path) -> None:
+    assert of_bigmath(tmp_path) == []
+    (make_run(tmp_path / "stopped", "bf16", 0, **ON_BIGMATH) / "DONE").unlink()
+    (table,) = of_bigmath(tmp_path)
+    assert cells(table, "7B, LoRA, BF16")["ours: finished"] == "0 of 1"
+
+
 def test_table_2_has_runs_on_bigmath_of_that_model(tmp_path: Path) -> None:
-    on = {"task__name": "bigmath", "model__path": "Qwen/Qwen2.5-7B-Instruct"}
     for seed in range(2):
-        make_run(tmp_path / f"on-{seed}", "nvfp4", seed, after=[0.5, 1.0], before=[0.0, 0.0], **on)
-    (make_run(tmp_path / "failed", "nvfp4", 2, **on) / "DONE").unlink()
+        make_run(tmp_path / f"on-{seed}", "nvfp4", seed, after=[0.5, 1.0], before=[0.0, 0.0], **ON_BIGMATH)
+    (make_run(tmp_path / "failed", "nvfp4", 2, **ON_BIGMATH) / "DONE").unlink()
     make_run(tmp_path / "elsewhere", "nvfp4", 0)
-    (table,) = (one for one in tables(comparison.read([tmp_path]), None) if one.title.startswith("BigMath"))
+    (table,) = of_bigmath(tmp_path)
     found = cells(table, "7B, QeRL w/o AQN, NVFP4")
     assert (found["ours: finished"], found["ours: BigMath, after"][:5]) == ("2 of 3", "0.750")
     others = {cells(table, f"{size}, {arm}")["ours: finished"] for size in ("7B", "14B", "32B")

@@ -24,13 +24,13 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for seed in range(3):
         for arm in ("bf16", "nvfp4_aqn"):
             run = make_run(folder / "runs" / f"{arm}-{seed}", arm, seed, after=list(draw.integers(0, 5, 8) / 4),
-                           before=[0.25] * 8)  # fmt: skip
+                           before=[0.25] * 8, task__name="gsm8k")  # fmt: skip
             about = {"git_sha": "c0ffee0", "command": "python -m qerl_lab -m seed=0,1,2", "cpus_usable": 2, "cpu": "A"}
             about |= {"packages": {"torch": "2.13.0"}}
             changed = {"git_sha": "0ddba11", "cpu": "B", "packages": {"torch": "2.11.0"}} if seed == 2 else {}
             (run / "env.json").write_text(json.dumps(about | changed))
-    make_run(folder / "runs" / "old", "bf16", 1, ended=1e9)
-    failed = make_run(folder / "runs" / "failed", "nvfp4_aqn", 3)
+    make_run(folder / "runs" / "old", "bf16", 1, ended=1e9, task__name="gsm8k")
+    failed = make_run(folder / "runs" / "failed", "nvfp4_aqn", 3, task__name="gsm8k")
     (failed / "DONE").unlink()
     (failed / "FAILED").write_text("ValueError: <script>alert('x')</script> & more")
     (make_run(folder / "runs" / "damaged", "bf16", 4) / "eval.parquet").unlink()

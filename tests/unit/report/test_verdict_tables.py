@@ -13,6 +13,8 @@ from qerl_lab.report.claims import CLAIMS
 from qerl_lab.report.verdict_tables import piped, printed
 from run_directories import make_run
 
+ON_GSM8K = {"task__name": "gsm8k"}
+
 
 @pytest.fixture
 def sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -20,9 +22,9 @@ def sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     for seed in range(4):
         luck = seed / 50
-        make_run(tmp_path / "runs" / f"bf16-{seed}", "bf16", seed, after=[0.5 - luck, 0.5, 0.75, 1.0])
-        make_run(tmp_path / "runs" / f"aqn-{seed}", "nvfp4_aqn", seed, after=[0.75, 0.75 + luck, 1.0, 1.0])
-    failed = make_run(tmp_path / "runs" / "failed", "nvfp4_aqn", 4)
+        make_run(tmp_path / "runs" / f"bf16-{seed}", "bf16", seed, after=[0.5 - luck, 0.5, 0.75, 1.0], **ON_GSM8K)
+        make_run(tmp_path / "runs" / f"aqn-{seed}", "nvfp4_aqn", seed, after=[0.75, 0.75 + luck, 1.0, 1.0], **ON_GSM8K)
+    failed = make_run(tmp_path / "runs" / "failed", "nvfp4_aqn", 4, **ON_GSM8K)
     (failed / "DONE").unlink()
     (failed / "FAILED").write_text("FloatingPointError: loss is NaN at step 3")
     return tmp_path / "runs"
@@ -88,12 +90,13 @@ def test_a_page_of_runs_that_answer_nothing_says_so(tmp_path: Path, monkeypatch:
     assert "No claim was measured." in page
     assert all(f"`{claim.name}`" in page for claim in CLAIMS)
     assert "| bf16 | 1 of 1 |" in page
+    assert "\n## Held-out accuracies\n\n| arm | finished | before | after |\n" in page  # the task is not Table 1's
 
 
 def test_only_arms_of_table_1_stand_beside_its_numbers(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    make_run(sweep / "hot", "bf16", 0, rollout__temperature=1.5)
-    make_run(sweep / "bonus", "bf16", 0, algorithm__entropy_coef=0.1)
-    make_run(sweep / "kl", "nvfp4_aqn", 0, aqn__unit="kl")
+    make_run(sweep / "hot", "bf16", 0, rollout__temperature=1.5, **ON_GSM8K)
+    make_run(sweep / "bonus", "bf16", 0, algorithm__entropy_coef=0.1, **ON_GSM8K)
+    make_run(sweep / "kl", "nvfp4_aqn", 0, aqn__unit="kl", **ON_GSM8K)
     assert main(["verdicts", "runs"]) == exits.OK
     table = capsys.readouterr().out.partition("as in Table 1")[2]
     for other in ("temperature=1.5", "entropy_coef=0.1", "unit=kl"):
@@ -102,7 +105,7 @@ def test_only_arms_of_table_1_stand_beside_its_numbers(sweep: Path, capsys: pyte
 
 
 def test_runs_of_two_versions_are_said_to_be(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    make_run(sweep / "other", "bf16", 5, sha="0ddba11")
+    make_run(sweep / "other", "bf16", 5, sha="0ddba11", **ON_GSM8K)
     assert main(["verdicts", "runs"]) == exits.OK
     assert "The runs come from 2 versions of the code: 0ddba11, c0ffee0." in capsys.readouterr().out
 
