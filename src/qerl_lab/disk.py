@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import json
+import math
 import os
 import tempfile
 from pathlib import Path
@@ -40,6 +41,19 @@ def replace_file(path: Path, data: bytes, aside: str = "tmp") -> None:
     except OSError:
         beside.unlink(missing_ok=True)
         raise
+
+
+def strict_json(content: Any) -> bytes:
+    """A file of strict JSON, which knows no NaN or Infinity: a number that is not finite becomes null."""
+
+    def known(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: known(one) for key, one in value.items()}
+        if isinstance(value, list | tuple):
+            return [known(one) for one in value]
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    return json.dumps(known(content), indent=1, allow_nan=False).encode() + b"\n"
 
 
 def read_json(path: Path, kind: type) -> Any:

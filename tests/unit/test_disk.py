@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import json
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -12,7 +13,7 @@ import pytest
 from qerl_lab.bench import __main__ as bench
 from qerl_lab.cli import earlier
 from qerl_lab.config.option import ConfigError
-from qerl_lab.disk import make_directory, replace_file
+from qerl_lab.disk import make_directory, replace_file, strict_json
 from qerl_lab.pocket import pretrain, teacher
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.partial import Unfinished
@@ -25,6 +26,11 @@ def test_a_full_disk_leaves_no_half_of_a_file(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="No space left"):
         replace_file(tmp_path / "a", b"new")
     assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("a", b"old")]
+
+
+def test_a_number_that_is_not_finite_is_null_in_json() -> None:
+    given = {"a": [1.5, float("nan"), (float("inf"), 2)], "b": {"c": -float("inf")}, "d": True}
+    assert json.loads(strict_json(given)) == {"a": [1.5, None, [None, 2]], "b": {"c": None}, "d": True}
 
 
 def test_processes_that_write_one_file_at_once_write_beside_each_other(tmp_path: Path) -> None:

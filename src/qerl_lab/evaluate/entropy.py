@@ -7,6 +7,7 @@ entropy are paired by token, and their intervals are over prompts.
 
 import hashlib
 import json
+import math
 import shlex
 import subprocess
 import sys
@@ -27,7 +28,7 @@ from qerl_lab.config.model_hash import model_hash
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import DENSE_FORMAT, FormatConfig, RunConfig
 from qerl_lab.config.spelling import word
-from qerl_lab.disk import make_directory, replace_file
+from qerl_lab.disk import make_directory, replace_file, strict_json
 from qerl_lab.evaluate import benchmarks, kl, weight_error
 from qerl_lab.evaluate.options import CALIBRATED, EntropyOptions, chosen_formats, split
 from qerl_lab.formats.format import Format
@@ -38,6 +39,7 @@ from qerl_lab.record.environment import environment
 from qerl_lab.report.stats import Interval, p_value
 from qerl_lab.rollout.engine import Sampling
 
+NOT_FINITE = "not finite"
 PROMPT_TOKENS = 2048  # longer questions are left out
 
 
@@ -102,10 +104,11 @@ def run(options: EntropyOptions) -> None:
         "schema": 1, "options": asdict(options), "completions": len(texts.pairs), "tokens": len(texts.states),
         "rows": rows, "environment": environment(),
     }  # fmt: skip
-    replace_file(out / "entropy.json", json.dumps(about, indent=1, allow_nan=False).encode() + b"\n")
+    replace_file(out / "entropy.json", strict_json(about))
     replace_file(out / "entropy.csv", pd.json_normalize(rows).to_csv(index=False, float_format="%.6g").encode())
     draw(rows, out / "entropy.png")
-    print(f"\n{table(rows)}\n\nwritten: {terminal.near(out)}  (entropy.json, entropy.csv, entropy.png)")
+    print("\n".join(["", table(rows), *notes(rows)]))
+    print(f"\nwritten: {terminal.near(out)}  (entropy.json, entropy.csv, entropy.png)")
 
 
 def folder_of(options: EntropyOptions) -> Path:
@@ -278,9 +281,11 @@ def estimates(entropies_T: Tensor, texts: Texts) -> dict[str, Any]:
 
 
 def change(values_T: Tensor, texts: Texts) -> dict[str, float]:
-    """A difference with its interval and p-value."""
-    p = p_value(lambda level: interval(values_T, texts.lengths, level), len(texts.lengths))
-    return named(values_T, texts) | {"p": p}
+    """A difference with its interval and p-value, which is NaN where that is not finite."""
+    found = named(values_T, texts)
+    if not all(map(math.isfinite, found.values())):
+        return found | {"p": math.nan}
+    return found | {"p": p_value(lambda level: interval(values_T, texts.lengths, level), len(texts.lengths))}
 
 
 def named(values_T: Tensor, texts: Texts) -> dict[str, float]:
@@ -303,19 +308,36 @@ def label(row: dict[str, Any], rows: list[dict[str, Any]]) -> str:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """A row a model; of a part, what it alone does to the dense weights."""
-    lines = [["weights", "entropy", "change, 95% interval", "p", "KL to dense", "error", *weight_error.PARTS]]
-    for row in rows:
-        found, error = row["entropy_change"], row.get("weight_error")
-        cells = [f"  by {row['part']}" if row["part"] else label(row, rows)]
-        cells += [f"{row['entropy']['mean']:.4f}" if "entropy" in row else ""]
-        if row["arm"] != "dense":
-            cells += [f"{found['mean']:+.4f} [{found['low']:+.4f}, {found['high']:+.4f}]"]
-            cells += [f"{found['p']:.3f}" if found["p"] >= 0.001 else f"{found['p']:.0g}"]
-            cells += [f"{row['kl']['mean']:.5f}" if "kl" in row else ""]
-        if error:
-            cells += [f"{error['relative']:.5f}", *(f"{share:+.0%}" for share in (error["parts"] or {}).values())]
-        lines.append(cells + [""] * (len(lines[0]) - len(cells)))
-    return terminal.columns(lines)
+    head = ["weights", "entropy", "change, 95% interval", "p", "KL to dense", "error", *weight_error.PARTS]
+    lines = [cells(row, rows) for row in rows]
+    return terminal.columns([head, *(line + [""] * (len(head) - len(line)) for line in lines)])
+
+
+def cells(row: dict[str, Any], rows: list[dict[str, Any]]) -> list[str]:
+    found, error = row["entropy_change"], row.get("weight_error")
+    line = [f"  by {row['part']}" if row["part"] else label(row, rows)]
+    line += [number(row["entropy"]["mean"], ".4f") if "entropy" in row else ""]
+    if row["arm"] != "dense":
+        is_known = all(map(math.isfinite, found.values()))
+        line += [f"{found['mean']:+.4f} [{found['low']:+.4f}, {found['high']:+.4f}]" if is_known else NOT_FINITE]
+        line += [number(found["p"], ".3f" if found["p"] >= 0.001 else ".0g")]
+        line += [number(row["kl"]["mean"], ".5f") if "kl" in row else ""]
+    if error:
+        parts = (error["parts"] or {}).values()
+        line += [number(error["relative"], ".5f"), *(number(share, "+.0%") for share in parts)]
+    return line
+
+
+def number(value: float, how: str) -> str:
+    return format(value, how) if math.isfinite(value) else NOT_FINITE
+
+
+def notes(rows: list[dict[str, Any]]) -> list[str]:
+    """Say of which rows numbers are NaN or infinite."""
+    broken = [row for row in rows if NOT_FINITE in cells(row, rows)]
+    names = [label(row, rows) + (f" by {row['part']}" if row["part"] else "") for row in broken]
+    why = "logits or weights of the model are NaN or infinite; entropy.json has null there"
+    return [f"note: {name}: {why}" for name in names]
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:

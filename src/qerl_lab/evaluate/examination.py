@@ -18,7 +18,7 @@ import pandas as pd
 from qerl_lab import rollout, terminal
 from qerl_lab.config.message import first_line
 from qerl_lab.config.option import ConfigError
-from qerl_lab.disk import read_json, replace_file
+from qerl_lab.disk import read_json, replace_file, strict_json
 from qerl_lab.evaluate import benchmarks, subject, summary
 from qerl_lab.evaluate.accuracy import ask, seed_of
 from qerl_lab.evaluate.benchmarks import Benchmark
@@ -83,7 +83,7 @@ def run(options: AccuracyOptions) -> None:
             "environment": environment(),
         }
         replace_file(unfinished.folder / ROWS, rows.to_parquet(index=False))
-        replace_file(unfinished.folder / ABOUT, json.dumps(about, indent=1, allow_nan=False).encode() + b"\n")
+        replace_file(unfinished.folder / ABOUT, strict_json(about))
         for file in parts_in(unfinished.folder):
             file.unlink()
         unfinished.finish()

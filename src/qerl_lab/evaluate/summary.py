@@ -32,7 +32,8 @@ def summarize(rows: pd.DataFrame) -> Summary:
 
     `accuracy` is the mean over questions and samples (avg@k), `low` and `high` its interval of 95%. `standard_error`
     is over questions as they differ and are drawn; `standard_error_of_draws`, of two samples or more, what asking the
-    same questions again would change.
+    same questions again would change. `unparsed` is left out where the task does not say: beside a benchmark that
+    does, its rows hold NaN there.
     """
     samples, of_questions = int(rows["draw"].max()) + 1, shares(rows)
     mean, low, high = share_interval(of_questions.to_numpy(), samples)
@@ -51,7 +52,7 @@ def summarize(rows: pd.DataFrame) -> Summary:
         "format": float(rows["format"].mean()),
         "completion_tokens": float(rows["tokens"].mean()),
         "truncated": float(rows["truncated"].mean()),
-    } | ({"unparsed": float(rows["unparsed"].mean())} if "unparsed" in rows else {})
+    } | ({"unparsed": float(rows["unparsed"].mean())} if "unparsed" in rows and rows["unparsed"].notna().all() else {})
 
 
 def by_engine(rows: pd.DataFrame) -> dict[str, dict[str, Summary]]:

@@ -104,7 +104,7 @@ def total(errors: Iterable[LayerError]) -> dict[str, Any]:
         parts = None if parts is None or found is None else {part: parts[part] + found[part] for part in PARTS}
     return {
         "relative": error / signal,
-        "sqnr_db": 10 * math.log10(signal / error) if error else None,
+        "sqnr_db": 10 * math.log10(signal / error) if error and math.isfinite(error) else None,
         "parts": {part: value / error for part, value in parts.items()} if parts and error else None,
     }
 

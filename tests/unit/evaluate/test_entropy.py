@@ -3,6 +3,8 @@
 import copy
 import importlib.util
 import json
+import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +18,7 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.evaluate import __main__ as evaluate
 from qerl_lab.evaluate import entropy
 from qerl_lab.evaluate.options import EntropyOptions
+from qerl_lab.evaluate.weight_error import LayerError, total
 from qerl_lab.quantize import __main__ as quantize
 
 CPU = torch.device("cpu")
@@ -82,6 +85,35 @@ def test_a_checkpoint_is_measured_as_the_same_model_packed_while_it_is_loaded(tm
     assert f"\nmxfp4 rtn in {packed} " in table
     assert "8 completions of arithmetic, " in table
     assert "  by grid and dead" in table
+
+
+def test_a_model_whose_logits_are_not_finite_is_told_and_null(tmp_path: Path, monkeypatch, capsys) -> None:
+    measured = entropy.compared
+
+    def compared(*asked) -> tuple[torch.Tensor, torch.Tensor]:
+        entropies_T, kl_T = measured(*asked)
+        return torch.full_like(entropies_T, math.nan), torch.full_like(kl_T, math.inf)
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    monkeypatch.setattr(entropy, "compared", compared)
+    assert evaluate.main(["entropy", "formats=mxfp4", "parts=false", f"out={tmp_path}", *SMALL]) == 0
+    dense, arm = json.loads((tmp_path / "entropy.json").read_text(), parse_constant=refuse)["rows"]
+    unknown = dict.fromkeys(("mean", "low", "high"))
+    assert (arm["entropy"], arm["entropy_change"], arm["kl"]) == (unknown, unknown | {"p": None}, unknown)
+    assert dense["entropy"]["mean"] > 0
+    assert arm["weight_error"]["relative"] > 0
+    printed = capsys.readouterr().out
+    assert re.search(r"\nmxfp4 rtn +not finite +not finite +not finite +not finite +0\.\d+ ", printed)
+    assert "\nnote: mxfp4 rtn: logits or weights of the model are NaN or infinite; entropy.json has null" in printed
+    assert "nan" not in printed
+
+
+def test_the_error_of_a_weight_that_is_infinite_has_no_decibels() -> None:
+    weight = torch.ones(2, 2)
+    layer = LayerError("a", weight, None, weight, weight / torch.tensor([1.0, 0.0]))
+    assert total([layer]) == {"relative": math.inf, "sqnr_db": None, "parts": None}
 
 
 @pytest.mark.parametrize(

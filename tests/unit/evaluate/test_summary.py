@@ -66,6 +66,14 @@ def test_one_sample_has_no_error_of_draws_and_one_question_no_error() -> None:
     assert "-" in table({"gsm8k": {"own": one}}).splitlines()[1].split()
 
 
+def test_only_a_benchmark_that_says_what_it_could_not_read_has_a_number_of_it() -> None:
+    """Together in one file the rows of the other hold NaN there, which no JSON does."""
+    rows = pd.concat([answers([[1.0], [0.0]], "math500", unparsed=1.0), answers([[1.0], [0.0]], "code")])
+    found = by_engine(rows)
+    assert found["math500"]["own"]["unparsed"] == 1.0
+    assert "unparsed" not in found["code"]["own"]
+
+
 def test_the_table_has_a_row_a_benchmark_and_engine() -> None:
     rows = pd.concat([answers([[1, 0], [1, 1]], name, engine) for name in ("a", "b") for engine in ("own", "common")])
     lines = table(by_engine(rows)).splitlines()
