@@ -38,8 +38,10 @@ def replace_file(path: Path, data: bytes, aside: str = "tmp") -> None:
             file.flush()
             os.fsync(file.fileno())
         beside.replace(path)
-    except OSError:
+    except OSError as error:
         beside.unlink(missing_ok=True)
+        if error.filename is None:  # a write does not say to what: of several disks one is full
+            error.filename = str(path)
         raise
 
 

@@ -18,12 +18,13 @@ from qerl_lab.pocket import pretrain, teacher
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.partial import Unfinished
 from qerl_lab.search import study
+from qerl_lab.train.__main__ import is_told_in_a_line
 
 
 def test_a_full_disk_leaves_no_half_of_a_file(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"old")
     (tmp_path / "a.tmp").symlink_to("/dev/full")
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(OSError, match=f"No space left on device: '{tmp_path / 'a'}'"):
         replace_file(tmp_path / "a", b"new")
     assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("a", b"old")]
 
@@ -121,3 +122,17 @@ def test_a_file_system_without_locks_is_written_all_the_same(
     monkeypatch.setattr(fcntl, "flock", refuse)
     with hold(tmp_path):
         assert asked
+
+
+@pytest.mark.parametrize(
+    ("error", "in_a_line"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device", "a"), True),
+        (OSError(errno.EDQUOT, "Disk quota exceeded", "a"), True),
+        (OSError(errno.EIO, "Input/output error", "a"), False),
+        (ConfigError("a"), True),
+        (KeyError("a"), False),
+    ],
+)
+def test_a_run_prints_the_traceback_of_what_may_be_a_bug_alone(error: Exception, in_a_line: bool) -> None:
+    assert is_told_in_a_line(error) == in_a_line

@@ -7,6 +7,7 @@ Leaves DONE (the summary, JSON) or FAILED (the reason, then the traceback; exit 
 run, 1 for the rest); after SIGINT, SIGTERM, SIGHUP or the end of PARENT neither, and exit status 130.
 """
 
+import errno
 import os
 import sys
 import traceback
@@ -52,9 +53,16 @@ def main(directory: RunDirectory, parent: int) -> int:
         trace = redact(traceback.format_exc())
         if is_alone or directory.status != "failed":  # by another rank, whose end this one has met
             directory.fail(f"{type(error).__name__}: {redact(str(error))}\n\n{trace}")
-        if not isinstance(error, ConfigError | Diverged) and type(error).__name__ != "EngineFailed":  # it imports torch
+        if not is_told_in_a_line(error):
             print(trace, end="", file=sys.stderr)
         return USAGE if isinstance(error, ConfigError) else FAILURE
+
+
+def is_told_in_a_line(error: Exception) -> bool:
+    """Whether a traceback would tell a user no more: it is no bug."""
+    if isinstance(error, OSError):
+        return error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return isinstance(error, ConfigError | Diverged) or type(error).__name__ == "EngineFailed"  # its module has torch
 
 
 def read(words: list[str]) -> tuple[RunDirectory, int]:
