@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -23,8 +24,8 @@ def sequences(dataset: str, tokenizer: PreTrainedTokenizerBase, *, samples: int,
     Each is closed by an end token, or as the chat template closes a conversation. `dataset` is a .txt file (one text),
     a .jsonl file or a hub id (split train); rows come in the order of `seed`. A row is its `text`, or a conversation
     rendered by the model's chat template: `messages` (role, content), `conversations` (from, value), or GSM8K's
-    `question` and `answer`. Raises ConfigError for a dataset that cannot be read, a row with none of these, and too
-    little text.
+    `question` and `answer`. Raises ConfigError for a dataset that cannot be read, a row with none of these or one that
+    the template refuses, and too little text.
     """
     needed, ids = samples * tokens, list[int]()
     for text in _texts(dataset, tokenizer, seed):
@@ -46,7 +47,14 @@ def _texts(dataset: str, tokenizer: PreTrainedTokenizerBase, seed: int) -> Itera
         return
     rows = _shuffled_lines(path, seed) if path.suffix == ".jsonl" and path.is_file() else _hub_rows(dataset, seed)
     for number, row in enumerate(rows):
-        if (text := _text_of(row, tokenizer)) is None:
+        try:
+            text = _text_of(row, tokenizer)
+        except TemplateError as error:
+            raise ConfigError(
+                f"dataset={dataset}: the model's chat template refuses row {number}, {str(dict(row))[:60]}... "
+                f"({first_line(error)}). Leave such rows out, give their conversation as text, or type another dataset."
+            ) from error
+        if text is None:
             raise ConfigError(f"dataset={dataset}: row {number} has {', '.join(row)}; allowed: {FIELDS}.")
         yield text
 

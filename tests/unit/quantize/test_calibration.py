@@ -107,6 +107,21 @@ def test_error_on_rows_that_are_no_texts(
         sequences(str(tmp_path / "rows.jsonl"), tokenizer, 1, 4)
 
 
+def test_error_on_a_conversation_that_the_chat_template_refuses(tmp_path: Path) -> None:
+    own = AutoTokenizer.from_pretrained(POCKET)
+    own.chat_template = (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    )
+    dataset = write(tmp_path, {"messages": [{"role": "system", "content": "Be brief and kind."}]})
+    with pytest.raises(ConfigError) as told:
+        sequences(dataset, own, 1, 4)
+    assert str(told.value) == (
+        f"dataset={dataset}: the model's chat template refuses row 0, {{'messages': [{{'role': 'system', 'content': "
+        "'Be brief and ki... (System role not supported). Leave such rows out, give their conversation as text, or "
+        "type another dataset."
+    )
+
+
 def test_error_on_a_file_that_is_not_there(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     for missing in (tmp_path / "none.jsonl", tmp_path / "none", "none.txt", "./none"):
         with pytest.raises(ConfigError, match=r"is no file\. Type dataset=FILE\.txt, dataset=FILE\.jsonl or a hub id"):
