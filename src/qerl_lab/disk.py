@@ -14,16 +14,19 @@ from qerl_lab.config.option import ConfigError
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # what a file system without locks says
 
 
-def lock(opened: int | TextIO) -> None:
-    """Lock an open file or directory until it is closed; where there are no locks, nothing is guarded.
+def lock(opened: int | TextIO, wait: bool = False) -> bool:
+    """Lock an open file or directory until it is closed; False where there are no locks, and nothing is guarded.
 
-    Raises BlockingIOError where another process has it. A child that inherits it keeps the lock.
+    Raises BlockingIOError where another process has it, unless it is to `wait` for it. A child that inherits it keeps
+    the lock.
     """
     try:
-        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(opened, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except OSError as error:
         if error.errno not in NO_LOCKS:
             raise
+        return False
+    return True
 
 
 def replace_file(path: Path, data: bytes, aside: str = "tmp") -> None:

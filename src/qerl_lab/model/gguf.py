@@ -5,7 +5,6 @@ size and time of change. It holds weights in bfloat16, tokenizer, chat template,
 file was. Imports no torch until a file is unpacked.
 """
 
-import fcntl
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -13,6 +12,7 @@ import json
 import os
 import shutil
 import sys
+import uuid
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from qerl_lab.config.message import first_line
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.paths import sha256
+from qerl_lab.disk import lock
 
 if TYPE_CHECKING:
     from gguf import GGUFReader
@@ -110,22 +111,25 @@ def unpack(file: Path) -> Path:
         return folder
     found = header(file)
     store().mkdir(parents=True, exist_ok=True)
-    lock = os.open(store(), os.O_RDONLY)
+    held = os.open(store(), os.O_RDONLY)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # ranks, and jobs of a sweep: the first unpacks, the others wait
+        alone = lock(held, wait=True)  # ranks, and jobs of a sweep: the first unpacks, the others wait
         if not folder.is_dir():
-            _make(file, folder, found)
+            _make(file, folder, found, alone)
     finally:
-        os.close(lock)
+        os.close(held)
     return folder
 
 
-def _make(file: Path, folder: Path, found: Header) -> None:
-    """Write aside, then rename: whoever is killed here leaves no half directory."""
+def _make(file: Path, folder: Path, found: Header, alone: bool) -> None:
+    """Write aside, then rename: whoever is killed here leaves no half directory.
+
+    Where nobody is `alone`, without locks, each process writes one of its own, and the first to be whole stays.
+    """
     kinds = ", ".join(f"{kind} ({count})" for kind, count in found.kinds.items())
     said = f"{file.name}: tensors in {kinds}; transformers dequantizes them to {DTYPE}, kept in {folder}"
     print(said, file=sys.stderr, flush=True)
-    partial = folder.with_name(f"{folder.name}.partial")
+    partial = folder.with_name(f"{folder.name}.partial{'' if alone else f'-{uuid.uuid4().hex[:8]}'}")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
     try:
@@ -136,7 +140,12 @@ def _make(file: Path, folder: Path, found: Header) -> None:
             f"transformers cannot read {file} ({type(error).__name__}: {first_line(error)}). "
             "Type the path of the model as safetensors, or a GGUF file of another kind."
         ) from error
-    partial.rename(folder)
+    try:
+        partial.rename(folder)
+    except OSError:  # it is there
+        shutil.rmtree(partial)
+        if not folder.is_dir():
+            raise
 
 
 def _dequantize(file: Path, folder: Path, found: Header) -> None:
