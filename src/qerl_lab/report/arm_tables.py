@@ -1,7 +1,7 @@
 """The arms of a report in the shape of the paper's tables, the paper's number beside ours, and against the baseline."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,18 +15,10 @@ from qerl_lab.report.measures import MEASURES, Unmeasured, beside_others
 from qerl_lab.report.numbers import number
 from qerl_lab.report.printed_arms import BIGMATH, TABLE_1, answers, in_figure_5
 from qerl_lab.report.runs import Record
+from qerl_lab.report.table import NONE, Rows, Table, filled, listed
 from qerl_lab.report.verdict_tables import of_seeds
 
 SEVEN = "Qwen2.5-7B-Instruct"
-
-
-@dataclass(frozen=True)
-class Table:
-    """A table of text: `rows` begin with its head, the first column names the row."""
-
-    title: str
-    about: str
-    rows: list[list[str]]
 
 
 def tables(comparison: Comparison, baseline: str | None) -> list[Table]:
@@ -44,15 +36,19 @@ def _accuracies(comparison: Comparison) -> Table:
     beside = verdict_tables.IN_TABLE_1 in head
     arms = list(comparison.arms.values())
     more = [["gain", "pass@n after"], *([of_seeds(matrix(records, "gain")), _passed(records)] for records in arms)]
+    rows, empty = filled([[*row[:4], *cells, *row[4:]] for row, cells in zip([head, *rows], more, strict=True)], 2)
+    why = "these runs were asked no held-out question" if "after" in empty else "eval.samples=1, or no question"
     return Table(
         "Held-out accuracy" + ", as in the paper's Table 1" * beside,
         "Cells are mean [95% interval] (seeds), the interval over seeds and questions. "
         + "The paper's are one run each, of Qwen2.5 at 3B and 7B on GSM8K. " * beside
         + "pass@n: questions with a right answer in the n of eval.samples.",
-        [[*row[:4], *cells, *row[4:]] for row, cells in zip([head, *rows], more, strict=True)],
+        rows,
+        f"Left out: {listed(empty)}, since {why}." if empty else "",
     )
 
 
+SIZES = ("7B", "14B", "32B")
 BENCHMARKS = ("MATH500", "AIME24", "AIME25", "AMC23", "average of 4")
 # Rows of Table 2, (method, weight format) there, and the settings of the arm of ours that answers to one.
 TABLE_2: tuple[tuple[tuple[str, str], Settings | None], ...] = (
@@ -65,43 +61,51 @@ TABLE_2: tuple[tuple[tuple[str, str], Settings | None], ...] = (
 
 def _table_2(comparison: Comparison) -> Table:
     head = ["model, method, format", *(f"{name}, %" for name in BENCHMARKS), "ours: finished", "ours: BigMath, after"]
-    rows = []
-    for size in ("7B", "14B", "32B"):
-        for (method, weight_format), settings in TABLE_2:
-            where = {"table": "Table 2", "model": f"Qwen2.5-{size}-Instruct", "method": method}
-            printed = [reference.value(**where, weight_format=weight_format, dataset=name) for name in BENCHMARKS]
-            ours = _on_bigmath(comparison, size, settings) if settings else ["not trained here", "-"]
-            rows.append([f"{size}, {method}, {weight_format}", *(f"{value:.1f}" for value in printed), *ours])
+    with_runs = [size for size in SIZES if any(_is_of(run, size) for run in comparison.started)]
+    without = [size for size in SIZES if size not in with_runs]
     return Table(
         "BigMath, the paper's Table 2",
         "The paper's are one run each; those of method none are not trained. Ours are runs of task=bigmath with that "
         "model, and their accuracy on held-out questions of BigMath as mean [95% interval] (seeds): another measure "
         "than the benchmarks, which python -m qerl_lab.evaluate accuracy asks. The runs are made by "
         "python -m qerl_lab +sweeps=paper_table2.",
-        [head, *rows],
+        [head, *(row for size in with_runs for row in _rows_of_table_2(comparison, size))],
+        f"Left out: Qwen2.5 at {listed(without)}, since no run is on BigMath with it." if without else "",
     )
+
+
+def _rows_of_table_2(comparison: Comparison, size: str) -> Iterator[list[str]]:
+    for (method, weight_format), settings in TABLE_2:
+        where = {"table": "Table 2", "model": f"Qwen2.5-{size}-Instruct", "method": method}
+        printed = [reference.value(**where, weight_format=weight_format, dataset=name) for name in BENCHMARKS]
+        ours = _on_bigmath(comparison, size, settings) if settings else ["not trained here", NONE]
+        yield [f"{size}, {method}, {weight_format}", *(f"{value:.1f}" for value in printed), *ours]
+
+
+def _is_of(run: Run, size: str) -> bool:
+    """Whether a run is one on BigMath with the paper's model of this size."""
+    return run.value("task.name") == BIGMATH and f"qwen2.5-{size}-".lower() in run.value("model.path").lower()
 
 
 def _on_bigmath(comparison: Comparison, size: str, wanted: Settings) -> list[str]:
     """How many of the runs that answer to a row finished, and the accuracy of each arm of them."""
-    task = {**wanted, "task.name": BIGMATH}
 
     def fits(run: Run) -> bool:
-        return task.items() <= run.settings.items() and f"qwen2.5-{size}-".lower() in run.value("model.path").lower()
+        return wanted.items() <= run.settings.items() and _is_of(run, size)
 
     arms = [records for records in comparison.arms.values() if fits(records[0].run)]
     started = sum(fits(run) for run in comparison.started)
     if not started:
-        return ["no runs", "-"]
+        return ["no runs", NONE]
     after = "; ".join(of_seeds(matrix(records, "after")) for records in arms)
-    return [f"{sum(map(len, arms))} of {started}", after or "-"]
+    return [f"{sum(map(len, arms))} of {started}", after or NONE]
 
 
 def _passed(records: Sequence[Record]) -> str:
     try:
         return of_seeds(MEASURES["pass_after"].of(records, records))
     except Unmeasured:  # one sample a question, or no evaluation
-        return "-"
+        return NONE
 
 
 @dataclass(frozen=True)
@@ -124,18 +128,12 @@ DIFFERENCES = (
 
 
 def _differences(comparison: Comparison, baseline: str) -> Table:
-    control = comparison.arms[baseline]
-    rows = []
+    rows, gaps = Rows(), list[Gap]()
     for arm, records in comparison.arms.items():
-        if not {one.run.seed for one in records} & {one.run.seed for one in control}:
-            rows.append([arm, f"no seed that {baseline} has, too", "-", "-", "-"])
-        elif arm != baseline:
-            for phase, label in (("after", "accuracy after"), ("gain", "gain in accuracy")):
-                rows.append([arm, label, *_paired(matrix(records, phase), matrix(control, phase), 1, False)])
-            for one in DIFFERENCES:
-                sides = [_values(side, one.name) for side in (records, control)]
-                cells = ["-"] * 3 if one.ratio and beside_others(records, control) else None
-                rows.append([arm, one.label, *(cells or _paired(sides[0], sides[1], one.sign, one.ratio))])
+        if arm != baseline:
+            for measure, cells, why in _against_control(records, comparison.arms[baseline]):
+                rows += [[arm, measure, *cells]] if cells else []
+                gaps += [] if cells else [(arm, measure, why)]
     return Table(
         f"Differences to {baseline}",
         "Paired by seed, accuracies by question too: mean [95% interval] (seeds that both have); of tokens/s the "
@@ -144,7 +142,42 @@ def _differences(comparison: Comparison, baseline: str) -> Table:
         "not corrected for being many, as the verdicts are, and arms may differ in several settings: the last table "
         "says in which.",
         [["arm", "measure", "difference", "effect size", "P(better)"], *rows],
+        _left_out(gaps, len(comparison.arms) - 1),
     )
+
+
+Gap = tuple[str, str, str]  # arm, measure, and why there is no difference
+
+
+def _against_control(records: Sequence[Record], control: Sequence[Record]) -> Iterator[tuple[str, list[str], str]]:
+    """Each measure with its cells, or with none and why there are none."""
+    if not _share_a_seed(records, control):
+        yield "every measure", [], "the two share no seed"
+        return
+    for phase, label in (("after", "accuracy after"), ("gain", "gain in accuracy")):
+        cells = _paired(matrix(records, phase), matrix(control, phase), 1, False)
+        yield label, cells, "no held-out question that both were asked"
+    for one in DIFFERENCES:
+        if one.ratio and beside_others(records, control):
+            yield one.label, [], BESIDE_OTHERS
+        else:
+            sides = [_values(side, one.name) for side in (records, control)]
+            yield one.label, _paired(sides[0], sides[1], one.sign, one.ratio), "no number that both have"
+
+
+BESIDE_OTHERS = "runs ran beside others, whose seconds are theirs too"
+
+
+def _left_out(gaps: Sequence[Gap], others: int) -> str:
+    """A line on the measures without a difference: those of the same arms for the same reason together."""
+    arms_of: dict[tuple[str, str], list[str]] = {}
+    for arm, measure, why in gaps:
+        arms_of.setdefault((measure, why), []).append(arm)
+    measures_of: dict[tuple[str, str], list[str]] = {}
+    for (measure, why), arms in arms_of.items():
+        measures_of.setdefault(("every arm" if len(arms) == others else listed(arms), why), []).append(measure)
+    parts = [f"{listed(measures)} of {arms}, since {why}" for (arms, why), measures in measures_of.items()]
+    return f"Left out: {'. '.join(parts)}." if parts else ""
 
 
 def _values(records: Sequence[Record], name: str) -> pd.DataFrame:
@@ -153,15 +186,19 @@ def _values(records: Sequence[Record], name: str) -> pd.DataFrame:
 
 
 def _paired(treated: pd.DataFrame, control: pd.DataFrame, sign: int, ratio: bool) -> list[str]:
-    """Difference, effect size and probability of improvement of values[seeds, questions], as cells."""
+    """Difference, effect size and P(better) of values[seeds, questions], as cells; none where nothing is shared."""
     one, other = (np.log(values) if ratio else values for values in (treated, control))
     difference = (one - other).dropna(how="all").dropna(axis=1)
     if difference.empty:
-        return ["-", "-", "-"]
+        return []
     size = stats.effect_size(difference.mean(axis=1).to_numpy())
     means = [sign * side.loc[difference.index, difference.columns].mean(axis=1) for side in (one, other)]
-    better = f"{stats.probability_of_improvement(*means):.2f}" if sign else "-"
-    return [_difference(difference, ratio), "-" if math.isnan(size) else f"{size:+.2f}", better]
+    better = f"{stats.probability_of_improvement(*means):.2f}" if sign else NONE
+    return [_difference(difference, ratio), NONE if math.isnan(size) else f"{size:+.2f}", better]
+
+
+def _shown(paired: Sequence[str]) -> str:
+    return paired[0] if paired else NONE
 
 
 def _difference(values: pd.DataFrame, ratio: bool) -> str:
@@ -182,7 +219,7 @@ def _entropies(comparison: Comparison, baseline: str | None) -> Table:
         cells = [of_seeds(first), of_seeds(_values(records, "entropy_last"))]
         if baseline:
             control = _values(comparison.arms[baseline], "entropy_first")
-            cells.append("-" if arm == baseline else _paired(first, control, 0, False)[0])
+            cells.append(NONE if arm == baseline else _shown(_paired(first, control, 0, False)))
         rows.append([arm, *cells, *([_printed_entropy(beside.get(arm))] if beside else [])])
     return Table(
         "Entropy of the policy" + ", as in the paper's Figure 5" * bool(beside),
@@ -198,40 +235,65 @@ def _against(what: str, baseline: str | None) -> list[str]:
 
 def _printed_entropy(name: str | None) -> str:
     if name is None:
-        return "-"
+        return NONE
     where = {"table": "Figure 5", "model": SEVEN, "weight_format": name, "setting": "mean over steps 0-8"}
     return f"{reference.value(**where, metric='mean policy entropy (nats/token)'):.3f}"
 
 
+SPEEDS = ("rollout_tokens_per_second", "tokens_per_second")
+OF_PAPER = ["Figure 1, 7B: rollouts / BF16", "Table 3, 7B: end to end / BF16"]
+
+
 def _throughput(comparison: Comparison, baseline: str | None) -> Table:
-    names = ("rollout_tokens_per_second", "tokens_per_second")
-    ratios = [f"{what} / {baseline}" for what in ("rollouts", "end to end")] if baseline else []
-    beside = answers(comparison)
-    rows = [["arm", "rollouts, tokens/s", "end to end, tokens/s", *ratios, "Figure 1, 7B: rollouts / BF16",
-             "Table 3, 7B: end to end / BF16", "rollout, train, sync", "peak GiB", "seconds a run"]]  # fmt: skip
+    beside, why = answers(comparison), _not_compared(comparison, baseline)
+    ratios = [] if why else [*(f"{what} / {baseline}" for what in ("rollouts", "end to end")), *OF_PAPER]
+    rows = [["arm", "rollouts, tokens/s", "end to end, tokens/s", *ratios, "rollout, train, sync", "peak GiB",
+             "seconds a run"]]  # fmt: skip
     for arm, records in comparison.arms.items():
-        speeds = [_values(records, name) for name in names]
-        cells = [of_seeds(values) for values in speeds]
-        if baseline:
-            controls = [_values(comparison.arms[baseline], name) for name in names]
-            none = arm == baseline or beside_others(records, comparison.arms[baseline])
-            cells += ["-" if none else _paired(one, other, 1, True)[0]
-                      for one, other in zip(speeds, controls, strict=True)]  # fmt: skip
-        rows.append([arm, *cells, *_printed_speeds(beside.get(arm)), _shares(records), *_sizes(records)])
+        cells = [of_seeds(_values(records, name)) for name in SPEEDS]
+        if baseline and not why:
+            cells += [*_ratios(records, comparison.arms[baseline]), *_printed_speeds(beside.get(arm))]
+        rows.append([arm, *cells, _shares(records), *_sizes(records)])
+    rows, empty = filled(rows)
+    left_out = f"Left out: tokens/s over those of another arm, ours and the paper's, since {why}." if why else ""
     return Table(
-        "Throughput and memory, as in the paper's Figure 1 and Table 3",
-        "Completion tokens over seconds; those of runs that ran beside others are not compared. The paper's: one H100, "
-        "batch 8 (Figure 1); batch 2, 4, 8 (Table 3). Memory is the largest of the seeds: of the GPU where there is "
-        "one, else resident.",
+        "Throughput and memory" + ", as in the paper's Figure 1 and Table 3" * (not why and OF_PAPER[0] not in empty),
+        "Completion tokens over seconds. Memory is the largest of the seeds: of the GPU where there is one, else "
+        "resident." + " The paper's: one H100, batch 8 (Figure 1); batch 2, 4, 8 (Table 3)." * (not why),
         rows,
+        left_out or ("Left out: the paper's speeds, since it timed none of these arms." if empty else ""),
     )
+
+
+def _not_compared(comparison: Comparison, baseline: str | None) -> str:
+    """Why no speed is held against another; empty where one is."""
+    if baseline is None or len(comparison.arms) < 2:
+        return "there is no baseline among the arms"
+    control = comparison.arms[baseline]
+    others = [
+        records for arm, records in comparison.arms.items() if arm != baseline and _share_a_seed(records, control)
+    ]
+    if not others:
+        return f"no arm has a seed that {baseline} has"
+    return BESIDE_OTHERS if all(beside_others(records, control) for records in others) else ""
+
+
+def _share_a_seed(records: Sequence[Record], control: Sequence[Record]) -> bool:
+    return bool({one.run.seed for one in records} & {one.run.seed for one in control})
+
+
+def _ratios(records: Sequence[Record], control: Sequence[Record]) -> list[str]:
+    """Both speeds over the control's; dashes for the control itself, and where runs ran beside others."""
+    if records is control or beside_others(records, control):
+        return [NONE, NONE]
+    return [_shown(_paired(_values(records, name), _values(control, name), 1, True)) for name in SPEEDS]
 
 
 def _printed_speeds(row: tuple[str, str] | None) -> list[str]:
     method, weight_format = row or ("", "")
     method = method.partition(" ")[0]  # QeRL with noise and without
     if (method, weight_format) not in {("QLoRA", "NF4"), ("QeRL", "NVFP4")}:
-        return ["-", "-"]
+        return [NONE, NONE]
     where = {"model": SEVEN, "method": method, "weight_format": weight_format}
     bf16 = {"model": SEVEN, "method": "LoRA", "weight_format": "BF16"}
     rollouts = [reference.value(table="Figure 1", metric="rollout throughput", **row) for row in (where, bf16)]

@@ -1,5 +1,6 @@
 """Speed and memory in the shape of the paper's Tables 3 and 5 to 9 and Figure 11: results of benchmarks beside them."""
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,25 +10,24 @@ import pandas as pd
 
 from qerl_lab.config.option import ConfigError
 from qerl_lab.report import bench_arms, bench_results, reference
-from qerl_lab.report.arm_tables import Table
 from qerl_lab.report.arms import version
 from qerl_lab.report.bench import Result, gpu_of
 from qerl_lab.report.bench_results import NO_RESULT, load, origin
 from qerl_lab.report.numbers import number
+from qerl_lab.report.table import NONE, Rows, Table, filled, unlike
 from qerl_lab.terminal import near
 
 GB = 2**30 / 1e9  # of a GiB
-NONE = "-"
-MISSING = "not measured"
 FORMATS = {"bf16": "BF16", "nf4": "NF4", "nvfp4": "NVFP4"}  # the paper's name of each that it timed
 MODELS = {f"qwen2.5-{size}b": f"Qwen2.5-{size}B-Instruct" for size in (3, 7, 14, 32)}  # the paper's name of each
 PRINTED_RANK = 16  # Tables 5 to 8 do not say it; their numbers are those of Table 9 at this rank
 OF_MODEL = dict(zip(MODELS, ("Table 5", "Table 6", "Table 7", "Table 8"), strict=True))
-Rows = list[list[str]]
 WITHOUT = (
     "No benchmark is on this page: bench=FILE.json,... in its command puts results of python -m qerl_lab.bench here."
 )
-ABOUT = "The paper's are of one H100 with 80 GB: compare ratios, not tokens and seconds."
+ABOUT = (
+    "Ratios are to the baseline of the same file. The paper's are of one H100 with 80 GB: compare ratios, not tokens."
+)
 
 
 @dataclass(frozen=True)
@@ -106,36 +106,66 @@ def _unfinished(result: Result) -> list[str]:
 
 
 def _tables(rows: Sequence[Rows], results: Sequence[Result]) -> list[Table]:
-    """The three tables: what was measured first, then what the paper has and we have not."""
+    """The three tables of what was measured; below each what the paper printed and nothing here was measured at."""
     rollouts, steps, memory = rows
     return [
-        Table(
+        _table(
             "Rollouts, as in the paper's Tables 5 to 9 and Figure 11",
             f"Completion tokens over seconds, prefill included: the median of the repeats [least, most]. {ABOUT} Its "
             "completions have at most 2,048 tokens. Tables 5 to 8 do not say their rank; Table 9 has the same numbers "
             "at rank 16, and is of batch 1. Where it has no number of our rank, that of its own stands there.",
             [["model, batch, rank", "arm", "tokens/s", "of BF16", "of QLoRA", "paper: tokens/s", "paper: of BF16",
-              "paper: of QLoRA", "paper: where", "repeats", "GPU", "commit"],
-             *rollouts, *_rollouts_missing(results)],
+              "paper: of QLoRA", "paper: where", "repeats", "GPU", "commit"], *rollouts],
+            "rollout", "batch at rank", _rollouts_missing(results),
         ),
-        Table(
+        _table(
             "Steps end to end, as in the paper's Tables 3 and 5 to 8",
             "Medians of the steps after the first, with gradient checkpointing unless the arm says otherwise; "
             f"baselines are TRL's. {ABOUT} Its "
             "batch is taken for completions, as it does not say. For 7B Table 3 contradicts Table 6.",
             [["model, completions", "arm", "seconds", "tokens/s", "of BF16", "of QLoRA", "paper: Table 3, of BF16",
-              "paper: Tables 5 to 8, checkpointing", "paper: without", "steps", "GPU", "commit"],
-             *steps, *_steps_missing(results)],
+              "paper: Tables 5 to 8, checkpointing", "paper: without", "steps", "GPU", "commit"], *steps],
+            "step", "completions", _steps_missing(results),
         ),
-        Table(
+        _table(
             "Memory, as in the paper's Tables 3 and 5 to 8",
             "GB are 1e9 bytes. Weights: of rollouts vLLM's, of steps the trainer's base, of train_step the frozen "
             "model. Peak: what torch held at most; in rollouts the key-value cache and, in the lab's arms, the "
             "trainer's base are in it. The paper prints sizes of models, and no peak.",
             [["model, format", "arm", "benchmark", "weights, GB", "of BF16", "paper: GB", "paper: of BF16", "peak, GB",
-              "GPU", "commit"], *memory, *_memory_missing(memory)],
+              "GPU", "commit"], *memory],
+            "rollout, step or train_step", "format", _memory_missing(memory),
         ),
     ]  # fmt: skip
+
+
+Missing = list[tuple[str, str]]  # model, and where of it the paper has a number and we have none
+
+
+def _table(title: str, about: str, rows: Rows, made_by: str, where: str, missing: Missing) -> Table:
+    """The rows, by model and batch, without what says nothing; and a line on what the paper has more."""
+    head, *body = rows
+    if not body:
+        return Table(title, "", [head], f"Left out: none of these files is a result of {made_by}.")
+    rows, empty = filled([head, *sorted(body, key=lambda row: _natural(row[0]))], 2)
+    rows, alike = unlike(rows, ("repeats", "steps", "GPU"))
+    of_model: dict[str, list[str]] = {}
+    for model, place in missing:
+        of_model.setdefault(model, []).append(place)
+    printed = "; ".join(f"{model} {', '.join(places)}" for model, places in of_model.items())
+    left_out = [f"Left out: {', '.join(empty)}, of which no row has one."] if empty else []
+    left_out += [f"The paper also has, and nothing was measured at ({where}): {printed}."] if printed else []
+    return Table(title, about + alike, rows, " ".join(left_out))
+
+
+def _natural(text: str) -> list[str | int]:
+    """A key by which 7b comes before 32b."""
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", text)]
+
+
+def _short(arm: str) -> str:
+    """An arm whose keys have lost their groups: `nvfp4 lora=dense` of `nvfp4 rollout.vllm.lora=dense`."""
+    return re.sub(r"(?<= )[\w.]+\.(?=\w+=)", "", arm)
 
 
 def _rollouts(result: Result) -> Rows:
@@ -150,7 +180,7 @@ def _rollouts(result: Result) -> Rows:
             speed += f" [{number(row['tokens_per_second_min'])}, {number(row['tokens_per_second_max'])}]"
         there = _printed_rollouts(model, row["batch"], row["rank"])
         made.append([
-            f"{model}, {row['batch']}, {row['rank']}", row["arm"], speed, _ratio(row["of_bf16"]),
+            f"{model}, {row['batch']}, {row['rank']}", _short(row["arm"]), speed, _ratio(row["of_bf16"]),
             _ratio(row["of_qlora"]), *there.cells(row["format"]), str(row["repeats"]), *_made_by(result),
         ])  # fmt: skip
     return made
@@ -178,17 +208,13 @@ def _tokens(model: str, table: str, setting: str) -> dict[str, float]:
     return {name: float(rows.loc[theirs, "number"]) for name, theirs in FORMATS.items() if theirs in rows.index}
 
 
-def _rollouts_missing(results: Sequence[Result]) -> Rows:
-    """A row for NVFP4 at each batch of the paper, of batch 1 at each rank, that no arm of ours was measured at."""
+def _rollouts_missing(results: Sequence[Result]) -> Missing:
+    """Where the paper has NVFP4 and we have not: each of its batches, of batch 1 each rank."""
     rows = [row for result in results if result["benchmark"] == "rollout" for row in bench_arms.alive(result)]
     have = {(row["model"], row["batch"], row["rank"] if row["batch"] == 1 else PRINTED_RANK)
             for row in rows if row["format"] == "nvfp4"}  # fmt: skip
     wanted = [(model, batch, rank) for model in MODELS for batch, rank in PRINTED_AT]
-    return [
-        [f"{model}, {batch}, {rank}", MISSING, *3 * [NONE], *_printed_rollouts(model, batch, rank).cells("nvfp4"),
-         *3 * [NONE]]
-        for model, batch, rank in wanted if (model, batch, rank) not in have
-    ]  # fmt: skip
+    return [(model, f"{batch} at {rank}") for model, batch, rank in wanted if (model, batch, rank) not in have]
 
 
 PRINTED_AT = ((1, 16), (1, 32), (1, 64), (2, PRINTED_RANK), (8, PRINTED_RANK))  # (batch, rank)
@@ -204,7 +230,8 @@ def _steps(result: Result) -> Rows:
         return made
     for row in _rows(bench_arms.ratios(result, ("rank",))):
         made.append([
-            f"{model}, {completions}", row["arm"], f"{row['step_seconds']:.2f}", number(row["tokens_per_second"]),
+            f"{model}, {completions}", _short(row["arm"]), f"{row['step_seconds']:.2f}",
+            number(row["tokens_per_second"]),
             _ratio(row["of_bf16"]), _ratio(row["of_qlora"]), *_printed_steps(model, completions, row["format"]),
             str(options["steps"]), *_made_by(result),
         ])  # fmt: skip
@@ -223,15 +250,15 @@ def _printed_steps(model: str, batch: int, name: str) -> list[str]:
     ]  # fmt: skip
 
 
-def _steps_missing(results: Sequence[Result]) -> Rows:
+def _steps_missing(results: Sequence[Result]) -> Missing:
     have = set()
     for result in results:
         if result["benchmark"] == "step" and any(row["format"] == "nvfp4" for row in bench_arms.alive(result)):
             have.add((result["options"]["model"], result["options"]["groups"] * result["options"]["group_size"]))
-    rows = [(model, batch, _printed_steps(model, batch, "nvfp4")) for model in MODELS for batch in (2, 4, 8)]
+    wanted = [(model, batch) for model in MODELS for batch in (2, 4, 8)]
     return [
-        [f"{model}, {batch}", MISSING, *4 * [NONE], *there, *3 * [NONE]]
-        for model, batch, there in rows if (model, batch) not in have and set(there) != {NONE}
+        (model, str(batch)) for model, batch in wanted
+        if (model, batch) not in have and set(_printed_steps(model, batch, "nvfp4")) != {NONE}
     ]  # fmt: skip
 
 
@@ -245,7 +272,8 @@ def _memory(result: Result) -> Rows:
     model, made = result["options"]["model"], []
     for arm, name, _, size, peak in rows:
         made.append([
-            f"{model}, {name}", arm, result["benchmark"], _gb(size), _ratio(size / dense if size and dense else None),
+            f"{model}, {name}", _short(arm), result["benchmark"], _gb(size),
+            _ratio(size / dense if size and dense else None),
             *_printed_size(model, name), _gb(peak), *_made_by(result),
         ])  # fmt: skip
     return made
@@ -287,19 +315,18 @@ def _printed_size(model: str, name: str) -> list[str]:
     return [_gb(mine), _ratio(mine / dense if mine and dense else None)]
 
 
-def _memory_missing(rows: Rows) -> Rows:
-    have, wanted = {row[0] for row in rows}, [(model, name) for model in MODELS for name in FORMATS]
+def _memory_missing(rows: Rows) -> Missing:
+    have = {row[0] for row in rows}
     return [
-        [f"{model}, {name}", MISSING, *3 * [NONE], *there, *3 * [NONE]]
-        for model, name in wanted
-        if f"{model}, {name}" not in have and (there := _printed_size(model, name)) != [NONE, NONE]
-    ]
+        (model, FORMATS[name]) for model in MODELS for name in FORMATS
+        if f"{model}, {name}" not in have and _printed_size(model, name) != [NONE, NONE]
+    ]  # fmt: skip
 
 
 def _dead(result: Result, batch: str) -> Rows:
     """A row for each arm that died."""
     return [
-        [f"{result['options']['model']}, {batch}", row["arm"], "died", *7 * [NONE], *_made_by(result)]
+        [f"{result['options']['model']}, {batch}", _short(row["arm"]), "died", *7 * [NONE], *_made_by(result)]
         for row in result["rows"] if "died" in row
     ]  # fmt: skip
 

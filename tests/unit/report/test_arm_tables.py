@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from qerl_lab.report import comparison, stats
-from qerl_lab.report.arm_tables import Table, tables
+from qerl_lab.report.arm_tables import tables
+from qerl_lab.report.table import Table, filled
 from run_directories import make_run
 
 AFTER = {"bf16": ([0.5, 0.5, 0.75, 1.0], [0.25, 0.5, 0.5, 0.75], [0.5, 0.75, 0.5, 0.75]),
@@ -69,19 +70,50 @@ def test_speeds_are_compared_as_ratios_beside_the_paper_s(made: dict[str, Table]
     assert cells(made["Throughput and memory"], "bf16")["end to end / bf16"] == "-"
 
 
-def test_speeds_of_runs_beside_others_are_not_compared(made: dict[str, Table], tmp_path: Path) -> None:
+def test_speeds_of_runs_beside_others_are_left_out_and_a_line_says_so(made: dict[str, Table], tmp_path: Path) -> None:
     """One of the six ran with another on the same machine, which is enough."""
     assert "x [" in cells(made["Differences to bf16"], "nvfp4", "end to end, tokens/s")["difference"]
+    assert made["Differences to bf16"].left_out == made["Throughput and memory"].left_out == ""
     (tmp_path / "bf16-1" / "env.json").write_text(json.dumps({"command": "python -m qerl_lab jobs=2 jobs_per_gpu=2"}))
     again = {table.title.split(",")[0]: table for table in tables(comparison.read([tmp_path]), "bf16")}
-    for what in ("rollouts, tokens/s", "end to end, tokens/s"):
-        assert cells(again["Differences to bf16"], "nvfp4", what)["difference"] == "-"
-    found = cells(again["Throughput and memory"], "nvfp4")
-    assert (found["end to end / bf16"], found["rollouts / bf16"]) == ("-", "-")
-    assert found["end to end, tokens/s"] != "-"
-    assert cells(again["Differences to bf16"], "nvfp4", "accuracy after") == cells(
+    differences, speeds = again["Differences to bf16"], again["Throughput and memory"]
+    assert [row[1] for row in differences.rows[1:]] == [
+        "accuracy after", "gain in accuracy", "reward, last tenth", "entropy, first tenth", "entropy, last tenth",
+    ]  # fmt: skip
+    assert differences.left_out == (
+        "Left out: rollouts, tokens/s and end to end, tokens/s of every arm, since runs ran beside others, "
+        "whose seconds are theirs too."
+    )
+    assert speeds.rows[0] == [
+        "arm", "rollouts, tokens/s", "end to end, tokens/s", "rollout, train, sync", "peak GiB", "seconds a run",
+    ]  # fmt: skip
+    assert speeds.left_out.startswith("Left out: tokens/s over those of another arm, ours and the paper's, since runs")
+    assert cells(differences, "nvfp4", "accuracy after") == cells(
         made["Differences to bf16"], "nvfp4", "accuracy after"
     )
+
+
+def test_what_no_run_was_asked_has_no_column(tmp_path: Path) -> None:
+    for arm in ("bf16", "nvfp4"):
+        (make_run(tmp_path / arm, arm, 0, eval__questions=0) / "eval.parquet").unlink()
+    first, differences, *_ = tables(comparison.read([tmp_path]), "bf16")
+    assert first.rows == [["arm", "finished"], ["bf16", "1 of 1"], ["nvfp4", "1 of 1"]]
+    assert (
+        first.left_out
+        == "Left out: before, after, gain and pass@n after, since these runs were asked no held-out question."
+    )
+    assert "accuracy after and gain in accuracy of every arm, since no held-out question" in differences.left_out
+    (tmp_path / "once").mkdir()
+    make_run(tmp_path / "once" / "0", "bf16", 0, eval__samples=1)
+    once, *_ = tables(comparison.read([tmp_path / "once"]), None)
+    assert once.rows[0] == ["arm", "finished", "before", "after", "gain"]
+    assert once.left_out == "Left out: pass@n after, since eval.samples=1, or no question."
+
+
+def test_a_column_is_left_out_where_every_row_has_a_dash() -> None:
+    rows = [["a", "b", "c", "d"], ["-", "-", "1", "-"], ["-", "-", "-", "2"]]
+    assert filled(rows) == ([["a", "c", "d"], ["-", "1", "-"], ["-", "-", "2"]], ["b"])
+    assert filled(rows[:1]) == (rows[:1], [])
 
 
 def test_entropies_stand_beside_figure_5(made: dict[str, Table]) -> None:
@@ -103,7 +135,7 @@ def test_controls_that_the_paper_has_not_stand_beside_no_number_of_it(made: dict
     assert [arm.partition(" ")[0] for arm in arms] == ["bf16", "bf16", "bf16", "nvfp4"]
     assert [cells(entropies, arm)["Figure 5, 7B"] for arm in arms] == ["0.227", "-", "-", "0.262"]
     assert [cells(first, arm)["3B there"] for arm in arms] == ["0.761", "-", "-", "0.833"]
-    assert cells(speeds, "nvfp4")["Figure 1, 7B: rollouts / BF16"] == "1.27x"
+    assert speeds.left_out.endswith("since there is no baseline among the arms.")
 
 
 def test_of_several_arms_that_answer_to_one_none_is_the_paper_s(tmp_path: Path) -> None:
@@ -138,7 +170,10 @@ def of_bigmath(folder: Path) -> list[Table]:
 def test_table_2_has_the_paper_s_rows_and_says_where_no_runs_are(tmp_path: Path) -> None:
     make_run(tmp_path / "0", "nvfp4", 0, **ON_BIGMATH)
     (table,) = of_bigmath(tmp_path)
-    assert len(table.rows) == 1 + 3 * 6
+    assert len(table.rows) == 1 + 6
+    assert table.left_out == "Left out: Qwen2.5 at 14B and 32B, since no run is on BigMath with it."
+    make_run(tmp_path / "1", "nvfp4", 0, **ON_BIGMATH | {"model__path": "Qwen/Qwen2.5-14B-Instruct"})
+    (table,) = of_bigmath(tmp_path)
     found = cells(table, "14B, QeRL +AQN, NVFP4")
     assert [found[name] for name in ("MATH500, %", "AIME24, %", "AIME25, %", "AMC23, %", "average of 4, %")] == [
         "80.2", "17.5", "12.6", "57.5", "42.0",
@@ -162,17 +197,16 @@ def test_table_2_has_runs_on_bigmath_of_that_model(tmp_path: Path) -> None:
     (table,) = of_bigmath(tmp_path)
     found = cells(table, "7B, QeRL w/o AQN, NVFP4")
     assert (found["ours: finished"], found["ours: BigMath, after"][:5]) == ("2 of 3", "0.750")
-    others = {cells(table, f"{size}, {arm}")["ours: finished"] for size in ("7B", "14B", "32B")
-              for arm in ("LoRA, BF16", "QeRL +AQN, NVFP4")}  # fmt: skip
-    assert others == {"no runs"}
-    assert cells(table, "14B, QeRL w/o AQN, NVFP4")["ours: finished"] == "no runs"
+    assert {cells(table, f"7B, {arm}")["ours: finished"] for arm in ("LoRA, BF16", "QeRL +AQN, NVFP4")} == {"no runs"}
 
 
 def test_arms_that_share_no_seed_have_no_difference(tmp_path: Path) -> None:
     for arm, seed in (("bf16", 0), ("nvfp4", 1)):
         make_run(tmp_path / arm, arm, seed)
     found = {table.title.split(",")[0]: table for table in tables(comparison.read([tmp_path]), "bf16")}
-    assert found["Differences to bf16"].rows[1:] == [["nvfp4", "no seed that bf16 has, too", "-", "-", "-"]]
+    assert found["Differences to bf16"].rows[1:] == []
+    assert found["Differences to bf16"].left_out == "Left out: every measure of every arm, since the two share no seed."
+    assert "since no arm has a seed that bf16 has." in found["Throughput and memory"].left_out
     assert cells(found["Held-out accuracy"], "nvfp4")["after"] == "0.625 (1)"
 
 
