@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "formats": "",
     # what they are about
     "aqn": "config", "tasks": "config", "algorithms": "config", "record": "config disk exits",
-    "tracking": "config record", "model": "config formats",
+    "tracking": "config record", "model": "config disk formats",
     "preflight": "config model tasks",
     # what is done with it
     "rollout": "config disk model aqn formats timing",
