@@ -20,6 +20,7 @@ from qerl_lab.config.arm import leaves
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.rules import build, check_engine_on_cpu
 from qerl_lab.config.schema import DENSE_FORMAT, RunConfig, TaskConfig
+from qerl_lab.config.units import GIB
 from qerl_lab.model import adapter_files, gguf, on_disk
 from qerl_lab.tasks import arithmetic, data
 
@@ -152,8 +153,8 @@ def _check_size(cfg: RunConfig, folder: Path | None) -> None:
     needed, held = count * _bytes_a_parameter(cfg, on_gpu), gpu_memory() if on_gpu else memory()
     if held is not None and needed > held:
         raise ConfigError(
-            f"{said}, which take {needed / 2**30:.1f} GiB with format={cfg.format.name}, and "
-            f"{'the GPU' if on_gpu else 'this machine'} has {held / 2**30:.1f} GiB. Type a smaller model"
+            f"{said}, which take {needed / GIB:.1f} GiB with format={cfg.format.name}, and "
+            f"{'the GPU' if on_gpu else 'this machine'} has {held / GIB:.1f} GiB. Type a smaller model"
             f"{'.' if cfg.format.name != DENSE_FORMAT and on_gpu else ', or format=nvfp4 with format.dense_cache=off.'}"
         )
 
@@ -227,7 +228,7 @@ def _refuse_full(place: Path, needed: int, what: str, remedy: str) -> None:
     free = shutil.disk_usage(above).free
     if needed > free:
         raise ConfigError(
-            f"{above} has {free / 2**30:.2f} GiB free, and {what} take {math.ceil(needed / 2**20) / 1024:.2f} GiB. "
+            f"{above} has {free / GIB:.2f} GiB free, and {what} take {math.ceil(needed / 2**20) / 1024:.2f} GiB. "
             f"{remedy}"
         )
 

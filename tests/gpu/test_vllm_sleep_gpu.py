@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from qerl_lab import rollout
 from qerl_lab.aqn import CLEAN, Noise
 from qerl_lab.config.schema import RunConfig
+from qerl_lab.config.units import GIB
 from qerl_lab.model.policy import Policy
 from qerl_lab.rollout.engine import ASLEEP, Rollout, Sampling
 from rollouts import rows
@@ -23,7 +24,6 @@ pytestmark = [
     pytest.mark.gpu, pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM"),
 ]  # fmt: skip
 
-GIB = 2**30
 CACHE_GIB = 2.0
 BAND_MEAN = 0.06  # nats a token between sampler and trainer, as in test_vllm_engine.py
 NEAR_MEAN, NEAR_MAX = 0.02, 0.2  # nats a token between two rollouts of one policy, whose sums a GPU may order anew

@@ -126,6 +126,12 @@ def unsafe(tree: ast.AST) -> list[str]:
     return found
 
 
+def gibs(tree: ast.AST) -> list[str]:
+    """What writes out the bytes of a GiB."""
+    written = {"2 ** 30", "1 << 30", "1024 ** 3"}
+    return [ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.BinOp) and ast.unparse(node) in written]
+
+
 def violations(rule: Callable[[ast.AST], list]) -> dict[str, list]:
     found = {str(path.relative_to(SOURCE)): rule(ast.parse(path.read_text(encoding="utf-8"))) for path in MODULES}
     return {path: bad for path, bad in found.items() if bad}
@@ -200,6 +206,15 @@ def test_what_is_ours_or_pythons_may_be_assigned_to() -> None:
 )
 def test_what_could_run_code_is_found(line: str) -> None:
     assert unsafe(ast.parse(line))
+
+
+def test_the_bytes_of_a_gib_are_written_once() -> None:
+    assert violations(gibs) == {"config/units.py": ["2 ** 30"]}
+
+
+@pytest.mark.parametrize("line", ["GIB = 2**30", "x / 2**30", "1 << 30", "1024**3"])
+def test_the_bytes_of_a_gib_are_found(line: str) -> None:
+    assert gibs(ast.parse(line))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ from typing import Self
 
 import torch
 
-GIB = 2**30
+from qerl_lab.config.units import GIB
+
 _READ = "clocks.sm,clocks.max.sm,power.draw,temperature.gpu"
 _EVERY = "250"  # milliseconds
 

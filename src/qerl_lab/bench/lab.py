@@ -8,9 +8,9 @@ from typing import Any
 
 from qerl_lab import aqn, rollout
 from qerl_lab.bench.arms import Job, Row
-from qerl_lab.bench.gpu import GIB
 from qerl_lab.config.rules import from_dict
 from qerl_lab.config.schema import RunConfig
+from qerl_lab.config.units import GIB
 from qerl_lab.model import policy
 from qerl_lab.model.linear import weight_bytes
 from qerl_lab.rollout.engine import Engine, Sampling

@@ -12,7 +12,8 @@ from typing import Any, Protocol
 
 from qerl_lab.bench import random_model
 from qerl_lab.bench.arms import Job, Row, wait_for_turn
-from qerl_lab.bench.gpu import GIB, Clocks, peak_gib, used_gib
+from qerl_lab.bench.gpu import Clocks, peak_gib, used_gib
+from qerl_lab.config.units import GIB
 
 
 class Sampler(Protocol):

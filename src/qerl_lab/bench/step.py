@@ -16,8 +16,9 @@ import numpy as np
 
 from qerl_lab.bench import lab, random_model
 from qerl_lab.bench.arms import Job, Row
-from qerl_lab.bench.gpu import GIB, Clocks, peak_gib, used_gib
+from qerl_lab.bench.gpu import Clocks, peak_gib, used_gib
 from qerl_lab.bench.rollout import memory, settings
+from qerl_lab.config.units import GIB
 from qerl_lab.tasks import Question, Scores, Task, gsm8k
 from qerl_lab.train.data import Cursor, TrainingData
 from qerl_lab.train.stop import Stop

@@ -13,9 +13,10 @@ from trl import GRPOConfig, GRPOTrainer
 
 from qerl_lab.bench import lab, random_model
 from qerl_lab.bench.arms import Job, Row
-from qerl_lab.bench.gpu import GIB, Clocks
+from qerl_lab.bench.gpu import Clocks
 from qerl_lab.bench.rollout import memory, settings
 from qerl_lab.bench.step import Step, coin, peaks, row_of, task
+from qerl_lab.config.units import GIB
 from qerl_lab.tasks import Question
 
 TRLS_SHARE = 0.3  # of the GPU for vLLM, where that is enough

@@ -11,8 +11,8 @@ from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest
 
 from qerl_lab.bench.arms import Job
-from qerl_lab.bench.gpu import GIB
 from qerl_lab.bench.lab import kv_gib
+from qerl_lab.config.units import GIB
 from qerl_lab.rollout.vllm.adapter import max_rank
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from qerl_lab.config.redact import redact
+from qerl_lab.config.units import GIB
 from qerl_lab.disk import replace_file
 
 CHECKOUT = Path(__file__).resolve().parents[3]
@@ -102,7 +103,7 @@ def _cpu_model() -> str | None:
 def _memory_gib() -> float | None:
     if "SC_PHYS_PAGES" not in os.sysconf_names:
         return None
-    return round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1)
+    return round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB, 1)
 
 
 def _gpus() -> list[dict[str, Any]]:
@@ -116,7 +117,7 @@ def _gpus() -> list[dict[str, Any]]:
     driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     about = {"driver": driver.split()[0] if driver else None, "cuda": torch.version.cuda}
     devices = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-    return [{"name": gpu.name, "memory_gib": round(gpu.total_memory / 2**30, 1), **about} for gpu in devices]
+    return [{"name": gpu.name, "memory_gib": round(gpu.total_memory / GIB, 1), **about} for gpu in devices]
 
 
 def git_state() -> tuple[str, bool]:

@@ -9,6 +9,7 @@ from typing import Any
 import pandas as pd
 
 from qerl_lab.config.option import ConfigError
+from qerl_lab.config.units import GIB
 from qerl_lab.report import bench_arms, bench_results, reference
 from qerl_lab.report.arms import version
 from qerl_lab.report.bench import Result, gpu_of
@@ -17,7 +18,7 @@ from qerl_lab.report.numbers import number
 from qerl_lab.report.table import NONE, Rows, Table, filled, unlike
 from qerl_lab.terminal import near
 
-GB = 2**30 / 1e9  # of a GiB
+GB = GIB / 1e9  # of a GiB
 FORMATS = {"bf16": "BF16", "nf4": "NF4", "nvfp4": "NVFP4"}  # the paper's name of each that it timed
 MODELS = {f"qwen2.5-{size}b": f"Qwen2.5-{size}B-Instruct" for size in (3, 7, 14, 32)}  # the paper's name of each
 PRINTED_RANK = 16  # Tables 5 to 8 do not say it; their numbers are those of Table 9 at this rank

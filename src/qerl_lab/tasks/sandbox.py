@@ -23,7 +23,9 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
-MEMORY_BYTES = 2 * 2**30  # of a worker's addresses; one call may not take more
+from qerl_lab.config.units import GIB
+
+MEMORY_BYTES = 2 * GIB  # of a worker's addresses; one call may not take more
 KEPT_BYTES = 2**29  # a worker that holds more resident memory is not kept
 MOST_WORKERS, CALLS_A_WORKER = 4, 16  # a batch of fewer calls is not worth a second start
 START_SECONDS, WALL_FACTOR = 120.0, 30.0  # wall time: a call that waits for nothing cannot take so much longer

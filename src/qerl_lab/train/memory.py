@@ -7,11 +7,11 @@ import torch
 
 from qerl_lab.config.message import first_line
 from qerl_lab.config.schema import RunConfig
+from qerl_lab.config.units import GIB
 from qerl_lab.model.linear import weight_bytes
 from qerl_lab.model.policy import Policy
 from qerl_lab.rollout.engine import ASLEEP
 
-GIB = 2**30
 OTHERS = "others"
 MUCH = 4 * GIB  # that others hold; CUDA takes about half a GiB of each program
 

@@ -20,12 +20,12 @@ from torch import nn
 
 from played_modules import play
 from qerl_lab.aqn import CLEAN, Noise
+from qerl_lab.config.units import GIB
 from qerl_lab.model.policy import Policy
 from qerl_lab.rollout import vllm as room
 from qerl_lab.rollout.engine import ASLEEP, EngineFailed, Sampling
 
 WEIGHTS, CACHE = [1], [2, 3]  # addresses
-GIB = 2**30
 
 
 class Gpu:

@@ -3,10 +3,11 @@
 import pytest
 import torch
 
+from qerl_lab.config.units import GIB
 from qerl_lab.model.linear import weight_bytes
 from qerl_lab.rollout.engine import ASLEEP
 from qerl_lab.train import run
-from qerl_lab.train.memory import GIB, owners, too_little
+from qerl_lab.train.memory import owners, too_little
 
 
 def test_every_byte_of_the_policy_has_an_owner(tiny, build_policy) -> None:

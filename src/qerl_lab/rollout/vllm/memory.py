@@ -7,10 +7,10 @@ import torch
 
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
+from qerl_lab.config.units import GIB
 
 BLOCK = 16  # tokens; vLLM gives a sequence whole ones
 SHARE = 0.5  # of what is free beside the weights: the rest is the trainer's, for activations and gradients
-GIB = 2**30
 
 
 def free_bytes(device: torch.device) -> int:

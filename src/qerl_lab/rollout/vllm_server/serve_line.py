@@ -11,6 +11,7 @@ from qerl_lab import formats
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import DENSE_FORMAT, FormatConfig, RunConfig
 from qerl_lab.config.spelling import listed, word
+from qerl_lab.config.units import GIB
 from qerl_lab.model import gguf, on_disk
 from qerl_lab.model.files import WeightFiles
 from qerl_lab.model.loading import stored_as
@@ -21,7 +22,6 @@ from qerl_lab.rollout.vllm.lora_files import max_rank
 # Adapters change while it runs; /collective_rpc and /reset_prefix_cache are of the mode for development.
 ENVIRONMENT = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_SERVER_DEV_MODE": "1"}
 EXTENSION = "qerl_lab.rollout.vllm.worker.NormNoise"
-GIB = 2**30
 
 
 def commands(cfg: RunConfig) -> list[str]:
