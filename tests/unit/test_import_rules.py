@@ -129,7 +129,7 @@ def unsafe(tree: ast.AST) -> list[str]:
 def gibs(tree: ast.AST) -> list[str]:
     """What writes out the bytes of a GiB."""
     written = {"2 ** 30", "1 << 30", "1024 ** 3"}
-    return [ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.BinOp) and ast.unparse(node) in written]
+    return [text for node in ast.walk(tree) if isinstance(node, ast.BinOp) and (text := ast.unparse(node)) in written]
 
 
 def violations(rule: Callable[[ast.AST], list]) -> dict[str, list]:
