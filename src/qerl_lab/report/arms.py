@@ -4,6 +4,7 @@ Runs are of one arm if they share every setting but those that `arm.is_of_arm` l
 device. The name `experiment` decides nothing: it is where a label begins.
 """
 
+import hashlib
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,6 +19,8 @@ FINISHED = "finished"
 PLACE, CONTENT = "model.path", "model.hash"
 QUESTIONS = "task.path"
 ABSENT = "(absent)"  # what stands for a setting that a run lacks
+TASK = "task.name"
+LONGEST = 48  # characters of a value in a label; the pocket's longest path has 41
 Arm = tuple[tuple[str, str], ...]  # the settings that make it, sorted
 
 
@@ -135,11 +138,13 @@ def _idle(runs: Sequence[Run]) -> str | None:
 def labels(runs: Sequence[Run]) -> dict[Arm, str]:
     """A label for each arm: its experiment, and each setting that the experiment's name does not tell.
 
-    A setting that more than half of the arms share, which do not declare it, goes without saying.
+    A setting that more than half of the arms share, which do not declare it, goes without saying. So does one of a
+    task that its name tells, as its instruction. Long values are shortened.
     """
     arms = {run.arm: run for run in runs}
     shown: dict[Arm, list[str]] = {arm: [] for arm in arms}
-    for key in differing(runs):
+    told = told_by_task([run.settings for run in runs])
+    for key in (key for key in differing(runs) if key not in told):
         undeclared = Counter(run.value(key) for run in arms.values() if key not in run.declared)
         usual = next((value for value, count in undeclared.items() if 2 * count > undeclared.total()), None)
         for arm, run in arms.items():
@@ -148,9 +153,32 @@ def labels(runs: Sequence[Run]) -> dict[Arm, str]:
             else:
                 named = run.value(key) != usual
             if named:
-                shown[arm].append(f"{key}={run.value(key)}")
+                shown[arm].append(spelled(key, run.value(key)))
     names = {arm: " = ".join(sorted({run.experiment for run in runs if run.arm == arm})) for arm in arms}
     return {arm: f"{names[arm]} ({', '.join(keys)})" if keys else names[arm] for arm, keys in shown.items()}
+
+
+def told_by_task(settings: Sequence[Mapping[str, str]]) -> set[str]:
+    """The keys of tasks that say no more than which task it is: each task has one value of them."""
+    names = {one.get(TASK) for one in settings}
+    keys = {key for one in settings for key in one if key.startswith("task.") and key != TASK}
+    return {key for key in keys if len({(one.get(TASK), one.get(key)) for one in settings}) == len(names)}
+
+
+def spelled(key: str, value: str) -> str:
+    """A setting in a label."""
+    return f"{'task' if key == TASK else key}={shortened(value)}"
+
+
+def shortened(value: str) -> str:
+    """A value of a label or a table: of a long text its beginning, of a long path its end, and a hash of the whole.
+
+    The hash keeps two apart that are alike there: arms are told by their labels.
+    """
+    if len(value) <= LONGEST:
+        return value
+    mark, room = hashlib.sha256(value.encode()).hexdigest()[:6], LONGEST - 12
+    return f"{value[:room].rstrip()}... #{mark}" if " " in value else f"...{value[-room:]} #{mark}"
 
 
 def _order(run: Run, keys: Sequence[str]) -> tuple[object, ...]:

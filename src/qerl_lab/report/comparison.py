@@ -18,11 +18,13 @@ from qerl_lab.report.arms import (
     CONTENT,
     PLACE,
     QUESTIONS,
+    TASK,
     Run,
     choose,
     differing,
     labels,
     placed,
+    shortened,
     started,
     task_of,
 )
@@ -276,7 +278,9 @@ def notes(comparison: Comparison) -> list[str]:
         notes.append(f"The runs come from {len(codes)} versions of the code: {', '.join(codes)}.")
     if (sets := len({record.origin.training_sha256 for record in records} - {""})) > 1:
         notes.append(f"The runs were trained on {sets} different sets of questions (training_sha256 in env.json).")
-    parts = {task_of(record.run) for record in records if task_of(record.run) != record.run.value("task.name")}
+    if len(tasks := sorted({record.run.value(TASK) for record in records})) > 1:
+        notes.append(f"The runs are of {len(tasks)} tasks, {', '.join(tasks)}: compare arms of one task.")
+    parts = {task_of(record.run) for record in records if task_of(record.run) != record.run.value(TASK)}
     notes += [f"The questions are of {part}: no accuracy here is that of the whole set." for part in sorted(parts)]
     if most := max((record.side_by_side for record in records), default=1) - 1:
         others = "another" if most == 1 else f"up to {most} others"
@@ -319,7 +323,7 @@ def what_differs(comparison: Comparison) -> list[list[str]]:
     """A row an arm, the first the head: the settings in which arms differ. Nothing where they do in none."""
     firsts = {label: records[0].run for label, records in comparison.arms.items()}
     keys = differing(list(firsts.values()))
-    rows = [[label, *(run.value(key) for key in keys)] for label, run in firsts.items()]
+    rows = [[label, *(shortened(run.value(key)) for key in keys)] for label, run in firsts.items()]
     return [["arms differ in", *keys], *rows] if keys else []
 
 

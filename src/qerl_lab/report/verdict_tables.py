@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 
 from qerl_lab.report import reference, stats
-from qerl_lab.report.arms import labels
+from qerl_lab.report.arms import labels, spelled
 from qerl_lab.report.claims import Claim, Contrast, command
 from qerl_lab.report.comparison import Comparison, matrix, notes
 from qerl_lab.report.measures import MEASURES
@@ -71,7 +71,7 @@ def of_paper(row: Row) -> str:
 
 def name_of(row: Row) -> str:
     """The contrast, and in brackets the settings that tell it from others of its name."""
-    context = ", ".join(f"{key}={value}" for key, value in row.context)
+    context = ", ".join(spelled(key, value) for key, value in row.context)
     return f"{row.contrast.name} ({context})" if context else row.contrast.name
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 
 from qerl_lab.report import stats
-from qerl_lab.report.arms import Run, started
+from qerl_lab.report.arms import Run, started, told_by_task
 from qerl_lab.report.claims import CLAIMS, Claim, Contrast, Guardrail
 from qerl_lab.report.contrasts import FEWEST_SEEDS, Missing, Pair, Side, find
 from qerl_lab.report.measures import MEASURES, Unmeasured, Values
@@ -84,12 +84,14 @@ def judge(counted: Sequence[Record], found: Sequence[Run], claims: Sequence[Clai
 
 
 def _told_apart(rows: Sequence[Row]) -> list[Row]:
-    """The rows with as much of their context as differs between those of one contrast."""
+    """The rows with what of their context differs between those of one contrast, and no task's name tells."""
     shown = []
     for row in rows:
         others = [other.context for other in rows if other.claim == row.claim and other.contrast == row.contrast]
         common = set.intersection(*(set(context) for context in others))
-        shown.append(replace(row, context=tuple(item for item in row.context if item not in common)))
+        told = told_by_task([dict(context) for context in others])
+        own = (item for item in row.context if item not in common and item[0] not in told)
+        shown.append(replace(row, context=tuple(own)))
     return shown
 
 

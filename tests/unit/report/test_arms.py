@@ -1,5 +1,6 @@
 """Which runs are one arm, which count, and what the arm is called."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from qerl_lab.config.arm import leaves
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.environment import Typed
-from qerl_lab.report.arms import FINISHED, Run, choose, differing, labels, placed, run_from
+from qerl_lab.report.arms import FINISHED, Run, choose, differing, labels, placed, run_from, shortened
 from qerl_lab.tracking.mlflow import params
 
 BASE = {name: str(value) for name, _, value in leaves(RunConfig())}
@@ -67,6 +68,30 @@ def test_a_sweep_of_learning_rates_is_an_arm_a_rate_in_the_order_of_the_rates() 
         ("bf16 (optim.learning_rate=0.0001)", 0), ("bf16 (optim.learning_rate=0.0001)", 1),
     ]  # fmt: skip
     assert left_out == []
+
+
+LONG = "Solve the following math problem step by step, and say at the end what you found."
+
+
+def test_of_two_tasks_the_name_is_in_the_label_and_what_it_tells_is_not() -> None:
+    words = {"task__instruction": LONG, "task__gsm8k__max_steps": 2}
+    assert named(run("bf16"), run("nvfp4"), run("bf16", task__name="gsm8k", **words)) == [
+        "bf16", "nvfp4", "bf16 (task=gsm8k)",
+    ]  # fmt: skip
+    short = run("bf16", task__name="gsm8k", task__gsm8k__max_steps=2)
+    assert named(run("bf16"), short, run("bf16", task__name="gsm8k", **words)) == [
+        "bf16 (task=arithmetic)", "bf16", f"bf16 (task.instruction={shortened(LONG)})",
+    ]  # fmt: skip
+
+
+def test_a_long_value_is_shortened_and_two_that_begin_alike_stay_two() -> None:
+    arms = named(run("bf16", task__instruction=LONG), run("bf16", task__instruction=f"{LONG} Hurry."))
+    assert arms[0].startswith("bf16 (task.instruction=Solve the following math problem ste... #")
+    assert len(set(arms)) == 2
+    assert max(map(len, arms)) < 80
+    folder = "/data/of/a/machine/that/has/a/long/name/for/everything"
+    assert re.fullmatch(r"\.\.\..*/everything/warm #[0-9a-f]{6}", shortened(f"{folder}/warm"))
+    assert shortened("checkpoints/pocket-nvfp4-four_over_six") == "checkpoints/pocket-nvfp4-four_over_six"
 
 
 def test_arms_that_differ_in_more_than_they_declare_say_so() -> None:

@@ -104,6 +104,27 @@ def test_only_arms_of_table_1_stand_beside_its_numbers(sweep: Path, capsys: pyte
     assert [line.split()[0] for line in table.splitlines() if "0.761" in line] == ["bf16"]
 
 
+def test_two_tasks_are_told_by_their_names_and_the_page_says_so(
+    sweep: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = "Reply with a number, and with nothing else before it or after it, whatever is asked."
+    for seed in range(3):
+        for arm in ("bf16", "nvfp4_aqn"):
+            make_run(sweep / f"other-{arm}-{seed}", arm, seed, task__name="arithmetic", task__instruction=words)
+    assert main(["verdicts", "runs"]) == exits.OK
+    text = capsys.readouterr().out
+    assert line_of(text, "final_accuracy", "task=gsm8k").startswith(
+        "final_accuracy nvfp4_aqn against bf16 (task=gsm8k)"
+    )
+    assert line_of(text, "final_accuracy", "task=arithmetic")
+    assert "The runs are of 2 tasks, arithmetic, gsm8k: compare arms of one task." in text
+    assert "Reply with" not in text
+    assert main(["runs"]) == exits.OK
+    text = capsys.readouterr().out
+    assert words not in text
+    assert line_of(text, "Reply with a number, and", "... #", "nvfp4_aqn", "arithmetic")
+
+
 def test_runs_of_two_versions_are_said_to_be(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_run(sweep / "other", "bf16", 5, sha="0ddba11", **ON_GSM8K)
     assert main(["verdicts", "runs"]) == exits.OK
