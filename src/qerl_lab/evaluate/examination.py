@@ -64,30 +64,39 @@ def run(options: AccuracyOptions) -> None:
         return
     if out.exists() and not options.overwrite:
         raise ConfigError(f"out={out} holds something else. Type another out, or overwrite=true to replace it.")
-    started = time.time()
     with Unfinished(out, identity, options.overwrite) as unfinished:
-        engines = [summary.OWN, *([summary.COMMON] if options.common and not found.is_common else [])]
-        left_out = {engine: answer(options, found, asked, engine, unfinished) for engine in engines}[summary.OWN]
-        rows = gather(unfinished.folder)
-        about = {
-            "schema": SCHEMA,
-            "identity": identity,
-            "subject": found.said,
-            "model": {"path": found.cfg.model.path, "revision": found.cfg.model.revision},
-            "run_seed": found.cfg.seed,
-            "own_is_common": found.is_common,
-            "notes": notes(options, found, asked, left_out),
-            "benchmarks": {one.name: benchmarks.about(one) | {"too_long": left_out[one.name]} for one in asked},
-            "results": summary.by_engine(rows),
-            "seconds": round(time.time() - started, 1),
-            "environment": environment(),
-        }
-        replace_file(unfinished.folder / ROWS, rows.to_parquet(index=False))
-        replace_file(unfinished.folder / ABOUT, strict_json(about))
-        for file in parts_in(unfinished.folder):
-            file.unlink()
+        about = examined(options, found, identity, asked, unfinished)
         unfinished.finish()
     show(out, about, "is evaluated")
+
+
+def examined(
+    options: AccuracyOptions, found: Subject, identity: dict[str, Any], asked: Sequence[Benchmark],
+    unfinished: Unfinished,
+) -> dict[str, Any]:  # fmt: skip
+    """Ask what is not answered yet and write both files in the place of the parts; returns what evaluation.json has."""
+    started = time.time()
+    engines = [summary.OWN, *([summary.COMMON] if options.common and not found.is_common else [])]
+    left_out = {engine: answer(options, found, asked, engine, unfinished) for engine in engines}[summary.OWN]
+    rows = gather(unfinished.folder)
+    about = {
+        "schema": SCHEMA,
+        "identity": identity,
+        "subject": found.said,
+        "model": {"path": found.cfg.model.path, "revision": found.cfg.model.revision},
+        "run_seed": found.cfg.seed,
+        "own_is_common": found.is_common,
+        "notes": notes(options, found, asked, left_out),
+        "benchmarks": {one.name: benchmarks.about(one) | {"too_long": left_out[one.name]} for one in asked},
+        "results": summary.by_engine(rows),
+        "seconds": round(time.time() - started, 1),
+        "environment": environment(),
+    }
+    replace_file(unfinished.folder / ROWS, rows.to_parquet(index=False))
+    replace_file(unfinished.folder / ABOUT, strict_json(about))
+    for file in parts_in(unfinished.folder):
+        file.unlink()
+    return about
 
 
 def identity_of(options: AccuracyOptions, found: Subject, asked: Sequence[Benchmark]) -> dict[str, Any]:
