@@ -4,7 +4,7 @@ Everything is measured on the files that are there, in one way for all methods: 
 models one after the other on the same text. `quality.json` is described in docs/quantize.md.
 """
 
-import json
+import math
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -14,7 +14,7 @@ import torch
 from tqdm import tqdm
 
 from qerl_lab import formats, terminal
-from qerl_lab.disk import replace_file
+from qerl_lab.disk import replace_file, strict_json
 from qerl_lab.model.files import WeightFiles
 from qerl_lab.quantize import divergence, sqnr
 from qerl_lab.quantize.options import QuantizeConfig
@@ -53,7 +53,7 @@ def measure(
     plots.save_sqnr(
         result["sqnr_db"]["layers"], f"{Path(cfg.model).name}, {cfg.format} by {cfg.method}", folder / "sqnr.png"
     )
-    replace_file(folder / "quality.json", json.dumps(result, indent=1, allow_nan=False).encode() + b"\n")
+    replace_file(folder / "quality.json", strict_json(result))
     return result
 
 
@@ -79,6 +79,8 @@ def _db(value: float | None) -> str:
 def _kl_rows(found: dict[str, Any] | None) -> list[tuple[str, str]]:
     if found is None or "skipped" in found:
         return [("KL, entropy", f"not measured: {found['skipped'] if found else 'quality=weights'}")]
+    if not math.isfinite(found["nats_per_token"]):
+        return [("KL to the original", "not finite: logits of the checkpoint are NaN or infinite (null in the file)")]
     error = "" if found["standard_error"] is None else f" +- {found['standard_error']:.5f}"
     return [
         ("KL to the original", f"{found['nats_per_token']:.5f}{error} nats per token over {found['tokens']} tokens"),
