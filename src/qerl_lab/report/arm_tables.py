@@ -16,7 +16,7 @@ from qerl_lab.report.numbers import number
 from qerl_lab.report.printed_arms import BIGMATH, TABLE_1, answers, in_figure_5
 from qerl_lab.report.runs import Record
 from qerl_lab.report.table import NONE, Rows, Table, filled, listed
-from qerl_lab.report.verdict_tables import of_seeds
+from qerl_lab.report.verdict_tables import cell, of_seeds
 
 SEVEN = "Qwen2.5-7B-Instruct"
 
@@ -250,7 +250,7 @@ def _throughput(comparison: Comparison, baseline: str | None) -> Table:
     rows = [["arm", "rollouts, tokens/s", "end to end, tokens/s", *ratios, "rollout, train, sync", "peak GiB",
              "seconds a run"]]  # fmt: skip
     for arm, records in comparison.arms.items():
-        cells = [of_seeds(_values(records, name)) for name in SPEEDS]
+        cells = [_speed(_values(records, name)) for name in SPEEDS]
         if baseline and not why:
             cells += [*_ratios(records, comparison.arms[baseline]), *_printed_speeds(beside.get(arm))]
         rows.append([arm, *cells, _shares(records), *_sizes(records)])
@@ -258,17 +258,29 @@ def _throughput(comparison: Comparison, baseline: str | None) -> Table:
     left_out = f"Left out: tokens/s over those of another arm, ours and the paper's, since {why}." if why else ""
     return Table(
         "Throughput and memory" + ", as in the paper's Figure 1 and Table 3" * (not why and OF_PAPER[0] not in empty),
-        "Completion tokens over seconds. Memory is the largest of the seeds: of the GPU where there is one, else "
-        "resident." + " The paper's: one H100, batch 8 (Figure 1); batch 2, 4, 8 (Table 3)." * (not why),
+        "Completion tokens over seconds, of seeds the geometric mean. Memory is the largest of the seeds: of the GPU "
+        "where there is one, else resident."
+        + " The paper's: one H100, batch 8 (Figure 1); batch 2, 4, 8 (Table 3)."
+        * (not why),
         rows,
         left_out or ("Left out: the paper's speeds, since it timed none of these arms." if empty else ""),
     )
 
 
+def _speed(values: pd.DataFrame) -> str:
+    """The cell of a speed, by its logarithm, as verdicts take it: an interval of few seeds is not below 0 either."""
+    if len(values) < 2:
+        return of_seeds(values)
+    mean, low, high = np.exp(stats.over_seeds(np.log(values.to_numpy())))
+    return cell((mean, low, high), len(values))
+
+
 def _not_compared(comparison: Comparison, baseline: str | None) -> str:
     """Why no speed is held against another; empty where one is."""
-    if baseline is None or len(comparison.arms) < 2:
-        return "there is no baseline among the arms"
+    if len(comparison.arms) < 2:
+        return "there is one arm alone"
+    if baseline is None:
+        return "none of the arms is the baseline: baseline=ARM in the command names one"
     control = comparison.arms[baseline]
     others = [
         records for arm, records in comparison.arms.items() if arm != baseline and _share_a_seed(records, control)

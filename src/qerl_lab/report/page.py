@@ -102,11 +102,12 @@ def html(
     template = Environment(autoescape=True, undefined=StrictUndefined).from_string(TEMPLATE.read_text("utf-8"))
     return template.render(
         title=f"{title}: a report of {len(found.records) + len(found.damaged)} runs", command=line,
-        facts=[*_facts(found), *_verdicts(rows)], notes=[*_gaps(found), *comparison.notes(found)],
+        facts=[*_facts(found), *verdict_facts(rows)], notes=[*_gaps(found), *comparison.notes(found)],
         how_to_read_verdicts=verdict_tables.HOW_TO_READ, how_to_read=comparison.HOW_TO_READ,
         families=verdict_tables.families(rows), measured=_claims(measured),
         unmeasured=[(row.claim.name, verdict_tables.name_of(row), row.why) for row in lacking],
         to_make=verdict_tables.to_make(rows), tables=tables(found, baseline), speed=speed,
+        of_paper=any(figure.caption for pair in drawn.values() for figure in pair),
         figures=[{"title": name, "images": [_image(figure) for figure in pair]} for name, pair in drawn.items()],
         provenance=_provenance(found), arms_differ=[["arm", *keys[1:]] for keys in differ[:1]] + differ[1:],
     )  # fmt: skip
@@ -133,23 +134,22 @@ def _facts(found: Comparison) -> list[tuple[int, str]]:
     ]
 
 
-def _verdicts(rows: Sequence[Row]) -> list[tuple[int, str]]:
+def verdict_facts(rows: Sequence[Row]) -> list[tuple[int, str]]:
     """How many of the measured contrasts got which verdict."""
     counts = Counter(str(row.verdict) for row in rows if row.numbers)
-    return [(counts[verdict], f"contrasts {verdict}") for verdict in Verdict if counts[verdict]]
+    return [(n, f"contrast{'s' * (n != 1)} {verdict}") for verdict in Verdict if (n := counts[str(verdict)])]
 
 
 def _gaps(found: Comparison) -> list[str]:
     """Say where means are over fewer runs than were started."""
     if not found.arms:
         return ["No run finished, so there is nothing to measure. The runs and their states are at the end."]
-    gaps = []
+    gaps, short = [], []
     for label, records in found.arms.items():
-        started = [run for run in found.found if run.arm == records[0].run.arm and run.status != FINISHED]
-        if started:
-            gaps.append(
-                f"{label}: {len(started)} of {len(records) + len(started)} runs did not finish, and are in no mean."
-            )
+        stopped = sum(run.arm == records[0].run.arm and run.status != FINISHED for run in found.found)
+        short += [f"{stopped} of the {len(records) + stopped} of {label}"] if stopped else []
+    if short:
+        gaps.append(f"Runs that did not finish are in no mean: {'; '.join(short)}.")
     lost = {run.arm for run in found.found} - {record.run.arm for record in found.counted}
     if lost:
         names = sorted({run.experiment for run in found.found if run.arm in lost})

@@ -93,6 +93,19 @@ def test_speeds_of_runs_beside_others_are_left_out_and_a_line_says_so(made: dict
     )
 
 
+def test_the_interval_of_a_speed_is_by_its_logarithm_and_not_below_0(tmp_path: Path) -> None:
+    for seed, factor in enumerate((1, 4)):
+        run = make_run(tmp_path / f"{seed}", "bf16", seed)
+        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        for line in lines:
+            line["metrics"]["step/tokens_per_second"] *= factor
+        (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    speeds = next(table for table in tables(comparison.read([tmp_path]), None) if table.title.startswith("Thro"))
+    low, high = 100 * np.exp(np.array([-1, 1]) * 12.706205 * np.log(4) / 2)  # Student's t of one degree of freedom
+    assert cells(speeds, "bf16")["end to end, tokens/s"] == f"100 [{low:.3f}, {high:,.0f}] (2)"
+    assert speeds.left_out.endswith("since there is one arm alone.")
+
+
 def test_what_no_run_was_asked_has_no_column(tmp_path: Path) -> None:
     for arm in ("bf16", "nvfp4"):
         (make_run(tmp_path / arm, arm, 0, eval__questions=0) / "eval.parquet").unlink()
@@ -135,7 +148,7 @@ def test_controls_that_the_paper_has_not_stand_beside_no_number_of_it(made: dict
     assert [arm.partition(" ")[0] for arm in arms] == ["bf16", "bf16", "bf16", "nvfp4"]
     assert [cells(entropies, arm)["Figure 5, 7B"] for arm in arms] == ["0.227", "-", "-", "0.262"]
     assert [cells(first, arm)["3B there"] for arm in arms] == ["0.761", "-", "-", "0.833"]
-    assert speeds.left_out.endswith("since there is no baseline among the arms.")
+    assert speeds.left_out.endswith("since none of the arms is the baseline: baseline=ARM in the command names one.")
 
 
 def test_of_several_arms_that_answer_to_one_none_is_the_paper_s(tmp_path: Path) -> None:

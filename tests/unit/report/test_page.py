@@ -5,13 +5,17 @@ import json
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from qerl_lab.report.__main__ import main
 from qerl_lab.report.claims import CLAIMS
+from qerl_lab.report.page import verdict_facts
 from qerl_lab.report.speed_tables import WITHOUT
+from qerl_lab.report.verdicts import Verdict
 from run_directories import make_run
 
 BENCH = Path(__file__).parents[3] / "results" / "bench"
@@ -61,7 +65,7 @@ def test_it_says_first_what_makes_the_runs_less_than_alike(page: str) -> None:
     top = html.unescape(page[: page.index('id="verdicts"')])
     for said in (
         "<b>7</b> runs finished", "<b>1</b> of these repeated", "<b>1</b> run failed", "<b>1</b> run damaged",
-        "nvfp4_aqn: 1 of 4 runs did not finish, and are in no mean.", "1 run is damaged, and is in no mean.",
+        "Runs that did not finish are in no mean: 1 of the 4 of nvfp4_aqn.", "1 run is damaged, and is in no mean.",
         "The runs ran on 2 machines: 2 CPUs: A; 2 CPUs: B.",
         "The runs ran on 2 versions of torch: 2.11.0; 2.13.0.", "2 versions of the code: 0ddba11, c0ffee0",
     ):  # fmt: skip
@@ -82,6 +86,23 @@ def test_it_has_verdicts_tables_and_what_was_run(page: str) -> None:
     assert re.search(r"<td>0\.\d{3} \[-?\d\.\d{3}, \d\.\d{3}\] \(3\)</td>", page)
 
 
+def test_one_is_no_plural_and_what_was_not_measured_is_not_counted() -> None:
+    def row(verdict: Verdict, numbers: object = "measured") -> Any:
+        return SimpleNamespace(verdict=verdict, numbers=numbers)
+
+    undecided = [row(Verdict.UNDECIDED), row(Verdict.UNDECIDED), row(Verdict.UNDECIDED, None)]
+    assert verdict_facts([row(Verdict.SUPPORTED), *undecided]) == [
+        (1, "contrast supported"),
+        (2, "contrasts undecided"),
+    ]
+
+
+def test_rows_of_one_arm_are_seen_to_belong_together(page: str) -> None:
+    differences = page[page.index("<h3>Differences to bf16") : page.index("<h3>Entropy of the policy")]
+    assert differences.count("<tr><td>nvfp4_aqn</td>") == 1
+    assert differences.count('<tr class="again"><td>nvfp4_aqn</td>') == 6
+
+
 def test_the_paper_s_curves_stand_after_ours_and_say_model_and_task(page: str) -> None:
     text = html.unescape(page)
     ours, theirs, entropy = (
@@ -94,6 +115,16 @@ def test_the_paper_s_curves_stand_after_ours_and_say_model_and_task(page: str) -
         < text.index("<figcaption>The paper's Figure 5: Qwen2.5-7B, GSM8K. Ours above: pocket, ")
     )
     assert text.count("<figcaption>") == 6
+    assert "Below ours stand the figures of the paper" in text
+
+
+def test_without_a_figure_of_the_paper_nothing_is_said_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_run(tmp_path / "runs" / "0", "bf16", 0)
+    assert main(["runs", "out=out"]) == 0
+    page = Path("out/report.html").read_text()
+    assert "Below ours stand" not in page
+    assert 'id="curves"' in page
 
 
 def test_results_of_benchmarks_come_with_the_key_and_by_the_page_s_own_line(
@@ -106,6 +137,7 @@ def test_results_of_benchmarks_come_with_the_key_and_by_the_page_s_own_line(
     Path("cut.json").write_text((BENCH / "train_step_7b.json").read_text()[:900])
     assert main(["results/mine", "out=results/mine", "bench=steps.json,cut.json"]) == 0
     page = html.unescape(Path("results/mine/report.html").read_text())
+    assert page.index("<h3>Memory, as in") < page.index("doubtful</h3>") < page.index("<li>steps.json: ")
     assert "steps.json: train_step, 2026-11-21, NVIDIA H200, torch 2.11.0, commit a753c81." in page
     assert "cut.json is left out: it is no whole result of python -m qerl_lab.bench (JSONDecodeError" in page
     assert "<td>qwen2.5-7b, nvfp4</td><td>nvfp4</td><td>train_step</td><td>5.9</td><td>0.38</td><td>5.9</td>" in page
@@ -153,6 +185,7 @@ def test_where_no_run_finished_the_page_says_so(
     assert "No run finished, so there is nothing to measure." in page
     assert "runs/stopped: interrupted, or still running (step 4 of 4)" in page
     assert "<img" not in page
+    assert "supported: above 0" not in page  # how to read what is not there
     before = page
     shutil.rmtree("runs")
     assert main(["results/mine", "out=results/mine"]) == 0
