@@ -10,7 +10,7 @@ import pandas as pd
 from qerl_lab.report import reference, stats, verdict_tables
 from qerl_lab.report.arms import Run
 from qerl_lab.report.claims import Settings
-from qerl_lab.report.comparison import Comparison, matrix
+from qerl_lab.report.comparison import BASELINE, Comparison, matrix
 from qerl_lab.report.measures import MEASURES, Unmeasured, beside_others
 from qerl_lab.report.numbers import number
 from qerl_lab.report.printed_arms import BIGMATH, TABLE_1, answers, in_figure_5
@@ -25,7 +25,9 @@ def tables(comparison: Comparison, baseline: str | None) -> list[Table]:
     """Every table of a report; none where no run counts."""
     if not comparison.arms:
         return []
-    against = [_differences(comparison, baseline)] if baseline and len(comparison.arms) > 1 else []
+    against = []
+    if len(comparison.arms) > 1:
+        against = [_differences(comparison, baseline) if baseline else None]
     of_bigmath = [_table_2(comparison)] if any(run.value("task.name") == BIGMATH for run in comparison.started) else []
     entropies, speeds = _entropies(comparison, baseline), _throughput(comparison, baseline)
     return [_accuracies(comparison), *against, entropies, speeds, *of_bigmath]
@@ -118,6 +120,7 @@ class _Measure:
     ratio: bool = False
 
 
+NO_BASELINE = f"Left out: not one arm is {BASELINE}; baseline=ARM in the command names the one to compare with."
 DIFFERENCES = (
     _Measure("reward, last tenth", "reward_last", 1),
     _Measure("entropy, first tenth", "entropy_first"),

@@ -60,7 +60,7 @@ CURVES = (
     ),
     Curve("throughput", "Throughput, end to end", "tokens per second", "step/tokens_per_second", True),
     Curve("rollout_throughput", "Throughput of rollouts", "tokens per second", "rollout/tokens_per_second", True),
-    Curve("sigma", "Sigma of the noise", "standard deviation", "noise/sigma", True),
+    Curve("sigma", "Sigma of the noise, of arms that have any", "standard deviation", "noise/sigma", True),
 )
 
 
@@ -91,7 +91,7 @@ def draw(points: pd.DataFrame, curve: Curve, by: str, baseline: str | None) -> F
         points: tidy, from `comparison.curves`.
         by: `STEP`, or `CLOCK`: seconds of training steps, without evaluation and loading.
     """
-    chosen = points[(points["metric"] == curve.metric) & points["value"].notna()]
+    chosen = _of(points, curve)
     groups = panels(list(chosen["arm"].unique()), baseline)
     unit, size = _unit(chosen[by].max()) if by == CLOCK else ("step", 1)
     seeds = {
@@ -112,6 +112,12 @@ def draw(points: pd.DataFrame, curve: Curve, by: str, baseline: str | None) -> F
         axes.flat[0].set_title(curve.title, loc="left")
         axes.flat[0].set_ylim(*_limits(axes.flat[0].get_ylim(), chosen["value"], curve))
     return figure
+
+
+def _of(points: pd.DataFrame, curve: Curve) -> pd.DataFrame:
+    """The points of a curve; of sigma those of arms that have noise, since a line at 0 says nothing of the others."""
+    chosen = points[(points["metric"] == curve.metric) & points["value"].notna()]
+    return chosen[chosen.groupby("arm")["value"].transform("any")] if curve.metric == "noise/sigma" else chosen
 
 
 def _limits(drawn: tuple[float, float], values: pd.Series, curve: Curve) -> tuple[float, float]:

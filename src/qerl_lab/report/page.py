@@ -1,12 +1,14 @@
 """A results folder: the runs as Parquet and, from these alone, tables, figures, verdicts and report.html."""
 
 import base64
+import re
 import shlex
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +101,9 @@ def html(
     """The page, which needs nothing beside it."""
     measured, lacking = [row for row in rows if row.numbers], [row for row in rows if not row.numbers]
     differ = comparison.what_differs(found)
-    template = Environment(autoescape=True, undefined=StrictUndefined).from_string(TEMPLATE.read_text("utf-8"))
+    environment = Environment(autoescape=True, undefined=StrictUndefined)
+    environment.filters["breakable"] = breakable
+    template = environment.from_string(TEMPLATE.read_text("utf-8"))
     return template.render(
         title=f"{title}: a report of {len(found.records) + len(found.damaged)} runs", command=line,
         facts=[*_facts(found), *verdict_facts(rows)], notes=[*_gaps(found), *comparison.notes(found)],
@@ -111,6 +115,11 @@ def html(
         figures=[{"title": name, "images": [_image(figure) for figure in pair]} for name, pair in drawn.items()],
         provenance=_provenance(found), arms_differ=[["arm", *keys[1:]] for keys in differ[:1]] + differ[1:],
     )  # fmt: skip
+
+
+def breakable(text: str) -> str:
+    """A cell as HTML, in which a key may go on in the next line after its group and before its value."""
+    return re.sub(r"(?<=[a-z])\.(?=[a-z])|=", r"\g<0><wbr>", escape(text))
 
 
 def _image(figure: Drawn) -> dict[str, Any]:

@@ -223,6 +223,14 @@ def test_arms_that_share_no_seed_have_no_difference(tmp_path: Path) -> None:
     assert cells(found["Held-out accuracy"], "nvfp4")["after"] == "0.625 (1)"
 
 
+def test_without_a_baseline_a_line_says_how_to_name_one(tmp_path: Path) -> None:
+    for rate in (1e-5, 1e-4):
+        make_run(tmp_path / f"{rate}", "nvfp4", 0, optim__learning_rate=rate)
+    (table,) = (one for one in tables(comparison.read([tmp_path]), None) if one.title == "Differences")
+    assert len(table.rows) == 1
+    assert table.left_out.startswith("Left out: not one arm is bf16; baseline=ARM in the command names")
+
+
 def test_one_arm_alone_has_no_differences(tmp_path: Path) -> None:
     make_run(tmp_path / "a", "bf16", 0)
     assert not any(table.title.startswith("Differences") for table in tables(comparison.read([tmp_path]), None))

@@ -131,6 +131,14 @@ def test_what_no_run_recorded_has_no_figure() -> None:
     assert [curve.name for curve in curves.recorded(table)] == ["reward"]
 
 
+def test_sigma_is_drawn_of_arms_that_have_noise() -> None:
+    sigma = next(curve for curve in curves.CURVES if curve.name == "sigma")
+    quiet = points(["bf16", "nvfp4", "nf4", "mxfp4", "bf16_hot"], metric="noise/sigma").assign(value=0.0)
+    table = pd.concat([quiet, points(["nvfp4_aqn"], metric="noise/sigma")])
+    (axis,) = curves.draw(table, sigma, curves.STEP, "bf16").axes
+    assert [line.get_label() for line in means(axis)] == ["nvfp4_aqn (n=3)"]
+
+
 def test_no_panel_cuts_what_another_holds() -> None:
     table = points([f"arm{n}" for n in range(6)])
     table["value"] += table["arm"].str[-1].astype(int) * 100.0

@@ -13,7 +13,7 @@ import pytest
 
 from qerl_lab.report.__main__ import main
 from qerl_lab.report.claims import CLAIMS
-from qerl_lab.report.page import verdict_facts
+from qerl_lab.report.page import breakable, verdict_facts
 from qerl_lab.report.speed_tables import WITHOUT
 from qerl_lab.report.verdicts import Verdict
 from run_directories import make_run
@@ -95,6 +95,11 @@ def test_one_is_no_plural_and_what_was_not_measured_is_not_counted() -> None:
         (1, "contrast supported"),
         (2, "contrasts undecided"),
     ]
+
+
+def test_a_key_may_break_where_it_is_read_and_stays_escaped() -> None:
+    assert breakable("bf16 (optim.learning_rate=0.5, x<y)") == "bf16 (optim.<wbr>learning_rate=<wbr>0.5, x&lt;y)"
+    assert breakable("qwen2.5-7b & 0.83x") == "qwen2.5-7b &amp; 0.83x"
 
 
 def test_rows_of_one_arm_are_seen_to_belong_together(page: str) -> None:
