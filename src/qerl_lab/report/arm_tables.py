@@ -27,7 +27,7 @@ def tables(comparison: Comparison, baseline: str | None) -> list[Table]:
         return []
     against = []
     if len(comparison.arms) > 1:
-        against = [_differences(comparison, baseline) if baseline else None]
+        against = [_differences(comparison, baseline) if baseline else Table("Differences", "", [["arm"]], NO_BASELINE)]
     of_bigmath = [_table_2(comparison)] if any(run.value("task.name") == BIGMATH for run in comparison.started) else []
     entropies, speeds = _entropies(comparison, baseline), _throughput(comparison, baseline)
     return [_accuracies(comparison), *against, entropies, speeds, *of_bigmath]
