@@ -326,7 +326,8 @@ def check_engine_on_cpu(cfg: RunConfig, why: str) -> None:
 def _kernels_fit_format(cfg: RunConfig) -> None:
     """`linear_backend` names kernels of 4-bit products, `fp4_linear` one of NVFP4 with the adapter in it.
 
-    `share_base` needs weights in the form of one kernel, Marlin, in memory that outlives the engine.
+    `dense_rows` spends the memory that `share_base` saves, which needs weights in the form of one kernel, Marlin, in
+    memory that outlives the engine.
     """
     own, name = cfg.rollout.vllm, cfg.format.name
     if own.linear_backend in ("marlin", "humming") and name not in ("nvfp4", "mxfp4"):
@@ -339,6 +340,12 @@ def _kernels_fit_format(cfg: RunConfig) -> None:
             f"rollout.vllm.fp4_linear=true with format.name={name}, rollout.vllm.lora={own.lora} and lora.rank="
             f"{cfg.lora.rank} is not allowed; allowed: nvfp4, dense, a rank up to {FP4_LINEAR_MAX_RANK}. Type "
             "rollout.vllm.fp4_linear=false, or format=nvfp4 rollout.vllm.lora=dense."
+        )
+    if own.dense_rows and (name != "nvfp4" or own.lora != "dense" or own.share_base):
+        raise ConfigError(
+            f"rollout.vllm.dense_rows={own.dense_rows} with format.name={name}, rollout.vllm.lora={own.lora} and "
+            f"rollout.vllm.share_base={str(own.share_base).lower()} is not allowed; allowed: nvfp4, dense, false. Type "
+            "rollout.vllm.dense_rows=null, or format=nvfp4 rollout.vllm.lora=dense rollout.vllm.share_base=false."
         )
     if own.share_base and (name != "nvfp4" or own.fp4_linear or own.linear_backend not in ("vllm", "marlin")):
         raise ConfigError(

@@ -223,6 +223,10 @@ class VllmConfig:
     fp4_linear: bool = option(
         False, "NVFP4 with lora=dense: up to 8 rows by the lab's kernel, over a second copy of the packed weights"
     )
+    dense_rows: int | None = option(
+        None, "NVFP4 with lora=dense: from so many rows on (completions at once) by cuBLAS, over a copy of the weights "
+        "that is as large as the 16-bit model; null: no copy; not measured on a GPU yet", at_least=1, at_most=1_000_000,
+    )  # fmt: skip
     share_base: bool = option(
         False,
         "NVFP4 by Marlin: the trainer reads vLLM's packed weights and keeps none of its own; not used in a long run "

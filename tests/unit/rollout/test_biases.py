@@ -1,4 +1,4 @@
-"""A layer's bias in every route of the one adapter. vLLM's kernels keep a bias in an order of their own.
+"""Every route of the one adapter, and a layer's bias in it. vLLM's kernels keep a bias in an order of their own.
 
 vLLM is played by a few names; with it installed tests/gpu has the real one.
 """
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from packed_layers import NVFP4
 from played_modules import play
+from qerl_lab.config.option import ConfigError
 from qerl_lab.model.linear import PackedLinear
 from qerl_lab.rollout.vllm.product import UNPACK_ROWS
 
@@ -74,3 +75,38 @@ def test_few_rows_and_many_have_the_bias_that_was_loaded(one_adapter: Any, rows:
     y = method.routed(layer, x, layer.bias if biased else None)
     expected = x @ dense.t() + x @ layer.adapter_A.t() @ layer.adapter_B.t() + (bias if biased else 0)
     torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("biased", [True, False])
+def test_from_dense_rows_on_the_base_s_kernel_is_not_asked(one_adapter: Any, biased: bool) -> None:
+    """The product is the trainer's to the bit: the same weights, and their global scale after the product."""
+    torch.manual_seed(0)
+    packed = NVFP4.quantize(torch.randn(N, K))
+    own = PackedLinear(NVFP4, packed, (N, K), compute_dtype=torch.float32)
+    layer = nn.Module()
+    layer.bias = nn.Parameter(torch.randn(N), requires_grad=False)
+    own.bias = nn.Parameter(layer.bias.data.clone()) if biased else None
+    layer.adapter_A, layer.adapter_B = torch.randn(RANK, K), torch.zeros(N, RANK)
+    for name, tensor in packed.items():  # the parts of a fused layer have a global scale each, which are one
+        layer.register_buffer(name, tensor.repeat(2) if name == "weight_global_scale" else tensor)
+    routes = one_adapter.Routes(dense_rows=4)
+    method = one_adapter.OneAdapterMethod(Kernel(torch.full((N, K), 7.0)), RANK, ["a.up_proj"], [True], routes)
+    method.sizes = [N]
+    method.process_weights_after_loading(layer)
+    one_adapter.lend(nn.ModuleList([layer]), {})
+    bias = layer.bias if biased else None
+    for rows in (4, 5, UNPACK_ROWS):
+        x = torch.randn(rows, K)
+        assert torch.equal(method.routed(layer, x, bias), own(x))
+    x = torch.randn(3, K)
+    assert torch.equal(method.routed(layer, x, None), x @ torch.full((N, K), 7.0).t())
+
+
+def test_a_layer_of_several_global_scales_has_no_dense_copy(one_adapter: Any) -> None:
+    layer = nn.Module()
+    layer.weight_global_scale = torch.tensor([1.0, 2.0])
+    layer.bias = nn.Parameter(torch.zeros(N), requires_grad=False)
+    routes = one_adapter.Routes(dense_rows=4)
+    method = one_adapter.OneAdapterMethod(Kernel(torch.zeros(N, K)), RANK, ["a.up_proj"], [True], routes)
+    with pytest.raises(ConfigError, match=r"one global scale for a.up_proj .* Type rollout.vllm.dense_rows=null"):
+        method.process_weights_after_loading(layer)

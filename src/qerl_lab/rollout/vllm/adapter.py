@@ -26,10 +26,11 @@ class DenseAdapter:
     request = None
 
     def __init__(self, model: PeftModel, cfg: RunConfig) -> None:
-        self.model, self.lora, self.fp4_linear = model, cfg.lora, cfg.rollout.vllm.fp4_linear
+        self.model, self.lora, self.own = model, cfg.lora, cfg.rollout.vllm
 
     def arguments(self, folder: Path) -> dict[str, Any]:
-        return one_adapter.llm_arguments(folder, self.lora.rank, self.lora.target_modules, self.fp4_linear)
+        routes = one_adapter.Routes(self.own.fp4_linear, self.own.dense_rows)
+        return one_adapter.llm_arguments(folder, self.lora.rank, self.lora.target_modules, routes)
 
     def begin(self, llm: LLM) -> None:
         """Let vLLM's layers read the policy's packed weights too."""

@@ -28,6 +28,7 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.config.rules import check_engine_on_cpu
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.model.files import read_json
+from qerl_lab.model.linear import packed_layers
 from qerl_lab.model.policy import Policy
 from qerl_lab.rollout.engine import ASLEEP, EngineFailed, OnDone, Rollout, Sampling, ignore
 from qerl_lab.rollout.vllm import one_copy
@@ -223,7 +224,8 @@ class VllmEngine:
 
     def held(self) -> dict[str, int]:
         """The weights by their tensors, without those that the policy holds too; the cache by what it was given."""
-        weights = self.llm.apply_model(lambda model: sum(tensor.nbytes for tensor in model.parameters()))[0]
+        tensors = self.llm.apply_model(lambda model: [*model.parameters(), *model.buffers()])[0]
+        weights = sum(tensor.nbytes for tensor in tensors)  # with the copies of `fp4_linear` and `dense_rows`
         weights -= one_copy.shared_bytes(self.policy)
         cache = self.llm.llm_engine.vllm_config.cache_config.kv_cache_memory_bytes
         return {"vLLM's weights": weights, ASLEEP if self._asleep else "vLLM's key-value cache": cache}
@@ -257,6 +259,9 @@ def start(cfg: RunConfig, folder: Path, policy: Policy, of_adapter: dict[str, An
     config, dtype = read_json(folder / "config.json"), policy.model.dtype
     per_token = bytes_per_token(config, 1 if own.kv_cache_dtype == "fp8" else dtype.itemsize)
     weights = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    if own.dense_rows:
+        packed = packed_layers(policy.model.get_base_model()).values()
+        weights += sum(layer.out_features * layer.in_features for layer in packed) * dtype.itemsize
     arguments: dict[str, Any] = {
         "dtype": str(dtype).removeprefix("torch."),
         "max_model_len": rollout.max_prompt_tokens + rollout.max_completion_tokens,

@@ -9,10 +9,12 @@ There is exactly one adapter: vLLM's own LoRA is off, and a request that names o
 On a GPU a layer is one operation that torch.compile does not look into, so that the route is chosen by the rows of a
 call. With `fp4_linear` NVFP4 weights stay in the layer as they were stored too, and few rows go through the kernel of
 that name, which computes weight and adapter together. Many rows, as in a prefill, go through the policy's own packed
-layers (`lend`): unpacked whole, and by cuBLAS, as the trainer computes them.
+layers (`lend`): unpacked whole, and by cuBLAS, as the trainer computes them. With `dense_rows` NVFP4 weights lie in the
+layer unpacked too, and so many rows take cuBLAS in decoding as well: a graph is captured before anything is lent.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
@@ -32,8 +34,9 @@ from vllm.model_executor.layers.quantization import get_quantization_config, reg
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
 from qerl_lab.config.option import ConfigError
+from qerl_lab.formats.nvfp4 import Nvfp4
 from qerl_lab.model.files import read_json
-from qerl_lab.model.linear import PackedLinear
+from qerl_lab.model.linear import PackedLinear, scaled_linear
 from qerl_lab.rollout.vllm import fp4_linear
 from qerl_lab.rollout.vllm.product import UNPACK_ROWS, add_adapter, unpacked_product
 
@@ -43,14 +46,21 @@ STORED = ("fp4_codes", "fp4_scale", "fp4_divisor", "fp4_meeting")
 _OWN_KEY = "one_adapter"  # of quantization_config: rank and targets, and through it part of the key of compiled graphs
 
 
-def llm_arguments(folder: Path, lora_rank: int, targets: Sequence[str], fp4_linear: bool = False) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Routes:
+    """By rows, the ways besides the base's own kernel: the keys of rollout.vllm by these names. They need NVFP4."""
+
+    fp4_linear: bool = False
+    dense_rows: int | None = None
+
+
+def llm_arguments(folder: Path, lora_rank: int, targets: Sequence[str], routes: Routes = Routes()) -> dict[str, Any]:
     """Arguments of `vllm.LLM`, besides others, for the model in `folder` with one adapter on the layers `targets`.
 
-    `targets` are names as PEFT takes them: the last part, or the last parts, of a layer's name. `fp4_linear` needs a
-    model in NVFP4.
+    `targets` are names as PEFT takes them: the last part, or the last parts, of a layer's name.
     """
     stored = read_json(folder / "config.json").get("quantization_config") or {"quant_method": NAME}
-    own = {"rank": lora_rank, "targets": list(targets), "fp4_linear": fp4_linear}
+    own = {"rank": lora_rank, "targets": list(targets), "routes": asdict(routes)}
     arguments: dict[str, Any] = {
         "quantization": NAME,
         "hf_overrides": {"quantization_config": stored | {_OWN_KEY: own}},
@@ -65,8 +75,10 @@ def llm_arguments(folder: Path, lora_rank: int, targets: Sequence[str], fp4_line
 class OneAdapterConfig(QuantizationConfig):
     """What `base` does (None: nothing is quantized), and an adapter of `rank` on the layers `targets`."""
 
-    def __init__(self, base: QuantizationConfig | None, rank: int, targets: Sequence[str], fp4_linear: bool) -> None:
-        self.base, self.rank, self.targets, self.fp4_linear = base, rank, tuple(targets), fp4_linear
+    def __init__(
+        self, base: QuantizationConfig | None, rank: int, targets: Sequence[str], routes: Mapping[str, Any]
+    ) -> None:
+        self.base, self.rank, self.targets, self.routes = base, rank, tuple(targets), Routes(**routes)
         super().__init__()
 
     @property
@@ -130,7 +142,7 @@ class OneAdapterConfig(QuantizationConfig):
         parent, _, name = prefix.rpartition(".")
         parts = [f"{parent}.{part}" for part in self.packed_modules_mapping.get(name, [name])]
         own = [any(f".{part}".endswith(f".{target}") for target in self.targets) for part in parts]
-        return OneAdapterMethod(method, self.rank, parts, own, self.fp4_linear) if any(own) else method
+        return OneAdapterMethod(method, self.rank, parts, own, self.routes) if any(own) else method
 
 
 # Layers by where their adapter lies: an operation takes tensors, and one that took a layer's name would be compiled
@@ -159,9 +171,9 @@ class OneAdapterMethod(LinearMethodBase):
     weight, and the sum that follows a row-parallel layer would hold for the adapter too.
     """
 
-    def __init__(self, base: Any, rank: int, parts: list[str], own: list[bool], fp4_linear: bool = False) -> None:
+    def __init__(self, base: Any, rank: int, parts: list[str], own: list[bool], routes: Routes = Routes()) -> None:
         """`parts` are full names as in the checkpoint, `own` says which of them have an adapter."""
-        self.base, self.rank, self.parts, self.own, self.fp4_linear = base, rank, parts, own, fp4_linear
+        self.base, self.rank, self.parts, self.own, self.routes = base, rank, parts, own, routes
         self.lent: list[PackedLinear] = []
         if hasattr(base, "quant_config"):
             self.quant_config = base.quant_config  # by which the loader of bitsandbytes knows what is packed
@@ -196,13 +208,15 @@ class OneAdapterMethod(LinearMethodBase):
         layer.register_buffer("adapter_B", B, persistent=False)
 
     def process_weights_after_loading(self, layer: LinearBase) -> None:
-        """Have the base lay out its weights, of which `fp4_linear` keeps what was stored.
+        """Have the base lay out its weights, of which `fp4_linear` and `dense_rows` keep a copy.
 
         A bias is kept as it was stored: Marlin and Humming put `layer.bias` into an order of their own.
         """
         if (bias := getattr(layer, "bias", None)) is not None:
             layer.register_buffer("plain_bias", bias.data.clone(), persistent=False)
-        if self.fp4_linear:
+        if self.routes.dense_rows:
+            self._keep_dense(layer)
+        if self.routes.fp4_linear:
             self._check_fp4_linear(layer)
             divisor = layer.weight_global_scale.data
             meeting = fp4_linear.counters(divisor.device)
@@ -211,6 +225,19 @@ class OneAdapterMethod(LinearMethodBase):
                 layer.register_buffer(name, tensor, persistent=False)
         _BY_ADAPTER[layer.adapter_A.data_ptr()] = layer
         self.base.process_weights_after_loading(layer)
+
+    def _keep_dense(self, layer: LinearBase) -> None:
+        """Unpack the weight as the trainer does: `dense_weight` [N, K], and `alpha` for after the product."""
+        if len(layer.weight_global_scale.unique()) > 1:
+            given = f"rollout.vllm.dense_rows={self.routes.dense_rows}"
+            raise ConfigError(f"{given} {self._one_scale()}. Type rollout.vllm.dense_rows=null.")
+        stored = {name: getattr(layer, name).data for name in ("weight_packed", "weight_scale")}
+        stored["weight_global_scale"] = layer.weight_global_scale.data[:1]
+        unpack, self.alpha = Nvfp4(None).decoder(stored, (sum(self.sizes), layer.adapter_A.shape[1]))
+        layer.register_buffer("dense_weight", unpack(layer.adapter_A.dtype), persistent=False)
+
+    def _one_scale(self) -> str:
+        return f"needs one global scale for {self.parts[0]} and its neighbours, as python -m qerl_lab.quantize gives"
 
     def _check_fp4_linear(self, layer: LinearBase) -> None:
         """Raise ConfigError for a GPU or a layer that the kernel does not take."""
@@ -223,7 +250,7 @@ class OneAdapterMethod(LinearMethodBase):
         elif (
             len(layer.weight_global_scale.unique()) > 1
         ):  # vLLM would take the largest for all, without a word that stops
-            why = f"needs one global scale for {self.parts[0]} and its neighbours, as python -m qerl_lab.quantize gives"
+            why = self._one_scale()
         else:
             return
         raise ConfigError(f"rollout.vllm.fp4_linear=true {why}. Type rollout.vllm.fp4_linear=false.")
@@ -238,14 +265,18 @@ class OneAdapterMethod(LinearMethodBase):
 
     def routed(self, layer: LinearBase, x: Tensor, bias: Tensor | None) -> Tensor:
         """x[M, K] W^T + bias and the adapter: few rows by `fp4_linear`, many by cuBLAS, others by the base."""
+        rows, dense_rows = len(x), self.routes.dense_rows
         A, B = layer.adapter_A, layer.adapter_B
         plain = None if bias is None else layer.plain_bias
-        if self.lent and len(x) >= UNPACK_ROWS:
+        if self.lent and not dense_rows and rows >= UNPACK_ROWS:
             return unpacked_product(x, self.lent, A, B, plain)
-        if self.fp4_linear and len(x) <= fp4_linear.MAX_ROWS:
+        if self.routes.fp4_linear and rows <= fp4_linear.MAX_ROWS:
             codes, scale, divisor, meeting = (getattr(layer, name) for name in STORED)
             return fp4_linear.linear(x, codes, scale, divisor, A, B, self.sizes, meeting, plain)
-        y = self.base.apply(layer, x, bias)
+        if dense_rows and rows >= dense_rows:
+            y = scaled_linear(x, layer.dense_weight, self.alpha, plain)
+        else:
+            y = self.base.apply(layer, x, bias)
         add_adapter(y, x, A, B, self.sizes)
         return y
 
