@@ -108,6 +108,18 @@ def test_rows_of_one_arm_are_seen_to_belong_together(page: str) -> None:
     assert differences.count('<tr class="again"><td>nvfp4_aqn</td>') == 6
 
 
+def test_many_commands_are_folded_and_few_are_not(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "lines that began these runs" not in page
+    monkeypatch.chdir(tmp_path)
+    for seed in range(4):
+        run = make_run(tmp_path / "runs" / f"{seed}", "bf16", seed)
+        (run / "env.json").write_text(json.dumps({"command": f"python -m qerl_lab seed={seed}"}))
+    assert main(["runs", "out=out"]) == 0
+    many = Path("out/report.html").read_text()
+    folded = many[many.index("<details><summary>4 lines that began these runs</summary>") :].partition("</details>")[0]
+    assert folded.count("<pre>python -m qerl_lab seed=") == 4
+
+
 def test_the_paper_s_curves_stand_after_ours_and_say_model_and_task(page: str) -> None:
     text = html.unescape(page)
     ours, theirs, entropy = (
