@@ -36,7 +36,7 @@ GROUPS = {
     "sweeps": "a grid of runs, as a file of sweeps/ (+sweeps=NAME)",
 }
 EXAMPLES = (
-    ("python -m qerl_lab +experiment=nvfp4_aqn", "the main job: two CPU cores, about two minutes"),
+    ("python -m qerl_lab +experiment=nvfp4_aqn", "the main job: two CPU cores, two to four minutes"),
     ("python -m qerl_lab +experiment=nvfp4_aqn +scale=paper_gsm8k_7b", "the paper's run on GSM8K"),
     ("python -m qerl_lab +experiment=nvfp4 lora=rank64 optim.learning_rate=3e-5 seed=1", "groups and keys"),
     (
