@@ -15,7 +15,7 @@ from qerl_lab.report.measures import MEASURES, Unmeasured, beside_others
 from qerl_lab.report.numbers import number
 from qerl_lab.report.printed_arms import BIGMATH, TABLE_1, answers, in_figure_5
 from qerl_lab.report.runs import Record
-from qerl_lab.report.table import NONE, Rows, Table, filled, listed
+from qerl_lab.report.table import NONE, Rows, Table, filled, in_words
 from qerl_lab.report.verdict_tables import cell, of_seeds
 
 SEVEN = "Qwen2.5-7B-Instruct"
@@ -46,7 +46,7 @@ def _accuracies(comparison: Comparison) -> Table:
         + "The paper's are one run each, of Qwen2.5 at 3B and 7B on GSM8K. " * beside
         + "pass@n: questions with a right answer in the n of eval.samples.",
         rows,
-        f"Left out: {listed(empty)}, since {why}." if empty else "",
+        f"Left out: {in_words(empty)}, since {why}." if empty else "",
     )
 
 
@@ -72,7 +72,7 @@ def _table_2(comparison: Comparison) -> Table:
         "than the benchmarks, which python -m qerl_lab.evaluate accuracy asks. The runs are made by "
         "python -m qerl_lab +sweeps=paper_table2.",
         [head, *(row for size in with_runs for row in _rows_of_table_2(comparison, size))],
-        f"Left out: Qwen2.5 at {listed(without)}, since no run is on BigMath with it." if without else "",
+        f"Left out: Qwen2.5 at {in_words(without)}, since no run is on BigMath with it." if without else "",
     )
 
 
@@ -178,8 +178,8 @@ def _left_out(gaps: Sequence[Gap], others: int) -> str:
         arms_of.setdefault((measure, why), []).append(arm)
     measures_of: dict[tuple[str, str], list[str]] = {}
     for (measure, why), arms in arms_of.items():
-        measures_of.setdefault(("every arm" if len(arms) == others else listed(arms), why), []).append(measure)
-    parts = [f"{listed(measures)} of {arms}, since {why}" for (arms, why), measures in measures_of.items()]
+        measures_of.setdefault(("every arm" if len(arms) == others else in_words(arms), why), []).append(measure)
+    parts = [f"{in_words(measures)} of {arms}, since {why}" for (arms, why), measures in measures_of.items()]
     return f"Left out: {'. '.join(parts)}." if parts else ""
 
 

@@ -37,7 +37,7 @@ def unlike(rows: Rows, heads: Iterable[str]) -> tuple[Rows, str]:
     return kept, f" In every row: {said}." if said else ""
 
 
-def listed(texts: Sequence[str]) -> str:
+def in_words(texts: Sequence[str]) -> str:
     """`a`, `a and b`, `a, b and c`; after a comma within a text each is divided by a semicolon."""
     divider = "; " if any(", " in text for text in texts) else ", "
     return " and ".join([divider.join(texts[:-1]), texts[-1]] if len(texts) > 1 else texts)

@@ -92,6 +92,7 @@ def test_a_damaged_record_stops_no_sweep(tmp_path: Path) -> None:
     (run.path / "metrics.jsonl").write_text("{nonsense\n")
     (run.path / "sessions.json").write_text("{}")
     shown.update()
+    assert shown._summary() == "0 of 1 done, 1 running"
 
 
 def test_what_was_stopped_before_it_began_needs_no_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

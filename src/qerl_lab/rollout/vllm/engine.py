@@ -224,8 +224,12 @@ class VllmEngine:
 
     def held(self) -> dict[str, int]:
         """The weights by their tensors, without those that the policy holds too; the cache by what it was given."""
-        tensors = self.llm.apply_model(lambda model: [*model.parameters(), *model.buffers()])[0]
-        weights = sum(tensor.nbytes for tensor in tensors)  # with the copies of `fp4_linear` and `dense_rows`
+
+        def size(model: nn.Module) -> int:
+            tensors = (*model.parameters(), *model.buffers())  # with the copies of `fp4_linear` and `dense_rows`
+            return sum(tensor.nbytes for tensor in tensors)
+
+        weights = self.llm.apply_model(size)[0]
         weights -= one_copy.shared_bytes(self.policy)
         cache = self.llm.llm_engine.vllm_config.cache_config.kv_cache_memory_bytes
         return {"vLLM's weights": weights, ASLEEP if self._asleep else "vLLM's key-value cache": cache}

@@ -228,15 +228,18 @@ class OneAdapterMethod(LinearMethodBase):
 
     def _keep_dense(self, layer: LinearBase) -> None:
         """Unpack the weight as the trainer does: `dense_weight` [N, K], and `alpha` for after the product."""
-        if len(layer.weight_global_scale.unique()) > 1:
+        if why := self._several_scales(layer):
             given = f"rollout.vllm.dense_rows={self.routes.dense_rows}"
-            raise ConfigError(f"{given} {self._one_scale()}. Type rollout.vllm.dense_rows=null.")
+            raise ConfigError(f"{given} {why}. Type rollout.vllm.dense_rows=null.")
         stored = {name: getattr(layer, name).data for name in ("weight_packed", "weight_scale")}
         stored["weight_global_scale"] = layer.weight_global_scale.data[:1]
         unpack, self.alpha = Nvfp4(None).decoder(stored, (sum(self.sizes), layer.adapter_A.shape[1]))
         layer.register_buffer("dense_weight", unpack(layer.adapter_A.dtype), persistent=False)
 
-    def _one_scale(self) -> str:
+    def _several_scales(self, layer: LinearBase) -> str:
+        """Why no copy can be kept; empty where one can. vLLM takes the largest for all, without a word that stops."""
+        if len(layer.weight_global_scale.unique()) == 1:
+            return ""
         return f"needs one global scale for {self.parts[0]} and its neighbours, as python -m qerl_lab.quantize gives"
 
     def _check_fp4_linear(self, layer: LinearBase) -> None:
@@ -247,11 +250,7 @@ class OneAdapterMethod(LinearMethodBase):
             why = f"needs a GPU of compute capability 9.0 or more (H100, H200, B200), and this one has {capability}"
         elif not fp4_linear.takes(self.sizes, columns, self.rank):
             why = f"does not take {self.parts[0]}, {self.sizes} x {columns} at rank {self.rank}: {fp4_linear.TAKEN}"
-        elif (
-            len(layer.weight_global_scale.unique()) > 1
-        ):  # vLLM would take the largest for all, without a word that stops
-            why = self._one_scale()
-        else:
+        elif not (why := self._several_scales(layer)):
             return
         raise ConfigError(f"rollout.vllm.fp4_linear=true {why}. Type rollout.vllm.fp4_linear=false.")
 
