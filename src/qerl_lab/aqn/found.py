@@ -37,8 +37,8 @@ class Found:
 def solve(cfg: AqnConfig, measure: Callable[[float], float], target: float, guess: float) -> Found:
     """Search the sigma in sigma_min..sigma_max whose KL is `target`; a pure function of what `measure` gives.
 
-    Ends within solver.tolerance of the target, after solver.probes, or at a bound beyond which the target lies; it is
-    then the nearest that was tried. A KL that is NaN counts as infinite, and one of 0 or less as 0.
+    Ends within solver.tolerance of the target or after solver.probes, with the nearest that was tried; or with a bound
+    beyond which the target lies. A KL that is NaN counts as infinite, and one of 0 or less as 0.
 
     Args:
         measure: KL in nats per token of a sigma, never falling in it.
@@ -58,14 +58,18 @@ def solve(cfg: AqnConfig, measure: Callable[[float], float], target: float, gues
         kls.append(measure(_sigma(cfg, at)))
         tried.append((at, _log_gap(kls[-1], target)))
         gap = tried[-1][1]
-        at_bound = (gap < 0 and at == high) or (gap > 0 and at == low)
-        at = None if abs(gap) <= near or at_bound else _next(tried, near)
+        if abs(gap) > near and ((gap < 0 and at == high) or (gap > 0 and at == low)):
+            # Not the nearest: below what rounding alone gives all KLs are alike, and one of much noise may be nearest.
+            return Found(_sigma(cfg, at), kls[-1], len(tried))
+        at = None if abs(gap) <= near else _next(tried, near)
     best = min(reversed(range(len(tried))), key=lambda index: abs(tried[index][1]))
     return Found(_sigma(cfg, tried[best][0]), kls[best], len(tried))
 
 
 def _sigma(cfg: AqnConfig, at: float) -> float:
-    return min(max(math.exp(at), cfg.sigma_min), cfg.sigma_max)  # a bound's logarithm rounds out of the bounds
+    """Of a bound's logarithm the bound itself, which the exponential misses by a rounding."""
+    bounds = {math.log(bound): bound for bound in (cfg.sigma_min, cfg.sigma_max)}
+    return bounds.get(at, math.exp(at))
 
 
 def _log_gap(kl: float, target: float) -> float:
