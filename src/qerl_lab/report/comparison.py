@@ -1,5 +1,6 @@
 """Arms side by side: which runs count, a row a run, a row an arm, and the text of `python -m qerl_lab.report`."""
 
+import hashlib
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -19,6 +20,7 @@ from qerl_lab.report.arms import (
     PLACE,
     QUESTIONS,
     TASK,
+    Arm,
     Run,
     choose,
     differing,
@@ -32,6 +34,7 @@ from qerl_lab.report.runs import DAMAGE, Origin, Record, damage, find_runs, read
 from qerl_lab.report.stats import ALIKE, between, crossed_interval, paired_interval
 from qerl_lab.terminal import columns, near
 
+Kind = tuple[str, str]  # SHA-256 of the questions trained on, and of those held out
 BASELINE = "bf16"  # the experiment that the others are compared with, where nobody names one
 OF_A_RUN = ("entropy_first", "entropy_last", "reward_last", "tokens_per_second", "memory_rss_gib", "seconds")
 HOW_TO_READ = """\
@@ -132,8 +135,8 @@ def _by_questions(records: Sequence[Record]) -> list[Run]:
     A run that ended before it noted its questions has those of the others of its path, if these are of one kind.
     """
     kinds = _kinds([record.origin for record in records])
-    first: dict[tuple[str, str], str] = {}
-    at: dict[str, set[tuple[str, str]]] = {}
+    first: dict[Kind, str] = {}
+    at: dict[str, set[Kind]] = {}
     for record, kind in zip(records, kinds, strict=True):
         if kind:
             first.setdefault(kind, record.run.value(QUESTIONS))
@@ -143,10 +146,28 @@ def _by_questions(records: Sequence[Record]) -> list[Run]:
         there = {kind} if kind else at.get(run.value(QUESTIONS), set())
         moved = {QUESTIONS: first[min(there)]} if len(there) == 1 and QUESTIONS in run.settings else {}
         runs.append(replace(run, settings={**run.settings, **moved}))
-    return runs
+    return _told_apart(runs, kinds)
 
 
-def _kinds(origins: Sequence[Origin]) -> list[tuple[str, str] | None]:
+def _told_apart(runs: Sequence[Run], kinds: Sequence[Kind | None]) -> list[Run]:
+    """The runs; where files changed between them, and nothing else of the task, task.path says which questions it was.
+
+    Else runs of other questions under one path would be of one arm, and be paired by ids that mean two questions.
+    """
+    of_task = [tuple(sorted(item for item in run.settings.items() if item[0].startswith("task."))) for run in runs]
+    known: dict[Arm, set[Kind]] = {}
+    for task, kind in zip(of_task, kinds, strict=True):
+        known.setdefault(task, set()).update([kind] if kind else [])
+    found = []
+    for run, task, kind in zip(runs, of_task, kinds, strict=True):
+        if kind and len(known[task]) > 1:
+            mark = hashlib.sha256("/".join(kind).encode()).hexdigest()[:6]
+            run = replace(run, settings={**run.settings, QUESTIONS: f"{run.value(QUESTIONS)} #{mark}"})
+        found.append(run)
+    return found
+
+
+def _kinds(origins: Sequence[Origin]) -> list[Kind | None]:
     """What tells questions apart by content; a held-out set that is not known is the one known of the training set."""
     heldout: dict[str, set[str]] = {}
     for origin in origins:
@@ -278,6 +299,11 @@ def notes(comparison: Comparison) -> list[str]:
         notes.append(f"The runs come from {len(codes)} versions of the code: {', '.join(codes)}.")
     if (sets := len({record.origin.training_sha256 for record in records} - {""})) > 1:
         notes.append(f"The runs were trained on {sets} different sets of questions (training_sha256 in env.json).")
+    if (sets := len({record.origin.heldout_sha256 for record in records} - {""})) > 1:
+        notes.append(
+            f"The runs were asked {sets} different sets of held-out questions (heldout_sha256 in env.json), which are "
+            "paired by id."
+        )
     if len(tasks := sorted({record.run.value(TASK) for record in records})) > 1:
         notes.append(f"The runs are of {len(tasks)} tasks, {', '.join(tasks)}: compare arms of one task.")
     parts = {task_of(record.run) for record in records if task_of(record.run) != record.run.value(TASK)}

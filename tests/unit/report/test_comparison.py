@@ -149,6 +149,21 @@ def test_runs_of_two_machines_are_of_one_arm_if_their_questions_were_the_same_wh
     assert sorted(len(records) for records in found.arms.values()) == [1, 1, 1, 1, 2]  # which a held out is open now
 
 
+@pytest.mark.parametrize("changed", ["training_sha256", "heldout_sha256"])
+def test_runs_whose_questions_changed_under_one_path_are_not_pooled(here: Path, changed: str) -> None:
+    """Their ids may be the same: row 7 of another file is another question."""
+    for seed in range(2):
+        made = make_run(here / "runs" / str(seed), "bf16", seed, task__path="/one/gsm8k")
+        data = {"training_sha256": "t", "heldout_sha256": "h"} | {changed: str(seed)}
+        (made / "env.json").write_text(json.dumps({"git_sha": "c0ffee0", "data": data}))
+    found = comparison.read([here / "runs"])
+    assert len(found.arms) == 2
+    assert all(label.startswith("bf16 (task.path=/one/gsm8k #") for label in found.arms)
+    assert any("2 different sets of" in note for note in comparison.notes(found))
+    make_run(here / "runs" / "2", "bf16", 2, task__path="/one/gsm8k", task__train_questions=5)  # another task, as typed
+    assert len(comparison.read([here / "runs"]).arms) == 3
+
+
 def test_an_arm_is_the_mean_over_its_seeds_with_the_interval_over_seeds_and_questions(sweep: Path) -> None:
     after = [[0.5 + seed / 8, 0.5, 0.75, 1.0] for seed in range(3)]
     row = arms_of(sweep).loc["bf16"]
