@@ -118,7 +118,7 @@ def _one_arm(found: list[Examined], given: str) -> dict[int, Examined]:
         mine, others = one.about["identity"], first.about["identity"]
         differ = [key for key in others if key not in OF_A_SEED and mine.get(key) != others[key]]
         if one.seed in by_seed or differ:
-            why = f"they differ in {', '.join(differ)}" if differ else f"both have seed {one.seed}"
+            why = f"they differ in {', '.join(differ)}" if differ else f"both are of seed {one.seed}, as the run has it"
             raise ConfigError(
                 f"{given} holds several evaluations that are not the seeds of one arm: {near(first.folder)} and "
                 f"{near(one.folder)}, {why}. Type the directory of one."
@@ -136,7 +136,7 @@ def paired(a: dict[int, Examined], b: dict[int, Examined]) -> tuple[list[tuple[E
     if len(a) == len(b) == 1:
         pairs = [(next(iter(a.values())), next(iter(b.values())))]
         if not seeds:
-            notes.append(f"A has seed {min(a)} and B seed {min(b)}: they differ in their draws too")
+            notes.append(f"A has seed {min(a)} and B seed {min(b)}: they differ in more than what is compared")
     elif not seeds:
         raise ConfigError(f"A has the seeds {sorted(a)} and B {sorted(b)}, none of both. Evaluate the same seeds.")
     else:
@@ -151,6 +151,9 @@ def paired(a: dict[int, Examined], b: dict[int, Examined]) -> tuple[list[tuple[E
                     f"A was asked with {key}={mine[key]} and B with {key}={theirs[key]}, so that they are no pairs. "
                     f"Evaluate B again with {key}={mine[key]}."
                 )
+    drawn = [[examined.about["identity"]["seed"] for examined in pair] for pair in pairs]
+    if others := sorted({f"{one} and {other}" for one, other in drawn if one != other}):
+        notes.append(f"A and B were drawn with seed={', '.join(others)}: they differ in their draws too")
     mine, theirs = (examined.about["identity"] for examined in pairs[0])
     if differ := [
         f"{key}={mine.get(key)} and {theirs.get(key)}" for key in HOW_IT_RAN if mine.get(key) != theirs.get(key)

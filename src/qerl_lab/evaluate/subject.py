@@ -31,11 +31,16 @@ LONGEST = 4096  # tokens of a completion of a model that is no run's, where its 
 
 @dataclass(frozen=True)
 class Subject:
-    """`cfg` loads and asks it. `adapter` is the folder of its adapter; None for the base alone."""
+    """`cfg` loads and asks it. `adapter` is the folder of its adapter; None for the base alone.
+
+    `run_seed` is the run's own, also where `seed=` gives the draw another: by it the seeds of an arm are told apart. Of
+    a model alone, which has none, it is the draw's.
+    """
 
     said: str
     cfg: RunConfig
     adapter: Path | None
+    run_seed: int = 0
 
     @property
     def adapter_sha256(self) -> str:
@@ -78,14 +83,14 @@ def _of_run(options: AccuracyOptions) -> Subject:
     cfg, said = directory.config(), f"run {options.run}"
     on_disk.check_content(cfg)
     if not options.adapter:
-        return Subject(f"{said}, its base alone", cfg, None)
+        return Subject(f"{said}, its base alone", cfg, None, cfg.seed)
     if directory.status != "done" or not (directory.adapter / WEIGHTS).is_file():
         raise ConfigError(
             f"run={options.run} has no final adapter ({directory.status}); allowed: finished runs, whose last step "
             f"counts and not their best. Type python -m qerl_lab {resume_word(options.run)} first, or "
             "adapter=false for its base alone."
         )
-    return Subject(said, cfg, directory.adapter)
+    return Subject(said, cfg, directory.adapter, cfg.seed)
 
 
 def _of_model(options: AccuracyOptions) -> Subject:
@@ -106,7 +111,7 @@ def _of_model(options: AccuracyOptions) -> Subject:
     if context is not None:
         cfg.rollout.max_completion_tokens = min(LONGEST, context // 2)
         cfg.rollout.max_prompt_tokens = context - cfg.rollout.max_completion_tokens
-    return Subject(f"{said} in {cfg.format.name}", cfg, None)
+    return Subject(f"{said} in {cfg.format.name}", cfg, None, options.seed or 0)
 
 
 def load(subject: Subject) -> Policy:

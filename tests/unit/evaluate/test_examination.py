@@ -76,7 +76,8 @@ def test_every_configuration_has_its_own_directory_and_is_asked_once(run_dir, ca
     assert go(*words, "seed=7", f"out={first}") == 2
     assert "holds something else. Type another out, or overwrite=true" in capsys.readouterr().err
     assert go(*words, "seed=7", f"out={first}", "overwrite=true") == 0
-    assert read(first)[1]["identity"]["seed"] == 7
+    about = read(first)[1]
+    assert (about["identity"]["seed"], about["run_seed"]) == (7, 0)  # the draw's, and the run's own
     shutil.rmtree(run_dir / "evaluations")
 
 

@@ -84,10 +84,14 @@ def test_the_table_has_a_row_a_benchmark_and_engine() -> None:
 # --- pairs
 
 
-def write(folder: Path, rows: pd.DataFrame, seed: int = 0, dense: bool = False, **identity: Any) -> str:
+def write(
+    folder: Path, rows: pd.DataFrame, seed: int = 0, dense: bool = False, run_seed: int | None = None, **identity: Any
+) -> str:
+    """`seed` is that of the draw, and the run's too unless it has another."""
     folder.mkdir(parents=True)
     about = {
-        "schema": SCHEMA, "identity": IDENTITY | {"seed": seed} | identity, "subject": folder.name, "run_seed": seed,
+        "schema": SCHEMA, "identity": IDENTITY | {"seed": seed} | identity, "subject": folder.name,
+        "run_seed": seed if run_seed is None else run_seed,
         "own_is_common": dense, "benchmarks": {name: {} for name in rows["benchmark"].unique()}, "environment": {},
     }  # fmt: skip
     (folder / ABOUT).write_text(json.dumps(about))
@@ -129,6 +133,20 @@ def test_seeds_are_paired_and_both_count(tmp_path: Path) -> None:
     assert accuracy.interval() == pytest.approx(expected)
 
 
+def test_two_draws_of_one_run_are_no_two_seeds_of_an_arm(tmp_path: Path) -> None:
+    """How one run's answers vary by draw says nothing of how another run would do."""
+    for draw in (0, 5):
+        write(tmp_path / "a" / str(draw), answers(A), run_seed=0, seed=draw)
+    with pytest.raises(ConfigError, match="both are of seed 0, as the run has it"):
+        compared(str(tmp_path / "a"), str(tmp_path / "a"))
+
+
+def test_other_draws_are_said(tmp_path: Path) -> None:
+    folders = [write(tmp_path / str(draw), answers(A), run_seed=1, seed=draw) for draw in (1, 5)]
+    arms = [compare._one_arm(compare.find(Path(folder)), folder) for folder in folders]
+    assert compare.paired(*arms)[1] == ["A and B were drawn with seed=1 and 5: they differ in their draws too"]
+
+
 def test_two_engines_or_machines_are_said(tmp_path: Path) -> None:
     """Of a dense A `common` is its own engine: here vLLM on a GPU, against transformers on a CPU."""
     mine, theirs = {"rollout": "vllm", "device": "cuda"}, {"rollout": "transformers", "device": "cpu"}
@@ -167,7 +185,7 @@ def test_what_is_no_pair_is_refused(rows: pd.DataFrame, identity: dict, said: st
 def test_evaluations_that_are_not_the_seeds_of_one_arm_are_refused(tmp_path: Path) -> None:
     write(tmp_path / "a" / "one", answers(A))
     for name, changes, said in (
-        ("same", {}, "both have seed 0"),
+        ("same", {}, "both are of seed 0, as the run has it"),
         ("other", {"format": "nf4"}, "they differ in format"),
     ):
         write(tmp_path / "a" / name, answers(A), **changes)
