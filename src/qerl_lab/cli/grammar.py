@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, get_origin, get_type_hi
 from qerl_lab.cli.one_process import refuse_several
 from qerl_lab.config.arm import leaves
 from qerl_lab.config.keys import TEXT, has_type, type_words, typed, unknown_key, wrong_type
-from qerl_lab.config.option import ConfigError, check_bounds, did_you_mean
+from qerl_lab.config.option import ConfigError, bounds_in_words, check_bounds, did_you_mean
 from qerl_lab.config.spelling import as_text, readable
 from qerl_lab.exits import OK, Main, command
 
@@ -239,6 +239,5 @@ def _bounds(metadata: Any) -> str:
     """Write the allowed values of a key, in brackets."""
     if metadata["choices"]:
         return f" ({', '.join(metadata['choices'])})"
-    words = (("at_least", "at least"), ("above", "above"), ("at_most", "at most"))
-    parts = [f"{word} {metadata[name]}" for name, word in words if metadata[name] is not None]
-    return f" ({', '.join(parts)})" if parts else ""
+    bounds = bounds_in_words(metadata)
+    return f" ({bounds})" if bounds else ""

@@ -14,13 +14,12 @@ with exits.starting(__name__):
     from qerl_lab.config.arm import is_of_arm, leaves
     from qerl_lab.config.files import choices_of, package_data
     from qerl_lab.config.keys import schema, type_words, typed
-    from qerl_lab.config.option import ConfigError, option
+    from qerl_lab.config.option import ConfigError, bounds_in_words, option
     from qerl_lab.config.schema import RunConfig
     from qerl_lab.terminal import near
 
 MARK = "<!-- From here on `python -m qerl_lab.config tables page=docs/configuration.md` writes this page. -->\n"
 LABELS = ("experiment", "scale", "differs_in")  # keys that an option sets to its own name
-BOUNDS = (("at_least", "at least"), ("above", "above"), ("at_most", "at most"))
 
 
 @dataclass
@@ -88,8 +87,7 @@ def _flat(node: dict[str, Any], prefix: str) -> list[tuple[str, Any]]:
 def _key(name: str, field: Any, default: Any) -> str:
     about, kind = field.metadata, schema()[name]
     allowed = ", ".join(f"`{choice}`" for choice in about["choices"] or ())
-    bounds = ", ".join(f"{word} {about[key]}" for key, word in BOUNDS if about[key] is not None)
-    allowed = allowed or ": ".join(filter(None, (type_words(kind), bounds)))
+    allowed = allowed or ": ".join(filter(None, (type_words(kind), bounds_in_words(about))))
     cells = (
         f"`{name}`",
         f"`{typed(default)}`",

@@ -5,6 +5,8 @@ import math
 from dataclasses import field
 from typing import Any
 
+BOUNDS = (("at_least", "at least"), ("above", "above"), ("at_most", "at most"))  # of an option, and their words
+
 
 class ConfigError(ValueError):
     """A configuration that cannot run. The message is for the user: given, allowed, what to type."""
@@ -33,6 +35,20 @@ def option(
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)
     return field(default=default, metadata=metadata)
+
+
+def spelled_number(number: float) -> str:
+    """A bound as a person types it: 1e12 for 1000000000000.0, 1000 for 1000.0; whole numbers as they are."""
+    if isinstance(number, int):
+        return str(number)
+    digits, _, exponent = f"{number:.9g}".partition("e")
+    return f"{digits}e{int(exponent)}" if exponent else digits
+
+
+def bounds_in_words(metadata: Any) -> str:
+    """`at least 1, at most 4096` of the metadata of an `option`; empty without bounds."""
+    found = ((word, metadata[key]) for key, word in BOUNDS if metadata[key] is not None)
+    return ", ".join(f"{word} {spelled_number(bound)}" for word, bound in found)
 
 
 def did_you_mean(given: str, allowed: list[str]) -> str:
@@ -66,8 +82,8 @@ def _check_item(given: str, spelling: str, bounds: Any, value: Any) -> None:
     if isinstance(value, float) and not math.isfinite(value):
         refuse("a finite number", example(1.0))
     if (low := bounds.get("at_least")) is not None and value < low:
-        refuse(f"at least {low}", example(low))
+        refuse(f"at least {spelled_number(low)}", example(spelled_number(low)))
     if (low := bounds.get("above")) is not None and value <= low:
-        refuse(f"above {low}", example(low + (bounds.get("at_most") or 1)))
+        refuse(f"above {spelled_number(low)}", example(spelled_number(low + (bounds.get("at_most") or 1))))
     if (high := bounds.get("at_most")) is not None and value > high:
-        refuse(f"at most {high}", example(high))
+        refuse(f"at most {spelled_number(high)}", example(spelled_number(high)))

@@ -6,7 +6,7 @@ import pytest
 
 from qerl_lab.config.arm import leaves
 from qerl_lab.config.keys import check_types, schema, typed
-from qerl_lab.config.option import ConfigError
+from qerl_lab.config.option import ConfigError, spelled_number
 from qerl_lab.config.rules import from_dict
 from qerl_lab.config.schema import RunConfig
 
@@ -52,7 +52,8 @@ KL = {"aqn__schedule": "linear", "aqn__unit": "kl"}
         ({"cpu_threads": 100_000}, "cpu_threads=100000", "cpu_threads=1024"),
         ({"steps": 10**12}, "steps=1000000000000", "steps=999999"),
         ({"aqn__sigma_start": 1e30}, "aqn.sigma_start=1e+30", "aqn.sigma_start=10"),
-        ({"algorithm__epsilon_high": 1e300}, "algorithm.epsilon_high=1e+300", "at most 1000000.0"),
+        ({"algorithm__epsilon_high": 1e300}, "algorithm.epsilon_high=1e+300", "at most 1000000. "),
+        ({"optim__max_grad_norm": 1e13}, "optim.max_grad_norm=10000000000000.0", "at most 1e12. Type"),
         ({"rollout__importance_clip_max": 0.5}, "rollout.importance_clip_max=0.5", "at least 1"),
         ({"optim__learning_rate": 1000.0}, "optim.learning_rate=1000.0", "optim.learning_rate=1"),
         ({"model__attention": "flash"}, "model.attention=flash", "sdpa, eager, flash_attention_2"),
@@ -243,3 +244,12 @@ def test_whole_groups_go_to_each_gpu(tiny) -> None:
         tiny(gpus=3)
     with pytest.raises(ConfigError, match=r"4 x 4 / 4 = 4 completions cannot be split .*optim\.micro_batch_size=4"):
         tiny(gpus=4, optim__micro_batch_size=8)
+
+
+@pytest.mark.parametrize(
+    ("bound", "text"),
+    [(1e12, "1e12"), (1000.0, "1000"), (1e-6, "1e-6"), (0.99999, "0.99999"), (2**32 - 1, "4294967295"), (0, "0")],
+)
+def test_a_bound_is_spelled_as_a_person_types_it(bound: float, text: str) -> None:
+    assert spelled_number(bound) == text
+    assert float(text) == bound
