@@ -52,7 +52,8 @@ def measure_layer(
 ) -> Layer:  # fmt: skip
     """Compare one Linear: differences in float32, sums in float64.
 
-    AWQ moves scales from a layer to the one before it. With `fit_scales` they are fitted and undone first.
+    AWQ moves scales from a layer to the one before it. With `fit_scales` they are fitted and undone first. Raises
+    ValueError, naming file and Linear, where a weight is NaN, infinite, or too large to be squared in float32.
     """
     weight = dense.tensor(f"{name}.weight", device).float()
     rows, columns = weight.shape
@@ -62,6 +63,9 @@ def measure_layer(
     if fit_scales:
         other = without_scales(weight, other)
     signal, error = (part.square().sum(dtype=torch.float64).item() for part in (weight, weight - other))
+    if not math.isfinite(error):
+        file = packed.where(f"{name}.{next(iter(parts))}") if math.isfinite(signal) else dense.where(f"{name}.weight")
+        raise ValueError(f"{file}: {name} has weights that are NaN, infinite or above 1e19: it has no SQNR")
     return Layer(name, signal, error, weight.numel(), sum(part.nbytes for part in parts.values()))
 
 

@@ -3,11 +3,14 @@
 import json
 import math
 import random
+import re
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from packed_layers import NVFP4, tiny_model
@@ -111,6 +114,20 @@ def test_a_model_against_itself_has_no_kl_and_infinite_sqnr(folders):
     assert levels["layers"] == {"a": None, "b": pytest.approx(6.0206)}
     assert levels["lowest"][0]["layer"] == "b"
     assert levels["all"] == pytest.approx(10 * math.log10(8))
+
+
+@pytest.mark.parametrize("fit_scales", [False, True])
+@pytest.mark.parametrize(("part", "at_fault"), [("weight", 0), ("weight_scale", 1)])
+def test_a_weight_that_is_nan_is_an_error_and_no_infinite_sqnr(folders, tmp_path, part, at_fault, fit_scales):
+    """GPTQ and AWQ are other libraries, whose results are read here first."""
+    name = packable(large_enough(), ["lm_head"])[3]
+    broken = [shutil.copytree(folder, tmp_path / folder.name) for folder in folders]
+    file = broken[at_fault] / "model.safetensors"
+    tensors = load_file(file)
+    tensors[f"{name}.{part}"][3, 1] = math.nan
+    save_file(tensors, file)
+    with pytest.raises(ValueError, match=f"^{re.escape(str(file))}: {re.escape(name)} has weights that are NaN"):
+        sqnr.measure_layer(NVFP4, *map(WeightFiles, broken), name, CPU, fit_scales=fit_scales)
 
 
 def test_the_scales_that_awq_moves_are_undone_and_nothing_else():
