@@ -11,9 +11,11 @@ import os
 import re
 import shutil
 import subprocess
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from qerl_lab import tasks
 from qerl_lab.config.arm import leaves
@@ -247,8 +249,17 @@ def _check_questions(cfg: RunConfig) -> list[str]:
         return []
     if cfg.task == replace(TaskConfig(), instruction=cfg.task.instruction):  # counting them would take half a second
         return cut_questions(cfg, arithmetic.TRAIN_QUESTIONS, arithmetic.HELDOUT_QUESTIONS)
-    train, heldout, warnings = _counts(json.dumps(asdict(cfg.task)))
-    return [*warnings, *cut_questions(cfg, train, heldout)]
+    found = _questions(json.dumps(asdict(cfg.task)))
+    return [*found.warnings, *cut_questions(cfg, found.train, found.heldout)]
+
+
+def questions(cfg: RunConfig) -> Mapping[str, Any]:
+    """What a record keeps of the questions that lie in files of this machine; nothing of others, which do not change.
+
+    Raises ConfigError where they cannot be read.
+    """
+    lie_here = cfg.task.path is not None and data.is_local(cfg.task.path)
+    return _questions(json.dumps(asdict(cfg.task))).data if lie_here else {}
 
 
 def has_questions(cfg: RunConfig) -> bool:
@@ -257,12 +268,20 @@ def has_questions(cfg: RunConfig) -> bool:
     return not tasks.is_on_the_hub(cfg.task) if path is None else data.is_local(path)
 
 
+class _Questions(NamedTuple):
+    """How many training and held-out questions a task has, and what of `tasks.Task` tells what they are."""
+
+    train: int
+    heldout: int
+    warnings: tuple[str, ...]
+    data: Mapping[str, Any]
+
+
 @cache
-def _counts(task: str) -> tuple[int, int, tuple[str, ...]]:
-    """Training and held-out questions of a task on this machine, and what was left out of its data; its configuration
-    is JSON, so that it is a key."""
+def _questions(task: str) -> _Questions:
+    """Those of a task on this machine; its configuration is JSON, so that it is a key."""
     loaded = tasks.load(build({"task": json.loads(task)}).task)
-    return len(loaded.train), len(loaded.heldout), loaded.warnings
+    return _Questions(len(loaded.train), len(loaded.heldout), loaded.warnings, loaded.data)
 
 
 def cut_questions(cfg: RunConfig, train: int, heldout: int) -> list[str]:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from qerl_lab import preflight
+from qerl_lab import preflight, tasks
 from qerl_lab.cli import launch, pool
 from qerl_lab.cli.train import main
 from qerl_lab.config.option import ConfigError
@@ -159,6 +159,30 @@ def test_a_moved_model_is_the_same_run_and_a_replaced_one_is_another() -> None:
     assert sessions() == [1, 1]
     (moved / "tokenizer.json").write_text((moved / "tokenizer.json").read_text() + "\n")
     assert main([*words, f"model.path={moved}"]) == 0
+    assert sessions() == [1, 1, 1, 1]
+
+
+def test_a_run_whose_questions_were_in_a_file_that_changed_is_another_run() -> None:
+    data, line = Path("data"), {"question": "1 + 1?", "answer": "#### 2"}
+    data.mkdir()
+    for role, first in (("train", 0), ("test", 9)):
+        rows = [line | {"question": f"{first + n} + 1?"} for n in range(4)]
+        (data / f"{role}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["-m", "seed=0,3", "task=gsm8k", f"task.path={data.absolute()}"]
+    assert main(words) == 0
+    for env in Path("runs").rglob("env.json"):
+        asked = tasks.load(RunDirectory(env.parent).config().task).data
+        env.write_text(json.dumps({"gpus": [], "data": dict(asked)}))
+    assert main(words) == 0
+    assert sessions() == [1, 1]
+    test = (data / "test.jsonl").read_text()
+    (data / "test.jsonl").write_text(test.replace("9 + 1?", "9 + 2?"))
+    preflight._questions.cache_clear()  # which another command would not have
+    assert main(words) == 0
+    assert sessions() == [1, 1, 1, 1]
+    shutil.rmtree(data)
+    preflight._questions.cache_clear()
+    assert main(words) == 0  # nothing is left to run
     assert sessions() == [1, 1, 1, 1]
 
 

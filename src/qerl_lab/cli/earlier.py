@@ -1,7 +1,7 @@
 """What earlier commands have of a sweep: finished jobs are skipped, stopped ones go on where they lie.
 
-A run is a job's if configuration (as `config/arm.py` tells arms apart), seed and kind of device agree. It is looked for
-in the sweeps of the same name, or in the directory that the command names.
+A run is a job's if configuration (as `config/arm.py` tells arms apart), seed, kind of device and, where they lie in
+files here, questions agree. It is looked for in the sweeps of the same name, or in the directory that the command names.
 """
 
 import copy
@@ -92,7 +92,17 @@ def _is_of(run: RunDirectory, config: RunConfig, is_here: bool) -> bool:
         return False
     if run.status != "done" and settings["gpus"] != str(config.gpus):  # a checkpoint is of so many processes
         return False
-    return device is None or _kind(config, is_here) in (device, None)
+    return (device is None or _kind(config, is_here) in (device, None)) and _asks_the_same(run, config)
+
+
+def _asks_the_same(run: RunDirectory, config: RunConfig) -> bool:
+    """Whether the files of the questions hold what they held when the run began."""
+    try:
+        then = run.environment().get("data") or {}
+        now = preflight.questions(config) if then else {}
+    except ConfigError:  # gone since: nothing else could be run in its place, and a job that is not done says why
+        return True
+    return all(then[key] == now[key] for key in ("training_sha256", "heldout_sha256") if key in then and key in now)
 
 
 def _kind(config: RunConfig, is_here: bool) -> str | None:
