@@ -1,7 +1,8 @@
 """What earlier commands have of a sweep: finished jobs are skipped, stopped ones go on where they lie.
 
-A run is a job's if configuration (as `config/arm.py` tells arms apart), seed, kind of device and, where they lie in
-files here, questions agree. It is looked for in the sweeps of the same name, or in the directory that the command names.
+A run is a job's if configuration (as `config/arm.py` tells arms apart), seed and kind of device agree, and questions
+where they lie in files here. It is looked for in the sweeps of the same name, or in the directory that the command
+names.
 """
 
 import copy
