@@ -26,6 +26,8 @@ from qerl_lab.report.verdicts import Row, Verdict, judge, smallest_as_text
 from qerl_lab.terminal import near
 
 TEMPLATE = Path(__file__).with_name("report.html.j2")
+LONG = re.compile(r"\S{17,}")  # a word that an arm's column does not hold on a phone
+NUMBER = re.compile(r"[-+]?[\d,]+(?:\.(\d+))?")
 BY = {curves.STEP: "by-step", curves.CLOCK: "by-time"}
 
 
@@ -84,13 +86,12 @@ def draw_all(found: Comparison, baseline: str | None) -> dict[str, list[Drawn]]:
             Drawn(f"{curve.name}-{BY[by]}", f"{curve.title}, {curve.label}, {BY[by].replace('-', ' ')}",
                   curves.png(curves.draw(points, curve, by, baseline)))
             for by in BY
-        ] + [_of_paper(figure, paper_curves.ours(arms)) for figure in paper_curves.beside(curve.name, arms)]
+        ] + [_of_paper(figure, paper_curves.caption(figure, arms)) for figure in paper_curves.beside(curve.name, arms)]
         for curve in curves.recorded(points)
     }  # fmt: skip
 
 
-def _of_paper(figure: paper_curves.PaperFigure, ours: str) -> Drawn:
-    caption = f"{figure.about}. Ours above: {ours}. {figure.remark}".strip()
+def _of_paper(figure: paper_curves.PaperFigure, caption: str) -> Drawn:
     return Drawn(figure.name, figure.about, curves.png(paper_curves.draw(figure)), caption)
 
 
@@ -102,7 +103,7 @@ def html(
     measured, lacking = [row for row in rows if row.numbers], [row for row in rows if not row.numbers]
     differ = comparison.what_differs(found)
     environment = Environment(autoescape=True, undefined=StrictUndefined)
-    environment.filters["breakable"] = breakable
+    environment.filters |= {"breakable": breakable, "digits": digits, "filler": filler}
     template = environment.from_string(TEMPLATE.read_text("utf-8"))
     return template.render(
         title=f"{title}: a report of {len(found.records) + len(found.damaged)} runs", command=line,
@@ -118,8 +119,25 @@ def html(
 
 
 def breakable(text: str) -> str:
-    """A cell as HTML, in which a key may go on in the next line after its group and before its value."""
-    return re.sub(r"(?<=[a-z])\.(?=[a-z])|=", r"\g<0><wbr>", escape(text))
+    """A cell as HTML, in which a long key may go on in the next line after its group and before its value."""
+    return LONG.sub(lambda word: re.sub(r"(?<=[a-z])\.(?=[a-z])|=", r"\g<0><wbr>", word[0]), escape(text))
+
+
+def digits(rows: Sequence[Sequence[str]]) -> list[int | None]:
+    """Of each column the most digits after the point; None where it has anything but numbers, and of the first."""
+    found: list[int | None] = [None]
+    for column in list(zip(*rows[1:], strict=True))[1:]:
+        numbers = [NUMBER.fullmatch(cell) for cell in column if cell != "-"]
+        known = [len(number[1] or "") for number in numbers if number]
+        found.append(max(known) if known and all(numbers) else None)
+    return found
+
+
+def filler(cell: str, most: int) -> str:
+    """What a number lacks to have `most` digits after the point: unseen, it puts the points below each other."""
+    whole, point, after = cell.partition(".")
+    missing = ("" if point or not most else ".") + "0" * (most - len(after))
+    return f"<s>{missing}</s>" if missing and whole != "-" else ""
 
 
 def _image(figure: Drawn) -> dict[str, Any]:

@@ -1,9 +1,10 @@
 """Curves of the paper's figures, as they were read off (results/reference/digitized), for panels beside ours.
 
-They are of other models and tasks than most runs: a panel of its own each, with model and task in its title.
+They are of other models than most runs: a panel of its own each, with model and task in its title. Runs on a task of
+the paper's stand beside figures of that task alone; of other tasks it has none, and their captions say so.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 
@@ -17,6 +18,7 @@ from qerl_lab.report.curves import MARKS, STYLE, dress
 
 Lines = tuple[tuple[str, str], ...]  # (column of the file, label)
 GSM8K, PRESUMED, BIGMATH = "GSM8K, DAPO", "GSM8K, GRPO (presumed)", "BigMath, DAPO"
+TASKS = {"gsm8k": "GSM8K", "bigmath": "BigMath"}  # what `task` of a figure begins with, by task.name
 NOISE, SCHEDULE, ON_BIGMATH = "noise", "schedule", "bigmath"  # what arms may differ in besides one key
 FORMATS: tuple[Lines, Lines] = (
     (("NVFP4_LoRA", "NVFP4, LoRA"), ("Float16_LoRA", "BF16, LoRA"), ("Float16_Full", "BF16, all parameters")),
@@ -60,6 +62,10 @@ class PaperFigure:
     def about(self) -> str:
         return f"The paper's {self.number}: {self.model}, {self.task}"
 
+    def is_of(self, tasks: Collection[str]) -> bool:
+        """Whether its task is one of these, or there is none, as of a schedule."""
+        return not self.task.startswith(tuple(TASKS.values())) or self.task.startswith(tuple(tasks))
+
 
 FIGURES = (
     PaperFigure("Figure 4, upper row", "reward", "format.name", "Qwen2.5-7B", GSM8K, "fig04_dapo_7b", FORMATS,
@@ -91,9 +97,9 @@ FIGURES = (
 
 
 def beside(below: str, runs: Sequence[Run]) -> list[PaperFigure]:
-    """The figures that ask of the curve `below` what these arms, a run of each, answer."""
-    asked = _asked(runs)
-    return [figure for figure in FIGURES if figure.below == below and figure.varies in asked]
+    """The figures that ask of the curve `below` what these arms, a run of each, answer; on their task if it has any."""
+    asked, tasks = _asked(runs), _tasks(runs) or set(TASKS.values())
+    return [figure for figure in FIGURES if figure.below == below and figure.varies in asked and figure.is_of(tasks)]
 
 
 def _asked(runs: Sequence[Run]) -> set[str]:
@@ -105,11 +111,18 @@ def _asked(runs: Sequence[Run]) -> set[str]:
     return asked | ({ON_BIGMATH} if "bigmath" in {run.value("task.name") for run in runs} else set())
 
 
-def ours(runs: Sequence[Run]) -> str:
-    """Model, task and algorithm of the arms, in a caption's words."""
+def _tasks(runs: Sequence[Run]) -> set[str]:
+    """Those of the paper's tasks that the arms are of."""
+    return {TASKS[name] for run in runs if (name := run.value("task.name")) in TASKS}
+
+
+def caption(figure: PaperFigure, runs: Sequence[Run]) -> str:
+    """What the figure is of, and what these arms are of, which stand above it."""
+    ours = "Ours above" if figure.is_of(_tasks(runs)) else "Ours above, of another task"
     models = {PurePath(run.value("model.path")).name for run in runs}
     tasks, algorithms = {task_of(run) for run in runs}, {run.value("algorithm.name") for run in runs}
-    return ", ".join("/".join(sorted(names)) for names in (models, tasks, algorithms))
+    named = ", ".join("/".join(sorted(names)) for names in (models, tasks, algorithms))
+    return f"{figure.about}. {ours}: model {named}. {figure.remark}".strip()
 
 
 def read(figure: PaperFigure) -> pd.DataFrame:

@@ -13,7 +13,7 @@ import pytest
 
 from qerl_lab.report.__main__ import main
 from qerl_lab.report.claims import CLAIMS
-from qerl_lab.report.page import breakable, verdict_facts
+from qerl_lab.report.page import breakable, digits, filler, verdict_facts
 from qerl_lab.report.speed_tables import WITHOUT
 from qerl_lab.report.verdicts import Verdict
 from run_directories import make_run
@@ -53,7 +53,7 @@ def test_the_page_is_whole_and_needs_no_network(made: Path, page: str) -> None:
     assert not re.search(r"<script|<link(?! rel=\"icon\" href=\"data:,\")|@import|url\(|https?://", page)
     images = re.findall(r'<img src="([^"]{30})', page)
     figures = sorted(path.name for path in (made / "results/mine/figures").iterdir())
-    assert len(images) == len(figures) == 12 + 6  # the paper's Figures 4 (two), 8 (two), 5 and 14
+    assert len(images) == len(figures) == 12 + 4  # the paper's Figures 4 (two), 8 and 5
     assert all(image.startswith("data:image/png;base64,") for image in images)
     assert {"reward-by-step.png", "reward-by-time.png", "entropy-by-step.png", "sampler_entropy-by-step.png",
             "throughput-by-step.png", "sigma-by-time.png", "paper_fig05_entropy_7b.png"} <= set(figures)  # fmt: skip
@@ -100,6 +100,19 @@ def test_one_is_no_plural_and_what_was_not_measured_is_not_counted() -> None:
 def test_a_key_may_break_where_it_is_read_and_stays_escaped() -> None:
     assert breakable("bf16 (optim.learning_rate=0.5, x<y)") == "bf16 (optim.<wbr>learning_rate=<wbr>0.5, x&lt;y)"
     assert breakable("qwen2.5-7b & 0.83x") == "qwen2.5-7b &amp; 0.83x"
+    assert breakable("nvfp4 lora=dense") == "nvfp4 lora=dense"  # short words stay whole
+
+
+def test_numbers_of_a_column_have_their_points_below_each_other() -> None:
+    rows = [["arm", "tokens/s", "of BF16", "mean"], ["1", "325.7", "-", "0.1 [0.0, 0.2]"], ["2", "2,471", "-", "-"]]
+    assert digits(rows) == [None, 1, None, None]
+    assert [filler(row[1], 1) for row in rows[1:]] == ["", "<s>.0</s>"]
+    assert (filler("-1.5", 3), filler("-", 3), filler("7", 0)) == ("<s>00</s>", "", "")
+
+
+def test_a_cell_of_a_column_of_numbers_stands_at_its_right(page: str) -> None:
+    assert re.search(r'<td class="number">[+-]\d+\.\d\d</td>', page)
+    assert '<th scope="col" class="number">effect size</th>' in page
 
 
 def test_rows_of_one_arm_are_seen_to_belong_together(page: str) -> None:
@@ -129,9 +142,10 @@ def test_the_paper_s_curves_stand_after_ours_and_say_model_and_task(page: str) -
         ours
         < theirs
         < entropy
-        < text.index("<figcaption>The paper's Figure 5: Qwen2.5-7B, GSM8K. Ours above: pocket, ")
+        < text.index("<figcaption>The paper's Figure 5: Qwen2.5-7B, GSM8K. Ours above: model pocket, gsm8k, ")
     )
-    assert text.count("<figcaption>") == 6
+    assert text.count("<figcaption>") == 4
+    assert "BigMath" not in text[text.index('id="curves"') :]  # of another task than these runs
     assert "Below ours stand the figures of the paper" in text
 
 
@@ -157,7 +171,8 @@ def test_results_of_benchmarks_come_with_the_key_and_by_the_page_s_own_line(
     assert page.index("<h3>Memory, as in") < page.index("doubtful</h3>") < page.index("<li>steps.json: ")
     assert "steps.json: train_step, 2026-11-21, NVIDIA H200, torch 2.11.0, commit a753c81." in page
     assert "cut.json is left out: it is no whole result of python -m qerl_lab.bench (JSONDecodeError" in page
-    assert "<td>qwen2.5-7b, nvfp4</td><td>nvfp4</td><td>train_step</td><td>5.9</td><td>0.38</td><td>5.9</td>" in page
+    row = "<td>qwen2.5-7b, nvfp4</td><td>nvfp4</td><td>train_step</td><td>5.9</td><td>0.38</td><td>5.9</td>"
+    assert row in page.replace(' class="number"', "")
     line = "python -m qerl_lab.report results/mine out=results/mine bench=steps.json,cut.json"
     assert f"<pre>{line}</pre>" in page
     assert main(line.split()[3:]) == 0
@@ -184,7 +199,7 @@ def test_without_the_runs_every_file_is_the_same(made: Path, tmp_path: Path, mon
             path.unlink()
     assert main(["results/mine", "out=results/mine"]) == 0
     assert {path: path.read_bytes() for path in sorted(Path("results/mine").rglob("*.*"))} == before
-    assert len(before) == 25
+    assert len(before) == 23
 
 
 def test_where_no_run_finished_the_page_says_so(

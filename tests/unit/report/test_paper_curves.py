@@ -1,6 +1,7 @@
 """The paper's curves beside ours: which figure answers to which arms, and that what is drawn is what was read."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -31,9 +32,9 @@ def arms(**changes: str) -> list[Run]:
     ("changes", "reward", "entropy", "sigma"),
     [
         ({}, [], [], []),
-        ({"format__name": "bf16"}, ["Figure 4, upper row", "Figure 4, lower row"], ["Figure 5", "Figure 14"], []),
-        ({"aqn__schedule": "exponential"}, ["Figure 8", "Figure 8"], [], []),
-        ({"aqn__schedule": "exponential,linear"}, ["Figure 8", "Figure 8", "Figure 9"], [], ["Figure 15"]),
+        ({"format__name": "bf16"}, ["Figure 4, upper row", "Figure 4, lower row"], ["Figure 5"], []),
+        ({"aqn__schedule": "exponential"}, ["Figure 8"], [], []),
+        ({"aqn__schedule": "exponential,linear"}, ["Figure 8", "Figure 9"], [], ["Figure 15"]),
         ({"lora__rank": "32"}, ["Figure 10"], [], []),
         ({"optim__learning_rate": "3e-05"}, ["Figure 16", "Figure 17"], [], []),
         ({"task__name": "bigmath"}, ["Figure 7", "Figure 7", "Figure 13"], [], []),
@@ -80,5 +81,21 @@ def test_the_remark_on_errors_of_the_reading_is_so() -> None:
     assert (grpo["NVFP4_LoRA_leftpanel"], grpo["NVFP4_LoRA_rightpanel"]) == (0.785, 0.490)
 
 
-def test_ours_are_named_by_model_task_and_algorithm() -> None:
-    assert paper_curves.ours(arms(task__name="bigmath")) == "pocket, bigmath/gsm8k, grpo"
+def of_task(task: str, **changes: str) -> list[Run]:
+    return [replace(run, settings={**run.settings, "task.name": task}) for run in arms(**changes)]
+
+
+def test_arms_of_a_task_of_the_paper_stand_beside_figures_of_that_task_alone() -> None:
+    def shown(task: str) -> list[str]:
+        found = paper_curves.beside("reward", of_task(task, aqn__schedule="exponential"))
+        return [f"{figure.model}, {figure.task}" for figure in found if figure.number == "Figure 8"]
+
+    small, large = "Qwen2.5-3B, GSM8K, GRPO (presumed)", "Qwen2.5-7B, BigMath, DAPO"
+    assert (shown("gsm8k"), shown("bigmath"), shown("arithmetic")) == ([small], [large], [small, large])
+
+
+def test_a_caption_says_what_both_are_of_and_whether_ours_are_of_another_task() -> None:
+    figure = paper_curves.FIGURES[2]
+    both, other = paper_curves.caption(figure, arms(task__name="bigmath")), paper_curves.caption(figure, arms())
+    assert both == "The paper's Figure 7: Qwen2.5-7B, BigMath, DAPO. Ours above: model pocket, bigmath/gsm8k, grpo."
+    assert other.endswith("Ours above, of another task: model pocket, gsm8k, grpo.")
