@@ -211,6 +211,10 @@ class RunDirectory:
         """Refuse to go on with other questions than the run began with; `data` is what its task says of them."""
         resume.refuse_other_data(self.environment(), data)
 
+    def refuse_other_device(self, device: str) -> None:
+        """Refuse to go on on `cuda` what began on `cpu`, and the other way round."""
+        resume.refuse_other_device(self.path, self.device_kind(), device)
+
     def last_saved(self) -> int:
         """Return the step of the newest checkpoint, unverified; 0 if there is none."""
         return checkpoint.last_step(self.checkpoints)

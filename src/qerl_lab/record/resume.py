@@ -88,6 +88,18 @@ def refuse_other_data(env: Mapping[str, Any], data: Mapping[str, Any]) -> None:
             )
 
 
+def refuse_other_device(run_dir: Path, began_on: str | None, device: str) -> None:
+    """Raise ConfigError where a run would go on on another kind of device; None is one that has not begun.
+
+    A checkpoint says as much of itself. A run that was killed before its first has answers and steps all the same.
+    """
+    if began_on not in (None, device):
+        raise ConfigError(
+            f"{run_dir} began on {began_on}, and here it would go on on {device}: one record of two computations. "
+            "Resume it where it began, or start a new run."
+        )
+
+
 def _refuse_other_config(run_dir: Path, saved: checkpoint.Saved, cfg: RunConfig) -> None:
     then, now = {**ADDED, **saved.config}, of_run(cfg)
     if then.get("steps") in cfg.extended:  # a checkpoint of before the run was extended

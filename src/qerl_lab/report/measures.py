@@ -40,10 +40,18 @@ def _accuracy(phase: str) -> Callable[[Sequence[Record], Sequence[Record]], Valu
 
 
 def _passes(records: Sequence[Record], controls: Sequence[Record]) -> Values:
-    """pass@k of k samples: whether one of them is right. The record has each question's mean over its samples."""
-    if any(_setting(record, "eval.samples") < 2 for record in records):
+    """pass@k of k samples: whether one of them is right. The record has each question's mean over its samples.
+
+    Raises Unmeasured where a task grades answers as partly right: a mean above 0 does not say then that one was right.
+    """
+    samples = pd.Series({record.run.seed: _setting(record, "eval.samples") for record in records})
+    if (samples < 2).any():
         raise Unmeasured("one sample a question has no pass@k (type eval.samples=2 or more)")
-    return (_accuracy("after")(records, controls) > 0).astype(float)
+    shares = _accuracy("after")(records, controls)
+    right = shares.mul(samples, axis=0)
+    if (right - right.round()).abs().max(axis=None) > 0.01:
+        raise Unmeasured("answers that are partly right: a question's mean does not tell whether one sample was right")
+    return (shares > 0).astype(float).where(shares.notna())
 
 
 def _setting(record: Record, key: str) -> float:

@@ -113,10 +113,10 @@ def build(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> Session:
     on_disk.check_content(cfg)
     on_disk.check(local_folder(cfg.model.path, cfg.model.revision), cfg)  # of one from the hub for the first time
     task = tasks.load(cfg.task)
-    if saved:
-        directory.refuse_other_data(task.data)
+    directory.refuse_other_data(task.data)  # without a checkpoint too: the answers before training may be there
     cut = preflight.cut_questions(cfg, len(task.train), len(task.heldout))
     notes = [] if preflight.has_questions(cfg) else [*task.warnings, *cut]
+    directory.refuse_other_device(device.type)
     learner = policy.build(cfg, device)
     if saved:
         saved.refuse_other_device(*computes_on(learner))

@@ -293,6 +293,21 @@ def test_a_question_is_passed_where_one_sample_is_right(tmp_path: Path) -> None:
     assert measures.LEAST_RISE > 0
 
 
+def test_answers_that_are_partly_right_are_no_pass(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", "bf16", 0, after=[0.0, 0.5, 1.0, 0.2], eval__samples=2)
+    found = read_record(RunDirectory(folder), "run")
+    with pytest.raises(Unmeasured, match="partly right: a question's mean does not tell"):
+        MEASURES["pass_after"].of([found], [found])
+
+
+def test_a_question_that_a_seed_was_not_asked_is_missing_and_not_failed(tmp_path: Path) -> None:
+    runs = [
+        make_run(tmp_path / str(seed), "bf16", seed, before=[1.0] * n, after=[1.0] * n) for seed, n in ((0, 2), (1, 3))
+    ]
+    found = [read_record(RunDirectory(run), run.name) for run in runs]
+    assert MEASURES["pass_after"].of(found, found).isna().sum(axis=1).tolist() == [1, 0]
+
+
 @pytest.mark.parametrize(("measure", "key"), [
     ("pass_after", "eval.samples"), ("answers_mean", "task.answer_reward"),
 ])  # fmt: skip

@@ -1,14 +1,18 @@
 """The engine of a run, from its building to its closing."""
 
+import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from qerl_lab import rollout
+from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.exits import INTERRUPTED, OK
 from qerl_lab.model.policy import Policy
 from qerl_lab.record.directory import RunDirectory
+from qerl_lab.record.environment import Typed
 from qerl_lab.rollout.transformers import TransformersEngine
 from qerl_lab.train import run as run_module
 from qerl_lab.train.stop import Diverged, Interrupted, Stop
@@ -50,3 +54,25 @@ def test_the_engine_is_closed_however_a_run_ends(tiny, tmp_path: Path, monkeypat
         with pytest.raises(FAILURES[ending], match=ending):
             run_module.run(cfg, RunDirectory(tmp_path), Stop())
     assert closed == ["built", "closed"]
+
+
+@pytest.mark.parametrize(
+    ("began", "said"),
+    [
+        (
+            {"gpus": [], "data": {"heldout_questions": 2, "heldout_sha256": "b" * 64}},
+            "the heldout questions are not those that the run began with",
+        ),
+        ({"gpus": [{"name": "a GPU"}]}, "began on cuda, and here it would go on on cpu: one record of two"),
+    ],
+)
+def test_a_run_without_a_checkpoint_goes_on_with_its_questions_on_its_device_or_not_at_all(
+    tiny, tmp_path: Path, monkeypatch, began: dict, said: str
+) -> None:
+    """Killed before its first checkpoint it has answers from before the training, which are not asked for again."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    cfg, directory = tiny(device="auto"), RunDirectory(tmp_path / "run")
+    directory.claim(cfg, Typed("the command"))
+    (directory.path / "env.json").write_text(json.dumps(began))
+    with pytest.raises(ConfigError, match=said):
+        run_module.build(cfg, directory, Stop())
