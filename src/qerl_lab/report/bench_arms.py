@@ -22,6 +22,7 @@ SETTINGS = (
 )  # fmt: skip
 CLOCKS_APART = 0.03
 PHASES = ("rollout", "reward", "sync", "probe", "train")
+VISIBLE = 0.002  # of the longest bar: shorter parts would be in the legend and nowhere else
 
 
 def table(result: Result) -> str:
@@ -177,7 +178,7 @@ def _draw_rollouts(result: Result) -> plt.Figure:
     dress(axes[0, 0], f"rank {shown['rank'].iloc[0]}", "completions at once")
     axes[0, 0].set_ylabel("tokens/s")
     handles, arms = axes[0, 0].get_legend_handles_labels()
-    figure.legend(handles, arms, loc="outside lower left", frameon=False, fontsize=8)
+    figure.legend(handles, arms, loc="outside lower left", frameon=False, fontsize=8, handlelength=3.2)
     if has_base:
         _lines(axes[0, 1], shown, "batch", "of_bf16")
         dress(axes[0, 1], "of stock vLLM, BF16 LoRA", "completions at once")
@@ -207,13 +208,13 @@ def _draw_ranks(axis: Axes, rows: pd.DataFrame, model: str) -> None:
 
 
 def _lines(axis: Axes, rows: pd.DataFrame, x: str, y: str) -> None:
-    """Draw a line an arm: its format's colour, dashed for a baseline; a further arm of one format has another mark."""
+    """Draw a line an arm: its format's colour, dashed for a baseline; a further arm of one format has another mark,
+    and another line, since marks lie on each other where arms are as fast."""
     marks: dict[tuple[str, bool], int] = {}
     for arm, own in rows.groupby("arm", sort=False):
         kind = (own["format"].iloc[0], bool(own["baseline"].iloc[0]))
-        mark = "os^dv"[marks.setdefault(kind, 0) % 5]
-        marks[kind] += 1
-        style = "--" if kind[1] else "-"
+        number = marks[kind] = marks.get(kind, -1) + 1
+        mark, style = "os^dv"[number % 5], "--" if kind[1] else ("-", ":", "-.")[number % 3]
         axis.plot(own[x], own[y], f"{mark}{style}", color=COLORS[kind[0]], label=arm, lw=1.6, ms=4)
     axis.set_xscale("log", base=2)
     ticks = sorted(rows[x].unique())
@@ -224,19 +225,18 @@ def _draw_steps(result: Result) -> plt.Figure:
     """A lying bar of an arm, its name above it: a name may be long."""
     rows = ratios(result, ("rank",))
     figure, axis = plt.subplots(figsize=(7.5, 1.6 + 0.75 * len(rows)), layout="constrained")
-    at, left = range(len(rows)), [0.0] * len(rows)
-    phases = rows.reindex(columns=[f"{phase}_seconds" for phase in PHASES]).fillna(0.0)
-    for phase in PHASES:
-        seconds = phases[f"{phase}_seconds"].tolist()
-        axis.barh(at, seconds, left=left, label=phase, height=0.45)
+    at, left, longest = range(len(rows)), [0.0] * len(rows), rows["step_seconds"].max()
+    parts = rows.reindex(columns=[f"{phase}_seconds" for phase in PHASES]).fillna(0.0).set_axis(PHASES, axis=1)
+    parts["not told apart"] = (rows["step_seconds"] - parts.sum(axis=1)).clip(lower=0.0)
+    for number, (part, seconds) in enumerate(parts.items()):
+        if seconds.max() > VISIBLE * longest:
+            axis.barh(at, seconds, left=left, label=part, height=0.45, color=f"C{number}" if part in PHASES else "0.8")
         left = [before + more for before, more in zip(left, seconds, strict=True)]
-    rest = [max(0.0, whole - known) for whole, known in zip(rows["step_seconds"], left, strict=True)]
-    bars = axis.barh(at, rest, left=left, label="not told apart", height=0.45, color="0.8")
-    axis.bar_label(bars, [f"{seconds:.1f}" for seconds in rows["step_seconds"]], padding=3, fontsize=8)
+    for place, end in zip(at, rows["step_seconds"], strict=True):
+        axis.annotate(f"{end:.1f}", (end, place), (3, 0), textcoords="offset points", fontsize=8, va="center")
     for place, arm in zip(at, rows["arm"], strict=True):
         axis.annotate(arm, (0, place - 0.3), fontsize=7, va="bottom")
-    axis.set(yticks=[], ylim=(len(rows) - 0.6, -0.8), xlabel="seconds of a step")
-    axis.margins(x=0.1)
+    axis.set(yticks=[], ylim=(len(rows) - 0.6, -0.8), xlim=(0, 1.1 * longest), xlabel="seconds of a step")
     axis.grid(alpha=0.25, axis="x")
     axis.set_axisbelow(True)
     axis.spines[["top", "right", "left"]].set_visible(False)

@@ -23,10 +23,10 @@ PANELS = (  # title, y label, (metric, label) of each line
         (("rollout/tokens_per_second", "rollout"), ("step/tokens_per_second", "end to end")),
     ),
 )
-ARM_PANELS = {
-    "reward/mean": "reward",
-    "policy/entropy_nats": "policy entropy, nats per token",
-    "sampler/entropy_nats": "entropy of the noisy sampler, nats per token",
+ARM_PANELS = {  # metric: title, y label
+    "reward/mean": ("Reward", "mean reward of a step"),
+    "policy/entropy_nats": ("Entropy of the trainer's policy", "nats per token"),
+    "sampler/entropy_nats": ("Entropy of the (noisy) sampler", "nats per token"),
 }
 
 
@@ -48,17 +48,17 @@ def save_curves(steps: pd.DataFrame, title: str, path: Path) -> None:
 def save_arms(curves: pd.DataFrame, path: Path) -> None:
     """Reward and entropies of several arms, from `comparison.curves`."""
     logged = set(curves["metric"])  # an engine may have no entropy
-    figure = compare_arms(curves, {metric: label for metric, label in ARM_PANELS.items() if metric in logged})
+    figure = compare_arms(curves, {metric: names for metric, names in ARM_PANELS.items() if metric in logged})
     figure.savefig(path, dpi=130)
     plt.close(figure)
 
 
-def compare_arms(curves: pd.DataFrame, metrics: dict[str, str]) -> Figure:
+def compare_arms(curves: pd.DataFrame, metrics: dict[str, tuple[str, str]]) -> Figure:
     """One panel a metric: of each arm the mean over seeds thick, its interval of 95%, every seed thin. No smoothing.
 
     Args:
         curves: tidy, with the columns run_id, arm, metric, step and value; arms are drawn in its order.
-        metrics: metric name -> label of its axis.
+        metrics: metric name -> title of its panel, label of its axis.
     """
     arms = list(curves["arm"].unique())
     names = [f"{arm} (n={curves.loc[curves['arm'] == arm, 'run_id'].nunique()})" for arm in arms]
@@ -68,13 +68,13 @@ def compare_arms(curves: pd.DataFrame, metrics: dict[str, str]) -> Figure:
     with plt.style.context(STYLE):
         figure, axes = plt.subplots(1, len(metrics), figsize=(width, height), squeeze=False)
         styles = list(plt.rcParams["axes.prop_cycle"])
-        for axis, (metric, label) in zip(axes.flat, metrics.items(), strict=True):
+        for axis, (metric, (title, label)) in zip(axes.flat, metrics.items(), strict=True):
             for n, (arm, name) in enumerate(zip(arms, names, strict=True)):
                 chosen = curves[(curves["arm"] == arm) & (curves["metric"] == metric) & (curves["step"] > 0)]
                 seeds = {run: rows.set_index("step")["value"] for run, rows in chosen.dropna().groupby("run_id")}
                 if seeds:
                     draw_arm(axis, seeds, styles[n % len(styles)], name, common=True)
-            _dress(axis, metric, label)
+            _dress(axis, title, label)
         handles = axes.flat[0].get_legend_handles_labels()
         figure.legend(*handles, loc="outside lower center", ncols=per_row)
     return figure
@@ -112,7 +112,8 @@ def save_entropy(arms: dict[str, tuple[float, float, float]], shares: dict[str, 
 
     Args:
         arms: (mean, low, high) in nats per token, by the arm's name, in the order drawn.
-        shares: of some of these arms the share of each part of the error; below 0 where a part cancels others.
+        shares: of some of these arms the share of each part of the error; below 0 where a part cancels others. A part
+            that is 0 in all of them is not in the legend.
     """
     names = list(arms)
     figure, (left, right) = plt.subplots(
@@ -126,7 +127,7 @@ def save_entropy(arms: dict[str, tuple[float, float, float]], shares: dict[str, 
     left.invert_yaxis()
     for color, part in enumerate(dict.fromkeys(part for of_arm in shares.values() for part in of_arm)):
         for row, name in enumerate(names):
-            if name in shares:
+            if name in shares and shares[name][part]:
                 before = list(shares[name].values())[: list(shares[name]).index(part)]
                 start = sum(value for value in before if value * shares[name][part] > 0)
                 right.barh(row, shares[name][part], left=start, color=f"C{color}", label=part, height=0.6)

@@ -163,6 +163,23 @@ def test_the_figure_of_steps(tmp_path: Path) -> None:
     assert (tmp_path / "step.png").stat().st_size > 10_000
 
 
+def test_the_legend_of_steps_has_the_parts_that_can_be_seen() -> None:
+    told, apart = steps(), steps()
+    told["rows"] = [step("nvfp4", 4.0, probe_seconds=0.0, train_seconds=1.915)]
+    apart["rows"] = [step("bf16_trl", 4.0)]
+    legends = [[text.get_text() for text in bench_arms.figure_of(one).legends[0].get_texts()] for one in (told, apart)]
+    assert legends == [["rollout", "reward", "sync", "train"], ["not told apart"]]
+    plt.close("all")
+
+
+def test_arms_of_one_format_are_told_apart_where_their_marks_are_not() -> None:
+    arms = [("nvfp4", 900.0), ("nvfp4 a=1", 901.0), ("nvfp4 b=1", 902.0)]
+    rows = [row("bf16_stock", 600.0), *(row(arm, speed) for arm, speed in arms)]
+    lines = bench_arms.figure_of(rollouts(rows)).axes[0].lines
+    assert len({(line.get_linestyle(), line.get_color()) for line in lines}) == len(rows)
+    plt.close("all")
+
+
 def test_the_paper_s_ratios_are_those_that_it_printed() -> None:
     """Figure 11 prints 2.1, 2.1, 2.0 (14B) and 2.3, 2.2, 2.2 (32B), to a decimal."""
     assert [round(ratio, 1) for ratio in paper.ratio_by_rank("qwen2.5-14b", "nf4").values()] == [2.1, 2.1, 2.0]

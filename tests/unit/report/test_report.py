@@ -135,7 +135,7 @@ def test_without_sampler_entropy_the_arms_have_no_empty_panel(tmp_path: Path, mo
     row = {"run_id": "a", "arm": "bf16", "step": 1, "value": 0.5}
     curves = pd.DataFrame([row | {"metric": name} for name in ("reward/mean", "policy/entropy_nats", "policy/loss")])
     plots.save_arms(curves, tmp_path / "arms.png")
-    assert titles == ["reward/mean", "policy/entropy_nats"]
+    assert titles == ["Reward", "Entropy of the trainer's policy"]
 
 
 def test_comparing_arms_draws_the_mean_thick_and_each_seed_thin() -> None:
@@ -143,7 +143,7 @@ def test_comparing_arms_draws_the_mean_thick_and_each_seed_thin() -> None:
         {"run_id": f"{arm}{seed}", "arm": arm, "metric": "reward/mean", "step": step, "value": seed + step}
         for arm in ("bf16", "nvfp4") for seed in (0, 1) for step in (0, 1, 2)
     ]  # fmt: skip
-    figure = plots.compare_arms(pd.DataFrame(rows), {"reward/mean": "reward"})
+    figure = plots.compare_arms(pd.DataFrame(rows), {"reward/mean": ("Reward", "reward")})
     (axis,) = figure.axes
     assert [line.get_label() for line in axis.lines if not line.get_label().startswith("_")] == [
         "bf16 (n=2)",
@@ -153,6 +153,17 @@ def test_comparing_arms_draws_the_mean_thick_and_each_seed_thin() -> None:
     mean = next(line for line in axis.lines if line.get_label() == "bf16 (n=2)")
     assert (list(mean.get_xdata()), list(mean.get_ydata())) == ([1, 2], [1.5, 2.5])
     plots.plt.close(figure)
+
+
+def test_a_part_of_the_error_that_no_arm_has_is_not_in_the_legend(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[list[str]] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: told.append(
+        [text.get_text() for legend in figure.legends for text in legend.get_texts()]))  # fmt: skip
+    for method in (0.0, 0.1):
+        shares = {"nvfp4 rtn": {"grid": 0.9, "scale": 0.1, "method": 0.0},
+                  "nvfp4 gptq": {"grid": 0.9, "scale": 0.1 - method, "method": method}}  # fmt: skip
+        plots.save_entropy(dict.fromkeys(shares, (0.1, 0.0, 0.2)), shares, Path("unused.png"))
+    assert told == [["grid", "scale"], ["grid", "scale", "method"]]
 
 
 # --- the terminal
