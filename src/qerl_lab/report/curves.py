@@ -190,4 +190,4 @@ def dress(axis: Axes, label: str, unit: str) -> None:
     axis.xaxis.set_major_locator(MaxNLocator(6, integer=unit in ("step", "stage")))  # there is no step 1.5
     axis.xaxis.set_major_formatter(tick)
     axis.yaxis.set_major_formatter(tick)
-    axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), borderaxespad=0)
+    axis.legend(loc="upper center", bbox_to_anchor=(0.5, 0), borderaxespad=3.7)  # in letters: panels differ in height
