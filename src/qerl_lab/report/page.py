@@ -22,6 +22,7 @@ from qerl_lab.report.arms import FINISHED
 from qerl_lab.report.comparison import Comparison
 from qerl_lab.report.runs import Record
 from qerl_lab.report.speed_tables import Speed
+from qerl_lab.report.table import NONE
 from qerl_lab.report.verdicts import Row, Verdict, judge, smallest_as_text
 from qerl_lab.terminal import near
 
@@ -126,8 +127,9 @@ def breakable(text: str) -> str:
 def digits(rows: Sequence[Sequence[str]]) -> list[int | None]:
     """Of each column the most digits after the point; None where it has anything but numbers, and of the first."""
     found: list[int | None] = [None]
-    for column in list(zip(*rows[1:], strict=True))[1:]:
-        numbers = [NUMBER.fullmatch(cell) for cell in column if cell != "-"]
+    columns = list(zip(*rows[1:], strict=True)) or [()] * len(rows[0])
+    for column in columns[1:]:
+        numbers = [NUMBER.fullmatch(cell) for cell in column if cell != NONE]
         known = [len(number[1] or "") for number in numbers if number]
         found.append(max(known) if known and all(numbers) else None)
     return found
@@ -137,7 +139,7 @@ def filler(cell: str, most: int) -> str:
     """What a number lacks to have `most` digits after the point: unseen, it puts the points below each other."""
     whole, point, after = cell.partition(".")
     missing = ("" if point or not most else ".") + "0" * (most - len(after))
-    return f"<s>{missing}</s>" if missing and whole != "-" else ""
+    return f"<s>{missing}</s>" if missing and whole != NONE else ""
 
 
 def _image(figure: Drawn) -> dict[str, Any]:

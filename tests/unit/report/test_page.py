@@ -106,6 +106,7 @@ def test_a_key_may_break_where_it_is_read_and_stays_escaped() -> None:
 def test_numbers_of_a_column_have_their_points_below_each_other() -> None:
     rows = [["arm", "tokens/s", "of BF16", "mean"], ["1", "325.7", "-", "0.1 [0.0, 0.2]"], ["2", "2,471", "-", "-"]]
     assert digits(rows) == [None, 1, None, None]
+    assert digits(rows[:1]) == [None] * 4
     assert [filler(row[1], 1) for row in rows[1:]] == ["", "<s>.0</s>"]
     assert (filler("-1.5", 3), filler("-", 3), filler("7", 0)) == ("<s>00</s>", "", "")
 
