@@ -80,6 +80,10 @@ def check_directory(run_dir: Path) -> None:
 def _check_device(cfg: RunConfig) -> None:
     if cfg.device == "cuda" and not has_gpu():
         raise ConfigError("device=cuda was given, and this machine shows no GPU. Type device=cpu, or device=auto.")
+    if cfg.gpus > 1 and cfg.device != "cpu" and not has_gpu():
+        raise ConfigError(
+            f"gpus={cfg.gpus}, and this machine shows none. Type gpus=1, or device=cpu for processes on the CPU."
+        )
     names = visible_gpus() if cfg.device != "cpu" and has_gpu() else None
     if names is not None and cfg.gpus > len(names):
         raise ConfigError(f"gpus={cfg.gpus}, and this machine shows {len(names)}. Type gpus={len(names)} or less.")

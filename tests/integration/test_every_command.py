@@ -91,7 +91,7 @@ def test_a_wrong_word_is_2_and_one_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "given"), [("", "nothing"), ("nowhere", "nowhere"), (". one", ". one"), (". 1 2", ". 1 2")]
+    ("words", "given"), [("", "nothing"), ("nowhere", "nowhere"), (".", "."), (". one", ". one"), (". 1 2", ". 1 2")]
 )
 def test_a_run_s_process_says_what_it_is_started_with(words: str, given: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "qerl_lab.train", *words.split()]

@@ -104,6 +104,7 @@ def refused(line: str, capsys: pytest.CaptureFixture[str]) -> str:
         ("run_dir=file/under", ["file is a file", "run_dir=DIR"]),
         (f"run_dir={'x' * 300}", ["over 255 bytes"]),
         ("device=cuda", ["device=cuda", "shows no GPU", "Type device=cpu"]),
+        ("gpus=2", ["gpus=2, and this machine shows none", "Type gpus=1, or device=cpu"]),
         ("cpu_threads=1024", ["cpu_threads=1024 is more than the", "cores of this machine"]),
         ("optim=adamw_8bit", ["optim.name=adamw_8bit needs a GPU", "Type optim=adamw"]),
         ("model.attention=flash_attention_2", ["needs a GPU", "Type model.attention=sdpa"]),

@@ -163,6 +163,7 @@ def _loader(config_dir: str | None) -> Iterator[ConfigLoader]:
 def _single_plan(cfg: DictConfig, loader: ConfigLoader) -> Plan:
     config, words = _checked_job(cfg, loader)
     intent.refuse_of_sweeps(words)
+    intent.refuse_directory_of(cfg.hydra.overrides.hydra, "hydra.sweep.", "a sweep, and this command runs one job")
     intent.check_all_act([(config, words)])
     HydraConfig.instance().set_config(cfg)
     run_dir = Path(config.run_dir or str(cfg.hydra.run.dir)).expanduser().absolute()
@@ -172,6 +173,7 @@ def _single_plan(cfg: DictConfig, loader: ConfigLoader) -> Plan:
 
 
 def _sweep_plan(master: DictConfig, loader: ConfigLoader) -> Plan:
+    intent.refuse_directory_of(master.hydra.overrides.hydra, "hydra.run.", "a single run, and this command is a sweep")
     directory, jobs = Path(str(master.hydra.sweep.dir)).expanduser().absolute(), []
     for number, overrides in enumerate(_expand(master, loader)):
         try:

@@ -13,7 +13,7 @@ from qerl_lab.cli.one_process import refuse_several
 from qerl_lab.config.arm import leaves
 from qerl_lab.config.keys import TEXT, has_type, type_words, typed, unknown_key, wrong_type
 from qerl_lab.config.option import ConfigError, bounds_in_words, check_bounds, did_you_mean
-from qerl_lab.config.spelling import as_text, readable
+from qerl_lab.config.spelling import as_text, in_double_quotes, readable
 from qerl_lab.exits import OK, Main, command
 
 if TYPE_CHECKING:
@@ -137,13 +137,15 @@ def not_a_flag(word: str, keys: Mapping[str, str], flags: Sequence[str]) -> Conf
     return ConfigError(f"{word} is not a flag; keys take no dashes.{hint or ' Type --help for what may be typed.'}")
 
 
-def unreadable(word: str, keys: Collection[str]) -> ConfigError:
-    """Make the error for a word outside of Hydra's grammar, or without a value."""
+def unreadable(word: str, keys: Mapping[str, Any]) -> ConfigError:
+    """Make the error for a word outside of Hydra's grammar, or without a value; `keys` has the type of each."""
     if word in keys:
         return ConfigError(f"{word} has no value. Type {word}=VALUE.")
+    key, sign, value = word.partition("=")
+    one = f" As one value that is {in_double_quotes(key, value)}." if sign and keys.get(key.lstrip("+")) in TEXT else ""
     return ConfigError(
         f"{typed(word)} cannot be read. Type KEY=VALUE, and put a value that has one of , = ( ) [ ] {{ }} "
-        f"or spaces in it between quotes, inside the shell's: \"KEY='a, b'\"."
+        f"or spaces in it between quotes, inside the shell's: \"KEY='a, b'\".{one}"
     )
 
 

@@ -181,6 +181,16 @@ def refuse_of_sweeps(words: Mapping[str, str]) -> None:
             raise ConfigError(f"{key}={words[key]} is of a sweep, and this command runs one job. Leave {key} out.")
 
 
+def refuse_directory_of(lines: Sequence[str], key: str, what: str) -> None:
+    """Raise ConfigError for a directory of the other kind of command, which would lie somewhere else unsaid."""
+    for line in lines:
+        if line.lstrip("+").startswith(key):
+            raise ConfigError(
+                f"{line} is of {what}. Leave it out; the directory of a run is run_dir=DIR, that of a sweep "
+                "hydra.sweep.dir=DIR."
+            )
+
+
 def refuse_several_of_sweep(configs: Sequence[RunConfig]) -> None:
     """Raise ConfigError where the jobs of a sweep disagree on how it runs, or would take a server from each other."""
     for key in OF_SWEEPS:

@@ -123,7 +123,7 @@ def explain(error: Exception) -> str:
         case OverrideParseException() if error.override in choices_of("experiment"):
             return f"{error.override} cannot be read as KEY=VALUE. Type +experiment={error.override}."
         case OverrideParseException():
-            return str(unreadable(error.override, (*schema(), *groups())))
+            return str(unreadable(error.override, dict(schema()) | dict.fromkeys(groups())))
         case MissingConfigException() if error.missing_cfg_file and error.options:
             group, _, option = str(error.missing_cfg_file).rpartition("/")
             hint = did_you_mean(option, list(error.options))

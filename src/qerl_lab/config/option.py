@@ -30,7 +30,7 @@ def option(
     """
     metadata = {
         "help": help, "choices": choices, "at_least": at_least, "above": above, "at_most": at_most, "only": only,
-        "unit": unit,
+        "unit": unit, "default": default,
     }  # fmt: skip
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)
@@ -75,15 +75,20 @@ def _check_item(given: str, spelling: str, bounds: Any, value: Any) -> None:
     def example(text: Any) -> str:
         return f" Type for example {spelling.format(text)}."
 
+    def usual(other: float) -> float:
+        """The default, where it is a number."""
+        default = bounds.get("default")
+        return default if isinstance(default, int | float) else other
+
     if (choices := bounds.get("choices")) and value not in choices:
         # YAML reads an unquoted off as false, which arrives here as the text "False".
         quote = ' In a YAML file write "off" with its quotes.' if value == "False" and "off" in choices else ""
         refuse(", ".join(choices), quote or did_you_mean(value, list(choices)) or example(choices[0]))
     if isinstance(value, float) and not math.isfinite(value):
-        refuse("a finite number", example(1.0))
+        refuse("a finite number", example(usual(1.0)))
     if (low := bounds.get("at_least")) is not None and value < low:
         refuse(f"at least {spelled_number(low)}", example(spelled_number(low)))
     if (low := bounds.get("above")) is not None and value <= low:
-        refuse(f"above {spelled_number(low)}", example(spelled_number(low + (bounds.get("at_most") or 1))))
+        refuse(f"above {spelled_number(low)}", example(spelled_number(usual(low + (bounds.get("at_most") or 1)))))
     if (high := bounds.get("at_most")) is not None and value > high:
         refuse(f"at most {spelled_number(high)}", example(spelled_number(high)))

@@ -21,7 +21,8 @@ def readable(override: str) -> str:
         text = found[0]
         return quoted(text) if text[0] not in "'\"" and "\\" not in text and _FOREIGN.search(text) else text
 
-    return override if "${" in value else key + sign + _PARTS.sub(part, value)
+    is_open = set("'\"") & set(_PARTS.sub("", value))  # a quote without its partner: nothing here can be told apart
+    return override if "${" in value or is_open else key + sign + _PARTS.sub(part, value)
 
 
 def as_text(value: str) -> str:
@@ -51,6 +52,11 @@ def word(key: str, value: str) -> str:
 def shell_word(key: str, value: str | Path) -> str:
     """The same word as it is typed into a shell."""
     return shlex.quote(word(key, str(value)))
+
+
+def in_double_quotes(key: str, value: str) -> str:
+    """`shell_word` as people type it, "KEY='a b'", unless the shell would read something in it."""
+    return shell_word(key, value) if set(value) & set('"$`\\!') else f'"{word(key, value)}"'
 
 
 def resume_word(path: str | Path) -> str:

@@ -68,10 +68,11 @@ def is_told_in_a_line(error: Exception) -> bool:
 def read(words: list[str]) -> tuple[RunDirectory, int]:
     """RUN_DIR and PARENT, by default whoever started this. Raises ConfigError for other words."""
     path, parent = (*words, str(os.getppid()))[:2] if words else ("", "")
-    if len(words) not in (1, 2) or not parent.isdecimal() or not Path(path).is_dir():
+    if len(words) not in (1, 2) or not parent.isdecimal() or not RunDirectory(Path(path)).is_claimed:
         raise ConfigError(
-            f"python -m qerl_lab.train takes RUN_DIR, a run's directory, and maybe PARENT, the id of a process; "
-            f"{' '.join(words) or 'nothing'} was given. Type python -m qerl_lab resume=RUN_DIR, which starts it."
+            "python -m qerl_lab.train takes RUN_DIR, a directory with resolved.yaml, and maybe PARENT, the id of a "
+            f"process; {' '.join(words) or 'nothing'} was given. "
+            "Type python -m qerl_lab resume=RUN_DIR, which starts it."
         )
     return RunDirectory(Path(path)), int(parent)
 
