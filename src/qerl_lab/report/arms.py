@@ -13,6 +13,8 @@ from typing import Any
 import yaml
 
 from qerl_lab.config.arm import acting, by_content, completed, is_of_arm
+from qerl_lab.config.choices import choice_with
+from qerl_lab.config.schema import RunConfig
 from qerl_lab.config.task import part_of
 
 FINISHED = "finished"
@@ -20,6 +22,8 @@ PLACE, CONTENT = "model.path", "model.hash"
 QUESTIONS = "task.path"
 ABSENT = "(absent)"  # what stands for a setting that a run lacks
 TASK = "task.name"
+NO_EXPERIMENT = RunConfig().experiment
+CHOICES = ("algorithm", "aqn")  # groups of conf/ whose choices set several keys at once
 LONGEST = 48  # characters of a value in a label; the pocket's longest path has 41
 Arm = tuple[tuple[str, str], ...]  # the settings that make it, sorted
 
@@ -136,15 +140,16 @@ def _idle(runs: Sequence[Run]) -> str | None:
 
 
 def labels(runs: Sequence[Run]) -> dict[Arm, str]:
-    """A label for each arm: its experiment, and each setting that the experiment's name does not tell.
+    """A label for each arm: its experiment if it has one, and each setting that the experiment's name does not tell.
 
     A setting that more than half of the arms share, which do not declare it, goes without saying. So does one of a
-    task that its name tells, as its instruction. Long values are shortened.
+    task that its name tells, as its instruction. Long values are shortened, and settings that a choice of `CHOICES`
+    stands for are that choice.
     """
     arms = {run.arm: run for run in runs}
     shown: dict[Arm, list[str]] = {arm: [] for arm in arms}
-    told = told_by_task([run.settings for run in runs])
-    for key in (key for key in differing(runs) if key not in told):
+    told, differ = told_by_task([run.settings for run in runs]), differing(runs)
+    for key in (key for key in differ if key not in told):
         undeclared = Counter(run.value(key) for run in arms.values() if key not in run.declared)
         usual = next((value for value, count in undeclared.items() if 2 * count > undeclared.total()), None)
         for arm, run in arms.items():
@@ -153,9 +158,25 @@ def labels(runs: Sequence[Run]) -> dict[Arm, str]:
             else:
                 named = run.value(key) != usual
             if named:
-                shown[arm].append(spelled(key, run.value(key)))
-    names = {arm: " = ".join(sorted({run.experiment for run in runs if run.arm == arm})) for arm in arms}
-    return {arm: f"{names[arm]} ({', '.join(keys)})" if keys else names[arm] for arm, keys in shown.items()}
+                shown[arm].append(key)
+    called = {arm: {run.experiment for run in runs if run.arm == arm} for arm in arms}
+    return {arm: _label(called[arm], _words(run, shown[arm], differ)) for arm, run in arms.items()}
+
+
+def _label(experiments: set[str], words: Sequence[str]) -> str:
+    name, settings = " = ".join(sorted(experiments - {NO_EXPERIMENT})), ", ".join(words)
+    return f"{name} ({settings})" if name and settings else name or settings or NO_EXPERIMENT
+
+
+def _words(run: Run, keys: Sequence[str], differ: Sequence[str]) -> list[str]:
+    """The settings of `keys` as they are typed: a group's by its choice, where its choice tells all that differs."""
+    words = {key: spelled(key, run.value(key)) for key in keys}
+    for group in CHOICES:
+        own = [key for key in keys if key.startswith(f"{group}.")]
+        also = [key for key in differ if key.startswith(f"{group}.")]
+        if own and (choice := choice_with(group, run.settings, also)):
+            words = {key: word for key, word in words.items() if key not in own} | {own[0]: f"{group}={choice}"}
+    return [words[key] for key in sorted(words)]
 
 
 def told_by_task(settings: Sequence[Mapping[str, str]]) -> set[str]:

@@ -41,21 +41,54 @@ def test_the_arms_of_the_lab_are_called_by_their_names() -> None:
 def test_a_key_that_was_changed_makes_another_arm_and_is_in_its_name() -> None:
     plain, cosine = run("nvfp4"), run("nvfp4", aqn__schedule="cosine")
     assert plain.arm != cosine.arm
-    assert named(plain, cosine) == ["nvfp4 (aqn.schedule=off)", "nvfp4 (aqn.schedule=cosine)"]
+    assert named(plain, cosine) == ["nvfp4 (aqn=off)", "nvfp4 (aqn=cosine)"]
     assert named(run("bf16"), cosine, run("nvfp4_aqn")) == [
-        "bf16 (aqn.schedule=off)", "nvfp4 (aqn.schedule=cosine)", "nvfp4_aqn",
+        "bf16 (aqn=off)", "nvfp4 (aqn=cosine)", "nvfp4_aqn",
     ]  # fmt: skip
+
+
+def test_settings_of_one_choice_are_called_by_it() -> None:
+    dapo = {"name": "dapo", "mask_truncated": True, "dynamic_sampling": True, "overlong_buffer_tokens": None}
+    gspo = {"name": "gspo", "epsilon_low": 3e-4, "epsilon_high": 4e-4}
+    grpo, whole, qerl, ratio, other = (
+        run("adhoc", **{f"algorithm__{key}": value for key, value in own.items()})
+        for own in (
+            {},
+            dapo,
+            dapo | {"dynamic_sampling": False, "overlong_buffer_tokens": 0},
+            gspo,
+            gspo | {"beta": 0.1},
+        )
+    )
+    assert named(grpo, whole, qerl, ratio) == [
+        "algorithm=grpo", "algorithm=dapo", "algorithm=dapo_qerl", "algorithm=gspo",
+    ]  # fmt: skip
+    assert named(grpo, other) == [
+        "algorithm=grpo",
+        "algorithm.beta=0.1, algorithm.epsilon_high=0.0004, algorithm.epsilon_low=0.0003, algorithm.name=gspo",
+    ]
+    assert named(ratio, other) == ["algorithm=gspo", "algorithm.beta=0.1"]
+
+
+def test_noise_is_called_by_its_choice_where_that_tells_all() -> None:
+    off, falls = run("adhoc"), "exponential"
+    kl, linear = run("adhoc", aqn__schedule=falls, aqn__unit="kl"), run("adhoc", aqn__schedule="linear")
+    every = [off, kl, run("adhoc", aqn__schedule=falls), linear]
+    assert named(*every) == ["aqn=off", "aqn=kl", "aqn=exponential", "aqn=linear"]
+    assert named(off, run("adhoc", aqn__schedule=falls, aqn__relative=True)) == ["aqn=off", "aqn=relative"]
+    strong = run("adhoc", aqn__schedule=falls, aqn__sigma_start=0.2)
+    assert named(off, strong) == ["aqn=off", "aqn.schedule=exponential, aqn.sigma_start=0.2"]
 
 
 def test_what_most_arms_share_goes_without_saying() -> None:
     assert named(run("bf16"), run("nvfp4"), run("nvfp4", aqn__schedule="cosine", steps=7), run("nvfp4_aqn")) == [
-        "bf16", "nvfp4", "nvfp4 (aqn.schedule=cosine, steps=7)", "nvfp4_aqn",
+        "bf16", "nvfp4", "nvfp4 (aqn=cosine, steps=7)", "nvfp4_aqn",
     ]  # fmt: skip
 
 
 def test_a_key_that_an_experiment_declares_is_named_where_its_namesakes_differ_in_it() -> None:
     assert named(run("bf16"), run("nvfp4_aqn"), run("nvfp4_aqn", aqn__schedule="linear")) == [
-        "bf16", "nvfp4_aqn (aqn.schedule=exponential)", "nvfp4_aqn (aqn.schedule=linear)",
+        "bf16", "nvfp4_aqn (aqn=exponential)", "nvfp4_aqn (aqn=linear)",
     ]  # fmt: skip
 
 
@@ -148,7 +181,7 @@ def test_packing_that_a_device_does_not_do_makes_no_arm() -> None:
 def test_a_run_of_another_version_lacks_a_key_and_is_another_arm() -> None:
     values = {key: value for key, value in BASE.items() if key != "aqn.norms"}
     old = run_from(values, name="old", status=FINISHED, ended=0.0, code="c0", metrics=[])
-    assert named(old, run("adhoc"))[0] == "adhoc (aqn.norms=(absent))"
+    assert named(old, run("adhoc"))[0] == "aqn.norms=(absent)"
 
 
 def test_two_models_under_one_path_are_two_arms_by_their_hashes() -> None:
@@ -183,7 +216,7 @@ def test_a_run_of_before_the_hash_is_another_arm_where_its_model_may_be_another(
     if content == "None":
         assert named(old, new) == ["adhoc", "adhoc"]
     else:
-        assert named(old, new) == ["adhoc (model.hash=(absent))", f"adhoc (model.hash={content})"]
+        assert named(old, new) == ["model.hash=(absent)", f"model.hash={content}"]
 
 
 def test_of_a_repeated_run_the_newest_finished_one_counts() -> None:

@@ -46,7 +46,7 @@ def test_configurations_are_told_apart_whatever_their_label(here: Path) -> None:
         make_run(here / "runs" / f"nvfp4-{rate}", "nvfp4", 0, optim__learning_rate=rate)
     make_run(here / "runs" / "cosine", "nvfp4", 0, aqn__schedule="cosine", optim__learning_rate=0.1)
     assert list(comparison.read([here / "runs"]).arms) == [
-        "nvfp4 (aqn.schedule=cosine)",
+        "nvfp4 (aqn=cosine)",
         "nvfp4 (optim.learning_rate=0.01)",
         "nvfp4",  # what most of them share goes without saying; the command prints it
     ]

@@ -66,7 +66,7 @@ def test_other_settings_are_another_arm_whatever_the_label(uri: str, experiment:
     _, runs, left_out = frames.find(uri, experiment)
     counted, not_counted = choose(list(runs))
     assert Counter(labels(counted)[run.arm] for run in counted) == {
-        "nvfp4 (aqn.schedule=cosine)": 2, "nvfp4 (aqn.schedule=off)": 2
+        "nvfp4 (aqn=cosine)": 2, "nvfp4 (aqn=off)": 2
     }  # fmt: skip
     assert left_out == not_counted == []
 

@@ -99,7 +99,7 @@ def test_only_arms_of_table_1_stand_beside_its_numbers(sweep: Path, capsys: pyte
     make_run(sweep / "kl", "nvfp4_aqn", 0, aqn__unit="kl", **ON_GSM8K)
     assert main(["verdicts", "runs"]) == exits.OK
     table = capsys.readouterr().out.partition("as in Table 1")[2]
-    for other in ("temperature=1.5", "entropy_coef=0.1", "unit=kl"):
+    for other in ("temperature=1.5", "entropy_coef=0.1", "aqn=kl"):
         assert line_of(table, other).endswith(" - - -")
     assert [line.split()[0] for line in table.splitlines() if "0.761" in line] == ["bf16"]
 
