@@ -58,7 +58,7 @@ def ask(
 
 @dataclass(frozen=True)
 class Evaluation:
-    """`rows`: one row a question (id, answer, accuracy, format, tokens: means over its samples; and one sample)."""
+    """`rows`: one row a question (id, answer; means over samples: accuracy, format, tokens, truncated; one sample)."""
 
     rows: pd.DataFrame
     entropy: float | None
@@ -70,6 +70,7 @@ class Evaluation:
             f"{prefix}accuracy": float(self.rows["accuracy"].mean()),
             f"{prefix}format": float(self.rows["format"].mean()),
             f"{prefix}completion_tokens": float(self.rows["tokens"].mean()),
+            f"{prefix}truncated_fraction": float(self.rows["truncated"].mean()),
         } | entropy
 
 
@@ -86,7 +87,8 @@ def evaluate(
     sampling = Sampling(*how, first=part.start)
     found = ask(engine, policy, task, asked, samples, sampling, on_done)
     shape = len(asked), samples
-    means = {name: found.rows[name].to_numpy(float).reshape(shape).mean(1) for name in ("accuracy", "format", "tokens")}
+    measured = ("accuracy", "format", "tokens", "truncated")
+    means = {name: found.rows[name].to_numpy(float).reshape(shape).mean(1) for name in measured}
     first = found.rows[found.rows["draw"] == 0]
     rows = {"id": first["id"], "answer": first["answer"], **means, "sample": first["completion"]}
     return Evaluation(pd.DataFrame(rows).reset_index(drop=True), found.entropy)

@@ -184,6 +184,9 @@ METRICS: dict[str, Metric] = {
     "eval/gain_high": Metric("fraction", "upper end of the 95% interval of eval/gain over the questions"),
     "eval/format": Metric("fraction", "held-out completions in the asked format"),
     "eval/completion_tokens": Metric("tokens", "mean length of a held-out completion"),
+    "eval/truncated_fraction": Metric(
+        "fraction", "held-out completions cut at max_completion_tokens; they are graded as they are, so mostly wrong"
+    ),
     "eval/entropy_nats": Metric(
         "nats",
         "mean entropy of the policy over the tokens of the held-out completions, at eval.temperature (the other "
@@ -194,6 +197,7 @@ METRICS: dict[str, Metric] = {
     ),
     "eval/subset_format": Metric("fraction", "completions of these in the asked format"),
     "eval/subset_completion_tokens": Metric("tokens", "mean length of a completion of these"),
+    "eval/subset_truncated_fraction": Metric("fraction", "as eval/truncated_fraction, of these"),
     "eval/subset_entropy_nats": Metric("nats", "as eval/entropy_nats, over the completions of these"),
 }  # fmt: skip
 

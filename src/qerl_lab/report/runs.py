@@ -220,7 +220,16 @@ def summarize(run: RunDirectory, seconds: float) -> dict[str, Any]:
 
     Entropy first and last are means over the first and the last tenth of the steps (one step is noisy).
     """
-    return _headline(read_steps(run), run.evaluations(), seconds)
+    phases = run.evaluations()
+    return _headline(read_steps(run), phases, seconds) | _truncated(phases)
+
+
+def _truncated(phases: Mapping[str, pd.DataFrame]) -> dict[str, float]:
+    """The shares of held-out completions that were cut; nothing of an older record, which has none."""
+    return {
+        f"truncated_{phase}": float(phases[phase]["truncated"].mean())
+        for phase in ("before", "after") if phase in phases and "truncated" in phases[phase]
+    }  # fmt: skip
 
 
 def _headline(steps: pd.DataFrame, phases: Mapping[str, pd.DataFrame], seconds: float) -> dict[str, Any]:

@@ -22,6 +22,9 @@ def closing(result: dict[str, Any]) -> str:
                 f"{result['accuracy_gain']:+.3f} {between(low, high)}, {result['questions']} questions, this seed",
             ),
         ]
+    cut = [result.get(f"truncated_{phase}", 0.0) for phase in ("before", "after")]
+    if any(cut):
+        rows.append(("  cut at the token limit", f"{cut[0]:.1%} -> {cut[1]:.1%} of the answers"))
     shares = ", ".join(f"{result[f'share_{name}']:.0%} {name}" for name in ("rollout", "train", "sync"))
     end_to_end, rollout = result["tokens_per_second"], result["rollout_tokens_per_second"]
     rows += [

@@ -103,6 +103,22 @@ def test_every_sample_is_graded_against_its_own_question(policy, tiny) -> None:
     assert rows["tokens"].tolist() == [sum(len(policy.tokenizer(t)["input_ids"]) for t in g) / 2 for g in texts]
 
 
+def test_completions_that_were_cut_are_graded_and_counted(policy, tiny) -> None:
+    """A right answer before the cut is right. How many were cut stands beside the accuracy."""
+
+    class Cut(Scripted):
+        def generate(self, *args: Any) -> Rollout:
+            return replace(super().generate(*args), finish_reasons_P_G=[["stop", "length"], ["length", "length"]])
+
+    cfg = tiny(eval__questions=2, eval__samples=2)
+    task = tasks.load(cfg.task)
+    first, second = (f"<answer>{question.answer}</answer>" for question in task.heldout[:2])
+    found = evaluate(Cut(policy, [[first, first], ["<think>", second]]), policy, task, cfg, range(2), 2)
+    assert found.rows["truncated"].tolist() == [0.5, 1.0]
+    assert found.metrics()["eval/truncated_fraction"] == 0.75
+    assert found.metrics()["eval/accuracy"] == 0.75
+
+
 def test_an_engine_without_entropy_leaves_that_metric_out(policy, tiny) -> None:
     cfg = tiny()
     with_it, without = (

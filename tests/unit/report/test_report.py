@@ -91,6 +91,13 @@ def test_the_closing_table_says_the_numbers(run_dir: Path) -> None:
         "25% rollout, 50% train, 5% sync; 47 s in all", "1.20 GiB peak resident",
     ):  # fmt: skip
         assert part in text
+    assert "cut at" not in text
+    phases = RunDirectory(run_dir).evaluations()
+    RunDirectory(run_dir).write_evaluations(
+        {phase: rows.assign(truncated=[0.5, 0.0, 0.0, 0.0]) for phase, rows in phases.items()}
+    )
+    told = tables.closing(runs.summarize(RunDirectory(run_dir), seconds=47.0))
+    assert "cut at the token limit  12.5% -> 12.5% of the answers" in told
 
 
 # --- figures

@@ -36,8 +36,8 @@ PROMISED = {
     "seconds": "rollout resample reward train sync probe",
     "noise": "sigma std_observed kl_target kl_solved probes kl_nats",
     "memory": "rss_gib gpu_peak_gib",
-    "eval": "accuracy gain gain_low gain_high format completion_tokens entropy_nats "
-    "subset_accuracy subset_format subset_completion_tokens subset_entropy_nats",
+    "eval": "accuracy gain gain_low gain_high format completion_tokens truncated_fraction entropy_nats "
+    "subset_accuracy subset_format subset_completion_tokens subset_truncated_fraction subset_entropy_nats",
 }
 
 

@@ -79,7 +79,8 @@ def test_the_same_first_questions_are_asked_every_time(watched: Path) -> None:
         assert phase == f"step {step}"
         assert rows["id"].tolist() == phases["before"]["id"].tolist()[:6]
         assert set(metrics) == {
-            f"{SUBSET}{name}" for name in ("accuracy", "format", "completion_tokens", "entropy_nats")
+            f"{SUBSET}{name}"
+            for name in ("accuracy", "format", "completion_tokens", "truncated_fraction", "entropy_nats")
         }
         assert metrics[f"{SUBSET}accuracy"] == rows["accuracy"].mean()
         assert (2 * rows["accuracy"] % 1 == 0).all(), "two samples a question"
