@@ -127,6 +127,7 @@ def read_record(run: RunDirectory, name: str) -> Record:
     if found.status != FINISHED:
         return Record(found, origin=_origin(began))
     check_steps({line["step"] for line in lines}, int(values["steps"]), "metrics.jsonl")
+    _check_once(lines)
     phases = {}
     if values["eval.questions"] != "0":
         check_phases(phases := run.evaluations())
@@ -204,6 +205,17 @@ def check_steps(found: Collection[int], steps: int, where: str) -> None:
     missing = sorted(set(range(1, steps + 1)) - set(found))
     if missing:
         raise ValueError(f"{where} lacks {len(missing)} of {steps} steps, the first of them {missing[0]}")
+
+
+def _check_once(lines: Sequence[MetricsLine]) -> None:
+    """Raise ValueError where a step was trained twice: a resumed run cuts what it trains again, two processes do not.
+
+    Where a file system has no locks nothing else tells that two wrote here, and which of their lines belong together.
+    """
+    trained = Counter(line["step"] for line in lines if "step/seconds" in line["metrics"])
+    twice = sorted(step for step, times in trained.items() if times > 1)
+    if twice:
+        raise ValueError(f"metrics.jsonl has {len(twice)} steps more than once, the first of them {twice[0]}")
 
 
 def check_phases(phases: Mapping[str, pd.DataFrame]) -> None:

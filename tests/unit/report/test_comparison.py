@@ -111,6 +111,16 @@ def test_a_hole_in_the_metrics_is_damage(here: Path) -> None:
     ]
 
 
+def test_a_step_that_two_processes_recorded_is_damage(here: Path) -> None:
+    make_run(here / "runs" / "sound", "bf16", 0)
+    run = make_run(here / "runs" / "mixed", "bf16", 1)
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join([*lines[:3], lines[2].replace("0.5", "0.25"), *lines[3:]]))
+    assert comparison.read([here / "runs"]).left_out == [
+        "runs/mixed: damaged (metrics.jsonl has 1 steps more than once, the first of them 3)"
+    ]
+
+
 def test_a_run_that_is_given_twice_is_one_run(sweep: Path) -> None:
     assert len(comparison.read([sweep, sweep / "bf16-0", sweep / ".." / "sweep"]).found) == 6
 
