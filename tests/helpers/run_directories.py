@@ -37,6 +37,7 @@ def config(experiment: str, seed: int, **changes: Any) -> RunConfig:
     values |= {"experiment": experiment, "differs_in": DECLARED[experiment], "seed": seed, "steps": STEPS}
     values["format"]["name"] = experiment.partition("_")[0]
     values["aqn"]["schedule"] = "exponential" if experiment.endswith("_aqn") else "off"
+    values["eval"]["samples"] = 4  # the default accuracies are quarters
     for name, value in changes.items():
         *groups, key = name.split("__")
         reduce(getitem, groups, values)[key] = value
