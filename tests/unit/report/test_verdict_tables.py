@@ -110,7 +110,13 @@ def test_two_tasks_are_told_by_their_names_and_the_page_says_so(
     words = "Reply with a number, and with nothing else before it or after it, whatever is asked."
     for seed in range(3):
         for arm in ("bf16", "nvfp4_aqn"):
-            make_run(sweep / f"other-{arm}-{seed}", arm, seed, task__name="arithmetic", task__instruction=words)
+            make_run(
+                sweep / f"other-{arm}-{seed}",
+                arm,
+                seed,
+                **ON_GSM8K | {"task__name": "arithmetic"},
+                task__instruction=words,
+            )
     assert main(["verdicts", "runs"]) == exits.OK
     text = capsys.readouterr().out
     assert line_of(text, "final_accuracy", "task=gsm8k").startswith(
