@@ -1,7 +1,7 @@
 """`python -m qerl_lab.evaluate compare A B`: two evaluations, paired by question, over several seeds too."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -111,12 +111,16 @@ def _read(folder: Path) -> Examined:
 
 
 def _one_arm(found: list[Examined], given: str) -> dict[int, Examined]:
-    """The evaluations by seed. Raises ConfigError where two have the same, or they differ in more than that."""
+    """The evaluations by seed. Raises ConfigError where two have the same, or they differ in more than that.
+
+    Also in how their runs were trained, which is nothing of how they were asked. An older evaluation does not say.
+    """
     by_seed: dict[int, Examined] = {}
     for one in found:
         first = found[0]
         mine, others = one.about["identity"], first.about["identity"]
         differ = [key for key in others if key not in OF_A_SEED and mine.get(key) != others[key]]
+        differ += _trained_otherwise(one.about.get("arm"), first.about.get("arm"))
         if one.seed in by_seed or differ:
             why = f"they differ in {', '.join(differ)}" if differ else f"both are of seed {one.seed}, as the run has it"
             raise ConfigError(
@@ -125,6 +129,13 @@ def _one_arm(found: list[Examined], given: str) -> dict[int, Examined]:
             )
         by_seed[one.seed] = one
     return by_seed
+
+
+def _trained_otherwise(mine: Mapping[str, str] | None, others: Mapping[str, str] | None) -> list[str]:
+    """The keys in which the arms of two runs differ; none where one is not known."""
+    if mine is None or others is None:
+        return []
+    return sorted(key for key in mine.keys() | others.keys() if mine.get(key) != others.get(key))
 
 
 def paired(a: dict[int, Examined], b: dict[int, Examined]) -> tuple[list[tuple[Examined, Examined]], list[str]]:

@@ -85,6 +85,7 @@ def examined(
         "subject": found.said,
         "model": {"path": found.cfg.model.path, "revision": found.cfg.model.revision},
         "run_seed": found.run_seed,
+        "arm": found.arm,
         "own_is_common": found.is_common,
         "notes": notes(options, found, asked, left_out),
         "benchmarks": {one.name: benchmarks.about(one) | {"too_long": left_out[one.name]} for one in asked},

@@ -1,9 +1,9 @@
 """What an evaluation is of: a run's base and final adapter, or a model alone; in its own format, or dequantized."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from huggingface_hub import save_torch_state_dict
 from safetensors.torch import load_file
 
 from qerl_lab import formats, preflight
+from qerl_lab.config.arm import leaves, of_arm
 from qerl_lab.config.model_hash import model_hash
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.paths import WEIGHTS, sha256
@@ -34,13 +35,15 @@ class Subject:
     """`cfg` loads and asks it. `adapter` is the folder of its adapter; None for the base alone.
 
     `run_seed` is the run's own, also where `seed=` gives the draw another: by it the seeds of an arm are told apart. Of
-    a model alone, which has none, it is the draw's.
+    a model alone, which has none, it is the draw's. `arm` has the settings by which the run is of an arm, as text; of a
+    base alone it is empty.
     """
 
     said: str
     cfg: RunConfig
     adapter: Path | None
     run_seed: int = 0
+    arm: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def adapter_sha256(self) -> str:
@@ -90,7 +93,8 @@ def _of_run(options: AccuracyOptions) -> Subject:
             f"counts and not their best. Type python -m qerl_lab {resume_word(options.run)} first, or "
             "adapter=false for its base alone."
         )
-    return Subject(said, cfg, directory.adapter, cfg.seed)
+    arm = of_arm({name: str(value) for name, _, value in leaves(cfg)})
+    return Subject(said, cfg, directory.adapter, cfg.seed, arm)
 
 
 def _of_model(options: AccuracyOptions) -> Subject:

@@ -78,6 +78,7 @@ def test_every_configuration_has_its_own_directory_and_is_asked_once(run_dir, ca
     assert go(*words, "seed=7", f"out={first}", "overwrite=true") == 0
     about = read(first)[1]
     assert (about["identity"]["seed"], about["run_seed"]) == (7, 0)  # the draw's, and the run's own
+    assert (about["arm"]["aqn.schedule"], "seed" in about["arm"]) == ("off", False)
     shutil.rmtree(run_dir / "evaluations")
 
 

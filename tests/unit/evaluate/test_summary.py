@@ -141,6 +141,16 @@ def test_two_draws_of_one_run_are_no_two_seeds_of_an_arm(tmp_path: Path) -> None
         compared(str(tmp_path / "a"), str(tmp_path / "a"))
 
 
+def test_runs_that_were_trained_otherwise_are_no_seeds_of_one_arm(tmp_path: Path) -> None:
+    """They are asked alike, in one format: only their own settings tell them apart."""
+    arms = [{"optim.learning_rate": rate, "aqn.schedule": "off"} for rate in ("0.001", "0.0001")]
+    for seed, arm in enumerate(arms):
+        folder = Path(write(tmp_path / "a" / str(seed), answers(A), seed))
+        (folder / ABOUT).write_text(json.dumps(json.loads((folder / ABOUT).read_text()) | {"arm": arm}))
+    with pytest.raises(ConfigError, match=r"they differ in optim\.learning_rate\. Type the directory of one"):
+        compared(str(tmp_path / "a"), str(tmp_path / "a"))
+
+
 def test_other_draws_are_said(tmp_path: Path) -> None:
     folders = [write(tmp_path / str(draw), answers(A), run_seed=1, seed=draw) for draw in (1, 5)]
     arms = [compare._one_arm(compare.find(Path(folder)), folder) for folder in folders]
