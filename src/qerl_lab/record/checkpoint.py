@@ -94,13 +94,13 @@ def newest(folder: Path, at_most: int | None = None) -> Saved | None:
 
     Says on stderr which damaged ones it passes over, and why.
     """
-    for path in reversed(_named(folder)):
-        if at_most is not None and _step(path) > at_most:
-            continue
-        if damage := verify(path):
-            print(f"warning: checkpoint {path} is damaged ({damage}); using the one before it.", file=sys.stderr)
-            continue
-        return _saved(path)
+    candidates = [path for path in _named(folder) if at_most is None or _step(path) <= at_most]
+    while candidates:
+        path = candidates.pop()
+        if not (damage := verify(path)):
+            return _saved(path)
+        instead = "using the one before it" if candidates else "there is none before it, and training begins anew"
+        print(f"warning: checkpoint {path} is damaged ({damage}); {instead}.", file=sys.stderr)
     return None
 
 

@@ -133,6 +133,9 @@ def test_several_damaged_ones_are_passed_over(tmp_path, capsys) -> None:
     assert len(capsys.readouterr().err.splitlines()) == 2
     flip(tmp_path / "step-000001" / STATE)
     assert newest(tmp_path) is None
+    *others, last = capsys.readouterr().err.splitlines()
+    assert [line.endswith("; using the one before it.") for line in others] == [True, True]
+    assert last.endswith("; there is none before it, and training begins anew.")
 
 
 def test_a_save_that_dies_leaves_the_one_before_and_is_cleared_away_by_the_next(tmp_path) -> None:
