@@ -68,6 +68,8 @@ def check_directory(run_dir: Path) -> None:
         wrong = f"made: {above} is a file"
     elif os.statvfs(above).f_flag & os.ST_RDONLY or not os.access(above, os.W_OK | os.X_OK):
         wrong = f"written: {above} is read-only for you"
+    elif not _is_text(run_dir):
+        wrong = "made: its name is no UTF-8, in which the record is written"
     elif any(len(os.fsencode(part)) > longest for part in run_dir.parts):
         wrong = f"made: a part of its name has over {longest} bytes"
     else:
@@ -75,6 +77,13 @@ def check_directory(run_dir: Path) -> None:
     raise ConfigError(
         f"the run directory {run_dir} cannot be {wrong}. Type another: run_dir=DIR, for a sweep hydra.sweep.dir=DIR."
     )
+
+
+def _is_text(path: Path) -> bool:
+    try:
+        return bool(str(path).encode())
+    except UnicodeEncodeError:
+        return False
 
 
 def _check_device(cfg: RunConfig) -> None:

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -28,3 +29,14 @@ def test_a_command_leaves_with_its_code_once_threads_and_handlers_are_done(end: 
     done = subprocess.run([sys.executable, "-c", LEAVES + end], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (code, f"said\na thread\na handler\n{last}")
     assert done.stderr == "why"
+
+
+def test_a_command_in_a_directory_that_is_gone_says_so(tmp_path: Path) -> None:
+    code = (
+        "import os, sys; from qerl_lab import exits; from qerl_lab.__main__ import main; gone = sys.argv.pop();"
+        "os.mkdir(gone); os.chdir(gone); os.rmdir(gone); exits.run(main)"
+    )
+    words = ["dry_run=true", str(tmp_path / "gone")]
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True)
+    said = "error: the directory that this command was typed in is not there any more. Type cd DIR first.\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", said)

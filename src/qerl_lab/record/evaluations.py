@@ -20,7 +20,8 @@ def read_evaluations(run_dir: Path) -> "dict[str, pd.DataFrame]":
     if not path.exists():
         return {}
     try:
-        rows = pd.read_parquet(path)
+        with path.open("rb") as file:  # of a name that is no UTF-8 pandas would call the file damaged
+            rows = pd.read_parquet(file)
         return {str(phase): part.drop(columns="phase") for phase, part in rows.groupby("phase", sort=False)}
     except (OSError, ValueError, KeyError) as error:  # pyarrow's are ValueErrors
         why = " ".join(str(error).split())

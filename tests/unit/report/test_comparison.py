@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import shutil
 import subprocess
 import sys
@@ -119,6 +120,11 @@ def test_a_step_that_two_processes_recorded_is_damage(here: Path) -> None:
     assert comparison.read([here / "runs"]).left_out == [
         "runs/mixed: damaged (metrics.jsonl has 1 steps more than once, the first of them 3)"
     ]
+
+
+def test_a_run_below_a_name_that_is_no_utf_8_is_not_damaged(here: Path) -> None:
+    (make_run(here / "runs" / "moved", "bf16", 0)).rename(here / "runs" / os.fsdecode(b"\xff"))
+    assert comparison.read([here / "runs"]).left_out == []
 
 
 def test_a_run_that_is_given_twice_is_one_run(sweep: Path) -> None:
