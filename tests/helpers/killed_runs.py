@@ -17,7 +17,7 @@ from typing import Any
 from forked import SERVER
 from mlflow_points import mlflow_points
 from qerl_lab.record.directory import RunDirectory
-from qerl_lab.record.metrics import declared, read_metrics
+from qerl_lab.record.metrics import declared
 
 STEPS = 6
 SETTINGS = {
@@ -116,7 +116,7 @@ def timeless(metrics: dict[str, float]) -> dict[str, float]:
 
 
 def lines_of(run_dir: Path) -> list[tuple[int, dict[str, float]]]:
-    return [(line["step"], timeless(line["metrics"])) for line in read_metrics(run_dir)]
+    return [(line["step"], timeless(line["metrics"])) for line in RunDirectory(run_dir).metrics()]
 
 
 def uninterrupted(run_dir: Path) -> Reference:
@@ -150,7 +150,7 @@ def check_mlflow(run_dir: Path, reference: Reference) -> None:
     assert frame["run_id"].nunique() == 1
     points = {(row.metric, row.step): row.value for row in frame.itertuples()}
     assert len(points) == len(frame), "a point is double"
-    lines = read_metrics(run_dir)
+    lines = RunDirectory(run_dir).metrics()
     assert points == {(name, line["step"]): value for line in lines for name, value in line["metrics"].items()}
     assert {at[0] for at in points} >= {name for _, metrics in reference.lines for name in metrics}
 

@@ -12,7 +12,8 @@ import pytest
 import yaml
 
 from qerl_lab.config.schema import RunConfig
-from qerl_lab.record.metrics import declared, read_metrics
+from qerl_lab.record.directory import RunDirectory
+from qerl_lab.record.metrics import declared
 from qerl_lab.tracking import tracker as tracker_module
 from qerl_lab.tracking.mlflow import create_sqlite, prepare_mlflow
 from qerl_lab.tracking.tracker import Tracker
@@ -91,7 +92,7 @@ def mirrored(uri: str) -> list[tuple[str, int, float, int]]:
 
 
 def recorded(run_dir: Path) -> list[tuple[str, int, float, int]]:
-    lines = read_metrics(run_dir)
+    lines = RunDirectory(run_dir).metrics()
     return sorted((n, ln["step"], v, int(ln["time"] * 1000)) for ln in lines for n, v in ln["metrics"].items())
 
 

@@ -20,7 +20,6 @@ from mlflow_points import mlflow_points
 from qerl_lab.cli import launch
 from qerl_lab.model.on_disk import POCKET
 from qerl_lab.record.directory import RunDirectory
-from qerl_lab.record.metrics import read_metrics
 
 pytestmark = pytest.mark.integration
 WORDS = (
@@ -74,9 +73,7 @@ def child_of(process: subprocess.Popen[str]) -> int:
 
 
 def steps(run_dir: Path) -> int:
-    return (
-        max((line["step"] for line in read_metrics(run_dir)), default=0) if (run_dir / "metrics.jsonl").exists() else 0
-    )
+    return max((line["step"] for line in RunDirectory(run_dir).metrics()), default=0)
 
 
 def has_ended(pid: int) -> bool:

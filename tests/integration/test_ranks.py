@@ -26,7 +26,7 @@ from qerl_lab.evaluate.accuracy import evaluate, together
 from qerl_lab.model import policy
 from qerl_lab.model.policy import save_adapter
 from qerl_lab.record.directory import RunDirectory
-from qerl_lab.record.metrics import declared, read_metrics
+from qerl_lab.record.metrics import declared
 from qerl_lab.rollout.engine import Engine, Rollout, Sampling
 from qerl_lab.train.data import Cursor, select
 from qerl_lab.train.step import sampling
@@ -107,8 +107,7 @@ def kill_rank_1(process: subprocess.Popen[str]) -> None:
 
 
 def steps_logged(run_dir: Path) -> int:
-    is_there = (run_dir / "metrics.jsonl").exists()
-    return max((line["step"] for line in read_metrics(run_dir)), default=-1) if is_there else -1
+    return max((line["step"] for line in RunDirectory(run_dir).metrics()), default=-1)
 
 
 def timeless(run_dir: Path) -> list[tuple[int, dict[str, float]]]:
@@ -116,7 +115,7 @@ def timeless(run_dir: Path) -> list[tuple[int, dict[str, float]]]:
     return [
         (line["step"], {name: value for name, value in line["metrics"].items()
                         if UNITS[name] not in ("s", "tokens/s", "GiB")})
-        for line in read_metrics(run_dir)
+        for line in RunDirectory(run_dir).metrics()
     ]  # fmt: skip
 
 

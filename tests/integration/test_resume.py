@@ -35,7 +35,6 @@ from qerl_lab.config.paths import anchored
 from qerl_lab.model.on_disk import POCKET
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.environment import Typed
-from qerl_lab.record.metrics import read_metrics
 
 pytestmark = pytest.mark.integration
 
@@ -198,7 +197,7 @@ def test_a_step_that_the_record_lost_is_trained_again(killable, reference) -> No
     (run_dir / "metrics.damaged.jsonl").unlink()
     check(run_dir, reference)
     assert json.loads((run_dir / "DONE").read_text())["seconds"] > sum(
-        line["metrics"].get("step/seconds", 0) for line in read_metrics(run_dir)
+        line["metrics"].get("step/seconds", 0) for line in RunDirectory(run_dir).metrics()
     )
 
 

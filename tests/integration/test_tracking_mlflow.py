@@ -14,7 +14,7 @@ from mlflow import MlflowClient
 
 from qerl_lab.config.arm import leaves
 from qerl_lab.record.directory import RunDirectory
-from qerl_lab.record.metrics import cut_metrics, read_metrics
+from qerl_lab.record.metrics import cut_metrics
 from qerl_lab.record.mirror import MirrorRecord
 from qerl_lab.tracking import mlflow as mlflow_module
 from qerl_lab.tracking import tracker as tracker_module
@@ -253,8 +253,8 @@ def test_resync_creates_then_adds_nothing(
     before = points(db, run.info.run_id)
     assert before == recorded(run_dir)
     assert run.info.status == status
-    assert run.info.start_time == int(read_metrics(run_dir)[0]["time"] * 1000)
-    assert run.info.end_time == int(read_metrics(run_dir)[-1]["time"] * 1000)
+    assert run.info.start_time == int(RunDirectory(run_dir).metrics()[0]["time"] * 1000)
+    assert run.info.end_time == int(RunDirectory(run_dir).metrics()[-1]["time"] * 1000)
     assert main(["resync", str(run_dir), f"uri={db}"]) == 0
     assert "found run" in (out := capsys.readouterr().out)
     assert "added 0 points and 0 parameters" in out

@@ -168,7 +168,7 @@ def _single_plan(cfg: DictConfig, loader: ConfigLoader) -> Plan:
     HydraConfig.instance().set_config(cfg)
     run_dir = Path(config.run_dir or str(cfg.hydra.run.dir)).expanduser().absolute()
     given = bool(config.run_dir) or _sets(cfg, "hydra.run.dir")
-    notes = intent.notes(config, words, cfg.optim.micro_batch_size)
+    notes = intent.notes(config, cfg.optim.micro_batch_size)
     return Plan([Job(0, shown(cfg.hydra.overrides.task), config, run_dir, cfg, notes)], run_dir, given)
 
 
@@ -178,7 +178,7 @@ def _sweep_plan(master: DictConfig, loader: ConfigLoader) -> Plan:
     for number, overrides in enumerate(_expand(master, loader)):
         try:
             cfg = loader.load_sweep_config(master, overrides)
-            config, words = _checked_job(cfg, loader)
+            config, _ = _checked_job(cfg, loader)
         except (ConfigError, HydraException, OmegaConfBaseException) as error:
             raise ConfigError(f"job {number} ({' '.join(shown(overrides))}): {explain(error)}") from None
         if config.run_dir:
@@ -186,7 +186,7 @@ def _sweep_plan(master: DictConfig, loader: ConfigLoader) -> Plan:
                 f"run_dir={config.run_dir} cannot serve a sweep, whose jobs get a directory each. "
                 f"Type {shell_word('hydra.sweep.dir', config.run_dir)}."
             )
-        notes = intent.notes(config, words, cfg.optim.micro_batch_size)
+        notes = intent.notes(config, cfg.optim.micro_batch_size)
         jobs.append(Job(number, shown(overrides), config, directory / _subdirectory(cfg, number), cfg, notes))
     _refuse_shared_directories(jobs)
     _refuse_equal(jobs)

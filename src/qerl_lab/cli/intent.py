@@ -236,7 +236,7 @@ def _inert(key: str, text: str, rule: ActsWith, cfg: RunConfig) -> str:
     )
 
 
-def notes(cfg: RunConfig, words: Mapping[str, str], micro_batch_size: int) -> list[str]:
+def notes(cfg: RunConfig, micro_batch_size: int) -> list[str]:
     """Say before the start what was fitted (`micro_batch_size` is the composed one) and what is cut."""
     said = []
     if cfg.optim.micro_batch_size != micro_batch_size:

@@ -232,17 +232,13 @@ def encode(step: int, metrics: Mapping[str, float]) -> bytes:
     return json.dumps({"step": int(step), "time": time.time(), "metrics": finite}, allow_nan=False).encode() + b"\n"
 
 
-def read_metrics(run_dir: Path) -> list[MetricsLine]:
-    """The lines of RUN_DIR/metrics.jsonl in the order written; a step may have several (held-out evaluation).
-
-    `time` is unix seconds. A value that was not finite is nan. A last line without its end (the process was killed
-    inside the write) is left out. Raises FileNotFoundError, and ConfigError naming any other line that is no record.
-    """
-    return lines_from(Path(run_dir) / "metrics.jsonl", 0)[0]
-
-
 def lines_from(path: Path, offset: int) -> tuple[list[MetricsLine], int]:
-    """The complete lines that start at byte `offset`, and the offset after them."""
+    """The lines from byte `offset` on, in the order written, and the offset after them.
+
+    A step may have several (held-out evaluation). `time` is unix seconds. A value that was not finite is nan. A last
+    line without its end (the process was killed inside the write) is left out. Raises ConfigError for any other line
+    that is no record.
+    """
     with path.open("rb") as file:
         file.seek(offset)
         data = file.read()

@@ -8,11 +8,6 @@ import pandas as pd
 
 from qerl_lab.config.files import package_data
 
-COLUMNS = (
-    "table", "model", "method", "weight_format", "algorithm", "dataset", "metric", "value", "unit", "setting",
-    "source", "certainty",
-)  # fmt: skip
-
 
 @cache
 def printed() -> pd.DataFrame:

@@ -248,7 +248,7 @@ def _decide(row: Row, adjusted: tuple[float, float], family: int) -> Row:
     if p_for < LEVEL and claim.guardrail:
         why = f"the effect is there, but {claim.guardrail.measure} is lower by more than {claim.guardrail.margin}"
         return replace(row, numbers=found, verdict=Verdict.UNDECIDED, why=why)
-    return replace(row, numbers=found, verdict=Verdict.UNDECIDED, why=_open(claim, found))
+    return replace(row, numbers=found, verdict=Verdict.UNDECIDED, why=_open(found))
 
 
 def _against(claim: Claim, numbers: Numbers) -> str:
@@ -266,7 +266,7 @@ def _for(claim: Claim, numbers: Numbers) -> str:
     )
 
 
-def _open(claim: Claim, numbers: Numbers) -> str:
+def _open(numbers: Numbers) -> str:
     if numbers.seeds_needed is None:
         more = f" with {numbers.questions} questions: type a larger eval.questions" if numbers.questions > 1 else ""
         return f"not even {stats.MOST_SEEDS:,} seeds would decide it{more}"

@@ -20,7 +20,6 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
 
 NAME = "qerl_lab_packed"
-IGNORED = -100  # a label that has no log-prob
 
 
 def without_padding(model: Callable[..., Any]) -> Callable[..., Any]:

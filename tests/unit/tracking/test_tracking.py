@@ -16,7 +16,7 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.environment import Typed
-from qerl_lab.record.metrics import METRICS, cut_metrics, declared, last_logged, read_metrics, steps_recorded
+from qerl_lab.record.metrics import METRICS, cut_metrics, declared, last_logged, steps_recorded
 from qerl_lab.record.mirror import MirrorRecord
 from qerl_lab.record.sessions import Sessions
 from qerl_lab.tracking import mlflow
@@ -54,7 +54,7 @@ def no_uri(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def steps(run_dir: Path) -> list[int]:
-    return [line["step"] for line in read_metrics(run_dir)]
+    return [line["step"] for line in RunDirectory(run_dir).metrics()]
 
 
 def test_every_promised_metric_is_declared_once_with_unit_and_meaning() -> None:
@@ -104,7 +104,7 @@ def test_round_trip_is_exact_and_keeps_lines_that_share_a_step(cfg: RunConfig, t
     tracker.log(1, {"reward/mean": 1 / 3, "policy/loss": -1e-30})
     tracker.log(1, {"eval/accuracy": 1})
     tracker.finish("FINISHED")
-    lines = read_metrics(tmp_path)
+    lines = RunDirectory(tmp_path).metrics()
     assert [line["metrics"] for line in lines] == [
         {"eval/accuracy": 0.1},
         {"reward/mean": 1 / 3, "policy/loss": -1e-30},
@@ -130,7 +130,7 @@ def test_values_that_are_not_finite_become_null_and_read_back_as_nan(cfg: RunCon
 
     written = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=refuse)
     assert written["metrics"] == {"policy/loss": None, "policy/grad_norm": None, "reward/mean": 2.0}
-    (line,) = read_metrics(tmp_path)
+    (line,) = RunDirectory(tmp_path).metrics()
     assert math.isnan(line["metrics"]["policy/loss"])
     assert math.isnan(line["metrics"]["policy/grad_norm"])
 
@@ -139,7 +139,7 @@ def test_unknown_metric_is_refused_with_a_hint_and_leaves_no_line(cfg: RunConfig
     tracker = Tracker(cfg, RunDirectory(tmp_path))
     with pytest.raises(ValueError, match=r"reward/meen.*Did you mean reward/mean\?"):
         tracker.log(1, {"reward/std": 0.0, "reward/meen": 1.0})
-    assert read_metrics(tmp_path) == []
+    assert RunDirectory(tmp_path).metrics() == []
 
 
 def test_a_torn_last_line_is_not_read_and_is_cut_on_resume(cfg: RunConfig, tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def test_a_torn_last_line_is_not_read_and_is_cut_on_resume(cfg: RunConfig, tmp_p
         assert steps(tmp_path) == [1, 2]
     resumed = Tracker(cfg, RunDirectory(tmp_path), last_step=2)
     resumed.log(3, {"reward/mean": 30.0})
-    assert [(line["step"], line["metrics"]["reward/mean"]) for line in read_metrics(tmp_path)] == [
+    assert [(line["step"], line["metrics"]["reward/mean"]) for line in RunDirectory(tmp_path).metrics()] == [
         (1, 1.0),
         (2, 2.0),
         (3, 30.0),
@@ -235,7 +235,7 @@ def test_a_broken_line_that_is_not_the_last_is_an_error_with_its_place(tmp_path:
     good = '{"step": 1, "time": 1.0, "metrics": {}}\n'
     (tmp_path / "metrics.jsonl").write_text(good + bad + good)
     with pytest.raises(ConfigError, match=r"metrics\.jsonl, line 2 .*is not a metrics record.* Take the line out"):
-        read_metrics(tmp_path)
+        RunDirectory(tmp_path).metrics()
 
 
 def test_a_write_cut_by_a_full_disk_is_an_error(cfg: RunConfig, tmp_path: Path) -> None:

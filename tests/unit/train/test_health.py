@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from qerl_lab.config.schema import RolloutConfig, RunConfig
-from qerl_lab.record.metrics import read_metrics
+from qerl_lab.record.directory import RunDirectory
 from qerl_lab.train.health import WINDOW, Watch
 
 RECORD = Path(__file__).parents[2] / "data" / "record"
@@ -26,7 +26,7 @@ def told(
 
 @pytest.mark.parametrize("run", sorted(path.name for path in RECORD.iterdir()))
 def test_a_run_that_learns_hears_nothing(run: str) -> None:
-    lines = [line["metrics"] for line in read_metrics(RECORD / run)]
+    lines = [line["metrics"] for line in RunDirectory(RECORD / run).metrics()]
     assert len(lines) > 20
     assert told(lines) == []
 

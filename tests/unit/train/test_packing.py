@@ -18,6 +18,7 @@ from trained import train
 
 LENGTHS = [(3, 9), (7, 1), (1, 5), (5, 6)]  # of prompt and completion
 PROMPT, COMPLETION = 7, 9
+IGNORED = -100  # the label of a token that is not scored, as TRL has it
 GSPO_AND_BONUS = {
     "algorithm__name": "gspo", "algorithm__entropy_coef": 0.1, "algorithm__mask_truncated": True,
     "rollout__importance_correction": "in_ratio",
@@ -33,8 +34,8 @@ def padded() -> tuple[Tensor, Tensor, Tensor]:
         span = slice(PROMPT - prompt, PROMPT + completion)
         ids[row, span] = torch.randint(1, 32, (prompt + completion,), generator=generator)
         mask[row, span] = 1
-    labels = ids.masked_fill(mask == 0, packing.IGNORED)
-    labels[:, :PROMPT] = packing.IGNORED
+    labels = ids.masked_fill(mask == 0, IGNORED)
+    labels[:, :PROMPT] = IGNORED
     return ids, mask, labels
 
 
