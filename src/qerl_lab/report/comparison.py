@@ -270,6 +270,7 @@ def text(comparison: Comparison, arms: pd.DataFrame, baseline: str | None) -> st
         rows.append([*cells, f"{row['entropy_first']:.3f} -> {row['entropy_last']:.3f}"])
     differ = what_differs(comparison)
     parts = [columns(rows), HOW_TO_READ, columns(differ) if differ else "", _undeclared(comparison, baseline)]
+    parts.append(_fewer_seeds(comparison, baseline))
     parts += notes(comparison)
     if baseline is None and len(comparison.arms) > 1:
         parts.append(f"Not one arm is {BASELINE}: type baseline=ARM for differences.")
@@ -287,6 +288,16 @@ def _undeclared(comparison: Comparison, baseline: str | None) -> str:
         arms.update(key for key in differing([run, base]) if key not in run.declared | base.declared)
     listed = ", ".join(f"{key} ({count} arm{'s' * (count != 1)})" for key, count in sorted(arms.items()))
     return f"after - {baseline} is also of settings that no experiment declares: {listed}." if arms else ""
+
+
+def _fewer_seeds(comparison: Comparison, baseline: str | None) -> str:
+    """Say over how many seeds the differences are of arms that have others than the baseline, if there are any."""
+    if baseline is None:
+        return ""
+    seeds = {label: {record.run.seed for record in records} for label, records in comparison.arms.items()}
+    both = {label: len(own & seeds[baseline]) for label, own in seeds.items() if own != seeds[baseline]}
+    listed = ", ".join(f"{label}: {count}" for label, count in both.items())
+    return f"after - {baseline} is over the seeds that both arms have; {listed}." if both else ""
 
 
 def notes(comparison: Comparison) -> list[str]:

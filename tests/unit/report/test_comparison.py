@@ -208,6 +208,13 @@ def test_only_seeds_and_questions_that_both_arms_have_are_compared(sweep: Path) 
     row = arms_of(sweep, "bf16").loc["nvfp4"]
     assert row["difference"] == pytest.approx(0.0625)
     assert row["seeds"] == 3
+    found = comparison.read([sweep])
+    said = comparison.text(found, comparison.by_arm(found, "bf16"), "bf16")
+    assert "after - bf16 is over the seeds that both arms have; nvfp4: 2." in said
+    shutil.rmtree(sweep / "nvfp4-9")
+    shutil.rmtree(sweep / "bf16-1")
+    found = comparison.read([sweep])
+    assert "seeds that both" not in comparison.text(found, comparison.by_arm(found, "bf16"), "bf16")
 
 
 def test_runs_that_were_asked_other_questions_are_compared_on_those_they_share(sweep: Path, capsys) -> None:
