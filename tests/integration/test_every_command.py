@@ -6,6 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from qerl_lab.config.schema import RunConfig
+from qerl_lab.record.directory import RunDirectory
+from qerl_lab.record.environment import Typed
+
 pytestmark = pytest.mark.integration
 # SIGINT comes when `package` is about to be imported, as it may at any moment of the seconds that this takes.
 INTERRUPTED = """
@@ -100,6 +104,18 @@ def test_a_run_s_process_says_what_it_is_started_with(words: str, given: str, tm
     assert done.stderr.startswith("error: python -m qerl_lab.train takes RUN_DIR")
     assert f"; {given} was given. Type python -m qerl_lab resume=RUN_DIR" in done.stderr
     assert not list(tmp_path.iterdir())
+
+
+def test_a_run_s_process_that_is_typed_by_hand_writes_in_no_directory_of_another(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run")
+    run.claim(RunConfig(), Typed("the command"))
+    before = sorted(run.path.iterdir())
+    with run.locked():
+        command = [sys.executable, "-m", "qerl_lab.train", str(run.path)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"error: another process is running in {run.path}. Wait for it or stop it")
+    assert sorted(run.path.iterdir()) == before
 
 
 def test_output_that_a_full_disk_does_not_take_is_one_line() -> None:

@@ -3,6 +3,7 @@
     python -m qerl_lab.train RUN_DIR [PARENT]
 
 RUN_DIR holds `resolved.yaml`; `python -m qerl_lab` writes it, starts this and gives its own process id as PARENT.
+Without PARENT it locks the directory itself.
 Leaves DONE (the summary, JSON) or FAILED (the reason, then the traceback; exit status 2 for a configuration that cannot
 run, 1 for the rest); after SIGINT, SIGTERM, SIGHUP or the end of PARENT neither, and exit status 130.
 """
@@ -11,6 +12,7 @@ import errno
 import os
 import sys
 import traceback
+from contextlib import ExitStack
 from pathlib import Path
 
 from qerl_lab import exits, imports, terminal
@@ -79,8 +81,11 @@ def read(words: list[str]) -> tuple[RunDirectory, int]:
 
 if __name__ == "__main__":
     exits.outlast()
+    held = ExitStack()
     try:
         given = read(sys.argv[1:])
+        if len(sys.argv) == 2:  # typed by hand: a command holds the lock for the process that it starts
+            held.enter_context(given[0].locked())
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(USAGE)
