@@ -13,7 +13,7 @@ from qerl_lab.config.schema import RunConfig
 WINDOW = 5  # steps
 ENTROPY_LEFT = 0.02  # share of the first steps' entropy under which next to nothing is explored
 REWARD_LEFT = 0.5  # share of the first steps' reward under which the policy has unlearned what it could
-APART = 5.0  # nats at a token without noise; rounding parts sampler and trainer by under 1 (docs/running.md)
+APART = 5.0  # nats at a token without noise; rounding parts sampler and trainer by less (docs/running.md)
 SIGMAS = 4  # standard errors that a fall of the reward must exceed, or a small batch would be enough for it
 
 Metrics = Mapping[str, float]

@@ -319,13 +319,16 @@ def test_a_run_of_another_version_that_lacks_a_key_is_unmeasured(tmp_path: Path,
         MEASURES[measure].of([older], [older])
 
 
-def test_the_page_has_every_claim_with_its_family_and_sweep() -> None:
+def test_the_page_has_every_claim_with_its_family_sweep_and_guardrail() -> None:
     page = (Path(__file__).parents[3] / "docs" / "verdicts.md").read_text(encoding="utf-8")
-    rows = {line.split("`")[1]: line for line in page.splitlines() if line.startswith("| `")}
+    claims, guardrails = page.split("Guardrails, of the treated arm")
+    rows = {line.split("`")[1]: line for line in claims.splitlines() if line.startswith("| `")}
     assert list(rows) == [claim.name for claim in CLAIMS]
     for claim in CLAIMS:
         assert rows[claim.name].endswith(f"| {claim.family} | `{claim.sweep.partition(' ')[0]}` |")
         assert f"{claim.smallest:g}" in rows[claim.name].split("|")[4]
+        margins = [line.split("|")[2].split()[0] for line in guardrails.splitlines() if f"`{claim.name}`" in line]
+        assert margins == ([f"{claim.guardrail.margin:g}"] if claim.guardrail else [])
 
 
 def test_throughput_of_a_cpu_decides_nothing() -> None:
