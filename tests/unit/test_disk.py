@@ -9,16 +9,26 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from qerl_lab.bench import __main__ as bench
 from qerl_lab.cli import earlier
 from qerl_lab.config.option import ConfigError
-from qerl_lab.disk import make_directory, replace_file, strict_json
+from qerl_lab.disk import let_read, make_directory, replace_file, strict_json
 from qerl_lab.pocket import pretrain, teacher
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.partial import Unfinished
 from qerl_lab.search import study
 from qerl_lab.train.__main__ import is_told_in_a_line
+
+
+@pytest.mark.parametrize(("folder", "file"), [(0o755, 0o644), (0o770, 0o660), (0o700, 0o600)])
+def test_weights_are_as_open_as_their_folder(tmp_path: Path, folder: int, file: int) -> None:
+    save_file({"a": torch.zeros(1)}, tmp_path / "a.safetensors")
+    tmp_path.chmod(folder)
+    let_read(tmp_path.glob("*.safetensors"))
+    assert (tmp_path / "a.safetensors").stat().st_mode & 0o777 == file
 
 
 def test_a_full_disk_leaves_no_half_of_a_file(tmp_path: Path) -> None:

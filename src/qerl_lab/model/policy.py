@@ -20,6 +20,7 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.config.paths import WEIGHTS
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.config.spelling import listed
+from qerl_lab.disk import let_read
 from qerl_lab.formats.format import PackedAs
 from qerl_lab.model import loading
 from qerl_lab.model.files import WeightFiles, local_folder
@@ -206,6 +207,7 @@ def _check_agreement(cfg: RunConfig, stored: PackedAs, model: PreTrainedModel) -
 def save_adapter(model: PeftModel, folder: Path) -> None:
     """Write the adapter as PEFT does."""
     model.save_pretrained(folder)
+    let_read([folder / WEIGHTS])
 
 
 def load_adapter(model: PeftModel, folder: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any, Self
 
 from qerl_lab.config.keys import typed
 from qerl_lab.config.option import ConfigError
-from qerl_lab.disk import lock, make_directory, read_json, replace_file
+from qerl_lab.disk import let_read, lock, make_directory, read_json, replace_file
 
 JOURNAL = "journal.json"
 
@@ -93,6 +93,7 @@ class Unfinished:
 
     def finish(self) -> None:
         """Give the directory its name; what was there before (only under `overwrite`) is removed."""
+        let_read(self.folder.glob("*.safetensors"))
         before = self.out.with_name(self.out.name + ".replaced")
         if self.out.exists():
             shutil.rmtree(before, ignore_errors=True)  # left by a process killed below

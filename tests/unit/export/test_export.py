@@ -136,6 +136,8 @@ def test_the_card_says_what_it_is_and_what_came_out(runs: dict[str, tuple[Path, 
     merged = exported(tmp_path / "whole", runs["bf16"][0], merged=True)
     assert yaml.safe_load((merged / "README.md").read_text().split("---\n")[1])["library_name"] == "transformers"
     assert not (merged / "recipe.json").exists()  # of the base, whose files it names
+    for file in (made / "adapter_model.safetensors", merged / "model.safetensors"):
+        assert file.stat().st_mode == (file.parent / "README.md").stat().st_mode  # others may serve it
 
 
 def test_the_card_tells_a_part_of_gsm8k_from_gsm8k(

@@ -58,7 +58,9 @@ def record(folder: Path, subset: bool) -> list[tuple[int, dict[str, Any]]]:
 def same(one: Path, other: Path) -> None:
     """Every number of the training and both evaluations around it, and the adapter, bit for bit."""
     assert record(one, subset=False) == record(other, subset=False)
-    adapters = [load_file(folder / "adapter" / "adapter_model.safetensors") for folder in (one, other)]
+    files = [folder / "adapter" / "adapter_model.safetensors" for folder in (one, other)]
+    assert {file.stat().st_mode for file in files} == {(one / "metrics.jsonl").stat().st_mode}
+    adapters = [load_file(file) for file in files]
     assert adapters[0].keys() == adapters[1].keys()
     assert all(adapters[0][name].equal(adapters[1][name]) for name in adapters[0])
 

@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.paths import WEIGHTS
+from qerl_lab.disk import let_read
 
 MAX_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM's LoRAConfig allows
 
@@ -39,5 +40,7 @@ def write_weights(model: PeftModel, folder: Path) -> None:
     """Write the adapter of now. A reader sees the old file or the new, whole; one that has it open keeps the old."""
     own = get_peft_model_state_dict(model, adapter_name="default")
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in own.items()}
-    save_file(tensors, folder / "adapter_model.new")
-    os.replace(folder / "adapter_model.new", folder / WEIGHTS)
+    aside = folder / "adapter_model.new"
+    save_file(tensors, aside)
+    let_read([aside])
+    os.replace(aside, folder / WEIGHTS)
