@@ -17,7 +17,7 @@ def extend(run: RunDirectory, steps: int) -> None:
     was = run.config()
     if run.status != "done":
         raise ConfigError(
-            f"resume={run.path} steps={steps}: the run is {run.status}, and only a finished one is extended. "
+            f"resume={run.path} steps={steps}: the run is {run.status_in_words}, and only a finished one is extended. "
             f"Type {resume_word(run.path)} alone first."
         )
     if steps <= was.steps:

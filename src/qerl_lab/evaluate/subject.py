@@ -89,8 +89,8 @@ def _of_run(options: AccuracyOptions) -> Subject:
         return Subject(f"{said}, its base alone", cfg, None, cfg.seed)
     if directory.status != "done" or not (directory.adapter / WEIGHTS).is_file():
         raise ConfigError(
-            f"run={options.run} has no final adapter ({directory.status}); allowed: finished runs, whose last step "
-            f"counts and not their best. Type python -m qerl_lab {resume_word(options.run)} first, or "
+            f"run={options.run} has no final adapter ({directory.status_in_words}); allowed: finished runs, whose last "
+            f"step counts and not their best. Type python -m qerl_lab {resume_word(options.run)} first, or "
             "adapter=false for its base alone."
         )
     arm = of_arm({name: str(value) for name, _, value in leaves(cfg)})

@@ -39,7 +39,7 @@ def check(cfg: ExportConfig) -> None:
     run.config()
     if run.status != "done":
         raise ConfigError(
-            f"run={cfg.run} is {run.status}, and what it learned is whole when it is done. "
+            f"run={cfg.run} is {run.status_in_words}, and what it learned is whole when it is done. "
             f"Type python -m qerl_lab {resume_word(cfg.run)} first."
         )
     if not (run.adapter / WEIGHTS).is_file():

@@ -104,6 +104,11 @@ class RunDirectory:
         return "not run"
 
     @property
+    def status_in_words(self) -> str:
+        """The status, as far as the files tell: who has begun and left neither DONE nor FAILED may be at work."""
+        return {"interrupted": "interrupted, or still running"}.get(self.status, self.status)
+
+    @property
     def reason(self) -> str:
         """Why a failed run failed, in a line."""
         return ((self.path / FAILED).read_text(encoding="utf-8").splitlines() or ["no reason given"])[0]

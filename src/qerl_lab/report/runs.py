@@ -186,7 +186,7 @@ def _status(run: RunDirectory, reached: str) -> str:
         case "failed":
             return f"failed ({textwrap.shorten(run.reason, REASON, placeholder=' ...')})"
         case "interrupted":
-            return f"interrupted, or still running ({reached})"
+            return f"{run.status_in_words} ({reached})"
     return run.status
 
 
