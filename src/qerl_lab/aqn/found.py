@@ -58,10 +58,12 @@ def solve(cfg: AqnConfig, measure: Callable[[float], float], target: float, gues
         kls.append(measure(_sigma(cfg, at)))
         tried.append((at, _log_gap(kls[-1], target)))
         gap = tried[-1][1]
-        if abs(gap) > near and ((gap < 0 and at == high) or (gap > 0 and at == low)):
+        if abs(gap) <= near:
+            break
+        if (gap < 0 and at == high) or (gap > 0 and at == low):
             # Not the nearest: below what rounding alone gives all KLs are alike, and one of much noise may be nearest.
             return Found(_sigma(cfg, at), kls[-1], len(tried))
-        at = None if abs(gap) <= near else _next(tried, near)
+        at = _next(tried, near)
     best = min(reversed(range(len(tried))), key=lambda index: abs(tried[index][1]))
     return Found(_sigma(cfg, tried[best][0]), kls[best], len(tried))
 
