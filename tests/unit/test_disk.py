@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from qerl_lab import preflight
 from qerl_lab.bench import __main__ as bench
 from qerl_lab.cli import earlier
 from qerl_lab.config.option import ConfigError
@@ -146,3 +147,10 @@ def test_a_file_system_without_locks_is_written_all_the_same(
 )
 def test_a_run_prints_the_traceback_of_what_may_be_a_bug_alone(error: Exception, in_a_line: bool) -> None:
     assert is_told_in_a_line(error) == in_a_line
+
+
+def test_a_directory_whose_name_is_no_utf_8_is_refused(tmp_path: Path) -> None:
+    """torch, Parquet and JSON could not write its path, at the end of the run or to tell why it failed."""
+    with pytest.raises(ConfigError, match=r"cannot be made: its name is no UTF-8, .* Type another: run_dir=DIR"):
+        preflight.check_directory(tmp_path / os.fsdecode(b"a\xff"))
+    preflight.check_directory(tmp_path / "ünï")

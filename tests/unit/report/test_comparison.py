@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import shutil
 import subprocess
 import sys
@@ -110,21 +109,6 @@ def test_a_hole_in_the_metrics_is_damage(here: Path) -> None:
     assert comparison.read([here / "runs"]).left_out == [
         "runs/hole: damaged (metrics.jsonl lacks 1 of 4 steps, the first of them 2)"
     ]
-
-
-def test_a_step_that_two_processes_recorded_is_damage(here: Path) -> None:
-    make_run(here / "runs" / "sound", "bf16", 0)
-    run = make_run(here / "runs" / "mixed", "bf16", 1)
-    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (run / "metrics.jsonl").write_text("".join([*lines[:3], lines[2].replace("0.5", "0.25"), *lines[3:]]))
-    assert comparison.read([here / "runs"]).left_out == [
-        "runs/mixed: damaged (metrics.jsonl has 1 steps more than once, the first of them 3)"
-    ]
-
-
-def test_a_run_below_a_name_that_is_no_utf_8_is_not_damaged(here: Path) -> None:
-    (make_run(here / "runs" / "moved", "bf16", 0)).rename(here / "runs" / os.fsdecode(b"\xff"))
-    assert comparison.read([here / "runs"]).left_out == []
 
 
 def test_a_run_that_is_given_twice_is_one_run(sweep: Path) -> None:
