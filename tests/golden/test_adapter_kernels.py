@@ -11,7 +11,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from qerl_lab.rollout.vllm.kernels import expand, shrink
-from qerl_lab.rollout.vllm.product import EXPAND_WORK, SHRINK_ROWS, on_gpu
+from qerl_lab.rollout.vllm.product import EXPAND_WORK, SHRINK_ROWS, on_gpu, stacked_product
 from qerl_lab.timing import graphed
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -64,6 +64,36 @@ def test_shrink_sums_over_pieces_of_k_and_expand_adds_each_parts_product_in_plac
     torch.testing.assert_close(y.double(), given["y"].double() + added, rtol=band, atol=4 * band)
     assert added.abs().mean() > 20 * band
     assert (wide[:, sum(sizes) :] == 7).all()
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("biased", [True, False])
+def test_expand_joins_a_product_with_a_scale_and_a_bias_to_its_adapters(shape: tuple, biased: bool) -> None:
+    """y and t lie side by side, as a product with weight and A leaves them, and stay as they were."""
+    given, (_, columns, sizes, rank) = operands(*shape, torch.bfloat16), shape
+    N, alpha = sum(sizes), 0.37
+    W = torch.randn(N, columns, generator=torch.Generator().manual_seed(1)).to(given["x"]) / columns**0.5
+    bias = given["B"].sum(1) if biased else None
+    both = given["x"] @ torch.cat([W, given["A"]]).t()
+    y, t = both.split([N, len(sizes) * rank], dim=1)
+    before, out = both.clone(), torch.full_like(y, 7.0, memory_format=torch.contiguous_format)
+    assert expand(y, t[None], given["B"], sizes, alpha, bias, out) is out
+    exact = alpha * given["x"].double() @ W.double().t() + product(given["x"], given["A"], given["B"], sizes)
+    exact += 0 if bias is None else bias.double()
+    torch.testing.assert_close(out.double(), exact, rtol=2**-7, atol=2**-5)
+    assert torch.equal(both, before)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="on a CPU the weight and A are multiplied one after the other")
+@pytest.mark.parametrize("rows", [0, 1, 192, EXPAND_WORK // 32, EXPAND_WORK // 32 + 1])
+def test_a_stacked_product_is_that_of_weight_bias_and_adapter(rows: int) -> None:
+    given, sizes = operands(rows, 512, [96, 32], 32, torch.bfloat16), [96, 32]
+    W = torch.randn(128, 512, generator=torch.Generator().manual_seed(1)).to(given["x"]) / 512**0.5
+    bias = given["B"].sum(1)
+    y = stacked_product(given["x"], torch.cat([W, given["A"]]), 0.37, given["B"], sizes, bias)
+    exact = 0.37 * given["x"].double() @ W.double().t() + bias.double()
+    exact += product(given["x"], given["A"], given["B"], sizes)
+    torch.testing.assert_close(y.double(), exact, rtol=2**-7, atol=2**-5)
 
 
 def test_the_same_inputs_give_the_same_bits() -> None:

@@ -16,11 +16,11 @@ from qerl_lab.rollout.vllm import kernels
 H200 = GPUTarget("cuda", 90, 32)
 PARTS = ((0, 0, 3584), (28, 3584, 4096), (32, 4096, 4608))  # q, k and v of Qwen2.5-7B
 TYPES = {
-    **dict.fromkeys(["x", "A", "B", "y", "out"], "*bf16"), "sums": "*fp32",
-    "codes": "*i32", "scale": "*u8", "factor": "fp32",
+    **dict.fromkeys(["x", "A", "B", "y", "bias", "out"], "*bf16"), "sums": "*fp32",
+    "codes": "*i32", "scale": "*u8", "factor": "fp32", "alpha": "fp32",
 }  # fmt: skip
 # Arguments that are not always divisible by 16.
-ANY = {"rows", "splits", "lines", "factor"}
+ANY = {"rows", "splits", "split_stride", "lines", "factor", "alpha"}
 
 
 def compiled(kernel: Any, warps: int, stages: int = 3, **constants: Any) -> dict[str, Any]:
@@ -44,9 +44,13 @@ def main() -> None:
                 BLOCK_K=kernels.block_k_of(rows), AHEAD=True,
             )
         )  # fmt: skip
-        made.append(
-            compiled(kernels._expand, 4, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_R=32, PARTS=PARTS, RANK=32, AHEAD=True)
-        )
+        for biased in ({}, {"bias": None}):
+            made.append(
+                compiled(
+                    kernels._expand, 4, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_R=32, PARTS=PARTS, RANK=32, AHEAD=True,
+                    **biased,
+                )
+            )  # fmt: skip
     for one in made:
         print(json.dumps(one))
 

@@ -94,6 +94,8 @@ def test_from_dense_rows_on_the_base_s_kernel_is_not_asked(one_adapter: Any, bia
     method.sizes = [N]
     method.process_weights_after_loading(layer)
     one_adapter.lend(nn.ModuleList([layer]), {})
+    layer.adapter_A.fill_(3.0)  # as a sync does: what lies below the weight is the adapter's
+    assert (layer.stacked[N:] == 3).all()
     bias = layer.bias if biased else None
     for rows in (4, 5, UNPACK_ROWS):
         x = torch.randn(rows, K)

@@ -1,6 +1,6 @@
 """Triton kernels of one adapter's product for few rows, as in decoding. Importing this module imports triton.
 
-Two launches a layer: `shrink`, t = x A^T, and `expand`, y += t B^T. At a few rows both move A and B once and compute
+Two launches a layer: `shrink`, t = x A^T, and `expand`, y += t B^T, or alpha y + bias + t B^T to another place. At a few rows both move A and B once and compute
 next to nothing, so a layer's K is cut into splits until there is a program for every multiprocessor.
 
 The splits' sums go to a scratch tensor [S, M, R], and every program of `expand` adds up the S that it needs. So there
@@ -27,7 +27,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-MAX_RANK = 128
 # Of 31 ways the fastest at 8 to 128 rows of a 7B layer, rank 32, on an H200, or within 2% of it (LOG.md).
 SHRINK_M = 16  # rows of a program of shrink: the fewest that the tensor cores take
 MOST_SPLITS = 32  # that expand adds up; half as many where they have more rows
@@ -59,22 +58,31 @@ def shrink(x: Tensor, A: Tensor) -> Tensor:
     return sums
 
 
-def expand(y: Tensor, sums: Tensor, B: Tensor, sizes: list[int]) -> None:
-    """Add t_p B_p^T to the columns of part p of `y`, in place, t being the sum of `sums` over its first axis.
+def expand(
+    y: Tensor, sums: Tensor, B: Tensor, sizes: list[int],
+    alpha: float = 1.0, bias: Tensor | None = None, out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Write alpha * y + bias + t_p B_p^T to the columns of part p of `out`, t being the sum of `sums` over its first
+    axis, and return it.
 
     Args:
         y: `[M, N]`; its columns lie side by side.
-        sums: `[S, M, P * r]`, contiguous, of any dtype. t is rounded to the dtype of B.
+        sums: `[S, M, P * r]` of any dtype; its columns lie side by side. t is rounded to the dtype of B.
         B: `[N, r]`, contiguous.
         sizes: columns of the P parts, N in sum.
+        bias: `[N]`, contiguous.
+        out: as y, and y itself where it is left out.
     """
+    out = y if out is None else out
     rows, rank = y.shape[0], B.shape[1]
     block_m, block_n = blocks_of(rows)
     tiles, parts = tiles_of(sizes, block_n)
     _expand[(tiles, triton.cdiv(rows, block_m))](
-        y, sums, B, rows, sums.shape[0], y.stride(0), PARTS=parts, RANK=rank, BLOCK_M=block_m,
-        BLOCK_R=max(16, triton.next_power_of_2(rank)), BLOCK_N=block_n, num_warps=4, **ahead(y),
+        y, sums, B, bias, out, rows, sums.shape[0], y.stride(0), *sums.stride()[:2], out.stride(0), alpha,
+        PARTS=parts, RANK=rank, BLOCK_M=block_m, BLOCK_R=max(16, triton.next_power_of_2(rank)), BLOCK_N=block_n,
+        num_warps=4, **ahead(y),
     )  # fmt: skip
+    return out
 
 
 def block_k_of(rows: int) -> int:
@@ -130,30 +138,31 @@ def _shrink(
     tl.store(out, total, mask=(m[:, None] < rows) & (r[None, :] < R))
 
 
-@triton.jit(do_not_specialize=["rows", "splits"])
+@triton.jit(do_not_specialize=["rows", "splits", "split_stride"])
 def _expand(
-    y, sums, B, rows, splits, y_stride,
+    y, sums, B, bias, out, rows, splits, y_stride, split_stride, sums_stride, out_stride, alpha,
     PARTS: tl.constexpr, RANK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
     AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile of one part's columns, tile of M): y += t B^T, t being the sum of `sums` over its first axis."""
+    """Program (tile of one part's columns, tile of M): out = alpha y + bias + t B^T, t the sum of `sums` over S."""
     part, first, end = place(tl.program_id(0), PARTS, BLOCK_N)
     n, r = first + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_R)
     b = tl.load(B + n[:, None] * RANK + r[None, :], mask=(n[:, None] < end) & (r[None, :] < RANK), other=0.0)
+    added = 0.0 if bias is None else tl.load(bias + n, mask=n < end, other=0.0).to(tl.float32)[None, :]
     if AHEAD:
         tl.extra.cuda.gdc_wait()  # B is of the last sync, and may be read before
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     inside = (m[:, None] < rows) & (n[None, :] < end)
-    at = y + m[:, None].to(tl.int64) * y_stride + n[None, :]
-    old = tl.load(at, mask=inside, other=0.0)
+    old = tl.load(y + m[:, None].to(tl.int64) * y_stride + n[None, :], mask=inside, other=0.0)
     t = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
     for begin in tl.range(0, splits, IN_FLIGHT):  # unrolled whole, each load would change its layout
         for s in tl.static_range(IN_FLIGHT):  # masked: what is left of a loop by IN_FLIGHT would load one by one
             split = begin + s
             wanted = (m[:, None] < tl.where(split < splits, rows, 0)) & (r[None, :] < RANK)
-            of_split = sums + (split * rows + m[:, None]) * (len(PARTS) * RANK) + part * RANK + r[None, :]
+            of_split = sums + split * split_stride + m[:, None] * sums_stride + part * RANK + r[None, :]
             t += tl.load(of_split, mask=wanted, other=0.0).to(tl.float32)
-    tl.store(at, product(t.to(b.dtype), b.T, old.to(tl.float32)).to(old.dtype), mask=inside)
+    total = product(t.to(b.dtype), b.T, old.to(tl.float32) * alpha + added)
+    tl.store(out + m[:, None].to(tl.int64) * out_stride + n[None, :], total.to(old.dtype), mask=inside)
 
 
 @triton.jit

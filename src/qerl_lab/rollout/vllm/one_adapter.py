@@ -10,7 +10,8 @@ On a GPU a layer is one operation that torch.compile does not look into, so that
 call. With `fp4_linear` NVFP4 weights stay in the layer as they were stored too, and few rows go through the kernel of
 that name, which computes weight and adapter together. Many rows, as in a prefill, go through the policy's own packed
 layers (`lend`): unpacked whole, and by cuBLAS, as the trainer computes them. With `dense_rows` NVFP4 weights lie in the
-layer unpacked too, and so many rows take cuBLAS in decoding as well: a graph is captured before anything is lent.
+layer unpacked too, above A, and so many rows take cuBLAS in decoding as well, weight and A in one product: a graph is
+captured before anything is lent.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,9 +37,9 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from qerl_lab.config.option import ConfigError
 from qerl_lab.formats.nvfp4 import Nvfp4
 from qerl_lab.model.files import read_json
-from qerl_lab.model.linear import PackedLinear, scaled_linear
+from qerl_lab.model.linear import PackedLinear
 from qerl_lab.rollout.vllm import fp4_linear
-from qerl_lab.rollout.vllm.product import UNPACK_ROWS, add_adapter, unpacked_product
+from qerl_lab.rollout.vllm.product import UNPACK_ROWS, add_adapter, stacked_product, unpacked_product
 
 NAME = "one-adapter"
 # Buffers: the weight as it was stored, and what the kernel's blocks meet by.
@@ -227,14 +228,19 @@ class OneAdapterMethod(LinearMethodBase):
         self.base.process_weights_after_loading(layer)
 
     def _keep_dense(self, layer: LinearBase) -> None:
-        """Unpack the weight as the trainer does: `dense_weight` [N, K], and `alpha` for after the product."""
+        """Unpack the weight as the trainer does, and put A below it: `stacked` [N + P * r, K], and `alpha` for after the
+        product with the weight."""
         if why := self._several_scales(layer):
             given = f"rollout.vllm.dense_rows={self.routes.dense_rows}"
             raise ConfigError(f"{given} {why}. Type rollout.vllm.dense_rows=null.")
         stored = {name: getattr(layer, name).data for name in ("weight_packed", "weight_scale")}
         stored["weight_global_scale"] = layer.weight_global_scale.data[:1]
-        unpack, self.alpha = Nvfp4(None).decoder(stored, (sum(self.sizes), layer.adapter_A.shape[1]))
-        layer.register_buffer("dense_weight", unpack(layer.adapter_A.dtype), persistent=False)
+        A, N = layer.adapter_A, sum(self.sizes)
+        decoder = Nvfp4(None).decoder(stored, (N, A.shape[1]))
+        stacked = torch.cat([decoder.unpack(A.dtype), A])
+        layer.register_buffer("stacked", stacked, persistent=False)
+        del layer.adapter_A  # a buffer that is counted once
+        layer.adapter_A, self.alpha = stacked[N:], decoder.alpha
 
     def _several_scales(self, layer: LinearBase) -> str:
         """Why no copy can be kept; empty where one can. vLLM takes the largest for all, without a word that stops."""
@@ -273,9 +279,8 @@ class OneAdapterMethod(LinearMethodBase):
             codes, scale, divisor, meeting = (getattr(layer, name) for name in STORED)
             return fp4_linear.linear(x, codes, scale, divisor, A, B, self.sizes, meeting, plain)
         if dense_rows and rows >= dense_rows:
-            y = scaled_linear(x, layer.dense_weight, self.alpha, plain)
-        else:
-            y = self.base.apply(layer, x, bias)
+            return stacked_product(x, layer.stacked, self.alpha, B, self.sizes, plain)
+        y = self.base.apply(layer, x, bias)
         add_adapter(y, x, A, B, self.sizes)
         return y
 

@@ -5,12 +5,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from qerl_lab.model.linear import PackedLinear
+from qerl_lab.model.linear import PackedLinear, scaled_linear
 
 # Bounds of the routes on a GPU. On an H200 at rank 32 the kernels win in q/k/v, o and gate/up up to 256 rows, the most
 # that were measured, and lose a microsecond in down_proj (results/bench/decode_7b.json). Beyond, the second bound is
 # where others saw cuBLAS overtake a Triton expand (SGLang #26962).
 SHRINK_ROWS, EXPAND_WORK = 256, 16_384
+MAX_RANK = 128  # of kernels.expand
 UNPACK_ROWS = 2048  # from which cuBLAS and unpacking are faster than a kernel that unpacks as it multiplies
 
 
@@ -46,13 +47,43 @@ def on_gpu(y: Tensor, x: Tensor, A: Tensor, B: Tensor, sizes: list[int]) -> None
     """As `add_adapter`, by kernels made for one adapter where they are thought faster than cuBLAS."""
     from qerl_lab.rollout.vllm import kernels  # needs triton
 
-    rows, rank = x.shape[0], B.shape[1]
-    if rank > kernels.MAX_RANK or rows * rank > EXPAND_WORK:
+    rows = x.shape[0]
+    if not expands(rows, B.shape[1]):
         add_products(y, x, A, B, sizes)
     elif rows > SHRINK_ROWS:
         kernels.expand(y, (x @ A.t())[None], B, sizes)
     elif rows:
         kernels.expand(y, kernels.shrink(x, A), B, sizes)
+
+
+def expands(rows: int, rank: int) -> bool:
+    """Whether `kernels.expand` is thought faster than cuBLAS."""
+    return rank <= MAX_RANK and rows * rank <= EXPAND_WORK
+
+
+def stacked_product(
+    x: Tensor, stacked: Tensor, alpha: float, B: Tensor, sizes: list[int], bias: Tensor | None = None
+) -> Tensor:
+    """Return alpha * x W^T + bias and the adapter's product, y `[M, N]`.
+
+    One product of cuBLAS gives x W^T and t = x A^T side by side: a launch and a pass over x less than `add_adapter`
+    after it. Both are rounded to the dtype of x before `expand` joins them, as y and t are there.
+
+    Args:
+        x: `[M, K]`.
+        stacked: `[N + P * r, K]`, W and below it A.
+        B, sizes: as in `add_adapter`.
+        bias: `[N]`.
+    """
+    W, A = stacked.split([len(B), len(stacked) - len(B)])
+    if not (x.is_cuda and expands(len(x), B.shape[1])):
+        y = scaled_linear(x, W, alpha, bias)
+        add_adapter(y, x, A, B, sizes)
+        return y
+    from qerl_lab.rollout.vllm import kernels  # needs triton
+
+    y, t = (x @ stacked.t()).split([len(W), len(A)], dim=1)
+    return kernels.expand(y, t[None], B, sizes, alpha, bias, out=x.new_empty(len(x), len(B)))
 
 
 def unpacked_product(
