@@ -22,7 +22,7 @@ MODULES = sorted(SOURCE.rglob("*.py"))
 # A room, or a file at the top -> those of ours that it may import.
 MAY_IMPORT = {
     "__init__": "", "exits": "config", "imports": "", "terminal": "", "timing": "", "config": "", "disk": "config",
-    "formats": "",
+    "formats": "", "rank_variables": "",
     # what they are about
     "aqn": "config", "tasks": "config", "algorithms": "config", "record": "config disk exits",
     "tracking": "config record", "model": "config disk formats",
@@ -37,9 +37,10 @@ MAY_IMPORT = {
     "quantize": "config disk formats model pocket record report tasks terminal evaluate",
     "train": "config record tracking formats model aqn tasks rollout algorithms evaluate report preflight exits"
              " terminal",
-    "bench": "config disk formats model record report terminal aqn tasks rollout quantize train timing",
+    "bench": "config disk formats model record report terminal aqn tasks rollout quantize train timing"
+             " rank_variables",
     # the command line, which reaches the core only by starting a process
-    "cli": "config disk record tracking model tasks report preflight exits terminal",
+    "cli": "config disk record tracking model tasks report preflight exits terminal rank_variables",
     "samples": "config record", "search": "cli config disk record exits terminal",
     "serve_line": "config rollout",
     "__main__": "",

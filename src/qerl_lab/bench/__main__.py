@@ -210,6 +210,10 @@ COMMANDS: dict[str, Command[Any]] = {
         examples=(
             ("python -m qerl_lab.bench step", "every format and the baselines, 7B"),
             ("python -m qerl_lab.bench step mean_tokens=400", "ragged lengths"),
+            (
+                "python -m qerl_lab.bench step \"arms=[nvfp4,'nvfp4 gpus=2']\"",
+                "one GPU beside two, the same completions",
+            ),
         ),
         alone=True,
     ),

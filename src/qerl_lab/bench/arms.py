@@ -26,6 +26,7 @@ from qerl_lab.bench.options import TRL, VLLM, Arm, RolloutOptions, StepOptions, 
 from qerl_lab.bench.shapes import ARCHITECTURES
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import FormatConfig
+from qerl_lab.rank_variables import rank_variables
 from qerl_lab.rollout.vllm.base import IN_MEMORY, OF_RUNS, named_folder, remove_left
 
 Row = dict[str, Any]
@@ -49,6 +50,11 @@ class Job:
     adapter: str
     turn: str
     options: dict[str, Any]
+
+    @property
+    def gpus(self) -> int:
+        """Processes of the arm, each with a GPU of its own."""
+        return 1 if self.arm.is_baseline else self.arm.words.get("gpus", 1)
 
     @property
     def about(self) -> Row:
@@ -158,22 +164,25 @@ def run_together(jobs: Sequence[Job], minutes: float) -> Iterator[Row]:
             yield from process.rows(minutes)
     finally:
         for process in processes:
-            process.child.kill()
-            process.child.wait()
+            process.end()
         remove_left(IN_MEMORY, OF_RUNS)
 
 
 class Process:
-    """The process of one arm."""
+    """The process of one arm, or with `gpus` its ranks, of which the first writes the rows."""
 
     def __init__(self, job: Job) -> None:
         self.job, self.turn, self.is_late = job, Path(job.turn), False
+        self.status: int | None = None  # of the rank that failed first, else of all
         asked, self.file, self.log = (self.turn / name for name in ("job.json", "rows.jsonl", "log.txt"))
         asked.write_text(json.dumps(asdict(job)), encoding="utf-8")
         self.file.write_text("", encoding="utf-8")
         command = [sys.executable, "-m", "qerl_lab.bench.one_arm", str(asked), str(self.file)]
         with self.log.open("w", encoding="utf-8") as out:
-            self.child = subprocess.Popen(command, stdout=out, stderr=out)
+            self.children = [
+                subprocess.Popen(command, stdout=out, stderr=out, env=os.environ | variables)
+                for variables in rank_variables(job.gpus)
+            ]
 
     def is_ready(self) -> bool:
         """Whether the arm is built."""
@@ -184,14 +193,27 @@ class Process:
         (self.turn / GO).touch()
 
     def wait(self, is_over: Callable[[], bool], minutes: float) -> None:
-        """Return when it is over, or the process has ended; end one that takes longer."""
+        """Return when it is over, or all ranks have ended; end one that takes longer, and all when one has failed."""
         deadline = time.monotonic() + 60 * minutes
-        while self.child.poll() is None and not is_over():
+        while not self.has_ended() and not is_over():
             if time.monotonic() > deadline:
                 self.is_late = True
-                self.child.kill()
-                self.child.wait()
+                self.end()
             time.sleep(PAUSE)
+
+    def has_ended(self) -> bool:
+        """Whether all ranks are done, or one has failed: the others would wait for it, and are ended."""
+        codes = [child.poll() for child in self.children]
+        if self.status is None and (None not in codes or any(codes)):
+            self.status = next((code for code in codes if code), 0)
+            self.end()
+        return self.status is not None
+
+    def end(self) -> None:
+        """Leave no process."""
+        for child in self.children:
+            child.kill()
+            child.wait()
 
     def measured(self) -> list[Row]:
         """The rows that it has written."""
@@ -200,10 +222,10 @@ class Process:
     def rows(self, minutes: float) -> list[Row]:
         """What it measured; where it died also why."""
         measured = self.measured()
-        if (self.child.returncode == 0 and measured) or dead(measured):
+        if (self.status == 0 and measured) or dead(measured):
             return measured
         said = self.log.read_text("utf-8", "replace").splitlines()[-LINES:]
-        died = why(None if self.is_late else self.child.returncode, minutes, bool(measured))
+        died = why(None if self.is_late else self.status, minutes, bool(measured))
         return [*measured, self.job.about | {"died": died, "log": "\n".join(said)}]
 
 

@@ -177,8 +177,14 @@ def check(options: AnyOptions) -> None:
         if value == []:
             raise ConfigError(f"{name}=[] leaves nothing to measure. Leave {name} out, or name one or more.")
     if isinstance(options, RolloutOptions | StepOptions):
-        for arm in options.arms:
-            arm_of(arm, VLLM if isinstance(options, RolloutOptions) else TRL)
+        is_rollout = isinstance(options, RolloutOptions)
+        for text in options.arms:
+            arm = arm_of(text, VLLM if is_rollout else TRL)
+            if is_rollout and not arm.is_baseline and arm.words.get("gpus", 1) != 1:
+                raise ConfigError(
+                    f"gpus={arm.words['gpus']} in the arm {text!r} is for whole steps: a rank's engine samples for "
+                    "itself. Leave it out, or type python -m qerl_lab.bench step."
+                )
         if not Path(options.scratch).is_dir():
             raise ConfigError(f"scratch={options.scratch} is no directory. Type scratch=DIR of one that is there.")
     if isinstance(options, StepOptions) and options.groups * options.group_size % options.micro_batch:

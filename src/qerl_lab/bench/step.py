@@ -19,8 +19,10 @@ from qerl_lab.bench.arms import Job, Row
 from qerl_lab.bench.gpu import Clocks, peak_gib, used_gib
 from qerl_lab.bench.rollout import memory, settings
 from qerl_lab.config.units import GIB
+from qerl_lab.model.policy import device_of
 from qerl_lab.tasks import Question, Scores, Task, gsm8k
 from qerl_lab.train.data import Cursor, TrainingData
+from qerl_lab.train.ranks import join
 from qerl_lab.train.stop import Stop
 from qerl_lab.train.trainer import LabTrainer
 
@@ -36,17 +38,18 @@ def rows(job: Job) -> Iterator[Row]:
 
             yield stock_trl.train(job, Path(folder))
         else:
-            yield train(job, Path(folder))
+            yield from train(job, Path(folder))
 
 
-def train(job: Job, folder: Path) -> Row:
-    """Train the lab's policy, and return what its steps took."""
+def train(job: Job, folder: Path) -> Iterator[Row]:
+    """Train the lab's policy, and yield what its steps took; of several ranks the first does."""
     cfg = lab.config(job, **keys(job))
+    ranks = join(cfg, device_of(cfg.device))
     built, found = lab.build(job, cfg), list[Step]()
     try:
         trainer = LabTrainer(
             cfg, built.policy, built.engine, questions(job), folder,
-            lambda _, metrics: found.append(measured(metrics)), Stop(parent=os.getppid()),
+            lambda _, metrics: found.append(measured(metrics)), Stop(parent=os.getppid()), ranks,
         )  # fmt: skip
         with Clocks() as clocks:
             trainer.train()
@@ -54,9 +57,11 @@ def train(job: Job, folder: Path) -> Row:
         about = {**memory(llm), **settings(llm)} if llm is not None else {}
         adapter = [p for p in built.policy.model.parameters() if p.requires_grad]
         owned = 4 * sum(p.nbytes for p in adapter) / GIB  # weight, gradient, two moments of Adam
-        return row_of(job, found) | built.row | about | clocks.row | {"adapter_gib": owned, **peaks()}
+        if ranks.is_first:
+            yield row_of(job, found) | built.row | about | clocks.row | {"adapter_gib": owned, **peaks()}
     finally:
         built.engine.close()
+    ranks.leave()
 
 
 def keys(job: Job) -> dict[str, Any]:

@@ -8,7 +8,6 @@ import io
 import math
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -26,6 +25,7 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.config.spelling import resume_word
 from qerl_lab.exits import FAILURE, SIGNALS, USAGE, heard
+from qerl_lab.rank_variables import rank_variables
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.environment import Typed
 
@@ -144,24 +144,6 @@ def _environment(config: RunConfig, typed: Typed | None, of: OfSweep | None) -> 
     words = typed.variables() if typed else {}
     label, own = (of.label, of.variables) if of else ("", {})
     return {**CHILD_ENVIRONMENT, **threads, **os.environ, **own, **words, terminal.JOB: label}
-
-
-def rank_variables(gpus: int) -> list[dict[str, str]]:
-    """By rank what torchrun sets for its workers; nothing for a run of one process.
-
-    The processes are the command's own children, not torchrun's: they inherit the lock, a signal leaves them all the
-    time that a step takes (torchrun kills after a fixed time), and each tells how it ended.
-    """
-    if gpus == 1:
-        return [{}]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    size = str(gpus)
-    shared = {
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size,
-    }  # fmt: skip
-    return [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(gpus)]
 
 
 @dataclass(eq=False)

@@ -56,6 +56,7 @@ def test_a_wrong_arm_is_refused(text: str, message: str) -> None:
     [
         (RolloutOptions(ranks=[]), r"ranks=\[\] leaves nothing to measure"),
         (RolloutOptions(arms=["bf16_trl"]), "'bf16_trl' in arms"),
+        (RolloutOptions(arms=["nvfp4 gpus=2"], scratch="/"), "gpus=2 in the arm 'nvfp4 gpus=2' is for whole steps"),
         (RolloutOptions(scratch="/nowhere"), "scratch=/nowhere is no directory. Type scratch=DIR"),
         (StepOptions(arms=["bf16_stock"]), "'bf16_stock' in arms"),
         (StepOptions(micro_batch=7, scratch="/"), "micro_batch=7 does not divide groups x group_size = 64"),

@@ -85,6 +85,25 @@ def test_a_step_on_vllm_in_a_process_of_its_own(tmp_path: Path, monkeypatch: pyt
     assert row["weights_gib"] > 0
 
 
+def test_two_ranks_share_a_step_and_the_first_writes_its_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(arms.ARCHITECTURES, "small", ARCHITECTURE)
+    both = [f"{LAB} device=cpu", f"{LAB} device=cpu gpus=2"]
+    one, two = arms.run("step", options(model="small", arms=both, steps=1, scratch=str(tmp_path)))
+    assert "died" not in two, two["log"]
+    assert two["tokens"] == pytest.approx(one["tokens"]) == 64
+    assert (two["completions"], two["arm"]) == (8, both[1])
+
+
+def test_a_rank_that_dies_ends_the_other(tmp_path: Path) -> None:
+    """The other waits for it in the first gather, which has a day."""
+    asked = job(tmp_path, f"{LAB} device=cpu gpus=2", options())
+    started = arms.Process(asked)
+    started.children[1].kill()
+    (row,) = started.rows(started.wait(lambda: False, minutes=3) or 3)
+    assert row["died"] == "ended by signal 9 (the memory of the host may be full)"
+    assert all(child.returncode for child in started.children)
+
+
 def found(**changes: float) -> list[dict[str, float]]:
     """Three steps, the first of which is slow."""
     return [

@@ -1,7 +1,8 @@
 """Triton kernels of one adapter's product for few rows, as in decoding. Importing this module imports triton.
 
-Two launches a layer: `shrink`, t = x A^T, and `expand`, y += t B^T, or alpha y + bias + t B^T to another place. At a few rows both move A and B once and compute
-next to nothing, so a layer's K is cut into splits until there is a program for every multiprocessor.
+Two launches a layer: `shrink`, t = x A^T, and `expand`, y += t B^T. At a few rows both move A and B once and compute
+next to nothing, so a layer's K is cut into splits until there is a program for every multiprocessor. Where a product of
+cuBLAS gave y and t in one, `expand` alone is left, with the scale and the bias of y.
 
 The splits' sums go to a scratch tensor [S, M, R], and every program of `expand` adds up the S that it needs. So there
 is no third launch; no buffer that one call must leave zeroed for the next, which a CUDA graph that is cut off would
@@ -61,9 +62,9 @@ def shrink(x: Tensor, A: Tensor) -> Tensor:
 def expand(
     y: Tensor, sums: Tensor, B: Tensor, sizes: list[int],
     alpha: float = 1.0, bias: Tensor | None = None, out: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+) -> None:  # fmt: skip
     """Write alpha * y + bias + t_p B_p^T to the columns of part p of `out`, t being the sum of `sums` over its first
-    axis, and return it.
+    axis.
 
     Args:
         y: `[M, N]`; its columns lie side by side.
@@ -82,7 +83,6 @@ def expand(
         PARTS=parts, RANK=rank, BLOCK_M=block_m, BLOCK_R=max(16, triton.next_power_of_2(rank)), BLOCK_N=block_n,
         num_warps=4, **ahead(y),
     )  # fmt: skip
-    return out
 
 
 def block_k_of(rows: int) -> int:

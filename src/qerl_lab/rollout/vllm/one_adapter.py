@@ -228,8 +228,7 @@ class OneAdapterMethod(LinearMethodBase):
         self.base.process_weights_after_loading(layer)
 
     def _keep_dense(self, layer: LinearBase) -> None:
-        """Unpack the weight as the trainer does, and put A below it: `stacked` [N + P * r, K], and `alpha` for after the
-        product with the weight."""
+        """Unpack the weight as the trainer does, with A below it: `stacked` [N + P * r, K]; `alpha` is the weight's."""
         if why := self._several_scales(layer):
             given = f"rollout.vllm.dense_rows={self.routes.dense_rows}"
             raise ConfigError(f"{given} {why}. Type rollout.vllm.dense_rows=null.")

@@ -83,7 +83,9 @@ def stacked_product(
     from qerl_lab.rollout.vllm import kernels  # needs triton
 
     y, t = (x @ stacked.t()).split([len(W), len(A)], dim=1)
-    return kernels.expand(y, t[None], B, sizes, alpha, bias, out=x.new_empty(len(x), len(B)))
+    out = x.new_empty(len(x), len(B))
+    kernels.expand(y, t[None], B, sizes, alpha, bias, out)
+    return out
 
 
 def unpacked_product(
