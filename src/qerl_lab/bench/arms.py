@@ -28,6 +28,7 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import FormatConfig
 from qerl_lab.rank_variables import rank_variables
 from qerl_lab.rollout.vllm.base import IN_MEMORY, OF_RUNS, named_folder, remove_left
+from qerl_lab.train import gpus
 
 Row = dict[str, Any]
 READY, GO, PAUSE = "ready", "go", 0.05  # seconds
@@ -50,11 +51,6 @@ class Job:
     adapter: str
     turn: str
     options: dict[str, Any]
-
-    @property
-    def gpus(self) -> int:
-        """Processes of the arm, each with a GPU of its own."""
-        return 1 if self.arm.is_baseline else self.arm.words.get("gpus", 1)
 
     @property
     def about(self) -> Row:
@@ -102,6 +98,12 @@ def refuse_small_scratch(options: RolloutOptions | StepOptions) -> None:
             f"scratch={scratch} has {free / 1e9:.1f} GB free, and {options.model} in {largest} takes "
             f"{asked / 1e9:.1f} GB: {(asked - free) / 1e9:.1f} GB are missing. Type scratch=DIR of a larger disk."
         )
+
+
+def refuse_few_gpus(options: RolloutOptions | StepOptions) -> None:
+    """Raise ConfigError where an arm takes more GPUs than there are."""
+    wanted = max((arm.gpus for arm in arms(options) if not arm.is_on_cpu), default=1)
+    gpus.refuse_fewer(wanted, len(gpus.visible()))
 
 
 def arms(options: RolloutOptions | StepOptions) -> list[Arm]:
@@ -168,6 +170,15 @@ def run_together(jobs: Sequence[Job], minutes: float) -> Iterator[Row]:
         remove_left(IN_MEMORY, OF_RUNS)
 
 
+def environments(arm: Arm) -> list[dict[str, str]]:
+    """By rank what is set for the processes of an arm: they see the GPUs that it takes, the first of those seen here.
+
+    A process could not hide the others itself: what it imports may start CUDA.
+    """
+    shown = {} if arm.is_on_cpu else {gpus.VISIBLE: ",".join(gpus.visible()[: arm.gpus])}
+    return [shown | rank for rank in rank_variables(arm.gpus)]
+
+
 class Process:
     """The process of one arm, or with `gpus` its ranks, of which the first writes the rows."""
 
@@ -181,7 +192,7 @@ class Process:
         with self.log.open("w", encoding="utf-8") as out:
             self.children = [
                 subprocess.Popen(command, stdout=out, stderr=out, env=os.environ | variables)
-                for variables in rank_variables(job.gpus)
+                for variables in environments(job.arm)
             ]
 
     def is_ready(self) -> bool:

@@ -9,7 +9,6 @@ from typing import TextIO
 
 from qerl_lab.bench.arms import Job, Row, read_job
 from qerl_lab.terminal import quiet_third_parties
-from qerl_lab.train import gpus
 
 LONGEST = 300  # characters of a reason
 
@@ -21,8 +20,6 @@ def main(words: list[str]) -> None:
     quiet_third_parties()
     with out.open("a", encoding="utf-8") as file:
         try:
-            if job.arm.words.get("device") != "cpu":
-                gpus.keep(job.gpus)
             for row in rows_of(job):
                 write(file, job.about | row)
         except Exception as error:  # a process that dies of a signal writes nothing, and its parent says so

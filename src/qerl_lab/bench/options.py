@@ -130,6 +130,16 @@ class Arm:
     is_baseline: bool
     words: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def gpus(self) -> int:
+        """Processes of the arm, each with a GPU of its own."""
+        return 1 if self.is_baseline else self.words.get("gpus", 1)
+
+    @property
+    def is_on_cpu(self) -> bool:
+        """Whether its words say so."""
+        return self.words.get("device") == "cpu"
+
 
 def arm_of(text: str, baselines: dict[str, str]) -> Arm:
     """Read an arm: a name, and KEY=VALUE after it. Raises ConfigError for what is none, and for a wrong word."""
@@ -180,9 +190,9 @@ def check(options: AnyOptions) -> None:
         is_rollout = isinstance(options, RolloutOptions)
         for text in options.arms:
             arm = arm_of(text, VLLM if is_rollout else TRL)
-            if is_rollout and not arm.is_baseline and arm.words.get("gpus", 1) != 1:
+            if is_rollout and arm.gpus != 1:
                 raise ConfigError(
-                    f"gpus={arm.words['gpus']} in the arm {text!r} is for whole steps: a rank's engine samples for "
+                    f"gpus={arm.gpus} in the arm {text!r} is for whole steps: a rank's engine samples for "
                     "itself. Leave it out, or type python -m qerl_lab.bench step."
                 )
         if not Path(options.scratch).is_dir():

@@ -12,6 +12,21 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.preflight import VISIBLE
 
 
+def visible() -> list[str]:
+    """The GPUs that torch sees, as CUDA_VISIBLE_DEVICES names them."""
+    count, given = torch.cuda.device_count(), os.environ.get(VISIBLE)
+    return given.split(",")[:count] if given else [str(index) for index in range(count)]
+
+
+def refuse_fewer(wanted: int, count: int) -> None:
+    """Raise ConfigError where several GPUs are asked for and there are fewer."""
+    if wanted > max(1, count):
+        raise ConfigError(
+            f"gpus={wanted} and torch sees {count} GPUs here. Type gpus={max(1, count)}, or device=cpu for processes "
+            "on the CPU."
+        )
+
+
 def keep(wanted: int) -> str | None:
     """Hide every visible GPU but the first `wanted` from this process; a line on what that means, None where none is
     left idle.
@@ -19,16 +34,11 @@ def keep(wanted: int) -> str | None:
     Call it before CUDA starts, when counting GPUs does not start it. Raises ConfigError where CUDA has started, and
     where there are too few GPUs.
     """
-    count = torch.cuda.device_count()
-    if wanted > 1 and count < wanted:
-        raise ConfigError(
-            f"gpus={wanted} and torch sees {count} GPUs here. Type gpus={max(1, count)}, or device=cpu for processes "
-            "on the CPU."
-        )
+    names = visible()
+    count = len(names)
+    refuse_fewer(wanted, count)
     if count <= wanted:
         return None
-    given = os.environ.get(VISIBLE)
-    names = given.split(",") if given else [str(index) for index in range(count)]
     taken = ",".join(names[:wanted])
     os.environ[VISIBLE] = taken
     if torch.cuda.device_count() != wanted:

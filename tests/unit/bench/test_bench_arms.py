@@ -12,12 +12,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from bench_jobs import ARCHITECTURE
 from qerl_lab import exits
 from qerl_lab.bench import __main__ as command
 from qerl_lab.bench import arms, one_arm
-from qerl_lab.bench.options import VLLM, RolloutOptions, StepOptions, arm_of, check
+from qerl_lab.bench.options import TRL, VLLM, RolloutOptions, StepOptions, arm_of, check
 from qerl_lab.config.option import ConfigError
 from qerl_lab.rollout.vllm.base import named_folder
 
@@ -79,6 +80,19 @@ def test_a_scratch_without_room_says_how_much_is_missing(monkeypatch: pytest.Mon
     with pytest.raises(ConfigError, match=r"6\.0 GB free, and qwen2\.5-7b in bf16 takes 15\.5 GB: 9\.5 GB are missing"):
         arms.refuse_small_scratch(options)
     arms.refuse_small_scratch(RolloutOptions(arms=["nvfp4"], scratch="/"))
+
+
+def test_an_arm_sees_the_gpus_that_it_takes_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,2,7")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    (one,) = arms.environments(arm_of("bf16_trl", TRL))
+    two = arms.environments(arm_of("nvfp4 gpus=2", TRL))
+    assert (one, [rank["CUDA_VISIBLE_DEVICES"] for rank in two]) == ({"CUDA_VISIBLE_DEVICES": "5"}, ["5,2", "5,2"])
+    assert [rank["LOCAL_RANK"] for rank in two] == ["0", "1"]
+    assert arms.environments(arm_of("nvfp4 device=cpu", TRL)) == [{}]
+    with pytest.raises(ConfigError, match=r"gpus=4 and torch sees 3 GPUs here\. Type gpus=3"):
+        arms.refuse_few_gpus(StepOptions(arms=["nvfp4", "nvfp4 gpus=4"]))
+    arms.refuse_few_gpus(StepOptions(arms=["nvfp4 gpus=3", "nvfp4 device=cpu gpus=4"]))
 
 
 @pytest.fixture
