@@ -227,7 +227,7 @@ def _check_disk(cfg: RunConfig, folder: Path | None, run_dir: Path) -> None:
     adapter = on_disk.adapter_parameters(folder, cfg) if folder else 0
     moments = 2 if cfg.optim.name == "adamw_8bit" else 8
     written = cfg.steps // cfg.checkpoint.every + 1 if cfg.checkpoint.every else 1
-    needed = RECORD_BYTES + adapter * (4 + moments) * (min(cfg.checkpoint.keep, written) + 1)
+    needed = RECORD_BYTES + adapter * (4 + moments) * (min(cfg.checkpoint.kept, written) + 1)
     _refuse_full(run_dir, needed, "its checkpoints", "Type run_dir=DIR on another disk, or checkpoint.keep=1.")
     store = hub_cache()
     if folder is None and gguf.is_gguf(cfg.model.path):

@@ -112,8 +112,8 @@ def test_kill_9_at_random_moments(killable, reference, seed: int) -> None:
 
 
 def test_kill_9_at_the_worst_moments(killable, reference) -> None:
-    """One run that dies at each of these in turn, and is continued each time."""
-    run_dir = killable(checkpoint__keep=1)
+    """One run that dies at each of these in turn, and is continued each time; it keeps one until it is done."""
+    run_dir = killable(checkpoint__keep=0)
     for moment in (
         ("qerl_lab.record.mirror", "MirrorRecord.set", 1, False),  # before MLflow is asked for anything
         ("qerl_lab.record.directory", "RunDirectory.write_evaluations", 1, True),  # evaluated, and not yet logged
@@ -141,6 +141,7 @@ def test_kill_9_at_the_worst_moments(killable, reference) -> None:
         assert not (run_dir / "DONE").exists(), moment
     finish(run_dir)
     check(run_dir, reference)
+    assert not (run_dir / "checkpoints").exists()
 
 
 def truncate(path: Path) -> None:

@@ -328,7 +328,16 @@ class CheckpointConfig:
     every: int = option(
         25, "steps between checkpoints; 0 saves only on interruption and at the end", at_least=0, unit="steps"
     )
-    keep: int = option(2, "newest checkpoints kept", at_least=1)
+    keep: int = option(
+        2,
+        "newest checkpoints kept; 0: one, and none when the run is done, which then cannot get more steps",
+        at_least=0,
+    )
+
+    @property
+    def kept(self) -> int:
+        """How many lie there until the run is done: it goes on from one."""
+        return max(1, self.keep)
 
 
 @dataclass

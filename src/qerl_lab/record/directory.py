@@ -11,6 +11,7 @@ DONE or FAILED                                    how it ended; neither after an
 
 import json
 import os
+import shutil
 import signal
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -223,6 +224,10 @@ class RunDirectory:
     def last_saved(self) -> int:
         """Return the step of the newest checkpoint, unverified; 0 if there is none."""
         return checkpoint.last_step(self.checkpoints)
+
+    def drop_checkpoints(self) -> None:
+        """Remove the checkpoints of a finished run: its adapter and its record stay."""
+        shutil.rmtree(self.checkpoints)
 
     # --- what it records
 

@@ -291,6 +291,8 @@ def conclude(session: Session, record: Record) -> None:
     result |= {"heldout_questions_left_out": data.heldout_left_out}
     record.tracker.finish("FINISHED", directory.artifacts())
     directory.finish(result)
+    if cfg.checkpoint.keep == 0:
+        directory.drop_checkpoints()
     print(f"\n{tables.closing(result)}\n\n{tables.where(directory.path, record.tracker.mirror)}")
 
 

@@ -341,7 +341,7 @@ class LabTrainer(GRPOTrainer):
             return
         own = {"step": self.steps_done, "prompts_seen": self.cursor.position, "noise": self.level.state}
         state = own | self.before_save()
-        checkpoint.save(Path(self.args.output_dir), state, self._write_checkpoint, self.cfg.checkpoint.keep)
+        checkpoint.save(Path(self.args.output_dir), state, self._write_checkpoint, self.cfg.checkpoint.kept)
 
     def _write_checkpoint(self, folder: Path) -> None:
         self.ranks.gather(str(folder))
