@@ -225,12 +225,12 @@ class VllmConfig:
     )
     dense_rows: int | None = option(
         None, "NVFP4 with lora=dense: from so many rows on (completions at once) by cuBLAS, over a copy of the weights "
-        "that is as large as the 16-bit model; null: no copy; not measured on a GPU yet", at_least=1, at_most=1_000_000,
+        "in 16 bits; null: no copy. At batch 256 of 7B it gave 5% more tokens, before its kernels last changed",
+        at_least=1, at_most=1_000_000,
     )  # fmt: skip
     share_base: bool = option(
         False,
-        "NVFP4 by Marlin: the trainer reads vLLM's packed weights and keeps none of its own; not used in a long run "
-        "yet",
+        "NVFP4 by Marlin: the trainer reads vLLM's packed weights and keeps none of its own; tried in short runs alone",
     )
     sleep: bool = option(
         False,
