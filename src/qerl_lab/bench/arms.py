@@ -84,18 +84,19 @@ def clear(place: Path) -> None:
 
 
 def refuse_small_scratch(options: RolloutOptions | StepOptions) -> None:
-    """Raise ConfigError where the largest checkpoint has no room. Makes no tensor."""
+    """Raise ConfigError where checkpoints that lie there at once have no room. Makes no tensor."""
     scratch, device = Path(options.scratch), torch.device("cpu")
-    needed = {}
+    size = {}
     for name in {arm.format for arm in arms(options)}:
         built = formats.build(FormatConfig(name=name))
         _, shards = random_model.plan(ARCHITECTURES[options.model], built, device)
-        needed[name] = sum(shard.bytes for shard in shards)
-    largest = max(needed, key=lambda name: needed[name])
-    free, asked = shutil.disk_usage(scratch).free, 1.02 * needed[largest]  # adapter and tokenizer
+        size[name] = sum(shard.bytes for shard in shards)
+    at_once = [sorted({arm.format for arm, _ in lot}) for lot in lots(options)]
+    needed, largest = max((sum(size[name] for name in names), names) for names in at_once)
+    free, asked = shutil.disk_usage(scratch).free, 1.02 * needed  # adapter and tokenizer
     if free < asked:
         raise ConfigError(
-            f"scratch={scratch} has {free / 1e9:.1f} GB free, and {options.model} in {largest} takes "
+            f"scratch={scratch} has {free / 1e9:.1f} GB free, and {options.model} in {' and '.join(largest)} takes "
             f"{asked / 1e9:.1f} GB: {(asked - free) / 1e9:.1f} GB are missing. Type scratch=DIR of a larger disk."
         )
 
@@ -114,16 +115,19 @@ def arms(options: RolloutOptions | StepOptions) -> list[Arm]:
     return sorted(every, key=lambda arm: order.index(arm.format))
 
 
+def lots(options: RolloutOptions | StepOptions) -> list[list[tuple[Arm, int]]]:
+    """The arms and ranks in lots that are built side by side, one after another."""
+    todo, size = [(arm, rank) for arm in arms(options) for rank in options.ranks], options.side_by_side
+    return [todo[first : first + size] for first in range(0, len(todo), size)]
+
+
 def run(benchmark: str, options: RolloutOptions | StepOptions) -> Iterator[Row]:
     """Yield the rows of every arm and rank; of one that died those that it had, and one with `died`, the reason."""
-    ranks, at_once = options.ranks, options.side_by_side
-    todo = [(arm, rank) for arm in arms(options) for rank in ranks]
     with named_folder(SCRATCH, Path(options.scratch)) as scratch:
         written = set[str]()
-        for rank in ranks:
+        for rank in options.ranks:
             random_model.write_adapter(scratch / f"rank{rank}", ARCHITECTURES[options.model], rank)
-        for first in range(0, len(todo), at_once):
-            together = todo[first : first + at_once]
+        for together in lots(options):
             needed = {arm.format for arm, _ in together}
             for weight_format in written - needed:
                 shutil.rmtree(scratch / weight_format)
@@ -152,8 +156,10 @@ def write_checkpoint(folder: Path, weight_format: str, options: RolloutOptions |
 
 def run_together(jobs: Sequence[Job], minutes: float) -> Iterator[Row]:
     """Start the processes of some arms; when all are built, let one after another measure, and yield its rows."""
-    processes = [Process(job) for job in jobs]
+    processes: list[Process] = []
     try:
+        for job in jobs:
+            processes.append(Process(job))
         for process in processes:
             process.wait(process.is_ready, minutes)
         for process in processes:
@@ -189,11 +195,14 @@ class Process:
         asked.write_text(json.dumps(asdict(job)), encoding="utf-8")
         self.file.write_text("", encoding="utf-8")
         command = [sys.executable, "-m", "qerl_lab.bench.one_arm", str(asked), str(self.file)]
-        with self.log.open("w", encoding="utf-8") as out:
-            self.children = [
-                subprocess.Popen(command, stdout=out, stderr=out, env=os.environ | variables)
-                for variables in environments(job.arm)
-            ]
+        self.children: list[subprocess.Popen[bytes]] = []
+        try:
+            with self.log.open("w", encoding="utf-8") as out:
+                for variables in environments(job.arm):
+                    self.children.append(subprocess.Popen(command, stdout=out, stderr=out, env=os.environ | variables))
+        except BaseException:  # Ctrl-C too: a rank would wait for those that are missing
+            self.end()
+            raise
 
     def is_ready(self) -> bool:
         """Whether the arm is built."""
@@ -227,13 +236,16 @@ class Process:
             child.wait()
 
     def measured(self) -> list[Row]:
-        """The rows that it has written."""
-        return [json.loads(line) for line in self.file.read_text(encoding="utf-8").splitlines()]
+        """The rows that it has written; one that was cut off is none."""
+        whole, _, _ = self.file.read_text(encoding="utf-8").rpartition("\n")
+        return [json.loads(line) for line in whole.splitlines()]
 
     def rows(self, minutes: float) -> list[Row]:
-        """What it measured; where it died also why."""
+        """What it measured; where it died also why: of several ranks what the first said, of which the others died."""
         measured = self.measured()
-        if (self.status == 0 and measured) or dead(measured):
+        if said_why := dead(measured):
+            return [*(row for row in measured if row not in said_why), said_why[0]]
+        if self.status == 0 and measured:
             return measured
         said = self.log.read_text("utf-8", "replace").splitlines()[-LINES:]
         died = why(None if self.is_late else self.status, minutes, bool(measured))

@@ -95,6 +95,15 @@ def test_an_arm_sees_the_gpus_that_it_takes_and_no_other(monkeypatch: pytest.Mon
     arms.refuse_few_gpus(StepOptions(arms=["nvfp4 gpus=3", "nvfp4 device=cpu gpus=4"]))
 
 
+def test_a_scratch_has_room_for_the_checkpoints_that_lie_there_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=20e9))
+    options = RolloutOptions(arms=["bf16_stock", "bf16", "nvfp4", "mxfp4"], ranks=[32, 64], scratch="/", side_by_side=4)
+    arms.refuse_small_scratch(options)  # bf16 alone, and then the two of four bits
+    options.side_by_side = 3  # the second three are of two formats
+    with pytest.raises(ConfigError, match=r"20\.0 GB free, and qwen2\.5-7b in bf16 and nvfp4 takes 21\.\d GB"):
+        arms.refuse_small_scratch(options)
+
+
 @pytest.fixture
 def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What options of a small benchmark have in common. `ARCHITECTURES` is what `bench.arms` looks a model up in."""
@@ -202,6 +211,46 @@ def test_a_dead_arm_is_a_row(
     assert last["arm"] == "bf16"
     assert len(measured) == kept
     assert ("what it said" in last.get("log", "")) == ("what it said" in script)
+
+
+def test_ranks_that_die_one_of_the_other_are_one_dead_arm(
+    small: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the first says is why."""
+    plays(
+        monkeypatch,
+        "first = os.environ['RANK'] == '1'\n"
+        "while not first and 'memory' not in Path(sys.argv[2]).read_text(): time.sleep(0.01)\n"
+        "write({'died': 'no memory' if first else 'connection closed by peer'}); first and time.sleep(5); sys.exit(1)",
+    )
+    (row,) = arms.run("step", StepOptions(arms=["nvfp4 device=cpu gpus=2"], groups=2, **small))
+    assert row["died"] == "no memory"
+
+
+def test_a_row_that_was_cut_off_does_not_cost_the_others(
+    small: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plays(monkeypatch, "write({'batch': 8}); print('{\"arm\": \"bf', end='', file=open(sys.argv[2], 'a')); sys.exit(1)")
+    whole, died = arms.run("rollout", RolloutOptions(arms=["bf16"], **small))
+    assert (whole["batch"], died["died"]) == (8, "exit status 1")
+
+
+def test_a_rank_that_cannot_be_started_leaves_none_that_waits_for_it(
+    small: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+    real = subprocess.Popen
+
+    def start(words: list[str], **how: Any) -> subprocess.Popen[bytes]:
+        if started:
+            raise BlockingIOError("no more processes")
+        started.append(real([sys.executable, "-c", "import time; time.sleep(60)"], **how))
+        return started[0]
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    with pytest.raises(BlockingIOError):
+        list(arms.run("step", StepOptions(arms=["nvfp4 device=cpu gpus=2"], groups=2, **small)))
+    assert started[0].returncode == -signal.SIGKILL
 
 
 def test_the_others_go_on_and_the_command_exits_with_1(
