@@ -46,7 +46,7 @@ COMMAND = Command(
             "calibrated (make quantize-env, then .venv-quantize/bin/python)",
         ),
         (
-            "python -m qerl_lab +experiment=nvfp4_aqn scale=custom model.path=checkpoints/7b-nvfp4",
+            "python -m qerl_lab +experiment=nvfp4_aqn scale=custom model.path=checkpoints/7b-nvfp4 task=gsm8k",
             "train on the result",
         ),
     ),
