@@ -30,7 +30,7 @@ from qerl_lab.report.arms import (
     started,
     task_of,
 )
-from qerl_lab.report.runs import DAMAGE, Origin, Record, damage, find_runs, read_record
+from qerl_lab.report.runs import DAMAGE, Origin, Record, damage, find_runs, has_runs, read_record
 from qerl_lab.report.stats import ALIKE, between, crossed_interval, paired_interval
 from qerl_lab.terminal import columns, near
 
@@ -86,14 +86,19 @@ def read(folders: Sequence[Path]) -> Comparison:
 
 
 def read_all(folders: Sequence[Path]) -> tuple[list[Record], dict[str, str]]:
-    """The record of every run in `folders`, why others are damaged, by name. Raises ConfigError for an empty one."""
+    """The record of every run in `folders`, why others are damaged, by name. Raises ConfigError for an empty one.
+
+    Of a folder that has both, results and runs, both are read: the runs may be newer.
+    """
     records, damaged = dict[str, Record](), dict[str, str]()
     for folder in filter(results.is_results, folders):
         made, broken = results.read(folder)
         records, damaged = records | _apart(made, records, folder), damaged | broken
-    for run_dir in find_runs([folder for folder in folders if not results.is_results(folder)]):
+    for run_dir in find_runs([folder for folder in folders if not results.is_results(folder) or has_runs(folder)]):
         try:
             records |= _apart([read_record(RunDirectory(run_dir), near(run_dir))], records, run_dir.parent)
+            if any(results.is_results(folder) and run_dir.is_relative_to(folder) for folder in folders):
+                damaged.pop(near(run_dir), None)  # mended since the results were written
         except DAMAGE as error:
             damaged[near(run_dir)] = damage(error)
     return list(records.values()), damaged

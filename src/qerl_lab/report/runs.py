@@ -104,6 +104,11 @@ def find_runs(folders: Sequence[Path]) -> list[Path]:
     return list(found.values())
 
 
+def has_runs(folder: Path) -> bool:
+    """Whether a run directory lies in a folder."""
+    return any(True for _ in _walk(folder))
+
+
 def _walk(folder: Path) -> Iterator[Path]:
     for path, folders, files in os.walk(folder):
         if is_run(files):

@@ -45,7 +45,7 @@ def sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def save(folder: str, out: str) -> None:
     found = comparison.read([Path(folder)])
-    Path(out).mkdir(parents=True)
+    Path(out).mkdir(parents=True, exist_ok=True)
     results.write(Path(out), results.frames(found.records, found.damaged, found.arm_of))
 
 
@@ -157,3 +157,17 @@ def test_results_of_before_a_key_came_are_of_the_same_arm(sweep: Path) -> None:
     assert {arm: [record.run.seed for record in records] for arm, records in found.arms.items()} == {
         "bf16": [0, 1, 2, 7], "nvfp4_aqn": [0, 1, 2]
     }  # fmt: skip
+
+
+def test_runs_in_a_folder_that_also_has_results_are_read_too(sweep: Path) -> None:
+    """`report runs out=runs`, and then more seeds: from the files alone the new ones would never count."""
+    (sweep / "bf16-2" / "DONE").rename("DONE")
+    save("runs", "runs")
+    Path("DONE").rename(sweep / "bf16-2" / "DONE")
+    shutil.copy(sweep / "bf16-2" / "eval.parquet", sweep / "damaged")  # mended
+    make_run(sweep / "bf16-7", "bf16", 7)
+    found = comparison.read([Path("runs")])
+    assert [record.run.seed for record in found.arms["bf16"]] == [0, 1, 2, 4, 7]
+    assert found.damaged == {}
+    shutil.rmtree(sweep / "bf16-0")
+    assert [record.run.seed for record in comparison.read([Path("runs")]).arms["bf16"]] == [0, 1, 2, 4, 7]
