@@ -217,6 +217,34 @@ def test_a_sweep_that_was_killed_with_minus_9_goes_on(child: Path, how: str, cap
     assert "3 done" in (waiting.parent / "table.txt").read_text()
 
 
+@pytest.mark.parametrize(
+    ("file", "content", "why"),
+    [
+        ("sweep.json", "{}", "sweep.json is not what a sweep writes there"),
+        ("sweep.json", '{"jobs": [{"number": 0}]}', "sweep.json is not what a sweep writes there"),
+        ("sweep.json", None, "0-adhoc-seed0 for one, and no sweep.json"),
+        ("multirun.yaml", "", "multirun.yaml cannot be read"),  # what a machine that died may leave
+        ("multirun.yaml", "hydra: 5", "multirun.yaml cannot be read"),
+        ("multirun.yaml", None, "multirun.yaml cannot be read"),
+        ("1-adhoc-seed3/resolved.yaml", None, "job 1 of the sweep in"),
+    ],
+)
+def test_a_damaged_sweep_goes_on_with_the_line_that_began_it(
+    file: str, content: str | None, why: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["-m", "seed=0,3"]) == 0
+    (directory,) = Path("runs/sweeps/adhoc").iterdir()
+    (directory / file).unlink()
+    if content is not None:
+        (directory / file).write_text(content)
+    assert main([f"resume={directory}"]) == 2
+    err = capfd.readouterr().err
+    assert why in err
+    assert "he line that began" in err
+    assert main(["-m", "seed=0,3"]) == 0
+    assert sessions()[0] == 1
+
+
 def test_resume_of_a_sweep_keeps_the_configurations_of_its_runs(child: Path) -> None:
     own = child.parent / "own" / "experiment"
     own.mkdir(parents=True)

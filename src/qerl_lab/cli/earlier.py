@@ -15,12 +15,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import yaml
 from hydra.conf import HydraConf
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+from omegaconf.errors import OmegaConfBaseException
 
 from qerl_lab import preflight
 from qerl_lab.cli.compose import Job, Plan
 from qerl_lab.config.arm import leaves, of_arm
+from qerl_lab.config.message import first_line
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.redact import redact
 from qerl_lab.config.schema import RunConfig
@@ -28,6 +31,7 @@ from qerl_lab.disk import lock, read_json, replace_file
 from qerl_lab.record.directory import RunDirectory, is_run
 
 INDEX, MASTER = "sweep.json", "multirun.yaml"  # its jobs; what Hydra composed for it as a whole
+_ANEW = "Type the line that began the sweep: it takes the runs that are there, and makes the others."
 OF_A_RUN = re.compile(r"^seed: (\d+)$", re.MULTILINE)  # in resolved.yaml, found without reading the whole as YAML
 
 
@@ -68,6 +72,16 @@ def _runs(sweep: Path) -> Iterator[RunDirectory]:
         if is_run(files):
             folders.clear()
             yield RunDirectory(Path(path))
+
+
+def refuse_above_runs(directory: Path) -> None:
+    """Raise ConfigError for a directory that is no run's and no sweep's, and holds runs."""
+    inside = min((run.path for run in _runs(directory)), default=directory)
+    if inside != directory:
+        raise ConfigError(
+            f"resume={directory} holds runs, {inside.relative_to(directory)} for one, and no {INDEX}. Type one of "
+            "them, or one sweep. A sweep that was killed before it noted its jobs goes on with the line that began it."
+        )
 
 
 def _found(job: Job, known: list[tuple[Path, RunDirectory]], is_here: bool) -> Job:
@@ -140,7 +154,7 @@ def write(plan: Plan) -> None:
     """Note the jobs of a sweep and what Hydra composed for it, unless its directory knows them already."""
     if {str(job.run_dir) for job in plan.jobs} <= set(_paths(plan.directory)):
         return
-    OmegaConf.save(plan.sweep, plan.directory / MASTER)
+    replace_file(plan.directory / MASTER, OmegaConf.to_yaml(plan.sweep).encode())  # a machine may die here
     jobs = [
         {"number": job.number, "words": job.overrides, "run_dir": os.path.relpath(job.run_dir, plan.directory)}
         for job in plan.jobs
@@ -150,8 +164,18 @@ def write(plan: Plan) -> None:
 
 def _paths(directory: Path) -> list[str]:
     with suppress(ConfigError):
-        return [os.path.normpath(directory / job["run_dir"]) for job in read_json(directory / INDEX, dict)["jobs"]]
+        return [os.path.normpath(directory / job["run_dir"]) for job in _noted(directory)]
     return []
+
+
+def _noted(directory: Path) -> list[dict[str, Any]]:
+    """The jobs of a sweep's index. Raises ConfigError for one that is damaged."""
+    kinds, jobs = {"number": int, "words": list, "run_dir": str}, read_json(directory / INDEX, dict).get("jobs")
+    if not isinstance(jobs, list) or not all(
+        isinstance(job, dict) and all(isinstance(job.get(key), kind) for key, kind in kinds.items()) for job in jobs
+    ):
+        raise ConfigError(f"{directory / INDEX} is not what a sweep writes there. {_ANEW}")
+    return jobs
 
 
 def is_whole(plan: Plan) -> bool:
@@ -163,8 +187,10 @@ def read(directory: Path) -> Plan:
     """The plan of a sweep's directory, with the configurations that its runs have there. Raises ConfigError."""
     master = _master(directory)
     jobs = []
-    for known in read_json(directory / INDEX, dict)["jobs"]:
+    for known in _noted(directory):
         run = RunDirectory(Path(os.path.normpath(directory / known["run_dir"])))
+        if not run.is_claimed:
+            raise ConfigError(f"job {known['number']} of the sweep in {directory} is not at {run.path}. {_ANEW}")
         composed = copy.deepcopy(master)
         with read_write(composed), open_dict(composed):
             composed.hydra.job.num = composed.hydra.job.id = known["number"]
@@ -175,8 +201,11 @@ def read(directory: Path) -> Plan:
 
 def _master(directory: Path) -> DictConfig:
     """What Hydra composed for a sweep, typed again as its launchers want it."""
-    values: Any = OmegaConf.load(directory / MASTER)
     typed = OmegaConf.structured(HydraConf)
     OmegaConf.set_struct(typed, False)
-    values.hydra = OmegaConf.merge(typed, values.hydra)
+    try:
+        values: Any = OmegaConf.load(directory / MASTER)
+        values.hydra = OmegaConf.merge(typed, values.hydra)
+    except (OSError, ValueError, AttributeError, yaml.YAMLError, OmegaConfBaseException) as error:
+        raise ConfigError(f"{directory / MASTER} cannot be read ({first_line(error)}). {_ANEW}") from None
     return values

@@ -55,6 +55,7 @@ def main(words: list[str]) -> int:
     if directory := _resumed_directory(args.overrides, flags):
         if (directory / earlier.INDEX).exists():
             return _resume_sweep(directory, command, _steps(args.overrides))
+        earlier.refuse_above_runs(directory)
         return _resume(RunDirectory(directory), command, _steps(args.overrides))
     if args.shell_completion:
         return _complete(words)
