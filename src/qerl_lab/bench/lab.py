@@ -70,9 +70,15 @@ def build(job: Job, cfg: RunConfig) -> Built:
     engine = rollout.build(cfg, learner)
     row: Row = {
         "load_seconds": loaded - started, "start_seconds": time.perf_counter() - loaded,
-        "policy_gib": weight_bytes(learner.model).total / GIB,
+        "policy_gib": base_bytes(learner) / GIB,
     }  # fmt: skip
     return Built(cfg, learner, engine, row)
+
+
+def base_bytes(learner: policy.Policy) -> int:
+    """Bytes of the trainer's base, without the adapter: what TRL's arms count too."""
+    learned = sum(parameter.nbytes for parameter in learner.model.parameters() if parameter.requires_grad)
+    return weight_bytes(learner.model).total - learned
 
 
 class LabSampler:

@@ -39,6 +39,14 @@ def test_a_row_is_a_whole_step(tmp_path: Path, arm: str) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "model"]
 
 
+def test_the_policy_of_a_row_is_its_base_whatever_the_rank(tmp_path: Path) -> None:
+    found = set()
+    for rank in (4, 8):
+        one = job(tmp_path / str(rank), LAB, options(), rank)
+        found.add(lab.build(one, lab.config(one)).row["policy_gib"])
+    assert len(found) == 1
+
+
 @pytest.mark.parametrize("arm", [LAB, TRL])
 def test_completions_end_where_they_do_with_mean_tokens(tmp_path: Path, arm: str) -> None:
     ragged = options(new=64, mean_tokens=6, groups=8, steps=1)
