@@ -117,6 +117,11 @@ def test_the_cache_holds_every_sequence_and_a_block_more() -> None:
     assert kv_gib(ARCHITECTURE, 4, 20) * 2**30 == 5 * 256 * per_token
 
 
+# Of a layer: columns of A and rows of B of q/k/v, o, gate/up and down; the lab keeps biases as they were stored too.
+A_AND_B = (3 * 128 + 256) + (128 + 128) + (2 * 128 + 2 * 192) + (192 + 128)
+QKV_BIAS = 128 + 2 * 64
+
+
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM")
 def test_both_engines_are_measured_in_processes_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(arms.ARCHITECTURES, "small", ARCHITECTURE)
@@ -130,6 +135,9 @@ def test_both_engines_are_measured_in_processes_of_their_own(tmp_path: Path, mon
         assert 0.9 * NATS < row["nats"] < 1.1 * NATS
         assert row["kv_tokens"] >= 4 * 20
     # Not chunked_prefill, which the lab's engine turns off on a CPU, and there alone.
-    shared = ("max_num_seqs", "max_num_batched_tokens", "prefix_caching", "dtype", "weights_gib")
+    shared = ("max_num_seqs", "max_num_batched_tokens", "prefix_caching", "dtype")
     assert len({tuple(row[name] for name in shared) for row in rows}) == 1
+    stock, own = ({row["weights_gib"] for row in rows if row["baseline"] == baseline} for baseline in (True, False))
+    assert (own.pop() - stock.pop()) * 2**30 == 2 * 2 * (4 * A_AND_B + QKV_BIAS)  # two layers, two bytes, rank 4
+    assert not own | stock
     assert "format.name=nf4 on a GPU only" in dead["died"]
