@@ -18,6 +18,7 @@ from qerl_lab.config.schema import RunConfig
 from qerl_lab.config.task import part_of
 
 FINISHED = "finished"
+COPIED = "copied"  # how the status of a copy begins; `copies` tells which are
 PLACE, CONTENT = "model.path", "model.hash"
 QUESTIONS = "task.path"
 ABSENT = "(absent)"  # what stands for a setting that a run lacks
@@ -118,9 +119,14 @@ def choose(runs: Sequence[Run]) -> tuple[list[Run], list[str]]:
 
 
 def started(found: Sequence[Run], counted: Sequence[Run]) -> list[Run]:
-    """The runs that count or did not finish: all but those that were repeated."""
+    """The runs that count or did not finish: all but copies and those that were repeated."""
     names = {run.name for run in counted}
-    return [run for run in found if run.name in names or run.status != FINISHED]
+    return [run for run in found if run.name in names or stopped(run)]
+
+
+def stopped(run: Run) -> bool:
+    """Whether a run did not finish, as far as is known, and is no copy of one."""
+    return run.status != FINISHED and not run.status.startswith(COPIED)
 
 
 def differing(runs: Sequence[Run]) -> list[str]:

@@ -13,7 +13,7 @@ import pandas as pd
 
 from qerl_lab.config.option import ConfigError, did_you_mean
 from qerl_lab.record.directory import RunDirectory
-from qerl_lab.report import results
+from qerl_lab.report import copies, results
 from qerl_lab.report.arms import (
     ABSENT,
     CONTENT,
@@ -112,22 +112,18 @@ def _apart(made: Sequence[Record], known: Mapping[str, Record], folder: Path) ->
     named = {}
     for record in made:
         other = known.get(record.run.name)
-        if other and _identity(other) != _identity(record):
+        if other and copies.identity(other) != copies.identity(record):
             record = replace(record, run=replace(record.run, name=f"{record.run.name} of {near(folder)}"))
         named[record.run.name] = record
     return named
 
 
-def _identity(record: Record) -> tuple[object, ...]:
-    return record.run.arm, record.run.seed, record.origin.began
-
-
 def compare(records: list[Record], damaged: dict[str, str]) -> Comparison:
     """The arms of these records; none where no run finished."""
     runs = placed(_by_questions(records))
-    records = [replace(record, run=run) for record, run in zip(records, runs, strict=True)]
+    records = copies.told([replace(record, run=run) for record, run in zip(records, runs, strict=True)])
     by_name = {record.run.name: record for record in records}
-    counted, left_out = choose(runs)
+    counted, left_out = choose([record.run for record in records])
     names, arms = labels(counted), dict[str, list[Record]]()
     for run in counted:
         arms.setdefault(names[run.arm], []).append(by_name[run.name])

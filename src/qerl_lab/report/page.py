@@ -18,7 +18,7 @@ from qerl_lab.config.spelling import word
 from qerl_lab.disk import replace_file
 from qerl_lab.report import comparison, curves, paper_curves, results, speed_tables, verdict_tables
 from qerl_lab.report.arm_tables import tables
-from qerl_lab.report.arms import FINISHED
+from qerl_lab.report.arms import FINISHED, stopped
 from qerl_lab.report.comparison import Comparison
 from qerl_lab.report.runs import Record
 from qerl_lab.report.speed_tables import Speed
@@ -175,8 +175,8 @@ def _gaps(found: Comparison) -> list[str]:
         return ["No run finished, so there is nothing to measure. The runs and their states are at the end."]
     gaps, short = [], []
     for label, records in found.arms.items():
-        stopped = sum(run.arm == records[0].run.arm and run.status != FINISHED for run in found.found)
-        short += [f"{stopped} of the {len(records) + stopped} of {label}"] if stopped else []
+        lacking = sum(run.arm == records[0].run.arm and stopped(run) for run in found.found)
+        short += [f"{lacking} of the {len(records) + lacking} of {label}"] if lacking else []
     if short:
         gaps.append(f"Runs that did not finish are in no mean: {'; '.join(short)}.")
     lost = {run.arm for run in found.found} - {record.run.arm for record in found.counted}

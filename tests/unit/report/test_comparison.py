@@ -72,6 +72,26 @@ def test_runs_that_do_not_count_are_named_with_the_reason(sweep: Path) -> None:
     assert (row["seeds"], row["runs"]) == (3, 6)  # the one that was repeated finished, too
 
 
+def test_a_copy_of_a_run_is_told_from_another_run(here: Path) -> None:
+    """Stopped here, copied to another machine and finished there: one run, which finished."""
+    for seed in range(3):
+        run = make_run(here / "runs" / f"bf16-{seed}", "bf16", seed)
+        about = json.loads((run / "env.json").read_text())
+        (run / "env.json").write_text(json.dumps(about | {"time": f"2026-01-31T12:00:0{seed}+0000"}))
+    shutil.copytree(here / "runs", here / "elsewhere")
+    for seed in (0, 1):
+        (here / "runs" / f"bf16-{seed}" / "DONE").unlink()
+    (here / "elsewhere" / "bf16-1" / "DONE").unlink()
+    found = comparison.read([here / "runs", here / "elsewhere"])
+    assert found.left_out == [
+        "runs/bf16-0: copied (elsewhere/bf16-0 is the same run)",
+        "runs/bf16-1: interrupted, or still running (step 4 of 4)",
+        "elsewhere/bf16-1: copied (runs/bf16-1 is the same run)",
+        "elsewhere/bf16-2: copied (runs/bf16-2 is the same run)",
+    ]
+    assert comparison.by_arm(found, None).loc[0, ["seeds", "runs"]].tolist() == [2, 3]
+
+
 def replace(path: Path, old: str, new: str) -> None:
     path.write_text(path.read_text().replace(old, new))
 
