@@ -21,7 +21,7 @@ VLLM = {"bf16_stock": "bf16", "qlora_stock": "nf4", "nvfp4_stock": "nvfp4", "mxf
 TRL = {"bf16_trl": "bf16", "qlora_trl": "nf4"}
 ARM = (
     "a format is the lab's engine, {}; KEY=VALUE after a name, in quotes, changes a key of the run (of a baseline: an "
-    "argument of vLLM's LLM)"
+    "argument of {})"
 )
 
 
@@ -60,7 +60,7 @@ class RolloutOptions:
     model: str = option("qwen2.5-7b", "architecture, with random weights", choices=tuple(ARCHITECTURES))
     arms: list[str] = option(
         ["bf16_stock", "qlora_stock", "nvfp4_stock", *FORMATS],
-        ARM.format("NAME_stock is vLLM as it is, with a LoRARequest (qlora_stock: bitsandbytes NF4)"),
+        ARM.format("NAME_stock is vLLM as it is, with a LoRARequest (qlora_stock: bitsandbytes NF4)", "vLLM's LLM"),
     )
     batches: list[int] = option([8, 64, 256], "completions at once, of as many prompts", at_least=1, at_most=65_536)
     ranks: list[int] = option([32], "ranks of the adapter; each is an engine of its own", at_least=1, at_most=512)
@@ -82,7 +82,10 @@ class StepOptions:
     model: str = option("qwen2.5-7b", "architecture, with random weights", choices=tuple(ARCHITECTURES))
     arms: list[str] = option(
         ["bf16_trl", "qlora_trl", *FORMATS],
-        ARM.format("NAME_trl is TRL's GRPOTrainer with vLLM beside it, as they are (qlora_trl: bitsandbytes NF4)"),
+        ARM.format(
+            "NAME_trl is TRL's GRPOTrainer with vLLM beside it, as they are (qlora_trl: bitsandbytes NF4)",
+            "TRL's GRPOConfig",
+        ),
     )
     groups: int = option(8, "prompts of a step", at_least=1, at_most=65_536)
     group_size: int = option(8, "completions of a prompt", at_least=2, at_most=4096)

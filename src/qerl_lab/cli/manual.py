@@ -53,7 +53,10 @@ EXAMPLES = (
 def overview() -> str:
     """List the experiments and what to type, as `python -m qerl_lab` alone prints it."""
     lines = [ABOUT, "", "Experiments:", *_options("experiment"), ""]
-    lines += [f"Run one:     {EXAMPLES[0][0]}", "All of them: python -m qerl_lab +sweeps=weight_formats"]
+    lines += [
+        f"Run one: {EXAMPLES[0][0]}",
+        "Four formats without and with noise, five seeds each: python -m qerl_lab +sweeps=weight_formats",
+    ]
     return "\n".join([*lines, "Every group, option and key: python -m qerl_lab --help"])
 
 
