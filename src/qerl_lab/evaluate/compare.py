@@ -8,12 +8,14 @@ from typing import Any
 
 import pandas as pd
 
+from qerl_lab.config.arm import completed, of_arm
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.spelling import shell_word
 from qerl_lab.disk import read_json, replace_file
 from qerl_lab.evaluate.options import CompareOptions
 from qerl_lab.evaluate.passes import powers_of_two
-from qerl_lab.evaluate.summary import ABOUT, COMMON, OWN, ROWS, SCHEMA, passes_of, shares
+from qerl_lab.evaluate.summary import ABOUT, COMMON, OWN, ROWS, SCHEMA, TRAINED_ON, passes_of, shares
+from qerl_lab.report.arms import QUESTIONS
 from qerl_lab.report.stats import Interval, between, crossed_interval, p_value, paired_interval
 from qerl_lab.terminal import columns, near
 
@@ -132,10 +134,15 @@ def _one_arm(found: list[Examined], given: str) -> dict[int, Examined]:
 
 
 def _trained_otherwise(mine: Mapping[str, str] | None, others: Mapping[str, str] | None) -> list[str]:
-    """The keys in which the arms of two runs differ; none where one is not known."""
+    """The keys in which the arms of two runs differ; none where one is not known.
+
+    Which questions they were is told by content where both say so, and else by where they lay.
+    """
     if mine is None or others is None:
         return []
-    return sorted(key for key in mine.keys() | others.keys() if mine.get(key) != others.get(key))
+    one, other = (of_arm(completed(arm)) for arm in (mine, others))
+    idle = QUESTIONS if TRAINED_ON in one and TRAINED_ON in other else TRAINED_ON
+    return sorted(key for key in {*one, *other} - {idle} if one.get(key) != other.get(key))
 
 
 def paired(a: dict[int, Examined], b: dict[int, Examined]) -> tuple[list[tuple[Examined, Examined]], list[str]]:

@@ -19,6 +19,7 @@ from qerl_lab.config.paths import WEIGHTS, sha256
 from qerl_lab.config.schema import DENSE_FORMAT, RunConfig
 from qerl_lab.config.spelling import resume_word
 from qerl_lab.evaluate.options import AccuracyOptions
+from qerl_lab.evaluate.summary import TRAINED_ON
 from qerl_lab.model import on_disk, policy
 from qerl_lab.model.dense import dense_tensors
 from qerl_lab.model.files import local_folder, read_json
@@ -35,8 +36,8 @@ class Subject:
     """`cfg` loads and asks it. `adapter` is the folder of its adapter; None for the base alone.
 
     `run_seed` is the run's own, also where `seed=` gives the draw another: by it the seeds of an arm are told apart. Of
-    a model alone, which has none, it is the draw's. `arm` has the settings by which the run is of an arm, as text; of a
-    base alone it is empty.
+    a model alone, which has none, it is the draw's. `arm` has the settings by which the run is of an arm, as text, and
+    the SHA-256 of its training questions; of a base alone it is empty.
     """
 
     said: str
@@ -94,7 +95,8 @@ def _of_run(options: AccuracyOptions) -> Subject:
             "adapter=false for its base alone."
         )
     arm = of_arm({name: str(value) for name, _, value in leaves(cfg)})
-    return Subject(said, cfg, directory.adapter, cfg.seed, arm)
+    trained_on = directory.environment().get("data", {}).get(TRAINED_ON)
+    return Subject(said, cfg, directory.adapter, cfg.seed, arm | ({TRAINED_ON: trained_on} if trained_on else {}))
 
 
 def _of_model(options: AccuracyOptions) -> Subject:

@@ -13,6 +13,7 @@ from qerl_lab.terminal import columns
 Summary = dict[str, Any]
 OWN, COMMON = "own", "common"
 SCHEMA = 1  # of both files
+TRAINED_ON = "training_sha256"  # of the questions of a run, beside the settings of its arm
 ROWS, ABOUT = "eval.parquet", "evaluation.json"
 
 

@@ -151,6 +151,22 @@ def test_runs_that_were_trained_otherwise_are_no_seeds_of_one_arm(tmp_path: Path
         compared(str(tmp_path / "a"), str(tmp_path / "a"))
 
 
+def test_seeds_of_one_arm_may_lie_elsewhere_and_be_of_an_older_version(tmp_path: Path) -> None:
+    """The questions count by content; a key that came since says what every run did before."""
+    arms: list[dict[str, str]] = [
+        {"task.path": "/one/gsm8k", "training_sha256": "a"}, {"task.path": "/two/gsm8k", "training_sha256": "a"},
+        {"task.path": "/one/gsm8k", "training_sha256": "b"}, {"task.path": "/one/gsm8k"},
+    ]  # fmt: skip
+    engine = {"rollout.engine": "vllm"}
+    with_key = engine | {"rollout.vllm.sleep": "False"}
+    trained = compare._trained_otherwise
+    assert trained(arms[0] | with_key, arms[1] | engine) == []
+    assert trained(arms[0] | with_key, arms[1] | engine | {"rollout.vllm.sleep": "True"}) == ["rollout.vllm.sleep"]
+    assert trained(arms[0], arms[2]) == ["training_sha256"]
+    assert (trained(arms[0], arms[3]), trained(arms[1], arms[3])) == ([], ["task.path"])
+    assert (trained({}, {}), trained(None, arms[0]), bool(trained({}, arms[0]))) == ([], [], True)  # a base alone
+
+
 def test_other_draws_are_said(tmp_path: Path) -> None:
     folders = [write(tmp_path / str(draw), answers(A), run_seed=1, seed=draw) for draw in (1, 5)]
     arms = [compare._one_arm(compare.find(Path(folder)), folder) for folder in folders]
