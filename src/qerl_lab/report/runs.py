@@ -48,9 +48,11 @@ class Origin:
 
     `versions` are those of packages; `missing` says what could not be read of a run, where it was read without it.
     The two SHA-256 are of the questions it trained on and of those held out; older records lack the second.
+    `configured` has how many jobs its configuration lets run at once, which a file of the sweep may say: `jobs=4 ...`.
     """
 
     command: str = ""
+    configured: str = ""
     began: str = ""
     commit: str = ""
     machine: str = ""
@@ -60,8 +62,8 @@ class Origin:
     missing: str = ""
 
     def most(self, word: str) -> int:
-        """The largest number of a word such as `jobs` in the commands of the run, 1 without."""
-        return max(map(int, re.findall(rf"\b{word}=(\d+)", self.command)), default=1)
+        """The largest number of a word such as `jobs` in the commands and configuration of the run, 1 without."""
+        return max(map(int, re.findall(rf"\b{word}=(\d+)", f"{self.command} {self.configured}")), default=1)
 
 
 NO_STEPS = pd.DataFrame(index=pd.Index([], dtype="int64", name="step"))
@@ -129,14 +131,15 @@ def read_record(run: RunDirectory, name: str) -> Record:
         values, name=name, status=_status(run, f"step {last['step']} of {values.get('steps')}"), ended=last["time"],
         code=" then ".join(codes), metrics=metrics,
     )  # fmt: skip
+    origin = _origin(began, " ".join(f"{key}={values[key]}" for key in ("jobs", "jobs_per_gpu") if key in values))
     if found.status != FINISHED:
-        return Record(found, origin=_origin(began))
+        return Record(found, origin=origin)
     check_steps({line["step"] for line in lines}, int(values["steps"]), "metrics.jsonl")
     _check_once(lines)
     phases = {}
     if values["eval.questions"] != "0":
         check_phases(phases := run.evaluations())
-    return record_of(found, _by_step(lines), phases, run.result()["seconds"], _origin(began))
+    return record_of(found, _by_step(lines), phases, run.result()["seconds"], origin)
 
 
 def record_of(
@@ -152,10 +155,10 @@ def record_of(
     return Record(run, _headline(steps.astype("float64"), phases, seconds), accuracy, steps, origin)
 
 
-def _origin(sessions: Sequence[Mapping[str, Any]]) -> Origin:
+def _origin(sessions: Sequence[Mapping[str, Any]], configured: str) -> Origin:
     """From the env.json of every session of a run; of what differs between them every value."""
     if not sessions:
-        return Origin()
+        return Origin(configured=configured)
     first = sessions[0]
     machines, commits, commands = (
         " then ".join(dict.fromkeys(text for text in texts if text))
@@ -167,8 +170,9 @@ def _origin(sessions: Sequence[Mapping[str, Any]]) -> Origin:
     versions = {name: text for each in sessions[::-1] for name, text in each.get("packages", {}).items()}
     questions = {key: first.get("data", {}).get(key) or "" for key in ("training_sha256", "heldout_sha256")}
     return Origin(
-        command=commands, began=first.get("time", ""), commit=commits, machine=machines, versions=versions, **questions
-    )
+        command=commands, configured=configured, began=first.get("time", ""), commit=commits, machine=machines,
+        versions=versions, **questions,
+    )  # fmt: skip
 
 
 def machine(environment: Mapping[str, Any]) -> str:

@@ -298,6 +298,16 @@ def test_a_part_of_a_task_and_a_shared_gpu_are_said(here: Path, capsys) -> None:
         shutil.rmtree(run)
 
 
+def test_jobs_that_a_file_of_the_sweep_lets_run_at_once_are_said(here: Path, capsys) -> None:
+    """No word of the command says so; the configuration does."""
+    make_run(here / "sweep" / "bf16-0", "bf16", 0, jobs=4, jobs_per_gpu=4)
+    assert main(["sweep", "out=results"]) == 0
+    said = "ran beside up to 3 others"
+    assert said in capsys.readouterr().out
+    assert main(["results"]) == 0
+    assert said in capsys.readouterr().out
+
+
 def test_a_difference_that_is_also_of_other_settings_says_so(here: Path, capsys) -> None:
     """What an experiment declares goes without saying; a shorter run beside it does not."""
     make_run(here / "sweep" / "bf16-0", "bf16", 0)
