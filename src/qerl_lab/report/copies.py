@@ -15,8 +15,10 @@ def identity(record: Record) -> tuple[object, ...]:
 def told(records: Sequence[Record]) -> list[Record]:
     """The records, in which of each run the one that got furthest stays as it is. The others are marked as copies.
 
-    So a run that was stopped here and went on elsewhere is one that finished, and not one of two.
+    So a run that was stopped here and went on elsewhere is one that finished, and not one of two. One that was read
+    twice, by the same name, is there once.
     """
+    records = list({(record.run.name, identity(record)): record for record in records}.values())
     furthest: dict[tuple[object, ...], Record] = {}
     for record in records:
         other = furthest.setdefault(identity(record), record)

@@ -29,13 +29,21 @@ def read_experiment(uri: str, experiment: str) -> tuple[list[Record], dict[str, 
     for run, mirror in ours.items():
         folder = Path(mirror.data.tags.get("run_dir", ""))
         try:
-            if folder.is_absolute() and folder.is_dir() and is_run(os.listdir(folder)):
+            if _is_there(folder, mirror.data.tags.get("run_key")):
                 records.append(read_record(RunDirectory(folder), near(folder)))
             else:
                 records.append(_of_mirror(client, run, mirror))
         except DAMAGE as error:
             damaged[run.name] = damage(error)
     return records, damaged
+
+
+def _is_there(folder: Path, key: str | None) -> bool:
+    """Whether a run's directory is where it was, as far as is known: another run may have got that of a removed one."""
+    if not (folder.is_absolute() and folder.is_dir() and is_run(os.listdir(folder))):
+        return False
+    run = RunDirectory(folder)
+    return key is None or not run.is_mirrored or run.mirror().values["key"] == key
 
 
 def _of_mirror(client: Any, run: Run, mirror: Any) -> Record:

@@ -58,6 +58,26 @@ def test_a_report_of_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
     assert comparison.notes(comparison.compare(*results.records_of(made))) == comparison.notes(gone)
 
 
+def test_a_run_whose_directory_another_run_has_by_now_is_not_that_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """run_dir=DIR typed again, after DIR was removed: MLflow still has the first."""
+    monkeypatch.chdir(tmp_path)
+    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    for arm, seed in (("bf16", 0), ("nvfp4", 1)):
+        shutil.rmtree(tmp_path / "mine", ignore_errors=True)
+        resync(RunDirectory(make_run(tmp_path / "mine", arm, seed)), uri)
+    found = comparison.compare(*read_experiment(uri, "qerl-lab"))
+    assert {arm: [record.run.seed for record in records] for arm, records in found.arms.items()} == {
+        "bf16": [0], "nvfp4": [1]
+    }  # fmt: skip
+    assert found.left_out == []
+    (tmp_path / "mine" / "mlflow.json").unlink()  # an older directory does not say which it is
+    found = comparison.compare(*read_experiment(uri, "qerl-lab"))
+    assert [record.run.name for record in found.counted] == ["mine"]
+    assert found.left_out == []
+
+
 def _mlflow_id(uri: str, seed: int) -> str:
     from mlflow import MlflowClient
 
