@@ -15,6 +15,8 @@ from qerl_lab.bench.options import StepOptions
 
 LAB = "nvfp4 rollout.engine=transformers"
 ON_CPU = "use_vllm=false use_cpu=true bf16=false"  # on a CPU vLLM drops what TRL would write its weights into
+ON_VLLM = "bf16 rollout.vllm.enforce_eager=true model.dtype=bfloat16"
+NEEDS_VLLM = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM")
 TRL, QLORA = f"bf16_trl {ON_CPU}", f"qlora_trl {ON_CPU}"
 
 
@@ -80,12 +82,11 @@ def test_the_base_of_qlora_is_counted_with_its_scales(tmp_path: Path) -> None:
     assert stock_trl.held(torch.nn.Parameter(weight)) == 4 * weight.numel()
 
 
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM")
+@NEEDS_VLLM
 def test_a_step_on_vllm_in_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(arms.ARCHITECTURES, "small", ARCHITECTURE)
     monkeypatch.setitem(os.environ, "VLLM_CPU_KVCACHE_SPACE", "1")
-    arm = "bf16 rollout.vllm.enforce_eager=true model.dtype=bfloat16"
-    ragged = options(model="small", arms=[arm], new=64, mean_tokens=6, groups=8, steps=1, scratch=str(tmp_path))
+    ragged = options(model="small", arms=[ON_VLLM], new=64, mean_tokens=6, groups=8, steps=1, scratch=str(tmp_path))
     (row,) = arms.run("step", ragged)
     assert "died" not in row, row["log"]
     assert 32 * 3 < row["tokens"] < 32 * 12
@@ -93,9 +94,13 @@ def test_a_step_on_vllm_in_a_process_of_its_own(tmp_path: Path, monkeypatch: pyt
     assert row["weights_gib"] > 0
 
 
-def test_two_ranks_share_a_step_and_the_first_writes_its_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("arm", [LAB, pytest.param(ON_VLLM, marks=NEEDS_VLLM)])
+def test_two_ranks_share_a_step_and_the_first_writes_its_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arm: str
+) -> None:
     monkeypatch.setitem(arms.ARCHITECTURES, "small", ARCHITECTURE)
-    both = [f"{LAB} device=cpu", f"{LAB} device=cpu gpus=2"]
+    monkeypatch.setitem(os.environ, "VLLM_CPU_KVCACHE_SPACE", "1")
+    both = [f"{arm} device=cpu", f"{arm} device=cpu gpus=2"]
     one, two = arms.run("step", options(model="small", arms=both, steps=1, scratch=str(tmp_path)))
     assert "died" not in two, two["log"]
     assert two["tokens"] == pytest.approx(one["tokens"]) == 64
