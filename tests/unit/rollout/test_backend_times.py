@@ -2,6 +2,10 @@
 
 import io
 import json
+import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -25,12 +29,37 @@ def test_what_is_asked_is_timed_and_written(monkeypatch: pytest.MonkeyPatch, tmp
 
     monkeypatch.setattr(backend_times, "milliseconds", milliseconds)
     monkeypatch.setattr(torch.cuda, "set_device", devices.append)
-    asked = {"format": {"name": "mxfp4"}, "shapes": [[[[64, 32], 128], 3]], "rows": [9, 5], "device": 1}
+    monkeypatch.setattr(backend_times, "end_with", lambda parent: None)
+    asked = {"format": {"name": "mxfp4"}, "shapes": [[[[64, 32], 128], 3]], "rows": [9, 5], "device": 1, "parent": 7}
     monkeypatch.setattr("sys.stdin", io.StringIO(json.dumps(asked)))
     backend_times.main([str(tmp_path / "times.json")])
     assert json.loads((tmp_path / "times.json").read_text()) == {"marlin": 1.0}
     assert timed == [(formats.build(FormatConfig(name="mxfp4")), {((64, 32), 128): 3}, [9, 5])]
     assert devices == [1]
+
+
+def test_it_ends_with_its_parent(tmp_path: Path) -> None:
+    """A run or an arm that is killed leaves nothing on the GPU, where the next one is measured."""
+    held = tmp_path / "held"
+    os.mkfifo(held)
+    (tmp_path / "timer.py").write_text(
+        "import time, torch; from qerl_lab.rollout.vllm import backend_times\n"
+        "torch.cuda.set_device = lambda _: None\n"
+        f"backend_times.milliseconds = lambda *_: [open({str(held)!r}, 'w'), time.sleep(100)]\n"
+        "backend_times.main(['/nowhere'])"
+    )
+    run = (
+        "import torch; from qerl_lab.config.schema import FormatConfig; from qerl_lab.rollout.vllm import backends\n"
+        "torch.cuda.current_device, backends.TIMER = lambda: 0, 'timer'\n"
+        "backends.milliseconds(FormatConfig(name='nvfp4'), {}, [1])"
+    )
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    with subprocess.Popen([sys.executable, "-c", run], env=os.environ | {"PYTHONPATH": path}) as killed:
+        with held.open() as timer:  # waits for it to begin
+            killed.kill()
+            began = time.monotonic()
+            assert timer.read() == ""  # ends when the timer has
+        assert time.monotonic() - began < 30
 
 
 def test_a_random_weight_has_the_layout_of_the_format(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,7 +92,7 @@ def milliseconds(weight_format: FormatConfig, shapes: Mapping[Shape, int], rows:
     """
     asked = {
         "format": asdict(weight_format), "shapes": list(shapes.items()), "rows": rows,
-        "device": torch.cuda.current_device(),
+        "device": torch.cuda.current_device(), "parent": os.getpid(),
     }  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="qerl-lab-") as folder:
         times = Path(folder) / "times.json"
