@@ -59,7 +59,7 @@ def test_a_report_of_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
 
 
 def test_a_run_whose_directory_another_run_has_by_now_is_not_that_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     """run_dir=DIR typed again, after DIR was removed: MLflow still has the first."""
     monkeypatch.chdir(tmp_path)
@@ -72,6 +72,7 @@ def test_a_run_whose_directory_another_run_has_by_now_is_not_that_one(
         "bf16": [0], "nvfp4": [1]
     }  # fmt: skip
     assert found.left_out == []
+    assert capsys.readouterr().err == ""  # no bar a file
     (tmp_path / "mine" / "mlflow.json").unlink()  # an older directory does not say which it is
     found = comparison.compare(*read_experiment(uri, "qerl-lab"))
     assert [record.run.name for record in found.counted] == ["mine"]
