@@ -91,8 +91,9 @@ def draw(points: pd.DataFrame, curve: Curve, by: str, baseline: str | None) -> F
         points: tidy, from `comparison.curves`.
         by: `STEP`, or `CLOCK`: seconds of training steps, without evaluation and loading.
     """
-    chosen = _of(points, curve)
+    chosen, every = _of(points, curve), list(points["arm"].unique())
     groups = panels(list(chosen["arm"].unique()), baseline)
+    places = panels(every, baseline)[0] if len(every) <= ARMS_A_PANEL else []  # an arm looks alike in all figures
     unit, size = _unit(chosen[by].max()) if by == CLOCK else ("step", 1)
     seeds = {
         arm: {
@@ -106,8 +107,9 @@ def draw(points: pd.DataFrame, curve: Curve, by: str, baseline: str | None) -> F
         shape = {"figsize": (4.4, sum(2.9 + 0.19 * count for count in lines)), "height_ratios": [12 + n for n in lines]}
         figure, axes = plt.subplots(len(groups), 1, sharey=True, sharex=True, squeeze=False, **shape)
         for axis, group in zip(axes.flat, groups, strict=True):
-            for arm, style in zip(group, plt.rcParams["axes.prop_cycle"], strict=False):
-                draw_arm(axis, seeds[arm], style, labels[arm], common=by == STEP)
+            styles = dict(zip(places or group, plt.rcParams["axes.prop_cycle"], strict=False))
+            for arm in group:
+                draw_arm(axis, seeds[arm], styles[arm], labels[arm], common=by == STEP)
             dress(axis, curve.label, unit)
         axes.flat[0].set_title(curve.title, loc="left")
         axes.flat[0].set_ylim(*_limits(axes.flat[0].get_ylim(), chosen["value"], curve))

@@ -104,6 +104,17 @@ def test_arms_share_panels_that_can_be_read() -> None:
     assert curves.panels(names[1:], None) == [names[1:2], names[2:4], names[4:]]
 
 
+def test_an_arm_looks_alike_in_all_figures_of_a_few_arms() -> None:
+    """Of sigma an arm without noise is not drawn, which leaves its look to no other."""
+    arms = ["bf16", "nvfp4", "nvfp4_aqn"]
+    both = pd.concat([points(arms), points(arms[2:], metric="noise/sigma")])
+    sigma = next(curve for curve in curves.CURVES if curve.name == "sigma")
+    (of_reward,), (of_sigma,) = (curves.draw(both, curve, curves.STEP, "bf16").axes for curve in (REWARD, sigma))
+    looks = [{line.get_label(): line.get_color() for line in means(axis)} for axis in (of_reward, of_sigma)]
+    assert looks[1] == {"nvfp4_aqn (n=3)": looks[0]["nvfp4_aqn (n=3)"]}
+    assert len(set(looks[0].values())) == 3
+
+
 def test_arms_differ_without_color() -> None:
     arms = ["bf16", "mxfp4", "nf4", "nvfp4"]
     (axis,) = curves.draw(points(arms), REWARD, curves.STEP, "bf16").axes
