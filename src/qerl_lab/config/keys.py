@@ -18,6 +18,18 @@ TYPE_WORDS: dict[Any, tuple[str, Any]] = {
     list[int]: ("a list of whole numbers", [1, 2]),
     list[float]: ("a list of numbers", [0.1, 0.2]),
 }
+# What TRL, PEFT and transformers call a key of ours. Their max_steps is no task.gsm8k.max_steps, which it looks like.
+OF_OTHERS: Mapping[str, str] = {
+    "max_steps": "steps", "num_generations": "rollout.group_size", "scale_rewards": "algorithm.normalize_std",
+    "per_device_train_batch_size": "optim.micro_batch_size", "generation_batch_size": "rollout.prompts_per_step",
+    "max_completion_length": "rollout.max_completion_tokens", "max_prompt_length": "rollout.max_prompt_tokens",
+    "epsilon": "algorithm.epsilon_low", "loss_type": "algorithm", "lr": "optim.learning_rate",
+    "lr_scheduler_type": "optim.schedule",
+    "r": "lora.rank", "lora_r": "lora.rank", "lora_alpha": "lora.alpha", "lora_dropout": "lora.dropout",
+    "model_name_or_path": "model.path", "attn_implementation": "model.attention", "dataset_name": "task",
+    "output_dir": "run_dir", "report_to": "tracking", "use_vllm": "rollout", "save_steps": "checkpoint.every",
+    "save_total_limit": "checkpoint.keep", "eval_steps": "eval.every", "resume_from_checkpoint": "resume",
+}  # fmt: skip
 TEXT = (str, str | None)
 NUMBERS = (int, float, int | None, float | None)
 
@@ -51,7 +63,8 @@ def no_key(name: str) -> ConfigError:
     node, _, last = name.rpartition(".")
     here = [key for key in known if key.startswith(node + ".")] or list({key.split(".")[0]: None for key in known})
     begun = [key for key in here if key.startswith(name)]
-    meant = begun or [key for key in known if key.rpartition(".")[2] == last]
+    theirs = [OF_OTHERS[last]] if last in OF_OTHERS and OF_OTHERS[last].startswith(node) else []
+    meant = begun or theirs or [key for key in known if key.rpartition(".")[2] == last]
     hint = f" Did you mean {' or '.join(meant)}?" if meant else did_you_mean(name, [*here, *known])
     return unknown_key(name, here, hint)
 
