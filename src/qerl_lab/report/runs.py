@@ -112,11 +112,16 @@ def has_runs(folder: Path) -> bool:
 
 
 def _walk(folder: Path) -> Iterator[Path]:
-    for path, folders, files in os.walk(folder):
-        if is_run(files):
+    """Run directories, also behind links, as people make them to runs of other disks; each folder once."""
+    seen = set[str]()
+    for path, folders, files in os.walk(folder, followlinks=True):
+        is_new = os.path.realpath(path) not in seen
+        seen.add(os.path.realpath(path))
+        if is_new and is_run(files):
             yield Path(path)
+        if not is_new or is_run(files):
             folders.clear()
-        folders.sort()
+        folders.sort(key=lambda name: (os.path.islink(os.path.join(path, name)), name))
 
 
 def read_record(run: RunDirectory, name: str) -> Record:

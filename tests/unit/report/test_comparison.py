@@ -72,6 +72,16 @@ def test_runs_that_do_not_count_are_named_with_the_reason(sweep: Path) -> None:
     assert (row["seeds"], row["runs"]) == (3, 6)  # the one that was repeated finished, too
 
 
+def test_runs_behind_links_are_read_once(here: Path) -> None:
+    make_run(here / "runs" / "nvfp4" / "0", "nvfp4", 0)
+    make_run(here / "other disk" / "bf16" / "0", "bf16", 0)
+    for name, target in (("disk", here / "other disk"), ("latest", here / "runs" / "nvfp4"), ("loop", here)):
+        (here / "runs" / name).symlink_to(target)
+    found = comparison.read([here / "runs"])
+    assert [run.name for run in found.found] == ["runs/nvfp4/0", "runs/disk/bf16/0"]
+    assert found.left_out == []
+
+
 def test_a_copy_of_a_run_is_told_from_another_run(here: Path) -> None:
     """Stopped here, copied to another machine and finished there: one run, which finished."""
     for seed in range(3):
