@@ -136,7 +136,7 @@ def read_record(run: RunDirectory, name: str) -> Record:
         values, name=name, status=_status(run, f"step {last['step']} of {values.get('steps')}"), ended=last["time"],
         code=" then ".join(codes), metrics=metrics,
     )  # fmt: skip
-    origin = _origin(began, " ".join(f"{key}={values[key]}" for key in ("jobs", "jobs_per_gpu") if key in values))
+    origin = _origin(began, values)
     if found.status != FINISHED:
         return Record(found, origin=origin)
     check_steps({line["step"] for line in lines}, int(values["steps"]), "metrics.jsonl")
@@ -160,10 +160,10 @@ def record_of(
     return Record(run, _headline(steps.astype("float64"), phases, seconds), accuracy, steps, origin)
 
 
-def _origin(sessions: Sequence[Mapping[str, Any]], configured: str) -> Origin:
+def _origin(sessions: Sequence[Mapping[str, Any]], settings: Mapping[str, str]) -> Origin:
     """From the env.json of every session of a run; of what differs between them every value."""
     if not sessions:
-        return Origin(configured=configured)
+        return Origin()
     first = sessions[0]
     machines, commits, commands = (
         " then ".join(dict.fromkeys(text for text in texts if text))
@@ -173,6 +173,8 @@ def _origin(sessions: Sequence[Mapping[str, Any]], configured: str) -> Origin:
         )
     )
     versions = {name: text for each in sessions[::-1] for name, text in each.get("packages", {}).items()}
+    at_once = [f"{key}={settings[key]}" for key in ("jobs", "jobs_per_gpu") if key in settings]
+    configured = " ".join(at_once) if any(each.get("sweep") for each in sessions) else ""  # a single run has them too
     questions = {key: first.get("data", {}).get(key) or "" for key in ("training_sha256", "heldout_sha256")}
     return Origin(
         command=commands, configured=configured, began=first.get("time", ""), commit=commits, machine=machines,

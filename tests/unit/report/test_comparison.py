@@ -309,13 +309,13 @@ def test_a_part_of_a_task_and_a_shared_gpu_are_said(here: Path, capsys) -> None:
 
 
 def test_jobs_that_a_file_of_the_sweep_lets_run_at_once_are_said(here: Path, capsys) -> None:
-    """No word of the command says so; the configuration does."""
-    make_run(here / "sweep" / "bf16-0", "bf16", 0, jobs=4, jobs_per_gpu=4)
-    assert main(["sweep", "out=results"]) == 0
-    said = "ran beside up to 3 others"
-    assert said in capsys.readouterr().out
-    assert main(["results"]) == 0
-    assert said in capsys.readouterr().out
+    """No word of the command says so; the configuration does. A run that is of no sweep runs alone."""
+    run = make_run(here / "sweep" / "bf16-0", "bf16", 0, jobs=4, jobs_per_gpu=4)
+    for sweep, shown in ((None, False), ("mine/20260131-120000", True)):
+        (run / "env.json").write_text(json.dumps({"command": "python -m qerl_lab +sweeps=mine", "sweep": sweep}))
+        for words in (["sweep", "out=results"], ["results"]):
+            assert main(words) == 0
+            assert ("ran beside up to 3 others" in capsys.readouterr().out) == shown
 
 
 def test_a_difference_that_is_also_of_other_settings_says_so(here: Path, capsys) -> None:
