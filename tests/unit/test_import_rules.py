@@ -22,13 +22,13 @@ MODULES = sorted(SOURCE.rglob("*.py"))
 # A room, or a file at the top -> those of ours that it may import.
 MAY_IMPORT = {
     "__init__": "", "exits": "config", "imports": "", "terminal": "", "timing": "", "config": "", "disk": "config",
-    "formats": "", "rank_variables": "",
+    "formats": "", "rank_variables": "", "parent": "",
     # what they are about
-    "aqn": "config", "tasks": "config", "algorithms": "config", "record": "config disk exits",
+    "aqn": "config", "tasks": "config parent", "algorithms": "config", "record": "config disk exits",
     "tracking": "config record", "model": "config disk formats",
     "preflight": "config model tasks",
     # what is done with it
-    "rollout": "config disk model aqn formats timing",
+    "rollout": "config disk model aqn formats timing parent",
     "report": "config disk record tracking terminal",
     "pocket": "config disk record tasks terminal",
     "evaluate": "config disk model rollout tasks aqn formats pocket record report preflight terminal",
@@ -38,7 +38,7 @@ MAY_IMPORT = {
     "train": "config record tracking formats model aqn tasks rollout algorithms evaluate report preflight exits"
              " terminal",
     "bench": "config disk formats model record report terminal aqn tasks rollout quantize train timing"
-             " rank_variables",
+             " rank_variables parent",
     # the command line, which reaches the core only by starting a process
     "cli": "config disk record tracking model tasks report preflight exits terminal rank_variables",
     "samples": "config record", "search": "cli config disk record exits terminal",

@@ -1,8 +1,8 @@
 """Arms, each in a process of its own: one engine a process, and all memory comes back. A dead arm is a row too.
 
-The process is `python -m qerl_lab.bench.one_arm JOB.json ROWS.jsonl`. Some may be built side by side, because most of
-the time goes into building; they measure one after another, when all are built. A checkpoint is written once for the
-arms that share its format, and removed when no arm at hand needs it.
+The process is `python -m qerl_lab.bench.one_arm JOB.json ROWS.jsonl PARENT`. Some may be built side by side, because
+most of the time goes into building; they measure one after another, when all are built. A checkpoint is written once
+for the arms that share its format, and removed when no arm at hand needs it.
 """
 
 import json
@@ -68,12 +68,10 @@ def read_job(file: Path) -> Job:
 
 
 def wait_for_turn(job: Job) -> None:
-    """Say that the arm is built, and return when no other is built or measured. Raises RuntimeError without parent."""
-    parent, turn = os.getppid(), Path(job.turn)
+    """Say that the arm is built, and return when no other is built or measured."""
+    turn = Path(job.turn)
     (turn / READY).touch()
     while not (turn / GO).exists():
-        if os.getppid() != parent:
-            raise RuntimeError("the benchmark that started this arm has ended")
         time.sleep(PAUSE)
 
 
@@ -194,7 +192,7 @@ class Process:
         asked, self.file, self.log = (self.turn / name for name in ("job.json", "rows.jsonl", "log.txt"))
         asked.write_text(json.dumps(asdict(job)), encoding="utf-8")
         self.file.write_text("", encoding="utf-8")
-        command = [sys.executable, "-m", "qerl_lab.bench.one_arm", str(asked), str(self.file)]
+        command = [sys.executable, "-m", "qerl_lab.bench.one_arm", str(asked), str(self.file), str(os.getpid())]
         self.children: list[subprocess.Popen[bytes]] = []
         try:
             with self.log.open("w", encoding="utf-8") as out:

@@ -1,4 +1,4 @@
-"""The process of one arm: `python -m qerl_lab.bench.one_arm JOB.json ROWS.jsonl`. Started by `bench.arms`."""
+"""The process of one arm: `python -m qerl_lab.bench.one_arm JOB.json ROWS.jsonl PARENT`. Started by `bench.arms`."""
 
 import json
 import sys
@@ -8,17 +8,19 @@ from pathlib import Path
 from typing import TextIO
 
 from qerl_lab.bench.arms import Job, Row, read_job
+from qerl_lab.parent import end_with
 from qerl_lab.terminal import quiet_third_parties
 
 LONGEST = 300  # characters of a reason
 
 
 def main(words: list[str]) -> None:
-    """Measure the job, and append each row as soon as it is there."""
-    asked, out = map(Path, words)
-    job = read_job(asked)
+    """Measure the job, and append each row as soon as it is there. End with the process PARENT, by its id."""
+    asked, out, parent = words
+    end_with(int(parent))
+    job = read_job(Path(asked))
     quiet_third_parties()
-    with out.open("a", encoding="utf-8") as file:
+    with Path(out).open("a", encoding="utf-8") as file:
         try:
             for row in rows_of(job):
                 write(file, job.about | row)

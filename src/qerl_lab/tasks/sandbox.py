@@ -24,6 +24,7 @@ from importlib import import_module
 from typing import Any
 
 from qerl_lab.config.units import GIB
+from qerl_lab.parent import end_with
 
 MEMORY_BYTES = 2 * GIB  # of a worker's addresses; one call may not take more
 KEPT_BYTES = 2**29  # a worker that holds more resident memory is not kept
@@ -197,7 +198,7 @@ def serve(module: str, function: str, seconds: str, parent: str) -> None:
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
     allowed = MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(MEMORY_BYTES, hard)
     resource.setrlimit(resource.RLIMIT_AS, (allowed, hard))
-    threading.Thread(target=_end_with, args=(int(parent),), daemon=True).start()
+    end_with(int(parent))
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
     answers.write(READY.encode() + b"\n")
     nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -222,10 +223,3 @@ def _result(call: Callable[..., Any], line: bytes) -> str:
         return json.dumps(call(*json.loads(line)))
     except Exception:  # no result, whatever the library raises: RecursionError and MemoryError too
         return "null"
-
-
-def _end_with(parent: int) -> None:
-    """End this process soon after its parent: a fork of the parent may hold the other end of stdin open."""
-    while os.getppid() == parent:
-        time.sleep(1)
-    os._exit(1)

@@ -4,13 +4,10 @@ Started by `backends.milliseconds`, which says on standard input what to time.
 """
 
 import json
-import os
 import sys
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import torch
@@ -25,6 +22,7 @@ from vllm.model_executor.kernels.linear.nvfp4.marlin import MarlinNvFp4LinearKer
 from qerl_lab import formats
 from qerl_lab.config.schema import FormatConfig
 from qerl_lab.formats.format import Format
+from qerl_lab.parent import end_with
 from qerl_lab.rollout.vllm.backends import Shape
 from qerl_lab.timing import graphed, side_by_side
 
@@ -45,18 +43,11 @@ COPIED_BYTES = 2**28  # of each shape's weights: more than any cache holds
 def main(words: list[str]) -> None:
     """Time what is asked, and write the milliseconds by kernel."""
     asked = json.load(sys.stdin)
-    Thread(target=end_with, args=(asked["parent"],), daemon=True).start()
+    end_with(asked["parent"])  # a run that is killed leaves nothing on the GPU
     torch.cuda.set_device(asked["device"])
     shapes = {(tuple(sizes), columns): count for (sizes, columns), count in asked["shapes"]}
     times = milliseconds(formats.build(FormatConfig(**asked["format"])), shapes, asked["rows"])
     Path(*words).write_text(json.dumps(times), encoding="utf-8")
-
-
-def end_with(parent: int) -> None:
-    """End this process soon after its parent: a run that is killed leaves nothing on the GPU."""
-    while os.getppid() == parent:
-        time.sleep(1)
-    os._exit(1)
 
 
 def milliseconds(weight_format: Format, shapes: Mapping[Shape, int], rows: Sequence[int]) -> dict[str, float]:
