@@ -70,6 +70,15 @@ def test_the_fastest_is_taken_and_timed_once(times: dict, tiny, model: nn.Module
     assert len(times["asked"]) == 3
 
 
+def test_another_humming_is_timed_anew(times: dict, tiny, model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It can be installed over the one that vLLM requires."""
+    cfg = tiny(format__name="nvfp4", **AUTO)
+    assert backends.chosen(cfg, model) == "humming"
+    machine(monkeypatch, capability=(8, 0), humming="0.1.19")
+    times |= {"marlin": 1.0}
+    assert backends.chosen(cfg, model) == "marlin"
+
+
 @pytest.mark.parametrize(("name", "asked", "told"), [
     ("nf4", "auto", "auto"), ("bf16", "vllm", "auto"), ("nvfp4", "vllm", "auto"), ("nvfp4", "humming", "humming"),
 ])  # fmt: skip

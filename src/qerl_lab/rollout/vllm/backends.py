@@ -40,7 +40,8 @@ def chosen(cfg: RunConfig, model: nn.Module) -> str:
     """Return `rollout.vllm.linear_backend` in vLLM's words: for `auto` the fastest for the layers of `model`.
 
     vLLM's own choice, which it calls auto, for formats whose kernels are not timed. Times are kept beside unpacked GGUF
-    files, by GPU, version of vLLM, format, shapes and rows. Raises ConfigError where the kernels cannot be timed.
+    files, by GPU, versions of vLLM and Humming, format, shapes and rows. Raises ConfigError where the kernels cannot be
+    timed.
     """
     asked = cfg.rollout.vllm.linear_backend
     if asked == "humming" and torch.cuda.is_available() and humming_races():
@@ -53,7 +54,8 @@ def chosen(cfg: RunConfig, model: nn.Module) -> str:
         print(f"linear_backend=marlin: {RACES}; nothing is timed")
         return "marlin"
     shapes, rows = shapes_of(model), rows_of(cfg)
-    about = [torch.cuda.get_device_name(), version("vllm"), cfg.format.name, sorted(shapes.items()), rows]
+    kernels = [version(package) for package in ("vllm", "humming-kernels")]
+    about = [torch.cuda.get_device_name(), *kernels, cfg.format.name, sorted(shapes.items()), rows]
     key, file = json.dumps(about), gguf.store() / "linear_backend.json"
     known = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     if key not in known:
