@@ -55,6 +55,12 @@ def seen(lines: str) -> dict[str, float | None]:
     }  # fmt: skip
 
 
+def wait() -> None:
+    """Return when the GPU has done what it was given."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
 def used_gib() -> float | None:
     """Memory of the GPU that anybody holds, CUDA's own share included."""
     if not torch.cuda.is_available():

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from qerl_lab.bench import random_model
 from qerl_lab.bench.arms import Job, Row, wait_for_turn
-from qerl_lab.bench.gpu import Clocks, peak_gib, used_gib
+from qerl_lab.bench.gpu import Clocks, peak_gib, used_gib, wait
 from qerl_lab.config.units import GIB
 
 
@@ -103,6 +103,7 @@ class Calls:
         prompts = random_model.prompt_ids(self.batch, options["prompt"], self.job.architecture["vocab_size"], seed)
         started = time.perf_counter()
         self.sampler.renew()
+        wait()
         synced = time.perf_counter()
         logprobs = self.sampler.generate(prompts, new, seed)
         took = time.perf_counter() - synced

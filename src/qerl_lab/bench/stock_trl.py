@@ -13,7 +13,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from qerl_lab.bench import lab, random_model
 from qerl_lab.bench.arms import Job, Row
-from qerl_lab.bench.gpu import Clocks
+from qerl_lab.bench.gpu import Clocks, wait
 from qerl_lab.bench.rollout import memory, settings
 from qerl_lab.bench.step import Step, coin, peaks, row_of, task
 from qerl_lab.config.units import GIB
@@ -33,8 +33,7 @@ class Watch(TrainerCallback):
         self._started = time.perf_counter()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        wait()
         self._seconds = time.perf_counter() - self._started
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:

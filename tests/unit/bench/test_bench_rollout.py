@@ -60,6 +60,31 @@ def test_speeds_are_medians_and_the_first_calls_do_not_count(monkeypatch: pytest
     assert (row["repeats"], row["prompt"], row["new"], row["short_new"]) == (3, 12, 8, 2)
 
 
+def test_what_a_sync_left_to_the_gpu_is_time_of_the_sync(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM may return from a LoRARequest before its copies are done."""
+    clock, left = [0.0], [0.0]
+
+    def synchronize() -> None:
+        clock[0] += left[0]
+        left[0] = 0.0
+
+    def renew() -> None:
+        left[0] = 0.25
+
+    def generate(prompts: list[list[int]], new: int) -> list[list[float]]:
+        synchronize()  # tokens come after all that was asked before
+        clock[0] += 2.0
+        return answer(prompts, new)
+
+    sampler = FakeSampler(generate)
+    monkeypatch.setattr(sampler, "renew", renew)
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(gpu.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gpu.torch.cuda, "synchronize", synchronize)
+    row = rollout.Calls(sampler, job_of(options()), 4).run()
+    assert (row["sync_ms"], row["seconds"]) == (250, 2.0)
+
+
 @pytest.mark.parametrize("short", [2.0, 2.5])
 def test_decoding_has_no_speed_where_a_short_call_took_no_less(monkeypatch: pytest.MonkeyPatch, short: float) -> None:
     clock = [0.0]
