@@ -57,7 +57,7 @@ class Job:
         """What every row of the arm begins with."""
         return {
             "model": self.options["model"], "arm": self.arm.name, "format": self.arm.format,
-            "baseline": self.arm.is_baseline, "rank": self.rank,
+            "baseline": self.arm.is_baseline, "rank": self.rank, "gpus": self.arm.gpus,
         }  # fmt: skip
 
 

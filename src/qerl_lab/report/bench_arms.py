@@ -17,7 +17,7 @@ from qerl_lab.report.paper import STEP_NEW, STEP_SECONDS, ratio_by_rank
 BASES = {"bf16": "BF16", "qlora": "QLoRA"}  # of a baseline's name the part before the underscore; what tables call it
 # An arm that differs from the others in one of these is another comparison than the one asked for.
 SETTINGS = (
-    "max_num_seqs", "max_num_batched_tokens", "chunked_prefill", "prefix_caching", "async_scheduling", "eager",
+    "gpus", "max_num_seqs", "max_num_batched_tokens", "chunked_prefill", "prefix_caching", "async_scheduling", "eager",
     "cuda_graphs", "dtype",
 )  # fmt: skip
 CLOCKS_APART = 0.03

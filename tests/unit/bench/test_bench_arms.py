@@ -377,7 +377,7 @@ def test_the_process_of_an_arm_writes_each_row_at_once_and_its_reason(
     with pytest.raises(MemoryError):
         one_arm.main([str(tmp_path / "job.json"), str(out), "7"])
     first, last = map(json.loads, out.read_text().splitlines())
-    about = {"model": "small", "arm": "bf16", "format": "bf16", "baseline": False, "rank": 4}
+    about = {"model": "small", "arm": "bf16", "format": "bf16", "baseline": False, "rank": 4, "gpus": 1}
     assert first == about | {"batch": 8}
     assert last.pop("log").startswith("Traceback")
     assert last == about | {"died": "MemoryError: 3 GiB are missing"}

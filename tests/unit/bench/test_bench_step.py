@@ -104,7 +104,7 @@ def test_two_ranks_share_a_step_and_the_first_writes_its_row(
     one, two = arms.run("step", options(model="small", arms=both, steps=1, scratch=str(tmp_path)))
     assert "died" not in two, two["log"]
     assert two["tokens"] == pytest.approx(one["tokens"]) == 64
-    assert (two["completions"], two["arm"]) == (8, both[1])
+    assert (two["completions"], two["arm"], two["gpus"]) == (8, both[1], 2)
 
 
 def test_a_rank_that_dies_ends_the_other(tmp_path: Path) -> None:

@@ -68,8 +68,9 @@ def test_ranks_stand_beside_the_paper_s() -> None:
 
 
 def test_what_else_differs_is_noted() -> None:
-    rows = [*several(), row("mxfp4", 10.0, max_num_seqs=8, sm_mhz=1400.0)]
-    found = bench_arms.notes(rows)
+    rows = [*several(), row("mxfp4", 10.0, max_num_seqs=8, sm_mhz=1400.0), row("nvfp4 gpus=2", 10.0, gpus=2)]
+    found = bench_arms.notes([{"gpus": 1} | row for row in rows])
+    assert found.pop(0).endswith("; 2 in nvfp4 gpus=2")
     assert found[0].startswith("max_num_seqs differs: 64 in bf16_stock, qlora_stock, nvfp4")
     assert found[0].endswith("; 8 in mxfp4")
     assert found[1].startswith("the GPU's clock was between 1,400 and 1,900 MHz")
