@@ -44,8 +44,8 @@ def load(options: AccuracyOptions, cfg: RunConfig) -> list[Benchmark]:
     found, own = [], cfg.task if options.run else None
     asked = [(spec, task_config(own, *split(spec))) for spec in options.benchmarks] or [("the run's task", cfg.task)]
     for spec, chosen in asked:
-        if options.benchmarks and chosen.path is not None:
-            is_local(chosen.path, f"benchmarks={chosen.name}:")
+        if chosen.path is not None and (options.benchmarks or not chosen.module):
+            is_local(chosen.path, f"benchmarks={chosen.name}:")  # of a run too, whose files may lie elsewhere by now
         if options.instruction is not None:
             chosen = replace(chosen, instruction=options.instruction)
         task = tasks.benchmark(chosen)

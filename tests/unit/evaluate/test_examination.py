@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ from safetensors.torch import load_file, save_file
 
 from finished_runs import make_finished
 from qerl_lab import rollout, tasks
+from qerl_lab.config.option import ConfigError
 from qerl_lab.config.paths import WEIGHTS
+from qerl_lab.config.schema import RunConfig
 from qerl_lab.evaluate import __main__ as evaluate
 from qerl_lab.evaluate import benchmarks, examination, subject
 from qerl_lab.evaluate.options import AccuracyOptions, samples_of
@@ -279,3 +282,10 @@ def test_a_run_with_a_task_of_its_own_is_asked_that_or_what_is_named(tmp_path: P
     assert ([one.id for one in own.questions], own.name) == (["a", "b"], "mine")
     assert (len(named.questions), named.name) == (3, "arithmetic")
     assert own.task.instruction == cfg.task.instruction
+
+
+def test_questions_of_a_run_that_lie_elsewhere_by_now_are_named_as_they_can_be_typed(tmp_path: Path) -> None:
+    cfg = RunConfig()
+    cfg.task = replace(cfg.task, name="gsm8k", path=str(tmp_path / "gone"))
+    with pytest.raises(ConfigError, match=r"gone is not there; .* Type benchmarks=gsm8k:DIRECTORY\."):
+        benchmarks.load(AccuracyOptions(run="mine"), cfg)
