@@ -88,6 +88,7 @@ def in_processes(benchmark: str, options: RolloutOptions | StepOptions) -> None:
     from qerl_lab.bench import arms
 
     arms.clear(Path(options.scratch))
+    arms.refuse_wrong_runs(benchmark, options)
     arms.refuse_few_gpus(options)
     arms.refuse_small_scratch(options)
     hear_once()

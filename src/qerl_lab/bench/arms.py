@@ -23,9 +23,10 @@ import torch
 from qerl_lab import formats
 from qerl_lab.bench import random_model
 from qerl_lab.bench.options import TRL, VLLM, Arm, RolloutOptions, StepOptions, arm_of
+from qerl_lab.bench.run_of import run_of
 from qerl_lab.bench.shapes import ARCHITECTURES
 from qerl_lab.config.option import ConfigError
-from qerl_lab.config.schema import FormatConfig
+from qerl_lab.config.schema import FormatConfig, RunConfig
 from qerl_lab.rank_variables import rank_variables
 from qerl_lab.rollout.vllm.base import IN_MEMORY, OF_RUNS, named_folder, remove_left
 from qerl_lab.train import gpus
@@ -51,6 +52,11 @@ class Job:
     adapter: str
     turn: str
     options: dict[str, Any]
+
+    @property
+    def config(self) -> RunConfig:
+        """The run of an arm of the lab."""
+        return run_of(self.benchmark, self.arm, self.options, self.rank, self.architecture, self.folder)
 
     @property
     def about(self) -> Row:
@@ -97,6 +103,16 @@ def refuse_small_scratch(options: RolloutOptions | StepOptions) -> None:
             f"scratch={scratch} has {free / 1e9:.1f} GB free, and {options.model} in {' and '.join(largest)} takes "
             f"{asked / 1e9:.1f} GB: {(asked - free) / 1e9:.1f} GB are missing. Type scratch=DIR of a larger disk."
         )
+
+
+def refuse_wrong_runs(benchmark: str, options: RolloutOptions | StepOptions) -> None:
+    """Raise ConfigError for words of an arm that do not go together, or not with the benchmark's options."""
+    for arm in (arm for arm in arms(options) if not arm.is_baseline):
+        for rank in options.ranks:
+            try:
+                run_of(benchmark, arm, vars(options), rank, ARCHITECTURES[options.model], options.scratch)
+            except ConfigError as error:
+                raise ConfigError(f"the arm {arm.name!r} with rank {rank}: {error}") from None
 
 
 def refuse_few_gpus(options: RolloutOptions | StepOptions) -> None:

@@ -87,10 +87,9 @@ def measure(options: ClockOptions, on_pair: Callable[[Row], None], size: StepOpt
     """
     with named_folder(arms.SCRATCH, Path(size.scratch)) as folder:
         job = job_of(options, size, folder)
-        cfg = lab.config(job, **step.keys(job), device=options.device)
-        built = lab.build(job, cfg)
+        built = lab.build(job)
         trainer = LabTrainer(
-            cfg, built.policy, built.engine, step.questions(job), folder, lambda *_: None,
+            built.cfg, built.policy, built.engine, step.questions(job), folder, lambda *_: None,
             Stop(parent=os.getppid()),
         )  # fmt: skip
         turns = Turns(trainer, options.block, trainer.clock.wait, on_pair)
@@ -104,7 +103,7 @@ def job_of(options: ClockOptions, size: StepOptions, folder: Path) -> arms.Job:
     """The job of a step benchmark with as many steps as the blocks have; its checkpoint is written."""
     steps = options.block * (2 * options.pairs + 1)  # the first block is not timed; one step more ends the last
     sized = asdict(size) | {"steps": steps}
-    arm = arm_of(f"nvfp4 rollout.engine={options.engine}", {})
+    arm = arm_of(f"nvfp4 rollout.engine={options.engine} device={options.device}", {})
     arms.write_checkpoint(folder / "model", arm.format, size)
     random_model.write_adapter(folder / "adapter", ARCHITECTURES[size.model], size.rank)
     return arms.Job(

@@ -1,6 +1,5 @@
-"""The lab's own engine for a benchmark: the policy of a random checkpoint, and what the run would be."""
+"""The lab's own engine for a benchmark, and the policy of a random checkpoint."""
 
-import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,39 +7,11 @@ from typing import Any
 
 from qerl_lab import aqn, rollout
 from qerl_lab.bench.arms import Job, Row
-from qerl_lab.config.rules import from_dict
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.config.units import GIB
 from qerl_lab.model import policy
 from qerl_lab.model.linear import weight_bytes
 from qerl_lab.rollout.engine import Engine, Sampling
-
-BLOCK = 128  # tokens of a block of vLLM's key-value cache: the largest that it takes by default
-
-
-def config(job: Job, **values: Any) -> RunConfig:
-    """The run of a job: `values` by dotted keys with `__` for dots, over which the words of the arm go."""
-    given = {
-        "model.path": job.folder, "model.name": job.options["model"], "format.name": job.arm.format,
-        "lora.rank": job.rank, "rollout.engine": "vllm", "eval.questions": 0, "tracking.mlflow": False,
-        "checkpoint.every": 0, "cpu_threads": 0,
-    }  # fmt: skip
-    given |= {key.replace("__", "."): value for key, value in values.items()} | job.arm.words
-    nested: dict[str, Any] = {}
-    for name, value in given.items():
-        *groups, key = name.split(".")
-        node = nested
-        for group in groups:
-            node = node.setdefault(group, {})
-        node[key] = value
-    return from_dict(nested)
-
-
-def kv_gib(architecture: dict[str, Any], sequences: int, longest: int) -> float:
-    """GiB of bfloat16 keys and values of `sequences` of `longest` tokens, with a block to spare for each of them."""
-    head_dim = architecture["hidden_size"] // architecture["num_attention_heads"]
-    per_token = 4 * architecture["num_hidden_layers"] * architecture["num_key_value_heads"] * head_dim
-    return (sequences + 1) * (math.ceil(longest / BLOCK) + 1) * BLOCK * per_token / GIB
 
 
 class RandomPolicy(policy.Policy):
@@ -61,9 +32,9 @@ class Built:
     row: Row
 
 
-def build(job: Job, cfg: RunConfig) -> Built:
+def build(job: Job) -> Built:
     """Build policy and engine as a run does."""
-    started = time.perf_counter()
+    cfg, started = job.config, time.perf_counter()
     learner = RandomPolicy(**vars(policy.build(cfg, policy.device_of(cfg.device))))
     policy.load_adapter(learner.model, Path(job.adapter))
     loaded = time.perf_counter()
@@ -98,13 +69,6 @@ class LabSampler:
 
 
 def sampler(job: Job) -> LabSampler:
-    """Build the lab's sampler of a rollout benchmark, as large as its largest batch."""
-    options = job.options
-    batch, longest = max(options["batches"]), options["prompt"] + options["new"]
-    cfg = config(
-        job, rollout__batch_size=batch, rollout__max_prompt_tokens=options["prompt"],
-        rollout__max_completion_tokens=options["new"],
-        rollout__vllm__kv_cache_gib=kv_gib(job.architecture, batch, longest),
-    )  # fmt: skip
-    built = build(job, cfg)
+    """Build the lab's sampler of a rollout benchmark."""
+    built = build(job)
     return LabSampler(built.engine, built.row)

@@ -10,7 +10,6 @@ import tempfile
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -43,9 +42,9 @@ def rows(job: Job) -> Iterator[Row]:
 
 def train(job: Job, folder: Path) -> Iterator[Row]:
     """Train the lab's policy, and yield what its steps took; of several ranks the first does."""
-    cfg = lab.config(job, **keys(job))
+    cfg = job.config
     ranks = join(cfg, device_of(cfg.device))
-    built, found = lab.build(job, cfg), list[Step]()
+    built, found = lab.build(job), list[Step]()
     try:
         trainer = LabTrainer(
             cfg, built.policy, built.engine, questions(job), folder,
@@ -62,18 +61,6 @@ def train(job: Job, folder: Path) -> Iterator[Row]:
     finally:
         built.engine.close()
     ranks.leave()
-
-
-def keys(job: Job) -> dict[str, Any]:
-    """The run, by the names that `lab.config` takes."""
-    options = job.options
-    return {
-        "rollout__prompts_per_step": options["groups"], "rollout__group_size": options["group_size"],
-        "rollout__max_prompt_tokens": options["prompt"], "rollout__max_completion_tokens": options["new"],
-        "rollout__batch_size": options["groups"] * options["group_size"],
-        "optim__micro_batch_size": options["micro_batch"], "model__gradient_checkpointing": True,
-        "steps": options["steps"] + 1,
-    }  # fmt: skip
 
 
 def questions(job: Job) -> Cursor:

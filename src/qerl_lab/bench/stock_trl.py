@@ -11,10 +11,11 @@ from datasets import Dataset
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from qerl_lab.bench import lab, random_model
+from qerl_lab.bench import random_model
 from qerl_lab.bench.arms import Job, Row
 from qerl_lab.bench.gpu import Clocks, wait
 from qerl_lab.bench.rollout import memory, settings
+from qerl_lab.bench.run_of import kv_gib
 from qerl_lab.bench.step import Step, coin, peaks, row_of, task
 from qerl_lab.config.units import GIB
 from qerl_lab.tasks import Question
@@ -101,6 +102,6 @@ def share(job: Job) -> float:
         return TRLS_SHARE
     options = job.options
     weights = sum(file.stat().st_size for file in Path(job.folder).glob("*.safetensors")) / GIB
-    cache = lab.kv_gib(job.architecture, options["groups"] * options["group_size"], options["prompt"] + options["new"])
+    cache = kv_gib(job.architecture, options["groups"] * options["group_size"], options["prompt"] + options["new"])
     total = torch.cuda.mem_get_info()[1] / GIB
     return max(TRLS_SHARE, math.ceil(100 * (weights + cache + SPARE_GIB) / total) / 100)

@@ -11,7 +11,7 @@ from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest
 
 from qerl_lab.bench.arms import Job
-from qerl_lab.bench.lab import kv_gib
+from qerl_lab.bench.run_of import kv_gib
 from qerl_lab.config.units import GIB
 from qerl_lab.rollout.vllm.adapter import max_rank
 

@@ -113,6 +113,23 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return {"model": "small", "scratch": str(tmp_path / "scratch"), "out": str(tmp_path / "out" / "result")}
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("rollout", {"arms": ["bf16_stock", "bf16 rollout.vllm.fp4_linear=true"]},
+         r"the arm 'bf16 rollout\.vllm\.fp4_linear=true' with rank 32: .*fp4_linear"),
+        ("rollout", {"arms": ["nvfp4 rollout.vllm.fp4_linear=true"], "ranks": [32, 512]}, "rank 512: .*fp4_linear"),
+        ("step", {"arms": ["nvfp4 device=cpu gpus=3"]}, r"rollout\.prompts_per_step=8 cannot be split over gpus=3"),
+    ],
+)  # fmt: skip
+def test_words_that_do_not_fit_are_refused_before_a_checkpoint_is_written(
+    small: dict[str, Any], name: str, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        command.in_processes(name, (RolloutOptions if name == "rollout" else StepOptions)(**small | options))
+    assert not list(Path(small["scratch"]).iterdir())
+
+
 def plays(monkeypatch: pytest.MonkeyPatch, script: str) -> None:
     """Have `script` run in the place of the process of an arm; it finds `job`, and `write(row)`."""
     opening = (
