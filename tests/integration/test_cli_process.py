@@ -140,7 +140,10 @@ def test_resume_continues_a_run_that_did_not_finish(capfd):
     assert RunDirectory(Path("run")).config().lora.rank == 4
     capfd.readouterr()
     assert main(["resume=run"]) == 2
+    assert "(it has a DONE file). It kept no checkpoint to go on from: start a new run." in capfd.readouterr().err
     steps = RunDirectory(Path("run")).config().steps
+    Path(f"run/checkpoints/step-{steps:06d}").mkdir(parents=True)
+    assert main(["resume=run"]) == 2
     said = f"already finished (it has a DONE file). Type steps={2 * steps} beside it to go on to so many, or start"
     assert said in capfd.readouterr().err
 

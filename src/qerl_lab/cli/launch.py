@@ -96,9 +96,10 @@ def resume(run: RunDirectory, typed: Typed, of: OfSweep | None = None) -> int:
     """
     config = run.config()
     if run.status == "done":
+        more = f"Type steps={2 * config.steps} beside it to go on to so many, or start a new run."
         raise ConfigError(
             f"resume={run.path}: this run is already finished (it has a DONE file). "
-            f"Type steps={2 * config.steps} beside it to go on to so many, or start a new run."
+            f"{more if run.last_saved() == config.steps else 'It kept no checkpoint to go on from: start a new run.'}"
         )
     run.check()
     with redirect_stderr(io.StringIO()):  # the child says what it passes over
