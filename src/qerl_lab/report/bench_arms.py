@@ -242,8 +242,9 @@ def _draw_steps(result: Result) -> plt.Figure:
     axis.spines[["top", "right", "left"]].set_visible(False)
     figure.legend(loc="outside lower center", ncols=len(PHASES) + 1, frameon=False, fontsize=8)
     about = result["options"]
+    ragged = f", mean_tokens={about['mean_tokens']:g}" if about.get("mean_tokens") else ""
     figure.suptitle(
         f"GRPO step, {about['model']}, {gpu_of(result)}\n{about['groups']} x {about['group_size']} completions of at "
-        f"most {about['new']:,} tokens"
+        f"most {about['new']:,} tokens{ragged}"
     )
     return figure

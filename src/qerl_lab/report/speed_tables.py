@@ -116,7 +116,7 @@ def _tables(rows: Sequence[Rows], results: Sequence[Result]) -> list[Table]:
             "completions have at most 2,048 tokens. Tables 5 to 8 do not say their rank; Table 9 has the same numbers "
             "at rank 16, and is of batch 1. Where it has no number of our rank, that of its own stands there.",
             [["model, batch, rank", "arm", "tokens/s", "of BF16", "of QLoRA", "paper: tokens/s", "paper: of BF16",
-              "paper: of QLoRA", "paper: where", "repeats", "GPU", "commit"], *rollouts],
+              "paper: of QLoRA", "paper: where", "repeats", "lengths", "GPU", "commit"], *rollouts],
             "rollout", "batch at rank", _rollouts_missing(results),
         ),
         _table(
@@ -125,7 +125,7 @@ def _tables(rows: Sequence[Rows], results: Sequence[Result]) -> list[Table]:
             f"baselines are TRL's. {ABOUT} Its "
             "batch is taken for completions, as it does not say. For 7B Table 3 contradicts Table 6.",
             [["model, completions", "arm", "seconds", "tokens/s", "of BF16", "of QLoRA", "paper: Table 3, of BF16",
-              "paper: Tables 5 to 8, checkpointing", "paper: without", "steps", "GPU", "commit"], *steps],
+              "paper: Tables 5 to 8, checkpointing", "paper: without", "steps", "lengths", "GPU", "commit"], *steps],
             "step", "completions", _steps_missing(results),
         ),
         _table(
@@ -149,7 +149,7 @@ def _table(title: str, about: str, rows: Rows, made_by: str, where: str, missing
     if not body:
         return Table(title, "", [head], f"Left out: none of these files is a result of {made_by}.")
     rows, empty = filled([head, *sorted(body, key=lambda row: _natural(row[0]))], 2)
-    rows, alike = unlike(rows, ("repeats", "steps", "GPU"))
+    rows, alike = unlike(rows, ("repeats", "steps", "lengths", "GPU"))
     of_model: dict[str, list[str]] = {}
     for model, place in missing:
         of_model.setdefault(model, []).append(place)
@@ -182,7 +182,8 @@ def _rollouts(result: Result) -> Rows:
         there = _printed_rollouts(model, row["batch"], row["rank"])
         made.append([
             f"{model}, {row['batch']}, {row['rank']}", _short(row["arm"]), speed, _ratio(row["of_bf16"]),
-            _ratio(row["of_qlora"]), *there.cells(row["format"]), str(row["repeats"]), *_made_by(result),
+            _ratio(row["of_qlora"]), *there.cells(row["format"]), str(row["repeats"]), _lengths(result),
+            *_made_by(result),
         ])  # fmt: skip
     return made
 
@@ -234,7 +235,7 @@ def _steps(result: Result) -> Rows:
             f"{model}, {completions}", _short(row["arm"]), f"{row['step_seconds']:.2f}",
             number(row["tokens_per_second"]),
             _ratio(row["of_bf16"]), _ratio(row["of_qlora"]), *_printed_steps(model, completions, row["format"]),
-            str(options["steps"]), *_made_by(result),
+            str(options["steps"]), _lengths(result), *_made_by(result),
         ])  # fmt: skip
     return made
 
@@ -327,9 +328,17 @@ def _memory_missing(rows: Rows) -> Missing:
 def _dead(result: Result, batch: str) -> Rows:
     """A row for each arm that died."""
     return [
-        [f"{result['options']['model']}, {batch}", _short(row["arm"]), "died", *7 * [NONE], *_made_by(result)]
+        [f"{result['options']['model']}, {batch}", _short(row["arm"]), "died", *7 * [NONE], _lengths(result),
+         *_made_by(result)]
         for row in result["rows"] if "died" in row
     ]  # fmt: skip
+
+
+def _lengths(result: Result) -> str:
+    """What decides how long a call or a step takes, beside the arm: two files may differ in nothing else."""
+    options = result["options"]
+    ragged = f", mean_tokens={options['mean_tokens']:g}" if options.get("mean_tokens") else ""
+    return f"prompt {options['prompt']}, new {options['new']:,}{ragged}"
 
 
 def _made_by(result: Result) -> list[str]:

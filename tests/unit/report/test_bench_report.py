@@ -164,6 +164,16 @@ def test_the_figure_of_steps(tmp_path: Path) -> None:
     assert (tmp_path / "step.png").stat().st_size > 10_000
 
 
+def test_the_figure_of_steps_says_how_long_completions_were() -> None:
+    ragged = steps()
+    ragged["options"]["mean_tokens"] = 400.0
+    titles = [bench_arms.figure_of(result).get_suptitle().splitlines()[1] for result in (steps(), ragged)]
+    assert titles == [
+        "8 x 8 completions of at most 1,024 tokens",
+        "8 x 8 completions of at most 1,024 tokens, mean_tokens=400",
+    ]
+
+
 def test_the_legend_of_steps_has_the_parts_that_can_be_seen() -> None:
     told, apart = steps(), steps()
     told["rows"] = [step("nvfp4", 4.0, probe_seconds=0.0, train_seconds=1.915)]

@@ -88,8 +88,8 @@ def test_what_the_paper_has_and_nobody_measured_is_a_line_and_no_rows(tmp_path: 
 def test_columns_of_dashes_are_left_out_and_those_that_do_not_vary_are_a_sentence(tmp_path: Path) -> None:
     speed = made(tmp_path, rollouts(), steps())
     assert all("In every row: " in table.about and "GPU NVIDIA H200" in table.about for table in speed.tables)
-    assert "In every row: repeats 3, GPU NVIDIA H200." in speed.tables[0].about
-    assert not {"GPU", "repeats", "steps"} & {head for table in speed.tables for head in table.rows[0]}
+    assert "In every row: repeats 3, lengths prompt 256, new 512, GPU NVIDIA H200." in speed.tables[0].about
+    assert not {"GPU", "repeats", "steps", "lengths"} & {head for table in speed.tables for head in table.rows[0]}
     assert "of QLoRA" not in speed.tables[1].rows[0]
     assert speed.tables[1].left_out.startswith("Left out: of QLoRA, of which no row has one. ")
     other = {**rollouts(batch=64, repeats=5), "environment": ABOUT | {"gpus": [{"name": "NVIDIA H100"}]}}
@@ -118,6 +118,17 @@ def test_steps_stand_beside_tables_3_and_7(tmp_path: Path) -> None:
     assert found["paper: Table 3, of BF16"] == "1.2x"
     assert found["paper: Tables 5 to 8, checkpointing"] == "1.3x"
     assert found["paper: without"] == "OOM"
+
+
+def test_steps_of_other_lengths_are_told_apart(tmp_path: Path) -> None:
+    ragged = steps()
+    ragged["options"] |= {"mean_tokens": 400.0}
+    speed = made(tmp_path, steps(), ragged)
+    where = speed.tables[1].rows[0].index("lengths")
+    assert {row[where] for row in speed.tables[1].rows[1:]} == {
+        "prompt 256, new 1,024", "prompt 256, new 1,024, mean_tokens=400",
+    }  # fmt: skip
+    assert "lengths prompt 256, new 1,024" in made(tmp_path, steps(), steps()).tables[1].about
 
 
 def test_sizes_are_in_gb_beside_the_paper_s(tmp_path: Path) -> None:
