@@ -4,6 +4,7 @@ Each time is that of one call in a CUDA graph of many, which go over copies of t
 decoding every weight comes from memory.
 """
 
+import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from torch.nn import functional
 from qerl_lab import formats
 from qerl_lab.bench.shapes import fused_linears
 from qerl_lab.config.schema import FormatConfig
-from qerl_lab.rollout.vllm import backend_times, fp4_linear, kernels
+from qerl_lab.rollout.vllm import backend_times, fp4_linear, kernels, schedules
 from qerl_lab.rollout.vllm.product import add_products
 from qerl_lab.timing import graphed, side_by_side
 
@@ -41,16 +42,19 @@ class Arm:
         return [self.call() for _ in range(min(MOST_COPIES, math.ceil(CACHE_BYTES / self.size)))]
 
 
-def times(model: str, rows: list[int], rank: int) -> Iterator[Row]:
+def times(model: str, rows: list[int], rank: int, tune: bool) -> Iterator[Row]:
     """Yield for each Linear, number of rows and arm the microseconds of a call, and the weights' terabytes a second.
 
-    The arms `adapter_*` are the adapter's products alone, `fp4_linear` is both in one, where it takes the model.
+    The arms `adapter_*` are the adapter's products alone, `fp4_linear` is both in one, where it takes the model, and
+    `tuned` is Humming with its fastest schedules.
     """
     linears = fused_linears(model)
+    shapes = [(tuple(sizes), columns) for sizes, columns in linears.values()]
+    tuned = schedules.fastest(FormatConfig(name="nvfp4"), shapes, sorted(rows)) if tune else {}
     capable = torch.cuda.get_device_capability() >= fp4_linear.LEAST_CAPABILITY
     taken = capable and all(fp4_linear.takes(sizes, columns, rank) for sizes, columns in linears.values())
     for layer, (sizes, columns) in linears.items():
-        every = arms(sizes, columns, rank)
+        every = arms(sizes, columns, rank, tuned.get(schedules.name_of((tuple(sizes), columns))))
         if not taken:
             del every["fp4_linear"]  # a sum over some of the layer's Linears would pass for the layer's
         calls = {name: arm.calls() for name, arm in every.items()}
@@ -69,7 +73,7 @@ def times(model: str, rows: list[int], rank: int) -> Iterator[Row]:
                 }  # fmt: skip
 
 
-def arms(sizes: list[int], columns: int, rank: int) -> dict[str, Arm]:
+def arms(sizes: list[int], columns: int, rank: int, tuned: list[schedules.Interval] | None = None) -> dict[str, Arm]:
     """The frozen weight's product in BF16 and by each kernel for NVFP4; the adapter's by each route; both in one."""
     dense = torch.randn(sum(sizes), columns, dtype=torch.bfloat16, device="cuda") / 50
     weight_format = formats.build(FormatConfig(name="nvfp4"))
@@ -82,6 +86,10 @@ def arms(sizes: list[int], columns: int, rank: int) -> dict[str, Arm]:
         name: Arm(partial(backend_times.product, weight_format, name, packed, sizes), size)
         for name in backend_times.KERNELS["nvfp4"]
     }
+    if tuned:
+        from qerl_lab.rollout.vllm.schedule_times import call, loaded  # needs Humming
+
+        found["tuned"] = Arm(lambda: partial(call, loaded(weight_format, packed, sizes), json.dumps(tuned)), size)
     found |= {f"adapter_{name}": Arm(partial(beside, route, A, B, sizes), of_adapter) for name, route in ROUTES.items()}
     return found | {"fp4_linear": Arm(partial(own, packed, A, B, sizes), size + of_adapter, fp4_linear.MAX_ROWS)}
 

@@ -330,10 +330,17 @@ def _kernels_fit_format(cfg: RunConfig) -> None:
     memory that outlives the engine.
     """
     own, name = cfg.rollout.vllm, cfg.format.name
-    if own.linear_backend in ("marlin", "humming") and name not in ("nvfp4", "mxfp4"):
+    if own.linear_backend in ("marlin", "humming", "tuned") and name not in ("nvfp4", "mxfp4"):
         raise ConfigError(
             f"rollout.vllm.linear_backend={own.linear_backend} has no kernel for format.name={name}; allowed with it: "
             "nvfp4, mxfp4. Type rollout.vllm.linear_backend=vllm."
+        )
+    if own.linear_backend == "tuned" and (own.lora != "dense" or cfg.rollout.engine == "vllm_server"):
+        raise ConfigError(
+            f"rollout.vllm.linear_backend=tuned with rollout.vllm.lora={own.lora} and rollout.engine="
+            f"{cfg.rollout.engine} is not allowed: the schedules are those of the dense adapter's layers, in the "
+            "trainer's process; allowed: dense, vllm. Type rollout.vllm.linear_backend=humming, or rollout=vllm "
+            "rollout.vllm.lora=dense."
         )
     if own.fp4_linear and (name != "nvfp4" or own.lora != "dense" or cfg.lora.rank > FP4_LINEAR_MAX_RANK):
         raise ConfigError(

@@ -217,8 +217,9 @@ class VllmConfig:
     )  # fmt: skip
     linear_backend: str = option(
         "vllm",
-        "kernels of the 4-bit products; vllm: its own choice; auto: the fastest, timed once for a GPU and a model",
-        choices=("vllm", "auto", "marlin", "humming"),
+        "kernels of the 4-bit products; vllm: its own choice; auto: the fastest, timed once for a GPU and a model; "
+        "tuned: Humming with the fastest of its schedules for each layer and number of rows, timed once (minutes)",
+        choices=("vllm", "auto", "marlin", "humming", "tuned"),
     )  # fmt: skip
     fp4_linear: bool = option(
         False, "NVFP4 with lora=dense: up to 8 rows by the lab's kernel, over a second copy of the packed weights"

@@ -13,7 +13,7 @@ from vllm.lora.request import LoRARequest
 
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.model.linear import packed_layers
-from qerl_lab.rollout.vllm import one_adapter
+from qerl_lab.rollout.vllm import one_adapter, schedules
 from qerl_lab.rollout.vllm.base import scratch_folder
 from qerl_lab.rollout.vllm.lora_files import adapter_bytes, max_rank, write_settings, write_weights
 
@@ -26,10 +26,12 @@ class DenseAdapter:
     request = None
 
     def __init__(self, model: PeftModel, cfg: RunConfig) -> None:
-        self.model, self.lora, self.own = model, cfg.lora, cfg.rollout.vllm
+        self.model, self.lora, self.cfg = model, cfg.lora, cfg
 
     def arguments(self, folder: Path) -> dict[str, Any]:
-        routes = one_adapter.Routes(self.own.fp4_linear, self.own.dense_rows)
+        """Raises ConfigError where linear_backend=tuned cannot time schedules."""
+        own = self.cfg.rollout.vllm
+        routes = one_adapter.Routes(own.fp4_linear, own.dense_rows, schedules.tuned(self.cfg, self.model))
         return one_adapter.llm_arguments(folder, self.lora.rank, self.lora.target_modules, routes)
 
     def begin(self, llm: LLM) -> None:

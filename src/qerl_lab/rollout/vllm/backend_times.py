@@ -91,7 +91,14 @@ def product(
         packed: as the format's `quantize` gives it, on the GPU; it is copied into the kernel's own layout.
         sizes: columns of y by part (of q, k and v, say), N in sum.
     """
-    kernel, layer = KERNELS[weight_format.NAME][backend](), nn.Module()
+    kernel, layer = KERNELS[weight_format.NAME][backend](), layer_of(packed, sizes)
+    kernel.process_weights_after_loading(layer)
+    return lambda x: kernel.apply_weights(layer, x)
+
+
+def layer_of(packed: Mapping[str, Tensor], sizes: Sequence[int]) -> nn.Module:
+    """A layer with a copy of a packed weight, as vLLM's kernels find it when it is loaded."""
+    layer = nn.Module()
     rows, half = packed["weight_packed"].shape
     about = {
         "input_size_per_partition": 2 * half, "output_size_per_partition": rows, "output_partition_sizes": list(sizes),
@@ -104,8 +111,7 @@ def product(
     layer.weight_scale = nn.Parameter(packed["weight_scale"].clone(), requires_grad=False)
     if "weight_global_scale" in packed:
         layer.weight_global_scale = nn.Parameter(1 / packed["weight_global_scale"][0], requires_grad=False)
-    kernel.process_weights_after_loading(layer)
-    return lambda x: kernel.apply_weights(layer, x)
+    return layer
 
 
 if __name__ == "__main__":

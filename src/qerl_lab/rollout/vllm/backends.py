@@ -11,10 +11,12 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import torch
 from packaging.version import Version
@@ -22,7 +24,7 @@ from torch import nn
 
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import FormatConfig, RunConfig
-from qerl_lab.disk import replace_file
+from qerl_lab.disk import lock, replace_file
 from qerl_lab.model import gguf
 from qerl_lab.model.linear import fused_groups, packed_layers
 
@@ -44,10 +46,12 @@ def chosen(cfg: RunConfig, model: nn.Module) -> str:
     timed.
     """
     asked = cfg.rollout.vllm.linear_backend
-    if asked == "humming" and torch.cuda.is_available() and humming_races():
+    if asked in ("humming", "tuned") and torch.cuda.is_available() and humming_races():
         print(f"warning: {RACES}; watch sampler/logprob_gap_max, or type rollout.vllm.linear_backend=marlin")
     if asked in ("marlin", "humming"):
         return asked
+    if asked == "tuned":
+        return "humming"
     if asked == "vllm" or cfg.format.name not in TIMED or not torch.cuda.is_available():
         return "auto"
     if humming_races():
@@ -56,17 +60,31 @@ def chosen(cfg: RunConfig, model: nn.Module) -> str:
     shapes, rows = shapes_of(model), rows_of(cfg)
     kernels = [version(package) for package in ("vllm", "humming-kernels")]
     about = [torch.cuda.get_device_name(), *kernels, cfg.format.name, sorted(shapes.items()), rows]
-    key, file = json.dumps(about), gguf.store() / "linear_backend.json"
-    known = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    if key not in known:
-        known[key] = milliseconds(cfg.format, shapes, rows)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(file, json.dumps(known, indent=1).encode(), aside=str(os.getpid()))  # two runs may time at once
+    with remembered("linear_backend.json") as known:
+        if (key := json.dumps(about)) not in known:
+            known[key] = milliseconds(cfg.format, shapes, rows)
     times = known[key]
     fastest = min(times, key=lambda name: times[name])
     said = ", ".join(f"{name} {ms:.2f} ms" for name, ms in times.items())
     print(f"linear_backend={fastest}: the model's products at {', '.join(map(str, rows))} rows take {said}")
     return fastest
+
+
+@contextmanager
+def remembered(name: str) -> Iterator[dict[str, Any]]:
+    """What this machine has timed, to read and to add to, in a file beside unpacked GGUF files.
+
+    A run that would time the same waits for the first one, and then reads it.
+    """
+    file = gguf.store() / name
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.with_suffix(".lock").open("w") as guard:
+        lock(guard, wait=True)
+        known = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        before = len(known)
+        yield known
+        if len(known) > before:
+            replace_file(file, json.dumps(known, indent=1).encode(), aside=str(os.getpid()))
 
 
 def humming_races() -> bool:
@@ -92,27 +110,35 @@ def milliseconds(weight_format: FormatConfig, shapes: Mapping[Shape, int], rows:
 
     Raises ConfigError where that process fails or takes longer than `LONGEST`.
     """
-    asked = {
-        "format": asdict(weight_format), "shapes": list(shapes.items()), "rows": rows,
-        "device": torch.cuda.current_device(), "parent": os.getpid(),
-    }  # fmt: skip
+    asked = {"format": asdict(weight_format), "shapes": list(shapes.items()), "rows": rows}
+    found: dict[str, float] = measured("auto", TIMER, asked, LONGEST)
+    return found
+
+
+def measured(backend: str, timer: str, asked: Mapping[str, Any], longest: float) -> Any:
+    """What the module `timer` measures on this GPU, in a process of its own, where `linear_backend` is `backend`.
+
+    Raises ConfigError where that process fails or takes longer than `longest` seconds.
+    """
+    here = {"device": torch.cuda.current_device(), "parent": os.getpid()}
     with tempfile.TemporaryDirectory(prefix="qerl-lab-") as folder:
         times = Path(folder) / "times.json"
-        command = [sys.executable, "-m", TIMER, str(times)]
+        command = [sys.executable, "-m", timer, str(times)]
         try:
-            done = subprocess.run(command, input=json.dumps(asked), capture_output=True, text=True, timeout=LONGEST)
+            done = subprocess.run(
+                command, input=json.dumps({**asked, **here}), capture_output=True, text=True, timeout=longest
+            )
         except subprocess.TimeoutExpired:
-            raise not_timed(f"took longer than {LONGEST} s") from None
+            raise not_timed(backend, f"took longer than {longest} s") from None
         if done.returncode:
             *_, last = ["said nothing", *done.stderr.strip().splitlines()]
-            raise not_timed(f"ended with {done.returncode}: {last}")
-        found: dict[str, float] = json.loads(times.read_text(encoding="utf-8"))
-        return found
+            raise not_timed(backend, f"ended with {done.returncode}: {last}")
+        return json.loads(times.read_text(encoding="utf-8"))
 
 
-def not_timed(why: str) -> ConfigError:
+def not_timed(backend: str, why: str) -> ConfigError:
     """The error of a measurement that failed."""
     return ConfigError(
-        f"rollout.vllm.linear_backend=auto times kernels in a process of its own, and that process {why}. Type "
+        f"rollout.vllm.linear_backend={backend} times kernels in a process of its own, and that process {why}. Type "
         "rollout.vllm.linear_backend=vllm."
     )

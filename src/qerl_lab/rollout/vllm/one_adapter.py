@@ -14,8 +14,9 @@ layer unpacked too, above A, and so many rows take cuBLAS in decoding as well, w
 captured before anything is lent.
 """
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
@@ -49,10 +50,14 @@ _OWN_KEY = "one_adapter"  # of quantization_config: rank and targets, and throug
 
 @dataclass(frozen=True)
 class Routes:
-    """By rows, the ways besides the base's own kernel: the keys of rollout.vllm by these names. They need NVFP4."""
+    """By rows, the ways besides the base's own kernel: the keys of rollout.vllm by these names. They need NVFP4.
+
+    `schedules` are those of that kernel, Humming, by a layer's shape; none: Humming's own.
+    """
 
     fp4_linear: bool = False
     dense_rows: int | None = None
+    schedules: Mapping[str, list[Any]] = field(default_factory=dict)
 
 
 def llm_arguments(folder: Path, lora_rank: int, targets: Sequence[str], routes: Routes = Routes()) -> dict[str, Any]:
@@ -176,6 +181,7 @@ class OneAdapterMethod(LinearMethodBase):
         """`parts` are full names as in the checkpoint, `own` says which of them have an adapter."""
         self.base, self.rank, self.parts, self.own, self.routes = base, rank, parts, own, routes
         self.lent: list[PackedLinear] = []
+        self.schedules: str | None = None  # of this layer's shape, as Humming reads them
         if hasattr(base, "quant_config"):
             self.quant_config = base.quant_config  # by which the loader of bitsandbytes knows what is packed
 
@@ -226,6 +232,8 @@ class OneAdapterMethod(LinearMethodBase):
                 layer.register_buffer(name, tensor, persistent=False)
         _BY_ADAPTER[layer.adapter_A.data_ptr()] = layer
         self.base.process_weights_after_loading(layer)
+        if self.routes.schedules and hasattr(layer, "humming_metas"):
+            self.schedules = json.dumps(self.routes.schedules[f"{sum(self.sizes)}x{layer.adapter_A.shape[1]}"])
 
     def _keep_dense(self, layer: LinearBase) -> None:
         """Unpack the weight as the trainer does, with A below it: `stacked` [N + P * r, K]; `alpha` is the weight's."""
@@ -279,7 +287,12 @@ class OneAdapterMethod(LinearMethodBase):
             return fp4_linear.linear(x, codes, scale, divisor, A, B, self.sizes, meeting, plain)
         if dense_rows and rows >= dense_rows:
             return stacked_product(x, layer.stacked, self.alpha, B, self.sizes, plain)
-        y = self.base.apply(layer, x, bias)
+        if self.schedules:
+            from vllm.utils.humming import HummingMethod  # importing it compiles
+
+            y = HummingMethod.forward_layer(layer, x, compute_config=layer.compute_config, tuning_config=self.schedules)
+        else:
+            y = self.base.apply(layer, x, bias)
         add_adapter(y, x, A, B, self.sizes)
         return y
 

@@ -1,0 +1,132 @@
+"""How Humming cuts the products of 4-bit weights: the fastest schedules here, timed once. Imports no vLLM.
+
+A schedule is one of Humming's tuning configurations: tiles, stages, blocks a multiprocessor, how K is shared out. Its
+own choice goes by the GPU and the format alone, so that small and large layers get one schedule. Here each shape
+of a layer has its own, for each doubling of the rows (`schedule_times` measures them in a process of its own).
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from torch import nn
+
+from qerl_lab.config.schema import FormatConfig, RunConfig
+from qerl_lab.rollout.vllm import fp4_linear
+from qerl_lab.rollout.vllm.backends import Shape, measured, remembered, shapes_of
+
+Schedule = dict[str, Any]
+Interval = tuple[int, int, Schedule]  # for more rows than the first number, up to the second
+
+TIMER = "qerl_lab.rollout.vllm.schedule_times"
+LONGEST = 1800  # seconds
+FEWEST_ROWS, MOST_ROWS = 8, 512
+# Columns of a tile and of a warp, of K likewise: what a warpgroup multiplies, and what the mma of fewer rows does.
+_WGMMA_TILES = [((128, 32), (64, 64)), ((128, 32), (128, 64)), ((256, 64), (64, 64)), ((256, 64), (128, 64)),
+                ((256, 32), (64, 64)), ((128, 32), (256, 64)), ((256, 32), (128, 64))]  # fmt: skip
+_MMA_TILES = [((128, 64), (128, 32)), ((128, 32), (128, 64)), ((64, 32), (256, 64)), ((128, 64), (256, 64))]
+_MMA_ROWS = 32
+
+
+def tuned(cfg: RunConfig, model: nn.Module) -> dict[str, list[Interval]]:
+    """Return the schedules of the layers of `model` by `name_of` their shape; none unless linear_backend=tuned.
+
+    Raises ConfigError where they cannot be timed.
+    """
+    if cfg.rollout.vllm.linear_backend != "tuned":
+        return {}
+    return fastest(cfg.format, list(shapes_of(model)), rows_of(cfg))
+
+
+def fastest(weight_format: FormatConfig, shapes: Sequence[Shape], rows: Sequence[int]) -> dict[str, list[Interval]]:
+    """The schedules of layers by `name_of` their shape, timed at these numbers of rows where they are not known yet.
+
+    Times are kept beside unpacked GGUF files, by GPU, version of Humming, format, shape and rows. Raises ConfigError
+    where schedules cannot be timed.
+    """
+    about = [torch.cuda.get_device_name(), version("humming-kernels"), weight_format.name]
+    keys = {(shape, number): json.dumps([*about, *shape, number]) for shape in shapes for number in rows}
+    with remembered("humming_schedules.json") as known:
+        if missing := [place for place, key in keys.items() if key not in known]:
+            print(f"linear_backend=tuned: timing schedules of {len(shapes)} layers at {list(rows)} rows: minutes, once")
+            asked = {"format": asdict(weight_format), "places": missing}
+            for place, found in zip(missing, measured("tuned", TIMER, asked, LONGEST), strict=True):
+                known[keys[place]] = found
+    for shape in shapes:
+        times = [(number, known[keys[shape, number]]["us"]) for number in rows]
+        said = ", ".join(f"{number}: {own:.1f} {best:.1f}" for number, (own, best) in times)
+        print(f"linear_backend=tuned: {name_of(shape)}, rows: microseconds by Humming's own choice, fastest: {said}")
+    return {
+        name_of(shape): intervals([(number, known[keys[shape, number]]["schedule"]) for number in rows],
+                                  known[keys[shape, rows[-1]]]["own"])
+        for shape in shapes
+    }  # fmt: skip
+
+
+def rows_of(cfg: RunConfig) -> list[int]:
+    """Rows of decoding, doubling up to a full batch; without those that `fp4_linear` and `dense_rows` take."""
+    own, full = cfg.rollout.vllm, min(cfg.rollout.batch_size, cfg.completions_per_gpu, MOST_ROWS)
+    rows = {full} | {FEWEST_ROWS << power for power in range(16) if FEWEST_ROWS << power < full}
+    least = fp4_linear.MAX_ROWS if own.fp4_linear else 0
+    return sorted(number for number in rows if least < number and not (own.dense_rows and number >= own.dense_rows))
+
+
+def name_of(shape: Shape) -> str:
+    """A layer's shape as the engine knows it, N x K."""
+    sizes, columns = shape
+    return f"{sum(sizes)}x{columns}"
+
+
+def first(rows: int) -> Iterator[Schedule]:
+    """Schedules to begin with: every tile, one to three blocks a multiprocessor. Some may not fit a layer or a GPU."""
+    whole = -(-rows // 8) * 8
+    for block_m in {min(whole, most) for most in (64, 128)}:
+        for tile in _WGMMA_TILES:
+            for blocks in (1, 2, 3):
+                yield wgmma(block_m, *tile, blocks)
+    if rows <= _MMA_ROWS:
+        block_m = 8 if rows <= 8 else -(-rows // 16) * 16
+        for tile in _MMA_TILES:
+            for blocks in (1, 2, 4):
+                yield mma(block_m, *tile, blocks)
+
+
+def wgmma(block_m: int, n: tuple[int, int], k: tuple[int, int], blocks: int) -> Schedule:
+    """A block of warps that load and warpgroups that multiply."""
+    return {
+        "mma_type": "wgmma", "block_shape": [block_m, n[0], k[0]], "warp_shape": [block_m, n[1], k[1]],
+        "num_stages": 4, "num_ctas_per_sm": blocks, "use_stream_k": True, "use_warp_spec": True, "use_tma": True,
+        "use_pdl": True,
+    }  # fmt: skip
+
+
+def mma(block_m: int, n: tuple[int, int], k: tuple[int, int], blocks: int) -> Schedule:
+    """A block whose warps load and multiply."""
+    of_warps = {"mma_type": "mma", "use_warp_spec": False, "use_tma": False}
+    return wgmma(block_m, n, k, blocks) | of_warps
+
+
+def near(schedule: Schedule) -> Iterator[Schedule]:
+    """The schedules that differ from one in a single choice."""
+    stages, blocks = schedule["num_stages"], schedule["num_ctas_per_sm"]
+    for key, values in {
+        "num_stages": (stages - 1, stages + 1, stages + 2, 2 * stages), "num_ctas_per_sm": (blocks - 1, blocks + 1),
+        "use_stream_k": (False, True), "use_pdl": (False, True), "evict_weights_first": (True,),
+        "wgmma_split_issue_wait": (True,) if schedule["mma_type"] == "wgmma" else (),
+        "smem_reuse_mode": ("none",), "multi_cast_size_a": (2,) if schedule["use_warp_spec"] else (),
+    }.items():  # fmt: skip
+        for value in values:
+            if schedule.get(key) != value and value != 0:
+                yield schedule | {key: value}
+
+
+def intervals(best: Sequence[tuple[int, Schedule]], own: Sequence[Interval]) -> list[Interval]:
+    """Let each of `best`, by rows, serve the rows down to the one before, and Humming's `own` schedules the rest."""
+    found, last = [], 0
+    for rows, schedule in best:
+        found.append((last, rows, schedule))
+        last = rows
+    return found + [(max(low, last), high, schedule) for low, high, schedule in own if high > last]
