@@ -57,6 +57,8 @@ WAYS = [
     ("nvfp4", "fp4_linear"),
     ("nvfp4", "dense_rows"),
     ("nvfp4", "share_base"),
+    ("nvfp4", "tuned"),
+    ("mxfp4", "tuned"),
 ]
 
 

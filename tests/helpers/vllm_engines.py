@@ -16,11 +16,12 @@ DENSE_ROWS = 16  # fewer than are sampled at once, and more than the last ones o
 
 
 def config(tiny: Callable[..., RunConfig], folder: Path, weight_format: str, way: str, **changes: Any) -> RunConfig:
-    """A run with the model in `folder`; `way` is `request`, `fp4_linear` or `dense_rows` where that computes."""
+    """A run with the model in `folder`; `way`: `request`, `fp4_linear`, `dense_rows` or `tuned` where that computes."""
     return tiny(
         device="auto", model__path=str(folder), format__name=weight_format, lora__rank=16, rollout__engine="vllm",
         rollout__max_completion_tokens=128, rollout__batch_size=8 if way == "fp4_linear" else 64,
         rollout__vllm__dense_rows=DENSE_ROWS if way == "dense_rows" else None,
+        rollout__vllm__linear_backend="tuned" if way == "tuned" else "vllm",
         rollout__vllm__fp4_linear=way == "fp4_linear", rollout__vllm__lora="request" if way == "request" else "dense",
         **changes,
     )  # fmt: skip

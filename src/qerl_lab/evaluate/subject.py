@@ -25,6 +25,7 @@ from qerl_lab.model.dense import dense_tensors
 from qerl_lab.model.files import local_folder, read_json
 from qerl_lab.model.loading import stored_as
 from qerl_lab.model.policy import Policy
+from qerl_lab.model.tokenizer import save as save_tokenizer
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.rollout.vllm.base import scratch_folder, size_of
 
@@ -149,7 +150,7 @@ def dequantized(subject: Subject) -> Iterator[Subject]:
     config = {key: value for key, value in read_json(own / "config.json").items() if key != "quantization_config"}
     with scratch_folder(size_of(tensors)) as folder:
         save_torch_state_dict(tensors, folder)
-        loaded.tokenizer.save_pretrained(folder)
+        save_tokenizer(loaded.tokenizer, folder)
         loaded.model.generation_config.save_pretrained(folder)  # its end tokens
         (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
         del loaded, tensors

@@ -21,6 +21,7 @@ from qerl_lab.config.message import first_line
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.paths import sha256
 from qerl_lab.disk import lock
+from qerl_lab.model.tokenizer import save
 
 if TYPE_CHECKING:
     from gguf import GGUFReader
@@ -160,7 +161,7 @@ def _dequantize(file: Path, folder: Path, found: Header) -> None:
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, trust_remote_code=False)
     _mend(tokenizer, found)
     model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    save(tokenizer, folder)
     (folder / ABOUT).write_text(json.dumps(_about(file, found), indent=1) + "\n", encoding="utf-8")
 
 

@@ -33,6 +33,7 @@ from qerl_lab.config.spelling import word
 from qerl_lab.model import gguf, on_disk, policy
 from qerl_lab.model.files import local_folder
 from qerl_lab.model.loading import stored_as
+from qerl_lab.model.tokenizer import save as save_tokenizer
 from qerl_lab.record import checkpoint
 from qerl_lab.record.environment import versions
 from qerl_lab.record.partial import JOURNAL, Unfinished
@@ -212,7 +213,7 @@ def opening(warmup: Warmup, left_out: int) -> str:
 def write(warmup: Warmup, tokenizer: PreTrainedTokenizerBase, folder: Path, record: dict[str, Any]) -> None:
     """Weights in bfloat16 (what the formats start from), tokenizer, chat template, and the record of it all."""
     warmup.model.to(torch.bfloat16).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    save_tokenizer(tokenizer, folder)
     files = sorted(file for file in folder.iterdir() if file.is_file() and file.name not in (RECORD, JOURNAL))
     record["sha256"] = {file.name: sha256(file) for file in files}
     (folder / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

@@ -111,12 +111,12 @@ def mma(block_m: int, n: tuple[int, int], k: tuple[int, int], blocks: int) -> Sc
 
 def near(schedule: Schedule) -> Iterator[Schedule]:
     """The schedules that differ from one in a single choice."""
-    stages, blocks = schedule["num_stages"], schedule["num_ctas_per_sm"]
+    stages, blocks = schedule.get("num_stages", 2), schedule.get("num_ctas_per_sm", 1)
     for key, values in {
         "num_stages": (stages - 1, stages + 1, stages + 2, 2 * stages), "num_ctas_per_sm": (blocks - 1, blocks + 1),
         "use_stream_k": (False, True), "use_pdl": (False, True), "evict_weights_first": (True,),
-        "wgmma_split_issue_wait": (True,) if schedule["mma_type"] == "wgmma" else (),
-        "smem_reuse_mode": ("none",), "multi_cast_size_a": (2,) if schedule["use_warp_spec"] else (),
+        "wgmma_split_issue_wait": (True,) if schedule.get("mma_type") == "wgmma" else (),
+        "smem_reuse_mode": ("none",), "multi_cast_size_a": (2,) if schedule.get("use_warp_spec") else (),
     }.items():  # fmt: skip
         for value in values:
             if schedule.get(key) != value and value != 0:
