@@ -46,7 +46,8 @@ def validate(cfg: RunConfig) -> None:
         _kl_is_one, _bonus_fits, _aqn_acts, _aqn_decays,
         _bounds_ordered, _something_rewarded, _adapters_on_linears, _ignore_readable,
         _interval_possible,
-        _optimizer_fits_device, _cache_fits_device, _attention_fits_device, _engine_fits_device, _kernels_fit_format,
+        _optimizer_fits_device, _cache_fits_device, _attention_fits_device, _engine_fits_device, _backend_fits,
+        _kernels_fit_format,
         _server_reachable, _server_has_one_trainer, _aqn_finds_sigma,
     ):  # fmt: skip
         rule(cfg)
@@ -323,25 +324,28 @@ def check_engine_on_cpu(cfg: RunConfig, why: str) -> None:
         )
 
 
-def _kernels_fit_format(cfg: RunConfig) -> None:
-    """`linear_backend` names kernels of 4-bit products, `fp4_linear` one of NVFP4 with the adapter in it.
-
-    `dense_rows` spends the memory that `share_base` saves, which needs weights in the form of one kernel, Marlin, in
-    memory that outlives the engine.
-    """
-    own, name = cfg.rollout.vllm, cfg.format.name
+def _backend_fits(cfg: RunConfig) -> None:
+    """`linear_backend` names kernels of 4-bit products; the dense adapter's layers alone ask Humming for schedules."""
+    own, name, engine = cfg.rollout.vllm, cfg.format.name, cfg.rollout.engine
     if own.linear_backend in ("marlin", "humming", "tuned") and name not in ("nvfp4", "mxfp4"):
         raise ConfigError(
             f"rollout.vllm.linear_backend={own.linear_backend} has no kernel for format.name={name}; allowed with it: "
             "nvfp4, mxfp4. Type rollout.vllm.linear_backend=vllm."
         )
-    if own.linear_backend == "tuned" and (own.lora != "dense" or cfg.rollout.engine == "vllm_server"):
+    if own.linear_backend == "tuned" and (own.lora != "dense" or engine == "vllm_server"):
         raise ConfigError(
-            f"rollout.vllm.linear_backend=tuned with rollout.vllm.lora={own.lora} and rollout.engine="
-            f"{cfg.rollout.engine} is not allowed: the schedules are those of the dense adapter's layers, in the "
-            "trainer's process; allowed: dense, vllm. Type rollout.vllm.linear_backend=humming, or rollout=vllm "
-            "rollout.vllm.lora=dense."
+            f"rollout.vllm.linear_backend=tuned with rollout.vllm.lora={own.lora} and rollout.engine={engine}; allowed: "
+            "dense, vllm. Type rollout.vllm.linear_backend=humming, or rollout=vllm rollout.vllm.lora=dense."
         )
+
+
+def _kernels_fit_format(cfg: RunConfig) -> None:
+    """`fp4_linear` is a product of NVFP4 with the adapter in it.
+
+    `dense_rows` spends the memory that `share_base` saves, which needs weights in the form of one kernel, Marlin, in
+    memory that outlives the engine.
+    """
+    own, name = cfg.rollout.vllm, cfg.format.name
     if own.fp4_linear and (name != "nvfp4" or own.lora != "dense" or cfg.lora.rank > FP4_LINEAR_MAX_RANK):
         raise ConfigError(
             f"rollout.vllm.fp4_linear=true with format.name={name}, rollout.vllm.lora={own.lora} and lora.rank="

@@ -32,6 +32,7 @@ def refusal(**values: Any) -> str:
 SERVER = {"rollout__engine": "vllm_server"}
 
 
+TUNED = {"format__name": "nvfp4", "rollout__vllm__linear_backend": "tuned"}
 KL = {"aqn__schedule": "linear", "aqn__unit": "kl"}
 
 
@@ -94,6 +95,10 @@ KL = {"aqn__schedule": "linear", "aqn__unit": "kl"}
         ({"lora__target_modules": ["lm_head"]}, "lm_head", "[q_proj,v_proj]"),
         ({"optim__name": "adamw_8bit", "device": "cpu"}, "device=cpu", "optim=adamw"),
         ({"format__dense_cache": "on", "device": "cuda"}, "device=cuda", "format.dense_cache=off"),
+        ({**TUNED, "rollout__vllm__lora": "request"}, "linear_backend=tuned with rollout.vllm.lora=request",
+         "allowed: dense, vllm. Type rollout.vllm.linear_backend=humming"),
+        ({**TUNED, "rollout__engine": "vllm_server"}, "rollout.engine=vllm_server is not", "rollout=vllm rollout.vllm"),
+        ({**TUNED, "format__name": "nf4"}, "linear_backend=tuned has no kernel", "linear_backend=vllm"),
         ({"format__name": "nf4", "rollout__vllm__linear_backend": "humming"}, "linear_backend=humming has no kernel",
          "nvfp4, mxfp4. Type rollout.vllm.linear_backend=vllm"),
         ({"rollout__vllm__fp4_linear": True, "rollout__vllm__lora": "request"}, "vllm.lora=request",
