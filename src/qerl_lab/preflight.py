@@ -19,8 +19,9 @@ from typing import Any, NamedTuple
 
 from qerl_lab import tasks
 from qerl_lab.config.arm import leaves
+from qerl_lab.config.engine_rules import check_engine_on_cpu
 from qerl_lab.config.option import ConfigError
-from qerl_lab.config.rules import build, check_engine_on_cpu
+from qerl_lab.config.rules import build
 from qerl_lab.config.schema import DENSE_FORMAT, RunConfig, TaskConfig
 from qerl_lab.config.units import GIB
 from qerl_lab.model import adapter_files, gguf, on_disk

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from packed_layers import NVFP4
-from qerl_lab.config.rules import FP4_LINEAR_MAX_RANK
+from qerl_lab.config.engine_rules import FP4_LINEAR_MAX_RANK
 from qerl_lab.formats.e2m1 import MAGNITUDES
 from qerl_lab.rollout.vllm import fp4_linear
 from qerl_lab.rollout.vllm.fp4_linear import (
