@@ -10,7 +10,8 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from qerl_lab.rollout.vllm.kernels import expand, shrink
+from qerl_lab.rollout.vllm import kernels
+from qerl_lab.rollout.vllm.kernels import PROGRAMS, blocks_of, expand, shrink
 from qerl_lab.rollout.vllm.product import EXPAND_WORK, SHRINK_ROWS, on_gpu, stacked_product
 from qerl_lab.timing import graphed
 
@@ -93,6 +94,31 @@ def test_a_stacked_product_is_that_of_weight_bias_and_adapter(rows: int) -> None
     y = stacked_product(given["x"], torch.cat([W, given["A"]]), 0.37, given["B"], sizes, bias)
     exact = 0.37 * given["x"].double() @ W.double().t() + bias.double()
     exact += product(given["x"], given["A"], given["B"], sizes)
+    torch.testing.assert_close(y.double(), exact, rtol=2**-7, atol=2**-5)
+
+
+@pytest.mark.parametrize(("rows", "columns", "blocks"), [
+    (8, 37_888, (16, 128, 4)), (17, 3584, (32, 64, 4)), (64, 4608, (32, 64, 4)), (32, 37_888, (32, 128, 4)),
+    (64, 37_888, (32, 256, 8)), (256, 3584, (32, 64, 4)), (256, 18_944, (32, 256, 8)),
+])  # fmt: skip
+def test_a_wide_y_takes_wide_programs_while_they_fill_the_gpu(rows: int, columns: int, blocks: tuple[int, ...]) -> None:
+    assert blocks_of(rows, columns) == blocks
+    programs = -(-rows // blocks[0]) * -(-columns // blocks[1])
+    assert blocks[1] in (64, 128) or programs >= 2 * PROGRAMS
+
+
+@pytest.mark.parametrize(("programs", "wide"), [(2, 256), (4, 128)])
+@pytest.mark.parametrize("sizes", [[300, 270], [513, 64]], ids=str)
+def test_wide_programs_give_the_same(
+    monkeypatch: pytest.MonkeyPatch, programs: int, wide: int, sizes: list[int]
+) -> None:
+    """As on a GPU of few multiprocessors: the parts' ends lie amid a program."""
+    monkeypatch.setattr(kernels, "PROGRAMS", programs)
+    assert blocks_of(40, sum(sizes))[1] == wide
+    given = operands(40, 256, sizes, 20, torch.bfloat16)
+    y = given["y"].clone()
+    expand(y, shrink(given["x"], given["A"]), given["B"], sizes)
+    exact = given["y"].double() + product(given["x"], given["A"], given["B"], sizes)
     torch.testing.assert_close(y.double(), exact, rtol=2**-7, atol=2**-5)
 
 

@@ -36,8 +36,8 @@ def compiled(kernel: Any, warps: int, stages: int = 3, **constants: Any) -> dict
 
 def main() -> None:
     made = [compiled(_unpack_marlin, 4)]
-    for rows in (16, 64):
-        block_m, block_n = kernels.blocks_of(rows)
+    for rows, columns in ((16, 4608), (64, 4608), (64, 37_888)):
+        block_m, block_n, warps = kernels.blocks_of(rows, columns)
         made.append(
             compiled(
                 kernels._shrink, 4, 4, BLOCK_M=kernels.SHRINK_M, BLOCK_R=kernels.BLOCK_R,
@@ -47,8 +47,8 @@ def main() -> None:
         for biased in ({}, {"bias": None}):
             made.append(
                 compiled(
-                    kernels._expand, 4, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_R=32, PARTS=PARTS, RANK=32, AHEAD=True,
-                    **biased,
+                    kernels._expand, warps, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_R=32, PARTS=PARTS, RANK=32,
+                    AHEAD=True, **biased,
                 )
             )  # fmt: skip
     for one in made:

@@ -5,6 +5,7 @@ Where vLLM is not installed a few names play it.
 
 import importlib
 import importlib.util
+import json
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -103,6 +104,35 @@ def test_from_dense_rows_on_the_base_s_kernel_is_not_asked(one_adapter: Any, bia
         assert torch.equal(method.routed(layer, x, bias), own(x))
     x = torch.randn(3, K)
     assert torch.equal(method.routed(layer, x, None), x @ torch.full((N, K), 7.0).t())
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_humming_is_asked_with_the_schedules_of_the_layer_s_shape(
+    one_adapter: Any, monkeypatch: pytest.MonkeyPatch, packed: bool
+) -> None:
+    """And a layer that is not packed goes by its own kernel."""
+    asked = []
+
+    class HummingMethod:
+        @staticmethod
+        def forward_layer(layer: nn.Module, x: Tensor, compute_config: str, tuning_config: str) -> Tensor:
+            asked.append((len(x), compute_config, json.loads(tuning_config)))
+            return torch.ones(len(x), N)
+
+    play(monkeypatch, {"vllm.utils": {}, "vllm.utils.humming": {"HummingMethod": HummingMethod}})
+    layer = nn.Module()
+    layer.bias = nn.Parameter(torch.zeros(N), requires_grad=False)
+    layer.adapter_A, layer.adapter_B = torch.randn(RANK, K), torch.randn(N, RANK)
+    if packed:
+        layer.humming_metas, layer.compute_config = {"": None}, "{}"
+    routes = one_adapter.Routes(schedules={f"{N}x{K}": [[0, 8, {"num_stages": 4}]], "1x1": [[0, 8, {}]]})
+    method = one_adapter.OneAdapterMethod(Kernel(torch.zeros(N, K)), RANK, ["a.up_proj"], [True], routes)
+    method.sizes = [N]
+    method.process_weights_after_loading(layer)
+    x = torch.randn(5, K)
+    y = method.routed(layer, x, None)
+    torch.testing.assert_close(y, x @ layer.adapter_A.t() @ layer.adapter_B.t() + packed, rtol=1e-4, atol=1e-4)
+    assert asked == ([(5, "{}", [[0, 8, {"num_stages": 4}]])] if packed else [])
 
 
 def test_a_layer_of_several_global_scales_has_no_dense_copy(one_adapter: Any) -> None:

@@ -1,56 +1,66 @@
 """The search for the fastest schedule: what it climbs to, and what it leaves out. Humming and the GPU are stand-ins."""
 
+import importlib
 import io
 import json
 import sys
 import types
+from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+
+from played_modules import play
+from qerl_lab import formats
+from qerl_lab.config.schema import FormatConfig
 
 OWN = {"mma_type": "wgmma", "num_stages": 4, "num_ctas_per_sm": 2, "use_warp_spec": True, "use_stream_k": True}
 PLACES = [[[[32, 32], 64], 8], [[[32, 32], 64], 64], [[[64], 128], 8]]
 
 
+class HummingMethod:
+    """What vLLM calls of Humming: six stages give another y, and without stream K a launch fails."""
+
+    @staticmethod
+    def get_default_tuning_configs(layer: torch.nn.Module) -> list:
+        return [[0, 16, OWN], [16, 8192, OWN | {"num_ctas_per_sm": 1}]]
+
+    @staticmethod
+    def forward_layer(layer: Any, x: Tensor, compute_config: str, tuning_config: str) -> Tensor:
+        schedule = json.loads(tuning_config)
+        if schedule.get("use_stream_k") is False:
+            raise RuntimeError("cuLaunchKernelEx: invalid argument")
+        return x @ layer.dense.t() * (2 if schedule["num_stages"] == 6 else 1)
+
+
+class HummingKernel:
+    """Seven stages do not fit."""
+
+    @staticmethod
+    def prepare_kernels(layer_config: str, compute_config: str, tuning_config: str, device: torch.device) -> None:
+        assert (layer_config, device) == ("a layer", torch.device("cpu"))
+        if json.loads(tuning_config)["num_stages"] == 7:
+            raise AssertionError("too many")
+
+
 @pytest.fixture
-def timer(monkeypatch: pytest.MonkeyPatch):
-    """`schedule_times` over stand-ins. A call costs less with more stages; seven are refused, six give another y."""
-    vllm = types.ModuleType("vllm.utils.humming")
-    kernel = types.ModuleType("humming.kernel.humming")
-    testing = types.ModuleType("triton.testing")
-
-    class HummingMethod:
-        @staticmethod
-        def get_default_tuning_configs(layer):
-            return [[0, 16, OWN], [16, 8192, OWN | {"num_ctas_per_sm": 1}]]
-
-        @staticmethod
-        def forward_layer(layer, x, compute_config, tuning_config):
-            schedule = json.loads(tuning_config)
-            if schedule.get("use_stream_k") is False:
-                raise RuntimeError("cuLaunchKernelEx: invalid argument")
-            return x @ layer.dense.t() * (2 if schedule["num_stages"] == 6 else 1)
-
-    class HummingKernel:
-        @staticmethod
-        def prepare_kernels(layer_config, compute_config, tuning_config, device):
-            assert (layer_config, device) == ("a layer", torch.device("cpu"))
-            if json.loads(tuning_config)["num_stages"] == 7:
-                raise AssertionError("too many")
-
-    vllm.HummingMethod, kernel.HummingKernel, testing.do_bench = HummingMethod, HummingKernel, None
-    times = types.ModuleType("qerl_lab.rollout.vllm.backend_times")
-    times.COPIED_BYTES, times.KERNELS, times.call_each, times.layer_of = 10_000, {}, None, None
-    for name, module in {
-        "vllm": types.ModuleType("vllm"), "vllm.utils": types.ModuleType("vllm.utils"), "vllm.utils.humming": vllm,
-        "humming": types.ModuleType("humming"), "humming.kernel": types.ModuleType("humming.kernel"),
-        "humming.kernel.humming": kernel, "triton": types.ModuleType("triton"), "triton.testing": testing,
-        times.__name__: times,
-    }.items():  # fmt: skip
-        monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.delitem(sys.modules, "qerl_lab.rollout.vllm.schedule_times", raising=False)
-    from qerl_lab.rollout.vllm import schedule_times
+def timer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """`schedule_times` over stand-ins: a call costs less with more stages, and with launches that begin early."""
+    name = "qerl_lab.rollout.vllm.schedule_times"
+    play(monkeypatch, {
+        "vllm": {}, "vllm.utils": {}, "vllm.utils.humming": {"HummingMethod": HummingMethod}, "humming": {},
+        "humming.kernel": {}, "humming.kernel.humming": {"HummingKernel": HummingKernel}, "triton": {},
+        "triton.testing": {"do_bench": None},
+        "qerl_lab.rollout.vllm.backend_times": {
+            "COPIED_BYTES": 10_000, "KERNELS": {}, "call_each": None, "layer_of": None,
+        },
+    })  # fmt: skip
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    schedule_times = importlib.import_module(name)
 
     def loaded(weight_format, packed, sizes):
         layer = torch.nn.Module()
@@ -73,32 +83,47 @@ def timer(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(schedule_times, "do_bench", lambda work, **_: cost(work))
     monkeypatch.setattr(schedule_times, "side_by_side", lambda works, **_: {k: cost(v) for k, v in works.items()})
     yield schedule_times
-    sys.modules.pop("qerl_lab.rollout.vllm.schedule_times", None)
+    del sys.modules[name]
 
 
 def test_it_climbs_to_the_fastest_that_fits_and_is_right(
     timer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """From 4 stages by doubling to 8, 16, 32; refused and wrong ones are passed over."""
+    """From 4 stages by doubling to 8 and 16; refused and wrong ones are passed over."""
     asked = {"format": {"name": "nvfp4"}, "places": PLACES, "device": 0, "parent": 1}
     monkeypatch.setattr("sys.stdin", io.StringIO(json.dumps(asked)))
     timer.main([str(tmp_path / "times.json")])
     found = json.loads((tmp_path / "times.json").read_text())
     assert len(found) == len(PLACES)
     for one in found:
-        assert (one["schedule"]["num_stages"], one["schedule"]["use_pdl"]) == (32, True)
+        assert (one["schedule"]["num_stages"], one["schedule"]["use_pdl"]) == (16, True)
         assert one["us"][1] < one["us"][0]
         assert one["own"] == [[0, 16, OWN], [16, 8192, OWN | {"num_ctas_per_sm": 1}]]
 
 
 def test_a_wrong_or_failing_schedule_is_infinitely_slow(timer) -> None:
-    from qerl_lab import formats
-    from qerl_lab.config.schema import FormatConfig
-
     layers = timer.Layers(formats.build(FormatConfig(name="nvfp4")), ((32, 32), 64))
     search = timer.Search(layers, 8)
     assert search.measure(json.dumps(OWN)) < float("inf")
     for wrong in ({"num_stages": 6}, {"use_stream_k": False}):
         assert search.measure(json.dumps(OWN | wrong)) == float("inf")
+
+
+def test_a_schedule_that_is_wrong_now_and_then_is_not_taken(timer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight stages are the fastest here, and every twentieth y of theirs is another."""
+    layers = timer.Layers(formats.build(FormatConfig(name="nvfp4")), ((32, 32), 64))
+    search, calls, real = timer.Search(layers, 8), count(1), timer.call
+
+    def call(layer: Any, schedule: str, x: Tensor) -> Tensor:
+        races = json.loads(schedule)["num_stages"] == 8 and next(calls) % 20 == 0
+        return real(layer, schedule, x) * (2 if races else 1)
+
+    monkeypatch.setattr(timer, "call", call)
+    search.us = {timer.written(OWN | {"num_stages": stages}): 10 / stages for stages in (4, 5, 8)}
+    assert search.final()["schedule"]["num_stages"] == 5
+
+
+def test_what_a_layer_does_not_take_is_refused(timer: Any) -> None:
+    layers = timer.Layers(formats.build(FormatConfig(name="nvfp4")), ((32, 32), 64))
     assert layers.takes(json.dumps(OWN))
     assert not layers.takes(json.dumps(OWN | {"num_stages": 7}))

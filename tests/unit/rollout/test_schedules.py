@@ -76,6 +76,7 @@ def test_only_tuned_is_timed(asked: list[dict], tiny, build_policy) -> None:
     ({"rollout__vllm__fp4_linear": True}, [16, 32, 64, 100]),
     ({"rollout__vllm__fp4_linear": True, "rollout__vllm__dense_rows": 64}, [16, 32]),
     ({"rollout__batch_size": 8}, [8]),
+    ({"rollout__batch_size": 8, "rollout__vllm__fp4_linear": True}, []),
     ({"rollout__prompts_per_step": 512}, [8, 16, 32, 64, 128, 256, 512]),
 ])  # fmt: skip
 def test_rows_double_up_to_a_full_batch(tiny, keys: dict, rows: list[int]) -> None:
@@ -106,9 +107,12 @@ def test_what_is_tried_is_whole(rows: int) -> None:
 
 
 def test_neighbours_differ_in_one_choice() -> None:
-    for start in schedules.first(16):
+    for start in (*schedules.first(16), {"mma_type": "wgmma", "block_shape": [128, 256, 64]}):
         neighbours = list(schedules.near(start))
         assert len(neighbours) > 5
+        for key in ("use_stream_k", "use_pdl", "evict_weights_first"):
+            assert start | {key: not (schedules.DEFAULTS | start)[key]} in neighbours
+        assert all(schedules.DEFAULTS | one != schedules.DEFAULTS | start for one in neighbours)
         for one in neighbours:
             assert len([key for key in one if one[key] != start.get(key)]) == 1
-            assert min(one["num_ctas_per_sm"], one["num_stages"]) > 0
+            assert min(one.get("num_ctas_per_sm", 1), one.get("num_stages", 2)) > 0

@@ -76,12 +76,12 @@ def expand(
     """
     out = y if out is None else out
     rows, rank = y.shape[0], B.shape[1]
-    block_m, block_n = blocks_of(rows)
+    block_m, block_n, warps = blocks_of(rows, y.shape[1])
     tiles, parts = tiles_of(sizes, block_n)
     _expand[(tiles, triton.cdiv(rows, block_m))](
         y, sums, B, bias, out, rows, sums.shape[0], y.stride(0), *sums.stride()[:2], out.stride(0), alpha,
         PARTS=parts, RANK=rank, BLOCK_M=block_m, BLOCK_R=max(16, triton.next_power_of_2(rank)), BLOCK_N=block_n,
-        num_warps=4, **ahead(y),
+        num_warps=warps, **ahead(y),
     )  # fmt: skip
 
 
@@ -90,9 +90,17 @@ def block_k_of(rows: int) -> int:
     return 256 if rows <= SHRINK_M else 128
 
 
-def blocks_of(rows: int) -> tuple[int, int]:
-    """Rows and columns of y of a program of expand."""
-    return (16, 128) if rows <= 16 else (32, 64)
+def blocks_of(rows: int, columns: int) -> tuple[int, int, int]:
+    """Rows and columns of y of a program of expand, and its warps.
+
+    Every program adds up the sums of its rows anew, so that a wide y takes wide programs, while there are two for every
+    multiprocessor: of gate/up of 7B at 64 rows narrow ones would read 68 MB of sums, for 10 of y.
+    """
+    if rows <= 16:
+        return 16, 128, 4
+    tiles = triton.cdiv(rows, 32)
+    wide = next((wide for wide in (256, 128) if tiles * triton.cdiv(columns, wide) >= 2 * PROGRAMS), 64)
+    return 32, wide, 8 if wide == 256 else 4
 
 
 def ahead(tensor: Tensor) -> dict[str, bool]:

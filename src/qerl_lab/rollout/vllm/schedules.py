@@ -29,16 +29,25 @@ _WGMMA_TILES = [((128, 32), (64, 64)), ((128, 32), (128, 64)), ((256, 64), (64, 
                 ((256, 32), (64, 64)), ((128, 32), (256, 64)), ((256, 32), (128, 64))]  # fmt: skip
 _MMA_TILES = [((128, 64), (128, 32)), ((128, 32), (128, 64)), ((64, 32), (256, 64)), ((128, 64), (256, 64))]
 _MMA_ROWS = 32
+EARLY = {"use_pdl": True}  # a launch begins before the kernel ahead of it has ended
+OVERLAP = {"wgmma_split_issue_wait": True}  # a product is issued, and waited for when the next words are unpacked
+# What Humming takes for a choice that a schedule leaves out.
+DEFAULTS: Schedule = {
+    "mma_type": "wgmma", "num_stages": 2, "num_ctas_per_sm": 1, "use_warp_spec": False, "use_stream_k": True,
+    "evict_weights_first": False, "smem_reuse_mode": None, "multi_cast_size_a": 1, "use_pdl": False,
+    "wgmma_split_issue_wait": False,
+}  # fmt: skip
 
 
 def tuned(cfg: RunConfig, model: nn.Module) -> dict[str, list[Interval]]:
     """Return the schedules of the layers of `model` by `name_of` their shape; none unless linear_backend=tuned.
 
-    Raises ConfigError where they cannot be timed.
+    None either where `fp4_linear` and `dense_rows` take all rows. Raises ConfigError where they cannot be timed.
     """
-    if cfg.rollout.vllm.linear_backend != "tuned":
+    rows = rows_of(cfg)
+    if cfg.rollout.vllm.linear_backend != "tuned" or not rows:
         return {}
-    return fastest(cfg.format, list(shapes_of(model)), rows_of(cfg))
+    return fastest(cfg.format, list(shapes_of(model)), rows)
 
 
 def fastest(weight_format: FormatConfig, shapes: Sequence[Shape], rows: Sequence[int]) -> dict[str, list[Interval]]:
@@ -99,28 +108,30 @@ def wgmma(block_m: int, n: tuple[int, int], k: tuple[int, int], blocks: int) -> 
     return {
         "mma_type": "wgmma", "block_shape": [block_m, n[0], k[0]], "warp_shape": [block_m, n[1], k[1]],
         "num_stages": 4, "num_ctas_per_sm": blocks, "use_stream_k": True, "use_warp_spec": True, "use_tma": True,
-        "use_pdl": True,
+        **EARLY, **OVERLAP,
     }  # fmt: skip
 
 
 def mma(block_m: int, n: tuple[int, int], k: tuple[int, int], blocks: int) -> Schedule:
     """A block whose warps load and multiply."""
     of_warps = {"mma_type": "mma", "use_warp_spec": False, "use_tma": False}
-    return wgmma(block_m, n, k, blocks) | of_warps
+    return wgmma(block_m, n, k, blocks) | of_warps | dict.fromkeys(OVERLAP, False)
 
 
 def near(schedule: Schedule) -> Iterator[Schedule]:
     """The schedules that differ from one in a single choice."""
-    stages, blocks = schedule.get("num_stages", 2), schedule.get("num_ctas_per_sm", 1)
-    for key, values in {
-        "num_stages": (stages - 1, stages + 1, stages + 2, 2 * stages), "num_ctas_per_sm": (blocks - 1, blocks + 1),
-        "use_stream_k": (False, True), "use_pdl": (False, True), "evict_weights_first": (True,),
-        "wgmma_split_issue_wait": (True,) if schedule.get("mma_type") == "wgmma" else (),
-        "smem_reuse_mode": ("none",), "multi_cast_size_a": (2,) if schedule.get("use_warp_spec") else (),
-    }.items():  # fmt: skip
-        for value in values:
-            if schedule.get(key) != value and value != 0:
-                yield schedule | {key: value}
+    at = DEFAULTS | schedule
+    stages, blocks = at["num_stages"], at["num_ctas_per_sm"]
+    choices: dict[str, set[Any]] = {
+        "num_stages": {stages - 1, stages + 1, stages + 2, 2 * stages} - {0},
+        "num_ctas_per_sm": {blocks - 1, blocks + 1} - {0},
+        "smem_reuse_mode": {"none"},
+        "multi_cast_size_a": {1, 2} if at["use_warp_spec"] else set(),
+    }
+    for key, values in choices.items():
+        yield from (schedule | {key: value} for value in sorted(values - {at[key]}))
+    for key in ("use_stream_k", "evict_weights_first", *EARLY, *(OVERLAP if at["mma_type"] == "wgmma" else ())):
+        yield schedule | {key: not at[key]}
 
 
 def intervals(best: Sequence[tuple[int, Schedule]], own: Sequence[Interval]) -> list[Interval]:
