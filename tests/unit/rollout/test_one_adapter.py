@@ -75,7 +75,7 @@ def of_peft(learner: Policy) -> Tensor:
 
 def write(llm: LLM, adapter: dict[str, tuple[Tensor, Tensor]], scaling: float = SCALING) -> None:
     def worker(model: nn.Module) -> None:
-        one_adapter.write(model, adapter, scaling)
+        one_adapter.Link(model, adapter).write(scaling)
 
     llm.apply_model(worker)
 

@@ -35,16 +35,21 @@ class DenseAdapter:
         return one_adapter.llm_arguments(folder, self.lora.rank, self.lora.target_modules, routes)
 
     def begin(self, llm: LLM) -> None:
-        """Let vLLM's layers read the policy's packed weights too."""
-        layers = packed_layers(self.model.get_base_model())
+        """Find the places of the adapter, and let vLLM's layers read the policy's packed weights too."""
+        layers, adapter = packed_layers(self.model.get_base_model()), one_adapter.adapter_of(self.model)
         llm.apply_model(lambda model: one_adapter.lend(model, layers))
+        self.link: one_adapter.Link = llm.apply_model(lambda model: one_adapter.Link(model, adapter))[0]
+        modules = (module for pair in one_adapter.learned(self.model).values() for module in pair)
+        self.read = [(module, module.weight) for module in modules]
 
     def sync(self, llm: LLM) -> None:
-        adapter, scaling = one_adapter.adapter_of(self.model), (self.lora.alpha or self.lora.rank) / self.lora.rank
-        llm.apply_model(lambda model: one_adapter.write(model, adapter, scaling))
+        if any(module.weight is not weight for module, weight in self.read):
+            raise AssertionError("the policy's adapter has other tensors than when the engine began")
+        self.link.write((self.lora.alpha or self.lora.rank) / self.lora.rank)
 
     def close(self) -> None:
-        """The buffers are vLLM's."""
+        """Let go of vLLM's buffers."""
+        del self.link
 
 
 class AdapterFile:

@@ -83,14 +83,10 @@ class VllmEngine:
         """
         self._wake()
         noisy = noise.onto_norms(self.policy.clean_norms, self.policy.norms)
-
-        def write(model: nn.Module) -> None:
-            for name, weight in noisy.items():
-                model.get_parameter(f"{name}.weight").data.copy_(weight)  # in place: graphs read it where it is
-
         with failing("sync"):
             self._adapter.sync(self.llm)
-            self.llm.apply_model(write)
+            for name, weight in noisy.items():
+                self._norms[name].data.copy_(weight)  # in place: graphs read it where it is
             if not self.llm.reset_prefix_cache():
                 raise EngineFailed("vLLM kept its prefix cache at a sync: requests of the last rollout still run")
             if self.policy.device.type == "cuda":  # vLLM may sample on another stream than this one
@@ -136,17 +132,18 @@ class VllmEngine:
 
     def norms(self) -> dict[str, Tensor]:
         """Read them from vLLM's own modules."""
-        names = list(self.policy.norms)
+        return {name: weight.detach().clone() for name, weight in self._find_norms().items()}
 
-        def read(model: nn.Module) -> dict[str, Tensor]:
-            return {name: model.get_parameter(f"{name}.weight").detach().clone() for name in names}
+    def _find_norms(self) -> dict[str, nn.Parameter]:
+        def find(model: nn.Module) -> dict[str, nn.Parameter]:
+            return {name: model.get_parameter(f"{name}.weight") for name in self.policy.norms}
 
-        return self.llm.apply_model(read)[0]
+        return self.llm.apply_model(find)[0]
 
     def _check_norms(self) -> None:
         """Raise ConfigError unless vLLM's model has the policy's norms, under their names and with their weights."""
         try:
-            held = self.norms()
+            self._norms = held = self._find_norms()  # kept for `sync`: looking them up takes a millisecond
         except AttributeError as error:
             raise ConfigError(
                 f"vLLM names the layers of {self.cfg.model.path} otherwise than transformers ({error}), so that no "
@@ -240,6 +237,7 @@ class VllmEngine:
         if llm is None:
             return
         self._adapter.close()
+        self._norms.clear()
         if self.cfg.gpus == 1:
             llm.llm_engine.engine_core.shutdown()
         else:  # that would end the ranks' process group, which is the trainer's, and may have left it already
