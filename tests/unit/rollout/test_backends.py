@@ -3,6 +3,7 @@
 import json
 import os
 from pathlib import Path
+from threading import Thread
 
 import pytest
 import torch
@@ -143,3 +144,35 @@ def test_a_process_that_fails_is_told(timer, monkeypatch: pytest.MonkeyPatch, pr
     timer(program)
     with pytest.raises(ConfigError, match=f"{said}. Type rollout.vllm.linear_backend=vllm"):
         backends.milliseconds(FormatConfig(name="nvfp4"), SHAPES, [9])
+
+
+def test_a_run_that_would_time_the_same_waits_and_reads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    found = []
+
+    def second() -> None:
+        with backends.remembered("times.json") as known:
+            found.append(dict(known))
+
+    waiting = Thread(target=second)
+    with backends.remembered("times.json") as known:
+        waiting.start()
+        waiting.join(0.3)
+        assert found == [], "the first run times still"
+        known["a shape"] = 1.5
+    waiting.join(30)
+    assert found == [{"a shape": 1.5}]
+
+
+def test_what_a_failed_run_timed_is_not_remembered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+
+    def fails() -> None:
+        with backends.remembered("times.json") as known:
+            known["a shape"] = 1.5
+            raise ConfigError("the GPU is gone")
+
+    with pytest.raises(ConfigError, match="is gone"):
+        fails()
+    with backends.remembered("times.json") as known:
+        assert known == {}
