@@ -134,6 +134,18 @@ def test_jobs_of_two_sweeps_leave_both_as_they_were() -> None:
     assert sessions() == [1] * 4
 
 
+def test_another_grid_in_the_same_directory_joins_the_first(capfd: pytest.CaptureFixture[str]) -> None:
+    for seeds in ("0,3", "4,5", "3,4"):
+        assert main(["-m", f"seed={seeds}", "hydra.sweep.dir=sweep"]) == 0
+    noted = json.loads(Path("sweep/sweep.json").read_bytes())["jobs"]
+    assert [job["number"] for job in noted] == [0, 1, 2, 3]
+    assert [job["words"] for job in noted] == [["seed=0"], ["seed=3"], ["seed=4"], ["seed=5"]]
+    capfd.readouterr()
+    assert main(["resume=sweep"]) == 0
+    assert "4 done" in capfd.readouterr().out
+    assert [RunDirectory(Path("sweep") / job["run_dir"]).config().seed for job in noted] == [0, 3, 4, 5]
+
+
 def test_rerun_begins_every_job_anew() -> None:
     assert main(["-m", "seed=0,3"]) == 0
     assert main(["-m", "seed=0,3", "rerun=true"]) == 0

@@ -60,7 +60,7 @@ def _home(jobs: list[Job], sweeps: list[Path]) -> Path | None:
     paths = {str(job.run_dir.absolute()) for job in jobs}
     for sweep in sweeps:
         if (sweep / INDEX).exists():
-            if paths <= {os.path.abspath(path) for path in _paths(sweep)}:
+            if paths <= {os.path.abspath(path) for path in _known(sweep)}:
                 return sweep
         elif all(job.run_dir.is_relative_to(sweep) for job in jobs):
             return sweep
@@ -151,21 +151,25 @@ def locked(sweep: Path) -> Iterator[None]:
 
 
 def write(plan: Plan) -> None:
-    """Note the jobs of a sweep and what Hydra composed for it, unless its directory knows them already."""
-    if {str(job.run_dir) for job in plan.jobs} <= set(_paths(plan.directory)):
+    """Note the jobs of a sweep and what Hydra composed for it, unless its directory knows them already.
+
+    What another grid began there stays noted, ahead of them.
+    """
+    own = {os.path.relpath(job.run_dir, plan.directory): job.overrides for job in plan.jobs}
+    before = {os.path.relpath(path, plan.directory): words for path, words in _known(plan.directory).items()}
+    if own.keys() <= before.keys():
         return
     replace_file(plan.directory / MASTER, OmegaConf.to_yaml(plan.sweep).encode())  # a machine may die here
-    jobs = [
-        {"number": job.number, "words": job.overrides, "run_dir": os.path.relpath(job.run_dir, plan.directory)}
-        for job in plan.jobs
-    ]
+    each = {path: words for path, words in before.items() if path not in own} | own
+    jobs = [{"number": number, "words": words, "run_dir": path} for number, (path, words) in enumerate(each.items())]
     replace_file(plan.directory / INDEX, redact(json.dumps({"jobs": jobs}, indent=1)).encode())
 
 
-def _paths(directory: Path) -> list[str]:
+def _known(directory: Path) -> dict[str, list[str]]:
+    """Words of the jobs that the index notes, by the place of their runs; none where it cannot be read."""
     with suppress(ConfigError):
-        return [os.path.normpath(directory / job["run_dir"]) for job in _noted(directory)]
-    return []
+        return {os.path.normpath(directory / job["run_dir"]): job["words"] for job in _noted(directory)}
+    return {}
 
 
 def _noted(directory: Path) -> list[dict[str, Any]]:
@@ -180,7 +184,7 @@ def _noted(directory: Path) -> list[dict[str, Any]]:
 
 def is_whole(plan: Plan) -> bool:
     """Tell whether a plan has every job that its directory knows, so that its table is that of the directory."""
-    return {str(job.run_dir) for job in plan.jobs} >= set(_paths(plan.directory))
+    return {str(job.run_dir) for job in plan.jobs} >= _known(plan.directory).keys()
 
 
 def read(directory: Path) -> Plan:
