@@ -121,10 +121,12 @@ def test_the_record_is_that_of_one_rank(sessions, tmp_path: Path) -> None:
 def test_progress_is_that_of_all_ranks(sessions, monkeypatch: pytest.MonkeyPatch) -> None:
     """Shown by rank 0, as far as it is itself with its share."""
     shown: dict[int, list[tuple[int, int]]] = {}
+    kept = []  # another would get the number of one that is gone
     advance = terminal.Amount.advance
 
     def watched(amount: terminal.Amount, count: int, said: str = "") -> None:
         advance(amount, count, said)
+        kept.append(amount)
         shown.setdefault(id(amount), []).append((amount.now, amount.total))
 
     monkeypatch.setattr(terminal.Amount, "advance", watched)

@@ -45,7 +45,8 @@ class DenseAdapter:
     def sync(self, llm: LLM) -> None:
         if any(module.weight is not weight for module, weight in self.read):
             raise AssertionError("the policy's adapter has other tensors than when the engine began")
-        self.link.write((self.lora.alpha or self.lora.rank) / self.lora.rank)
+        scaling = (self.lora.alpha or self.lora.rank) / self.lora.rank
+        llm.apply_model(lambda model: self.link.write(scaling))
 
     def close(self) -> None:
         """Let go of vLLM's buffers."""

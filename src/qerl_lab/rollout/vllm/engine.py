@@ -83,10 +83,14 @@ class VllmEngine:
         """
         self._wake()
         noisy = noise.onto_norms(self.policy.clean_norms, self.policy.norms)
-        with failing("sync"):
-            self._adapter.sync(self.llm)
+
+        def write(model: nn.Module) -> None:
             for name, weight in noisy.items():
                 self._norms[name].data.copy_(weight)  # in place: graphs read it where it is
+
+        with failing("sync"):
+            self._adapter.sync(self.llm)
+            self.llm.apply_model(write)
             if not self.llm.reset_prefix_cache():
                 raise EngineFailed("vLLM kept its prefix cache at a sync: requests of the last rollout still run")
             if self.policy.device.type == "cuda":  # vLLM may sample on another stream than this one
