@@ -65,6 +65,7 @@ def fake_llm(blocks: int = 1000) -> Any:
         cache_config=cache, scheduler_config=scheduler,
         model_config=SimpleNamespace(quantization=None, dtype=torch.bfloat16, enforce_eager=False),
         compilation_config=SimpleNamespace(cudagraph_mode="FULL"), kernel_config=SimpleNamespace(linear_backend="auto"),
+        use_v2_model_runner=True,
     )  # fmt: skip
     model = torch.nn.Linear(8, 4)
     return SimpleNamespace(

@@ -153,4 +153,6 @@ def settings(llm: Any) -> Row:
         "dtype": str(config.model_config.dtype), "eager": config.model_config.enforce_eager,
         "cuda_graphs": str(config.compilation_config.cudagraph_mode),
         "linear_backend": str(config.kernel_config.linear_backend),
+        # vLLM has two programs that run a model; some settings make it take the first, which draws request by request.
+        "model_runner": 2 if getattr(config, "use_v2_model_runner", False) else 1,
     }  # fmt: skip

@@ -18,7 +18,7 @@ BASES = {"bf16": "BF16", "qlora": "QLoRA"}  # of a baseline's name the part befo
 # An arm that differs from the others in one of these is another comparison than the one asked for.
 SETTINGS = (
     "gpus", "max_num_seqs", "max_num_batched_tokens", "chunked_prefill", "prefix_caching", "async_scheduling", "eager",
-    "cuda_graphs", "dtype",
+    "cuda_graphs", "dtype", "model_runner",
 )  # fmt: skip
 CLOCKS_APART = 0.03
 PHASES = ("rollout", "reward", "sync", "probe", "train")

@@ -122,6 +122,7 @@ def test_a_row_says_what_decides_the_speed() -> None:
     row = next(iter(rollout.measure(FakeSampler(answer), job_of(options()))))
     assert row["max_num_seqs"] == 4
     assert row["prefix_caching"] is True
+    assert row["model_runner"] == 2
     assert row["kv_tokens"] == 16_000
     assert row["kv_gib"] == 1.0
     assert row["weights_gib"] == (8 * 4 + 4) * 4 / 2**30
