@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from qerl_lab.config.arm import ENGINE_KEYS, OF_SWEEPS, leaves
+from qerl_lab.config.engines import VllmConfig, VllmServerConfig
 from qerl_lab.config.keys import typed
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.rules import largest_divisor
@@ -22,8 +23,6 @@ from qerl_lab.config.schema import (
     FormatConfig,
     RunConfig,
     TaskConfig,
-    VllmConfig,
-    VllmServerConfig,
 )  # fmt: skip
 from qerl_lab.disk import read_json
 

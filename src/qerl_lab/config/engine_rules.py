@@ -2,8 +2,9 @@
 
 import re
 
+from qerl_lab.config.engines import VllmServerConfig
 from qerl_lab.config.option import ConfigError
-from qerl_lab.config.schema import DENSE_FORMAT, RunConfig, VllmServerConfig
+from qerl_lab.config.schema import DENSE_FORMAT, RunConfig
 
 FP4_LINEAR_MAX_RANK = 128  # of rollout.vllm.fp4_linear, held by a test
 
