@@ -138,7 +138,7 @@ def shown(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Collect the rows, and print each when it is there: a whole run takes minutes."""
     found = []
     for row in rows:
-        short = {name: value for name, value in row.items() if name != "log"}  # of an arm that died
+        short = {name: value for name, value in row.items() if name not in ("log", "kernels")}  # long ones
         cells = (
             f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in short.items()
         )
@@ -200,6 +200,10 @@ COMMANDS: dict[str, Command[Any]] = {
             (
                 "python -m qerl_lab.bench rollout \"arms=[bf16_stock,nvfp4,'nvfp4 rollout.vllm.kv_cache_dtype=fp8']\"",
                 "an arm with other keys of the run",
+            ),
+            (
+                "python -m qerl_lab.bench rollout arms=[bf16_stock,nvfp4] batches=[64] kernels=true",
+                "what takes the time",
             ),
         ),
         alone=True,

@@ -71,6 +71,7 @@ class RolloutOptions:
     side_by_side: int = option(
         1, "arms that are built at once, where the GPU holds them all; each measures alone", at_least=1, at_most=64
     )
+    kernels: bool = option(False, "then where the GPU's time of a token goes, kernel by kernel, by torch's profiler")
     scratch: str = option("/dev/shm", "directory for the checkpoints of arms at hand; they are removed")
     timeout_minutes: float = option(
         30, "an arm that takes longer to build, or to measure, is ended", above=0, at_most=100_000

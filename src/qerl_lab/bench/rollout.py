@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from typing import Any, Protocol
 
-from qerl_lab.bench import random_model
+from qerl_lab.bench import kernel_times, random_model
 from qerl_lab.bench.arms import Job, Row, wait_for_turn
 from qerl_lab.bench.gpu import Clocks, peak_gib, used_gib, wait
 from qerl_lab.config.units import GIB
@@ -61,10 +61,12 @@ def measure(sampler: Sampler, job: Job) -> Iterator[Row]:
         calls = Calls(sampler, job, batch)
         with Clocks() as clocks:
             timed = calls.run()
+        where = kernel_times.of_token(calls.seconds) if options["kernels"] else {}
         yield {
             "batch": batch, "prompt": options["prompt"], "new": options["new"], "repeats": options["repeats"], **timed,
             **sampler.row, **held, "peak_gib": peak_gib(), **clocks.row, **about,
             "used_gib": used_gib() if options["side_by_side"] == 1 else None,  # else of all arms
+            **where,
         }  # fmt: skip
 
 

@@ -22,6 +22,7 @@ SETTINGS = (
 )  # fmt: skip
 CLOCKS_APART = 0.03
 PHASES = ("rollout", "reward", "sync", "probe", "train")
+KERNELS = 12  # of a token that the table names
 VISIBLE = 0.002  # of the longest bar: shorter parts would be in the legend and nowhere else
 
 
@@ -105,7 +106,23 @@ def _rollout_table(result: Result) -> str:
                 *(_gib(row[name]) for name in ("weights_gib", "kv_gib", "used_gib")),
             ]  # fmt: skip
             lines.append(f"{row['rank']:7}{row['batch']:7}" + _cells(numbers))
-    return "\n".join([*lines, "weights, KV, used: GiB of the GPU", *_rank_lines(rows)])
+    return "\n".join([*lines, "weights, KV, used: GiB of the GPU", *_rank_lines(rows), *_kernel_lines(alive(result))])
+
+
+def _kernel_lines(rows: list[dict[str, Any]]) -> list[str]:
+    """The kernels of a token that take longest, where they were asked for."""
+    lines = []
+    for row in rows:
+        if kernels := row.get("kernels"):
+            lines.append(
+                f"{row['arm']}, rank {row['rank']}, batch {row['batch']}: kernels run for {row['busy_us']:,.0f} "
+                f"microseconds of a token's {1e3 * row['decode_ms']:,.0f}"
+            )
+            named, others = kernels[:KERNELS], kernels[KERNELS:]
+            rest = {"name": f"{len(others)} others"} | {key: sum(one[key] for one in others) for key in ("us", "calls")}
+            for kernel in [*named, *([rest] if others else [])]:
+                lines.append(f"{kernel['us']:10,.0f} in {kernel['calls']:5,.0f} launches  {kernel['name']}")
+    return ["", *lines] if lines else []
 
 
 def _rank_lines(rows: pd.DataFrame) -> list[str]:
