@@ -11,6 +11,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from qerl_lab.rollout.vllm import kernels
+from qerl_lab.rollout.vllm import product as product_of_adapter
 from qerl_lab.rollout.vllm.kernels import PROGRAMS, blocks_of, expand, shrink
 from qerl_lab.rollout.vllm.product import EXPAND_WORK, SHRINK_ROWS, on_gpu, stacked_product
 from qerl_lab.timing import graphed
@@ -138,6 +139,20 @@ def test_every_route_gives_the_same(rows: int) -> None:
     on_gpu(y, given["x"], given["A"], given["B"], sizes)
     exact = given["y"].double() + product(given["x"], given["A"], given["B"], sizes)
     torch.testing.assert_close(y.double(), exact, rtol=2**-7, atol=2**-5)
+
+
+@pytest.mark.parametrize(("rows", "is_work"), [(3, False), (4, True)])
+def test_much_work_of_shrink_is_cublas_s(monkeypatch: pytest.MonkeyPatch, rows: int, is_work: bool) -> None:
+    """Where x A^T takes more products than the bound: 3 rows take as many, 4 more."""
+    given, sizes = operands(rows, 512, [96, 32], 16, torch.bfloat16), [96, 32]
+    shrunk, real = [], kernels.shrink
+    monkeypatch.setattr(product_of_adapter, "SHRINK_WORK", 3 * given["A"].numel())
+    monkeypatch.setattr(kernels, "shrink", lambda x, A: shrunk.append(x) or real(x, A))
+    y = given["y"].clone()
+    on_gpu(y, given["x"], given["A"], given["B"], sizes)
+    exact = given["y"].double() + product(given["x"], given["A"], given["B"], sizes)
+    torch.testing.assert_close(y.double(), exact, rtol=2**-7, atol=2**-5)
+    assert (not shrunk) == is_work
 
 
 @pytest.mark.skipif(INTERPRETED, reason="launches overlap on a GPU alone")

@@ -7,10 +7,10 @@ from torch import Tensor
 
 from qerl_lab.model.linear import PackedLinear, scaled_linear
 
-# Bounds of the routes on a GPU. On an H200 at rank 32 the kernels win in q/k/v, o and gate/up up to 256 rows, the most
-# that were measured, and lose a microsecond in down_proj (results/bench/decode_7b.json). Beyond, the second bound is
-# where others saw cuBLAS overtake a Triton expand (SGLang #26962).
-SHRINK_ROWS, EXPAND_WORK = 256, 16_384
+# Bounds of the routes on a GPU. On an H200 at rank 32 the kernels win up to 256 rows, the most that were measured, but
+# where x A^T is work: in down_proj of 7B at 256 rows cuBLAS is faster by 1 microsecond of 13, in that of 32B by 6 of 17
+# (results/bench/decode_*.json). The third bound is where others saw cuBLAS overtake a Triton expand (SGLang #26962).
+SHRINK_ROWS, SHRINK_WORK, EXPAND_WORK = 256, 100_000_000, 16_384
 MAX_RANK = 128  # of kernels.expand
 UNPACK_ROWS = 2048  # from which cuBLAS and unpacking are faster than a kernel that unpacks as it multiplies
 
@@ -50,7 +50,7 @@ def on_gpu(y: Tensor, x: Tensor, A: Tensor, B: Tensor, sizes: list[int]) -> None
     rows = x.shape[0]
     if not expands(rows, B.shape[1]):
         add_products(y, x, A, B, sizes)
-    elif rows > SHRINK_ROWS:
+    elif rows > SHRINK_ROWS or rows * A.numel() > SHRINK_WORK:
         kernels.expand(y, (x @ A.t())[None], B, sizes)
     elif rows:
         kernels.expand(y, kernels.shrink(x, A), B, sizes)
