@@ -19,7 +19,7 @@ from qerl_lab.model.policy import Policy
 from qerl_lab.rollout.engine import Rollout, Sampling
 from qerl_lab.rollout.transformers import TransformersEngine
 from small_checkpoints import write_random
-from vllm_engines import config, prompts, told, trainer_logprobs
+from vllm_engines import FEW_ROWS, config, prompts, told, trainer_logprobs
 
 pytestmark = [
     pytest.mark.gpu, pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM"),
@@ -43,8 +43,8 @@ class Built:
     bytes_before: int
 
     def sample(self, sampling: Sampling = SAMPLING, group_size: int | None = None) -> Rollout:
-        """64 completions; 32 by the kernel `fp4_linear`, which has 8 at a time."""
-        return self.engine.generate(self.prompts, group_size or (2 if self.way == "fp4_linear" else 4), sampling)
+        """64 completions; 32 where 8 at a time are sampled."""
+        return self.engine.generate(self.prompts, group_size or (2 if self.way in FEW_ROWS else 4), sampling)
 
 
 @pytest.fixture(scope="module")
