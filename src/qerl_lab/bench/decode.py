@@ -1,7 +1,8 @@
 """The Linears of one decoder layer at the few rows of decoding, with an adapter beside them, kernel by kernel.
 
 Each time is that of one call in a CUDA graph of many, which go over copies of the weights that no cache holds: in
-decoding every weight comes from memory.
+decoding every weight comes from memory. Before each call a small kernel writes x, as a norm does; its own time is
+taken off.
 """
 
 import json
@@ -26,8 +27,9 @@ Row = dict[str, Any]
 CACHE_BYTES = 2 * 60 * 2**20  # twice the second level of an H200
 MOST_COPIES = 48
 MOST_ROWS = 1024
+NOTHING = "nothing"  # what comes before each call, alone
 
-Call = Callable[[Tensor], object]
+Call = Callable[[Tensor], Any]
 
 
 @dataclass(frozen=True)
@@ -45,8 +47,9 @@ class Arm:
 def times(model: str, rows: list[int], rank: int, tune: bool) -> Iterator[Row]:
     """Yield for each Linear, number of rows and arm the microseconds of a call, and the weights' terabytes a second.
 
-    The arms `adapter_*` are the adapter's products alone, `fp4_linear` is both in one, where it takes the model, and
-    `tuned` is Humming with its fastest schedules.
+    `tuned` is Humming with its fastest schedules. The arms `adapter_*` are the adapter's products alone, those named
+    `*_and_adapter` a product and the adapter behind it as an engine has them, and `fp4_linear` is both in one, where it
+    takes the model.
     """
     linears = fused_linears(model)
     shapes = [(tuple(sizes), columns) for sizes, columns in linears.values()]
@@ -65,8 +68,11 @@ def times(model: str, rows: list[int], rank: int, tune: bool) -> Iterator[Row]:
                 for name in every
                 if number <= every[name].most
             }
-            for name, ms in side_by_side(graphs, milliseconds=20).items():
-                seconds = ms / 1e3 / len(calls[name])
+            graphs[NOTHING] = graphed(partial(backend_times.call_each, [lambda x: None] * MOST_COPIES, x))
+            times = side_by_side(graphs, milliseconds=20)
+            before = times.pop(NOTHING) / MOST_COPIES
+            for name, ms in times.items():
+                seconds = (ms / len(calls[name]) - before) / 1e3
                 yield {
                     "model": model, "layer": layer, "N": sum(sizes), "K": columns, "rows": number, "rank": rank,
                     "arm": name, "us": 1e6 * seconds, "tb_per_s": every[name].size / seconds / 1e12,
@@ -90,6 +96,10 @@ def arms(sizes: list[int], columns: int, rank: int, tuned: list[schedules.Interv
         from qerl_lab.rollout.vllm.schedule_times import call, loaded  # needs Humming
 
         found["tuned"] = Arm(lambda: partial(call, loaded(weight_format, packed, sizes), json.dumps(tuned)), size)
+    found |= {
+        f"{name}_and_adapter": Arm(partial(both, arm.call, A, B, sizes), arm.size + of_adapter)
+        for name, arm in found.items()
+    }
     found |= {f"adapter_{name}": Arm(partial(beside, route, A, B, sizes), of_adapter) for name, route in ROUTES.items()}
     return found | {"fp4_linear": Arm(partial(own, packed, A, B, sizes), size + of_adapter, fp4_linear.MAX_ROWS)}
 
@@ -106,6 +116,11 @@ def beside(route: Callable[..., None], A: Tensor, B: Tensor, sizes: list[int]) -
     """A call of a route on copies of the adapter."""
     A, B, y = A.clone(), B.clone(), torch.zeros(MOST_ROWS, len(B), dtype=A.dtype, device=A.device)
     return lambda x: route(y[: len(x)], x, A, B, sizes)
+
+
+def both(product: Callable[[], Call], A: Tensor, B: Tensor, sizes: list[int]) -> Call:
+    """A product on a copy of its weights, and the adapter on copies of its own."""
+    return backend_times.followed(product(), A.clone(), B.clone(), sizes)
 
 
 def own(packed: Mapping[str, Tensor], A: Tensor, B: Tensor, sizes: list[int]) -> Call:

@@ -73,3 +73,20 @@ def test_a_random_weight_has_the_layout_of_the_format(monkeypatch: pytest.Monkey
         layout = {key: (tuple(t.shape), t.dtype) for key, t in packed.items()}
         assert layout == {key: (tuple(size), dtype) for key, (size, dtype) in weight_format.layout((64, 128)).items()}
         assert weight_format.dequantize(packed, (64, 128), torch.float32).isfinite().all()
+
+
+def test_a_call_is_followed_by_its_adapter() -> None:
+    torch.manual_seed(0)
+    W, A, B, x = (torch.randn(shape) for shape in ((6, 5), (4, 5), (6, 2), (3, 5)))
+    y = backend_times.followed(lambda rows: rows @ W.t(), A, B, [4, 2])(x)
+    t = x @ A.t()
+    added = torch.cat([t[:, :2] @ B[:4].t(), t[:, 2:] @ B[4:].t()], dim=1)
+    torch.testing.assert_close(y, x @ W.t() + added)
+
+
+def test_rows_are_the_same_for_each_call() -> None:
+    seen: list[torch.Tensor] = []
+    x = torch.randn(2, 3)
+    backend_times.call_each([lambda rows: seen.append(rows.clone())] * 3, x)
+    assert len(seen) == 3
+    assert all(torch.equal(rows, x) for rows in seen)

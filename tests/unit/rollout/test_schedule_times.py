@@ -56,7 +56,7 @@ def timer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         "humming.kernel": {}, "humming.kernel.humming": {"HummingKernel": HummingKernel}, "triton": {},
         "triton.testing": {"do_bench": None},
         "qerl_lab.rollout.vllm.backend_times": {
-            "COPIED_BYTES": 10_000, "KERNELS": {}, "call_each": None, "layer_of": None,
+            "COPIED_BYTES": 10_000, "KERNELS": {}, "call_each": None, "followed": None, "layer_of": None,
         },
     })  # fmt: skip
     monkeypatch.delitem(sys.modules, name, raising=False)

@@ -42,7 +42,7 @@ def test_each_shape_and_number_of_rows_is_timed_once(asked: list[dict], capsys: 
         (16, 32, {"own": 32}), (32, 64, {"own": 64}), (64, 8192, {"own": 8192}),
     ]  # fmt: skip
     assert (
-        "256x64, rows: microseconds by Humming's own choice, fastest: 8: 2.0 1.0, 16: 2.0 1.0"
+        "256x64, rows: microseconds with an adapter by Humming's own choice, fastest: 8: 2.0 1.0, 16: 2.0 1.0"
         in capsys.readouterr().out
     )
     schedules.fastest(FormatConfig(name="nvfp4"), SHAPES[::-1], [16, 32])

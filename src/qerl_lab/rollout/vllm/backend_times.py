@@ -24,6 +24,7 @@ from qerl_lab.config.schema import FormatConfig
 from qerl_lab.formats.format import Format
 from qerl_lab.parent import end_with
 from qerl_lab.rollout.vllm.backends import Shape
+from qerl_lab.rollout.vllm.product import add_adapter
 from qerl_lab.timing import graphed, side_by_side
 
 # By format and by their names in `rollout.vllm.linear_backend`.
@@ -77,9 +78,26 @@ def random_weight(weight_format: Format, shape: tuple[int, int]) -> dict[str, Te
 
 
 def call_each(calls: Iterable[Callable[[Tensor], object]], x: Tensor) -> None:
-    """Call each with the same rows."""
+    """Call each with the same rows, which a small kernel writes before each, as a norm does in an engine.
+
+    Right behind the call before it, a kernel that may begin early would hide its start, and by that win here alone.
+    """
     for call in calls:
+        x.mul_(1)
         call(x)
+
+
+def followed(
+    call: Callable[[Tensor], Tensor], A: Tensor, B: Tensor, sizes: Sequence[int]
+) -> Callable[[Tensor], Tensor]:
+    """The call, and the adapter's product behind it, as a layer of an engine has both."""
+
+    def both(x: Tensor) -> Tensor:
+        y = call(x)
+        add_adapter(y, x, A, B, list(sizes))
+        return y
+
+    return both
 
 
 def product(

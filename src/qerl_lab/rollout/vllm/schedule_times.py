@@ -26,12 +26,13 @@ from qerl_lab import formats
 from qerl_lab.config.schema import FormatConfig
 from qerl_lab.formats.format import Format
 from qerl_lab.parent import end_with
-from qerl_lab.rollout.vllm.backend_times import COPIED_BYTES, KERNELS, call_each, layer_of
+from qerl_lab.rollout.vllm.backend_times import COPIED_BYTES, KERNELS, call_each, followed, layer_of
 from qerl_lab.rollout.vllm.backends import Shape
 from qerl_lab.rollout.vllm.schedules import EARLY, OVERLAP, Interval, Schedule, first, near
 from qerl_lab.timing import graphed, side_by_side
 
 CLIMBS, FINALISTS = 2, 4
+RANK = 32  # of the adapter that follows: it is timed too, and a schedule decides how early its kernels begin
 STEADY = 50  # calls whose y must be right: blocks that race are not wrong each time
 CLOSE = 0.01  # of the norm of y: sums in another order differ by 0.002
 REFUSALS = (AssertionError, ValueError, TypeError, RuntimeError)  # what Humming says of a schedule that does not fit
@@ -53,11 +54,16 @@ class Layers:
     """Copies of one layer, more than any cache holds: in decoding every weight comes from memory."""
 
     def __init__(self, weight_format: Format, shape: Shape) -> None:
-        sizes, self.columns = shape
-        dense = torch.randn(sum(sizes), self.columns, dtype=torch.bfloat16, device="cuda") / 50
+        self.sizes, self.columns = shape
+        N, parts = sum(self.sizes), len(self.sizes)
+        dense = torch.randn(N, self.columns, dtype=torch.bfloat16, device="cuda") / 50
+        self.A, self.B = (
+            torch.randn(size, dtype=torch.bfloat16, device="cuda") / 50
+            for size in ((parts * RANK, self.columns), (N, RANK))
+        )
         packed = weight_format.quantize(dense)
         count = math.ceil(COPIED_BYTES / sum(tensor.nbytes for tensor in packed.values()))
-        self.each = [loaded(weight_format, packed, sizes) for _ in range(count)]
+        self.each = [loaded(weight_format, packed, self.sizes) for _ in range(count)]
         self.own: list[Interval] = HummingMethod.get_default_tuning_configs(self.each[0])
 
     def takes(self, schedule: str) -> bool:
@@ -119,13 +125,14 @@ class Search:
         return all((y - self.y).float().norm() <= CLOSE * self.y.float().norm() for y in ys)
 
     def measure(self, schedule: str) -> float:
-        """Microseconds of a call; infinite where y is wrong."""
+        """Microseconds of a call and its adapter; infinite where y is wrong."""
         if not self.is_right(schedule, 1):
             return math.inf
         return 1e3 * do_bench(self.work(schedule), warmup=2, rep=6, return_mode="median") / len(self.layers.each)
 
     def work(self, schedule: str) -> Callable[[], object]:
-        calls = [partial(call, layer, schedule) for layer in self.layers.each]
+        own = self.layers
+        calls = [followed(partial(call, layer, schedule), own.A, own.B, own.sizes) for layer in own.each]
         return graphed(partial(call_each, calls, self.x))
 
     def final(self) -> dict[str, Any]:

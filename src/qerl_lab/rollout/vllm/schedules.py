@@ -22,6 +22,7 @@ Schedule = dict[str, Any]
 Interval = tuple[int, int, Schedule]  # for more rows than the first number, up to the second
 
 TIMER = "qerl_lab.rollout.vllm.schedule_times"
+PLACE = "between a norm and an adapter"  # part of what times are kept by: others are no times of the same
 LONGEST = 1800  # seconds
 FEWEST_ROWS, MOST_ROWS = 8, 512
 # Columns of a tile and of a warp, of K likewise: what a warpgroup multiplies, and what the mma of fewer rows does.
@@ -56,7 +57,7 @@ def fastest(weight_format: FormatConfig, shapes: Sequence[Shape], rows: Sequence
     Times are kept beside unpacked GGUF files, by GPU, version of Humming, format, shape and rows. Raises ConfigError
     where schedules cannot be timed.
     """
-    about = [torch.cuda.get_device_name(), version("humming-kernels"), weight_format.name]
+    about = [torch.cuda.get_device_name(), version("humming-kernels"), weight_format.name, PLACE]
     keys = {(shape, number): json.dumps([*about, *shape, number]) for shape in shapes for number in rows}
     with remembered("humming_schedules.json") as known:
         if missing := [place for place, key in keys.items() if key not in known]:
@@ -67,7 +68,10 @@ def fastest(weight_format: FormatConfig, shapes: Sequence[Shape], rows: Sequence
     for shape in shapes:
         times = [(number, known[keys[shape, number]]["us"]) for number in rows]
         said = ", ".join(f"{number}: {own:.1f} {best:.1f}" for number, (own, best) in times)
-        print(f"linear_backend=tuned: {name_of(shape)}, rows: microseconds by Humming's own choice, fastest: {said}")
+        print(
+            f"linear_backend=tuned: {name_of(shape)}, rows: microseconds with an adapter by Humming's own choice, "
+            f"fastest: {said}"
+        )
     return {
         name_of(shape): intervals([(number, known[keys[shape, number]]["schedule"]) for number in rows],
                                   known[keys[shape, rows[-1]]]["own"])
