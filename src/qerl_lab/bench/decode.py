@@ -7,7 +7,7 @@ taken off.
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -53,7 +53,7 @@ def times(model: str, rows: list[int], rank: int, tune: bool) -> Iterator[Row]:
     """
     linears = fused_linears(model)
     shapes = [(tuple(sizes), columns) for sizes, columns in linears.values()]
-    tuned = schedules.fastest(FormatConfig(name="nvfp4"), shapes, sorted(rows)) if tune else {}
+    tuned = schedules.fastest(FormatConfig(name="nvfp4"), shapes, sorted(rows)).schedules if tune else {}
     capable = torch.cuda.get_device_capability() >= fp4_linear.LEAST_CAPABILITY
     taken = capable and all(fp4_linear.takes(sizes, columns, rank) for sizes, columns in linears.values())
     for layer, (sizes, columns) in linears.items():
@@ -101,7 +101,8 @@ def arms(sizes: list[int], columns: int, rank: int, tuned: list[schedules.Interv
         for name, arm in found.items()
     }
     found |= {f"adapter_{name}": Arm(partial(beside, route, A, B, sizes), of_adapter) for name, route in ROUTES.items()}
-    return found | {"fp4_linear": Arm(partial(own, packed, A, B, sizes), size + of_adapter, fp4_linear.MAX_ROWS)}
+    in_one = partial(backend_times.in_one, packed, A, B, sizes)
+    return found | {"fp4_linear": Arm(in_one, size + of_adapter, fp4_linear.MAX_ROWS)}
 
 
 # y, x, A, B, sizes: the adapter's product added to y in place, by each of the routes of `rollout.vllm.product`.
@@ -121,10 +122,3 @@ def beside(route: Callable[..., None], A: Tensor, B: Tensor, sizes: list[int]) -
 def both(product: Callable[[], Call], A: Tensor, B: Tensor, sizes: list[int]) -> Call:
     """A product on a copy of its weights, and the adapter on copies of its own."""
     return backend_times.followed(product(), A.clone(), B.clone(), sizes)
-
-
-def own(packed: Mapping[str, Tensor], A: Tensor, B: Tensor, sizes: list[int]) -> Call:
-    """A call of the lab's product on copies of the weights."""
-    codes, scale, divisor, A, B = (tensor.clone() for tensor in (*packed.values(), A, B))
-    meeting = fp4_linear.counters(codes.device)
-    return lambda x: fp4_linear.linear(x, codes, scale, divisor, A, B, sizes, meeting)

@@ -26,7 +26,9 @@ class VllmConfig:
         choices=("vllm", "auto", "marlin", "humming", "tuned"),
     )  # fmt: skip
     fp4_linear: bool = option(
-        False, "NVFP4 with lora=dense: up to 8 rows by the lab's kernel, over a second copy of the packed weights"
+        False,
+        "NVFP4 with lora=dense: up to 8 rows by the lab's kernel, over a second copy of the packed weights; with "
+        "linear_backend=tuned in the layers where it is the fastest",
     )
     dense_rows: int | None = option(
         None, "NVFP4 with lora=dense: from so many rows on (completions at once) by cuBLAS, over a copy of the weights "

@@ -135,11 +135,36 @@ def test_humming_is_asked_with_the_schedules_of_the_layer_s_shape(
     assert asked == ([(5, "{}", [[0, 8, {"num_stages": 4}]])] if packed else [])
 
 
+def test_a_layer_whose_few_rows_are_faster_apart_has_no_fp4_linear(
+    one_adapter: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It keeps no second copy of its weights either; a layer of another shape does, where the GPU has the kernel."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
+    layer = nn.Module()
+    layer.bias = nn.Parameter(torch.zeros(N), requires_grad=False)
+    layer.adapter_A, layer.adapter_B = torch.randn(RANK, K), torch.randn(N, RANK)
+
+    def load(apart: str) -> Any:
+        routes = one_adapter.Routes(fp4_linear=True, apart=[apart])
+        method = one_adapter.OneAdapterMethod(Kernel(torch.ones(N, K)), RANK, ["a.up_proj"], [True], routes)
+        method.sizes = [N]
+        method.process_weights_after_loading(layer)
+        return method
+
+    method, x = load(f"{N}x{K}"), torch.randn(3, K)
+    assert not [name for name, _ in layer.named_buffers() if name.startswith("fp4")]
+    expected = x @ torch.ones(N, K).t() + x @ layer.adapter_A.t() @ layer.adapter_B.t()
+    torch.testing.assert_close(method.routed(layer, x, None), expected, rtol=1e-4, atol=1e-4)
+    with pytest.raises(ConfigError, match="needs a GPU of compute capability"):
+        load("1x1")
+
+
 def test_a_layer_of_several_global_scales_has_no_dense_copy(one_adapter: Any) -> None:
     layer = nn.Module()
-    layer.weight_global_scale = torch.tensor([1.0, 2.0])
+    layer.weight_global_scale, layer.adapter_A = torch.tensor([1.0, 2.0]), torch.zeros(RANK, K)
     layer.bias = nn.Parameter(torch.zeros(N), requires_grad=False)
     routes = one_adapter.Routes(dense_rows=4)
     method = one_adapter.OneAdapterMethod(Kernel(torch.zeros(N, K)), RANK, ["a.up_proj"], [True], routes)
+    method.sizes = [N]
     with pytest.raises(ConfigError, match=r"one global scale for a.up_proj .* Type rollout.vllm.dense_rows=null"):
         method.process_weights_after_loading(layer)

@@ -56,7 +56,8 @@ def timer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         "humming.kernel": {}, "humming.kernel.humming": {"HummingKernel": HummingKernel}, "triton": {},
         "triton.testing": {"do_bench": None},
         "qerl_lab.rollout.vllm.backend_times": {
-            "COPIED_BYTES": 10_000, "KERNELS": {}, "call_each": None, "followed": None, "layer_of": None,
+            "COPIED_BYTES": 10_000, "KERNELS": {}, "layer_of": None,
+            **dict.fromkeys(["call_each", "followed", "in_one"]),
         },
     })  # fmt: skip
     monkeypatch.delitem(sys.modules, name, raising=False)
@@ -77,6 +78,7 @@ def timer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     real = torch.randn
     monkeypatch.setattr(torch, "randn", lambda *size, **about: real(*size, **about | {"device": "cpu"}))
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(schedule_times, "loaded", loaded)
     monkeypatch.setattr(schedule_times, "end_with", lambda parent: None)
     monkeypatch.setattr(schedule_times.Search, "work", lambda self, schedule: schedule)
@@ -98,6 +100,7 @@ def test_it_climbs_to_the_fastest_that_fits_and_is_right(
     for one in found:
         assert (one["schedule"]["num_stages"], one["schedule"]["use_pdl"]) == (16, True)
         assert one["us"][1] < one["us"][0]
+        assert one["in_one"] is None, "64 and 128 columns are not what fp4_linear takes"
         assert one["own"] == [[0, 16, OWN], [16, 8192, OWN | {"num_ctas_per_sm": 1}]]
 
 
@@ -121,6 +124,21 @@ def test_a_schedule_that_is_wrong_now_and_then_is_not_taken(timer: Any, monkeypa
     monkeypatch.setattr(timer, "call", call)
     search.us = {timer.written(OWN | {"num_stages": stages}): 10 / stages for stages in (4, 5, 8)}
     assert search.final()["schedule"]["num_stages"] == 5
+
+
+@pytest.mark.parametrize(("capability", "rows", "name", "is_timed"), [
+    ((9, 0), 8, "nvfp4", True), ((9, 0), 9, "nvfp4", False), ((8, 9), 8, "nvfp4", False), ((9, 0), 8, "mxfp4", False),
+])  # fmt: skip
+def test_few_rows_are_timed_by_fp4_linear_too_where_it_takes_them(
+    timer: Any, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], rows: int, name: str, is_timed: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(timer.Search, "work_in_one", lambda self: timer.written(OWN | {"num_stages": 100}))
+    search = timer.Search(timer.Layers(formats.build(FormatConfig(name=name)), ((32, 32), 256)), rows)
+    search.us = {timer.written(OWN): 3.5}
+    found = search.final()
+    assert found["in_one"] == (pytest.approx(1e3 * 1.1 / len(search.layers.each)) if is_timed else None)
+    assert found["schedule"] == OWN, "it is no schedule of Humming's"
 
 
 def test_what_a_layer_does_not_take_is_refused(timer: Any) -> None:

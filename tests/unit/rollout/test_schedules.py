@@ -11,6 +11,7 @@ from qerl_lab.config.schema import FormatConfig
 from qerl_lab.rollout.vllm import schedules
 
 SHAPES = [((64, 32, 32), 128), ((256,), 64)]
+IN_ONE = {128: 0.5, 64: 1.5}  # microseconds of fp4_linear, by columns of x
 OWN = [[0, 32, {"own": 32}], [32, 64, {"own": 64}], [64, 8192, {"own": 8192}]]
 
 
@@ -23,7 +24,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict]:
         every.append(what)
         assert (backend, timer) == ("tuned", schedules.TIMER)
         return [
-            {"schedule": {"of": json.dumps(place)}, "us": [2.0, 1.0], "own": OWN}
+            {"schedule": {"of": json.dumps(place)}, "us": [2.0, 1.0], "own": OWN, "in_one": IN_ONE.get(place[0][1])}
             for place in json.loads(json.dumps(what["places"]))
         ]
 
@@ -36,20 +37,27 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict]:
 
 def test_each_shape_and_number_of_rows_is_timed_once(asked: list[dict], capsys: pytest.CaptureFixture) -> None:
     found = schedules.fastest(FormatConfig(name="nvfp4"), SHAPES, [8, 16])
-    assert set(found) == {"128x128", "256x64"}
-    assert found["256x64"] == [
+    assert set(found.schedules) == {"128x128", "256x64"}
+    assert found.schedules["256x64"] == [
         (0, 8, {"of": "[[[256], 64], 8]"}), (8, 16, {"of": "[[[256], 64], 16]"}),
         (16, 32, {"own": 32}), (32, 64, {"own": 64}), (64, 8192, {"own": 8192}),
     ]  # fmt: skip
     assert (
-        "256x64, rows: microseconds with an adapter by Humming's own choice, fastest: 8: 2.0 1.0, 16: 2.0 1.0"
-        in capsys.readouterr().out
+        "256x64, rows: microseconds with an adapter by Humming's own choice, fastest: 8: 2.0 1.0, 16: 2.0 1.0; 8 by "
+        "fp4_linear: 1.5" in capsys.readouterr().out
     )
     schedules.fastest(FormatConfig(name="nvfp4"), SHAPES[::-1], [16, 32])
     assert [len(one["places"]) for one in asked] == [4, 2], "8 and 16 rows are known, 32 are not"
     schedules.fastest(FormatConfig(name="nvfp4"), SHAPES, [8, 16, 32])
     schedules.fastest(FormatConfig(name="mxfp4"), SHAPES, [8])
     assert [len(one["places"]) for one in asked] == [4, 2, 2]
+
+
+def test_few_rows_go_apart_where_that_is_faster_than_fp4_linear(asked: list[dict]) -> None:
+    """By the fewest rows that are timed; `fp4_linear` takes none of more."""
+    assert schedules.fastest(FormatConfig(name="nvfp4"), SHAPES, [8, 16]).apart == ["256x64"]
+    assert not schedules.is_apart({"us": [2.0, 1.0], "in_one": None})
+    assert not schedules.is_apart({"us": [2.0, 1.0], "in_one": 1.0})
 
 
 def test_another_humming_is_timed_anew(asked: list[dict], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,21 +70,24 @@ def test_another_humming_is_timed_anew(asked: list[dict], monkeypatch: pytest.Mo
 def test_only_tuned_is_timed(asked: list[dict], tiny, build_policy) -> None:
     model: nn.Module = build_policy(tiny()).model
     for backend in ("vllm", "auto", "marlin", "humming"):
-        assert schedules.tuned(tiny(format__name="nvfp4", rollout__vllm__linear_backend=backend), model) == {}
+        assert (
+            schedules.tuned(tiny(format__name="nvfp4", rollout__vllm__linear_backend=backend), model)
+            == schedules.Tuned()
+        )
     assert asked == []
     cfg = tiny(format__name="nvfp4", rollout__vllm__linear_backend="tuned")
     found = schedules.tuned(cfg, model)
     config = model.config
-    assert f"{config.hidden_size}x{config.intermediate_size}" in found
+    assert f"{config.hidden_size}x{config.intermediate_size}" in found.schedules
     assert len(asked) == 1
 
 
 @pytest.mark.parametrize(("keys", "rows"), [
     ({}, [8, 16, 32, 64, 100]),
-    ({"rollout__vllm__fp4_linear": True}, [16, 32, 64, 100]),
-    ({"rollout__vllm__fp4_linear": True, "rollout__vllm__dense_rows": 64}, [16, 32]),
+    ({"rollout__vllm__dense_rows": 64}, [8, 16, 32]),
+    ({"rollout__vllm__dense_rows": 8}, []),
     ({"rollout__batch_size": 8}, [8]),
-    ({"rollout__batch_size": 8, "rollout__vllm__fp4_linear": True}, []),
+    ({"rollout__batch_size": 4, "rollout__vllm__fp4_linear": True}, [4]),
     ({"rollout__prompts_per_step": 512}, [8, 16, 32, 64, 128, 256, 512]),
 ])  # fmt: skip
 def test_rows_double_up_to_a_full_batch(tiny, keys: dict, rows: list[int]) -> None:

@@ -31,7 +31,8 @@ class DenseAdapter:
     def arguments(self, folder: Path) -> dict[str, Any]:
         """Raises ConfigError where linear_backend=tuned cannot time schedules."""
         own = self.cfg.rollout.vllm
-        routes = one_adapter.Routes(own.fp4_linear, own.dense_rows, schedules.tuned(self.cfg, self.model))
+        found = schedules.tuned(self.cfg, self.model)
+        routes = one_adapter.Routes(own.fp4_linear, own.dense_rows, found.schedules, found.apart)
         return one_adapter.llm_arguments(folder, self.lora.rank, self.lora.target_modules, routes)
 
     def begin(self, llm: LLM) -> None:

@@ -23,6 +23,7 @@ from qerl_lab import formats
 from qerl_lab.config.schema import FormatConfig
 from qerl_lab.formats.format import Format
 from qerl_lab.parent import end_with
+from qerl_lab.rollout.vllm import fp4_linear
 from qerl_lab.rollout.vllm.backends import Shape
 from qerl_lab.rollout.vllm.product import add_adapter
 from qerl_lab.timing import graphed, side_by_side
@@ -98,6 +99,13 @@ def followed(
         return y
 
     return both
+
+
+def in_one(packed: Mapping[str, Tensor], A: Tensor, B: Tensor, sizes: Sequence[int]) -> Callable[[Tensor], Tensor]:
+    """A weight's product and the adapter's by `fp4_linear`, on copies of the weights."""
+    codes, scale, divisor, A, B = (tensor.clone() for tensor in (*packed.values(), A, B))
+    meeting = fp4_linear.counters(codes.device)
+    return lambda x: fp4_linear.linear(x, codes, scale, divisor, A, B, list(sizes), meeting)
 
 
 def product(

@@ -54,12 +54,14 @@ _OWN_KEY = "one_adapter"  # of quantization_config: rank and targets, and throug
 class Routes:
     """By rows, the ways besides the base's own kernel: the keys of rollout.vllm by these names. They need NVFP4.
 
-    `schedules` are those of that kernel, Humming, by a layer's shape; none: Humming's own.
+    `schedules` are those of that kernel, Humming, by a layer's shape; none: Humming's own. Layers of the shapes `apart`
+    have no `fp4_linear`: theirs are faster.
     """
 
     fp4_linear: bool = False
     dense_rows: int | None = None
     schedules: Mapping[str, list[Any]] = field(default_factory=dict)
+    apart: Sequence[str] = ()
 
 
 def llm_arguments(folder: Path, lora_rank: int, targets: Sequence[str], routes: Routes = Routes()) -> dict[str, Any]:
@@ -184,6 +186,7 @@ class OneAdapterMethod(LinearMethodBase):
         self.base, self.rank, self.parts, self.own, self.routes = base, rank, parts, own, routes
         self.lent: list[PackedLinear] = []
         self.schedules: str | None = None  # of this layer's shape, as Humming reads them
+        self.in_one = False  # few rows by `fp4_linear`
         if hasattr(base, "quant_config"):
             self.quant_config = base.quant_config  # by which the loader of bitsandbytes knows what is packed
 
@@ -223,9 +226,11 @@ class OneAdapterMethod(LinearMethodBase):
         """
         if (bias := getattr(layer, "bias", None)) is not None:
             layer.register_buffer("plain_bias", bias.data.clone(), persistent=False)
+        shape = f"{sum(self.sizes)}x{layer.adapter_A.shape[1]}"
+        self.in_one = self.routes.fp4_linear and shape not in self.routes.apart
         if self.routes.dense_rows:
             self._keep_dense(layer)
-        if self.routes.fp4_linear:
+        if self.in_one:
             self._check_fp4_linear(layer)
             divisor = layer.weight_global_scale.data
             meeting = fp4_linear.counters(divisor.device)
@@ -235,7 +240,7 @@ class OneAdapterMethod(LinearMethodBase):
         _BY_ADAPTER[layer.adapter_A.data_ptr()] = layer
         self.base.process_weights_after_loading(layer)
         if self.routes.schedules and hasattr(layer, "humming_metas"):
-            self.schedules = json.dumps(self.routes.schedules[f"{sum(self.sizes)}x{layer.adapter_A.shape[1]}"])
+            self.schedules = json.dumps(self.routes.schedules[shape])
 
     def _keep_dense(self, layer: LinearBase) -> None:
         """Unpack the weight as the trainer does, with A below it: `stacked` [N + P * r, K]; `alpha` is the weight's."""
@@ -284,7 +289,7 @@ class OneAdapterMethod(LinearMethodBase):
         plain = None if bias is None else layer.plain_bias
         if self.lent and not dense_rows and rows >= UNPACK_ROWS:
             return unpacked_product(x, self.lent, A, B, plain)
-        if self.routes.fp4_linear and rows <= fp4_linear.MAX_ROWS:
+        if self.in_one and rows <= fp4_linear.MAX_ROWS:
             codes, scale, divisor, meeting = (getattr(layer, name) for name in STORED)
             return fp4_linear.linear(x, codes, scale, divisor, A, B, self.sizes, meeting, plain)
         if dense_rows and rows >= dense_rows:

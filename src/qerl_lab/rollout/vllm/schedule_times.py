@@ -26,12 +26,14 @@ from qerl_lab import formats
 from qerl_lab.config.schema import FormatConfig
 from qerl_lab.formats.format import Format
 from qerl_lab.parent import end_with
-from qerl_lab.rollout.vllm.backend_times import COPIED_BYTES, KERNELS, call_each, followed, layer_of
+from qerl_lab.rollout.vllm import fp4_linear
+from qerl_lab.rollout.vllm.backend_times import COPIED_BYTES, KERNELS, call_each, followed, in_one, layer_of
 from qerl_lab.rollout.vllm.backends import Shape
 from qerl_lab.rollout.vllm.schedules import EARLY, OVERLAP, Interval, Schedule, first, near
 from qerl_lab.timing import graphed, side_by_side
 
 CLIMBS, FINALISTS = 2, 4
+IN_ONE = "fp4_linear"
 RANK = 32  # of the adapter that follows: it is timed too, and a schedule decides how early its kernels begin
 STEADY = 50  # calls whose y must be right: blocks that race are not wrong each time
 CLOSE = 0.01  # of the norm of y: sums in another order differ by 0.002
@@ -61,9 +63,11 @@ class Layers:
             torch.randn(size, dtype=torch.bfloat16, device="cuda") / 50
             for size in ((parts * RANK, self.columns), (N, RANK))
         )
-        packed = weight_format.quantize(dense)
-        count = math.ceil(COPIED_BYTES / sum(tensor.nbytes for tensor in packed.values()))
-        self.each = [loaded(weight_format, packed, self.sizes) for _ in range(count)]
+        self.packed = weight_format.quantize(dense)
+        count = math.ceil(COPIED_BYTES / sum(tensor.nbytes for tensor in self.packed.values()))
+        self.each = [loaded(weight_format, self.packed, self.sizes) for _ in range(count)]
+        able = torch.cuda.get_device_capability() >= fp4_linear.LEAST_CAPABILITY and weight_format.NAME == "nvfp4"
+        self.in_one = able and fp4_linear.takes(self.sizes, self.columns, RANK)
         self.own: list[Interval] = HummingMethod.get_default_tuning_configs(self.each[0])
 
     def takes(self, schedule: str) -> bool:
@@ -135,18 +139,26 @@ class Search:
         calls = [followed(partial(call, layer, schedule), own.A, own.B, own.sizes) for layer in own.each]
         return graphed(partial(call_each, calls, self.x))
 
-    def final(self) -> dict[str, Any]:
-        """Measure the leaders in turns with Humming's own.
+    def work_in_one(self) -> Callable[[], object]:
+        own = self.layers
+        return graphed(partial(call_each, [in_one(own.packed, own.A, own.B, own.sizes) for _ in own.each], self.x))
 
-        Returns: `schedule`, the fastest; `us`, the microseconds of Humming's own and of the fastest; `own`, all
-        schedules that Humming has for the layer.
+    def final(self) -> dict[str, Any]:
+        """Measure the leaders in turns with Humming's own, and with `fp4_linear` where that takes layer and rows.
+
+        Returns: `schedule`, the fastest; `us`, the microseconds of Humming's own and of the fastest; `in_one`, those
+        of `fp4_linear`, or None; `own`, all schedules that Humming has for the layer.
         """
         leaders = sorted(self.us, key=lambda text: self.us[text])[:FINALISTS]
         steady = [text for text in leaders if self.us[text] < math.inf and self.is_right(text, STEADY)]
-        ms = side_by_side({text: self.work(text) for text in {self.own, *steady}}, milliseconds=10)
-        us = {text: 1e3 * value / len(self.layers.each) for text, value in ms.items()}
+        works = {text: self.work(text) for text in {self.own, *steady}}
+        if self.layers.in_one and self.rows <= fp4_linear.MAX_ROWS:
+            works[IN_ONE] = self.work_in_one()
+        us = {text: 1e3 * ms / len(self.layers.each) for text, ms in side_by_side(works, milliseconds=10).items()}
+        in_one = us.pop(IN_ONE, None)
         best = min(us, key=lambda text: us[text])
-        return {"schedule": json.loads(best), "us": (us[self.own], us[best]), "own": self.layers.own}
+        found = {"schedule": json.loads(best), "us": (us[self.own], us[best])}
+        return {**found, "in_one": in_one, "own": self.layers.own}
 
 
 def fastest(searches: Sequence[Search]) -> list[dict[str, Any]]:

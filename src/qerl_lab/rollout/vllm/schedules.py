@@ -6,8 +6,8 @@ of a layer has its own, for each doubling of the rows (`schedule_times` measures
 """
 
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from typing import Any
 
@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from qerl_lab.config.schema import FormatConfig, RunConfig
-from qerl_lab.rollout.vllm import fp4_linear
 from qerl_lab.rollout.vllm.backends import Shape, measured, remembered, shapes_of
 
 Schedule = dict[str, Any]
@@ -40,19 +39,27 @@ DEFAULTS: Schedule = {
 }  # fmt: skip
 
 
-def tuned(cfg: RunConfig, model: nn.Module) -> dict[str, list[Interval]]:
-    """Return the schedules of the layers of `model` by `name_of` their shape; none unless linear_backend=tuned.
+@dataclass(frozen=True)
+class Tuned:
+    """The schedules of layers by `name_of` their shape, and the names of those whose few rows need no `fp4_linear`."""
 
-    None either where `fp4_linear` and `dense_rows` take all rows. Raises ConfigError where they cannot be timed.
+    schedules: dict[str, list[Interval]] = field(default_factory=dict)
+    apart: list[str] = field(default_factory=list)  # product and adapter, one after the other, are faster there
+
+
+def tuned(cfg: RunConfig, model: nn.Module) -> Tuned:
+    """Return what is fastest for the layers of `model`; nothing unless linear_backend=tuned.
+
+    Nothing either where `dense_rows` takes all rows. Raises ConfigError where it cannot be timed.
     """
     rows = rows_of(cfg)
     if cfg.rollout.vllm.linear_backend != "tuned" or not rows:
-        return {}
+        return Tuned()
     return fastest(cfg.format, list(shapes_of(model)), rows)
 
 
-def fastest(weight_format: FormatConfig, shapes: Sequence[Shape], rows: Sequence[int]) -> dict[str, list[Interval]]:
-    """The schedules of layers by `name_of` their shape, timed at these numbers of rows where they are not known yet.
+def fastest(weight_format: FormatConfig, shapes: Sequence[Shape], rows: Sequence[int]) -> Tuned:
+    """What is fastest for layers of these shapes, timed at these numbers of rows where it is not known yet.
 
     Times are kept beside unpacked GGUF files, by GPU, version of Humming, format, shape and rows. Raises ConfigError
     where schedules cannot be timed.
@@ -67,24 +74,35 @@ def fastest(weight_format: FormatConfig, shapes: Sequence[Shape], rows: Sequence
                 known[keys[place]] = found
     for shape in shapes:
         times = [(number, known[keys[shape, number]]["us"]) for number in rows]
+        in_one = known[keys[shape, rows[0]]]["in_one"]
+        beside = "" if in_one is None else f"; {rows[0]} by fp4_linear: {in_one:.1f}"
         said = ", ".join(f"{number}: {own:.1f} {best:.1f}" for number, (own, best) in times)
         print(
             f"linear_backend=tuned: {name_of(shape)}, rows: microseconds with an adapter by Humming's own choice, "
-            f"fastest: {said}"
+            f"fastest: {said}{beside}"
         )
-    return {
-        name_of(shape): intervals([(number, known[keys[shape, number]]["schedule"]) for number in rows],
-                                  known[keys[shape, rows[-1]]]["own"])
-        for shape in shapes
-    }  # fmt: skip
+    return Tuned(
+        {
+            name_of(shape): intervals(
+                [(number, known[keys[shape, number]]["schedule"]) for number in rows],
+                known[keys[shape, rows[-1]]]["own"],
+            )
+            for shape in shapes
+        },
+        [name_of(shape) for shape in shapes if is_apart(known[keys[shape, rows[0]]])],
+    )
+
+
+def is_apart(found: Mapping[str, Any]) -> bool:
+    """Whether the fastest schedule and the adapter's kernels took less than `fp4_linear`, by the fewest rows."""
+    return found["in_one"] is not None and found["us"][1] < found["in_one"]
 
 
 def rows_of(cfg: RunConfig) -> list[int]:
-    """Rows of decoding, doubling up to a full batch; without those that `fp4_linear` and `dense_rows` take."""
+    """Rows of decoding, doubling up to a full batch; without those that `dense_rows` takes."""
     own, full = cfg.rollout.vllm, min(cfg.rollout.batch_size, cfg.completions_per_gpu, MOST_ROWS)
     rows = {full} | {FEWEST_ROWS << power for power in range(16) if FEWEST_ROWS << power < full}
-    least = fp4_linear.MAX_ROWS if own.fp4_linear else 0
-    return sorted(number for number in rows if least < number and not (own.dense_rows and number >= own.dense_rows))
+    return sorted(number for number in rows if not own.dense_rows or number < own.dense_rows)
 
 
 def name_of(shape: Shape) -> str:
