@@ -17,6 +17,7 @@ from torch import Tensor
 from played_modules import play
 from qerl_lab import formats
 from qerl_lab.config.schema import FormatConfig
+from qerl_lab.rollout.vllm import schedules  # with the real triton, before a stand-in takes its place
 
 OWN = {"mma_type": "wgmma", "num_stages": 4, "num_ctas_per_sm": 2, "use_warp_spec": True, "use_stream_k": True}
 PLACES = [[[[32, 32], 64], 8], [[[32, 32], 64], 64], [[[64], 128], 8]]
@@ -50,7 +51,7 @@ class HummingKernel:
 @pytest.fixture
 def timer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """`schedule_times` over stand-ins: a call costs less with more stages, and with launches that begin early."""
-    name = "qerl_lab.rollout.vllm.schedule_times"
+    name = schedules.TIMER
     play(monkeypatch, {
         "vllm": {}, "vllm.utils": {}, "vllm.utils.humming": {"HummingMethod": HummingMethod}, "humming": {},
         "humming.kernel": {}, "humming.kernel.humming": {"HummingKernel": HummingKernel}, "triton": {},

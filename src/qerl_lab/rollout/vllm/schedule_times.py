@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import cached_property, partial
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
@@ -106,8 +106,12 @@ class Search:
         self.layers, self.rows = layers, rows
         self.x = torch.randn(rows, layers.columns, dtype=torch.bfloat16, device="cuda")
         self.own = next(written(schedule) for low, high, schedule in layers.own if low < rows <= high)
-        self.y = call(layers.each[0], self.own, self.x)
         self.us: dict[str, float] = {}
+
+    @cached_property
+    def y(self) -> Tensor:
+        """That of Humming's own schedule. When it is asked for first, that is compiled, with others beside it."""
+        return call(self.layers.each[0], self.own, self.x)
 
     def fresh(self, climb: int) -> list[str]:
         """What is to be timed next, as text."""
