@@ -69,9 +69,9 @@ def times(model: str, rows: list[int], rank: int, tune: bool) -> Iterator[Row]:
                 if number <= every[name].most
             }
             graphs[NOTHING] = graphed(partial(backend_times.call_each, [lambda x: None] * MOST_COPIES, x))
-            times = side_by_side(graphs, milliseconds=20)
-            before = times.pop(NOTHING) / MOST_COPIES
-            for name, ms in times.items():
+            taken_ms = side_by_side(graphs, milliseconds=20)
+            before = taken_ms.pop(NOTHING) / MOST_COPIES
+            for name, ms in taken_ms.items():
                 seconds = (ms / len(calls[name]) - before) / 1e3
                 yield {
                     "model": model, "layer": layer, "N": sum(sizes), "K": columns, "rows": number, "rank": rank,
