@@ -19,6 +19,7 @@ from torch.nn import functional
 from qerl_lab import formats
 from qerl_lab.bench.shapes import fused_linears
 from qerl_lab.config.schema import FormatConfig
+from qerl_lab.report.bench import AND_ADAPTER
 from qerl_lab.rollout.vllm import backend_times, fp4_linear, kernels, schedules
 from qerl_lab.rollout.vllm.product import add_products
 from qerl_lab.timing import graphed, side_by_side
@@ -97,7 +98,7 @@ def arms(sizes: list[int], columns: int, rank: int, tuned: list[schedules.Interv
 
         found["tuned"] = Arm(lambda: partial(call, loaded(weight_format, packed, sizes), json.dumps(tuned)), size)
     found |= {
-        f"{name}_and_adapter": Arm(partial(both, arm.call, A, B, sizes), arm.size + of_adapter)
+        f"{name}{AND_ADAPTER}": Arm(partial(both, arm.call, A, B, sizes), arm.size + of_adapter)
         for name, arm in found.items()
     }
     found |= {f"adapter_{name}": Arm(partial(beside, route, A, B, sizes), of_adapter) for name, route in ROUTES.items()}

@@ -23,6 +23,7 @@ COLORS = {
     "qlora": "C9",
 }
 LAYER = "whole layer"
+AND_ADAPTER = "_and_adapter"  # ends the name of a product that is timed with the adapter behind it
 
 
 def table(result: Result) -> str:
@@ -149,12 +150,13 @@ def _draw_linear(result: Result) -> plt.Figure:
 
 def _draw_decode(result: Result) -> plt.Figure:
     times = decode_times(result)
-    layers = list(times.index.unique("layer"))
+    layers, bases = list(times.index.unique("layer")), [arm for arm in times if not arm.endswith(AND_ADAPTER)]
     figure, axes = plt.subplots(1, len(layers), figsize=(3.2 * len(layers), 3.8), layout="constrained")
     for axis, layer in zip(axes, layers, strict=True):
-        for index, (arm, us) in enumerate(times.loc[layer].items()):
-            style = ":" if arm.startswith("adapter") else "-"
-            axis.plot(us.index, us, "o" + style, color=f"C{index}", label=arm, lw=1.4, ms=3)
+        for arm, us in times.loc[layer].items():
+            base = arm.removesuffix(AND_ADAPTER)
+            style = "--" if base != arm else ":" if arm.startswith("adapter") else "-"
+            axis.plot(us.index, us, "o" + style, color=f"C{bases.index(base)}", label=arm, lw=1.4, ms=3)
         axis.set_xscale("log", base=2)
         axis.set_xticks(us.index, [f"{rows:,}" for rows in us.index])
         dress(axis, layer, "rows")
