@@ -159,10 +159,9 @@ class Search:
         if self.layers.in_one and self.rows <= fp4_linear.MAX_ROWS:
             works[IN_ONE] = self.work_in_one()
         us = {text: 1e3 * ms / len(self.layers.each) for text, ms in side_by_side(works, milliseconds=10).items()}
-        in_one = us.pop(IN_ONE, None)
+        found = {"in_one": us.pop(IN_ONE, None), "own": self.layers.own}
         best = min(us, key=lambda text: us[text])
-        found = {"schedule": json.loads(best), "us": (us[self.own], us[best])}
-        return {**found, "in_one": in_one, "own": self.layers.own}
+        return {**found, "schedule": json.loads(best), "us": (us[self.own], us[best])}
 
 
 def fastest(searches: Sequence[Search]) -> list[dict[str, Any]]:

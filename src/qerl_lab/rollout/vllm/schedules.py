@@ -72,25 +72,25 @@ def fastest(weight_format: FormatConfig, shapes: Sequence[Shape], rows: Sequence
             asked = {"format": asdict(weight_format), "places": missing}
             for place, found in zip(missing, measured("tuned", TIMER, asked, LONGEST), strict=True):
                 known[keys[place]] = found
-    for shape in shapes:
-        times = [(number, known[keys[shape, number]]["us"]) for number in rows]
-        in_one = known[keys[shape, rows[0]]]["in_one"]
-        beside = "" if in_one is None else f"; {rows[0]} by fp4_linear: {in_one:.1f}"
-        said = ", ".join(f"{number}: {own:.1f} {best:.1f}" for number, (own, best) in times)
-        print(
-            f"linear_backend=tuned: {name_of(shape)}, rows: microseconds with an adapter by Humming's own choice, "
-            f"fastest: {said}{beside}"
-        )
+    timed = {shape: [known[keys[shape, number]] for number in rows] for shape in shapes}
+    for shape, each in timed.items():
+        print(f"linear_backend=tuned: {name_of(shape)}, {in_words(rows, each)}")
     return Tuned(
         {
-            name_of(shape): intervals(
-                [(number, known[keys[shape, number]]["schedule"]) for number in rows],
-                known[keys[shape, rows[-1]]]["own"],
-            )
-            for shape in shapes
+            name_of(shape): intervals([(number, one["schedule"]) for number, one in zip(rows, each, strict=True)],
+                                      each[-1]["own"])
+            for shape, each in timed.items()
         },
-        [name_of(shape) for shape in shapes if is_apart(known[keys[shape, rows[0]]])],
-    )
+        [name_of(shape) for shape, (fewest, *_) in timed.items() if is_apart(fewest)],
+    )  # fmt: skip
+
+
+def in_words(rows: Sequence[int], timed: Sequence[Mapping[str, Any]]) -> str:
+    """What was timed of one layer, at each number of rows."""
+    pairs, in_one = [one["us"] for one in timed], timed[0]["in_one"]
+    us = ", ".join(f"{number}: {own:.1f} {best:.1f}" for number, (own, best) in zip(rows, pairs, strict=True))
+    beside = "" if in_one is None else f"; {rows[0]} by fp4_linear: {in_one:.1f}"
+    return f"rows: microseconds with an adapter by Humming's own choice, fastest: {us}{beside}"
 
 
 def is_apart(found: Mapping[str, Any]) -> bool:
