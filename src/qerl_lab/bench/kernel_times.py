@@ -6,7 +6,7 @@ profiler slows the host, so that gaps are longer than without it: what is told i
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from torch.autograd import DeviceType
@@ -42,13 +42,12 @@ def launches(call: Callable[[int], object], tokens: int) -> list[Kernel]:
     return [Kernel(event.name, event.time_range.start, event.time_range.end) for event in every]
 
 
-def differences(few: Iterable[Kernel], many: Iterable[Kernel], tokens: int) -> Row:
+def differences(few: Sequence[Kernel], many: Sequence[Kernel], tokens: int) -> Row:
     """What `many` has more than `few`, by token: `busy_us`, microseconds in which any kernel ran, and `kernels`.
 
     Each of `kernels` is a name with its launches and microseconds, the longest first. They add up to more than
     `busy_us` where kernels overlap: one that may begin early waits for the one ahead, and is seen to run.
     """
-    few, many = list(few), list(many)
     found: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for every, sign in ((few, -1), (many, 1)):
         for name, start, end in every:

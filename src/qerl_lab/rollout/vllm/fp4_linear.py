@@ -87,6 +87,11 @@ def takes(sizes: Sequence[int], columns: int, rank: int) -> bool:
     return whole and len(sizes) <= 3 and rank % 2 == 0 and rank <= MAX_RANK
 
 
+def runs_here(sizes: Sequence[int], columns: int, rank: int) -> bool:
+    """Whether this GPU has what the kernel needs, and `takes` says yes."""
+    return torch.cuda.get_device_capability() >= LEAST_CAPABILITY and takes(sizes, columns, rank)
+
+
 def counters(device: torch.device) -> Tensor:
     """What the blocks of a layer's launches meet by: int64 zeros, of this layer alone, written by `linear` only."""
     tiles = 3 * MAX_RANK // _TILE  # of x A^T

@@ -41,6 +41,7 @@ from qerl_lab.model.files import read_json
 from qerl_lab.model.linear import PackedLinear
 from qerl_lab.rollout.vllm import fp4_linear
 from qerl_lab.rollout.vllm.product import UNPACK_ROWS, add_adapter, stacked_product, unpacked_product
+from qerl_lab.rollout.vllm.schedules import name_of
 
 Pair = tuple[Tensor, Tensor]  # A[r, K] and B[N, r] of a layer
 
@@ -226,7 +227,7 @@ class OneAdapterMethod(LinearMethodBase):
         """
         if (bias := getattr(layer, "bias", None)) is not None:
             layer.register_buffer("plain_bias", bias.data.clone(), persistent=False)
-        shape = f"{sum(self.sizes)}x{layer.adapter_A.shape[1]}"
+        shape = name_of((tuple(self.sizes), layer.adapter_A.shape[1]))
         self.in_one = self.routes.fp4_linear and shape not in self.routes.apart
         if self.routes.dense_rows:
             self._keep_dense(layer)

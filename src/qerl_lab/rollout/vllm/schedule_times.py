@@ -66,8 +66,7 @@ class Layers:
         self.packed = weight_format.quantize(dense)
         count = math.ceil(COPIED_BYTES / sum(tensor.nbytes for tensor in self.packed.values()))
         self.each = [loaded(weight_format, self.packed, self.sizes) for _ in range(count)]
-        able = torch.cuda.get_device_capability() >= fp4_linear.LEAST_CAPABILITY and weight_format.NAME == "nvfp4"
-        self.in_one = able and fp4_linear.takes(self.sizes, self.columns, RANK)
+        self.in_one = weight_format.NAME == "nvfp4" and fp4_linear.runs_here(self.sizes, self.columns, RANK)
         self.own: list[Interval] = HummingMethod.get_default_tuning_configs(self.each[0])
 
     def takes(self, schedule: str) -> bool:
