@@ -2,7 +2,7 @@
 // fp4_linear.py compiles it and has the why of it.
 //
 // A multiprocessor holds one block. The first of its warps multiply: each owns SLICE columns of x, in registers from first
-// to last, and of every 16 rows of W it takes those columns. One thread, the carrier, has the copy engine bring the rows into
+// to last, and of every 16 rows of W it takes those columns. A warp, the carrier, has the copy engine bring the rows into
 // a ring in shared memory. The last warps, the closers, compute their share of x A^T meanwhile; then they add up what the
 // warps have of a tile, where K is cut into pieces what the blocks have, bias and adapter, round once, and store y.
 //
@@ -52,19 +52,6 @@ __device__ u32 scale_pair(u32 byte) { return times(byte * 0x00800080u, 0x7800780
 __device__ void ordered(uint4 v, u32 (&w)[4]) {
   w[0] = __byte_perm(v.x, v.z, 0x5410), w[1] = __byte_perm(v.x, v.z, 0x7632);
   w[2] = __byte_perm(v.y, v.w, 0x5410), w[3] = __byte_perm(v.y, v.w, 0x7632);
-}
-
-// Begin to copy the rows n to n + 15 of a piece into a stage, by one thread. A piece that is all of K lies in one stretch.
-__device__ void fill(u32 to, u32 barrier, const u8* codes, const u8* scale, const Shape& s, long long n, int column, int columns) {
-  const bool whole = s.pieces == 1;
-  const u32 bytes = whole ? TILE * columns / 2 : columns / 2;
-  codes += n * (s.K / 2) + column / 2, scale += n * (s.K / 16) + column / 16;
-  arrive_expecting(barrier, columns * 9);
-  for (int row = 0; row < (whole ? 1 : TILE); row++) {
-    copy(to + row * s.code_row, codes, bytes, barrier);
-    copy(to + TILE * s.code_row + row * s.scale_row, scale, bytes / 8, barrier);
-    codes += s.K / 2, scale += s.K / 16;
-  }
 }
 
 // The columns of x of one unit, zero beyond its rows and columns.
@@ -245,11 +232,17 @@ __device__ void finish(float (&sum)[4], const u16* t, int stride, const Rest& re
   }
 }
 
-// The carrier: keep the ring full.
+// The carrier: keep the ring full. Each lane has the copy engine bring one row of a tile, its codes or its scales.
 __device__ void carry(const u8* codes, const u8* scale, const Shape& s, const Work& w) {
-  for (int i = 0, stage = 0, parity = 1; i < w.count; i++) {
+  const int lane = threadIdx.x % 32, row = lane % TILE, a_byte = lane < TILE ? 2 : 16;  // columns of a byte
+  const u8* from = (lane < TILE ? codes : scale) + (((long long)w.first * TILE + row) * s.K + w.column) / a_byte;
+  const u32 to = w.ring + (lane < TILE ? row * s.code_row : TILE * s.code_row + row * s.scale_row);
+  for (int i = 0, stage = 0, parity = 1; i < w.count; i++, from += TILE * s.K / a_byte) {
+    const u32 full = w.full + 8 * stage;
     wait(w.empty + 8 * stage, parity);  // the first round finds what no one has used
-    fill(w.ring + stage * w.stage_bytes, w.full + 8 * stage, codes, scale, s, (long long)(w.first + i) * TILE, w.column, w.columns);
+    if (lane == 0) arrive_expecting(full, TILE * (w.columns / 2 + w.columns / 16));
+    __syncwarp();
+    copy(to + stage * w.stage_bytes, from, w.columns / a_byte, full);
     if (++stage == s.stages) stage = 0, parity ^= 1;
   }
 }
@@ -379,7 +372,6 @@ fp4_linear(const u16* x, const u8* codes, const u8* scale, const float* divisor,
   __syncthreads();
   next_may_start();
   if (warp < s.warps) multiply(x, memory, s, w, warp);
-  else if (warp == s.warps) {
-    if (threadIdx.x % 32 == 0) carry(codes, scale, s, w);
-  } else close(x, divisor, A, B, bias, y, inner, partial, counters, s, w, warp - s.warps - 1, blockDim.x / 32 - s.warps - 1);
+  else if (warp == s.warps) carry(codes, scale, s, w);
+  else close(x, divisor, A, B, bias, y, inner, partial, counters, s, w, warp - s.warps - 1, blockDim.x / 32 - s.warps - 1);
 }

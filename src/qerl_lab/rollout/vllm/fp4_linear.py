@@ -135,17 +135,13 @@ def linear(
 def plan(N: int, columns: int, machine: Machine) -> Plan:
     """Cut a weight [N, K] into pieces that the warps of a block can own, with a ring as large as memory allows.
 
-    Where a row is cut, it is padded in shared memory: what neighbouring lanes read then never meets in a bank.
+    Rows are padded in shared memory: what neighbouring lanes read then never meets in a bank.
     """
     pieces = -(-columns // ((_THREADS // 32 - 2) * _SLICE))
     warps = -(-columns // (pieces * _SLICE))
     teams = min(machine.multiprocessors // pieces, N // _TILE)
-    code_row, scale_row = (
-        (columns if pieces == 1 else warps * _SLICE) // 2,
-        (columns if pieces == 1 else warps * _SLICE) // 16,
-    )
-    if pieces > 1:
-        code_row, scale_row = code_row + (64 - code_row) % 128, scale_row + (16 - scale_row) % 32
+    code_row, scale_row = warps * _SLICE // 2, warps * _SLICE // 16
+    code_row, scale_row = code_row + (64 - code_row) % 128, scale_row + (16 - scale_row) % 32
     rest = _TURNS * warps * _SUMS * 4 + (2 * _MOST_STAGES + 2 * _TURNS) * 8 + MAX_ROWS * (3 * MAX_RANK + 8) * 2
     stages = min(_MOST_STAGES, (machine.shared_bytes - rest) // (_TILE * (code_row + scale_row)))
     closers = min(4, _THREADS // 32 - 1 - warps)
