@@ -76,6 +76,7 @@ def environment() -> dict[str, Any]:
         "dirty": dirty,
         "python": platform.python_version(),
         "platform": platform.platform(),
+        "host": platform.node(),
         "cpu": _cpu_model(),
         "cpu_count": os.cpu_count(),
         "cpus_usable": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
@@ -107,7 +108,7 @@ def _memory_gib() -> float | None:
 
 
 def _gpus() -> list[dict[str, Any]]:
-    """Name, memory and driver of every GPU that torch sees."""
+    """UUID, name, memory and driver of every GPU that torch sees."""
     try:
         import torch
     except ImportError:
@@ -117,7 +118,10 @@ def _gpus() -> list[dict[str, Any]]:
     driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     about = {"driver": driver.split()[0] if driver else None, "cuda": torch.version.cuda}
     devices = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-    return [{"name": gpu.name, "memory_gib": round(gpu.total_memory / GIB, 1), **about} for gpu in devices]
+    return [
+        {"uuid": str(gpu.uuid), "name": gpu.name, "memory_gib": round(gpu.total_memory / GIB, 1), **about}
+        for gpu in devices
+    ]
 
 
 def git_state() -> tuple[str, bool]:

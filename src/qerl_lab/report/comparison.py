@@ -13,7 +13,7 @@ import pandas as pd
 
 from qerl_lab.config.option import ConfigError, did_you_mean
 from qerl_lab.record.directory import RunDirectory
-from qerl_lab.report import copies, results
+from qerl_lab.report import at_once, copies, results
 from qerl_lab.report.arms import (
     ABSENT,
     CONTENT,
@@ -122,6 +122,7 @@ def compare(records: list[Record], damaged: dict[str, str]) -> Comparison:
     """The arms of these records; none where no run finished."""
     runs = placed(_by_questions(records))
     records = copies.told([replace(record, run=run) for record, run in zip(records, runs, strict=True)])
+    records = at_once.told(records)
     by_name = {record.run.name: record for record in records}
     counted, left_out = choose([record.run for record in records])
     names, arms = labels(counted), dict[str, list[Record]]()

@@ -73,8 +73,8 @@ def beside_others(*sides: Sequence[Record]) -> bool:
 def _speed(name: str) -> Callable[[Sequence[Record], Sequence[Record]], Values]:
     def of(records: Sequence[Record], controls: Sequence[Record]) -> Values:
         if beside_others(records, controls):
-            words = sorted({f"{record.shared_by}=1" for record in (*records, *controls) if record.side_by_side > 1})
-            raise Unmeasured(f"runs that ran beside others, whose seconds are theirs too (type {' or '.join(words)})")
+            ways = sorted({record.alone_by for record in (*records, *controls) if record.side_by_side > 1})
+            raise Unmeasured(f"runs that ran beside others, whose seconds are theirs too ({' or '.join(ways)})")
         return _of_summary(name)(records, controls)
 
     return of

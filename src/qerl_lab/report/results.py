@@ -117,7 +117,7 @@ def records_of(tables: Frames) -> tuple[list[Record], dict[str, str]]:
         if pd.isna(row["experiment"]):
             damaged[row["run"]] = row["state"]
             continue
-        row = {"heldout_sha256": "", "configured": ""} | row  # older files lack them
+        row = {"heldout_sha256": "", "configured": "", "place": ""} | row  # older files lack them
         origin = Origin(**{name: row[name] for name in ORIGIN} | {"versions": json.loads(row["versions"])})
         run = _run(row)
         if run.name in steps and run.status == FINISHED:

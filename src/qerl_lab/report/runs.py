@@ -49,6 +49,7 @@ class Origin:
     `versions` are those of packages; `missing` says what could not be read of a run, where it was read without it.
     The two SHA-256 are of the questions it trained on and of those held out; older records lack the second.
     `configured` has how many jobs its configuration lets run at once, which a file of the sweep may say: `jobs=4 ...`.
+    `place` has the UUIDs of its GPUs or, without one, the host, with a blank between; older records lack it.
     """
 
     command: str = ""
@@ -60,10 +61,11 @@ class Origin:
     training_sha256: str = ""
     heldout_sha256: str = ""
     missing: str = ""
+    place: str = ""
 
-    def most(self, word: str) -> int:
-        """The largest number of a word such as `jobs` in the commands and configuration of the run, 1 without."""
-        return max(map(int, re.findall(rf"\b{word}=(\d+)", f"{self.command} {self.configured}")), default=1)
+    def numbers(self, word: str) -> list[int]:
+        """Those of a word such as `jobs` in the commands and configuration of the run."""
+        return [int(number) for number in re.findall(rf"\b{word}=(\d+)", f"{self.command} {self.configured}")]
 
 
 NO_STEPS = pd.DataFrame(index=pd.Index([], dtype="int64", name="step"))
@@ -75,6 +77,7 @@ class Record:
 
     `summary` is that of `summarize`; `accuracy` has, for "before", "after" and "gain", the held-out accuracy by
     question id, and nothing for a run without evaluation; `steps` is that of `read_steps`, of the metrics of `KEPT`.
+    `at_once` is that of `at_once.told`.
     """
 
     run: Run
@@ -82,6 +85,7 @@ class Record:
     accuracy: dict[str, pd.Series] = field(default_factory=dict)
     steps: pd.DataFrame = field(default_factory=lambda: NO_STEPS)
     origin: Origin = Origin()
+    at_once: int = 1
 
     @property
     def shared_by(self) -> str:
@@ -89,9 +93,19 @@ class Record:
         return "jobs" if self.run.value("device") == "cpu" else "jobs_per_gpu"
 
     @property
+    def has_words(self) -> bool:
+        """Whether the words of its sweep say how many of its jobs may run at once there."""
+        return bool(self.origin.numbers(self.shared_by))
+
+    @property
     def side_by_side(self) -> int:
-        """How many jobs of its sweep ran at once there, as far as the words tell."""
-        return self.origin.most(self.shared_by)
+        """How many runs ran at once there, by its sweep's words and by the clocks of all that were read."""
+        return max(self.at_once, *self.origin.numbers(self.shared_by), 1)
+
+    @property
+    def alone_by(self) -> str:
+        """What would have it run alone."""
+        return f"type {self.shared_by}=1" if self.has_words else "start them one after another"
 
 
 def find_runs(folders: Sequence[Path]) -> list[Path]:
@@ -178,7 +192,7 @@ def _origin(sessions: Sequence[Mapping[str, Any]], settings: Mapping[str, str]) 
     questions = {key: first.get("data", {}).get(key) or "" for key in ("training_sha256", "heldout_sha256")}
     return Origin(
         command=commands, configured=configured, began=first.get("time", ""), commit=commits, machine=machines,
-        versions=versions, **questions,
+        versions=versions, place=_place(first), **questions,
     )  # fmt: skip
 
 
@@ -193,6 +207,12 @@ def machine(environment: Mapping[str, Any]) -> str:
         model = environment.get("cpu")
         parts.append(f"{cpus} CPU{'s' * (cpus != 1)}" + (f": {model}" if model else ""))
     return ", ".join(parts)
+
+
+def _place(environment: Mapping[str, Any]) -> str:
+    """What tells it from other machines alike, from env.json: `Origin.place`."""
+    gpus = [gpu["uuid"] for gpu in environment.get("gpus", []) if "uuid" in gpu]
+    return " ".join(gpus) or environment.get("host", "")
 
 
 def _status(run: RunDirectory, reached: str) -> str:

@@ -97,7 +97,7 @@ def test_environment_says_on_what_it_ran(checkout: Path, run_dir: Path) -> None:
     assert env["packages"]["mlflow"]
     assert env["cpu_count"] >= env["cpus_usable"] >= 1
     assert env["memory_gib"] > 0
-    assert {"time", "command", "platform", "cpu", "gpus"} <= set(env)
+    assert {"time", "command", "platform", "host", "cpu", "gpus"} <= set(env)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM")
@@ -149,7 +149,7 @@ def test_a_resumed_run_keeps_its_first_environment(run_dir: Path) -> None:
 
 
 def test_gpus_are_named_with_their_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    properties = types.SimpleNamespace(name="NVIDIA H200", total_memory=141 * 2**30)
+    properties = types.SimpleNamespace(uuid="c0-ffee", name="NVIDIA H200", total_memory=141 * 2**30)
     cuda = types.SimpleNamespace(
         is_available=lambda: True, device_count=lambda: 2, get_device_properties=lambda index: properties
     )
@@ -159,7 +159,7 @@ def test_gpus_are_named_with_their_driver(tmp_path: Path, monkeypatch: pytest.Mo
     tool.write_text("#!/bin/sh\necho 570.1\necho 570.1\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    gpu = {"name": "NVIDIA H200", "memory_gib": 141.0, "driver": "570.1", "cuda": "12.9"}
+    gpu = {"uuid": "c0-ffee", "name": "NVIDIA H200", "memory_gib": 141.0, "driver": "570.1", "cuda": "12.9"}
     assert environment._gpus() == [gpu, gpu]
 
 

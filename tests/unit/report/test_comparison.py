@@ -318,6 +318,19 @@ def test_jobs_that_a_file_of_the_sweep_lets_run_at_once_are_said(here: Path, cap
             assert ("ran beside up to 3 others" in capsys.readouterr().out) == shown
 
 
+def test_runs_that_ran_at_once_by_their_own_commands_are_said(here: Path, capsys) -> None:
+    """Two shells, one GPU. Also from results, whose runs keep where they were; on two GPUs each ran alone."""
+    for seed in range(2):
+        make_run(here / "sweep" / f"bf16-{seed}", "bf16", seed)
+    for other, shown in (("GPU-1", True), ("GPU-2", False)):
+        for seed, gpu in enumerate(("GPU-1", other)):
+            began = {"time": f"2020-01-01T00:00:0{seed}+0000", "gpus": [{"uuid": gpu, "name": "H200"}]}
+            (here / "sweep" / f"bf16-{seed}" / "env.json").write_text(json.dumps(began))
+        for words in (["sweep", "out=results"], ["results"]):
+            assert main(words) == 0
+            assert ("Runs ran beside another: seconds and tokens/s are of shared" in capsys.readouterr().out) == shown
+
+
 def test_a_difference_that_is_also_of_other_settings_says_so(here: Path, capsys) -> None:
     """What an experiment declares goes without saying; a shorter run beside it does not."""
     make_run(here / "sweep" / "bf16-0", "bf16", 0)

@@ -358,3 +358,6 @@ def test_throughput_of_runs_beside_others_decides_nothing(measure: str, device: 
     for sides in ([alone], [shared]), ([shared], [alone]):
         with pytest.raises(Unmeasured, match=rf"ran beside others.*\(type {remedy}\)"):
             MEASURES[measure].of(*sides)
+    by_clock = replace(alone, origin=Origin(command="python -m qerl_lab"), at_once=2)
+    with pytest.raises(Unmeasured, match=r"ran beside others.*\(start them one after another\)"):
+        MEASURES[measure].of([by_clock], [alone])
