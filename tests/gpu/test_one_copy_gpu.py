@@ -137,7 +137,7 @@ def test_a_step_over_a_shared_base_has_the_same_bits(configure: Callable, build_
     expected = step(learner)
     assert same(step(learner), expected), "this step does not repeat itself"
     engine = rollout.build(cfg, learner)
-    layers = one_copy.packed_layers(learner)
+    layers = one_copy.layers_of(learner)
     assert len(layers) == 28
     assert all(layer.form is not None for layer in layers.values())
     assert sample(engine) > 0
@@ -155,7 +155,7 @@ def test_the_base_is_in_memory_once(configure: Callable) -> None:
     for share in (False, False, True):  # the first engine of a process also allocates what lives on: workspaces
         cfg, before = configure(share), allocated()
         learner = policy.build(cfg, torch.device("cuda"))
-        size = sum(layer.packed_bytes() for layer in one_copy.packed_layers(learner).values())
+        size = sum(layer.packed_bytes() for layer in one_copy.layers_of(learner).values())
         engine = rollout.build(cfg, learner)
         used.append(allocated() - before)
         owned.append(engine.held()["vLLM's weights"])

@@ -55,6 +55,7 @@ class FakeVllm:
         self.described = {
             "dtype": "float32", "quantization": None, "quantization_config": None,
             "logprobs_mode": "processed_logprobs", "generation_config": "vllm", "lora_rank": 8, "loras": 1,
+            "kv_cache_dtype": "auto", "linear_backend": "auto",
         } | self.described  # fmt: skip
 
     def answer(self, path: str, body: dict[str, Any]) -> Answer:

@@ -54,7 +54,7 @@ def times(model: str, rows: list[int], rank: int, tune: bool) -> Iterator[Row]:
     """
     linears = fused_linears(model)
     shapes = [(tuple(sizes), columns) for sizes, columns in linears.values()]
-    tuned = schedules.fastest(FormatConfig(name="nvfp4"), shapes, sorted(rows)).schedules if tune else {}
+    tuned = schedules.tuned_for(FormatConfig(name="nvfp4"), shapes, sorted(rows)).schedules if tune else {}
     taken = all(fp4_linear.runs_here(sizes, columns, rank) for sizes, columns in linears.values())
     for layer, (sizes, columns) in linears.items():
         every = arms(sizes, columns, rank, tuned.get(schedules.name_of((tuple(sizes), columns))))

@@ -10,7 +10,7 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from qerl_lab.config.arm import ENGINE_KEYS, OF_SWEEPS, leaves
+from qerl_lab.config.arm import ENGINE_KEYS, OF_SWEEPS, OF_VLLM_HERE, leaves
 from qerl_lab.config.engines import VllmConfig, VllmServerConfig
 from qerl_lab.config.keys import typed
 from qerl_lab.config.option import ConfigError
@@ -53,7 +53,6 @@ def _is_on_the_hub(path: str) -> bool:
 
 AQN_SOLVER = tuple(key for key, _, _ in leaves(AqnSolverConfig(), "aqn.solver."))
 AQN_ADAPTIVE = tuple(key for key, _, _ in leaves(AqnAdaptiveConfig(), "aqn.adaptive."))
-OF_VLLM_HERE = ("rollout.vllm.lora", "rollout.vllm.sleep")  # that a server has no use for
 ACTS_WITH = (
     *(
         ActsWith((f"format.{f.name}",), "format.name", _is(name), f"format={name}", f"+experiment={name}")

@@ -35,11 +35,16 @@ def backend_fits(cfg: RunConfig) -> None:
             f"rollout.vllm.linear_backend={own.linear_backend} has no kernel for format.name={name}; allowed with it: "
             "nvfp4, mxfp4. Type rollout.vllm.linear_backend=vllm."
         )
-    if own.linear_backend == "tuned" and (own.lora != "dense" or engine == "vllm_server"):
+    if own.linear_backend in ("auto", "tuned") and engine == "vllm_server":
         raise ConfigError(
-            f"rollout.vllm.linear_backend=tuned with rollout.vllm.lora={own.lora}, rollout.engine={engine} is not "
-            "allowed; allowed: dense, vllm. Type rollout.vllm.linear_backend=humming, or rollout=vllm "
-            "rollout.vllm.lora=dense."
+            f"rollout.vllm.linear_backend={own.linear_backend} times kernels in the trainer's process, where no server "
+            "is; allowed with rollout=vllm_server: vllm, marlin, humming. Type rollout.vllm.linear_backend=humming or "
+            "rollout=vllm."
+        )
+    if own.linear_backend == "tuned" and own.lora != "dense":
+        raise ConfigError(
+            f"rollout.vllm.linear_backend=tuned with rollout.vllm.lora={own.lora} is not allowed; allowed: dense. Type "
+            "rollout.vllm.linear_backend=humming, or rollout.vllm.lora=dense."
         )
 
 

@@ -304,3 +304,8 @@ def _attention_fits_device(cfg: RunConfig) -> None:
             f"model.attention=flash_attention_2 computes in bfloat16 on a GPU, and {given} was given. "
             f"Type model.attention=sdpa, or leave {given} out."
         )
+    if cfg.model.attention != "sdpa" and cfg.optim.packing == "on":
+        raise ConfigError(
+            f"optim.packing=on trains by an attention of its own, and model.attention={cfg.model.attention} was given; "
+            "allowed with it: sdpa. Type model.attention=sdpa, or optim.packing=off."
+        )

@@ -244,7 +244,8 @@ class OptimConfig:
     max_grad_norm: float = option(1.0, "gradient clipping norm; a huge one never clips", at_least=1e-6, at_most=1e12)
     micro_batch_size: int = option(8, "completions per forward and backward pass", at_least=1, at_most=65_536)
     packing: str = option(
-        "auto", "train without padding; auto does on a GPU, unless the model's attention has windows or a cap",
+        "auto", "train without padding, by an attention of its own; auto does on a GPU with model.attention=sdpa, "
+        "unless the model's has windows, a cap or dropout",
         choices=("auto", "on", "off"),
     )  # fmt: skip
 

@@ -2,11 +2,12 @@
 
 import re
 import resource
+from collections.abc import Mapping
 
 import torch
 
 from qerl_lab.config.message import first_line
-from qerl_lab.config.schema import RunConfig
+from qerl_lab.config.schema import DENSE_FORMAT, RunConfig
 from qerl_lab.config.units import GIB
 from qerl_lab.model.linear import weight_bytes
 from qerl_lab.model.policy import Policy
@@ -42,10 +43,32 @@ def owners(policy: Policy, held_by_engine: dict[str, int]) -> dict[str, int]:
     return found
 
 
+def no_room(cfg: RunConfig, device: torch.device, error: Exception) -> str:
+    """The message for a model that does not fit while it is loaded."""
+    free, total = torch.cuda.mem_get_info(device)
+    own = torch.cuda.memory_reserved(device)
+    shares = {"this run": own, OTHERS: max(0, total - free - own), "free": free}
+    remedies = ["CUDA_VISIBLE_DEVICES=N in front of the command, for another GPU", "a smaller jobs_per_gpu"]
+    remedies += ["format=nvfp4"] if cfg.format.name == DENSE_FORMAT else []
+    return (
+        f"model.path={cfg.model.path} in {cfg.format.name} does not fit on {device} ({_asked(error)}). In GiB: "
+        f"{_listed(shares)}. Type one of: {'; '.join(remedies)}; a smaller model.path."
+    )
+
+
+def _listed(shares: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {size / GIB:.2f}" for name, size in shares.items())
+
+
+def _asked(error: Exception) -> str:
+    """What torch says of the tensor that had no room. Then it lists every process."""
+    return re.sub(r"(Tried to allocate [\d.]+ \w+\.).*", r"\1", first_line(error))
+
+
 def too_little(cfg: RunConfig, policy: Policy, held_by_engine: dict[str, int], error: Exception) -> str:
     """The message for a run that is out of memory: who has how much, and which keys lower it."""
     found = owners(policy, held_by_engine)
-    shares = ", ".join(f"{name} {size / GIB:.2f}" for name, size in found.items())
+    shares = _listed(found)
     if asleep := held_by_engine.get(ASLEEP, 0):
         shares += f" (vLLM's key-value cache, {asleep / GIB:.2f}, sleeps and holds none)"
     remedies = ["a smaller jobs_per_gpu"] if found.get(OTHERS, 0) > MUCH else []
@@ -56,7 +79,6 @@ def too_little(cfg: RunConfig, policy: Policy, held_by_engine: dict[str, int], e
         if not (cfg.rollout.vllm.sleep or cfg.rollout.vllm.share_base):
             remedies.append("rollout.vllm.sleep=true")
         remedies += ["rollout.vllm.kv_cache_gib lower than the cache above", "rollout.vllm.kv_cache_dtype=fp8"]
-    elif cfg.rollout.engine != "vllm":
+    elif cfg.rollout.engine == "transformers":
         remedies.append(f"rollout.batch_size lower than {cfg.rollout.batch_size}")
-    said = re.sub(r"(Tried to allocate [\d.]+ \w+\.).*", r"\1", first_line(error))  # then torch lists every process
-    return f"{said} In GiB: {shares}. Type one of: {'; '.join(remedies)}."
+    return f"{_asked(error)} In GiB: {shares}. Type one of: {'; '.join(remedies)}."

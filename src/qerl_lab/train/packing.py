@@ -63,24 +63,31 @@ def attention(model: PreTrainedModel) -> Iterator[None]:
 
 
 def is_wanted(cfg: RunConfig, model: PreTrainedModel) -> bool:
-    """Whether the run trains without padding. Raises ConfigError where optim.packing=on cannot be."""
-    if cfg.optim.packing == "on" and not can_pack(model):
+    """Whether the run trains without padding. Raises ConfigError where optim.packing=on cannot be.
+
+    By itself a run packs where the attention of `model.attention` is the one that packing puts in its place, on a GPU.
+    """
+    why = cannot_pack(model)
+    if cfg.optim.packing == "on" and why:
         raise ConfigError(
-            f"optim.packing=on is not possible for {cfg.model.path}: its attention has windows or a cap; allowed: "
-            "models whose layers attend to all that comes before. Type optim.packing=off."
+            f"optim.packing=on is not possible for {cfg.model.path}: {why}; allowed: models whose layers attend to all "
+            "that comes before, without dropout. Type optim.packing=off."
         )
-    return cfg.optim.packing == "on" or (
-        cfg.optim.packing == "auto" and model.device.type == "cuda" and can_pack(model)
-    )
+    by_itself = cfg.model.attention == "sdpa" and model.device.type == "cuda" and not why
+    return cfg.optim.packing == "on" or (cfg.optim.packing == "auto" and by_itself)
 
 
-def can_pack(model: PreTrainedModel) -> bool:
-    """Whether every layer attends to all that comes before, without a cap on the scores."""
+def cannot_pack(model: PreTrainedModel) -> str:
+    """What of a model's attention packed sequences have not; empty where they have all of it."""
     config = model.config.get_text_config()
     everywhere = "full_attention" if getattr(config, "sliding_window", None) is None else "sliding_attention"
-    kinds = set(getattr(config, "layer_types", None) or [everywhere])
-    capped = getattr(config, "attn_logit_softcapping", None)
-    return kinds == {"full_attention"} and not capped and model._can_set_attn_implementation()
+    if set(getattr(config, "layer_types", None) or [everywhere]) != {"full_attention"}:
+        return "its attention has windows, or another kind of layer stands in its place"
+    if getattr(config, "attn_logit_softcapping", None):
+        return "its attention has a cap"
+    if dropout := getattr(config, "attention_dropout", 0):
+        return f"its attention has a dropout of {dropout}"
+    return "" if model._can_set_attn_implementation() else "its attention is its own code"
 
 
 def attend(

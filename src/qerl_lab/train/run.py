@@ -12,6 +12,7 @@ import torch
 
 from qerl_lab import aqn, formats, preflight, tasks, terminal
 from qerl_lab.config.arm import of_run
+from qerl_lab.config.option import ConfigError
 from qerl_lab.config.paths import adapter_folder
 from qerl_lab.config.schema import AqnConfig, RunConfig
 from qerl_lab.config.spelling import resume_word
@@ -117,7 +118,7 @@ def build(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> Session:
     cut = preflight.cut_questions(cfg, len(task.train), len(task.heldout))
     notes = [] if preflight.has_questions(cfg) else [*task.warnings, *cut]
     directory.refuse_other_device(device.type)
-    learner = policy.build(cfg, device)
+    learner = _loaded(cfg, device)
     if saved:
         saved.refuse_other_device(*computes_on(learner))
         notes += meaning(cfg) if saved.step in cfg.extended else []
@@ -126,6 +127,14 @@ def build(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> Session:
         notes.append(f"begins with the adapter of {cfg.lora.start_from} ({cfg.lora.start_hash})")
     data = select(cfg, learner, task)
     return Session(cfg, directory, stop, ranks, saved, learner, data, RunEngine(cfg, learner), notes)
+
+
+def _loaded(cfg: RunConfig, device: torch.device) -> policy.Policy:
+    """The policy. Raises ConfigError for a GPU that has no room for it."""
+    try:
+        return policy.build(cfg, device)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(memory.no_room(cfg, device, error)) from error
 
 
 def computes_on(learner: policy.Policy) -> tuple[str, str]:

@@ -94,6 +94,14 @@ def refused(line: str, capsys) -> str:
         ("rollout.importance_correction=off rollout.importance_clip_max=2", ["importance_clip_max=2"]),
         ("rollout.importance_correction=in_ratio rollout.importance_clip_max=2", ["importance_clip_max=2"]),
         ("algorithm.kl_estimator=k3", ["algorithm.beta=0.0", "type for example algorithm.beta=0.001"]),
+        (
+            "rollout=vllm_server format=nvfp4 rollout.vllm.fp4_linear=true",
+            ["fp4_linear=true", "type for example rollout=vllm"],
+        ),
+        (
+            "rollout=vllm_server format=nvfp4 rollout.vllm.dense_rows=64",
+            ["dense_rows=64", "type for example rollout=vllm"],
+        ),
         ("task.gsm8k.max_steps=2", ["does nothing in a run with task.name=arithmetic", "type for example task=gsm8k"]),
         ("algorithm=cispo algorithm.epsilon_low=0.2", ["algorithm.epsilon_low=0.2 does nothing"]),
         ("algorithm.entropy_coef=0.1 algorithm.entropy_coef_step=0.1", ["algorithm.entropy_target=null", "=0.2"]),

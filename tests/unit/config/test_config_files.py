@@ -237,6 +237,18 @@ def test_what_makes_another_arm_changes_its_hash(word: str):
     assert hash_of("+experiment=nvfp4_aqn", word) != hash_of("+experiment=nvfp4_aqn")
 
 
+def test_keys_of_vllm_in_this_process_make_no_arm_of_a_server():
+    words = ["+experiment=nvfp4", "scale=smollm2"]
+    served, here = [*words, "rollout=vllm_server"], [*words, "rollout=vllm"]
+    assert hash_of(*here, "rollout.vllm.dense_rows=64") != hash_of(*here)
+    cfg = make_plan(served, multirun=False).jobs[0].config
+    before = config_hash(cfg)
+    cfg.rollout.vllm.dense_rows, cfg.rollout.vllm.fp4_linear = 64, True
+    assert config_hash(cfg) == before
+    cfg.rollout.vllm.kv_cache_dtype = "fp8"
+    assert config_hash(cfg) != before
+
+
 def test_the_command_line_narrows_a_sweep():
     plan = make_plan(["+sweeps=weight_formats", "seed=7", "+experiment=nf4,bf16", "lora.rank=4"], multirun=False)
     assert [(job.config.experiment, job.config.seed, job.config.lora.rank) for job in plan.jobs] == [

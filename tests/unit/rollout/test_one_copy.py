@@ -54,7 +54,7 @@ def policy(cfg: Any, build_policy: Callable) -> Policy:
 
 def engine_of(policy: Policy, wrapped: bool = False) -> nn.Module:
     """What vLLM holds of the policy's base; `wrapped` as its LoRA for many adapters wraps layers."""
-    return model_of({name: layer.packed() for name, layer in one_copy.packed_layers(policy).items()}, wrapped)
+    return model_of({name: layer.packed() for name, layer in one_copy.layers_of(policy).items()}, wrapped)
 
 
 def model_of(layers: dict[str, dict[str, Tensor]], wrapped: bool = False) -> nn.Module:
@@ -105,11 +105,11 @@ def test_a_shared_layer_computes_with_the_same_bits_and_holds_no_weight_of_its_o
     after = gradients(policy)
     assert len(before) == len(after) > 20
     assert all(equal(a, b) for a, b in zip(before, after, strict=True))
-    for layer in one_copy.packed_layers(policy).values():
+    for layer in one_copy.layers_of(policy).values():
         held = layer.held()
         assert {held[key].untyped_storage().data_ptr() for key in (CODES, SCALE)} <= storages(engine)
         assert sum(tensor.nbytes for tensor in layer.buffers()) == layer.packed_bytes()
-    own = sum(layer.weight_global_scale.nbytes for layer in one_copy.packed_layers(policy).values())
+    own = sum(layer.weight_global_scale.nbytes for layer in one_copy.layers_of(policy).values())
     engines = sum(tensor.nbytes for tensor in engine.parameters() if tensor.ndim == 2)
     assert one_copy.shared_bytes(policy) - own == engines
 
@@ -155,7 +155,7 @@ def test_each_layer_is_turned_back_and_dequantized_once(
 def test_neither_a_move_to_where_it_is_nor_another_dtype_changes_the_engine_s_tensors(policy: Policy) -> None:
     engine = engine_of(policy)
     one_copy.share(policy, engine)
-    layer = next(iter(one_copy.packed_layers(policy).values()))
+    layer = next(iter(one_copy.layers_of(policy).values()))
     before = layer.held()
     policy.model.to("cpu", torch.bfloat16)
     assert layer.weight.untyped_storage().data_ptr() in storages(engine)
@@ -171,14 +171,14 @@ def test_an_engine_that_is_built_again_takes_the_place_of_the_last(policy: Polic
     alive = [tensor for tensor in old.parameters() if tensor.ndim == 2]
     pointers = {tensor.data_ptr() for tensor in alive}
     with one_copy.parked(policy):
-        assert not any(layer.form for layer in one_copy.packed_layers(policy).values())
+        assert not any(layer.form for layer in one_copy.layers_of(policy).values())
         assert all(equal(base_tensors(policy)[name], tensor) for name, tensor in before.items())
         new = engine_of(policy)
         one_copy.share(policy, new)
     assert not storages(new) & pointers
     del old, alive
     gc.collect()
-    buffers = [tensor for layer in one_copy.packed_layers(policy).values() for tensor in layer.buffers()]
+    buffers = [tensor for layer in one_copy.layers_of(policy).values() for tensor in layer.buffers()]
     own = {tensor.untyped_storage().data_ptr() for tensor in buffers if tensor.numel() > 1}
     assert own <= storages(new)
     assert all(equal(a, b) for a, b in zip(gradients(policy), expected, strict=True))
@@ -189,20 +189,20 @@ def test_a_policy_whose_engine_does_not_start_holds_its_own_weights(policy: Poli
     one_copy.share(policy, engine_of(policy))
     with pytest.raises(ConfigError, match="no memory"), one_copy.parked(policy):
         raise ConfigError("no memory")
-    assert not any(layer.form for layer in one_copy.packed_layers(policy).values())
+    assert not any(layer.form for layer in one_copy.layers_of(policy).values())
     assert all(equal(base_tensors(policy)[name], tensor) for name, tensor in before.items())
 
 
 def test_a_layer_whose_scales_marlin_drops_keeps_its_own(policy: Policy) -> None:
     """The others, parts of the same fused layer too, are shared."""
     name = "model.layers.1.self_attn.k_proj"
-    layer = one_copy.packed_layers(policy)[name]
+    layer = one_copy.layers_of(policy)[name]
     layer.weight_scale.view(torch.uint8)[3, 5] = 7  # 7/512, the largest subnormal number
     layer.hold(layer.packed())
     before = gradients(policy)
     with one_copy.parked(policy):
         assert one_copy.share(policy, engine_of(policy)) == [name]
-    shared = [one for one, layer in one_copy.packed_layers(policy).items() if layer.form is not None]
+    shared = [one for one, layer in one_copy.layers_of(policy).items() if layer.form is not None]
     assert len(shared) == 13
     assert name not in shared
     assert all(equal(a, b) for a, b in zip(gradients(policy), before, strict=True))
@@ -210,7 +210,7 @@ def test_a_layer_whose_scales_marlin_drops_keeps_its_own(policy: Policy) -> None
 
 def test_back_to_the_gpu_go_those_that_are_not_shared(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
     """The meta device stands for the GPU."""
-    layers = one_copy.packed_layers(policy)
+    layers = one_copy.layers_of(policy)
     layers["model.layers.1.self_attn.k_proj"].weight_scale.view(torch.uint8)[3, 5] = 7
     monkeypatch.setattr(type(policy), "device", torch.device("meta"))
     with one_copy.parked(policy):
@@ -252,15 +252,15 @@ def other_divisors(layers: dict[str, PackedLinear], engine: nn.Module) -> None:
 )
 def test_what_cannot_be_shared_is_refused_and_nothing_is_changed(policy: Policy, change: Callable, said: str) -> None:
     engine = engine_of(policy)
-    change(one_copy.packed_layers(policy), engine)
+    change(one_copy.layers_of(policy), engine)
     with pytest.raises(ConfigError, match=f"share_base=true .*{said}.*Type rollout.vllm.share_base=false"):
         one_copy.share(policy, engine)
-    assert not any(layer.form for layer in one_copy.packed_layers(policy).values())
+    assert not any(layer.form for layer in one_copy.layers_of(policy).values())
 
 
 def test_parts_that_begin_inside_of_a_tile_are_refused(policy: Policy) -> None:
     """A fused layer can fill whole tiles though its parts do not."""
-    engine, layers = engine_of(policy), one_copy.packed_layers(policy)
+    engine, layers = engine_of(policy), one_copy.layers_of(policy)
     q, k = layers["model.layers.0.self_attn.q_proj"], layers["model.layers.0.self_attn.k_proj"]
     q.out_features, k.out_features = q.out_features - 32, k.out_features + 32
     with pytest.raises(ConfigError, match=r"multiples of 64 rows .*q_proj is \[96, 96, 64\] x 128"):
@@ -278,7 +278,7 @@ class Llm:
     policy: ClassVar[Policy | None] = None
 
     def __init__(self, model: str, **arguments: Any) -> None:
-        layers = one_copy.packed_layers(self.policy).values()
+        layers = one_copy.layers_of(self.policy).values()
         self.seen.append({"shared" if layer.form else layer.weight.device.type for layer in layers})
         if self.wrong is not None:
             raise self.wrong
@@ -342,16 +342,16 @@ def test_the_engine_shares_its_base_and_one_that_is_built_again_too(
     expected = gradients(policy)
     alone = engine_module.VllmEngine(policy, cfg).held()["vLLM's weights"]
     assert Llm.seen.pop() == {"cpu"}
-    assert not any(layer.form for layer in one_copy.packed_layers(policy).values())
+    assert not any(layer.form for layer in one_copy.layers_of(policy).values())
     cfg.rollout.vllm.share_base = True
     engine = engine_module.VllmEngine(policy, cfg)
-    assert all(layer.form for layer in one_copy.packed_layers(policy).values())
+    assert all(layer.form for layer in one_copy.layers_of(policy).values())
     size = one_copy.shared_bytes(policy)
     assert alone - engine.held()["vLLM's weights"] == size > 0
     engine.close()
     again = engine_module.VllmEngine(policy, cfg)
     assert Llm.seen == [{"cpu"}, {"cpu"}]  # the last engine's were let go before
-    held = {layer.weight.untyped_storage().data_ptr() for layer in one_copy.packed_layers(policy).values()}
+    held = {layer.weight.untyped_storage().data_ptr() for layer in one_copy.layers_of(policy).values()}
     assert held <= storages(again.llm.apply_model(lambda model: model)[0])
     assert all(equal(a, b) for a, b in zip(gradients(policy), expected, strict=True))
 
@@ -365,7 +365,7 @@ def test_an_engine_that_does_not_start_leaves_the_policy_its_weights(
     monkeypatch.setattr(Llm, "wrong", ValueError("no memory"))
     with pytest.raises(ConfigError, match="no memory"):
         engine_module.VllmEngine(policy, cfg)
-    assert not any(layer.form for layer in one_copy.packed_layers(policy).values())
+    assert not any(layer.form for layer in one_copy.layers_of(policy).values())
     assert all(equal(base_tensors(policy)[name], tensor) for name, tensor in before.items())
 
 
@@ -374,6 +374,6 @@ def test_the_engine_names_the_layers_that_are_not_shared(
 ) -> None:
     cfg.rollout.vllm.share_base = True
     name = "model.layers.1.self_attn.k_proj"
-    one_copy.packed_layers(policy)[name].weight_scale.view(torch.uint8)[3, 5] = 7
+    one_copy.layers_of(policy)[name].weight_scale.view(torch.uint8)[3, 5] = 7
     engine_module.VllmEngine(policy, cfg)
     assert f"packed layers that keep weights of their own: 1, the first {name}. Marlin" in capsys.readouterr().out

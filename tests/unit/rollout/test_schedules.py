@@ -36,7 +36,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict]:
 
 
 def test_each_shape_and_number_of_rows_is_timed_once(asked: list[dict], capsys: pytest.CaptureFixture) -> None:
-    found = schedules.fastest(FormatConfig(name="nvfp4"), SHAPES, [8, 16])
+    found = schedules.tuned_for(FormatConfig(name="nvfp4"), SHAPES, [8, 16])
     assert set(found.schedules) == {"128x128", "256x64"}
     assert found.schedules["256x64"] == [
         (0, 8, {"of": "[[[256], 64], 8]"}), (8, 16, {"of": "[[[256], 64], 16]"}),
@@ -46,24 +46,24 @@ def test_each_shape_and_number_of_rows_is_timed_once(asked: list[dict], capsys: 
         "256x64, rows: microseconds with an adapter by Humming's own choice, fastest: 8: 2.0 1.0, 16: 2.0 1.0; 8 by "
         "fp4_linear: 1.5" in capsys.readouterr().out
     )
-    schedules.fastest(FormatConfig(name="nvfp4"), SHAPES[::-1], [16, 32])
+    schedules.tuned_for(FormatConfig(name="nvfp4"), SHAPES[::-1], [16, 32])
     assert [len(one["places"]) for one in asked] == [4, 2], "8 and 16 rows are known, 32 are not"
-    schedules.fastest(FormatConfig(name="nvfp4"), SHAPES, [8, 16, 32])
-    schedules.fastest(FormatConfig(name="mxfp4"), SHAPES, [8])
+    schedules.tuned_for(FormatConfig(name="nvfp4"), SHAPES, [8, 16, 32])
+    schedules.tuned_for(FormatConfig(name="mxfp4"), SHAPES, [8])
     assert [len(one["places"]) for one in asked] == [4, 2, 2]
 
 
 def test_few_rows_go_apart_where_that_is_faster_than_fp4_linear(asked: list[dict]) -> None:
     """By the fewest rows that are timed; `fp4_linear` takes none of more."""
-    assert schedules.fastest(FormatConfig(name="nvfp4"), SHAPES, [8, 16]).apart == ["256x64"]
+    assert schedules.tuned_for(FormatConfig(name="nvfp4"), SHAPES, [8, 16]).apart == ["256x64"]
     assert not schedules.is_apart({"us": [2.0, 1.0], "in_one": None})
     assert not schedules.is_apart({"us": [2.0, 1.0], "in_one": 1.0})
 
 
 def test_another_humming_is_timed_anew(asked: list[dict], monkeypatch: pytest.MonkeyPatch) -> None:
-    schedules.fastest(FormatConfig(name="nvfp4"), SHAPES, [8])
+    schedules.tuned_for(FormatConfig(name="nvfp4"), SHAPES, [8])
     monkeypatch.setattr(schedules, "version", lambda package: "0.1.20")
-    schedules.fastest(FormatConfig(name="nvfp4"), SHAPES, [8])
+    schedules.tuned_for(FormatConfig(name="nvfp4"), SHAPES, [8])
     assert len(asked) == 2
 
 
@@ -93,7 +93,7 @@ def test_only_tuned_is_timed(asked: list[dict], tiny, build_policy) -> None:
 def test_rows_double_up_to_a_full_batch(tiny, keys: dict, rows: list[int]) -> None:
     given = {"rollout__prompts_per_step": 25, "rollout__group_size": 4, "rollout__batch_size": 1024,
              "optim__micro_batch_size": 4, "format__name": "nvfp4"} | keys  # fmt: skip
-    assert schedules.rows_of(tiny(**given)) == rows
+    assert schedules.doubling_rows(tiny(**given)) == rows
 
 
 def test_every_row_has_one_schedule() -> None:

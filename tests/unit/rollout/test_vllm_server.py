@@ -87,6 +87,8 @@ def test_as_many_groups_are_under_way_as_the_batch_holds(fake: FakeVllm, config,
     fake.hold_seconds = 0.1
     engine.generate([[3]] * 7, 4, SAMPLING)
     assert fake.most_at_once == 3
+    engine.generate([[3]] * 7, 2, SAMPLING)  # an evaluation's, of fewer samples
+    assert fake.most_at_once == 6
     engine.close()
 
 
@@ -315,6 +317,8 @@ MXFP4 = BY_NAME["mxfp4"].quantization_config(["lm_head"], torch.float32)
         (described(quantization="fp8"), ["serves the base in fp8", "format.name=bf16"]),
         (described(logprobs_mode="raw_logprobs"), ["raw_logprobs", "processed_logprobs"]),
         (described(generation_config="auto"), ["takes its sampling from auto"]),
+        (described(kv_cache_dtype="fp8"), ["key-value cache of the kind fp8", "this run: auto"]),
+        (described(linear_backend="marlin"), ["4-bit products by the kernels of marlin", "this run: auto"]),
         (described(loras=2), ["adapters at once: 2"]),
         (described(lora_rank=2), ["adapters of rank 2", "lora.rank=4"]),
         (noisy, ["another weight of model.layers.0.input_layernorm"]),

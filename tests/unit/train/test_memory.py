@@ -1,13 +1,18 @@
 """A run that is out of memory says who holds it, and what to type."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
+from qerl_lab.config.option import ConfigError
 from qerl_lab.config.units import GIB
 from qerl_lab.model.linear import weight_bytes
+from qerl_lab.record.directory import RunDirectory
 from qerl_lab.rollout.engine import ASLEEP
 from qerl_lab.train import run
 from qerl_lab.train.memory import owners, too_little
+from qerl_lab.train.stop import Stop
 
 
 def test_every_byte_of_the_policy_has_an_owner(tiny, build_policy) -> None:
@@ -88,3 +93,27 @@ def test_a_run_out_of_memory_ends_with_the_message(monkeypatch, tiny, build_poli
 
     with pytest.raises(torch.OutOfMemoryError, match=r"Tried to allocate 2 GiB\. In GiB: .*vLLM's weights 1\.00"):
         run.learn(Session(), None)
+
+
+def test_a_server_s_batch_is_not_on_the_trainer_s_gpu(tiny, build_policy) -> None:
+    cfg = tiny(rollout__engine="vllm_server")
+    said = too_little(cfg, build_policy(tiny()), {}, Exception("No memory."))
+    assert said.endswith("Type one of: optim.micro_batch_size lower than 4; model.gradient_checkpointing=true.")
+
+
+def test_a_model_that_does_not_fit_while_it_is_loaded_says_who_has_the_gpu(tiny, tmp_path: Path, monkeypatch) -> None:
+    def build(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 36.00 MiB. GPU 0 has a total")
+
+    monkeypatch.setattr(run.policy, "build", build)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (2 * GIB, 80 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 30 * GIB)
+    for weight_format, remedy in (
+        ("bf16", "; format=nvfp4; "),
+        ("nvfp4", "jobs_per_gpu; a smaller model.path."),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            run.build(tiny(format__name=weight_format), RunDirectory(tmp_path), Stop())
+        assert "does not fit on cpu (CUDA out of memory. Tried to allocate 36.00 MiB.)" in str(caught.value)
+        assert "In GiB: this run 30.00, others 48.00, free 2.00." in str(caught.value)
+        assert remedy in str(caught.value)

@@ -1,6 +1,7 @@
 """Without padding a micro-batch has the same log-probs, entropies and gradients."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -136,12 +137,27 @@ def test_a_cpu_packs_when_it_is_asked_to(asked: str, done: bool, tiny) -> None:
 def test_a_model_with_sliding_windows_is_not_packed(tiny) -> None:
     shape = {"vocab_size": 32, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1,
              "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
-    assert packing.can_pack(tiny_model())
-    assert packing.can_pack(qwen3())
+    assert not packing.cannot_pack(tiny_model())
+    assert not packing.cannot_pack(qwen3())
     sliding = MistralForCausalLM(MistralConfig(**shape, sliding_window=8))
-    assert not packing.can_pack(sliding)
+    assert "windows" in packing.cannot_pack(sliding)
     with pytest.raises(ConfigError, match=r"optim\.packing=on is not possible for pocket.*Type optim"):
         packing.is_wanted(tiny(optim__packing="on"), sliding)
+
+
+def test_a_model_with_dropout_in_its_attention_is_not_packed(tiny) -> None:
+    """Found when the run begins: the attention itself would refuse in the first step."""
+    model = tiny_model()
+    model.config.attention_dropout = 0.1
+    with pytest.raises(ConfigError, match=r"a dropout of 0\.1.*Type optim\.packing=off"):
+        packing.is_wanted(tiny(optim__packing="on"), model)
+
+
+@pytest.mark.parametrize(("chosen", "packs"), [("sdpa", True), ("eager", False)])
+def test_a_gpu_packs_by_itself_where_it_keeps_the_attention(chosen: str, packs: bool, tiny) -> None:
+    on_gpu = SimpleNamespace(device=torch.device("cuda"), config=tiny_model().config)
+    on_gpu._can_set_attn_implementation = lambda: True
+    assert packing.is_wanted(tiny(model__attention=chosen), on_gpu) is packs
 
 
 @pytest.mark.parametrize(

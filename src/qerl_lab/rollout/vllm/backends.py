@@ -57,7 +57,7 @@ def chosen(cfg: RunConfig, model: nn.Module) -> str:
     if humming_races():
         print(f"linear_backend=marlin: {RACES}; nothing is timed")
         return "marlin"
-    shapes, rows = shapes_of(model), rows_of(cfg)
+    shapes, rows = shapes_of(model), rows_while_emptying(cfg)
     kernels = [version(package) for package in ("vllm", "humming-kernels")]
     about = [torch.cuda.get_device_name(), *kernels, cfg.format.name, sorted(shapes.items()), rows]
     with remembered("linear_backend.json") as known:
@@ -99,7 +99,7 @@ def shapes_of(model: nn.Module) -> Counter[Shape]:
     return Counter((tuple(layer.out_features for layer in group), group[0].in_features) for group in groups)
 
 
-def rows_of(cfg: RunConfig) -> list[int]:
+def rows_while_emptying(cfg: RunConfig) -> list[int]:
     """Rows of decoding: a full batch, and what is left of it when half and three quarters of the completions ended."""
     full = min(cfg.rollout.batch_size, cfg.completions_per_gpu)
     return sorted({full, -(-full // 2), -(-full // 4)}, reverse=True)

@@ -41,7 +41,7 @@ def folder_of(policy: Policy, cfg: RunConfig) -> Iterator[Path]:
         config["quantization_config"] = formats.build(cfg.format).quantization_config(cfg.format.ignore, dtype)
     text = json.dumps(config)
     name = f"qerl-lab-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
-    with named_folder(name, place_for(size_of(tensors))) as folder:
+    with named_folder(name, place_for(size_of(tensors) * cfg.gpus)) as folder:  # every rank writes its own, now
         save_torch_state_dict(tensors, folder)
         policy.tokenizer.save_pretrained(folder)  # vLLM wants one, and is sent token ids
         (folder / "config.json").write_text(text)

@@ -265,9 +265,11 @@ def start(cfg: RunConfig, folder: Path, policy: Policy, of_adapter: dict[str, An
     config, dtype = read_json(folder / "config.json"), policy.model.dtype
     per_token = bytes_per_token(config, 1 if own.kv_cache_dtype == "fp8" else dtype.itemsize)
     weights = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    packed = packed_layers(policy.model.get_base_model()).values()
     if own.dense_rows:
-        packed = packed_layers(policy.model.get_base_model()).values()
         weights += sum(layer.out_features * layer.in_features for layer in packed) * dtype.itemsize
+    if own.fp4_linear:  # at most: with tuned schedules some layers keep no copy
+        weights += sum(layer.packed_bytes() for layer in packed)
     arguments: dict[str, Any] = {
         "dtype": str(dtype).removeprefix("torch."),
         "max_model_len": rollout.max_prompt_tokens + rollout.max_completion_tokens,

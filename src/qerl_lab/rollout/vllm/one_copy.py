@@ -26,7 +26,7 @@ KERNEL = "MarlinNvFp4LinearKernel"
 Layers = dict[str, PackedLinear]
 
 
-def packed_layers(policy: Policy) -> Layers:
+def layers_of(policy: Policy) -> Layers:
     """The packed layers by the names that a checkpoint has."""
     return linear.packed_layers(policy.model.get_base_model())
 
@@ -34,7 +34,7 @@ def packed_layers(policy: Policy) -> Layers:
 @contextmanager
 def parked(policy: Policy) -> Iterator[None]:
     """Move the packed weights to the host's memory for a while. Back go those that are not shared by then."""
-    layers, device = packed_layers(policy).values(), policy.device
+    layers, device = layers_of(policy).values(), policy.device
     for layer in layers:
         layer.hold({name: tensor.cpu() for name, tensor in layer.packed().items()})
     try:
@@ -50,7 +50,7 @@ def share(policy: Policy, model: nn.Module) -> list[str]:
 
     Raises ConfigError, before it changes a layer, where a weight is not there in Marlin's form.
     """
-    layers = packed_layers(policy)
+    layers = layers_of(policy)
     pairs = list(_pairs(layers, model))
     found = {name for _, parts in pairs for name in parts}
     if missing := [name for name in layers if name not in found]:
@@ -62,7 +62,7 @@ def share(policy: Policy, model: nn.Module) -> list[str]:
 
 def shared_bytes(policy: Policy) -> int:
     """Bytes of vLLM's that the policy holds too."""
-    return sum(layer.packed_bytes() for layer in packed_layers(policy).values() if layer.form is not None)
+    return sum(layer.packed_bytes() for layer in layers_of(policy).values() if layer.form is not None)
 
 
 def refused(why: str) -> ConfigError:

@@ -52,13 +52,13 @@ def tuned(cfg: RunConfig, model: nn.Module) -> Tuned:
 
     Nothing either where `dense_rows` takes all rows. Raises ConfigError where it cannot be timed.
     """
-    rows = rows_of(cfg)
+    rows = doubling_rows(cfg)
     if cfg.rollout.vllm.linear_backend != "tuned" or not rows:
         return Tuned()
-    return fastest(cfg.format, list(shapes_of(model)), rows)
+    return tuned_for(cfg.format, list(shapes_of(model)), rows)
 
 
-def fastest(weight_format: FormatConfig, shapes: Sequence[Shape], rows: Sequence[int]) -> Tuned:
+def tuned_for(weight_format: FormatConfig, shapes: Sequence[Shape], rows: Sequence[int]) -> Tuned:
     """What is fastest for layers of these shapes, timed at these numbers of rows where it is not known yet.
 
     Times are kept beside unpacked GGUF files, by GPU, version of Humming, format, shape and rows. Raises ConfigError
@@ -98,7 +98,7 @@ def is_apart(found: Mapping[str, Any]) -> bool:
     return found["in_one"] is not None and found["us"][1] < found["in_one"]
 
 
-def rows_of(cfg: RunConfig) -> list[int]:
+def doubling_rows(cfg: RunConfig) -> list[int]:
     """Rows of decoding, doubling up to a full batch; without those that `dense_rows` takes."""
     own, full = cfg.rollout.vllm, min(cfg.rollout.batch_size, cfg.completions_per_gpu, MOST_ROWS)
     rows = {full} | {FEWEST_ROWS << power for power in range(16) if FEWEST_ROWS << power < full}

@@ -19,12 +19,15 @@ class NormNoise:
     """Noise on the norms of a served model, and its one adapter read anew. Mixed into vLLM's worker class."""
 
     def qerl_describe(self) -> dict[str, Any]:
-        """What the policy must agree with: dtype, how the base is packed, log-probs, adapters."""
-        model, lora = self.vllm_config.model_config, self.vllm_config.lora_config  # type: ignore[attr-defined]
+        """What the policy and its run must agree with: dtype, how the base is packed, kernels, log-probs, adapters."""
+        own = self.vllm_config  # type: ignore[attr-defined]
+        model, lora = own.model_config, own.lora_config
         return {
             "dtype": str(model.dtype).removeprefix("torch."),
             "quantization": model.quantization,
             "quantization_config": getattr(model.hf_config, "quantization_config", None),
+            "kv_cache_dtype": str(own.cache_config.cache_dtype),
+            "linear_backend": str(own.kernel_config.linear_backend),
             "logprobs_mode": str(model.logprobs_mode),
             "generation_config": str(model.generation_config),
             "lora_rank": lora.max_lora_rank if lora else 0,

@@ -15,6 +15,7 @@ from qerl_lab.config.schema import DENSE_FORMAT, RunConfig
 from qerl_lab.model.policy import Policy
 from qerl_lab.rollout.engine import Engine, EngineFailed, Sampling
 from qerl_lab.rollout.vllm_server.client import API_KEY, Refused, Server
+from qerl_lab.rollout.vllm_server.serve_line import backend_of
 
 LINE = "Type python -m qerl_lab.serve_line and the words of this run for the command that starts it right."
 PROBE = "A train has 12 cars with 30 seats each. How many seats are there?"
@@ -44,6 +45,8 @@ def check_settings(server: Server, cfg: RunConfig, policy: Policy) -> None:
             ("computes in", told["dtype"], dtype),
             ("tells log-probs of the kind", told["logprobs_mode"], "processed_logprobs"),
             ("takes its sampling from", told["generation_config"], "vllm"),
+            ("has a key-value cache of the kind", told["kv_cache_dtype"], cfg.rollout.vllm.kv_cache_dtype),
+            ("computes 4-bit products by the kernels of", told["linear_backend"], backend_of(cfg)),
             ("adapters at once:", told["loras"], 1),
         ):
             if given != wanted:

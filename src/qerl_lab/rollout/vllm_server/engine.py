@@ -40,13 +40,12 @@ class VllmServerEngine:
 
     def __init__(self, policy: Policy, cfg: RunConfig) -> None:
         self.policy, self.cfg, own = policy, cfg, cfg.rollout.vllm_server
-        self._at_once = max(1, cfg.rollout.batch_size // cfg.rollout.group_size)  # groups
         self._open = ExitStack()
-        self._server = Server(own.url, own.patience_seconds, self._at_once)
+        self._server = Server(own.url, own.patience_seconds, cfg.rollout.batch_size)
         self._open.callback(self._server.close)
         self._name = f"{PROCESS}-{secrets.token_hex(4)}"  # of this engine alone
         try:
-            self._folder = self._open.enter_context(adapter_folder(policy, own.adapter_dir))
+            self._folder = self._open.enter_context(shared_folder(policy, own.adapter_dir))
             write_settings(policy.model, self._folder)
             agreement.check_settings(self._server, cfg, policy)
             self._take_over()
@@ -146,7 +145,7 @@ class VllmServerEngine:
         asked = zip(prompt_ids_P, seeds, strict=True)
         bodies = [self._request(ids, group_size, sampling, seed) for ids, seed in asked]
         groups: dict[int, list[Completion]] = {}
-        pool = ThreadPoolExecutor(self._at_once)
+        pool = ThreadPoolExecutor(max(1, self.cfg.rollout.batch_size // group_size))  # a thread waits for a group
         try:
             jobs = {pool.submit(self._complete, body, deadline): index for index, body in enumerate(bodies)}
             for job in as_completed(jobs):
@@ -238,7 +237,7 @@ def completions(answer: Any, asked: dict[str, Any], name: str) -> list[Completio
 
 
 @contextmanager
-def adapter_folder(policy: Policy, shared: str | None) -> Iterator[Path]:
+def shared_folder(policy: Policy, shared: str | None) -> Iterator[Path]:
     """Yield a folder for the adapter's files that is removed after: in `shared`, else in this machine's memory."""
     if shared is None:
         with scratch_folder(adapter_bytes(policy.model)) as folder:

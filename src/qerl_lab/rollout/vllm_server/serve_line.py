@@ -68,6 +68,12 @@ def unusual(cfg: RunConfig) -> dict[str, str]:
     return {key: str(own[key]).lower() for key in asdict(formats.build(cfg.format)) if own[key] != usual[key]}
 
 
+def backend_of(cfg: RunConfig) -> str:
+    """The kernels of 4-bit products in vLLM's words: its own choice is auto there."""
+    own = cfg.rollout.vllm.linear_backend
+    return "auto" if own == "vllm" else own
+
+
 def flags(cfg: RunConfig, dtype: torch.dtype) -> list[str]:
     """What follows the model in `vllm serve`."""
     rollout, own = cfg.rollout, cfg.rollout.vllm
@@ -81,7 +87,7 @@ def flags(cfg: RunConfig, dtype: torch.dtype) -> list[str]:
         "--logprobs-mode": "processed_logprobs",  # at the temperature of sampling
         "--generation-config": "vllm",  # not the model's own penalties and cuts
         "--kv-cache-dtype": own.kv_cache_dtype,
-        "--linear-backend": "auto" if own.linear_backend == "vllm" else own.linear_backend,  # vLLM's word for its own
+        "--linear-backend": backend_of(cfg),
         "--worker-extension-cls": EXTENSION,
     }  # fmt: skip
     if own.kv_cache_gib is not None:
