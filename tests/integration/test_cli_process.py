@@ -162,7 +162,7 @@ def test_resume_follows_a_directory_that_was_moved():
         ("seed=1 -m lora.rank=3 resume=run", "-m seed=1 lora.rank=3 cannot stand beside it"),
         ("resume=run dry_run=true", "dry_run=true cannot stand beside it"),
         ("resume=", "resume= names no directory"),
-        ("resume=nowhere", "has no resolved.yaml"),
+        ("resume=nowhere", "is no directory"),
         ("resume=empty", "holds no configuration"),
         ("resume=broken", "cannot be read"),
         ("resume=old", "Did you mean lora.rank?"),

@@ -152,6 +152,22 @@ def test_rerun_begins_every_job_anew() -> None:
     assert sessions() == [1, 1, 1, 1]
 
 
+@pytest.mark.parametrize("again", [["rerun=true"], ["steps=49"]], ids=["anew", "another grid"])
+def test_runs_of_the_same_number_and_seed_lie_side_by_side_in_one_directory(again: list[str]) -> None:
+    words = ["-m", "seed=0,3", "hydra.sweep.dir=sweep"]
+    assert main(words) == 0
+    assert main([*words, *again]) == 0
+    assert main([*words, *again]) == 0  # runs anew once more, or nothing
+    names = {path.parent.name for path in Path("sweep").glob("*/DONE")}
+    apart = {
+        f"{name}-{n}" for name in ("0-adhoc-seed0", "1-adhoc-seed3") for n in ((2, 3) if "rerun" in again[0] else (2,))
+    }
+    assert names == {"0-adhoc-seed0", "1-adhoc-seed3", *apart}
+    assert main(["resume=sweep"]) == 0
+    noted = json.loads(Path("sweep/sweep.json").read_bytes())["jobs"]
+    assert {job["run_dir"] for job in noted} == names
+
+
 def test_a_run_on_another_kind_of_device_is_another_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(["-m", "seed=0,3"]) == 0
     assert main(["-m", "seed=0,3", "device=cpu"]) == 0

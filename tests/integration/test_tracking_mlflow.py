@@ -51,6 +51,20 @@ def test_mlflow_receives_everything(run_dir: Path, db: str) -> None:
     assert stored == {"resolved.yaml", "metrics.jsonl", "curves.png"}
 
 
+def test_a_store_elsewhere_is_made_and_keeps_its_files_beside_it(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (typed_in := tmp_path / "typed_in").mkdir()
+    monkeypatch.chdir(typed_in)
+    store = f"sqlite:///{tmp_path}/not there yet/mine.db"
+    tracker = Tracker(config(run_dir, store), RunDirectory(run_dir))
+    log(tracker, range(1, 3))
+    tracker.finish("FINISHED", RunDirectory(run_dir).artifacts())
+    assert points(store, MirrorRecord(run_dir).values["run_id"]) == recorded(run_dir)
+    assert [*(tmp_path / "not there yet" / "mlruns").rglob("metrics.jsonl")]
+    assert not [*typed_in.iterdir()]
+
+
 def test_lines_reach_mlflow_while_the_run_goes_on(run_dir: Path, db: str) -> None:
     tracker = Tracker(config(run_dir, db), RunDirectory(run_dir))
     log(tracker, range(1, 3))

@@ -6,6 +6,7 @@ names.
 """
 
 import copy
+import itertools
 import json
 import os
 import re
@@ -50,6 +51,19 @@ def reuse(plan: Plan) -> Plan:
     if home is None:
         return replace(plan, jobs=jobs)
     return replace(plan, jobs=jobs, directory=home, directory_given=True)
+
+
+def apart(plan: Plan) -> Plan:
+    """The plan whose new jobs lie beside what its directory has under their names, of another grid or of `rerun`."""
+    if not (plan.multirun and plan.directory_given):
+        return plan
+    return replace(plan, jobs=[job if job.begun else replace(job, run_dir=_unused(job.run_dir)) for job in plan.jobs])
+
+
+def _unused(path: Path) -> Path:
+    """The path, or the first of NAME-2, NAME-3 ... that is not there or is an empty directory."""
+    names = itertools.chain([path], (path.with_name(f"{path.name}-{number}") for number in itertools.count(2)))
+    return next(name for name in names if not os.path.exists(name) or (name.is_dir() and not any(name.iterdir())))
 
 
 def _home(jobs: list[Job], sweeps: list[Path]) -> Path | None:

@@ -30,6 +30,7 @@ def extend(run: RunDirectory, steps: int) -> None:
     cfg = replace(was, steps=steps, extended=[*was.extended, was.steps])
     validate(cfg)
     run.check()
+    run.starting_point(was)  # of a record that lacks a step it says so: DONE is still there then
     preflight.check(cfg, run.path)
     with run.locked():
         run.extend(cfg)

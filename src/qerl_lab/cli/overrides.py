@@ -14,6 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 from qerl_lab.cli.grammar import unreadable
 from qerl_lab.config.files import choices_of, package_data
 from qerl_lab.config.keys import TEXT, check_key, check_type, schema, type_words, typed
+from qerl_lab.config.message import first_line
 from qerl_lab.config.option import ConfigError, did_you_mean
 from qerl_lab.config.spelling import as_text, quoted
 
@@ -113,6 +114,13 @@ def as_config_errors() -> Iterator[None]:
         yield
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         raise ConfigError(explain(error)) from None
+    except ValueError as error:
+        if "in defaults" not in str(error):
+            raise
+        raise ConfigError(
+            f"a defaults list of --config-dir cannot be read ({first_line(error)}): YAML takes off, on, yes and no for "
+            'truth values. Write them in quotes, for example override /aqn: "off".'
+        ) from None
 
 
 def explain(error: Exception) -> str:

@@ -69,7 +69,7 @@ def main(words: list[str]) -> int:
     if args.cfg or args.info:
         _show([*flags, *overrides])
         return OK
-    plan = _foresee(earlier.reuse(plan))
+    plan = _foresee(earlier.apart(earlier.reuse(plan)))
     _refuse_used(plan)
     if any(job.config.dry_run for job in plan.jobs):
         print(manual.dry_run_table(plan))

@@ -44,8 +44,8 @@ def validate(cfg: RunConfig) -> None:
     for name, f, value in leaves(cfg):
         check_bounds(name, f.metadata, value)
     for rule in (
-        _no_secrets, _names_given, _known_modules, _gpus_divide, _batch_divides, _buffer_fits, _clip_acts,
-        _kl_is_one, _bonus_fits, _aqn_acts, _aqn_decays,
+        _no_secrets, _store_is_an_address, _names_given, _known_modules, _gpus_divide, _batch_divides, _buffer_fits,
+        _clip_acts, _kl_is_one, _bonus_fits, _aqn_acts, _aqn_decays,
         _bounds_ordered, _something_rewarded, _adapters_on_linears, _ignore_readable,
         _interval_possible,
         _optimizer_fits_device, _cache_fits_device, _attention_fits_device, *engine_rules.RULES, _aqn_finds_sigma,
@@ -67,6 +67,15 @@ def _no_secrets(cfg: RunConfig) -> None:
                 f"{key}={shown} has a user, a password or a token in it, which every record of the run would keep; "
                 f"allowed: an address without. Type {remedy} in front of the command."
             )
+
+
+def _store_is_an_address(cfg: RunConfig) -> None:
+    uri = cfg.tracking.uri
+    if cfg.tracking.mlflow and uri and "://" not in uri and uri != "databricks":
+        raise ConfigError(
+            f"tracking.uri={uri} is no address of an MLflow store; allowed: sqlite:///FILE.db, https://HOST, and "
+            f"databricks. Type for example tracking.uri=sqlite:///{uri}.db."
+        )
 
 
 def _names_given(cfg: RunConfig) -> None:

@@ -57,6 +57,11 @@ class RunDirectory:
         """Raise ConfigError unless the directory is missing or empty: two runs never share one."""
         if os.path.exists(self.path) and not self.path.is_dir():  # Path's own raises for too long a name
             raise ConfigError(f"the run directory {self.path} is a file. Type run_dir=DIR with another name.")
+        if os.path.isfile(self.path / DONE):
+            raise ConfigError(
+                f"the run directory {self.path} has a finished run. Type run_dir=DIR for a new one, or "
+                f"{resume_word(self.path)} steps=N to extend it."
+            )
         if os.path.isdir(self.path) and any(self.path.iterdir()):
             raise ConfigError(
                 f"the run directory {self.path} is not empty. "

@@ -54,8 +54,9 @@ def read_settings(run_dir: Path) -> dict[str, str]:
 def _values(run_dir: Path) -> dict[str, Any]:
     path = run_dir / NAME
     if not os.path.isfile(path):  # also where the name is too long, which Path raises for
+        what = f"has no {NAME}, so it is no run directory" if os.path.isdir(run_dir) else "is no directory"
         raise ConfigError(
-            f"{run_dir} has no {NAME}, so it is no run directory. "
+            f"{run_dir} {what}. "
             "Type the directory that the run printed, for example runs/nvfp4_aqn/seed0/20260131-120000."
         )
     try:

@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import quote
 
 from qerl_lab.config.arm import config_hash, leaves
 from qerl_lab.config.option import ConfigError
@@ -122,7 +123,7 @@ class MlflowRun:
         logging.getLogger("mlflow").setLevel(os.environ["MLFLOW_LOGGING_LEVEL"].upper())  # trl may have imported it
         logging.getLogger("urllib3.connectionpool").addFilter(_is_not_ours)
         create_sqlite(uri)
-        self.client = MlflowClient(tracking_uri=uri)
+        self.client, self.uri = MlflowClient(tracking_uri=uri), uri
         self._cfg, self._directory, self._record = cfg, directory, record
         self.experiment_id = self._experiment(cfg.tracking.experiment)
         found = self._sort_out(self._candidates())
@@ -138,7 +139,7 @@ class MlflowRun:
         if found := self.client.get_experiment_by_name(name):
             return found.experiment_id
         try:
-            return self.client.create_experiment(name)
+            return self.client.create_experiment(name, artifact_location=artifacts_of(name, self.uri))
         except MlflowException:  # another run of the sweep was faster
             if found := self.client.get_experiment_by_name(name):
                 return found.experiment_id
@@ -227,6 +228,15 @@ def _lives_elsewhere(noted: Mapping[str, str], directory: RunDirectory) -> bool:
     return RunDirectory(where).mirror().values["key"] == noted["run_key"]
 
 
+def artifacts_of(experiment: str, uri: str) -> str | None:
+    """Where a new experiment's files go: beside a database that is a file, else where the store says (None).
+
+    MLflow's own choice is a folder in whatever directory the first command was typed in.
+    """
+    path = sqlite_file(uri)
+    return None if path is None else (path.absolute().parent / "mlruns" / quote(experiment, safe="")).as_uri()
+
+
 def create_sqlite(uri: str) -> None:
     """Create a missing database aside and link it into place: one killed while MLflow creates it never opens again."""
     path = sqlite_file(uri)
@@ -234,6 +244,7 @@ def create_sqlite(uri: str) -> None:
         return
     from mlflow import MlflowClient
 
+    path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         aside = path.with_name(f"{path.name}.{Path(folder).name}")
         MlflowClient(tracking_uri=f"sqlite:///{folder}/mlflow.db").search_experiments()

@@ -31,6 +31,8 @@ def tokenized(task: Task, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -
     for question in task.train:
         solution = tokenizer(question.payload["solution"], add_special_tokens=False)["input_ids"]
         found.append(Example(prompt_ids(tokenizer, task.messages(question)), [*solution, tokenizer.eos_token_id]))
+    if not found:
+        raise ConfigError(f"{task.name} has no worked solution. Type task_path=DIRECTORY with train.jsonl.")
     fitting = [example for example in found if example.length <= max_tokens]
     if not fitting:
         shortest = min((example.length for example in found), default=0)

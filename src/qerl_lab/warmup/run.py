@@ -134,7 +134,7 @@ def run(cfg: WarmupConfig) -> None:
     """
     started, device = time.monotonic(), policy.device_of(cfg.device)
     sum_in_one_order()
-    task = tasks.worked(cfg.task_config())
+    task = worked(cfg)
     for line in task.warnings:
         print(f"note: {line}", file=sys.stderr)
     folder = local_folder(cfg.model, cfg.revision, key="model")
@@ -154,6 +154,14 @@ def run(cfg: WarmupConfig) -> None:
     print(f"loss {warmup.losses[0]:.3f} -> {warmup.losses[-1]:.3f} nats a token, {time.monotonic() - started:.0f} s")
     print(f"model:       {terminal.near(cfg.folder)}  ({RECORD} says how it was made)")
     print(f"train on it: {terminal.python()} -m qerl_lab {shlex.join(training_words(cfg))}")
+
+
+def worked(cfg: WarmupConfig) -> Task:
+    """The task with its worked solutions. Raises ConfigError, which names the keys of this command."""
+    try:
+        return tasks.worked(cfg.task_config())
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("task.path=", "task_path=")) from error
 
 
 def sum_in_one_order() -> None:

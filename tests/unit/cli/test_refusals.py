@@ -196,6 +196,7 @@ def test_a_bad_command_line(line, parts, capsys, tmp_path):
         ("lora:\n  rank: ${nope}\n", ["lora.rank", "nope"]),
         ("aqn:\n  schedule: off\n", ["aqn.schedule=False", '"off" with its quotes']),
         ("defaults:\n  - override /format: nvfp9\n", ["format=nvfp9", "Did you mean nvfp4?"]),
+        ("defaults:\n  - override /aqn: off\n", ["a defaults list of --config-dir cannot be read", '"off"']),
         ("foo: 1\n", ["foo is not a known key"]),
     ],
 )

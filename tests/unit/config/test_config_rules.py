@@ -100,6 +100,7 @@ KL = {"aqn__schedule": "linear", "aqn__unit": "kl"}
         ({**TUNED, "rollout__engine": "vllm_server"}, "linear_backend=tuned times kernels", "or rollout=vllm."),
         ({"rollout__vllm__linear_backend": "auto", "rollout__engine": "vllm_server"}, "linear_backend=auto times",
          "vllm, marlin, humming. Type rollout.vllm.linear_backend=humming"),
+        ({"tracking__uri": "mine"}, "tracking.uri=mine is no address", "tracking.uri=sqlite:///mine.db."),
         ({"optim__packing": "on", "model__attention": "eager"}, "model.attention=eager", "Type model.attention=sdpa"),
         ({**TUNED, "format__name": "nf4"}, "linear_backend=tuned has no kernel", "linear_backend=vllm"),
         ({"format__name": "nf4", "rollout__vllm__linear_backend": "humming"}, "linear_backend=humming has no kernel",

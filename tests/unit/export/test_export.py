@@ -179,7 +179,7 @@ def test_an_adapter_names_the_base_that_it_belongs_to(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"run": "nowhere"}, "nowhere has no resolved.yaml"),
+        ({"run": "nowhere"}, "nowhere is no directory"),
         ({"merged": True, "base": True}, "Leave base out"),
         ({"dtype": "float32"}, "dtype=float32 is of dense weights"),
         ({"out": "RUN"}, "exists. Type another out"),

@@ -66,6 +66,11 @@ def test_two_runs_never_share_a_directory(run: RunDirectory, tmp_path: Path) -> 
     (tmp_path / "a b" / "x").touch()
     with pytest.raises(ConfigError, match=f"Type resume='{tmp_path}/a b' alone to continue"):
         RunDirectory(tmp_path / "a b").claim(RunConfig(), TYPED)
+    (tmp_path / "a b" / "DONE").touch()
+    with pytest.raises(
+        ConfigError, match=f"has a finished run. Type run_dir=DIR .* or resume='{tmp_path}/a b' steps=N"
+    ):
+        RunDirectory(tmp_path / "a b").claim(RunConfig(), TYPED)
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="is a file"):
         RunDirectory(tmp_path / "file").claim(RunConfig(), TYPED)
@@ -82,7 +87,7 @@ def test_no_secret_waits_in_the_queue(tmp_path: Path) -> None:
 def test_a_directory_with_too_long_a_name_is_one_sentence(tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigError, match=r"cannot be made: .*too long. Type another: run_dir=DIR"):
         RunDirectory(tmp_path / name).claim(RunConfig(), TYPED)
-    with pytest.raises(ConfigError, match=r"has no resolved\.yaml"):
+    with pytest.raises(ConfigError, match=r"is no directory"):
         RunDirectory(tmp_path / name).config()
 
 

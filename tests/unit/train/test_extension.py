@@ -34,6 +34,13 @@ def test_a_finished_run_goes_on_by_the_schedules_of_the_longer_one(
     for steps in (1, 2):
         with pytest.raises(ConfigError, match=r"the run has 2 already\. Type for example steps=4"):
             extend(directory, steps)
+    metrics = directory.path / "metrics.jsonl"
+    whole = metrics.read_text()
+    metrics.write_text("".join(line for line in whole.splitlines(True) if '"step": 1,' not in line))
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl lacks step 1, and no checkpoint is old enough"):
+        extend(directory, 4)
+    assert directory.status == "done"  # as it was
+    metrics.write_text(whole)
     extend(directory, 4)
     longer = directory.config()
     assert (longer.steps, longer.extended, directory.status) == (4, [2], "interrupted")

@@ -246,6 +246,16 @@ def test_a_packed_model_and_a_task_without_solutions_are_refused(cfg: WarmupConf
         run(replace(cfg, model=str(tmp_path / "packed")))
 
 
+def test_a_task_without_a_row_is_refused_by_this_command_s_words(cfg: WarmupConfig, tmp_path: Path) -> None:
+    for name in ("train", "test"):
+        (tmp_path / f"{name}.jsonl").touch()
+    with pytest.raises(ConfigError, match=r"gsm8k has no worked solution\. Type task_path=DIRECTORY"):
+        run(replace(cfg, task="gsm8k", task_path=str(tmp_path)))
+    (file := tmp_path / "one.jsonl").touch()
+    with pytest.raises(ConfigError, match=r"Type task_path=DIRECTORY with train\.jsonl and test\.jsonl"):
+        run(replace(cfg, task="gsm8k", task_path=str(file)))
+
+
 def test_the_line_that_trains_on_it_asks_with_the_instruction_that_was_taught(cfg: WarmupConfig) -> None:
     said = training_words(replace(cfg, instruction="Think, then answer (briefly)."))
     (job,) = make_plan([readable(spell(word)) for word in said if not word.startswith("model.path=")], False).jobs
