@@ -18,6 +18,7 @@ from qerl_lab.cli.train import main
 from qerl_lab.config.files import package_data
 from qerl_lab.config.option import ConfigError
 from qerl_lab.record.directory import RunDirectory
+from qerl_lab.terminal import python
 
 pytestmark = pytest.mark.integration
 CHILD = """
@@ -124,7 +125,7 @@ def test_what_a_stopped_sweep_did_not_begin_is_not_run_and_can_be_continued(
     assert main(["-m", "seed=0,1", "lora.rank=4", "hydra.sweep.dir=a sweep"]) == 130
     out = capfd.readouterr().out
     assert "2 jobs in a sweep: 1 interrupted, 1 not run" in out
-    assert "continue one with: python -m qerl_lab resume='a sweep/RUN_DIRECTORY'" in out
+    assert f"continue one with: {python()} -m qerl_lab resume='a sweep/RUN_DIRECTORY'" in out
     run = RunDirectory(Path("a sweep/1-adhoc-seed1"))
     assert run.status == "not run"
     assert main(["resume=a sweep/1-adhoc-seed1"]) == 0

@@ -128,7 +128,8 @@ class Live:
         left = sum(seen.left for seen in self._left.values())
         eta = interval(time.monotonic() - self._started, sum(seen.step - seen.first for seen in self._all), left)
         parts = [f"{self._ended['done']} of {self._count} done", *others, *([f"{running} running"] if running else [])]
-        return ", ".join([*parts, *([f"ETA {eta}"] if left and eta != "-" else [])])
+        goes_on = left and eta != "-" and not self._stop_file.exists()
+        return ", ".join([*parts, *([f"ETA {eta}"] if goes_on else [])])
 
     def _draw(self, table: list[str]) -> None:
         """Put lines in the place of those before; those that find no room are left out from the top."""
