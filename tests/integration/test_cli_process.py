@@ -210,8 +210,8 @@ def test_a_sweep_from_a_file_whose_jobs_all_finish_ends_with_0(capfd):
     assert main(["+sweeps=weight_formats", "seed=0", "experiment=nf4,mxfp4_aqn", "hydra.sweep.dir=here"]) == 0
     assert sorted(path.parent.name for path in Path("here").glob("*/DONE")) == ["0-nf4-seed0", "1-mxfp4_aqn-seed0"]
     assert "2 jobs in here: 2 done" in capfd.readouterr().out
-    assert main(["+sweeps=weight_formats", "seed=0", "experiment=nf4", "hydra.sweep.dir=here", "rerun=true"]) == 2
-    assert "not empty" in capfd.readouterr().err
+    assert main(["+sweeps=weight_formats", "seed=0", "experiment=nf4", "hydra.sweep.dir=here", "rerun=true"]) == 0
+    assert "0-nf4-seed0-2" in capfd.readouterr().out
 
 
 def test_hydra_s_own_flags_still_work(capfd):

@@ -399,4 +399,4 @@ def test_on_a_terminal_a_table_stands_where_the_last_one_stood(child: Path) -> N
     assert [text.count("\n") for text in drawn] == [int(lines) for lines in up]  # each where the last one stood
     after = shown.partition(f"{launch.STOPPING}\n")[2]
     assert re.match(r"(job  step|job 0: interrupted)", after)  # below the message, which stays
-    assert "job 0: interrupted, reward 0.50, seed=2 (0 of 2 done, 1 interrupted, ETA " in after
+    assert "job 0: interrupted, reward 0.50, seed=2 (0 of 2 done, 1 interrupted)" in after

@@ -187,10 +187,9 @@ def sweep_table(plan: Plan) -> str:
     counts = ", ".join(f"{found.count(word)} {word}" for word in dict.fromkeys(found))
     lines.append(f"{count(jobs)} in {near(plan.directory)}: {counts}")
     if any(run.is_claimed and run.status != "done" for run in runs):
-        lines.append(
-            f"continue one with: {python()} -m qerl_lab {resume_word(f'{near(plan.directory)}/RUN_DIRECTORY')}"
-        )
-        lines.append(f"all of them with the same line, or: {python()} -m qerl_lab {resume_word(near(plan.directory))}")
+        here, line = near(plan.directory), f"{python()} -m qerl_lab"
+        lines.append(f"continue one with: {line} {resume_word(f'{here}/RUN_DIRECTORY')}")
+        lines.append(f"all of them with the same line, or: {line} {resume_word(here)}")
     return "\n".join(lines)
 
 

@@ -83,6 +83,8 @@ def test_the_pace_is_that_of_this_command(tmp_path: Path, monkeypatch: pytest.Mo
     now[0] += 10
     shown.update()
     assert shown._summary() == "1 of 3 done, 1 running, ETA 00:50"
+    (tmp_path / "INTERRUPTED").touch()
+    assert shown._summary() == "1 of 3 done, 1 running"  # it does not go on
 
 
 def test_a_damaged_record_stops_no_sweep(tmp_path: Path) -> None:
