@@ -6,7 +6,6 @@ names.
 """
 
 import copy
-import itertools
 import json
 import os
 import re
@@ -29,7 +28,7 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.config.redact import redact
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.disk import lock, read_json, replace_file
-from qerl_lab.record.directory import RunDirectory, is_run
+from qerl_lab.record.directory import RunDirectory, is_run, numbered
 
 INDEX, MASTER = "sweep.json", "multirun.yaml"  # its jobs; what Hydra composed for it as a whole
 _ANEW = "Type the line that began the sweep: it takes the runs that are there, and makes the others."
@@ -61,8 +60,8 @@ def apart(plan: Plan) -> Plan:
 
 
 def _unused(path: Path) -> Path:
-    """The path, or the first of NAME-2, NAME-3 ... that is not there or is an empty directory."""
-    names = itertools.chain([path], (path.with_name(f"{path.name}-{number}") for number in itertools.count(2)))
+    """The first of `numbered` that is not there, or is an empty directory."""
+    names = numbered(path)
     return next(name for name in names if not os.path.exists(name) or (name.is_dir() and not any(name.iterdir())))
 
 

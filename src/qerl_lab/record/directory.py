@@ -9,12 +9,13 @@ console.txt                                       what a job printed that ran be
 DONE or FAILED                                    how it ended; neither after an interruption
 """
 
+import itertools
 import json
 import os
 import shutil
 import signal
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
@@ -320,15 +321,19 @@ def make(wanted: Path, exist_ok: bool = True) -> None:
 
 
 def reserve(wanted: Path) -> Path:
-    """Make a new directory by this name, or with -2, -3 ... after it where another process was first."""
-    candidate, attempt = wanted, 1
+    """Make a new directory by this name, or the next of `numbered` where another process was first."""
+    candidates = numbered(wanted)
     while True:
-        try:
+        candidate = next(candidates)
+        with suppress(FileExistsError):
             make(candidate, exist_ok=False)
             return candidate
-        except FileExistsError:
-            attempt += 1
-            candidate = wanted.with_name(f"{wanted.name}-{attempt}")
+
+
+def numbered(wanted: Path) -> Iterator[Path]:
+    """NAME, NAME-2, NAME-3 ..., without end."""
+    yield wanted
+    yield from (wanted.with_name(f"{wanted.name}-{number}") for number in itertools.count(2))
 
 
 def first_missing(wanted: Path) -> Path | None:
