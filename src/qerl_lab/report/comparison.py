@@ -328,6 +328,11 @@ def notes(comparison: Comparison) -> list[str]:
     notes += [f"{record.run.name}: {record.origin.missing}." for record in records if record.origin.missing]
     if len({frozenset(record.accuracy["after"].index) for record in records if record.accuracy}) > 1:
         notes.append("Not all runs were asked the same questions; a row is over those that all of its runs were asked.")
+    if damaged := len(comparison.damaged):
+        notes.append(
+            f"The record of {damaged} run{'s' * (damaged != 1)} is damaged: put its files back as they were, or type "
+            "rerun=true with the line that began it."
+        )
     return notes
 
 

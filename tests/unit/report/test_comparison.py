@@ -136,9 +136,10 @@ def test_a_hole_in_the_metrics_is_damage(here: Path) -> None:
     run = make_run(here / "runs" / "hole", "bf16", 1)
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
     (run / "metrics.jsonl").write_text("".join(lines[:1] + lines[2:]))
-    assert comparison.read([here / "runs"]).left_out == [
-        "runs/hole: damaged (metrics.jsonl lacks 1 of 4 steps, the first of them 2)"
-    ]
+    found = comparison.read([here / "runs"])
+    assert found.left_out == ["runs/hole: damaged (metrics.jsonl lacks 1 of 4 steps, the first of them 2)"]
+    assert "The record of 1 run is damaged: " in comparison.notes(found)[-1]
+    assert comparison.notes(found)[-1].endswith("type rerun=true with the line that began it.")
 
 
 def test_a_run_that_is_given_twice_is_one_run(sweep: Path) -> None:

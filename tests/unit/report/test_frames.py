@@ -100,7 +100,7 @@ def test_an_unknown_experiment_is_answered_with_those_there_are(uri: str) -> Non
 
 
 def test_a_missing_store_is_said_and_not_made(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no MLflow store at sqlite:.*mlflow.db. Fill one with"):
+    with pytest.raises(ConfigError, match=r"no MLflow store at sqlite:.*mlflow.db. Type another. Fill one with"):
         frames.find(f"sqlite:///{tmp_path}/mlflow.db", "qerl-lab")
     assert not list(tmp_path.iterdir())
 
