@@ -28,7 +28,7 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.config.redact import redact
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.disk import lock, read_json, replace_file
-from qerl_lab.record.directory import RunDirectory, is_run, numbered
+from qerl_lab.record.directory import RunDirectory, is_run, is_unused, numbered
 
 INDEX, MASTER = "sweep.json", "multirun.yaml"  # its jobs; what Hydra composed for it as a whole
 _ANEW = "Type the line that began the sweep: it takes the runs that are there, and makes the others."
@@ -60,9 +60,7 @@ def apart(plan: Plan) -> Plan:
 
 
 def _unused(path: Path) -> Path:
-    """The first of `numbered` that is not there, or is an empty directory."""
-    names = numbered(path)
-    return next(name for name in names if not os.path.exists(name) or (name.is_dir() and not any(name.iterdir())))
+    return next(name for name in numbered(path) if is_unused(name))
 
 
 def _home(jobs: list[Job], sweeps: list[Path]) -> Path | None:

@@ -19,6 +19,7 @@ from qerl_lab.config.option import ConfigError, did_you_mean
 from qerl_lab.config.spelling import as_text, quoted
 
 HOW_JOBS_RUN = "Type jobs=N for several at once, with launcher=slurm or launcher=ray on a cluster."
+NO_NAME = "Unsupported item value in defaults"  # what Hydra says where YAML made a truth value of an option's name
 APPENDED = ("experiment", "sweeps")  # groups outside the defaults list of conf/config.yaml
 
 
@@ -115,12 +116,9 @@ def as_config_errors() -> Iterator[None]:
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         raise ConfigError(explain(error)) from None
     except ValueError as error:
-        if "in defaults" not in str(error):
+        if not str(error).startswith(NO_NAME):
             raise
-        raise ConfigError(
-            f"a defaults list of --config-dir cannot be read ({first_line(error)}): YAML takes off, on, yes and no for "
-            'truth values. Write them in quotes, for example override /aqn: "off".'
-        ) from None
+        raise ConfigError(explain(error)) from None
 
 
 def explain(error: Exception) -> str:
@@ -138,6 +136,11 @@ def explain(error: Exception) -> str:
             if group == "hydra/launcher":
                 hint = f" {HOW_JOBS_RUN}"
             return f"{group}={option} is not an option; allowed: {', '.join(error.options)}.{hint}"
+        case ValueError() if str(error).startswith(NO_NAME):
+            return (
+                f"a defaults list of --config-dir cannot be read ({first_line(error)}): YAML takes off, on, yes and no "
+                'for truth values. Write them in quotes, for example override /aqn: "off".'
+            )
     for cause in (error, error.__cause__, error.__context__):
         if isinstance(cause, OmegaConfBaseException) and cause.full_key:
             place = re.match(r"In '[^']+': ", str(error))

@@ -196,8 +196,8 @@ def _foresee(plan: Plan) -> Plan:
 
 
 def _refuse_used(plan: Plan) -> None:
+    """A sweep's own jobs lie `apart` from what its directory has."""
     if plan.multirun and RunDirectory(plan.directory).is_claimed:
         raise ConfigError(f"hydra.sweep.dir={plan.directory} is the directory of a run. Type another for the sweep.")
-    for job in plan.jobs if plan.directory_given else []:
-        if not job.begun:
-            RunDirectory(job.run_dir).refuse_used()
+    if plan.directory_given and not plan.multirun:
+        RunDirectory(plan.jobs[0].run_dir).refuse_used()

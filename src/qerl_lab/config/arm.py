@@ -30,12 +30,16 @@ ADDED: Mapping[str, Any] = {
 }
 
 
-# Keys of an engine say nothing of a run that samples by another, and `OF_VLLM_HERE` nothing of one with a server.
-ENGINE_KEYS = {"rollout.vllm.": ("vllm", "vllm_server"), "rollout.vllm_server.": ("vllm_server",)}
-OF_VLLM_HERE = (
+OF_VLLM_HERE = (  # in the trainer's process: a server has no use for them
     "rollout.vllm.lora", "rollout.vllm.sleep", "rollout.vllm.share_base", "rollout.vllm.fp4_linear",
     "rollout.vllm.dense_rows",
 )  # fmt: skip
+# Keys of an engine, by what they begin with, say nothing of a run that samples by another.
+ENGINE_KEYS = {
+    "rollout.vllm.": ("vllm", "vllm_server"),
+    "rollout.vllm_server.": ("vllm_server",),
+    **dict.fromkeys(OF_VLLM_HERE, ("vllm",)),
+}
 
 
 def leaves(node: Any, prefix: str = "") -> list[tuple[str, Any, Any]]:
@@ -62,9 +66,7 @@ def of_arm(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def acting(values: Mapping[str, Any]) -> dict[str, Any]:
     """The values without those of engines that do not run."""
-    engine = values.get("rollout.engine")
-    idle = [prefix for prefix, engines in ENGINE_KEYS.items() if engine not in engines]
-    idle += OF_VLLM_HERE if engine == "vllm_server" else ()
+    idle = [prefix for prefix, engines in ENGINE_KEYS.items() if values.get("rollout.engine") not in engines]
     return {name: value for name, value in values.items() if not name.startswith(tuple(idle))}
 
 

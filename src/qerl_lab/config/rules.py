@@ -48,7 +48,8 @@ def validate(cfg: RunConfig) -> None:
         _clip_acts, _kl_is_one, _bonus_fits, _aqn_acts, _aqn_decays,
         _bounds_ordered, _something_rewarded, _adapters_on_linears, _ignore_readable,
         _interval_possible,
-        _optimizer_fits_device, _cache_fits_device, _attention_fits_device, *engine_rules.RULES, _aqn_finds_sigma,
+        _optimizer_fits_device, _cache_fits_device, _attention_fits_device, _packing_attends, *engine_rules.RULES,
+        _aqn_finds_sigma,
     ):  # fmt: skip
         rule(cfg)
 
@@ -313,6 +314,9 @@ def _attention_fits_device(cfg: RunConfig) -> None:
             f"model.attention=flash_attention_2 computes in bfloat16 on a GPU, and {given} was given. "
             f"Type model.attention=sdpa, or leave {given} out."
         )
+
+
+def _packing_attends(cfg: RunConfig) -> None:
     if cfg.model.attention != "sdpa" and cfg.optim.packing == "on":
         raise ConfigError(
             f"optim.packing=on trains by an attention of its own, and model.attention={cfg.model.attention} was given; "

@@ -56,18 +56,19 @@ class RunDirectory:
 
     def refuse_used(self) -> None:
         """Raise ConfigError unless the directory is missing or empty: two runs never share one."""
-        if os.path.exists(self.path) and not self.path.is_dir():  # Path's own raises for too long a name
+        if is_unused(self.path):
+            return
+        if not self.path.is_dir():
             raise ConfigError(f"the run directory {self.path} is a file. Type run_dir=DIR with another name.")
-        if os.path.isfile(self.path / DONE):
+        if (self.path / DONE).is_file():
             raise ConfigError(
                 f"the run directory {self.path} has a finished run. Type run_dir=DIR for a new one, or "
                 f"{resume_word(self.path)} steps=N to extend it."
             )
-        if os.path.isdir(self.path) and any(self.path.iterdir()):
-            raise ConfigError(
-                f"the run directory {self.path} is not empty. "
-                f"Type {resume_word(self.path)} alone to continue the run in it, or run_dir=DIR for a new one."
-            )
+        raise ConfigError(
+            f"the run directory {self.path} is not empty. "
+            f"Type {resume_word(self.path)} alone to continue the run in it, or run_dir=DIR for a new one."
+        )
 
     def claim(self, cfg: RunConfig, typed: Typed) -> None:
         """Make the directory of a run to be, which must be missing or empty. Raises ConfigError where it cannot be."""
@@ -328,6 +329,13 @@ def reserve(wanted: Path) -> Path:
         with suppress(FileExistsError):
             make(candidate, exist_ok=False)
             return candidate
+
+
+def is_unused(path: Path) -> bool:
+    """Whether nothing is there, or an empty directory."""
+    if not os.path.exists(path):  # Path's own raises for too long a name
+        return True
+    return path.is_dir() and not any(path.iterdir())
 
 
 def numbered(wanted: Path) -> Iterator[Path]:

@@ -41,5 +41,7 @@ def _stay(record: Record) -> _Stay:
     """Of no length where a run did not note its start, and of no place where that is not known."""
     origin = record.origin
     begin = datetime.fromisoformat(origin.began).timestamp() if origin.began else record.run.ended
-    known = origin.place.split() or [origin.machine] * bool(origin.machine and not record.has_words)
-    return _Stay(frozenset(known), begin, record.run.ended - SECOND)
+    places = set(origin.place.split())
+    if not places and origin.machine and not record.has_words:
+        places = {origin.machine}
+    return _Stay(frozenset(places), begin, record.run.ended - SECOND)

@@ -67,7 +67,7 @@ def _require_file(uri: str) -> None:
     """MLflow's client would create a missing database, and leave it there."""
     path = Path(uri.removeprefix("sqlite:///"))
     if uri.startswith("sqlite:///") and "?" not in uri and not path.is_file():
-        raise ConfigError(f"there is no MLflow store at {url_without_secrets(uri)}. Type another. {FILL}")
+        raise ConfigError(f"there is no MLflow store at {uri}. Type another. {FILL}")
 
 
 def _runs(found: list[Any]) -> tuple[dict[Run, Any], list[str]]:

@@ -123,9 +123,9 @@ class MlflowRun:
         logging.getLogger("mlflow").setLevel(os.environ["MLFLOW_LOGGING_LEVEL"].upper())  # trl may have imported it
         logging.getLogger("urllib3.connectionpool").addFilter(_is_not_ours)
         create_sqlite(uri)
-        self.client, self.uri = MlflowClient(tracking_uri=uri), uri
+        self.client = MlflowClient(tracking_uri=uri)
         self._cfg, self._directory, self._record = cfg, directory, record
-        self.experiment_id = self._experiment(cfg.tracking.experiment)
+        self.experiment_id = self._experiment(cfg.tracking.experiment, uri)
         found = self._sort_out(self._candidates())
         self.run_id: str = found.info.run_id
         record.set(run_id=self.run_id, experiment_id=self.experiment_id, uri=url_without_secrets(uri))
@@ -133,13 +133,13 @@ class MlflowRun:
             self.client.set_tag(self.run_id, "run_dir", here)
         self.params_added = self._add_params(params(cfg), found.data.params)
 
-    def _experiment(self, name: str) -> str:
+    def _experiment(self, name: str, uri: str) -> str:
         from mlflow.exceptions import MlflowException
 
         if found := self.client.get_experiment_by_name(name):
             return found.experiment_id
         try:
-            return self.client.create_experiment(name, artifact_location=artifacts_of(name, self.uri))
+            return self.client.create_experiment(name, artifact_location=artifacts_of(name, uri))
         except MlflowException:  # another run of the sweep was faster
             if found := self.client.get_experiment_by_name(name):
                 return found.experiment_id

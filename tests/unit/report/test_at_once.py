@@ -1,12 +1,17 @@
-"""Runs that ran at once on one machine are known by their clocks, whatever their words say."""
+"""Runs that ran at once on one machine are known by the words of their sweep and by their clocks, and are said."""
 
+import json
+import shutil
 from dataclasses import replace
 from datetime import UTC, datetime
+from pathlib import Path
 
 import pytest
 
+from qerl_lab.report.__main__ import main
 from qerl_lab.report.at_once import told
 from qerl_lab.report.runs import Origin, Record
+from run_directories import make_run
 from simulated_runs import record
 
 NOON = datetime(2026, 11, 25, 12, tzinfo=UTC).timestamp()
@@ -62,3 +67,51 @@ def test_the_larger_of_words_and_clocks_counts() -> None:
     assert at_once(ran(0, 100, command=shared), ran(200, 300, command=shared)) == [4, 4]
     alone = f"{PLAIN} +sweeps=weight_formats jobs_per_gpu=1"  # typed twice, for one card
     assert at_once(ran(0, 100, command=alone), ran(0, 100, command=alone)) == [2, 2]
+
+
+# --- what the command says
+
+
+def test_a_part_of_a_task_and_a_shared_gpu_are_said(here: Path, capsys) -> None:
+    for words, shown in (("python -m qerl_lab", False), ("python -m qerl_lab jobs=4 jobs_per_gpu=4", True)):
+        run = make_run(
+            here / "sweep" / "bf16-0", "bf16", 0, task__name="gsm8k", task__gsm8k__max_steps=2 if shown else None
+        )
+        (run / "env.json").write_text(json.dumps({"command": words}))
+        assert main(["sweep"]) == 0
+        said = capsys.readouterr().out
+        assert ("The questions are of gsm8k with at most 2 steps: no accuracy here is that" in said) == shown
+        assert ("ran beside up to 3 others: seconds and tokens/s are of shared machines" in said) == shown
+        shutil.rmtree(run)
+
+
+def test_jobs_that_a_file_of_the_sweep_lets_run_at_once_are_said(here: Path, capsys) -> None:
+    """No word of the command says so; the configuration does. A run that is of no sweep runs alone."""
+    run = make_run(here / "sweep" / "bf16-0", "bf16", 0, jobs=4, jobs_per_gpu=4)
+    for sweep, shown in ((None, False), ("mine/20260131-120000", True)):
+        (run / "env.json").write_text(json.dumps({"command": "python -m qerl_lab +sweeps=mine", "sweep": sweep}))
+        for words in (["sweep", "out=results"], ["results"]):
+            assert main(words) == 0
+            assert ("ran beside up to 3 others" in capsys.readouterr().out) == shown
+
+
+def test_runs_that_ran_at_once_by_their_own_commands_are_said(here: Path, capsys) -> None:
+    """Two shells, one GPU. Also from results, whose runs keep where they were; on two GPUs each ran alone."""
+    for seed in range(2):
+        make_run(here / "sweep" / f"bf16-{seed}", "bf16", seed)
+    for other, shown in (("GPU-1", True), ("GPU-2", False)):
+        for seed, gpu in enumerate(("GPU-1", other)):
+            began = {"time": f"2020-01-01T00:00:0{seed}+0000", "gpus": [{"uuid": gpu, "name": "H200"}]}
+            (here / "sweep" / f"bf16-{seed}" / "env.json").write_text(json.dumps(began))
+        for words in (["sweep", "out=results"], ["results"]):
+            assert main(words) == 0
+            assert ("Runs ran beside another: seconds and tokens/s are of shared" in capsys.readouterr().out) == shown
+
+
+def test_a_run_that_went_on_beside_others_is_said(here: Path, capsys) -> None:
+    """Its first session had the card to itself; the line that went on had not."""
+    run = make_run(here / "sweep" / "bf16-0", "bf16", 0)
+    for name, words in (("env.json", ""), ("env.2.json", " jobs=4 jobs_per_gpu=4"), ("env.10.json", "")):
+        (run / name).write_text(json.dumps({"command": f"python -m qerl_lab{words}"}))
+    assert main(["sweep"]) == 0
+    assert "Runs ran beside up to 3 others" in capsys.readouterr().out

@@ -20,12 +20,6 @@ from run_directories import config, make_run
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-@pytest.fixture
 def sweep(here: Path) -> Path:
     """Two arms, three seeds each."""
     for seed in range(3):
@@ -296,42 +290,6 @@ def test_runs_that_were_trained_on_other_questions_are_said_to_be(sweep: Path, c
         assert ("were trained on 2 different sets of questions" in capsys.readouterr().out) == said
 
 
-def test_a_part_of_a_task_and_a_shared_gpu_are_said(here: Path, capsys) -> None:
-    for words, shown in (("python -m qerl_lab", False), ("python -m qerl_lab jobs=4 jobs_per_gpu=4", True)):
-        run = make_run(
-            here / "sweep" / "bf16-0", "bf16", 0, task__name="gsm8k", task__gsm8k__max_steps=2 if shown else None
-        )
-        (run / "env.json").write_text(json.dumps({"command": words}))
-        assert main(["sweep"]) == 0
-        said = capsys.readouterr().out
-        assert ("The questions are of gsm8k with at most 2 steps: no accuracy here is that" in said) == shown
-        assert ("ran beside up to 3 others: seconds and tokens/s are of shared machines" in said) == shown
-        shutil.rmtree(run)
-
-
-def test_jobs_that_a_file_of_the_sweep_lets_run_at_once_are_said(here: Path, capsys) -> None:
-    """No word of the command says so; the configuration does. A run that is of no sweep runs alone."""
-    run = make_run(here / "sweep" / "bf16-0", "bf16", 0, jobs=4, jobs_per_gpu=4)
-    for sweep, shown in ((None, False), ("mine/20260131-120000", True)):
-        (run / "env.json").write_text(json.dumps({"command": "python -m qerl_lab +sweeps=mine", "sweep": sweep}))
-        for words in (["sweep", "out=results"], ["results"]):
-            assert main(words) == 0
-            assert ("ran beside up to 3 others" in capsys.readouterr().out) == shown
-
-
-def test_runs_that_ran_at_once_by_their_own_commands_are_said(here: Path, capsys) -> None:
-    """Two shells, one GPU. Also from results, whose runs keep where they were; on two GPUs each ran alone."""
-    for seed in range(2):
-        make_run(here / "sweep" / f"bf16-{seed}", "bf16", seed)
-    for other, shown in (("GPU-1", True), ("GPU-2", False)):
-        for seed, gpu in enumerate(("GPU-1", other)):
-            began = {"time": f"2020-01-01T00:00:0{seed}+0000", "gpus": [{"uuid": gpu, "name": "H200"}]}
-            (here / "sweep" / f"bf16-{seed}" / "env.json").write_text(json.dumps(began))
-        for words in (["sweep", "out=results"], ["results"]):
-            assert main(words) == 0
-            assert ("Runs ran beside another: seconds and tokens/s are of shared" in capsys.readouterr().out) == shown
-
-
 def test_a_difference_that_is_also_of_other_settings_says_so(here: Path, capsys) -> None:
     """What an experiment declares goes without saying; a shorter run beside it does not."""
     make_run(here / "sweep" / "bf16-0", "bf16", 0)
@@ -349,15 +307,6 @@ def test_a_plot_that_is_no_png_is_refused_before_anything_is_read(here: Path, ca
     assert capsys.readouterr().err == (
         "error: plot=a.txt is no PNG; allowed: a name that ends in .png. Type plot=arms.png.\n"
     )
-
-
-def test_a_run_that_went_on_beside_others_is_said(here: Path, capsys) -> None:
-    """Its first session had the card to itself; the line that went on had not."""
-    run = make_run(here / "sweep" / "bf16-0", "bf16", 0)
-    for name, words in (("env.json", ""), ("env.2.json", " jobs=4 jobs_per_gpu=4"), ("env.10.json", "")):
-        (run / name).write_text(json.dumps({"command": f"python -m qerl_lab{words}"}))
-    assert main(["sweep"]) == 0
-    assert "Runs ran beside up to 3 others" in capsys.readouterr().out
 
 
 def test_it_writes_a_row_a_run_a_row_an_arm_and_a_picture(sweep: Path) -> None:
