@@ -6,8 +6,6 @@ Between the two stands what tests/helpers/cuda_on_cpu.h says that CUDA does.
 import ctypes
 import shutil
 import subprocess
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -29,7 +27,6 @@ from qerl_lab.rollout.vllm.fp4_linear import (
     linear,
     plan,
 )
-from qerl_lab.timing import graphed
 
 HELPERS = Path(__file__).parents[1] / "helpers"
 ON_GPU = torch.cuda.is_available()
@@ -119,34 +116,6 @@ def test_the_same_inputs_give_the_same_bits() -> None:
     given, _ = operands(*SHAPES[4])
     first = linear(**given, sizes=SHAPES[4][2])
     assert all(torch.equal(linear(**given, sizes=SHAPES[4][2]), first) for _ in range(3))
-
-
-@pytest.mark.skipif(not ON_GPU, reason="launches overlap on a GPU alone")
-def test_a_chain_of_layers_in_a_graph_gives_the_bits_of_one_launch_at_a_time() -> None:
-    """The launches of a graph begin before those ahead of them have ended, those between synchronizations do not."""
-    sizes = [1024, 512, 512]
-    given, _ = operands(MAX_ROWS, 2048, sizes, 32)
-    first = given.pop("x")
-    made = torch.empty(40, *first.shape, dtype=torch.bfloat16, device=DEVICE)
-
-    def chain(wait: Callable[[], None]) -> None:
-        x = first
-        for y in made:
-            between = linear(x, **given, sizes=sizes)
-            wait()
-            y.copy_(linear(between, **given, sizes=sizes))  # right after a launch, and below after another kernel
-            wait()
-            x = y / y.abs().max()
-
-    chain(torch.cuda.synchronize)
-    alone, replay = made.clone(), graphed(partial(chain, lambda: None))
-    for _ in range(20):
-        made.zero_()
-        replay()
-        torch.cuda.synchronize()
-        assert torch.equal(made, alone)
-    assert alone[-1].isfinite().all()
-    assert not torch.equal(alone[-1], alone[-2])
 
 
 def test_every_code_in_every_place_with_every_scale() -> None:

@@ -49,9 +49,6 @@ def cubin(source: Path, architecture: str) -> bytes:
 def launch(function: Any, blocks: int, threads: int, shared_bytes: int, arguments: Sequence[Any]) -> None:
     """Start a kernel on the current stream, which a CUDA graph may be capturing.
 
-    It may begin before the kernel ahead has ended ("programmatic dependent launch" of the CUDA programming guide): what
-    others write it reads, and what others read it writes, after `griddepcontrol.wait`. From capability 9.0 on.
-
     Args:
         arguments: tensors or None, which become pointers, and ctypes values.
     """
@@ -66,16 +63,7 @@ def launch(function: Any, blocks: int, threads: int, shared_bytes: int, argument
     config.gridDimX, config.blockDimX, config.sharedMemBytes = blocks, threads, shared_bytes
     config.gridDimY = config.gridDimZ = config.blockDimY = config.blockDimZ = 1
     config.hStream = driver.CUstream(torch.cuda.current_stream().cuda_stream)
-    config.attrs, config.numAttrs = [_early()], 1
     checked(driver.cuLaunchKernelEx(config, function, ctypes.addressof(pointers), 0))
-
-
-@cache
-def _early() -> Any:
-    attribute = driver.CUlaunchAttribute()
-    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-    attribute.value.programmaticStreamSerializationAllowed = 1
-    return attribute
 
 
 def checked(result: tuple[Any, ...]) -> Any:
