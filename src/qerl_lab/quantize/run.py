@@ -135,7 +135,7 @@ def _check_ignore(cfg: QuantizeConfig, linears: list[str]) -> None:
             ends = sorted({name.rpartition(".")[2] for name in linears})
             raise ConfigError(
                 f"ignore={typed(cfg.ignore)}: no Linear layer is called {entry}.{did_you_mean(entry, ends)} "
-                f"Allowed: full names, their last parts ({', '.join(ends)}), re:PATTERN."
+                f"Allowed: full names, their last parts ({', '.join(ends)}), modules they are in, re:PATTERN."
             )
 
 
