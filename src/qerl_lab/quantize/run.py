@@ -21,6 +21,7 @@ from qerl_lab.config.files import choices_of
 from qerl_lab.config.keys import typed
 from qerl_lab.config.message import first_line
 from qerl_lab.config.option import ConfigError, did_you_mean
+from qerl_lab.config.records import QUALITY
 from qerl_lab.config.schema import FormatConfig
 from qerl_lab.config.spelling import listed, word
 from qerl_lab.disk import replace_file
@@ -66,7 +67,7 @@ def run(cfg: QuantizeConfig) -> None:
         result = quality.measure(cfg, source.folder, source.packed, unfinished.folder, device)
         unfinished.finish()
     print(quality.table(cfg, result))
-    print(f"checkpoint:  {terminal.near(cfg.folder)}  (quality.json, sqnr.png)")
+    print(f"checkpoint:  {terminal.near(cfg.folder)}  ({QUALITY}, sqnr.png)")
     print(f"train on it: {terminal.python()} -m qerl_lab {shlex.join(training_words(cfg))}")
 
 

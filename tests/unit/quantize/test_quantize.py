@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from packed_layers import each_packed, tiny_model
 from qerl_lab.cli import train
 from qerl_lab.cli.compose import make_plan
+from qerl_lab.config.option import ConfigError
 from qerl_lab.formats.mxfp4 import Mxfp4
 from qerl_lab.formats.nvfp4 import Nvfp4
 from qerl_lab.model import policy
@@ -25,6 +26,8 @@ from qerl_lab.quantize import __main__ as quantize
 from qerl_lab.quantize import quality
 from qerl_lab.quantize import run as quantization
 from qerl_lab.quantize.options import QuantizeConfig
+from qerl_lab.warmup.options import WarmupConfig
+from qerl_lab.warmup.options import check as check_warmup
 from small_checkpoints import edit_config, edit_tensors, equal, write_dense
 
 SHARDS = "shard_gb=2e-5"  # 20 kB: several files
@@ -224,6 +227,19 @@ def test_everything_that_belongs_to_a_model_is_there_and_only_that(here, model):
     config = json.loads(out["config.json"])
     del config["quantization_config"]
     assert config == json.loads(source["config.json"])
+
+
+def test_no_other_command_takes_the_copy_of_a_model_for_its_own(here, model):
+    """What the lab noted of the source stays there: by it a command knows what it may replace."""
+    noted = {"warmup.json", "export.json", "recipe.json", "gguf.json", "quality.json"}
+    for name in noted:
+        (here / "model" / name).write_text('{"of": "the source"}')
+    assert run(model, "out=out", SHARDS) == 0
+    assert noted & tree("out").keys() == {"quality.json"}
+    origin = json.loads(Path("out/quality.json").read_text())["began_from"]
+    assert origin == {name: {"of": "the source"} for name in noted}
+    with pytest.raises(ConfigError, match="was not made by this command, so overwrite=true does not remove it"):
+        check_warmup(WarmupConfig(model="pocket", task="arithmetic", out="out", overwrite=True))
 
 
 def test_ignored_layers_stay_and_the_lab_loads_what_it_is_told_to_type(here, model, capsys):
