@@ -83,6 +83,7 @@ def write_dense(trained: RunConfig, adapter: Path, base: Path, out: Path, dtype_
     """Write a model of transformers: weights in `dtype_name`, config, tokenizer, chat template."""
     dtype = getattr(torch, dtype_name)
     trained.format.dense_cache, trained.model.dtype = "off", "float32"  # the products are added in float32
+    trained.model.attention = "sdpa"  # nothing attends, and the package of another may be of another machine
     loaded = policy.build(trained, torch.device("cpu"))
     policy.load_adapter(loaded.model, adapter)
     tensors = dense_tensors(loaded, dtype, merged=merged)

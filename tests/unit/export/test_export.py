@@ -180,6 +180,19 @@ def test_a_copy_has_no_record_of_its_base_which_is_in_that_of_the_export(
     assert [origin[name] for name in ("warmup.json", "export.json")] == [{"of": "warmup.json"}, {"of": "export.json"}]
 
 
+def test_a_run_with_an_attention_of_a_gpu_is_exported_without_its_package(
+    tiny: Callable[..., RunConfig], build_policy: Build, tmp_path: Path
+) -> None:
+    finished(tmp_path / "run", tiny(format__name="bf16"), build_policy)
+    resolved = tmp_path / "run" / "resolved.yaml"
+    text = resolved.read_text()
+    text = text.replace("attention: sdpa", "attention: flash_attention_2")
+    resolved.write_text(text.replace("device: cpu", "device: cuda").replace("dtype: float32", "dtype: bfloat16"))
+    assert RunDirectory(tmp_path / "run").config().model.attention == "flash_attention_2"
+    merged = exported(tmp_path / "merged", tmp_path / "run", merged=True)
+    assert (merged / "model.safetensors").is_file()
+
+
 def test_an_adapter_names_the_base_that_it_belongs_to(
     runs: dict[str, tuple[Path, Policy]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
