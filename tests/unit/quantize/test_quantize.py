@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 from packed_layers import each_packed, tiny_model
 from qerl_lab.cli import train
@@ -252,6 +252,23 @@ def test_ignored_layers_stay_and_the_lab_loads_what_it_is_told_to_type(here, mod
     loaded, _ = policy.load_base(plan.jobs[0].config, torch.device("cpu"))
     kinds = {name.rpartition(".")[2]: type(module).__name__ for name, module in loaded.named_modules()}
     assert (kinds["v_proj"], kinds["lm_head"], kinds["q_proj"]) == ("Linear", "Linear", "PackedLinear")
+
+
+def test_an_entry_that_transformers_reads_otherwise_is_refused_for_nf4(here, capsys):
+    """It would take the eleventh layer for dense, whose name begins as that of the second. What to type it reads."""
+    (here / "model").mkdir()
+    config = Qwen2Config(vocab_size=32, hidden_size=64, intermediate_size=128, num_hidden_layers=11,
+                         num_attention_heads=4, num_key_value_heads=2)  # fmt: skip
+    write_dense(here / "model", Qwen2ForCausalLM(config).to(torch.bfloat16))
+    words = ["model=model", "format=nf4", "ignore=[lm_head,model.layers.1]"]
+    said = refused(capsys, *words, "out=out")
+    assert "transformers would take model.layers.10.self_attn.q_proj for dense too, by model.layers.1;" in said
+    typed = said.rpartition("Type ")[2].strip().removesuffix(".")
+    assert run(*words[:2], typed, "out=out") == 0
+    theirs = AutoModelForCausalLM.from_pretrained("out", dtype=torch.bfloat16)
+    dense = [name for name, module in theirs.named_modules() if type(module) is torch.nn.Linear]
+    assert [name for name in dense if name != "lm_head"] == typed.removesuffix("]").split(",")[1:]
+    assert len(dense) == 7 + 1
 
 
 def test_a_tied_head_is_left_dense_and_said_to_be(here):
