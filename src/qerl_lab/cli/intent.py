@@ -14,6 +14,7 @@ from qerl_lab.config.arm import ENGINE_KEYS, OF_SWEEPS, OF_VLLM_HERE, leaves
 from qerl_lab.config.engines import VllmConfig, VllmServerConfig
 from qerl_lab.config.keys import typed
 from qerl_lab.config.option import ConfigError
+from qerl_lab.config.records import QUALITY
 from qerl_lab.config.rules import largest_divisor
 from qerl_lab.config.schema import (
     DENSE_FORMAT,
@@ -130,7 +131,7 @@ def take_rounding(cfg: RunConfig, words: Mapping[str, str]) -> None:
 
 def _noted_rounding(cfg: RunConfig) -> dict[str, Any]:
     """What quality.json beside the weights says of the run's own format. Raises ConfigError for what no format has."""
-    file, name = Path(cfg.model.path) / "quality.json", cfg.format.name
+    file, name = Path(cfg.model.path) / QUALITY, cfg.format.name
     about = read_json(file, dict) if cfg.model.path != POCKET and file.is_file() else {}
     noted = about.get("options", {}) if about.get("format") == name else {}
     own = [f for f in fields(FormatConfig) if f.metadata["only"] == name]

@@ -280,7 +280,7 @@ def check_patterns(name: str, entries: list[str]) -> None:
         except re.error as error:
             raise ConfigError(
                 f"{name}={entries}: {entry!r} is no regular expression ({error}); allowed: a layer's full name, its "
-                f"last parts, or re:PATTERN. Type for example \"{name}=['re:.*[.]0[.].*']\"."
+                f"last parts, a module that it is in, or re:PATTERN. Type for example \"{name}=['re:.*[.]0[.].*']\"."
             ) from None
 
 

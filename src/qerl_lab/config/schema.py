@@ -47,7 +47,9 @@ class ModelConfig:
 @dataclass
 class FormatConfig:
     name: str = option("nvfp4", "weight format of the frozen base: a name in qerl_lab.formats.FORMATS")
-    ignore: list[str] = option(["lm_head"], "Linear layers left dense: full name, its last parts, or re:PATTERN")
+    ignore: list[str] = option(
+        ["lm_head"], "Linear layers left dense: full name, its last parts, a module that they are in, or re:PATTERN"
+    )
     dense_cache: str = option(
         "auto", "keep dequantized weights too: auto is on for a CPU; a GPU refuses on", choices=("auto", "on", "off")
     )

@@ -26,6 +26,7 @@ from qerl_lab import formats, rollout, tasks, terminal
 from qerl_lab.config.keys import typed
 from qerl_lab.config.model_hash import model_hash
 from qerl_lab.config.option import ConfigError
+from qerl_lab.config.records import QUALITY
 from qerl_lab.config.schema import DENSE_FORMAT, FormatConfig, RunConfig
 from qerl_lab.config.spelling import word
 from qerl_lab.disk import make_directory, replace_file, strict_json
@@ -141,7 +142,7 @@ def _arm_in(folder: Path) -> Arm:
         raise ConfigError(f"{folder} cannot be read ({error}). Type another in checkpoints.") from None
     if stored is None:
         raise ConfigError(f"{folder} in checkpoints is dense; allowed: packed ones. Leave it out.")
-    noted = folder / "quality.json"
+    noted = folder / QUALITY
     method = read_json(noted).get("method", "unknown") if noted.is_file() else "unknown"
     return Arm(stored.weight_format, str(method), folder)
 

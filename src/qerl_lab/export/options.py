@@ -5,10 +5,9 @@ from pathlib import Path
 
 from qerl_lab.config.option import ConfigError, option
 from qerl_lab.config.paths import WEIGHTS
+from qerl_lab.config.records import EXPORT
 from qerl_lab.config.spelling import resume_word
 from qerl_lab.record.directory import RunDirectory
-
-RECORD = "export.json"  # in the directory that is written: what it was made from
 
 
 @dataclass
@@ -52,7 +51,7 @@ def check(cfg: ExportConfig) -> None:
         return
     if not cfg.overwrite:
         raise ConfigError(f"out={cfg.out} exists. Type another out, or overwrite=true to replace it.")
-    if not (cfg.folder / RECORD).is_file():
+    if not (cfg.folder / EXPORT).is_file():
         raise ConfigError(
             f"out={cfg.out} was not made by this command, so overwrite=true does not remove it. Type another out."
         )

@@ -11,23 +11,18 @@ from huggingface_hub import save_torch_state_dict
 
 from qerl_lab import terminal
 from qerl_lab.config.paths import WEIGHTS, sha256
+from qerl_lab.config.records import EXPORT
 from qerl_lab.config.schema import DENSE_FORMAT, RunConfig
 from qerl_lab.disk import replace_file
 from qerl_lab.export.card import card
-from qerl_lab.export.options import RECORD, ExportConfig
+from qerl_lab.export.options import ExportConfig
 from qerl_lab.model import gguf, on_disk, policy
 from qerl_lab.model.dense import dense_tensors
-from qerl_lab.model.files import copy_companions, local_folder, read_json
+from qerl_lab.model.files import copy_companions, local_folder, noted, read_json
 from qerl_lab.record.environment import versions
 from qerl_lab.record.partial import JOURNAL, Unfinished
 
 SETTINGS = "adapter_config.json"
-PROVENANCE = (
-    gguf.ABOUT,
-    "warmup.json",
-    "quality.json",
-    "recipe.json",
-)  # of a base that the lab made
 
 
 def run(cfg: ExportConfig) -> None:
@@ -88,13 +83,12 @@ def write_dense(trained: RunConfig, adapter: Path, base: Path, out: Path, dtype_
     """Write a model of transformers: weights in `dtype_name`, config, tokenizer, chat template."""
     dtype = getattr(torch, dtype_name)
     trained.format.dense_cache, trained.model.dtype = "off", "float32"  # the products are added in float32
+    trained.model.attention = "sdpa"  # nothing attends, and the package of another may be of another machine
     loaded = policy.build(trained, torch.device("cpu"))
     policy.load_adapter(loaded.model, adapter)
     tensors = dense_tensors(loaded, dtype, merged=merged)
     save_torch_state_dict({name: tensor.to(dtype).contiguous() for name, tensor in tensors.items()}, out)
     copy_companions(base, out)
-    for name in PROVENANCE:
-        (out / name).unlink(missing_ok=True)  # export.json tells of the base
     config = read_json(base / "config.json") | {"dtype": dtype_name}
     for key in ("quantization_config", "torch_dtype"):
         config.pop(key, None)
@@ -109,13 +103,12 @@ def _named(trained: RunConfig, base: Path) -> str:
 
 def _origin(trained: RunConfig, base: Path) -> dict[str, Any]:
     """The base that the run began from, with what the lab's own commands noted of it."""
-    notes = {name: read_json(base / name) for name in PROVENANCE if (base / name).is_file()}
     own = trained.model
-    return {"path": own.path, "revision": own.revision, "hash": own.hash, **notes}
+    return {"path": own.path, "revision": own.revision, "hash": own.hash, **noted(base)}
 
 
 def _write_record(out: Path, about: dict[str, Any]) -> None:
     files = sorted(path for path in out.rglob("*") if path.is_file() and path.name != JOURNAL)
     about["sha256"] = {str(path.relative_to(out)): sha256(path) for path in files}
     about["packages"] = versions(("qerl-lab", "torch", "peft", "transformers"))
-    replace_file(out / RECORD, json.dumps(about, indent=1).encode() + b"\n")
+    replace_file(out / EXPORT, json.dumps(about, indent=1).encode() + b"\n")

@@ -16,7 +16,7 @@ from qerl_lab.formats.format import Format, PackedAs, layers, refusal
 
 # The one output layer of a causal LM: its name is its full name, and tools look for the plain word.
 _HEAD = "lm_head"
-_ANY_PARENT, _END = r"re:(.*\.)?", "$"
+_ANY_PARENT, _END, _BELOW = r"re:(.*\.)?", "$", r"\..*"
 
 
 @dataclass(frozen=True)
@@ -114,13 +114,15 @@ def _only_group(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _pattern(entry: str) -> str:
-    """Write an entry as compressed-tensors reads it, which takes a plain one for a full name."""
+    """Write an entry as compressed-tensors reads it, which takes a plain one for a full name, and not for a module that
+    layers are part of."""
     if entry == _HEAD or entry.startswith("re:"):
         return entry
-    return _ANY_PARENT + re.escape(entry) + _END
+    name = re.escape(entry)
+    return f"{_ANY_PARENT}{name}{_END}|{name}{_BELOW}"
 
 
 def _name(pattern: str) -> str:
-    """Invert `_pattern`."""
-    name = pattern.removeprefix(_ANY_PARENT).removesuffix(_END).replace("\\", "")
-    return name if _pattern(name) == pattern else pattern
+    """Invert `_pattern`, also as it was when it ended after the name."""
+    name = pattern.removeprefix(_ANY_PARENT).partition(_END)[0].replace("\\", "")
+    return name if pattern in (_pattern(name), _ANY_PARENT + re.escape(name) + _END) else pattern

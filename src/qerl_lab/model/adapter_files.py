@@ -11,7 +11,9 @@ from qerl_lab.config.spelling import listed
 
 SETTINGS = "adapter_config.json"
 PLAIN = {"use_dora": False, "use_rslora": False, "bias": "none", "modules_to_save": None, "rank_pattern": {},
-         "alpha_pattern": {}}  # fmt: skip
+         "alpha_pattern": {}, "alora_invocation_tokens": None, "kasa_config": None}  # fmt: skip
+# By the others (PiSSA, OLoRA, CorDA, LoRA-GA, LoftQ) PEFT changes the base, and the adapter is of that one.
+INITS = ("true", "false", "gaussian", "orthogonal", "eva", "mica")
 
 
 def check(cfg: RunConfig) -> None:
@@ -24,6 +26,7 @@ def check(cfg: RunConfig) -> None:
     for key, plain in PLAIN.items():
         if settings.get(key, plain) not in (plain, None):
             raise ConfigError(f"{said} has {key}={settings[key]}; allowed: plain LoRA, {key}={plain}. Type another.")
+    _check_base_unchanged(settings.get("init_lora_weights"), said)
     if settings["r"] != own.rank:
         raise ConfigError(f"{said} has rank {settings['r']}, and lora.rank={own.rank}. Type lora.rank={settings['r']}.")
     if settings["lora_alpha"] != (own.alpha or own.rank):
@@ -42,6 +45,16 @@ def check(cfg: RunConfig) -> None:
             f"{said} was another adapter when the run was composed (lora.start_hash={own.start_hash}, now {found}). "
             "Put it back as it was, or start a new run."
         )
+
+
+def _check_base_unchanged(init: bool | str | None, said: str) -> None:
+    if init is None or str(init).lower() in INITS:
+        return
+    raise ConfigError(
+        f"{said} has init_lora_weights={init}, by which PEFT changed the base that it belongs to; allowed: "
+        f"{', '.join(INITS)}. Type another adapter. For all but loftq PEFT writes one for the base as it was: "
+        "save_pretrained(DIR, path_initial_model_for_weight_conversion=ADAPTER_BEFORE_TRAINING)."
+    )
 
 
 def _settings(folder: Path, said: str) -> dict[str, Any]:

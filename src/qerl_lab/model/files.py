@@ -11,6 +11,7 @@ from torch import Tensor
 
 from qerl_lab.config.message import first_line
 from qerl_lab.config.option import ConfigError
+from qerl_lab.config.records import RECORDS
 from qerl_lab.model import gguf, on_disk
 from qerl_lab.model.on_disk import INDEX, SINGLE
 
@@ -106,11 +107,17 @@ def local_folder(path: str, revision: str | None, *, key: str = "model.path") ->
 
 
 def copy_companions(source: Path, target: Path) -> None:
-    """Copy what belongs to a model beside its weights and config.json."""
+    """Copy what belongs to a model beside its weights and config.json; not what the lab noted of that directory."""
     for file in sorted(source.iterdir()):
         is_wanted = file.suffix in _COMPANIONS or file.name.startswith(("LICENSE", "NOTICE"))
-        if file.is_file() and is_wanted and file.name != "config.json" and not file.name.endswith(".index.json"):
+        is_wanted = is_wanted and file.name not in ("config.json", *RECORDS)
+        if file.is_file() and is_wanted and not file.name.endswith(".index.json"):
             shutil.copyfile(file, target / file.name)
+
+
+def noted(folder: Path) -> dict[str, Any]:
+    """What the lab's commands noted of the model in `folder`, by the name of the record; empty of others' models."""
+    return {name: read_json(folder / name) for name in RECORDS if (folder / name).is_file()}
 
 
 def read_json(file: Path) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from qerl_lab.config.message import first_line
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.paths import sha256
+from qerl_lab.config.records import UNPACKED
 from qerl_lab.disk import lock
 from qerl_lab.model.tokenizer import save
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from gguf import GGUFReader
     from transformers import PreTrainedTokenizerFast
 
-SUFFIX, ABOUT = ".gguf", "gguf.json"
+SUFFIX = ".gguf"
 DTYPE, BYTES = "bfloat16", 2  # of a dequantized weight: that of the policy's base, which vLLM reads without a copy
 LAYOUT = 1  # part of the key: a higher number makes every file be unpacked anew
 USER_DEFINED = 4  # kind of a token that is never split, and is text all the same
@@ -162,7 +163,7 @@ def _dequantize(file: Path, folder: Path, found: Header) -> None:
     _mend(tokenizer, found)
     model.save_pretrained(folder)
     save(tokenizer, folder)
-    (folder / ABOUT).write_text(json.dumps(_about(file, found), indent=1) + "\n", encoding="utf-8")
+    (folder / UNPACKED).write_text(json.dumps(_about(file, found), indent=1) + "\n", encoding="utf-8")
 
 
 def _mend(tokenizer: "PreTrainedTokenizerFast", found: Header) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from qerl_lab.config.keys import typed
+from qerl_lab.config.records import QUALITY
 from qerl_lab.formats import FORMATS, recognize
 from qerl_lab.formats.format import STORED_DTYPES, Format, PackedAs
 from qerl_lab.model.files import read_json
@@ -62,7 +63,7 @@ def stored_as(folder: Path) -> PackedAs | None:
 
 def _with_rounding(folder: Path, weight_format: Format) -> Format:
     """Fill in the options that config.json does not tell from what the quantize command noted."""
-    file = folder / "quality.json"
+    file = folder / QUALITY
     noted = read_json(file).get("options", {}) if file.is_file() else {}
     unknown = [name for name, value in asdict(weight_format).items() if value is None]
     return replace(weight_format, **{name: noted[name] for name in unknown if name in noted})

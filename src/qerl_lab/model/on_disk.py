@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from qerl_lab.config.files import choices_of
 from qerl_lab.config.model_hash import TOKENIZERS, header, model_hash
 from qerl_lab.config.option import ConfigError, did_you_mean
+from qerl_lab.config.records import QUALITY
 from qerl_lab.config.schema import DENSE_FORMAT, RunConfig
 from qerl_lab.config.spelling import listed, shell_word
 from qerl_lab.model import gguf
@@ -97,7 +98,7 @@ def _check_packed(folder: Path, config: dict[str, Any], cfg: RunConfig, said: st
 
     What another program packed is compared when it is loaded.
     """
-    noted = folder / "quality.json"
+    noted = folder / QUALITY
     if "quantization_config" not in config or not noted.is_file():
         return
     about = _json(noted, said)

@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from qerl_lab import tasks
 from qerl_lab.config.files import package_data
 from qerl_lab.config.paths import sha256
+from qerl_lab.config.records import RECIPE
 from qerl_lab.config.rules import from_dict
 from qerl_lab.config.schema import TaskConfig
 from qerl_lab.pocket.recipe import Recipe
@@ -135,7 +136,7 @@ def save(folder: Path, recipe: Recipe, model: Qwen2ForCausalLM, tokenizer: PreTr
     """Weights in bfloat16 (what the formats start from), tokenizer, and recipe.json."""
     model.to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    files = sorted(path for path in folder.iterdir() if path.name != "recipe.json")
+    files = sorted(path for path in folder.iterdir() if path.name != RECIPE)
     record = {
         "command": "python -m qerl_lab.pocket.pretrain out=DIR",
         "recipe": asdict(recipe),
@@ -143,7 +144,7 @@ def save(folder: Path, recipe: Recipe, model: Qwen2ForCausalLM, tokenizer: PreTr
         "torch": torch.__version__,
         "sha256": {path.name: sha256(path) for path in files},
     }
-    (folder / "recipe.json").write_text(json.dumps(record, indent=1) + "\n")
+    (folder / RECIPE).write_text(json.dumps(record, indent=1) + "\n")
 
 
 def task_config() -> TaskConfig:

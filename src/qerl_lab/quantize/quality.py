@@ -14,8 +14,9 @@ import torch
 from tqdm import tqdm
 
 from qerl_lab import formats, terminal
+from qerl_lab.config.records import QUALITY
 from qerl_lab.disk import replace_file, strict_json
-from qerl_lab.model.files import WeightFiles
+from qerl_lab.model.files import WeightFiles, noted
 from qerl_lab.quantize import divergence, sqnr
 from qerl_lab.quantize.options import QuantizeConfig
 from qerl_lab.record.environment import environment
@@ -38,7 +39,7 @@ def measure(
     result: dict[str, Any] = {
         "schema": SCHEMA,
         "model": cfg.model, "revision": cfg.revision, "format": cfg.format, "method": cfg.method,
-        "ignore": cfg.ignore, "options": asdict(weight_format),
+        "ignore": cfg.ignore, "options": asdict(weight_format), "began_from": noted(source),
         "calibration": None if cfg.method == "rtn" else
         {"dataset": cfg.dataset, "samples": cfg.samples, "tokens": cfg.tokens, "seed": cfg.seed},
         "weights": {"all": count, "quantized": in_linears},
@@ -53,7 +54,7 @@ def measure(
     plots.save_sqnr(
         result["sqnr_db"]["layers"], f"{Path(cfg.model).name}, {cfg.format} by {cfg.method}", folder / "sqnr.png"
     )
-    replace_file(folder / "quality.json", strict_json(result))
+    replace_file(folder / QUALITY, strict_json(result))
     return result
 
 

@@ -15,12 +15,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from transformers import AutoConfig, PreTrainedModel
+from transformers.quantizers.quantizers_utils import should_convert_module
 
 from qerl_lab import formats, terminal
 from qerl_lab.config.files import choices_of
 from qerl_lab.config.keys import typed
 from qerl_lab.config.message import first_line
 from qerl_lab.config.option import ConfigError, did_you_mean
+from qerl_lab.config.records import QUALITY
 from qerl_lab.config.schema import FormatConfig
 from qerl_lab.config.spelling import listed, word
 from qerl_lab.disk import replace_file
@@ -66,7 +68,7 @@ def run(cfg: QuantizeConfig) -> None:
         result = quality.measure(cfg, source.folder, source.packed, unfinished.folder, device)
         unfinished.finish()
     print(quality.table(cfg, result))
-    print(f"checkpoint:  {terminal.near(cfg.folder)}  (quality.json, sqnr.png)")
+    print(f"checkpoint:  {terminal.near(cfg.folder)}  ({QUALITY}, sqnr.png)")
     print(f"train on it: {terminal.python()} -m qerl_lab {shlex.join(training_words(cfg))}")
 
 
@@ -105,6 +107,7 @@ def read_source(cfg: QuantizeConfig) -> Source:
         _check_tensor(folder, weights, f"{name}.weight", tuple(model.get_parameter(f"{name}.weight").shape))
     dense = [name for name in linears if name not in set(packed)]
     about = _quantization_config(cfg, dense, weights.dtype(f"{packed[0]}.weight"))
+    _check_skipped(cfg, about.get("llm_int8_skip_modules", []), packed, dense)
     return Source(folder, config, weights, packed, dense, about)
 
 
@@ -135,7 +138,20 @@ def _check_ignore(cfg: QuantizeConfig, linears: list[str]) -> None:
             ends = sorted({name.rpartition(".")[2] for name in linears})
             raise ConfigError(
                 f"ignore={typed(cfg.ignore)}: no Linear layer is called {entry}.{did_you_mean(entry, ends)} "
-                f"Allowed: full names, their last parts ({', '.join(ends)}), re:PATTERN."
+                f"Allowed: full names, their last parts ({', '.join(ends)}), modules they are in, re:PATTERN."
+            )
+
+
+def _check_skipped(cfg: QuantizeConfig, skipped: list[str], packed: list[str], dense: list[str]) -> None:
+    """Refuse an entry by which transformers would take a packed layer for a dense one: of bitsandbytes' it is the
+    beginning or the end of a name, with no dot between, so that model.layers.1 is model.layers.10 too."""
+    for entry in skipped:
+        if other := next((name for name in packed if not should_convert_module(name, [entry])), None):
+            names = [name for name in dense if is_ignored(name, [entry])]
+            fitting = [name for each in cfg.ignore for name in (names if each == entry else [each])]
+            raise ConfigError(
+                f"ignore={typed(cfg.ignore)} with format={cfg.format}: transformers would take {other} for dense too, "
+                f"by {entry}; allowed: entries that begin and end no other layer's name. Type ignore={typed(fitting)}."
             )
 
 

@@ -115,11 +115,11 @@ def _run_trial(study: optuna.Study, trial: FrozenTrial, cfg: SearchConfig, space
         if trial.number == 0:
             (cfg.folder / JOURNAL).unlink()  # nothing is searched yet, and the words may be corrected
         raise ConfigError(f"the runs of trial {trial.number} were refused, see above. Correct the words.")
-    values = [_worth(run, cfg.objective) for run in _runs(directory)]
-    if code == FAILURE or not all(map(math.isfinite, values)):
-        study.tell(trial.number, state=TrialState.FAIL)
+    worth = _worth(directory, cfg.objective) if code == OK else math.nan
+    if math.isfinite(worth):
+        study.tell(trial.number, worth)
     else:
-        study.tell(trial.number, sum(values) / len(values))
+        study.tell(trial.number, state=TrialState.FAIL)
 
 
 def _proposed(trial: FrozenTrial) -> list[str]:
@@ -135,16 +135,40 @@ def _runs(directory: Path) -> list[RunDirectory]:
     return [RunDirectory(path.parent) for path in sorted(directory.glob("*/resolved.yaml"))]
 
 
-def _worth(run: RunDirectory, objective: str) -> float:
-    """What a finished run is worth: its held-out accuracy after training, or its mean reward, the area by steps."""
+def _worth(directory: Path, objective: str) -> float:
+    """The mean of what the finished runs of a trial are worth; NaN where there is none, or one is worth no number."""
+    return _mean([_worth_of(run, objective) for run in _runs(directory) if run.status == "done"])
+
+
+def _worth_of(run: RunDirectory, objective: str) -> float:
+    """What a finished run is worth: its held-out accuracy after training, or its mean reward, the area by steps. NaN
+    where it has none."""
     if objective == "accuracy":
-        return float(run.result()["accuracy_after"])
-    rewards = [line["metrics"]["reward/mean"] for line in run.metrics() if "reward/mean" in line["metrics"]]
-    return sum(rewards) / len(rewards)
+        return float(run.result().get("accuracy_after", math.nan))
+    return _mean([line["metrics"]["reward/mean"] for line in run.metrics() if "reward/mean" in line["metrics"]])
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values) if values else math.nan
+
+
+def _why(trial: FrozenTrial, cfg: SearchConfig, space: Space) -> str:
+    """Why a trial failed, as far as the directories of its runs say."""
+    if set(trial.params) != set(space.ranges):
+        return "a stop came while it was proposed"
+    runs = _runs(_directory(trial, cfg))
+    for run in runs:
+        if run.status == "failed":
+            return f"{near(run.path)}: {run.reason}"
+    done = [run for run in runs if run.status == "done"]
+    if len(done) < len(cfg.seeds):
+        return f"{len(done)} of its {len(cfg.seeds)} runs are done"
+    worth = _worth(_directory(trial, cfg), cfg.objective)
+    return "its sweep failed" if math.isfinite(worth) else f"its runs have no {cfg.objective}, or one that is no number"
 
 
 def _table(study: optuna.Study, cfg: SearchConfig, space: Space) -> str:
-    """The trials with the best first, and the sweep that reports on it."""
+    """The trials with the best first, why others failed, and the sweep that reports on the best."""
     ended = [trial for trial in study.get_trials(deepcopy=False) if trial.state in ENDED]
     ended.sort(key=lambda trial: -math.inf if trial.value is None else trial.value, reverse=True)
     rows = [["trial", cfg.objective, *sorted(space.ranges), "directory"]]
@@ -152,7 +176,8 @@ def _table(study: optuna.Study, cfg: SearchConfig, space: Space) -> str:
         worth = "failed" if trial.value is None else f"{trial.value:.4f}"
         values = [f"{trial.params[key]:.3g}" if key in trial.params else "-" for key in sorted(space.ranges)]
         rows.append([str(trial.number), worth, *values, near(_directory(trial, cfg))])
-    lines = [columns(rows)]
+    failed = sorted((trial for trial in ended if trial.value is None), key=lambda trial: trial.number)
+    lines = [columns(rows), *(f"trial {trial.number} failed: {_why(trial, cfg, space)}" for trial in failed)]
     if ended and ended[0].value is not None:
         words = [word for word in space.words if word != "eval.questions=0"]
         report = f"python -m qerl_lab -m {shlex.join([*words, *_proposed(ended[0]), 'seed=0,1,2,3,4'])}"

@@ -7,13 +7,12 @@ from omegaconf import OmegaConf
 
 from qerl_lab.config.files import choices_of, package_data
 from qerl_lab.config.option import ConfigError, did_you_mean, option
+from qerl_lab.config.records import WARMUP
 from qerl_lab.config.rules import from_dict
 from qerl_lab.config.schema import TaskConfig
 from qerl_lab.model import on_disk
 from qerl_lab.tasks import with_solutions
 from qerl_lab.tasks.data import is_local
-
-RECORD = "warmup.json"  # in the directory that is written: what was done
 
 
 @dataclass
@@ -80,6 +79,6 @@ def _check_out(cfg: WarmupConfig) -> None:
         raise ConfigError(f"out={cfg.out} and model={cfg.model} lie within each other. Type an out beside the model.")
     if out.exists() and not cfg.overwrite:
         raise ConfigError(f"out={cfg.out} exists. Type another out, or overwrite=true to replace it.")
-    if out.exists() and not (out / RECORD).is_file():
+    if out.exists() and not (out / WARMUP).is_file():
         raise ConfigError(f"out={cfg.out} was not made by this command, so overwrite=true does not remove it. "
                           "Type another out.")  # fmt: skip

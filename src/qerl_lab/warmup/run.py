@@ -28,9 +28,10 @@ from qerl_lab.config.message import first_line
 from qerl_lab.config.model_hash import model_hash
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.paths import sha256
+from qerl_lab.config.records import UNPACKED, WARMUP
 from qerl_lab.config.redact import redact
 from qerl_lab.config.spelling import word
-from qerl_lab.model import gguf, on_disk, policy
+from qerl_lab.model import on_disk, policy
 from qerl_lab.model.files import local_folder
 from qerl_lab.model.loading import stored_as
 from qerl_lab.model.tokenizer import save as save_tokenizer
@@ -39,7 +40,7 @@ from qerl_lab.record.environment import versions
 from qerl_lab.record.partial import JOURNAL, Unfinished
 from qerl_lab.tasks import Task
 from qerl_lab.warmup.examples import Example, batch, order, tokenized
-from qerl_lab.warmup.options import RECORD, WarmupConfig
+from qerl_lab.warmup.options import WarmupConfig
 
 NOT_IDENTITY = ("out", "checkpoint_every", "overwrite", "device")
 SCALES = {"pocket": "pocket", "SmolLM2-135M": "smollm2"}  # made for a model, by a part of its path
@@ -152,7 +153,7 @@ def run(cfg: WarmupConfig) -> None:
         shutil.rmtree(unfinished.folder / CHECKPOINTS)
         unfinished.finish()
     print(f"loss {warmup.losses[0]:.3f} -> {warmup.losses[-1]:.3f} nats a token, {time.monotonic() - started:.0f} s")
-    print(f"model:       {terminal.near(cfg.folder)}  ({RECORD} says how it was made)")
+    print(f"model:       {terminal.near(cfg.folder)}  ({WARMUP} says how it was made)")
     print(f"train on it: {terminal.python()} -m qerl_lab {shlex.join(training_words(cfg))}")
 
 
@@ -222,14 +223,14 @@ def write(warmup: Warmup, tokenizer: PreTrainedTokenizerBase, folder: Path, reco
     """Weights in bfloat16 (what the formats start from), tokenizer, chat template, and the record of it all."""
     warmup.model.to(torch.bfloat16).save_pretrained(folder)
     save_tokenizer(tokenizer, folder)
-    files = sorted(file for file in folder.iterdir() if file.is_file() and file.name not in (RECORD, JOURNAL))
+    files = sorted(file for file in folder.iterdir() if file.is_file() and file.name not in (WARMUP, JOURNAL))
     record["sha256"] = {file.name: sha256(file) for file in files}
-    (folder / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    (folder / WARMUP).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 def about(cfg: WarmupConfig, task: Task, folder: Path, warmup: Warmup, left_out: int, started: float) -> dict[str, Any]:
     """What warmup.json says: the command, the data, the model it began from, how the loss went."""
-    source = folder / gguf.ABOUT
+    source = folder / UNPACKED
     return {
         "command": redact(shlex.join(["python", "-m", "qerl_lab.warmup", *sys.argv[1:]])),
         "options": asdict(cfg),

@@ -19,9 +19,10 @@ from safetensors.torch import load_file
 
 import load_elsewhere
 from qerl_lab.config.option import ConfigError
+from qerl_lab.config.records import EXPORT
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.export.card import card
-from qerl_lab.export.options import RECORD, ExportConfig, check
+from qerl_lab.export.options import ExportConfig, check
 from qerl_lab.export.run import run as export
 from qerl_lab.model import policy
 from qerl_lab.model.on_disk import POCKET
@@ -129,7 +130,7 @@ def test_the_card_says_what_it_is_and_what_came_out(runs: dict[str, tuple[Path, 
         "--max-lora-rank 8", "| command |", "Reply as <think>", "base=true holds them",
     ):  # fmt: skip
         assert said in body, said
-    record = json.loads((made / RECORD).read_text())
+    record = json.loads((made / EXPORT).read_text())
     assert set(record["sha256"]) == {"README.md", "adapter_config.json", "adapter_model.safetensors", "run.yaml"}
     assert record["result"] == RESULT
     assert yaml.safe_load((made / "run.yaml").read_text())["lora"]["rank"] == 4
@@ -163,6 +164,33 @@ def test_the_card_s_line_makes_the_very_base_of_the_run(
     said = card(ExportConfig(out="mine"), tiny(model__path=str(packed), **how), record)
     assert f"`BASE` is `{packed}`." in said
     assert "qerl_lab.quantize" not in said
+
+
+def test_a_copy_has_no_record_of_its_base_which_is_in_that_of_the_export(
+    tiny: Callable[..., RunConfig], build_policy: Build, tmp_path: Path
+) -> None:
+    base = shutil.copytree(POCKET, tmp_path / "base")
+    (base / "recipe.json").unlink()
+    for name in ("warmup.json", "export.json"):
+        (base / name).write_text(json.dumps({"of": name}))
+    finished(tmp_path / "run", tiny(format__name="bf16", model__path=str(base)), build_policy)
+    beside = exported(tmp_path / "beside", tmp_path / "run", base=True)
+    assert not {"warmup.json", "export.json"} & {file.name for file in (beside / "base").iterdir()}
+    origin = json.loads((beside / EXPORT).read_text())["began_from"]
+    assert [origin[name] for name in ("warmup.json", "export.json")] == [{"of": "warmup.json"}, {"of": "export.json"}]
+
+
+def test_a_run_with_an_attention_of_a_gpu_is_exported_without_its_package(
+    tiny: Callable[..., RunConfig], build_policy: Build, tmp_path: Path
+) -> None:
+    finished(tmp_path / "run", tiny(format__name="bf16"), build_policy)
+    resolved = tmp_path / "run" / "resolved.yaml"
+    text = resolved.read_text()
+    text = text.replace("attention: sdpa", "attention: flash_attention_2")
+    resolved.write_text(text.replace("device: cpu", "device: cuda").replace("dtype: float32", "dtype: bfloat16"))
+    assert RunDirectory(tmp_path / "run").config().model.attention == "flash_attention_2"
+    merged = exported(tmp_path / "merged", tmp_path / "run", merged=True)
+    assert (merged / "model.safetensors").is_file()
 
 
 def test_an_adapter_names_the_base_that_it_belongs_to(

@@ -45,20 +45,32 @@ def test_transformers_dumps_the_same_for_nf4() -> None:
 @pytest.mark.parametrize("weight_format", [NVFP4, MXFP4, Nf4(True), Nf4(False)], ids=repr)
 def test_what_is_described_is_recognized(weight_format: Format) -> None:
     """But for the rule of rounding, which compressed-tensors does not record."""
-    ignore = ("lm_head", "down_proj", "model.layers.1.self_attn.q_proj")
+    ignore = ("lm_head", "down_proj", "model.layers.1.self_attn.q_proj", "model.layers.1")
     written = weight_format.quantization_config(ignore, torch.bfloat16)
     assert recognize(written) == PackedAs(UNKNOWN_RULE.get(weight_format, weight_format), ignore)
 
 
+@pytest.mark.parametrize("entry", ["lm_head", "down_proj", "mlp.down_proj", "model.layers.3", "model.layers.3.mlp"])
 @pytest.mark.parametrize("name", PRESETS)
-def test_an_ignored_end_is_ignored_by_compressed_tensors_too(name: str) -> None:
-    """It takes a plain entry for a full name, where ours may be the end of one."""
+def test_an_entry_means_the_same_to_compressed_tensors(name: str, entry: str) -> None:
+    """It takes a plain one for a full name, where ours may be the end of one, or a module that it is part of."""
     from compressed_tensors.utils.match import match_name
 
-    entries = BY_NAME[name].quantization_config(["lm_head", "down_proj"], torch.bfloat16)["ignore"]
-    modules = {"lm_head": True, "model.layers.3.mlp.down_proj": True, "model.layers.3.mlp.up_down_proj": False}
-    assert {module: any(match_name(module, entry) for entry in entries) for module in modules} == modules
-    assert {module: is_ignored(module, ("lm_head", "down_proj")) for module in modules} == modules
+    (written,) = BY_NAME[name].quantization_config([entry], torch.bfloat16)["ignore"]
+    parts = ("self_attn.q_proj", "mlp.down_proj", "mlp.up_down_proj", "mlp.down_proj.0", "mlpx.up_proj")
+    modules = ["lm_head", *(f"model.layers.{layer}.{part}" for layer in (3, 30) for part in parts)]
+    ours = [module for module in modules if is_ignored(module, [entry])]
+    assert ours
+    assert [module for module in modules if match_name(module, written)] == ours
+
+
+@pytest.mark.parametrize(("written", "read"), [
+    (r"re:(.*\.)?down_proj$", "down_proj"), (r"re:(.*\.)?model\.layers\.1$", "model.layers.1"),
+    (r"re:(.*\.)?down_.*$", r"re:(.*\.)?down_.*$"), (r"re:(.*\.)?a$|b\..*", r"re:(.*\.)?a$|b\..*"),
+])  # fmt: skip
+def test_patterns_of_earlier_versions_and_of_others_are_read(written: str, read: str) -> None:
+    config = NVFP4.quantization_config([], torch.bfloat16) | {"ignore": [written]}
+    assert recognize(config).ignore == (read,)
 
 
 def test_patterns_and_parents_are_ignored() -> None:

@@ -20,6 +20,7 @@ from qerl_lab import preflight
 from qerl_lab.cli.compose import make_plan
 from qerl_lab.cli.intent import check_all_act
 from qerl_lab.config.option import ConfigError
+from qerl_lab.config.records import QUALITY, UNPACKED
 from qerl_lab.config.schema import ModelConfig, RunConfig
 from qerl_lab.formats import build as build_format
 from qerl_lab.model import gguf, on_disk, policy
@@ -125,7 +126,7 @@ def test_it_is_unpacked_once_and_again_when_the_file_changes(
     said = capsys.readouterr().err
     assert "m.gguf: tensors in Q4_1 (15), F32 (5); transformers dequantizes them to bfloat16, kept in" in said
     assert not half.exists()
-    about = json.loads((first / gguf.ABOUT).read_text())
+    about = json.loads((first / UNPACKED).read_text())
     assert len(about["sha256"]) == 64
     assert (on_disk.local(str(file)), local_folder(str(file), None)) == (first, first)
     assert "dequantizes" not in capsys.readouterr().err
@@ -232,6 +233,6 @@ def test_the_quantize_command_takes_it_and_keeps_what_the_file_was(file: Path, t
     cfg = QuantizeConfig(model=str(file), out=str(tmp_path / "out"), device="cpu", quality="weights")
     check_quantize(cfg)
     quantize(cfg)
-    about = json.loads((tmp_path / "out" / gguf.ABOUT).read_text())
+    about = json.loads((tmp_path / "out" / QUALITY).read_text())["began_from"][UNPACKED]
     assert about["tensors"] == {"Q4_1": 15, "F32": 5}
     policy.load_base(RunConfig(model=ModelConfig(path=str(tmp_path / "out"))), CPU)

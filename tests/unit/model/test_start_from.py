@@ -3,15 +3,17 @@
 import json
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peft import get_peft_model_state_dict
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 
+from packed_layers import tiny_model
 from qerl_lab.cli.compose import make_plan
 from qerl_lab.config.arm import config_hash
 from qerl_lab.config.option import ConfigError
@@ -79,6 +81,10 @@ def test_it_is_another_arm_by_the_content_of_the_adapter(run: Path, tmp_path: Pa
         ({"target_modules": ["q_proj", "v_proj"]}, r"Type lora.target_modules=\[q_proj,v_proj\]"),
         ({"target_modules": "all-linear"}, "is no LoRA adapter with a list of layers"),
         ({"use_dora": True}, "has use_dora=True; allowed: plain LoRA"),
+        ({"alora_invocation_tokens": [3]}, r"has alora_invocation_tokens=\[3\]; allowed: plain LoRA"),
+        ({"init_lora_weights": "loftq"}, "has init_lora_weights=loftq, .* allowed: true, false, gaussian, "),
+        ({"init_lora_weights": "corda"}, "Type another adapter"),
+        ({"init_lora_weights": "lora_ga"}, "path_initial_model_for_weight_conversion"),
         ({"peft_type": "IA3"}, "is no LoRA adapter"),
     ],
 )
@@ -88,6 +94,25 @@ def test_what_does_not_fit_is_refused_before_a_run_starts(
     cfg = anchored(tiny(format__name="bf16", lora__start_from=str(changed(run, tmp_path / "other", **settings))))
     with pytest.raises(ConfigError, match=message):
         check(cfg, tmp_path / "run")
+
+
+@pytest.mark.filterwarnings("ignore:.*(eva|EVA)")
+@pytest.mark.parametrize(
+    "init", [True, False, "gaussian", "orthogonal", "eva", "mica", "pissa", "pissa_niter_2", "olora", "OLoRA"]
+)
+def test_an_adapter_is_refused_where_peft_changed_its_base(
+    run: Path, tmp_path: Path, tiny: Tiny, init: bool | str
+) -> None:
+    """CorDA and LoRA-GA, which change it too, want data first, and LoftQ a GPU."""
+    base = tiny_model()
+    before = {name: weight.clone() for name, weight in base.state_dict().items()}
+    lora = LoraConfig(r=4, lora_alpha=4, target_modules=["q_proj"], init_lora_weights=init)  # type: ignore[arg-type]
+    after = get_peft_model(base, lora).unload().state_dict()
+    is_changed = any(not torch.equal(after[name], weight) for name, weight in before.items())
+    start = changed(run, tmp_path / "adapter", init_lora_weights=init)
+    cfg = anchored(tiny(format__name="bf16", lora__start_from=str(start)))
+    with pytest.raises(ConfigError, match="changed the base") if is_changed else nullcontext():
+        adapter_files.check(cfg)
 
 
 def test_an_adapter_that_is_not_there_or_has_changed_is_refused(run: Path, tmp_path: Path, tiny: Tiny) -> None:

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 from packed_layers import each_packed, tiny_model
 from qerl_lab.cli import train
 from qerl_lab.cli.compose import make_plan
+from qerl_lab.config.option import ConfigError
 from qerl_lab.formats.mxfp4 import Mxfp4
 from qerl_lab.formats.nvfp4 import Nvfp4
 from qerl_lab.model import policy
@@ -25,6 +26,8 @@ from qerl_lab.quantize import __main__ as quantize
 from qerl_lab.quantize import quality
 from qerl_lab.quantize import run as quantization
 from qerl_lab.quantize.options import QuantizeConfig
+from qerl_lab.warmup.options import WarmupConfig
+from qerl_lab.warmup.options import check as check_warmup
 from small_checkpoints import edit_config, edit_tensors, equal, write_dense
 
 SHARDS = "shard_gb=2e-5"  # 20 kB: several files
@@ -226,6 +229,19 @@ def test_everything_that_belongs_to_a_model_is_there_and_only_that(here, model):
     assert config == json.loads(source["config.json"])
 
 
+def test_no_other_command_takes_the_copy_of_a_model_for_its_own(here, model):
+    """What the lab noted of the source stays there: by it a command knows what it may replace."""
+    noted = {"warmup.json", "export.json", "recipe.json", "gguf.json", "quality.json"}
+    for name in noted:
+        (here / "model" / name).write_text('{"of": "the source"}')
+    assert run(model, "out=out", SHARDS) == 0
+    assert noted & tree("out").keys() == {"quality.json"}
+    origin = json.loads(Path("out/quality.json").read_text())["began_from"]
+    assert origin == {name: {"of": "the source"} for name in noted}
+    with pytest.raises(ConfigError, match="was not made by this command, so overwrite=true does not remove it"):
+        check_warmup(WarmupConfig(model="pocket", task="arithmetic", out="out", overwrite=True))
+
+
 def test_ignored_layers_stay_and_the_lab_loads_what_it_is_told_to_type(here, model, capsys):
     """The last line of the command is a command that the main one accepts, and that loads the checkpoint."""
     assert run(model, "out='out, 2'", "format=nf4", "ignore=[lm_head,v_proj]", "double_quant=false") == 0
@@ -236,6 +252,23 @@ def test_ignored_layers_stay_and_the_lab_loads_what_it_is_told_to_type(here, mod
     loaded, _ = policy.load_base(plan.jobs[0].config, torch.device("cpu"))
     kinds = {name.rpartition(".")[2]: type(module).__name__ for name, module in loaded.named_modules()}
     assert (kinds["v_proj"], kinds["lm_head"], kinds["q_proj"]) == ("Linear", "Linear", "PackedLinear")
+
+
+def test_an_entry_that_transformers_reads_otherwise_is_refused_for_nf4(here, capsys):
+    """It would take the eleventh layer for dense, whose name begins as that of the second. What to type it reads."""
+    (here / "model").mkdir()
+    config = Qwen2Config(vocab_size=32, hidden_size=64, intermediate_size=128, num_hidden_layers=11,
+                         num_attention_heads=4, num_key_value_heads=2)  # fmt: skip
+    write_dense(here / "model", Qwen2ForCausalLM(config).to(torch.bfloat16))
+    words = ["model=model", "format=nf4", "ignore=[lm_head,model.layers.1]"]
+    said = refused(capsys, *words, "out=out")
+    assert "transformers would take model.layers.10.self_attn.q_proj for dense too, by model.layers.1;" in said
+    typed = said.rpartition("Type ")[2].strip().removesuffix(".")
+    assert run(*words[:2], typed, "out=out") == 0
+    theirs = AutoModelForCausalLM.from_pretrained("out", dtype=torch.bfloat16)
+    dense = [name for name, module in theirs.named_modules() if type(module) is torch.nn.Linear]
+    assert [name for name in dense if name != "lm_head"] == typed.removesuffix("]").split(",")[1:]
+    assert len(dense) == 7 + 1
 
 
 def test_a_tied_head_is_left_dense_and_said_to_be(here):

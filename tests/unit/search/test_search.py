@@ -13,14 +13,15 @@ optuna = pytest.importorskip("optuna")
 from qerl_lab.config.option import ConfigError  # noqa: E402
 from qerl_lab.search import __main__ as command  # noqa: E402
 from qerl_lab.search import study  # noqa: E402
-from qerl_lab.search.options import SearchConfig, check, space  # noqa: E402
+from qerl_lab.search.options import OBJECTIVES, SearchConfig, check, space  # noqa: E402
 
 RANGES = ["aqn.sigma_start=0.01..0.3", "optim.learning_rate=1e-4..1e-2"]
 BEST = {"aqn.sigma_start": 0.05, "optim.learning_rate": 1e-3}
 
 
 class Lab:
-    """Takes the words of a sweep as the main command does. Its trial number `stops_at` is interrupted once."""
+    """Takes the words of a sweep as the main command does. Its trial number `stops_at` is interrupted once; a run of
+    trial `fails_at` fails before its first step."""
 
     def __init__(self, stops_at: int | None = None, fails_at: int | None = None) -> None:
         self.stops_at, self.fails_at, self.calls = stops_at, fails_at, []
@@ -37,6 +38,9 @@ class Lab:
             run = sweep / f"run-{seed}"
             run.mkdir(parents=True)
             (run / "resolved.yaml").touch()
+            if number == self.fails_at and seed == keys["seed"].split(",")[0]:
+                (run / "FAILED").write_text("OutOfMemoryError: 80 GiB are not enough\nTraceback ...\n")
+                continue
             far = sum(math.log10(float(keys[key]) / best) ** 2 for key, best in BEST.items())
             lines = [{"step": n, "time": 0.0, "metrics": {"reward/mean": 1 - far + int(seed) / 1e6}} for n in (1, 2)]
             (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -94,9 +98,43 @@ def test_a_search_that_was_stopped_tries_what_one_in_a_piece_does(tmp_path: Path
     assert len(stopped.calls) == 16
 
 
-def test_a_trial_with_a_failed_run_is_worth_nothing(tmp_path: Path) -> None:
-    search(tmp_path, Lab(fails_at=1))
-    assert (tmp_path / "table.txt").read_text().splitlines()[4].split()[:2] == ["1", "failed"]
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_a_trial_with_a_failed_run_is_worth_nothing_and_the_search_goes_on(tmp_path: Path, objective: str) -> None:
+    lab = Lab(fails_at=1)
+    search(tmp_path, lab, objective=objective)
+    search(tmp_path, lab, objective=objective)  # the same line again
+    tried = [dict(word.split("=", 1) for word in words if "=" in word)["hydra.sweep.dir"] for words in lab.calls]
+    assert tried == [f"{tmp_path}/trial-{number:04}" for number in range(4)]
+    table = (tmp_path / "table.txt").read_text().splitlines()
+    assert table[4].split()[:2] == ["1", "failed"]
+    assert table[5] == f"trial 1 failed: {tmp_path}/trial-0001/run-100: OutOfMemoryError: 80 GiB are not enough"
+
+
+@pytest.mark.parametrize(("record", "content", "why"), [
+    ("metrics.jsonl", "", "its runs have no reward, or one that is no number"),
+    ("metrics.jsonl", '{"step": 1, "time": 0.0, "metrics": {"reward/mean": null}}\n', "its runs have no reward"),
+    ("DONE", None, "1 of its 2 runs are done"),
+])  # fmt: skip
+def test_a_trial_whose_runs_have_no_worth_has_failed(
+    tmp_path: Path, record: str, content: str | None, why: str
+) -> None:
+    lab = Lab()
+
+    def spoiled(words: list[str]) -> int:
+        code = lab(words)
+        file = tmp_path / "trial-0000" / "run-101" / record
+        file.unlink() if content is None else file.write_text(content)
+        return code if content is not None else 1
+
+    search(tmp_path, spoiled, trials=1)  # type: ignore[arg-type]
+    assert f"trial 0 failed: {why}" in (tmp_path / "table.txt").read_text()
+
+
+def test_a_sweep_without_runs_is_a_failed_trial(tmp_path: Path) -> None:
+    search(tmp_path, lambda words: 1, trials=2)  # type: ignore[arg-type]
+    table = (tmp_path / "table.txt").read_text()
+    assert "trial 0 failed: 0 of its 2 runs are done\ntrial 1 failed: 0 of its 2 runs are done" in table
+    assert "Report on others" not in table
 
 
 def test_accuracy_needs_questions() -> None:
