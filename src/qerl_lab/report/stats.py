@@ -104,21 +104,23 @@ def band_over_seeds(values_S_T: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.
     return mean, mean - half, mean + half
 
 
-def p_above(values_S_Q: np.ndarray, null: float) -> float:
+def p_above(values_S_Q: np.ndarray, null: float, seeds: int | None = None) -> float:
     """The one-sided p-value of the hypothesis that the mean over seeds and questions is at most `null`.
 
     It is below 0.025 where the interval of 95% lies above `null`. Where all seeds agree to the digit there is no
-    variance to go by: then it is that of their signs, 2**-seeds.
+    variance to go by: then it is that of their signs, 2**-seeds. With `seeds` it is that of so many seeds, whose mean
+    and `components` are those of the values.
     """
     values = np.asarray(values_S_Q, float) - null
-    mean, variances = float(values.mean()), components(values)
+    mean, variances, questions = float(values.mean()), components(values), values.shape[1]
+    count = len(values) if seeds is None else seeds
     if max(variances) < 1e-20:
-        return 2.0 ** -len(values) if mean > 0 else 1.0
-    if values.shape[1] == 1:
-        return float(stats.t.sf(mean / np.sqrt(variances[0] / len(values)), len(values) - 1))
+        return 2.0**-count if mean > 0 else 1.0
+    if questions == 1:
+        return float(stats.t.sf(mean / np.sqrt(variances[0] / count), count - 1))
 
     def interval(level: float) -> Interval:
-        half = half_width(variances, len(values), values.shape[1], level)
+        half = half_width(variances, count, questions, level)
         return mean, mean - half, mean + half
 
     two_sided = p_value(interval, 64)
@@ -146,10 +148,10 @@ def probability_of_improvement(treated_S: np.ndarray, control_S: np.ndarray) -> 
     return float(((difference > 0) + 0.5 * (difference == 0)).mean())
 
 
-def seeds_for(variances: tuple[float, float], questions: int, width: float, level: float) -> int | None:
-    """The smallest number of seeds whose interval is no wider than `width`; None where `MOST_SEEDS` are too few."""
-    numbers = range(2, MOST_SEEDS + 1)
-    index = bisect_left(numbers, True, key=lambda n: 2 * half_width(variances, n, questions, level) <= width)
+def fewest_seeds(decide: Callable[[int], bool], least: int) -> int | None:
+    """The smallest number from `least` on that is enough, as all larger ones are; None where `MOST_SEEDS` are not."""
+    numbers = range(least, MOST_SEEDS + 1)
+    index = bisect_left(numbers, True, key=decide)
     return numbers[index] if index < len(numbers) else None
 
 

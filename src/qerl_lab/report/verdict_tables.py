@@ -18,12 +18,13 @@ from qerl_lab.report.printed_arms import in_table_1
 from qerl_lab.report.verdicts import LEVEL, Numbers, Row, family_sizes
 from qerl_lab.terminal import columns
 
-SCHEMA = 1
+SCHEMA = 2
 HOW_TO_READ = f"""\
 Effects are treated less control (of steps and tokens/s treated over control), paired by seed and question, with
 intervals of 95% over both. supported: above 0 in the claim's direction. contradicted: an effect of the smallest size
 that would matter is excluded. undecided: neither. Both at a one-sided level of {LEVEL:g} for a whole family (Holm).
-A guardrail is held or broken where that is shown, else open."""
+A guardrail is held or broken where that is shown, else open. Seeds that would decide count on the spread that was
+measured: at the first number about half of such repetitions are decided, at the second, if it is said, most."""
 
 
 def cell(interval: stats.Interval, seeds: int) -> str:
