@@ -5,6 +5,7 @@ from dataclasses import replace
 from datetime import datetime
 from typing import NamedTuple
 
+from qerl_lab.report.arms import is_copy
 from qerl_lab.report.runs import Record
 
 SECOND = 1  # the start is noted in whole ones
@@ -24,11 +25,11 @@ class _Stay(NamedTuple):
 def told(records: Sequence[Record]) -> list[Record]:
     """The records, each with how many of all of them ran at once where it ran, itself too, at most.
 
-    Where is known by the GPUs or, without one, the host. An older record says only what the machine was like: there
+    A copy of a run is no further one. Where is known by the GPUs or, without one, the host. An older record says only what the machine was like: there
     it counts for runs that no sweep started, and two machines that are alike count as one.
     """
-    stays = [_stay(record) for record in records]
-    return [replace(record, at_once=_most(stay, stays)) for record, stay in zip(records, stays, strict=True)]
+    stays = [_stay(record) for record in records if not is_copy(record.run)]
+    return [replace(record, at_once=_most(_stay(record), stays)) for record in records]
 
 
 def _most(stay: _Stay, stays: Sequence[_Stay]) -> int:

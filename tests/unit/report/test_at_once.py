@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from qerl_lab.report import copies
 from qerl_lab.report.__main__ import main
 from qerl_lab.report.at_once import told
 from qerl_lab.report.runs import Origin, Record
@@ -69,6 +70,14 @@ def test_the_larger_of_words_and_clocks_counts() -> None:
     assert at_once(ran(0, 100, command=alone), ran(0, 100, command=alone)) == [2, 2]
 
 
+def test_a_copy_of_a_run_is_not_a_run_beside_it() -> None:
+    first = ran(0, 100)
+    copy = replace(first, run=replace(first.run, name="copy"))
+    assert [one.side_by_side for one in told(copies.told([first, copy]))] == [1, 1]
+    other = replace(ran(50, 150), run=replace(ran(50, 150).run, name="other", seed=1))
+    assert [one.side_by_side for one in told(copies.told([first, copy, other]))] == [2, 2, 2]
+
+
 # --- what the command says
 
 
@@ -106,6 +115,17 @@ def test_runs_that_ran_at_once_by_their_own_commands_are_said(here: Path, capsys
         for words in (["sweep", "out=results"], ["results"]):
             assert main(words) == 0
             assert ("Runs ran beside another: seconds and tokens/s are of shared" in capsys.readouterr().out) == shown
+
+
+def test_a_copy_beside_its_run_leaves_its_speed_to_be_compared(here: Path, capsys) -> None:
+    run = make_run(here / "sweep" / "bf16-0", "bf16", 0)
+    began = {"time": "2020-01-01T00:00:00+0000", "gpus": [{"uuid": "GPU-1", "name": "H200"}]}
+    (run / "env.json").write_text(json.dumps(began))
+    shutil.copytree(run, here / "home" / "bf16-0")
+    assert main(["sweep", "home"]) == 0
+    said = capsys.readouterr().out
+    assert "is the same run" in said
+    assert "ran beside" not in said
 
 
 def test_a_run_that_went_on_beside_others_is_said(here: Path, capsys) -> None:
