@@ -99,7 +99,7 @@ def _told_apart(rows: Sequence[Row]) -> list[Row]:
 
 def _measured(claim: Claim, contrast: Contrast, pair: Pair) -> Row:
     row = Row(
-        claim, contrast, Verdict.UNDECIDED, "", _context(pair),
+        claim, contrast, Verdict.UNDECIDED, "", _context(claim, pair),
         (pair.treated.finished, pair.control.finished), (pair.treated.started, pair.control.started),
     )  # fmt: skip
     shared = pair.treated.seeds & pair.control.seeds
@@ -113,11 +113,12 @@ def _measured(claim: Claim, contrast: Contrast, pair: Pair) -> Row:
         return replace(row, why=str(error))
 
 
-def _context(pair: Pair) -> tuple[tuple[str, str], ...]:
-    """The settings of a pair; of a key that may differ both values."""
+def _context(claim: Claim, pair: Pair) -> tuple[tuple[str, str], ...]:
+    """The settings of a pair; of a key that may differ both values, without that at whose best value each arm is."""
     own = [dict(side.records[0].run.arm) for side in (pair.treated, pair.control)]
     shared = dict(pair.context)
-    differ = {key: f"{own[0][key]} / {own[1].get(key)}" for key in own[0] if key not in shared}
+    free = own[0].keys() - shared.keys() - {claim.best_of}
+    differ = {key: f"{own[0][key]} / {own[1].get(key)}" for key in free}
     return tuple(sorted((shared | differ).items()))
 
 

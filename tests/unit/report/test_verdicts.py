@@ -109,6 +109,17 @@ def test_two_settings_are_two_rows_each_with_its_name() -> None:
     assert [row.context for row in rows[:2]] == [((LEARNING_RATE, "0.001"),), ((LEARNING_RATE, "0.1"),)]
 
 
+def test_rows_of_arms_at_their_own_best_learning_rate_are_labelled_with_none() -> None:
+    def of(rate: str, rank: str) -> list[Record]:
+        own = {LEARNING_RATE: rate, "lora.rank": rank}
+        return [replace(one, run=replace(one.run, settings=one.run.settings | own)) for one in few()]
+
+    rates = {"16": ("0.1", "0.2"), "32": ("0.2", "0.3")}  # by rank; each has a grid of its own
+    made = [one for rank, own in rates.items() for rate in own for one in of(rate, rank)]
+    rows = verdicts(replace(SCALAR, best_of=LEARNING_RATE), made)
+    assert [row.context for row in rows[:2]] == [(("lora.rank", "16"),), (("lora.rank", "32"),)]
+
+
 def test_a_missing_arm_is_undecided_and_says_what_makes_it() -> None:
     made = few()
     counted = [one for one in made if one.run.value("format.name") != "nf4"]
