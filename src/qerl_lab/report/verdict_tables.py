@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 
 from qerl_lab.report import reference, stats
-from qerl_lab.report.arms import labels, spelled
+from qerl_lab.report.arms import spelled
 from qerl_lab.report.claims import Claim, Contrast, command
 from qerl_lab.report.comparison import Comparison, matrix, notes
 from qerl_lab.report.measures import MEASURES
@@ -114,14 +114,13 @@ IN_TABLE_1 = "as in Table 1"
 
 def table_1(comparison: Comparison) -> list[list[str]]:
     """Held-out accuracy of every arm, and of the row of the paper's Table 1 that it answers to, where one does."""
-    firsts, beside = [records[0].run for records in comparison.arms.values()], in_table_1(comparison)
-    names = labels(firsts)
+    beside = in_table_1(comparison)
     rows = [["arm", "finished", "before", "after", *([IN_TABLE_1, "3B there", "7B there"] if beside else [])]]
     for label, records in comparison.arms.items():
         run = records[0].run
         started = sum(other.arm == run.arm for other in comparison.started)
         cells = [
-            names[run.arm],
+            label,
             f"{len(records)} of {started}",
             *(of_seeds(matrix(records, at)) for at in ("before", "after")),
         ]
