@@ -65,14 +65,28 @@ def components(values_S_Q: np.ndarray) -> tuple[float, float]:
     By the analysis of variance, as `crossed_interval` says; of one column that of its seeds, and 0.
     """
     values = np.asarray(values_S_Q, float)
-    seeds, questions = values.shape
-    between = float(values.mean(1).var(ddof=1))
-    if questions == 1:
+    between, rest = float(values.mean(1).var(ddof=1)), _rest(values)
+    if values.shape[1] == 1:
         return between, 0.0
-    of_questions = values.mean(0)
-    rest = values - values.mean(1)[:, None] - of_questions + values.mean()
-    rest_square = (rest**2).sum() / ((seeds - 1) * (questions - 1))
-    return between, max(0.0, float(of_questions.var(ddof=1) - rest_square / seeds))
+    return between, max(0.0, float(values.mean(0).var(ddof=1) - rest / len(values)))
+
+
+def components_to_expect(values_S_Q: np.ndarray) -> tuple[float, float]:
+    """Those of more seeds: `components`, but the first no smaller than what the rest adds, which seeds do not share.
+
+    A few seeds may agree by luck in their means, although their answers to each question do not; more will not.
+    """
+    between, of_questions = components(values_S_Q)
+    return max(between, _rest(np.asarray(values_S_Q, float)) / np.shape(values_S_Q)[1]), of_questions
+
+
+def _rest(values_S_Q: np.ndarray) -> float:
+    """The variance of what neither the seed nor the question explains; 0 of one question."""
+    seeds, questions = values_S_Q.shape
+    if questions == 1:
+        return 0.0
+    rest = values_S_Q - values_S_Q.mean(1)[:, None] - values_S_Q.mean(0) + values_S_Q.mean()
+    return float((rest**2).sum() / ((seeds - 1) * (questions - 1)))
 
 
 def half_width(variances: tuple[float, float], seeds: int, questions: int, level: float) -> float:
@@ -108,12 +122,12 @@ def p_above(values_S_Q: np.ndarray, null: float, seeds: int | None = None) -> fl
     """The one-sided p-value of the hypothesis that the mean over seeds and questions is at most `null`.
 
     It is below 0.025 where the interval of 95% lies above `null`. Where all seeds agree to the digit there is no
-    variance to go by: then it is that of their signs, 2**-seeds. With `seeds` it is that of so many seeds, whose mean
-    and `components` are those of the values.
+    variance to go by: then it is that of their signs, 2**-seeds. With `seeds` it is that of so many, with the mean of
+    the values and `components_to_expect`.
     """
     values = np.asarray(values_S_Q, float) - null
-    mean, variances, questions = float(values.mean()), components(values), values.shape[1]
-    count = len(values) if seeds is None else seeds
+    mean, questions = float(values.mean()), values.shape[1]
+    variances, count = (components(values), len(values)) if seeds is None else (components_to_expect(values), seeds)
     if max(variances) < 1e-20:
         return 2.0**-count if mean > 0 else 1.0
     if questions == 1:

@@ -23,8 +23,8 @@ HOW_TO_READ = f"""\
 Effects are treated less control (of steps and tokens/s treated over control), paired by seed and question, with
 intervals of 95% over both. supported: above 0 in the claim's direction. contradicted: an effect of the smallest size
 that would matter is excluded. undecided: neither. Both at a one-sided level of {LEVEL:g} for a whole family (Holm).
-A guardrail is held or broken where that is shown, else open. Seeds that would decide count on the spread that was
-measured: at the first number about half of such repetitions are decided, at the second, if it is said, most."""
+A guardrail is held or broken where that is shown, else open. The seeds that would decide are estimates from the spread
+that was measured: at the first number about half of such repetitions are decided, at the second, where one is, most."""
 
 
 def cell(interval: stats.Interval, seeds: int) -> str:

@@ -287,7 +287,7 @@ def _seeds_at_any_effect(claim: Claim, numbers: Numbers, family: int) -> int | N
     """
     if not claim.direction or numbers.guardrail == BROKEN:
         return None
-    variances, level = stats.components(numbers.oriented), 1 - 2 * LEVEL / family
+    variances, level = stats.components_to_expect(numbers.oriented), 1 - 2 * LEVEL / family
 
     def decide(seeds: int) -> bool:
         return 2 * stats.half_width(variances, seeds, numbers.questions, level) <= smallest(claim)

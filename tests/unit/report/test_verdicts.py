@@ -229,17 +229,27 @@ def open_graded() -> list[Row]:
     return verdicts(GRADED, HELD_OUT.arms(GRADED, 0.03, 5, np.random.default_rng(0)))
 
 
+def open_by_luck() -> list[Row]:
+    """Three seeds that agree in their means, and not in their answers: those of more seeds will not agree."""
+    claim = replace(GRADED, smallest=0.02)
+    (row,) = verdicts(claim, HELD_OUT.arms(claim, 0.01, 3, np.random.default_rng(0)))
+    assert row.numbers is not None
+    values = row.numbers.oriented
+    lucky = values - 0.8 * (values.mean(1)[:, None] - values.mean())
+    return [measured_as(row, lucky - lucky.mean() + 0.018)]
+
+
 def open_equal() -> list[Row]:
     return verdicts(EQUAL, arms(EQUAL, {}, 5, 0.02, np.random.default_rng(3)))
 
 
-@pytest.mark.parametrize("made", [open_scalar, open_beside_decided, open_graded, open_equal])
+@pytest.mark.parametrize("made", [open_scalar, open_beside_decided, open_graded, open_by_luck, open_equal])
 def test_the_seeds_asked_for_decide_half_of_the_repetitions_of_what_was_measured(made: Callable[[], list[Row]]) -> None:
     rows = made()
     assert rows[0].numbers is not None
     seeds = rows[0].numbers.seeds_as_measured
     assert rows[0].why.startswith(f"about {seeds} seeds would decide it if the effect is as measured")
-    assert share_decided(rows, seeds // 2) < 0.4 < 0.5 <= share_decided(rows, seeds)
+    assert share_decided(rows, seeds // 2) < 0.4 < 0.45 < share_decided(rows, seeds)  # 0.5 less 2 standard errors
     assert share_decided(rows, 2 * seeds) >= 0.8
 
 
