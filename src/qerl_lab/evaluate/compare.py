@@ -186,7 +186,8 @@ def paired(a: dict[int, Examined], b: dict[int, Examined]) -> tuple[list[tuple[E
 
 
 def differences(pairs: Sequence[tuple[Examined, Examined]], notes: list[str]) -> Iterator[Difference]:
-    """Every benchmark and engine that both have: accuracy, and pass@k. Adds to `notes` what only one has.
+    """Every benchmark and engine that both have: accuracy, and pass@k. Adds to `notes` what only one has, and that two
+    dense bases are compared once.
 
     Raises ConfigError where they have no benchmark in common, or other questions, prompts or numbers of samples in one.
     """
@@ -196,13 +197,33 @@ def differences(pairs: Sequence[tuple[Examined, Examined]], notes: list[str]) ->
         raise ConfigError(f"A was asked {', '.join(named[0])}, B {', '.join(named[1])}: no benchmark of both.")
     if alone := sorted(set(named[0]) ^ set(named[1])):
         notes.append(f"{', '.join(alone)}: in one of the two only, and left out")
+    are_dense = all(one.about["own_is_common"] for pair in pairs for one in pair)
+    if are_dense:
+        notes.append(f"both bases are dense, so that engine={OWN} is engine={COMMON} too")
     for benchmark in shared:
-        for engine in (OWN, COMMON):
+        for engine in (OWN,) if are_dense else (OWN, COMMON):
             rows = [[one.answers(benchmark, engine) for one in pair] for pair in pairs]
             if all(len(part) for pair in rows for part in pair):
                 for pair in rows:
                     check_pair(benchmark, *pair)
                 yield from _of_engine(benchmark, engine, rows)
+            elif any(len(part) for pair in rows for part in pair):
+                notes.append(_who_lacks(benchmark, engine, pairs, rows))
+
+
+def _who_lacks(
+    benchmark: str, engine: str, pairs: Sequence[tuple[Examined, Examined]], rows: Sequence[Sequence[pd.DataFrame]]
+) -> str:
+    """Say of which sides, and of which of their seeds, there are no answers by an engine."""
+    sides = []
+    for side, name in enumerate("AB"):
+        seeds = [pair[side].seed for pair, parts in zip(pairs, rows, strict=True) if not len(parts[side])]
+        of_seeds = f" with seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}"
+        if seeds:
+            sides.append(f"{name}{of_seeds if len(seeds) < len(pairs) else ''}")
+    who = f"{' and '.join(sides)} {'have' if len(sides) > 1 else 'has'}"
+    asks = f": type {COMMON}=true when you evaluate" if engine == COMMON else ""
+    return f"{benchmark}: {who} no answers by engine={engine}, which is left out{asks}"
 
 
 def _of_engine(benchmark: str, engine: str, rows: list[list[pd.DataFrame]]) -> Iterator[Difference]:

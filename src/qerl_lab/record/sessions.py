@@ -26,6 +26,11 @@ class Sessions:
         """How many processes have begun to work on the run."""
         return len(self._times)
 
+    @property
+    def times(self) -> list[tuple[float, float | None]]:
+        """The start and the end of each, in unix seconds."""
+        return [(start or 0.0, end) for start, end in self._times]
+
     def begin(self, start: float, last_logged: float) -> None:
         """Note a session that began at `start`; the one before it, if killed, is known to have lived at `last_logged`.
 

@@ -11,7 +11,7 @@ from qerl_lab.report import reference, stats, verdict_tables
 from qerl_lab.report.arms import Run
 from qerl_lab.report.claims import Settings
 from qerl_lab.report.comparison import BASELINE, Comparison, matrix
-from qerl_lab.report.measures import MEASURES, Unmeasured, beside_others
+from qerl_lab.report.measures import MEASURES, Unmeasured, beside_others, why_not_compared
 from qerl_lab.report.numbers import number
 from qerl_lab.report.printed_arms import BIGMATH, TABLE_1, answers, in_figure_5
 from qerl_lab.report.runs import Record
@@ -162,13 +162,10 @@ def _against_control(records: Sequence[Record], control: Sequence[Record]) -> It
         yield label, cells, "no held-out question that both were asked"
     for one in DIFFERENCES:
         if one.ratio and beside_others(records, control):
-            yield one.label, [], BESIDE_OTHERS
+            yield one.label, [], why_not_compared(records, control)
         else:
             sides = [_values(side, one.name) for side in (records, control)]
             yield one.label, _paired(sides[0], sides[1], one.sign, one.ratio), "no number that both have"
-
-
-BESIDE_OTHERS = "runs ran beside others, whose seconds are theirs too"
 
 
 def _left_out(gaps: Sequence[Gap], others: int) -> str:
@@ -290,7 +287,7 @@ def _not_compared(comparison: Comparison, baseline: str | None) -> str:
     ]
     if not others:
         return f"no arm has a seed that {baseline} has"
-    return BESIDE_OTHERS if all(beside_others(records, control) for records in others) else ""
+    return why_not_compared(control, *others) if all(beside_others(records, control) for records in others) else ""
 
 
 def _share_a_seed(records: Sequence[Record], control: Sequence[Record]) -> bool:

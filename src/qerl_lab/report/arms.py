@@ -126,7 +126,11 @@ def started(found: Sequence[Run], counted: Sequence[Run]) -> list[Run]:
 
 def stopped(run: Run) -> bool:
     """Whether a run did not finish, as far as is known, and is no copy of one."""
-    return run.status != FINISHED and not run.status.startswith(COPIED)
+    return run.status != FINISHED and not is_copy(run)
+
+
+def is_copy(run: Run) -> bool:
+    return run.status.startswith(COPIED)
 
 
 def differing(runs: Sequence[Run]) -> list[str]:

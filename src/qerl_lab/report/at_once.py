@@ -5,17 +5,19 @@ from dataclasses import replace
 from datetime import datetime
 from typing import NamedTuple
 
-from qerl_lab.report.runs import Record
+from qerl_lab.report.arms import is_copy
+from qerl_lab.report.runs import Record, Session
 
 SECOND = 1  # the start is noted in whole ones
 
 
 class _Stay(NamedTuple):
-    """Where a run was, by all names of it, and when, in seconds since the epoch."""
+    """Where a run was, by all names of it, and when, in seconds since the epoch; `is_sure` if not a part in between."""
 
     places: frozenset[str]
     begin: float
     end: float
+    is_sure: bool
 
     def meets(self, other: "_Stay") -> bool:
         return self.begin < other.end and other.begin < self.end and bool(self.places & other.places)
@@ -24,11 +26,21 @@ class _Stay(NamedTuple):
 def told(records: Sequence[Record]) -> list[Record]:
     """The records, each with how many of all of them ran at once where it ran, itself too, at most.
 
-    Where is known by the GPUs or, without one, the host. An older record says only what the machine was like: there
-    it counts for runs that no sweep started, and two machines that are alike count as one.
+    A copy of a run is no further one. A run that was resumed is there in each of its sessions; where it is not known
+    when one ended, others may have run beside it until the next began. Where is known by the GPUs or, without one, the
+    host. An older record says only what the machine was like: there it counts for runs that no sweep started, and two
+    machines that are alike count as one.
     """
-    stays = [_stay(record) for record in records]
-    return [replace(record, at_once=_most(stay, stays)) for record, stay in zip(records, stays, strict=True)]
+    stays = [stay for record in records if not is_copy(record.run) for stay in _stays(record)]
+    sure = [stay for stay in stays if stay.is_sure]
+    return [
+        replace(
+            record,
+            at_once=max((_most(stay, sure) for stay in _stays(record) if stay.is_sure), default=1),
+            perhaps_at_once=max(_most(stay, stays) for stay in _stays(record)),
+        )
+        for record in records
+    ]
 
 
 def _most(stay: _Stay, stays: Sequence[_Stay]) -> int:
@@ -37,11 +49,37 @@ def _most(stay: _Stay, stays: Sequence[_Stay]) -> int:
     return max((sum(other.begin <= moment < other.end for other in met) for moment in moments), default=1)
 
 
-def _stay(record: Record) -> _Stay:
-    """Of no length where a run did not note its start, and of no place where that is not known."""
-    origin = record.origin
-    begin = datetime.fromisoformat(origin.began).timestamp() if origin.began else record.run.ended
-    places = set(origin.place.split())
-    if not places and origin.machine and not record.has_words:
-        places = {origin.machine}
-    return _Stay(frozenset(places), begin, record.run.ended - SECOND)
+def _stays(record: Record) -> list[_Stay]:
+    """A stay a session: of no length where a run did not note its start, and of no place where that is not known."""
+    origin, ended = record.origin, record.run.ended
+    if not origin.sessions:
+        begin = datetime.fromisoformat(origin.began).timestamp() if origin.began else ended
+        return [_stay(record, Session(begin, ended, origin.place), not origin.was_resumed)]
+    nexts = [session.begin for session in origin.sessions[1:]]
+    known = [
+        _stay(record, session._replace(end=later if session.end is None else session.end), session.end is not None)
+        for session, later in zip(origin.sessions, nexts, strict=False)
+    ]
+    return [*known, _stay(record, origin.sessions[-1]._replace(end=ended), True)]
+
+
+def _stay(record: Record, session: Session, is_sure: bool) -> _Stay:
+    places = set(session.place.split())
+    if not places and record.origin.machine and not record.has_words:
+        places = {record.origin.machine}
+    return _Stay(frozenset(places), session.begin, (session.end or session.begin) - SECOND, is_sure)
+
+
+def notes(records: Sequence[Record]) -> list[str]:
+    """Say that runs ran beside others, or may have."""
+    if any(record.is_surely_beside for record in records):
+        return [f"Runs ran beside {_others(records)}: seconds and tokens/s are of shared machines, and not compared."]
+    if any(record.side_by_side > 1 for record in records):
+        return [f"Runs may have run beside {_others(records)}, as it is not known when a resumed run paused: their "
+                "seconds and tokens/s are not compared."]  # fmt: skip
+    return []
+
+
+def _others(records: Sequence[Record]) -> str:
+    most = max(record.side_by_side for record in records) - 1
+    return "another" if most == 1 else f"up to {most} others"

@@ -321,9 +321,7 @@ def notes(comparison: Comparison) -> list[str]:
         notes.append(f"The runs are of {len(tasks)} tasks, {', '.join(tasks)}: compare arms of one task.")
     parts = {task_of(record.run) for record in records if task_of(record.run) != record.run.value(TASK)}
     notes += [f"The questions are of {part}: no accuracy here is that of the whole set." for part in sorted(parts)]
-    if most := max((record.side_by_side for record in records), default=1) - 1:
-        others = "another" if most == 1 else f"up to {most} others"
-        notes.append(f"Runs ran beside {others}: seconds and tokens/s are of shared machines, and not compared.")
+    notes += at_once.notes(records)
     notes += _unknown_models([record.run for record in records])
     notes += [f"{record.run.name}: {record.origin.missing}." for record in records if record.origin.missing]
     if len({frozenset(record.accuracy["after"].index) for record in records if record.accuracy}) > 1:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from qerl_lab.report.arms import COPIED, FINISHED
+from qerl_lab.report.arms import COPIED, FINISHED, is_copy
 from qerl_lab.report.runs import Record
 
 
@@ -29,7 +29,7 @@ def told(records: Sequence[Record]) -> list[Record]:
 
 def _how_far(record: Record) -> tuple[bool, bool, float]:
     run = record.run
-    return run.status == FINISHED, not run.status.startswith(COPIED), run.ended
+    return run.status == FINISHED, not is_copy(run), run.ended
 
 
 def _marked(record: Record, furthest: Record) -> Record:

@@ -70,11 +70,18 @@ def beside_others(*sides: Sequence[Record]) -> bool:
     return any(record.side_by_side > 1 for records in sides for record in records)
 
 
+def why_not_compared(*sides: Sequence[Record]) -> str:
+    """What to say of sides that are `beside_others`."""
+    if any(record.is_surely_beside for records in sides for record in records):
+        return "runs ran beside others, whose seconds are theirs too"
+    return "runs may have run beside others, as it is not known when a resumed one paused"
+
+
 def _speed(name: str) -> Callable[[Sequence[Record], Sequence[Record]], Values]:
     def of(records: Sequence[Record], controls: Sequence[Record]) -> Values:
         if beside_others(records, controls):
             ways = sorted({record.alone_by for record in (*records, *controls) if record.side_by_side > 1})
-            raise Unmeasured(f"runs that ran beside others, whose seconds are theirs too ({' or '.join(ways)})")
+            raise Unmeasured(f"{why_not_compared(records, controls)} ({' or '.join(ways)})")
         return _of_summary(name)(records, controls)
 
     return of

@@ -21,7 +21,7 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.config.spelling import shell_word
 from qerl_lab.disk import replace_file
 from qerl_lab.report.arms import FINISHED, Run, comparable, differing
-from qerl_lab.report.runs import NO_STEPS, Origin, Record, check_phases, record_of
+from qerl_lab.report.runs import NO_STEPS, Origin, Record, Session, check_phases, record_of
 
 RUNS, STEPS, QUESTIONS = "runs.parquet", "steps.parquet", "questions.parquet"
 ORIGIN = tuple(field.name for field in fields(Origin))
@@ -69,6 +69,7 @@ def _run_row(record: Record, arm: str | None, keys: Sequence[str]) -> dict[str, 
         "run": run.name, "arm": arm, "experiment": run.experiment, "seed": run.seed, "state": run.status,
         "ended": run.ended, "seconds": record.summary["seconds"] if arm else None, "code": run.code,
         **{name: getattr(origin, name) for name in ORIGIN}, "versions": json.dumps(origin.versions),
+        "sessions": json.dumps(origin.sessions),
         "differs_in": json.dumps(sorted(run.declared)), **{key: run.settings.get(key) for key in keys},
         "settings": json.dumps(shared),
     }  # fmt: skip
@@ -117,8 +118,10 @@ def records_of(tables: Frames) -> tuple[list[Record], dict[str, str]]:
         if pd.isna(row["experiment"]):
             damaged[row["run"]] = row["state"]
             continue
-        row = {"heldout_sha256": "", "configured": "", "place": ""} | row  # older files lack them
-        origin = Origin(**{name: row[name] for name in ORIGIN} | {"versions": json.loads(row["versions"])})
+        row = {"heldout_sha256": "", "configured": "", "place": "", "sessions": "[]"} | row  # older files lack them
+        sessions = tuple(Session(*each) for each in json.loads(row["sessions"]))
+        own = {"versions": json.loads(row["versions"]), "sessions": sessions}
+        origin = Origin(**{name: row[name] for name in ORIGIN} | own)
         run = _run(row)
         if run.name in steps and run.status == FINISHED:
             asked = phases.get(run.name, {})

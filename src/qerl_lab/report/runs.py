@@ -5,9 +5,10 @@ import re
 import textwrap
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pandas as pd
 
@@ -25,6 +26,7 @@ KEPT = (
     "seconds/rollout", "seconds/train", "seconds/sync", "noise/sigma", "noise/kl_nats", "memory/rss_gib",
     "memory/gpu_peak_gib", "eval/accuracy", "eval/entropy_nats", "eval/subset_accuracy",
 )  # fmt: skip
+THEN = " then "  # between what the sessions of a run have
 REASON = 300  # letters of why a run failed; its FAILED has all
 
 
@@ -42,6 +44,14 @@ def kept(steps: pd.DataFrame) -> pd.DataFrame:
     return steps[[name for name in KEPT if name in steps]].dropna(axis=1, how="all").astype("float32")
 
 
+class Session(NamedTuple):
+    """A process that worked on a run: when, in unix seconds, and where, as `Origin.place`. No end is not known."""
+
+    begin: float
+    end: float | None
+    place: str
+
+
 @dataclass(frozen=True)
 class Origin:
     """Where, when, with what and by which words a run ran. Empty text is not known.
@@ -50,6 +60,7 @@ class Origin:
     The two SHA-256 are of the questions it trained on and of those held out; older records lack the second.
     `configured` has how many jobs its configuration lets run at once, which a file of the sweep may say: `jobs=4 ...`.
     `place` has the UUIDs of its GPUs or, without one, the host, with a blank between; older records lack it.
+    `sessions` are those of a run that was resumed; those that results of an older version have are not known.
     """
 
     command: str = ""
@@ -62,6 +73,11 @@ class Origin:
     heldout_sha256: str = ""
     missing: str = ""
     place: str = ""
+    sessions: tuple[Session, ...] = ()
+
+    @property
+    def was_resumed(self) -> bool:
+        return bool(self.sessions) or THEN in self.command
 
     def numbers(self, word: str) -> list[int]:
         """Those of a word such as `jobs` in the commands and configuration of the run."""
@@ -77,7 +93,7 @@ class Record:
 
     `summary` is that of `summarize`; `accuracy` has, for "before", "after" and "gain", the held-out accuracy by
     question id, and nothing for a run without evaluation; `steps` is that of `read_steps`, of the metrics of `KEPT`.
-    `at_once` is that of `at_once.told`.
+    `at_once` and `perhaps_at_once` are those of `at_once.told`: for sure, and as far as is known.
     """
 
     run: Run
@@ -86,6 +102,7 @@ class Record:
     steps: pd.DataFrame = field(default_factory=lambda: NO_STEPS)
     origin: Origin = Origin()
     at_once: int = 1
+    perhaps_at_once: int = 1
 
     @property
     def shared_by(self) -> str:
@@ -100,7 +117,11 @@ class Record:
     @property
     def side_by_side(self) -> int:
         """How many runs ran at once there, by its sweep's words and by the clocks of all that were read."""
-        return max(self.at_once, *self.origin.numbers(self.shared_by), 1)
+        return max(self.at_once, self.perhaps_at_once, *self.origin.numbers(self.shared_by))
+
+    @property
+    def is_surely_beside(self) -> bool:
+        return max(self.at_once, *self.origin.numbers(self.shared_by), 1) > 1
 
     @property
     def alone_by(self) -> str:
@@ -148,9 +169,9 @@ def read_record(run: RunDirectory, name: str) -> Record:
     last = lines[-1] if lines else {"step": 0, "time": 0.0, "metrics": {}}
     found = run_from(
         values, name=name, status=_status(run, f"step {last['step']} of {values.get('steps')}"), ended=last["time"],
-        code=" then ".join(codes), metrics=metrics,
+        code=THEN.join(codes), metrics=metrics,
     )  # fmt: skip
-    origin = _origin(began, values)
+    origin = replace(_origin(began, values), sessions=_sessions(run, began))
     if found.status != FINISHED:
         return Record(found, origin=origin)
     check_steps({line["step"] for line in lines}, int(values["steps"]), "metrics.jsonl")
@@ -180,7 +201,7 @@ def _origin(sessions: Sequence[Mapping[str, Any]], settings: Mapping[str, str]) 
         return Origin()
     first = sessions[0]
     machines, commits, commands = (
-        " then ".join(dict.fromkeys(text for text in texts if text))
+        THEN.join(dict.fromkeys(text for text in texts if text))
         for texts in (
             [machine(each) for each in sessions],
             *([each.get(key, "") for each in sessions] for key in ("git_sha", "command")),
@@ -189,11 +210,24 @@ def _origin(sessions: Sequence[Mapping[str, Any]], settings: Mapping[str, str]) 
     versions = {name: text for each in sessions[::-1] for name, text in each.get("packages", {}).items()}
     at_once = [f"{key}={settings[key]}" for key in ("jobs", "jobs_per_gpu") if key in settings]
     configured = " ".join(at_once) if any(each.get("sweep") for each in sessions) else ""  # a single run has them too
-    questions = {key: first.get("data", {}).get(key) or "" for key in ("training_sha256", "heldout_sha256")}
+    questions: dict[str, Any] = {
+        key: first.get("data", {}).get(key) or "" for key in ("training_sha256", "heldout_sha256")
+    }
     return Origin(
         command=commands, configured=configured, began=first.get("time", ""), commit=commits, machine=machines,
         versions=versions, place=_place(first), **questions,
     )  # fmt: skip
+
+
+def _sessions(run: RunDirectory, began: Sequence[Mapping[str, Any]]) -> tuple[Session, ...]:
+    """The sessions of a run that was resumed, without ends where sessions.json has not all; none where no start is
+    known."""
+    if len(began) < 2 or not all("time" in each for each in began):
+        return ()
+    times = run.sessions().times
+    if len(times) != len(began):
+        times = [(datetime.fromisoformat(each["time"]).timestamp(), None) for each in began]
+    return tuple(Session(*time, _place(each)) for time, each in zip(times, began, strict=True))
 
 
 def machine(environment: Mapping[str, Any]) -> str:

@@ -65,14 +65,28 @@ def components(values_S_Q: np.ndarray) -> tuple[float, float]:
     By the analysis of variance, as `crossed_interval` says; of one column that of its seeds, and 0.
     """
     values = np.asarray(values_S_Q, float)
-    seeds, questions = values.shape
-    between = float(values.mean(1).var(ddof=1))
-    if questions == 1:
+    between, rest = float(values.mean(1).var(ddof=1)), _rest(values)
+    if values.shape[1] == 1:
         return between, 0.0
-    of_questions = values.mean(0)
-    rest = values - values.mean(1)[:, None] - of_questions + values.mean()
-    rest_square = (rest**2).sum() / ((seeds - 1) * (questions - 1))
-    return between, max(0.0, float(of_questions.var(ddof=1) - rest_square / seeds))
+    return between, max(0.0, float(values.mean(0).var(ddof=1) - rest / len(values)))
+
+
+def components_to_expect(values_S_Q: np.ndarray) -> tuple[float, float]:
+    """Those of more seeds: `components`, but the first no smaller than what the rest adds, which seeds do not share.
+
+    A few seeds may agree by luck in their means, although their answers to each question do not; more will not.
+    """
+    between, of_questions = components(values_S_Q)
+    return max(between, _rest(np.asarray(values_S_Q, float)) / np.shape(values_S_Q)[1]), of_questions
+
+
+def _rest(values_S_Q: np.ndarray) -> float:
+    """The variance of what neither the seed nor the question explains; 0 of one question."""
+    seeds, questions = values_S_Q.shape
+    if questions == 1:
+        return 0.0
+    rest = values_S_Q - values_S_Q.mean(1)[:, None] - values_S_Q.mean(0) + values_S_Q.mean()
+    return float((rest**2).sum() / ((seeds - 1) * (questions - 1)))
 
 
 def half_width(variances: tuple[float, float], seeds: int, questions: int, level: float) -> float:
@@ -104,21 +118,23 @@ def band_over_seeds(values_S_T: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.
     return mean, mean - half, mean + half
 
 
-def p_above(values_S_Q: np.ndarray, null: float) -> float:
+def p_above(values_S_Q: np.ndarray, null: float, seeds: int | None = None) -> float:
     """The one-sided p-value of the hypothesis that the mean over seeds and questions is at most `null`.
 
     It is below 0.025 where the interval of 95% lies above `null`. Where all seeds agree to the digit there is no
-    variance to go by: then it is that of their signs, 2**-seeds.
+    variance to go by: then it is that of their signs, 2**-seeds. With `seeds` it is that of so many, with the mean of
+    the values and `components_to_expect`.
     """
     values = np.asarray(values_S_Q, float) - null
-    mean, variances = float(values.mean()), components(values)
+    mean, questions = float(values.mean()), values.shape[1]
+    variances, count = (components(values), len(values)) if seeds is None else (components_to_expect(values), seeds)
     if max(variances) < 1e-20:
-        return 2.0 ** -len(values) if mean > 0 else 1.0
-    if values.shape[1] == 1:
-        return float(stats.t.sf(mean / np.sqrt(variances[0] / len(values)), len(values) - 1))
+        return 2.0**-count if mean > 0 else 1.0
+    if questions == 1:
+        return float(stats.t.sf(mean / np.sqrt(variances[0] / count), count - 1))
 
     def interval(level: float) -> Interval:
-        half = half_width(variances, len(values), values.shape[1], level)
+        half = half_width(variances, count, questions, level)
         return mean, mean - half, mean + half
 
     two_sided = p_value(interval, 64)
@@ -146,10 +162,10 @@ def probability_of_improvement(treated_S: np.ndarray, control_S: np.ndarray) -> 
     return float(((difference > 0) + 0.5 * (difference == 0)).mean())
 
 
-def seeds_for(variances: tuple[float, float], questions: int, width: float, level: float) -> int | None:
-    """The smallest number of seeds whose interval is no wider than `width`; None where `MOST_SEEDS` are too few."""
-    numbers = range(2, MOST_SEEDS + 1)
-    index = bisect_left(numbers, True, key=lambda n: 2 * half_width(variances, n, questions, level) <= width)
+def fewest_seeds(decide: Callable[[int], bool], least: int) -> int | None:
+    """The smallest number from `least` on that is enough, as all larger ones are; None where `MOST_SEEDS` are not."""
+    numbers = range(least, MOST_SEEDS + 1)
+    index = bisect_left(numbers, True, key=decide)
     return numbers[index] if index < len(numbers) else None
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 
 from qerl_lab.report import reference, stats
-from qerl_lab.report.arms import labels, spelled
+from qerl_lab.report.arms import spelled
 from qerl_lab.report.claims import Claim, Contrast, command
 from qerl_lab.report.comparison import Comparison, matrix, notes
 from qerl_lab.report.measures import MEASURES
@@ -18,12 +18,13 @@ from qerl_lab.report.printed_arms import in_table_1
 from qerl_lab.report.verdicts import LEVEL, Numbers, Row, family_sizes
 from qerl_lab.terminal import columns
 
-SCHEMA = 1
+SCHEMA = 2
 HOW_TO_READ = f"""\
 Effects are treated less control (of steps and tokens/s treated over control), paired by seed and question, with
 intervals of 95% over both. supported: above 0 in the claim's direction. contradicted: an effect of the smallest size
 that would matter is excluded. undecided: neither. Both at a one-sided level of {LEVEL:g} for a whole family (Holm).
-A guardrail is held or broken where that is shown, else open."""
+A guardrail is held or broken where that is shown, else open. The seeds that would decide are estimates from the spread
+that was measured: at the first number about half of such repetitions are decided, at the second, where one is, most."""
 
 
 def cell(interval: stats.Interval, seeds: int) -> str:
@@ -113,14 +114,13 @@ IN_TABLE_1 = "as in Table 1"
 
 def table_1(comparison: Comparison) -> list[list[str]]:
     """Held-out accuracy of every arm, and of the row of the paper's Table 1 that it answers to, where one does."""
-    firsts, beside = [records[0].run for records in comparison.arms.values()], in_table_1(comparison)
-    names = labels(firsts)
+    beside = in_table_1(comparison)
     rows = [["arm", "finished", "before", "after", *([IN_TABLE_1, "3B there", "7B there"] if beside else [])]]
     for label, records in comparison.arms.items():
         run = records[0].run
         started = sum(other.arm == run.arm for other in comparison.started)
         cells = [
-            names[run.arm],
+            label,
             f"{len(records)} of {started}",
             *(of_seeds(matrix(records, at)) for at in ("before", "after")),
         ]

@@ -37,7 +37,8 @@ class Numbers:
     `treated` and `control` are means with their intervals, in the measure's unit; `effect` is their paired difference,
     of a ratio the factor. `oriented` [seeds, questions] is the effect as it is tested. `p_for` and `p_against` are
     one-sided and not corrected; `adjusted` both by Holm. `effect_size` is the mean over the standard deviation of the
-    seeds' differences; nan where they have none. `seeds_needed` makes the interval narrow enough to decide.
+    seeds' differences; nan where they have none. `seeds_as_measured` and `seeds_at_any_effect` are of an open
+    contrast, those of `_seeds_as_measured` and `_seeds_at_any_effect`.
     """
 
     seeds: int
@@ -52,7 +53,8 @@ class Numbers:
     probability_of_improvement: float
     guardrail: str
     adjusted: tuple[float, float] = (1.0, 1.0)
-    seeds_needed: int | None = None
+    seeds_as_measured: int | None = None
+    seeds_at_any_effect: int | None = None
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,7 @@ def _told_apart(rows: Sequence[Row]) -> list[Row]:
 
 def _measured(claim: Claim, contrast: Contrast, pair: Pair) -> Row:
     row = Row(
-        claim, contrast, Verdict.UNDECIDED, "", _context(pair),
+        claim, contrast, Verdict.UNDECIDED, "", _context(claim, pair),
         (pair.treated.finished, pair.control.finished), (pair.treated.started, pair.control.started),
     )  # fmt: skip
     shared = pair.treated.seeds & pair.control.seeds
@@ -111,11 +113,12 @@ def _measured(claim: Claim, contrast: Contrast, pair: Pair) -> Row:
         return replace(row, why=str(error))
 
 
-def _context(pair: Pair) -> tuple[tuple[str, str], ...]:
-    """The settings of a pair; of a key that may differ both values."""
+def _context(claim: Claim, pair: Pair) -> tuple[tuple[str, str], ...]:
+    """The settings of a pair; of a key that may differ both values, without that at whose best value each arm is."""
     own = [dict(side.records[0].run.arm) for side in (pair.treated, pair.control)]
     shared = dict(pair.context)
-    differ = {key: f"{own[0][key]} / {own[1].get(key)}" for key in own[0] if key not in shared}
+    free = own[0].keys() - shared.keys() - {claim.best_of}
+    differ = {key: f"{own[0][key]} / {own[1].get(key)}" for key in free}
     return tuple(sorted((shared | differ).items()))
 
 
@@ -181,18 +184,22 @@ def smallest_as_text(claim: Claim) -> str:
     return f"{claim.smallest:g}x" if MEASURES[claim.measure].ratio else f"{claim.smallest:g}"
 
 
-def p_values(oriented_S_Q: np.ndarray, claim: Claim) -> tuple[float, float]:
-    """One-sided p-values for and against a claim.
+def p_values(oriented_S_Q: np.ndarray, claim: Claim, seeds: int | None = None) -> tuple[float, float]:
+    """One-sided p-values for and against a claim; with `seeds` those of so many, of the same mean and spread.
 
     For: of no effect. Against: of one that is at least the smallest of interest. Of a claim of no difference, for: of
     one that is as large as that, either way (two one-sided tests, the larger p-value); against: of one that is
     smaller (twice the smaller p-value, as either side could show it).
     """
     margin = smallest(claim)
+
+    def above(sign: int, null: float) -> float:
+        return stats.p_above(sign * oriented_S_Q, null, seeds)
+
     if claim.direction:
-        return stats.p_above(oriented_S_Q, 0.0), stats.p_above(-oriented_S_Q, -margin)
-    inside = max(stats.p_above(oriented_S_Q, -margin), stats.p_above(-oriented_S_Q, -margin))
-    outside = min(stats.p_above(oriented_S_Q, margin), stats.p_above(-oriented_S_Q, margin))
+        return above(1, 0.0), above(-1, -margin)
+    inside = max(above(1, -margin), above(-1, -margin))
+    outside = min(above(1, margin), above(-1, margin))
     return inside, min(1.0, 2 * outside)
 
 
@@ -216,15 +223,13 @@ def _guardrail(claim: Claim, pair: Pair, seeds: Sequence[int]) -> str:
 
 def decided(rows: Sequence[Row]) -> list[Row]:
     """The rows with their p-values corrected in their families, and verdicts."""
-    adjusted: dict[int, tuple[float, float]] = {}
-    for family in dict.fromkeys(row.claim.family for row in rows):
-        measured = {n: row.numbers for n, row in enumerate(rows) if row.claim.family == family and row.numbers}
-        fors, againsts = (
-            stats.holm([getattr(one, name) for one in measured.values()]) for name in ("p_for", "p_against")
-        )
-        adjusted |= dict(zip(measured, zip(fors, againsts, strict=True), strict=True))
-    sizes = family_sizes(rows)
-    return [_decide(row, adjusted[n], sizes[row.claim.family]) if row.numbers else row for n, row in enumerate(rows)]
+    return [_decide(row, _others(rows, n)) if row.numbers else row for n, row in enumerate(rows)]
+
+
+def _others(rows: Sequence[Row], index: int) -> list[Numbers]:
+    """What was measured of the other contrasts of a row's family."""
+    family = rows[index].claim.family
+    return [row.numbers for n, row in enumerate(rows) if n != index and row.claim.family == family and row.numbers]
 
 
 def family_sizes(rows: Sequence[Row]) -> dict[str, int]:
@@ -233,14 +238,20 @@ def family_sizes(rows: Sequence[Row]) -> dict[str, int]:
     return {family: families.count(family) for family in families}
 
 
-def _decide(row: Row, adjusted: tuple[float, float], family: int) -> Row:
+def _adjusted(own: tuple[float, float], others: Sequence[Numbers]) -> tuple[float, float]:
+    """The p-values of a contrast, by Holm beside those of the others."""
+    p_for, p_against = own
+    return (
+        stats.holm([p_for, *(other.p_for for other in others)])[0],
+        stats.holm([p_against, *(other.p_against for other in others)])[0],
+    )
+
+
+def _decide(row: Row, others: Sequence[Numbers]) -> Row:
     numbers, claim = row.numbers, row.claim
     assert numbers is not None
-    needed = stats.seeds_for(
-        stats.components(numbers.oriented), numbers.questions, smallest(claim), 1 - 2 * LEVEL / family
-    )
-    found = replace(numbers, adjusted=adjusted, seeds_needed=needed and max(needed, FEWEST_SEEDS))
-    p_for, p_against = adjusted
+    p_for, p_against = adjusted = _adjusted((numbers.p_for, numbers.p_against), others)
+    found = replace(numbers, adjusted=adjusted)
     if p_against < LEVEL:
         return replace(row, numbers=found, verdict=Verdict.CONTRADICTED, why=_against(claim, found))
     if p_for < LEVEL and numbers.guardrail != BROKEN:
@@ -248,7 +259,40 @@ def _decide(row: Row, adjusted: tuple[float, float], family: int) -> Row:
     if p_for < LEVEL and claim.guardrail:
         why = f"the effect is there, but {claim.guardrail.measure} is lower by more than {claim.guardrail.margin}"
         return replace(row, numbers=found, verdict=Verdict.UNDECIDED, why=why)
-    return replace(row, numbers=found, verdict=Verdict.UNDECIDED, why=_open(found))
+    found = replace(
+        found, seeds_as_measured=_seeds_as_measured(claim, found, others),
+        seeds_at_any_effect=_seeds_at_any_effect(claim, found, 1 + len(others)),
+    )  # fmt: skip
+    return replace(row, numbers=found, verdict=Verdict.UNDECIDED, why=_open(claim, found))
+
+
+def _seeds_as_measured(claim: Claim, numbers: Numbers, others: Sequence[Numbers]) -> int | None:
+    """The fewest seeds that decide a contrast if its effect, its spread and all others stay as they were measured.
+
+    By the test of the verdict itself. None where `stats.MOST_SEEDS` do not: the effect lies too near a border.
+    """
+
+    def decide(seeds: int) -> bool:
+        p_for, p_against = _adjusted(p_values(numbers.oriented, claim, seeds), others)
+        return p_against < LEVEL or (p_for < LEVEL and numbers.guardrail != BROKEN)
+
+    return stats.fewest_seeds(decide, numbers.seeds + 1)
+
+
+def _seeds_at_any_effect(claim: Claim, numbers: Numbers, family: int) -> int | None:
+    """The fewest seeds whose interval is no wider than the smallest effect: it cannot hold both 0 and that effect.
+
+    At the level of the first of a family by Holm. None where `stats.MOST_SEEDS` are too few, and where no width
+    decides: of a claim of no difference, which has one border on each side, and beside a broken guardrail.
+    """
+    if not claim.direction or numbers.guardrail == BROKEN:
+        return None
+    variances, level = stats.components_to_expect(numbers.oriented), 1 - 2 * LEVEL / family
+
+    def decide(seeds: int) -> bool:
+        return 2 * stats.half_width(variances, seeds, numbers.questions, level) <= smallest(claim)
+
+    return stats.fewest_seeds(decide, FEWEST_SEEDS)
 
 
 def _against(claim: Claim, numbers: Numbers) -> str:
@@ -266,10 +310,13 @@ def _for(claim: Claim, numbers: Numbers) -> str:
     )
 
 
-def _open(numbers: Numbers) -> str:
-    if numbers.seeds_needed is None:
-        more = f" with {numbers.questions} questions: type a larger eval.questions" if numbers.questions > 1 else ""
-        return f"not even {stats.MOST_SEEDS:,} seeds would decide it{more}"
-    if numbers.seeds_needed <= numbers.seeds:
-        return "the interval is narrow enough, and lies across a border: more seeds may decide it"
-    return f"about {numbers.seeds_needed} seeds would decide it"
+def _open(claim: Claim, numbers: Numbers) -> str:
+    first, any_effect = numbers.seeds_as_measured, numbers.seeds_at_any_effect
+    if first:
+        rest = f", {any_effect} whatever it is" if any_effect and any_effect > first else ""
+        return f"about {first} seeds would decide it if the effect is as measured{rest}"
+    if claim.guardrail and numbers.guardrail == BROKEN and numbers.oriented.mean() >= smallest(claim):
+        rail = claim.guardrail
+        return f"no seeds would decide it: it looks large, but {rail.measure} is lower by more than {rail.margin}"
+    more = f" with {numbers.questions} questions: type a larger eval.questions" if numbers.questions > 1 else ""
+    return f"the measured effect is so near a border that not even {stats.MOST_SEEDS:,} seeds would decide it{more}"

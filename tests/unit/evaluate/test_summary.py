@@ -191,6 +191,31 @@ def test_a_dense_base_s_own_engine_is_the_common_one(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+def of_engines(*sides: list[str]) -> tuple[list[str], list[str]]:
+    """The engines that are compared, and the notes on them, of evaluations by seed on two sides."""
+    arms = [compare._one_arm([found for folder in side for found in compare.find(Path(folder))], "x") for side in sides]
+    notes: list[str] = []
+    found = list(compare.differences(compare.paired(*arms)[0], notes))
+    return [one.engine for one in found if one.measure == "accuracy"], notes
+
+
+def test_an_engine_that_one_side_lacks_is_said(tmp_path: Path) -> None:
+    both = pd.concat([answers(A), answers(B, engine="common")])
+    with_it = [write(tmp_path / f"a{seed}", both, seed) for seed in (0, 1)]
+    without = [write(tmp_path / f"b{seed}", answers(B), seed) for seed in (0, 1)]
+    said = "gsm8k: {} no answers by engine=common, which is left out: type common=true when you evaluate"
+    assert of_engines(with_it, without) == (["own"], [said.format("B has")])
+    assert of_engines(without[:1], with_it[:1]) == (["own"], [said.format("A has")])
+    assert of_engines(with_it, [with_it[0], without[1]]) == (["own"], [said.format("B with seed 1 has")])
+    assert of_engines(with_it, with_it) == (["own", "common"], [])
+    assert of_engines(without, without) == (["own"], [])
+
+
+def test_two_dense_bases_are_compared_once(tmp_path: Path) -> None:
+    a, b = (write(tmp_path / name, answers(values), dense=True) for name, values in (("a", A), ("b", B)))
+    assert of_engines([a], [b]) == (["own"], ["both bases are dense, so that engine=own is engine=common too"])
+
+
 @pytest.mark.parametrize(
     ("rows", "identity", "said"),
     [

@@ -8,9 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from qerl_lab.report import copies
 from qerl_lab.report.__main__ import main
+from qerl_lab.report.at_once import notes as may_have_run
 from qerl_lab.report.at_once import told
-from qerl_lab.report.runs import Origin, Record
+from qerl_lab.report.measures import MEASURES, Unmeasured
+from qerl_lab.report.runs import Origin, Record, Session
 from run_directories import make_run
 from simulated_runs import record
 
@@ -69,6 +72,47 @@ def test_the_larger_of_words_and_clocks_counts() -> None:
     assert at_once(ran(0, 100, command=alone), ran(0, 100, command=alone)) == [2, 2]
 
 
+def test_a_copy_of_a_run_is_not_a_run_beside_it() -> None:
+    first = ran(0, 100)
+    copy = replace(first, run=replace(first.run, name="copy"))
+    assert [one.side_by_side for one in told(copies.told([first, copy]))] == [1, 1]
+    other = replace(ran(50, 150), run=replace(ran(50, 150).run, name="other", seed=1))
+    assert [one.side_by_side for one in told(copies.told([first, copy, other]))] == [2, 2, 2]
+
+
+def resumed(*spans: tuple[float, float | None], places: tuple[str, ...] = ("GPU-1", "GPU-1")) -> Record:
+    """A run of several sessions, each from and to so many seconds after noon."""
+    one = ran(spans[0][0], spans[-1][1] or 0)
+    sessions = (
+        Session(NOON + begin, None if end is None else NOON + end, place)
+        for (begin, end), place in zip(spans, places, strict=True)
+    )
+    return replace(one, origin=replace(one.origin, sessions=tuple(sessions)))
+
+
+def test_a_resumed_run_is_beside_none_in_its_pause() -> None:
+    paused = resumed((0, 100), (200, 300))
+    assert at_once(paused, ran(110, 190)) == [1, 1]
+    assert at_once(paused, ran(50, 150)) == at_once(paused, ran(150, 250)) == [2, 2]
+    assert at_once(paused, resumed((100, 200), (300, 400))) == [1, 1]
+    moved = resumed((0, 100), (200, 300), places=("GPU-1", "GPU-2"))
+    assert at_once(moved, ran(200, 300), ran(10, 20, "GPU-2")) == [1, 1, 1]
+    assert at_once(moved, ran(200, 300, "GPU-2")) == [2, 2]
+
+
+def test_a_resumed_run_of_which_no_pause_is_known_may_be_beside_others() -> None:
+    for unknown in (resumed((0, None), (200, 300)), ran(0, 300, command=f"{PLAIN} then {PLAIN} resume=DIR")):
+        pair = told([unknown, ran(110, 190)])
+        assert [(one.side_by_side, one.is_surely_beside) for one in pair] == [(2, False), (2, False)]
+        assert may_have_run(pair) == ["Runs may have run beside another, as it is not known when a resumed run paused: "
+                                      "their seconds and tokens/s are not compared."]  # fmt: skip
+        with pytest.raises(Unmeasured, match="may have run beside others, as it is not known when"):
+            MEASURES["step_throughput"].of(pair, pair)
+        assert all(one.is_surely_beside for one in told([*pair, ran(120, 180)])[1:])
+    later = told([resumed((0, None), (200, 300)), ran(210, 290)])  # in its last session
+    assert [one.is_surely_beside for one in later] == [True, True]
+
+
 # --- what the command says
 
 
@@ -108,6 +152,17 @@ def test_runs_that_ran_at_once_by_their_own_commands_are_said(here: Path, capsys
             assert ("Runs ran beside another: seconds and tokens/s are of shared" in capsys.readouterr().out) == shown
 
 
+def test_a_copy_beside_its_run_leaves_its_speed_to_be_compared(here: Path, capsys) -> None:
+    run = make_run(here / "sweep" / "bf16-0", "bf16", 0)
+    began = {"time": "2020-01-01T00:00:00+0000", "gpus": [{"uuid": "GPU-1", "name": "H200"}]}
+    (run / "env.json").write_text(json.dumps(began))
+    shutil.copytree(run, here / "home" / "bf16-0")
+    assert main(["sweep", "home"]) == 0
+    said = capsys.readouterr().out
+    assert "is the same run" in said
+    assert "ran beside" not in said
+
+
 def test_a_run_that_went_on_beside_others_is_said(here: Path, capsys) -> None:
     """Its first session had the card to itself; the line that went on had not."""
     run = make_run(here / "sweep" / "bf16-0", "bf16", 0)
@@ -115,3 +170,19 @@ def test_a_run_that_went_on_beside_others_is_said(here: Path, capsys) -> None:
         (run / name).write_text(json.dumps({"command": f"python -m qerl_lab{words}"}))
     assert main(["sweep"]) == 0
     assert "Runs ran beside up to 3 others" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_run_in_the_pause_of_a_resumed_one_has_a_speed(here: Path, capsys, known: bool) -> None:
+    """Also from results. Without sessions.json nothing tells when the first session ended."""
+    for name, ended in (("resumed", 300.0), ("between", 190.0)):
+        make_run(here / "sweep" / name, "bf16", len(name), ended=ended)
+    for run, file, second in (("resumed", "env.json", 0), ("resumed", "env.2.json", 200), ("between", "env.json", 110)):
+        began = datetime.fromtimestamp(second, UTC).isoformat(timespec="seconds")
+        gpus = [{"uuid": "GPU-1", "name": "H200"}]
+        (here / "sweep" / run / file).write_text(json.dumps({"time": began, "gpus": gpus}))
+    if known:
+        (here / "sweep" / "resumed" / "sessions.json").write_text("[[0.0, 100.0], [200.0, 301.0]]")
+    for words in (["sweep", "out=results"], ["results"]):
+        assert main(words) == 0
+        assert ("may have run beside another" in capsys.readouterr().out) != known

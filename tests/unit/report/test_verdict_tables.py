@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from qerl_lab import exits
 from qerl_lab.report.__main__ import main
@@ -102,6 +103,16 @@ def test_only_arms_of_table_1_stand_beside_its_numbers(sweep: Path, capsys: pyte
     for other in ("temperature=1.5", "entropy_coef=0.1", "aqn=kl"):
         assert line_of(table, other).endswith(" - - -")
     assert [line.split()[0] for line in table.splitlines() if "0.761" in line] == ["bf16"]
+
+
+def test_an_arm_of_two_names_has_one_label_everywhere(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run by no experiment's name, with the words of one, is of its arm."""
+    settings = yaml.safe_load((sweep / "bf16-3" / "resolved.yaml").read_text())
+    (sweep / "bf16-3" / "resolved.yaml").write_text(yaml.safe_dump(settings | {"experiment": "plain"}))
+    assert main(["verdicts", "runs"]) == exits.OK
+    assert line_of(capsys.readouterr().out.partition("as in Table 1")[2], "4 of 4").startswith("bf16 = plain ")
+    assert main(["runs"]) == exits.OK
+    assert line_of(capsys.readouterr().out, "4 of 4").startswith("bf16 = plain ")
 
 
 def test_two_tasks_are_told_by_their_names_and_the_page_says_so(

@@ -20,7 +20,7 @@ from qerl_lab.report.claims import CLAIMS, LEARNING_RATE, Claim, Guardrail
 from qerl_lab.report.contrasts import Missing, find
 from qerl_lab.report.measures import MEASURES, Unmeasured
 from qerl_lab.report.runs import Origin, Record, read_record
-from qerl_lab.report.stats import half_width, holm, p_above, probability_of_improvement, seeds_for
+from qerl_lab.report.stats import holm, p_above, probability_of_improvement
 from qerl_lab.report.verdicts import Row, Verdict, decided, judge
 from run_directories import make_run
 from simulated_runs import BY_NAME, GRADED, HELD_OUT, QUIET, SCALAR, arms, rates, record, verdicts
@@ -109,6 +109,17 @@ def test_two_settings_are_two_rows_each_with_its_name() -> None:
     assert [row.context for row in rows[:2]] == [((LEARNING_RATE, "0.001"),), ((LEARNING_RATE, "0.1"),)]
 
 
+def test_rows_of_arms_at_their_own_best_learning_rate_are_labelled_with_none() -> None:
+    def of(rate: str, rank: str) -> list[Record]:
+        own = {LEARNING_RATE: rate, "lora.rank": rank}
+        return [replace(one, run=replace(one.run, settings=one.run.settings | own)) for one in few()]
+
+    rates = {"16": ("0.1", "0.2"), "32": ("0.2", "0.3")}  # by rank; each has a grid of its own
+    made = [one for rank, own in rates.items() for rate in own for one in of(rate, rank)]
+    rows = verdicts(replace(SCALAR, best_of=LEARNING_RATE), made)
+    assert [row.context for row in rows[:2]] == [(("lora.rank", "16"),), (("lora.rank", "32"),)]
+
+
 def test_a_missing_arm_is_undecided_and_says_what_makes_it() -> None:
     made = few()
     counted = [one for one in made if one.run.value("format.name") != "nf4"]
@@ -181,31 +192,6 @@ def test_a_contrast_is_held_against_the_level_of_its_family() -> None:
 def test_an_effect_too_small_to_matter_contradicts_and_says_that_it_is_there() -> None:
     row = one(verdicts(SCALAR, few(8, effect=0.008)))
     assert (row.verdict, row.why) == ("contradicted", "an effect of 0.02 or more is excluded, and above 0")
-
-
-def test_the_seeds_asked_for_decide() -> None:
-    noisy = arms(SCALAR, {"nvfp4": 0.01}, 5, 0.03, np.random.default_rng(2))
-    row = one(verdicts(SCALAR, noisy))
-    assert row.numbers is not None
-    needed = row.numbers.seeds_needed
-    assert row.why == f"about {needed} seeds would decide it"
-    variances = (float(row.numbers.oriented.var(ddof=1)), 0.0)
-    level = 1 - 2 * 0.025 / 3  # three contrasts in the family
-    assert 2 * half_width(variances, needed, 1, level) <= 0.02 < 2 * half_width(variances, needed - 1, 1, level)
-    assert seeds_for((1e-6, 1.0), 100, 0.02, level) is None  # the questions alone are too few
-
-
-def test_where_seeds_do_not_help_it_says_what_would() -> None:
-    rng = np.random.default_rng(2)
-    row = one(verdicts(SCALAR, arms(SCALAR, {"nvfp4": 0.01}, 5, 3.0, rng)))  # of no questions: steps, say
-    assert row.why == "not even 1,000 seeds would decide it"
-    assert row.numbers is not None
-    row = replace(
-        row, numbers=replace(row.numbers, questions=7, oriented=rng.normal(size=(5, 7)), p_for=0.4, p_against=0.5)
-    )
-    assert (
-        one(decided([row])).why == "not even 1,000 seeds would decide it with 7 questions: type a larger eval.questions"
-    )
 
 
 def test_seeds_that_agree_to_the_digit_are_judged_by_their_number() -> None:
