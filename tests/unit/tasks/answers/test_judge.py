@@ -156,6 +156,8 @@ def surface_forms(n: int) -> list[str]:
         f"{n} dollars",
         f"{n} apples", rf"{n}\text{{ cm}}", f"x = {n}", f"The answer is {n}.", f"{n}/1", rf"\frac{{{2 * n}}}{{2}}",
         f"{n * 100}%", f"{n}e0", rf"{n} \times 10^0", f"{n - 1}+1", f" {n}\n", f"**{n}**", f"{sign}0{size}",
+        f"{n} x 1 = {n}", f"{n} a day", f"{n}/day", f"{sign}${size}/hour", f"Total: {n}", f"Total cost = {n} dollars",
+        f"*{n}*", f"**{n}** dollars", rf"\textbf{{{n}}} dollars", f"The total is **{n}** dollars.",
     ]  # fmt: skip
 
 
