@@ -77,7 +77,7 @@ def _amounts(left: Amount, right: Amount) -> bool:
 
 
 def _letters_are(amount: Amount, other: Amount) -> bool:
-    """Whether `2 m` or `1/min` is meant as an expression in variables: 2m."""
+    """Whether `2 m` is meant as an expression in variables: 2m."""
     return amount.letters is not None and bool(names(other.node)) and _nodes(amount.letters, other.node)
 
 

@@ -88,6 +88,8 @@ _SPELLINGS: list[tuple[re.Pattern[str], str]] = [
         (r"\\(?:land|wedge)(?![A-Za-z])", " and "),
     ]
 ]
+_TYPED_CASES = ("1{,}000", "1~000", "x~y", "2 x 10^3")
+_TYPED = [pair for pair in _SPELLINGS if any(map(pair[0].search, _TYPED_CASES))]  # the others need a backslash
 _BOXED = re.compile(r"\\(?:boxed|fbox|framebox)\s*(?=\{)")
 _LEAD_IN = re.compile(
     r"(?:(?:so|thus|hence|therefore|final|finally)\b[\s,:]*)*"
@@ -115,10 +117,14 @@ def plain(text: str) -> str:
     text = _powers(text.translate(_TRANSLATION))
     text = _without_dollars(text)
     text = _SIZES.sub(" ", text)
-    for pattern, new in _SPELLINGS:
-        text = pattern.sub(new, text)
-    text = " ".join(_unboxed(text).split())
+    text = " ".join(_unboxed(_spelled(text, _SPELLINGS if "\\" in text else _TYPED)).split())
     return _without_wrapping(_without_lead_in(_without_wrapping(text)))
+
+
+def _spelled(text: str, spellings: list[tuple[re.Pattern[str], str]]) -> str:
+    for pattern, new in spellings:
+        text = pattern.sub(new, text)
+    return text
 
 
 def compact(text: str) -> str:
