@@ -196,4 +196,4 @@ def _without_lead_in(text: str) -> str:
 
 def _casts_doubt(words: str) -> bool:
     """Whether words say that what follows is not the answer, or are mathematics themselves: `sin x = 0.5`."""
-    return _DOUBTS.search(words) is not None or not FUNCTIONS.isdisjoint(words.lower().split())
+    return _DOUBTS.search(words) is not None or not FUNCTIONS.isdisjoint(re.findall("[a-z]+", words.lower()))
