@@ -8,26 +8,31 @@ The answer is the program, as it is or in a block of ```; it gets the parts "ans
 (the share that did, weighted by `task.code_io.tests_reward`).
 """
 
+import itertools
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from qerl_lab.config.schema import TaskConfig
 from qerl_lab.tasks import BadRow, Question, Questions, Scores, code_problems, code_sandbox
 from qerl_lab.tasks.answers.completion import final_answer, keeps_format
+from qerl_lab.tasks.code_problems import Problem
 from qerl_lab.tasks.data import Row, Source, as_text, read
 
 TRAIN_QUESTIONS, HELDOUT_QUESTIONS = 2048, 256
-PATIENCE = 3000  # draws without a new problem say that there are no more
+HELDOUT_OF_A_LEVEL = 320  # more than are asked: few have no tests
+SEED, PATIENCE = 2510_11696, 3000  # so many draws without a new problem say that there are no more
+LEVELS = tuple(code_problems.FAMILIES)
 MAX_PROGRAM_CHARACTERS = 20_000
 COLUMNS = {"question": "question", "tests": "tests"}
 _BLOCK = re.compile(r"```(?:python|python3|py)?[ \t]*\n(.*?)\n?```", re.DOTALL)
 
 
 def train(cfg: TaskConfig) -> list[Question]:
-    """`cfg.train_questions` problems (0: 2048) whose shapes are not held out, or all of `task.path`."""
+    """`cfg.train_questions` problems (0: 2048), none like a held-out one of any level, or all of `task.path`."""
     return _questions(cfg, cfg.train_questions or TRAIN_QUESTIONS, of_heldout=False)
 
 
@@ -44,7 +49,7 @@ def weights(cfg: TaskConfig) -> dict[str, float]:
 def _questions(cfg: TaskConfig, count: int, of_heldout: bool) -> list[Question]:
     code_sandbox.check()
     if cfg.path is None:
-        return _made(cfg, count, of_heldout)
+        return _made(cfg, count, heldout_problems(cfg) if of_heldout else training_problems(cfg))
     own_test = not Path(cfg.path).expanduser().is_file()
     source = Source(cfg.path, "default", "train", "test" if own_test else None, COLUMNS)
 
@@ -70,18 +75,57 @@ def _tests(row: Row) -> list[tuple[str, str]]:
     return [(test["input"], as_text(test["output"], column)) for test in found]
 
 
-def _made(cfg: TaskConfig, count: int, of_heldout: bool) -> Questions:
-    """`count` distinct problems, or as many as are found."""
-    rng, found, since_new = random.Random(2510_11696), dict[str, Question | None](), 0
-    while sum(question is not None for question in found.values()) < count and since_new < PATIENCE:
-        problem = code_problems.draw_problem(rng, rng.randint(cfg.code_io.min_level, cfg.code_io.max_level))
-        since_new += 1
-        if problem.is_heldout == of_heldout and problem.id not in found:
-            found[problem.id], since_new = _question(cfg, problem), 0
-    return Questions(question for question in found.values() if question is not None)
+def _made(cfg: TaskConfig, count: int, problems: Iterable[Problem]) -> Questions:
+    """The questions of `count` problems, or of as many as have one."""
+    posed = (question for problem in problems if (question := _question(cfg, problem)) is not None)
+    return Questions(itertools.islice(posed, count))
 
 
-def _question(cfg: TaskConfig, problem: code_problems.Problem) -> Question | None:
+def training_problems(cfg: TaskConfig) -> Iterator[Problem]:
+    """Problems whose shapes are not held out, and which ask for nothing that a held-out problem of any level does."""
+    known = {problem.behaviour for level in LEVELS for problem in _heldout_of(level)}
+    rng = random.Random(SEED)
+    return _distinct(lambda: code_problems.draw_problem(rng, rng.choice(_levels(cfg))), of_heldout=False, known=known)
+
+
+def heldout_problems(cfg: TaskConfig) -> Iterator[Problem]:
+    """The held-out problems of the levels, mixed; no two ask for the same."""
+    rng, known = random.Random(SEED), set[Hashable]()
+    left = {level: list(reversed(_heldout_of(level))) for level in _levels(cfg)}
+    while some := [level for level, problems in left.items() if problems]:
+        problem = left[rng.choice(some)].pop()
+        if problem.behaviour not in known:
+            known.add(problem.behaviour)
+            yield problem
+
+
+@cache
+def _heldout_of(level: int) -> tuple[Problem, ...]:
+    """The held-out problems of a level: the same ones at every setting, so that none trains on those of another."""
+    rng = random.Random(f"{SEED} {level}")
+    found = _distinct(lambda: code_problems.draw_problem(rng, level), of_heldout=True, known=set())
+    return tuple(itertools.islice(found, HELDOUT_OF_A_LEVEL))
+
+
+def _levels(cfg: TaskConfig) -> list[int]:
+    return [level for level in LEVELS if cfg.code_io.min_level <= level <= cfg.code_io.max_level]
+
+
+def _distinct(draw: Callable[[], Problem], of_heldout: bool, known: set[Hashable]) -> Iterator[Problem]:
+    """Problems of a role as they are drawn, each of a behaviour that is not `known`, until no new one comes."""
+    drawn, since_new = set[str](), 0
+    while since_new < PATIENCE:
+        problem, since_new = draw(), since_new + 1
+        if problem.id in drawn or problem.is_heldout != of_heldout:
+            continue
+        drawn.add(problem.id)
+        if problem.behaviour not in known:
+            known.add(problem.behaviour)
+            since_new = 0
+            yield problem
+
+
+def _question(cfg: TaskConfig, problem: Problem) -> Question | None:
     """The question that poses a problem, with an example; None where no tests tell programs apart."""
     tests = code_problems.tests(problem, cfg.code_io.tests)
     if tests is None:

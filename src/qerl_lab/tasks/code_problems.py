@@ -2,27 +2,33 @@
 
 Level 1 and 2 are pipelines over a list of numbers (one step, two or three), level 2 has texts too, level 3 has short
 algorithms. What is held out is decided by the shape of a problem: of a pipeline the kinds of its steps, whatever
-numbers they state. So no held-out pipeline is a training problem with another constant.
+numbers they state. So no held-out pipeline is a training problem with another constant. Two shapes may ask for the
+same (`sort`, then the last one; the largest): `behaviour` tells, and code_io.py keeps such problems apart.
 """
 
 import itertools
 import random
 import string
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import cache, cached_property
 from typing import Any
 
 from qerl_lab.tasks import is_heldout
 
 Numbers = list[int]
 HOLES = (2, 3, 4, 5, 6, 7, 9, 10)  # the constants that a step may state
+PROBES = range(2, 18)  # sizes of the inputs that tell problems apart: few, so that what a rare one tells does not count
 LIST_INPUT = "The first line of the input has a whole number n, the second line has n whole numbers."
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A problem: `solve` gives the output for an input, `draw(rng, size)` an input, of the smallest kind for size 0."""
+    """A problem: `solve` gives the output for an input, `draw(rng, size)` an input, of the smallest kind for size 0.
+
+    Problems with inputs of one kind share the function `draw`.
+    """
 
     id: str
     shape: str
@@ -33,6 +39,18 @@ class Problem:
     @property
     def is_heldout(self) -> bool:
         return is_heldout(self.shape)
+
+    @cached_property
+    def behaviour(self) -> Hashable:
+        """What it asks for, however it says so: the kind of its inputs and its outputs for PROBES."""
+        return self.draw, tuple(map(self.solve, _probes(self.draw)))
+
+
+@cache
+def _probes(draw: Callable[[random.Random, int], str]) -> list[str]:
+    """Inputs of a kind, always the same."""
+    rng = random.Random(0)
+    return [draw(rng, size) for size in PROBES]
 
 
 def tests(problem: Problem, count: int) -> list[tuple[str, str]] | None:
@@ -207,7 +225,11 @@ def _coins(rng: random.Random) -> Problem:
     text = (f"There are coins of {', '.join(map(str, coins))}, as many of each as you like. The input is an amount, a "
             f"whole number from 0 to 200. Print {asked}.")  # fmt: skip
     name = f"coins-{'fewest' if fewest else 'ways'}-{'-'.join(map(str, coins))}"
-    return Problem(name, name, text, solve, lambda rng, size: f"{rng.randint(0, 12 if size < 3 else 200)}\n")
+    return Problem(name, name, text, solve, _money)
+
+
+def _money(rng: random.Random, size: int) -> str:
+    return f"{rng.randint(0, 12 if size < 3 else 200)}\n"
 
 
 def _grid(rng: random.Random, size: int) -> str:
@@ -304,21 +326,20 @@ def _machine(rng: random.Random) -> Problem:
                 stack.append(int(word) % k)
         return " ".join(map(str, stack))
 
-    def draw(rng: random.Random, size: int) -> str:
-        words, depth = [str(rng.randint(0, 9))], 1
-        for _ in range(2 + 3 * size):
-            word = rng.choice(
-                ["dup", str(rng.randint(0, 99))] if depth < 2 else ["add", "sub", "mul", "dup", "7", "31"]
-            )
-            depth += -1 if word in ("add", "sub", "mul") else 1
-            words.append(word)
-        return " ".join(words) + "\n"
-
     text = ("The input is one line of words for a stack that is empty at first. A number puts its remainder modulo "
             f"{k} on top. `add`, `sub` and `mul` take the top b and then the top a away, and put a + b, a - b or a * b "
             f"on top, modulo {k} (from 0 to {k - 1}). `dup` puts the top there once more. Print the stack at the end, "
             "from bottom to top, separated by spaces.")  # fmt: skip
-    return Problem(f"stack-{k}", f"stack-{k}", text, solve, draw)
+    return Problem(f"stack-{k}", f"stack-{k}", text, solve, _stack_words)
+
+
+def _stack_words(rng: random.Random, size: int) -> str:
+    words, depth = [str(rng.randint(0, 9))], 1
+    for _ in range(2 + 3 * size):
+        word = rng.choice(["dup", str(rng.randint(0, 99))] if depth < 2 else ["add", "sub", "mul", "dup", "7", "31"])
+        depth += -1 if word in ("add", "sub", "mul") else 1
+        words.append(word)
+    return " ".join(words) + "\n"
 
 
 def _base(rng: random.Random) -> Problem:
@@ -335,7 +356,11 @@ def _base(rng: random.Random) -> Problem:
              "reversed": f"in decimal the number that has its digits in base {base} in reverse"}  # fmt: skip
     text = f"The input is a whole number from 0 to 1000000, in decimal. Print {asked[kind]}."
     name = f"base-{base}-{kind}"
-    return Problem(name, name, text, solve, lambda rng, size: f"{rng.randint(0, 10 ** min(size + 1, 6))}\n")
+    return Problem(name, name, text, solve, _number)
+
+
+def _number(rng: random.Random, size: int) -> str:
+    return f"{rng.randint(0, 10 ** min(size + 1, 6))}\n"
 
 
 def _circle(rng: random.Random) -> Problem:
@@ -354,7 +379,11 @@ def _circle(rng: random.Random) -> Problem:
             f"1, every {which} of those who are left leaves, and the count goes on after it, until all have left. "
             f"Print {asked}.")  # fmt: skip
     name = f"circle-{k}-{'last' if last else 'order'}"
-    return Problem(name, name, text, solve, lambda rng, size: f"{rng.randint(1, 6 + 6 * min(size, 9))}\n")
+    return Problem(name, name, text, solve, _people)
+
+
+def _people(rng: random.Random, size: int) -> str:
+    return f"{rng.randint(1, 6 + 6 * min(size, 9))}\n"
 
 
 # A family with more shapes comes up more often.

@@ -65,6 +65,8 @@ def _as_relation(named: Named) -> Form:
 def _amounts(left: Amount, right: Amount) -> bool:
     if left.letters is not None and right.letters is not None:
         return _nodes(left.letters, right.letters)
+    if _letters_are(left, right) or _letters_are(right, left):
+        return True
     if left.unit and right.unit and left.unit != right.unit:
         return False
     a, b = _scaled(left), _scaled(right)
@@ -72,6 +74,11 @@ def _amounts(left: Amount, right: Amount) -> bool:
         return _nodes(a, b) or _stands_for(a, b)
     as_part = (Op("*", (a, HUNDREDTH)), b) if left.percent else (a, Op("*", (b, HUNDREDTH)))
     return _nodes(a, b) or _nodes(*as_part) or _stands_for(*as_part)
+
+
+def _letters_are(amount: Amount, other: Amount) -> bool:
+    """Whether `2 m` is meant as an expression in variables: 2m."""
+    return amount.letters is not None and bool(names(other.node)) and _nodes(amount.letters, other.node)
 
 
 def _scaled(amount: Amount) -> Node:
@@ -193,8 +200,13 @@ def _relations(left: Form, right: Form) -> bool:
         interval = _interval(relation)
         return interval is not None and equal(interval, other)
     if isinstance(other, Amount) and set(relation.signs) == {"="}:  # 9+9=18 is 18; 5=18 is nothing
-        return isinstance(relation.sides[0], Op) and all(_nodes(side, _scaled(other)) for side in relation.sides)
+        return any(_worked(sides, other) for sides in (relation.sides, relation.crossed) if sides)
     return False
+
+
+def _worked(sides: tuple[Node, ...], amount: Amount) -> bool:
+    """Whether a calculation has this result: 9+9=18."""
+    return any(isinstance(side, Op) for side in sides) and all(_nodes(side, _scaled(amount)) for side in sides)
 
 
 def _same_relation(left: Relation, right: Relation) -> bool:

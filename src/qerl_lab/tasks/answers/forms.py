@@ -67,10 +67,11 @@ class Named:
 
 @dataclass(frozen=True)
 class Relation:
-    """`a < b <= c`: one sign fewer than sides."""
+    """`a < b <= c`: one sign fewer than sides; in `crossed` the sides of `12 x 5 = 60` have a sign for their `x`."""
 
     sides: tuple[Node, ...]
     signs: tuple[str, ...]
+    crossed: tuple[Node, ...] | None = field(default=None, compare=False)
 
 
 Form = Amount | Words | Numeral | Clock | Several | Matrix | Named | Relation

@@ -1,7 +1,7 @@
 """The form that a text has: what splits it, what encloses it, what is left as a quantity."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from fractions import Fraction
 from functools import lru_cache
 
@@ -24,6 +24,8 @@ _OR, _AND = (
 _LIST = re.compile(rf"{_AND.pattern}|(?:[,;]\s*)?{_OR.pattern}")
 _COLON = re.compile(":")
 _SIGN = re.compile(r"<=|>=|==|!=|[=<>]|\\(?:le|ge|ne|in|approx|lt|gt)(?![A-Za-z])")
+_CROSS = re.compile(r"(?<=[\d)])\s*[xX]\s*(?=[\d(]|\\dollar(?![A-Za-z]))")
+_MONEY = re.compile(r"\\dollar(?=\s*[\d.])")
 _SIGNS = {r"\le": "<=", r"\ge": ">=", r"\ne": "!=", "==": "=", r"\lt": "<", r"\gt": ">"}
 _THOUSANDS = re.compile(r"(?<![\w.,])\d{1,3}(?:(?:,\d{3})+|(?: \d{3})+)(?![\d,]| *\d| ?/)", re.ASCII)
 _NUMERAL = re.compile(
@@ -207,7 +209,12 @@ def _relation(text: str, sides: list[str], signs: list[str], nesting: int) -> Fo
         rest = "".join(side + sign for side, sign in zip(sides[1:], [*signs[1:], ""], strict=True))
         form = _read(rest, nesting + 1)
         return Named(_name(sides[0]), form) if sides[0].strip() else form
-    return Relation(tuple(read_expression(_body(side)) for side in sides), tuple(signs))
+    crossed = _sides(_CROSS.sub(r"\\times ", side) for side in sides) if _CROSS.search(text) else None
+    return Relation(_sides(sides), tuple(signs), crossed)
+
+
+def _sides(texts: Iterable[str]) -> tuple[Node, ...]:
+    return tuple(read_expression(_body(text)) for text in texts)
 
 
 def _is_name(text: str) -> bool:
@@ -222,7 +229,7 @@ def _name(text: str) -> str:
 
 
 def _body(text: str) -> str:
-    found = quantity(_without_thousands(text.strip()))
+    found = quantity(_without_thousands(_MONEY.sub("", text).strip()))
     if found is None or found.percent or found.scale != 1:
         raise Unreadable(text)
     return found.body

@@ -7,6 +7,8 @@ Nothing here knows mathematics. What is removed carries none: delimiters, sizes,
 
 import re
 
+from qerl_lab.tasks.answers.tokens import FUNCTIONS
+
 MAX_ANSWER_CHARACTERS = 2000  # a longer "answer" is no final answer, and bounds the work on hostile output
 
 _SUPERSCRIPTS = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ", "0123456789+-n", strict=True))
@@ -76,6 +78,7 @@ _SPELLINGS: list[tuple[re.Pattern[str], str]] = [
         (rf"\\(?:{_FONTS})\s*\{{\s*([eid])\s*\}}", r" \1 "),
         (r"\\(?:mathbf|mathit|boldsymbol|bm|pmb)\s*\{([^{}]*)\}", r" \1 "),
         (rf"\\(?:{_FONTS})\s*\{{", r"\\text{"),
+        (r"\\text\{\s*((?:\\dollar\s*)?-?\d[\d,.]*)\s*\}", r" \1 "),
         (r"\\text\{\s*\\(dollar|euro|pound|yen)\s*\}", r"\\\1 "),
         (r"\\text\{\s*(and|or)\s*,?\s*\}", r" \1 "),
         (r"\\text\{\s*\}", " "),
@@ -85,6 +88,8 @@ _SPELLINGS: list[tuple[re.Pattern[str], str]] = [
         (r"\\(?:land|wedge)(?![A-Za-z])", " and "),
     ]
 ]
+_TYPED_CASES = ("1{,}000", "1~000", "x~y", "2 x 10^3")
+_TYPED = [pair for pair in _SPELLINGS if any(map(pair[0].search, _TYPED_CASES))]  # the others need a backslash
 _BOXED = re.compile(r"\\(?:boxed|fbox|framebox)\s*(?=\{)")
 _LEAD_IN = re.compile(
     r"(?:(?:so|thus|hence|therefore|final|finally)\b[\s,:]*)*"
@@ -95,9 +100,14 @@ _LEAD_IN = re.compile(
 _SENTENCE = re.compile(
     r"[A-Za-z][A-Za-z' ]{0,80}\b(?:is|are|was|were|be|equals|has|have|makes|gets|needs|costs|earns)[\s:]+(?=\S)"
 )
+_LABEL = re.compile(  # `Total cost:`, `Total cost =`; a single word and `=` are a name, which `reading` knows
+    r"([A-Za-z]{3,}[A-Za-z' ]{0,80}?)\s*:\s*(?=\S)|([A-Za-z]{3,}(?: [A-Za-z']{2,})+)\s*=\s*(?=\S)"
+)
+_EMPHASIS = re.compile(r"^(\*{1,3}|_{1,3})(?=[^\s*_])((?:(?!\1).)+)(?<=[^\s*_])\1(?![\w*])")
 _DOUBTS = re.compile(
     r"\b(?:not|never|no|nor|or|and|isn't|aren't|but|except|either|neither|about|around|almost|nearly|less|more|fewer|"
-    r"greater|least|most|over|under|between|half|twice|double|triple|negative|minus|if|unless|maybe|perhaps|than)\b",
+    r"greater|least|most|over|under|between|half|twice|double|triple|negative|minus|if|unless|maybe|perhaps|than|"
+    r"wrong|incorrect|false)\b",
     re.IGNORECASE,
 )
 
@@ -107,10 +117,14 @@ def plain(text: str) -> str:
     text = _powers(text.translate(_TRANSLATION))
     text = _without_dollars(text)
     text = _SIZES.sub(" ", text)
-    for pattern, new in _SPELLINGS:
-        text = pattern.sub(new, text)
-    text = " ".join(_unboxed(text).split())
+    text = " ".join(_unboxed(_spelled(text, _SPELLINGS if "\\" in text else _TYPED)).split())
     return _without_wrapping(_without_lead_in(_without_wrapping(text)))
+
+
+def _spelled(text: str, spellings: list[tuple[re.Pattern[str], str]]) -> str:
+    for pattern, new in spellings:
+        text = pattern.sub(new, text)
+    return text
 
 
 def compact(text: str) -> str:
@@ -160,6 +174,7 @@ def _without_wrapping(text: str) -> str:
         text = text.strip()
         if not text.endswith("..."):
             text = re.sub(r"(?<!\\)[.,;:]+$", "", text).rstrip()
+        text = _EMPHASIS.sub(r"\2", text)
         for mark in ("**", "__", "`", '"'):
             if len(text) > 2 * len(mark) and text.startswith(mark) and text.endswith(mark):
                 text = text[len(mark) : -len(mark)]
@@ -170,10 +185,15 @@ def _without_wrapping(text: str) -> str:
 
 
 def _without_lead_in(text: str) -> str:
-    """Without "The answer is", or a sentence up to its verb that casts no doubt on what follows."""
+    """Without "The answer is", a label, or a sentence up to its verb; neither may cast doubt on what follows."""
     if found := _LEAD_IN.match(text):
         return text[found.end() :]
-    found = _SENTENCE.match(text)
-    if found and not _DOUBTS.search(found[0]) and re.search(r"\d|\\", text[found.end() :]):
+    found = _LABEL.match(text) or _SENTENCE.match(text)
+    if found and not _casts_doubt(found[0]) and re.search(r"\d|\\", text[found.end() :]):
         return text[found.end() :]
     return text
+
+
+def _casts_doubt(words: str) -> bool:
+    """Whether words say that what follows is not the answer, or are mathematics themselves: `sin x = 0.5`."""
+    return _DOUBTS.search(words) is not None or not FUNCTIONS.isdisjoint(re.findall("[a-z]+", words.lower()))

@@ -3,6 +3,8 @@
 import re
 from dataclasses import dataclass
 
+from qerl_lab.tasks.answers.tokens import ALIASES, FUNCTIONS, GREEK
+
 # One measure a line, its name first. A name may be followed by an "s".
 _NAMES = """
 mm millimeter millimetre
@@ -62,6 +64,10 @@ pc parsec
 """
 MEASURES = {alias: line.split()[0] for line in _NAMES.strip().splitlines() for alias in line.split()}
 _SHORT = ("sq", "per", "cu", "st", "nd", "rd", "th")
+# What is counted, in words so short that they would read as products of variables.
+_THINGS = "ad ads bag bed box bus can car cat cow dog egg hat jar kid man men pad pan pen pet pie pot row set toy van"
+_COUNTED = frozenset(_THINGS.split())
+_MATHEMATICS = (FUNCTIONS | GREEK | ALIASES.keys()) - MEASURES.keys()  # `60/lambda x`, and no `60 sec`
 _ONE_LETTER = "msgJNWVKL"  # written without a font they are a unit only after a plain number
 _SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
 # Words after a number that make it another number, or none.
@@ -78,13 +84,14 @@ _BEFORE = re.compile(rf"([-+]?)\s*({_MONEY})\s*")
 _AFTER = re.compile(rf"\s*({_MONEY})$")
 _EXPONENT = r"(?:\s*\^\s*(?:\{\s*-?\d\s*\}|\d))?"
 _IN_FONT = re.compile(
-    rf"(?<=[^\s(\[{{])\s*(?:\\cdot\s*)?((?:(?:sq\.?|square|cubic)\s+)?\\text\{{[^{{}}]*\}}{_EXPONENT}(?:\s*(?:/|\\cdot|\\times|\*)?\s*\\text\{{[^{{}}]*\}}{_EXPONENT})*)$"
+    rf"(?<=[^\s(\[{{])\s*(?:\\cdot\s*)?((?:(?:(?<=\d)|(?<=\d\s))/\s*)?(?:(?:sq\.?|square|cubic)\s+)?\\text\{{[^{{}}]*\}}{_EXPONENT}(?:\s*(?:/|\\cdot|\\times|\*)?\s*\\text\{{[^{{}}]*\}}{_EXPONENT})*)$"
 )
 _DEGREES = re.compile(r"\s*\^\\circ\s*((?:\\text\{\s*)?[CFK]\}?)?$")
 _OF_ANGLES = re.compile(r"cis|sin|cos|tan|cot|sec|csc")
 _OHM = re.compile(r"(?<=[\d}])\s*\\Omega$")
 _PERCENT = re.compile(r"\s*(?:%|(?:\\text\{\s*)?\b(?:percent|per cent)(?:\s*\})?)$")
-_WORDS = re.compile(r"(?<=[\d)}\].!])\s*([A-Za-z][A-Za-z' ./-]{0,40}" + _EXPONENT + r")$")
+_WORDS = re.compile(r"(?<=[\d)}\].!])\s*((?:/\s*)?[A-Za-z][A-Za-z' ./-]{0,40}" + _EXPONENT + r")$")
+_RATE = re.compile(r"/\s*|an? ")
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e-?\d+|\s*\\(?:times|cdot)\s*10\s*\^\s*\{?\s*-?\d+\s*\}?)?\s+")
 
 
@@ -116,21 +123,30 @@ def quantity(text: str) -> Quantity | None:
         if re.search(r"[^A-Za-z .,'/^{}\\0-9-]|(?<![\w^{-])\d", words):
             return None
         return _of_words(text[: found.start()], words, unit)
-    if (found := _WORDS.search(text)) and _may_be_unit(found[1], text[: found.start(1)]):
+    if (found := _WORDS.search(text)) and _may_be_unit(found[1], text[: found.start(1)], unit):
         return _of_words(text[: found.start()], found[1], unit)
     return Quantity(text, unit)
 
 
-def _may_be_unit(words: str, body: str) -> bool:
-    """Whether letters after a number are words, not variables: `5 cm` and `18 apples`, not `3xy`."""
-    first = re.split(r"[ /^.]", words)[0]
+def _may_be_unit(words: str, body: str, money: str) -> bool:
+    """Whether letters after a number are words, not variables: `5 cm`, `18 apples` and `60/day`, not `3xy`.
+
+    A rate of money may be for a measure of two letters: `$5/kg` is no quotient of k and g.
+    """
+    is_rate = _RATE.match(words)
+    named = re.split(r"[ /^.]+", words[is_rate.end() :] if is_rate else words)
+    first = named[0]
+    if all(len(word) == 1 or word.lower() in _MATHEMATICS for word in named if word) and len(first) > 1:
+        return False
+    if is_rate:
+        return len(first) > 3 or first in _COUNTED or (len(first) > (1 if money else 2) and measure(first) != "")
     if len(first) == 1:
         return first in _ONE_LETTER and _NUMBER.fullmatch(body) is not None
-    return measure(first) != "" or first in _SCALES or len(first) > 3 or first in _SHORT
+    return measure(first) != "" or first in _SCALES or len(first) > 3 or first in _SHORT or first in _COUNTED
 
 
 def _of_words(body: str, words: str, money: str) -> Quantity | None:
-    parts = words.replace(".", " ").split()
+    parts = words.replace(".", " ").replace("/", " / ").split()
     scale = 1
     while parts and parts[0].lower() in _SCALES:
         scale *= _SCALES[parts.pop(0).lower()]

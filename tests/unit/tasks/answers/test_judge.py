@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from hostile_answers import hostile
-from qerl_lab.tasks.answers import number
+from qerl_lab.tasks.answers import number, surface
 from qerl_lab.tasks.answers.judge import Verdict, judge
 from qerl_lab.tasks.answers.surface import MAX_ANSWER_CHARACTERS
 from qerl_lab.tasks.grading import answers_equal
@@ -156,6 +156,8 @@ def surface_forms(n: int) -> list[str]:
         f"{n} dollars",
         f"{n} apples", rf"{n}\text{{ cm}}", f"x = {n}", f"The answer is {n}.", f"{n}/1", rf"\frac{{{2 * n}}}{{2}}",
         f"{n * 100}%", f"{n}e0", rf"{n} \times 10^0", f"{n - 1}+1", f" {n}\n", f"**{n}**", f"{sign}0{size}",
+        f"{n} x 1 = {n}", f"{n} a day", f"{n}/day", f"{sign}${size}/hour", f"Total: {n}", f"Total cost = {n} dollars",
+        f"*{n}*", f"**{n}** dollars", rf"\textbf{{{n}}} dollars", f"The total is **{n}** dollars.",
     ]  # fmt: skip
 
 
@@ -175,6 +177,18 @@ def test_plain_numbers_take_no_time():
     for n in range(4000):
         judge(f"{n:,}.0", f"{n}")
     assert time.process_time() - started < 2  # 2,000 a second; it is above 100,000
+
+
+def test_text_without_a_backslash_is_spelled_as_all_text_is():
+    """Most spellings are of LaTeX, and are left out where there is none: they take half of the time."""
+    rng = random.Random(0)
+    signs = [*"012xXab ~{},()[]^$%&#_|=.;:!'", "000", "10^", "choose", "mod", "text{", "begin{array}", "sec", "circ"]
+    texts = ["".join(rng.choices(signs, k=rng.randint(1, 9))) for _ in range(20_000)]
+    changed = [text for text in texts if surface._spelled(text, surface._TYPED) != text]
+    assert len(changed) > 100
+    assert [
+        text for text in texts if surface._spelled(text, surface._SPELLINGS) != surface._spelled(text, surface._TYPED)
+    ] == []
 
 
 # --- hostile text
