@@ -300,15 +300,11 @@ def _questions(task: str) -> _Questions:
 
 def cut_questions(cfg: RunConfig, train: int, heldout: int) -> list[str]:
     """Say what is asked for beyond the questions that there are. Raises ConfigError where there are too few."""
-    name, task = cfg.task.name, cfg.task
-    source = f"task.path={task.path}" if task.path else f"task={name} at this difficulty"
-    source = f"task.module={task.module}" if task.module else source
-    more = {"arithmetic": "a larger task.arithmetic.max_operand", "code_io": "task.code_io.max_level=3"}.get(name)
-    more = "another task.path" if task.path or not more else more
+    source, more = _questions_come_from(cfg.task)
     if train == 0:
         raise ConfigError(f"{source} has no training question. Type {more}.")
     if (unasked := no_evaluation(cfg)) and heldout < 2:
-        remedy = "Add some to test.jsonl, or type" if task.path else f"Type {more}, or"
+        remedy = "Add some to test.jsonl, or type" if cfg.task.path else f"Type {more}, or"
         raise ConfigError(
             f"{source} has {heldout} held-out questions, and an evaluation needs two. {remedy} {unasked}."
         )
@@ -318,6 +314,18 @@ def cut_questions(cfg: RunConfig, train: int, heldout: int) -> list[str]:
     if cfg.task.train_questions > train:
         said.append(f"task.train_questions={cfg.task.train_questions}: there are {train:,}, all of them are used")
     return said
+
+
+def _questions_come_from(task: TaskConfig) -> tuple[str, str]:
+    """The word that says where the questions are from, and what to type for more of them."""
+    more = "another task.path"
+    if task.path is None:
+        more = {"arithmetic": "a larger task.arithmetic.max_operand", "code_io": "task.code_io.max_level=3"}.get(
+            task.name, more
+        )
+    if task.module:
+        return f"task.module={task.module}", more
+    return f"task.path={task.path}" if task.path else f"task={task.name} at this difficulty", more
 
 
 def no_evaluation(cfg: RunConfig) -> str:

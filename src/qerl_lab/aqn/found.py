@@ -55,16 +55,17 @@ def solve(cfg: AqnConfig, measure: Callable[[float], float], target: float, gues
     at: float | None = math.log(guess)
     while at is not None and len(tried) < cfg.solver.probes:
         at = min(max(at, low), high)
-        kls.append(measure(_sigma(cfg, at)))
-        tried.append((at, _log_gap(kls[-1], target)))
-        gap = tried[-1][1]
+        kl = measure(_sigma(cfg, at))
+        gap = _log_gap(kl, target)
+        kls.append(kl)
+        tried.append((at, gap))
         if abs(gap) <= near:
             break
         if (gap < 0 and at == high) or (gap > 0 and at == low):
             # Not the nearest: below what rounding alone gives all KLs are alike, and one of much noise may be nearest.
-            return Found(_sigma(cfg, at), kls[-1], len(tried))
+            return Found(_sigma(cfg, at), kl, len(tried))
         at = _next(tried, near)
-    best = min(reversed(range(len(tried))), key=lambda index: abs(tried[index][1]))
+    best = min(reversed(range(len(tried))), key=lambda index: abs(tried[index][1]))  # of equals the last
     return Found(_sigma(cfg, tried[best][0]), kls[best], len(tried))
 
 

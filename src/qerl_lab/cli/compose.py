@@ -225,16 +225,17 @@ def _check_arm(
     own, now = of(arm), identity(config)
     if own == now:
         return
+    typed_words = " ".join(f"{key}={words[key]}" for key in touching)
     changed = ", ".join(f"{name}={typed(own[name])}" for name in declared if own[name] != now[name])
-    same = next((name for name in choices_of("experiment") if of(name) == now), None)
-    usual = identity(RunConfig())
-    bare = " ".join(
-        _option_or_key(name, value) for name, value in now.items() if _names_option(name) or value != usual[name]
-    )
+    if same := next((name for name in choices_of("experiment") if of(name) == now), None):
+        remedy = f"+experiment={same} instead"
+    else:
+        usual = identity(RunConfig())
+        own_words = [_option_or_key(key, now[key]) for key in declared if _names_option(key) or now[key] != usual[key]]
+        remedy = f"{' '.join(own_words)} instead, without experiment={arm}"
     raise ConfigError(
-        f"{' '.join(f'{key}={words[key]}' for key in touching)} changes what experiment={arm} stands for ({changed}), "
-        f"and the run would keep its name. Type {f'+experiment={same}' if same else bare} instead"
-        f"{'' if same else f', without experiment={arm}'}."
+        f"{typed_words} changes what experiment={arm} stands for ({changed}), and the run would keep its name. "
+        f"Type {remedy}."
     )
 
 

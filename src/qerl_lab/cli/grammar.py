@@ -86,22 +86,26 @@ def read(kind: type[Options], words: Sequence[str], bare: str = "") -> Options:
     Words without a key are values of the option `bare`. They are the shell's paths, and stay as they stand.
     """
     types, defaults = get_type_hints(kind), kind()
-    paths = [word for word in words if bare and not _has_key(word, types)]
     given: dict[str, Any] = {}
-    lines = []
+    typed_for: list[tuple[str, str]] = []  # key, word
+    paths: list[str] = []
     for word in words:
-        if word not in paths:
-            override = parse(word, types)
-            key = override.get_key_element().lstrip("+")
-            if key not in types:
-                raise unknown_key(key, list(types), did_you_mean(key, list(types)))
-            given[key] = _value(override, key, types[key], getattr(defaults, key), word.partition("=")[2])
-            lines.append((key, word))
-    if paths:
-        is_list = get_origin(types[bare]) is list
-        given[bare] = paths if is_list else paths[0]
-        lines += [(bare, path) for path in ([" ".join(paths)] if is_list else paths)]
-    refuse_twice(lines)
+        if bare and not _has_key(word, types):
+            paths.append(word)
+            continue
+        override = parse(word, types)
+        key = override.get_key_element().lstrip("+")
+        if key not in types:
+            raise unknown_key(key, list(types), did_you_mean(key, list(types)))
+        given[key] = _value(override, key, types[key], getattr(defaults, key), word.partition("=")[2])
+        typed_for.append((key, word))
+    if paths and get_origin(types[bare]) is list:
+        given[bare] = paths
+        typed_for.append((bare, " ".join(paths)))
+    elif paths:
+        given[bare] = paths[0]
+        typed_for += [(bare, path) for path in paths]
+    refuse_twice(typed_for)
     return _made(kind, given)
 
 

@@ -210,13 +210,13 @@ def check_all_act(jobs: Sequence[tuple[RunConfig, Mapping[str, str]]]) -> None:
     A word in which the jobs differ must act in each of them: else two jobs would be the same run under two names.
     """
     dead = [{key: rule for key, rule in _dead_keys(cfg).items() if key in words} for cfg, words in jobs]
-    for number, (found, (cfg, words)) in enumerate(zip(dead, jobs, strict=True)):
-        for key, rule in found.items():
-            shared = all(other.get(key) == words[key] for _, other in jobs)
-            if shared and any(key not in others for others in dead):
-                continue
-            where = f"job {number}: " if len(jobs) > 1 else ""
-            raise ConfigError(f"{where}{_inert(key, words[key], rule, cfg)}")
+    for number, (cfg, words) in enumerate(jobs):
+        for key, rule in dead[number].items():
+            is_shared = all(others.get(key) == words[key] for _, others in jobs)
+            acts_somewhere = any(key not in of_job for of_job in dead)
+            if not (is_shared and acts_somewhere):
+                where = f"job {number}: " if len(jobs) > 1 else ""
+                raise ConfigError(f"{where}{_inert(key, words[key], rule, cfg)}")
 
 
 def _dead_keys(cfg: RunConfig) -> dict[str, ActsWith]:

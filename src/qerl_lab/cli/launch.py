@@ -219,9 +219,10 @@ def _wait(
 def stop_children() -> None:
     """Let the runs that this process waits for save, from a signal handler; return when they have ended."""
     deadline = time.monotonic() + SAVE_SECONDS
-    for child in [child for ranks in _waited_for for child in ranks.processes]:
+    children = [child for ranks in _waited_for for child in ranks.processes]
+    for child in children:
         child.terminate()
-    for child in [child for ranks in _waited_for for child in ranks.processes]:
+    for child in children:
         with suppress(subprocess.TimeoutExpired):
             child.wait(max(0.1, deadline - time.monotonic()))
 
@@ -233,10 +234,12 @@ def _end_of(children: list[subprocess.Popen[bytes]], stop_file: Path | None) -> 
     while running := [child for child in children if child.poll() is None]:
         if first is None and (first := _first_failed(children)) is not None:
             deadline = time.monotonic() + GRACE_SECONDS
-        late, asked = time.monotonic() > deadline, stop_file is not None and stop_file.exists()
-        late = late or _aborted(stop_file)
-        for child in running if late or asked else []:
-            child.kill() if late else child.terminate()
+        if time.monotonic() > deadline or _aborted(stop_file):
+            for child in running:
+                child.kill()
+        elif stop_file is not None and stop_file.exists():
+            for child in running:
+                child.terminate()
         with suppress(subprocess.TimeoutExpired):
             running[0].wait(None if alone else LOOK_SECONDS)
     first = _first_failed(children) if first is None else first

@@ -48,12 +48,8 @@ def backend_fits(cfg: RunConfig) -> None:
         )
 
 
-def kernels_fit_format(cfg: RunConfig) -> None:
-    """`fp4_linear` is a product of NVFP4 with the adapter in it.
-
-    `dense_rows` spends the memory that `share_base` saves, which needs weights in the form of one kernel, Marlin, in
-    memory that outlives the engine.
-    """
+def fp4_linear_fits(cfg: RunConfig) -> None:
+    """It is a product of NVFP4 with the adapter in it."""
     own, name = cfg.rollout.vllm, cfg.format.name
     if own.fp4_linear and (name != "nvfp4" or own.lora != "dense" or cfg.lora.rank > FP4_LINEAR_MAX_RANK):
         raise ConfigError(
@@ -61,12 +57,22 @@ def kernels_fit_format(cfg: RunConfig) -> None:
             f"{cfg.lora.rank} is not allowed; allowed: nvfp4, dense, a rank up to {FP4_LINEAR_MAX_RANK}. Type "
             "rollout.vllm.fp4_linear=false, or format=nvfp4 rollout.vllm.lora=dense."
         )
+
+
+def dense_rows_fit(cfg: RunConfig) -> None:
+    """They spend the memory that `share_base` saves."""
+    own, name = cfg.rollout.vllm, cfg.format.name
     if own.dense_rows and (name != "nvfp4" or own.lora != "dense" or own.share_base):
         raise ConfigError(
             f"rollout.vllm.dense_rows={own.dense_rows} with format.name={name}, rollout.vllm.lora={own.lora} and "
             f"rollout.vllm.share_base={str(own.share_base).lower()} is not allowed; allowed: nvfp4, dense, false. Type "
             "rollout.vllm.dense_rows=null, or format=nvfp4 rollout.vllm.lora=dense rollout.vllm.share_base=false."
         )
+
+
+def base_can_be_shared(cfg: RunConfig) -> None:
+    """The trainer reads weights in the form of one kernel, Marlin, in memory that outlives the engine."""
+    own, name = cfg.rollout.vllm, cfg.format.name
     if own.share_base and (name != "nvfp4" or own.fp4_linear or own.linear_backend not in ("vllm", "marlin")):
         raise ConfigError(
             f"rollout.vllm.share_base=true with format.name={name}, "
@@ -109,4 +115,7 @@ def server_has_one_trainer(cfg: RunConfig) -> None:
         )
 
 
-RULES = (engine_fits_device, backend_fits, kernels_fit_format, server_reachable, server_has_one_trainer)
+RULES = (
+    engine_fits_device, backend_fits, fp4_linear_fits, dense_rows_fit, base_can_be_shared, server_reachable,
+    server_has_one_trainer,
+)  # fmt: skip

@@ -150,39 +150,43 @@ def paired(a: dict[int, Examined], b: dict[int, Examined]) -> tuple[list[tuple[E
 
     Raises ConfigError where no seed is in both, and where they were asked otherwise.
     """
-    seeds, notes = sorted(a.keys() & b.keys()), list[str]()
+    shared, alone = sorted(a.keys() & b.keys()), sorted(a.keys() ^ b.keys())
+    notes: list[str] = []
     if len(a) == len(b) == 1:
-        pairs = [(next(iter(a.values())), next(iter(b.values())))]
-        if not seeds:
+        pairs = [(a[min(a)], b[min(b)])]
+        if not shared:
             notes.append(f"A has seed {min(a)} and B seed {min(b)}: they differ in more than what is compared")
-    elif not seeds:
+    elif not shared:
         raise ConfigError(f"A has the seeds {sorted(a)} and B {sorted(b)}, none of both. Evaluate the same seeds.")
     else:
-        pairs = [(a[seed], b[seed]) for seed in seeds]
-        if alone := sorted(a.keys() ^ b.keys()):
-            notes.append(f"seeds {alone} are in one of the two only, and left out")
-    for one, other in pairs:
-        mine, theirs = (examined.about["identity"] for examined in (one, other))
-        for key in HOW_IT_IS_ASKED:
-            if mine[key] != theirs[key]:
-                raise ConfigError(
-                    f"A was asked with {key}={mine[key]} and B with {key}={theirs[key]}, so that they are no pairs. "
-                    f"Evaluate B again with {key}={mine[key]}."
-                )
-    drawn = [[examined.about["identity"]["seed"] for examined in pair] for pair in pairs]
-    if others := sorted({f"{one} and {other}" for one, other in drawn if one != other}):
-        notes.append(f"A and B were drawn with seed={', '.join(others)}: they differ in their draws too")
-    mine, theirs = (examined.about["identity"] for examined in pairs[0])
-    if differ := [
-        f"{key}={mine.get(key)} and {theirs.get(key)}" for key in HOW_IT_RAN if mine.get(key) != theirs.get(key)
-    ]:
-        notes.append(
-            f"A and B ran with {', '.join(differ)}: a part of the differences is theirs, also in engine=common"
-        )
+        pairs = [(a[seed], b[seed]) for seed in shared]
+        notes += [f"seeds {alone} are in one of the two only, and left out"] if alone else []
+    for pair in pairs:
+        _refuse_asked_otherwise(*pair)
+    return pairs, [*notes, *_also_differ(pairs)]
+
+
+def _refuse_asked_otherwise(one: Examined, other: Examined) -> None:
+    a, b = one.about["identity"], other.about["identity"]
+    for key in HOW_IT_IS_ASKED:
+        if a[key] != b[key]:
+            raise ConfigError(
+                f"A was asked with {key}={a[key]} and B with {key}={b[key]}, so that they are no pairs. "
+                f"Evaluate B again with {key}={a[key]}."
+            )
+
+
+def _also_differ(pairs: Sequence[tuple[Examined, Examined]]) -> Iterator[str]:
+    """Say in what the two differ besides what is compared: draws, how they ran, versions of the code."""
+    drawn = [(one.about["identity"]["seed"], other.about["identity"]["seed"]) for one, other in pairs]
+    if seeds := sorted({f"{a} and {b}" for a, b in drawn if a != b}):
+        yield f"A and B were drawn with seed={', '.join(seeds)}: they differ in their draws too"
+    a, b = (examined.about["identity"] for examined in pairs[0])
+    if ran := [f"{key}={a.get(key)} and {b.get(key)}" for key in HOW_IT_RAN if a.get(key) != b.get(key)]:
+        yield f"A and B ran with {', '.join(ran)}: a part of the differences is theirs, also in engine=common"
     codes = {examined.about["environment"].get("git_sha") for pair in pairs for examined in pair}
     if len(codes) > 1:
-        notes.append(f"they come from {len(codes)} versions of the code: {', '.join(sorted(map(str, codes)))}")
-    return pairs, notes
+        yield f"they come from {len(codes)} versions of the code: {', '.join(sorted(map(str, codes)))}"
 
 
 def differences(pairs: Sequence[tuple[Examined, Examined]], notes: list[str]) -> Iterator[Difference]:
@@ -203,11 +207,10 @@ def differences(pairs: Sequence[tuple[Examined, Examined]], notes: list[str]) ->
     for benchmark in shared:
         for engine in (OWN,) if are_dense else (OWN, COMMON):
             rows = [[one.answers(benchmark, engine) for one in pair] for pair in pairs]
-            if all(len(part) for pair in rows for part in pair):
-                for pair in rows:
-                    check_pair(benchmark, *pair)
+            answered = [len(part) > 0 for pair in rows for part in pair]
+            if all(answered):
                 yield from _of_engine(benchmark, engine, rows)
-            elif any(len(part) for pair in rows for part in pair):
+            elif any(answered):
                 notes.append(_who_lacks(benchmark, engine, pairs, rows))
 
 
@@ -227,6 +230,8 @@ def _who_lacks(
 
 
 def _of_engine(benchmark: str, engine: str, rows: list[list[pd.DataFrame]]) -> Iterator[Difference]:
+    for pair in rows:
+        check_pair(benchmark, *pair)
     samples = int(rows[0][0]["draw"].max()) + 1
     measures = {"accuracy": shares} | {
         f"pass@{k}": lambda part, k=k: passes_of(part, k) for k in powers_of_two(samples) if k > 1

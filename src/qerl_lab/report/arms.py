@@ -6,7 +6,7 @@ device. The name `experiment` decides nothing: it is where a label begins.
 
 import hashlib
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -160,17 +160,23 @@ def labels(runs: Sequence[Run]) -> dict[Arm, str]:
     shown: dict[Arm, list[str]] = {arm: [] for arm in arms}
     told, differ = told_by_task([run.settings for run in runs]), differing(runs)
     for key in (key for key in differ if key not in told):
-        undeclared = Counter(run.value(key) for run in arms.values() if key not in run.declared)
-        usual = next((value for value, count in undeclared.items() if 2 * count > undeclared.total()), None)
-        for arm, run in arms.items():
-            if key in run.declared or len(undeclared) == 1:
-                named = len({other.value(key) for other in runs if other.experiment == run.experiment}) > 1
-            else:
-                named = run.value(key) != usual
-            if named:
-                shown[arm].append(key)
+        for arm in _shown_with(key, arms, runs):
+            shown[arm].append(key)
     called = {arm: {run.experiment for run in runs if run.arm == arm} for arm in arms}
     return {arm: _label(called[arm], _words(run, shown[arm], differ)) for arm, run in arms.items()}
+
+
+def _shown_with(key: str, arms: Mapping[Arm, Run], runs: Sequence[Run]) -> Iterator[Arm]:
+    """The arms whose label needs a setting: their experiment does not tell it, and its value is not the usual one."""
+    undeclared = Counter(run.value(key) for run in arms.values() if key not in run.declared)
+    usual = next((value for value, count in undeclared.items() if 2 * count > undeclared.total()), None)
+    for arm, run in arms.items():
+        if key in run.declared or len(undeclared) == 1:
+            needed = len({other.value(key) for other in runs if other.experiment == run.experiment}) > 1
+        else:
+            needed = run.value(key) != usual
+        if needed:
+            yield arm
 
 
 def _label(experiments: set[str], words: Sequence[str]) -> str:

@@ -31,15 +31,16 @@ def told(records: Sequence[Record]) -> list[Record]:
     host. An older record says only what the machine was like: there it counts for runs that no sweep started, and two
     machines that are alike count as one.
     """
-    stays = [stay for record in records if not is_copy(record.run) for stay in _stays(record)]
-    sure = [stay for stay in stays if stay.is_sure]
+    own = [_stays(record) for record in records]
+    every = [stay for record, stays in zip(records, own, strict=True) if not is_copy(record.run) for stay in stays]
+    sure = [stay for stay in every if stay.is_sure]
     return [
         replace(
             record,
-            at_once=max((_most(stay, sure) for stay in _stays(record) if stay.is_sure), default=1),
-            perhaps_at_once=max(_most(stay, stays) for stay in _stays(record)),
+            at_once=max((_most(stay, sure) for stay in stays if stay.is_sure), default=1),
+            perhaps_at_once=max(_most(stay, every) for stay in stays),
         )
-        for record in records
+        for record, stays in zip(records, own, strict=True)
     ]
 
 

@@ -125,12 +125,14 @@ def save_entropy(arms: dict[str, tuple[float, float, float]], shares: dict[str, 
     left.set(title="Entropy minus the dense model's", xlabel="nats per token, 95% interval over prompts")
     left.set_yticks(range(len(names)), names)
     left.invert_yaxis()
-    for color, part in enumerate(dict.fromkeys(part for of_arm in shares.values() for part in of_arm)):
-        for row, name in enumerate(names):
-            if name in shares and shares[name][part]:
-                before = list(shares[name].values())[: list(shares[name]).index(part)]
-                start = sum(value for value in before if value * shares[name][part] > 0)
-                right.barh(row, shares[name][part], left=start, color=f"C{color}", label=part, height=0.6)
+    colors: dict[str, str] = {}
+    for row, name in enumerate(names):
+        ends = {True: 0.0, False: 0.0}  # of the bar so far, above and below 0
+        for part, share in shares.get(name, {}).items():
+            color = colors.setdefault(part, f"C{len(colors)}")
+            if share:
+                right.barh(row, share, left=ends[share > 0], color=color, label=part, height=0.6)
+                ends[share > 0] += share
     handles = dict(zip(*reversed(right.get_legend_handles_labels()), strict=True))
     right.set(title="Parts of the weights' error", xlabel="share of the squared error")
     if handles:

@@ -212,13 +212,22 @@ def _coins(rng: random.Random) -> Problem:
     coins = sorted(rng.sample(range(2, 10), rng.randint(2, 3)))
     fewest = rng.random() < 0.5
 
-    def solve(text: str) -> str:
-        total = int(text)
-        ways = [0 if fewest else 1] + [total + 1 if fewest else 0] * total
+    def smallest(total: int) -> int:
+        needed = [0] + [total + 1] * total  # of each amount; more coins than the amount: none do
         for coin in coins:
-            for part in range(coin, total + 1):
-                ways[part] = min(ways[part], ways[part - coin] + 1) if fewest else ways[part] + ways[part - coin]
-        return str(-1 if fewest and ways[total] > total else ways[total])
+            for amount in range(coin, total + 1):
+                needed[amount] = min(needed[amount], needed[amount - coin] + 1)
+        return needed[total] if needed[total] <= total else -1
+
+    def ways(total: int) -> int:
+        counts = [1] + [0] * total
+        for coin in coins:
+            for amount in range(coin, total + 1):
+                counts[amount] += counts[amount - coin]
+        return counts[total]
+
+    def solve(text: str) -> str:
+        return str(smallest(int(text)) if fewest else ways(int(text)))
 
     asked = ("the smallest number of coins that make exactly this amount, or -1 if none do" if fewest else
              "in how many ways coins can make exactly this amount; the order of the coins does not count")  # fmt: skip
