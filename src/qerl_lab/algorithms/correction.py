@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class Weights(NamedTuple):
-    """What each token counts in the loss; of both [B, T], but [B, 1] where it is one number a completion.
+    """The weight of each token in the loss. Both fields are [B, T], or [B, 1] for one number a completion.
 
     Attributes:
         value: 0 or more, in the dtype of the log-probs.

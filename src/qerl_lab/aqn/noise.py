@@ -53,7 +53,7 @@ class Noise:
         return {name: part.view_as(clean[name]) for name, part in zip(clean, parts, strict=True)}
 
     def _draw(self, layer: str, shape: torch.Size, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Z and, for bfloat16, what decides the rounding (else nothing), flat, on the CPU: the same everywhere."""
+        """Z and, for bfloat16 only, the dither that decides the rounding; flat, on the CPU: the same everywhere."""
         digest = hashlib.sha256(f"{self.seed}/{self.step}/{layer}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)  # torch takes 63 bits
         drawn = torch.randn(shape, generator=generator).flatten()

@@ -53,7 +53,7 @@ def reuse(plan: Plan) -> Plan:
 
 
 def apart(plan: Plan) -> Plan:
-    """The plan whose new jobs lie beside what its directory has under their names, of another grid or of `rerun`."""
+    """Give each new job an unused directory where an older run already has its name."""
     if not (plan.multirun and plan.directory_given):
         return plan
     return replace(plan, jobs=[job if job.begun else replace(job, run_dir=_unused(job.run_dir)) for job in plan.jobs])

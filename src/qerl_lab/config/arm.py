@@ -8,7 +8,7 @@ from typing import Any
 
 from qerl_lab.config.schema import RunConfig
 
-OF_SWEEPS = ("rerun", "jobs", "jobs_per_gpu", "launcher", "slurm")  # how the jobs are run, and nothing of any of them
+OF_SWEEPS = ("rerun", "jobs", "jobs_per_gpu", "launcher", "slurm")  # how a sweep runs its jobs; no part of any job
 NOT_OF_ARM = (
     "seed",
     "run_dir", "resume", "dry_run", *OF_SWEEPS,  # how it is run; and all of tracking

@@ -11,14 +11,14 @@ from qerl_lab.config.schema import RunConfig
 
 
 def choice_with(group: str, settings: Mapping[str, str], keys: Collection[str]) -> str | None:
-    """Return the choice that gives `keys`, and every key that it sets, the values that `settings` have; None: none.
+    """Return the choice of a group that gives `keys`, and all that it sets itself, the values of `settings`.
 
     Args:
         group: a folder of conf/ and a part of the schema, as `aqn`.
         settings: values as text by dotted key. One that is not there is no choice's.
         keys: dotted, of the group.
 
-    Of several the one that sets most.
+    Of several the one that sets most; None where none fits.
     """
     defaults = _values(group, None)
     fit = dict[str, int]()

@@ -182,7 +182,7 @@ class AlgorithmConfig:
         False, "replace groups whose completions all earned the same by further questions (DAPO, Eq. 11)"
     )
     max_resamples: int = option(
-        10, "further rollouts of a step at most; groups that say nothing fill what is then missing",
+        10, "further rollouts of a step at most; groups without a signal fill what is missing then",
         at_least=1, at_most=1000,
     )  # fmt: skip
     overlong_buffer_tokens: int | None = option(
@@ -194,7 +194,7 @@ class AlgorithmConfig:
         at_least=0, at_most=10,
     )  # fmt: skip
     entropy_target: float | None = option(
-        None, "nats: the bonus acts where the entropy is at or below, and its weight adapts (2505.22312); null: fixed",
+        None, "the bonus acts at or below this entropy, and its weight adapts (2505.22312); null: fixed",
         above=0, at_most=100, unit="nats per token",
     )  # fmt: skip
     entropy_coef_step: float = option(
@@ -281,7 +281,7 @@ class CheckpointConfig:
     )
     keep: int = option(
         2,
-        "newest checkpoints kept; 0: one, and none when the run is done, which then cannot get more steps",
+        "newest checkpoints kept; 0: one until the run is done, then none: it cannot be given more steps",
         at_least=0,
     )
 
@@ -306,7 +306,7 @@ class RunConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     experiment: str = option("adhoc", "name of the arm; +experiment=NAME sets it")
     differs_in: list[str] = option([], "keys in which this arm differs from experiment=bf16, held by a test")
-    scale: str = option("pocket", "name of the scale; +scale=NAME sets it")
+    scale: str = option("pocket", "name of the scale; scale=NAME sets it")
     seed: int = option(0, "seeds data order, adapters, sampling and noise", at_least=0, at_most=2**32 - 1)
     steps: int = option(
         600, "rollouts; each is followed by updates_per_rollout x num_iterations updates", at_least=1, at_most=999_999

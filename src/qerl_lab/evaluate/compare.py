@@ -113,9 +113,10 @@ def _read(folder: Path) -> Examined:
 
 
 def _one_arm(found: list[Examined], given: str) -> dict[int, Examined]:
-    """The evaluations by seed. Raises ConfigError where two have the same, or they differ in more than that.
+    """The evaluations by seed.
 
-    Also in how their runs were trained, which is nothing of how they were asked. An older evaluation does not say.
+    Raises ConfigError where two share a seed, or differ otherwise: in how they were asked, or in how their runs were
+    trained, which an older evaluation does not say.
     """
     by_seed: dict[int, Examined] = {}
     for one in found:

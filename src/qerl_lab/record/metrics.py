@@ -19,8 +19,8 @@ class Metric:
 
     Attributes:
         trl: TRL's name, where TRL measures it; else empty.
-        over: TRL gives its mean over each micro-batch, which counts by its tokens that are in the loss: "tokens". Or by
-            its "ratios", which are as many, but one a completion with algorithm=gspo.
+        over: by what TRL's means over micro-batches are weighted: by "tokens", those in the loss, or by "ratios", which
+            are as many, but one a completion with algorithm=gspo.
     """
 
     unit: str

@@ -216,8 +216,8 @@ class LabTrainer(GRPOTrainer):
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """TRL's. Without gradients these are the log-probs of the rollout, of the policy and then of the reference.
 
-        With gradients they are the loss's, which reads the advantages after this, one for each token. Every loss is
-        linear in a weight above 0 of the advantage, so that this gives the loss times that weight.
+        With gradients they are the loss's. The correction's weights go onto the advantages here, before the loss reads
+        them: every loss is linear in such a weight.
         """
         call = packing.without_padding(model) if self.packs else model
         if not torch.is_grad_enabled():
@@ -273,9 +273,9 @@ class LabTrainer(GRPOTrainer):
         return self.entropy_coef if acts else 0.0
 
     def _bonus_beyond(self) -> Tensor:
-        """TRL's entropy, a mean of the micro-batch, less what is its part in the mean over all tokens of an update.
+        """TRL's entropy term, a mean of the micro-batch, less its share of the mean over all tokens of the update.
 
-        So that the bonus, as the loss of DAPO, does not depend on who is in a micro-batch with whom, and on which rank.
+        So the bonus, like the loss of DAPO, does not depend on how completions are dealt to micro-batches and ranks.
         """
         batch, micro_batches = self.micro_batch, self.current_gradient_accumulation_steps
         in_loss = batch.get("tool_mask", batch["completion_mask"])
