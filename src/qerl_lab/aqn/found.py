@@ -103,7 +103,7 @@ def _next(tried: list[Point], near: float) -> float | None:
 
 
 def _beyond(tried: list[Point]) -> float:
-    """Extrapolate with SLOPE, or less if the last two points show less: overshooting brackets, falling short does not."""
+    """Extrapolate with SLOPE, or less if the last two points show less: overshooting brackets, undershooting not."""
     at, gap = tried[-1]
     slope = SLOPE
     if len(tried) > 1 and math.isfinite(gap) and math.isfinite(tried[-2][1]):
