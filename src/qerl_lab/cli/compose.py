@@ -163,22 +163,22 @@ def _loader(config_dir: str | None) -> Iterator[ConfigLoader]:
 def _single_plan(cfg: DictConfig, loader: ConfigLoader) -> Plan:
     config, words = _checked_job(cfg, loader)
     intent.refuse_of_sweeps(words)
-    intent.refuse_directory_of(cfg.hydra.overrides.hydra, "hydra.sweep.", "a sweep, and this command runs one job")
+    intent.refuse_directory_of(_of_hydra(cfg), "hydra.sweep.", "a sweep, and this command runs one job")
     intent.check_all_act([(config, words)])
     HydraConfig.instance().set_config(cfg)
     run_dir = Path(config.run_dir or str(cfg.hydra.run.dir)).expanduser().absolute()
     given = bool(config.run_dir) or _sets(cfg, "hydra.run.dir")
-    notes = intent.notes(config, cfg.optim.micro_batch_size)
+    notes = intent.notes(config, cfg.optim.micro_batch_size, words)
     return Plan([Job(0, shown(cfg.hydra.overrides.task), config, run_dir, cfg, notes)], run_dir, given)
 
 
 def _sweep_plan(master: DictConfig, loader: ConfigLoader) -> Plan:
-    intent.refuse_directory_of(master.hydra.overrides.hydra, "hydra.run.", "a single run, and this command is a sweep")
+    intent.refuse_directory_of(_of_hydra(master), "hydra.run.", "a single run, and this command is a sweep")
     directory, jobs = Path(str(master.hydra.sweep.dir)).expanduser().absolute(), []
     for number, overrides in enumerate(_expand(master, loader)):
         try:
             cfg = loader.load_sweep_config(master, overrides)
-            config, _ = _checked_job(cfg, loader)
+            config, words = _checked_job(cfg, loader)
         except (ConfigError, HydraException, OmegaConfBaseException) as error:
             raise ConfigError(f"job {number} ({' '.join(shown(overrides))}): {explain(error)}") from None
         if config.run_dir:
@@ -186,7 +186,7 @@ def _sweep_plan(master: DictConfig, loader: ConfigLoader) -> Plan:
                 f"run_dir={config.run_dir} cannot serve a sweep, whose jobs get a directory each. "
                 f"Type {shell_word('hydra.sweep.dir', config.run_dir)}."
             )
-        notes = intent.notes(config, cfg.optim.micro_batch_size)
+        notes = intent.notes(config, cfg.optim.micro_batch_size, words)
         jobs.append(Job(number, shown(overrides), config, directory / _subdirectory(cfg, number), cfg, notes))
     _refuse_shared_directories(jobs)
     _refuse_equal(jobs)
@@ -219,7 +219,7 @@ def _check_arm(
         return {name: values[name] for name in declared}
 
     def of(name: str) -> dict[str, Any]:
-        lines = [f"+experiment={name}", *searchpath(cfg.hydra.overrides.hydra)]
+        lines = [f"+experiment={name}", *searchpath(_of_hydra(cfg))]
         return identity(job_config(loader.load_configuration("config", lines, RunMode.RUN), lines))
 
     own, now = of(arm), identity(config)
@@ -259,7 +259,13 @@ def _option_or_key(name: str, value: Any) -> str:
 
 
 def _sets(cfg: DictConfig, key: str) -> bool:
-    return any(line.lstrip("+").startswith(f"{key}=") for line in cfg.hydra.overrides.hydra)
+    return any(line.lstrip("+").startswith(f"{key}=") for line in _of_hydra(cfg))
+
+
+def _of_hydra(cfg: DictConfig) -> list[str]:
+    """The typed words that are Hydra's, as they stand: `${hydra.job.num}` is of a job, and here there is none yet."""
+    lines: Any = OmegaConf.to_container(cfg.hydra.overrides.hydra, resolve=False)
+    return list(lines)
 
 
 def _expand(master: DictConfig, loader: ConfigLoader) -> list[list[str]]:
@@ -279,7 +285,7 @@ def _expand(master: DictConfig, loader: ConfigLoader) -> list[list[str]]:
             raise ConfigError(f"hydra.sweeper.params has {line}; write {key} there.")
     parsed = OverridesParser.create(config_loader=loader).parse_overrides(params + list(master.hydra.overrides.task))
     for override in parsed:
-        check_override(override, loader, searchpath(master.hydra.overrides.hydra))
+        check_override(override, loader, searchpath(_of_hydra(master)))
     choices: dict[str, list[str]] = {}
     for override in parsed:
         values = (

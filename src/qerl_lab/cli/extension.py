@@ -5,12 +5,15 @@ from dataclasses import replace
 from qerl_lab import preflight
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.rules import validate
+from qerl_lab.config.schema import RunConfig
 from qerl_lab.config.spelling import resume_word, shell_word
 from qerl_lab.record.directory import RunDirectory
 
 
-def extend(run: RunDirectory, steps: int) -> None:
+def extend(run: RunDirectory, steps: int) -> RunConfig:
     """Note in the record that the run goes on to `steps`. What that means for its schedules the run itself says.
+
+    Returns the configuration that it had.
 
     Raises ConfigError unless the run is finished, of fewer steps, and has the checkpoint of its last one.
     """
@@ -34,3 +37,11 @@ def extend(run: RunDirectory, steps: int) -> None:
     preflight.check(cfg, run.path)
     with run.locked():
         run.extend(cfg)
+    return was
+
+
+def take_back(run: RunDirectory, was: RunConfig) -> None:
+    """Make a run finished again whose extension was refused when it loaded: its data, say, are others by now."""
+    if max(line["step"] for line in run.metrics()) == run.last_saved() == was.steps:
+        with run.locked():
+            run.take_back(was)

@@ -5,7 +5,7 @@ use for, and a user who types that key expects something of it.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -52,6 +52,7 @@ def _is_on_the_hub(path: str) -> bool:
     return path != POCKET and not path.endswith(".gguf") and not Path(path).expanduser().is_dir()
 
 
+CLIPS = ("algorithm.epsilon_low", "algorithm.epsilon_high")
 AQN_SOLVER = tuple(key for key, _, _ in leaves(AqnSolverConfig(), "aqn.solver."))
 AQN_ADAPTIVE = tuple(key for key, _, _ in leaves(AqnAdaptiveConfig(), "aqn.adaptive."))
 ACTS_WITH = (
@@ -98,6 +99,7 @@ ACTS_WITH = (
     ActsWith(("rollout.importance_clip_max",), "rollout.importance_correction",
              lambda correction: correction not in ("off", "in_ratio"), "rollout.importance_correction=token_truncate"),
     ActsWith(("eval.samples", "eval.temperature", "eval.top_p"), "eval.questions", _is_not(0), "eval.questions=256"),
+    ActsWith(("eval.subset_questions", "eval.subset_samples"), "eval.every", _is_not(0), "eval.every=50"),
     ActsWith(("tracking.uri", "tracking.experiment"), "tracking.mlflow", _is(True), "tracking=mlflow"),
     ActsWith(("model.revision",), "model.path", _is_on_the_hub, "model.path=HUB_ID"),
     ActsWith(("model.hash",), "model.path", lambda path: path != POCKET and not _is_on_the_hub(path), "model.path=DIR"),
@@ -235,9 +237,17 @@ def _inert(key: str, text: str, rule: ActsWith, cfg: RunConfig) -> str:
     )
 
 
-def notes(cfg: RunConfig, micro_batch_size: int) -> list[str]:
-    """Say before the start what was fitted (`micro_batch_size` is the composed one) and what is cut."""
+def notes(cfg: RunConfig, micro_batch_size: int, words: Collection[str]) -> list[str]:
+    """Say before the start what was fitted (`micro_batch_size` is the composed one), what is cut, and which typed words
+    hardly act."""
     said = []
+    if cfg.updates_per_step == 1 and (clips := [key for key in CLIPS if key in words]):
+        said.append(
+            f"{', '.join(clips)}: with one update per rollout every probability ratio is 1, but for dropout and "
+            "rollout.importance_correction=in_ratio, and nothing is clipped"
+        )
+    if "eval.every" in words and cfg.eval.every > cfg.steps:
+        said.append(f"eval.every={cfg.eval.every} in {cfg.steps} steps: it asks before the first step alone")
     if cfg.optim.micro_batch_size != micro_batch_size:
         said.append(
             f"optim.micro_batch_size={cfg.optim.micro_batch_size} instead of {micro_batch_size}: it must divide the "

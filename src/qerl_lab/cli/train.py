@@ -133,12 +133,15 @@ def _steps(overrides: list[str]) -> int | None:
 
 
 def _resume(run: RunDirectory, command: str, steps: int | None) -> int:
-    if steps is not None:
-        extension.extend(run, steps)
-    config = run.config()
-    if run.status != "done":
-        preflight.check(config, run.path)
-    code = launch.resume(run, Typed(command))
+    was = None if steps is None else extension.extend(run, steps)
+    try:
+        if run.status != "done":
+            preflight.check(run.config(), run.path)
+        code = launch.resume(run, Typed(command))
+    except ConfigError:
+        if was is not None:
+            extension.take_back(run, was)
+        raise
     jobs.report(code, run)
     return code
 

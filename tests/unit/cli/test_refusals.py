@@ -89,6 +89,7 @@ def refused(line: str, capsys) -> str:
         ("task=gsm8k task.arithmetic.max_operand=3", ["task.arithmetic.max_operand=3", "task=arithmetic"]),
         ("task.max_operand=3", ["task.max_operand is not", "Did you mean task.arithmetic.max_operand?"]),
         ("eval.questions=0 eval.samples=3", ["eval.samples=3", "eval.questions=0"]),
+        ("eval.subset_questions=8", ["eval.subset_questions=8", "eval.every=0"]),
         ("tracking=none tracking.uri=x", ["tracking.uri=x", "tracking.mlflow=false", "tracking=mlflow"]),
         ("model.revision=main", ["model.revision=main", "model.path=pocket"]),
         ("rollout.importance_correction=off rollout.importance_clip_max=2", ["importance_clip_max=2"]),
@@ -277,3 +278,22 @@ def test_a_word_that_says_what_an_arm_is_already_may_stand_beside_it():
 
 def test_noise_of_more_stages_than_steps_is_said():
     assert only_job("aqn=linear", "steps=5").notes == ["aqn.stages=10 in 5 steps: some stages are skipped"]
+
+
+def test_clipping_without_a_second_update_is_said():
+    (note,) = only_job("algorithm.epsilon_high=0.4").notes
+    assert note.startswith("algorithm.epsilon_high: with one update per rollout every probability ratio is 1")
+    several = only_job("algorithm.epsilon_high=0.4", "algorithm.updates_per_rollout=2").notes
+    assert not any("epsilon" in note for note in several)
+    assert only_job("algorithm=gspo").notes == []
+
+
+def test_an_evaluation_that_is_never_due_is_said():
+    said = ["eval.every=9 in 8 steps: it asks before the first step alone"]
+    assert only_job("eval.every=9", "steps=8").notes == said
+    assert only_job("eval.every=8", "steps=8").notes == []
+
+
+def test_the_number_of_a_job_may_stand_in_its_directory():
+    plan = make_plan(["seed=0,1", "hydra.sweep.subdir=job-${hydra.job.num}"], True)
+    assert [job.run_dir.name for job in plan.jobs] == ["job-0", "job-1"]

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from qerl_lab.cli import launch
 from qerl_lab.cli.extension import extend
 from qerl_lab.cli.train import main
 from qerl_lab.config.arm import config_hash
@@ -81,3 +82,28 @@ def test_words_that_do_not_extend_are_refused(
     monkeypatch.chdir(tmp_path)
     assert main(words) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_refused_extension_leaves_the_run_finished(
+    tiny: Callable[..., RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = RunDirectory(tmp_path / "run")
+    directory.claim(tiny(steps=1), Typed("first"))
+    directory.begin()
+    assert run(directory.config(), directory, Stop()) == 0
+    was, before = directory.config(), contents(directory)
+
+    def refused(child: RunDirectory, *_: object) -> int:
+        assert (child.status, child.config().steps) == ("interrupted", 2)
+        child.fail("ConfigError: the training questions are not those that the run began with.\n")
+        raise ConfigError("the training questions are not those that the run began with.")
+
+    monkeypatch.setattr(launch, "resume", refused)
+    assert main([f"resume={directory.path}", "steps=2"]) == 2
+    assert "are not those that the run began with" in capsys.readouterr().err
+    assert (directory.status, directory.config(), contents(directory)) == ("done", was, before)
+
+
+def contents(directory: RunDirectory) -> dict[str, bytes]:
+    files = [path for path in directory.path.iterdir() if path.is_file() and path.name != "resolved.yaml"]
+    return {path.name: path.read_bytes() for path in files}
