@@ -123,8 +123,10 @@ def build(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> Session:
         saved.refuse_other_device(*computes_on(learner))
         notes += meaning(cfg) if saved.step in cfg.extended else []
     elif cfg.lora.start_from:
-        policy.begin_with(learner.model, adapter_folder(cfg.lora.start_from))
         notes.append(f"begins with the adapter of {cfg.lora.start_from} ({cfg.lora.start_hash})")
+    lacks_first = cfg.eval.questions > 0 and "before" not in directory.evaluations()
+    if cfg.lora.start_from and (not saved or lacks_first):  # the first answers are those of this adapter
+        policy.begin_with(learner.model, adapter_folder(cfg.lora.start_from))
     data = select(cfg, learner, task)
     return Session(cfg, directory, stop, ranks, saved, learner, data, RunEngine(cfg, learner), notes)
 

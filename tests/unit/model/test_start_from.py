@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
@@ -25,6 +26,7 @@ from qerl_lab.preflight import check
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.environment import Typed
 from qerl_lab.train.run import build
+from qerl_lab.train.run import run as train
 from qerl_lab.train.stop import Stop
 
 Tiny = Callable[..., RunConfig]
@@ -61,6 +63,21 @@ def test_a_run_begins_with_the_weights_of_another(run: Path, tmp_path: Path, tin
     assert own.keys() == held.keys()
     assert all(torch.equal(own[name], held[name]) for name in held)
     assert any(f"begins with the adapter of {start}" in note for note in session.notes)
+
+
+def test_a_resumed_run_that_lost_its_answers_asks_before_training_with_that_adapter(
+    run: Path, tmp_path: Path, tiny: Tiny
+) -> None:
+    directory = RunDirectory(tmp_path / "second")
+    directory.claim(anchored(tiny(format__name="nvfp4", steps=1, lora__start_from=str(run))), Typed("second"))
+    directory.begin()
+    assert train(directory.config(), directory, Stop()) == 0
+    whole = directory.evaluations()["before"]
+    (directory.path / "DONE").unlink()
+    (directory.path / "eval.parquet").unlink()
+    directory.begin()
+    assert train(directory.config(), directory, Stop()) == 0
+    pd.testing.assert_frame_equal(directory.evaluations()["before"], whole)
 
 
 def test_it_is_another_arm_by_the_content_of_the_adapter(run: Path, tmp_path: Path) -> None:
