@@ -20,7 +20,7 @@ class AccuracyOptions:
     format: str | None = option(
         None, "model=: weight format; null is the one that it is stored in, bf16 of a dense one"
     )
-    adapter: bool = option(True, "run=: with the adapter; false is the base alone, as before training")
+    adapter: bool = option(True, "run=: with the adapter; false is the base alone")
     benchmarks: list[str] = option([], "tasks, NAME or NAME:PATH (as task.path); none is the run's own task")
     questions: int = option(0, "first questions of each; 0: all", at_least=0)
     samples: int | None = option(
