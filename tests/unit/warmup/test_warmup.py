@@ -25,10 +25,11 @@ from qerl_lab.config.spelling import readable
 from qerl_lab.formats.nvfp4 import Nvfp4
 from qerl_lab.model import policy
 from qerl_lab.model.on_disk import POCKET
+from qerl_lab.solutions import IGNORED, Example, batch, learning_rate
 from qerl_lab.terminal import Amount
-from qerl_lab.warmup.examples import IGNORED, Example, batch, order, tokenized
+from qerl_lab.warmup.examples import order, tokenized
 from qerl_lab.warmup.options import WarmupConfig, check
-from qerl_lab.warmup.run import CHECKPOINTS, Warmup, learning_rate, run, training_words
+from qerl_lab.warmup.run import CHECKPOINTS, Warmup, run, training_words
 from small_checkpoints import write_dense, write_packed
 
 
@@ -95,8 +96,7 @@ def test_every_epoch_takes_every_example_once() -> None:
 
 
 def test_the_learning_rate_rises_to_its_peak_and_falls_to_a_tenth() -> None:
-    cfg = WarmupConfig(learning_rate=1.0, warmup_ratio=0.1)
-    rates = [learning_rate(cfg, update, 100) for update in range(100)]
+    rates = [learning_rate(1.0, 10, update, 100) for update in range(100)]
     assert rates[:10] == pytest.approx([0.1 * n for n in range(1, 11)])
     assert max(rates) == rates[9] == rates[10] == 1.0
     assert rates[10:] == sorted(rates[10:], reverse=True)
