@@ -31,9 +31,9 @@ from qerl_lab.config.paths import sha256
 from qerl_lab.config.records import UNPACKED, WARMUP
 from qerl_lab.config.redact import redact
 from qerl_lab.config.spelling import word
-from qerl_lab.model import on_disk, policy
+from qerl_lab.model import policy
 from qerl_lab.model.files import local_folder
-from qerl_lab.model.loading import stored_as
+from qerl_lab.model.loading import refuse_packed
 from qerl_lab.model.tokenizer import save as save_tokenizer
 from qerl_lab.record import checkpoint
 from qerl_lab.record.environment import versions
@@ -175,10 +175,7 @@ def sum_in_one_order() -> None:
 def load(cfg: WarmupConfig, folder: Path, device: torch.device) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model in `cfg.dtype` on the device, and its tokenizer. Raises ConfigError for a packed one, and for none."""
     said = f"model={cfg.model}"
-    on_disk.check_files(folder, said)
-    on_disk.check_chat_template(folder, said)
-    if stored_as(folder) is not None:
-        raise ConfigError(f"{said} is packed, and all weights are to be trained. Type the path of the dense model.")
+    refuse_packed(folder, said, "all of whose weights are trained. Type its path.")
     try:
         model = AutoModelForCausalLM.from_pretrained(
             folder, dtype=getattr(torch, cfg.dtype), use_safetensors=True, trust_remote_code=False

@@ -242,7 +242,7 @@ def test_a_packed_model_and_a_task_without_solutions_are_refused(cfg: WarmupConf
     with pytest.raises(ConfigError, match=r"task=aime24 has no worked solutions; allowed: .*gsm8k"):
         run(replace(cfg, task="aime24"))
     write_packed(tmp_path / "packed", random_model(), Nvfp4(scale_rule="max"))
-    with pytest.raises(ConfigError, match="is packed, and all weights are to be trained"):
+    with pytest.raises(ConfigError, match="is packed; allowed: the dense model, all of whose weights are trained"):
         run(replace(cfg, model=str(tmp_path / "packed")))
 
 
