@@ -115,6 +115,14 @@ def test_where_it_would_overwrite_it_says_so(here, model, capsys):
         assert "lie within each other" in refused(capsys, model, f"out={out}", "overwrite=true")
 
 
+def test_a_file_of_weights_in_what_would_be_replaced_is_kept(here, capsys):
+    (here / "out").mkdir()
+    (here / "out" / "config.json").write_text('{"quantization_config": {}}')
+    (here / "out" / "model.gguf").touch()
+    text = refused(capsys, "model=out/model.gguf", "out=out", "overwrite=true")
+    assert "out=out and model=out/model.gguf lie within each other" in text
+
+
 def test_a_quantized_model_is_not_quantized_again(model, capsys):
     assert run(model, "out=once") == 0
     capsys.readouterr()
