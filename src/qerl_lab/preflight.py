@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from qerl_lab import tasks
-from qerl_lab.config.arm import leaves
+from qerl_lab.config.arm import values_of
 from qerl_lab.config.engine_rules import check_engine_on_cpu
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.rules import build
@@ -111,7 +111,7 @@ def _check_device(cfg: RunConfig) -> None:
 
 
 def _check_gpu_only(cfg: RunConfig) -> None:
-    values = {name: value for name, _, value in leaves(cfg)}
+    values = values_of(cfg)
     for key, value, package, remedy in NEEDS_GPU:
         if values[key] == value and not has_gpu():
             raise ConfigError(f"{key}={value} needs a GPU, and this machine shows none. Type {remedy}.")

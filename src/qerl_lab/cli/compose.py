@@ -40,7 +40,7 @@ from qerl_lab.cli.overrides import (
     shown,
     spell,
 )
-from qerl_lab.config.arm import by_content, leaves
+from qerl_lab.config.arm import by_content, values_of
 from qerl_lab.config.files import choices_of, package_data
 from qerl_lab.config.keys import NUMBERS, schema, typed
 from qerl_lab.config.option import ConfigError
@@ -215,7 +215,7 @@ def _check_arm(
         return
 
     def identity(config: RunConfig) -> dict[str, Any]:
-        values = {name: value for name, _, value in leaves(config)}
+        values = values_of(config)
         return {name: values[name] for name in declared}
 
     def of(name: str) -> dict[str, Any]:
@@ -318,7 +318,7 @@ def _refuse_equal(jobs: list[Job]) -> None:
     """
     seen: dict[str, int] = {}
     for job in jobs:
-        values = {name: value for name, _, value in leaves(job.config) if name != "model.name"}
+        values = {name: value for name, value in values_of(job.config).items() if name != "model.name"}
         other = seen.setdefault(repr(by_content(values)), job.number)
         if other != job.number:
             raise ConfigError(
