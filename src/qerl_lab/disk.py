@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TextIO
 
+from qerl_lab.config.message import in_one_line
 from qerl_lab.config.option import ConfigError
 
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # what a file system without locks says
@@ -73,7 +74,7 @@ def read_json(path: Path, kind: type) -> Any:
     try:
         values = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read ({' '.join(str(error).split())}). Move it away.") from None
+        raise ConfigError(f"{path} cannot be read ({in_one_line(error)}). Move it away.") from None
     if not isinstance(values, kind):
         raise ConfigError(f"{path} is not what a run writes there: {str(values)[:80]}. Move it away.")
     return values

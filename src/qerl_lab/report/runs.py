@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
+from qerl_lab.config.message import in_one_line
 from qerl_lab.config.option import ConfigError
 from qerl_lab.record.directory import RunDirectory, is_run
 from qerl_lab.record.metrics import MetricsLine
@@ -267,7 +268,7 @@ def damage(error: Exception) -> str:
     """Say what one of `DAMAGE` says of a run."""
     if isinstance(error, KeyError):
         return f"damaged (it lacks {error}; another version of the lab wrote it)"
-    return f"damaged ({' '.join(str(error).split())})"
+    return f"damaged ({in_one_line(error)})"
 
 
 def check_steps(found: Collection[int], steps: int, where: str) -> None:
