@@ -18,6 +18,7 @@ from qerl_lab.config.records import QUALITY
 from qerl_lab.config.rules import largest_divisor
 from qerl_lab.config.schema import (
     DENSE_FORMAT,
+    POCKET,
     AqnAdaptiveConfig,
     AqnConfig,
     AqnSolverConfig,
@@ -26,8 +27,6 @@ from qerl_lab.config.schema import (
     TaskConfig,
 )  # fmt: skip
 from qerl_lab.disk import read_json
-
-POCKET = "pocket"  # the embedded policy, and the scale that is made for it
 
 
 class ActsWith(NamedTuple):

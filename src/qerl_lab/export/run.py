@@ -12,7 +12,7 @@ from huggingface_hub import save_torch_state_dict
 from qerl_lab import terminal
 from qerl_lab.config.paths import WEIGHTS, sha256
 from qerl_lab.config.records import EXPORT
-from qerl_lab.config.schema import DENSE_FORMAT, RunConfig
+from qerl_lab.config.schema import DENSE_FORMAT, POCKET, RunConfig
 from qerl_lab.disk import replace_file
 from qerl_lab.export.card import card
 from qerl_lab.export.options import ExportConfig
@@ -64,9 +64,7 @@ def run(cfg: ExportConfig) -> None:
 
 def is_plain(trained: RunConfig) -> bool:
     """Whether transformers makes the run's base of model.path alone: dense, and neither GGUF nor embedded."""
-    return (
-        trained.format.name == DENSE_FORMAT and trained.model.path != "pocket" and not gguf.is_gguf(trained.model.path)
-    )
+    return trained.format.name == DENSE_FORMAT and trained.model.path != POCKET and not gguf.is_gguf(trained.model.path)
 
 
 def write_adapter(trained: RunConfig, adapter: Path, out: Path, base: str) -> None:

@@ -9,7 +9,7 @@ from qerl_lab.config.keys import typed
 from qerl_lab.config.option import ConfigError, did_you_mean, option
 from qerl_lab.config.out import Writes, check_apart, check_free
 from qerl_lab.config.rules import check_patterns
-from qerl_lab.config.schema import DENSE_FORMAT, FormatConfig, ModelConfig
+from qerl_lab.config.schema import DENSE_FORMAT, POCKET, FormatConfig, ModelConfig
 from qerl_lab.config.spelling import shell_word
 from qerl_lab.model import on_disk
 
@@ -129,7 +129,7 @@ def _calibration_acts(cfg: QuantizeConfig) -> None:
 
 
 def _revision_acts(cfg: QuantizeConfig) -> None:
-    if cfg.revision is not None and (cfg.model == "pocket" or Path(cfg.model).expanduser().exists()):
+    if cfg.revision is not None and (cfg.model == POCKET or Path(cfg.model).expanduser().exists()):
         raise ConfigError(
             f"revision={cfg.revision} is of a model on the hub, and model={cfg.model} is here. Leave revision out."
         )

@@ -30,6 +30,7 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.config.paths import sha256
 from qerl_lab.config.records import UNPACKED, WARMUP
 from qerl_lab.config.redact import redact
+from qerl_lab.config.schema import POCKET
 from qerl_lab.config.spelling import word
 from qerl_lab.model import policy
 from qerl_lab.model.files import local_folder
@@ -44,7 +45,7 @@ from qerl_lab.warmup.examples import order, tokenized
 from qerl_lab.warmup.options import WarmupConfig
 
 NOT_IDENTITY = ("out", "checkpoint_every", "overwrite", "device")
-SCALES = {"pocket": "pocket", "SmolLM2-135M": "smollm2"}  # made for a model, by a part of its path
+SCALES = {POCKET: POCKET, "SmolLM2-135M": "smollm2"}  # made for a model, by a part of its path
 CHECKPOINTS, WEIGHTS, OPTIMIZER = "checkpoints", "weights.safetensors", "optimizer.pt"
 
 

@@ -26,7 +26,7 @@ from qerl_lab.formats import build as build_format
 from qerl_lab.model import gguf, on_disk, policy
 from qerl_lab.model.files import local_folder
 from qerl_lab.model.linear import PackedLinear
-from qerl_lab.model.on_disk import POCKET
+from qerl_lab.model.on_disk import ASSETS
 from qerl_lab.quantize.options import QuantizeConfig
 from qerl_lab.quantize.options import check as check_quantize
 from qerl_lab.quantize.run import run as quantize
@@ -86,7 +86,7 @@ def test_the_weights_are_the_dequantized_values_of_the_file(
 
 def test_the_tokenizer_reads_and_writes_as_the_files_own(file: Path) -> None:
     """The file's is the pocket policy's: end tokens, tokens that are never split, leading spaces, template."""
-    found, own = AutoTokenizer.from_pretrained(gguf.unpack(file)), AutoTokenizer.from_pretrained(POCKET)
+    found, own = AutoTokenizer.from_pretrained(gguf.unpack(file)), AutoTokenizer.from_pretrained(ASSETS)
     assert (found.eos_token, found.pad_token) == (own.eos_token, own.pad_token)
     assert found.chat_template == own.chat_template
     for text in ("<|im_start|>user\nAnn has 12 & 345.<|im_end|>", " <think>7</think> <answer> 7", "▁a \n  b ."):

@@ -21,7 +21,7 @@ from qerl_lab.formats.nvfp4 import Nvfp4
 from qerl_lab.model import policy
 from qerl_lab.model.files import WeightFiles
 from qerl_lab.model.linear import PackedLinear, pack_model
-from qerl_lab.model.on_disk import POCKET
+from qerl_lab.model.on_disk import ASSETS
 from qerl_lab.quantize import __main__ as quantize
 from qerl_lab.quantize import quality
 from qerl_lab.quantize import run as quantization
@@ -337,7 +337,7 @@ def test_the_manual_names_every_key(capsys):
 def test_the_tokenizer_of_the_checkpoint_is_the_models(here, model):
     assert run(model, "out=out") == 0
     text = "Ann has 7 pens."
-    assert AutoTokenizer.from_pretrained("out")(text) == AutoTokenizer.from_pretrained(POCKET)(text)
+    assert AutoTokenizer.from_pretrained("out")(text) == AutoTokenizer.from_pretrained(ASSETS)(text)
 
 
 def test_a_calibrated_model_gets_what_belongs_to_it_and_is_made_again_if_it_was_interrupted(here, model, monkeypatch):

@@ -24,7 +24,7 @@ from qerl_lab.config.schema import RunConfig
 from qerl_lab.config.spelling import readable
 from qerl_lab.formats.nvfp4 import Nvfp4
 from qerl_lab.model import policy
-from qerl_lab.model.on_disk import POCKET
+from qerl_lab.model.on_disk import ASSETS
 from qerl_lab.solutions import IGNORED, Example, batch, learning_rate
 from qerl_lab.terminal import Amount
 from qerl_lab.warmup.examples import order, tokenized
@@ -63,7 +63,7 @@ def words(cfg: WarmupConfig) -> list[str]:
 
 
 def test_only_the_solution_and_its_end_token_are_learned() -> None:
-    tokenizer = AutoTokenizer.from_pretrained(POCKET)
+    tokenizer = AutoTokenizer.from_pretrained(ASSETS)
     task = tasks.worked(WarmupConfig(task="arithmetic", questions=3).task_config())
     examples, left_out = tokenized(task, tokenizer, 512)
     inputs = batch(examples, tokenizer.pad_token_id)
@@ -79,7 +79,7 @@ def test_only_the_solution_and_its_end_token_are_learned() -> None:
 
 
 def test_long_examples_are_counted_and_all_of_them_are_an_error() -> None:
-    tokenizer = AutoTokenizer.from_pretrained(POCKET)
+    tokenizer = AutoTokenizer.from_pretrained(ASSETS)
     task = tasks.worked(WarmupConfig(task="arithmetic", questions=20).task_config())
     lengths = sorted(example.length for example in tokenized(task, tokenizer, 512)[0])
     kept, left_out = tokenized(task, tokenizer, lengths[9])
@@ -139,7 +139,7 @@ def test_it_teaches_and_leaves_a_model_that_a_run_trains_on(
     out = capsys.readouterr().out
     assert f"+experiment=nvfp4_aqn scale=custom model.path={cfg.folder}" in out
     learned = policy.build(tiny(model__path=str(cfg.folder)), torch.device("cpu"))
-    assert learned.tokenizer.chat_template == AutoTokenizer.from_pretrained(POCKET).chat_template
+    assert learned.tokenizer.chat_template == AutoTokenizer.from_pretrained(ASSETS).chat_template
     with pytest.raises(ConfigError, match=r"exists\. Type another out"):
         check(cfg)
     check(replace(cfg, overwrite=True))
