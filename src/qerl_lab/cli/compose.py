@@ -41,7 +41,7 @@ from qerl_lab.cli.overrides import (
     spell,
 )
 from qerl_lab.config.arm import by_content, values_of
-from qerl_lab.config.files import choices_of, package_data
+from qerl_lab.config.files import choices_of, group_folder, package_data
 from qerl_lab.config.keys import NUMBERS, schema, typed
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.paths import anchored
@@ -94,7 +94,7 @@ def register() -> None:
     """Give Hydra the typed schema, the files of sweeps/, which lie outside conf/, and a place for --config-dir."""
     store = ConfigStore.instance()
     store.store("schema", RunConfig)
-    for path in sorted(package_data("sweeps").glob("*.yaml")):
+    for path in sorted(group_folder("sweeps").glob("*.yaml")):
         store.store(path.stem, OmegaConf.load(path), group="sweeps", package="_global_")
     Plugins.instance().register(ConfigDir)
 
@@ -242,7 +242,7 @@ def _check_arm(
 @cache
 def _declared_keys() -> frozenset[str]:
     """The keys in which the arms of conf/experiment differ, but for numbers: those are set to fit a model."""
-    files, kinds = (package_data("conf") / "experiment").glob("*.yaml"), schema()
+    files, kinds = group_folder("experiment").glob("*.yaml"), schema()
     declared = {key for file in files for key in yaml.safe_load(file.read_text(encoding="utf-8"))["differs_in"]}
     return frozenset(key for key in declared if kinds[key] not in NUMBERS)
 

@@ -14,7 +14,7 @@ from qerl_lab.cli.compose import Job, Plan
 from qerl_lab.cli.grammar import entry, key_entry
 from qerl_lab.cli.overrides import groups
 from qerl_lab.config.arm import leaves
-from qerl_lab.config.files import choices_of, package_data
+from qerl_lab.config.files import choices_of, group_folder, package_data
 from qerl_lab.config.schema import AqnConfig, RunConfig
 from qerl_lab.config.spelling import resume_word
 from qerl_lab.record.directory import RunDirectory
@@ -94,7 +94,7 @@ def describe(path: Path) -> str:
 
 
 def _options(group: str, default: str | None = None) -> list[str]:
-    folder, lines = package_data("sweeps") if group == "sweeps" else package_data("conf") / group, []
+    folder, lines = group_folder(group), list[str]()
     names = sorted(choices_of(group), key=_by_size)
     width = max(map(len, names)) + 4
     for name in names:

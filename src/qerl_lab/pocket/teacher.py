@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from qerl_lab import tasks
-from qerl_lab.config.files import package_data
+from qerl_lab.config.files import group_folder
 from qerl_lab.config.paths import sha256
 from qerl_lab.config.records import RECIPE
 from qerl_lab.config.rules import from_dict
@@ -132,5 +132,5 @@ def task_config() -> TaskConfig:
     """`task=arithmetic` as its YAML option has it, instruction included."""
     from omegaconf import OmegaConf
 
-    option = OmegaConf.load(package_data("conf") / "task" / "arithmetic.yaml")
+    option = OmegaConf.load(group_folder("task") / "arithmetic.yaml")
     return from_dict({"task": OmegaConf.to_container(option)}).task

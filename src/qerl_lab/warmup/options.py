@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from omegaconf import OmegaConf
 
-from qerl_lab.config.files import choices_of, package_data
+from qerl_lab.config.files import choices_of, group_folder
 from qerl_lab.config.option import ConfigError, did_you_mean, option
 from qerl_lab.config.out import Writes, check_apart, check_free
 from qerl_lab.config.records import WARMUP
@@ -48,7 +48,7 @@ class WarmupConfig(Writes):
 
     def task_config(self) -> TaskConfig:
         """The group `task` of a run that trains on the result: same questions, same instruction."""
-        file = package_data("conf") / "task" / f"{self.task}.yaml"
+        file = group_folder("task") / f"{self.task}.yaml"
         given = {"path": self.task_path, "train_questions": self.questions, "instruction": self.instruction}
         values = {key: value for key, value in given.items() if value is not None}
         return from_dict({"task": {**OmegaConf.to_container(OmegaConf.load(file)), **values}}).task  # type: ignore[dict-item]
