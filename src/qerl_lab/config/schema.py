@@ -24,6 +24,7 @@ CORRECTIONS = ("off", "in_ratio", "token_truncate", "token_mask", "sequence_trun
 LAUNCHERS = ("local", "slurm", "ray")
 ALGORITHMS = ("grpo", "dapo", "dr_grpo", "gspo", "cispo")
 KL_ESTIMATORS = ("k3_ratio", "k3")
+DEVICES = ("auto", "cpu", "cuda")
 
 
 @dataclass
@@ -313,7 +314,7 @@ class RunConfig:
         600, "rollouts; each is followed by updates_per_rollout x num_iterations updates", at_least=1, at_most=999_999
     )
     extended: list[int] = option([], "steps at which the finished run was extended: resume=RUN_DIR steps=N adds one")
-    device: str = option("auto", "auto takes a GPU if there is one", choices=("auto", "cpu", "cuda"))
+    device: str = option("auto", "auto takes a GPU if there is one", choices=DEVICES)
     gpus: int = option(
         1, "processes that share each step, a GPU each; with device=cpu on the CPU", at_least=1, at_most=64
     )

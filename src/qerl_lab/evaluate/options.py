@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 from qerl_lab.config.files import choices_of
 from qerl_lab.config.option import ConfigError, did_you_mean, option
-from qerl_lab.config.schema import DENSE_FORMAT, ENGINES, POCKET, EvalConfig
+from qerl_lab.config.records import METHODS
+from qerl_lab.config.schema import DENSE_FORMAT, DEVICES, ENGINES, POCKET, EvalConfig
 
-DEVICES = ("auto", "cpu", "cuda")
 SMALL = ("aime24", "aime25", "amc23")  # 30 or 40 questions: one sample of each says little
 SMALL_SAMPLES = 16
 
@@ -127,7 +127,6 @@ def check_compare(options: CompareOptions) -> None:
         )
 
 
-METHODS = ("rtn", "gptq", "awq")
 CALIBRATED = ("nvfp4", "mxfp4")  # formats that gptq and awq write
 
 

@@ -8,12 +8,12 @@ from qerl_lab.config.files import choices_of
 from qerl_lab.config.keys import typed
 from qerl_lab.config.option import ConfigError, did_you_mean, option
 from qerl_lab.config.out import Writes, check_apart, check_free
+from qerl_lab.config.records import METHODS
 from qerl_lab.config.rules import check_patterns
-from qerl_lab.config.schema import DENSE_FORMAT, POCKET, FormatConfig, ModelConfig
+from qerl_lab.config.schema import DENSE_FORMAT, DEVICES, POCKET, FormatConfig, ModelConfig
 from qerl_lab.config.spelling import shell_word
 from qerl_lab.model import on_disk
 
-METHODS = ("rtn", "awq", "gptq")
 CALIBRATION = ("dataset", "samples", "tokens", "seed")  # what awq and gptq read
 # What llmcompressor writes: presets of compressed-tensors that leave activations alone.
 SCHEMES = {"nvfp4": "NVFP4A16", "mxfp4": "MXFP4A16"}
@@ -42,7 +42,7 @@ class QuantizeConfig(Writes):
     double_quant: bool = same_as(FormatConfig, "double_quant")
     scale_rule: str = same_as(FormatConfig, "scale_rule")
     exponent_rule: str = same_as(FormatConfig, "exponent_rule")
-    device: str = option("auto", "where it computes: auto takes a GPU if there is one", choices=("auto", "cpu", "cuda"))
+    device: str = option("auto", "where it computes: auto takes a GPU if there is one", choices=DEVICES)
     shard_gb: float = option(2.0, "largest file of weights in GB, and so the memory that one takes", above=0)
     dataset: str = option(
         "open-thoughts/OpenThoughts-114k",

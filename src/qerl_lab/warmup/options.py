@@ -9,7 +9,7 @@ from qerl_lab.config.option import ConfigError, did_you_mean, option
 from qerl_lab.config.out import Writes, check_apart, check_free
 from qerl_lab.config.records import WARMUP
 from qerl_lab.config.rules import from_dict
-from qerl_lab.config.schema import TaskConfig
+from qerl_lab.config.schema import DEVICES, TaskConfig
 from qerl_lab.model import on_disk
 from qerl_lab.tasks import with_solutions
 from qerl_lab.tasks.data import is_local
@@ -42,7 +42,7 @@ class WarmupConfig(Writes):
     )
     seed: int = option(0, "seeds the order of the solutions, and dropout where a model has it", at_least=0,
                        at_most=2**31 - 1)  # fmt: skip
-    device: str = option("auto", "auto takes a GPU if there is one", choices=("auto", "cpu", "cuda"))
+    device: str = option("auto", "auto takes a GPU if there is one", choices=DEVICES)
     checkpoint_every: int = option(50, "updates between checkpoints, from which the same command goes on", at_least=1)
     overwrite: bool = option(False, "replace what is at `out`, and an unfinished directory of another command")
 
