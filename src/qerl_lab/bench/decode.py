@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from qerl_lab import formats
+from qerl_lab.bench.options import Row
 from qerl_lab.bench.shapes import fused_linears
 from qerl_lab.config.schema import FormatConfig
 from qerl_lab.report.bench import AND_ADAPTER
@@ -24,7 +25,6 @@ from qerl_lab.rollout.vllm import backend_times, fp4_linear, kernels, schedules
 from qerl_lab.rollout.vllm.product import add_products
 from qerl_lab.timing import graphed, side_by_side
 
-Row = dict[str, Any]
 CACHE_BYTES = 2 * 60 * 2**20  # twice the second level of an H200
 MOST_COPIES = 48
 MOST_ROWS = 1024

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
-from qerl_lab.bench.arms import Job, Row, read_job
+from qerl_lab.bench.arms import Job, read_job
+from qerl_lab.bench.options import Row
 from qerl_lab.config.message import in_one_line
 from qerl_lab.parent import end_with
 from qerl_lab.terminal import quiet_third_parties

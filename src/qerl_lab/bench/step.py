@@ -14,8 +14,9 @@ from pathlib import Path
 import numpy as np
 
 from qerl_lab.bench import lab, random_model
-from qerl_lab.bench.arms import Job, Row
+from qerl_lab.bench.arms import Job
 from qerl_lab.bench.gpu import Clocks, peak_gib, used_gib
+from qerl_lab.bench.options import Row
 from qerl_lab.bench.rollout import memory, settings
 from qerl_lab.config.units import GIB
 from qerl_lab.model.policy import device_of
