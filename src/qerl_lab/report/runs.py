@@ -190,10 +190,16 @@ def record_of(
     steps = kept(steps)
     accuracy = {}
     if phases:
-        before, after = (phases[phase].set_index("id")["accuracy"] for phase in ("before", "after"))
+        before, after = _accuracies(phases)
         after = after.reindex(before.index)
         accuracy = {"before": before, "after": after, "gain": after - before}
     return Record(run, _headline(steps.astype("float64"), phases, seconds), accuracy, steps, origin)
+
+
+def _accuracies(phases: Mapping[str, pd.DataFrame]) -> tuple[pd.Series, pd.Series]:
+    """Accuracy by question, before and after training."""
+    before, after = (phases[phase].set_index("id")["accuracy"] for phase in ("before", "after"))
+    return before, after
 
 
 def _origin(sessions: Sequence[Mapping[str, Any]], settings: Mapping[str, str]) -> Origin:
@@ -349,7 +355,7 @@ def gain_metrics(run: RunDirectory) -> dict[str, float]:
 def _gain(phases: Mapping[str, pd.DataFrame]) -> dict[str, Any]:
     if not {"before", "after"} <= set(phases):
         return {}
-    before, after = (phases[phase].set_index("id")["accuracy"] for phase in ("before", "after"))
+    before, after = _accuracies(phases)
     mean, low, high = paired_interval(before, after)
     return {
         "questions": len(after),
