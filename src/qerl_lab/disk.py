@@ -80,6 +80,16 @@ def read_json(path: Path, kind: type) -> Any:
     return values
 
 
+def hub_home() -> Path:
+    """Folder of Hugging Face's libraries, as they decide it."""
+    return Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
+
+
+def cache_folder() -> Path:
+    """Folder of what this machine needs once: unpacked GGUF files, times of kernels. Beside the hub's downloads."""
+    return hub_home() / "qerl-lab"
+
+
 def make_directory(folder: Path, given: str) -> None:
     """Make `folder` and a file in it that is gone at once. Raises ConfigError, which repeats `given`, where that fails.
 

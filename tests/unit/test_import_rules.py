@@ -26,7 +26,7 @@ MAY_IMPORT = {
     # what they are about
     "aqn": "config", "tasks": "config parent", "algorithms": "config", "record": "config disk exits",
     "tracking": "config record", "model": "config disk formats",
-    "preflight": "config model tasks",
+    "preflight": "config disk model tasks",
     # what is done with it
     "rollout": "config disk model aqn formats timing parent",
     "report": "config disk record tracking terminal",

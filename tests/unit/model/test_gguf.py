@@ -22,6 +22,7 @@ from qerl_lab.cli.intent import check_all_act
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.records import QUALITY, UNPACKED
 from qerl_lab.config.schema import ModelConfig, RunConfig
+from qerl_lab.disk import cache_folder
 from qerl_lab.formats import build as build_format
 from qerl_lab.model import gguf, on_disk, policy
 from qerl_lab.model.files import local_folder
@@ -148,13 +149,13 @@ def test_two_that_unpack_one_file_at_once_where_nothing_can_be_locked_end_with_o
 
     def slowly(file: Path, partial: Path, found: gguf.Header) -> None:
         write(file, partial, found)
-        if len(list(gguf.store().iterdir())) == 1:
+        if len(list(cache_folder().iterdir())) == 1:
             assert gguf.unpack(file).is_dir()
 
     monkeypatch.setattr(fcntl, "flock", refuse)
     monkeypatch.setattr(gguf, "_dequantize", slowly)
     assert gguf.unpack(file) == gguf.folder_of(file)
-    assert list(gguf.store().iterdir()) == [gguf.folder_of(file)]
+    assert list(cache_folder().iterdir()) == [gguf.folder_of(file)]
     assert (gguf.folder_of(file) / "model.safetensors").is_file()
 
 
@@ -165,7 +166,7 @@ def test_one_that_transformers_cannot_read_is_a_user_error(tmp_path: Path, monke
     file.write_bytes(file.read_bytes().replace(b"\x05\0\0\0\0\0\0\0llama", b"\x05\0\0\0\0\0\0\0wrong", 1))
     with pytest.raises(ConfigError, match=r"transformers cannot read .*m\.gguf .*\. Type the path of the model as"):
         gguf.unpack(file)
-    assert list(gguf.store().iterdir()) == []
+    assert list(cache_folder().iterdir()) == []
 
 
 @pytest.mark.parametrize("size", [0, 3, 10, 100, 2000, 30_000, 60_000, -10])
