@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
+from packed_layers import pack_model
 from qerl_lab.formats.format import Format
-from qerl_lab.model.linear import pack_model
 from qerl_lab.model.on_disk import ASSETS
 
 

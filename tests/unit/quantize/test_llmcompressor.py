@@ -12,12 +12,12 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, CompressedTensorsConfig, PreTrainedModel
 
-from packed_layers import BY_NAME, tiny_model
+from packed_layers import BY_NAME, pack_model, tiny_model
 from qerl_lab.config.option import ConfigError
 from qerl_lab.formats import recognize
 from qerl_lab.formats.format import PackedAs
 from qerl_lab.model.files import WeightFiles
-from qerl_lab.model.linear import FUSED, PackedLinear, pack_model
+from qerl_lab.model.linear import FUSED, PackedLinear
 from qerl_lab.model.loading import load_model, stored_as
 from qerl_lab.model.on_disk import ASSETS
 from qerl_lab.quantize import llmcompressor, run

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
-from packed_layers import each_packed, tiny_model
+from packed_layers import each_packed, pack_model, tiny_model
 from qerl_lab.cli import train
 from qerl_lab.cli.compose import make_plan
 from qerl_lab.config.option import ConfigError
@@ -20,7 +20,7 @@ from qerl_lab.formats.mxfp4 import Mxfp4
 from qerl_lab.formats.nvfp4 import Nvfp4
 from qerl_lab.model import policy
 from qerl_lab.model.files import WeightFiles
-from qerl_lab.model.linear import PackedLinear, pack_model
+from qerl_lab.model.linear import PackedLinear
 from qerl_lab.model.on_disk import ASSETS
 from qerl_lab.quantize import __main__ as quantize
 from qerl_lab.quantize import quality
