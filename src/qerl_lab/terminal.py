@@ -16,7 +16,7 @@ SHOWN = {  # metric -> label and format on the bar
     "reward/mean": ("reward", "{:.2f}"),
     "policy/entropy_nats": ("entropy", "{:.3f}"),
     "noise/sigma": ("sigma", "{:.2g}"),
-    "rollout/tokens_per_second": ("tok/s", "{:,.0f}"),
+    "rollout/tokens_per_second": ("tokens/s", "{:,.0f}"),
 }
 LINES = 10  # without a terminal, so many lines a run
 

@@ -176,7 +176,7 @@ def sweep_table(plan: Plan) -> str:
     jobs, runs = plan.jobs, [RunDirectory(job.run_dir) for job in plan.jobs]
     found = [run.status for run in runs]
     shared, own = own_words(jobs)
-    rows = [["job", "overrides", "status", "accuracy", "entropy", "tok/s", "seconds", "run directory"]]
+    rows = [["job", "overrides", "status", "accuracy", "entropy", "tokens/s", "seconds", "run directory"]]
     for job, words, run in zip(jobs, own, runs, strict=True):
         where = _where(job, plan)
         rows.append([str(job.number), " ".join(words), run.status, *_headline(run.result()), where])
