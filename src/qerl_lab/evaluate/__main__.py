@@ -105,17 +105,17 @@ COMMANDS: dict[str, Command[Any]] = {
         alone=True,
     ),
     "sigma": Command(
-        "python -m qerl_lab.evaluate sigma",
+        f"{LINE} sigma",
         "KL(quantized || BF16) of each format beside KL(noisy || clean) of each sigma, in nats per completion token.",
         SigmaOptions,
         sigma,
         examples=(
-            ("python -m qerl_lab.evaluate sigma model=pocket", "the embedded policy"),
+            (f"{LINE} sigma model=pocket", "the embedded policy"),
             (
-                "python -m qerl_lab.evaluate sigma model=DIR sigmas=[0.005,0.01]",
+                f"{LINE} sigma model=DIR sigmas=[0.005,0.01]",
                 "which sigma is as much noise as a format, on a model of yours",
             ),
-            ("python -m qerl_lab.evaluate sigma sigmas=[] kls=[0.003]", "the sigma whose KL is 0.003 nats"),
+            (f"{LINE} sigma sigmas=[] kls=[0.003]", "the sigma whose KL is 0.003 nats"),
         ),
         alone=True,
     ),
