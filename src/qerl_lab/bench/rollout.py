@@ -133,12 +133,12 @@ def check(logprobs_P: list[list[float]], batch: int, new: int) -> float:
 
 def memory(llm: Any) -> Row:
     """GiB of vLLM's weights, the lab's dense adapter included and the buffers of vLLM's own LoRA not; of its cache."""
-    weights = llm.apply_model(weight_bytes)[0]
+    weights = llm.apply_model(model_bytes)[0]
     cache = llm.llm_engine.vllm_config.cache_config.kv_cache_memory_bytes  # null where a share of the GPU was asked for
     return {"weights_gib": weights / GIB, "kv_gib": cache and cache / GIB}
 
 
-def weight_bytes(model: Any) -> int:
+def model_bytes(model: Any) -> int:
     """Bytes of the parameters and buffers of vLLM's model, shared ones once."""
     tensors = {tensor.data_ptr(): tensor for tensor in [*model.parameters(), *model.buffers()]}
     return sum(tensor.nbytes for tensor in tensors.values())
