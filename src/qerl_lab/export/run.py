@@ -48,7 +48,7 @@ def run(cfg: ExportConfig) -> None:
             (out / "base").mkdir()
             write_dense(trained, record.adapter, base, out / "base", cfg.dtype, merged=False)
         (out / "README.md").write_text(card(cfg, trained, record), encoding="utf-8")
-        shutil.copyfile(record.path / "resolved.yaml", out / "run.yaml")
+        (out / "run.yaml").write_text(record.text(), encoding="utf-8")
         about = {"options": asdict(cfg), "run": str(record.path), "began_from": _origin(trained, base)}
         _write_record(out, about | {"result": record.result(), "environment": record.environment()})
         unfinished.finish()
