@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TextIO
 
+from qerl_lab.config.message import in_one_line
 from qerl_lab.config.option import ConfigError
 
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # what a file system without locks says
@@ -73,10 +74,20 @@ def read_json(path: Path, kind: type) -> Any:
     try:
         values = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read ({' '.join(str(error).split())}). Move it away.") from None
+        raise ConfigError(f"{path} cannot be read ({in_one_line(error)}). Move it away.") from None
     if not isinstance(values, kind):
         raise ConfigError(f"{path} is not what a run writes there: {str(values)[:80]}. Move it away.")
     return values
+
+
+def hub_home() -> Path:
+    """Folder of Hugging Face's libraries, as they decide it."""
+    return Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
+
+
+def cache_folder() -> Path:
+    """Folder of what this machine needs once: unpacked GGUF files, times of kernels. Beside the hub's downloads."""
+    return hub_home() / "qerl-lab"
 
 
 def make_directory(folder: Path, given: str) -> None:

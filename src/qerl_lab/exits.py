@@ -87,13 +87,14 @@ def command(main: Main) -> Main:
 
 
 def _told(error: ValueError | OSError) -> int:
+    from qerl_lab.config.message import in_one_line
     from qerl_lab.config.option import ConfigError
     from qerl_lab.config.redact import redact
 
     if isinstance(error, FileNotFoundError) and error.filename is None and not _is_somewhere():
         error = ConfigError("the directory that this command was typed in is not there any more. Type cd DIR first.")
     is_usage = isinstance(error, ConfigError)
-    text = str(error) if is_usage else " ".join(str(error).split()) or type(error).__name__
+    text = str(error) if is_usage else in_one_line(error) or type(error).__name__
     print(f"error: {redact(text)}", file=sys.stderr)
     return USAGE if is_usage else FAILURE
 

@@ -18,12 +18,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from qerl_lab import tasks
-from qerl_lab.config.arm import leaves
+from qerl_lab.config.arm import values_of
 from qerl_lab.config.engine_rules import check_engine_on_cpu
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.rules import build
 from qerl_lab.config.schema import DENSE_FORMAT, RunConfig, TaskConfig
 from qerl_lab.config.units import GIB
+from qerl_lab.disk import cache_folder, hub_home
 from qerl_lab.model import adapter_files, gguf, on_disk
 from qerl_lab.tasks import arithmetic, data
 
@@ -111,7 +112,7 @@ def _check_device(cfg: RunConfig) -> None:
 
 
 def _check_gpu_only(cfg: RunConfig) -> None:
-    values = {name: value for name, _, value in leaves(cfg)}
+    values = values_of(cfg)
     for key, value, package, remedy in NEEDS_GPU:
         if values[key] == value and not has_gpu():
             raise ConfigError(f"{key}={value} needs a GPU, and this machine shows none. Type {remedy}.")
@@ -230,13 +231,13 @@ def _check_disk(cfg: RunConfig, folder: Path | None, run_dir: Path) -> None:
     written = cfg.steps // cfg.checkpoint.every + 1 if cfg.checkpoint.every else 1
     needed = RECORD_BYTES + adapter * (4 + moments) * (min(cfg.checkpoint.kept, written) + 1)
     _refuse_full(run_dir, needed, "its checkpoints", "Type run_dir=DIR on another disk, or checkpoint.keep=1.")
-    store = hub_cache()
+    store, remedy = hub_cache(), "Set HF_HOME to a directory on another."
     if folder is None and gguf.is_gguf(cfg.model.path):
         needed = gguf.BYTES * _header(cfg.model.path).parameters
-        _refuse_full(gguf.store(), needed, f"the weights of {cfg.model.path}", "Set HF_HOME to a directory on another.")
+        _refuse_full(cache_folder(), needed, f"the weights of {cfg.model.path}", remedy)
     elif folder is None and not (store / f"models--{cfg.model.path.replace('/', '--')}").is_dir():
         count = named_parameters(cfg.model.path) or 0
-        _refuse_full(store, 2 * count, f"the download of {cfg.model.path}", "Set HF_HOME to a directory on another.")
+        _refuse_full(store, 2 * count, f"the download of {cfg.model.path}", remedy)
 
 
 def _refuse_full(place: Path, needed: int, what: str, remedy: str) -> None:
@@ -251,8 +252,7 @@ def _refuse_full(place: Path, needed: int, what: str, remedy: str) -> None:
 
 def hub_cache() -> Path:
     """Folder of the models from the hub, as huggingface_hub decides it."""
-    home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
-    return Path(os.environ.get("HF_HUB_CACHE", home / "hub")).expanduser()
+    return Path(os.environ.get("HF_HUB_CACHE", hub_home() / "hub")).expanduser()
 
 
 def _check_questions(cfg: RunConfig) -> list[str]:

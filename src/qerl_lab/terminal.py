@@ -16,12 +16,25 @@ SHOWN = {  # metric -> label and format on the bar
     "reward/mean": ("reward", "{:.2f}"),
     "policy/entropy_nats": ("entropy", "{:.3f}"),
     "noise/sigma": ("sigma", "{:.2g}"),
-    "rollout/tokens_per_second": ("tok/s", "{:,.0f}"),
+    "rollout/tokens_per_second": ("tokens/s", "{:,.0f}"),
 }
 LINES = 10  # without a terminal, so many lines a run
 
 
-class Progress:
+class Closing:
+    """A context that closes its bar, where there is a terminal and so a bar."""
+
+    bar: tqdm | None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.bar is not None:
+            self.bar.close()
+
+
+class Progress(Closing):
     """Step, ETA, reward, entropy, sigma and rollout tokens/s of a run of `steps`, `done` of which are behind it."""
 
     def __init__(self, steps: int, done: int) -> None:
@@ -37,13 +50,9 @@ class Progress:
             eta = _eta(self.started, step - self.first, self.steps - step)
             print(f"{_label(f'step {step}/{self.steps}')}, ETA {eta}, {shown}", file=sys.stderr, flush=True)
 
-    def close(self) -> None:
-        if self.bar is not None:
-            self.bar.close()
 
-
-class Amount:
-    """Amount and ETA of a pass over `total` of a unit, `done` of which are behind it. As a context it closes itself."""
+class Amount(Closing):
+    """Amount and ETA of a pass over `total` of a unit, `done` of which are behind it."""
 
     def __init__(self, label: str, total: int, done: int = 0, unit: str = "B") -> None:
         self.label, self.total, self.first, self.now, self.unit = _label(label), total, done, done, unit
@@ -64,13 +73,6 @@ class Amount:
             if self.unit == "B":
                 amount = "/".join(tqdm.format_sizeof(size, "B") for size in (self.now, self.total))
             print(f"{self.label}: {amount}, ETA {eta}{said and f', {said}'}", file=sys.stderr, flush=True)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.bar is not None:
-            self.bar.close()
 
 
 def _bar(**about: Any) -> tqdm | None:

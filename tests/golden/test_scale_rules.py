@@ -16,7 +16,7 @@ from qerl_lab.formats.mxfp4 import Mxfp4
 from qerl_lab.formats.nvfp4 import Nvfp4
 from qerl_lab.model import policy
 from qerl_lab.model.files import WeightFiles
-from qerl_lab.model.on_disk import POCKET
+from qerl_lab.model.on_disk import ASSETS
 
 FOUR_OVER_SIX = Nvfp4("four_over_six")
 RULES = ["round", "floor", "ceil"]
@@ -186,7 +186,7 @@ def test_the_configured_rules_reach_the_weights() -> None:
         cfg = schema.RunConfig(format=schema.FormatConfig(name=weight_format.NAME, **asdict(weight_format)))
         assert formats.build(cfg.format) == weight_format
         model, _ = policy.load_base(cfg, torch.device("cpu"))
-        dense = WeightFiles(POCKET).tensor("model.layers.0.mlp.down_proj.weight")
+        dense = WeightFiles(ASSETS).tensor("model.layers.0.mlp.down_proj.weight")
         expected = weight_format.quantize(dense)
         packed = model.model.layers[0].mlp.down_proj.packed()
         assert all(torch.equal(packed[key].view(torch.uint8), expected[key].view(torch.uint8)) for key in expected)

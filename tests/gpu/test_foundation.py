@@ -14,7 +14,7 @@ from qerl_lab import formats
 from qerl_lab.aqn import Noise, observed_std
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.model import linear, policy
-from qerl_lab.model.on_disk import POCKET
+from qerl_lab.model.on_disk import ASSETS
 from qerl_lab.rollout.transformers import TransformersEngine
 
 pytestmark = pytest.mark.gpu
@@ -30,7 +30,7 @@ def real_shape(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )  # fmt: skip
     torch.manual_seed(0)
     Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(POCKET).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(ASSETS).save_pretrained(folder)
     return folder
 
 

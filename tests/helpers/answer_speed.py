@@ -1,4 +1,7 @@
-"""How many answers a second of CPU compares, the workers' included: python tests/helpers/answer_speed.py"""
+"""How many answers a second of CPU compares, the workers' included.
+
+No test: run by hand, python tests/helpers/answer_speed.py.
+"""
 
 import random
 import resource

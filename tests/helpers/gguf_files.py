@@ -7,7 +7,7 @@ import numpy as np
 from gguf import GGMLQuantizationType, GGUFWriter, TokenType
 from gguf.quants import dequantize, quantize
 
-from qerl_lab.model.on_disk import POCKET
+from qerl_lab.model.on_disk import ASSETS
 
 LAYERS, HIDDEN, INNER, HEADS, KV_HEADS = 2, 64, 96, 4, 2
 KIND = GGMLQuantizationType.Q4_1
@@ -36,7 +36,7 @@ def write_gguf(file: Path, *, seed: int = 0, template: bool = True) -> dict[str,
 
 def _add_tokenizer(writer: GGUFWriter, template: bool) -> int:
     """Add the pocket policy's. Its end token is named by id alone, as in every such file; returns how many tokens."""
-    stored = json.loads((POCKET / "tokenizer.json").read_text())
+    stored = json.loads((ASSETS / "tokenizer.json").read_text())
     added = {entry["content"]: entry for entry in stored["added_tokens"]}
     ids = stored["model"]["vocab"] | {token: entry["id"] for token, entry in added.items()}
     tokens = sorted(ids, key=ids.__getitem__)
@@ -52,7 +52,7 @@ def _add_tokenizer(writer: GGUFWriter, template: bool) -> int:
     writer.add_pad_token_id(ids["<|endoftext|>"])
     writer.add_add_bos_token(False)
     if template:
-        writer.add_chat_template((POCKET / "chat_template.jinja").read_text())
+        writer.add_chat_template((ASSETS / "chat_template.jinja").read_text())
     return len(tokens)
 
 

@@ -1,5 +1,6 @@
 """Packed layers, their dense twins and small models for the tests of the formats."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from qerl_lab.formats.format import Format
 from qerl_lab.formats.mxfp4 import Mxfp4
 from qerl_lab.formats.nf4 import Nf4
 from qerl_lab.formats.nvfp4 import Nvfp4
-from qerl_lab.model.linear import PackedLinear
+from qerl_lab.model.linear import PackedLinear, fused_groups, pack_group, packable
 
 N, K = 96, 128
 NVFP4, MXFP4, NF4, BF16 = Nvfp4("max"), Mxfp4("round"), Nf4(double_quant=True), Bf16()  # as in the schema
@@ -57,3 +58,19 @@ def tiny_model(
 
 def tokens() -> Tensor:
     return torch.randint(0, 32, (4, 12), generator=torch.Generator().manual_seed(2))
+
+
+def pack_model(
+    model: nn.Module, weight_format: Format, *, ignore: Iterable[str] = ("lm_head",), dense_cache: bool = False
+) -> None:
+    """Freeze the Linears of a transformers causal LM in a format, in place: what a checkpoint that is packed while it
+    is read is held against.
+
+    Each is packed from the dtype of its weight and computes in it; under BF16 it stays an `nn.Linear`, rounded.
+    Left alone: a layer that `ignore` names (see `on_disk.is_ignored`), and one that shares its weight with an
+    embedding. The parts of a fused layer are packed together (NVFP4: one global scale). Raises ValueError, naming the
+    module, for a weight that the format cannot hold; the layers before it are packed by then.
+    """
+    for group in fused_groups(packable(model, ignore)):
+        weights: dict[str, Tensor] = {name: model.get_parameter(f"{name}.weight") for name in group}
+        pack_group(model, weights, weight_format, dense_cache)

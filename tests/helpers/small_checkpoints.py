@@ -10,15 +10,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
+from packed_layers import pack_model
 from qerl_lab.formats.format import Format
-from qerl_lab.model.linear import pack_model
-from qerl_lab.model.on_disk import POCKET
+from qerl_lab.model.on_disk import ASSETS
 
 
 def write_dense(folder: Path, model: PreTrainedModel, **save_options: Any) -> Path:
     """As `save_pretrained` writes it, with the pocket policy's tokenizer."""
     model.save_pretrained(folder, **save_options)
-    AutoTokenizer.from_pretrained(POCKET).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(ASSETS).save_pretrained(folder)
     return folder
 
 

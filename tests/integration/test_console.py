@@ -18,7 +18,7 @@ import pytest
 
 from mlflow_points import mlflow_points
 from qerl_lab.cli import launch
-from qerl_lab.model.on_disk import POCKET
+from qerl_lab.model.on_disk import ASSETS
 from qerl_lab.record.directory import RunDirectory
 
 pytestmark = pytest.mark.integration
@@ -170,7 +170,7 @@ def test_a_closed_standard_output_is_not_given_to_a_record(tmp_path: Path) -> No
 
 def test_a_run_with_umlauts_goes_on_from_elsewhere_after_it_was_moved(start: Start, tmp_path: Path) -> None:
     """Relative paths of model and store, the directory moved, and `resume` typed in another one."""
-    shutil.copytree(POCKET, tmp_path / "mödel")
+    shutil.copytree(ASSETS, tmp_path / "mödel")
     words = ("scale=custom", "model.path=mödel", "tracking.mlflow=true", "tracking.uri=sqlite:///dö.db", "steps=4")
     process = start(*words, "run_dir=rün")
     wait_for(lambda: steps(tmp_path / "rün") >= 1)

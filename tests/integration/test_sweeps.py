@@ -20,7 +20,7 @@ from qerl_lab import preflight, tasks
 from qerl_lab.cli import launch, pool
 from qerl_lab.cli.train import main
 from qerl_lab.config.option import ConfigError
-from qerl_lab.model.on_disk import POCKET
+from qerl_lab.model.on_disk import ASSETS
 from qerl_lab.record.directory import RunDirectory
 
 pytestmark = pytest.mark.integration
@@ -177,7 +177,7 @@ def test_a_run_on_another_kind_of_device_is_another_run(monkeypatch: pytest.Monk
 
 def test_a_moved_model_is_the_same_run_and_a_replaced_one_is_another() -> None:
     words = ["-m", "seed=0,3", "scale=pocket"]
-    model = shutil.copytree(POCKET, "model")
+    model = shutil.copytree(ASSETS, "model")
     assert main([*words, f"model.path={model}"]) == 0
     moved = Path(model).rename("moved")
     assert main([*words, f"model.path={moved}"]) == 0

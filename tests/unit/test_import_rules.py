@@ -22,18 +22,18 @@ MODULES = sorted(SOURCE.rglob("*.py"))
 # A room, or a file at the top -> those of ours that it may import.
 MAY_IMPORT = {
     "__init__": "", "exits": "config", "imports": "", "terminal": "", "timing": "", "config": "", "disk": "config",
-    "formats": "", "rank_variables": "", "parent": "",
+    "formats": "", "rank_variables": "", "parent": "", "solutions": "",
     # what they are about
     "aqn": "config", "tasks": "config parent", "algorithms": "config", "record": "config disk exits",
     "tracking": "config record", "model": "config disk formats",
-    "preflight": "config model tasks",
+    "preflight": "config disk model tasks",
     # what is done with it
     "rollout": "config disk model aqn formats timing parent",
     "report": "config disk record tracking terminal",
-    "pocket": "config disk record tasks terminal",
+    "pocket": "config disk record solutions tasks terminal",
     "evaluate": "config disk model rollout tasks aqn formats pocket record report preflight terminal",
     "export": "config disk model record rollout terminal",
-    "warmup": "config model record tasks terminal",
+    "warmup": "config model record solutions tasks terminal",
     "quantize": "config disk formats model pocket record report tasks terminal evaluate",
     "train": "config record tracking formats model aqn tasks rollout algorithms evaluate report preflight exits"
              " terminal",

@@ -22,7 +22,7 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.config.task import ArithmeticConfig, TaskConfig
 from qerl_lab.model import on_disk
-from qerl_lab.model.on_disk import POCKET
+from qerl_lab.model.on_disk import ASSETS
 from qerl_lab.tasks import arithmetic
 
 
@@ -39,7 +39,7 @@ def _a_machine_without_a_gpu_and_no_child(tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     """A copy of the embedded policy, to be damaged."""
-    return Path(shutil.copytree(POCKET, tmp_path / "model"))
+    return Path(shutil.copytree(ASSETS, tmp_path / "model"))
 
 
 def refused(line: str, capsys: pytest.CaptureFixture[str]) -> str:
@@ -258,15 +258,15 @@ def test_every_scale_fits_the_context_of_its_model(scale: str) -> None:
 
 
 def test_the_layers_of_the_embedded_policy_are_read_from_its_header() -> None:
-    shapes = {layer.name: layer.shape for layer in on_disk.layers(POCKET)}
+    shapes = {layer.name: layer.shape for layer in on_disk.layers(ASSETS)}
     assert shapes["model.layers.0.mlp.down_proj"] == (160, 448)
     assert shapes["model.layers.2.input_layernorm"] == (160,)
-    recipe = json.loads((POCKET / "recipe.json").read_text())
-    assert 0.99 < on_disk.parameters(POCKET) / recipe["parameters"] <= 1  # biases are not counted
+    recipe = json.loads((ASSETS / "recipe.json").read_text())
+    assert 0.99 < on_disk.parameters(ASSETS) / recipe["parameters"] <= 1  # biases are not counted
     cfg = RunConfig()
     cfg.lora.rank = 2
     per_layer = 2 * (160 + 160) + 2 * (160 + 32) + 3 * (160 + 448)
-    assert on_disk.adapter_parameters(POCKET, cfg) == 3 * 2 * per_layer
+    assert on_disk.adapter_parameters(ASSETS, cfg) == 3 * 2 * per_layer
 
 
 def plain(cfg: RunConfig | None = None, **changes: Any) -> RunConfig:

@@ -50,6 +50,16 @@ def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     assert re.search(r"held-out questions: 100%.* 8/8 ", screen.getvalue())
 
 
+def test_an_error_closes_the_bar_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    progress = terminal.Progress(10, 0)
+    assert progress.bar is not None
+    assert not progress.bar.disable
+    with pytest.raises(RuntimeError), progress:
+        raise RuntimeError
+    assert progress.bar.disable, "closed"
+
+
 def test_a_job_of_a_sweep_says_which_it_is(
     monkeypatch: pytest.MonkeyPatch, clock: list[float], capsys: pytest.CaptureFixture[str]
 ) -> None:

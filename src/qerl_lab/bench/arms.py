@@ -22,7 +22,7 @@ import torch
 
 from qerl_lab import formats
 from qerl_lab.bench import random_model
-from qerl_lab.bench.options import TRL, VLLM, Arm, RolloutOptions, StepOptions, arm_of
+from qerl_lab.bench.options import TRL, VLLM, Arm, RolloutOptions, Row, StepOptions, arm_of
 from qerl_lab.bench.run_of import run_of
 from qerl_lab.bench.shapes import ARCHITECTURES
 from qerl_lab.config.option import ConfigError
@@ -31,7 +31,6 @@ from qerl_lab.rank_variables import rank_variables
 from qerl_lab.rollout.vllm.base import IN_MEMORY, OF_RUNS, named_folder, remove_left
 from qerl_lab.train import gpus
 
-Row = dict[str, Any]
 READY, GO, PAUSE = "ready", "go", 0.05  # seconds
 SCRATCH = f"qerl-lab-bench-{socket.gethostname()}"  # a lock that tells the dead from the living is of one machine
 LINES = 40  # of the log that are kept of a process that could not say why it died

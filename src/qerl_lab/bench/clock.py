@@ -21,13 +21,12 @@ from typing import Any
 from transformers import TrainerCallback
 
 from qerl_lab.bench import arms, lab, random_model, step
-from qerl_lab.bench.options import ClockOptions, StepOptions, arm_of
+from qerl_lab.bench.options import ClockOptions, Row, StepOptions, arm_of
 from qerl_lab.bench.shapes import ARCHITECTURES
 from qerl_lab.rollout.vllm.base import named_folder
 from qerl_lab.train.stop import Stop
 from qerl_lab.train.trainer import LabTrainer
 
-Row = dict[str, Any]
 DRAWS = 10_000
 SMALL = StepOptions(model="qwen2.5-0.5b", groups=8, group_size=8, prompt=64, new=64, micro_batch=64)
 

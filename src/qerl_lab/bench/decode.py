@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from qerl_lab import formats
+from qerl_lab.bench.options import Row
 from qerl_lab.bench.shapes import fused_linears
 from qerl_lab.config.schema import FormatConfig
 from qerl_lab.report.bench import AND_ADAPTER
@@ -24,7 +25,6 @@ from qerl_lab.rollout.vllm import backend_times, fp4_linear, kernels, schedules
 from qerl_lab.rollout.vllm.product import add_products
 from qerl_lab.timing import graphed, side_by_side
 
-Row = dict[str, Any]
 CACHE_BYTES = 2 * 60 * 2**20  # twice the second level of an H200
 MOST_COPIES = 48
 MOST_ROWS = 1024
@@ -34,7 +34,7 @@ Call = Callable[[Tensor], Any]
 
 
 @dataclass(frozen=True)
-class Arm:
+class Timed:
     """`call()` makes one on fresh copies of weights that take `size` bytes; it takes up to `most` rows."""
 
     call: Callable[[], Call]
@@ -79,7 +79,7 @@ def times(model: str, rows: list[int], rank: int, tune: bool) -> Iterator[Row]:
                 }  # fmt: skip
 
 
-def arms(sizes: list[int], columns: int, rank: int, tuned: list[schedules.Interval] | None = None) -> dict[str, Arm]:
+def arms(sizes: list[int], columns: int, rank: int, tuned: list[schedules.Interval] | None = None) -> dict[str, Timed]:
     """The frozen weight's product in BF16 and by each kernel for NVFP4; the adapter's by each route; both in one."""
     dense = torch.randn(sum(sizes), columns, dtype=torch.bfloat16, device="cuda") / 50
     weight_format = formats.build(FormatConfig(name="nvfp4"))
@@ -87,22 +87,24 @@ def arms(sizes: list[int], columns: int, rank: int, tuned: list[schedules.Interv
     A, B = (torch.randn(shape, dtype=torch.bfloat16, device="cuda") / 50 for shape in
             ((len(sizes) * rank, columns), (sum(sizes), rank)))  # fmt: skip
     size, of_adapter = sum(tensor.nbytes for tensor in packed.values()), A.nbytes + B.nbytes
-    found = {"bf16": Arm(lambda: partial(functional.linear, weight=dense.clone()), dense.nbytes)}
+    found = {"bf16": Timed(lambda: partial(functional.linear, weight=dense.clone()), dense.nbytes)}
     found |= {
-        name: Arm(partial(backend_times.product, weight_format, name, packed, sizes), size)
+        name: Timed(partial(backend_times.product, weight_format, name, packed, sizes), size)
         for name in backend_times.KERNELS["nvfp4"]
     }
     if tuned:
         from qerl_lab.rollout.vllm.schedule_times import call, loaded  # needs Humming
 
-        found["tuned"] = Arm(lambda: partial(call, loaded(weight_format, packed, sizes), json.dumps(tuned)), size)
+        found["tuned"] = Timed(lambda: partial(call, loaded(weight_format, packed, sizes), json.dumps(tuned)), size)
     found |= {
-        f"{name}{AND_ADAPTER}": Arm(partial(both, arm.call, A, B, sizes), arm.size + of_adapter)
+        f"{name}{AND_ADAPTER}": Timed(partial(both, arm.call, A, B, sizes), arm.size + of_adapter)
         for name, arm in found.items()
     }
-    found |= {f"adapter_{name}": Arm(partial(beside, route, A, B, sizes), of_adapter) for name, route in ROUTES.items()}
+    found |= {
+        f"adapter_{name}": Timed(partial(beside, route, A, B, sizes), of_adapter) for name, route in ROUTES.items()
+    }
     in_one = partial(backend_times.in_one, packed, A, B, sizes)
-    return found | {"fp4_linear": Arm(in_one, size + of_adapter, fp4_linear.MAX_ROWS)}
+    return found | {"fp4_linear": Timed(in_one, size + of_adapter, fp4_linear.MAX_ROWS)}
 
 
 # y, x, A, B, sizes: the adapter's product added to y in place, by each of the routes of `rollout.vllm.product`.

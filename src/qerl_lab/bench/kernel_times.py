@@ -12,8 +12,8 @@ from typing import NamedTuple
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from qerl_lab.bench.arms import Row
 from qerl_lab.bench.gpu import wait
+from qerl_lab.bench.options import Row
 
 FEW, MANY = 8, 40  # tokens of the two calls
 LONGEST = 60  # characters of a name

@@ -2,18 +2,16 @@
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from qerl_lab import formats
+from qerl_lab.bench.options import Row
 from qerl_lab.bench.shapes import linears
 from qerl_lab.config.schema import FormatConfig
 from qerl_lab.model.linear import PackedLinear
 from qerl_lab.timing import Work, graphed, side_by_side
-
-Row = dict[str, Any]
 
 
 def dequantization(models: list[str]) -> Iterator[Row]:

@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
-from qerl_lab.bench.arms import Job, Row, read_job
+from qerl_lab.bench.arms import Job, read_job
+from qerl_lab.bench.options import Row
+from qerl_lab.config.message import in_one_line
 from qerl_lab.parent import end_with
 from qerl_lab.terminal import quiet_third_parties
 
@@ -25,7 +27,7 @@ def main(words: list[str]) -> None:
             for row in rows_of(job):
                 write(file, job.about | row)
         except Exception as error:  # a process that dies of a signal writes nothing, and its parent says so
-            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:LONGEST]}"
+            reason = f"{type(error).__name__}: {in_one_line(error)[:LONGEST]}"
             write(file, {**job.about, "died": reason, "log": traceback.format_exc()})
             raise
 

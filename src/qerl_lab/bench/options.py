@@ -23,13 +23,15 @@ ARM = (
     "a format is the lab's engine, {}; KEY=VALUE after a name, in quotes, changes a key of the run (of a baseline: an "
     "argument of {})"
 )
+OUT = "where NAME.json and NAME.png go, less the suffix"
+Row = dict[str, Any]  # what was measured, by name
 
 
 @dataclass
 class LinearOptions:
     models: list[str] = option(["qwen2.5-7b", "qwen2.5-32b"], "whose Linears", choices=tuple(ARCHITECTURES))
     tokens: list[int] = option([512, 2048, 8192], "rows of the input", at_least=1)
-    out: str = option("results/bench/linear", "where NAME.json and NAME.png go, less the suffix")
+    out: str = option("results/bench/linear", OUT)
 
 
 @dataclass
@@ -38,7 +40,7 @@ class DecodeOptions:
     rows: list[int] = option([1, 8, 16, 32, 64, 128, 256], "completions at once", at_least=1, at_most=1024)
     rank: int = option(32, "rank of the adapters", at_least=1, at_most=128)
     tune: bool = option(False, "Humming with the fastest of its schedules too, timed first where it was not: minutes")
-    out: str = option("results/bench/decode", "where NAME.json and NAME.png go, less the suffix")
+    out: str = option("results/bench/decode", OUT)
 
 
 @dataclass
@@ -53,7 +55,7 @@ class TrainStepOptions:
     length: int = option(2048, "tokens of a sequence", at_least=2)
     rank: int = option(32, "rank of the adapters", at_least=1)
     steps: int = option(3, "timed steps of each arm, after one that is not", at_least=1)
-    out: str = option("results/bench/train_step", "where NAME.json and NAME.png go, less the suffix")
+    out: str = option("results/bench/train_step", OUT)
 
 
 @dataclass
@@ -76,7 +78,7 @@ class RolloutOptions:
     timeout_minutes: float = option(
         30, "an arm that takes longer to build, or to measure, is ended", above=0, at_most=100_000
     )
-    out: str = option("results/bench/rollout", "where NAME.json and NAME.png go, less the suffix")
+    out: str = option("results/bench/rollout", OUT)
 
 
 @dataclass
@@ -102,7 +104,7 @@ class StepOptions:
     steps: int = option(3, "timed steps of each arm, after one that is not", at_least=1)
     scratch: str = option("/dev/shm", "directory for the checkpoint, one at a time; it is removed")
     timeout_minutes: float = option(30, "an arm that takes longer is ended", above=0, at_most=100_000)
-    out: str = option("results/bench/step", "where NAME.json and NAME.png go, less the suffix")
+    out: str = option("results/bench/step", OUT)
 
     @property
     def ranks(self) -> list[int]:

@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 from qerl_lab.bench import kernel_times, random_model
-from qerl_lab.bench.arms import Job, Row, wait_for_turn
+from qerl_lab.bench.arms import Job, wait_for_turn
 from qerl_lab.bench.gpu import Clocks, peak_gib, used_gib, wait
+from qerl_lab.bench.options import Row
 from qerl_lab.config.units import GIB
 
 
@@ -132,12 +133,12 @@ def check(logprobs_P: list[list[float]], batch: int, new: int) -> float:
 
 def memory(llm: Any) -> Row:
     """GiB of vLLM's weights, the lab's dense adapter included and the buffers of vLLM's own LoRA not; of its cache."""
-    weights = llm.apply_model(weight_bytes)[0]
+    weights = llm.apply_model(model_bytes)[0]
     cache = llm.llm_engine.vllm_config.cache_config.kv_cache_memory_bytes  # null where a share of the GPU was asked for
     return {"weights_gib": weights / GIB, "kv_gib": cache and cache / GIB}
 
 
-def weight_bytes(model: Any) -> int:
+def model_bytes(model: Any) -> int:
     """Bytes of the parameters and buffers of vLLM's model, shared ones once."""
     tensors = {tensor.data_ptr(): tensor for tensor in [*model.parameters(), *model.buffers()]}
     return sum(tensor.nbytes for tensor in tensors.values())

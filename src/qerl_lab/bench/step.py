@@ -14,18 +14,19 @@ from pathlib import Path
 import numpy as np
 
 from qerl_lab.bench import lab, random_model
-from qerl_lab.bench.arms import Job, Row
+from qerl_lab.bench.arms import Job
 from qerl_lab.bench.gpu import Clocks, peak_gib, used_gib
+from qerl_lab.bench.options import Row
 from qerl_lab.bench.rollout import memory, settings
 from qerl_lab.config.units import GIB
 from qerl_lab.model.policy import device_of
+from qerl_lab.record.metrics import PHASES
 from qerl_lab.tasks import Question, Scores, Task, gsm8k
 from qerl_lab.train.data import Cursor, TrainingData
 from qerl_lab.train.ranks import join
 from qerl_lab.train.stop import Stop
 from qerl_lab.train.trainer import LabTrainer
 
-PHASES = ("rollout", "reward", "sync", "probe", "train")
 Step = dict[str, float]  # what was measured in one
 
 

@@ -12,8 +12,9 @@ from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from qerl_lab.bench import random_model
-from qerl_lab.bench.arms import Job, Row
+from qerl_lab.bench.arms import Job
 from qerl_lab.bench.gpu import Clocks, wait
+from qerl_lab.bench.options import Row
 from qerl_lab.bench.rollout import memory, settings
 from qerl_lab.bench.run_of import kv_gib
 from qerl_lab.bench.step import Step, coin, peaks, row_of, task

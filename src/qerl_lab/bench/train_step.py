@@ -20,8 +20,8 @@ from transformers import PreTrainedModel, Qwen2Config
 from trl.trainer.utils import add_fused_lm_head
 
 from qerl_lab import formats
-from qerl_lab.bench.linear import Row, linear4bit
-from qerl_lab.bench.options import TrainStepOptions
+from qerl_lab.bench.linear import linear4bit
+from qerl_lab.bench.options import Row, TrainStepOptions
 from qerl_lab.bench.random_model import RandomWeights, plain_lora
 from qerl_lab.bench.shapes import ARCHITECTURES
 from qerl_lab.config.schema import FormatConfig, RunConfig
@@ -33,14 +33,14 @@ GB = 1e9
 
 
 @dataclass
-class Arm:
+class Trained:
     model: PeftModel
     optimizer: torch.optim.Optimizer
     base_bytes: int
     held_bytes: int  # on the GPU between steps: base, adapters and, after the first step, optimizer state
 
 
-def build(options: TrainStepOptions, arm: str) -> Arm:
+def build(options: TrainStepOptions, arm: str) -> Trained:
     """Build a format of ours; for `bf16_peft` and `qlora` a dense base and Linear4bit, under PEFT's own LoRA."""
     before = torch.cuda.memory_allocated()
     config = Qwen2Config(**ARCHITECTURES[options.model], dtype=torch.bfloat16, attn_implementation="sdpa")
@@ -59,7 +59,7 @@ def build(options: TrainStepOptions, arm: str) -> Arm:
     model.train()
     adapters = [p for p in model.parameters() if p.requires_grad]
     held = torch.cuda.memory_allocated() - before
-    return Arm(model, torch.optim.AdamW(adapters, lr=1e-5, fused=True), base_bytes, held)
+    return Trained(model, torch.optim.AdamW(adapters, lr=1e-5, fused=True), base_bytes, held)
 
 
 def with_adapters(base: PreTrainedModel, rank: int, *, plain: bool) -> PeftModel:
@@ -91,7 +91,7 @@ def full_logits_loss(model: PeftModel, ids: Tensor) -> Tensor:
     return -torch.log_softmax(logits, -1).gather(-1, ids[:, 1:, None]).mean()
 
 
-def train_step(arm: Arm, ids: Tensor, micro: int, loss: Callable[[PeftModel, Tensor], Tensor]) -> None:
+def train_step(arm: Trained, ids: Tensor, micro: int, loss: Callable[[PeftModel, Tensor], Tensor]) -> None:
     """Do one optimizer update on `ids[sequences, length]`, `micro` sequences at a time."""
     for part in ids.split(micro):
         with torch.autocast("cuda", torch.bfloat16):
@@ -113,7 +113,7 @@ def steps(options: TrainStepOptions) -> Iterator[Row]:
 
 
 def _in_turn(
-    options: TrainStepOptions, arms: dict[str, Arm], ids: Tensor, micro: int, loss_name: str, loss: Any
+    options: TrainStepOptions, arms: dict[str, Trained], ids: Tensor, micro: int, loss_name: str, loss: Any
 ) -> Iterator[Row]:
     measured: dict[str, list[tuple[float, int]]] = {name: [] for name in arms}
     for turn in range(options.steps + 1):
@@ -132,7 +132,7 @@ def _in_turn(
         }  # fmt: skip
 
 
-def _held(arm: Arm) -> int:
+def _held(arm: Trained) -> int:
     """Count the bytes of an arm between two steps."""
     state = (t for values in arm.optimizer.state.values() for t in values.values())
     return arm.held_bytes + sum(t.nbytes for t in state if isinstance(t, Tensor) and t.is_cuda)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from qerl_lab import terminal
 from qerl_lab.cli.call import Call, Ended
+from qerl_lab.config.message import in_one_line
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
 
@@ -103,7 +104,7 @@ def needs(configs: Sequence[RunConfig], given: Mapping[str, Any]) -> dict[str, i
 
 
 def _flat(error: BaseException) -> str:
-    return " ".join(str(error).split()).rstrip(".") + "."
+    return in_one_line(error).rstrip(".") + "."
 
 
 @contextmanager

@@ -40,8 +40,8 @@ from qerl_lab.cli.overrides import (
     shown,
     spell,
 )
-from qerl_lab.config.arm import by_content, leaves
-from qerl_lab.config.files import choices_of, package_data
+from qerl_lab.config.arm import by_content, values_of
+from qerl_lab.config.files import choices_of, group_folder, package_data
 from qerl_lab.config.keys import NUMBERS, schema, typed
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.paths import anchored
@@ -94,7 +94,7 @@ def register() -> None:
     """Give Hydra the typed schema, the files of sweeps/, which lie outside conf/, and a place for --config-dir."""
     store = ConfigStore.instance()
     store.store("schema", RunConfig)
-    for path in sorted(package_data("sweeps").glob("*.yaml")):
+    for path in sorted(group_folder("sweeps").glob("*.yaml")):
         store.store(path.stem, OmegaConf.load(path), group="sweeps", package="_global_")
     Plugins.instance().register(ConfigDir)
 
@@ -215,7 +215,7 @@ def _check_arm(
         return
 
     def identity(config: RunConfig) -> dict[str, Any]:
-        values = {name: value for name, _, value in leaves(config)}
+        values = values_of(config)
         return {name: values[name] for name in declared}
 
     def of(name: str) -> dict[str, Any]:
@@ -242,7 +242,7 @@ def _check_arm(
 @cache
 def _declared_keys() -> frozenset[str]:
     """The keys in which the arms of conf/experiment differ, but for numbers: those are set to fit a model."""
-    files, kinds = (package_data("conf") / "experiment").glob("*.yaml"), schema()
+    files, kinds = group_folder("experiment").glob("*.yaml"), schema()
     declared = {key for file in files for key in yaml.safe_load(file.read_text(encoding="utf-8"))["differs_in"]}
     return frozenset(key for key in declared if kinds[key] not in NUMBERS)
 
@@ -324,7 +324,7 @@ def _refuse_equal(jobs: list[Job]) -> None:
     """
     seen: dict[str, int] = {}
     for job in jobs:
-        values = {name: value for name, _, value in leaves(job.config) if name != "model.name"}
+        values = {name: value for name, value in values_of(job.config).items() if name != "model.name"}
         other = seen.setdefault(repr(by_content(values)), job.number)
         if other != job.number:
             raise ConfigError(

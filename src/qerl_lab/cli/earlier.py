@@ -22,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from qerl_lab import preflight
 from qerl_lab.cli.compose import Job, Plan
-from qerl_lab.config.arm import leaves, of_arm
+from qerl_lab.config.arm import of_arm, values_of
 from qerl_lab.config.message import first_line
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.redact import redact
@@ -114,7 +114,7 @@ def _is_of(run: RunDirectory, config: RunConfig, is_here: bool) -> bool:
         settings, device = run.settings(), run.device_kind()
     except (ConfigError, OSError, UnicodeDecodeError):  # damaged: no run that could go on
         return False
-    if of_arm({name: str(value) for name, _, value in leaves(config)}) != of_arm(settings):
+    if of_arm({name: str(value) for name, value in values_of(config).items()}) != of_arm(settings):
         return False
     if run.status != "done" and settings["gpus"] != str(config.gpus):  # a checkpoint is of so many processes
         return False

@@ -10,7 +10,7 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from qerl_lab.config.arm import ENGINE_KEYS, OF_SWEEPS, OF_VLLM_HERE, leaves
+from qerl_lab.config.arm import ENGINE_KEYS, OF_SWEEPS, OF_VLLM_HERE, leaves, values_of
 from qerl_lab.config.engines import VllmConfig, VllmServerConfig
 from qerl_lab.config.keys import typed
 from qerl_lab.config.option import ConfigError
@@ -18,6 +18,7 @@ from qerl_lab.config.records import QUALITY
 from qerl_lab.config.rules import largest_divisor
 from qerl_lab.config.schema import (
     DENSE_FORMAT,
+    POCKET,
     AqnAdaptiveConfig,
     AqnConfig,
     AqnSolverConfig,
@@ -26,8 +27,6 @@ from qerl_lab.config.schema import (
     TaskConfig,
 )  # fmt: skip
 from qerl_lab.disk import read_json
-
-POCKET = "pocket"  # the embedded policy, and the scale that is made for it
 
 
 class ActsWith(NamedTuple):
@@ -223,13 +222,13 @@ def check_all_act(jobs: Sequence[tuple[RunConfig, Mapping[str, str]]]) -> None:
 
 def _dead_keys(cfg: RunConfig) -> dict[str, ActsWith]:
     """Every key that does nothing in this configuration, with the reason. A file of the user's may read every key."""
-    values = {name: value for name, _, value in leaves(cfg)}
+    values = values_of(cfg)
     dead = {key: rule for rule in ACTS_WITH if not rule.acts(values[rule.decider]) for key in rule.keys}
     return {key: rule for key, rule in dead.items() if not (cfg.task.module and key.startswith("task."))}
 
 
 def _inert(key: str, text: str, rule: ActsWith, cfg: RunConfig) -> str:
-    value = {name: value for name, _, value in leaves(cfg)}[rule.decider]
+    value = values_of(cfg)[rule.decider]
     remedy = rule.arm if rule.arm and cfg.experiment != RunConfig().experiment else rule.remedy
     return (
         f"{key}={text} does nothing in a run with {rule.decider}={typed(value)}. "

@@ -14,7 +14,7 @@ from qerl_lab.cli.compose import Job, Plan
 from qerl_lab.cli.grammar import entry, key_entry
 from qerl_lab.cli.overrides import groups
 from qerl_lab.config.arm import leaves
-from qerl_lab.config.files import choices_of, package_data
+from qerl_lab.config.files import choices_of, group_folder, package_data
 from qerl_lab.config.schema import AqnConfig, RunConfig
 from qerl_lab.config.spelling import resume_word
 from qerl_lab.record.directory import RunDirectory
@@ -94,7 +94,7 @@ def describe(path: Path) -> str:
 
 
 def _options(group: str, default: str | None = None) -> list[str]:
-    folder, lines = package_data("sweeps") if group == "sweeps" else package_data("conf") / group, []
+    folder, lines = group_folder(group), list[str]()
     names = sorted(choices_of(group), key=_by_size)
     width = max(map(len, names)) + 4
     for name in names:
@@ -176,7 +176,7 @@ def sweep_table(plan: Plan) -> str:
     jobs, runs = plan.jobs, [RunDirectory(job.run_dir) for job in plan.jobs]
     found = [run.status for run in runs]
     shared, own = own_words(jobs)
-    rows = [["job", "overrides", "status", "accuracy", "entropy", "tok/s", "seconds", "run directory"]]
+    rows = [["job", "overrides", "status", "accuracy", "entropy", "tokens/s", "seconds", "run directory"]]
     for job, words, run in zip(jobs, own, runs, strict=True):
         where = _where(job, plan)
         rows.append([str(job.number), " ".join(words), run.status, *_headline(run.result()), where])

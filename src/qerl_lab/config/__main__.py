@@ -12,7 +12,7 @@ with exits.starting(__name__):
     from qerl_lab.cli.grammar import Command, main_of
     from qerl_lab.cli.manual import GROUPS, default_options, describe
     from qerl_lab.config.arm import is_of_arm, leaves
-    from qerl_lab.config.files import choices_of, package_data
+    from qerl_lab.config.files import choices_of, group_folder
     from qerl_lab.config.keys import schema, type_words, typed
     from qerl_lab.config.option import ConfigError, bounds_in_words, option
     from qerl_lab.config.schema import RunConfig
@@ -57,7 +57,7 @@ def tables() -> str:
 def _group(group: str) -> str:
     default, rows = default_options().get(group), []
     for name in choices_of(group):
-        path = (package_data("sweeps") if group == "sweeps" else package_data("conf") / group) / f"{name}.yaml"
+        path = group_folder(group) / f"{name}.yaml"
         sets = " ".join(f"`{word}`" for word in _sets(path, group))
         rows.append(
             f"| `{name}`{' (default)' if name == default else ''} | {_cell(describe(path))} | {_cell(sets)} |\n"

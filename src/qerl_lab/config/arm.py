@@ -51,6 +51,11 @@ def leaves(node: Any, prefix: str = "") -> list[tuple[str, Any, Any]]:
     return found
 
 
+def values_of(cfg: Any) -> dict[str, Any]:
+    """Every value of a configuration, by dotted name."""
+    return {name: value for name, _, value in leaves(cfg)}
+
+
 def is_of_arm(name: str) -> bool:
     """Whether two runs that differ in this dotted key are runs of two arms. Every key is, but for `NOT_OF_ARM`.
 
@@ -83,10 +88,11 @@ def by_content(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def of_run(cfg: RunConfig) -> dict[str, Any]:
     """The values that two sessions of one run must share, by dotted name: those of its arm, seed and gpus."""
-    return by_content({name: value for name, _, value in leaves(cfg) if name in ("seed", "gpus") or is_of_arm(name)})
+    shared = {name: value for name, value in values_of(cfg).items() if name in ("seed", "gpus") or is_of_arm(name)}
+    return by_content(shared)
 
 
 def config_hash(cfg: RunConfig) -> str:
     """12 hex digits that agree for two runs of one arm on one kind of device."""
-    values = of_arm({name: value for name, _, value in leaves(cfg)})
+    values = of_arm(values_of(cfg))
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]

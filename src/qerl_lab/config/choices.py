@@ -6,7 +6,7 @@ from functools import cache
 from omegaconf import OmegaConf
 
 from qerl_lab.config.arm import leaves
-from qerl_lab.config.files import choices_of, package_data
+from qerl_lab.config.files import choices_of, group_folder
 from qerl_lab.config.schema import RunConfig
 
 
@@ -35,5 +35,5 @@ def _values(group: str, choice: str | None) -> dict[str, str]:
     """All settings of a group as text, by dotted key; without a choice the schema's."""
     part = OmegaConf.structured(getattr(RunConfig(), group))
     if choice is not None:
-        part = OmegaConf.merge(part, OmegaConf.load(package_data("conf") / group / f"{choice}.yaml"))
+        part = OmegaConf.merge(part, OmegaConf.load(group_folder(group) / f"{choice}.yaml"))
     return {key: str(value) for key, _, value in leaves(OmegaConf.to_object(part), f"{group}.")}

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, get_args, get_origin, get_type_hints
 
-from qerl_lab.config.arm import leaves
+from qerl_lab.config.arm import leaves, values_of
 from qerl_lab.config.option import ConfigError, did_you_mean
 from qerl_lab.config.schema import RunConfig
 
@@ -78,7 +78,7 @@ def check_type(name: str, kind: Any, value: Any) -> None:
     """ConfigError unless `value` has the key's type; a whole number serves as a number too."""
     if has_type(value, kind):
         return
-    default = {key: value for key, _, value in leaves(RunConfig())}[name]
+    default = values_of(RunConfig())[name]
     raise ConfigError(wrong_type(name, kind, value, default))
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from qerl_lab.config.model_hash import model_hash
 from qerl_lab.config.option import ConfigError
-from qerl_lab.config.schema import LoraConfig, ModelConfig, RunConfig, TaskConfig
+from qerl_lab.config.schema import POCKET, LoraConfig, ModelConfig, RunConfig, TaskConfig
 
 WEIGHTS = "adapter_model.safetensors"
 SQLITE = "sqlite:///"
@@ -103,7 +103,7 @@ def sqlite_file(uri: str) -> Path | None:
 
 def _anchor(path: str) -> str:
     """`pocket` is the embedded policy and not a directory of that name; a hub id looks like a relative path."""
-    is_local = path.startswith(("/", ".", "~")) or (path not in ("", "pocket") and Path(path).exists())
+    is_local = path.startswith(("/", ".", "~")) or (path not in ("", POCKET) and Path(path).exists())
     return _absolute(path) if is_local else path
 
 

@@ -9,4 +9,5 @@ QUALITY = "quality.json"  # how a checkpoint was quantized, and what that cost
 EXPORT = "export.json"  # which run it was, and the origin of its base
 RECIPE = "recipe.json"  # how the embedded policy was trained
 UNPACKED = "gguf.json"  # which file was unpacked
+METHODS = ("rtn", "awq", "gptq")  # of the quantize command, as quality.json has them
 RECORDS = (WARMUP, QUALITY, EXPORT, RECIPE, UNPACKED)

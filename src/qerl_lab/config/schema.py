@@ -11,6 +11,7 @@ from qerl_lab.config.engines import VllmConfig, VllmServerConfig
 from qerl_lab.config.option import option
 from qerl_lab.config.task import TaskConfig
 
+POCKET = "pocket"  # the embedded policy, and the scale that is made for it
 DTYPES = ("auto", "float32", "bfloat16")
 ATTENTIONS = ("sdpa", "eager", "flash_attention_2")
 DENSE_FORMAT = "bf16"  # the weight format that packs nothing
@@ -23,13 +24,14 @@ CORRECTIONS = ("off", "in_ratio", "token_truncate", "token_mask", "sequence_trun
 LAUNCHERS = ("local", "slurm", "ray")
 ALGORITHMS = ("grpo", "dapo", "dr_grpo", "gspo", "cispo")
 KL_ESTIMATORS = ("k3_ratio", "k3")
+DEVICES = ("auto", "cpu", "cuda")
 
 
 @dataclass
 class ModelConfig:
-    name: str = option("pocket", "label of the policy in tables and run names")
+    name: str = option(POCKET, "label of the policy in tables and run names")
     path: str = option(
-        "pocket", "hub id, directory (dense, or packed in the run's format), FILE.gguf, or `pocket` (embedded)"
+        POCKET, "hub id, directory (dense, or packed in the run's format), FILE.gguf, or `pocket` (embedded)"
     )
     revision: str | None = option(
         None, "branch, tag or commit on the hub; null is the newest, and no hash notices a newer one: a commit pins it"
@@ -306,13 +308,13 @@ class RunConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     experiment: str = option("adhoc", "name of the arm; +experiment=NAME sets it")
     differs_in: list[str] = option([], "keys in which this arm differs from experiment=bf16, held by a test")
-    scale: str = option("pocket", "name of the scale; scale=NAME sets it")
+    scale: str = option(POCKET, "name of the scale; scale=NAME sets it")
     seed: int = option(0, "seeds data order, adapters, sampling and noise", at_least=0, at_most=2**32 - 1)
     steps: int = option(
         600, "rollouts; each is followed by updates_per_rollout x num_iterations updates", at_least=1, at_most=999_999
     )
     extended: list[int] = option([], "steps at which the finished run was extended: resume=RUN_DIR steps=N adds one")
-    device: str = option("auto", "auto takes a GPU if there is one", choices=("auto", "cpu", "cuda"))
+    device: str = option("auto", "auto takes a GPU if there is one", choices=DEVICES)
     gpus: int = option(
         1, "processes that share each step, a GPU each; with device=cpu on the CPU", at_least=1, at_most=64
     )

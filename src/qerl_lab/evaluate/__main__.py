@@ -9,6 +9,7 @@ with exits.starting(__name__):
     from qerl_lab import imports, terminal
     from qerl_lab.cli.grammar import Command, main_of
     from qerl_lab.config.option import ConfigError, option
+    from qerl_lab.config.schema import POCKET
     from qerl_lab.evaluate.options import (
         AccuracyOptions,
         CompareOptions,
@@ -21,7 +22,7 @@ with exits.starting(__name__):
 
 @dataclass
 class SigmaOptions:
-    model: str = option("pocket", "whose sampler: Hugging Face id, local directory, FILE.gguf, or `pocket`")
+    model: str = option(POCKET, "whose sampler: Hugging Face id, local directory, FILE.gguf, or `pocket`")
     sigmas: list[float] = option([0.02, 0.05, 0.1, 0.15, 0.2, 0.3], "standard deviations of the noise", above=0)
     kls: list[float] = option([], "KLs in nats per token, for each of which the sigma is found", above=0)
     relative: bool = option(False, "sigma is in units of each norm's own root mean square, as with aqn.relative")
@@ -104,17 +105,17 @@ COMMANDS: dict[str, Command[Any]] = {
         alone=True,
     ),
     "sigma": Command(
-        "python -m qerl_lab.evaluate sigma",
+        f"{LINE} sigma",
         "KL(quantized || BF16) of each format beside KL(noisy || clean) of each sigma, in nats per completion token.",
         SigmaOptions,
         sigma,
         examples=(
-            ("python -m qerl_lab.evaluate sigma model=pocket", "the embedded policy"),
+            (f"{LINE} sigma model=pocket", "the embedded policy"),
             (
-                "python -m qerl_lab.evaluate sigma model=DIR sigmas=[0.005,0.01]",
+                f"{LINE} sigma model=DIR sigmas=[0.005,0.01]",
                 "which sigma is as much noise as a format, on a model of yours",
             ),
-            ("python -m qerl_lab.evaluate sigma sigmas=[] kls=[0.003]", "the sigma whose KL is 0.003 nats"),
+            (f"{LINE} sigma sigmas=[] kls=[0.003]", "the sigma whose KL is 0.003 nats"),
         ),
         alone=True,
     ),

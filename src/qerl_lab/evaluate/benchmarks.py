@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from omegaconf import OmegaConf
 
 from qerl_lab import tasks
-from qerl_lab.config.files import package_data
+from qerl_lab.config.files import group_folder
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig, TaskConfig
 from qerl_lab.evaluate.options import AccuracyOptions, samples_of, split
@@ -61,7 +61,7 @@ def task_config(own: TaskConfig | None, name: str, path: str | None) -> TaskConf
     if own is not None and name == own.name and not own.module:
         return replace(own, path=path or own.path)
     default = TaskConfig() if own is None else TaskConfig(instruction=own.instruction)
-    written = OmegaConf.load(package_data("conf") / "task" / f"{name}.yaml")
+    written = OmegaConf.load(group_folder("task") / f"{name}.yaml")
     cfg = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(default), written))
     assert isinstance(cfg, TaskConfig)
     return replace(cfg, name=name, path=path)

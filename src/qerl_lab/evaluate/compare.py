@@ -9,6 +9,7 @@ from typing import Any
 import pandas as pd
 
 from qerl_lab.config.arm import completed, of_arm
+from qerl_lab.config.message import in_one_line
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.spelling import shell_word
 from qerl_lab.disk import read_json, replace_file
@@ -109,7 +110,7 @@ def _read(folder: Path) -> Examined:
     try:
         return Examined(folder, about, pd.read_parquet(folder / ROWS))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{folder / ROWS} cannot be read ({' '.join(str(error).split())}). Evaluate again.") from None
+        raise ConfigError(f"{folder / ROWS} cannot be read ({in_one_line(error)}). Evaluate again.") from None
 
 
 def _one_arm(found: list[Examined], given: str) -> dict[int, Examined]:

@@ -33,7 +33,7 @@ from qerl_lab.disk import make_directory, replace_file, strict_json
 from qerl_lab.evaluate import benchmarks, kl, weight_error
 from qerl_lab.evaluate.options import CALIBRATED, EntropyOptions, chosen_formats, split
 from qerl_lab.formats.format import Format
-from qerl_lab.model import loading, on_disk, policy
+from qerl_lab.model import loading, policy
 from qerl_lab.model.files import WeightFiles, local_folder, read_json
 from qerl_lab.model.linear import packable
 from qerl_lab.record.environment import environment
@@ -82,13 +82,8 @@ def run(options: EntropyOptions) -> None:
     """Measure, print, write. Raises ConfigError for a model that is packed or cannot be loaded, and ValueError where
     a method failed."""
     folder = local_folder(options.model, options.revision, key="model")
-    on_disk.check_files(folder, f"model={options.model}")
-    on_disk.check_chat_template(folder, f"model={options.model}")
-    if loading.stored_as(folder) is not None:
-        raise ConfigError(
-            f"model={options.model} is packed; allowed: the dense model, which the others are compared with. Type it, "
-            f"and checkpoints=[{options.model}]."
-        )
+    remedy = f"Type it, and checkpoints=[{options.model}]."
+    loading.refuse_packed(folder, f"model={options.model}", f"which the others are compared with. {remedy}")
     out = folder_of(options)
     make_directory(out, f"out={out}")
     device = policy.device_of(options.device)

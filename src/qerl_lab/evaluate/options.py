@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 from qerl_lab.config.files import choices_of
 from qerl_lab.config.option import ConfigError, did_you_mean, option
-from qerl_lab.config.schema import DENSE_FORMAT, ENGINES, EvalConfig
+from qerl_lab.config.records import METHODS
+from qerl_lab.config.schema import DENSE_FORMAT, DEVICES, ENGINES, POCKET, EvalConfig
 
-DEVICES = ("auto", "cpu", "cuda")
 SMALL = ("aime24", "aime25", "amc23")  # 30 or 40 questions: one sample of each says little
 SMALL_SAMPLES = 16
 
@@ -127,13 +127,12 @@ def check_compare(options: CompareOptions) -> None:
         )
 
 
-METHODS = ("rtn", "gptq", "awq")
 CALIBRATED = ("nvfp4", "mxfp4")  # formats that gptq and awq write
 
 
 @dataclass
 class EntropyOptions:
-    model: str = option("pocket", "dense model: Hugging Face id, local directory, FILE.gguf, or `pocket`")
+    model: str = option(POCKET, "dense model: Hugging Face id, local directory, FILE.gguf, or `pocket`")
     revision: str | None = option(None, "branch, tag or commit on the hub; null is the newest")
     formats: list[str] = option(["all"], "weight formats, or all")
     methods: list[str] = option(

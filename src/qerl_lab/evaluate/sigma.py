@@ -10,13 +10,12 @@ import torch
 from qerl_lab import rollout, tasks
 from qerl_lab.aqn import CLEAN, Noise
 from qerl_lab.aqn.found import solve
-from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import AqnConfig, RunConfig
 from qerl_lab.evaluate import kl, noise_kl
 from qerl_lab.formats import FORMATS
-from qerl_lab.model import on_disk, policy
+from qerl_lab.model import policy
 from qerl_lab.model.files import local_folder
-from qerl_lab.model.loading import stored_as
+from qerl_lab.model.loading import refuse_packed
 from qerl_lab.model.policy import Policy
 from qerl_lab.pocket.teacher import task_config
 from qerl_lab.rollout.engine import Sampling
@@ -32,10 +31,7 @@ def measure(model: str, sigmas: list[float], kls: list[float], relative: bool) -
         relative: the sigmas are `aqn.Noise`'s with this flag.
     """
     folder = local_folder(model, None, key="model")
-    on_disk.check_files(folder, f"model={model}")
-    on_disk.check_chat_template(folder, f"model={model}")
-    if stored_as(folder) is not None:
-        raise ConfigError(f"model={model} is packed; allowed: the dense model, against which the KL is measured.")
+    refuse_packed(folder, f"model={model}", "against which the KL is measured. Type its path.")
     device = policy.device_of("auto")
     base, pairs = sampled_pairs(model, device)
     texts = noise_kl.texts(base, pairs, 1.0, len(pairs))

@@ -5,7 +5,7 @@ from typing import Any
 
 import yaml
 
-from qerl_lab.config.schema import DENSE_FORMAT, RunConfig
+from qerl_lab.config.schema import DENSE_FORMAT, POCKET, RunConfig
 from qerl_lab.config.task import part_of
 from qerl_lab.export.options import ExportConfig
 from qerl_lab.model import gguf, on_disk
@@ -87,7 +87,7 @@ def _base_in_words(trained: RunConfig) -> str:
     path, name = trained.model.path, trained.format.name
     revision = f" at revision {trained.model.revision}" if trained.model.revision else ""
     in_format = "" if name == DENSE_FORMAT else f" in {name}"
-    if gguf.is_gguf(path) or path == "pocket":
+    if gguf.is_gguf(path) or path == POCKET:
         return f"the weights of `{path}`{in_format}, dense; an export with base=true holds them."
     if name == DENSE_FORMAT or stored_as(local_folder(path, trained.model.revision)) is not None:
         return f"`{path}`{revision}."

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from qerl_lab.config.option import ConfigError, option
+from qerl_lab.config.out import Writes, check_free
 from qerl_lab.config.paths import WEIGHTS
 from qerl_lab.config.records import EXPORT
 from qerl_lab.config.spelling import resume_word
@@ -11,7 +12,7 @@ from qerl_lab.record.directory import RunDirectory
 
 
 @dataclass
-class ExportConfig:
+class ExportConfig(Writes):
     run: str = option("", "directory of a finished run; required")
     out: str = option("", "directory to write; required")
     merged: bool = option(False, "write a whole model, base and adapter in one; else the adapter alone")
@@ -21,11 +22,6 @@ class ExportConfig:
         choices=("bfloat16", "float32"),
     )  # fmt: skip
     overwrite: bool = option(False, "replace what is at `out`")
-
-    @property
-    def folder(self) -> Path:
-        """`out` as an absolute path."""
-        return Path(self.out).expanduser().absolute()
 
     @property
     def directory(self) -> RunDirectory:
@@ -47,11 +43,4 @@ def check(cfg: ExportConfig) -> None:
         raise ConfigError("base=true is for the adapter alone, and merged=true holds the base. Leave base out.")
     if cfg.dtype != ExportConfig().dtype and not (cfg.merged or cfg.base):
         raise ConfigError(f"dtype={cfg.dtype} is of dense weights, and the adapter alone has none. Type merged=true.")
-    if not cfg.folder.exists():
-        return
-    if not cfg.overwrite:
-        raise ConfigError(f"out={cfg.out} exists. Type another out, or overwrite=true to replace it.")
-    if not (cfg.folder / EXPORT).is_file():
-        raise ConfigError(
-            f"out={cfg.out} was not made by this command, so overwrite=true does not remove it. Type another out."
-        )
+    check_free(cfg, cfg.overwrite, lambda folder: (folder / EXPORT).is_file())

@@ -12,7 +12,7 @@ from huggingface_hub import save_torch_state_dict
 from qerl_lab import terminal
 from qerl_lab.config.paths import WEIGHTS, sha256
 from qerl_lab.config.records import EXPORT
-from qerl_lab.config.schema import DENSE_FORMAT, RunConfig
+from qerl_lab.config.schema import DENSE_FORMAT, POCKET, RunConfig
 from qerl_lab.disk import replace_file
 from qerl_lab.export.card import card
 from qerl_lab.export.options import ExportConfig
@@ -48,7 +48,7 @@ def run(cfg: ExportConfig) -> None:
             (out / "base").mkdir()
             write_dense(trained, record.adapter, base, out / "base", cfg.dtype, merged=False)
         (out / "README.md").write_text(card(cfg, trained, record), encoding="utf-8")
-        shutil.copyfile(record.path / "resolved.yaml", out / "run.yaml")
+        (out / "run.yaml").write_text(record.text(), encoding="utf-8")
         about = {"options": asdict(cfg), "run": str(record.path), "began_from": _origin(trained, base)}
         _write_record(out, about | {"result": record.result(), "environment": record.environment()})
         unfinished.finish()
@@ -64,9 +64,7 @@ def run(cfg: ExportConfig) -> None:
 
 def is_plain(trained: RunConfig) -> bool:
     """Whether transformers makes the run's base of model.path alone: dense, and neither GGUF nor embedded."""
-    return (
-        trained.format.name == DENSE_FORMAT and trained.model.path != "pocket" and not gguf.is_gguf(trained.model.path)
-    )
+    return trained.format.name == DENSE_FORMAT and trained.model.path != POCKET and not gguf.is_gguf(trained.model.path)
 
 
 def write_adapter(trained: RunConfig, adapter: Path, out: Path, base: str) -> None:

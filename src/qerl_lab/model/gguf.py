@@ -21,7 +21,7 @@ from qerl_lab.config.message import first_line
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.paths import sha256
 from qerl_lab.config.records import UNPACKED
-from qerl_lab.disk import lock
+from qerl_lab.disk import cache_folder, lock
 from qerl_lab.model.tokenizer import save
 
 if TYPE_CHECKING:
@@ -66,16 +66,11 @@ def existing(path: str, key: str) -> Path:
     raise ConfigError(f"{key}={path} is no file; allowed: a GGUF file, a directory or a hub id. {remedy}")
 
 
-def store() -> Path:
-    """Folder of the unpacked files, beside the hub's downloads."""
-    return Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser() / "qerl-lab"
-
-
 def folder_of(file: Path) -> Path:
     """The directory that `file` is or will be unpacked to; another one after the file has changed."""
     status, place = file.stat(), file.resolve()
     key = f"{LAYOUT} {place} {status.st_size} {status.st_mtime_ns}"
-    return store() / f"{file.name.removesuffix(SUFFIX)}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
+    return cache_folder() / f"{file.name.removesuffix(SUFFIX)}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
 
 
 def header(file: Path) -> Header:
@@ -112,8 +107,8 @@ def unpack(file: Path) -> Path:
     if folder.is_dir():
         return folder
     found = header(file)
-    store().mkdir(parents=True, exist_ok=True)
-    held = os.open(store(), os.O_RDONLY)
+    cache_folder().mkdir(parents=True, exist_ok=True)
+    held = os.open(cache_folder(), os.O_RDONLY)
     try:
         alone = lock(held, wait=True)  # ranks, and jobs of a sweep: the first unpacks, the others wait
         if not folder.is_dir():

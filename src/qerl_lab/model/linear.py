@@ -224,30 +224,8 @@ def dtypes_as_they_are(x: Tensor) -> AbstractContextManager[Any]:
     return torch.autocast(x.device.type, enabled=False) if on else nullcontext()
 
 
-def pack_model(
-    model: nn.Module,
-    weight_format: Format,
-    *,
-    ignore: Iterable[str] = ("lm_head",),
-    dense_cache: bool = False,
-) -> None:
-    """Freeze the Linears of a transformers causal LM in a format, in place.
-
-    Each is packed from the dtype of its weight and computes in it; under BF16 it stays an `nn.Linear`, rounded.
-    Left alone: a layer that `ignore` names (see `on_disk.is_ignored`), and one that shares its weight with an
-    embedding. The parts of a fused layer are packed together (NVFP4: one global scale). The dense weights of one layer
-    are dropped before the next is packed. Raises ValueError, naming the module, for a weight that the format cannot
-    hold; the layers before it are packed by then. Raises it too for a model that has adapters or is packed already.
-    """
-    if getattr(model, "peft_config", None) is not None:
-        raise ValueError("the model has adapters, whose matrices would be packed too: pack first, then add LoRA")
-    for group in fused_groups(packable(model, ignore)):
-        weights: dict[str, Tensor] = {name: model.get_parameter(f"{name}.weight") for name in group}
-        pack_group(model, weights, weight_format, dense_cache)
-
-
 def packable(model: nn.Module, ignore: Iterable[str]) -> list[str]:
-    """List the Linears that `pack_model` packs; also of one on the meta device. Raises ValueError for a packed one."""
+    """List the Linears that a format packs; also of one on the meta device. Raises ValueError for a packed one."""
     ignore = tuple(ignore)
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     names = []

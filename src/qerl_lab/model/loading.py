@@ -16,9 +16,11 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from qerl_lab.config.keys import typed
+from qerl_lab.config.option import ConfigError
 from qerl_lab.config.records import QUALITY
 from qerl_lab.formats import FORMATS, recognize
 from qerl_lab.formats.format import STORED_DTYPES, Format, PackedAs
+from qerl_lab.model import on_disk
 from qerl_lab.model.files import read_json
 from qerl_lab.model.linear import PackedLinear, fused_groups, pack_group, packable
 
@@ -59,6 +61,17 @@ def stored_as(folder: Path) -> PackedAs | None:
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
     return packed_as._replace(weight_format=_with_rounding(folder, packed_as.weight_format))
+
+
+def refuse_packed(folder: Path, said: str, why: str) -> None:
+    """Raise ConfigError, which begins with `said`, unless `folder` holds a dense model that can be asked questions.
+
+    `why` says what the dense model is for, and what to type.
+    """
+    on_disk.check_files(folder, said)
+    on_disk.check_chat_template(folder, said)
+    if stored_as(folder) is not None:
+        raise ConfigError(f"{said} is packed; allowed: the dense model, {why}")
 
 
 def _with_rounding(folder: Path, weight_format: Format) -> Format:

@@ -17,11 +17,11 @@ from qerl_lab.config.files import choices_of
 from qerl_lab.config.model_hash import TOKENIZERS, header, model_hash
 from qerl_lab.config.option import ConfigError, did_you_mean
 from qerl_lab.config.records import QUALITY
-from qerl_lab.config.schema import DENSE_FORMAT, RunConfig
+from qerl_lab.config.schema import DENSE_FORMAT, POCKET, RunConfig
 from qerl_lab.config.spelling import listed, shell_word
 from qerl_lab.model import gguf
 
-POCKET = Path(__file__).parents[1] / "pocket" / "assets"
+ASSETS = Path(__file__).parents[1] / "pocket" / "assets"
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 HEAD = "lm_head"  # a module of every causal LM, and in no file where it is tied to the embedding
 # In 4 bits the files hold two values a byte, as U8.
@@ -44,8 +44,8 @@ def local(path: str, key: str = "model.path") -> Path | None:
 
     Raises ConfigError for what can be none of these.
     """
-    if path == "pocket":
-        return POCKET
+    if path == POCKET:
+        return ASSETS
     folder = Path(path).expanduser()
     if gguf.is_gguf(path) and not folder.is_dir():
         unpacked = gguf.folder_of(gguf.existing(path, key))

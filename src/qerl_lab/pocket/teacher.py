@@ -7,7 +7,6 @@ and the SHA-256 of every file.
 """
 
 import json
-import math
 import random
 import time
 from collections.abc import Iterator
@@ -20,12 +19,13 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from qerl_lab import tasks
-from qerl_lab.config.files import package_data
+from qerl_lab.config.files import group_folder
 from qerl_lab.config.paths import sha256
 from qerl_lab.config.records import RECIPE
 from qerl_lab.config.rules import from_dict
 from qerl_lab.config.schema import TaskConfig
 from qerl_lab.pocket.recipe import Recipe
+from qerl_lab.solutions import Example, batch, learning_rate
 from qerl_lab.tasks import Task, arithmetic
 
 # Tags of the answer format are tokens of their own, and not "special": decoding must keep them.
@@ -79,32 +79,13 @@ def make_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCa
 
 def batch_of(task: Task, tokenizer: PreTrainedTokenizerFast, pairs: list[tuple[str, str]]) -> dict[str, Tensor]:
     """Right-padded token batch with labels on the solution and its end token only."""
-    rows = []
+    examples = []
     for text, solution in pairs:
         messages = task.messages(tasks.Question("", text, ""))
         prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        rows.append((tokenizer(prompt)["input_ids"], tokenizer(solution + "<|im_end|>")["input_ids"]))
-    lengths = torch.tensor([len(prompt) + len(solution) for prompt, solution in rows])
-    longest = int(lengths.max())
-    ids = torch.full((len(rows), longest), tokenizer.pad_token_id)
-    labels = torch.full((len(rows), longest), -100)
-    for row, (prompt, solution) in enumerate(rows):
-        end = len(prompt) + len(solution)
-        ids[row, :end] = torch.tensor(prompt + solution)
-        labels[row, len(prompt) : end] = torch.tensor(solution)
-    return {
-        "input_ids": ids,
-        "labels": labels,
-        "attention_mask": (torch.arange(longest) < lengths[:, None]).long(),
-    }
-
-
-def learning_rate(recipe: Recipe, update: int) -> float:
-    """Linear warm-up, then a cosine to a tenth of the peak."""
-    if update < recipe.warmup_updates:
-        return recipe.learning_rate * (update + 1) / recipe.warmup_updates
-    share = (update - recipe.warmup_updates) / max(1, recipe.updates - recipe.warmup_updates)
-    return recipe.learning_rate * (0.1 + 0.45 * (1 + math.cos(math.pi * share)))
+        learned = tokenizer(solution + "<|im_end|>")["input_ids"]
+        examples.append(Example(tokenizer(prompt)["input_ids"], learned))
+    return batch(examples, tokenizer.pad_token_id)
 
 
 def pretrain(recipe: Recipe, cfg: TaskConfig) -> tuple[Qwen2ForCausalLM, PreTrainedTokenizerFast]:
@@ -121,7 +102,7 @@ def pretrain(recipe: Recipe, cfg: TaskConfig) -> tuple[Qwen2ForCausalLM, PreTrai
     started = time.perf_counter()
     for update in range(recipe.updates):
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(recipe, update)
+            group["lr"] = learning_rate(recipe.learning_rate, recipe.warmup_updates, update, recipe.updates)
         loss = model(**batch_of(task, tokenizer, [next(source) for _ in range(recipe.batch_size)])).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -151,5 +132,5 @@ def task_config() -> TaskConfig:
     """`task=arithmetic` as its YAML option has it, instruction included."""
     from omegaconf import OmegaConf
 
-    option = OmegaConf.load(package_data("conf") / "task" / "arithmetic.yaml")
+    option = OmegaConf.load(group_folder("task") / "arithmetic.yaml")
     return from_dict({"task": OmegaConf.to_container(option)}).task

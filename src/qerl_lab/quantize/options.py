@@ -7,12 +7,13 @@ from typing import Any
 from qerl_lab.config.files import choices_of
 from qerl_lab.config.keys import typed
 from qerl_lab.config.option import ConfigError, did_you_mean, option
+from qerl_lab.config.out import Writes, check_apart, check_free
+from qerl_lab.config.records import METHODS
 from qerl_lab.config.rules import check_patterns
-from qerl_lab.config.schema import DENSE_FORMAT, FormatConfig, ModelConfig
+from qerl_lab.config.schema import DENSE_FORMAT, DEVICES, POCKET, FormatConfig, ModelConfig
 from qerl_lab.config.spelling import shell_word
 from qerl_lab.model import on_disk
 
-METHODS = ("rtn", "awq", "gptq")
 CALIBRATION = ("dataset", "samples", "tokens", "seed")  # what awq and gptq read
 # What llmcompressor writes: presets of compressed-tensors that leave activations alone.
 SCHEMES = {"nvfp4": "NVFP4A16", "mxfp4": "MXFP4A16"}
@@ -27,7 +28,7 @@ def same_as(schema: type, name: str) -> Any:
 
 
 @dataclass
-class QuantizeConfig:
+class QuantizeConfig(Writes):
     model: str = option("", "what to quantize: Hugging Face id, local directory, FILE.gguf, or `pocket`; required")
     revision: str | None = same_as(ModelConfig, "revision")
     format: str = option(FormatConfig().name, "weight format of the checkpoint: nvfp4, mxfp4 or nf4")
@@ -41,7 +42,7 @@ class QuantizeConfig:
     double_quant: bool = same_as(FormatConfig, "double_quant")
     scale_rule: str = same_as(FormatConfig, "scale_rule")
     exponent_rule: str = same_as(FormatConfig, "exponent_rule")
-    device: str = option("auto", "where it computes: auto takes a GPU if there is one", choices=("auto", "cpu", "cuda"))
+    device: str = option("auto", "where it computes: auto takes a GPU if there is one", choices=DEVICES)
     shard_gb: float = option(2.0, "largest file of weights in GB, and so the memory that one takes", above=0)
     dataset: str = option(
         "open-thoughts/OpenThoughts-114k",
@@ -58,11 +59,6 @@ class QuantizeConfig:
     text: str | None = option(None, "UTF-8 file for KL and entropy; null: 16 word problems with worked solutions")
     overwrite: bool = option(False, "replace what is at `out`, and an unfinished directory of another command")
 
-    @property
-    def folder(self) -> Path:
-        """`out` as an absolute path."""
-        return Path(self.out).expanduser().absolute()
-
     def format_config(self) -> FormatConfig:
         """Return the group `format` of a run that trains on the checkpoint."""
         shared = {f.name: getattr(self, f.name) for f in fields(FormatConfig) if hasattr(self, f.name)}
@@ -73,7 +69,7 @@ def check(cfg: QuantizeConfig) -> None:
     """Raise ConfigError at the first combination that cannot run. Looks at local paths, loads nothing."""
     for rule in (
         _model_readable, _quantizing_format, _method_fits_format, _options_act,
-        _calibration_acts, _revision_acts, _text_readable, _out_is_apart,
+        _calibration_acts, _revision_acts, _text_readable, _out_is_free,
     ):  # fmt: skip
         rule(cfg)
     check_patterns("ignore", cfg.ignore)
@@ -133,7 +129,7 @@ def _calibration_acts(cfg: QuantizeConfig) -> None:
 
 
 def _revision_acts(cfg: QuantizeConfig) -> None:
-    if cfg.revision is not None and (cfg.model == "pocket" or Path(cfg.model).expanduser().exists()):
+    if cfg.revision is not None and (cfg.model == POCKET or Path(cfg.model).expanduser().exists()):
         raise ConfigError(
             f"revision={cfg.revision} is of a model on the hub, and model={cfg.model} is here. Leave revision out."
         )
@@ -157,16 +153,11 @@ def _text_readable(cfg: QuantizeConfig) -> None:
         raise ConfigError(f"text={cfg.text} is empty. {remedy}")
 
 
-def _out_is_apart(cfg: QuantizeConfig) -> None:
-    source, out = Path(cfg.model).expanduser().resolve(), cfg.folder.resolve()
-    if source.is_dir() and (source.is_relative_to(out) or out.is_relative_to(source)):
-        raise ConfigError(f"out={cfg.out} and model={cfg.model} lie within each other. Type an out beside the model.")
-    if not out.exists():
-        return
-    if not cfg.overwrite:
-        raise ConfigError(f"out={cfg.out} exists. Type another out, or overwrite=true to replace it.")
-    config = out / "config.json"
-    if not config.is_file() or '"quantization_config"' not in config.read_text(encoding="utf-8"):
-        raise ConfigError(
-            f"out={cfg.out} is no quantized checkpoint, so overwrite=true does not remove it. Type another out."
-        )
+def _out_is_free(cfg: QuantizeConfig) -> None:
+    check_apart(cfg, cfg.model)
+    check_free(cfg, cfg.overwrite, _is_quantized, "is no quantized checkpoint")
+
+
+def _is_quantized(folder: Path) -> bool:
+    config = folder / "config.json"
+    return config.is_file() and '"quantization_config"' in config.read_text(encoding="utf-8")

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from qerl_lab.config.message import in_one_line
 from qerl_lab.config.option import ConfigError
 from qerl_lab.disk import replace_file
 
@@ -24,8 +25,9 @@ def read_evaluations(run_dir: Path) -> "dict[str, pd.DataFrame]":
             rows = pd.read_parquet(file)
         return {str(phase): part.drop(columns="phase") for phase, part in rows.groupby("phase", sort=False)}
     except (OSError, ValueError, KeyError) as error:  # pyarrow's are ValueErrors
-        why = " ".join(str(error).split())
-        raise ConfigError(f"{path} is damaged ({why}). Move it away; a resumed run asks the questions again.") from None
+        raise ConfigError(
+            f"{path} is damaged ({in_one_line(error)}). Move it away; a resumed run asks the questions again."
+        ) from None
 
 
 def write_evaluations(run_dir: Path, phases: "dict[str, pd.DataFrame]") -> None:

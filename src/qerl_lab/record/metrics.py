@@ -30,6 +30,7 @@ class Metric:
 
 
 PART = "reward/<part>"
+PHASES = ("rollout", "reward", "sync", "probe", "train")  # the seconds/* that add up to step/seconds
 METRICS: dict[str, Metric] = {
     "reward/mean": Metric("reward", "mean reward of the step's completions, all parts added"),
     "reward/std": Metric("reward", "standard deviation of the reward over the step's completions"),

@@ -10,6 +10,7 @@ import yaml
 
 from qerl_lab.config.arm import ADDED, OF_SWEEPS, completed, leaves
 from qerl_lab.config.keys import check_types
+from qerl_lab.config.message import in_one_line
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.rules import from_dict
 from qerl_lab.config.schema import RunConfig
@@ -62,7 +63,7 @@ def _values(run_dir: Path) -> dict[str, Any]:
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())}. {_REPLACE}") from None
+        raise ConfigError(f"{path} cannot be read: {in_one_line(error)}. {_REPLACE}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path} holds no configuration; the run was stopped before it began. Start a new run.")
     return values

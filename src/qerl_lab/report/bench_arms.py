@@ -10,6 +10,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from qerl_lab.record.metrics import PHASES
 from qerl_lab.report.bench import COLORS, Result, dress, gpu_of
 from qerl_lab.report.curves import png
 from qerl_lab.report.paper import STEP_NEW, STEP_SECONDS, ratio_by_rank
@@ -21,7 +22,6 @@ SETTINGS = (
     "cuda_graphs", "dtype", "model_runner",
 )  # fmt: skip
 CLOCKS_APART = 0.03
-PHASES = ("rollout", "reward", "sync", "probe", "train")
 KERNELS = 12  # of a token that the table names
 VISIBLE = 0.002  # of the longest bar: shorter parts would be in the legend and nowhere else
 

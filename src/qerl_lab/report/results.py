@@ -17,6 +17,7 @@ from typing import Any
 
 import pandas as pd
 
+from qerl_lab.config.message import in_one_line
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.spelling import shell_word
 from qerl_lab.disk import replace_file
@@ -90,9 +91,8 @@ def read_frames(folder: Path) -> Frames:
         try:
             found.append(pd.read_parquet(folder / name))
         except (OSError, ValueError) as error:  # pyarrow's are ValueErrors
-            why = " ".join(str(error).split())
             raise ConfigError(
-                f"{folder / name} cannot be read ({why}). Make it again: python -m qerl_lab.report RUNS "
+                f"{folder / name} cannot be read ({in_one_line(error)}). Make it again: python -m qerl_lab.report RUNS "
                 f"{shell_word('out', folder)}."
             ) from None
     return Frames(*found)

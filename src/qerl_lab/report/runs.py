@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
+from qerl_lab.config.message import in_one_line
 from qerl_lab.config.option import ConfigError
 from qerl_lab.record.directory import RunDirectory, is_run
 from qerl_lab.record.metrics import MetricsLine
@@ -189,10 +190,16 @@ def record_of(
     steps = kept(steps)
     accuracy = {}
     if phases:
-        before, after = (phases[phase].set_index("id")["accuracy"] for phase in ("before", "after"))
+        before, after = _accuracies(phases)
         after = after.reindex(before.index)
         accuracy = {"before": before, "after": after, "gain": after - before}
     return Record(run, _headline(steps.astype("float64"), phases, seconds), accuracy, steps, origin)
+
+
+def _accuracies(phases: Mapping[str, pd.DataFrame]) -> tuple[pd.Series, pd.Series]:
+    """Accuracy by question, before and after training."""
+    before, after = (phases[phase].set_index("id")["accuracy"] for phase in ("before", "after"))
+    return before, after
 
 
 def _origin(sessions: Sequence[Mapping[str, Any]], settings: Mapping[str, str]) -> Origin:
@@ -267,7 +274,7 @@ def damage(error: Exception) -> str:
     """Say what one of `DAMAGE` says of a run."""
     if isinstance(error, KeyError):
         return f"damaged (it lacks {error}; another version of the lab wrote it)"
-    return f"damaged ({' '.join(str(error).split())})"
+    return f"damaged ({in_one_line(error)})"
 
 
 def check_steps(found: Collection[int], steps: int, where: str) -> None:
@@ -348,7 +355,7 @@ def gain_metrics(run: RunDirectory) -> dict[str, float]:
 def _gain(phases: Mapping[str, pd.DataFrame]) -> dict[str, Any]:
     if not {"before", "after"} <= set(phases):
         return {}
-    before, after = (phases[phase].set_index("id")["accuracy"] for phase in ("before", "after"))
+    before, after = _accuracies(phases)
     mean, low, high = paired_interval(before, after)
     return {
         "questions": len(after),

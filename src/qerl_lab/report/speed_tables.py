@@ -18,7 +18,7 @@ from qerl_lab.report.numbers import number
 from qerl_lab.report.table import NONE, Rows, Table, filled, unlike
 from qerl_lab.terminal import near
 
-GB = GIB / 1e9  # of a GiB
+GB_PER_GIB = GIB / 1e9
 FORMATS = {"bf16": "BF16", "nf4": "NF4", "nvfp4": "NVFP4"}  # the paper's name of each that it timed
 MODELS = {f"qwen2.5-{size}b": f"Qwen2.5-{size}B-Instruct" for size in (3, 7, 14, 32)}  # the paper's name of each
 PRINTED_RANK = 16  # Tables 5 to 8 do not say it; their numbers are those of Table 9 at this rank
@@ -293,8 +293,8 @@ def _of_arms(result: Result) -> list[Size]:
         arm = f"{row['arm']}, rank {row['rank']}" if len(ranks) > 1 else row["arm"]
         size, peak = row.get(name), row.get("peak_gib")
         earlier = found.get((row["arm"], row["rank"]))
-        most = max((value for value in (peak and peak * GB, earlier and earlier[4]) if value), default=None)
-        found[row["arm"], row["rank"]] = (arm, row["format"], row["baseline"], size and size * GB, most)
+        most = max((value for value in (peak and peak * GB_PER_GIB, earlier and earlier[4]) if value), default=None)
+        found[row["arm"], row["rank"]] = (arm, row["format"], row["baseline"], size and size * GB_PER_GIB, most)
     return list(found.values())
 
 

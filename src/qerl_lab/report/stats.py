@@ -169,7 +169,7 @@ def fewest_seeds(decide: Callable[[int], bool], least: int) -> int | None:
     return numbers[index] if index < len(numbers) else None
 
 
-def share_interval(values_Q: np.ndarray, samples: int, level: float = 0.95) -> Interval:
+def share_interval(values_Q: np.ndarray, samples: int) -> Interval:
     """The mean of shares in [0, 1], one a question and each of `samples` draws, where questions are draws too.
 
     Wilson's score interval (1927) at the effective number of draws: m (1 - m) over the squared standard error of the
@@ -188,7 +188,7 @@ def share_interval(values_Q: np.ndarray, samples: int, level: float = 0.95) -> I
     most, spread = len(values) * samples, mean * (1 - mean)
     draws = most if error_square * most <= spread else spread / error_square
     draws = draws if spread > 0 else len(values)  # all right or all wrong: draws of one question may be one draw again
-    z = stats.norm.ppf(0.5 + level / 2)
+    z = stats.norm.ppf(0.975)
     center = (mean + z**2 / (2 * draws)) / (1 + z**2 / draws)
     half = z / (1 + z**2 / draws) * np.sqrt(spread / draws + z**2 / (4 * draws**2))
     return float(mean), max(0.0, float(center - half)), min(1.0, float(center + half))

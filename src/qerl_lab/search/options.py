@@ -3,12 +3,12 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 
 from qerl_lab.cli.grammar import parse
 from qerl_lab.cli.overrides import spell
 from qerl_lab.config.keys import NUMBERS, check_key, schema
 from qerl_lab.config.option import ConfigError, option
+from qerl_lab.config.out import Writes
 
 FIRST_SEED = 100  # seeds below are of the sweeps that report
 OBJECTIVES = ("reward", "accuracy")
@@ -17,7 +17,7 @@ OF_SEARCH = ("seed", "-m", "--multirun", "hydra.sweep.dir", "rerun", "dry_run", 
 
 
 @dataclass
-class SearchConfig:
+class SearchConfig(Writes):
     out: str = option("", "directory of the search: its study, and a sweep for each trial; required")
     objective: str = option(
         "reward", "mean reward of all steps, without evaluation; or accuracy after training, on the held-out questions",
@@ -28,11 +28,6 @@ class SearchConfig:
     sampler_seed: int = option(
         0, "of the search: a proposal follows from it, its number and the trials before", at_least=0, at_most=2**31
     )
-
-    @property
-    def folder(self) -> Path:
-        """`out` as an absolute path."""
-        return Path(self.out).expanduser().absolute()
 
 
 @dataclass(frozen=True)

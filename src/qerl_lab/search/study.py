@@ -132,7 +132,7 @@ def _directory(trial: FrozenTrial, cfg: SearchConfig) -> Path:
 
 
 def _runs(directory: Path) -> list[RunDirectory]:
-    return [RunDirectory(path.parent) for path in sorted(directory.glob("*/resolved.yaml"))]
+    return [run for path in sorted(directory.glob("*")) if (run := RunDirectory(path)).is_claimed]
 
 
 def _worth(directory: Path, objective: str) -> float:

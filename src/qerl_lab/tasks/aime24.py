@@ -19,14 +19,15 @@ SOURCE = Source(
 
 def heldout(cfg: TaskConfig) -> list[Question]:
     """All 30 problems."""
-    return read(cfg, SOURCE, True, _question)
+    return read(cfg, SOURCE, True, question)
 
 
-def _question(id: str, row: Row) -> Question:
-    return Question(id, row.text("question"), whole_number(row))
+def question(id: str, row: Row) -> Question:
+    """A problem of AIME, of any year."""
+    return Question(id, row.text("question"), _whole_number(row))
 
 
-def whole_number(row: Row) -> str:
+def _whole_number(row: Row) -> str:
     """The answer, from 0 to 999. Raises BadRow."""
     gold = row.number_or_text("answer")
     if re.fullmatch(r"[0-9]{1,3}", gold) is None:

@@ -5,8 +5,8 @@ Columns `problem`, `answer` and `id`.
 
 from qerl_lab.config.schema import TaskConfig
 from qerl_lab.tasks import Question
-from qerl_lab.tasks.aime24 import whole_number
-from qerl_lab.tasks.data import Row, Source, read
+from qerl_lab.tasks.aime24 import question
+from qerl_lab.tasks.data import Source, read
 from qerl_lab.tasks.grading import grade_math as grade
 
 __all__ = ["SOURCE", "grade", "heldout"]
@@ -16,8 +16,4 @@ SOURCE = Source("math-ai/aime25", "default", None, "test", {"question": "problem
 
 def heldout(cfg: TaskConfig) -> list[Question]:
     """All 30 problems."""
-    return read(cfg, SOURCE, True, _question)
-
-
-def _question(id: str, row: Row) -> Question:
-    return Question(id, row.text("question"), whole_number(row))
+    return read(cfg, SOURCE, True, question)

@@ -174,7 +174,7 @@ def give_back(worker: Worker) -> None:
 
 
 def end_all() -> None:
-    """End the idle workers; a later call starts new ones."""
+    """For tests: end the idle workers. A later call starts new ones."""
     with _lock:
         workers = [worker for idle in _idle.values() for worker in idle]
         _idle.clear()

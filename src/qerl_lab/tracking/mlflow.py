@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import quote
 
-from qerl_lab.config.arm import config_hash, leaves
+from qerl_lab.config.arm import config_hash, values_of
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.paths import sqlite_file
 from qerl_lab.config.redact import HIDDEN, url_without_secrets
@@ -81,7 +81,7 @@ def _point(value: float, milliseconds: int) -> Point:
 def params(cfg: RunConfig) -> dict[str, str]:
     """Dotted names and values of the configuration, without what concerns one command or one place."""
     skip = ("tracking.uri", "resume", "dry_run", "run_dir")  # long values are whole in resolved.yaml
-    return {name: str(value)[:PARAM_CHARS] for name, _, value in leaves(cfg) if name not in skip}
+    return {name: str(value)[:PARAM_CHARS] for name, value in values_of(cfg).items() if name not in skip}
 
 
 def tags(cfg: RunConfig, directory: RunDirectory, key: str) -> dict[str, str]:

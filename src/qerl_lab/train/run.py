@@ -4,7 +4,7 @@ A directory that already holds checkpoints is continued from the newest sound on
 """
 
 import time
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -257,16 +257,15 @@ def train(session: Session, record: Record | None) -> None:
             trainer.control.should_save = trainer.control.should_training_stop = True
 
     trainer.after_step = after_step
-    if record:
-        bar = terminal.Progress(cfg.steps, session.done)
-        trainer.on_step = keeper(session, record.tracker, bar, trainer)
-        trainer.before_save = lambda: identity(session, record.tracker)
-    if saved:
-        policy.load_adapter(learner.model, saved.path)  # not before: the trainer may keep the first one for its KL
-        ask_subset(session, record, session.done)
-    trainer.train(resume_from_checkpoint=str(saved.path) if saved else None)
-    if record:
-        bar.close()
+    with ExitStack() as shown:
+        if record:
+            bar = shown.enter_context(terminal.Progress(cfg.steps, session.done))
+            trainer.on_step = keeper(session, record.tracker, bar, trainer)
+            trainer.before_save = lambda: identity(session, record.tracker)
+        if saved:
+            policy.load_adapter(learner.model, saved.path)  # not before: the trainer may keep the first one for its KL
+            ask_subset(session, record, session.done)
+        trainer.train(resume_from_checkpoint=str(saved.path) if saved else None)
 
 
 def keeper(session: Session, tracker: Tracker, bar: terminal.Progress, trainer: LabTrainer) -> OnStep:

@@ -1,28 +1,14 @@
-"""Worked solutions as tokens, their seeded order, and batches whose loss counts the solution alone."""
+"""Worked solutions as tokens, and their seeded order."""
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from qerl_lab.config.option import ConfigError
 from qerl_lab.model.policy import prompt_ids
+from qerl_lab.solutions import Example
 from qerl_lab.tasks import Task
-
-IGNORED = -100  # the label of a token that is not learned, as torch's cross entropy has it
-
-
-class Example(NamedTuple):
-    """`prompt` is the question as the chat of a run asks it; `solution` ends with the end token."""
-
-    prompt: list[int]
-    solution: list[int]
-
-    @property
-    def length(self) -> int:
-        return len(self.prompt) + len(self.solution)
 
 
 def tokenized(task: Task, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> tuple[list[Example], int]:
@@ -48,16 +34,3 @@ def order(count: int, seed: int) -> Iterator[int]:
     generator = torch.Generator().manual_seed(seed)
     while True:
         yield from torch.randperm(count, generator=generator).tolist()
-
-
-def batch(examples: Sequence[Example], pad: int) -> dict[str, Tensor]:
-    """Ids, mask and labels [examples, longest], padded on the right; `labels` have the tokens of solutions alone."""
-    longest = max(example.length for example in examples)
-    ids = torch.full((len(examples), longest), pad)
-    labels = torch.full((len(examples), longest), IGNORED)
-    for row, (prompt, solution) in enumerate(examples):
-        end = len(prompt) + len(solution)
-        ids[row, :end] = torch.tensor(prompt + solution)
-        labels[row, len(prompt) : end] = torch.tensor(solution)
-    lengths = torch.tensor([example.length for example in examples])
-    return {"input_ids": ids, "attention_mask": (torch.arange(longest) < lengths[:, None]).long(), "labels": labels}

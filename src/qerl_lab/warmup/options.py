@@ -1,22 +1,22 @@
 """The typed options of `python -m qerl_lab.warmup`, and the rules that span them. Imports no torch."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from qerl_lab.config.files import choices_of, package_data
+from qerl_lab.config.files import choices_of, group_folder
 from qerl_lab.config.option import ConfigError, did_you_mean, option
+from qerl_lab.config.out import Writes, check_apart, check_free
 from qerl_lab.config.records import WARMUP
 from qerl_lab.config.rules import from_dict
-from qerl_lab.config.schema import TaskConfig
+from qerl_lab.config.schema import DEVICES, TaskConfig
 from qerl_lab.model import on_disk
 from qerl_lab.tasks import with_solutions
 from qerl_lab.tasks.data import is_local
 
 
 @dataclass
-class WarmupConfig:
+class WarmupConfig(Writes):
     model: str = option("", "what to teach: hub id, dense directory, FILE.gguf, or `pocket`; required")
     revision: str | None = option(None, "branch, tag or commit on the hub; null is the newest")
     task: str = option("gsm8k", "whose worked solutions are taught: gsm8k or arithmetic")
@@ -42,18 +42,13 @@ class WarmupConfig:
     )
     seed: int = option(0, "seeds the order of the solutions, and dropout where a model has it", at_least=0,
                        at_most=2**31 - 1)  # fmt: skip
-    device: str = option("auto", "auto takes a GPU if there is one", choices=("auto", "cpu", "cuda"))
+    device: str = option("auto", "auto takes a GPU if there is one", choices=DEVICES)
     checkpoint_every: int = option(50, "updates between checkpoints, from which the same command goes on", at_least=1)
     overwrite: bool = option(False, "replace what is at `out`, and an unfinished directory of another command")
 
-    @property
-    def folder(self) -> Path:
-        """`out` as an absolute path."""
-        return Path(self.out).expanduser().absolute()
-
     def task_config(self) -> TaskConfig:
         """The group `task` of a run that trains on the result: same questions, same instruction."""
-        file = package_data("conf") / "task" / f"{self.task}.yaml"
+        file = group_folder("task") / f"{self.task}.yaml"
         given = {"path": self.task_path, "train_questions": self.questions, "instruction": self.instruction}
         values = {key: value for key, value in given.items() if value is not None}
         return from_dict({"task": {**OmegaConf.to_container(OmegaConf.load(file)), **values}}).task  # type: ignore[dict-item]
@@ -70,15 +65,5 @@ def check(cfg: WarmupConfig) -> None:
         on_disk.check_chat_template(folder, f"model={cfg.model}")
     if cfg.task_path is not None:
         is_local(cfg.task_path, "task_path=")
-    _check_out(cfg)
-
-
-def _check_out(cfg: WarmupConfig) -> None:
-    source, out = Path(cfg.model).expanduser().resolve(), cfg.folder.resolve()
-    if source.exists() and (source.is_relative_to(out) or out.is_relative_to(source)):
-        raise ConfigError(f"out={cfg.out} and model={cfg.model} lie within each other. Type an out beside the model.")
-    if out.exists() and not cfg.overwrite:
-        raise ConfigError(f"out={cfg.out} exists. Type another out, or overwrite=true to replace it.")
-    if out.exists() and not (out / WARMUP).is_file():
-        raise ConfigError(f"out={cfg.out} was not made by this command, so overwrite=true does not remove it. "
-                          "Type another out.")  # fmt: skip
+    check_apart(cfg, cfg.model)
+    check_free(cfg, cfg.overwrite, lambda folder: (folder / WARMUP).is_file())

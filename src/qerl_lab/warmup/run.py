@@ -30,20 +30,22 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.config.paths import sha256
 from qerl_lab.config.records import UNPACKED, WARMUP
 from qerl_lab.config.redact import redact
+from qerl_lab.config.schema import POCKET
 from qerl_lab.config.spelling import word
-from qerl_lab.model import on_disk, policy
+from qerl_lab.model import policy
 from qerl_lab.model.files import local_folder
-from qerl_lab.model.loading import stored_as
+from qerl_lab.model.loading import refuse_packed
 from qerl_lab.model.tokenizer import save as save_tokenizer
 from qerl_lab.record import checkpoint
 from qerl_lab.record.environment import versions
 from qerl_lab.record.partial import JOURNAL, Unfinished
+from qerl_lab.solutions import Example, batch, learning_rate
 from qerl_lab.tasks import Task
-from qerl_lab.warmup.examples import Example, batch, order, tokenized
+from qerl_lab.warmup.examples import order, tokenized
 from qerl_lab.warmup.options import WarmupConfig
 
 NOT_IDENTITY = ("out", "checkpoint_every", "overwrite", "device")
-SCALES = {"pocket": "pocket", "SmolLM2-135M": "smollm2"}  # made for a model, by a part of its path
+SCALES = {POCKET: POCKET, "SmolLM2-135M": "smollm2"}  # made for a model, by a part of its path
 CHECKPOINTS, WEIGHTS, OPTIMIZER = "checkpoints", "weights.safetensors", "optimizer.pt"
 
 
@@ -78,10 +80,10 @@ class Warmup:
 
     def update(self, examples: list[Example]) -> float:
         """One step of the optimizer; the loss is the mean over all solution tokens of the update, in nats."""
-        number = len(self.losses)
+        number, rising = len(self.losses), round(self.cfg.warmup_ratio * self.updates)
         torch.manual_seed((self.cfg.seed << 32) + number)  # of dropout, the same after an interruption
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(self.cfg, number, self.updates)
+            group["lr"] = learning_rate(self.cfg.learning_rate, rising, number, self.updates)
         examples = sorted(examples, key=lambda example: example.length)  # less padding in a micro-batch
         tokens, total, size = sum(len(example.solution) for example in examples), 0.0, self.cfg.micro_batch_size
         for first in range(0, len(examples), size):
@@ -174,10 +176,7 @@ def sum_in_one_order() -> None:
 def load(cfg: WarmupConfig, folder: Path, device: torch.device) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model in `cfg.dtype` on the device, and its tokenizer. Raises ConfigError for a packed one, and for none."""
     said = f"model={cfg.model}"
-    on_disk.check_files(folder, said)
-    on_disk.check_chat_template(folder, said)
-    if stored_as(folder) is not None:
-        raise ConfigError(f"{said} is packed, and all weights are to be trained. Type the path of the dense model.")
+    refuse_packed(folder, said, "all of whose weights are trained. Type its path.")
     try:
         model = AutoModelForCausalLM.from_pretrained(
             folder, dtype=getattr(torch, cfg.dtype), use_safetensors=True, trust_remote_code=False
@@ -187,15 +186,6 @@ def load(cfg: WarmupConfig, folder: Path, device: torch.device) -> tuple[PreTrai
         raise ConfigError(f"{said} could not be loaded ({type(error).__name__}: {first_line(error)}). "
                           "Type another model.") from error  # fmt: skip
     return model.to(device), tokenizer
-
-
-def learning_rate(cfg: WarmupConfig, update: int, updates: int) -> float:
-    """Linear warm-up, then a cosine to a tenth of the peak."""
-    rising = round(cfg.warmup_ratio * updates)
-    if update < rising:
-        return cfg.learning_rate * (update + 1) / rising
-    share = (update - rising) / max(1, updates - rising)
-    return cfg.learning_rate * (0.1 + 0.45 * (1 + math.cos(math.pi * share)))
 
 
 def identity(cfg: WarmupConfig, task: Task, folder: Path) -> dict[str, Any]:

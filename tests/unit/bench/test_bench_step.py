@@ -12,6 +12,7 @@ import torch
 from bench_jobs import ARCHITECTURE, job
 from qerl_lab.bench import arms, lab, step, stock_trl
 from qerl_lab.bench.options import StepOptions
+from qerl_lab.record.metrics import PHASES
 
 LAB = "nvfp4 rollout.engine=transformers"
 ON_CPU = "use_vllm=false use_cpu=true bf16=false"  # on a CPU vLLM drops what TRL would write its weights into
@@ -35,7 +36,7 @@ def test_a_row_is_a_whole_step(tmp_path: Path, arm: str) -> None:
     assert (row["completions"], row["micro_batch"], row["steps"]) == (8, 4, 2)
     assert row["policy_gib"] > 0
     if arm == LAB:
-        phases = sum(row[f"{phase}_seconds"] for phase in step.PHASES)
+        phases = sum(row[f"{phase}_seconds"] for phase in PHASES)
         assert 0.5 * row["step_seconds"] < phases < 1.5 * row["step_seconds"]
         assert min(row[f"{phase}_seconds"] for phase in ("rollout", "train")) > 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "model"]

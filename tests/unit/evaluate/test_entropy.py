@@ -153,7 +153,7 @@ def test_each_configuration_has_its_own_directory() -> None:
     ("words", "said"),
     [
         ("formats=nvfp5", "nvfp5 in formats=[nvfp5] is no weight format; allowed: all, bf16, mxfp4, nf4, nvfp4."),
-        ("methods=gtpq", "gtpq in methods=[gtpq] is not allowed; allowed: rtn, gptq, awq."),
+        ("methods=gtpq", "gtpq in methods=[gtpq] is not allowed; allowed: rtn, awq, gptq."),
         ("prompts=gsm8", "prompts=gsm8 is no task; allowed: "),
         ("model=nowhere/at/all", "model=nowhere/at/all is no directory"),
         ("questions=1", "questions=1 is not allowed; allowed: at least 2."),

@@ -23,7 +23,7 @@ from qerl_lab.evaluate import __main__ as evaluate
 from qerl_lab.evaluate import benchmarks, examination, subject
 from qerl_lab.evaluate.options import AccuracyOptions, samples_of
 from qerl_lab.evaluate.summary import ABOUT, ROWS
-from qerl_lab.model.on_disk import POCKET
+from qerl_lab.model.on_disk import ASSETS
 from qerl_lab.quantize import __main__ as quantize
 from qerl_lab.rollout.engine import EngineFailed, Sampling
 
@@ -191,7 +191,7 @@ def test_a_packed_model_is_asked_in_its_own_format(tmp_path, capsys) -> None:
 
 def test_a_model_is_its_content_wherever_it_lies_and_whenever_it_was_copied(tmp_path, capsys) -> None:
     """Two evaluations of copies are seeds of one arm; other weights of the same size and time are asked again."""
-    first, copy = shutil.copytree(POCKET, tmp_path / "first"), shutil.copytree(POCKET, tmp_path / "copy")
+    first, copy = shutil.copytree(ASSETS, tmp_path / "first"), shutil.copytree(ASSETS, tmp_path / "copy")
     os.utime(copy / "model.safetensors", (1, 1))
     words = ["benchmarks=arithmetic", "questions=2", "samples=1", "max_completion_tokens=4", f"out={tmp_path / 'out'}"]
     for model, said in ((first, "is evaluated"), (copy, "was evaluated before")):

@@ -9,7 +9,7 @@ import pytest
 from qerl_lab.evaluate import __main__ as evaluate
 from qerl_lab.evaluate import sigma
 from qerl_lab.formats import FORMATS
-from qerl_lab.model.on_disk import POCKET
+from qerl_lab.model.on_disk import ASSETS
 from qerl_lab.quantize import __main__ as quantize
 
 
@@ -17,7 +17,7 @@ def test_a_model_that_cannot_be_measured_is_refused(tmp_path: Path, capsys: pyte
     assert quantize.main(["model=pocket", "quality=weights", "device=cpu", f"out={tmp_path / 'packed'}"]) == 0
     capsys.readouterr()
     (tmp_path / "empty").mkdir()
-    shutil.copytree(POCKET, tmp_path / "wordless", ignore=shutil.ignore_patterns("tokenizer*"))
+    shutil.copytree(ASSETS, tmp_path / "wordless", ignore=shutil.ignore_patterns("tokenizer*"))
     for name, code, message in (
         ("packed", 2, "is packed; allowed: the dense model"),
         ("no", 2, "no directory"),

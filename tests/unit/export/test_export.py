@@ -25,7 +25,7 @@ from qerl_lab.export.card import card
 from qerl_lab.export.options import ExportConfig, check
 from qerl_lab.export.run import run as export
 from qerl_lab.model import policy
-from qerl_lab.model.on_disk import POCKET
+from qerl_lab.model.on_disk import ASSETS
 from qerl_lab.model.policy import Policy
 from qerl_lab.quantize import __main__ as quantize
 from qerl_lab.record.directory import RunDirectory
@@ -97,7 +97,7 @@ def test_plain_libraries_have_the_logits_of_the_run(runs: dict[str, tuple[Path, 
         made = exported(tmp_path / f"{name}-merged", folder, merged=True, dtype="float32")
         models.append((name, made, None, 1e-4))
     alone = exported(tmp_path / "bf16-adapter", runs["bf16"][0])
-    models.append(("bf16", POCKET, alone, 1e-4))
+    models.append(("bf16", ASSETS, alone, 1e-4))
     beside = exported(tmp_path / "nvfp4-adapter", runs["nvfp4"][0], base=True, dtype="float32")
     models.append(("nvfp4", beside / "base", beside, 1e-4))
     rounded = exported(tmp_path / "nvfp4-bf16", runs["nvfp4"][0], merged=True)
@@ -153,7 +153,7 @@ def test_the_card_s_line_makes_the_very_base_of_the_run(
     runs: dict[str, tuple[Path, Policy]], tiny: Callable[..., RunConfig], tmp_path: Path
 ) -> None:
     """With the rule and the layers of the run, and none of a base that is packed already."""
-    own, packed = shutil.copytree(POCKET, tmp_path / "own"), tmp_path / "packed"
+    own, packed = shutil.copytree(ASSETS, tmp_path / "own"), tmp_path / "packed"
     words = [f"model={own}", "format=nvfp4", "scale_rule=four_over_six", "ignore=[lm_head,down_proj]"]
     assert quantize.main([*words, "quality=weights", "device=cpu", f"out={packed}"]) == 0
     how = {"format__name": "nvfp4", "format__scale_rule": "four_over_six", "format__ignore": ["lm_head", "down_proj"]}
@@ -169,7 +169,7 @@ def test_the_card_s_line_makes_the_very_base_of_the_run(
 def test_a_copy_has_no_record_of_its_base_which_is_in_that_of_the_export(
     tiny: Callable[..., RunConfig], build_policy: Build, tmp_path: Path
 ) -> None:
-    base = shutil.copytree(POCKET, tmp_path / "base")
+    base = shutil.copytree(ASSETS, tmp_path / "base")
     (base / "recipe.json").unlink()
     for name in ("warmup.json", "export.json"):
         (base / name).write_text(json.dumps({"of": name}))
@@ -201,7 +201,7 @@ def test_an_adapter_names_the_base_that_it_belongs_to(
     beside = exported(tmp_path / "beside", runs["nvfp4"][0], base=True)
     assert "note" not in capsys.readouterr().out
     named = [json.loads((at / "adapter_config.json").read_text())["base_model_name_or_path"] for at in (alone, beside)]
-    assert named == [str(POCKET), str(beside / "base")]
+    assert named == [str(ASSETS), str(beside / "base")]
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from qerl_lab.evaluate import subject
 from qerl_lab.evaluate.options import AccuracyOptions
 from qerl_lab.export.options import ExportConfig
 from qerl_lab.export.run import run as export
-from qerl_lab.model.on_disk import POCKET, check_content
+from qerl_lab.model.on_disk import ASSETS, check_content
 from qerl_lab.preflight import check
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.environment import Typed
@@ -32,7 +32,7 @@ GONE = r"was the model of model\.hash=\w{12} when the run was composed, and is g
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    return shutil.copytree(POCKET, tmp_path / "model")
+    return shutil.copytree(ASSETS, tmp_path / "model")
 
 
 def train(folder: Path) -> None:

@@ -22,11 +22,12 @@ from qerl_lab.cli.intent import check_all_act
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.records import QUALITY, UNPACKED
 from qerl_lab.config.schema import ModelConfig, RunConfig
+from qerl_lab.disk import cache_folder
 from qerl_lab.formats import build as build_format
 from qerl_lab.model import gguf, on_disk, policy
 from qerl_lab.model.files import local_folder
 from qerl_lab.model.linear import PackedLinear
-from qerl_lab.model.on_disk import POCKET
+from qerl_lab.model.on_disk import ASSETS
 from qerl_lab.quantize.options import QuantizeConfig
 from qerl_lab.quantize.options import check as check_quantize
 from qerl_lab.quantize.run import run as quantize
@@ -86,7 +87,7 @@ def test_the_weights_are_the_dequantized_values_of_the_file(
 
 def test_the_tokenizer_reads_and_writes_as_the_files_own(file: Path) -> None:
     """The file's is the pocket policy's: end tokens, tokens that are never split, leading spaces, template."""
-    found, own = AutoTokenizer.from_pretrained(gguf.unpack(file)), AutoTokenizer.from_pretrained(POCKET)
+    found, own = AutoTokenizer.from_pretrained(gguf.unpack(file)), AutoTokenizer.from_pretrained(ASSETS)
     assert (found.eos_token, found.pad_token) == (own.eos_token, own.pad_token)
     assert found.chat_template == own.chat_template
     for text in ("<|im_start|>user\nAnn has 12 & 345.<|im_end|>", " <think>7</think> <answer> 7", "▁a \n  b ."):
@@ -148,13 +149,13 @@ def test_two_that_unpack_one_file_at_once_where_nothing_can_be_locked_end_with_o
 
     def slowly(file: Path, partial: Path, found: gguf.Header) -> None:
         write(file, partial, found)
-        if len(list(gguf.store().iterdir())) == 1:
+        if len(list(cache_folder().iterdir())) == 1:
             assert gguf.unpack(file).is_dir()
 
     monkeypatch.setattr(fcntl, "flock", refuse)
     monkeypatch.setattr(gguf, "_dequantize", slowly)
     assert gguf.unpack(file) == gguf.folder_of(file)
-    assert list(gguf.store().iterdir()) == [gguf.folder_of(file)]
+    assert list(cache_folder().iterdir()) == [gguf.folder_of(file)]
     assert (gguf.folder_of(file) / "model.safetensors").is_file()
 
 
@@ -165,7 +166,7 @@ def test_one_that_transformers_cannot_read_is_a_user_error(tmp_path: Path, monke
     file.write_bytes(file.read_bytes().replace(b"\x05\0\0\0\0\0\0\0llama", b"\x05\0\0\0\0\0\0\0wrong", 1))
     with pytest.raises(ConfigError, match=r"transformers cannot read .*m\.gguf .*\. Type the path of the model as"):
         gguf.unpack(file)
-    assert list(gguf.store().iterdir()) == []
+    assert list(cache_folder().iterdir()) == []
 
 
 @pytest.mark.parametrize("size", [0, 3, 10, 100, 2000, 30_000, 60_000, -10])

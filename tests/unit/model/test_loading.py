@@ -14,7 +14,19 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from packed_layers import BY_NAME, LAYER_NAMES, MXFP4, NF4, NVFP4, PACKED, each_format, each_packed, tiny_model, tokens
+from packed_layers import (
+    BY_NAME,
+    LAYER_NAMES,
+    MXFP4,
+    NF4,
+    NVFP4,
+    PACKED,
+    each_format,
+    each_packed,
+    pack_model,
+    tiny_model,
+    tokens,
+)
 from qerl_lab.config.option import ConfigError
 from qerl_lab.formats import FORMATS
 from qerl_lab.formats import format as machinery
@@ -22,9 +34,9 @@ from qerl_lab.formats.format import Format, PackedAs
 from qerl_lab.formats.nf4 import Nf4
 from qerl_lab.model import policy
 from qerl_lab.model.files import WeightFiles
-from qerl_lab.model.linear import FUSED, PackedLinear, pack_model, weight_bytes
+from qerl_lab.model.linear import FUSED, PackedLinear, weight_bytes
 from qerl_lab.model.loading import empty_model, fill, load_model, stored_as
-from qerl_lab.model.on_disk import POCKET
+from qerl_lab.model.on_disk import ASSETS
 from small_checkpoints import edit_config, edit_tensors, equal, write_dense, write_packed
 
 CPU = torch.device("cpu")
@@ -66,8 +78,8 @@ def assert_same(model: PreTrainedModel, other: PreTrainedModel) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_pocket_policy_is_what_it_was_when_it_was_loaded_whole(weight_format: Format, dtype: torch.dtype) -> None:
     """Recorded results rest on it."""
-    whole = load_whole(POCKET, weight_format, torch.bfloat16, dtype)
-    assert_same(load(POCKET, PackedAs(weight_format, HEAD), dtype), whole)
+    whole = load_whole(ASSETS, weight_format, torch.bfloat16, dtype)
+    assert_same(load(ASSETS, PackedAs(weight_format, HEAD), dtype), whole)
 
 
 @each_format

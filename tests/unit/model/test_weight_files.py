@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from qerl_lab.config.option import ConfigError
 from qerl_lab.model import files as module
 from qerl_lab.model.files import WeightFiles, local_folder
-from qerl_lab.model.on_disk import INDEX, POCKET, SINGLE
+from qerl_lab.model.on_disk import ASSETS, INDEX, SINGLE
 
 TENSORS = {
     "a.weight": torch.arange(6, dtype=torch.bfloat16).reshape(2, 3),
@@ -145,7 +145,7 @@ def test_an_index_that_is_none_is_refused(folder: Path, text: str, says: str) ->
 
 
 def test_pocket_and_directories_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert local_folder("pocket", None) == POCKET
+    assert local_folder("pocket", None) == ASSETS
     assert local_folder(str(tmp_path), None) == tmp_path
     monkeypatch.setenv("HOME", str(tmp_path.parent))
     assert local_folder(f"~/{tmp_path.name}", None) == tmp_path

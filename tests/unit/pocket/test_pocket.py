@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from qerl_lab import tasks
 from qerl_lab.config.option import ConfigError
-from qerl_lab.model.on_disk import POCKET
+from qerl_lab.model.on_disk import ASSETS
 from qerl_lab.model.policy import Policy
 from qerl_lab.pocket.recipe import Recipe
 from qerl_lab.pocket.teacher import batch_of, make_model, make_tokenizer, task_config
@@ -20,18 +20,18 @@ from qerl_lab.tasks import arithmetic
 
 @pytest.fixture(scope="module")
 def tokenizer() -> AutoTokenizer:
-    return AutoTokenizer.from_pretrained(POCKET)
+    return AutoTokenizer.from_pretrained(ASSETS)
 
 
 def test_it_is_a_file_of_at_most_6_mb_and_a_million_parameters() -> None:
-    assert sum(path.stat().st_size for path in POCKET.iterdir()) <= 6e6
-    assert 0.5e6 < json.loads((POCKET / "recipe.json").read_text())["parameters"] < 1.5e6
+    assert sum(path.stat().st_size for path in ASSETS.iterdir()) <= 6e6
+    assert 0.5e6 < json.loads((ASSETS / "recipe.json").read_text())["parameters"] < 1.5e6
 
 
 def test_its_files_are_those_of_the_recipe() -> None:
-    record = json.loads((POCKET / "recipe.json").read_text())
+    record = json.loads((ASSETS / "recipe.json").read_text())
     assert record["recipe"] == Recipe().__dict__, "the recipe in the code made this file"
-    digests = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in POCKET.iterdir()}
+    digests = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in ASSETS.iterdir()}
     del digests["recipe.json"]
     assert digests == record["sha256"]
     assert record["command"] == "python -m qerl_lab.pocket.pretrain out=DIR"

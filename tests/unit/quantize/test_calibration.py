@@ -9,7 +9,7 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from qerl_lab.config.option import ConfigError
-from qerl_lab.model.on_disk import POCKET
+from qerl_lab.model.on_disk import ASSETS
 from qerl_lab.quantize import calibration
 
 QUESTION, ANSWER = "Eva has 9 eggs.", "<answer>9</answer>"
@@ -17,7 +17,7 @@ QUESTION, ANSWER = "Eva has 9 eggs.", "<answer>9</answer>"
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerBase:
-    return AutoTokenizer.from_pretrained(POCKET)
+    return AutoTokenizer.from_pretrained(ASSETS)
 
 
 def write(folder: Path, *rows: Any) -> str:
@@ -59,7 +59,7 @@ def test_conversations_go_through_the_chat_template(
 
 
 def test_without_a_chat_template_the_turns_are_lines(tmp_path: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(POCKET)
+    tokenizer = AutoTokenizer.from_pretrained(ASSETS)
     tokenizer.chat_template = None
     ids = [*tokenizer(f"{QUESTION}\n{ANSWER}", add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
     dataset = write(tmp_path, *[{"question": QUESTION, "answer": ANSWER}] * 2)
@@ -108,7 +108,7 @@ def test_error_on_rows_that_are_no_texts(
 
 
 def test_error_on_a_conversation_that_the_chat_template_refuses(tmp_path: Path) -> None:
-    own = AutoTokenizer.from_pretrained(POCKET)
+    own = AutoTokenizer.from_pretrained(ASSETS)
     own.chat_template = (
         "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
     )

@@ -12,14 +12,14 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, CompressedTensorsConfig, PreTrainedModel
 
-from packed_layers import BY_NAME, tiny_model
+from packed_layers import BY_NAME, pack_model, tiny_model
 from qerl_lab.config.option import ConfigError
 from qerl_lab.formats import recognize
 from qerl_lab.formats.format import PackedAs
 from qerl_lab.model.files import WeightFiles
-from qerl_lab.model.linear import FUSED, PackedLinear, pack_model
+from qerl_lab.model.linear import FUSED, PackedLinear
 from qerl_lab.model.loading import load_model, stored_as
-from qerl_lab.model.on_disk import POCKET
+from qerl_lab.model.on_disk import ASSETS
 from qerl_lab.quantize import llmcompressor, run
 from qerl_lab.quantize.options import QuantizeConfig
 from small_checkpoints import write_dense
@@ -105,7 +105,7 @@ def test_a_calibrated_checkpoint(name: str, method: str, tmp_path: Path) -> None
     """Loads, shares global scales; GPTQ's layers answer to the calibration text better than rounding does."""
     pytest.importorskip("llmcompressor", reason="llmcompressor is not installed: make quantize-env")
     model = tiny_model(dtype=torch.bfloat16)
-    model.resize_token_embeddings(AutoConfig.from_pretrained(POCKET).vocab_size)
+    model.resize_token_embeddings(AutoConfig.from_pretrained(ASSETS).vocab_size)
     write_dense(tmp_path / "dense", model)
     (tmp_path / "text.jsonl").write_text("\n".join(json.dumps({"text": f"{n} eggs + {n * n} is"}) for n in range(200)))
     cfg = QuantizeConfig(
@@ -123,7 +123,7 @@ def test_a_calibrated_checkpoint(name: str, method: str, tmp_path: Path) -> None
     assert_fused_layers_share_their_global_scale(tmp_path / "out")
     written = load(tmp_path / "out")
     tokens = llmcompressor.calibration.sequences(
-        cfg.dataset, llmcompressor.AutoTokenizer.from_pretrained(POCKET), samples=8, tokens=32, seed=0
+        cfg.dataset, llmcompressor.AutoTokenizer.from_pretrained(ASSETS), samples=8, tokens=32, seed=0
     )
     rounded = model.float()
     with torch.no_grad():

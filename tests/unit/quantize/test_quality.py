@@ -17,7 +17,7 @@ from packed_layers import NVFP4, tiny_model
 from qerl_lab.config.option import ConfigError
 from qerl_lab.model.files import WeightFiles
 from qerl_lab.model.linear import packable
-from qerl_lab.model.on_disk import POCKET
+from qerl_lab.model.on_disk import ASSETS
 from qerl_lab.pocket.teacher import task_config
 from qerl_lab.quantize import divergence, quality, sqnr
 from qerl_lab.quantize.options import QuantizeConfig
@@ -81,7 +81,7 @@ def test_bits_sizes_and_sqnr(folders):
 
 def test_kl_and_entropy(folders):
     result = divergence.compare(config(folders), *folders, 10**5, CPU)
-    tokenizer = AutoTokenizer.from_pretrained(POCKET)
+    tokenizer = AutoTokenizer.from_pretrained(ASSETS)
     dense, packed = folders[0], WeightFiles(folders[1])
     model = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float64)
     other = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float64)
@@ -161,7 +161,7 @@ def test_awq_alone_is_compared_after_its_scales(folders, tmp_path):
 
 
 def test_a_text_file_is_cut_into_windows_and_a_file_without_text_refused(tmp_path):
-    tokenizer = AutoTokenizer.from_pretrained(POCKET)
+    tokenizer = AutoTokenizer.from_pretrained(ASSETS)
     file = tmp_path / "text.txt"
     file.write_text("Ann has 7 pens. Ann buys 5 more. " * 400)
     ids = tokenizer(file.read_text())["input_ids"]
@@ -174,7 +174,7 @@ def test_a_text_file_is_cut_into_windows_and_a_file_without_text_refused(tmp_pat
 
 
 def test_problems_are_asked_through_the_chat_template_or_without_one():
-    tokenizer = AutoTokenizer.from_pretrained(POCKET)
+    tokenizer = AutoTokenizer.from_pretrained(ASSETS)
     (given, compared), *others = divergence.problem_pairs(tokenizer)
     assert len(others) == 15
     question = arithmetic.problem(random.Random(0), task_config()).text

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
-from packed_layers import each_packed, tiny_model
+from packed_layers import each_packed, pack_model, tiny_model
 from qerl_lab.cli import train
 from qerl_lab.cli.compose import make_plan
 from qerl_lab.config.option import ConfigError
@@ -20,8 +20,8 @@ from qerl_lab.formats.mxfp4 import Mxfp4
 from qerl_lab.formats.nvfp4 import Nvfp4
 from qerl_lab.model import policy
 from qerl_lab.model.files import WeightFiles
-from qerl_lab.model.linear import PackedLinear, pack_model
-from qerl_lab.model.on_disk import POCKET
+from qerl_lab.model.linear import PackedLinear
+from qerl_lab.model.on_disk import ASSETS
 from qerl_lab.quantize import __main__ as quantize
 from qerl_lab.quantize import quality
 from qerl_lab.quantize import run as quantization
@@ -113,6 +113,14 @@ def test_where_it_would_overwrite_it_says_so(here, model, capsys):
     assert "is no quantized checkpoint" in refused(capsys, model, "out=out", "overwrite=true")
     for out in ("model", "model/out", "."):
         assert "lie within each other" in refused(capsys, model, f"out={out}", "overwrite=true")
+
+
+def test_a_file_of_weights_in_what_would_be_replaced_is_kept(here, capsys):
+    (here / "out").mkdir()
+    (here / "out" / "config.json").write_text('{"quantization_config": {}}')
+    (here / "out" / "model.gguf").touch()
+    text = refused(capsys, "model=out/model.gguf", "out=out", "overwrite=true")
+    assert "out=out and model=out/model.gguf lie within each other" in text
 
 
 def test_a_quantized_model_is_not_quantized_again(model, capsys):
@@ -329,7 +337,7 @@ def test_the_manual_names_every_key(capsys):
 def test_the_tokenizer_of_the_checkpoint_is_the_models(here, model):
     assert run(model, "out=out") == 0
     text = "Ann has 7 pens."
-    assert AutoTokenizer.from_pretrained("out")(text) == AutoTokenizer.from_pretrained(POCKET)(text)
+    assert AutoTokenizer.from_pretrained("out")(text) == AutoTokenizer.from_pretrained(ASSETS)(text)
 
 
 def test_a_calibrated_model_gets_what_belongs_to_it_and_is_made_again_if_it_was_interrupted(here, model, monkeypatch):

@@ -12,11 +12,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from packed_layers import BY_NAME, NVFP4, PACKED, each_packed, tiny_model
+from packed_layers import BY_NAME, NVFP4, PACKED, each_packed, pack_model, tiny_model
 from qerl_lab.formats.format import Format
 from qerl_lab.formats.nvfp4 import Nvfp4
 from qerl_lab.model.files import DTYPES, WeightFiles
-from qerl_lab.model.linear import pack_model, packable
+from qerl_lab.model.linear import packable
 from qerl_lab.quantize import rtn
 from small_checkpoints import equal, write_dense
 

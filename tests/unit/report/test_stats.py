@@ -149,8 +149,6 @@ def test_a_share_of_single_samples_has_wilson_s_interval(right: int, of: int) ->
     found = binomtest(right, of).proportion_ci(method="wilson")
     values = np.repeat([1.0, 0.0], [right, of - right])
     assert share_interval(values, 1) == pytest.approx((right / of, found.low, found.high))
-    found = binomtest(right, of).proportion_ci(0.9, method="wilson")
-    assert share_interval(values, 1, level=0.9)[1:] == pytest.approx((found.low, found.high))
 
 
 def test_samples_of_a_question_count_as_far_as_they_differ() -> None:

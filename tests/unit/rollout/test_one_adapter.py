@@ -24,7 +24,7 @@ from vllm.model_executor.model_loader.weight_utils import get_quant_config
 from packed_layers import BY_NAME
 from qerl_lab.config.option import ConfigError
 from qerl_lab.model.files import read_json
-from qerl_lab.model.on_disk import POCKET
+from qerl_lab.model.on_disk import ASSETS
 from qerl_lab.model.policy import Policy, save_adapter
 from qerl_lab.rollout.vllm import one_adapter
 from qerl_lab.rollout.vllm.engine import IN_THIS_PROCESS
@@ -46,7 +46,7 @@ def learner(tiny, build_policy) -> Policy:
 def serving(**arguments: Any) -> Iterator[LLM]:
     """vLLM over the pocket policy in this process, as its engine starts it."""
     os.environ.update(IN_THIS_PROCESS)
-    llm = LLM(model=str(POCKET), dtype="float32", enforce_eager=True, max_model_len=64, max_num_seqs=4,
+    llm = LLM(model=str(ASSETS), dtype="float32", enforce_eager=True, max_model_len=64, max_num_seqs=4,
               kv_cache_memory_bytes=2**24, enable_prefix_caching=False, distributed_executor_backend="uni",
               use_tqdm_on_load=False, **arguments)  # fmt: skip
     yield llm
@@ -56,7 +56,7 @@ def serving(**arguments: Any) -> Iterator[LLM]:
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with serving(**one_adapter.llm_arguments(POCKET, RANK, ALL)) as llm:
+    with serving(**one_adapter.llm_arguments(ASSETS, RANK, ALL)) as llm:
         yield llm
 
 
@@ -150,7 +150,7 @@ def test_vllms_own_lora_computes_the_same(llm: LLM, learner: Policy, tmp_path: P
 def test_a_part_of_a_fused_layer_may_go_without(tiny, build_policy) -> None:
     targets = ["self_attn.k_proj", "gate_proj", "o_proj"]
     learner = build_policy(tiny(format__name="bf16", lora__rank=RANK, lora__target_modules=targets))
-    with serving(**one_adapter.llm_arguments(POCKET, RANK, targets)) as llm:
+    with serving(**one_adapter.llm_arguments(ASSETS, RANK, targets)) as llm:
         write(llm, one_adapter.adapter_of(learner.model), 1.0)
         assert (logprobs(llm) - of_peft(learner)).abs().max() < NATS
         own = one_adapter.adapter_of(learner.model)
@@ -174,7 +174,7 @@ def model_config(folder: Path, rank: int = RANK) -> ModelConfig:
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp4"])
 def test_a_packed_directory_keeps_its_own_method_inside(name: str, tmp_path: Path) -> None:
     packed = BY_NAME[name].quantization_config(["lm_head"], torch.bfloat16)
-    (tmp_path / "config.json").write_bytes((POCKET / "config.json").read_bytes())
+    (tmp_path / "config.json").write_bytes((ASSETS / "config.json").read_bytes())
     edit_config(tmp_path, quantization_config=packed)
     config = model_config(tmp_path)
     assert config.quantization == one_adapter.NAME
@@ -186,7 +186,7 @@ def test_a_packed_directory_keeps_its_own_method_inside(name: str, tmp_path: Pat
 
 
 def test_bitsandbytes_gets_its_own_loader(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_bytes((POCKET / "config.json").read_bytes())
+    (tmp_path / "config.json").write_bytes((ASSETS / "config.json").read_bytes())
     edit_config(tmp_path, quantization_config=BY_NAME["nf4"].quantization_config(["lm_head"], torch.bfloat16))
     arguments = one_adapter.llm_arguments(tmp_path, RANK, ALL)
     assert arguments["load_format"] == "bitsandbytes"
@@ -195,5 +195,5 @@ def test_bitsandbytes_gets_its_own_loader(tmp_path: Path) -> None:
 
 def test_compiled_graphs_are_kept_apart_by_rank() -> None:
     """A cached graph has the shapes of its buffers in it."""
-    assert model_config(POCKET, 8).compute_hash() == model_config(POCKET, 8).compute_hash()
-    assert model_config(POCKET, 8).compute_hash() != model_config(POCKET, 16).compute_hash()
+    assert model_config(ASSETS, 8).compute_hash() == model_config(ASSETS, 8).compute_hash()
+    assert model_config(ASSETS, 8).compute_hash() != model_config(ASSETS, 16).compute_hash()

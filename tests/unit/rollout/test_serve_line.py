@@ -49,9 +49,9 @@ def test_a_base_that_a_server_would_not_round_is_refused(tiny, tmp_path: Path) -
 
     from safetensors.torch import load_file, save_file
 
-    from qerl_lab.model.on_disk import POCKET
+    from qerl_lab.model.on_disk import ASSETS
 
-    model = shutil.copytree(POCKET, tmp_path / "model")
+    model = shutil.copytree(ASSETS, tmp_path / "model")
     weights = load_file(model / "model.safetensors")
     save_file({name: tensor.float() for name, tensor in weights.items()}, model / "model.safetensors")
     cfg = tiny(rollout__engine="vllm_server", format__name="bf16", model__path=str(model))

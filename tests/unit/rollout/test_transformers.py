@@ -9,7 +9,7 @@ import torch
 
 from qerl_lab import tasks
 from qerl_lab.aqn import Noise
-from qerl_lab.model.on_disk import POCKET
+from qerl_lab.model.on_disk import ASSETS
 from qerl_lab.model.policy import Policy
 from qerl_lab.rollout.engine import Sampling
 from qerl_lab.rollout.transformers import Recorder, TransformersEngine
@@ -51,7 +51,7 @@ def left_as_found(policy) -> Iterator[None]:
 def test_a_models_own_sampling_defaults_do_not_reach_the_sampler(tmp_path, tiny, build_policy, prompts) -> None:
     """transformers fills what a call leaves open from the model's generation_config.json: Qwen2.5 ships a
     repetition penalty, which would make every sampler log-prob wrong."""
-    shutil.copytree(POCKET, tmp_path, dirs_exist_ok=True)
+    shutil.copytree(ASSETS, tmp_path, dirs_exist_ok=True)
     file = tmp_path / "generation_config.json"
     defaults = {"repetition_penalty": 1.3, "top_k": 2, "min_p": 0.2, "temperature": 0.5, "do_sample": True}
     file.write_text(json.dumps(json.loads(file.read_text()) | defaults))

@@ -20,7 +20,7 @@ from qerl_lab.model import policy
 from qerl_lab.model.files import WeightFiles, read_json
 from qerl_lab.model.linear import PackedLinear
 from qerl_lab.model.loading import load_model, stored_as
-from qerl_lab.model.on_disk import POCKET
+from qerl_lab.model.on_disk import ASSETS
 from qerl_lab.rollout.vllm import base
 from small_checkpoints import equal
 
@@ -33,7 +33,7 @@ def test_a_dense_model_is_handed_over_as_the_policy_packed_it(name: str, tiny, b
     learner = build_policy(cfg)
     own = learner.model.get_base_model()
     with base.folder_of(learner, cfg) as folder:
-        assert folder != POCKET
+        assert folder != ASSETS
         stored = stored_as(folder)
         assert stored is not None
         assert name == stored.weight_format.NAME
@@ -56,14 +56,14 @@ def test_a_dense_model_is_handed_over_as_the_policy_packed_it(name: str, tiny, b
 def test_a_directory_that_holds_the_same_weights_is_read_where_it_is(tiny, build_policy) -> None:
     cfg = tiny(format__name="bf16")
     with base.folder_of(build_policy(cfg), cfg) as folder:
-        assert folder == POCKET
+        assert folder == ASSETS
 
 
 def test_weights_that_bf16_rounds_are_handed_over_rounded(tmp_path: Path, tiny, build_policy) -> None:
     """A directory in float32 holds other weights than a policy in bf16."""
     model = tmp_path / "model"
-    shutil.copytree(POCKET, model)
-    fine = load_model(AutoConfig.from_pretrained(POCKET), WeightFiles(POCKET), PackedAs(BY_NAME["bf16"], ()),
+    shutil.copytree(ASSETS, model)
+    fine = load_model(AutoConfig.from_pretrained(ASSETS), WeightFiles(ASSETS), PackedAs(BY_NAME["bf16"], ()),
                       is_packed=False, device=CPU, dtype=torch.float32)  # fmt: skip
     for parameter in fine.parameters():
         parameter.data += 1e-5 * torch.randn_like(parameter)

@@ -24,11 +24,12 @@ from qerl_lab.config.schema import RunConfig
 from qerl_lab.config.spelling import readable
 from qerl_lab.formats.nvfp4 import Nvfp4
 from qerl_lab.model import policy
-from qerl_lab.model.on_disk import POCKET
+from qerl_lab.model.on_disk import ASSETS
+from qerl_lab.solutions import IGNORED, Example, batch, learning_rate
 from qerl_lab.terminal import Amount
-from qerl_lab.warmup.examples import IGNORED, Example, batch, order, tokenized
+from qerl_lab.warmup.examples import order, tokenized
 from qerl_lab.warmup.options import WarmupConfig, check
-from qerl_lab.warmup.run import CHECKPOINTS, Warmup, learning_rate, run, training_words
+from qerl_lab.warmup.run import CHECKPOINTS, Warmup, run, training_words
 from small_checkpoints import write_dense, write_packed
 
 
@@ -62,7 +63,7 @@ def words(cfg: WarmupConfig) -> list[str]:
 
 
 def test_only_the_solution_and_its_end_token_are_learned() -> None:
-    tokenizer = AutoTokenizer.from_pretrained(POCKET)
+    tokenizer = AutoTokenizer.from_pretrained(ASSETS)
     task = tasks.worked(WarmupConfig(task="arithmetic", questions=3).task_config())
     examples, left_out = tokenized(task, tokenizer, 512)
     inputs = batch(examples, tokenizer.pad_token_id)
@@ -78,7 +79,7 @@ def test_only_the_solution_and_its_end_token_are_learned() -> None:
 
 
 def test_long_examples_are_counted_and_all_of_them_are_an_error() -> None:
-    tokenizer = AutoTokenizer.from_pretrained(POCKET)
+    tokenizer = AutoTokenizer.from_pretrained(ASSETS)
     task = tasks.worked(WarmupConfig(task="arithmetic", questions=20).task_config())
     lengths = sorted(example.length for example in tokenized(task, tokenizer, 512)[0])
     kept, left_out = tokenized(task, tokenizer, lengths[9])
@@ -95,8 +96,7 @@ def test_every_epoch_takes_every_example_once() -> None:
 
 
 def test_the_learning_rate_rises_to_its_peak_and_falls_to_a_tenth() -> None:
-    cfg = WarmupConfig(learning_rate=1.0, warmup_ratio=0.1)
-    rates = [learning_rate(cfg, update, 100) for update in range(100)]
+    rates = [learning_rate(1.0, 10, update, 100) for update in range(100)]
     assert rates[:10] == pytest.approx([0.1 * n for n in range(1, 11)])
     assert max(rates) == rates[9] == rates[10] == 1.0
     assert rates[10:] == sorted(rates[10:], reverse=True)
@@ -139,7 +139,7 @@ def test_it_teaches_and_leaves_a_model_that_a_run_trains_on(
     out = capsys.readouterr().out
     assert f"+experiment=nvfp4_aqn scale=custom model.path={cfg.folder}" in out
     learned = policy.build(tiny(model__path=str(cfg.folder)), torch.device("cpu"))
-    assert learned.tokenizer.chat_template == AutoTokenizer.from_pretrained(POCKET).chat_template
+    assert learned.tokenizer.chat_template == AutoTokenizer.from_pretrained(ASSETS).chat_template
     with pytest.raises(ConfigError, match=r"exists\. Type another out"):
         check(cfg)
     check(replace(cfg, overwrite=True))
@@ -242,7 +242,7 @@ def test_a_packed_model_and_a_task_without_solutions_are_refused(cfg: WarmupConf
     with pytest.raises(ConfigError, match=r"task=aime24 has no worked solutions; allowed: .*gsm8k"):
         run(replace(cfg, task="aime24"))
     write_packed(tmp_path / "packed", random_model(), Nvfp4(scale_rule="max"))
-    with pytest.raises(ConfigError, match="is packed, and all weights are to be trained"):
+    with pytest.raises(ConfigError, match="is packed; allowed: the dense model, all of whose weights are trained"):
         run(replace(cfg, model=str(tmp_path / "packed")))
 
 

@@ -24,8 +24,7 @@ from torch import nn
 
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import FormatConfig, RunConfig
-from qerl_lab.disk import lock, replace_file
-from qerl_lab.model import gguf
+from qerl_lab.disk import cache_folder, lock, replace_file
 from qerl_lab.model.linear import fused_groups, packed_layers
 
 TIMED = ("nvfp4", "mxfp4")  # formats for which vLLM has several kernels
@@ -76,7 +75,7 @@ def remembered(name: str) -> Iterator[dict[str, Any]]:
 
     A run that would time the same waits for the first one, and then reads it.
     """
-    file = gguf.store() / name
+    file = cache_folder() / name
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.with_suffix(".lock").open("w") as guard:
         lock(guard, wait=True)
