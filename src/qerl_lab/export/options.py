@@ -11,7 +11,7 @@ from qerl_lab.record.directory import RunDirectory
 
 
 @dataclass
-class ExportConfig:
+class ExportOptions:
     run: str = option("", "directory of a finished run; required")
     out: str = option("", "directory to write; required")
     merged: bool = option(False, "write a whole model, base and adapter in one; else the adapter alone")
@@ -32,26 +32,28 @@ class ExportConfig:
         return RunDirectory(Path(self.run).expanduser().absolute())
 
 
-def check(cfg: ExportConfig) -> None:
+def check(options: ExportOptions) -> None:
     """Raise ConfigError where there is nothing to export, or no place for it. Loads nothing."""
-    run = cfg.directory
+    run = options.directory
     run.config()
     if run.status != "done":
         raise ConfigError(
-            f"run={cfg.run} is {run.status_in_words}, and what it learned is whole when it is done. "
-            f"Type python -m qerl_lab {resume_word(cfg.run)} first."
+            f"run={options.run} is {run.status_in_words}, and what it learned is whole when it is done. "
+            f"Type python -m qerl_lab {resume_word(options.run)} first."
         )
     if not (run.adapter / WEIGHTS).is_file():
-        raise ConfigError(f"run={cfg.run} has no adapter/{WEIGHTS}. Type another run.")
-    if cfg.merged and cfg.base:
+        raise ConfigError(f"run={options.run} has no adapter/{WEIGHTS}. Type another run.")
+    if options.merged and options.base:
         raise ConfigError("base=true is for the adapter alone, and merged=true holds the base. Leave base out.")
-    if cfg.dtype != ExportConfig().dtype and not (cfg.merged or cfg.base):
-        raise ConfigError(f"dtype={cfg.dtype} is of dense weights, and the adapter alone has none. Type merged=true.")
-    if not cfg.folder.exists():
-        return
-    if not cfg.overwrite:
-        raise ConfigError(f"out={cfg.out} exists. Type another out, or overwrite=true to replace it.")
-    if not (cfg.folder / EXPORT).is_file():
+    if options.dtype != ExportOptions().dtype and not (options.merged or options.base):
         raise ConfigError(
-            f"out={cfg.out} was not made by this command, so overwrite=true does not remove it. Type another out."
+            f"dtype={options.dtype} is of dense weights, and the adapter alone has none. Type merged=true."
+        )
+    if not options.folder.exists():
+        return
+    if not options.overwrite:
+        raise ConfigError(f"out={options.out} exists. Type another out, or overwrite=true to replace it.")
+    if not (options.folder / EXPORT).is_file():
+        raise ConfigError(
+            f"out={options.out} was not made by this command, so overwrite=true does not remove it. Type another out."
         )

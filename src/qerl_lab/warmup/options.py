@@ -16,7 +16,7 @@ from qerl_lab.tasks.data import is_local
 
 
 @dataclass
-class WarmupConfig:
+class WarmupOptions:
     model: str = option("", "what to teach: hub id, dense directory, FILE.gguf, or `pocket`; required")
     revision: str | None = option(None, "branch, tag or commit on the hub; null is the newest")
     task: str = option("gsm8k", "whose worked solutions are taught: gsm8k or arithmetic")
@@ -59,26 +59,28 @@ class WarmupConfig:
         return from_dict({"task": {**OmegaConf.to_container(OmegaConf.load(file)), **values}}).task  # type: ignore[dict-item]
 
 
-def check(cfg: WarmupConfig) -> None:
+def check(options: WarmupOptions) -> None:
     """Raise ConfigError at the first option that cannot serve. Looks at local paths, loads nothing."""
-    if cfg.task not in choices_of("task"):
+    if options.task not in choices_of("task"):
         allowed = with_solutions()
-        hint = did_you_mean(cfg.task, allowed) or " Type task=gsm8k."
-        raise ConfigError(f"task={cfg.task} is not allowed; allowed: {', '.join(allowed)}.{hint}")
-    if folder := on_disk.local(cfg.model, "model"):
-        on_disk.check_files(folder, f"model={cfg.model}")
-        on_disk.check_chat_template(folder, f"model={cfg.model}")
-    if cfg.task_path is not None:
-        is_local(cfg.task_path, "task_path=")
-    _check_out(cfg)
+        hint = did_you_mean(options.task, allowed) or " Type task=gsm8k."
+        raise ConfigError(f"task={options.task} is not allowed; allowed: {', '.join(allowed)}.{hint}")
+    if folder := on_disk.local(options.model, "model"):
+        on_disk.check_files(folder, f"model={options.model}")
+        on_disk.check_chat_template(folder, f"model={options.model}")
+    if options.task_path is not None:
+        is_local(options.task_path, "task_path=")
+    _check_out(options)
 
 
-def _check_out(cfg: WarmupConfig) -> None:
-    source, out = Path(cfg.model).expanduser().resolve(), cfg.folder.resolve()
+def _check_out(options: WarmupOptions) -> None:
+    source, out = Path(options.model).expanduser().resolve(), options.folder.resolve()
     if source.exists() and (source.is_relative_to(out) or out.is_relative_to(source)):
-        raise ConfigError(f"out={cfg.out} and model={cfg.model} lie within each other. Type an out beside the model.")
-    if out.exists() and not cfg.overwrite:
-        raise ConfigError(f"out={cfg.out} exists. Type another out, or overwrite=true to replace it.")
+        raise ConfigError(
+            f"out={options.out} and model={options.model} lie within each other. Type an out beside the model."
+        )
+    if out.exists() and not options.overwrite:
+        raise ConfigError(f"out={options.out} exists. Type another out, or overwrite=true to replace it.")
     if out.exists() and not (out / WARMUP).is_file():
-        raise ConfigError(f"out={cfg.out} was not made by this command, so overwrite=true does not remove it. "
+        raise ConfigError(f"out={options.out} was not made by this command, so overwrite=true does not remove it. "
                           "Type another out.")  # fmt: skip
