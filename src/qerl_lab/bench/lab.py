@@ -10,12 +10,13 @@ from qerl_lab.bench.arms import Job
 from qerl_lab.bench.options import Row
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.config.units import GIB
-from qerl_lab.model import policy
 from qerl_lab.model.linear import weight_bytes
+from qerl_lab.model.policy import Policy, device_of, load_adapter
+from qerl_lab.model.policy import build as build_policy
 from qerl_lab.rollout.engine import Engine, Sampling
 
 
-class RandomPolicy(policy.Policy):
+class RandomPolicy(Policy):
     """A policy of a random checkpoint, whose own end token cannot be sampled: engines refuse to look for it."""
 
     def end_ids(self) -> list[int]:
@@ -28,7 +29,7 @@ class Built:
     """A policy whose adapter is the job's, its engine, and what building them took."""
 
     cfg: RunConfig
-    policy: policy.Policy
+    policy: Policy
     engine: Engine
     row: Row
 
@@ -36,21 +37,21 @@ class Built:
 def build(job: Job) -> Built:
     """Build policy and engine as a run does."""
     cfg, started = job.config, time.perf_counter()
-    learner = RandomPolicy(**vars(policy.build(cfg, policy.device_of(cfg.device))))
-    policy.load_adapter(learner.model, Path(job.adapter))
+    policy = RandomPolicy(**vars(build_policy(cfg, device_of(cfg.device))))
+    load_adapter(policy.model, Path(job.adapter))
     loaded = time.perf_counter()
-    engine = rollout.build(cfg, learner)
+    engine = rollout.build(cfg, policy)
     row: Row = {
         "load_seconds": loaded - started, "start_seconds": time.perf_counter() - loaded,
-        "policy_gib": base_bytes(learner) / GIB,
+        "policy_gib": base_bytes(policy) / GIB,
     }  # fmt: skip
-    return Built(cfg, learner, engine, row)
+    return Built(cfg, policy, engine, row)
 
 
-def base_bytes(learner: policy.Policy) -> int:
+def base_bytes(policy: Policy) -> int:
     """Bytes of the trainer's base, without the adapter: what TRL's arms count too."""
-    learned = sum(parameter.nbytes for parameter in learner.model.parameters() if parameter.requires_grad)
-    return weight_bytes(learner.model).total - learned
+    learned = sum(parameter.nbytes for parameter in policy.model.parameters() if parameter.requires_grad)
+    return weight_bytes(policy.model).total - learned
 
 
 class LabSampler:

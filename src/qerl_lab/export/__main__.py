@@ -5,24 +5,24 @@ from qerl_lab import exits
 with exits.starting(__name__):
     from qerl_lab import imports, terminal
     from qerl_lab.cli.grammar import Command
-    from qerl_lab.export.options import ExportConfig, check
+    from qerl_lab.export.options import ExportOptions, check
 
 
-def export(cfg: ExportConfig) -> None:
+def export(options: ExportOptions) -> None:
     """Write the directory. Raises ConfigError for a run that cannot be exported, and what `run` raises."""
-    check(cfg)
+    check(options)
     with imports.kept():
         terminal.quiet_third_parties()  # some speak while they are imported
         from qerl_lab.export.run import run
 
-    run(cfg)
+    run(options)
 
 
 LINE = "python -m qerl_lab.export"
 COMMAND = Command(
     LINE,
     "Write what a run learned for PEFT, transformers and vLLM: an adapter, or a merged model, with a model card",
-    ExportConfig,
+    ExportOptions,
     export,
     examples=(
         (f"{LINE} run=RUN_DIR out=exports/mine", "the adapter"),

@@ -7,7 +7,7 @@ import yaml
 
 from qerl_lab.config.schema import DENSE_FORMAT, POCKET, RunConfig
 from qerl_lab.config.task import part_of
-from qerl_lab.export.options import ExportConfig
+from qerl_lab.export.options import ExportOptions
 from qerl_lab.model import gguf, on_disk
 from qerl_lab.model.files import local_folder
 from qerl_lab.model.loading import stored_as
@@ -20,32 +20,32 @@ PACKAGES = ("torch", "transformers", "trl", "peft")
 Rows = Sequence[tuple[str, ...]]
 
 
-def card(cfg: ExportConfig, trained: RunConfig, record: RunDirectory) -> str:
+def card(options: ExportOptions, trained: RunConfig, record: RunDirectory) -> str:
     """The text of README.md, as the hub reads it: a YAML head, then sections."""
     result, env = record.result(), record.environment()
     sections = (
-        (f"# {cfg.folder.name}", _summary(cfg, trained)),
-        ("## Load it", _loading(cfg, trained)),
+        (f"# {options.folder.name}", _summary(options, trained)),
+        ("## Load it", _loading(options, trained)),
         ("## Result", _result(result)),
         ("## Training", _training(trained)),
         ("## Data", _data(trained, env)),
         ("## Provenance", _provenance(env, result)),
     )
     body = "\n\n".join("\n".join([title, "", *lines]) for title, lines in sections)
-    return f"---\n{yaml.safe_dump(_head(cfg, trained), sort_keys=False)}---\n\n{body}\n"
+    return f"---\n{yaml.safe_dump(_head(options, trained), sort_keys=False)}---\n\n{body}\n"
 
 
-def _head(cfg: ExportConfig, trained: RunConfig) -> dict[str, Any]:
+def _head(options: ExportOptions, trained: RunConfig) -> dict[str, Any]:
     head: dict[str, Any] = {
-        "library_name": "transformers" if cfg.merged else "peft", "pipeline_tag": "text-generation",
+        "library_name": "transformers" if options.merged else "peft", "pipeline_tag": "text-generation",
         "tags": ["qerl-lab", "reinforcement-learning", trained.algorithm.name, trained.format.name],
     }  # fmt: skip
     path = trained.model.path
     return head if gguf.is_gguf(path) or on_disk.local(path) is not None else head | {"base_model": path}
 
 
-def _summary(cfg: ExportConfig, trained: RunConfig) -> list[str]:
-    kind = f"The merged model ({cfg.dtype})" if cfg.merged else "The LoRA adapter (PEFT)"
+def _summary(options: ExportOptions, trained: RunConfig) -> list[str]:
+    kind = f"The merged model ({options.dtype})" if options.merged else "The LoRA adapter (PEFT)"
     own, algorithm = trained.aqn.schedule, trained.algorithm.name.upper()
     noise = "" if own == "off" else f", with noise on the norms while it sampled (AQN, {own})"
     return [
@@ -54,11 +54,12 @@ def _summary(cfg: ExportConfig, trained: RunConfig) -> list[str]:
     ]
 
 
-def _loading(cfg: ExportConfig, trained: RunConfig) -> list[str]:
+def _loading(options: ExportOptions, trained: RunConfig) -> list[str]:
     """What to type. `DIR` is this directory."""
     told = trained.task.instruction
     ask = f"Questions came with this system message: {told!r}." if told else "Questions came without a system message."
-    return [*(_of_model() if cfg.merged else _of_adapter(cfg, trained)), "", f"{ask} The chat template is the base's."]
+    lines = _of_model() if options.merged else _of_adapter(options, trained)
+    return [*lines, "", f"{ask} The chat template is the base's."]
 
 
 def _of_model() -> list[str]:
@@ -70,8 +71,8 @@ def _of_model() -> list[str]:
     ]
 
 
-def _of_adapter(cfg: ExportConfig, trained: RunConfig) -> list[str]:
-    base = "DIR/base" if cfg.base else "BASE"
+def _of_adapter(options: ExportOptions, trained: RunConfig) -> list[str]:
+    base = "DIR/base" if options.base else "BASE"
     rank = next((allowed for allowed in MAX_RANKS if allowed >= trained.lora.rank), trained.lora.rank)
     return [
         "    from peft import PeftModel",
@@ -79,7 +80,7 @@ def _of_adapter(cfg: ExportConfig, trained: RunConfig) -> list[str]:
         f'    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{base}"), "DIR")',
         "",
         f"vLLM: `vllm serve {base} --enable-lora --max-lora-rank {rank} --lora-modules mine=DIR`.",
-        *([] if cfg.base else ["", f"`BASE` is {_base_in_words(trained)}"]),
+        *([] if options.base else ["", f"`BASE` is {_base_in_words(trained)}"]),
     ]
 
 

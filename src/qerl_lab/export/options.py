@@ -12,7 +12,7 @@ from qerl_lab.record.directory import RunDirectory
 
 
 @dataclass
-class ExportConfig(Writes):
+class ExportOptions(Writes):
     run: str = option("", "directory of a finished run; required")
     out: str = option("", "directory to write; required")
     merged: bool = option(False, "write a whole model, base and adapter in one; else the adapter alone")
@@ -28,19 +28,21 @@ class ExportConfig(Writes):
         return RunDirectory(Path(self.run).expanduser().absolute())
 
 
-def check(cfg: ExportConfig) -> None:
+def check(options: ExportOptions) -> None:
     """Raise ConfigError where there is nothing to export, or no place for it. Loads nothing."""
-    run = cfg.directory
+    run = options.directory
     run.config()
     if run.status != "done":
         raise ConfigError(
-            f"run={cfg.run} is {run.status_in_words}, and what it learned is whole when it is done. "
-            f"Type python -m qerl_lab {resume_word(cfg.run)} first."
+            f"run={options.run} is {run.status_in_words}, and what it learned is whole when it is done. "
+            f"Type python -m qerl_lab {resume_word(options.run)} first."
         )
     if not (run.adapter / WEIGHTS).is_file():
-        raise ConfigError(f"run={cfg.run} has no adapter/{WEIGHTS}. Type another run.")
-    if cfg.merged and cfg.base:
+        raise ConfigError(f"run={options.run} has no adapter/{WEIGHTS}. Type another run.")
+    if options.merged and options.base:
         raise ConfigError("base=true is for the adapter alone, and merged=true holds the base. Leave base out.")
-    if cfg.dtype != ExportConfig().dtype and not (cfg.merged or cfg.base):
-        raise ConfigError(f"dtype={cfg.dtype} is of dense weights, and the adapter alone has none. Type merged=true.")
-    check_free(cfg, cfg.overwrite, lambda folder: (folder / EXPORT).is_file())
+    if options.dtype != ExportOptions().dtype and not (options.merged or options.base):
+        raise ConfigError(
+            f"dtype={options.dtype} is of dense weights, and the adapter alone has none. Type merged=true."
+        )
+    check_free(options, options.overwrite, lambda folder: (folder / EXPORT).is_file())

@@ -15,7 +15,7 @@ from qerl_lab.config.records import EXPORT
 from qerl_lab.config.schema import DENSE_FORMAT, POCKET, RunConfig
 from qerl_lab.disk import replace_file
 from qerl_lab.export.card import card
-from qerl_lab.export.options import ExportConfig
+from qerl_lab.export.options import ExportOptions
 from qerl_lab.model import gguf, on_disk, policy
 from qerl_lab.model.dense import dense_tensors
 from qerl_lab.model.files import copy_companions, local_folder, noted, read_json
@@ -25,37 +25,44 @@ from qerl_lab.record.partial import JOURNAL, Unfinished
 SETTINGS = "adapter_config.json"
 
 
-def run(cfg: ExportConfig) -> None:
-    """Write the adapter, or the merged model, that `cfg` asks for, with its card.
+def run(options: ExportOptions) -> None:
+    """Write the adapter, or the merged model, that `options` ask for, with its card.
 
     Raises:
         ConfigError: the run's base cannot be loaded, is another one by now, or its adapter is of another.
         OSError: the disk is full, or a file cannot be read or written.
     """
-    record, trained = cfg.directory, cfg.directory.config()
+    record, trained = options.directory, options.directory.config()
     on_disk.check_content(trained)
     base = local_folder(trained.model.path, trained.model.revision)
     adapter = sha256(record.adapter / WEIGHTS)
-    identity = {"run": str(record.path), "merged": cfg.merged, "base": cfg.base, "dtype": cfg.dtype, "adapter": adapter}
-    with Unfinished(cfg.folder, identity, cfg.overwrite) as unfinished:
+    identity = {
+        "run": str(record.path),
+        "merged": options.merged,
+        "base": options.base,
+        "dtype": options.dtype,
+        "adapter": adapter,
+    }
+    with Unfinished(options.folder, identity, options.overwrite) as unfinished:
         unfinished.clear()
         out = unfinished.folder
-        if cfg.merged:
-            write_dense(trained, record.adapter, base, out, cfg.dtype, merged=True)
+        if options.merged:
+            write_dense(trained, record.adapter, base, out, options.dtype, merged=True)
         else:
-            write_adapter(trained, record.adapter, out, str(cfg.folder / "base") if cfg.base else _named(trained, base))
-        if cfg.base:
+            write_adapter(
+                trained, record.adapter, out, str(options.folder / "base") if options.base else _named(trained, base)
+            )
+        if options.base:
             (out / "base").mkdir()
-            write_dense(trained, record.adapter, base, out / "base", cfg.dtype, merged=False)
-        (out / "README.md").write_text(card(cfg, trained, record), encoding="utf-8")
+            write_dense(trained, record.adapter, base, out / "base", options.dtype, merged=False)
+        (out / "README.md").write_text(card(options, trained, record), encoding="utf-8")
         (out / "run.yaml").write_text(record.text(), encoding="utf-8")
-        about = {"options": asdict(cfg), "run": str(record.path), "began_from": _origin(trained, base)}
+        about = {"options": asdict(options), "run": str(record.path), "began_from": _origin(trained, base)}
         _write_record(out, about | {"result": record.result(), "environment": record.environment()})
         unfinished.finish()
-    print(
-        f"{'merged model' if cfg.merged else 'adapter'}: {terminal.near(cfg.folder)}  (README.md says how to load it)"
-    )
-    if not (cfg.merged or cfg.base or is_plain(trained)):
+    what = "merged model" if options.merged else "adapter"
+    print(f"{what}: {terminal.near(options.folder)}  (README.md says how to load it)")
+    if not (options.merged or options.base or is_plain(trained)):
         print(
             f"note: it was trained on {trained.model.name} in {trained.format.name}; on other weights of that model it "
             "is another policy. Type base=true to have them beside it, or merged=true."

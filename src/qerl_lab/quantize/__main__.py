@@ -13,12 +13,12 @@ with exits.starting(__name__):
     from qerl_lab import imports, terminal
     from qerl_lab.cli.grammar import Command
     from qerl_lab.cli.launch import CHILD_ENVIRONMENT
-    from qerl_lab.quantize.options import QuantizeConfig, check
+    from qerl_lab.quantize.options import QuantizeOptions, check
 
 
-def quantize(cfg: QuantizeConfig) -> None:
+def quantize(options: QuantizeOptions) -> None:
     """Write the checkpoint. Raises ConfigError for options that do not fit each other, and what `run` raises."""
-    check(cfg)
+    check(options)
     # llmcompressor draws hundreds of bars, on a terminal over each other, in a log file one line after the other.
     calm = {} if sys.stderr.isatty() else {"TQDM_MININTERVAL": "30"}
     os.environ |= {name: value for name, value in (CHILD_ENVIRONMENT | calm).items() if name not in os.environ}
@@ -27,7 +27,7 @@ def quantize(cfg: QuantizeConfig) -> None:
             terminal.quiet_third_parties()  # some speak while they are imported
             from qerl_lab.quantize.run import run
 
-        run(cfg)
+        run(options)
     except KeyboardInterrupt:
         raise KeyboardInterrupt("the same command goes on where it stopped") from None
 
@@ -36,7 +36,7 @@ LINE = "python -m qerl_lab.quantize"
 COMMAND = Command(
     LINE,
     "From a model to a checkpoint in 4 bits that this lab, transformers and vLLM load",
-    QuantizeConfig,
+    QuantizeOptions,
     quantize,
     examples=(
         (f"{LINE} model=pocket format=nvfp4 out=checkpoints/pocket-nvfp4", "the embedded policy, in seconds"),

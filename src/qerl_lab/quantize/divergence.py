@@ -14,7 +14,7 @@ from qerl_lab.config.schema import DENSE_FORMAT, FormatConfig, ModelConfig, RunC
 from qerl_lab.evaluate import kl
 from qerl_lab.model import policy
 from qerl_lab.pocket.teacher import task_config
-from qerl_lab.quantize.options import QuantizeConfig
+from qerl_lab.quantize.options import QuantizeOptions
 from qerl_lab.tasks import arithmetic
 
 PROBLEMS = 16
@@ -22,7 +22,7 @@ WINDOWS, WINDOW_TOKENS = 4, 192  # of a text file
 EVERYTHING = "re:.*"  # as `ignore`: the dense model as it is, nothing rounded
 
 
-def compare(cfg: QuantizeConfig, source: Path, folder: Path, weights: int, device: torch.device) -> dict[str, Any]:
+def compare(options: QuantizeOptions, source: Path, folder: Path, weights: int, device: torch.device) -> dict[str, Any]:
     """Measure KL(quantized || original) and the entropies of both, in nats per token, on the same tokens.
 
     The models are loaded one after the other; of the first only its log-probs are kept (float32, on the CPU).
@@ -31,11 +31,11 @@ def compare(cfg: QuantizeConfig, source: Path, folder: Path, weights: int, devic
     if place is None:
         return {"skipped": f"{weights / 1e9:.1f} billion weights in bfloat16 fit neither the GPU nor the CPU memory"}
     where, dtype = place
-    model, tokenizer = policy.load_base(run_config(cfg, source, dense=True, dtype=dtype), where)
-    pairs = file_pairs(Path(cfg.text).expanduser(), tokenizer) if cfg.text else problem_pairs(tokenizer)
+    model, tokenizer = policy.load_base(run_config(options, source, dense=True, dtype=dtype), where)
+    pairs = file_pairs(Path(options.text).expanduser(), tokenizer) if options.text else problem_pairs(tokenizer)
     original = [logprobs(model, pair) for pair in pairs]
     del model
-    model, _ = policy.load_base(run_config(cfg, folder, dtype=dtype), where)
+    model, _ = policy.load_base(run_config(options, folder, dtype=dtype), where)
     measured = []  # of each text [3, T]: KL and both entropies of its tokens
     for pair, p in zip(pairs, original, strict=True):
         q = logprobs(model, pair)
@@ -45,13 +45,13 @@ def compare(cfg: QuantizeConfig, source: Path, folder: Path, weights: int, devic
     return {
         "nats_per_token": found.nats, "standard_error": found.standard_error,
         "entropy_original": before.nats, "entropy_quantized": after.nats, "tokens": sum(lengths),
-        "text": cfg.text or "word problems", "device": where.type, "dtype": dtype,
+        "text": options.text or "word problems", "device": where.type, "dtype": dtype,
     }  # fmt: skip
 
 
-def run_config(cfg: QuantizeConfig, folder: Path, *, dense: bool = False, dtype: str = "auto") -> RunConfig:
-    """Return the run that loads `folder`: the checkpoint of `cfg`, or the dense model that it was made from."""
-    chosen = FormatConfig(name=DENSE_FORMAT, ignore=[EVERYTHING]) if dense else cfg.format_config()
+def run_config(options: QuantizeOptions, folder: Path, *, dense: bool = False, dtype: str = "auto") -> RunConfig:
+    """Return the run that loads `folder`: the checkpoint of `options`, or the dense model that it was made from."""
+    chosen = FormatConfig(name=DENSE_FORMAT, ignore=[EVERYTHING]) if dense else options.format_config()
     return RunConfig(model=ModelConfig(path=str(folder), dtype=dtype), format=chosen)
 
 

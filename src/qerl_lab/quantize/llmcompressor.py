@@ -22,13 +22,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Pretra
 
 from qerl_lab.config.option import ConfigError
 from qerl_lab.quantize import calibration
-from qerl_lab.quantize.options import SCHEMES, QuantizeConfig
+from qerl_lab.quantize.options import SCHEMES, QuantizeOptions
 
 if TYPE_CHECKING:
     from llmcompressor.modifiers import Modifier
 
 
-def run(cfg: QuantizeConfig, source: Path, left_dense: list[str], folder: Path) -> None:
+def run(options: QuantizeOptions, source: Path, left_dense: list[str], folder: Path) -> None:
     """Write the calibrated weights of the model in `source`, config.json, generation_config.json and recipe.yaml into
     `folder`. `left_dense` are full names of Linears. Call `check` first.
 
@@ -39,11 +39,13 @@ def run(cfg: QuantizeConfig, source: Path, left_dense: list[str], folder: Path) 
     from llmcompressor import oneshot
 
     _show_warnings_only()
-    _check_length(cfg, AutoConfig.from_pretrained(source, trust_remote_code=False))
+    _check_length(options, AutoConfig.from_pretrained(source, trust_remote_code=False))
     tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-    data = calibration.sequences(cfg.dataset, tokenizer, samples=cfg.samples, tokens=cfg.tokens, seed=cfg.seed)
+    data = calibration.sequences(
+        options.dataset, tokenizer, samples=options.samples, tokens=options.tokens, seed=options.seed
+    )
     model = AutoModelForCausalLM.from_pretrained(source, dtype="auto", use_safetensors=True, trust_remote_code=False)
-    oneshot(model=model, processor=tokenizer, recipe=_recipe(cfg, left_dense), dataset=_batches(data))
+    oneshot(model=model, processor=tokenizer, recipe=_recipe(options, left_dense), dataset=_batches(data))
     model.save_pretrained(folder, save_compressed=True)
 
 
@@ -58,25 +60,27 @@ def _show_warnings_only() -> None:
     )  # fmt: skip
 
 
-def check(cfg: QuantizeConfig) -> None:
+def check(options: QuantizeOptions) -> None:
     """Raise ConfigError where llmcompressor is missing or would not compute on the device that was asked for."""
     if importlib.util.find_spec("llmcompressor") is None:
         raise ConfigError(
-            f"method={cfg.method} needs llmcompressor, which is not installed here. It is in the extra `quantize`, "
+            f"method={options.method} needs llmcompressor, which is not installed here. It is in the extra `quantize`, "
             "which wants a virtual environment of its own: llmcompressor 0.14 pins compressed-tensors 0.19, vLLM pins "
             "0.17. Type make quantize-env, then this command with .venv-quantize/bin/python."
         )
-    if cfg.device == "cpu" and torch.accelerator.is_available():
+    if options.device == "cpu" and torch.accelerator.is_available():
         raise ConfigError(
-            f"device=cpu with method={cfg.method}: llmcompressor takes the GPU if it sees one. "
+            f"device=cpu with method={options.method}: llmcompressor takes the GPU if it sees one. "
             "Put CUDA_VISIBLE_DEVICES= before the command, or type device=auto."
         )
 
 
-def _check_length(cfg: QuantizeConfig, config: PretrainedConfig) -> None:
+def _check_length(options: QuantizeOptions, config: PretrainedConfig) -> None:
     longest = getattr(config, "max_position_embeddings", None)
-    if longest is not None and cfg.tokens > longest:
-        raise ConfigError(f"tokens={cfg.tokens} is more than model={cfg.model} can read. Type tokens={longest}.")
+    if longest is not None and options.tokens > longest:
+        raise ConfigError(
+            f"tokens={options.tokens} is more than model={options.model} can read. Type tokens={longest}."
+        )
 
 
 def _batches(data: Tensor) -> DataLoader:
@@ -85,12 +89,12 @@ def _batches(data: Tensor) -> DataLoader:
     return DataLoader(cast(Dataset, rows), batch_size=1)
 
 
-def _recipe(cfg: QuantizeConfig, left_dense: list[str]) -> list["Modifier"]:
+def _recipe(options: QuantizeOptions, left_dense: list[str]) -> list["Modifier"]:
     from llmcompressor.modifiers.gptq import GPTQModifier
     from llmcompressor.modifiers.quantization import QuantizationModifier
 
-    which: dict[str, Any] = {"targets": "Linear", "scheme": SCHEMES[cfg.format], "ignore": left_dense}
-    return [GPTQModifier(**which)] if cfg.method == "gptq" else [_awq(), QuantizationModifier(**which)]
+    which: dict[str, Any] = {"targets": "Linear", "scheme": SCHEMES[options.format], "ignore": left_dense}
+    return [GPTQModifier(**which)] if options.method == "gptq" else [_awq(), QuantizationModifier(**which)]
 
 
 def _awq() -> "Modifier":

@@ -28,7 +28,7 @@ def same_as(schema: type, name: str) -> Any:
 
 
 @dataclass
-class QuantizeConfig(Writes):
+class QuantizeOptions(Writes):
     model: str = option("", "what to quantize: Hugging Face id, local directory, FILE.gguf, or `pocket`; required")
     revision: str | None = same_as(ModelConfig, "revision")
     format: str = option(FormatConfig().name, "weight format of the checkpoint: nvfp4, mxfp4 or nf4")
@@ -65,97 +65,98 @@ class QuantizeConfig(Writes):
         return FormatConfig(name=self.format, **shared)
 
 
-def check(cfg: QuantizeConfig) -> None:
+def check(options: QuantizeOptions) -> None:
     """Raise ConfigError at the first combination that cannot run. Looks at local paths, loads nothing."""
     for rule in (
         _model_readable, _quantizing_format, _method_fits_format, _options_act,
         _calibration_acts, _revision_acts, _text_readable, _out_is_free,
     ):  # fmt: skip
-        rule(cfg)
-    check_patterns("ignore", cfg.ignore)
+        rule(options)
+    check_patterns("ignore", options.ignore)
 
 
-def _model_readable(cfg: QuantizeConfig) -> None:
-    if folder := on_disk.local(cfg.model, "model"):
-        on_disk.check_files(folder, f"model={cfg.model}")
+def _model_readable(options: QuantizeOptions) -> None:
+    if folder := on_disk.local(options.model, "model"):
+        on_disk.check_files(folder, f"model={options.model}")
 
 
-def _quantizing_format(cfg: QuantizeConfig) -> None:
-    if cfg.format == DENSE_FORMAT:
+def _quantizing_format(options: QuantizeOptions) -> None:
+    if options.format == DENSE_FORMAT:
         raise ConfigError(
             f"format={DENSE_FORMAT} has nothing to quantize: its weights are the model's own. "
-            f"Type format=nvfp4, or train on the model as it is with {shell_word('model.path', cfg.model)} "
+            f"Type format=nvfp4, or train on the model as it is with {shell_word('model.path', options.model)} "
             f"format={DENSE_FORMAT}."
         )
     allowed = [name for name in choices_of("format") if name != DENSE_FORMAT]
-    if cfg.format not in allowed:
-        hint = did_you_mean(cfg.format, allowed) or f" Type for example format={allowed[0]}."
-        raise ConfigError(f"format={cfg.format} is not allowed; allowed: {', '.join(allowed)}.{hint}")
+    if options.format not in allowed:
+        hint = did_you_mean(options.format, allowed) or f" Type for example format={allowed[0]}."
+        raise ConfigError(f"format={options.format} is not allowed; allowed: {', '.join(allowed)}.{hint}")
 
 
-def _method_fits_format(cfg: QuantizeConfig) -> None:
-    if cfg.method != "rtn" and cfg.format not in SCHEMES:
+def _method_fits_format(options: QuantizeOptions) -> None:
+    if options.method != "rtn" and options.format not in SCHEMES:
         raise ConfigError(
-            f"method={cfg.method} with format={cfg.format} is not possible: llmcompressor writes "
+            f"method={options.method} with format={options.format} is not possible: llmcompressor writes "
             f"{' and '.join(SCHEMES)}. Type method=rtn, or format={next(iter(SCHEMES))}."
         )
 
 
-def _options_act(cfg: QuantizeConfig) -> None:
+def _options_act(options: QuantizeOptions) -> None:
     for option_name, format_name in ((f.name, f.metadata["only"]) for f in fields(FormatConfig)):
         if format_name is None:
             continue
-        value, default = getattr(cfg, option_name), getattr(FormatConfig(), option_name)
-        if value != default and cfg.format != format_name:
+        value, default = getattr(options, option_name), getattr(FormatConfig(), option_name)
+        if value != default and options.format != format_name:
             raise ConfigError(
-                f"{option_name}={typed(value)} is an option of {format_name}, and format={cfg.format} was given. "
+                f"{option_name}={typed(value)} is an option of {format_name}, and format={options.format} was given. "
                 f"Leave {option_name} out, or type format={format_name}."
             )
-        if value != default and cfg.method != "rtn":
+        if value != default and options.method != "rtn":
             raise ConfigError(
                 f"{option_name}={typed(value)} is an option of method=rtn; llmcompressor, which does "
-                f"method={cfg.method}, has its own rule. Leave {option_name} out."
+                f"method={options.method}, has its own rule. Leave {option_name} out."
             )
 
 
-def _calibration_acts(cfg: QuantizeConfig) -> None:
+def _calibration_acts(options: QuantizeOptions) -> None:
     for name in CALIBRATION:
-        value = getattr(cfg, name)
-        if cfg.method == "rtn" and value != getattr(QuantizeConfig(), name):
+        value = getattr(options, name)
+        if options.method == "rtn" and value != getattr(QuantizeOptions(), name):
             raise ConfigError(
                 f"{name}={typed(value)} is an option of method=awq and method=gptq; method=rtn reads no data. "
                 f"Leave {name} out, or type method=gptq."
             )
 
 
-def _revision_acts(cfg: QuantizeConfig) -> None:
-    if cfg.revision is not None and (cfg.model == POCKET or Path(cfg.model).expanduser().exists()):
+def _revision_acts(options: QuantizeOptions) -> None:
+    if options.revision is not None and (options.model == POCKET or Path(options.model).expanduser().exists()):
         raise ConfigError(
-            f"revision={cfg.revision} is of a model on the hub, and model={cfg.model} is here. Leave revision out."
+            f"revision={options.revision} is of a model on the hub, and model={options.model} is here. "
+            "Leave revision out."
         )
 
 
-def _text_readable(cfg: QuantizeConfig) -> None:
-    if cfg.text is None:
+def _text_readable(options: QuantizeOptions) -> None:
+    if options.text is None:
         return
     remedy = "Type text=FILE with UTF-8 text in it, or leave text out."
-    if cfg.quality != "full":
+    if options.quality != "full":
         raise ConfigError(
-            f"text={cfg.text} is for KL and entropy, and quality={cfg.quality} measures neither. "
+            f"text={options.text} is for KL and entropy, and quality={options.quality} measures neither. "
             "Leave text out, or type quality=full."
         )
     try:
-        content = Path(cfg.text).expanduser().read_text(encoding="utf-8")
+        content = Path(options.text).expanduser().read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"text={cfg.text} cannot be read as text ({reason}). {remedy}") from None
+        raise ConfigError(f"text={options.text} cannot be read as text ({reason}). {remedy}") from None
     if not content.strip():
-        raise ConfigError(f"text={cfg.text} is empty. {remedy}")
+        raise ConfigError(f"text={options.text} is empty. {remedy}")
 
 
-def _out_is_free(cfg: QuantizeConfig) -> None:
-    check_apart(cfg, cfg.model)
-    check_free(cfg, cfg.overwrite, _is_quantized, "is no quantized checkpoint")
+def _out_is_free(options: QuantizeOptions) -> None:
+    check_apart(options, options.model)
+    check_free(options, options.overwrite, _is_quantized, "is no quantized checkpoint")
 
 
 def _is_quantized(folder: Path) -> bool:

@@ -18,7 +18,7 @@ from qerl_lab.config.records import QUALITY
 from qerl_lab.disk import replace_file, strict_json
 from qerl_lab.model.files import WeightFiles, noted
 from qerl_lab.quantize import divergence, sqnr
-from qerl_lab.quantize.options import QuantizeConfig
+from qerl_lab.quantize.options import QuantizeOptions
 from qerl_lab.record.environment import environment
 from qerl_lab.report import plots
 
@@ -26,44 +26,44 @@ SCHEMA = 1
 
 
 def measure(
-    cfg: QuantizeConfig, source: Path, linears: list[str], folder: Path, device: torch.device
+    options: QuantizeOptions, source: Path, linears: list[str], folder: Path, device: torch.device
 ) -> dict[str, Any]:
     """Compare the checkpoint in `folder` with the dense `source`; write quality.json and sqnr.png there."""
     started = time.time()
-    dense, packed, fit_scales = WeightFiles(source), WeightFiles(folder), cfg.method == "awq"
-    weight_format = formats.build(cfg.format_config())
+    dense, packed, fit_scales = WeightFiles(source), WeightFiles(folder), options.method == "awq"
+    weight_format = formats.build(options.format_config())
     layers = sqnr.measure(weight_format, dense, packed, linears, device, fit_scales=fit_scales)
     before, after = (sum(files.bytes(name) for name in files.names) for files in (dense, packed))
     count = sum(torch.Size(dense.shape(name)).numel() for name in dense.names)
     in_linears = sum(layer.weights for layer in layers)
     result: dict[str, Any] = {
         "schema": SCHEMA,
-        "model": cfg.model, "revision": cfg.revision, "format": cfg.format, "method": cfg.method,
-        "ignore": cfg.ignore, "options": asdict(weight_format), "began_from": noted(source),
-        "calibration": None if cfg.method == "rtn" else
-        {"dataset": cfg.dataset, "samples": cfg.samples, "tokens": cfg.tokens, "seed": cfg.seed},
+        "model": options.model, "revision": options.revision, "format": options.format, "method": options.method,
+        "ignore": options.ignore, "options": asdict(weight_format), "began_from": noted(source),
+        "calibration": None if options.method == "rtn" else
+        {"dataset": options.dataset, "samples": options.samples, "tokens": options.tokens, "seed": options.seed},
         "weights": {"all": count, "quantized": in_linears},
         "bytes": {"before": before, "after": after},
         "bits_per_weight": {
             "quantized": sum(layer.bytes for layer in layers) * 8 / in_linears, "model": after * 8 / count,
         },
         "sqnr_db": sqnr.summary(layers, fit_scales=fit_scales),
-        "kl": divergence.compare(cfg, source, folder, count, device) if cfg.quality == "full" else None,
+        "kl": divergence.compare(options, source, folder, count, device) if options.quality == "full" else None,
     }  # fmt: skip
     result |= {"device": device.type, "seconds": round(time.time() - started, 1), "environment": environment()}
-    plots.save_sqnr(
-        result["sqnr_db"]["layers"], f"{Path(cfg.model).name}, {cfg.format} by {cfg.method}", folder / "sqnr.png"
-    )
+    title = f"{Path(options.model).name}, {options.format} by {options.method}"
+    plots.save_sqnr(result["sqnr_db"]["layers"], title, folder / "sqnr.png")
     replace_file(folder / QUALITY, strict_json(result))
     return result
 
 
-def table(cfg: QuantizeConfig, result: dict[str, Any]) -> str:
+def table(options: QuantizeOptions, result: dict[str, Any]) -> str:
     """Return the lines that the command prints at its end."""
     weights, sizes, bits, levels = (result[key] for key in ("weights", "bytes", "bits_per_weight", "sqnr_db"))
     fitted = ", after the scales that AWQ moves" if levels["scales_fitted"] else ""
+    how = f"to {options.format} by {options.method}"
     rows = [
-        ("quantized", f"{weights['quantized']:,} of {weights['all']:,} weights to {cfg.format} by {cfg.method}"),
+        ("quantized", f"{weights['quantized']:,} of {weights['all']:,} weights {how}"),
         ("bits per weight", f"{bits['quantized']:.3f} where quantized, {bits['model']:.3f} over the whole model"),
         ("size", " -> ".join(tqdm.format_sizeof(size, "B") for size in sizes.values())),
         ("SQNR", f"{_db(levels['all'])} over all weights{fitted}; the lowest:"),

@@ -31,7 +31,7 @@ from qerl_lab.model.files import INDEX, WeightFiles, copy_companions, local_fold
 from qerl_lab.model.linear import packable, packed_head
 from qerl_lab.model.on_disk import is_ignored
 from qerl_lab.quantize import llmcompressor, quality, rtn
-from qerl_lab.quantize.options import CALIBRATION, QuantizeConfig
+from qerl_lab.quantize.options import CALIBRATION, QuantizeOptions
 from qerl_lab.record.partial import Unfinished
 
 NOT_IDENTITY = ("model", "revision", "out", "quality", "text", "overwrite", "device")
@@ -48,110 +48,111 @@ class Source(NamedTuple):
     quantization_config: dict[str, Any]  # of the packed model's config.json
 
 
-def run(cfg: QuantizeConfig) -> None:
-    """Write the checkpoint that `cfg` asks for and print its quality.
+def run(options: QuantizeOptions) -> None:
+    """Write the checkpoint that `options` ask for and print its quality.
 
     Raises:
         ConfigError: the model cannot be loaded, or OUT.partial is of another command.
         ValueError: a file is damaged, or a weight cannot be held by the format; names file and tensor.
         OSError: the disk is full, or a file cannot be read or written.
     """
-    device = policy.device_of(cfg.device)
-    if cfg.method != "rtn":
-        llmcompressor.check(cfg)
-    source = read_source(cfg)
-    with Unfinished(cfg.folder, identity(cfg, source, device), cfg.overwrite) as unfinished:
-        if cfg.method == "rtn":
-            pack(cfg, source, device, unfinished)
+    device = policy.device_of(options.device)
+    if options.method != "rtn":
+        llmcompressor.check(options)
+    source = read_source(options)
+    with Unfinished(options.folder, identity(options, source, device), options.overwrite) as unfinished:
+        if options.method == "rtn":
+            pack(options, source, device, unfinished)
         else:
-            calibrate(cfg, source, unfinished)
-        result = quality.measure(cfg, source.folder, source.packed, unfinished.folder, device)
+            calibrate(options, source, unfinished)
+        result = quality.measure(options, source.folder, source.packed, unfinished.folder, device)
         unfinished.finish()
-    print(quality.table(cfg, result))
-    print(f"checkpoint:  {terminal.near(cfg.folder)}  ({QUALITY}, sqnr.png)")
-    print(f"train on it: {terminal.python()} -m qerl_lab {shlex.join(training_words(cfg))}")
+    print(quality.table(options, result))
+    print(f"checkpoint:  {terminal.near(options.folder)}  ({QUALITY}, sqnr.png)")
+    print(f"train on it: {terminal.python()} -m qerl_lab {shlex.join(training_words(options))}")
 
 
-def training_words(cfg: QuantizeConfig) -> list[str]:
+def training_words(options: QuantizeOptions) -> list[str]:
     """Return what to type after `python -m qerl_lab` to train on the checkpoint."""
-    arm = f"{cfg.format}_aqn"
-    words = [f"+experiment={arm}" if arm in choices_of("experiment") else f"format={cfg.format}"]
-    words.append(f"scale={'pocket' if cfg.model == 'pocket' else 'custom'}")
-    words.append(word("model.path", terminal.near(cfg.folder)))
-    chosen, defaults = cfg.format_config(), FormatConfig()
+    arm = f"{options.format}_aqn"
+    words = [f"+experiment={arm}" if arm in choices_of("experiment") else f"format={options.format}"]
+    words.append(f"scale={'pocket' if options.model == 'pocket' else 'custom'}")
+    words.append(word("model.path", terminal.near(options.folder)))
+    chosen, defaults = options.format_config(), FormatConfig()
     if chosen.ignore != defaults.ignore:
         words.append(f"format.ignore={listed(chosen.ignore)}")
     changed = [(key, value) for key, value in asdict(formats.build(chosen)).items() if value != getattr(defaults, key)]
     return words + [f"format.{key}={typed(value)}" for key, value in changed]
 
 
-def read_source(cfg: QuantizeConfig) -> Source:
+def read_source(options: QuantizeOptions) -> Source:
     """Read the headers of the model's files, and find its Linears; no weight is read."""
-    folder = local_folder(cfg.model, cfg.revision, key="model")
+    folder = local_folder(options.model, options.revision, key="model")
     config = read_json(folder / "config.json")
     if "quantization_config" in config:
-        raise ConfigError(f"model={cfg.model} is quantized already (config.json). Type model= of the dense model.")
+        raise ConfigError(f"model={options.model} is quantized already (config.json). Type model= of the dense model.")
     weights = WeightFiles(folder)
-    model = _empty_model(cfg, folder)
+    model = _empty_model(options, folder)
     linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    _check_ignore(cfg, linears)
-    if head := packed_head(model, formats.build(cfg.format_config()), cfg.ignore):
+    _check_ignore(options, linears)
+    if head := packed_head(model, formats.build(options.format_config()), options.ignore):
         raise ConfigError(
-            f"ignore={typed(cfg.ignore)} would pack {head}, the output layer, whose dense weight training reads; "
-            f"allowed: lists that name it. Type ignore={typed([*cfg.ignore, head])}."
+            f"ignore={typed(options.ignore)} would pack {head}, the output layer, whose dense weight training reads; "
+            f"allowed: lists that name it. Type ignore={typed([*options.ignore, head])}."
         )
-    packed = packable(model, cfg.ignore)
+    packed = packable(model, options.ignore)
     if not packed:
-        raise ConfigError(f"model={cfg.model} has no Linear layer outside of ignore={typed(cfg.ignore)}.")
+        raise ConfigError(f"model={options.model} has no Linear layer outside of ignore={typed(options.ignore)}.")
     for name in packed:
         _check_tensor(folder, weights, f"{name}.weight", tuple(model.get_parameter(f"{name}.weight").shape))
     dense = [name for name in linears if name not in set(packed)]
-    about = _quantization_config(cfg, dense, weights.dtype(f"{packed[0]}.weight"))
-    _check_skipped(cfg, about.get("llm_int8_skip_modules", []), packed, dense)
+    about = _quantization_config(options, dense, weights.dtype(f"{packed[0]}.weight"))
+    _check_skipped(options, about.get("llm_int8_skip_modules", []), packed, dense)
     return Source(folder, config, weights, packed, dense, about)
 
 
-def _quantization_config(cfg: QuantizeConfig, dense: list[str], dtype: torch.dtype) -> dict[str, Any]:
-    beyond = [name for name in dense if not is_ignored(name, cfg.ignore)]  # share their weight with an embedding
+def _quantization_config(options: QuantizeOptions, dense: list[str], dtype: torch.dtype) -> dict[str, Any]:
+    beyond = [name for name in dense if not is_ignored(name, options.ignore)]  # share their weight with an embedding
     try:
-        return formats.build(cfg.format_config()).quantization_config([*cfg.ignore, *beyond], dtype)
+        return formats.build(options.format_config()).quantization_config([*options.ignore, *beyond], dtype)
     except ValueError as error:
-        given = f"ignore={typed(cfg.ignore)} with format={cfg.format}"
+        given = f"ignore={typed(options.ignore)} with format={options.format}"
         remedy = "Type for example ignore=[lm_head,down_proj]."
         raise ConfigError(f"{given}: {error}. {remedy}") from error
 
 
-def _empty_model(cfg: QuantizeConfig, folder: Path) -> PreTrainedModel:
+def _empty_model(options: QuantizeOptions, folder: Path) -> PreTrainedModel:
     try:
         return loading.empty_model(AutoConfig.from_pretrained(folder, trust_remote_code=False), torch.float32)
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"model={cfg.model}: transformers makes no causal language model of {folder / 'config.json'} "
+            f"model={options.model}: transformers makes no causal language model of {folder / 'config.json'} "
             f"({first_line(error)}). Type another model, or install a transformers that knows it."
         ) from error
 
 
-def _check_ignore(cfg: QuantizeConfig, linears: list[str]) -> None:
+def _check_ignore(options: QuantizeOptions, linears: list[str]) -> None:
     """Refuse an entry that names nothing: it is a slip, and would quantize what it was to protect."""
-    for entry in cfg.ignore:
+    for entry in options.ignore:
         if not any(is_ignored(name, [entry]) for name in linears):
             ends = sorted({name.rpartition(".")[2] for name in linears})
             raise ConfigError(
-                f"ignore={typed(cfg.ignore)}: no Linear layer is called {entry}.{did_you_mean(entry, ends)} "
+                f"ignore={typed(options.ignore)}: no Linear layer is called {entry}.{did_you_mean(entry, ends)} "
                 f"Allowed: full names, their last parts ({', '.join(ends)}), modules they are in, re:PATTERN."
             )
 
 
-def _check_skipped(cfg: QuantizeConfig, skipped: list[str], packed: list[str], dense: list[str]) -> None:
+def _check_skipped(options: QuantizeOptions, skipped: list[str], packed: list[str], dense: list[str]) -> None:
     """Refuse an entry by which transformers would take a packed layer for a dense one: of bitsandbytes' it is the
     beginning or the end of a name, with no dot between, so that model.layers.1 is model.layers.10 too."""
     for entry in skipped:
         if other := next((name for name in packed if not should_convert_module(name, [entry])), None):
             names = [name for name in dense if is_ignored(name, [entry])]
-            fitting = [name for each in cfg.ignore for name in (names if each == entry else [each])]
+            fitting = [name for each in options.ignore for name in (names if each == entry else [each])]
             raise ConfigError(
-                f"ignore={typed(cfg.ignore)} with format={cfg.format}: transformers would take {other} for dense too, "
-                f"by {entry}; allowed: entries that begin and end no other layer's name. Type ignore={typed(fitting)}."
+                f"ignore={typed(options.ignore)} with format={options.format}: transformers would take {other} for "
+                f"dense too, by {entry}; allowed: entries that begin and end no other layer's name. "
+                f"Type ignore={typed(fitting)}."
             )
 
 
@@ -164,23 +165,23 @@ def _check_tensor(folder: Path, weights: WeightFiles, name: str, shape: tuple[in
         )
 
 
-def identity(cfg: QuantizeConfig, source: Source, device: torch.device) -> dict[str, Any]:
+def identity(options: QuantizeOptions, source: Source, device: torch.device) -> dict[str, Any]:
     """Return what decides the bytes to be written."""
-    left_out = NOT_IDENTITY + (CALIBRATION if cfg.method == "rtn" else ())
-    chosen = {key: value for key, value in asdict(cfg).items() if key not in left_out}
+    left_out = NOT_IDENTITY + (CALIBRATION if options.method == "rtn" else ())
+    chosen = {key: value for key, value in asdict(options).items() if key not in left_out}
     files = {file: file.stat() for file in (*source.weights.files, source.folder / "config.json")}
     stamps = {file.name: [stat.st_size, stat.st_mtime_ns] for file, stat in files.items()}
     return chosen | {"device": device.type, "model": stamps}
 
 
-def pack(cfg: QuantizeConfig, source: Source, device: torch.device, unfinished: Unfinished) -> None:
+def pack(options: QuantizeOptions, source: Source, device: torch.device, unfinished: Unfinished) -> None:
     """Round to nearest, file by file; files that are complete are left as they are."""
-    weight_format = formats.build(cfg.format_config())
-    shards = rtn.plan(source.weights, source.packed, weight_format, cfg.shard_gb * 1e9)
+    weight_format = formats.build(options.format_config())
+    shards = rtn.plan(source.weights, source.packed, weight_format, options.shard_gb * 1e9)
     left = [shard for shard in shards if not unfinished.has(shard.file)]
     _refuse_full_disk(unfinished.folder, sum(shard.bytes for shard in left))
     total, ahead = (sum(rtn.source_bytes(source.weights, shard) for shard in some) for some in (shards, left))
-    with terminal.Amount(f"{cfg.format}, round to nearest", total, total - ahead) as bar:
+    with terminal.Amount(f"{options.format}, round to nearest", total, total - ahead) as bar:
         for shard in left:
             rtn.write(shard, unfinished.folder, source.weights, weight_format, device, bar.advance)
             unfinished.note(shard.file)
@@ -204,11 +205,11 @@ def _refuse_full_disk(folder: Path, needed: int) -> None:
         )  # fmt: skip
 
 
-def calibrate(cfg: QuantizeConfig, source: Source, unfinished: Unfinished) -> None:
+def calibrate(options: QuantizeOptions, source: Source, unfinished: Unfinished) -> None:
     """AWQ or GPTQ. It cannot go on in the middle: what an interrupted process left is made again."""
     if unfinished.has("config.json"):
         return
     unfinished.clear()
-    llmcompressor.run(cfg, source.folder, source.dense, unfinished.folder)
+    llmcompressor.run(options, source.folder, source.dense, unfinished.folder)
     copy_companions(source.folder, unfinished.folder)
     unfinished.note(*(file.name for file in unfinished.folder.iterdir() if file.suffix in (".safetensors", ".json")))

@@ -8,13 +8,13 @@ with exits.starting(__name__):
 
     from qerl_lab.cli.grammar import Command
     from qerl_lab.config.option import ConfigError
-    from qerl_lab.search.options import SearchConfig, check, is_own, space
+    from qerl_lab.search.options import SearchOptions, check, is_own, space
 
 
-def search(cfg: SearchConfig, words: list[str]) -> None:
+def search(options: SearchOptions, words: list[str]) -> None:
     """Run the trials; `words` are the main command's. Raises ConfigError, and what `study.run` raises."""
-    check(cfg)
-    found = space(words, cfg)
+    check(options)
+    found = space(words, options)
     if importlib.util.find_spec("optuna") is None:
         raise ConfigError(
             "a search needs the package optuna, which is not installed. Type pip install 'qerl-lab[search]'."
@@ -22,7 +22,7 @@ def search(cfg: SearchConfig, words: list[str]) -> None:
     from qerl_lab.cli import train
     from qerl_lab.search import study
 
-    study.run(cfg, found, train.main)
+    study.run(options, found, train.main)
 
 
 LINE = "python -m qerl_lab.search"
@@ -33,12 +33,12 @@ EXAMPLES = (
 )
 
 
-def command(words: list[str]) -> Command[SearchConfig]:
+def command(words: list[str]) -> Command[SearchOptions]:
     """The command with the words that it hands on."""
     about = "Search values of numeric keys: an Optuna study whose trials are short sweeps of the main command"
     usage = f"{LINE} WORDS OF THE MAIN COMMAND ... KEY=LOW..HIGH ..."
     return Command(
-        usage, about, SearchConfig, partial(search, words=words), examples=EXAMPLES, required=("out",), alone=True
+        usage, about, SearchOptions, partial(search, words=words), examples=EXAMPLES, required=("out",), alone=True
     )
 
 

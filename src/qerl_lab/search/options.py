@@ -17,7 +17,7 @@ OF_SEARCH = ("seed", "-m", "--multirun", "hydra.sweep.dir", "rerun", "dry_run", 
 
 
 @dataclass
-class SearchConfig(Writes):
+class SearchOptions(Writes):
     out: str = option("", "directory of the search: its study, and a sweep for each trial; required")
     objective: str = option(
         "reward", "mean reward of all steps, without evaluation; or accuracy after training, on the held-out questions",
@@ -40,10 +40,10 @@ class Space:
 
 def is_own(word: str) -> bool:
     """Whether a word is an option of the search; all others are the main command's."""
-    return word.lstrip("+").partition("=")[0] in (*(f.name for f in fields(SearchConfig)), "--help", "-h")
+    return word.lstrip("+").partition("=")[0] in (*(f.name for f in fields(SearchOptions)), "--help", "-h")
 
 
-def space(words: Sequence[str], cfg: SearchConfig) -> Space:
+def space(words: Sequence[str], options: SearchOptions) -> Space:
     """Sort the main command's words, of which KEY=LOW..HIGH is a range. Raises ConfigError for what cannot be searched.
 
     Without evaluation where the objective needs none, unless the words ask for one.
@@ -63,9 +63,9 @@ def space(words: Sequence[str], cfg: SearchConfig) -> Space:
         found.ranges[key] = ends
     if not found.ranges:
         raise ConfigError("no word has a range. Type for example optim.learning_rate=1e-4..1e-2.")
-    if cfg.objective == "accuracy" and "eval.questions=0" in words:
+    if options.objective == "accuracy" and "eval.questions=0" in words:
         raise ConfigError("eval.questions=0 leaves objective=accuracy nothing to go by. Leave one of the two out.")
-    if cfg.objective == "reward" and not any(word.startswith("eval.questions=") for word in words):
+    if options.objective == "reward" and not any(word.startswith("eval.questions=") for word in words):
         found.words.append("eval.questions=0")
     return found
 
@@ -96,11 +96,11 @@ def _ends(value: str) -> tuple[float, float] | None:
         return None
 
 
-def check(cfg: SearchConfig) -> None:
+def check(options: SearchOptions) -> None:
     """Raise ConfigError for seeds on which a sweep may report."""
-    low = [seed for seed in cfg.seeds if seed < FIRST_SEED]
-    if low or not cfg.seeds or len(set(cfg.seeds)) < len(cfg.seeds):
+    low = [seed for seed in options.seeds if seed < FIRST_SEED]
+    if low or not options.seeds or len(set(options.seeds)) < len(options.seeds):
         raise ConfigError(
-            f"seeds={cfg.seeds}; allowed: different ones from {FIRST_SEED} on, so that none is searched on which a "
+            f"seeds={options.seeds}; allowed: different ones from {FIRST_SEED} on, so that none is searched on which a "
             "sweep then reports. Type for example seeds=[100,101]."
         )

@@ -21,7 +21,7 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.disk import lock, make_directory, replace_file
 from qerl_lab.exits import FAILURE, INTERRUPTED, OK
 from qerl_lab.record.directory import RunDirectory
-from qerl_lab.search.options import SearchConfig, Space
+from qerl_lab.search.options import SearchOptions, Space
 from qerl_lab.terminal import columns, near
 
 NAME = "search"
@@ -33,20 +33,20 @@ ENDED = (TrialState.COMPLETE, TrialState.FAIL)
 Start = Callable[[list[str]], int]  # the words of a sweep -> its exit code
 
 
-def run(cfg: SearchConfig, space: Space, start: Start) -> None:
+def run(options: SearchOptions, space: Space, start: Start) -> None:
     """Run trials until the study has as many as asked for; print how they ended, and what to type for a report.
 
     Raises ConfigError where OUT is another search or cannot be written, or where a trial's words are refused, and
     KeyboardInterrupt after a stop.
     """
-    make_directory(cfg.folder, f"out={cfg.out}")
+    make_directory(options.folder, f"out={options.out}")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    with locked(cfg.folder):
-        study = _opened(cfg, space)
-        while trial := _next(study, cfg, space):
-            _run_trial(study, trial, cfg, space, start)
-        table = _table(study, cfg, space)
-        replace_file(cfg.folder / TABLE, f"{table}\n".encode())
+    with locked(options.folder):
+        study = _opened(options, space)
+        while trial := _next(study, options, space):
+            _run_trial(study, trial, options, space, start)
+        table = _table(study, options, space)
+        replace_file(options.folder / TABLE, f"{table}\n".encode())
     print(f"\n{table}")
 
 
@@ -61,36 +61,36 @@ def locked(folder: Path) -> Iterator[None]:
         yield
 
 
-def _opened(cfg: SearchConfig, space: Space) -> optuna.Study:
+def _opened(options: SearchOptions, space: Space) -> optuna.Study:
     """The study in OUT, made if it is not there. Raises ConfigError for one that asks something else."""
-    storage = JournalStorage(JournalFileBackend(str(cfg.folder / JOURNAL)))
+    storage = JournalStorage(JournalFileBackend(str(options.folder / JOURNAL)))
     study = optuna.create_study(storage=storage, study_name=NAME, direction="maximize", load_if_exists=True)
     ranges = [f"{key}={low:g}..{high:g}" for key, (low, high) in space.ranges.items()]
     how = [word for word in space.words if not word.startswith(HOW_IT_RUNS)]
     asked = {
-        "words": " ".join(sorted([*how, *ranges])), "objective": cfg.objective,
-        "seeds": str(cfg.seeds), "sampler_seed": str(cfg.sampler_seed),
+        "words": " ".join(sorted([*how, *ranges])), "objective": options.objective,
+        "seeds": str(options.seeds), "sampler_seed": str(options.sampler_seed),
     }  # fmt: skip
     before = study.user_attrs.get(ASKED, asked)
     for name, value in asked.items():
         if before[name] != value:
             raise ConfigError(
-                f"out={cfg.out} is a search with other {name}: {before[name]}, and not {value}. Type another out, or "
-                "the words that it began with."
+                f"out={options.out} is a search with other {name}: {before[name]}, and not {value}. Type another out, "
+                "or the words that it began with."
             )
     study.set_user_attr(ASKED, asked)
     return study
 
 
-def _next(study: optuna.Study, cfg: SearchConfig, space: Space) -> FrozenTrial | None:
+def _next(study: optuna.Study, options: SearchOptions, space: Space) -> FrozenTrial | None:
     """The trial that an earlier command began, else a new one; None when there are enough."""
     trials = study.get_trials(deepcopy=False)
     begun = [trial for trial in trials if trial.state == TrialState.RUNNING]
     if begun:
         return begun[0]
-    if len(trials) >= cfg.trials:
+    if len(trials) >= options.trials:
         return None
-    own = int(np.random.SeedSequence([cfg.sampler_seed, len(trials)]).generate_state(1)[0])
+    own = int(np.random.SeedSequence([options.sampler_seed, len(trials)]).generate_state(1)[0])
     study.sampler = optuna.samplers.TPESampler(seed=own, n_startup_trials=STARTUP)
     ranges: dict[str, BaseDistribution] = {
         key: FloatDistribution(low, high, log=True) for key, (low, high) in space.ranges.items()
@@ -99,23 +99,23 @@ def _next(study: optuna.Study, cfg: SearchConfig, space: Space) -> FrozenTrial |
     return study.get_trials(deepcopy=False)[number]
 
 
-def _run_trial(study: optuna.Study, trial: FrozenTrial, cfg: SearchConfig, space: Space, start: Start) -> None:
+def _run_trial(study: optuna.Study, trial: FrozenTrial, options: SearchOptions, space: Space, start: Start) -> None:
     """Run the sweep of a trial, and tell the study what it is worth. A trial with a failed run is worth nothing."""
-    print(f"\ntrial {trial.number} of {cfg.trials}: {' '.join(_proposed(trial))}", flush=True)
-    directory = _directory(trial, cfg)
+    print(f"\ntrial {trial.number} of {options.trials}: {' '.join(_proposed(trial))}", flush=True)
+    directory = _directory(trial, options)
     if set(trial.params) != set(space.ranges):  # a stop came while it was proposed
         study.tell(trial.number, state=TrialState.FAIL)
         return
-    seeds = f"seed={','.join(map(str, cfg.seeds))}"
+    seeds = f"seed={','.join(map(str, options.seeds))}"
     code = start(["-m", *space.words, *_proposed(trial), seeds, f"hydra.sweep.dir={directory}"])
     if code == INTERRUPTED:
         raise KeyboardInterrupt("the same command goes on with this trial")
     if code not in (OK, FAILURE):
         study.tell(trial.number, state=TrialState.FAIL)
         if trial.number == 0:
-            (cfg.folder / JOURNAL).unlink()  # nothing is searched yet, and the words may be corrected
+            (options.folder / JOURNAL).unlink()  # nothing is searched yet, and the words may be corrected
         raise ConfigError(f"the runs of trial {trial.number} were refused, see above. Correct the words.")
-    worth = _worth(directory, cfg.objective) if code == OK else math.nan
+    worth = _worth(directory, options.objective) if code == OK else math.nan
     if math.isfinite(worth):
         study.tell(trial.number, worth)
     else:
@@ -127,8 +127,8 @@ def _proposed(trial: FrozenTrial) -> list[str]:
     return [f"{key}={value:.3g}" for key, value in sorted(trial.params.items())]
 
 
-def _directory(trial: FrozenTrial, cfg: SearchConfig) -> Path:
-    return cfg.folder / f"trial-{trial.number:04}"
+def _directory(trial: FrozenTrial, options: SearchOptions) -> Path:
+    return options.folder / f"trial-{trial.number:04}"
 
 
 def _runs(directory: Path) -> list[RunDirectory]:
@@ -152,34 +152,36 @@ def _mean(values: list[float]) -> float:
     return sum(values) / len(values) if values else math.nan
 
 
-def _why(trial: FrozenTrial, cfg: SearchConfig, space: Space) -> str:
+def _why(trial: FrozenTrial, options: SearchOptions, space: Space) -> str:
     """Why a trial failed, as far as the directories of its runs say."""
     if set(trial.params) != set(space.ranges):
         return "a stop came while it was proposed"
-    runs = _runs(_directory(trial, cfg))
+    runs = _runs(_directory(trial, options))
     for run in runs:
         if run.status == "failed":
             return f"{near(run.path)}: {run.reason}"
     done = [run for run in runs if run.status == "done"]
-    if len(done) < len(cfg.seeds):
-        return f"{len(done)} of its {len(cfg.seeds)} runs are done"
-    worth = _worth(_directory(trial, cfg), cfg.objective)
-    return "its sweep failed" if math.isfinite(worth) else f"its runs have no {cfg.objective}, or one that is no number"
+    if len(done) < len(options.seeds):
+        return f"{len(done)} of its {len(options.seeds)} runs are done"
+    worth = _worth(_directory(trial, options), options.objective)
+    if math.isfinite(worth):
+        return "its sweep failed"
+    return f"its runs have no {options.objective}, or one that is no number"
 
 
-def _table(study: optuna.Study, cfg: SearchConfig, space: Space) -> str:
+def _table(study: optuna.Study, options: SearchOptions, space: Space) -> str:
     """The trials with the best first, why others failed, and the sweep that reports on the best."""
     ended = [trial for trial in study.get_trials(deepcopy=False) if trial.state in ENDED]
     ended.sort(key=lambda trial: -math.inf if trial.value is None else trial.value, reverse=True)
-    rows = [["trial", cfg.objective, *sorted(space.ranges), "directory"]]
+    rows = [["trial", options.objective, *sorted(space.ranges), "directory"]]
     for trial in ended:
         worth = "failed" if trial.value is None else f"{trial.value:.4f}"
         values = [f"{trial.params[key]:.3g}" if key in trial.params else "-" for key in sorted(space.ranges)]
-        rows.append([str(trial.number), worth, *values, near(_directory(trial, cfg))])
+        rows.append([str(trial.number), worth, *values, near(_directory(trial, options))])
     failed = sorted((trial for trial in ended if trial.value is None), key=lambda trial: trial.number)
-    lines = [columns(rows), *(f"trial {trial.number} failed: {_why(trial, cfg, space)}" for trial in failed)]
+    lines = [columns(rows), *(f"trial {trial.number} failed: {_why(trial, options, space)}" for trial in failed)]
     if ended and ended[0].value is not None:
         words = [word for word in space.words if word != "eval.questions=0"]
         report = f"python -m qerl_lab -m {shlex.join([*words, *_proposed(ended[0]), 'seed=0,1,2,3,4'])}"
-        lines.append(f"mean of seeds {', '.join(map(str, cfg.seeds))}. Report on others: {report}")
+        lines.append(f"mean of seeds {', '.join(map(str, options.seeds))}. Report on others: {report}")
     return "\n".join(lines)

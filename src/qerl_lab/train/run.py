@@ -18,8 +18,10 @@ from qerl_lab.config.schema import AqnConfig, RunConfig
 from qerl_lab.config.spelling import resume_word
 from qerl_lab.evaluate.accuracy import Evaluation, evaluate, together
 from qerl_lab.exits import INTERRUPTED, OK
-from qerl_lab.model import linear, on_disk, policy
+from qerl_lab.model import linear, on_disk
 from qerl_lab.model.files import local_folder
+from qerl_lab.model.policy import Policy, begin_with, device_of, load_adapter, save_adapter
+from qerl_lab.model.policy import build as build_policy
 from qerl_lab.record import checkpoint
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.sessions import Sessions
@@ -45,7 +47,7 @@ class Session:
     stop: Stop
     ranks: Ranks
     saved: checkpoint.Saved | None
-    learner: policy.Policy
+    policy: Policy
     data: TrainingData
     engine: RunEngine
     notes: list[str]
@@ -107,7 +109,7 @@ def build(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> Session:
     """Everything that a run works with, from what a resumed run takes over. Raises ConfigError."""
     if cfg.cpu_threads:
         torch.set_num_threads(cfg.cpu_threads)
-    device = policy.device_of(cfg.device)
+    device = device_of(cfg.device)
     preflight.check_engine(cfg)
     ranks = join(cfg, device)
     saved = directory.starting_point(cfg)
@@ -118,30 +120,30 @@ def build(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> Session:
     cut = preflight.cut_questions(cfg, len(task.train), len(task.heldout))
     notes = [] if preflight.has_questions(cfg) else [*task.warnings, *cut]
     directory.refuse_other_device(device.type)
-    learner = _loaded(cfg, device)
+    policy = _loaded(cfg, device)
     if saved:
-        saved.refuse_other_device(*computes_on(learner))
+        saved.refuse_other_device(*computes_on(policy))
         notes += meaning(cfg) if saved.step in cfg.extended else []
     elif cfg.lora.start_from:
         notes.append(f"begins with the adapter of {cfg.lora.start_from} ({cfg.lora.start_hash})")
     lacks_first = cfg.eval.questions > 0 and "before" not in directory.evaluations()
     if cfg.lora.start_from and (not saved or lacks_first):  # the first answers are those of this adapter
-        policy.begin_with(learner.model, adapter_folder(cfg.lora.start_from))
-    data = select(cfg, learner, task)
-    return Session(cfg, directory, stop, ranks, saved, learner, data, RunEngine(cfg, learner), notes)
+        begin_with(policy.model, adapter_folder(cfg.lora.start_from))
+    data = select(cfg, policy, task)
+    return Session(cfg, directory, stop, ranks, saved, policy, data, RunEngine(cfg, policy), notes)
 
 
-def _loaded(cfg: RunConfig, device: torch.device) -> policy.Policy:
+def _loaded(cfg: RunConfig, device: torch.device) -> Policy:
     """The policy. Raises ConfigError for a GPU that has no room for it."""
     try:
-        return policy.build(cfg, device)
+        return build_policy(cfg, device)
     except torch.OutOfMemoryError as error:
         raise ConfigError(memory.no_room(cfg, device, error)) from error
 
 
-def computes_on(learner: policy.Policy) -> tuple[str, str]:
+def computes_on(policy: Policy) -> tuple[str, str]:
     """Device and dtype that a run keeps over all its sessions."""
-    return learner.device.type, str(learner.model.dtype)
+    return policy.device.type, str(policy.model.dtype)
 
 
 def learn(session: Session, record: Record | None) -> int:
@@ -167,7 +169,7 @@ def learn(session: Session, record: Record | None) -> int:
         return INTERRUPTED
     except torch.OutOfMemoryError as error:
         held = session.engine.held()
-        raise torch.OutOfMemoryError(memory.too_little(session.cfg, session.learner, held, error)) from error
+        raise torch.OutOfMemoryError(memory.too_little(session.cfg, session.policy, held, error)) from error
     except EngineFailed as error:
         raise EngineFailed(
             f"{error}. {session.directory.last_saved()} of {session.cfg.steps} steps are saved. "
@@ -232,19 +234,19 @@ def ask_share(session: Session, exam: Exam) -> Evaluation | None:
             if asked.now < count:
                 session.stop.check()
 
-        return evaluate(session.engine, session.learner, task, cfg, part, exam.samples, on_done)
+        return evaluate(session.engine, session.policy, task, cfg, part, exam.samples, on_done)
 
 
 def train(session: Session, record: Record | None) -> None:
     """Train the steps that are left. A signal lets the step under way end, saves, and stops."""
-    cfg, learner, saved = session.cfg, session.learner, session.saved
+    cfg, policy, saved = session.cfg, session.policy, session.saved
     if saved and session.done == cfg.steps:  # killed after the last step: only what follows is missing
-        policy.load_adapter(learner.model, saved.path)
+        load_adapter(policy.model, saved.path)
         ask_subset(session, record, session.done)
         return
     cursor = Cursor(session.data, saved.prompts_seen if saved else 0)
     trainer = LabTrainer(
-        cfg, learner, session.engine, cursor, session.directory.path, lambda *_: None, session.stop, session.ranks
+        cfg, policy, session.engine, cursor, session.directory.path, lambda *_: None, session.stop, session.ranks
     )
     trainer.rebuild = session.engine.rebuild
     if saved:
@@ -263,7 +265,7 @@ def train(session: Session, record: Record | None) -> None:
             trainer.on_step = keeper(session, record.tracker, bar, trainer)
             trainer.before_save = lambda: identity(session, record.tracker)
         if saved:
-            policy.load_adapter(learner.model, saved.path)  # not before: the trainer may keep the first one for its KL
+            load_adapter(policy.model, saved.path)  # not before: the trainer may keep the first one for its KL
             ask_subset(session, record, session.done)
         trainer.train(resume_from_checkpoint=str(saved.path) if saved else None)
 
@@ -285,14 +287,14 @@ def keeper(session: Session, tracker: Tracker, bar: terminal.Progress, trainer: 
 def identity(session: Session, tracker: Tracker) -> dict[str, Any]:
     """Say of which run a checkpoint is, once the record of its steps is on the disk."""
     tracker.flush()
-    device, dtype = computes_on(session.learner)
+    device, dtype = computes_on(session.policy)
     return {"run_key": tracker.key, "config": of_run(session.cfg), "device": device, "dtype": dtype}
 
 
 def conclude(session: Session, record: Record) -> None:
     """Write what a finished run leaves: adapter, curves, summary; DONE comes last."""
     cfg, directory, data = session.cfg, session.directory, session.data
-    policy.save_adapter(session.learner.model, directory.adapter)
+    save_adapter(session.policy.model, directory.adapter)
     from qerl_lab.report import plots  # matplotlib takes a second, which the first step need not wait for
 
     plots.save_curves(runs.read_steps(directory), f"{cfg.experiment}, seed {cfg.seed}", directory.curves)
@@ -322,14 +324,14 @@ def noise_of(own: AqnConfig) -> str:
 
 def opening(session: Session) -> str:
     """Say what is about to run, in a few lines."""
-    cfg, learner, data = session.cfg, session.learner, session.data
+    cfg, policy, data = session.cfg, session.policy, session.data
     bits = formats.build(cfg.format).bits_per_weight
-    weights = f"{bits:.2f} bits a weight, {linear.weight_bytes(learner.model).linears / 2**20:.2f} MiB"
-    trainable = sum(p.numel() for p in learner.model.parameters() if p.requires_grad)
-    name = f" ({torch.cuda.get_device_name(learner.device)})" if learner.device.type == "cuda" else ""
+    weights = f"{bits:.2f} bits a weight, {linear.weight_bytes(policy.model).linears / 2**20:.2f} MiB"
+    trainable = sum(p.numel() for p in policy.model.parameters() if p.requires_grad)
+    name = f" ({torch.cuda.get_device_name(policy.device)})" if policy.device.type == "cuda" else ""
     lines = [
         f"{cfg.experiment} at scale {cfg.scale}: {cfg.model.name} in {cfg.format.name} ({weights}), "
-        f"{noise_of(cfg.aqn)}, on {learner.device}{name}{f', {cfg.gpus} processes' if cfg.gpus > 1 else ''}",
+        f"{noise_of(cfg.aqn)}, on {policy.device}{name}{f', {cfg.gpus} processes' if cfg.gpus > 1 else ''}",
         f"{cfg.algorithm.name}, LoRA rank {cfg.lora.rank} ({trainable:,} parameters), "
         f"learning rate {cfg.optim.learning_rate:g}, {data.task.name} with {len(data.questions):,} questions",
         f"{cfg.steps} steps of {cfg.rollout.prompts_per_step} x {cfg.rollout.group_size} completions of at most "

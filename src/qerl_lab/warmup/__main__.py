@@ -9,18 +9,18 @@ from qerl_lab import exits
 with exits.starting(__name__):
     from qerl_lab import imports, terminal
     from qerl_lab.cli.grammar import Command
-    from qerl_lab.warmup.options import WarmupConfig, check
+    from qerl_lab.warmup.options import WarmupOptions, check
 
 
-def warm_up(cfg: WarmupConfig) -> None:
+def warm_up(options: WarmupOptions) -> None:
     """Write the model. Raises ConfigError for options that cannot serve, and what `run` raises."""
-    check(cfg)
+    check(options)
     try:
         with imports.kept():
             terminal.quiet_third_parties()  # some speak while they are imported
             from qerl_lab.warmup.run import run
 
-        run(cfg)
+        run(options)
     except KeyboardInterrupt:
         raise KeyboardInterrupt("the same command goes on from its last checkpoint") from None
 
@@ -29,7 +29,7 @@ LINE = "python -m qerl_lab.warmup"
 COMMAND = Command(
     LINE,
     "Teach a model the format of the answers by supervised training, all weights, on a task's worked solutions",
-    WarmupConfig,
+    WarmupOptions,
     warm_up,
     examples=(
         (

@@ -16,7 +16,7 @@ from qerl_lab.tasks.data import is_local
 
 
 @dataclass
-class WarmupConfig(Writes):
+class WarmupOptions(Writes):
     model: str = option("", "what to teach: hub id, dense directory, FILE.gguf, or `pocket`; required")
     revision: str | None = option(None, "branch, tag or commit on the hub; null is the newest")
     task: str = option("gsm8k", "whose worked solutions are taught: gsm8k or arithmetic")
@@ -54,16 +54,16 @@ class WarmupConfig(Writes):
         return from_dict({"task": {**OmegaConf.to_container(OmegaConf.load(file)), **values}}).task  # type: ignore[dict-item]
 
 
-def check(cfg: WarmupConfig) -> None:
+def check(options: WarmupOptions) -> None:
     """Raise ConfigError at the first option that cannot serve. Looks at local paths, loads nothing."""
-    if cfg.task not in choices_of("task"):
+    if options.task not in choices_of("task"):
         allowed = with_solutions()
-        hint = did_you_mean(cfg.task, allowed) or " Type task=gsm8k."
-        raise ConfigError(f"task={cfg.task} is not allowed; allowed: {', '.join(allowed)}.{hint}")
-    if folder := on_disk.local(cfg.model, "model"):
-        on_disk.check_files(folder, f"model={cfg.model}")
-        on_disk.check_chat_template(folder, f"model={cfg.model}")
-    if cfg.task_path is not None:
-        is_local(cfg.task_path, "task_path=")
-    check_apart(cfg, cfg.model)
-    check_free(cfg, cfg.overwrite, lambda folder: (folder / WARMUP).is_file())
+        hint = did_you_mean(options.task, allowed) or " Type task=gsm8k."
+        raise ConfigError(f"task={options.task} is not allowed; allowed: {', '.join(allowed)}.{hint}")
+    if folder := on_disk.local(options.model, "model"):
+        on_disk.check_files(folder, f"model={options.model}")
+        on_disk.check_chat_template(folder, f"model={options.model}")
+    if options.task_path is not None:
+        is_local(options.task_path, "task_path=")
+    check_apart(options, options.model)
+    check_free(options, options.overwrite, lambda folder: (folder / WARMUP).is_file())

@@ -42,7 +42,7 @@ from qerl_lab.record.partial import JOURNAL, Unfinished
 from qerl_lab.solutions import Example, batch, learning_rate
 from qerl_lab.tasks import Task
 from qerl_lab.warmup.examples import order, tokenized
-from qerl_lab.warmup.options import WarmupConfig
+from qerl_lab.warmup.options import WarmupOptions
 
 NOT_IDENTITY = ("out", "checkpoint_every", "overwrite", "device")
 SCALES = {POCKET: POCKET, "SmolLM2-135M": "smollm2"}  # made for a model, by a part of its path
@@ -53,39 +53,41 @@ class Warmup:
     """A model in training. `updates` is their number, `losses` the mean loss of each so far, in nats a token."""
 
     def __init__(
-        self, cfg: WarmupConfig, model: PreTrainedModel, examples: list[Example], pad: int, device: torch.device
+        self, options: WarmupOptions, model: PreTrainedModel, examples: list[Example], pad: int, device: torch.device
     ) -> None:
-        self.cfg, self.model, self.examples, self.pad, self.device = cfg, model, examples, pad, device
-        self.updates = math.ceil(cfg.epochs * len(examples) / cfg.batch_size)
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.learning_rate, weight_decay=cfg.weight_decay)
+        self.options, self.model, self.examples, self.pad, self.device = options, model, examples, pad, device
+        self.updates = math.ceil(options.epochs * len(examples) / options.batch_size)
+        self.optimizer = torch.optim.AdamW(
+            model.parameters(), lr=options.learning_rate, weight_decay=options.weight_decay
+        )
         self.losses: list[float] = []
 
     def train(self, unfinished: Unfinished, bar: terminal.Amount) -> None:
         """Make the updates that are left, with checkpoints. Raises ValueError for a loss that is not finite."""
         self.model.train()
-        drawn = islice(order(len(self.examples), self.cfg.seed), len(self.losses) * self.cfg.batch_size, None)
+        drawn = islice(order(len(self.examples), self.options.seed), len(self.losses) * self.options.batch_size, None)
         while len(self.losses) < self.updates:
-            taken = [self.examples[index] for index in islice(drawn, self.cfg.batch_size)]
+            taken = [self.examples[index] for index in islice(drawn, self.options.batch_size)]
             loss = self.update(taken)
             if not math.isfinite(loss):
                 raise ValueError(
                     f"the loss of update {len(self.losses) + 1} is {loss}. Type a smaller learning_rate than "
-                    f"{self.cfg.learning_rate:g}, and overwrite=true."
+                    f"{self.options.learning_rate:g}, and overwrite=true."
                 )
             self.losses.append(loss)
             bar.advance(1, f"loss {loss:.3f}")
-            if len(self.losses) % self.cfg.checkpoint_every == 0 or len(self.losses) == self.updates:
+            if len(self.losses) % self.options.checkpoint_every == 0 or len(self.losses) == self.updates:
                 saved = self.save(unfinished.folder / CHECKPOINTS)
                 unfinished.note(str((saved / checkpoint.MANIFEST).relative_to(unfinished.folder)))  # to go on from
 
     def update(self, examples: list[Example]) -> float:
         """One step of the optimizer; the loss is the mean over all solution tokens of the update, in nats."""
-        number, rising = len(self.losses), round(self.cfg.warmup_ratio * self.updates)
-        torch.manual_seed((self.cfg.seed << 32) + number)  # of dropout, the same after an interruption
+        number, rising = len(self.losses), round(self.options.warmup_ratio * self.updates)
+        torch.manual_seed((self.options.seed << 32) + number)  # of dropout, the same after an interruption
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(self.cfg.learning_rate, rising, number, self.updates)
+            group["lr"] = learning_rate(self.options.learning_rate, rising, number, self.updates)
         examples = sorted(examples, key=lambda example: example.length)  # less padding in a micro-batch
-        tokens, total, size = sum(len(example.solution) for example in examples), 0.0, self.cfg.micro_batch_size
+        tokens, total, size = sum(len(example.solution) for example in examples), 0.0, self.options.micro_batch_size
         for first in range(0, len(examples), size):
             inputs = {
                 key: value.to(self.device) for key, value in batch(examples[first : first + size], self.pad).items()
@@ -97,21 +99,21 @@ class Warmup:
             ) / tokens  # fmt: skip
             loss.backward()
             total += loss.item()
-        nn.utils.clip_grad_norm_(self.model.parameters(), self.cfg.max_grad_norm)
+        nn.utils.clip_grad_norm_(self.model.parameters(), self.options.max_grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return total
 
     def precision(self) -> AbstractContextManager[Any]:
         """On a GPU float32 weights multiply in bfloat16."""
-        mixed = self.device.type == "cuda" and self.cfg.dtype == "float32"
+        mixed = self.device.type == "cuda" and self.options.dtype == "float32"
         return torch.autocast("cuda", torch.bfloat16) if mixed else nullcontext()
 
     def save(self, folder: Path) -> Path:
         done = len(self.losses)
         state = {
-            "step": done, "prompts_seen": done * self.cfg.batch_size, "run_key": "", "config": {"losses": self.losses},
-            "device": self.device.type, "dtype": self.cfg.dtype,
+            "step": done, "prompts_seen": done * self.options.batch_size, "run_key": "",
+            "config": {"losses": self.losses}, "device": self.device.type, "dtype": self.options.dtype,
         }  # fmt: skip
 
         def write(aside: Path) -> None:
@@ -122,47 +124,47 @@ class Warmup:
 
     def go_on_from(self, saved: checkpoint.Saved) -> None:
         """Take weights, optimizer and losses of a checkpoint. Raises ConfigError for one of another device."""
-        saved.refuse_other_device(self.device.type, self.cfg.dtype)
+        saved.refuse_other_device(self.device.type, self.options.dtype)
         load_model(self.model, str(saved.path / WEIGHTS), device=str(self.device))
         self.optimizer.load_state_dict(torch.load(saved.path / OPTIMIZER, map_location=self.device, weights_only=True))
         self.losses = list(saved.config["losses"])
 
 
-def run(cfg: WarmupConfig) -> None:
-    """Write the model that `cfg` asks for.
+def run(options: WarmupOptions) -> None:
+    """Write the model that `options` ask for.
 
     Raises:
         ConfigError: model or task cannot be loaded, or OUT.partial is of another command.
         ValueError: the training diverged.
     """
-    started, device = time.monotonic(), policy.device_of(cfg.device)
+    started, device = time.monotonic(), policy.device_of(options.device)
     sum_in_one_order()
-    task = worked(cfg)
+    task = worked(options)
     for line in task.warnings:
         print(f"note: {line}", file=sys.stderr)
-    folder = local_folder(cfg.model, cfg.revision, key="model")
-    model, tokenizer = load(cfg, folder, device)
-    examples, left_out = tokenized(task, tokenizer, cfg.max_tokens)
+    folder = local_folder(options.model, options.revision, key="model")
+    model, tokenizer = load(options, folder, device)
+    examples, left_out = tokenized(task, tokenizer, options.max_tokens)
     pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    warmup = Warmup(cfg, model, examples, pad, device)
-    with Unfinished(cfg.folder, identity(cfg, task, folder), cfg.overwrite) as unfinished:
+    warmup = Warmup(options, model, examples, pad, device)
+    with Unfinished(options.folder, identity(options, task, folder), options.overwrite) as unfinished:
         if saved := checkpoint.newest(unfinished.folder / CHECKPOINTS):
             warmup.go_on_from(saved)
         print(opening(warmup, left_out), flush=True)
         with terminal.Amount("warm-up", warmup.updates, len(warmup.losses), unit="update") as bar:
             warmup.train(unfinished, bar)
-        write(warmup, tokenizer, unfinished.folder, about(cfg, task, folder, warmup, left_out, started))
+        write(warmup, tokenizer, unfinished.folder, about(options, task, folder, warmup, left_out, started))
         shutil.rmtree(unfinished.folder / CHECKPOINTS)
         unfinished.finish()
     print(f"loss {warmup.losses[0]:.3f} -> {warmup.losses[-1]:.3f} nats a token, {time.monotonic() - started:.0f} s")
-    print(f"model:       {terminal.near(cfg.folder)}  ({WARMUP} says how it was made)")
-    print(f"train on it: {terminal.python()} -m qerl_lab {shlex.join(training_words(cfg))}")
+    print(f"model:       {terminal.near(options.folder)}  ({WARMUP} says how it was made)")
+    print(f"train on it: {terminal.python()} -m qerl_lab {shlex.join(training_words(options))}")
 
 
-def worked(cfg: WarmupConfig) -> Task:
+def worked(options: WarmupOptions) -> Task:
     """The task with its worked solutions. Raises ConfigError, which names the keys of this command."""
     try:
-        return tasks.worked(cfg.task_config())
+        return tasks.worked(options.task_config())
     except ConfigError as error:
         raise ConfigError(str(error).replace("task.path=", "task_path=")) from error
 
@@ -173,13 +175,16 @@ def sum_in_one_order() -> None:
     torch.use_deterministic_algorithms(True)
 
 
-def load(cfg: WarmupConfig, folder: Path, device: torch.device) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model in `cfg.dtype` on the device, and its tokenizer. Raises ConfigError for a packed one, and for none."""
-    said = f"model={cfg.model}"
+def load(options: WarmupOptions, folder: Path, device: torch.device) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model in `options.dtype` on the device, and its tokenizer.
+
+    Raises ConfigError for a packed one, and for none.
+    """
+    said = f"model={options.model}"
     refuse_packed(folder, said, "all of whose weights are trained. Type its path.")
     try:
         model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=getattr(torch, cfg.dtype), use_safetensors=True, trust_remote_code=False
+            folder, dtype=getattr(torch, options.dtype), use_safetensors=True, trust_remote_code=False
         )
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError) as error:
@@ -188,22 +193,22 @@ def load(cfg: WarmupConfig, folder: Path, device: torch.device) -> tuple[PreTrai
     return model.to(device), tokenizer
 
 
-def identity(cfg: WarmupConfig, task: Task, folder: Path) -> dict[str, Any]:
+def identity(options: WarmupOptions, task: Task, folder: Path) -> dict[str, Any]:
     """Return what decides the weights to be written."""
-    chosen = {key: value for key, value in asdict(cfg).items() if key not in NOT_IDENTITY}
+    chosen = {key: value for key, value in asdict(options).items() if key not in NOT_IDENTITY}
     content = {"hash": model_hash(folder)}
     return chosen | {"solutions": task.data["training_sha256"], "the model": content}
 
 
 def opening(warmup: Warmup, left_out: int) -> str:
-    cfg, count = warmup.cfg, sum(parameter.numel() for parameter in warmup.model.parameters())
+    options, count = warmup.options, sum(parameter.numel() for parameter in warmup.model.parameters())
     lines = [
-        f"{Path(cfg.model).name}, {count:,} parameters in {cfg.dtype}, on {warmup.device.type}",
-        f"{len(warmup.examples):,} solutions of {cfg.task}, {warmup.updates} updates of {cfg.batch_size}, "
-        f"learning rate {cfg.learning_rate:g}",
+        f"{Path(options.model).name}, {count:,} parameters in {options.dtype}, on {warmup.device.type}",
+        f"{len(warmup.examples):,} solutions of {options.task}, {warmup.updates} updates of {options.batch_size}, "
+        f"learning rate {options.learning_rate:g}",
     ]
     if left_out:
-        lines.append(f"note: {left_out} examples are longer than max_tokens={cfg.max_tokens}, and left out")
+        lines.append(f"note: {left_out} examples are longer than max_tokens={options.max_tokens}, and left out")
     if warmup.losses:
         lines.append(f"continuing after update {len(warmup.losses)}")
     return "\n".join(lines)
@@ -218,12 +223,14 @@ def write(warmup: Warmup, tokenizer: PreTrainedTokenizerBase, folder: Path, reco
     (folder / WARMUP).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
-def about(cfg: WarmupConfig, task: Task, folder: Path, warmup: Warmup, left_out: int, started: float) -> dict[str, Any]:
+def about(
+    options: WarmupOptions, task: Task, folder: Path, warmup: Warmup, left_out: int, started: float
+) -> dict[str, Any]:
     """What warmup.json says: the command, the data, the model it began from, how the loss went."""
     source = folder / UNPACKED
     return {
         "command": redact(shlex.join(["python", "-m", "qerl_lab.warmup", *sys.argv[1:]])),
-        "options": asdict(cfg),
+        "options": asdict(options),
         "instruction": task.instruction,
         "began_from": json.loads(source.read_text(encoding="utf-8")) if source.is_file() else str(folder),
         "solutions": dict(task.data) | {"too_long": left_out},
@@ -235,10 +242,14 @@ def about(cfg: WarmupConfig, task: Task, folder: Path, warmup: Warmup, left_out:
     }
 
 
-def training_words(cfg: WarmupConfig) -> list[str]:
+def training_words(options: WarmupOptions) -> list[str]:
     """Return what to type after `python -m qerl_lab` to train on the result."""
-    scales = [scale for name, scale in SCALES.items() if name in cfg.model]
-    words = ["+experiment=nvfp4_aqn", f"scale={[*scales, 'custom'][0]}", word("model.path", terminal.near(cfg.folder))]
-    words += [] if cfg.task == "arithmetic" else [f"task={cfg.task}"]
-    further = {"path": cfg.task_path, "instruction": cfg.instruction}
+    scales = [scale for name, scale in SCALES.items() if name in options.model]
+    words = [
+        "+experiment=nvfp4_aqn",
+        f"scale={[*scales, 'custom'][0]}",
+        word("model.path", terminal.near(options.folder)),
+    ]
+    words += [] if options.task == "arithmetic" else [f"task={options.task}"]
+    further = {"path": options.task_path, "instruction": options.instruction}
     return words + [word(f"task.{key}", value) for key, value in further.items() if value is not None]

@@ -63,7 +63,7 @@ def test_files_that_are_written_at_once_hold_what_one_file_would(
 @pytest.mark.parametrize("name", PACKED)
 def test_it_is_what_the_quantize_command_makes_of_the_dense_one(tmp_path: Path, name: str) -> None:
     dense, own = written(tmp_path / "bf16", "bf16"), WeightFiles(written(tmp_path / name, name))
-    run.run(options.QuantizeConfig(model=str(dense), format=name, out=str(tmp_path / "quantized"), device="cpu"))
+    run.run(options.QuantizeOptions(model=str(dense), format=name, out=str(tmp_path / "quantized"), device="cpu"))
     quantized = WeightFiles(tmp_path / "quantized")
     assert set(own.names) == set(quantized.names)
     for tensor in own.names:

@@ -22,7 +22,7 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.config.records import EXPORT
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.export.card import card
-from qerl_lab.export.options import ExportConfig, check
+from qerl_lab.export.options import ExportOptions, check
 from qerl_lab.export.run import run as export
 from qerl_lab.model import policy
 from qerl_lab.model.on_disk import ASSETS
@@ -63,10 +63,10 @@ def runs(
     return found
 
 
-def exported(folder: Path, run: Path, **options: Any) -> Path:
-    cfg = ExportConfig(run=str(run), out=str(folder), **options)
-    check(cfg)
-    export(cfg)
+def exported(folder: Path, run: Path, **changes: Any) -> Path:
+    options = ExportOptions(run=str(run), out=str(folder), **changes)
+    check(options)
+    export(options)
     return folder
 
 
@@ -146,7 +146,7 @@ def test_the_card_tells_a_part_of_gsm8k_from_gsm8k(
 ) -> None:
     record = RunDirectory(runs["bf16"][0])
     for most, said in ((None, "Questions of `gsm8k`."), (2, "Questions of `gsm8k` with at most 2 steps.")):
-        assert said in card(ExportConfig(out="mine"), tiny(task__name="gsm8k", task__gsm8k__max_steps=most), record)
+        assert said in card(ExportOptions(out="mine"), tiny(task__name="gsm8k", task__gsm8k__max_steps=most), record)
 
 
 def test_the_card_s_line_makes_the_very_base_of_the_run(
@@ -158,10 +158,10 @@ def test_the_card_s_line_makes_the_very_base_of_the_run(
     assert quantize.main([*words, "quality=weights", "device=cpu", f"out={packed}"]) == 0
     how = {"format__name": "nvfp4", "format__scale_rule": "four_over_six", "format__ignore": ["lm_head", "down_proj"]}
     record = RunDirectory(runs["nvfp4"][0])
-    said = card(ExportConfig(out="mine"), tiny(model__path=str(own), **how), record)
+    said = card(ExportOptions(out="mine"), tiny(model__path=str(own), **how), record)
     line = next(line for line in said.splitlines() if "qerl_lab.quantize" in line)
     assert set(words) <= set(shlex.split(line.split("`")[-2]))
-    said = card(ExportConfig(out="mine"), tiny(model__path=str(packed), **how), record)
+    said = card(ExportOptions(out="mine"), tiny(model__path=str(packed), **how), record)
     assert f"`BASE` is `{packed}`." in said
     assert "qerl_lab.quantize" not in said
 
@@ -220,7 +220,7 @@ def test_what_cannot_be_exported_is_refused(
     run = str(runs["bf16"][0])
     given = {key: run if value == "RUN" else value for key, value in changes.items()}
     with pytest.raises(ConfigError, match=message):
-        check(replace(ExportConfig(run=run, out=str(tmp_path / "out")), **given))
+        check(replace(ExportOptions(run=run, out=str(tmp_path / "out")), **given))
 
 
 def test_a_run_that_is_not_done_is_refused_and_an_export_replaced(
@@ -234,5 +234,5 @@ def test_a_run_that_is_not_done_is_refused_and_an_export_replaced(
     (tmp_path / "run" / "DONE").unlink()
     unfinished = (tmp_path / "run").rename(tmp_path / "a run")
     with pytest.raises(ConfigError, match="is interrupted, or still running, and what it learned is whole") as told:
-        check(ExportConfig(run=str(unfinished), out=str(tmp_path / "other")))
+        check(ExportOptions(run=str(unfinished), out=str(tmp_path / "other")))
     assert f"Type python -m qerl_lab resume='{unfinished}' first." in str(told.value)

@@ -16,7 +16,7 @@ from qerl_lab.config.paths import anchored
 from qerl_lab.config.schema import ModelConfig, RunConfig
 from qerl_lab.evaluate import subject
 from qerl_lab.evaluate.options import AccuracyOptions
-from qerl_lab.export.options import ExportConfig
+from qerl_lab.export.options import ExportOptions
 from qerl_lab.export.run import run as export
 from qerl_lab.model.on_disk import ASSETS, check_content
 from qerl_lab.preflight import check
@@ -116,7 +116,7 @@ def go_on(run: RunDirectory) -> object:
 
 
 def take_out(run: RunDirectory) -> None:
-    export(ExportConfig(run=str(run.path), out=str(run.path / "out")))
+    export(ExportOptions(run=str(run.path), out=str(run.path / "out")))
 
 
 @pytest.mark.parametrize("command", [begin, go_on, evaluate, take_out])

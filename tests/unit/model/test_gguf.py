@@ -28,7 +28,7 @@ from qerl_lab.model import gguf, on_disk, policy
 from qerl_lab.model.files import local_folder
 from qerl_lab.model.linear import PackedLinear
 from qerl_lab.model.on_disk import ASSETS
-from qerl_lab.quantize.options import QuantizeConfig
+from qerl_lab.quantize.options import QuantizeOptions
 from qerl_lab.quantize.options import check as check_quantize
 from qerl_lab.quantize.run import run as quantize
 from qerl_lab.rollout.vllm.base import folder_of
@@ -231,9 +231,9 @@ def test_vllm_reads_the_unpacked_directory_itself(file: Path, tiny: Callable[...
 
 
 def test_the_quantize_command_takes_it_and_keeps_what_the_file_was(file: Path, tmp_path: Path) -> None:
-    cfg = QuantizeConfig(model=str(file), out=str(tmp_path / "out"), device="cpu", quality="weights")
-    check_quantize(cfg)
-    quantize(cfg)
+    options = QuantizeOptions(model=str(file), out=str(tmp_path / "out"), device="cpu", quality="weights")
+    check_quantize(options)
+    quantize(options)
     about = json.loads((tmp_path / "out" / QUALITY).read_text())["began_from"][UNPACKED]
     assert about["tensors"] == {"Q4_1": 15, "F32": 5}
     policy.load_base(RunConfig(model=ModelConfig(path=str(tmp_path / "out"))), CPU)

@@ -59,7 +59,7 @@ def test_a_run_begins_with_the_weights_of_another(run: Path, tmp_path: Path, tin
     directory.claim(cfg, Typed("second"))
     session = build(directory.config(), directory, Stop())
     held = load_file(run / "adapter" / "adapter_model.safetensors")
-    own = get_peft_model_state_dict(session.learner.model)
+    own = get_peft_model_state_dict(session.policy.model)
     assert own.keys() == held.keys()
     assert all(torch.equal(own[name], held[name]) for name in held)
     assert any(f"begins with the adapter of {start}" in note for note in session.notes)

@@ -21,7 +21,7 @@ from qerl_lab.model.linear import FUSED, PackedLinear
 from qerl_lab.model.loading import load_model, stored_as
 from qerl_lab.model.on_disk import ASSETS
 from qerl_lab.quantize import llmcompressor, run
-from qerl_lab.quantize.options import QuantizeConfig
+from qerl_lab.quantize.options import QuantizeOptions
 from small_checkpoints import write_dense
 
 DATA = Path(__file__).parents[2] / "data"
@@ -52,24 +52,26 @@ def test_error_without_llmcompressor_names_the_extra_and_the_command(
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"method=awq needs llmcompressor.* extra `quantize`.*make quantize-env"):
-        run.run(QuantizeConfig(model="pocket", method="awq", out=str(tmp_path / "x")))
+        run.run(QuantizeOptions(model="pocket", method="awq", out=str(tmp_path / "x")))
     assert not any(tmp_path.iterdir())
 
 
 def test_error_on_more_tokens_than_the_model_reads() -> None:
     config = tiny_model().config
-    cfg = QuantizeConfig(model="m", method="gptq", tokens=config.max_position_embeddings + 1)
+    options = QuantizeOptions(model="m", method="gptq", tokens=config.max_position_embeddings + 1)
     with pytest.raises(ConfigError, match=rf"Type tokens={config.max_position_embeddings}\."):
-        llmcompressor._check_length(cfg, config)
+        llmcompressor._check_length(options, config)
 
 
 def test_the_same_linears_stay_dense_as_by_rounding(tmp_path: Path) -> None:
-    cfg = QuantizeConfig(model=str(write_dense(tmp_path, tiny_model())), method="gptq", ignore=["lm_head", "down_proj"])
+    options = QuantizeOptions(
+        model=str(write_dense(tmp_path, tiny_model())), method="gptq", ignore=["lm_head", "down_proj"]
+    )
     rounded = tiny_model()
     expected = [name for name, layer in rounded.named_modules() if isinstance(layer, nn.Linear)]
-    pack_model(rounded, BY_NAME["nvfp4"], ignore=cfg.ignore)
+    pack_model(rounded, BY_NAME["nvfp4"], ignore=options.ignore)
     expected = [name for name in expected if not isinstance(rounded.get_submodule(name), PackedLinear)]
-    assert run.read_source(cfg).dense == expected
+    assert run.read_source(options).dense == expected
     assert len(expected) == 3
 
 
@@ -108,7 +110,7 @@ def test_a_calibrated_checkpoint(name: str, method: str, tmp_path: Path) -> None
     model.resize_token_embeddings(AutoConfig.from_pretrained(ASSETS).vocab_size)
     write_dense(tmp_path / "dense", model)
     (tmp_path / "text.jsonl").write_text("\n".join(json.dumps({"text": f"{n} eggs + {n * n} is"}) for n in range(200)))
-    cfg = QuantizeConfig(
+    options = QuantizeOptions(
         model=str(tmp_path / "dense"),
         format=name,
         method=method,
@@ -117,13 +119,13 @@ def test_a_calibrated_checkpoint(name: str, method: str, tmp_path: Path) -> None
         tokens=32,
     )
     (tmp_path / "out").mkdir()
-    llmcompressor.run(cfg, tmp_path / "dense", ["lm_head"], tmp_path / "out")
+    llmcompressor.run(options, tmp_path / "dense", ["lm_head"], tmp_path / "out")
     stored = stored_as(tmp_path / "out")
     assert stored == PackedAs(type(BY_NAME[name])(None), ("lm_head",))
     assert_fused_layers_share_their_global_scale(tmp_path / "out")
     written = load(tmp_path / "out")
     tokens = llmcompressor.calibration.sequences(
-        cfg.dataset, llmcompressor.AutoTokenizer.from_pretrained(ASSETS), samples=8, tokens=32, seed=0
+        options.dataset, llmcompressor.AutoTokenizer.from_pretrained(ASSETS), samples=8, tokens=32, seed=0
     )
     rounded = model.float()
     with torch.no_grad():

@@ -20,7 +20,7 @@ from qerl_lab.model.linear import packable
 from qerl_lab.model.on_disk import ASSETS
 from qerl_lab.pocket.teacher import task_config
 from qerl_lab.quantize import divergence, quality, sqnr
-from qerl_lab.quantize.options import QuantizeConfig
+from qerl_lab.quantize.options import QuantizeOptions
 from qerl_lab.tasks import arithmetic
 from small_checkpoints import write_dense, write_packed
 
@@ -44,8 +44,8 @@ def large_enough():
     return model
 
 
-def config(folders: tuple[Path, Path], **changes) -> QuantizeConfig:
-    return QuantizeConfig(model=str(folders[0]), out=str(folders[1]), **changes)
+def options_for(folders: tuple[Path, Path], **changes) -> QuantizeOptions:
+    return QuantizeOptions(model=str(folders[0]), out=str(folders[1]), **changes)
 
 
 def nvfp4_by_hand(files: WeightFiles, name: str) -> np.ndarray:
@@ -60,7 +60,7 @@ def nvfp4_by_hand(files: WeightFiles, name: str) -> np.ndarray:
 def test_bits_sizes_and_sqnr(folders):
     dense, packed = map(WeightFiles, folders)
     names = packable(large_enough(), ["lm_head"])
-    result = quality.measure(config(folders, quality="weights"), folders[0], names, folders[1], CPU)
+    result = quality.measure(options_for(folders, quality="weights"), folders[0], names, folders[1], CPU)
     signal, error = {}, {}
     for name in names:
         weight = dense.tensor(f"{name}.weight").double().numpy()
@@ -80,7 +80,7 @@ def test_bits_sizes_and_sqnr(folders):
 
 
 def test_kl_and_entropy(folders):
-    result = divergence.compare(config(folders), *folders, 10**5, CPU)
+    result = divergence.compare(options_for(folders), *folders, 10**5, CPU)
     tokenizer = AutoTokenizer.from_pretrained(ASSETS)
     dense, packed = folders[0], WeightFiles(folders[1])
     model = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float64)
@@ -107,8 +107,8 @@ def log(logits: torch.Tensor) -> np.ndarray:
 
 
 def test_a_model_against_itself_has_no_kl_and_infinite_sqnr(folders):
-    cfg = config(folders, format="bf16", quality="full")
-    assert divergence.compare(cfg, folders[0], folders[0], 10**5, CPU)["nats_per_token"] == 0
+    options = options_for(folders, format="bf16", quality="full")
+    assert divergence.compare(options, folders[0], folders[0], 10**5, CPU)["nats_per_token"] == 0
     layers = [sqnr.Layer("a", 4.0, 0.0, 1, 1), sqnr.Layer("b", 4.0, 1.0, 1, 1)]
     levels = sqnr.summary(layers, fit_scales=False)
     assert levels["layers"] == {"a": None, "b": pytest.approx(6.0206)}
@@ -153,8 +153,8 @@ def test_awq_alone_is_compared_after_its_scales(folders, tmp_path):
     packed, name = write_packed(tmp_path / "twice", twice, NVFP4), "model.layers.0.mlp.down_proj"
     levels = {}
     for method in ("awq", "gptq"):
-        cfg = config(folders, method=method, quality="weights")
-        levels[method] = quality.measure(cfg, folders[0], [name], packed, CPU)["sqnr_db"]
+        options = options_for(folders, method=method, quality="weights")
+        levels[method] = quality.measure(options, folders[0], [name], packed, CPU)["sqnr_db"]
     assert levels["awq"]["layers"][name] > 18
     assert levels["gptq"]["layers"][name] < 1
     assert (levels["awq"]["scales_fitted"], levels["gptq"]["scales_fitted"]) == (True, False)
@@ -203,19 +203,19 @@ def test_the_models_go_where_there_is_room(monkeypatch, free, place):
 
 def test_logits_that_are_not_finite_are_told_and_null(folders, monkeypatch):
     monkeypatch.setattr(divergence, "logprobs", lambda model, pair: torch.full((len(pair[1]), 4), math.nan))
-    cfg = config(folders)
-    result = quality.measure(cfg, folders[0], packable(large_enough(), ["lm_head"]), folders[1], CPU)
+    options = options_for(folders)
+    result = quality.measure(options, folders[0], packable(large_enough(), ["lm_head"]), folders[1], CPU)
     assert json.loads((folders[1] / "quality.json").read_text())["kl"]["nats_per_token"] is None
-    assert "KL to the original" in quality.table(cfg, result)
-    assert "not finite: logits of the checkpoint are NaN or infinite" in quality.table(cfg, result)
+    assert "KL to the original" in quality.table(options, result)
+    assert "not finite: logits of the checkpoint are NaN or infinite" in quality.table(options, result)
 
 
 def test_without_room_the_table_says_so_and_the_rest_is_there(folders, monkeypatch):
     monkeypatch.setattr(divergence, "available", lambda: 1000)
-    cfg = config(folders)
-    result = quality.measure(cfg, folders[0], packable(large_enough(), ["lm_head"]), folders[1], CPU)
+    options = options_for(folders)
+    result = quality.measure(options, folders[0], packable(large_enough(), ["lm_head"]), folders[1], CPU)
     assert "fit neither" in result["kl"]["skipped"]
-    assert "not measured: 0.0 billion weights" in quality.table(cfg, result)
+    assert "not measured: 0.0 billion weights" in quality.table(options, result)
     assert json.loads((folders[1] / "quality.json").read_text()) == result
     assert (folders[1] / "sqnr.png").stat().st_size > 10_000
     assert result["options"] == {"scale_rule": "max"}

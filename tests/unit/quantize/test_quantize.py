@@ -25,8 +25,8 @@ from qerl_lab.model.on_disk import ASSETS
 from qerl_lab.quantize import __main__ as quantize
 from qerl_lab.quantize import quality
 from qerl_lab.quantize import run as quantization
-from qerl_lab.quantize.options import QuantizeConfig
-from qerl_lab.warmup.options import WarmupConfig
+from qerl_lab.quantize.options import QuantizeOptions
+from qerl_lab.warmup.options import WarmupOptions
 from qerl_lab.warmup.options import check as check_warmup
 from small_checkpoints import edit_config, edit_tensors, equal, write_dense
 
@@ -247,7 +247,7 @@ def test_no_other_command_takes_the_copy_of_a_model_for_its_own(here, model):
     origin = json.loads(Path("out/quality.json").read_text())["began_from"]
     assert origin == {name: {"of": "the source"} for name in noted}
     with pytest.raises(ConfigError, match="was not made by this command, so overwrite=true does not remove it"):
-        check_warmup(WarmupConfig(model="pocket", task="arithmetic", out="out", overwrite=True))
+        check_warmup(WarmupOptions(model="pocket", task="arithmetic", out="out", overwrite=True))
 
 
 def test_ignored_layers_stay_and_the_lab_loads_what_it_is_told_to_type(here, model, capsys):
@@ -330,7 +330,7 @@ def test_the_manual_names_every_key(capsys):
     for words in ([], ["--help"], ["-h"], ["model=x", "--help"]):
         assert quantize.main(words) == 0
         text = capsys.readouterr().out
-        for key in QuantizeConfig.__dataclass_fields__:
+        for key in QuantizeOptions.__dataclass_fields__:
             assert re.search(rf"^  {key}=", text, re.MULTILINE)
 
 
@@ -347,16 +347,16 @@ def test_a_calibrated_model_gets_what_belongs_to_it_and_is_made_again_if_it_was_
     assert run(model, "out=rtn") == 0
     calls = []
 
-    def stand_in(cfg: QuantizeConfig, source: Path, left_dense: list[str], folder: Path) -> None:
+    def stand_in(options: QuantizeOptions, source: Path, left_dense: list[str], folder: Path) -> None:
         assert left_dense == ["lm_head"]
         assert os.listdir(folder) == ["journal.json"], "nothing of the interrupted one is left"
         (folder / "model.safetensors").write_bytes(tree("rtn")["model.safetensors"])
-        calls.append(cfg.samples)
+        calls.append(options.samples)
         if len(calls) == 1:
             raise KeyboardInterrupt
         (folder / "config.json").write_bytes(tree("rtn")["config.json"])
 
-    monkeypatch.setattr(llmcompressor, "check", lambda cfg: None)
+    monkeypatch.setattr(llmcompressor, "check", lambda options: None)
     monkeypatch.setattr(llmcompressor, "run", stand_in)
     words = (model, "out=out", "method=gptq", "samples=3")
     assert run(*words) == 130

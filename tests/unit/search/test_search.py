@@ -13,7 +13,7 @@ optuna = pytest.importorskip("optuna")
 from qerl_lab.config.option import ConfigError  # noqa: E402
 from qerl_lab.search import __main__ as command  # noqa: E402
 from qerl_lab.search import study  # noqa: E402
-from qerl_lab.search.options import OBJECTIVES, SearchConfig, check, space  # noqa: E402
+from qerl_lab.search.options import OBJECTIVES, SearchOptions, check, space  # noqa: E402
 
 RANGES = ["aqn.sigma_start=0.01..0.3", "optim.learning_rate=1e-4..1e-2"]
 BEST = {"aqn.sigma_start": 0.05, "optim.learning_rate": 1e-3}
@@ -54,9 +54,9 @@ class Lab:
         return list(tried.values())
 
 
-def search(out: Path, lab: Lab, *words: str, **options: object) -> None:
-    cfg = SearchConfig(out=str(out), **{"trials": 4, **options})  # type: ignore[arg-type]
-    study.run(cfg, space([*(words or ("+experiment=nvfp4_aqn",)), *RANGES], cfg), lab)
+def search(out: Path, lab: Lab, *words: str, **changes: object) -> None:
+    options = SearchOptions(out=str(out), **{"trials": 4, **changes})  # type: ignore[arg-type]
+    study.run(options, space([*(words or ("+experiment=nvfp4_aqn",)), *RANGES], options), lab)
 
 
 def test_a_trial_is_a_sweep_over_the_seeds_of_the_search(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -139,7 +139,7 @@ def test_a_sweep_without_runs_is_a_failed_trial(tmp_path: Path) -> None:
 
 def test_accuracy_needs_questions() -> None:
     with pytest.raises(ConfigError, match=r"eval\.questions=0 leaves objective=accuracy nothing"):
-        space([*RANGES, "eval.questions=0"], SearchConfig(objective="accuracy"))
+        space([*RANGES, "eval.questions=0"], SearchOptions(objective="accuracy"))
 
 
 def test_the_line_of_the_report_can_be_pasted(tmp_path: Path) -> None:
@@ -193,13 +193,13 @@ def test_two_commands_do_not_share_a_search(tmp_path: Path) -> None:
 ])  # fmt: skip
 def test_what_cannot_be_searched_is_told(words: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        space(words, SearchConfig())
+        space(words, SearchOptions())
 
 
 @pytest.mark.parametrize("seeds", [[0, 1], [100, 100], []])
 def test_seeds_on_which_sweeps_report_are_refused(seeds: list[int]) -> None:
     with pytest.raises(ConfigError, match="from 100 on"):
-        check(SearchConfig(seeds=seeds))
+        check(SearchOptions(seeds=seeds))
 
 
 def test_a_search_without_a_directory_to_write_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -83,7 +83,7 @@ def test_the_message_names_shares_and_keys(changes: dict, parts: list[str], tiny
 
 def test_a_run_out_of_memory_ends_with_the_message(monkeypatch, tiny, build_policy) -> None:
     class Session:
-        cfg, learner = tiny(), build_policy(tiny())
+        cfg, policy = tiny(), build_policy(tiny())
 
         class engine:
             held = staticmethod(lambda: {"vLLM's weights": GIB})
@@ -105,7 +105,7 @@ def test_a_model_that_does_not_fit_while_it_is_loaded_says_who_has_the_gpu(tiny,
     def build(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 36.00 MiB. GPU 0 has a total")
 
-    monkeypatch.setattr(run.policy, "build", build)
+    monkeypatch.setattr(run, "build_policy", build)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (2 * GIB, 80 * GIB))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 30 * GIB)
     for weight_format, remedy in (

@@ -28,7 +28,7 @@ from qerl_lab.model.on_disk import ASSETS
 from qerl_lab.solutions import IGNORED, Example, batch, learning_rate
 from qerl_lab.terminal import Amount
 from qerl_lab.warmup.examples import order, tokenized
-from qerl_lab.warmup.options import WarmupConfig, check
+from qerl_lab.warmup.options import WarmupOptions, check
 from qerl_lab.warmup.run import CHECKPOINTS, Warmup, run, training_words
 from small_checkpoints import write_dense, write_packed
 
@@ -49,22 +49,22 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def cfg(model: Path, tmp_path: Path) -> WarmupConfig:
+def options(model: Path, tmp_path: Path) -> WarmupOptions:
     torch.set_num_threads(1)
-    return WarmupConfig(
+    return WarmupOptions(
         model=str(model), task="arithmetic", out=str(tmp_path / "out"), device="cpu", questions=64, batch_size=8,
         micro_batch_size=4, epochs=1.5, learning_rate=1e-2, checkpoint_every=2,
     )  # fmt: skip
 
 
-def words(cfg: WarmupConfig) -> list[str]:
-    usual = WarmupConfig()
-    return [f"{key}={value}" for key, value in vars(cfg).items() if value != getattr(usual, key)]
+def words(options: WarmupOptions) -> list[str]:
+    usual = WarmupOptions()
+    return [f"{key}={value}" for key, value in vars(options).items() if value != getattr(usual, key)]
 
 
 def test_only_the_solution_and_its_end_token_are_learned() -> None:
     tokenizer = AutoTokenizer.from_pretrained(ASSETS)
-    task = tasks.worked(WarmupConfig(task="arithmetic", questions=3).task_config())
+    task = tasks.worked(WarmupOptions(task="arithmetic", questions=3).task_config())
     examples, left_out = tokenized(task, tokenizer, 512)
     inputs = batch(examples, tokenizer.pad_token_id)
     for row, question in enumerate(task.train):
@@ -80,7 +80,7 @@ def test_only_the_solution_and_its_end_token_are_learned() -> None:
 
 def test_long_examples_are_counted_and_all_of_them_are_an_error() -> None:
     tokenizer = AutoTokenizer.from_pretrained(ASSETS)
-    task = tasks.worked(WarmupConfig(task="arithmetic", questions=20).task_config())
+    task = tasks.worked(WarmupOptions(task="arithmetic", questions=20).task_config())
     lengths = sorted(example.length for example in tokenized(task, tokenizer, 512)[0])
     kept, left_out = tokenized(task, tokenizer, lengths[9])
     assert (len(kept), left_out) == (sum(n <= lengths[9] for n in lengths), sum(n > lengths[9] for n in lengths))
@@ -103,7 +103,7 @@ def test_the_learning_rate_rises_to_its_peak_and_falls_to_a_tenth() -> None:
     assert rates[-1] == pytest.approx(0.1, abs=1e-3)
 
 
-def test_an_update_is_that_of_the_mean_loss_whatever_the_micro_batch(cfg: WarmupConfig) -> None:
+def test_an_update_is_that_of_the_mean_loss_whatever_the_micro_batch(options: WarmupOptions) -> None:
     """Ragged solutions: the mean is over the tokens of the update, not over the means of micro-batches."""
     generator = torch.Generator().manual_seed(0)
     lengths = (3, 20, 7, 1, 11)
@@ -114,7 +114,7 @@ def test_an_update_is_that_of_the_mean_loss_whatever_the_micro_batch(cfg: Warmup
     found = []
     for size in (1, 2, 5):
         model = random_model().eval()  # without dropout
-        warmup = Warmup(replace(cfg, micro_batch_size=size), model, examples, 0, torch.device("cpu"))
+        warmup = Warmup(replace(options, micro_batch_size=size), model, examples, 0, torch.device("cpu"))
         found.append((warmup.update(examples), torch.cat([p.detach().flatten() for p in model.parameters()])))
     inputs = batch(examples, 0)
     with torch.no_grad():
@@ -126,43 +126,43 @@ def test_an_update_is_that_of_the_mean_loss_whatever_the_micro_batch(cfg: Warmup
 
 
 def test_it_teaches_and_leaves_a_model_that_a_run_trains_on(
-    cfg: WarmupConfig, tiny: Callable[..., RunConfig], capsys: pytest.CaptureFixture[str]
+    options: WarmupOptions, tiny: Callable[..., RunConfig], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    check(cfg)
-    run(cfg)
-    record = json.loads((cfg.folder / "warmup.json").read_text())
+    check(options)
+    run(options)
+    record = json.loads((options.folder / "warmup.json").read_text())
     assert record["updates"] == len(record["losses"]) == 12
     assert record["losses"][0] > 6
     assert record["losses"][-1] < 4
     assert record["solutions"]["training_questions"] == 64
-    assert {file.name for file in cfg.folder.iterdir()} == {*record["sha256"], "warmup.json"}
+    assert {file.name for file in options.folder.iterdir()} == {*record["sha256"], "warmup.json"}
     out = capsys.readouterr().out
-    assert f"+experiment=nvfp4_aqn scale=custom model.path={cfg.folder}" in out
-    learned = policy.build(tiny(model__path=str(cfg.folder)), torch.device("cpu"))
+    assert f"+experiment=nvfp4_aqn scale=custom model.path={options.folder}" in out
+    learned = policy.build(tiny(model__path=str(options.folder)), torch.device("cpu"))
     assert learned.tokenizer.chat_template == AutoTokenizer.from_pretrained(ASSETS).chat_template
     with pytest.raises(ConfigError, match=r"exists\. Type another out"):
-        check(cfg)
-    check(replace(cfg, overwrite=True))
+        check(options)
+    check(replace(options, overwrite=True))
 
 
-def command(cfg: WarmupConfig, output: Path) -> None:
+def command(options: WarmupOptions, output: Path) -> None:
     with output.open("ab", buffering=0) as out:
         os.dup2(out.fileno(), 1), os.dup2(out.fileno(), 2)
     from qerl_lab.warmup.__main__ import main
 
-    sys.exit(main(words(cfg)))
+    sys.exit(main(words(options)))
 
 
-def start(cfg: WarmupConfig, output: Path) -> BaseProcess:
+def start(options: WarmupOptions, output: Path) -> BaseProcess:
     """The command in a process that is forked (forked.py), since starting Python costs seconds."""
-    process = SERVER.Process(target=command, args=(cfg, output))
+    process = SERVER.Process(target=command, args=(options, output))
     process.start()
     return process
 
 
-def test_killed_in_the_middle_it_ends_as_one_that_was_not(cfg: WarmupConfig, tmp_path: Path) -> None:
-    cfg.epochs = 3.0  # 24 updates
-    killed = replace(cfg, out=str(tmp_path / "killed"))
+def test_killed_in_the_middle_it_ends_as_one_that_was_not(options: WarmupOptions, tmp_path: Path) -> None:
+    options.epochs = 3.0  # 24 updates
+    killed = replace(options, out=str(tmp_path / "killed"))
     partial, output = tmp_path / "killed.partial", tmp_path / "output.txt"
     process = start(killed, output)
     while not list(partial.glob(f"{CHECKPOINTS}/step-*")) and process.is_alive():
@@ -174,20 +174,20 @@ def test_killed_in_the_middle_it_ends_as_one_that_was_not(cfg: WarmupConfig, tmp
     again.join(300)
     assert again.exitcode == 0, output.read_text()
     assert "continuing after update " in output.read_text()
-    run(cfg)
+    run(options)
     for name in ("model.safetensors", "config.json", "tokenizer.json"):
-        assert (tmp_path / "killed" / name).read_bytes() == (cfg.folder / name).read_bytes()
+        assert (tmp_path / "killed" / name).read_bytes() == (options.folder / name).read_bytes()
     losses = [
-        json.loads((folder / "warmup.json").read_text())["losses"] for folder in (cfg.folder, tmp_path / "killed")
+        json.loads((folder / "warmup.json").read_text())["losses"] for folder in (options.folder, tmp_path / "killed")
     ]
     assert losses[0] == losses[1]
     assert not partial.exists()
 
 
 def test_an_interrupted_one_is_not_continued_with_other_options(
-    cfg: WarmupConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    options: WarmupOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cfg = replace(cfg, model=str(shutil.copytree(cfg.model, tmp_path / "own")))
+    options = replace(options, model=str(shutil.copytree(options.model, tmp_path / "own")))
     real, calls = Amount.advance, []
 
     def stop(self: Amount, count: int, said: str = "") -> None:
@@ -198,25 +198,25 @@ def test_an_interrupted_one_is_not_continued_with_other_options(
 
     monkeypatch.setattr(Amount, "advance", stop)
     with pytest.raises(KeyboardInterrupt):
-        run(cfg)
+        run(options)
     monkeypatch.undo()
     with pytest.raises(ConfigError, match=r"was begun with learning_rate=0.01.*Type learning_rate=0.01"):
-        run(replace(cfg, learning_rate=0.02))
-    weights = Path(cfg.model) / "model.safetensors"
+        run(replace(options, learning_rate=0.02))
+    weights = Path(options.model) / "model.safetensors"
     before = weights.read_bytes()
     weights.write_bytes(before[:-1] + bytes([before[-1] ^ 1]))  # of the same size, under the same path
     with pytest.raises(ConfigError, match="was begun from other files than the model has now"):
-        run(cfg)
+        run(options)
     weights.write_bytes(before)
-    run(cfg)
-    assert (cfg.folder / "model.safetensors").is_file()
+    run(options)
+    assert (options.folder / "model.safetensors").is_file()
 
 
-def test_a_loss_that_is_not_finite_ends_it(cfg: WarmupConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loss_that_is_not_finite_ends_it(options: WarmupOptions, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Warmup, "update", lambda self, examples: float("nan"))
     with pytest.raises(ValueError, match="the loss of update 1 is nan"):
-        run(cfg)
-    assert not cfg.folder.with_name("out.partial").exists()
+        run(options)
+    assert not options.folder.with_name("out.partial").exists()
 
 
 @pytest.mark.parametrize(
@@ -231,32 +231,32 @@ def test_a_loss_that_is_not_finite_ends_it(cfg: WarmupConfig, monkeypatch: pytes
     ],
 )
 def test_what_cannot_serve_is_refused_before_torch_is_imported(
-    cfg: WarmupConfig, model: Path, changes: dict[str, object], message: str
+    options: WarmupOptions, model: Path, changes: dict[str, object], message: str
 ) -> None:
     given = {key: str(value).replace("MODEL", str(model)) if key == "out" else value for key, value in changes.items()}
     with pytest.raises(ConfigError, match=message):
-        check(replace(cfg, **given))  # type: ignore[arg-type]
+        check(replace(options, **given))  # type: ignore[arg-type]
 
 
-def test_a_packed_model_and_a_task_without_solutions_are_refused(cfg: WarmupConfig, tmp_path: Path) -> None:
+def test_a_packed_model_and_a_task_without_solutions_are_refused(options: WarmupOptions, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"task=aime24 has no worked solutions; allowed: .*gsm8k"):
-        run(replace(cfg, task="aime24"))
+        run(replace(options, task="aime24"))
     write_packed(tmp_path / "packed", random_model(), Nvfp4(scale_rule="max"))
     with pytest.raises(ConfigError, match="is packed; allowed: the dense model, all of whose weights are trained"):
-        run(replace(cfg, model=str(tmp_path / "packed")))
+        run(replace(options, model=str(tmp_path / "packed")))
 
 
-def test_a_task_without_a_row_is_refused_by_this_command_s_words(cfg: WarmupConfig, tmp_path: Path) -> None:
+def test_a_task_without_a_row_is_refused_by_this_command_s_words(options: WarmupOptions, tmp_path: Path) -> None:
     for name in ("train", "test"):
         (tmp_path / f"{name}.jsonl").touch()
     with pytest.raises(ConfigError, match=r"gsm8k has no worked solution\. Type task_path=DIRECTORY"):
-        run(replace(cfg, task="gsm8k", task_path=str(tmp_path)))
+        run(replace(options, task="gsm8k", task_path=str(tmp_path)))
     (file := tmp_path / "one.jsonl").touch()
     with pytest.raises(ConfigError, match=r"Type task_path=DIRECTORY with train\.jsonl and test\.jsonl"):
-        run(replace(cfg, task="gsm8k", task_path=str(file)))
+        run(replace(options, task="gsm8k", task_path=str(file)))
 
 
-def test_the_line_that_trains_on_it_asks_with_the_instruction_that_was_taught(cfg: WarmupConfig) -> None:
-    said = training_words(replace(cfg, instruction="Think, then answer (briefly)."))
+def test_the_line_that_trains_on_it_asks_with_the_instruction_that_was_taught(options: WarmupOptions) -> None:
+    said = training_words(replace(options, instruction="Think, then answer (briefly)."))
     (job,) = make_plan([readable(spell(word)) for word in said if not word.startswith("model.path=")], False).jobs
     assert job.config.task.instruction == "Think, then answer (briefly)."

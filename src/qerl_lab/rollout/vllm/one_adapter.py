@@ -320,7 +320,7 @@ def lend(model: nn.Module, layers: Mapping[str, PackedLinear]) -> None:
 
 
 def learned(model: PeftModel) -> dict[str, tuple[nn.Linear, nn.Linear]]:
-    """Return the modules whose weights are the learner's own A and B, by the full name of their layer in the base."""
+    """Return the modules whose weights are the policy's own A and B, by the full name of their layer in the base."""
     return {
         name: (layer.lora_A["default"], layer.lora_B["default"])
         for name, layer in model.get_base_model().named_modules() if isinstance(layer, LoraLayer)
@@ -328,7 +328,7 @@ def learned(model: PeftModel) -> dict[str, tuple[nn.Linear, nn.Linear]]:
 
 
 def adapter_of(model: PeftModel) -> dict[str, Pair]:
-    """Return the learner's own A and B, no copies, by the full name of their layer in the base model."""
+    """Return the policy's own A and B, no copies, by the full name of their layer in the base model."""
     return {name: (a.weight, b.weight) for name, (a, b) in learned(model).items()}
 
 
