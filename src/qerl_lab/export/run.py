@@ -35,23 +35,18 @@ def run(options: ExportOptions) -> None:
     record, trained = options.directory, options.directory.config()
     on_disk.check_content(trained)
     base = local_folder(trained.model.path, trained.model.revision)
-    adapter = sha256(record.adapter / WEIGHTS)
     identity = {
-        "run": str(record.path),
-        "merged": options.merged,
-        "base": options.base,
-        "dtype": options.dtype,
-        "adapter": adapter,
-    }
+        "run": str(record.path), "merged": options.merged, "base": options.base, "dtype": options.dtype,
+        "adapter": sha256(record.adapter / WEIGHTS),
+    }  # fmt: skip
     with Unfinished(options.folder, identity, options.overwrite) as unfinished:
         unfinished.clear()
         out = unfinished.folder
         if options.merged:
             write_dense(trained, record.adapter, base, out, options.dtype, merged=True)
         else:
-            write_adapter(
-                trained, record.adapter, out, str(options.folder / "base") if options.base else _named(trained, base)
-            )
+            named = str(options.folder / "base") if options.base else _named(trained, base)
+            write_adapter(trained, record.adapter, out, named)
         if options.base:
             (out / "base").mkdir()
             write_dense(trained, record.adapter, base, out / "base", options.dtype, merged=False)
