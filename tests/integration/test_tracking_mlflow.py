@@ -16,6 +16,7 @@ from qerl_lab.config.arm import config_hash, leaves
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.metrics import cut_metrics
 from qerl_lab.record.mirror import MirrorRecord
+from qerl_lab.report.frames import find_store
 from qerl_lab.tracking import mlflow as mlflow_module
 from qerl_lab.tracking import tracker as tracker_module
 from qerl_lab.tracking.__main__ import main
@@ -63,6 +64,27 @@ def test_a_store_elsewhere_is_made_and_keeps_its_files_beside_it(
     assert points(store, MirrorRecord(run_dir).values["run_id"]) == recorded(run_dir)
     assert [*(tmp_path / "not there yet" / "mlruns").rglob("metrics.jsonl")]
     assert not [*typed_in.iterdir()]
+
+
+@pytest.mark.parametrize("folder", ["50%20x", "why?", "a#b"])
+def test_a_store_is_where_its_run_was_typed_whatever_that_is_called(
+    run_dir: Path, tmp_path: Path, empty_db: Path, monkeypatch: pytest.MonkeyPatch, folder: str
+) -> None:
+    """In an sqlite URI %XX is a character, and what comes after a ? is no path."""
+    (typed_in := tmp_path / folder).mkdir()
+    monkeypatch.chdir(typed_in)
+    if folder == "why?":  # the others make their database
+        shutil.copy(empty_db, "mlflow.db")
+    tracker = Tracker(config(run_dir), RunDirectory(run_dir))
+    log(tracker, range(1, 3))
+    tracker.finish("FINISHED", RunDirectory(run_dir).artifacts())
+    assert {path.name for path in typed_in.iterdir()} == {"mlflow.db", "mlruns"}
+    assert {path.name for path in tmp_path.iterdir()} == {"run", folder}
+    printed = tracker.mirror.uri
+    assert printed == find_store()
+    assert "found run" in resync(RunDirectory(run_dir), printed)
+    assert points(printed, MirrorRecord(run_dir).values["run_id"]) == recorded(run_dir)
+    assert [*(typed_in / "mlruns").rglob("metrics.jsonl")]
 
 
 def test_lines_reach_mlflow_while_the_run_goes_on(run_dir: Path, db: str) -> None:

@@ -19,7 +19,7 @@ from urllib.parse import quote
 
 from qerl_lab.config.arm import config_hash, leaves, of_run
 from qerl_lab.config.option import ConfigError
-from qerl_lab.config.paths import sqlite_file
+from qerl_lab.config.paths import sqlite_file, sqlite_uri
 from qerl_lab.config.redact import HIDDEN, url_without_secrets
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.record.directory import RunDirectory
@@ -63,7 +63,7 @@ def mlflow_uri(cfg: RunConfig, record: MirrorRecord) -> str:
             )
         uri = uri.replace(f"{HIDDEN}@", "")
     path = sqlite_file(uri)
-    return f"sqlite:///{path.absolute()}" if path else uri
+    return sqlite_uri(path.absolute()) if path else uri
 
 
 def points_of(lines: Sequence[MetricsLine]) -> dict[tuple[str, int], Point]:
@@ -270,7 +270,7 @@ def create_sqlite(uri: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         aside = path.with_name(f"{path.name}.{Path(folder).name}")
-        MlflowClient(tracking_uri=f"sqlite:///{folder}/mlflow.db").search_experiments()
+        MlflowClient(tracking_uri=sqlite_uri(Path(folder, "mlflow.db"))).search_experiments()
         shutil.copyfile(f"{folder}/mlflow.db", aside)
     try:
         os.link(aside, path)
