@@ -85,7 +85,7 @@ class Exam:
 
 def run(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> int:
     """Build everything, then `learn`. Returns the exit status: 0 done, 130 interrupted."""
-    started = time.time()
+    started, since = time.time(), time.monotonic()
     session = build(cfg, directory, stop)
     with closing(session.engine):
         stop.can_save = True
@@ -95,7 +95,7 @@ def run(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> int:
             return learn(session, None)
         directory.write_environment(session.data.task.data)
         times = directory.sessions()
-        times.begin(started, directory.last_logged())
+        times.begin(started, directory.last_logged(), since)
         print(opening(session), flush=True)
         parts, key = session.data.task.weights, session.saved.run_key if session.saved else None
         with Tracker(cfg, directory, parts=parts, run_key=key, last_step=session.done) as tracker:
