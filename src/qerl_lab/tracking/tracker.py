@@ -65,8 +65,11 @@ class Tracker:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """An exception ends the record as failed; otherwise `finish` has said how the run ended."""
-        if kind is None:
+        """An exception ends the record as failed; otherwise `finish` has said how the run ended.
+
+        What comes after DONE (a second Ctrl-C, for example) leaves a run done.
+        """
+        if kind is None or self._directory.status == "done":
             return
         try:
             self.finish("FAILED", [])

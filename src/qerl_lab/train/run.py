@@ -3,6 +3,7 @@
 A directory that already holds checkpoints is continued from the newest sound one.
 """
 
+import shlex
 import time
 from contextlib import closing
 from dataclasses import dataclass
@@ -301,8 +302,20 @@ def conclude(session: Session, record: Record) -> None:
     record.tracker.finish("FINISHED", directory.artifacts())
     directory.finish(result)
     if cfg.checkpoint.keep == 0:
-        directory.drop_checkpoints()
+        drop_checkpoints(directory)
     print(f"\n{tables.closing(result)}\n\n{tables.where(directory.path, record.tracker.mirror)}")
+
+
+def drop_checkpoints(directory: RunDirectory) -> None:
+    """Remove the checkpoints of a run that is done. It stays done where they, or some of them, cannot be removed."""
+    try:
+        directory.drop_checkpoints()
+    except OSError as error:
+        folder = terminal.near(directory.checkpoints)
+        terminal.say(
+            f"warning: checkpoint.keep=0, and not every checkpoint could be removed ({error.strerror}: "
+            f"{error.filename}). The run is done without them. Type rm -r {shlex.quote(folder)}"
+        )
 
 
 def noise_of(own: AqnConfig) -> str:

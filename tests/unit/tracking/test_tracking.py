@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -263,6 +264,14 @@ def test_an_exception_ends_the_record_as_failed(cfg: RunConfig, tmp_path: Path) 
     with Tracker(cfg, RunDirectory(tmp_path)) as tracker:
         tracker.finish("KILLED")
     assert MirrorRecord(tmp_path).values["status"] == "KILLED"
+
+
+def test_an_exception_after_done_leaves_the_record_finished(cfg: RunConfig, tmp_path: Path) -> None:
+    with suppress(KeyboardInterrupt), Tracker(cfg, RunDirectory(tmp_path)) as tracker:
+        tracker.finish("FINISHED")
+        RunDirectory(tmp_path).finish({})
+        raise KeyboardInterrupt
+    assert MirrorRecord(tmp_path).values["status"] == "FINISHED"
 
 
 def test_status_and_key_are_kept_in_mlflow_json(cfg: RunConfig, tmp_path: Path) -> None:
