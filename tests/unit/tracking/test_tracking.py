@@ -24,6 +24,7 @@ from qerl_lab.tracking import mlflow
 from qerl_lab.tracking.__main__ import main
 from qerl_lab.tracking.mlflow import mlflow_uri
 from qerl_lab.tracking.tracker import Mirrored, Tracker
+from qerl_lab.train.__main__ import is_told_in_a_line
 
 PROMISED = {
     "reward": "mean std <part> overlong unparsed zero_variance_groups",
@@ -248,8 +249,9 @@ def test_a_write_cut_by_a_full_disk_is_an_error(cfg: RunConfig, tmp_path: Path) 
 
     tracker = Tracker(cfg, RunDirectory(tmp_path))
     tracker._file = Full()  # type: ignore[assignment]
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(OSError, match=r"the line of step 1 was cut; is the disk full\?: 'metrics.jsonl'") as found:
         tracker.log(1, {"reward/mean": 0.0})
+    assert is_told_in_a_line(found.value)
 
 
 def test_finish_refuses_a_status_that_mlflow_does_not_know(cfg: RunConfig, tmp_path: Path) -> None:
