@@ -12,10 +12,11 @@ import mlflow
 import pytest
 from mlflow import MlflowClient
 
-from qerl_lab.config.arm import leaves
+from qerl_lab.config.arm import config_hash, leaves
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.metrics import cut_metrics
 from qerl_lab.record.mirror import MirrorRecord
+from qerl_lab.report.frames import find_store
 from qerl_lab.tracking import mlflow as mlflow_module
 from qerl_lab.tracking import tracker as tracker_module
 from qerl_lab.tracking.__main__ import main
@@ -63,6 +64,27 @@ def test_a_store_elsewhere_is_made_and_keeps_its_files_beside_it(
     assert points(store, MirrorRecord(run_dir).values["run_id"]) == recorded(run_dir)
     assert [*(tmp_path / "not there yet" / "mlruns").rglob("metrics.jsonl")]
     assert not [*typed_in.iterdir()]
+
+
+@pytest.mark.parametrize("folder", ["50%20x", "why?", "a#b"])
+def test_a_store_is_where_its_run_was_typed_whatever_that_is_called(
+    run_dir: Path, tmp_path: Path, empty_db: Path, monkeypatch: pytest.MonkeyPatch, folder: str
+) -> None:
+    """In an sqlite URI %XX is a character, and what comes after a ? is no path."""
+    (typed_in := tmp_path / folder).mkdir()
+    monkeypatch.chdir(typed_in)
+    if folder == "why?":  # the others make their database
+        shutil.copy(empty_db, "mlflow.db")
+    tracker = Tracker(config(run_dir), RunDirectory(run_dir))
+    log(tracker, range(1, 3))
+    tracker.finish("FINISHED", RunDirectory(run_dir).artifacts())
+    assert {path.name for path in typed_in.iterdir()} == {"mlflow.db", "mlruns"}
+    assert {path.name for path in tmp_path.iterdir()} == {"run", folder}
+    printed = tracker.mirror.uri
+    assert printed == find_store()
+    assert "found run" in resync(RunDirectory(run_dir), printed)
+    assert points(printed, MirrorRecord(run_dir).values["run_id"]) == recorded(run_dir)
+    assert [*(typed_in / "mlruns").rglob("metrics.jsonl")]
 
 
 def test_lines_reach_mlflow_while_the_run_goes_on(run_dir: Path, db: str) -> None:
@@ -163,6 +185,39 @@ def test_only_the_time_of_a_point_differs_and_the_run_is_replaced(run_dir: Path,
         time.sleep(0.002)
     (run,) = runs(db)
     assert points(db, run.info.run_id) == recorded(run_dir)
+
+
+@pytest.mark.parametrize("by", ["a resumed run", "resync"])
+def test_a_run_that_got_more_steps_says_so_in_mlflow(run_dir: Path, db: str, by: str) -> None:
+    """Else a report from MLflow would count it as a run of the short arm."""
+    short = config(run_dir, db, steps=2)
+    first = Tracker(short, RunDirectory(run_dir))
+    log(first, range(1, 3))
+    first.finish("FINISHED")
+    client, (replaced,) = MlflowClient(tracking_uri=db), runs(db)
+    client.set_tag(replaced.info.run_id, "mlflow.note.content", "look here")
+    longer = config(run_dir, None if by == "resync" else db, steps=4, extended=[2])
+    if by == "resync":
+        longer.tracking.mlflow = False
+    again = Tracker(longer, RunDirectory(run_dir), last_step=2)
+    log(again, range(3, 5))
+    again.finish("FINISHED")
+    assert by != "resync" or "created run" in resync(RunDirectory(run_dir), db)
+    (run,) = runs(db)
+    assert run.data.params.items() >= {"steps": "4", "extended": "[2]"}.items()
+    assert run.data.tags["config_hash"] == config_hash(longer) != config_hash(short)
+    assert run.info.run_name.endswith(f"[{config_hash(longer)[:6]}]")
+    assert run.data.tags["mlflow.note.content"] == "look here"
+    assert points(db, run.info.run_id) == recorded(run_dir)
+    assert "found run" in resync(RunDirectory(run_dir), db)
+
+
+def test_a_name_that_a_user_gave_outlives_more_steps(run_dir: Path, db: str) -> None:
+    Tracker(config(run_dir, db, steps=2), RunDirectory(run_dir)).finish("FINISHED")
+    MlflowClient(tracking_uri=db).update_run(runs(db)[0].info.run_id, name="the best [so far]")
+    Tracker(config(run_dir, db, steps=4, extended=[2]), RunDirectory(run_dir)).finish("FINISHED")
+    (run,) = runs(db)
+    assert (run.info.run_name, run.data.params["steps"]) == ("the best [so far]", "4")
 
 
 @pytest.mark.parametrize("killed_at", ["create_run", "delete_run"])

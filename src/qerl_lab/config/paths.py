@@ -1,8 +1,10 @@
 """Local paths, as a run keeps them: absolute, so that it means the same from every directory. Imports no torch."""
 
 import hashlib
+import re
 from dataclasses import replace
 from pathlib import Path
+from urllib.parse import unquote
 
 from qerl_lab.config.model_hash import model_hash
 from qerl_lab.config.option import ConfigError
@@ -20,7 +22,7 @@ def anchored(cfg: RunConfig) -> RunConfig:
     """
     uri = cfg.tracking.uri
     if uri is not None and (file := sqlite_file(uri)):
-        uri = f"{SQLITE}{_absolute(str(file))}"
+        uri = sqlite_uri(Path(_absolute(str(file))))
     return replace(
         cfg,
         model=_anchored_model(cfg.model),
@@ -96,9 +98,21 @@ def module_hash(file: str) -> str:
 
 
 def sqlite_file(uri: str) -> Path | None:
-    """The database file of an sqlite URI; None for anything else."""
+    """The database file of an sqlite URI, in which %XX is a character; None for anything else."""
     name = uri.removeprefix(SQLITE)
-    return None if name in (uri, "") or "?" in name else Path(name)
+    return None if name in (uri, "") or "?" in name else Path(unquote(name))
+
+
+def sqlite_uri(file: Path) -> str:
+    """The URI of a database file, as MLflow and `sqlite_file` read it: a % of the path is %25 there, a ? is %3F.
+
+    A slash behind such a character is %2F: MLflow makes the folders that it reads in a URI without decoding it.
+    """
+    path = str(file)
+    before = re.split("[%?]", path)[0]
+    plain = before[: before.rfind("/") + 1]
+    coded = path[len(plain) :].replace("%", "%25").replace("?", "%3F").replace("/", "%2F")
+    return f"{SQLITE}{plain}{coded}"
 
 
 def _anchor(path: str) -> str:

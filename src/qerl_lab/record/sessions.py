@@ -11,7 +11,9 @@ from qerl_lab.disk import read_json, replace_file
 class Sessions:
     """RUN_DIR/sessions.json: [start, end] of every process that worked on the run, in unix seconds.
 
-    The end is null while it works. One that was killed ended with the last line that it logged, as far as is known.
+    The end is null while it works. One that was killed ended with the last line that it logged, as far as is known. One
+    that ended itself did so as long after its start as it took, by a clock that nobody sets: it is the date that may be
+    set meanwhile.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -31,11 +33,13 @@ class Sessions:
         """The start and the end of each, in unix seconds."""
         return [(start or 0.0, end) for start, end in self._times]
 
-    def begin(self, start: float, last_logged: float) -> None:
+    def begin(self, start: float, last_logged: float, since: float | None = None) -> None:
         """Note a session that began at `start`; the one before it, if killed, is known to have lived at `last_logged`.
 
-        To be called before metrics.jsonl is cut.
+        `since` is what `time.monotonic` said at `start`; None where that is now. To be called before metrics.jsonl is
+        cut.
         """
+        self._since = time.monotonic() if since is None else since
         if self._times and self._times[-1][1] is None:
             self._times[-1][1] = max(self._times[-1][0] or 0, last_logged)
         self._times.append([start, None])
@@ -43,7 +47,7 @@ class Sessions:
 
     def end(self) -> float:
         """Note the end of the session under way; returns the seconds of all sessions. A later call moves the end."""
-        self._times[-1][1] = time.time()
+        self._times[-1][1] = (self._times[-1][0] or 0) + time.monotonic() - self._since
         self._write()
         return sum((end or 0) - (start or 0) for start, end in self._times)
 

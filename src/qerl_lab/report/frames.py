@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from qerl_lab.config.option import ConfigError
+from qerl_lab.config.paths import sqlite_file, sqlite_uri
 from qerl_lab.config.redact import url_without_secrets
 from qerl_lab.report.arms import FINISHED, Run, run_from, version
 from qerl_lab.tracking.mlflow import prepare_mlflow
@@ -22,7 +23,7 @@ def find_store() -> str:
     here = Path.cwd()
     for folder in (here, here.parent):
         if (folder / "mlflow.db").is_file():
-            return f"sqlite:///{folder / 'mlflow.db'}"
+            return sqlite_uri(folder / "mlflow.db")
     raise ConfigError(f"there is no MLflow store: no mlflow.db in {here} or above it. {FILL}")
 
 
@@ -65,8 +66,8 @@ def find(uri: str, experiment: str) -> tuple[Any, dict[Run, Any], list[str]]:
 
 def _require_file(uri: str) -> None:
     """MLflow's client would create a missing database, and leave it there."""
-    path = Path(uri.removeprefix("sqlite:///"))
-    if uri.startswith("sqlite:///") and "?" not in uri and not path.is_file():
+    path = sqlite_file(uri)
+    if path and not path.is_file():
         raise ConfigError(f"there is no MLflow store at {uri}. Type another. {FILL}")
 
 

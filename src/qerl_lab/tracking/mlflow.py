@@ -1,8 +1,9 @@
 """One run in one MLflow store: found or created, and equal to the run's metrics.jsonl.
 
-MLflow cannot take back a point. A run that holds one that metrics.jsonl lacks (its step was trained again after a kill)
-is therefore replaced: a new one gets every point, and the old one goes to MLflow's trash. So every opening of a run,
-at the start, after an outage and at the end, leaves MLflow with nothing but what metrics.jsonl holds.
+MLflow cannot take back a point or a parameter. A run with a point that metrics.jsonl lacks (its step was trained again
+after a kill), or with a setting that is another now (the run got more steps), is therefore replaced: a new one gets
+every point, and the old one goes to MLflow's trash. So every opening of a run, at the start, after an outage and at the
+end, leaves MLflow with nothing but what the record holds.
 """
 
 import logging
@@ -16,9 +17,9 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import quote
 
-from qerl_lab.config.arm import config_hash, values_of
+from qerl_lab.config.arm import config_hash, of_run, values_of
 from qerl_lab.config.option import ConfigError
-from qerl_lab.config.paths import sqlite_file
+from qerl_lab.config.paths import sqlite_file, sqlite_uri
 from qerl_lab.config.redact import HIDDEN, url_without_secrets
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.record.directory import RunDirectory
@@ -62,7 +63,7 @@ def mlflow_uri(cfg: RunConfig, record: MirrorRecord) -> str:
             )
         uri = uri.replace(f"{HIDDEN}@", "")
     path = sqlite_file(uri)
-    return f"sqlite:///{path.absolute()}" if path else uri
+    return sqlite_uri(path.absolute()) if path else uri
 
 
 def points_of(lines: Sequence[MetricsLine]) -> dict[tuple[str, int], Point]:
@@ -159,7 +160,11 @@ class MlflowRun:
         held = [self._points(run) for run in candidates]
         lines = self._directory.metrics()  # after MLflow, which thus can only hold less
         recorded = points_of(lines)
-        sound = [(run, points) for run, points in zip(candidates, held, strict=True) if _within(points, recorded)]
+        sound = [
+            (run, points)
+            for run, points in zip(candidates, held, strict=True)
+            if _within(points, recorded) and _is_set_as(self._cfg, run.data.params)
+        ]
         self.created = not sound
         run, points = sound[0] if sound else (self._create(candidates, lines), [])
         self.known = {at for at, _ in points}
@@ -176,12 +181,16 @@ class MlflowRun:
     def _create(self, replaced: Sequence[Any], lines: Sequence[MetricsLine]) -> Any:
         """A new run, with what users noted on the one that it replaces (name, description, tags)."""
         start = lines[0]["time"] if lines else time.time()
-        noted = replaced[0].data.tags if replaced else {}
-        wanted = tags(self._cfg, self._directory, self._record.values["key"]) | noted
+        wanted = tags(self._cfg, self._directory, self._record.values["key"])
+        if replaced:
+            wanted |= _noted(replaced[0].data.tags, wanted["config_hash"])
         return self.client.create_run(self.experiment_id, int(start * 1000), wanted)
 
     def _add_params(self, wanted: Mapping[str, str], known: Mapping[str, str]) -> int:
-        """MLflow refuses to change a parameter, so a run found again only gets those it lacks."""
+        """MLflow refuses to change a parameter, so a run found again only gets those it lacks.
+
+        One that makes no arm may thus be that of an earlier session; of any other the run would have been replaced.
+        """
         from mlflow.entities import Param
 
         missing = [Param(name, value) for name, value in wanted.items() if name not in known]
@@ -220,6 +229,20 @@ def _within(points: Sequence[tuple[tuple[str, int], Point]], recorded: Mapping[t
     return len({at for at, _ in points}) == len(points) and all(recorded.get(at) == point for at, point in points)
 
 
+def _is_set_as(cfg: RunConfig, noted: Mapping[str, str]) -> bool:
+    """Tell whether no parameter of the run contradicts the run's arm; one that it lacks is added later."""
+    now = params(cfg)
+    return all(noted.get(name, now[name]) == now[name] for name in of_run(cfg))
+
+
+def _noted(old: Mapping[str, str], new_hash: str) -> dict[str, str]:
+    """The tags of a run that is replaced; the hash of its configuration is `new_hash` there and at its name's end."""
+    name, old_hash = old.get("mlflow.runName", ""), old.get("config_hash", new_hash)
+    if name.endswith(ending := f"[{old_hash[:6]}]"):
+        name = f"{name.removesuffix(ending)}[{new_hash[:6]}]"
+    return {**old, "mlflow.runName": name, "config_hash": new_hash}
+
+
 def _lives_elsewhere(noted: Mapping[str, str], directory: RunDirectory) -> bool:
     """Tell whether the run mirrors another directory that is still there, of which this one must then be a copy."""
     where = Path(noted.get("run_dir", ""))
@@ -247,7 +270,7 @@ def create_sqlite(uri: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         aside = path.with_name(f"{path.name}.{Path(folder).name}")
-        MlflowClient(tracking_uri=f"sqlite:///{folder}/mlflow.db").search_experiments()
+        MlflowClient(tracking_uri=sqlite_uri(Path(folder, "mlflow.db"))).search_experiments()
         shutil.copyfile(f"{folder}/mlflow.db", aside)
     try:
         os.link(aside, path)

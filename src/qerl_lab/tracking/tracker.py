@@ -6,6 +6,7 @@ same code later. Imports no torch; MLflow is imported by the thread (its import 
 seconds).
 """
 
+import errno
 import os
 import shlex
 import sys
@@ -65,8 +66,11 @@ class Tracker:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """An exception ends the record as failed; otherwise `finish` has said how the run ended."""
-        if kind is None:
+        """An exception ends the record as failed; otherwise `finish` has said how the run ended.
+
+        What comes after DONE (a second Ctrl-C, for example) leaves a run done.
+        """
+        if kind is None or self._directory.status == "done":
             return
         try:
             self.finish("FAILED", [])
@@ -94,7 +98,7 @@ class Tracker:
                 raise ValueError(f"{name!r} is not a metric.{hint} Declare it in metrics.METRICS.")
         line = encode(step, metrics)
         if self._file.write(line) != len(line):
-            raise OSError(f"{self._file.name}: the line of step {step} was cut; is the disk full?")
+            raise OSError(errno.ENOSPC, f"the line of step {step} was cut; is the disk full?", self._file.name)
 
     def flush(self) -> None:
         """Return when every line is on the disk itself, and outlives a crash of the machine."""

@@ -8,7 +8,6 @@ Leaves DONE (the summary, JSON) or FAILED (the reason, then the traceback; exit 
 run, 1 for the rest); after SIGINT, SIGTERM, SIGHUP or the end of PARENT neither, and exit status 130.
 """
 
-import errno
 import os
 import sys
 import traceback
@@ -19,7 +18,7 @@ from qerl_lab import exits, imports, terminal
 from qerl_lab.cli.one_process import refuse_several
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.redact import redact
-from qerl_lab.exits import FAILURE, USAGE
+from qerl_lab.exits import FAILURE, FULL, USAGE
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.train.installed import check_vllm
 from qerl_lab.train.stop import Diverged, Stop
@@ -63,7 +62,7 @@ def main(directory: RunDirectory, parent: int) -> int:
 def is_told_in_a_line(error: Exception) -> bool:
     """Whether a traceback would tell a user no more: it is no bug."""
     if isinstance(error, OSError):
-        return error.errno in (errno.ENOSPC, errno.EDQUOT)
+        return error.errno in FULL
     return isinstance(error, ConfigError | Diverged) or type(error).__name__ == "EngineFailed"  # its module has torch
 
 

@@ -3,6 +3,7 @@
 A directory that already holds checkpoints is continued from the newest sound one.
 """
 
+import shlex
 import time
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
@@ -87,7 +88,7 @@ class Exam:
 
 def run(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> int:
     """Build everything, then `learn`. Returns the exit status: 0 done, 130 interrupted."""
-    started = time.time()
+    started, since = time.time(), time.monotonic()
     session = build(cfg, directory, stop)
     with closing(session.engine):
         stop.can_save = True
@@ -97,7 +98,7 @@ def run(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> int:
             return learn(session, None)
         directory.write_environment(session.data.task.data)
         times = directory.sessions()
-        times.begin(started, directory.last_logged())
+        times.begin(started, directory.last_logged(), since)
         print(opening(session), flush=True)
         parts, key = session.data.task.weights, session.saved.run_key if session.saved else None
         with Tracker(cfg, directory, parts=parts, run_key=key, last_step=session.done) as tracker:
@@ -304,8 +305,20 @@ def conclude(session: Session, record: Record) -> None:
     record.tracker.finish("FINISHED", directory.artifacts())
     directory.finish(result)
     if cfg.checkpoint.keep == 0:
-        directory.drop_checkpoints()
+        drop_checkpoints(directory)
     print(f"\n{tables.closing(result)}\n\n{tables.where(directory.path, record.tracker.mirror)}")
+
+
+def drop_checkpoints(directory: RunDirectory) -> None:
+    """Remove the checkpoints of a run that is done. It stays done where they, or some of them, cannot be removed."""
+    try:
+        directory.drop_checkpoints()
+    except OSError as error:
+        folder = terminal.near(directory.checkpoints)
+        terminal.say(
+            f"warning: checkpoint.keep=0, and not every checkpoint could be removed ({error.strerror}: "
+            f"{error.filename}). The run is done without them. Type rm -r {shlex.quote(folder)}"
+        )
 
 
 def noise_of(own: AqnConfig) -> str:

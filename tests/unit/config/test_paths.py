@@ -9,7 +9,7 @@ from qerl_lab.cli.compose import make_plan
 from qerl_lab.cli.grammar import read
 from qerl_lab.cli.overrides import spell
 from qerl_lab.cli.train import main
-from qerl_lab.config.paths import anchored
+from qerl_lab.config.paths import anchored, sqlite_file, sqlite_uri
 from qerl_lab.config.schema import ModelConfig, RunConfig, TaskConfig, TrackingConfig
 from qerl_lab.config.spelling import readable, word
 from qerl_lab.evaluate.options import CompareOptions
@@ -50,6 +50,10 @@ def test_local_paths_become_absolute_and_hub_ids_stay(here: Path, given: str, ke
         ("sqlite:///mlflow.db", "sqlite:///HERE/mlflow.db"),
         ("sqlite:///~/mlflow.db", "sqlite:///HOME/mlflow.db"),
         ("sqlite:////abs/mlflow.db", "sqlite:////abs/mlflow.db"),
+        ("sqlite:///a b/ö#.db", "sqlite:///HERE/a b/ö#.db"),
+        ("sqlite:///a%20b/mlflow.db", "sqlite:///HERE/a b/mlflow.db"),  # MLflow reads %XX as a character
+        ("sqlite:///50%/mlflow.db", "sqlite:///HERE/50%25%2Fmlflow.db"),
+        ("sqlite:///mlflow.db?timeout=9", "sqlite:///mlflow.db?timeout=9"),
         ("sqlite://", "sqlite://"),
         ("https://host/mlflow", "https://host/mlflow"),
     ],
@@ -57,6 +61,20 @@ def test_local_paths_become_absolute_and_hub_ids_stay(here: Path, given: str, ke
 def test_the_file_of_an_sqlite_store_becomes_absolute(here: Path, given: str | None, kept: str | None) -> None:
     kept = kept and kept.replace("HERE", str(here)).replace("HOME", str(here.parent / "home"))
     assert anchored(RunConfig(tracking=TrackingConfig(uri=given))).tracking.uri == kept
+
+
+@pytest.mark.parametrize(
+    ("path", "uri"),
+    [
+        ("/a b/m.db", "sqlite:////a b/m.db"),
+        ("/a/50%20x/m.db", "sqlite:////a/50%2520x%2Fm.db"),
+        ("/a/why?/b/100%.db", "sqlite:////a/why%3F%2Fb%2F100%25.db"),
+        ("m?.db", "sqlite:///m%3F.db"),
+    ],
+)
+def test_a_database_s_path_and_its_uri_are_one(path: str, uri: str) -> None:
+    assert sqlite_uri(Path(path)) == uri
+    assert sqlite_file(uri) == Path(path)
 
 
 def test_no_path_stays_none() -> None:

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from qerl_lab.tracking import mlflow
 from qerl_lab.tracking.__main__ import main
 from qerl_lab.tracking.mlflow import mlflow_uri
 from qerl_lab.tracking.tracker import Mirrored, Tracker
+from qerl_lab.train.__main__ import is_told_in_a_line
 
 PROMISED = {
     "reward": "mean std <part> overlong unparsed zero_variance_groups",
@@ -247,8 +249,9 @@ def test_a_write_cut_by_a_full_disk_is_an_error(cfg: RunConfig, tmp_path: Path) 
 
     tracker = Tracker(cfg, RunDirectory(tmp_path))
     tracker._file = Full()  # type: ignore[assignment]
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(OSError, match=r"the line of step 1 was cut; is the disk full\?: 'metrics.jsonl'") as found:
         tracker.log(1, {"reward/mean": 0.0})
+    assert is_told_in_a_line(found.value)
 
 
 def test_finish_refuses_a_status_that_mlflow_does_not_know(cfg: RunConfig, tmp_path: Path) -> None:
@@ -263,6 +266,14 @@ def test_an_exception_ends_the_record_as_failed(cfg: RunConfig, tmp_path: Path) 
     with Tracker(cfg, RunDirectory(tmp_path)) as tracker:
         tracker.finish("KILLED")
     assert MirrorRecord(tmp_path).values["status"] == "KILLED"
+
+
+def test_an_exception_after_done_leaves_the_record_finished(cfg: RunConfig, tmp_path: Path) -> None:
+    with suppress(KeyboardInterrupt), Tracker(cfg, RunDirectory(tmp_path)) as tracker:
+        tracker.finish("FINISHED")
+        RunDirectory(tmp_path).finish({})
+        raise KeyboardInterrupt
+    assert MirrorRecord(tmp_path).values["status"] == "FINISHED"
 
 
 def test_status_and_key_are_kept_in_mlflow_json(cfg: RunConfig, tmp_path: Path) -> None:
@@ -378,15 +389,28 @@ def test_the_seconds_of_a_run_are_those_of_all_its_sessions(tmp_path: Path) -> N
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "time": 130.0, "metrics": {}}\n{"st')
     Sessions(tmp_path).begin(200.0, last_logged(tmp_path))
     third = Sessions(tmp_path)
-    third.begin(time.time() - 5, last_logged(tmp_path))
+    third.begin(time.time() - 5, last_logged(tmp_path), time.monotonic() - 5)
     assert third.end() == pytest.approx(30 + 0 + 5, abs=1)
     assert json.loads((tmp_path / "sessions.json").read_text())[:2] == [[100.0, 130.0], [200.0, 200.0]]
 
 
 def test_an_orderly_end_is_the_end_of_a_session(tmp_path: Path) -> None:
     first = Sessions(tmp_path)
-    first.begin(time.time() - 7, 0.0)
+    first.begin(time.time() - 7, 0.0, time.monotonic() - 7)
     first.end()
     again = Sessions(tmp_path)
-    again.begin(time.time() - 2, time.time() + 50)
+    again.begin(time.time() - 2, time.time() + 50, time.monotonic() - 2)
     assert again.end() == pytest.approx(9, abs=1)
+
+
+@pytest.mark.parametrize("hours", [-1, 1])
+def test_a_clock_that_is_set_during_a_run_changes_no_seconds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hours: int
+) -> None:
+    """Neither of the session in which it is set nor, once it is, of a later one."""
+    now = time.time()
+    for before in (0, 5):
+        sessions = Sessions(tmp_path)
+        sessions.begin(now, last_logged(tmp_path), time.monotonic() - 5)
+        monkeypatch.setattr(time, "time", lambda: now + hours * 3600)
+        assert sessions.end() == pytest.approx(before + 5, abs=1)

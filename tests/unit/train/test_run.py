@@ -1,6 +1,8 @@
 """The engine of a run, from its building to its closing."""
 
+import errno
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -54,6 +56,25 @@ def test_the_engine_is_closed_however_a_run_ends(tiny, tmp_path: Path, monkeypat
         with pytest.raises(FAILURES[ending], match=ending):
             run_module.run(cfg, RunDirectory(tmp_path), Stop())
     assert closed == ["built", "closed"]
+
+
+def test_checkpoints_that_cannot_be_removed_leave_a_run_done(tiny, tmp_path: Path, monkeypatch, capsys) -> None:
+    """Its record is whole: FAILED beside DONE would say that it is not."""
+    directory = RunDirectory(tmp_path / "a run")
+    cfg = tiny(steps=1, eval__questions=0, checkpoint__keep=0, run_dir=str(directory.path))
+    directory.claim(cfg, Typed("the command"))
+
+    def busy(path: Path) -> None:
+        raise OSError(errno.EBUSY, "Device or resource busy", f"{path}/step-000001/.nfs01")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", busy)
+        assert run_module.run(cfg, directory, Stop()) == OK
+    assert (directory.status, directory.mirror().values["status"]) == ("done", "FINISHED")
+    said = capsys.readouterr()
+    assert f"(Device or resource busy: {directory.checkpoints}/step-000001/.nfs01)" in said.err
+    assert f"Type rm -r '{directory.checkpoints}'" in said.err
+    assert "run directory:" in said.out
 
 
 @pytest.mark.parametrize(
