@@ -175,40 +175,6 @@ def test_a_run_on_another_kind_of_device_is_another_run(monkeypatch: pytest.Monk
     assert sessions() == [1, 1, 1, 1]
 
 
-@pytest.mark.parametrize(
-    "words",
-    [["gpus=1,2", "optim.micro_batch_size=16"], ["gpus=2,1", "optim.micro_batch_size=16"], ["cpu_threads=1,2"],
-     ["checkpoint.keep=1,2", "jobs=2", "cpu_threads=1"]],
-)  # fmt: skip
-def test_jobs_that_differ_only_in_how_they_run_are_runs_of_their_own(words: list[str]) -> None:
-    line = ["-m", *words, "seed=0", "device=cpu"]
-    assert main(line) == 0
-    first, second = (path.parent for path in _calls())
-    before = [path.read_text() for path in _calls()]
-    (second / "DONE").unlink()  # as one that was stopped
-    assert main(line) == 0
-    after = [path.read_text() for path in _calls()]
-    assert (first / "DONE").exists()
-    assert (second / "DONE").exists()
-    assert after[0] == before[0]
-    assert after[1].startswith(before[1])
-    assert len(after[1]) == 2 * len(before[1])
-    (first / "DONE").unlink()
-    assert main(line) == 0
-    assert [len(path.read_text()) for path in _calls()] == [2 * len(text) for text in before]
-
-
-def test_a_job_for_which_no_run_is_left_is_run() -> None:
-    assert main(["-m", "seed=0,3", "checkpoint.keep=2"]) == 0
-    assert main(["-m", "seed=0,3", "checkpoint.keep=4"]) == 0
-    assert sessions() == [1, 1]
-    assert main(["-m", "seed=0", "checkpoint.keep=1,2"]) == 0  # the second is there, and not the first
-    assert sessions() == [1, 1, 1]
-    assert RunDirectory(_calls()[-1].parent).config().checkpoint.keep == 1
-    assert main(["-m", "seed=0", "gpus=1,2", "device=cpu", "optim.micro_batch_size=16"]) == 0
-    assert len(sessions()) == 5
-
-
 def test_a_moved_model_is_the_same_run_and_a_replaced_one_is_another() -> None:
     words = ["-m", "seed=0,3", "scale=pocket"]
     model = shutil.copytree(POCKET, "model")

@@ -28,9 +28,10 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.config.redact import redact
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.disk import lock, read_json, replace_file
-from qerl_lab.record.directory import RunDirectory, is_run, is_unused, numbered
+from qerl_lab.record.directory import RunDirectory, is_run, is_unused, make, numbered
 
 INDEX, MASTER = "sweep.json", "multirun.yaml"  # its jobs; what Hydra composed for it as a whole
+LOCK = ".lock"  # of the command that runs it: a file of its own, because a file that is replaced loses its lock
 _ANEW = "Type the line that began the sweep: it takes the runs that are there, and makes the others."
 OF_A_RUN = re.compile(r"^seed: (\d+)$", re.MULTILINE)  # in resolved.yaml, found without reading the whole as YAML
 
@@ -162,7 +163,7 @@ def _kind(config: RunConfig, is_here: bool) -> str | None:
 
 
 def _refuse_running(sweep: Path, run: RunDirectory) -> None:
-    if (sweep / INDEX).exists():
+    if (sweep / LOCK).exists():
         with locked(sweep):
             pass
     if run.is_claimed:
@@ -172,8 +173,9 @@ def _refuse_running(sweep: Path, run: RunDirectory) -> None:
 
 @contextmanager
 def locked(sweep: Path) -> Iterator[None]:
-    """Hold a sweep's directory. Raises ConfigError where another command runs it."""
-    with open(sweep / INDEX, "r+", encoding="utf-8") as file:
+    """Hold a sweep's directory, which is made where it is missing. Raises ConfigError where another command runs it."""
+    make(sweep)
+    with open(sweep / LOCK, "a", encoding="utf-8") as file:  # NFS locks what may be written only
         try:
             lock(file)
         except BlockingIOError:
