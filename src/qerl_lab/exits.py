@@ -21,6 +21,7 @@ USAGE = 2  # a configuration error
 INTERRUPTED = 130  # a signal ended it; the same command, or resume=, goes on
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 LOST = (errno.EPIPE, errno.EIO)  # nobody reads the pipe; the terminal is closed
+STOPS: list[int] = []  # signals that a sweep of this process took: a sweep that ends done all the same tells by them
 Main = Callable[[list[str]], int]  # words of a command line -> exit code
 _left: list[int] = []  # the code that `leave` was given
 

@@ -63,3 +63,13 @@ def test_two_commands_do_not_run_in_one_directory(standin: Path, capfd: pytest.C
     first.communicate(timeout=120)
     assert first.returncode == 130
     assert main(["-m", f"seed={DONE}", "lora.rank=4", "hydra.sweep.dir=sweep"]) == 0
+
+
+def test_a_sweep_that_is_stopped_when_all_is_done_is_done(standin: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The signal comes while the last job ends."""
+    standin.write_text(standin.read_text() + "\nos.kill(os.getppid(), signal.SIGTERM)\ntime.sleep(0.5)\n")
+    command = background(standin, "-m", *ON_CPU, "lora.rank=4", "hydra.sweep.dir=sweep")
+    out, _ = command.communicate(timeout=120)
+    assert "1 job in sweep: 1 done" in out
+    assert command.returncode == 0
+    assert not Path("sweep/INTERRUPTED").exists()

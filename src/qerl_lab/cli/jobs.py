@@ -139,8 +139,10 @@ def run_sweep(plan: Plan, command: str) -> int:
         table = manual.sweep_table(plan)
         if earlier.is_whole(plan):
             replace_file(plan.directory / TABLE, f"{table.lstrip()}\n".encode())
+        found = {RunDirectory(job.run_dir).status for job in plan.jobs}
+        if found == {"done"}:
+            stop_file.unlink(missing_ok=True)  # of a signal that came when the last job was ending
     print(table)
-    found = {RunDirectory(job.run_dir).status for job in plan.jobs}
     if stop_file.exists() or "interrupted" in found:
         return INTERRUPTED
     return OK if found == {"done"} else FAILURE
@@ -218,6 +220,7 @@ def _stopping_at_signals(stop_file: Path) -> Iterator[None]:
     """A signal lets running jobs save and starts no other; a second SIGINT stops waiting for them."""
 
     def stop(number: int, frame: FrameType | None) -> None:
+        exits.STOPS.append(number)
         if number == signal.SIGINT:
             if stop_file.exists():
                 stop_file.write_text(launch.ABORT, encoding="utf-8")

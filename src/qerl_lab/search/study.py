@@ -19,7 +19,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from qerl_lab.config.option import ConfigError
 from qerl_lab.disk import lock, make_directory, replace_file
-from qerl_lab.exits import FAILURE, INTERRUPTED, OK
+from qerl_lab.exits import FAILURE, INTERRUPTED, OK, STOPS
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.search.options import SearchConfig, Space
 from qerl_lab.terminal import columns, near
@@ -41,9 +41,12 @@ def run(cfg: SearchConfig, space: Space, start: Start) -> None:
     """
     make_directory(cfg.folder, f"out={cfg.out}")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
+    STOPS.clear()
     with locked(cfg.folder):
         study = _opened(cfg, space)
         while trial := _next(study, cfg, space):
+            if STOPS:  # the sweep of the trial before was done all the same
+                raise KeyboardInterrupt("the same command goes on with the next trial")
             _run_trial(study, trial, cfg, space, start)
         table = _table(study, cfg, space)
         replace_file(cfg.folder / TABLE, f"{table}\n".encode())
