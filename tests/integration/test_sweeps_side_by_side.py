@@ -1,11 +1,17 @@
 """Which run is which job's where jobs hardly differ, and what two commands at once do to each other."""
 
 import signal
+import subprocess
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from qerl_lab import preflight
+from qerl_lab.cli import jobs
+from qerl_lab.cli.compose import Plan
 from qerl_lab.cli.train import main
+from qerl_lab.config.option import ConfigError
 from qerl_lab.record.directory import RunDirectory
 from standin import DONE, SIGNALLED, background, seen, started
 
@@ -73,3 +79,33 @@ def test_a_sweep_that_is_stopped_when_all_is_done_is_done(standin: Path, capfd: 
     assert "1 job in sweep: 1 done" in out
     assert command.returncode == 0
     assert not Path("sweep/INTERRUPTED").exists()
+
+
+def test_the_same_line_twice_at_once_runs_every_job_once(standin: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    line, claim, others = ["-m", *ON_CPU, "lora.rank=4,8"], jobs.claim, list[subprocess.Popen[str]]()
+
+    def late(plan: Plan, command: str) -> Plan:  # when the other command has looked for runs, unless it waits
+        others.append(background(standin, *line))
+        with suppress(subprocess.TimeoutExpired):
+            others[0].wait(5)
+        return claim(plan, command)
+
+    monkeypatch.setattr(jobs, "claim", late)
+    codes = {main(line)}
+    others[0].communicate(timeout=120)
+    codes.add(others[0].returncode)
+    assert codes in ({0}, {0, 2})  # one is refused while the other runs
+    assert len(list(Path("runs").rglob("DONE"))) == 2
+
+
+def test_a_sweep_that_is_refused_leaves_no_directory(
+    standin: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: object) -> None:
+        raise ConfigError("no room")
+
+    monkeypatch.setattr(preflight, "check", refuse)
+    for words in ([], ["hydra.sweep.dir=a/sweep"]):
+        assert main(["-m", *ON_CPU, "lora.rank=4,8", *words]) == 2
+        assert "no room" in capfd.readouterr().err
+        assert not list(Path.cwd().iterdir())

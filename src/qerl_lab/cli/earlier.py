@@ -28,7 +28,7 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.config.redact import redact
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.disk import lock, read_json, replace_file
-from qerl_lab.record.directory import RunDirectory, is_run, is_unused, make, numbered
+from qerl_lab.record.directory import RunDirectory, first_missing, is_run, is_unused, make, numbered, remove_empty
 
 INDEX, MASTER = "sweep.json", "multirun.yaml"  # its jobs; what Hydra composed for it as a whole
 LOCK = ".lock"  # of the command that runs it: a file of its own, because a file that is replaced loses its lock
@@ -184,6 +184,28 @@ def locked(sweep: Path) -> Iterator[None]:
                 "runs of its own."
             ) from None
         yield
+
+
+@contextmanager
+def alone(plan: Plan) -> Iterator[None]:
+    """Wait until no other command of this machine is between its look for runs of this sweep and its claim.
+
+    Two that look at once would both find none. What is made for it is gone again where the body raises.
+    """
+    folder = plan.directory if plan.directory_given else plan.directory.parent
+    made = first_missing(folder)
+    if made:
+        make(folder)
+    held = os.open(folder, os.O_RDONLY)
+    try:
+        lock(held, wait=True)
+        yield
+    except BaseException:
+        if made and folder.is_dir():
+            remove_empty(folder, made)
+        raise
+    finally:
+        os.close(held)
 
 
 def write(plan: Plan) -> None:
