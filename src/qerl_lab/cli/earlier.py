@@ -180,8 +180,8 @@ def locked(sweep: Path) -> Iterator[None]:
             lock(file)
         except BlockingIOError:
             raise ConfigError(
-                f"another command runs the sweep in {sweep}. Wait for it or stop it first, or type rerun=true for "
-                "runs of its own."
+                f"another command runs the sweep in {sweep}. Wait for it or stop it first. For runs of its own type "
+                "rerun=true, and another hydra.sweep.dir where you type one."
             ) from None
         yield
 
