@@ -13,7 +13,8 @@ from typing import Any, TextIO
 from qerl_lab.config.message import in_one_line
 from qerl_lab.config.option import ConfigError
 
-NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # what a file system without locks says
+# What a file system without locks says; and NFS of a directory, for it locks only what may be written (flock(2)).
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF)
 
 
 def lock(opened: int | TextIO, wait: bool = False) -> bool:

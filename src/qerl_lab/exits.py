@@ -23,6 +23,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 LOST = (errno.EPIPE, errno.EIO)  # nobody reads the pipe; the terminal is closed
 FULL = (errno.ENOSPC, errno.EDQUOT)  # the disk; the share of it that is this user's
 STREAMS = {1: "standard output", 2: "standard error"}  # by descriptor
+STOPS: list[int] = []  # signals that a sweep of this process took: a sweep that ends done all the same tells by them
 Main = Callable[[list[str]], int]  # words of a command line -> exit code
 _left: list[int] = []  # the code that `leave` was given
 _cut: list[int] = []  # the descriptors of the streams that a full disk has cut

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from hydra import initialize_config_dir
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.global_hydra import GlobalHydra
 
+from qerl_lab import exits
 from qerl_lab.cli import jobs, launch
 from qerl_lab.cli.compose import VERSION_BASE, Plan, make_plan
 from qerl_lab.cli.train import main
@@ -122,7 +124,9 @@ def test_what_a_stopped_sweep_did_not_begin_is_not_run_and_can_be_continued(
     here: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (here / "stop").touch()
+    exits.STOPS.clear()
     assert main(["-m", "seed=0,1", "lora.rank=4", "hydra.sweep.dir=a sweep"]) == 130
+    assert exits.STOPS == [signal.SIGTERM]
     out = capfd.readouterr().out
     assert "2 jobs in a sweep: 1 interrupted, 1 not run" in out
     assert f"continue one with: {python()} -m qerl_lab resume='a sweep/RUN_DIRECTORY'" in out

@@ -1,8 +1,8 @@
 """What earlier commands have of a sweep: finished jobs are skipped, stopped ones go on where they lie.
 
-A run is a job's if configuration (as `config/arm.py` tells arms apart), seed and kind of device agree, and questions
-where they lie in files here. It is looked for in the sweeps of the same name, or in the directory that the command
-names.
+A run is a job's if configuration (as `config/arm.py` tells arms apart), seed, number of processes and kind of device
+agree, and questions where they lie in files here. It is looked for in the sweeps of the same name, or in the directory
+that the command names. No run is two jobs'.
 """
 
 import copy
@@ -28,9 +28,10 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.config.redact import redact
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.disk import lock, read_json, replace_file
-from qerl_lab.record.directory import RunDirectory, is_run, is_unused, numbered
+from qerl_lab.record.directory import RunDirectory, first_missing, is_run, is_unused, make, numbered, remove_empty
 
 INDEX, MASTER = "sweep.json", "multirun.yaml"  # its jobs; what Hydra composed for it as a whole
+LOCK = ".lock"  # of the command that runs it: a file of its own, because a file that is replaced loses its lock
 _ANEW = "Type the line that began the sweep: it takes the runs that are there, and makes the others."
 OF_A_RUN = re.compile(r"^seed: (\d+)$", re.MULTILINE)  # in resolved.yaml, found without reading the whole as YAML
 
@@ -45,7 +46,7 @@ def reuse(plan: Plan) -> Plan:
     parent = plan.directory.parent
     sweeps = [plan.directory] if plan.directory_given else sorted(parent.glob("*"), reverse=True)
     known = [(sweep, run) for sweep in sweeps if sweep.is_dir() for run in _runs(sweep)]
-    jobs = [_found(job, known, plan.is_here) for job in plan.jobs]
+    jobs = _found(plan, known)
     home = _home(jobs, sweeps) if all(job.begun for job in jobs) else None
     if home is None:
         return replace(plan, jobs=jobs)
@@ -95,11 +96,34 @@ def refuse_above_runs(directory: Path) -> None:
         )
 
 
-def _found(job: Job, known: list[tuple[Path, RunDirectory]], is_here: bool) -> Job:
-    """The job in the directory of its finished run, else of the newest that began it, else as it is."""
-    same = [(sweep, run) for sweep, run in known if _is_of(run, job.config, is_here)]
-    if not same:
-        return job
+def _found(plan: Plan, known: list[tuple[Path, RunDirectory]]) -> list[Job]:
+    """The jobs in the directories of their runs, no two in one: first those whose every word a run has, then others."""
+    same = [[pair for pair in known if _is_of(pair[1], job.config, plan.is_here)] for job in plan.jobs]
+    telling = _telling([job.config for job in plan.jobs], [{run.path for _, run in pairs} for pairs in same])
+    found, taken = list(plan.jobs), set[Path]()
+    for exactly in (True, False):
+        for index, job in enumerate(found):
+            left = [] if job.begun else [pair for pair in same[index] if pair[1].path not in taken]
+            if exactly and telling[index]:
+                left = [pair for pair in left if telling[index].items() <= pair[1].settings().items()]
+            if left:
+                found[index] = _in_the_best(job, left)
+                taken.add(found[index].run_dir)
+    return found
+
+
+def _telling(configs: list[RunConfig], runs: list[set[Path]]) -> list[dict[str, str]]:
+    """What tells each job from those that the same runs could be: keys that make no arm, as records have them."""
+    values = [{name: str(value) for name, value in values_of(config).items()} for config in configs]
+    rivals = [[values[index] for index, other in enumerate(runs) if other & own] for own in runs]
+    return [
+        {name: value for name, value in own.items() if any(other[name] != value for other in others)}
+        for own, others in zip(values, rivals, strict=True)
+    ]
+
+
+def _in_the_best(job: Job, same: list[tuple[Path, RunDirectory]]) -> Job:
+    """The job in the directory of its finished run, else of the newest that began it. Raises ConfigError."""
     sweep, run = next((pair for pair in same if pair[1].status == "done"), same[0])
     if run.status != "done":
         _refuse_running(sweep, run)
@@ -116,7 +140,7 @@ def _is_of(run: RunDirectory, config: RunConfig, is_here: bool) -> bool:
         return False
     if of_arm({name: str(value) for name, value in values_of(config).items()}) != of_arm(settings):
         return False
-    if run.status != "done" and settings["gpus"] != str(config.gpus):  # a checkpoint is of so many processes
+    if settings.get("gpus") != str(config.gpus):  # which a checkpoint is of, and what a sweep over them compares
         return False
     return (device is None or _kind(config, is_here) in (device, None)) and _asks_the_same(run, config)
 
@@ -139,7 +163,7 @@ def _kind(config: RunConfig, is_here: bool) -> str | None:
 
 
 def _refuse_running(sweep: Path, run: RunDirectory) -> None:
-    if (sweep / INDEX).exists():
+    if (sweep / LOCK).exists():
         with locked(sweep):
             pass
     if run.is_claimed:
@@ -149,16 +173,39 @@ def _refuse_running(sweep: Path, run: RunDirectory) -> None:
 
 @contextmanager
 def locked(sweep: Path) -> Iterator[None]:
-    """Hold a sweep's directory. Raises ConfigError where another command runs it."""
-    with open(sweep / INDEX, "r+", encoding="utf-8") as file:
+    """Hold a sweep's directory, which is made where it is missing. Raises ConfigError where another command runs it."""
+    make(sweep)
+    with open(sweep / LOCK, "a", encoding="utf-8") as file:  # NFS locks what may be written only
         try:
             lock(file)
         except BlockingIOError:
             raise ConfigError(
-                f"another command runs the sweep in {sweep}. Wait for it or stop it first, or type rerun=true for "
-                "runs of its own."
+                f"another command runs the sweep in {sweep}. Wait for it or stop it first. For runs of its own type "
+                "rerun=true, and another hydra.sweep.dir where you type one."
             ) from None
         yield
+
+
+@contextmanager
+def alone(plan: Plan) -> Iterator[None]:
+    """Wait until no other command of this machine is between its look for runs of this sweep and its claim.
+
+    Two that look at once would both find none. What is made for it is gone again where the body raises.
+    """
+    folder = plan.directory if plan.directory_given else plan.directory.parent
+    made = first_missing(folder)
+    if made:
+        make(folder)
+    held = os.open(folder, os.O_RDONLY)
+    try:
+        lock(held, wait=True)
+        yield
+    except BaseException:
+        if made and folder.is_dir():
+            remove_empty(folder, made)
+        raise
+    finally:
+        os.close(held)
 
 
 def write(plan: Plan) -> None:

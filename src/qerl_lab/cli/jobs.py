@@ -8,7 +8,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -38,7 +38,10 @@ LOOK_SECONDS = {"local": 0.1, "ray": 0.1, "slurm": 2.0}  # between two looks for
 
 
 def claim(plan: Plan, command: str) -> Plan:
-    """Make the directory of every new job, or of none; the plan as it then lies. Raises ConfigError."""
+    """Make the directory of every new job, or of none; the plan as it then lies.
+
+    Raises ConfigError, also where another command runs a sweep in its directory.
+    """
     made = first_missing(plan.directory)
     directory = plan.directory if plan.directory_given else reserve(plan.directory)
     made = made or (None if plan.directory_given else directory)
@@ -46,10 +49,30 @@ def claim(plan: Plan, command: str) -> Plan:
         _placed(job, directory, job.run_dir if job.begun else job.run_dir.relative_to(plan.directory))
         for job in plan.jobs
     ]
-    sweep = f"{directory.parent.name}/{directory.name}" if plan.multirun else None
+    placed = replace(plan, jobs=jobs, directory=directory, made=made)
+    lock = directory / earlier.LOCK
+    is_first = not lock.exists()
+    try:
+        with earlier.locked(directory) if plan.multirun else nullcontext():
+            _claim_each(placed, command)
+            if plan.sweep is not None:
+                with read_write(plan.sweep.hydra):
+                    plan.sweep.hydra.sweep.dir = str(directory)
+                earlier.write(placed)
+    except BaseException:
+        if directory.is_dir():
+            if is_first:
+                lock.unlink(missing_ok=True)
+            remove_empty(directory, made)
+        raise
+    return placed
+
+
+def _claim_each(plan: Plan, command: str) -> None:
+    sweep = f"{plan.directory.parent.name}/{plan.directory.name}" if plan.multirun else None
     claimed: list[tuple[RunDirectory, Path | None]] = []
     try:
-        for job in [job for job in jobs if not job.begun]:
+        for job in [job for job in plan.jobs if not job.begun]:
             run, above = RunDirectory(job.run_dir), first_missing(job.run_dir)
             words = list(job.composed.hydra.overrides.task)
             run.claim(replace(job.config, run_dir=str(run.path)), Typed(command, words, sweep))
@@ -57,15 +80,7 @@ def claim(plan: Plan, command: str) -> Plan:
     except BaseException:
         for run, above in reversed(claimed):
             run.discard(above)
-        if directory.is_dir():
-            remove_empty(directory, made)
         raise
-    placed = replace(plan, jobs=jobs, directory=directory, made=made)
-    if plan.sweep is not None:
-        with read_write(plan.sweep.hydra):
-            plan.sweep.hydra.sweep.dir = str(directory)
-        earlier.write(placed)
-    return placed
 
 
 def _placed(job: Job, directory: Path, inside: Path) -> Job:
@@ -124,8 +139,10 @@ def run_sweep(plan: Plan, command: str) -> int:
         table = manual.sweep_table(plan)
         if earlier.is_whole(plan):
             replace_file(plan.directory / TABLE, f"{table.lstrip()}\n".encode())
+        found = {RunDirectory(job.run_dir).status for job in plan.jobs}
+        if found == {"done"}:
+            stop_file.unlink(missing_ok=True)  # of a signal that came when the last job was ending
     print(table)
-    found = {RunDirectory(job.run_dir).status for job in plan.jobs}
     if stop_file.exists() or "interrupted" in found:
         return INTERRUPTED
     return OK if found == {"done"} else FAILURE
@@ -203,6 +220,7 @@ def _stopping_at_signals(stop_file: Path) -> Iterator[None]:
     """A signal lets running jobs save and starts no other; a second SIGINT stops waiting for them."""
 
     def stop(number: int, frame: FrameType | None) -> None:
+        exits.STOPS.append(number)
         if number == signal.SIGINT:
             if stop_file.exists():
                 stop_file.write_text(launch.ABORT, encoding="utf-8")

@@ -10,6 +10,7 @@ import argparse
 import os
 import shlex
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
@@ -69,12 +70,11 @@ def main(words: list[str]) -> int:
     if args.cfg or args.info:
         _show([*flags, *overrides])
         return OK
-    plan = _foresee(earlier.apart(earlier.reuse(plan)))
-    _refuse_used(plan)
     if any(job.config.dry_run for job in plan.jobs):
-        print(manual.dry_run_table(plan))
+        print(manual.dry_run_table(_ready(plan)))
         return OK
-    plan = jobs.claim(plan, command)
+    with earlier.alone(plan) if plan.multirun else nullcontext():
+        plan = jobs.claim(_ready(plan), command)
     print(manual.opening(plan), flush=True)
     return jobs.run_sweep(plan, command) if plan.multirun else jobs.run_alone(plan)
 
@@ -176,6 +176,13 @@ def _show(words: list[str]) -> None:
         hydra.main(version_base=VERSION_BASE, config_path=str(package_data("conf")), config_name="config")(nothing)()
     finally:
         sys.argv = before
+
+
+def _ready(plan: Plan) -> Plan:
+    """The plan with what earlier commands have of it. Raises ConfigError where it could not start."""
+    plan = _foresee(earlier.apart(earlier.reuse(plan)))
+    _refuse_used(plan)
+    return plan
 
 
 def _foresee(plan: Plan) -> Plan:

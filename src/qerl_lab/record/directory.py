@@ -1,7 +1,7 @@
 """A run's directory from its claim to its end. Imports neither torch nor pandas.
 
 resolved.yaml                                     the configuration, from the claim on
-QUEUED                                            what was typed, until the run begins
+QUEUED                                            what was typed, until the run begins; .typed until env.json has it
 env.json code.diff sessions.json                  where, with what code and when it ran
 metrics.jsonl samples.jsonl eval.parquet          what it measured
 checkpoints/ adapter/ curves.png mlflow.json      what it learned, and who mirrors it
@@ -36,12 +36,14 @@ from qerl_lab.record.sessions import Sessions
 if TYPE_CHECKING:
     import pandas as pd
 
-DONE, FAILED, QUEUED = "DONE", "FAILED", "QUEUED"
+DONE, FAILED, QUEUED, TYPED = "DONE", "FAILED", "QUEUED", ".typed"
 CONSOLE = "console.txt"
 ROOM, ROOM_BYTES = ".room-for-FAILED", 65536
 ARTIFACTS = (resolved.NAME, "metrics.jsonl", evaluations.NAME, "curves.png")
 MARKS = (resolved.NAME, "metrics.jsonl", DONE, FAILED)  # a folder with one of them is a run's, be it damaged
-LEFT_BY_A_REFUSED_RUN = {resolved.NAME, QUEUED, FAILED, ROOM, "env.json", "code.diff", "sessions.json", CONSOLE}
+LEFT_BY_A_REFUSED_RUN = {
+    resolved.NAME, QUEUED, TYPED, FAILED, ROOM, "env.json", "code.diff", "sessions.json", CONSOLE,
+}  # fmt: skip
 
 
 class RunDirectory:
@@ -78,16 +80,24 @@ class RunDirectory:
         replace_file(self.path / QUEUED, redact(json.dumps(asdict(typed))).encode())
 
     def begin(self) -> Typed | None:
-        """Leave the queue: what was typed for the run; None where it began before, and goes on now."""
-        queued, typed = self.path / QUEUED, None
-        if queued.exists():
-            try:
-                typed = Typed(**read_json(queued, dict))
-            except TypeError:
-                raise ConfigError(f"{queued} is not what a run writes there. Move it away.") from None
-        for name in (QUEUED, FAILED):
-            (self.path / name).unlink(missing_ok=True)
+        """Leave the queue: what was typed for the run; None where its record has that, and it goes on now.
+
+        It is kept until then: a run that is stopped while it loads has recorded nothing.
+        """
+        typed = self._typed()
+        if (self.path / QUEUED).exists():
+            (self.path / QUEUED).replace(self.path / TYPED)
+        (self.path / FAILED).unlink(missing_ok=True)
         return typed
+
+    def _typed(self) -> Typed | None:
+        noted = next((path for name in (QUEUED, TYPED) if (path := self.path / name).exists()), None)
+        if noted is None or self.environment():
+            return None
+        try:
+            return Typed(**read_json(noted, dict))
+        except TypeError:
+            raise ConfigError(f"{noted} is not what a run writes there. Move it away.") from None
 
     @contextmanager
     def locked(self) -> Iterator[TextIO]:
@@ -247,6 +257,7 @@ class RunDirectory:
     def write_environment(self, data: Mapping[str, Any]) -> None:
         """Write env.json, with what `data` says of the questions, and code.diff; a resumed run adds a numbered pair."""
         environment.write_environment(self.path, data)
+        (self.path / TYPED).unlink(missing_ok=True)
 
     def environment(self) -> dict[str, Any]:
         """Read where the run began; empty where it has not."""

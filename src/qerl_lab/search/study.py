@@ -19,7 +19,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from qerl_lab.config.option import ConfigError
 from qerl_lab.disk import lock, make_directory, replace_file
-from qerl_lab.exits import FAILURE, INTERRUPTED, OK
+from qerl_lab.exits import FAILURE, INTERRUPTED, OK, STOPS
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.search.options import SearchOptions, Space
 from qerl_lab.terminal import columns, near
@@ -41,9 +41,12 @@ def run(options: SearchOptions, space: Space, start: Start) -> None:
     """
     make_directory(options.folder, f"out={options.out}")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
+    STOPS.clear()
     with locked(options.folder):
         study = _opened(options, space)
         while trial := _next(study, options, space):
+            if STOPS:  # the sweep of the trial before was done all the same
+                raise KeyboardInterrupt("the same command goes on with the next trial")
             _run_trial(study, trial, options, space, start)
         table = _table(study, options, space)
         replace_file(options.folder / TABLE, f"{table}\n".encode())

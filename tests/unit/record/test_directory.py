@@ -52,9 +52,23 @@ def test_a_damaged_end_is_named(run: RunDirectory, left: bytes) -> None:
         run.result()
 
 
-def test_a_run_begins_once(run: RunDirectory) -> None:
-    assert run.begin() == TYPED
-    assert (run.status, names(run.path)) == ("interrupted", {"resolved.yaml"})
+def test_what_was_typed_is_kept_until_the_record_has_it(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    for _ in range(2):  # a run that is stopped while it loads begins again
+        assert run.begin() == TYPED
+        assert (run.status, names(run.path)) == ("interrupted", {"resolved.yaml", ".typed"})
+    for name, value in TYPED.variables().items():
+        monkeypatch.setenv(name, value)
+    run.write_environment({})
+    began = run.environment()
+    assert Typed(began["command"], began["words"], began["sweep"]) == TYPED
+    assert names(run.path) == {"resolved.yaml", "env.json", "code.diff"}
+    assert run.begin() is None
+
+
+def test_a_record_that_is_there_says_what_was_typed(run: RunDirectory) -> None:
+    """A process that was killed between the two leaves both."""
+    run.begin()
+    (run.path / "env.json").write_text('{"command": "c"}')
     assert run.begin() is None
 
 
@@ -143,7 +157,7 @@ def test_a_reason_of_the_run_s_own_stays(run: RunDirectory) -> None:
     assert run.settle(USAGE) == USAGE
     assert run.settle(FAILURE) == FAILURE
     assert (run.status, run.reason) == ("failed", "ConfigError: no such model")
-    assert run.begin() is None
+    run.begin()
     assert run.status == "interrupted", "a run that goes on has not failed"
 
 

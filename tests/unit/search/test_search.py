@@ -4,12 +4,14 @@ import fcntl
 import json
 import math
 import shlex
+import signal
 from pathlib import Path
 
 import pytest
 
 optuna = pytest.importorskip("optuna")
 
+from qerl_lab import exits  # noqa: E402
 from qerl_lab.config.option import ConfigError  # noqa: E402
 from qerl_lab.search import __main__ as command  # noqa: E402
 from qerl_lab.search import study  # noqa: E402
@@ -96,6 +98,21 @@ def test_a_search_that_was_stopped_tries_what_one_in_a_piece_does(tmp_path: Path
     assert stopped.proposals == whole.proposals
     search(tmp_path / "stopped", stopped, trials=15)
     assert len(stopped.calls) == 16
+
+
+def test_a_stop_ends_a_search_also_where_the_trial_under_way_is_done(tmp_path: Path) -> None:
+    class StoppedAtItsEnd(Lab):
+        def __call__(self, words: list[str]) -> int:
+            code = super().__call__(words)
+            exits.STOPS.append(signal.SIGINT)
+            return code
+
+    stopped, lab = StoppedAtItsEnd(), Lab()
+    with pytest.raises(KeyboardInterrupt, match="goes on with the next trial"):
+        search(tmp_path, stopped, trials=3)
+    assert len(stopped.calls) == 1
+    search(tmp_path, lab, trials=3)
+    assert len(lab.calls) == 2
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)

@@ -1,0 +1,111 @@
+"""Which run is which job's where jobs hardly differ, and what two commands at once do to each other."""
+
+import signal
+import subprocess
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from qerl_lab import preflight
+from qerl_lab.cli import jobs
+from qerl_lab.cli.compose import Plan
+from qerl_lab.cli.train import main
+from qerl_lab.config.option import ConfigError
+from qerl_lab.record.directory import RunDirectory
+from standin import DONE, SIGNALLED, background, seen, started
+
+pytestmark = pytest.mark.integration
+ON_CPU = [f"seed={DONE}", "device=cpu"]
+
+
+def processes() -> list[int]:
+    """The process that each run below runs/ was run by at last, in the order of the runs."""
+    return [seen(path.parent)["pid"] for path in sorted(Path("runs/sweeps").glob("*/*/*/seen.json"))]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["gpus=1,2", "optim.micro_batch_size=16"], ["gpus=2,1", "optim.micro_batch_size=16"], ["cpu_threads=1,2"],
+     ["checkpoint.keep=1,2", "jobs=2", "cpu_threads=1"]],
+)  # fmt: skip
+@pytest.mark.usefixtures("standin")
+def test_jobs_that_differ_only_in_how_they_run_are_runs_of_their_own(words: list[str]) -> None:
+    line = ["-m", *words, *ON_CPU]
+    assert main(line) == 0
+    ends = sorted(Path("runs").rglob("DONE"))
+    for stopped in (1, 0):
+        before = processes()
+        ends[stopped].unlink()
+        assert main(line) == 0
+        assert sorted(Path("runs").rglob("DONE")) == ends
+        assert [now == then for now, then in zip(processes(), before, strict=True)] == [stopped == 1, stopped == 0]
+
+
+@pytest.mark.usefixtures("standin")
+def test_a_job_for_which_no_run_is_left_is_run() -> None:
+    assert main(["-m", *ON_CPU, "lora.rank=4,8", "checkpoint.keep=2"]) == 0
+    before = processes()
+    assert main(["-m", *ON_CPU, "lora.rank=4,8", "checkpoint.keep=3"]) == 0
+    assert processes() == before
+    assert main(["-m", *ON_CPU, "lora.rank=4", "checkpoint.keep=1,2"]) == 0  # the second is there, the first is not
+    *same, new = processes()
+    assert same == before
+    assert new not in before
+    *_, added = sorted(Path("runs/sweeps").glob("*/*/*/seen.json"))
+    assert RunDirectory(added.parent).config().checkpoint.keep == 1
+
+
+def test_two_commands_do_not_run_in_one_directory(standin: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    first = background(standin, "-m", f"seed={DONE},{SIGNALLED}", "hydra.sweep.dir=sweep")
+    running = started("sweep/1-*")
+    noted = Path("sweep/sweep.json").read_bytes()
+    for _ in range(2):  # what is refused leaves nothing that lets the next one in
+        assert main(["-m", "seed=5,6", "hydra.sweep.dir=sweep"]) == 2
+        assert "another command runs the sweep in" in capfd.readouterr().err
+    assert Path("sweep/sweep.json").read_bytes() == noted
+    assert {path.name for path in Path("sweep").glob("*/")} == {"0-adhoc-seed0", running.name}
+    first.send_signal(signal.SIGTERM)
+    first.communicate(timeout=120)
+    assert first.returncode == 130
+    assert main(["-m", f"seed={DONE}", "lora.rank=4", "hydra.sweep.dir=sweep"]) == 0
+
+
+def test_a_sweep_that_is_stopped_when_all_is_done_is_done(standin: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The signal comes while the last job ends."""
+    standin.write_text(standin.read_text() + "\nos.kill(os.getppid(), signal.SIGTERM)\ntime.sleep(0.5)\n")
+    command = background(standin, "-m", *ON_CPU, "lora.rank=4", "hydra.sweep.dir=sweep")
+    out, _ = command.communicate(timeout=120)
+    assert "1 job in sweep: 1 done" in out
+    assert command.returncode == 0
+    assert not Path("sweep/INTERRUPTED").exists()
+
+
+def test_the_same_line_twice_at_once_runs_every_job_once(standin: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    line, claim, others = ["-m", *ON_CPU, "lora.rank=4,8"], jobs.claim, list[subprocess.Popen[str]]()
+
+    def late(plan: Plan, command: str) -> Plan:  # when the other command has looked for runs, unless it waits
+        others.append(background(standin, *line))
+        with suppress(subprocess.TimeoutExpired):
+            others[0].wait(5)
+        return claim(plan, command)
+
+    monkeypatch.setattr(jobs, "claim", late)
+    codes = {main(line)}
+    others[0].communicate(timeout=120)
+    codes.add(others[0].returncode)
+    assert codes in ({0}, {0, 2})  # one is refused while the other runs
+    assert len(list(Path("runs").rglob("DONE"))) == 2
+
+
+def test_a_sweep_that_is_refused_leaves_no_directory(
+    standin: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: object) -> None:
+        raise ConfigError("no room")
+
+    monkeypatch.setattr(preflight, "check", refuse)
+    for words in ([], ["hydra.sweep.dir=a/sweep"]):
+        assert main(["-m", *ON_CPU, "lora.rank=4,8", *words]) == 2
+        assert "no room" in capfd.readouterr().err
+        assert not list(Path.cwd().iterdir())
