@@ -114,7 +114,7 @@ HOLDS: list[Callable[[Path], AbstractContextManager[object]]] = [  # a folder, a
 
 
 @pytest.mark.parametrize("hold", HOLDS)
-@pytest.mark.parametrize("says", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
+@pytest.mark.parametrize("says", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF])
 def test_a_file_system_without_locks_is_written_all_the_same(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
