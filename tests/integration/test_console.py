@@ -109,7 +109,7 @@ def test_ctrl_c_while_torch_is_imported_ends_the_run_at_once(start: Start, tmp_p
     assert err == f"{launch.STOPPING}\n"
     assert "interrupted; 0 of 2 steps are saved. Continue with\n" in out
     assert has_ended(child)
-    assert {path.name for path in (tmp_path / "run").iterdir()} == {"resolved.yaml"}
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {"resolved.yaml", ".typed"}
 
 
 def test_a_run_whose_command_is_killed_during_its_start_does_not_train(start: Start, tmp_path: Path) -> None:

@@ -194,6 +194,9 @@ def alone(plan: Plan) -> Iterator[None]:
     """
     folder = plan.directory if plan.directory_given else plan.directory.parent
     made = first_missing(folder)
+    if made and not made.parent.is_dir():  # below a file: the body says of which job
+        yield
+        return
     if made:
         make(folder)
     held = os.open(folder, os.O_RDONLY)
