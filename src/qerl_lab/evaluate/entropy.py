@@ -186,7 +186,9 @@ def sample(options: EntropyOptions, device: torch.device) -> Texts:
     if len(prompts) < 2:
         raise ConfigError(f"prompts={options.prompts} has {len(prompts)} questions of at most {PROMPT_TOKENS} tokens; "
                           "allowed: two or more. Type another.")  # fmt: skip
-    sampling = Sampling(options.max_completion_tokens, options.seed)
+    most = options.max_completion_tokens
+    print(f"sampling {len(prompts)} completions of at most {most} tokens by the dense model, on {device}", flush=True)
+    sampling = Sampling(most, options.seed)
     completions = rollout.build(cfg, dense).generate(prompts, 1, sampling).completion_ids_P_G
     pairs = [(prompt, group[0]) for prompt, group in zip(prompts, completions, strict=True)]
     model = dense.model.get_base_model()

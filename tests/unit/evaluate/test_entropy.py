@@ -84,6 +84,7 @@ def test_a_checkpoint_is_measured_as_the_same_model_packed_while_it_is_loaded(tm
     table = capsys.readouterr().out
     assert f"\nmxfp4 rtn in {packed} " in table
     assert "8 completions of arithmetic, " in table
+    assert "sampling 8 completions of at most " in table
     assert "  by grid and dead" in table
 
 
