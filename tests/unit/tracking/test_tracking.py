@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,9 +16,8 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.environment import Typed
-from qerl_lab.record.metrics import METRICS, cut_metrics, declared, last_logged, steps_recorded
+from qerl_lab.record.metrics import METRICS, cut_metrics, declared, steps_recorded
 from qerl_lab.record.mirror import MirrorRecord
-from qerl_lab.record.sessions import Sessions
 from qerl_lab.tracking import mlflow
 from qerl_lab.tracking.__main__ import main
 from qerl_lab.tracking.mlflow import mlflow_uri
@@ -381,36 +379,3 @@ def test_resync_of_a_run_that_has_not_begun_is_one_line(tmp_path: Path, capsys: 
     assert main(["resync", str(run.path)]) == 2
     assert f"has no metrics.jsonl yet. Type python -m qerl_lab resume='{run.path}'." in capsys.readouterr().err
     assert not run.is_mirrored
-
-
-def test_the_seconds_of_a_run_are_those_of_all_its_sessions(tmp_path: Path) -> None:
-    """The first is killed after its line of 130, the second before it logs, the third ends."""
-    Sessions(tmp_path).begin(100.0, last_logged(tmp_path))
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "time": 130.0, "metrics": {}}\n{"st')
-    Sessions(tmp_path).begin(200.0, last_logged(tmp_path))
-    third = Sessions(tmp_path)
-    third.begin(time.time() - 5, last_logged(tmp_path), time.monotonic() - 5)
-    assert third.end() == pytest.approx(30 + 0 + 5, abs=1)
-    assert json.loads((tmp_path / "sessions.json").read_text())[:2] == [[100.0, 130.0], [200.0, 200.0]]
-
-
-def test_an_orderly_end_is_the_end_of_a_session(tmp_path: Path) -> None:
-    first = Sessions(tmp_path)
-    first.begin(time.time() - 7, 0.0, time.monotonic() - 7)
-    first.end()
-    again = Sessions(tmp_path)
-    again.begin(time.time() - 2, time.time() + 50, time.monotonic() - 2)
-    assert again.end() == pytest.approx(9, abs=1)
-
-
-@pytest.mark.parametrize("hours", [-1, 1])
-def test_a_clock_that_is_set_during_a_run_changes_no_seconds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hours: int
-) -> None:
-    """Neither of the session in which it is set nor, once it is, of a later one."""
-    now = time.time()
-    for before in (0, 5):
-        sessions = Sessions(tmp_path)
-        sessions.begin(now, last_logged(tmp_path), time.monotonic() - 5)
-        monkeypatch.setattr(time, "time", lambda: now + hours * 3600)
-        assert sessions.end() == pytest.approx(before + 5, abs=1)
