@@ -22,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from qerl_lab import preflight
 from qerl_lab.cli.compose import Job, Plan
-from qerl_lab.config.arm import of_arm, values_of
+from qerl_lab.config.arm import as_recorded, of_arm
 from qerl_lab.config.message import first_line
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.redact import redact
@@ -113,8 +113,8 @@ def _found(plan: Plan, known: list[tuple[Path, RunDirectory]]) -> list[Job]:
 
 
 def _telling(configs: list[RunConfig], runs: list[set[Path]]) -> list[dict[str, str]]:
-    """What tells each job from those that the same runs could be: keys that make no arm, as records have them."""
-    values = [{name: str(value) for name, value in values_of(config).items()} for config in configs]
+    """What tells each job from those that the same runs could be: keys that make no arm, as recorded."""
+    values = [as_recorded(config) for config in configs]
     rivals = [[values[index] for index, other in enumerate(runs) if other & own] for own in runs]
     return [
         {name: value for name, value in own.items() if any(other[name] != value for other in others)}
@@ -138,7 +138,7 @@ def _is_of(run: RunDirectory, config: RunConfig, is_here: bool) -> bool:
         settings, device = run.settings(), run.device_kind()
     except (ConfigError, OSError, UnicodeDecodeError):  # damaged: no run that could go on
         return False
-    if of_arm({name: str(value) for name, value in values_of(config).items()}) != of_arm(settings):
+    if of_arm(as_recorded(config)) != of_arm(settings):
         return False
     if settings.get("gpus") != str(config.gpus):  # which a checkpoint is of, and what a sweep over them compares
         return False

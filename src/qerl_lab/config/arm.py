@@ -56,6 +56,11 @@ def values_of(cfg: Any) -> dict[str, Any]:
     return {name: value for name, _, value in leaves(cfg)}
 
 
+def as_recorded(cfg: Any) -> dict[str, str]:
+    """The same as text, as `RunDirectory.settings` has those of a run."""
+    return {name: str(value) for name, value in values_of(cfg).items()}
+
+
 def is_of_arm(name: str) -> bool:
     """Whether two runs that differ in this dotted key are runs of two arms. Every key is, but for `NOT_OF_ARM`.
 

@@ -12,7 +12,7 @@ from huggingface_hub import save_torch_state_dict
 from safetensors.torch import load_file
 
 from qerl_lab import formats, preflight
-from qerl_lab.config.arm import of_arm, values_of
+from qerl_lab.config.arm import as_recorded, of_arm
 from qerl_lab.config.model_hash import model_hash
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.paths import WEIGHTS, sha256
@@ -95,7 +95,7 @@ def _of_run(options: AccuracyOptions) -> Subject:
             f"step counts and not their best. Type python -m qerl_lab {resume_word(options.run)} first, or "
             "adapter=false for its base alone."
         )
-    arm = of_arm({name: str(value) for name, value in values_of(cfg).items()})
+    arm = of_arm(as_recorded(cfg))
     trained_on = directory.environment().get("data", {}).get(TRAINED_ON)
     return Subject(said, cfg, directory.adapter, cfg.seed, arm | ({TRAINED_ON: trained_on} if trained_on else {}))
 
