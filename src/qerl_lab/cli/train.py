@@ -133,10 +133,12 @@ def _steps(overrides: list[str]) -> int | None:
 
 
 def _resume(run: RunDirectory, command: str, steps: int | None) -> int:
-    was = None if steps is None else extension.extend(run, steps)
+    was = None
+    if steps is not None:
+        was = extension.extend(run, steps)
+    elif run.status != "done":
+        preflight.check(run.config(), run.path)
     try:
-        if run.status != "done":
-            preflight.check(run.config(), run.path)
         code = launch.resume(run, Typed(command))
     except ConfigError:
         if was is not None:

@@ -127,8 +127,7 @@ def build(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> Session:
         notes += meaning(cfg) if saved.step in cfg.extended else []
     elif cfg.lora.start_from:
         notes.append(f"begins with the adapter of {cfg.lora.start_from} ({cfg.lora.start_hash})")
-    lacks_first = cfg.eval.questions > 0 and "before" not in directory.evaluations()
-    if cfg.lora.start_from and (not saved or lacks_first):  # the first answers are those of this adapter
+    if cfg.lora.start_from and (not saved or _lacks_first_answers(cfg, directory)):  # which are this adapter's
         begin_with(policy.model, adapter_folder(cfg.lora.start_from))
     data = select(cfg, policy, task)
     return Session(cfg, directory, stop, ranks, saved, policy, data, RunEngine(cfg, policy), notes)
@@ -140,6 +139,10 @@ def _loaded(cfg: RunConfig, device: torch.device) -> Policy:
         return build_policy(cfg, device)
     except torch.OutOfMemoryError as error:
         raise ConfigError(memory.no_room(cfg, device, error)) from error
+
+
+def _lacks_first_answers(cfg: RunConfig, directory: RunDirectory) -> bool:
+    return cfg.eval.questions > 0 and "before" not in directory.evaluations()
 
 
 def computes_on(policy: Policy) -> tuple[str, str]:
