@@ -25,16 +25,13 @@ LIST_INPUT = "The first line of the input has a whole number n, the second line 
 
 @dataclass(frozen=True)
 class Problem:
-    """A problem: `solve` gives the output for an input, `draw(rng, size)` an input, of the smallest kind for size 0.
-
-    Problems with inputs of one kind share the function `draw`.
-    """
+    """A problem: `solve` gives the output for an input, `draw(rng, size)` an input, of the smallest kind for size 0."""
 
     id: str
     shape: str
     text: str
     solve: Callable[[str], str]
-    draw: Callable[[random.Random, int], str]
+    draw: Callable[[random.Random, int], str]  # one function for all inputs of a kind
 
     @property
     def is_heldout(self) -> bool:
@@ -226,15 +223,13 @@ def _coins(rng: random.Random) -> Problem:
                 counts[amount] += counts[amount - coin]
         return counts[total]
 
-    def solve(text: str) -> str:
-        return str(smallest(int(text)) if fewest else ways(int(text)))
-
+    solve = smallest if fewest else ways
     asked = ("the smallest number of coins that make exactly this amount, or -1 if none do" if fewest else
              "in how many ways coins can make exactly this amount; the order of the coins does not count")  # fmt: skip
     text = (f"There are coins of {', '.join(map(str, coins))}, as many of each as you like. The input is an amount, a "
             f"whole number from 0 to 200. Print {asked}.")  # fmt: skip
     name = f"coins-{'fewest' if fewest else 'ways'}-{'-'.join(map(str, coins))}"
-    return Problem(name, name, text, solve, _money)
+    return Problem(name, name, text, lambda amount: str(solve(int(amount))), _money)
 
 
 def _money(rng: random.Random, size: int) -> str:
