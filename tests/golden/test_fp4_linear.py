@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from packed_layers import NVFP4
-from qerl_lab.config.engine_rules import FP4_LINEAR_MAX_RANK
+from qerl_lab.config.engine_rules import FP4_MAX_RANK
 from qerl_lab.formats.e2m1 import MAGNITUDES
 from qerl_lab.rollout.vllm import fp4_linear
 from qerl_lab.rollout.vllm.fp4_linear import (
@@ -63,7 +63,7 @@ def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         on_cpu.launch(how.blocks, how.threads, how.shared_bytes, pointers, ctypes.byref(shape))
 
     monkeypatch.setattr(fp4_linear, "_launch", launch)
-    monkeypatch.setattr(fp4_linear, "_machine", lambda device: SMALL)
+    monkeypatch.setattr(fp4_linear, "machine_of", lambda device: SMALL)
 
 
 def operands(rows: int, columns: int, sizes: list[int], rank: int) -> tuple[dict[str, Tensor], Tensor]:
@@ -141,7 +141,7 @@ def test_every_code_in_every_place_with_every_scale() -> None:
 
 
 def test_a_run_is_refused_the_ranks_that_the_kernel_has_not() -> None:
-    assert FP4_LINEAR_MAX_RANK == MAX_RANK
+    assert FP4_MAX_RANK == MAX_RANK
 
 
 def test_what_it_does_not_take_is_refused() -> None:

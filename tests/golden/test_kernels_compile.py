@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from qerl_lab.rollout.vllm import fp4_tiles
 from qerl_lab.rollout.vllm.fp4_linear import SOURCE
 
 SHARED = 227 * 2**10  # bytes a block may have on sm_90
@@ -75,8 +76,35 @@ def test_nvrtc_compiles_the_product_for_few_rows_or_says_where_it_cannot(tmp_pat
     pytest.importorskip("cuda.bindings.nvrtc")
     from qerl_lab.rollout.vllm import nvrtc
 
-    assert nvrtc.cubin(SOURCE, "sm_90").startswith(b"\x7fELF")
+    assert nvrtc.compiled(SOURCE, "sm_90")[0].startswith(b"\x7fELF")
     (tmp_path / "hopper.cuh").write_text((SOURCE.parent / "hopper.cuh").read_text())
     (broken := tmp_path / "broken.cu").write_text(SOURCE.read_text() + "no")
     with pytest.raises(RuntimeError, match=r"could not compile broken.cu for sm_90: broken.cu\(\d+\): error"):
-        nvrtc.cubin(broken, "sm_90")
+        nvrtc.compiled(broken, "sm_90")
+
+
+SERIALIZED = "wgmma.mma_async instructions are serialized"  # a note of ptxas: no product while the next is unpacked
+
+
+@pytest.mark.parametrize(
+    ("rows", "tile"), [*((fp4_tiles.MAX_ROWS, tile) for tile in fp4_tiles.TILES), (16, 5), (32, 5)]
+)
+def test_nvrtc_compiles_the_product_of_a_warpgroup_with_products_side_by_side(rows: int, tile: int) -> None:
+    pytest.importorskip("cuda.bindings.nvrtc")
+    from qerl_lab.rollout.vllm import nvrtc
+
+    for shared in (False, True):
+        name, line = fp4_tiles.instance(rows, tile, fp4_tiles.groups_of(tile), shared)
+        code, said = nvrtc.compiled(fp4_tiles.SOURCE, "sm_90a", line)
+        assert name.encode() in code
+        assert SERIALIZED not in said
+
+
+def test_nvrtc_says_where_products_run_one_after_another(tmp_path: Path) -> None:
+    pytest.importorskip("cuda.bindings.nvrtc")
+    from qerl_lab.rollout.vllm import nvrtc
+
+    for header in ("hopper.cuh", "wgmma.cuh"):
+        (tmp_path / header).write_text((SOURCE.parent / header).read_text())
+    (slow := tmp_path / "slow.cu").write_text(fp4_tiles.SOURCE.read_text().replace("begins();", ""))
+    assert SERIALIZED in nvrtc.compiled(slow, "sm_90a", fp4_tiles.instance(16, 2, 2, False)[1])[1]

@@ -1,4 +1,4 @@
-// What fp4_linear.cu takes from CUDA, on a CPU: every thread of every block a fiber, in turns. For tests; memory is
+// What the kernels here take from CUDA, on a CPU: every thread of every block a fiber, in turns. For tests; memory is
 // consistent at once, so that a fence that is missing is not found.
 #include <setjmp.h>
 #include <ucontext.h>
@@ -10,14 +10,16 @@
 #include <map>
 #include <vector>
 
-#define __device__ static inline
+#define __device__ inline
 #define __global__
+#define __grid_constant__
 #define __launch_bounds__(...)
 #define __cvta_generic_to_shared(p) 0
 #define DYNAMIC_SHARED(name) u8* const name = current->block->memory.data()
 using std::max;
 using std::min;
 
+struct uint2 { u32 x, y; };
 struct uint4 { u32 x, y, z, w; };
 struct float4 { float x, y, z, w; };
 static uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
@@ -81,14 +83,14 @@ static void run(unsigned blocks, unsigned threads, size_t shared_bytes, std::fun
   }
 }
 
-static void meet(Meeting& m, u32 threads) {
+static void await(Meeting& m, u32 threads) {
   const u32 round = m.round;
   if (++m.here == threads) m.here = 0, m.round++;
   else while (m.round == round) pause();
 }
-static void sync(int barrier, int threads) { meet(current->block->meetings[barrier], threads); }
+static void sync(int barrier, int threads) { await(current->block->meetings[barrier], threads); }
 static void __syncthreads() { sync(0, blockDim.x); }
-static void __syncwarp() { meet(current->block->of_warps[current->x / 32], 32); }
+static void __syncwarp() { await(current->block->of_warps[current->x / 32], 32); }
 static void __threadfence() {}
 
 static u32 shared(const void* p) { return (u32)((const u8*)p - current->block->memory.data()); }
@@ -108,6 +110,19 @@ static void copy(u32 to, const void* from, u32 bytes, u32 barrier) {
   memcpy(current->block->memory.data() + to, from, bytes);
   at(barrier).bytes -= bytes, turn(at(barrier));
 }
+struct TensorMap { const u16* numbers; u64 rows, columns, stride, box_rows, box_columns; };
+static void copy_tile(u32 to, const TensorMap* from, int column, u32 barrier) {
+  if (to % 1024) abort();
+  for (u64 c = 0; c < from->box_columns * 64; c++)
+    for (u64 r = 0; r < from->box_rows; r++) {
+      const u64 k = column * 64 + c, i = c % 64;
+      const u16 number = r < from->rows && k < from->columns ? from->numbers[r * from->stride + k] : 0;
+      memcpy(current->block->memory.data() + to + (c / 64 * from->box_rows + r) * 128 + ((i / 8) ^ (r % 8)) * 16 + i % 8 * 2,
+             &number, 2);
+    }
+  at(barrier).bytes -= from->box_rows * from->box_columns * 128, turn(at(barrier));
+}
+static bool elected() { return current->x % 32 == 0; }
 static void prefetch(const void* from, u32 bytes) {
   if ((size_t)from % 16 || bytes % 16) abort();
 }
@@ -116,7 +131,7 @@ static void awaited() {}
 static void next_may_start() {}
 static u64 acquired(const u64* p) { return *p; }
 static u64 atomicAdd(u64* p, u64 n) { return (*p += n) - n; }
-static float4 __ldcg(const float4* p) { return *p; }
+template <typename T> static T __ldcg(const T* p) { return *p; }
 
 static float __uint_as_float(u32 bits) {
   float f;
@@ -176,4 +191,31 @@ static float of_lane(float number, int lane) {
   u32 bits;
   memcpy(&bits, &number, 4);
   return __uint_as_float(__shfl_sync(~0u, bits, lane));
+}
+
+// Products of a warpgroup, each of whose warps makes its 16 rows at once.
+static u32 times_bf16(u32 a, u32 b) {
+  return rounded(bfloat16(a, 0) * bfloat16(b, 0)) | (u32)rounded(bfloat16(a, 1) * bfloat16(b, 1)) << 16;
+}
+static u64 matrix(u32 at) { return at; }
+static void begins() {}
+static void committed() {}
+template <int left> static void settled() {}
+template <int count> static void complete(float (&)[count]) {}
+template <int count, bool more> static void registers() {}
+template <int sums>
+static void wgmma(float (&sum)[sums], const u32 (&a)[4], u64 x) {
+  u32(&all)[32][6] = current->block->operands[current->x / 32];
+  const u32 lane = current->x % 32;
+  memcpy(all[lane], a, sizeof a);
+  __syncwarp();
+  for (int i = 0; i < sums; i++)
+    for (int k = 0; k < 16; k++) {
+      const int of_k = k % 8 / 2, row = lane / 4 + i / 2 % 2 * 8, column = i / 4 * 8 + lane % 4 * 2 + i % 2;
+      const u32 line = x + column / 8 * 1024 + column % 8 * 128 + k * 2, at = line ^ (line >> 7 & 7) << 4;
+      u16 number;
+      memcpy(&number, current->block->memory.data() + at, 2);
+      sum[i] += bfloat16(all[row % 8 * 4 + of_k][row / 8 + k / 8 * 2], k % 2) * bfloat16(number, 0);
+    }
+  __syncwarp();
 }

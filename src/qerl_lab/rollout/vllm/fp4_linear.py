@@ -31,6 +31,7 @@ SOURCE = Path(__file__).with_suffix(".cu")
 MAX_ROWS = 8
 MAX_RANK = 128
 LEAST_CAPABILITY = (9, 0)  # whose copy engine fills shared memory
+NEEDS = "a GPU of compute capability 9.0 or more (H100, H200, B200)"
 _WHOLE = 256  # what K is a multiple of: scales of so many columns are the least that the copy engine takes
 _MOST_STAGES = 12
 _THREADS, _SLICE, _TILE, _TURNS, _SUMS = 608, 256, 16, 4, 128  # as in fp4_linear.cu
@@ -87,15 +88,20 @@ def takes(sizes: Sequence[int], columns: int, rank: int) -> bool:
     return whole and len(sizes) <= 3 and rank % 2 == 0 and rank <= MAX_RANK
 
 
+def able() -> bool:
+    """Whether this GPU has what the kernel needs."""
+    return torch.cuda.get_device_capability() >= LEAST_CAPABILITY
+
+
 def runs_here(sizes: Sequence[int], columns: int, rank: int) -> bool:
-    """Whether this GPU has what the kernel needs, and `takes` says yes."""
-    return torch.cuda.get_device_capability() >= LEAST_CAPABILITY and takes(sizes, columns, rank)
+    """Whether the GPU is `able`, and `takes` says yes."""
+    return able() and takes(sizes, columns, rank)
 
 
 def counters(device: torch.device) -> Tensor:
     """What the blocks of a layer's launches meet by: int64 zeros, of this layer alone, written by `linear` only."""
     tiles = 3 * MAX_RANK // _TILE  # of x A^T
-    return torch.zeros(1 + _machine(device).multiprocessors + tiles, dtype=torch.int64, device=device)
+    return torch.zeros(1 + machine_of(device).multiprocessors + tiles, dtype=torch.int64, device=device)
 
 
 def linear(
@@ -122,7 +128,7 @@ def linear(
     y = torch.empty(rows, N, dtype=torch.bfloat16, device=x.device)
     if rows == 0:
         return y
-    how = plan(N, columns, _machine(x.device))
+    how = plan(N, columns, machine_of(x.device))
     inner = torch.empty(-(-len(A) // _TILE) * (columns // _SLICE) * _SUMS, device=x.device)
     partial = torch.empty(N // _TILE * how.pieces * _SUMS if how.pieces > 1 else 0, device=x.device)
     ends = [sum(sizes[:part]) if len(sizes) > part else N for part in (1, 2)]
@@ -151,7 +157,8 @@ def plan(N: int, columns: int, machine: Machine) -> Plan:
 
 
 @cache
-def _machine(device: torch.device) -> Machine:
+def machine_of(device: torch.device) -> Machine:
+    """What the GPU has, asked once."""
     from qerl_lab.rollout.vllm import nvrtc  # needs cuda.bindings
 
     number = torch.cuda.current_device() if device.index is None else device.index

@@ -1,6 +1,6 @@
-// What fp4_linear.cu asks of the machine, from compute capability 9.0 on: each a PTX instruction or two. Addresses and
+// What the kernels here ask of the machine, from compute capability 9.0 on: each a PTX instruction or two. Addresses and
 // barriers in shared memory are its own 32 bits. tests/helpers/cuda_on_cpu.h has the same for a CPU.
-#define DYNAMIC_SHARED(name) extern __shared__ __align__(128) u8 name[]
+#define DYNAMIC_SHARED(name) extern __shared__ __align__(1024) u8 name[]
 
 __device__ u32 shared(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 

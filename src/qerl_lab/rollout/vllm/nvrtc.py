@@ -15,14 +15,22 @@ from torch import Tensor
 
 
 @cache
-def function(source: Path, name: str, device: int) -> Any:
-    """The kernel `name` of a file, loaded on the device, which is the current one. It may use all shared memory."""
+def function(source: Path, name: str, device: int, variant: str = "") -> Any:
+    """The kernel `name` of a file, loaded on the device, which is the current one. It may use all shared memory.
+
+    `variant` is a line that follows the file: the instance of a template.
+    """
     major, minor = torch.cuda.get_device_capability(device)
-    module = checked(driver.cuModuleLoadData(cubin(source, f"sm_{major}{minor}")))
+    module = checked(driver.cuModuleLoadData(compiled(source, architecture(major, minor), variant)[0]))
     found = checked(driver.cuModuleGetFunction(module, name.encode()))
     limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
     checked(driver.cuFuncSetAttribute(found, limit, shared_bytes(device)))
     return found
+
+
+def architecture(major: int, minor: int) -> str:
+    """What to compile for, with the instructions that only this capability has."""
+    return f"sm_{major}{minor}{'a' if major >= 9 else ''}"
 
 
 def shared_bytes(device: int) -> int:
@@ -31,26 +39,34 @@ def shared_bytes(device: int) -> int:
     return checked(driver.cuDeviceGetAttribute(asked, device))
 
 
-def cubin(source: Path, architecture: str) -> bytes:
-    """Machine code of a file for "sm_90", say. Needs no GPU. Raises RuntimeError with what NVRTC says of an error."""
-    program = checked(nvrtc.nvrtcCreateProgram(source.read_bytes(), source.name.encode(), 0, [], []))
+def compiled(source: Path, architecture: str, variant: str = "") -> tuple[bytes, str]:
+    """Machine code of a file, and a line behind it, for "sm_90", say, and what NVRTC notes. Needs no GPU.
+
+    Raises RuntimeError with what NVRTC says of an error.
+    """
+    program = checked(nvrtc.nvrtcCreateProgram(source.read_bytes() + variant.encode(), source.name.encode(), 0, [], []))
     options = ("--std=c++17", f"--gpu-architecture={architecture}", f"--include-path={source.parent}")
     words = [option.encode() for option in options]
     status = nvrtc.nvrtcCompileProgram(program, len(words), words)
     log = bytes(checked(nvrtc.nvrtcGetProgramLogSize(program)))
     checked(nvrtc.nvrtcGetProgramLog(program, log))
+    said = log.decode().rstrip("\0\n")
     if status[0].value:
-        raise RuntimeError(f"NVRTC could not compile {source.name} for {architecture}: {log.decode()}")
+        raise RuntimeError(f"NVRTC could not compile {source.name} for {architecture}: {said}")
     code = bytes(checked(nvrtc.nvrtcGetCUBINSize(program)))
     checked(nvrtc.nvrtcGetCUBIN(program, code))
-    return code
+    return code, said
 
 
-def launch(function: Any, blocks: int, threads: int, shared_bytes: int, arguments: Sequence[Any]) -> None:
+def launch(
+    function: Any, blocks: int, threads: int, shared_bytes: int, arguments: Sequence[Any], early: bool = False
+) -> None:
     """Start a kernel on the current stream, which a CUDA graph may be capturing.
 
     Args:
         arguments: tensors or None, which become pointers, and ctypes values.
+        early: whether it may begin before the kernel ahead has ended, once that lets it ("programmatic dependent
+            launch" of the CUDA programming guide); what that one wrote it reads after `griddepcontrol.wait`.
     """
     values = [
         ctypes.c_void_p(None if given is None else given.data_ptr())
@@ -63,7 +79,33 @@ def launch(function: Any, blocks: int, threads: int, shared_bytes: int, argument
     config.gridDimX, config.blockDimX, config.sharedMemBytes = blocks, threads, shared_bytes
     config.gridDimY = config.gridDimZ = config.blockDimY = config.blockDimZ = 1
     config.hStream = driver.CUstream(torch.cuda.current_stream().cuda_stream)
+    if early:
+        config.attrs, config.numAttrs = [_early()], 1
     checked(driver.cuLaunchKernelEx(config, function, ctypes.addressof(pointers), 0))
+
+
+@cache
+def _early() -> Any:
+    attribute = driver.CUlaunchAttribute()
+    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    attribute.value.programmaticStreamSerializationAllowed = 1
+    return attribute
+
+
+def tensor_map(x: Tensor, rows: int, blocks: int) -> Any:
+    """How the copy engine finds `rows` rows and `blocks` times 64 columns at once of x, bfloat16 `[M, K]`, swizzled."""
+    types = driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, driver.CUtensorMapInterleave(0)
+    sizes, box = (64, x.shape[0], -(-x.shape[1] // 64)), (64, rows, blocks)
+    made = checked(
+        driver.cuTensorMapEncodeTiled(
+            types[0], 3, x.data_ptr(), [driver.cuuint64_t(size) for size in sizes],
+            [driver.cuuint64_t(2 * x.stride(0)), driver.cuuint64_t(128)], [driver.cuuint32_t(size) for size in box],
+            [driver.cuuint32_t(1)] * 3, types[1], driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        )
+    )  # fmt: skip
+    return (ctypes.c_uint64 * 16).from_buffer_copy(ctypes.string_at(made.getPtr(), 128))
 
 
 def checked(result: tuple[Any, ...]) -> Any:

@@ -1,0 +1,259 @@
+"""An NVFP4 product for up to 64 rows, with the adapter's, by Hopper's products of a warpgroup (fp4_tiles.cu).
+
+    y = x W^T + bias + (x A^T) B^T,   W = E2M1 value * block scale / divisor
+
+From some ten rows on a product has to compute as well as to move weights. Triton has no product whose first operand is
+unpacked into registers while the one before it runs, and other kernels for NVFP4 leave y in memory for a launch that
+adds the adapter to it. Here that is the end of the product itself; x A^T is a launch of `kernels.shrink` ahead of it.
+
+W and x change places: a tile of W is the operand in registers, so that the rows of x are the columns of a product,
+which may be as few as 16. `pack` puts W into the order in which lanes read it.
+"""
+
+import ctypes
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from qerl_lab.rollout.vllm.fp4_linear import MAX_RANK, Machine, machine_of
+
+SOURCE = Path(__file__).with_suffix(".cu")
+CAPABILITY = (9, 0)  # the only one with these products
+NEEDS = "a GPU of compute capability 9.0 (H100, H200)"
+VARIANTS = (16, 32, 64)  # rows of x
+MAX_ROWS = VARIANTS[-1]
+TILES = range(2, 9)  # blocks of W
+_BLOCK, _DEPTH, _AT_A_TIME, _BLOCK_BYTES, _OUT_BYTES = 64, 64, 2, 2304, 768  # as in fp4_tiles.cu
+_GROUP, _OTHERS = 128, 128  # threads of a warpgroup, and those that do not multiply
+_MOST_STAGES = 16
+_STEP = 2  # stages that a block of W takes at the end of a tile, about
+
+TAKEN = f"up to 3 parts in multiples of {_BLOCK}, columns in multiples of {_DEPTH}, an even rank up to {MAX_RANK}"
+
+
+class Shape(ctypes.Structure):
+    """The struct of this name in fp4_tiles.cu."""
+
+    _fields_ = [
+        (name, ctypes.c_int)
+        for name in ("M", "N", "R", "rank", "part_1", "part_2", "splits", "depth", "pieces", "stages", "stride_of_t")
+    ]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a launch goes: the variant for `rows` rows of x and `tile` blocks of W, which `groups` multiply.
+
+    `pieces` blocks of threads share a tile.
+    """
+
+    rows: int
+    tile: int
+    groups: int
+    pieces: int
+    blocks: int
+    stages: int
+    stride_of_t: int
+    shared_bytes: int
+
+
+def takes(sizes: Sequence[int], columns: int, rank: int) -> bool:
+    """Whether `linear` takes a weight with parts of these sizes and K `columns`, and an adapter of this rank."""
+    whole = columns % _DEPTH == 0 and all(size % _BLOCK == 0 for size in sizes)
+    return whole and len(sizes) <= 3 and rank % 2 == 0 and rank <= MAX_RANK
+
+
+def able() -> bool:
+    """Whether this GPU has what the kernel needs."""
+    return torch.cuda.get_device_capability() == CAPABILITY
+
+
+def runs_here(sizes: Sequence[int], columns: int, rank: int) -> bool:
+    """Whether the GPU is `able`, and `takes` says yes."""
+    return able() and takes(sizes, columns, rank)
+
+
+def counters(rows: int, device: torch.device) -> Tensor:
+    """What the blocks of a layer's launches meet by: int64 zeros, of this layer alone, written by the kernel only."""
+    return torch.zeros(2 + rows // _BLOCK, dtype=torch.int64, device=device)
+
+
+def tile_of(N: int, columns: int, multiprocessors: int) -> int:
+    """Blocks of W in a tile of a weight [N, K]: as many as leave the multiprocessors the least to do one after another.
+
+    Small tiles of few rows leave some without work, large ones a long end.
+    """
+
+    def stages(tile: int) -> int:
+        tiles = -(-N // (tile * _BLOCK))
+        pieces = _pieces(tiles, columns, multiprocessors)
+        rounds = -(-tiles * pieces // multiprocessors)
+        return tile * (rounds * -(-_stages(columns) // pieces) + _STEP)
+
+    return min(TILES, key=stages)
+
+
+def tile_here(N: int, columns: int, device: torch.device) -> int:
+    """`tile_of` for this GPU."""
+    return tile_of(N, columns, machine_of(device).multiprocessors)
+
+
+def groups_of(tile: int) -> int:
+    """Warpgroups that multiply: three where each has a block."""
+    return 2 if tile == 2 or tile > 6 else 3
+
+
+def _stages(columns: int) -> int:
+    return -(-columns // (_DEPTH * _AT_A_TIME))
+
+
+def _pieces(tiles: int, columns: int, multiprocessors: int) -> int:
+    """Blocks of threads that share a tile."""
+    return max(1, min(multiprocessors // tiles, _stages(columns)))
+
+
+def pack(codes: Tensor, scale: Tensor, tile: int) -> Tensor:
+    """Return a weight in the kernel's order, uint8 `[tiles, K/128, 2, tile, 2304]`: whole tiles, the rest zeros.
+
+    A block of 64 rows and 64 columns is four warps' 16 rows. A warp has 16 bytes a lane, a word for each 16 columns,
+    and then the scales. Lane 4g + t has of the rows g and g + 8 the columns 2t, 2t + 1, 2t + 8 and 2t + 9, even columns
+    in the lower half of the word. Where the bits of a weight are, `unpack` in fp4_tiles.cu tells. A scale has an
+    exponent of five bits that counts from 2^-9, so that all have one; the codes of a block with the scale 0 are 0
+    instead.
+
+    Args:
+        codes: uint8 `[N, K/2]`, low nibble = even column.
+        scale: float8_e4m3fn `[N, K/16]`, none negative.
+        tile: of `tile_of`.
+    """
+    tiles, depth = -(-len(codes) // (_BLOCK * tile)), _stages(2 * codes.shape[1])
+    packed = torch.zeros(tiles, depth, _AT_A_TIME, tile, _BLOCK_BYTES, dtype=torch.uint8, device=codes.device)
+    blocks = packed.view(tiles, depth * _AT_A_TIME, tile, _BLOCK_BYTES)
+    at = 0
+    for some, of_some in zip(codes.split(_ROWS_AT_ONCE), scale.split(_ROWS_AT_ONCE), strict=True):
+        for block in _blocks(some, of_some):
+            blocks[at // tile, : len(block), at % tile] = block
+            at += 1
+    return packed
+
+
+_ROWS_AT_ONCE = 4096  # integers take eight times the room of codes
+
+
+def _blocks(codes: Tensor, scale: Tensor) -> Tensor:
+    """`[N/64, K/64, 2304]`."""
+    N, K = len(codes), 2 * codes.shape[1]
+    code = torch.stack([codes & 15, codes >> 4], dim=-1).view(N, K // 16, 16).int()
+    code *= (scale.float() != 0)[..., None]
+    # Rows: block, warp, the 8 further, g. Columns: block, the 16, the 8 further, t, odd.
+    code = code.view(N // 64, 4, 2, 8, K // 64, 4, 2, 4, 2).permute(0, 4, 1, 3, 7, 5, 8, 6, 2)
+    sign, size = code >> 3, code & 7
+    half = sign[..., 0, 0] << 15 | size[..., 0, 0] << 6
+    half |= sign[..., 0, 1] << 12 | size[..., 0, 1] << 3
+    half |= sign[..., 1, 0] << 9 | size[..., 1, 0]
+    half |= sign[..., 1, 1] << 14 | size[..., 1, 1] >> 2 << 13 | (size[..., 1, 1] & 3) << 10
+    words = half.to(torch.int16).view(torch.uint8).reshape(N // 64, K // 64, 4, 512)
+    exponent = _wider_exponents().to(scale.device)[scale.view(torch.uint8).long()]
+    scales = exponent.view(N // 64, 4, 2, 8, K // 64, 4).permute(0, 4, 1, 3, 2, 5).reshape(N // 64, K // 64, 4, 64)
+    return torch.cat([words, scales], dim=-1).view(N // 64, K // 64, _BLOCK_BYTES)
+
+
+@cache
+def _wider_exponents() -> Tensor:
+    """By the bits of an E4M3 number > 0: three bits of mantissa below five of exponent, 0 for 2^-9."""
+    table = torch.zeros(256, dtype=torch.uint8)
+    for bits in range(1, 127):
+        mantissa, exponent = math.frexp(torch.tensor(bits, dtype=torch.uint8).view(torch.float8_e4m3fn).item())
+        table[bits] = (exponent + 8) << 3 | int(mantissa * 16) & 7
+    return table
+
+
+def linear(
+    x: Tensor, packed: Tensor, divisor: Tensor, A: Tensor, B: Tensor, sizes: list[int], meeting: Tensor,
+    bias: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Return y `[M, N]` in bfloat16 for at most `MAX_ROWS` rows.
+
+    Args:
+        x: bfloat16 `[M, K]`, rows aligned to 16 bytes; its columns lie side by side.
+        packed: of `pack`.
+        divisor: float32 `[1]`, the global scale as it is stored.
+        A, B, sizes: as in `product.add_adapter`, in bfloat16.
+        meeting: the layer's `counters`.
+        bias: bfloat16 `[N]`.
+
+    Raises ValueError for more rows, or where `takes` says no.
+    """
+    check(x, B, sizes)
+    if len(x) == 0:
+        return x.new_empty(0, len(B))
+    from qerl_lab.rollout.vllm import kernels  # needs triton
+
+    return product(x, packed, divisor, kernels.shrink(x, A), B, sizes, meeting, bias)
+
+
+def product(
+    x: Tensor, packed: Tensor, divisor: Tensor, sums: Tensor, B: Tensor, sizes: list[int], meeting: Tensor,
+    bias: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """As `linear`, behind the launch of `kernels.shrink` that gave `sums` [S, M, P * r], whose sum over S is x A^T.
+
+    It begins before that launch has ended, which itself waited for all before it. So it must not come right behind
+    another launch of its own: the two would meet by one counter.
+    """
+    rows, (N, rank) = len(x), B.shape
+    y = torch.empty(rows, N, dtype=torch.bfloat16, device=x.device)
+    R, machine = sums.shape[2], machine_of(x.device)
+    how = plan(rows, packed.shape, R, machine)
+    t = torch.empty(rows, R, dtype=torch.bfloat16, device=x.device)
+    partial = torch.empty(how.blocks * how.tile * _BLOCK * how.rows if how.pieces > 1 else 0, device=x.device)
+    ends = [sum(sizes[:part]) if len(sizes) > part else N for part in (1, 2)]
+    shape = Shape(rows, N, R, rank, *ends, len(sums), packed.shape[1], how.pieces, how.stages, how.stride_of_t)
+    _launch(how, x, [packed, divisor, sums, B, bias, y, t, partial, meeting], shape)
+    return y
+
+
+def check(x: Tensor, B: Tensor, sizes: Sequence[int]) -> None:
+    """Raise ValueError for more rows, or where `takes` says no."""
+    (rows, columns), rank = x.shape, B.shape[1]
+    if rows > MAX_ROWS or not takes(sizes, columns, rank):
+        what = f"{rows} rows of x, parts {list(sizes)} x {columns}, rank {rank}"
+        raise ValueError(f"{what}; allowed: up to {MAX_ROWS} rows, {TAKEN}")
+
+
+def plan(rows: int, packed: Sequence[int], R: int, machine: Machine) -> Plan:
+    """Choose the variant, and as many stages as memory allows. `packed` is the shape of `pack`, R that of A."""
+    variant = next(most for most in VARIANTS if rows <= most)
+    tiles, depth, _, tile, _ = packed
+    groups = groups_of(tile)
+    pieces = _pieces(tiles, depth * _AT_A_TIME * _DEPTH, machine.multiprocessors)
+    stage = _AT_A_TIME * (variant * _DEPTH * 2 + tile * _BLOCK_BYTES)
+    stride = R + 8  # neighbours in a column of t do not meet in a bank of memory
+    rest = (2 * _MOST_STAGES + 2) * 8 + groups * _GROUP // 32 * _OUT_BYTES + variant * stride * 2
+    stages = min(_MOST_STAGES, (machine.shared_bytes - rest) // stage)
+    if stages < 2:  # a stage is freed during the next
+        raise ValueError(f"two stages of {stage} bytes and {rest} more do not fit {machine.shared_bytes} bytes")
+    blocks = min(tiles * pieces, machine.multiprocessors)
+    return Plan(variant, tile, groups, pieces, blocks, stages, stride, stages * stage + rest)
+
+
+def _launch(how: Plan, x: Tensor, tensors: Sequence[Tensor | None], shape: Shape) -> None:
+    """Start the kernel on the current stream, which a CUDA graph may be capturing."""
+    from qerl_lab.rollout.vllm import nvrtc  # needs cuda.bindings
+
+    name, line = instance(how.rows, how.tile, how.groups, how.pieces > 1)
+    function = nvrtc.function(SOURCE, name, torch.cuda.current_device(), line)
+    tiles = nvrtc.tensor_map(x, how.rows, _AT_A_TIME)
+    threads = how.groups * _GROUP + _OTHERS
+    nvrtc.launch(function, how.blocks, threads, how.shared_bytes, [tiles, *tensors, shape], early=True)
+
+
+def instance(rows: int, tile: int, groups: int, shared: bool) -> tuple[str, str]:
+    """Name of a variant of the kernel, and the line behind the source that makes it."""
+    of_variant = rows, tile, groups, int(shared)
+    return "_".join(["fp4_tiles", *map(str, of_variant)]), f"FP4_TILES({', '.join(map(str, of_variant))})"

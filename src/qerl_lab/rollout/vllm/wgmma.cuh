@@ -1,0 +1,79 @@
+// Products of a warpgroup, which end when `settled` says so. tests/helpers/cuda_on_cpu.h has the same for a CPU.
+
+struct alignas(64) TensorMap { u64 data[16]; };
+
+// All rows of a matrix of 16-bit numbers, and columns from 64 * `column`: as many of both as a box of its map has, 0 beyond
+// its last. 64 columns lie together, the 16 bytes at i of a row of them at i ^ row % 8.
+__device__ void copy_tile(u32 to, const TensorMap* from, int column, u32 barrier) {
+  asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %3, %2}], [%4];"
+               ::"r"(to), "l"(from), "r"(column), "r"(0), "r"(barrier) : "memory");
+}
+
+__device__ bool elected() {  // one lane of the warp
+  u32 yes;
+  asm volatile("{\n.reg .pred one;\nelect.sync _|one, -1;\nselp.u32 %0, 1, 0, one;\n}" : "=r"(yes));
+  return yes;
+}
+
+__device__ u32 times_bf16(u32 a, u32 b) {  // two bfloat16
+  u32 d;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+
+// 16 columns of what copy_tile brought, for a product: 1,024 bytes from 8 rows to 8 rows, a swizzle of 128 bytes.
+__device__ u64 matrix(u32 at) { return (at >> 4 & 0x3FFF) | 1ull << 16 | 64ull << 32 | 1ull << 62; }
+
+__device__ void begins() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+
+__device__ void committed() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+// All but the `left` groups committed last have ended.
+template <int left>
+__device__ void settled() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(left) : "memory");
+}
+
+// Nothing that reads the sums may move to before this.
+template <int count>
+__device__ void complete(float (&sum)[count]) {
+#pragma unroll
+  for (int i = 0; i < count; i++) asm volatile("" : "+f"(sum[i])::"memory");
+}
+
+// What a thread of this warpgroup may have from here on.
+template <int count, bool more>
+__device__ void registers() {
+  if (more) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(count));
+  else asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(count));
+}
+
+// sum += A[64, 16] X[16, n]: a lane's A in registers, as of an mma with its warp's 16 rows; X as of `matrix`.
+__device__ void wgmma(float (&d)[8], const u32 (&a)[4], u64 x) {
+  asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, 1, 0;\nwgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 "
+               "{%0,%1,%2,%3,%4,%5,%6,%7}, "
+               "{%8,%9,%10,%11}, %12, add, 1, 1, 0;\n}"
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(x));
+}
+
+__device__ void wgmma(float (&d)[16], const u32 (&a)[4], u64 x) {
+  asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, 1, 0;\nwgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
+               "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, "
+               "{%16,%17,%18,%19}, %20, add, 1, 1, 0;\n}"
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+                 "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(x));
+}
+
+__device__ void wgmma(float (&d)[32], const u32 (&a)[4], u64 x) {
+  asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, 1, 0;\nwgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+               "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
+               "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, "
+               "{%32,%33,%34,%35}, %36, add, 1, 1, 0;\n}"
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+                 "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+                 "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+                 "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(x));
+}

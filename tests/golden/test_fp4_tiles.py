@@ -1,0 +1,186 @@
+"""The NVFP4 product of a warpgroup against the dequantized weight: on a GPU, or on a CPU, where a fiber is a thread.
+
+Between the two stands what tests/helpers/cuda_on_cpu.h says that CUDA does.
+"""
+
+import ctypes
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from packed_layers import NVFP4
+from qerl_lab.formats.e2m1 import MAGNITUDES
+from qerl_lab.rollout.vllm import fp4_tiles
+from qerl_lab.rollout.vllm.fp4_linear import Machine
+from qerl_lab.rollout.vllm.fp4_tiles import (
+    MAX_ROWS,
+    SOURCE,
+    Plan,
+    Shape,
+    counters,
+    linear,
+    pack,
+    plan,
+    product,
+    tile_of,
+)
+
+HELPERS = Path(__file__).parents[1] / "helpers"
+ON_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+SMALL = Machine(multiprocessors=3, shared_bytes=128 * 2**10)
+H200 = Machine(multiprocessors=132, shared_bytes=227 * 2**10)
+# Rows, K, columns of the parts, rank, blocks of a tile: variants; tiles that blocks share, one a block and several, one
+# that is not full, of one part and of more.
+SHAPES = [(1, 192, [64], 2, 2), (16, 256, [128, 64, 64], 32, 3), (31, 320, [256], 16, 4), (64, 128, [576], 30, 2),
+          (64, 576, [128, 64], 32, 2), (57, 128, [832, 192], 16, 4), (50, 192, [64, 128], 64, 3),
+          (64, 192, [640], 128, 5), (16, 64, [1024], 6, 8), (24, 1024, [192], 128, 4),
+          (9, 1024, [128, 128, 64], 48, 8)]  # fmt: skip
+
+
+class TensorMap(ctypes.Structure):
+    """That of tests/helpers/cuda_on_cpu.h."""
+
+    _fields_ = [(name, ctypes.c_uint64) for name in ("numbers", "rows", "columns", "stride", "box_rows", "box_columns")]
+
+
+@pytest.fixture(scope="module")
+def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """The kernel as a library."""
+    if (compiler := shutil.which("c++")) is None:
+        pytest.skip("needs a C++ compiler")
+    out = tmp_path_factory.mktemp("kernel") / "fp4_tiles.so"
+    words = ["-std=c++17", "-O1", "-U_FORTIFY_SOURCE", "-shared", "-fPIC", f"-I{HELPERS}", f"-I{SOURCE.parent}", "-o",
+             out, HELPERS / "fp4_tiles_on_cpu.cpp"]  # fmt: skip
+    subprocess.run([compiler, *words], check=True)
+    return ctypes.CDLL(str(out))
+
+
+@pytest.fixture(autouse=True)
+def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is no GPU, a small one is played."""
+    if ON_GPU:
+        return
+    on_cpu = request.getfixturevalue("on_cpu")
+
+    def launch(how: Plan, x: Tensor, tensors: list[Tensor | None], shape: Shape) -> None:
+        pointers = (ctypes.c_void_p * len(tensors))(*(None if one is None else one.data_ptr() for one in tensors))
+        tiles = TensorMap(x.data_ptr(), len(x), x.shape[1], x.stride(0), how.rows, 2)
+        on_cpu.launch(
+            how.rows, how.tile, how.blocks, how.shared_bytes, ctypes.byref(tiles), pointers, ctypes.byref(shape)
+        )
+
+    monkeypatch.setattr(fp4_tiles, "_launch", launch)
+    monkeypatch.setattr(fp4_tiles, "machine_of", lambda device: SMALL)
+
+
+def operands(rows: int, columns: int, sizes: list[int], rank: int, tile: int) -> tuple[dict[str, Tensor], Tensor]:
+    """Arguments of `product` but `sizes`, and what it should give in float64, of summands of the size of 1."""
+    generator = torch.Generator().manual_seed(rows)
+    R, N = len(sizes) * rank, sum(sizes)
+    packed = NVFP4.quantize(columns**-0.5 * torch.randn(N, columns, generator=generator))
+    x, B, bias = (torch.randn(shape, generator=generator).bfloat16() for shape in ((rows, columns), (N, rank), (N,)))
+    B, sums = B * rank**-0.5, torch.randn(3, rows, R, generator=generator) / 3**0.5
+    t = sums.sum(0).double()
+    added = torch.cat([a @ b.double().t() for a, b in zip(t.split(rank, 1), B.split(sizes), strict=True)], dim=1)
+    exact = x.double() @ NVFP4.dequantize(packed, (N, columns), torch.float64).double().t() + bias.double() + added
+    given = {
+        "x": x,
+        "packed": pack(packed["weight_packed"], packed["weight_scale"], tile),
+        "sums": sums,
+        "B": B,
+        "bias": bias,
+    }
+    given |= {"divisor": packed["weight_global_scale"], "meeting": counters(N, DEVICE)}
+    return {name: tensor.to(DEVICE) for name, tensor in given.items()}, exact
+
+
+def linear_of(given: dict[str, Tensor], x: Tensor, sizes: list[int]) -> Tensor:
+    """The whole of it, by an adapter whose A plays no part."""
+    rest = {name: given[name] for name in ("packed", "divisor", "B", "meeting")}
+    return linear(x, A=x, sizes=sizes, **rest)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_it_is_the_product_with_the_dequantized_weight_and_the_adapter(shape: tuple) -> None:
+    given, exact = operands(*shape)
+    y = product(**given, sizes=shape[2])
+    assert (y.shape, y.dtype) == (exact.shape, torch.bfloat16)
+    torch.testing.assert_close(y.cpu().double(), exact, rtol=2**-7, atol=2**-6)
+
+
+def test_no_bias_and_rows_apart() -> None:
+    given, exact = operands(*SHAPES[1])
+    wide = torch.randn(16, 264).bfloat16().to(DEVICE)
+    wide[:, :256] = given["x"]
+    y = product(**given | {"x": wide[:, :256], "bias": None}, sizes=SHAPES[1][2])
+    exact = exact - given["bias"].cpu().double()
+    torch.testing.assert_close(y.cpu().double(), exact, rtol=2**-7, atol=2**-6)
+
+
+def test_rows_come_and_go() -> None:
+    """All and few rows of one layer in turns, as completions end: the blocks meet each time."""
+    given, exact = operands(*SHAPES[4])
+    for rows in (64, 17, 33, 1, 64):
+        fewer = {"x": given["x"][:rows], "sums": given["sums"][:, :rows].contiguous()}
+        y = product(**given | fewer, sizes=[128, 64])
+        torch.testing.assert_close(y.cpu().double(), exact[:rows], rtol=2**-7, atol=2**-6)
+    assert linear_of(given, given["x"][:0], [128, 64]).shape == (0, 192)
+
+
+def test_the_same_inputs_give_the_same_bits() -> None:
+    given, _ = operands(*SHAPES[4])
+    first = product(**given, sizes=SHAPES[4][2])
+    assert all(torch.equal(product(**given, sizes=SHAPES[4][2]), first) for _ in range(3))
+
+
+@pytest.mark.parametrize("tile", [2, 3, 4, 5])
+def test_every_code_in_every_place_with_every_scale(tile: int) -> None:
+    """x picks one column of W a row: what comes out is a weight."""
+    K, N = 128, 256
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randint(0, 256, (N, K // 2), dtype=torch.uint8, generator=generator)
+    scale = (torch.arange(N * K // 16) % 127).to(torch.uint8).view(N, K // 16).view(torch.float8_e4m3fn)
+    nibbles = torch.stack([codes & 15, codes >> 4], dim=-1).view(N, K).long()
+    signed = torch.tensor([*MAGNITUDES, *(-value for value in MAGNITUDES)], dtype=torch.float64)
+    weight = signed[nibbles] * scale.double().repeat_interleave(16, dim=1)
+    given, _ = operands(64, K, [N], 2, tile)
+    given |= {"packed": pack(codes, scale, tile).to(DEVICE), "bias": None, "sums": torch.zeros_like(given["sums"])}
+    given["divisor"] = torch.ones(1, device=DEVICE)
+    for rows in torch.eye(K, dtype=torch.bfloat16, device=DEVICE).split(64):
+        y = product(**given | {"x": rows}, sizes=[N])
+        assert torch.equal(y.cpu().double(), rows.cpu().double() @ weight.t())
+
+
+def test_what_it_does_not_take_is_refused() -> None:
+    given, _ = operands(MAX_ROWS + 1, 64, [64], 2, 2)
+    with pytest.raises(ValueError, match="65 rows"):
+        linear_of(given, given["x"], [64])
+    assert fp4_tiles.takes([3584, 512, 512], 3584, 32)
+    assert fp4_tiles.takes([4864, 4864], 896, 32)  # Qwen2.5-0.5B
+    assert not fp4_tiles.takes([72, 64], 128, 32)
+
+
+def test_memory_for_one_stage_alone_is_refused() -> None:
+    """Where a stage is freed during the next, one would never be."""
+    with pytest.raises(ValueError, match="two stages of 62464 bytes"):
+        plan(64, (1, 8, 2, 10, 2304), 32, Machine(132, 128 * 2**10))
+
+
+@pytest.mark.parametrize("rows", fp4_tiles.VARIANTS)
+@pytest.mark.parametrize("rank", [32, 128])
+@pytest.mark.parametrize(
+    ("N", "K", "parts", "tile"),
+    [(4608, 3584, 3, 2), (3584, 3584, 1, 2), (37888, 3584, 2, 5), (3584, 18944, 1, 4), (55296, 5120, 2, 7),
+     (5120, 27648, 1, 5)],
+)  # fmt: skip
+def test_a_plan_fits_an_h200(rows: int, rank: int, N: int, K: int, parts: int, tile: int) -> None:
+    assert tile_of(N, K, 132) == tile
+    how = plan(rows, (-(-N // 64 // tile), K // 128, 2, tile, 2304), parts * rank, H200)
+    assert 0.8 * H200.multiprocessors <= how.blocks <= H200.multiprocessors  # those of a tile wait for each other
+    assert how.shared_bytes <= H200.shared_bytes
+    assert how.stages >= 3
