@@ -55,6 +55,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 WAYS = [
     *((name, lora) for name in FORMATS for lora in ("request", "dense")),
     ("nvfp4", "fp4_linear"),
+    ("nvfp4", "fp4_tiles"),
     ("nvfp4", "dense_rows"),
     ("nvfp4", "share_base"),
     ("nvfp4", "tuned"),

@@ -6,7 +6,7 @@ from qerl_lab.config.engines import VllmServerConfig
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import DENSE_FORMAT, RunConfig
 
-FP4_LINEAR_MAX_RANK = 128  # of rollout.vllm.fp4_linear, held by a test
+FP4_MAX_RANK = 128  # of rollout.vllm.fp4_linear and fp4_tiles, held by a test
 
 
 def engine_fits_device(cfg: RunConfig) -> None:
@@ -48,15 +48,16 @@ def backend_fits(cfg: RunConfig) -> None:
         )
 
 
-def fp4_linear_fits(cfg: RunConfig) -> None:
-    """It is a product of NVFP4 with the adapter in it."""
+def fp4_kernels_fit(cfg: RunConfig) -> None:
+    """They are products of NVFP4 with the adapter in them."""
     own, name = cfg.rollout.vllm, cfg.format.name
-    if own.fp4_linear and (name != "nvfp4" or own.lora != "dense" or cfg.lora.rank > FP4_LINEAR_MAX_RANK):
-        raise ConfigError(
-            f"rollout.vllm.fp4_linear=true with format.name={name}, rollout.vllm.lora={own.lora} and lora.rank="
-            f"{cfg.lora.rank} is not allowed; allowed: nvfp4, dense, a rank up to {FP4_LINEAR_MAX_RANK}. Type "
-            "rollout.vllm.fp4_linear=false, or format=nvfp4 rollout.vllm.lora=dense."
-        )
+    for key, wanted in (("fp4_linear", own.fp4_linear), ("fp4_tiles", own.fp4_tiles)):
+        if wanted and (name != "nvfp4" or own.lora != "dense" or cfg.lora.rank > FP4_MAX_RANK):
+            raise ConfigError(
+                f"rollout.vllm.{key}=true with format.name={name}, rollout.vllm.lora={own.lora} and lora.rank="
+                f"{cfg.lora.rank} is not allowed; allowed: nvfp4, dense, a rank up to {FP4_MAX_RANK}. Type "
+                f"rollout.vllm.{key}=false, or format=nvfp4 rollout.vllm.lora=dense."
+            )
 
 
 def dense_rows_fit(cfg: RunConfig) -> None:
@@ -73,11 +74,13 @@ def dense_rows_fit(cfg: RunConfig) -> None:
 def base_can_be_shared(cfg: RunConfig) -> None:
     """The trainer reads weights in the form of one kernel, Marlin, in memory that outlives the engine."""
     own, name = cfg.rollout.vllm, cfg.format.name
-    if own.share_base and (name != "nvfp4" or own.fp4_linear or own.linear_backend not in ("vllm", "marlin")):
+    copies = own.fp4_linear or own.fp4_tiles
+    if own.share_base and (name != "nvfp4" or copies or own.linear_backend not in ("vllm", "marlin")):
         raise ConfigError(
             f"rollout.vllm.share_base=true with format.name={name}, "
-            f"rollout.vllm.fp4_linear={str(own.fp4_linear).lower()} and rollout.vllm.linear_backend="
-            f"{own.linear_backend} is not allowed; allowed: nvfp4, false, vllm or marlin. Type "
+            f"rollout.vllm.fp4_linear={str(own.fp4_linear).lower()}, "
+            f"rollout.vllm.fp4_tiles={str(own.fp4_tiles).lower()} and rollout.vllm.linear_backend="
+            f"{own.linear_backend} is not allowed; allowed: nvfp4, false, false, vllm or marlin. Type "
             "rollout.vllm.share_base=false, or format=nvfp4 rollout.vllm.linear_backend=marlin."
         )
     if own.share_base and own.sleep:
@@ -116,6 +119,6 @@ def server_has_one_trainer(cfg: RunConfig) -> None:
 
 
 RULES = (
-    engine_fits_device, backend_fits, fp4_linear_fits, dense_rows_fit, base_can_be_shared, server_reachable,
+    engine_fits_device, backend_fits, fp4_kernels_fit, dense_rows_fit, base_can_be_shared, server_reachable,
     server_has_one_trainer,
 )  # fmt: skip

@@ -30,6 +30,11 @@ class VllmConfig:
         "NVFP4 with lora=dense: up to 8 rows by the lab's kernel, over a second copy of the packed weights; with "
         "linear_backend=tuned in the layers where it is the fastest",
     )
+    fp4_tiles: bool = option(
+        False,
+        "NVFP4 with lora=dense on an H100 or H200: up to 64 rows, beside fp4_linear more than its 8, by another of the "
+        "lab's kernels over a copy of its own; new: an engine with it was timed, not compared with the trainer",
+    )
     dense_rows: int | None = option(
         None, "NVFP4 with lora=dense: from so many rows on (completions at once) by cuBLAS, over a copy of the weights "
         "in 16 bits; null: no copy. At batch 256 of 7B it gave 11% more tokens",

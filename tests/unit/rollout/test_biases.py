@@ -18,6 +18,7 @@ from packed_layers import NVFP4
 from played_modules import play
 from qerl_lab.config.option import ConfigError
 from qerl_lab.model.linear import PackedLinear
+from qerl_lab.rollout.vllm import fp4_linear, fp4_tiles
 from qerl_lab.rollout.vllm.product import UNPACK_ROWS
 
 N, K, RANK = 64, 32, 4
@@ -168,3 +169,109 @@ def test_a_layer_of_several_global_scales_has_no_dense_copy(one_adapter: Any) ->
     method.sizes = [N]
     with pytest.raises(ConfigError, match=r"one global scale for a.up_proj .* Type rollout.vllm.dense_rows=null"):
         method.process_weights_after_loading(layer)
+
+
+@pytest.fixture
+def asked(one_adapter: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """On a played H200 the ways that rows went, and how many; each gives zeros."""
+    ways: list[tuple[str, int]] = []
+
+    def playing(way: str) -> Any:
+        def play(x: Tensor, *_: Any, **__: Any) -> Tensor:
+            ways.append((way, len(x)))
+            return torch.zeros(len(x), 64)
+
+        return play
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    for kernel in (fp4_linear, fp4_tiles):
+        monkeypatch.setattr(kernel, "machine_of", lambda device: fp4_linear.Machine(132, 227 * 2**10))
+        monkeypatch.setattr(kernel, "linear", playing(kernel.SOURCE.stem))
+    monkeypatch.setattr(one_adapter, "stacked_product", playing("dense"))
+    monkeypatch.setattr(Kernel, "apply", lambda method, layer, x, bias: playing("base")(x))
+    return ways
+
+
+def loaded(one_adapter: Any, several: bool = False, **routes: Any) -> tuple[nn.Module, dict[str, Tensor]]:
+    """A layer [64, 256] in NVFP4 with both kernels, one global scale or `several`, and what was stored of it."""
+    torch.manual_seed(0)
+    layer, packed = nn.Module(), NVFP4.quantize(torch.randn(64, 256))
+    layer.bias = nn.Parameter(torch.zeros(64), requires_grad=False)
+    layer.register_buffer("adapter_A", torch.zeros(RANK, 256))
+    layer.register_buffer("adapter_B", torch.zeros(64, RANK))
+    for name, tensor in packed.items():
+        layer.register_buffer(name, torch.cat([tensor, tensor + 1]) if "global" in name and several else tensor)
+    layer.humming_metas, layer.compute_config = {"": None}, "{}"
+    given = one_adapter.Routes(**{"fp4_linear": True, "fp4_tiles": True} | routes)
+    layer.quant_method = one_adapter.OneAdapterMethod(Kernel(torch.empty(0)), RANK, ["a.up_proj"], [True], given)
+    layer.quant_method.sizes = [64]
+    layer.quant_method.process_weights_after_loading(layer)
+    return layer, packed
+
+
+def kept(layer: nn.Module) -> set[str]:
+    return {name for name, _ in layer.named_buffers() if name.startswith("fp4")}
+
+
+def ways_of(layer: nn.Module, asked: list[tuple[str, int]], rows: list[int]) -> list[str]:
+    for number in rows:
+        layer.quant_method.routed(layer, torch.zeros(number, 256), None)
+    assert [number for _, number in asked] == rows
+    return [way for way, _ in asked]
+
+
+@pytest.mark.parametrize(("dense_rows", "rows", "ways"), [
+    (None, [1, 8, 9, 64, 65], ["fp4_linear", "fp4_linear", "fp4_tiles", "fp4_tiles", "base"]),
+    (32, [8, 9, 31, 32, 65], ["fp4_linear", "fp4_tiles", "fp4_tiles", "dense", "dense"]),
+    (4, [3, 8, 9, 64], ["fp4_linear", "fp4_linear", "dense", "dense"]),
+    (192, [64, 65, 191, 192], ["fp4_tiles", "base", "base", "dense"]),
+])  # fmt: skip
+def test_the_rows_of_a_call_choose_the_kernel(
+    one_adapter: Any, asked: list, dense_rows: int | None, rows: list[int], ways: list[str]
+) -> None:
+    layer, packed = loaded(one_adapter, dense_rows=dense_rows)
+    assert ways_of(layer, asked, rows) == ways
+    assert kept(layer) == {*one_adapter.STORED, *one_adapter.TILES}
+    assert torch.equal(layer.fp4_codes, packed["weight_packed"])
+    in_order = fp4_tiles.pack(packed["weight_packed"], packed["weight_scale"], fp4_tiles.tile_of(64, 256, 132))
+    assert torch.equal(layer.fp4_tiles, in_order)
+    assert torch.equal(layer.fp4_tiles_divisor, packed["weight_global_scale"])
+
+
+@pytest.mark.parametrize(("routes", "ways"), [
+    ({"fp4_linear": False}, ["fp4_tiles", "fp4_tiles", "fp4_tiles", "base"]),
+    ({"fp4_tiles": False}, ["fp4_linear", "fp4_linear", "base", "base"]),
+])  # fmt: skip
+def test_each_kernel_alone(one_adapter: Any, asked: list, routes: dict[str, bool], ways: list[str]) -> None:
+    layer, _ = loaded(one_adapter, **routes)
+    assert kept(layer) == set(one_adapter.STORED if routes.get("fp4_linear", True) else one_adapter.TILES)
+    assert ways_of(layer, asked, [1, 8, 9, 65]) == ways
+
+
+def test_few_rows_of_a_layer_apart_go_by_the_other_kernel(one_adapter: Any, asked: list) -> None:
+    layer, _ = loaded(one_adapter, apart=["64x256"])
+    assert kept(layer) == set(one_adapter.TILES)
+    assert ways_of(layer, asked, [8, 64, 65]) == ["fp4_tiles", "fp4_tiles", "base"]
+
+
+@pytest.mark.parametrize(("capability", "key"), [((8, 9), "fp4_linear"), ((10, 0), "fp4_tiles")])
+def test_another_gpu_is_refused(
+    one_adapter: Any, asked: list, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], key: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    with pytest.raises(ConfigError, match=rf"vllm.{key}=true needs a GPU of .* Type rollout.vllm.{key}=false"):
+        loaded(one_adapter)
+
+
+def test_a_layer_that_a_kernel_does_not_take_is_refused(
+    one_adapter: Any, asked: list, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fp4_tiles, "takes", lambda sizes, columns, rank: (sizes, columns, rank) != ([64], 256, RANK))
+    with pytest.raises(ConfigError, match=r"fp4_tiles=true does not take a.up_proj, \[64\] x 256 at rank"):
+        loaded(one_adapter)
+
+
+@pytest.mark.parametrize("routes", [{"fp4_tiles": False}, {"fp4_linear": False}])
+def test_several_global_scales_are_refused(one_adapter: Any, asked: list, routes: dict[str, bool]) -> None:
+    with pytest.raises(ConfigError, match=r"=true needs one global scale for a.up_proj"):
+        loaded(one_adapter, several=True, **routes)

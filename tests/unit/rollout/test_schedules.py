@@ -88,6 +88,9 @@ def test_only_tuned_is_timed(asked: list[dict], tiny, build_policy) -> None:
     ({"rollout__vllm__dense_rows": 8}, []),
     ({"rollout__batch_size": 8}, [8]),
     ({"rollout__batch_size": 4, "rollout__vllm__fp4_linear": True}, [4]),
+    ({"rollout__vllm__fp4_tiles": True}, [100]),
+    ({"rollout__vllm__fp4_tiles": True, "rollout__vllm__fp4_linear": True}, [8, 100]),
+    ({"rollout__vllm__fp4_tiles": True, "rollout__batch_size": 40}, []),
     ({"rollout__prompts_per_step": 512}, [8, 16, 32, 64, 128, 256, 512]),
 ])  # fmt: skip
 def test_rows_double_up_to_a_full_batch(tiny, keys: dict, rows: list[int]) -> None:

@@ -32,7 +32,7 @@ class DenseAdapter:
         """Raises ConfigError where linear_backend=tuned cannot time schedules."""
         own = self.cfg.rollout.vllm
         found = schedules.tuned(self.cfg, self.model)
-        routes = one_adapter.Routes(own.fp4_linear, own.dense_rows, found.schedules, found.apart)
+        routes = one_adapter.Routes(own.fp4_linear, own.fp4_tiles, own.dense_rows, found.schedules, found.apart)
         return one_adapter.llm_arguments(folder, self.lora.rank, self.lora.target_modules, routes)
 
     def begin(self, llm: LLM) -> None:

@@ -268,8 +268,8 @@ def start(cfg: RunConfig, folder: Path, policy: Policy, of_adapter: dict[str, An
     packed = packed_layers(policy.model.get_base_model()).values()
     if own.dense_rows:
         weights += sum(layer.out_features * layer.in_features for layer in packed) * dtype.itemsize
-    if own.fp4_linear:  # at most: with tuned schedules some layers keep no copy
-        weights += sum(layer.packed_bytes() for layer in packed)
+    # About: with tuned schedules some layers keep no copy, and whole tiles of `fp4_tiles` are a little more.
+    weights += (own.fp4_linear + own.fp4_tiles) * sum(layer.packed_bytes() for layer in packed)
     arguments: dict[str, Any] = {
         "dtype": str(dtype).removeprefix("torch."),
         "max_model_len": rollout.max_prompt_tokens + rollout.max_completion_tokens,

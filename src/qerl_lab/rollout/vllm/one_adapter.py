@@ -7,10 +7,10 @@ they are for as long as the engine lives, so that CUDA graphs see what `Link.wri
 There is exactly one adapter: vLLM's own LoRA is off, and a request that names one is refused by vLLM.
 
 On a GPU a layer is one operation that torch.compile does not look into, so that the route is chosen by the rows of a
-call. With `fp4_linear` NVFP4 weights stay in the layer as they were stored too, and few rows go through the kernel of
-that name, which computes weight and adapter together. Many rows, as in a prefill, go through the policy's own packed
-layers (`lend`): unpacked whole, and by cuBLAS, as the trainer computes them. With `dense_rows` NVFP4 weights lie in the
-layer unpacked too, above A, and so many rows take cuBLAS in decoding as well, weight and A in one product: a graph is
+call. With `fp4_linear` and `fp4_tiles` NVFP4 weights lie in the layer in the orders of these kernels too, and few rows
+go through them: they compute weight and adapter. Many rows, as in a prefill, go through the policy's own packed layers
+(`lend`): unpacked whole, and by cuBLAS, as the trainer computes them. With `dense_rows` NVFP4 weights lie in the layer
+unpacked too, above A, and so many rows take cuBLAS in decoding as well, weight and A in one product: a graph is
 captured before anything is lent.
 """
 
@@ -18,6 +18,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -39,7 +40,7 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.formats.nvfp4 import Nvfp4
 from qerl_lab.model.files import read_json
 from qerl_lab.model.linear import PackedLinear
-from qerl_lab.rollout.vllm import fp4_linear
+from qerl_lab.rollout.vllm import fp4_linear, fp4_tiles
 from qerl_lab.rollout.vllm.product import UNPACK_ROWS, add_adapter, stacked_product, unpacked_product
 from qerl_lab.rollout.vllm.schedules import name_of
 
@@ -48,6 +49,7 @@ Pair = tuple[Tensor, Tensor]  # A[r, K] and B[N, r] of a layer
 NAME = "one-adapter"
 # Buffers: the weight as it was stored, and what the kernel's blocks meet by.
 STORED = ("fp4_codes", "fp4_scale", "fp4_divisor", "fp4_meeting")
+TILES = ("fp4_tiles", "fp4_tiles_divisor", "fp4_tiles_meeting")  # the same for `fp4_tiles`
 _OWN_KEY = "one_adapter"  # of quantization_config: rank and targets, and through it part of the key of compiled graphs
 
 
@@ -55,11 +57,12 @@ _OWN_KEY = "one_adapter"  # of quantization_config: rank and targets, and throug
 class Routes:
     """By rows, the ways besides the base's own kernel: the keys of rollout.vllm by these names. They need NVFP4.
 
-    `schedules` are those of that kernel, Humming, by a layer's shape; none: Humming's own. Layers of the shapes `apart`
-    have no `fp4_linear`: theirs are faster.
+    `schedules` are those of that kernel, Humming, by a layer's shape; none: Humming's own. In layers of the shapes
+    `apart` they are faster than `fp4_linear` at its few rows.
     """
 
     fp4_linear: bool = False
+    fp4_tiles: bool = False
     dense_rows: int | None = None
     schedules: Mapping[str, list[Any]] = field(default_factory=dict)
     apart: Sequence[str] = ()
@@ -187,7 +190,7 @@ class OneAdapterMethod(LinearMethodBase):
         self.base, self.rank, self.parts, self.own, self.routes = base, rank, parts, own, routes
         self.lent: list[PackedLinear] = []
         self.schedules: str | None = None  # of this layer's shape, as Humming reads them
-        self.in_one = False  # few rows by `fp4_linear`
+        self.in_one = self.in_tiles = False  # few rows by `fp4_linear`, more by `fp4_tiles`
         if hasattr(base, "quant_config"):
             self.quant_config = base.quant_config  # by which the loader of bitsandbytes knows what is packed
 
@@ -221,7 +224,7 @@ class OneAdapterMethod(LinearMethodBase):
         layer.register_buffer("adapter_B", B, persistent=False)
 
     def process_weights_after_loading(self, layer: LinearBase) -> None:
-        """Have the base lay out its weights, of which `fp4_linear` and `dense_rows` keep a copy.
+        """Have the base lay out its weights, of which `fp4_linear` and `dense_rows` keep copies.
 
         A bias is kept as it was stored: Marlin and Humming put `layer.bias` into an order of their own.
         """
@@ -231,17 +234,30 @@ class OneAdapterMethod(LinearMethodBase):
         self.in_one = self.routes.fp4_linear and shape not in self.routes.apart
         if self.routes.dense_rows:
             self._keep_dense(layer)
-        if self.in_one:
-            self._check_fp4_linear(layer)
-            divisor = layer.weight_global_scale.data
-            meeting = fp4_linear.counters(divisor.device)
-            stored = layer.weight_packed.data, layer.weight_scale.data, divisor[:1].clone(), meeting
-            for name, tensor in zip(STORED, stored, strict=True):
-                layer.register_buffer(name, tensor, persistent=False)
+        self.in_tiles = self.routes.fp4_tiles
+        for wanted, kernel in ((self.in_one, fp4_linear), (self.in_tiles, fp4_tiles)):
+            if wanted:
+                self._check(kernel, layer)
+        self._keep_packed(layer)
         _BY_ADAPTER[layer.adapter_A.data_ptr()] = layer
         self.base.process_weights_after_loading(layer)
         if self.routes.schedules and hasattr(layer, "humming_metas"):
             self.schedules = json.dumps(self.routes.schedules[shape])
+
+    def _keep_packed(self, layer: LinearBase) -> None:
+        """The buffers `STORED` and `TILES`, of the kernels that the layer goes by."""
+        kept: dict[str, Tensor] = {}
+        if self.in_one or self.in_tiles:
+            codes, scale = layer.weight_packed.data, layer.weight_scale.data
+            divisor = layer.weight_global_scale.data[:1]
+            N, columns = len(codes), 2 * codes.shape[1]
+        if self.in_one:
+            kept |= zip(STORED, (codes, scale, divisor.clone(), fp4_linear.counters(divisor.device)), strict=True)
+        if self.in_tiles:
+            packed = fp4_tiles.pack(codes, scale, fp4_tiles.tile_here(N, columns, divisor.device))
+            kept |= zip(TILES, (packed, divisor.clone(), fp4_tiles.counters(N, divisor.device)), strict=True)
+        for name, tensor in kept.items():
+            layer.register_buffer(name, tensor, persistent=False)
 
     def _keep_dense(self, layer: LinearBase) -> None:
         """Unpack the weight as the trainer does, with A below it: `stacked` [N + P * r, K]; `alpha` is the weight's."""
@@ -263,17 +279,16 @@ class OneAdapterMethod(LinearMethodBase):
             return ""
         return f"needs one global scale for {self.parts[0]} and its neighbours, as python -m qerl_lab.quantize gives"
 
-    def _check_fp4_linear(self, layer: LinearBase) -> None:
+    def _check(self, kernel: ModuleType, layer: LinearBase) -> None:
         """Raise ConfigError for a GPU or a layer that the kernel does not take."""
-        columns = layer.adapter_A.shape[1]
-        capability = torch.cuda.get_device_capability()
-        if capability < fp4_linear.LEAST_CAPABILITY:
-            why = f"needs a GPU of compute capability 9.0 or more (H100, H200, B200), and this one has {capability}"
-        elif not fp4_linear.takes(self.sizes, columns, self.rank):
-            why = f"does not take {self.parts[0]}, {self.sizes} x {columns} at rank {self.rank}: {fp4_linear.TAKEN}"
+        key, columns = f"rollout.vllm.{kernel.SOURCE.stem}", layer.adapter_A.shape[1]
+        if not kernel.able():
+            why = f"needs {kernel.NEEDS}, and this one has {torch.cuda.get_device_capability()}"
+        elif not kernel.takes(self.sizes, columns, self.rank):
+            why = f"does not take {self.parts[0]}, {self.sizes} x {columns} at rank {self.rank}: {kernel.TAKEN}"
         elif not (why := self._several_scales(layer)):
             return
-        raise ConfigError(f"rollout.vllm.fp4_linear=true {why}. Type rollout.vllm.fp4_linear=false.")
+        raise ConfigError(f"{key}=true {why}. Type {key}=false.")
 
     def apply(self, layer: LinearBase, x: Tensor, bias: Tensor | None = None) -> Tensor:
         rows, columns = x.view(-1, x.shape[-1]), sum(self.sizes)
@@ -284,7 +299,7 @@ class OneAdapterMethod(LinearMethodBase):
         return y
 
     def routed(self, layer: LinearBase, x: Tensor, bias: Tensor | None) -> Tensor:
-        """x[M, K] W^T + bias and the adapter: few rows by `fp4_linear`, many by cuBLAS, others by the base."""
+        """x[M, K] W^T + bias and the adapter: by rows through the lab's kernels, the base's or cuBLAS."""
         rows, dense_rows = len(x), self.routes.dense_rows
         A, B = layer.adapter_A, layer.adapter_B
         plain = None if bias is None else layer.plain_bias
@@ -295,6 +310,9 @@ class OneAdapterMethod(LinearMethodBase):
             return fp4_linear.linear(x, codes, scale, divisor, A, B, self.sizes, meeting, plain)
         if dense_rows and rows >= dense_rows:
             return stacked_product(x, layer.stacked, self.alpha, B, self.sizes, plain)
+        if self.in_tiles and rows <= fp4_tiles.MAX_ROWS:
+            packed, divisor, meeting = (getattr(layer, name) for name in TILES)
+            return fp4_tiles.linear(x, packed, divisor, A, B, self.sizes, meeting, plain)
         if self.schedules:
             from vllm.utils.humming import HummingMethod  # importing it compiles
 

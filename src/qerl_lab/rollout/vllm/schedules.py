@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from qerl_lab.config.schema import FormatConfig, RunConfig
+from qerl_lab.rollout.vllm import fp4_linear, fp4_tiles
 from qerl_lab.rollout.vllm.backends import Shape, measured, remembered, shapes_of
 
 Schedule = dict[str, Any]
@@ -99,9 +100,12 @@ def is_apart(found: Mapping[str, Any]) -> bool:
 
 
 def doubling_rows(cfg: RunConfig) -> list[int]:
-    """Rows of decoding, doubling up to a full batch; without those that `dense_rows` takes."""
+    """Rows of decoding, doubling up to a full batch; without those that `dense_rows` or `fp4_tiles` takes."""
     own, full = cfg.rollout.vllm, min(cfg.rollout.batch_size, cfg.completions_per_gpu, MOST_ROWS)
     rows = {full} | {FEWEST_ROWS << power for power in range(16) if FEWEST_ROWS << power < full}
+    if own.fp4_tiles:
+        few = fp4_linear.MAX_ROWS if own.fp4_linear else 0  # timed against that kernel
+        rows = {number for number in rows if number <= few or number > fp4_tiles.MAX_ROWS}
     return sorted(number for number in rows if not own.dense_rows or number < own.dense_rows)
 
 
