@@ -21,7 +21,7 @@ from qerl_lab.bench.options import Row
 from qerl_lab.bench.shapes import fused_linears
 from qerl_lab.config.schema import FormatConfig
 from qerl_lab.report.bench import AND_ADAPTER
-from qerl_lab.rollout.vllm import backend_times, fp4_linear, kernels, schedules
+from qerl_lab.rollout.vllm import backend_times, fp4_linear, fp4_tiles, kernels, schedules
 from qerl_lab.rollout.vllm.product import add_products
 from qerl_lab.timing import graphed, side_by_side
 
@@ -49,17 +49,20 @@ def times(model: str, rows: list[int], rank: int, tune: bool) -> Iterator[Row]:
     """Yield for each Linear, number of rows and arm the microseconds of a call, and the weights' terabytes a second.
 
     `tuned` is Humming with its fastest schedules. The arms `adapter_*` are the adapter's products alone, those named
-    `*_and_adapter` a product and the adapter behind it as an engine has them, and `fp4_linear` is both in one, where it
-    takes the model.
+    `*_and_adapter` a product and the adapter behind it as an engine has them, and `fp4_linear` and `fp4_tiles` are
+    both, where they take the model.
     """
     linears = fused_linears(model)
     shapes = [(tuple(sizes), columns) for sizes, columns in linears.values()]
     tuned = schedules.tuned_for(FormatConfig(name="nvfp4"), shapes, sorted(rows)).schedules if tune else {}
-    taken = all(fp4_linear.runs_here(sizes, columns, rank) for sizes, columns in linears.values())
+    refused = {
+        kernel.SOURCE.stem for kernel in (fp4_linear, fp4_tiles)
+        if not all(kernel.runs_here(sizes, columns, rank) for sizes, columns in linears.values())
+    }  # fmt: skip
     for layer, (sizes, columns) in linears.items():
         every = arms(sizes, columns, rank, tuned.get(schedules.name_of((tuple(sizes), columns))))
-        if not taken:
-            del every["fp4_linear"]  # a sum over some of the layer's Linears would pass for the layer's
+        for name in refused:
+            del every[name]  # a sum over some of the layer's Linears would pass for the layer's
         calls = {name: arm.calls() for name, arm in every.items()}
         for number in rows:
             x = torch.randn(number, columns, dtype=torch.bfloat16, device="cuda")
@@ -103,8 +106,9 @@ def arms(sizes: list[int], columns: int, rank: int, tuned: list[schedules.Interv
     found |= {
         f"adapter_{name}": Timed(partial(beside, route, A, B, sizes), of_adapter) for name, route in ROUTES.items()
     }
-    in_one = partial(backend_times.in_one, packed, A, B, sizes)
-    return found | {"fp4_linear": Timed(in_one, size + of_adapter, fp4_linear.MAX_ROWS)}
+    in_one, in_tiles = (partial(way, packed, A, B, sizes) for way in (backend_times.in_one, backend_times.in_tiles))
+    found["fp4_linear"] = Timed(in_one, size + of_adapter, fp4_linear.MAX_ROWS)
+    return found | {"fp4_tiles": Timed(in_tiles, size + of_adapter, fp4_tiles.MAX_ROWS)}
 
 
 # y, x, A, B, sizes: the adapter's product added to y in place, by each of the routes of `rollout.vllm.product`.

@@ -23,7 +23,7 @@ from qerl_lab import formats
 from qerl_lab.config.schema import FormatConfig
 from qerl_lab.formats.format import Format
 from qerl_lab.parent import end_with
-from qerl_lab.rollout.vllm import fp4_linear
+from qerl_lab.rollout.vllm import fp4_linear, fp4_tiles
 from qerl_lab.rollout.vllm.backends import Shape
 from qerl_lab.rollout.vllm.product import add_adapter
 from qerl_lab.timing import graphed, side_by_side
@@ -106,6 +106,15 @@ def in_one(packed: Mapping[str, Tensor], A: Tensor, B: Tensor, sizes: Sequence[i
     codes, scale, divisor, A, B = (tensor.clone() for tensor in (*packed.values(), A, B))
     meeting = fp4_linear.counters(codes.device)
     return lambda x: fp4_linear.linear(x, codes, scale, divisor, A, B, list(sizes), meeting)
+
+
+def in_tiles(packed: Mapping[str, Tensor], A: Tensor, B: Tensor, sizes: Sequence[int]) -> Callable[[Tensor], Tensor]:
+    """The same by `fp4_tiles`."""
+    codes, scale, divisor = packed.values()
+    (N, columns), device = (len(codes), A.shape[1]), codes.device
+    own = fp4_tiles.pack(codes, scale, fp4_tiles.tile_here(N, columns, device))
+    A, B, divisor, meeting = A.clone(), B.clone(), divisor.clone(), fp4_tiles.counters(N, device)
+    return lambda x: fp4_tiles.linear(x, own, divisor, A, B, list(sizes), meeting)
 
 
 def product(
