@@ -36,8 +36,8 @@ Start = Callable[[list[str]], int]  # the words of a sweep -> its exit code
 def run(options: SearchOptions, space: Space, start: Start) -> None:
     """Run trials until the study has as many as asked for; print how they ended, and what to type for a report.
 
-    Raises ConfigError where OUT is another search or cannot be written, or where a trial's words are refused, and
-    KeyboardInterrupt after a stop.
+    Raises ConfigError where OUT is another search or cannot be written, or where a trial's words are refused, ValueError
+    where every trial failed, and KeyboardInterrupt after a stop.
     """
     make_directory(options.folder, f"out={options.out}")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -50,7 +50,10 @@ def run(options: SearchOptions, space: Space, start: Start) -> None:
             _run_trial(study, trial, options, space, start)
         table = _table(study, options, space)
         replace_file(options.folder / TABLE, f"{table}\n".encode())
+        found = any(trial.value is not None for trial in study.get_trials(deepcopy=False))
     print(f"\n{table}")
+    if not found:
+        raise ValueError("every trial failed: the table says of what")
 
 
 @contextmanager

@@ -143,12 +143,14 @@ def test_a_trial_whose_runs_have_no_worth_has_failed(
         file.unlink() if content is None else file.write_text(content)
         return code if content is not None else 1
 
-    search(tmp_path, spoiled, trials=1)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="every trial failed"):
+        search(tmp_path, spoiled, trials=1)  # type: ignore[arg-type]
     assert f"trial 0 failed: {why}" in (tmp_path / "table.txt").read_text()
 
 
 def test_a_sweep_without_runs_is_a_failed_trial(tmp_path: Path) -> None:
-    search(tmp_path, lambda words: 1, trials=2)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="every trial failed"):
+        search(tmp_path, lambda words: 1, trials=2)  # type: ignore[arg-type]
     table = (tmp_path / "table.txt").read_text()
     assert "trial 0 failed: 0 of its 2 runs are done\ntrial 1 failed: 0 of its 2 runs are done" in table
     assert "Report on others" not in table
