@@ -36,8 +36,8 @@ Start = Callable[[list[str]], int]  # the words of a sweep -> its exit code
 def run(options: SearchOptions, space: Space, start: Start) -> None:
     """Run trials until the study has as many as asked for; print how they ended, and what to type for a report.
 
-    Raises ConfigError where OUT is another search or cannot be written, or where a trial's words are refused, ValueError
-    where every trial failed, and KeyboardInterrupt after a stop.
+    Raises ConfigError where OUT is another search or cannot be written, or where a trial's words are refused,
+    ValueError where every trial failed, and KeyboardInterrupt after a stop.
     """
     make_directory(options.folder, f"out={options.out}")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
