@@ -197,14 +197,14 @@ static float of_lane(float number, int lane) {
 static u32 times_bf16(u32 a, u32 b) {
   return rounded(bfloat16(a, 0) * bfloat16(b, 0)) | (u32)rounded(bfloat16(a, 1) * bfloat16(b, 1)) << 16;
 }
-static u64 matrix(u32 at) { return at; }
+static u32 matrix(u32 at) { return at / 16; }
 static void begins() {}
 static void committed() {}
 template <int left> static void settled() {}
 template <int count> static void complete(float (&)[count]) {}
 template <int count, bool more> static void registers() {}
 template <int sums>
-static void wgmma(float (&sum)[sums], const u32 (&a)[4], u64 x) {
+static void wgmma(float (&sum)[sums], const u32 (&a)[4], u32 x) {
   u32(&all)[32][6] = current->block->operands[current->x / 32];
   const u32 lane = current->x % 32;
   memcpy(all[lane], a, sizeof a);
@@ -212,7 +212,7 @@ static void wgmma(float (&sum)[sums], const u32 (&a)[4], u64 x) {
   for (int i = 0; i < sums; i++)
     for (int k = 0; k < 16; k++) {
       const int of_k = k % 8 / 2, row = lane / 4 + i / 2 % 2 * 8, column = i / 4 * 8 + lane % 4 * 2 + i % 2;
-      const u32 line = x + column / 8 * 1024 + column % 8 * 128 + k * 2, at = line ^ (line >> 7 & 7) << 4;
+      const u32 line = x * 16 + column / 8 * 1024 + column % 8 * 128 + k * 2, at = line ^ (line >> 7 & 7) << 4;
       u16 number;
       memcpy(&number, current->block->memory.data() + at, 2);
       sum[i] += bfloat16(all[row % 8 * 4 + of_k][row / 8 + k / 8 * 2], k % 2) * bfloat16(number, 0);

@@ -129,8 +129,8 @@ __device__ void add_up(const float* sums, u16* t, u64* meeting, const Shape& s, 
   arrive(ready);
 }
 
-// The warpgroup's rows of W times all of x, the columns of a stage. `weights` are the warp's. `free` is the stage before,
-// whose x the tensor cores have read when the second step begins.
+// The warpgroup's rows of W times all of x, the columns of a stage. `weights` are the warp's, `x` is as of `matrix`. `free`
+// is the stage before, whose x the tensor cores have read when the second step begins.
 template <int ROWS, int TILE, int BLOCKS>
 __device__ void multiply(float (&sum)[BLOCKS][ROWS / 2], const u8* weights, u32 x, u32 free) {
   constexpr int STEP = BLOCKS == 1 ? 4 : BLOCKS == 2 ? 2 : 1;  // times 16 columns, of a group of products
@@ -161,7 +161,7 @@ __device__ void multiply(float (&sum)[BLOCKS][ROWS / 2], const u8* weights, u32 
       for (int i = 0; i < STEP; i++)
 #pragma unroll
         for (int b = 0; b < BLOCKS; b++)
-          wgmma(sum[b], a[i][b], matrix(x + k * ROWS * DEPTH * 2 + (step * STEP + i) * 32));
+          wgmma(sum[b], a[i][b], x + (k * ROWS * DEPTH + (step * STEP + i) * 16) / 8);
       committed();
     }
   }
@@ -286,7 +286,7 @@ __device__ void multiply_all(const Memory<ROWS, TILE, GROUPS>& m, const float* d
     for (int k = span.first; k < span.end; k++) {
       wait(m.full + 8 * stage, parity);
       const int at = stage * AT_A_TIME;
-      multiply<ROWS, TILE, BLOCKS>(sum, weights + at * m.W_BYTES, m.x + at * m.X_BYTES, free);
+      multiply<ROWS, TILE, BLOCKS>(sum, weights + at * m.W_BYTES, matrix(m.x + at * m.X_BYTES), free);
       free = m.empty + 8 * stage;
       if (++stage == s.stages) stage = 0, parity ^= 1;
     }

@@ -21,8 +21,9 @@ __device__ u32 times_bf16(u32 a, u32 b) {  // two bfloat16
   return d;
 }
 
-// 16 columns of what copy_tile brought, for a product: 1,024 bytes from 8 rows to 8 rows, a swizzle of 128 bytes.
-__device__ u64 matrix(u32 at) { return (at >> 4 & 0x3FFF) | 1ull << 16 | 64ull << 32 | 1ull << 62; }
+// Where a product finds x that copy_tile brought to `at`, in units of 16 bytes: the lower half of a descriptor. The upper
+// says 1,024 bytes from 8 rows to 8 rows and a swizzle of 128 bytes.
+__device__ u32 matrix(u32 at) { return (at >> 4 & 0x3FFF) | 1u << 16; }
 
 __device__ void begins() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
@@ -48,32 +49,36 @@ __device__ void registers() {
   else asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(count));
 }
 
-// sum += A[64, 16] X[16, n]: a lane's A in registers, as of an mma with its warp's 16 rows; X as of `matrix`.
-__device__ void wgmma(float (&d)[8], const u32 (&a)[4], u64 x) {
-  asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, 1, 0;\nwgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 "
+// sum += A[64, 16] X[16, n]: a lane's A in registers, as of an mma with its warp's 16 rows; X as of `matrix`,
+// 2 further for 16 further columns.
+__device__ void wgmma(float (&d)[8], const u32 (&a)[4], u32 x) {
+  asm volatile("{\n.reg .pred add;\n.reg .b64 x;\nsetp.ne.b32 add, 1, 0;\nmov.b64 x, {%12, 0x40000040};\n"
+               "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 "
                "{%0,%1,%2,%3,%4,%5,%6,%7}, "
-               "{%8,%9,%10,%11}, %12, add, 1, 1, 0;\n}"
+               "{%8,%9,%10,%11}, x, add, 1, 1, 0;\n}"
                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(x));
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(x));
 }
 
-__device__ void wgmma(float (&d)[16], const u32 (&a)[4], u64 x) {
-  asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, 1, 0;\nwgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
+__device__ void wgmma(float (&d)[16], const u32 (&a)[4], u32 x) {
+  asm volatile("{\n.reg .pred add;\n.reg .b64 x;\nsetp.ne.b32 add, 1, 0;\nmov.b64 x, {%20, 0x40000040};\n"
+               "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
                "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, "
-               "{%16,%17,%18,%19}, %20, add, 1, 1, 0;\n}"
+               "{%16,%17,%18,%19}, x, add, 1, 1, 0;\n}"
                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
                  "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(x));
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(x));
 }
 
-__device__ void wgmma(float (&d)[32], const u32 (&a)[4], u64 x) {
-  asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, 1, 0;\nwgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+__device__ void wgmma(float (&d)[32], const u32 (&a)[4], u32 x) {
+  asm volatile("{\n.reg .pred add;\n.reg .b64 x;\nsetp.ne.b32 add, 1, 0;\nmov.b64 x, {%36, 0x40000040};\n"
+               "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
                "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
                "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, "
-               "{%32,%33,%34,%35}, %36, add, 1, 1, 0;\n}"
+               "{%32,%33,%34,%35}, x, add, 1, 1, 0;\n}"
                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
                  "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
                  "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
                  "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(x));
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(x));
 }
