@@ -4,17 +4,14 @@ Between the two stands what tests/helpers/cuda_on_cpu.h says that CUDA does.
 """
 
 import ctypes
-import shutil
-import subprocess
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from kernels_on_cpu import every_code, library, pointers
 from packed_layers import NVFP4
 from qerl_lab.config.engine_rules import FP4_MAX_RANK
-from qerl_lab.formats.e2m1 import MAGNITUDES
 from qerl_lab.rollout.vllm import fp4_linear
 from qerl_lab.rollout.vllm.fp4_linear import (
     MAX_RANK,
@@ -28,7 +25,6 @@ from qerl_lab.rollout.vllm.fp4_linear import (
     plan,
 )
 
-HELPERS = Path(__file__).parents[1] / "helpers"
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 SMALL = Machine(multiprocessors=5, shared_bytes=128 * 2**10)
@@ -42,13 +38,7 @@ SHAPES = [(1, 512, [64], 2), (5, 1024, [96, 32, 32], 32), (8, 2048, [128], 16), 
 @pytest.fixture(scope="module")
 def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     """The kernel as a library."""
-    if (compiler := shutil.which("c++")) is None:
-        pytest.skip("needs a C++ compiler")
-    out = tmp_path_factory.mktemp("kernel") / "fp4_linear.so"
-    words = ["-std=c++17", "-O1", "-U_FORTIFY_SOURCE", "-shared", "-fPIC", f"-I{HELPERS}", f"-I{SOURCE.parent}", "-o",
-             out, HELPERS / "fp4_linear_on_cpu.cpp"]  # fmt: skip
-    subprocess.run([compiler, *words], check=True)
-    return ctypes.CDLL(str(out))
+    return library(SOURCE, tmp_path_factory.mktemp("kernel"))
 
 
 @pytest.fixture(autouse=True)
@@ -59,8 +49,7 @@ def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     on_cpu = request.getfixturevalue("on_cpu")
 
     def launch(how: Plan, tensors: list[Tensor | None], shape: Shape) -> None:
-        pointers = (ctypes.c_void_p * len(tensors))(*(None if one is None else one.data_ptr() for one in tensors))
-        on_cpu.launch(how.blocks, how.threads, how.shared_bytes, pointers, ctypes.byref(shape))
+        on_cpu.launch(how.blocks, how.threads, how.shared_bytes, pointers(tensors), ctypes.byref(shape))
 
     monkeypatch.setattr(fp4_linear, "_launch", launch)
     monkeypatch.setattr(fp4_linear, "machine_of", lambda device: SMALL)
@@ -121,12 +110,7 @@ def test_the_same_inputs_give_the_same_bits() -> None:
 def test_every_code_in_every_place_with_every_scale() -> None:
     """x picks one column of W a row: what comes out is a weight."""
     K, N = 1024, 128
-    generator = torch.Generator().manual_seed(0)
-    codes = torch.randint(0, 256, (N, K // 2), dtype=torch.uint8, generator=generator)
-    scale = (torch.arange(N * K // 16) % 127).to(torch.uint8).view(N, K // 16).view(torch.float8_e4m3fn)
-    nibbles = torch.stack([codes & 15, codes >> 4], dim=-1).view(N, K).long()
-    signed = torch.tensor([*MAGNITUDES, *(-value for value in MAGNITUDES)], dtype=torch.float64)
-    weight = signed[nibbles] * scale.double().repeat_interleave(16, dim=1)
+    codes, scale, weight = every_code(N, K)
     given, _ = operands(MAX_ROWS, K, [N], 2)
     given |= {"codes": codes.to(DEVICE), "scale": scale.to(DEVICE), "bias": None, "A": torch.zeros_like(given["A"])}
     given["divisor"] = torch.ones(1, device=DEVICE)

@@ -4,16 +4,13 @@ Between the two stands what tests/helpers/cuda_on_cpu.h says that CUDA does.
 """
 
 import ctypes
-import shutil
-import subprocess
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from kernels_on_cpu import every_code, library, pointers
 from packed_layers import NVFP4
-from qerl_lab.formats.e2m1 import MAGNITUDES
 from qerl_lab.rollout.vllm import fp4_tiles
 from qerl_lab.rollout.vllm.fp4_linear import Machine
 from qerl_lab.rollout.vllm.fp4_tiles import (
@@ -29,7 +26,6 @@ from qerl_lab.rollout.vllm.fp4_tiles import (
     tile_of,
 )
 
-HELPERS = Path(__file__).parents[1] / "helpers"
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 SMALL = Machine(multiprocessors=3, shared_bytes=128 * 2**10)
@@ -51,13 +47,7 @@ class TensorMap(ctypes.Structure):
 @pytest.fixture(scope="module")
 def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     """The kernel as a library."""
-    if (compiler := shutil.which("c++")) is None:
-        pytest.skip("needs a C++ compiler")
-    out = tmp_path_factory.mktemp("kernel") / "fp4_tiles.so"
-    words = ["-std=c++17", "-O1", "-U_FORTIFY_SOURCE", "-shared", "-fPIC", f"-I{HELPERS}", f"-I{SOURCE.parent}", "-o",
-             out, HELPERS / "fp4_tiles_on_cpu.cpp"]  # fmt: skip
-    subprocess.run([compiler, *words], check=True)
-    return ctypes.CDLL(str(out))
+    return library(SOURCE, tmp_path_factory.mktemp("kernel"))
 
 
 @pytest.fixture(autouse=True)
@@ -68,10 +58,15 @@ def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     on_cpu = request.getfixturevalue("on_cpu")
 
     def launch(how: Plan, x: Tensor, tensors: list[Tensor | None], shape: Shape) -> None:
-        pointers = (ctypes.c_void_p * len(tensors))(*(None if one is None else one.data_ptr() for one in tensors))
         tiles = TensorMap(x.data_ptr(), len(x), x.shape[1], x.stride(0), how.rows, 2)
         on_cpu.launch(
-            how.rows, how.tile, how.blocks, how.shared_bytes, ctypes.byref(tiles), pointers, ctypes.byref(shape)
+            how.rows,
+            how.tile,
+            how.blocks,
+            how.shared_bytes,
+            ctypes.byref(tiles),
+            pointers(tensors),
+            ctypes.byref(shape),
         )
 
     monkeypatch.setattr(fp4_tiles, "_launch", launch)
@@ -142,12 +137,7 @@ def test_the_same_inputs_give_the_same_bits() -> None:
 def test_every_code_in_every_place_with_every_scale(tile: int) -> None:
     """x picks one column of W a row: what comes out is a weight."""
     K, N = 128, 256
-    generator = torch.Generator().manual_seed(0)
-    codes = torch.randint(0, 256, (N, K // 2), dtype=torch.uint8, generator=generator)
-    scale = (torch.arange(N * K // 16) % 127).to(torch.uint8).view(N, K // 16).view(torch.float8_e4m3fn)
-    nibbles = torch.stack([codes & 15, codes >> 4], dim=-1).view(N, K).long()
-    signed = torch.tensor([*MAGNITUDES, *(-value for value in MAGNITUDES)], dtype=torch.float64)
-    weight = signed[nibbles] * scale.double().repeat_interleave(16, dim=1)
+    codes, scale, weight = every_code(N, K)
     given, _ = operands(64, K, [N], 2, tile)
     given |= {"packed": pack(codes, scale, tile).to(DEVICE), "bias": None, "sums": torch.zeros_like(given["sums"])}
     given["divisor"] = torch.ones(1, device=DEVICE)

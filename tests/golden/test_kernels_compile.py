@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -72,12 +73,17 @@ def test_marlin_s_words_and_the_dense_weight_move_16_bytes_at_a_time(every: list
     assert "st.global.b16" not in ptx
 
 
+def copy_headers(folder: Path) -> None:
+    for header in SOURCE.parent.glob("*.cuh"):
+        shutil.copy(header, folder)
+
+
 def test_nvrtc_compiles_the_product_for_few_rows_or_says_where_it_cannot(tmp_path: Path) -> None:
     pytest.importorskip("cuda.bindings.nvrtc")
     from qerl_lab.rollout.vllm import nvrtc
 
     assert nvrtc.compiled(SOURCE, "sm_90")[0].startswith(b"\x7fELF")
-    (tmp_path / "hopper.cuh").write_text((SOURCE.parent / "hopper.cuh").read_text())
+    copy_headers(tmp_path)
     (broken := tmp_path / "broken.cu").write_text(SOURCE.read_text() + "no")
     with pytest.raises(RuntimeError, match=r"could not compile broken.cu for sm_90: broken.cu\(\d+\): error"):
         nvrtc.compiled(broken, "sm_90")
@@ -104,7 +110,6 @@ def test_nvrtc_says_where_products_run_one_after_another(tmp_path: Path) -> None
     pytest.importorskip("cuda.bindings.nvrtc")
     from qerl_lab.rollout.vllm import nvrtc
 
-    for header in ("hopper.cuh", "wgmma.cuh"):
-        (tmp_path / header).write_text((SOURCE.parent / header).read_text())
+    copy_headers(tmp_path)
     (slow := tmp_path / "slow.cu").write_text(fp4_tiles.SOURCE.read_text().replace("begins();", ""))
     assert SERIALIZED in nvrtc.compiled(slow, "sm_90a", fp4_tiles.instance(16, 2, 2, False)[1])[1]

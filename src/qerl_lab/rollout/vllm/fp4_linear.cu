@@ -11,16 +11,7 @@
 // the nibbles {0, 4, 1, 5} and {2, 6, 3, 7} of the c-th 32-bit word of each lane. They are in float16, whose upper byte is
 // an E2M1 number but for shifts, and hold every bit of weight, scale and x.
 
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef unsigned short u16;
-typedef unsigned char u8;
-
-#ifdef __CUDACC__
-#include "hopper.cuh"
-#else
-#include "cuda_on_cpu.h"
-#endif
+#include "fp4.cuh"
 
 constexpr int THREADS = 608;  // registers decide: a quarter of a multiprocessor has 16,384, for five warps 96 a thread
 constexpr int UNITS = 2, UNIT = 128, SLICE = UNITS * UNIT;  // columns of x that a warp owns, and that it reads at once
@@ -65,8 +56,6 @@ __device__ void load_x(const u16* x, const Shape& s, int column, u32 (&out)[4][4
     ordered(v, out[c]);
   }
 }
-
-__device__ float widened(u32 number) { return __uint_as_float(number << 16); }
 
 // Turn the columns of x that a warp owns to float16, each row times the power of two that brings its largest below 2^15:
 // what is 2^-28 of that or more keeps every bit. `back` undoes it in the sums of the rows 2t and 2t + 1.
@@ -137,19 +126,6 @@ __device__ Work work_of(const Shape& s, u8* memory) {
   w.summed = w.empty + 8 * s.stages, w.taken = w.summed + 8 * TURNS;
   return w;
 }
-
-// Counters only grow, each launch by one a block: no launch has to leave zeros for the next.
-__device__ u64 joined(u64* counter, u32 blocks) {  // what the counter will be when all have arrived
-  __threadfence();
-  const u64 before = atomicAdd(counter, 1ull);
-  return (before / blocks + 1) * blocks;
-}
-
-__device__ void await(const u64* counter, u64 all) {
-  while (acquired(counter) < all) pause();
-}
-
-__device__ int part_of(const Shape& s, int n) { return (n >= s.part_1) + (n >= s.part_2); }
 
 // Add to `sum` `count` numbers that lie `stride` apart, in order. A 0 in place of one that is not there changes no bit: what
 // began at 0 is never -0.

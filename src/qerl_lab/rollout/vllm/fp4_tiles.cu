@@ -8,16 +8,9 @@
 // t meanwhile, each block a part of it for all. Where blocks share a tile (SHARED), all leave their sums, and each adds up
 // a part of them in one order, so that the same inputs give the same bits.
 
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef unsigned short u16;
-typedef unsigned char u8;
-
+#include "fp4.cuh"
 #ifdef __CUDACC__
-#include "hopper.cuh"
 #include "wgmma.cuh"
-#else
-#include "cuda_on_cpu.h"
 #endif
 
 constexpr int ADDERS = 96, OTHERS = 32 + ADDERS, REGISTERS_OF_OTHERS = 40;
@@ -76,22 +69,12 @@ __device__ void unpack(u32 word, u32 low, u32 high, u32 (&a)[4]) {
 // Scale i of a word, in both halves, times 2^119: `pack` made its exponent count from 2^-9.
 __device__ u32 scale_pair(u32 scales, int i) { return __byte_perm(scales, 0, 0x4040 + i * 0x0101) * 16 + 0x76807680u; }
 
-__device__ float widened(u32 number) { return __uint_as_float(number << 16); }
-
-__device__ int part_of(const Shape& s, int n) { return (n >= s.part_1) + (n >= s.part_2); }
-
-// Counters only grow, each launch by one a block: no launch has to leave zeros for the next.
-__device__ void meet(u64* counter, u32 blocks) {
-  __threadfence();
-  const u64 all = (atomicAdd(counter, 1ull) / blocks + 1) * blocks;
-  while (acquired(counter) < all) pause();
-}
-
 // The carrier: keep the ring full.
 template <int ROWS, int TILE, int GROUPS>
 __device__ void carry(const TensorMap* x, const u8* packed, const Shape& s, const Memory<ROWS, TILE, GROUPS>& m,
                       int tiles) {
-  constexpr int X_BYTES = AT_A_TIME * ROWS * DEPTH * 2, W_BYTES = AT_A_TIME * TILE * BLOCK_BYTES;
+  typedef Memory<ROWS, TILE, GROUPS> M;
+  constexpr int X_STAGE = AT_A_TIME * M::X_BYTES, W_STAGE = AT_A_TIME * M::W_BYTES;
   const u32 weights = shared(m.weights);
   const Span span(s);
   int stage = 0, parity = 1;
@@ -99,9 +82,9 @@ __device__ void carry(const TensorMap* x, const u8* packed, const Shape& s, cons
     for (int k = span.first; k < span.end; k++) {
       const u32 full = m.full + 8 * stage;
       wait(m.empty + 8 * stage, parity);  // the first round finds what no one has used
-      arrive_expecting(full, X_BYTES + W_BYTES);
-      copy(weights + stage * W_BYTES, packed + ((long long)tile * s.depth + k) * W_BYTES, W_BYTES, full);
-      copy_tile(m.x + stage * X_BYTES, x, k * AT_A_TIME, full);
+      arrive_expecting(full, X_STAGE + W_STAGE);
+      copy(weights + stage * W_STAGE, packed + ((long long)tile * s.depth + k) * W_STAGE, W_STAGE, full);
+      copy_tile(m.x + stage * X_STAGE, x, k * AT_A_TIME, full);
       if (++stage == s.stages) stage = 0, parity ^= 1;
     }
 }
@@ -122,7 +105,7 @@ __device__ void add_up(const float* sums, u16* t, u64* meeting, const Shape& s, 
     t[i] = rounded(sum);
   }
   sync(ADDED, ADDERS);
-  if (thread == 0) meet(meeting, gridDim.x);
+  if (thread == 0) await(meeting, joined(meeting, gridDim.x));
   sync(ADDED, ADDERS);
   for (int i = thread; i < size / 2; i += ADDERS)
     *(u32*)(own + i * 2 / s.R * s.stride_of_t + i * 2 % s.R) = __ldcg((const u32*)t + i);
@@ -244,7 +227,7 @@ __device__ void share(const float (&sum)[BLOCKS][ROWS / 2], float factor, const 
   }
   __threadfence();
   sync(SUMS, m.MULTIPLIERS);
-  if (threadIdx.x == 0) meet(meeting + tile, s.pieces);
+  if (threadIdx.x == 0) await(meeting + tile, joined(meeting + tile, s.pieces));
   sync(SUMS, m.MULTIPLIERS);
   wait(m.ready, 0);
   const int piece = blockIdx.x % s.pieces, all = BLOCKS * FOURS;

@@ -132,14 +132,13 @@ def pack(codes: Tensor, scale: Tensor, tile: int) -> Tensor:
         tile: of `tile_of`.
     """
     tiles, depth = -(-len(codes) // (_BLOCK * tile)), _stages(2 * codes.shape[1])
-    packed = torch.zeros(tiles, depth, _AT_A_TIME, tile, _BLOCK_BYTES, dtype=torch.uint8, device=codes.device)
-    blocks = packed.view(tiles, depth * _AT_A_TIME, tile, _BLOCK_BYTES)
-    at = 0
+    shape = (tiles * tile, depth * _AT_A_TIME, _BLOCK_BYTES)
+    blocks, first = torch.zeros(shape, dtype=torch.uint8, device=codes.device), 0
     for some, of_some in zip(codes.split(_ROWS_AT_ONCE), scale.split(_ROWS_AT_ONCE), strict=True):
-        for block in _blocks(some, of_some):
-            blocks[at // tile, : len(block), at % tile] = block
-            at += 1
-    return packed
+        found = _blocks(some, of_some)
+        blocks[first : first + len(found), : found.shape[1]] = found
+        first += len(found)
+    return blocks.view(tiles, tile, depth, _AT_A_TIME, _BLOCK_BYTES).permute(0, 2, 3, 1, 4).contiguous()
 
 
 _ROWS_AT_ONCE = 4096  # integers take eight times the room of codes

@@ -246,11 +246,10 @@ class OneAdapterMethod(LinearMethodBase):
 
     def _keep_packed(self, layer: LinearBase) -> None:
         """The buffers `STORED` and `TILES`, of the kernels that the layer goes by."""
-        kept: dict[str, Tensor] = {}
-        if self.in_one or self.in_tiles:
-            codes, scale = layer.weight_packed.data, layer.weight_scale.data
-            divisor = layer.weight_global_scale.data[:1]
-            N, columns = len(codes), 2 * codes.shape[1]
+        if not (self.in_one or self.in_tiles):
+            return
+        codes, scale, divisor = layer.weight_packed.data, layer.weight_scale.data, layer.weight_global_scale.data[:1]
+        (N, columns), kept = (len(codes), layer.adapter_A.shape[1]), dict[str, Tensor]()
         if self.in_one:
             kept |= zip(STORED, (codes, scale, divisor.clone(), fp4_linear.counters(divisor.device)), strict=True)
         if self.in_tiles:

@@ -50,35 +50,18 @@ __device__ void registers() {
 }
 
 // sum += A[64, 16] X[16, n]: a lane's A in registers, as of an mma with its warp's 16 rows; X as of `matrix`,
-// 2 further for 16 further columns.
-__device__ void wgmma(float (&d)[8], const u32 (&a)[4], u32 x) {
-  asm volatile("{\n.reg .pred add;\n.reg .b64 x;\nsetp.ne.b32 add, 1, 0;\nmov.b64 x, {%12, 0x40000040};\n"
-               "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 "
-               "{%0,%1,%2,%3,%4,%5,%6,%7}, "
-               "{%8,%9,%10,%11}, x, add, 1, 1, 0;\n}"
-               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(x));
-}
-
-__device__ void wgmma(float (&d)[16], const u32 (&a)[4], u32 x) {
-  asm volatile("{\n.reg .pred add;\n.reg .b64 x;\nsetp.ne.b32 add, 1, 0;\nmov.b64 x, {%20, 0x40000040};\n"
-               "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
-               "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, "
-               "{%16,%17,%18,%19}, x, add, 1, 1, 0;\n}"
-               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-                 "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(x));
-}
-
-__device__ void wgmma(float (&d)[32], const u32 (&a)[4], u32 x) {
-  asm volatile("{\n.reg .pred add;\n.reg .b64 x;\nsetp.ne.b32 add, 1, 0;\nmov.b64 x, {%36, 0x40000040};\n"
-               "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
-               "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
-               "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, "
-               "{%32,%33,%34,%35}, x, add, 1, 1, 0;\n}"
-               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-                 "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-                 "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-                 "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(x));
-}
+// 2 further for 16 further columns. D, A and X are the operands' numbers, what follows are the sums.
+#define EIGHT(i) \
+  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+#define D8 "%0,%1,%2,%3,%4,%5,%6,%7"
+#define D16 D8 ",%8,%9,%10,%11,%12,%13,%14,%15"
+#define D32 D16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define WGMMA(n, sums, D, A, X, ...) \
+  __device__ void wgmma(float (&d)[sums], const u32 (&a)[4], u32 x) { \
+    asm volatile("{\n.reg .pred add;\n.reg .b64 x;\nsetp.ne.b32 add, 1, 0;\nmov.b64 x, {" X ", 0x40000040};\n" \
+                 "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32.bf16.bf16 {" D "}, {" A "}, x, add, 1, 1, 0;\n}" \
+                 : __VA_ARGS__ : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(x)); \
+  }
+WGMMA(16, 8, D8, "%8,%9,%10,%11", "%12", EIGHT(0))
+WGMMA(32, 16, D16, "%16,%17,%18,%19", "%20", EIGHT(0), EIGHT(8))
+WGMMA(64, 32, D32, "%32,%33,%34,%35", "%36", EIGHT(0), EIGHT(8), EIGHT(16), EIGHT(24))
