@@ -20,6 +20,7 @@ SOURCE = str(Path(launch.__file__).parents[2])
 DONE, FAILS, DIES, SIGNALLED, SILENT, EMPTY, CRASHES_AFTER, REFUSES = range(8)
 CHILD = '''
 import json, os, re, signal, sys, time
+if os.environ.get("RANK", "0") != "0": sys.exit()  # the first of several processes writes the run's files
 run_dir = sys.argv[1]
 path = lambda name: os.path.join(run_dir, name)
 def write(name, text):
