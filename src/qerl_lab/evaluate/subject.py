@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from huggingface_hub import save_torch_state_dict
-from safetensors.torch import load_file
 
 from qerl_lab import formats, preflight
 from qerl_lab.config.arm import as_recorded, of_arm
@@ -134,7 +133,7 @@ def load(subject: Subject) -> Policy:
 
 def is_zero(adapter: Path) -> bool:
     """Whether the adapter changes nothing: one matrix of each product is zero throughout."""
-    tensors = load_file(adapter / WEIGHTS)
+    tensors = policy.adapter_tensors(adapter)
     return not any(tensor.any() for name, tensor in tensors.items() if "lora_B" in name)
 
 
