@@ -41,6 +41,7 @@ from qerl_lab.record.environment import versions
 from qerl_lab.record.partial import JOURNAL, Unfinished
 from qerl_lab.solutions import Example, batch, learning_rate
 from qerl_lab.tasks import Task
+from qerl_lab.tasks.data import respelled
 from qerl_lab.warmup.examples import order, tokenized
 from qerl_lab.warmup.options import WarmupOptions
 
@@ -166,7 +167,7 @@ def worked(options: WarmupOptions) -> Task:
     try:
         return tasks.worked(options.task_config())
     except ConfigError as error:
-        raise ConfigError(str(error).replace("task.path=", "task_path=")) from error
+        raise respelled(error, "task_path=") from error
 
 
 def sum_in_one_order() -> None:
