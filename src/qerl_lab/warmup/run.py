@@ -31,7 +31,7 @@ from qerl_lab.config.paths import sha256
 from qerl_lab.config.records import UNPACKED, WARMUP
 from qerl_lab.config.redact import redact
 from qerl_lab.config.schema import POCKET
-from qerl_lab.config.spelling import word
+from qerl_lab.config.spelling import shell_line, word
 from qerl_lab.model import policy
 from qerl_lab.model.files import local_folder
 from qerl_lab.model.loading import refuse_packed
@@ -159,7 +159,7 @@ def run(options: WarmupOptions) -> None:
         unfinished.finish()
     print(f"loss {warmup.losses[0]:.3f} -> {warmup.losses[-1]:.3f} nats a token, {time.monotonic() - started:.0f} s")
     print(f"model:       {terminal.near(options.folder)}  ({WARMUP} says how it was made)")
-    print(f"train on it: {terminal.python()} -m qerl_lab {shlex.join(training_words(options))}")
+    print(f"train on it: {terminal.python()} -m qerl_lab {shell_line(training_words(options))}")
 
 
 def worked(options: WarmupOptions) -> Task:
