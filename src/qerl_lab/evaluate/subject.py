@@ -108,6 +108,11 @@ def _of_model(options: AccuracyOptions) -> Subject:
         stored = stored_as(folder)
     except ValueError as error:
         raise ConfigError(f"{said} cannot be read ({error}). Type another model.") from None
+    if stored is not None and options.format not in (None, packed := stored.weight_format.NAME):
+        raise ConfigError(
+            f"{said} is packed in {packed}, and format={options.format} was given. Leave format out, or type the path "
+            "of the dense model."
+        )
     cfg.model = replace(cfg.model, name=Path(options.model).name, path=options.model, revision=options.revision)
     cfg.format.name = options.format or DENSE_FORMAT
     if stored is not None and options.format is None:

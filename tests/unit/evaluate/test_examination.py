@@ -191,7 +191,7 @@ def test_a_packed_model_is_asked_in_its_own_format(tmp_path, capsys) -> None:
     assert go(*words, f"out={tmp_path / 'out'}") == 0
     assert "in mxfp4 is evaluated" in capsys.readouterr().out
     assert go(*words, "format=nvfp4") == 2
-    assert "is packed in mxfp4, and format.name=nvfp4 was given" in capsys.readouterr().err
+    assert "is packed in mxfp4, and format=nvfp4 was given. Leave format out, or" in capsys.readouterr().err
 
 
 def test_a_model_is_its_content_wherever_it_lies_and_whenever_it_was_copied(tmp_path, capsys) -> None:
