@@ -158,7 +158,7 @@ def test_what_it_does_not_take_is_refused() -> None:
 def test_memory_for_one_stage_alone_is_refused() -> None:
     """Where a stage is freed during the next, one would never be."""
     with pytest.raises(ValueError, match="two stages of 62464 bytes"):
-        plan(64, (1, 8, 2, 10, 2304), 32, Machine(132, 128 * 2**10))
+        plan(64, (1, 8, 2, 10, 2304), 1, 32, Machine(132, 128 * 2**10))
 
 
 @pytest.mark.parametrize("rows", fp4_tiles.VARIANTS)
@@ -170,7 +170,7 @@ def test_memory_for_one_stage_alone_is_refused() -> None:
 )  # fmt: skip
 def test_a_plan_fits_an_h200(rows: int, rank: int, N: int, K: int, parts: int, tile: int) -> None:
     assert tile_of(N, K, 132) == tile
-    how = plan(rows, (-(-N // 64 // tile), K // 128, 2, tile, 2304), parts * rank, H200)
+    how = plan(rows, (-(-N // 64 // tile), K // 128, 2, tile, 2304), parts, rank, H200)
     assert 0.8 * H200.multiprocessors <= how.blocks <= H200.multiprocessors  # those of a tile wait for each other
     assert how.shared_bytes <= H200.shared_bytes
     assert how.stages >= 3

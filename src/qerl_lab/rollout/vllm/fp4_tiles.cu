@@ -5,8 +5,8 @@
 // piece of one tile's columns. A warp, the carrier, has the copy engine bring codes, scales and x into a ring in shared
 // memory. GROUPS warpgroups multiply: each unpacks its rows of W into registers, as bfloat16, for a product with x from
 // shared memory. A warpgroup stands still while the tensor cores take its products; others unpack then. Three warps add up
-// t meanwhile, each block a part of it for all. Where blocks share a tile (SHARED), all leave their sums, and each adds up
-// a part of them in one order, so that the same inputs give the same bits.
+// t meanwhile, each block a part of it for all; the adapter is a last product, of B and t. Where blocks share a tile
+// (SHARED), all leave their sums, and each adds up a part of them in one order, so that the same inputs give the same bits.
 
 #include "fp4.cuh"
 #ifdef __CUDACC__
@@ -19,17 +19,22 @@ constexpr int DEPTH = 64, AT_A_TIME = 2;  // columns of a block, of x the 128 by
 constexpr int BLOCK_BYTES = 2304, WARP_BYTES = BLOCK_BYTES / 4, CODE_BYTES = 512;
 constexpr int PITCH = 48, OUT_BYTES = 16 * PITCH;  // of y on its way out: from row to row, of a warp
 constexpr int LOADS = 8;                           // of a thread that are on their way
+constexpr int RANKS = 32;                          // of a step of the adapter's product
 enum Barrier { ALL, SUMS, ADDED };  // ALL is that of __syncthreads
 
 struct Shape {
   int M, N, R, rank;
-  int part_1, part_2;      // first columns of y of the second and third part, N where there are none
-  int splits;              // of x A^T
-  int depth, pieces;       // stages of a tile; blocks that share it
-  int stages, stride_of_t; // of the ring; from row to row of t in shared memory
+  int part_1, part_2;  // first columns of y of the second and third part, N where there are none
+  int splits;          // of x A^T
+  int width, columns;  // of a part of t, a multiple of RANKS, where what is beyond the last rank is 0; of t
+  int depth, pieces;   // stages of a tile; blocks that share it
+  int few, more;       // stages of a piece, and pieces with one more
+  int stages;          // of the ring
 };
 
-// Where the parts lie in shared memory, and who multiplies.
+__device__ int slabs(const Shape& s) { return (s.columns + DEPTH - 1) / DEPTH; }  // of t
+
+// Where the parts lie in shared memory, and who multiplies. x and t have slabs of DEPTH columns.
 template <int ROWS, int TILE, int GROUPS>
 struct Memory {
   static constexpr int MULTIPLIERS = GROUPS * 128, THREADS = MULTIPLIERS + OTHERS;
@@ -37,23 +42,25 @@ struct Memory {
   static constexpr int FEW = TILE / GROUPS, MORE = TILE % GROUPS;  // blocks of a group, and groups with one more
   static constexpr int W_BYTES = TILE * BLOCK_BYTES, X_BYTES = ROWS * DEPTH * 2;  // of a block of columns
   u8 *weights, *out;
-  u16* t;
-  u32 x, full, empty, ready;
+  u32 x, t, full, empty, ready;
 
   __device__ Memory(const Shape& s, u8* memory) {
-    weights = memory + s.stages * AT_A_TIME * X_BYTES;
+    const int x_bytes = s.stages * AT_A_TIME * X_BYTES;
+    weights = memory + x_bytes + slabs(s) * X_BYTES;
     u64* const barriers = (u64*)(weights + s.stages * AT_A_TIME * W_BYTES);
-    out = (u8*)(barriers + 2 * s.stages + 2), t = (u16*)(out + MULTIPLIERS / 32 * OUT_BYTES);
-    x = shared(memory), full = shared(barriers), empty = full + 8 * s.stages, ready = empty + 8 * s.stages;
+    out = (u8*)(barriers + 2 * s.stages + 2);
+    x = shared(memory), t = x + x_bytes, full = shared(barriers), empty = full + 8 * s.stages, ready = empty + 8 * s.stages;
   }
 };
 
-// Of a tile the stages from `first` to `end` are a block's.
-struct Span {
-  int first, end;
-  __device__ Span(const Shape& s) {
-    const int piece = blockIdx.x % s.pieces;
-    first = s.depth * piece / s.pieces, end = s.depth * (piece + 1) / s.pieces;
+// What a block does: of its tiles, from `tile` in steps of all blocks, the stages from `first` to `end`.
+template <bool SHARED>
+struct Work {
+  int tile, piece, first, end;
+
+  __device__ Work(const Shape& s) {
+    tile = SHARED ? blockIdx.x / s.pieces : blockIdx.x, piece = SHARED ? blockIdx.x - tile * s.pieces : 0;
+    first = piece * s.few + min(piece, s.more), end = first + s.few + (piece < s.more);
   }
 };
 
@@ -70,16 +77,20 @@ __device__ void unpack(u32 word, u32 low, u32 high, u32 (&a)[4]) {
 __device__ u32 scale_pair(u32 scales, int i) { return __byte_perm(scales, 0, 0x4040 + i * 0x0101) * 16 + 0x76807680u; }
 
 // The carrier: keep the ring full.
-template <int ROWS, int TILE, int GROUPS>
-__device__ void carry(const TensorMap* x, const u8* packed, const Shape& s, const Memory<ROWS, TILE, GROUPS>& m,
-                      int tiles) {
+template <int ROWS, int TILE, int GROUPS, bool SHARED>
+__device__ void carry(const TensorMap* x, const u8* packed, const u16* B, const Shape& s,
+                      const Memory<ROWS, TILE, GROUPS>& m, int tiles) {
   typedef Memory<ROWS, TILE, GROUPS> M;
   constexpr int X_STAGE = AT_A_TIME * M::X_BYTES, W_STAGE = AT_A_TIME * M::W_BYTES;
   const u32 weights = shared(m.weights);
-  const Span span(s);
+  const Work<SHARED> w(s);
   int stage = 0, parity = 1;
-  for (int tile = blockIdx.x / s.pieces; tile < tiles; tile += gridDim.x)
-    for (int k = span.first; k < span.end; k++) {
+#pragma unroll 1
+  for (int tile = w.tile; tile < tiles; tile += gridDim.x) {
+    const int n = tile * TILE * BLOCK;
+    if (w.piece == 0) prefetch(B + (long long)n * s.rank, min(TILE * BLOCK, s.N - n) * s.rank * 2);
+#pragma unroll 1
+    for (int k = w.first; k < w.end; k++) {
       const u32 full = m.full + 8 * stage;
       wait(m.empty + 8 * stage, parity);  // the first round finds what no one has used
       arrive_expecting(full, X_STAGE + W_STAGE);
@@ -87,29 +98,40 @@ __device__ void carry(const TensorMap* x, const u8* packed, const Shape& s, cons
       copy_tile(m.x + stage * X_STAGE, x, k * AT_A_TIME, full);
       if (++stage == s.stages) stage = 0, parity ^= 1;
     }
+  }
 }
 
-// t = x A^T in bfloat16, [M, R]: each block adds up the pieces of a part of it, waits for the others, and takes all.
-__device__ void add_up(const float* sums, u16* t, u64* meeting, const Shape& s, u16* own, u32 ready) {
-  const int thread = threadIdx.x - (blockDim.x - ADDERS), size = s.M * s.R;
+// t = x A^T in bfloat16, in memory as x is: each block adds up the splits of a part of it, waits for the others, and has
+// all of it copied.
+template <int ROWS>
+__device__ void add_up(const float* sums, u16* t, u64* meeting, const Shape& s, u32 own, u32 ready) {
+  const int thread = threadIdx.x - (blockDim.x - ADDERS), warps = ADDERS / 32, groups = s.columns / 32;
   awaited();
-  for (int i = blockIdx.x * ADDERS + thread; i < size; i += gridDim.x * ADDERS) {
+#pragma unroll 1
+  for (int i = blockIdx.x * warps + thread / 32; i < s.M * groups; i += gridDim.x * warps) {
+    const int row = i / groups, column = (i - row * groups) * 32 + thread % 32;
+    const int part = (column >= s.width) + (column >= 2 * s.width), r = column - part * s.width;
+    const float* const from = sums + row * s.R + part * s.rank + r;
+    const int splits = r < s.rank ? s.splits : 0;
     float sum = 0;
-    for (int split = 0; split < s.splits; split += LOADS) {
+#pragma unroll 1
+    for (int split = 0; split < splits; split += LOADS) {
       float one[LOADS];
 #pragma unroll
-      for (int j = 0; j < LOADS; j++) one[j] = split + j < s.splits ? sums[(long long)(split + j) * size + i] : 0;
+      for (int j = 0; j < LOADS; j++) one[j] = split + j < splits ? from[(split + j) * s.M * s.R] : 0;
 #pragma unroll
       for (int j = 0; j < LOADS; j++) sum += one[j];
     }
-    t[i] = rounded(sum);
+    t[(column / DEPTH * ROWS + row) * DEPTH + (column % DEPTH / 8 ^ row % 8) * 8 + column % 8] = rounded(sum);
   }
+  seen_by_copies();
   sync(ADDED, ADDERS);
-  if (thread == 0) await(meeting, joined(meeting, gridDim.x));
-  sync(ADDED, ADDERS);
-  for (int i = thread; i < size / 2; i += ADDERS)
-    *(u32*)(own + i * 2 / s.R * s.stride_of_t + i * 2 % s.R) = __ldcg((const u32*)t + i);
-  arrive(ready);
+  if (thread) return;
+  await(meeting, arrived(meeting, gridDim.x, blockIdx.x == 0));
+  seen_by_copies();
+  const u32 bytes = slabs(s) * ROWS * DEPTH * 2;
+  arrive_expecting(ready, bytes);
+  copy(own, t, bytes, ready);
 }
 
 // The warpgroup's rows of W times all of x, the columns of a stage. `weights` are the warp's, `x` is as of `matrix`. `free`
@@ -118,7 +140,7 @@ template <int ROWS, int TILE, int BLOCKS>
 __device__ void multiply(float (&sum)[BLOCKS][ROWS / 2], const u8* weights, u32 x, u32 free) {
   constexpr int STEP = BLOCKS == 1 ? 4 : BLOCKS == 2 ? 2 : 1;  // times 16 columns, of a group of products
   const int lane = threadIdx.x % 32;
-#pragma unroll
+#pragma unroll 1
   for (int k = 0; k < AT_A_TIME; k++) {
     uint4 word[BLOCKS];
     uint2 scale[BLOCKS];
@@ -150,60 +172,74 @@ __device__ void multiply(float (&sum)[BLOCKS][ROWS / 2], const u8* weights, u32 
   }
 }
 
-// What `finish` adds to a warp's 16 rows of W, of which n is the first: B as an mma takes it, its first ranks, and the
-// bias.
-struct Rest {
-  static constexpr int RANKS = 32;
-  u32 b[RANKS / 16][4];
-  float bias[2];
-};
+// The row n of W that many blocks further, or in the last block: what is added beyond it is not stored.
+__device__ int further(const Shape& s, int n, int blocks) { return min(n + blocks * BLOCK, s.N - BLOCK + n % BLOCK); }
 
-// 16 ranks of B from r, zero beyond the last.
-__device__ void load_b(u32 (&b)[4], const u16* B, const Shape& s, int n, int r) {
-  const int lane = threadIdx.x % 32, left = s.rank - r - lane % 4 * 2;
-  const u16* const low = B + (long long)(n + lane / 4) * s.rank + r + lane % 4 * 2;
+// RANKS columns of B from r as a product takes them, for the warp's rows from n of each block; 0 beyond the last.
+template <int BLOCKS>
+__device__ void load(u32 (&b)[RANKS / 16][BLOCKS][4], const u16* B, const Shape& s, int n, int r) {
+  const int lane = threadIdx.x % 32, column = r + lane % 4 * 2;
 #pragma unroll
-  for (int i = 0; i < 4; i++) b[i] = left > i / 2 * 8 ? *(const u32*)(low + i % 2 * 8 * s.rank + i / 2 * 8) : 0;
-}
-
-__device__ void load_rest(Rest& rest, const u16* B, const u16* bias, const Shape& s, int n) {
+  for (int block = 0; block < BLOCKS; block++) {
+    const u16* const from = B + (long long)(further(s, n, block) + lane / 4) * s.rank + column;
 #pragma unroll
-  for (int i = 0; i < Rest::RANKS / 16; i++) load_b(rest.b[i], B, s, n, i * 16);
+    for (int i = 0; i < RANKS / 16; i++)
 #pragma unroll
-  for (int i = 0; i < 2; i++) rest.bias[i] = bias ? widened(bias[n + threadIdx.x % 32 / 4 + i * 8]) : 0.f;
-}
-
-// Finish the sums of a warp's 16 rows of W, from n, and of COUNT times 8 rows of x, from m: scale them, add bias and
-// adapter, store them. `out` is the warp's.
-template <int COUNT>
-__device__ void finish(float (&sum)[COUNT * 4], const Rest& rest, float factor, const u16* t, const u16* B, u16* y, u8* out,
-                       const Shape& s, int n, int m) {
-  const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
-#pragma unroll
-  for (int i = 0; i < COUNT * 4; i++) sum[i] = sum[i] * factor + rest.bias[i / 2 % 2];
-  const u16* const own = t + (m + g) * s.stride_of_t + part_of(s, n) * s.rank + 2 * q;
-  auto add = [&](const u32(&b)[4], int r) {
-    const int left = s.rank - r - 2 * q;
-#pragma unroll
-    for (int i = 0; i < COUNT; i++) {
-      const u32* const two = (const u32*)(own + i * 8 * s.stride_of_t + r);
-      mma(*(float(*)[4])(sum + i * 4), b[0], b[1], b[2], b[3], left > 0 ? two[0] : 0, left > 8 ? two[4] : 0);
-    }
-  };
-#pragma unroll
-  for (int i = 0; i < Rest::RANKS / 16; i++)
-    if (i * 16 < s.rank) add(rest.b[i], i * 16);
-  for (int r = Rest::RANKS; r < s.rank; r += 16) {
-    u32 b[4];
-    load_b(b, B, s, n, r);
-    add(b, r);
+      for (int j = 0; j < 4; j++) {
+        const int right = i * 16 + j / 2 * 8, down = j % 2 * 8 * s.rank;
+        b[i][block][j] = column + right < s.rank ? *(const u32*)(from + right + down) : 0;
+      }
   }
+}
+
+template <int BLOCKS>
+__device__ void load_bias(float (&offset)[BLOCKS][2], const u16* bias, const Shape& s, int n) {
+  if (!bias) return;
+#pragma unroll
+  for (int i = 0; i < BLOCKS * 2; i++)
+    offset[i / 2][i % 2] = widened(bias[further(s, n, i / 2) + threadIdx.x % 32 / 4 + i % 2 * 8]);
+}
+
+// sum += B t, of the warp's rows from n of each block. `b` has the first ranks, t is in shared memory.
+template <int ROWS, int BLOCKS>
+__device__ void add_adapter(float (&sum)[BLOCKS][ROWS / 2], u32 (&b)[RANKS / 16][BLOCKS][4], const u16* B, const Shape& s,
+                            u32 t, int n) {
+  constexpr int ROW_BYTES = DEPTH * 2;
+  const int lane = threadIdx.x % 32, row = lane / 16 * 8 + lane % 8;  // of t, whose 16 bytes this lane points at
+#pragma unroll 1
+  for (int r = 0; r < s.rank; r += RANKS) {
+    if (r) load(b, B, s, n, r);
+#pragma unroll
+    for (int block = 0; block < BLOCKS; block++) {
+      const int column = part_of(s, further(s, n, block)) * s.width + r, at = column % DEPTH / 8 + lane / 8 % 2;
+      const u32 slab = t + (column / DEPTH * ROWS + row) * ROW_BYTES;
+#pragma unroll
+      for (int i = 0; i < RANKS / 16; i++)
+#pragma unroll
+        for (int m = 0; m < ROWS; m += 16) {
+          u32 four[4];
+          load_matrices(four, slab + (at + i * 2 ^ row % 8) * 16 + m * ROW_BYTES);
+          const u32(&a)[4] = b[i][block];
+#pragma unroll
+          for (int j = 0; j < 2; j++)
+            mma(*(float(*)[4])(sum[block] + m / 2 + j * 4), a[0], a[1], a[2], a[3], four[j * 2], four[j * 2 + 1]);
+        }
+    }
+  }
+}
+
+// Sums of a warp's 16 rows of W, from n, and of COUNT times 8 rows of x, from m, go to y. `out` is the warp's.
+template <int COUNT>
+__device__ void store(const float (&sum)[COUNT * 4], u16* y, u8* out, const Shape& s, int n, int m) {
   constexpr int AT_ONCE = COUNT < 2 ? 1 : 2;  // times 8 rows, and 16 lanes that store
+  const int lane = threadIdx.x % 32;
+  const u32 place = shared(out) + (lane / 16 * 8 + lane % 8) * PITCH + lane / 8 % 2 * 16;
 #pragma unroll
   for (int i = 0; i < COUNT; i += AT_ONCE) {
+    u32 two[AT_ONCE * 2];
 #pragma unroll
-    for (int j = 0; j < AT_ONCE * 4; j++)
-      *(u16*)(out + (j / 4 * 8 + 2 * q + j % 2) * PITCH + (g + j / 2 % 2 * 8) * 2) = rounded(sum[i * 4 + j]);
+    for (int j = 0; j < AT_ONCE * 2; j++) two[j] = rounded_two(sum[i * 4 + j * 2], sum[i * 4 + j * 2 + 1]);
+    store_transposed(place, two);
     __syncwarp();
     const int row = m + i * 8 + lane / 2;
     if (lane < AT_ONCE * 16 && row < s.M)
@@ -212,31 +248,29 @@ __device__ void finish(float (&sum)[COUNT * 4], const Rest& rest, float factor, 
   }
 }
 
-// Leave the sums of a piece, and when all have, finish a part of the tile.
+// Leave the sums of a piece, and when all have, add up a part of the tile.
 template <int ROWS, int TILE, int GROUPS, int BLOCKS>
-__device__ void share(const float (&sum)[BLOCKS][ROWS / 2], float factor, const Memory<ROWS, TILE, GROUPS>& m, const u16* B,
-                      const u16* bias, u16* y, u8* out, float4* partial, u64* meeting, const Shape& s, int n) {
-  constexpr int FOURS = ROWS / 8, OF_TILE = TILE * FOURS * 128;
-  const int tile = blockIdx.x / s.pieces, block = n / BLOCK - tile * TILE;
-  float4* const of_tile = partial + ((long long)tile * s.pieces * TILE + block) * FOURS * 128 + threadIdx.x % 128;
-  float4* const own = of_tile + blockIdx.x % s.pieces * OF_TILE;
+__device__ void share(const float (&sum)[BLOCKS][ROWS / 2], u16* y, u8* out, float4* partial, u64* meeting, const Shape& s,
+                      const Work<true>& w, int n) {
+  constexpr int FOURS = ROWS / 8, OF_TILE = TILE * FOURS * 128, MULTIPLIERS = GROUPS * 128;
+  const int block = n / BLOCK - w.tile * TILE;
+  float4* const of_tile = partial + ((long long)w.tile * s.pieces * TILE + block) * FOURS * 128 + threadIdx.x % 128;
+  float4* const own = of_tile + w.piece * OF_TILE;
 #pragma unroll
   for (int i = 0; i < BLOCKS * FOURS; i++) {
     const float* const four = &sum[0][0] + i * 4;
     own[i * 128] = make_float4(four[0], four[1], four[2], four[3]);
   }
   __threadfence();
-  sync(SUMS, m.MULTIPLIERS);
-  if (threadIdx.x == 0) await(meeting + tile, joined(meeting + tile, s.pieces));
-  sync(SUMS, m.MULTIPLIERS);
-  wait(m.ready, 0);
-  const int piece = blockIdx.x % s.pieces, all = BLOCKS * FOURS;
-  for (int i = all * piece / s.pieces; i < all * (piece + 1) / s.pieces; i++) {
+  sync(SUMS, MULTIPLIERS);
+  if (threadIdx.x == 0) await(meeting + w.tile, arrived(meeting + w.tile, s.pieces, w.piece == 0));
+  sync(SUMS, MULTIPLIERS);
+#pragma unroll 1
+  for (int i = w.piece; i < BLOCKS * FOURS; i += s.pieces) {
     const int row = n + i / FOURS * BLOCK;
     if (row >= s.N) break;
-    Rest rest;
-    load_rest(rest, B, bias, s, row);
     float four[4] = {};
+#pragma unroll 1
     for (int from = 0; from < s.pieces; from += LOADS) {
       float4 one[LOADS];
 #pragma unroll
@@ -245,7 +279,7 @@ __device__ void share(const float (&sum)[BLOCKS][ROWS / 2], float factor, const 
 #pragma unroll
       for (int j = 0; j < LOADS; j++) four[0] += one[j].x, four[1] += one[j].y, four[2] += one[j].z, four[3] += one[j].w;
     }
-    finish<1>(four, rest, factor, m.t, B, y, out, s, row, i % FOURS * 8);
+    store<1>(four, y, out, s, row, i % FOURS * 8);
   }
 }
 
@@ -257,38 +291,38 @@ __device__ void multiply_all(const Memory<ROWS, TILE, GROUPS>& m, const float* d
   const int first_block = group * m.FEW + min(group, m.MORE);
   const u8* const weights = m.weights + first_block * BLOCK_BYTES + warp % 4 * WARP_BYTES;
   u8* const out = m.out + warp * OUT_BYTES;
-  const float factor = 128 / *divisor;
-  const Span span(s);
+  const float factor = __fdividef(128, *divisor);
+  const Work<SHARED> w(s);
   int stage = 0, parity = 0;
-  for (int tile = blockIdx.x / s.pieces; tile < tiles; tile += gridDim.x) {
+#pragma unroll 1
+  for (int tile = w.tile; tile < tiles; tile += gridDim.x) {
     const int n = (tile * TILE + first_block) * BLOCK + warp % 4 * 16;
     float sum[BLOCKS][ROWS / 2];
 #pragma unroll
     for (int i = 0; i < BLOCKS * ROWS / 2; i++) (&sum[0][0])[i] = 0;
     u32 free = 0;
-    for (int k = span.first; k < span.end; k++) {
+#pragma unroll 1
+    for (int k = w.first; k < w.end; k++) {
       wait(m.full + 8 * stage, parity);
       const int at = stage * AT_A_TIME;
       multiply<ROWS, TILE, BLOCKS>(sum, weights + at * m.W_BYTES, matrix(m.x + at * m.X_BYTES), free);
       free = m.empty + 8 * stage;
       if (++stage == s.stages) stage = 0, parity ^= 1;
     }
-    Rest rest[BLOCKS];
-    if (!SHARED)
-#pragma unroll
-      for (int b = 0; b < BLOCKS; b++)
-        if (n + b * BLOCK < s.N) load_rest(rest[b], B, bias, s, n + b * BLOCK);
+    u32 b[RANKS / 16][BLOCKS][4];
+    float offset[BLOCKS][2] = {};
+    if (w.piece == 0) load(b, B, s, n, 0), load_bias(offset, bias, s, n);
     settled<0>();
     complete(*(float(*)[BLOCKS * ROWS / 2])sum);
     if (lane == 0) arrive(free);
-    if (SHARED) {
-      share(sum, factor, m, B, bias, y, out, partial, meeting, s, n);
-      continue;
-    }
-    wait(m.ready, 0);
 #pragma unroll
-    for (int b = 0; b < BLOCKS; b++)
-      if (n + b * BLOCK < s.N) finish<ROWS / 8>(sum[b], rest[b], factor, m.t, B, y, out, s, n + b * BLOCK, 0);
+    for (int i = 0; i < BLOCKS * ROWS / 2; i++) (&sum[0][0])[i] = (&sum[0][0])[i] * factor + offset[i / (ROWS / 2)][i / 2 % 2];
+    if (w.piece == 0) wait(m.ready, 0), add_adapter<ROWS>(sum, b, B, s, m.t, n);
+    if constexpr (SHARED) share<ROWS, TILE, GROUPS>(sum, y, out, partial, meeting, s, w, n);
+    else
+#pragma unroll
+      for (int block = 0; block < BLOCKS; block++)
+        if (n + block * BLOCK < s.N) store<ROWS / 8>(sum[block], y, out, s, n + block * BLOCK, 0);
   }
 }
 
@@ -301,7 +335,7 @@ __device__ void fp4_tiles(const TensorMap* x, const u8* packed, const float* div
   const int group = threadIdx.x / 128, tiles = (s.N / BLOCK + TILE - 1) / TILE;
   if (threadIdx.x < s.stages) {
     begin(m.full + 8 * threadIdx.x, 1), begin(m.empty + 8 * threadIdx.x, M::MULTIPLIERS / 32);
-    if (threadIdx.x == 0) begin(m.ready, ADDERS);
+    if (threadIdx.x == 0) begin(m.ready, 1);
     begun();
   }
   __syncthreads();
@@ -314,8 +348,8 @@ __device__ void fp4_tiles(const TensorMap* x, const u8* packed, const float* div
     multiply_all<ROWS, TILE, GROUPS, SHARED, M::FEW>(m, divisor, B, bias, y, partial, meeting + 1, s, tiles);
   } else {
     registers<REGISTERS_OF_OTHERS, false>();
-    if (threadIdx.x >= M::THREADS - ADDERS) add_up(sums, t, meeting, s, m.t, m.ready);
-    else if (elected()) carry(x, packed, s, m, tiles);
+    if (threadIdx.x >= M::THREADS - ADDERS) add_up<ROWS>(sums, t, meeting, s, m.t, m.ready);
+    else if (elected()) carry<ROWS, TILE, GROUPS, SHARED>(x, packed, B, s, m, tiles);
   }
 }
 

@@ -31,6 +31,7 @@ TILES = range(2, 9)  # blocks of W
 _BLOCK, _DEPTH, _AT_A_TIME, _BLOCK_BYTES, _OUT_BYTES = 64, 64, 2, 2304, 768  # as in fp4_tiles.cu
 _GROUP, _OTHERS = 128, 128  # threads of a warpgroup, and those that do not multiply
 _MOST_STAGES = 16
+_RANKS = 32  # of a part of t, in multiples of which it lies in memory
 _STEP = 2  # stages that a block of W takes at the end of a tile, about
 
 TAKEN = f"up to 3 parts in multiples of {_BLOCK}, columns in multiples of {_DEPTH}, an even rank up to {MAX_RANK}"
@@ -41,7 +42,8 @@ class Shape(ctypes.Structure):
 
     _fields_ = [
         (name, ctypes.c_int)
-        for name in ("M", "N", "R", "rank", "part_1", "part_2", "splits", "depth", "pieces", "stages", "stride_of_t")
+        for name in ("M", "N", "R", "rank", "part_1", "part_2", "splits", "width", "columns", "depth", "pieces", "few",
+                     "more", "stages")
     ]  # fmt: skip
 
 
@@ -49,7 +51,8 @@ class Shape(ctypes.Structure):
 class Plan:
     """How a launch goes: the variant for `rows` rows of x and `tile` blocks of W, which `groups` multiply.
 
-    `pieces` blocks of threads share a tile.
+    `pieces` blocks of threads share a tile. A part of x A^T has `width` columns in shared memory, all parts `slabs`
+    of 64.
     """
 
     rows: int
@@ -58,7 +61,8 @@ class Plan:
     pieces: int
     blocks: int
     stages: int
-    stride_of_t: int
+    width: int
+    slabs: int
     shared_bytes: int
 
 
@@ -208,11 +212,13 @@ def product(
     rows, (N, rank) = len(x), B.shape
     y = torch.empty(rows, N, dtype=torch.bfloat16, device=x.device)
     R, machine = sums.shape[2], machine_of(x.device)
-    how = plan(rows, packed.shape, R, machine)
-    t = torch.empty(rows, R, dtype=torch.bfloat16, device=x.device)
+    how = plan(rows, packed.shape, len(sizes), rank, machine)
+    t = torch.empty(how.slabs * _DEPTH * how.rows, dtype=torch.bfloat16, device=x.device)
     partial = torch.empty(how.blocks * how.tile * _BLOCK * how.rows if how.pieces > 1 else 0, device=x.device)
     ends = [sum(sizes[:part]) if len(sizes) > part else N for part in (1, 2)]
-    shape = Shape(rows, N, R, rank, *ends, len(sums), packed.shape[1], how.pieces, how.stages, how.stride_of_t)
+    t_columns, depth = how.width * len(sizes), packed.shape[1]
+    shape = Shape(rows, N, R, rank, *ends, len(sums), how.width, t_columns, depth, how.pieces, depth // how.pieces,
+                  depth % how.pieces, how.stages)  # fmt: skip
     _launch(how, x, [packed, divisor, sums, B, bias, y, t, partial, meeting], shape)
     return y
 
@@ -225,20 +231,21 @@ def check(x: Tensor, B: Tensor, sizes: Sequence[int]) -> None:
         raise ValueError(f"{what}; allowed: up to {MAX_ROWS} rows, {TAKEN}")
 
 
-def plan(rows: int, packed: Sequence[int], R: int, machine: Machine) -> Plan:
-    """Choose the variant, and as many stages as memory allows. `packed` is the shape of `pack`, R that of A."""
+def plan(rows: int, packed: Sequence[int], parts: int, rank: int, machine: Machine) -> Plan:
+    """Choose the variant, and as many stages as memory allows. `packed` is the shape of `pack`."""
     variant = next(most for most in VARIANTS if rows <= most)
     tiles, depth, _, tile, _ = packed
     groups = groups_of(tile)
     pieces = _pieces(tiles, depth * _AT_A_TIME * _DEPTH, machine.multiprocessors)
     stage = _AT_A_TIME * (variant * _DEPTH * 2 + tile * _BLOCK_BYTES)
-    stride = R + 8  # neighbours in a column of t do not meet in a bank of memory
-    rest = (2 * _MOST_STAGES + 2) * 8 + groups * _GROUP // 32 * _OUT_BYTES + variant * stride * 2
+    width = -(-rank // _RANKS) * _RANKS
+    slabs = -(-parts * width // _DEPTH)
+    rest = (2 * _MOST_STAGES + 2) * 8 + groups * _GROUP // 32 * _OUT_BYTES + variant * slabs * _DEPTH * 2
     stages = min(_MOST_STAGES, (machine.shared_bytes - rest) // stage)
     if stages < 2:  # a stage is freed during the next
         raise ValueError(f"two stages of {stage} bytes and {rest} more do not fit {machine.shared_bytes} bytes")
     blocks = min(tiles * pieces, machine.multiprocessors)
-    return Plan(variant, tile, groups, pieces, blocks, stages, stride, stages * stage + rest)
+    return Plan(variant, tile, groups, pieces, blocks, stages, width, slabs, stages * stage + rest)
 
 
 def _launch(how: Plan, x: Tensor, tensors: Sequence[Tensor | None], shape: Shape) -> None:
