@@ -1,35 +1,36 @@
-// y[M, N] = x W^T + bias + t B^T for up to ROWS rows, where t = x A^T comes in pieces from the launch before. W is NVFP4,
-// in the layout of `pack` in fp4_tiles.py, which compiles this for ROWS, TILE, GROUPS and SHARED and has the why.
+// y[M, N] = x W^T + bias + (x A^T) B^T for up to ROWS rows, where B is that of a row's part. W is NVFP4, in the layout of
+// `pack` in fp4_tiles.py, which compiles this for ROWS, TILE, GROUPS and SHARED and has the why.
 //
 // A multiprocessor holds one block, which has tiles of W, TILE times 64 rows, or where there are fewer tiles than blocks a
 // piece of one tile's columns. A warp, the carrier, has the copy engine bring codes, scales and x into a ring in shared
 // memory. GROUPS warpgroups multiply: each unpacks its rows of W into registers, as bfloat16, for a product with x from
-// shared memory. A warpgroup stands still while the tensor cores take its products; others unpack then. Three warps add up
-// t meanwhile, each block a part of it for all; the adapter is a last product, of B and t. Where blocks share a tile
-// (SHARED), all leave their sums, and each adds up a part of them in one order, so that the same inputs give the same bits.
+// shared memory. A warpgroup stands still while the tensor cores take its products; others unpack then. Three warps make
+// t = x A^T meanwhile, each block a part of it for all; the warpgroups end with t B^T. Where blocks share a tile (SHARED),
+// all leave their sums, and each finishes a part of the tile, in one order, so that the same inputs give the same bits.
 
 #include "fp4.cuh"
 #ifdef __CUDACC__
 #include "wgmma.cuh"
 #endif
 
-constexpr int ADDERS = 96, OTHERS = 32 + ADDERS, REGISTERS_OF_OTHERS = 40;
-constexpr int BLOCK = 64;                                 // rows of W that a warpgroup multiplies at once
+constexpr int MAKERS = 96, OTHERS = 32 + MAKERS, REGISTERS_OF_OTHERS = 56;  // MAKERS make t
+constexpr int BLOCK = 64;                 // rows of W that a warpgroup multiplies at once
 constexpr int DEPTH = 64, AT_A_TIME = 2;  // columns of a block, of x the 128 bytes of a swizzle; blocks of a stage
 constexpr int BLOCK_BYTES = 2304, WARP_BYTES = BLOCK_BYTES / 4, CODE_BYTES = 512;
 constexpr int PITCH = 48, OUT_BYTES = 16 * PITCH;  // of y on its way out: from row to row, of a warp
 constexpr int LOADS = 8;                           // of a thread that are on their way
 constexpr int RANKS = 32;                          // of a step of the adapter's product
-enum Barrier { ALL, SUMS, ADDED };  // ALL is that of __syncthreads
+enum Barrier { ALL, SUMS, MADE };                  // ALL is that of __syncthreads
 
 struct Shape {
-  int M, N, R, rank;
-  int part_1, part_2;  // first columns of y of the second and third part, N where there are none
-  int splits;          // of x A^T
-  int width, columns;  // of a part of t, a multiple of RANKS, where what is beyond the last rank is 0; of t
-  int depth, pieces;   // stages of a tile; blocks that share it
-  int few, more;       // stages of a piece, and pieces with one more
-  int stages;          // of the ring
+  int M, N, K, stride;   // the last from row to row of x
+  int R, rank;           // rows of A; of a part
+  int width, columns;    // of a part of t, a multiple of RANKS, where what is beyond the last rank is 0; of t
+  int part_1, part_2;    // first columns of y of the second and third part, N where there are none
+  int splits, of_split;  // of x A^T; columns of x in one
+  int depth, pieces;     // stages of a tile; blocks that share it
+  int few, more;         // stages of a piece; pieces with one more
+  int stages;            // of the ring
 };
 
 __device__ int slabs(const Shape& s) { return (s.columns + DEPTH - 1) / DEPTH; }  // of t
@@ -38,7 +39,8 @@ __device__ int slabs(const Shape& s) { return (s.columns + DEPTH - 1) / DEPTH; }
 template <int ROWS, int TILE, int GROUPS>
 struct Memory {
   static constexpr int MULTIPLIERS = GROUPS * 128, THREADS = MULTIPLIERS + OTHERS;
-  static constexpr int REGISTERS = (65536 - OTHERS * REGISTERS_OF_OTHERS) / MULTIPLIERS / 8 * 8;  // of a thread
+  static constexpr int BEGUN = 65536 / THREADS / 8 * 8 * THREADS;  // registers of a block, however they are shared
+  static constexpr int REGISTERS = (BEGUN - OTHERS * REGISTERS_OF_OTHERS) / MULTIPLIERS / 8 * 8;  // of a thread
   static constexpr int FEW = TILE / GROUPS, MORE = TILE % GROUPS;  // blocks of a group, and groups with one more
   static constexpr int W_BYTES = TILE * BLOCK_BYTES, X_BYTES = ROWS * DEPTH * 2;  // of a block of columns
   u8 *weights, *out;
@@ -76,7 +78,7 @@ __device__ void unpack(u32 word, u32 low, u32 high, u32 (&a)[4]) {
 // Scale i of a word, in both halves, times 2^119: `pack` made its exponent count from 2^-9.
 __device__ u32 scale_pair(u32 scales, int i) { return __byte_perm(scales, 0, 0x4040 + i * 0x0101) * 16 + 0x76807680u; }
 
-// The carrier: keep the ring full.
+// The carrier: keep the ring full. What it asks for first does not depend on the launch before.
 template <int ROWS, int TILE, int GROUPS, bool SHARED>
 __device__ void carry(const TensorMap* x, const u8* packed, const u16* B, const Shape& s,
                       const Memory<ROWS, TILE, GROUPS>& m, int tiles) {
@@ -85,6 +87,8 @@ __device__ void carry(const TensorMap* x, const u8* packed, const u16* B, const 
   const u32 weights = shared(m.weights);
   const Work<SHARED> w(s);
   int stage = 0, parity = 1;
+  prefetch(packed + ((long long)w.tile * s.depth + w.first) * W_STAGE, min(s.stages, w.end - w.first) * W_STAGE);
+  awaited();
 #pragma unroll 1
   for (int tile = w.tile; tile < tiles; tile += gridDim.x) {
     const int n = tile * TILE * BLOCK;
@@ -101,33 +105,84 @@ __device__ void carry(const TensorMap* x, const u8* packed, const u16* B, const 
   }
 }
 
-// t = x A^T in bfloat16, in memory as x is: each block adds up the splits of a part of it, waits for the others, and has
-// all of it copied.
-template <int ROWS>
-__device__ void add_up(const float* sums, u16* t, u64* meeting, const Shape& s, u32 own, u32 ready) {
-  const int thread = threadIdx.x - (blockDim.x - ADDERS), warps = ADDERS / 32, groups = s.columns / 32;
-  awaited();
+// Which part column `column` of t lies in.
+__device__ int part_of_t(const Shape& s, int column) { return (column >= s.width) + (column >= 2 * s.width); }
+
+// 16 columns of t, 16 rows, of one split: a warp's. Which columns of x and A are together in a product is all the same, so
+// a lane loads 16 bytes of a row.
+__device__ void shrink(const u16* x, const u16* A, float* sums, const Shape& s, int item) {
+  const int lane = threadIdx.x % 32, rows = (s.M + 15) / 16, columns = s.columns / 16, rest = item / rows;
+  const int split = rest / columns, column = (rest - split * columns) * 16, row = (item - rest * rows) * 16 + lane / 4;
+  const int part = part_of_t(s, column), rank = column - part * s.width + lane / 4, first = split * s.of_split;
+  u32 of_A[2], of_x[2];  // rows, none beyond the last
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    of_A[i] = (part * s.rank + min(rank + i * 8, s.rank - 1)) * s.K + first + lane % 4 * 8;
+    of_x[i] = min(row + i * 8, s.M - 1) * s.stride + first + lane % 4 * 8;
+  }
+  float sum[2][4] = {};
 #pragma unroll 1
-  for (int i = blockIdx.x * warps + thread / 32; i < s.M * groups; i += gridDim.x * warps) {
-    const int row = i / groups, column = (i - row * groups) * 32 + thread % 32;
-    const int part = (column >= s.width) + (column >= 2 * s.width), r = column - part * s.width;
-    const float* const from = sums + row * s.R + part * s.rank + r;
-    const int splits = r < s.rank ? s.splits : 0;
+  for (int k = 0; k < min(s.of_split, s.K - first); k += 64) {
+    uint4 v[2][4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      v[i / 2][i % 2] = *(const uint4*)(A + (of_A[i % 2] + k + i / 2 * 32));
+      v[i / 2][2 + i % 2] = *(const uint4*)(x + (of_x[i % 2] + k + i / 2 * 32));
+    }
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const uint4(&of)[4] = v[i / 2];
+      mma(sum[i % 2], of[0].x, of[1].x, of[0].y, of[1].y, of[2 + i % 2].x, of[2 + i % 2].y);
+      mma(sum[i % 2], of[0].z, of[1].z, of[0].w, of[1].w, of[2 + i % 2].z, of[2 + i % 2].w);
+    }
+  }
+  float* const to = sums + ((long long)split * s.columns + column + lane / 4) * rows * 16 + row - lane / 4 + lane % 4 * 2;
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const float* const two = sum[i / 2] + i % 2 * 2;
+    *(float2*)(to + i % 2 * 8 * rows * 16 + i / 2 * 8) = make_float2(two[0], two[1]);
+  }
+}
+
+// Add up the splits of a part of t, and leave it as a product of x would have it.
+template <int ROWS>
+__device__ void add_up(const float* sums, u16* t, const Shape& s, int thread) {
+  const int rows = (s.M + 15) / 16 * 16, all = s.columns * rows;
+#pragma unroll 1
+  for (int i = blockIdx.x * MAKERS + thread; i < all; i += gridDim.x * MAKERS) {
+    const int column = i / rows, row = i - column * rows;
+    const int splits = column - part_of_t(s, column) * s.width < s.rank ? s.splits : 0;
     float sum = 0;
 #pragma unroll 1
-    for (int split = 0; split < splits; split += LOADS) {
-      float one[LOADS];
+    for (int split = 0; split < splits; split += 2 * LOADS) {
+      float one[2 * LOADS];
 #pragma unroll
-      for (int j = 0; j < LOADS; j++) one[j] = split + j < splits ? from[(split + j) * s.M * s.R] : 0;
+      for (int j = 0; j < 2 * LOADS; j++) one[j] = split + j < splits ? __ldcg(sums + (split + j) * all + i) : 0;
 #pragma unroll
-      for (int j = 0; j < LOADS; j++) sum += one[j];
+      for (int j = 0; j < 2 * LOADS; j++) sum += one[j];
     }
     t[(column / DEPTH * ROWS + row) * DEPTH + (column % DEPTH / 8 ^ row % 8) * 8 + column % 8] = rounded(sum);
   }
+}
+
+// t = x A^T in bfloat16, in memory as x is: each block makes a part of it, and when all have, all of it is copied.
+template <int ROWS>
+__device__ void make_t(const u16* x, const u16* A, float* sums, u16* t, u64* meeting, const Shape& s, u32 own, u32 ready) {
+  const int thread = threadIdx.x - (blockDim.x - MAKERS), warps = MAKERS / 32;
+  const int items = (s.M + 15) / 16 * (s.columns / 16) * s.splits;
+  const int eights = s.R * s.K / 8, few = (eights + gridDim.x - 1) / gridDim.x, first = blockIdx.x * few;  // of A
+  if (thread == 0 && first < eights) prefetch(A + first * 8, min(few, eights - first) * 16);
+  awaited();
+#pragma unroll 1
+  for (int item = blockIdx.x * warps + thread / 32; item < items; item += gridDim.x * warps) shrink(x, A, sums, s, item);
+  sync(MADE, MAKERS);
+  if (thread == 0) await(meeting, arrived(meeting, gridDim.x, blockIdx.x == 0));
+  sync(MADE, MAKERS);
+  add_up<ROWS>(sums, t, s, thread);
   seen_by_copies();
-  sync(ADDED, ADDERS);
+  sync(MADE, MAKERS);
   if (thread) return;
-  await(meeting, arrived(meeting, gridDim.x, blockIdx.x == 0));
+  await(meeting + 1, arrived(meeting + 1, gridDim.x, blockIdx.x == 0));
   seen_by_copies();
   const u32 bytes = slabs(s) * ROWS * DEPTH * 2;
   arrive_expecting(ready, bytes);
@@ -192,23 +247,32 @@ __device__ void load(u32 (&b)[RANKS / 16][BLOCKS][4], const u16* B, const Shape&
   }
 }
 
+// What is added to a warp's rows from n of each block, loaded ahead: of B the first ranks, and the bias.
 template <int BLOCKS>
-__device__ void load_bias(float (&offset)[BLOCKS][2], const u16* bias, const Shape& s, int n) {
-  if (!bias) return;
-#pragma unroll
-  for (int i = 0; i < BLOCKS * 2; i++)
-    offset[i / 2][i % 2] = widened(bias[further(s, n, i / 2) + threadIdx.x % 32 / 4 + i % 2 * 8]);
-}
+struct Added {
+  u32 b[RANKS / 16][BLOCKS][4];
+  float bias[BLOCKS][2];
 
-// sum += B t, of the warp's rows from n of each block. `b` has the first ranks, t is in shared memory.
-template <int ROWS, int BLOCKS>
-__device__ void add_adapter(float (&sum)[BLOCKS][ROWS / 2], u32 (&b)[RANKS / 16][BLOCKS][4], const u16* B, const Shape& s,
-                            u32 t, int n) {
+  __device__ Added(const u16* B, const u16* bias_, const Shape& s, int n) {
+    load(b, B, s, n, 0);
+#pragma unroll
+    for (int i = 0; i < BLOCKS * 2; i++)
+      bias[i / 2][i % 2] = bias_ ? widened(bias_[further(s, n, i / 2) + threadIdx.x % 32 / 4 + i % 2 * 8]) : 0;
+  }
+};
+
+// sum = sum factor + bias + B t, of the warp's rows from n of each block and COUNT rows of t, which begin at `t`.
+template <int ROWS, int COUNT, int BLOCKS>
+__device__ void add(float (&sum)[BLOCKS][COUNT / 2], Added<BLOCKS>& added, float factor, const u16* B, const Shape& s, u32 t,
+                    int n) {
   constexpr int ROW_BYTES = DEPTH * 2;
   const int lane = threadIdx.x % 32, row = lane / 16 * 8 + lane % 8;  // of t, whose 16 bytes this lane points at
+#pragma unroll
+  for (int i = 0; i < BLOCKS * COUNT / 2; i++)
+    (&sum[0][0])[i] = (&sum[0][0])[i] * factor + added.bias[i / (COUNT / 2)][i / 2 % 2];
 #pragma unroll 1
   for (int r = 0; r < s.rank; r += RANKS) {
-    if (r) load(b, B, s, n, r);
+    if (r) load(added.b, B, s, n, r);
 #pragma unroll
     for (int block = 0; block < BLOCKS; block++) {
       const int column = part_of(s, further(s, n, block)) * s.width + r, at = column % DEPTH / 8 + lane / 8 % 2;
@@ -216,43 +280,43 @@ __device__ void add_adapter(float (&sum)[BLOCKS][ROWS / 2], u32 (&b)[RANKS / 16]
 #pragma unroll
       for (int i = 0; i < RANKS / 16; i++)
 #pragma unroll
-        for (int m = 0; m < ROWS; m += 16) {
+        for (int m = 0; m < COUNT; m += 16) {
           u32 four[4];
           load_matrices(four, slab + (at + i * 2 ^ row % 8) * 16 + m * ROW_BYTES);
-          const u32(&a)[4] = b[i][block];
+          const u32(&b)[4] = added.b[i][block];
 #pragma unroll
           for (int j = 0; j < 2; j++)
-            mma(*(float(*)[4])(sum[block] + m / 2 + j * 4), a[0], a[1], a[2], a[3], four[j * 2], four[j * 2 + 1]);
+            mma(*(float(*)[4])(sum[block] + m / 2 + j * 4), b[0], b[1], b[2], b[3], four[j * 2], four[j * 2 + 1]);
         }
     }
   }
 }
 
-// Sums of a warp's 16 rows of W, from n, and of COUNT times 8 rows of x, from m, go to y. `out` is the warp's.
+// Sums of a warp's 16 rows of W, from n, and of COUNT rows of x, from m, go to y. `out` is the warp's.
 template <int COUNT>
-__device__ void store(const float (&sum)[COUNT * 4], u16* y, u8* out, const Shape& s, int n, int m) {
-  constexpr int AT_ONCE = COUNT < 2 ? 1 : 2;  // times 8 rows, and 16 lanes that store
+__device__ void store(const float (&sum)[COUNT / 2], u16* y, u8* out, const Shape& s, int n, int m) {
   const int lane = threadIdx.x % 32;
   const u32 place = shared(out) + (lane / 16 * 8 + lane % 8) * PITCH + lane / 8 % 2 * 16;
 #pragma unroll
-  for (int i = 0; i < COUNT; i += AT_ONCE) {
-    u32 two[AT_ONCE * 2];
+  for (int i = 0; i < COUNT; i += 16) {
+    u32 four[4];
 #pragma unroll
-    for (int j = 0; j < AT_ONCE * 2; j++) two[j] = rounded_two(sum[i * 4 + j * 2], sum[i * 4 + j * 2 + 1]);
-    store_transposed(place, two);
+    for (int j = 0; j < 4; j++) four[j] = rounded_two(sum[i / 2 + j * 2], sum[i / 2 + j * 2 + 1]);
+    store_transposed(place, four);
     __syncwarp();
-    const int row = m + i * 8 + lane / 2;
-    if (lane < AT_ONCE * 16 && row < s.M)
+    const int row = m + i + lane / 2;
+    if (row < s.M)
       *(uint4*)(y + (long long)row * s.N + n + lane % 2 * 8) = *(const uint4*)(out + lane / 2 * PITCH + lane % 2 * 16);
     __syncwarp();
   }
 }
 
-// Leave the sums of a piece, and when all have, add up a part of the tile.
+// Leave the sums of a piece, and when all have, finish a part of the tile, 16 rows of x at a time.
 template <int ROWS, int TILE, int GROUPS, int BLOCKS>
-__device__ void share(const float (&sum)[BLOCKS][ROWS / 2], u16* y, u8* out, float4* partial, u64* meeting, const Shape& s,
-                      const Work<true>& w, int n) {
-  constexpr int FOURS = ROWS / 8, OF_TILE = TILE * FOURS * 128, MULTIPLIERS = GROUPS * 128;
+__device__ void share(const float (&sum)[BLOCKS][ROWS / 2], float factor, const Memory<ROWS, TILE, GROUPS>& m, const u16* B,
+                      const u16* bias, u16* y, u8* out, float4* partial, u64* meeting, const Shape& s, const Work<true>& w,
+                      int n) {
+  constexpr int FOURS = ROWS / 8, OF_TILE = TILE * FOURS * 128, PARTS = ROWS / 16;
   const int block = n / BLOCK - w.tile * TILE;
   float4* const of_tile = partial + ((long long)w.tile * s.pieces * TILE + block) * FOURS * 128 + threadIdx.x % 128;
   float4* const own = of_tile + w.piece * OF_TILE;
@@ -262,25 +326,42 @@ __device__ void share(const float (&sum)[BLOCKS][ROWS / 2], u16* y, u8* out, flo
     own[i * 128] = make_float4(four[0], four[1], four[2], four[3]);
   }
   __threadfence();
-  sync(SUMS, MULTIPLIERS);
+  sync(SUMS, m.MULTIPLIERS);
   if (threadIdx.x == 0) await(meeting + w.tile, arrived(meeting + w.tile, s.pieces, w.piece == 0));
-  sync(SUMS, MULTIPLIERS);
+  sync(SUMS, m.MULTIPLIERS);
 #pragma unroll 1
-  for (int i = w.piece; i < BLOCKS * FOURS; i += s.pieces) {
-    const int row = n + i / FOURS * BLOCK;
+  for (int i = w.piece; i < BLOCKS * PARTS; i += s.pieces) {
+    const int row = n + i / PARTS * BLOCK, of_x = i % PARTS * 16;
     if (row >= s.N) break;
-    float four[4] = {};
+    Added<1> added(B, bias, s, row);
+    float whole[1][8] = {};
 #pragma unroll 1
     for (int from = 0; from < s.pieces; from += LOADS) {
-      float4 one[LOADS];
+      float4 one[LOADS][2];
 #pragma unroll
-      for (int j = 0; j < LOADS; j++)
-        one[j] = from + j < s.pieces ? __ldcg(of_tile + (from + j) * OF_TILE + i * 128) : make_float4(0, 0, 0, 0);
+      for (int j = 0; j < LOADS * 2; j++) {
+        const float4* const four = of_tile + (from + j / 2) * OF_TILE + (i * 2 + j % 2) * 128;
+        one[j / 2][j % 2] = from + j / 2 < s.pieces ? __ldcg(four) : make_float4(0, 0, 0, 0);
+      }
 #pragma unroll
-      for (int j = 0; j < LOADS; j++) four[0] += one[j].x, four[1] += one[j].y, four[2] += one[j].z, four[3] += one[j].w;
+      for (int j = 0; j < LOADS * 2; j++) {
+        float* const four = whole[0] + j % 2 * 4;
+        const float4& its = one[j / 2][j % 2];
+        four[0] += its.x, four[1] += its.y, four[2] += its.z, four[3] += its.w;
+      }
     }
-    store<1>(four, y, out, s, row, i % FOURS * 8);
+    wait(m.ready, 0);
+    add<ROWS, 16>(whole, added, factor, B, s, m.t + of_x * DEPTH * 2, row);
+    store<16>(whole[0], y, out, s, row, of_x);
   }
+}
+
+// The products have ended: their sums may be read, and what they read of the last stage be written again.
+template <int BLOCKS, int SUMS_OF_BLOCK>
+__device__ void end(float (&sum)[BLOCKS][SUMS_OF_BLOCK], u32 last) {
+  settled<0>();
+  complete(*(float(*)[BLOCKS * SUMS_OF_BLOCK])sum);
+  if (threadIdx.x % 32 == 0) arrive(last);
 }
 
 // A warpgroup: its blocks of every tile.
@@ -309,26 +390,25 @@ __device__ void multiply_all(const Memory<ROWS, TILE, GROUPS>& m, const float* d
       free = m.empty + 8 * stage;
       if (++stage == s.stages) stage = 0, parity ^= 1;
     }
-    u32 b[RANKS / 16][BLOCKS][4];
-    float offset[BLOCKS][2] = {};
-    if (w.piece == 0) load(b, B, s, n, 0), load_bias(offset, bias, s, n);
-    settled<0>();
-    complete(*(float(*)[BLOCKS * ROWS / 2])sum);
-    if (lane == 0) arrive(free);
-#pragma unroll
-    for (int i = 0; i < BLOCKS * ROWS / 2; i++) (&sum[0][0])[i] = (&sum[0][0])[i] * factor + offset[i / (ROWS / 2)][i / 2 % 2];
-    if (w.piece == 0) wait(m.ready, 0), add_adapter<ROWS>(sum, b, B, s, m.t, n);
-    if constexpr (SHARED) share<ROWS, TILE, GROUPS>(sum, y, out, partial, meeting, s, w, n);
-    else
+    if constexpr (SHARED) {
+      end(sum, free);
+      share(sum, factor, m, B, bias, y, out, partial, meeting, s, w, n);
+    } else {
+      Added<BLOCKS> added(B, bias, s, n);
+      end(sum, free);
+      wait(m.ready, 0);
+      add<ROWS, ROWS>(sum, added, factor, B, s, m.t, n);
 #pragma unroll
       for (int block = 0; block < BLOCKS; block++)
-        if (n + block * BLOCK < s.N) store<ROWS / 8>(sum[block], y, out, s, n + block * BLOCK, 0);
+        if (n + block * BLOCK < s.N) store<ROWS>(sum[block], y, out, s, n + block * BLOCK, 0);
+    }
   }
 }
 
 template <int ROWS, int TILE, int GROUPS, bool SHARED>
-__device__ void fp4_tiles(const TensorMap* x, const u8* packed, const float* divisor, const float* sums, const u16* B,
-                          const u16* bias, u16* y, u16* t, float4* partial, u64* meeting, const Shape& s) {
+__device__ void fp4_tiles(const TensorMap* tiles_of_x, const u16* x, const u8* packed, const float* divisor, const u16* A,
+                          const u16* B, const u16* bias, u16* y, float* sums, u16* t, float4* partial, u64* meeting,
+                          const Shape& s) {
   typedef Memory<ROWS, TILE, GROUPS> M;
   DYNAMIC_SHARED(memory);
   const M m(s, memory);
@@ -342,21 +422,21 @@ __device__ void fp4_tiles(const TensorMap* x, const u8* packed, const float* div
   next_may_start();
   if (group < M::MORE) {
     registers<M::REGISTERS, true>();
-    multiply_all<ROWS, TILE, GROUPS, SHARED, M::FEW + 1>(m, divisor, B, bias, y, partial, meeting + 1, s, tiles);
+    multiply_all<ROWS, TILE, GROUPS, SHARED, M::FEW + 1>(m, divisor, B, bias, y, partial, meeting + 2, s, tiles);
   } else if (group < GROUPS) {
     registers<M::REGISTERS, true>();
-    multiply_all<ROWS, TILE, GROUPS, SHARED, M::FEW>(m, divisor, B, bias, y, partial, meeting + 1, s, tiles);
+    multiply_all<ROWS, TILE, GROUPS, SHARED, M::FEW>(m, divisor, B, bias, y, partial, meeting + 2, s, tiles);
   } else {
     registers<REGISTERS_OF_OTHERS, false>();
-    if (threadIdx.x >= M::THREADS - ADDERS) add_up<ROWS>(sums, t, meeting, s, m.t, m.ready);
-    else if (elected()) carry<ROWS, TILE, GROUPS, SHARED>(x, packed, B, s, m, tiles);
+    if (threadIdx.x >= M::THREADS - MAKERS) make_t<ROWS>(x, A, sums, t, meeting, s, m.t, m.ready);
+    else if (elected()) carry<ROWS, TILE, GROUPS, SHARED>(tiles_of_x, packed, B, s, m, tiles);
   }
 }
 
 #define FP4_TILES(ROWS, TILE, GROUPS, SHARED) \
   extern "C" __global__ void __launch_bounds__((Memory<ROWS, TILE, GROUPS>::THREADS), 1) \
   fp4_tiles_##ROWS##_##TILE##_##GROUPS##_##SHARED( \
-      const __grid_constant__ TensorMap x, const u8* packed, const float* divisor, const float* sums, const u16* B, \
-      const u16* bias, u16* y, u16* t, float4* partial, u64* meeting, const Shape s) { \
-    fp4_tiles<ROWS, TILE, GROUPS, SHARED>(&x, packed, divisor, sums, B, bias, y, t, partial, meeting, s); \
+      const __grid_constant__ TensorMap tiles_of_x, const u16* x, const u8* packed, const float* divisor, const u16* A, \
+      const u16* B, const u16* bias, u16* y, float* sums, u16* t, float4* partial, u64* meeting, const Shape s) { \
+    fp4_tiles<ROWS, TILE, GROUPS, SHARED>(&tiles_of_x, x, packed, divisor, A, B, bias, y, sums, t, partial, meeting, s); \
   }
