@@ -71,10 +71,12 @@ static void run(unsigned blocks, unsigned threads, size_t shared_bytes, std::fun
     f.start.uc_stack.ss_sp = f.stack.data(), f.start.uc_stack.ss_size = f.stack.size();
     makecontext(&f.start, entry, 0);
   }
-  for (volatile bool some = true; some;) {
+  const size_t steps[] = {1, 1009, 4001, 10007};  // each round in another order: steps that no number of fibers is a multiple of
+  volatile size_t round = 0;
+  for (volatile bool some = true; some; round++) {
     some = false;
     for (volatile size_t i = 0; i < fibers.size(); i++) {
-      current = &fibers[i];
+      current = &fibers[(i + round) * steps[round % 4] % fibers.size()];
       if (current->done) continue;
       some = true;
       if (_setjmp(scheduler)) continue;
