@@ -201,7 +201,7 @@ __device__ void multiply(float (&sum)[BLOCKS][ROWS / 2], const u8* weights, u32 
     uint2 scale[BLOCKS];
 #pragma unroll
     for (int b = 0; b < BLOCKS; b++) {
-      const u8* const block = weights + (k * TILE + b) * BLOCK_BYTES;
+      const u8* const block = weights + b * BLOCK_BYTES;
       word[b] = *(const uint4*)(block + lane * 16), scale[b] = *(const uint2*)(block + CODE_BYTES + lane / 4 * 8);
     }
 #pragma unroll
@@ -221,9 +221,10 @@ __device__ void multiply(float (&sum)[BLOCKS][ROWS / 2], const u8* weights, u32 
       for (int i = 0; i < STEP; i++)
 #pragma unroll
         for (int b = 0; b < BLOCKS; b++)
-          wgmma(sum[b], a[i][b], x + (k * ROWS * DEPTH + (step * STEP + i) * 16) / 8);
+          wgmma(sum[b], a[i][b], x + (step * STEP + i) * 2);
       committed();
     }
+    weights += TILE * BLOCK_BYTES, x += ROWS * DEPTH / 8;
   }
 }
 
@@ -386,7 +387,8 @@ __device__ void multiply_all(const Memory<ROWS, TILE, GROUPS>& m, const float* d
     for (int k = w.first; k < w.end; k++) {
       wait(m.full + 8 * stage, parity);
       const int at = stage * AT_A_TIME;
-      multiply<ROWS, TILE, BLOCKS>(sum, weights + at * m.W_BYTES, matrix(m.x + at * m.X_BYTES), free);
+      const u32 x = __shfl_sync(~0u, matrix(m.x + at * m.X_BYTES), 0);  // so the compiler knows that lanes have the same
+      multiply<ROWS, TILE, BLOCKS>(sum, weights + at * m.W_BYTES, x, free);
       free = m.empty + 8 * stage;
       if (++stage == s.stages) stage = 0, parity ^= 1;
     }
