@@ -103,10 +103,7 @@ class RunDirectory:
     def locked(self) -> Iterator[TextIO]:
         """Hold resolved.yaml locked. A child that inherits the lock keeps it, so that it outlives a killed parent."""
         with open(self.path / resolved.NAME, "r+", encoding="utf-8") as file:  # NFS locks what may be written only
-            try:
-                lock(file)
-            except BlockingIOError:
-                raise ConfigError(f"another process is running in {self.path}. Wait for it or stop it first.") from None
+            lock(file, f"another process is running in {self.path}. Wait for it or stop it first.")
             yield file
 
     @property

@@ -9,7 +9,7 @@ import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 from qerl_lab import formats
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import DENSE_FORMAT, RunConfig
-from qerl_lab.disk import lock
+from qerl_lab.disk import alone_in
 from qerl_lab.model.dense import base_tensors
 from qerl_lab.model.files import WeightFiles, local_folder, read_json
 from qerl_lab.model.loading import stored_as
@@ -72,23 +72,9 @@ def roomy_folder(name: str, size: int) -> Iterator[Path]:
     Its name claims the size: runs that start at once would each see the room that only one of them can have.
     """
     with ExitStack() as stack:
-        with alone_in_memory():
+        with alone_in(IN_MEMORY) if IN_MEMORY.is_dir() else nullcontext():
             folder = stack.enter_context(named_folder(f"qerl-lab-{name}-{size}", place_for(size)))
         yield folder
-
-
-@contextmanager
-def alone_in_memory() -> Iterator[None]:
-    """Wait until no other process of this machine is between its look at the room and its claim."""
-    if not IN_MEMORY.is_dir():
-        yield
-        return
-    held = os.open(IN_MEMORY, os.O_RDONLY)
-    try:
-        lock(held, wait=True)
-        yield
-    finally:
-        os.close(held)
 
 
 @contextmanager
