@@ -135,6 +135,7 @@ static void awaited() {}
 static void next_may_start() {}
 static u64 acquired(const u64* p) { return *p; }
 static u64 atomicAdd(u64* p, u64 n) { return (*p += n) - n; }
+static u64 released(u64* p, u64 n) { return atomicAdd(p, n); }
 template <typename T> static T __ldcg(const T* p) { return *p; }
 
 static float __fdividef(float a, float b) { return a / b; }

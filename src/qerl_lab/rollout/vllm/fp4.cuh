@@ -21,8 +21,7 @@ __device__ int part_of(const Shape& s, int n) { return (n >= s.part_1) + (n >= s
 // Blocks meet by a counter. Each adds 1, but the first so much that the highest bit turns when all have come: no launch has
 // to leave zeros for the next.
 __device__ u64 arrived(u64* counter, u32 blocks, bool first) {  // what the counter was
-  __threadfence();
-  return atomicAdd(counter, first ? (1ull << 63) - (blocks - 1) : 1ull);
+  return released(counter, first ? (1ull << 63) - (blocks - 1) : 1ull);
 }
 
 __device__ void await(const u64* counter, u64 before) {

@@ -326,7 +326,6 @@ __device__ void share(const float (&sum)[BLOCKS][ROWS / 2], float factor, const 
     const float* const four = &sum[0][0] + i * 4;
     own[i * 128] = make_float4(four[0], four[1], four[2], four[3]);
   }
-  __threadfence();
   sync(SUMS, m.MULTIPLIERS);
   if (threadIdx.x == 0) await(meeting + w.tile, arrived(meeting + w.tile, s.pieces, w.piece == 0));
   sync(SUMS, m.MULTIPLIERS);
