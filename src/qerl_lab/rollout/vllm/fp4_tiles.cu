@@ -195,7 +195,7 @@ template <int ROWS, int TILE, int BLOCKS>
 __device__ void multiply(float (&sum)[BLOCKS][ROWS / 2], const u8* weights, u32 x, u32 free) {
   constexpr int STEP = BLOCKS == 1 ? 4 : BLOCKS == 2 ? 2 : 1;  // times 16 columns, of a group of products
   const int lane = threadIdx.x % 32;
-#pragma unroll 1
+#pragma unroll (BLOCKS == 1 ? AT_A_TIME : 1)  // for more blocks registers do not suffice
   for (int k = 0; k < AT_A_TIME; k++) {
     uint4 word[BLOCKS];
     uint2 scale[BLOCKS];
