@@ -6,7 +6,8 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -17,19 +18,31 @@ from qerl_lab.config.option import ConfigError
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF)
 
 
-def lock(opened: int | TextIO, wait: bool = False) -> bool:
+def lock(opened: int | TextIO, refusal: str | None = None) -> bool:
     """Lock an open file or directory until it is closed; False where there are no locks, and nothing is guarded.
 
-    Raises BlockingIOError where another process has it, unless it is to `wait` for it. A child that inherits it keeps
+    Where another process has it this waits, or raises ConfigError with the `refusal`. A child that inherits it keeps
     the lock.
     """
     try:
-        fcntl.flock(opened, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        fcntl.flock(opened, fcntl.LOCK_EX | (fcntl.LOCK_NB if refusal else 0))
+    except BlockingIOError:
+        raise ConfigError(str(refusal)) from None
     except OSError as error:
         if error.errno not in NO_LOCKS:
             raise
         return False
     return True
+
+
+@contextmanager
+def alone_in(folder: Path) -> Iterator[bool]:
+    """Wait until no other process of this machine is in such a block of this folder; False where there are no locks."""
+    held = os.open(folder, os.O_RDONLY)
+    try:
+        yield lock(held)
+    finally:
+        os.close(held)
 
 
 def replace_file(path: Path, data: bytes, aside: str = "tmp") -> None:

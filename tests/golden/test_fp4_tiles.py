@@ -22,7 +22,6 @@ from qerl_lab.rollout.vllm.fp4_tiles import (
     linear,
     pack,
     plan,
-    product,
     tile_of,
 )
 
@@ -65,7 +64,7 @@ def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
             how.blocks,
             how.shared_bytes,
             ctypes.byref(tiles),
-            pointers(tensors),
+            pointers([x, *tensors]),
             ctypes.byref(shape),
         )
 
@@ -74,19 +73,19 @@ def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def operands(rows: int, columns: int, sizes: list[int], rank: int, tile: int) -> tuple[dict[str, Tensor], Tensor]:
-    """Arguments of `product` but `sizes`, and what it should give in float64, of summands of the size of 1."""
+    """Arguments of `linear` but `sizes`, and what it should give in float64, of summands of the size of 1."""
     generator = torch.Generator().manual_seed(rows)
     R, N = len(sizes) * rank, sum(sizes)
     packed = NVFP4.quantize(columns**-0.5 * torch.randn(N, columns, generator=generator))
     x, B, bias = (torch.randn(shape, generator=generator).bfloat16() for shape in ((rows, columns), (N, rank), (N,)))
-    B, sums = B * rank**-0.5, torch.randn(3, rows, R, generator=generator) / 3**0.5
-    t = sums.sum(0).double()
+    A, B = (torch.randn(R, columns, generator=generator) * columns**-0.5).bfloat16(), B * rank**-0.5
+    t = x.double() @ A.double().t()
     added = torch.cat([a @ b.double().t() for a, b in zip(t.split(rank, 1), B.split(sizes), strict=True)], dim=1)
     exact = x.double() @ NVFP4.dequantize(packed, (N, columns), torch.float64).double().t() + bias.double() + added
     given = {
         "x": x,
         "packed": pack(packed["weight_packed"], packed["weight_scale"], tile),
-        "sums": sums,
+        "A": A,
         "B": B,
         "bias": bias,
     }
@@ -94,16 +93,10 @@ def operands(rows: int, columns: int, sizes: list[int], rank: int, tile: int) ->
     return {name: tensor.to(DEVICE) for name, tensor in given.items()}, exact
 
 
-def linear_of(given: dict[str, Tensor], x: Tensor, sizes: list[int]) -> Tensor:
-    """The whole of it, by an adapter whose A plays no part."""
-    rest = {name: given[name] for name in ("packed", "divisor", "B", "meeting")}
-    return linear(x, A=x, sizes=sizes, **rest)
-
-
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_it_is_the_product_with_the_dequantized_weight_and_the_adapter(shape: tuple) -> None:
     given, exact = operands(*shape)
-    y = product(**given, sizes=shape[2])
+    y = linear(**given, sizes=shape[2])
     assert (y.shape, y.dtype) == (exact.shape, torch.bfloat16)
     torch.testing.assert_close(y.cpu().double(), exact, rtol=2**-7, atol=2**-6)
 
@@ -112,7 +105,7 @@ def test_no_bias_and_rows_apart() -> None:
     given, exact = operands(*SHAPES[1])
     wide = torch.randn(16, 264).bfloat16().to(DEVICE)
     wide[:, :256] = given["x"]
-    y = product(**given | {"x": wide[:, :256], "bias": None}, sizes=SHAPES[1][2])
+    y = linear(**given | {"x": wide[:, :256], "bias": None}, sizes=SHAPES[1][2])
     exact = exact - given["bias"].cpu().double()
     torch.testing.assert_close(y.cpu().double(), exact, rtol=2**-7, atol=2**-6)
 
@@ -121,16 +114,15 @@ def test_rows_come_and_go() -> None:
     """All and few rows of one layer in turns, as completions end: the blocks meet each time."""
     given, exact = operands(*SHAPES[4])
     for rows in (64, 17, 33, 1, 64):
-        fewer = {"x": given["x"][:rows], "sums": given["sums"][:, :rows].contiguous()}
-        y = product(**given | fewer, sizes=[128, 64])
+        y = linear(**given | {"x": given["x"][:rows]}, sizes=[128, 64])
         torch.testing.assert_close(y.cpu().double(), exact[:rows], rtol=2**-7, atol=2**-6)
-    assert linear_of(given, given["x"][:0], [128, 64]).shape == (0, 192)
+    assert linear(**given | {"x": given["x"][:0]}, sizes=[128, 64]).shape == (0, 192)
 
 
 def test_the_same_inputs_give_the_same_bits() -> None:
     given, _ = operands(*SHAPES[4])
-    first = product(**given, sizes=SHAPES[4][2])
-    assert all(torch.equal(product(**given, sizes=SHAPES[4][2]), first) for _ in range(3))
+    first = linear(**given, sizes=SHAPES[4][2])
+    assert all(torch.equal(linear(**given, sizes=SHAPES[4][2]), first) for _ in range(3))
 
 
 @pytest.mark.parametrize("tile", [2, 3, 4, 5])
@@ -139,17 +131,17 @@ def test_every_code_in_every_place_with_every_scale(tile: int) -> None:
     K, N = 128, 256
     codes, scale, weight = every_code(N, K)
     given, _ = operands(64, K, [N], 2, tile)
-    given |= {"packed": pack(codes, scale, tile).to(DEVICE), "bias": None, "sums": torch.zeros_like(given["sums"])}
+    given |= {"packed": pack(codes, scale, tile).to(DEVICE), "bias": None, "A": torch.zeros_like(given["A"])}
     given["divisor"] = torch.ones(1, device=DEVICE)
     for rows in torch.eye(K, dtype=torch.bfloat16, device=DEVICE).split(64):
-        y = product(**given | {"x": rows}, sizes=[N])
+        y = linear(**given | {"x": rows}, sizes=[N])
         assert torch.equal(y.cpu().double(), rows.cpu().double() @ weight.t())
 
 
 def test_what_it_does_not_take_is_refused() -> None:
     given, _ = operands(MAX_ROWS + 1, 64, [64], 2, 2)
     with pytest.raises(ValueError, match="65 rows"):
-        linear_of(given, given["x"], [64])
+        linear(**given, sizes=[64])
     assert fp4_tiles.takes([3584, 512, 512], 3584, 32)
     assert fp4_tiles.takes([4864, 4864], 896, 32)  # Qwen2.5-0.5B
     assert not fp4_tiles.takes([72, 64], 128, 32)
@@ -158,7 +150,7 @@ def test_what_it_does_not_take_is_refused() -> None:
 def test_memory_for_one_stage_alone_is_refused() -> None:
     """Where a stage is freed during the next, one would never be."""
     with pytest.raises(ValueError, match="two stages of 62464 bytes"):
-        plan(64, (1, 8, 2, 10, 2304), 32, Machine(132, 128 * 2**10))
+        plan(64, (1, 8, 2, 10, 2304), 1, 32, Machine(132, 128 * 2**10))
 
 
 @pytest.mark.parametrize("rows", fp4_tiles.VARIANTS)
@@ -170,7 +162,7 @@ def test_memory_for_one_stage_alone_is_refused() -> None:
 )  # fmt: skip
 def test_a_plan_fits_an_h200(rows: int, rank: int, N: int, K: int, parts: int, tile: int) -> None:
     assert tile_of(N, K, 132) == tile
-    how = plan(rows, (-(-N // 64 // tile), K // 128, 2, tile, 2304), parts * rank, H200)
+    how = plan(rows, (-(-N // 64 // tile), K // 128, 2, tile, 2304), parts, rank, H200)
     assert 0.8 * H200.multiprocessors <= how.blocks <= H200.multiprocessors  # those of a tile wait for each other
     assert how.shared_bytes <= H200.shared_bytes
     assert how.stages >= 3

@@ -21,8 +21,10 @@ using std::min;
 
 struct uint2 { u32 x, y; };
 struct uint4 { u32 x, y, z, w; };
+struct float2 { float x, y; };
 struct float4 { float x, y, z, w; };
 static uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
+static float2 make_float2(float x, float y) { return {x, y}; }
 static float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
 struct Meeting { u32 here = 0, round = 0; };
@@ -69,10 +71,12 @@ static void run(unsigned blocks, unsigned threads, size_t shared_bytes, std::fun
     f.start.uc_stack.ss_sp = f.stack.data(), f.start.uc_stack.ss_size = f.stack.size();
     makecontext(&f.start, entry, 0);
   }
-  for (volatile bool some = true; some;) {
+  const size_t steps[] = {1, 1009, 4001, 10007};  // each round in another order: steps that no number of fibers is a multiple of
+  volatile size_t round = 0;
+  for (volatile bool some = true; some; round++) {
     some = false;
     for (volatile size_t i = 0; i < fibers.size(); i++) {
-      current = &fibers[i];
+      current = &fibers[(i + round) * steps[round % 4] % fibers.size()];
       if (current->done) continue;
       some = true;
       if (_setjmp(scheduler)) continue;
@@ -131,8 +135,10 @@ static void awaited() {}
 static void next_may_start() {}
 static u64 acquired(const u64* p) { return *p; }
 static u64 atomicAdd(u64* p, u64 n) { return (*p += n) - n; }
+static u64 released(u64* p, u64 n) { return atomicAdd(p, n); }
 template <typename T> static T __ldcg(const T* p) { return *p; }
 
+static float __fdividef(float a, float b) { return a / b; }
 static float __uint_as_float(u32 bits) {
   float f;
   memcpy(&f, &bits, 4);
@@ -197,6 +203,28 @@ static float of_lane(float number, int lane) {
 static u32 times_bf16(u32 a, u32 b) {
   return rounded(bfloat16(a, 0) * bfloat16(b, 0)) | (u32)rounded(bfloat16(a, 1) * bfloat16(b, 1)) << 16;
 }
+static u32 rounded_two(float low, float high) { return rounded(low) | (u32)rounded(high) << 16; }
+static void load_matrices(u32 (&own)[4], u32 from) {
+  u32(&all)[32][6] = current->block->operands[current->x / 32];
+  const u32 lane = current->x % 32;
+  all[lane][0] = from;
+  __syncwarp();
+  for (u32 i = 0; i < 4; i++) memcpy(own + i, current->block->memory.data() + all[i * 8 + lane / 4][0] + lane % 4 * 4, 4);
+  __syncwarp();
+}
+template <int count>
+static void store_transposed(u32 to, const u32 (&own)[count]) {
+  u32(&all)[32][6] = current->block->operands[current->x / 32];
+  const u32 lane = current->x % 32, matrix = lane / 8;
+  memcpy(all[lane], own, sizeof own);
+  __syncwarp();
+  for (u32 i = 0; i < 8 && matrix < count; i++) {
+    const u16 number = all[i * 4 + lane % 8 / 2][matrix] >> 16 * (lane % 2);
+    memcpy(current->block->memory.data() + to + i * 2, &number, 2);
+  }
+  __syncwarp();
+}
+static void seen_by_copies() {}
 static u32 matrix(u32 at) { return at / 16; }
 static void begins() {}
 static void committed() {}

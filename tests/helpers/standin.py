@@ -25,7 +25,13 @@ run_dir = sys.argv[1]
 path = lambda name: os.path.join(run_dir, name)
 def write(name, text):
     with open(path(name), "w") as f: f.write(text)
-seed = int(re.search(r"^seed: (\\d+)", open(path("resolved.yaml")).read(), re.M)[1])
+resolved = open(path("resolved.yaml")).read()
+seed, steps = (int(re.search(rf"^{key}: (\\d+)", resolved, re.M)[1]) for key in ("seed", "steps"))
+def done(numbers):
+    lines = ({"step": step, "time": 0.0, "metrics": {"reward/mean": 0.5}} for step in range(1, steps + 1))
+    write("metrics.jsonl", "".join(json.dumps(line) + "\\n" for line in lines))
+    write("eval.parquet", "PAR1")  # as much as a sweep looks at
+    write("DONE", json.dumps(numbers))
 signals = []
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
     signal.signal(number, lambda n, frame: signals.append(n))
@@ -35,7 +41,7 @@ write("seen.json", json.dumps(seen))
 numbers = {"accuracy_before": 0.5, "accuracy_after": 0.75, "entropy_first": 0.3, "entropy_last": 0.2}
 numbers |= {"tokens_per_second": 1234.4, "seconds": 95.2}
 match seed:
-    case 0: write("DONE", json.dumps(numbers))
+    case 0: done(numbers)
     case 1: write("FAILED", "ValueError: the reason\\n\\nTraceback ..."); sys.exit(1)
     case 2: os.kill(os.getpid(), signal.SIGKILL)
     case 3:
@@ -46,7 +52,7 @@ match seed:
         sys.exit(130)
     case 4: sys.exit(3)
     case 5: pass
-    case 6: write("DONE", "{}"); os.kill(os.getpid(), signal.SIGKILL)
+    case 6: done({}); os.kill(os.getpid(), signal.SIGKILL)
     case 7:
         os.remove(path("seen.json"))
         write("FAILED", "ConfigError: what is wrong. Type this.\\n\\nTraceback ..."); sys.exit(2)

@@ -30,8 +30,8 @@ def test_a_run_gets_a_directory_with_its_whole_configuration_and_a_process_of_it
     assert seen(run_dir)["files"] == [".typed", "resolved.yaml"]
     assert seen(run_dir)["pid"] != os.getpid()
     assert str(run_dir.relative_to(Path.cwd())) in capfd.readouterr().out
-    assert {path.name for path in run_dir.iterdir()} == {
-        "resolved.yaml", ".typed", "seen.json", "DONE",  # nothing of Hydra's; the stand-in records no environment
+    assert {path.name for path in run_dir.iterdir()} == {  # nothing of Hydra's; the stand-in records no environment
+        "resolved.yaml", ".typed", "seen.json", "metrics.jsonl", "eval.parquet", "DONE",
     }  # fmt: skip
 
 

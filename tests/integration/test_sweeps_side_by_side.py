@@ -56,6 +56,27 @@ def test_a_job_for_which_no_run_is_left_is_run() -> None:
     assert RunDirectory(added.parent).config().checkpoint.keep == 1
 
 
+@pytest.mark.usefixtures("standin")
+def test_a_damaged_run_is_not_called_done(capfd: pytest.CaptureFixture[str]) -> None:
+    line = ["-m", *ON_CPU, "lora.rank=4,8"]
+    assert main(line) == 0
+    before = processes()
+    *_, end = sorted(Path("runs").rglob("DONE"))
+    end.write_text("")
+    assert main(["-m", *ON_CPU, "lora.rank=4"]) == 0  # what is damaged is no job of this one
+    for words in (["dry_run=true"], []):
+        assert main([*line, *words]) == 2
+        said = capfd.readouterr().err.splitlines()[-1]
+        assert said.startswith("error: job 1 (")
+        assert said.endswith(
+            f"): {end.absolute()} cannot be read (Expecting value: line 1 column 1 (char 0)). Move it away."
+        )
+    end.unlink()
+    assert main(line) == 0
+    assert processes()[0] == before[0]
+    assert end.exists()
+
+
 def test_two_commands_do_not_run_in_one_directory(standin: Path, capfd: pytest.CaptureFixture[str]) -> None:
     first = background(standin, "-m", f"seed={DONE},{SIGNALLED}", "hydra.sweep.dir=sweep")
     running = started("sweep/1-*")

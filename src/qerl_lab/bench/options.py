@@ -23,7 +23,7 @@ ARM = (
     "a format is the lab's engine, {}; KEY=VALUE after a name, in quotes, changes a key of the run (of a baseline: an "
     "argument of {})"
 )
-OUT = "where NAME.json and NAME.png go, less the suffix"
+OUT = "where NAME.json and NAME.png go, less the suffix; what is there is replaced"
 Row = dict[str, Any]  # what was measured, by name
 
 
@@ -122,7 +122,7 @@ class ClockOptions:
     block: int = option(5, "steps of a block", at_least=1, at_most=1000)
     engine: str = option("vllm", "what samples", choices=ENGINES)
     device: str = option("cuda", "cpu is for tests: nothing is waited for there", choices=("cuda", "cpu"))
-    out: str = option("results/bench/clock", "where NAME.json goes, less the suffix")
+    out: str = option("results/bench/clock", "where NAME.json goes, less the suffix; what is there is replaced")
 
 
 AnyOptions = LinearOptions | DecodeOptions | TrainStepOptions | RolloutOptions | StepOptions | ClockOptions

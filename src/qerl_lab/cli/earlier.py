@@ -27,7 +27,7 @@ from qerl_lab.config.message import first_line
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.redact import redact
 from qerl_lab.config.schema import RunConfig
-from qerl_lab.disk import lock, read_json, replace_file
+from qerl_lab.disk import alone_in, lock, read_json, replace_file
 from qerl_lab.record.directory import RunDirectory, first_missing, is_run, is_unused, make, numbered, remove_empty
 
 INDEX, MASTER = "sweep.json", "multirun.yaml"  # its jobs; what Hydra composed for it as a whole
@@ -176,13 +176,11 @@ def locked(sweep: Path) -> Iterator[None]:
     """Hold a sweep's directory, which is made where it is missing. Raises ConfigError where another command runs it."""
     make(sweep)
     with open(sweep / LOCK, "a", encoding="utf-8") as file:  # NFS locks what may be written only
-        try:
-            lock(file)
-        except BlockingIOError:
-            raise ConfigError(
-                f"another command runs the sweep in {sweep}. Wait for it or stop it first. For runs of its own type "
-                "rerun=true, and another hydra.sweep.dir where you type one."
-            ) from None
+        lock(
+            file,
+            f"another command runs the sweep in {sweep}. Wait for it or stop it first. For runs of its own type "
+            "rerun=true, and another hydra.sweep.dir where you type one.",
+        )
         yield
 
 
@@ -199,16 +197,13 @@ def alone(plan: Plan) -> Iterator[None]:
         return
     if made:
         make(folder)
-    held = os.open(folder, os.O_RDONLY)
-    try:
-        lock(held, wait=True)
-        yield
-    except BaseException:
-        if made and folder.is_dir():
-            remove_empty(folder, made)
-        raise
-    finally:
-        os.close(held)
+    with alone_in(folder):
+        try:
+            yield
+        except BaseException:
+            if made and folder.is_dir():
+                remove_empty(folder, made)
+            raise
 
 
 def write(plan: Plan) -> None:

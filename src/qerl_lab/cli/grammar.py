@@ -159,8 +159,8 @@ def _value(override: "Override", key: str, kind: Any, default: Any, text: str) -
     if get_origin(kind) is list:
         value = _as_list(override, value)
     elif override.is_sweep_override() and kind in TEXT:
-        one = f"\"{key}='{text}'\" if the comma is part of it"
-        raise ConfigError(f"{key}={text} is several values. Type one of them, or {one}.")
+        one = in_double_quotes(key, text)
+        raise ConfigError(f"{key}={text} is several values. Type one of them, or {one} if the comma is part of it.")
     elif override.is_sweep_override():
         raise ConfigError(wrong_type(key, kind, text, default))
     if isinstance(value, str) and "${" in value:

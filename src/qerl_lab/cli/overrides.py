@@ -16,7 +16,7 @@ from qerl_lab.config.files import choices_of, package_data
 from qerl_lab.config.keys import TEXT, check_key, check_type, schema, type_words, typed
 from qerl_lab.config.message import first_line
 from qerl_lab.config.option import ConfigError, did_you_mean
-from qerl_lab.config.spelling import as_text, quoted
+from qerl_lab.config.spelling import as_text, as_typed, in_double_quotes, quoted
 
 HOW_JOBS_RUN = "Type jobs=N for several at once, with launcher=slurm or launcher=ray on a cluster."
 NO_NAME = "Unsupported item value in defaults"  # what Hydra says where YAML made a truth value of an option's name
@@ -97,8 +97,9 @@ def _check_value(name: str, kind: Any, value: Any) -> None:
 
 def refuse_sweeps(overrides: list[Override]) -> None:
     override = next(override for override in overrides if override.is_sweep_override())
-    name, value = override.key_or_group, override.get_value_string()
-    one = f", or \"{name}='{value}'\" if the comma is part of it" if name in schema() else ""
+    name, value = override.key_or_group, as_typed(override.get_value_string())
+    is_text = schema().get(name) in TEXT
+    one = f", or {in_double_quotes(name, value)} if the comma is part of it" if is_text else ""
     raise ConfigError(
         f"{name}={value} is several values, and this command runs one job. Type -m to run a job for each{one}."
     )
@@ -129,7 +130,7 @@ def explain(error: Exception) -> str:
         case OverrideParseException() if error.override in choices_of("experiment"):
             return f"{error.override} cannot be read as KEY=VALUE. Type +experiment={error.override}."
         case OverrideParseException():
-            return str(unreadable(error.override, dict(schema()) | dict.fromkeys(groups())))
+            return str(unreadable(as_typed(error.override), dict(schema()) | dict.fromkeys(groups())))
         case MissingConfigException() if error.missing_cfg_file and error.options:
             group, _, option = str(error.missing_cfg_file).rpartition("/")
             hint = did_you_mean(option, list(error.options))

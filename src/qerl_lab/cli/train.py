@@ -22,7 +22,7 @@ from omegaconf import DictConfig
 import qerl_lab
 from qerl_lab import exits, preflight
 from qerl_lab.cli import cluster, earlier, extension, jobs, launch, manual, pool
-from qerl_lab.cli.compose import VERSION_BASE, Plan, make_plan, register
+from qerl_lab.cli.compose import VERSION_BASE, Job, Plan, make_plan, register
 from qerl_lab.cli.grammar import not_a_flag
 from qerl_lab.cli.one_process import refuse_several
 from qerl_lab.cli.overrides import spell
@@ -188,14 +188,14 @@ def _ready(plan: Plan) -> Plan:
 
 
 def _foresee(plan: Plan) -> Plan:
-    """The plan whose jobs also note what they cut. Raises ConfigError for the first job that could not start."""
+    """The plan whose jobs also note what they cut.
+
+    Raises ConfigError for the first job that could not start, or that is done and whose record is damaged.
+    """
     jobs = []
     for job in plan.jobs:
-        if job.begun and RunDirectory(job.run_dir).status == "done":
-            jobs.append(job)
-            continue
         try:
-            cut = preflight.check(job.config, job.run_dir, plan.is_here)
+            cut = _cut(job, plan.is_here)
         except ConfigError as error:
             where = f"job {job.number} ({' '.join(job.overrides)}): " if plan.multirun else ""
             raise ConfigError(f"{where}{error}") from None
@@ -205,6 +205,14 @@ def _foresee(plan: Plan) -> Plan:
     else:
         cluster.check(plan.jobs[0].config)
     return replace(plan, jobs=jobs)
+
+
+def _cut(job: Job, is_here: bool) -> list[str]:
+    run = RunDirectory(job.run_dir)
+    if job.begun and run.status == "done":
+        run.refuse_damaged()
+        return []
+    return preflight.check(job.config, job.run_dir, is_here)
 
 
 def _refuse_used(plan: Plan) -> None:

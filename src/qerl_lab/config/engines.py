@@ -33,7 +33,7 @@ class VllmConfig:
     fp4_tiles: bool = option(
         False,
         "NVFP4 with lora=dense on an H100 or H200: up to 64 rows, beside fp4_linear more than its 8, by another of the "
-        "lab's kernels over a copy of its own; new: an engine with it was timed, not compared with the trainer",
+        "lab's kernels over a copy of its own; new: an earlier form was timed, this one has run on no GPU yet",
     )
     dense_rows: int | None = option(
         None, "NVFP4 with lora=dense: from so many rows on (completions at once) by cuBLAS, over a copy of the weights "

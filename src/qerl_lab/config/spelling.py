@@ -7,6 +7,7 @@ from pathlib import Path
 
 _PARTS = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|[^,=()\[\]{}'"]+""")  # quoted ones, and runs of plain text
 _PLAIN = re.compile(r"[\w./:@%+-]+")
+_ADDED = re.compile(r"""(?:^|(?<=[,=()\[\]{}'"]))'([^,=()\[\]{}'"\\]+)'(?=[,=()\[\]{}'"]|$)""")  # by the lab
 _FOREIGN = re.compile(r"[^\w\s/+.$%*@?|:-]", re.ASCII)  # what the grammar does not know outside of quotes
 
 
@@ -36,6 +37,11 @@ def as_text(value: str) -> str:
         return quoted(found[0].strip())
 
     return value if "(" in value or "${" in value else _PARTS.sub(part, value)
+
+
+def as_typed(override: str) -> str:
+    """The word without the quotes that `readable` and `as_text` put into it."""
+    return _ADDED.sub(r"\1", override)
 
 
 def listed(values: Sequence[str]) -> str:
@@ -71,5 +77,5 @@ def resume_word(path: str | Path) -> str:
 
 
 def quoted(value: str) -> str:
-    """A text as one value in Hydra's override grammar."""
-    return "'" + value.replace("'", "\\'") + "'"
+    """A text as one value in Hydra's override grammar, where backslashes ahead of a quote count twice."""
+    return "'" + re.sub(r"(\\*)('|\Z)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), value) + "'"

@@ -11,7 +11,7 @@ import math
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ from qerl_lab.record.environment import environment
 from qerl_lab.report.stats import Interval, p_value
 from qerl_lab.rollout.engine import Sampling
 
+ABOUT = "entropy.json"
 NOT_FINITE = "not finite"
 PROMPT_TOKENS = 2048  # longer questions are left out
 
@@ -85,6 +86,8 @@ def run(options: EntropyOptions) -> None:
     remedy = f"Type it, and checkpoints=[{options.model}]."
     loading.refuse_packed(folder, f"model={options.model}", f"which the others are compared with. {remedy}")
     out = folder_of(options)
+    if not options.overwrite:
+        refuse_written(options, out)
     make_directory(out, f"out={out}")
     device = policy.device_of(options.device)
     arms = list(arms_of(options, out))
@@ -100,19 +103,41 @@ def run(options: EntropyOptions) -> None:
         "schema": 1, "options": asdict(options), "completions": len(texts.pairs), "tokens": len(texts.states),
         "rows": rows, "environment": environment(),
     }  # fmt: skip
-    replace_file(out / "entropy.json", strict_json(about))
+    replace_file(out / ABOUT, strict_json(about))
     replace_file(out / "entropy.csv", pd.json_normalize(rows).to_csv(index=False, float_format="%.6g").encode())
     draw(rows, out / "entropy.png")
     print("\n".join(["", table(rows), *notes(rows)]))
-    print(f"\nwritten: {terminal.near(out)}  (entropy.json, entropy.csv, entropy.png)")
+    print(f"\nwritten: {terminal.near(out)}  ({ABOUT}, entropy.csv, entropy.png)")
 
 
 def folder_of(options: EntropyOptions) -> Path:
     """`out`, or one of this configuration's own below evaluations/."""
     if options.out:
         return Path(options.out).expanduser().absolute()
-    key = hashlib.sha256(json.dumps(asdict(options), sort_keys=True).encode()).hexdigest()[:8]
+    of = {key: value for key, value in asdict(options).items() if key != "overwrite"}
+    key = hashlib.sha256(json.dumps(of, sort_keys=True).encode()).hexdigest()[:8]
     return (Path("evaluations") / Path(options.model).name / f"entropy-{key}").absolute()
+
+
+def refuse_written(options: EntropyOptions, out: Path) -> None:
+    """Raise ConfigError where `out` holds what other options measured; what these did is measured again."""
+    if not (out / ABOUT).is_file():
+        return
+    before, now = read_json(out / ABOUT).get("options", {}), asdict(options)
+    del now["out"], now["overwrite"]
+    if differ := differences(now, before):
+        raise ConfigError(
+            f"out={out} is of another command: {differ}. Type another out, or overwrite=true to replace it."
+        )
+
+
+def differences(now: Mapping[str, Any], before: Mapping[str, Any]) -> str:
+    """Every option that was another before, as typed; none where all agree."""
+    return ", ".join(
+        f"{key}={typed(value)} (was {typed(before[key])})"
+        for key, value in now.items()
+        if before.get(key, value) != value
+    )
 
 
 def arms_of(options: EntropyOptions, out: Path) -> Iterator[Arm]:
@@ -167,10 +192,8 @@ def _refuse_another(folder: Path, of: dict[str, Any]) -> None:
     note = folder.with_name(f"{folder.name}.json")
     before = read_json(note) if note.is_file() else {}
     if (folder / "config.json").is_file() and before != of:
-        differ = [
-            f"{key}={typed(of[key])} (was {typed(before[key])})" for key in of if before.get(key, of[key]) != of[key]
-        ]
-        why = f"is of another command: {', '.join(differ)}" if differ else "does not say what it was made of"
+        differ = differences(of, before)
+        why = f"is of another command: {differ}" if differ else "does not say what it was made of"
         raise ConfigError(f"{folder} {why}. Type another out, or move it away.")
     replace_file(note, json.dumps(of, indent=1).encode() + b"\n")
 

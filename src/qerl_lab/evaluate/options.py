@@ -150,6 +150,7 @@ class EntropyOptions:
     device: str = option("auto", "auto takes a GPU if there is one", choices=DEVICES)
     batch_size: int = option(32, "texts in one forward pass", at_least=1)
     out: str | None = option(None, "directory to write; null is one of its own below evaluations/")
+    overwrite: bool = option(False, "replace what another configuration wrote to `out`")
 
 
 def check_entropy(options: EntropyOptions) -> None:

@@ -9,7 +9,6 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import json
-import os
 import shutil
 import sys
 import uuid
@@ -21,7 +20,7 @@ from qerl_lab.config.message import first_line
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.paths import sha256
 from qerl_lab.config.records import UNPACKED
-from qerl_lab.disk import cache_folder, lock
+from qerl_lab.disk import alone_in, cache_folder
 from qerl_lab.model.tokenizer import save
 
 if TYPE_CHECKING:
@@ -108,13 +107,9 @@ def unpack(file: Path) -> Path:
         return folder
     found = header(file)
     cache_folder().mkdir(parents=True, exist_ok=True)
-    held = os.open(cache_folder(), os.O_RDONLY)
-    try:
-        alone = lock(held, wait=True)  # ranks, and jobs of a sweep: the first unpacks, the others wait
+    with alone_in(cache_folder()) as alone:  # ranks, and jobs of a sweep: the first unpacks, the others wait
         if not folder.is_dir():
             _make(file, folder, found, alone)
-    finally:
-        os.close(held)
     return folder
 
 

@@ -26,7 +26,7 @@ from qerl_lab.config.schema import RunConfig
 from qerl_lab.config.spelling import resume_word
 from qerl_lab.disk import lock, read_json, replace_file
 from qerl_lab.exits import FAILURE, INTERRUPTED, OK, SIGNALS, USAGE
-from qerl_lab.record import checkpoint, environment, evaluations, metrics, resolved, resume, samples
+from qerl_lab.record import checkpoint, environment, evaluations, finished, metrics, resolved, resume, samples
 from qerl_lab.record.environment import Typed
 from qerl_lab.record.metrics import MetricsLine
 from qerl_lab.record.mirror import MirrorRecord
@@ -103,10 +103,7 @@ class RunDirectory:
     def locked(self) -> Iterator[TextIO]:
         """Hold resolved.yaml locked. A child that inherits the lock keeps it, so that it outlives a killed parent."""
         with open(self.path / resolved.NAME, "r+", encoding="utf-8") as file:  # NFS locks what may be written only
-            try:
-                lock(file)
-            except BlockingIOError:
-                raise ConfigError(f"another process is running in {self.path}. Wait for it or stop it first.") from None
+            lock(file, f"another process is running in {self.path}. Wait for it or stop it first.")
             yield file
 
     @property
@@ -147,6 +144,10 @@ class RunDirectory:
         """Read DONE; empty where the run has none. Raises ConfigError for a damaged one, which resume writes again."""
         path = self.path / DONE
         return read_json(path, dict) if path.exists() else {}
+
+    def refuse_damaged(self) -> None:
+        """Raise ConfigError for a finished run whose record is damaged: it says what of it, and what to type."""
+        finished.refuse_damaged(self.path, self.settings())
 
     def fail(self, text: str) -> None:
         """Write FAILED (the reason in its first line) into the room reserved for it, cut to what fits.

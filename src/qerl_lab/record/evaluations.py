@@ -38,8 +38,14 @@ def write_evaluations(run_dir: Path, phases: "dict[str, pd.DataFrame]") -> None:
     replace_file(run_dir / NAME, data)
 
 
-def check_whole(run_dir: Path) -> None:
-    """Raise ConfigError for a cut or foreign file: Parquet begins and ends with the same four bytes."""
+def is_whole(run_dir: Path) -> bool:
+    """Tell whether the file, where there is one, is neither cut nor foreign: Parquet begins and ends alike."""
     path = run_dir / NAME
-    if path.exists() and not (path.read_bytes()[:4] == path.read_bytes()[-4:] == b"PAR1"):
+    return not path.exists() or path.read_bytes()[:4] == path.read_bytes()[-4:] == b"PAR1"
+
+
+def check_whole(run_dir: Path) -> None:
+    """Raise ConfigError for a cut or foreign file, which a resumed run would meet."""
+    if not is_whole(run_dir):
+        path = run_dir / NAME
         raise ConfigError(f"{path} is damaged (no Parquet file). Move it away; the held-out questions are asked again.")

@@ -31,13 +31,9 @@ class Unfinished:
         self.out, self.folder = out, out.with_name(out.name + ".partial")
         make_directory(self.folder, f"out={out}")
         self._lock = os.open(self.folder, os.O_RDONLY)
-        try:
-            lock(self._lock)
-        except BlockingIOError:
-            os.close(self._lock)
-            raise ConfigError(f"another process is writing {self.folder} now. Wait for it, or stop it.") from None
         self._journal: dict[str, Any] = {"identity": dict(identity), "files": {}}
         try:
+            lock(self._lock, f"another process is writing {self.folder} now. Wait for it, or stop it.")
             self._take_over(overwrite)
         except BaseException:
             os.close(self._lock)

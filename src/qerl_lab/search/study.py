@@ -60,10 +60,7 @@ def run(options: SearchOptions, space: Space, start: Start) -> None:
 def locked(folder: Path) -> Iterator[None]:
     """Hold the folder of a search. Raises ConfigError where another command searches in it."""
     with (folder / LOCK).open("w") as file:
-        try:
-            lock(file)
-        except BlockingIOError:
-            raise ConfigError(f"another command searches in {folder}. Wait for it, or type another out.") from None
+        lock(file, f"another command searches in {folder}. Wait for it, or type another out.")
         yield
 
 

@@ -3,8 +3,8 @@
 open-r1/Big-Math-RL-Verified-Processed has a configuration for each choice of `task.bigmath.levels`, and its rows have
 no level. Of local rows those with a column `level` are chosen by it, and those without are all taken.
 
-The set has no test split, so one question in 64 is held out by the hash of its text. The paper's final benchmarks
-(MATH-500, AIME, AMC) are tasks of their own.
+The set has no test split, so one question in 64 is held out by the hash of its text, whatever its blanks and case. The
+paper's final benchmarks (MATH-500, AIME, AMC) are tasks of their own.
 """
 
 from dataclasses import replace

@@ -2,7 +2,7 @@
 
 BytedTsinghua-SIA/DAPO-Math-17k has every row about a hundred times, which count once, and each problem between two
 sentences that ask for a last line `Answer: ...`. They are cut off, because `task.instruction` asks for another format.
-The set has no test split, so one question in 64 is held out by the hash of its text.
+The set has no test split, so one question in 64 is held out by the hash of its text, whatever its blanks and case.
 """
 
 from qerl_lab.config.schema import TaskConfig

@@ -33,7 +33,7 @@ class Source:
         train: the split of training; None where the set is for evaluation only.
         test: the split of evaluation; None where there is none, so that a share of `train` is held out by hash.
         columns: which column holds what: "question", "answer", and "id" where rows have one. A dot leads into a struct.
-        one_in: one question in so many is held out by hash.
+        one_in: one question in so many is held out by the hash of its text, whatever its blanks and case.
         repeats: whether the set has rows more than once, which then count once.
         file: the name of its files, where that is not the split's.
     """
@@ -140,8 +140,13 @@ def read(cfg: TaskConfig, source: Source, of_heldout: bool, make: Make) -> Quest
     left_out = LeftOut(len(bad), total, bad[0] if bad else "")
     left_out.check(place.remedy)
     by_hash = source.test is None
-    kept = (q for q in found.values() if not by_hash or is_heldout(q.prompt, source.one_in) == of_heldout)
+    kept = (q for q in found.values() if not by_hash or is_heldout(_wording(q.prompt), source.one_in) == of_heldout)
     return Questions(kept, [left_out])
+
+
+def _wording(prompt: str) -> str:
+    """The text without blanks and case: two rows that differ in these alone are one question, and lie on one side."""
+    return "".join(prompt.casefold().split())
 
 
 def _id(name: str, split: str, number: int, row: Row) -> str:

@@ -28,12 +28,12 @@ from qerl_lab.config.message import first_line
 from qerl_lab.config.model_hash import model_hash
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.paths import sha256
-from qerl_lab.config.records import UNPACKED, WARMUP
+from qerl_lab.config.records import WARMUP
 from qerl_lab.config.redact import redact
 from qerl_lab.config.schema import POCKET
 from qerl_lab.config.spelling import shell_line, word
 from qerl_lab.model import policy
-from qerl_lab.model.files import local_folder
+from qerl_lab.model.files import local_folder, noted
 from qerl_lab.model.loading import refuse_packed
 from qerl_lab.model.tokenizer import save as save_tokenizer
 from qerl_lab.record import checkpoint
@@ -148,13 +148,14 @@ def run(options: WarmupOptions) -> None:
     examples, left_out = tokenized(task, tokenizer, options.max_tokens)
     pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     warmup = Warmup(options, model, examples, pad, device)
+    began = {"path": str(folder), "revision": options.revision, "hash": model_hash(folder), **noted(folder)}
     with Unfinished(options.folder, identity(options, task, folder), options.overwrite) as unfinished:
         if saved := checkpoint.newest(unfinished.folder / CHECKPOINTS):
             warmup.go_on_from(saved)
         print(opening(warmup, left_out), flush=True)
         with terminal.Amount("warm-up", warmup.updates, len(warmup.losses), unit="update") as bar:
             warmup.train(unfinished, bar)
-        write(warmup, tokenizer, unfinished.folder, about(options, task, folder, warmup, left_out, started))
+        write(warmup, tokenizer, unfinished.folder, about(options, task, began, warmup, left_out, started))
         shutil.rmtree(unfinished.folder / CHECKPOINTS)
         unfinished.finish()
     print(f"loss {warmup.losses[0]:.3f} -> {warmup.losses[-1]:.3f} nats a token, {time.monotonic() - started:.0f} s")
@@ -225,15 +226,14 @@ def write(warmup: Warmup, tokenizer: PreTrainedTokenizerBase, folder: Path, reco
 
 
 def about(
-    options: WarmupOptions, task: Task, folder: Path, warmup: Warmup, left_out: int, started: float
+    options: WarmupOptions, task: Task, began: dict[str, Any], warmup: Warmup, left_out: int, started: float
 ) -> dict[str, Any]:
     """What warmup.json says: the command, the data, the model it began from, how the loss went."""
-    source = folder / UNPACKED
     return {
         "command": redact(shlex.join(["python", "-m", "qerl_lab.warmup", *sys.argv[1:]])),
         "options": asdict(options),
         "instruction": task.instruction,
-        "began_from": json.loads(source.read_text(encoding="utf-8")) if source.is_file() else str(folder),
+        "began_from": began,
         "solutions": dict(task.data) | {"too_long": left_out},
         "updates": warmup.updates,
         "losses": [round(loss, 4) for loss in warmup.losses],

@@ -1,10 +1,13 @@
 """Paths as they are typed: relative, with ~, with umlauts; and as a run keeps them."""
 
 import shlex
+import tomllib
 from pathlib import Path
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
+from sqlalchemy.engine import make_url
 
 from qerl_lab.cli.compose import make_plan
 from qerl_lab.cli.grammar import read
@@ -76,6 +79,14 @@ def test_the_file_of_an_sqlite_store_becomes_absolute(here: Path, given: str | N
 def test_a_database_s_path_and_its_uri_are_one(path: str, uri: str) -> None:
     assert sqlite_uri(Path(path)) == uri
     assert sqlite_file(uri) == Path(path)
+
+
+def test_every_sqlalchemy_that_may_be_installed_reads_such_a_uri() -> None:
+    """2.0 does not decode the path of a database: it would open a file called 50%25."""
+    needed = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]["dependencies"]
+    (allowed,) = (Requirement(line).specifier for line in needed if line.startswith("sqlalchemy"))
+    assert not allowed.contains("2.0.99")
+    assert make_url(sqlite_uri(Path("/a/50%20x/why?/m.db"))).database == "/a/50%20x/why?/m.db"
 
 
 def test_no_path_stays_none() -> None:

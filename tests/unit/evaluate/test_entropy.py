@@ -150,6 +150,26 @@ def test_each_configuration_has_its_own_directory() -> None:
     assert len(folders) == 4
 
 
+def test_what_other_options_measured_is_replaced_only_when_told(tmp_path: Path, capsys) -> None:
+    words = ["entropy", "parts=false", f"out={tmp_path}", *SMALL]
+    assert evaluate.main([*words, "formats=mxfp4"]) == 0
+    first = (tmp_path / "entropy.json").read_bytes()
+    capsys.readouterr()
+    assert evaluate.main([*words, "formats=nf4"]) == 2
+    assert (
+        f"error: out={tmp_path} is of another command: formats=[nf4] (was [mxfp4]). "
+        "Type another out, or overwrite=true to replace it.\n" == capsys.readouterr().err
+    )
+    assert (tmp_path / "entropy.json").read_bytes() == first
+    assert evaluate.main([*words, "formats=mxfp4"]) == 0  # the same is measured again
+    assert evaluate.main([*words, "formats=nf4", "overwrite=true"]) == 0
+    assert json.loads((tmp_path / "entropy.json").read_text())["rows"][1]["arm"] == "nf4 rtn"
+
+
+def test_overwrite_is_no_other_configuration() -> None:
+    assert entropy.folder_of(EntropyOptions(overwrite=True)) == entropy.folder_of(EntropyOptions())
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -5,8 +5,10 @@ import fcntl
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -157,3 +159,31 @@ def test_a_copy_goes_into_memory_where_that_has_room(free: int, in_memory: bool,
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(0, 0, free))
     with base.scratch_folder(1000) as folder:
         assert (folder.parent == tmp_path) is in_memory
+
+
+def test_runs_that_start_at_once_do_not_all_take_the_room_of_one(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(base, "IN_MEMORY", tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(0, 0, 5000))
+    with ExitStack() as stack:
+        started = threading.Barrier(8)
+
+        def claim(_: int) -> Path:
+            started.wait()
+            return stack.enter_context(base.scratch_folder(1000))
+
+        with ThreadPoolExecutor(8) as pool:
+            folders = list(pool.map(claim, range(8)))
+        assert len(set(folders)) == 8
+        inside = [folder for folder in folders if folder.parent == tmp_path]
+        assert len(inside) == 4  # the fifth would fill it: a fifth of a run's size stays free
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_a_run_has_written_is_counted_once(tmp_path: Path, monkeypatch) -> None:
+    """As used by the file system, and not as claimed too."""
+    monkeypatch.setattr(base, "IN_MEMORY", tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(0, 0, 1_500_000))
+    with base.scratch_folder(1_000_000) as first:
+        assert base.place_for(1_000_000) != tmp_path
+        (first / "weights").write_bytes(1_000_000 * b"x")
+        assert base.place_for(1_000_000) == tmp_path

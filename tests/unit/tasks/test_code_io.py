@@ -127,8 +127,9 @@ def graded(program: str, question: Question) -> tuple[float, float]:
     return scores["answer"].item(), scores["tests"].item()
 
 
-def question_of(program: str, *tests: tuple[str, str]) -> Question:
-    payload = {"inputs": [i for i, _ in tests], "outputs": [o for _, o in tests], "seconds": 1, "memory_mib": 256}
+def question_of(*tests: tuple[str, str], seconds: int = 10) -> Question:
+    """`seconds` matter to a program that never ends; any other has time enough on a machine that does much else."""
+    payload = {"inputs": [i for i, _ in tests], "outputs": [o for _, o in tests], "seconds": seconds, "memory_mib": 256}
     return Question("q", "?", "", payload)
 
 
@@ -218,7 +219,7 @@ def test_a_program_written_from_the_text_passes(name: str) -> None:
     coins = [int(coin) for coin in found.id.split("-")[2:]] if name.startswith("coins") else []
     tests = code_problems.tests(found, 8)
     assert tests
-    assert graded(WRITTEN[name].replace("COINS", str(coins)), question_of("", *tests)) == (1.0, 1.0), found.text
+    assert graded(WRITTEN[name].replace("COINS", str(coins)), question_of(*tests)) == (1.0, 1.0), found.text
 
 
 def drawn() -> list[code_problems.Problem]:
@@ -247,7 +248,7 @@ def test_pipelines_do_what_they_say(task: tasks.Task) -> None:
     ("x = '</think>'\nprint(int(input()) * 2)", (0.0, 0.0)),
 ])  # fmt: skip
 def test_the_share_of_tests_and_all_of_them(program: str, earned: tuple[float, float]) -> None:
-    assert graded(program, question_of("", ("2\n", "4"), ("5\n", "10"))) == earned
+    assert graded(program, question_of(("2\n", "4"), ("5\n", "10"), seconds=2)) == earned
 
 
 @pytest.mark.parametrize("completion", [
@@ -257,7 +258,7 @@ def test_the_share_of_tests_and_all_of_them(program: str, earned: tuple[float, f
     "<answer>" * 50_000, "</think>" * 50_000, "<answer>```\nprint(4)</answer>",
 ])  # fmt: skip
 def test_hostile_completions_earn_nothing(completion: str) -> None:
-    scores = code_io.grade([completion], [question_of("", ("2\n", "4"))])
+    scores = code_io.grade([completion], [question_of(("2\n", "4"))])
     assert (scores["answer"].item(), scores["tests"].item()) == (0.0, 0.0)
 
 
@@ -265,7 +266,7 @@ def test_the_parts_of_the_reward_are_weighted() -> None:
     cfg = TaskConfig(name="code_io", train_questions=1, answer_reward=2.0, code_io=CodeIoConfig(tests_reward=0.25))
     task = tasks.load(cfg)
     texts = [answer("print(int(input()) * 2)"), answer("print(4)"), "print(4)"]
-    rewards = task.rewards(texts, [question_of("", ("2\n", "4"), ("5\n", "10"))] * 3)
+    rewards = task.rewards(texts, [question_of(("2\n", "4"), ("5\n", "10"))] * 3)
     assert {part: values.tolist() for part, values in rewards.items() if part != "format"} == {
         "answer": [2.0, 0.0, 0.0], "tests": [0.25, 0.125, 0.0],
     }  # fmt: skip
@@ -275,7 +276,7 @@ def test_the_parts_of_the_reward_are_weighted() -> None:
 def test_one_program_is_run_once_for_one_question(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     monkeypatch.setattr("qerl_lab.tasks.code_sandbox.run", lambda programs: asked.append(programs) or [["4"]] * 2)
-    question = question_of("", ("2\n", "4"))
+    question = question_of(("2\n", "4"))
     scores = code_io.grade([answer("print(4)"), answer("print(5)"), answer("print(4)"), ""], [question] * 4)
     assert len(asked[0]) == 2
     assert scores["tests"].tolist() == [1.0, 1.0, 1.0, 0.0]

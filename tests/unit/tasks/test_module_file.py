@@ -55,9 +55,8 @@ def test_the_second_example_reads_rows(tmp_path: Path) -> None:
     rows += [{"riddle": "Rätsel?", "solution": "1", "language": "de"}, {"riddle": "Long?", "solution": "x" * 51}]
     path = str(hub_rows.write_jsonl(tmp_path / "rows.jsonl", rows))
     task = tasks.load(TaskConfig(name="gsm8k", module=file(tmp_path, EXAMPLES[1], "riddles.py"), path=path))
-    assert len(task.train) + len(task.heldout) == 300
+    assert {question.id for question in task.train + task.heldout} == {f"riddles-train-{n}" for n in range(300)}
     assert task.heldout
-    assert task.train[0].id == "riddles-train-1", "row 0 is held out"
     (said,) = task.warnings
     assert "1 of 302 rows are bad and left out; the first: " in said
     assert "rows.jsonl:302 has a long answer" in said

@@ -66,6 +66,22 @@ def test_a_set_without_a_test_split_holds_a_share_out_by_text(tmp_path: Path, na
     assert {question.prompt for question in again} == {question.prompt for question in task.heldout}
 
 
+@pytest.mark.parametrize("name", ["bigmath", "dapo_math"])
+def test_a_question_in_other_blanks_and_case_lies_on_the_same_side(tmp_path: Path, name: str) -> None:
+    make, stem, _ = hub_rows.SETS[name]
+    lines = [json.dumps(make(n)) for n in range(500)]
+    others = [
+        json.dumps(make(n)).replace("What is", "WHAT  is").replace("$?", " $?\\n").replace("-0", "-9")
+        for n in range(500)
+    ]
+    (file := tmp_path / f"{stem}.jsonl").write_text("\n".join(lines + others))
+    task = tasks.load(TaskConfig(name=name, path=str(file)))
+    train, heldout = ({question.answer for question in part} for part in (task.train, task.heldout))
+    assert len(task.train) + len(task.heldout) == 1000
+    assert len(heldout) > 2
+    assert not train & heldout
+
+
 @pytest.mark.parametrize(("name", "kept"), [
     ("data/train.jsonl", True), ("main/train-00000-of-00002.parquet", True), ("train.parquet", True),
     ("train.json", False), ("other/train.jsonl", False), ("train-2.parquet", False),

@@ -19,6 +19,7 @@ from forked import SERVER
 from qerl_lab import tasks
 from qerl_lab.cli.compose import make_plan
 from qerl_lab.cli.overrides import spell
+from qerl_lab.config.model_hash import model_hash
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.config.spelling import readable
@@ -143,6 +144,20 @@ def test_it_teaches_and_leaves_a_model_that_a_run_trains_on(
     with pytest.raises(ConfigError, match=r"exists\. Type another out"):
         check(options)
     check(replace(options, overwrite=True))
+
+
+def test_the_record_tells_its_model_from_another_at_the_same_path(options: WarmupOptions, tmp_path: Path) -> None:
+    """By the hash that a run notes of a base, and by what the lab's commands noted of it."""
+    source, made = tmp_path / "source", []
+    shutil.copytree(options.model, source)
+    for name in ("first", "second"):
+        run(replace(options, model=str(source), out=str(tmp_path / name), epochs=0.1))
+        made.append(json.loads((tmp_path / name / "warmup.json").read_text())["began_from"])
+        shutil.rmtree(source)
+        shutil.copytree(tmp_path / name, source)
+    assert made[0] == {"path": str(source), "revision": None, "hash": model_hash(Path(options.model))}
+    assert made[1]["hash"] == model_hash(tmp_path / "first") != made[0]["hash"]
+    assert made[1]["warmup.json"]["began_from"] == made[0]
 
 
 def command(options: WarmupOptions, output: Path) -> None:

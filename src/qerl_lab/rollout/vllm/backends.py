@@ -78,7 +78,7 @@ def remembered(name: str) -> Iterator[dict[str, Any]]:
     file = cache_folder() / name
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.with_suffix(".lock").open("w") as guard:
-        lock(guard, wait=True)
+        lock(guard)
         known = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
         before = len(known)
         yield known

@@ -9,7 +9,7 @@ import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 from qerl_lab import formats
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import DENSE_FORMAT, RunConfig
+from qerl_lab.disk import alone_in
 from qerl_lab.model.dense import base_tensors
 from qerl_lab.model.files import WeightFiles, local_folder, read_json
 from qerl_lab.model.loading import stored_as
@@ -40,8 +41,7 @@ def folder_of(policy: Policy, cfg: RunConfig) -> Iterator[Path]:
         dtype = policy.model.dtype
         config["quantization_config"] = formats.build(cfg.format).quantization_config(cfg.format.ignore, dtype)
     text = json.dumps(config)
-    name = f"qerl-lab-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
-    with named_folder(name, place_for(size_of(tensors) * cfg.gpus)) as folder:  # every rank writes its own, now
+    with roomy_folder(hashlib.sha256(text.encode()).hexdigest()[:12], size_of(tensors)) as folder:
         save_torch_state_dict(tensors, folder)
         policy.tokenizer.save_pretrained(folder)  # vLLM wants one, and is sent token ids
         (folder / "config.json").write_text(text)
@@ -61,7 +61,19 @@ def size_of(tensors: Mapping[str, Tensor]) -> int:
 @contextmanager
 def scratch_folder(size: int) -> Iterator[Path]:
     """Yield a folder for `size` bytes, in memory where that has room, and remove it after."""
-    with named_folder(f"qerl-lab-{secrets.token_hex(6)}", place_for(size)) as folder:
+    with roomy_folder(secrets.token_hex(6), size) as folder:
+        yield folder
+
+
+@contextmanager
+def roomy_folder(name: str, size: int) -> Iterator[Path]:
+    """Yield a folder for `size` bytes, in memory where that has room beside what others claimed, and remove it after.
+
+    Its name claims the size: runs that start at once would each see the room that only one of them can have.
+    """
+    with ExitStack() as stack:
+        with alone_in(IN_MEMORY) if IN_MEMORY.is_dir() else nullcontext():
+            folder = stack.enter_context(named_folder(f"qerl-lab-{name}-{size}", place_for(size)))
         yield folder
 
 
@@ -119,5 +131,16 @@ def hold(path: Path) -> int | None:
 def place_for(size: int) -> Path:
     """The folder for temporary files of `size` bytes: this machine's memory where that has room, once it is cleared."""
     remove_left(IN_MEMORY, OF_RUNS)
-    roomy = IN_MEMORY.is_dir() and shutil.disk_usage(IN_MEMORY).free > 1.2 * size
-    return IN_MEMORY if roomy else Path(tempfile.gettempdir())
+    if not IN_MEMORY.is_dir():
+        return Path(tempfile.gettempdir())
+    room = shutil.disk_usage(IN_MEMORY).free - sum(unwritten(folder) for folder in IN_MEMORY.glob(f"{OF_RUNS}-*"))
+    return IN_MEMORY if room > 1.2 * size else Path(tempfile.gettempdir())
+
+
+def unwritten(folder: Path) -> int:
+    """Bytes that the name of a folder claims, and that are not written yet; 0 where nobody may look into it."""
+    try:
+        written = sum(file.stat().st_blocks * 512 for file in folder.iterdir())
+    except OSError:  # another user's, or removed by its owner just now
+        return 0
+    return max(0, int(folder.name.split("-")[-2]) - written)

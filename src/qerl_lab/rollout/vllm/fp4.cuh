@@ -18,13 +18,12 @@ __device__ float widened(u32 number) { return __uint_as_float(number << 16); }
 template <typename Shape>
 __device__ int part_of(const Shape& s, int n) { return (n >= s.part_1) + (n >= s.part_2); }
 
-// Counters only grow, each launch by one a block: no launch has to leave zeros for the next.
-__device__ u64 joined(u64* counter, u32 blocks) {  // what the counter will be when all have arrived
-  __threadfence();
-  const u64 before = atomicAdd(counter, 1ull);
-  return (before / blocks + 1) * blocks;
+// Blocks meet by a counter. Each adds 1, but the first so much that the highest bit turns when all have come: no launch has
+// to leave zeros for the next.
+__device__ u64 arrived(u64* counter, u32 blocks, bool first) {  // what the counter was
+  return released(counter, first ? (1ull << 63) - (blocks - 1) : 1ull);
 }
 
-__device__ void await(const u64* counter, u64 all) {
-  while (acquired(counter) < all) pause();
+__device__ void await(const u64* counter, u64 before) {
+  while ((acquired(counter) ^ before) >> 63 == 0) pause();
 }

@@ -298,7 +298,7 @@ __device__ void close(const u16* x, const float* divisor, const u16* A, const u1
   }
   __syncwarp();
   u64 all = 0;
-  if (lane == 0) all = joined(counters, gridDim.x * closers);
+  if (lane == 0) all = arrived(counters, gridDim.x * closers, blockIdx.x == 0 && closer == 0);
   const float factor = 128 / *divisor;
   if (s.pieces == 1) {
     if (lane == 0) await(counters, all);
@@ -320,7 +320,10 @@ __device__ void close(const u16* x, const float* divisor, const u16* A, const u1
   if (s.pieces == 1) return;
   __syncwarp();
   u64 team = 0;
-  if (lane == 0) team = joined(counters + 1 + w.team, s.pieces * closers), await(counters, all);
+  if (lane == 0) {
+    team = arrived(counters + 1 + w.team, s.pieces * closers, w.piece == 0 && closer == 0);
+    await(counters, all);
+  }
   sync(1, closers * 32);
   sum_slices(inner, s, w, stride, thread, closers * 32);
   if (lane == 0) await(counters + 1 + w.team, team);

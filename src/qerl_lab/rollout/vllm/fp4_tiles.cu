@@ -1,59 +1,68 @@
-// y[M, N] = x W^T + bias + t B^T for up to ROWS rows, where t = x A^T comes in pieces from the launch before. W is NVFP4,
-// in the layout of `pack` in fp4_tiles.py, which compiles this for ROWS, TILE, GROUPS and SHARED and has the why.
+// y[M, N] = x W^T + bias + (x A^T) B^T for up to ROWS rows, where B is that of a row's part. W is NVFP4, in the layout of
+// `pack` in fp4_tiles.py, which compiles this for ROWS, TILE, GROUPS and SHARED and has the why.
 //
 // A multiprocessor holds one block, which has tiles of W, TILE times 64 rows, or where there are fewer tiles than blocks a
 // piece of one tile's columns. A warp, the carrier, has the copy engine bring codes, scales and x into a ring in shared
 // memory. GROUPS warpgroups multiply: each unpacks its rows of W into registers, as bfloat16, for a product with x from
-// shared memory. A warpgroup stands still while the tensor cores take its products; others unpack then. Three warps add up
-// t meanwhile, each block a part of it for all. Where blocks share a tile (SHARED), all leave their sums, and each adds up
-// a part of them in one order, so that the same inputs give the same bits.
+// shared memory. A warpgroup stands still while the tensor cores take its products; others unpack then. Three warps make
+// t = x A^T meanwhile, each block a part of it for all; the warpgroups end with t B^T. Where blocks share a tile (SHARED),
+// all leave their sums, and each finishes a part of the tile, in one order, so that the same inputs give the same bits.
 
 #include "fp4.cuh"
 #ifdef __CUDACC__
 #include "wgmma.cuh"
 #endif
 
-constexpr int ADDERS = 96, OTHERS = 32 + ADDERS, REGISTERS_OF_OTHERS = 40;
-constexpr int BLOCK = 64;                                 // rows of W that a warpgroup multiplies at once
+constexpr int MAKERS = 96, OTHERS = 32 + MAKERS, REGISTERS_OF_OTHERS = 56;  // MAKERS make t
+constexpr int BLOCK = 64;                 // rows of W that a warpgroup multiplies at once
 constexpr int DEPTH = 64, AT_A_TIME = 2;  // columns of a block, of x the 128 bytes of a swizzle; blocks of a stage
 constexpr int BLOCK_BYTES = 2304, WARP_BYTES = BLOCK_BYTES / 4, CODE_BYTES = 512;
 constexpr int PITCH = 48, OUT_BYTES = 16 * PITCH;  // of y on its way out: from row to row, of a warp
 constexpr int LOADS = 8;                           // of a thread that are on their way
-enum Barrier { ALL, SUMS, ADDED };  // ALL is that of __syncthreads
+constexpr int RANKS = 32;                          // of a step of the adapter's product
+enum Barrier { ALL, SUMS, MADE };                  // ALL is that of __syncthreads
 
 struct Shape {
-  int M, N, R, rank;
-  int part_1, part_2;      // first columns of y of the second and third part, N where there are none
-  int splits;              // of x A^T
-  int depth, pieces;       // stages of a tile; blocks that share it
-  int stages, stride_of_t; // of the ring; from row to row of t in shared memory
+  int M, N, K, stride;   // the last from row to row of x
+  int R, rank;           // rows of A; of a part
+  int width, columns;    // of a part of t, a multiple of RANKS, where what is beyond the last rank is 0; of t
+  int part_1, part_2;    // first columns of y of the second and third part, N where there are none
+  int splits, of_split;  // of x A^T; columns of x in one
+  int depth, pieces;     // stages of a tile; blocks that share it
+  int few, more;         // stages of a piece; pieces with one more
+  int stages;            // of the ring
 };
 
-// Where the parts lie in shared memory, and who multiplies.
+__device__ int slabs(const Shape& s) { return (s.columns + DEPTH - 1) / DEPTH; }  // of t
+
+// Where the parts lie in shared memory, and who multiplies. x and t have slabs of DEPTH columns.
 template <int ROWS, int TILE, int GROUPS>
 struct Memory {
   static constexpr int MULTIPLIERS = GROUPS * 128, THREADS = MULTIPLIERS + OTHERS;
-  static constexpr int REGISTERS = (65536 - OTHERS * REGISTERS_OF_OTHERS) / MULTIPLIERS / 8 * 8;  // of a thread
+  static constexpr int BEGUN = 65536 / THREADS / 8 * 8 * THREADS;  // registers of a block, however they are shared
+  static constexpr int REGISTERS = (BEGUN - OTHERS * REGISTERS_OF_OTHERS) / MULTIPLIERS / 8 * 8;  // of a thread
   static constexpr int FEW = TILE / GROUPS, MORE = TILE % GROUPS;  // blocks of a group, and groups with one more
   static constexpr int W_BYTES = TILE * BLOCK_BYTES, X_BYTES = ROWS * DEPTH * 2;  // of a block of columns
   u8 *weights, *out;
-  u16* t;
-  u32 x, full, empty, ready;
+  u32 x, t, full, empty, ready;
 
   __device__ Memory(const Shape& s, u8* memory) {
-    weights = memory + s.stages * AT_A_TIME * X_BYTES;
+    const int x_bytes = s.stages * AT_A_TIME * X_BYTES;
+    weights = memory + x_bytes + slabs(s) * X_BYTES;
     u64* const barriers = (u64*)(weights + s.stages * AT_A_TIME * W_BYTES);
-    out = (u8*)(barriers + 2 * s.stages + 2), t = (u16*)(out + MULTIPLIERS / 32 * OUT_BYTES);
-    x = shared(memory), full = shared(barriers), empty = full + 8 * s.stages, ready = empty + 8 * s.stages;
+    out = (u8*)(barriers + 2 * s.stages + 2);
+    x = shared(memory), t = x + x_bytes, full = shared(barriers), empty = full + 8 * s.stages, ready = empty + 8 * s.stages;
   }
 };
 
-// Of a tile the stages from `first` to `end` are a block's.
-struct Span {
-  int first, end;
-  __device__ Span(const Shape& s) {
-    const int piece = blockIdx.x % s.pieces;
-    first = s.depth * piece / s.pieces, end = s.depth * (piece + 1) / s.pieces;
+// What a block does: of its tiles, from `tile` in steps of all blocks, the stages from `first` to `end`.
+template <bool SHARED>
+struct Work {
+  int tile, piece, first, end;
+
+  __device__ Work(const Shape& s) {
+    tile = SHARED ? blockIdx.x / s.pieces : blockIdx.x, piece = SHARED ? blockIdx.x - tile * s.pieces : 0;
+    first = piece * s.few + min(piece, s.more), end = first + s.few + (piece < s.more);
   }
 };
 
@@ -69,17 +78,23 @@ __device__ void unpack(u32 word, u32 low, u32 high, u32 (&a)[4]) {
 // Scale i of a word, in both halves, times 2^119: `pack` made its exponent count from 2^-9.
 __device__ u32 scale_pair(u32 scales, int i) { return __byte_perm(scales, 0, 0x4040 + i * 0x0101) * 16 + 0x76807680u; }
 
-// The carrier: keep the ring full.
-template <int ROWS, int TILE, int GROUPS>
-__device__ void carry(const TensorMap* x, const u8* packed, const Shape& s, const Memory<ROWS, TILE, GROUPS>& m,
-                      int tiles) {
+// The carrier: keep the ring full. What it asks for first does not depend on the launch before.
+template <int ROWS, int TILE, int GROUPS, bool SHARED>
+__device__ void carry(const TensorMap* x, const u8* packed, const u16* B, const Shape& s,
+                      const Memory<ROWS, TILE, GROUPS>& m, int tiles) {
   typedef Memory<ROWS, TILE, GROUPS> M;
   constexpr int X_STAGE = AT_A_TIME * M::X_BYTES, W_STAGE = AT_A_TIME * M::W_BYTES;
   const u32 weights = shared(m.weights);
-  const Span span(s);
+  const Work<SHARED> w(s);
   int stage = 0, parity = 1;
-  for (int tile = blockIdx.x / s.pieces; tile < tiles; tile += gridDim.x)
-    for (int k = span.first; k < span.end; k++) {
+  prefetch(packed + ((long long)w.tile * s.depth + w.first) * W_STAGE, min(s.stages, w.end - w.first) * W_STAGE);
+  awaited();
+#pragma unroll 1
+  for (int tile = w.tile; tile < tiles; tile += gridDim.x) {
+    const int n = tile * TILE * BLOCK;
+    if (w.piece == 0) prefetch(B + (long long)n * s.rank, min(TILE * BLOCK, s.N - n) * s.rank * 2);
+#pragma unroll 1
+    for (int k = w.first; k < w.end; k++) {
       const u32 full = m.full + 8 * stage;
       wait(m.empty + 8 * stage, parity);  // the first round finds what no one has used
       arrive_expecting(full, X_STAGE + W_STAGE);
@@ -87,29 +102,91 @@ __device__ void carry(const TensorMap* x, const u8* packed, const Shape& s, cons
       copy_tile(m.x + stage * X_STAGE, x, k * AT_A_TIME, full);
       if (++stage == s.stages) stage = 0, parity ^= 1;
     }
+  }
 }
 
-// t = x A^T in bfloat16, [M, R]: each block adds up the pieces of a part of it, waits for the others, and takes all.
-__device__ void add_up(const float* sums, u16* t, u64* meeting, const Shape& s, u16* own, u32 ready) {
-  const int thread = threadIdx.x - (blockDim.x - ADDERS), size = s.M * s.R;
-  awaited();
-  for (int i = blockIdx.x * ADDERS + thread; i < size; i += gridDim.x * ADDERS) {
-    float sum = 0;
-    for (int split = 0; split < s.splits; split += LOADS) {
-      float one[LOADS];
+// Which part column `column` of t lies in.
+__device__ int part_of_t(const Shape& s, int column) { return (column >= s.width) + (column >= 2 * s.width); }
+
+// 16 columns of t, 16 rows, of one split: a warp's. Which columns of x and A are together in a product is all the same, so
+// a lane loads 16 bytes of a row.
+__device__ void shrink(const u16* x, const u16* A, float* sums, const Shape& s, int item) {
+  const int lane = threadIdx.x % 32, rows = (s.M + 15) / 16, columns = s.columns / 16, rest = item / rows;
+  const int split = rest / columns, column = (rest - split * columns) * 16, row = (item - rest * rows) * 16 + lane / 4;
+  const int part = part_of_t(s, column), rank = column - part * s.width + lane / 4, first = split * s.of_split;
+  u32 of_A[2], of_x[2];  // rows, none beyond the last
 #pragma unroll
-      for (int j = 0; j < LOADS; j++) one[j] = split + j < s.splits ? sums[(long long)(split + j) * size + i] : 0;
-#pragma unroll
-      for (int j = 0; j < LOADS; j++) sum += one[j];
-    }
-    t[i] = rounded(sum);
+  for (int i = 0; i < 2; i++) {
+    of_A[i] = (part * s.rank + min(rank + i * 8, s.rank - 1)) * s.K + first + lane % 4 * 8;
+    of_x[i] = min(row + i * 8, s.M - 1) * s.stride + first + lane % 4 * 8;
   }
-  sync(ADDED, ADDERS);
-  if (thread == 0) await(meeting, joined(meeting, gridDim.x));
-  sync(ADDED, ADDERS);
-  for (int i = thread; i < size / 2; i += ADDERS)
-    *(u32*)(own + i * 2 / s.R * s.stride_of_t + i * 2 % s.R) = __ldcg((const u32*)t + i);
-  arrive(ready);
+  float sum[2][4] = {};
+#pragma unroll 1
+  for (int k = 0; k < min(s.of_split, s.K - first); k += 64) {
+    uint4 v[2][4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      v[i / 2][i % 2] = *(const uint4*)(A + (of_A[i % 2] + k + i / 2 * 32));
+      v[i / 2][2 + i % 2] = *(const uint4*)(x + (of_x[i % 2] + k + i / 2 * 32));
+    }
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const uint4(&of)[4] = v[i / 2];
+      mma(sum[i % 2], of[0].x, of[1].x, of[0].y, of[1].y, of[2 + i % 2].x, of[2 + i % 2].y);
+      mma(sum[i % 2], of[0].z, of[1].z, of[0].w, of[1].w, of[2 + i % 2].z, of[2 + i % 2].w);
+    }
+  }
+  float* const to = sums + ((long long)split * s.columns + column + lane / 4) * rows * 16 + row - lane / 4 + lane % 4 * 2;
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const float* const two = sum[i / 2] + i % 2 * 2;
+    *(float2*)(to + i % 2 * 8 * rows * 16 + i / 2 * 8) = make_float2(two[0], two[1]);
+  }
+}
+
+// Add up the splits of a part of t, and leave it as a product of x would have it.
+template <int ROWS>
+__device__ void add_up(const float* sums, u16* t, const Shape& s, int thread) {
+  const int rows = (s.M + 15) / 16 * 16, all = s.columns * rows;
+#pragma unroll 1
+  for (int i = blockIdx.x * MAKERS + thread; i < all; i += gridDim.x * MAKERS) {
+    const int column = i / rows, row = i - column * rows;
+    const int splits = column - part_of_t(s, column) * s.width < s.rank ? s.splits : 0;
+    float sum = 0;
+#pragma unroll 1
+    for (int split = 0; split < splits; split += 2 * LOADS) {
+      float one[2 * LOADS];
+#pragma unroll
+      for (int j = 0; j < 2 * LOADS; j++) one[j] = split + j < splits ? __ldcg(sums + (split + j) * all + i) : 0;
+#pragma unroll
+      for (int j = 0; j < 2 * LOADS; j++) sum += one[j];
+    }
+    t[(column / DEPTH * ROWS + row) * DEPTH + (column % DEPTH / 8 ^ row % 8) * 8 + column % 8] = rounded(sum);
+  }
+}
+
+// t = x A^T in bfloat16, in memory as x is: each block makes a part of it, and when all have, all of it is copied.
+template <int ROWS>
+__device__ void make_t(const u16* x, const u16* A, float* sums, u16* t, u64* meeting, const Shape& s, u32 own, u32 ready) {
+  const int thread = threadIdx.x - (blockDim.x - MAKERS), warps = MAKERS / 32;
+  const int items = (s.M + 15) / 16 * (s.columns / 16) * s.splits;
+  const int eights = s.R * s.K / 8, few = (eights + gridDim.x - 1) / gridDim.x, first = blockIdx.x * few;  // of A
+  if (thread == 0 && first < eights) prefetch(A + first * 8, min(few, eights - first) * 16);
+  awaited();
+#pragma unroll 1
+  for (int item = blockIdx.x * warps + thread / 32; item < items; item += gridDim.x * warps) shrink(x, A, sums, s, item);
+  sync(MADE, MAKERS);
+  if (thread == 0) await(meeting, arrived(meeting, gridDim.x, blockIdx.x == 0));
+  sync(MADE, MAKERS);
+  add_up<ROWS>(sums, t, s, thread);
+  seen_by_copies();
+  sync(MADE, MAKERS);
+  if (thread) return;
+  await(meeting + 1, arrived(meeting + 1, gridDim.x, blockIdx.x == 0));
+  seen_by_copies();
+  const u32 bytes = slabs(s) * ROWS * DEPTH * 2;
+  arrive_expecting(ready, bytes);
+  copy(own, t, bytes, ready);
 }
 
 // The warpgroup's rows of W times all of x, the columns of a stage. `weights` are the warp's, `x` is as of `matrix`. `free`
@@ -118,13 +195,13 @@ template <int ROWS, int TILE, int BLOCKS>
 __device__ void multiply(float (&sum)[BLOCKS][ROWS / 2], const u8* weights, u32 x, u32 free) {
   constexpr int STEP = BLOCKS == 1 ? 4 : BLOCKS == 2 ? 2 : 1;  // times 16 columns, of a group of products
   const int lane = threadIdx.x % 32;
-#pragma unroll
+#pragma unroll (BLOCKS == 1 ? AT_A_TIME : 1)  // for more blocks registers do not suffice
   for (int k = 0; k < AT_A_TIME; k++) {
     uint4 word[BLOCKS];
     uint2 scale[BLOCKS];
 #pragma unroll
     for (int b = 0; b < BLOCKS; b++) {
-      const u8* const block = weights + (k * TILE + b) * BLOCK_BYTES;
+      const u8* const block = weights + b * BLOCK_BYTES;
       word[b] = *(const uint4*)(block + lane * 16), scale[b] = *(const uint2*)(block + CODE_BYTES + lane / 4 * 8);
     }
 #pragma unroll
@@ -144,109 +221,147 @@ __device__ void multiply(float (&sum)[BLOCKS][ROWS / 2], const u8* weights, u32 
       for (int i = 0; i < STEP; i++)
 #pragma unroll
         for (int b = 0; b < BLOCKS; b++)
-          wgmma(sum[b], a[i][b], x + (k * ROWS * DEPTH + (step * STEP + i) * 16) / 8);
+          wgmma(sum[b], a[i][b], x + (step * STEP + i) * 2);
       committed();
     }
+    weights += TILE * BLOCK_BYTES, x += ROWS * DEPTH / 8;
   }
 }
 
-// What `finish` adds to a warp's 16 rows of W, of which n is the first: B as an mma takes it, its first ranks, and the
-// bias.
-struct Rest {
-  static constexpr int RANKS = 32;
-  u32 b[RANKS / 16][4];
-  float bias[2];
+// The row n of W that many blocks further, or in the last block: what is added beyond it is not stored.
+__device__ int further(const Shape& s, int n, int blocks) { return min(n + blocks * BLOCK, s.N - BLOCK + n % BLOCK); }
+
+// RANKS columns of B from r as a product takes them, for the warp's rows from n of each block; 0 beyond the last.
+template <int BLOCKS>
+__device__ void load(u32 (&b)[RANKS / 16][BLOCKS][4], const u16* B, const Shape& s, int n, int r) {
+  const int lane = threadIdx.x % 32, column = r + lane % 4 * 2;
+#pragma unroll
+  for (int block = 0; block < BLOCKS; block++) {
+    const u16* const from = B + (long long)(further(s, n, block) + lane / 4) * s.rank + column;
+#pragma unroll
+    for (int i = 0; i < RANKS / 16; i++)
+#pragma unroll
+      for (int j = 0; j < 4; j++) {
+        const int right = i * 16 + j / 2 * 8, down = j % 2 * 8 * s.rank;
+        b[i][block][j] = column + right < s.rank ? *(const u32*)(from + right + down) : 0;
+      }
+  }
+}
+
+// What is added to a warp's rows from n of each block, loaded ahead: of B the first ranks, and the bias.
+template <int BLOCKS>
+struct Added {
+  u32 b[RANKS / 16][BLOCKS][4];
+  float bias[BLOCKS][2];
+
+  __device__ Added(const u16* B, const u16* bias_, const Shape& s, int n) {
+    load(b, B, s, n, 0);
+#pragma unroll
+    for (int i = 0; i < BLOCKS * 2; i++)
+      bias[i / 2][i % 2] = bias_ ? widened(bias_[further(s, n, i / 2) + threadIdx.x % 32 / 4 + i % 2 * 8]) : 0;
+  }
 };
 
-// 16 ranks of B from r, zero beyond the last.
-__device__ void load_b(u32 (&b)[4], const u16* B, const Shape& s, int n, int r) {
-  const int lane = threadIdx.x % 32, left = s.rank - r - lane % 4 * 2;
-  const u16* const low = B + (long long)(n + lane / 4) * s.rank + r + lane % 4 * 2;
+// sum = sum factor + bias + B t, of the warp's rows from n of each block and COUNT rows of t, which begin at `t`.
+template <int ROWS, int COUNT, int BLOCKS>
+__device__ void add(float (&sum)[BLOCKS][COUNT / 2], Added<BLOCKS>& added, float factor, const u16* B, const Shape& s, u32 t,
+                    int n) {
+  constexpr int ROW_BYTES = DEPTH * 2;
+  const int lane = threadIdx.x % 32, row = lane / 16 * 8 + lane % 8;  // of t, whose 16 bytes this lane points at
 #pragma unroll
-  for (int i = 0; i < 4; i++) b[i] = left > i / 2 * 8 ? *(const u32*)(low + i % 2 * 8 * s.rank + i / 2 * 8) : 0;
-}
-
-__device__ void load_rest(Rest& rest, const u16* B, const u16* bias, const Shape& s, int n) {
+  for (int i = 0; i < BLOCKS * COUNT / 2; i++)
+    (&sum[0][0])[i] = (&sum[0][0])[i] * factor + added.bias[i / (COUNT / 2)][i / 2 % 2];
+#pragma unroll 1
+  for (int r = 0; r < s.rank; r += RANKS) {
+    if (r) load(added.b, B, s, n, r);
 #pragma unroll
-  for (int i = 0; i < Rest::RANKS / 16; i++) load_b(rest.b[i], B, s, n, i * 16);
+    for (int block = 0; block < BLOCKS; block++) {
+      const int column = part_of(s, further(s, n, block)) * s.width + r, at = column % DEPTH / 8 + lane / 8 % 2;
+      const u32 slab = t + (column / DEPTH * ROWS + row) * ROW_BYTES;
 #pragma unroll
-  for (int i = 0; i < 2; i++) rest.bias[i] = bias ? widened(bias[n + threadIdx.x % 32 / 4 + i * 8]) : 0.f;
-}
-
-// Finish the sums of a warp's 16 rows of W, from n, and of COUNT times 8 rows of x, from m: scale them, add bias and
-// adapter, store them. `out` is the warp's.
-template <int COUNT>
-__device__ void finish(float (&sum)[COUNT * 4], const Rest& rest, float factor, const u16* t, const u16* B, u16* y, u8* out,
-                       const Shape& s, int n, int m) {
-  const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
+      for (int i = 0; i < RANKS / 16; i++)
 #pragma unroll
-  for (int i = 0; i < COUNT * 4; i++) sum[i] = sum[i] * factor + rest.bias[i / 2 % 2];
-  const u16* const own = t + (m + g) * s.stride_of_t + part_of(s, n) * s.rank + 2 * q;
-  auto add = [&](const u32(&b)[4], int r) {
-    const int left = s.rank - r - 2 * q;
+        for (int m = 0; m < COUNT; m += 16) {
+          u32 four[4];
+          load_matrices(four, slab + (at + i * 2 ^ row % 8) * 16 + m * ROW_BYTES);
+          const u32(&b)[4] = added.b[i][block];
 #pragma unroll
-    for (int i = 0; i < COUNT; i++) {
-      const u32* const two = (const u32*)(own + i * 8 * s.stride_of_t + r);
-      mma(*(float(*)[4])(sum + i * 4), b[0], b[1], b[2], b[3], left > 0 ? two[0] : 0, left > 8 ? two[4] : 0);
+          for (int j = 0; j < 2; j++)
+            mma(*(float(*)[4])(sum[block] + m / 2 + j * 4), b[0], b[1], b[2], b[3], four[j * 2], four[j * 2 + 1]);
+        }
     }
-  };
-#pragma unroll
-  for (int i = 0; i < Rest::RANKS / 16; i++)
-    if (i * 16 < s.rank) add(rest.b[i], i * 16);
-  for (int r = Rest::RANKS; r < s.rank; r += 16) {
-    u32 b[4];
-    load_b(b, B, s, n, r);
-    add(b, r);
   }
-  constexpr int AT_ONCE = COUNT < 2 ? 1 : 2;  // times 8 rows, and 16 lanes that store
+}
+
+// Sums of a warp's 16 rows of W, from n, and of COUNT rows of x, from m, go to y. `out` is the warp's.
+template <int COUNT>
+__device__ void store(const float (&sum)[COUNT / 2], u16* y, u8* out, const Shape& s, int n, int m) {
+  const int lane = threadIdx.x % 32;
+  const u32 place = shared(out) + (lane / 16 * 8 + lane % 8) * PITCH + lane / 8 % 2 * 16;
 #pragma unroll
-  for (int i = 0; i < COUNT; i += AT_ONCE) {
+  for (int i = 0; i < COUNT; i += 16) {
+    u32 four[4];
 #pragma unroll
-    for (int j = 0; j < AT_ONCE * 4; j++)
-      *(u16*)(out + (j / 4 * 8 + 2 * q + j % 2) * PITCH + (g + j / 2 % 2 * 8) * 2) = rounded(sum[i * 4 + j]);
+    for (int j = 0; j < 4; j++) four[j] = rounded_two(sum[i / 2 + j * 2], sum[i / 2 + j * 2 + 1]);
+    store_transposed(place, four);
     __syncwarp();
-    const int row = m + i * 8 + lane / 2;
-    if (lane < AT_ONCE * 16 && row < s.M)
+    const int row = m + i + lane / 2;
+    if (row < s.M)
       *(uint4*)(y + (long long)row * s.N + n + lane % 2 * 8) = *(const uint4*)(out + lane / 2 * PITCH + lane % 2 * 16);
     __syncwarp();
   }
 }
 
-// Leave the sums of a piece, and when all have, finish a part of the tile.
+// Leave the sums of a piece, and when all have, finish a part of the tile, 16 rows of x at a time.
 template <int ROWS, int TILE, int GROUPS, int BLOCKS>
 __device__ void share(const float (&sum)[BLOCKS][ROWS / 2], float factor, const Memory<ROWS, TILE, GROUPS>& m, const u16* B,
-                      const u16* bias, u16* y, u8* out, float4* partial, u64* meeting, const Shape& s, int n) {
-  constexpr int FOURS = ROWS / 8, OF_TILE = TILE * FOURS * 128;
-  const int tile = blockIdx.x / s.pieces, block = n / BLOCK - tile * TILE;
-  float4* const of_tile = partial + ((long long)tile * s.pieces * TILE + block) * FOURS * 128 + threadIdx.x % 128;
-  float4* const own = of_tile + blockIdx.x % s.pieces * OF_TILE;
+                      const u16* bias, u16* y, u8* out, float4* partial, u64* meeting, const Shape& s, const Work<true>& w,
+                      int n) {
+  constexpr int FOURS = ROWS / 8, OF_TILE = TILE * FOURS * 128, PARTS = ROWS / 16;
+  const int block = n / BLOCK - w.tile * TILE;
+  float4* const of_tile = partial + ((long long)w.tile * s.pieces * TILE + block) * FOURS * 128 + threadIdx.x % 128;
+  float4* const own = of_tile + w.piece * OF_TILE;
 #pragma unroll
   for (int i = 0; i < BLOCKS * FOURS; i++) {
     const float* const four = &sum[0][0] + i * 4;
     own[i * 128] = make_float4(four[0], four[1], four[2], four[3]);
   }
-  __threadfence();
   sync(SUMS, m.MULTIPLIERS);
-  if (threadIdx.x == 0) await(meeting + tile, joined(meeting + tile, s.pieces));
+  if (threadIdx.x == 0) await(meeting + w.tile, arrived(meeting + w.tile, s.pieces, w.piece == 0));
   sync(SUMS, m.MULTIPLIERS);
-  wait(m.ready, 0);
-  const int piece = blockIdx.x % s.pieces, all = BLOCKS * FOURS;
-  for (int i = all * piece / s.pieces; i < all * (piece + 1) / s.pieces; i++) {
-    const int row = n + i / FOURS * BLOCK;
+#pragma unroll 1
+  for (int i = w.piece; i < BLOCKS * PARTS; i += s.pieces) {
+    const int row = n + i / PARTS * BLOCK, of_x = i % PARTS * 16;
     if (row >= s.N) break;
-    Rest rest;
-    load_rest(rest, B, bias, s, row);
-    float four[4] = {};
+    Added<1> added(B, bias, s, row);
+    float whole[1][8] = {};
+#pragma unroll 1
     for (int from = 0; from < s.pieces; from += LOADS) {
-      float4 one[LOADS];
+      float4 one[LOADS][2];
 #pragma unroll
-      for (int j = 0; j < LOADS; j++)
-        one[j] = from + j < s.pieces ? __ldcg(of_tile + (from + j) * OF_TILE + i * 128) : make_float4(0, 0, 0, 0);
+      for (int j = 0; j < LOADS * 2; j++) {
+        const float4* const four = of_tile + (from + j / 2) * OF_TILE + (i * 2 + j % 2) * 128;
+        one[j / 2][j % 2] = from + j / 2 < s.pieces ? __ldcg(four) : make_float4(0, 0, 0, 0);
+      }
 #pragma unroll
-      for (int j = 0; j < LOADS; j++) four[0] += one[j].x, four[1] += one[j].y, four[2] += one[j].z, four[3] += one[j].w;
+      for (int j = 0; j < LOADS * 2; j++) {
+        float* const four = whole[0] + j % 2 * 4;
+        const float4& its = one[j / 2][j % 2];
+        four[0] += its.x, four[1] += its.y, four[2] += its.z, four[3] += its.w;
+      }
     }
-    finish<1>(four, rest, factor, m.t, B, y, out, s, row, i % FOURS * 8);
+    wait(m.ready, 0);
+    add<ROWS, 16>(whole, added, factor, B, s, m.t + of_x * DEPTH * 2, row);
+    store<16>(whole[0], y, out, s, row, of_x);
   }
+}
+
+// The products have ended: their sums may be read, and what they read of the last stage be written again.
+template <int BLOCKS, int SUMS_OF_BLOCK>
+__device__ void end(float (&sum)[BLOCKS][SUMS_OF_BLOCK], u32 last) {
+  settled<0>();
+  complete(*(float(*)[BLOCKS * SUMS_OF_BLOCK])sum);
+  if (threadIdx.x % 32 == 0) arrive(last);
 }
 
 // A warpgroup: its blocks of every tile.
@@ -257,72 +372,72 @@ __device__ void multiply_all(const Memory<ROWS, TILE, GROUPS>& m, const float* d
   const int first_block = group * m.FEW + min(group, m.MORE);
   const u8* const weights = m.weights + first_block * BLOCK_BYTES + warp % 4 * WARP_BYTES;
   u8* const out = m.out + warp * OUT_BYTES;
-  const float factor = 128 / *divisor;
-  const Span span(s);
+  const float factor = __fdividef(128, *divisor);
+  const Work<SHARED> w(s);
   int stage = 0, parity = 0;
-  for (int tile = blockIdx.x / s.pieces; tile < tiles; tile += gridDim.x) {
+#pragma unroll 1
+  for (int tile = w.tile; tile < tiles; tile += gridDim.x) {
     const int n = (tile * TILE + first_block) * BLOCK + warp % 4 * 16;
     float sum[BLOCKS][ROWS / 2];
 #pragma unroll
     for (int i = 0; i < BLOCKS * ROWS / 2; i++) (&sum[0][0])[i] = 0;
     u32 free = 0;
-    for (int k = span.first; k < span.end; k++) {
+#pragma unroll 1
+    for (int k = w.first; k < w.end; k++) {
       wait(m.full + 8 * stage, parity);
       const int at = stage * AT_A_TIME;
-      multiply<ROWS, TILE, BLOCKS>(sum, weights + at * m.W_BYTES, matrix(m.x + at * m.X_BYTES), free);
+      const u32 x = __shfl_sync(~0u, matrix(m.x + at * m.X_BYTES), 0);  // so the compiler knows that lanes have the same
+      multiply<ROWS, TILE, BLOCKS>(sum, weights + at * m.W_BYTES, x, free);
       free = m.empty + 8 * stage;
       if (++stage == s.stages) stage = 0, parity ^= 1;
     }
-    Rest rest[BLOCKS];
-    if (!SHARED)
+    if constexpr (SHARED) {
+      end(sum, free);
+      share(sum, factor, m, B, bias, y, out, partial, meeting, s, w, n);
+    } else {
+      Added<BLOCKS> added(B, bias, s, n);
+      end(sum, free);
+      wait(m.ready, 0);
+      add<ROWS, ROWS>(sum, added, factor, B, s, m.t, n);
 #pragma unroll
-      for (int b = 0; b < BLOCKS; b++)
-        if (n + b * BLOCK < s.N) load_rest(rest[b], B, bias, s, n + b * BLOCK);
-    settled<0>();
-    complete(*(float(*)[BLOCKS * ROWS / 2])sum);
-    if (lane == 0) arrive(free);
-    if (SHARED) {
-      share(sum, factor, m, B, bias, y, out, partial, meeting, s, n);
-      continue;
+      for (int block = 0; block < BLOCKS; block++)
+        if (n + block * BLOCK < s.N) store<ROWS>(sum[block], y, out, s, n + block * BLOCK, 0);
     }
-    wait(m.ready, 0);
-#pragma unroll
-    for (int b = 0; b < BLOCKS; b++)
-      if (n + b * BLOCK < s.N) finish<ROWS / 8>(sum[b], rest[b], factor, m.t, B, y, out, s, n + b * BLOCK, 0);
   }
 }
 
 template <int ROWS, int TILE, int GROUPS, bool SHARED>
-__device__ void fp4_tiles(const TensorMap* x, const u8* packed, const float* divisor, const float* sums, const u16* B,
-                          const u16* bias, u16* y, u16* t, float4* partial, u64* meeting, const Shape& s) {
+__device__ void fp4_tiles(const TensorMap* tiles_of_x, const u16* x, const u8* packed, const float* divisor, const u16* A,
+                          const u16* B, const u16* bias, u16* y, float* sums, u16* t, float4* partial, u64* meeting,
+                          const Shape& s) {
   typedef Memory<ROWS, TILE, GROUPS> M;
   DYNAMIC_SHARED(memory);
   const M m(s, memory);
   const int group = threadIdx.x / 128, tiles = (s.N / BLOCK + TILE - 1) / TILE;
   if (threadIdx.x < s.stages) {
     begin(m.full + 8 * threadIdx.x, 1), begin(m.empty + 8 * threadIdx.x, M::MULTIPLIERS / 32);
-    if (threadIdx.x == 0) begin(m.ready, ADDERS);
+    if (threadIdx.x == 0) begin(m.ready, 1);
     begun();
   }
   __syncthreads();
   next_may_start();
   if (group < M::MORE) {
     registers<M::REGISTERS, true>();
-    multiply_all<ROWS, TILE, GROUPS, SHARED, M::FEW + 1>(m, divisor, B, bias, y, partial, meeting + 1, s, tiles);
+    multiply_all<ROWS, TILE, GROUPS, SHARED, M::FEW + 1>(m, divisor, B, bias, y, partial, meeting + 2, s, tiles);
   } else if (group < GROUPS) {
     registers<M::REGISTERS, true>();
-    multiply_all<ROWS, TILE, GROUPS, SHARED, M::FEW>(m, divisor, B, bias, y, partial, meeting + 1, s, tiles);
+    multiply_all<ROWS, TILE, GROUPS, SHARED, M::FEW>(m, divisor, B, bias, y, partial, meeting + 2, s, tiles);
   } else {
     registers<REGISTERS_OF_OTHERS, false>();
-    if (threadIdx.x >= M::THREADS - ADDERS) add_up(sums, t, meeting, s, m.t, m.ready);
-    else if (elected()) carry(x, packed, s, m, tiles);
+    if (threadIdx.x >= M::THREADS - MAKERS) make_t<ROWS>(x, A, sums, t, meeting, s, m.t, m.ready);
+    else if (elected()) carry<ROWS, TILE, GROUPS, SHARED>(tiles_of_x, packed, B, s, m, tiles);
   }
 }
 
 #define FP4_TILES(ROWS, TILE, GROUPS, SHARED) \
   extern "C" __global__ void __launch_bounds__((Memory<ROWS, TILE, GROUPS>::THREADS), 1) \
   fp4_tiles_##ROWS##_##TILE##_##GROUPS##_##SHARED( \
-      const __grid_constant__ TensorMap x, const u8* packed, const float* divisor, const float* sums, const u16* B, \
-      const u16* bias, u16* y, u16* t, float4* partial, u64* meeting, const Shape s) { \
-    fp4_tiles<ROWS, TILE, GROUPS, SHARED>(&x, packed, divisor, sums, B, bias, y, t, partial, meeting, s); \
+      const __grid_constant__ TensorMap tiles_of_x, const u16* x, const u8* packed, const float* divisor, const u16* A, \
+      const u16* B, const u16* bias, u16* y, float* sums, u16* t, float4* partial, u64* meeting, const Shape s) { \
+    fp4_tiles<ROWS, TILE, GROUPS, SHARED>(&tiles_of_x, x, packed, divisor, A, B, bias, y, sums, t, partial, meeting, s); \
   }

@@ -3,8 +3,8 @@
     y = x W^T + bias + (x A^T) B^T,   W = E2M1 value * block scale / divisor
 
 From some ten rows on a product has to compute as well as to move weights. Triton has no product whose first operand is
-unpacked into registers while the one before it runs, and other kernels for NVFP4 leave y in memory for a launch that
-adds the adapter to it. Here that is the end of the product itself; x A^T is a launch of `kernels.shrink` ahead of it.
+unpacked into registers while the one before it runs, and other kernels for NVFP4 leave the adapter to launches of its
+own. Here it is part of the product: x A^T is made while weights are on their way, and what follows is its end.
 
 W and x change places: a tile of W is the operand in registers, so that the rows of x are the columns of a product,
 which may be as few as 16. `pack` puts W into the order in which lanes read it.
@@ -31,6 +31,8 @@ TILES = range(2, 9)  # blocks of W
 _BLOCK, _DEPTH, _AT_A_TIME, _BLOCK_BYTES, _OUT_BYTES = 64, 64, 2, 2304, 768  # as in fp4_tiles.cu
 _GROUP, _OTHERS = 128, 128  # threads of a warpgroup, and those that do not multiply
 _MOST_STAGES = 16
+_RANKS = 32  # of a part of x A^T, in multiples of which it lies in memory
+_SPLIT, _MOST_SPLITS = 128, 64  # columns of a split of x A^T are a multiple; splits, whose sums are added up
 _STEP = 2  # stages that a block of W takes at the end of a tile, about
 
 TAKEN = f"up to 3 parts in multiples of {_BLOCK}, columns in multiples of {_DEPTH}, an even rank up to {MAX_RANK}"
@@ -41,7 +43,8 @@ class Shape(ctypes.Structure):
 
     _fields_ = [
         (name, ctypes.c_int)
-        for name in ("M", "N", "R", "rank", "part_1", "part_2", "splits", "depth", "pieces", "stages", "stride_of_t")
+        for name in ("M", "N", "K", "stride", "R", "rank", "width", "columns", "part_1", "part_2", "splits", "of_split",
+                     "depth", "pieces", "few", "more", "stages")
     ]  # fmt: skip
 
 
@@ -49,7 +52,8 @@ class Shape(ctypes.Structure):
 class Plan:
     """How a launch goes: the variant for `rows` rows of x and `tile` blocks of W, which `groups` multiply.
 
-    `pieces` blocks of threads share a tile.
+    `pieces` blocks of threads share a tile. A part of x A^T has `width` columns in shared memory, all parts `slabs` of
+    64; it is a sum over `splits` of x, of `of_split` columns.
     """
 
     rows: int
@@ -58,7 +62,10 @@ class Plan:
     pieces: int
     blocks: int
     stages: int
-    stride_of_t: int
+    width: int
+    slabs: int
+    splits: int
+    of_split: int
     shared_bytes: int
 
 
@@ -188,57 +195,43 @@ def linear(
 
     Raises ValueError for more rows, or where `takes` says no.
     """
-    check(x, B, sizes)
-    if len(x) == 0:
-        return x.new_empty(0, len(B))
-    from qerl_lab.rollout.vllm import kernels  # needs triton
-
-    return product(x, packed, divisor, kernels.shrink(x, A), B, sizes, meeting, bias)
-
-
-def product(
-    x: Tensor, packed: Tensor, divisor: Tensor, sums: Tensor, B: Tensor, sizes: list[int], meeting: Tensor,
-    bias: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """As `linear`, behind the launch of `kernels.shrink` that gave `sums` [S, M, P * r], whose sum over S is x A^T.
-
-    It begins before that launch has ended, which itself waited for all before it. So it must not come right behind
-    another launch of its own: the two would meet by one counter.
-    """
-    rows, (N, rank) = len(x), B.shape
+    (rows, columns), (N, rank) = x.shape, B.shape
+    if rows > MAX_ROWS or not takes(sizes, columns, rank):
+        what = f"{rows} rows of x, parts {sizes} x {columns}, rank {rank}"
+        raise ValueError(f"{what}; allowed: up to {MAX_ROWS} rows, {TAKEN}")
     y = torch.empty(rows, N, dtype=torch.bfloat16, device=x.device)
-    R, machine = sums.shape[2], machine_of(x.device)
-    how = plan(rows, packed.shape, R, machine)
-    t = torch.empty(rows, R, dtype=torch.bfloat16, device=x.device)
+    if rows == 0:
+        return y
+    how = plan(rows, packed.shape, len(sizes), rank, machine_of(x.device))
+    depth, t_columns = packed.shape[1], len(sizes) * how.width
+    sums = torch.empty(how.splits * t_columns * how.rows, device=x.device)
+    t = torch.empty(how.slabs * _DEPTH * how.rows, dtype=torch.bfloat16, device=x.device)
     partial = torch.empty(how.blocks * how.tile * _BLOCK * how.rows if how.pieces > 1 else 0, device=x.device)
     ends = [sum(sizes[:part]) if len(sizes) > part else N for part in (1, 2)]
-    shape = Shape(rows, N, R, rank, *ends, len(sums), packed.shape[1], how.pieces, how.stages, how.stride_of_t)
-    _launch(how, x, [packed, divisor, sums, B, bias, y, t, partial, meeting], shape)
+    shape = Shape(rows, N, columns, x.stride(0), len(A), rank, how.width, t_columns, *ends, how.splits, how.of_split,
+                  depth, how.pieces, depth // how.pieces, depth % how.pieces, how.stages)  # fmt: skip
+    _launch(how, x, [packed, divisor, A, B, bias, y, sums, t, partial, meeting], shape)
     return y
 
 
-def check(x: Tensor, B: Tensor, sizes: Sequence[int]) -> None:
-    """Raise ValueError for more rows, or where `takes` says no."""
-    (rows, columns), rank = x.shape, B.shape[1]
-    if rows > MAX_ROWS or not takes(sizes, columns, rank):
-        what = f"{rows} rows of x, parts {list(sizes)} x {columns}, rank {rank}"
-        raise ValueError(f"{what}; allowed: up to {MAX_ROWS} rows, {TAKEN}")
-
-
-def plan(rows: int, packed: Sequence[int], R: int, machine: Machine) -> Plan:
-    """Choose the variant, and as many stages as memory allows. `packed` is the shape of `pack`, R that of A."""
+def plan(rows: int, packed: Sequence[int], parts: int, rank: int, machine: Machine) -> Plan:
+    """Choose the variant, and as many stages as memory allows. `packed` is the shape of `pack`."""
     variant = next(most for most in VARIANTS if rows <= most)
     tiles, depth, _, tile, _ = packed
-    groups = groups_of(tile)
-    pieces = _pieces(tiles, depth * _AT_A_TIME * _DEPTH, machine.multiprocessors)
+    groups, columns = groups_of(tile), depth * _AT_A_TIME * _DEPTH
+    pieces = _pieces(tiles, columns, machine.multiprocessors)
+    width, of_split = -(-rank // _RANKS) * _RANKS, -(-columns // (_SPLIT * _MOST_SPLITS)) * _SPLIT
+    slabs = -(-parts * width // _DEPTH)
     stage = _AT_A_TIME * (variant * _DEPTH * 2 + tile * _BLOCK_BYTES)
-    stride = R + 8  # neighbours in a column of t do not meet in a bank of memory
-    rest = (2 * _MOST_STAGES + 2) * 8 + groups * _GROUP // 32 * _OUT_BYTES + variant * stride * 2
+    rest = (2 * _MOST_STAGES + 2) * 8 + groups * _GROUP // 32 * _OUT_BYTES + variant * slabs * _DEPTH * 2
     stages = min(_MOST_STAGES, (machine.shared_bytes - rest) // stage)
     if stages < 2:  # a stage is freed during the next
         raise ValueError(f"two stages of {stage} bytes and {rest} more do not fit {machine.shared_bytes} bytes")
-    blocks = min(tiles * pieces, machine.multiprocessors)
-    return Plan(variant, tile, groups, pieces, blocks, stages, stride, stages * stage + rest)
+    return Plan(
+        rows=variant, tile=tile, groups=groups, pieces=pieces, blocks=min(tiles * pieces, machine.multiprocessors),
+        stages=stages, width=width, slabs=slabs, splits=-(-columns // of_split), of_split=of_split,
+        shared_bytes=stages * stage + rest,
+    )  # fmt: skip
 
 
 def _launch(how: Plan, x: Tensor, tensors: Sequence[Tensor | None], shape: Shape) -> None:
@@ -249,7 +242,7 @@ def _launch(how: Plan, x: Tensor, tensors: Sequence[Tensor | None], shape: Shape
     function = nvrtc.function(SOURCE, name, torch.cuda.current_device(), line)
     tiles = nvrtc.tensor_map(x, how.rows, _AT_A_TIME)
     threads = how.groups * _GROUP + _OTHERS
-    nvrtc.launch(function, how.blocks, threads, how.shared_bytes, [tiles, *tensors, shape], early=True)
+    nvrtc.launch(function, how.blocks, threads, how.shared_bytes, [tiles, x, *tensors, shape], early=True)
 
 
 def instance(rows: int, tile: int, groups: int, shared: bool) -> tuple[str, str]:

@@ -49,6 +49,13 @@ __device__ u64 acquired(const u64* p) {
   return value;
 }
 
+// Add n, and return what was there. What this thread wrote or saw before is there for those who acquire the number.
+__device__ u64 released(u64* p, u64 n) {
+  u64 before;
+  asm volatile("atom.add.release.gpu.global.u64 %0, [%1], %2;" : "=l"(before) : "l"(p), "l"(n) : "memory");
+  return before;
+}
+
 __device__ u32 times(u32 a, u32 b) {  // two float16
   u32 d;
   asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));

@@ -9,6 +9,33 @@ __device__ void copy_tile(u32 to, const TensorMap* from, int column, u32 barrier
                ::"r"(to), "l"(from), "r"(column), "r"(0), "r"(barrier) : "memory");
 }
 
+// What was written before this, here or where this block waited for it, is there for copies and products after it.
+__device__ void seen_by_copies() { asm volatile("fence.proxy.async;" ::: "memory"); }
+
+// Four matrices of 8 times 8 16-bit numbers, as an mma takes them: the row r of matrix i is the 16 bytes at the address that
+// lane 8i + r has.
+__device__ void load_matrices(u32 (&four)[4], u32 from) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(four[0]), "=r"(four[1]), "=r"(four[2]), "=r"(four[3]) : "r"(from) : "memory");
+}
+
+// Two or four matrices of 8 times 8 16-bit numbers, each held as a sum of an mma is, column by column: the column r of
+// matrix i goes to the 16 bytes at the address that lane 8i + r has.
+__device__ void store_transposed(u32 to, const u32 (&two)[2]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};"
+               ::"r"(to), "r"(two[0]), "r"(two[1]) : "memory");
+}
+__device__ void store_transposed(u32 to, const u32 (&four)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
+               ::"r"(to), "r"(four[0]), "r"(four[1]), "r"(four[2]), "r"(four[3]) : "memory");
+}
+
+__device__ u32 rounded_two(float low, float high) {  // to bfloat16
+  u32 d;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
+  return d;
+}
+
 __device__ bool elected() {  // one lane of the warp
   u32 yes;
   asm volatile("{\n.reg .pred one;\nelect.sync _|one, -1;\nselp.u32 %0, 1, 0, one;\n}" : "=r"(yes));

@@ -1,0 +1,60 @@
+"""What is printed to be typed, pasted in a bash, is the word that was meant."""
+
+import re
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from qerl_lab.cli import grammar, train
+from qerl_lab.config.option import option
+from qerl_lab.config.spelling import as_typed, in_double_quotes, readable, shell_word
+
+TEXTS = [
+    "läufe/a,b", "läufe/a=b", "läufe/a=b,c", "lä$x,b", "ü (1)", "it's, $HOME", 'ä="b', "a,`b`", "a!,b", "a,b\\", "ä=\\",
+    "a\\'b,", "a\\\\'b, c\\\\", "100,7e5", "[a,b]", "{ä}", " a, b ", "ä,\"b\"'c",
+]  # fmt: skip
+
+
+@dataclass
+class Options:
+    run_dir: str = option("", "where")
+
+
+def pasted(line: str) -> list[str]:
+    """The words that a bash makes of a line."""
+    done = subprocess.run(["bash", "-c", f"printf '%s\\0' {line}"], capture_output=True, text=True, check=True)
+    return done.stdout.split("\0")[:-1]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("spelled", [shell_word, in_double_quotes])
+def test_a_text_is_read_as_it_was(text: str, spelled) -> None:
+    assert grammar.read(Options, pasted(spelled("run_dir", text))).run_dir == text
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["a,b", "läufe/a,b", "läufe/a=b", "läufe/a=b,c", "lä$x,b", "ü (1)", "it's,b", "a!,b", "ä,b\\", "100,7e5", "7,ä"],
+)
+def test_what_an_error_says_to_type_is_that_one_value(text: str, tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["+experiment=nvfp4", "dry_run=true"]
+    assert train.main([*words, f"run_dir={text}"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: run_dir={text} ")
+    advice = re.search(r"(?:, or| that is) (.*?)(?: if the comma is part of it)?\.\n", said)
+    assert advice is not None
+    assert train.main([*words, *pasted(advice[1])]) == 0
+    assert f"  {text}\n" in capsys.readouterr().out  # the column of the run directory
+
+
+def test_a_comma_between_numbers_is_no_part_of_one(capsys) -> None:
+    assert train.main(["+experiment=nvfp4", "seed=0,1"]) == 2
+    assert capsys.readouterr().err.endswith("Type -m to run a job for each.\n")
+
+
+@pytest.mark.parametrize("word", ["run_dir='ä,b'c", "run_dir=it's x'y,ä", 'run_dir="ä",b', "run_dir='a\\'ä'"])
+def test_quotes_that_were_typed_stay(word: str) -> None:
+    assert as_typed(readable(word)) == word
