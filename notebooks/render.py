@@ -61,11 +61,11 @@ def write(notebook: Path) -> None:
 
 def main(names: list[str]) -> int:
     """Render the notebooks of these names, or all."""
-    found = [path for path in sorted(HERE.glob("*.ipynb")) if path.stem in names or not names]
-    if len(found) < len(names):
-        print(f"allowed: {', '.join(path.stem for path in sorted(HERE.glob('*.ipynb')))}", file=sys.stderr)
+    known = {path.stem: path for path in sorted(HERE.glob("*.ipynb"))}
+    if unknown := [name for name in names if name not in known]:
+        print(f"error: {unknown[0]} is no notebook; allowed: {', '.join(known)}.", file=sys.stderr)
         return 2
-    for notebook in found:
+    for notebook in (path for name, path in known.items() if name in names or not names):
         print(notebook.name)
         write(notebook)
     return 0

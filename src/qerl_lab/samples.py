@@ -22,10 +22,10 @@ def show(run_dir: Path, step: int | None) -> str:
     """Lay the samples of a step out as text. Raises ConfigError where there are none."""
     try:
         samples = RunDirectory(run_dir).samples()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise ConfigError(f"{run_dir} has no {NAME}. Type the directory of a run that has ended a step.") from None
     except OSError as error:
-        raise ConfigError(f"{error}. Move the file away to go on without it.") from None
+        raise ConfigError(f"{run_dir / NAME} cannot be read ({error.strerror}). Make it readable.") from None
     steps = [sample.step for sample in samples]
     if not steps:
         raise ConfigError(f"{run_dir / NAME} is empty. Wait for the run's first step.")

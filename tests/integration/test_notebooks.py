@@ -87,3 +87,8 @@ def test_a_changed_cell_changes_the_digest_and_the_file_s_form_does_not(tmp_path
     notebook.cells[-1]["source"] += " "
     nbformat.write(notebook, copy)
     assert RENDER["digest"](copy) != RENDER["digest"](NOTEBOOKS[0])
+
+
+def test_a_name_of_no_notebook_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert RENDER["main"](["01_curves", "06_more"]) == 2
+    assert "error: 06_more is no notebook; allowed: 01_curves, " in capsys.readouterr().err

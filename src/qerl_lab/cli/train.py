@@ -30,7 +30,7 @@ from qerl_lab.config.files import package_data
 from qerl_lab.config.keys import schema
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.redact import redact
-from qerl_lab.config.spelling import readable
+from qerl_lab.config.spelling import readable, resume_word
 from qerl_lab.exits import OK
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.environment import Typed
@@ -112,8 +112,8 @@ def _resumed_directory(overrides: list[str], flags: list[str]) -> Path | None:
     if others:
         raise ConfigError(
             f"resume continues a run with its own configuration, so {' '.join(others)} cannot stand beside it. "
-            f"Type {given[-1]} alone, or with steps=N to extend a finished run; of a sweep the line that began it "
-            "takes jobs=N, launcher=NAME and rerun=true."
+            f"Type {resume_word(directory)} alone, or with steps=N to extend a finished run; of a sweep the line that "
+            "began it takes jobs=N, launcher=NAME and rerun=true."
         )
     if not directory:
         raise ConfigError("resume= names no directory. Type resume=RUN_DIR, for example resume=runs/nvfp4/seed0/TIME.")

@@ -71,11 +71,16 @@ def _no_secrets(cfg: RunConfig) -> None:
 
 
 def _store_is_an_address(cfg: RunConfig) -> None:
-    uri = cfg.tracking.uri
-    if cfg.tracking.mlflow and uri and "://" not in uri and uri != "databricks":
+    if cfg.tracking.mlflow and cfg.tracking.uri:
+        check_store("tracking.uri", cfg.tracking.uri)
+
+
+def check_store(key: str, uri: str) -> None:
+    """Raise ConfigError for what is no address of an MLflow store, such as the folder that MLflow 3 takes no more."""
+    if "://" not in uri and uri != "databricks":
         raise ConfigError(
-            f"tracking.uri={uri} is no address of an MLflow store; allowed: sqlite:///FILE.db, https://HOST, and "
-            f"databricks. Type for example tracking.uri=sqlite:///{uri}.db."
+            f"{key}={uri} is no address of an MLflow store; allowed: sqlite:///FILE.db, https://HOST, and databricks. "
+            f"Type for example {key}=sqlite:///{uri}.db."
         )
 
 

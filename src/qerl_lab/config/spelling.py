@@ -65,6 +65,12 @@ def in_double_quotes(key: str, value: str) -> str:
     return shell_word(key, value) if set(value) & set('"$`\\!') else f'"{word(key, value)}"'
 
 
+def shell_line(words: Sequence[str]) -> str:
+    """Words as they are typed into a shell, those with an apostrophe as people type them: "KEY='a b'"."""
+    in_double = [("'" in one and not set(one) & set('"$`\\!')) for one in words]
+    return " ".join(f'"{one}"' if so else shlex.quote(one) for one, so in zip(words, in_double, strict=True))
+
+
 def resume_word(path: str | Path) -> str:
     """`resume=DIR` as it is typed into a shell; Hydra does not read it."""
     return f"resume={shlex.quote(str(path))}"

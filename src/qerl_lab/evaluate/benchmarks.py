@@ -12,7 +12,7 @@ from qerl_lab.config.schema import RunConfig, TaskConfig
 from qerl_lab.evaluate.options import AccuracyOptions, samples_of, split
 from qerl_lab.model.policy import Policy
 from qerl_lab.tasks import Question, Task
-from qerl_lab.tasks.data import is_local
+from qerl_lab.tasks.data import is_local, respelled
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,20 @@ def load(options: AccuracyOptions, cfg: RunConfig) -> list[Benchmark]:
             is_local(chosen.path, f"benchmarks={chosen.name}:")  # of a run too, whose files may lie elsewhere by now
         if options.instruction is not None:
             chosen = replace(chosen, instruction=options.instruction)
-        task = tasks.benchmark(chosen)
+        task = questions_of(chosen, f"benchmarks={chosen.name}:")
         questions = task.heldout[: options.questions or None]
         if not questions:
             raise ConfigError(f"{spec} has no question to ask. Type benchmarks=NAME:PATH of a set that has.")
         found.append(Benchmark(task, questions, samples_of(options, chosen.name)))
     return found
+
+
+def questions_of(cfg: TaskConfig, before: str) -> Task:
+    """The task with its questions. Raises ConfigError in the words of this command, with the path behind `before`."""
+    try:
+        return tasks.benchmark(cfg)
+    except ConfigError as error:
+        raise error if cfg.module else respelled(error, before) from error
 
 
 def task_config(own: TaskConfig | None, name: str, path: str | None) -> TaskConfig:

@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 
 from qerl_lab.config.arm import completed, of_arm
-from qerl_lab.config.message import in_one_line
+from qerl_lab.config.message import in_one_line, some_of
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.spelling import shell_word
 from qerl_lab.disk import read_json, replace_file
@@ -126,7 +126,7 @@ def _one_arm(found: list[Examined], given: str) -> dict[int, Examined]:
         differ = [key for key in others if key not in OF_A_SEED and mine.get(key) != others[key]]
         differ += _trained_otherwise(one.about.get("arm"), first.about.get("arm"))
         if one.seed in by_seed or differ:
-            why = f"they differ in {', '.join(differ)}" if differ else f"both are of seed {one.seed}, as the run has it"
+            why = f"they differ in {some_of(differ)}" if differ else f"both are of seed {one.seed}, as the run has it"
             raise ConfigError(
                 f"{given} holds several evaluations that are not the seeds of one arm: {near(first.folder)} and "
                 f"{near(one.folder)}, {why}. Type the directory of one."

@@ -22,7 +22,7 @@ from scipy import stats
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
-from qerl_lab import formats, rollout, tasks, terminal
+from qerl_lab import formats, rollout, terminal
 from qerl_lab.config.keys import typed
 from qerl_lab.config.model_hash import model_hash
 from qerl_lab.config.option import ConfigError
@@ -201,7 +201,7 @@ def _refuse_another(folder: Path, of: dict[str, Any]) -> None:
 def sample(options: EntropyOptions, device: torch.device) -> Texts:
     """One completion of each prompt, by the dense model at temperature 1."""
     name, path = split(options.prompts)
-    task = tasks.benchmark(benchmarks.task_config(None, name, path))
+    task = benchmarks.questions_of(benchmarks.task_config(None, name, path), f"prompts={name}:")
     cfg = run_config(options, DENSE_FORMAT)
     dense = policy.build(cfg, device)
     prompts = [dense.prompt_ids(task.messages(question)) for question in task.heldout[: options.questions]]

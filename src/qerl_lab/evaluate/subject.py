@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from huggingface_hub import save_torch_state_dict
-from safetensors.torch import load_file
 
 from qerl_lab import formats, preflight
 from qerl_lab.config.arm import as_recorded, of_arm
@@ -109,6 +108,11 @@ def _of_model(options: AccuracyOptions) -> Subject:
         stored = stored_as(folder)
     except ValueError as error:
         raise ConfigError(f"{said} cannot be read ({error}). Type another model.") from None
+    if stored is not None and options.format not in (None, packed := stored.weight_format.NAME):
+        raise ConfigError(
+            f"{said} is packed in {packed}, and format={options.format} was given. Leave format out, or type the path "
+            "of the dense model."
+        )
     cfg.model = replace(cfg.model, name=Path(options.model).name, path=options.model, revision=options.revision)
     cfg.format.name = options.format or DENSE_FORMAT
     if stored is not None and options.format is None:
@@ -134,7 +138,7 @@ def load(subject: Subject) -> Policy:
 
 def is_zero(adapter: Path) -> bool:
     """Whether the adapter changes nothing: one matrix of each product is zero throughout."""
-    tensors = load_file(adapter / WEIGHTS)
+    tensors = policy.adapter_tensors(adapter)
     return not any(tensor.any() for name, tensor in tensors.items() if "lora_B" in name)
 
 

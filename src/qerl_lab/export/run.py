@@ -71,6 +71,7 @@ def is_plain(trained: RunConfig) -> bool:
 
 def write_adapter(trained: RunConfig, adapter: Path, out: Path, base: str) -> None:
     """Write PEFT's two files; `base` is what they name as the model that they belong to."""
+    policy.adapter_tensors(adapter)  # a file that is damaged must not go out
     for name in (WEIGHTS, SETTINGS):
         shutil.copyfile(adapter / name, out / name)
     settings = read_json(out / SETTINGS)
@@ -85,7 +86,7 @@ def write_dense(trained: RunConfig, adapter: Path, base: Path, out: Path, dtype_
     trained.format.dense_cache, trained.model.dtype = "off", "float32"  # the products are added in float32
     trained.model.attention = "sdpa"  # nothing attends, and the package of another may be of another machine
     loaded = policy.build(trained, torch.device("cpu"))
-    policy.load_adapter(loaded.model, adapter)
+    policy.begin_with(loaded.model, adapter)
     tensors = dense_tensors(loaded, dtype, merged=merged)
     save_torch_state_dict({name: tensor.to(dtype).contiguous() for name, tensor in tensors.items()}, out)
     copy_companions(base, out)

@@ -59,7 +59,8 @@ def local(path: str, key: str = "model.path") -> Path | None:
         )
     if path.startswith(("/", ".", "~")) or folder.parent.is_file() or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path):
         raise ConfigError(
-            f"{key}={path} is no directory; allowed: a directory, or a hub id such as Qwen/Qwen2.5-7B-Instruct. "
+            f"{key}={path} is no directory; allowed: pocket, a directory, FILE.gguf, or a hub id such as "
+            "Qwen/Qwen2.5-7B-Instruct. "
             f"Type {key}=DIRECTORY."
         )
     return None

@@ -10,12 +10,13 @@ import torch
 from jinja2 import TemplateError
 from peft import LoraConfig as PeftLoraConfig
 from peft import PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from qerl_lab import formats
-from qerl_lab.config.message import first_line
+from qerl_lab.config.message import first_line, in_one_line
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.paths import WEIGHTS
 from qerl_lab.config.schema import RunConfig
@@ -210,16 +211,25 @@ def save_adapter(model: PeftModel, folder: Path) -> None:
     let_read([folder / WEIGHTS])
 
 
+def adapter_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """The matrices of the adapter that `folder` holds. Raises ConfigError where its file cannot be read."""
+    try:
+        return load_file(folder / WEIGHTS)
+    except (OSError, SafetensorError) as error:
+        said = f"the adapter {folder / WEIGHTS} cannot be read ({in_one_line(error)})"
+        raise ConfigError(f"{said}. Put the file back as it was.") from error
+
+
 def load_adapter(model: PeftModel, folder: Path) -> None:
     """Give the model the adapter that `folder` holds (adapter_model.safetensors), in place."""
-    set_peft_model_state_dict(model, load_file(folder / WEIGHTS))
+    set_peft_model_state_dict(model, adapter_tensors(folder))
 
 
 def begin_with(model: PeftModel, folder: Path) -> None:
     """`load_adapter` of an adapter from elsewhere. Raises ConfigError unless it has the model's matrices, each of its
     shape, and no other."""
     own = {name: tuple(tensor.shape) for name, tensor in get_peft_model_state_dict(model).items()}
-    held = {name: tuple(tensor.shape) for name, tensor in load_file(folder / WEIGHTS).items()}
+    held = {name: tuple(tensor.shape) for name, tensor in adapter_tensors(folder).items()}
     if differ := sorted(name for name in own.keys() | held.keys() if own.get(name) != held.get(name)):
         name = differ[0]
         raise ConfigError(

@@ -6,7 +6,6 @@ weights, so that no loader takes an unfinished directory for a model.
 
 import errno
 import json
-import shlex
 import shutil
 from dataclasses import asdict
 from pathlib import Path
@@ -24,7 +23,7 @@ from qerl_lab.config.message import first_line
 from qerl_lab.config.option import ConfigError, did_you_mean
 from qerl_lab.config.records import QUALITY
 from qerl_lab.config.schema import FormatConfig
-from qerl_lab.config.spelling import listed, word
+from qerl_lab.config.spelling import listed, shell_line, word
 from qerl_lab.disk import replace_file
 from qerl_lab.model import loading, policy
 from qerl_lab.model.files import INDEX, WeightFiles, copy_companions, local_folder, read_json
@@ -69,7 +68,7 @@ def run(options: QuantizeOptions) -> None:
         unfinished.finish()
     print(quality.table(options, result))
     print(f"checkpoint:  {terminal.near(options.folder)}  ({QUALITY}, sqnr.png)")
-    print(f"train on it: {terminal.python()} -m qerl_lab {shlex.join(training_words(options))}")
+    print(f"train on it: {terminal.python()} -m qerl_lab {shell_line(training_words(options))}")
 
 
 def training_words(options: QuantizeOptions) -> list[str]:

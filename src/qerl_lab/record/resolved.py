@@ -10,7 +10,7 @@ import yaml
 
 from qerl_lab.config.arm import ADDED, OF_SWEEPS, completed, leaves
 from qerl_lab.config.keys import check_types
-from qerl_lab.config.message import in_one_line
+from qerl_lab.config.message import in_one_line, some_of
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.rules import from_dict
 from qerl_lab.config.schema import RunConfig
@@ -83,5 +83,4 @@ def _refuse_lacking(path: Path, values: dict[str, Any]) -> None:
     known = {*dict(_flat(values)), *OF_SWEEPS, *ADDED, "model.hash"}
     lacking = [name for name, _, _ in leaves(RunConfig()) if name not in known]
     if lacking:
-        shown = ", ".join(lacking[:5]) + (f" and {len(lacking) - 5} more" if len(lacking) > 5 else "")
-        raise ConfigError(f"{path} lacks {shown}: it was cut off, or another version wrote it. {_REPLACE}")
+        raise ConfigError(f"{path} lacks {some_of(lacking)}: it was cut off, or another version wrote it. {_REPLACE}")

@@ -26,6 +26,8 @@ that would matter is excluded. undecided: neither. Both at a one-sided level of 
 A guardrail is held or broken where that is shown, else open. The seeds that would decide are estimates from the spread
 that was measured: at the first number about half of such repetitions are decided, at the second, where one is, most."""
 
+TO_MAKE = "To make what was not measured (add what the runs had beside their sweep, such as scale=NAME):\n"
+
 
 def cell(interval: stats.Interval, seeds: int) -> str:
     """`mean [95% CI] (n)`."""
@@ -99,7 +101,7 @@ def to_make(rows: Sequence[Row]) -> str:
     for row in (row for row in rows if row.numbers is None):
         waiting.setdefault(command(row.claim), []).append(row.claim.name)
     lines = [f"{line}  # {', '.join(dict.fromkeys(names))}" for line, names in waiting.items()]
-    return "\n    ".join(["To make what was not measured:\n", *lines]) if lines else ""
+    return "\n    ".join([TO_MAKE, *lines]) if lines else ""
 
 
 def remarks(comparison: Comparison) -> list[str]:

@@ -179,6 +179,13 @@ def is_local(path: str, before: str = "task.path=") -> bool:
     return False
 
 
+def respelled(error: ConfigError, before: str) -> ConfigError:
+    """The error of a question set for a command that takes its path behind `before`, and has no key for columns."""
+    said = str(error).replace("Check task.path.", f"Check {before}PATH.").replace("task.path=", before)
+    columns = f"Check {before}PATH and the names of its columns."
+    return ConfigError(re.sub(r"Check task\.path, or say .*", columns, said))
+
+
 @dataclass(frozen=True)
 class Place:
     """Where rows are read; `remedy` is what to type where they cannot serve."""

@@ -6,6 +6,7 @@ The file is imported in the process of the run, and may do what the user may do.
 import importlib.util
 import json
 import math
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -132,7 +133,10 @@ def _grade(cfg: TaskConfig, function: Callable[..., Any], own: set[str], weighed
         scores = {part: _numbers(values) for part, values in given.items()}
         for part, values in scores.items():
             if values.shape != (len(texts),) or not ((values >= 0) & (values <= 1)).all():
-                raise ConfigError(f"{said} must return in {part!r} a score from 0 to 1 for each of the texts.")
+                raise ConfigError(
+                    f"{said} must return in {part!r} a score from 0 to 1 for each of the texts, here {len(texts)}, "
+                    f"and returned {reprlib.repr(given[part])}."
+                )
         return scores
 
     return checked

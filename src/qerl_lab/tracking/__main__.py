@@ -9,6 +9,7 @@ from qerl_lab import exits
 with exits.starting(__name__):
     from qerl_lab.cli.grammar import Command, main_of
     from qerl_lab.config.option import option
+    from qerl_lab.config.rules import check_store
     from qerl_lab.record.directory import RunDirectory
     from qerl_lab.record.metrics import table
     from qerl_lab.tracking.mlflow import prepare_mlflow
@@ -28,12 +29,14 @@ class TableOptions:
 
 def fill(options: ResyncOptions) -> None:
     """Fill MLflow from a run's record. Raises ConfigError for no record, ConnectionError for an MLflow that is away."""
+    if options.uri:
+        check_store("uri", options.uri)
     prepare_mlflow()
     from mlflow.exceptions import MlflowException
 
     try:
         print(resync(RunDirectory(Path(options.run_dir).expanduser()), options.uri))
-    except MlflowException as error:
+    except (MlflowException, OSError) as error:  # OSError: no place for the file of an sqlite store
         raise ConnectionError(f"not resynced. {error}") from error
 
 

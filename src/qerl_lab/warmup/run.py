@@ -31,7 +31,7 @@ from qerl_lab.config.paths import sha256
 from qerl_lab.config.records import WARMUP
 from qerl_lab.config.redact import redact
 from qerl_lab.config.schema import POCKET
-from qerl_lab.config.spelling import word
+from qerl_lab.config.spelling import shell_line, word
 from qerl_lab.model import policy
 from qerl_lab.model.files import local_folder, noted
 from qerl_lab.model.loading import refuse_packed
@@ -41,6 +41,7 @@ from qerl_lab.record.environment import versions
 from qerl_lab.record.partial import JOURNAL, Unfinished
 from qerl_lab.solutions import Example, batch, learning_rate
 from qerl_lab.tasks import Task
+from qerl_lab.tasks.data import respelled
 from qerl_lab.warmup.examples import order, tokenized
 from qerl_lab.warmup.options import WarmupOptions
 
@@ -159,7 +160,7 @@ def run(options: WarmupOptions) -> None:
         unfinished.finish()
     print(f"loss {warmup.losses[0]:.3f} -> {warmup.losses[-1]:.3f} nats a token, {time.monotonic() - started:.0f} s")
     print(f"model:       {terminal.near(options.folder)}  ({WARMUP} says how it was made)")
-    print(f"train on it: {terminal.python()} -m qerl_lab {shlex.join(training_words(options))}")
+    print(f"train on it: {terminal.python()} -m qerl_lab {shell_line(training_words(options))}")
 
 
 def worked(options: WarmupOptions) -> Task:
@@ -167,7 +168,7 @@ def worked(options: WarmupOptions) -> Task:
     try:
         return tasks.worked(options.task_config())
     except ConfigError as error:
-        raise ConfigError(str(error).replace("task.path=", "task_path=")) from error
+        raise respelled(error, "task_path=") from error
 
 
 def sum_in_one_order() -> None:

@@ -1,5 +1,6 @@
 """Paths as they are typed: relative, with ~, with umlauts; and as a run keeps them."""
 
+import shlex
 import tomllib
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from qerl_lab.cli.overrides import spell
 from qerl_lab.cli.train import main
 from qerl_lab.config.paths import anchored, sqlite_file, sqlite_uri
 from qerl_lab.config.schema import ModelConfig, RunConfig, TaskConfig, TrackingConfig
-from qerl_lab.config.spelling import readable, word
+from qerl_lab.config.spelling import readable, shell_line, word
 from qerl_lab.evaluate.options import CompareOptions
 
 
@@ -124,6 +125,20 @@ def test_a_word_that_a_command_prints_is_read_as_it_was_meant(text: str) -> None
 
 def plan(line: str, multirun: bool = False):
     return make_plan([readable(spell(word)) for word in line.split()], multirun)
+
+
+@pytest.mark.parametrize(
+    ("path", "typed"),
+    [
+        ("models/a", "model.path=models/a"),
+        ("Meine Däten", "\"model.path='Meine Däten'\""),
+        ("it's $5", None),
+    ],
+)
+def test_a_line_to_type_is_what_people_type_where_the_shell_allows_it(path: str, typed: str | None) -> None:
+    words = ["scale=pocket", word("model.path", path)]
+    assert shlex.split(shell_line(words)) == words
+    assert typed is None or shell_line(words) == f"scale=pocket {typed}"
 
 
 def test_a_plan_has_them_as_the_run_will(here: Path) -> None:

@@ -126,6 +126,10 @@ def drop(copy: Path) -> None:
     (copy / "adapter" / WEIGHTS).unlink()
 
 
+def cut(copy: Path) -> None:
+    (copy / "adapter" / WEIGHTS).write_bytes(b"cut off")
+
+
 def lose_a_matrix(copy: Path) -> None:
     file = copy / "adapter" / WEIGHTS
     tensors = load_file(file)
@@ -138,6 +142,7 @@ def lose_a_matrix(copy: Path) -> None:
     [
         (drop, "has no final adapter (done); allowed: finished runs, whose last step counts and not their best."),
         (lambda copy: (copy / "DONE").unlink(), "resume='RUN' first, or adapter=false"),
+        (cut, "model.safetensors cannot be read (Error while deserializing header: "),
         (lose_a_matrix, "is of another model or rank: 1 matrices differ, the first base_model"),
         (lambda copy: (copy / "resolved.yaml").unlink(), "is no directory of a run"),
     ],
@@ -186,7 +191,7 @@ def test_a_packed_model_is_asked_in_its_own_format(tmp_path, capsys) -> None:
     assert go(*words, f"out={tmp_path / 'out'}") == 0
     assert "in mxfp4 is evaluated" in capsys.readouterr().out
     assert go(*words, "format=nvfp4") == 2
-    assert "is packed in mxfp4, and format.name=nvfp4 was given" in capsys.readouterr().err
+    assert "is packed in mxfp4, and format=nvfp4 was given. Leave format out, or" in capsys.readouterr().err
 
 
 def test_a_model_is_its_content_wherever_it_lies_and_whenever_it_was_copied(tmp_path, capsys) -> None:
@@ -229,6 +234,10 @@ def test_the_base_by_another_rounding_rule_is_another_one(tiny) -> None:
         ("run=a format=nf4", "format=nf4 is of a model, and run=a has its own."),
         ("model=nowhere/at/all benchmarks=gsm8k", "model=nowhere/at/all is no directory"),
         ("model=pocket benchmarks=gsm8k:/nowhere", "Type benchmarks=gsm8k:DIRECTORY"),
+        (
+            "model=pocket benchmarks=gsm8k:/nowhere.jsonl",
+            "gsm8k:/nowhere.jsonl is not there. Type benchmarks=gsm8k:FILE",
+        ),
         ("model=pocket benchmarks=gsm8k rollout=vlm", "Did you mean vllm?"),
     ],
 )
@@ -237,6 +246,17 @@ def test_what_cannot_be_is_refused_in_one_line(words: str, said: str, capsys) ->
     err = capsys.readouterr().err
     assert said in err
     assert err.count("\n") == 1
+
+
+def test_a_set_of_other_columns_is_told_in_words_that_this_command_takes(tmp_path, capsys) -> None:
+    """It has no task.path, and no key for columns."""
+    (tmp_path / "test.jsonl").write_text('{"q": "1+1?", "answer": "#### 2"}\n')
+    for words in (["accuracy", "model=pocket", "benchmarks=gsm8k:DIR"], ["entropy", "prompts=gsm8k:DIR"]):
+        assert evaluate.main([word.replace("DIR", str(tmp_path)) for word in words]) == 2
+        err = capsys.readouterr().err
+        assert err.endswith(f"Check {words[-1].replace('DIR', 'PATH')} and the names of its columns.\n")
+        assert "has no 'question'; it has ['answer', 'q']" in err
+        assert "task." not in err
 
 
 def test_small_sets_get_more_samples_unless_somebody_says() -> None:

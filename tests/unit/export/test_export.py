@@ -223,6 +223,17 @@ def test_what_cannot_be_exported_is_refused(
         check(replace(ExportOptions(run=run, out=str(tmp_path / "out")), **given))
 
 
+@pytest.mark.parametrize("merged", [False, True])
+def test_an_adapter_that_is_damaged_does_not_go_out(
+    runs: dict[str, tuple[Path, Policy]], tmp_path: Path, merged: bool
+) -> None:
+    copy = shutil.copytree(runs["bf16"][0], tmp_path / "run")
+    (copy / "adapter" / "adapter_model.safetensors").write_bytes(b"cut off")
+    with pytest.raises(ConfigError, match=r"adapter_model\.safetensors cannot be read .* Put the file back as it was"):
+        exported(tmp_path / "out", copy, merged=merged)
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_run_that_is_not_done_is_refused_and_an_export_replaced(
     tiny: Callable[..., RunConfig], build_policy: Build, tmp_path: Path
 ) -> None:

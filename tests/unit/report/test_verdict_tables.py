@@ -48,6 +48,7 @@ def test_it_says_what_was_measured_and_what_to_type_for_the_rest(
     speed = line_of(text, "rollout_throughput", "against bf16")
     assert speed.endswith("no finished run of nvfp4 on a GPU (0 started) and of bf16 on a GPU (0 started)")
     assert line_of(text, "+sweeps=lora_rank") == "python -m qerl_lab +sweeps=lora_rank # rank_insensitivity"
+    assert "add what the runs had beside their sweep, such as scale=NAME" in text
     assert line_of(text, "QeRL +AQN").startswith("nvfp4_aqn 4 of 5 0.375 [")
     assert line_of(text, "QeRL +AQN").endswith("(4) QeRL +AQN, NVFP4 0.837 0.908")
     assert "runs/failed: failed (FloatingPointError: loss is NaN at step 3)" in text

@@ -373,6 +373,18 @@ def test_resync_of_what_is_no_run_directory_is_one_line(tmp_path: Path, capsys: 
     assert "has no resolved.yaml, so it is no run directory" in err
 
 
+def test_resync_into_what_can_be_no_store_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = RunDirectory(tmp_path / "run")
+    run.claim(RunConfig(), Typed("the command"))
+    run.begin()
+    for uri, code, said in (
+        ("mlruns", 2, "error: uri=mlruns is no address of an MLflow store; allowed: sqlite:///FILE.db"),
+        ("sqlite:////proc/x.db", 1, "error: not resynced. [Errno"),
+    ):
+        assert main(["resync", str(run.path), f"uri={uri}"]) == code
+        assert capsys.readouterr().err.startswith(said)
+
+
 def test_resync_of_a_run_that_has_not_begun_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = RunDirectory(tmp_path / "a run")
     run.claim(RunConfig(), Typed("the command"))
