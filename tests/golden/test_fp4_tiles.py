@@ -57,7 +57,7 @@ def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     on_cpu = request.getfixturevalue("on_cpu")
 
     def launch(how: Plan, x: Tensor, tensors: list[Tensor | None], shape: Shape) -> None:
-        tiles = TensorMap(x.data_ptr(), len(x), x.shape[1], x.stride(0), how.rows, 2)
+        tiles = TensorMap(x.data_ptr(), len(x), x.shape[1], shape.stride, how.rows, 2)
         on_cpu.launch(
             how.rows,
             how.tile,
@@ -166,3 +166,4 @@ def test_a_plan_fits_an_h200(rows: int, rank: int, N: int, K: int, parts: int, t
     assert 0.8 * H200.multiprocessors <= how.blocks <= H200.multiprocessors  # those of a tile wait for each other
     assert how.shared_bytes <= H200.shared_bytes
     assert how.stages >= 3
+    assert (how.splits - 1) * how.of_split < K <= how.splits * how.of_split

@@ -1,10 +1,12 @@
-// What the kernels here take from CUDA, on a CPU: every thread of every block a fiber, in turns. For tests; memory is
-// consistent at once, so that a fence that is missing is not found.
+// What the kernels here take from CUDA, on a CPU: every thread of every block a fiber, in turns. For tests. What CUDA does
+// by itself comes late here too: copies some rounds after they were asked for, products of a warpgroup when one waits for
+// them. But memory is consistent at once, so that a fence that is missing is not found.
 #include <setjmp.h>
 #include <ucontext.h>
 
 #include <algorithm>
 #include <cmath>
+#include <cstdio>
 #include <cstring>
 #include <functional>
 #include <map>
@@ -29,14 +31,20 @@ static float4 make_float4(float x, float y, float z, float w) { return {x, y, z,
 
 struct Meeting { u32 here = 0, round = 0; };
 struct MBarrier { u32 arrivals = 0, missing = 0, round = 0; long bytes = 0; };
+struct Copy { size_t due; u32 barrier; long bytes; std::function<void()> move; };
 struct Block {
   std::vector<u8> memory;
+  std::vector<Copy> on_their_way;
+  size_t running = 0;
   std::map<u32, MBarrier> barriers;
   Meeting meetings[16], of_warps[32];
   u32 operands[32][32][6];
   unsigned x;
 };
+struct Product { float* sum; int sums; const u32* a; u32 x; };
 struct Fiber {
+  std::vector<std::vector<Product>> committed;
+  std::vector<Product> begun_since;
   std::vector<char> stack;
   jmp_buf at;
   ucontext_t start;
@@ -47,6 +55,7 @@ struct Fiber {
 static Fiber* current;
 static jmp_buf scheduler;
 static std::function<void()> body;
+static size_t turn_of_all;
 static struct { unsigned x; } blockDim, gridDim;
 #define threadIdx (*current)
 #define blockIdx (*current->block)
@@ -56,14 +65,15 @@ static void pause() {
 }
 static void entry() {
   body();
-  current->done = true;
+  current->done = true, current->block->running--;
   _longjmp(scheduler, 1);
 }
+static void move_what_is_due(std::vector<Block>& blocks);
 static void run(unsigned blocks, unsigned threads, size_t shared_bytes, std::function<void()> kernel) {
   body = kernel, gridDim.x = blocks, blockDim.x = threads;
   std::vector<Block> all(blocks);
   std::vector<Fiber> fibers(blocks * threads);
-  for (unsigned b = 0; b < blocks; b++) all[b].x = b, all[b].memory.assign(shared_bytes, 0xA5);
+  for (unsigned b = 0; b < blocks; b++) all[b].x = b, all[b].running = threads, all[b].memory.assign(shared_bytes, 0xA5);
   for (unsigned i = 0; i < fibers.size(); i++) {
     Fiber& f = fibers[i];
     f.block = &all[i / threads], f.x = i % threads, f.stack.resize(32768);
@@ -72,11 +82,11 @@ static void run(unsigned blocks, unsigned threads, size_t shared_bytes, std::fun
     makecontext(&f.start, entry, 0);
   }
   const size_t steps[] = {1, 1009, 4001, 10007};  // each round in another order: steps that no number of fibers is a multiple of
-  volatile size_t round = 0;
-  for (volatile bool some = true; some; round++) {
+  for (volatile bool some = true; some; turn_of_all++) {
     some = false;
+    move_what_is_due(all);
     for (volatile size_t i = 0; i < fibers.size(); i++) {
-      current = &fibers[(i + round) * steps[round % 4] % fibers.size()];
+      current = &fibers[(i + turn_of_all) * steps[turn_of_all % 4] % fibers.size()];
       if (current->done) continue;
       some = true;
       if (_setjmp(scheduler)) continue;
@@ -109,23 +119,45 @@ static void arrive_expecting(u32 barrier, u32 bytes) { at(barrier).missing--, at
 static void wait(u32 barrier, u32 parity) {
   while ((at(barrier).round & 1) == parity) pause();
 }
+static void later(u32 barrier, long bytes, std::function<void()> move) {
+  std::vector<Copy>& all = current->block->on_their_way;
+  all.push_back({turn_of_all + 1 + (turn_of_all + all.size()) % 4, barrier, bytes, move});
+}
+static void move_what_is_due(std::vector<Block>& blocks) {
+  for (Block& block : blocks) {
+    std::vector<Copy> left;
+    for (Copy& one : block.on_their_way) {
+      if (!block.running) fprintf(stderr, "a block has ended, and a copy to it is on its way\n"), abort();
+      if (one.due > turn_of_all) {
+        left.push_back(one);
+        continue;
+      }
+      MBarrier& barrier = block.barriers[one.barrier];
+      one.move(), barrier.bytes -= one.bytes, turn(barrier);
+    }
+    block.on_their_way = left;
+  }
+}
 static void copy(u32 to, const void* from, u32 bytes, u32 barrier) {
   if (to % 16 || (size_t)from % 16 || bytes % 16 || to + bytes > current->block->memory.size()) abort();
-  memcpy(current->block->memory.data() + to, from, bytes);
-  at(barrier).bytes -= bytes, turn(at(barrier));
+  u8* const place = current->block->memory.data() + to;
+  later(barrier, bytes, [=] { memcpy(place, from, bytes); });
 }
 struct TensorMap { const u16* numbers; u64 rows, columns, stride, box_rows, box_columns; };
 static void copy_tile(u32 to, const TensorMap* from, int column, u32 barrier) {
   if (to % 1024) abort();
-  for (u64 c = 0; c < from->box_columns * 64; c++)
-    for (u64 r = 0; r < from->box_rows; r++) {
-      const u64 k = column * 64 + c, i = c % 64;
-      const u16 number = r < from->rows && k < from->columns ? from->numbers[r * from->stride + k] : 0;
-      memcpy(current->block->memory.data() + to + (c / 64 * from->box_rows + r) * 128 + ((i / 8) ^ (r % 8)) * 16 + i % 8 * 2,
-             &number, 2);
-    }
-  at(barrier).bytes -= from->box_rows * from->box_columns * 128, turn(at(barrier));
+  u8* const place = current->block->memory.data() + to;
+  later(barrier, from->box_rows * from->box_columns * 128, [=] {
+    for (u64 c = 0; c < from->box_columns * 64; c++)
+      for (u64 r = 0; r < from->box_rows; r++) {
+        const u64 k = column * 64 + c, i = c % 64;
+        const u16 number = r < from->rows && k < from->columns ? from->numbers[r * from->stride + k] : 0;
+        memcpy(place + (c / 64 * from->box_rows + r) * 128 + ((i / 8) ^ (r % 8)) * 16 + i % 8 * 2, &number, 2);
+      }
+  });
 }
+template <typename T> static void as_given(const T*&, int&) {}
+static void prefetch(const TensorMap*) {}
 static bool elected() { return current->x % 32 == 0; }
 static void prefetch(const void* from, u32 bytes) {
   if ((size_t)from % 16 || bytes % 16) abort();
@@ -227,23 +259,32 @@ static void store_transposed(u32 to, const u32 (&own)[count]) {
 static void seen_by_copies() {}
 static u32 matrix(u32 at) { return at / 16; }
 static void begins() {}
-static void committed() {}
-template <int left> static void settled() {}
 template <int count> static void complete(float (&)[count]) {}
 template <int count, bool more> static void registers() {}
 template <int sums>
-static void wgmma(float (&sum)[sums], const u32 (&a)[4], u32 x) {
+static void wgmma(float (&sum)[sums], const u32 (&a)[4], u32 x) { current->begun_since.push_back({sum, sums, a, x}); }
+static void committed() {
+  current->committed.push_back(current->begun_since);
+  current->begun_since.clear();
+}
+static void multiply_now(const Product& p) {
   u32(&all)[32][6] = current->block->operands[current->x / 32];
   const u32 lane = current->x % 32;
-  memcpy(all[lane], a, sizeof a);
+  memcpy(all[lane], p.a, 4 * sizeof *p.a);
   __syncwarp();
-  for (int i = 0; i < sums; i++)
+  for (int i = 0; i < p.sums; i++)
     for (int k = 0; k < 16; k++) {
       const int of_k = k % 8 / 2, row = lane / 4 + i / 2 % 2 * 8, column = i / 4 * 8 + lane % 4 * 2 + i % 2;
-      const u32 line = x * 16 + column / 8 * 1024 + column % 8 * 128 + k * 2, at = line ^ (line >> 7 & 7) << 4;
+      const u32 line = p.x * 16 + column / 8 * 1024 + column % 8 * 128 + k * 2, at = line ^ (line >> 7 & 7) << 4;
       u16 number;
       memcpy(&number, current->block->memory.data() + at, 2);
-      sum[i] += bfloat16(all[row % 8 * 4 + of_k][row / 8 + k / 8 * 2], k % 2) * bfloat16(number, 0);
+      p.sum[i] += bfloat16(all[row % 8 * 4 + of_k][row / 8 + k / 8 * 2], k % 2) * bfloat16(number, 0);
     }
   __syncwarp();
+}
+template <int left> static void settled() {
+  while (current->committed.size() > left) {
+    for (const Product& one : current->committed.front()) multiply_now(one);
+    current->committed.erase(current->committed.begin());
+  }
 }

@@ -78,7 +78,7 @@ __device__ void unpack(u32 word, u32 low, u32 high, u32 (&a)[4]) {
 // Scale i of a word, in both halves, times 2^119: `pack` made its exponent count from 2^-9.
 __device__ u32 scale_pair(u32 scales, int i) { return __byte_perm(scales, 0, 0x4040 + i * 0x0101) * 16 + 0x76807680u; }
 
-// The carrier: keep the ring full. What it asks for first does not depend on the launch before.
+// The carrier: keep the ring full. W of the first stages does not depend on the launch before.
 template <int ROWS, int TILE, int GROUPS, bool SHARED>
 __device__ void carry(const TensorMap* x, const u8* packed, const u16* B, const Shape& s,
                       const Memory<ROWS, TILE, GROUPS>& m, int tiles) {
@@ -86,20 +86,24 @@ __device__ void carry(const TensorMap* x, const u8* packed, const u16* B, const 
   constexpr int X_STAGE = AT_A_TIME * M::X_BYTES, W_STAGE = AT_A_TIME * M::W_BYTES;
   const u32 weights = shared(m.weights);
   const Work<SHARED> w(s);
-  int stage = 0, parity = 1;
-  prefetch(packed + ((long long)w.tile * s.depth + w.first) * W_STAGE, min(s.stages, w.end - w.first) * W_STAGE);
+  const int ahead = min(s.stages, w.end - w.first);
+  auto bring_weights = [&](int tile, int k, int stage) {
+    arrive_expecting(m.full + 8 * stage, X_STAGE + W_STAGE);
+    copy(weights + stage * W_STAGE, packed + ((long long)tile * s.depth + k) * W_STAGE, W_STAGE, m.full + 8 * stage);
+  };
+  prefetch(x);
+#pragma unroll 1
+  for (int i = 0; i < ahead; i++) bring_weights(w.tile, w.first + i, i);
   awaited();
+  int stage = 0, parity = 1;
 #pragma unroll 1
   for (int tile = w.tile; tile < tiles; tile += gridDim.x) {
     const int n = tile * TILE * BLOCK;
     if (w.piece == 0) prefetch(B + (long long)n * s.rank, min(TILE * BLOCK, s.N - n) * s.rank * 2);
 #pragma unroll 1
     for (int k = w.first; k < w.end; k++) {
-      const u32 full = m.full + 8 * stage;
-      wait(m.empty + 8 * stage, parity);  // the first round finds what no one has used
-      arrive_expecting(full, X_STAGE + W_STAGE);
-      copy(weights + stage * W_STAGE, packed + ((long long)tile * s.depth + k) * W_STAGE, W_STAGE, full);
-      copy_tile(m.x + stage * X_STAGE, x, k * AT_A_TIME, full);
+      if (tile > w.tile || k >= w.first + ahead) wait(m.empty + 8 * stage, parity), bring_weights(tile, k, stage);
+      copy_tile(m.x + stage * X_STAGE, x, k * AT_A_TIME, m.full + 8 * stage);
       if (++stage == s.stages) stage = 0, parity ^= 1;
     }
   }
@@ -129,6 +133,7 @@ __device__ void shrink(const u16* x, const u16* A, float* sums, const Shape& s, 
       v[i / 2][i % 2] = *(const uint4*)(A + (of_A[i % 2] + k + i / 2 * 32));
       v[i / 2][2 + i % 2] = *(const uint4*)(x + (of_x[i % 2] + k + i / 2 * 32));
     }
+    __syncwarp();  // all are on their way before one is waited for
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       const uint4(&of)[4] = v[i / 2];
@@ -187,13 +192,21 @@ __device__ void make_t(const u16* x, const u16* A, float* sums, u16* t, u64* mee
   const u32 bytes = slabs(s) * ROWS * DEPTH * 2;
   arrive_expecting(ready, bytes);
   copy(own, t, bytes, ready);
+  wait(ready, 0);  // a block must not end before what is copied to it is there, though it may need none of it
 }
+
+// Unpacked weights of two steps, for BLOCKS blocks: while the tensor cores read those of one, the others are written.
+template <int BLOCKS>
+struct Operands {
+  static constexpr int STEP = BLOCKS > 2 ? 1 : 2, STEPS = 4 / STEP;  // times 16 columns; steps of a block's columns
+  u32 of[2][STEP][BLOCKS][4];
+};
 
 // The warpgroup's rows of W times all of x, the columns of a stage. `weights` are the warp's, `x` is as of `matrix`. `free`
 // is the stage before, whose x the tensor cores have read when the second step begins.
 template <int ROWS, int TILE, int BLOCKS>
-__device__ void multiply(float (&sum)[BLOCKS][ROWS / 2], const u8* weights, u32 x, u32 free) {
-  constexpr int STEP = BLOCKS == 1 ? 4 : BLOCKS == 2 ? 2 : 1;  // times 16 columns, of a group of products
+__device__ void multiply(float (&sum)[BLOCKS][ROWS / 2], Operands<BLOCKS>& a, const u8* weights, u32 x, u32 free) {
+  constexpr int STEP = Operands<BLOCKS>::STEP, STEPS = Operands<BLOCKS>::STEPS;
   const int lane = threadIdx.x % 32;
 #pragma unroll (BLOCKS == 1 ? AT_A_TIME : 1)  // for more blocks registers do not suffice
   for (int k = 0; k < AT_A_TIME; k++) {
@@ -205,23 +218,23 @@ __device__ void multiply(float (&sum)[BLOCKS][ROWS / 2], const u8* weights, u32 
       word[b] = *(const uint4*)(block + lane * 16), scale[b] = *(const uint2*)(block + CODE_BYTES + lane / 4 * 8);
     }
 #pragma unroll
-    for (int step = 0; step < 4 / STEP; step++) {
-      u32 a[STEP][BLOCKS][4];
+    for (int step = 0; step < STEPS; step++) {
+      auto& own = a.of[step % 2];
       settled<1>();
-      if (k * 4 / STEP + step == 1 && lane == 0 && free) arrive(free);
+      if (k == 0 && step == 1 && lane == 0 && free) arrive(free);
 #pragma unroll
       for (int i = 0; i < STEP; i++)
 #pragma unroll
         for (int b = 0; b < BLOCKS; b++) {
           const int at = step * STEP + i;
-          unpack((&word[b].x)[at], scale_pair(scale[b].x, at), scale_pair(scale[b].y, at), a[i][b]);
+          unpack((&word[b].x)[at], scale_pair(scale[b].x, at), scale_pair(scale[b].y, at), own[i][b]);
         }
       begins();
 #pragma unroll
       for (int i = 0; i < STEP; i++)
 #pragma unroll
         for (int b = 0; b < BLOCKS; b++)
-          wgmma(sum[b], a[i][b], x + (step * STEP + i) * 2);
+          wgmma(sum[b], own[i][b], x + (step * STEP + i) * 2);
       committed();
     }
     weights += TILE * BLOCK_BYTES, x += ROWS * DEPTH / 8;
@@ -333,16 +346,19 @@ __device__ void share(const float (&sum)[BLOCKS][ROWS / 2], float factor, const 
   for (int i = w.piece; i < BLOCKS * PARTS; i += s.pieces) {
     const int row = n + i / PARTS * BLOCK, of_x = i % PARTS * 16;
     if (row >= s.N) break;
+    if (of_x >= s.M) continue;
     Added<1> added(B, bias, s, row);
     float whole[1][8] = {};
 #pragma unroll 1
     for (int from = 0; from < s.pieces; from += LOADS) {
+      const float4* at = of_tile + from * OF_TILE + i * 256;
+      int left = s.pieces - from;
+      as_given(at, left);  // one address, and not sixteen, which the compiler would make and use one by one
       float4 one[LOADS][2];
 #pragma unroll
-      for (int j = 0; j < LOADS * 2; j++) {
-        const float4* const four = of_tile + (from + j / 2) * OF_TILE + (i * 2 + j % 2) * 128;
-        one[j / 2][j % 2] = from + j / 2 < s.pieces ? __ldcg(four) : make_float4(0, 0, 0, 0);
-      }
+      for (int j = 0; j < LOADS * 2; j++)
+        one[j / 2][j % 2] = j / 2 < left ? __ldcg(at + (j / 2 * OF_TILE + j % 2 * 128)) : make_float4(0, 0, 0, 0);
+      __syncwarp();  // all are on their way before one is waited for
 #pragma unroll
       for (int j = 0; j < LOADS * 2; j++) {
         float* const four = whole[0] + j % 2 * 4;
@@ -368,7 +384,7 @@ __device__ void end(float (&sum)[BLOCKS][SUMS_OF_BLOCK], u32 last) {
 template <int ROWS, int TILE, int GROUPS, bool SHARED, int BLOCKS>
 __device__ void multiply_all(const Memory<ROWS, TILE, GROUPS>& m, const float* divisor, const u16* B, const u16* bias,
                              u16* y, float4* partial, u64* meeting, const Shape& s, int tiles) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = warp / 4;
+  const int warp = threadIdx.x / 32, group = warp / 4;
   const int first_block = group * m.FEW + min(group, m.MORE);
   const u8* const weights = m.weights + first_block * BLOCK_BYTES + warp % 4 * WARP_BYTES;
   u8* const out = m.out + warp * OUT_BYTES;
@@ -381,13 +397,14 @@ __device__ void multiply_all(const Memory<ROWS, TILE, GROUPS>& m, const float* d
     float sum[BLOCKS][ROWS / 2];
 #pragma unroll
     for (int i = 0; i < BLOCKS * ROWS / 2; i++) (&sum[0][0])[i] = 0;
+    Operands<BLOCKS> a;
     u32 free = 0;
 #pragma unroll 1
     for (int k = w.first; k < w.end; k++) {
       wait(m.full + 8 * stage, parity);
       const int at = stage * AT_A_TIME;
       const u32 x = __shfl_sync(~0u, matrix(m.x + at * m.X_BYTES), 0);  // so the compiler knows that lanes have the same
-      multiply<ROWS, TILE, BLOCKS>(sum, weights + at * m.W_BYTES, x, free);
+      multiply<ROWS, TILE, BLOCKS>(sum, a, weights + at * m.W_BYTES, x, free);
       free = m.empty + 8 * stage;
       if (++stage == s.stages) stage = 0, parity ^= 1;
     }

@@ -32,7 +32,7 @@ _BLOCK, _DEPTH, _AT_A_TIME, _BLOCK_BYTES, _OUT_BYTES = 64, 64, 2, 2304, 768  # a
 _GROUP, _OTHERS = 128, 128  # threads of a warpgroup, and those that do not multiply
 _MOST_STAGES = 16
 _RANKS = 32  # of a part of x A^T, in multiples of which it lies in memory
-_SPLIT, _MOST_SPLITS = 128, 64  # columns of a split of x A^T are a multiple; splits, whose sums are added up
+_STEP_OF_SPLIT, _SUMS_AT_ONCE, _MAKERS = 64, 16, 3  # columns, sums of splits, warps of a block: of x A^T
 _STEP = 2  # stages that a block of W takes at the end of a tile, about
 
 TAKEN = f"up to 3 parts in multiples of {_BLOCK}, columns in multiples of {_DEPTH}, an even rank up to {MAX_RANK}"
@@ -72,7 +72,7 @@ class Plan:
 def takes(sizes: Sequence[int], columns: int, rank: int) -> bool:
     """Whether `linear` takes a weight with parts of these sizes and K `columns`, and an adapter of this rank."""
     whole = columns % _DEPTH == 0 and all(size % _BLOCK == 0 for size in sizes)
-    return whole and len(sizes) <= 3 and rank % 2 == 0 and rank <= MAX_RANK
+    return whole and len(sizes) <= 3 and rank % 2 == 0 and 0 < rank <= MAX_RANK
 
 
 def able() -> bool:
@@ -185,6 +185,8 @@ def linear(
 ) -> Tensor:  # fmt: skip
     """Return y `[M, N]` in bfloat16 for at most `MAX_ROWS` rows.
 
+    The blocks of a launch wait for each other, so no other stream may start such a launch meanwhile.
+
     Args:
         x: bfloat16 `[M, K]`, rows aligned to 16 bytes; its columns lie side by side.
         packed: of `pack`.
@@ -208,8 +210,9 @@ def linear(
     t = torch.empty(how.slabs * _DEPTH * how.rows, dtype=torch.bfloat16, device=x.device)
     partial = torch.empty(how.blocks * how.tile * _BLOCK * how.rows if how.pieces > 1 else 0, device=x.device)
     ends = [sum(sizes[:part]) if len(sizes) > part else N for part in (1, 2)]
-    shape = Shape(rows, N, columns, x.stride(0), len(A), rank, how.width, t_columns, *ends, how.splits, how.of_split,
-                  depth, how.pieces, depth // how.pieces, depth % how.pieces, how.stages)  # fmt: skip
+    stride = x.stride(0) if rows > 1 else columns  # of one row it may be any number
+    shape = Shape(rows, N, columns, stride, len(A), rank, how.width, t_columns, *ends, how.splits, how.of_split, depth,
+                  how.pieces, depth // how.pieces, depth % how.pieces, how.stages)  # fmt: skip
     _launch(how, x, [packed, divisor, A, B, bias, y, sums, t, partial, meeting], shape)
     return y
 
@@ -220,7 +223,8 @@ def plan(rows: int, packed: Sequence[int], parts: int, rank: int, machine: Machi
     tiles, depth, _, tile, _ = packed
     groups, columns = groups_of(tile), depth * _AT_A_TIME * _DEPTH
     pieces = _pieces(tiles, columns, machine.multiprocessors)
-    width, of_split = -(-rank // _RANKS) * _RANKS, -(-columns // (_SPLIT * _MOST_SPLITS)) * _SPLIT
+    blocks, width = min(tiles * pieces, machine.multiprocessors), -(-rank // _RANKS) * _RANKS
+    of_split = split_of(columns, -(-rows // 16) * (parts * width // 16), _MAKERS * blocks)
     slabs = -(-parts * width // _DEPTH)
     stage = _AT_A_TIME * (variant * _DEPTH * 2 + tile * _BLOCK_BYTES)
     rest = (2 * _MOST_STAGES + 2) * 8 + groups * _GROUP // 32 * _OUT_BYTES + variant * slabs * _DEPTH * 2
@@ -228,10 +232,23 @@ def plan(rows: int, packed: Sequence[int], parts: int, rank: int, machine: Machi
     if stages < 2:  # a stage is freed during the next
         raise ValueError(f"two stages of {stage} bytes and {rest} more do not fit {machine.shared_bytes} bytes")
     return Plan(
-        rows=variant, tile=tile, groups=groups, pieces=pieces, blocks=min(tiles * pieces, machine.multiprocessors),
-        stages=stages, width=width, slabs=slabs, splits=-(-columns // of_split), of_split=of_split,
-        shared_bytes=stages * stage + rest,
+        rows=variant, tile=tile, groups=groups, pieces=pieces, blocks=blocks, stages=stages, width=width,
+        slabs=slabs, splits=-(-columns // of_split), of_split=of_split, shared_bytes=stages * stage + rest,
     )  # fmt: skip
+
+
+@cache
+def split_of(columns: int, tiles: int, warps: int) -> int:
+    """Columns of x in a split of x A^T of so many tiles: as many as give the least trips to memory, one after another.
+
+    A warp makes one trip for 64 columns of a tile, and one for the sums of 16 splits.
+    """
+
+    def trips(of_split: int) -> int:
+        splits = -(-columns // of_split)
+        return -(-splits * tiles // warps) * of_split // _STEP_OF_SPLIT + -(-splits // _SUMS_AT_ONCE)
+
+    return min(range(_STEP_OF_SPLIT, columns + 1, _STEP_OF_SPLIT), key=trips)
 
 
 def _launch(how: Plan, x: Tensor, tensors: Sequence[Tensor | None], shape: Shape) -> None:
@@ -239,9 +256,9 @@ def _launch(how: Plan, x: Tensor, tensors: Sequence[Tensor | None], shape: Shape
     from qerl_lab.rollout.vllm import nvrtc  # needs cuda.bindings
 
     name, line = instance(how.rows, how.tile, how.groups, how.pieces > 1)
-    function = nvrtc.function(SOURCE, name, torch.cuda.current_device(), line)
-    tiles = nvrtc.tensor_map(x, how.rows, _AT_A_TIME)
     threads = how.groups * _GROUP + _OTHERS
+    function = nvrtc.function(SOURCE, name, torch.cuda.current_device(), line, registers=65536 // threads // 8 * 8)
+    tiles = nvrtc.tensor_map(x, shape.stride, how.rows, _AT_A_TIME)
     nvrtc.launch(function, how.blocks, threads, how.shared_bytes, [tiles, x, *tensors, shape], early=True)
 
 

@@ -15,16 +15,20 @@ from torch import Tensor
 
 
 @cache
-def function(source: Path, name: str, device: int, variant: str = "") -> Any:
+def function(source: Path, name: str, device: int, variant: str = "", registers: int | None = None) -> Any:
     """The kernel `name` of a file, loaded on the device, which is the current one. It may use all shared memory.
 
-    `variant` is a line that follows the file: the instance of a template.
+    `variant` is a line that follows the file: the instance of a template. Raises RuntimeError where a thread has not
+    the `registers` that the file counts on: one that shares them out anew would wait for ever.
     """
     major, minor = torch.cuda.get_device_capability(device)
     module = checked(driver.cuModuleLoadData(compiled(source, architecture(major, minor), variant)[0]))
     found = checked(driver.cuModuleGetFunction(module, name.encode()))
     limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
     checked(driver.cuFuncSetAttribute(found, limit, shared_bytes(device)))
+    given = checked(driver.cuFuncGetAttribute(driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NUM_REGS, found))
+    if registers not in (None, given):
+        raise RuntimeError(f"{name} counts on {registers} registers a thread, and this compiler gave it {given}")
     return found
 
 
@@ -92,14 +96,17 @@ def _early() -> Any:
     return attribute
 
 
-def tensor_map(x: Tensor, rows: int, blocks: int) -> Any:
-    """How the copy engine finds `rows` rows and `blocks` times 64 columns at once of x, bfloat16 `[M, K]`, swizzled."""
+def tensor_map(x: Tensor, stride: int, rows: int, blocks: int) -> Any:
+    """How the copy engine finds `rows` rows and `blocks` times 64 columns at once of x, bfloat16 `[M, K]`, swizzled.
+
+    `stride` is that of its rows.
+    """
     types = driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, driver.CUtensorMapInterleave(0)
     sizes, box = (64, x.shape[0], -(-x.shape[1] // 64)), (64, rows, blocks)
     made = checked(
         driver.cuTensorMapEncodeTiled(
             types[0], 3, x.data_ptr(), [driver.cuuint64_t(size) for size in sizes],
-            [driver.cuuint64_t(2 * x.stride(0)), driver.cuuint64_t(128)], [driver.cuuint32_t(size) for size in box],
+            [driver.cuuint64_t(2 * stride), driver.cuuint64_t(128)], [driver.cuuint32_t(size) for size in box],
             [driver.cuuint32_t(1)] * 3, types[1], driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
             driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
             driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,

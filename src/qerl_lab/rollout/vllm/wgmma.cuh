@@ -9,8 +9,10 @@ __device__ void copy_tile(u32 to, const TensorMap* from, int column, u32 barrier
                ::"r"(to), "l"(from), "r"(column), "r"(0), "r"(barrier) : "memory");
 }
 
-// What was written before this, here or where this block waited for it, is there for copies and products after it.
-__device__ void seen_by_copies() { asm volatile("fence.proxy.async;" ::: "memory"); }
+__device__ void prefetch(const TensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
+
+// What was written to global memory before this, here or where this block waited for it, is there for copies after it.
+__device__ void seen_by_copies() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 // Four matrices of 8 times 8 16-bit numbers, as an mma takes them: the row r of matrix i is the 16 bytes at the address that
 // lane 8i + r has.
