@@ -30,7 +30,7 @@ static float2 make_float2(float x, float y) { return {x, y}; }
 static float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
 struct Meeting { u32 here = 0, round = 0; };
-struct MBarrier { u32 arrivals = 0, missing = 0, round = 0; long bytes = 0; };
+struct MBarrier { u32 arrivals = 0, missing = 0, round = 0; long bytes = 0; bool of_copies = false; u32 seen = 0; };
 struct Copy { size_t due; u32 barrier; long bytes; std::function<void()> move; };
 struct Block {
   std::vector<u8> memory;
@@ -56,6 +56,7 @@ static Fiber* current;
 static jmp_buf scheduler;
 static std::function<void()> body;
 static size_t turn_of_all;
+static size_t any(size_t of, size_t below) { return (of * 0x9E3779B97F4A7C15u >> 40) % below; }
 static struct { unsigned x; } blockDim, gridDim;
 #define threadIdx (*current)
 #define blockIdx (*current->block)
@@ -65,7 +66,11 @@ static void pause() {
 }
 static void entry() {
   body();
-  current->done = true, current->block->running--;
+  current->done = true;
+  if (--current->block->running) return _longjmp(scheduler, 1);
+  for (auto& [at, barrier] : current->block->barriers)
+    if (barrier.of_copies && (barrier.bytes || barrier.seen < barrier.round))
+      fprintf(stderr, "a block has ended, and no one waited for the last copies to it\n"), abort();
   _longjmp(scheduler, 1);
 }
 static void move_what_is_due(std::vector<Block>& blocks);
@@ -86,9 +91,11 @@ static void run(unsigned blocks, unsigned threads, size_t shared_bytes, std::fun
     some = false;
     move_what_is_due(all);
     for (volatile size_t i = 0; i < fibers.size(); i++) {
-      current = &fibers[(i + turn_of_all) * steps[turn_of_all % 4] % fibers.size()];
+      const size_t which = (i + turn_of_all) * steps[turn_of_all % 4] % fibers.size();
+      current = &fibers[which];
       if (current->done) continue;
       some = true;
+      if (any(which / 32 + turn_of_all / 16 * 997, 4) == 0) continue;  // a warp stands still for 16 turns now and then
       if (_setjmp(scheduler)) continue;
       if (current->begun) _longjmp(current->at, 1);
       current->begun = true;
@@ -118,16 +125,17 @@ static void arrive(u32 barrier) { at(barrier).missing--, turn(at(barrier)); }
 static void arrive_expecting(u32 barrier, u32 bytes) { at(barrier).missing--, at(barrier).bytes += bytes, turn(at(barrier)); }
 static void wait(u32 barrier, u32 parity) {
   while ((at(barrier).round & 1) == parity) pause();
+  at(barrier).seen = at(barrier).round;
 }
 static void later(u32 barrier, long bytes, std::function<void()> move) {
   std::vector<Copy>& all = current->block->on_their_way;
-  all.push_back({turn_of_all + 1 + (turn_of_all + all.size()) % 4, barrier, bytes, move});
+  all.push_back({turn_of_all + 1 + any(turn_of_all + all.size(), 40), barrier, bytes, move});
+  at(barrier).of_copies = true;
 }
 static void move_what_is_due(std::vector<Block>& blocks) {
   for (Block& block : blocks) {
     std::vector<Copy> left;
     for (Copy& one : block.on_their_way) {
-      if (!block.running) fprintf(stderr, "a block has ended, and a copy to it is on its way\n"), abort();
       if (one.due > turn_of_all) {
         left.push_back(one);
         continue;
