@@ -189,8 +189,8 @@ def linear(
 
     Args:
         x: bfloat16 `[M, K]`, rows aligned to 16 bytes; its columns lie side by side.
-        packed: of `pack`.
-        divisor: float32 `[1]`, the global scale as it is stored.
+        packed: of `pack`; not written by the launch right ahead, before whose end it is read.
+        divisor: float32 `[1]`, the global scale as it is stored; likewise.
         A, B, sizes: as in `product.add_adapter`, in bfloat16.
         meeting: the layer's `counters`.
         bias: bfloat16 `[N]`.
