@@ -252,13 +252,12 @@ static void load_matrices(u32 (&own)[4], u32 from) {
   for (u32 i = 0; i < 4; i++) memcpy(own + i, current->block->memory.data() + all[i * 8 + lane / 4][0] + lane % 4 * 4, 4);
   __syncwarp();
 }
-template <int count>
-static void store_transposed(u32 to, const u32 (&own)[count]) {
+static void store_transposed(u32 to, const u32 (&own)[4]) {
   u32(&all)[32][6] = current->block->operands[current->x / 32];
   const u32 lane = current->x % 32, matrix = lane / 8;
   memcpy(all[lane], own, sizeof own);
   __syncwarp();
-  for (u32 i = 0; i < 8 && matrix < count; i++) {
+  for (u32 i = 0; i < 8; i++) {
     const u16 number = all[i * 4 + lane % 8 / 2][matrix] >> 16 * (lane % 2);
     memcpy(current->block->memory.data() + to + i * 2, &number, 2);
   }

@@ -21,12 +21,8 @@ __device__ void load_matrices(u32 (&four)[4], u32 from) {
                : "=r"(four[0]), "=r"(four[1]), "=r"(four[2]), "=r"(four[3]) : "r"(from) : "memory");
 }
 
-// Two or four matrices of 8 times 8 16-bit numbers, each held as a sum of an mma is, column by column: the column r of
-// matrix i goes to the 16 bytes at the address that lane 8i + r has.
-__device__ void store_transposed(u32 to, const u32 (&two)[2]) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};"
-               ::"r"(to), "r"(two[0]), "r"(two[1]) : "memory");
-}
+// Four such matrices, each held as a sum of an mma is, column by column: the column r of matrix i goes to the 16 bytes at
+// the address that lane 8i + r has.
 __device__ void store_transposed(u32 to, const u32 (&four)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
                ::"r"(to), "r"(four[0]), "r"(four[1]), "r"(four[2]), "r"(four[3]) : "memory");
