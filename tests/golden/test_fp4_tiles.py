@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kernels_on_cpu import every_code, library, pointers
 from packed_layers import NVFP4
+from qerl_lab.formats.tiles import pack
 from qerl_lab.rollout.vllm import fp4_tiles
 from qerl_lab.rollout.vllm.fp4_linear import Machine
 from qerl_lab.rollout.vllm.fp4_tiles import (
@@ -20,7 +21,6 @@ from qerl_lab.rollout.vllm.fp4_tiles import (
     Shape,
     counters,
     linear,
-    pack,
     plan,
     tile_of,
 )

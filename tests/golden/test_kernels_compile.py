@@ -35,7 +35,7 @@ def made(every: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def test_each_kernel_fits_on_a_multiprocessor_twice(every: list[dict[str, Any]]) -> None:
-    assert {one["kernel"] for one in every} == {"_shrink", "_expand", "_unpack_marlin"}
+    assert {one["kernel"] for one in every} == {"_shrink", "_expand", "_unpack_marlin", "_unpack_tiles"}
     for one in every:
         assert one["shared"] <= SHARED / 2, (one["kernel"], one["shared"])
 
@@ -66,8 +66,11 @@ def test_each_begins_early_and_waits_before_it_reads_what_others_write(made: lis
             assert early, "B is loaded while shrink still runs"
 
 
-def test_marlin_s_words_and_the_dense_weight_move_16_bytes_at_a_time(every: list[dict[str, Any]]) -> None:
-    (ptx,) = [one["ptx"] for one in every if one["kernel"] == "_unpack_marlin"]
+@pytest.mark.parametrize("kernel", ["_unpack_marlin", "_unpack_tiles"])
+def test_an_engine_s_words_and_the_dense_weight_move_16_bytes_at_a_time(
+    every: list[dict[str, Any]], kernel: str
+) -> None:
+    (ptx,) = [one["ptx"] for one in every if one["kernel"] == kernel]
     assert "ld.global.v4.b32" in ptx
     assert "st.global.v4.b32" in ptx
     assert "st.global.b16" not in ptx

@@ -16,7 +16,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from packed_layers import NVFP4
 from qerl_lab import rollout
 from qerl_lab.config.schema import RunConfig
+from qerl_lab.formats.format import Decoder
 from qerl_lab.formats.marlin import CODES, DIVISOR, SCALE, Marlin, part
+from qerl_lab.formats.tiles import TILES, Tiles, pack
 from qerl_lab.model import policy
 from qerl_lab.model.policy import Policy
 from qerl_lab.rollout.engine import Engine, Sampling
@@ -69,12 +71,32 @@ def test_unpacking_a_part_of_marlin_s_form_allocates_the_result_alone() -> None:
     held = {CODES: layer.weight.data, SCALE: layer.weight_scale.data, DIVISOR: packed[DIVISOR]}
     expected = NVFP4.decoder(packed, (2 * rows, columns)).unpack(torch.bfloat16)
     for first in (0, rows):
-        decoder = form.decoder(part(held, first, rows), (rows, columns))
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        own = decoder.unpack(torch.bfloat16)
-        assert torch.cuda.max_memory_allocated() - before == own.nbytes
+        own = unpacked_alone(form.decoder(part(held, first, rows), (rows, columns)))
         assert equal(own, expected[first : first + rows])
+
+
+def test_unpacking_a_part_of_tiles_allocates_the_result_alone() -> None:
+    """Likewise; of 296 blocks of rows up begins within a tile of five."""
+    rows, columns = 18944, 3584
+    packed = NVFP4.quantize(torch.randn((2 * rows, columns), device="cuda"))
+    held = {TILES: pack(packed["weight_packed"], packed["weight_scale"], 5), DIVISOR: packed[DIVISOR]}
+    expected = NVFP4.decoder(packed, (2 * rows, columns)).unpack(torch.bfloat16)
+    for first in (0, rows):
+        form = Tiles(first, rows, columns)
+        own = unpacked_alone(form.decoder(held, (rows, columns)))
+        assert equal(own, expected[first : first + rows])
+        stored = form.stored(held)
+        for key in ("weight_packed", "weight_scale"):
+            assert equal(stored[key], packed[key][first : first + rows])
+
+
+def unpacked_alone(decoder: Decoder) -> Tensor:
+    """The weight in bfloat16, for which no other memory was taken than its own."""
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    own = decoder.unpack(torch.bfloat16)
+    assert torch.cuda.max_memory_allocated() - before == own.nbytes
+    return own
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Compile the kernels of rollout/vllm, and one of formats, for an H200, which Triton does without one.
+"""Compile the kernels of rollout/vllm, and some of formats, for an H200, which Triton does without one.
 
 Prints a line of JSON a kernel. In a process of its own, without TRITON_INTERPRET.
 """
@@ -10,7 +10,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from qerl_lab.formats.kernels import _unpack_marlin
+from qerl_lab.formats.kernels import _unpack_marlin, _unpack_tiles
 from qerl_lab.rollout.vllm import kernels
 
 H200 = GPUTarget("cuda", 90, 32)
@@ -20,7 +20,7 @@ TYPES = {
     "codes": "*i32", "scale": "*u8", "factor": "fp32", "alpha": "fp32",
 }  # fmt: skip
 # Arguments that are not always divisible by 16.
-ANY = {"rows", "splits", "split_stride", "lines", "factor", "alpha"}
+ANY = {"rows", "splits", "split_stride", "lines", "factor", "alpha", "block", "tile"}
 
 
 def compiled(kernel: Any, warps: int, stages: int = 3, **constants: Any) -> dict[str, Any]:
@@ -35,7 +35,7 @@ def compiled(kernel: Any, warps: int, stages: int = 3, **constants: Any) -> dict
 
 
 def main() -> None:
-    made = [compiled(_unpack_marlin, 4)]
+    made = [compiled(kernel, 4) for kernel in (_unpack_marlin, _unpack_tiles)]
     for rows, columns in ((16, 4608), (64, 4608), (64, 37_888)):
         block_m, block_n, warps = kernels.blocks_of(rows, columns)
         made.append(

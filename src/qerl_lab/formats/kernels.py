@@ -1,8 +1,9 @@
 """Triton kernels that unpack NVFP4 and MXFP4 on an NVIDIA GPU. Importing this module imports triton.
 
-The bits are those of the pure torch code beside them (`nvfp4.py`, `mxfp4.py`, `marlin.py`), which is the reference.
-4.5 bits are read and 16 written per weight, so memory is the limit. Blocks never cross rows, so `_unpack` walks over
-the flattened weight. `_unpack_marlin` reads whole lines of 512 bytes, and writes pieces of rows of 256 bytes or more.
+The bits are those of the pure torch code beside them (`nvfp4.py`, `mxfp4.py`, `marlin.py`, `tiles.py`), which is the
+reference. 4.5 bits are read and 16 written per weight, so memory is the limit. Blocks never cross rows, so `_unpack`
+walks over the flattened weight. `_unpack_marlin` and `_unpack_tiles` read whole pieces of 512 bytes, and write pieces
+of rows of 256 bytes or more.
 `TRITON_INTERPRET=1` runs them on a CPU, for tests.
 """
 
@@ -12,10 +13,12 @@ import triton.language as tl
 from torch import Tensor
 
 from qerl_lab.formats.marlin import ROWS, unit
+from qerl_lab.formats.tiles import BLOCK
 
 _BLOCKS = tl.constexpr(256)  # scale blocks a program unpacks
 _WARPS = 4
 _LINES = tl.constexpr(8)  # lines of Marlin's form, of 16 columns, that a program unpacks
+_SIGNS = tl.constexpr(-0x7FFF8000)  # 0x80008000 as int32
 _TO_FLOAT32 = 2.0**112  # a float16's exponent bias is 15, a float32's 127
 
 
@@ -100,6 +103,59 @@ def _of_half(words, NIBBLE: tl.constexpr):
     even = tl.join(from_e2m1(words >> 4 * NIBBLE), from_e2m1(words >> 4 * (NIBBLE + 1)))
     odd = tl.join(from_e2m1(words >> 4 * (NIBBLE + 4)), from_e2m1(words >> 4 * (NIBBLE + 5)))
     return tl.join(even, odd)
+
+
+def dequantize_tiles(packed: Tensor, first: int, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+    """E2M1 value * block scale as `[rows, columns]` in `dtype`: float32, or bfloat16 (exact).
+
+    Args:
+        packed: of `tiles.pack`, the whole weight.
+        first, rows, columns: as in `Tiles`.
+    """
+    out, (_, depth, _, tile, _) = torch.empty((rows, columns), dtype=dtype, device=packed.device), packed.shape
+    grid = (depth, rows // BLOCK)  # programs side by side write the same rows
+    _unpack_tiles[grid](packed.view(torch.int32), packed, out, first // BLOCK, tile, columns, num_warps=_WARPS)
+    return out
+
+
+@triton.jit
+def _unpack_tiles(codes, scale, out, block, tile, columns):
+    """Each program unpacks 64 rows x 128 columns, two blocks. Letters are those of `tiles.py`."""
+    d, depth, block = tl.program_id(0), tl.num_programs(0), block + tl.program_id(1)
+    place = ((block // tile).to(tl.int64) * depth + d) * 2 * tile + block % tile
+    i, w = tl.arange(0, 2)[:, None, None, None, None], tl.arange(0, 4)[None, :, None, None, None]
+    g, t = tl.arange(0, 8)[None, None, :, None, None], tl.arange(0, 4)[None, None, None, :, None]
+    s = tl.arange(0, 4)[None, None, None, None, :]
+    words = tl.load(codes + place * 576 + i * tile * 576 + w * 144 + 16 * g + 4 * t + s)
+    scales = scale + place * 2304 + i * tile * 2304 + w * 576 + 512 + 8 * g + 0 * t + s  # by those that have the words
+    upper = tl.join(_pair(words), _pair(words << 6))  # i w g t s a b
+    last = words << 1 & _SIGNS | words >> 4 & 0x00C000C0 | words >> 5 & 0x01000100
+    lower = tl.join(_pair(words << 3), _pair(last))
+    upper *= _wide(tl.load(scales))[:, :, :, :, :, None, None]
+    lower *= _wide(tl.load(scales + 4))[:, :, :, :, :, None, None]
+    values = tl.join(upper, lower).to(out.dtype.element_ty)  # i w g t s a b h
+    dense = tl.reshape(tl.permute(values, (1, 7, 2, 0, 4, 6, 3, 5)), (64, 128))  # w h g i s b t a
+
+    row, column = tl.program_id(1) * 64 + tl.arange(0, 64)[:, None], d * 128 + tl.arange(0, 128)[None, :]
+    tl.store(out + row.to(tl.int64) * columns + column, dense, mask=column < columns)
+
+
+@triton.jit
+def _pair(words):
+    """float32 of the codes at the place of the first in both halves of a word, as one more axis."""
+    return tl.join(_placed(words), _placed(words >> 16))
+
+
+@triton.jit
+def _placed(half):
+    """float32 of a code with sign and magnitude at the bits 15 and 8 to 6, as `from_e2m1`."""
+    return ((half & 0x81C0) << 16).to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2**126
+
+
+@triton.jit
+def _wide(byte):
+    """float32 of a scale of `tiles.py`: bias 127 in place of 9."""
+    return ((byte.to(tl.int32) << 20) + (118 << 23)).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from qerl_lab.formats.format import Decoder, Format, pack_fused
 from qerl_lab.formats.marlin import Marlin
+from qerl_lab.formats.tiles import Tiles
 from qerl_lab.model.on_disk import is_ignored
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ class PackedLinear(nn.Linear):
         shape, dtype = (linear.out_features, linear.in_features), linear.weight.dtype
         return cls(weight_format, packed, shape, compute_dtype=dtype, bias=linear.bias, dense_cache=dense_cache)
 
-    def hold(self, tensors: Mapping[str, Tensor], form: Marlin | None = None) -> None:
+    def hold(self, tensors: Mapping[str, Tensor], form: Marlin | Tiles | None = None) -> None:
         """Hold the weight in `tensors` and nothing else: those of a checkpoint, or those that `form` reads.
 
         That they stand for the same weight as those held so far is the caller's to know.

@@ -7,11 +7,10 @@ unpacked into registers while the one before it runs, and other kernels for NVFP
 own. Here it is part of the product: x A^T is made while weights are on their way, and what follows is its end.
 
 W and x change places: a tile of W is the operand in registers, so that the rows of x are the columns of a product,
-which may be as few as 16. `pack` puts W into the order in which lanes read it.
+which may be as few as 16. `pack` puts W into the order in which lanes read it (`formats.tiles`).
 """
 
 import ctypes
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -20,6 +19,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from qerl_lab.formats.tiles import AT_A_TIME, BLOCK, BLOCK_BYTES, DEPTH, depth_of
+from qerl_lab.formats.tiles import pack as pack  # so that its users need this module alone
 from qerl_lab.rollout.vllm.fp4_linear import MAX_RANK, Machine, machine_of
 
 SOURCE = Path(__file__).with_suffix(".cu")
@@ -28,14 +29,14 @@ NEEDS = "a GPU of compute capability 9.0 (H100, H200)"
 VARIANTS = (16, 32, 64)  # rows of x
 MAX_ROWS = VARIANTS[-1]
 TILES = range(2, 9)  # blocks of W
-_BLOCK, _DEPTH, _AT_A_TIME, _BLOCK_BYTES, _OUT_BYTES = 64, 64, 2, 2304, 768  # as in fp4_tiles.cu
+_OUT_BYTES = 768  # as in fp4_tiles.cu
 _GROUP, _OTHERS = 128, 128  # threads of a warpgroup, and those that do not multiply
 _MOST_STAGES = 16
 _RANKS = 32  # of a part of x A^T, in multiples of which it lies in memory
 _STEP_OF_SPLIT, _SUMS_AT_ONCE, _MAKERS = 64, 16, 3  # columns, sums of splits, warps of a block: of x A^T
 _STEP = 2  # stages that a block of W takes at the end of a tile, about
 
-TAKEN = f"up to 3 parts in multiples of {_BLOCK}, columns in multiples of {_DEPTH}, an even rank up to {MAX_RANK}"
+TAKEN = f"up to 3 parts in multiples of {BLOCK}, columns in multiples of {DEPTH}, an even rank up to {MAX_RANK}"
 
 
 class Shape(ctypes.Structure):
@@ -71,7 +72,7 @@ class Plan:
 
 def takes(sizes: Sequence[int], columns: int, rank: int) -> bool:
     """Whether `linear` takes a weight with parts of these sizes and K `columns`, and an adapter of this rank."""
-    whole = columns % _DEPTH == 0 and all(size % _BLOCK == 0 for size in sizes)
+    whole = columns % DEPTH == 0 and all(size % BLOCK == 0 for size in sizes)
     return whole and len(sizes) <= 3 and rank % 2 == 0 and 0 < rank <= MAX_RANK
 
 
@@ -87,7 +88,7 @@ def runs_here(sizes: Sequence[int], columns: int, rank: int) -> bool:
 
 def counters(rows: int, device: torch.device) -> Tensor:
     """What the blocks of a layer's launches meet by: int64 zeros, of this layer alone, written by the kernel only."""
-    return torch.zeros(2 + rows // _BLOCK, dtype=torch.int64, device=device)
+    return torch.zeros(2 + rows // BLOCK, dtype=torch.int64, device=device)
 
 
 def tile_of(N: int, columns: int, multiprocessors: int) -> int:
@@ -97,10 +98,10 @@ def tile_of(N: int, columns: int, multiprocessors: int) -> int:
     """
 
     def stages(tile: int) -> int:
-        tiles = -(-N // (tile * _BLOCK))
+        tiles = -(-N // (tile * BLOCK))
         pieces = _pieces(tiles, columns, multiprocessors)
         rounds = -(-tiles * pieces // multiprocessors)
-        return tile * (rounds * -(-_stages(columns) // pieces) + _STEP)
+        return tile * (rounds * -(-depth_of(columns) // pieces) + _STEP)
 
     return min(TILES, key=stages)
 
@@ -115,68 +116,9 @@ def groups_of(tile: int) -> int:
     return 2 if tile == 2 or tile > 6 else 3
 
 
-def _stages(columns: int) -> int:
-    return -(-columns // (_DEPTH * _AT_A_TIME))
-
-
 def _pieces(tiles: int, columns: int, multiprocessors: int) -> int:
     """Blocks of threads that share a tile."""
-    return max(1, min(multiprocessors // tiles, _stages(columns)))
-
-
-def pack(codes: Tensor, scale: Tensor, tile: int) -> Tensor:
-    """Return a weight in the kernel's order, uint8 `[tiles, K/128, 2, tile, 2304]`: whole tiles, the rest zeros.
-
-    A block of 64 rows and 64 columns is four warps' 16 rows. A warp has 16 bytes a lane, a word for each 16 columns,
-    and then the scales. Lane 4g + t has of the rows g and g + 8 the columns 2t, 2t + 1, 2t + 8 and 2t + 9, even columns
-    in the lower half of the word. Where the bits of a weight are, `unpack` in fp4_tiles.cu tells. A scale has an
-    exponent of five bits that counts from 2^-9, so that all have one; the codes of a block with the scale 0 are 0
-    instead.
-
-    Args:
-        codes: uint8 `[N, K/2]`, low nibble = even column.
-        scale: float8_e4m3fn `[N, K/16]`, none negative.
-        tile: of `tile_of`.
-    """
-    tiles, depth = -(-len(codes) // (_BLOCK * tile)), _stages(2 * codes.shape[1])
-    shape = (tiles * tile, depth * _AT_A_TIME, _BLOCK_BYTES)
-    blocks, first = torch.zeros(shape, dtype=torch.uint8, device=codes.device), 0
-    for some, of_some in zip(codes.split(_ROWS_AT_ONCE), scale.split(_ROWS_AT_ONCE), strict=True):
-        found = _blocks(some, of_some)
-        blocks[first : first + len(found), : found.shape[1]] = found
-        first += len(found)
-    return blocks.view(tiles, tile, depth, _AT_A_TIME, _BLOCK_BYTES).permute(0, 2, 3, 1, 4).contiguous()
-
-
-_ROWS_AT_ONCE = 4096  # integers take eight times the room of codes
-
-
-def _blocks(codes: Tensor, scale: Tensor) -> Tensor:
-    """`[N/64, K/64, 2304]`."""
-    N, K = len(codes), 2 * codes.shape[1]
-    code = torch.stack([codes & 15, codes >> 4], dim=-1).view(N, K // 16, 16).int()
-    code *= (scale.float() != 0)[..., None]
-    # Rows: block, warp, the 8 further, g. Columns: block, the 16, the 8 further, t, odd.
-    code = code.view(N // 64, 4, 2, 8, K // 64, 4, 2, 4, 2).permute(0, 4, 1, 3, 7, 5, 8, 6, 2)
-    sign, size = code >> 3, code & 7
-    half = sign[..., 0, 0] << 15 | size[..., 0, 0] << 6
-    half |= sign[..., 0, 1] << 12 | size[..., 0, 1] << 3
-    half |= sign[..., 1, 0] << 9 | size[..., 1, 0]
-    half |= sign[..., 1, 1] << 14 | size[..., 1, 1] >> 2 << 13 | (size[..., 1, 1] & 3) << 10
-    words = half.to(torch.int16).view(torch.uint8).reshape(N // 64, K // 64, 4, 512)
-    exponent = _wider_exponents().to(scale.device)[scale.view(torch.uint8).long()]
-    scales = exponent.view(N // 64, 4, 2, 8, K // 64, 4).permute(0, 4, 1, 3, 2, 5).reshape(N // 64, K // 64, 4, 64)
-    return torch.cat([words, scales], dim=-1).view(N // 64, K // 64, _BLOCK_BYTES)
-
-
-@cache
-def _wider_exponents() -> Tensor:
-    """By the bits of an E4M3 number > 0: three bits of mantissa below five of exponent, 0 for 2^-9."""
-    table = torch.zeros(256, dtype=torch.uint8)
-    for bits in range(1, 127):
-        mantissa, exponent = math.frexp(torch.tensor(bits, dtype=torch.uint8).view(torch.float8_e4m3fn).item())
-        table[bits] = (exponent + 8) << 3 | int(mantissa * 16) & 7
-    return table
+    return max(1, min(multiprocessors // tiles, depth_of(columns)))
 
 
 def linear(
@@ -207,8 +149,8 @@ def linear(
     how = plan(rows, packed.shape, len(sizes), rank, machine_of(x.device))
     depth, t_columns = packed.shape[1], len(sizes) * how.width
     sums = torch.empty(how.splits * t_columns * how.rows, device=x.device)
-    t = torch.empty(how.slabs * _DEPTH * how.rows, dtype=torch.bfloat16, device=x.device)
-    partial = torch.empty(how.blocks * how.tile * _BLOCK * how.rows if how.pieces > 1 else 0, device=x.device)
+    t = torch.empty(how.slabs * DEPTH * how.rows, dtype=torch.bfloat16, device=x.device)
+    partial = torch.empty(how.blocks * how.tile * BLOCK * how.rows if how.pieces > 1 else 0, device=x.device)
     ends = [sum(sizes[:part]) if len(sizes) > part else N for part in (1, 2)]
     stride = x.stride(0) if rows > 1 else columns  # of one row it may be any number
     shape = Shape(rows, N, columns, stride, len(A), rank, how.width, t_columns, *ends, how.splits, how.of_split, depth,
@@ -221,13 +163,13 @@ def plan(rows: int, packed: Sequence[int], parts: int, rank: int, machine: Machi
     """Choose the variant, and as many stages as memory allows. `packed` is the shape of `pack`."""
     variant = next(most for most in VARIANTS if rows <= most)
     tiles, depth, _, tile, _ = packed
-    groups, columns = groups_of(tile), depth * _AT_A_TIME * _DEPTH
+    groups, columns = groups_of(tile), depth * AT_A_TIME * DEPTH
     pieces = _pieces(tiles, columns, machine.multiprocessors)
     blocks, width = min(tiles * pieces, machine.multiprocessors), -(-rank // _RANKS) * _RANKS
     of_split = split_of(columns, -(-rows // 16) * (parts * width // 16), _MAKERS * blocks)
-    slabs = -(-parts * width // _DEPTH)
-    stage = _AT_A_TIME * (variant * _DEPTH * 2 + tile * _BLOCK_BYTES)
-    rest = (2 * _MOST_STAGES + 2) * 8 + groups * _GROUP // 32 * _OUT_BYTES + variant * slabs * _DEPTH * 2
+    slabs = -(-parts * width // DEPTH)
+    stage = AT_A_TIME * (variant * DEPTH * 2 + tile * BLOCK_BYTES)
+    rest = (2 * _MOST_STAGES + 2) * 8 + groups * _GROUP // 32 * _OUT_BYTES + variant * slabs * DEPTH * 2
     stages = min(_MOST_STAGES, (machine.shared_bytes - rest) // stage)
     if stages < 2:  # a stage is freed during the next
         raise ValueError(f"two stages of {stage} bytes and {rest} more do not fit {machine.shared_bytes} bytes")
@@ -258,7 +200,7 @@ def _launch(how: Plan, x: Tensor, tensors: Sequence[Tensor | None], shape: Shape
     name, line = instance(how.rows, how.tile, how.groups, how.pieces > 1)
     threads = how.groups * _GROUP + _OTHERS
     function = nvrtc.function(SOURCE, name, torch.cuda.current_device(), line, registers=65536 // threads // 8 * 8)
-    tiles = nvrtc.tensor_map(x, shape.stride, how.rows, _AT_A_TIME)
+    tiles = nvrtc.tensor_map(x, shape.stride, how.rows, AT_A_TIME)
     nvrtc.launch(function, how.blocks, threads, how.shared_bytes, [tiles, x, *tensors, shape], early=True)
 
 

@@ -1,0 +1,170 @@
+"""NVFP4 in the order in which the lab's kernel `fp4_tiles` reads it, and the way back.
+
+The order is a fixed one of the same codes and scales, cut into blocks of 64 rows x 64 columns, 2304 bytes, of which
+`tile` one below another are a tile. A weight `[N, K]` is uint8 `[tiles, D, 2, tile, 2304]`, N / (64 tile) tiles and
+D = K/128, both rounded up: zeros fill what is beyond N and K. For row n = 64 (tile T + j) + 16 w + 8 h + g and column
+k = 128 d + 64 i + 16 s + 8 b + 2 t + a (w, s, t to 3; g to 7; i, h, b, a to 1), the 576 bytes from 576 w on of block
+[T, d, i, j] are:
+
+- codes, 512 bytes or int32 `[128]`: half a of word 16 g + 4 t + s, the lower one first, holds code [n, k]. Its sign and
+  magnitude are the bits 15 and 8, 7, 6 for h, b = 0, 0; 12 and 5, 4, 3 for 1, 0; 9 and 2, 1, 0 for 0, 1; 14 and 13, 11,
+  10 for 1, 1;
+- scales, a byte each: byte 8 g + 4 h + s is that of [n, k], an exponent e of five bits above a mantissa m of three:
+  (1 + m/8) 2^(e - 9). All E4M3 numbers above 0 are among these, the subnormal ones too; 0 is not.
+
+Where a scale is 0, the 16 codes become 0 and the scale 2^-9, for the same weights but for signs of zeros. On the way
+back 16 codes of 0 with the scale 2^-9 get the scale 0. Lost are therefore codes whose scale is 0, and the scale 2^-9 of
+16 codes of 0.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache, partial
+
+import torch
+from torch import Tensor
+
+from qerl_lab.formats.format import Decoder
+from qerl_lab.formats.marlin import DIVISOR
+from qerl_lab.formats.nvfp4 import Nvfp4
+
+BLOCK, DEPTH, AT_A_TIME, BLOCK_BYTES = 64, 64, 2, 2304  # as in fp4_tiles.cu
+TILES = "fp4_tiles"
+_CODE_WORDS = 128  # of a quarter of a block
+_SIGNS = -0x7FFF8000  # 0x80008000 as int32
+_ROWS_AT_ONCE = 4096  # integers take eight times the room of codes
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How to read `rows` rows from `first` on of an NVFP4 weight that is held as `TILES`, and `DIVISOR` as stored.
+
+    All three fields are multiples of 64. One of q, k and v, say, may begin and end within a tile, where it is no view:
+    each of them holds the tensor of the whole layer.
+    """
+
+    first: int
+    rows: int
+    columns: int
+
+    def stored(self, held: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the tensors of a checkpoint, as `Nvfp4.quantize` does, bit for bit but for what is lost at 0."""
+        blocks = self._part(held[TILES]).unflatten(-1, (4, -1))  # N/64 K/64 w
+        words = blocks.view(torch.int32)[..., :_CODE_WORDS]
+        codes, wide = _packed_codes(words), _in_rows(blocks[..., 4 * _CODE_WORDS :])
+        scale = ((wide.int() << 20) + (118 << 23)).view(torch.float32)
+        empty = (wide == 0) & (codes.view(torch.int64) == 0)  # eight bytes are the codes of a scale
+        return {
+            "weight_packed": codes,
+            "weight_scale": scale.masked_fill_(empty, 0).to(torch.float8_e4m3fn),
+            DIVISOR: held[DIVISOR],
+        }
+
+    def decoder(self, held: Mapping[str, Tensor], shape: tuple[int, int]) -> Decoder:
+        """Return what a Linear computes with: the bits of `Nvfp4.decoder` on `stored(held)`.
+
+        Raises ValueError where `held` has no such rows and columns, or a layer of this shape has others.
+        """
+        self._check(held[TILES], shape)
+        return Decoder(partial(self._unpack, held), held[DIVISOR].reciprocal().item())
+
+    def _unpack(self, held: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+        if held[TILES].is_cuda:
+            from qerl_lab.formats.kernels import dequantize_tiles
+
+            return dequantize_tiles(held[TILES], self.first, self.rows, self.columns, dtype)
+        return Nvfp4(None).decoder(self.stored(held), (self.rows, self.columns)).unpack(dtype)
+
+    def _check(self, packed: Tensor, shape: tuple[int, int]) -> None:
+        tiles, depth, _, tile, _ = packed.shape
+        whole = self.first % BLOCK == self.rows % BLOCK == self.columns % DEPTH == 0
+        inside = 0 <= self.first <= self.first + self.rows <= tiles * tile * BLOCK
+        if not whole or not inside or depth != depth_of(self.columns) or shape != (self.rows, self.columns):
+            raise ValueError(
+                f"{self} of a weight that is packed as {list(packed.shape)}, for a layer {list(shape)}; allowed: the "
+                f"layer's rows and columns, multiples of {BLOCK} within {tiles * tile * BLOCK} rows and the columns of "
+                f"{depth} x {AT_A_TIME * DEPTH}"
+            )
+
+    def _part(self, packed: Tensor) -> Tensor:
+        """This part's blocks `[rows/64, columns/64, 2304]`; only the tiles that it lies in are copied on the way."""
+        tile, first, end = packed.shape[3], self.first // BLOCK, (self.first + self.rows) // BLOCK
+        before = first // tile
+        blocks = packed[before : -(-end // tile)].permute(0, 3, 1, 2, 4).flatten(0, 1).flatten(1, 2)
+        return blocks[first - before * tile : end - before * tile, : self.columns // DEPTH]
+
+
+def depth_of(columns: int) -> int:
+    """How often a tile has `AT_A_TIME` blocks side by side."""
+    return -(-columns // (DEPTH * AT_A_TIME))
+
+
+def pack(codes: Tensor, scale: Tensor, tile: int) -> Tensor:
+    """Return a weight in this order, uint8 `[tiles, K/128, 2, tile, 2304]`.
+
+    Args:
+        codes: uint8 `[N, K/2]`, low nibble = even column; N and K are multiples of 64.
+        scale: float8_e4m3fn `[N, K/16]`, none negative.
+        tile: its blocks of 64 rows.
+    """
+    tiles, depth = -(-len(codes) // (BLOCK * tile)), depth_of(2 * codes.shape[1])
+    shape = (tiles * tile, depth * AT_A_TIME, BLOCK_BYTES)
+    blocks, first = torch.zeros(shape, dtype=torch.uint8, device=codes.device), 0
+    for some, of_some in zip(codes.split(_ROWS_AT_ONCE), scale.split(_ROWS_AT_ONCE), strict=True):
+        found = _blocks(some, of_some)
+        blocks[first : first + len(found), : found.shape[1]] = found
+        first += len(found)
+    return blocks.view(tiles, tile, depth, AT_A_TIME, BLOCK_BYTES).permute(0, 2, 3, 1, 4).contiguous()
+
+
+def _blocks(codes: Tensor, scale: Tensor) -> Tensor:
+    """`[N/64, K/64, 2304]`."""
+    N, K = len(codes), 2 * codes.shape[1]
+    code = torch.stack([codes & 15, codes >> 4], dim=-1).view(N, K // 16, 16).int()
+    code *= (scale.float() != 0)[..., None]
+    code = code.view(N // 64, 4, 2, 8, K // 64, 4, 2, 4, 2).permute(0, 4, 1, 3, 7, 5, 8, 6, 2)  # w g t s a b h
+    sign, size = code >> 3, code & 7
+    half = sign[..., 0, 0] << 15 | size[..., 0, 0] << 6
+    half |= sign[..., 0, 1] << 12 | size[..., 0, 1] << 3
+    half |= sign[..., 1, 0] << 9 | size[..., 1, 0]
+    half |= sign[..., 1, 1] << 14 | size[..., 1, 1] >> 2 << 13 | (size[..., 1, 1] & 3) << 10
+    words = half.to(torch.int16).view(torch.uint8).reshape(N // 64, K // 64, 4, 4 * _CODE_WORDS)
+    exponent = _wider_exponents().to(scale.device)[scale.view(torch.uint8).long()]
+    scales = exponent.view(N // 64, 4, 2, 8, K // 64, 4).permute(0, 4, 1, 3, 2, 5).reshape(N // 64, K // 64, 4, 64)
+    return torch.cat([words, scales], dim=-1).view(N // 64, K // 64, BLOCK_BYTES)
+
+
+@cache
+def _wider_exponents() -> Tensor:
+    """By the bits of an E4M3 number > 0: three bits of mantissa below five of exponent, 0 for 2^-9."""
+    table = torch.zeros(256, dtype=torch.uint8)
+    for bits in range(1, 127):
+        mantissa, exponent = math.frexp(torch.tensor(bits, dtype=torch.uint8).view(torch.float8_e4m3fn).item())
+        table[bits] = (exponent + 8) << 3 | int(mantissa * 16) & 7
+    return table
+
+
+def _packed_codes(words: Tensor) -> Tensor:
+    """int32 `[N/64, K/64, 4, 128]` to bytes `[N, K/2]`, low nibble = even column."""
+    words = words.unflatten(3, (8, 4, 4)).permute(0, 2, 3, 1, 5, 4)  # N/64 w g K/64 s t
+    rows, _, _, columns, _, _ = words.shape
+    out = torch.empty(rows, 4, 2, 8, columns, 4, 2, 4, dtype=torch.uint8, device=words.device)  # w h g K/64 s b t
+    for h, b, placed in _placed(words):
+        pairs = placed >> 12 & 0x00080008 | placed >> 6 & 0x00070007
+        out[:, :, h, :, :, :, b] = (pairs | pairs >> 12) & 0xFF
+    return out.view(rows * BLOCK, columns * DEPTH // 2)
+
+
+def _placed(words: Tensor) -> Iterator[tuple[int, int, Tensor]]:
+    """Yield h, b and words that have the codes of these at the bits 15 and 8, 7, 6 of both halves."""
+    yield 0, 0, words
+    yield 1, 0, words << 3
+    yield 0, 1, words << 6
+    yield 1, 1, words << 1 & _SIGNS | words >> 4 & 0x00C000C0 | words >> 5 & 0x01000100
+
+
+def _in_rows(scales: Tensor) -> Tensor:
+    """Bytes `[N/64, K/64, 4, 64]` of scales to `[N, K/16]`."""
+    rows, columns = scales.shape[:2]
+    return scales.unflatten(3, (8, 2, 4)).permute(0, 2, 4, 3, 1, 5).reshape(rows * BLOCK, columns * DEPTH // 16)

@@ -1,0 +1,188 @@
+"""The order of `fp4_tiles` and back: what was packed comes back, and the Triton kernel against the torch code.
+
+That the order is the one that the kernel in CUDA C++ reads, test_fp4_tiles.py holds.
+"""
+
+import os
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from packed_layers import NVFP4
+from qerl_lab.formats.marlin import DIVISOR
+from qerl_lab.formats.tiles import TILES, Tiles, pack
+from qerl_lab.model.linear import PackedLinear
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+E4M3 = torch.arange(0x7F, dtype=torch.uint8)  # no sign, no NaN
+BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
+EVERY_TILE = range(2, 9)
+each_tile = pytest.mark.parametrize("tile", EVERY_TILE)
+# Rows of the parts, columns, blocks of a tile: parts that begin and end within tiles, or are several; K an odd multiple
+# of 64; tiles that are not full.
+LAYERS = [([64], 64, 2), ([128, 64, 64], 192, 3), ([320, 64, 64], 128, 4), ([192, 576], 320, 5), ([640], 192, 6),
+          ([448, 64, 64], 128, 7), ([64, 960], 256, 8), ([4224], 64, 2)]  # fmt: skip
+
+
+def anything(rows: int, columns: int, scales: Tensor = E4M3[1:]) -> dict[str, Tensor]:
+    """Any codes, the scales `scales` in turn, from another one on in each row, and for a scale of 0 codes of 0."""
+    generator = torch.Generator().manual_seed(rows * columns)
+    codes = torch.randint(0, 256, (rows, columns // 16, 8), dtype=torch.uint8, generator=generator)
+    scale = scales[(torch.arange(rows)[:, None] * 5 + torch.arange(columns // 16)) % len(scales)]
+    codes *= (scale != 0)[..., None]
+    scale = scale.view(torch.float8_e4m3fn)
+    return {"weight_packed": codes.flatten(1), "weight_scale": scale, DIVISOR: torch.tensor([3.0])}
+
+
+def held_in_tiles(parts: list[dict[str, Tensor]], tile: int) -> tuple[dict[str, Tensor], list[Tiles]]:
+    """What an engine holds of a fused layer, and how to read each part."""
+    codes, scale = (torch.cat([part[key] for part in parts]) for key in ("weight_packed", "weight_scale"))
+    forms, first = list[Tiles](), 0
+    for part in parts:
+        rows, half = part["weight_packed"].shape
+        forms.append(Tiles(first, rows, 2 * half))
+        first += rows
+    return {TILES: pack(codes, scale, tile), DIVISOR: parts[0][DIVISOR]}, forms
+
+
+def check_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert list(found) == list(expected)
+    for key, tensor in expected.items():
+        assert (found[key].dtype, found[key].shape) == (tensor.dtype, tensor.shape)
+        assert torch.equal(found[key].view(torch.uint8), tensor.contiguous().view(torch.uint8)), key
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a.view(BITS[a.dtype]), b.view(BITS[b.dtype]))
+
+
+def test_the_order_is_the_one_that_is_described() -> None:
+    """By the formula, a code and a scale at a time."""
+    tile, N, K = 3, 256, 320
+    packed = anything(N, K)
+    (held, _), codes = held_in_tiles([packed], tile), packed["weight_packed"]
+    assert held[TILES].shape == (2, 3, 2, tile, 2304)
+    bits = {(0, 0): (15, 8, 7, 6), (1, 0): (12, 5, 4, 3), (0, 1): (9, 2, 1, 0), (1, 1): (14, 13, 11, 10)}  # by h, b
+    for n in range(0, N, 3):
+        T, j, w, h, g = n // 64 // tile, n // 64 % tile, n // 16 % 4, n // 8 % 2, n % 8
+        for k in range(K):
+            d, i, s, b, t, a = k // 128, k // 64 % 2, k // 16 % 4, k // 8 % 2, k // 2 % 4, k % 2
+            of_warp = held[TILES][T, d, i, j, 576 * w : 576 * (w + 1)]
+            half = int(of_warp[:512].view(torch.int16)[2 * (16 * g + 4 * t + s) + a])
+            code = sum((half >> place & 1) << 3 - index for index, place in enumerate(bits[h, b]))
+            assert code == int(codes[n, k // 2]) >> 4 * a & 15, (n, k)
+            byte = int(of_warp[512 + 8 * g + 4 * h + s])
+            assert (1 + byte % 8 / 8) * 2.0 ** ((byte >> 3) - 9) == packed["weight_scale"][n, k // 16].item()
+
+
+@pytest.mark.parametrize(("sizes", "columns", "tile"), LAYERS)
+def test_the_way_back_gives_every_bit_of_each_part(sizes: list[int], columns: int, tile: int) -> None:
+    """Every code, and every scale: 0, the subnormal ones, and 2^-6 to 448."""
+    parts = [anything(rows, columns, E4M3) for rows in sizes]
+    held, forms = held_in_tiles(parts, tile)
+    for packed, form in zip(parts, forms, strict=True):
+        check_same(form.stored(held), packed)
+
+
+def test_each_code_comes_back_with_each_scale() -> None:
+    """In each of the 16 places of a scale."""
+    row = torch.cat([torch.arange(16, dtype=torch.uint8).roll(place) for place in range(16)])
+    rows = (row[0::2] | row[1::2] << 4).repeat(64, 1)
+    for scales in (E4M3[1:65], E4M3[63:]):  # a row each
+        packed = {"weight_packed": rows, "weight_scale": scales[:, None].repeat(1, 16).view(torch.float8_e4m3fn),
+                  DIVISOR: torch.tensor([1.0])}  # fmt: skip
+        held, (form,) = held_in_tiles([packed], 2)
+        check_same(form.stored(held), packed)
+
+
+@pytest.mark.parametrize(
+    ("scale", "code", "back"),
+    [
+        (0x00, 0x5, (0x00, 0)),  # lost: codes whose scale is 0
+        (0x01, 0x0, (0x00, 0)),  # and the scale 2^-9 of codes of 0
+        (0x01, 0x8, (0x01, 0x8)),  # of -0 it is kept
+        (0x20, 0x0, (0x20, 0)),  # 0.125, which a block of zeros has
+    ],
+)
+def test_what_is_lost_where_a_weight_is_0(scale: int, code: int, back: tuple[int, int]) -> None:
+    packed = anything(64, 64)
+    packed["weight_scale"].view(torch.uint8)[5, 2] = scale
+    packed["weight_packed"][5, 16:24] = code * 0x11
+    held, (form,) = held_in_tiles([packed], 2)
+    packed["weight_scale"].view(torch.uint8)[5, 2] = back[0]
+    packed["weight_packed"][5, 16:24] = back[1] * 0x11
+    check_same(form.stored(held), packed)
+
+
+@pytest.mark.parametrize("dtype", list(BITS))
+@each_tile
+def test_a_linear_decodes_to_the_same_bits(tile: int, dtype: torch.dtype) -> None:
+    parts = [anything(rows, 192, E4M3) for rows in (192, 64, 320)]
+    held, forms = held_in_tiles(parts, tile)
+    for packed, form in zip(parts, forms, strict=True):
+        shape = (form.rows, 192)
+        own, other = NVFP4.decoder(packed, shape), form.decoder(held, shape)
+        assert own.alpha == other.alpha
+        assert same_bits(own.unpack(dtype), other.unpack(dtype))
+
+
+@pytest.mark.parametrize("dtype", list(BITS))
+@pytest.mark.parametrize(("sizes", "columns", "tile"), LAYERS)
+def test_the_kernel_has_the_bits_of_the_torch_code(
+    sizes: list[int], columns: int, tile: int, dtype: torch.dtype
+) -> None:
+    """Of each part of a layer."""
+    pytest.importorskip("triton")
+    from qerl_lab.formats.kernels import dequantize_tiles
+
+    parts = [anything(rows, columns, E4M3) for rows in sizes]
+    held, forms = held_in_tiles(parts, tile)
+    for packed, form in zip(parts, forms, strict=True):
+        got = dequantize_tiles(held[TILES].to(DEVICE), form.first, form.rows, columns, dtype).cpu()
+        assert same_bits(got, NVFP4.decoder(packed, (form.rows, columns)).unpack(dtype))
+
+
+if not INTERPRETED:
+    test_the_kernel_has_the_bits_of_the_torch_code = pytest.mark.gpu(test_the_kernel_has_the_bits_of_the_torch_code)
+
+
+def outcome(layer: PackedLinear, x: Tensor) -> list[Tensor]:
+    """Output, and the gradient of the input."""
+    x = x.detach().requires_grad_()
+    y = layer(x)
+    y.float().square().sum().backward()
+    return [y.detach(), x.grad]
+
+
+@pytest.mark.parametrize("dtype", list(BITS))
+def test_a_linear_computes_with_the_same_bits(dtype: torch.dtype) -> None:
+    parts = [anything(rows, 192, E4M3) for rows in (192, 64)]
+    held, forms = held_in_tiles(parts, 4)
+    for packed, form in zip(parts, forms, strict=True):
+        layer = PackedLinear.like(nn.Linear(192, form.rows, dtype=dtype), NVFP4, packed)
+        x = torch.randn(5, 192, generator=torch.Generator().manual_seed(0)).to(dtype)
+        before = outcome(layer, x)
+        layer.hold(held, form)
+        assert all(same_bits(a, b) for a, b in zip(before, outcome(layer, x), strict=True))
+        check_same(layer.packed(), packed)
+
+
+@pytest.mark.parametrize(
+    ("form", "shape"),
+    [
+        (Tiles(32, 64, 192), (64, 192)),  # begins within a block
+        (Tiles(0, 96, 192), (96, 192)),
+        (Tiles(64, 256, 192), (256, 192)),  # ends beyond the tiles
+        (Tiles(-64, 64, 192), (64, 192)),
+        (Tiles(0, 64, 128), (64, 128)),  # a narrower weight
+        (Tiles(0, 64, 224), (64, 224)),
+        (Tiles(0, 64, 192), (128, 192)),  # another layer
+    ],
+    ids=str,
+)
+def test_rows_and_columns_that_are_not_there_are_refused(form: Tiles, shape: tuple[int, int]) -> None:
+    held, _ = held_in_tiles([anything(256, 192)], 2)
+    with pytest.raises(ValueError, match=r"packed as \[2, 2, 2, 2, 2304\], for a layer .* within 256 rows"):
+        form.decoder(held, shape)
