@@ -1,5 +1,6 @@
 """A Linear whose frozen weight is packed, and the step that puts it into a model."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast
@@ -41,6 +42,7 @@ class PackedLinear(nn.Linear):
     kept between calls, outside of the state dict; the result is the same, bit for bit.
 
     After `hold` with a form the buffers are an engine's tensors, in its form. The layer computes with the same bits.
+    Moved to another device, it holds tensors of its own again.
     """
 
     def __init__(
@@ -108,8 +110,9 @@ class PackedLinear(nn.Linear):
         return {name: cast(Tensor, self._buffers[_attribute(name)]) for name in self._held_names}
 
     def packed_bytes(self) -> int:
-        """Count the bytes of the packed tensors, without bias and dense cache."""
-        return sum(tensor.nbytes for tensor in self.held().values())
+        """Count the bytes of the packed tensors, without bias and dense cache; of an engine's, those of this layer."""
+        layout = self.weight_format.layout((self.out_features, self.in_features))
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in layout.values())
 
     @property
     def decoder(self) -> Decoder:
@@ -152,12 +155,16 @@ class PackedLinear(nn.Linear):
         probe = fn(torch.empty(1, dtype=self.compute_dtype, device=self.weight.device))
         self.compute_dtype = _checked_dtype(probe.dtype)
         _check_cache_device(self.dense_cache, probe.device)
+        if self.form is not None and probe.device != self.weight.device:
+            self.hold(self.packed())  # an engine's tensor may hold other layers too, and each would take it along
         packed = self.held().values()
 
         def keep_dtype(tensor: Tensor) -> Tensor:
-            if any(tensor is other for other in packed):
-                return fn(tensor.view(torch.uint8)).view(tensor.dtype)  # bytes: no cast of floats touches them
-            return fn(tensor)
+            if not any(tensor is other for other in packed):
+                return fn(tensor)
+            given = tensor.view(torch.uint8)  # bytes: no cast of floats touches them
+            got = fn(given)
+            return tensor if got is given else got.view(tensor.dtype)  # layers that share it still do
 
         decoded = self._decoder is not None
         super()._apply(keep_dtype, recurse)

@@ -11,7 +11,9 @@ from torch.utils.checkpoint import checkpoint
 
 from packed_layers import MXFP4, NF4, NVFP4, PACKED, K, N, dense_twin, each_packed, linear, packed_linear
 from qerl_lab.formats.format import Format
+from qerl_lab.formats.marlin import DIVISOR
 from qerl_lab.formats.nf4 import Nf4
+from qerl_lab.formats.tiles import BLOCK, TILES, Tiles, pack
 from qerl_lab.model.linear import PackedLinear, _check_cache_device, weight_bytes
 
 
@@ -270,3 +272,52 @@ def test_error_on_a_state_dict_of_another_format() -> None:
         packed_linear(NF4).load_state_dict(packed_linear(Nf4(double_quant=False)).state_dict(), strict=False)
     with pytest.raises(RuntimeError, match="weight_scale"):
         packed_linear(NVFP4).load_state_dict(packed_linear(MXFP4).state_dict())
+
+
+# Several layers on one tensor of an engine
+
+
+@pytest.fixture
+def q_and_k() -> nn.ModuleList:
+    """Two layers that hold one tensor, in tiles of which each has a half."""
+    layers = nn.ModuleList(PackedLinear.from_linear(nn.Linear(K, BLOCK, bias=False), NVFP4) for _ in range(2))
+    packed = [layer.packed() for layer in layers]
+    whole = pack(*(torch.cat([own[key] for own in packed]) for key in ("weight_packed", "weight_scale")), tile=2)
+    for first, layer, own in zip((0, BLOCK), layers, packed, strict=True):
+        layer.hold({TILES: whole, DIVISOR: own[DIVISOR]}, Tiles(first, BLOCK, K))
+    return layers
+
+
+def test_each_counts_its_own_bytes_and_all_together_the_tensor_once(q_and_k: nn.ModuleList) -> None:
+    own = BLOCK * K * 9 // 16 + 4
+    assert [layer.packed_bytes() for layer in q_and_k] == [own, own]
+    assert weight_bytes(q_and_k) == weight_bytes(q_and_k.bfloat16()) == (2 * own, 2 * own)
+
+
+def test_a_change_of_dtype_leaves_them_on_one_tensor(q_and_k: nn.ModuleList) -> None:
+    whole, x = q_and_k[0].weight, torch.randn(7, K)
+    before = [layer(x) for layer in q_and_k]
+    q_and_k.to("cpu", torch.bfloat16).float()
+    assert all(layer.weight is whole for layer in q_and_k)
+    assert all(torch.equal(layer(x), y) for layer, y in zip(q_and_k, before, strict=True))
+
+
+def test_a_layer_that_moves_takes_its_own_part_along(q_and_k: nn.ModuleList) -> None:
+    """The meta device stands for another."""
+    layer = q_and_k[1].to("meta")
+    assert layer.form is None
+    assert {name: tuple(tensor.shape) for name, tensor in layer.held().items()} == {
+        name: shape for name, (shape, _) in NVFP4.layout((BLOCK, K)).items()
+    }
+    assert all(tensor.is_meta for tensor in layer.buffers())
+    assert not q_and_k[0].weight.is_meta
+
+
+def test_a_state_dict_of_them_has_the_tensor_and_loads_it(q_and_k: nn.ModuleList) -> None:
+    x, other = torch.randn(7, K), copy.deepcopy(q_and_k)
+    assert set(other[1].state_dict()) == {TILES, DIVISOR}
+    assert other[0].weight is other[1].weight is not q_and_k[0].weight
+    other[0].weight.zero_()
+    assert not torch.equal(other[1](x), q_and_k[1](x))
+    other.load_state_dict(q_and_k.state_dict())
+    assert all(torch.equal(a(x), b(x)) for a, b in zip(other, q_and_k, strict=True))
