@@ -11,12 +11,13 @@ from torch import Tensor
 
 from kernels_on_cpu import every_code, library, pointers
 from packed_layers import NVFP4
+from qerl_lab.config.engine_rules import tiles_take
 from qerl_lab.formats.tiles import pack
 from qerl_lab.rollout.vllm import fp4_tiles
-from qerl_lab.rollout.vllm.fp4_linear import Machine
 from qerl_lab.rollout.vllm.fp4_tiles import (
     MAX_ROWS,
     SOURCE,
+    Machine,
     Plan,
     Shape,
     counters,
@@ -138,13 +139,25 @@ def test_every_code_in_every_place_with_every_scale(tile: int) -> None:
         assert torch.equal(y.cpu().double(), rows.cpu().double() @ weight.t())
 
 
+@pytest.mark.parametrize("rows", [MAX_ROWS + 1, 2 * MAX_ROWS + 17])
+def test_more_rows_take_several_launches(rows: int) -> None:
+    given, exact = operands(rows, 128, [128, 64], 4, 2)
+    y = linear(**given, sizes=[128, 64])
+    torch.testing.assert_close(y.cpu().double(), exact, rtol=2**-7, atol=2**-6)
+
+
 def test_what_it_does_not_take_is_refused() -> None:
-    given, _ = operands(MAX_ROWS + 1, 64, [64], 2, 2)
-    with pytest.raises(ValueError, match="65 rows"):
-        linear(**given, sizes=[64])
+    given, _ = operands(3, 64, [64], 2, 2)
+    with pytest.raises(ValueError, match=r"parts \[72\] x 64, rank 2; allowed: up to 3 parts"):
+        linear(**given, sizes=[72])
     assert fp4_tiles.takes([3584, 512, 512], 3584, 32)
     assert fp4_tiles.takes([4864, 4864], 896, 32)  # Qwen2.5-0.5B
     assert not fp4_tiles.takes([72, 64], 128, 32)
+
+
+def test_a_run_is_refused_the_ranks_that_the_kernel_has_not() -> None:
+    ranks = [rank for rank in range(1, 300) if fp4_tiles.takes([64], 128, rank)]
+    assert ranks == [rank for rank in range(1, 300) if tiles_take(rank)]
 
 
 def test_memory_for_one_stage_alone_is_refused() -> None:

@@ -110,10 +110,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def configure(folder: Path, tiny: Callable[..., RunConfig]) -> Callable[..., RunConfig]:
-    def configured(share: bool, lora: str = "dense") -> RunConfig:
+    def configured(share: bool, lora: str = "dense", backend: str = "marlin") -> RunConfig:
         return tiny(
             device="cuda", model__path=str(folder), format__name="nvfp4", lora__rank=16, rollout__engine="vllm",
             rollout__batch_size=16, rollout__vllm__lora=lora, rollout__vllm__share_base=share,
+            rollout__vllm__linear_backend=backend,
             rollout__vllm__kv_cache_gib=0.5, rollout__vllm__enforce_eager=True,
         )  # fmt: skip
 
@@ -151,10 +152,12 @@ def sample(engine: Engine) -> int:
     return engine.generate([list(range(5, 25))] * 4, 4, Sampling(16, seed=1)).tokens
 
 
-@pytest.mark.parametrize("lora", ["dense", "request"])
-def test_a_step_over_a_shared_base_has_the_same_bits(configure: Callable, build_policy: Callable, lora: str) -> None:
+@pytest.mark.parametrize(("lora", "backend"), [("dense", "marlin"), ("request", "marlin"), ("dense", "fp4_tiles")])
+def test_a_step_over_a_shared_base_has_the_same_bits(
+    configure: Callable, build_policy: Callable, lora: str, backend: str
+) -> None:
     """And over that of an engine that was built again."""
-    cfg = configure(True, lora)
+    cfg = configure(True, lora, backend)
     learner = build_policy(cfg)
     expected = step(learner)
     assert same(step(learner), expected), "this step does not repeat itself"
@@ -172,10 +175,11 @@ def test_a_step_over_a_shared_base_has_the_same_bits(configure: Callable, build_
     engine.close()
 
 
-def test_the_base_is_in_memory_once(configure: Callable) -> None:
+@pytest.mark.parametrize("backend", ["marlin", "fp4_tiles"])
+def test_the_base_is_in_memory_once(configure: Callable, backend: str) -> None:
     used, owned = [], []
     for share in (False, False, True):  # the first engine of a process also allocates what lives on: workspaces
-        cfg, before = configure(share), allocated()
+        cfg, before = configure(share, backend=backend), allocated()
         learner = policy.build(cfg, torch.device("cuda"))
         size = sum(layer.packed_bytes() for layer in one_copy.layers_of(learner).values())
         engine = rollout.build(cfg, learner)

@@ -18,8 +18,9 @@ from qerl_lab.config.schema import RunConfig
 from qerl_lab.model.policy import Policy
 from qerl_lab.rollout.engine import Rollout, Sampling
 from qerl_lab.rollout.transformers import TransformersEngine
+from qerl_lab.rollout.vllm.backends import humming_races
 from small_checkpoints import write_random
-from vllm_engines import FEW_ROWS, config, prompts, told, trainer_logprobs
+from vllm_engines import config, prompts, told, trainer_logprobs
 
 pytestmark = [
     pytest.mark.gpu, pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM"),
@@ -43,8 +44,8 @@ class Built:
     bytes_before: int
 
     def sample(self, sampling: Sampling = SAMPLING, group_size: int | None = None) -> Rollout:
-        """64 completions; 32 where 8 at a time are sampled."""
-        return self.engine.generate(self.prompts, group_size or (2 if self.way in FEW_ROWS else 4), sampling)
+        """64 completions."""
+        return self.engine.generate(self.prompts, group_size or 4, sampling)
 
 
 @pytest.fixture(scope="module")
@@ -54,21 +55,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 WAYS = [
     *((name, lora) for name in FORMATS for lora in ("request", "dense")),
-    ("nvfp4", "fp4_linear"),
     ("nvfp4", "fp4_tiles"),
     ("nvfp4", "dense_rows"),
     ("nvfp4", "share_base"),
-    ("nvfp4", "tuned"),
-    ("mxfp4", "tuned"),
+    ("nvfp4", "fp4_tiles+share_base+dense_rows"),
+    ("nvfp4", "humming"),
+    ("mxfp4", "humming"),
 ]
 
 
 @pytest.fixture(scope="module", params=WAYS, ids="_".join)
 def built(request, folder: Path, tiny: Callable[..., RunConfig], build_policy) -> Iterator[Built]:
     name, way = request.param
-    cfg = config(
-        tiny, folder, name, way, rollout__vllm__share_base=way == "share_base", rollout__vllm__kv_cache_gib=1.0
-    )
+    if way == "humming" and humming_races():
+        pytest.skip("the installed Humming has races on this GPU")
+    cfg = config(tiny, folder, name, way, rollout__vllm__kv_cache_gib=1.0)
     policy = build_policy(cfg)
     before = held_bytes()
     engine = rollout.build(cfg, policy)
@@ -144,7 +145,7 @@ def test_the_noise_is_that_of_the_step_and_never_accumulates(built: Built) -> No
 
 
 def base_hash(engine: object) -> str:
-    """Of everything that the engine holds but the noisy norms, the adapter, and by what `fp4_linear`'s blocks meet."""
+    """Of everything that the engine holds but the noisy norms, the adapter, and by what `fp4_tiles`'s blocks meet."""
 
     def digest(model: nn.Module) -> str:
         hashed = hashlib.sha256()
@@ -166,7 +167,7 @@ def test_the_base_never_moves(built: Built) -> None:
     assert base_hash(built.engine) == before
 
 
-def test_many_rows_go_through_the_policys_own_weights(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_rows_go_through_unpacked_weights(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
     """In all four-bit formats with the dense adapter, but `dense_rows`. A prefill of 600 rows is in no CUDA graph."""
     from qerl_lab.rollout.vllm import one_adapter
 
@@ -184,9 +185,9 @@ def test_many_rows_go_through_the_policys_own_weights(built: Built, monkeypatch:
     far = gap(built, out, clean_norms(built.policy))
     assert far.mean() < BAND_MEAN
     assert far.max() < BAND_MAX
-    lends = built.way not in ("request", "dense_rows") and built.cfg.format.name != "bf16"
-    assert bool(calls) == lends
-    assert min(calls, default=600) >= 600
+    unpacks = built.way != "request" and "dense_rows" not in built.way and built.cfg.format.name != "bf16"
+    assert bool(calls) == unpacks
+    assert min(calls, default=600) >= (one_adapter.TILES_ROWS if built.way == "fp4_tiles" else 600)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])

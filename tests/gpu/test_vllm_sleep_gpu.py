@@ -29,7 +29,7 @@ BAND_MEAN = 0.06  # nats a token between sampler and trainer, as in test_vllm_en
 NEAR_MEAN, NEAR_MAX = 0.02, 0.2  # nats a token between two rollouts of one policy, whose sums a GPU may order anew
 NOISE = Noise(0.05, seed=0, step=1)
 SAMPLING = Sampling(64, seed=1)
-WAYS = [("nvfp4", "dense"), ("nvfp4", "request"), ("nvfp4", "fp4_linear"), ("nf4", "dense"), ("bf16", "fp8")]
+WAYS = [("nvfp4", "dense"), ("nvfp4", "request"), ("nvfp4", "fp4_tiles"), ("nf4", "dense"), ("bf16", "fp8")]
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def gap(built: Built, out: Rollout, norms: dict[str, Tensor]) -> float:
 
 
 def base_sum(built: Built) -> list[float]:
-    """Of everything that vLLM's model holds but the noisy norms, the adapter, and what `fp4_linear`'s blocks count."""
+    """Of everything that vLLM's model holds but the noisy norms, the adapter, and what `fp4_tiles`'s blocks count."""
 
     def total(model: nn.Module) -> list[float]:
         named = [*model.named_parameters(), *model.named_buffers()]

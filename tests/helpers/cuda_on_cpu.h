@@ -25,7 +25,6 @@ struct uint2 { u32 x, y; };
 struct uint4 { u32 x, y, z, w; };
 struct float2 { float x, y; };
 struct float4 { float x, y, z, w; };
-static uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 static float2 make_float2(float x, float y) { return {x, y}; }
 static float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
@@ -112,7 +111,6 @@ static void await(Meeting& m, u32 threads) {
 static void sync(int barrier, int threads) { await(current->block->meetings[barrier], threads); }
 static void __syncthreads() { sync(0, blockDim.x); }
 static void __syncwarp() { await(current->block->of_warps[current->x / 32], 32); }
-static void __threadfence() {}
 
 static u32 shared(const void* p) { return (u32)((const u8*)p - current->block->memory.data()); }
 static MBarrier& at(u32 barrier) { return current->block->barriers[barrier]; }
@@ -170,7 +168,6 @@ static bool elected() { return current->x % 32 == 0; }
 static void prefetch(const void* from, u32 bytes) {
   if ((size_t)from % 16 || bytes % 16) abort();
 }
-static void prefetch_line(const void*) {}
 static void awaited() {}
 static void next_may_start() {}
 static u64 acquired(const u64* p) { return *p; }
@@ -190,27 +187,13 @@ static u16 rounded(float number) {
   return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
 }
 static float bfloat16(u32 both, int which) { return __uint_as_float(both >> 16 * which << 16); }
-static u16 bits_of(_Float16 number) {
-  u16 bits;
-  memcpy(&bits, &number, 2);
-  return bits;
-}
-static float float16(u32 both, int which) {
-  const u16 bits = both >> 16 * which;
-  _Float16 number;
-  memcpy(&number, &bits, 2);
-  return number;
-}
-static u32 halves(float low, float high) { return bits_of(low) | (u32)bits_of(high) << 16; }
-static u32 times(u32 a, u32 b) { return halves(float16(a, 0) * float16(b, 0), float16(a, 1) * float16(b, 1)); }
 static u32 __byte_perm(u32 a, u32 b, u32 selector) {
   const u64 both = a | (u64)b << 32;
   u32 d = 0;
   for (int i = 0; i < 4; i++) d |= (u32)(both >> 8 * (selector >> 4 * i & 7) & 0xFF) << 8 * i;
   return d;
 }
-template <float (&read)(u32, int)>
-static void multiplied(float (&sum)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+static void mma(float (&sum)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   u32(&all)[32][6] = current->block->operands[current->x / 32];
   const u32 lane = current->x % 32, own[6] = {a0, a1, a2, a3, b0, b1};
   memcpy(all[lane], own, sizeof own);
@@ -218,12 +201,11 @@ static void multiplied(float (&sum)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, 
   for (int i = 0; i < 4; i++)
     for (int k = 0; k < 16; k++) {
       const int of_k = k % 8 / 2, row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
-      sum[i] += read(all[row % 8 * 4 + of_k][row / 8 + k / 8 * 2], k % 2) * read(all[column * 4 + of_k][4 + k / 8], k % 2);
+      const u32 a = all[row % 8 * 4 + of_k][row / 8 + k / 8 * 2], b = all[column * 4 + of_k][4 + k / 8];
+      sum[i] += bfloat16(a, k % 2) * bfloat16(b, k % 2);
     }
   __syncwarp();
 }
-#define mma multiplied<bfloat16>
-#define mma_half multiplied<float16>
 static u32 __shfl_sync(u32, u32 number, int lane) {
   u32(&all)[32][6] = current->block->operands[current->x / 32];
   all[current->x % 32][0] = number;
@@ -231,12 +213,6 @@ static u32 __shfl_sync(u32, u32 number, int lane) {
   const u32 found = all[lane][0];
   __syncwarp();
   return found;
-}
-static u32 __shfl_xor_sync(u32 mask, u32 number, int lanes) { return __shfl_sync(mask, number, current->x % 32 ^ lanes); }
-static float of_lane(float number, int lane) {
-  u32 bits;
-  memcpy(&bits, &number, 4);
-  return __uint_as_float(__shfl_sync(~0u, bits, lane));
 }
 
 // Products of a warpgroup, each of whose warps makes its 16 rows at once.

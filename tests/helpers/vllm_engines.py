@@ -14,19 +14,18 @@ from rollouts import rows
 
 DENSE_ROWS = 16  # fewer than are sampled at once, and more than the last ones of a rollout
 
-
-# The kernel `fp4_linear` has 8 rows at most, `fp4_tiles` more; schedules for more rows would take minutes to compile.
-FEW_ROWS = "fp4_linear", "tuned"
+BACKENDS = "fp4_tiles", "humming"
 
 
 def config(tiny: Callable[..., RunConfig], folder: Path, weight_format: str, way: str, **changes: Any) -> RunConfig:
-    """A run with the model in `folder`; `way`, where that is what computes: one of `WAYS` of tests/gpu."""
+    """A run with the model in `folder`; `way` says what computes, joined by "+": one of `WAYS` of tests/gpu."""
+    ways = way.split("+")
     return tiny(
         device="auto", model__path=str(folder), format__name=weight_format, lora__rank=16, rollout__engine="vllm",
-        rollout__max_completion_tokens=128, rollout__batch_size=8 if way in FEW_ROWS else 64,
-        rollout__vllm__dense_rows=DENSE_ROWS if way == "dense_rows" else None,
-        rollout__vllm__linear_backend="tuned" if way == "tuned" else "vllm",
-        rollout__vllm__fp4_linear=way == "fp4_linear", rollout__vllm__fp4_tiles=way == "fp4_tiles",
+        rollout__max_completion_tokens=128, rollout__batch_size=64,
+        rollout__vllm__dense_rows=DENSE_ROWS if "dense_rows" in ways else None,
+        rollout__vllm__linear_backend=next((name for name in BACKENDS if name in ways), "vllm"),
+        rollout__vllm__share_base="share_base" in ways,
         rollout__vllm__lora="request" if way == "request" else "dense",
         **changes,
     )  # fmt: skip

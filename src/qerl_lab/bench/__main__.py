@@ -42,7 +42,7 @@ def decode(options: DecodeOptions) -> None:
     about = prepare(options)
     from qerl_lab.bench.decode import times
 
-    rows = shown(times(options.model, options.rows, options.rank, options.tune))
+    rows = shown(times(options.model, options.rows, options.rank))
     save(Path(options.out), {"benchmark": "decode", **about, "decode": rows})
 
 

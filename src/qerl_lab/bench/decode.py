@@ -5,7 +5,6 @@ decoding every weight comes from memory. Before each call a small kernel writes 
 taken off.
 """
 
-import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,7 +20,8 @@ from qerl_lab.bench.options import Row
 from qerl_lab.bench.shapes import fused_linears
 from qerl_lab.config.schema import FormatConfig
 from qerl_lab.report.bench import AND_ADAPTER
-from qerl_lab.rollout.vllm import backend_times, fp4_linear, fp4_tiles, kernels, schedules
+from qerl_lab.rollout.vllm import backend_times, fp4_tiles, kernels
+from qerl_lab.rollout.vllm.backends import FP4_TILES
 from qerl_lab.rollout.vllm.product import add_products
 from qerl_lab.timing import graphed, side_by_side
 
@@ -35,42 +35,31 @@ Call = Callable[[Tensor], Any]
 
 @dataclass(frozen=True)
 class Timed:
-    """`call()` makes one on fresh copies of weights that take `size` bytes; it takes up to `most` rows."""
+    """`call()` makes one on fresh copies of weights that take `size` bytes."""
 
     call: Callable[[], Call]
     size: int
-    most: int = MOST_ROWS
 
     def calls(self) -> list[Call]:
         return [self.call() for _ in range(min(MOST_COPIES, math.ceil(CACHE_BYTES / self.size)))]
 
 
-def times(model: str, rows: list[int], rank: int, tune: bool) -> Iterator[Row]:
+def times(model: str, rows: list[int], rank: int) -> Iterator[Row]:
     """Yield for each Linear, number of rows and arm the microseconds of a call, and the weights' terabytes a second.
 
-    `tuned` is Humming with its fastest schedules. The arms `adapter_*` are the adapter's products alone, those named
-    `*_and_adapter` a product and the adapter behind it as an engine has them, and `fp4_linear` and `fp4_tiles` are
-    both, where they take the model.
+    The arms `adapter_*` are the adapter's products alone, those named `*_and_adapter` a product and the adapter behind
+    it as an engine has them, and `fp4_tiles` is both, where it takes the model.
     """
     linears = fused_linears(model)
-    shapes = [(tuple(sizes), columns) for sizes, columns in linears.values()]
-    tuned = schedules.tuned_for(FormatConfig(name="nvfp4"), shapes, sorted(rows)).schedules if tune else {}
-    refused = {
-        kernel.SOURCE.stem for kernel in (fp4_linear, fp4_tiles)
-        if not all(kernel.runs_here(sizes, columns, rank) for sizes, columns in linears.values())
-    }  # fmt: skip
+    taken = fp4_tiles.able() and all(fp4_tiles.takes(*linear, rank) for linear in linears.values())
     for layer, (sizes, columns) in linears.items():
-        every = arms(sizes, columns, rank, tuned.get(schedules.name_of((tuple(sizes), columns))))
-        for name in refused:
-            del every[name]  # a sum over some of the layer's Linears would pass for the layer's
+        every = arms(sizes, columns, rank)
+        if not taken:
+            del every[FP4_TILES]  # a sum over some of the layer's Linears would pass for the layer's
         calls = {name: arm.calls() for name, arm in every.items()}
         for number in rows:
             x = torch.randn(number, columns, dtype=torch.bfloat16, device="cuda")
-            graphs = {
-                name: graphed(partial(backend_times.call_each, calls[name], x))
-                for name in every
-                if number <= every[name].most
-            }
+            graphs = {name: graphed(partial(backend_times.call_each, calls[name], x)) for name in every}
             graphs[NOTHING] = graphed(partial(backend_times.call_each, [lambda x: None] * MOST_COPIES, x))
             taken_ms = side_by_side(graphs, milliseconds=20)
             before = taken_ms.pop(NOTHING) / MOST_COPIES
@@ -82,7 +71,7 @@ def times(model: str, rows: list[int], rank: int, tune: bool) -> Iterator[Row]:
                 }  # fmt: skip
 
 
-def arms(sizes: list[int], columns: int, rank: int, tuned: list[schedules.Interval] | None = None) -> dict[str, Timed]:
+def arms(sizes: list[int], columns: int, rank: int) -> dict[str, Timed]:
     """The frozen weight's product in BF16 and by each kernel for NVFP4; the adapter's by each route; both in one."""
     dense = torch.randn(sum(sizes), columns, dtype=torch.bfloat16, device="cuda") / 50
     weight_format = formats.build(FormatConfig(name="nvfp4"))
@@ -95,10 +84,6 @@ def arms(sizes: list[int], columns: int, rank: int, tuned: list[schedules.Interv
         name: Timed(partial(backend_times.product, weight_format, name, packed, sizes), size)
         for name in backend_times.KERNELS["nvfp4"]
     }
-    if tuned:
-        from qerl_lab.rollout.vllm.schedule_times import call, loaded  # needs Humming
-
-        found["tuned"] = Timed(lambda: partial(call, loaded(weight_format, packed, sizes), json.dumps(tuned)), size)
     found |= {
         f"{name}{AND_ADAPTER}": Timed(partial(both, arm.call, A, B, sizes), arm.size + of_adapter)
         for name, arm in found.items()
@@ -106,9 +91,8 @@ def arms(sizes: list[int], columns: int, rank: int, tuned: list[schedules.Interv
     found |= {
         f"adapter_{name}": Timed(partial(beside, route, A, B, sizes), of_adapter) for name, route in ROUTES.items()
     }
-    in_one, in_tiles = (partial(way, packed, A, B, sizes) for way in (backend_times.in_one, backend_times.in_tiles))
-    found["fp4_linear"] = Timed(in_one, size + of_adapter, fp4_linear.MAX_ROWS)
-    return found | {"fp4_tiles": Timed(in_tiles, size + of_adapter, fp4_tiles.MAX_ROWS)}
+    in_tiles = partial(backend_times.in_tiles, packed, A, B, sizes)
+    return found | {FP4_TILES: Timed(in_tiles, size + of_adapter)}
 
 
 # y, x, A, B, sizes: the adapter's product added to y in place, by each of the routes of `rollout.vllm.product`.

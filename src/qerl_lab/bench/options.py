@@ -39,7 +39,6 @@ class DecodeOptions:
     model: str = option("qwen2.5-7b", "whose Linears", choices=tuple(ARCHITECTURES))
     rows: list[int] = option([1, 8, 16, 32, 64, 128, 256], "completions at once", at_least=1, at_most=1024)
     rank: int = option(32, "rank of the adapters", at_least=1, at_most=128)
-    tune: bool = option(False, "Humming with the fastest of its schedules too, timed first where it was not: minutes")
     out: str = option("results/bench/decode", OUT)
 
 

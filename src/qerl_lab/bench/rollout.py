@@ -65,7 +65,7 @@ def measure(sampler: Sampler, job: Job) -> Iterator[Row]:
         where = kernel_times.of_token(calls.seconds) if options["kernels"] else {}
         yield {
             "batch": batch, "prompt": options["prompt"], "new": options["new"], "repeats": options["repeats"], **timed,
-            **sampler.row, **held, "peak_gib": peak_gib(), **clocks.row, **about,
+            **about, **sampler.row, **held, "peak_gib": peak_gib(), **clocks.row,
             "used_gib": used_gib() if options["side_by_side"] == 1 else None,  # else of all arms
             **where,
         }  # fmt: skip

@@ -58,7 +58,7 @@ def train(job: Job, folder: Path) -> Iterator[Row]:
         adapter = [p for p in built.policy.model.parameters() if p.requires_grad]
         owned = 4 * sum(p.nbytes for p in adapter) / GIB  # weight, gradient, two moments of Adam
         if ranks.is_first:
-            yield row_of(job, found) | built.row | about | clocks.row | {"adapter_gib": owned, **peaks()}
+            yield row_of(job, found) | about | built.row | clocks.row | {"adapter_gib": owned, **peaks()}
     finally:
         built.engine.close()
     ranks.leave()

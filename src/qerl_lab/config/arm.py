@@ -25,15 +25,13 @@ NOT_OF_ARM = (
 ADDED: Mapping[str, Any] = {
     "task.gsm8k.max_steps": None,
     "rollout.vllm.dense_rows": None,
-    "rollout.vllm.fp4_tiles": False,
     "rollout.vllm.share_base": False,
     "rollout.vllm.sleep": False,
 }
 
 
 OF_VLLM_HERE = (  # in the trainer's process: a server has no use for them
-    "rollout.vllm.lora", "rollout.vllm.sleep", "rollout.vllm.share_base", "rollout.vllm.fp4_linear",
-    "rollout.vllm.fp4_tiles", "rollout.vllm.dense_rows",
+    "rollout.vllm.lora", "rollout.vllm.sleep", "rollout.vllm.share_base", "rollout.vllm.dense_rows",
 )  # fmt: skip
 # Keys of an engine, by what they begin with, say nothing of a run that samples by another.
 ENGINE_KEYS = {

@@ -6,7 +6,7 @@ from qerl_lab.config.engines import VllmServerConfig
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import DENSE_FORMAT, RunConfig
 
-FP4_MAX_RANK = 128  # of rollout.vllm.fp4_linear and fp4_tiles, held by a test
+TILES_MAX_RANK = 128  # of rollout.vllm.linear_backend=fp4_tiles, held by a test
 
 
 def engine_fits_device(cfg: RunConfig) -> None:
@@ -28,60 +28,51 @@ def check_engine_on_cpu(cfg: RunConfig, why: str) -> None:
 
 
 def backend_fits(cfg: RunConfig) -> None:
-    """`linear_backend` names kernels of 4-bit products; the dense adapter's layers alone ask Humming for schedules."""
-    own, name, engine = cfg.rollout.vllm, cfg.format.name, cfg.rollout.engine
-    if own.linear_backend in ("marlin", "humming", "tuned") and name not in ("nvfp4", "mxfp4"):
+    """`linear_backend` names kernels of 4-bit products; `fp4_tiles` is one of NVFP4 with the adapter in it."""
+    own, name = cfg.rollout.vllm, cfg.format.name
+    if own.linear_backend in ("marlin", "humming") and name not in ("nvfp4", "mxfp4"):
         raise ConfigError(
             f"rollout.vllm.linear_backend={own.linear_backend} has no kernel for format.name={name}; allowed with it: "
-            "nvfp4, mxfp4. Type rollout.vllm.linear_backend=vllm."
+            "nvfp4, mxfp4. Type rollout.vllm.linear_backend=auto."
         )
-    if own.linear_backend in ("auto", "tuned") and engine == "vllm_server":
+    if own.linear_backend == "fp4_tiles" and cfg.rollout.engine == "vllm_server":
         raise ConfigError(
-            f"rollout.vllm.linear_backend={own.linear_backend} times kernels in the trainer's process, where no server "
-            "is; allowed with rollout=vllm_server: vllm, marlin, humming. Type rollout.vllm.linear_backend=humming or "
+            "rollout.vllm.linear_backend=fp4_tiles is a kernel of the lab's, which no server has; allowed with "
+            "rollout=vllm_server: auto, vllm, marlin, humming. Type rollout.vllm.linear_backend=humming, or "
             "rollout=vllm."
         )
-    if own.linear_backend == "tuned" and own.lora != "dense":
+    if own.linear_backend == "fp4_tiles" and (name != "nvfp4" or own.lora != "dense" or not tiles_take(cfg.lora.rank)):
         raise ConfigError(
-            f"rollout.vllm.linear_backend=tuned with rollout.vllm.lora={own.lora} is not allowed; allowed: dense. Type "
-            "rollout.vllm.linear_backend=humming, or rollout.vllm.lora=dense."
+            f"rollout.vllm.linear_backend=fp4_tiles with format.name={name}, rollout.vllm.lora={own.lora} and "
+            f"lora.rank={cfg.lora.rank} is not allowed; allowed: nvfp4, dense, an even rank up to {TILES_MAX_RANK}. "
+            "Type rollout.vllm.linear_backend=auto, or format=nvfp4 rollout.vllm.lora=dense."
         )
 
 
-def fp4_kernels_fit(cfg: RunConfig) -> None:
-    """They are products of NVFP4 with the adapter in them."""
-    own, name = cfg.rollout.vllm, cfg.format.name
-    for key, wanted in (("fp4_linear", own.fp4_linear), ("fp4_tiles", own.fp4_tiles)):
-        if wanted and (name != "nvfp4" or own.lora != "dense" or cfg.lora.rank > FP4_MAX_RANK):
-            raise ConfigError(
-                f"rollout.vllm.{key}=true with format.name={name}, rollout.vllm.lora={own.lora} and lora.rank="
-                f"{cfg.lora.rank} is not allowed; allowed: nvfp4, dense, a rank up to {FP4_MAX_RANK}. Type "
-                f"rollout.vllm.{key}=false, or format=nvfp4 rollout.vllm.lora=dense."
-            )
+def tiles_take(lora_rank: int) -> bool:
+    """Whether `fp4_tiles` takes adapters of this rank; `fp4_tiles.takes` has the rest."""
+    return lora_rank % 2 == 0 and lora_rank <= TILES_MAX_RANK
 
 
 def dense_rows_fit(cfg: RunConfig) -> None:
-    """They spend the memory that `share_base` saves."""
+    """They are in the dense adapter's layers, beside NVFP4."""
     own, name = cfg.rollout.vllm, cfg.format.name
-    if own.dense_rows and (name != "nvfp4" or own.lora != "dense" or own.share_base):
+    if own.dense_rows and (name != "nvfp4" or own.lora != "dense"):
         raise ConfigError(
-            f"rollout.vllm.dense_rows={own.dense_rows} with format.name={name}, rollout.vllm.lora={own.lora} and "
-            f"rollout.vllm.share_base={str(own.share_base).lower()} is not allowed; allowed: nvfp4, dense, false. Type "
-            "rollout.vllm.dense_rows=null, or format=nvfp4 rollout.vllm.lora=dense rollout.vllm.share_base=false."
+            f"rollout.vllm.dense_rows={own.dense_rows} with format.name={name} and rollout.vllm.lora={own.lora} is not "
+            "allowed; allowed: nvfp4, dense. Type rollout.vllm.dense_rows=null, or format=nvfp4 "
+            "rollout.vllm.lora=dense."
         )
 
 
 def base_can_be_shared(cfg: RunConfig) -> None:
-    """The trainer reads weights in the form of one kernel, Marlin, in memory that outlives the engine."""
+    """The trainer reads weights in the form of one of two kernels, in memory that outlives the engine."""
     own, name = cfg.rollout.vllm, cfg.format.name
-    copies = own.fp4_linear or own.fp4_tiles
-    if own.share_base and (name != "nvfp4" or copies or own.linear_backend not in ("vllm", "marlin")):
+    if own.share_base and (name != "nvfp4" or own.linear_backend == "humming"):
         raise ConfigError(
-            f"rollout.vllm.share_base=true with format.name={name}, "
-            f"rollout.vllm.fp4_linear={str(own.fp4_linear).lower()}, "
-            f"rollout.vllm.fp4_tiles={str(own.fp4_tiles).lower()} and rollout.vllm.linear_backend="
-            f"{own.linear_backend} is not allowed; allowed: nvfp4, false, false, vllm or marlin. Type "
-            "rollout.vllm.share_base=false, or format=nvfp4 rollout.vllm.linear_backend=marlin."
+            f"rollout.vllm.share_base=true with format.name={name} and rollout.vllm.linear_backend="
+            f"{own.linear_backend} is not allowed; allowed: nvfp4, any but humming. Type "
+            "rollout.vllm.share_base=false, or format=nvfp4 rollout.vllm.linear_backend=auto."
         )
     if own.share_base and own.sleep:
         raise ConfigError(
@@ -119,6 +110,5 @@ def server_has_one_trainer(cfg: RunConfig) -> None:
 
 
 RULES = (
-    engine_fits_device, backend_fits, fp4_kernels_fit, dense_rows_fit, base_can_be_shared, server_reachable,
-    server_has_one_trainer,
+    engine_fits_device, backend_fits, dense_rows_fit, base_can_be_shared, server_reachable, server_has_one_trainer,
 )  # fmt: skip

@@ -20,21 +20,11 @@ class VllmConfig:
         choices=("auto", "fp8"),
     )  # fmt: skip
     linear_backend: str = option(
-        "vllm",
-        "kernels of the 4-bit products; vllm: its own choice; auto: the fastest, timed once for a GPU and a model; "
-        "tuned: Humming with the fastest of its schedules for each layer and number of rows, timed once (minutes)",
-        choices=("vllm", "auto", "marlin", "humming", "tuned"),
+        "auto",
+        "kernels of the 4-bit products; auto: the fastest, timed once for a GPU and a model (a server's own choice); "
+        "vllm: vLLM's choice; fp4_tiles: the lab's own, NVFP4 with lora=dense on an H100 or H200, adapter included",
+        choices=("auto", "vllm", "marlin", "humming", "fp4_tiles"),
     )  # fmt: skip
-    fp4_linear: bool = option(
-        False,
-        "NVFP4 with lora=dense: up to 8 rows by the lab's kernel, over a second copy of the packed weights; with "
-        "linear_backend=tuned in the layers where it is the fastest",
-    )
-    fp4_tiles: bool = option(
-        False,
-        "NVFP4 with lora=dense on an H100 or H200: up to 64 rows, beside fp4_linear more than its 8, by another of the "
-        "lab's kernels over a copy of its own; new: an earlier form was timed, this one has run on no GPU yet",
-    )
     dense_rows: int | None = option(
         None, "NVFP4 with lora=dense: from so many rows on (completions at once) by cuBLAS, over a copy of the weights "
         "in 16 bits; null: no copy. At batch 256 of 7B it gave 11% more tokens",
@@ -42,7 +32,8 @@ class VllmConfig:
     )  # fmt: skip
     share_base: bool = option(
         False,
-        "NVFP4 by Marlin: the trainer reads vLLM's packed weights and keeps none of its own; tried in short runs alone",
+        "NVFP4 by Marlin or fp4_tiles: the trainer reads the engine's packed weights and keeps none of its own; tried "
+        "in short runs alone",
     )
     sleep: bool = option(
         False,

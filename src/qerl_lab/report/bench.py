@@ -113,7 +113,7 @@ def _products_table(ratios: pd.DataFrame) -> str:
 def _decode_table(times: pd.DataFrame) -> str:
     head = (
         "microseconds of a call, weights from memory; adapter_* is the adapter alone, *_and_adapter a product and the "
-        "adapter, fp4_linear and fp4_tiles both\n"
+        "adapter, fp4_tiles both\n"
     )
     return head + times.to_string(float_format=lambda us: f"{us:.1f}", na_rep="-")
 

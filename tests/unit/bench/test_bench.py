@@ -130,11 +130,11 @@ def test_decode_adds_up_the_layers_and_leaves_out_what_was_not_timed(tmp_path: P
     rows = [
         {"layer": layer, "rows": number, "arm": arm, "us": us * number}
         for layer, us in (("qkv_proj", 1.0), ("o_proj", 2.0)) for number in (8, 64)
-        for arm in ("marlin", "fp4_linear") if (arm, number) != ("fp4_linear", 64)
+        for arm in ("marlin", "fp4_tiles") if (arm, number) != ("fp4_tiles", 64)
     ]  # fmt: skip
     result = {"benchmark": "decode", "options": {"model": "m"}, "environment": {"gpus": []}, "decode": rows}
     times = bench.decode_times(result)
-    assert times.loc[(bench.LAYER, 8)].to_dict() == {"marlin": 24.0, "fp4_linear": 24.0}
+    assert times.loc[(bench.LAYER, 8)].to_dict() == {"marlin": 24.0, "fp4_tiles": 24.0}
     assert times.loc[(bench.LAYER, 64), "marlin"] == 192.0
     assert bench.table(result).splitlines()[-1].split()[-1] == "-"
     bench.draw(result, tmp_path / "decode.png")

@@ -116,9 +116,10 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("rollout", {"arms": ["bf16_stock", "bf16 rollout.vllm.fp4_linear=true"]},
-         r"the arm 'bf16 rollout\.vllm\.fp4_linear=true' with rank 32: .*fp4_linear"),
-        ("rollout", {"arms": ["nvfp4 rollout.vllm.fp4_linear=true"], "ranks": [32, 512]}, "rank 512: .*fp4_linear"),
+        ("rollout", {"arms": ["bf16_stock", "bf16 rollout.vllm.linear_backend=fp4_tiles"]},
+         r"the arm 'bf16 rollout\.vllm\.linear_backend=fp4_tiles' with rank 32: .*fp4_tiles"),
+        ("rollout", {"arms": ["nvfp4 rollout.vllm.linear_backend=fp4_tiles"], "ranks": [32, 512]},
+         "rank 512: .*fp4_tiles"),
         ("step", {"arms": ["nvfp4 device=cpu gpus=3"]}, r"rollout\.prompts_per_step=8 cannot be split over gpus=3"),
     ],
 )  # fmt: skip

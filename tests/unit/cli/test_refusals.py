@@ -96,8 +96,8 @@ def refused(line: str, capsys) -> str:
         ("rollout.importance_correction=in_ratio rollout.importance_clip_max=2", ["importance_clip_max=2"]),
         ("algorithm.kl_estimator=k3", ["algorithm.beta=0.0", "type for example algorithm.beta=0.001"]),
         (
-            "rollout=vllm_server format=nvfp4 rollout.vllm.fp4_linear=true",
-            ["fp4_linear=true", "type for example rollout=vllm"],
+            "rollout=vllm_server format=nvfp4 rollout.vllm.share_base=true",
+            ["share_base=true", "type for example rollout=vllm"],
         ),
         (
             "rollout=vllm_server format=nvfp4 rollout.vllm.dense_rows=64",

@@ -32,7 +32,7 @@ def refusal(**values: Any) -> str:
 SERVER = {"rollout__engine": "vllm_server"}
 
 
-TUNED = {"format__name": "nvfp4", "rollout__vllm__linear_backend": "tuned"}
+TILES = {"format__name": "nvfp4", "rollout__vllm__linear_backend": "fp4_tiles"}
 KL = {"aqn__schedule": "linear", "aqn__unit": "kl"}
 
 
@@ -95,34 +95,20 @@ KL = {"aqn__schedule": "linear", "aqn__unit": "kl"}
         ({"lora__target_modules": ["lm_head"]}, "lm_head", "[q_proj,v_proj]"),
         ({"optim__name": "adamw_8bit", "device": "cpu"}, "device=cpu", "optim=adamw"),
         ({"format__dense_cache": "on", "device": "cuda"}, "device=cuda", "format.dense_cache=off"),
-        ({**TUNED, "rollout__vllm__lora": "request"}, "linear_backend=tuned with rollout.vllm.lora=request",
-         "allowed: dense. Type rollout.vllm.linear_backend=humming"),
-        ({**TUNED, "rollout__engine": "vllm_server"}, "linear_backend=tuned times kernels", "or rollout=vllm."),
-        ({"rollout__vllm__linear_backend": "auto", "rollout__engine": "vllm_server"}, "linear_backend=auto times",
-         "vllm, marlin, humming. Type rollout.vllm.linear_backend=humming"),
+        ({**TILES, "rollout__vllm__lora": "request"}, "vllm.lora=request", "linear_backend=auto, or format=nvfp4"),
+        ({**TILES, "format__name": "mxfp4"}, "fp4_tiles with format.name=mxfp4", "allowed: nvfp4, dense, an even rank"),
+        ({**TILES, "lora__rank": 130}, "lora.rank=130", "an even rank up to 128"),
+        ({**TILES, "lora__rank": 15}, "lora.rank=15", "an even rank up to 128"),
+        ({**TILES, "rollout__engine": "vllm_server"}, "fp4_tiles is a kernel of the lab's", "or rollout=vllm."),
         ({"tracking__uri": "mine"}, "tracking.uri=mine is no address", "tracking.uri=sqlite:///mine.db."),
         ({"optim__packing": "on", "model__attention": "eager"}, "model.attention=eager", "Type model.attention=sdpa"),
-        ({**TUNED, "format__name": "nf4"}, "linear_backend=tuned has no kernel", "linear_backend=vllm"),
         ({"format__name": "nf4", "rollout__vllm__linear_backend": "humming"}, "linear_backend=humming has no kernel",
-         "nvfp4, mxfp4. Type rollout.vllm.linear_backend=vllm"),
-        ({"rollout__vllm__fp4_linear": True, "rollout__vllm__lora": "request"}, "vllm.lora=request",
-         "rollout.vllm.lora=dense."),
-        ({"rollout__vllm__fp4_linear": True, "format__name": "mxfp4"},
-         "format.name=mxfp4", "format=nvfp4"),
-        ({"rollout__vllm__fp4_linear": True, "lora__rank": 256}, "lora.rank=256",
-         "a rank up to 128"),
-        ({"rollout__vllm__fp4_tiles": True, "format__name": "mxfp4"}, "fp4_tiles=true with format.name=mxfp4",
-         "Type rollout.vllm.fp4_tiles=false"),
+         "nvfp4, mxfp4. Type rollout.vllm.linear_backend=auto"),
         ({"rollout__vllm__dense_rows": 64, "format__name": "mxfp4"}, "dense_rows=64 with", "format=nvfp4"),
         ({"rollout__vllm__dense_rows": 64, "rollout__vllm__lora": "request"}, "vllm.lora=request", "dense_rows=null"),
-        ({"rollout__vllm__dense_rows": 64, "rollout__vllm__share_base": True}, "share_base=true", "dense_rows=null"),
         ({"rollout__vllm__share_base": True, "format__name": "mxfp4"}, "format.name=mxfp4", "format=nvfp4"),
-        ({"rollout__vllm__share_base": True, "rollout__vllm__linear_backend": "auto"}, "linear_backend=auto",
-         "linear_backend=marlin"),
-        ({"rollout__vllm__share_base": True, "rollout__vllm__fp4_linear": True},
-         "fp4_linear=true", "share_base=false"),
-        ({"rollout__vllm__share_base": True, "rollout__vllm__fp4_tiles": True},
-         "fp4_tiles=true", "share_base=false"),
+        ({"rollout__vllm__share_base": True, "rollout__vllm__linear_backend": "humming"}, "linear_backend=humming",
+         "linear_backend=auto"),
         ({"rollout__vllm__share_base": True, "rollout__vllm__sleep": True, "format__name": "nvfp4"},
          "sleep=true with rollout.vllm.share_base=true", "rollout.vllm.share_base=false, or rollout.vllm.sleep=false"),
         ({"rollout__engine": "vllm", "rollout__vllm__sleep": True, "format__name": "bf16", "device": "cpu"},

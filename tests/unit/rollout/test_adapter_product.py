@@ -75,5 +75,5 @@ def test_many_rows_by_unpacked_weights_have_weight_bias_and_adapter(name: str, b
     parts = [PackedLinear(BY_NAME[name], held, shape, compute_dtype=torch.float32) for held, shape in packed]
     dense = torch.cat([BY_NAME[name].dequantize(held, shape, torch.float32) for held, shape in packed]).double()
     start = x.double() @ dense.t() + (0 if bias is None else bias.double())
-    y = unpacked_product(x, parts, A, B, bias)
+    y = unpacked_product(x, [part.decoder for part in parts], A, B, sizes, bias)
     torch.testing.assert_close(y, expected(start, x, A, B, sizes).float(), rtol=1e-4, atol=1e-4)

@@ -23,18 +23,21 @@ from qerl_lab.rollout.vllm.backends import TIMED, Shape
 def test_what_is_asked_is_timed_and_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     timed, devices = [], []
 
-    def milliseconds(weight_format: Format, shapes: dict[Shape, int], rows: list[int]) -> dict[str, float]:
-        timed.append((weight_format, shapes, rows))
+    def milliseconds(
+        kernels: list[str], weight_format: Format, rank: int, shapes: dict[Shape, int], rows: list[int]
+    ) -> dict[str, float]:
+        timed.append((kernels, weight_format, rank, shapes, rows))
         return {"marlin": 1.0}
 
     monkeypatch.setattr(backend_times, "milliseconds", milliseconds)
     monkeypatch.setattr(torch.cuda, "set_device", devices.append)
     monkeypatch.setattr(backend_times, "end_with", lambda parent: None)
-    asked = {"format": {"name": "mxfp4"}, "shapes": [[[[64, 32], 128], 3]], "rows": [9, 5], "device": 1, "parent": 7}
+    asked = {"kernels": ["marlin"], "rank": 4, "format": {"name": "mxfp4"},
+             "shapes": [[[[64, 32], 128], 3]], "rows": [9, 5], "device": 1, "parent": 7}  # fmt: skip
     monkeypatch.setattr("sys.stdin", io.StringIO(json.dumps(asked)))
     backend_times.main([str(tmp_path / "times.json")])
     assert json.loads((tmp_path / "times.json").read_text()) == {"marlin": 1.0}
-    assert timed == [(formats.build(FormatConfig(name="mxfp4")), {((64, 32), 128): 3}, [9, 5])]
+    assert timed == [(["marlin"], formats.build(FormatConfig(name="mxfp4")), 4, {((64, 32), 128): 3}, [9, 5])]
     assert devices == [1]
 
 
@@ -49,9 +52,9 @@ def test_it_ends_with_its_parent(tmp_path: Path) -> None:
         "backend_times.main(['/nowhere'])"
     )
     run = (
-        "import torch; from qerl_lab.config.schema import FormatConfig; from qerl_lab.rollout.vllm import backends\n"
+        "import torch; from qerl_lab.config.schema import RunConfig; from qerl_lab.rollout.vllm import backends\n"
         "torch.cuda.current_device, backends.TIMER = lambda: 0, 'timer'\n"
-        "backends.milliseconds(FormatConfig(name='nvfp4'), {}, [1])"
+        "backends.milliseconds(['marlin'], RunConfig(), {}, [1])"
     )
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     with subprocess.Popen([sys.executable, "-c", run], env=os.environ | {"PYTHONPATH": path}) as killed:

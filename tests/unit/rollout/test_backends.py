@@ -10,8 +10,10 @@ import torch
 from torch import nn
 
 from qerl_lab.config.option import ConfigError
-from qerl_lab.config.schema import FormatConfig
+from qerl_lab.config.schema import FormatConfig, RunConfig
+from qerl_lab.model.linear import packed_layers
 from qerl_lab.rollout.vllm import backends
+from small_checkpoints import write_random
 
 AUTO = {"rollout__vllm__linear_backend": "auto"}
 SHAPES = {((64, 32, 32), 128): 3, ((256,), 64): 2}
@@ -20,12 +22,12 @@ SHAPES = {((64, 32, 32), 128): 3, ((256,), 64): 2}
 @pytest.fixture
 def times(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, float]:
     """What a GPU would measure; `asked` in it counts how often."""
-    found = {"marlin": 3.0, "humming": 2.0}
+    found = {"marlin": 3.0, "humming": 2.0, "fp4_tiles": 1.0}
     asked = []
 
-    def milliseconds(weight_format: object, shapes: object, rows: object) -> dict[str, float]:
-        asked.append((shapes, rows))
-        return {name: found[name] for name in ("marlin", "humming")}
+    def milliseconds(kernels: list[str], cfg: RunConfig, shapes: object, rows: object) -> dict[str, float]:
+        asked.append((kernels, shapes, rows))
+        return {name: found[name] for name in kernels}
 
     monkeypatch.setattr(backends, "milliseconds", milliseconds)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -61,7 +63,8 @@ def test_the_fastest_is_taken_and_timed_once(times: dict, tiny, model: nn.Module
     cfg = tiny(format__name="nvfp4", rollout__prompts_per_step=3, rollout__group_size=3,
                optim__micro_batch_size=3, **AUTO)  # fmt: skip
     assert backends.chosen(cfg, model) == "humming"
-    assert "linear_backend=humming: the model's products at 9, 5, 3 rows take marlin 3.00 ms" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "linear_backend=humming: products and adapter at 9, 5, 3 rows take marlin 3.00 ms, humming 2.00" in said
     times |= {"marlin": 1.0}
     assert backends.chosen(cfg, model) == "humming"
     assert len(times["asked"]) == 1
@@ -81,13 +84,59 @@ def test_another_humming_is_timed_anew(times: dict, tiny, model: nn.Module, monk
 
 
 @pytest.mark.parametrize(("name", "asked", "told"), [
-    ("nf4", "auto", "auto"), ("bf16", "vllm", "auto"), ("nvfp4", "vllm", "auto"), ("nvfp4", "humming", "humming"),
+    ("nf4", "auto", "vllm"), ("bf16", "vllm", "vllm"), ("nvfp4", "vllm", "vllm"), ("nvfp4", "humming", "humming"),
+    ("nvfp4", "fp4_tiles", "fp4_tiles"),
 ])  # fmt: skip
 def test_nothing_is_timed_for_other_formats_or_unless_asked(
     times: dict, tiny, model: nn.Module, name: str, asked: str, told: str
 ) -> None:
     assert backends.chosen(tiny(format__name=name, rollout__vllm__linear_backend=asked), model) == told
     assert times["asked"] == []
+
+
+def test_rows_that_go_by_the_dense_copy_are_not_timed(times: dict, tiny, model: nn.Module) -> None:
+    keys = {"format__name": "nvfp4", "rollout__prompts_per_step": 3, "rollout__group_size": 3,
+            "optim__micro_batch_size": 3}  # fmt: skip
+    for dense_rows in (5, 1):
+        backends.chosen(tiny(**keys, rollout__vllm__dense_rows=dense_rows), model)
+    assert [rows for _, _, rows in times["asked"]] == [[3]]
+
+
+FITS = {"format__name": "nvfp4", "lora__rank": 4}
+
+
+@pytest.mark.parametrize(("keys", "capability", "taken"), [
+    ({}, (9, 0), ["marlin", "fp4_tiles"]), ({}, (8, 0), ["marlin", "humming"]),
+    ({"lora__rank": 3}, (9, 0), ["marlin"]), ({"format__name": "mxfp4"}, (9, 0), ["marlin"]),
+    ({"rollout__vllm__lora": "request"}, (9, 0), ["marlin"]),
+    ({"rollout__vllm__share_base": True}, (9, 0), ["marlin", "fp4_tiles"]),
+    ({"rollout__vllm__share_base": True}, (8, 0), ["marlin"]),
+])  # fmt: skip
+def test_only_what_the_run_can_have_is_timed(
+    times: dict, tiny, build_policy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys, keys: dict,
+    capability: tuple[int, int], taken: list[str],
+) -> None:  # fmt: skip
+    machine(monkeypatch, capability, "0.1.10")
+    folder = write_random(tmp_path / "dense", hidden_size=128, intermediate_size=192, num_attention_heads=2,
+                          num_key_value_heads=1)  # fmt: skip
+    cfg = tiny(**{**FITS, "model__path": str(folder)} | keys)
+    policy = build_policy(cfg)
+    assert backends.chosen(cfg, policy.model) == taken[-1]
+    assert [kernels for kernels, _, _ in times["asked"]] == ([taken] if len(taken) > 1 else [])
+    assert ("nothing is timed" in capsys.readouterr().out) == (len(taken) == 1)
+
+
+def test_fused_layers_with_a_scale_each_have_no_tiles(
+    times: dict, tiny, build_policy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    machine(monkeypatch, (9, 0), "0.1.10")
+    folder = write_random(tmp_path / "dense", hidden_size=128, intermediate_size=192, num_attention_heads=2,
+                          num_key_value_heads=1)  # fmt: skip
+    model = build_policy(tiny(**FITS, model__path=str(folder))).model
+    assert backends.tiles_fit(model, 4)
+    layer = next(iter(packed_layers(model).values()))
+    layer.hold({name: tensor * 2 if "global" in name else tensor for name, tensor in layer.packed().items()})
+    assert not backends.tiles_fit(model, 4)
 
 
 @pytest.mark.parametrize(("capability", "humming", "fastest"), [
@@ -120,17 +169,19 @@ def timer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     return put
 
 
-def test_another_process_is_asked(timer, tmp_path: Path) -> None:
+def test_another_process_is_asked(timer, tmp_path: Path, tiny) -> None:
     told = tmp_path / "told.json"
     timer(
         f"asked = json.load(sys.stdin)\nasked['process'] = os.getpid()\njson.dump(asked, open({str(told)!r}, 'w'))\n"
         "print('vLLM says something')\njson.dump({'marlin': 2.5, 'humming': 1.5}, open(sys.argv[1], 'w'))"
     )
-    assert backends.milliseconds(FormatConfig(name="mxfp4"), SHAPES, [9, 5]) == {"marlin": 2.5, "humming": 1.5}
+    cfg = tiny(format__name="mxfp4", lora__rank=4)
+    assert backends.milliseconds(["marlin", "humming"], cfg, SHAPES, [9, 5]) == {"marlin": 2.5, "humming": 1.5}
     asked = json.loads(told.read_text())
     assert asked.pop("process") != os.getpid()
-    assert FormatConfig(**asked["format"]) == FormatConfig(name="mxfp4")
+    assert FormatConfig(**asked["format"]) == cfg.format
     assert asked["shapes"] == [[[[64, 32, 32], 128], 3], [[[256], 64], 2]]
+    assert (asked["kernels"], asked["rank"]) == (["marlin", "humming"], 4)
     assert (asked["rows"], asked["device"]) == ([9, 5], 1)
 
 
@@ -139,11 +190,11 @@ def test_another_process_is_asked(timer, tmp_path: Path) -> None:
     ("os._exit(3)", "ended with 3: said nothing"),
     ("time.sleep(60)", "took longer than 0.5 s"),
 ])  # fmt: skip
-def test_a_process_that_fails_is_told(timer, monkeypatch: pytest.MonkeyPatch, program: str, said: str) -> None:
+def test_a_process_that_fails_is_told(timer, tiny, monkeypatch: pytest.MonkeyPatch, program: str, said: str) -> None:
     monkeypatch.setattr(backends, "LONGEST", 0.5 if "sleep" in program else 60)
     timer(program)
     with pytest.raises(ConfigError, match=f"{said}. Type rollout.vllm.linear_backend=vllm"):
-        backends.milliseconds(FormatConfig(name="nvfp4"), SHAPES, [9])
+        backends.milliseconds(["marlin"], tiny(format__name="nvfp4"), SHAPES, [9])
 
 
 def test_a_run_that_would_time_the_same_waits_and_reads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

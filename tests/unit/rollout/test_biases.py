@@ -5,7 +5,6 @@ Where vLLM is not installed a few names play it.
 
 import importlib
 import importlib.util
-import json
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -17,8 +16,9 @@ from torch import Tensor, nn
 from packed_layers import NVFP4
 from played_modules import play
 from qerl_lab.config.option import ConfigError
+from qerl_lab.formats import tiles
 from qerl_lab.model.linear import PackedLinear
-from qerl_lab.rollout.vllm import fp4_linear, fp4_tiles
+from qerl_lab.rollout.vllm import fp4_tiles
 from qerl_lab.rollout.vllm.product import UNPACK_ROWS
 
 N, K, RANK = 64, 32, 4
@@ -107,59 +107,6 @@ def test_from_dense_rows_on_the_base_s_kernel_is_not_asked(one_adapter: Any, bia
     assert torch.equal(method.routed(layer, x, None), x @ torch.full((N, K), 7.0).t())
 
 
-@pytest.mark.parametrize("packed", [True, False])
-def test_humming_is_asked_with_the_schedules_of_the_layer_s_shape(
-    one_adapter: Any, monkeypatch: pytest.MonkeyPatch, packed: bool
-) -> None:
-    """And a layer that is not packed goes by its own kernel."""
-    asked = []
-
-    class HummingMethod:
-        @staticmethod
-        def forward_layer(layer: nn.Module, x: Tensor, compute_config: str, tuning_config: str) -> Tensor:
-            asked.append((len(x), compute_config, json.loads(tuning_config)))
-            return torch.ones(len(x), N)
-
-    play(monkeypatch, {"vllm.utils": {}, "vllm.utils.humming": {"HummingMethod": HummingMethod}})
-    layer = nn.Module()
-    layer.bias = nn.Parameter(torch.zeros(N), requires_grad=False)
-    layer.adapter_A, layer.adapter_B = torch.randn(RANK, K), torch.randn(N, RANK)
-    if packed:
-        layer.humming_metas, layer.compute_config = {"": None}, "{}"
-    routes = one_adapter.Routes(schedules={f"{N}x{K}": [[0, 8, {"num_stages": 4}]], "1x1": [[0, 8, {}]]})
-    method = one_adapter.OneAdapterMethod(Kernel(torch.zeros(N, K)), RANK, ["a.up_proj"], [True], routes)
-    method.sizes = [N]
-    method.process_weights_after_loading(layer)
-    x = torch.randn(5, K)
-    y = method.routed(layer, x, None)
-    torch.testing.assert_close(y, x @ layer.adapter_A.t() @ layer.adapter_B.t() + packed, rtol=1e-4, atol=1e-4)
-    assert asked == ([(5, "{}", [[0, 8, {"num_stages": 4}]])] if packed else [])
-
-
-def test_a_layer_whose_few_rows_are_faster_apart_has_no_fp4_linear(
-    one_adapter: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It keeps no second copy of its weights either; a layer of another shape does, where the GPU has the kernel."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
-    layer = nn.Module()
-    layer.bias = nn.Parameter(torch.zeros(N), requires_grad=False)
-    layer.adapter_A, layer.adapter_B = torch.randn(RANK, K), torch.randn(N, RANK)
-
-    def load(apart: str) -> Any:
-        routes = one_adapter.Routes(fp4_linear=True, apart=[apart])
-        method = one_adapter.OneAdapterMethod(Kernel(torch.ones(N, K)), RANK, ["a.up_proj"], [True], routes)
-        method.sizes = [N]
-        method.process_weights_after_loading(layer)
-        return method
-
-    method, x = load(f"{N}x{K}"), torch.randn(3, K)
-    assert not [name for name, _ in layer.named_buffers() if name.startswith("fp4")]
-    expected = x @ torch.ones(N, K).t() + x @ layer.adapter_A.t() @ layer.adapter_B.t()
-    torch.testing.assert_close(method.routed(layer, x, None), expected, rtol=1e-4, atol=1e-4)
-    with pytest.raises(ConfigError, match="needs a GPU of compute capability"):
-        load("1x1")
-
-
 def test_a_layer_of_several_global_scales_has_no_dense_copy(one_adapter: Any) -> None:
     layer = nn.Module()
     layer.weight_global_scale, layer.adapter_A = torch.tensor([1.0, 2.0]), torch.zeros(RANK, K)
@@ -184,94 +131,71 @@ def asked(one_adapter: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, 
         return play
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    for kernel in (fp4_linear, fp4_tiles):
-        monkeypatch.setattr(kernel, "machine_of", lambda device: fp4_linear.Machine(132, 227 * 2**10))
-        monkeypatch.setattr(kernel, "linear", playing(kernel.SOURCE.stem))
+    monkeypatch.setattr(fp4_tiles, "machine_of", lambda device: fp4_tiles.Machine(132, 227 * 2**10))
+    monkeypatch.setattr(fp4_tiles, "linear", playing("tiles"))
     monkeypatch.setattr(one_adapter, "stacked_product", playing("dense"))
+    monkeypatch.setattr(one_adapter, "unpacked_product", playing("unpacked"))
     monkeypatch.setattr(Kernel, "apply", lambda method, layer, x, bias: playing("base")(x))
     return ways
 
 
 def loaded(one_adapter: Any, several: bool = False, **routes: Any) -> tuple[nn.Module, dict[str, Tensor]]:
-    """A layer [64, 256] in NVFP4 with both kernels, one global scale or `several`, and what was stored of it."""
+    """A layer [64, 256] in NVFP4 for `fp4_tiles`, with one global scale or `several`, and what was stored of it."""
     torch.manual_seed(0)
     layer, packed = nn.Module(), NVFP4.quantize(torch.randn(64, 256))
     layer.bias = nn.Parameter(torch.zeros(64), requires_grad=False)
     layer.register_buffer("adapter_A", torch.zeros(RANK, 256))
     layer.register_buffer("adapter_B", torch.zeros(64, RANK))
     for name, tensor in packed.items():
-        layer.register_buffer(name, torch.cat([tensor, tensor + 1]) if "global" in name and several else tensor)
-    layer.humming_metas, layer.compute_config = {"": None}, "{}"
-    given = one_adapter.Routes(**{"fp4_linear": True, "fp4_tiles": True} | routes)
+        held = torch.cat([tensor, tensor + 1]) if "global" in name and several else tensor
+        layer.register_parameter(name, nn.Parameter(held, requires_grad=False))
+    given = one_adapter.Routes(**{"fp4_tiles": True} | routes)
     layer.quant_method = one_adapter.OneAdapterMethod(Kernel(torch.empty(0)), RANK, ["a.up_proj"], [True], given)
     layer.quant_method.sizes = [64]
     layer.quant_method.process_weights_after_loading(layer)
     return layer, packed
 
 
-def kept(layer: nn.Module) -> set[str]:
-    return {name for name, _ in layer.named_buffers() if name.startswith("fp4")}
-
-
-def ways_of(layer: nn.Module, asked: list[tuple[str, int]], rows: list[int]) -> list[str]:
-    for number in rows:
-        layer.quant_method.routed(layer, torch.zeros(number, 256), None)
-    assert [number for _, number in asked] == rows
-    return [way for way, _ in asked]
-
-
 @pytest.mark.parametrize(("dense_rows", "rows", "ways"), [
-    (None, [1, 8, 9, 64, 65], ["fp4_linear", "fp4_linear", "fp4_tiles", "fp4_tiles", "base"]),
-    (32, [8, 9, 31, 32, 65], ["fp4_linear", "fp4_tiles", "fp4_tiles", "dense", "dense"]),
-    (4, [3, 8, 9, 64], ["fp4_linear", "fp4_linear", "dense", "dense"]),
-    (192, [64, 65, 191, 192], ["fp4_tiles", "base", "base", "dense"]),
+    (None, [1, 64, 65, 256, 257], ["tiles", "tiles", "tiles", "tiles", "unpacked"]),
+    (32, [8, 31, 32, 257], ["tiles", "tiles", "dense", "dense"]),
+    (300, [256, 257, 300], ["tiles", "unpacked", "dense"]),
 ])  # fmt: skip
-def test_the_rows_of_a_call_choose_the_kernel(
+def test_the_rows_of_a_call_choose_the_way(
     one_adapter: Any, asked: list, dense_rows: int | None, rows: list[int], ways: list[str]
 ) -> None:
-    layer, packed = loaded(one_adapter, dense_rows=dense_rows)
-    assert ways_of(layer, asked, rows) == ways
-    assert kept(layer) == {*one_adapter.STORED, *one_adapter.TILES}
-    assert torch.equal(layer.fp4_codes, packed["weight_packed"])
-    in_order = fp4_tiles.pack(packed["weight_packed"], packed["weight_scale"], fp4_tiles.tile_of(64, 256, 132))
+    layer, _ = loaded(one_adapter, dense_rows=dense_rows)
+    for number in rows:
+        layer.quant_method.routed(layer, torch.zeros(number, 256), None)
+    assert asked == list(zip(ways, rows, strict=True))
+
+
+def test_the_kernel_s_form_stands_in_the_place_of_what_was_loaded(one_adapter: Any, asked: list) -> None:
+    layer, packed = loaded(one_adapter)
+    assert [name for name, _ in layer.named_parameters()] == ["bias"]
+    in_order = tiles.pack(packed["weight_packed"], packed["weight_scale"], fp4_tiles.tile_of(64, 256, 132))
     assert torch.equal(layer.fp4_tiles, in_order)
-    assert torch.equal(layer.fp4_tiles_divisor, packed["weight_global_scale"])
+    assert torch.equal(layer.weight_global_scale, packed["weight_global_scale"])
+    (decoder,) = layer.quant_method.decoders
+    expected = NVFP4.decoder(packed, (64, 256))
+    assert torch.equal(decoder.unpack(torch.bfloat16), expected.unpack(torch.bfloat16))
+    assert decoder.alpha == expected.alpha
 
 
-@pytest.mark.parametrize(("routes", "ways"), [
-    ({"fp4_linear": False}, ["fp4_tiles", "fp4_tiles", "fp4_tiles", "base"]),
-    ({"fp4_tiles": False}, ["fp4_linear", "fp4_linear", "base", "base"]),
-])  # fmt: skip
-def test_each_kernel_alone(one_adapter: Any, asked: list, routes: dict[str, bool], ways: list[str]) -> None:
-    layer, _ = loaded(one_adapter, **routes)
-    assert kept(layer) == set(one_adapter.STORED if routes.get("fp4_linear", True) else one_adapter.TILES)
-    assert ways_of(layer, asked, [1, 8, 9, 65]) == ways
-
-
-def test_few_rows_of_a_layer_apart_go_by_the_other_kernel(one_adapter: Any, asked: list) -> None:
-    layer, _ = loaded(one_adapter, apart=["64x256"])
-    assert kept(layer) == set(one_adapter.TILES)
-    assert ways_of(layer, asked, [8, 64, 65]) == ["fp4_tiles", "fp4_tiles", "base"]
-
-
-@pytest.mark.parametrize(("capability", "key"), [((8, 9), "fp4_linear"), ((10, 0), "fp4_tiles")])
-def test_another_gpu_is_refused(
-    one_adapter: Any, asked: list, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], key: str
-) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    with pytest.raises(ConfigError, match=rf"vllm.{key}=true needs a GPU of .* Type rollout.vllm.{key}=false"):
+def test_another_gpu_is_refused(one_adapter: Any, asked: list, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
+    with pytest.raises(ConfigError, match=r"fp4_tiles needs a GPU of .* Type rollout.vllm.linear_backend=auto"):
         loaded(one_adapter)
 
 
-def test_a_layer_that_a_kernel_does_not_take_is_refused(
+def test_a_layer_that_the_kernel_does_not_take_is_refused(
     one_adapter: Any, asked: list, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fp4_tiles, "takes", lambda sizes, columns, rank: (sizes, columns, rank) != ([64], 256, RANK))
-    with pytest.raises(ConfigError, match=r"fp4_tiles=true does not take a.up_proj, \[64\] x 256 at rank"):
+    with pytest.raises(ConfigError, match=r"fp4_tiles does not take a.up_proj, \[64\] x 256 at rank"):
         loaded(one_adapter)
 
 
-@pytest.mark.parametrize("routes", [{"fp4_tiles": False}, {"fp4_linear": False}])
-def test_several_global_scales_are_refused(one_adapter: Any, asked: list, routes: dict[str, bool]) -> None:
-    with pytest.raises(ConfigError, match=r"=true needs one global scale for a.up_proj"):
-        loaded(one_adapter, several=True, **routes)
+def test_several_global_scales_are_refused(one_adapter: Any, asked: list) -> None:
+    with pytest.raises(ConfigError, match=r"fp4_tiles needs one global scale for a.up_proj"):
+        loaded(one_adapter, several=True)

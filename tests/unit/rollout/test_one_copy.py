@@ -1,4 +1,4 @@
-"""The policy's packed layers on the tensors of an engine that holds them in Marlin's form; the engine is made here.
+"""The policy's packed layers on the tensors of an engine that holds them in its kernel's form; it is made here.
 
 tests/gpu/test_one_copy_gpu.py has vLLM's own.
 """
@@ -19,8 +19,9 @@ from torch import Tensor, nn
 import marlin_packer
 from played_modules import play
 from qerl_lab.config.option import ConfigError
-from qerl_lab.formats.marlin import CODES, SCALE, Marlin
+from qerl_lab.formats.marlin import CODES, DIVISOR, SCALE, Marlin
 from qerl_lab.formats.nvfp4 import Nvfp4
+from qerl_lab.formats.tiles import TILES, pack
 from qerl_lab.model.dense import base_tensors, dense_tensors
 from qerl_lab.model.files import WeightFiles
 from qerl_lab.model.linear import PackedLinear, weight_bytes
@@ -52,20 +53,39 @@ def policy(cfg: Any, build_policy: Callable) -> Policy:
     return build_policy(cfg)
 
 
-def engine_of(policy: Policy, wrapped: bool = False) -> nn.Module:
+def in_marlin(packed: list[dict[str, Tensor]]) -> nn.Module:
+    """A layer of vLLM's that Marlin computes."""
+    made = marlin_packer.layer(packed)
+    made.scheme = SimpleNamespace(kernel=MarlinNvFp4LinearKernel())
+    return made
+
+
+def in_tiles(packed: list[dict[str, Tensor]]) -> nn.Module:
+    """One that `fp4_tiles` computes; its tiles end where no part does."""
+    made = nn.Module()
+    codes, scale = (torch.cat([part[key] for part in packed]) for key in ("weight_packed", "weight_scale"))
+    made.register_buffer(TILES, pack(codes, scale, 3))
+    made.register_buffer(DIVISOR, packed[0][DIVISOR])
+    return made
+
+
+FORMS = pytest.mark.parametrize("form", [in_marlin, in_tiles])
+Form = Callable[[list[dict[str, Tensor]]], nn.Module]
+
+
+def engine_of(policy: Policy, wrapped: bool = False, form: Form = in_marlin) -> nn.Module:
     """What vLLM holds of the policy's base; `wrapped` as its LoRA for many adapters wraps layers."""
-    return model_of({name: layer.packed() for name, layer in one_copy.layers_of(policy).items()}, wrapped)
+    return model_of({name: layer.packed() for name, layer in one_copy.layers_of(policy).items()}, wrapped, form)
 
 
-def model_of(layers: dict[str, dict[str, Tensor]], wrapped: bool = False) -> nn.Module:
+def model_of(layers: dict[str, dict[str, Tensor]], wrapped: bool = False, form: Form = in_marlin) -> nn.Module:
     """What vLLM makes of packed layers, by their names in a checkpoint."""
     model = nn.Module()
     model.packed_modules_mapping = PARTS
     whole = {part: name for name, parts in PARTS.items() for part in parts}
     for name in dict.fromkeys(f"{parent}.{whole.get(leaf, leaf)}" for parent, _, leaf in map(split, layers)):
         parent, _, leaf = split(name)
-        made = marlin_packer.layer([layers[f"{parent}.{part}"] for part in PARTS.get(leaf, [leaf])])
-        made.scheme = SimpleNamespace(kernel=MarlinNvFp4LinearKernel())
+        made = form([layers[f"{parent}.{part}"] for part in PARTS.get(leaf, [leaf])])
         put(model, f"{name}.base_layer" if wrapped else name, made)
     return model
 
@@ -93,7 +113,7 @@ def gradients(policy: Policy) -> list[Tensor]:
 
 
 def storages(model: nn.Module) -> set[int]:
-    return {tensor.untyped_storage().data_ptr() for tensor in model.parameters()}
+    return {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
@@ -114,14 +134,43 @@ def test_a_shared_layer_computes_with_the_same_bits_and_holds_no_weight_of_its_o
     assert one_copy.shared_bytes(policy) - own == engines
 
 
-def test_what_others_read_of_the_base_is_what_it_was(policy: Policy, cfg: Any, tmp_path: Path) -> None:
+def test_a_layer_shared_in_tiles_computes_with_the_same_bits(policy: Policy) -> None:
+    """The parts of a fused layer hold one tensor, and each counts what it has of it."""
+    before, size = gradients(policy), sum(layer.packed_bytes() for layer in one_copy.layers_of(policy).values())
+    engine = engine_of(policy, form=in_tiles)
+    assert one_copy.share(policy, engine) == []
+    assert all(equal(a, b) for a, b in zip(before, gradients(policy), strict=True))
+    layers = one_copy.layers_of(policy)
+    assert {layer.held()[TILES].data_ptr() for layer in layers.values()} <= storages(engine)
+    of_parts = {layers[f"model.layers.0.self_attn.{part}_proj"].held()[TILES].data_ptr() for part in "qkv"}
+    assert len(of_parts) == 1
+    assert one_copy.shared_bytes(policy) == size
+
+
+def test_a_layer_in_tiles_with_codes_under_a_scale_of_0_keeps_its_own(policy: Policy) -> None:
+    name = "model.layers.1.self_attn.k_proj"
+    layer = one_copy.layers_of(policy)[name]
+    layer.weight_scale.view(torch.uint8)[3, 5] = 0
+    with one_copy.parked(policy):
+        assert one_copy.share(policy, engine_of(policy, form=in_tiles)) == [name]
+
+
+def test_tiles_keep_scales_that_marlin_drops(policy: Policy) -> None:
+    one_copy.layers_of(policy)["model.layers.1.self_attn.k_proj"].weight_scale.view(torch.uint8)[3, 5] = 7
+    with one_copy.parked(policy):
+        assert one_copy.share(policy, engine_of(policy, form=in_tiles)) == []
+
+
+@FORMS
+def test_what_others_read_of_the_base_is_what_it_was(policy: Policy, cfg: Any, tmp_path: Path, form: Form) -> None:
     before, dense, size = base_tensors(policy), dense_tensors(policy, torch.float32), weight_bytes(policy.model)
-    one_copy.share(policy, engine_of(policy))
+    one_copy.share(policy, engine_of(policy, form=form))
     after = base_tensors(policy)
     assert after.keys() == before.keys()
     assert all(equal(after[name], tensor) for name, tensor in before.items())
     assert all(equal(tensor, dense[name]) for name, tensor in dense_tensors(policy, torch.float32).items())
-    assert weight_bytes(policy.model) == size  # each byte has one owner, and that is the policy
+    if form is in_marlin:  # whole tiles are more, and the parts of a layer count theirs once
+        assert weight_bytes(policy.model) == size  # each byte has one owner, and that is the policy
     with base.folder_of(policy, cfg) as folder:
         files = WeightFiles(folder)
         assert sorted(files.names) == sorted(before)
@@ -152,8 +201,11 @@ def test_each_layer_is_turned_back_and_dequantized_once(
     assert calls == {"stored": 14, "dequantize": 14}
 
 
-def test_neither_a_move_to_where_it_is_nor_another_dtype_changes_the_engine_s_tensors(policy: Policy) -> None:
-    engine = engine_of(policy)
+@FORMS
+def test_neither_a_move_to_where_it_is_nor_another_dtype_changes_the_engine_s_tensors(
+    policy: Policy, form: Form
+) -> None:
+    engine = engine_of(policy, form=form)
     one_copy.share(policy, engine)
     layer = next(iter(one_copy.layers_of(policy).values()))
     before = layer.held()
@@ -162,18 +214,19 @@ def test_neither_a_move_to_where_it_is_nor_another_dtype_changes_the_engine_s_te
     assert all(equal(layer.held()[name], tensor) for name, tensor in before.items())
 
 
-def test_an_engine_that_is_built_again_takes_the_place_of_the_last(policy: Policy) -> None:
+@FORMS
+def test_an_engine_that_is_built_again_takes_the_place_of_the_last(policy: Policy, form: Form) -> None:
     before, expected = base_tensors(policy), gradients(policy)
     before = {name: tensor.clone() for name, tensor in before.items()}
-    old = engine_of(policy)
+    old = engine_of(policy, form=form)
     with one_copy.parked(policy):
         one_copy.share(policy, old)
-    alive = [tensor for tensor in old.parameters() if tensor.ndim == 2]
+    alive = [tensor for tensor in (*old.parameters(), *old.buffers()) if tensor.numel() > 1]
     pointers = {tensor.data_ptr() for tensor in alive}
     with one_copy.parked(policy):
         assert not any(layer.form for layer in one_copy.layers_of(policy).values())
         assert all(equal(base_tensors(policy)[name], tensor) for name, tensor in before.items())
-        new = engine_of(policy)
+        new = engine_of(policy, form=form)
         one_copy.share(policy, new)
     assert not storages(new) & pointers
     del old, alive
@@ -305,7 +358,7 @@ class Llm:
 class NoAdapter:
     def __init__(self, model: nn.Module, cfg: Any) -> None: ...
 
-    def arguments(self, folder: Path) -> dict[str, Any]:
+    def arguments(self, folder: Path, backend: str) -> dict[str, Any]:
         return {}
 
     def begin(self, llm: Llm) -> None: ...
@@ -376,4 +429,4 @@ def test_the_engine_names_the_layers_that_are_not_shared(
     name = "model.layers.1.self_attn.k_proj"
     one_copy.layers_of(policy)[name].weight_scale.view(torch.uint8)[3, 5] = 7
     engine_module.VllmEngine(policy, cfg)
-    assert f"packed layers that keep weights of their own: 1, the first {name}. Marlin" in capsys.readouterr().out
+    assert f"packed layers that keep weights of their own: 1, the first {name}. The engine" in capsys.readouterr().out

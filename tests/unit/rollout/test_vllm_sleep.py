@@ -136,7 +136,7 @@ class NoAdapter:
 
     def __init__(self, model: nn.Module, cfg: Any) -> None: ...
 
-    def arguments(self, folder: Path) -> dict[str, Any]:
+    def arguments(self, folder: Path, backend: str) -> dict[str, Any]:
         return {}
 
     def begin(self, llm: Llm) -> None: ...

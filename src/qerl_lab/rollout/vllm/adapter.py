@@ -13,7 +13,8 @@ from vllm.lora.request import LoRARequest
 
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.model.linear import packed_layers
-from qerl_lab.rollout.vllm import one_adapter, schedules
+from qerl_lab.rollout.vllm import one_adapter
+from qerl_lab.rollout.vllm.backends import FP4_TILES
 from qerl_lab.rollout.vllm.base import scratch_folder
 from qerl_lab.rollout.vllm.lora_files import adapter_bytes, max_rank, write_settings, write_weights
 
@@ -28,11 +29,9 @@ class DenseAdapter:
     def __init__(self, model: PeftModel, cfg: RunConfig) -> None:
         self.model, self.lora, self.cfg = model, cfg.lora, cfg
 
-    def arguments(self, folder: Path) -> dict[str, Any]:
-        """Raises ConfigError where linear_backend=tuned cannot time schedules."""
-        own = self.cfg.rollout.vllm
-        found = schedules.tuned(self.cfg, self.model)
-        routes = one_adapter.Routes(own.fp4_linear, own.fp4_tiles, own.dense_rows, found.schedules, found.apart)
+    def arguments(self, folder: Path, backend: str) -> dict[str, Any]:
+        """`backend` is that of `backends.chosen`."""
+        routes = one_adapter.Routes(backend == FP4_TILES, self.cfg.rollout.vllm.dense_rows)
         return one_adapter.llm_arguments(folder, self.lora.rank, self.lora.target_modules, routes)
 
     def begin(self, llm: LLM) -> None:
@@ -67,7 +66,7 @@ class AdapterFile:
         """What a prompt is sent with. Without `load_inplace`, which would read the files again at every token."""
         return LoRARequest(NAME, ID, str(self.folder))
 
-    def arguments(self, folder: Path) -> dict[str, Any]:
+    def arguments(self, folder: Path, backend: str) -> dict[str, Any]:
         """Raises ConfigError for a rank that vLLM makes no buffers for."""
         return {"enable_lora": True, "max_loras": 1, "max_lora_rank": max_rank(self.rank)}
 

@@ -1,4 +1,4 @@
-"""The process that times vLLM's kernels of 4-bit products: `python -m qerl_lab.rollout.vllm.backend_times TIMES.json`.
+"""The process that times kernels of 4-bit products: `python -m qerl_lab.rollout.vllm.backend_times TIMES.json`.
 
 Started by `backends.milliseconds`, which says on standard input what to time.
 """
@@ -22,13 +22,14 @@ from vllm.model_executor.kernels.linear.nvfp4.marlin import MarlinNvFp4LinearKer
 from qerl_lab import formats
 from qerl_lab.config.schema import FormatConfig
 from qerl_lab.formats.format import Format
+from qerl_lab.formats.tiles import pack
 from qerl_lab.parent import end_with
-from qerl_lab.rollout.vllm import fp4_linear, fp4_tiles
-from qerl_lab.rollout.vllm.backends import Shape
+from qerl_lab.rollout.vllm import fp4_tiles
+from qerl_lab.rollout.vllm.backends import FP4_TILES, Shape
 from qerl_lab.rollout.vllm.product import add_adapter
 from qerl_lab.timing import graphed, side_by_side
 
-# By format and by their names in `rollout.vllm.linear_backend`.
+# vLLM's, by format and by their names in `rollout.vllm.linear_backend`.
 KERNELS: dict[str, dict[str, Callable[[], Any]]] = {
     "nvfp4": {
         "marlin": lambda: MarlinNvFp4LinearKernel(NvFp4LinearLayerConfig()),
@@ -48,20 +49,26 @@ def main(words: list[str]) -> None:
     end_with(asked["parent"])  # a run that is killed leaves nothing on the GPU
     torch.cuda.set_device(asked["device"])
     shapes = {(tuple(sizes), columns): count for (sizes, columns), count in asked["shapes"]}
-    times = milliseconds(formats.build(FormatConfig(**asked["format"])), shapes, asked["rows"])
+    weight_format = formats.build(FormatConfig(**asked["format"]))
+    times = milliseconds(asked["kernels"], weight_format, asked["rank"], shapes, asked["rows"])
     Path(*words).write_text(json.dumps(times), encoding="utf-8")
 
 
-def milliseconds(weight_format: Format, shapes: Mapping[Shape, int], rows: Sequence[int]) -> dict[str, float]:
-    """Time of the model's products by each kernel, the sum over `rows`."""
-    total = dict.fromkeys(KERNELS[weight_format.NAME], 0.0)
+def milliseconds(
+    kernels: Sequence[str], weight_format: Format, rank: int, shapes: Mapping[Shape, int], rows: Sequence[int]
+) -> dict[str, float]:
+    """Time of the model's products with an adapter by each kernel, the sum over `rows`."""
+    total = dict.fromkeys(kernels, 0.0)
     for (sizes, columns), count in shapes.items():
         packed = random_weight(weight_format, (sum(sizes), columns))
         copies = -(-COPIED_BYTES // sum(tensor.nbytes for tensor in packed.values()))
-        calls = {name: [product(weight_format, name, packed, sizes) for _ in range(copies)] for name in total}
+        A, B = (torch.zeros(size, dtype=torch.bfloat16, device="cuda") for size in
+                ((len(sizes) * rank, columns), (sum(sizes), rank)))  # fmt: skip
+        ways = {name: in_tiles if name == FP4_TILES else partial(apart, weight_format, name) for name in kernels}
+        calls = {name: [way(packed, A, B, sizes) for _ in range(copies)] for name, way in ways.items()}
         for number in rows:
             x = torch.randn(number, columns, dtype=torch.bfloat16, device="cuda")
-            works = {name: graphed(partial(call_each, calls[name], x)) for name in total}
+            works = {name: graphed(partial(call_each, calls[name], x)) for name in kernels}
             for name, ms in side_by_side(works, milliseconds=10).items():
                 total[name] += count * ms / copies
     return total
@@ -88,6 +95,13 @@ def call_each(calls: Iterable[Callable[[Tensor], object]], x: Tensor) -> None:
         call(x)
 
 
+def apart(
+    weight_format: Format, backend: str, packed: Mapping[str, Tensor], A: Tensor, B: Tensor, sizes: Sequence[int]
+) -> Callable[[Tensor], Tensor]:
+    """The product by one of vLLM's kernels, and the adapter's behind it, on copies of all weights."""
+    return followed(product(weight_format, backend, packed, sizes), A.clone(), B.clone(), sizes)
+
+
 def followed(
     call: Callable[[Tensor], Tensor], A: Tensor, B: Tensor, sizes: Sequence[int]
 ) -> Callable[[Tensor], Tensor]:
@@ -101,18 +115,11 @@ def followed(
     return both
 
 
-def in_one(packed: Mapping[str, Tensor], A: Tensor, B: Tensor, sizes: Sequence[int]) -> Callable[[Tensor], Tensor]:
-    """A weight's product and the adapter's by `fp4_linear`, on copies of the weights."""
-    codes, scale, divisor, A, B = (tensor.clone() for tensor in (*packed.values(), A, B))
-    meeting = fp4_linear.counters(codes.device)
-    return lambda x: fp4_linear.linear(x, codes, scale, divisor, A, B, list(sizes), meeting)
-
-
 def in_tiles(packed: Mapping[str, Tensor], A: Tensor, B: Tensor, sizes: Sequence[int]) -> Callable[[Tensor], Tensor]:
-    """The same by `fp4_tiles`."""
+    """Both by `fp4_tiles`, on copies of the weights."""
     codes, scale, divisor = packed.values()
     (N, columns), device = (len(codes), A.shape[1]), codes.device
-    own = fp4_tiles.pack(codes, scale, fp4_tiles.tile_here(N, columns, device))
+    own = pack(codes, scale, fp4_tiles.tile_here(N, columns, device))
     A, B, divisor, meeting = A.clone(), B.clone(), divisor.clone(), fp4_tiles.counters(N, device)
     return lambda x: fp4_tiles.linear(x, own, divisor, A, B, list(sizes), meeting)
 

@@ -1,8 +1,8 @@
-"""Which of vLLM's kernels computes the products of 4-bit weights: the fastest here, timed once.
+"""Which kernel computes the products of 4-bit weights: the fastest here, timed once.
 
 vLLM takes the first of a list. Which is fastest depends on the GPU, the shapes of the model and the rows of a batch.
-They are timed in a process of their own (`backend_times`), which leaves nothing behind: no memory, no kernels, no
-random numbers.
+vLLM's kernels with the adapter's behind them, and the lab's own, which has it inside, are timed in a process of their
+own (`backend_times`). It leaves nothing behind: no memory, no kernels, no random numbers.
 """
 
 import json
@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from importlib.metadata import version
@@ -23,13 +23,17 @@ from packaging.version import Version
 from torch import nn
 
 from qerl_lab.config.option import ConfigError
-from qerl_lab.config.schema import FormatConfig, RunConfig
+from qerl_lab.config.schema import RunConfig
 from qerl_lab.disk import cache_folder, lock, replace_file
-from qerl_lab.model.linear import fused_groups, packed_layers
+from qerl_lab.formats.marlin import DIVISOR
+from qerl_lab.model.linear import PackedLinear, fused_groups, packed_layers
+from qerl_lab.rollout.vllm import fp4_tiles
 
 TIMED = ("nvfp4", "mxfp4")  # formats for which vLLM has several kernels
 TIMER = "qerl_lab.rollout.vllm.backend_times"
-LONGEST = 600  # seconds; both kernels of a model took 67, most of it compiling
+LONGEST = 600  # seconds; Marlin and Humming of a model took 67, most of it compiling
+FP4_TILES = fp4_tiles.SOURCE.stem
+IN_VLLM = {"vllm": "auto", FP4_TILES: "auto"}  # vLLM's word for its own choice, which the lab's kernel has no use for
 # The first humming-kernels that waits for stores on Hopper before it loads into the same shared memory, and on both
 # blocks of a cluster. 0.1.10, which vLLM 0.26 requires, does neither: read, not measured.
 ORDERED_HUMMING = Version("0.1.13")
@@ -38,35 +42,56 @@ Shape = tuple[tuple[int, ...], int]  # columns of y by part, columns of x
 
 
 def chosen(cfg: RunConfig, model: nn.Module) -> str:
-    """Return `rollout.vllm.linear_backend` in vLLM's words: for `auto` the fastest for the layers of `model`.
+    """Return `rollout.vllm.linear_backend`, for `auto` the fastest for the layers of `model`.
 
-    vLLM's own choice, which it calls auto, for formats whose kernels are not timed. Times are kept beside unpacked GGUF
-    files, by GPU, versions of vLLM and Humming, format, shapes and rows. Raises ConfigError where the kernels cannot be
-    timed.
+    vLLM's own choice for formats whose kernels are not timed, and on a CPU. Times are kept beside unpacked GGUF files,
+    by GPU, versions of vLLM and Humming, kernels, format, shapes, rows and rank. Raises ConfigError where the kernels
+    cannot be timed.
     """
     asked = cfg.rollout.vllm.linear_backend
-    if asked in ("humming", "tuned") and torch.cuda.is_available() and humming_races():
+    if asked == "humming" and torch.cuda.is_available() and humming_races():
         print(f"warning: {RACES}; watch sampler/logprob_gap_max, or type rollout.vllm.linear_backend=marlin")
-    if asked in ("marlin", "humming"):
+    if asked != "auto":
         return asked
-    if asked == "tuned":
-        return "humming"
-    if asked == "vllm" or cfg.format.name not in TIMED or not torch.cuda.is_available():
-        return "auto"
-    if humming_races():
-        print(f"linear_backend=marlin: {RACES}; nothing is timed")
-        return "marlin"
+    if cfg.format.name not in TIMED or not torch.cuda.is_available():
+        return "vllm"
+    kernels = candidates(cfg, model)
+    if len(kernels) == 1:
+        print(f"linear_backend={kernels[0]}: the one that fits here; nothing is timed")
+        return kernels[0]
     shapes, rows = shapes_of(model), rows_while_emptying(cfg)
-    kernels = [version(package) for package in ("vllm", "humming-kernels")]
-    about = [torch.cuda.get_device_name(), *kernels, cfg.format.name, sorted(shapes.items()), rows]
+    versions = [version(package) for package in ("vllm", "humming-kernels")]
+    about = [torch.cuda.get_device_name(), *versions, kernels, cfg.format.name, sorted(shapes.items()), rows,
+             cfg.lora.rank]  # fmt: skip
     with remembered("linear_backend.json") as known:
         if (key := json.dumps(about)) not in known:
-            known[key] = milliseconds(cfg.format, shapes, rows)
+            known[key] = milliseconds(kernels, cfg, shapes, rows)
     times = known[key]
     fastest = min(times, key=lambda name: times[name])
     said = ", ".join(f"{name} {ms:.2f} ms" for name, ms in times.items())
-    print(f"linear_backend={fastest}: the model's products at {', '.join(map(str, rows))} rows take {said}")
+    print(f"linear_backend={fastest}: products and adapter at {', '.join(map(str, rows))} rows take {said}")
     return fastest
+
+
+def candidates(cfg: RunConfig, model: nn.Module) -> list[str]:
+    """The kernels that this run can have on this GPU. A Humming with races is named by hand only."""
+    own, found = cfg.rollout.vllm, ["marlin"]
+    if humming_races():
+        print(f"linear_backend=auto leaves out humming: {RACES}")
+    elif not own.share_base:
+        found.append("humming")
+    if cfg.format.name == "nvfp4" and own.lora == "dense" and tiles_fit(model, cfg.lora.rank):
+        found.append(FP4_TILES)
+    return found
+
+
+def tiles_fit(model: nn.Module, lora_rank: int) -> bool:
+    """Whether the lab's kernel takes the packed layers of `model`, as engines fuse them, on this GPU."""
+    return fp4_tiles.able() and all(
+        fp4_tiles.takes([layer.out_features for layer in group], group[0].in_features, lora_rank)
+        and len({layer.packed()[DIVISOR].item() for layer in group}) == 1
+        for group in fused(model)
+    )
 
 
 @contextmanager
@@ -93,51 +118,53 @@ def humming_races() -> bool:
 
 def shapes_of(model: nn.Module) -> Counter[Shape]:
     """How often each shape of packed layer comes, as engines fuse them."""
+    return Counter((tuple(layer.out_features for layer in group), group[0].in_features) for group in fused(model))
+
+
+def fused(model: nn.Module) -> Iterable[list[PackedLinear]]:
+    """The packed layers in the groups that engines make one layer of."""
     layers = packed_layers(model)
-    groups = ([layers[name] for name in group] for group in fused_groups(list(layers)))
-    return Counter((tuple(layer.out_features for layer in group), group[0].in_features) for group in groups)
+    return ([layers[name] for name in group] for group in fused_groups(list(layers)))
 
 
 def rows_while_emptying(cfg: RunConfig) -> list[int]:
-    """Rows of decoding: a full batch, and what is left of it when half and three quarters of the completions ended."""
+    """Rows of decoding: a full batch, and what is left of it when half and three quarters of the completions ended.
+
+    Those from `dense_rows` on have another kernel, but where none is left.
+    """
     full = min(cfg.rollout.batch_size, cfg.completions_per_gpu)
-    return sorted({full, -(-full // 2), -(-full // 4)}, reverse=True)
+    rows = sorted({full, -(-full // 2), -(-full // 4)}, reverse=True)
+    return [number for number in rows if number < (cfg.rollout.vllm.dense_rows or full + 1)] or rows[-1:]
 
 
-def milliseconds(weight_format: FormatConfig, shapes: Mapping[Shape, int], rows: Sequence[int]) -> dict[str, float]:
-    """Time of the model's products by each kernel, the sum over `rows`, as another process measures it on this GPU.
+def milliseconds(
+    kernels: Sequence[str], cfg: RunConfig, shapes: Mapping[Shape, int], rows: Sequence[int]
+) -> dict[str, float]:
+    """Time of the model's products with adapter by each kernel, the sum over `rows`, on this GPU in another process.
 
     Raises ConfigError where that process fails or takes longer than `LONGEST`.
     """
-    asked = {"format": asdict(weight_format), "shapes": list(shapes.items()), "rows": rows}
-    found: dict[str, float] = measured("auto", TIMER, asked, LONGEST)
-    return found
-
-
-def measured(backend: str, timer: str, asked: Mapping[str, Any], longest: float) -> Any:
-    """What the module `timer` measures on this GPU, in a process of its own, where `linear_backend` is `backend`.
-
-    Raises ConfigError where that process fails or takes longer than `longest` seconds.
-    """
-    here = {"device": torch.cuda.current_device(), "parent": os.getpid()}
+    asked = {
+        "kernels": kernels, "format": asdict(cfg.format), "rank": cfg.lora.rank, "shapes": list(shapes.items()),
+        "rows": rows, "device": torch.cuda.current_device(), "parent": os.getpid(),
+    }  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="qerl-lab-") as folder:
         times = Path(folder) / "times.json"
-        command = [sys.executable, "-m", timer, str(times)]
+        command = [sys.executable, "-m", TIMER, str(times)]
         try:
-            done = subprocess.run(
-                command, input=json.dumps({**asked, **here}), capture_output=True, text=True, timeout=longest
-            )
+            done = subprocess.run(command, input=json.dumps(asked), capture_output=True, text=True, timeout=LONGEST)
         except subprocess.TimeoutExpired:
-            raise not_timed(backend, f"took longer than {longest} s") from None
+            raise not_timed(f"took longer than {LONGEST} s") from None
         if done.returncode:
             *_, last = ["said nothing", *done.stderr.strip().splitlines()]
-            raise not_timed(backend, f"ended with {done.returncode}: {last}")
-        return json.loads(times.read_text(encoding="utf-8"))
+            raise not_timed(f"ended with {done.returncode}: {last}")
+        found: dict[str, float] = json.loads(times.read_text(encoding="utf-8"))
+        return found
 
 
-def not_timed(backend: str, why: str) -> ConfigError:
+def not_timed(why: str) -> ConfigError:
     """The error of a measurement that failed."""
     return ConfigError(
-        f"rollout.vllm.linear_backend={backend} times kernels in a process of its own, and that process {why}. Type "
+        f"rollout.vllm.linear_backend=auto times kernels in a process of its own, and that process {why}. Type "
         "rollout.vllm.linear_backend=vllm."
     )

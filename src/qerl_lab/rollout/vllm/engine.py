@@ -33,7 +33,7 @@ from qerl_lab.model.policy import Policy
 from qerl_lab.rollout.engine import ASLEEP, EngineFailed, OnDone, Rollout, Sampling, ignore
 from qerl_lab.rollout.vllm import one_copy
 from qerl_lab.rollout.vllm.adapter import AdapterFile, DenseAdapter
-from qerl_lab.rollout.vllm.backends import chosen
+from qerl_lab.rollout.vllm.backends import IN_VLLM, chosen
 from qerl_lab.rollout.vllm.base import folder_of
 from qerl_lab.rollout.vllm.memory import bytes_per_token, free_bytes, kv_cache_bytes
 
@@ -58,7 +58,9 @@ class VllmEngine:
         share = cfg.rollout.vllm.share_base
         aside = one_copy.parked(policy) if share else nullcontext()
         with own_randomness(policy.device), aside, folder_of(policy, cfg) as folder:
-            self._llm: LLM | None = start(cfg, folder, policy, self._adapter.arguments(folder))
+            self.linear_backend = chosen(cfg, policy.model)
+            of_adapter = self._adapter.arguments(folder, self.linear_backend)
+            self._llm: LLM | None = start(cfg, folder, policy, self.linear_backend, of_adapter)
             if share:
                 self._share_base()
         self._adapter.begin(self.llm)
@@ -131,7 +133,8 @@ class VllmEngine:
         if keep:
             print(
                 f"warning: share_base=true: packed layers that keep weights of their own: {len(keep)}, the first "
-                f"{keep[0]}. Marlin, vLLM's kernel, has other bits there: it drops block scales below 2^-6."
+                f"{keep[0]}. The engine has other bits there: Marlin drops block scales below 2^-6, "
+                "fp4_tiles has one way to write a block of zeros."
             )
 
     def norms(self) -> dict[str, Tensor]:
@@ -227,7 +230,7 @@ class VllmEngine:
         """The weights by their tensors, without those that the policy holds too; the cache by what it was given."""
 
         def size(model: nn.Module) -> int:
-            tensors = (*model.parameters(), *model.buffers())  # with the copies of `fp4_linear` and `dense_rows`
+            tensors = (*model.parameters(), *model.buffers())  # with the copy of `dense_rows`
             return sum(tensor.nbytes for tensor in tensors)
 
         weights = self.llm.apply_model(size)[0]
@@ -259,17 +262,15 @@ class VllmEngine:
             torch.cuda.empty_cache()
 
 
-def start(cfg: RunConfig, folder: Path, policy: Policy, of_adapter: dict[str, Any]) -> LLM:
+def start(cfg: RunConfig, folder: Path, policy: Policy, backend: str, of_adapter: dict[str, Any]) -> LLM:
     """Build vLLM over `folder`, `of_adapter` among its arguments. Raises ConfigError for what it refuses."""
     rollout, own = cfg.rollout, cfg.rollout.vllm
     config, dtype = read_json(folder / "config.json"), policy.model.dtype
     per_token = bytes_per_token(config, 1 if own.kv_cache_dtype == "fp8" else dtype.itemsize)
     weights = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    packed = packed_layers(policy.model.get_base_model()).values()
     if own.dense_rows:
+        packed = packed_layers(policy.model.get_base_model()).values()
         weights += sum(layer.out_features * layer.in_features for layer in packed) * dtype.itemsize
-    # About: with tuned schedules some layers keep no copy, and whole tiles of `fp4_tiles` are a little more.
-    weights += (own.fp4_linear + own.fp4_tiles) * sum(layer.packed_bytes() for layer in packed)
     arguments: dict[str, Any] = {
         "dtype": str(dtype).removeprefix("torch."),
         "max_model_len": rollout.max_prompt_tokens + rollout.max_completion_tokens,
@@ -279,7 +280,7 @@ def start(cfg: RunConfig, folder: Path, policy: Policy, of_adapter: dict[str, An
         "kv_cache_dtype": own.kv_cache_dtype,
         "enforce_eager": own.enforce_eager,
         "enable_sleep_mode": own.sleep,
-        "linear_backend": chosen(cfg, policy.model),
+        "linear_backend": IN_VLLM.get(backend, backend),
         "logprobs_mode": "processed_logprobs",  # at the temperature of sampling
         "generation_config": "vllm",  # not the model's own penalties and cuts
         "use_tqdm_on_load": False,

@@ -1,4 +1,4 @@
-// What fp4_linear.cu and fp4_tiles.cu share.
+// Types, the parts of y, and how the blocks of a launch meet.
 #pragma once
 
 typedef unsigned int u32;

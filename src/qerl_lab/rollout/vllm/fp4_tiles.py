@@ -1,4 +1,4 @@
-"""An NVFP4 product for up to 64 rows, with the adapter's, by Hopper's products of a warpgroup (fp4_tiles.cu).
+"""An NVFP4 product for few rows, up to 64 a launch, and the adapter's, by Hopper's products of a warpgroup.
 
     y = x W^T + bias + (x A^T) B^T,   W = E2M1 value * block scale / divisor
 
@@ -7,7 +7,7 @@ unpacked into registers while the one before it runs, and other kernels for NVFP
 own. Here it is part of the product: x A^T is made while weights are on their way, and what follows is its end.
 
 W and x change places: a tile of W is the operand in registers, so that the rows of x are the columns of a product,
-which may be as few as 16. `pack` puts W into the order in which lanes read it (`formats.tiles`).
+which may be as few as 16. The kernel is fp4_tiles.cu; `formats.tiles` has the order in which lanes read W.
 """
 
 import ctypes
@@ -20,14 +20,13 @@ import torch
 from torch import Tensor
 
 from qerl_lab.formats.tiles import AT_A_TIME, BLOCK, BLOCK_BYTES, DEPTH, depth_of
-from qerl_lab.formats.tiles import pack as pack  # so that its users need this module alone
-from qerl_lab.rollout.vllm.fp4_linear import MAX_RANK, Machine, machine_of
 
 SOURCE = Path(__file__).with_suffix(".cu")
 CAPABILITY = (9, 0)  # the only one with these products
 NEEDS = "a GPU of compute capability 9.0 (H100, H200)"
 VARIANTS = (16, 32, 64)  # rows of x
-MAX_ROWS = VARIANTS[-1]
+MAX_ROWS = VARIANTS[-1]  # of a launch
+MAX_RANK = 128
 TILES = range(2, 9)  # blocks of W
 _OUT_BYTES = 768  # as in fp4_tiles.cu
 _GROUP, _OTHERS = 128, 128  # threads of a warpgroup, and those that do not multiply
@@ -47,6 +46,14 @@ class Shape(ctypes.Structure):
         for name in ("M", "N", "K", "stride", "R", "rank", "width", "columns", "part_1", "part_2", "splits", "of_split",
                      "depth", "pieces", "few", "more", "stages")
     ]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Multiprocessors of a GPU, and bytes of shared memory that a block may have on one."""
+
+    multiprocessors: int
+    shared_bytes: int
 
 
 @dataclass(frozen=True)
@@ -79,11 +86,6 @@ def takes(sizes: Sequence[int], columns: int, rank: int) -> bool:
 def able() -> bool:
     """Whether this GPU has what the kernel needs."""
     return torch.cuda.get_device_capability() == CAPABILITY
-
-
-def runs_here(sizes: Sequence[int], columns: int, rank: int) -> bool:
-    """Whether the GPU is `able`, and `takes` says yes."""
-    return able() and takes(sizes, columns, rank)
 
 
 def counters(rows: int, device: torch.device) -> Tensor:
@@ -125,27 +127,36 @@ def linear(
     x: Tensor, packed: Tensor, divisor: Tensor, A: Tensor, B: Tensor, sizes: list[int], meeting: Tensor,
     bias: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return y `[M, N]` in bfloat16 for at most `MAX_ROWS` rows.
+    """Return y `[M, N]` in bfloat16, by a launch for each `MAX_ROWS` rows.
 
     The blocks of a launch wait for each other, so no other stream may start such a launch meanwhile.
 
     Args:
         x: bfloat16 `[M, K]`, rows aligned to 16 bytes; its columns lie side by side.
-        packed: of `pack`; not written by the launch right ahead, before whose end it is read.
+        packed: of `tiles.pack`; not written by the launch right ahead, before whose end it is read.
         divisor: float32 `[1]`, the global scale as it is stored; likewise.
         A, B, sizes: as in `product.add_adapter`, in bfloat16.
         meeting: the layer's `counters`.
         bias: bfloat16 `[N]`.
 
-    Raises ValueError for more rows, or where `takes` says no.
+    Raises ValueError where `takes` says no.
     """
     (rows, columns), (N, rank) = x.shape, B.shape
-    if rows > MAX_ROWS or not takes(sizes, columns, rank):
-        what = f"{rows} rows of x, parts {sizes} x {columns}, rank {rank}"
-        raise ValueError(f"{what}; allowed: up to {MAX_ROWS} rows, {TAKEN}")
+    if not takes(sizes, columns, rank):
+        raise ValueError(f"parts {sizes} x {columns}, rank {rank}; allowed: {TAKEN}")
     y = torch.empty(rows, N, dtype=torch.bfloat16, device=x.device)
-    if rows == 0:
-        return y
+    for some, of_y in zip(x.split(MAX_ROWS), y.split(MAX_ROWS), strict=True):
+        if len(some):  # no rows are one part without any
+            _multiply(of_y, some, packed, divisor, A, B, sizes, meeting, bias)
+    return y
+
+
+def _multiply(
+    y: Tensor, x: Tensor, packed: Tensor, divisor: Tensor, A: Tensor, B: Tensor, sizes: list[int], meeting: Tensor,
+    bias: Tensor | None,
+) -> None:  # fmt: skip
+    """Write y `[M, N]`, as of `linear`, for at most `MAX_ROWS` rows, by one launch."""
+    (rows, columns), (N, rank) = x.shape, B.shape
     how = plan(rows, packed.shape, len(sizes), rank, machine_of(x.device))
     depth, t_columns = packed.shape[1], len(sizes) * how.width
     sums = torch.empty(how.splits * t_columns * how.rows, device=x.device)
@@ -156,11 +167,10 @@ def linear(
     shape = Shape(rows, N, columns, stride, len(A), rank, how.width, t_columns, *ends, how.splits, how.of_split, depth,
                   how.pieces, depth // how.pieces, depth % how.pieces, how.stages)  # fmt: skip
     _launch(how, x, [packed, divisor, A, B, bias, y, sums, t, partial, meeting], shape)
-    return y
 
 
 def plan(rows: int, packed: Sequence[int], parts: int, rank: int, machine: Machine) -> Plan:
-    """Choose the variant, and as many stages as memory allows. `packed` is the shape of `pack`."""
+    """Choose the variant, and as many stages as memory allows. `packed` is the shape of `tiles.pack`."""
     variant = next(most for most in VARIANTS if rows <= most)
     tiles, depth, _, tile, _ = packed
     groups, columns = groups_of(tile), depth * AT_A_TIME * DEPTH
@@ -191,6 +201,15 @@ def split_of(columns: int, tiles: int, warps: int) -> int:
         return -(-splits * tiles // warps) * of_split // _STEP_OF_SPLIT + -(-splits // _SUMS_AT_ONCE)
 
     return min(range(_STEP_OF_SPLIT, columns + 1, _STEP_OF_SPLIT), key=trips)
+
+
+@cache
+def machine_of(device: torch.device) -> Machine:
+    """What the GPU has, asked once."""
+    from qerl_lab.rollout.vllm import nvrtc  # needs cuda.bindings
+
+    number = torch.cuda.current_device() if device.index is None else device.index
+    return Machine(torch.cuda.get_device_properties(number).multi_processor_count, nvrtc.shared_bytes(number))
 
 
 def _launch(how: Plan, x: Tensor, tensors: Sequence[Tensor | None], shape: Shape) -> None:

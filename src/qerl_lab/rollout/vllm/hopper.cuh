@@ -32,8 +32,6 @@ __device__ void prefetch(const void* from, u32 bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 }
 
-__device__ void prefetch_line(const void* of) { asm volatile("prefetch.global.L2 [%0];" ::"l"(of)); }
-
 __device__ void sync(int barrier, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory"); }
 
 __device__ void pause() {}
@@ -60,30 +58,15 @@ __device__ u64 released(u64* p, u64 n) {
   return before;
 }
 
-__device__ u32 times(u32 a, u32 b) {  // two float16
-  u32 d;
-  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
-  return d;
-}
-
-__device__ u32 halves(float low, float high) {  // as two float16
-  u32 d;
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
-  return d;
-}
-
-__device__ float of_lane(float number, int lane) { return __shfl_sync(~0u, number, lane); }
-
 __device__ u16 rounded(float number) {
   u16 d;
   asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(d) : "f"(number));
   return d;
 }
 
-// sum += A[16, 16] B[16, 8], of bfloat16 or float16
-#define MMA(name, type) __device__ void name(float (&sum)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) { \
-  asm("mma.sync.aligned.m16n8k16.row.col.f32." type "." type ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};" \
-      : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3]) \
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1)); }
-MMA(mma, "bf16")
-MMA(mma_half, "f16")
+// sum += A[16, 16] B[16, 8], of bfloat16
+__device__ void mma(float (&sum)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}

@@ -7,18 +7,15 @@ they are for as long as the engine lives, so that CUDA graphs see what `Link.wri
 There is exactly one adapter: vLLM's own LoRA is off, and a request that names one is refused by vLLM.
 
 On a GPU a layer is one operation that torch.compile does not look into, so that the route is chosen by the rows of a
-call. With `fp4_linear` and `fp4_tiles` NVFP4 weights lie in the layer in the orders of these kernels too, and few rows
-go through them: they compute weight and adapter. Many rows, as in a prefill, go through the policy's own packed layers
-(`lend`): unpacked whole, and by cuBLAS, as the trainer computes them. With `dense_rows` NVFP4 weights lie in the layer
-unpacked too, above A, and so many rows take cuBLAS in decoding as well, weight and A in one product: a graph is
-captured before anything is lent.
+call. With `fp4_tiles` NVFP4 weights lie in the layer in the order of that kernel alone, which computes weight and
+adapter; many rows, as in a prefill, go by cuBLAS over weights that are unpacked for the call. Beside vLLM's kernels
+many rows go through the policy's own packed layers (`lend`) in the same way. With `dense_rows` NVFP4 weights lie in the
+layer unpacked too, above A, and so many rows take cuBLAS in decoding as well, weight and A in one product.
 """
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -37,35 +34,28 @@ from vllm.model_executor.layers.quantization import get_quantization_config, reg
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
 from qerl_lab.config.option import ConfigError
+from qerl_lab.formats.marlin import DIVISOR
 from qerl_lab.formats.nvfp4 import Nvfp4
+from qerl_lab.formats.tiles import TILES, Tiles, pack
 from qerl_lab.model.files import read_json
 from qerl_lab.model.linear import PackedLinear
-from qerl_lab.rollout.vllm import fp4_linear, fp4_tiles
-from qerl_lab.rollout.vllm.product import UNPACK_ROWS, add_adapter, stacked_product, unpacked_product
-from qerl_lab.rollout.vllm.schedules import name_of
+from qerl_lab.rollout.vllm import fp4_tiles
+from qerl_lab.rollout.vllm.product import TILES_ROWS, UNPACK_ROWS, add_adapter, stacked_product, unpacked_product
 
 Pair = tuple[Tensor, Tensor]  # A[r, K] and B[N, r] of a layer
 
 NAME = "one-adapter"
-# Buffers: the weight as it was stored, and what the kernel's blocks meet by.
-STORED = ("fp4_codes", "fp4_scale", "fp4_divisor", "fp4_meeting")
-TILES = ("fp4_tiles", "fp4_tiles_divisor", "fp4_tiles_meeting")  # the same for `fp4_tiles`
+# Buffers of a layer that goes by `fp4_tiles`: the weight, its global scale, and what the blocks of threads meet by.
+OF_TILES = (TILES, DIVISOR, "fp4_meeting")
 _OWN_KEY = "one_adapter"  # of quantization_config: rank and targets, and through it part of the key of compiled graphs
 
 
 @dataclass(frozen=True)
 class Routes:
-    """By rows, the ways besides the base's own kernel: the keys of rollout.vllm by these names. They need NVFP4.
+    """The ways besides the base's own kernel, for NVFP4: `fp4_tiles` in its place, and from `dense_rows` rows on."""
 
-    `schedules` are those of that kernel, Humming, by a layer's shape; none: Humming's own. In layers of the shapes
-    `apart` they are faster than `fp4_linear` at its few rows.
-    """
-
-    fp4_linear: bool = False
     fp4_tiles: bool = False
     dense_rows: int | None = None
-    schedules: Mapping[str, list[Any]] = field(default_factory=dict)
-    apart: Sequence[str] = ()
 
 
 def llm_arguments(folder: Path, lora_rank: int, targets: Sequence[str], routes: Routes = Routes()) -> dict[str, Any]:
@@ -189,8 +179,6 @@ class OneAdapterMethod(LinearMethodBase):
         """`parts` are full names as in the checkpoint, `own` says which of them have an adapter."""
         self.base, self.rank, self.parts, self.own, self.routes = base, rank, parts, own, routes
         self.lent: list[PackedLinear] = []
-        self.schedules: str | None = None  # of this layer's shape, as Humming reads them
-        self.in_one = self.in_tiles = False  # few rows by `fp4_linear`, more by `fp4_tiles`
         if hasattr(base, "quant_config"):
             self.quant_config = base.quant_config  # by which the loader of bitsandbytes knows what is packed
 
@@ -224,39 +212,34 @@ class OneAdapterMethod(LinearMethodBase):
         layer.register_buffer("adapter_B", B, persistent=False)
 
     def process_weights_after_loading(self, layer: LinearBase) -> None:
-        """Have the base lay out its weights, of which `fp4_linear` and `dense_rows` keep copies.
+        """Lay the weights out for `fp4_tiles`, or have the base do it for its kernel; keep a copy for `dense_rows`.
 
         A bias is kept as it was stored: Marlin and Humming put `layer.bias` into an order of their own.
         """
         if (bias := getattr(layer, "bias", None)) is not None:
             layer.register_buffer("plain_bias", bias.data.clone(), persistent=False)
-        shape = name_of((tuple(self.sizes), layer.adapter_A.shape[1]))
-        self.in_one = self.routes.fp4_linear and shape not in self.routes.apart
         if self.routes.dense_rows:
             self._keep_dense(layer)
-        self.in_tiles = self.routes.fp4_tiles
-        for wanted, kernel in ((self.in_one, fp4_linear), (self.in_tiles, fp4_tiles)):
-            if wanted:
-                self._check(kernel, layer)
-        self._keep_packed(layer)
+        if self.routes.fp4_tiles:
+            self._lay_in_tiles(layer)
+        else:
+            self.base.process_weights_after_loading(layer)
         _BY_ADAPTER[layer.adapter_A.data_ptr()] = layer
-        self.base.process_weights_after_loading(layer)
-        if self.routes.schedules and hasattr(layer, "humming_metas"):
-            self.schedules = json.dumps(self.routes.schedules[shape])
 
-    def _keep_packed(self, layer: LinearBase) -> None:
-        """The buffers `STORED` and `TILES`, of the kernels that the layer goes by."""
-        if not (self.in_one or self.in_tiles):
-            return
-        codes, scale, divisor = layer.weight_packed.data, layer.weight_scale.data, layer.weight_global_scale.data[:1]
-        (N, columns), kept = (len(codes), layer.adapter_A.shape[1]), dict[str, Tensor]()
-        if self.in_one:
-            kept |= zip(STORED, (codes, scale, divisor.clone(), fp4_linear.counters(divisor.device)), strict=True)
-        if self.in_tiles:
-            packed = fp4_tiles.pack(codes, scale, fp4_tiles.tile_here(N, columns, divisor.device))
-            kept |= zip(TILES, (packed, divisor.clone(), fp4_tiles.counters(N, divisor.device)), strict=True)
-        for name, tensor in kept.items():
+    def _lay_in_tiles(self, layer: LinearBase) -> None:
+        """Put the buffers `OF_TILES` in the place of what was loaded."""
+        self._check_tiles(layer)
+        codes, scale, divisor = (layer.weight_packed.data, layer.weight_scale.data,
+                                 layer.weight_global_scale.data[:1].clone())  # fmt: skip
+        for name in [name for name, _ in layer.named_parameters(recurse=False) if name.startswith("weight")]:
+            delattr(layer, name)
+        (N, columns), device = (len(codes), layer.adapter_A.shape[1]), codes.device
+        packed = pack(codes, scale, fp4_tiles.tile_here(N, columns, device))
+        for name, tensor in zip(OF_TILES, (packed, divisor, fp4_tiles.counters(N, device)), strict=True):
             layer.register_buffer(name, tensor, persistent=False)
+        held, firsts = {TILES: packed, DIVISOR: divisor}, [sum(self.sizes[:part]) for part in range(len(self.sizes))]
+        self.decoders = [Tiles(first, size, columns).decoder(held, (size, columns))
+                         for first, size in zip(firsts, self.sizes, strict=True)]  # fmt: skip
 
     def _keep_dense(self, layer: LinearBase) -> None:
         """Unpack the weight as the trainer does, with A below it: `stacked` [N + P * r, K]; `alpha` is the weight's."""
@@ -278,16 +261,16 @@ class OneAdapterMethod(LinearMethodBase):
             return ""
         return f"needs one global scale for {self.parts[0]} and its neighbours, as python -m qerl_lab.quantize gives"
 
-    def _check(self, kernel: ModuleType, layer: LinearBase) -> None:
-        """Raise ConfigError for a GPU or a layer that the kernel does not take."""
-        key, columns = f"rollout.vllm.{kernel.SOURCE.stem}", layer.adapter_A.shape[1]
-        if not kernel.able():
-            why = f"needs {kernel.NEEDS}, and this one has {torch.cuda.get_device_capability()}"
-        elif not kernel.takes(self.sizes, columns, self.rank):
-            why = f"does not take {self.parts[0]}, {self.sizes} x {columns} at rank {self.rank}: {kernel.TAKEN}"
+    def _check_tiles(self, layer: LinearBase) -> None:
+        """Raise ConfigError for a GPU or a layer that `fp4_tiles` does not take."""
+        columns = layer.adapter_A.shape[1]
+        if not fp4_tiles.able():
+            why = f"needs {fp4_tiles.NEEDS}, and this one has {torch.cuda.get_device_capability()}"
+        elif not fp4_tiles.takes(self.sizes, columns, self.rank):
+            why = f"does not take {self.parts[0]}, {self.sizes} x {columns} at rank {self.rank}: {fp4_tiles.TAKEN}"
         elif not (why := self._several_scales(layer)):
             return
-        raise ConfigError(f"{key}=true {why}. Type {key}=false.")
+        raise ConfigError(f"rollout.vllm.linear_backend=fp4_tiles {why}. Type rollout.vllm.linear_backend=auto.")
 
     def apply(self, layer: LinearBase, x: Tensor, bias: Tensor | None = None) -> Tensor:
         rows, columns = x.view(-1, x.shape[-1]), sum(self.sizes)
@@ -302,22 +285,16 @@ class OneAdapterMethod(LinearMethodBase):
         rows, dense_rows = len(x), self.routes.dense_rows
         A, B = layer.adapter_A, layer.adapter_B
         plain = None if bias is None else layer.plain_bias
-        if self.lent and not dense_rows and rows >= UNPACK_ROWS:
-            return unpacked_product(x, self.lent, A, B, plain)
-        if self.in_one and rows <= fp4_linear.MAX_ROWS:
-            codes, scale, divisor, meeting = (getattr(layer, name) for name in STORED)
-            return fp4_linear.linear(x, codes, scale, divisor, A, B, self.sizes, meeting, plain)
         if dense_rows and rows >= dense_rows:
             return stacked_product(x, layer.stacked, self.alpha, B, self.sizes, plain)
-        if self.in_tiles and rows <= fp4_tiles.MAX_ROWS:
-            packed, divisor, meeting = (getattr(layer, name) for name in TILES)
+        if self.routes.fp4_tiles:
+            if rows > TILES_ROWS:
+                return unpacked_product(x, self.decoders, A, B, self.sizes, plain)
+            packed, divisor, meeting = (getattr(layer, name) for name in OF_TILES)
             return fp4_tiles.linear(x, packed, divisor, A, B, self.sizes, meeting, plain)
-        if self.schedules:
-            from vllm.utils.humming import HummingMethod  # importing it compiles
-
-            y = HummingMethod.forward_layer(layer, x, compute_config=layer.compute_config, tuning_config=self.schedules)
-        else:
-            y = self.base.apply(layer, x, bias)
+        if self.lent and rows >= UNPACK_ROWS:
+            return unpacked_product(x, [part.decoder for part in self.lent], A, B, self.sizes, plain)
+        y = self.base.apply(layer, x, bias)
         add_adapter(y, x, A, B, self.sizes)
         return y
 

@@ -1,7 +1,8 @@
-"""One copy of an NVFP4 base for engine and trainer: the policy's packed layers read vLLM's own tensors.
+"""One copy of an NVFP4 base for engine and trainer: the policy's packed layers read the engine's own tensors.
 
-vLLM repacks every weight for Marlin, its kernel, so what can be shared is Marlin's form (`formats.marlin`), from which
-the trainer unpacks the same bits. Of a fused layer (q/k/v, gate/up) each part is a range of whole tiles.
+An engine lays every weight out for its kernel, so what can be shared is that kernel's form: `formats.tiles` of the
+lab's, `formats.marlin` of vLLM's. From both the trainer unpacks the same bits. Of a fused layer (q/k/v, gate/up) each
+part is a range of rows.
 
 Every layer is compared with its own tensors, bit for bit, before they go. One that differs keeps them: Marlin drops
 block scales below 2^-6. While vLLM starts the policy's packed tensors lie in the host's memory, so that at no time are
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from qerl_lab.config.option import ConfigError
 from qerl_lab.formats.marlin import CODES, DIVISOR, ROWS, SCALE, Marlin, part
+from qerl_lab.formats.tiles import TILES, Tiles
 from qerl_lab.model import linear
 from qerl_lab.model.linear import PackedLinear
 from qerl_lab.model.policy import Policy
@@ -48,7 +50,7 @@ def parked(policy: Policy) -> Iterator[None]:
 def share(policy: Policy, model: nn.Module) -> list[str]:
     """Have the layers of `policy` hold the tensors of `model`, vLLM's. Returns those that keep their own, by name.
 
-    Raises ConfigError, before it changes a layer, where a weight is not there in Marlin's form.
+    Raises ConfigError, before it changes a layer, where a weight is there in neither form.
     """
     layers = layers_of(policy)
     pairs = list(_pairs(layers, model))
@@ -56,7 +58,8 @@ def share(policy: Policy, model: nn.Module) -> list[str]:
     if missing := [name for name in layers if name not in found]:
         raise refused(f"finds no layer in vLLM's model that holds {missing[0]}")
     for theirs, parts in pairs:
-        _check(theirs, parts)
+        if not _is_in_tiles(theirs):  # such a layer is laid out by the lab, which checks it
+            _check_marlin(theirs, parts)
     return [name for theirs, parts in pairs for name in _share_layer(theirs, parts)]
 
 
@@ -80,7 +83,11 @@ def _pairs(layers: Layers, model: nn.Module) -> Iterator[tuple[nn.Module, Layers
             yield layer, {one: layers[one] for one in names}
 
 
-def _check(theirs: nn.Module, parts: Layers) -> None:
+def _is_in_tiles(theirs: nn.Module) -> bool:
+    return TILES in dict(theirs.named_buffers(recurse=False))
+
+
+def _check_marlin(theirs: nn.Module, parts: Layers) -> None:
     """Raise ConfigError unless `theirs` holds the weights of `parts`, one below another, in Marlin's form."""
     name, own = next(iter(parts.items()))
     kernel = type(getattr(getattr(theirs, "scheme", None), "kernel", None)).__name__
@@ -97,19 +104,33 @@ def _check(theirs: nn.Module, parts: Layers) -> None:
 
 
 def _share_layer(theirs: nn.Module, parts: Layers) -> list[str]:
-    """Share one layer. Returns the parts that keep their own tensors, which Marlin's do not stand for."""
+    """Share one layer. Returns the parts that keep their own tensors, which the engine's do not stand for."""
     keep, first = [], 0
-    whole = {key: theirs.get_parameter(name).data for key, name in ((CODES, "weight"), (SCALE, "weight_scale"))}
+    held_of = _of_tiles if _is_in_tiles(theirs) else _of_marlin
     for name, layer in parts.items():
-        own = {key: tensor.to(whole[CODES].device) for key, tensor in layer.packed().items()}
-        form = Marlin(boost(own[DIVISOR], theirs.get_parameter("weight_global_scale")))
-        held = part(whole | {DIVISOR: own[DIVISOR]}, first, layer.out_features)
+        packed = layer.packed()
+        held, form = held_of(theirs, packed[DIVISOR], first, layer)
+        own = {key: tensor.to(held[DIVISOR].device) for key, tensor in packed.items()}
         if _same(form.stored(held), own):
             layer.hold(held, form)
         else:
             keep.append(name)
         first += layer.out_features
     return keep
+
+
+def _of_tiles(theirs: nn.Module, divisor: Tensor, first: int, layer: PackedLinear) -> tuple[dict[str, Tensor], Tiles]:
+    """The layer's weight as the engine's layer holds it, from row `first` on, and how to read that."""
+    tiles = theirs.get_buffer(TILES)
+    return {TILES: tiles, DIVISOR: divisor.to(tiles.device)}, Tiles(first, layer.out_features, layer.in_features)
+
+
+def _of_marlin(theirs: nn.Module, divisor: Tensor, first: int, layer: PackedLinear) -> tuple[dict[str, Tensor], Marlin]:
+    """Likewise, as views."""
+    codes, scale = (theirs.get_parameter(name).data for name in ("weight", "weight_scale"))
+    whole = {CODES: codes, SCALE: scale, DIVISOR: divisor.to(codes.device)}
+    form = Marlin(boost(whole[DIVISOR], theirs.get_parameter("weight_global_scale")))
+    return part(whole, first, layer.out_features), form
 
 
 def boost(divisor: Tensor, theirs: Tensor) -> float:

@@ -5,14 +5,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from qerl_lab.model.linear import PackedLinear, scaled_linear
+from qerl_lab.formats.format import Decoder
+from qerl_lab.model.linear import scaled_linear
 
 # Bounds of the routes on a GPU. On an H200 at rank 32 the kernels win up to 256 rows, the most that were measured, but
 # where x A^T is work: in down_proj of 7B at 256 rows cuBLAS is faster by 1 microsecond of 13, in that of 32B by 6 of 17
 # (results/bench/decode_*.json). The third bound is where others saw cuBLAS overtake a Triton expand (SGLang #26962).
 SHRINK_ROWS, SHRINK_WORK, EXPAND_WORK = 256, 100_000_000, 16_384
 MAX_RANK = 128  # of kernels.expand
-UNPACK_ROWS = 2048  # from which cuBLAS and unpacking are faster than a kernel that unpacks as it multiplies
+UNPACK_ROWS = 2048  # from which unpacking and cuBLAS are faster than vLLM's kernels, which unpack as they multiply
+TILES_ROWS = 256  # up to which `fp4_tiles` is thought faster than these: a launch for each 64 rows, by their times
 
 
 @torch.library.custom_op("qerl_lab::add_adapter", mutates_args={"y"})
@@ -89,7 +91,7 @@ def stacked_product(
 
 
 def unpacked_product(
-    x: Tensor, parts: Sequence[PackedLinear], A: Tensor, B: Tensor, bias: Tensor | None = None
+    x: Tensor, decoders: Sequence[Decoder], A: Tensor, B: Tensor, sizes: list[int], bias: Tensor | None = None
 ) -> Tensor:
     """Return x W^T + bias and the adapter's product, y `[M, N]`, each weight unpacked whole and multiplied by cuBLAS.
 
@@ -97,21 +99,19 @@ def unpacked_product(
 
     Args:
         x: `[M, K]`.
-        parts: the layers whose weights lie below each other in W; their own biases are not read.
-        A, B: as in `add_adapter`.
+        decoders: those of the parts, whose weights lie below each other in W.
+        A, B, sizes: as in `add_adapter`.
         bias: `[N]`.
     """
-    rank, at = B.shape[1], 0
-    inner, y = x @ A.t(), x.new_empty(len(x), len(B))
-    for number, layer in enumerate(parts):
-        columns, own = slice(at, at + layer.out_features), slice(number * rank, (number + 1) * rank)
-        of_part = y[:, columns]
-        if bias is None:
-            torch.mm(inner[:, own], B[columns].t(), out=of_part)
+    y, t = x.new_empty(len(x), len(B)), x @ A.t()
+    biases = len(sizes) * [None] if bias is None else bias.split(sizes)
+    of_parts = zip(decoders, y.split(sizes, 1), t.split(B.shape[1], 1), B.split(sizes), biases, strict=True)
+    for decoder, own, inner, B_of_part, added in of_parts:
+        if added is None:
+            torch.mm(inner, B_of_part.t(), out=own)
         else:
-            torch.addmm(bias[columns], inner[:, own], B[columns].t(), out=of_part)
-        of_part.addmm_(x, layer.unpack(x.dtype).t(), alpha=layer.decoder.alpha)
-        at += layer.out_features
+            torch.addmm(added, inner, B_of_part.t(), out=own)
+        own.addmm_(x, decoder.unpack(x.dtype).t(), alpha=decoder.alpha)
     return y
 
 

@@ -69,9 +69,9 @@ def unusual(cfg: RunConfig) -> dict[str, str]:
 
 
 def backend_of(cfg: RunConfig) -> str:
-    """The kernels of 4-bit products in vLLM's words: its own choice is auto there."""
+    """The kernels of 4-bit products in vLLM's words: its own choice is auto there, and a server's for our auto too."""
     own = cfg.rollout.vllm.linear_backend
-    return "auto" if own == "vllm" else own
+    return "auto" if own in ("auto", "vllm") else own
 
 
 def flags(cfg: RunConfig, dtype: torch.dtype) -> list[str]:
