@@ -157,9 +157,9 @@ def loaded(one_adapter: Any, several: bool = False, **routes: Any) -> tuple[nn.M
 
 
 @pytest.mark.parametrize(("dense_rows", "rows", "ways"), [
-    (None, [1, 64, 65, 256, 257], ["tiles", "tiles", "tiles", "tiles", "unpacked"]),
-    (32, [8, 31, 32, 257], ["tiles", "tiles", "dense", "dense"]),
-    (300, [256, 257, 300], ["tiles", "unpacked", "dense"]),
+    (None, [1, 64, 65, 320, 321], ["tiles", "tiles", "tiles", "tiles", "unpacked"]),
+    (32, [8, 31, 32, 321], ["tiles", "tiles", "dense", "dense"]),
+    (400, [320, 321, 400], ["tiles", "unpacked", "dense"]),
 ])  # fmt: skip
 def test_the_rows_of_a_call_choose_the_way(
     one_adapter: Any, asked: list, dense_rows: int | None, rows: list[int], ways: list[str]
