@@ -2,6 +2,8 @@
 
 import importlib.util
 import json
+import os
+import shutil
 import subprocess
 import sys
 import time
@@ -108,3 +110,21 @@ def test_an_adapter_of_7b_is_written_in_10_ms() -> None:
     assert torch.equal(held.adapter_A[:RANK], A.bfloat16())
     assert torch.equal(held.adapter_B[: len(B)], (2 * B).bfloat16())
     assert min(taken) <= 10
+
+
+@pytest.mark.skipif(shutil.which("nvidia-cuda-mps-control") is None, reason="needs NVIDIA's MPS")
+def test_the_driver_says_whether_mps_shares_the_gpu(tmp_path: Path) -> None:
+    """Where it does, `fp4_tiles` is not taken: launches of two processes would wait for each other's blocks."""
+    ask = "from qerl_lab.rollout.vllm import fp4_tiles; print(fp4_tiles.shared_by_mps())"
+    command = [sys.executable, "-c", f"import torch; torch.zeros(1, device='cuda'); {ask}"]
+
+    def told(environment: dict[str, str]) -> str:
+        return subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout.strip()
+
+    daemon = os.environ | {f"CUDA_MPS_{what}_DIRECTORY": str(tmp_path / what.lower()) for what in ("PIPE", "LOG")}
+    assert told(dict(os.environ)) == "False"
+    subprocess.run(["nvidia-cuda-mps-control", "-d"], env=daemon, check=True)
+    try:
+        assert told(daemon) == "True"
+    finally:
+        subprocess.run(["nvidia-cuda-mps-control"], input="quit\n", env=daemon, text=True)

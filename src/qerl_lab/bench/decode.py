@@ -51,7 +51,7 @@ def times(model: str, rows: list[int], rank: int) -> Iterator[Row]:
     it as an engine has them, and `fp4_tiles` is both, where it takes the model.
     """
     linears = fused_linears(model)
-    taken = fp4_tiles.able() and all(fp4_tiles.takes(*linear, rank) for linear in linears.values())
+    taken = not fp4_tiles.refusal() and all(fp4_tiles.takes(*linear, rank) for linear in linears.values())
     for layer, (sizes, columns) in linears.items():
         every = arms(sizes, columns, rank)
         if not taken:

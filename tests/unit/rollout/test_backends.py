@@ -12,7 +12,7 @@ from torch import nn
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import FormatConfig, RunConfig
 from qerl_lab.model.linear import packed_layers
-from qerl_lab.rollout.vllm import backends
+from qerl_lab.rollout.vllm import backends, fp4_tiles
 from small_checkpoints import write_random
 
 AUTO = {"rollout__vllm__linear_backend": "auto"}
@@ -38,8 +38,9 @@ def times(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, float]:
     return found
 
 
-def machine(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], humming: str) -> None:
+def machine(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], humming: str, mps: bool = False) -> None:
     """A GPU and what is installed beside it."""
+    monkeypatch.setattr(fp4_tiles, "shared_by_mps", lambda: mps)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(backends, "version", {"vllm": "0.26.0", "humming-kernels": humming}.__getitem__)
 
@@ -126,10 +127,16 @@ def test_only_what_the_run_can_have_is_timed(
     assert ("nothing is timed" in capsys.readouterr().out) == (len(taken) == 1)
 
 
-def test_fused_layers_with_a_scale_each_have_no_tiles(
-    times: dict, tiny, build_policy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_jobs_that_share_a_gpu_through_mps_have_no_tiles(
+    times: dict, tiny, model: nn.Module, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
-    machine(monkeypatch, (9, 0), "0.1.10")
+    """Their launches would wait for each other's blocks."""
+    machine(monkeypatch, (9, 0), "0.1.13", mps=True)
+    assert backends.chosen(tiny(**FITS), model) == "humming"
+    assert "leaves out fp4_tiles: it cannot be where MPS shares the GPU" in capsys.readouterr().out
+
+
+def test_fused_layers_with_a_scale_each_have_no_tiles(tiny, build_policy, tmp_path: Path) -> None:
     folder = write_random(tmp_path / "dense", hidden_size=128, intermediate_size=192, num_attention_heads=2,
                           num_key_value_heads=1)  # fmt: skip
     model = build_policy(tiny(**FITS, model__path=str(folder))).model

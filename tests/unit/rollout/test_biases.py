@@ -132,6 +132,7 @@ def asked(one_adapter: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, 
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(fp4_tiles, "machine_of", lambda device: fp4_tiles.Machine(132, 227 * 2**10))
+    monkeypatch.setattr(fp4_tiles, "shared_by_mps", lambda: False)
     monkeypatch.setattr(fp4_tiles, "linear", playing("tiles"))
     monkeypatch.setattr(one_adapter, "stacked_product", playing("dense"))
     monkeypatch.setattr(one_adapter, "unpacked_product", playing("unpacked"))
@@ -185,6 +186,12 @@ def test_the_kernel_s_form_stands_in_the_place_of_what_was_loaded(one_adapter: A
 def test_another_gpu_is_refused(one_adapter: Any, asked: list, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
     with pytest.raises(ConfigError, match=r"fp4_tiles needs a GPU of .* Type rollout.vllm.linear_backend=auto"):
+        loaded(one_adapter)
+
+
+def test_a_gpu_that_mps_shares_is_refused(one_adapter: Any, asked: list, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fp4_tiles, "shared_by_mps", lambda: True)
+    with pytest.raises(ConfigError, match=r"fp4_tiles cannot be where MPS shares the GPU.*linear_backend=auto"):
         loaded(one_adapter)
 
 

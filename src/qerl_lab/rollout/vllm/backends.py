@@ -80,14 +80,17 @@ def candidates(cfg: RunConfig, model: nn.Module) -> list[str]:
         print(f"linear_backend=auto leaves out humming: {RACES}")
     elif not own.share_base:
         found.append("humming")
-    if cfg.format.name == "nvfp4" and own.lora == "dense" and tiles_fit(model, cfg.lora.rank):
-        found.append(FP4_TILES)
+    if cfg.format.name == "nvfp4" and own.lora == "dense":
+        if why := fp4_tiles.refusal():
+            print(f"linear_backend=auto leaves out fp4_tiles: it {why}")
+        elif tiles_fit(model, cfg.lora.rank):
+            found.append(FP4_TILES)
     return found
 
 
 def tiles_fit(model: nn.Module, lora_rank: int) -> bool:
-    """Whether the lab's kernel takes the packed layers of `model`, as engines fuse them, on this GPU."""
-    return fp4_tiles.able() and all(
+    """Whether the lab's kernel takes the packed layers of `model`, as engines fuse them."""
+    return all(
         fp4_tiles.takes([layer.out_features for layer in group], group[0].in_features, lora_rank)
         and len({layer.packed()[DIVISOR].item() for layer in group}) == 1
         for group in fused(model)

@@ -23,7 +23,6 @@ from qerl_lab.formats.tiles import AT_A_TIME, BLOCK, BLOCK_BYTES, DEPTH, depth_o
 
 SOURCE = Path(__file__).with_suffix(".cu")
 CAPABILITY = (9, 0)  # the only one with these products
-NEEDS = "a GPU of compute capability 9.0 (H100, H200)"
 VARIANTS = (16, 32, 64)  # rows of x
 MAX_ROWS = VARIANTS[-1]  # of a launch
 MAX_RANK = 128
@@ -83,9 +82,23 @@ def takes(sizes: Sequence[int], columns: int, rank: int) -> bool:
     return whole and len(sizes) <= 3 and rank % 2 == 0 and 0 < rank <= MAX_RANK
 
 
-def able() -> bool:
-    """Whether this GPU has what the kernel needs."""
-    return torch.cuda.get_device_capability() == CAPABILITY
+def refusal() -> str:
+    """Why this GPU cannot have the kernel; empty where it can."""
+    if (found := torch.cuda.get_device_capability()) != CAPABILITY:
+        return f"needs a GPU of compute capability 9.0 (H100, H200), and this one has {found}"
+    if shared_by_mps():
+        return (
+            "cannot be where MPS shares the GPU: the blocks of a launch wait for each other, and launches of two "
+            "processes, each with a part of the GPU, would wait for ever"
+        )
+    return ""
+
+
+def shared_by_mps() -> bool:
+    """Whether other processes may have a part of this GPU at the same time."""
+    from qerl_lab.rollout.vllm import nvrtc  # needs cuda.bindings
+
+    return nvrtc.shared_by_mps(torch.cuda.current_device())
 
 
 def counters(rows: int, device: torch.device) -> Tensor:
@@ -129,7 +142,8 @@ def linear(
 ) -> Tensor:  # fmt: skip
     """Return y `[M, N]` in bfloat16, by a launch for each `MAX_ROWS` rows.
 
-    The blocks of a launch wait for each other, so no other stream may start such a launch meanwhile.
+    The blocks of a launch wait for each other, so no other stream may start such a launch meanwhile, and no other
+    process with a part of the GPU (`refusal`).
 
     Args:
         x: bfloat16 `[M, K]`, rows aligned to 16 bytes; its columns lie side by side.

@@ -43,6 +43,12 @@ def shared_bytes(device: int) -> int:
     return checked(driver.cuDeviceGetAttribute(asked, device))
 
 
+def shared_by_mps(device: int) -> bool:
+    """Whether other processes compute on the GPU at the same time, through NVIDIA's MPS."""
+    asked = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MPS_ENABLED
+    return bool(checked(driver.cuDeviceGetAttribute(asked, device)))
+
+
 def compiled(source: Path, architecture: str, variant: str = "") -> tuple[bytes, str]:
     """Machine code of a file, and a line behind it, for "sm_90", say, and what NVRTC notes. Needs no GPU.
 

@@ -264,13 +264,10 @@ class OneAdapterMethod(LinearMethodBase):
     def _check_tiles(self, layer: LinearBase) -> None:
         """Raise ConfigError for a GPU or a layer that `fp4_tiles` does not take."""
         columns = layer.adapter_A.shape[1]
-        if not fp4_tiles.able():
-            why = f"needs {fp4_tiles.NEEDS}, and this one has {torch.cuda.get_device_capability()}"
-        elif not fp4_tiles.takes(self.sizes, columns, self.rank):
-            why = f"does not take {self.parts[0]}, {self.sizes} x {columns} at rank {self.rank}: {fp4_tiles.TAKEN}"
-        elif not (why := self._several_scales(layer)):
-            return
-        raise ConfigError(f"rollout.vllm.linear_backend=fp4_tiles {why}. Type rollout.vllm.linear_backend=auto.")
+        what = f"{self.parts[0]}, {self.sizes} x {columns} at rank {self.rank}: {fp4_tiles.TAKEN}"
+        untaken = "" if fp4_tiles.takes(self.sizes, columns, self.rank) else f"does not take {what}"
+        if why := fp4_tiles.refusal() or untaken or self._several_scales(layer):
+            raise ConfigError(f"rollout.vllm.linear_backend=fp4_tiles {why}. Type rollout.vllm.linear_backend=auto.")
 
     def apply(self, layer: LinearBase, x: Tensor, bias: Tensor | None = None) -> Tensor:
         rows, columns = x.view(-1, x.shape[-1]), sum(self.sizes)
