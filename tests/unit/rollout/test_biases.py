@@ -6,7 +6,7 @@ Where vLLM is not installed a few names play it.
 import importlib
 import importlib.util
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -111,10 +111,10 @@ def test_a_layer_of_several_global_scales_has_no_dense_copy(one_adapter: Any) ->
     layer = nn.Module()
     layer.weight_global_scale, layer.adapter_A = torch.tensor([1.0, 2.0]), torch.zeros(RANK, K)
     layer.bias = nn.Parameter(torch.zeros(N), requires_grad=False)
-    routes = one_adapter.Routes(dense_rows=4)
-    method = one_adapter.OneAdapterMethod(Kernel(torch.zeros(N, K)), RANK, ["a.up_proj"], [True], routes)
-    method.sizes = [N]
-    with pytest.raises(ConfigError, match=r"one global scale for a.up_proj .* Type rollout.vllm.dense_rows=null"):
+    routes, parts = one_adapter.Routes(dense_rows=4), ["a.gate_proj", "a.up_proj"]
+    method = one_adapter.OneAdapterMethod(Kernel(torch.zeros(N, K)), RANK, parts, [True, True], routes)
+    method.sizes = [N // 2, N // 2]
+    with pytest.raises(ConfigError, match=r"one global scale for a.gate_proj .* Type rollout.vllm.dense_rows=null"):
         method.process_weights_after_loading(layer)
 
 
@@ -140,7 +140,9 @@ def asked(one_adapter: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, 
     return ways
 
 
-def loaded(one_adapter: Any, several: bool = False, **routes: Any) -> tuple[nn.Module, dict[str, Tensor]]:
+def loaded(
+    one_adapter: Any, several: bool = False, parts: Sequence[str] = ("a.up_proj",), **routes: Any
+) -> tuple[nn.Module, dict[str, Tensor]]:
     """A layer [64, 256] in NVFP4 for `fp4_tiles`, with one global scale or `several`, and what was stored of it."""
     torch.manual_seed(0)
     layer, packed = nn.Module(), NVFP4.quantize(torch.randn(64, 256))
@@ -151,8 +153,9 @@ def loaded(one_adapter: Any, several: bool = False, **routes: Any) -> tuple[nn.M
         held = torch.cat([tensor, tensor + 1]) if "global" in name and several else tensor
         layer.register_parameter(name, nn.Parameter(held, requires_grad=False))
     given = one_adapter.Routes(**{"fp4_tiles": True} | routes)
-    layer.quant_method = one_adapter.OneAdapterMethod(Kernel(torch.empty(0)), RANK, ["a.up_proj"], [True], given)
-    layer.quant_method.sizes = [64]
+    own = [True for _ in parts]
+    layer.quant_method = one_adapter.OneAdapterMethod(Kernel(torch.empty(0)), RANK, list(parts), own, given)
+    layer.quant_method.sizes = [64 // len(parts) for _ in parts]
     layer.quant_method.process_weights_after_loading(layer)
     return layer, packed
 
@@ -185,13 +188,13 @@ def test_the_kernel_s_form_stands_in_the_place_of_what_was_loaded(one_adapter: A
 
 def test_another_gpu_is_refused(one_adapter: Any, asked: list, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
-    with pytest.raises(ConfigError, match=r"fp4_tiles needs a GPU of .* Type rollout.vllm.linear_backend=auto"):
+    with pytest.raises(ConfigError, match=r"fp4_tiles needs a GPU of .* Type rollout.vllm.linear_backend=vllm"):
         loaded(one_adapter)
 
 
 def test_a_gpu_that_mps_shares_is_refused(one_adapter: Any, asked: list, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fp4_tiles, "shared_by_mps", lambda: True)
-    with pytest.raises(ConfigError, match=r"fp4_tiles cannot be where MPS shares the GPU.*linear_backend=auto"):
+    with pytest.raises(ConfigError, match=r"fp4_tiles cannot be where MPS shares the GPU.*linear_backend=vllm"):
         loaded(one_adapter)
 
 
@@ -203,6 +206,30 @@ def test_a_layer_that_the_kernel_does_not_take_is_refused(
         loaded(one_adapter)
 
 
-def test_several_global_scales_are_refused(one_adapter: Any, asked: list) -> None:
-    with pytest.raises(ConfigError, match=r"fp4_tiles needs one global scale for a.up_proj"):
-        loaded(one_adapter, several=True)
+def test_several_global_scales_are_refused(one_adapter: Any, asked: list, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fp4_tiles, "takes", lambda sizes, columns, rank: True)
+    with pytest.raises(ConfigError, match=r"fp4_tiles needs one global scale for a.gate_proj"):
+        loaded(one_adapter, several=True, parts=["a.gate_proj", "a.up_proj"])
+
+
+def test_a_layer_that_is_stored_fused_has_the_global_scale_that_was_stored(one_adapter: Any, asked: list) -> None:
+    """vLLM has room for one of each partition, and loads the first alone."""
+    layer, packed = loaded(one_adapter, several=True, parts=["a.gate_up_proj"])
+    assert torch.equal(layer.weight_global_scale, packed["weight_global_scale"])
+
+
+@pytest.mark.parametrize("routes", [{"fp4_tiles": True}, {"dense_rows": 2}], ids=str)
+def test_a_layer_that_the_format_leaves_dense_goes_by_its_own_product(
+    one_adapter: Any, monkeypatch: pytest.MonkeyPatch, routes: dict[str, Any]
+) -> None:
+    """One of format.ignore, beside packed ones that have the run's routes."""
+    torch.manual_seed(0)
+    layer, dense = nn.Module(), torch.randn(N, K)
+    layer.tp_size, layer.weight_loader = 1, None
+    layer.bias = nn.Parameter(torch.zeros(N), requires_grad=False)
+    monkeypatch.setattr(Kernel, "create_weights", lambda *_, **__: None, raising=False)
+    method = one_adapter.OneAdapterMethod(Kernel(dense), RANK, ["a.o_proj"], [True], one_adapter.Routes(**routes))
+    method.create_weights(layer, K, [N], K, N, torch.float32)
+    method.process_weights_after_loading(layer)
+    x = torch.randn(5, K)
+    assert torch.equal(method.routed(layer, x, None), x @ dense.t())

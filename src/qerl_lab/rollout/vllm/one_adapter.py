@@ -204,6 +204,8 @@ class OneAdapterMethod(LinearMethodBase):
             layer, input_size_per_partition, output_partition_sizes, input_size, output_size, params_dtype,
             **extra_weight_attrs,
         )  # fmt: skip
+        if not hasattr(layer, "weight_packed"):
+            self.routes = Routes()  # a layer of `format.ignore` is dense, and has no way but the base's
         # A checkpoint may store fused what the model computes fused: one part, several partitions.
         self.sizes = output_partition_sizes if len(self.parts) > 1 else [sum(output_partition_sizes)]
         A = torch.zeros(len(self.parts) * self.rank, input_size_per_partition, dtype=params_dtype)
@@ -218,6 +220,8 @@ class OneAdapterMethod(LinearMethodBase):
         """
         if (bias := getattr(layer, "bias", None)) is not None:
             layer.register_buffer("plain_bias", bias.data.clone(), persistent=False)
+        if len(self.parts) == 1 and (scales := getattr(layer, "weight_global_scale", None)) is not None:
+            scales.data.fill_(scales.data[0])  # of a layer that is stored fused vLLM loads the first alone
         if self.routes.dense_rows:
             self._keep_dense(layer)
         if self.routes.fp4_tiles:
@@ -267,7 +271,8 @@ class OneAdapterMethod(LinearMethodBase):
         what = f"{self.parts[0]}, {self.sizes} x {columns} at rank {self.rank}: {fp4_tiles.TAKEN}"
         untaken = "" if fp4_tiles.takes(self.sizes, columns, self.rank) else f"does not take {what}"
         if why := fp4_tiles.refusal() or untaken or self._several_scales(layer):
-            raise ConfigError(f"rollout.vllm.linear_backend=fp4_tiles {why}. Type rollout.vllm.linear_backend=auto.")
+            # Not `auto`, which may have chosen it.
+            raise ConfigError(f"rollout.vllm.linear_backend=fp4_tiles {why}. Type rollout.vllm.linear_backend=vllm.")
 
     def apply(self, layer: LinearBase, x: Tensor, bias: Tensor | None = None) -> Tensor:
         rows, columns = x.view(-1, x.shape[-1]), sum(self.sizes)
