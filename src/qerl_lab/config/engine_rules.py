@@ -29,7 +29,7 @@ def check_engine_on_cpu(cfg: RunConfig, why: str) -> None:
 
 def backend_fits(cfg: RunConfig) -> None:
     """`linear_backend` names kernels of 4-bit products; `fp4_tiles` is one of NVFP4 with the adapter in it."""
-    own, name = cfg.rollout.vllm, cfg.format.name
+    own, name, dtype = cfg.rollout.vllm, cfg.format.name, cfg.model.dtype
     if own.linear_backend in ("marlin", "humming") and name not in ("nvfp4", "mxfp4"):
         raise ConfigError(
             f"rollout.vllm.linear_backend={own.linear_backend} has no kernel for format.name={name}; allowed with it: "
@@ -38,8 +38,12 @@ def backend_fits(cfg: RunConfig) -> None:
     if own.linear_backend == "fp4_tiles" and cfg.rollout.engine == "vllm_server":
         raise ConfigError(
             "rollout.vllm.linear_backend=fp4_tiles is a kernel of the lab's, which no server has; allowed with "
-            "rollout=vllm_server: auto, vllm, marlin, humming. Type rollout.vllm.linear_backend=humming, or "
-            "rollout=vllm."
+            "rollout=vllm_server: auto, vllm, marlin, humming. Type rollout.vllm.linear_backend=auto, or rollout=vllm."
+        )
+    if own.linear_backend == "fp4_tiles" and dtype == "float32":
+        raise ConfigError(
+            f"rollout.vllm.linear_backend=fp4_tiles with model.dtype={dtype} is not allowed: it computes in bfloat16 "
+            "alone. Type model.dtype=bfloat16, or rollout.vllm.linear_backend=auto."
         )
     if own.linear_backend == "fp4_tiles" and (name != "nvfp4" or own.lora != "dense" or not tiles_take(cfg.lora.rank)):
         raise ConfigError(

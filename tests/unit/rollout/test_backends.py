@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
 from threading import Thread
 
@@ -84,6 +85,20 @@ def test_another_humming_is_timed_anew(times: dict, tiny, model: nn.Module, monk
     assert backends.chosen(cfg, model) == "marlin"
 
 
+def test_another_kernel_of_the_lab_s_is_timed_anew(
+    times: dict, tiny, model: nn.Module, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    cfg = tiny(format__name="nvfp4", **AUTO)
+    assert backends.chosen(cfg, model) == "humming"
+    folder = tmp_path / "changed"
+    shutil.copytree(fp4_tiles.SOURCE.parent, folder)
+    monkeypatch.setattr(fp4_tiles, "SOURCE", folder / fp4_tiles.SOURCE.name)
+    times |= {"marlin": 1.0}
+    assert backends.chosen(cfg, model) == "humming", "the same in another place"
+    (folder / "hopper.cuh").write_text("// faster")
+    assert backends.chosen(cfg, model) == "marlin"
+
+
 @pytest.mark.parametrize(("name", "asked", "told"), [
     ("nf4", "auto", "vllm"), ("bf16", "vllm", "vllm"), ("nvfp4", "vllm", "vllm"), ("nvfp4", "humming", "humming"),
     ("nvfp4", "fp4_tiles", "fp4_tiles"),
@@ -103,12 +118,13 @@ def test_rows_that_go_by_the_dense_copy_are_not_timed(times: dict, tiny, model: 
     assert [rows for _, _, rows in times["asked"]] == [[3]]
 
 
-FITS = {"format__name": "nvfp4", "lora__rank": 4}
+FITS = {"format__name": "nvfp4", "lora__rank": 4, "model__dtype": "bfloat16"}
 
 
 @pytest.mark.parametrize(("keys", "capability", "taken"), [
     ({}, (9, 0), ["marlin", "fp4_tiles"]), ({}, (8, 0), ["marlin", "humming"]),
-    ({"lora__rank": 3}, (9, 0), ["marlin"]), ({"format__name": "mxfp4"}, (9, 0), ["marlin"]),
+    ({"lora__rank": 3}, (9, 0), ["marlin"]), ({"model__dtype": "float32"}, (9, 0), ["marlin"]),
+    ({"format__name": "mxfp4"}, (9, 0), ["marlin"]),
     ({"rollout__vllm__lora": "request"}, (9, 0), ["marlin"]),
     ({"rollout__vllm__share_base": True}, (9, 0), ["marlin", "fp4_tiles"]),
     ({"rollout__vllm__share_base": True}, (8, 0), ["marlin"]),

@@ -5,6 +5,7 @@ vLLM's kernels with the adapter's behind them, and the lab's own, which has it i
 own (`backend_times`). It leaves nothing behind: no memory, no kernels, no random numbers.
 """
 
+import hashlib
 import json
 import os
 import subprocess
@@ -45,8 +46,8 @@ def chosen(cfg: RunConfig, model: nn.Module) -> str:
     """Return `rollout.vllm.linear_backend`, for `auto` the fastest for the layers of `model`.
 
     vLLM's own choice for formats whose kernels are not timed, and on a CPU. Times are kept beside unpacked GGUF files,
-    by GPU, versions of vLLM and Humming, kernels, format, shapes, rows and rank. Raises ConfigError where the kernels
-    cannot be timed.
+    by GPU, versions of torch, vLLM and Humming, the lab's kernel, format, shapes, rows and rank. Raises ConfigError
+    where the kernels cannot be timed.
     """
     asked = cfg.rollout.vllm.linear_backend
     if asked == "humming" and torch.cuda.is_available() and humming_races():
@@ -60,7 +61,7 @@ def chosen(cfg: RunConfig, model: nn.Module) -> str:
         print(f"linear_backend={kernels[0]}: the one that fits here; nothing is timed")
         return kernels[0]
     shapes, rows = shapes_of(model), rows_while_emptying(cfg)
-    versions = [version(package) for package in ("vllm", "humming-kernels")]
+    versions = [torch.__version__, version("vllm"), version("humming-kernels"), hash_of_tiles()]
     about = [torch.cuda.get_device_name(), *versions, kernels, cfg.format.name, sorted(shapes.items()), rows,
              cfg.lora.rank]  # fmt: skip
     with remembered("linear_backend.json") as known:
@@ -89,12 +90,20 @@ def candidates(cfg: RunConfig, model: nn.Module) -> list[str]:
 
 
 def tiles_fit(model: nn.Module, lora_rank: int) -> bool:
-    """Whether the lab's kernel takes the packed layers of `model`, as engines fuse them."""
+    """Whether the lab's kernel, of bfloat16, takes the packed layers of `model`, as engines fuse them."""
     return all(
         fp4_tiles.takes([layer.out_features for layer in group], group[0].in_features, lora_rank)
+        and {layer.compute_dtype for layer in group} == {torch.bfloat16}
         and len({layer.packed()[DIVISOR].item() for layer in group}) == 1
         for group in fused(model)
     )
+
+
+def hash_of_tiles() -> str:
+    """Stands for a version of the lab's kernel: of its source, and of how it is launched."""
+    source = fp4_tiles.SOURCE
+    files = [source, source.with_suffix(".py"), *sorted(source.parent.glob("*.cuh"))]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
 
 
 @contextmanager
