@@ -169,7 +169,7 @@ def test_the_base_never_moves(built: Built) -> None:
 
 def test_many_rows_go_through_unpacked_weights(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
     """In all four-bit formats with the dense adapter, but `dense_rows`. A prefill of 600 rows is in no CUDA graph."""
-    from qerl_lab.rollout.vllm import one_adapter
+    from qerl_lab.rollout.vllm import one_adapter, product
 
     calls: list[int] = []
 
@@ -177,9 +177,10 @@ def test_many_rows_go_through_unpacked_weights(built: Built, monkeypatch: pytest
         calls.append(len(x))
         return unpacked(x, *rest)
 
-    unpacked = one_adapter.unpacked_product
+    unpacked = product.unpacked_product
     monkeypatch.setattr(one_adapter, "UNPACK_ROWS", 600)
-    monkeypatch.setattr(one_adapter, "unpacked_product", spy)
+    for module in (one_adapter, product):
+        monkeypatch.setattr(module, "unpacked_product", spy)
     built.engine.sync(CLEAN)
     out = built.sample(Sampling(1, seed=1), group_size=1)
     far = gap(built, out, clean_norms(built.policy))
@@ -187,7 +188,7 @@ def test_many_rows_go_through_unpacked_weights(built: Built, monkeypatch: pytest
     assert far.max() < BAND_MAX
     unpacks = built.way != "request" and "dense_rows" not in built.way and built.cfg.format.name != "bf16"
     assert bool(calls) == unpacks
-    assert min(calls, default=600) >= (one_adapter.TILES_ROWS if built.way == "fp4_tiles" else 600)
+    assert min(calls, default=600) >= (product.TILES_ROWS if built.way == "fp4_tiles" else 600)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])

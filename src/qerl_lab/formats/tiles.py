@@ -18,7 +18,7 @@ back 16 codes of 0 with the scale 2^-9 get the scale 0. Lost are therefore codes
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 
@@ -93,6 +93,13 @@ class Tiles:
         before = first // tile
         blocks = packed[before : -(-end // tile)].permute(0, 3, 1, 2, 4).flatten(0, 1).flatten(1, 2)
         return blocks[first - before * tile : end - before * tile, : self.columns // DEPTH]
+
+
+def decoders(held: Mapping[str, Tensor], sizes: Sequence[int], columns: int) -> list[Decoder]:
+    """Those of the parts of a fused layer, so many rows each, which lie below each other."""
+    firsts = [sum(sizes[:part]) for part in range(len(sizes))]
+    return [Tiles(first, size, columns).decoder(held, (size, columns))
+            for first, size in zip(firsts, sizes, strict=True)]  # fmt: skip
 
 
 def depth_of(columns: int) -> int:

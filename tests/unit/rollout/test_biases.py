@@ -18,7 +18,7 @@ from played_modules import play
 from qerl_lab.config.option import ConfigError
 from qerl_lab.formats import tiles
 from qerl_lab.model.linear import PackedLinear
-from qerl_lab.rollout.vllm import fp4_tiles
+from qerl_lab.rollout.vllm import fp4_tiles, product
 from qerl_lab.rollout.vllm.product import UNPACK_ROWS
 
 N, K, RANK = 64, 32, 4
@@ -32,6 +32,14 @@ NAMES: dict[str, dict[str, Any]] = {
         "get_quantization_config": None, "register_quantization_config": lambda name: lambda config: config,
     },
     "vllm.model_executor.layers.quantization.base_config": {"QuantizationConfig": object},
+}  # fmt: skip
+
+OF_KERNELS = "vllm.model_executor.kernels"
+NAMES |= {OF_KERNELS: {}, f"{OF_KERNELS}.linear": {}} | {
+    f"{OF_KERNELS}.linear.{name.lower()}.{file}": {kernel.format(name): None}
+    for name in ("NvFp4", "MxFp4")
+    for file, kernel in (("base", "{}LinearLayerConfig"), ("humming", "Humming{}LinearKernel"),
+                         ("marlin", "Marlin{}LinearKernel"))
 }  # fmt: skip
 
 
@@ -53,10 +61,10 @@ def one_adapter(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     installed = importlib.util.find_spec("vllm") is not None
     if not installed:
         play(monkeypatch, NAMES)
-    module = importlib.import_module("qerl_lab.rollout.vllm.one_adapter")
-    yield module
+    yield importlib.import_module("qerl_lab.rollout.vllm.one_adapter")
     if not installed:
-        del sys.modules[module.__name__]
+        for name in ("one_adapter", "backend_times"):
+            sys.modules.pop(f"qerl_lab.rollout.vllm.{name}", None)
 
 
 @pytest.mark.parametrize("rows", [3, UNPACK_ROWS])
@@ -135,7 +143,7 @@ def asked(one_adapter: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, 
     monkeypatch.setattr(fp4_tiles, "shared_by_mps", lambda: False)
     monkeypatch.setattr(fp4_tiles, "linear", playing("tiles"))
     monkeypatch.setattr(one_adapter, "stacked_product", playing("dense"))
-    monkeypatch.setattr(one_adapter, "unpacked_product", playing("unpacked"))
+    monkeypatch.setattr(product, "unpacked_product", playing("unpacked"))
     monkeypatch.setattr(Kernel, "apply", lambda method, layer, x, bias: playing("base")(x))
     return ways
 
@@ -172,6 +180,15 @@ def test_the_rows_of_a_call_choose_the_way(
     for number in rows:
         layer.quant_method.routed(layer, torch.zeros(number, 256), None)
     assert asked == list(zip(ways, rows, strict=True))
+
+
+def test_what_is_timed_goes_the_way_that_an_engine_s_rows_go(asked: list) -> None:
+    backend_times = importlib.import_module("qerl_lab.rollout.vllm.backend_times")
+    packed = NVFP4.quantize(torch.randn(64, 256))
+    call = backend_times.in_tiles(packed, torch.zeros(RANK, 256), torch.zeros(64, RANK), (64,))
+    for rows in (320, 321):
+        call(torch.zeros(rows, 256))
+    assert asked == [("tiles", 320), ("unpacked", 321)]
 
 
 def test_the_kernel_s_form_stands_in_the_place_of_what_was_loaded(one_adapter: Any, asked: list) -> None:

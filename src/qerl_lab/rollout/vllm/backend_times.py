@@ -22,11 +22,12 @@ from vllm.model_executor.kernels.linear.nvfp4.marlin import MarlinNvFp4LinearKer
 from qerl_lab import formats
 from qerl_lab.config.schema import FormatConfig
 from qerl_lab.formats.format import Format
-from qerl_lab.formats.tiles import pack
+from qerl_lab.formats.marlin import DIVISOR
+from qerl_lab.formats.tiles import TILES, decoders, pack
 from qerl_lab.parent import end_with
 from qerl_lab.rollout.vllm import fp4_tiles
 from qerl_lab.rollout.vllm.backends import FP4_TILES, Shape
-from qerl_lab.rollout.vllm.product import add_adapter
+from qerl_lab.rollout.vllm.product import add_adapter, tiles_product
 from qerl_lab.timing import graphed, side_by_side
 
 # vLLM's, by format and by their names in `rollout.vllm.linear_backend`.
@@ -116,12 +117,13 @@ def followed(
 
 
 def in_tiles(packed: Mapping[str, Tensor], A: Tensor, B: Tensor, sizes: Sequence[int]) -> Callable[[Tensor], Tensor]:
-    """Both by `fp4_tiles`, on copies of the weights."""
+    """Both as an engine with `fp4_tiles` has them, on copies of the weights."""
     codes, scale, divisor = packed.values()
     (N, columns), device = (len(codes), A.shape[1]), codes.device
     own = pack(codes, scale, fp4_tiles.tile_here(N, columns, device))
     A, B, divisor, meeting = A.clone(), B.clone(), divisor.clone(), fp4_tiles.counters(N, device)
-    return lambda x: fp4_tiles.linear(x, own, divisor, A, B, list(sizes), meeting)
+    parts = decoders({TILES: own, DIVISOR: divisor}, sizes, columns)
+    return lambda x: tiles_product(x, own, divisor, meeting, parts, A, B, list(sizes))
 
 
 def product(

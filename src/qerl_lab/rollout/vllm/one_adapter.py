@@ -36,11 +36,11 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from qerl_lab.config.option import ConfigError
 from qerl_lab.formats.marlin import DIVISOR
 from qerl_lab.formats.nvfp4 import Nvfp4
-from qerl_lab.formats.tiles import TILES, Tiles, pack
+from qerl_lab.formats.tiles import TILES, decoders, pack
 from qerl_lab.model.files import read_json
 from qerl_lab.model.linear import PackedLinear
 from qerl_lab.rollout.vllm import fp4_tiles
-from qerl_lab.rollout.vllm.product import TILES_ROWS, UNPACK_ROWS, add_adapter, stacked_product, unpacked_product
+from qerl_lab.rollout.vllm.product import UNPACK_ROWS, add_adapter, stacked_product, tiles_product, unpacked_product
 
 Pair = tuple[Tensor, Tensor]  # A[r, K] and B[N, r] of a layer
 
@@ -241,9 +241,7 @@ class OneAdapterMethod(LinearMethodBase):
         packed = pack(codes, scale, fp4_tiles.tile_here(N, columns, device))
         for name, tensor in zip(OF_TILES, (packed, divisor, fp4_tiles.counters(N, device)), strict=True):
             layer.register_buffer(name, tensor, persistent=False)
-        held, firsts = {TILES: packed, DIVISOR: divisor}, [sum(self.sizes[:part]) for part in range(len(self.sizes))]
-        self.decoders = [Tiles(first, size, columns).decoder(held, (size, columns))
-                         for first, size in zip(firsts, self.sizes, strict=True)]  # fmt: skip
+        self.decoders = decoders({TILES: packed, DIVISOR: divisor}, self.sizes, columns)
 
     def _keep_dense(self, layer: LinearBase) -> None:
         """Unpack the weight as the trainer does, with A below it: `stacked` [N + P * r, K]; `alpha` is the weight's."""
@@ -290,10 +288,8 @@ class OneAdapterMethod(LinearMethodBase):
         if dense_rows and rows >= dense_rows:
             return stacked_product(x, layer.stacked, self.alpha, B, self.sizes, plain)
         if self.routes.fp4_tiles:
-            if rows > TILES_ROWS:
-                return unpacked_product(x, self.decoders, A, B, self.sizes, plain)
             packed, divisor, meeting = (getattr(layer, name) for name in OF_TILES)
-            return fp4_tiles.linear(x, packed, divisor, A, B, self.sizes, meeting, plain)
+            return tiles_product(x, packed, divisor, meeting, self.decoders, A, B, self.sizes, plain)
         if self.lent and rows >= UNPACK_ROWS:
             return unpacked_product(x, [part.decoder for part in self.lent], A, B, self.sizes, plain)
         y = self.base.apply(layer, x, bias)

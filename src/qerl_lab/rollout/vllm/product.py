@@ -7,6 +7,7 @@ from torch import Tensor
 
 from qerl_lab.formats.format import Decoder
 from qerl_lab.model.linear import scaled_linear
+from qerl_lab.rollout.vllm import fp4_tiles
 
 # Bounds of the routes on a GPU. On an H200 at rank 32 the kernels win up to 256 rows, the most that were measured, but
 # where x A^T is work: in down_proj of 7B at 256 rows cuBLAS is faster by 1 microsecond of 13, in that of 32B by 6 of 17
@@ -113,6 +114,16 @@ def unpacked_product(
             torch.addmm(added, inner, B_of_part.t(), out=own)
         own.addmm_(x, decoder.unpack(x.dtype).t(), alpha=decoder.alpha)
     return y
+
+
+def tiles_product(
+    x: Tensor, packed: Tensor, divisor: Tensor, meeting: Tensor, decoders: Sequence[Decoder], A: Tensor, B: Tensor,
+    sizes: list[int], bias: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """As `unpacked_product`, up to `TILES_ROWS` rows by launches of `fp4_tiles`; `packed` to `meeting` are as there."""
+    if len(x) > TILES_ROWS:
+        return unpacked_product(x, decoders, A, B, sizes, bias)
+    return fp4_tiles.linear(x, packed, divisor, A, B, sizes, meeting, bias)
 
 
 @add_adapter.register_fake
