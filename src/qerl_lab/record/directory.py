@@ -255,9 +255,9 @@ class RunDirectory:
 
     # --- what it records
 
-    def write_environment(self, data: Mapping[str, Any]) -> None:
-        """Write env.json, with what `data` says of the questions, and code.diff; a resumed run adds a numbered pair."""
-        environment.write_environment(self.path, data)
+    def write_environment(self, data: Mapping[str, Any], linear_backend: str | None = None) -> None:
+        """Write env.json and code.diff, as `environment.write_environment`; a resumed run adds a numbered pair."""
+        environment.write_environment(self.path, data, linear_backend)
         (self.path / TYPED).unlink(missing_ok=True)
 
     def environment(self) -> dict[str, Any]:

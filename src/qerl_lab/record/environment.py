@@ -45,16 +45,17 @@ class Typed:
         return {COMMAND: self.command, WORDS: json.dumps(list(self.words)), SWEEP: self.sweep or ""}
 
 
-def write_environment(run_dir: Path, data: Mapping[str, Any]) -> None:
+def write_environment(run_dir: Path, data: Mapping[str, Any], linear_backend: str | None = None) -> None:
     """Write env.json and code.diff. A resumed run keeps its first pair and gets env.2.json, code.2.diff.
 
-    `data` says on which questions the run trains and by which it is judged.
+    `data` says on which questions the run trains and by which it is judged, `linear_backend` which kernels `auto` took.
     """
     n = 1
     while (env := run_dir / _numbered("env", n, "json")).exists():
         n += 1
     (run_dir / _numbered("code", n, "diff")).write_text(redact(code_diff()), encoding="utf-8")
-    replace_file(env, json.dumps(environment() | {"data": dict(data)}, indent=1).encode() + b"\n")
+    found = environment() | {"linear_backend": linear_backend, "data": dict(data)}
+    replace_file(env, json.dumps(found, indent=1).encode() + b"\n")
 
 
 def _numbered(stem: str, n: int, suffix: str) -> str:

@@ -54,6 +54,11 @@ class RunEngine:
         """Give back memory that only sampling needs, until the next `sync` or `generate`."""
         self._engine.sleep()
 
+    @property
+    def linear_backend(self) -> str | None:
+        """What computes the products of 4-bit weights; None of an engine that has no choice."""
+        return getattr(self._engine, "linear_backend", None)
+
     def norms(self) -> dict[str, Tensor]:
         """Read the noisy norms' weights that the engine holds."""
         return self._engine.norms()

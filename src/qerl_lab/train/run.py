@@ -96,7 +96,7 @@ def run(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> int:
             return INTERRUPTED
         if not session.ranks.is_first:
             return learn(session, None)
-        directory.write_environment(session.data.task.data)
+        directory.write_environment(session.data.task.data, session.engine.linear_backend)
         times = directory.sessions()
         times.begin(started, directory.last_logged(), since)
         print(opening(session), flush=True)

@@ -89,9 +89,9 @@ def test_missing_git_is_no_failure(run_dir: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_environment_says_on_what_it_ran(checkout: Path, run_dir: Path) -> None:
     sha = commit(checkout)
-    environment.write_environment(run_dir, {"training_questions": 9})
+    environment.write_environment(run_dir, {"training_questions": 9}, linear_backend="fp4_tiles")
     env = json.loads((run_dir / "env.json").read_text())
-    assert env["data"] == {"training_questions": 9}
+    assert (env["data"], env["linear_backend"]) == ({"training_questions": 9}, "fp4_tiles")
     assert env["git_sha"] == sha
     assert env["python"] == ".".join(map(str, sys.version_info[:3]))
     assert env["packages"]["mlflow"]

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 
-from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import FormatConfig, RunConfig
 from qerl_lab.model.linear import packed_layers
 from qerl_lab.rollout.vllm import backends, fp4_tiles
@@ -108,6 +107,18 @@ def test_nothing_is_timed_for_other_formats_or_unless_asked(
 ) -> None:
     assert backends.chosen(tiny(format__name=name, rollout__vllm__linear_backend=asked), model) == told
     assert times["asked"] == []
+
+
+def test_where_the_timing_fails_vllm_chooses_and_that_is_said(
+    times: dict, tiny, model: nn.Module, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    def fails(*_: object) -> dict[str, float]:
+        raise backends.NotTimed("its process ended with 1: no compiler")
+
+    monkeypatch.setattr(backends, "milliseconds", fails)
+    assert backends.chosen(tiny(format__name="nvfp4", **AUTO), model) == "vllm"
+    said = "warning: linear_backend=auto timed nothing (its process ended with 1: no compiler), so that vLLM chooses"
+    assert said in capsys.readouterr().out
 
 
 def test_rows_that_go_by_the_dense_copy_are_not_timed(times: dict, tiny, model: nn.Module) -> None:
@@ -216,7 +227,7 @@ def test_another_process_is_asked(timer, tmp_path: Path, tiny) -> None:
 def test_a_process_that_fails_is_told(timer, tiny, monkeypatch: pytest.MonkeyPatch, program: str, said: str) -> None:
     monkeypatch.setattr(backends, "LONGEST", 0.5 if "sleep" in program else 60)
     timer(program)
-    with pytest.raises(ConfigError, match=f"{said}. Type rollout.vllm.linear_backend=vllm"):
+    with pytest.raises(backends.NotTimed, match=f"its process {said}"):
         backends.milliseconds(["marlin"], tiny(format__name="nvfp4"), SHAPES, [9])
 
 
@@ -244,9 +255,9 @@ def test_what_a_failed_run_timed_is_not_remembered(monkeypatch: pytest.MonkeyPat
     def fails() -> None:
         with backends.remembered("times.json") as known:
             known["a shape"] = 1.5
-            raise ConfigError("the GPU is gone")
+            raise backends.NotTimed("the GPU is gone")
 
-    with pytest.raises(ConfigError, match="is gone"):
+    with pytest.raises(backends.NotTimed, match="is gone"):
         fails()
     with backends.remembered("times.json") as known:
         assert known == {}

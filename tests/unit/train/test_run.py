@@ -58,6 +58,19 @@ def test_the_engine_is_closed_however_a_run_ends(tiny, tmp_path: Path, monkeypat
     assert closed == ["built", "closed"]
 
 
+@pytest.mark.parametrize("taken", ["fp4_tiles", None])
+def test_the_kernels_that_the_engine_took_are_recorded(
+    tiny, tmp_path: Path, monkeypatch, closed, taken: str | None
+) -> None:
+    """By another kernel a policy has other numbers. An engine that has no choice says nothing."""
+    if taken:
+        monkeypatch.setattr(TransformersEngine, "linear_backend", taken, raising=False)
+    monkeypatch.setattr(run_module, "train", lambda *_: None)
+    monkeypatch.setattr(run_module, "conclude", lambda *_: None)
+    run_module.run(tiny(eval__questions=0), directory := RunDirectory(tmp_path), Stop())
+    assert directory.environment()["linear_backend"] == taken
+
+
 def test_checkpoints_that_cannot_be_removed_leave_a_run_done(tiny, tmp_path: Path, monkeypatch, capsys) -> None:
     """Its record is whole: FAILED beside DONE would say that it is not."""
     directory = RunDirectory(tmp_path / "a run")

@@ -23,7 +23,6 @@ import torch
 from packaging.version import Version
 from torch import nn
 
-from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.disk import cache_folder, lock, replace_file
 from qerl_lab.formats.marlin import DIVISOR
@@ -42,12 +41,16 @@ RACES = "the installed Humming has races on this GPU (docs/running.md)"
 Shape = tuple[tuple[int, ...], int]  # columns of y by part, columns of x
 
 
+class NotTimed(Exception):
+    """Why the kernels have no times."""
+
+
 def chosen(cfg: RunConfig, model: nn.Module) -> str:
     """Return `rollout.vllm.linear_backend`, for `auto` the fastest for the layers of `model`.
 
-    vLLM's own choice for formats whose kernels are not timed, and on a CPU. Times are kept beside unpacked GGUF files,
-    by GPU, versions of torch, vLLM and Humming, the lab's kernel, format, shapes, rows and rank. Raises ConfigError
-    where the kernels cannot be timed.
+    vLLM's own choice for formats whose kernels are not timed, on a CPU, and where the timing fails, which is said.
+    Times are kept beside unpacked GGUF files, by GPU, versions of torch, vLLM and Humming, the lab's kernel, format,
+    shapes, rows and rank.
     """
     asked = cfg.rollout.vllm.linear_backend
     if asked == "humming" and torch.cuda.is_available() and humming_races():
@@ -64,9 +67,13 @@ def chosen(cfg: RunConfig, model: nn.Module) -> str:
     versions = [torch.__version__, version("vllm"), version("humming-kernels"), hash_of_tiles()]
     about = [torch.cuda.get_device_name(), *versions, kernels, cfg.format.name, sorted(shapes.items()), rows,
              cfg.lora.rank]  # fmt: skip
-    with remembered("linear_backend.json") as known:
-        if (key := json.dumps(about)) not in known:
-            known[key] = milliseconds(kernels, cfg, shapes, rows)
+    try:
+        with remembered("linear_backend.json") as known:
+            if (key := json.dumps(about)) not in known:
+                known[key] = milliseconds(kernels, cfg, shapes, rows)
+    except NotTimed as error:
+        print(f"warning: linear_backend=auto timed nothing ({error}), so that vLLM chooses")
+        return "vllm"
     times = known[key]
     fastest = min(times, key=lambda name: times[name])
     said = ", ".join(f"{name} {ms:.2f} ms" for name, ms in times.items())
@@ -154,7 +161,7 @@ def milliseconds(
 ) -> dict[str, float]:
     """Time of the model's products with adapter by each kernel, the sum over `rows`, on this GPU in another process.
 
-    Raises ConfigError where that process fails or takes longer than `LONGEST`.
+    Raises NotTimed where that process fails or takes longer than `LONGEST`.
     """
     asked = {
         "kernels": kernels, "format": asdict(cfg.format), "rank": cfg.lora.rank, "shapes": list(shapes.items()),
@@ -166,17 +173,9 @@ def milliseconds(
         try:
             done = subprocess.run(command, input=json.dumps(asked), capture_output=True, text=True, timeout=LONGEST)
         except subprocess.TimeoutExpired:
-            raise not_timed(f"took longer than {LONGEST} s") from None
+            raise NotTimed(f"its process took longer than {LONGEST} s") from None
         if done.returncode:
             *_, last = ["said nothing", *done.stderr.strip().splitlines()]
-            raise not_timed(f"ended with {done.returncode}: {last}")
+            raise NotTimed(f"its process ended with {done.returncode}: {last}")
         found: dict[str, float] = json.loads(times.read_text(encoding="utf-8"))
         return found
-
-
-def not_timed(why: str) -> ConfigError:
-    """The error of a measurement that failed."""
-    return ConfigError(
-        f"rollout.vllm.linear_backend=auto times kernels in a process of its own, and that process {why}. Type "
-        "rollout.vllm.linear_backend=vllm."
-    )
