@@ -34,6 +34,7 @@ E4M3_MAX = 448.0
 # By rule: the block scale that maps the largest magnitude of the tensor to 6.
 _TENSOR_SCALE = {"max": E4M3_MAX, "four_over_six": 256.0}
 SCALE_RULES = tuple(_TENSOR_SCALE)
+_LARGEST_SCALE = 0x7E  # the bits of E4M3_MAX; above it are NaN and what has a sign
 _SCALE_OF_ZERO_BLOCK = 0.125  # any positive value would do, this one is what compressed-tensors writes
 
 
@@ -121,10 +122,15 @@ class Nvfp4(CompressedTensors):
         }
 
     def accept(self, packed: Mapping[str, Tensor], shape: tuple[int, int], *, name: str) -> dict[str, Tensor]:
-        """Return `packed` if it is of this layout. Raises ValueError if not, or if its global scale is not positive."""
+        """Return `packed` if it is of this layout. Raises ValueError if not, or for scales that are no scales.
+
+        The engines' kernels read a block scale without its sign, and the trainer would not.
+        """
         accepted = super().accept(packed, shape, name=name)
         if not 0 < (divisor := accepted["weight_global_scale"].item()) < float("inf"):
             raise ValueError(f"{name}.weight_global_scale is {divisor}; allowed: positive finite numbers")
+        if (accepted["weight_scale"].view(torch.uint8) > _LARGEST_SCALE).any():
+            raise ValueError(f"{name}.weight_scale has negative numbers or NaN; allowed: 0 to {E4M3_MAX:g}")
         return accepted
 
 

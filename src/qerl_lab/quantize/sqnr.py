@@ -58,13 +58,14 @@ def measure_layer(
     weight = dense.tensor(f"{name}.weight", device).float()
     rows, columns = weight.shape
     parts = {key: packed.tensor(f"{name}.{key}", device) for key in weight_format.layout((rows, columns))}
-    accepted = weight_format.accept(parts, (rows, columns), name=name)
+    where = packed.where(f"{name}.{next(iter(parts))}")
+    accepted = weight_format.accept(parts, (rows, columns), name=f"{where}: {name}")
     other = weight_format.dequantize(accepted, (rows, columns), torch.float32)
     if fit_scales:
         other = without_scales(weight, other)
     signal, error = (part.square().sum(dtype=torch.float64).item() for part in (weight, weight - other))
     if not math.isfinite(error):
-        file = packed.where(f"{name}.{next(iter(parts))}") if math.isfinite(signal) else dense.where(f"{name}.weight")
+        file = where if math.isfinite(signal) else dense.where(f"{name}.weight")
         raise ValueError(f"{file}: {name} has weights that are NaN, infinite or above 1e19: it has no SQNR")
     return Layer(name, signal, error, weight.numel(), sum(part.nbytes for part in parts.values()))
 

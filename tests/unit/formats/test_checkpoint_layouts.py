@@ -47,6 +47,16 @@ def test_a_global_scale_that_is_none_is_refused(value: float) -> None:
         NVFP4.accept(tensors, SHAPE, name="q_proj")
 
 
+@pytest.mark.parametrize("byte", [0x7F, 0x80, 0xB8, 0xFF])
+def test_a_block_scale_with_a_sign_or_none_at_all_is_refused(byte: int) -> None:
+    tensors = packed(NVFP4)
+    tensors["weight_scale"].view(torch.uint8)[1, 0] = byte
+    with pytest.raises(ValueError, match=r"q_proj\.weight_scale has negative numbers or NaN; allowed: 0 to 448"):
+        NVFP4.accept(tensors, SHAPE, name="q_proj")
+    tensors["weight_scale"].view(torch.uint8)[1, 0] = 0x7E
+    assert NVFP4.accept(tensors, SHAPE, name="q_proj")
+
+
 def test_the_header_of_another_program_is_padded() -> None:
     """bitsandbytes stores it without the spaces."""
     key = "weight.quant_state.bitsandbytes__nf4"
