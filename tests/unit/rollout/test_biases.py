@@ -26,7 +26,8 @@ NAMES: dict[str, dict[str, Any]] = {
     "vllm": {}, "vllm.model_executor": {}, "vllm.model_executor.layers": {},
     "vllm.model_executor.layers.linear": {
         "WEIGHT_LOADER_V2_SUPPORTED": ["Kernel"], "LinearBase": nn.Module, "LinearMethodBase": object,
-        "UnquantizedLinearMethod": object, "register_weight_loader_v2_supported_method": lambda method: method,
+        "UnquantizedLinearMethod": type("Unquantized", (), {}),
+        "register_weight_loader_v2_supported_method": lambda method: method,
     },
     "vllm.model_executor.layers.quantization": {
         "get_quantization_config": None, "register_quantization_config": lambda name: lambda config: config,
@@ -245,7 +246,8 @@ def test_a_layer_that_the_format_leaves_dense_goes_by_its_own_product(
     layer.tp_size, layer.weight_loader = 1, None
     layer.bias = nn.Parameter(torch.zeros(N), requires_grad=False)
     monkeypatch.setattr(Kernel, "create_weights", lambda *_, **__: None, raising=False)
-    method = one_adapter.OneAdapterMethod(Kernel(dense), RANK, ["a.o_proj"], [True], one_adapter.Routes(**routes))
+    base = type("Dense", (Kernel, one_adapter.UnquantizedLinearMethod), {})(dense)
+    method = one_adapter.OneAdapterMethod(base, RANK, ["a.o_proj"], [True], one_adapter.Routes(**routes))
     method.create_weights(layer, K, [N], K, N, torch.float32)
     method.process_weights_after_loading(layer)
     x = torch.randn(5, K)

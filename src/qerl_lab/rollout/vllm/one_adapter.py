@@ -177,7 +177,9 @@ class OneAdapterMethod(LinearMethodBase):
 
     def __init__(self, base: Any, rank: int, parts: list[str], own: list[bool], routes: Routes = Routes()) -> None:
         """`parts` are full names as in the checkpoint, `own` says which of them have an adapter."""
-        self.base, self.rank, self.parts, self.own, self.routes = base, rank, parts, own, routes
+        self.base, self.rank, self.parts, self.own = base, rank, parts, own
+        # A layer of `format.ignore` is dense, and has no way but the base's.
+        self.routes = Routes() if isinstance(base, UnquantizedLinearMethod) else routes
         self.lent: list[PackedLinear] = []
         if hasattr(base, "quant_config"):
             self.quant_config = base.quant_config  # by which the loader of bitsandbytes knows what is packed
@@ -204,8 +206,6 @@ class OneAdapterMethod(LinearMethodBase):
             layer, input_size_per_partition, output_partition_sizes, input_size, output_size, params_dtype,
             **extra_weight_attrs,
         )  # fmt: skip
-        if not hasattr(layer, "weight_packed"):
-            self.routes = Routes()  # a layer of `format.ignore` is dense, and has no way but the base's
         # A checkpoint may store fused what the model computes fused: one part, several partitions.
         self.sizes = output_partition_sizes if len(self.parts) > 1 else [sum(output_partition_sizes)]
         A = torch.zeros(len(self.parts) * self.rank, input_size_per_partition, dtype=params_dtype)
