@@ -6,7 +6,7 @@ from qerl_lab.config.engines import VllmServerConfig
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import DENSE_FORMAT, RunConfig
 
-TILES_MAX_RANK = 128  # of rollout.vllm.linear_backend=fp4_tiles, held by a test
+TILES_MAX_RANK = 128  # of rollout.vllm.linear_backend=fp4_tiles
 
 
 def engine_fits_device(cfg: RunConfig) -> None:
@@ -55,7 +55,7 @@ def backend_fits(cfg: RunConfig) -> None:
 
 def tiles_take(lora_rank: int) -> bool:
     """Whether `fp4_tiles` takes adapters of this rank; `fp4_tiles.takes` has the rest."""
-    return lora_rank % 2 == 0 and lora_rank <= TILES_MAX_RANK
+    return lora_rank % 2 == 0 and 0 < lora_rank <= TILES_MAX_RANK
 
 
 def dense_rows_fit(cfg: RunConfig) -> None:

@@ -13,12 +13,12 @@ import triton.language as tl
 from torch import Tensor
 
 from qerl_lab.formats.marlin import ROWS, unit
-from qerl_lab.formats.tiles import BLOCK
+from qerl_lab.formats.tiles import BLOCK, SIGNS
 
 _BLOCKS = tl.constexpr(256)  # scale blocks a program unpacks
 _WARPS = 4
 _LINES = tl.constexpr(8)  # lines of Marlin's form, of 16 columns, that a program unpacks
-_SIGNS = tl.constexpr(-0x7FFF8000)  # 0x80008000 as int32
+_SIGNS = tl.constexpr(SIGNS)
 _TO_FLOAT32 = 2.0**112  # a float16's exponent bias is 15, a float32's 127
 
 

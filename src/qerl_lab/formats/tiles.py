@@ -32,7 +32,7 @@ from qerl_lab.formats.nvfp4 import Nvfp4
 BLOCK, DEPTH, AT_A_TIME, BLOCK_BYTES = 64, 64, 2, 2304  # as in fp4_tiles.cu
 TILES = "fp4_tiles"
 _CODE_WORDS = 128  # of a quarter of a block
-_SIGNS = -0x7FFF8000  # 0x80008000 as int32
+SIGNS = -0x7FFF8000  # 0x80008000 as int32
 _ROWS_AT_ONCE = 4096  # integers take eight times the room of codes
 
 
@@ -168,7 +168,7 @@ def _placed(words: Tensor) -> Iterator[tuple[int, int, Tensor]]:
     yield 0, 0, words
     yield 1, 0, words << 3
     yield 0, 1, words << 6
-    yield 1, 1, words << 1 & _SIGNS | words >> 4 & 0x00C000C0 | words >> 5 & 0x01000100
+    yield 1, 1, words << 1 & SIGNS | words >> 4 & 0x00C000C0 | words >> 5 & 0x01000100
 
 
 def _in_rows(scales: Tensor) -> Tensor:

@@ -16,12 +16,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import marlin_packer
+from engine_models import Form, engine_of, in_marlin, in_tiles, model_of, put
 from played_modules import play
 from qerl_lab.config.option import ConfigError
-from qerl_lab.formats.marlin import CODES, DIVISOR, SCALE, Marlin
+from qerl_lab.formats.marlin import CODES, SCALE, Marlin
 from qerl_lab.formats.nvfp4 import Nvfp4
-from qerl_lab.formats.tiles import TILES, pack
+from qerl_lab.formats.tiles import TILES
 from qerl_lab.model.dense import base_tensors, dense_tensors
 from qerl_lab.model.files import WeightFiles
 from qerl_lab.model.linear import PackedLinear, weight_bytes
@@ -30,9 +30,8 @@ from qerl_lab.rollout import vllm as room
 from qerl_lab.rollout.vllm import base, one_copy
 from small_checkpoints import equal, write_random
 
-PARTS = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
-MarlinNvFp4LinearKernel = type("MarlinNvFp4LinearKernel", (), {})
 HummingNvFp4LinearKernel = type("HummingNvFp4LinearKernel", (), {})
+FORMS = pytest.mark.parametrize("form", [in_marlin, in_tiles])
 
 
 @pytest.fixture(scope="module")
@@ -51,56 +50,6 @@ def cfg(folder: Path, tiny: Callable) -> Any:
 @pytest.fixture
 def policy(cfg: Any, build_policy: Callable) -> Policy:
     return build_policy(cfg)
-
-
-def in_marlin(packed: list[dict[str, Tensor]]) -> nn.Module:
-    """A layer of vLLM's that Marlin computes."""
-    made = marlin_packer.layer(packed)
-    made.scheme = SimpleNamespace(kernel=MarlinNvFp4LinearKernel())
-    return made
-
-
-def in_tiles(packed: list[dict[str, Tensor]]) -> nn.Module:
-    """One that `fp4_tiles` computes; its tiles end where no part does."""
-    made = nn.Module()
-    codes, scale = (torch.cat([part[key] for part in packed]) for key in ("weight_packed", "weight_scale"))
-    made.register_buffer(TILES, pack(codes, scale, 3))
-    made.register_buffer(DIVISOR, packed[0][DIVISOR])
-    return made
-
-
-FORMS = pytest.mark.parametrize("form", [in_marlin, in_tiles])
-Form = Callable[[list[dict[str, Tensor]]], nn.Module]
-
-
-def engine_of(policy: Policy, wrapped: bool = False, form: Form = in_marlin) -> nn.Module:
-    """What vLLM holds of the policy's base; `wrapped` as its LoRA for many adapters wraps layers."""
-    return model_of({name: layer.packed() for name, layer in one_copy.layers_of(policy).items()}, wrapped, form)
-
-
-def model_of(layers: dict[str, dict[str, Tensor]], wrapped: bool = False, form: Form = in_marlin) -> nn.Module:
-    """What vLLM makes of packed layers, by their names in a checkpoint."""
-    model = nn.Module()
-    model.packed_modules_mapping = PARTS
-    whole = {part: name for name, parts in PARTS.items() for part in parts}
-    for name in dict.fromkeys(f"{parent}.{whole.get(leaf, leaf)}" for parent, _, leaf in map(split, layers)):
-        parent, _, leaf = split(name)
-        made = form([layers[f"{parent}.{part}"] for part in PARTS.get(leaf, [leaf])])
-        put(model, f"{name}.base_layer" if wrapped else name, made)
-    return model
-
-
-def split(name: str) -> tuple[str, str, str]:
-    return name.rpartition(".")
-
-
-def put(model: nn.Module, name: str, layer: nn.Module) -> None:
-    *parents, leaf = name.split(".")
-    for one in parents:
-        if not hasattr(model, one):
-            model.add_module(one, nn.Module())
-        model = model.get_submodule(one)
-    model.add_module(leaf, layer)
 
 
 def gradients(policy: Policy) -> list[Tensor]:

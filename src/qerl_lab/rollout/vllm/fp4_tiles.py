@@ -19,13 +19,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from qerl_lab.config.engine_rules import TILES_MAX_RANK, tiles_take
 from qerl_lab.formats.tiles import AT_A_TIME, BLOCK, BLOCK_BYTES, DEPTH, depth_of
 
 SOURCE = Path(__file__).with_suffix(".cu")
 CAPABILITY = (9, 0)  # the only one with these products
 VARIANTS = (16, 32, 64)  # rows of x
 MAX_ROWS = VARIANTS[-1]  # of a launch
-MAX_RANK = 128
 TILES = range(2, 9)  # blocks of W
 _OUT_BYTES = 768  # as in fp4_tiles.cu
 _GROUP, _OTHERS = 128, 128  # threads of a warpgroup, and those that do not multiply
@@ -34,7 +34,7 @@ _RANKS = 32  # of a part of x A^T, in multiples of which it lies in memory
 _STEP_OF_SPLIT, _SUMS_AT_ONCE, _MAKERS = 64, 16, 3  # columns, sums of splits, warps of a block: of x A^T
 _STEP = 2  # stages that a block of W takes at the end of a tile, about
 
-TAKEN = f"up to 3 parts in multiples of {BLOCK}, columns in multiples of {DEPTH}, an even rank up to {MAX_RANK}"
+TAKEN = f"up to 3 parts in multiples of {BLOCK}, columns in multiples of {DEPTH}, an even rank up to {TILES_MAX_RANK}"
 
 
 class Shape(ctypes.Structure):
@@ -79,7 +79,7 @@ class Plan:
 def takes(sizes: Sequence[int], columns: int, rank: int) -> bool:
     """Whether `linear` takes a weight with parts of these sizes and K `columns`, and an adapter of this rank."""
     whole = columns % DEPTH == 0 and all(size % BLOCK == 0 for size in sizes)
-    return whole and len(sizes) <= 3 and rank % 2 == 0 and 0 < rank <= MAX_RANK
+    return whole and len(sizes) <= 3 and tiles_take(rank)
 
 
 def refusal() -> str:
