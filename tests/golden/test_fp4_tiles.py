@@ -32,9 +32,9 @@ SMALL = Machine(multiprocessors=3, shared_bytes=128 * 2**10)
 H200 = Machine(multiprocessors=132, shared_bytes=227 * 2**10)
 # Rows, K, columns of the parts, rank, blocks of a tile: variants; tiles that blocks share, one a block and several, one
 # that is not full, of one part and of more.
-SHAPES = [(1, 192, [64], 2, 2), (16, 256, [128, 64, 64], 32, 3), (31, 320, [256], 16, 4), (64, 128, [576], 30, 2),
+SHAPES = [(1, 192, [64], 8, 2), (16, 256, [128, 64, 64], 32, 3), (31, 320, [256], 16, 4), (64, 128, [576], 24, 2),
           (64, 576, [128, 64], 32, 2), (57, 128, [832, 192], 16, 4), (50, 192, [64, 128], 64, 3),
-          (64, 192, [640], 128, 5), (16, 64, [1024], 6, 8), (24, 1024, [192], 128, 4),
+          (64, 192, [640], 128, 5), (16, 64, [1024], 8, 8), (24, 1024, [192], 128, 4),
           (9, 1024, [128, 128, 64], 48, 8)]  # fmt: skip
 
 
@@ -131,7 +131,7 @@ def test_every_code_in_every_place_with_every_scale(tile: int) -> None:
     """x picks one column of W a row: what comes out is a weight."""
     K, N = 128, 256
     codes, scale, weight = every_code(N, K)
-    given, _ = operands(64, K, [N], 2, tile)
+    given, _ = operands(64, K, [N], 8, tile)
     given |= {"packed": pack(codes, scale, tile).to(DEVICE), "bias": None, "A": torch.zeros_like(given["A"])}
     given["divisor"] = torch.ones(1, device=DEVICE)
     for rows in torch.eye(K, dtype=torch.bfloat16, device=DEVICE).split(64):
@@ -141,14 +141,14 @@ def test_every_code_in_every_place_with_every_scale(tile: int) -> None:
 
 @pytest.mark.parametrize("rows", [MAX_ROWS + 1, 2 * MAX_ROWS + 17])
 def test_more_rows_take_several_launches(rows: int) -> None:
-    given, exact = operands(rows, 128, [128, 64], 4, 2)
+    given, exact = operands(rows, 128, [128, 64], 8, 2)
     y = linear(**given, sizes=[128, 64])
     torch.testing.assert_close(y.cpu().double(), exact, rtol=2**-7, atol=2**-6)
 
 
 def test_what_it_does_not_take_is_refused() -> None:
-    given, _ = operands(3, 64, [64], 2, 2)
-    with pytest.raises(ValueError, match=r"parts \[72\] x 64, rank 2; allowed: up to 3 parts"):
+    given, _ = operands(3, 64, [64], 8, 2)
+    with pytest.raises(ValueError, match=r"parts \[72\] x 64, rank 8; allowed: up to 3 parts"):
         linear(**given, sizes=[72])
     assert fp4_tiles.takes([3584, 512, 512], 3584, 32)
     assert fp4_tiles.takes([4864, 4864], 896, 32)  # Qwen2.5-0.5B

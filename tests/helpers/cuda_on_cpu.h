@@ -23,6 +23,7 @@ using std::min;
 
 struct uint2 { u32 x, y; };
 struct uint4 { u32 x, y, z, w; };
+static uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 struct float2 { float x, y; };
 struct float4 { float x, y, z, w; };
 static float2 make_float2(float x, float y) { return {x, y}; }

@@ -6,7 +6,7 @@ from qerl_lab.config.engines import VllmServerConfig
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import DENSE_FORMAT, RunConfig
 
-TILES_MAX_RANK = 128  # of rollout.vllm.linear_backend=fp4_tiles
+TILES_RANKS, TILES_MAX_RANK = 8, 128  # of fp4_tiles: multiples of the first
 
 
 def engine_fits_device(cfg: RunConfig) -> None:
@@ -48,14 +48,14 @@ def backend_fits(cfg: RunConfig) -> None:
     if own.linear_backend == "fp4_tiles" and (name != "nvfp4" or own.lora != "dense" or not tiles_take(cfg.lora.rank)):
         raise ConfigError(
             f"rollout.vllm.linear_backend=fp4_tiles with format.name={name}, rollout.vllm.lora={own.lora} and "
-            f"lora.rank={cfg.lora.rank} is not allowed; allowed: nvfp4, dense, an even rank up to {TILES_MAX_RANK}. "
+            f"lora.rank={cfg.lora.rank} is not allowed; allowed: nvfp4, dense, a rank in multiples of {TILES_RANKS} up to {TILES_MAX_RANK}. "
             "Type rollout.vllm.linear_backend=auto, or format=nvfp4 rollout.vllm.lora=dense."
         )
 
 
 def tiles_take(lora_rank: int) -> bool:
     """Whether `fp4_tiles` takes adapters of this rank; `fp4_tiles.takes` has the rest."""
-    return lora_rank % 2 == 0 and 0 < lora_rank <= TILES_MAX_RANK
+    return lora_rank % TILES_RANKS == 0 and 0 < lora_rank <= TILES_MAX_RANK
 
 
 def dense_rows_fit(cfg: RunConfig) -> None:

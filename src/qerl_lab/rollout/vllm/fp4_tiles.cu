@@ -19,7 +19,7 @@ constexpr int DEPTH = 64, AT_A_TIME = 2;  // columns of a block, of x the 128 by
 constexpr int BLOCK_BYTES = 2304, WARP_BYTES = BLOCK_BYTES / 4, CODE_BYTES = 512;
 constexpr int PITCH = 48, OUT_BYTES = 16 * PITCH;  // of y on its way out: from row to row, of a warp
 constexpr int LOADS = 8;                           // of a thread that are on their way
-constexpr int RANKS = 32;                          // of a step of the adapter's product
+constexpr int RANKS = 32, MAX_RANK = 128;          // of a step of the adapter's product; of all
 enum Barrier { ALL, SUMS, MADE };                  // ALL is that of __syncthreads
 
 struct Shape {
@@ -149,13 +149,18 @@ __device__ void shrink(const u16* x, const u16* A, float* sums, const Shape& s, 
   }
 }
 
+// Which column of t a rank's products are in: eight ranks are a lane's of a product of RANKS, in four pairs.
+__device__ int place_of(int rank) {
+  return rank / RANKS * RANKS + rank % 8 / 4 * 16 + rank % 4 / 2 * 8 + rank % RANKS / 8 * 2 + rank % 2;
+}
+
 // Add up the splits of a part of t, and leave it as a product of x would have it.
 template <int ROWS>
 __device__ void add_up(const float* sums, u16* t, const Shape& s, int thread) {
   const int rows = (s.M + 15) / 16 * 16, all = s.columns * rows;
 #pragma unroll 1
   for (int i = blockIdx.x * MAKERS + thread; i < all; i += gridDim.x * MAKERS) {
-    const int column = i / rows, row = i - column * rows;
+    const int column = i / rows, row = i - column * rows, place = place_of(column);
     const int splits = column - part_of_t(s, column) * s.width < s.rank ? s.splits : 0;
     float sum = 0;
 #pragma unroll 1
@@ -166,7 +171,7 @@ __device__ void add_up(const float* sums, u16* t, const Shape& s, int thread) {
 #pragma unroll
       for (int j = 0; j < 2 * LOADS; j++) sum += one[j];
     }
-    t[(column / DEPTH * ROWS + row) * DEPTH + (column % DEPTH / 8 ^ row % 8) * 8 + column % 8] = rounded(sum);
+    t[(place / DEPTH * ROWS + row) * DEPTH + (place % DEPTH / 8 ^ row % 8) * 8 + place % 8] = rounded(sum);
   }
 }
 
@@ -244,64 +249,67 @@ __device__ void multiply(float (&sum)[BLOCKS][ROWS / 2], Operands<BLOCKS>& a, co
 // The row n of W that many blocks further, or in the last block: what is added beyond it is not stored.
 __device__ int further(const Shape& s, int n, int blocks) { return min(n + blocks * BLOCK, s.N - BLOCK + n % BLOCK); }
 
-// RANKS columns of B from r as a product takes them, for the warp's rows from n of each block; 0 beyond the last.
-template <int BLOCKS>
-__device__ void load(u32 (&b)[RANKS / 16][BLOCKS][4], const u16* B, const Shape& s, int n, int r) {
-  const int lane = threadIdx.x % 32, column = r + lane % 4 * 2;
-#pragma unroll
-  for (int block = 0; block < BLOCKS; block++) {
-    const u16* const from = B + (long long)(further(s, n, block) + lane / 4) * s.rank + column;
-#pragma unroll
-    for (int i = 0; i < RANKS / 16; i++)
-#pragma unroll
-      for (int j = 0; j < 4; j++) {
-        const int right = i * 16 + j / 2 * 8, down = j % 2 * 8 * s.rank;
-        b[i][block][j] = column + right < s.rank ? *(const u32*)(from + right + down) : 0;
-      }
-  }
-}
-
-// What is added to a warp's rows from n of each block, loaded ahead: of B the first ranks, and the bias.
-template <int BLOCKS>
+// What is added to a warp's rows from n of each block, loaded ahead: the bias, and of B AHEAD times RANKS columns from r.
+template <int BLOCKS, int AHEAD>
 struct Added {
-  u32 b[RANKS / 16][BLOCKS][4];
+  uint4 b[AHEAD][BLOCKS][2];
   float bias[BLOCKS][2];
 
-  __device__ Added(const u16* B, const u16* bias_, const Shape& s, int n) {
-    load(b, B, s, n, 0);
+  __device__ void load_bias(const u16* bias_, const Shape& s, int n) {
 #pragma unroll
     for (int i = 0; i < BLOCKS * 2; i++)
       bias[i / 2][i % 2] = bias_ ? widened(bias_[further(s, n, i / 2) + threadIdx.x % 32 / 4 + i % 2 * 8]) : 0;
   }
+
+  template <int FROM, int TO>
+  __device__ void load(const u16* B, const Shape& s, int n, int r) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = FROM; i < TO; i++) {
+      const int rank = r + i * RANKS + lane % 4 * 8;
+#pragma unroll
+      for (int j = 0; j < BLOCKS * 2; j++) {
+        const int row = further(s, n, j / 2) + lane / 4 + j % 2 * 8;
+        b[i][j / 2][j % 2] = rank < s.rank ? *(const uint4*)(B + (long long)row * s.rank + rank) : make_uint4(0, 0, 0, 0);
+      }
+    }
+  }
 };
 
-// sum = sum factor + bias + B t, of the warp's rows from n of each block and COUNT rows of t, which begin at `t`.
-template <int ROWS, int COUNT, int BLOCKS>
-__device__ void add(float (&sum)[BLOCKS][COUNT / 2], Added<BLOCKS>& added, float factor, const u16* B, const Shape& s, u32 t,
-                    int n) {
-  constexpr int ROW_BYTES = DEPTH * 2;
-  const int lane = threadIdx.x % 32, row = lane / 16 * 8 + lane % 8;  // of t, whose 16 bytes this lane points at
+// sum = sum factor + bias
+template <int COUNT, int BLOCKS, int AHEAD>
+__device__ void scale(float (&sum)[BLOCKS][COUNT / 2], const Added<BLOCKS, AHEAD>& added, float factor) {
 #pragma unroll
   for (int i = 0; i < BLOCKS * COUNT / 2; i++)
     (&sum[0][0])[i] = (&sum[0][0])[i] * factor + added.bias[i / (COUNT / 2)][i / 2 % 2];
-#pragma unroll 1
-  for (int r = 0; r < s.rank; r += RANKS) {
-    if (r) load(added.b, B, s, n, r);
+}
+
+// sum += B t, of the warp's rows from n of each block, COUNT rows of t, which begin at `t`, and what is loaded of B, from r.
+template <int ROWS, int COUNT, int BLOCKS, int AHEAD>
+__device__ void add(float (&sum)[BLOCKS][COUNT / 2], const Added<BLOCKS, AHEAD>& added, const Shape& s, u32 t, int n, int r) {
+  constexpr int ROW_BYTES = DEPTH * 2;
+  const int lane = threadIdx.x % 32, row = lane / 16 * 8 + lane % 8;  // of t, whose 16 bytes this lane points at
+#pragma unroll
+  for (int i = 0; i < AHEAD; i++) {
+    if (r + i * RANKS >= s.rank) break;
 #pragma unroll
     for (int block = 0; block < BLOCKS; block++) {
-      const int column = part_of(s, further(s, n, block)) * s.width + r, at = column % DEPTH / 8 + lane / 8 % 2;
+      const int column = part_of(s, further(s, n, block)) * s.width + r + i * RANKS;
+      const int at = column % DEPTH / 8 + lane / 8 % 2;
       const u32 slab = t + (column / DEPTH * ROWS + row) * ROW_BYTES;
+      const uint4(&b)[2] = added.b[i][block];
 #pragma unroll
-      for (int i = 0; i < RANKS / 16; i++)
+      for (int m = 0; m < COUNT; m += 16) {
+        u32 four[2][4];
 #pragma unroll
-        for (int m = 0; m < COUNT; m += 16) {
-          u32 four[4];
-          load_matrices(four, slab + (at + i * 2 ^ row % 8) * 16 + m * ROW_BYTES);
-          const u32(&b)[4] = added.b[i][block];
+        for (int k = 0; k < 2; k++) load_matrices(four[k], slab + (at + k * 2 ^ row % 8) * 16 + m * ROW_BYTES);
 #pragma unroll
-          for (int j = 0; j < 2; j++)
-            mma(*(float(*)[4])(sum[block] + m / 2 + j * 4), b[0], b[1], b[2], b[3], four[j * 2], four[j * 2 + 1]);
+        for (int j = 0; j < 2; j++) {
+          float(&to)[4] = *(float(*)[4])(sum[block] + m / 2 + j * 4);
+          mma(to, b[0].x, b[1].x, b[0].y, b[1].y, four[0][j * 2], four[0][j * 2 + 1]);
+          mma(to, b[0].z, b[1].z, b[0].w, b[1].w, four[1][j * 2], four[1][j * 2 + 1]);
         }
+      }
     }
   }
 }
@@ -339,6 +347,14 @@ __device__ void share(const float (&sum)[BLOCKS][ROWS / 2], float factor, const 
     const float* const four = &sum[0][0] + i * 4;
     own[i * 128] = make_float4(four[0], four[1], four[2], four[3]);
   }
+  constexpr int ALL_RANKS = MAX_RANK / RANKS;
+  Added<1, ALL_RANKS> added;
+  auto load = [&](int i) {
+    const int row = n + i / PARTS * BLOCK;
+    if (i >= BLOCKS * PARTS || row >= s.N) return;
+    added.load_bias(bias, s, row), added.template load<0, ALL_RANKS>(B, s, row, 0);
+  };
+  load(w.piece);
   sync(SUMS, m.MULTIPLIERS);
   if (threadIdx.x == 0) await(meeting + w.tile, arrived(meeting + w.tile, s.pieces, w.piece == 0));
   sync(SUMS, m.MULTIPLIERS);
@@ -347,7 +363,6 @@ __device__ void share(const float (&sum)[BLOCKS][ROWS / 2], float factor, const 
     const int row = n + i / PARTS * BLOCK, of_x = i % PARTS * 16;
     if (row >= s.N) break;
     if (of_x >= s.M) continue;
-    Added<1> added(B, bias, s, row);
     float whole[1][8] = {};
 #pragma unroll 1
     for (int from = 0; from < s.pieces; from += LOADS) {
@@ -367,8 +382,10 @@ __device__ void share(const float (&sum)[BLOCKS][ROWS / 2], float factor, const 
       }
     }
     wait(m.ready, 0);
-    add<ROWS, 16>(whole, added, factor, B, s, m.t + of_x * DEPTH * 2, row);
+    scale<16>(whole, added, factor);
+    add<ROWS, 16>(whole, added, s, m.t + of_x * DEPTH * 2, row, 0);
     store<16>(whole[0], y, out, s, row, of_x);
+    load(i + s.pieces);
   }
 }
 
@@ -412,10 +429,18 @@ __device__ void multiply_all(const Memory<ROWS, TILE, GROUPS>& m, const float* d
       end(sum, free);
       share(sum, factor, m, B, bias, y, out, partial, meeting, s, w, n);
     } else {
-      Added<BLOCKS> added(B, bias, s, n);
+      constexpr int AHEAD = BLOCKS * ROWS <= 32 ? 4 : BLOCKS * ROWS <= 128 ? 2 : 1;  // as registers suffice
+      Added<BLOCKS, AHEAD> added;
+      added.load_bias(bias, s, n), added.template load<0, 1>(B, s, n, 0);
       end(sum, free);
+      added.template load<1, AHEAD>(B, s, n, 0);
+      scale<ROWS>(sum, added, factor);
       wait(m.ready, 0);
-      add<ROWS, ROWS>(sum, added, factor, B, s, m.t, n);
+#pragma unroll 1
+      for (int r = 0; r < s.rank; r += AHEAD * RANKS) {
+        if (r) added.template load<0, AHEAD>(B, s, n, r);
+        add<ROWS, ROWS>(sum, added, s, m.t, n, r);
+      }
 #pragma unroll
       for (int block = 0; block < BLOCKS; block++)
         if (n + block * BLOCK < s.N) store<ROWS>(sum[block], y, out, s, n + block * BLOCK, 0);

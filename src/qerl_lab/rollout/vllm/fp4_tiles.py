@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from qerl_lab.config.engine_rules import TILES_MAX_RANK, tiles_take
+from qerl_lab.config.engine_rules import TILES_MAX_RANK, TILES_RANKS, tiles_take
 from qerl_lab.formats.tiles import AT_A_TIME, BLOCK, BLOCK_BYTES, DEPTH, depth_of
 
 SOURCE = Path(__file__).with_suffix(".cu")
@@ -34,7 +34,10 @@ _RANKS = 32  # of a part of x A^T, in multiples of which it lies in memory
 _STEP_OF_SPLIT, _SUMS_AT_ONCE, _MAKERS = 64, 16, 3  # columns, sums of splits, warps of a block: of x A^T
 _STEP = 2  # stages that a block of W takes at the end of a tile, about
 
-TAKEN = f"up to 3 parts in multiples of {BLOCK}, columns in multiples of {DEPTH}, an even rank up to {TILES_MAX_RANK}"
+TAKEN = (
+    f"up to 3 parts in multiples of {BLOCK}, columns in multiples of {DEPTH}, a rank in multiples of {TILES_RANKS} up to "
+    f"{TILES_MAX_RANK}"
+)
 
 
 class Shape(ctypes.Structure):
