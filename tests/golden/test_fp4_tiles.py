@@ -57,14 +57,16 @@ def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         return
     on_cpu = request.getfixturevalue("on_cpu")
 
-    def launch(how: Plan, x: Tensor, tensors: list[Tensor | None], shape: Shape) -> None:
-        tiles = TensorMap(x.data_ptr(), len(x), x.shape[1], shape.stride, how.rows, 2)
+    def launch(how: Plan, x: Tensor, B: Tensor, tensors: list[Tensor | None], shape: Shape) -> None:
+        maps = (TensorMap * 2)(
+            TensorMap(x.data_ptr(), *x.shape, shape.stride, how.rows, 2), TensorMap(B.data_ptr(), *B.shape, B.shape[1], 64, 32)
+        )  # fmt: skip
         on_cpu.launch(
             how.rows,
             how.tile,
             how.blocks,
             how.shared_bytes,
-            ctypes.byref(tiles),
+            maps,
             pointers([x, *tensors]),
             ctypes.byref(shape),
         )

@@ -163,6 +163,18 @@ static void copy_tile(u32 to, const TensorMap* from, int column, u32 barrier) {
       }
   });
 }
+static void copy_rows(u32 to, const TensorMap* from, int column, int row, u32 barrier) {
+  if (to % 128) abort();
+  u8* const place = current->block->memory.data() + to;
+  later(barrier, from->box_rows * from->box_columns * 2, [=] {
+    for (u64 r = 0; r < from->box_rows; r++)
+      for (u64 c = 0; c < from->box_columns; c++) {
+        const bool there = row + r < from->rows && column + c < from->columns;
+        const u16 number = there ? from->numbers[(row + r) * from->stride + column + c] : 0;
+        memcpy(place + (r * from->box_columns + c) * 2, &number, 2);
+      }
+  });
+}
 template <typename T> static void as_given(const T*&, int&) {}
 static void prefetch(const TensorMap*) {}
 static bool elected() { return current->x % 32 == 0; }

@@ -19,7 +19,7 @@ constexpr int DEPTH = 64, AT_A_TIME = 2;  // columns of a block, of x the 128 by
 constexpr int BLOCK_BYTES = 2304, WARP_BYTES = BLOCK_BYTES / 4, CODE_BYTES = 512;
 constexpr int PITCH = 48, OUT_BYTES = 16 * PITCH;  // of y on its way out: from row to row, of a warp
 constexpr int LOADS = 8;                           // of a thread that are on their way
-constexpr int RANKS = 32, MAX_RANK = 128;          // of a step of the adapter's product; of all
+constexpr int RANKS = 32, MAX_RANK = 128, B_BYTES = BLOCK * RANKS * 2;  // of a step of the adapter's product; of all
 enum Barrier { ALL, SUMS, MADE };                  // ALL is that of __syncthreads
 
 struct Shape {
@@ -78,9 +78,10 @@ __device__ void unpack(u32 word, u32 low, u32 high, u32 (&a)[4]) {
 // Scale i of a word, in both halves, times 2^119: `pack` made its exponent count from 2^-9.
 __device__ u32 scale_pair(u32 scales, int i) { return __byte_perm(scales, 0, 0x4040 + i * 0x0101) * 16 + 0x76807680u; }
 
-// The carrier: keep the ring full. W of the first stages does not depend on the launch before.
+// The carrier: keep the ring full. W of the first stages does not depend on the launch before. Where a tile is a block's
+// own, its rows of B follow, RANKS columns a stage.
 template <int ROWS, int TILE, int GROUPS, bool SHARED>
-__device__ void carry(const TensorMap* x, const u8* packed, const u16* B, const Shape& s,
+__device__ void carry(const TensorMap* x, const TensorMap* rows_of_B, const u8* packed, const u16* B, const Shape& s,
                       const Memory<ROWS, TILE, GROUPS>& m, int tiles) {
   typedef Memory<ROWS, TILE, GROUPS> M;
   constexpr int X_STAGE = AT_A_TIME * M::X_BYTES, W_STAGE = AT_A_TIME * M::W_BYTES;
@@ -104,6 +105,15 @@ __device__ void carry(const TensorMap* x, const u8* packed, const u16* B, const 
     for (int k = w.first; k < w.end; k++) {
       if (tile > w.tile || k >= w.first + ahead) wait(m.empty + 8 * stage, parity), bring_weights(tile, k, stage);
       copy_tile(m.x + stage * X_STAGE, x, k * AT_A_TIME, m.full + 8 * stage);
+      if (++stage == s.stages) stage = 0, parity ^= 1;
+    }
+#pragma unroll 1
+    for (int r = 0; r < (SHARED ? 0 : s.rank); r += RANKS) {
+      wait(m.empty + 8 * stage, parity);
+      arrive_expecting(m.full + 8 * stage, TILE * B_BYTES);
+#pragma unroll 1
+      for (int b = 0; b < TILE; b++)
+        copy_rows(weights + stage * W_STAGE + b * B_BYTES, rows_of_B, r, n + b * BLOCK, m.full + 8 * stage);
       if (++stage == s.stages) stage = 0, parity ^= 1;
     }
   }
@@ -249,67 +259,43 @@ __device__ void multiply(float (&sum)[BLOCKS][ROWS / 2], Operands<BLOCKS>& a, co
 // The row n of W that many blocks further, or in the last block: what is added beyond it is not stored.
 __device__ int further(const Shape& s, int n, int blocks) { return min(n + blocks * BLOCK, s.N - BLOCK + n % BLOCK); }
 
-// What is added to a warp's rows from n of each block, loaded ahead: the bias, and of B AHEAD times RANKS columns from r.
-template <int BLOCKS, int AHEAD>
-struct Added {
-  uint4 b[AHEAD][BLOCKS][2];
-  float bias[BLOCKS][2];
+// The bias of the warp's rows from n of each block: a lane's are two of a block.
+template <int BLOCKS>
+struct Bias {
+  float of[BLOCKS][2];
 
-  __device__ void load_bias(const u16* bias_, const Shape& s, int n) {
+  __device__ Bias(const u16* bias, const Shape& s, int n) {
 #pragma unroll
     for (int i = 0; i < BLOCKS * 2; i++)
-      bias[i / 2][i % 2] = bias_ ? widened(bias_[further(s, n, i / 2) + threadIdx.x % 32 / 4 + i % 2 * 8]) : 0;
+      of[i / 2][i % 2] = bias ? widened(bias[further(s, n, i / 2) + threadIdx.x % 32 / 4 + i % 2 * 8]) : 0;
   }
 
-  template <int FROM, int TO>
-  __device__ void load(const u16* B, const Shape& s, int n, int r) {
-    const int lane = threadIdx.x % 32;
+  template <int COUNT>
+  __device__ void add_to(float (&sum)[BLOCKS][COUNT], float factor) const {  // and sum times the factor
 #pragma unroll
-    for (int i = FROM; i < TO; i++) {
-      const int rank = r + i * RANKS + lane % 4 * 8;
-#pragma unroll
-      for (int j = 0; j < BLOCKS * 2; j++) {
-        const int row = further(s, n, j / 2) + lane / 4 + j % 2 * 8;
-        b[i][j / 2][j % 2] = rank < s.rank ? *(const uint4*)(B + (long long)row * s.rank + rank) : make_uint4(0, 0, 0, 0);
-      }
-    }
+    for (int i = 0; i < BLOCKS * COUNT; i++)
+      (&sum[0][0])[i] = (&sum[0][0])[i] * factor + of[i / COUNT][i / 2 % 2];
   }
 };
 
-// sum = sum factor + bias
-template <int COUNT, int BLOCKS, int AHEAD>
-__device__ void scale(float (&sum)[BLOCKS][COUNT / 2], const Added<BLOCKS, AHEAD>& added, float factor) {
-#pragma unroll
-  for (int i = 0; i < BLOCKS * COUNT / 2; i++)
-    (&sum[0][0])[i] = (&sum[0][0])[i] * factor + added.bias[i / (COUNT / 2)][i / 2 % 2];
-}
-
-// sum += B t, of the warp's rows from n of each block, COUNT rows of t, which begin at `t`, and what is loaded of B, from r.
-template <int ROWS, int COUNT, int BLOCKS, int AHEAD>
-__device__ void add(float (&sum)[BLOCKS][COUNT / 2], const Added<BLOCKS, AHEAD>& added, const Shape& s, u32 t, int n, int r) {
+// sum += B t, of the warp's rows from n, RANKS columns of B from r, of which `b` has the lane's eight of two rows, and COUNT
+// rows of t, which begin at `t`.
+template <int ROWS, int COUNT>
+__device__ void add(float (&sum)[COUNT / 2], const uint4 (&b)[2], const Shape& s, u32 t, int n, int r) {
   constexpr int ROW_BYTES = DEPTH * 2;
   const int lane = threadIdx.x % 32, row = lane / 16 * 8 + lane % 8;  // of t, whose 16 bytes this lane points at
+  const int column = part_of(s, n) * s.width + r, at = column % DEPTH / 8 + lane / 8 % 2;
+  const u32 slab = t + (column / DEPTH * ROWS + row) * ROW_BYTES;
 #pragma unroll
-  for (int i = 0; i < AHEAD; i++) {
-    if (r + i * RANKS >= s.rank) break;
+  for (int m = 0; m < COUNT; m += 16) {
+    u32 first[4], second[4];
+    load_matrices(first, slab + (at ^ row % 8) * 16 + m * ROW_BYTES);
+    load_matrices(second, slab + (at + 2 ^ row % 8) * 16 + m * ROW_BYTES);
 #pragma unroll
-    for (int block = 0; block < BLOCKS; block++) {
-      const int column = part_of(s, further(s, n, block)) * s.width + r + i * RANKS;
-      const int at = column % DEPTH / 8 + lane / 8 % 2;
-      const u32 slab = t + (column / DEPTH * ROWS + row) * ROW_BYTES;
-      const uint4(&b)[2] = added.b[i][block];
-#pragma unroll
-      for (int m = 0; m < COUNT; m += 16) {
-        u32 four[2][4];
-#pragma unroll
-        for (int k = 0; k < 2; k++) load_matrices(four[k], slab + (at + k * 2 ^ row % 8) * 16 + m * ROW_BYTES);
-#pragma unroll
-        for (int j = 0; j < 2; j++) {
-          float(&to)[4] = *(float(*)[4])(sum[block] + m / 2 + j * 4);
-          mma(to, b[0].x, b[1].x, b[0].y, b[1].y, four[0][j * 2], four[0][j * 2 + 1]);
-          mma(to, b[0].z, b[1].z, b[0].w, b[1].w, four[1][j * 2], four[1][j * 2 + 1]);
-        }
-      }
+    for (int j = 0; j < 2; j++) {
+      float(&to)[4] = *(float(*)[4])(sum + m / 2 + j * 4);
+      mma(to, b[0].x, b[1].x, b[0].y, b[1].y, first[j * 2], first[j * 2 + 1]);
+      mma(to, b[0].z, b[1].z, b[0].w, b[1].w, second[j * 2], second[j * 2 + 1]);
     }
   }
 }
@@ -347,15 +333,18 @@ __device__ void share(const float (&sum)[BLOCKS][ROWS / 2], float factor, const 
     const float* const four = &sum[0][0] + i * 4;
     own[i * 128] = make_float4(four[0], four[1], four[2], four[3]);
   }
-  constexpr int ALL_RANKS = MAX_RANK / RANKS;
-  Added<1, ALL_RANKS> added;
+  sync(SUMS, m.MULTIPLIERS);
+  uint4 b[MAX_RANK / RANKS][2];
   auto load = [&](int i) {
-    const int row = n + i / PARTS * BLOCK;
-    if (i >= BLOCKS * PARTS || row >= s.N) return;
-    added.load_bias(bias, s, row), added.template load<0, ALL_RANKS>(B, s, row, 0);
+    const int row = n + i / PARTS * BLOCK + threadIdx.x % 32 / 4;
+#pragma unroll
+    for (int j = 0; j < MAX_RANK / RANKS * 2; j++) {
+      const int rank = j / 2 * RANKS + threadIdx.x % 4 * 8;
+      const bool there = i < BLOCKS * PARTS && row < s.N && rank < s.rank;
+      b[j / 2][j % 2] = there ? *(const uint4*)(B + (long long)(row + j % 2 * 8) * s.rank + rank) : make_uint4(0, 0, 0, 0);
+    }
   };
   load(w.piece);
-  sync(SUMS, m.MULTIPLIERS);
   if (threadIdx.x == 0) await(meeting + w.tile, arrived(meeting + w.tile, s.pieces, w.piece == 0));
   sync(SUMS, m.MULTIPLIERS);
 #pragma unroll 1
@@ -363,6 +352,7 @@ __device__ void share(const float (&sum)[BLOCKS][ROWS / 2], float factor, const 
     const int row = n + i / PARTS * BLOCK, of_x = i % PARTS * 16;
     if (row >= s.N) break;
     if (of_x >= s.M) continue;
+    const Bias<1> added(bias, s, row);
     float whole[1][8] = {};
 #pragma unroll 1
     for (int from = 0; from < s.pieces; from += LOADS) {
@@ -381,9 +371,11 @@ __device__ void share(const float (&sum)[BLOCKS][ROWS / 2], float factor, const 
         four[0] += its.x, four[1] += its.y, four[2] += its.z, four[3] += its.w;
       }
     }
+    added.add_to(whole, factor);
     wait(m.ready, 0);
-    scale<16>(whole, added, factor);
-    add<ROWS, 16>(whole, added, s, m.t + of_x * DEPTH * 2, row, 0);
+#pragma unroll
+    for (int r = 0; r < MAX_RANK; r += RANKS)
+      if (r < s.rank) add<ROWS, 16>(whole[0], b[r / RANKS], s, m.t + of_x * DEPTH * 2, row, r);
     store<16>(whole[0], y, out, s, row, of_x);
     load(i + s.pieces);
   }
@@ -429,17 +421,23 @@ __device__ void multiply_all(const Memory<ROWS, TILE, GROUPS>& m, const float* d
       end(sum, free);
       share(sum, factor, m, B, bias, y, out, partial, meeting, s, w, n);
     } else {
-      constexpr int AHEAD = BLOCKS * ROWS <= 32 ? 4 : BLOCKS * ROWS <= 128 ? 2 : 1;  // as registers suffice
-      Added<BLOCKS, AHEAD> added;
-      added.load_bias(bias, s, n), added.template load<0, 1>(B, s, n, 0);
+      const Bias<BLOCKS> added(bias, s, n);
       end(sum, free);
-      added.template load<1, AHEAD>(B, s, n, 0);
-      scale<ROWS>(sum, added, factor);
+      added.add_to(sum, factor);
       wait(m.ready, 0);
 #pragma unroll 1
-      for (int r = 0; r < s.rank; r += AHEAD * RANKS) {
-        if (r) added.template load<0, AHEAD>(B, s, n, r);
-        add<ROWS, ROWS>(sum, added, s, m.t, n, r);
+      for (int r = 0; r < s.rank; r += RANKS) {
+        const u8* const rows = m.weights + stage * AT_A_TIME * m.W_BYTES + first_block * B_BYTES + warp % 4 * 16 * RANKS * 2;
+        wait(m.full + 8 * stage, parity);
+#pragma unroll
+        for (int block = 0; block < BLOCKS; block++) {
+          const uint4* const own = (const uint4*)(rows + block * B_BYTES) + threadIdx.x % 32;
+          const uint4 b[2] = {own[0], own[8 * RANKS / 8]};
+          add<ROWS, ROWS>(sum[block], b, s, m.t, further(s, n, block), r);
+        }
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) arrive(m.empty + 8 * stage);
+        if (++stage == s.stages) stage = 0, parity ^= 1;
       }
 #pragma unroll
       for (int block = 0; block < BLOCKS; block++)
@@ -449,7 +447,7 @@ __device__ void multiply_all(const Memory<ROWS, TILE, GROUPS>& m, const float* d
 }
 
 template <int ROWS, int TILE, int GROUPS, bool SHARED>
-__device__ void fp4_tiles(const TensorMap* tiles_of_x, const u16* x, const u8* packed, const float* divisor, const u16* A,
+__device__ void fp4_tiles(const TensorMap* tiles_of_x, const TensorMap* rows_of_B, const u16* x, const u8* packed, const float* divisor, const u16* A,
                           const u16* B, const u16* bias, u16* y, float* sums, u16* t, float4* partial, u64* meeting,
                           const Shape& s) {
   typedef Memory<ROWS, TILE, GROUPS> M;
@@ -472,14 +470,14 @@ __device__ void fp4_tiles(const TensorMap* tiles_of_x, const u16* x, const u8* p
   } else {
     registers<REGISTERS_OF_OTHERS, false>();
     if (threadIdx.x >= M::THREADS - MAKERS) make_t<ROWS>(x, A, sums, t, meeting, s, m.t, m.ready);
-    else if (elected()) carry<ROWS, TILE, GROUPS, SHARED>(tiles_of_x, packed, B, s, m, tiles);
+    else if (elected()) carry<ROWS, TILE, GROUPS, SHARED>(tiles_of_x, rows_of_B, packed, B, s, m, tiles);
   }
 }
 
 #define FP4_TILES(ROWS, TILE, GROUPS, SHARED) \
   extern "C" __global__ void __launch_bounds__((Memory<ROWS, TILE, GROUPS>::THREADS), 1) \
   fp4_tiles_##ROWS##_##TILE##_##GROUPS##_##SHARED( \
-      const __grid_constant__ TensorMap tiles_of_x, const u16* x, const u8* packed, const float* divisor, const u16* A, \
+      const __grid_constant__ TensorMap tiles_of_x, const __grid_constant__ TensorMap rows_of_B, const u16* x, const u8* packed, const float* divisor, const u16* A, \
       const u16* B, const u16* bias, u16* y, float* sums, u16* t, float4* partial, u64* meeting, const Shape s) { \
-    fp4_tiles<ROWS, TILE, GROUPS, SHARED>(&tiles_of_x, x, packed, divisor, A, B, bias, y, sums, t, partial, meeting, s); \
+    fp4_tiles<ROWS, TILE, GROUPS, SHARED>(&tiles_of_x, &rows_of_B, x, packed, divisor, A, B, bias, y, sums, t, partial, meeting, s); \
   }

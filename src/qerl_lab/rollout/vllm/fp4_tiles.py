@@ -183,7 +183,7 @@ def _multiply(
     stride = x.stride(0) if rows > 1 else columns  # of one row it may be any number
     shape = Shape(rows, N, columns, stride, len(A), rank, how.width, t_columns, *ends, how.splits, how.of_split, depth,
                   how.pieces, depth // how.pieces, depth % how.pieces, how.stages)  # fmt: skip
-    _launch(how, x, [packed, divisor, A, B, bias, y, sums, t, partial, meeting], shape)
+    _launch(how, x, B, [packed, divisor, A, B, bias, y, sums, t, partial, meeting], shape)
 
 
 def plan(rows: int, packed: Sequence[int], parts: int, rank: int, machine: Machine) -> Plan:
@@ -229,15 +229,15 @@ def machine_of(device: torch.device) -> Machine:
     return Machine(torch.cuda.get_device_properties(number).multi_processor_count, nvrtc.shared_bytes(number))
 
 
-def _launch(how: Plan, x: Tensor, tensors: Sequence[Tensor | None], shape: Shape) -> None:
+def _launch(how: Plan, x: Tensor, B: Tensor, tensors: Sequence[Tensor | None], shape: Shape) -> None:
     """Start the kernel on the current stream, which a CUDA graph may be capturing."""
     from qerl_lab.rollout.vllm import nvrtc  # needs cuda.bindings
 
     name, line = instance(how.rows, how.tile, how.groups, how.pieces > 1)
     threads = how.groups * _GROUP + _OTHERS
     function = nvrtc.function(SOURCE, name, torch.cuda.current_device(), line, registers=65536 // threads // 8 * 8)
-    tiles = nvrtc.tensor_map(x, shape.stride, how.rows, AT_A_TIME)
-    nvrtc.launch(function, how.blocks, threads, how.shared_bytes, [tiles, x, *tensors, shape], early=True)
+    maps = [nvrtc.tiles_map(x, shape.stride, how.rows, AT_A_TIME), nvrtc.rows_map(B, BLOCK, _RANKS)]
+    nvrtc.launch(function, how.blocks, threads, how.shared_bytes, [*maps, x, *tensors, shape], early=True)
 
 
 def instance(rows: int, tile: int, groups: int, shared: bool) -> tuple[str, str]:

@@ -102,19 +102,29 @@ def _early() -> Any:
     return attribute
 
 
-def tensor_map(x: Tensor, stride: int, rows: int, blocks: int) -> Any:
+def tiles_map(x: Tensor, stride: int, rows: int, blocks: int) -> Any:
     """How the copy engine finds `rows` rows and `blocks` times 64 columns at once of x, bfloat16 `[M, K]`, swizzled.
 
     `stride` is that of its rows.
     """
-    types = driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, driver.CUtensorMapInterleave(0)
-    sizes, box = (64, x.shape[0], -(-x.shape[1] // 64)), (64, rows, blocks)
+    sizes = (64, x.shape[0], -(-x.shape[1] // 64))
+    return _map(x, sizes, (2 * stride, 128), (64, rows, blocks), driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B)
+
+
+def rows_map(B: Tensor, rows: int, columns: int) -> Any:
+    """How the copy engine finds so many rows and columns at once of B, bfloat16 `[N, rank]`, as they lie in memory."""
+    (N, rank), none = B.shape, driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_NONE
+    return _map(B, (rank, N), (2 * rank,), (columns, rows), none)
+
+
+def _map(matrix: Tensor, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int], swizzle: Any) -> Any:
+    """A CUtensorMap of bfloat16 numbers: the innermost size first, strides in bytes, 0 beyond the last number."""
     made = checked(
         driver.cuTensorMapEncodeTiled(
-            types[0], 3, x.data_ptr(), [driver.cuuint64_t(size) for size in sizes],
-            [driver.cuuint64_t(2 * stride), driver.cuuint64_t(128)], [driver.cuuint32_t(size) for size in box],
-            [driver.cuuint32_t(1)] * 3, types[1], driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
-            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, len(sizes), matrix.data_ptr(),
+            [driver.cuuint64_t(size) for size in sizes], [driver.cuuint64_t(stride) for stride in strides],
+            [driver.cuuint32_t(size) for size in box], [driver.cuuint32_t(1)] * len(sizes),
+            driver.CUtensorMapInterleave(0), swizzle, driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
             driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         )
     )  # fmt: skip

@@ -9,6 +9,13 @@ __device__ void copy_tile(u32 to, const TensorMap* from, int column, u32 barrier
                ::"r"(to), "l"(from), "r"(column), "r"(0), "r"(barrier) : "memory");
 }
 
+// Rows of a matrix from `row`, and columns from `column`: as many of both as a box of its map has, 0 beyond its last. They
+// lie as in memory.
+__device__ void copy_rows(u32 to, const TensorMap* from, int column, int row, u32 barrier) {
+  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
+               ::"r"(to), "l"(from), "r"(column), "r"(row), "r"(barrier) : "memory");
+}
+
 __device__ void prefetch(const TensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
 
 // What was written to global memory before this, here or where this block waited for it, is there for copies after it.
