@@ -225,6 +225,7 @@ __device__ void multiply(float (&sum)[BLOCKS][ROWS / 2], Operands<BLOCKS>& a, co
   const int lane = threadIdx.x % 32;
 #pragma unroll (BLOCKS == 1 ? AT_A_TIME : 1)  // for more blocks registers do not suffice
   for (int k = 0; k < AT_A_TIME; k++) {
+    if (k == 0 || BLOCKS > 1) x = __shfl_sync(~0u, x, 0);  // so the compiler knows that lanes have the same
     uint4 word[BLOCKS];
     uint2 scale[BLOCKS];
 #pragma unroll
@@ -412,8 +413,7 @@ __device__ void multiply_all(const Memory<ROWS, TILE, GROUPS>& m, const float* d
     for (int k = w.first; k < w.end; k++) {
       wait(m.full + 8 * stage, parity);
       const int at = stage * AT_A_TIME;
-      const u32 x = __shfl_sync(~0u, matrix(m.x + at * m.X_BYTES), 0);  // so the compiler knows that lanes have the same
-      multiply<ROWS, TILE, BLOCKS>(sum, a, weights + at * m.W_BYTES, x, free);
+      multiply<ROWS, TILE, BLOCKS>(sum, a, weights + at * m.W_BYTES, matrix(m.x + at * m.X_BYTES), free);
       free = m.empty + 8 * stage;
       if (++stage == s.stages) stage = 0, parity ^= 1;
     }
