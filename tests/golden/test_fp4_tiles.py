@@ -58,15 +58,14 @@ def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     on_cpu = request.getfixturevalue("on_cpu")
 
     def launch(how: Plan, x: Tensor, B: Tensor, tensors: list[Tensor | None], shape: Shape) -> None:
-        maps = (TensorMap * 2)(
-            TensorMap(x.data_ptr(), *x.shape, shape.stride, how.rows, 2), TensorMap(B.data_ptr(), *B.shape, B.shape[1], 64, 32)
-        )  # fmt: skip
+        of_x = TensorMap(x.data_ptr(), *x.shape, shape.stride, how.rows, 2)
+        of_B = TensorMap(B.data_ptr(), *B.shape, B.shape[1], 64, 32)
         on_cpu.launch(
             how.rows,
             how.tile,
             how.blocks,
             how.shared_bytes,
-            maps,
+            (TensorMap * 2)(of_x, of_B),
             pointers([x, *tensors]),
             ctypes.byref(shape),
         )

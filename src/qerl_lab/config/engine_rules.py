@@ -27,6 +27,16 @@ def check_engine_on_cpu(cfg: RunConfig, why: str) -> None:
         )
 
 
+def batch_fits_at_once(cfg: RunConfig) -> None:
+    """Every completion of a batch has a token in each of vLLM's steps."""
+    at_once, batch = cfg.rollout.vllm.max_num_batched_tokens, cfg.rollout.batch_size
+    if at_once is not None and at_once < batch:
+        raise ConfigError(
+            f"rollout.vllm.max_num_batched_tokens={at_once} is below rollout.batch_size={batch}, a token of each "
+            f"completion. Type rollout.vllm.max_num_batched_tokens={max(2048, batch)}."
+        )
+
+
 def backend_fits(cfg: RunConfig) -> None:
     """`linear_backend` names kernels of 4-bit products; `fp4_tiles` is one of NVFP4 with the adapter in it."""
     own, name, dtype = cfg.rollout.vllm, cfg.format.name, cfg.model.dtype
@@ -48,8 +58,8 @@ def backend_fits(cfg: RunConfig) -> None:
     if own.linear_backend == "fp4_tiles" and (name != "nvfp4" or own.lora != "dense" or not tiles_take(cfg.lora.rank)):
         raise ConfigError(
             f"rollout.vllm.linear_backend=fp4_tiles with format.name={name}, rollout.vllm.lora={own.lora} and "
-            f"lora.rank={cfg.lora.rank} is not allowed; allowed: nvfp4, dense, a rank in multiples of {TILES_RANKS} up to {TILES_MAX_RANK}. "
-            "Type rollout.vllm.linear_backend=auto, or format=nvfp4 rollout.vllm.lora=dense."
+            f"lora.rank={cfg.lora.rank} is not allowed; allowed: nvfp4, dense, a rank in multiples of {TILES_RANKS} up "
+            f"to {TILES_MAX_RANK}. Type rollout.vllm.linear_backend=auto, or format=nvfp4 rollout.vllm.lora=dense."
         )
 
 
@@ -114,5 +124,6 @@ def server_has_one_trainer(cfg: RunConfig) -> None:
 
 
 RULES = (
-    engine_fits_device, backend_fits, dense_rows_fit, base_can_be_shared, server_reachable, server_has_one_trainer,
+    engine_fits_device, batch_fits_at_once, backend_fits, dense_rows_fit, base_can_be_shared, server_reachable,
+    server_has_one_trainer,
 )  # fmt: skip

@@ -19,6 +19,10 @@ class VllmConfig:
         "auto", "fp8 halves the key-value cache and changes the numbers; auto is the compute dtype",
         choices=("auto", "fp8"),
     )  # fmt: skip
+    max_num_batched_tokens: int | None = option(
+        None, "tokens that vLLM computes at once, most of them of prompts: fewer need less memory; null: vLLM's "
+        "choice, 16,384 on an H200", at_least=1, at_most=10_000_000, unit="tokens",
+    )  # fmt: skip
     linear_backend: str = option(
         "auto",
         "kernels of the 4-bit products; auto: the fastest, timed once for a GPU and a model (a server's own choice); "

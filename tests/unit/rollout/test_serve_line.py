@@ -13,6 +13,7 @@ def test_the_line_has_the_words_of_the_run(tiny) -> None:
     cfg = tiny(
         rollout__engine="vllm_server", format__name="bf16", lora__rank=20, rollout__vllm__kv_cache_gib=1.5,
         rollout__vllm__enforce_eager=True, rollout__vllm_server__url="http://127.0.0.1:8123", rollout__batch_size=48,
+        rollout__vllm__max_num_batched_tokens=512,
     )  # fmt: skip
     [line] = serve_line.commands(cfg)
     *environment, vllm, serve, model = shlex.split(line)[:5]
@@ -23,7 +24,7 @@ def test_the_line_has_the_words_of_the_run(tiny) -> None:
         "--port 8123", "--max-model-len 272", "--max-num-seqs 48", "--max-lora-rank 32", "--dtype float32",
         "--kv-cache-memory-bytes 1610612736", "--enforce-eager", "--logprobs-mode processed_logprobs",
         "--generation-config vllm", "--max-loras 1", "--no-enable-chunked-prefill",
-        "--linear-backend auto",
+        "--linear-backend auto", "--max-num-batched-tokens 512",
     ):  # fmt: skip
         assert f" {words}" in line
 

@@ -287,6 +287,8 @@ def start(cfg: RunConfig, folder: Path, policy: Policy, backend: str, of_adapter
         "distributed_executor_backend": "uni" if cfg.gpus == 1 else "external_launcher",
         "seed": cfg.seed % 2**31,
     }
+    if own.max_num_batched_tokens is not None:
+        arguments["max_num_batched_tokens"] = own.max_num_batched_tokens
     if policy.device.type == "cpu":  # half a prompt draws a token, over which a generator of the CPU cannot step back
         arguments["enable_chunked_prefill"] = False
     try:
@@ -306,7 +308,7 @@ def failing(what: str) -> Iterator[None]:
     except torch.OutOfMemoryError as error:
         raise EngineFailed(
             f"vLLM is out of memory in {what} ({first_line(error)}). Type a lower rollout.vllm.kv_cache_gib, "
-            "rollout.batch_size, or optim.micro_batch_size."
+            "rollout.vllm.max_num_batched_tokens, rollout.batch_size, or optim.micro_batch_size."
         ) from error
     except (RuntimeError, EngineDeadError) as error:
         if isinstance(error, EngineFailed):

@@ -35,8 +35,8 @@ _STEP_OF_SPLIT, _SUMS_AT_ONCE, _MAKERS = 64, 16, 3  # columns, sums of splits, w
 _STEP = 2  # stages that a block of W takes at the end of a tile, about
 
 TAKEN = (
-    f"up to 3 parts in multiples of {BLOCK}, columns in multiples of {DEPTH}, a rank in multiples of {TILES_RANKS} up to "
-    f"{TILES_MAX_RANK}"
+    f"up to 3 parts in multiples of {BLOCK}, columns in multiples of {DEPTH}, a rank in multiples of {TILES_RANKS} "
+    f"up to {TILES_MAX_RANK}"
 )
 
 

@@ -93,6 +93,8 @@ def flags(cfg: RunConfig, dtype: torch.dtype) -> list[str]:
     if own.kv_cache_gib is not None:
         words["--kv-cache-memory-bytes"] = int(own.kv_cache_gib * GIB)
         words["--gpu-memory-utilization"] = 0.01  # of no effect beside the line above, but checked against what is free
+    if own.max_num_batched_tokens is not None:
+        words["--max-num-batched-tokens"] = own.max_num_batched_tokens
     found = ["--enable-lora", *(str(part) for pair in words.items() for part in pair)]
     if own.enforce_eager:
         found.append("--enforce-eager")
