@@ -1,6 +1,7 @@
 """Tables and figures of `python -m qerl_lab.bench rollout` and `step`: arms in processes of their own, one of which may
 have died."""
 
+import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ SETTINGS = (
     "cuda_graphs", "dtype", "model_runner",
 )  # fmt: skip
 CLOCKS_APART = 0.03
+SMALL_LETTERS = 15  # in an inch: what fits at fontsize 8
 KERNELS = 12  # of a token that the table names
 VISIBLE = 0.002  # of the longest bar: shorter parts would be in the legend and nowhere else
 
@@ -188,14 +190,15 @@ def _draw_rollouts(result: Result) -> plt.Figure:
     others = rows[~rows["arm"].str.startswith("bf16_")]  # a baseline alone is 1 of itself
     has_base, by_rank = others["of_bf16"].notna().any(), rows["rank"].nunique() > 1
     panels = 1 + has_base + by_rank
-    size = max(8.5, 5.2 * panels), 4.0 + 0.18 * rows["arm"].nunique()  # an arm may be as long as a line
-    figure, axes = plt.subplots(1, panels, figsize=size, layout="constrained", squeeze=False)
+    width, height = max(8.5, 5.2 * panels), 4.0 + 0.18 * rows["arm"].nunique()
+    figure, axes = plt.subplots(1, panels, figsize=(width, height), layout="constrained", squeeze=False)
     shown = rows[rows["rank"] == rows["rank"].iloc[0]]
     _lines(axes[0, 0], shown, "batch", "tokens_per_second")
     dress(axes[0, 0], f"rank {shown['rank'].iloc[0]}", "completions at once")
     axes[0, 0].set_ylabel("tokens/s")
     handles, arms = axes[0, 0].get_legend_handles_labels()
-    figure.legend(handles, arms, loc="outside lower left", frameon=False, fontsize=8, handlelength=3.2)
+    names = [_in_lines(arm, width - 0.6) for arm in arms]
+    figure.legend(handles, names, loc="outside lower left", frameon=False, fontsize=8, handlelength=3.2)
     if has_base:
         _lines(axes[0, 1], shown, "batch", "of_bf16")
         dress(axes[0, 1], "of stock vLLM, BF16 LoRA", "completions at once")
@@ -206,6 +209,11 @@ def _draw_rollouts(result: Result) -> plt.Figure:
         f"Rollouts, {about['model']}, prompt {about['prompt']:,}, {about['new']:,} new tokens, {gpu_of(result)}"
     )
     return figure
+
+
+def _in_lines(arm: str, inches: float) -> str:
+    """The name of an arm, in small letters, in lines of this width: with many keys it is longer than a figure."""
+    return textwrap.fill(arm, int(SMALL_LETTERS * inches), break_on_hyphens=False)
 
 
 def _draw_ranks(axis: Axes, rows: pd.DataFrame, model: str) -> None:
@@ -241,7 +249,8 @@ def _lines(axis: Axes, rows: pd.DataFrame, x: str, y: str) -> None:
 def _draw_steps(result: Result) -> plt.Figure:
     """A lying bar of an arm, its name above it: a name may be long."""
     rows = ratios(result, ("rank",))
-    figure, axis = plt.subplots(figsize=(7.5, 1.6 + 0.75 * len(rows)), layout="constrained")
+    width = 7.5
+    figure, axis = plt.subplots(figsize=(width, 1.6 + 0.75 * len(rows)), layout="constrained")
     at, left, longest = range(len(rows)), [0.0] * len(rows), rows["step_seconds"].max()
     parts = rows.reindex(columns=[f"{phase}_seconds" for phase in PHASES]).fillna(0.0).set_axis(PHASES, axis=1)
     parts["not told apart"] = (rows["step_seconds"] - parts.sum(axis=1)).clip(lower=0.0)
@@ -252,7 +261,7 @@ def _draw_steps(result: Result) -> plt.Figure:
     for place, end in zip(at, rows["step_seconds"], strict=True):
         axis.annotate(f"{end:.1f}", (end, place), (3, 0), textcoords="offset points", fontsize=8, va="center")
     for place, arm in zip(at, rows["arm"], strict=True):
-        axis.annotate(arm, (0, place - 0.3), fontsize=7, va="bottom")
+        axis.annotate(_in_lines(arm, width - 0.5), (0, place - 0.3), fontsize=7, va="bottom")
     axis.set(yticks=[], ylim=(len(rows) - 0.6, -0.8), xlim=(0, 1.1 * longest), xlabel="seconds of a step")
     axis.grid(alpha=0.25, axis="x")
     axis.set_axisbelow(True)

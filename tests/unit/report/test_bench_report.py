@@ -5,6 +5,7 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 import pytest
+from matplotlib.text import Text
 
 from qerl_lab.bench.__main__ import COMMANDS
 from qerl_lab.report import bench_arms, paper
@@ -180,6 +181,19 @@ def test_the_legend_of_steps_has_the_parts_that_can_be_seen() -> None:
     apart["rows"] = [step("bf16_trl", 4.0)]
     legends = [[text.get_text() for text in bench_arms.figure_of(one).legends[0].get_texts()] for one in (told, apart)]
     assert legends == [["rollout", "reward", "sync", "train"], ["not told apart"]]
+    plt.close("all")
+
+
+@pytest.mark.parametrize("kind", ["rollouts", "steps"])
+def test_a_name_of_many_keys_stays_in_the_figure(kind: str) -> None:
+    arm = "nvfp4 " + " ".join(f"rollout.vllm.number_{i}_of_many={i}" for i in range(8))
+    result = rollouts([row(arm, 150.0)]) if kind == "rollouts" else steps()
+    if kind == "steps":
+        result["rows"] = [step(arm, 4.0)]
+    figure = bench_arms.figure_of(result)
+    figure.canvas.draw()
+    (name,) = [text for text in figure.findobj(Text) if "number_7" in text.get_text()]
+    assert name.get_window_extent().x1 <= figure.bbox.x1
     plt.close("all")
 
 
