@@ -92,7 +92,7 @@ __device__ void carry(const TensorMap* x, const TensorMap* rows_of_B, const u8* 
     arrive_expecting(m.full + 8 * stage, X_STAGE + W_STAGE);
     copy(weights + stage * W_STAGE, packed + ((long long)tile * s.depth + k) * W_STAGE, W_STAGE, m.full + 8 * stage);
   };
-  prefetch(x);
+  prefetch(x), prefetch(rows_of_B);
 #pragma unroll 1
   for (int i = 0; i < ahead; i++) bring_weights(w.tile, w.first + i, i);
   awaited();
@@ -336,7 +336,7 @@ __device__ void share(const float (&sum)[BLOCKS][ROWS / 2], float factor, const 
   }
   sync(SUMS, m.MULTIPLIERS);
   uint4 b[MAX_RANK / RANKS][2];
-  auto load = [&](int i) {
+  auto load = [&](int i) {  // all ranks of part i, ahead of its sums
     const int row = n + i / PARTS * BLOCK + threadIdx.x % 32 / 4;
 #pragma unroll
     for (int j = 0; j < MAX_RANK / RANKS * 2; j++) {
@@ -349,7 +349,7 @@ __device__ void share(const float (&sum)[BLOCKS][ROWS / 2], float factor, const 
   if (threadIdx.x == 0) await(meeting + w.tile, arrived(meeting + w.tile, s.pieces, w.piece == 0));
   sync(SUMS, m.MULTIPLIERS);
 #pragma unroll 1
-  for (int i = w.piece; i < BLOCKS * PARTS; i += s.pieces) {
+  for (int i = w.piece; i < BLOCKS * PARTS; i += s.pieces, load(i)) {
     const int row = n + i / PARTS * BLOCK, of_x = i % PARTS * 16;
     if (row >= s.N) break;
     if (of_x >= s.M) continue;
@@ -378,7 +378,28 @@ __device__ void share(const float (&sum)[BLOCKS][ROWS / 2], float factor, const 
     for (int r = 0; r < MAX_RANK; r += RANKS)
       if (r < s.rank) add<ROWS, 16>(whole[0], b[r / RANKS], s, m.t + of_x * DEPTH * 2, row, r);
     store<16>(whole[0], y, out, s, row, of_x);
-    load(i + s.pieces);
+  }
+}
+
+// sum += B t, of the warp's rows from n of each block, the first block of the tile's being `first`: of a tile that is the
+// block's own, whose B comes behind W.
+template <int ROWS, int TILE, int GROUPS, int BLOCKS>
+__device__ void add_all(float (&sum)[BLOCKS][ROWS / 2], const Memory<ROWS, TILE, GROUPS>& m, const Shape& s, int n, int first,
+                        int& stage, int& parity) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+#pragma unroll 1
+  for (int r = 0; r < s.rank; r += RANKS) {
+    const u8* const rows = m.weights + stage * AT_A_TIME * m.W_BYTES + first * B_BYTES + warp * B_BYTES / 4;
+    wait(m.full + 8 * stage, parity);
+#pragma unroll
+    for (int block = 0; block < BLOCKS; block++) {
+      const uint4* const own = (const uint4*)(rows + block * B_BYTES) + lane;  // four of a row
+      const uint4 b[2] = {own[0], own[8 * 4]};
+      add<ROWS, ROWS>(sum[block], b, s, m.t, further(s, n, block), r);
+    }
+    __syncwarp();
+    if (lane == 0) arrive(m.empty + 8 * stage);
+    if (++stage == s.stages) stage = 0, parity ^= 1;
   }
 }
 
@@ -425,20 +446,7 @@ __device__ void multiply_all(const Memory<ROWS, TILE, GROUPS>& m, const float* d
       end(sum, free);
       added.add_to(sum, factor);
       wait(m.ready, 0);
-#pragma unroll 1
-      for (int r = 0; r < s.rank; r += RANKS) {
-        const u8* const rows = m.weights + stage * AT_A_TIME * m.W_BYTES + first_block * B_BYTES + warp % 4 * 16 * RANKS * 2;
-        wait(m.full + 8 * stage, parity);
-#pragma unroll
-        for (int block = 0; block < BLOCKS; block++) {
-          const uint4* const own = (const uint4*)(rows + block * B_BYTES) + threadIdx.x % 32;
-          const uint4 b[2] = {own[0], own[8 * RANKS / 8]};
-          add<ROWS, ROWS>(sum[block], b, s, m.t, further(s, n, block), r);
-        }
-        __syncwarp();
-        if (threadIdx.x % 32 == 0) arrive(m.empty + 8 * stage);
-        if (++stage == s.stages) stage = 0, parity ^= 1;
-      }
+      add_all(sum, m, s, n, first_block, stage, parity);
 #pragma unroll
       for (int block = 0; block < BLOCKS; block++)
         if (n + block * BLOCK < s.N) store<ROWS>(sum[block], y, out, s, n + block * BLOCK, 0);
@@ -447,9 +455,9 @@ __device__ void multiply_all(const Memory<ROWS, TILE, GROUPS>& m, const float* d
 }
 
 template <int ROWS, int TILE, int GROUPS, bool SHARED>
-__device__ void fp4_tiles(const TensorMap* tiles_of_x, const TensorMap* rows_of_B, const u16* x, const u8* packed, const float* divisor, const u16* A,
-                          const u16* B, const u16* bias, u16* y, float* sums, u16* t, float4* partial, u64* meeting,
-                          const Shape& s) {
+__device__ void fp4_tiles(const TensorMap* tiles_of_x, const TensorMap* rows_of_B, const u16* x, const u8* packed,
+                          const float* divisor, const u16* A, const u16* B, const u16* bias, u16* y, float* sums, u16* t,
+                          float4* partial, u64* meeting, const Shape& s) {
   typedef Memory<ROWS, TILE, GROUPS> M;
   DYNAMIC_SHARED(memory);
   const M m(s, memory);
@@ -477,7 +485,9 @@ __device__ void fp4_tiles(const TensorMap* tiles_of_x, const TensorMap* rows_of_
 #define FP4_TILES(ROWS, TILE, GROUPS, SHARED) \
   extern "C" __global__ void __launch_bounds__((Memory<ROWS, TILE, GROUPS>::THREADS), 1) \
   fp4_tiles_##ROWS##_##TILE##_##GROUPS##_##SHARED( \
-      const __grid_constant__ TensorMap tiles_of_x, const __grid_constant__ TensorMap rows_of_B, const u16* x, const u8* packed, const float* divisor, const u16* A, \
-      const u16* B, const u16* bias, u16* y, float* sums, u16* t, float4* partial, u64* meeting, const Shape s) { \
-    fp4_tiles<ROWS, TILE, GROUPS, SHARED>(&tiles_of_x, &rows_of_B, x, packed, divisor, A, B, bias, y, sums, t, partial, meeting, s); \
+      const __grid_constant__ TensorMap tiles_of_x, const __grid_constant__ TensorMap rows_of_B, const u16* x, \
+      const u8* packed, const float* divisor, const u16* A, const u16* B, const u16* bias, u16* y, float* sums, u16* t, \
+      float4* partial, u64* meeting, const Shape s) { \
+    fp4_tiles<ROWS, TILE, GROUPS, SHARED>(&tiles_of_x, &rows_of_B, x, packed, divisor, A, B, bias, y, sums, t, partial, \
+                                          meeting, s); \
   }
