@@ -45,8 +45,8 @@ def build(job: Job) -> Built:
         "load_seconds": loaded - started, "start_seconds": time.perf_counter() - loaded,
         "policy_gib": base_bytes(policy) / GIB,
     }  # fmt: skip
-    if (backend := getattr(engine, "linear_backend", None)) is not None:  # not every engine has a choice
-        row["linear_backend"] = backend  # in the lab's words: vLLM's do not know of its kernel
+    if engine.linear_backend is not None:
+        row["linear_backend"] = engine.linear_backend  # in the lab's words: vLLM's do not know of its kernel
     return Built(cfg, policy, engine, row)
 
 

@@ -97,6 +97,10 @@ def ignore(count: int) -> None:
 class Engine(Protocol):
     """A sampler of the policy that it was built on, as that policy was at the last `sync` or is now."""
 
+    @property
+    def linear_backend(self) -> str | None:
+        """What computes the products of 4-bit weights, in words of `rollout.vllm`; None where there is no choice."""
+
     def generate(
         self, prompt_ids_P: list[list[int]], group_size: int, sampling: Sampling, on_done: OnDone = ignore
     ) -> Rollout:

@@ -17,6 +17,8 @@ from qerl_lab.rollout.engine import OnDone, Rollout, Sampling, ignore
 class TransformersEngine:
     """Engine over `policy.model`. `batch_size` is the most completions generated at once."""
 
+    linear_backend = None  # its products are the trainer's
+
     def __init__(self, policy: Policy, batch_size: int) -> None:
         self.policy, self.batch_size = policy, batch_size
         self.sync(CLEAN)

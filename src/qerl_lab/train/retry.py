@@ -56,8 +56,8 @@ class RunEngine:
 
     @property
     def linear_backend(self) -> str | None:
-        """What computes the products of 4-bit weights; None of an engine that has no choice."""
-        return getattr(self._engine, "linear_backend", None)
+        """What computes the products of 4-bit weights; None where there is no choice."""
+        return self._engine.linear_backend
 
     def norms(self) -> dict[str, Tensor]:
         """Read the noisy norms' weights that the engine holds."""

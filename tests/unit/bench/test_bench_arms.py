@@ -27,9 +27,8 @@ def test_an_arm_is_a_name_and_words() -> None:
     arm = arm_of("nvfp4 rollout.vllm.kv_cache_dtype=fp8 aqn.sigma_start=2e-2 optim.packing=on", VLLM)
     assert (arm.format, arm.is_baseline) == ("nvfp4", False)
     assert arm.words == {"rollout.vllm.kv_cache_dtype": "fp8", "aqn.sigma_start": 0.02, "optim.packing": "on"}
-    stock = arm_of("qlora_stock linear_backend=humming enforce_eager=true", VLLM)
-    assert (stock.name, stock.format, stock.is_baseline) == ("qlora_stock linear_backend=humming enforce_eager=true",
-                                                             "nf4", True)  # fmt: skip
+    stock = arm_of(name := "qlora_stock linear_backend=humming enforce_eager=true", VLLM)
+    assert (stock.name, stock.format, stock.is_baseline) == (name, "nf4", True)
     assert stock.words == {"linear_backend": "humming", "enforce_eager": True}
 
 

@@ -236,11 +236,11 @@ def test_a_run_that_would_time_the_same_waits_and_reads(monkeypatch: pytest.Monk
     found = []
 
     def second() -> None:
-        with backends.remembered("times.json") as known:
+        with backends.remembered() as known:
             found.append(dict(known))
 
     waiting = Thread(target=second)
-    with backends.remembered("times.json") as known:
+    with backends.remembered() as known:
         waiting.start()
         waiting.join(0.3)
         assert found == [], "the first run times still"
@@ -253,11 +253,11 @@ def test_what_a_failed_run_timed_is_not_remembered(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("HF_HOME", str(tmp_path))
 
     def fails() -> None:
-        with backends.remembered("times.json") as known:
+        with backends.remembered() as known:
             known["a shape"] = 1.5
             raise backends.NotTimed("the GPU is gone")
 
     with pytest.raises(backends.NotTimed, match="is gone"):
         fails()
-    with backends.remembered("times.json") as known:
+    with backends.remembered() as known:
         assert known == {}

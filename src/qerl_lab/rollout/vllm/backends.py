@@ -68,7 +68,7 @@ def chosen(cfg: RunConfig, model: nn.Module) -> str:
     about = [torch.cuda.get_device_name(), *versions, kernels, cfg.format.name, sorted(shapes.items()), rows,
              cfg.lora.rank]  # fmt: skip
     try:
-        with remembered("linear_backend.json") as known:
+        with remembered() as known:
             if (key := json.dumps(about)) not in known:
                 known[key] = milliseconds(kernels, cfg, shapes, rows)
     except NotTimed as error:
@@ -114,12 +114,12 @@ def hash_of_tiles() -> str:
 
 
 @contextmanager
-def remembered(name: str) -> Iterator[dict[str, Any]]:
+def remembered() -> Iterator[dict[str, Any]]:
     """What this machine has timed, to read and to add to, in a file beside unpacked GGUF files.
 
     A run that would time the same waits for the first one, and then reads it.
     """
-    file = cache_folder() / name
+    file = cache_folder() / "linear_backend.json"
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.with_suffix(".lock").open("w") as guard:
         lock(guard)

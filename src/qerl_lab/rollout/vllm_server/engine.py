@@ -38,6 +38,8 @@ class VllmServerEngine:
     serves another model, or serves it otherwise.
     """
 
+    linear_backend = None  # a server's own choice
+
     def __init__(self, policy: Policy, cfg: RunConfig) -> None:
         self.policy, self.cfg, own = policy, cfg, cfg.rollout.vllm_server
         self._open = ExitStack()
