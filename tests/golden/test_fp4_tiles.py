@@ -4,6 +4,7 @@ Between the two stands what tests/helpers/cuda_on_cpu.h says that CUDA does.
 """
 
 import ctypes
+import re
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from torch import Tensor
 
 from kernels_on_cpu import every_code, library, pointers
 from packed_layers import NVFP4
-from qerl_lab.config.engine_rules import tiles_take
+from qerl_lab.config.engine_rules import TILES_MAX_RANK, tiles_take
+from qerl_lab.formats import tiles
 from qerl_lab.formats.tiles import pack
 from qerl_lab.rollout.vllm import fp4_tiles
 from qerl_lab.rollout.vllm.fp4_tiles import (
@@ -159,6 +161,13 @@ def test_what_it_does_not_take_is_refused() -> None:
 def test_a_run_is_refused_the_ranks_that_the_kernel_has_not() -> None:
     ranks = [rank for rank in range(1, 300) if fp4_tiles.takes([64], 128, rank)]
     assert ranks == [rank for rank in range(1, 300) if tiles_take(rank)]
+
+
+def test_the_kernel_counts_as_its_launch_does() -> None:
+    told = dict(re.findall(r"\b([A-Z_]+) = (\d+)\b", SOURCE.read_text()))
+    kernel = [int(told[name]) for name in ("BLOCK", "DEPTH", "AT_A_TIME", "BLOCK_BYTES", "RANKS", "MAX_RANK", "MAKERS")]
+    own = [tiles.BLOCK, tiles.DEPTH, tiles.AT_A_TIME, tiles.BLOCK_BYTES, fp4_tiles._RANKS, TILES_MAX_RANK]
+    assert kernel == [*own, 32 * fp4_tiles._MAKERS]
 
 
 def test_memory_for_one_stage_alone_is_refused() -> None:

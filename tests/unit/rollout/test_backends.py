@@ -105,7 +105,7 @@ def test_another_kernel_of_the_lab_s_is_timed_anew(
 def test_nothing_is_timed_for_other_formats_or_unless_asked(
     times: dict, tiny, model: nn.Module, name: str, asked: str, told: str
 ) -> None:
-    assert backends.chosen(tiny(format__name=name, rollout__vllm__linear_backend=asked), model) == told
+    assert backends.chosen(tiny(format__name=name, rollout__vllm__linear_backend=asked, lora__rank=8), model) == told
     assert times["asked"] == []
 
 
@@ -129,12 +129,12 @@ def test_rows_that_go_by_the_dense_copy_are_not_timed(times: dict, tiny, model: 
     assert [rows for _, _, rows in times["asked"]] == [[3]]
 
 
-FITS = {"format__name": "nvfp4", "lora__rank": 4, "model__dtype": "bfloat16"}
+FITS = {"format__name": "nvfp4", "lora__rank": 8, "model__dtype": "bfloat16"}
 
 
 @pytest.mark.parametrize(("keys", "capability", "taken"), [
     ({}, (9, 0), ["marlin", "fp4_tiles"]), ({}, (8, 0), ["marlin", "humming"]),
-    ({"lora__rank": 3}, (9, 0), ["marlin"]), ({"model__dtype": "float32"}, (9, 0), ["marlin"]),
+    ({"lora__rank": 4}, (9, 0), ["marlin"]), ({"model__dtype": "float32"}, (9, 0), ["marlin"]),
     ({"format__name": "mxfp4"}, (9, 0), ["marlin"]),
     ({"rollout__vllm__lora": "request"}, (9, 0), ["marlin"]),
     ({"rollout__vllm__share_base": True}, (9, 0), ["marlin", "fp4_tiles"]),
@@ -167,10 +167,10 @@ def test_fused_layers_with_a_scale_each_have_no_tiles(tiny, build_policy, tmp_pa
     folder = write_random(tmp_path / "dense", hidden_size=128, intermediate_size=192, num_attention_heads=2,
                           num_key_value_heads=1)  # fmt: skip
     model = build_policy(tiny(**FITS, model__path=str(folder))).model
-    assert backends.tiles_fit(model, 4)
+    assert backends.tiles_fit(model, 8)
     layer = next(iter(packed_layers(model).values()))
     layer.hold({name: tensor * 2 if "global" in name else tensor for name, tensor in layer.packed().items()})
-    assert not backends.tiles_fit(model, 4)
+    assert not backends.tiles_fit(model, 8)
 
 
 @pytest.mark.parametrize(("capability", "humming", "fastest"), [

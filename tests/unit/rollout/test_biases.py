@@ -21,7 +21,7 @@ from qerl_lab.model.linear import PackedLinear
 from qerl_lab.rollout.vllm import fp4_tiles, product
 from qerl_lab.rollout.vllm.product import UNPACK_ROWS
 
-N, K, RANK = 64, 32, 4
+N, K, RANK = 64, 32, 8
 NAMES: dict[str, dict[str, Any]] = {
     "vllm": {}, "vllm.model_executor": {}, "vllm.model_executor.layers": {},
     "vllm.model_executor.layers.linear": {
