@@ -12,8 +12,8 @@ VARIANTS(FP4_TILES)
   if (rows == ROWS && tile == TILE && (s->pieces > 1) == SHARED) \
     return run(blocks, Memory<ROWS, TILE, GROUPS>::THREADS, shared_bytes, [=] { \
       fp4_tiles_##ROWS##_##TILE##_##GROUPS##_##SHARED( \
-          maps[0], maps[1], (const u16*)p[0], (const u8*)p[1], (const float*)p[2], (const u16*)p[3], (const u16*)p[4], (const u16*)p[5], \
-          (u16*)p[6], (float*)p[7], (u16*)p[8], (float4*)p[9], (u64*)p[10], *s); \
+          maps[0], maps[1], (const u16*)p[0], (const u8*)p[1], (const float*)p[2], (const u16*)p[3], (const u16*)p[4], \
+          (const u16*)p[5], (u16*)p[6], (float*)p[7], (u16*)p[8], (float4*)p[9], (u64*)p[10], *s); \
     });
 
 extern "C" void launch(int rows, int tile, int blocks, int shared_bytes, const TensorMap* maps, const void* const* p,

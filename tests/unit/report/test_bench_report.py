@@ -184,12 +184,11 @@ def test_the_legend_of_steps_has_the_parts_that_can_be_seen() -> None:
     plt.close("all")
 
 
-@pytest.mark.parametrize("kind", ["rollouts", "steps"])
-def test_a_name_of_many_keys_stays_in_the_figure(kind: str) -> None:
-    arm = "nvfp4 " + " ".join(f"rollout.vllm.number_{i}_of_many={i}" for i in range(8))
-    result = rollouts([row(arm, 150.0)]) if kind == "rollouts" else steps()
-    if kind == "steps":
-        result["rows"] = [step(arm, 4.0)]
+MANY_KEYS = "nvfp4 " + " ".join(f"rollout.vllm.number_{i}_of_many={i}" for i in range(8))
+
+
+@pytest.mark.parametrize("result", [rollouts([row(MANY_KEYS, 150.0)]), steps() | {"rows": [step(MANY_KEYS, 4.0)]}])
+def test_a_name_of_many_keys_stays_in_the_figure(result: dict[str, Any]) -> None:
     figure = bench_arms.figure_of(result)
     figure.canvas.draw()
     (name,) = [text for text in figure.findobj(Text) if "number_7" in text.get_text()]

@@ -35,6 +35,11 @@ struct Shape {
 
 __device__ int slabs(const Shape& s) { return (s.columns + DEPTH - 1) / DEPTH; }  // of t
 
+// To the next stage of the ring; a round of it turns the parity that its barriers are waited for with.
+__device__ void advance(const Shape& s, int& stage, int& parity) {
+  if (++stage == s.stages) stage = 0, parity ^= 1;
+}
+
 // Where the parts lie in shared memory, and who multiplies. x and t have slabs of DEPTH columns.
 template <int ROWS, int TILE, int GROUPS>
 struct Memory {
@@ -92,7 +97,8 @@ __device__ void carry(const TensorMap* x, const TensorMap* rows_of_B, const u8* 
     arrive_expecting(m.full + 8 * stage, X_STAGE + W_STAGE);
     copy(weights + stage * W_STAGE, packed + ((long long)tile * s.depth + k) * W_STAGE, W_STAGE, m.full + 8 * stage);
   };
-  prefetch(x), prefetch(rows_of_B);
+  prefetch(x);
+  if (!SHARED) prefetch(rows_of_B);
 #pragma unroll 1
   for (int i = 0; i < ahead; i++) bring_weights(w.tile, w.first + i, i);
   awaited();
@@ -105,7 +111,7 @@ __device__ void carry(const TensorMap* x, const TensorMap* rows_of_B, const u8* 
     for (int k = w.first; k < w.end; k++) {
       if (tile > w.tile || k >= w.first + ahead) wait(m.empty + 8 * stage, parity), bring_weights(tile, k, stage);
       copy_tile(m.x + stage * X_STAGE, x, k * AT_A_TIME, m.full + 8 * stage);
-      if (++stage == s.stages) stage = 0, parity ^= 1;
+      advance(s, stage, parity);
     }
 #pragma unroll 1
     for (int r = 0; r < (SHARED ? 0 : s.rank); r += RANKS) {
@@ -114,7 +120,7 @@ __device__ void carry(const TensorMap* x, const TensorMap* rows_of_B, const u8* 
 #pragma unroll 1
       for (int b = 0; b < TILE; b++)
         copy_rows(weights + stage * W_STAGE + b * B_BYTES, rows_of_B, r, n + b * BLOCK, m.full + 8 * stage);
-      if (++stage == s.stages) stage = 0, parity ^= 1;
+      advance(s, stage, parity);
     }
   }
 }
@@ -399,7 +405,7 @@ __device__ void add_all(float (&sum)[BLOCKS][ROWS / 2], const Memory<ROWS, TILE,
     }
     __syncwarp();
     if (lane == 0) arrive(m.empty + 8 * stage);
-    if (++stage == s.stages) stage = 0, parity ^= 1;
+    advance(s, stage, parity);
   }
 }
 
@@ -436,7 +442,7 @@ __device__ void multiply_all(const Memory<ROWS, TILE, GROUPS>& m, const float* d
       const int at = stage * AT_A_TIME;
       multiply<ROWS, TILE, BLOCKS>(sum, a, weights + at * m.W_BYTES, matrix(m.x + at * m.X_BYTES), free);
       free = m.empty + 8 * stage;
-      if (++stage == s.stages) stage = 0, parity ^= 1;
+      advance(s, stage, parity);
     }
     if constexpr (SHARED) {
       end(sum, free);
