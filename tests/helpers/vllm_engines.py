@@ -15,6 +15,7 @@ from rollouts import rows
 DENSE_ROWS = 16  # fewer than are sampled at once, and more than the last ones of a rollout
 
 BACKENDS = "fp4_tiles", "humming"
+IGNORED = ["lm_head", "down_proj"]  # down_proj stays dense, the others are packed
 
 
 def config(tiny: Callable[..., RunConfig], folder: Path, weight_format: str, way: str, **changes: Any) -> RunConfig:
@@ -27,6 +28,7 @@ def config(tiny: Callable[..., RunConfig], folder: Path, weight_format: str, way
         rollout__vllm__linear_backend=next((name for name in BACKENDS if name in ways), "vllm"),
         rollout__vllm__share_base="share_base" in ways,
         rollout__vllm__lora="request" if way == "request" else "dense",
+        **({"format__ignore": IGNORED} if "ignore" in ways else {}),
         **changes,
     )  # fmt: skip
 
