@@ -1,11 +1,12 @@
 """The engine of vLLM, in the trainer's process: the packed base, the policy's adapter, noisy norms.
 
 It meets vLLM at documented seams only: `LLM(...)`, `add_request` and `step` of its engine, `add_lora`, `apply_model`,
-`collective_rpc`, `reset_prefix_cache`, `sleep`, `wake_up`. tests/unit/rollout/test_contract.py holds it, and tests/gpu
-every format.
+`collective_rpc`, `reset_prefix_cache`, `sleep`, `wake_up`; scheduler.py at one that is documented and not promised.
+tests/unit/rollout/test_contract.py holds it, and tests/gpu every format.
 """
 
 import gc
+import logging
 import os
 import random
 import time
@@ -31,7 +32,7 @@ from qerl_lab.model.files import read_json
 from qerl_lab.model.linear import packed_layers
 from qerl_lab.model.policy import Policy
 from qerl_lab.rollout.engine import ASLEEP, EngineFailed, OnDone, Rollout, Sampling, ignore
-from qerl_lab.rollout.vllm import one_copy
+from qerl_lab.rollout.vllm import one_copy, scheduler
 from qerl_lab.rollout.vllm.adapter import AdapterFile, DenseAdapter
 from qerl_lab.rollout.vllm.backends import IN_VLLM, chosen
 from qerl_lab.rollout.vllm.base import folder_of
@@ -170,20 +171,22 @@ class VllmEngine:
         started = time.perf_counter()
         self._wake()
         with own_randomness(self.policy.device):
-            self._send(prompt_ids_P, group_size, sampling)
+            names_P_G = self._send(prompt_ids_P, group_size, sampling)
             found = self._receive(len(prompt_ids_P), on_done)
         outputs_P = [sorted(found[str(p)].outputs, key=lambda output: output.index) for p in range(len(prompt_ids_P))]
         return Rollout(
             prompt_ids_P=prompt_ids_P,
             completion_ids_P_G=[[list(output.token_ids) for output in group] for group in outputs_P],
-            logprobs_P_G=[[output.logprobs.logprobs if output.logprobs else [] for output in g] for g in outputs_P],
+            logprobs_P_G=[[scheduler.KEPT.pop(name, []) for name in names] for names in names_P_G],
             finish_reasons_P_G=[[str(output.finish_reason) for output in group] for group in outputs_P],
             entropy=None,
             seconds=time.perf_counter() - started,
         )
 
-    def _send(self, prompt_ids_P: list[list[int]], group_size: int, sampling: Sampling) -> None:
-        seeds = sampling.seeds(len(prompt_ids_P))
+    def _send(self, prompt_ids_P: list[list[int]], group_size: int, sampling: Sampling) -> list[list[str]]:
+        """Return vLLM's names of the completions."""
+        scheduler.KEPT.clear()  # what a rollout that failed has left
+        seeds, names_P_G = sampling.seeds(len(prompt_ids_P)), []
         with failing("generate"):
             for index, (ids, seed) in enumerate(zip(prompt_ids_P, seeds, strict=True)):
                 how = SamplingParams(
@@ -194,14 +197,15 @@ class VllmEngine:
                     max_tokens=sampling.max_tokens,
                     # vLLM's are of what it drew from: after the cut, which is another distribution than the contract's.
                     logprobs=0 if sampling.top_p == 1 else None,
-                    flat_logprobs=True,  # an object a token takes longer than the token
                     stop_token_ids=self.policy.end_ids(),
                     detokenize=False,
                     output_kind=RequestOutputKind.FINAL_ONLY,
                 )
-                self.llm.llm_engine.add_request(
+                request = self.llm.llm_engine.add_request(
                     str(index), {"prompt_token_ids": ids}, how, lora_request=self._adapter.request
                 )
+                names_P_G.append(scheduler.names(request, group_size))
+        return names_P_G
 
     def _receive(self, count: int, on_done: OnDone) -> dict[str, RequestOutput]:
         engine, found = self.llm.llm_engine, dict[str, RequestOutput]()
@@ -281,6 +285,7 @@ def start(cfg: RunConfig, folder: Path, policy: Policy, backend: str, of_adapter
         "enforce_eager": own.enforce_eager,
         "enable_sleep_mode": own.sleep,
         "linear_backend": IN_VLLM.get(backend, backend),
+        "scheduler_cls": scheduler.KEEPING,
         "logprobs_mode": "processed_logprobs",  # at the temperature of sampling
         "generation_config": "vllm",  # not the model's own penalties and cuts
         "use_tqdm_on_load": False,
@@ -291,6 +296,7 @@ def start(cfg: RunConfig, folder: Path, policy: Policy, backend: str, of_adapter
         arguments["max_num_batched_tokens"] = own.max_num_batched_tokens
     if policy.device.type == "cpu":  # half a prompt draws a token, over which a generator of the CPU cannot step back
         arguments["enable_chunked_prefill"] = False
+    logging.getLogger("vllm.config.scheduler").addFilter(scheduler.news)
     try:
         return LLM(model=str(folder), **arguments, **of_adapter)
     except (ValueError, NotImplementedError, torch.OutOfMemoryError) as error:

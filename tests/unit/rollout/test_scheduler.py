@@ -1,0 +1,94 @@
+"""Log-probs that are kept as vLLM's scheduler meets them, over a scheduler that is made here.
+
+test_contract.py has vLLM's own, where vLLM is installed.
+"""
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from played_modules import play
+from qerl_lab.rollout.vllm import scheduler
+
+
+class Scheduler:
+    """Takes the tokens of requests that still run, one each, and tells no log-prob."""
+
+    def __init__(self, vllm_config: Any, block_size: int) -> None:
+        self.block_size, self.running, self.seen = block_size, {"0_a", "1_a", "b"}, []
+
+    def update_from_output(self, scheduled: Any, output: Any) -> dict[int, Any]:
+        self.seen.append(output.logprobs)
+        tokens = {name: output.sampled_token_ids[row] for name, row in output.req_id_to_index.items()}
+        emitted = [SimpleNamespace(request_id=name, new_token_ids=tokens[name]) for name in scheduled]
+        return {0: SimpleNamespace(outputs=[output for output in emitted if output.request_id in self.running])}
+
+
+class AsyncScheduler(Scheduler): ...
+
+
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[float]]:
+    room = "vllm.v1.core.sched"
+    play(monkeypatch, {
+        "vllm": {}, "vllm.v1": {}, "vllm.v1.core": {}, room: {},
+        f"{room}.scheduler": {"Scheduler": Scheduler}, f"{room}.async_scheduler": {"AsyncScheduler": AsyncScheduler},
+    })  # fmt: skip
+    monkeypatch.setattr(scheduler, "KEPT", {})
+    return scheduler.KEPT
+
+
+def keeping(is_async: bool = True) -> Any:
+    config = SimpleNamespace(scheduler_config=SimpleNamespace(async_scheduling=is_async))
+    return scheduler.keeping(vllm_config=config, block_size=16)
+
+
+def told(names: list[str], nats: list[float] | None, tokens: list[list[int]] | None = None) -> Any:
+    """What the model gave for these requests, a row each."""
+    logprobs = None if nats is None else SimpleNamespace(logprobs=np.array(nats)[:, None])
+    rows = {name: row for row, name in enumerate(names)}
+    return SimpleNamespace(req_id_to_index=rows, logprobs=logprobs, sampled_token_ids=tokens or [[5]] * len(names))
+
+
+def test_each_completion_has_those_of_its_own_tokens(kept: dict[str, list[float]]) -> None:
+    """The scheduler's order of requests is another one than the model's."""
+    own = keeping()
+    own.update_from_output(["0_a", "1_a", "b"], told(["b", "0_a", "1_a"], [-1.0, -2.0, -3.0]))
+    own.update_from_output(["b", "0_a"], told(["0_a", "b"], [-4.0, -5.0]))
+    assert kept == {"0_a": [-2.0, -4.0], "1_a": [-3.0], "b": [-1.0, -5.0]}
+    assert own.seen == [None, None]  # what vLLM would hand on, an object a token
+
+
+def test_a_token_that_vllm_does_not_take_has_none(kept: dict[str, list[float]]) -> None:
+    """Of a prompt that is half read there is no token; one that comes after the end is dropped."""
+    own = keeping()
+    own.running.discard("1_a")
+    own.update_from_output(["0_a", "1_a", "b"], told(["0_a", "1_a", "b"], [-1.0, -2.0, -3.0], [[], [5], [5]]))
+    assert kept == {"b": [-3.0]}
+
+
+def test_without_log_probs_nothing_is_kept(kept: dict[str, list[float]]) -> None:
+    assert keeping().update_from_output(["b"], told(["b"], None))[0].outputs[0].new_token_ids == [5]
+    assert kept == {}
+
+
+@pytest.mark.parametrize(("is_async", "expected"), [(True, AsyncScheduler), (False, Scheduler)])
+def test_it_is_the_scheduler_that_vllm_would_have_taken(kept: Any, is_async: bool, expected: type) -> None:
+    own = keeping(is_async)
+    assert isinstance(own, expected)
+    assert isinstance(own, AsyncScheduler) == is_async
+    assert own.block_size == 16
+
+
+def test_completions_have_vllms_names() -> None:
+    assert scheduler.names("3-5af0", 1) == ["3-5af0"]
+    assert scheduler.names("3-5af0", 2) == ["0_3-5af0", "1_3-5af0"]
+
+
+def test_vllms_line_about_a_scheduler_of_ones_own_is_left_out_and_no_other() -> None:
+    lines = ["Using custom scheduler class %s. This scheduler interface is not public", "Chunked prefill is off"]
+    records = [logging.LogRecord("vllm", logging.WARNING, "", 0, line, ("x",), None) for line in lines]
+    assert [scheduler.news(record) for record in records] == [False, True]
