@@ -62,6 +62,8 @@ def measure(sampler: Sampler, job: Job) -> Iterator[Row]:
         calls = Calls(sampler, job, batch)
         with Clocks() as clocks:
             timed = calls.run()
+        if about["model_runner"] == 1:  # which waits for the GPU by asking again and again
+            timed["host_share"] = None
         where = kernel_times.of_token(calls.seconds) if options["kernels"] else {}
         yield {
             "batch": batch, "prompt": options["prompt"], "new": options["new"], "repeats": options["repeats"], **timed,
@@ -80,12 +82,14 @@ class Calls:
         self.short = max(1, self.new // 4)
         self.sync: list[float] = []
         self.nats: list[float] = []
+        self.host: list[float] = []
 
     def run(self) -> Row:
         """Time them in turn, after a whole and a short call that do not count."""
         self.seconds(self.new)
         self.seconds(self.short)
         self.sync.clear()
+        self.host.clear()
         pairs = [(self.seconds(self.new), self.seconds(self.short)) for _ in range(self.job.options["repeats"])]
         whole, short = (sorted(values) for values in zip(*pairs, strict=True))
         tokens = self.batch * self.new
@@ -94,7 +98,7 @@ class Calls:
             "tokens_per_second": tokens / statistics.median(whole), "tokens_per_second_min": tokens / whole[-1],
             "tokens_per_second_max": tokens / whole[0], "seconds": statistics.median(whole),
             "decode_ms": 1e3 * step, "decode_tokens_per_second": self.batch / step if step > 0 else None,
-            "short_new": self.short,
+            "short_new": self.short, "host_share": statistics.median(self.host),
             "sync_ms": 1e3 * statistics.median(self.sync), "nats": statistics.fmean(self.nats),
         }  # fmt: skip
 
@@ -107,9 +111,11 @@ class Calls:
         started = time.perf_counter()
         self.sampler.renew()
         wait()
-        synced = time.perf_counter()
+        synced, busy = time.perf_counter(), time.thread_time()
         logprobs = self.sampler.generate(prompts, new, seed)
         took = time.perf_counter() - synced
+        if new == self.new:
+            self.host.append((time.thread_time() - busy) / took)
         self.sync.append(synced - started)
         self.nats.append(check(logprobs, self.batch, new))
         return took

@@ -84,6 +84,8 @@ def notes(rows: list[dict[str, Any]]) -> list[str]:
 
 def _rollout_table(result: Result) -> str:
     rows = ratios(result, ("rank", "batch"))
+    if "host_share" not in rows:  # of files up to 2026-11-26
+        rows["host_share"] = float("nan")
     head = [
         "tokens/s",
         "least",
@@ -91,6 +93,7 @@ def _rollout_table(result: Result) -> str:
         "of BF16",
         "of QLoRA",
         "token ms",
+        "host",
         "sync ms",
         "start s",
         "weights",
@@ -104,11 +107,15 @@ def _rollout_table(result: Result) -> str:
             numbers = [
                 f"{row['tokens_per_second']:,.0f}", f"{row['tokens_per_second_min']:,.0f}",
                 f"{row['tokens_per_second_max']:,.0f}", f"{row['of_bf16']:.2f}", f"{row['of_qlora']:.2f}",
-                f"{row['decode_ms']:.2f}", f"{row['sync_ms']:.1f}", f"{row['start_seconds']:.0f}",
+                f"{row['decode_ms']:.2f}", _percent(row["host_share"]), f"{row['sync_ms']:.1f}",
+                f"{row['start_seconds']:.0f}",
                 *(_gib(row[name]) for name in ("weights_gib", "kv_gib", "used_gib")),
             ]  # fmt: skip
             lines.append(f"{row['rank']:7}{row['batch']:7}" + _cells(numbers))
-    return "\n".join([*lines, "weights, KV, used: GiB of the GPU", *_rank_lines(rows), *_kernel_lines(alive(result))])
+    lines += ["weights, KV, used: GiB of the GPU"]
+    if rows["host_share"].notna().any():
+        lines += ["host: how much of a call its thread computes; near 100% the host decides the speed, not the GPU"]
+    return "\n".join([*lines, *_rank_lines(rows), *_kernel_lines(alive(result))])
 
 
 def _kernel_lines(rows: list[dict[str, Any]]) -> list[str]:
@@ -183,6 +190,10 @@ def _cells(numbers: list[str]) -> str:
 
 def _gib(value: float | None) -> str:
     return "-" if value is None or pd.isna(value) else f"{value:.1f}"
+
+
+def _percent(share: float | None) -> str:
+    return "-" if pd.isna(share) else f"{share:.0%}"
 
 
 def _draw_rollouts(result: Result) -> plt.Figure:

@@ -60,6 +60,27 @@ def test_speeds_are_medians_and_the_first_calls_do_not_count(monkeypatch: pytest
     assert (row["repeats"], row["prompt"], row["new"], row["short_new"]) == (3, 12, 8, 2)
 
 
+@pytest.mark.parametrize(("runner", "expected"), [(2, 0.6), (1, None)])
+def test_the_hosts_share_is_of_whole_calls_that_count(
+    monkeypatch: pytest.MonkeyPatch, runner: int, expected: float | None
+) -> None:
+    """Of a thread that waits asleep: the first model runner asks the GPU again and again."""
+    clock, busy = [0.0], [0.0]
+    computes = iter([50.0, 50.0, 1.0, 0.1, 1.2, 0.1, 1.4, 0.1])  # of whole and short calls, the first two to warm up
+
+    def call(prompts: list[list[int]], new: int) -> list[list[float]]:
+        clock[0] += 2.0 if new == 8 else 0.5
+        busy[0] += next(computes)
+        return answer(prompts, new)
+
+    sampler = FakeSampler(call)
+    sampler.llm.llm_engine.vllm_config.use_v2_model_runner = runner == 2
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(time, "thread_time", lambda: busy[0])
+    (row,) = rollout.measure(sampler, job_of(options(batches=[4])))
+    assert row["host_share"] == pytest.approx(expected)
+
+
 def test_what_a_sync_left_to_the_gpu_is_time_of_the_sync(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM may return from a LoRARequest before its copies are done."""
     clock, left = [0.0], [0.0]

@@ -19,8 +19,9 @@ def row(arm: str, speed: float, **changes: Any) -> dict[str, Any]:
     return {
         "model": "qwen2.5-14b", "arm": arm, "format": FORMATS.get(arm, "nvfp4"), "baseline": arm.endswith("stock"),
         "rank": 32, "batch": 8, "tokens_per_second": speed, "tokens_per_second_min": 0.9 * speed,
-        "tokens_per_second_max": 1.1 * speed, "decode_ms": 4.5, "sync_ms": 9.0, "start_seconds": 60.0,
-        "weights_gib": 5.5, "kv_gib": 2.0, "used_gib": 12.0, "max_num_seqs": 64, "sm_mhz": 1900.0,
+        "tokens_per_second_max": 1.1 * speed, "decode_ms": 4.5, "host_share": 0.254, "sync_ms": 9.0,
+        "start_seconds": 60.0, "weights_gib": 5.5, "kv_gib": 2.0, "used_gib": 12.0, "max_num_seqs": 64,
+        "sm_mhz": 1900.0,
     } | changes  # fmt: skip
 
 
@@ -49,8 +50,8 @@ def test_the_table_has_a_line_an_arm_and_batch_and_the_dead() -> None:
     lines = bench_arms.table(rollouts([*several(), dead])).splitlines()
     of_arm = lines[lines.index("nvfp4") + 1 :]  # an arm may be as long as a line, and has one of its own
     line = next(line for line in of_arm if line.split()[1] == "64")
-    assert line.split() == ["32", "64", "1,200", "1,080", "1,320", "1.50", "3.75", "4.50", "9.0", "60", "5.5", "2.0",
-                            "12.0"]  # fmt: skip
+    assert line.split() == ["32", "64", "1,200", "1,080", "1,320", "1.50", "3.75", "4.50", "25%", "9.0", "60", "5.5",
+                            "2.0", "12.0"]  # fmt: skip
     assert "mxfp4, rank 32: died. OutOfMemoryError: 3 GiB" in lines
     assert not any("by rank" in line or line.startswith("note:") for line in lines)
 
@@ -59,6 +60,16 @@ def test_the_table_of_a_batch_without_a_baseline_has_no_ratio() -> None:
     text = bench_arms.table(rollouts([row("nvfp4", 150.0, used_gib=None)]))
     assert "nan" not in text
     assert text.splitlines()[2].split()[5:7] == ["-", "-"]
+
+
+@pytest.mark.parametrize("older", [{"host_share": None}, {}], ids=["model runner 1", "file of before"])
+def test_the_hosts_share_is_left_out_where_it_was_not_measured(older: dict[str, Any]) -> None:
+    told = bench_arms.table(rollouts([row("nvfp4", 150.0)]))
+    untold = {key: value for key, value in row("nvfp4", 150.0).items() if key != "host_share"} | older
+    found = bench_arms.table(rollouts([untold]))
+    assert "near 100% the host decides" in told
+    assert "near 100%" not in found
+    assert found.splitlines()[2].split()[8] == "-"
 
 
 def test_ranks_stand_beside_the_paper_s() -> None:
