@@ -84,8 +84,6 @@ def notes(rows: list[dict[str, Any]]) -> list[str]:
 
 def _rollout_table(result: Result) -> str:
     rows = ratios(result, ("rank", "batch"))
-    if "host_share" not in rows:  # of files up to 2026-11-26
-        rows["host_share"] = float("nan")
     head = [
         "tokens/s",
         "least",
@@ -107,13 +105,13 @@ def _rollout_table(result: Result) -> str:
             numbers = [
                 f"{row['tokens_per_second']:,.0f}", f"{row['tokens_per_second_min']:,.0f}",
                 f"{row['tokens_per_second_max']:,.0f}", f"{row['of_bf16']:.2f}", f"{row['of_qlora']:.2f}",
-                f"{row['decode_ms']:.2f}", _percent(row["host_share"]), f"{row['sync_ms']:.1f}",
+                f"{row['decode_ms']:.2f}", _told(row.get("host_share"), ".0%"), f"{row['sync_ms']:.1f}",
                 f"{row['start_seconds']:.0f}",
-                *(_gib(row[name]) for name in ("weights_gib", "kv_gib", "used_gib")),
+                *(_told(row[name], ".1f") for name in ("weights_gib", "kv_gib", "used_gib")),
             ]  # fmt: skip
             lines.append(f"{row['rank']:7}{row['batch']:7}" + _cells(numbers))
     lines += ["weights, KV, used: GiB of the GPU"]
-    if rows["host_share"].notna().any():
+    if any(row.get("host_share") is not None for row in alive(result)):
         lines += ["host: how much of a call its thread computes; near 100% the host decides the speed, not the GPU"]
     return "\n".join([*lines, *_rank_lines(rows), *_kernel_lines(alive(result))])
 
@@ -165,7 +163,7 @@ def _step_table(result: Result) -> str:
         numbers = [
             f"{row['step_seconds']:.2f}", f"{row['tokens_per_second']:,.0f}", f"{row['of_bf16']:.2f}",
             f"{row['of_qlora']:.2f}", *(f"{row.get(f'{phase}_seconds', float('nan')):.2f}" for phase in PHASES),
-            *(_gib(row.get(name)) for name in ("policy_gib", "weights_gib", "kv_gib", "peak_gib", "used_gib")),
+            *(_told(row.get(name), ".1f") for name in ("policy_gib", "weights_gib", "kv_gib", "peak_gib", "used_gib")),
         ]  # fmt: skip
         lines += [row["arm"], _cells(numbers)]  # an arm may be as long as a line
     lines.append(f"{', '.join(PHASES)}: seconds. policy, weights, KV, peak, used: GiB of the GPU")
@@ -188,12 +186,8 @@ def _cells(numbers: list[str]) -> str:
     return "".join(f"{number.replace('nan', '-'):>10}" for number in numbers)
 
 
-def _gib(value: float | None) -> str:
-    return "-" if value is None or pd.isna(value) else f"{value:.1f}"
-
-
-def _percent(share: float | None) -> str:
-    return "-" if pd.isna(share) else f"{share:.0%}"
+def _told(value: float | None, form: str) -> str:
+    return "-" if pd.isna(value) else format(value, form)
 
 
 def _draw_rollouts(result: Result) -> plt.Figure:

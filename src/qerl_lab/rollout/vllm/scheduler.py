@@ -37,7 +37,7 @@ class Keeping:
             row_of, nats = model_runner_output.req_id_to_index, told.logprobs[:, 0].tolist()
             for outputs in outputs_of_clients.values():
                 for output in outputs.outputs:
-                    for _ in output.new_token_ids:  # one, or none after an abort: the lab has no speculative decoding
+                    if output.new_token_ids:  # one: the lab has no speculative decoding
                         KEPT.setdefault(output.request_id, []).append(nats[row_of[output.request_id]])
         return outputs_of_clients
 
