@@ -34,7 +34,7 @@ class Trained:
     trainer: LabTrainer
     gradients: list[dict[str, Tensor]] = field(default_factory=list)  # of each update
     steps: list[dict[str, float]] = field(default_factory=list)
-    scored: int = 0  # completions that a forward of the trainer took the log-probs of
+    scored: int = 0  # rows that a forward of the trainer took the log-probs of: completions, packed a micro-batch
     sampled: int = 0
 
 
