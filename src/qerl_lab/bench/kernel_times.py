@@ -1,7 +1,8 @@
 """Where the time of a decoded token goes: the GPU's kernels by name, as torch's profiler sees them in whole calls.
 
-Two calls are profiled, one of more tokens. What the longer one has more is decoding alone, as in `rollout.Calls`. The
-profiler slows the host, so that gaps are longer than without it: what is told is how long kernels run, not a step.
+Two calls are profiled, one of more tokens. What the longer one has more is decoding alone, as in `rollout.Calls`, and
+around the middle of those tokens, so that attention reads as much. The profiler slows the host, so that gaps are longer
+than without it: what is told is how long kernels run, not a step.
 """
 
 import re
@@ -15,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 from qerl_lab.bench.gpu import wait
 from qerl_lab.bench.options import Row
 
-FEW, MANY = 8, 40  # tokens of the two calls
+SPAN = 64  # tokens that the longer call has more, where there are as many
 LONGEST = 60  # characters of a name
 
 
@@ -27,10 +28,17 @@ class Kernel(NamedTuple):
     end: float
 
 
-def of_token(call: Callable[[int], object]) -> Row:
-    """What `differences` gives of `call(n)`, which samples n tokens of every completion."""
-    few, many = (launches(call, tokens) for tokens in (FEW, MANY))
-    return differences(few, many, MANY - FEW)
+def of_token(call: Callable[[int], object], short: int, new: int) -> Row:
+    """What `differences` gives of `call(n)`, which samples n tokens of every completion, from `short` to `new`."""
+    first, last = ends(short, new)
+    few, many = (launches(call, tokens) for tokens in (first, last))
+    return differences(few, many, last - first)
+
+
+def ends(short: int, new: int) -> tuple[int, int]:
+    """The tokens of the two calls: `SPAN` apart, around the middle of `short` and `new`, and within them."""
+    first = max(short, (short + new - SPAN) // 2)
+    return first, min(new, first + SPAN)
 
 
 def launches(call: Callable[[int], object], tokens: int) -> list[Kernel]:

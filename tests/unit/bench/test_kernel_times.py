@@ -47,6 +47,14 @@ def test_names_are_without_their_arguments(name: str, shown: str) -> None:
     assert short(name) == shown
 
 
+@pytest.mark.parametrize(("timed", "profiled"), [((128, 512), (288, 352)), ((20, 81), (20, 81)), ((1, 2), (1, 2))])
+def test_the_tokens_profiled_have_in_the_mean_the_length_of_those_timed(
+    timed: tuple[int, int], profiled: tuple[int, int]
+) -> None:
+    assert kernel_times.ends(*timed) == profiled
+    assert sum(timed) == sum(profiled)
+
+
 def test_two_calls_are_profiled_after_the_timed_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     from test_bench_rollout import answer, job_of, options
 
@@ -60,7 +68,7 @@ def test_two_calls_are_profiled_after_the_timed_ones(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(kernel_times, "launches", launches)
     sampler = FakeSampler(answer)
     (row,) = rollout.measure(sampler, job_of(options(batches=[4], kernels=True)))
-    assert asked == [8, 40] == [new for _, new, _ in sampler.asked][-2:]
+    assert asked == [2, 8] == [new for _, new, _ in sampler.asked][-2:]
     assert row["kernels"][0]["name"] == "product"
     (plain,) = rollout.measure(FakeSampler(answer), job_of(options(batches=[4])))
     assert "kernels" not in plain
@@ -70,7 +78,7 @@ def test_two_calls_are_profiled_after_the_timed_ones(monkeypatch: pytest.MonkeyP
 def test_the_profiler_sees_the_kernels_of_a_graph() -> None:
     x = torch.zeros(1024, device="cuda")
     step = graphed(lambda: x.add_(1))
-    row = kernel_times.of_token(lambda number: [step() for _ in range(number)])
+    row = kernel_times.of_token(lambda number: [step() for _ in range(number)], 8, 32)
     assert sum(kernel["calls"] for kernel in row["kernels"]) == pytest.approx(1)
     assert 0 < row["busy_us"] < 100
 
