@@ -1,8 +1,9 @@
 """Where the time of a decoded token goes: the GPU's kernels by name, as torch's profiler sees them in whole calls.
 
 Two calls are profiled, one of more tokens. What the longer one has more is decoding alone, as in `rollout.Calls`, and
-around the middle of those tokens, so that attention reads as much. The profiler slows the host, so that gaps are longer
-than without it: what is told is how long kernels run, not a step.
+around the middle of those tokens, so that attention reads as much as in the timed calls. What two prefills differ by is
+in it too. The profiler slows the host, so that gaps are longer than without it: what is told is how long kernels run,
+not a step.
 """
 
 import re

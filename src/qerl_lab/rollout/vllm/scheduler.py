@@ -1,7 +1,7 @@
 """vLLM's scheduler, which keeps the log-probs of sampled tokens where the engine finds them.
 
 vLLM itself hands each of them on as slices of three arrays, an object and items of four lists. With 256 completions
-that is a quarter of what its scheduler and outputs take of the host, and a GPU that has the token sooner waits for it.
+that is a quarter of what its scheduler and outputs take of the host. The GPU waits where it ends before the host does.
 
 Which class schedules is an argument of `LLM`; vLLM warns that the class is no public interface.
 tests/unit/rollout/test_contract.py holds what is used of it.
