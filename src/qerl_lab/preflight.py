@@ -54,12 +54,18 @@ def check(cfg: RunConfig, run_dir: Path, here: bool = True) -> list[str]:
         adapter_files.check(cfg)
     check_directory(run_dir)
     if here:
-        _check_device(cfg)
-        _check_size(cfg, folder)
-        _check_gpu_only(cfg)
-        check_engine(cfg)
-        _check_disk(cfg, folder, run_dir)
+        check_machine(cfg, run_dir)
     return _check_questions(cfg)
+
+
+def check_machine(cfg: RunConfig, run_dir: Path) -> None:
+    """Raise ConfigError where this machine lacks what the run needs: its device, packages, memory, room on the disk."""
+    folder = on_disk.local(cfg.model.path)
+    _check_device(cfg)
+    _check_size(cfg, folder)
+    _check_gpu_only(cfg)
+    check_engine(cfg)
+    _check_disk(cfg, folder, run_dir)
 
 
 def check_directory(run_dir: Path) -> None:

@@ -7,17 +7,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import hydra
 import pytest
-from hydra import initialize_config_dir
-from hydra.core.config_loader import ConfigLoader
-from hydra.core.global_hydra import GlobalHydra
 
 from qerl_lab import exits
-from qerl_lab.cli import jobs, launch
-from qerl_lab.cli.compose import VERSION_BASE, Plan, make_plan
+from qerl_lab.cli import jobs, launch, schedule
+from qerl_lab.cli.compose import Plan, make_plan
 from qerl_lab.cli.train import main
-from qerl_lab.config.files import package_data
 from qerl_lab.config.option import ConfigError
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.terminal import python
@@ -72,30 +67,6 @@ def test_a_file_that_is_edited_after_the_plan_changes_no_job(own: str) -> None:
     assert [RunDirectory(Path("sweep", name)).config().lora.rank for name in ("0-mine-seed0", "1-mine-seed1")] == [8, 8]
 
 
-@pytest.mark.parametrize("words", [["run_dir=run"], ["-m", "seed=0,1"]])
-def test_nothing_is_composed_after_the_claim(monkeypatch: pytest.MonkeyPatch, words: list[str]) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise AssertionError("composed again")
-
-    monkeypatch.setattr(hydra, "main", refuse)
-    loader = type(hydras_loader())
-    claim = jobs.claim
-
-    def claim_and_close(plan: Plan, command: str) -> Plan:
-        monkeypatch.setattr(loader, "load_configuration", refuse)
-        monkeypatch.setattr(loader, "load_sweep_config", refuse)
-        return claim(plan, command)
-
-    monkeypatch.setattr(jobs, "claim", claim_and_close)
-    assert main(words) == 0
-
-
-def hydras_loader() -> ConfigLoader:
-    """The loader of Hydra that a plan composes with."""
-    with initialize_config_dir(str(package_data("conf")), version_base=VERSION_BASE):
-        return GlobalHydra.instance().config_loader()
-
-
 def test_every_directory_is_claimed_before_the_first_job_starts() -> None:
     assert main(["-m", "seed=0,1,2", "hydra.sweep.dir=sweep"]) == 0
     names = ["0-adhoc-seed0", "1-adhoc-seed1", "2-adhoc-seed2"]
@@ -144,7 +115,8 @@ def test_a_job_that_somebody_else_runs_is_left_alone(here: Path, capfd: pytest.C
     second = RunDirectory(Path("sweep/1-adhoc-seed1"))
     with second.locked():
         second.begin()  # by resume=, for example
-        assert jobs.run_sweep(plan, "the command") == 130
+        schedule.run(plan, "the command")
+        assert schedule.finish(plan) == 130
     assert f"another process is running in {second.path.absolute()}" in capfd.readouterr().err
     assert second.status == "interrupted"
 

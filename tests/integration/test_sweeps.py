@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from qerl_lab import preflight, tasks
-from qerl_lab.cli import launch, pool
+from qerl_lab.cli import launch, schedule
 from qerl_lab.cli.train import main
 from qerl_lab.config.option import ConfigError
 from qerl_lab.model.on_disk import ASSETS
@@ -39,7 +39,7 @@ resolved = open(path("resolved.yaml")).read()
 seed, steps = (int(re.search(rf"^{key}: (\\d+)", resolved, re.M)[1]) for key in ("seed", "steps"))
 began, first = time.time(), not os.path.exists(path("calls"))
 line = lambda step: json.dumps({"step": step, "time": began, "metrics": {"reward/mean": 0.5}}) + "\\n"
-if first: write("env.json", json.dumps({"gpus": []}))
+if first: write("env.json", json.dumps({"gpus": [], "words": json.loads(os.environ["QERL_LAB_WORDS"])}))
 print("the console of", seed, flush=True)
 write("metrics.jsonl", line(25))
 write("calls", "began\\n", "a")
@@ -119,32 +119,18 @@ def test_the_same_line_skips_what_is_done_and_goes_on_with_what_failed(capfd: py
     assert len(sessions()) == 5
 
 
-def test_jobs_of_two_sweeps_leave_both_as_they_were() -> None:
-    def known() -> dict[Path, list[str]]:
-        return {path: [job["run_dir"] for job in json.loads(path.read_bytes())["jobs"]]
-                for path in sorted(Path("runs/sweeps/adhoc").glob("*/sweep.json"))}  # fmt: skip
-
-    assert main(["-m", "seed=0,3"]) == 0
-    assert main(["-m", "seed=4,5"]) == 0
-    before = known()
-    assert main(["-m", "seed=3,4"]) == 0
-    assert before.items() <= known().items()
-    after = known()
-    assert main(["-m", "seed=3,4"]) == 0
-    assert known() == after
-    assert sessions() == [1] * 4
-
-
 def test_another_grid_in_the_same_directory_joins_the_first(capfd: pytest.CaptureFixture[str]) -> None:
     for seeds in ("0,3", "4,5", "3,4"):
         assert main(["-m", f"seed={seeds}", "hydra.sweep.dir=sweep"]) == 0
-    noted = json.loads(Path("sweep/sweep.json").read_bytes())["jobs"]
-    assert [job["number"] for job in noted] == [0, 1, 2, 3]
-    assert [job["words"] for job in noted] == [["seed=0"], ["seed=3"], ["seed=4"], ["seed=5"]]
+    runs = ["0-adhoc-seed0", "0-adhoc-seed4", "1-adhoc-seed3", "1-adhoc-seed5"]
+    assert sorted(path.parent.name for path in Path("sweep").glob("*/DONE")) == runs
     capfd.readouterr()
     assert main(["resume=sweep"]) == 0
-    assert "4 done" in capfd.readouterr().out
-    assert [RunDirectory(Path("sweep") / job["run_dir"]).config().seed for job in noted] == [0, 3, 4, 5]
+    out = capfd.readouterr().out
+    assert "4 done" in out
+    assert [line.split()[1] for line in out.splitlines() if re.match(r"\d  ", line)] == [
+        "seed=0", "seed=4", "seed=3", "seed=5"
+    ]  # fmt: skip
 
 
 def test_rerun_begins_every_job_anew() -> None:
@@ -162,18 +148,6 @@ def test_runs_of_the_same_number_and_seed_lie_side_by_side_in_one_directory(agai
     names = {path.parent.name for path in Path("sweep").glob("*/DONE")}
     assert names == {f"{name}{end}" for name in ("0-adhoc-seed0", "1-adhoc-seed3") for end in ends}
     assert main(["resume=sweep"]) == 0
-    noted = json.loads(Path("sweep/sweep.json").read_bytes())["jobs"]
-    assert {job["run_dir"] for job in noted} == names
-
-
-def test_a_run_on_another_kind_of_device_is_another_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert main(["-m", "seed=0,3"]) == 0
-    assert main(["-m", "seed=0,3", "device=cpu"]) == 0
-    assert sessions() == [1, 1]
-    for env in Path("runs").rglob("env.json"):
-        env.write_text(json.dumps({"gpus": [{"name": "a GPU"}]}))
-    assert main(["-m", "seed=0,3", "device=cpu"]) == 0
-    assert sessions() == [1, 1, 1, 1]
 
 
 def test_a_moved_model_is_the_same_run_and_a_replaced_one_is_another() -> None:
@@ -243,34 +217,6 @@ def test_a_sweep_that_was_killed_with_minus_9_goes_on(child: Path, how: str, cap
     assert "3 done" in (waiting.parent / "table.txt").read_text()
 
 
-@pytest.mark.parametrize(
-    ("file", "content", "why"),
-    [
-        ("sweep.json", "{}", "sweep.json is not what a sweep writes there"),
-        ("sweep.json", '{"jobs": [{"number": 0}]}', "sweep.json is not what a sweep writes there"),
-        ("sweep.json", None, "0-adhoc-seed0 for one, and no sweep.json"),
-        ("multirun.yaml", "", "multirun.yaml cannot be read"),  # what a machine that died may leave
-        ("multirun.yaml", "hydra: 5", "multirun.yaml cannot be read"),
-        ("multirun.yaml", None, "multirun.yaml cannot be read"),
-        ("1-adhoc-seed3/resolved.yaml", None, "job 1 of the sweep in"),
-    ],
-)
-def test_a_damaged_sweep_goes_on_with_the_line_that_began_it(
-    file: str, content: str | None, why: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["-m", "seed=0,3"]) == 0
-    (directory,) = Path("runs/sweeps/adhoc").iterdir()
-    (directory / file).unlink()
-    if content is not None:
-        (directory / file).write_text(content)
-    assert main([f"resume={directory}"]) == 2
-    err = capfd.readouterr().err
-    assert why in err
-    assert "he line that began" in err
-    assert main(["-m", "seed=0,3"]) == 0
-    assert sessions()[0] == 1
-
-
 def test_resume_of_a_sweep_keeps_the_configurations_of_its_runs(child: Path) -> None:
     own = child.parent / "own" / "experiment"
     own.mkdir(parents=True)
@@ -280,6 +226,29 @@ def test_resume_of_a_sweep_keeps_the_configurations_of_its_runs(child: Path) -> 
     (directory,) = Path("runs/sweeps/adhoc").iterdir()
     assert main([f"resume={directory}"]) == 0
     assert [RunDirectory(path.parent).config().lora.rank for path in _calls()] == [8, 8]
+
+
+def test_a_launcher_of_hydra_s_own_runs_checked_jobs_and_the_same_line_goes_on(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    words = ["-m", "seed=0,1,3", "hydra/launcher=basic"]
+    assert main([*words, "lora.rank=4,0"]) == 2
+    assert "job 1 (seed=0 lora.rank=0): lora.rank=0 is not allowed" in capfd.readouterr().err
+    assert not Path("runs").exists()
+    assert main(words) == 1
+    assert "3 jobs in" in capfd.readouterr().out
+    assert sessions() == [1, 1, 1]
+    assert main(words) == 0
+    assert sessions() == [1, 2, 1]
+
+
+def test_another_launcher_s_job_does_not_go_on_with_a_run_of_another_configuration(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    words = ["-m", "seed=0,3", "hydra/launcher=basic", "hydra.sweep.dir=sweep"]
+    assert main(words) == 0
+    assert main([*words, "lora.rank=4"]) == 2
+    assert "has a run of another configuration. Type another hydra.sweep.dir." in capfd.readouterr().err
 
 
 def test_a_pool_runs_so_many_jobs_at_once_and_no_more(capfd: pytest.CaptureFixture[str]) -> None:
@@ -305,7 +274,7 @@ def test_jobs_share_the_gpus_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_gpu_is_given_to_no_more_jobs_than_share_it() -> None:
-    cards = pool.Cards(["0", "1"], 1)
+    cards = schedule.Cards(["0", "1"], 1)
     with cards.take(1) as first, cards.take(1) as second:
         assert {*first, *second} == {"0", "1"}
         assert not cards._open()
@@ -330,7 +299,7 @@ def test_ctrl_c_stops_the_jobs_of_a_pool_and_the_same_line_goes_on(child: Path) 
     (["-m", "seed=0,1", "jobs_per_gpu=2"], "jobs_per_gpu=2 does nothing in a run with jobs=1"),
     (["-m", "seed=0,1", "jobs=2", "jobs_per_gpu=2", "device=cpu"],
      "jobs_per_gpu=2 does nothing in a run with device=cpu"),
-    (["-m", "seed=0,1", "jobs=2", "hydra/launcher=forked"], "launcher=slurm or launcher=ray on a cluster"),
+    (["-m", "seed=0,1", "jobs=2", "hydra/launcher=basic"], "jobs=2 is for hydra/launcher=lab"),
     (["-m", "seed=0,1", "hydra.sweeper.max_batch_size=3"], "Type jobs=3"),
     (["-m", "seed=0,1", "slurm=--partition=gpu"], "type for example launcher=slurm"),
     (["-m", "jobs=1,2"], "jobs holds for the whole sweep"),

@@ -1,15 +1,11 @@
 """Which run is which job's where jobs hardly differ, and what two commands at once do to each other."""
 
 import signal
-import subprocess
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from qerl_lab import preflight
-from qerl_lab.cli import jobs
-from qerl_lab.cli.compose import Plan
 from qerl_lab.cli.train import main
 from qerl_lab.config.option import ConfigError
 from qerl_lab.record.directory import RunDirectory
@@ -80,11 +76,11 @@ def test_a_damaged_run_is_not_called_done(capfd: pytest.CaptureFixture[str]) -> 
 def test_two_commands_do_not_run_in_one_directory(standin: Path, capfd: pytest.CaptureFixture[str]) -> None:
     first = background(standin, "-m", f"seed={DONE},{SIGNALLED}", "hydra.sweep.dir=sweep")
     running = started("sweep/1-*")
-    noted = Path("sweep/sweep.json").read_bytes()
+    noted = Path("sweep/multirun.yaml").read_bytes()
     for _ in range(2):  # what is refused leaves nothing that lets the next one in
         assert main(["-m", "seed=5,6", "hydra.sweep.dir=sweep"]) == 2
         assert "another command runs the sweep in" in capfd.readouterr().err
-    assert Path("sweep/sweep.json").read_bytes() == noted
+    assert Path("sweep/multirun.yaml").read_bytes() == noted
     assert {path.name for path in Path("sweep").glob("*/")} == {"0-adhoc-seed0", running.name}
     first.send_signal(signal.SIGTERM)
     first.communicate(timeout=120)
@@ -100,23 +96,6 @@ def test_a_sweep_that_is_stopped_when_all_is_done_is_done(standin: Path, capfd: 
     assert "1 job in sweep: 1 done" in out
     assert command.returncode == 0
     assert not Path("sweep/INTERRUPTED").exists()
-
-
-def test_the_same_line_twice_at_once_runs_every_job_once(standin: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    line, claim, others = ["-m", *ON_CPU, "lora.rank=4,8"], jobs.claim, list[subprocess.Popen[str]]()
-
-    def late(plan: Plan, command: str) -> Plan:  # when the other command has looked for runs, unless it waits
-        others.append(background(standin, *line))
-        with suppress(subprocess.TimeoutExpired):
-            others[0].wait(5)
-        return claim(plan, command)
-
-    monkeypatch.setattr(jobs, "claim", late)
-    codes = {main(line)}
-    others[0].communicate(timeout=120)
-    codes.add(others[0].returncode)
-    assert codes in ({0}, {0, 2})  # one is refused while the other runs
-    assert len(list(Path("runs").rglob("DONE"))) == 2
 
 
 def test_a_sweep_that_is_refused_leaves_no_directory(

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from qerl_lab import preflight
 from qerl_lab.bench import __main__ as bench
-from qerl_lab.cli import earlier
+from qerl_lab.cli import jobs
 from qerl_lab.config.option import ConfigError
 from qerl_lab.disk import let_read, make_directory, replace_file, strict_json
 from qerl_lab.pocket import pretrain, teacher
@@ -107,7 +107,7 @@ def test_a_benchmark_is_refused_before_it_measures(
 
 HOLDS: list[Callable[[Path], AbstractContextManager[object]]] = [  # a folder, as each kind that a process holds
     lambda folder: RunDirectory(folder).locked(),
-    earlier.locked,
+    jobs.locked,
     study.locked,
     lambda folder: Unfinished(folder / "out", {"of": "this process"}, overwrite=False),
 ]
@@ -121,7 +121,7 @@ def test_a_file_system_without_locks_is_written_all_the_same(
     hold: Callable[[Path], AbstractContextManager[object]],
     says: int,
 ) -> None:
-    for name in ("resolved.yaml", "sweep.json"):
+    for name in ("resolved.yaml",):
         (tmp_path / name).touch()
 
     asked = list[object]()

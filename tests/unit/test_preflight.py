@@ -42,21 +42,30 @@ def model(tmp_path: Path) -> Path:
     return Path(shutil.copytree(ASSETS, tmp_path / "model"))
 
 
+NOTED = "note: not on this machine: "
+
+
 def refused(line: str, capsys: pytest.CaptureFixture[str]) -> str:
-    """The message of a command that is refused, dry run or not, and leaves nothing."""
+    """The message of a command that is refused and leaves nothing; its dry run is refused, or notes the same."""
     before = set(Path.cwd().rglob("*"))
-    messages = []
-    for words in (line.split(), [*line.split(), "dry_run=true"]):
-        code = main(words)
-        out, err = capsys.readouterr()
-        assert code == 2, out + err
-        assert out == ""
-        assert err.startswith("error: ")
-        assert err.count("\n") == 1
-        messages.append(err)
-    assert messages[0] == messages[1].replace(" dry_run=True", "")
+    assert main(line.split()) == 2
+    out, message = capsys.readouterr()
+    assert out == ""
+    assert message.startswith("error: ")
+    assert message.count("\n") == 1
+    code = main([*line.split(), "dry_run=true"])
+    out, err = capsys.readouterr()
+    said = err.replace(" dry_run=True", "") if code == 2 else f"error: {out.partition(NOTED)[2].splitlines()[0]}\n"
+    assert said == message
     assert set(Path.cwd().rglob("*")) == before
-    return messages[0]
+    return message
+
+
+def test_a_plan_for_a_gpu_host_is_made_on_a_laptop(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["+experiment=nvfp4_aqn", "scale=paper_gsm8k_7b", "rollout=vllm", "dry_run=true"]) == 0
+    out = capsys.readouterr().out
+    assert NOTED in out
+    assert "would run 1 job" in out
 
 
 @pytest.mark.parametrize(

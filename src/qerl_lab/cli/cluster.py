@@ -18,13 +18,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from qerl_lab import terminal
-from qerl_lab.cli.call import Call, Ended
 from qerl_lab.config.message import in_one_line
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
 
 if TYPE_CHECKING:
     from submitit import SlurmJob
+
+    from qerl_lab.cli.schedule import Call, Ended
 
 OURS = ("array", "output", "error", "open-mode", "nodes", "ntasks-per-node", "signal")  # submitit's flags of sbatch
 GPU_FLAGS = {"gpus", "gpus-per-node", "gpus-per-socket", "gpus-per-task", "gres"}
@@ -108,7 +109,7 @@ def _flat(error: BaseException) -> str:
 
 
 @contextmanager
-def slurm(configs: Sequence[RunConfig], calls: Sequence[Call], folder: Path) -> "Iterator[list[SlurmJob[Ended]]]":
+def slurm(configs: Sequence[RunConfig], calls: "Sequence[Call]", folder: Path) -> "Iterator[list[SlurmJob[Ended]]]":
     """Submit the calls as one array of Slurm's; its files and its messages lie in `folder`."""
     import submitit
     from submitit.core.utils import FailedJobError
@@ -129,7 +130,7 @@ def slurm(configs: Sequence[RunConfig], calls: Sequence[Call], folder: Path) -> 
 
 
 @contextmanager
-def ray(configs: Sequence[RunConfig], calls: Sequence[Call]) -> Iterator[list[Future[Ended]]]:
+def ray(configs: Sequence[RunConfig], calls: "Sequence[Call]") -> "Iterator[list[Future[Ended]]]":
     """Hand the calls to Ray, `jobs` of their configuration at once; to the cluster of RAY_ADDRESS, or one made here."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a lab run reports to nobody
     import ray as library
@@ -146,10 +147,10 @@ def ray(configs: Sequence[RunConfig], calls: Sequence[Call]) -> Iterator[list[Fu
     if said := waits_for_a_node([asked_of_ray(cfg, has_gpus) for cfg in configs], nodes):
         terminal.say(f"warning: {said}")
 
-    def one(cfg: RunConfig, call: Call) -> Ended:
+    def one(cfg: RunConfig, call: "Call") -> "Ended":
         asked = asked_of_ray(cfg, has_gpus)
-        task = library.remote(num_cpus=asked["CPU"], num_gpus=asked["GPU"])(Call.__call__)
-        return cast(Ended, library.get(task.remote(call)))
+        task = library.remote(num_cpus=asked["CPU"], num_gpus=asked["GPU"])(type(call).__call__)
+        return cast("Ended", library.get(task.remote(call)))
 
     try:
         with ThreadPoolExecutor(configs[0].jobs) as pool:

@@ -1,45 +1,30 @@
-"""The way from the words of a command line to checked jobs, before anything starts. Imports Hydra and no torch.
+"""Compose and check every job of a command before the first one starts. Imports Hydra and no torch.
 
-Every job of a command is composed once and validated. So one bad job of a sweep stops the command before its first,
-and no file that is edited later changes a job. Whatever is wrong ends in one `ConfigError`.
+`single` and `sweep` take what Hydra composed (`@hydra.main` in `train.py`); `make_plan` composes by itself, for the
+callers that start no run. Whatever is wrong ends in one `ConfigError`.
 """
 
-import copy
 import itertools
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import yaml
 from hydra import initialize_config_dir
 from hydra.core.config_loader import ConfigLoader
-from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
-from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from qerl_lab.cli import intent
-from qerl_lab.cli.grammar import refuse_twice
-from qerl_lab.cli.overrides import (
-    HOW_JOBS_RUN,
-    as_config_errors,
-    check_override,
-    explain,
-    refuse_sweeps,
-    searchpath,
-    shown,
-    spell,
-)
+from qerl_lab.cli.overrides import as_config_errors, check_words, explain, refuse_sweeps, searchpath, shown, spell
 from qerl_lab.config.arm import by_content, values_of
 from qerl_lab.config.files import choices_of, group_folder, package_data
 from qerl_lab.config.keys import NUMBERS, schema, typed
@@ -47,26 +32,21 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.config.paths import anchored
 from qerl_lab.config.rules import build, validate
 from qerl_lab.config.schema import RunConfig
-from qerl_lab.config.spelling import shell_word
+from qerl_lab.config.spelling import listed, shell_word
 
 VERSION_BASE = "1.3"
 
 
 @dataclass(frozen=True)
 class Job:
-    """One run to be: its checked configuration, its own directory, and what to say of it.
-
-    `overrides` are the words that tell it from other jobs. `composed` is what Hydra made of them, with its own node,
-    and what its launchers get.
-    """
+    """One run to be: its checked configuration, its directory, the words that tell it from other jobs."""
 
     number: int
     overrides: list[str]
     config: RunConfig
     run_dir: Path
-    composed: DictConfig
-    notes: list[str] = field(default_factory=list)
-    begun: bool = False  # its directory is there, by an earlier command
+    notes: list[str] = field(default_factory=list)  # to be said before it starts
+    begun: bool = False  # an earlier command made its directory
 
 
 @dataclass(frozen=True)
@@ -76,91 +56,41 @@ class Plan:
     jobs: list[Job]
     directory: Path
     directory_given: bool  # named on the command line, so not to be renamed when it exists
+    multirun: bool
     made: Path | None = None  # the topmost directory that was made for it
-    sweep: DictConfig | None = None  # what Hydra composed for a sweep as a whole: its launcher, its batches
-
-    @property
-    def multirun(self) -> bool:
-        return self.sweep is not None
-
-    @property
-    def is_here(self) -> bool:
-        """Tell whether the jobs will run on this machine."""
-        return self.jobs[0].config.launcher == "local"
 
 
 @cache
 def register() -> None:
-    """Give Hydra the typed schema, the files of sweeps/, which lie outside conf/, and a place for --config-dir."""
+    """Give Hydra the typed schema, and the files of sweeps/, which lie outside conf/."""
     store = ConfigStore.instance()
     store.store("schema", RunConfig)
     for path in sorted(group_folder("sweeps").glob("*.yaml")):
         store.store(path.stem, OmegaConf.load(path), group="sweeps", package="_global_")
-    Plugins.instance().register(ConfigDir)
-
-
-class ConfigDir(SearchPathPlugin):
-    """The user's --config-dir behind conf/ in the search path, where hydra.main puts it."""
-
-    folder: ClassVar[str | None] = None
-
-    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        if self.folder is not None:
-            search_path.append("command-line", f"file://{Path(self.folder).absolute()}")
-
-
-class ReadOnce:
-    """Hydra's options of one command. It would copy them all and read their files again for every job and group."""
-
-    def __init__(self, repository: Any) -> None:
-        self.repository, self.known = repository, dict[str, Any]()
-
-    def __deepcopy__(self, memo: object) -> "ReadOnce":
-        return self
-
-    def load_config(self, config_path: str) -> Any:
-        if config_path not in self.known:
-            self.known[config_path] = self.repository.load_config(config_path)
-        return copy.deepcopy(self.known[config_path])  # a job's values are written into what it gets
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.repository, name)
 
 
 def make_plan(overrides: list[str], multirun: bool, config_dir: str | None = None) -> Plan:
-    """Compose and validate every job of a command whose overrides are spelled for Hydra. Raises ConfigError."""
-    with as_config_errors(), _loader(config_dir) as loader:
-        parsed = OverridesParser.create(config_loader=loader).parse_overrides(overrides)
-        for override in parsed:
-            check_override(override, loader, searchpath(overrides))
-        refuse_twice((override.key_or_group, str(override.input_line)) for override in parsed)
-        if not multirun and not any(override.is_sweep_override() for override in parsed):
-            cfg = loader.load_configuration("config", overrides, RunMode.RUN)
-            if cfg.hydra.mode != RunMode.MULTIRUN:
-                return _single_plan(cfg, loader)
-        master = loader.load_configuration("config", overrides, RunMode.MULTIRUN, validate_sweep_overrides=False)
-        if not multirun and master.hydra.mode != RunMode.MULTIRUN:
-            refuse_sweeps(parsed)
-        return _sweep_plan(master, loader)
-
-
-@contextmanager
-def _loader(config_dir: str | None) -> Iterator[ConfigLoader]:
-    """A loader that sees what hydra.main will see: our conf/, the user's --config-dir, the schema and the sweeps."""
-    if config_dir and not Path(config_dir).is_dir():
-        raise ConfigError(f"--config-dir {config_dir} is not a directory. Type one that has groups, e.g. experiment/.")
+    """Compose and check every job of a command whose words are spelled for Hydra. Raises ConfigError."""
+    parsed = check_words(overrides)
+    lines = [
+        *overrides,
+        *([f"hydra.searchpath={listed([f'file://{Path(config_dir).absolute()}'])}"] if config_dir else []),
+    ]
     register()
-    ConfigDir.folder = config_dir
-    try:
-        with initialize_config_dir(str(package_data("conf")), job_name="qerl_lab", version_base=VERSION_BASE):
-            loader: Any = GlobalHydra.instance().config_loader()
-            loader.repository = ReadOnce(loader.repository)
-            yield loader
-    finally:
-        ConfigDir.folder = None
+    with (
+        as_config_errors(),
+        initialize_config_dir(str(package_data("conf")), job_name="qerl_lab", version_base=VERSION_BASE),
+    ):
+        loader = GlobalHydra.instance().config_loader()
+        master = loader.load_configuration("config", lines, RunMode.MULTIRUN, validate_sweep_overrides=False)
+        if multirun or master.hydra.mode == RunMode.MULTIRUN:
+            return sweep(master, loader)
+        refuse_sweeps(parsed)
+        return single(loader.load_configuration("config", lines, RunMode.RUN), loader)
 
 
-def _single_plan(cfg: DictConfig, loader: ConfigLoader) -> Plan:
+def single(cfg: DictConfig, loader: ConfigLoader) -> Plan:
+    """Check the run that Hydra composed. Raises ConfigError."""
     config, words = _checked_job(cfg, loader)
     intent.refuse_of_sweeps(words)
     intent.refuse_directory_of(_of_hydra(cfg), "hydra.sweep.", "a sweep, and this command runs one job")
@@ -169,10 +99,11 @@ def _single_plan(cfg: DictConfig, loader: ConfigLoader) -> Plan:
     run_dir = Path(config.run_dir or str(cfg.hydra.run.dir)).expanduser().absolute()
     given = bool(config.run_dir) or _sets(cfg, "hydra.run.dir")
     notes = intent.notes(config, cfg.optim.micro_batch_size, words)
-    return Plan([Job(0, shown(cfg.hydra.overrides.task), config, run_dir, cfg, notes)], run_dir, given)
+    return Plan([Job(0, shown(cfg.hydra.overrides.task), config, run_dir, notes)], run_dir, given, False)
 
 
-def _sweep_plan(master: DictConfig, loader: ConfigLoader) -> Plan:
+def sweep(master: DictConfig, loader: ConfigLoader) -> Plan:
+    """Compose and check every job of the sweep that Hydra composed as a whole. Raises ConfigError."""
     intent.refuse_directory_of(_of_hydra(master), "hydra.run.", "a single run, and this command is a sweep")
     directory, jobs = Path(str(master.hydra.sweep.dir)).expanduser().absolute(), []
     for number, overrides in enumerate(_expand(master, loader)):
@@ -187,12 +118,12 @@ def _sweep_plan(master: DictConfig, loader: ConfigLoader) -> Plan:
                 f"Type {shell_word('hydra.sweep.dir', config.run_dir)}."
             )
         notes = intent.notes(config, cfg.optim.micro_batch_size, words)
-        jobs.append(Job(number, shown(overrides), config, directory / _subdirectory(cfg, number), cfg, notes))
+        jobs.append(Job(number, shown(overrides), config, directory / _subdirectory(cfg, number), notes))
     _refuse_shared_directories(jobs)
     _refuse_equal(jobs)
     intent.refuse_several_of_sweep([job.config for job in jobs])
     intent.check_all_act([(job.config, intent.words_by_key(job.overrides)) for job in jobs])
-    return Plan(jobs, directory, _sets(master, "hydra.sweep.dir"), sweep=master)
+    return Plan(jobs, directory, _sets(master, "hydra.sweep.dir"), True)
 
 
 def _checked_job(cfg: DictConfig, loader: ConfigLoader) -> tuple[RunConfig, dict[str, str]]:
@@ -270,22 +201,19 @@ def _of_hydra(cfg: DictConfig) -> list[str]:
 
 def _expand(master: DictConfig, loader: ConfigLoader) -> list[list[str]]:
     """The overrides of every job, in the order of Hydra's basic sweeper: the last key varies fastest."""
-    if (launcher := master.hydra.runtime.choices["hydra/launcher"]) != "basic":
-        raise ConfigError(f"hydra/launcher={launcher} is not used here. {HOW_JOBS_RUN}")
-    if (size := master.hydra.sweeper.max_batch_size) is not None:
+    if (size := master.hydra.sweeper.get("max_batch_size")) is not None:
         raise ConfigError(f"hydra.sweeper.max_batch_size={size} does nothing here. Type jobs={size}.")
-    if master.hydra.runtime.choices["hydra/sweeper"] != "basic":
+    if (name := master.hydra.runtime.choices["hydra/sweeper"]) != "basic":
         raise ConfigError(
-            f"hydra/sweeper={master.hydra.runtime.choices['hydra/sweeper']} picks its jobs while it runs, so they "
-            "cannot be checked before the first starts; allowed: basic. Leave hydra/sweeper out."
+            f"hydra/sweeper={name} picks its jobs while it runs, so they cannot be checked before the first starts; "
+            "allowed: basic. Leave hydra/sweeper out."
         )
     params = [f"{key}={value}" for key, value in (master.hydra.sweeper.params or {}).items()]
     for line in params:
         if (key := spell(line).partition("=")[0]) != line.partition("=")[0]:
             raise ConfigError(f"hydra.sweeper.params has {line}; write {key} there.")
+    check_words(params)
     parsed = OverridesParser.create(config_loader=loader).parse_overrides(params + list(master.hydra.overrides.task))
-    for override in parsed:
-        check_override(override, loader, searchpath(_of_hydra(master)))
     choices: dict[str, list[str]] = {}
     for override in parsed:
         values = (

@@ -1,233 +1,167 @@
-"""The jobs of a plan: every directory is claimed before the first job starts, and what runs a job gets that alone.
+"""Directories of jobs: find those of earlier commands, claim the others, read those of a sweep."""
 
-Nothing is composed again. Of Hydra's own settings the callbacks of a run and of a sweep act, and `hydra.job.env_set`.
-"""
-
-import signal
-import sys
-import time
-import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import os
+import re
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
-from typing import cast
+from typing import Any
 
-from hydra._internal.callbacks import Callbacks  # HydraContext takes it, and it has no public name
-from hydra.core.config_loader import ConfigLoader
-from hydra.core.utils import run_job
-from hydra.types import HydraContext
-from omegaconf import DictConfig, OmegaConf, read_write
-
-from qerl_lab import exits
-from qerl_lab.cli import cluster, earlier, launch, manual, pool
-from qerl_lab.cli.call import Call, Outcome
+from qerl_lab import preflight
 from qerl_lab.cli.compose import Job, Plan
-from qerl_lab.cli.live import Live
+from qerl_lab.cli.intent import words_by_key
+from qerl_lab.config.arm import as_recorded, of_arm
+from qerl_lab.config.keys import schema
 from qerl_lab.config.option import ConfigError
-from qerl_lab.config.redact import redact
-from qerl_lab.disk import replace_file
-from qerl_lab.exits import FAILURE, INTERRUPTED, OK, USAGE
-from qerl_lab.record.directory import RunDirectory, first_missing, remove_empty, reserve
+from qerl_lab.config.schema import RunConfig
+from qerl_lab.disk import lock
+from qerl_lab.record.directory import (
+    RunDirectory,
+    first_missing,
+    is_run,
+    is_unused,
+    make,
+    numbered,
+    remove_empty,
+    reserve,
+)
 from qerl_lab.record.environment import Typed
 
-TABLE = "table.txt"  # in a sweep's directory: how its jobs ended
-STOP_FILE = "INTERRUPTED"  # in a sweep's directory: no further job starts
-LOOK_SECONDS = {"local": 0.1, "ray": 0.1, "slurm": 2.0}  # between two looks for jobs that have ended
+LOCK = ".lock"  # in a sweep's directory, held by the command that runs it
+SEED = re.compile(r"^seed: (\d+)$", re.MULTILINE)  # in resolved.yaml, found without reading the whole as YAML
+
+
+def reuse(plan: Plan) -> Plan:
+    """Point each job of a sweep at its existing run directory, if an earlier command made one.
+
+    A run is a job's if arm, seed and gpus agree, every key in which the jobs differ, and the files of its questions.
+    It is looked for in the sweeps of the same name, or in the directory that the command names.
+    """
+    if not plan.multirun:
+        return plan
+    sweeps = [plan.directory] if plan.directory_given else sorted(plan.directory.parent.glob("*"), reverse=True)
+    varying = _varying(plan.jobs)
+    known = [] if plan.jobs[0].config.rerun else _known(sweeps, {job.config.seed for job in plan.jobs}, varying)
+    jobs, taken = [], set[Path]()
+    for job in plan.jobs:
+        own = identity(as_recorded(job.config), varying)
+        same = [run for run, its in known if run.path not in taken and its == own]
+        same = [run for run in same if _asks_the_same(run, job.config)]
+        if same:
+            run = next((run for run in same if run.status == "done"), same[0])
+            taken.add(run.path)
+            job = replace(job, run_dir=run.path, begun=True)
+        elif plan.directory_given:  # an older run may have its name
+            job = replace(job, run_dir=next(name for name in numbered(job.run_dir) if is_unused(name)))
+        jobs.append(job)
+    home = [sweep for sweep in sweeps if all(job.begun and job.run_dir.is_relative_to(sweep) for job in jobs)]
+    if not home:
+        return replace(plan, jobs=jobs)
+    return replace(plan, jobs=jobs, directory=home[0], directory_given=True)
+
+
+def _varying(jobs: list[Job]) -> set[str]:
+    """The keys whose typed values differ between the jobs."""
+    words = [words_by_key(job.overrides) for job in jobs]
+    keys = set().union(*words) & schema().keys()
+    return {key for key in keys if len({own.get(key) for own in words}) > 1}
+
+
+def identity(settings: Mapping[str, str], varying: Collection[str] = ()) -> dict[str, Any]:
+    """The values in which a run and a job agree."""
+    return of_arm(settings) | {key: settings.get(key) for key in ("seed", "gpus", *varying)}
+
+
+def _known(sweeps: list[Path], seeds: set[int], varying: set[str]) -> list[tuple[RunDirectory, dict[str, Any]]]:
+    """The runs of these sweeps with their identities, as far as they have one of the seeds and can be read."""
+    found = []
+    for run in (run for sweep in sweeps if sweep.is_dir() for run in _runs(sweep)):
+        try:
+            seed = SEED.search(run.text())
+            if seed and int(seed[1]) in seeds:
+                found.append((run, identity(run.settings(), varying)))
+        except (ConfigError, OSError, UnicodeDecodeError):  # damaged: it could not go on
+            continue
+    return found
+
+
+def _asks_the_same(run: RunDirectory, config: RunConfig) -> bool:
+    """Tell whether the files of the questions hold what they held when the run began."""
+    try:
+        then = run.environment().get("data") or {}
+        now = preflight.questions(config) if then else {}
+    except ConfigError:  # the files are gone: a run that is not done says so when it goes on
+        return True
+    return all(then[key] == now[key] for key in ("training_sha256", "heldout_sha256") if key in then and key in now)
+
+
+def _runs(sweep: Path) -> Iterator[RunDirectory]:
+    for path, folders, files in os.walk(sweep):
+        if is_run(files):
+            folders.clear()
+            yield RunDirectory(Path(path))
+
+
+def of_sweep(directory: Path) -> Plan | None:
+    """The jobs whose runs lie in a sweep's directory, with the configurations they have there; None for another."""
+    if not (directory / LOCK).exists():
+        return None
+
+    def numbers_first(path: Path) -> list[tuple[int, str]]:
+        return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", str(path))]
+
+    return read(directory, sorted((run.path for run in _runs(directory)), key=numbers_first))
+
+
+def read(directory: Path, run_dirs: list[Path]) -> Plan:
+    """The plan of a sweep whose directories are claimed. Raises ConfigError."""
+    jobs = []
+    for number, path in enumerate(run_dirs):
+        run = RunDirectory(path)
+        jobs.append(Job(number, run.words(), run.config(), path, begun=run.status != "not run"))
+    return Plan(jobs, directory, True, True)
 
 
 def claim(plan: Plan, command: str) -> Plan:
-    """Make the directory of every new job, or of none; the plan as it then lies.
-
-    Raises ConfigError, also where another command runs a sweep in its directory.
-    """
+    """Create all directories of new jobs or none; return the plan with their places. Raises ConfigError."""
     made = first_missing(plan.directory)
     directory = plan.directory if plan.directory_given else reserve(plan.directory)
     made = made or (None if plan.directory_given else directory)
     jobs = [
-        _placed(job, directory, job.run_dir if job.begun else job.run_dir.relative_to(plan.directory))
+        job if job.begun else replace(job, run_dir=directory / job.run_dir.relative_to(plan.directory))
         for job in plan.jobs
     ]
-    placed = replace(plan, jobs=jobs, directory=directory, made=made)
-    lock = directory / earlier.LOCK
-    is_first = not lock.exists()
+    sweep = f"{directory.parent.name}/{directory.name}" if plan.multirun else None
+    claimed: list[RunDirectory] = []
+    is_first = not (directory / LOCK).exists()
     try:
-        with earlier.locked(directory) if plan.multirun else nullcontext():
-            _claim_each(placed, command)
-            if plan.sweep is not None:
-                with read_write(plan.sweep.hydra):
-                    plan.sweep.hydra.sweep.dir = str(directory)
-                earlier.write(placed)
+        with locked(directory) if plan.multirun else nullcontext():
+            for job in jobs:
+                run = RunDirectory(job.run_dir)
+                if not run.is_claimed:
+                    claimed.append(run)
+                    run.claim(replace(job.config, run_dir=str(run.path)), Typed(command, job.overrides, sweep))
     except BaseException:
+        for run in reversed(claimed):
+            if run.path.is_dir():
+                run.discard(run.path)
         if directory.is_dir():
             if is_first:
-                lock.unlink(missing_ok=True)
+                (directory / LOCK).unlink(missing_ok=True)
             remove_empty(directory, made)
         raise
-    return placed
-
-
-def _claim_each(plan: Plan, command: str) -> None:
-    sweep = f"{plan.directory.parent.name}/{plan.directory.name}" if plan.multirun else None
-    claimed: list[tuple[RunDirectory, Path | None]] = []
-    try:
-        for job in [job for job in plan.jobs if not job.begun]:
-            run, above = RunDirectory(job.run_dir), first_missing(job.run_dir)
-            words = list(job.composed.hydra.overrides.task)
-            run.claim(replace(job.config, run_dir=str(run.path)), Typed(command, words, sweep))
-            claimed.append((run, above))
-    except BaseException:
-        for run, above in reversed(claimed):
-            run.discard(above)
-        raise
-
-
-def _placed(job: Job, directory: Path, inside: Path) -> Job:
-    """The job in the directory that its command got; Hydra's own settings say so too."""
-    hydra, run_dir = job.composed.hydra, directory / inside
-    OmegaConf.set_readonly(hydra, None)  # as HydraConfig left it
-    hydra.run.dir, hydra.sweep.dir, hydra.sweep.subdir = str(run_dir), str(directory), str(inside)
-    return replace(job, run_dir=run_dir)
-
-
-def _context(cfg: DictConfig) -> HydraContext:
-    """Make what Hydra wants beside a configuration. It composes nothing more, so that no loader is needed."""
-    return HydraContext(cast(ConfigLoader, None), Callbacks(cfg))
-
-
-def run_alone(plan: Plan) -> int:
-    """Run the only job of a plan to its end; its exit code."""
-    (job,) = plan.jobs
-    context = _context(job.composed)
-    context.callbacks.on_run_start(config=job.composed, config_name="config")
-
-    def task(cfg: DictConfig) -> int:
-        run = RunDirectory(job.run_dir)
-        try:
-            code = launch.start(run, plan.made)
-        except ConfigError as error:  # here, because Hydra would say more of it
-            print(f"error: {redact(str(error))}", file=sys.stderr)
-            return USAGE
-        report(code, run)
-        return code
-
-    returned = run_job(task, job.composed, "hydra.run.dir", None, context)
-    context.callbacks.on_run_end(config=job.composed, config_name="config", job_return=returned)
-    return cast(int, returned.return_value)
-
-
-def run_sweep(plan: Plan, command: str) -> int:
-    """Run every job of a plan that is not done, until a signal stops them; tell how all ended, and keep the table.
-
-    `command` is what was typed. Returns the exit code of them all: 0 done, 1 one failed or never began, 130
-    interrupted. Raises ConfigError where another command runs them.
-    """
-    assert plan.sweep is not None
-    stop_file = plan.directory / STOP_FILE
-    with earlier.locked(plan.directory):
-        stop_file.unlink(missing_ok=True)  # one that another command runs keeps its own
-        try:
-            with _stopping_at_signals(stop_file):
-                _launch(plan, plan.sweep, command)
-        except KeyboardInterrupt:
-            pass  # the table comes after the second Ctrl-C too
-        except ConfigError:
-            raise
-        except Exception:  # the boundary: whatever becomes of a launcher, the directories say how the jobs ended
-            traceback.print_exc()
-        table = manual.sweep_table(plan)
-        if earlier.is_whole(plan):
-            replace_file(plan.directory / TABLE, f"{table.lstrip()}\n".encode())
-        found = {RunDirectory(job.run_dir).status for job in plan.jobs}
-        if found == {"done"}:
-            stop_file.unlink(missing_ok=True)  # of a signal that came when the last job was ending
-    print(table)
-    if stop_file.exists() or "interrupted" in found:
-        return INTERRUPTED
-    return OK if found == {"done"} else FAILURE
-
-
-def _launch(plan: Plan, cfg: DictConfig, command: str) -> None:
-    left = [job for job in plan.jobs if RunDirectory(job.run_dir).status != "done"]
-    context = _context(cfg)
-    context.callbacks.on_multirun_start(config=cfg, config_name="config")
-    if left:
-        stop_file = plan.directory / STOP_FILE
-        words = dict(zip([job.number for job in plan.jobs], manual.own_words(plan.jobs)[1], strict=True))
-        shown = Live([(job, " ".join(words[job.number])) for job in left], len(plan.jobs), stop_file)
-        with _handed_on(left, plan, command) as outcomes:
-            _follow(dict(zip(outcomes, left, strict=True)), shown, stop_file)
-    context.callbacks.on_multirun_end(config=cfg, config_name="config")
-
-
-def _handed_on(jobs: Sequence[Job], plan: Plan, command: str) -> AbstractContextManager[Sequence[Outcome]]:
-    configs, calls = [job.config for job in jobs], [_call(job, plan, command) for job in jobs]
-    match configs[0].launcher:
-        case "slurm":
-            return cluster.slurm(configs, calls, plan.directory / "slurm")
-        case "ray":
-            return cluster.ray(configs, calls)
-        case _:
-            return pool.local(configs, calls)
-
-
-def _follow(waiting: dict[Outcome, Job], shown: Live, stop_file: Path) -> None:
-    """Show the jobs until the last has ended; after a stop none is waited for that has not begun."""
-    while waiting:
-        shown.update()
-        for outcome, job in list(waiting.items()):
-            if outcome.done():
-                del waiting[outcome]
-                shown.end(job, _said(outcome, RunDirectory(job.run_dir)))
-            elif stop_file.exists() and not shown.is_running(job):
-                outcome.cancel()
-                del waiting[outcome]
-        time.sleep(LOOK_SECONDS[next(iter(waiting.values())).config.launcher] if waiting else 0)
-    shown.close()
-
-
-def _call(job: Job, plan: Plan, command: str) -> Call:
-    """The job as it is handed on. What it prints goes to its directory, and Hydra's settings of a job act."""
-    own = {str(name): str(value) for name, value in job.composed.hydra.job.env_set.items()}
-    label = f"job {job.number} ({job.number + 1} of {len(plan.jobs)})"
-    of = launch.OfSweep(plan.directory / STOP_FILE, label, own, RunDirectory(job.run_dir).console)
-    return Call(job.run_dir, of, Typed(command, job.overrides, f"{plan.directory.parent.name}/{plan.directory.name}"))
-
-
-def _said(outcome: Outcome, run: RunDirectory) -> str:
-    """What there is to say of a job that has ended, beside its status."""
-    if error := outcome.exception():  # a bug, or what became of it on a cluster; the other jobs go on
-        return "".join(traceback.format_exception(error)).rstrip()
-    code, refusal = outcome.result()
-    return refusal or (_failure(run) if code == FAILURE else "")
-
-
-def _failure(run: RunDirectory) -> str:
-    return f"failed: {run.reason}\n{manual.near(run.path)}/FAILED has the whole of it"
-
-
-def report(code: int, run: RunDirectory) -> None:
-    """Say how a run ended that is not done."""
-    if code == FAILURE:
-        print(_failure(run), file=sys.stderr)
-    elif code == INTERRUPTED:
-        print(manual.interrupted(run), flush=True)
+    return replace(plan, jobs=jobs, directory=directory, made=made)
 
 
 @contextmanager
-def _stopping_at_signals(stop_file: Path) -> Iterator[None]:
-    """A signal lets running jobs save and starts no other; a second SIGINT stops waiting for them."""
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        exits.STOPS.append(number)
-        if number == signal.SIGINT:
-            if stop_file.exists():
-                stop_file.write_text(launch.ABORT, encoding="utf-8")
-                exits.say_now(launch.ABORTING)
-                raise KeyboardInterrupt
-            exits.say_now(launch.STOPPING)
-        stop_file.touch()
-
-    with launch.handlers(stop):
+def locked(sweep: Path) -> Iterator[None]:
+    """Hold a sweep's directory, which is made where it is missing. Raises ConfigError where another command runs it."""
+    make(sweep)
+    with open(sweep / LOCK, "a", encoding="utf-8") as file:  # NFS locks what may be written only
+        lock(
+            file,
+            f"another command runs the sweep in {sweep}. Wait for it or stop it first. For runs of its own type "
+            "rerun=true, and another hydra.sweep.dir where you type one.",
+        )
         yield

@@ -1,24 +1,24 @@
 """The words of a command line in Hydra's grammar: spelled, checked one by one, and refused in one message."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import yaml
-from hydra.core.config_loader import ConfigLoader
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, QuotedString
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf.errors import OmegaConfBaseException
 
-from qerl_lab.cli.grammar import unreadable
+from qerl_lab.cli.grammar import refuse_twice, unreadable
 from qerl_lab.config.files import choices_of, package_data
 from qerl_lab.config.keys import TEXT, check_key, check_type, schema, type_words, typed
 from qerl_lab.config.message import first_line
 from qerl_lab.config.option import ConfigError, did_you_mean
 from qerl_lab.config.spelling import as_text, as_typed, in_double_quotes, quoted
 
-HOW_JOBS_RUN = "Type jobs=N for several at once, with launcher=slurm or launcher=ray on a cluster."
+OTHER_LAUNCHERS = "jobs=N runs several at once, launcher=slurm and launcher=ray use a cluster; others are packages."
 NO_NAME = "Unsupported item value in defaults"  # what Hydra says where YAML made a truth value of an option's name
 APPENDED = ("experiment", "sweeps")  # groups outside the defaults list of conf/config.yaml
 
@@ -45,8 +45,20 @@ def spell(override: str) -> str:
     return f"+{key}{rest}" if key in APPENDED else f"{key}{rest}"
 
 
-def check_override(override: Override, loader: ConfigLoader, search: list[str]) -> None:
-    """ConfigError for an override whose key or value cannot be right, whatever it is combined with."""
+def check_words(words: Sequence[str]) -> list[Override]:
+    """Parse words that are spelled for Hydra. Raises ConfigError for one that cannot be right in any command.
+
+    Hydra itself says which options a group has, after it read --config-dir.
+    """
+    with as_config_errors():
+        parsed = OverridesParser.create().parse_overrides(list(words))
+    for override in parsed:
+        _check_override(override)
+    refuse_twice((override.key_or_group, str(override.input_line)) for override in parsed)
+    return parsed
+
+
+def _check_override(override: Override) -> None:
     name = override.key_or_group
     if override.is_hydra_override():
         if override.is_sweep_override():
@@ -54,17 +66,18 @@ def check_override(override: Override, loader: ConfigLoader, search: list[str]) 
         return
     if override.is_delete():
         raise ConfigError(f"{override.input_line} would take away what every run has. Type {name}=VALUE to change it.")
+    if override.package is not None:
+        raise ConfigError(f"{override.input_line} would put a group in another place. Type {name}=OPTION.")
     if getattr(override.value(), "shuffle", False):
         raise ConfigError(f"{override.input_line} gives the jobs another order each time. Leave shuffle() out.")
     if override.is_sweep_override() and not override.is_discrete_sweep():
         raise ConfigError(f"{override.input_line} is not a list of jobs. Type {name}=a,b or {name}=range(1,4).")
     if name in groups():
-        for value in _values(override):
-            _check_option(name, value, loader.get_group_options(name, overrides=search))
-    else:
-        kind = check_key(name)
-        for value in _values(override):
-            _check_value(name, kind, value)
+        _check_option(name, override.value())
+        return
+    kind = check_key(name)
+    for value in _values(override):
+        _check_value(name, kind, value)
 
 
 def searchpath(lines: list[str]) -> list[str]:
@@ -78,13 +91,18 @@ def _values(override: Override) -> list[Any]:
     return [value.text if isinstance(value, QuotedString) else value for value in override.sweep_iterator()]
 
 
-def _check_option(group: str, value: Any, options: list[str]) -> None:
-    if value in options:
-        return
+def _check_option(group: str, value: Any) -> None:
+    """Refuse for a group what is no name: Hydra would take a list for several options, and null for none."""
+    if isinstance(value, list | dict) or value is None:
+        raise no_option(group, value, choices_of(group))
+
+
+def no_option(group: str, value: Any, options: list[str]) -> ConfigError:
+    """The error for a value that is no option of a group."""
     hint = did_you_mean(str(value), options) or f" Type for example {group}={options[0]}."
     if isinstance(value, dict):
         hint = f" Set its keys one by one, for example {group}.{next(iter(value), 'name')}=VALUE."
-    raise ConfigError(f"{group}={typed(value)} is not an option; allowed: {', '.join(options)}.{hint}")
+    return ConfigError(f"{group}={typed(value)} is not an option; allowed: {', '.join(options)}.{hint}")
 
 
 def _check_value(name: str, kind: Any, value: Any) -> None:
@@ -96,7 +114,10 @@ def _check_value(name: str, kind: Any, value: Any) -> None:
 
 
 def refuse_sweeps(overrides: list[Override]) -> None:
-    override = next(override for override in overrides if override.is_sweep_override())
+    """Raise ConfigError for several values in the command of a single run."""
+    override = next((override for override in overrides if override.is_sweep_override()), None)
+    if override is None:
+        return
     name, value = override.key_or_group, as_typed(override.get_value_string())
     is_text = schema().get(name) in TEXT
     one = f", or {in_double_quotes(name, value)} if the comma is part of it" if is_text else ""
@@ -133,10 +154,8 @@ def explain(error: Exception) -> str:
             return str(unreadable(as_typed(error.override), dict(schema()) | dict.fromkeys(groups())))
         case MissingConfigException() if error.missing_cfg_file and error.options:
             group, _, option = str(error.missing_cfg_file).rpartition("/")
-            hint = did_you_mean(option, list(error.options))
-            if group == "hydra/launcher":
-                hint = f" {HOW_JOBS_RUN}"
-            return f"{group}={option} is not an option; allowed: {', '.join(error.options)}.{hint}"
+            said = str(no_option(group, option, list(error.options)))
+            return f"{said} {OTHER_LAUNCHERS}" if group == "hydra/launcher" else said
         case ValueError() if str(error).startswith(NO_NAME):
             return (
                 f"a defaults list of --config-dir cannot be read ({first_line(error)}): YAML takes off, on, yes and no "

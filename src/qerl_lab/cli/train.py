@@ -1,41 +1,62 @@
 """The command line: `python -m qerl_lab [FLAGS] KEY=VALUE ...`. Imports no torch.
 
-    words -> compose.make_plan (every job composed once, checked) -> jobs.claim (its directory made)
-          -> jobs.run_sweep -> launch.start (a process per job) -> table
+    words -> hydra.main -> check.CheckJobs (every job checked, its directory claimed)
+          -> launch.start (a run), or hydra_plugins.qerl_lab_launcher -> schedule.run (a process per job) -> table
 
 Exit codes: 0 done, 1 a run failed, 2 a configuration error, 130 interrupted.
 """
 
 import argparse
 import os
-import shlex
 import sys
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
 import hydra
-from hydra._internal.utils import get_args_parser  # Hydra's flags have no public list
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import ConfigCompositionException
 from omegaconf import DictConfig
 
 import qerl_lab
 from qerl_lab import exits, preflight
-from qerl_lab.cli import cluster, earlier, extension, jobs, launch, manual, pool
-from qerl_lab.cli.compose import VERSION_BASE, Job, Plan, make_plan, register
+from qerl_lab.cli import check, extension, jobs, launch, manual, schedule
+from qerl_lab.cli.compose import VERSION_BASE, job_config, register
 from qerl_lab.cli.grammar import not_a_flag
 from qerl_lab.cli.one_process import refuse_several
-from qerl_lab.cli.overrides import spell
+from qerl_lab.cli.overrides import as_config_errors, check_words, refuse_sweeps, shown, spell
 from qerl_lab.config.files import package_data
 from qerl_lab.config.keys import schema
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.redact import redact
 from qerl_lab.config.spelling import readable, resume_word
-from qerl_lab.exits import OK
+from qerl_lab.exits import OK, USAGE
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.environment import Typed
 
 SCRIPT = "qerl-lab"  # the console script, of pyproject.toml
+NO_FLAGS = ("--config-path", "-cp", "--config-name", "-cn", "--experimental-rerun")  # Hydra's, not ours
+
+
+@hydra.main(version_base=VERSION_BASE, config_path=str(package_data("conf")), config_name="config")
+def run(cfg: DictConfig) -> int:
+    """Start a run in the directory that Hydra made for it; claim it first where the callback did not."""
+    directory = RunDirectory(Path(HydraConfig.get().runtime.output_dir))
+    words = list(HydraConfig.get().overrides.task)
+    typed = Typed(check.command_line(), shown(words))
+    try:
+        if not directory.is_claimed:  # the callback leaves that to the jobs of another launcher
+            directory.claim(replace(job_config(cfg, words), run_dir=str(directory.path)), typed)
+        if directory.status == "done":
+            return OK
+        code = launch.start(directory) if directory.status == "not run" else launch.resume(directory, typed)
+    except ConfigError as error:
+        print(f"error: {redact(str(error))}", file=sys.stderr)
+        return USAGE
+    schedule.report(code, directory)
+    return code
 
 
 @exits.command
@@ -52,50 +73,81 @@ def main(words: list[str]) -> int:
         print(manual.manual())
         return OK
     refuse_several(os.environ)
-    command = redact(shlex.join(["python", "-m", "qerl_lab", *words]))
     if directory := _resumed_directory(args.overrides, flags):
-        if (directory / earlier.INDEX).exists():
-            return _resume_sweep(directory, command, _steps(args.overrides))
-        earlier.refuse_above_runs(directory)
-        return _resume(RunDirectory(directory), command, _steps(args.overrides))
+        return _resume(directory, _steps(args.overrides))
     if args.shell_completion:
-        return _complete(words)
-    if args.hydra_help:
-        _show([*flags, *args.overrides])
-        return OK
+        _prepare_completion()
+        return _enter([*flags, *args.overrides])
     if args.multirun and (args.cfg or args.info):
         raise ConfigError("--cfg and --info show one job. Leave -m out, and give each key one value.")
     overrides = [readable(spell(word)) for word in args.overrides]
-    plan = make_plan(overrides, args.multirun, args.config_dir)
-    if args.cfg or args.info:
-        _show([*flags, *overrides])
-        return OK
-    if any(job.config.dry_run for job in plan.jobs):
-        print(manual.dry_run_table(_ready(plan)))
-        return OK
-    with earlier.alone(plan) if plan.multirun else nullcontext():
-        plan = jobs.claim(_ready(plan), command)
-    print(manual.opening(plan), flush=True)
-    return jobs.run_sweep(plan, command) if plan.multirun else jobs.run_alone(plan)
+    parsed = check_words(overrides)
+    with as_config_errors():
+        try:
+            return _enter([*flags, *overrides])
+        except ConfigCompositionException as error:
+            if "Ambiguous value" in str(error):
+                refuse_sweeps(parsed)
+            raise
+
+
+def _enter(words: list[str]) -> int:
+    """Give the command to Hydra; return its exit code."""
+    register()
+    with _command_line(words):
+        try:
+            run()
+        except check.Left as left:
+            raise left.__cause__ or left from None
+        except SystemExit as ended:
+            return int(ended.code or OK)
+    return OK
+
+
+@contextmanager
+def _command_line(words: list[str]) -> Iterator[None]:
+    """Hydra reads its words from sys.argv, and raises its errors where HYDRA_FULL_ERROR asks for them."""
+    argv, full = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
+    sys.argv, os.environ["HYDRA_FULL_ERROR"] = [argv[0], *words], "1"
+    try:
+        yield
+    finally:
+        sys.argv = argv
+        os.environ.pop("HYDRA_FULL_ERROR")
+        if full is not None:
+            os.environ["HYDRA_FULL_ERROR"] = full
 
 
 def _parse(words: list[str]) -> tuple[list[str], argparse.Namespace]:
-    """Hydra's own flags, and what they mean; flags and overrides may be mixed."""
-    parser = get_args_parser()
-    parser.allow_abbrev = False  # --experiment would be --experimental-rerun
-    parser.error = _refuse_flag  # argparse would print its usage and exit
-    args, unknown = parser.parse_known_intermixed_args(words)
+    """The flags, which are Hydra's, and what they mean; flags and overrides may be mixed."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.error = _refuse_flag  # type: ignore[method-assign]  # argparse would print its usage and exit
+    for name, short in (
+        ("help", "-h"), ("hydra-help", None), ("resolve", None), ("run", "-r"), ("multirun", "-m"),
+        ("shell-completion", "-sc"),
+    ):  # fmt: skip
+        parser.add_argument(f"--{name}", *([short] if short else []), action="store_true")
+    for name, short in (("package", "-p"), ("config-dir", "-cd")):
+        parser.add_argument(f"--{name}", short)
+    parser.add_argument("--cfg", "-c", choices=("job", "hydra", "all"))
+    info = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
+    parser.add_argument("--info", "-i", const="all", nargs="?", choices=info)
+    parser.add_argument("overrides", nargs="*")
     known = [flag for action in parser._actions for flag in action.option_strings]
+    args, unknown = parser.parse_known_intermixed_args(words)
+    if unknown and unknown[0].partition("=")[0] in NO_FLAGS:
+        raise ConfigError(
+            f"{unknown[0]} would leave out the schema that every run is checked against. "
+            "Type --config-dir DIR to add options of your own to the groups."
+        )
     if unknown:
         keys = {name: f"{name}=VALUE" for name in schema()}
         keys |= {"dry_run": "dry_run=true", "experiment": "+experiment=NAME", "resume": "resume=RUN_DIR"}
         raise not_a_flag(unknown[0], keys, known)
-    for flag in ("config_path", "config_name", "experimental_rerun"):
-        if getattr(args, flag):
-            raise ConfigError(
-                f"--{flag.replace('_', '-')} would leave out the schema that every run is checked against. "
-                "Type --config-dir DIR to add options of your own to the groups."
-            )
+    if args.config_dir and not Path(args.config_dir).is_dir():
+        raise ConfigError(
+            f"--config-dir {args.config_dir} is not a directory. Type one that has groups, e.g. experiment/."
+        )
     return [word for word in words if word not in args.overrides], args
 
 
@@ -132,92 +184,28 @@ def _steps(overrides: list[str]) -> int | None:
     return int(given[0])
 
 
-def _resume(run: RunDirectory, command: str, steps: int | None) -> int:
-    was = None
+def _resume(directory: Path, steps: int | None) -> int:
+    """Continue the run or the sweep in a directory."""
+    run, command = RunDirectory(directory), check.command_line()
+    if plan := jobs.of_sweep(directory):
+        if steps is not None:
+            raise ConfigError(f"steps={steps} extends one run, and resume={directory} is a sweep. Leave steps out.")
+        plan = check.foreseen(plan, plan.jobs[0].config.launcher == "local")
+        print(manual.opening(plan), flush=True)
+        schedule.run(plan, command)
+        return schedule.finish(plan)
     if steps is not None:
-        was = extension.extend(run, steps)
+        extension.extend(run, steps)
     elif run.status != "done":
         preflight.check(run.config(), run.path)
-    try:
-        code = launch.resume(run, Typed(command))
-    except ConfigError:
-        if was is not None:
-            extension.take_back(run, was)
-        raise
-    jobs.report(code, run)
+    code = launch.resume(run, Typed(command))
+    schedule.report(code, run)
     return code
 
 
-def _resume_sweep(directory: Path, command: str, steps: int | None) -> int:
-    if steps is not None:
-        raise ConfigError(f"steps={steps} extends one run, and resume={directory} is a sweep. Leave steps out.")
-    plan = jobs.claim(_foresee(earlier.read(directory)), command)
-    print(manual.opening(plan), flush=True)
-    return jobs.run_sweep(plan, command)
-
-
-def _complete(words: list[str]) -> int:
-    """Hydra's tab completion, with our schema and with the spelling that its grammar wants in the words before."""
+def _prepare_completion() -> None:
+    """Spell the words before the one that is completed as Hydra's grammar wants them."""
     if not (script := Path(sys.argv[0]).name).startswith(SCRIPT):
         raise ConfigError(f'tab completion is for {SCRIPT}, not {script}. Type: eval "$({SCRIPT} -sc install=bash)"')
-    register()
     command, *typed = os.environ.get("COMP_LINE", SCRIPT).split(" ")
     os.environ["COMP_LINE"] = " ".join([command, *map(spell, typed[:-1]), *typed[-1:]])
-    _show(words)
-    return OK
-
-
-def _show(words: list[str]) -> None:
-    """Let Hydra print what it has for a flag; no job is started."""
-
-    def nothing(cfg: DictConfig) -> None: ...
-
-    before = sys.argv
-    sys.argv = [before[0], *words]
-    try:
-        hydra.main(version_base=VERSION_BASE, config_path=str(package_data("conf")), config_name="config")(nothing)()
-    finally:
-        sys.argv = before
-
-
-def _ready(plan: Plan) -> Plan:
-    """The plan with what earlier commands have of it. Raises ConfigError where it could not start."""
-    plan = _foresee(earlier.apart(earlier.reuse(plan)))
-    _refuse_used(plan)
-    return plan
-
-
-def _foresee(plan: Plan) -> Plan:
-    """The plan whose jobs also note what they cut.
-
-    Raises ConfigError for the first job that could not start, or that is done and whose record is damaged.
-    """
-    jobs = []
-    for job in plan.jobs:
-        try:
-            cut = _cut(job, plan.is_here)
-        except ConfigError as error:
-            where = f"job {job.number} ({' '.join(job.overrides)}): " if plan.multirun else ""
-            raise ConfigError(f"{where}{error}") from None
-        jobs.append(replace(job, notes=[*job.notes, *cut]))
-    if plan.is_here:
-        pool.cards_of([job.config for job in plan.jobs])
-    else:
-        cluster.check(plan.jobs[0].config)
-    return replace(plan, jobs=jobs)
-
-
-def _cut(job: Job, is_here: bool) -> list[str]:
-    run = RunDirectory(job.run_dir)
-    if job.begun and run.status == "done":
-        run.refuse_damaged()
-        return []
-    return preflight.check(job.config, job.run_dir, is_here)
-
-
-def _refuse_used(plan: Plan) -> None:
-    """A sweep's own jobs lie `apart` from what its directory has."""
-    if plan.multirun and RunDirectory(plan.directory).is_claimed:
-        raise ConfigError(f"hydra.sweep.dir={plan.directory} is the directory of a run. Type another for the sweep.")
-    if plan.directory_given and not plan.multirun:
-        RunDirectory(plan.jobs[0].run_dir).refuse_used()

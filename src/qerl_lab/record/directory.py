@@ -99,6 +99,11 @@ class RunDirectory:
         except TypeError:
             raise ConfigError(f"{noted} is not what a run writes there. Move it away.") from None
 
+    def words(self) -> list[str]:
+        """Read the words of its command that are this run's; empty where its record has none."""
+        typed = self._typed()
+        return list(typed.words if typed else self.environment().get("words", []))
+
     @contextmanager
     def locked(self) -> Iterator[TextIO]:
         """Hold resolved.yaml locked. A child that inherits the lock keeps it, so that it outlives a killed parent."""

@@ -210,12 +210,13 @@ def test_a_bad_file_of_the_user_s_own(text, parts, capsys, tmp_path):
         assert part in message
 
 
-def test_a_file_of_the_user_s_own_is_an_option_like_ours(tmp_path):
+def test_a_file_of_the_user_s_own_is_an_option_like_ours(tmp_path, capsys):
     folder = tmp_path / "mine" / "experiment"
     folder.mkdir(parents=True)
     (folder / "small.yaml").write_text("# @package _global_\n# mine\nexperiment: small\nlora:\n  rank: 8\n")
-    plan = make_plan(["+experiment=glob(*small)"], True, str(tmp_path / "mine"))
-    assert [(job.config.experiment, job.config.lora.rank) for job in plan.jobs] == [("small", 8)]
+    assert main(["-m", "--config-dir", "mine", "+experiment=glob(*small)", "dry_run=true"]) == 0
+    (row,) = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("0 ")]
+    assert (row[1], row[7]) == ("small", "8")
 
 
 @pytest.mark.parametrize(

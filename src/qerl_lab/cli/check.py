@@ -1,0 +1,163 @@
+"""The Hydra callback of every command: check all jobs and claim their directories before the first one starts."""
+
+import shlex
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec
+
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.utils import JobReturn
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig, open_dict, read_write
+
+from qerl_lab import preflight
+from qerl_lab.cli import cluster, compose, jobs, manual, schedule
+from qerl_lab.cli.compose import Job, Plan
+from qerl_lab.config.arm import OF_SWEEPS, as_recorded
+from qerl_lab.config.option import ConfigError
+from qerl_lab.config.redact import redact
+from qerl_lab.config.spelling import word
+from qerl_lab.exits import OK, USAGE
+from qerl_lab.record.directory import RunDirectory, remove_empty
+
+LAUNCHER = "lab"  # ours, in hydra_plugins
+HERE = ("basic", "joblib", "submitit_local")  # launchers of others whose jobs use this machine
+Parameters = ParamSpec("Parameters")
+
+
+class Left(BaseException):
+    """Carries an exception past Hydra, which only warns of those that a callback raises."""
+
+
+def _leaves_hydra(
+    function: Callable[Concatenate["CheckJobs", Parameters], None],
+) -> Callable[Concatenate["CheckJobs", Parameters], None]:
+    @wraps(function)
+    def wrapped(self: "CheckJobs", *args: Parameters.args, **named: Parameters.kwargs) -> None:
+        try:
+            function(self, *args, **named)
+        except Exception as error:
+            raise Left from error
+
+    return wrapped
+
+
+class CheckJobs(Callback):
+    """Checks jobs and claims directories at the start of a command; says how they ended, and exits, at its end."""
+
+    plan: Plan
+
+    @_leaves_hydra
+    def on_run_start(self, config: DictConfig, **_: Any) -> None:
+        self.plan = _claimed(compose.single(config, GlobalHydra.instance().config_loader()))
+        with read_write(config.hydra), open_dict(config.hydra):
+            config.hydra.run.dir = str(self.plan.directory)
+
+    @_leaves_hydra
+    def on_run_end(self, config: DictConfig, job_return: JobReturn, **_: Any) -> None:
+        code = job_return.return_value
+        if code == USAGE:
+            remove_empty(self.plan.directory, self.plan.made)
+        sys.exit(code)
+
+    @_leaves_hydra
+    def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
+        launcher = config.hydra.runtime.choices["hydra/launcher"]
+        plan = compose.sweep(config, GlobalHydra.instance().config_loader())
+        self.plan = _claimed(plan) if launcher == LAUNCHER else _for_another(plan, launcher)
+        with read_write(config.hydra), open_dict(config.hydra):
+            config.hydra.sweep.dir = str(self.plan.directory)
+            # Other launchers compose their jobs again, of these words.
+            config.hydra.overrides.hydra.append(word("hydra.sweep.dir", str(self.plan.directory)))
+            if launcher == LAUNCHER:
+                config.hydra.launcher.run_dirs = [str(job.run_dir) for job in self.plan.jobs]
+
+    @_leaves_hydra
+    def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
+        sys.exit(schedule.finish(self.plan))
+
+
+def command_line() -> str:
+    """The command of this process, without secrets, as it could be typed again."""
+    return redact(shlex.join(["python", "-m", "qerl_lab", *sys.argv[1:]]))
+
+
+def _claimed(plan: Plan) -> Plan:
+    """Check the jobs, then print them (dry run) or claim their directories. Raises ConfigError."""
+    plan = _ready(jobs.reuse(plan), plan.jobs[0].config.launcher == "local")
+    plan = jobs.claim(plan, command_line())
+    print(manual.opening(plan), flush=True)
+    return plan
+
+
+def _for_another(plan: Plan, launcher: str) -> Plan:
+    """Check the jobs of another launcher, each of which claims the directory that Hydra gives it.
+
+    A sweep goes on in an earlier directory only if all of its runs lie there. Raises ConfigError, also for a word
+    about our launcher.
+    """
+    for typed in plan.jobs[0].overrides:
+        if typed.partition("=")[0] in OF_SWEEPS:
+            raise ConfigError(
+                f"{typed} is for hydra/launcher={LAUNCHER}, and hydra/launcher={launcher} was given. Leave one of the "
+                "two out."
+            )
+    directory = jobs.reuse(plan).directory
+    own = [replace(job, run_dir=directory / job.run_dir.relative_to(plan.directory)) for job in plan.jobs]
+    for job in own:
+        run = RunDirectory(job.run_dir)
+        if run.is_claimed and jobs.identity(run.settings()) != jobs.identity(as_recorded(job.config)):
+            raise ConfigError(f"{run.path} has a run of another configuration. Type another hydra.sweep.dir.")
+    plan = _ready(replace(plan, jobs=own, directory=directory), launcher in HERE)
+    print(manual.opening(plan), flush=True)
+    return plan
+
+
+def _ready(plan: Plan, is_here: bool) -> Plan:
+    """The plan with the notes of its jobs; exits after the table of a dry run. Raises ConfigError."""
+    is_dry = any(job.config.dry_run for job in plan.jobs)
+    plan = foreseen(plan, is_here, is_dry)
+    if plan.multirun and RunDirectory(plan.directory).is_claimed:
+        raise ConfigError(f"hydra.sweep.dir={plan.directory} is the directory of a run. Type another for the sweep.")
+    if plan.directory_given and not plan.multirun:
+        RunDirectory(plan.directory).refuse_used()
+    if is_dry:
+        print(manual.dry_run_table(plan))
+        sys.exit(OK)
+    return plan
+
+
+def foreseen(plan: Plan, is_here: bool, is_dry: bool = False) -> Plan:
+    """The plan whose jobs also note what they cut. Raises ConfigError for the first job that could not start.
+
+    A dry run notes what only this machine lacks, since the run may be meant for another.
+    """
+    seen = []
+    for job in plan.jobs:
+        try:
+            cut = _cut(job, is_here, is_dry)
+        except ConfigError as error:
+            where = f"job {job.number} ({' '.join(job.overrides)}): " if plan.multirun else ""
+            raise ConfigError(f"{where}{error}") from None
+        seen.append(replace(job, notes=[*job.notes, *cut]))
+    if is_here and not is_dry:
+        schedule.cards_of([job.config for job in plan.jobs])
+    elif plan.jobs[0].config.launcher != "local":
+        cluster.check(plan.jobs[0].config)
+    return replace(plan, jobs=seen)
+
+
+def _cut(job: Job, is_here: bool, is_dry: bool) -> list[str]:
+    run = RunDirectory(job.run_dir)
+    if job.begun and run.status == "done":
+        run.refuse_damaged()
+        return []
+    said = preflight.check(job.config, job.run_dir, is_here and not is_dry)
+    if is_here and is_dry:
+        try:
+            preflight.check_machine(job.config, job.run_dir)
+        except ConfigError as error:
+            said.append(f"not on this machine: {error}")
+    return said

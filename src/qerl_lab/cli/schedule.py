@@ -1,0 +1,256 @@
+"""Run the jobs of a sweep: on this machine's cores and shares of its GPUs, on Slurm, or on Ray.
+
+Every job has its directory with its configuration already. A job on another machine gets that directory alone, so
+every machine must see it at the same path.
+"""
+
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple, Protocol
+
+from qerl_lab import exits, preflight
+from qerl_lab.cli import cluster, jobs, launch, manual
+from qerl_lab.cli.compose import Job, Plan
+from qerl_lab.cli.live import Live
+from qerl_lab.config.option import ConfigError
+from qerl_lab.config.redact import redact
+from qerl_lab.config.schema import RunConfig
+from qerl_lab.disk import replace_file
+from qerl_lab.exits import FAILURE, INTERRUPTED, OK, USAGE
+from qerl_lab.preflight import VISIBLE
+from qerl_lab.record.directory import RunDirectory
+from qerl_lab.record.environment import Typed
+
+TABLE = "table.txt"  # in a sweep's directory: how its jobs ended
+STOP_FILE = "INTERRUPTED"  # in a sweep's directory: no further job starts
+LOOK_SECONDS = {"local": 0.1, "ray": 0.1, "slurm": 2.0}  # between two looks for jobs that have ended
+
+
+class Ended(NamedTuple):
+    """How a job ended: its exit code, and why it could not be run, if it could not."""
+
+    code: int
+    refusal: str = ""
+
+
+class Outcome(Protocol):
+    """The end of a call to come: a Future, or a job of submitit."""
+
+    def done(self) -> bool: ...
+    def exception(self) -> BaseException | None: ...
+    def result(self) -> Ended: ...
+    def cancel(self) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Call:
+    """Run a job from its directory and tell how it ended. It can be pickled.
+
+    A cluster may call it again: a run that has begun goes on, a finished one stays as it is. `typed` is noted in the
+    record of a run that goes on.
+    """
+
+    run_dir: Path
+    of: launch.OfSweep
+    typed: Typed
+
+    def __call__(self, variables: Mapping[str, str] | None = None) -> Ended:
+        """Wait for the run's end; `variables` show it its GPUs."""
+        run = RunDirectory(self.run_dir)
+        if run.status == "done":
+            return Ended(OK)
+        if self.of.stop_file.exists():
+            return Ended(INTERRUPTED)
+        of = replace(self.of, variables={**self.of.variables, **(variables or {})})
+        try:
+            if run.status == "not run":
+                return Ended(launch.start(run, run.path, of))
+            return Ended(launch.resume(run, self.typed, of))
+        except ConfigError as error:
+            return Ended(USAGE, f"error: {redact(str(error))}")
+
+    def checkpoint(self) -> Any:
+        """Save, and return what submitit puts back in the queue when a job nears its time limit: the same call."""
+        from submitit.helpers import DelayedSubmission
+
+        launch.stop_children()
+        return DelayedSubmission(self)
+
+
+def run(plan: Plan, command: str, variables: Mapping[str, str] | None = None) -> None:
+    """Run every job that is not done, until a signal stops them.
+
+    `variables` are added to the environment of the jobs. Raises ConfigError where another command runs them.
+    """
+    stop_file = plan.directory / STOP_FILE
+    left = [job for job in plan.jobs if RunDirectory(job.run_dir).status != "done"]
+    words = dict(zip([job.number for job in plan.jobs], manual.own_words(plan.jobs)[1], strict=True))
+    sweep = f"{plan.directory.parent.name}/{plan.directory.name}"
+    calls = []
+    for job in left:
+        label = f"job {job.number} ({job.number + 1} of {len(plan.jobs)})"
+        of = launch.OfSweep(stop_file, label, dict(variables or {}), RunDirectory(job.run_dir).console)
+        calls.append(Call(job.run_dir, of, Typed(command, job.overrides, sweep)))
+    with jobs.locked(plan.directory):
+        stop_file.unlink(missing_ok=True)  # one that another command runs keeps its own
+        try:
+            with _stopping_at_signals(stop_file):
+                if left:
+                    shown = Live([(job, " ".join(words[job.number])) for job in left], len(plan.jobs), stop_file)
+                    with _handed_on(left, calls, plan.directory) as outcomes:
+                        _follow(dict(zip(outcomes, left, strict=True)), shown, stop_file)
+        except KeyboardInterrupt:
+            pass  # the table comes after the second Ctrl-C too
+        except ConfigError:
+            raise
+        except Exception:  # the boundary: whatever becomes of a launcher, the directories say how the jobs ended
+            traceback.print_exc()
+
+
+def finish(plan: Plan) -> int:
+    """Print how every job of a sweep ended, and keep the table.
+
+    Returns the exit code of them all: 0 done, 1 one failed or never began, 130 interrupted.
+    """
+    table, stop_file = manual.sweep_table(plan), plan.directory / STOP_FILE
+    replace_file(plan.directory / TABLE, f"{table.lstrip()}\n".encode())
+    print(table)
+    found = {RunDirectory(job.run_dir).status for job in plan.jobs}
+    if found == {"done"}:
+        stop_file.unlink(missing_ok=True)  # of a signal that came when the last job was ending
+        return OK
+    return INTERRUPTED if stop_file.exists() or "interrupted" in found else FAILURE
+
+
+def _handed_on(
+    left: Sequence[Job], calls: Sequence[Call], directory: Path
+) -> AbstractContextManager[Sequence[Outcome]]:
+    configs = [job.config for job in left]
+    match configs[0].launcher:
+        case "slurm":
+            return cluster.slurm(configs, calls, directory / "slurm")
+        case "ray":
+            return cluster.ray(configs, calls)
+        case _:
+            return local(configs, calls)
+
+
+def _follow(waiting: dict[Outcome, Job], shown: Live, stop_file: Path) -> None:
+    """Show the jobs until the last has ended; after a stop none is waited for that has not begun."""
+    while waiting:
+        shown.update()
+        for outcome, job in list(waiting.items()):
+            if outcome.done():
+                del waiting[outcome]
+                shown.end(job, _said(outcome, RunDirectory(job.run_dir)))
+            elif stop_file.exists() and not shown.is_running(job):
+                outcome.cancel()
+                del waiting[outcome]
+        time.sleep(LOOK_SECONDS[next(iter(waiting.values())).config.launcher] if waiting else 0)
+    shown.close()
+
+
+def _said(outcome: Outcome, run: RunDirectory) -> str:
+    """What there is to say of a job that has ended, beside its status."""
+    if error := outcome.exception():  # a bug, or what became of it on a cluster; the other jobs go on
+        return "".join(traceback.format_exception(error)).rstrip()
+    code, refusal = outcome.result()
+    return refusal or (_failure(run) if code == FAILURE else "")
+
+
+def _failure(run: RunDirectory) -> str:
+    return f"failed: {run.reason}\n{manual.near(run.path)}/FAILED has the whole of it"
+
+
+def report(code: int, run: RunDirectory) -> None:
+    """Print how a run ended that is not done."""
+    if code == FAILURE:
+        print(_failure(run), file=sys.stderr)
+    elif code == INTERRUPTED:
+        print(manual.interrupted(run), flush=True)
+
+
+@contextmanager
+def _stopping_at_signals(stop_file: Path) -> Iterator[None]:
+    """A signal lets running jobs save and starts no other; a second SIGINT stops waiting for them."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        exits.STOPS.append(number)
+        if number == signal.SIGINT:
+            if stop_file.exists():
+                stop_file.write_text(launch.ABORT, encoding="utf-8")
+                exits.say_now(launch.ABORTING)
+                raise KeyboardInterrupt
+            exits.say_now(launch.STOPPING)
+        stop_file.touch()
+
+    with launch.handlers(stop):
+        yield
+
+
+@dataclass
+class Cards:
+    """The GPUs of this machine, each of which `share` jobs may use at once. Names are as CUDA_VISIBLE_DEVICES has them.
+
+    `take` waits until as many as a job needs have a place, and gives the least busy of them.
+    """
+
+    names: Sequence[str]
+    share: int
+    _busy: dict[str, int] = field(default_factory=dict)
+    _free: threading.Condition = field(default_factory=threading.Condition)
+
+    @contextmanager
+    def take(self, count: int) -> Iterator[list[str]]:
+        with self._free:
+            self._free.wait_for(lambda: len(self._open()) >= count)
+            taken = self._open()[:count]
+            self._move(taken, 1)
+        try:
+            yield taken
+        finally:
+            with self._free:
+                self._move(taken, -1)
+                self._free.notify_all()
+
+    def _open(self) -> list[str]:
+        free = [name for name in self.names if self._busy.get(name, 0) < self.share]
+        return sorted(free, key=lambda name: self._busy.get(name, 0))
+
+    def _move(self, names: Sequence[str], by: int) -> None:
+        for name in names:
+            self._busy[name] = self._busy.get(name, 0) + by
+
+
+def cards_of(configs: Sequence[RunConfig]) -> Cards | None:
+    """The GPUs for these jobs; None on a CPU, or where one runs after the other. Raises ConfigError if unknown."""
+    if configs[0].jobs == 1 or all(cfg.device == "cpu" for cfg in configs) or not preflight.has_gpu():
+        return None
+    names = preflight.visible_gpus()
+    if names is None:
+        raise ConfigError(f"nvidia-smi does not list the GPUs here. Type {VISIBLE}=0,1 before the command.")
+    return Cards(names, configs[0].jobs_per_gpu)
+
+
+@contextmanager
+def local(configs: Sequence[RunConfig], calls: Sequence[Call]) -> Iterator[list[Future[Ended]]]:
+    """Start the calls on this machine, `jobs` of their configuration at once, each with GPUs of its own."""
+    cards = cards_of(configs)
+
+    def one(cfg: RunConfig, call: Call) -> Ended:
+        if cards is None or cfg.device == "cpu":
+            return call()
+        with cards.take(cfg.gpus) as taken:
+            return call({VISIBLE: ",".join(taken)})
+
+    with ThreadPoolExecutor(configs[0].jobs) as pool:
+        yield [pool.submit(one, cfg, call) for cfg, call in zip(configs, calls, strict=True)]
