@@ -1,7 +1,7 @@
 """End of every command: its exit code, the signals that end it, and a console that may go away while it works.
 
-`| head`, a closed terminal, `>&-`, a full disk: what is printed then goes nowhere, and the work goes on. Every command
-of ours starts through `run`. Imports little, so that Ctrl-C while a command imports the rest is one line already.
+After `| head`, a closed terminal or `>&-` what is printed goes nowhere, and the work goes on. Every command starts
+through `run`. Imports little, so that Ctrl-C while a command imports the rest is one line already.
 """
 
 import atexit
@@ -22,11 +22,9 @@ INTERRUPTED = 130  # a signal ended it; the same command, or resume=, goes on
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 LOST = (errno.EPIPE, errno.EIO)  # nobody reads the pipe; the terminal is closed
 FULL = (errno.ENOSPC, errno.EDQUOT)  # the disk; the share of it that is this user's
-STREAMS = {1: "standard output", 2: "standard error"}  # by descriptor
 STOPS: list[int] = []  # signals that a sweep of this process took: a sweep that ends done all the same tells by them
 Main = Callable[[list[str]], int]  # words of a command line -> exit code
 _left: list[int] = []  # the code that `leave` was given
-_cut: list[int] = []  # the descriptors of the streams that a full disk has cut
 
 
 @contextmanager
@@ -41,15 +39,10 @@ def starting(module: str) -> Iterator[None]:
         os._exit(INTERRUPTED)
 
 
-def run(main: Main, is_printed: bool = True) -> None:
-    """Be the process of a command: outlast the console, and leave with the command's exit code.
-
-    Where what it does `is_printed`, and not a record, a standard output that a full disk has cut makes a 0 a 1.
-    """
+def run(main: Main) -> None:
+    """Be the process of a command: outlast the console, and leave with the command's exit code."""
     outlast()
     code = command(main)(sys.argv[1:])
-    if code == OK and is_printed and 1 in _cut:
-        code = FAILURE
     if code == INTERRUPTED:  # Python itself may end by the signal once more, if it came inside of an exec()
         os._exit(code)
     leave(code)
@@ -100,24 +93,14 @@ def _told(error: ValueError | OSError) -> int:
     from qerl_lab.config.option import ConfigError
     from qerl_lab.config.redact import redact
 
-    if isinstance(error, FileNotFoundError) and error.filename is None and not _is_somewhere():
-        error = ConfigError("the directory that this command was typed in is not there any more. Type cd DIR first.")
     is_usage = isinstance(error, ConfigError)
     text = str(error) if is_usage else in_one_line(error) or type(error).__name__
     print(f"error: {redact(text)}", file=sys.stderr)
     return USAGE if is_usage else FAILURE
 
 
-def _is_somewhere() -> bool:
-    """Whether the process has a working directory."""
-    try:
-        return bool(os.getcwd())
-    except FileNotFoundError:
-        return False
-
-
 def outlast() -> None:
-    """Lead standard output and error that nobody reads any more to os.devnull, from here on."""
+    """Send standard output and error to os.devnull once their reader is gone."""
     for descriptor in (0, 1, 2):  # a closed one would be given to the next file that is opened, a record for example
         try:
             os.fstat(descriptor)
@@ -146,22 +129,12 @@ class _Lasting(io.FileIO):
         try:
             return super().write(data)
         except OSError as error:
+            if error.errno not in LOST:
+                raise
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self.fileno())
             os.close(nowhere)
-            if error.errno in FULL:
-                _tell_cut(self.fileno(), error)
-            elif error.errno not in LOST:
-                raise
             return len(data)
-
-
-def _tell_cut(descriptor: int, error: OSError) -> None:
-    """Say on the other stream, if that can take it, that a full disk has cut this one."""
-    _cut.append(descriptor)
-    text = f"qerl-lab: {STREAMS[descriptor]} is cut here ({error.strerror}); the rest of it is lost.\n"
-    with suppress(OSError):
-        os.write(min(STREAMS.keys() - {descriptor}), text.encode())
 
 
 def heard() -> tuple[signal.Signals, ...]:

@@ -1,10 +1,8 @@
 """The process model, with a stand-in for the child: signals, lost consoles, and whose end ends a run."""
 
-import errno
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -149,32 +147,6 @@ def test_the_first_rank_to_end_says_how_the_run_ended(tmp_path, monkeypatch, cod
     run = RunDirectory(Path("run"))
     assert run.status == status
     assert status != "failed" or run.reason.startswith(reason)
-
-
-def test_where_one_rank_cannot_start_those_that_have_are_ended(tmp_path, monkeypatch):
-    script, begun = tmp_path / "rank.py", []
-    script.write_text("import time; time.sleep(600)")
-    monkeypatch.setattr(launch, "child_command", lambda run_dir: [sys.executable, "-S", str(script)])
-
-    class Second(subprocess.Popen):
-        def __init__(self, *args, **named):
-            if begun:
-                raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
-            super().__init__(*args, **named)
-            begun.append(self)
-
-    monkeypatch.setattr(subprocess, "Popen", Second)
-    code = begin(RunConfig(gpus=2), "a run")
-    alive = begun[0].poll() is None
-    begun[0].kill()
-    assert (code, alive) == (1, False)
-    run = RunDirectory(Path("a run").absolute())
-    assert (run.status, launch._waited_for) == ("failed", [])
-    assert run.reason == (
-        "NotStarted: rank 1 of 2 cannot be started ([Errno 11] Resource temporarily unavailable), and no other goes "
-        "on. Free memory, processes or open files (ulimit -a), then type python -m qerl_lab resume='a run'."
-    )
-    assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()) & {signal.SIGTERM, signal.SIGINT}
 
 
 def test_a_run_whose_parent_was_killed_cannot_be_resumed_while_it_goes_on(standin, capfd):

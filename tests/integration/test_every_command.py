@@ -116,10 +116,3 @@ def test_a_run_s_process_that_is_typed_by_hand_writes_in_no_directory_of_another
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(f"error: another process is running in {run.path}. Wait for it or stop it")
     assert sorted(run.path.iterdir()) == before
-
-
-def test_output_that_a_full_disk_does_not_take_is_one_line() -> None:
-    line = f"{sys.executable} -m qerl_lab.tracking table > /dev/full"
-    found = subprocess.run(["bash", "-c", line], capture_output=True, text=True)
-    said = "qerl-lab: standard output is cut here (No space left on device); the rest of it is lost.\n"
-    assert (found.returncode, found.stderr) == (1, said)

@@ -22,13 +22,13 @@ MODULES = sorted(SOURCE.rglob("*.py"))
 # A room, or a file at the top -> those of ours that it may import.
 MAY_IMPORT = {
     "__init__": "", "exits": "config", "imports": "", "terminal": "", "timing": "", "config": "", "disk": "config",
-    "formats": "", "rank_variables": "", "parent": "", "solutions": "",
+    "formats": "", "processes": "config", "solutions": "",
     # what they are about
-    "aqn": "config", "tasks": "config parent", "algorithms": "config", "record": "config disk exits",
+    "aqn": "config", "tasks": "config processes", "algorithms": "config", "record": "config disk exits",
     "tracking": "config record", "model": "config disk formats",
     "preflight": "config disk model tasks",
     # what is done with it
-    "rollout": "config disk model aqn formats timing parent",
+    "rollout": "config disk model aqn formats timing processes",
     "report": "config disk record tracking terminal",
     "pocket": "config disk record solutions tasks terminal",
     "evaluate": "config disk model rollout tasks aqn formats pocket record report preflight terminal",
@@ -36,11 +36,11 @@ MAY_IMPORT = {
     "warmup": "config model record solutions tasks terminal",
     "quantize": "config disk formats model pocket record report tasks terminal evaluate",
     "train": "config record tracking formats model aqn tasks rollout algorithms evaluate report preflight exits"
-             " terminal",
+             " terminal processes",
     "bench": "config disk formats model record report terminal aqn tasks rollout quantize train timing"
-             " rank_variables parent",
+             " processes",
     # the command line, which reaches the core only by starting a process
-    "cli": "config disk record tracking model tasks report preflight exits terminal rank_variables",
+    "cli": "config disk record tracking model tasks report preflight exits terminal processes",
     "samples": "config record", "search": "cli config disk record exits terminal",
     "serve_line": "config rollout",
     "__main__": "",

@@ -27,7 +27,7 @@ from qerl_lab.bench.run_of import run_of
 from qerl_lab.bench.shapes import ARCHITECTURES
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import FormatConfig, RunConfig
-from qerl_lab.rank_variables import rank_variables
+from qerl_lab.processes import rank_variables
 from qerl_lab.rollout.vllm.base import IN_MEMORY, OF_RUNS, named_folder, remove_left
 from qerl_lab.train import gpus
 

@@ -10,7 +10,7 @@ from typing import TextIO
 from qerl_lab.bench.arms import Job, read_job
 from qerl_lab.bench.options import Row
 from qerl_lab.config.message import in_one_line
-from qerl_lab.parent import end_with
+from qerl_lab.processes import end_with
 from qerl_lab.terminal import quiet_third_parties
 
 LONGEST = 300  # characters of a reason

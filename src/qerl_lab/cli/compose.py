@@ -268,9 +268,10 @@ def job_config(cfg: DictConfig, overrides: Sequence[str]) -> RunConfig:
         if key != "hydra":
             node = cfg[key]
             values[str(key)] = OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
-    config = anchored(build(values))
-    intent.fit_micro_batch(config, intent.words_by_key(overrides))
-    intent.name_model(config)
-    intent.take_rounding(config, intent.words_by_key(overrides))
+    words, config = intent.words_by_key(overrides), build(values)
+    intent.name_model(config, words)
+    config = anchored(config)
+    intent.fit_micro_batch(config, words)
+    intent.take_rounding(config, words)
     validate(config)
     return config

@@ -5,15 +5,12 @@ from dataclasses import replace
 from qerl_lab import preflight
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.rules import validate
-from qerl_lab.config.schema import RunConfig
 from qerl_lab.config.spelling import resume_word, shell_word
 from qerl_lab.record.directory import RunDirectory
 
 
-def extend(run: RunDirectory, steps: int) -> RunConfig:
-    """Note in the record that the run goes on to `steps`. What that means for its schedules the run itself says.
-
-    Returns the configuration that it had.
+def extend(run: RunDirectory, steps: int) -> None:
+    """Note in the record that the run goes on to `steps`; the run itself says what that means for its schedules.
 
     Raises ConfigError unless the run is finished, of fewer steps, and has the checkpoint of its last one.
     """
@@ -35,13 +32,8 @@ def extend(run: RunDirectory, steps: int) -> RunConfig:
     run.check()
     run.starting_point(was)  # of a record that lacks a step it says so: DONE is still there then
     preflight.check(cfg, run.path)
+    run.refuse_other_device("cuda" if cfg.device != "cpu" and preflight.has_gpu() else "cpu")
+    if questions := preflight.questions(cfg):
+        run.refuse_other_data(questions)
     with run.locked():
         run.extend(cfg)
-    return was
-
-
-def take_back(run: RunDirectory, was: RunConfig) -> None:
-    """Make a run finished again whose extension was refused when it loaded: its data, say, are others by now."""
-    if max(line["step"] for line in run.metrics()) == run.last_saved() == was.steps:
-        with run.locked():
-            run.take_back(was)

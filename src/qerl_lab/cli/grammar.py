@@ -9,12 +9,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, get_origin, get_type_hints
 
-from qerl_lab.cli.one_process import refuse_several
 from qerl_lab.config.arm import leaves
 from qerl_lab.config.keys import TEXT, has_type, type_words, typed, unknown_key, wrong_type
 from qerl_lab.config.option import ConfigError, bounds_in_words, check_bounds, did_you_mean
 from qerl_lab.config.spelling import as_text, in_double_quotes, readable
 from qerl_lab.exits import OK, Main, command
+from qerl_lab.processes import refuse_several
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override

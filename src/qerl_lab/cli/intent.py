@@ -1,108 +1,27 @@
 """The meaning of a command's words: which act nowhere, what follows from them, what a run cuts. Imports no torch.
 
-The schema and its rules judge values; here it counts that a user typed them. A scale may set a key that its run has no
-use for, and a user who types that key expects something of it.
+The schema and its rules judge values; here it counts that a user typed them.
 """
 
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from qerl_lab.config.arm import ENGINE_KEYS, OF_SWEEPS, OF_VLLM_HERE, leaves, values_of
-from qerl_lab.config.engines import VllmConfig, VllmServerConfig
+import yaml
+
+from qerl_lab.config.arm import OF_SWEEPS, values_of
+from qerl_lab.config.files import group_folder
 from qerl_lab.config.keys import typed
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.records import QUALITY
 from qerl_lab.config.rules import largest_divisor
-from qerl_lab.config.schema import (
-    DENSE_FORMAT,
-    POCKET,
-    AqnAdaptiveConfig,
-    AqnConfig,
-    AqnSolverConfig,
-    FormatConfig,
-    RunConfig,
-    TaskConfig,
-)  # fmt: skip
+from qerl_lab.config.schema import POCKET, FormatConfig, RunConfig
+from qerl_lab.config.variants import missing
 from qerl_lab.disk import read_json
 
-
-class ActsWith(NamedTuple):
-    """Keys that act only where another key has certain values, and what to type to get there without or with an arm."""
-
-    keys: tuple[str, ...]
-    decider: str
-    acts: Callable[[Any], bool]
-    remedy: str
-    arm: str = ""
-
-
-def _is(value: Any) -> Callable[[Any], bool]:
-    return lambda given: given == value
-
-
-def _is_not(value: Any) -> Callable[[Any], bool]:
-    return lambda given: given != value
-
-
-def _is_on_the_hub(path: str) -> bool:
-    return path != POCKET and not path.endswith(".gguf") and not Path(path).expanduser().is_dir()
-
-
 CLIPS = ("algorithm.epsilon_low", "algorithm.epsilon_high")
-AQN_SOLVER = tuple(key for key, _, _ in leaves(AqnSolverConfig(), "aqn.solver."))
-AQN_ADAPTIVE = tuple(key for key, _, _ in leaves(AqnAdaptiveConfig(), "aqn.adaptive."))
-ACTS_WITH = (
-    *(
-        ActsWith((f"format.{f.name}",), "format.name", _is(name), f"format={name}", f"+experiment={name}")
-        for f in fields(FormatConfig) if (name := f.metadata["only"])
-    ),
-    ActsWith(("format.ignore", "format.dense_cache"), "format.name", _is_not(DENSE_FORMAT), "format=nvfp4",
-             "+experiment=nvfp4"),
-    ActsWith(("aqn.sigma_end",), "aqn.unit", _is("sigma"), "aqn=exponential", "+experiment=nvfp4_aqn"),
-    ActsWith(("aqn.kl_start", "aqn.kl_end", "aqn.sigma_min", "aqn.sigma_max", *AQN_SOLVER), "aqn.unit", _is("kl"),
-             "aqn=kl", "+experiment=nvfp4_aqn_kl"),
-    ActsWith(("aqn.kl_end", "aqn.stages", "aqn.reading", *AQN_SOLVER), "aqn.schedule", _is_not("adaptive"), "aqn=kl",
-             "+experiment=nvfp4_aqn_kl"),
-    ActsWith(AQN_ADAPTIVE, "aqn.schedule", _is("adaptive"), "aqn=adaptive", "+experiment=nvfp4_aqn_adaptive"),
-    ActsWith(tuple(key for key, _, _ in leaves(AqnConfig(), "aqn.")
-                   if key not in ("aqn.schedule", *AQN_SOLVER, *AQN_ADAPTIVE)),
-             "aqn.schedule", _is_not("off"), "aqn=exponential", "+experiment=nvfp4_aqn"),
-    *(ActsWith(tuple(key for key, _, _ in leaves(group, f"task.{name}.")), "task.name", _is(name), f"task={name}")
-      for name, group in vars(TaskConfig()).items() if is_dataclass(group) and name != "columns"),
-    ActsWith(OF_VLLM_HERE, "rollout.engine", _is("vllm"), "rollout=vllm"),
-    *(
-        ActsWith(tuple(key for key, _, _ in leaves(group, prefix) if key not in OF_VLLM_HERE), "rollout.engine",
-                 ENGINE_KEYS[prefix].__contains__, f"rollout={ENGINE_KEYS[prefix][0]}")
-        for prefix, group in (("rollout.vllm.", VllmConfig()), ("rollout.vllm_server.", VllmServerConfig()))
-    ),
-    ActsWith(("task.path", *(key for key, _, _ in leaves(TaskConfig().columns, "task.columns."))), "task.name",
-             _is_not("arithmetic"), "task=gsm8k"),
-    ActsWith(("task.columns.tests",), "task.name", _is("code_io"), "task=code_io"),
-    ActsWith(("task.columns.answer",), "task.name", _is_not("code_io"), "task=gsm8k"),
-    ActsWith(("task.code_io.min_level", "task.code_io.max_level", "task.code_io.tests"), "task.path", _is(None),
-             "task=code_io without task.path"),
-    ActsWith(("lora.start_hash",), "lora.start_from", _is_not(None), "lora.start_from=RUN_DIR"),
-    ActsWith(("task.module_hash",), "task.module", _is_not(None), "task.module=FILE.py"),
-    ActsWith(("jobs_per_gpu",), "jobs", _is_not(1), "jobs=2"),
-    ActsWith(("jobs_per_gpu",), "launcher", _is_not("slurm"), "launcher=local"),
-    ActsWith(("jobs_per_gpu",), "device", _is_not("cpu"), "device=auto"),
-    ActsWith(("slurm",), "launcher", _is("slurm"), "launcher=slurm"),
-    ActsWith(("algorithm.max_resamples",), "algorithm.dynamic_sampling", _is(True),
-             "algorithm.dynamic_sampling=true"),
-    ActsWith(("algorithm.kl_estimator",), "algorithm.beta", _is_not(0), "algorithm.beta=0.001"),
-    ActsWith(("algorithm.entropy_coef_step", "algorithm.entropy_coef_max"), "algorithm.entropy_target", _is_not(None),
-             "algorithm.entropy_target=0.2"),
-    ActsWith(("rollout.importance_clip_max",), "rollout.importance_correction",
-             lambda correction: correction not in ("off", "in_ratio"), "rollout.importance_correction=token_truncate"),
-    ActsWith(("eval.samples", "eval.temperature", "eval.top_p"), "eval.questions", _is_not(0), "eval.questions=256"),
-    ActsWith(("eval.subset_questions", "eval.subset_samples"), "eval.every", _is_not(0), "eval.every=50"),
-    ActsWith(("tracking.uri", "tracking.experiment"), "tracking.mlflow", _is(True), "tracking=mlflow"),
-    ActsWith(("model.revision",), "model.path", _is_on_the_hub, "model.path=HUB_ID"),
-    ActsWith(("model.hash",), "model.path", lambda path: path != POCKET and not _is_on_the_hub(path), "model.path=DIR"),
-)  # fmt: skip
 
 
 def words_by_key(lines: Sequence[str]) -> dict[str, str]:
@@ -117,10 +36,14 @@ def fit_micro_batch(cfg: RunConfig, words: Mapping[str, str]) -> None:
         cfg.optim.micro_batch_size = largest_divisor(per_update, cfg.optim.micro_batch_size)
 
 
-def name_model(cfg: RunConfig) -> None:
-    """Label a model that was given by its path alone, in place."""
-    if cfg.model.name == POCKET and cfg.model.path != POCKET:
-        cfg.model.name = Path(cfg.model.path).name.removesuffix(".gguf")
+def name_model(cfg: RunConfig, words: Mapping[str, str]) -> None:
+    """Label a model by its path, in place, where its label is that of an option of conf/model with another path."""
+    option = group_folder("model") / f"{cfg.model.name}.yaml"
+    if "model.name" in words or not option.is_file():
+        return
+    usual = yaml.safe_load(option.read_text(encoding="utf-8")) or {}
+    if cfg.model.path != usual.get("path", POCKET):
+        cfg.model.name = Path(cfg.model.path).absolute().name.removesuffix(".gguf")
 
 
 def take_rounding(cfg: RunConfig, words: Mapping[str, str]) -> None:
@@ -210,30 +133,19 @@ def check_all_act(jobs: Sequence[tuple[RunConfig, Mapping[str, str]]]) -> None:
 
     A word in which the jobs differ must act in each of them: else two jobs would be the same run under two names.
     """
-    dead = [{key: rule for key, rule in _dead_keys(cfg).items() if key in words} for cfg, words in jobs]
+    dead = [{key: variant for key, variant in missing(cfg).items() if key in words} for cfg, words in jobs]
     for number, (cfg, words) in enumerate(jobs):
-        for key, rule in dead[number].items():
+        for key, variant in dead[number].items():
             is_shared = all(others.get(key) == words[key] for _, others in jobs)
             acts_somewhere = any(key not in of_job for of_job in dead)
-            if not (is_shared and acts_somewhere):
-                where = f"job {number}: " if len(jobs) > 1 else ""
-                raise ConfigError(f"{where}{_inert(key, words[key], rule, cfg)}")
-
-
-def _dead_keys(cfg: RunConfig) -> dict[str, ActsWith]:
-    """Every key that does nothing in this configuration, with the reason. A file of the user's may read every key."""
-    values = values_of(cfg)
-    dead = {key: rule for rule in ACTS_WITH if not rule.acts(values[rule.decider]) for key in rule.keys}
-    return {key: rule for key, rule in dead.items() if not (cfg.task.module and key.startswith("task."))}
-
-
-def _inert(key: str, text: str, rule: ActsWith, cfg: RunConfig) -> str:
-    value = values_of(cfg)[rule.decider]
-    remedy = rule.arm if rule.arm and cfg.experiment != RunConfig().experiment else rule.remedy
-    return (
-        f"{key}={text} does nothing in a run with {rule.decider}={typed(value)}. "
-        f"Leave {key} out, or type for example {remedy}."
-    )
+            if is_shared and acts_somewhere:
+                continue
+            where = f"job {number}: " if len(jobs) > 1 else ""
+            remedy = variant.arm if variant.arm and cfg.experiment != RunConfig().experiment else variant.remedy
+            raise ConfigError(
+                f"{where}{key}={words[key]} does nothing in a run with {variant.decider}="
+                f"{typed(values_of(cfg)[variant.decider])}. Leave {key} out, or type for example {remedy}."
+            )
 
 
 def notes(cfg: RunConfig, micro_batch_size: int, words: Collection[str]) -> list[str]:

@@ -20,12 +20,11 @@ from types import FrameType
 from typing import Any, BinaryIO, TextIO
 
 from qerl_lab import exits, terminal
-from qerl_lab.cli.one_process import refuse_several
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.config.spelling import resume_word
-from qerl_lab.exits import FAILURE, SIGNALS, USAGE, heard
-from qerl_lab.rank_variables import rank_variables
+from qerl_lab.exits import SIGNALS, USAGE, heard
+from qerl_lab.processes import rank_variables, refuse_several
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.environment import Typed
 
@@ -49,10 +48,6 @@ CHILD_ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "DISABLE_MLFLOW_INTEGRATION": "TRUE",  # transformers' and TRL's own, which import MLflow before the first step
 }
-
-
-class NotStarted(OSError):
-    """A process of a run cannot be started."""
 
 
 @dataclass(frozen=True)
@@ -112,13 +107,8 @@ def _run(run: RunDirectory, typed: Typed | None, lock: TextIO, of: OfSweep | Non
     config = run.config()
     environment = _environment(config, typed, of)
     environments = [environment | variables for variables in rank_variables(config.gpus)]
-    try:
-        with _console(of) as console:
-            ended_with, rank = _wait(child_command(run.path), environments, lock, console, of.stop_file if of else None)
-    except NotStarted as error:
-        line = f"python -m qerl_lab {resume_word(run.path)}"
-        run.fail(f"NotStarted: {error}. Free memory, processes or open files (ulimit -a), then type {line}.\n")
-        return FAILURE
+    with _console(of) as console:
+        ended_with, rank = _wait(child_command(run.path), environments, lock, console, of.stop_file if of else None)
     code = run.settle(ended_with, f"rank {rank} of {config.gpus}" if config.gpus > 1 else "")
     if code == USAGE:
         raise ConfigError(run.reason.removeprefix("ConfigError: "))
@@ -167,7 +157,7 @@ class _Ranks:
             exits.say_now(ABORTING if self.aborts else STOPPING)
 
     def start(self, command: list[str], environments: list[dict[str, str]], **given: Any) -> None:
-        """Start a process for each environment. Raises NotStarted where one cannot be; the others are ended then."""
+        """Start a process for each environment."""
         # Held back over the start, so that none meets a child that cannot handle it yet; see Stop.on_signals.
         # SIGUSR2, which Slurm sends to the whole job before its time limit, is for this process, and the children are
         # never to see it.
@@ -175,18 +165,8 @@ class _Ranks:
         try:
             for environment in environments:
                 self.processes.append(subprocess.Popen(command, env=environment, **given))
-        except OSError as error:
-            self._kill()  # they have nothing to save, and would wait for the one that is missing
-            rank = f"rank {len(self.processes)} of {len(environments)}"
-            raise NotStarted(f"{rank} cannot be started ({error}), and no other goes on") from None
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-    def _kill(self) -> None:
-        for process in self.processes:
-            process.kill()
-        for process in self.processes:
-            process.wait()
 
 
 _waited_for: list[_Ranks] = []
@@ -200,7 +180,7 @@ def _wait(
 
     A negative status is the signal that ended it. A signal that stops a run is handed on, by SIGTERM. A terminal sends
     SIGINT and SIGHUP to the children as well, which makes no difference to them. So it is the parent that counts.
-    `stop_file` stops them too: it may exist on another machine than this process. Raises NotStarted.
+    `stop_file` stops them too: it may exist on another machine than this process.
     """
     ranks = _Ranks()
     _waited_for.append(ranks)

@@ -9,7 +9,7 @@ Exit codes: 0 done, 1 a run failed, 2 a configuration error, 130 interrupted.
 import argparse
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -25,14 +25,15 @@ from qerl_lab import exits, preflight
 from qerl_lab.cli import check, extension, jobs, launch, manual, schedule
 from qerl_lab.cli.compose import VERSION_BASE, job_config, register
 from qerl_lab.cli.grammar import not_a_flag
-from qerl_lab.cli.one_process import refuse_several
 from qerl_lab.cli.overrides import as_config_errors, check_words, refuse_sweeps, shown, spell
 from qerl_lab.config.files import package_data
 from qerl_lab.config.keys import schema
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.redact import redact
+from qerl_lab.config.schema import RunConfig
 from qerl_lab.config.spelling import readable, resume_word
 from qerl_lab.exits import OK, USAGE
+from qerl_lab.processes import refuse_several
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.environment import Typed
 
@@ -190,10 +191,13 @@ def _resume(directory: Path, steps: int | None) -> int:
     if plan := jobs.of_sweep(directory):
         if steps is not None:
             raise ConfigError(f"steps={steps} extends one run, and resume={directory} is a sweep. Leave steps out.")
+        _name_modules([job.config for job in plan.jobs])
         plan = check.foreseen(plan, plan.jobs[0].config.launcher == "local")
         print(manual.opening(plan), flush=True)
         schedule.run(plan, command)
         return schedule.finish(plan)
+    if steps is not None or run.status != "done":
+        _name_modules([run.config()])
     if steps is not None:
         extension.extend(run, steps)
     elif run.status != "done":
@@ -201,6 +205,12 @@ def _resume(directory: Path, steps: int | None) -> int:
     code = launch.resume(run, Typed(command))
     schedule.report(code, run)
     return code
+
+
+def _name_modules(configs: Sequence[RunConfig]) -> None:
+    """Name the files of task.module before one is imported: of a run that goes on its directory says which."""
+    for module, digest in dict.fromkeys((cfg.task.module, cfg.task.module_hash) for cfg in configs if cfg.task.module):
+        print(f"note: imports task.module={module} (SHA-256 {digest}...)", file=sys.stderr, flush=True)
 
 
 def _prepare_completion() -> None:

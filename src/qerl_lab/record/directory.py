@@ -196,12 +196,6 @@ class RunDirectory:
         (self.path / DONE).rename(self.path / f"{DONE}-{cfg.extended[-1]}")
         resolved.replace_config(self.path, cfg)
 
-    def take_back(self, was: RunConfig) -> None:
-        """Undo `extend`, in the reverse order, of a run that trained nothing since."""
-        (self.path / FAILED).unlink(missing_ok=True)
-        resolved.replace_config(self.path, was)
-        (self.path / f"{DONE}-{was.steps}").rename(self.path / DONE)
-
     def discard(self, made: Path | None) -> None:
         """Remove what a run that never began has left, then the directories made for it, up to `made`.
 

@@ -24,7 +24,7 @@ from importlib import import_module
 from typing import Any
 
 from qerl_lab.config.units import GIB
-from qerl_lab.parent import end_with
+from qerl_lab.processes import end_with
 
 MEMORY_BYTES = 2 * GIB  # of a worker's addresses; one call may not take more
 KEPT_BYTES = 2**29  # a worker that holds more resident memory is not kept

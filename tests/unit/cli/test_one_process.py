@@ -9,9 +9,9 @@ import torch
 
 from qerl_lab.bench import __main__ as bench
 from qerl_lab.cli import launch, train
-from qerl_lab.cli.one_process import RANKS, SIZES, refuse_several
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
+from qerl_lab.processes import refuse_several
 from qerl_lab.quantize import __main__ as quantize
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.environment import Typed
@@ -26,12 +26,8 @@ SRUN = {"SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0", "
     [
         (TORCHRUN, "WORLD_SIZE=2"),
         (SRUN, "SLURM_STEP_NUM_TASKS=2"),
-        ({"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, "SLURM_NTASKS=4"),
-        ({"SLURM_NTASKS": "1", "SLURM_PROCID": "3"}, "SLURM_PROCID=3"),
         ({"OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_SIZE=8"),
         ({"PMI_SIZE": "2", "PMI_RANK": "0"}, "PMI_SIZE=2"),
-        ({"RANK": "1"}, "RANK=1"),
-        ({"LOCAL_RANK": "1"}, "LOCAL_RANK=1"),
     ],
 )
 def test_one_of_several_processes_is_refused(environment: dict[str, str], named: str) -> None:
@@ -164,7 +160,3 @@ def test_gpus_that_cannot_be_hidden_any_more_are_an_error(machine: Callable[...,
     machine(2, None, started=True)
     with pytest.raises(ConfigError, match=r"2 GPUs are visible.*Type CUDA_VISIBLE_DEVICES=0 before the command"):
         gpus.keep(1)
-
-
-def test_every_variable_has_its_launcher() -> None:
-    assert not set(SIZES) & set(RANKS)

@@ -245,7 +245,10 @@ def only_job(*words: str) -> Job:
     return job
 
 
-def test_a_model_given_by_path_alone_is_not_labelled_pocket():
+def test_a_model_given_by_its_path_is_labelled_by_it_and_not_by_the_option_of_its_scale():
+    assert only_job("scale=smollm2", "model.path=/data/Other").config.model.name == "Other"
+    assert only_job("scale=smollm2").config.model.name == "smollm2_135m"
+    assert only_job("scale=smollm2", "model.path=/data/Other", "model.name=mine").config.model.name == "mine"
     assert only_job("scale=custom", "model.path=/data/Qwen2.5-7B").config.model.name == "Qwen2.5-7B"
     assert only_job("scale=pocket", "model.path=/data/x", "model.name=mine").config.model.name == "mine"
 

@@ -24,7 +24,7 @@ from qerl_lab.config.schema import FormatConfig
 from qerl_lab.formats.format import Format
 from qerl_lab.formats.marlin import DIVISOR
 from qerl_lab.formats.tiles import TILES, decoders, pack
-from qerl_lab.parent import end_with
+from qerl_lab.processes import end_with
 from qerl_lab.rollout.vllm import fp4_tiles
 from qerl_lab.rollout.vllm.backends import FP4_TILES, Shape
 from qerl_lab.rollout.vllm.product import add_adapter, tiles_product

@@ -1,0 +1,98 @@
+"""Keys that exist in some variants of a configuration only: of a format, a noise, a task, an engine, a launcher.
+
+The schema has every key, since a scale may set one that its run has no use for. A user who types a key expects
+something of it, so a command refuses those that `missing` names.
+"""
+
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from qerl_lab.config.arm import OF_VLLM_HERE, values_of
+from qerl_lab.config.keys import typed
+from qerl_lab.config.schema import POCKET, FormatConfig, RunConfig
+from qerl_lab.config.task import TaskConfig
+
+
+class Variant(NamedTuple):
+    """Keys that exist where another key has certain values, and what to type to get there, without or with an arm."""
+
+    keys: str  # space between two; one that ends with a dot is all keys below
+    when: str  # KEY=VALUE|VALUE or KEY!=VALUE|VALUE
+    remedy: str
+    arm: str = ""
+
+    @property
+    def decider(self) -> str:
+        return self.when.partition("=")[0].rstrip("!")
+
+    def has(self, key: str) -> bool:
+        """Tell whether a key is one of these."""
+        names = self.keys.split()
+        return key != self.decider and any(key == name or (name[-1] == "." and key.startswith(name)) for name in names)
+
+    def exists(self, decided: str) -> bool:
+        """Tell whether the keys exist for this value of the decider."""
+        found = decided in self.when.partition("=")[2].split("|")
+        return found != ("!=" in self.when)
+
+
+# Of several rows that have a key the last says why it is missing.
+VARIANTS = (
+    *(Variant(f"format.{f.name}", f"format.name={name}", f"format={name}", f"+experiment={name}")
+      for f in fields(FormatConfig) if (name := f.metadata["only"])),
+    Variant("format.ignore format.dense_cache", "format.name!=bf16", "format=nvfp4", "+experiment=nvfp4"),
+    Variant("aqn.", "aqn.schedule!=off", "aqn=exponential", "+experiment=nvfp4_aqn"),
+    Variant("aqn.sigma_end", "aqn.unit=sigma", "aqn=exponential", "+experiment=nvfp4_aqn"),
+    Variant("aqn.kl_start aqn.kl_end aqn.sigma_min aqn.sigma_max aqn.solver.", "aqn.unit=kl", "aqn=kl",
+            "+experiment=nvfp4_aqn_kl"),
+    Variant("aqn.kl_end aqn.stages aqn.reading aqn.solver.", "aqn.schedule!=adaptive", "aqn=kl",
+            "+experiment=nvfp4_aqn_kl"),
+    Variant("aqn.adaptive.", "aqn.schedule=adaptive", "aqn=adaptive", "+experiment=nvfp4_aqn_adaptive"),
+    *(Variant(f"task.{name}.", f"task.name={name}", f"task={name}")
+      for name, group in vars(TaskConfig()).items() if is_dataclass(group) and name != "columns"),
+    Variant("task.path task.columns.", "task.name!=arithmetic", "task=gsm8k"),
+    Variant("task.columns.tests", "task.name=code_io", "task=code_io"),
+    Variant("task.columns.answer", "task.name!=code_io", "task=gsm8k"),
+    Variant("task.code_io.min_level task.code_io.max_level task.code_io.tests", "task.path=null",
+            "task=code_io without task.path"),
+    Variant("task.module_hash", "task.module!=null", "task.module=FILE.py"),
+    Variant("rollout.vllm.", "rollout.engine=vllm|vllm_server", "rollout=vllm"),
+    Variant(" ".join(OF_VLLM_HERE), "rollout.engine=vllm", "rollout=vllm"),
+    Variant("rollout.vllm_server.", "rollout.engine=vllm_server", "rollout=vllm_server"),
+    Variant("rollout.importance_clip_max", "rollout.importance_correction!=off|in_ratio",
+            "rollout.importance_correction=token_truncate"),
+    Variant("lora.start_hash", "lora.start_from!=null", "lora.start_from=RUN_DIR"),
+    Variant("jobs_per_gpu", "jobs!=1", "jobs=2"),
+    Variant("jobs_per_gpu", "launcher!=slurm", "launcher=local"),
+    Variant("jobs_per_gpu", "device!=cpu", "device=auto"),
+    Variant("slurm", "launcher=slurm", "launcher=slurm"),
+    Variant("algorithm.max_resamples", "algorithm.dynamic_sampling=true", "algorithm.dynamic_sampling=true"),
+    Variant("algorithm.kl_estimator", "algorithm.beta!=0|0.0", "algorithm.beta=0.001"),
+    Variant("algorithm.entropy_coef_step algorithm.entropy_coef_max", "algorithm.entropy_target!=null",
+            "algorithm.entropy_target=0.2"),
+    Variant("eval.samples eval.temperature eval.top_p", "eval.questions!=0", "eval.questions=256"),
+    Variant("eval.subset_questions eval.subset_samples", "eval.every!=0", "eval.every=50"),
+    Variant("tracking.uri tracking.experiment", "tracking.mlflow=true", "tracking=mlflow"),
+)  # fmt: skip
+ON_HUB = Variant("model.revision", "model.path=HUB_ID", "model.path=HUB_ID")
+ON_DISK = Variant("model.hash", "model.path=DIR", "model.path=DIR")
+
+
+def missing(cfg: RunConfig) -> Mapping[str, Variant]:
+    """The keys that do nothing in a configuration, each with the variant that has them.
+
+    A file of the user's (task.module) may read every key of a task.
+    """
+    values = values_of(cfg)
+    found = {
+        key: variant
+        for variant in VARIANTS if not variant.exists(typed(values[variant.decider]))
+        for key in values if variant.has(key)
+    }  # fmt: skip
+    path = cfg.model.path
+    is_file = path.endswith(".gguf") or Path(path).expanduser().is_dir()
+    found |= {"model.revision": ON_HUB} if path == POCKET or is_file else {}
+    found |= {"model.hash": ON_DISK} if path == POCKET or not is_file else {}
+    return {key: variant for key, variant in found.items() if not (cfg.task.module and key.startswith("task."))}
