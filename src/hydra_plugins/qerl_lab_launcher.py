@@ -30,9 +30,9 @@ class LabLauncher(Launcher):
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Run the jobs to their ends; their directories say how they ended."""
-        from qerl_lab.cli import check, jobs, schedule  # not when another Hydra application looks for plug-ins
+        from qerl_lab.cli import check, jobs, scheduler  # not when another Hydra application looks for plug-ins
 
         plan = jobs.read(Path(self.config.hydra.sweep.dir), self.run_dirs)
         variables = {str(name): str(value) for name, value in self.config.hydra.job.env_set.items()}
-        schedule.run(plan, check.command_line(), variables)
+        scheduler.run(plan, check.command_line(), variables)
         return [JobReturn(overrides=words, status=JobStatus.COMPLETED) for words in job_overrides]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from qerl_lab import exits
-from qerl_lab.cli import jobs, launch, schedule
+from qerl_lab.cli import jobs, launch, scheduler
 from qerl_lab.cli.compose import Plan, make_plan
 from qerl_lab.cli.train import main
 from qerl_lab.config.option import ConfigError
@@ -115,8 +115,8 @@ def test_a_job_that_somebody_else_runs_is_left_alone(here: Path, capfd: pytest.C
     second = RunDirectory(Path("sweep/1-adhoc-seed1"))
     with second.locked():
         second.begin()  # by resume=, for example
-        schedule.run(plan, "the command")
-        assert schedule.finish(plan) == 130
+        scheduler.run(plan, "the command")
+        assert scheduler.finish(plan) == 130
     assert f"another process is running in {second.path.absolute()}" in capfd.readouterr().err
     assert second.status == "interrupted"
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from qerl_lab import preflight, tasks
-from qerl_lab.cli import launch, schedule
+from qerl_lab.cli import launch, scheduler
 from qerl_lab.cli.train import main
 from qerl_lab.config.option import ConfigError
 from qerl_lab.model.on_disk import ASSETS
@@ -274,7 +274,7 @@ def test_jobs_share_the_gpus_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_gpu_is_given_to_no_more_jobs_than_share_it() -> None:
-    cards = schedule.Cards(["0", "1"], 1)
+    cards = scheduler.Cards(["0", "1"], 1)
     with cards.take(1) as first, cards.take(1) as second:
         assert {*first, *second} == {"0", "1"}
         assert not cards._open()

@@ -13,7 +13,7 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, open_dict, read_write
 
 from qerl_lab import preflight
-from qerl_lab.cli import cluster, compose, jobs, manual, schedule
+from qerl_lab.cli import cluster, compose, jobs, manual, scheduler
 from qerl_lab.cli.compose import Job, Plan
 from qerl_lab.config.arm import OF_SWEEPS, as_recorded
 from qerl_lab.config.option import ConfigError
@@ -76,7 +76,7 @@ class CheckJobs(Callback):
 
     @_leaves_hydra
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
-        sys.exit(schedule.finish(self.plan))
+        sys.exit(scheduler.finish(self.plan))
 
 
 def command_line() -> str:
@@ -143,7 +143,7 @@ def foreseen(plan: Plan, is_here: bool, is_dry: bool = False) -> Plan:
             raise ConfigError(f"{where}{error}") from None
         seen.append(replace(job, notes=[*job.notes, *cut]))
     if is_here and not is_dry:
-        schedule.cards_of([job.config for job in plan.jobs])
+        scheduler.cards_of([job.config for job in plan.jobs])
     elif plan.jobs[0].config.launcher != "local":
         cluster.check(plan.jobs[0].config)
     return replace(plan, jobs=seen)

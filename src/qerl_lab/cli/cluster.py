@@ -25,7 +25,7 @@ from qerl_lab.config.schema import RunConfig
 if TYPE_CHECKING:
     from submitit import SlurmJob
 
-    from qerl_lab.cli.schedule import Call, Ended
+    from qerl_lab.cli.scheduler import Call, Ended
 
 OURS = ("array", "output", "error", "open-mode", "nodes", "ntasks-per-node", "signal")  # submitit's flags of sbatch
 GPU_FLAGS = {"gpus", "gpus-per-node", "gpus-per-socket", "gpus-per-task", "gres"}

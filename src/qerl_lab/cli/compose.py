@@ -4,6 +4,7 @@
 callers that start no run. Whatever is wrong ends in one `ConfigError`.
 """
 
+import copy
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -91,7 +92,7 @@ def make_plan(overrides: list[str], multirun: bool, config_dir: str | None = Non
 
 def single(cfg: DictConfig, loader: ConfigLoader) -> Plan:
     """Check the run that Hydra composed. Raises ConfigError."""
-    config, words = _checked_job(cfg, loader)
+    config, words = _checked_job(cfg, list(cfg.hydra.overrides.task), loader)
     intent.refuse_of_sweeps(words)
     intent.refuse_directory_of(_of_hydra(cfg), "hydra.sweep.", "a sweep, and this command runs one job")
     intent.check_all_act([(config, words)])
@@ -106,10 +107,11 @@ def sweep(master: DictConfig, loader: ConfigLoader) -> Plan:
     """Compose and check every job of the sweep that Hydra composed as a whole. Raises ConfigError."""
     intent.refuse_directory_of(_of_hydra(master), "hydra.run.", "a single run, and this command is a sweep")
     directory, jobs = Path(str(master.hydra.sweep.dir)).expanduser().absolute(), []
+    composed: dict[tuple[str, ...], DictConfig] = {}
     for number, overrides in enumerate(_expand(master, loader)):
         try:
-            cfg = loader.load_sweep_config(master, overrides)
-            config, words = _checked_job(cfg, loader)
+            cfg = _composed(master, overrides, loader, composed)
+            config, words = _checked_job(cfg, overrides, loader)
         except (ConfigError, HydraException, OmegaConfBaseException) as error:
             raise ConfigError(f"job {number} ({' '.join(shown(overrides))}): {explain(error)}") from None
         if config.run_dir:
@@ -126,10 +128,27 @@ def sweep(master: DictConfig, loader: ConfigLoader) -> Plan:
     return Plan(jobs, directory, _sets(master, "hydra.sweep.dir"), True)
 
 
-def _checked_job(cfg: DictConfig, loader: ConfigLoader) -> tuple[RunConfig, dict[str, str]]:
+def _composed(
+    master: DictConfig, overrides: list[str], loader: ConfigLoader, known: dict[tuple[str, ...], DictConfig]
+) -> DictConfig:
+    """Compose a job. Jobs that differ in plain values alone share one composition, which takes a tenth of a second."""
+    is_named_by_words = "override_dirname" in str(OmegaConf.to_container(master.hydra.sweep, resolve=False))
+    plain = [word for word in overrides if word.partition("=")[0] in schema() and "${" not in word]
+    if is_named_by_words or not plain:
+        return loader.load_sweep_config(master, overrides)
+    options = (*(word for word in overrides if word not in plain), *(word.partition("=")[0] for word in plain))
+    if options not in known:
+        known[options] = loader.load_sweep_config(master, overrides)
+    cfg = copy.deepcopy(known[options])
+    for override in OverridesParser.create().parse_overrides(plain):
+        OmegaConf.update(cfg, override.key_or_group, override.value())
+    return cfg
+
+
+def _checked_job(cfg: DictConfig, overrides: list[str], loader: ConfigLoader) -> tuple[RunConfig, dict[str, str]]:
     """The RunConfig of one job, and its words, held against each other."""
-    words = intent.words_by_key(cfg.hydra.overrides.task)
-    config = job_config(cfg, cfg.hydra.overrides.task)
+    words = intent.words_by_key(overrides)
+    config = job_config(cfg, overrides)
     intent.check_words(config, words)
     if (arm := cfg.hydra.runtime.choices.get("experiment")) is not None:
         _check_arm(str(arm), config, words, cfg, loader)

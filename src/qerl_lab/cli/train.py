@@ -1,7 +1,7 @@
 """The command line: `python -m qerl_lab [FLAGS] KEY=VALUE ...`. Imports no torch.
 
     words -> hydra.main -> check.CheckJobs (every job checked, its directory claimed)
-          -> launch.start (a run), or hydra_plugins.qerl_lab_launcher -> schedule.run (a process per job) -> table
+          -> launch.start (a run), or hydra_plugins.qerl_lab_launcher -> scheduler.run (a process per job) -> table
 
 Exit codes: 0 done, 1 a run failed, 2 a configuration error, 130 interrupted.
 """
@@ -22,7 +22,7 @@ from omegaconf import DictConfig
 
 import qerl_lab
 from qerl_lab import exits, preflight
-from qerl_lab.cli import check, extension, jobs, launch, manual, schedule
+from qerl_lab.cli import check, jobs, launch, manual, scheduler
 from qerl_lab.cli.compose import VERSION_BASE, job_config, register
 from qerl_lab.cli.grammar import not_a_flag
 from qerl_lab.cli.overrides import as_config_errors, check_words, refuse_sweeps, shown, spell
@@ -56,7 +56,7 @@ def run(cfg: DictConfig) -> int:
     except ConfigError as error:
         print(f"error: {redact(str(error))}", file=sys.stderr)
         return USAGE
-    schedule.report(code, directory)
+    scheduler.report(code, directory)
     return code
 
 
@@ -194,16 +194,16 @@ def _resume(directory: Path, steps: int | None) -> int:
         _name_modules([job.config for job in plan.jobs])
         plan = check.foreseen(plan, plan.jobs[0].config.launcher == "local")
         print(manual.opening(plan), flush=True)
-        schedule.run(plan, command)
-        return schedule.finish(plan)
+        scheduler.run(plan, command)
+        return scheduler.finish(plan)
     if steps is not None or run.status != "done":
         _name_modules([run.config()])
     if steps is not None:
-        extension.extend(run, steps)
+        jobs.extend(run, steps)
     elif run.status != "done":
         preflight.check(run.config(), run.path)
     code = launch.resume(run, Typed(command))
-    schedule.report(code, run)
+    scheduler.report(code, run)
     return code
 
 

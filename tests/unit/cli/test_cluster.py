@@ -9,7 +9,7 @@ import pytest
 
 from qerl_lab.cli import cluster, launch
 from qerl_lab.cli.overrides import spell
-from qerl_lab.cli.schedule import Call, Ended
+from qerl_lab.cli.scheduler import Call, Ended
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.record.directory import RunDirectory

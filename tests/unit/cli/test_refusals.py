@@ -298,6 +298,20 @@ def test_an_evaluation_that_is_never_due_is_said():
     assert only_job("eval.every=8", "steps=8").notes == []
 
 
+def test_jobs_that_differ_in_plain_values_are_composed_as_each_would_be_alone():
+    words = ["+experiment=nvfp4_aqn", "scale=smollm2", "lora.target_modules=[q_proj]", "task.instruction='a, b'"]
+    plan = make_plan([*words, "seed=0,1", "optim.learning_rate=1e-4,3e-4"], True)
+    for job in plan.jobs:
+        alone = only_job(*words, f"seed={job.config.seed}", f"optim.learning_rate={job.config.optim.learning_rate}")
+        assert job.config == alone.config
+    assert len({(job.config.seed, job.config.optim.learning_rate) for job in plan.jobs}) == 4
+
+
+def test_the_words_of_a_job_may_stand_in_its_directory():
+    plan = make_plan(["seed=0,1", "hydra.sweep.subdir=${hydra.job.override_dirname}"], True)
+    assert [job.run_dir.name for job in plan.jobs] == ["seed=0", "seed=1"]
+
+
 def test_the_number_of_a_job_may_stand_in_its_directory():
     plan = make_plan(["seed=0,1", "hydra.sweep.subdir=job-${hydra.job.num}"], True)
     assert [job.run_dir.name for job in plan.jobs] == ["job-0", "job-1"]

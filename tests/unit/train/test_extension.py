@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from qerl_lab.cli.extension import extend
+from qerl_lab.cli.jobs import extend
 from qerl_lab.cli.train import main
 from qerl_lab.config.arm import config_hash
 from qerl_lab.config.option import ConfigError
