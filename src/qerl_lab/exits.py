@@ -39,9 +39,12 @@ def starting(module: str) -> Iterator[None]:
         os._exit(INTERRUPTED)
 
 
-def run(main: Main) -> None:
-    """Be the process of a command: outlast the console, and leave with the command's exit code."""
-    outlast()
+def run(main: Main, keeps_record: bool = False) -> None:
+    """Be the process of a command: outlast the console, and leave with the command's exit code.
+
+    One that `keeps_record` of its work outlasts a full disk under its console too.
+    """
+    outlast(keeps_record)
     code = command(main)(sys.argv[1:])
     if code == INTERRUPTED:  # Python itself may end by the signal once more, if it came inside of an exec()
         os._exit(code)
@@ -99,14 +102,15 @@ def _told(error: ValueError | OSError) -> int:
     return USAGE if is_usage else FAILURE
 
 
-def outlast() -> None:
-    """Send standard output and error to os.devnull once their reader is gone."""
+def outlast(full_disk: bool = False) -> None:
+    """Send standard output and error to os.devnull once their reader is gone, or their disk is full."""
     for descriptor in (0, 1, 2):  # a closed one would be given to the next file that is opened, a record for example
         try:
             os.fstat(descriptor)
         except OSError:
             os.open(os.devnull, os.O_RDWR)
-    sys.stdout, sys.stderr = _lasting(sys.stdout, 1), _lasting(sys.stderr, 2)
+    lost = (*LOST, *FULL) if full_disk else LOST
+    sys.stdout, sys.stderr = _lasting(sys.stdout, 1, lost), _lasting(sys.stderr, 2, lost)
 
 
 def say_now(text: str) -> None:
@@ -115,8 +119,9 @@ def say_now(text: str) -> None:
         os.write(2, f"{text}\n".encode())
 
 
-def _lasting(stream: object, descriptor: int) -> io.TextIOWrapper:
+def _lasting(stream: object, descriptor: int, lost: tuple[int, ...]) -> io.TextIOWrapper:
     raw = _Lasting(descriptor, "w", closefd=False)
+    raw.lost = lost
     if not isinstance(stream, io.TextIOWrapper):  # None where it was closed
         return io.TextIOWrapper(io.BufferedWriter(raw), "utf-8", line_buffering=True)
     stream.flush()
@@ -125,11 +130,13 @@ def _lasting(stream: object, descriptor: int) -> io.TextIOWrapper:
 
 
 class _Lasting(io.FileIO):
+    lost: tuple[int, ...] = ()  # errors after which what is written goes nowhere
+
     def write(self, data: Any, /) -> int:
         try:
             return super().write(data)
         except OSError as error:
-            if error.errno not in LOST:
+            if error.errno not in self.lost:
                 raise
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self.fileno())

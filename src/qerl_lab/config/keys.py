@@ -18,7 +18,8 @@ TYPE_WORDS: dict[Any, tuple[str, Any]] = {
     list[int]: ("a list of whole numbers", [1, 2]),
     list[float]: ("a list of numbers", [0.1, 0.2]),
 }
-# What TRL, PEFT and transformers call a key of ours. Their max_steps is no task.gsm8k.max_steps, which it looks like.
+# What TRL, PEFT, transformers and verl call a key of ours, by its last part. Their max_steps is no
+# task.gsm8k.max_steps, which it looks like.
 OF_OTHERS: Mapping[str, str] = {
     "max_steps": "steps", "num_generations": "rollout.group_size", "scale_rewards": "algorithm.normalize_std",
     "per_device_train_batch_size": "optim.micro_batch_size", "generation_batch_size": "rollout.prompts_per_step",
@@ -29,6 +30,13 @@ OF_OTHERS: Mapping[str, str] = {
     "model_name_or_path": "model.path", "attn_implementation": "model.attention", "dataset_name": "task",
     "output_dir": "run_dir", "report_to": "tracking", "use_vllm": "rollout", "save_steps": "checkpoint.every",
     "save_total_limit": "checkpoint.keep", "eval_steps": "eval.every", "resume_from_checkpoint": "resume",
+    "n": "rollout.group_size", "train_batch_size": "rollout.prompts_per_step", "total_training_steps": "steps",
+    "max_response_length": "rollout.max_completion_tokens", "adv_estimator": "algorithm",
+    "clip_ratio_low": "algorithm.epsilon_low", "clip_ratio_high": "algorithm.epsilon_high",
+    "kl_loss_coef": "algorithm.beta", "entropy_coeff": "algorithm.entropy_coef",
+    "ppo_epochs": "algorithm.num_iterations", "ppo_micro_batch_size_per_gpu": "optim.micro_batch_size",
+    "grad_clip": "optim.max_grad_norm", "lora_rank": "lora.rank", "n_gpus_per_node": "gpus",
+    "save_freq": "checkpoint.every", "test_freq": "eval.every", "project_name": "tracking.experiment",
 }  # fmt: skip
 TEXT = (str, str | None)
 NUMBERS = (int, float, int | None, float | None)
@@ -61,9 +69,11 @@ def no_key(name: str) -> ConfigError:
     if inside:
         return ConfigError(f"{name} is a node, not a key. Allowed: {', '.join(inside)}.")
     node, _, last = name.rpartition(".")
-    here = [key for key in known if key.startswith(node + ".")] or list({key.split(".")[0]: None for key in known})
+    beside = [key for key in known if key.startswith(node + ".")]
+    here = beside or list({key.split(".")[0]: None for key in known})
     begun = [key for key in here if key.startswith(name)]
-    theirs = [OF_OTHERS[last]] if last in OF_OTHERS and OF_OTHERS[last].startswith(node) else []
+    is_theirs = last in OF_OTHERS and (not beside or OF_OTHERS[last].startswith(node))
+    theirs = [OF_OTHERS[last]] if is_theirs else []
     meant = begun or theirs or [key for key in known if key.rpartition(".")[2] == last]
     hint = f" Did you mean {' or '.join(meant)}?" if meant else did_you_mean(name, [*here, *known])
     return unknown_key(name, here, hint)

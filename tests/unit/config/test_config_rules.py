@@ -261,11 +261,14 @@ def test_a_bound_is_spelled_as_a_person_types_it(bound: float, text: str) -> Non
 @pytest.mark.parametrize(
     ("word", "meant"),
     [
-        ("max_steps", "steps"), ("num_generations", "rollout.group_size"), ("lora.r", "lora.rank"),
+        ("max_steps", "steps"), ("num_generations", "rollout.group_size"),
+        ("actor_rollout_ref.rollout.n", "rollout.group_size"),
+        ("actor_rollout_ref.actor.optim.lr", "optim.learning_rate"),
+        ("lora.r", "lora.rank"),
         ("use_vllm", "rollout"), ("temperature", "rollout.temperature or eval.temperature"),
     ],
 )  # fmt: skip
-def test_what_trl_calls_a_key_is_told(word: str, meant: str) -> None:
+def test_what_trl_or_verl_calls_a_key_is_told(word: str, meant: str) -> None:
     assert f"{word} is not a known key. Did you mean {meant}?" in str(no_key(word))
 
 
