@@ -2,10 +2,10 @@
 
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
-from functools import wraps
-from typing import Any, Concatenate, ParamSpec
+from typing import Any
 
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.utils import JobReturn
@@ -24,45 +24,39 @@ from qerl_lab.record.directory import RunDirectory, remove_empty
 
 LAUNCHER = "lab"  # ours, in hydra_plugins
 HERE = ("basic", "joblib", "submitit_local")  # launchers of others whose jobs use this machine
-Parameters = ParamSpec("Parameters")
 
 
 class Left(BaseException):
     """Carries an exception past Hydra, which only warns of those that a callback raises."""
 
 
-def _leaves_hydra(
-    function: Callable[Concatenate["CheckJobs", Parameters], None],
-) -> Callable[Concatenate["CheckJobs", Parameters], None]:
-    @wraps(function)
-    def wrapped(self: "CheckJobs", *args: Parameters.args, **named: Parameters.kwargs) -> None:
-        try:
-            function(self, *args, **named)
-        except Exception as error:
-            raise Left from error
-
-    return wrapped
+@contextmanager
+def _past_hydra() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise Left from error
 
 
 class CheckJobs(Callback):
-    """Checks jobs and claims directories at the start of a command; says how they ended, and exits, at its end."""
+    """Check the jobs and claim their directories when a command starts; print how they ended and exit when it ends."""
 
     plan: Plan
 
-    @_leaves_hydra
+    @_past_hydra()
     def on_run_start(self, config: DictConfig, **_: Any) -> None:
         self.plan = _claimed(compose.single(config, GlobalHydra.instance().config_loader()))
         with read_write(config.hydra), open_dict(config.hydra):
             config.hydra.run.dir = str(self.plan.directory)
 
-    @_leaves_hydra
+    @_past_hydra()
     def on_run_end(self, config: DictConfig, job_return: JobReturn, **_: Any) -> None:
         code = job_return.return_value
         if code == USAGE:
             remove_empty(self.plan.directory, self.plan.made)
         sys.exit(code)
 
-    @_leaves_hydra
+    @_past_hydra()
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         launcher = config.hydra.runtime.choices["hydra/launcher"]
         plan = compose.sweep(config, GlobalHydra.instance().config_loader())
@@ -74,13 +68,13 @@ class CheckJobs(Callback):
             if launcher == LAUNCHER:
                 config.hydra.launcher.run_dirs = [str(job.run_dir) for job in self.plan.jobs]
 
-    @_leaves_hydra
+    @_past_hydra()
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
         sys.exit(scheduler.finish(self.plan))
 
 
 def command_line() -> str:
-    """The command of this process, without secrets, as it could be typed again."""
+    """Return the command of this process as it could be typed again, without secrets."""
     return redact(shlex.join(["python", "-m", "qerl_lab", *sys.argv[1:]]))
 
 
@@ -116,7 +110,7 @@ def _for_another(plan: Plan, launcher: str) -> Plan:
 
 
 def _ready(plan: Plan, is_here: bool) -> Plan:
-    """The plan with the notes of its jobs; exits after the table of a dry run. Raises ConfigError."""
+    """Check the jobs and note what they cut; print the table of a dry run and exit. Raises ConfigError."""
     is_dry = any(job.config.dry_run for job in plan.jobs)
     plan = foreseen(plan, is_here, is_dry)
     if plan.multirun and RunDirectory(plan.directory).is_claimed:
@@ -130,9 +124,9 @@ def _ready(plan: Plan, is_here: bool) -> Plan:
 
 
 def foreseen(plan: Plan, is_here: bool, is_dry: bool = False) -> Plan:
-    """The plan whose jobs also note what they cut. Raises ConfigError for the first job that could not start.
+    """Note in each job what it cuts. Raises ConfigError for the first job that could not start.
 
-    A dry run notes what only this machine lacks, since the run may be meant for another.
+    A dry run only notes what this machine lacks: the run may be meant for another one.
     """
     seen = []
     for job in plan.jobs:

@@ -1,4 +1,4 @@
-"""The jobs of a sweep on a cluster: an array of Slurm's (by submitit), or tasks of Ray's.
+"""Run the jobs of a sweep on a cluster: as an array of Slurm (by submitit), or as tasks of Ray.
 
 Each task gets one `Call`: the directory of a job, which has its configuration since the sweep was claimed. So every
 machine must see that directory at the same path. A task that the cluster starts again goes on with its run.
@@ -55,7 +55,7 @@ def check(cfg: RunConfig) -> None:
 
 
 def flags(text: str) -> dict[str, Any]:
-    """The flags of sbatch in a text, `--NAME=VALUE` or `--NAME`, by name. Raises ConfigError for anything else."""
+    """Parse flags of sbatch, `--NAME=VALUE` or `--NAME`, into a dictionary. Raises ConfigError for anything else."""
     found: dict[str, Any] = {}
     try:
         words = shlex.split(text)
@@ -74,7 +74,7 @@ def flags(text: str) -> dict[str, Any]:
 
 
 def minutes(given: dict[str, Any]) -> int:
-    """The time limit of a job, from `--time` as Slurm reads it. Raises ConfigError."""
+    """Return the time limit of a job in minutes, from `--time` as Slurm reads it. Raises ConfigError."""
     match = TIME.fullmatch(str(given.get("time", "")))
     if match is None:
         raise ConfigError(
@@ -93,7 +93,7 @@ def minutes(given: dict[str, Any]) -> int:
 
 
 def needs(configs: Sequence[RunConfig], given: Mapping[str, Any]) -> dict[str, int]:
-    """What a job of the array asks for beside the flags that were given, in submitit's words: GPUs, or CPUs.
+    """Return the GPUs or CPUs that a job asks for beside the given flags, as submitit names them.
 
     Beside a GPU a cluster gives the CPUs that it thinks right; without one it gives a single one to all threads.
     """
@@ -110,7 +110,7 @@ def _flat(error: BaseException) -> str:
 
 @contextmanager
 def slurm(configs: Sequence[RunConfig], calls: "Sequence[Call]", folder: Path) -> "Iterator[list[SlurmJob[Ended]]]":
-    """Submit the calls as one array of Slurm's; its files and its messages lie in `folder`."""
+    """Submit the calls as one array of Slurm; write its files and messages into `folder`."""
     import submitit
     from submitit.core.utils import FailedJobError
 
@@ -131,7 +131,7 @@ def slurm(configs: Sequence[RunConfig], calls: "Sequence[Call]", folder: Path) -
 
 @contextmanager
 def ray(configs: Sequence[RunConfig], calls: "Sequence[Call]") -> "Iterator[list[Future[Ended]]]":
-    """Hand the calls to Ray, `jobs` of their configuration at once; to the cluster of RAY_ADDRESS, or one made here."""
+    """Run the calls on Ray, `jobs` at once: on the cluster of RAY_ADDRESS, else on one started here."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a lab run reports to nobody
     import ray as library
 
@@ -160,13 +160,13 @@ def ray(configs: Sequence[RunConfig], calls: "Sequence[Call]") -> "Iterator[list
 
 
 def asked_of_ray(cfg: RunConfig, has_gpus: bool) -> dict[str, float]:
-    """What a job asks Ray for: CPUs, and GPUs where the cluster has any."""
+    """Return the CPUs that a job asks of Ray, and its GPUs if the cluster has any."""
     share = 1 / cfg.jobs_per_gpu if cfg.gpus == 1 else cfg.gpus  # of several Ray gives whole ones only
     return {"CPU": max(1, cfg.cpu_threads), "GPU": share if has_gpus and cfg.device != "cpu" else 0}
 
 
 def waits_for_a_node(asked: Sequence[Mapping[str, float]], nodes: Sequence[Mapping[str, float]]) -> str:
-    """Say that a job asks for more than any node has, which Ray would wait for in silence; else nothing.
+    """Return a warning if a job asks for more than any node has: Ray would wait for such a node in silence.
 
     A warning, because a cluster that grows may get such a node.
     """

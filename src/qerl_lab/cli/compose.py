@@ -40,7 +40,7 @@ VERSION_BASE = "1.3"
 
 @dataclass(frozen=True)
 class Job:
-    """One run to be: its checked configuration, its directory, the words that tell it from other jobs."""
+    """A run to start: its checked configuration, its directory, the words that were typed for it."""
 
     number: int
     overrides: list[str]
@@ -146,7 +146,7 @@ def _composed(
 
 
 def _checked_job(cfg: DictConfig, overrides: list[str], loader: ConfigLoader) -> tuple[RunConfig, dict[str, str]]:
-    """The RunConfig of one job, and its words, held against each other."""
+    """Return the checked RunConfig of one job, and its words by key. Raises ConfigError."""
     words = intent.words_by_key(overrides)
     config = job_config(cfg, overrides)
     intent.check_words(config, words)
@@ -158,7 +158,7 @@ def _checked_job(cfg: DictConfig, overrides: list[str], loader: ConfigLoader) ->
 def _check_arm(
     arm: str, config: RunConfig, words: dict[str, str], cfg: DictConfig, loader: ConfigLoader
 ) -> None:  # fmt: skip
-    """ConfigError where a word changes a key by which arms are told apart: the run would carry the name of another."""
+    """Raise ConfigError if a word changes a key that defines the experiment: the run would carry a wrong name."""
     declared = sorted(_declared_keys())
     touching = [key for key in words if key in declared or any(name.startswith(f"{key}.") for name in declared)]
     if not touching:
@@ -191,14 +191,14 @@ def _check_arm(
 
 @cache
 def _declared_keys() -> frozenset[str]:
-    """The keys in which the arms of conf/experiment differ, but for numbers: those are set to fit a model."""
+    """Keys that define the experiments of conf/experiment, without numbers, which are set to fit a model."""
     files, kinds = group_folder("experiment").glob("*.yaml"), schema()
     declared = {key for file in files for key in yaml.safe_load(file.read_text(encoding="utf-8"))["differs_in"]}
     return frozenset(key for key in declared if kinds[key] not in NUMBERS)
 
 
 def _names_option(name: str) -> bool:
-    """Whether the value of a key is the name of an option of its group: format.name, aqn.schedule."""
+    """Tell whether a key holds the name of an option of its group: format.name, aqn.schedule."""
     return name.rpartition(".")[2] in ("name", "schedule")
 
 
@@ -213,7 +213,7 @@ def _sets(cfg: DictConfig, key: str) -> bool:
 
 
 def _of_hydra(cfg: DictConfig) -> list[str]:
-    """The typed words that are Hydra's, as they stand: `${hydra.job.num}` is of a job, and here there is none yet."""
+    """Typed words for Hydra itself, unresolved: `${hydra.job.num}` has no value before there is a job."""
     lines: Any = OmegaConf.to_container(cfg.hydra.overrides.hydra, resolve=False)
     return list(lines)
 
@@ -246,7 +246,7 @@ def _expand(master: DictConfig, loader: ConfigLoader) -> list[list[str]]:
 
 
 def _subdirectory(cfg: DictConfig, number: int) -> str:
-    """hydra.sweep.subdir as the launcher will read it for this job."""
+    """Resolve hydra.sweep.subdir for this job."""
     with open_dict(cfg):
         cfg.hydra.job.num = cfg.hydra.job.id = number
     HydraConfig.instance().set_config(cfg)
@@ -265,9 +265,9 @@ def _refuse_shared_directories(jobs: list[Job]) -> None:
 
 
 def _refuse_equal(jobs: list[Job]) -> None:
-    """A run is known by its configuration and seed: a later command would take two alike for one.
+    """Raise ConfigError for two jobs with one configuration and seed: a later command could not tell their runs apart.
 
-    So are two copies of a model, whose name follows from the path.
+    Two copies of one model are the same model.
     """
     seen: dict[str, int] = {}
     for job in jobs:
@@ -281,7 +281,7 @@ def _refuse_equal(jobs: list[Job]) -> None:
 
 
 def job_config(cfg: DictConfig, overrides: Sequence[str]) -> RunConfig:
-    """The checked RunConfig of one composed job, with or without Hydra's own node, and what follows from its words."""
+    """Build and check the RunConfig of one composed job; fill in what follows from its words. Raises ConfigError."""
     values = {}
     for key in cfg:
         if key != "hydra":

@@ -1,6 +1,6 @@
-"""The meaning of a command's words: which act nowhere, what follows from them, what a run cuts. Imports no torch.
+"""Check what a user typed beyond its values: words that do nothing, values that follow, notes. Imports no torch.
 
-The schema and its rules judge values; here it counts that a user typed them.
+The schema and its rules check values wherever they come from; a user who types a key expects something of it.
 """
 
 import json
@@ -25,7 +25,7 @@ CLIPS = ("algorithm.epsilon_low", "algorithm.epsilon_high")
 
 
 def words_by_key(lines: Sequence[str]) -> dict[str, str]:
-    """`KEY=VALUE` and `GROUP=OPTION` overrides as a mapping from what stands before the sign to what stands after."""
+    """Map each KEY or GROUP to its value as it was typed."""
     return {key.lstrip("+"): value for key, _, value in (line.partition("=") for line in lines)}
 
 
@@ -47,14 +47,14 @@ def name_model(cfg: RunConfig, words: Mapping[str, str]) -> None:
 
 
 def take_rounding(cfg: RunConfig, words: Mapping[str, str]) -> None:
-    """Take the rule that the quantize command noted of a checkpoint, where nobody said another, in place."""
+    """Set the rounding rule that the quantize command noted in a checkpoint, unless the user set one. In place."""
     for key, value in _noted_rounding(cfg).items():
         if f"format.{key}" not in words and getattr(cfg.format, key) == getattr(FormatConfig(), key):
             setattr(cfg.format, key, value)
 
 
 def _noted_rounding(cfg: RunConfig) -> dict[str, Any]:
-    """What quality.json beside the weights says of the run's own format. Raises ConfigError for what no format has."""
+    """Read the rounding options of the run's format from quality.json beside the weights. Raises ConfigError."""
     file, name = Path(cfg.model.path) / QUALITY, cfg.format.name
     about = read_json(file, dict) if cfg.model.path != POCKET and file.is_file() else {}
     noted = about.get("options", {}) if about.get("format") == name else {}
@@ -70,7 +70,7 @@ def _noted_rounding(cfg: RunConfig) -> dict[str, Any]:
 
 
 def check_words(cfg: RunConfig, words: Mapping[str, str]) -> None:
-    """Raise ConfigError for a typed word that one job alone shows to be a mistake."""
+    """Raise ConfigError for a word that is wrong in this job, whatever the other jobs are."""
     if "extended" in words:
         raise ConfigError("extended is what resume=RUN_DIR steps=N notes of a run. Leave extended out.")
     if "differs_in" in words:
@@ -105,7 +105,7 @@ def refuse_of_sweeps(words: Mapping[str, str]) -> None:
 
 
 def refuse_directory_of(lines: Sequence[str], key: str, what: str) -> None:
-    """Raise ConfigError for a directory of the other kind of command, which would lie somewhere else unsaid."""
+    """Raise ConfigError for the directory key of a sweep in a single run, and the other way round."""
     for line in lines:
         if line.lstrip("+").startswith(key):
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""A run is a child process and a directory: start it, wait for it, and let the directory say how it ended.
+"""Start the process of a run, wait for it, and read from its directory how it ended.
 
 A process per run keeps jobs of a sweep from leaking state (GPU memory, thread settings, peak counters) into each other,
 and lets a job die without the sweep.
@@ -52,7 +52,7 @@ CHILD_ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class OfSweep:
-    """What a job has as one of a sweep.
+    """Settings of a run that is a job of a sweep.
 
     It stops after its step as soon as `stop_file` exists, and at once when that says `ABORT`. `label` is what it shows
     itself as, `variables` are added to its environment (its GPUs), and what it prints goes to `console`.
@@ -65,7 +65,7 @@ class OfSweep:
 
 
 def start(run: RunDirectory, made: Path | None = None, of: OfSweep | None = None) -> int:
-    """Run what a directory was claimed for to its end; its exit code (0, 1 or 130).
+    """Run the job of a claimed directory to its end; return its exit code (0, 1 or 130).
 
     Raises ConfigError for a configuration that the run finds it cannot use; the directory is gone then, and those that
     were made for it, up to `made`.
@@ -85,7 +85,7 @@ def start(run: RunDirectory, made: Path | None = None, of: OfSweep | None = None
 
 
 def resume(run: RunDirectory, typed: Typed, of: OfSweep | None = None) -> int:
-    """Continue a run that did not finish, or begin one that was claimed; its exit code (0, 1 or 130).
+    """Continue a run that did not finish, or begin a claimed one; return its exit code (0, 1 or 130).
 
     Raises ConfigError where its configuration cannot run, or not any more.
     """
@@ -122,7 +122,7 @@ def child_command(run_dir: Path) -> list[str]:
 
 @contextmanager
 def _console(of: OfSweep | None) -> Iterator[BinaryIO | None]:
-    """Where the children of a run print; None is the console of the command."""
+    """Open the file that the run prints to; None is the console of the command."""
     if of is None:
         yield None
         return
@@ -176,7 +176,7 @@ def _wait(
     command: list[str], environments: list[dict[str, str]], lock: TextIO, console: BinaryIO | None,
     stop_file: Path | None,
 ) -> tuple[int, int]:  # fmt: skip
-    """Run a process for each environment to its end; the status of the first that failed, and its rank.
+    """Run a process per environment to its end; return the status of the first that failed, and its rank.
 
     A negative status is the signal that ended it. A signal that stops a run is handed on, by SIGTERM. A terminal sends
     SIGINT and SIGHUP to the children as well, which makes no difference to them. So it is the parent that counts.
@@ -197,7 +197,7 @@ def _wait(
 
 
 def stop_children() -> None:
-    """Let the runs that this process waits for save, from a signal handler; return when they have ended."""
+    """Stop the runs that this process waits for, let them save, and wait for them; for a signal handler."""
     deadline = time.monotonic() + SAVE_SECONDS
     children = [child for ranks in _waited_for for child in ranks.processes]
     for child in children:
@@ -208,7 +208,7 @@ def stop_children() -> None:
 
 
 def _end_of(children: list[subprocess.Popen[bytes]], stop_file: Path | None) -> int:
-    """Wait for every child; the rank of the first that failed, or 0. Those that outlive it for long are killed."""
+    """Wait for every child; return the rank of the first that failed, or 0. Kill those that outlive it for long."""
     first, deadline = None, math.inf
     alone = len(children) == 1 and stop_file is None
     while running := [child for child in children if child.poll() is None]:
@@ -231,7 +231,7 @@ def _aborted(stop_file: Path | None) -> bool:
 
 
 def _first_failed(children: list[subprocess.Popen[bytes]]) -> int | None:
-    """Pick, of the children that failed since the last look, the one that made the others fail."""
+    """Return the rank of the child that failed first: the others only followed it."""
     codes = {rank: child.returncode for rank, child in enumerate(children) if child.returncode}
     return min(codes, key=lambda rank: (codes[rank] > 0, -codes[rank]), default=None)
 

@@ -1,4 +1,4 @@
-"""What a sweep shows while it runs: on a terminal its running jobs as a table in place, elsewhere plain lines.
+"""Show the progress of a sweep: on a terminal a table of the running jobs, redrawn in place; elsewhere plain lines.
 
 It looks at the records of the runs alone, so it is the same wherever they run.
 """
@@ -24,7 +24,7 @@ HEAD = ["job", "step", "reward", "ETA", "words"]
 
 
 class Seen:
-    """How far a job is, as its record says at every `look`."""
+    """Progress of a job, read from its record at every `look`."""
 
     def __init__(self, job: Job, words: str) -> None:
         self.job, self.words, self.run, self.is_running = job, words, RunDirectory(job.run_dir), False
@@ -34,7 +34,7 @@ class Seen:
         self.first = self.step
 
     def look(self) -> None:
-        """Read what is new of a job that runs: neither done nor failed, once a process has begun to work on it."""
+        """Read the record of a job that runs: a process has begun it, and it is neither done nor failed."""
         self.is_running = self.run.status == "interrupted" and self._count() > self._sessions
         if not self.is_running:
             return
@@ -43,7 +43,7 @@ class Seen:
             self._began = time.monotonic(), self.step
 
     def read(self) -> None:
-        """Find the last step. A run that goes on may begin below it, and tells of a damaged line itself."""
+        """Find the last step and its reward. The run itself reports a damaged line."""
         steps: list[MetricsLine] = []
         with suppress(ConfigError):
             steps = [line for line in self.run.metrics() if line["step"] > 0 and "reward/mean" in line["metrics"]]
@@ -66,12 +66,12 @@ class Seen:
 
 
 def interval(seconds: float, done: int, left: int) -> str:
-    """Time that `left` steps take if `done` took `seconds`; a dash where none is done, or some are to be done again."""
+    """Format the time that `left` steps take if `done` steps took `seconds`; a dash if none is done."""
     return str(tqdm.format_interval(seconds / done * left)) if done > 0 else "-"
 
 
 class Live:
-    """The view of a sweep of `count` jobs, of which `left` are to run, each with the words that tell it from others.
+    """Show a sweep of `count` jobs, of which `left` are to run; each comes with the words that tell it from others.
 
     When `stop_file` comes, whoever made it has told so on the terminal, and the table goes on below that.
     """
@@ -100,7 +100,7 @@ class Live:
             self._say(seen)
 
     def end(self, job: Job, said: str) -> None:
-        """Tell that a job has ended, and how. `said` is what there is to say of it beside."""
+        """Print how a job ended, then `said`."""
         seen = self._left.pop(job.number)
         seen.read()
         self._ended[seen.run.status] += 1
@@ -118,7 +118,7 @@ class Live:
         return self._left[job.number].is_running
 
     def close(self) -> None:
-        """Leave the terminal as a line that comes next wants it."""
+        """Erase the table."""
         self._draw([])
 
     def _summary(self) -> str:
@@ -132,7 +132,7 @@ class Live:
         return ", ".join([*parts, *([f"ETA {eta}"] if goes_on else [])])
 
     def _draw(self, table: list[str]) -> None:
-        """Put lines in the place of those before; those that find no room are left out from the top."""
+        """Draw lines in place of the last ones; drop those from the top that do not fit."""
         if not sys.stderr.isatty():
             return
         if not self._is_stopped and self._stop_file.exists():

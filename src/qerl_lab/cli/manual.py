@@ -1,4 +1,4 @@
-"""The command line about itself: the experiments, the manual, the plan of a dry run, a sweep's outcome.
+"""Texts of the command line: the list of experiments, --help, the table of a dry run and that of a sweep.
 
 The texts are the first comment line of every YAML file and the help of every key in config/schema.py: nothing is said
 twice.
@@ -103,7 +103,7 @@ def _options(group: str, default: str | None = None) -> list[str]:
 
 
 def _by_size(name: str) -> list[tuple[int, str]]:
-    """Names in the order of the numbers in them: rank16 before rank128."""
+    """Sort names by the numbers in them: rank16 before rank128."""
     return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", name)]
 
 
@@ -133,7 +133,7 @@ def dry_run_table(plan: Plan) -> str:
 
 
 def opening(plan: Plan) -> str:
-    """Say where a command writes, and what there is to know of its jobs before they start."""
+    """Return the first lines of a command: where it writes, what is done already, and notes."""
     what = f"{count(plan.jobs)} in" if plan.multirun else "run directory:"
     begun = [RunDirectory(job.run_dir).status for job in plan.jobs if job.begun]
     earlier = f"{begun.count('done')} are done already, {len(begun) - begun.count('done')} go on (rerun=true: all anew)"
@@ -141,7 +141,7 @@ def opening(plan: Plan) -> str:
 
 
 def notes(jobs: list[Job]) -> list[str]:
-    """`note: ...` for everything to be said of several jobs, once, with the jobs where it is not all of them."""
+    """Format each note once, with the numbers of its jobs unless it is of all."""
     about: dict[str, list[int]] = {}
     for job in jobs:
         for note in job.notes:
@@ -161,7 +161,7 @@ def _facts(cfg: RunConfig) -> list[tuple[str, Any]]:
 
 
 def _noise(aqn: AqnConfig) -> str:
-    """The schedule of an arm's noise, and what it states where that is not one sigma for all norms."""
+    """Name the noise schedule, and its unit unless that is one sigma for all norms."""
     states = "KL" if aqn.unit == "kl" else "relative" if aqn.relative else ""
     return f"{aqn.schedule}, {states}" if states and aqn.schedule not in ("off", "adaptive") else aqn.schedule
 
@@ -205,7 +205,7 @@ def interrupted(run: RunDirectory) -> str:
 
 
 def own_words(jobs: list[Job]) -> tuple[list[str], list[list[str]]]:
-    """Split what was typed into the words of all jobs and the rest of each; of one job nothing is shared."""
+    """Split the words into those that all jobs share and the rest of each job."""
     shared = [word for word in jobs[0].overrides if all(word in job.overrides for job in jobs)] if len(jobs) > 1 else []
     return shared, [[word for word in job.overrides if word not in shared] for job in jobs]
 

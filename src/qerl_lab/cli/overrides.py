@@ -1,4 +1,4 @@
-"""The words of a command line in Hydra's grammar: spelled, checked one by one, and refused in one message."""
+"""Spell the words of a command line for Hydra, check each, and turn Hydra's errors into messages."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -29,7 +29,7 @@ def groups() -> list[str]:
 
 
 def spell(override: str) -> str:
-    """The one place where `experiment=x`, `+experiment=x`, `scale=x` and `+scale=x` become what Hydra takes.
+    """Spell a word for Hydra: `experiment=x` and `+experiment=x` become one, as do `scale=x` and `+scale=x`.
 
     The flags of `slurm` get quotes: they are one text, whatever is in it.
     Hydra wants a plus before what the defaults list lacks (`APPENDED`) and none before what exists, which the schema
@@ -81,7 +81,7 @@ def _check_override(override: Override) -> None:
 
 
 def searchpath(lines: list[str]) -> list[str]:
-    """Pick the words that name further places with options; listing a group's options needs them."""
+    """Pick the words that add folders to Hydra's search path."""
     return [line for line in lines if line.lstrip("+").startswith("hydra.searchpath=")]
 
 
@@ -92,7 +92,7 @@ def _values(override: Override) -> list[Any]:
 
 
 def _check_option(group: str, value: Any) -> None:
-    """Refuse for a group what is no name: Hydra would take a list for several options, and null for none."""
+    """Raise ConfigError unless the option of a group is a name: Hydra takes a list for several, null for none."""
     if isinstance(value, list | dict) or value is None:
         raise no_option(group, value, choices_of(group))
 
@@ -127,7 +127,7 @@ def refuse_sweeps(overrides: list[Override]) -> None:
 
 
 def shown(overrides: list[str]) -> list[str]:
-    """The overrides that tell the jobs of a command apart: not Hydra's own, not the name of the sweep."""
+    """Drop Hydra's own overrides and the name of the sweep."""
     return [line for line in overrides if not line.startswith(("hydra.", "hydra/", "+sweeps="))]
 
 
@@ -144,7 +144,7 @@ def as_config_errors() -> Iterator[None]:
 
 
 def explain(error: Exception) -> str:
-    """One message for whatever Hydra, OmegaConf or the YAML reader found wrong."""
+    """Return the message for an error of Hydra, OmegaConf or the YAML reader."""
     match error:
         case ConfigError():
             return str(error)
@@ -169,7 +169,7 @@ def explain(error: Exception) -> str:
 
 
 def _explain_key(error: OmegaConfBaseException, key: str) -> str:
-    """Explain a value that a YAML file or an interpolation gives to a key that lacks it or types it otherwise."""
+    """Explain a key or value of a YAML file or an interpolation that the schema does not have."""
     said = f"{key}: {str(error).splitlines()[0].rstrip('.')}"
     if key.startswith("hydra."):
         return f"{said}."

@@ -43,7 +43,7 @@ class Ended(NamedTuple):
 
 
 class Outcome(Protocol):
-    """The end of a call to come: a Future, or a job of submitit."""
+    """A Future, or a job of submitit."""
 
     def done(self) -> bool: ...
     def exception(self) -> BaseException | None: ...
@@ -145,7 +145,7 @@ def _handed_on(
 
 
 def _follow(waiting: dict[Outcome, Job], shown: Live, stop_file: Path) -> None:
-    """Show the jobs until the last has ended; after a stop none is waited for that has not begun."""
+    """Show the jobs until the last has ended; after a stop do not wait for those that have not begun."""
     while waiting:
         shown.update()
         for outcome, job in list(waiting.items()):
@@ -160,7 +160,7 @@ def _follow(waiting: dict[Outcome, Job], shown: Live, stop_file: Path) -> None:
 
 
 def _said(outcome: Outcome, run: RunDirectory) -> str:
-    """What there is to say of a job that has ended, beside its status."""
+    """Return the message of a job that has ended: an error, a refusal, or a failure; else nothing."""
     if error := outcome.exception():  # a bug, or what became of it on a cluster; the other jobs go on
         return "".join(traceback.format_exception(error)).rstrip()
     code, refusal = outcome.result()
@@ -232,7 +232,7 @@ class Cards:
 
 
 def cards_of(configs: Sequence[RunConfig]) -> Cards | None:
-    """The GPUs for these jobs; None on a CPU, or where one runs after the other. Raises ConfigError if unknown."""
+    """Return the GPUs for these jobs; None on a CPU, or for one job at a time. Raises ConfigError if unknown."""
     if configs[0].jobs == 1 or all(cfg.device == "cpu" for cfg in configs) or not preflight.has_gpu():
         return None
     names = preflight.visible_gpus()
