@@ -238,6 +238,10 @@ def test_a_launcher_of_hydra_s_own_runs_checked_jobs_and_the_same_line_goes_on(
     assert main(words) == 1
     assert "3 jobs in" in capfd.readouterr().out
     assert sessions() == [1, 1, 1]
+    (sweep,) = Path("runs/sweeps/adhoc").iterdir()
+    noted = json.loads((sweep / "1-adhoc-seed1" / ".typed").read_text())
+    assert noted["words"] == ["seed=1"]
+    assert noted["sweep"] == f"adhoc/{sweep.name}"
     assert main(words) == 0
     assert sessions() == [1, 2, 1]
 

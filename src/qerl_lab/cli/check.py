@@ -2,7 +2,7 @@
 
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -73,9 +73,9 @@ class CheckJobs(Callback):
         sys.exit(scheduler.finish(self.plan))
 
 
-def command_line() -> str:
-    """Return the command of this process as it could be typed again, without secrets."""
-    return redact(shlex.join(["python", "-m", "qerl_lab", *sys.argv[1:]]))
+def command_line(words: Sequence[str] | None = None) -> str:
+    """Return the command of these words, or of this process, as it could be typed again, without secrets."""
+    return redact(shlex.join(["python", "-m", "qerl_lab", *(sys.argv[1:] if words is None else words)]))
 
 
 def _claimed(plan: Plan) -> Plan:

@@ -105,6 +105,11 @@ def _runs(sweep: Path) -> Iterator[RunDirectory]:
             yield RunDirectory(Path(path))
 
 
+def sweep_name(directory: Path) -> str:
+    """Return the name of a sweep in the records of its runs."""
+    return f"{directory.parent.name}/{directory.name}"
+
+
 def of_sweep(directory: Path) -> Plan | None:
     """The jobs whose runs lie in a sweep's directory, with the configurations they have there; None for another."""
     if not (directory / LOCK).exists():
@@ -134,7 +139,7 @@ def claim(plan: Plan, command: str) -> Plan:
         job if job.begun else replace(job, run_dir=directory / job.run_dir.relative_to(plan.directory))
         for job in plan.jobs
     ]
-    sweep = f"{directory.parent.name}/{directory.name}" if plan.multirun else None
+    sweep = sweep_name(directory) if plan.multirun else None
     claimed: list[RunDirectory] = []
     is_first = not (directory / LOCK).exists()
     try:

@@ -94,12 +94,11 @@ def run(plan: Plan, command: str, variables: Mapping[str, str] | None = None) ->
     stop_file = plan.directory / STOP_FILE
     left = [job for job in plan.jobs if RunDirectory(job.run_dir).status != "done"]
     words = dict(zip([job.number for job in plan.jobs], manual.own_words(plan.jobs)[1], strict=True))
-    sweep = f"{plan.directory.parent.name}/{plan.directory.name}"
     calls = []
     for job in left:
         label = f"job {job.number} ({job.number + 1} of {len(plan.jobs)})"
         of = launch.OfSweep(stop_file, label, dict(variables or {}), RunDirectory(job.run_dir).console)
-        calls.append(Call(job.run_dir, of, Typed(command, job.overrides, sweep)))
+        calls.append(Call(job.run_dir, of, Typed(command, job.overrides, jobs.sweep_name(plan.directory))))
     with jobs.locked(plan.directory):
         stop_file.unlink(missing_ok=True)  # one that another command runs keeps its own
         try:

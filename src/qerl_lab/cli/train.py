@@ -18,6 +18,7 @@ from typing import NoReturn
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import ConfigCompositionException
+from hydra.types import RunMode
 from omegaconf import DictConfig
 
 import qerl_lab
@@ -43,12 +44,17 @@ NO_FLAGS = ("--config-path", "-cp", "--config-name", "-cn", "--experimental-reru
 
 @hydra.main(version_base=VERSION_BASE, config_path=str(package_data("conf")), config_name="config")
 def run(cfg: DictConfig) -> int:
-    """Start a run in the directory that Hydra made for it; claim it first where the callback did not."""
+    """Start or continue the run in Hydra's output directory; return its exit code.
+
+    The callback has claimed that directory, but for the jobs of another launcher, which may run on another machine.
+    """
     directory = RunDirectory(Path(HydraConfig.get().runtime.output_dir))
-    words = list(HydraConfig.get().overrides.task)
-    typed = Typed(check.command_line(), shown(words))
+    hydra_config = HydraConfig.get()
+    words = list(hydra_config.overrides.task)
+    sweep = jobs.sweep_name(Path(hydra_config.sweep.dir)) if hydra_config.mode == RunMode.MULTIRUN else None
+    typed = Typed(check.command_line(words), shown(words), sweep)
     try:
-        if not directory.is_claimed:  # the callback leaves that to the jobs of another launcher
+        if not directory.is_claimed:
             directory.claim(replace(job_config(cfg, words), run_dir=str(directory.path)), typed)
         if directory.status == "done":
             return OK
@@ -107,7 +113,7 @@ def _enter(words: list[str]) -> int:
 
 @contextmanager
 def _command_line(words: list[str]) -> Iterator[None]:
-    """Hydra reads its words from sys.argv, and raises its errors where HYDRA_FULL_ERROR asks for them."""
+    """Put the words where Hydra reads them, and let it raise its errors instead of printing them."""
     argv, full = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
     sys.argv, os.environ["HYDRA_FULL_ERROR"] = [argv[0], *words], "1"
     try:
