@@ -276,6 +276,7 @@ def test_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert set(children(os.getpid())) <= of_other_tests
 
 
+@pytest.mark.slow
 def test_a_program_ends_with_its_parent(tmp_path: Path) -> None:
     """Killed with SIGKILL, a run leaves no program behind."""
     script = (
