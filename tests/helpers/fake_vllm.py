@@ -135,6 +135,7 @@ def running(fake: FakeVllm) -> Iterator[FakeVllm]:
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+        disable_nagle_algorithm = True  # headers and body are two writes: the second would wait for an ACK, 40 ms
 
         def setup(self) -> None:
             super().setup()

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+from torch.optim import Optimizer
 from transformers import TrainerCallback
 
 from qerl_lab import tasks
@@ -32,7 +33,8 @@ class Trained:
     """What a training did."""
 
     trainer: LabTrainer
-    gradients: list[dict[str, Tensor]] = field(default_factory=list)  # of each update
+    gradients: list[dict[str, Tensor]] = field(default_factory=list)  # of each update, clipped
+    rates: list[float] = field(default_factory=list)  # the optimizer's learning rate at each update
     steps: list[dict[str, float]] = field(default_factory=list)
     scored: int = 0  # rows that a forward of the trainer took the log-probs of: completions, packed a micro-batch
     sampled: int = 0
@@ -42,7 +44,8 @@ class Gradients(TrainerCallback):
     def __init__(self, trained: Trained) -> None:
         self.trained = trained
 
-    def on_pre_optimizer_step(self, *_: object, **__: object) -> None:
+    def on_pre_optimizer_step(self, *_: object, optimizer: Optimizer, **__: object) -> None:
+        self.trained.rates.append(optimizer.param_groups[0]["lr"])
         named = self.trained.trainer.policy.model.named_parameters()
         self.trained.gradients.append({name: p.grad.clone() for name, p in named if p.requires_grad})
 

@@ -18,7 +18,7 @@ from qerl_lab.config.schema import RunConfig
 from qerl_lab.record.directory import RunDirectory
 from standin import CRASHES_AFTER, DONE, FAILS, SIGNALLED, background, begin, seen, started
 
-pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("standin")]
+pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.usefixtures("standin")]
 
 
 def test_ctrl_c_reaches_the_child_and_the_parent_outlasts_it_and_says_what_happens(standin):

@@ -21,7 +21,7 @@ from qerl_lab.cli import launch
 from qerl_lab.model.on_disk import ASSETS
 from qerl_lab.record.directory import RunDirectory
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 WORDS = (
     "device=cpu", "cpu_threads=1", "rollout.prompts_per_step=4", "rollout.group_size=4",
     "rollout.max_completion_tokens=16", "optim.micro_batch_size=4", "lora.rank=4", "task.train_questions=64",

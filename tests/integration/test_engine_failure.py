@@ -18,7 +18,7 @@ from qerl_lab.record.metrics import declared
 from qerl_lab.train import run as run_module
 from qerl_lab.train.stop import Stop
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 UNITS = {name: metric.unit for name, metric in declared(("format", "answer")).items()}
 RESTARTS = "rollout/engine_restarts"

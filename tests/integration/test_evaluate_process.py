@@ -15,7 +15,7 @@ import pytest
 
 from forked import SERVER
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 WORDS = [
     "accuracy", "model=pocket", "benchmarks=arithmetic", "questions=12", "samples=2", "max_completion_tokens=24",
     "batch_size=8", "device=cpu", "common=true", "format=nvfp4", "out=out",

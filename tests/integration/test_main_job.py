@@ -14,7 +14,7 @@ from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.metrics import declared
 from qerl_lab.report import runs
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

@@ -33,7 +33,7 @@ from qerl_lab.train.step import sampling
 from qerl_lab.train.stop import Stop
 from qerl_lab.train.trainer import LabTrainer
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 STEPS, RANKS, RESTARTS = 4, 2, "rollout/engine_restarts"
 UNITS = {name: metric.unit for name, metric in declared(("format", "answer")).items()}

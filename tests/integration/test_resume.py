@@ -39,6 +39,7 @@ from qerl_lab.record.environment import Typed
 pytestmark = pytest.mark.integration
 
 
+@pytest.mark.slow
 def test_the_noise_is_there_and_every_part_of_the_settings_acts(reference: Reference) -> None:
     """What the equality of records in the other tests is worth."""
     steps = dict(reference.lines[1:-1])
@@ -66,6 +67,7 @@ def stopped(words: list[str], run_dir: Path, step: int, number: signal.Signals) 
     return output, errors, process.returncode
 
 
+@pytest.mark.slow
 def test_a_signal_ends_the_step_saves_and_says_how_to_continue(killable, reference: Reference) -> None:
     """First SIGINT; the command that it prints, typed as a user would, gets SIGTERM. No checkpoint is due at either."""
     run_dir, words, done = killable(checkpoint__every=0), ["python", "-m", "qerl_lab"], 0
@@ -88,6 +90,7 @@ def test_a_signal_ends_the_step_saves_and_says_how_to_continue(killable, referen
     check(run_dir, reference)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_kill_9_at_random_moments(killable, reference, seed: int) -> None:
     """Four times at some moment within the next steps, and once as soon as a half-written checkpoint is seen."""
@@ -154,6 +157,7 @@ def flip(path: Path) -> None:
     path.write_bytes(bytes(data))
 
 
+@pytest.mark.slow
 def test_damaged_checkpoints_are_passed_over_with_a_warning(killable, reference) -> None:
     """First the newest, then all that are left: the run goes back one step, then to its start, and ends the same."""
     run_dir = killable()
@@ -181,6 +185,7 @@ def test_damaged_checkpoints_are_passed_over_with_a_warning(killable, reference)
     check(run_dir, reference)
 
 
+@pytest.mark.slow
 def test_a_step_that_the_record_lost_is_trained_again(killable, reference) -> None:
     """As a crash of the machine may leave it: checkpoints are there, and the newest step's line is not."""
     run_dir = killable()
@@ -202,6 +207,7 @@ def test_a_step_that_the_record_lost_is_trained_again(killable, reference) -> No
     )
 
 
+@pytest.mark.slow
 def test_a_run_does_not_go_on_with_another_model_in_the_place_of_its_own(tiny, tmp_path: Path) -> None:
     """Neither the command nor the run's process, which a launcher may start later, on another machine."""
     model, directory = shutil.copytree(ASSETS, tmp_path / "model"), RunDirectory(tmp_path / "run")

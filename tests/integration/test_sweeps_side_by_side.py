@@ -15,7 +15,7 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.record.directory import RunDirectory
 from standin import DONE, SIGNALLED, background, seen, started
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 ON_CPU = [f"seed={DONE}", "device=cpu"]
 
 

@@ -25,7 +25,7 @@ from qerl_lab.tracking.resync import resync
 from qerl_lab.tracking.tracker import Tracker
 
 pytest_plugins = ["mlflow_store"]
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 pytest.register_assert_rewrite("mlflow_store")
 from mlflow_store import config, log, mirrored, recorded, runs, wait_for  # noqa: E402
 

@@ -134,6 +134,7 @@ def test_every_link_leads_somewhere(page: Path):
     assert dead_links(page.read_text(encoding="utf-8"), page.parent) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "command", sorted({line for page in PAGES for line in commands(page.read_text(encoding="utf-8"))})
 )

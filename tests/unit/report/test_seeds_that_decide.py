@@ -66,6 +66,7 @@ def open_equal() -> list[Row]:
     return verdicts(EQUAL, arms(EQUAL, {}, 5, 0.02, np.random.default_rng(3)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("made", [open_scalar, open_beside_decided, open_graded, open_by_luck, open_equal])
 def test_the_seeds_asked_for_decide_half_of_the_repetitions_of_what_was_measured(made: Callable[[], list[Row]]) -> None:
     rows = made()

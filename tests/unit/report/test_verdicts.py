@@ -32,6 +32,7 @@ LARGEST = 0.025 + 3 * math.sqrt(0.025 * 0.975 / REPEATS)  # three standard error
 # --- error rates under a known truth, seeds and questions drawn
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "effect", "wrong"),
     [("scalar", 0, "supported"), ("scalar", 0.02, "contradicted"), ("equal", 0.02, "supported"),
@@ -42,6 +43,7 @@ def test_a_wrong_verdict_is_as_rare_as_stated(kind: str, effect: float, wrong: s
     assert rates(kind, effect, REPEATS)[wrong] <= LARGEST
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "effect", "right", "power"),
     [("scalar", 0.02, "supported", 0.95), ("scalar", 0, "contradicted", 0.95), ("equal", 0, "supported", 0.95),

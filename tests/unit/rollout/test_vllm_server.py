@@ -345,6 +345,7 @@ def test_a_server_that_serves_something_else_is_refused(
 def test_another_rounding_than_that_of_the_sums_is_allowed(fake: FakeVllm, config, policy: Policy) -> None:
     off_by(0.005)(fake)
     rollout.build(config(), policy).close()
+    assert sent(fake, COMPLETIONS)  # it was compared
 
 
 # --- keys and folders

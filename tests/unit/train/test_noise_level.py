@@ -192,7 +192,7 @@ def test_an_engine_that_fails_while_sigma_is_found_changes_nothing(finished, new
 
 @pytest.fixture(scope="module")
 def parts(tiny, build_policy) -> tuple[RunConfig, Policy, Cursor]:
-    cfg = tiny(**(SETTINGS | KL | {"steps": 6, "optim__micro_batch_size": 4}))
+    cfg = tiny(**(SETTINGS | KL | {"steps": 6, "optim__micro_batch_size": 4, "rollout__temperature": 0.7}))
     policy = build_policy(cfg)
     return cfg, policy, Cursor(select(cfg, policy, tasks.load(cfg.task)))
 
