@@ -88,8 +88,9 @@ class Policy:
 
     def end_ids(self) -> list[int]:
         """Token ids that end a completion: the tokenizer's and the generation config's."""
-        configured = self.model.generation_config.eos_token_id or []
-        return sorted({self.tokenizer.eos_token_id, *(configured if isinstance(configured, list) else [configured])})
+        configured = self.model.generation_config.eos_token_id
+        ids = configured if isinstance(configured, list) else [configured]
+        return sorted({self.tokenizer.eos_token_id, *ids} - {None})
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> list[int]:

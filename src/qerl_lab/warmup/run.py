@@ -5,6 +5,7 @@ optimizer and its own number alone, so that a warm-up which was killed ends as o
 sums have one order, so that two GPUs of one kind under the same packages make the same model: runs on it can be pooled.
 """
 
+import hashlib
 import json
 import math
 import os
@@ -84,7 +85,7 @@ class Warmup:
     def update(self, examples: list[Example]) -> float:
         """One step of the optimizer; the loss is the mean over all solution tokens of the update, in nats."""
         number, rising = len(self.losses), round(self.options.warmup_ratio * self.updates)
-        torch.manual_seed((self.options.seed << 32) + number)  # of dropout, the same after an interruption
+        torch.manual_seed(dropout_seed(self.options.seed, number))  # the same after an interruption
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.options.learning_rate, rising, number, self.updates)
         examples = sorted(examples, key=lambda example: example.length)  # less padding in a micro-batch
@@ -129,6 +130,11 @@ class Warmup:
         load_model(self.model, str(saved.path / WEIGHTS), device=str(self.device))
         self.optimizer.load_state_dict(torch.load(saved.path / OPTIMIZER, map_location=self.device, weights_only=True))
         self.losses = list(saved.config["losses"])
+
+
+def dropout_seed(seed: int, update: int) -> int:
+    """A seed of 32 bits for one update. torch's generator on the CPU ignores all higher bits."""
+    return int.from_bytes(hashlib.sha256(f"dropout/{seed}/{update}".encode()).digest()[:4], "big")
 
 
 def run(options: WarmupOptions) -> None:

@@ -126,6 +126,18 @@ def test_an_update_is_that_of_the_mean_loss_whatever_the_micro_batch(options: Wa
         assert (weights - found[2][1]).abs().mean() < 1e-6  # Adam's first step is the sign of a gradient
 
 
+def test_dropout_follows_the_seed_and_the_update(options: WarmupOptions) -> None:
+    example = Example(list(range(3, 40)), list(range(40, 80)))
+
+    def loss(seed: int, update: int) -> float:
+        warmup = Warmup(replace(options, seed=seed), random_model().train(), [example], 0, torch.device("cpu"))
+        warmup.losses = [0.0] * update
+        return warmup.update([example])
+
+    assert loss(1, 3) == loss(1, 3)
+    assert len({loss(seed, update) for seed in (0, 1, 2) for update in (0, 3)}) == 6
+
+
 def test_it_teaches_and_leaves_a_model_that_a_run_trains_on(
     options: WarmupOptions, tiny: Callable[..., RunConfig], capsys: pytest.CaptureFixture[str]
 ) -> None:
