@@ -35,7 +35,8 @@ from qerl_lab.config.schema import POCKET
 from qerl_lab.config.spelling import shell_line, word
 from qerl_lab.model import policy
 from qerl_lab.model.files import local_folder, noted
-from qerl_lab.model.loading import refuse_packed
+from qerl_lab.model.loading import check_dense_values, refuse_packed
+from qerl_lab.model.tokenizer import pad_id
 from qerl_lab.model.tokenizer import save as save_tokenizer
 from qerl_lab.record import checkpoint
 from qerl_lab.record.environment import versions
@@ -152,7 +153,7 @@ def run(options: WarmupOptions) -> None:
     folder = local_folder(options.model, options.revision, key="model")
     model, tokenizer = load(options, folder, device)
     examples, left_out = tokenized(task, tokenizer, options.max_tokens)
-    pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    pad = pad_id(tokenizer, model.get_input_embeddings().num_embeddings)
     warmup = Warmup(options, model, examples, pad, device)
     began = {"path": str(folder), "revision": options.revision, "hash": model_hash(folder), **noted(folder)}
     with Unfinished(options.folder, identity(options, task, folder), options.overwrite) as unfinished:
@@ -186,7 +187,7 @@ def sum_in_one_order() -> None:
 def load(options: WarmupOptions, folder: Path, device: torch.device) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model in `options.dtype` on the device, and its tokenizer.
 
-    Raises ConfigError for a packed one, and for none.
+    Raises ConfigError for a packed one, for none, and for one with NaN or Inf in its weights.
     """
     said = f"model={options.model}"
     refuse_packed(folder, said, "all of whose weights are trained. Type its path.")
@@ -195,6 +196,8 @@ def load(options: WarmupOptions, folder: Path, device: torch.device) -> tuple[Pr
             folder, dtype=getattr(torch, options.dtype), use_safetensors=True, trust_remote_code=False
         )
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        for name, parameter in model.named_parameters():
+            check_dense_values(parameter, name=f"{folder}: {name}")
     except (OSError, ValueError) as error:
         raise ConfigError(f"{said} could not be loaded ({type(error).__name__}: {first_line(error)}). "
                           "Type another model.") from error  # fmt: skip

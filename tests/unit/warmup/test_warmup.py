@@ -273,6 +273,14 @@ def test_a_packed_model_and_a_task_without_solutions_are_refused(options: Warmup
         run(replace(options, model=str(tmp_path / "packed")))
 
 
+def test_a_weight_that_is_not_finite_is_refused_before_an_update(options: WarmupOptions, tmp_path: Path) -> None:
+    model = random_model()
+    model.model.norm.weight.data[5] = torch.nan
+    folder = write_dense(tmp_path / "damaged", model)
+    with pytest.raises(ConfigError, match=r"model\.norm\.weight: 1 values that float32 cannot hold, the first nan at"):
+        run(replace(options, model=str(folder)))
+
+
 def test_a_task_without_a_row_is_refused_by_this_command_s_words(options: WarmupOptions, tmp_path: Path) -> None:
     for name in ("train", "test"):
         (tmp_path / f"{name}.jsonl").touch()
