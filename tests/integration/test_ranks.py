@@ -26,7 +26,7 @@ from qerl_lab.evaluate.accuracy import evaluate, together
 from qerl_lab.model import policy
 from qerl_lab.model.policy import save_adapter
 from qerl_lab.record.directory import RunDirectory
-from qerl_lab.record.metrics import declared
+from qerl_lab.record.metrics import PHASES, declared
 from qerl_lab.rollout.engine import Engine, Rollout, Sampling
 from qerl_lab.train.data import Cursor, select
 from qerl_lab.train.step import sampling
@@ -175,6 +175,11 @@ def test_two_ranks_are_one_run_on_the_same_draws(two: Path, tiny, tmp_path) -> N
 def test_the_record_is_that_of_one_process(two: Path) -> None:
     assert [step for step, _ in timeless(two)] == [0, 1, 2, 3, 4, 4]
     assert json.loads((two / "DONE").read_text())["steps"] == STEPS
+    for line in RunDirectory(two).metrics():
+        if step := line["metrics"].get("step/seconds"):
+            phases = [line["metrics"][f"seconds/{name}"] for name in (*PHASES, "wait")]
+            assert min(phases) >= 0
+            assert sum(phases) == pytest.approx(step)
     (newest,) = (two / "checkpoints").glob("step-000004")
     assert {path.name for path in newest.glob("rng_state*")} == {"rng_state_0.pth", "rng_state_1.pth"}
     states = [torch.load(newest / f"rng_state_{rank}.pth", weights_only=False)["cpu"] for rank in range(RANKS)]

@@ -55,6 +55,7 @@ class Format(ABC):
     NAME: ClassVar[str]
     BLOCK: ClassVar[int | None]  # elements that share one scale; None: a dense format, nothing is packed
     QUANT_METHOD: ClassVar[str | None] = None  # `quant_method` of a Hugging Face `quantization_config`
+    SHARED: ClassVar[str | None] = None  # the packed tensor that all parts of a fused layer (q/k/v, gate/up) share
     BY_ROWS: ClassVar[bool] = False  # no block crosses from one row to the next, so rows can be quantized apart
 
     @property
@@ -151,14 +152,19 @@ def check(weight: Tensor, weight_format: Format, *, name: str) -> None:
             f"{name}: {weight_format.NAME} packs a matrix [N, K] in {allowed}, got shape {list(weight.shape)} in "
             f"{weight.dtype}"
         )
-    weight = weight.detach()
-    low, high = torch.aminmax(weight) if weight.numel() else (weight.new_zeros(()),) * 2  # no copy of the weight
+    check_values(weight, weight_format.NAME, name=name)
+
+
+def check_values(tensor: Tensor, holder: str, *, name: str) -> None:
+    """Raise ValueError, which names the tensor and its `holder`, for NaN, Inf and magnitudes from 2**100 on."""
+    tensor = tensor.detach()
+    low, high = torch.aminmax(tensor) if tensor.numel() else (tensor.new_zeros(()),) * 2  # no copy of the tensor
     if not (low > -LIMIT and high < LIMIT):  # NaN compares false
-        bad = ~(weight.abs() < LIMIT)
-        row, column = bad.nonzero()[0].tolist()
+        bad = ~(tensor.abs() < LIMIT)
+        first = bad.nonzero()[0].tolist()
         raise ValueError(
-            f"{name}: {int(bad.sum())} values that {weight_format.NAME} cannot hold, the first "
-            f"{weight[row, column].item()} at [{row}, {column}]; allowed: finite values below 2**100"
+            f"{name}: {int(bad.sum())} values that {holder} cannot hold, the first "
+            f"{tensor[tuple(first)].item()} at {first}; allowed: finite values below 2**100"
         )
 
 

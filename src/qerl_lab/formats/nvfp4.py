@@ -44,6 +44,7 @@ class Nvfp4(CompressedTensors):
 
     NAME = "nvfp4"
     BLOCK = 16
+    SHARED = "weight_global_scale"
     STRATEGY = "tensor_group"
     SCALE_DTYPE = torch.float8_e4m3fn
 

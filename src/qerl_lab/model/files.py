@@ -37,10 +37,9 @@ class WeightFiles:
     """The tensors of a folder by name: headers are read and checked at once, tensors when asked for."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises ValueError, naming file and tensor, for a folder without weights, a missing or truncated file, and an
-        index that disagrees with the files."""
-        index = folder / INDEX
-        listed = _listed(index) if index.is_file() else None
+        """Raises ValueError, naming file and tensor, for a folder without weights or with two sets of them, a missing
+        or truncated file, and an index that disagrees with the files."""
+        index, listed = folder / INDEX, on_disk.listed_files(folder)
         self.files: tuple[Path, ...] = tuple(sorted({*listed.values()} if listed else {folder / SINGLE}))
         self._stored: dict[str, _Stored] = {}
         for file in self.files:
@@ -131,17 +130,6 @@ def read_json(file: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"{file} holds {type(content).__name__}; allowed: a JSON object")
     return content
-
-
-def _listed(index: Path) -> dict[str, Path]:
-    """Tensor -> file, as the index says."""
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise ValueError(f"{index} has no weight_map")
-    for name, file in weight_map.items():
-        if not isinstance(file, str) or Path(file).name != file:
-            raise ValueError(f"{index}: {name} is in {file!r}; allowed: a file of the same folder")
-    return {name: index.parent / file for name, file in weight_map.items()}
 
 
 def _because(index: Path, file: Path, listed: dict[str, Path] | None) -> str:

@@ -5,7 +5,7 @@ already, or a dense one that is packed while it is read.
 """
 
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Protocol, cast
@@ -19,7 +19,7 @@ from qerl_lab.config.keys import typed
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.records import QUALITY
 from qerl_lab.formats import FORMATS, recognize
-from qerl_lab.formats.format import STORED_DTYPES, Format, PackedAs
+from qerl_lab.formats.format import STORED_DTYPES, Format, PackedAs, check_values
 from qerl_lab.model import on_disk
 from qerl_lab.model.files import read_json
 from qerl_lab.model.linear import PackedLinear, fused_groups, pack_group, packable
@@ -119,15 +119,14 @@ def fill(
 
     Raises:
         ValueError: a tensor is missing, superfluous, or of another shape or dtype than the model or the format has;
-            names it and its file. Or the format cannot hold the values of a module, which is named.
+            names it and its file. Or a tensor holds NaN or Inf, or the parts of a fused layer do not fit together.
     """
     linears = packable(model, packed_as.ignore)
     _check_names(model, source, packed_as, linears if is_packed else ())
     weights = {f"{name}.weight" for name in linears}
     for group in fused_groups(linears):
         if is_packed:
-            for name in group:
-                _fill_packed(model, source, name, packed_as.weight_format, device, dense_cache)
+            _fill_packed(model, source, group, packed_as.weight_format, device, dense_cache)
         else:
             stored = {name: source.tensor(f"{name}.weight", device) for name in group}
             pack_group(model, stored, packed_as.weight_format, dense_cache)
@@ -261,21 +260,48 @@ def _fill_dense(model: PreTrainedModel, source: TensorSource, tensors: Iterable[
         # Another dtype is cast on the host: the device then never holds both.
         same = source.dtype(name) is own.dtype
         tensor = source.tensor(name, device if same else "cpu").to(own.dtype).to(device)
+        check_dense_values(tensor, name=f"{source.where(name)}: {name}")
         setattr(parent, leaf, nn.Parameter(tensor, requires_grad=False) if isinstance(own, nn.Parameter) else tensor)
 
 
+def check_dense_values(tensor: Tensor, *, name: str) -> None:
+    """Raise ValueError, naming the tensor, for NaN or Inf, with which a model answers nonsense without an error."""
+    check_values(tensor, str(tensor.dtype).removeprefix("torch."), name=name)
+
+
 def _fill_packed(
-    model: PreTrainedModel, source: TensorSource, name: str, weight_format: Format, device: torch.device,
+    model: PreTrainedModel, source: TensorSource, group: Sequence[str], weight_format: Format, device: torch.device,
     dense_cache: bool,
 ) -> None:  # fmt: skip
-    """Put a `PackedLinear` in the place of an empty Linear; its bias stays empty."""
-    linear = cast(nn.Linear, model.get_submodule(name))
-    shape = (linear.out_features, linear.in_features)
-    layout = weight_format.layout(shape)
-    packed = {key: source.tensor(f"{name}.{key}", device) for key in layout}
-    said = f"{source.where(f'{name}.{next(iter(layout))}')}: {name}"
-    packed = weight_format.accept(packed, shape, name=said)
-    model.set_submodule(name, PackedLinear.like(linear, weight_format, packed, dense_cache=dense_cache))
+    """Put `PackedLinear`s in the places of the empty Linears of one fused layer; their biases stay empty."""
+    linears = {name: cast(nn.Linear, model.get_submodule(name)) for name in group}
+    packed = {}
+    for name, linear in linears.items():
+        shape = (linear.out_features, linear.in_features)
+        layout = weight_format.layout(shape)
+        said = f"{source.where(f'{name}.{next(iter(layout))}')}: {name}"
+        packed[name] = weight_format.accept(
+            {key: source.tensor(f"{name}.{key}", device) for key in layout}, shape, name=said
+        )
+    _check_shared(packed, weight_format.SHARED)
+    for name, linear in linears.items():
+        layer = PackedLinear.like(linear, weight_format, packed[name], dense_cache=dense_cache)
+        model.set_submodule(name, layer)
+
+
+def _check_shared(packed: Mapping[str, Mapping[str, Tensor]], key: str | None) -> None:
+    """Raise ValueError where the parts of one fused layer, by name, differ in the tensor `key`, which holds one number.
+
+    vLLM keeps the largest for all parts: it would sample from other weights than those trained on. To rescale the parts
+    to one number would round their block scales again, and so make another checkpoint.
+    """
+    found = {name: tensors[key].item() for name, tensors in packed.items()} if key else {}
+    if len(set(found.values())) > 1:
+        parts = ", ".join(f"{name} has {number:g}" for name, number in found.items())
+        raise ValueError(
+            f"the parts of a fused layer differ in {key}: {parts}; allowed: one number for all, since vLLM keeps one. "
+            "Quantize the dense model with python -m qerl_lab.quantize, which gives them one"
+        )
 
 
 def _some(tensors: Sequence[str]) -> str:

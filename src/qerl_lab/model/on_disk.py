@@ -137,9 +137,10 @@ def packed_head_refusal(cfg: RunConfig, head: str) -> ConfigError:
 
 
 def check_files(folder: Path, said: str) -> None:
-    """Raise ConfigError, which begins with `said`, for a folder without config.json, weights or a tokenizer."""
+    """Raise ConfigError for a folder without config.json, weights or a tokenizer, or with two sets of weights."""
     _json(folder / "config.json", said)
     names = {path.name for path in folder.iterdir()}
+    listed_files(folder)
     if not names & {INDEX, SINGLE}:
         raise ConfigError(
             f"{said} holds no weights in safetensors; allowed: {SINGLE}, or {INDEX} and its files (other kinds can "
@@ -147,6 +148,29 @@ def check_files(folder: Path, said: str) -> None:
         )
     if not names & set(TOKENIZERS):
         raise ConfigError(f"{said} holds no tokenizer; allowed: tokenizer.json beside the weights. Copy it there.")
+
+
+def listed_files(folder: Path) -> dict[str, Path] | None:
+    """Map each tensor to its file, as the index of `folder` says; None without an index: the weights are one file.
+
+    Raises ConfigError for an index that cannot be read, and for a folder that holds both kinds of weights: the lab
+    would read the shards, transformers the one file. An index that lists that file alone agrees with it.
+    """
+    index = folder / INDEX
+    if not index.is_file():
+        return None
+    weight_map = _json(index, str(folder)).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ConfigError(f"{index} has no weight_map. Download or save the model again.")
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or Path(file).name != file:
+            raise ConfigError(f"{index}: {name} is in {file!r}; allowed: a file of the same folder.")
+    if (folder / SINGLE).is_file() and {*weight_map.values()} != {SINGLE}:
+        raise ConfigError(
+            f"{folder} holds {SINGLE}, and {INDEX}, which lists other files: two sets of weights. Remove the set that "
+            "is not the model."
+        )
+    return {name: folder / file for name, file in weight_map.items()}
 
 
 def _json(file: Path, said: str) -> dict[str, Any]:
@@ -242,10 +266,8 @@ def is_ignored(name: str, ignore: Sequence[str]) -> bool:
 @cache
 def layers(folder: Path) -> tuple[Layer, ...]:
     """List every module that has a weight, as the headers of the files say. Raises ConfigError for one without."""
-    index = folder / INDEX
-    listed = _json(index, str(folder)).get("weight_map", {}) if index.is_file() else {SINGLE: SINGLE}
-    files = sorted({str(file) for file in listed.values()})
-    return tuple(layer for file in files for layer in _layers_in(folder / file))
+    files = sorted({*(listed_files(folder) or {SINGLE: folder / SINGLE}).values()})
+    return tuple(layer for file in files for layer in _layers_in(file))
 
 
 def _layers_in(file: Path) -> list[Layer]:

@@ -28,6 +28,7 @@ from qerl_lab.model.files import WeightFiles, local_folder
 from qerl_lab.model.linear import packable, packed_head
 from qerl_lab.model.lora import register_lora
 from qerl_lab.model.on_disk import other_format, other_rule, packed_head_refusal
+from qerl_lab.model.tokenizer import pad_id
 
 
 @dataclass
@@ -88,8 +89,9 @@ class Policy:
 
     def end_ids(self) -> list[int]:
         """Token ids that end a completion: the tokenizer's and the generation config's."""
-        configured = self.model.generation_config.eos_token_id or []
-        return sorted({self.tokenizer.eos_token_id, *(configured if isinstance(configured, list) else [configured])})
+        configured = self.model.generation_config.eos_token_id
+        ids = configured if isinstance(configured, list) else [configured]
+        return sorted({self.tokenizer.eos_token_id, *ids} - {None})
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> list[int]:
@@ -157,7 +159,7 @@ def load_base(cfg: RunConfig, device: torch.device) -> tuple[PreTrainedModel, Pr
             f"model.path={cfg.model.path} could not be loaded ({type(error).__name__}: {first_line(error)}). "
             "Allowed: pocket, a directory with safetensors weights and a tokenizer, FILE.gguf, a reachable hub id."
         ) from error
-    if tokenizer.pad_token_id is None:
+    if pad_id(tokenizer, model.get_input_embeddings().num_embeddings) != tokenizer.pad_token_id:
         tokenizer.pad_token = tokenizer.eos_token
     return model, tokenizer
 

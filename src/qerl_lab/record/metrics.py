@@ -30,7 +30,8 @@ class Metric:
 
 
 PART = "reward/<part>"
-PHASES = ("rollout", "reward", "sync", "probe", "train")  # the seconds/* that add up to step/seconds
+# The seconds/* that add up to step/seconds; with gpus above 1 together with seconds/wait.
+PHASES = ("rollout", "reward", "sync", "probe", "train")
 METRICS: dict[str, Metric] = {
     "reward/mean": Metric("reward", "mean reward of the step's completions, all parts added"),
     "reward/std": Metric("reward", "standard deviation of the reward over the step's completions"),
@@ -153,6 +154,11 @@ METRICS: dict[str, Metric] = {
     "seconds/sync": Metric(
         "s",
         "wall time of handing adapter and noisy norms to the engine, and of its sleep and waking (rollout.vllm.sleep)",
+    ),
+    "seconds/wait": Metric(
+        "s",
+        "with gpus above 1 alone: wall time in which the process that keeps the record waits for slower ones, after "
+        "its own rollout and elsewhere; not in other seconds/*, but seconds/train has what backward passes wait",
     ),
     "seconds/probe": Metric("s", "wall time of measuring the noise (noise/*) and the sampler (sampler/kernel_gap_*)"),
     "noise/sigma": Metric(

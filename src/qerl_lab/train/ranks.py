@@ -5,6 +5,7 @@ the core reads it or calls torch.distributed. Each rank samples and trains on wh
 """
 
 import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,12 +22,16 @@ T = TypeVar("T")
 PATIENCE = timedelta(days=1)  # with a rank that is slower, or hangs; the command notices one that is dead
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Ranks:
-    """This process is number `rank` (from 0) of `size`. Every rank must make each call below, in the same order."""
+    """This process is number `rank` (from 0) of `size`. Every rank must make each call below, in the same order.
+
+    `waited` counts the seconds that this process has spent in waiting for the others.
+    """
 
     rank: int = 0
     size: int = 1
+    waited: float = 0.0
 
     @property
     def is_first(self) -> bool:
@@ -36,6 +41,12 @@ class Ranks:
         """The value of every rank, in their order, on every rank."""
         if self.size == 1:
             return [value]
+        started = time.perf_counter()
+        values = self._exchange(value)
+        self.waited += time.perf_counter() - started
+        return values
+
+    def _exchange(self, value: T) -> list[T]:
         values: list[Any] = [None] * self.size
         distributed.all_gather_object(values, value)
         return values

@@ -10,7 +10,6 @@ training forward's own, and `_weigh` corrects with them; else TRL takes them in 
 
 import json
 import math
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
@@ -58,7 +57,8 @@ class LabTrainer(GRPOTrainer):
         self.before_save: Callable[[], dict[str, Any]] = dict  # what a checkpoint says of its run, when it is due
         self.after_step: Callable[[int], None] = lambda step: None  # on every rank, before the step's checkpoint
         self.rebuild: Callable[[str], None] = give_up  # an engine that failed, when it is told the cause
-        self.clock = Clock(torch.cuda.synchronize if policy.device.type == "cuda" else lambda: None)
+        device_done = torch.cuda.synchronize if policy.device.type == "cuda" else lambda: None
+        self.clock = Clock(device_done, lambda: self.ranks.waited)
         self.level = NoiseLevel(cfg)  # sigma of each step
         self.packs = packing.is_wanted(cfg, policy.model.get_base_model())
         self.batch = Batch([], np.zeros((0, 0)), [], [])  # of the last rollout
@@ -139,7 +139,7 @@ class LabTrainer(GRPOTrainer):
 
     def _collect(self) -> Batch:
         """Sync the engine, sample, let it sleep. Where it fails, save the state as the step began and do it again."""
-        began_at, started = self.cursor.position, time.perf_counter()
+        began_at, started = self.cursor.position, self.clock.own_time()
         self.measured["rollout/engine_restarts"] = 0
 
         def attempt() -> Batch:
@@ -161,7 +161,7 @@ class LabTrainer(GRPOTrainer):
                 raise Interrupted
             self.rebuild(cause)
             self.clock.clear()
-            self.clock.seconds["rollout"] = time.perf_counter() - started
+            self.clock.seconds["rollout"] = self.clock.own_time() - started
             self.measured["rollout/engine_restarts"] = 1
 
         return twice(attempt, mend)
@@ -315,7 +315,8 @@ class LabTrainer(GRPOTrainer):
         if algorithms.has_bonus(self.cfg.algorithm):
             metrics["policy/entropy_coef"] = self.entropy_coef
         seconds = self.clock.seconds["step"]
-        phases = {name: self.clock.seconds[name] for name in ("rollout", "reward", "sync", "probe")}
+        waiting = ["wait"] if self.ranks.size > 1 else []
+        phases = {name: self.clock.seconds[name] for name in ("rollout", "reward", "sync", "probe", *waiting)}
         metrics |= {f"seconds/{name}": value for name, value in phases.items()}
         metrics |= {"seconds/train": seconds - sum(phases.values()), "step/seconds": seconds}
         sampled = sum(self.ranks.gather(sum(rollout.tokens for rollout in self.batch.rollouts)))
@@ -384,8 +385,7 @@ class _Steps(TrainerCallback):
         trainer.clock.end_step()
         trainer.level.end_step()
         every = trainer.cfg.checkpoint.every
-        asked = trainer.ranks.any(trainer.stop.requested)  # once: a signal may arrive at any line
-        stopping = asked or step == trainer.cfg.steps
+        stopping = trainer.ranks.any(trainer.stop.requested) or step == trainer.cfg.steps  # once: signals come anytime
         control.should_save = stopping or bool(every and step % every == 0)
         control.should_training_stop = stopping
 

@@ -303,6 +303,30 @@ def test_a_weight_that_the_format_cannot_hold_is_named(tmp_path: Path) -> None:
         load(tmp_path, PackedAs(NVFP4, HEAD))
 
 
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.norm.weight", f"{Q}.bias", "lm_head.weight"])
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_what_stays_dense_is_finite_too(tmp_path: Path, name: str, is_packed: bool) -> None:
+    model = tiny_model()
+    parameter = model.get_parameter(name).data
+    parameter.view(-1)[3] = torch.inf
+    at = [3] if parameter.ndim == 1 else [0, 3]
+    write_packed(tmp_path, model, NVFP4) if is_packed else write_dense(tmp_path, model)
+    says = f"{name}: 1 values that float32 cannot hold, the first inf at {at}"
+    with pytest.raises(ValueError, match=re.escape(says)):
+        load(tmp_path, PackedAs(NVFP4, HEAD))
+
+
+@pytest.mark.parametrize("part", ["self_attn.k_proj", "mlp.up_proj"])
+def test_parts_of_a_fused_layer_have_one_global_scale(tmp_path: Path, part: str) -> None:
+    """vLLM keeps the largest for all parts, so it would sample from other weights than those trained on."""
+    model = tiny_model()
+    write_packed(tmp_path, model, NVFP4)
+    own = model.get_submodule(f"model.layers.1.{part}").packed()["weight_global_scale"]
+    edit_tensors(tmp_path, **{attribute(f"model.layers.1.{part}.weight_global_scale"): own * 2})
+    with pytest.raises(ValueError, match=rf"differ in weight_global_scale: .*{re.escape(part)} has {own.item() * 2:g}"):
+        load(tmp_path)
+
+
 def test_a_tied_head_may_be_stored_if_it_is_the_embedding(tmp_path: Path) -> None:
     dense = tiny_model(tied=True)
     write_dense(tmp_path, dense)

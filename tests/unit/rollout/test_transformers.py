@@ -48,6 +48,14 @@ def left_as_found(policy) -> Iterator[None]:
     assert all(module.training for module in policy.model.modules())
 
 
+def test_every_end_token_of_the_generation_config_ends_a_completion(policy, monkeypatch) -> None:
+    """Also the one with id 0."""
+    own = policy.tokenizer.eos_token_id
+    for configured, ends in ((0, {0}), ([0, 7], {0, 7}), (None, set())):
+        monkeypatch.setattr(policy.model.generation_config, "eos_token_id", configured)
+        assert policy.end_ids() == sorted({own, *ends})
+
+
 def test_a_models_own_sampling_defaults_do_not_reach_the_sampler(tmp_path, tiny, build_policy, prompts) -> None:
     """transformers fills what a call leaves open from the model's generation_config.json: Qwen2.5 ships a
     repetition penalty, which would make every sampler log-prob wrong."""

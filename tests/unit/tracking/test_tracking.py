@@ -33,7 +33,7 @@ PROMISED = {
     "rollout": "tokens_per_second completion_tokens truncated_fraction engine_restarts prompts_drawn "
     "resamples resampled_tokens groups_dropped groups_dropped_unsolved groups_flat",
     "step": "seconds tokens_per_second",
-    "seconds": "rollout resample reward train sync probe",
+    "seconds": "rollout resample reward train sync wait probe",
     "noise": "sigma std_observed kl_target kl_solved probes kl_nats",
     "memory": "rss_gib gpu_peak_gib",
     "eval": "accuracy gain gain_low gain_high format completion_tokens truncated_fraction entropy_nats "

@@ -1,5 +1,6 @@
 """`collect` with an engine and a task that are scripted: what is asked, kept, replaced, punished and measured."""
 
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -200,6 +201,43 @@ def test_two_ranks_ask_what_one_asks_also_where_one_of_them_refills(setting) -> 
     assert found[0] == found[1]
     assert found[0]["rollout/prompts_drawn"] == 9
     assert found[0]["reward/mean"] == pytest.approx(measures(alone.cfg, expected, ALONE)["reward/mean"])
+
+
+class Slow(ScriptedEngine):
+    """Takes half a second in its call, and in its sync."""
+
+    def sync(self) -> None:
+        time.sleep(0.5)
+
+    def generate(self, *asked: Any) -> Rollout:
+        time.sleep(0.5)
+        return super().generate(*asked)
+
+
+def test_a_rank_that_waits_for_the_slowest_books_it_as_waiting(setting) -> None:
+    def step(run: Setting) -> float:
+        """What a step takes beside its phases."""
+        run.clock.start_step()
+        with run.clock.phase("sync"):
+            run.ranks.alike(getattr(run.engine, "sync", lambda: None), EngineFailed)
+        run.collect()
+        run.clock.end_step()
+        return run.clock.seconds["step"] - sum(run.clock.seconds[name] for name in ("sync", "reward", "wait"))
+
+    runs = [
+        replace(setting(engine=engine, rollout__prompts_per_step=4), ranks=ranks, clock=clock_of(ranks))
+        for engine, ranks in zip((None, Slow()), threads(2), strict=True)
+    ]
+    with ThreadPoolExecutor(2) as pool:
+        quick, slow = pool.map(step, runs)
+    assert quick < 0.4 < slow  # the engine says itself what its rollout took
+    assert runs[0].clock.seconds["wait"] > 0.9
+    assert runs[0].clock.seconds["sync"] < 0.4 < runs[1].clock.seconds["sync"]
+    assert runs[1].clock.seconds["wait"] < 0.4
+
+
+def clock_of(ranks: Ranks) -> Clock:
+    return Clock(lambda: None, lambda: ranks.waited)
 
 
 class Dies(ScriptedEngine):

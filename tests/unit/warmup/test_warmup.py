@@ -126,6 +126,18 @@ def test_an_update_is_that_of_the_mean_loss_whatever_the_micro_batch(options: Wa
         assert (weights - found[2][1]).abs().mean() < 1e-6  # Adam's first step is the sign of a gradient
 
 
+def test_dropout_follows_the_seed_and_the_update(options: WarmupOptions) -> None:
+    example = Example(list(range(3, 40)), list(range(40, 80)))
+
+    def loss(seed: int, update: int) -> float:
+        warmup = Warmup(replace(options, seed=seed), random_model().train(), [example], 0, torch.device("cpu"))
+        warmup.losses = [0.0] * update
+        return warmup.update([example])
+
+    assert loss(1, 3) == loss(1, 3)
+    assert len({loss(seed, update) for seed in (0, 1, 2) for update in (0, 3)}) == 6
+
+
 def test_it_teaches_and_leaves_a_model_that_a_run_trains_on(
     options: WarmupOptions, tiny: Callable[..., RunConfig], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -259,6 +271,14 @@ def test_a_packed_model_and_a_task_without_solutions_are_refused(options: Warmup
     write_packed(tmp_path / "packed", random_model(), Nvfp4(scale_rule="max"))
     with pytest.raises(ConfigError, match="is packed; allowed: the dense model, all of whose weights are trained"):
         run(replace(options, model=str(tmp_path / "packed")))
+
+
+def test_a_weight_that_is_not_finite_is_refused_before_an_update(options: WarmupOptions, tmp_path: Path) -> None:
+    model = random_model()
+    model.model.norm.weight.data[5] = torch.nan
+    folder = write_dense(tmp_path / "damaged", model)
+    with pytest.raises(ConfigError, match=r"model\.norm\.weight: 1 values that float32 cannot hold, the first nan at"):
+        run(replace(options, model=str(folder)))
 
 
 def test_a_task_without_a_row_is_refused_by_this_command_s_words(options: WarmupOptions, tmp_path: Path) -> None:
