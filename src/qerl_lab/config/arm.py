@@ -24,6 +24,7 @@ NOT_OF_ARM = (
 # new key neither ends the use of older runs nor makes arms of them.
 ADDED: Mapping[str, Any] = {
     "task.gsm8k.max_steps": None,
+    "task.format_reward_for": "any",
     "rollout.vllm.dense_rows": None,
     "rollout.vllm.share_base": False,
     "rollout.vllm.sleep": False,

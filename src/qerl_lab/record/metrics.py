@@ -35,7 +35,10 @@ PHASES = ("rollout", "reward", "sync", "probe", "train")
 METRICS: dict[str, Metric] = {
     "reward/mean": Metric("reward", "mean reward of the step's completions, all parts added"),
     "reward/std": Metric("reward", "standard deviation of the reward over the step's completions"),
-    PART: Metric("reward", "mean of one part alone, weight x score; every task has format and answer"),
+    PART: Metric(
+        "reward",
+        "mean of one part alone, weight x score; every task has answer, and format as task.format_reward_for pays it",
+    ),
     "reward/overlong": Metric("reward", "mean of the punishment of algorithm.overlong_buffer_tokens"),
     "reward/unparsed": Metric(
         "fraction", "completions whose answer could not be read, or not be compared in time: it counts as wrong"

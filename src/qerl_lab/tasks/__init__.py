@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from qerl_lab.config.files import choices_of
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import TaskConfig
+from qerl_lab.tasks.answers.completion import has_thought
 
 if TYPE_CHECKING:  # checking a command imports tasks too, and should not wait for numpy
     import numpy as np
@@ -97,6 +98,7 @@ class Task:
     heldout: list[Question]
     weights: dict[str, float]
     grade: Callable[[Sequence[str], Sequence[Question]], Scores]
+    format_reward_for: str = "any"
     warnings: tuple[str, ...] = ()
     data: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
@@ -107,11 +109,19 @@ class Task:
 
     def rewards(self, texts: Sequence[str], questions: Sequence[Question]) -> Scores:
         """By part the weighted scores, shape [len(texts)]; the reward of a text is their sum."""
-        return self.weighted(self.grade(texts, questions))
+        return self.weighted(self.grade(texts, questions), texts)
 
-    def weighted(self, scores: Scores) -> Scores:
-        """The parts of the reward in what `grade` gave."""
-        return {part: self.weights[part] * score for part, score in scores.items() if part != UNPARSED}
+    def weighted(self, scores: Scores, texts: Sequence[str]) -> Scores:
+        """By part weight x score, shape [len(texts)], of what `grade` gave for these texts; UNPARSED is left out.
+
+        "format" is 0 for completions that task.format_reward_for does not pay.
+        """
+        parts = {part: self.weights[part] * score for part, score in scores.items() if part != UNPARSED}
+        if self.format_reward_for == "thought":
+            parts["format"] = parts["format"] * [has_thought(text) for text in texts]
+        elif self.format_reward_for == "right":
+            parts["format"] = parts["format"] * (scores["answer"] == 1)
+        return parts
 
 
 def load(cfg: TaskConfig) -> Task:
@@ -210,6 +220,7 @@ def _task(cfg: TaskConfig, module: SimpleNamespace, train: Questions, heldout: l
         heldout=heldout,
         weights={"format": cfg.format_reward, "answer": cfg.answer_reward} | further,
         grade=module.grade,
+        format_reward_for=cfg.format_reward_for,
         warnings=tuple(f"{role} questions: {line}" for line, role in said.items()),
         data={f"{role}_{key}": value for role, questions in sets.items() for key, value in _summary(questions).items()},
     )

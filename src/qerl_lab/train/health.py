@@ -14,6 +14,7 @@ WINDOW = 5  # steps
 ENTROPY_LEFT = 0.02  # share of the first steps' entropy under which next to nothing is explored
 REWARD_LEFT = 0.5  # share of the first steps' reward under which the policy has unlearned what it could
 APART = 5.0  # nats at a token without noise; rounding parts sampler and trainer by less (docs/running.md)
+LENGTH_LEFT = 1 / 3  # share of the first steps' completion length under which a policy may have stopped thinking
 SIGMAS = 4  # standard errors that a fall of the reward must exceed, or a small batch would be enough for it
 
 Metrics = Mapping[str, float]
@@ -49,6 +50,7 @@ def signs(first: Sequence[Metrics], last: Sequence[Metrics], cfg: RunConfig) -> 
     truncated = all(metrics["rollout/truncated_fraction"] == 1 for metrics in last)
     longer = f"Type a higher rollout.max_completion_tokens (it is {cfg.rollout.max_completion_tokens})"
     slower = f"Type a lower optim.learning_rate (it is {cfg.optim.learning_rate:g})"
+    varied = f"rollout.group_size (it is {cfg.rollout.group_size}), or a task that is neither solved nor hopeless."
     found: dict[str, str] = {}
     if truncated:
         found["every completion was cut at the token limit"] = f"{longer}."
@@ -64,23 +66,39 @@ def signs(first: Sequence[Metrics], last: Sequence[Metrics], cfg: RunConfig) -> 
         )
     elif flat:
         found["all completions of every question earned the same"] = (
-            "Their advantages are zero and nothing is learned. Type a higher rollout.group_size (it is "
-            f"{cfg.rollout.group_size}) or rollout.temperature (it is {cfg.rollout.temperature:g}), or a task that is "
-            "neither solved nor hopeless."
+            "Their advantages are zero and nothing is learned. Type a higher rollout.temperature (it is "
+            f"{cfg.rollout.temperature:g}) or {varied}"
         )
     if not flat and all(metrics.get("rollout/groups_flat", 0) for metrics in last):
         found["dynamic sampling fills no batch"] = (
             "In each of the last steps it reached its cap, and questions that say nothing filled the batch. Type a "
-            f"higher algorithm.max_resamples (it is {cfg.algorithm.max_resamples}) or rollout.group_size (it is "
-            f"{cfg.rollout.group_size}), or a task that is neither solved nor hopeless."
+            f"higher algorithm.max_resamples (it is {cfg.algorithm.max_resamples}) or {varied}"
         )
     if (apart := min(_apart(metrics) for metrics in last)) > APART:
         found["sampler and trainer are two policies"] = _two_policies(apart, cfg)
+    if _shrinks_for_nothing(first, last, cfg):
+        found["completions shrink and right answers do not rise"] = _only_the_format(first, last, cfg)
     if _mean("policy/entropy_nats", last) < ENTROPY_LEFT * _mean("policy/entropy_nats", first):
         found["the policy's entropy has collapsed"] = (
             f"Under {ENTROPY_LEFT:.0%} of it is left, and nothing is explored any more. {slower}."
         )
     return found
+
+
+def _only_the_format(first: Sequence[Metrics], last: Sequence[Metrics], cfg: RunConfig) -> str:
+    tokens, earned = ([_mean(name, steps) for steps in (first, last)]
+                      for name in ("rollout/completion_tokens", "reward/answer"))  # fmt: skip
+    said = (
+        f"A completion had {tokens[0]:.0f} tokens as the run began and has {tokens[1]:.0f}; the answers earned "
+        f"{earned[0]:.2f} and earn {earned[1]:.2f}. "
+        f"Look at the completions: python -m qerl_lab.samples {shlex.quote(cfg.run_dir)}."
+    )
+    if cfg.task.format_reward == 0 or cfg.task.format_reward_for == "right":
+        return said
+    return (
+        f"{said} If they keep the format and do not think, the format reward alone is winning: type "
+        f"task.format_reward_for=right, or a lower task.format_reward (it is {cfg.task.format_reward:g})."
+    )
 
 
 def _two_policies(apart: float, cfg: RunConfig) -> str:
@@ -103,6 +121,20 @@ def _has_fallen(first: Sequence[Metrics], last: Sequence[Metrics], cfg: RunConfi
     variance = sum(_mean("reward/std", steps) ** 2 for steps in (first, last))
     error = math.sqrt(variance / (WINDOW * cfg.rollout.prompts_per_step))
     return now < REWARD_LEFT * before and before - now > SIGMAS * error
+
+
+def _shrinks_for_nothing(first: Sequence[Metrics], last: Sequence[Metrics], cfg: RunConfig) -> bool:
+    """Whether completions are under a third as long as at first, and the answers earn no more than by chance.
+
+    More than by chance is a rise of over one standard error, the completions of a question counted as one.
+    """
+    if cfg.task.answer_reward == 0:
+        return False
+    right = [_mean("reward/answer", steps) / cfg.task.answer_reward for steps in (first, last)]
+    variance = sum(max(0.0, share * (1 - share)) for share in right)  # a rounded share may be above 1
+    error = math.sqrt(variance / (WINDOW * cfg.rollout.prompts_per_step))
+    shrunk = _mean("rollout/completion_tokens", last) < LENGTH_LEFT * _mean("rollout/completion_tokens", first)
+    return shrunk and right[1] - right[0] <= error
 
 
 def _mean(name: str, steps: Sequence[Metrics]) -> float:

@@ -130,8 +130,9 @@ def grade(cfg: RunConfig, task: Task, policy: Policy, questions_P: list[Question
     """The graded groups of a rollout, in its order."""
     texts_P_G = [[policy.decode(ids) for ids in group] for group in rollout.completion_ids_P_G]
     asked = [question for question in questions_P for _ in range(cfg.rollout.group_size)]
-    scores = task.grade([text for group in texts_P_G for text in group], asked)
-    parts = task.weighted(scores)
+    texts = [text for group in texts_P_G for text in group]
+    scores = task.grade(texts, asked)
+    parts = task.weighted(scores, texts)
     if buffer := cfg.overlong_buffer:
         lengths = [len(ids) for group in rollout.completion_ids_P_G for ids in group]
         parts[OVERLONG] = groups.overlong(lengths, cfg.rollout.max_completion_tokens, buffer)

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from qerl_lab.config.schema import RolloutConfig, RunConfig
+from qerl_lab.config.schema import RolloutConfig, RunConfig, TaskConfig
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.train.health import WINDOW, Watch
 
 RECORD = Path(__file__).parents[2] / "data" / "record"
 GOOD = {
     "reward/mean": 0.7, "reward/std": 0.5, "reward/zero_variance_groups": 0.1, "rollout/truncated_fraction": 0.0,
-    "policy/entropy_nats": 0.3,
+    "policy/entropy_nats": 0.3, "rollout/completion_tokens": 300.0, "reward/answer": 0.3,
 }  # fmt: skip
 
 
@@ -87,6 +87,27 @@ def test_a_resumed_run_compares_with_its_beginning_and_does_not_repeat_itself() 
     low = GOOD | {"reward/mean": 0.1, "reward/std": 0.3}
     assert told([low] * WINDOW, earlier=[GOOD] * WINDOW)
     assert not told([low] * WINDOW)
+
+
+SHRUNK = GOOD | {"rollout/completion_tokens": 90.0}
+
+
+@pytest.mark.parametrize(("right", "warns"), [(0.02, True), (0.3, True), (0.6, False)])
+def test_completions_that_shrink_while_right_answers_do_not_rise(right: float, warns: bool) -> None:
+    """As on a 0.5B that learned to keep the format in 15 tokens."""
+    said = told([GOOD] * WINDOW + [SHRUNK | {"reward/answer": right}] * 3 * WINDOW)
+    assert ["task.format_reward_for=right" in one and "300 tokens" in one for one in said] == [True] * warns
+
+
+def test_completions_may_shrink_to_a_half() -> None:
+    assert told([GOOD] * WINDOW + [GOOD | {"rollout/completion_tokens": 150.0}] * 3 * WINDOW) == []
+
+
+def test_what_is_set_already_is_not_advised() -> None:
+    cfg = RunConfig(task=TaskConfig(format_reward_for="right", answer_reward=0.3))  # 0.3 / 0.3 rounds to above 1
+    (said,) = told([GOOD] * WINDOW + [SHRUNK] * 3 * WINDOW, cfg)
+    assert "qerl_lab.samples" in said
+    assert "format_reward" not in said
 
 
 def test_nan_is_no_sign() -> None:

@@ -36,7 +36,7 @@ class ScriptedTask:
         unparsed = np.array([len(text) == 4 for text in texts], np.float64)
         return {"format": np.full(len(texts), 0.2), "answer": np.array(right, np.float64), UNPARSED: unparsed}
 
-    def weighted(self, scores: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    def weighted(self, scores: dict[str, np.ndarray], texts: list[str]) -> dict[str, np.ndarray]:
         return {part: score for part, score in scores.items() if part != UNPARSED}
 
 

@@ -34,6 +34,12 @@ def keeps_format(completion: str) -> bool:
     return in_order and bool(answer.strip()) and not any(tag in answer for tag in TAGS) and not _answers(thinking)
 
 
+def has_thought(completion: str) -> bool:
+    """Whether a letter or a digit stands between `<think>` and the first `</think>`."""
+    thought, closed, _ = completion.partition(THINK)[2].partition(END_THINK)
+    return bool(closed) and any(character.isalnum() for character in thought)
+
+
 def _answers(thinking: str) -> bool:
     """Whether thinking holds an answer in its tags: `<answer>...</answer>` with dots is a mention."""
     for block in thinking.split(END_ANSWER)[:-1]:
