@@ -86,7 +86,7 @@ def held_bytes() -> int:
 
 
 def clean_norms(policy: Policy) -> dict[str, Tensor]:
-    return CLEAN.onto_norms(policy.clean_norms, policy.norms)
+    return CLEAN.onto_norms(policy.clean_norms)
 
 
 def gap(built: Built, out: Rollout, norms: dict[str, Tensor]) -> Tensor:
@@ -138,7 +138,7 @@ def test_the_noise_is_that_of_the_step_and_never_accumulates(built: Built) -> No
     for step in range(1, 11):
         noise = Noise(0.02, seed=3, step=step)
         built.engine.sync(noise)
-        held, expected = built.engine.norms(), noise.onto_norms(built.policy.clean_norms, built.policy.norms)
+        held, expected = built.engine.norms(), noise.onto_norms(built.policy.clean_norms)
         assert all(torch.equal(held[name], weight) for name, weight in expected.items())
         assert observed_std(held, built.policy.clean_norms) == pytest.approx(0.02, rel=0.1)
     built.engine.sync(CLEAN)

@@ -98,7 +98,7 @@ class FakeVllm:
                 return [1]
             case "qerl_noise":
                 noise = Noise(float(given["sigma"]), given["seed"], given["step"], given["relative"])
-                self.norms = noise.onto_norms(self.policy.clean_norms, self.policy.norms)
+                self.norms = noise.onto_norms(self.policy.clean_norms)
             case "qerl_norms":
                 return {name: encoded(self.norms[name]) for name in given["names"] if name in self.norms}
         return None

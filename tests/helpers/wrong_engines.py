@@ -164,7 +164,7 @@ class StaysNoisy(TransformersEngine):
 class Accumulates(TransformersEngine):
     def sync(self, noise: Noise) -> None:
         held = getattr(self, "_norms", self.policy.clean_norms)
-        self._norms = noise.onto_norms(held, self.policy.norms)
+        self._norms = noise.onto_norms(held)
 
 
 class DrawsOnce(TransformersEngine):

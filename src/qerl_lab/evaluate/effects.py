@@ -78,7 +78,7 @@ def of_as_much_noise(texts: Texts, noise: pd.DataFrame, kls: pd.Series) -> pd.Da
 def with_noise(texts: Texts, noise: Noise) -> tuple[Tensor, Tensor]:
     """Entropy of the dense policy with this noise at each token, and KL(noisy || clean): float64 [T] each."""
     dense = texts.policy
-    with dense.as_sampler(noise.onto_norms(dense.clean_norms, dense.norms)):
+    with dense.as_sampler(noise.onto_norms(dense.clean_norms)):
         return compared(texts.model, texts, BATCH)
 
 

@@ -30,8 +30,7 @@ class Texts:
     def nats(self, noises: Sequence[Noise]) -> float:
         """KL summed over the tokens; 0 where there is no text. Each batch has one of the noises, in turn.
 
-        Texts differ more than draws do, a few of them in most of the KL: so no text is spent on two draws. The norms
-        are in the dtype of the policy's, rounded as an engine's are.
+        Texts differ more than draws do, a few of them in most of the KL: so no text is spent on two draws.
         """
         model, total = self.policy.model.get_base_model(), 0.0
         for number, (pairs, clean) in enumerate(zip(self.pairs_N, self.clean_N, strict=True)):
@@ -50,5 +49,5 @@ def texts(policy: Policy, pairs: kl.Pairs, temperature: float, batch_size: int) 
 @torch.no_grad()
 def states(policy: Policy, noise: Noise, pairs: kl.Pairs) -> Tensor:
     """`kl.hidden_states` of the policy with noise."""
-    with policy.as_sampler(noise.onto_norms(policy.clean_norms, policy.norms)):
+    with policy.as_sampler(noise.onto_norms(policy.clean_norms)):
         return kl.hidden_states(policy.model.get_base_model(), pairs)

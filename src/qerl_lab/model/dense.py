@@ -10,9 +10,13 @@ from qerl_lab.model.policy import Policy
 
 
 def base_tensors(policy: Policy) -> dict[str, Tensor]:
-    """The frozen tensors by their names in a checkpoint: without PEFT's layer around them, without the adapter."""
+    """The frozen tensors by their names in a checkpoint: without PEFT's layer around them, without the adapter.
+
+    Norms are in the model's dtype, from which their float32 was made.
+    """
     base = policy.model.get_base_model()
-    tensors, again = base.state_dict(), tied(base)
+    norms = {f"{name}.weight": norm.detach().to(policy.model.dtype) for name, norm in policy.norms.items()}
+    tensors, again = base.state_dict() | norms, tied(base)
     for name, module in base.named_modules():
         if isinstance(module, PackedLinear) and module.form is not None:  # an engine's tensors, in its form
             for key in module.held():

@@ -27,6 +27,7 @@ from qerl_lab.model import loading
 from qerl_lab.model.files import WeightFiles, local_folder
 from qerl_lab.model.linear import packable, packed_head
 from qerl_lab.model.lora import register_lora
+from qerl_lab.model.norms import hold_in_float32, noisy_norms
 from qerl_lab.model.on_disk import other_format, other_rule, packed_head_refusal
 from qerl_lab.model.tokenizer import pad_id
 
@@ -35,7 +36,7 @@ from qerl_lab.model.tokenizer import pad_id
 class Policy:
     """The model, shared by a trainer and an engine.
 
-    `norms` are the weights that carry noise, by the full name of their layer. `clean_norms` are float32 copies.
+    `norms` are the weights that carry noise, in float32, by the full name of their layer. `clean_norms` are copies.
     """
 
     model: PeftModel
@@ -124,17 +125,14 @@ def build(cfg: RunConfig, device: torch.device) -> Policy:
     """Load the base, pack its Linears, attach fresh adapters (seeded), find the norms.
 
     Raises:
-        ConfigError: the model cannot be loaded, or has no module of a configured name.
+        ConfigError: the model cannot be loaded, has no module of a configured name, or a norm of aqn.norms feeds no
+            linear layer.
     """
     base, tokenizer = load_base(cfg, device)
-    norms = {
-        name: module.get_parameter("weight") for name, module in base.named_modules()
-        if name.rpartition(".")[2] in cfg.aqn.norms
-    }  # fmt: skip
-    if missing := set(cfg.aqn.norms) - {name.rpartition(".")[2] for name in norms}:
-        raise ConfigError(f"aqn.norms={cfg.aqn.norms}: {cfg.model.path} has no module named {sorted(missing)}.")
+    found = noisy_norms(base, cfg.aqn.norms, cfg.model.path)
+    norms = {name: hold_in_float32(norm) for name, norm in found.items()}
     model = attach_adapters(base, cfg)
-    clean = {name: norm.detach().float().clone() for name, norm in norms.items()}
+    clean = {name: norm.detach().clone() for name, norm in norms.items()}
     return Policy(model, tokenizer, norms, clean)
 
 

@@ -170,7 +170,7 @@ METRICS: dict[str, Metric] = {
     "noise/std_observed": Metric(
         "1",
         "standard deviation of the engine's norm weights minus the clean ones, with aqn.relative each divided by its "
-        "norm's root mean square: what noise/sigma says",
+        "norm's root mean square; within 5% of noise/sigma where that is 1e-4 or more, since norms are float32",
     ),
     "noise/kl_target": Metric("nats", "KL per token that the schedule asks for, with aqn.unit=kl"),
     "noise/kl_solved": Metric(

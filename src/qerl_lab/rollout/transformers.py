@@ -25,7 +25,7 @@ class TransformersEngine:
 
     def sync(self, noise: Noise) -> None:
         """Draw the noisy norms. The adapter is the policy's own, so that there is none to take over."""
-        self._norms = noise.onto_norms(self.policy.clean_norms, self.policy.norms)
+        self._norms = noise.onto_norms(self.policy.clean_norms)
 
     def sleep(self) -> None:
         """Nothing is its own between rollouts."""

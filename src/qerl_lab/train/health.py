@@ -15,6 +15,7 @@ ENTROPY_LEFT = 0.02  # share of the first steps' entropy under which next to not
 REWARD_LEFT = 0.5  # share of the first steps' reward under which the policy has unlearned what it could
 APART = 5.0  # nats at a token without noise; rounding parts sampler and trainer by less (docs/running.md)
 LENGTH_LEFT = 1 / 3  # share of the first steps' completion length under which a policy may have stopped thinking
+HELD = 0.2  # share of the noise asked by which the noise held may differ from it
 SIGMAS = 4  # standard errors that a fall of the reward must exceed, or a small batch would be enough for it
 
 Metrics = Mapping[str, float]
@@ -74,13 +75,25 @@ def signs(first: Sequence[Metrics], last: Sequence[Metrics], cfg: RunConfig) -> 
             "In each of the last steps it reached its cap, and questions that say nothing filled the batch. Type a "
             f"higher algorithm.max_resamples (it is {cfg.algorithm.max_resamples}) or {varied}"
         )
-    if (apart := min(_apart(metrics) for metrics in last)) > APART:
-        found["sampler and trainer are two policies"] = _two_policies(apart, cfg)
+    found |= _signs_of_the_engine(last, cfg)
     if _shrinks_for_nothing(first, last, cfg):
         found["completions shrink and right answers do not rise"] = _only_the_format(first, last, cfg)
     if _mean("policy/entropy_nats", last) < ENTROPY_LEFT * _mean("policy/entropy_nats", first):
         found["the policy's entropy has collapsed"] = (
             f"Under {ENTROPY_LEFT:.0%} of it is left, and nothing is explored any more. {slower}."
+        )
+    return found
+
+
+def _signs_of_the_engine(last: Sequence[Metrics], cfg: RunConfig) -> dict[str, str]:
+    found: dict[str, str] = {}
+    if (apart := min(_apart(metrics) for metrics in last)) > APART:
+        found["sampler and trainer are two policies"] = _two_policies(apart, cfg)
+    if all(_is_other_noise(metrics) for metrics in last):
+        found["the engine holds another noise than was asked"] = (
+            f"The last step asked for sigma {last[-1]['noise/sigma']:.2g}, and the engine's norms differ from clean "
+            f"ones by {last[-1]['noise/std_observed']:.2g}. Do not compare this run by its sigma. "
+            "Type rollout=transformers, or a higher aqn.sigma_end."
         )
     return found
 
@@ -113,6 +126,12 @@ def _two_policies(apart: float, cfg: RunConfig) -> str:
 def _apart(metrics: Metrics) -> float:
     """How far a token was off in a step without noise, which parts the two on purpose; 0 in one with it."""
     return 0.0 if metrics.get("noise/sigma", 0.0) > 0 else metrics.get("sampler/logprob_gap_max", 0.0)
+
+
+def _is_other_noise(metrics: Metrics) -> bool:
+    """Whether the noise held differs from the noise asked by more than `HELD`; a step without noise asks for none."""
+    asked = metrics.get("noise/sigma", 0.0)
+    return asked > 0 and abs(metrics.get("noise/std_observed", asked) / asked - 1) > HELD
 
 
 def _has_fallen(first: Sequence[Metrics], last: Sequence[Metrics], cfg: RunConfig) -> bool:

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qerl_lab import aqn
 from qerl_lab.evaluate import kl
 from qerl_lab.model.policy import Policy
 from qerl_lab.rollout.engine import Rollout
@@ -30,7 +29,7 @@ def probe(policy: Policy, norms: dict[str, Tensor], rollout: Rollout, completion
 
     Args:
         completions: how many of the rollout's are compared, spread over its prompts.
-        norms: the weights that an engine holds, by the full name of their layer; any device and dtype.
+        norms: the weights that an engine holds, by the full name of their layer; on any device.
     """
     groups = zip(rollout.prompt_ids_P, rollout.completion_ids_P_G, rollout.logprobs_P_G, strict=True)
     rows = [(prompt, *row) for prompt, *group in groups for row in zip(*group, strict=True)]
@@ -40,7 +39,7 @@ def probe(policy: Policy, norms: dict[str, Tensor], rollout: Rollout, completion
     sampler_T = torch.tensor([logprob for *_, logprobs in rows for logprob in logprobs], dtype=torch.float64)
     noisy = {name: weight.to(policy.norms[name]) for name, weight in norms.items()}
     model, kl_T, noisy_T = policy.model.get_base_model(), list[Tensor](), list[Tensor]()
-    with policy.as_sampler(aqn.CLEAN.onto_norms(policy.clean_norms, policy.norms)):
+    with policy.as_sampler(policy.clean_norms):
         clean_states = kl.hidden_states(model, pairs)
         with policy.norms_as(noisy):
             noisy_states = kl.hidden_states(model, pairs)

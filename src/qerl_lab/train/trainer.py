@@ -200,7 +200,7 @@ class LabTrainer(GRPOTrainer):
         self.measured["noise/std_observed"] = aqn.observed_std(norms, self.policy.clean_norms, self.cfg.aqn.relative)
         if not (count := self.cfg.aqn.probe_prompts):
             return
-        is_noisy = any(not torch.equal(norms[name].to(clean), clean) for name, clean in self._norms(aqn.CLEAN).items())
+        is_noisy = any(not torch.equal(norms[name].to(clean), clean) for name, clean in self.policy.clean_norms.items())
         nats = 0.0
         if self.ranks.any(is_noisy):  # one rank alone would wait for the others in `mean`
             found = probe(self.policy, norms, rollout, count, temperature)
@@ -238,7 +238,7 @@ class LabTrainer(GRPOTrainer):
         """The policy without dropout; as the reference, for which TRL switches the adapter off, without noise too."""
         is_reference = not self.policy.model.get_model_status().enabled
         held = {name: norm.data for name, norm in self.policy.norms.items()}
-        return self.policy.as_sampler(self._norms(aqn.CLEAN) if is_reference else held)
+        return self.policy.as_sampler(self.policy.clean_norms if is_reference else held)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         with ExitStack() as self.until_backward:
@@ -247,13 +247,10 @@ class LabTrainer(GRPOTrainer):
     def _noise_in_trainer(self) -> AbstractContextManager[None]:
         """The noise of the step's rollout on the policy too, with aqn.scope=rollout_and_train. Known once sampled."""
         noisy = self.cfg.aqn.scope == "rollout_and_train" and self.noise.sigma > 0
-        return self.policy.norms_as(self._norms(self.noise)) if noisy else nullcontext()
+        return self.policy.norms_as(self.noise.onto_norms(self.policy.clean_norms)) if noisy else nullcontext()
 
     def _attention(self) -> AbstractContextManager[None]:
         return packing.attention(self.policy.model.get_base_model()) if self.packs else nullcontext()
-
-    def _norms(self, noise: aqn.Noise) -> dict[str, Tensor]:
-        return noise.onto_norms(self.policy.clean_norms, self.policy.norms)
 
     def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Tensor]) -> Tensor:
         self.loss_tokens.append(float(inputs.get("tool_mask", inputs["completion_mask"]).sum()))

@@ -109,7 +109,7 @@ def test_a_sync_writes_the_adapter_and_sends_the_noise_as_numbers(engine, fake: 
     sent_noise = {"sigma": "0.1", "seed": 3, "step": 4, "relative": True}
     assert noise["kwargs"] == {"names": [*policy.norms]} | sent_noise
     assert fake.asked[-1][0] == "/reset_prefix_cache"
-    expected = Noise(0.1, 3, 4, relative=True).onto_norms(policy.clean_norms, policy.norms)
+    expected = Noise(0.1, 3, 4, relative=True).onto_norms(policy.clean_norms)
     assert all(torch.equal(weight, expected[name]) for name, weight in engine.norms().items())
     engine.close()
     assert not weights.exists()

@@ -43,6 +43,7 @@ def test_a_run_that_learns_hears_nothing(run: str) -> None:
         ({"rollout/groups_flat": 2.0}, ["dynamic sampling fills no batch", "algorithm.max_resamples (it is 10)"]),
         ({"sampler/logprob_gap_max": 24.9},
          ["sampler and trainer are two policies", "25 nats apart", "Do not believe this run", "model.dtype=float32"]),
+        ({"noise/sigma": 5e-4, "noise/std_observed": 3.2e-3}, ["another noise than was asked", "0.0005", "0.0032"]),
     ],
 )  # fmt: skip
 def test_a_sign_is_told_once_when_it_has_held_for_the_window(bad: dict[str, float], words: list[str]) -> None:
@@ -118,6 +119,10 @@ def test_nan_is_no_sign() -> None:
 def test_noise_may_part_sampler_and_trainer_and_rounding_a_little() -> None:
     assert told([GOOD | {"sampler/logprob_gap_max": 24.9, "noise/sigma": 0.05}] * 3 * WINDOW) == []
     assert told([GOOD | {"sampler/logprob_gap_max": 0.9, "noise/sigma": 0.0}] * 3 * WINDOW) == []
+
+
+def test_noise_held_may_differ_a_little_from_noise_asked() -> None:
+    assert told([GOOD | {"noise/sigma": 5e-4, "noise/std_observed": 5.9e-4}] * 3 * WINDOW) == []
 
 
 def test_an_engine_that_computes_something_else_is_named() -> None:

@@ -205,7 +205,7 @@ def by_hand(cfg: RunConfig, policy: Policy, pairs: list[tuple[list[int], list[in
             logits = [policy.model(input_ids=torch.tensor([p + c])).logits[0, len(p) - 1 : -1] for p, c in pairs]
         return (torch.cat(logits).double() / cfg.rollout.temperature).log_softmax(-1)
 
-    clean, noisy = (logps(of.onto_norms(policy.clean_norms, policy.norms)) for of in (replace(noise, sigma=0.0), noise))
+    clean, noisy = (logps(of.onto_norms(policy.clean_norms)) for of in (replace(noise, sigma=0.0), noise))
     return (noisy.exp() * (noisy - clean)).sum().item()
 
 

@@ -32,7 +32,7 @@ from qerl_lab.model.files import read_json
 from qerl_lab.model.linear import packed_layers
 from qerl_lab.model.policy import Policy
 from qerl_lab.rollout.engine import ASLEEP, EngineFailed, OnDone, Rollout, Sampling, ignore
-from qerl_lab.rollout.vllm import one_copy, scheduler
+from qerl_lab.rollout.vllm import norms, one_copy, scheduler
 from qerl_lab.rollout.vllm.adapter import AdapterFile, DenseAdapter
 from qerl_lab.rollout.vllm.backends import IN_VLLM, chosen
 from qerl_lab.rollout.vllm.base import folder_of
@@ -90,7 +90,7 @@ class VllmEngine:
         Raises EngineFailed where vLLM does not take them.
         """
         self._wake()
-        noisy = noise.onto_norms(self.policy.clean_norms, self.policy.norms)
+        noisy = noise.onto_norms(self.policy.clean_norms)
 
         def write(model: nn.Module) -> None:
             for name, weight in noisy.items():
@@ -154,7 +154,7 @@ class VllmEngine:
         return self.llm.apply_model(find)[0]
 
     def _check_norms(self) -> None:
-        """Raise ConfigError unless vLLM's model has the policy's norms, under their names and with their weights."""
+        """Raise ConfigError unless vLLM's model has the policy's norms: their names and weights, in float32."""
         try:
             self._norms = held = self._find_norms()  # kept for `sync`: looking them up takes a millisecond
         except AttributeError as error:
@@ -163,7 +163,12 @@ class VllmEngine:
                 "noise can be put on them. Type rollout=transformers."
             ) from error
         for name, clean in self.policy.clean_norms.items():
-            if not torch.equal(held[name].to(clean), clean):
+            if held[name].dtype != torch.float32:
+                raise ConfigError(
+                    f"vLLM computes {name} of {self.cfg.model.path} by a norm that cannot hold float32, and "
+                    f"{held[name].dtype} cannot hold a small sigma. Type rollout=transformers."
+                )
+            if not torch.equal(held[name], clean):
                 raise AssertionError(f"vLLM holds another weight of {name} than the policy")
 
     def generate(
@@ -296,6 +301,7 @@ def start(cfg: RunConfig, folder: Path, policy: Policy, backend: str, of_adapter
         "use_tqdm_on_load": False,
         "distributed_executor_backend": "uni" if cfg.gpus == 1 else "external_launcher",
         "seed": cfg.seed % 2**31,
+        **norms.arguments(cfg.aqn.norms),
     }
     if own.max_num_batched_tokens is not None:
         arguments["max_num_batched_tokens"] = own.max_num_batched_tokens

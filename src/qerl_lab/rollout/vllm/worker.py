@@ -1,7 +1,7 @@
-"""What `vllm serve` adds to each of its workers: `--worker-extension-cls qerl_lab.rollout.vllm.worker.NormNoise`.
+"""The worker class of vLLM, in the trainer's process and in a server: it holds the noisy norms in float32.
 
-The server calls a method in every worker, by its name and with plain JSON (`/collective_rpc`). The names begin with
-`qerl_`, since vLLM refuses an extension that hides a method of its own.
+The seam is `worker_cls` (`vllm serve --worker-cls qerl_lab.rollout.vllm.worker.NormWorker`). A server's trainer calls
+the methods that begin with `qerl_`, in every worker, by name and with plain JSON (`/collective_rpc`).
 """
 
 from pathlib import Path
@@ -10,17 +10,37 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm.lora.request import LoRARequest
+from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
+from vllm.platforms import current_platform
 
 from qerl_lab.aqn import CLEAN, Noise
+from qerl_lab.rollout.vllm.norms import KEY
 from qerl_lab.rollout.vllm_server.wire import encoded
 
+if current_platform.is_cpu():
+    from vllm.v1.worker.cpu_worker import CPUWorker as Worker
+else:
+    from vllm.v1.worker.gpu_worker import Worker
 
-class NormNoise:
-    """Noise on the norms of a served model, and its one adapter read anew. Mixed into vLLM's worker class."""
+
+class NormWorker(Worker):
+    """vLLM's worker with noisy norms in float32, noise on them, and the one adapter of a server read anew."""
+
+    def load_model(self, **options: Any) -> None:
+        """Load, then hold in float32 the norms that `norms.arguments` names.
+
+        It is before vLLM compiles the model and captures CUDA graphs, which keep the dtype and the address of a weight.
+        vLLM's RMSNorm multiplies in the dtype of its weight and returns the dtype of its input.
+        """
+        super().load_model(**options)
+        names = self.vllm_config.additional_config[KEY]
+        for name, module in self.get_model().named_modules():
+            if name.rpartition(".")[2] in names and isinstance(module, RMSNorm | GemmaRMSNorm):
+                module.weight.data = module.weight.data.float()
 
     def qerl_describe(self) -> dict[str, Any]:
         """What the policy and its run must agree with: dtype, how the base is packed, kernels, log-probs, adapters."""
-        own = self.vllm_config  # type: ignore[attr-defined]
+        own = self.vllm_config
         model, lora = own.model_config, own.lora_config
         return {
             "dtype": str(model.dtype).removeprefix("torch."),
@@ -40,7 +60,7 @@ class NormNoise:
         A run whose weights became NaN leaves NaN there, and attention of later runs multiplies them by zero: NaN again.
         `kv_caches` is no documented name; tests/unit/rollout/test_contract.py fails without it (`check_nan`).
         """
-        for cache in self.model_runner.kv_caches:  # type: ignore[attr-defined]
+        for cache in self.model_runner.kv_caches:
             for tensor in [cache] if isinstance(cache, Tensor) else cache:
                 tensor.zero_()
 
@@ -58,13 +78,13 @@ class NormNoise:
             the ids held, which are one, or the error: raised in several workers, it would leave the answers of all but
             the first with vLLM, and each later call would be given the answers of the one before.
         """
-        held = sorted(self.list_loras())  # type: ignore[attr-defined]
+        held = sorted(self.list_loras())
         if len(held) == 1:
             try:
-                self.add_lora(LoRARequest(name, held[0], folder, load_inplace=True))  # type: ignore[attr-defined]
+                self.add_lora(LoRARequest(name, held[0], folder, load_inplace=True))
             except Exception as error:  # whatever it is, the trainer is told
                 return [type(error).__name__, str(error)]
-        return sorted(self.list_loras())  # type: ignore[attr-defined]
+        return sorted(self.list_loras())
 
     def qerl_noise(self, names: list[str], sigma: str, seed: int, step: int, relative: bool) -> None:
         """Write clean weights + noise into the norms `names`, and clean ones into those of any earlier call.
@@ -78,10 +98,10 @@ class NormNoise:
         clean: dict[str, Tensor] = self.__dict__.setdefault("qerl_clean", {})  # as they were loaded
         for name in weights.keys() & set(names) - clean.keys():
             clean[name] = weights[name].detach().float().clone()
-        noise = Noise(float(sigma), seed, step, relative)
-        for name, weight in clean.items():
-            drawn = (noise if name in names else CLEAN).onto(weight, name, weights[name].dtype)
-            weights[name].data.copy_(drawn)  # in place: CUDA graphs read it where it is
+        own = {name: clean[name] for name in names if name in clean}
+        noisy = CLEAN.onto_norms(clean) | Noise(float(sigma), seed, step, relative).onto_norms(own)
+        for name, weight in noisy.items():
+            weights[name].data.copy_(weight)  # in place: CUDA graphs read it where it is
         if torch.cuda.is_available():  # vLLM may sample on another stream than this one
             torch.cuda.synchronize()
 
@@ -91,5 +111,5 @@ class NormNoise:
         return {name: encoded(weights[name]) for name in names if name in weights}
 
     def _qerl_norms(self) -> dict[str, Tensor]:
-        model = self.get_model()  # type: ignore[attr-defined]
+        model = self.get_model()
         return {name.removesuffix(".weight"): weight for name, weight in model.named_parameters()}

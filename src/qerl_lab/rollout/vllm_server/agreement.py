@@ -86,7 +86,7 @@ def _asked(server: Server, method: str, path: str, body: dict[str, Any] | None =
             ) from error
         raise ConfigError(
             f"{server.name} refuses {path} (HTTP {error.status}: {error}): it was started without the settings of "
-            f"development, or without the worker extension. {LINE}"
+            f"development, or without the lab's worker class. {LINE}"
         ) from error
 
 
@@ -99,7 +99,7 @@ def cannot_load(server: Server, folder: Path, why: str) -> ConfigError:
 
 
 def check_norms(held: dict[str, Tensor], policy: Policy, cfg: RunConfig) -> None:
-    """Raise ConfigError unless the served model has the policy's norms, under their names and with their weights."""
+    """Raise ConfigError unless the served model has the policy's norms: their names and weights, in float32."""
     url = cfg.rollout.vllm_server.url
     for name, clean in policy.clean_norms.items():
         if name not in held:
@@ -107,7 +107,12 @@ def check_norms(held: dict[str, Tensor], policy: Policy, cfg: RunConfig) -> None
                 f"the vLLM server at {url} has no layer {name}: it serves another model than model.path="
                 f"{cfg.model.path}, or names its layers otherwise, so that no noise can be put on them. {LINE}"
             )
-        if held[name].shape != clean.shape or not torch.equal(held[name].to(clean), clean):
+        if held[name].dtype != torch.float32:
+            raise ConfigError(
+                f"the vLLM server at {url} holds {name} in {held[name].dtype}, which cannot hold a small sigma; "
+                f"allowed: torch.float32. {LINE}"
+            )
+        if held[name].shape != clean.shape or not torch.equal(held[name], clean):
             raise ConfigError(
                 f"the vLLM server at {url} holds another weight of {name} than model.path={cfg.model.path}: it serves "
                 f"another model. {LINE}"

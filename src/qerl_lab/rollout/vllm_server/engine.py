@@ -1,6 +1,6 @@
 """The engine of a `vllm serve` on other GPUs or hosts: completions, adapter and norms over its endpoints.
 
-It meets vLLM at its HTTP interface, and at `vllm.worker.NormNoise`, which runs in the server's workers. The adapter's
+It meets vLLM at its HTTP interface, and at `vllm.worker.NormWorker`, the class of the server's workers. The adapter's
 files lie in a folder that both see. `serve_line` says how the server is started.
 """
 
@@ -123,7 +123,7 @@ class VllmServerEngine:
         return {name: decoded(*found[name]).to(self.policy.device) for name in self.policy.norms if name in found}
 
     def _in_workers(self, method: str, **arguments: Any) -> list[Any]:
-        """Call a method of `NormNoise` in every worker, and return what each gave."""
+        """Call a method of `NormWorker` in every worker, and return what each gave."""
         return self._ask("/collective_rpc", {"method": method, "kwargs": arguments}, method)["results"]
 
     def _ask(self, path: str, body: dict[str, Any] | None, what: str, method: str = "POST") -> Any:

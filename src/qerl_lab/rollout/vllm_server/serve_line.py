@@ -1,5 +1,6 @@
 """The command that starts the server of a run: the same words, as the flags of `vllm serve`. Imports no vllm."""
 
+import json
 import shlex
 from dataclasses import asdict
 from pathlib import Path
@@ -16,12 +17,12 @@ from qerl_lab.model import gguf, on_disk
 from qerl_lab.model.files import WeightFiles
 from qerl_lab.model.loading import stored_as
 from qerl_lab.model.policy import compute_dtype, device_of
+from qerl_lab.rollout.vllm import norms
 from qerl_lab.rollout.vllm.base import is_bfloat16
 from qerl_lab.rollout.vllm.lora_files import max_rank
 
 # Adapters change while it runs; /collective_rpc and /reset_prefix_cache are of the mode for development.
 ENVIRONMENT = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_SERVER_DEV_MODE": "1"}
-EXTENSION = "qerl_lab.rollout.vllm.worker.NormNoise"
 
 
 def commands(cfg: RunConfig) -> list[str]:
@@ -77,7 +78,7 @@ def backend_of(cfg: RunConfig) -> str:
 def flags(cfg: RunConfig, dtype: torch.dtype) -> list[str]:
     """What follows the model in `vllm serve`."""
     rollout, own = cfg.rollout, cfg.rollout.vllm
-    url = urlsplit(rollout.vllm_server.url)
+    url, held = urlsplit(rollout.vllm_server.url), norms.arguments(cfg.aqn.norms)
     words: dict[str, str | float | None] = {
         "--host": url.hostname, "--port": url.port or (443 if url.scheme == "https" else 80),
         "--dtype": str(dtype).removeprefix("torch."),
@@ -88,7 +89,7 @@ def flags(cfg: RunConfig, dtype: torch.dtype) -> list[str]:
         "--generation-config": "vllm",  # not the model's own penalties and cuts
         "--kv-cache-dtype": own.kv_cache_dtype,
         "--linear-backend": backend_of(cfg),
-        "--worker-extension-cls": EXTENSION,
+        "--worker-cls": held["worker_cls"], "--additional-config": json.dumps(held["additional_config"]),
     }  # fmt: skip
     if own.kv_cache_gib is not None:
         words["--kv-cache-memory-bytes"] = int(own.kv_cache_gib * GIB)
