@@ -23,6 +23,8 @@ from typing import Any
 from qerl_lab import exits
 
 with exits.starting(__name__):
+    import pandas as pd
+
     from qerl_lab.cli.grammar import Command, main_of
     from qerl_lab.config.option import ConfigError, option
     from qerl_lab.config.paths import WEIGHTS, sha256
@@ -35,10 +37,11 @@ with exits.starting(__name__):
 RUNS = "runs/queue"
 ROW = "queue.json"  # in a run's directory: its row of the ledger
 LEFT_THERE = ("checkpoints", "adapter", "curves.png")  # too large to travel, or made again by the report
+STAGGER_SECONDS = 30.0  # between the first runs side by side: engines that start at once ask for one memory
 GRACE_SECONDS = 60.0  # that a stopped run has to save
 QUEUE = "the queue's YAML file; its key may be left out"
 PARTS = "names of parts; none is all"
-EXTRA = "further words of every line, which win over the file's: scale=NAME"
+EXTRA = "further words of every line, with blanks between, which win over the file's: words='scale=NAME'"
 
 
 @dataclass
@@ -47,15 +50,14 @@ class PlanOptions:
     minutes: float = option(25.0, "machine time to fill", above=0, unit="min")
     jobs: int = option(1, "runs side by side on a GPU", at_least=1, at_most=16)
     parts: list[str] = option([], PARTS)
-    words: list[str] = option([], EXTRA)
+    words: str = option("", EXTRA)
 
 
 @dataclass
 class RunOptions(PlanOptions):
-    here: list[str] = option([], "words of this machine, which a line's own win over: model.path=FILE, task.path=DIR")
+    here: str = option("", "words of this machine, which a line's own win over: here='model.path=FILE task.path=DIR'")
     runs: str = option(RUNS, "folder of the run directories; one on this machine's own disk")
     pack: str = option("", "folder for a packed record of each run, KEY.tar.gz; required")
-    stagger: float = option(30.0, "seconds between the first runs side by side", at_least=0, unit="s")
     commit: str = option("", "commit of the code, where no checkout says it")
 
 
@@ -68,7 +70,7 @@ class CollectOptions:
 
 def plan(options: PlanOptions) -> None:
     """Print the parts with the hours that are left, the runs that failed twice, and the next command lines."""
-    queue = read(Path(options.queue), options.words)
+    queue = read(Path(options.queue), shlex.split(options.words))
     rows = [["part", "runs", "done", "left", "min a run", "GPU hours left"]]
     for part in _chosen(queue.parts, options.parts):
         runs, left = ([one for one in some if one.part is part] for some in (queue.runs, queue.left()))
@@ -106,7 +108,7 @@ def run(options: RunOptions) -> None:
 
     A run that is not done by then is stopped, and goes on by the same command on the same machine.
     """
-    queue, pack = read(Path(options.queue), options.words), Path(options.pack)
+    queue, pack = read(Path(options.queue), shlex.split(options.words)), Path(options.pack)
     make_directory(pack, f"pack={pack}")
     waiting = _next(queue, options)
     queue.refuse_unregistered(waiting)
@@ -137,7 +139,7 @@ class Machine:
 
     def make(self, one: Planned, number: int) -> bool:
         """Make one run and its evaluations; whether it ended, done or failed. One that does not fit is left alone."""
-        time.sleep(self.options.stagger * number if number < self.options.jobs else 0)
+        time.sleep(STAGGER_SECONDS * number if number < self.options.jobs else 0)
         begun = RunDirectory(self.folder(one))
         if not begun.is_claimed and time.monotonic() + self.queue.seconds(one) > self.until:
             return False
@@ -156,7 +158,7 @@ class Machine:
     def _train(self, one: Planned, begun: RunDirectory) -> None:
         words = [f"resume={begun.path}"]
         if not begun.is_claimed:
-            words = [*last_wins(self.options.here, one.words), f"run_dir={begun.path}"]
+            words = [*last_wins(shlex.split(self.options.here), one.words), f"run_dir={begun.path}"]
         code = self._call(one, ["-m", "qerl_lab", *words])
         if code == USAGE and not begun.is_claimed:
             said = self._console(one).read_text(encoding="utf-8", errors="replace").strip().splitlines()
@@ -186,7 +188,9 @@ class Machine:
         return self.folder(one).with_suffix(".txt")
 
     def _note(self, one: Planned, ended: RunDirectory, start: float, evaluations: str) -> None:
-        """Write the run's row of the ledger into its directory."""
+        """Write the run's row of the ledger into its directory; its evaluations stay without their completions."""
+        for file in ended.path.glob("evaluations/*/eval.parquet"):
+            pd.read_parquet(file).drop(columns="completion", errors="ignore").to_parquet(file, index=False)
         where: dict[str, Any] = ended.environment()
         adapter = ended.adapter / WEIGHTS
         commit = where.get("git_sha", "unknown")

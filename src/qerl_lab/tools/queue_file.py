@@ -2,23 +2,25 @@
 
 QUEUE.yaml, in a folder of results:
 
-    words: [scale=qwen1_5b, tracking=none]       # of every line; a word of a line wins over them
-    seconds: 480                                 # of one run, until the ledger or results/bench knows better
-    parts:                                       # in the order in which they are made
+    words: [scale=qwen1_5b, tracking=none]            # of every line; a word of a line wins over them
+    seconds: 480                                      # of one run, until the ledger or results/bench knows better
+    parts:                                            # in the order in which they are made
       - name: formats
-        lines: ["+experiment=bf16,nvfp4 seed=0,1,2"]    # each a grid of the main command
-        after: ["accuracy temperature=0"]        # evaluate commands of every finished run; may be left out
-        into: pilot                              # folder of its results, beside QUEUE.yaml; may be left out
-        preregistered: false                     # may run before PREREGISTRATION.md is complete; true if left out
+        lines: ["+experiment=bf16,nvfp4"]             # each a grid of the main command, without seeds
+        seeds: [0, 1, 2]                              # seeds of each; 0 to 4 if left out
+        after: ["accuracy temperature=0"]             # evaluate commands of every finished run; none if left out
+        into: pilot                                   # folder of its results, beside QUEUE.yaml; itself if left out
+        preregistered: false                          # may run while PREREGISTRATION.md is incomplete; true if left out
 """
 
 import csv
 import hashlib
+import itertools
 import json
 import shlex
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +37,6 @@ from qerl_lab.config.spelling import readable
 LEDGER, PREREGISTRATION, PILOT = "ledger.csv", "PREREGISTRATION.md", "PILOT:"
 COLUMNS = ("run", "seed", "part", "state", "host", "card", "start", "seconds", "commit", "preregistration",
            "adapter_sha256", "evaluations", "words")  # fmt: skip
-OF_PART = {"name": str, "lines": list, "after": list, "into": str, "preregistered": bool}
 DONE, FAILED, ATTEMPTS = "done", "failed", 2
 WHERE = ("model.hash", "task.path")  # where a machine keeps things: the same run on every machine
 Row = Mapping[str, str]
@@ -47,6 +48,7 @@ class Part:
 
     name: str
     lines: Sequence[str]
+    seeds: Sequence[int] = (0, 1, 2, 3, 4)
     after: Sequence[str] = ()
     into: str = ""
     preregistered: bool = True
@@ -98,11 +100,12 @@ class Queue:
     def refuse_unregistered(self, runs: Sequence[Planned]) -> None:
         """Raise ConfigError for a run that counts while the preregistration is missing or incomplete."""
         file = self.folder / PREREGISTRATION
-        waits = not file.exists() or PILOT in file.read_text(encoding="utf-8")
-        if waits and (counting := [one for one in runs if one.part.preregistered]):
+        counting = [one.part.name for one in runs if one.part.preregistered]
+        lacks = f"has {PILOT}" if file.exists() else "is missing"
+        if counting and (not file.exists() or PILOT in file.read_text(encoding="utf-8")):
             raise ConfigError(
-                f"part {counting[0].part.name} counts, and {file} {'is missing' if not file.exists() else f'has {PILOT}'}"
-                f". Complete it first, or write `preregistered: false` for a part that is a pilot."
+                f"part {counting[0]} counts, and {file} {lacks}. Complete it first, or type parts=[NAME] of a pilot: "
+                "a part with `preregistered: false`."
             )
 
 
@@ -113,32 +116,30 @@ def read(path: Path, extra: Sequence[str] = ()) -> Queue:
         parts = [Part(**each) for each in content["parts"]]
     except (OSError, yaml.YAMLError, TypeError, KeyError) as error:
         raise ConfigError(
-            f"{path} is no queue ({in_one_line(error)}); a part may have {', '.join(OF_PART)}. Type the path of a file "
-            "such as results/qwen1_5b/queue.yaml."
+            f"{path} is no queue ({in_one_line(error)}); a part may have {', '.join(Part.__annotations__)}. "
+            "Type the path of a file such as results/qwen1_5b/queue.yaml."
         ) from None
-    for part in parts:
-        for name, kind in OF_PART.items():
-            if not isinstance(value := getattr(part, name), kind | tuple):
-                raise ConfigError(f"{path}: {name} of part {part.name} is {value!r}; allowed: a {kind.__name__}.")
     runs: dict[str, Planned] = {}
     for part in parts:
-        for one in sorted(_of_part(part, content.get("words", []), extra), key=lambda one: one.seed):
+        for one in _of_part(part, content.get("words", []), extra):
             runs.setdefault(one.key, one)  # what an earlier part makes is not made again
     folder = path.parent
     return Queue(folder, parts, list(runs.values()), read_ledger(folder), float(content.get("seconds", 600)))
 
 
 def _of_part(part: Part, words: Sequence[str], extra: Sequence[str]) -> list[Planned]:
+    """The runs of a part: every arm before the next seed. An arm is composed once for all of its seeds."""
     found = []
     for line in part.lines:
-        grid = [readable(spell(word)) for word in last_wins(words, shlex.split(line), extra)]
+        grid = last_wins(words, shlex.split(line), extra, [f"seed={part.seeds[0]}"])
         try:
-            jobs = make_plan(grid, multirun=True).jobs
+            jobs = make_plan([readable(spell(word)) for word in grid], multirun=True).jobs
         except ConfigError as error:
             raise ConfigError(f"part {part.name}, line `{line}`: {error}") from None
-        found += [Planned(key_of(job.config, part), part, job.config.seed, tuple(job.overrides), job.config)
-                  for job in jobs]  # fmt: skip
-    return found
+        for job, seed in itertools.product(jobs, part.seeds):
+            config, of_seed = replace(job.config, seed=seed), tuple(last_wins(job.overrides, [f"seed={seed}"]))
+            found.append(Planned(key_of(config), part, seed, of_seed, config))
+    return sorted(found, key=lambda one: one.seed)
 
 
 def last_wins(*words: Sequence[str]) -> list[str]:
@@ -146,12 +147,12 @@ def last_wins(*words: Sequence[str]) -> list[str]:
     return list({word.lstrip("+").partition("=")[0]: word for each in words for word in each}.values())
 
 
-def key_of(config: RunConfig, part: Part) -> str:
-    """ARM-seedN-HASH: the hash is of every key that makes the arm, but for where a machine keeps model and questions."""
+def key_of(config: RunConfig) -> str:
+    """ARM-seedN-HASH: the hash is of the keys that make the arm, but for where a machine keeps model and questions."""
     values = of_arm(values_of(config) | {"model.hash": None})
     values["model.path"] = str(values["model.path"]).removeprefix(f"{Path.cwd()}/")
     kept = {name: value for name, value in values.items() if name not in WHERE}
-    digits = hashlib.sha256(json.dumps([kept, part.into], sort_keys=True).encode()).hexdigest()[:8]
+    digits = hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:8]
     return f"{config.experiment}-seed{config.seed}-{digits}"
 
 
@@ -163,8 +164,8 @@ def by_bench(config: RunConfig, folder: Path = Path("results/bench")) -> float |
     rows: list[dict[str, Any]] = []
     for file in sorted(folder.glob("step_*.json")):
         rows += json.loads(file.read_text(encoding="utf-8"))["rows"]
-    speeds = [row["tokens_per_second"] for row in rows
-              if _letters(row["model"]) == _letters(config.model.name) and not row.get("baseline") and row["gpus"] == 1]  # fmt: skip
+    of_model = [row for row in rows if _letters(row["model"]) == _letters(config.model.name) and row["gpus"] == 1]
+    speeds = [row["tokens_per_second"] for row in of_model if not row["baseline"]]
     tokens = config.steps * config.completions_per_step * config.rollout.max_completion_tokens
     return tokens / max(speeds) if speeds else None
 
@@ -179,7 +180,7 @@ def read_ledger(folder: Path) -> list[Row]:
     if not file.exists():
         return []
     with file.open(encoding="utf-8", newline="") as lines:
-        rows = list(csv.DictReader(lines))
+        rows: list[Row] = list(csv.DictReader(lines))
     if rows and set(rows[0]) != set(COLUMNS):
         raise ConfigError(f"{file} has the columns {', '.join(rows[0])}; allowed: {', '.join(COLUMNS)}.")
     return rows
