@@ -38,6 +38,7 @@ RUNS = "runs/queue"
 ROW = "queue.json"  # in a run's directory: its row of the ledger
 LEFT_THERE = ("checkpoints", "adapter", "curves.png")  # too large to travel, or made again by the report
 STAGGER_SECONDS = 30.0  # between the first runs side by side: engines that start at once ask for one memory
+START_SECONDS = 60.0  # less than this of a call is left to nothing: engines take as long to start
 GRACE_SECONDS = 60.0  # that a stopped run has to save
 QUEUE = "the queue's YAML file; its key may be left out"
 PARTS = "names of parts; none is all"
@@ -58,6 +59,10 @@ class RunOptions(PlanOptions):
     here: str = option("", "words of this machine, which a line's own win over: here='model.path=FILE task.path=DIR'")
     runs: str = option(RUNS, "folder of the run directories; one on this machine's own disk")
     pack: str = option("", "folder for a packed record of each run, KEY.tar.gz; required")
+    lease: float | None = option(
+        None, "minutes that the machine is there for later calls too: a run starts if it fits into them; null: minutes",
+        above=0, unit="min",
+    )  # fmt: skip
     commit: str = option("", "commit of the code, where no checkout says it")
 
 
@@ -112,7 +117,7 @@ def run(options: RunOptions) -> None:
     make_directory(pack, f"pack={pack}")
     waiting = _next(queue, options)
     queue.refuse_unregistered(waiting)
-    machine = Machine(queue, options, time.monotonic() + 60 * options.minutes)
+    machine = Machine(queue, options, time.monotonic())
     for one in [one for one in waiting if (machine.folder(one) / ROW).exists()]:  # its pack may not have come back
         machine.pack(one)
         waiting.remove(one)
@@ -128,11 +133,16 @@ def run(options: RunOptions) -> None:
 
 @dataclass(frozen=True)
 class Machine:
-    """Where runs are made: `until` is in seconds of the monotonic clock."""
+    """Where runs are made; `began` is a time of the monotonic clock."""
 
     queue: Queue
     options: RunOptions
-    until: float
+    began: float
+
+    @property
+    def until(self) -> float:
+        """When this call ends, by that clock."""
+        return self.began + 60 * self.options.minutes
 
     def folder(self, one: Planned) -> Path:
         return Path(self.options.runs).absolute() / one.key
@@ -141,7 +151,10 @@ class Machine:
         """Make one run and its evaluations; whether it ended, done or failed. One that does not fit is left alone."""
         time.sleep(STAGGER_SECONDS * number if number < self.options.jobs else 0)
         begun = RunDirectory(self.folder(one))
-        if not begun.is_claimed and time.monotonic() + self.queue.seconds(one) > self.until:
+        given_back = self.began + 60 * (self.options.lease or self.options.minutes)
+        if time.monotonic() > self.until - START_SECONDS:
+            return False
+        if not begun.is_claimed and time.monotonic() + self.queue.seconds(one) > given_back:
             return False
         start = time.time()
         if begun.status != "done":
@@ -166,7 +179,7 @@ class Machine:
 
     def _evaluate(self, one: Planned, line: str) -> bool:
         """Make an evaluation; one that is there prints its table again."""
-        command, *words = shlex.split(line)
+        command, *words = shlex.split(os.path.expandvars(line))
         return self._call(one, ["-m", "qerl_lab.evaluate", command, f"run={self.folder(one)}", *words]) == OK
 
     def _call(self, one: Planned, words: Sequence[str]) -> int | None:

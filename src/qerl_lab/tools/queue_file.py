@@ -8,7 +8,8 @@ QUEUE.yaml, in a folder of results:
       - name: formats
         lines: ["+experiment=bf16,nvfp4"]             # each a grid of the main command, without seeds
         seeds: [0, 1, 2]                              # seeds of each; 0 to 4 if left out
-        after: ["accuracy temperature=0"]             # evaluate commands of every finished run; none if left out
+        after: ["accuracy benchmarks=math500:$MATH500"]    # evaluate commands of every finished run, with the machine's
+                                                      # variables; none if left out
         into: pilot                                   # folder of its results, beside QUEUE.yaml; itself if left out
         preregistered: false                          # may run while PREREGISTRATION.md is incomplete; true if left out
 """
