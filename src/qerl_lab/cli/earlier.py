@@ -32,6 +32,7 @@ from qerl_lab.record.directory import RunDirectory, first_missing, is_run, is_un
 
 INDEX, MASTER = "sweep.json", "multirun.yaml"  # its jobs; what Hydra composed for it as a whole
 LOCK = ".lock"  # of the command that runs it: a file of its own, because a file that is replaced loses its lock
+ACTING = ("hydra.callbacks", "hydra.job.env_set")  # settings of Hydra's that `jobs` lets act
 _ANEW = "Type the line that began the sweep: it takes the runs that are there, and makes the others."
 OF_A_RUN = re.compile(r"^seed: (\d+)$", re.MULTILINE)  # in resolved.yaml, found without reading the whole as YAML
 
@@ -244,11 +245,17 @@ def is_whole(plan: Plan) -> bool:
 
 
 def read(directory: Path) -> Plan:
-    """The plan of a sweep's directory, with the configurations that its runs have there. Raises ConfigError."""
+    """The plan of a sweep's directory, with the configurations that its runs have there.
+
+    Raises ConfigError for a damaged record, for one that could run code, and where a run lies elsewhere: the line that
+    began the sweep finds it there.
+    """
     master = _master(directory)
     jobs = []
     for known in _noted(directory):
         run = RunDirectory(Path(os.path.normpath(directory / known["run_dir"])))
+        if not run.path.is_relative_to(directory):  # a sweep that another gave could go on with any run of this user
+            raise ConfigError(f"job {known['number']} of the sweep in {directory} lies outside, at {run.path}. {_ANEW}")
         if not run.is_claimed:
             raise ConfigError(f"job {known['number']} of the sweep in {directory} is not at {run.path}. {_ANEW}")
         composed = copy.deepcopy(master)
@@ -260,7 +267,11 @@ def read(directory: Path) -> Plan:
 
 
 def _master(directory: Path) -> DictConfig:
-    """What Hydra composed for a sweep, typed again as its launchers want it."""
+    """What Hydra composed for a sweep, typed again as its launchers want it.
+
+    Raises ConfigError where it is damaged, and where it has settings of Hydra's that run code or reach the environment
+    of the jobs: those act when the user types them, not when a directory holds them.
+    """
     typed = OmegaConf.structured(HydraConf)
     OmegaConf.set_struct(typed, False)
     try:
@@ -268,4 +279,7 @@ def _master(directory: Path) -> DictConfig:
         values.hydra = OmegaConf.merge(typed, values.hydra)
     except (OSError, ValueError, AttributeError, yaml.YAMLError, OmegaConfBaseException) as error:
         raise ConfigError(f"{directory / MASTER} cannot be read ({first_line(error)}). {_ANEW}") from None
+    for name in ACTING:
+        if OmegaConf.select(values, name):
+            raise ConfigError(f"{directory / MASTER} has {name}, which acts only where it is typed. {_ANEW}")
     return values

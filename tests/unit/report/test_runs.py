@@ -51,7 +51,7 @@ def test_report_resync_and_samples_agree_on_what_is_damaged(
     with pytest.raises(ConfigError, match=rf"damaged \(metrics.jsonl {says}"):
         comparison.read([run])
     with pytest.raises(ConfigError, match=f"is damaged, and its mirror stays as it is. metrics.jsonl {says}"):
-        resync(RunDirectory(run), "sqlite:///none.db")
+        resync(RunDirectory(run), f"sqlite:///{tmp_path}/none.db")
     with pytest.raises(ConfigError, match=f"metrics.jsonl {says}"):
         show(run, None)
 
