@@ -141,6 +141,7 @@ def test_a_sweep_that_is_refused_leaves_no_directory(
     [
         ("multirun.yaml", "callbacks: {}", "callbacks: {own: {_target_: os.mkdir, path: ran}}", "hydra.callbacks"),
         ("multirun.yaml", "env_set: {}", "env_set: {LD_PRELOAD: own.so}", "hydra.job.env_set"),
+        ("multirun.yaml", "callbacks: {}", "callbacks: ${hydra.help}", "hydra.callbacks"),
         ("sweep.json", '"run_dir": "1-', '"run_dir": "../other/1-', "lies outside"),
     ],
 )

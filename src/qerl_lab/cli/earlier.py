@@ -32,7 +32,6 @@ from qerl_lab.record.directory import RunDirectory, first_missing, is_run, is_un
 
 INDEX, MASTER = "sweep.json", "multirun.yaml"  # its jobs; what Hydra composed for it as a whole
 LOCK = ".lock"  # of the command that runs it: a file of its own, because a file that is replaced loses its lock
-ACTING = ("hydra.callbacks", "hydra.job.env_set")  # settings of Hydra's that `jobs` lets act
 _ANEW = "Type the line that began the sweep: it takes the runs that are there, and makes the others."
 OF_A_RUN = re.compile(r"^seed: (\d+)$", re.MULTILINE)  # in resolved.yaml, found without reading the whole as YAML
 
@@ -277,9 +276,11 @@ def _master(directory: Path) -> DictConfig:
     try:
         values: Any = OmegaConf.load(directory / MASTER)
         values.hydra = OmegaConf.merge(typed, values.hydra)
-    except (OSError, ValueError, AttributeError, yaml.YAMLError, OmegaConfBaseException) as error:
+        hydra: Any = OmegaConf.to_container(values.hydra, resolve=False)  # an interpolation counts as set
+        acting = {"hydra.callbacks": hydra["callbacks"], "hydra.job.env_set": hydra["job"]["env_set"]}
+    except (OSError, ValueError, TypeError, AttributeError, yaml.YAMLError, OmegaConfBaseException) as error:
         raise ConfigError(f"{directory / MASTER} cannot be read ({first_line(error)}). {_ANEW}") from None
-    for name in ACTING:
-        if OmegaConf.select(values, name):
+    for name, value in acting.items():
+        if value:
             raise ConfigError(f"{directory / MASTER} has {name}, which acts only where it is typed. {_ANEW}")
     return values
