@@ -1,5 +1,7 @@
-"""Which run is which job's where jobs hardly differ, and what two commands at once do to each other."""
+"""Which run is which job's where jobs hardly differ, what two commands at once do to each other, and what a directory
+of somebody else may do."""
 
+import shutil
 import signal
 import subprocess
 from contextlib import suppress
@@ -12,8 +14,9 @@ from qerl_lab.cli import jobs
 from qerl_lab.cli.compose import Plan
 from qerl_lab.cli.train import main
 from qerl_lab.config.option import ConfigError
+from qerl_lab.config.paths import module_hash
 from qerl_lab.record.directory import RunDirectory
-from standin import DONE, SIGNALLED, background, seen, started
+from standin import DONE, FAILS, SIGNALLED, background, seen, started
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 ON_CPU = [f"seed={DONE}", "device=cpu"]
@@ -130,3 +133,49 @@ def test_a_sweep_that_is_refused_leaves_no_directory(
         assert main(["-m", *ON_CPU, "lora.rank=4,8", *words]) == 2
         assert "no room" in capfd.readouterr().err
         assert not list(Path.cwd().iterdir())
+
+
+@pytest.mark.usefixtures("standin")
+@pytest.mark.parametrize(
+    ("file", "old", "new", "why"),
+    [
+        ("multirun.yaml", "callbacks: {}", "callbacks: {own: {_target_: os.mkdir, path: ran}}", "hydra.callbacks"),
+        ("multirun.yaml", "env_set: {}", "env_set: {LD_PRELOAD: own.so}", "hydra.job.env_set"),
+        ("multirun.yaml", "callbacks: {}", "callbacks: ${hydra.help}", "hydra.callbacks"),
+        ("sweep.json", '"run_dir": "1-', '"run_dir": "../other/1-', "lies outside"),
+    ],
+)
+def test_a_sweep_of_somebody_else_runs_no_code_and_no_other_run(
+    file: str, old: str, new: str, why: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["-m", f"seed={DONE},{FAILS}", "device=cpu"]) == 1
+    (directory,) = Path("runs/sweeps/adhoc").iterdir()
+    shutil.copytree(directory, directory.with_name("other"))
+    before, ran = (directory / file).read_text(), processes()
+    assert old in before
+    (directory / file).write_text(before.replace(old, new))
+    assert main([f"resume={directory}"]) == 2
+    assert why in (err := capfd.readouterr().err)
+    assert "Type the line that began the sweep" in err
+    assert not Path("ran").exists()
+    assert processes() == ran
+    (directory / file).write_text(before)
+    assert main([f"resume={directory}"]) == 1
+    assert processes() != ran
+
+
+@pytest.mark.usefixtures("standin")
+def test_a_module_is_named_before_a_run_goes_on_with_it_and_none_without_a_hash(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    module = tmp_path / "own.py"
+    module.write_text("from pathlib import Path\nPath('ran').touch()\ndef grade(texts, questions): ...\n")
+    assert main([f"seed={FAILS}", "device=cpu", "run_dir=run"]) == 1
+    path = Path("run/resolved.yaml")
+    path.write_text(path.read_text().replace("module: null", f"module: {module}"))
+    assert main(["resume=run"]) == 2
+    assert "without task.module_hash" in capfd.readouterr().err
+    assert not Path("ran").exists()
+    path.write_text(path.read_text().replace("module_hash: null", f"module_hash: {module_hash(str(module))}"))
+    assert main(["resume=run"]) == 1
+    assert f"note: imports task.module={module} (SHA-256 " in capfd.readouterr().err

@@ -244,11 +244,17 @@ def is_whole(plan: Plan) -> bool:
 
 
 def read(directory: Path) -> Plan:
-    """The plan of a sweep's directory, with the configurations that its runs have there. Raises ConfigError."""
+    """The plan of a sweep's directory, with the configurations that its runs have there.
+
+    Raises ConfigError for a damaged record, for one that could run code, and where a run lies elsewhere: the line that
+    began the sweep finds it there.
+    """
     master = _master(directory)
     jobs = []
     for known in _noted(directory):
         run = RunDirectory(Path(os.path.normpath(directory / known["run_dir"])))
+        if not run.path.is_relative_to(directory):  # a sweep that another gave could go on with any run of this user
+            raise ConfigError(f"job {known['number']} of the sweep in {directory} lies outside, at {run.path}. {_ANEW}")
         if not run.is_claimed:
             raise ConfigError(f"job {known['number']} of the sweep in {directory} is not at {run.path}. {_ANEW}")
         composed = copy.deepcopy(master)
@@ -260,12 +266,21 @@ def read(directory: Path) -> Plan:
 
 
 def _master(directory: Path) -> DictConfig:
-    """What Hydra composed for a sweep, typed again as its launchers want it."""
+    """What Hydra composed for a sweep, typed again as its launchers want it.
+
+    Raises ConfigError where it is damaged, and where it has settings of Hydra's that run code or reach the environment
+    of the jobs: those act when the user types them, not when a directory holds them.
+    """
     typed = OmegaConf.structured(HydraConf)
     OmegaConf.set_struct(typed, False)
     try:
         values: Any = OmegaConf.load(directory / MASTER)
         values.hydra = OmegaConf.merge(typed, values.hydra)
-    except (OSError, ValueError, AttributeError, yaml.YAMLError, OmegaConfBaseException) as error:
+        hydra: Any = OmegaConf.to_container(values.hydra, resolve=False)  # an interpolation counts as set
+        acting = {"hydra.callbacks": hydra["callbacks"], "hydra.job.env_set": hydra["job"]["env_set"]}
+    except (OSError, ValueError, TypeError, AttributeError, yaml.YAMLError, OmegaConfBaseException) as error:
         raise ConfigError(f"{directory / MASTER} cannot be read ({first_line(error)}). {_ANEW}") from None
+    for name, value in acting.items():
+        if value:
+            raise ConfigError(f"{directory / MASTER} has {name}, which acts only where it is typed. {_ANEW}")
     return values

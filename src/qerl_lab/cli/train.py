@@ -10,6 +10,7 @@ import argparse
 import os
 import shlex
 import sys
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +31,7 @@ from qerl_lab.config.files import package_data
 from qerl_lab.config.keys import schema
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.redact import redact
+from qerl_lab.config.schema import RunConfig
 from qerl_lab.config.spelling import readable, resume_word
 from qerl_lab.exits import OK
 from qerl_lab.record.directory import RunDirectory
@@ -134,6 +136,8 @@ def _steps(overrides: list[str]) -> int | None:
 
 def _resume(run: RunDirectory, command: str, steps: int | None) -> int:
     was = None
+    if steps is not None or run.status != "done":
+        _name_modules([run.config()])
     if steps is not None:
         was = extension.extend(run, steps)
     elif run.status != "done":
@@ -151,9 +155,17 @@ def _resume(run: RunDirectory, command: str, steps: int | None) -> int:
 def _resume_sweep(directory: Path, command: str, steps: int | None) -> int:
     if steps is not None:
         raise ConfigError(f"steps={steps} extends one run, and resume={directory} is a sweep. Leave steps out.")
-    plan = jobs.claim(_foresee(earlier.read(directory)), command)
+    plan = earlier.read(directory)
+    _name_modules([job.config for job in plan.jobs])
+    plan = jobs.claim(_foresee(plan), command)
     print(manual.opening(plan), flush=True)
     return jobs.run_sweep(plan, command)
+
+
+def _name_modules(configs: Sequence[RunConfig]) -> None:
+    """Name the files of task.module before one is imported: of a run that goes on its directory says which."""
+    for module, digest in dict.fromkeys((cfg.task.module, cfg.task.module_hash) for cfg in configs if cfg.task.module):
+        print(f"note: imports task.module={module} (SHA-256 {digest}...)", file=sys.stderr, flush=True)
 
 
 def _complete(words: list[str]) -> int:

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from qerl_lab.formats.format import Format, Layout, pack_fused
+from qerl_lab.formats.format import STORED_DTYPES, Format, Layout, pack_fused
 from qerl_lab.model.files import DTYPES, SINGLE
 from qerl_lab.model.linear import fused_groups
-from qerl_lab.model.loading import TensorSource
+from qerl_lab.model.loading import TensorSource, check_dense_values
 
 # What a safetensors header calls a dtype.
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
@@ -101,7 +101,7 @@ def write(
 
     It is written here because the safetensors library wants all tensors at once, and does not say at which of them the
     disk was full. Calls `advance` with the source bytes of what is done. Raises ValueError for a weight that the
-    format cannot hold and OSError where it cannot be written; both name file and tensor.
+    format cannot hold, or for NaN in a copied one, and OSError where it cannot be written; both name file and tensor.
     """
     file, aside = folder / shard.file, folder / f"{shard.file}.tmp"
     header = _header(shard.layout)
@@ -137,7 +137,11 @@ def _write_whole(out: FileIO, content: memoryview) -> None:
 def _tensors(unit: Unit, source: TensorSource, weight_format: Format, device: torch.device) -> dict[str, Tensor]:
     """Return what becomes of one unit."""
     if not unit.modules:
-        return {unit.names[0]: source.tensor(unit.names[0], "cpu")}
+        (name,) = unit.names
+        copied = source.tensor(name, "cpu")
+        if copied.dtype in STORED_DTYPES:
+            check_dense_values(copied, name=f"{source.where(name)}: {name}")
+        return {name: copied}
     weights = {module: source.tensor(name, device) for module, name in zip(unit.modules, unit.names, strict=True)}
     try:
         return {

@@ -292,6 +292,17 @@ class RunDirectory:
         path = self.path / "metrics.jsonl"
         return metrics.lines_from(path, offset) if path.exists() else ([], offset)
 
+    def whole_metrics(self) -> list[MetricsLine]:
+        """Read the lines of metrics.jsonl. Raises ConfigError where a step that was trained is missing, or there twice.
+
+        A finished run trained every step of its configuration, another one those up to its newest checkpoint at least.
+        """
+        configured = self.settings().get("steps", 0) if self.status == "done" else 0  # a cut configuration lacks it
+        steps = max(int(configured), self.last_saved())
+        lines = self.metrics()  # after the checkpoints: a run that is at work adds to both
+        metrics.check_steps(metrics.trained(lines), steps)
+        return lines
+
     def last_logged(self) -> float:
         """Return the time of the newest line of metrics.jsonl, in unix seconds; 0 where there is none."""
         return metrics.last_logged(self.path)

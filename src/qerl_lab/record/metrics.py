@@ -4,6 +4,7 @@ import json
 import math
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -259,30 +260,49 @@ def lines_from(path: Path, offset: int) -> tuple[list[MetricsLine], int]:
 
 def _decode(line: bytes, where: str) -> MetricsLine:
     try:
-        record = json.loads(line)
-        values = {name: math.nan if value is None else float(value) for name, value in record["metrics"].items()}
-        return {"step": int(record["step"]), "time": float(record["time"]), "metrics": values}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        match json.loads(line):
+            case {"step": int(step), "time": int() | float() as when, "metrics": dict(metrics)} if step >= 0:
+                values = {name: math.nan if value is None else float(value) for name, value in metrics.items()}
+                return {"step": step, "time": float(when), "metrics": values}
+        raise ValueError("no step, time and metrics")
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:
         raise ConfigError(
             f"{where} is not a metrics record: {line[:80]!r}. Take the line out, or put the file back as it was."
         ) from error
 
 
-def steps_recorded(run_dir: Path) -> tuple[int, str]:
-    """The last step before the first that RUN_DIR/metrics.jsonl lacks, and in words what it lacks there.
+def trained(lines: Iterable[MetricsLine]) -> Counter[int]:
+    """How many lines each trained step has. Evaluation is logged beside the steps and counts for none."""
+    return Counter(line["step"] for line in lines if any(not name.startswith("eval/") for name in line["metrics"]))
 
-    Evaluation is logged beside the steps and counts for none. A line that is no record is passed over.
+
+def check_steps(found: Mapping[int, int], steps: int, where: str = "metrics.jsonl") -> None:
+    """Raise ConfigError unless each step up to `steps`, and up to the last of `found`, was found once.
+
+    `found` has how often each step is there. A resumed run cuts what it trains again, two processes do not: where a
+    file system has no locks nothing else tells that two wrote here.
+    """
+    steps = max(steps, *found, 0)
+    if missing := sorted(set(range(1, steps + 1)) - set(found)):
+        raise ConfigError(f"{where} lacks {len(missing)} of {steps} steps, the first of them {missing[0]}")
+    if twice := sorted(step for step, times in found.items() if times > 1):
+        raise ConfigError(f"{where} has {len(twice)} steps more than once, the first of them {twice[0]}")
+
+
+def steps_recorded(run_dir: Path) -> tuple[int, str]:
+    """The last step before the first that RUN_DIR/metrics.jsonl lacks or has twice, and in words what is wrong there.
+
+    A line that is no record is passed over.
     """
     path = Path(run_dir) / "metrics.jsonl"
     if not path.exists():
         return 0, "is missing"
     whole, broken = _sorted_out(path)
-    steps = {line["step"] for _, line in whole if any(not name.startswith("eval/") for name in line["metrics"])}
-    last = 0
-    while last + 1 in steps:
+    steps, last = trained(line for _, line in whole), 0
+    while steps[last + 1] == 1:
         last += 1
     where = f" (line {broken[0][0]} is no metrics record)" if broken else ""
-    return last, f"lacks step {last + 1}{where}"
+    return last, f"{'has' if steps[last + 1] else 'lacks'} step {last + 1}{' twice' if steps[last + 1] else ''}{where}"
 
 
 def cut_metrics(run_dir: Path, last_step: int) -> None:

@@ -40,6 +40,11 @@ def read_config(run_dir: Path) -> RunConfig:
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
     _refuse_lacking(path, values)
+    if cfg.task.module is not None and cfg.task.module_hash is None:  # any file there would run as this user
+        raise ConfigError(
+            f"{path} has task.module={cfg.task.module} without task.module_hash, which every run notes of the file "
+            f"that it began with. {_REPLACE}"
+        )
     cfg.run_dir = str(run_dir.absolute())
     return cfg
 

@@ -67,6 +67,12 @@ def _whole_lines(path: Path) -> list[bytes]:
 
 def _decode(line: bytes, where: str) -> Sample:
     try:
-        return Sample(**json.loads(line))
-    except (ValueError, TypeError) as error:
+        sample = Sample(**json.loads(line))
+        texts, rewards = (sample.question_id, sample.question, sample.completion), sample.rewards
+        if not (isinstance(sample.step, int) and all(isinstance(text, str) for text in texts)):
+            raise TypeError("not a step and texts")
+        if not all(isinstance(reward, int | float) for reward in rewards.values()):
+            raise TypeError("rewards are not numbers")
+        return sample
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{where} is not a sample: {line[:80]!r}. Move the file away to go on without it.") from error

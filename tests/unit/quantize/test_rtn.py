@@ -121,11 +121,16 @@ def test_every_dtype_is_copied_as_it_is(tmp_path, dtype):
     assert all(equal(written[name], tensors[name]) for name in tensors)
 
 
-def test_a_weight_that_cannot_be_packed_is_named_with_its_file(tmp_path):
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("model.layers.1.mlp.up_proj.weight", "model.layers.1.mlp.up_proj"), ("model.norm.weight", "model.norm.weight")],
+)
+def test_a_weight_that_is_not_finite_is_named_with_its_file(tmp_path, name: str, said: str):
+    """Also one that is copied."""
     model = model_of()
-    model.model.layers[1].mlp.up_proj.weight.data[3, 5] = float("nan")
+    model.get_parameter(name).data.view(-1)[5] = float("nan")
     source = WeightFiles(write_dense(tmp_path / "dense", model))
-    with pytest.raises(ValueError, match=re.escape("model.safetensors: model.layers.1.mlp.up_proj: 1 values")):
+    with pytest.raises(ValueError, match=re.escape(f"model.safetensors: {said}: 1 values")):
         write_all(source, tmp_path / "out", NVFP4)
     assert not list((tmp_path / "out").glob("*.safetensors"))
 

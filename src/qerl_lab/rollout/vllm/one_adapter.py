@@ -245,9 +245,6 @@ class OneAdapterMethod(LinearMethodBase):
 
     def _keep_dense(self, layer: LinearBase) -> None:
         """Unpack the weight as the trainer does, with A below it: `stacked` [N + P * r, K]; `alpha` is the weight's."""
-        if why := self._several_scales(layer):
-            given = f"rollout.vllm.dense_rows={self.routes.dense_rows}"
-            raise ConfigError(f"{given} {why}. Type rollout.vllm.dense_rows=null.")
         stored = {name: getattr(layer, name).data for name in ("weight_packed", "weight_scale")}
         stored["weight_global_scale"] = layer.weight_global_scale.data[:1]
         A, N = layer.adapter_A, sum(self.sizes)
@@ -257,18 +254,12 @@ class OneAdapterMethod(LinearMethodBase):
         del layer.adapter_A  # a buffer that is counted once
         layer.adapter_A, self.alpha = stacked[N:], decoder.alpha
 
-    def _several_scales(self, layer: LinearBase) -> str:
-        """Why no copy can be kept; empty where one can. vLLM takes the largest for all, without a word that stops."""
-        if len(layer.weight_global_scale.unique()) == 1:
-            return ""
-        return f"needs one global scale for {self.parts[0]} and its neighbours, as python -m qerl_lab.quantize gives"
-
     def _check_tiles(self, layer: LinearBase) -> None:
         """Raise ConfigError for a GPU or a layer that `fp4_tiles` does not take."""
         columns = layer.adapter_A.shape[1]
         what = f"{self.parts[0]}, {self.sizes} x {columns} at rank {self.rank}: {fp4_tiles.TAKEN}"
         untaken = "" if fp4_tiles.takes(self.sizes, columns, self.rank) else f"does not take {what}"
-        if why := fp4_tiles.refusal() or untaken or self._several_scales(layer):
+        if why := fp4_tiles.refusal() or untaken:
             # Not `auto`, which may have chosen it.
             raise ConfigError(f"rollout.vllm.linear_backend=fp4_tiles {why}. Type rollout.vllm.linear_backend=vllm.")
 

@@ -93,8 +93,6 @@ def _check_marlin(theirs: nn.Module, parts: Layers) -> None:
     kernel = type(getattr(getattr(theirs, "scheme", None), "kernel", None)).__name__
     if kernel != KERNEL:
         raise refused(f"needs weights that vLLM computes with {KERNEL}, and {name} has {kernel}")
-    if len({layer.packed()[DIVISOR].item() for layer in parts.values()}) > 1:
-        raise refused(f"needs one global scale for {name} and its neighbours, as python -m qerl_lab.quantize gives")
     sizes, columns = [layer.out_features for layer in parts.values()], own.in_features
     expected = [(columns // 16, 2 * sum(sizes)), (columns // 16, sum(sizes))]
     shapes = [tuple(theirs.get_parameter(held).shape) for held in ("weight", "weight_scale")]
