@@ -32,7 +32,18 @@ with exits.starting(__name__):
     from qerl_lab.exits import OK, USAGE
     from qerl_lab.record.directory import RunDirectory
     from qerl_lab.terminal import columns, near
-    from qerl_lab.tools.queue_file import DONE, FAILED, Part, Planned, Queue, Row, last_wins, read, write_ledger
+    from qerl_lab.tools.queue_file import (
+        DONE,
+        FAILED,
+        PREREGISTRATION,
+        Part,
+        Planned,
+        Queue,
+        Row,
+        last_wins,
+        read,
+        write_ledger,
+    )
 
 RUNS = "runs/queue"
 ROW = "queue.json"  # in a run's directory: its row of the ledger
@@ -87,6 +98,8 @@ def plan(options: PlanOptions) -> None:
     for one in queue.runs:
         if queue.failures(one.key) and one not in queue.left() and not queue.is_done(one.key):
             print(f"failed {queue.failures(one.key)} times, not planned again: {one.key}")
+    for row in queue.of_another_preregistration():
+        print(f"made under another {PREREGISTRATION}: {row['run']}")
     spent = 0.0
     for one in _next(queue, options):
         spent += queue.seconds(one) / options.jobs

@@ -98,6 +98,12 @@ class Queue:
         file = self.folder / PREREGISTRATION
         return hashlib.sha256(file.read_bytes()).hexdigest()[:12] if file.exists() else ""
 
+    def of_another_preregistration(self) -> list[Row]:
+        """The rows of runs that count and were made under another version of the preregistration."""
+        counting = {part.name for part in self.parts if part.preregistered}
+        now = self.preregistration()
+        return [row for row in self.rows if row["part"] in counting and row["preregistration"] != now]
+
     def refuse_unregistered(self, runs: Sequence[Planned]) -> None:
         """Raise ConfigError for a run that counts while the preregistration is missing or incomplete."""
         file = self.folder / PREREGISTRATION

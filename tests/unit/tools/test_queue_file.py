@@ -50,6 +50,14 @@ def test_a_failed_run_is_planned_once_more(queue: Queue, states: tuple[str, ...]
     assert (queue.runs[0] in with_rows(queue, *states).left()) == is_left
 
 
+def test_runs_of_another_preregistration_are_named_but_for_the_pilot(queue: Queue) -> None:
+    rows = [{"run": one.key, "part": one.part.name, "preregistration": "0" * 12} for one in queue.runs[:2]]
+    assert [row["part"] for row in replace(queue, rows=rows).of_another_preregistration()] == ["formats"]
+    (queue.folder / queue_file.PREREGISTRATION).write_text("now")
+    rows[1]["preregistration"] = queue.preregistration()
+    assert replace(queue, rows=rows).of_another_preregistration() == []
+
+
 def test_seconds_are_those_of_the_ledger_once_it_has_some(queue: Queue) -> None:
     assert queue.seconds(queue.runs[1]) == 600
     assert with_rows(queue, DONE).seconds(queue.runs[1]) == 9
