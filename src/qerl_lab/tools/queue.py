@@ -32,7 +32,18 @@ with exits.starting(__name__):
     from qerl_lab.exits import OK, USAGE
     from qerl_lab.record.directory import RunDirectory
     from qerl_lab.terminal import columns, near
-    from qerl_lab.tools.queue_file import DONE, FAILED, Part, Planned, Queue, Row, last_wins, read, write_ledger
+    from qerl_lab.tools.queue_file import (
+        DONE,
+        FAILED,
+        PREREGISTRATION,
+        Part,
+        Planned,
+        Queue,
+        Row,
+        last_wins,
+        read,
+        write_ledger,
+    )
 
 RUNS = "runs/queue"
 ROW = "queue.json"  # in a run's directory: its row of the ledger
@@ -87,6 +98,8 @@ def plan(options: PlanOptions) -> None:
     for one in queue.runs:
         if queue.failures(one.key) and one not in queue.left() and not queue.is_done(one.key):
             print(f"failed {queue.failures(one.key)} times, not planned again: {one.key}")
+    for row in queue.of_another_preregistration():
+        print(f"made under another {PREREGISTRATION}: {row['run']}")
     spent = 0.0
     for one in _next(queue, options):
         spent += queue.seconds(one) / options.jobs
@@ -161,10 +174,13 @@ class Machine:
             self._train(one, begun)
         if begun.status not in (DONE, FAILED):
             return False
+        trained = time.time()
         evaluated = [begun.status == DONE and self._evaluate(one, line) for line in one.part.after]
         if time.monotonic() > self.until and not all(evaluated):
             return False
-        self._note(one, begun, start, f"{sum(evaluated)} of {len(evaluated)}")
+        earlier = begun.result().get("seconds", 0.0)  # of all sessions of a run that an earlier call began
+        seconds = time.time() - trained + max(trained - start, earlier)
+        self._note(one, begun, seconds, f"{sum(evaluated)} of {len(evaluated)}")
         self.pack(one)
         return True
 
@@ -200,7 +216,7 @@ class Machine:
     def _console(self, one: Planned) -> Path:
         return self.folder(one).with_suffix(".txt")
 
-    def _note(self, one: Planned, ended: RunDirectory, start: float, evaluations: str) -> None:
+    def _note(self, one: Planned, ended: RunDirectory, seconds: float, evaluations: str) -> None:
         """Write the run's row of the ledger into its directory; its evaluations stay without their completions."""
         for file in ended.path.glob("evaluations/*/eval.parquet"):
             pd.read_parquet(file).drop(columns="completion", errors="ignore").to_parquet(file, index=False)
@@ -211,8 +227,8 @@ class Machine:
             "run": one.key, "seed": str(one.seed), "part": one.part.name, "state": ended.status,
             "host": where.get("host", os.uname().nodename),
             "card": " ".join(f"{gpu['name']} {gpu['uuid']}" for gpu in where.get("gpus", [])) or "none",
-            "start": where.get("time", time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(start))),
-            "seconds": f"{time.time() - start:.0f}",
+            "start": where.get("time", time.strftime("%Y-%m-%dT%H:%M:%S%z")),
+            "seconds": f"{seconds:.0f}",
             "commit": self.options.commit if commit == "unknown" and self.options.commit else commit,
             "preregistration": self.queue.preregistration(),
             "adapter_sha256": sha256(adapter) if adapter.exists() else "",

@@ -98,6 +98,12 @@ class Queue:
         file = self.folder / PREREGISTRATION
         return hashlib.sha256(file.read_bytes()).hexdigest()[:12] if file.exists() else ""
 
+    def of_another_preregistration(self) -> list[Row]:
+        """The rows of runs that count and were made under another version of the preregistration."""
+        counting = {part.name for part in self.parts if part.preregistered}
+        now = self.preregistration()
+        return [row for row in self.rows if row["part"] in counting and row["preregistration"] != now]
+
     def refuse_unregistered(self, runs: Sequence[Planned]) -> None:
         """Raise ConfigError for a run that counts while the preregistration is missing or incomplete."""
         file = self.folder / PREREGISTRATION
@@ -149,10 +155,14 @@ def last_wins(*words: Sequence[str]) -> list[str]:
 
 
 def key_of(config: RunConfig) -> str:
-    """ARM-seedN-HASH: the hash is of the keys that make the arm, but for where a machine keeps model and questions."""
+    """ARM-seedN-HASH: the hash is of the keys that make the arm, but for where a machine keeps model and questions.
+
+    Keys at their default are left out, so that a key which a later version adds changes none.
+    """
+    usual = values_of(RunConfig())
     values = of_arm(values_of(config) | {"model.hash": None})
     values["model.path"] = str(values["model.path"]).removeprefix(f"{Path.cwd()}/")
-    kept = {name: value for name, value in values.items() if name not in WHERE}
+    kept = {name: value for name, value in values.items() if name not in WHERE and value != usual[name]}
     digits = hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:8]
     return f"{config.experiment}-seed{config.seed}-{digits}"
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from qerl_lab.config.arm import of_arm, values_of
 from qerl_lab.config.option import ConfigError
 from qerl_lab.tools import queue_file
 from qerl_lab.tools.queue_file import COLUMNS, DONE, FAILED, Planned, Queue
@@ -50,15 +51,28 @@ def test_a_failed_run_is_planned_once_more(queue: Queue, states: tuple[str, ...]
     assert (queue.runs[0] in with_rows(queue, *states).left()) == is_left
 
 
+def test_runs_of_another_preregistration_are_named_but_for_the_pilot(queue: Queue) -> None:
+    rows = [{"run": one.key, "part": one.part.name, "preregistration": "0" * 12} for one in queue.runs[:2]]
+    assert [row["part"] for row in replace(queue, rows=rows).of_another_preregistration()] == ["formats"]
+    (queue.folder / queue_file.PREREGISTRATION).write_text("now")
+    rows[1]["preregistration"] = queue.preregistration()
+    assert replace(queue, rows=rows).of_another_preregistration() == []
+
+
 def test_seconds_are_those_of_the_ledger_once_it_has_some(queue: Queue) -> None:
     assert queue.seconds(queue.runs[1]) == 600
     assert with_rows(queue, DONE).seconds(queue.runs[1]) == 9
 
 
-def test_where_a_machine_keeps_model_and_questions_is_no_part_of_a_key(queue: Queue, tmp_path: Path) -> None:
+def test_where_a_machine_keeps_model_and_questions_is_no_part_of_a_key(
+    queue: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = queue.runs[0].config
     moved = replace(config, model=replace(config.model, hash="0123456789ab"), task=replace(config.task, path="/data"))
     assert queue_file.key_of(moved) == queue.runs[0].key
+    monkeypatch.setattr(queue_file, "of_arm", lambda values: of_arm(values) | {"added.later": 1})
+    monkeypatch.setattr(queue_file, "values_of", lambda config: values_of(config) | {"added.later": 1})
+    assert queue_file.key_of(config) == queue.runs[0].key  # of a version with one more key, at its default
     other = replace(config, model=replace(config.model, path="checkpoints/awq"))
     assert queue_file.key_of(other) != queue.runs[0].key
 
