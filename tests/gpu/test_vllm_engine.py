@@ -145,6 +145,27 @@ def test_the_noise_is_that_of_the_step_and_never_accumulates(built: Built) -> No
     assert observed_std(built.engine.norms(), built.policy.clean_norms) == 0
 
 
+@pytest.mark.parametrize("sigma", [1e-4, 1e-3])
+def test_the_noise_held_is_the_noise_asked_and_reaches_the_log_probs(built: Built, sigma: float) -> None:
+    """Far below bfloat16's steps of 0.0078 at 1: in vLLM's own modules, and in what its CUDA graphs compute."""
+
+    def first_logprobs(noise: Noise) -> Tensor:
+        """Of the likeliest first token of each prompt, by the same prompts and kernels."""
+        built.engine.sync(noise)
+        out = built.sample(Sampling(1, seed=1, temperature=0), group_size=1)
+        return torch.tensor([group[0][0] for group in out.logprobs_P_G])
+
+    noise = Noise(sigma, seed=3, step=1)
+    clean, noisy = first_logprobs(CLEAN), first_logprobs(noise)
+    held = built.engine.norms()
+    assert {weight.dtype for weight in held.values()} == {torch.float32}
+    assert observed_std(held, built.policy.clean_norms) == pytest.approx(sigma, rel=0.05)
+    print(f"{built.way}: sigma {sigma:g} held {observed_std(held, built.policy.clean_norms):.3g}, "
+          f"log-probs moved by {(noisy - clean).abs().mean():.2g} nats")  # fmt: skip
+    assert torch.equal(first_logprobs(CLEAN), clean)
+    assert not torch.equal(noisy, clean)
+
+
 def base_hash(engine: object) -> str:
     """Of everything that the engine holds but the noisy norms, the adapter, and by what `fp4_tiles`'s blocks meet."""
 

@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from qerl_lab.aqn import Noise, observed_std
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import AqnConfig
+from qerl_lab.model.dense import base_tensors
 from qerl_lab.model.norms import hold_in_float32, noisy_norms
 
 USUAL = AqnConfig().norms
@@ -85,3 +86,12 @@ def test_a_policy_in_bfloat16_holds_the_noise_asked(tiny, build_policy, sigma: f
     assert observed_std(held, policy.clean_norms) == pytest.approx(sigma, rel=0.05)
     for name, weight in noisy.items():
         assert torch.equal(held[name], weight)
+
+
+def test_a_policy_in_bfloat16_is_written_with_norms_in_bfloat16(tiny, build_policy) -> None:
+    """As it was read: an engine and an export take the tensors from here."""
+    policy = build_policy(tiny(model__dtype="bfloat16"))
+    for name, weight in base_tensors(policy).items():
+        if "norm" in name:
+            assert weight.dtype == torch.bfloat16
+            assert torch.equal(weight.float(), policy.clean_norms.get(name.removesuffix(".weight"), weight.float()))

@@ -294,6 +294,13 @@ def answers(method: str, said: Any) -> Callable[[FakeVllm], None]:
     return change
 
 
+def in_bfloat16(fake: FakeVllm) -> None:
+    fake.rpc = lambda asked, given: (
+        {name: encoded(norm.bfloat16()) for name, norm in fake.norms.items()} if asked == "qerl_norms"
+        else FakeVllm.rpc(fake, asked, given)
+    )  # fmt: skip
+
+
 def off_by(nats: float) -> Callable[[FakeVllm], None]:
     def change(fake: FakeVllm) -> None:
         fake.logprobs = lambda prompt, count: [one - nats for one in FakeVllm.logprobs(fake, prompt, count)]
@@ -322,6 +329,7 @@ MXFP4 = BY_NAME["mxfp4"].quantization_config(["lm_head"], torch.float32)
         (described(loras=2), ["adapters at once: 2"]),
         (described(lora_rank=2), ["adapters of rank 2", "lora.rank=4"]),
         (noisy, ["another weight of model.layers.0.input_layernorm"]),
+        (in_bfloat16, ["model.layers.0.input_layernorm in torch.bfloat16", "allowed: torch.float32", "serve_line"]),
         (answers("qerl_norms", {}), ["has no layer model.layers.0.input_layernorm"]),
         (off_by(0.02), ["0.02 nats a token away", "allowed: 0.01"]),
         (fault(COMPLETIONS, refusal(400, "not JSON compliant: nan")), ["nan nats a token away"]),
