@@ -49,10 +49,11 @@ class Chat:
         """
         said = f"the chat template of {self.tokenizer.name_or_path}"
         if not self._is_tried:
-            _try(lambda: self._written(messages), said)
+            _try(lambda: self._applied(messages, tokenize=False), said)
             self._is_tried = True
         try:
-            text = self._written(messages)
+            text = self._applied(messages, tokenize=False)
+            ids = self._applied(messages, return_dict=True)["input_ids"]
         except Exception as error:  # a template is a program, which raises what it likes
             kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
             raise ConfigError(
@@ -66,22 +67,24 @@ class Chat:
                     f"{said} leaves out {what}, so that the model would never read it. {remedy}, or put a "
                     "chat_template.jinja into its directory that writes every message."
                 )
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
 
-    def _written(self, messages: list[dict[str, str]]) -> str:
+    def _applied(self, messages: list[dict[str, str]], **output: bool) -> Any:
+        """What the tokenizer makes of a chat: text with tokenize=False, a dict of token ids with return_dict=True."""
+
         def strftime_now(form: str) -> str:  # in place of the one of transformers, by which templates ask for the date
             self.writes_date = True
             return datetime.combine(self.day, time()).strftime(form)
 
-        return self.tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, tokenize=False, strftime_now=strftime_now
-        )
+        # The tokenizers of mistral-common take no variable that they do not know.
+        dated = {"strftime_now": strftime_now} if "strftime_now" in str(self.tokenizer.chat_template) else {}
+        return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, **output, **dated)
 
 
 def _try(write: Callable[[], Any], said: str) -> None:
     """Write in a fork of this process, which the kernel limits. Raises ConfigError, which begins with `said`.
 
-    What `write` raises is not told: it will raise it here too.
+    It tells nothing of what `write` raises, because this process is about to write the same.
     """
     trial = multiprocessing.get_context("fork").Process(target=_limited, args=(write,))
     trial.start()
@@ -107,7 +110,5 @@ def _limited(write: Callable[[], Any]) -> None:
         write()
     except MemoryError:
         status = NO_MEMORY
-    except Exception:  # told by the parent, which writes the chat again
-        status = 0
-    finally:
+    finally:  # whatever else it raises
         os._exit(status)
