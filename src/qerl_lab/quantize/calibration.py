@@ -91,7 +91,7 @@ def _hub_rows(dataset: str, seed: int) -> Iterable[Mapping[str, Any]]:
 
 
 def _text_of(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Return the text of a row; None where it has no known field. Raises TemplateError, whatever the template raises."""
+    """Return the text of a row; None where it has no known field. Raises TemplateError for all errors of a template."""
     end = tokenizer.eos_token or ""
     if isinstance(row.get("text"), str):
         return row["text"] + end
