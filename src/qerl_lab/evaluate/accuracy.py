@@ -10,6 +10,7 @@ from qerl_lab.config.schema import RunConfig
 from qerl_lab.model.policy import Policy
 from qerl_lab.rollout.engine import Engine, OnDone, Sampling, ignore
 from qerl_lab.tasks import Question, Task
+from qerl_lab.tasks.answers.completion import as_graded
 
 REWARDED = ("answer", "format")  # parts of a score that every task has
 
@@ -19,7 +20,7 @@ class Answers:
     """`rows`: a row a completion, the samples of a question after each other.
 
     Its columns: id, answer (the known one), draw (from 0), accuracy, format and the task's other scores, tokens,
-    truncated, completion.
+    truncated, completion (as it was graded: after what the prompt has begun of it).
 
     `entropy` is the sampler's over all completion tokens in nats; None from an engine that does not see it.
     """
@@ -40,7 +41,11 @@ def ask(
     out = engine.generate(prompts, samples, sampling, on_done)
     asked = [question for question in questions for _ in range(samples)]
     ids = [completion for group in out.completion_ids_P_G for completion in group]
-    texts = [policy.decode(completion) for completion in ids]
+    texts = [
+        text
+        for prompt, group in zip(prompts, out.completion_ids_P_G, strict=True)
+        for text in as_graded(policy.prompt(prompt), [policy.decode(completion) for completion in group])
+    ]
     scores = task.grade(texts, asked)
     rows = {
         "id": [question.id for question in asked],

@@ -133,6 +133,8 @@ def answer(
     limit = found.cfg.rollout.max_prompt_tokens
     with opened(found, engine) as (loaded, sampler):
         fitting = {one.name: one.fitting(loaded, limit) for one in asked}
+        for note in loaded.chat.notes:
+            terminal.say(f"note: {note}")
         parts = [part for one in asked for part in split(one, engine, fitting[one.name], found)]
         total = sum(len(part.questions) * part.benchmark.samples for part in parts)
         done = sum(len(p.questions) * p.benchmark.samples for p in parts if unfinished.has(p.file))

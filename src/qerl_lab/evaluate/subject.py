@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,8 @@ class Subject:
 
     `run_seed` is the run's own, also where `seed=` gives the draw another: by it the seeds of an arm are told apart. Of
     a model alone, which has none, it is the draw's. `arm` has the settings by which the run is of an arm, as text, and
-    the SHA-256 of its training questions; of a base alone it is empty.
+    the SHA-256 of its training questions; of a base alone it is empty. `day` is what a chat template that writes a date
+    is told: the run's first.
     """
 
     said: str
@@ -45,6 +47,7 @@ class Subject:
     adapter: Path | None
     run_seed: int = 0
     arm: Mapping[str, str] = field(default_factory=dict)
+    day: date = field(default_factory=date.today)
 
     @property
     def adapter_sha256(self) -> str:
@@ -84,10 +87,10 @@ def _of_run(options: AccuracyOptions) -> Subject:
     directory = RunDirectory(Path(options.run).expanduser())
     if not directory.is_claimed:
         raise ConfigError(f"run={options.run} is no directory of a run. Type one that holds resolved.yaml.")
-    cfg, said = directory.config(), f"run {options.run}"
+    cfg, said, day = directory.config(), f"run {options.run}", directory.sessions().first_day
     on_disk.check_content(cfg)
     if not options.adapter:
-        return Subject(f"{said}, its base alone", cfg, None, cfg.seed)
+        return Subject(f"{said}, its base alone", cfg, None, cfg.seed, day=day)
     if directory.status != "done" or not (directory.adapter / WEIGHTS).is_file():
         raise ConfigError(
             f"run={options.run} has no final adapter ({directory.status_in_words}); allowed: finished runs, whose last "
@@ -96,7 +99,8 @@ def _of_run(options: AccuracyOptions) -> Subject:
         )
     arm = of_arm(as_recorded(cfg))
     trained_on = directory.environment().get("data", {}).get(TRAINED_ON)
-    return Subject(said, cfg, directory.adapter, cfg.seed, arm | ({TRAINED_ON: trained_on} if trained_on else {}))
+    arm |= {TRAINED_ON: trained_on} if trained_on else {}
+    return Subject(said, cfg, directory.adapter, cfg.seed, arm, day)
 
 
 def _of_model(options: AccuracyOptions) -> Subject:
@@ -131,6 +135,7 @@ def load(subject: Subject) -> Policy:
     if cfg.cpu_threads:
         torch.set_num_threads(cfg.cpu_threads)
     loaded = policy.build(cfg, policy.device_of(cfg.device))
+    loaded.chat.day = subject.day
     if subject.adapter is not None:
         policy.begin_with(loaded.model, subject.adapter)
     return loaded

@@ -4,10 +4,10 @@ import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
-from jinja2 import TemplateError
 from peft import LoraConfig as PeftLoraConfig
 from peft import PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors import SafetensorError
@@ -24,6 +24,7 @@ from qerl_lab.config.spelling import listed
 from qerl_lab.disk import let_read
 from qerl_lab.formats.format import PackedAs
 from qerl_lab.model import loading
+from qerl_lab.model.chat import Chat
 from qerl_lab.model.files import WeightFiles, local_folder
 from qerl_lab.model.linear import packable, packed_head
 from qerl_lab.model.lora import register_lora
@@ -81,30 +82,29 @@ class Policy:
         finally:
             self.model.train(training)
 
+    @cached_property
+    def chat(self) -> Chat:
+        return Chat(self.tokenizer)
+
     def prompt_ids(self, messages: list[dict[str, str]]) -> list[int]:
-        """Token ids of a chat, up to where the answer begins. Raises ConfigError for a chat the template refuses."""
-        return prompt_ids(self.tokenizer, messages)
+        """Token ids of a chat, up to where the answer begins. Raises ConfigError for a template that cannot serve."""
+        return self.chat.prompt_ids(messages)
+
+    def prompt(self, prompt_ids: list[int]) -> str:
+        """The text of a prompt, special tokens and all."""
+        return self.tokenizer.decode(prompt_ids)
 
     def decode(self, completion_ids: list[int]) -> str:
-        return self.tokenizer.decode(completion_ids, skip_special_tokens=True)
+        """The text of a completion without the tokens that end or pad it. Other special tokens are the model's words:
+        some tokenizers hold `<think>` as one."""
+        unsaid = {*self.end_ids(), self.tokenizer.pad_token_id}
+        return self.tokenizer.decode([token for token in completion_ids if token not in unsaid])
 
     def end_ids(self) -> list[int]:
         """Token ids that end a completion: the tokenizer's and the generation config's."""
         configured = self.model.generation_config.eos_token_id
         ids = configured if isinstance(configured, list) else [configured]
         return sorted({self.tokenizer.eos_token_id, *ids} - {None})
-
-
-def prompt_ids(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> list[int]:
-    """Token ids of a chat, up to where the answer begins. Raises ConfigError for a chat the template refuses."""
-    try:
-        chat = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
-    except TemplateError as error:
-        raise ConfigError(
-            f"the model's chat template refuses the questions ({error}). Where it takes no system message, "
-            "type task.instruction=''."
-        ) from error
-    return chat["input_ids"]
 
 
 def device_of(name: str) -> torch.device:

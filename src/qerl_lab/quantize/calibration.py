@@ -91,7 +91,7 @@ def _hub_rows(dataset: str, seed: int) -> Iterable[Mapping[str, Any]]:
 
 
 def _text_of(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Return the text of a row; None where it has no known field."""
+    """Return the text of a row; None where it has no known field. Raises TemplateError for all errors of a template."""
     end = tokenizer.eos_token or ""
     if isinstance(row.get("text"), str):
         return row["text"] + end
@@ -99,7 +99,12 @@ def _text_of(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> str 
         return None
     if tokenizer.chat_template is None:
         return "\n".join(message["content"] for message in messages) + end
-    return tokenizer.apply_chat_template(messages, tokenize=False)
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False)
+    except TemplateError:
+        raise
+    except Exception as error:  # a template is a program
+        raise TemplateError(f"{type(error).__name__}: {error}") from error
 
 
 def _messages_of(row: Mapping[str, Any]) -> list[dict[str, str]] | None:

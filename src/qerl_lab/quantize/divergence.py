@@ -13,9 +13,11 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import DENSE_FORMAT, FormatConfig, ModelConfig, RunConfig
 from qerl_lab.evaluate import kl
 from qerl_lab.model import policy
+from qerl_lab.model.chat import Chat
 from qerl_lab.pocket.teacher import task_config
 from qerl_lab.quantize.options import QuantizeOptions
 from qerl_lab.tasks import arithmetic
+from qerl_lab.tasks.answers.completion import left_to_say
 
 PROBLEMS = 16
 WINDOWS, WINDOW_TOKENS = 4, 192  # of a text file
@@ -79,23 +81,23 @@ def logprobs(model: PreTrainedModel, pair: tuple[list[int], list[int]]) -> Tenso
 def problem_pairs(tokenizer: Any) -> kl.Pairs:
     """Make word problems and worked solutions, which every tokenizer can spell; the solutions are compared."""
     rng, cfg = random.Random(0), task_config()
-    pairs = []
+    pairs, chat = [], Chat(tokenizer)
     for problem in [arithmetic.problem(rng, cfg) for _ in range(PROBLEMS)]:
-        given = _asked(tokenizer, cfg.instruction, problem.text)
-        solution = arithmetic.worked_solution(rng, problem)
+        given = _asked(chat, cfg.instruction, problem.text)
+        solution = left_to_say(tokenizer.decode(given), arithmetic.worked_solution(rng, problem))
         pairs.append((given, tokenizer(solution, add_special_tokens=False)["input_ids"]))
     return pairs
 
 
-def _asked(tokenizer: Any, instruction: str, question: str) -> list[int]:
+def _asked(chat: Chat, instruction: str, question: str) -> list[int]:
     together = f"{instruction}\n\n{question}"
-    if not tokenizer.chat_template:
-        return tokenizer(f"{together}\n\n")["input_ids"]
+    if not chat.tokenizer.chat_template:
+        return chat.tokenizer(f"{together}\n\n")["input_ids"]
     user = {"role": "user", "content": question}
     try:
-        return policy.prompt_ids(tokenizer, [{"role": "system", "content": instruction}, user])
+        return chat.prompt_ids([{"role": "system", "content": instruction}, user])
     except ConfigError:  # a template that takes no system message
-        return policy.prompt_ids(tokenizer, [user | {"content": together}])
+        return chat.prompt_ids([user | {"content": together}])
 
 
 def file_pairs(file: Path, tokenizer: Any) -> kl.Pairs:

@@ -2,6 +2,7 @@
 
 import json
 import time
+from datetime import date
 from pathlib import Path
 
 from qerl_lab.config.option import ConfigError
@@ -32,6 +33,11 @@ class Sessions:
     def times(self) -> list[tuple[float, float | None]]:
         """The start and the end of each, in unix seconds."""
         return [(start or 0.0, end) for start, end in self._times]
+
+    @property
+    def first_day(self) -> date:
+        """The day on which the first of them began, by the local clock; today where none has begun."""
+        return date.fromtimestamp(self.times[0][0]) if self._times else date.today()
 
     def begin(self, start: float, last_logged: float, since: float | None = None) -> None:
         """Note a session that began at `start`; the one before it, if killed, is known to have lived at `last_logged`.

@@ -136,11 +136,16 @@ def load(cfg: TaskConfig) -> Task:
     return _task(cfg, module, _apart(train, heldout, cfg.train_questions), heldout)
 
 
+def wording(text: str) -> str:
+    """The text without blanks and case: two rows that differ in these alone are one question, and lie on one side."""
+    return "".join(text.casefold().split())
+
+
 def _apart(train: list[Question], heldout: list[Question], size: int) -> Questions:
-    """The training questions that are not held out, of those the first `size` (0: all)."""
-    asked = {question.prompt for question in heldout}
-    kept = [question for question in train if question.prompt not in asked]
-    shared = [f"{question.id} is held out too" for question in train if question.prompt in asked]
+    """The training questions that are not held out, in whatever `wording`; of those the first `size` (0: all)."""
+    asked = {wording(question.prompt) for question in heldout}
+    kept = [question for question in train if wording(question.prompt) not in asked]
+    shared = [f"{question.id} is held out too" for question in train if wording(question.prompt) in asked]
     leaked = LeftOut(len(shared), len(train), shared[0] if shared else "")
     leaked.check("Check task.path.")
     known = train if isinstance(train, Questions) else Questions(train)
@@ -211,7 +216,11 @@ def _module(cfg: TaskConfig) -> SimpleNamespace:
 
 def _task(cfg: TaskConfig, module: SimpleNamespace, train: Questions, heldout: list[Question]) -> Task:
     sets = {"training": train, "heldout": heldout if isinstance(heldout, Questions) else Questions(heldout)}
-    said = {line: role for role, questions in reversed(sets.items()) for line in questions.warnings}  # once of one file
+    said = {
+        line: role
+        for role, questions in reversed(sets.items())  # once of one file
+        for line in [*questions.warnings, *_contradictions(questions)]
+    }
     further = module.weights(cfg) if hasattr(module, "weights") else {}
     return Task(
         name=label(cfg),
@@ -224,6 +233,20 @@ def _task(cfg: TaskConfig, module: SimpleNamespace, train: Questions, heldout: l
         warnings=tuple(f"{role} questions: {line}" for line, role in said.items()),
         data={f"{role}_{key}": value for role, questions in sets.items() for key, value in _summary(questions).items()},
     )
+
+
+def _contradictions(questions: Sequence[Question]) -> list[str]:
+    """Say which questions have two known answers, of which one must be wrong."""
+    first = dict[str, Question]()
+    pairs = [(first.setdefault(wording(one.prompt), one), one) for one in questions]
+    differ = [(one, other) for one, other in pairs if wording(one.answer) != wording(other.answer)]
+    if not differ:
+        return []
+    one, other = differ[0]
+    return [
+        f"{len(differ):,} have another known answer than the same question before them; the first: {other.id} has "
+        f"{other.answer!r:.40}, and {one.id} has {one.answer!r:.40}"
+    ]
 
 
 def _summary(questions: Questions) -> dict[str, Any]:

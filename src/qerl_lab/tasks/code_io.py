@@ -4,8 +4,8 @@ The problems are made by rule (code_problems.py), or are the rows of `task.path`
 `{"input": ..., "output": ...}`. A directory has train and test files; of a single file one question in 64 is held out
 by hash. Outputs are compared line by line, but for spaces at the end of lines and empty lines at the end.
 
-The answer is the program, as it is or in a block of ```; it gets the parts "answer" (every test passed) and "tests"
-(the share that did, weighted by `task.code_io.tests_reward`).
+The answer is the program, as it is or in a block of ``` with any text around. It gets the parts "answer" (every test
+passed) and "tests" (the share that did, weighted by `task.code_io.tests_reward`).
 """
 
 import itertools
@@ -28,7 +28,11 @@ SEED, PATIENCE = 2510_11696, 3000  # so many draws without a new problem say tha
 LEVELS = tuple(code_problems.FAMILIES)
 MAX_PROGRAM_CHARACTERS = 20_000
 COLUMNS = {"question": "question", "tests": "tests"}
-_BLOCK = re.compile(r"```(?:python|python3|py)?[ \t]*\n(.*?)\n?```", re.DOTALL)
+# A block ends at ``` that begins a line or ends the text: a program may hold ``` elsewhere.
+_BLOCK = re.compile(
+    r"^[ \t]*```[ \t]*(?:python|python3|py)?[ \t]*\r?\n(.*?)(?:^[ \t]*```|```\s*\Z)",
+    re.DOTALL | re.MULTILINE | re.IGNORECASE,
+)
 
 
 def train(cfg: TaskConfig) -> list[Question]:
@@ -136,13 +140,15 @@ def _question(cfg: TaskConfig, problem: Problem) -> Question | None:
 
 
 def program(completion: str) -> str | None:
-    """The program in the final answer of a completion, out of its block of ``` if it has one; None where there is none
-    or it is too long."""
+    """The program in the final answer of a completion: its last block of ```, or all of it where it has none.
+
+    None where there is no answer, or it is too long.
+    """
     text = final_answer(completion)
     if text is None or len(text) > MAX_PROGRAM_CHARACTERS:
         return None
-    block = _BLOCK.fullmatch(text)
-    return block[1] if block else text
+    blocks: list[str] = _BLOCK.findall(text)
+    return blocks[-1] if blocks else text
 
 
 def grade(texts: Sequence[str], questions: Sequence[Question]) -> Scores:

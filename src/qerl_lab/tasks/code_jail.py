@@ -14,10 +14,12 @@ What the kernel refuses from then on, whatever the program does, also through ct
 Not refused: to ask whether a file exists and how large it is.
 """
 
+import builtins
 import ctypes
 import os
 import resource
 import sys
+from _sitebuiltins import Quitter
 from struct import pack
 
 Line = tuple[int, int, int, int]  # an instruction of BPF: code, jump if true, jump if false, constant
@@ -180,6 +182,7 @@ def run(program: str) -> None:
     """Be the program: its `__main__`, its arguments."""
     module = type(sys)("__main__")
     module.__file__ = program
+    builtins.exit, builtins.quit = Quitter("exit", ""), Quitter("quit", "")  # as site, which is not loaded, has them
     sys.modules["__main__"], sys.argv = module, [program]
     with open(program, encoding="utf-8") as file:
         exec(compile(file.read(), program, "exec"), vars(module))  # in here, and nowhere else in this package

@@ -16,7 +16,7 @@ from typing import Any
 from qerl_lab.config.message import first_line
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import TaskConfig
-from qerl_lab.tasks import BadRow, LeftOut, Question, Questions, is_heldout, label
+from qerl_lab.tasks import BadRow, LeftOut, Question, Questions, is_heldout, label, wording
 from qerl_lab.tasks.answers import number
 
 SUFFIXES = (".jsonl", ".parquet")
@@ -140,13 +140,8 @@ def read(cfg: TaskConfig, source: Source, of_heldout: bool, make: Make) -> Quest
     left_out = LeftOut(len(bad), total, bad[0] if bad else "")
     left_out.check(place.remedy)
     by_hash = source.test is None
-    kept = (q for q in found.values() if not by_hash or is_heldout(_wording(q.prompt), source.one_in) == of_heldout)
+    kept = (q for q in found.values() if not by_hash or is_heldout(wording(q.prompt), source.one_in) == of_heldout)
     return Questions(kept, [left_out])
-
-
-def _wording(prompt: str) -> str:
-    """The text without blanks and case: two rows that differ in these alone are one question, and lie on one side."""
-    return "".join(prompt.casefold().split())
 
 
 def _id(name: str, split: str, number: int, row: Row) -> str:

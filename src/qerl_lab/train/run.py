@@ -129,7 +129,9 @@ def build(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> Session:
         notes.append(f"begins with the adapter of {cfg.lora.start_from} ({cfg.lora.start_hash})")
     if cfg.lora.start_from and (not saved or _lacks_first_answers(cfg, directory)):  # which are this adapter's
         begin_with(policy.model, adapter_folder(cfg.lora.start_from))
+    policy.chat.day = ranks.gather(directory.sessions().first_day)[0]
     data = select(cfg, policy, task)
+    notes += policy.chat.notes
     return Session(cfg, directory, stop, ranks, saved, policy, data, RunEngine(cfg, policy), notes)
 
 

@@ -15,6 +15,7 @@ from qerl_lab.model.policy import Policy
 from qerl_lab.record.samples import PER_STEP, Sample
 from qerl_lab.rollout.engine import Engine, EngineFailed, Rollout, Sampling
 from qerl_lab.tasks import UNPARSED, Question, Task
+from qerl_lab.tasks.answers.completion import as_graded
 from qerl_lab.train.clock import Clock
 from qerl_lab.train.data import Cursor
 from qerl_lab.train.ranks import Ranks
@@ -128,7 +129,8 @@ def refuse_nan(rollout: Rollout, cfg: RunConfig, step: int) -> None:
 
 def grade(cfg: RunConfig, task: Task, policy: Policy, questions_P: list[Question], rollout: Rollout) -> list[Group]:
     """The graded groups of a rollout, in its order."""
-    texts_P_G = [[policy.decode(ids) for ids in group] for group in rollout.completion_ids_P_G]
+    asked_P = zip(rollout.prompt_ids_P, rollout.completion_ids_P_G, strict=True)
+    texts_P_G = [as_graded(policy.prompt(prompt), [policy.decode(ids) for ids in group]) for prompt, group in asked_P]
     asked = [question for question in questions_P for _ in range(cfg.rollout.group_size)]
     texts = [text for group in texts_P_G for text in group]
     scores = task.grade(texts, asked)

@@ -237,6 +237,14 @@ def test_a_program_that_fails_is_a_failure_and_no_crash(text: str) -> None:
 # --- programs that do their work
 
 
+@pytest.mark.parametrize(("text", "output"), [
+    ("print(1)\nexit()\n1/0", "1\n"), ("def f(): quit(0)\nprint(2)\nf()\n1/0", "2\n"), ("print(3)\nexit(3)", None),
+    ("print(4)\nexit('why')", None),
+])  # fmt: skip
+def test_exit_and_quit_end_a_program_as_plain_python_does(text: str, output: str | None) -> None:
+    assert one(text) == output
+
+
 def test_a_program_has_its_input_and_the_standard_library() -> None:
     text = (
         "import sys, bisect, collections, decimal, fractions, functools, hashlib, heapq, itertools, json, math\n"

@@ -49,6 +49,8 @@ class ScriptedPolicy:
     def decode(self, ids: list[int]) -> str:
         return "".join(map(chr, ids))
 
+    prompt = decode
+
 
 class ScriptedEngine:
     """Gives each question completions of 1 to G tokens, in an order that depends on the sampling seed."""
@@ -128,6 +130,12 @@ def test_a_group_is_its_question_with_what_was_sampled_and_earned(setting) -> No
     assert group.finished_G == [len(text) < 4 for text in group.texts_G]
     assert group.parts["answer"].tolist() == [float(len(text) % 2 == 0) for text in group.texts_G]
     assert group.parts["format"].tolist() == [0.2] * 4
+
+
+def test_what_the_prompt_has_begun_is_graded_with_the_completion(setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ScriptedPolicy, "prompt", lambda self, ids: "How many?<think>\n")
+    group = setting().collect().groups[0]
+    assert group.texts_G == ["<think>\n" + "A" * len(ids) for ids in group.completion_ids_G]
 
 
 def test_flat_groups_are_replaced_by_the_next_questions_until_none_is_missing(setting) -> None:

@@ -79,6 +79,15 @@ def test_only_the_solution_and_its_end_token_are_learned() -> None:
     assert left_out == 0
 
 
+def test_a_prompt_that_opens_the_thinking_is_not_answered_by_opening_it_again() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(ASSETS)
+    tokenizer.chat_template += "{% if add_generation_prompt %}<think>\n{% endif %}"
+    task = tasks.worked(WarmupOptions(task="arithmetic", questions=3).task_config())
+    for example, question in zip(tokenized(task, tokenizer, 512)[0], task.train, strict=True):
+        learned = tokenizer.decode(example.solution)
+        assert f"<think>{learned}" == question.payload["solution"] + tokenizer.eos_token
+
+
 def test_long_examples_are_counted_and_all_of_them_are_an_error() -> None:
     tokenizer = AutoTokenizer.from_pretrained(ASSETS)
     task = tasks.worked(WarmupOptions(task="arithmetic", questions=20).task_config())
