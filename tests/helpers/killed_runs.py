@@ -141,7 +141,7 @@ def steps_logged(run_dir: Path) -> int:
     return max((step for step, _ in lines_of(run_dir)), default=-1) if (run_dir / "metrics.jsonl").exists() else -1
 
 
-def wait_for(condition: Callable[[], object], alive: Callable[[], bool], seconds: float = 300) -> bool:
+def wait_while_alive(condition: Callable[[], object], alive: Callable[[], bool], seconds: float = 300) -> bool:
     """Whether the condition came true before the process ended."""
     deadline = time.monotonic() + seconds
     while alive() and time.monotonic() < deadline:

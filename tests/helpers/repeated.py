@@ -13,7 +13,7 @@ FILES = ("adapter/adapter_model.safetensors", "eval.parquet", "samples.jsonl")
 
 
 def lines_of(run_dir: Path, without: Collection[str] = ()) -> list[tuple[int, dict[str, float]]]:
-    """Step and metrics of each line of metrics.jsonl, without what varies and the metrics named."""
+    """Step and metrics of each line of metrics.jsonl, without times, speeds, memory and the metrics named."""
     left_out = VARYING | {*without}
     return [
         (line["step"], {name: value for name, value in line["metrics"].items() if name not in left_out})

@@ -27,7 +27,7 @@ from killed_runs import (
     run_until,
     start,
     steps_logged,
-    wait_for,
+    wait_while_alive,
 )
 from qerl_lab.config.paths import anchored
 from qerl_lab.model.on_disk import ASSETS
@@ -58,7 +58,7 @@ def stopped(words: list[str], run_dir: Path, step: int, number: signal.Signals) 
     """Output, errors and exit code of a command that gets a signal once the step is logged."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process = subprocess.Popen([sys.executable, *words[1:]], cwd=run_dir.parent, **pipes)
-    assert wait_for(lambda: steps_logged(run_dir) >= step, lambda: process.poll() is None)
+    assert wait_while_alive(lambda: steps_logged(run_dir) >= step, lambda: process.poll() is None)
     (child,) = psutil.Process(process.pid).children()
     process.send_signal(number)
     output, errors = process.communicate(timeout=300)
@@ -141,7 +141,7 @@ def test_damaged_checkpoints_are_passed_over_with_a_warning(killable, reference)
     def killed_at(step: int) -> list[Path]:
         """Checkpoints of a run that is killed when it has this one, the newest first."""
         process = start(run_to_the_end, run_dir)
-        assert wait_for(lambda: (folder / f"step-{step:06d}").exists(), process.is_alive)
+        assert wait_while_alive(lambda: (folder / f"step-{step:06d}").exists(), process.is_alive)
         process.kill()
         ended(process)
         return sorted(folder.glob("step-*"), reverse=True)
@@ -165,7 +165,7 @@ def test_a_step_that_the_record_lost_is_trained_again(killable, reference) -> No
     """As a crash of the machine may leave it: checkpoints are there, and the newest step's line is not."""
     run_dir = killable()
     process = start(run_to_the_end, run_dir)
-    assert wait_for(lambda: (run_dir / "checkpoints" / "step-000004").exists(), process.is_alive)
+    assert wait_while_alive(lambda: (run_dir / "checkpoints" / "step-000004").exists(), process.is_alive)
     process.kill()
     ended(process)
     path, newest = run_dir / "metrics.jsonl", int(max((run_dir / "checkpoints").glob("step-*")).name[-1])
