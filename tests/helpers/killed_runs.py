@@ -17,7 +17,7 @@ from typing import Any
 from forked import SERVER
 from mlflow_points import mlflow_points
 from qerl_lab.record.directory import RunDirectory
-from qerl_lab.record.metrics import declared
+from repeated import files_of, lines_of
 
 STEPS = 6
 SETTINGS = {
@@ -101,33 +101,17 @@ def create_database(path: Path) -> None:
 
 @dataclass(frozen=True)
 class Reference:
-    """The record of a run that nobody interrupted, and how long it took."""
+    """The record of a run that nobody interrupted."""
 
     lines: list[tuple[int, dict[str, float]]]
-    adapter: bytes
-    evaluation: bytes
-    samples: bytes
-    seconds: float
-
-
-def timeless(metrics: dict[str, float]) -> dict[str, float]:
-    units = {name: metric.unit for name, metric in declared(["format", "answer"]).items()}
-    return {name: value for name, value in metrics.items() if units[name] not in ("s", "tokens/s", "GiB")}
-
-
-def lines_of(run_dir: Path) -> list[tuple[int, dict[str, float]]]:
-    return [(line["step"], timeless(line["metrics"])) for line in RunDirectory(run_dir).metrics()]
+    files: list[bytes]
 
 
 def uninterrupted(run_dir: Path) -> Reference:
-    started = time.monotonic()
     finish(run_dir)
-    seconds = time.monotonic() - started
     lines = lines_of(run_dir)
     assert [step for step, _ in lines] == [0, *range(1, STEPS + 1), STEPS]
-    adapter = (run_dir / "adapter" / "adapter_model.safetensors").read_bytes()
-    evaluation, samples = ((run_dir / name).read_bytes() for name in ("eval.parquet", "samples.jsonl"))
-    found = Reference(lines, adapter, evaluation, samples, seconds)
+    found = Reference(lines, files_of(run_dir))
     check_mlflow(run_dir, found)
     return found
 
@@ -135,9 +119,7 @@ def uninterrupted(run_dir: Path) -> Reference:
 def check(run_dir: Path, reference: Reference) -> None:
     """The record equals the reference's."""
     assert lines_of(run_dir) == reference.lines
-    assert (run_dir / "adapter" / "adapter_model.safetensors").read_bytes() == reference.adapter
-    assert (run_dir / "eval.parquet").read_bytes() == reference.evaluation
-    assert (run_dir / "samples.jsonl").read_bytes() == reference.samples
+    assert files_of(run_dir) == reference.files
     assert json.loads((run_dir / "DONE").read_text())["steps"] == STEPS
     assert not (run_dir / "FAILED").exists()
     assert not list((run_dir / "checkpoints").glob(".step-*"))
@@ -159,7 +141,7 @@ def steps_logged(run_dir: Path) -> int:
     return max((step for step, _ in lines_of(run_dir)), default=-1) if (run_dir / "metrics.jsonl").exists() else -1
 
 
-def wait_for(condition: Callable[[], object], alive: Callable[[], bool], seconds: float = 300) -> bool:
+def wait_while_alive(condition: Callable[[], object], alive: Callable[[], bool], seconds: float = 300) -> bool:
     """Whether the condition came true before the process ended."""
     deadline = time.monotonic() + seconds
     while alive() and time.monotonic() < deadline:

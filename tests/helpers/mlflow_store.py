@@ -1,19 +1,16 @@
 """Fixtures and read-back for the tests of the MLflow mirror; they load it by `pytest_plugins`."""
 
 import shutil
-import time
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.metrics import declared
+from qerl_lab.record.resolved import replace_config
 from qerl_lab.tracking import tracker as tracker_module
 from qerl_lab.tracking.mlflow import create_sqlite, prepare_mlflow
 from qerl_lab.tracking.tracker import Tracker
@@ -57,20 +54,13 @@ def config(run_dir: Path, uri: str | None = None, **changes: Any) -> RunConfig:
     """A run's configuration, with the resolved.yaml that a real run leaves."""
     cfg = RunConfig(**changes)
     cfg.tracking.uri = uri
-    (run_dir / "resolved.yaml").write_text(yaml.safe_dump(asdict(cfg), sort_keys=False))
+    replace_config(run_dir, cfg)
     return cfg
 
 
 def log(tracker: Tracker, steps: range, shift: float = 0.0) -> None:
     for step in steps:
         tracker.log(step, {name: step + i + shift for i, name in enumerate(declared()) if not name.startswith("eval/")})
-
-
-def wait_for(condition: Callable[[], Any], seconds: float = 30) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "waited too long"
-        time.sleep(0.02)
 
 
 def runs(uri: str) -> list[Any]:

@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import yaml
 
 from qerl_lab.config.rules import from_dict
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.metrics import encode
+from qerl_lab.record.resolved import write_config
 
 STEPS = 4
 DECLARED = {"bf16": [], "nvfp4": ["format.name"], "nvfp4_aqn": ["format.name", "aqn.schedule"]}
@@ -51,7 +51,7 @@ def make_run(
     """A finished run with these accuracies by question. `ended` is in unix seconds."""
     folder.mkdir(parents=True)
     cfg = config(experiment, seed, **changes)
-    (folder / "resolved.yaml").write_text(yaml.safe_dump(asdict(cfg), sort_keys=False))
+    write_config(folder, cfg)
     lines = [json.loads(encode(step, metrics_of(step, STEPS))) for step in range(1, STEPS + 1)]
     if ended is not None:
         lines = [line | {"time": ended} for line in lines]

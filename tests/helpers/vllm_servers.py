@@ -46,7 +46,7 @@ def served(cfg: RunConfig, log: Path, *more: str) -> Iterator[subprocess.Popen]:
             words, env=environment, cwd=log.parent, stdout=out, stderr=out, start_new_session=True
         )
         try:
-            wait_for(cfg.rollout.vllm_server.url, server, log)
+            wait_until_it_answers(cfg.rollout.vllm_server.url, server, log)
             yield server
         finally:
             if server.poll() is None:
@@ -54,7 +54,7 @@ def served(cfg: RunConfig, log: Path, *more: str) -> Iterator[subprocess.Popen]:
                 server.wait(60)
 
 
-def wait_for(url: str, server: subprocess.Popen, log: Path) -> None:
+def wait_until_it_answers(url: str, server: subprocess.Popen, log: Path) -> None:
     """Return once the server is ready. Raises RuntimeError, with the end of its log, if it never is."""
     deadline = time.monotonic() + STARTS_WITHIN
     while time.monotonic() < deadline and server.poll() is None:

@@ -4,7 +4,8 @@ import signal
 
 import pytest
 
-from killed_runs import check, ended, finish, lines_of, run_until, start, steps_logged, uninterrupted
+from killed_runs import check, ended, finish, run_until, start, steps_logged, uninterrupted
+from repeated import lines_of
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 REFILLS = {

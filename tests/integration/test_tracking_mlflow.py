@@ -26,7 +26,8 @@ from qerl_lab.tracking.tracker import Tracker
 pytest_plugins = ["mlflow_store"]
 pytestmark = pytest.mark.integration
 pytest.register_assert_rewrite("mlflow_store")
-from mlflow_store import config, doubles, log, mirrored, points, recorded, runs, wait_for  # noqa: E402
+from mlflow_store import config, doubles, log, mirrored, points, recorded, runs  # noqa: E402
+from waiting import wait_for  # noqa: E402
 
 
 def test_mlflow_receives_everything(run_dir: Path, db: str) -> None:
