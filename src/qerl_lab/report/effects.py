@@ -93,10 +93,9 @@ def numbers(claim: Claim, pair: Pair, seeds: Sequence[int]) -> Numbers:
 
 def _shown(known: np.ndarray, least: np.ndarray, most: np.ndarray, ratio: bool) -> stats.Interval:
     """Mean and interval of `known` [seeds, questions], without an end where a value on that side is unknown."""
-    mean = float(known.mean())
-    half = stats.half_width(stats.floored_components(known), len(known), known.shape[1], 0.95)
-    low = mean - half if np.isfinite(least).all() else -math.inf
-    high = mean + half if np.isfinite(most).all() else math.inf
+    mean, low, high = stats.over_seeds(known)
+    low = low if np.isfinite(least).all() else -math.inf
+    high = high if np.isfinite(most).all() else math.inf
     if not ratio:
         return mean, low, high
     return math.exp(mean), math.exp(low) if math.isfinite(low) else low, math.exp(high)
@@ -149,5 +148,6 @@ def _guardrail(claim: Claim, rail: Guardrail, pair: Pair, seeds: Sequence[int]) 
     difference = (treated - control).dropna(axis=1).to_numpy(float)
     if difference.shape[1] < min(2, treated.shape[1]):  # the arms were asked other questions
         return OPEN
-    _, low, high = _shown(difference, difference, difference, ratio=False)
+    half = stats.half_width(stats.floored_components(difference), *difference.shape, level=0.95)
+    low, high = difference.mean() - half, difference.mean() + half
     return HELD if low > -rail.margin else BROKEN if high < -rail.margin else OPEN
