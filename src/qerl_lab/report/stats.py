@@ -82,16 +82,17 @@ def floored_components(values_S_Q: np.ndarray) -> tuple[float, float]:
 
 
 def moderated(own: float, family: Sequence[float]) -> float:
-    """A contrast's variance beside those of its family, its own among them: no smaller than their mean.
+    """A contrast's variance beside those of its family, its own among them: no smaller than their median.
 
     With few seeds a contrast's own variance may be small by luck, and its p-value with it. It is never made smaller
-    than it is, so that no verdict says more than the contrast's own interval.
+    than it is, so that no verdict says more than the contrast's own interval. The median, because one noisy arm says
+    nothing of the others.
 
     Of simulated intervals of 95% over 5 seeds, three contrasts with one control, 0.98 covered where all variances are
-    equal, and 0.95 of those in the lowest fifth by their own variance (by Student's t 0.95 and 0.80). Where one arm's
+    equal, and 0.93 of those in the lowest fifth by their own variance (by Student's t 0.95 and 0.80). Where one arm's
     standard deviation is three to ten times another's, 0.95 or more covered.
     """
-    return max(own, float(np.mean(family)))
+    return max(own, float(np.median(family)))
 
 
 def _rest(values_S_Q: np.ndarray) -> float:

@@ -353,6 +353,11 @@ def test_an_effect_is_averaged_over_the_learning_rates_that_both_arms_have() -> 
     assert single.why == "the arms share no two values of optim.learning_rate to take the mean over"
 
 
+def test_one_noisy_contrast_says_nothing_of_the_others() -> None:
+    assert moderated(1.0, [1.0, 1.2, 100.0]) == 1.2
+    assert moderated(100.0, [1.0, 1.2, 100.0]) == 100
+
+
 def test_seeds_that_agree_by_luck_decide_nothing() -> None:
     """Their means agree better than their answers allow, and better than the means of the other contrasts."""
     claim = replace(GRADED, contrasts=GRADED.contrasts * 2)
@@ -382,7 +387,7 @@ def test_p_values_hold_also_where_the_seeds_happen_to_agree() -> None:
         return float(np.mean(np.array(p_values) < 0.025))
 
     assert wrong(lambda own: own[0]) > 0.15  # Student's t: three times too often
-    assert wrong(lambda own: moderated(own[0], own)) < 0.075
+    assert wrong(lambda own: moderated(own[0], own)) < 0.1
 
 
 def test_a_question_is_passed_where_one_sample_is_right(tmp_path: Path) -> None:
