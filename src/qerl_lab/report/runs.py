@@ -206,9 +206,8 @@ def _accuracies(phases: Mapping[str, pd.DataFrame]) -> tuple[pd.Series, pd.Serie
 
 def _origin(sessions: Sequence[Mapping[str, Any]], settings: Mapping[str, str]) -> Origin:
     """From the env.json of every session of a run; of what differs between them every value."""
-    registered = settings.get("preregistration_sha256", "None").replace("None", "")
     if not sessions:
-        return Origin(claims_sha256=registered)
+        return Origin(claims_sha256=claims_sha256(settings))
     first = sessions[0]
     machines, commits, commands = (
         THEN.join(dict.fromkeys(text for text in texts if text))
@@ -225,8 +224,13 @@ def _origin(sessions: Sequence[Mapping[str, Any]], settings: Mapping[str, str]) 
     }
     return Origin(
         command=commands, configured=configured, began=first.get("time", ""), commit=commits, machine=machines,
-        versions=versions, place=_place(first), claims_sha256=registered, **questions,
+        versions=versions, place=_place(first), claims_sha256=claims_sha256(settings), **questions,
     )  # fmt: skip
+
+
+def claims_sha256(settings: Mapping[str, str]) -> str:
+    """The SHA-256 of the claims that a run was made to test, from its settings as text; empty for none."""
+    return settings.get("preregistration_sha256", "None").replace("None", "")
 
 
 def _sessions(run: RunDirectory, began: Sequence[Mapping[str, Any]]) -> tuple[Session, ...]:

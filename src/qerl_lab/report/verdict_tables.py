@@ -26,9 +26,9 @@ Effects are treated less control (of steps and tokens/s treated over control), p
 intervals of 95% over both. supported: the effect is there. too small to matter: it is there, and below the smallest
 effect that matters. excluded: an effect of that size is excluded. reversed: the other sign is shown. undecided: none of
 these. Each at a one-sided level of {LEVEL:g} for a whole family (Holm), with a variance no smaller than the median of
-its family's; the intervals are of each contrast alone. Inside, outside: whether the interval holds the paper's own value.
-The seeds that would decide are estimates from the measured spread: at the first number about half of such repetitions
-are decided, at the second, where one is, most."""
+its family's; the intervals are of each contrast alone. Inside, outside: whether the interval holds the paper's own
+value. The seeds that would decide are estimates from the measured spread: at the first number about half of such
+repetitions are decided, at the second, where one is, most."""
 
 TO_MAKE = "To make what was not measured (add what the runs had beside their sweep, such as scale=NAME):\n"
 

@@ -281,7 +281,7 @@ def _beside(row: Row, found: Numbers, verdict: Verdict) -> str:
     """What a verdict, or the one that more seeds would give, does not say: seeds, guardrail, the paper's own value."""
     claim, said = row.claim, ""
     if found.censored:
-        said += f"; {found.censored} of {found.seeds} seeds are censored"
+        said += f"; censored seeds: {found.censored} of {found.seeds}"
     if claim.guardrail and found.guardrail in (BROKEN, OPEN):
         state = f"broken: lower by more than {claim.guardrail.margin:g}" if found.guardrail == BROKEN else "open"
         said += f"; guardrail {claim.guardrail.measure} is {state}"
