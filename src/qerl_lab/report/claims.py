@@ -18,6 +18,7 @@ from qerl_lab.config.message import in_one_line
 from qerl_lab.config.option import ConfigError, did_you_mean
 from qerl_lab.config.paths import sha256
 from qerl_lab.config.schema import RunConfig
+from qerl_lab.report import reference
 from qerl_lab.report.measures import MEASURES
 
 Settings = Mapping[str, str]
@@ -192,7 +193,13 @@ def _contrast(values: Any, arms: Mapping[str, Settings], where: str) -> Contrast
     printed = []
     for row in own.get("printed", ()):
         row = _fields(row, {"where", "treated", "control"}, {"where", "treated", "control"}, f"{where}, printed")
-        printed.append((row["where"] | row["treated"], row["where"] | row["control"]))
+        pair = (row["where"] | row["treated"], row["where"] | row["control"])
+        try:
+            for columns in pair:
+                reference.value(**columns)
+        except KeyError as error:
+            raise ValueError(f"{where}, printed: {error.args[0]}") from None
+        printed.append(pair)
     return Contrast(own["treated"], own["control"], arms[own["treated"]], arms[own["control"]], tuple(printed))
 
 

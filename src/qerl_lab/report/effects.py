@@ -148,6 +148,7 @@ def _guardrail(claim: Claim, rail: Guardrail, pair: Pair, seeds: Sequence[int]) 
     difference = (treated - control).dropna(axis=1).to_numpy(float)
     if difference.shape[1] < min(2, treated.shape[1]):  # the arms were asked other questions
         return OPEN
-    half = stats.half_width(stats.floored_components(difference), *difference.shape, level=0.95)
+    count, questions = difference.shape
+    half = stats.half_width(stats.floored_components(difference), count, questions, 0.95)
     low, high = difference.mean() - half, difference.mean() + half
     return HELD if low > -rail.margin else BROKEN if high < -rail.margin else OPEN

@@ -133,6 +133,8 @@ def test_claims_of_a_file_are_judged_and_say_whether_their_runs_record_it(
     (("treated: noisy", "treated: noise"), "noise is none of the arms. Did you mean noisy?"),
     (("seeds: 4", "seeds: 1"), "seeds=1 is no whole number of at least 2"),
     (("reason: a point", "why: a point, reason: one"), "claim ours has why, which is none of"),
+    (("control: plain}", "control: plain, printed: [{where: {table: Table 0}, treated: {}, control: {}}]}"),
+     "0 numbers of the paper have"),
     (("claims:", "claims: ["), "cannot be read"),
 ])  # fmt: skip
 def test_a_claims_file_that_cannot_be_tested_is_refused(
