@@ -4,7 +4,6 @@ python tests/helpers/simulated_runs.py 4000    # error rates of verdicts, over s
 """
 
 import sys
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -12,11 +11,11 @@ import numpy as np
 import pandas as pd
 
 from qerl_lab.report.arms import FINISHED, Run
-from qerl_lab.report.claims import CLAIMS, Claim
+from qerl_lab.report.claims import Claim, of_paper
 from qerl_lab.report.runs import Record
 from qerl_lab.report.verdicts import Row, Verdict, judge
 
-BY_NAME = {claim.name: claim for claim in CLAIMS}
+BY_NAME = {claim.name: claim for claim in of_paper()}
 SETTINGS = {"optim.learning_rate": "0.001", "eval.samples": "2", "lora.rank": "32", "task.answer_reward": "1.0"}
 
 
@@ -78,19 +77,19 @@ HELD_OUT = Graded(questions=256, samples=2, seed_sd=0.01, effect_sd=0.1)
 QUIET, NOISY = 0.005, 0.02  # standard deviations of a seed; the smallest effect is 0.02
 
 
-def rates(kind: str, effect: float, repeats: int, sd: float = NOISY) -> dict[str, float]:
-    """The share of repetitions in which at least one contrast got each verdict. `effect` is that of every treated arm.
+def shown(kind: str, effect: float, repeats: int, sd: float = NOISY) -> list[set[str]]:
+    """The verdicts that the contrasts of each repetition got. `effect` is that of every treated arm.
 
     The family of "scalar" and "equal" has three contrasts of five seeds with standard deviation `sd` (smallest effect
     0.02); "graded" has one, with `HELD_OUT` and five seeds (smallest effect 0.05).
     """
-    draw, counts = np.random.default_rng(0), Counter[str]()
+    draw, found = np.random.default_rng(0), []
     claim = {"scalar": SCALAR, "equal": EQUAL, "graded": GRADED}[kind]
     treated = {contrast.treated: effect for contrast in claim.contrasts}
     for _ in range(repeats):
         made = HELD_OUT.arms(claim, effect, 5, draw) if kind == "graded" else arms(claim, treated, 5, sd, draw)
-        counts.update({str(row.verdict) for row in verdicts(claim, made)})
-    return {str(verdict): counts[str(verdict)] / repeats for verdict in Verdict}
+        found.append({str(row.verdict) for row in verdicts(claim, made)})
+    return found
 
 
 CASES = (
@@ -101,5 +100,6 @@ CASES = (
 
 if __name__ == "__main__":
     for kind, effect, sd in CASES:
-        shares = {name: f"{share:.4f}" for name, share in rates(kind, effect, int(sys.argv[1]), sd).items()}
+        found = shown(kind, effect, int(sys.argv[1]), sd)
+        shares = {str(name): f"{sum(name in each for each in found) / len(found):.4f}" for name in Verdict}
         print(f"{kind:7} effect {effect:<5} sd {sd:<6} {shares}", flush=True)

@@ -85,6 +85,7 @@ ACTS_WITH = (
     ActsWith(("task.code_io.min_level", "task.code_io.max_level", "task.code_io.tests"), "task.path", _is(None),
              "task=code_io without task.path"),
     ActsWith(("lora.start_hash",), "lora.start_from", _is_not(None), "lora.start_from=RUN_DIR"),
+    ActsWith(("preregistration_sha256",), "preregistration", _is_not(None), "preregistration=results/NAME/claims.yaml"),
     ActsWith(("task.module_hash",), "task.module", _is_not(None), "task.module=FILE.py"),
     ActsWith(("jobs_per_gpu",), "jobs", _is_not(1), "jobs=2"),
     ActsWith(("jobs_per_gpu",), "launcher", _is_not("slurm"), "launcher=local"),

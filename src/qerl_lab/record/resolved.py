@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from qerl_lab.config.arm import ADDED, OF_SWEEPS, completed, leaves
+from qerl_lab.config.arm import ADDED, OF_SWEEPS, REGISTERED, completed, leaves
 from qerl_lab.config.keys import check_types
 from qerl_lab.config.message import in_one_line, some_of
 from qerl_lab.config.option import ConfigError
@@ -85,7 +85,7 @@ def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]
 def _refuse_lacking(path: Path, values: dict[str, Any]) -> None:
     """A default in place of a value that the run began with would make it another run, but for keys of sweeps, those
     that came later, and model.hash, whose default says that it is not known."""
-    known = {*dict(_flat(values)), *OF_SWEEPS, *ADDED, "model.hash"}
+    known = {*dict(_flat(values)), *OF_SWEEPS, *ADDED, *REGISTERED, "model.hash"}
     lacking = [name for name, _, _ in leaves(RunConfig()) if name not in known]
     if lacking:
         raise ConfigError(f"{path} lacks {some_of(lacking)}: it was cut off, or another version wrote it. {_REPLACE}")

@@ -36,6 +36,11 @@ from qerl_lab.terminal import columns, near
 
 Kind = tuple[str, str]  # SHA-256 of the questions trained on, and of those held out
 BASELINE = "bf16"  # the experiment that the others are compared with, where nobody names one
+# What a verdict holds for besides its arms; a table of several values of one says so.
+CONDITIONS = (
+    "model.path", "model.hash", "rollout.importance_correction", "rollout.temperature", "eval.temperature",
+    "optim.learning_rate", "algorithm.updates_per_rollout",
+)  # fmt: skip
 OF_A_RUN = ("entropy_first", "entropy_last", "reward_last", "tokens_per_second", "memory_rss_gib", "seconds")
 HOW_TO_READ = """\
 Intervals are of 95%, over seeds and questions; one seed has none. Those of two arms may overlap although the arms
@@ -319,6 +324,8 @@ def notes(comparison: Comparison) -> list[str]:
         )
     if len(tasks := sorted({record.run.value(TASK) for record in records})) > 1:
         notes.append(f"The runs are of {len(tasks)} tasks, {', '.join(tasks)}: compare arms of one task.")
+    if mixed := [key for key in differing([record.run for record in records]) if key in CONDITIONS]:
+        notes.append(f"The arms differ in conditions ({', '.join(mixed)}): compare arms of one.")
     parts = {task_of(record.run) for record in records if task_of(record.run) != record.run.value(TASK)}
     notes += [f"The questions are of {part}: no accuracy here is that of the whole set." for part in sorted(parts)]
     notes += at_once.notes(records)

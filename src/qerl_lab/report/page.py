@@ -220,7 +220,8 @@ def _details(row: Row) -> list[tuple[str, str]]:
         ("effect size", size),
         ("P(better)", better),
     ]
-    parts += [("p for, against (Holm)", p_values), ("guardrail", guardrail)]
+    parts += [("p of no effect, small, reverse (Holm)", p_values), ("guardrail", guardrail)]
+    parts += [("conditions", verdict_tables.in_words(row.conditions)), ("claim", row.registered)]
     return [(label, text) for label, text in parts if text != "-"]
 
 

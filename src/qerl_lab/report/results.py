@@ -118,7 +118,8 @@ def records_of(tables: Frames) -> tuple[list[Record], dict[str, str]]:
         if pd.isna(row["experiment"]):
             damaged[row["run"]] = row["state"]
             continue
-        row = {"heldout_sha256": "", "configured": "", "place": "", "sessions": "[]"} | row  # older files lack them
+        older = {"heldout_sha256": "", "configured": "", "place": "", "sessions": "[]", "claims_sha256": ""}
+        row = older | row  # older files lack these
         sessions = tuple(Session(*each) for each in json.loads(row["sessions"]))
         own = {"versions": json.loads(row["versions"]), "sessions": sessions}
         origin = Origin(**{name: row[name] for name in ORIGIN} | own)

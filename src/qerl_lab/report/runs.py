@@ -62,6 +62,7 @@ class Origin:
     `configured` has how many jobs its configuration lets run at once, which a file of the sweep may say: `jobs=4 ...`.
     `place` has the UUIDs of its GPUs or, without one, the host, with a blank between; older records lack it.
     `sessions` are those of a run that was resumed; those that results of an older version have are not known.
+    `claims_sha256` is that of the claims file which the run was made to test (`preregistration`).
     """
 
     command: str = ""
@@ -75,6 +76,7 @@ class Origin:
     missing: str = ""
     place: str = ""
     sessions: tuple[Session, ...] = ()
+    claims_sha256: str = ""
 
     @property
     def was_resumed(self) -> bool:
@@ -203,7 +205,7 @@ def _accuracies(phases: Mapping[str, pd.DataFrame]) -> tuple[pd.Series, pd.Serie
 def _origin(sessions: Sequence[Mapping[str, Any]], settings: Mapping[str, str]) -> Origin:
     """From the env.json of every session of a run; of what differs between them every value."""
     if not sessions:
-        return Origin()
+        return Origin(claims_sha256=claims_sha256(settings))
     first = sessions[0]
     machines, commits, commands = (
         THEN.join(dict.fromkeys(text for text in texts if text))
@@ -220,8 +222,13 @@ def _origin(sessions: Sequence[Mapping[str, Any]], settings: Mapping[str, str]) 
     }
     return Origin(
         command=commands, configured=configured, began=first.get("time", ""), commit=commits, machine=machines,
-        versions=versions, place=_place(first), **questions,
+        versions=versions, place=_place(first), claims_sha256=claims_sha256(settings), **questions,
     )  # fmt: skip
+
+
+def claims_sha256(settings: Mapping[str, str]) -> str:
+    """The SHA-256 of the claims that a run was made to test, from its settings as text; empty for none."""
+    return settings.get("preregistration_sha256", "None").replace("None", "")
 
 
 def _sessions(run: RunDirectory, began: Sequence[Mapping[str, Any]]) -> tuple[Session, ...]:
