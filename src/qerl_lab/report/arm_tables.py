@@ -11,6 +11,7 @@ from qerl_lab.report import reference, stats, verdict_tables
 from qerl_lab.report.arms import Run
 from qerl_lab.report.claims import Settings
 from qerl_lab.report.comparison import BASELINE, Comparison, matrix
+from qerl_lab.report.growth_table import growth
 from qerl_lab.report.measures import MEASURES, Unmeasured, beside_others, why_not_compared
 from qerl_lab.report.numbers import number
 from qerl_lab.report.printed_arms import BIGMATH, TABLE_1, answers, in_figure_5
@@ -30,7 +31,8 @@ def tables(comparison: Comparison, baseline: str | None) -> list[Table]:
         against = [_differences(comparison, baseline) if baseline else Table("Differences", "", [["arm"]], NO_BASELINE)]
     of_bigmath = [_table_2(comparison)] if any(run.value("task.name") == BIGMATH for run in comparison.started) else []
     entropies, speeds = _entropies(comparison, baseline), _throughput(comparison, baseline)
-    return [_accuracies(comparison), *against, entropies, speeds, *of_bigmath]
+    grown = growth(comparison, lambda differences: _difference(differences, ratio=False))
+    return [_accuracies(comparison), *against, *grown, entropies, speeds, *of_bigmath]
 
 
 def _accuracies(comparison: Comparison) -> Table:
@@ -224,7 +226,7 @@ def _entropies(comparison: Comparison, baseline: str | None) -> Table:
     return Table(
         "Entropy of the policy" + ", as in the paper's Figure 5" * bool(beside),
         "Nats per token at rollout.temperature, without noise in the trainer."
-        + " The paper's is the mean of its curve over steps 0 to 8, read off the figure." * bool(beside),
+        + " The paper's is the mean of its curve over steps 0 to 8, read off the figure (+-0.004)." * bool(beside),
         rows,
     )
 

@@ -128,16 +128,16 @@ OF_SCHEDULES = tuple(
     Contrast(
         "exponential", other,
         {"format.name": "nvfp4", **AQN}, {"format.name": "nvfp4", **AQN, "aqn.schedule": other},
-        (({"table": "Figure 9", **THREE, "method": "QeRL +AQN exponential decay", "setting": "step 150"},
-          {"table": "Figure 9", **THREE, "method": f"QeRL +AQN {other} decay", "setting": "step 150"}),),
+        (({"table": "Figure 9", **THREE, "method": "QeRL +AQN exponential decay", "setting": "last tenth"},
+          {"table": "Figure 9", **THREE, "method": f"QeRL +AQN {other} decay", "setting": "last tenth"}),),
     )
     for other in ("linear", "cosine", "logarithmic")
 )  # fmt: skip
 OF_RANKS = tuple(
     Contrast(
         f"rank {rank}", "rank 32", {"lora.rank": rank}, {"lora.rank": "32"},
-        (({"table": "Figure 10", **THREE, "method": f"QeRL LoRA rank {rank}", "setting": "step 145"},
-          {"table": "Figure 10", **THREE, "method": "QeRL LoRA rank 32", "setting": "step 145"}),),
+        (({"table": "Figure 10", **THREE, "method": f"QeRL LoRA rank {rank}", "setting": "last tenth"},
+          {"table": "Figure 10", **THREE, "method": "QeRL LoRA rank 32", "setting": "last tenth"}),),
     )
     for rank in ("16", "64", "128")
 )  # fmt: skip

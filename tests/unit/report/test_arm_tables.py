@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from qerl_lab.report import comparison, stats
@@ -234,3 +235,21 @@ def test_without_a_baseline_a_line_says_how_to_name_one(tmp_path: Path) -> None:
 def test_one_arm_alone_has_no_differences(tmp_path: Path) -> None:
     make_run(tmp_path / "a", "bf16", 0)
     assert not any(table.title.startswith("Differences") for table in tables(comparison.read([tmp_path]), None))
+
+
+def test_growth_stands_beside_the_paper_s_curves_by_the_same_measures() -> None:
+    """The committed runs of the schedules, by hand from their steps; the arm that states a KL is not the paper's."""
+    results = Path(__file__).parents[3] / "results" / "pocket" / "aqn_schedules"
+    (table,) = [one for one in tables(comparison.read([results]), None) if one.title.startswith("Right answers")]
+    pairs = [f"aqn=exponential - aqn={other}" for other in ("off", "linear", "cosine", "logarithmic")]
+    assert [row[0] for row in table.rows[1:]] == pairs
+    steps, runs = (pd.read_parquet(results / f"{name}.parquet") for name in ("steps", "runs"))
+    steps = steps[steps["step"] > 0].merge(runs[["run", "arm", "seed"]], on="run")
+    weight = float(json.loads(runs["settings"].iloc[0])["task.answer_reward"])
+    share = steps.set_index(["arm", "seed", "step"])["reward/answer"].astype(float).unstack("step") / weight
+    for part, column in ((share.iloc[:, -(share.shape[1] // 10) :], "last tenth of the steps"), (share, "all steps")):
+        means = part.mean(axis=1).unstack("seed")
+        expected = (means.loc["aqn=exponential"] - means.loc["aqn=cosine"]).mean()
+        assert cells(table, pairs[2])[column].startswith(f"{expected:+.3f} [")
+    found = cells(table, pairs[2])
+    assert (found["last tenth there"], found["all steps there"]) == ("+0.010 +-0.006", "+0.006 +-0.006")
