@@ -8,20 +8,14 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from qerl_lab.config.files import choices_of
 from qerl_lab.config.schema import DENSE_FORMAT
+from qerl_lab.report import palette
 from qerl_lab.report.curves import png
 from qerl_lab.report.numbers import tick
 
 Result = dict[str, Any]
-# A colour a format; the dense one and the arms of other libraries have their own.
-COLORS = {
-    **{name: f"C{index}" for index, name in enumerate(choices_of("format"))},
-    DENSE_FORMAT: "0.45",
-    f"{DENSE_FORMAT}_peft": "0.7",
-    "bitsandbytes": "C9",
-    "qlora": "C9",
-}
+# Arms of other libraries have colors of their own.
+COLORS = palette.FORMATS | {f"{DENSE_FORMAT}_peft": "0.7", "bitsandbytes": "#CC79A7", "qlora": "#CC79A7"}
 LAYER = "whole layer"
 AND_ADAPTER = "_and_adapter"  # ends the name of a product that is timed with the adapter behind it
 

@@ -68,7 +68,7 @@ def _arms(comparison: Comparison, pair: Pair) -> Iterator[tuple[str, str]]:
     group = pair.key.partition(".")[0] + "."
 
     def others(records: Sequence[Record]) -> dict[str, str]:
-        return {key: value for key, value in records[0].run.settings.items() if not key.startswith(group)}
+        return {key: value for key, value in records[0].run.arm if not key.startswith(group)}
 
     def answers_to(value: str) -> list[str]:
         """The arms with this value; of noise those that state its sigma, as the paper does, and not its KL."""

@@ -11,7 +11,7 @@ from pathlib import PurePath
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
-from qerl_lab.report import reference
+from qerl_lab.report import palette, reference
 from qerl_lab.report.arms import Run, differing, task_of
 from qerl_lab.report.curves import MARKS, STYLE, dress
 
@@ -128,16 +128,18 @@ def caption(figure: PaperFigure, runs: Sequence[Run]) -> str:
 
 def draw(figure: PaperFigure) -> Figure:
     """The panels below each other, to be closed by the caller. Straight lines join what could be read."""
-    table = reference.digitized(figure.file)
+    table, curves = reference.digitized(figure.file), reference.curves()
+    formats = curves[curves["file"] == figure.file].set_index("column")["weight_format"].to_dict()
     with plt.style.context(STYLE):
         height = sum(2.9 + 0.19 * len(lines) for lines in figure.panels)
         drawn, axes = plt.subplots(
             len(figure.panels), 1, sharex=True, sharey=True, squeeze=False, figsize=(4.4, height)
         )
         for axis, lines in zip(axes.flat, figure.panels, strict=True):
-            for (column, label), style in zip(lines, plt.rcParams["axes.prop_cycle"], strict=False):
+            styles = palette.styles({column: formats[column] for column, _ in lines})
+            for column, label in lines:
                 values = table[column].dropna()
-                axis.plot(values.index, values, label=label, markevery=max(1, len(values) // MARKS), **style)
+                axis.plot(values.index, values, label=label, markevery=max(1, len(values) // MARKS), **styles[column])
             dress(axis, LABELS[figure.below], str(table.index.name))
         axes.flat[0].set_title(f"The paper's {figure.number}:\n{figure.model}, {figure.task}", loc="left")
     return drawn

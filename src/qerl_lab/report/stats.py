@@ -108,6 +108,14 @@ def over_seeds(values_S_Q: np.ndarray) -> Interval:
     return crossed_interval(values)
 
 
+def within(interval: Interval, low: float, high: float) -> Interval:
+    """Cut an interval at the least and the most that its mean can be, 0 and 1 of fractions.
+
+    It covers as often as before: nothing that the mean can be is cut off. Of few seeds Student's t goes far beyond.
+    """
+    return interval[0], max(interval[1], float(low)), min(interval[2], float(high))
+
+
 def band_over_seeds(values_S_T: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """`over_seeds` of each of the columns T on its own: means, lows and highs [T]. Of one seed all are its values."""
     values = np.asarray(values_S_T, float)

@@ -44,7 +44,8 @@ def cells(table: Table, *row: str) -> dict[str, str]:
 def test_accuracies_stand_beside_table_1(made: dict[str, Table]) -> None:
     found = cells(made["Held-out accuracy"], "nvfp4")
     mean, low, high = stats.crossed_interval(np.array(AFTER["nvfp4"]))
-    assert found["after"] == f"{mean:.3f} [{low:.3f}, {high:.3f}] (3)"
+    assert high > 1
+    assert found["after"] == f"{mean:.3f} [{low:.3f}, 1.000] (3)"
     assert (found["finished"], found["3B there"], found["7B there"]) == ("3 of 4", "0.833", "0.885")
     assert found["pass@n after"] == "1.000 [all alike] (3)"
 
@@ -85,10 +86,12 @@ def test_speeds_of_runs_beside_others_are_left_out_and_a_line_says_so(made: dict
         "Left out: rollouts, tokens/s and end to end, tokens/s of every arm, since runs ran beside others, "
         "whose seconds are theirs too."
     )
-    assert speeds.rows[0] == [
-        "arm", "rollouts, tokens/s", "end to end, tokens/s", "rollout, train, sync", "peak GiB", "seconds a run",
-    ]  # fmt: skip
-    assert speeds.left_out.startswith("Left out: tokens/s over those of another arm, ours and the paper's, since runs")
+    timed = ("rollouts, tokens/s", "end to end, tokens/s", "rollout, train, sync", "seconds a run")
+    assert speeds.rows[0] == ["arm", *timed[:3], "peak GiB", timed[3]]
+    assert {cells(speeds, "bf16")[name] for name in timed} == {"-"}
+    assert cells(speeds, "bf16")["peak GiB"] == cells(made["Throughput and memory"], "bf16")["peak GiB"]
+    assert "-" not in {cells(speeds, "nvfp4")[name] for name in timed}
+    assert speeds.left_out.startswith("Left out: seconds and tokens/s of bf16, since runs ran beside others")
     assert cells(differences, "nvfp4", "accuracy after") == cells(
         made["Differences to bf16"], "nvfp4", "accuracy after"
     )
