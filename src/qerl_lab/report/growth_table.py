@@ -58,7 +58,7 @@ def growth(comparison: Comparison, shown: Shown) -> list[Table]:
     head = ["arms", "last tenth of the steps", "all steps", "the paper's", "last tenth there", "all steps there"]
     about = (
         "Share of right answers among a step's completions, paired by seed: mean [95% interval] (seeds). The paper's "
-        "are of one run a line, Qwen2.5-3B on GSM8K, read off its figures with the error that stands beside each."
+        "are of one run a line, Qwen2.5-3B in NVFP4 on GSM8K, read off its figures, each with its error."
     )
     return [Table("Right answers beside the paper's curves", about, [head, *rows])] if rows else []
 
@@ -71,8 +71,9 @@ def _arms(comparison: Comparison, pair: Pair) -> Iterator[tuple[str, str]]:
         return {key: value for key, value in records[0].run.arm if not key.startswith(group)}
 
     def answers_to(value: str) -> list[str]:
-        """The arms with this value; of noise those that state its sigma, as the paper does, and not its KL."""
-        wanted = {pair.key: value} if value == "off" or group != "aqn." else {**AQN, pair.key: value}
+        """The arms in NVFP4 with this value; of noise those that state its sigma, as the paper does, not its KL."""
+        noise = AQN if group == "aqn." and value != "off" else {}
+        wanted = {"format.name": "nvfp4", **noise, pair.key: value}
         return [arm for arm, records in comparison.arms.items() if wanted.items() <= records[0].run.settings.items()]
 
     for treated in answers_to(pair.treated[0]):
