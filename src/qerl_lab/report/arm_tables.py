@@ -18,7 +18,7 @@ from qerl_lab.report.numbers import number
 from qerl_lab.report.printed_arms import BIGMATH, TABLE_1, answers, in_figure_5
 from qerl_lab.report.runs import Record
 from qerl_lab.report.table import NONE, Rows, Table, filled, in_words
-from qerl_lab.report.verdict_tables import NATS, SHARE, cell, of_seeds
+from qerl_lab.report.verdict_tables import cell, of_seeds
 
 SEVEN = "Qwen2.5-7B-Instruct"
 
@@ -106,13 +106,13 @@ def _on_bigmath(comparison: Comparison, size: str, wanted: Settings) -> list[str
     started = sum(fits(run) for run in comparison.started)
     if not started:
         return ["no runs", NONE]
-    after = "; ".join(of_seeds(matrix(records, "after"), SHARE) for records in arms)
+    after = "; ".join(of_seeds(matrix(records, "after"), stats.SHARE) for records in arms)
     return [f"{sum(map(len, arms))} of {started}", after or NONE]
 
 
 def _passed(records: Sequence[Record]) -> str:
     try:
-        return of_seeds(MEASURES["pass_after"].of(records, records), SHARE)
+        return of_seeds(MEASURES["pass_after"].of(records, records), stats.SHARE)
     except Unmeasured:  # one sample a question, or no evaluation
         return NONE
 
@@ -223,7 +223,7 @@ def _entropies(comparison: Comparison, baseline: str | None) -> Table:
     rows = [["arm", "first tenth of the steps", "last tenth", *_against("first tenth", baseline), *theirs]]
     for arm, records in comparison.arms.items():
         first = _values(records, "entropy_first")
-        cells = [of_seeds(first, NATS), of_seeds(_values(records, "entropy_last"), NATS)]
+        cells = [of_seeds(first, stats.NATS), of_seeds(_values(records, "entropy_last"), stats.NATS)]
         if baseline:
             control = _values(comparison.arms[baseline], "entropy_first")
             cells.append(NONE if arm == baseline else _shown(_paired(first, control, 0, False)))

@@ -31,7 +31,7 @@ from qerl_lab.report.arms import (
     task_of,
 )
 from qerl_lab.report.runs import DAMAGE, Origin, Record, damage, find_runs, has_runs, read_record
-from qerl_lab.report.stats import between, crossed_interval, paired_interval, within
+from qerl_lab.report.stats import SHARE, between, crossed_interval, paired_interval, within
 from qerl_lab.terminal import columns, near
 
 Kind = tuple[str, str]  # SHA-256 of the questions trained on, and of those held out
@@ -215,7 +215,7 @@ def by_arm(comparison: Comparison, baseline: str | None) -> pd.DataFrame:
         row["runs"] = sum(run.arm == arm for run in comparison.started)
         row["questions"] = matrix(records, "after").shape[1]
         for phase, name in (("before", "accuracy_before"), ("after", "accuracy_after"), ("gain", "gain")):
-            row |= _over_seeds(name, matrix(records, phase), (-1, 1) if phase == "gain" else (0, 1))
+            row |= _over_seeds(name, matrix(records, phase), (-1, 1) if phase == "gain" else SHARE)
         if baseline is not None and label != baseline:
             for phase, name in (("after", "difference"), ("gain", "gain_difference")):
                 differences = matrix(records, phase) - matrix(comparison.arms[baseline], phase)

@@ -18,7 +18,7 @@ from matplotlib.ticker import MaxNLocator
 from PIL import Image
 
 from qerl_lab.report.numbers import tick
-from qerl_lab.report.stats import band_over_seeds
+from qerl_lab.report.stats import NATS, SHARE, band_over_seeds
 
 STYLE = Path(__file__).with_name("report.mplstyle")
 STEP, CLOCK = "step", "seconds"  # columns of `comparison.curves`
@@ -49,7 +49,6 @@ class Curve:
         return self.metric.endswith("tokens_per_second")
 
 
-NATS, SHARE = (0, math.inf), (0, 1)
 CURVES = (
     Curve("reward", "Reward", "mean reward of a step", "reward/mean"),
     Curve("entropy", "Entropy of the trainer's policy", "nats per token", "policy/entropy_nats", bounds=NATS),

@@ -41,6 +41,8 @@ from qerl_lab.terminal import near
 TEMPLATE = Path(__file__).with_name("report.html.j2")
 LONG = re.compile(r"\S{17,}")  # a word that an arm's column does not hold on a phone
 NUMBER = re.compile(r"[-+]?[\d,]+(?:\.(\d+))?")
+FORMATS = "Weight formats"
+MOST_GROUPS = 4  # figures of formats; more say no more
 BY = {curves.STEP: "by-step", curves.CLOCK: "by-time"}
 
 
@@ -117,10 +119,6 @@ def draw_all(found: Comparison, baseline: str | None) -> dict[str, list[Drawn]]:
     return {title: figures for title, figures in drawn.items() if figures}
 
 
-FORMATS = "Weight formats"
-MOST_GROUPS = 4  # figures of formats; more say no more
-
-
 def _of_formats(found: Comparison, points: pd.DataFrame) -> list[Drawn]:
     """Reward, entropy and accuracy of the formats in one figure, for each group of arms that differ in nothing else."""
     return [
@@ -138,7 +136,8 @@ def _diagnosed(found: Comparison, baseline: str | None) -> list[Drawn]:
     passes, gains = diagnostics.draw_passes(found), diagnostics.draw_gains(found)
     power = diagnostics.draw_power(found, baseline)
     figures = [
-        ("passes", passes, "pass@k after training, by k", f"Intervals of 95% over seeds and questions. {CUT}"),
+        ("passes", passes, "pass@k after training, by k",
+         "Intervals of 95% over seeds and questions, cut at 0 and 1, beyond which no share lies."),
         ("entropy-and-gain", gains and gains[0], "Entropy at the start against gain, a point a run",
          f"A point a run. {gains[1]}" if gains else ""),
         ("power", power, "The difference that can be detected, by the number of seeds",
@@ -146,9 +145,6 @@ def _diagnosed(found: Comparison, baseline: str | None) -> list[Drawn]:
          "questions add."),
     ]  # fmt: skip
     return [Drawn(name, about, curves.png(figure), caption) for name, figure, about, caption in figures if figure]
-
-
-CUT = "They are cut at 0 and 1, beyond which no share lies."
 
 
 def html(

@@ -40,11 +40,9 @@ def save_curves(steps: pd.DataFrame, title: str, path: Path) -> None:
     training = steps.loc[1:].dropna(axis=1, how="all")
     quiet = [metric for metric in training if metric.startswith("noise/") and not training[metric].any()]
     recorded = training.columns.difference(quiet)
-    panels = [
-        (name, unit, [line for line in lines if line[0] in recorded]) for name, unit, lines in PANELS
-    ]  # fmt: skip
+    panels = [(name, unit, [line for line in lines if line[0] in recorded]) for name, unit, lines in PANELS]
     panels = [panel for panel in panels if panel[2]]
-    rows = math.ceil(len(panels) / 2)
+    rows = max(1, math.ceil(len(panels) / 2))
     figure, axes = plt.subplots(rows, 2, figsize=(10, 3.25 * rows), layout="constrained", squeeze=False)
     for axis in axes.flat[len(panels) :]:
         axis.remove()

@@ -1,5 +1,6 @@
 """Intervals, and the p-values that go with them."""
 
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 
@@ -8,6 +9,7 @@ import pandas as pd
 from scipy import optimize, stats
 
 Interval = tuple[float, float, float]  # mean, low, high
+SHARE, NATS = (0.0, 1.0), (0.0, math.inf)  # what fractions and entropies can be
 
 
 ALIKE = "[all alike]"

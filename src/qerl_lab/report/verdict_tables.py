@@ -35,7 +35,7 @@ def cell(interval: stats.Interval, seeds: int) -> str:
     return f"{number(mean)} {stats.between(low, high, number)} ({seeds})"
 
 
-SHARE, NATS, ANY = (0.0, 1.0), (0.0, math.inf), (-math.inf, math.inf)  # what fractions, entropies, others can be
+ANY = (-math.inf, math.inf)
 
 
 def of_seeds(values: pd.DataFrame, bounds: tuple[float, float] = ANY) -> str:
@@ -130,7 +130,7 @@ def table_1(comparison: Comparison) -> list[list[str]]:
         cells = [
             label,
             f"{len(records)} of {started}",
-            *(of_seeds(matrix(records, at), SHARE) for at in ("before", "after")),
+            *(of_seeds(matrix(records, at), stats.SHARE) for at in ("before", "after")),
         ]
         rows.append([*cells, *(_as_printed(beside.get(label)) if beside else [])])
     return rows
@@ -193,7 +193,7 @@ def measured(row: Row) -> list[str]:
     numbers = row.numbers
     if numbers is None:
         return ["-", "-", counts, "-", of_paper(row), "-", "-", "-", "-"]
-    bounds = SHARE if MEASURES[row.claim.measure].unit == "fraction" else ANY
+    bounds = stats.SHARE if MEASURES[row.claim.measure].unit == "fraction" else ANY
     sides = [cell(stats.within(side, *bounds), numbers.seeds) for side in (numbers.treated, numbers.control)]
     size = "-" if math.isnan(numbers.effect_size) else f"{numbers.effect_size:+.2f}"
     p_values = ", ".join(f"{p:.3f}" if p >= 0.001 else f"{p:.0e}" for p in numbers.adjusted)
