@@ -307,6 +307,8 @@ def _times(records: Sequence[Record]) -> list[str]:
     began = [datetime.fromisoformat(record.origin.began).timestamp() for record in records if record.origin.began]
     ended = _moment(max(record.run.ended for record in records))
     span = f"The first began {_moment(min(began))}, the last ended {ended}." if began else f"The last ended {ended}."
+    if any(record.side_by_side > 1 for record in records):
+        return [f"{len(seconds)} runs, which shared their machines. {span}"]
     took = f"{sum(seconds):,.0f} s in all, {min(seconds):,.0f} to {max(seconds):,.0f} s each"
     return [f"{len(seconds)} runs took {took}. {span}"]
 
