@@ -9,7 +9,7 @@ from qerl_lab import tasks
 from qerl_lab.config.files import group_folder
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig, TaskConfig
-from qerl_lab.evaluate.options import AccuracyOptions, samples_of, split
+from qerl_lab.evaluate.options import AccuracyOptions, split
 from qerl_lab.model.policy import Policy
 from qerl_lab.tasks import Question, Task
 from qerl_lab.tasks.data import is_local, respelled
@@ -17,11 +17,10 @@ from qerl_lab.tasks.data import is_local, respelled
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A task, the first questions of it, and how often each is asked."""
+    """A task and the first questions of it."""
 
     task: Task
     questions: Sequence[Question]
-    samples: int
 
     @property
     def name(self) -> str:
@@ -52,7 +51,7 @@ def load(options: AccuracyOptions, cfg: RunConfig) -> list[Benchmark]:
         questions = task.heldout[: options.questions or None]
         if not questions:
             raise ConfigError(f"{spec} has no question to ask. Type benchmarks=NAME:PATH of a set that has.")
-        found.append(Benchmark(task, questions, samples_of(options, chosen.name)))
+        found.append(Benchmark(task, questions))
     return found
 
 
@@ -77,4 +76,4 @@ def task_config(own: TaskConfig | None, name: str, path: str | None) -> TaskConf
 
 def about(benchmark: Benchmark) -> dict[str, object]:
     """What a record keeps of it."""
-    return {"samples": benchmark.samples, "instruction": benchmark.task.instruction, **benchmark.task.data}
+    return {"instruction": benchmark.task.instruction, **benchmark.task.data}

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,13 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.config.spelling import shell_word
 from qerl_lab.disk import read_json, replace_file
 from qerl_lab.evaluate.options import CompareOptions
-from qerl_lab.evaluate.passes import powers_of_two
 from qerl_lab.evaluate.summary import ABOUT, COMMON, OWN, ROWS, SCHEMA, TRAINED_ON, passes_of, shares
 from qerl_lab.report.arms import QUESTIONS
+from qerl_lab.report.passes import powers_of_two
 from qerl_lab.report.stats import Interval, between, crossed_interval, p_value, paired_interval
 from qerl_lab.terminal import columns, near
 
-HOW_IT_IS_ASKED = ("questions", "temperature", "top_p", "max_prompt_tokens", "max_completion_tokens")
+HOW_IT_IS_ASKED = ("questions", "max_prompt_tokens")
 HOW_IT_RAN = ("rollout", "device", "dtype", "batch_size")  # kernels, and which questions share a draw
 OF_A_SEED = ("seed", "adapter")  # what may differ between the seeds of one arm
 HOW_TO_READ = """\
@@ -40,19 +41,25 @@ class Examined:
     def seed(self) -> int:
         return int(self.about["run_seed"])
 
-    def answers(self, benchmark: str, engine: str) -> pd.DataFrame:
-        """The rows of one benchmark and engine; a dense base's own engine is the common one too."""
+    @property
+    def samplings(self) -> list[str]:
+        """The names of the ways in which it was sampled."""
+        return list(self.about["identity"]["samplings"])
+
+    def answers(self, benchmark: str, engine: str, sampling: str) -> pd.DataFrame:
+        """The rows of one benchmark, engine and sampling; a dense base's own engine is the common one too."""
         engine = OWN if engine == COMMON and self.about["own_is_common"] else engine
         chosen = (self.rows["benchmark"] == benchmark) & (self.rows["engine"] == engine)
-        return self.rows[chosen]
+        return self.rows[chosen & (self.rows["sampling"] == sampling)]
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One measure of one benchmark and engine. `by_question` is B - A, a row a seed and a column a question."""
+    """One measure of one benchmark, engine and sampling. `by_question` is B - A [seeds, questions]."""
 
     benchmark: str
     engine: str
+    sampling: str
     measure: str
     mean_a: float
     mean_b: float
@@ -195,8 +202,10 @@ def differences(pairs: Sequence[tuple[Examined, Examined]], notes: list[str]) ->
     """Every benchmark and engine that both have: accuracy, and pass@k. Adds to `notes` what only one has, and that two
     dense bases are compared once.
 
-    Raises ConfigError where they have no benchmark in common, or other questions, prompts or numbers of samples in one.
+    Raises ConfigError where they have no benchmark or no sampling in common, or other questions, prompts or numbers of
+    samples in one.
     """
+    samplings = _samplings(pairs[0], notes)
     named = [list(one.about["benchmarks"]) for one in pairs[0]]
     shared = [name for name in named[0] if name in named[1]]
     if not shared:
@@ -207,13 +216,26 @@ def differences(pairs: Sequence[tuple[Examined, Examined]], notes: list[str]) ->
     if are_dense:
         notes.append(f"both bases are dense, so that engine={OWN} is engine={COMMON} too")
     for benchmark in shared:
-        for engine in (OWN,) if are_dense else (OWN, COMMON):
-            rows = [[one.answers(benchmark, engine) for one in pair] for pair in pairs]
+        for engine, sampling in product((OWN,) if are_dense else (OWN, COMMON), samplings):
+            rows = [[one.answers(benchmark, engine, sampling) for one in pair] for pair in pairs]
             answered = [len(part) > 0 for pair in rows for part in pair]
             if all(answered):
-                yield from _of_engine(benchmark, engine, rows)
-            elif any(answered):
+                yield from _measured(benchmark, engine, sampling, rows)
+            elif any(answered) and sampling == samplings[0]:
                 notes.append(_who_lacks(benchmark, engine, pairs, rows))
+
+
+def _samplings(pair: tuple[Examined, Examined], notes: list[str]) -> list[str]:
+    """The samplings that both sides have, as all their seeds do. Adds to `notes` those that one side lacks."""
+    a, b = (one.samplings for one in pair)
+    shared = [name for name in a if name in b]
+    if not shared:
+        raise ConfigError(
+            f"A was sampled with {'; '.join(a)} and B with {'; '.join(b)}, so that they are no pairs. Evaluate B again "
+            "with the temperature=, top_p= and max_completion_tokens= of A."
+        )
+    notes += [f"sampling {name}: in one of the two only, and left out" for name in [*a, *b] if name not in shared]
+    return shared
 
 
 def _who_lacks(
@@ -231,7 +253,9 @@ def _who_lacks(
     return f"{benchmark}: {who} no answers by engine={engine}, which is left out{asks}"
 
 
-def _of_engine(benchmark: str, engine: str, rows: list[list[pd.DataFrame]]) -> Iterator[Difference]:
+def _measured(
+    benchmark: str, engine: str, sampling: str, rows: list[list[pd.DataFrame]]
+) -> Iterator[Difference]:  # fmt: skip
     for pair in rows:
         check_pair(benchmark, *pair)
     samples = int(rows[0][0]["draw"].max()) + 1
@@ -242,7 +266,7 @@ def _of_engine(benchmark: str, engine: str, rows: list[list[pd.DataFrame]]) -> I
         a, b = (pd.DataFrame([of(pair[side]) for pair in rows]) for side in (0, 1))
         by_question = (b[a.columns] - a).reset_index(drop=True)
         means = float(a.to_numpy().mean()), float(b.to_numpy().mean())
-        yield Difference(benchmark, engine, measure, *means, by_question)
+        yield Difference(benchmark, engine, sampling, measure, *means, by_question)
 
 
 def check_pair(benchmark: str, a: pd.DataFrame, b: pd.DataFrame) -> None:
@@ -267,11 +291,13 @@ def check_pair(benchmark: str, a: pd.DataFrame, b: pd.DataFrame) -> None:
 
 
 def table(found: Sequence[Difference]) -> str:
-    """A row a benchmark, engine and measure."""
-    rows = [["benchmark", "engine", "measure", "questions", "A", "B", "B - A, 95% interval", "p"]]
+    """A row a benchmark, engine, sampling (named where it differs) and measure."""
+    several = len({one.sampling for one in found}) > 1
+    head = ["benchmark", "engine", *["sampling"] * several, "measure", "questions", "A", "B"]
+    rows = [[*head, "B - A, 95% interval", "p"]]
     for one in found:
         mean, low, high = one.interval()
-        cells = [one.benchmark, one.engine, one.measure, f"{one.by_question.shape[1]:,}"]
+        cells = [one.benchmark, one.engine, *[one.sampling] * several, one.measure, f"{one.by_question.shape[1]:,}"]
         cells += [f"{one.mean_a:.3f}", f"{one.mean_b:.3f}", f"{mean:+.3f} {between(low, high)}"]
         rows.append([*cells, f"{one.p:.3f}" if one.p >= 0.001 else f"{one.p:.1g}"])
     return columns(rows)
@@ -280,7 +306,8 @@ def table(found: Sequence[Difference]) -> str:
 def write_csv(found: Sequence[Difference], file: Path) -> None:
     """Write a row a measure and question: the mean difference over the seeds. Raises ConfigError where it cannot be."""
     frames = [
-        pd.DataFrame({"benchmark": one.benchmark, "engine": one.engine, "measure": one.measure,
+        pd.DataFrame({"benchmark": one.benchmark, "engine": one.engine, "sampling": one.sampling,
+                      "measure": one.measure,
                       "id": one.by_question.columns, "difference": one.by_question.mean().to_numpy()})
         for one in found
     ]  # fmt: skip

@@ -23,6 +23,7 @@ from qerl_lab.evaluate import benchmarks, subject, summary
 from qerl_lab.evaluate.accuracy import ask, seed_of
 from qerl_lab.evaluate.benchmarks import Benchmark
 from qerl_lab.evaluate.options import SMALL, SMALL_SAMPLES, AccuracyOptions
+from qerl_lab.evaluate.sampling import HowSampled
 from qerl_lab.evaluate.subject import Subject
 from qerl_lab.evaluate.summary import ABOUT, ROWS, SCHEMA
 from qerl_lab.model import policy
@@ -35,16 +36,24 @@ from qerl_lab.tasks import Question
 
 @dataclass(frozen=True)
 class Part:
-    """Questions of a benchmark that are asked at once. `file` holds the answers; `number` tells its draw apart."""
+    """Questions of a benchmark that are asked at once. `number` tells its draw apart, `place` its sampling."""
 
     benchmark: Benchmark
     engine: str
+    sampling: HowSampled
+    samples: int
+    place: int
     number: int
     questions: Sequence[Question]
 
     @property
     def file(self) -> str:
-        return f"{self.engine}-{self.benchmark.name}-{self.number:05d}.parquet"
+        """That of its answers."""
+        return f"{self.engine}-{self.benchmark.name}-{self.place}-{self.number:05d}.parquet"
+
+    @property
+    def completions(self) -> int:
+        return len(self.questions) * self.samples
 
 
 def run(options: AccuracyOptions) -> None:
@@ -89,7 +98,7 @@ def examined(
         "own_is_common": found.is_common,
         "notes": notes(options, found, asked, left_out),
         "benchmarks": {one.name: benchmarks.about(one) | {"too_long": left_out[one.name]} for one in asked},
-        "results": summary.by_engine(rows),
+        "results": summary.of_rows(rows),
         "seconds": round(time.time() - started, 1),
         "environment": environment(),
     }
@@ -110,9 +119,10 @@ def identity_of(options: AccuracyOptions, found: Subject, asked: Sequence[Benchm
         "rollout": cfg.rollout.engine, "device": device.type, "dtype": str(policy.compute_dtype(cfg, device)),
         "batch_size": cfg.rollout.batch_size, "common": options.common,
         "benchmarks": {one.name: benchmarks.about(one) for one in asked}, "questions": options.questions,
-        "temperature": options.temperature, "top_p": options.top_p, "seed": cfg.seed,
-        "max_prompt_tokens": cfg.rollout.max_prompt_tokens,
-        "max_completion_tokens": cfg.rollout.max_completion_tokens,
+        "seed": cfg.seed, "max_prompt_tokens": cfg.rollout.max_prompt_tokens,
+        "samplings": {
+            how.name: {one.name: how.samples_of(one.name, cfg.eval.samples) for one in asked} for how in found.samplings
+        },
     }  # fmt: skip
 
 
@@ -136,12 +146,12 @@ def answer(
         for note in loaded.chat.notes:
             terminal.say(f"note: {note}")
         parts = [part for one in asked for part in split(one, engine, fitting[one.name], found)]
-        total = sum(len(part.questions) * part.benchmark.samples for part in parts)
-        done = sum(len(p.questions) * p.benchmark.samples for p in parts if unfinished.has(p.file))
+        total = sum(part.completions for part in parts)
+        done = sum(part.completions for part in parts if unfinished.has(part.file))
         with terminal.Amount(f"{engine} engine", total, done, unit="completion") as bar:
             for part in parts:
                 if not unfinished.has(part.file):
-                    rows = answered(options, found, part, loaded, sampler, bar)
+                    rows = answered(found, part, loaded, sampler, bar)
                     replace_file(unfinished.folder / part.file, rows.to_parquet(index=False))
                     unfinished.note(part.file)
     return {one.name: len(one.questions) - len(fitting[one.name]) for one in asked}
@@ -156,38 +166,39 @@ def opened(found: Subject, engine: str) -> Iterator[tuple[Policy, Engine]]:
             yield loaded, sampler
 
 
-def split(benchmark: Benchmark, engine: str, questions: Sequence[Question], found: Subject) -> list[Part]:
+def split(benchmark: Benchmark, engine: str, questions: Sequence[Question], found: Subject) -> Iterator[Part]:
     """Parts of about as many completions as are generated at once; vLLM, which refills, gets four times as many."""
     at_once = found.cfg.rollout.batch_size * (1 if found.cfg.rollout.engine == "transformers" else 4)
-    size = max(1, at_once // benchmark.samples)
-    begins = range(0, len(questions), size)
-    return [Part(benchmark, engine, n, questions[begin : begin + size]) for n, begin in enumerate(begins)]
+    for place, sampling in enumerate(found.samplings):
+        samples = sampling.samples_of(benchmark.name, found.cfg.eval.samples)
+        size = max(1, at_once // samples)
+        for number, begin in enumerate(range(0, len(questions), size)):
+            yield Part(benchmark, engine, sampling, samples, place, number, questions[begin : begin + size])
 
 
-def answered(
-    options: AccuracyOptions, found: Subject, part: Part, loaded: Policy, sampler: Engine, bar: terminal.Amount
-) -> pd.DataFrame:
+def answered(found: Subject, part: Part, loaded: Policy, sampler: Engine, bar: terminal.Amount) -> pd.DataFrame:
     """Ask one part. Its draw is the same of every arm and engine, and follows the seed, the benchmark and the part."""
-    seed = seed_of(found.cfg.seed, part.benchmark.name, part.number)
-    sampling = Sampling(found.cfg.rollout.max_completion_tokens, seed, options.temperature, options.top_p)
-    task, samples = part.benchmark.task, part.benchmark.samples
+    seed, how = seed_of(found.cfg.seed, part.benchmark.name, part.number), part.sampling
+    sampling = Sampling(how.max_completion_tokens, seed, how.temperature, how.top_p)
+    task, samples = part.benchmark.task, part.samples
     try:
         rows = ask(sampler, loaded, task, part.questions, samples, sampling, bar.advance).rows
     except EngineFailed as error:
         raise ValueError(f"{first_line(error)} The same command goes on where it stopped.") from error
     prompts = [hashlib.sha256(json.dumps(task.messages(one)).encode()).hexdigest()[:16] for one in part.questions]
     rows.insert(0, "prompt_sha256", [prompt for prompt in prompts for _ in range(samples)])
+    rows.insert(0, "sampling", part.sampling.name)
     rows.insert(0, "engine", part.engine)
     rows.insert(0, "benchmark", part.benchmark.name)
     return rows
 
 
 def parts_in(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.glob("*-*-*.parquet"))
+    return sorted(path for path in folder.glob("*-*-*-*.parquet"))
 
 
 def gather(folder: Path) -> pd.DataFrame:
-    """All answers: the own engine's before the common one's, benchmark by benchmark, in the order asked."""
+    """All answers: the own engine's before the common one's, by benchmark, by sampling, in the order asked."""
     rows = pd.concat([pd.read_parquet(file) for file in parts_in(folder)], ignore_index=True)
     return rows.sort_values("engine", ascending=False, kind="stable", ignore_index=True)
 
@@ -206,21 +217,27 @@ def notes(options: AccuracyOptions, found: Subject, asked: Sequence[Benchmark], 
         said.append("the adapter is all zero: these are the answers of the base alone")
     if options.common and found.is_common:
         said.append(f"its own engine is the common one: {found.cfg.format.name} is dense")
-    few = [one.name for one in asked if one.name in SMALL and one.samples < SMALL_SAMPLES]
+    few = [one.name for one in asked if one.name in SMALL and _fewest(found, one.name) < SMALL_SAMPLES]
     if few:
         said.append(
             f"{', '.join(few)}: 30 or 40 questions with fewer than {SMALL_SAMPLES} samples each say little; read the "
             f"error, or type samples={SMALL_SAMPLES} and a temperature above 0"
         )
+    if len(found.samplings) > 1:
+        said.append(f"the run's own evaluations sample as the first row: {found.samplings[0].name}")
     return said
+
+
+def _fewest(found: Subject, benchmark: str) -> int:
+    return min(how.samples_of(benchmark, found.cfg.eval.samples) for how in found.samplings)
 
 
 def show(out: Path, about: dict[str, Any], what: str) -> None:
     """Print the table, the notes and where the answers are."""
     identity = about["identity"]
-    drawn = f"temperature {identity['temperature']:g}, top-p {identity['top_p']:g}, seed {identity['seed']}"
-    how = "greedy" if identity["temperature"] == 0 else drawn
-    print(f"{about['subject']} {what}: {identity['format']}, {identity['rollout']}, no noise, {how}\n")
+    how = "; ".join(identity["samplings"])
+    print(f"{about['subject']} {what}: {identity['format']}, {identity['rollout']}, no noise, seed {identity['seed']}")
+    print(f"sampling: {how}\n")
     print(summary.table(about["results"]))
     for note in about["notes"]:
         print(f"note: {note}")

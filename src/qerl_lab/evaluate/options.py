@@ -24,13 +24,21 @@ class AccuracyOptions:
     benchmarks: list[str] = option([], "tasks, NAME or NAME:PATH (as task.path); none is the run's own task")
     questions: int = option(0, "first questions of each; 0: all", at_least=0)
     samples: int | None = option(
-        None, f"samples of a question; null is {EvalConfig().samples}, {SMALL_SAMPLES} of AIME and AMC, 1 if greedy",
+        None,
+        f"samples of a question; null is the run's eval.samples, of a model {EvalConfig().samples}; of AIME and AMC "
+        f"{SMALL_SAMPLES}, 1 if greedy",
         at_least=1, at_most=4096,
     )  # fmt: skip
-    temperature: float = option(
-        EvalConfig().temperature, "sampling temperature (Sec. 4.1: 0.6); 0 is greedy", at_least=0, at_most=100
-    )
-    top_p: float = option(EvalConfig().top_p, "nucleus sampling (Sec. 4.1: 0.95)", above=0, at_most=1)
+    temperature: float | None = option(
+        None,
+        "sampling temperature, 0 is greedy; null is the run's eval.temperature, of a model "
+        f"{EvalConfig().temperature:g} (Sec. 4.1)",
+        at_least=0, at_most=100,
+    )  # fmt: skip
+    top_p: float | None = option(
+        None, f"nucleus sampling; null is the run's eval.top_p, of a model {EvalConfig().top_p:g} (Sec. 4.1)",
+        above=0, at_most=1,
+    )  # fmt: skip
     seed: int | None = option(None, "of the draw; null is the run's, 0 of a model", at_least=0, at_most=2**32 - 1)
     instruction: str | None = option(None, "system message; null is the run's, or the one of the task's YAML")
     max_prompt_tokens: int | None = option(
@@ -101,15 +109,6 @@ def split(spec: str) -> tuple[str, str | None]:
     """NAME and PATH of `NAME:PATH` or `NAME`."""
     name, sign, path = spec.partition(":")
     return name, path if sign else None
-
-
-def samples_of(options: AccuracyOptions, name: str) -> int:
-    """Samples of each question of a benchmark."""
-    if options.samples is not None:
-        return options.samples
-    if options.temperature == 0:
-        return 1
-    return SMALL_SAMPLES if name in SMALL else EvalConfig().samples
 
 
 @dataclass

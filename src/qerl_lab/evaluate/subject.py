@@ -1,7 +1,7 @@
 """What an evaluation is of: a run's base and final adapter, or a model alone; in its own format, or dequantized."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from datetime import date
@@ -19,6 +19,7 @@ from qerl_lab.config.paths import WEIGHTS, sha256
 from qerl_lab.config.schema import DENSE_FORMAT, RunConfig
 from qerl_lab.config.spelling import resume_word
 from qerl_lab.evaluate.options import AccuracyOptions
+from qerl_lab.evaluate.sampling import HowSampled, samplings
 from qerl_lab.evaluate.summary import TRAINED_ON
 from qerl_lab.model import on_disk, policy
 from qerl_lab.model.dense import dense_tensors
@@ -38,8 +39,8 @@ class Subject:
 
     `run_seed` is the run's own, also where `seed=` gives the draw another: by it the seeds of an arm are told apart. Of
     a model alone, which has none, it is the draw's. `arm` has the settings by which the run is of an arm, as text, and
-    the SHA-256 of its training questions; of a base alone it is empty. `day` is what a chat template that writes a date
-    is told: the run's first.
+    the SHA-256 of its training questions; of a base alone it is empty. It is asked in each way of `samplings`. `day` is
+    what a chat template that writes a date is told: the run's first.
     """
 
     said: str
@@ -48,6 +49,7 @@ class Subject:
     run_seed: int = 0
     arm: Mapping[str, str] = field(default_factory=dict)
     day: date = field(default_factory=date.today)
+    samplings: Sequence[HowSampled] = ()
 
     @property
     def adapter_sha256(self) -> str:
@@ -63,12 +65,13 @@ class Subject:
 def subject_of(options: AccuracyOptions) -> Subject:
     """Find what the options name. Raises ConfigError where it is not there, or cannot be asked so."""
     found = _of_run(options) if options.run else _of_model(options)
+    found = replace(found, samplings=samplings(options, found.cfg))
     cfg, rollout = found.cfg, found.cfg.rollout
     cfg.device, cfg.gpus = options.device, 1
     rollout.engine = options.rollout or rollout.engine
     rollout.batch_size = options.batch_size or rollout.batch_size
     rollout.max_prompt_tokens = options.max_prompt_tokens or rollout.max_prompt_tokens
-    rollout.max_completion_tokens = options.max_completion_tokens or rollout.max_completion_tokens
+    rollout.max_completion_tokens = max(how.max_completion_tokens for how in found.samplings)
     cfg.seed = cfg.seed if options.seed is None else options.seed
     if options.common and rollout.engine == "vllm_server":
         raise ConfigError(

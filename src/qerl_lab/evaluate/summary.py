@@ -1,18 +1,19 @@
 """What the answers of an evaluation say: of each benchmark and engine, and as a table."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from qerl_lab.evaluate.passes import pass_at, powers_of_two
+from qerl_lab.report.passes import pass_at, powers_of_two
 from qerl_lab.report.stats import share_interval
 from qerl_lab.terminal import columns
 
 Summary = dict[str, Any]
 OWN, COMMON = "own", "common"
-SCHEMA = 1  # of both files
+SCHEMA = 2  # of both files
 TRAINED_ON = "training_sha256"  # of the questions of a run, beside the settings of its arm
 ROWS, ABOUT = "eval.parquet", "evaluation.json"
 
@@ -56,28 +57,27 @@ def summarize(rows: pd.DataFrame) -> Summary:
     } | ({"unparsed": float(rows["unparsed"].mean())} if "unparsed" in rows and rows["unparsed"].notna().all() else {})
 
 
-def by_engine(rows: pd.DataFrame) -> dict[str, dict[str, Summary]]:
-    """`summarize` by benchmark and engine."""
-    groups = rows.groupby(["benchmark", "engine"], sort=False)
-    found: dict[str, dict[str, Summary]] = {}
-    for (benchmark, engine), part in groups:
-        found.setdefault(str(benchmark), {})[str(engine)] = summarize(part)
-    return found
+def of_rows(rows: pd.DataFrame) -> list[Summary]:
+    """`summarize` of each benchmark, engine and sampling, which it names."""
+    names = ["benchmark", "engine", "sampling"]
+    return [
+        dict(zip(names, group, strict=True)) | summarize(part) for group, part in rows.groupby(names, sort=False)
+    ]  # fmt: skip
 
 
-def table(results: dict[str, dict[str, Summary]]) -> str:
-    """The lines that the command prints: a row a benchmark and engine."""
-    most = max(one["samples"] for engines in results.values() for one in engines.values())
-    head = ["benchmark", "engine", "questions", "samples", "accuracy, 95% interval", "error", "format", "tokens", "cut"]
-    rows = [[*head[:6], *(["pass@k"] if most > 1 else []), *head[6:]]]
-    for benchmark, engines in results.items():
-        for engine, one in engines.items():
-            error = one["standard_error"]
-            cells = [benchmark, engine, f"{one['questions']:,}", str(one["samples"])]
-            cells += [f"{one['accuracy']:.3f} [{one['low']:.3f}, {one['high']:.3f}]"]
-            cells += ["-" if error is None else f"{error:.3f}"]
-            cells += [_passes(one)] if most > 1 else []
-            rows.append([*cells, f"{one['format']:.3f}", f"{one['completion_tokens']:.1f}", f"{one['truncated']:.3f}"])
+def table(results: Sequence[Summary]) -> str:
+    """The lines that the command prints: a row a benchmark, engine and sampling, which is named where it differs."""
+    several = len({one["sampling"] for one in results}) > 1
+    passed = any(one["samples"] > 1 for one in results)
+    head = ["benchmark", "engine", *["sampling"] * several, "questions", "samples", "accuracy, 95% interval", "error"]
+    rows = [[*head, *["pass@k"] * passed, "format", "tokens", "cut"]]
+    for one in results:
+        error = one["standard_error"]
+        cells = [one["benchmark"], one["engine"], *[one["sampling"]] * several]
+        cells += [f"{one['questions']:,}", str(one["samples"])]
+        cells += [f"{one['accuracy']:.3f} [{one['low']:.3f}, {one['high']:.3f}]"]
+        cells += ["-" if error is None else f"{error:.3f}", *[_passes(one)] * passed]
+        rows.append([*cells, f"{one['format']:.3f}", f"{one['completion_tokens']:.1f}", f"{one['truncated']:.3f}"])
     return columns(rows)
 
 

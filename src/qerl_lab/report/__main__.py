@@ -43,7 +43,7 @@ class ReportOptions:
 
 def report(options: ReportOptions) -> None:
     """Print the arms, and write the files that were asked for. Raises ConfigError where one has nothing to hold."""
-    from qerl_lab.report import comparison, plots  # pandas, scipy and matplotlib take a second
+    from qerl_lab.report import comparison, palette, plots  # pandas, scipy and matplotlib take a second
 
     if options.bench and not options.out:
         raise ConfigError(
@@ -62,7 +62,7 @@ def report(options: ReportOptions) -> None:
     for path, write in (
         (options.runs_csv, lambda file: file.write_text(comparison.csv(comparison.by_run(found)))),
         (options.arms_csv, lambda file: file.write_text(comparison.csv(arms))),
-        (options.plot, lambda file: plots.save_arms(comparison.curves(found), file)),
+        (options.plot, lambda file: plots.save_arms(comparison.curves(found), palette.formats(found.arms), file)),
     ):
         if path:
             _write(Path(path).expanduser(), write)

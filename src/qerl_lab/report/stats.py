@@ -1,5 +1,6 @@
 """Intervals, and the p-values that go with them."""
 
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 
@@ -8,6 +9,7 @@ import pandas as pd
 from scipy import optimize, stats
 
 Interval = tuple[float, float, float]  # mean, low, high
+SHARE, NATS = (0.0, 1.0), (0.0, math.inf)  # what fractions and entropies can be
 
 
 ALIKE = "[all alike]"
@@ -121,6 +123,14 @@ def over_seeds(values_S_Q: np.ndarray) -> Interval:
         mean, half = values.mean(), half_width(components(values), len(values), 1, 0.95)
         return float(mean), float(mean - half), float(mean + half)
     return crossed_interval(values)
+
+
+def within(interval: Interval, low: float, high: float) -> Interval:
+    """Cut an interval at the least and the most that its mean can be, 0 and 1 of fractions.
+
+    It covers as often as before: nothing that the mean can be is cut off. Of few seeds Student's t goes far beyond.
+    """
+    return interval[0], max(interval[1], float(low)), min(interval[2], float(high))
 
 
 def band_over_seeds(values_S_T: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

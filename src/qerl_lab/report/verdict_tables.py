@@ -39,14 +39,17 @@ def cell(interval: stats.Interval, seeds: int) -> str:
     return f"{_bound(low, high)}{number(mean)} {_between(low, high, number)} ({seeds})"
 
 
-def of_seeds(values: pd.DataFrame) -> str:
+ANY = (-math.inf, math.inf)
+
+
+def of_seeds(values: pd.DataFrame, bounds: tuple[float, float] = ANY) -> str:
     """The cell of values[seeds, questions]; of one seed without an interval, of none a dash."""
     values = values.dropna(how="all").dropna(axis=1)
     if values.empty:
         return "-"
     if len(values) < 2:
         return f"{number(values.to_numpy().mean())} (1)"
-    return cell(stats.over_seeds(values.to_numpy()), len(values))
+    return cell(stats.within(stats.over_seeds(values.to_numpy()), *bounds), len(values))
 
 
 def effect(row: Row) -> str:
@@ -178,7 +181,7 @@ def table_1(comparison: Comparison) -> list[list[str]]:
         cells = [
             label,
             f"{len(records)} of {started}",
-            *(of_seeds(matrix(records, at)) for at in ("before", "after")),
+            *(of_seeds(matrix(records, at), stats.SHARE) for at in ("before", "after")),
         ]
         rows.append([*cells, *(_as_printed(beside.get(label)) if beside else [])])
     return rows
@@ -246,7 +249,8 @@ def measured(row: Row) -> list[str]:
     numbers = row.numbers
     if numbers is None:
         return ["-", "-", counts, "-", of_paper(row), "-", "-", "-", "-"]
-    sides = [cell(side, numbers.seeds) for side in (numbers.treated, numbers.control)]
+    bounds = stats.SHARE if MEASURES[row.claim.measure].unit == "fraction" else ANY
+    sides = [cell(stats.within(side, *bounds), numbers.seeds) for side in (numbers.treated, numbers.control)]
     size = "-" if math.isnan(numbers.effect_size) else f"{numbers.effect_size:+.2f}"
     p_values = ", ".join(f"{p:.3f}" if p >= 0.001 else f"{p:.0e}" for p in numbers.adjusted)
     better = f"{numbers.probability_of_improvement:.2f}"

@@ -67,14 +67,17 @@ def judge(counted: Sequence[Record], found: Sequence[Run], claims: Sequence[Clai
 
 
 def printed(claim: Claim, contrast: Contrast) -> tuple[tuple[str, float], ...]:
-    """The paper's own effect of a contrast, by model: a factor of a ratio, else a difference; percent as fractions."""
+    """The paper's own effect of a contrast, by model: a factor of a ratio, else a difference; percent as fractions.
+
+    An effect that was read off a figure has the reading error in its name.
+    """
     found = []
     for treated, control in contrast.printed:
-        one, other = reference.value(**treated), reference.value(**control)
+        effect = reference.compared(treated, control, MEASURES[claim.measure].ratio)
         scale = 100 if treated.get("metric") == "accuracy" else 1  # printed in percent
         model = treated.get("model", "").removeprefix("Qwen2.5-").removesuffix("-Instruct")
-        value = one / other if MEASURES[claim.measure].ratio else (one - other) / scale
-        found.append((f"{treated['table']} {model}".strip(), value))
+        error = f", +-{effect.error:g}" if effect.error else ""
+        found.append((f"{treated['table']} {model}".strip() + error, effect.value / scale))
     return tuple(found)
 
 
