@@ -76,8 +76,8 @@ class Nf4(Format):
 
         codes = packed["weight"]
         state = QuantState.from_dict({key: tensor for key, tensor in packed.items() if key != "weight"}, codes.device)
-        # Give each block its own row: bitsandbytes 0.50's AVX-512 kernel takes a wrong scale where a block crosses rows,
-        # i.e. where K is no multiple of 64 (seen at K=160: accuracy 0.49 became 0.11).
+        # Give each block its own row. bitsandbytes 0.50's AVX-512 kernel takes a wrong scale where a block crosses
+        # rows, i.e. where K is no multiple of 64 (seen at K=160: accuracy 0.49 became 0.11).
         state.shape = torch.Size((codes.numel() * 2 // self.BLOCK, self.BLOCK))
         states = {dtype: copy.copy(state) for dtype in (torch.float32, torch.bfloat16, torch.float16)}
         for dtype, own in states.items():
