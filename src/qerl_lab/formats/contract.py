@@ -1,6 +1,6 @@
-"""Rules that every weight format must obey, as checks to run on a new `Format` before a model is packed in it.
+"""Laws that every weight format must obey, as checks to run on a new `Format` before a model is packed in it.
 
-Each rule takes a format and raises ValueError with what the format does instead. `broken_laws` runs all of them.
+Each law takes a format and raises ValueError with what the format does instead. `broken_laws` runs all of them.
 """
 
 import re
@@ -20,7 +20,7 @@ SHAPE = (_ROWS, _COLUMNS)
 
 
 def broken_laws(weight_format: Format) -> dict[str, str]:
-    """Run all rules on `weight_format`; return the message of each broken one by the rule's name, empty if none."""
+    """Check all laws on `weight_format`; return the message of each broken one by the law's name, empty if none."""
     found = {}
     for law in LAWS:
         try:
@@ -31,7 +31,7 @@ def broken_laws(weight_format: Format) -> dict[str, str]:
 
 
 class _Broken(ValueError):
-    """A rule is broken; the message says how."""
+    """A law is broken; the message says how."""
 
 
 def packs_what_its_layout_says(weight_format: Format) -> None:
