@@ -12,7 +12,9 @@ SAME = 1e-9  # relative: equal rewards summed from different parts differ by rou
 
 
 def is_flat(reward_P_G: Rewards) -> NDArray[np.bool_]:
-    """Return, for each group [P], whether all its completions earned the same reward: such a group teaches nothing."""
+    """Return, for each group [P], whether all its completions earned the same reward, so that its advantages are
+    zero.
+    """
     return np.ptp(reward_P_G, axis=1) <= SAME * np.abs(reward_P_G).max(axis=1)
 
 

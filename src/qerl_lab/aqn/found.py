@@ -76,6 +76,7 @@ def _sigma(cfg: AqnConfig, at: float) -> float:
 
 
 def _log_gap(kl: float, target: float) -> float:
+    """Return log(KL / target); infinite for NaN, -infinite for a KL of 0 or less."""
     if math.isnan(kl):
         return math.inf
     return math.log(kl / target) if kl > 0 else -math.inf

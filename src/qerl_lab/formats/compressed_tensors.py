@@ -94,6 +94,7 @@ class CompressedTensors(Format):
 
     @classmethod
     def _check_weights(cls, weights: Mapping[str, Any]) -> None:
+        """Raise ValueError unless the `weights` section has the required values."""
         for key, value in cls._weights().items():
             if weights.get(key) != value:
                 raise refusal(f"weights.{key}", weights.get(key), f"{value} in {cls.NAME}")
@@ -109,6 +110,7 @@ def layout_of(config: Mapping[str, Any]) -> str | None:
 
 
 def _only_group(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the single config group. Raises ValueError if there are several."""
     groups = config.get("config_groups") or {}
     if len(groups) != 1:
         raise refusal("config_groups", sorted(groups), "one group, in which all layers have the same format")

@@ -148,11 +148,13 @@ def _weight() -> Tensor:
 
 
 def _require(holds: bool, otherwise: str) -> None:
+    """Raise _Broken, with the message `otherwise`, unless a condition holds."""
     if not holds:
         raise _Broken(otherwise)
 
 
 def _refused(call: Callable[[], object], what: str) -> None:
+    """Require that `call` raises a ValueError that names the layer."""
     try:
         call()
     except ValueError as error:

@@ -208,7 +208,7 @@ def quantized_by_rows(quantize: Quantize, weight: Tensor, rows: int | None, *, n
 
 
 def layers(key: str, listed: Any) -> tuple[str, ...]:
-    """Validate the list of layers left dense in a `quantization_config`, under `key`; null means none.
+    """Validate and return the layers left dense, an entry `key` of a `quantization_config`; null means none.
 
     Raises ValueError unless it is a list of names and patterns.
     """

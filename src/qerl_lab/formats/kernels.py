@@ -166,6 +166,7 @@ def from_e2m1(code):
 
 @triton.jit
 def from_e4m3(byte):
+    """Decode an E4M3 byte to float32: exponent bias 127 in place of 7."""
     bits = ((byte & 0x80) << 24) | ((byte & 0x7F) << 20)
     value = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2**120: bias 127 in place of 7
     return tl.where((byte & 0x7F) == 0x7F, float("nan"), value)
@@ -173,5 +174,6 @@ def from_e4m3(byte):
 
 @triton.jit
 def _from_e8m0(byte):
+    """Decode an E8M0 byte to float32: 2 ** (byte - 127)."""
     value = tl.where(byte == 0, 0x00400000, byte << 23).to(tl.float32, bitcast=True)  # 2**-127 is subnormal
     return tl.where(byte == 255, float("nan"), value)

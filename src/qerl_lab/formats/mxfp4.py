@@ -76,6 +76,7 @@ class Mxfp4(CompressedTensors):
 
 
 def _unpacked(codes: Tensor, scale: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """Unpack to `[N, K]`, on a GPU with a Triton kernel."""
     if codes.is_cuda:
         from qerl_lab.formats.kernels import dequantize_e2m1
 

@@ -117,6 +117,7 @@ class Nf4(Format):
         return super().accept({**packed, _HEADER: _padded(header)}, shape, name=name)
 
     def _check_header(self, text: bytes, shape: tuple[int, int], *, name: str) -> None:
+        """Raise ValueError unless the JSON header describes a weight of this format and shape."""
         try:
             found = json.loads(text)
         except ValueError as error:

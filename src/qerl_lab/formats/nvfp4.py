@@ -160,6 +160,7 @@ def _error(blocks: Tensor, divisor: Tensor, scale: Tensor) -> Tensor:
 
 
 def _unscaled(codes: Tensor, scale: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """Unpack to W' `[N, K]` without the global scale, on a GPU with a Triton kernel."""
     if codes.is_cuda:
         from qerl_lab.formats.kernels import dequantize_e2m1
 

@@ -79,6 +79,7 @@ class Tiles:
         return Nvfp4(None).decoder(self.stored(held), (self.rows, self.columns)).unpack(dtype)
 
     def _check(self, packed: Tensor, shape: tuple[int, int]) -> None:
+        """Raise ValueError unless `packed` contains this part, and the layer has its shape."""
         tiles, depth, _, tile, _ = packed.shape
         whole = self.first % BLOCK == self.rows % BLOCK == self.columns % DEPTH == 0
         inside = 0 <= self.first <= self.first + self.rows <= tiles * tile * BLOCK

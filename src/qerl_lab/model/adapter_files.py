@@ -51,6 +51,7 @@ def check(cfg: RunConfig) -> None:
 
 
 def _check_base_unchanged(init: bool | str | None, said: str) -> None:
+    """Raise ConfigError if the adapter's initialization changed the base weights."""
     if init is None or str(init).lower() in INITS:
         return
     raise ConfigError(
@@ -61,6 +62,7 @@ def _check_base_unchanged(init: bool | str | None, said: str) -> None:
 
 
 def _settings(folder: Path, said: str) -> dict[str, Any]:
+    """Read the adapter's settings. Raises ConfigError unless it is a LoRA adapter of PEFT with a list of layers."""
     try:
         settings = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -55,5 +55,6 @@ def _taken(tensors: dict[str, Tensor], name: str, layer: PackedLinear, dtype: to
 
 
 def _merged(weight: Tensor, layer: LoraLayer) -> Tensor:
+    """Return W + scaling * B A in float32."""
     A, B = layer.lora_A["default"].weight.detach().float(), layer.lora_B["default"].weight.detach().float()
     return torch.addmm(weight, B, A, alpha=layer.scaling["default"])

@@ -161,6 +161,7 @@ def _header(file: Path) -> dict[str, _Stored]:
 
 
 def _dtype(file: Path, name: str, written: str) -> torch.dtype:
+    """Return the torch dtype of a safetensors dtype name. Raises ValueError for an unknown one."""
     if written not in DTYPES:
         raise ValueError(f"{file}: {name} is in {written}; allowed: {', '.join(DTYPES)}")
     return DTYPES[written]

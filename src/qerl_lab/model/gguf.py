@@ -92,7 +92,7 @@ def header(file: Path) -> Header:
 
 
 def _value(reader: "GGUFReader", key: str) -> Any:
-    """Return the value of a key of the file, None if absent."""
+    """Return the value of a metadata key, None if absent."""
     field = reader.get_field(key)
     return None if field is None else field.contents()
 
@@ -173,6 +173,7 @@ def _mend(tokenizer: "PreTrainedTokenizerFast", found: Header) -> None:
 
 
 def _about(file: Path, found: Header) -> dict[str, Any]:
+    """Return the record of the file for `gguf.json`."""
     versions = {name: importlib.metadata.version(name) for name in ("transformers", "gguf", "torch")}
     return {
         "file": str(file.resolve()), "sha256": sha256(file), "bytes": file.stat().st_size, "tensors": found.kinds,

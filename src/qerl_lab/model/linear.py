@@ -146,7 +146,7 @@ class PackedLinear(nn.Linear):
         return dense
 
     def forward(self, input: Tensor) -> Tensor:
-        """Map `[..., K]` to `[..., N]`.
+        """Multiply by the packed weight: `[..., K]` to `[..., N]`.
 
         Under autocast: computed and returned in its dtype. Otherwise computed in `compute_dtype`, returned in the
         input's dtype.
@@ -258,8 +258,8 @@ def packable(model: nn.Module, ignore: Iterable[str]) -> list[str]:
 
 
 def packed_head(model: "PreTrainedModel", weight_format: Format, ignore: Iterable[str]) -> str | None:
-    """Return the output layer's name if it would be packed. The loss needs its dense weight `[V, H]`, so it must not
-    be.
+    """Return the output layer's name if it would be packed, which is an error: the loss reads its dense weight `[V,
+    H]`.
     """
     head = model.get_output_embeddings()
     names = packable(model, ignore) if weight_format.BLOCK is not None else []
@@ -299,7 +299,7 @@ def pack_group(model: nn.Module, weights: dict[str, Tensor], weight_format: Form
 def _replace_weight(
     model: nn.Module, name: str, weight_format: Format, packed: dict[str, Tensor], dense_cache: bool
 ) -> None:
-    """Give one Linear its packed weight, or under a dense format the rounded, frozen one."""
+    """Replace one Linear by a `PackedLinear`; under a dense format round and freeze its weight instead."""
     linear = cast(nn.Linear, model.get_submodule(name))
     if weight_format.BLOCK is not None:
         model.set_submodule(name, PackedLinear.like(linear, weight_format, packed, dense_cache=dense_cache))
@@ -326,6 +326,7 @@ def _attribute(checkpoint_name: str) -> str:
 
 
 def _checked_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return `dtype`. Raises ValueError if a packed Linear cannot compute in it."""
     if dtype not in COMPUTE_DTYPES:
         allowed = ", ".join(map(str, COMPUTE_DTYPES))
         raise ValueError(f"a packed Linear cannot compute in {dtype}; allowed: {allowed} (also as the autocast dtype)")
@@ -333,5 +334,6 @@ def _checked_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _check_cache_device(dense_cache: bool, device: torch.device) -> None:
+    """Raise ValueError for a dense cache on an accelerator."""
     if dense_cache and device.type not in ("cpu", "meta"):
         raise ValueError(f"dense_cache=True is for the CPU, not for {device.type}: set dense_cache=False")

@@ -234,6 +234,7 @@ def tied(model: PreTrainedModel) -> list[str]:
 
 
 def _check_dense(source: TensorSource, name: str, shape: tuple[int, ...]) -> None:
+    """Raise ValueError unless the source's tensor has this shape and a float dtype."""
     if source.shape(name) != shape:
         raise ValueError(f"{source.where(name)}: {name} is {list(source.shape(name))}, the model has {list(shape)}")
     dtype = source.dtype(name)
@@ -254,6 +255,7 @@ def _check_tied_copies(model: PreTrainedModel, source: TensorSource) -> None:
 
 
 def _fill_dense(model: PreTrainedModel, source: TensorSource, tensors: Iterable[str], device: torch.device) -> None:
+    """Load the named dense tensors into the model, in the model's dtypes."""
     for name in tensors:
         parent_name, _, leaf = name.rpartition(".")
         parent = model.get_submodule(parent_name)

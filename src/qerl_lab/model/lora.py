@@ -45,6 +45,9 @@ class LoraLinear(Linear):
         return y if dtype else y.to(x.dtype)
 
     def _is_plain(self, adapter: str) -> bool:
+        """Return whether `_LoraProduct` computes this adapter exactly: plain LoRA, active, no dropout, frozen plain
+        base.
+        """
         return not (
             adapter not in self.lora_A
             or adapter in self.lora_variant
@@ -105,8 +108,8 @@ class _LoraProduct(torch.autograd.Function):
 
 
 def _add_product(y: Tensor, a: Tensor, b: Tensor, scaling: float = 1.0) -> Tensor:
-    """Return y + scaling * a @ b in y's memory; out of place under torch.compile, where 2.11 gives wrong gradients in
-    place.
+    """Return y + scaling * a @ b in y's memory; under torch.compile out of place, because torch 2.11 computes wrong
+    gradients.
     """
     if torch.compiler.is_compiling():
         return torch.addmm(y, a, b, alpha=scaling)

@@ -72,6 +72,7 @@ def _norms_before_linears(model: PreTrainedModel) -> set[str]:
 
 
 def _is_norm(module: nn.Module) -> bool:
+    """Return whether a module has a one-dimensional weight."""
     own = dict(module.named_parameters(recurse=False))
     return "weight" in own and own["weight"].dim() == 1
 

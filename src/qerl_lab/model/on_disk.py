@@ -214,6 +214,7 @@ def context_tokens(config: dict[str, Any]) -> int | None:
 
 
 def _check_context(config: dict[str, Any], cfg: RunConfig, said: str) -> None:
+    """Raise ConfigError if prompt and completion can exceed the model's context."""
     prompt, completion = cfg.rollout.max_prompt_tokens, cfg.rollout.max_completion_tokens
     context = context_tokens(config)
     if context is None or prompt + completion <= context:
@@ -232,6 +233,7 @@ def _check_context(config: dict[str, Any], cfg: RunConfig, said: str) -> None:
 
 
 def _check_names(found: Sequence[Layer], cfg: RunConfig, said: str) -> None:
+    """Raise ConfigError if a configured layer name (LoRA targets, noisy norms, ignored layers) is not in the model."""
     linears = [layer.name for layer in found if layer.is_linear]
     norms = sorted({layer.name.rpartition(".")[2] for layer in found if len(layer.shape) == 1})
     last_parts = sorted({name.rpartition(".")[2] for name in linears} - {HEAD})

@@ -168,6 +168,7 @@ def load_base(cfg: RunConfig, device: torch.device) -> tuple[PreTrainedModel, Pr
 
 
 def _load_weights(cfg: RunConfig, folder: Path, device: torch.device) -> PreTrainedModel:
+    """Build the model and fill it from `folder`. Raises ConfigError if format or output layer do not fit the run."""
     stored = loading.stored_as(folder)
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     model = loading.empty_model(config, compute_dtype(cfg, device), cfg.model.attention)

@@ -104,6 +104,7 @@ class Recorder(LogitsProcessor):
         self._scores: Tensor | None = None
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Record this step's entropy, and the log-prob of the token that was sampled in the last step."""
         self._take(input_ids[:, -1])
         self._scores = (scores.float() / self.temperature).log_softmax(-1)
         self.entropies.append(-(self._scores.exp() * self._scores).sum(-1))
@@ -111,6 +112,7 @@ class Recorder(LogitsProcessor):
         return scores.masked_fill_(self._scores[:, :1].isnan(), 0.0)
 
     def _take(self, sampled: Tensor) -> None:
+        """Append the log-probs of the tokens `sampled` from the last step's scores."""
         if self._scores is not None:
             self.logprobs.append(self._scores.gather(-1, sampled[:, None])[:, 0])
 

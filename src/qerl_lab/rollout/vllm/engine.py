@@ -148,6 +148,8 @@ class VllmEngine:
         return {name: weight.detach().clone() for name, weight in self._find_norms().items()}
 
     def _find_norms(self) -> dict[str, nn.Parameter]:
+        """Return the norm weights of vLLM's model by full layer name. Raises AttributeError if one is missing."""
+
         def find(model: nn.Module) -> dict[str, nn.Parameter]:
             return {name: model.get_parameter(f"{name}.weight") for name in self.policy.norms}
 
@@ -218,6 +220,9 @@ class VllmEngine:
         return names_P_G
 
     def _receive(self, count: int, on_done: OnDone) -> dict[str, RequestOutput]:
+        """Run vLLM until all requests are finished; return their outputs by request id. Raises EngineFailed on a
+        timeout.
+        """
         engine, found = self.llm.llm_engine, dict[str, RequestOutput]()
         minutes = self.cfg.rollout.vllm.timeout_minutes
         deadline = time.monotonic() + 60 * minutes

@@ -193,7 +193,10 @@ def _multiply(
 
 
 def plan(rows: int, packed: Sequence[int], parts: int, rank: int, machine: Machine) -> Plan:
-    """Choose the variant, with as many stages as fit in shared memory. `packed` is the shape of the packed weight."""
+    """Choose the kernel variant and launch parameters, with as many stages as fit in shared memory.
+
+    `packed` is the shape of the packed weight.
+    """
     variant = next(most for most in VARIANTS if rows <= most)
     tiles, depth, _, tile, _ = packed
     groups, columns = groups_of(tile), depth * AT_A_TIME * DEPTH

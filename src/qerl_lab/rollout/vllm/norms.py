@@ -8,7 +8,7 @@ KEY = "qerl_lab_float32_norms"  # key in additional_config
 
 
 def arguments(names: Sequence[str]) -> dict[str, Any]:
-    """Return arguments of `vllm.LLM` for the norms in `names` (last part of the layer name).
+    """Return the `vllm.LLM` arguments that hold the norms in `names` (last part of the layer name) in float32.
 
     `additional_config` carries the names because it is part of vLLM's key for compiled code. Otherwise a graph compiled
     for bfloat16 norms would read float32 ones.

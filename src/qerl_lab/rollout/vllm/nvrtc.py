@@ -98,6 +98,7 @@ def launch(
 
 @cache
 def _early() -> Any:
+    """Return the launch attribute for programmatic dependent launch."""
     attribute = driver.CUlaunchAttribute()
     attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
     attribute.value.programmaticStreamSerializationAllowed = 1

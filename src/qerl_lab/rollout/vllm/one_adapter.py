@@ -91,12 +91,11 @@ class OneAdapterConfig(QuantizationConfig):
 
     @property
     def packed_modules_mapping(self) -> dict[str, list[str]]:
-        """The parts of fused layers, which the model fills in: one table, shared with the base."""
+        """The parts of fused layers. vLLM's model fills this table in; it is shared with the base."""
         return self._parts if self.base is None else self.base.packed_modules_mapping
 
     @packed_modules_mapping.setter
     def packed_modules_mapping(self, parts: dict[str, list[str]]) -> None:
-        """The parts of fused layers. vLLM's model fills this table in; it is shared with the base."""
         if self.base is None:
             self._parts = parts
         else:
@@ -104,6 +103,7 @@ class OneAdapterConfig(QuantizationConfig):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "OneAdapterConfig":
+        """Build from a `quantization_config` with the entry that `llm_arguments` added."""
         stored = dict(config)
         own = stored.pop(_OWN_KEY)
         name = stored["quant_method"]
@@ -272,6 +272,7 @@ class OneAdapterMethod(LinearMethodBase):
             raise ConfigError(f"rollout.vllm.linear_backend=fp4_tiles {why}. Type rollout.vllm.linear_backend=vllm.")
 
     def apply(self, layer: LinearBase, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Compute x W^T + bias and the adapter; on a GPU as one operation opaque to torch.compile."""
         rows, columns = x.view(-1, x.shape[-1]), sum(self.sizes)
         if x.is_cuda:
             return linear_with_adapter(rows, layer.adapter_A, bias, columns).view(*x.shape[:-1], columns)

@@ -70,6 +70,7 @@ def shared_bytes(policy: Policy) -> int:
 
 
 def refused(why: str) -> ConfigError:
+    """Return the error for a base that cannot be shared."""
     return ConfigError(f"rollout.vllm.share_base=true {why}. Type rollout.vllm.share_base=false.")
 
 
@@ -85,6 +86,7 @@ def _pairs(layers: Layers, model: nn.Module) -> Iterator[tuple[nn.Module, Layers
 
 
 def _is_in_tiles(theirs: nn.Module) -> bool:
+    """Return whether vLLM's layer holds its weight in the layout of `fp4_tiles`."""
     return TILES in dict(theirs.named_buffers(recurse=False))
 
 

@@ -25,6 +25,7 @@ class CacheAlone(CuMemBackend):
     """Unmaps the cache only. Tracks each part, so that a failed wake-up can be continued."""
 
     def suspend(self, level: int = 1) -> None:
+        """Unmap the cache."""
         for part in _cache():
             if not part.is_asleep:
                 unmap_and_release(part.handle)
@@ -75,10 +76,12 @@ def asleep_bytes() -> int:
 
 
 def _cache() -> list[Any]:
+    """Return vLLM's allocations that belong to the cache."""
     return [part for part in CuMemAllocator.get_instance().pointer_to_data.values() if part.tag == TAG]
 
 
 def _map(handle: tuple[int, ...]) -> None:
+    """Map an allocation again. Raises torch.OutOfMemoryError if no memory is left."""
     try:
         create_and_map(handle)
     except RuntimeError as error:

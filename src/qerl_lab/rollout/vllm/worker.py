@@ -113,5 +113,6 @@ class NormWorker(Worker):
         return {name: encoded(weights[name]) for name in names if name in weights}
 
     def _qerl_norms(self) -> dict[str, Tensor]:
+        """Return all parameters of the model, by layer name without `.weight`."""
         model = self.get_model()
         return {name.removesuffix(".weight"): weight for name, weight in model.named_parameters()}

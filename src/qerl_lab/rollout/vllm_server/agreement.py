@@ -69,6 +69,7 @@ def _check_format(server: Server, cfg: RunConfig, told: dict[str, Any]) -> None:
 
 
 def differs(server: Server, found: str, wanted: str) -> ConfigError:
+    """Return the error for a server setting that differs from the run's."""
     return ConfigError(f"{server.name} {found}; allowed for this run: {wanted}. {LINE}")
 
 
@@ -94,6 +95,7 @@ def _asked(server: Server, method: str, path: str, body: dict[str, Any] | None =
 
 
 def cannot_load(server: Server, folder: Path, why: str) -> ConfigError:
+    """Return the error for a server that cannot read the adapter's folder."""
     return ConfigError(
         f"{server.name} cannot load the adapter from {folder} ({why}). It reads the files itself. Type "
         f"rollout.vllm_server.adapter_dir=DIR, a folder that server and trainer see under one path, if it does not see "

@@ -87,6 +87,7 @@ class VllmServerEngine:
             raise EngineFailed(f"{self._server.name} did not answer when it was to load the adapter") from None
 
     def _unload(self, name: str) -> None:
+        """Unload an adapter from the server, if it is still there."""
         with suppress(Refused):  # already gone
             self._server.ask("POST", "/v1/unload_lora_adapter", {"lora_name": name})
 
@@ -131,6 +132,7 @@ class VllmServerEngine:
         return self._ask("/collective_rpc", {"method": method, "kwargs": arguments}, method)["results"]
 
     def _ask(self, path: str, body: dict[str, Any] | None, what: str, method: str = "POST") -> Any:
+        """Send a request; turn refusals and timeouts into EngineFailed, naming `what`."""
         try:
             return self._server.ask(method, path, body)
         except Refused as error:
@@ -176,6 +178,7 @@ class VllmServerEngine:
         )
 
     def _request(self, prompt: list[int], group_size: int, sampling: Sampling, seed: int) -> dict[str, Any]:
+        """Build the body of a /v1/completions request for one prompt."""
         return {
             "model": self._name,
             "prompt": prompt,
