@@ -127,7 +127,7 @@ def _unpack_tiles(codes, scale, out, block, tile, columns):
     g, t = tl.arange(0, 8)[None, None, :, None, None], tl.arange(0, 4)[None, None, None, :, None]
     s = tl.arange(0, 4)[None, None, None, None, :]
     words = tl.load(codes + place * 576 + i * tile * 576 + w * 144 + 16 * g + 4 * t + s)
-    scales = scale + place * 2304 + i * tile * 2304 + w * 576 + 512 + 8 * g + 0 * t + s  # same axes as the words
+    scales = scale + place * 2304 + i * tile * 2304 + w * 576 + 512 + 8 * g + 0 * t + s  # 0 * t: the layout of the words
     upper = tl.join(_pair(words), _pair(words << 6))  # i w g t s a b
     last = words << 1 & _SIGNS | words >> 4 & 0x00C000C0 | words >> 5 & 0x01000100
     lower = tl.join(_pair(words << 3), _pair(last))

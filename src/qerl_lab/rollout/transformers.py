@@ -49,7 +49,7 @@ class TransformersEngine:
         flat = [ids for ids in prompt_ids_P for _ in range(group_size)]
         devices = [self.policy.device] if self.policy.device.type == "cuda" else []
         with self.policy.as_sampler(self._norms), torch.random.fork_rng(devices=devices):
-            torch.manual_seed(sampling.seed + sampling.first)  # each engine's share of prompts: own draws
+            torch.manual_seed(sampling.seed + sampling.first)  # `first`: engines that share prompts draw apart
             rows = []
             for at in range(0, len(flat), self.batch_size):
                 part = self._batch(flat[at : at + self.batch_size], sampling)

@@ -11,7 +11,7 @@ from qerl_lab.rollout.vllm import fp4_tiles
 
 # Bounds of the routes on a GPU. On an H200 at rank 32 the kernels win up to 256 rows, the most measured, except where
 # x A^T is large: for down_proj at 256 rows cuBLAS is faster by 1 microsecond of 13 (7B) and 6 of 17 (32B;
-# results/bench/decode_*.json). The third bound is where SGLang saw cuBLAS overtake a Triton expand (SGLang #26962).
+# results/bench/decode_*.json). The third bound is where others saw cuBLAS overtake a Triton expand (SGLang #26962).
 SHRINK_ROWS, SHRINK_WORK, EXPAND_WORK = 256, 100_000_000, 16_384
 MAX_RANK = 128  # supported by kernels.expand
 UNPACK_ROWS = 2048  # from here unpacking and cuBLAS beat vLLM's kernels, which unpack as they multiply
