@@ -1,5 +1,6 @@
-"""CISPO: REINFORCE weighted by the clipped ratio, so that no token loses its gradient (MiniMax-M1, arXiv 2506.13585,
-Eq. 4 and 5).
+"""CISPO: REINFORCE weighted by the clipped ratio, so that no token loses its gradient.
+
+Source: MiniMax-M1, arXiv 2506.13585, Eq. 4 and 5.
 
     J = 1 / (sum_i |o_i|) sum_i sum_t sg(min(r_it, 1 + e_high)) A_i log pi(o_it)
 

@@ -43,7 +43,10 @@ def weights(correction: str, clip_max: float, trainer_B_T: Tensor, sampler_B_T: 
 
 
 def sums(weights: Weights, trainer_B_T: Tensor, sampler_B_T: Tensor, mask_B_T: Tensor) -> Tensor:
-    """Sum what `mismatch` needs over completion tokens, in float64; the last entry is the largest gap. Returns [10]."""
+    """Sum the terms of `mismatch` over completion tokens, in float64; the last entry is the largest gap.
+
+    Returns a tensor [10].
+    """
     mask = mask_B_T.double()
     log_ratio = torch.where(mask_B_T.bool(), trainer_B_T.double() - sampler_B_T.double(), 0.0)
     gap, ratio = log_ratio.abs(), log_ratio.exp() * mask

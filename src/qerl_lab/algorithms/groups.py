@@ -12,17 +12,15 @@ SAME = 1e-9  # relative: equal rewards summed from different parts differ by rou
 
 
 def is_flat(reward_P_G: Rewards) -> NDArray[np.bool_]:
-    """Return, for each group [P], whether all its completions earned the same reward, so that its advantages are
-    zero.
-    """
+    """Return, for each group [P], whether all its completions earned the same reward. Advantages are then zero."""
     return np.ptp(reward_P_G, axis=1) <= SAME * np.abs(reward_P_G).max(axis=1)
 
 
 def keep(reward_P_G: Rewards) -> NDArray[np.bool_]:
-    """Return, for each group [P], whether its rewards differ. Dynamic sampling replaces the others (DAPO, arXiv
-    2503.14476, Eq. 11).
+    """Return, for each group [P], whether its rewards differ. Dynamic sampling replaces the other groups.
 
-    DAPO compares right and wrong answers only; here every part of the task's reward counts, format too.
+    DAPO (arXiv 2503.14476, Eq. 11) compares right and wrong answers only; here every part of the task's reward counts,
+    format too.
     """
     return ~is_flat(reward_P_G)
 
@@ -39,10 +37,9 @@ def advantage(reward_P_G: Rewards, normalize_std: bool) -> Rewards:
 
 
 def overlong(lengths: ArrayLike, max_tokens: int, buffer_tokens: int) -> Rewards:
-    """Compute DAPO's soft overlong punishment (arXiv 2503.14476, Eq. 13) in [-1, 0], in the shape of `lengths`
-    (tokens).
+    """Compute DAPO's soft overlong punishment, in [-1, 0] and the shape of `lengths` (tokens).
 
-    Zero up to max_tokens - buffer_tokens, then linear to -1 at max_tokens.
+    Zero up to max_tokens - buffer_tokens, then linear to -1 at max_tokens (arXiv 2503.14476, Eq. 13).
     """
     allowed = max_tokens - buffer_tokens
     return np.clip((allowed - np.asarray(lengths, np.float64)) / buffer_tokens, -1.0, 0.0)

@@ -23,8 +23,9 @@ class Noise:
     relative: bool = False
 
     def onto_norms(self, clean: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return clean + sigma * Z for every norm, as new float32 tensors; Z ~ N(0, 1) is drawn from (seed, step,
-        layer).
+        """Return clean + sigma * Z for every norm, as new float32 tensors, with Z ~ N(0, 1).
+
+        Z is drawn from (seed, step, layer).
 
         With `relative`: clean + sigma * rms(clean) * Z.
 

@@ -87,9 +87,7 @@ def packs_rows_apart(weight_format: Format) -> None:
 
 
 def packs_a_value_alike(weight_format: Format) -> None:
-    """Check that dtype (float64) and memory order do not change the bytes, and that `quantize` leaves its input
-    unchanged.
-    """
+    """Check that float64 and memory order do not change the bytes, and that `quantize` leaves its input unchanged."""
     weight = _weight().bfloat16().float()
     before, usual = weight.clone(), weight_format.quantize(weight)
     _require(torch.equal(weight, before), "quantize changes the weight that it is given")

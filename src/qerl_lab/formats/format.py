@@ -27,8 +27,9 @@ Quantize = Callable[..., dict[str, Tensor]]
 
 
 class Decoder(NamedTuple):
-    """Unpacks the weight of a Linear as W = alpha * W'. Made once per layer, so that a call reads nothing back from a
-    GPU.
+    """Unpacks the weight of a Linear as W = alpha * W'.
+
+    Made once per layer, so that a call reads nothing back from a GPU.
 
     `unpack(dtype)` makes W' `[N, K]` in float32 or bfloat16; multiply by alpha after the matrix product.
     """
@@ -132,8 +133,9 @@ class Format(ABC):
 
 
 def checked(weight: Tensor, weight_format: Format, *, name: str) -> Tensor:
-    """Validate `weight[N, K]` and return it contiguous in float32 or bfloat16 (float16 exact, float64 rounded to
-    float32).
+    """Validate `weight[N, K]` and return it contiguous in float32 or bfloat16.
+
+    float16 converts exactly; float64 is rounded to float32.
 
     Raises ValueError, naming the tensor, as `check` does, and with BY_ROWS for a K that is no multiple of the block.
     """

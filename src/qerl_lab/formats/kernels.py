@@ -22,8 +22,7 @@ _TO_FLOAT32 = 2.0**112  # a float16's exponent bias is 15, a float32's 127
 
 
 def dequantize_e2m1(codes: Tensor, scale: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """Compute E2M1 value * block scale as `[N, K]` in `dtype`: float32, or bfloat16 (rounded once; exact for both
-    formats).
+    """Compute E2M1 value * block scale as `[N, K]` in `dtype`: float32, or bfloat16 (exact for both formats).
 
     Args:
         codes: uint8 `[N, K/2]`, low nibble = even column.
@@ -127,7 +126,7 @@ def _unpack_tiles(codes, scale, out, block, tile, columns):
     g, t = tl.arange(0, 8)[None, None, :, None, None], tl.arange(0, 4)[None, None, None, :, None]
     s = tl.arange(0, 4)[None, None, None, None, :]
     words = tl.load(codes + place * 576 + i * tile * 576 + w * 144 + 16 * g + 4 * t + s)
-    scales = scale + place * 2304 + i * tile * 2304 + w * 576 + 512 + 8 * g + 0 * t + s  # 0 * t: the layout of the words
+    scales = scale + place * 2304 + i * tile * 2304 + w * 576 + 512 + 8 * g + 0 * t + s  # 0 * t: layout as of words
     upper = tl.join(_pair(words), _pair(words << 6))  # i w g t s a b
     last = words << 1 & _SIGNS | words >> 4 & 0x00C000C0 | words >> 5 & 0x01000100
     lower = tl.join(_pair(words << 3), _pair(last))

@@ -69,9 +69,7 @@ class Nf4(Format):
         return self.decoder(packed, shape).unpack(dtype)
 
     def decoder(self, packed: Mapping[str, Tensor], shape: tuple[int, int]) -> Decoder:
-        """Return the decoder of a Linear's weight, with the JSON header read once; there is no tensor scale, so alpha
-        is 1.
-        """
+        """Return the decoder of a Linear's weight, with the JSON header read once; alpha is 1."""
         from bitsandbytes.functional import QuantState
 
         codes = packed["weight"]
@@ -129,8 +127,9 @@ class Nf4(Format):
                 raise ValueError(f"{name}.{_HEADER} says {key}={found.get(key)}; allowed: {value}")
 
     def quantization_config(self, ignore: Sequence[str], dtype: torch.dtype) -> dict[str, Any]:
-        """Build the entry that `transformers.BitsAndBytesConfig` would write. (vLLM reads only full names and last
-        parts in `ignore`.)
+        """Build the entry that `transformers.BitsAndBytesConfig` would write.
+
+        vLLM reads only full names and last parts in `ignore`.
 
         Raises ValueError for a `re:` pattern, which bitsandbytes would read as a name.
         """

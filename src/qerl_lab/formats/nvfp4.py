@@ -79,14 +79,13 @@ class Nvfp4(CompressedTensors):
         }
 
     def together(self, weights: Sequence[Tensor]) -> Quantize:
-        """Return a `quantize` with one global scale for all parts, because engines keep one for q/k/v and for
-        gate/up.
-        """
+        """Return a `quantize` with one global scale for all parts, because engines keep one per fused layer."""
         return partial(self.quantize, global_scale=self.global_scale(weights))
 
     def global_scale(self, weights: Sequence[Tensor]) -> Tensor:
-        """Compute the divisor, float32 `[1]`, that maps the largest magnitude of all `weights` to 448 * 6
-        (`four_over_six`: 256 * 6).
+        """Compute the divisor, float32 `[1]`, that maps the largest magnitude of all `weights` to 448 * 6.
+
+        For `four_over_six` it maps to 256 * 6.
 
         Computed in the dtype of the weights, in float32 if they differ. Raises ValueError for an unknown rule.
         """

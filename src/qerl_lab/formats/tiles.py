@@ -49,9 +49,7 @@ class Tiles:
     columns: int
 
     def stored(self, held: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Convert back to checkpoint tensors, bit-equal to `Nvfp4.quantize` except for the losses at scale 0 (see
-        above).
-        """
+        """Convert back to checkpoint tensors, bit-equal to `Nvfp4.quantize` except where a scale is 0 (see above)."""
         blocks = self._part(held[TILES]).unflatten(-1, (4, -1))  # N/64 K/64 w
         words = blocks.view(torch.int32)[..., :_CODE_WORDS]
         codes, wide = _packed_codes(words), _in_rows(blocks[..., 4 * _CODE_WORDS :])

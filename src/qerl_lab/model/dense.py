@@ -1,6 +1,4 @@
-"""Collect a policy's weights under checkpoint names: the frozen base as it is, dequantized, or merged with the
-adapter.
-"""
+"""Collect a policy's weights by checkpoint name: the frozen base, dequantized, or merged with the adapter."""
 
 import torch
 from peft.tuners.lora.layer import LoraLayer
@@ -32,8 +30,7 @@ def base_tensors(policy: Policy) -> dict[str, Tensor]:
 
 
 def dense_tensors(policy: Policy, dtype: torch.dtype, *, merged: bool = False) -> dict[str, Tensor]:
-    """Return `base_tensors` with every packed Linear dequantized to `dtype`; layers left dense stay as they were
-    loaded.
+    """Return `base_tensors` with every packed Linear dequantized to `dtype`; dense layers stay as loaded.
 
     With `merged` a layer with an adapter becomes W + scaling * B A, added in float32 and rounded once.
     """

@@ -82,9 +82,7 @@ class WeightFiles:
 
 
 def _numbered(device: torch.device) -> str:
-    """Return the device as safetensors names it. Plain cuda means the first GPU there, in torch the process's current
-    one.
-    """
+    """Return the device in safetensors' notation, where plain cuda means the first GPU, not the current one."""
     return f"cuda:{torch.cuda.current_device()}" if device == torch.device("cuda") else str(device)
 
 
@@ -111,9 +109,7 @@ def local_folder(path: str, revision: str | None, *, key: str = "model.path") ->
 
 
 def copy_companions(source: Path, target: Path) -> None:
-    """Copy a model's tokenizer, chat template, licence and generation config; not weights, config.json or the lab's
-    records.
-    """
+    """Copy tokenizer, chat template, licence and generation config; not weights, config.json or the lab's records."""
     for file in sorted(source.iterdir()):
         is_wanted = file.suffix in _COMPANIONS or file.name.startswith(("LICENSE", "NOTICE"))
         is_wanted = is_wanted and file.name not in ("config.json", *RECORDS)

@@ -141,7 +141,7 @@ def _make(file: Path, folder: Path, found: Header, alone: bool) -> None:
 
 
 def _dequantize(file: Path, folder: Path, found: Header) -> None:
-    """Write model, tokenizer and the record of the file."""
+    """Dequantize `file` and write model, tokenizer and `gguf.json` to `folder`."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 

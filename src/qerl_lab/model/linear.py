@@ -119,8 +119,9 @@ class PackedLinear(nn.Linear):
 
     @property
     def decoder(self) -> Decoder:
-        """The weight's decoder, rebuilt after every change of the packed tensors; that reads one or two constants from
-        a GPU.
+        """The weight's decoder, rebuilt after every change of the packed tensors.
+
+        Rebuilding reads one or two constants from a GPU.
         """
         if self._decoder is None:
             read = self.form or self.weight_format
@@ -128,8 +129,9 @@ class PackedLinear(nn.Linear):
         return self._decoder
 
     def _packed_changed(self, *, decode: bool = False) -> None:
-        """Drop cached decoder and dense weight; with `decode` rebuild the decoder now, because torch.compile cannot
-        read from a GPU.
+        """Drop the cached decoder and dense weight. With `decode` rebuild the decoder at once, for torch.compile.
+
+        torch.compile cannot read the decoder's constants from a GPU later.
         """
         self._decoder = None
         self._dense.clear()
@@ -243,8 +245,9 @@ def dtypes_as_they_are(x: Tensor) -> AbstractContextManager[Any]:
 
 
 def packable(model: nn.Module, ignore: Iterable[str]) -> list[str]:
-    """List the Linears that a format packs; the model may be on the meta device. Raises ValueError if one is packed
-    already.
+    """List the Linears that a format packs; the model may be on the meta device.
+
+    Raises ValueError if one is packed already.
     """
     ignore = tuple(ignore)
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
@@ -258,9 +261,7 @@ def packable(model: nn.Module, ignore: Iterable[str]) -> list[str]:
 
 
 def packed_head(model: "PreTrainedModel", weight_format: Format, ignore: Iterable[str]) -> str | None:
-    """Return the output layer's name if it would be packed, which is an error: the loss reads its dense weight `[V,
-    H]`.
-    """
+    """Return the output layer's name if it would be packed, which is an error: the loss needs its dense weight."""
     head = model.get_output_embeddings()
     names = packable(model, ignore) if weight_format.BLOCK is not None else []
     return next((name for name in names if model.get_submodule(name) is head), None)

@@ -93,8 +93,7 @@ def load_model(
 
 
 def empty_model(config: PretrainedConfig, dtype: torch.dtype, attention: str = "sdpa") -> PreTrainedModel:
-    """Create a causal LM of transformers in eval mode on the meta device: parameters have shapes and `dtype` but no
-    memory.
+    """Create a causal LM of transformers on the meta device, in eval mode: shapes and `dtype`, no memory.
 
     Removes quantization_config from `config`, because libraries would otherwise treat the model as one of their own.
     """
@@ -268,9 +267,7 @@ def _fill_dense(model: PreTrainedModel, source: TensorSource, tensors: Iterable[
 
 
 def check_dense_values(tensor: Tensor, *, name: str) -> None:
-    """Raise ValueError, naming the tensor, for NaN or Inf, which would make a model answer nonsense without an
-    error.
-    """
+    """Raise ValueError, naming the tensor, for NaN or Inf, which would make a model answer nonsense silently."""
     check_values(tensor, str(tensor.dtype).removeprefix("torch."), name=name)
 
 

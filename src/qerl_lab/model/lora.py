@@ -45,9 +45,7 @@ class LoraLinear(Linear):
         return y if dtype else y.to(x.dtype)
 
     def _is_plain(self, adapter: str) -> bool:
-        """Return whether `_LoraProduct` computes this adapter exactly: plain LoRA, active, no dropout, frozen plain
-        base.
-        """
+        """Return whether `_LoraProduct` computes this adapter: plain LoRA, active, no dropout, frozen plain base."""
         return not (
             adapter not in self.lora_A
             or adapter in self.lora_variant
@@ -108,8 +106,9 @@ class _LoraProduct(torch.autograd.Function):
 
 
 def _add_product(y: Tensor, a: Tensor, b: Tensor, scaling: float = 1.0) -> Tensor:
-    """Return y + scaling * a @ b in y's memory; under torch.compile out of place, because torch 2.11 computes wrong
-    gradients.
+    """Return y + scaling * a @ b, in y's memory except under torch.compile.
+
+    torch 2.11 compiles the in-place version to wrong gradients.
     """
     if torch.compiler.is_compiling():
         return torch.addmm(y, a, b, alpha=scaling)

@@ -290,9 +290,7 @@ def parameters(folder: Path) -> int:
 
 
 def adapter_parameters(folder: Path, cfg: RunConfig) -> int:
-    """Count the adapter weights on `lora.target_modules`; skips bitsandbytes' NF4 layers, which do not store their
-    shapes.
-    """
+    """Count the adapter weights on `lora.target_modules`, except on bitsandbytes' NF4 layers, which store no shape."""
     targets = tuple(f".{entry}" for entry in cfg.lora.target_modules)
     shapes = [layer.shape for layer in layers(folder) if f".{layer.name}".endswith(targets) and layer.is_linear]
     return cfg.lora.rank * sum(sum(shape) for shape in shapes if shape[-1] > 2)

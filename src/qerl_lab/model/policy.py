@@ -87,9 +87,7 @@ class Policy:
         return Chat(self.tokenizer)
 
     def prompt_ids(self, messages: list[dict[str, str]]) -> list[int]:
-        """Return the token ids of a chat, up to where the answer begins. Raises ConfigError for an unusable chat
-        template.
-        """
+        """Return the token ids of a chat, up to where the answer begins. Raises ConfigError for a bad chat template."""
         return self.chat.prompt_ids(messages)
 
     def prompt(self, prompt_ids: list[int]) -> str:

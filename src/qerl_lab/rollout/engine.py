@@ -1,6 +1,4 @@
-"""The interface of a rollout engine, its inputs and outputs. tests/unit/rollout/test_contract.py tests every engine on
-it.
-"""
+"""The interface of a rollout engine, its inputs and outputs. tests/unit/rollout/test_contract.py tests every engine."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -105,8 +103,7 @@ class Engine(Protocol):
     def generate(
         self, prompt_ids_P: list[list[int]], group_size: int, sampling: Sampling, on_done: OnDone = ignore
     ) -> Rollout:
-        """Sample `group_size` completions of each prompt; `on_done` is called with the number of newly finished
-        ones.
+        """Sample `group_size` completions of each prompt; call `on_done` with the number of newly finished ones.
 
         Raises EngineFailed, and whatever `on_done` raises.
         """

@@ -43,6 +43,7 @@ class DenseAdapter:
         self.read = [(module, module.weight) for module in modules]
 
     def sync(self, llm: LLM) -> None:
+        """Copy the policy's current adapter into the buffers of vLLM's layers."""
         if any(module.weight is not weight for module, weight in self.read):
             raise AssertionError("the policy's adapter has other tensors than when the engine began")
         scaling = (self.lora.alpha or self.lora.rank) / self.lora.rank

@@ -147,8 +147,7 @@ def fused(model: nn.Module) -> Iterable[list[PackedLinear]]:
 
 
 def rows_while_emptying(cfg: RunConfig) -> list[int]:
-    """Return batch sizes of decoding: a full batch, and what remains when half and three quarters of it have
-    finished.
+    """Return batch sizes of decoding: a full batch, and what is left after half and three quarters have finished.
 
     Sizes from `dense_rows` on use another kernel and are left out, unless none would remain.
     """

@@ -129,9 +129,7 @@ def hold(path: Path) -> int | None:
 
 
 def place_for(size: int) -> Path:
-    """Return the folder for temporary files of `size` bytes: RAM if there is room after clearing leftovers, else the
-    disk.
-    """
+    """Return the folder for temporary files of `size` bytes: RAM if it has room after clearing leftovers, else disk."""
     remove_left(IN_MEMORY, OF_RUNS)
     if not IN_MEMORY.is_dir():
         return Path(tempfile.gettempdir())

@@ -220,9 +220,7 @@ class VllmEngine:
         return names_P_G
 
     def _receive(self, count: int, on_done: OnDone) -> dict[str, RequestOutput]:
-        """Run vLLM until all requests are finished; return their outputs by request id. Raises EngineFailed on a
-        timeout.
-        """
+        """Run vLLM until all requests finish; return their outputs by request id. Raises EngineFailed on a timeout."""
         engine, found = self.llm.llm_engine, dict[str, RequestOutput]()
         minutes = self.cfg.rollout.vllm.timeout_minutes
         deadline = time.monotonic() + 60 * minutes

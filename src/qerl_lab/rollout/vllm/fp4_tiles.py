@@ -60,8 +60,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Plan:
-    """Parameters of a launch: variant for `rows` rows of x and `tile` blocks of W, multiplied by `groups`
-    warpgroups.
+    """Parameters of a launch: `groups` warpgroups multiply `rows` rows of x and `tile` blocks of W.
 
     `pieces` thread blocks share a tile. A part of x A^T has `width` columns in shared memory; all parts fill `slabs` of
     64 columns. x A^T is summed over `splits` of x with `of_split` columns each.
@@ -81,9 +80,7 @@ class Plan:
 
 
 def takes(sizes: Sequence[int], columns: int, rank: int) -> bool:
-    """Return whether `linear` supports a weight with parts of these sizes and K `columns`, and an adapter of this
-    rank.
-    """
+    """Return whether `linear` supports a weight of these part sizes and K `columns`, and an adapter of this rank."""
     whole = columns % DEPTH == 0 and all(size % BLOCK == 0 for size in sizes)
     return whole and len(sizes) <= 3 and tiles_take(rank)
 
@@ -108,15 +105,12 @@ def shared_by_mps() -> bool:
 
 
 def counters(rows: int, device: torch.device) -> Tensor:
-    """Make the counters at which a layer's thread blocks synchronize: int64 zeros, one set per layer, written by the
-    kernel.
-    """
+    """Make a layer's counters, int64 zeros, at which thread blocks synchronize. Only the kernel writes them."""
     return torch.zeros(2 + rows // BLOCK, dtype=torch.int64, device=device)
 
 
 def tile_of(N: int, columns: int, multiprocessors: int) -> int:
-    """Choose the blocks of W per tile for a weight [N, K] that minimize the longest sequence of stages on a
-    multiprocessor.
+    """Choose the blocks of W per tile for a weight [N, K], to minimize the stages of the busiest multiprocessor.
 
     Small tiles for few rows leave multiprocessors idle; large tiles make a long end.
     """

@@ -63,8 +63,7 @@ def expand(
     y: Tensor, sums: Tensor, B: Tensor, sizes: list[int],
     alpha: float = 1.0, bias: Tensor | None = None, out: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Write alpha * y + bias + t_p B_p^T to the columns of part p of `out`, with t the sum of `sums` over its first
-    axis.
+    """Write alpha * y + bias + t_p B_p^T to the columns of part p of `out`; t is the sum of `sums` over S.
 
     Args:
         y: `[M, N]`, columns contiguous.
@@ -152,9 +151,7 @@ def _expand(
     PARTS: tl.constexpr, RANK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
     AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile of one part's columns, tile of M): out = alpha y + bias + t B^T, with t the sum of `sums` over
-    S.
-    """
+    """Program (tile of one part's columns, tile of M): out = alpha y + bias + t B^T; t is the sum of `sums` over S."""
     part, first, end = place(tl.program_id(0), PARTS, BLOCK_N)
     n, r = first + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_R)
     b = tl.load(B + n[:, None] * RANK + r[None, :], mask=(n[:, None] < end) & (r[None, :] < RANK), other=0.0)

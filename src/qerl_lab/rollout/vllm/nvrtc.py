@@ -16,8 +16,7 @@ from torch import Tensor
 
 @cache
 def function(source: Path, name: str, device: int, variant: str = "", registers: int | None = None) -> Any:
-    """Compile and load the kernel `name` for `device`, which must be the current one, with all shared memory
-    allowed.
+    """Compile and load the kernel `name` for `device`, the current one, and allow it all shared memory.
 
     `variant` is a line appended to the source: a template instantiation. Raises RuntimeError unless a thread gets
     exactly the `registers` that the source assumes, because a kernel that redistributes them would hang.
@@ -51,8 +50,9 @@ def shared_by_mps(device: int) -> bool:
 
 
 def compiled(source: Path, architecture: str, variant: str = "") -> tuple[bytes, str]:
-    """Compile a file plus a `variant` line for an architecture such as "sm_90"; return machine code and log. Needs no
-    GPU.
+    """Compile a file plus a `variant` line for an architecture such as "sm_90". Needs no GPU.
+
+    Returns machine code and log.
 
     Raises RuntimeError with NVRTC's message.
     """

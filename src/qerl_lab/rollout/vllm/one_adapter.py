@@ -79,9 +79,7 @@ def llm_arguments(folder: Path, lora_rank: int, targets: Sequence[str], routes: 
 
 @register_quantization_config(NAME)
 class OneAdapterConfig(QuantizationConfig):
-    """Quantization config that wraps `base` (None: not quantized) and adds an adapter of `rank` to the layers
-    `targets`.
-    """
+    """Quantization config that adds an adapter of `rank` on the layers `targets` to `base` (None: not quantized)."""
 
     def __init__(
         self, base: QuantizationConfig | None, rank: int, targets: Sequence[str], routes: Mapping[str, Any]
@@ -219,8 +217,7 @@ class OneAdapterMethod(LinearMethodBase):
         layer.register_buffer("adapter_B", B, persistent=False)
 
     def process_weights_after_loading(self, layer: LinearBase) -> None:
-        """Lay the weights out for `fp4_tiles`, or let the base do it for its kernel; keep a dense copy for
-        `dense_rows`.
+        """Lay the weights out for `fp4_tiles`, or let the base do so for its kernel. Keep a copy for `dense_rows`.
 
         Keeps the bias in stored order, because Marlin and Humming reorder `layer.bias`.
         """
@@ -250,8 +247,9 @@ class OneAdapterMethod(LinearMethodBase):
         self.decoders = decoders({TILES: packed, DIVISOR: divisor}, self.sizes, columns)
 
     def _keep_dense(self, layer: LinearBase) -> None:
-        """Unpack the weight as the trainer does and stack A below it: `stacked` [N + P * r, K]. Sets `alpha`, the
-        weight's factor.
+        """Unpack the weight as the trainer does and stack A below it: `stacked` [N + P * r, K].
+
+        Sets `alpha`, the weight's factor.
         """
         stored = {name: getattr(layer, name).data for name in ("weight_packed", "weight_scale")}
         stored["weight_global_scale"] = layer.weight_global_scale.data[:1]
@@ -281,9 +279,7 @@ class OneAdapterMethod(LinearMethodBase):
         return y
 
     def routed(self, layer: LinearBase, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Compute x[M, K] W^T + bias and the adapter, by the lab's kernel, the base's or cuBLAS, depending on the
-        rows.
-        """
+        """Compute x[M, K] W^T + bias and the adapter. The rows choose the lab's kernel, the base's or cuBLAS."""
         rows, dense_rows = len(x), self.routes.dense_rows
         A, B = layer.adapter_A, layer.adapter_B
         plain = None if bias is None else layer.plain_bias

@@ -48,8 +48,7 @@ def parked(policy: Policy) -> Iterator[None]:
 
 
 def share(policy: Policy, model: nn.Module) -> list[str]:
-    """Let the layers of `policy` hold the tensors of vLLM's `model`. Returns the names of layers that keep their
-    own.
+    """Let the layers of `policy` hold the tensors of vLLM's `model`. Returns the layers that keep their own.
 
     Raises ConfigError, before any layer changes, if a weight exists in neither layout.
     """
@@ -136,8 +135,9 @@ def _of_marlin(theirs: nn.Module, divisor: Tensor, first: int, layer: PackedLine
 
 
 def boost(divisor: Tensor, theirs: Tensor) -> float:
-    """Return the power of two by which vLLM multiplied the block scales; its global scale is 2^119 / divisor /
-    boost.
+    """Return the power of two by which vLLM multiplied the block scales.
+
+    vLLM's global scale is 2^119 / divisor / boost.
     """
     ratio = 2.0**119 / divisor.double() / theirs.double()
     return float(ratio.log2().round().exp2().item())

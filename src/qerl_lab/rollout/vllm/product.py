@@ -121,9 +121,7 @@ def tiles_product(
     x: Tensor, packed: Tensor, divisor: Tensor, meeting: Tensor, decoders: Sequence[Decoder], A: Tensor, B: Tensor,
     sizes: list[int], bias: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Compute `unpacked_product`, up to `TILES_ROWS` rows with `fp4_tiles.linear`, which documents `packed` to
-    `meeting`.
-    """
+    """Compute `unpacked_product`; up to `TILES_ROWS` rows with `fp4_tiles.linear`, which documents the arguments."""
     if len(x) > TILES_ROWS:
         return unpacked_product(x, decoders, A, B, sizes, bias)
     return fp4_tiles.linear(x, packed, divisor, A, B, sizes, meeting, bias)

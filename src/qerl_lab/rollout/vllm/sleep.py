@@ -32,9 +32,7 @@ class CacheAlone(CuMemBackend):
                 part.is_asleep = True
 
     def resume(self, tags: list[str] | None = None) -> None:
-        """Map the cache again and zero it, because others wrote to this memory. Raises OutOfMemoryError if none is
-        left.
-        """
+        """Map the cache again and zero it, because others wrote there. Raises OutOfMemoryError if memory is taken."""
         for part in _cache() if tags is None or TAG in tags else []:
             if part.is_asleep:
                 _, size, address, _ = part.handle

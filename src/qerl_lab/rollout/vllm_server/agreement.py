@@ -74,8 +74,8 @@ def differs(server: Server, found: str, wanted: str) -> ConfigError:
 
 
 def _asked(server: Server, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-    """Send a request at the start of a run, where an error means a wrongly started server. Raises ConfigError for
-    it.
+    """Send a request at the start of a run. Raises ConfigError for any error, because the server was started
+    wrongly.
     """
     try:
         return server.ask(method, path, body)

@@ -31,9 +31,7 @@ class Refused(Exception):
 
 
 class Server:
-    """Client of the server at `url`, usable from several threads. `patience`: seconds for which a lost connection is
-    retried.
-    """
+    """Client of the server at `url`, usable from several threads. Retries a lost connection for `patience` seconds."""
 
     def __init__(self, url: str, patience: float, connections: int) -> None:
         self.name = f"the vLLM server at {url_without_secrets(url)}"

@@ -32,8 +32,7 @@ HAD: set[str] = set()  # names of servers that this process took over
 
 
 class VllmServerEngine:
-    """Engine on the server at `rollout.vllm_server.url`, which serves `policy`'s base. One run uses the server at a
-    time.
+    """Engine on the server at `rollout.vllm_server.url`, which serves `policy`'s base to one run at a time.
 
     Seeds determine the draws as in `vllm.engine`. Raises ConfigError if there is no server, or it serves another model
     or with other settings.
@@ -60,8 +59,7 @@ class VllmServerEngine:
             raise
 
     def _take_over(self) -> None:
-        """Make this engine's adapter the only one on the server. Other engines' requests fail from then on and say
-        why.
+        """Make this engine's adapter the only one on the server. Other engines' requests fail from then on.
 
         Raises EngineFailed if this process used the server before and another run has it now. The last run to start
         keeps the server; otherwise two runs would take it from each other in the middle of completions.
@@ -97,9 +95,7 @@ class VllmServerEngine:
         return [card["id"] for card in cards if card["parent"]]
 
     def _require_own(self) -> None:
-        """Raise EngineFailed unless the server holds this engine's adapter only, since another's must not make
-        completions.
-        """
+        """Raise EngineFailed unless this engine's adapter is the only one on the server."""
         if (held := self._adapters()) != [self._name]:
             what = "was taken by another run" if held else "was started again"
             raise EngineFailed(f"{self._server.name} {what}")

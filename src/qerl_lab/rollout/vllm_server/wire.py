@@ -7,9 +7,7 @@ from torch import Tensor
 
 
 def encoded(tensor: Tensor) -> list[str]:
-    """Encode a tensor as dtype and base64, bit for bit. Numbers as text could not be NaN and take four times the
-    space.
-    """
+    """Encode a tensor as dtype and base64, bit for bit. Decimal numbers take four times the space and cannot be NaN."""
     held = tensor.detach().cpu().contiguous()
     return [str(held.dtype).removeprefix("torch."), base64.b64encode(held.view(torch.uint8).numpy().tobytes()).decode()]
 
