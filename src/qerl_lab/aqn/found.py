@@ -4,7 +4,7 @@ KL(noisy || clean) grows as sigma^2 while sigma is small (half of sigma^2 times 
 Beyond that it grows faster or slower. So log KL over log sigma is nearly a line of slope 2, and `solve` searches a zero
 of log(KL / target).
 
-The controller is that of Plappert et al. (arXiv 1706.01905, Sec. 3 and App. C) as implemented in PSN-RLVR's
+The controller is Plappert et al.'s (arXiv 1706.01905, Sec. 3 and App. C) as implemented in PSN-RLVR's
 released code (arXiv 2602.02555, variant I, github.com/baibizhe/psn_rlvr). Departures from both:
 
 1. The distance is the KL over the whole vocabulary on aqn.probe_prompts completions of the step. Plappert measures a
@@ -62,7 +62,7 @@ def solve(cfg: AqnConfig, measure: Callable[[float], float], target: float, gues
         if abs(gap) <= near:
             break
         if (gap < 0 and at == high) or (gap > 0 and at == low):
-            # Return the bound, not the nearest: KLs below the KL of rounding are alike, so a large sigma may win.
+            # Return the bound, not the nearest: below the KL of rounding all KLs are alike, so a large sigma may win.
             return Found(_sigma(cfg, at), kl, len(tried))
         at = _next(tried, near)
     best = min(reversed(range(len(tried))), key=lambda index: abs(tried[index][1]))  # the last of equals

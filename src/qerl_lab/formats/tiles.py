@@ -13,8 +13,8 @@ are:
   2^(e - 9). This covers all E4M3 numbers above 0, subnormals included, but not 0.
 
 Where a scale is 0, the 16 codes become 0 and the scale 2^-9: the same weights up to signs of zeros. On the way back 16
-zero codes with scale 2^-9 get scale 0. Lost are therefore codes whose scale is 0, and a scale of 2^-9 above 16 zero
-codes.
+zero codes with scale 2^-9 get scale 0. So two things are lost: codes under a scale of 0, and a scale of 2^-9 over 16
+zero codes.
 """
 
 import math
