@@ -1,4 +1,4 @@
-"""Adaptive quantization noise (AQN, paper Sec. 3.3): how strong it is in a step, the noise, and what it is added to.
+"""Adaptive quantization noise (AQN, paper Sec. 3.3): the schedule of sigma, and the noise added to RMSNorm weights.
 
 Departures from the released code, where AQN is a no-op (its isinstance test never matches an engine's norms):
 
@@ -7,9 +7,9 @@ Departures from the released code, where AQN is a no-op (its isinstance test nev
 3. It is drawn from (seed, step, layer) on the CPU, so that every rank, engine and resumed run draws the same.
 4. Noisy norms are float32 in trainer and engines, whatever dtype the model computes in. bfloat16 cannot hold a small
    sigma: between 1 and 2 its steps are 0.0078.
-5. What the engine then holds is measured (`noise/std_observed`, `noise/kl_nats`), not assumed.
+5. The noise in the engine is measured (`noise/std_observed`, `noise/kl_nats`), not assumed.
 
-The paper resamples "each forward" in its text and once per rollout in its code; here once per step (rollout).
+The paper's text resamples "each forward", its code once per rollout; here once per step (rollout).
 """
 
 from qerl_lab.aqn.noise import CLEAN, Noise, observed_std

@@ -1,4 +1,4 @@
-"""The noise of a step: three numbers and a flag from which any process draws it, and what it is added to."""
+"""The noise of one step, drawn identically in every process, and its addition to the norms."""
 
 import hashlib
 from collections.abc import Mapping
@@ -10,12 +10,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Noise:
-    """The noise of one step, so that any process can draw it.
+    """The noise of one step, small enough to send to any process that draws it.
 
     Attributes:
-        sigma: standard deviation; with `relative` in units of the root mean square of each norm's own weights, so that
-            the noise of every norm is the same share of it: E|noise|^2 = sigma^2 |clean|^2, as the random directions
-            of filter normalization (arXiv 1712.09913, Sec. 4), a layer at a time.
+        sigma: standard deviation. With `relative` in units of each norm's root mean square, so that E|noise|^2 =
+            sigma^2 |clean|^2 for every norm, as in filter normalization (arXiv 1712.09913, Sec. 4), per layer.
     """
 
     sigma: float
@@ -24,17 +23,19 @@ class Noise:
     relative: bool = False
 
     def onto_norms(self, clean: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return clean + sigma * Z of every norm, Z ~ N(0, 1) drawn for (seed, step, layer); new tensors in float32.
+        """Return clean + sigma * Z for every norm, as new float32 tensors, with Z ~ N(0, 1).
 
-        With `relative` it is clean + sigma * rms(clean) * Z.
+        Z is drawn from (seed, step, layer).
+
+        With `relative`: clean + sigma * rms(clean) * Z.
 
         Args:
-            clean: weights in float32 by the full name of their layer, e.g. `model.layers.0.input_layernorm`, on any
-                one device; not changed.
+            clean: float32 weights by full layer name, e.g. `model.layers.0.input_layernorm`, all on one device; not
+                changed.
         """
         if self.sigma == 0 or not clean:
             return {name: weight.clone() for name, weight in clean.items()}
-        # All norms at once but for the draws: copies of a few thousand numbers to a GPU, one by one, take longer.
+        # Add to all norms at once: copying each draw of a few thousand numbers to a GPU takes longer.
         drawn = torch.cat([self._draw(name, weight.shape) for name, weight in clean.items()])
         flat = torch.cat([weight.flatten() for weight in clean.values()])
         noise = (self.sigma * drawn).to(flat.device)
@@ -44,7 +45,7 @@ class Noise:
         return {name: part.view_as(clean[name]) for name, part in zip(clean, parts, strict=True)}
 
     def _draw(self, layer: str, shape: torch.Size) -> Tensor:
-        """Draw Z, flat, on the CPU: the same everywhere."""
+        """Draw Z as a flat tensor on the CPU, so that it is the same on every machine."""
         digest = hashlib.sha256(f"{self.seed}/{self.step}/{layer}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)  # torch takes 63 bits
         return torch.randn(shape, generator=generator).flatten()
@@ -54,9 +55,9 @@ CLEAN = Noise(sigma=0.0, seed=0, step=0)
 
 
 def size_of_each(clean: Mapping[str, Tensor]) -> Tensor:
-    """For every entry of all norms, flat: the root mean square of its norm, in float32.
+    """Return, for each entry of the concatenated norms, its norm's root mean square in float32.
 
-    Summed in float64, so that another device's order of summing does not show in float32.
+    Summed in float64, so that the order in which a device sums does not show in float32.
     """
     sizes = torch.stack([weight.double().square().mean().sqrt() for weight in clean.values()]).float()
     counts = torch.tensor([weight.numel() for weight in clean.values()], device=sizes.device)
@@ -64,10 +65,10 @@ def size_of_each(clean: Mapping[str, Tensor]) -> Tensor:
 
 
 def observed_std(norms: dict[str, Tensor], clean: dict[str, Tensor], relative: bool = False) -> float:
-    """Standard deviation of (weights held - clean weights) over all entries of the norms, both by name of the layer.
+    """Measure the standard deviation of (held - clean) over all entries of the norms, keyed by layer name.
 
-    With `relative` each difference is first divided by its norm's root mean square, as `Noise.sigma` is meant: what
-    comes out equals sigma either way. A norm that is all zeros has no such noise, and counts as it is.
+    With `relative` each difference is first divided by its norm's root mean square, so that the result equals sigma
+    either way. A norm of zeros is not divided.
     """
     gaps = torch.cat([(norms[name].to(weight) - weight).flatten() for name, weight in clean.items()])
     if relative:

@@ -1,4 +1,4 @@
-"""Questions as a model's chat template writes them, and what is refused of a template."""
+"""Render questions with a model's chat template, and refuse templates that fail, drop messages or take too long."""
 
 import multiprocessing
 import os
@@ -14,10 +14,10 @@ from qerl_lab.config.message import in_one_line
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.units import GIB
 
-SECONDS = 10  # of CPU time for the first chat; a usual one takes a millisecond
+SECONDS = 10  # CPU time allowed for the first chat; usually it takes a millisecond
 WALL_SECONDS = 6 * SECONDS
-MEMORY_BYTES = GIB  # that the first chat may take
-NO_MEMORY = 3  # exit status of the trial
+MEMORY_BYTES = GIB  # allowed for the first chat
+NO_MEMORY = 3  # exit status of the trial process
 OF_ROLE = {
     "system": ("the instruction", "Type task.instruction='', or another model"),
     "user": ("the question", "Type another model"),
@@ -25,12 +25,11 @@ OF_ROLE = {
 
 
 class Chat:
-    """Writes chats by a tokenizer's template.
+    """Renders chats with a tokenizer's template.
 
     Attributes:
-        day: what a template that writes a date is told. A run keeps the day on which it began, so that its prompts
-            stay the same.
-        writes_date: whether the template has asked for it.
+        day: date given to templates that write one. A run keeps its first day, so that its prompts stay the same.
+        writes_date: whether the template has asked for the date.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -38,14 +37,14 @@ class Chat:
 
     @property
     def notes(self) -> list[str]:
-        """What to tell of it, once chats were written."""
+        """Notes for the user about the template; complete once chats were rendered."""
         return [f"the chat template writes a date into each prompt, here always {self.day}"] if self.writes_date else []
 
     def prompt_ids(self, messages: list[dict[str, str]]) -> list[int]:
-        """Token ids of a chat, up to where the answer begins.
+        """Return the token ids of a chat, up to where the answer begins.
 
-        Raises ConfigError for a template that raises, that leaves a message out, or that takes more than SECONDS or
-        MEMORY_BYTES for the first chat.
+        Raises ConfigError for a template that raises, leaves a message out, or takes more than SECONDS or MEMORY_BYTES
+        for the first chat.
         """
         said = f"the chat template of {self.tokenizer.name_or_path}"
         if not self._is_tried:
@@ -54,7 +53,7 @@ class Chat:
         try:
             text = self._applied(messages, tokenize=False)
             ids = self._applied(messages, return_dict=True)["input_ids"]
-        except Exception as error:  # a template is a program, which raises what it likes
+        except Exception as error:  # a template is a program and may raise anything
             kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
             raise ConfigError(
                 f"{said} refuses the questions ({kind}{in_one_line(error)}). Where it takes no system message, type "
@@ -70,21 +69,21 @@ class Chat:
         return ids
 
     def _applied(self, messages: list[dict[str, str]], **output: bool) -> Any:
-        """What the tokenizer makes of a chat: text with tokenize=False, a dict of token ids with return_dict=True."""
+        """Apply the template: text with tokenize=False, a dict of token ids with return_dict=True."""
 
-        def strftime_now(form: str) -> str:  # in place of the one of transformers, by which templates ask for the date
+        def strftime_now(form: str) -> str:  # replaces transformers' own, by which templates ask for the date
             self.writes_date = True
             return datetime.combine(self.day, time()).strftime(form)
 
-        # The tokenizers of mistral-common take no variable that they do not know.
+        # mistral-common's tokenizers refuse unknown variables.
         dated = {"strftime_now": strftime_now} if "strftime_now" in str(self.tokenizer.chat_template) else {}
         return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, **output, **dated)
 
 
 def _try(write: Callable[[], Any], said: str) -> None:
-    """Write in a fork of this process, which the kernel limits. Raises ConfigError, which begins with `said`.
+    """Call `write` in a forked process with limits on time and memory. Raises ConfigError, beginning with `said`.
 
-    It tells nothing of what `write` raises, because this process is about to write the same.
+    Errors that `write` itself raises are ignored, because the caller repeats the call.
     """
     trial = multiprocessing.get_context("fork").Process(target=_limited, args=(write,))
     trial.start()
@@ -99,7 +98,7 @@ def _try(write: Callable[[], Any], said: str) -> None:
 
 
 def _limited(write: Callable[[], Any]) -> None:
-    """The trial's whole life. It leaves without cleaning up what it shares with its parent, CUDA among it."""
+    """Run the trial. Exits without cleanup, because it shares CUDA and other state with its parent."""
     status = 0
     with open("/proc/self/statm", encoding="ascii") as file:
         held = int(file.read().split()[0]) * resource.getpagesize()

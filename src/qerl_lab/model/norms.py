@@ -1,6 +1,6 @@
-"""The norms that carry noise: found by what they feed, and held in float32.
+"""Find the norms that get noise, and hold them in float32.
 
-In bfloat16 a weight between 1 and 2 has steps of 0.0078, so that a norm in the model's dtype cannot hold a small sigma.
+In bfloat16 a weight between 1 and 2 has steps of 0.0078, too coarse for a small sigma.
 """
 
 from collections.abc import Sequence
@@ -15,16 +15,16 @@ from qerl_lab.config.spelling import listed
 
 
 def noisy_norms(model: PreTrainedModel, names: Sequence[str], path: str) -> dict[str, nn.Module]:
-    """Return the norms of `model` with one of `names` as the last part of their name, by their full names.
+    """Return the norms of `model` named in `names` (last part of the layer name), by full name.
 
-    The paper's noise is on norms that feed linear layers: q, k, v, and gate, up. Models name these norms differently:
-    in Gemma 2 `post_attention_layernorm` follows the attention, and `pre_feedforward_layernorm` feeds gate and up.
+    The paper adds noise to norms that feed linear layers: q, k, v, and gate, up. Their names differ between models: in
+    Gemma 2 `post_attention_layernorm` follows the attention, and `pre_feedforward_layernorm` feeds gate and up.
 
     Args:
         path: model.path, for the message.
 
     Raises:
-        ConfigError: the model has no module of a name, or one that feeds no linear layer.
+        ConfigError: the model lacks a module of a name, or it feeds no linear layer.
     """
     found = {name: module for name, module in model.named_modules() if _last(name) in names}
     if missing := set(names) - {_last(name) for name in found}:
@@ -46,8 +46,8 @@ def _last(name: str) -> str:
 
 @torch.no_grad()
 def _norms_before_linears(model: PreTrainedModel) -> set[str]:
-    """Send one token through the blocks of `model`; return the full names of the norms whose output a Linear reads."""
-    written: dict[str, Tensor] = {}  # kept until the end, so that no address is used twice
+    """Run one token through `model`; return the full names of the norms whose output a Linear reads."""
+    written: dict[str, Tensor] = {}  # keep the tensors alive, so that no address is reused
     read: list[Tensor] = []
     hooks = []
     for name, module in model.named_modules():
@@ -72,15 +72,16 @@ def _norms_before_linears(model: PreTrainedModel) -> set[str]:
 
 
 def _is_norm(module: nn.Module) -> bool:
+    """Return whether a module has a one-dimensional weight."""
     own = dict(module.named_parameters(recurse=False))
     return "weight" in own and own["weight"].dim() == 1
 
 
 def hold_in_float32(norm: nn.Module) -> nn.Parameter:
-    """Give `norm` its weight in float32, in place, and have it return the dtype of its input. Returns the weight.
+    """Convert the weight of `norm` to float32 in place, with output in the input's dtype. Returns the weight.
 
-    The weights of before give the bits of before: the float32 product of two bfloat16 numbers is exact, so that it is
-    rounded once, like the bfloat16 product.
+    Unchanged weights give unchanged bits: the float32 product of two bfloat16 numbers is exact and so rounded once,
+    like the bfloat16 product.
     """
     weight = norm.get_parameter("weight")
     if weight.dtype != torch.float32:

@@ -1,4 +1,4 @@
-"""A tokenizer's files, and the token that pads. Imports no transformers."""
+"""Save a tokenizer, and choose the padding token. Imports no transformers."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -8,14 +8,14 @@ if TYPE_CHECKING:
 
 from qerl_lab.config.option import ConfigError
 
-# How a tokenizer was found, which transformers (5.17) writes down as if it were a property of it.
+# How a tokenizer was loaded. transformers (5.17) saves this as if it were a property of the tokenizer.
 OF_LOADING = ("is_local", "local_files_only")
 
 
 def save(tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:
-    """Write the same files for the same tokenizer, in the reach of a hub or out of it (HF_HUB_OFFLINE=1).
+    """Write the tokenizer's files, identical with and without access to the hub (HF_HUB_OFFLINE=1).
 
-    Two such folders would else differ in model.hash, and their runs be of two arms.
+    Otherwise model.hash would differ, and the runs would count as two arms.
     """
     for name in OF_LOADING:
         tokenizer.init_kwargs.pop(name, None)
@@ -23,10 +23,9 @@ def save(tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:
 
 
 def pad_id(tokenizer: "PreTrainedTokenizerBase", embeddings: int) -> int:
-    """Return the id of the token that pads: the tokenizer's own where the model has an embedding of it, else the end
-    token. Any will do, since padding is masked.
+    """Return the padding token's id: the tokenizer's own if the model has an embedding for it, else the end token's.
 
-    Raises ConfigError where neither is an id below `embeddings`.
+    Any token would do, because padding is masked. Raises ConfigError if neither id is below `embeddings`.
     """
     for number in (tokenizer.pad_token_id, tokenizer.eos_token_id):
         if number is not None and number < embeddings:
