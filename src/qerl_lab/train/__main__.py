@@ -64,7 +64,7 @@ def is_told_in_a_line(error: Exception) -> bool:
     """Return whether the message is enough and a traceback would add nothing."""
     if isinstance(error, OSError):
         return error.errno in FULL
-    return isinstance(error, ConfigError | Diverged) or type(error).__name__ == "EngineFailed"  # its module imports torch
+    return isinstance(error, ConfigError | Diverged) or type(error).__name__ == "EngineFailed"  # lives beside torch
 
 
 def read(words: list[str]) -> tuple[RunDirectory, int]:

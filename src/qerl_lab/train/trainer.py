@@ -138,9 +138,7 @@ class LabTrainer(GRPOTrainer):
             tensors["old_per_token_logps"] = scored
 
     def _collect(self) -> Batch:
-        """Sync the engine, sample, put it to sleep. If it fails, save the state at the step's start, rebuild and
-        retry.
-        """
+        """Sync the engine, sample, put it to sleep. If it fails, save the state at the step's start and retry."""
         began_at, started = self.cursor.position, self.clock.own_time()
         self.measured["rollout/engine_restarts"] = 0
 
