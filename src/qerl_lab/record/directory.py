@@ -295,7 +295,7 @@ class RunDirectory:
 
         A finished run trained all configured steps, any other run at least those up to its newest checkpoint.
         """
-        configured = self.settings().get("steps", 0) if self.status == "done" else 0  # missing if the file was truncated
+        configured = self.settings().get("steps", 0) if self.status == "done" else 0  # missing if truncated
         steps = max(int(configured), self.last_saved())
         lines = self.metrics()  # read after the checkpoints, as a running run adds to both
         metrics.check_steps(metrics.trained(lines), steps)
