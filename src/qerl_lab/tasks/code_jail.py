@@ -183,7 +183,7 @@ def run(program: str) -> None:
     """Execute the program as `__main__` with its own arguments."""
     module = type(sys)("__main__")
     module.__file__ = program
-    builtins.exit, builtins.quit = Quitter("exit", ""), Quitter("quit", "")  # normally defined by site, which is not loaded
+    builtins.exit, builtins.quit = Quitter("exit", ""), Quitter("quit", "")  # site, which defines them, is not loaded
     sys.modules["__main__"], sys.argv = module, [program]
     with open(program, encoding="utf-8") as file:
         exec(compile(file.read(), program, "exec"), vars(module))  # the only exec in this package

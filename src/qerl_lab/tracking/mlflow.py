@@ -121,7 +121,7 @@ class MlflowRun:
     def __init__(self, cfg: RunConfig, directory: RunDirectory, uri: str, record: MirrorRecord) -> None:
         from mlflow import MlflowClient
 
-        logging.getLogger("mlflow").setLevel(os.environ["MLFLOW_LOGGING_LEVEL"].upper())  # trl may have imported MLflow before the setting
+        logging.getLogger("mlflow").setLevel(os.environ["MLFLOW_LOGGING_LEVEL"].upper())  # trl may have imported it
         logging.getLogger("urllib3.connectionpool").addFilter(_is_not_ours)
         create_sqlite(uri)
         self.client = MlflowClient(tracking_uri=uri)

@@ -8,7 +8,7 @@ from qerl_lab.config.spelling import resume_word
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.tracking.mlflow import MlflowRun, Status, mlflow_uri, prepare_mlflow
 
-ENDED: dict[str, Status] = {"done": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}  # keyed by RunDirectory.status
+ENDED: dict[str, Status] = {"done": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}  # by RunDirectory.status
 
 
 def resync(directory: RunDirectory, uri: str | None = None) -> str:

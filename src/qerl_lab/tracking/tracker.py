@@ -122,7 +122,7 @@ class Tracker:
             is_last = self._stop.is_set()
             try:
                 self._follow()
-            except Exception as error:  # the thread's boundary: no error of MLflow, its database or the network may end a run
+            except Exception as error:  # the thread's boundary: an error of MLflow or the network must not end a run
                 self._tell_away(f"failed ({type(error).__name__}: {first_line(error)[:200]})")
                 if is_last:
                     return
