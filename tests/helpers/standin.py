@@ -1,6 +1,6 @@
-"""A stand-in for a run's process: what the command line makes of it, without torch.
+"""A stand-in for a run's process without torch, to test how the command line handles its end.
 
-It obeys the seed of the run that it is given, and records what it saw in RUN_DIR/seen.json.
+The run's seed selects its behaviour. It writes what it saw to RUN_DIR/seen.json.
 """
 
 import contextlib
@@ -76,7 +76,7 @@ def only_run() -> Path:
 
 
 def background(child: Path, *words: str) -> subprocess.Popen[str]:
-    """The command in a process group of its own, as a shell starts it."""
+    """Start the command in its own process group, as a shell does."""
     code = (
         "import sys; from qerl_lab import exits; from qerl_lab.cli import launch; from qerl_lab.__main__ import main;"
         f"launch.child_command = lambda run_dir: [sys.executable, '-S', {str(child)!r}, str(run_dir)];"
@@ -90,7 +90,7 @@ def background(child: Path, *words: str) -> subprocess.Popen[str]:
 
 
 def started(pattern: str) -> Path:
-    """The run directory, once its child has begun and can take a signal."""
+    """Return the run directory once its child has started and handles signals."""
     deadline = time.time() + 120
     while time.time() < deadline:
         for path in Path.cwd().glob(f"{pattern}/seen.json"):
