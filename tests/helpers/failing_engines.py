@@ -113,7 +113,7 @@ def install(words: str) -> Plan:
 
 
 def command(run: RunDirectory, plan: str = "", typed: str = "") -> tuple[int, str, str]:
-    """Continue a run in a new process whose engines fail; return exit code, standard output and error."""
+    """Continue a run in a new process with failing engines; return exit code, standard output and error."""
     here = Path(__file__).parent
     words = shlex.split(typed)[1:] if typed else ["-m", "qerl_lab", f"resume={run.path}"]
     paths = [str(here / "failing_site"), str(here), *filter(None, [os.environ.get("PYTHONPATH")])]

@@ -1,4 +1,4 @@
-"""Simulated records with a known truth, whose measures vary by seed and question, for tests of the report.
+"""Simulated records with known truth that vary by seed and question, for tests of the report.
 
 python tests/helpers/simulated_runs.py 4000    # error rates of verdicts, over 4000 repetitions each
 """

@@ -1,4 +1,4 @@
-"""Load benchmarks: tasks whose held-out questions are asked, given as NAME or NAME:PATH."""
+"""Load benchmarks: tasks with held-out questions, given as NAME or NAME:PATH."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

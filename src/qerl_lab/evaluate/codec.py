@@ -16,7 +16,7 @@ _RAMP = 4096  # weights from -largest to largest that are rounded to list a bloc
 
 
 def values_of_a_block(weight_format: Format, largest: float = 1.0) -> list[float]:
-    """Return, in order, every value that a weight can take in a block whose largest magnitude is `largest`.
+    """Return, in order, every value that a weight can take in a block with largest magnitude `largest`.
 
     Raises ValueError for a format without blocks.
     """

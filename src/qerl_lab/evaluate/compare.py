@@ -172,6 +172,7 @@ def paired(a: dict[int, Examined], b: dict[int, Examined]) -> tuple[list[tuple[E
 
 
 def _refuse_asked_otherwise(one: Examined, other: Examined) -> None:
+    """Raise ConfigError if a pair was asked with different settings."""
     a, b = one.about["identity"], other.about["identity"]
     for key in HOW_IT_IS_ASKED:
         if a[key] != b[key]:
@@ -235,6 +236,7 @@ def _who_lacks(
 
 
 def _of_engine(benchmark: str, engine: str, rows: list[list[pd.DataFrame]]) -> Iterator[Difference]:
+    """Yield the differences of one benchmark and engine: accuracy and each pass@k."""
     for pair in rows:
         check_pair(benchmark, *pair)
     samples = int(rows[0][0]["draw"].max()) + 1

@@ -223,6 +223,7 @@ def sample(options: EntropyOptions, device: torch.device) -> Texts:
 
 
 def run_config(options: EntropyOptions, name: str) -> RunConfig:
+    """Return the configuration that loads the model in the format `name`."""
     cfg = RunConfig()
     cfg.model.path, cfg.model.revision, cfg.format.name = options.model, options.revision, name
     return cfg
@@ -315,6 +316,7 @@ def change(values_T: Tensor, texts: Texts) -> dict[str, float]:
 
 
 def named(values_T: Tensor, texts: Texts) -> dict[str, float]:
+    """Return mean and interval of token values as a dict."""
     return dict(zip(("mean", "low", "high"), interval(values_T, texts.lengths), strict=True))
 
 
@@ -340,6 +342,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def cells(row: dict[str, Any], rows: list[dict[str, Any]]) -> list[str]:
+    """Return the table cells of a row."""
     found, error = row["entropy_change"], row.get("weight_error")
     line = [f"  by {row['part']}" if row["part"] else label(row, rows)]
     line += [number(row["entropy"]["mean"], ".4f") if "entropy" in row else ""]

@@ -66,6 +66,7 @@ def _one_subject(options: AccuracyOptions) -> None:
 
 
 def _of_a_model(options: AccuracyOptions) -> None:
+    """Check that model= options are not given with run=, and the reverse."""
     of_model = (("format", options.format), ("revision", options.revision))
     for key, value in of_model if options.run else ():
         if value is not None:
@@ -90,6 +91,7 @@ def _known_benchmarks(options: AccuracyOptions) -> None:
 
 
 def _greedy_once(options: AccuracyOptions) -> None:
+    """Check that greedy decoding asks each question once."""
     if options.temperature == 0 and (options.samples or 1) > 1:
         raise ConfigError(
             f"samples={options.samples} with temperature=0 would be one answer again and again. Type samples=1, or "

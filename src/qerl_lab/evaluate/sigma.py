@@ -57,6 +57,7 @@ def measure(model: str, sigmas: list[float], kls: list[float], relative: bool) -
 
 
 def load(path: str, weight_format: str, device: torch.device) -> Policy:
+    """Load a model in a weight format."""
     cfg = RunConfig()
     cfg.model.path, cfg.format.name = path, weight_format
     return policy.build(cfg, device)

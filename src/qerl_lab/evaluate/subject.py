@@ -59,12 +59,12 @@ class Subject:
 
     @property
     def is_common(self) -> bool:
-        """Whether its own engine is already the common one, because the base is dense."""
+        """Whether the base is dense, so that its own engine is the common one."""
         return self.cfg.format.name == DENSE_FORMAT
 
 
 def subject_of(options: AccuracyOptions) -> Subject:
-    """Return the subject that the options name. Raises ConfigError if it is missing or cannot be evaluated so."""
+    """Return the subject that the options name. Raises ConfigError if it is missing or does not fit the options."""
     found = _of_run(options) if options.run else _of_model(options)
     cfg, rollout = found.cfg, found.cfg.rollout
     cfg.device, cfg.gpus = options.device, 1
@@ -87,6 +87,7 @@ def subject_of(options: AccuracyOptions) -> Subject:
 
 
 def _of_run(options: AccuracyOptions) -> Subject:
+    """Return a run's base with its final adapter, or the base alone."""
     directory = RunDirectory(Path(options.run).expanduser())
     if not directory.is_claimed:
         raise ConfigError(f"run={options.run} is no directory of a run. Type one that holds resolved.yaml.")
@@ -107,6 +108,7 @@ def _of_run(options: AccuracyOptions) -> Subject:
 
 
 def _of_model(options: AccuracyOptions) -> Subject:
+    """Return a model without a run, in its stored format or the requested one."""
     cfg, said = RunConfig(), f"model={options.model}"
     folder = local_folder(options.model, options.revision, key="model")
     on_disk.check_files(folder, said)

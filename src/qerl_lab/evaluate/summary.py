@@ -33,8 +33,7 @@ def summarize(rows: pd.DataFrame) -> Summary:
 
     `accuracy` is the mean over questions and samples (avg@k), `low` and `high` its 95% interval. `standard_error`
     covers variation between questions and draws; `standard_error_of_draws`, with two or more samples, covers asking the
-    same questions again. `unparsed` is omitted if the task does not report it; its rows are NaN beside those of a
-    benchmark that does.
+    same questions again. `unparsed` is omitted if the task does not report it (NaN in `rows`).
     """
     samples, of_questions = int(rows["draw"].max()) + 1, shares(rows)
     mean, low, high = share_interval(of_questions.to_numpy(), samples)

@@ -83,6 +83,7 @@ def layers(
 def _stored(
     weight_format: Format, packed: WeightFiles, name: str, shape: tuple[int, int], device: torch.device
 ) -> Tensor:
+    """Return the dequantized weight of a Linear in a packed checkpoint."""
     parts = {key: packed.tensor(f"{name}.{key}", device) for key in weight_format.layout(shape)}
     return weight_format.dequantize(weight_format.accept(parts, shape, name=name), shape, torch.float32)
 

@@ -41,6 +41,7 @@ def sequences(dataset: str, tokenizer: PreTrainedTokenizerBase, *, samples: int,
 
 
 def _texts(dataset: str, tokenizer: PreTrainedTokenizerBase, seed: int) -> Iterator[str]:
+    """Yield the texts of a dataset. Raises ConfigError for a row that cannot be used."""
     path = Path(dataset).expanduser()
     if path.suffix == ".txt" and path.is_file():
         yield path.read_text(encoding="utf-8") + (tokenizer.eos_token or "")
@@ -60,6 +61,7 @@ def _texts(dataset: str, tokenizer: PreTrainedTokenizerBase, seed: int) -> Itera
 
 
 def _shuffled_lines(path: Path, seed: int) -> Iterator[Mapping[str, Any]]:
+    """Yield the rows of a .jsonl file in the order of `seed`."""
     lines = [line for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
     random.Random(seed).shuffle(lines)
     for line in lines:
@@ -73,6 +75,7 @@ def _shuffled_lines(path: Path, seed: int) -> Iterator[Mapping[str, Any]]:
 
 
 def _hub_rows(dataset: str, seed: int) -> Iterable[Mapping[str, Any]]:
+    """Yield the rows of a hub dataset, shuffled by `seed`."""
     from datasets import load_dataset
 
     if (
@@ -108,6 +111,7 @@ def _text_of(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> str 
 
 
 def _messages_of(row: Mapping[str, Any]) -> list[dict[str, str]] | None:
+    """Return a row's conversation as messages with role and content; None without one."""
     if "messages" in row:
         return row["messages"]
     if "conversations" in row:

@@ -90,6 +90,7 @@ def problem_pairs(tokenizer: Any) -> kl.Pairs:
 
 
 def _asked(chat: Chat, instruction: str, question: str) -> list[int]:
+    """Return the prompt's token ids, with the instruction as system message if the template allows it."""
     together = f"{instruction}\n\n{question}"
     if not chat.tokenizer.chat_template:
         return chat.tokenizer(f"{together}\n\n")["input_ids"]

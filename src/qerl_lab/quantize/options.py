@@ -102,6 +102,7 @@ def _method_fits_format(options: QuantizeOptions) -> None:
 
 
 def _options_act(options: QuantizeOptions) -> None:
+    """Check that format options belong to the chosen format and method."""
     for option_name, format_name in ((f.name, f.metadata["only"]) for f in fields(FormatConfig)):
         if format_name is None:
             continue
@@ -119,6 +120,7 @@ def _options_act(options: QuantizeOptions) -> None:
 
 
 def _calibration_acts(options: QuantizeOptions) -> None:
+    """Check that calibration options are not given with method=rtn."""
     for name in CALIBRATION:
         value = getattr(options, name)
         if options.method == "rtn" and value != getattr(QuantizeOptions(), name):
@@ -129,6 +131,7 @@ def _calibration_acts(options: QuantizeOptions) -> None:
 
 
 def _revision_acts(options: QuantizeOptions) -> None:
+    """Check that revision= is only given for a model on the hub."""
     if options.revision is not None and (options.model == POCKET or Path(options.model).expanduser().exists()):
         raise ConfigError(
             f"revision={options.revision} is of a model on the hub, and model={options.model} is here. "
@@ -155,6 +158,7 @@ def _text_readable(options: QuantizeOptions) -> None:
 
 
 def _out_is_free(options: QuantizeOptions) -> None:
+    """Check that `out` is not the model's folder and does not hold other files."""
     check_apart(options, options.model)
     check_free(options, options.overwrite, _is_quantized, "is no quantized checkpoint")
 

@@ -69,6 +69,7 @@ def plan(source: TensorSource, linears: Sequence[str], weight_format: Format, sh
 
 
 def _units(source: TensorSource, linears: Sequence[str], weight_format: Format) -> Iterator[Unit]:
+    """Yield the units of the source, in its order."""
     groups = {f"{name}.weight": tuple(group) for group in fused_groups(list(linears)) for name in group}
     done: set[str] = set()
     for name in source.names:
@@ -180,6 +181,7 @@ def _header(layout: Layout) -> bytes:
 
 
 def _bytes(name: str, tensor: Tensor, about: tuple[tuple[int, ...], torch.dtype]) -> memoryview:
+    """Return a tensor's bytes, after checking its shape and dtype."""
     if (tuple(tensor.shape), tensor.dtype) != about:
         raise AssertionError(f"{name} is {list(tensor.shape)} in {tensor.dtype}, its format's layout says {about}")
     return tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data

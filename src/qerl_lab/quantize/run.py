@@ -111,6 +111,7 @@ def read_source(options: QuantizeOptions) -> Source:
 
 
 def _quantization_config(options: QuantizeOptions, dense: list[str], dtype: torch.dtype) -> dict[str, Any]:
+    """Return the config.json entry for the packed model. Raises ConfigError if `ignore` cannot be expressed."""
     beyond = [name for name in dense if not is_ignored(name, options.ignore)]  # tied to an embedding
     try:
         return formats.build(options.format_config()).quantization_config([*options.ignore, *beyond], dtype)
@@ -158,6 +159,7 @@ def _check_skipped(options: QuantizeOptions, skipped: list[str], packed: list[st
 
 
 def _check_tensor(folder: Path, weights: WeightFiles, name: str, shape: tuple[int, ...]) -> None:
+    """Raise ValueError if a weight is missing or its shape differs from config.json."""
     if name not in weights.names:
         raise ValueError(f"{folder} holds no {name}, which its config.json asks for")
     if weights.shape(name) != shape:

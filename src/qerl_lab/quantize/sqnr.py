@@ -14,7 +14,7 @@ LOWEST = 5
 
 
 class Layer(NamedTuple):
-    """One packed Linear: squared sums of its weight and of its rounding error, weight count, bytes of its tensors."""
+    """One packed Linear: sums of squares of its weight and its rounding error, weight count, bytes of its tensors."""
 
     name: str
     signal: float

@@ -29,7 +29,7 @@ class Saved:
         prompts_seen: position in the training data.
         run_key: the run's name in MLflow.
         config: values of `arm.of_run`, to detect a changed configuration.
-        device, dtype: what the run trains on and in.
+        device, dtype: device type and dtype of training.
         noise: state of `train.noise.NoiseLevel`.
     """
 
@@ -81,6 +81,7 @@ def save(folder: Path, state: Mapping[str, Any], write: Callable[[Path], None], 
 
 
 def _fill(aside: Path, state: Mapping[str, Any], write: Callable[[Path], None]) -> None:
+    """Write all files of a checkpoint, then its checksums, and sync them to disk."""
     write(aside)
     (aside / STATE).write_text(json.dumps(state))
     digests = {str(path.relative_to(aside)): sha256(path) for path in _files(aside)}
@@ -118,6 +119,7 @@ def verify(path: Path) -> str:
 
 
 def _damage(path: Path) -> str:
+    """Return the first defect of a checkpoint folder; empty if there is none."""
     try:
         digests = json.loads((path / MANIFEST).read_text())
     except FileNotFoundError:

@@ -136,7 +136,7 @@ def git_state() -> tuple[str, bool]:
 
 
 def code_diff() -> str:
-    """Return `git diff HEAD` of the checkout below a list of untracked files; a note if there is no checkout."""
+    """Return the untracked files and `git diff HEAD` of the checkout; a note if there is no checkout."""
     if not _is_checkout():
         version = versions(["qerl-lab"]).get("qerl-lab", "of unknown version")
         return f"# no checkout: the installed package qerl-lab {version}\n"

@@ -100,6 +100,7 @@ class Unfinished:
 
 
 def _another(folder: Path, begun: Mapping[str, Any], now: Mapping[str, Any], differ: list[str]) -> str:
+    """Return the error message for a directory that was started with other options."""
     keys = [key for key in differ if not isinstance(now.get(key), dict)]
     if not keys:
         return f"{folder} was begun from other files than {differ[0]} has now. Type overwrite=true to start again."

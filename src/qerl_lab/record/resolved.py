@@ -58,6 +58,7 @@ def read_settings(run_dir: Path) -> dict[str, str]:
 
 
 def _values(run_dir: Path) -> dict[str, Any]:
+    """Parse resolved.yaml. Raises ConfigError if it is missing or unreadable."""
     path = run_dir / NAME
     if not os.path.isfile(path):  # Path.is_file raises if the name is too long
         what = f"has no {NAME}, so it is no run directory" if os.path.isdir(run_dir) else "is no directory"
@@ -75,6 +76,7 @@ def _values(run_dir: Path) -> dict[str, Any]:
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield every dotted key with its value as text."""
     for key, value in values.items():
         if isinstance(value, dict):
             yield from _flat(value, f"{prefix}{key}.")

@@ -101,6 +101,7 @@ def refuse_other_device(run_dir: Path, began_on: str | None, device: str) -> Non
 
 
 def _refuse_other_config(run_dir: Path, saved: checkpoint.Saved, cfg: RunConfig) -> None:
+    """Raise ConfigError if the configuration has changed since the checkpoint."""
     then, now = {**ADDED, **saved.config}, of_run(cfg)
     if then.get("steps") in cfg.extended:  # the checkpoint is older than the extension
         now |= {"steps": then["steps"], "extended": cfg.extended[: cfg.extended.index(then["steps"])]}

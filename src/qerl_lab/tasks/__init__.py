@@ -142,7 +142,7 @@ def wording(text: str) -> str:
 
 
 def _apart(train: list[Question], heldout: list[Question], size: int) -> Questions:
-    """Return the first `size` (0: all) training questions without those held out, compared by `wording`."""
+    """Remove held-out questions (compared by `wording`) from training; return the first `size` (0: all)."""
     asked = {wording(question.prompt) for question in heldout}
     kept = [question for question in train if wording(question.prompt) not in asked]
     shared = [f"{question.id} is held out too" for question in train if wording(question.prompt) in asked]
@@ -215,6 +215,7 @@ def _module(cfg: TaskConfig) -> SimpleNamespace:
 
 
 def _task(cfg: TaskConfig, module: SimpleNamespace, train: Questions, heldout: list[Question]) -> Task:
+    """Bind a module's functions and questions to a configuration."""
     sets = {"training": train, "heldout": heldout if isinstance(heldout, Questions) else Questions(heldout)}
     said = {
         line: role

@@ -87,6 +87,7 @@ def worked(cfg: TaskConfig) -> list[Question]:
 
 
 def _of(id: str) -> Problem:
+    """Parse a problem's id."""
     start, *changes = map(int, re.findall(r"[+-]?\d+", id))
     return Problem(start, tuple(changes))
 
@@ -137,6 +138,7 @@ def _together(rng: random.Random, of: Problem) -> str:
 
 
 def _chain(rng: random.Random, start: int, changes: list[int]) -> str:
+    """Write a chain of sums from `start` over `changes`."""
     total, lines = start, []
     for change in changes:
         lines.append(_sum(rng, total, change))
@@ -145,6 +147,7 @@ def _chain(rng: random.Random, start: int, changes: list[int]) -> str:
 
 
 def _sum(rng: random.Random, total: int, change: int) -> str:
+    """Write one sum or difference in a random style."""
     if change > 0:
         left, right = rng.sample((total, change), 2)
         return rng.choice([f"{left}+{right}={left + right}", f"{left} plus {right} is {left + right}"])

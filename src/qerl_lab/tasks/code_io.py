@@ -64,11 +64,13 @@ def _questions(cfg: TaskConfig, count: int, of_heldout: bool) -> list[Question]:
 
 
 def _payload(cfg: TaskConfig, tests: Sequence[tuple[str, str]]) -> dict[str, Any]:
+    """Return what `grade` needs: inputs, expected outputs and limits."""
     limits = {"seconds": cfg.code_io.seconds, "memory_mib": cfg.code_io.memory_mib}
     return {"inputs": [given for given, _ in tests], "outputs": [output for _, output in tests], **limits}
 
 
 def _tests(row: Row) -> list[tuple[str, str]]:
+    """Parse the tests of a row. Raises BadRow."""
     column, found = row.columns["tests"], row.value("tests")
     if not isinstance(found, list) or not found:
         raise BadRow(f"has no list of tests in {column!r}")
@@ -86,7 +88,7 @@ def _made(cfg: TaskConfig, count: int, problems: Iterable[Problem]) -> Questions
 
 
 def training_problems(cfg: TaskConfig) -> Iterator[Problem]:
-    """Yield problems whose shape and behaviour are not those of a held-out problem of any level."""
+    """Yield training problems: no held-out shape, and no behaviour of a held-out problem of any level."""
     known = {problem.behaviour for level in LEVELS for problem in _heldout_of(level)}
     rng = random.Random(SEED)
     return _distinct(lambda: code_problems.draw_problem(rng, rng.choice(_levels(cfg))), of_heldout=False, known=known)
@@ -182,6 +184,7 @@ def _shares(asked: Sequence[tuple[str, Question]]) -> list[float]:
 
 
 def _same(given: str | None, known: str) -> bool:
+    """Return whether two outputs are equal, ignoring trailing spaces and empty lines at the end."""
     return given is not None and _lines(given) == _lines(known)
 
 

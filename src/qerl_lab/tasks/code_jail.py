@@ -130,6 +130,7 @@ def _argument(place: int, high: bool = False) -> int:
 
 
 def _without_bits(number: int, place: int, bits: int, both_halves: bool = False) -> list[Line]:
+    """Return BPF lines that allow a call only if an argument has none of `bits`."""
     halves = [(LOAD, 0, 0, _argument(place)), (ANY_BIT, 0, 1, bits), (RETURN, 0, 0, REFUSE)]
     if both_halves:
         halves += [(LOAD, 0, 0, _argument(place, high=True)), (ANY_BIT, 0, 1, bits), (RETURN, 0, 0, REFUSE)]
@@ -137,6 +138,7 @@ def _without_bits(number: int, place: int, bits: int, both_halves: bool = False)
 
 
 def _one_of(number: int, place: int, values: tuple[int, ...]) -> list[Line]:
+    """Return BPF lines that allow a call only if an argument is one of `values`."""
     tests = [line for value in values for line in ((EQUAL, 0, 1, value), (RETURN, 0, 0, ALLOW))]
     return _for(number, [(LOAD, 0, 0, _argument(place)), *tests, (RETURN, 0, 0, REFUSE)])
 

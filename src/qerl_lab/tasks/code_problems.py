@@ -125,6 +125,8 @@ def _list(text: str) -> Numbers:
 
 
 def _pipeline(fewest: int, most: int) -> Callable[[random.Random], Problem]:
+    """Return a maker of problems with `fewest` to `most` steps over a list of numbers."""
+
     def make(rng: random.Random) -> Problem:
         names = rng.sample(sorted(STEPS), rng.randint(fewest, most))
         chosen = [(name, rng.choice(HOLES)) for name in names]

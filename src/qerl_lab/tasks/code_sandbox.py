@@ -108,6 +108,7 @@ def check() -> None:
 
 
 def _outputs(program: Program) -> list[str | None]:
+    """Run a program on its inputs, one process each, until one runs out of time."""
     outputs: list[str | None] = []
     with tempfile.TemporaryDirectory(prefix="qerl-code-") as folder:
         file = Path(folder) / "main.py"

@@ -152,6 +152,7 @@ def _id(name: str, split: str, number: int, row: Row) -> str:
 
 
 def _add(found: dict[str, Question], question: Question, repeats: bool) -> None:
+    """Add a question. Raises BadRow for a repeated id."""
     known = found.setdefault(question.id, question)
     if known is question or (repeats and known == question):
         return
@@ -190,6 +191,7 @@ class Place:
 
 
 def _place(cfg: TaskConfig, source: Source, of_heldout: bool) -> Place:
+    """Return where to read the rows: the hub, a folder or a file. Raises ConfigError."""
     path = cfg.path or source.hub_id
     local, split = Path(path).expanduser(), source.split(of_heldout)
     columns = (
@@ -228,7 +230,7 @@ def _names(source: Source, split: str, of_heldout: bool) -> list[str]:
 
 
 def _files_of(folder: Path, names: list[str], hub_config: str) -> list[Path]:
-    """Return the files of the first of `names` found in the folder, in a plain or the hub's layout."""
+    """Return the files named after the first match in `names`, in a plain folder or the hub's layout."""
     for inside in (folder, folder / "data", folder / hub_config):
         for name in names:
             for pattern in (f"{name}.jsonl", f"{name}.parquet", f"{name}-*-of-*.parquet"):

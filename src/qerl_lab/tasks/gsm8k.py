@@ -57,10 +57,12 @@ def _questions(cfg: TaskConfig, of_heldout: bool, make: Make) -> Questions:
 
 
 def _rationale(row: Row) -> str:
+    """Return the solution before `####`."""
     return row.text("answer").rpartition("####")[0]
 
 
 def _worked(id: str, row: Row) -> Question:
+    """Make a question with its solution in the paper's format. Raises BadRow."""
     question, rationale = _question(id, row), _rationale(row)
     steps = re.sub(r"<<[^<>]*>>", "", rationale).strip()
     if not steps or "<" in steps:  # a "<" would clash with the format's tags

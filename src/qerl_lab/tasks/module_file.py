@@ -96,6 +96,8 @@ def _imported(file: Path) -> ModuleType:
 
 
 def _questions(cfg: TaskConfig, name: str, function: Callable[..., Any]) -> Callable[[TaskConfig], list[Question]]:
+    """Wrap `function` to check that it returns valid questions with unique ids."""
+
     def checked(of: TaskConfig) -> list[Question]:
         found = function(of)
         if not isinstance(found, list) or not all(isinstance(one, Question) for one in found):

@@ -76,6 +76,7 @@ def points_of(lines: Sequence[MetricsLine]) -> dict[tuple[str, int], Point]:
 
 
 def _point(value: float, milliseconds: int) -> Point:
+    """Make a point; nan becomes None, so that points compare equal."""
     return (value if value == value else None, milliseconds)
 
 
@@ -135,6 +136,7 @@ class MlflowRun:
         self.params_added = self._add_params(params(cfg), found.data.params)
 
     def _experiment(self, name: str, uri: str) -> str:
+        """Return the id of the experiment, created if missing."""
         from mlflow.exceptions import MlflowException
 
         if found := self.client.get_experiment_by_name(name):
@@ -174,6 +176,7 @@ class MlflowRun:
         return run
 
     def _points(self, run: Any) -> list[tuple[tuple[str, int], Point]]:
+        """Return every point of an MLflow run as ((name, step), point)."""
         names, run_id = run.data.metrics, run.info.run_id
         history = [(name, point) for name in names for point in self.client.get_metric_history(run_id, name)]
         return [((name, point.step), _point(point.value, point.timestamp)) for name, point in history]
@@ -226,6 +229,7 @@ class MlflowRun:
 
 
 def _within(points: Sequence[tuple[tuple[str, int], Point]], recorded: Mapping[tuple[str, int], Point]) -> bool:
+    """Return whether all points are unique and in the record."""
     return len({at for at, _ in points}) == len(points) and all(recorded.get(at) == point for at, point in points)
 
 

@@ -99,6 +99,7 @@ def _signs_of_the_engine(last: Sequence[Metrics], cfg: RunConfig) -> dict[str, s
 
 
 def _only_the_format(first: Sequence[Metrics], last: Sequence[Metrics], cfg: RunConfig) -> str:
+    """Return the advice for completions that shrink while answers do not improve."""
     tokens, earned = ([_mean(name, steps) for steps in (first, last)]
                       for name in ("rollout/completion_tokens", "reward/answer"))  # fmt: skip
     said = (
@@ -115,6 +116,7 @@ def _only_the_format(first: Sequence[Metrics], last: Sequence[Metrics], cfg: Run
 
 
 def _two_policies(apart: float, cfg: RunConfig) -> str:
+    """Return the advice for a sampler and trainer that are too far apart."""
     vllm = "Type rollout.vllm.linear_backend=marlin, or rollout=transformers, and compare sampler/logprob_gap_max."
     return (
         f"Without noise each of the last steps had a token whose log-probabilities were {apart:.0f} nats apart or "

@@ -76,7 +76,7 @@ class Ranks:
         return any(self.gather(flag))
 
     def alike(self, act: Callable[[], T], *endings: type[Exception]) -> T:
-        """Return the result of `act`. If it raises one of `endings` on any rank, raise that on every rank."""
+        """Run `act` on every rank; return its result. If it raises one of `endings` on any rank, raise it on all."""
         if self.size == 1:
             return act()
         done, own = None, None

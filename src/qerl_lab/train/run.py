@@ -144,6 +144,7 @@ def _loaded(cfg: RunConfig, device: torch.device) -> Policy:
 
 
 def _lacks_first_answers(cfg: RunConfig, directory: RunDirectory) -> bool:
+    """Return whether the exam before training is due and not recorded."""
     return cfg.eval.questions > 0 and "before" not in directory.evaluations()
 
 

@@ -30,7 +30,7 @@ class Group:
 
     Attributes:
         parts: reward parts by name, [G] each.
-        unparsed_G: 1 where the answer could not be parsed; None if the task does not report it.
+        unparsed_G: 1 for an answer that could not be parsed; None if the task does not report it.
     """
 
     question: Question

@@ -53,6 +53,7 @@ class Stop:
         return stop
 
     def _hear(self) -> None:
+        """Handle a signal: exit at once if there is nothing to save, else stop after the step."""
         if not self.can_save:
             os._exit(INTERRUPTED)
         self.signalled = True

@@ -124,10 +124,7 @@ class LabTrainer(GRPOTrainer):
         return tensors
 
     def _choose_old(self, tensors: dict[str, Any]) -> None:
-        """Set the denominator of the ratio: the sampler's log-probs, the trainer's, or none for a ratio of 1.
-
-        With one update, the ratio to the trainer's own log-probs is 1, also with dropout.
-        """
+        """Set the ratio's denominator: the sampler's log-probs, the trainer's, or none with one update (ratio 1)."""
         scored = tensors.pop("old_per_token_logps", None)
         self.scored_before = scored is not None
         if scored is not None:
@@ -195,6 +192,7 @@ class LabTrainer(GRPOTrainer):
             terminal.say(f"warning, step {self.step}: {said}")
 
     def _measure_noise(self, rollout: Rollout) -> None:
+        """Record the noise's metrics and, with aqn.probe_prompts, the KL and kernel gap that it causes."""
         self.measured |= self.level.metrics(self.step)
         norms, temperature = self.engine.norms(), self.cfg.rollout.temperature
         self.measured["noise/std_observed"] = aqn.observed_std(norms, self.policy.clean_norms, self.cfg.aqn.relative)
@@ -254,6 +252,7 @@ class LabTrainer(GRPOTrainer):
         return packing.attention(self.policy.model.get_base_model()) if self.packs else nullcontext()
 
     def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+        """Compute TRL's loss plus the entropy bonus's correction, with the noise and attention of the run."""
         self.loss_tokens.append(float(inputs.get("tool_mask", inputs["completion_mask"]).sum()))
         self.micro_batch = dict(inputs)  # a copy, since the advantages are weighted in it
         # Enter only here, because TRL also samples inside a training step. Stay until the backward pass ends, because
@@ -303,6 +302,7 @@ class LabTrainer(GRPOTrainer):
         self.after_step(self.steps_done)
 
     def _step_metrics(self, logs: dict[str, float]) -> dict[str, float]:
+        """Return all metrics of a step, pooled over ranks."""
         means = {name: logs[metric.trl] for name, metric in METRICS.items() if metric.trl in logs}
         metrics = {name: math.nan if mean is None else mean for name, mean in means.items()}  # TRL's NaN is None
         own = [sum(part.item() for part in parts) for parts in zip(*self.entropies, strict=True)]
