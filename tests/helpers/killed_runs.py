@@ -1,6 +1,6 @@
-"""Runs in processes that die when they are told to, and their records beside those of runs that nobody interrupted.
+"""Run training processes that die at a chosen point, and compare their records with uninterrupted runs.
 
-The children are forked (forked.py); what they run is the main function of `python -m qerl_lab.train`.
+The children are forked (forked.py) and run the main function of `python -m qerl_lab.train`.
 """
 
 import json
@@ -33,7 +33,7 @@ SETTINGS = {
 
 
 def enter(run_dir: Path) -> None:
-    """Put a forked child where it belongs: artifacts beside the run, output to a file of its own."""
+    """Prepare a forked child: change into the run's parent directory, redirect output to a file."""
     assert "qerl_lab.train.run" in sys.modules, "the server has not imported what a run needs"
     os.chdir(run_dir.parent)
     with (run_dir / "output.txt").open("ab", buffering=0) as out:
@@ -48,7 +48,7 @@ def run_to_the_end(run_dir: Path) -> None:
 
 
 def run_until(run_dir: Path, module: str, function: str, call: int, after: bool) -> None:
-    """Die by SIGKILL at the `call`th call of a function, before or after what it does."""
+    """Die by SIGKILL at the `call`th call of a function, before or after it acts."""
     enter(run_dir)
     import importlib
 
@@ -101,7 +101,7 @@ def create_database(path: Path) -> None:
 
 @dataclass(frozen=True)
 class Reference:
-    """The record of a run that nobody interrupted."""
+    """Record of an uninterrupted run."""
 
     lines: list[tuple[int, dict[str, float]]]
     files: list[bytes]
@@ -117,7 +117,7 @@ def uninterrupted(run_dir: Path) -> Reference:
 
 
 def check(run_dir: Path, reference: Reference) -> None:
-    """The record equals the reference's."""
+    """Assert that the record equals the reference's."""
     assert lines_of(run_dir) == reference.lines
     assert files_of(run_dir) == reference.files
     assert json.loads((run_dir / "DONE").read_text())["steps"] == STEPS
@@ -127,7 +127,7 @@ def check(run_dir: Path, reference: Reference) -> None:
 
 
 def check_mlflow(run_dir: Path, reference: Reference) -> None:
-    """One run, finished, with every point of metrics.jsonl once, times and speeds among them, and no other."""
+    """Assert that MLflow has one finished run with exactly the points of metrics.jsonl, times and speeds included."""
     frame = mlflow_points(f"sqlite:///{run_dir.parent}/mlflow.db")
     assert frame["run_id"].nunique() == 1
     points = {(row.metric, row.step): row.value for row in frame.itertuples()}
@@ -142,7 +142,7 @@ def steps_logged(run_dir: Path) -> int:
 
 
 def wait_while_alive(condition: Callable[[], object], alive: Callable[[], bool], seconds: float = 300) -> bool:
-    """Whether the condition came true before the process ended."""
+    """Return whether the condition came true before the process ended."""
     deadline = time.monotonic() + seconds
     while alive() and time.monotonic() < deadline:
         if condition():

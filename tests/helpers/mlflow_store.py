@@ -1,4 +1,4 @@
-"""Fixtures and read-back for the tests of the MLflow mirror; they load it by `pytest_plugins`."""
+"""Fixtures and readers for the tests of the MLflow mirror, loaded with `pytest_plugins`."""
 
 import shutil
 from collections import Counter
@@ -21,7 +21,7 @@ from mlflow import MlflowClient  # noqa: E402  (after the settings that it reads
 
 @pytest.fixture(scope="session")
 def empty_db(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An MLflow database without runs: creating one takes seconds, copying it none."""
+    """An MLflow database without runs, to copy: creating one takes seconds."""
     path = tmp_path_factory.mktemp("mlflow") / "mlflow.db"
     create_sqlite(f"sqlite:///{path}")
     assert [entry.name for entry in path.parent.iterdir()] == ["mlflow.db"]
@@ -30,7 +30,7 @@ def empty_db(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Tests run in their own directory, where MLflow puts artifacts, and do not wait two seconds to flush."""
+    """Run the test in its own directory, where MLflow puts artifacts, with short flush and retry intervals."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monkeypatch.setattr(tracker_module, "FLUSH_SECONDS", 0.02)
@@ -51,7 +51,7 @@ def run_dir(here: Path) -> Path:
 
 
 def config(run_dir: Path, uri: str | None = None, **changes: Any) -> RunConfig:
-    """A run's configuration, with the resolved.yaml that a real run leaves."""
+    """Return a run's configuration and write the resolved.yaml of a real run."""
     cfg = RunConfig(**changes)
     cfg.tracking.uri = uri
     replace_config(run_dir, cfg)
@@ -75,7 +75,7 @@ def points(uri: str, run_id: str) -> list[tuple[str, int, float, int]]:
 
 
 def mirrored(uri: str) -> list[tuple[str, int, float, int]]:
-    """The points of the store's only run; none before there is one."""
+    """Return the points of the store's only run; empty if there is no run yet."""
     found = runs(uri)
     assert len(found) <= 1
     return points(uri, found[0].info.run_id) if found else []

@@ -1,4 +1,4 @@
-"""What a repeated or resumed run has to have alike, bit for bit."""
+"""Compare what a repeated or resumed run must reproduce bit for bit."""
 
 from collections.abc import Collection
 from pathlib import Path
@@ -13,7 +13,7 @@ FILES = ("adapter/adapter_model.safetensors", "eval.parquet", "samples.jsonl")
 
 
 def lines_of(run_dir: Path, without: Collection[str] = ()) -> list[tuple[int, dict[str, float]]]:
-    """Step and metrics of each line of metrics.jsonl, without times, speeds, memory and the metrics named."""
+    """Return step and metrics of each line of metrics.jsonl, without VARYING metrics and those in `without`."""
     left_out = VARYING | {*without}
     return [
         (line["step"], {name: value for name, value in line["metrics"].items() if name not in left_out})

@@ -1,6 +1,6 @@
-"""A stand-in for a run's process: what the command line makes of it, without torch.
+"""A stand-in for a run's process without torch, to test how the command line handles its end.
 
-It obeys the seed of the run that it is given, and records what it saw in RUN_DIR/seen.json.
+The run's seed selects its behaviour. It writes what it saw to RUN_DIR/seen.json.
 """
 
 import contextlib
@@ -76,7 +76,7 @@ def only_run() -> Path:
 
 
 def background(child: Path, *words: str, stderr: int = subprocess.PIPE) -> subprocess.Popen[str]:
-    """The command in a process group of its own, as a shell starts it."""
+    """Start the command in its own process group, as a shell does."""
     code = (
         "import sys; from qerl_lab import exits, preflight; from qerl_lab.cli import launch;"
         "from qerl_lab.__main__ import main; preflight.has_gpu = lambda: False;"
@@ -91,7 +91,7 @@ def background(child: Path, *words: str, stderr: int = subprocess.PIPE) -> subpr
 
 
 def started(pattern: str) -> Path:
-    """The run directory, once its child has begun and can take a signal."""
+    """Return the run directory once its child has started and handles signals."""
 
     def begun() -> Path | None:
         for path in Path.cwd().glob(f"{pattern}/seen.json"):

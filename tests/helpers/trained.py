@@ -1,4 +1,4 @@
-"""Small trainings that keep their gradients, with TRL's correction or with that of the one forward."""
+"""Small trainings that record their gradients, corrected by TRL or in the single forward."""
 
 import random
 from dataclasses import dataclass, field, replace
@@ -20,7 +20,7 @@ from qerl_lab.train.trainer import LabTrainer
 
 
 class Jittered(TransformersEngine):
-    """Tells log-probs up to half a nat off, so that every correction has something to correct."""
+    """Engine with log-probs off by up to half a nat, so that every correction has an effect."""
 
     def generate(self, prompt_ids_P: list[list[int]], group_size: int, sampling: Sampling) -> Rollout:
         out, rng = super().generate(prompt_ids_P, group_size, sampling), random.Random(3)
@@ -30,13 +30,13 @@ class Jittered(TransformersEngine):
 
 @dataclass
 class Trained:
-    """What a training did."""
+    """Results of a training."""
 
     trainer: LabTrainer
-    gradients: list[dict[str, Tensor]] = field(default_factory=list)  # of each update, clipped
-    rates: list[float] = field(default_factory=list)  # the optimizer's learning rate at each update
+    gradients: list[dict[str, Tensor]] = field(default_factory=list)  # per update, clipped
+    rates: list[float] = field(default_factory=list)  # learning rate of each update
     steps: list[dict[str, float]] = field(default_factory=list)
-    scored: int = 0  # rows that a forward of the trainer took the log-probs of: completions, packed a micro-batch
+    scored: int = 0  # rows in the trainer's forwards: completions, or packed micro-batches
     sampled: int = 0
 
 
@@ -51,7 +51,7 @@ class Gradients(TrainerCallback):
 
 
 def train(cfg: RunConfig, policy: Policy, engine: Engine, folder: Path, is_old: bool = False) -> Trained:
-    """Train to the end; `is_old` has TRL correct, in the way of a run with several updates."""
+    """Train to the end; `is_old` makes TRL apply the correction, as in a run with several updates."""
     cursor, steps = Cursor(select(cfg, policy, tasks.load(cfg.task))), list[dict[str, float]]()
     trainer = LabTrainer(cfg, policy, engine, cursor, folder, lambda _, metrics: steps.append(metrics), Stop())
     trainer.before_save = lambda: {"run_key": "", "config": {}, "device": cfg.device, "dtype": str(policy.model.dtype)}

@@ -1,4 +1,4 @@
-"""Wait for what another process or thread does."""
+"""Wait for another process or thread."""
 
 import time
 from collections.abc import Callable
@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 def wait_for(condition: Callable[[], T], seconds: float = 120, pause: float = 0.02) -> T:
-    """Return the first value of `condition` that is true. Raises AssertionError where there is none in time."""
+    """Return the first true value of `condition`. Raises AssertionError after `seconds`."""
     end = time.monotonic() + seconds
     while not (found := condition()):
         assert time.monotonic() < end, f"it did not happen within {seconds:g} s"
@@ -18,9 +18,10 @@ def wait_for(condition: Callable[[], T], seconds: float = 120, pause: float = 0.
 
 
 def give_time(condition: Callable[[], object], seconds: float = 0.5) -> None:
-    """Wait until `condition` is true, or for `seconds`: for what should be so at once unless somebody looks on.
+    """Wait until `condition` is true, for at most `seconds`.
 
-    A profiler that looks at the frames of a running function keeps their tensors alive for that moment.
+    For conditions that normally hold at once. A profiler that inspects the frames of a running function keeps their
+    tensors alive for a moment.
     """
     with suppress(AssertionError):
         wait_for(condition, seconds, pause=0.001)

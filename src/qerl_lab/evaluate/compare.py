@@ -1,4 +1,4 @@
-"""`python -m qerl_lab.evaluate compare A B`: two evaluations, paired by question, over several seeds too."""
+"""`python -m qerl_lab.evaluate compare A B`: compare two evaluations, paired by question and by seed."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,8 +22,8 @@ from qerl_lab.report.stats import Interval, between, crossed_interval, p_value, 
 from qerl_lab.terminal import columns, near
 
 HOW_IT_IS_ASKED = ("questions", "max_prompt_tokens")
-HOW_IT_RAN = ("rollout", "device", "dtype", "batch_size")  # kernels, and which questions share a draw
-OF_A_SEED = ("seed", "adapter")  # what may differ between the seeds of one arm
+HOW_IT_RAN = ("rollout", "device", "dtype", "batch_size")  # these affect kernels and random draws
+OF_A_SEED = ("seed", "adapter")  # keys that may differ between the seeds of one arm
 HOW_TO_READ = """\
 Differences are B - A, paired by question{seeds}, with intervals of 95%. Of differences that are 0, one in 20 has
 p < 0.05; engine=common is the one in which both bases are dequantized to BF16."""
@@ -31,7 +31,7 @@ p < 0.05; engine=common is the one in which both bases are dequantized to BF16."
 
 @dataclass(frozen=True)
 class Examined:
-    """One evaluation: its folder, what was asked and how (evaluation.json), a row a completion (eval.parquet)."""
+    """One evaluation: its folder, settings and results (evaluation.json), and a row per completion (eval.parquet)."""
 
     folder: Path
     about: dict[str, Any]
@@ -43,11 +43,11 @@ class Examined:
 
     @property
     def samplings(self) -> list[str]:
-        """The names of the ways in which it was sampled."""
+        """Names of the ways in which it was sampled."""
         return list(self.about["identity"]["samplings"])
 
     def answers(self, benchmark: str, engine: str, sampling: str) -> pd.DataFrame:
-        """The rows of one benchmark, engine and sampling; a dense base's own engine is the common one too."""
+        """Return the rows of one benchmark, engine and sampling. A dense base's own engine is also the common one."""
         engine = OWN if engine == COMMON and self.about["own_is_common"] else engine
         chosen = (self.rows["benchmark"] == benchmark) & (self.rows["engine"] == engine)
         return self.rows[chosen & (self.rows["sampling"] == sampling)]
@@ -55,7 +55,10 @@ class Examined:
 
 @dataclass(frozen=True)
 class Difference:
-    """One measure of one benchmark, engine and sampling. `by_question` is B - A [seeds, questions]."""
+    """Difference in one measure of one benchmark, engine and sampling.
+
+    `by_question` is B - A [seeds, questions].
+    """
 
     benchmark: str
     engine: str
@@ -66,7 +69,7 @@ class Difference:
     by_question: pd.DataFrame
 
     def interval(self, level: float = 0.95) -> Interval:
-        """B - A: of one seed over questions, of several over seeds and questions."""
+        """Return mean and interval of B - A: over questions for one seed, over seeds and questions for several."""
         if len(self.by_question) > 1:
             return crossed_interval(self.by_question.to_numpy(), level)
         after = self.by_question.iloc[0]
@@ -78,7 +81,7 @@ class Difference:
 
 
 def run(options: CompareOptions) -> None:
-    """Print the table, and write the file that was asked for. Raises ConfigError where A and B cannot be paired."""
+    """Print the table and write the CSV if requested. Raises ConfigError if A and B cannot be paired."""
     arms = [_one_arm(find(Path(folder).expanduser()), folder) for folder in options.directories]
     pairs, notes = paired(*arms)
     found = list(differences(pairs, notes))
@@ -93,7 +96,7 @@ def run(options: CompareOptions) -> None:
 
 
 def find(folder: Path) -> list[Examined]:
-    """The evaluation that a folder is, or those below it. Raises ConfigError where there is none."""
+    """Return the evaluation in a folder, or all below it. Raises ConfigError if there is none."""
     files = [folder / ABOUT] if (folder / ABOUT).is_file() else sorted(_below(folder))
     if not files:
         raise ConfigError(
@@ -121,10 +124,10 @@ def _read(folder: Path) -> Examined:
 
 
 def _one_arm(found: list[Examined], given: str) -> dict[int, Examined]:
-    """The evaluations by seed.
+    """Return the evaluations of one arm by seed.
 
-    Raises ConfigError where two share a seed, or differ otherwise: in how they were asked, or in how their runs were
-    trained, which an older evaluation does not say.
+    Raises ConfigError if two share a seed, or were asked or trained differently. Evaluations by an older version do not
+    say how their runs were trained.
     """
     by_seed: dict[int, Examined] = {}
     for one in found:
@@ -143,9 +146,9 @@ def _one_arm(found: list[Examined], given: str) -> dict[int, Examined]:
 
 
 def _trained_otherwise(mine: Mapping[str, str] | None, others: Mapping[str, str] | None) -> list[str]:
-    """The keys in which the arms of two runs differ; none where one is not known.
+    """Return the keys in which the arms of two runs differ; empty if one arm is unknown.
 
-    Which questions they were is told by content where both say so, and else by where they lay.
+    Training questions are compared by hash if both have one, otherwise by path.
     """
     if mine is None or others is None:
         return []
@@ -155,9 +158,9 @@ def _trained_otherwise(mine: Mapping[str, str] | None, others: Mapping[str, str]
 
 
 def paired(a: dict[int, Examined], b: dict[int, Examined]) -> tuple[list[tuple[Examined, Examined]], list[str]]:
-    """Pair by seed, and say which have no partner; one evaluation each is a pair whatever its seed.
+    """Pair the evaluations by seed; return the pairs and notes. A single evaluation on each side is always a pair.
 
-    Raises ConfigError where no seed is in both, and where they were asked otherwise.
+    Raises ConfigError if no seed is in both, or a pair was asked differently.
     """
     shared, alone = sorted(a.keys() & b.keys()), sorted(a.keys() ^ b.keys())
     notes: list[str] = []
@@ -176,6 +179,7 @@ def paired(a: dict[int, Examined], b: dict[int, Examined]) -> tuple[list[tuple[E
 
 
 def _refuse_asked_otherwise(one: Examined, other: Examined) -> None:
+    """Raise ConfigError if a pair was asked with different settings."""
     a, b = one.about["identity"], other.about["identity"]
     for key in HOW_IT_IS_ASKED:
         if a[key] != b[key]:
@@ -186,7 +190,7 @@ def _refuse_asked_otherwise(one: Examined, other: Examined) -> None:
 
 
 def _also_differ(pairs: Sequence[tuple[Examined, Examined]]) -> Iterator[str]:
-    """Say in what the two differ besides what is compared: draws, how they ran, versions of the code."""
+    """Yield notes on other differences between A and B: draws, engines, versions of the code."""
     drawn = [(one.about["identity"]["seed"], other.about["identity"]["seed"]) for one, other in pairs]
     if seeds := sorted({f"{a} and {b}" for a, b in drawn if a != b}):
         yield f"A and B were drawn with seed={', '.join(seeds)}: they differ in their draws too"
@@ -199,11 +203,10 @@ def _also_differ(pairs: Sequence[tuple[Examined, Examined]]) -> Iterator[str]:
 
 
 def differences(pairs: Sequence[tuple[Examined, Examined]], notes: list[str]) -> Iterator[Difference]:
-    """Every benchmark and engine that both have: accuracy, and pass@k. Adds to `notes` what only one has, and that two
-    dense bases are compared once.
+    """Yield the differences in accuracy and pass@k for every benchmark, engine and sampling in both evaluations.
 
-    Raises ConfigError where they have no benchmark or no sampling in common, or other questions, prompts or numbers of
-    samples in one.
+    Appends to `notes` what only one side has, and that two dense bases are compared once. Raises ConfigError if no
+    benchmark or sampling is in both, or questions, prompts or sample counts differ.
     """
     samplings = _samplings(pairs[0], notes)
     named = [list(one.about["benchmarks"]) for one in pairs[0]]
@@ -226,7 +229,7 @@ def differences(pairs: Sequence[tuple[Examined, Examined]], notes: list[str]) ->
 
 
 def _samplings(pair: tuple[Examined, Examined], notes: list[str]) -> list[str]:
-    """The samplings that both sides have, as all their seeds do. Adds to `notes` those that one side lacks."""
+    """Return the samplings that both sides have; append the others to `notes`. Raises ConfigError if there are none."""
     a, b = (one.samplings for one in pair)
     shared = [name for name in a if name in b]
     if not shared:
@@ -241,7 +244,7 @@ def _samplings(pair: tuple[Examined, Examined], notes: list[str]) -> list[str]:
 def _who_lacks(
     benchmark: str, engine: str, pairs: Sequence[tuple[Examined, Examined]], rows: Sequence[Sequence[pd.DataFrame]]
 ) -> str:
-    """Say of which sides, and of which of their seeds, there are no answers by an engine."""
+    """Return a note on which sides and seeds have no answers by an engine."""
     sides = []
     for side, name in enumerate("AB"):
         seeds = [pair[side].seed for pair, parts in zip(pairs, rows, strict=True) if not len(parts[side])]
@@ -256,6 +259,7 @@ def _who_lacks(
 def _measured(
     benchmark: str, engine: str, sampling: str, rows: list[list[pd.DataFrame]]
 ) -> Iterator[Difference]:  # fmt: skip
+    """Yield the differences of one benchmark, engine and sampling: accuracy and each pass@k."""
     for pair in rows:
         check_pair(benchmark, *pair)
     samples = int(rows[0][0]["draw"].max()) + 1
@@ -270,7 +274,7 @@ def _measured(
 
 
 def check_pair(benchmark: str, a: pd.DataFrame, b: pd.DataFrame) -> None:
-    """Raise ConfigError unless both answer the same questions, asked in the same words, as often, two at least."""
+    """Raise ConfigError unless both have the same questions (two or more), prompts and number of samples."""
     asked = [part.drop_duplicates("id").set_index("id")[["prompt_sha256", "answer"]] for part in (a, b)]
     said = f"{benchmark}: A and B are no pairs"
     if set(asked[0].index) != set(asked[1].index):
@@ -291,7 +295,7 @@ def check_pair(benchmark: str, a: pd.DataFrame, b: pd.DataFrame) -> None:
 
 
 def table(found: Sequence[Difference]) -> str:
-    """A row a benchmark, engine, sampling (named where it differs) and measure."""
+    """Format the differences: a row per benchmark, engine, sampling (named if several) and measure."""
     several = len({one.sampling for one in found}) > 1
     head = ["benchmark", "engine", *["sampling"] * several, "measure", "questions", "A", "B"]
     rows = [[*head, "B - A, 95% interval", "p"]]
@@ -304,7 +308,7 @@ def table(found: Sequence[Difference]) -> str:
 
 
 def write_csv(found: Sequence[Difference], file: Path) -> None:
-    """Write a row a measure and question: the mean difference over the seeds. Raises ConfigError where it cannot be."""
+    """Write a row per measure and question: the mean difference over seeds. Raises ConfigError if writing fails."""
     frames = [
         pd.DataFrame({"benchmark": one.benchmark, "engine": one.engine, "sampling": one.sampling,
                       "measure": one.measure,

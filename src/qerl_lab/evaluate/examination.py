@@ -1,7 +1,7 @@
-"""`python -m qerl_lab.evaluate accuracy`: benchmarks asked part by part, so that the command goes on where it stopped.
+"""`python -m qerl_lab.evaluate accuracy`: ask benchmarks part by part, so that a stopped command can continue.
 
-Everything is written in OUT.partial, which is renamed to OUT when it is whole: eval.parquet with a row a completion,
-evaluation.json with what was asked, how, and what came out.
+All files are written to OUT.partial, which is renamed to OUT when complete: eval.parquet with a row per completion,
+evaluation.json with settings and results.
 """
 
 import hashlib
@@ -36,7 +36,7 @@ from qerl_lab.tasks import Question
 
 @dataclass(frozen=True)
 class Part:
-    """Questions of a benchmark that are asked at once. `number` tells its draw apart, `place` its sampling."""
+    """Questions of a benchmark that are asked together; `number` enters the draw's seed, `place` counts samplings."""
 
     benchmark: Benchmark
     engine: str
@@ -48,7 +48,7 @@ class Part:
 
     @property
     def file(self) -> str:
-        """That of its answers."""
+        """Name of the file with its answers."""
         return f"{self.engine}-{self.benchmark.name}-{self.place}-{self.number:05d}.parquet"
 
     @property
@@ -60,8 +60,8 @@ def run(options: AccuracyOptions) -> None:
     """Ask, grade, write and print.
 
     Raises:
-        ConfigError: the run or model cannot be asked, a benchmark cannot be read, or `out` is of another configuration.
-        ValueError: the engine failed; what was answered is kept.
+        ConfigError: the run or model cannot be evaluated, a benchmark cannot be read, or `out` has other settings.
+        ValueError: the engine failed; finished parts are kept.
         OSError: the disk is full, or a file cannot be written.
     """
     found = subject.subject_of(options)
@@ -83,7 +83,7 @@ def examined(
     options: AccuracyOptions, found: Subject, identity: dict[str, Any], asked: Sequence[Benchmark],
     unfinished: Unfinished,
 ) -> dict[str, Any]:  # fmt: skip
-    """Ask what is not answered yet and write both files in the place of the parts; returns what evaluation.json has."""
+    """Answer the missing parts, write both result files and delete the parts; return the content of evaluation.json."""
     started = time.time()
     engines = [summary.OWN, *([summary.COMMON] if options.common and not found.is_common else [])]
     left_out = {engine: answer(options, found, asked, engine, unfinished) for engine in engines}[summary.OWN]
@@ -110,7 +110,7 @@ def examined(
 
 
 def identity_of(options: AccuracyOptions, found: Subject, asked: Sequence[Benchmark]) -> dict[str, Any]:
-    """What decides the answers, by the names that the user types."""
+    """Return the settings that determine the answers, by option name."""
     cfg, device = found.cfg, policy.device_of(found.cfg.device)
     return {
         "weights": subject.weights(cfg),
@@ -127,7 +127,7 @@ def identity_of(options: AccuracyOptions, found: Subject, asked: Sequence[Benchm
 
 
 def folder_of(options: AccuracyOptions, found: Subject, identity: Any, asked: Sequence[Benchmark]) -> Path:
-    """`out`, or one of this configuration's own: below the run, or below evaluations/ here."""
+    """Return `out`, or a folder named by a hash of the settings below the run or below ./evaluations."""
     if options.out:
         return Path(options.out).expanduser().absolute()
     key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:8]
@@ -139,7 +139,7 @@ def folder_of(options: AccuracyOptions, found: Subject, identity: Any, asked: Se
 def answer(
     options: AccuracyOptions, found: Subject, asked: Sequence[Benchmark], engine: str, unfinished: Unfinished
 ) -> dict[str, int]:
-    """Answer what is not answered yet by one engine. Returns of each benchmark the questions that are too long."""
+    """Answer the missing parts with one engine; return the number of too long questions per benchmark."""
     limit = found.cfg.rollout.max_prompt_tokens
     with opened(found, engine) as (loaded, sampler):
         fitting = {one.name: one.fitting(loaded, limit) for one in asked}
@@ -159,7 +159,7 @@ def answer(
 
 @contextmanager
 def opened(found: Subject, engine: str) -> Iterator[tuple[Policy, Engine]]:
-    """Load the subject, dequantized for the common engine, and build its sampler: no noise, with the adapter."""
+    """Load the subject, dequantized for the common engine, and build its sampler without noise."""
     with nullcontext(found) if engine == summary.OWN else subject.dequantized(found) as one:
         loaded = subject.load(one)
         with closing(rollout.build(one.cfg, loaded)) as sampler:
@@ -167,7 +167,7 @@ def opened(found: Subject, engine: str) -> Iterator[tuple[Policy, Engine]]:
 
 
 def split(benchmark: Benchmark, engine: str, questions: Sequence[Question], found: Subject) -> Iterator[Part]:
-    """Parts of about as many completions as are generated at once; vLLM, which refills, gets four times as many."""
+    """Split the questions into parts of about one generation batch; four batches for vLLM, which refills them."""
     at_once = found.cfg.rollout.batch_size * (1 if found.cfg.rollout.engine == "transformers" else 4)
     for place, sampling in enumerate(found.samplings):
         samples = sampling.samples_of(benchmark.name, found.cfg.eval.samples)
@@ -177,7 +177,7 @@ def split(benchmark: Benchmark, engine: str, questions: Sequence[Question], foun
 
 
 def answered(found: Subject, part: Part, loaded: Policy, sampler: Engine, bar: terminal.Amount) -> pd.DataFrame:
-    """Ask one part. Its draw is the same of every arm and engine, and follows the seed, the benchmark and the part."""
+    """Ask one part. The draw depends on seed, benchmark and part, so that all arms and engines share it."""
     seed, how = seed_of(found.cfg.seed, part.benchmark.name, part.number), part.sampling
     sampling = Sampling(how.max_completion_tokens, seed, how.temperature, how.top_p)
     task, samples = part.benchmark.task, part.samples
@@ -198,13 +198,13 @@ def parts_in(folder: Path) -> list[Path]:
 
 
 def gather(folder: Path) -> pd.DataFrame:
-    """All answers: the own engine's before the common one's, by benchmark, by sampling, in the order asked."""
+    """Return all answers: own engine before common, then by benchmark and sampling, in the order asked."""
     rows = pd.concat([pd.read_parquet(file) for file in parts_in(folder)], ignore_index=True)
     return rows.sort_values("engine", ascending=False, kind="stable", ignore_index=True)
 
 
 def notes(options: AccuracyOptions, found: Subject, asked: Sequence[Benchmark], left_out: dict[str, int]) -> list[str]:
-    """Say what a reader of the table must know."""
+    """Return the notes to print below the table."""
     limit = found.cfg.rollout.max_prompt_tokens
     said = [f"{one.name}: {line}" for one in asked for line in one.task.warnings]
     said += [
@@ -229,11 +229,12 @@ def notes(options: AccuracyOptions, found: Subject, asked: Sequence[Benchmark], 
 
 
 def _fewest(found: Subject, benchmark: str) -> int:
+    """Return the smallest number of samples per question of a benchmark."""
     return min(how.samples_of(benchmark, found.cfg.eval.samples) for how in found.samplings)
 
 
 def show(out: Path, about: dict[str, Any], what: str) -> None:
-    """Print the table, the notes and where the answers are."""
+    """Print the table, the notes and the folder with the answers."""
     identity = about["identity"]
     how = "; ".join(identity["samplings"])
     print(f"{about['subject']} {what}: {identity['format']}, {identity['rollout']}, no noise, seed {identity['seed']}")

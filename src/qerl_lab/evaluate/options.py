@@ -1,4 +1,4 @@
-"""Options of `python -m qerl_lab.evaluate accuracy|compare|entropy`, and the rules that span them. Imports no torch."""
+"""Options of `python -m qerl_lab.evaluate accuracy|compare|entropy` and rules between them. Imports no torch."""
 
 import importlib.util
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from qerl_lab.config.option import ConfigError, did_you_mean, option
 from qerl_lab.config.records import METHODS
 from qerl_lab.config.schema import DENSE_FORMAT, DEVICES, ENGINES, POCKET, EvalConfig
 
-SMALL = ("aime24", "aime25", "amc23")  # 30 or 40 questions: one sample of each says little
+SMALL = ("aime24", "aime25", "amc23")  # 30 or 40 questions: one sample each is too noisy
 SMALL_SAMPLES = 16
 
 
@@ -56,7 +56,7 @@ class AccuracyOptions:
 
 
 def check_accuracy(options: AccuracyOptions) -> None:
-    """Raise ConfigError at the first combination that cannot be. Reads no file."""
+    """Raise ConfigError at the first invalid combination of options. Reads no file."""
     for rule in (_one_subject, _of_a_model, _known_benchmarks, _greedy_once):
         rule(options)
 
@@ -74,6 +74,7 @@ def _one_subject(options: AccuracyOptions) -> None:
 
 
 def _of_a_model(options: AccuracyOptions) -> None:
+    """Check that model= options are not given with run=, and the reverse."""
     of_model = (("format", options.format), ("revision", options.revision))
     for key, value in of_model if options.run else ():
         if value is not None:
@@ -98,6 +99,7 @@ def _known_benchmarks(options: AccuracyOptions) -> None:
 
 
 def _greedy_once(options: AccuracyOptions) -> None:
+    """Check that greedy decoding asks each question once."""
     if options.temperature == 0 and (options.samples or 1) > 1:
         raise ConfigError(
             f"samples={options.samples} with temperature=0 would be one answer again and again. Type samples=1, or "
@@ -106,7 +108,7 @@ def _greedy_once(options: AccuracyOptions) -> None:
 
 
 def split(spec: str) -> tuple[str, str | None]:
-    """NAME and PATH of `NAME:PATH` or `NAME`."""
+    """Split `NAME:PATH` or `NAME` into name and path."""
     name, sign, path = spec.partition(":")
     return name, path if sign else None
 
@@ -118,7 +120,7 @@ class CompareOptions:
 
 
 def check_compare(options: CompareOptions) -> None:
-    """Raise ConfigError unless there are two directories."""
+    """Raise ConfigError unless two directories are given."""
     if len(options.directories) != 2:
         raise ConfigError(
             f"directories are given: {', '.join(options.directories) or 'none'}; allowed: two, A and B. "
@@ -153,7 +155,7 @@ class EntropyOptions:
 
 
 def check_entropy(options: EntropyOptions) -> None:
-    """Raise ConfigError for a format or task that is none, and for a method without its package."""
+    """Raise ConfigError for an unknown format or task, or a method without its package."""
     allowed = choices_of("format")
     for name in options.formats:
         if name not in (*allowed, "all"):
@@ -182,6 +184,6 @@ def check_entropy(options: EntropyOptions) -> None:
 
 
 def chosen_formats(options: EntropyOptions) -> list[str]:
-    """The packed formats that are measured, `all` spelled out; the dense one is what they are measured against."""
+    """Return the packed formats to measure, with `all` expanded; the dense format is their baseline."""
     names = choices_of("format") if "all" in options.formats else list(dict.fromkeys(options.formats))
     return [name for name in names if name != DENSE_FORMAT]

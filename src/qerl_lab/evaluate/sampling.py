@@ -1,4 +1,4 @@
-"""How an evaluation samples: as the run sampled in its own evaluations, and as the words of the command say."""
+"""Decide how an evaluation samples: as the run's own evaluations, and as the options say."""
 
 from dataclasses import dataclass, replace
 
@@ -8,7 +8,7 @@ from qerl_lab.evaluate.options import SMALL, SMALL_SAMPLES, AccuracyOptions
 
 @dataclass(frozen=True)
 class HowSampled:
-    """`samples` is of each question; None where the benchmark decides, as `samples_of` says."""
+    """One way of sampling. `samples` is per question; None means that the benchmark decides (`samples_of`)."""
 
     temperature: float
     top_p: float
@@ -17,21 +17,21 @@ class HowSampled:
 
     @property
     def name(self) -> str:
-        """What its row is called."""
+        """Name of its row in the table."""
         drawn = f"temperature {self.temperature:g}, top-p {self.top_p:g}" if self.temperature else "greedy"
         return f"{drawn}, {self.max_completion_tokens:,} tokens"
 
     def samples_of(self, benchmark: str, default: int) -> int:
-        """Samples of each question of a benchmark; `default` is the run's `eval.samples`."""
+        """Return the number of samples per question of a benchmark; `default` is the run's `eval.samples`."""
         if self.temperature == 0:
             return 1
         return self.samples or (SMALL_SAMPLES if benchmark in SMALL else default)
 
 
 def samplings(options: AccuracyOptions, cfg: RunConfig) -> list[HowSampled]:
-    """As the run samples, from its `cfg`; and after it as the options say, where that is another distribution.
+    """Return the run's own sampling, and a second one if the options give another distribution.
 
-    More samples of the same distribution are no other sampling. Of a model, which has no run, the options alone count.
+    More samples of the same distribution are not another sampling. A model without a run is sampled as the options say.
     """
     own = HowSampled(cfg.eval.temperature, cfg.eval.top_p, cfg.rollout.max_completion_tokens, options.samples)
     keys = ("temperature", "top_p", "max_completion_tokens")

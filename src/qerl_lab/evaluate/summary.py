@@ -1,4 +1,4 @@
-"""What the answers of an evaluation say: of each benchmark and engine, and as a table."""
+"""Summarize the answers of an evaluation by benchmark and engine, as data and as a table."""
 
 import math
 from collections.abc import Sequence
@@ -13,29 +13,28 @@ from qerl_lab.terminal import columns
 
 Summary = dict[str, Any]
 OWN, COMMON = "own", "common"
-SCHEMA = 2  # of both files
-TRAINED_ON = "training_sha256"  # of the questions of a run, beside the settings of its arm
+SCHEMA = 2  # version of both files
+TRAINED_ON = "training_sha256"  # key for the hash of a run's training questions, stored with its arm
 ROWS, ABOUT = "eval.parquet", "evaluation.json"
 
 
 def shares(rows: pd.DataFrame) -> pd.Series:
-    """Mean accuracy of each question over its samples, by the question's id, in the order asked."""
+    """Return the mean accuracy of each question over its samples, by question id, in the order asked."""
     return rows.groupby("id", sort=False)["accuracy"].mean()
 
 
 def passes_of(rows: pd.DataFrame, k: int) -> pd.Series:
-    """pass@k of each question, by its id. A sample counts where its accuracy is 1."""
+    """Return pass@k of each question by id. A sample is right if its accuracy is 1."""
     right = (rows["accuracy"] >= 1).groupby(rows["id"], sort=False).sum()
     return pd.Series(pass_at(k, right.to_numpy(), int(rows["draw"].max()) + 1), right.index)
 
 
 def summarize(rows: pd.DataFrame) -> Summary:
-    """Sum up the answers to one benchmark by one engine, from `accuracy.Answers.rows`.
+    """Summarize the answers to one benchmark by one engine, from `accuracy.Answers.rows`.
 
-    `accuracy` is the mean over questions and samples (avg@k), `low` and `high` its interval of 95%. `standard_error`
-    is over questions as they differ and are drawn; `standard_error_of_draws`, of two samples or more, what asking the
-    same questions again would change. `unparsed` is left out where the task does not say: beside a benchmark that
-    does, its rows hold NaN there.
+    `accuracy` is the mean over questions and samples (avg@k), `low` and `high` its 95% interval. `standard_error`
+    covers variation between questions and draws; `standard_error_of_draws`, with two or more samples, covers asking the
+    same questions again. `unparsed` is omitted if the task does not report it (NaN in `rows`).
     """
     samples, of_questions = int(rows["draw"].max()) + 1, shares(rows)
     mean, low, high = share_interval(of_questions.to_numpy(), samples)
@@ -58,7 +57,7 @@ def summarize(rows: pd.DataFrame) -> Summary:
 
 
 def of_rows(rows: pd.DataFrame) -> list[Summary]:
-    """`summarize` of each benchmark, engine and sampling, which it names."""
+    """Apply `summarize` to each benchmark, engine and sampling."""
     names = ["benchmark", "engine", "sampling"]
     return [
         dict(zip(names, group, strict=True)) | summarize(part) for group, part in rows.groupby(names, sort=False)
@@ -66,7 +65,7 @@ def of_rows(rows: pd.DataFrame) -> list[Summary]:
 
 
 def table(results: Sequence[Summary]) -> str:
-    """The lines that the command prints: a row a benchmark, engine and sampling, which is named where it differs."""
+    """Format the printed table: a row per benchmark, engine and sampling (named if several)."""
     several = len({one["sampling"] for one in results}) > 1
     passed = any(one["samples"] > 1 for one in results)
     head = ["benchmark", "engine", *["sampling"] * several, "questions", "samples", "accuracy, 95% interval", "error"]
@@ -82,5 +81,5 @@ def table(results: Sequence[Summary]) -> str:
 
 
 def _passes(one: Summary) -> str:
-    """`@2 0.500  @4 0.625`: all but pass@1, which is the accuracy where samples are right or wrong."""
+    """Format all but pass@1, which equals accuracy for right-or-wrong scores: `@2 0.500  @4 0.625`."""
     return "  ".join(f"@{k} {found['mean']:.3f}" for k, found in one["pass_at"].items() if k != "1") or "-"

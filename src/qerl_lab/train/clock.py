@@ -1,4 +1,4 @@
-"""Seconds of each phase of a step, on a device that works on after a call has returned."""
+"""Measure seconds by phase of a step, on a device that computes asynchronously."""
 
 import time
 from collections import defaultdict
@@ -7,10 +7,10 @@ from contextlib import contextmanager
 
 
 class Clock:
-    """Wall time by phase since the last `clear`. `wait` returns when the device has done all that it was given.
+    """Accumulate wall time by phase since the last `clear`.
 
-    `waited` tells the seconds that this process has spent so far in waiting for the run's other processes. They count
-    for no phase: `end_step` notes those of a step as "wait".
+    `wait` blocks until the device has finished all queued work. `waited` returns the seconds this process has spent
+    waiting for other ranks so far. Phases exclude that time; `end_step` stores it as "wait".
     """
 
     def __init__(self, wait: Callable[[], None], waited: Callable[[], float] = lambda: 0.0) -> None:
@@ -19,12 +19,12 @@ class Clock:
         self._step_started, self._waited_before = 0.0, 0.0
 
     def own_time(self) -> float:
-        """Wall time in seconds, which stands still while this process waits for others."""
+        """Return wall time in seconds, without time spent waiting for other ranks."""
         return time.perf_counter() - self.waited()
 
     @contextmanager
     def phase(self, name: str, on_device: bool = True) -> Iterator[None]:
-        """Add the own time inside to a phase. A phase `on_device` ends when the device does."""
+        """Time the block and add it to phase `name`. With `on_device`, wait for the device before stopping."""
         started = self.own_time()
         yield
         if on_device:
@@ -35,7 +35,7 @@ class Clock:
         self._step_started, self._waited_before = time.perf_counter(), self.waited()
 
     def end_step(self) -> None:
-        """Note the seconds of the step, its last backward pass and optimizer update included."""
+        """Store the seconds of the whole step, including its last backward pass and optimizer update."""
         self.wait()
         self.seconds["step"] = time.perf_counter() - self._step_started
         self.seconds["wait"] = self.waited() - self._waited_before

@@ -1,6 +1,6 @@
-"""Signs that a run learns nothing, unlearns, or is not of one policy: from its metrics, each told once. No torch.
+"""Detect from the metrics that a run does not learn, forgets, or samples from another policy. Imports no torch.
 
-A sign must hold over `WINDOW` steps in a row, because one step may be unlucky.
+A sign must hold for `WINDOW` consecutive steps, because a single step can be bad luck. Each sign is reported once.
 """
 
 import math
@@ -11,18 +11,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from qerl_lab.config.schema import RunConfig
 
 WINDOW = 5  # steps
-ENTROPY_LEFT = 0.02  # share of the first steps' entropy under which next to nothing is explored
-REWARD_LEFT = 0.5  # share of the first steps' reward under which the policy has unlearned what it could
-APART = 5.0  # nats at a token without noise; rounding parts sampler and trainer by less (docs/running.md)
-LENGTH_LEFT = 1 / 3  # share of the first steps' completion length under which a policy may have stopped thinking
-HELD = 0.2  # share of the noise asked by which the noise held may differ from it
-SIGMAS = 4  # standard errors that a fall of the reward must exceed, or a small batch would be enough for it
+ENTROPY_LEFT = 0.02  # below this share of the initial entropy the policy hardly explores
+REWARD_LEFT = 0.5  # below this share of the initial reward the policy has collapsed
+APART = 5.0  # nats per token without noise; rounding alone gives a smaller sampler-trainer gap (docs/running.md)
+LENGTH_LEFT = 1 / 3  # below this share of the initial completion length the policy may have stopped reasoning
+HELD = 0.2  # allowed relative difference between requested and observed noise
+SIGMAS = 4  # standard errors that a reward drop must exceed, so that a small batch does not trigger it
 
 Metrics = Mapping[str, float]
 
 
 class Watch:
-    """Sees the metrics of every step of a run, those of a resumed one's earlier steps first."""
+    """Collect the metrics of every step and report new signs. A resumed run passes its earlier steps first."""
 
     def __init__(self, cfg: RunConfig, earlier: Iterable[Metrics]) -> None:
         self.cfg, self.told = cfg, set[str]()
@@ -32,7 +32,7 @@ class Watch:
             self.see(metrics)
 
     def see(self, metrics: Metrics) -> dict[str, str]:
-        """Say what is new and wrong, and what to do about it."""
+        """Add one step's metrics; return new signs, each with advice."""
         if "reward/mean" not in metrics:  # held-out evaluation
             return {}
         if len(self.first) < WINDOW:
@@ -45,7 +45,7 @@ class Watch:
 
 
 def signs(first: Sequence[Metrics], last: Sequence[Metrics], cfg: RunConfig) -> dict[str, str]:
-    """Say what is wrong in the last steps of a run and what to type, from them and its first ones, `WINDOW` each."""
+    """Return signs of trouble and advice, from the first and the last `WINDOW` steps."""
     flat = all(metrics["reward/zero_variance_groups"] == 1 for metrics in last)
     worthless = all(metrics["reward/mean"] == 0 for metrics in last)
     truncated = all(metrics["rollout/truncated_fraction"] == 1 for metrics in last)
@@ -99,6 +99,7 @@ def _signs_of_the_engine(last: Sequence[Metrics], cfg: RunConfig) -> dict[str, s
 
 
 def _only_the_format(first: Sequence[Metrics], last: Sequence[Metrics], cfg: RunConfig) -> str:
+    """Return the advice for completions that shrink while answers do not improve."""
     tokens, earned = ([_mean(name, steps) for steps in (first, last)]
                       for name in ("rollout/completion_tokens", "reward/answer"))  # fmt: skip
     said = (
@@ -115,6 +116,7 @@ def _only_the_format(first: Sequence[Metrics], last: Sequence[Metrics], cfg: Run
 
 
 def _two_policies(apart: float, cfg: RunConfig) -> str:
+    """Return the advice for a sampler and trainer that are too far apart."""
     vllm = "Type rollout.vllm.linear_backend=marlin, or rollout=transformers, and compare sampler/logprob_gap_max."
     return (
         f"Without noise each of the last steps had a token whose log-probabilities were {apart:.0f} nats apart or "
@@ -124,18 +126,21 @@ def _two_policies(apart: float, cfg: RunConfig) -> str:
 
 
 def _apart(metrics: Metrics) -> float:
-    """How far a token was off in a step without noise, which parts the two on purpose; 0 in one with it."""
+    """Return the largest log-prob gap of a step without noise; 0 with noise, which causes a gap by design."""
     return 0.0 if metrics.get("noise/sigma", 0.0) > 0 else metrics.get("sampler/logprob_gap_max", 0.0)
 
 
 def _is_other_noise(metrics: Metrics) -> bool:
-    """Whether the noise held differs from the noise asked by more than `HELD`; a step without noise asks for none."""
+    """Return whether observed and requested noise differ by more than `HELD`. False for a step without noise."""
     asked = metrics.get("noise/sigma", 0.0)
     return asked > 0 and abs(metrics.get("noise/std_observed", asked) / asked - 1) > HELD
 
 
 def _has_fallen(first: Sequence[Metrics], last: Sequence[Metrics], cfg: RunConfig) -> bool:
-    """Whether the reward is clearly under half of what it was. Completions of a question count as one: they agree."""
+    """Return whether the reward fell below half of its initial value, beyond `SIGMAS` standard errors.
+
+    Completions of one question are correlated, so they count as one sample.
+    """
     before, now = _mean("reward/mean", first), _mean("reward/mean", last)
     variance = sum(_mean("reward/std", steps) ** 2 for steps in (first, last))
     error = math.sqrt(variance / (WINDOW * cfg.rollout.prompts_per_step))
@@ -143,9 +148,9 @@ def _has_fallen(first: Sequence[Metrics], last: Sequence[Metrics], cfg: RunConfi
 
 
 def _shrinks_for_nothing(first: Sequence[Metrics], last: Sequence[Metrics], cfg: RunConfig) -> bool:
-    """Whether completions are under a third as long as at first, and the answers earn no more than by chance.
+    """Return whether completions shrank to under a third of their initial length and answers did not improve.
 
-    More than by chance is a rise of over one standard error, the completions of a question counted as one.
+    An improvement is a rise of more than one standard error. Completions of one question count as one sample.
     """
     if cfg.task.answer_reward == 0:
         return False
