@@ -69,16 +69,19 @@ def anchors(text: str) -> set[str]:
 
 def dead_links(text: str, folder: Path) -> list[str]:
     """Relative link targets that do not exist, and anchors that no heading of the page has."""
-    dead = []
-    for target in re.findall(r"\]\(([^)\s]+)[^)]*\)", text):
-        name, _, anchor = target.partition("#")
-        if "://" in target:
-            continue
-        if name and not (folder / name).exists():
-            dead.append(target)
-        elif anchor and anchor not in anchors((folder / name).read_text(encoding="utf-8") if name else text):
-            dead.append(target)
-    return dead
+    return [
+        target
+        for target in re.findall(r"\]\(([^)\s]+)[^)]*\)", text)
+        if "://" not in target and is_dead(target, text, folder)
+    ]
+
+
+def is_dead(target: str, text: str, folder: Path) -> bool:
+    name, _, anchor = target.partition("#")
+    if name and not (folder / name).exists():
+        return True
+    page = (folder / name).read_text(encoding="utf-8") if name and anchor else text
+    return bool(anchor) and anchor not in anchors(page)
 
 
 def commands(text: str) -> Iterator[str]:
