@@ -171,7 +171,7 @@ def main(words: list[str]) -> int:
         scratch = Path(folder)
         for name in ("src", "tests", "conf", "sweeps", "results", "docs"):
             shutil.copytree(ROOT / name, scratch / name, ignore=shutil.ignore_patterns("__pycache__"))
-        for name in ("pyproject.toml", "README.md", "LOG.md"):
+        for name in ("pyproject.toml", "README.md", "CONTRIBUTING.md", "LOG.md"):
             shutil.copy(ROOT / name, scratch)
         for bug in chosen:
             began = time.monotonic()
