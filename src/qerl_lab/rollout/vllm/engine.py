@@ -41,7 +41,7 @@ from qerl_lab.rollout.vllm.memory import bytes_per_token, free_bytes, kv_cache_b
 # Run vLLM in this process; `LLM` has no argument for it.
 IN_THIS_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 # On a GPU, use the model runner that draws for all seeded requests in one kernel. vLLM's default for most models
-# launches a kernel per request and token: 256 completions of a 1.5B then take 1.5 times as long (docs/speed.md).
+# launches a kernel per request and token: 256 completions of a 1.5B took 1.15 and 1.5 times as long (LOG.md).
 SEEDS_IN_ONE_KERNEL = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
 
 
