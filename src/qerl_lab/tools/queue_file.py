@@ -12,6 +12,8 @@ QUEUE.yaml, in a folder of results:
                                                       # variables; none if left out
         into: pilot                                   # folder of its results, beside QUEUE.yaml; itself if left out
         preregistered: false                          # may run while PREREGISTRATION.md is incomplete; true if left out
+
+Runs of preregistered parts record the hash of `claims.yaml`, where that file stands beside QUEUE.yaml.
 """
 
 import csv
@@ -35,7 +37,7 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.config.spelling import readable
 
-LEDGER, PREREGISTRATION, PILOT = "ledger.csv", "PREREGISTRATION.md", "PILOT:"
+LEDGER, PREREGISTRATION, CLAIMS, PILOT = "ledger.csv", "PREREGISTRATION.md", "claims.yaml", "PILOT:"
 COLUMNS = ("run", "seed", "part", "state", "host", "card", "start", "seconds", "commit", "preregistration",
            "adapter_sha256", "evaluations", "words")  # fmt: skip
 DONE, FAILED, ATTEMPTS = "done", "failed", 2
@@ -127,10 +129,11 @@ def read(path: Path, extra: Sequence[str] = ()) -> Queue:
             "Type the path of a file such as results/qwen1_5b/queue.yaml."
         ) from None
     runs: dict[str, Planned] = {}
+    folder, words = path.parent, content.get("words", [])
+    claims = [f"preregistration={folder / CLAIMS}"] if (folder / CLAIMS).exists() else []
     for part in parts:
-        for one in _of_part(part, content.get("words", []), extra):
+        for one in _of_part(part, [*words, *claims] if part.preregistered else words, extra):
             runs.setdefault(one.key, one)  # what an earlier part makes is not made again
-    folder = path.parent
     return Queue(folder, parts, list(runs.values()), read_ledger(folder), float(content.get("seconds", 600)))
 
 

@@ -203,16 +203,16 @@ def test_a_verdict_says_whether_the_effect_is_there_matters_or_has_the_other_sig
 
 
 def test_an_effect_smaller_than_the_smallest_that_matters_cannot_contradict_the_paper() -> None:
-    """The paper prints +0.035 for this contrast: below the smallest effect its exclusion says nothing of the paper."""
+    """The paper has +0.034 for this contrast: below the smallest effect its exclusion says nothing of the paper."""
     for smallest, cannot in ((0.05, True), (0.02, False)):
         row = one(verdicts(replace(SCALAR, smallest=smallest), few(8, effect=0.0)))
         assert row.verdict == "excluded"
-        assert ("cannot contradict the paper's +0.035 (Figure 5 7B)" in row.why) == cannot
+        assert ("cannot contradict the paper's +0.034 (Figure 5 7B, +-0.004)" in row.why) == cannot
 
 
 def test_a_row_says_whether_its_interval_holds_the_papers_value() -> None:
     for effect, said in ((0.1, "outside"), (0.035, "inside")):
-        assert of_paper_text(one(verdicts(SCALAR, few(8, effect=effect)))) == f"+0.035 (Figure 5 7B, {said})"
+        assert of_paper_text(one(verdicts(SCALAR, few(8, effect=effect)))) == f"+0.034 (Figure 5 7B, +-0.004, {said})"
 
 
 def test_seeds_that_agree_to_the_digit_are_judged_by_their_number() -> None:

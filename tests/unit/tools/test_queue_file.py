@@ -103,3 +103,6 @@ def test_the_queue_of_qwen_composes() -> None:
     assert {one.config.rollout.engine for one in runs} == {"vllm"}
     assert {one.seed for one in runs if one.part.preregistered} == {0, 1, 2, 3, 4}
     assert min(one.seed for one in runs if not one.part.preregistered) >= 100
+    assert all(
+        (one.config.preregistration == str(FILE.parent / "claims.yaml")) == one.part.preregistered for one in runs
+    )
