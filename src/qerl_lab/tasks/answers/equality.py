@@ -1,12 +1,14 @@
 """Equality of two answers by their forms. Every rule is symmetric."""
 
+import re
+from contextlib import suppress
 from fractions import Fraction
 
 from qerl_lab.tasks.answers import value as values
-from qerl_lab.tasks.answers.expression import Node, Num, Op, read_expression
+from qerl_lab.tasks.answers.expression import Node, Num, Op, names, read_expression
 from qerl_lab.tasks.answers.forms import Amount, Clock, Form, Matrix, Named, Numeral, Relation, Several, Words
 from qerl_lab.tasks.answers.tokens import Unreadable
-from qerl_lab.tasks.answers.value import POINTS, Point, Value, close, is_finite, is_real, names, point, value
+from qerl_lab.tasks.answers.value import POINTS, Point, Value, close, is_finite, is_real, point, value
 
 ENOUGH_DIGITS = 6  # of a decimal that stands for a number which has no end: 0.333333 for 1/3
 HUNDREDTH = Num(Fraction(1, 100))
@@ -47,19 +49,29 @@ def _single(form: Form) -> Form:
 
 
 def _named(left: Form, right: Form) -> bool:
-    """`x = 5` is 5, and is no `y = 5`; against an equation it is one itself."""
-    if isinstance(left, Named) and isinstance(right, Named):
-        return left.name == right.name and equal(left.form, right.form)
+    """`x = 5` equals 5, but not `y = 5`. Two names, or a name and an equation, are compared as equations."""
+    if isinstance(left, Named) and isinstance(right, Named) and _same_name(left.name, right.name):
+        return equal(left.form, right.form)
+    sides = [_as_relation(side) for side in (left, right)]
+    if all(isinstance(side, Relation) for side in sides):
+        return _relations(*sides)
     named, other = (left, right) if isinstance(left, Named) else (right, left)
-    assert isinstance(named, Named)
-    if isinstance(other, Relation) and isinstance(named.form, Amount):
-        return _relations(_as_relation(named), other)
-    return equal(named.form, other)
+    return isinstance(named, Named) and not isinstance(other, Named) and equal(named.form, other)
 
 
-def _as_relation(named: Named) -> Form:
-    assert isinstance(named.form, Amount)
-    return Relation((read_expression(named.name), named.form.node), ("=",))
+def _same_name(left: str, right: str) -> bool:
+    """Whether two names are one: `y(t)` is also written `y`, `f(2)` is not `f`."""
+    short, long = sorted((left, right), key=len)
+    letters = re.fullmatch(r"\([A-Za-z,]+\)", long.removeprefix(short))
+    return short == long or (long.startswith(short) and letters is not None)
+
+
+def _as_relation(form: Form) -> Form:
+    """`y = 2x` as an equation; anything else, and what has a name that is no expression (`Area`), as it is."""
+    if isinstance(form, Named) and isinstance(form.form, Amount):
+        with suppress(Unreadable):
+            return Relation((read_expression(form.name), form.form.node), ("=",))
+    return form
 
 
 def _amounts(left: Amount, right: Amount) -> bool:

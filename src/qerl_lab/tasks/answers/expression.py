@@ -1,12 +1,13 @@
-r"""A reader of mathematical expressions: LaTeX (`\frac{3\sqrt{3}}{4}`) and what is typed (`3*sqrt(3)/4`).
+r"""Reads mathematical expressions, in LaTeX (`\frac{3\sqrt{3}}{4}`) or typed (`3*sqrt(3)/4`), into trees.
 
-It takes what answers are made of and refuses the rest with Unreadable: nothing is skipped, so that no part of an answer
-can be overlooked. Recursive descent; its depth and length are bounded.
+Raises Unreadable for anything it does not know. It skips nothing, so that no part of an answer is overlooked.
+Recursive descent with bounded depth and length:
 
     sum      = term (("+" | "-" | "\pm") term)*
     term     = factor (("*" | "/" | "") factor)*      a product without a sign binds as one with a sign
     factor   = ("-" | "+") factor | power
-    power    = postfix ("^" factor)?
+    power    = raised | letter "(" sum ")" ("^" factor)?      a factor or a function: see `_settled`
+    raised   = postfix ("^" factor)?
     postfix  = atom ("!" | "^\circ")*
 """
 
@@ -35,9 +36,10 @@ class Sym:
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """`+` and `*` have any number of arguments, so that a long sum is no deep tree; `pm` and `neg` have one.
+    """An operation. `+` and `*` take any number of arguments, so that a long sum is no deep tree; `pm` and `neg` one.
 
-    The others are "- / ^ inverse root log binom" and the functions.
+    The others are "- / ^ inverse root log binom", the functions, and `call`: a function that has only a name, and its
+    argument.
     """
 
     name: str
@@ -45,6 +47,7 @@ class Op:
 
 
 Node = Num | Sym | Op
+CONSTANTS = (r"\pi", "e", "infty", "i", r"\imath")
 
 _OVER_A_LETTER = """
 hat bar vec dot ddot tilde overline widehat widetilde overrightarrow underline mathbb mathcal mathfrak mathscr
@@ -62,7 +65,39 @@ def read_expression(text: str) -> Node:
     node = reader.sum()
     if reader.next is not None:
         raise Unreadable(text)
-    return node
+    return _settled(node, names(node)) if reader.has_calls else node
+
+
+def names(node: Node) -> frozenset[str]:
+    """The variables of an expression; before it is settled, without the letters that stand before a bracket."""
+    if isinstance(node, Sym):
+        return frozenset() if node.name in CONSTANTS else frozenset([node.name])
+    args = () if isinstance(node, Num) else node.args[1].args[1:] if node.name == "of" else node.args  # type: ignore[union-attr]
+    return frozenset().union(*map(names, args))
+
+
+def _settled(node: Node, variables: frozenset[str]) -> Node:
+    """The tree with each letter before a bracket read as a factor or as the name of a function.
+
+    It is a factor if it stands elsewhere alone: `n(n+1)`. Otherwise a product needs brackets only around a sum, so that
+    `h(a+b)` is one, while `f(2)`, `I(0)` and `f(2x)` are calls. The letters f and g name functions there too.
+    """
+    if not isinstance(node, Op):
+        return node
+    if node.name == "of":
+        call, product, called = node.args
+        letter = call.args[0]
+        name = (letter.args[0] if isinstance(letter, Op) else letter).name
+        is_factor = name in variables or (_has_sum(call.args[1]) and name not in ("f", "g"))
+        return _settled(product if is_factor else called, variables)
+    return Op(node.name, tuple(_settled(arg, variables) for arg in node.args))
+
+
+def _has_sum(node: Node) -> bool:
+    if not isinstance(node, Op):
+        return False
+    args = node.args[:1] if node.name == "of" else node.args
+    return node.name == "+" or any(map(_has_sum, args))
 
 
 def number(text: str) -> Num:
@@ -87,6 +122,9 @@ class _Reader:
     def __init__(self, tokens: list[Token]) -> None:
         self.tokens, self.at, self.depth = tokens, 0, 0
         self.bars = 0  # of absolute values that are open
+        self.raised_at = -1  # where the last exponent ended
+        self.bare_at = -1  # where the last argument without brackets ended in a letter
+        self.has_calls = False
 
     @property
     def next(self) -> Token | None:
@@ -133,7 +171,10 @@ class _Reader:
                 self.take()
                 factors.append(Op("inverse", (self.factor(),)))
             elif self.begins_factor():
+                after_bare = self.at == self.bare_at and self.sees("(")
                 factors.append(self.power())
+                if after_bare and not _has_sum(factors[-1]):
+                    raise Unreadable(r"\sin x(0)")  # of x(0), or a product
             else:
                 return factors[0] if len(factors) == 1 else Op("*", tuple(factors))
 
@@ -144,7 +185,8 @@ class _Reader:
             return False
         if token.kind in ("number", "repeating"):
             before = self.tokens[self.at - 1]
-            return before.kind == "letter" or before.text in _BEFORE_NUMBER
+            after_exponent = before.text == "}" and self.raised_at == self.at
+            return before.kind == "letter" or before.text in _BEFORE_NUMBER or after_exponent
         if token.kind == "sign":
             return token.text in "([{" or (token.text == "|" and not self.bars)
         return token.kind != "macro" or token.text not in ("pm", "mp", "rfloor", "rceil", r"\}", "row", "div", *_TIMES)
@@ -161,22 +203,35 @@ class _Reader:
         return node
 
     def power(self) -> Node:
-        node = self.postfix(self.atom())
+        (node,) = self.raised(self.atom())
+        if not (self.sees("(") and _may_be_called(node)):
+            return node
+        self.take()
+        self.has_calls = True
+        call = Op("call", (node, self.group("(")))
+        factor, called = self.raised(call.args[1], call)
+        return Op("of", (call, Op("*", (node, factor)), called))
+
+    def raised(self, *nodes: Node) -> tuple[Node, ...]:
+        """Each of the nodes with what comes next: factorials, degrees, an exponent."""
+        nodes = self.postfix(*nodes)
         if self.sees("^", "**"):
             self.take()
-            node = self.postfix(Op("^", (node, self.argument(signed=True))))
-        return node
+            exponent = self.argument(signed=True)
+            self.raised_at = self.at
+            nodes = self.postfix(*(Op("^", (node, exponent)) for node in nodes))
+        return nodes
 
-    def postfix(self, node: Node) -> Node:
+    def postfix(self, *nodes: Node) -> tuple[Node, ...]:
         for _ in range(MAX_DEPTH):
             if self.sees("!"):
                 self.take()
-                node = Op("factorial", (node,))
+                nodes = tuple(Op("factorial", (node,)) for node in nodes)
             elif self.sees("^") and self.tokens[self.at + 1 : self.at + 2] and self.tokens[self.at + 1].text == "circ":
                 self.at += 2
-                node = Op("degrees", (node,))
+                nodes = tuple(Op("degrees", (node,)) for node in nodes)
             else:
-                return node
+                return nodes
         raise Unreadable("too deep")
 
     def argument(self, signed: bool = False) -> Node:
@@ -327,16 +382,24 @@ class _Reader:
         """A group alone, or a product without signs up to the next function: `\\sin 2x \\cos x`."""
         if self.sees("(", "[", "{"):
             self.deeper()
-            node = self.postfix(self.group(self.take().text))
+            (node,) = self.postfix(self.group(self.take().text))
             self.depth -= 1
             return node
         self.deeper()
         negative = self.sees("-") and bool(self.take())
-        factors = [self.power()]
+        factors = [*self.raised(self.atom())]
         while self.begins_factor() and not self.sees(*_NO_ARGUMENT):
-            factors.append(self.power())
+            factors += self.raised(self.atom())
+        self.bare_at = self.at if _may_be_called(factors[-1]) else -1
         self.depth -= 1
         return Op("neg" if negative else "*", (Op("*", tuple(factors)),) if negative else tuple(factors))
+
+
+def _may_be_called(node: Node) -> bool:
+    """Whether a bracket behind it may hold an argument: a letter, also with an exponent, as in `f^{-1}(x)`."""
+    if isinstance(node, Op) and node.name == "^" and not names(node.args[1]):
+        node = node.args[0]
+    return isinstance(node, Sym) and node.name not in CONSTANTS
 
 
 def _refused(name: str) -> Node:

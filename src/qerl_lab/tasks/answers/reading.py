@@ -224,8 +224,7 @@ def _is_name(text: str) -> bool:
 def _name(text: str) -> str:
     if not _is_name(text):
         raise Unreadable(text)
-    found = compact(text.strip()).replace(" ", "")
-    return found.partition("(")[0] or found  # y(t) is y
+    return compact(text.strip()).replace(" ", "")
 
 
 def _body(text: str) -> str:

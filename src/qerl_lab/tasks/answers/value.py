@@ -14,7 +14,7 @@ from typing import Any
 
 import mpmath
 
-from qerl_lab.tasks.answers.expression import Node, Num, Sym
+from qerl_lab.tasks.answers.expression import CONSTANTS, Node, Num, Sym
 from qerl_lab.tasks.answers.tokens import Unreadable
 
 MAX_BITS = 1 << 14  # of an exact number
@@ -23,7 +23,7 @@ MAX_LOG2 = 1 << 20  # of a rounded one
 MAX_FACTORIAL = 1000
 _CTX = mpmath.MPContext()  # its own: mpmath.mp belongs to whoever uses it
 _CTX.dps = 100
-_CONSTANTS = {r"\pi": _CTX.pi, "e": _CTX.e, "infty": _CTX.inf, "i": _CTX.mpc(0, 1), r"\imath": _CTX.mpc(0, 1)}
+_CONSTANTS = dict(zip(CONSTANTS, (_CTX.pi, _CTX.e, _CTX.inf, _CTX.mpc(0, 1), _CTX.mpc(0, 1)), strict=True))
 _CLOSE, _ZERO = _CTX.mpf(10) ** -40, _CTX.mpf(10) ** -70
 _SIZES = (1, 1, 3, 3, 3, 3, 30, 30)  # of the values of variables, a draw each
 POINTS = len(_SIZES)  # at which expressions in variables must agree
@@ -32,13 +32,6 @@ INFINITY = Sym("infty")
 
 Value = Any  # Fraction, or a real or complex number of mpmath, which has no types
 Point = Mapping[str, Value]
-
-
-def names(node: Node) -> frozenset[str]:
-    """The variables of an expression."""
-    if isinstance(node, Sym):
-        return frozenset() if node.name in _CONSTANTS else frozenset([node.name])
-    return frozenset() if isinstance(node, Num) else frozenset().union(*map(names, node.args))
 
 
 def point(variables: frozenset[str], draw: int) -> Point:
@@ -124,6 +117,8 @@ def _apply(name: str, args: list[Value]) -> Value:
     if name in ("log", "ln", "lg"):
         return _log(name, *args)
     angle = _real(args[0])
+    if name == "call":  # a function of which only the name is known: one that no identity holds for
+        name, angle = "cos", 50 * angle * (_real(args[1]) + angle)
     if _CTX.mag(angle) > 64:  # the reduction of a huge angle takes as many digits as it has
         raise Unreadable("too large")
     if name.startswith("arc"):
