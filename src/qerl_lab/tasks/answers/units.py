@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from itertools import takewhile
 
 from qerl_lab.tasks.answers.tokens import ALIASES, FUNCTIONS, GREEK
 
@@ -63,10 +64,16 @@ AU
 pc parsec
 """
 MEASURES = {alias: line.split()[0] for line in _NAMES.strip().splitlines() for alias in line.split()}
-_SHORT = ("sq", "per", "cu", "st", "nd", "rd", "th")
-# What is counted, in words so short that they would read as products of variables.
-_THINGS = "ad ads bag bed box bus can car cat cow dog egg hat jar kid man men pad pan pen pet pie pot row set toy van"
+_ORDINALS = ("st", "nd", "rd", "th")
+# What is counted, where it does not end in an "s" or is so short that it would read as a product of variables.
+_THINGS = """
+ad ads bag bed box bus can car cat cow dog egg hat jar kid man men pad pan pen pet pie pot row set toy van
+people children women mice fish sheep deer geese teeth yuan yen won baht celsius fahrenheit
+each left total altogether remaining
+"""
 _COUNTED = frozenset(_THINGS.split())
+_NO_PLURAL = re.compile(r"ss$|us$|is$|'s$|^(?:perhaps|always|sometimes|seems|fails|exceeds)$")
+_OF_THINGS = ("per", "a", "an", "/", "in", "of", "for", "on", "at", "with", "every")  # after what is counted
 _MATHEMATICS = (FUNCTIONS | GREEK | ALIASES.keys()) - MEASURES.keys()  # `60/lambda x`, and no `60 sec`
 _ONE_LETTER = "msgJNWVKL"  # written without a font they are a unit only after a plain number
 _SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
@@ -77,7 +84,6 @@ thirds fourths fifths tenth tenths hundredths point negative below than least mo
 base am pm infinity pi is are equals sqrt root log out sin cos tan ln exp divided remainder e i sum
 """
 _CHANGES = frozenset(_CHANGING.split())
-_POWERS = ("squared", "cubed")  # the number, where they come first; else the unit
 
 _MONEY = r"\\(?:dollar|euro|pound|yen|rupee)(?![A-Za-z])"
 _BEFORE = re.compile(rf"([-+]?)\s*({_MONEY})\s*")
@@ -142,17 +148,36 @@ def _may_be_unit(words: str, body: str, money: str) -> bool:
         return len(first) > 3 or first in _COUNTED or (len(first) > (1 if money else 2) and measure(first) != "")
     if len(first) == 1:
         return first in _ONE_LETTER and _NUMBER.fullmatch(body) is not None
-    return measure(first) != "" or first in _SCALES or len(first) > 3 or first in _SHORT or first in _COUNTED
+    short = (*_ORDINALS, "sq", "cu", "per")
+    return measure(first) != "" or first in _SCALES or len(first) > 3 or first in short or first in _COUNTED
 
 
 def _of_words(body: str, words: str, money: str) -> Quantity | None:
-    parts = words.replace(".", " ").replace("/", " / ").split()
+    """The quantity before `words`; None unless they name what is measured or counted."""
+    parts = re.sub(r"\s+\^\s*", "^", words).replace(".", " ").replace("/", " / ").split()
     scale = 1
     while parts and parts[0].lower() in _SCALES:
         scale *= _SCALES[parts.pop(0).lower()]
-    if (parts and parts[0].lower() in _POWERS) or any(part.lower() in _CHANGES for part in parts):
+    if any(part.lower() in _CHANGES for part in parts) or parts[:1] in (["squared"], ["cubed"]):
+        return None
+    if not _name_things(parts):
         return None
     return Quantity(body, money or measure(" ".join(parts)), scale=scale)
+
+
+def _name_things(words: list[str]) -> bool:
+    """Whether words behind a number say what it counts or measures: `green apples`, `eggs per day`, `a day`, `th`."""
+    if not words or words[0] in (*_ORDINALS, "a", "an", "per", "/"):
+        return True
+    return _is_thing([words[0], *takewhile(lambda word: word.lower() not in _OF_THINGS, words[1:])][-1])
+
+
+def _is_thing(word: str) -> bool:
+    """Whether a word is a measure, the symbol of one, or a plural."""
+    word = word.partition("^")[0]
+    is_symbol = len(word) < 3 or (len(word) == 3 and not word.islower())
+    is_plural = word.islower() and word.endswith("s") and not _NO_PLURAL.search(word)
+    return is_symbol or is_plural or word.lower() in _COUNTED or measure(word) != ""
 
 
 def measure(words: str) -> str:
