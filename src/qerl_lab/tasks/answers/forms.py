@@ -46,7 +46,7 @@ class Clock:
 
 @dataclass(frozen=True)
 class Several:
-    """Parts within brackets: a point or an interval "()", "[)"; a set "{}"; a list "" ; "or", a union."""
+    """Parts within brackets: a point or interval "()", "[)"; a set "{}"; a list ""; "or" a union; "minus" a difference."""
 
     brackets: str
     parts: tuple["Form", ...]

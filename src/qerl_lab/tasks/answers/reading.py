@@ -17,6 +17,7 @@ _OPEN, _CLOSE = {"(", "[", "{", r"\{", r"\langle"}, {")", "]", "}", r"\}", r"\ra
 _SHAPES = {"(": "(", "[": "[", r"\{": "{", r"\langle": "("}
 _ENDS = {")": ")", "]": "]", r"\}": "}", r"\rangle": ")"}
 _UNION = re.compile(r"\\cup(?![A-Za-z])|(?<=[)\]])\s*[Uu]\s*(?=[(\[])")
+_MINUS = re.compile(r"\\setminus(?![A-Za-z])|\\backslash(?![A-Za-z])")
 _OR, _AND = (
     re.compile(r"(?<![A-Za-z\\])or(?![A-Za-z])"),
     re.compile(r"(?:[,;]\s*)?(?<![A-Za-z\\])and(?![A-Za-z])|[,;]|\\row(?![A-Za-z])"),
@@ -74,7 +75,7 @@ def _read(text: str, nesting: int, listed: bool = False) -> Form:
     if not listed:
         text = _without_thousands(text)
     depths = _depths(text)
-    for pattern, brackets in ((_UNION, "or"), (_LIST, "")):
+    for pattern, brackets in ((_MINUS, "minus"), (_UNION, "or"), (_LIST, "")):
         parts = _split(text, depths, pattern)
         if len(parts) > 1:
             return _several(brackets, parts, nesting, brackets == "" and bool(_OR.search(text)))
@@ -179,7 +180,7 @@ def _several(brackets: str, parts: list[str], nesting: int, says_or: bool = Fals
     """Parts in a row; `3 \\pm \\sqrt{2}` is two of them. Inequalities that "or" joins are a union."""
     if len(parts) > MAX_PARTS:
         raise Unreadable("too many parts")
-    listed = brackets not in ("", "or")
+    listed = brackets not in ("", "or", "minus")
     forms = [_read(part, nesting + 1, listed) for part in parts]
     if says_or and all(isinstance(form, Relation) and form.signs[0] not in ("=", "!=") for form in forms):
         return Several("or", tuple(forms))
@@ -270,7 +271,7 @@ def _amount(text: str) -> Form:
         raise Unreadable(text)
     node = read_expression(found.body)
     letters = None
-    if found.body != text and not found.percent and "\\text" not in text and found.scale == 1:
+    if found.body != text and not found.percent and found.scale == 1 and not re.search(r"\\(?:text|circ)", text):
         letters = _or_none(text)
     amounts = [Amount(each, found.unit, found.percent, found.scale, letters) for each in _both_signs(node)]
     return amounts[0] if len(amounts) == 1 else Several("", tuple(amounts))

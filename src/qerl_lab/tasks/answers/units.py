@@ -35,9 +35,9 @@ ml milliliter millilitre mL
 l liter litre L
 gal gallon
 cup
-dollar usd USD buck
+dollar usd buck
 cent
-euro EUR
+euro
 yen
 rupee
 degree deg
@@ -92,10 +92,10 @@ _EXPONENT = r"(?:\s*\^\s*(?:\{\s*-?\d\s*\}|\d))?"
 _IN_FONT = re.compile(
     rf"(?<=[^\s(\[{{])\s*(?:\\cdot\s*)?((?:(?:(?<=\d)|(?<=\d\s))/\s*)?(?:(?:sq\.?|square|cubic)\s+)?\\text\{{[^{{}}]*\}}{_EXPONENT}(?:\s*(?:/|\\cdot|\\times|\*)?\s*\\text\{{[^{{}}]*\}}{_EXPONENT})*)$"
 )
-_DEGREES = re.compile(r"\s*\^\\circ\s*((?:\\text\{\s*)?[CFK]\}?)?$")
+_DEGREES = re.compile(r"(.*?)(?:\^\\circ\s*(?:\\text\{\s*)?([CFK])\}?)?")
 _OF_ANGLES = re.compile(r"cis|sin|cos|tan|cot|sec|csc")
 _OHM = re.compile(r"(?<=[\d}])\s*\\Omega$")
-_PERCENT = re.compile(r"\s*(?:%|(?:\\text\{\s*)?\b(?:percent|per cent)(?:\s*\})?)$")
+_PERCENT = re.compile(r"\s*(?:%|(?:\\text\{\s*)?\b(?:percent(?:age)?|per cent|pct)(?:\s*\})?)$")
 _WORDS = re.compile(r"(?<=[\d)}\].!])\s*((?:/\s*)?[A-Za-z][A-Za-z' ./-]{0,40}" + _EXPONENT + r")$")
 _RATE = re.compile(r"/\s*|an? ")
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e-?\d+|\s*\\(?:times|cdot)\s*10\s*\^\s*\{?\s*-?\d+\s*\}?)?\s+")
@@ -120,8 +120,9 @@ def quantity(text: str) -> Quantity | None:
         text, unit = text[: found.start()], found[1][1:]
     if found := _PERCENT.search(text):
         return Quantity(text[: found.start()], unit, percent=True)
-    if (found := _DEGREES.search(text)) and not _OF_ANGLES.search(text):
-        return Quantity(text[: found.start()], "degree" + "".join(re.findall("[CFK]", found[1] or "")))
+    if r"^\circ" in text and not _OF_ANGLES.search(text):  # 180^\circ - 2x, 20^\circ C
+        body, scale = _DEGREES.fullmatch(text).groups("")  # type: ignore[union-attr]
+        return Quantity(body.replace(r"^\circ", " "), "degree" + scale)
     if found := _OHM.search(text):
         return Quantity(text[: found.start()], "ohm")
     if found := _IN_FONT.search(text):
