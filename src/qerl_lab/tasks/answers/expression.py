@@ -6,7 +6,7 @@ Recursive descent with bounded depth and length:
     sum      = term (("+" | "-" | "\pm") term)*
     term     = factor (("*" | "/" | "") factor)*      a product without a sign binds as one with a sign
     factor   = ("-" | "+") factor | power
-    power    = raised | letter "(" sum ")" ("^" factor)?      a factor or a function: see `_settled`
+    power    = raised | letter ("^" factor)? "(" sum ")" ("^" factor)?      a product or a call: see `is_factor`
     raised   = postfix ("^" factor)?
     postfix  = atom ("!" | "^\circ")*
 """
@@ -65,39 +65,14 @@ def read_expression(text: str) -> Node:
     node = reader.sum()
     if reader.next is not None:
         raise Unreadable(text)
-    return _settled(node, names(node)) if reader.has_calls else node
+    return node
 
 
 def names(node: Node) -> frozenset[str]:
-    """The variables of an expression; before it is settled, without the letters that stand before a bracket."""
+    """The variables of an expression, and the names of functions that it calls."""
     if isinstance(node, Sym):
         return frozenset() if node.name in CONSTANTS else frozenset([node.name])
-    args = () if isinstance(node, Num) else node.args[1].args[1:] if node.name == "of" else node.args  # type: ignore[union-attr]
-    return frozenset().union(*map(names, args))
-
-
-def _settled(node: Node, variables: frozenset[str]) -> Node:
-    """The tree with each letter before a bracket read as a factor or as the name of a function.
-
-    It is a factor if it stands elsewhere alone: `n(n+1)`. Otherwise a product needs brackets only around a sum, so that
-    `h(a+b)` is one, while `f(2)`, `I(0)` and `f(2x)` are calls. The letters f and g name functions there too.
-    """
-    if not isinstance(node, Op):
-        return node
-    if node.name == "of":
-        call, product, called = node.args
-        letter = call.args[0]
-        name = (letter.args[0] if isinstance(letter, Op) else letter).name
-        is_factor = name in variables or (_has_sum(call.args[1]) and name not in ("f", "g"))
-        return _settled(product if is_factor else called, variables)
-    return Op(node.name, tuple(_settled(arg, variables) for arg in node.args))
-
-
-def _has_sum(node: Node) -> bool:
-    if not isinstance(node, Op):
-        return False
-    args = node.args[:1] if node.name == "of" else node.args
-    return node.name == "+" or any(map(_has_sum, args))
+    return frozenset() if isinstance(node, Num) else frozenset().union(*map(names, node.args))
 
 
 def number(text: str) -> Num:
@@ -122,9 +97,10 @@ class _Reader:
     def __init__(self, tokens: list[Token]) -> None:
         self.tokens, self.at, self.depth = tokens, 0, 0
         self.bars = 0  # of absolute values that are open
+        followed = zip(tokens, [*tokens[1:], None], strict=True)
+        self.alone = {token.text for token, after in followed if not after or after.text not in ("(", "^", "_", "'")}
         self.raised_at = -1  # where the last exponent ended
         self.bare_at = -1  # where the last argument without brackets ended in a letter
-        self.has_calls = False
 
     @property
     def next(self) -> Token | None:
@@ -203,35 +179,43 @@ class _Reader:
         return node
 
     def power(self) -> Node:
-        (node,) = self.raised(self.atom())
-        if not (self.sees("(") and _may_be_called(node)):
+        node = self.raised(self.atom())
+        if not (self.sees("(") and _letter(node)):
             return node
         self.take()
-        self.has_calls = True
-        call = Op("call", (node, self.group("(")))
-        factor, called = self.raised(call.args[1], call)
-        return Op("of", (call, Op("*", (node, factor)), called))
+        inside = self.group("(")
+        if self.is_factor(_letter(node), inside):
+            return Op("*", (node, self.raised(inside)))
+        return self.raised(Op("call", (node, inside)))
 
-    def raised(self, *nodes: Node) -> tuple[Node, ...]:
-        """Each of the nodes with what comes next: factorials, degrees, an exponent."""
-        nodes = self.postfix(*nodes)
+    def is_factor(self, letter: str, inside: Node) -> bool:
+        """Whether a letter before a bracket multiplies it, and names no function.
+
+        It does if the letter also stands alone: `n(n+1)`. Otherwise only a sum needs the brackets: `h(a+b)`, and not
+        `I(0)` or `f(2x)`. The letters f and g name functions there too.
+        """
+        return letter.removeprefix("\\") in self.alone or (_has_sum(inside) and letter not in ("f", "g"))
+
+    def raised(self, node: Node) -> Node:
+        """The node with the factorials, the degrees and the exponent that come next."""
+        node = self.postfix(node)
         if self.sees("^", "**"):
             self.take()
             exponent = self.argument(signed=True)
             self.raised_at = self.at
-            nodes = self.postfix(*(Op("^", (node, exponent)) for node in nodes))
-        return nodes
+            node = self.postfix(Op("^", (node, exponent)))
+        return node
 
-    def postfix(self, *nodes: Node) -> tuple[Node, ...]:
+    def postfix(self, node: Node) -> Node:
         for _ in range(MAX_DEPTH):
             if self.sees("!"):
                 self.take()
-                nodes = tuple(Op("factorial", (node,)) for node in nodes)
+                node = Op("factorial", (node,))
             elif self.sees("^") and self.tokens[self.at + 1 : self.at + 2] and self.tokens[self.at + 1].text == "circ":
                 self.at += 2
-                nodes = tuple(Op("degrees", (node,)) for node in nodes)
+                node = Op("degrees", (node,))
             else:
-                return nodes
+                return node
         raise Unreadable("too deep")
 
     def argument(self, signed: bool = False) -> Node:
@@ -382,24 +366,28 @@ class _Reader:
         """A group alone, or a product without signs up to the next function: `\\sin 2x \\cos x`."""
         if self.sees("(", "[", "{"):
             self.deeper()
-            (node,) = self.postfix(self.group(self.take().text))
+            node = self.postfix(self.group(self.take().text))
             self.depth -= 1
             return node
         self.deeper()
         negative = self.sees("-") and bool(self.take())
-        factors = [*self.raised(self.atom())]
+        factors = [self.raised(self.atom())]
         while self.begins_factor() and not self.sees(*_NO_ARGUMENT):
-            factors += self.raised(self.atom())
-        self.bare_at = self.at if _may_be_called(factors[-1]) else -1
+            factors.append(self.raised(self.atom()))
+        self.bare_at = self.at if _letter(factors[-1]) else -1
         self.depth -= 1
         return Op("neg" if negative else "*", (Op("*", tuple(factors)),) if negative else tuple(factors))
 
 
-def _may_be_called(node: Node) -> bool:
-    """Whether a bracket behind it may hold an argument: a letter, also with an exponent, as in `f^{-1}(x)`."""
+def _letter(node: Node) -> str:
+    """The letter that a node is, also with a number for an exponent, as in `f^{-1}`; "" for anything else."""
     if isinstance(node, Op) and node.name == "^" and not names(node.args[1]):
         node = node.args[0]
-    return isinstance(node, Sym) and node.name not in CONSTANTS
+    return node.name if isinstance(node, Sym) and node.name not in CONSTANTS else ""
+
+
+def _has_sum(node: Node) -> bool:
+    return isinstance(node, Op) and (node.name == "+" or any(map(_has_sum, node.args)))
 
 
 def _refused(name: str) -> Node:

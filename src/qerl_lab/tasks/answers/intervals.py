@@ -1,6 +1,6 @@
 """Sets of real numbers: intervals, inequalities, and their unions, as spans that can be compared."""
 
-from collections.abc import Sequence
+from itertools import chain
 
 from qerl_lab.tasks.answers.expression import Op, Sym, names
 from qerl_lab.tasks.answers.forms import Amount, Form, Relation, Several
@@ -41,68 +41,51 @@ def interval(relation: Relation) -> Several | None:
 
 def _is_set(form: Form) -> bool:
     """Whether it cannot be a point, as `(1, 2)` can."""
-    return isinstance(form, Relation) or (isinstance(form, Several) and form.brackets in ("or", "minus", ""))
+    return isinstance(form, Relation) or (isinstance(form, Several) and form.brackets in ("or", "minus"))
 
 
 def _variables(form: Form) -> frozenset[str]:
-    parts = form.parts if isinstance(form, Several) else ()
-    sides = form.sides if isinstance(form, Relation) else ()
-    return frozenset().union(*map(_variables, parts), *map(names, sides))
+    parts = map(_variables, form.parts) if isinstance(form, Several) else ()
+    return frozenset().union(*parts, *(map(names, form.sides) if isinstance(form, Relation) else ()))
 
 
 def _spans(form: Form) -> list[Span] | None:
     """The spans in order, none touching the next; None for anything else, and for ends in variables."""
-    if excluded := _excluded(form):
-        form = Several("minus", (_REALS, Several("{}", excluded)))
-    found = interval(form) if isinstance(form, Relation) else form
-    if not isinstance(found, Several):
+    found = _as_several(form)
+    if found is None:
         return None
-    if found.brackets == "or":
+    if found.brackets in ("or", "minus"):
         parts = [_spans(part) for part in found.parts]
-        return None if None in parts else _merged([span for part in parts for span in part or ()])
-    if found.brackets == "minus":
-        spans, points = _spans(found.parts[0]), _numbers(found.parts[1:])
-        for point in points or ():
-            spans = [piece for span in spans or () for piece in _without(span, point)]
-        return None if points is None else spans
-    ends = _numbers((found,) if found.brackets == "{}" else found.parts)
-    if ends is None or found.brackets == "":
+        known = [part for part in parts if part is not None]
+        if len(known) < len(parts):
+            return None
+        return _merged([*chain(*known)]) if found.brackets == "or" else _difference(*known)
+    ends = [_real_number(part) for part in found.parts]
+    if None in ends:
         return None
     if found.brackets == "{}":
         return _merged([(end, end, True, True) for end in ends])
-    is_span = len(ends) == 2 and ends[0] < ends[1]
-    return [(ends[0], ends[1], found.brackets[0] == "[", found.brackets[1] == "]")] if is_span else None
+    is_span = len(ends) == 2 and found.brackets != "" and ends[0] < ends[1]
+    return [(*ends, found.brackets[0] == "[", found.brackets[1] == "]")] if is_span else None
 
 
-def _excluded(form: Form) -> tuple[Form, ...]:
-    """The numbers that `x != 2`, or a list of such relations, takes away; none for anything else."""
-    parts = form.parts if isinstance(form, Several) and form.brackets == "" else (form,)
-    found = [part.sides if names(part.sides[0]) else part.sides[::-1] for part in parts if _is_unequal(part)]
-    are_points = len(found) == len(parts) and all(isinstance(side[0], Sym) for side in found)
-    return tuple(Amount(side[1]) for side in found) if are_points else ()
+def _as_several(form: Form) -> Several | None:
+    if isinstance(form, Relation) and form.signs == ("!=",):
+        variable, number = form.sides if names(form.sides[0]) else form.sides[::-1]
+        return Several("minus", (_REALS, Several("{}", (Amount(number),)))) if isinstance(variable, Sym) else None
+    found = interval(form) if isinstance(form, Relation) else form
+    return found if isinstance(found, Several) else None
 
 
-def _is_unequal(form: Form) -> bool:
-    return isinstance(form, Relation) and form.signs == ("!=",)
-
-
-def _numbers(forms: Sequence[Form]) -> list[Value] | None:
-    """The real numbers that the parts are, sets of points among them; None where one is anything else."""
-    found = list[Value]()
-    for form in forms:
-        if isinstance(form, Several) and form.brackets == "{}":
-            inside = _numbers(form.parts)
-        else:
-            is_number = isinstance(form, Amount) and not names(form.node) and not form.percent and form.scale == 1
-            inside = [real(value(form.node, {}))] if is_number else None  # type: ignore[union-attr]
-        if inside is None or not all(map(is_real, inside)):
-            return None
-        found += [number.real for number in inside]
-    return found
+def _real_number(form: Form) -> Value | None:
+    if not isinstance(form, Amount) or names(form.node) or form.percent or form.scale != 1:
+        return None
+    number = real(value(form.node, {}))
+    return number.real if is_real(number) else None
 
 
 def _merged(spans: list[Span]) -> list[Span]:
-    """The union of spans, sorted."""
+    """The union of spans."""
     found = list[Span]()
     for low, high, has_low, has_high in sorted(spans, key=lambda span: (span[0], not span[2])):
         if found and (low < found[-1][1] or (close(low, found[-1][1]) and (has_low or found[-1][3]))):
@@ -113,12 +96,17 @@ def _merged(spans: list[Span]) -> list[Span]:
     return found
 
 
-def _without(span: Span, point: Value) -> list[Span]:
-    low, high, has_low, has_high = span
-    if point < low or point > high:
-        return [span]
-    pieces = [(low, point, has_low, False), (point, high, False, has_high)]
-    return [piece for piece in pieces if piece[0] < piece[1]]
+def _difference(spans: list[Span], points: list[Span]) -> list[Span] | None:
+    """Spans without points; None where something longer than a point is taken away."""
+    for at, end, *_ in points:
+        if at != end:
+            return None
+        pieces = [
+            [span] if not span[0] <= at <= span[1] else [(span[0], at, span[2], False), (at, span[1], False, span[3])]
+            for span in spans
+        ]
+        spans = [piece for piece in chain(*pieces) if piece[0] < piece[1] or piece[2:] == (True, True)]
+    return spans
 
 
 def _same(left: Span, right: Span) -> bool:

@@ -6,6 +6,7 @@ Removes what carries no mathematics: delimiters, sizes, thin spaces, fonts, lead
 # ruff: noqa: RUF001 (signs that look like others are what this file is about)
 
 import re
+from unicodedata import normalize
 
 from qerl_lab.tasks.answers.tokens import FUNCTIONS
 
@@ -26,13 +27,14 @@ _UNICODE = {
     "∓": r"\mp ", "≤": r"\le ", "≥": r"\ge ", "⩽": r"\le ", "⩾": r"\ge ", "≠": r"\ne ", "≈": r"\approx ", "∈": r"\in ",
     "∪": r"\cup ", "∩": r"\cap ", "∅": r"\emptyset ", "ℝ": r"\mathbb{R}", "′": "'", "’": "'", "“": '"', "”": '"',
     "€": r"\euro ", "£": r"\pound ", "¥": r"\yen ", "₹": r"\rupee ", "¢": r"\text{cent}", "、": ",", "。": ".",
-    "½": r"\frac{1}{2}", "⅓": r"\frac{1}{3}", "⅔": r"\frac{2}{3}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}",
-    "⅕": r"\frac{1}{5}", "⅖": r"\frac{2}{5}", "⅗": r"\frac{3}{5}", "⅘": r"\frac{4}{5}", "⅙": r"\frac{1}{6}",
-    "⅚": r"\frac{5}{6}", "⅛": r"\frac{1}{8}", "⅜": r"\frac{3}{8}", "⅝": r"\frac{5}{8}", "⅞": r"\frac{7}{8}",
     "\N{NO-BREAK SPACE}": " ", "\N{NARROW NO-BREAK SPACE}": " ", "\N{THIN SPACE}": " ",
 } | {sign: rf"\{name} " for sign, name in _GREEK.items()}  # fmt: skip
+_FRACTIONS = {
+    sign: r"\frac{{{}}}{{{}}}".format(*normalize("NFKC", sign).split("\N{FRACTION SLASH}"))
+    for sign in "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"
+}
 _FULL_WIDTH = {0xFEE0 + code: chr(code) for code in range(ord("!"), ord("~") + 1)}  # Unicode has ASCII twice
-_TRANSLATION = str.maketrans(_UNICODE) | _FULL_WIDTH
+_TRANSLATION = str.maketrans(_UNICODE | _FRACTIONS) | _FULL_WIDTH
 
 # A backslash and letters must end there: `\le` is not the beginning of `\left`.
 _END = r"(?![A-Za-z])"

@@ -6,64 +6,18 @@ from itertools import takewhile
 
 from qerl_lab.tasks.answers.tokens import ALIASES, FUNCTIONS, GREEK
 
-# One measure a line, its name first. A name may be followed by an "s".
+# The measures, each by its name and its other spellings, which may be followed by an "s".
 _NAMES = """
-mm millimeter millimetre
-cm centimeter centimetre
-m meter metre
-km kilometer kilometre
-nm nanometer nanometre
-in inch inches
-ft foot feet
-yd yard
-mi mile
-mg milligram
-g gram gm
-kg kilogram
-lb pound lbs
-oz ounce
-ton tonne
-ms millisecond
-s sec second
-min minute mins
-h hr hour
-day
-week
-month
-year yr
-ml milliliter millilitre mL
-l liter litre L
-gal gallon
-cup
-dollar usd buck
-cent
-euro
-yen
-rupee
-degree deg
-rad radian
-acre
-ha hectare
-mph
-kph kmph
-J joule
-kJ kilojoule
-eV
-N newton
-W watt
-kW kilowatt
-V volt
-A ampere amp
-K kelvin
-Hz hertz
-Pa pascal
-mol mole
-erg
-ohm
-AU
-pc parsec
+mm millimeter millimetre; cm centimeter centimetre; m meter metre; km kilometer kilometre; nm nanometer nanometre
+in inch inches; ft foot feet; yd yard; mi mile; AU; pc parsec; acre; ha hectare
+ml milliliter millilitre mL; l liter litre L; gal gallon; cup
+mg milligram; g gram gm; kg kilogram; lb pound lbs; oz ounce; ton tonne; mol mole
+ms millisecond; s sec second; min minute mins; h hr hour; day; week; month; year yr
+mph; kph kmph; Hz hertz; degree deg; rad radian; K kelvin; Pa pascal; N newton
+J joule; kJ kilojoule; eV; erg; W watt; kW kilowatt; V volt; A ampere amp; ohm
+dollar usd buck; cent; euro; yen; rupee
 """
-MEASURES = {alias: line.split()[0] for line in _NAMES.strip().splitlines() for alias in line.split()}
+MEASURES = {alias: line.split()[0] for line in re.split("[;\n]", _NAMES.strip()) for alias in line.split()}
 _ORDINALS = ("st", "nd", "rd", "th")
 # What is counted, where it does not end in an "s" or is so short that it would read as a product of variables.
 _THINGS = """
