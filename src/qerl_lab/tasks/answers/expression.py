@@ -97,7 +97,7 @@ class _Reader:
     def __init__(self, tokens: list[Token]) -> None:
         self.tokens, self.at, self.depth = tokens, 0, 0
         self.bars = 0  # of absolute values that are open
-        followed = zip(tokens, [*tokens[1:], None], strict=True)
+        followed = zip(tokens, [*tokens[1:], None], strict=False)
         self.alone = {token.text for token, after in followed if not after or after.text not in ("(", "^", "_", "'")}
         self.raised_at = -1  # where the last exponent ended
         self.bare_at = -1  # where the last argument without brackets ended in a letter

@@ -52,10 +52,11 @@ _NUMBERS = {name: n for n, name in enumerate(_NUMBER_NAMES.split())}
 _REALS = (r"\mathbb{R}", r"\mathbf{R}", "all real numbers", "all reals", "the set of all real numbers")
 _BUILT = re.compile(r"\s*[A-Za-z]\s*(?:\\in\s*\\mathbb\{R\}\s*)?(?:\\mid(?![A-Za-z])|[|:])(.*)")
 _SUBSCRIPT = r"(?:_(?:\w|\{[^{}]*\}))?"
-_NAME = re.compile(  # a variable, a word; with an argument: f(x), P(X=2), f^{-1}(x); dy/dx, an angle, a point
+_NAME = re.compile(  # a variable, a word; with an argument: f(x), P(X=2), f^{-1}(x); dy/dx, a point, a ratio
     rf"\\?[A-Za-z]+{_SUBSCRIPT}'*(?:\s*(?:\^\s*\{{\s*-1\s*\}}\s*)?'*\(\s*[A-Za-z0-9](?:\s*[,=]\s*[A-Za-z0-9])*\s*\))?"
     r"|\(\s*[A-Za-z](?:\s*,\s*[A-Za-z])+\s*\)|\\frac\s*\{d ?[A-Za-z]\}\s*\{d ?[A-Za-z]\}|\\angle\s*[A-Za-z ]+"
     r"|\\(?:text|overline|vec|overrightarrow|mathbf)\s*\{[A-Za-z ]+\}|\|[A-Z]+\|"
+    rf"|[A-Za-z]+{_SUBSCRIPT}(?:\s*:\s*[A-Za-z]+{_SUBSCRIPT})+|\\frac\s*\{{[A-Z]{{2}}\}}\s*\{{[A-Z]{{2}}\}}"
 )
 
 
@@ -79,10 +80,10 @@ def _read(text: str, nesting: int, listed: bool = False) -> Form:
         parts = _split(text, depths, pattern)
         if len(parts) > 1:
             return _several(brackets, parts, nesting, brackets == "" and bool(_OR.search(text)))
-    if len(parts := _split(text, depths, _COLON)) > 1:
-        return Clock(tuple(read_expression(_body(part)) for part in parts), "")
     if len(sides := _split(text, depths, _SIGN)) > 1:
         return _relation(text, sides, [found[0] for found in _at_top(text, depths, _SIGN)], nesting)
+    if len(parts := _split(text, depths, _COLON)) > 1:
+        return Clock(tuple(read_expression(_body(part)) for part in parts), "")
     if inside := _bracketed(text, nesting):
         return inside
     return _amount(text)

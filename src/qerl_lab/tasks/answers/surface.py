@@ -29,10 +29,8 @@ _UNICODE = {
     "€": r"\euro ", "£": r"\pound ", "¥": r"\yen ", "₹": r"\rupee ", "¢": r"\text{cent}", "、": ",", "。": ".",
     "\N{NO-BREAK SPACE}": " ", "\N{NARROW NO-BREAK SPACE}": " ", "\N{THIN SPACE}": " ",
 } | {sign: rf"\{name} " for sign, name in _GREEK.items()}  # fmt: skip
-_FRACTIONS = {
-    sign: r"\frac{{{}}}{{{}}}".format(*normalize("NFKC", sign).split("\N{FRACTION SLASH}"))
-    for sign in "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"
-}
+_PARTS = {sign: normalize("NFKC", sign).split("\N{FRACTION SLASH}") for sign in "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"}
+_FRACTIONS = {sign: rf"\frac{{{above}}}{{{below}}}" for sign, (above, below) in _PARTS.items()}
 _FULL_WIDTH = {0xFEE0 + code: chr(code) for code in range(ord("!"), ord("~") + 1)}  # Unicode has ASCII twice
 _TRANSLATION = str.maketrans(_UNICODE | _FRACTIONS) | _FULL_WIDTH
 
@@ -99,12 +97,14 @@ _SPELLINGS: list[tuple[re.Pattern[str], str]] = [
 _TYPED_CASES = ("1{,}000", "1~000", "x~y", "2 x 10^3", "USD 5", "EUR 5", "GBP 5", "Rs 5", "minus 5")
 _TYPED = [pair for pair in _SPELLINGS if any(map(pair[0].search, _TYPED_CASES))]  # the others need a backslash
 _BOXED = re.compile(r"\\(?:boxed|fbox|framebox)\s*(?=\{)")
+_SO = r"(?:(?:so|thus|hence|therefore|final|finally)\b[\s,:]*)"
+_ANSWER = r"(?:(?:the|my|our)\s+)?(?:(?:final|correct|right|exact)\s+)?(?:answer|result|solution|value|ans)s?"
 _LEAD_IN = re.compile(
-    r"(?:(?:so|thus|hence|therefore|final|finally)\b[\s,:]*)*"
-    r"(?:(?:the|my|our)\s+)?(?:(?:final|correct|right|exact)\s+)?(?:answer|result|solution|value|ans)s?"
-    r"\s*(?:(?:is|are|to be|equals|:|=)\s*)+|(?:option|choice)\s+(?=\(?[A-Z]\b)",
+    rf"{_SO}*{_ANSWER}\s*(?:(?:is|are|to be|equals|:|=)\s*)+|{_SO}+(?=\S)"
+    r"|(?:option|choice)\s+(?=\(?[A-Z]\b)",
     re.IGNORECASE,
 )
+_LEAD_OUT = re.compile(rf"(?<=\S)\s+(?:is|are)\s+{_ANSWER}\Z", re.IGNORECASE)
 _SENTENCE = re.compile(
     r"[A-Za-z][A-Za-z' ]{0,80}\b(?:is|are|was|were|be|equals|has|have|makes|gets|needs|costs|earns)[\s:]+(?=\S)"
 )
@@ -196,6 +196,7 @@ def _without_wrapping(text: str) -> str:
 
 def _without_lead_in(text: str) -> str:
     """Without "The answer is", a label, or a sentence up to its verb; neither may cast doubt on what follows."""
+    text = _LEAD_OUT.sub("", text)
     if found := _LEAD_IN.match(text):
         return text[found.end() :]
     found = _LABEL.match(text) or _SENTENCE.match(text)
