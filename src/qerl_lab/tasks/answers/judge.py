@@ -65,7 +65,8 @@ def _may_equal(form: Form | None, other: str) -> bool:
     form = form.form if isinstance(form, Named) else form
     if form is None:
         return True
-    return isinstance(form, Amount) and all(name.partition("_")[0] in other for name in names(form.node))
+    symbols = re.findall(r"\\[A-Za-z]+|[A-Za-z]", other)  # `t` is none in `\int`
+    return isinstance(form, Amount) and all(name.partition("_")[0] in symbols for name in names(form.node))
 
 
 def _is_for_library(form: Form | None, text: str) -> bool:
