@@ -98,7 +98,9 @@ class _Reader:
         self.tokens, self.at, self.depth = tokens, 0, 0
         self.bars = 0  # of absolute values that are open
         followed = zip(tokens, [*tokens[1:], None], strict=False)
-        self.alone = {token.text for token, after in followed if not after or after.text not in ("(", "^", "_", "'")}
+        self.alone = {
+            token.text for token, after in followed if not after or after.text not in ("(", "[", "^", "_", "'")
+        }
         self.raised_at = -1  # where the last exponent ended
         self.bare_at = -1  # where the last argument without brackets ended in a letter
 
@@ -147,7 +149,7 @@ class _Reader:
                 self.take()
                 factors.append(Op("inverse", (self.factor(),)))
             elif self.begins_factor():
-                after_bare = self.at == self.bare_at and self.sees("(")
+                after_bare = self.at == self.bare_at and self.sees("(", "[")
                 factors.append(self.power())
                 if after_bare and not _has_sum(factors[-1]):
                     raise Unreadable(r"\sin x(0)")  # of x(0), or a product
@@ -180,10 +182,9 @@ class _Reader:
 
     def power(self) -> Node:
         node = self.raised(self.atom())
-        if not (self.sees("(") and _letter(node)):
+        if not (self.sees("(", "[") and _letter(node)):
             return node
-        self.take()
-        inside = self.group("(")
+        inside = self.group(self.take().text)
         if self.is_factor(_letter(node), inside):
             return Op("*", (node, self.raised(inside)))
         return self.raised(Op("call", (node, inside)))
@@ -380,9 +381,8 @@ class _Reader:
 
 
 def _letter(node: Node) -> str:
-    """The letter that a node is, also with a number for an exponent, as in `f^{-1}`; "" for anything else."""
-    if isinstance(node, Op) and node.name == "^" and not names(node.args[1]):
-        node = node.args[0]
+    """The letter that a node is, also with an exponent, as in `f^{-1}`; "" for anything else."""
+    node = node.args[0] if isinstance(node, Op) and node.name == "^" else node
     return node.name if isinstance(node, Sym) and node.name not in CONSTANTS else ""
 
 

@@ -114,7 +114,7 @@ _LABEL = re.compile(  # `Total cost:`, `Total cost =`; a single word and `=` are
 _ORNAMENTS = "✅✔✓☑★⭐✨🌟🎉🎊🎯🏆👍👉💡📝📌🔥🚀😀😃😄😊🙂🥳\N{VARIATION SELECTOR-16}"  # none says no, or is a number
 _ORNAMENT = re.compile(rf"^(?:[{_ORNAMENTS}]|#{{1,6}}\s)\s*|\s*[{_ORNAMENTS}]$")
 _EMPHASIS = re.compile(r"^(\*{1,3}|_{1,3})(?=[^\s*_])((?:(?!\1).)+)(?<=[^\s*_])\1(?![\w*])")
-_DOUBTS = re.compile(
+DOUBTS = re.compile(
     r"\b(?:not|never|no|nor|or|and|isn't|aren't|but|except|either|neither|about|around|almost|nearly|less|more|fewer|"
     r"greater|least|most|over|under|between|half|twice|double|triple|negative|minus|if|unless|maybe|perhaps|than|"
     r"wrong|incorrect|false)\b",
@@ -207,4 +207,4 @@ def _without_lead_in(text: str) -> str:
 
 def _casts_doubt(words: str) -> bool:
     """Whether words say that what follows is not the answer, or are mathematics themselves: `sin x = 0.5`."""
-    return _DOUBTS.search(words) is not None or not FUNCTIONS.isdisjoint(re.findall("[a-z]+", words.lower()))
+    return DOUBTS.search(words) is not None or not FUNCTIONS.isdisjoint(re.findall("[a-z]+", words.lower()))

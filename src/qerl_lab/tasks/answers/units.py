@@ -1,9 +1,10 @@
-"""What stands around a quantity: units, money, percent, counted things, and words such as "million"."""
+"""Splits a number from what stands around it: units, money, percent, counted things, words such as "million"."""
 
 import re
 from dataclasses import dataclass
 from itertools import takewhile
 
+from qerl_lab.tasks.answers.surface import DOUBTS
 from qerl_lab.tasks.answers.tokens import ALIASES, FUNCTIONS, GREEK
 
 # The measures, each by its name and its other spellings, which may be followed by an "s".
@@ -31,11 +32,10 @@ _OF_THINGS = ("per", "a", "an", "/", "in", "of", "for", "on", "at", "with", "eve
 _MATHEMATICS = (FUNCTIONS | GREEK | ALIASES.keys()) - MEASURES.keys()  # `60/lambda x`, and no `60 sec`
 _ONE_LETTER = "msgJNWVKL"  # written without a font they are a unit only after a plain number
 _SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
-# Words after a number that make it another number, or none.
+# Words after a number, beside DOUBTS, that make it another number, or none.
 _CHANGING = """
-or and not to from minus plus times over by mod modulo factorial half halves quarter quarters third
-thirds fourths fifths tenth tenths hundredths point negative below than least most between except percent if when but
-base am pm infinity pi is are equals sqrt root log out sin cos tan ln exp divided remainder e i sum
+to from plus times by mod halves quarter quarters third thirds fourths fifths tenth tenths hundredths below percent when
+base am pm pi ln e i is are equals out guess
 """
 _CHANGES = frozenset(_CHANGING.split())
 
@@ -113,9 +113,8 @@ def _of_words(body: str, words: str, money: str) -> Quantity | None:
     scale = 1
     while parts and parts[0].lower() in _SCALES:
         scale *= _SCALES[parts.pop(0).lower()]
-    if any(part.lower() in _CHANGES for part in parts) or parts[:1] in (["squared"], ["cubed"]):
-        return None
-    if not _name_things(parts):
+    changes = DOUBTS.search(words) or parts[:1] in (["squared"], ["cubed"])
+    if changes or any(part.lower() in _CHANGES for part in parts) or not _name_things(parts):
         return None
     return Quantity(body, money or measure(" ".join(parts)), scale=scale)
 
