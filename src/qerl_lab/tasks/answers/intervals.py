@@ -1,9 +1,11 @@
 """Sets of real numbers: intervals, inequalities, and their unions, as spans that can be compared."""
 
+from functools import reduce
 from itertools import chain
 
 from qerl_lab.tasks.answers.expression import Op, Sym, names
 from qerl_lab.tasks.answers.forms import Amount, Form, Relation, Several
+from qerl_lab.tasks.answers.tokens import Unreadable
 from qerl_lab.tasks.answers.value import INFINITY, Value, close, is_real, real, value
 
 OPPOSITE = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "=": "=", "!=": "!="}
@@ -14,11 +16,14 @@ Span = tuple[Value, Value, bool, bool]  # from and to, and whether each of the t
 
 
 def same_set(left: Form, right: Form) -> bool:
-    """Whether both hold the same real numbers; False where one is no such set. Raises Unreadable, as `value`."""
+    """Whether both hold the same real numbers; False where one is no such set, or could be a point: `(1, 2)`."""
     if not (_is_set(left) or _is_set(right)) or len(_variables(left) | _variables(right)) > 1:
         return False
-    a, b = _spans(left), _spans(right)
-    return a is not None and b is not None and len(a) == len(b) and all(map(_same, a, b))
+    try:
+        a, b = _spans(left), _spans(right)
+    except Unreadable:
+        return False
+    return len(a) == len(b) and all(map(_same, a, b))
 
 
 def interval(relation: Relation) -> Several | None:
@@ -40,7 +45,7 @@ def interval(relation: Relation) -> Several | None:
 
 
 def _is_set(form: Form) -> bool:
-    """Whether it cannot be a point, as `(1, 2)` can."""
+    """Whether it can be no point."""
     return isinstance(form, Relation) or (isinstance(form, Several) and form.brackets in ("or", "minus"))
 
 
@@ -49,45 +54,41 @@ def _variables(form: Form) -> frozenset[str]:
     return frozenset().union(*parts, *(map(names, form.sides) if isinstance(form, Relation) else ()))
 
 
-def _spans(form: Form) -> list[Span] | None:
-    """The spans in order, none touching the next; None for anything else, and for ends in variables."""
-    found = _as_several(form)
-    if found is None:
-        return None
-    if found.brackets in ("or", "minus"):
-        parts = [_spans(part) for part in found.parts]
-        known = [part for part in parts if part is not None]
-        if len(known) < len(parts):
-            return None
-        return _merged([*chain(*known)]) if found.brackets == "or" else _difference(*known)
-    ends = [_real_number(part) for part in found.parts]
-    if None in ends:
-        return None
-    if found.brackets == "{}":
-        return _merged([(end, end, True, True) for end in ends])
-    is_span = len(ends) == 2 and found.brackets != "" and ends[0] < ends[1]
-    return [(*ends, found.brackets[0] == "[", found.brackets[1] == "]")] if is_span else None
+def _spans(form: Form) -> list[Span]:
+    """The spans in order, none touching the next. Raises Unreadable for anything else, and for ends in variables."""
+    if isinstance(form, Relation):
+        form = interval(form) or _all_but(form)
+    if not isinstance(form, Several) or form.brackets == "":
+        raise Unreadable("no set of numbers")
+    if form.brackets in ("or", "minus"):
+        return reduce(_union if form.brackets == "or" else _difference, map(_spans, form.parts))
+    ends = [_real_number(part) for part in form.parts]
+    if form.brackets == "{}":
+        return _union([(end, end, True, True) for end in ends], [])
+    if len(ends) != 2 or ends[0] >= ends[1]:
+        raise Unreadable("no interval")
+    return [(ends[0], ends[1], form.brackets[0] == "[", form.brackets[1] == "]")]
 
 
-def _as_several(form: Form) -> Several | None:
-    if isinstance(form, Relation) and form.signs == ("!=",):
-        variable, number = form.sides if names(form.sides[0]) else form.sides[::-1]
-        return Several("minus", (_REALS, Several("{}", (Amount(number),)))) if isinstance(variable, Sym) else None
-    found = interval(form) if isinstance(form, Relation) else form
-    return found if isinstance(found, Several) else None
+def _all_but(relation: Relation) -> Several:
+    """The reals without the number that `x != 2` excludes."""
+    variable, number = relation.sides[:2] if names(relation.sides[0]) else relation.sides[1::-1]
+    if relation.signs != ("!=",) or not isinstance(variable, Sym):
+        raise Unreadable("no set of numbers")
+    return Several("minus", (_REALS, Several("{}", (Amount(number),))))
 
 
-def _real_number(form: Form) -> Value | None:
-    if not isinstance(form, Amount) or names(form.node) or form.percent or form.scale != 1:
-        return None
-    number = real(value(form.node, {}))
-    return number.real if is_real(number) else None
+def _real_number(form: Form) -> Value:
+    if isinstance(form, Amount) and not names(form.node) and not form.percent and form.scale == 1:
+        number = real(value(form.node, {}))
+        if is_real(number):
+            return number.real
+    raise Unreadable("no real number")
 
 
-def _merged(spans: list[Span]) -> list[Span]:
-    """The union of spans."""
+def _union(left: list[Span], right: list[Span]) -> list[Span]:
     found = list[Span]()
-    for low, high, has_low, has_high in sorted(spans, key=lambda span: (span[0], not span[2])):
+    for low, high, has_low, has_high in sorted(left + right, key=lambda span: (span[0], not span[2])):
         if found and (low < found[-1][1] or (close(low, found[-1][1]) and (has_low or found[-1][3]))):
             first, end, has_first, has_end = found.pop()
             has_high = (has_high or has_end) if close(high, end) else (has_high if high > end else has_end)
@@ -96,11 +97,11 @@ def _merged(spans: list[Span]) -> list[Span]:
     return found
 
 
-def _difference(spans: list[Span], points: list[Span]) -> list[Span] | None:
-    """Spans without points; None where something longer than a point is taken away."""
+def _difference(spans: list[Span], points: list[Span]) -> list[Span]:
+    """Spans without points. Raises Unreadable where something longer than a point is taken away."""
     for at, end, *_ in points:
         if at != end:
-            return None
+            raise Unreadable("no point")
         pieces = [
             [span] if not span[0] <= at <= span[1] else [(span[0], at, span[2], False), (at, span[1], False, span[3])]
             for span in spans
