@@ -1,18 +1,17 @@
-"""Sets of real numbers: intervals, inequalities, and their unions, as spans that can be compared."""
+"""Sets of real numbers: intervals, inequalities, unions, and differences.
 
-from functools import reduce
-from itertools import chain
+Two of them are equal if they hold the same of their ends, and the same of one number between each two ends.
+"""
 
-from qerl_lab.tasks.answers.expression import Op, Sym, names
+from functools import lru_cache
+from itertools import pairwise
+
+from qerl_lab.tasks.answers.expression import Node, Op, Sym, names
 from qerl_lab.tasks.answers.forms import Amount, Form, Relation, Several
 from qerl_lab.tasks.answers.tokens import Unreadable
-from qerl_lab.tasks.answers.value import INFINITY, Value, close, is_real, real, value
+from qerl_lab.tasks.answers.value import INFINITY, Value, close, is_finite, is_real, real, value
 
 OPPOSITE = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "=": "=", "!=": "!="}
-_MINUS_INFINITY = Op("neg", (INFINITY,))
-_REALS = Several("()", (Amount(_MINUS_INFINITY), Amount(INFINITY)))
-
-Span = tuple[Value, Value, bool, bool]  # from and to, and whether each of the two belongs to it
 
 
 def same_set(left: Form, right: Form) -> bool:
@@ -20,10 +19,12 @@ def same_set(left: Form, right: Form) -> bool:
     if not (_is_set(left) or _is_set(right)) or len(_variables(left) | _variables(right)) > 1:
         return False
     try:
-        a, b = _spans(left), _spans(right)
+        ends = sorted(end for end in _ends(left) + _ends(right) if is_finite(end))
     except Unreadable:
         return False
-    return len(a) == len(b) and all(map(_same, a, b))
+    between = [(low + high) / 2 for low, high in pairwise(ends)]
+    outside = [ends[0] - 1, ends[-1] + 1] if ends else [real(0)]
+    return all(_holds(left, at) == _holds(right, at) for at in ends + between + outside)
 
 
 def interval(relation: Relation) -> Several | None:
@@ -35,7 +36,7 @@ def interval(relation: Relation) -> Several | None:
         return None
     if len(sides) == 2:
         bounded_above = bool(names(sides[0]))
-        sides = (_MINUS_INFINITY, *sides) if bounded_above else (*sides, INFINITY)
+        sides = (Op("neg", (INFINITY,)), *sides) if bounded_above else (*sides, INFINITY)
         signs = ("<", *signs) if bounded_above else (*signs, "<")
     low, variable, high = sides
     if names(low) or names(high) or not names(variable) or (isinstance(variable, Op) and variable.name != "call"):
@@ -45,7 +46,6 @@ def interval(relation: Relation) -> Several | None:
 
 
 def _is_set(form: Form) -> bool:
-    """Whether it can be no point."""
     return isinstance(form, Relation) or (isinstance(form, Several) and form.brackets in ("or", "minus"))
 
 
@@ -54,31 +54,25 @@ def _variables(form: Form) -> frozenset[str]:
     return frozenset().union(*parts, *(map(names, form.sides) if isinstance(form, Relation) else ()))
 
 
-def _spans(form: Form) -> list[Span]:
-    """The spans in order, none touching the next. Raises Unreadable for anything else, and for ends in variables."""
+def _ends(form: Form) -> list[Value]:
+    """Where a set begins or ends. Raises Unreadable for what is no set of real numbers, and for ends in variables."""
     if isinstance(form, Relation):
-        form = interval(form) or _all_but(form)
+        numbers = [side for side in form.sides if not names(side)]
+        if "=" in form.signs or len(form.sides) - len(numbers) != 1 or not any(map(_is_variable, form.sides)):
+            raise Unreadable("no inequality for one variable")
+        return [_number(Amount(side)) for side in numbers]
     if not isinstance(form, Several) or form.brackets == "":
-        raise Unreadable("no set of numbers")
+        raise Unreadable("no set")
     if form.brackets in ("or", "minus"):
-        return reduce(_union if form.brackets == "or" else _difference, map(_spans, form.parts))
-    ends = [_real_number(part) for part in form.parts]
-    if form.brackets == "{}":
-        return _union([(end, end, True, True) for end in ends], [])
-    if len(ends) != 2 or ends[0] >= ends[1]:
+        return [end for part in form.parts for end in _ends(part)]
+    ends = [_number(part) for part in form.parts]
+    if form.brackets != "{}" and (len(ends) != 2 or ends[0] >= ends[1]):
         raise Unreadable("no interval")
-    return [(ends[0], ends[1], form.brackets[0] == "[", form.brackets[1] == "]")]
+    return ends
 
 
-def _all_but(relation: Relation) -> Several:
-    """The reals without the number that `x != 2` excludes."""
-    variable, number = relation.sides[:2] if names(relation.sides[0]) else relation.sides[1::-1]
-    if relation.signs != ("!=",) or not isinstance(variable, Sym):
-        raise Unreadable("no set of numbers")
-    return Several("minus", (_REALS, Several("{}", (Amount(number),))))
-
-
-def _real_number(form: Form) -> Value:
+@lru_cache(maxsize=1024)  # it is asked again for each of the points
+def _number(form: Form) -> Value:
     if isinstance(form, Amount) and not names(form.node) and not form.percent and form.scale == 1:
         number = real(value(form.node, {}))
         if is_real(number):
@@ -86,29 +80,28 @@ def _real_number(form: Form) -> Value:
     raise Unreadable("no real number")
 
 
-def _union(left: list[Span], right: list[Span]) -> list[Span]:
-    found = list[Span]()
-    for low, high, has_low, has_high in sorted(left + right, key=lambda span: (span[0], not span[2])):
-        if found and (low < found[-1][1] or (close(low, found[-1][1]) and (has_low or found[-1][3]))):
-            first, end, has_first, has_end = found.pop()
-            has_high = (has_high or has_end) if close(high, end) else (has_high if high > end else has_end)
-            low, high, has_low = first, max(high, end), has_first
-        found.append((low, high, has_low, has_high))
-    return found
+def _is_variable(node: Node) -> bool:
+    return isinstance(node, Sym) and bool(names(node))
 
 
-def _difference(spans: list[Span], points: list[Span]) -> list[Span]:
-    """Spans without points. Raises Unreadable where something longer than a point is taken away."""
-    for at, end, *_ in points:
-        if at != end:
-            raise Unreadable("no point")
-        pieces = [
-            [span] if not span[0] <= at <= span[1] else [(span[0], at, span[2], False), (at, span[1], False, span[3])]
-            for span in spans
-        ]
-        spans = [piece for piece in chain(*pieces) if piece[0] < piece[1] or piece[2:] == (True, True)]
-    return spans
+def _holds(form: Form, at: Value) -> bool:
+    """Whether a number belongs to a set of which `_ends` are known."""
+    if isinstance(form, Relation):
+        sides = [_number(Amount(side)) if not names(side) else at for side in form.sides]
+        return all(map(_is_true, sides, form.signs, sides[1:]))
+    assert isinstance(form, Several)
+    if form.brackets == "or":
+        return any(_holds(part, at) for part in form.parts)
+    if form.brackets == "minus":
+        return _holds(form.parts[0], at) and not any(_holds(part, at) for part in form.parts[1:])
+    ends = [_number(part) for part in form.parts]
+    if form.brackets == "{}":
+        return any(close(at, end) for end in ends)
+    signs = ["<=" if bracket in "[]" else "<" for bracket in form.brackets]
+    return _is_true(ends[0], signs[0], at) and _is_true(at, signs[1], ends[1])
 
 
-def _same(left: Span, right: Span) -> bool:
-    return close(left[0], right[0]) and close(left[1], right[1]) and left[2:] == right[2:]
+def _is_true(left: Value, sign: str, right: Value) -> bool:
+    if close(left, right):
+        return "=" in sign and sign != "!="
+    return sign == "!=" or (left < right) == ("<" in sign)
