@@ -66,7 +66,10 @@ def _ends(form: Form) -> list[Value]:
     if form.brackets in ("or", "minus"):
         return [end for part in form.parts for end in _ends(part)]
     ends = [_number(part) for part in form.parts]
-    if form.brackets != "{}" and (len(ends) != 2 or ends[0] >= ends[1]):
+    if form.brackets == "{}":
+        return ends
+    closed = [end for end, bracket in zip(ends, form.brackets, strict=False) if bracket in "[]"]
+    if len(ends) != 2 or ends[0] >= ends[1] or not all(map(is_finite, closed)):
         raise Unreadable("no interval")
     return ends
 

@@ -23,7 +23,7 @@ _OR, _AND = (
     re.compile(r"(?:[,;]\s*)?(?<![A-Za-z\\])and(?![A-Za-z])|[,;]|\\row(?![A-Za-z])"),
 )
 _LIST = re.compile(rf"{_AND.pattern}|(?:[,;]\s*)?{_OR.pattern}")
-_COLON = re.compile(":")
+_COMMA, _COLON = re.compile("[,;]"), re.compile(":")
 _SIGN = re.compile(r"<=|>=|==|!=|[=<>]|\\(?:le|ge|ne|in|approx|lt|gt)(?![A-Za-z])")
 _CROSS = re.compile(r"(?<=[\d)])\s*[xX]\s*(?=[\d(]|\\dollar(?![A-Za-z]))")
 _MONEY = re.compile(r"\\dollar(?=\s*[\d.])")
@@ -248,7 +248,7 @@ def _bracketed(text: str, nesting: int) -> Form | None:
     except Unreadable:
         return None  # (1+x)(2+x): the first bracket closes before the end
     brackets = _SHAPES[opening] + _ENDS[ending]
-    parts = _split(inside, depths, re.compile("[,;]"))
+    parts = _split(inside, depths, _AND if brackets == "{}" else _COMMA)
     if brackets == "{}" and (found := _BUILT.fullmatch(inside)):
         return _read(found[1], nesting + 1)
     if len(parts) > 1 or (brackets == "{}" and inside.strip()):

@@ -113,7 +113,9 @@ _LABEL = re.compile(  # `Total cost:`, `Total cost =`; a single word and `=` are
 )
 _ORNAMENTS = "✅✔✓☑★⭐✨🌟🎉🎊🎯🏆👍👉💡📝📌🔥🚀😀😃😄😊🙂🥳\N{VARIATION SELECTOR-16}"  # none says no, or is a number
 _ORNAMENT = re.compile(rf"^(?:[{_ORNAMENTS}]|#{{1,6}}\s)\s*|\s*[{_ORNAMENTS}]$")
-_EMPHASIS = re.compile(r"^(\*{1,3}|_{1,3})(?=[^\s*_])((?:(?!\1).)+)(?<=[^\s*_])\1(?![\w*])")
+_EMPHASIS = re.compile(
+    r"(?:^|(?<=[,;] )|(?<=\band )|(?<=\bor ))(\*{1,3}|_{1,3})(?=[^\s*_])((?:(?!\1).)+)(?<=[^\s*_])\1(?![\w*])"
+)
 DOUBTS = re.compile(
     r"\b(?:not|never|no|nor|or|and|isn't|aren't|but|except|either|neither|about|around|almost|nearly|less|more|fewer|"
     r"greater|least|most|over|under|between|half|twice|double|triple|negative|minus|if|unless|maybe|perhaps|than|"
