@@ -1,4 +1,4 @@
-"""Equality of two answers by their forms. Every rule is symmetric."""
+"""Compares the forms of two answers. Every rule is symmetric."""
 
 import re
 from contextlib import suppress

@@ -1,4 +1,4 @@
-"""The form that a text has: what splits it, what encloses it, what is left as a quantity."""
+"""Reads the form of an answer: splits the text at unions, commas and signs, opens brackets, reads what is left."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -62,12 +62,12 @@ _NAME = re.compile(  # a variable, a word; with an argument: f(x), P(X=2), f^{-1
 
 @lru_cache(maxsize=4096)
 def read(text: str) -> Form:
-    """The form of a text that `surface.plain` has made. Raises Unreadable."""
+    """The form of a text in the spelling of `surface.plain`. Raises Unreadable."""
     return _read(text, nesting=0)
 
 
 def _read(text: str, nesting: int, listed: bool = False) -> Form:
-    """`listed`: within brackets a comma parts even `1,800`."""
+    """`listed`: the text stands in brackets, where `1,800` is two numbers."""
     text = text.strip()
     if not text or nesting > MAX_NESTING:
         raise Unreadable(text)
@@ -90,7 +90,7 @@ def _read(text: str, nesting: int, listed: bool = False) -> Form:
 
 
 def _simple(text: str) -> Form | None:
-    """What needs no splitting."""
+    """The form of a text that is one thing as a whole: a numeral, a time, a letter, words; None for others."""
     if found := _NUMERAL.fullmatch(text):
         return _numeral(found[1], found[2] or found[3] or found[4])
     if (found := _CLOCK.fullmatch(text)) and (":" in text or found[2]):
@@ -237,7 +237,7 @@ def _body(text: str) -> str:
 
 
 def _bracketed(text: str, nesting: int) -> Form | None:
-    """What one pair of brackets encloses; None where brackets only group, or none do."""
+    """The form of a text in one pair of brackets; None where there is no such pair, or it only groups."""
     opening = next((sign for sign in _SHAPES if text.startswith(sign)), None)
     ending = next((sign for sign in _ENDS if text.endswith(sign)), None)
     if opening is None or ending is None or len(text) < len(opening) + len(ending):

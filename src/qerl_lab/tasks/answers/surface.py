@@ -100,7 +100,7 @@ _BOXED = re.compile(r"\\(?:boxed|fbox|framebox)\s*(?=\{)")
 _SO = r"(?:(?:so|thus|hence|therefore|final|finally)\b[\s,:]*)"
 _ANSWER = r"(?:(?:the|my|our)\s+)?(?:(?:final|correct|right|exact)\s+)?(?:answer|result|solution|value|ans)s?"
 _LEAD_IN = re.compile(
-    rf"{_SO}*{_ANSWER}\s*(?:(?:is|are|to be|equals|:|=)\s*)+|{_SO}+(?=\S)"
+    rf"{_SO}*{_ANSWER}\s*(?:(?:is|are|to be|equals|:|=)\s*)+|(?:{_SO}+|(?:is|are|equals)\s)(?=\S)"
     r"|(?:option|choice)\s+(?=\(?[A-Z]\b)",
     re.IGNORECASE,
 )
@@ -197,7 +197,10 @@ def _without_wrapping(text: str) -> str:
 
 
 def _without_lead_in(text: str) -> str:
-    """Without "The answer is", a label, or a sentence up to its verb; neither may cast doubt on what follows."""
+    """The answer without "The answer is", a label, a sentence up to its verb, or "is the answer" behind it.
+
+    A label or a sentence that casts doubt on the answer stays.
+    """
     text = _LEAD_OUT.sub("", text)
     if found := _LEAD_IN.match(text):
         return text[found.end() :]
@@ -208,5 +211,5 @@ def _without_lead_in(text: str) -> str:
 
 
 def _casts_doubt(words: str) -> bool:
-    """Whether words say that what follows is not the answer, or are mathematics themselves: `sin x = 0.5`."""
+    """Whether words before an answer deny or change it (`not`, `half of`), or are mathematics: `sin x = 0.5`."""
     return DOUBTS.search(words) is not None or not FUNCTIONS.isdisjoint(re.findall("[a-z]+", words.lower()))

@@ -57,7 +57,7 @@ _NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e-?\d+|\s*\\(?:times|cdot)\s*10\s*\^\s*
 
 @dataclass(frozen=True)
 class Quantity:
-    """`body` times `scale`, per cent or not, in `unit` ("" where it has none or one that nobody measures in)."""
+    """`body` times `scale`, in percent or not; `unit` is a name from MEASURES, "" for none and for things counted."""
 
     body: str
     unit: str = ""
@@ -66,7 +66,7 @@ class Quantity:
 
 
 def quantity(text: str) -> Quantity | None:
-    """`text` without what stands around its number; None where words change its meaning ("18 or more")."""
+    """Split what stands around the number off `text`; None where words change the number: "18 or more", "18 wrong"."""
     unit = ""
     if found := _BEFORE.match(text):
         text, unit = found[1] + text[found.end() :], found[2][1:]

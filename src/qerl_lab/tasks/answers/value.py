@@ -1,7 +1,7 @@
-"""The value of an expression: exact where it is rational, else with 100 digits; at a point where it has variables.
+"""Evaluates expressions: exactly where they are rational, else to 100 digits; with variables, at chosen points.
 
-Two expressions are taken for equal if they agree at several points with some hundred bits. Every operation is bounded
-in size before it is made, so that the work on hostile text is small.
+Two expressions count as equal if their values agree to 40 digits at several points. The size of each result is checked
+before it is computed, so that hostile text takes little work.
 """
 
 import functools
