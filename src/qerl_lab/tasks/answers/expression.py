@@ -14,6 +14,7 @@ Recursive descent with bounded depth and length:
 import re
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import pairwise
 
 from qerl_lab.tasks.answers.tokens import FUNCTIONS, GREEK, Token, Unreadable, tokens_of
 
@@ -97,10 +98,9 @@ class _Reader:
     def __init__(self, tokens: list[Token]) -> None:
         self.tokens, self.at, self.depth = tokens, 0, 0
         self.bars = 0  # of absolute values that are open
-        followed = zip(tokens, [*tokens[1:], None], strict=False)
-        self.alone = {
-            token.text for token, after in followed if not after or after.text not in ("(", "[", "^", "_", "'")
-        }
+        pairs = list(pairwise([*tokens, Token("end", "", False)]))
+        self.alone = {token.text for token, after in pairs if after.text not in ("(", "[", "^", "_", "'")}
+        self.before_bracket = [token.text for token, after in pairs if after.text in ("(", "[")]
         self.raised_at = -1  # where the last exponent ended
         self.bare_at = -1  # where the last argument without brackets ended in a letter
 
@@ -193,9 +193,12 @@ class _Reader:
         """Whether a letter before a bracket multiplies it, and names no function.
 
         It does if the letter also stands alone: `n(n+1)`. Otherwise only a sum needs the brackets: `h(a+b)`, and not
-        `I(0)` or `f(2x)`. The letters f and g name functions there too.
+        `I(0)` or `f(2x)`. Before a sum too, f and g name functions, and so does a letter before several brackets:
+        `T(n-1)+T(n-2)`.
         """
-        return letter.removeprefix("\\") in self.alone or (_has_sum(inside) and letter not in ("f", "g"))
+        name = letter.removeprefix("\\")
+        is_function = name in ("f", "g") or self.before_bracket.count(name) > 1
+        return name in self.alone or (_has_sum(inside) and not is_function)
 
     def raised(self, node: Node) -> Node:
         """The node with the factorials, the degrees and the exponent that come next."""
