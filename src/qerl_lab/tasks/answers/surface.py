@@ -116,7 +116,7 @@ _ORNAMENT = re.compile(rf"^(?:[{_ORNAMENTS}]|#{{1,6}}\s)\s*|\s*[{_ORNAMENTS}]$")
 _EMPHASIS = re.compile(
     r"(?:^|(?<=[,;] )|(?<=\band )|(?<=\bor ))(\*{1,3}|_{1,3})(?=[^\s*_])((?:(?!\1).)+)(?<=[^\s*_])\1(?![\w*])"
 )
-DOUBTS = re.compile(
+_DOUBTS = re.compile(
     r"\b(?:not|never|no|nor|or|and|isn't|aren't|but|except|either|neither|about|around|almost|nearly|less|more|fewer|"
     r"greater|least|most|over|under|between|half|twice|double|triple|negative|minus|if|unless|maybe|perhaps|than|"
     r"wrong|incorrect|false)\b",
@@ -212,4 +212,4 @@ def _without_lead_in(text: str) -> str:
 
 def _casts_doubt(words: str) -> bool:
     """Whether words before an answer deny or change it (`not`, `half of`), or are mathematics: `sin x = 0.5`."""
-    return DOUBTS.search(words) is not None or not FUNCTIONS.isdisjoint(re.findall("[a-z]+", words.lower()))
+    return _DOUBTS.search(words) is not None or not FUNCTIONS.isdisjoint(re.findall("[a-z]+", words.lower()))

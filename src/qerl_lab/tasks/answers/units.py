@@ -4,7 +4,6 @@ import re
 from dataclasses import dataclass
 from itertools import takewhile
 
-from qerl_lab.tasks.answers.surface import DOUBTS
 from qerl_lab.tasks.answers.tokens import ALIASES, FUNCTIONS, GREEK
 
 # The measures, each by its name and its other spellings, which may be followed by an "s".
@@ -24,18 +23,20 @@ _ORDINALS = ("st", "nd", "rd", "th")
 _THINGS = """
 ad ads bag bed box bus can car cat cow dog egg hat jar kid man men pad pan pen pet pie pot row set toy van
 people children women mice fish sheep deer geese teeth yuan yen won baht celsius fahrenheit
-each left total altogether remaining
+each left total altogether remaining all change profit
 """
 _COUNTED = frozenset(_THINGS.split())
 _NO_PLURAL = re.compile(r"ss$|us$|is$|'s$|^(?:perhaps|always|sometimes|seems|fails|exceeds)$")
-_OF_THINGS = ("per", "a", "an", "/", "in", "of", "for", "on", "at", "with", "every")  # after what is counted
+_BEHIND = "per a an / in of for on at with every old tall long deep wide high away late over now"
+_BEHIND_THINGS = frozenset(_BEHIND.split())  # what follows the thing does not change its number
 _MATHEMATICS = (FUNCTIONS | GREEK | ALIASES.keys()) - MEASURES.keys()  # `60/lambda x`, and no `60 sec`
 _ONE_LETTER = "msgJNWVKL"  # written without a font they are a unit only after a plain number
 _SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
-# Words after a number, beside DOUBTS, that make it another number, or none.
+# Words after a number that make it another number, or none.
 _CHANGING = """
-to from plus times by mod halves quarter quarters third thirds fourths fifths tenth tenths hundredths below percent when
-base am pm pi ln e i is are equals out guess
+or and not no nor never maybe perhaps wrong incorrect false guess but except if unless than when about between under
+below half halves third thirds fourths fifths tenth tenths hundredths quarter quarters twice double triple plus minus
+negative times by to from least most percent mod base am pm pi ln e i is are equals out
 """
 _CHANGES = frozenset(_CHANGING.split())
 
@@ -104,7 +105,7 @@ def _may_be_unit(words: str, body: str, money: str) -> bool:
     if len(first) == 1:
         return first in _ONE_LETTER and _NUMBER.fullmatch(body) is not None
     short = (*_ORDINALS, "sq", "cu", "per")
-    return measure(first) != "" or first in _SCALES or len(first) > 3 or first in short or first in _COUNTED
+    return measure(first) != "" or first in _SCALES or max(map(len, named)) > 3 or first in short or first in _COUNTED
 
 
 def _of_words(body: str, words: str, money: str) -> Quantity | None:
@@ -113,8 +114,8 @@ def _of_words(body: str, words: str, money: str) -> Quantity | None:
     scale = 1
     while parts and parts[0].lower() in _SCALES:
         scale *= _SCALES[parts.pop(0).lower()]
-    changes = DOUBTS.search(words) or parts[:1] in (["squared"], ["cubed"])
-    if changes or any(part.lower() in _CHANGES for part in parts) or not _name_things(parts):
+    changes = parts[:1] in (["squared"], ["cubed"]) or any(part.lower() in _CHANGES for part in parts)
+    if changes or not _name_things(parts):
         return None
     return Quantity(body, money or measure(" ".join(parts)), scale=scale)
 
@@ -123,7 +124,7 @@ def _name_things(words: list[str]) -> bool:
     """Whether words behind a number say what it counts or measures: `green apples`, `eggs per day`, `a day`, `th`."""
     if not words or words[0] in (*_ORDINALS, "a", "an", "per", "/"):
         return True
-    return _is_thing([words[0], *takewhile(lambda word: word.lower() not in _OF_THINGS, words[1:])][-1])
+    return _is_thing([words[0], *takewhile(lambda word: word.lower() not in _BEHIND_THINGS, words[1:])][-1])
 
 
 def _is_thing(word: str) -> bool:
