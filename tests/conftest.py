@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -69,12 +70,18 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 @pytest.fixture(autouse=True)
-def environment_restored() -> Iterator[None]:
-    """Undoes what the command line, called in the test's own process, tells its children through the environment."""
+def process_restored() -> Iterator[None]:
+    """Undo what a command changes in its process, which is the tests' own when a test calls it.
+
+    The command line tells its children things through the environment. `warmup` turns on torch's deterministic mode,
+    which fills every empty tensor: planning a model of 7B without memory then takes half a minute.
+    """
     before = dict(os.environ)
     yield
     os.environ.clear()
     os.environ.update(before)
+    if torch := sys.modules.get("torch"):
+        torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture(scope="session")

@@ -19,9 +19,11 @@ class SamplesOptions:
 
 
 def show(run_dir: Path, step: int | None) -> str:
-    """Lay the samples of a step out as text. Raises ConfigError where there are none."""
+    """Lay the samples of a step out as text. Raises ConfigError where there are none, and for a damaged record."""
+    run = RunDirectory(run_dir)
+    run.whole_metrics()  # what `report` and `resync` call damaged
     try:
-        samples = RunDirectory(run_dir).samples()
+        samples = run.samples()
     except (FileNotFoundError, NotADirectoryError):
         raise ConfigError(f"{run_dir} has no {NAME}. Type the directory of a run that has ended a step.") from None
     except OSError as error:

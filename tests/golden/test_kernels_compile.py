@@ -13,6 +13,8 @@ import pytest
 
 from qerl_lab.rollout.vllm import fp4_tiles
 
+pytestmark = pytest.mark.slow
+
 SHARED = 227 * 2**10  # bytes a block may have on sm_90
 
 

@@ -70,7 +70,7 @@ def expected_norm(clean: Tensor, name: str, cfg: RunConfig, step: int) -> Tensor
         return clean
     assert (cfg.aqn.reading, cfg.aqn.stages) == ("equation", 2)
     sigma = [cfg.aqn.sigma_start, cfg.aqn.sigma_end][(step - 1) * 2 // cfg.steps]
-    return Noise(sigma, cfg.seed, step).onto(clean, name, torch.float32)
+    return Noise(sigma, cfg.seed, step).onto_norms({name: clean})[name]
 
 
 class ScriptedEngine:

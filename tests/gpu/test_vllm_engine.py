@@ -86,7 +86,7 @@ def held_bytes() -> int:
 
 
 def clean_norms(policy: Policy) -> dict[str, Tensor]:
-    return CLEAN.onto_norms(policy.clean_norms, policy.norms)
+    return CLEAN.onto_norms(policy.clean_norms)
 
 
 def gap(built: Built, out: Rollout, norms: dict[str, Tensor]) -> Tensor:
@@ -138,11 +138,32 @@ def test_the_noise_is_that_of_the_step_and_never_accumulates(built: Built) -> No
     for step in range(1, 11):
         noise = Noise(0.02, seed=3, step=step)
         built.engine.sync(noise)
-        held, expected = built.engine.norms(), noise.onto_norms(built.policy.clean_norms, built.policy.norms)
+        held, expected = built.engine.norms(), noise.onto_norms(built.policy.clean_norms)
         assert all(torch.equal(held[name], weight) for name, weight in expected.items())
         assert observed_std(held, built.policy.clean_norms) == pytest.approx(0.02, rel=0.1)
     built.engine.sync(CLEAN)
     assert observed_std(built.engine.norms(), built.policy.clean_norms) == 0
+
+
+@pytest.mark.parametrize("sigma", [1e-4, 1e-3])
+def test_the_noise_held_is_the_noise_asked_and_reaches_the_log_probs(built: Built, sigma: float) -> None:
+    """Far below bfloat16's steps of 0.0078 at 1: in vLLM's own modules, and in what its CUDA graphs compute."""
+
+    def first_logprobs(noise: Noise) -> Tensor:
+        """Of the likeliest first token of each prompt, by the same prompts and kernels."""
+        built.engine.sync(noise)
+        out = built.sample(Sampling(1, seed=1, temperature=0), group_size=1)
+        return torch.tensor([group[0][0] for group in out.logprobs_P_G])
+
+    noise = Noise(sigma, seed=3, step=1)
+    clean, noisy = first_logprobs(CLEAN), first_logprobs(noise)
+    held = built.engine.norms()
+    assert {weight.dtype for weight in held.values()} == {torch.float32}
+    assert observed_std(held, built.policy.clean_norms) == pytest.approx(sigma, rel=0.05)
+    print(f"{built.way}: sigma {sigma:g} held {observed_std(held, built.policy.clean_norms):.3g}, "
+          f"log-probs moved by {(noisy - clean).abs().mean():.2g} nats")  # fmt: skip
+    assert torch.equal(first_logprobs(CLEAN), clean)
+    assert not torch.equal(noisy, clean)
 
 
 def base_hash(engine: object) -> str:

@@ -134,7 +134,7 @@ def test_adapter_and_noise_that_change_meanwhile_act(built: Built) -> None:
     built.engine.sync(CLEAN)
     built.sample()
     built.engine.sleep()
-    clean = CLEAN.onto_norms(built.policy.clean_norms, built.policy.norms)
+    clean = CLEAN.onto_norms(built.policy.clean_norms)
     for weight in built.lora_B():
         weight.mul_(-1)
     try:

@@ -1,6 +1,6 @@
-"""How many answers a second of CPU compares, the workers' included.
+"""Measure how many answers are compared per second of CPU time, workers included.
 
-No test: run by hand, python tests/helpers/answer_speed.py.
+Not a test: run python tests/helpers/answer_speed.py by hand.
 """
 
 import random
@@ -14,7 +14,7 @@ from qerl_lab.tasks.grading import answers_equal
 
 
 def cpu_seconds() -> float:
-    """Of this process and of those that it ended."""
+    """Return the CPU time of this process and its finished children."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(each.ru_utime + each.ru_stime for each in used)
 

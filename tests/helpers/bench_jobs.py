@@ -1,4 +1,4 @@
-"""Benchmarks of a model of test size, and an engine that does what a test says."""
+"""Benchmark jobs with a tiny model, and a scripted engine."""
 
 from collections.abc import Callable
 from dataclasses import asdict
@@ -21,7 +21,7 @@ ARCHITECTURE = {
 
 
 def job(folder: Path, arm: str, options: RolloutOptions | StepOptions, rank: int = 4) -> Job:
-    """A job in `folder`, with its checkpoint and its adapter; its turn has come."""
+    """Create a job in `folder` with checkpoint and adapter, ready to start."""
     is_rollout = isinstance(options, RolloutOptions)
     read = arm_of(arm, VLLM if is_rollout else TRL)
     built = formats.build(FormatConfig(name=read.format))
@@ -35,7 +35,7 @@ def job(folder: Path, arm: str, options: RolloutOptions | StepOptions, rank: int
 
 
 class FakeSampler:
-    """Samples what `answer(prompts, new)` says; `asked` has every call."""
+    """Returns `answer(prompts, new)`; `asked` lists all calls."""
 
     def __init__(self, answer: Callable[[list[list[int]], int], list[list[float]]], **settings: Any) -> None:
         self.answer, self.row, self.asked, self.renewals = answer, {"start_seconds": 1.0}, [], 0
@@ -50,7 +50,7 @@ class FakeSampler:
 
 
 def fake_llm(blocks: int = 1000) -> Any:
-    """What `bench.rollout` reads of vLLM's object."""
+    """Return the parts of vLLM's object that `bench.rollout` reads."""
     cache = SimpleNamespace(
         enable_prefix_caching=True,
         cache_dtype="auto",

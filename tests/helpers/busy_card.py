@@ -1,8 +1,8 @@
-"""Does a kernel's product stay right while other processes use the card?
+"""Check whether a kernel's product stays right while other processes use the GPU.
 
     PYTHONPATH=src python tests/helpers/busy_card.py [LOOPS] [PROCESSES]
 
-Needs a GPU and vLLM. Prints for each Linear of SmolLM2, kernel and number of rows how many launches were off, where.
+Needs a GPU and vLLM. Prints for each Linear of SmolLM2, kernel and row count how many launches were wrong, and where.
 """
 
 import subprocess
@@ -29,7 +29,7 @@ SMOLLM2 = {"qkv": ([576, 192, 192], 576), "gate_up": ([1536, 1536], 576), "o": (
 
 @contextmanager
 def others(count: int) -> Iterator[None]:
-    """Keep the card busy with so many processes."""
+    """Keep the GPU busy with `count` processes."""
     processes = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(count)]
     time.sleep(15 if count else 0)  # until torch is imported
     try:
@@ -41,7 +41,7 @@ def others(count: int) -> Iterator[None]:
 
 
 def off(backend: str, layer: str, rows: int, loops: int) -> tuple[int, list[int], list[int]]:
-    """Launches whose product is wrong, and which blocks of 256 columns and rows of x were wrong in any."""
+    """Return the number of wrong launches, and the blocks of 256 columns and rows of x that were ever wrong."""
     from qerl_lab.rollout.vllm.backend_times import product
 
     nvfp4 = formats.build(FormatConfig(name="nvfp4"))
@@ -62,7 +62,7 @@ def off(backend: str, layer: str, rows: int, loops: int) -> tuple[int, list[int]
 
 
 def main(loops: int, count: int) -> None:
-    """Print a line for each Linear, kernel and number of rows."""
+    """Print a line for each Linear, kernel and row count."""
     with others(count):
         for layer in SMOLLM2:
             for backend in ("marlin", "humming"):

@@ -1,6 +1,6 @@
-"""Compile the kernels of rollout/vllm, and some of formats, for an H200, which Triton does without one.
+"""Compile the Triton kernels of rollout/vllm, and some of formats, for an H200 without having one.
 
-Prints a line of JSON a kernel. In a process of its own, without TRITON_INTERPRET.
+Prints a line of JSON per kernel. Run it in a separate process without TRITON_INTERPRET.
 """
 
 import json
@@ -19,7 +19,7 @@ TYPES = {
     **dict.fromkeys(["x", "A", "B", "y", "bias", "out"], "*bf16"), "sums": "*fp32",
     "codes": "*i32", "scale": "*u8", "factor": "fp32", "alpha": "fp32",
 }  # fmt: skip
-# Arguments that are not always divisible by 16.
+# Arguments that may not be divisible by 16.
 ANY = {"rows", "splits", "split_stride", "lines", "factor", "alpha", "block", "tile"}
 
 

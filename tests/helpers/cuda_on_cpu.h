@@ -1,6 +1,6 @@
-// What the kernels here take from CUDA, on a CPU: every thread of every block a fiber, in turns. For tests. What CUDA does
-// by itself comes late here too: copies some rounds after they were asked for, products of a warpgroup when one waits for
-// them. But memory is consistent at once, so that a fence that is missing is not found.
+// Emulate the parts of CUDA that the kernels use on a CPU, for tests: every thread of every block is a fiber. Asynchronous
+// operations complete late, as on a GPU: copies after some rounds, warpgroup products at the wait. Memory is always
+// consistent, so a missing fence is not detected.
 #include <setjmp.h>
 #include <ucontext.h>
 
@@ -86,7 +86,7 @@ static void run(unsigned blocks, unsigned threads, size_t shared_bytes, std::fun
     f.start.uc_stack.ss_sp = f.stack.data(), f.start.uc_stack.ss_size = f.stack.size();
     makecontext(&f.start, entry, 0);
   }
-  const size_t steps[] = {1, 1009, 4001, 10007};  // each round in another order: steps that no number of fibers is a multiple of
+  const size_t steps[] = {1, 1009, 4001, 10007};  // a new order each round: no fiber count is a multiple of a step
   for (volatile bool some = true; some; turn_of_all++) {
     some = false;
     move_what_is_due(all);
@@ -95,7 +95,7 @@ static void run(unsigned blocks, unsigned threads, size_t shared_bytes, std::fun
       current = &fibers[which];
       if (current->done) continue;
       some = true;
-      if (any(which / 32 + turn_of_all / 16 * 997, 4) == 0) continue;  // a warp stands still for 16 turns now and then
+      if (any(which / 32 + turn_of_all / 16 * 997, 4) == 0) continue;  // stall a warp for 16 turns now and then
       if (_setjmp(scheduler)) continue;
       if (current->begun) _longjmp(current->at, 1);
       current->begun = true;
@@ -228,7 +228,7 @@ static u32 __shfl_sync(u32, u32 number, int lane) {
   return found;
 }
 
-// Products of a warpgroup, each of whose warps makes its 16 rows at once.
+// Warpgroup products: each warp computes its 16 rows at once.
 static u32 times_bf16(u32 a, u32 b) {
   return rounded(bfloat16(a, 0) * bfloat16(b, 0)) | (u32)rounded(bfloat16(a, 1) * bfloat16(b, 1)) << 16;
 }

@@ -1,4 +1,4 @@
-"""What an engine holds of packed layers, in the form of one kernel or another, where vLLM is not asked for it."""
+"""Packed layers as vLLM's engine holds them, for one kernel or another, built without vLLM."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -17,14 +17,14 @@ MarlinNvFp4LinearKernel = type("MarlinNvFp4LinearKernel", (), {})
 
 
 def in_marlin(packed: list[dict[str, Tensor]]) -> nn.Module:
-    """A layer of vLLM's that Marlin computes."""
+    """Build a vLLM layer for Marlin."""
     made = marlin_packer.layer(packed)
     made.scheme = SimpleNamespace(kernel=MarlinNvFp4LinearKernel())
     return made
 
 
 def in_tiles(packed: list[dict[str, Tensor]]) -> nn.Module:
-    """One that `fp4_tiles` computes; its tiles end where no part does."""
+    """Build a layer for `fp4_tiles`; its tile borders differ from the borders of fused parts."""
     made = nn.Module()
     codes, scale = (torch.cat([part[key] for part in packed]) for key in ("weight_packed", "weight_scale"))
     made.register_buffer(TILES, pack(codes, scale, 3))
@@ -36,12 +36,12 @@ Form = Callable[[list[dict[str, Tensor]]], nn.Module]
 
 
 def engine_of(policy: Policy, wrapped: bool = False, form: Form = in_marlin) -> nn.Module:
-    """What vLLM holds of the policy's base; `wrapped` as its LoRA for many adapters wraps layers."""
+    """Build the policy's base as vLLM holds it; `wrapped` as its LoRA for many adapters wraps layers."""
     return model_of({name: layer.packed() for name, layer in one_copy.layers_of(policy).items()}, wrapped, form)
 
 
 def model_of(layers: dict[str, dict[str, Tensor]], wrapped: bool = False, form: Form = in_marlin) -> nn.Module:
-    """What vLLM makes of packed layers, by their names in a checkpoint."""
+    """Build vLLM's model from packed layers, given by checkpoint name."""
     model = nn.Module()
     model.packed_modules_mapping = PARTS
     whole = {part: name for name, parts in PARTS.items() for part in parts}

@@ -1,8 +1,8 @@
-"""Engines that fail when a plan says so, put where a run builds its own.
+"""Engines that fail according to a plan, in place of a run's own.
 
-`FAILING_ENGINES=PLAN` makes every Python process that starts with tests/helpers/failing_site on its path use them.
-A plan is failures with commas between: `KIND@CALL`, or `KIND@CALL@RANK`. CALL counts from 1 over all engines of a
-process: of `rollout.build` for the kind "build", of `sync` for "sync", of `close` for "close" and "kill", else of
+`FAILING_ENGINES=PLAN` activates them in every Python process that has tests/helpers/failing_site on its path. A plan is
+a comma-separated list of failures `KIND@CALL` or `KIND@CALL@RANK`. CALL counts from 1 over all engines of a process. It
+counts calls of `rollout.build` for the kind "build", of `sync` for "sync", of `close` for "close" and "kill", else of
 `generate`.
 """
 
@@ -31,7 +31,7 @@ VARIABLE = "FAILING_ENGINES"
 
 
 class Plan:
-    """Which calls fail, and how many there were, by name. Each `generate` was `asked` that, with noise of `sigmas`."""
+    """Planned failures and call counts by name. `asked` and `sigmas` record arguments and noise of each `generate`."""
 
     def __init__(self, words: str) -> None:
         rank = os.environ.get("RANK", "0")
@@ -41,22 +41,22 @@ class Plan:
         self.sigmas: list[float] = []
 
     def now(self, what: str) -> set[str]:
-        """Count a call; the kinds of failure that it meets."""
+        """Count a call; return the kinds of failure planned for it."""
         self.calls[what] += 1
         return {kind for kind, call in self.failures if call == self.calls[what]}
 
     def build(self, cfg: RunConfig, policy: Policy) -> Engine:
-        """Be `rollout.build`."""
+        """Replacement for `rollout.build`."""
         if "build" in self.now("build"):
             raise RuntimeError("no memory is left")
         return FailingEngine(policy, cfg.rollout.batch_size, self)
 
 
 class FailingEngine(TransformersEngine):
-    """The transformers engine, which fails as the plan has it."""
+    """The transformers engine with planned failures."""
 
     def __init__(self, policy: Policy, batch_size: int, plan: Plan) -> None:
-        self.plan = Plan("")  # the sync of the building counts for nothing
+        self.plan = Plan("")  # do not count the sync while building
         super().__init__(policy, batch_size)
         self.plan = plan
 
@@ -106,14 +106,14 @@ TAKES_AWAY: dict[str, Callable[[Rollout], Rollout]] = {
 
 
 def install(words: str) -> Plan:
-    """Let runs of this process build engines that fail by the plan."""
+    """Make the runs of this process build engines that fail according to the plan."""
     plan = Plan(words)
     rollout.build = plan.build
     return plan
 
 
 def command(run: RunDirectory, plan: str = "", typed: str = "") -> tuple[int, str, str]:
-    """Go on with a run in a process, while its engines fail by the plan: exit code, standard output and error."""
+    """Continue a run in a new process with failing engines; return exit code, standard output and error."""
     here = Path(__file__).parent
     words = shlex.split(typed)[1:] if typed else ["-m", "qerl_lab", f"resume={run.path}"]
     paths = [str(here / "failing_site"), str(here), *filter(None, [os.environ.get("PYTHONPATH")])]

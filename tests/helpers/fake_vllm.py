@@ -1,7 +1,7 @@
-"""A server that speaks the endpoints of `vllm serve` as the real one does, on a thread, and fails where it is told to.
+"""A server with the endpoints of `vllm serve`, on a thread, that fails on request.
 
-What it says is of the policy that it is given: its norms, and its log-probs of completions that are always the same.
-tests/unit/rollout/test_contract.py runs the engine on a real one.
+Its answers come from the given policy: its norms, and its log-probs of a fixed completion.
+tests/unit/rollout/test_contract.py runs the engine on a real server.
 """
 
 import json
@@ -21,18 +21,18 @@ from qerl_lab.aqn import Noise
 from qerl_lab.model.policy import Policy
 from qerl_lab.rollout.vllm_server.wire import encoded
 
-DROP, LOSE = "drop", "lose"  # as faults: close the connection without an answer, before or after doing what was asked
+DROP, LOSE = "drop", "lose"  # faults: close the connection without an answer, before or after acting
 Answer = tuple[int, Any]  # HTTP status, JSON
 
 
 def refusal(status: int, message: str) -> Answer:
-    """An error as vLLM writes it."""
+    """Return an error in vLLM's form."""
     return status, {"error": {"message": message, "type": "BadRequestError", "code": status}}
 
 
 @dataclass
 class FakeVllm:
-    """State of the server. Tests change `described`, `norms` and the like, and put what fails next into `faults`."""
+    """State of the server. Tests change `described`, `norms` and so on, and put the next failures into `faults`."""
 
     policy: Policy
     max_model_len: int = 512
@@ -43,9 +43,9 @@ class FakeVllm:
     headers: list[dict[str, str]] = field(default_factory=list)
     faults: dict[str, list[Any]] = field(
         default_factory=dict
-    )  # path -> DROP, LOSE, an Answer, or a change of the true one
-    hold_seconds: float = 0.0  # how long a completion takes
-    at_once: int = 0  # completions now, and the most there were
+    )  # path -> DROP, LOSE, an Answer, or a function that changes the true one
+    hold_seconds: float = 0.0  # duration of a completion
+    at_once: int = 0  # completions running now
     most_at_once: int = 0
     url: str = ""
 
@@ -59,7 +59,7 @@ class FakeVllm:
         } | self.described  # fmt: skip
 
     def answer(self, path: str, body: dict[str, Any]) -> Answer:
-        """What the real server would say."""
+        """Return the real server's answer."""
         match path:
             case "/v1/models":
                 cards = [{"id": "base", "parent": None, "max_model_len": self.max_model_len}]
@@ -98,7 +98,7 @@ class FakeVllm:
                 return [1]
             case "qerl_noise":
                 noise = Noise(float(given["sigma"]), given["seed"], given["step"], given["relative"])
-                self.norms = noise.onto_norms(self.policy.clean_norms, self.policy.norms)
+                self.norms = noise.onto_norms(self.policy.clean_norms)
             case "qerl_norms":
                 return {name: encoded(self.norms[name]) for name in given["names"] if name in self.norms}
         return None
@@ -121,7 +121,7 @@ class FakeVllm:
         return 200, {"choices": choices}
 
     def logprobs(self, prompt: list[int], count: int) -> list[float]:
-        """The policy's log-probs of `count` tokens 5 after the prompt."""
+        """Return the policy's log-probs of `count` tokens 5 after the prompt."""
         with torch.no_grad():
             logits = self.policy.model(input_ids=torch.tensor([prompt + [5] * count])).logits[0]
         return logits[len(prompt) - 1 : -1].log_softmax(-1)[:, 5].tolist()
@@ -129,12 +129,13 @@ class FakeVllm:
 
 @contextmanager
 def running(fake: FakeVllm) -> Iterator[FakeVllm]:
-    """Serve on a free port of loopback."""
+    """Serve on a free loopback port."""
 
     connections: list[socket.socket] = []
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+        disable_nagle_algorithm = True  # else the body, a second write, waits 40 ms for an ACK
 
         def setup(self) -> None:
             super().setup()
@@ -165,7 +166,7 @@ def running(fake: FakeVllm) -> Iterator[FakeVllm]:
             self.wfile.write(content)
 
         def log_message(self, *_: Any) -> None:
-            """Say nothing."""
+            """Log nothing."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
@@ -178,8 +179,8 @@ def running(fake: FakeVllm) -> Iterator[FakeVllm]:
     finally:
         server.shutdown()
         server.server_close()
-        for connection in connections:  # those that are kept alive go with the server's process
-            with suppress(OSError):  # closed by now
+        for connection in connections:  # close kept-alive connections, as a real server's exit does
+            with suppress(OSError):  # closed already
                 connection.shutdown(socket.SHUT_RDWR)
 
 

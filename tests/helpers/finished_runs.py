@@ -1,4 +1,4 @@
-"""Run directories as a finished run leaves them, with an adapter that does something, but without training."""
+"""Create run directories of finished runs, with a non-zero adapter, without training."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from qerl_lab.record.directory import RunDirectory
 
 
 def make_finished(folder: Path, cfg: RunConfig, built: policy.Policy) -> Path:
-    """Write resolved.yaml, the adapter of `built`, and DONE."""
+    """Write resolved.yaml, the adapter of `built`, and DONE; return the folder."""
     folder.mkdir(parents=True)
     cfg.run_dir = str(folder)
     resolved.write_config(folder, cfg)

@@ -1,6 +1,6 @@
-"""A server that has imported what runs need, for children that are forked from it: starting Python costs ten seconds.
+"""A fork server that has imported what runs need, because starting Python anew takes ten seconds.
 
-multiprocessing has one such server a process, and it imports what was named last. So it is all named here.
+multiprocessing has one such server per process and preloads only the last list given, so all modules are listed here.
 """
 
 import multiprocessing

@@ -1,4 +1,4 @@
-// Variants of the kernel as a function of a library, for tests.
+// Export the kernel's variants as one library function, for tests.
 #include "fp4_tiles.cu"
 
 // Rows of x, blocks of a tile, groups, and whether a tile is shared.

@@ -1,4 +1,4 @@
-"""A small llama model as a GGUF file: Q4_1 blocks, the pocket policy's tokenizer and chat template."""
+"""Write a small llama model as a GGUF file: Q4_1 blocks, the pocket policy's tokenizer and chat template."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ END = "<|im_end|>"
 
 
 def write_gguf(file: Path, *, seed: int = 0, template: bool = True) -> dict[str, np.ndarray]:
-    """Write the file. Returns the float32 values of its tensors, dequantized, by their names in the file."""
+    """Write the file. Returns the dequantized float32 values of its tensors, by name in the file."""
     writer = GGUFWriter(file, "llama")
     writer.add_context_length(2048)
     writer.add_embedding_length(HIDDEN)
@@ -35,7 +35,7 @@ def write_gguf(file: Path, *, seed: int = 0, template: bool = True) -> dict[str,
 
 
 def _add_tokenizer(writer: GGUFWriter, template: bool) -> int:
-    """Add the pocket policy's. Its end token is named by id alone, as in every such file; returns how many tokens."""
+    """Add the pocket policy's tokenizer, its end token given by id as in all GGUF files; return the token count."""
     stored = json.loads((ASSETS / "tokenizer.json").read_text())
     added = {entry["content"]: entry for entry in stored["added_tokens"]}
     ids = stored["model"]["vocab"] | {token: entry["id"] for token, entry in added.items()}

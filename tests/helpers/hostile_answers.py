@@ -1,6 +1,6 @@
-"""What a policy may write as an answer, from a seed; as a script, the grader under much of it.
+"""Generate hostile answers from a seed; as a script, grade many of them.
 
-python tests/helpers/hostile_answers.py 100000      prints what it took, and fails where something is left behind
+python tests/helpers/hostile_answers.py 100000      prints time and memory, fails if a thread or process is left
 """
 
 import random
@@ -32,7 +32,7 @@ LIBRARYS = [
 
 
 def hostile(rng: random.Random) -> str:
-    """Random characters, broken LaTeX, nested brackets, huge exponents, long sums; now and then a megabyte."""
+    """Return random characters, broken LaTeX, nested brackets, huge exponents or long sums; rarely a megabyte."""
     kind = rng.randrange(1000)
     if kind < 200:
         return "".join(map(chr, rng.choices(range(1, 0x3000), k=rng.randrange(60))))
@@ -52,7 +52,7 @@ def hostile(rng: random.Random) -> str:
 
 
 def main(count: int, batch: int = 512) -> None:
-    """Grade `count` hostile answers against golds and each other, in batches, and say what it took."""
+    """Grade `count` hostile answers against golds and each other, in batches, and print the cost."""
     rng = random.Random(count)
     slowest, unparsed, right, started = 0.0, 0.0, 0.0, time.monotonic()
     for _ in range(0, count, batch):

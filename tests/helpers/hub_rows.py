@@ -1,4 +1,4 @@
-"""Rows with the columns of the question sets on the hub, for tests without one."""
+"""Rows with the columns of the question sets on the hub, for tests without the hub."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -71,7 +71,7 @@ def write_parquet(file: Path, rows: Sequence[Row]) -> Path:
     return file
 
 
-# task -> a row of its set, the stem of the file that holds it, the answer of row 7
+# task -> function that makes a row, stem of its file, answer of row 7
 SETS: dict[str, tuple[Callable[[int], Row], str, str]] = {
     "gsm8k": (gsm8k, "test", "8"),
     "bigmath": (bigmath, "train", "\\frac{7}{2}"),
@@ -83,11 +83,11 @@ SETS: dict[str, tuple[Callable[[int], Row], str, str]] = {
 }
 
 
-MANY = 200  # rows of which one may be bad
+MANY = 200  # enough rows that one may be bad
 
 
 def gsm8k_folder(folder: Path, bad: list[Any] = (), good: int = MANY) -> TaskConfig:
-    """A folder of GSM8K with bad training rows behind the good ones."""
+    """Write a folder of GSM8K with bad training rows after the good ones."""
     write_jsonl(folder / "train.jsonl", [*map(gsm8k, range(good)), *bad])
     write_jsonl(folder / "test.jsonl", [gsm8k(n) for n in range(1000, 1010)])
     return TaskConfig(name="gsm8k", path=str(folder))

@@ -1,4 +1,4 @@
-"""Kernels in CUDA C++ on a CPU, where a fiber is a thread (cuda_on_cpu.h), and what they are tested with."""
+"""Run CUDA C++ kernels on a CPU, with a fiber per thread (cuda_on_cpu.h), and make inputs for them."""
 
 import ctypes
 import shutil
@@ -16,7 +16,7 @@ HELPERS = Path(__file__).parent
 
 
 def library(source: Path, folder: Path) -> ctypes.CDLL:
-    """A kernel as a library, through NAME_on_cpu.cpp. Skips the test where there is no compiler."""
+    """Compile a kernel through NAME_on_cpu.cpp into a library. Skips the test without a compiler."""
     if (compiler := shutil.which("c++")) is None:
         pytest.skip("needs a C++ compiler")
     out, name = folder / f"{source.stem}.so", f"{source.stem}_on_cpu.cpp"
@@ -31,7 +31,7 @@ def pointers(tensors: Sequence[Tensor | None]) -> ctypes.Array[ctypes.c_void_p]:
 
 
 def every_code(N: int, K: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Random codes `[N, K/2]`, scales `[N, K/16]` that are every E4M3 number >= 0 in turn, and their weights, exact."""
+    """Return random codes `[N, K/2]`, scales `[N, K/16]` with every E4M3 number >= 0, and the exact weights."""
     generator = torch.Generator().manual_seed(0)
     codes = torch.randint(0, 256, (N, K // 2), dtype=torch.uint8, generator=generator)
     scale = (torch.arange(N * K // 16) % 127).to(torch.uint8).view(N, K // 16).view(torch.float8_e4m3fn)

@@ -1,6 +1,6 @@
-"""Runs in processes that die when they are told to, and their records beside those of runs that nobody interrupted.
+"""Run training processes that die at a chosen point, and compare their records with uninterrupted runs.
 
-The children are forked (forked.py); what they run is the main function of `python -m qerl_lab.train`.
+The children are forked (forked.py) and run the main function of `python -m qerl_lab.train`.
 """
 
 import json
@@ -17,7 +17,7 @@ from typing import Any
 from forked import SERVER
 from mlflow_points import mlflow_points
 from qerl_lab.record.directory import RunDirectory
-from qerl_lab.record.metrics import declared
+from repeated import files_of, lines_of
 
 STEPS = 6
 SETTINGS = {
@@ -33,7 +33,7 @@ SETTINGS = {
 
 
 def enter(run_dir: Path) -> None:
-    """Put a forked child where it belongs: artifacts beside the run, output to a file of its own."""
+    """Prepare a forked child: change into the run's parent directory, redirect output to a file."""
     assert "qerl_lab.train.run" in sys.modules, "the server has not imported what a run needs"
     os.chdir(run_dir.parent)
     with (run_dir / "output.txt").open("ab", buffering=0) as out:
@@ -48,7 +48,7 @@ def run_to_the_end(run_dir: Path) -> None:
 
 
 def run_until(run_dir: Path, module: str, function: str, call: int, after: bool) -> None:
-    """Die by SIGKILL at the `call`th call of a function, before or after what it does."""
+    """Die by SIGKILL at the `call`th call of a function, before or after it acts."""
     enter(run_dir)
     import importlib
 
@@ -101,43 +101,25 @@ def create_database(path: Path) -> None:
 
 @dataclass(frozen=True)
 class Reference:
-    """The record of a run that nobody interrupted, and how long it took."""
+    """Record of an uninterrupted run."""
 
     lines: list[tuple[int, dict[str, float]]]
-    adapter: bytes
-    evaluation: bytes
-    samples: bytes
-    seconds: float
-
-
-def timeless(metrics: dict[str, float]) -> dict[str, float]:
-    units = {name: metric.unit for name, metric in declared(["format", "answer"]).items()}
-    return {name: value for name, value in metrics.items() if units[name] not in ("s", "tokens/s", "GiB")}
-
-
-def lines_of(run_dir: Path) -> list[tuple[int, dict[str, float]]]:
-    return [(line["step"], timeless(line["metrics"])) for line in RunDirectory(run_dir).metrics()]
+    files: list[bytes]
 
 
 def uninterrupted(run_dir: Path) -> Reference:
-    started = time.monotonic()
     finish(run_dir)
-    seconds = time.monotonic() - started
     lines = lines_of(run_dir)
     assert [step for step, _ in lines] == [0, *range(1, STEPS + 1), STEPS]
-    adapter = (run_dir / "adapter" / "adapter_model.safetensors").read_bytes()
-    evaluation, samples = ((run_dir / name).read_bytes() for name in ("eval.parquet", "samples.jsonl"))
-    found = Reference(lines, adapter, evaluation, samples, seconds)
+    found = Reference(lines, files_of(run_dir))
     check_mlflow(run_dir, found)
     return found
 
 
 def check(run_dir: Path, reference: Reference) -> None:
-    """The record equals the reference's."""
+    """Assert that the record equals the reference's."""
     assert lines_of(run_dir) == reference.lines
-    assert (run_dir / "adapter" / "adapter_model.safetensors").read_bytes() == reference.adapter
-    assert (run_dir / "eval.parquet").read_bytes() == reference.evaluation
-    assert (run_dir / "samples.jsonl").read_bytes() == reference.samples
+    assert files_of(run_dir) == reference.files
     assert json.loads((run_dir / "DONE").read_text())["steps"] == STEPS
     assert not (run_dir / "FAILED").exists()
     assert not list((run_dir / "checkpoints").glob(".step-*"))
@@ -145,7 +127,7 @@ def check(run_dir: Path, reference: Reference) -> None:
 
 
 def check_mlflow(run_dir: Path, reference: Reference) -> None:
-    """One run, finished, with every point of metrics.jsonl once, times and speeds among them, and no other."""
+    """Assert that MLflow has one finished run with exactly the points of metrics.jsonl, times and speeds included."""
     frame = mlflow_points(f"sqlite:///{run_dir.parent}/mlflow.db")
     assert frame["run_id"].nunique() == 1
     points = {(row.metric, row.step): row.value for row in frame.itertuples()}
@@ -159,8 +141,8 @@ def steps_logged(run_dir: Path) -> int:
     return max((step for step, _ in lines_of(run_dir)), default=-1) if (run_dir / "metrics.jsonl").exists() else -1
 
 
-def wait_for(condition: Callable[[], object], alive: Callable[[], bool], seconds: float = 300) -> bool:
-    """Whether the condition came true before the process ended."""
+def wait_while_alive(condition: Callable[[], object], alive: Callable[[], bool], seconds: float = 300) -> bool:
+    """Return whether the condition came true before the process ended."""
     deadline = time.monotonic() + seconds
     while alive() and time.monotonic() < deadline:
         if condition():

@@ -1,8 +1,8 @@
-"""Log-probabilities of exports in a process without the lab: peft and transformers alone, or vLLM alone.
+"""Compute log-probs of exports in a process without the lab: with peft and transformers, or vLLM.
 
-python load_elsewhere.py transformers|vllm JOB.json OUT.json
+    python load_elsewhere.py transformers|vllm JOB.json OUT.json
 
-JOB: {"ids": [token], "models": [[BASE, ADAPTER or null]]}. OUT: of each model [token] of `ids`, without the first.
+JOB: {"ids": [token], "models": [[BASE, ADAPTER or null]]}. OUT: per model the log-probs of `ids` but the first.
 """
 
 import json

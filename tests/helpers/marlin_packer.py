@@ -1,9 +1,10 @@
-"""Marlin's form of an NVFP4 layer as vLLM 0.26 makes it, on the CPU: the steps of its Python, in their order.
+"""Pack an NVFP4 layer for Marlin as vLLM 0.26 does, on the CPU: its Python steps, in their order.
 
 `prepare_fp4_layer_for_marlin` and `nvfp4_marlin_process_scales` are vLLM's (Apache-2.0,
-model_executor/layers/quantization/utils/marlin_utils_fp4.py), and so are the permutations: `get_weight_perm` and
-`marlin_permute_weights` (marlin_utils_test.py: what vLLM's own tests hold gptq_marlin_repack to), `get_scale_perms`
-(marlin_utils.py). Index tables throughout, and no word of formats/marlin.py. tests/gpu packs by vLLM itself.
+model_executor/layers/quantization/utils/marlin_utils_fp4.py). So are the permutations: `get_weight_perm` and
+`marlin_permute_weights` (marlin_utils_test.py, with which vLLM's tests check gptq_marlin_repack) and `get_scale_perms`
+(marlin_utils.py). This file only uses index tables and shares nothing with formats/marlin.py. tests/gpu packs with vLLM
+itself.
 """
 
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 
 def layer(parts: Sequence[dict[str, Tensor]]) -> nn.Module:
-    """What vLLM's layer holds of the parts of a fused weight, as `Nvfp4.quantize` packs them: weight, scales."""
+    """Build vLLM's layer, weight and scales, from the parts of a fused weight as `Nvfp4.quantize` packs them."""
     codes, scale, divisor = (torch.cat([part[key] for part in parts]) for key in parts[0])
     made = nn.Module()
     made.weight = nn.Parameter(repacked(codes), requires_grad=False)
@@ -25,7 +26,7 @@ def layer(parts: Sequence[dict[str, Tensor]]) -> nn.Module:
 
 
 def repacked(codes: Tensor) -> Tensor:
-    """int32 [K/16, 2 N] of bytes [N, K/2]."""
+    """Repack codes [N, K/2] (bytes) as int32 [K/16, 2 N]."""
     weight = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(1).T.long()  # [K, N]
     rows, columns = weight.shape
     tiles = weight.reshape(rows // 16, 16, columns // 16, 16).permute(0, 2, 1, 3).reshape(rows // 16, columns * 16)
@@ -36,7 +37,7 @@ def repacked(codes: Tensor) -> Tensor:
 
 
 def weight_table() -> Tensor:
-    """Where the 1024 codes of a 16 x 64 tile come from."""
+    """Return the source index of each of the 1024 codes of a 16 x 64 tile."""
     found: list[int] = []
     for lane in range(32):
         rows = [2 * (lane % 4), 2 * (lane % 4) + 1, 2 * (lane % 4 + 4), 2 * (lane % 4 + 4) + 1]
@@ -46,13 +47,13 @@ def weight_table() -> Tensor:
 
 
 def permuted(scale: Tensor) -> Tensor:
-    """Scales [K/16, N] in the order of the kernel's threads."""
+    """Reorder scales [K/16, N] for the kernel's threads."""
     table = [i + 8 * j for i in range(8) for j in range(8)]
     return scale.reshape(-1, 64)[:, table].reshape(scale.shape).contiguous()
 
 
 def processed(scale: Tensor) -> tuple[Tensor, float]:
-    """The bytes of permuted scales, called E4M3, and the power of two that they were multiplied with."""
+    """Convert permuted scales to bytes typed as E4M3; return them and the power of two they were multiplied by."""
     scale = scale.to(torch.half)
     scale = scale.view(-1, 4)[:, [0, 2, 1, 3]].view(scale.size(0), -1)
     factor, most = 1.0, scale.float().max() * 2**7

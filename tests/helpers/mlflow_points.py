@@ -1,4 +1,4 @@
-"""Every point that MLflow holds of an experiment, to be held against metrics.jsonl."""
+"""Read every point of an MLflow experiment, to compare with metrics.jsonl."""
 
 import pandas as pd
 
@@ -6,7 +6,7 @@ from qerl_lab.report.frames import find
 
 
 def mlflow_points(uri: str) -> pd.DataFrame:
-    """A row a point of the experiment qerl-lab: run_id, metric, step, value. Fails where a run did not finish."""
+    """Return run_id, metric, step and value of every point of experiment qerl-lab. Fails if a run is not FINISHED."""
     client, ours, foreign = find(uri, "qerl-lab")
     assert foreign == []
     assert {run.info.status for run in ours.values()} == {"FINISHED"}

@@ -1,19 +1,16 @@
-"""Fixtures and read-back for the tests of the MLflow mirror; they load it by `pytest_plugins`."""
+"""Fixtures and readers for the tests of the MLflow mirror, loaded with `pytest_plugins`."""
 
 import shutil
-import time
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.metrics import declared
+from qerl_lab.record.resolved import replace_config
 from qerl_lab.tracking import tracker as tracker_module
 from qerl_lab.tracking.mlflow import create_sqlite, prepare_mlflow
 from qerl_lab.tracking.tracker import Tracker
@@ -24,7 +21,7 @@ from mlflow import MlflowClient  # noqa: E402  (after the settings that it reads
 
 @pytest.fixture(scope="session")
 def empty_db(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An MLflow database without runs: creating one takes seconds, copying it none."""
+    """An MLflow database without runs, to copy: creating one takes seconds."""
     path = tmp_path_factory.mktemp("mlflow") / "mlflow.db"
     create_sqlite(f"sqlite:///{path}")
     assert [entry.name for entry in path.parent.iterdir()] == ["mlflow.db"]
@@ -33,7 +30,7 @@ def empty_db(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Tests run in their own directory, where MLflow puts artifacts, and do not wait two seconds to flush."""
+    """Run the test in its own directory, where MLflow puts artifacts, with short flush and retry intervals."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monkeypatch.setattr(tracker_module, "FLUSH_SECONDS", 0.02)
@@ -54,23 +51,16 @@ def run_dir(here: Path) -> Path:
 
 
 def config(run_dir: Path, uri: str | None = None, **changes: Any) -> RunConfig:
-    """A run's configuration, with the resolved.yaml that a real run leaves."""
+    """Return a run's configuration and write the resolved.yaml of a real run."""
     cfg = RunConfig(**changes)
     cfg.tracking.uri = uri
-    (run_dir / "resolved.yaml").write_text(yaml.safe_dump(asdict(cfg), sort_keys=False))
+    replace_config(run_dir, cfg)
     return cfg
 
 
 def log(tracker: Tracker, steps: range, shift: float = 0.0) -> None:
     for step in steps:
         tracker.log(step, {name: step + i + shift for i, name in enumerate(declared()) if not name.startswith("eval/")})
-
-
-def wait_for(condition: Callable[[], Any], seconds: float = 30) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "waited too long"
-        time.sleep(0.02)
 
 
 def runs(uri: str) -> list[Any]:
@@ -85,7 +75,7 @@ def points(uri: str, run_id: str) -> list[tuple[str, int, float, int]]:
 
 
 def mirrored(uri: str) -> list[tuple[str, int, float, int]]:
-    """The points of the store's only run; none before there is one."""
+    """Return the points of the store's only run; empty if there is no run yet."""
     found = runs(uri)
     assert len(found) <= 1
     return points(uri, found[0].info.run_id) if found else []

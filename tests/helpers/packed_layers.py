@@ -1,4 +1,4 @@
-"""Packed layers, their dense twins and small models for the tests of the formats."""
+"""Packed layers, equivalent dense layers, and small models for tests of the formats."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -16,7 +16,7 @@ from qerl_lab.formats.nvfp4 import Nvfp4
 from qerl_lab.model.linear import PackedLinear, fused_groups, pack_group, packable
 
 N, K = 96, 128
-NVFP4, MXFP4, NF4, BF16 = Nvfp4("max"), Mxfp4("round"), Nf4(double_quant=True), Bf16()  # as in the schema
+NVFP4, MXFP4, NF4, BF16 = Nvfp4("max"), Mxfp4("round"), Nf4(double_quant=True), Bf16()  # the schema's defaults
 BY_NAME = {each.NAME: each for each in (NVFP4, MXFP4, NF4, BF16)}
 PACKED = [NVFP4, MXFP4, NF4, Nf4(double_quant=False)]
 ALL = [*PACKED, BF16]
@@ -35,7 +35,7 @@ def packed_linear(weight_format: Format, *, dense_cache: bool = False, **like: A
 
 
 def dense_twin(packed: PackedLinear) -> nn.Linear:
-    """An ordinary Linear with the weight that `packed` stands for."""
+    """Return an ordinary Linear with the dequantized weight of `packed`."""
     dtype = packed.compute_dtype
     twin = nn.Linear(packed.in_features, packed.out_features, bias=packed.bias is not None, dtype=dtype)
     shape = (packed.out_features, packed.in_features)
@@ -63,13 +63,12 @@ def tokens() -> Tensor:
 def pack_model(
     model: nn.Module, weight_format: Format, *, ignore: Iterable[str] = ("lm_head",), dense_cache: bool = False
 ) -> None:
-    """Freeze the Linears of a transformers causal LM in a format, in place: what a checkpoint that is packed while it
-    is read is held against.
+    """Pack the Linears of a transformers causal LM in place, as reference for packing while loading.
 
-    Each is packed from the dtype of its weight and computes in it; under BF16 it stays an `nn.Linear`, rounded.
-    Left alone: a layer that `ignore` names (see `on_disk.is_ignored`), and one that shares its weight with an
-    embedding. The parts of a fused layer are packed together (NVFP4: one global scale). Raises ValueError, naming the
-    module, for a weight that the format cannot hold; the layers before it are packed by then.
+    Each layer keeps the dtype of its weight; with BF16 it stays an `nn.Linear`, rounded. Skips layers that `ignore`
+    matches (see `on_disk.is_ignored`) and layers that share their weight with an embedding. Parts of a fused layer are
+    packed together (NVFP4: one global scale). Raises ValueError, naming the module, for a weight that the format cannot
+    store; layers before it are packed by then.
     """
     for group in fused_groups(packable(model, ignore)):
         weights: dict[str, Tensor] = {name: model.get_parameter(f"{name}.weight") for name in group}

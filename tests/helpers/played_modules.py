@@ -1,4 +1,4 @@
-"""Modules that a test plays, for code that imports a package which is not installed."""
+"""Fake modules, for code that imports a package which is not installed."""
 
 import sys
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ import pytest
 
 
 def play(monkeypatch: pytest.MonkeyPatch, modules: Mapping[str, Mapping[str, Any]]) -> None:
-    """Have each module be importable, with these names in it, for as long as the test takes."""
+    """Make each module importable with the given attributes for the duration of the test."""
     for name, names in modules.items():
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
         vars(sys.modules[name]).update(names)

@@ -1,4 +1,4 @@
-"""Ranks that are threads of one process, and tell each other over a shelf."""
+"""Ranks as threads of one process that exchange values through a shared dict."""
 
 from threading import Barrier
 from typing import Any
@@ -10,7 +10,7 @@ class Threads(Ranks):
     shelf: dict[int, Any]
     meeting: Barrier
 
-    def gather(self, value: Any) -> list[Any]:
+    def _exchange(self, value: Any) -> list[Any]:
         self.shelf[self.rank] = value
         self.meeting.wait(30)
         told = [self.shelf[rank] for rank in range(self.size)]
@@ -19,7 +19,7 @@ class Threads(Ranks):
 
 
 def threads(size: int) -> list[Threads]:
-    """One for each thread."""
+    """Return a `Ranks` for each thread."""
     shelf, meeting = dict[int, Any](), Barrier(size)
     made = [Threads(rank, size) for rank in range(size)]
     for ranks in made:

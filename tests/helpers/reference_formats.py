@@ -1,7 +1,7 @@
-"""What the formats mean, written once more in numpy float64 from their definitions.
+"""Reference implementation of the formats in numpy float64, written from their definitions.
 
 Sources: OCP Microscaling Formats v1.0 (E2M1, E8M0), OCP 8-bit floats (E4M3), QLoRA (arXiv 2305.14314, section 3 and
-appendix E), Four Over Six (arXiv 2512.02010). The rules that the definitions leave open, NVFP4's scales and MXFP4's
+appendix E), Four Over Six (arXiv 2512.02010). Rules that the definitions leave open, for NVFP4's scales and MXFP4's
 exponent, are stated where used.
 """
 
@@ -15,7 +15,7 @@ Array = NDArray[np.float64]
 
 
 class Quantized(NamedTuple):
-    """`stable` marks the elements that float32 arithmetic cannot have put on another side of a rounding boundary."""
+    """Quantized weights. `stable` marks elements whose rounding cannot differ in float32 arithmetic."""
 
     codes: NDArray[np.int64]
     scale: Array  # per block
@@ -24,12 +24,12 @@ class Quantized(NamedTuple):
 
 
 def floor_log2(x: Array) -> NDArray[np.int64]:
-    """Exponent of the leading bit; a very small number for 0."""
+    """Return the exponent of the leading bit; a very small number for 0."""
     return np.where(x == 0, -2000, np.frexp(x)[1] - 1)
 
 
 def round_float(x: Array, *, mantissa_bits: int, min_exponent: int, largest: float) -> Array:
-    """Nearest value of a small float (ties to even, subnormals, saturating)."""
+    """Round to the nearest value of a small float (ties to even, subnormals, saturating)."""
     quantum = np.exp2(np.maximum(floor_log2(np.abs(x)), min_exponent).astype(float) - mantissa_bits)
     return np.clip(np.rint(x / quantum) * quantum, -largest, largest)
 
@@ -43,7 +43,7 @@ def round_e4m3(x: Array) -> Array:
 
 
 def e2m1_codes(x: Array) -> NDArray[np.int64]:
-    """Sign bit, two exponent bits (bias 1), one mantissa bit."""
+    """Encode as sign bit, two exponent bits (bias 1) and one mantissa bit."""
     magnitude = np.abs(round_e2m1(x))
     exponent = np.maximum(floor_log2(magnitude), 0)
     mantissa = np.where(magnitude < 1, magnitude * 2, (magnitude / np.exp2(exponent) - 1) * 2)
@@ -56,7 +56,7 @@ def same_when_nudged(round_: object, x: Array, relative: float = 1e-6) -> NDArra
 
 
 def nvfp4(weight: Array, global_scale: float | None = None) -> Quantized:
-    """Global scale so that the largest magnitude becomes 448 * 6; block scale so that the block's becomes 6."""
+    """Quantize with a global scale that maps the largest magnitude to 448 * 6, and block scales that map it to 6."""
     divisor = 448.0 * 6.0 / np.abs(weight).max() if global_scale is None else global_scale
     blocks = weight.reshape(len(weight), -1, 16)
     exact_scale = divisor * np.abs(blocks).max(-1) / 6.0
@@ -70,7 +70,7 @@ def nvfp4(weight: Array, global_scale: float | None = None) -> Quantized:
 
 
 class BlockCodes(NamedTuple):
-    """Blocks `[N, B, 16]` under one choice of scales; `certain` marks the scales that no rounding error moves."""
+    """Blocks `[N, B, 16]` with one choice of scales; `certain` marks scales that do not depend on rounding errors."""
 
     scale: Array
     values: Array
@@ -80,7 +80,7 @@ class BlockCodes(NamedTuple):
 
 
 def mapped_to(top: float, blocks: Array, divisor: float) -> BlockCodes:
-    """The largest magnitude of each block mapped to `top`."""
+    """Quantize blocks with the largest magnitude of each mapped to `top`."""
     exact = divisor * np.abs(blocks).max(-1) / top
     scale = round_e4m3(exact)
     step = np.where(scale == 0, 1.0, scale / divisor)[..., None]
@@ -91,9 +91,9 @@ def mapped_to(top: float, blocks: Array, divisor: float) -> BlockCodes:
 
 
 def four_over_six(weight: Array) -> Quantized:
-    """Global scale 256 * 6 / the largest magnitude; each block mapped to 6, or to 4 where its squared error is less.
+    """Quantize with global scale 256 * 6 / largest magnitude; map each block to 6, or to 4 if that error is less.
 
-    `stable` leaves out whole blocks: those where a scale, a code of the chosen way or the choice hangs on float32.
+    `stable` excludes whole blocks if a scale, a code or the choice depends on float32 rounding.
     """
     divisor = 256.0 * 6.0 / np.abs(weight).max()
     blocks = weight.reshape(len(weight), -1, 16)
@@ -111,19 +111,19 @@ def four_over_six(weight: Array) -> Quantized:
 
 
 def mxfp4_exponent(largest: Array, rule: str) -> NDArray[np.int64]:
-    """Exponent of the scale for block maxima; unbounded below."""
+    """Return the exponent of the scale for block maxima; unbounded below."""
     exponent = floor_log2(largest)
     if rule == "floor":  # OCP MX v1.0, section 6.3
         return exponent - 2
     if rule == "ceil":  # the smallest e with max <= 6 * 2**e
         return exponent - 2 + (largest > 6 * np.exp2(exponent.astype(float) - 2))
-    # `round`: the exponent of the maximum once rounded to one mantissa bit, half up.
+    # `round`: the exponent of the maximum rounded to one mantissa bit, half up.
     half_units = np.floor(np.ldexp(largest, 1 - exponent) + 0.5)  # 2, 3 or 4 units of half a binade
     return exponent + (half_units == 4) - 2
 
 
 def mxfp4(weight: Array, rule: str = "round") -> Quantized:
-    """Scale 2 ** e; `mxfp4_exponent` has the rules for e."""
+    """Quantize with block scale 2 ** e, e from `mxfp4_exponent`."""
     blocks = weight.reshape(len(weight), -1, 32)
     exponent = np.maximum(mxfp4_exponent(np.abs(blocks).max(-1), rule), -127)
     step = np.exp2(exponent.astype(float))[..., None]
@@ -133,7 +133,7 @@ def mxfp4(weight: Array, rule: str = "round") -> Quantized:
 
 
 def nf4_codebook() -> Array:
-    """Appendix E: 8 positive and 7 negative quantiles of N(0, 1) from `offset` to 1/2, and 0, scaled to [-1, 1]."""
+    """Return appendix E's codebook: 8 positive and 7 negative quantiles of N(0, 1) and 0, scaled to [-1, 1]."""
     offset = 0.9677083
     quantile = np.vectorize(NormalDist().inv_cdf)
     positive = quantile(np.linspace(offset, 0.5, 9)[:-1])
@@ -150,7 +150,7 @@ def off_midpoints(x: Array, codebook: Array, margin: float) -> NDArray[np.bool_]
 
 
 def nf4(weight: Array, codebook: Array) -> Quantized:
-    """Nearest entry of the codebook after division by the largest magnitude of 64 consecutive elements."""
+    """Divide by the largest magnitude of each 64 consecutive elements; take the nearest codebook entry."""
     blocks = weight.reshape(-1, 64)
     largest = np.abs(blocks).max(-1)
     ratio = blocks / np.where(largest == 0, 1.0, largest)[:, None]
@@ -163,7 +163,7 @@ def nf4(weight: Array, codebook: Array) -> Quantized:
 
 
 def double_quantized(largest: Array, codebook: Array) -> tuple[Array, NDArray[np.bool_]]:
-    """QLoRA section 3: block maxima less their mean, in blocks of 256, in an 8-bit codebook; and `stable`."""
+    """Quantize block maxima as in QLoRA section 3: minus their mean, in blocks of 256, to 8 bits; with `stable`."""
     offset = largest.mean()
     centred = np.pad(largest - offset, (0, -len(largest) % 256)).reshape(-1, 256)
     scale = np.abs(centred).max(-1, keepdims=True)

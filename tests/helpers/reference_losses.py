@@ -1,8 +1,8 @@
-"""The papers' objectives, written once more from their formulas: float64, one completion at a time, without padding.
+"""The papers' objectives, written from their formulas: float64, one completion at a time, without padding.
 
-Gradients are torch's, of these formulas. Sources: GRPO (arXiv 2402.03300, Eq. 3 and 4), QeRL (2510.11696, Eq. 3 and 4),
-DAPO (2503.14476, Eq. 8 to 12), Dr. GRPO (2503.20783), GSPO (2507.18071, Eq. 5 and 7), CISPO (2506.13585, Eq. 4 and 5),
-the KL times the ratio (2512.02556), adaptive entropy (2505.22312).
+torch computes the gradients of these formulas. Sources: GRPO (arXiv 2402.03300, Eq. 3 and 4), QeRL (2510.11696, Eq. 3
+and 4), DAPO (2503.14476, Eq. 8 to 12), Dr. GRPO (2503.20783), GSPO (2507.18071, Eq. 5 and 7), CISPO (2506.13585, Eq. 4
+and 5), the KL times the ratio (2512.02556), adaptive entropy (2505.22312).
 """
 
 import math
@@ -20,7 +20,7 @@ NONE = torch.zeros(0, dtype=torch.float64)
 
 @dataclass(frozen=True)
 class Sample:
-    """One completion: its token ids, log-probs of its tokens under each policy concerned, and its advantage."""
+    """One completion: token ids, their log-probs under each policy, and the advantage."""
 
     prompt: list[int]
     tokens: list[int]
@@ -28,7 +28,7 @@ class Sample:
     sampler: Tensor  # as the engine gave them
     reference: Tensor  # the base
     advantage: float = 0.0
-    new: Tensor = field(default_factory=lambda: NONE)  # the trainer's policy in the update under way
+    new: Tensor = field(default_factory=lambda: NONE)  # the trainer's policy in the current update
     entropy: Tensor = field(default_factory=lambda: NONE)  # of its distribution at each token
 
     @property
@@ -37,13 +37,13 @@ class Sample:
 
 
 def advantages(rewards_P_G: np.ndarray, normalize_std: bool) -> np.ndarray:
-    """Eq. 4, with the unbiased standard deviation and 1e-4 added to it."""
+    """Compute Eq. 4, with the unbiased standard deviation plus 1e-4."""
     centred = rewards_P_G - rewards_P_G.mean(1, keepdims=True)
     return centred / (rewards_P_G.std(1, ddof=1, keepdims=True) + 1e-4) if normalize_std else centred
 
 
 def ratio(sample: Sample, cfg: RunConfig) -> Tensor:
-    """pi / pi_old of each token, with GSPO of the completion for each."""
+    """Return pi / pi_old of each token; for GSPO the completion's ratio at each token."""
     is_in = cfg.rollout.importance_correction == "in_ratio"
     log_ratio = sample.new - (sample.sampler if is_in else sample.old)
     if cfg.algorithm.name == "gspo" and len(log_ratio):
@@ -52,7 +52,7 @@ def ratio(sample: Sample, cfg: RunConfig) -> Tensor:
 
 
 def importance(sample: Sample, cfg: RunConfig) -> Tensor:
-    """Weight of each token for having been drawn by the sampler and not by the policy."""
+    """Return the importance weight of each token, because the sampler drew it and not the trainer's policy."""
     kind, most = cfg.rollout.importance_correction, cfg.rollout.importance_clip_max
     log_ratio = sample.old - sample.sampler
     if kind in ("off", "in_ratio"):
@@ -62,7 +62,7 @@ def importance(sample: Sample, cfg: RunConfig) -> Tensor:
 
 
 def kl(sample: Sample, cfg: RunConfig) -> Tensor:
-    """Estimate of KL(new || reference) of each token."""
+    """Estimate KL(new || reference) of each token."""
     to_reference = sample.reference - sample.new
     k3 = to_reference.exp() - to_reference - 1
     return k3 if cfg.algorithm.kl_estimator == "k3" else ratio(sample, cfg) * k3
@@ -87,10 +87,10 @@ def tokens_of(samples: list[Sample], cfg: RunConfig) -> int:
 
 
 def policy_loss(update: list[Sample], rollout: list[Sample], cfg: RunConfig) -> Tensor:
-    """Loss of an update, a share of a rollout.
+    """Return the loss of an update, which is a share of a rollout.
 
-    GRPO, GSPO: mean over the tokens of a completion, then over the completions, of which a masked one is a zero. Dr.
-    GRPO: sums in place of the first, over the longest completion allowed. DAPO, CISPO: mean over the rollout's tokens.
+    GRPO, GSPO: mean over the tokens of a completion, then over completions, with 0 for a masked one. Dr. GRPO: sum over
+    tokens divided by the longest completion allowed. DAPO, CISPO: mean over the rollout's tokens.
     """
     parts = [token_losses(sample, cfg) for sample in update if counts(sample, cfg) and sample.tokens]
     match cfg.algorithm.name:
@@ -104,18 +104,18 @@ def policy_loss(update: list[Sample], rollout: list[Sample], cfg: RunConfig) -> 
 
 
 def total(samples: list[Sample], cfg: RunConfig) -> Tensor:
-    """Entropy, summed over the tokens that are in the loss."""
+    """Sum the entropy over the tokens in the loss."""
     return sum((sample.entropy.sum() for sample in samples if counts(sample, cfg)), torch.zeros(()))
 
 
 class Bonus:
-    """The weight of the entropy from update to update."""
+    """The entropy bonus with its weight from update to update."""
 
     def __init__(self, cfg: RunConfig) -> None:
         self.cfg, self.coef, self.last = cfg, cfg.algorithm.entropy_coef, math.inf
 
     def loss(self, update: list[Sample], rollout: list[Sample]) -> Tensor:
-        """Mean over the rollout's tokens, of which an update has its share; then the weight of the next update."""
+        """Return an update's share of the mean over the rollout's tokens; then adapt the weight for the next update."""
         algorithm, weight = self.cfg.algorithm, self.coef
         if algorithm.entropy_target is not None:
             weight = self.coef if self.last <= algorithm.entropy_target else 0.0
@@ -126,9 +126,9 @@ class Bonus:
 
 
 def clipped(samples: list[Sample], cfg: RunConfig) -> tuple[float, float]:
-    """Shares clipped below and above, where that takes the gradient away: of the tokens of the loss.
+    """Return the shares of the loss's tokens clipped below and above, counting only clips that remove the gradient.
 
-    With GSPO of all completions, of which those out of the loss are not clipped.
+    For GSPO, shares of all completions; those outside the loss count as not clipped.
     """
     whole = cfg.algorithm.name == "gspo"
     parts = [(s, ratio(s, cfg).detach()[: 1 if whole else None]) for s in samples if counts(s, cfg)]

@@ -1,4 +1,4 @@
-"""Rollouts recomputed: what a policy with given norms says of each completion, in float64."""
+"""Recompute rollouts in float64: log-probs of each completion under a policy with given norms."""
 
 import copy
 
@@ -12,7 +12,7 @@ from qerl_lab.rollout.engine import Rollout
 
 
 def rows(rollout: Rollout) -> list[tuple[list[int], list[int], list[float]]]:
-    """(prompt, completion, sampler log-probs) of every completion."""
+    """Return (prompt, completion, sampler log-probs) of every completion."""
     groups = zip(rollout.prompt_ids_P, rollout.completion_ids_P_G, rollout.logprobs_P_G, strict=True)
     return [(p, c, lp) for p, cs, lps in groups for c, lp in zip(cs, lps, strict=True)]
 
@@ -20,9 +20,9 @@ def rows(rollout: Rollout) -> list[tuple[list[int], list[int], list[float]]]:
 def distributions(
     policy: Policy, rollout: Rollout, norms: dict[str, Tensor] | None = None, temperature: float = 1.0
 ) -> list[Tensor]:
-    """Log-probs [tokens, vocabulary] in float64 of each completion, by the policy as it is, or with other norms.
+    """Return log-probs [tokens, vocabulary] in float64 of each completion, optionally with other norms.
 
-    One sequence at a time, no padding, no cache, dense weights. (Inside its norms transformers computes in float32.)
+    Computes one sequence at a time, without padding or cache, with dense weights. (transformers' norms use float32.)
     """
     model = copy.deepcopy(policy.model).eval()
     packed = [(parent, name, child) for parent in model.modules() for name, child in parent.named_children()
@@ -42,12 +42,12 @@ def distributions(
 
 
 def of_tokens(distributions: list[Tensor], rollout: Rollout) -> Tensor:
-    """Log-probs of the sampled tokens, completion after completion: [tokens]."""
+    """Return the log-probs of the sampled tokens, concatenated over completions: [tokens]."""
     pairs = zip(distributions, rows(rollout), strict=True)
     return torch.cat([logps[torch.arange(len(ids)), ids] for logps, (_, ids, _) in pairs])
 
 
 def gap(rollout: Rollout, distributions: list[Tensor]) -> float:
-    """Largest distance between the sampler's log-probs and those of `distributions`, in nats."""
+    """Return the largest difference between the sampler's log-probs and those of `distributions`, in nats."""
     told = torch.tensor([logprob for _, _, logprobs in rows(rollout) for logprob in logprobs], dtype=torch.float64)
     return (told - of_tokens(distributions, rollout)).abs().max().item()

@@ -1,4 +1,4 @@
-"""Run directories of made-up runs, for the tests of what reads them."""
+"""Write run directories of made-up runs, for tests of their readers."""
 
 import json
 from dataclasses import asdict
@@ -9,19 +9,19 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import yaml
 
 from qerl_lab.config.rules import from_dict
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.metrics import encode
+from qerl_lab.record.resolved import write_config
 
 STEPS = 4
 DECLARED = {"bf16": [], "nvfp4": ["format.name"], "nvfp4_aqn": ["format.name", "aqn.schedule"]}
 
 
 def metrics_of(step: int, steps: int) -> dict[str, float]:
-    """Over `steps` steps entropy falls from 0.4 by 0.2, reward rises to 1; a step takes 2 s for 100 tokens."""
+    """Return metrics of a step: entropy falls from 0.4 by 0.2, reward rises to 1; a step takes 2 s for 100 tokens."""
     return {
         "policy/entropy_nats": 0.4 - 0.2 * step / steps, "sampler/entropy_nats": 0.5,
         "reward/mean": step / steps, "reward/answer": 0.8 * step / steps, "reward/format": 0.2 * step / steps,
@@ -32,7 +32,7 @@ def metrics_of(step: int, steps: int) -> dict[str, float]:
 
 
 def config(experiment: str, seed: int, **changes: Any) -> RunConfig:
-    """`config("bf16", 0, optim__learning_rate=0.1)` changes `optim.learning_rate`."""
+    """Return a configuration; `config("bf16", 0, optim__learning_rate=0.1)` changes `optim.learning_rate`."""
     values = asdict(RunConfig())
     values |= {"experiment": experiment, "differs_in": DECLARED[experiment], "seed": seed, "steps": STEPS}
     values["format"]["name"] = experiment.partition("_")[0]
@@ -48,10 +48,10 @@ def make_run(
     folder: Path, experiment: str, seed: int, *, before: list[float] | None = None, after: list[float] | None = None,
     ended: float | None = None, sha: str = "c0ffee0", **changes: Any,
 ) -> Path:  # fmt: skip
-    """A finished run with these accuracies by question. `ended` is in unix seconds."""
+    """Write a finished run with these accuracies by question. `ended` is in unix seconds."""
     folder.mkdir(parents=True)
     cfg = config(experiment, seed, **changes)
-    (folder / "resolved.yaml").write_text(yaml.safe_dump(asdict(cfg), sort_keys=False))
+    write_config(folder, cfg)
     lines = [json.loads(encode(step, metrics_of(step, STEPS))) for step in range(1, STEPS + 1)]
     if ended is not None:
         lines = [line | {"time": ended} for line in lines]

@@ -1,10 +1,9 @@
-"""Records with a known truth: what a report would read of runs whose measures vary by seed and by question.
+"""Simulated records with known truth that vary by seed and question, for tests of the report.
 
-python tests/helpers/simulated_runs.py 4000    # error rates of verdicts, over so many repetitions each
+python tests/helpers/simulated_runs.py 4000    # error rates of verdicts, over 4000 repetitions each
 """
 
 import sys
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -12,16 +11,16 @@ import numpy as np
 import pandas as pd
 
 from qerl_lab.report.arms import FINISHED, Run
-from qerl_lab.report.claims import CLAIMS, Claim
+from qerl_lab.report.claims import Claim, of_paper
 from qerl_lab.report.runs import Record
 from qerl_lab.report.verdicts import Row, Verdict, judge
 
-BY_NAME = {claim.name: claim for claim in CLAIMS}
+BY_NAME = {claim.name: claim for claim in of_paper()}
 SETTINGS = {"optim.learning_rate": "0.001", "eval.samples": "2", "lora.rank": "32", "task.answer_reward": "1.0"}
 
 
 def record(settings: Mapping[str, str], seed: int, entropy: float, accuracy_Q: np.ndarray | None = None) -> Record:
-    """A finished run with this policy entropy in its first steps, and this held-out accuracy after training."""
+    """Return a finished run with this policy entropy in its first steps and this held-out accuracy after training."""
     own = SETTINGS | dict(settings)
     name = f"{own.get('format.name', 'run')}-{len(own)}-{seed}-{own['optim.learning_rate']}-{own['lora.rank']}"
     run = Run(name, name, seed, own, frozenset(), FINISHED, 0.0, "c0ffee0")
@@ -31,9 +30,9 @@ def record(settings: Mapping[str, str], seed: int, entropy: float, accuracy_Q: n
 
 
 def arms(claim: Claim, effects: Mapping[str, float], seeds: int, sd: float, draw: np.random.Generator) -> list[Record]:
-    """Runs of every contrast's arms, by name; a seed's part is shared by its arms, which pairing takes out.
+    """Return runs of every contrast's arms. Arms share a random part of each seed, which pairing removes.
 
-    `effects` are by the name of an arm, 0 for one that is not there; `sd` is that of what a seed adds to one arm alone.
+    `effects` are by arm name, 0 by default; `sd` is the standard deviation of the part that is not shared.
     """
     settings = {c.treated: c.treated_settings for c in claim.contrasts}
     settings |= {c.control: c.control_settings for c in claim.contrasts}
@@ -46,12 +45,12 @@ def arms(claim: Claim, effects: Mapping[str, float], seeds: int, sd: float, draw
 
 @dataclass(frozen=True)
 class Graded:
-    """Held-out answers: a question is right with its own probability, which the arm, and a seed's luck, move."""
+    """Simulates held-out answers: each question has its own probability, shifted by the arm and the seed."""
 
     questions: int
     samples: int
-    seed_sd: float  # of what a seed adds to the accuracy of one arm
-    effect_sd: float  # of what a question adds to the effect
+    seed_sd: float  # standard deviation of a seed's shift of one arm's accuracy
+    effect_sd: float  # standard deviation of the effect over questions
 
     def arms(self, claim: Claim, effect: float, seeds: int, draw: np.random.Generator) -> list[Record]:
         (contrast,) = claim.contrasts
@@ -78,19 +77,19 @@ HELD_OUT = Graded(questions=256, samples=2, seed_sd=0.01, effect_sd=0.1)
 QUIET, NOISY = 0.005, 0.02  # standard deviations of a seed; the smallest effect is 0.02
 
 
-def rates(kind: str, effect: float, repeats: int, sd: float = NOISY) -> dict[str, float]:
-    """The share of repetitions in which at least one contrast got each verdict. `effect` is that of every treated arm.
+def shown(kind: str, effect: float, repeats: int, sd: float = NOISY) -> list[set[str]]:
+    """Return the verdicts of the contrasts of each repetition.
 
-    The family of "scalar" and "equal" has three contrasts of five seeds with standard deviation `sd` (smallest effect
-    0.02); "graded" has one, with `HELD_OUT` and five seeds (smallest effect 0.05).
+    Every treated arm has `effect`. "scalar" and "equal" have three contrasts of five seeds with standard deviation `sd`
+    (smallest effect 0.02); "graded" has one, with `HELD_OUT` and five seeds (smallest effect 0.05).
     """
-    draw, counts = np.random.default_rng(0), Counter[str]()
+    draw, found = np.random.default_rng(0), []
     claim = {"scalar": SCALAR, "equal": EQUAL, "graded": GRADED}[kind]
     treated = {contrast.treated: effect for contrast in claim.contrasts}
     for _ in range(repeats):
         made = HELD_OUT.arms(claim, effect, 5, draw) if kind == "graded" else arms(claim, treated, 5, sd, draw)
-        counts.update({str(row.verdict) for row in verdicts(claim, made)})
-    return {str(verdict): counts[str(verdict)] / repeats for verdict in Verdict}
+        found.append({str(row.verdict) for row in verdicts(claim, made)})
+    return found
 
 
 CASES = (
@@ -101,5 +100,6 @@ CASES = (
 
 if __name__ == "__main__":
     for kind, effect, sd in CASES:
-        shares = {name: f"{share:.4f}" for name, share in rates(kind, effect, int(sys.argv[1]), sd).items()}
+        found = shown(kind, effect, int(sys.argv[1]), sd)
+        shares = {str(name): f"{sum(name in each for each in found) / len(found):.4f}" for name in Verdict}
         print(f"{kind:7} effect {effect:<5} sd {sd:<6} {shares}", flush=True)

@@ -1,4 +1,4 @@
-"""Small models on disk, dense and packed, for the tests of loading."""
+"""Small models on disk, dense and packed, for tests of loading."""
 
 import json
 from collections.abc import Sequence
@@ -16,16 +16,16 @@ from qerl_lab.model.on_disk import ASSETS
 
 
 def write_dense(folder: Path, model: PreTrainedModel, **save_options: Any) -> Path:
-    """As `save_pretrained` writes it, with the pocket policy's tokenizer."""
+    """Save the model with `save_pretrained`, and the pocket policy's tokenizer."""
     model.save_pretrained(folder, **save_options)
     AutoTokenizer.from_pretrained(ASSETS).save_pretrained(folder)
     return folder
 
 
 def write_random(folder: Path, **sizes: float) -> Path:
-    """Random weights in bfloat16, in the `sizes` that Qwen2Config is given.
+    """Write random bfloat16 weights; `sizes` override arguments of Qwen2Config.
 
-    Without any, logits spread by about 1.5: four bits change them, and a text has entropy.
+    By default logits vary by about 1.5, so that four bits change them and texts have entropy.
     """
     own = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 4, "num_attention_heads": 8,
            "num_key_value_heads": 2, "initializer_range": 0.06}  # fmt: skip
@@ -35,7 +35,7 @@ def write_random(folder: Path, **sizes: float) -> Path:
 
 
 def with_biases(model: PreTrainedModel) -> PreTrainedModel:
-    """Give it biases, as Qwen2.5 has: transformers begins with zeros, which kernels may put into any order."""
+    """Set random biases. transformers starts with zeros, with which a wrong order in a kernel would go unnoticed."""
     for name, parameter in model.named_parameters():
         if name.endswith(".bias"):
             torch.nn.init.normal_(parameter, std=0.5)
@@ -45,7 +45,7 @@ def with_biases(model: PreTrainedModel) -> PreTrainedModel:
 def write_packed(
     folder: Path, model: PreTrainedModel, weight_format: Format, ignore: Sequence[str] = ("lm_head",)
 ) -> Path:
-    """Pack `model`, in place, and write it as `python -m qerl_lab.quantize` does."""
+    """Pack `model` in place and write it as `python -m qerl_lab.quantize` does."""
     write_dense(folder, model)
     pack_model(model, weight_format, ignore=ignore)
     tensors = dict(model.state_dict())
@@ -64,14 +64,14 @@ def edit_config(folder: Path, **changes: Any) -> None:
 
 
 def edit_tensors(folder: Path, **changes: Tensor | None) -> None:
-    """Replace tensors of model.safetensors (given with "__" for "."); None removes one."""
+    """Replace tensors of model.safetensors (names with "__" for "."); None removes one."""
     file = folder / "model.safetensors"
     tensors = load_file(file) | {name.replace("__", "."): tensor for name, tensor in changes.items()}
     save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, file)
 
 
 def equal(a: Tensor, b: Tensor) -> bool:
-    """Same dtype and bits."""
+    """Return whether dtype and bits are equal."""
     return a.dtype is b.dtype and torch.equal(
         a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8)
     )

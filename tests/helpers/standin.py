@@ -1,6 +1,6 @@
-"""A stand-in for a run's process: what the command line makes of it, without torch.
+"""A stand-in for a run's process without torch, to test how the command line handles its end.
 
-It obeys the seed of the run that it is given, and records what it saw in RUN_DIR/seen.json.
+The run's seed selects its behaviour. It writes what it saw to RUN_DIR/seen.json.
 """
 
 import contextlib
@@ -8,13 +8,13 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 from qerl_lab.cli import launch
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.environment import Typed
+from waiting import wait_for
 
 SOURCE = str(Path(launch.__file__).parents[2])
 DONE, FAILS, DIES, SIGNALLED, SILENT, EMPTY, CRASHES_AFTER, REFUSES = range(8)
@@ -75,27 +75,29 @@ def only_run() -> Path:
     return found.absolute()
 
 
-def background(child: Path, *words: str) -> subprocess.Popen[str]:
-    """The command in a process group of its own, as a shell starts it."""
+def background(child: Path, *words: str, stderr: int = subprocess.PIPE) -> subprocess.Popen[str]:
+    """Start the command in its own process group, as a shell does."""
     code = (
-        "import sys; from qerl_lab import exits; from qerl_lab.cli import launch; from qerl_lab.__main__ import main;"
+        "import sys; from qerl_lab import exits, preflight; from qerl_lab.cli import launch;"
+        "from qerl_lab.__main__ import main; preflight.has_gpu = lambda: False;"
         f"launch.child_command = lambda run_dir: [sys.executable, '-S', {str(child)!r}, str(run_dir)];"
         "exits.run(main)"
     )
     environment = {**os.environ, "PYTHONPATH": SOURCE}
     command = [sys.executable, "-c", code, *words]
     return subprocess.Popen(
-        command, env=environment, start_new_session=True, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        command, env=environment, start_new_session=True, text=True, stdout=subprocess.PIPE, stderr=stderr
     )
 
 
 def started(pattern: str) -> Path:
-    """The run directory, once its child has begun and can take a signal."""
-    deadline = time.time() + 120
-    while time.time() < deadline:
+    """Return the run directory once its child has started and handles signals."""
+
+    def begun() -> Path | None:
         for path in Path.cwd().glob(f"{pattern}/seen.json"):
             with contextlib.suppress(json.JSONDecodeError):
                 json.loads(path.read_text())
                 return path.parent
-        time.sleep(0.02)
-    raise AssertionError("the child did not start")
+        return None
+
+    return wait_for(begun)

@@ -1,4 +1,4 @@
-"""Small trainings that keep their gradients, with TRL's correction or with that of the one forward."""
+"""Small trainings that record their gradients, corrected by TRL or in the single forward."""
 
 import random
 from dataclasses import dataclass, field, replace
@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+from torch.optim import Optimizer
 from transformers import TrainerCallback
 
 from qerl_lab import tasks
@@ -19,7 +20,7 @@ from qerl_lab.train.trainer import LabTrainer
 
 
 class Jittered(TransformersEngine):
-    """Tells log-probs up to half a nat off, so that every correction has something to correct."""
+    """Engine with log-probs off by up to half a nat, so that every correction has an effect."""
 
     def generate(self, prompt_ids_P: list[list[int]], group_size: int, sampling: Sampling) -> Rollout:
         out, rng = super().generate(prompt_ids_P, group_size, sampling), random.Random(3)
@@ -29,12 +30,13 @@ class Jittered(TransformersEngine):
 
 @dataclass
 class Trained:
-    """What a training did."""
+    """Results of a training."""
 
     trainer: LabTrainer
-    gradients: list[dict[str, Tensor]] = field(default_factory=list)  # of each update
+    gradients: list[dict[str, Tensor]] = field(default_factory=list)  # per update, clipped
+    rates: list[float] = field(default_factory=list)  # learning rate of each update
     steps: list[dict[str, float]] = field(default_factory=list)
-    scored: int = 0  # rows that a forward of the trainer took the log-probs of: completions, packed a micro-batch
+    scored: int = 0  # rows in the trainer's forwards: completions, or packed micro-batches
     sampled: int = 0
 
 
@@ -42,13 +44,14 @@ class Gradients(TrainerCallback):
     def __init__(self, trained: Trained) -> None:
         self.trained = trained
 
-    def on_pre_optimizer_step(self, *_: object, **__: object) -> None:
+    def on_pre_optimizer_step(self, *_: object, optimizer: Optimizer, **__: object) -> None:
+        self.trained.rates.append(optimizer.param_groups[0]["lr"])
         named = self.trained.trainer.policy.model.named_parameters()
         self.trained.gradients.append({name: p.grad.clone() for name, p in named if p.requires_grad})
 
 
 def train(cfg: RunConfig, policy: Policy, engine: Engine, folder: Path, is_old: bool = False) -> Trained:
-    """Train to the end; `is_old` has TRL correct, in the way of a run with several updates."""
+    """Train to the end; `is_old` makes TRL apply the correction, as in a run with several updates."""
     cursor, steps = Cursor(select(cfg, policy, tasks.load(cfg.task))), list[dict[str, float]]()
     trainer = LabTrainer(cfg, policy, engine, cursor, folder, lambda _, metrics: steps.append(metrics), Stop())
     trainer.before_save = lambda: {"run_key": "", "config": {}, "device": cfg.device, "dtype": str(policy.model.dtype)}

@@ -1,4 +1,4 @@
-"""What GPU tests of vLLM's engine have in common: configuration, prompts, and the trainer's side of a rollout."""
+"""Shared parts of GPU tests of vLLM's engine: configuration, prompts, and the trainer's log-probs of a rollout."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,14 +12,17 @@ from qerl_lab.model.policy import Policy
 from qerl_lab.rollout.engine import Rollout
 from rollouts import rows
 
-DENSE_ROWS = 16  # fewer than are sampled at once, and more than the last ones of a rollout
+DENSE_ROWS = 16  # below the initial batch and above the last rows of a rollout
 
 BACKENDS = "fp4_tiles", "humming"
 IGNORED = ["lm_head", "down_proj"]  # down_proj stays dense, the others are packed
 
 
 def config(tiny: Callable[..., RunConfig], folder: Path, weight_format: str, way: str, **changes: Any) -> RunConfig:
-    """A run with the model in `folder`; `way` says what computes, joined by "+": one of `WAYS` of tests/gpu."""
+    """Return the configuration of a run with the model in `folder`.
+
+    `way` names what computes, joined by "+": one of `WAYS` in tests/gpu.
+    """
     ways = way.split("+")
     return tiny(
         device="auto", model__path=str(folder), format__name=weight_format, lora__rank=16, rollout__engine="vllm",
@@ -34,13 +37,13 @@ def config(tiny: Callable[..., RunConfig], folder: Path, weight_format: str, way
 
 
 def prompts() -> list[list[int]]:
-    """16 of 5 to 185 tokens."""
+    """Return 16 prompts of 5 to 185 tokens."""
     generator = torch.Generator().manual_seed(1)
     return [torch.randint(3, 1024, (length,), generator=generator).tolist() for length in range(5, 197, 12)]
 
 
 def trainer_logprobs(policy: Policy, out: Rollout, norms: dict[str, Tensor]) -> Tensor:
-    """Of the sampled tokens, by the policy's own modules with these norms, in the dtype that it trains in: [tokens]."""
+    """Return log-probs [tokens] of the sampled tokens under the policy with these norms, in its training dtype."""
     found = []
     with policy.as_sampler({name: weight.to(policy.norms[name]) for name, weight in norms.items()}):
         for prompt, completion, _ in rows(out):
@@ -51,5 +54,5 @@ def trainer_logprobs(policy: Policy, out: Rollout, norms: dict[str, Tensor]) -> 
 
 
 def told(out: Rollout) -> Tensor:
-    """The sampler's own: [tokens]."""
+    """Return the sampler's own log-probs: [tokens]."""
     return torch.tensor([logprob for _, _, logprobs in rows(out) for logprob in logprobs])

@@ -1,4 +1,4 @@
-"""A real `vllm serve` in a process of its own, started by the very line that users are given."""
+"""Run a real `vllm serve` in a separate process, with the command that users are given."""
 
 import os
 import shlex
@@ -27,26 +27,26 @@ def free_port() -> int:
 
 @contextmanager
 def served(cfg: RunConfig, log: Path, *more: str) -> Iterator[subprocess.Popen]:
-    """Run the server of `cfg` at its URL until the end, and first what packs its base. Its output goes to `log`.
+    """Pack the base if needed, and run the server of `cfg` at its URL inside the block. `log` gets its output.
 
-    `more` are flags that users add to the line.
+    `more` are flags that users add to the command.
     """
     *before_it, line = commands(cfg)
     for command in before_it:
         subprocess.run([sys.executable, *shlex.split(command)[1:]], cwd=log.parent, check=True)
     before, _, after = line.partition(" vllm serve ")
     model, *flags = shlex.split(after)
-    # vLLM's CPU wheel has another name than the one under which `vllm` looks for itself; this is what it starts.
+    # The `vllm` command does not find itself under the CPU wheel's package name; this is the module that it starts.
     words = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, *flags, *more]
     environment = os.environ | dict(word.split("=") for word in before.split())
-    if cfg.device == "cpu" and "--tensor-parallel-size" in more:  # a core each: vLLM would give each a NUMA node
+    if cfg.device == "cpu" and "--tensor-parallel-size" in more:  # one core each; vLLM would give each a NUMA node
         environment["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(str, sorted(os.sched_getaffinity(0))[:2]))
     with log.open("w") as out:
         server = subprocess.Popen(
             words, env=environment, cwd=log.parent, stdout=out, stderr=out, start_new_session=True
         )
         try:
-            wait_for(cfg.rollout.vllm_server.url, server, log)
+            wait_until_it_answers(cfg.rollout.vllm_server.url, server, log)
             yield server
         finally:
             if server.poll() is None:
@@ -54,8 +54,8 @@ def served(cfg: RunConfig, log: Path, *more: str) -> Iterator[subprocess.Popen]:
                 server.wait(60)
 
 
-def wait_for(url: str, server: subprocess.Popen, log: Path) -> None:
-    """Return once the server is ready. Raises RuntimeError, with the end of its log, if it never is."""
+def wait_until_it_answers(url: str, server: subprocess.Popen, log: Path) -> None:
+    """Return once the server is ready. Raises RuntimeError with the end of its log if it never is."""
     deadline = time.monotonic() + STARTS_WITHIN
     while time.monotonic() < deadline and server.poll() is None:
         try:

@@ -1,4 +1,4 @@
-"""Engines that break the contract, each in one way; tests/unit/rollout/test_contract.py must find them."""
+"""Engines that each break the contract in one way; tests/unit/rollout/test_contract.py must detect them."""
 
 from dataclasses import replace
 
@@ -12,7 +12,7 @@ from qerl_lab.rollout.transformers import TransformersEngine
 
 
 class Wrong(TransformersEngine):
-    """Changes what goes in or comes out."""
+    """Base class that changes inputs or outputs."""
 
     def generate(
         self, prompt_ids_P: list[list[int]], group_size: int, sampling: Sampling, on_done: OnDone = ignore
@@ -45,7 +45,7 @@ class LosesAGroup(Wrong):
 
 
 class SwapsLogprobs(Wrong):
-    """Swaps the log-probs of a group, and not its completions."""
+    """Swaps the log-probs of a group but not its completions."""
 
     def out(self, out: Rollout) -> Rollout:
         return replace(out, logprobs_P_G=[group[::-1] for group in out.logprobs_P_G])
@@ -63,7 +63,7 @@ class ForgetsTheTemperature(Wrong):
 
 
 class DrawsFlatter(Wrong):
-    """Tells the log-probs of another temperature than the one it draws at."""
+    """Returns the log-probs of another temperature than it samples at."""
 
     def sampling(self, sampling: Sampling) -> Sampling:
         return replace(sampling, temperature=1.3 * sampling.temperature)
@@ -128,7 +128,7 @@ class CountsPrompts(TransformersEngine):
 
 
 class KeepsItsAdapter(TransformersEngine):
-    """Generates with the adapter of the time when it was built."""
+    """Samples with the adapter from when it was built."""
 
     def __init__(self, policy: Policy, batch_size: int) -> None:
         super().__init__(policy, batch_size)
@@ -164,7 +164,7 @@ class StaysNoisy(TransformersEngine):
 class Accumulates(TransformersEngine):
     def sync(self, noise: Noise) -> None:
         held = getattr(self, "_norms", self.policy.clean_norms)
-        self._norms = noise.onto_norms(held, self.policy.norms)
+        self._norms = noise.onto_norms(held)
 
 
 class DrawsOnce(TransformersEngine):

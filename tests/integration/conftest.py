@@ -3,18 +3,17 @@
 import shutil
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-import yaml
 
 from killed_runs import SETTINGS, Reference, create_database, ended, start, uninterrupted
 from qerl_lab.cli import launch
+from qerl_lab.record.resolved import write_config
 from standin import CHILD
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An MLflow database without runs."""
     path = tmp_path_factory.mktemp("database") / "mlflow.db"
@@ -22,7 +21,7 @@ def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def killable(tiny, database: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """A run directory with its resolved.yaml, as the command line leaves it for the child."""
 
@@ -32,13 +31,13 @@ def killable(tiny, database: Path, tmp_path_factory: pytest.TempPathFactory) -> 
         store = run_dir.parent / "mlflow.db"
         shutil.copyfile(database, store)
         cfg = tiny(**(SETTINGS | {"tracking__uri": f"sqlite:///{store}", "run_dir": str(run_dir)} | changes))
-        (run_dir / "resolved.yaml").write_text(yaml.safe_dump(asdict(cfg), sort_keys=False))
+        write_config(run_dir, cfg)
         return run_dir
 
     return make
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def reference(killable) -> Reference:
     return uninterrupted(killable())
 

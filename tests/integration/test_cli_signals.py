@@ -16,7 +16,7 @@ from qerl_lab.config.schema import RunConfig
 from qerl_lab.record.directory import RunDirectory
 from standin import CRASHES_AFTER, DONE, FAILS, SIGNALLED, background, begin, seen, started
 
-pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("standin")]
+pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.usefixtures("standin")]
 
 
 def test_ctrl_c_reaches_the_child_and_the_parent_outlasts_it_and_says_what_happens(standin):
@@ -83,7 +83,7 @@ def test_under_nohup_a_closed_terminal_stops_nothing(standin):
     assert parent.returncode == 0
 
 
-@pytest.mark.parametrize("how", ["ctrl-c", "sigint", "sigterm", "sighup", "stop file"])
+@pytest.mark.parametrize("how", ["ctrl-c", "sigterm", "stop file"])
 def test_an_interrupted_sweep_starts_no_further_job_and_still_shows_them_all(standin, how):
     parent = background(standin, "-m", f"seed={DONE},{SIGNALLED},{FAILS}", "hydra.sweep.dir=sweep")
     started("sweep/1-*")
@@ -93,11 +93,11 @@ def test_an_interrupted_sweep_starts_no_further_job_and_still_shows_them_all(sta
         case "stop file":  # what a launcher's worker sees, wherever it runs
             Path("sweep/INTERRUPTED").touch()
         case _:
-            parent.send_signal(signal.Signals[how.upper()])
+            parent.terminate()
     out, err = parent.communicate(timeout=120)
     assert parent.returncode == 130
     assert "Traceback" not in err
-    assert err.count(launch.STOPPING) == (how in ("ctrl-c", "sigint"))
+    assert err.count(launch.STOPPING) == (how == "ctrl-c")
     table = out[out.rindex("job  overrides") :].splitlines()
     assert [line.split()[2] for line in table[1:4]] == ["done", "interrupted", "not"]
     assert table[4] == "3 jobs in sweep: 1 done, 1 interrupted, 1 not run"

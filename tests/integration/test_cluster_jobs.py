@@ -9,7 +9,7 @@ import pytest
 
 from qerl_lab.record.directory import RunDirectory
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 SLURM = Path(__file__).parents[1] / "helpers" / "one_machine_slurm"
 WORDS = [
     "-m", "+experiment=bf16", "seed=0,1", "steps=1", "eval.questions=0", "rollout.prompts_per_step=2",

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import termios
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -20,8 +19,9 @@ from mlflow_points import mlflow_points
 from qerl_lab.cli import launch
 from qerl_lab.model.on_disk import ASSETS
 from qerl_lab.record.directory import RunDirectory
+from waiting import wait_for
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 WORDS = (
     "device=cpu", "cpu_threads=1", "rollout.prompts_per_step=4", "rollout.group_size=4",
     "rollout.max_completion_tokens=16", "optim.micro_batch_size=4", "lora.rank=4", "task.train_questions=64",
@@ -50,13 +50,6 @@ def start(tmp_path: Path) -> Iterator[Start]:
         except ProcessLookupError:
             continue
         process.wait()
-
-
-def wait_for(condition: Callable[[], object], seconds: float = 200) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.02)
 
 
 def child_of(process: subprocess.Popen[str]) -> int:

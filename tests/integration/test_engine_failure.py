@@ -6,22 +6,19 @@ The command and its processes are as ever; Python itself puts the failing engine
 import json
 import re
 from collections.abc import Callable
-from dataclasses import asdict
 
 import pytest
-import yaml
 
 from failing_engines import command
 from qerl_lab.exits import OK
 from qerl_lab.record.directory import RunDirectory
-from qerl_lab.record.metrics import declared
+from qerl_lab.record.resolved import write_config
 from qerl_lab.train import run as run_module
 from qerl_lab.train.stop import Stop
+from repeated import RESTARTS, files_of, lines_of
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
-UNITS = {name: metric.unit for name, metric in declared(("format", "answer")).items()}
-RESTARTS = "rollout/engine_restarts"
 SETTINGS = {
     "steps": 3, "checkpoint__every": 0, "optim__learning_rate": 0.02, "eval__questions": 4, "eval__samples": 1,
     "aqn__schedule": "linear", "aqn__reading": "equation", "aqn__sigma_start": 0.3, "aqn__stages": 2,
@@ -35,25 +32,15 @@ def new_run(tiny, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Run
         run_dir = tmp_path_factory.mktemp("failing") / "run"
         run_dir.mkdir()
         cfg = tiny(**(SETTINGS | changes), run_dir=str(run_dir))
-        (run_dir / "resolved.yaml").write_text(yaml.safe_dump(asdict(cfg), sort_keys=False))
+        write_config(run_dir, cfg)
         return RunDirectory(run_dir)
 
     return make
 
 
 def check_same(run: RunDirectory, whole: RunDirectory) -> None:
-    """Everything but times, speeds, memory and restarts."""
-    passing = [name for name, unit in UNITS.items() if unit in ("s", "tokens/s", "GiB")] + [RESTARTS]
-    found, expected = (
-        [
-            (line["step"], {name: value for name, value in line["metrics"].items() if name not in passing})
-            for line in of.metrics()
-        ]
-        for of in (run, whole)
-    )
-    assert found == expected
-    for name in ("adapter/adapter_model.safetensors", "eval.parquet", "samples.jsonl"):
-        assert (run.path / name).read_bytes() == (whole.path / name).read_bytes()
+    assert lines_of(run.path, [RESTARTS]) == lines_of(whole.path, [RESTARTS])
+    assert files_of(run.path) == files_of(whole.path)
     assert json.loads((run.path / "DONE").read_text())["steps"] == 3
 
 

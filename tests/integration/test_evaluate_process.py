@@ -15,7 +15,7 @@ import pytest
 
 from forked import SERVER
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 WORDS = [
     "accuracy", "model=pocket", "benchmarks=arithmetic", "questions=12", "samples=2", "max_completion_tokens=24",
     "batch_size=8", "device=cpu", "common=true", "format=nvfp4", "out=out",
@@ -71,7 +71,7 @@ def test_the_command_prints_a_table_and_writes_what_it_says(tmp_path: Path) -> N
     assert row.split()[:4] == ["arithmetic", "own", "12", "2"]
     (folder,) = (tmp_path / "evaluations" / "pocket").iterdir()
     about = json.loads((folder / "evaluation.json").read_text())
-    assert f"{about['results']['arithmetic']['own']['accuracy']:.3f}" in row
+    assert f"{about['results'][0]['accuracy']:.3f}" in row
     assert f"answers: evaluations/pocket/{folder.name}" in done.stdout
 
 

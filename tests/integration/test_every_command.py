@@ -34,6 +34,7 @@ MODULES = [
         ".report",
         ".samples",
         ".search",
+        ".tools.queue",
         ".serve_line",
         ".tracking",
         ".config",

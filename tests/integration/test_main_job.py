@@ -14,7 +14,7 @@ from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.metrics import declared
 from qerl_lab.report import runs
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def test_it_ends_well_and_says_what_a_user_needs(job: tuple[subprocess.Completed
 
 
 def test_it_learns(job: tuple[subprocess.CompletedProcess[str], Path]) -> None:
-    """Seed 0 alone; results/pocket/learning.csv has five seeds of two arms, and learning rate 0."""
+    """Seed 0 alone; results/pocket has five seeds."""
     done = json.loads((job[1] / "run" / "DONE").read_text())
     assert 0.40 <= done["accuracy_before"] <= 0.60
     assert 0.15 <= done["entropy_first"] <= 0.40

@@ -13,7 +13,7 @@ RENDER = runpy.run_path(str(ROOT / "notebooks" / "render.py"))
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 PAGES = ROOT / "docs" / "notebooks"
 each_notebook = pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 # What a page must show, whatever the numbers: pieces of text, and how many figures at least.
 SHOWS = {
     "01_curves": (("arms count", "entropy_first", "bf16"), 6),

@@ -22,7 +22,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from forked import SERVER
 from small_checkpoints import write_dense
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 COMMAND = [sys.executable, "-m", "qerl_lab.quantize"]
 WORDS = ["model=model", "format=nvfp4", "quality=weights", "shard_gb=2e-5", "out=out"]
 

@@ -9,14 +9,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 
 import pandas as pd
 import psutil
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file
 
 from failing_engines import command as failing
@@ -26,17 +24,18 @@ from qerl_lab.evaluate.accuracy import evaluate, together
 from qerl_lab.model import policy
 from qerl_lab.model.policy import save_adapter
 from qerl_lab.record.directory import RunDirectory
-from qerl_lab.record.metrics import declared
+from qerl_lab.record.metrics import PHASES
+from qerl_lab.record.resolved import write_config
 from qerl_lab.rollout.engine import Engine, Rollout, Sampling
 from qerl_lab.train.data import Cursor, select
 from qerl_lab.train.step import sampling
 from qerl_lab.train.stop import Stop
 from qerl_lab.train.trainer import LabTrainer
+from repeated import RESTARTS, files_of, lines_of
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
-STEPS, RANKS, RESTARTS = 4, 2, "rollout/engine_restarts"
-UNITS = {name: metric.unit for name, metric in declared(("format", "answer")).items()}
+STEPS, RANKS = 4, 2
 SETTINGS = {
     "steps": STEPS, "checkpoint__every": 1, "optim__learning_rate": 0.02, "rollout__max_completion_tokens": 40,
     "eval__questions": 4, "eval__samples": 1, "aqn__schedule": "linear", "aqn__reading": "equation",
@@ -110,15 +109,6 @@ def steps_logged(run_dir: Path) -> int:
     return max((line["step"] for line in RunDirectory(run_dir).metrics()), default=-1)
 
 
-def timeless(run_dir: Path) -> list[tuple[int, dict[str, float]]]:
-    """What a run logged, but for times, speeds and memory."""
-    return [
-        (line["step"], {name: value for name, value in line["metrics"].items()
-                        if UNITS[name] not in ("s", "tokens/s", "GiB")})
-        for line in RunDirectory(run_dir).metrics()
-    ]  # fmt: skip
-
-
 @pytest.fixture(scope="module")
 def new_run(tiny, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """A claimed run directory of two ranks."""
@@ -127,7 +117,7 @@ def new_run(tiny, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Pat
         run_dir = tmp_path_factory.mktemp("ranks") / "run"
         run_dir.mkdir()
         cfg = tiny(**(SETTINGS | changes), gpus=RANKS, run_dir=str(run_dir))
-        (run_dir / "resolved.yaml").write_text(yaml.safe_dump(asdict(cfg), sort_keys=False))
+        write_config(run_dir, cfg)
         return run_dir
 
     return make
@@ -154,7 +144,7 @@ def test_two_ranks_are_one_run_on_the_same_draws(two: Path, tiny, tmp_path) -> N
     trainer.before_save = lambda: {"run_key": "", "config": {}, "device": "cpu", "dtype": "torch.float32"}
     trainer.train()
 
-    logged = [(step, metrics) for step, metrics in timeless(two) if "reward/mean" in metrics]
+    logged = [(step, metrics) for step, metrics in lines_of(two) if "reward/mean" in metrics]
     assert [step for step, _ in logged] == [step for step, _ in steps] == [1, 2, 3, 4]
     for (_, found), (_, expected) in zip(logged, steps, strict=True):
         assert set(found) <= set(expected)
@@ -173,8 +163,13 @@ def test_two_ranks_are_one_run_on_the_same_draws(two: Path, tiny, tmp_path) -> N
 
 
 def test_the_record_is_that_of_one_process(two: Path) -> None:
-    assert [step for step, _ in timeless(two)] == [0, 1, 2, 3, 4, 4]
+    assert [step for step, _ in lines_of(two)] == [0, 1, 2, 3, 4, 4]
     assert json.loads((two / "DONE").read_text())["steps"] == STEPS
+    for line in RunDirectory(two).metrics():
+        if step := line["metrics"].get("step/seconds"):
+            phases = [line["metrics"][f"seconds/{name}"] for name in (*PHASES, "wait")]
+            assert min(phases) >= 0
+            assert sum(phases) == pytest.approx(step)
     (newest,) = (two / "checkpoints").glob("step-000004")
     assert {path.name for path in newest.glob("rng_state*")} == {"rng_state_0.pth", "rng_state_1.pth"}
     states = [torch.load(newest / f"rng_state_{rank}.pth", weights_only=False)["cpu"] for rank in range(RANKS)]
@@ -196,9 +191,8 @@ def test_a_signal_stops_all_ranks_at_one_step_a_dead_rank_ends_all_and_the_run_g
     assert (run_dir / "FAILED").read_text().startswith("Killed: signal 9 (SIGKILL) ended rank 1 of 2")
 
     finish(run_dir)
-    assert timeless(run_dir) == timeless(two)
-    adapters = [(path / "adapter" / "adapter_model.safetensors").read_bytes() for path in (run_dir, two)]
-    assert adapters[0] == adapters[1]
+    assert lines_of(run_dir) == lines_of(two)
+    assert files_of(run_dir)[0] == files_of(two)[0]
 
 
 def test_every_rank_learns_of_a_failure_and_none_waits_for_another(new_run, two: Path) -> None:
@@ -220,10 +214,5 @@ def test_every_rank_learns_of_a_failure_and_none_waits_for_another(new_run, two:
     assert [line["metrics"].get(RESTARTS) for line in run.metrics()] == [None, 1]
 
     finish(run.path)
-    found, expected = (
-        [(step, {name: value for name, value in metrics.items() if name != RESTARTS}) for step, metrics in timeless(of)]
-        for of in (run.path, two)
-    )
-    assert found == expected
-    for name in ("adapter/adapter_model.safetensors", "eval.parquet", "samples.jsonl"):
-        assert (run.path / name).read_bytes() == (two / name).read_bytes()
+    assert lines_of(run.path, [RESTARTS]) == lines_of(two, [RESTARTS])
+    assert files_of(run.path) == files_of(two)

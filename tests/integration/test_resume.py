@@ -1,4 +1,4 @@
-"""Interruptions of a real run: signals, kill -9 at random and at the worst moments, damaged checkpoints.
+"""Interruptions of a real run: signals, kill -9 at the worst moments, damaged checkpoints.
 
 Each ends in the record of a run that nobody interrupted: every metric but times, speeds and memory, bit for bit, no
 step missing or double, in metrics.jsonl and in MLflow, and the same adapter. The signals are sent to the command
@@ -6,7 +6,6 @@ itself; most other children are forked (tests/helpers/killed_runs.py).
 """
 
 import json
-import random
 import re
 import shlex
 import shutil
@@ -24,21 +23,22 @@ from killed_runs import (
     check,
     ended,
     finish,
-    lines_of,
     run_to_the_end,
     run_until,
     start,
     steps_logged,
-    wait_for,
+    wait_while_alive,
 )
 from qerl_lab.config.paths import anchored
 from qerl_lab.model.on_disk import ASSETS
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.environment import Typed
+from repeated import lines_of
 
 pytestmark = pytest.mark.integration
 
 
+@pytest.mark.slow
 def test_the_noise_is_there_and_every_part_of_the_settings_acts(reference: Reference) -> None:
     """What the equality of records in the other tests is worth."""
     steps = dict(reference.lines[1:-1])
@@ -58,7 +58,7 @@ def stopped(words: list[str], run_dir: Path, step: int, number: signal.Signals) 
     """Output, errors and exit code of a command that gets a signal once the step is logged."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process = subprocess.Popen([sys.executable, *words[1:]], cwd=run_dir.parent, **pipes)
-    assert wait_for(lambda: steps_logged(run_dir) >= step, lambda: process.poll() is None)
+    assert wait_while_alive(lambda: steps_logged(run_dir) >= step, lambda: process.poll() is None)
     (child,) = psutil.Process(process.pid).children()
     process.send_signal(number)
     output, errors = process.communicate(timeout=300)
@@ -66,6 +66,7 @@ def stopped(words: list[str], run_dir: Path, step: int, number: signal.Signals) 
     return output, errors, process.returncode
 
 
+@pytest.mark.slow
 def test_a_signal_ends_the_step_saves_and_says_how_to_continue(killable, reference: Reference) -> None:
     """First SIGINT; the command that it prints, typed as a user would, gets SIGTERM. No checkpoint is due at either."""
     run_dir, words, done = killable(checkpoint__every=0), ["python", "-m", "qerl_lab"], 0
@@ -84,29 +85,6 @@ def test_a_signal_ends_the_step_saves_and_says_how_to_continue(killable, referen
         assert not (run_dir / "DONE").exists()
         assert not (run_dir / "FAILED").exists()
         words = shlex.split(said[1])
-    finish(run_dir)
-    check(run_dir, reference)
-
-
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_kill_9_at_random_moments(killable, reference, seed: int) -> None:
-    """Four times at some moment within the next steps, and once as soon as a half-written checkpoint is seen."""
-    rng, run_dir = random.Random(seed), killable()
-    folder, kills = run_dir / "checkpoints", 0
-    half_written = rng.randrange(1, 5)
-    for turn in range(5):
-        process, before = start(run_to_the_end, run_dir), steps_logged(run_dir)
-        if turn == half_written:
-            wait_for(lambda: any(folder.glob(".step-*")), process.is_alive)
-        else:
-            target = before + rng.choice([0, 1, 1])
-            wait_for(lambda target=target: steps_logged(run_dir) >= target, process.is_alive)
-            process.join(rng.uniform(0, min(1.0, reference.seconds / STEPS)))  # a second is a step at most
-        if process.is_alive():
-            process.kill()
-            assert ended(process) == -signal.SIGKILL
-            kills += 1
-    assert kills >= 2
     finish(run_dir)
     check(run_dir, reference)
 
@@ -154,6 +132,7 @@ def flip(path: Path) -> None:
     path.write_bytes(bytes(data))
 
 
+@pytest.mark.slow
 def test_damaged_checkpoints_are_passed_over_with_a_warning(killable, reference) -> None:
     """First the newest, then all that are left: the run goes back one step, then to its start, and ends the same."""
     run_dir = killable()
@@ -162,7 +141,7 @@ def test_damaged_checkpoints_are_passed_over_with_a_warning(killable, reference)
     def killed_at(step: int) -> list[Path]:
         """Checkpoints of a run that is killed when it has this one, the newest first."""
         process = start(run_to_the_end, run_dir)
-        assert wait_for(lambda: (folder / f"step-{step:06d}").exists(), process.is_alive)
+        assert wait_while_alive(lambda: (folder / f"step-{step:06d}").exists(), process.is_alive)
         process.kill()
         ended(process)
         return sorted(folder.glob("step-*"), reverse=True)
@@ -181,11 +160,12 @@ def test_damaged_checkpoints_are_passed_over_with_a_warning(killable, reference)
     check(run_dir, reference)
 
 
+@pytest.mark.slow
 def test_a_step_that_the_record_lost_is_trained_again(killable, reference) -> None:
     """As a crash of the machine may leave it: checkpoints are there, and the newest step's line is not."""
     run_dir = killable()
     process = start(run_to_the_end, run_dir)
-    assert wait_for(lambda: (run_dir / "checkpoints" / "step-000004").exists(), process.is_alive)
+    assert wait_while_alive(lambda: (run_dir / "checkpoints" / "step-000004").exists(), process.is_alive)
     process.kill()
     ended(process)
     path, newest = run_dir / "metrics.jsonl", int(max((run_dir / "checkpoints").glob("step-*")).name[-1])
@@ -202,6 +182,7 @@ def test_a_step_that_the_record_lost_is_trained_again(killable, reference) -> No
     )
 
 
+@pytest.mark.slow
 def test_a_run_does_not_go_on_with_another_model_in_the_place_of_its_own(tiny, tmp_path: Path) -> None:
     """Neither the command nor the run's process, which a launcher may start later, on another machine."""
     model, directory = shutil.copytree(ASSETS, tmp_path / "model"), RunDirectory(tmp_path / "run")

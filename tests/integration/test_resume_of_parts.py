@@ -4,9 +4,10 @@ import signal
 
 import pytest
 
-from killed_runs import check, ended, finish, lines_of, run_until, start, steps_logged, uninterrupted
+from killed_runs import check, ended, finish, run_until, start, steps_logged, uninterrupted
+from repeated import lines_of
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 REFILLS = {
     "algorithm__dynamic_sampling": True, "algorithm__max_resamples": 3, "rollout__max_completion_tokens": 40,
     "aqn__schedule": "off",

@@ -10,7 +10,7 @@ import pytest
 
 from qerl_lab.record import samples
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 
 def test_questions_left_out_a_collapse_and_completions_are_said_and_kept(tmp_path: Path) -> None:

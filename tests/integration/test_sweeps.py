@@ -9,7 +9,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -22,9 +21,10 @@ from qerl_lab.cli.train import main
 from qerl_lab.config.option import ConfigError
 from qerl_lab.model.on_disk import ASSETS
 from qerl_lab.record.directory import RunDirectory
+from standin import background
+from waiting import wait_for
 
 pytestmark = pytest.mark.integration
-SOURCE = str(Path(launch.__file__).parents[2])
 CHILD = """
 import json, os, re, signal, sys, time
 run_dir, parent = sys.argv[1], os.getppid()
@@ -79,26 +79,9 @@ def sessions() -> list[int]:
     return [len(path.read_text().split()) for path in _calls()]
 
 
-def background(child: Path, *words: str, stderr: int = subprocess.PIPE) -> subprocess.Popen[str]:
-    code = (
-        "from qerl_lab import exits, preflight; from qerl_lab.cli import launch; from qerl_lab.__main__ import main;"
-        f"import sys; launch.child_command = lambda run: [sys.executable, '-S', {str(child)!r}, str(run)];"
-        "preflight.has_gpu = lambda: False; exits.run(main)"
-    )
-    command = [sys.executable, "-c", code, *words]
-    environment = {**os.environ, "PYTHONPATH": SOURCE}
-    return subprocess.Popen(
-        command, env=environment, start_new_session=True, text=True, stdout=subprocess.PIPE, stderr=stderr
-    )
-
-
-def wait_for(pattern: str) -> Path:
-    deadline = time.time() + 120
-    while time.time() < deadline:
-        if found := list(Path.cwd().glob(pattern)):
-            return found[0]
-        time.sleep(0.02)
-    raise AssertionError(f"no {pattern}")
+def made(pattern: str) -> Path:
+    """The file of the sweep, once it is there."""
+    return wait_for(lambda: [*Path.cwd().glob(pattern)])[0]
 
 
 def test_the_same_line_skips_what_is_done_and_goes_on_with_what_failed(capfd: pytest.CaptureFixture[str]) -> None:
@@ -196,8 +179,8 @@ def test_a_dry_run_says_what_is_done(capfd: pytest.CaptureFixture[str]) -> None:
 def test_a_sweep_that_was_killed_with_minus_9_goes_on(child: Path, how: str, capfd: pytest.CaptureFixture[str]) -> None:
     words = ["-m", "seed=0,2,3", *(["jobs=2", "cpu_threads=1"] if how == "in a pool" else [])]
     parent = background(child, *words)
-    waiting = wait_for("runs/sweeps/adhoc/*/1-*/calls").parent
-    wait_for("runs/sweeps/adhoc/*/0-*/DONE")
+    waiting = made("runs/sweeps/adhoc/*/1-*/calls").parent
+    made("runs/sweeps/adhoc/*/0-*/DONE")
     assert main(words) == 2
     assert "another command runs the sweep in" in capfd.readouterr().err
     parent.kill()
@@ -288,7 +271,7 @@ def test_a_gpu_is_given_to_no_more_jobs_than_share_it() -> None:
 
 def test_ctrl_c_stops_the_jobs_of_a_pool_and_the_same_line_goes_on(child: Path) -> None:
     parent = background(child, "-m", "seed=2,0,3", "jobs=2", "cpu_threads=1")
-    wait_for("runs/sweeps/adhoc/*/0-*/calls")
+    made("runs/sweeps/adhoc/*/0-*/calls")
     parent.send_signal(signal.SIGINT)
     out, _ = parent.communicate(timeout=120)
     assert parent.returncode == 130

@@ -1,4 +1,5 @@
-"""Which run is which job's where jobs hardly differ, and what two commands at once do to each other."""
+"""Which run is which job's where jobs hardly differ, what two commands at once do to each other, and what a directory
+of somebody else may do."""
 
 import signal
 from pathlib import Path
@@ -8,10 +9,11 @@ import pytest
 from qerl_lab import preflight
 from qerl_lab.cli.train import main
 from qerl_lab.config.option import ConfigError
+from qerl_lab.config.paths import module_hash
 from qerl_lab.record.directory import RunDirectory
-from standin import DONE, SIGNALLED, background, seen, started
+from standin import DONE, FAILS, SIGNALLED, background, seen, started
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 ON_CPU = [f"seed={DONE}", "device=cpu"]
 
 
@@ -109,3 +111,20 @@ def test_a_sweep_that_is_refused_leaves_no_directory(
         assert main(["-m", *ON_CPU, "lora.rank=4,8", *words]) == 2
         assert "no room" in capfd.readouterr().err
         assert not list(Path.cwd().iterdir())
+
+
+@pytest.mark.usefixtures("standin")
+def test_a_module_is_named_before_a_run_goes_on_with_it_and_none_without_a_hash(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    module = tmp_path / "own.py"
+    module.write_text("from pathlib import Path\nPath('ran').touch()\ndef grade(texts, questions): ...\n")
+    assert main([f"seed={FAILS}", "device=cpu", "run_dir=run"]) == 1
+    path = Path("run/resolved.yaml")
+    path.write_text(path.read_text().replace("module: null", f"module: {module}"))
+    assert main(["resume=run"]) == 2
+    assert "without task.module_hash" in capfd.readouterr().err
+    assert not Path("ran").exists()
+    path.write_text(path.read_text().replace("module_hash: null", f"module_hash: {module_hash(str(module))}"))
+    assert main(["resume=run"]) == 1
+    assert f"note: imports task.module={module} (SHA-256 " in capfd.readouterr().err

@@ -25,9 +25,10 @@ from qerl_lab.tracking.resync import resync
 from qerl_lab.tracking.tracker import Tracker
 
 pytest_plugins = ["mlflow_store"]
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 pytest.register_assert_rewrite("mlflow_store")
-from mlflow_store import config, log, mirrored, recorded, runs, wait_for  # noqa: E402
+from mlflow_store import config, log, mirrored, recorded, runs  # noqa: E402
+from waiting import wait_for  # noqa: E402
 
 
 def test_no_mlflow_at_the_start_is_said_once_and_filled_later(

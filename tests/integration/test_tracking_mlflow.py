@@ -26,7 +26,8 @@ from qerl_lab.tracking.tracker import Tracker
 pytest_plugins = ["mlflow_store"]
 pytestmark = pytest.mark.integration
 pytest.register_assert_rewrite("mlflow_store")
-from mlflow_store import config, doubles, log, mirrored, points, recorded, runs, wait_for  # noqa: E402
+from mlflow_store import config, doubles, log, mirrored, points, recorded, runs  # noqa: E402
+from waiting import wait_for  # noqa: E402
 
 
 def test_mlflow_receives_everything(run_dir: Path, db: str) -> None:
@@ -308,7 +309,7 @@ def test_a_run_whose_id_was_never_noted_is_found_by_its_key(run_dir: Path, db: s
 def test_resync_creates_then_adds_nothing(
     run_dir: Path, db: str, capsys: pytest.CaptureFixture[str], mark: str | None, status: str
 ) -> None:
-    off = config(run_dir)
+    off = config(run_dir, steps=29)
     off.tracking.mlflow = False
     log(Tracker(off, RunDirectory(run_dir)), range(1, 30))
     with (run_dir / "metrics.jsonl").open("ab") as file:

@@ -59,7 +59,7 @@ def test_every_worker_holds_the_same_noise_and_samples_as_one(policy_and_engine)
         held = engine._in_workers("qerl_norms", names=[*policy.norms])
         assert len(held) == 2
         assert held[0] == held[1]
-        norms, expected = engine.norms(), noise.onto_norms(policy.clean_norms, policy.norms)
+        norms, expected = engine.norms(), noise.onto_norms(policy.clean_norms)
         assert all(torch.equal(norms[name], weight) for name, weight in expected.items())
         assert abs(observed_std(norms, policy.clean_norms) / 0.05 - 1) < 4 / (2 * count) ** 0.5  # nothing accumulates
         out = engine.generate(PROMPTS, 4, Sampling(32, seed=step))

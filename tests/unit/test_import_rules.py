@@ -42,7 +42,7 @@ MAY_IMPORT = {
     # the command line, which reaches the core only by starting a process
     "cli": "config disk record tracking model tasks report preflight exits terminal processes",
     "samples": "config record", "search": "cli config disk record exits terminal",
-    "serve_line": "config rollout",
+    "serve_line": "config rollout", "tools": "cli config disk record exits terminal",
     "__main__": "",
 }  # fmt: skip
 COMMANDS = "cli exits imports terminal"  # what a file that is a command may import besides

@@ -1,11 +1,11 @@
-"""Algorithms: which advantages, which groups count, which loss. One file each: objective, source, departures.
+"""RL algorithms, one file each: the objective, its source and the departures from its paper.
 
-The advantages are those of `groups`, the weights that correct for noisy sampling those of `correction`, the arithmetic
-of the loss is TRL's (`GRPOTrainer._compute_loss`); all are held to a float64 reference of the papers' formulas by
-`tests/golden/test_loss.py` and `tests/golden/test_objective.py`. docs/algorithms.md has them side by side.
+`groups` computes the advantages, `correction` the importance weights for noisy sampling. TRL computes the loss
+(`GRPOTrainer._compute_loss`). `tests/golden/test_loss.py` and `tests/golden/test_objective.py` hold all three to a
+float64 reference of the papers' formulas. docs/algorithms.md compares the algorithms.
 
-In the formulas: o_i is completion i of G, |o_i| its length in tokens, r_it = pi(o_it) / pi_old(o_it) the probability
-ratio, pi_old the policy that made the rollout, A_i the advantage, e_low and e_high the two clips.
+Symbols: o_i is completion i of G and |o_i| its length in tokens. r_it = pi(o_it) / pi_old(o_it) is the probability
+ratio, pi_old the policy at the time of the rollout, A_i the advantage, e_low and e_high the two clips.
 """
 
 import importlib
@@ -15,13 +15,13 @@ from qerl_lab.config.schema import AlgorithmConfig
 
 
 def loss_settings(cfg: AlgorithmConfig) -> dict[str, Any]:
-    """Keyword arguments of `trl.GRPOConfig` for this algorithm."""
+    """Return the keyword arguments of `trl.GRPOConfig` that select this algorithm."""
     algorithm = importlib.import_module(f"qerl_lab.algorithms.{cfg.name}")
     return {
         "loss_type": algorithm.LOSS_TYPE,
         "importance_sampling_level": algorithm.RATIO_OF,
         "epsilon": cfg.epsilon_low,
-        # With CISPO it is the bound itself in TRL, not its distance from 1.
+        # TRL's CISPO takes the bound itself, not its distance from 1.
         "epsilon_high": cfg.epsilon_high + (algorithm.LOSS_TYPE == "cispo"),
         "beta": cfg.beta,
         "use_bias_correction_kl": cfg.kl_estimator == "k3_ratio",
@@ -36,5 +36,5 @@ def loss_settings(cfg: AlgorithmConfig) -> dict[str, Any]:
 
 
 def has_bonus(cfg: AlgorithmConfig) -> bool:
-    """Whether the objective has the entropy in it, in some update at least."""
+    """Return whether the objective has an entropy bonus in any update."""
     return cfg.entropy_coef > 0 or cfg.entropy_target is not None

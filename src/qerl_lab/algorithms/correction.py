@@ -1,8 +1,8 @@
-"""The correction for sampling by another policy than the trainer's: weights of the loss, and how far the two are apart.
+"""Importance weights for sampling from another policy than the trainer's, and metrics of the mismatch.
 
-A token is drawn with the probability that the sampler gave it, and trained on with the trainer's. The ratio of the two,
-cut at `rollout.importance_clip_max`, weighs its loss (truncated importance sampling). The weights are TRL's
-(`GRPOTrainer._generate_and_score_completions`), to which tests/unit/train/test_one_forward.py holds them.
+The sampler draws a token with its own probability; the trainer's differs by noise and kernels. The ratio trainer /
+sampler, truncated at `rollout.importance_clip_max`, weighs the token's loss (truncated importance sampling). The
+weights equal TRL's (`GRPOTrainer._generate_and_score_completions`); tests/unit/train/test_one_forward.py checks it.
 """
 
 import math
@@ -13,11 +13,11 @@ from torch import Tensor
 
 
 class Weights(NamedTuple):
-    """The weight of each token in the loss. Both fields are [B, T], or [B, 1] for one number a completion.
+    """Loss weight of each token. Both fields are [B, T], or [B, 1] for one weight per completion.
 
     Attributes:
         value: 0 or more, in the dtype of the log-probs.
-        is_cut: whether the ratio was above the bound, so that it was lowered or made zero.
+        is_cut: whether the ratio exceeded the bound and was lowered to it or set to zero.
     """
 
     value: Tensor
@@ -25,14 +25,14 @@ class Weights(NamedTuple):
 
 
 def weights(correction: str, clip_max: float, trainer_B_T: Tensor, sampler_B_T: Tensor, mask_B_T: Tensor) -> Weights:
-    """The trainer's probability over the sampler's, corrected as one of `schema.CORRECTIONS` says.
+    """Compute importance weights, trainer / sampler, by one of `schema.CORRECTIONS`.
 
     Args:
-        trainer_B_T: log-probs in nats, without gradients; NaN on either side is a ratio of 1, as in TRL.
-        mask_B_T: completion tokens, over which the sequence corrections multiply the ratios.
+        trainer_B_T: log-probs in nats, without gradients. NaN on either side gives a ratio of 1, as in TRL.
+        mask_B_T: completion tokens; the sequence corrections multiply the ratios of these.
     """
     log_ratio = ((trainer_B_T - sampler_B_T) * mask_B_T).nan_to_num(nan=0.0)
-    if correction in ("off", "in_ratio"):  # of the latter the loss itself has the ratio to the sampler
+    if correction in ("off", "in_ratio"):  # in_ratio: the loss itself divides by the sampler
         ones = torch.ones_like(log_ratio[:, :1])
         return Weights(ones, torch.zeros_like(ones, dtype=torch.bool))
     if correction.startswith("sequence"):
@@ -43,7 +43,10 @@ def weights(correction: str, clip_max: float, trainer_B_T: Tensor, sampler_B_T: 
 
 
 def sums(weights: Weights, trainer_B_T: Tensor, sampler_B_T: Tensor, mask_B_T: Tensor) -> Tensor:
-    """What `mismatch` is made of: sums over the completion tokens in float64, and last the largest gap, [10]."""
+    """Sum the terms of `mismatch` over completion tokens, in float64; the last entry is the largest gap.
+
+    Returns a tensor [10].
+    """
     mask = mask_B_T.double()
     log_ratio = torch.where(mask_B_T.bool(), trainer_B_T.double() - sampler_B_T.double(), 0.0)
     gap, ratio = log_ratio.abs(), log_ratio.exp() * mask
@@ -56,7 +59,7 @@ def sums(weights: Weights, trainer_B_T: Tensor, sampler_B_T: Tensor, mask_B_T: T
 
 
 def mismatch(sums_N: list[list[float]]) -> dict[str, float]:
-    """Metrics of the `sums` of all micro-batches of all ranks. NaN where a log-prob was."""
+    """Compute mismatch metrics from the `sums` of all micro-batches and ranks. A NaN log-prob gives NaN."""
     *added, largest = zip(*sums_N, strict=True)
     tokens, gap, k1, k3, ratio, ratio_squared, cut, weight, counted = map(math.fsum, added)
     return {

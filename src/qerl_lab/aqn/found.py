@@ -1,17 +1,17 @@
-"""Sigma for a KL: found by a search (`solve`), or followed step by step (`adapted`).
+"""Choose sigma for a target KL: by a search (`solve`), or by adjusting it after each step (`adapted`).
 
-KL(noisy || clean) grows as sigma^2 while sigma is small (it is half of sigma^2 times the Fisher information of the
-norms), and faster or slower once it is not. So log KL over log sigma is nearly a line of slope 2, and `solve` is a
-search for a zero on it.
+KL(noisy || clean) grows as sigma^2 while sigma is small (half of sigma^2 times the Fisher information of the norms).
+Beyond that it grows faster or slower. So log KL over log sigma is nearly a line of slope 2, and `solve` searches a zero
+of log(KL / target).
 
-The controller is Plappert et al.'s (arXiv 1706.01905, Sec. 3 and App. C) as PSN-RLVR's released code has it (arXiv
-2602.02555, variant I, github.com/baibizhe/psn_rlvr). It departs from both:
+The controller is Plappert et al.'s (arXiv 1706.01905, Sec. 3 and App. C) as implemented in PSN-RLVR's
+released code (arXiv 2602.02555, variant I, github.com/baibizhe/psn_rlvr). Departures from both:
 
-1. The distance is the KL over the whole vocabulary on aqn.probe_prompts completions of the step. Plappert's is that of
-   a policy with few actions; PSN-RLVR's is the mean of sampler - trainer log-probability over the sampled tokens, which
-   has the same mean and the gap of the kernels in it.
-2. Noise is on norms alone. PSN-RLVR's is on the MLP's weights.
-3. PSN-RLVR's variant II follows embeddings of the completions and the model's certainty instead of the KL. Its authors
+1. The distance is the KL over the whole vocabulary on aqn.probe_prompts completions of the step. Plappert measures a
+   policy with few actions. PSN-RLVR averages sampler - trainer log-prob over the sampled tokens: the same mean, but it
+   includes the mismatch of the kernels.
+2. Noise is on norms only. PSN-RLVR adds it to the MLP's weights.
+3. PSN-RLVR's variant II uses embeddings of the completions and the model's certainty instead of the KL. Its authors
    have not released it; it is not here.
 """
 
@@ -22,12 +22,12 @@ from dataclasses import dataclass
 from qerl_lab.config.schema import AqnConfig
 
 SLOPE = 2.0  # of log KL over log sigma, for small sigma
-LEAP = math.log(100)  # furthest that sigma moves at once where nothing bounds it: KL is then no line any more
+LEAP = math.log(100)  # largest step of log sigma outside a bracket, where the line no longer holds
 
 
 @dataclass(frozen=True)
 class Found:
-    """A sigma, the KL that was measured with it in nats per token, and how many sigmas were tried."""
+    """A sigma, its measured KL in nats per token, and the number of sigmas tried."""
 
     sigma: float
     kl: float
@@ -35,15 +35,15 @@ class Found:
 
 
 def solve(cfg: AqnConfig, measure: Callable[[float], float], target: float, guess: float) -> Found:
-    """Search the sigma in sigma_min..sigma_max whose KL is `target`; a pure function of what `measure` gives.
+    """Search sigma in sigma_min..sigma_max for a KL of `target`. Pure: depends only on what `measure` returns.
 
-    Ends within solver.tolerance of the target or after solver.probes, with the nearest that was tried; or with a bound
-    beyond which the target lies. A KL that is NaN counts as infinite, and one of 0 or less as 0.
+    Stops within solver.tolerance of the target, or after solver.probes with the nearest sigma tried, or at a bound if
+    the target lies beyond it. A NaN KL counts as infinite, a KL of 0 or less as 0.
 
     Args:
-        measure: KL in nats per token of a sigma, never falling in it.
+        measure: returns the KL in nats per token of a sigma; must not fall as sigma grows.
         target: above 0.
-        guess: the sigma that is tried first, moved between the bounds.
+        guess: first sigma to try, clamped to the bounds.
 
     Raises:
         ValueError: target of 0 or less.
@@ -62,20 +62,21 @@ def solve(cfg: AqnConfig, measure: Callable[[float], float], target: float, gues
         if abs(gap) <= near:
             break
         if (gap < 0 and at == high) or (gap > 0 and at == low):
-            # Not the nearest: below what rounding alone gives all KLs are alike, and one of much noise may be nearest.
+            # Return the bound, not the nearest: below the KL of rounding all KLs are alike, so a large sigma may win.
             return Found(_sigma(cfg, at), kl, len(tried))
         at = _next(tried, near)
-    best = min(reversed(range(len(tried))), key=lambda index: abs(tried[index][1]))  # of equals the last
+    best = min(reversed(range(len(tried))), key=lambda index: abs(tried[index][1]))  # the last of equals
     return Found(_sigma(cfg, tried[best][0]), kls[best], len(tried))
 
 
 def _sigma(cfg: AqnConfig, at: float) -> float:
-    """Of a bound's logarithm the bound itself, which the exponential misses by a rounding."""
+    """Return exp(at), but the exact bound at a bound, which exp misses by a rounding."""
     bounds = {math.log(bound): bound for bound in (cfg.sigma_min, cfg.sigma_max)}
     return bounds.get(at, math.exp(at))
 
 
 def _log_gap(kl: float, target: float) -> float:
+    """Return log(KL / target); infinite for NaN, -infinite for a KL of 0 or less."""
     if math.isnan(kl):
         return math.inf
     return math.log(kl / target) if kl > 0 else -math.inf
@@ -85,9 +86,9 @@ Point = tuple[float, float]  # log sigma, log(KL / target)
 
 
 def _next(tried: list[Point], near: float) -> float | None:
-    """The log sigma to try: on the line through the bracket, or through the last two where nothing bounds it.
+    """Return the next log sigma to try: by the secant within the bracket, by `_beyond` without one.
 
-    None where the bracket is too narrow to hold more than a jump of the KL.
+    None if the bracket is too narrow to hold more than a jump of the KL.
     """
     above = min((point for point in tried if point[1] > 0), default=None)
     below = max((point for point in tried if point[1] < 0 and (above is None or point[0] < above[0])), default=None)
@@ -103,7 +104,10 @@ def _next(tried: list[Point], near: float) -> float | None:
 
 
 def _beyond(tried: list[Point]) -> float:
-    """Extrapolate with SLOPE, or less if the last two points show less: overshooting brackets, undershooting not."""
+    """Extrapolate from the last point with SLOPE, or less if the last two points show less.
+
+    A smaller slope overshoots, which makes a bracket; undershooting does not.
+    """
     at, gap = tried[-1]
     slope = SLOPE
     if len(tried) > 1 and math.isfinite(gap) and math.isfinite(tried[-2][1]):
@@ -112,10 +116,10 @@ def _beyond(tried: list[Point]) -> float:
 
 
 def adapted(cfg: AqnConfig, sigma: float, kl: float) -> float:
-    """Sigma of the next step, from the KL in nats per token that this step's sigma was measured to have.
+    """Return the next step's sigma from this step's measured KL in nats per token.
 
-    It grows by adaptive.factor under kl_start / adaptive.band, shrinks over kl_start x band and where KL is NaN, and
-    stays in sigma_min..sigma_max.
+    Sigma is multiplied by adaptive.factor if the KL is below kl_start / adaptive.band, divided by it if the KL is above
+    kl_start x band or NaN, and clamped to sigma_min..sigma_max.
     """
     target, band = cfg.kl_start, cfg.adaptive.band
     if kl < target / band:

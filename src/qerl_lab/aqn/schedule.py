@@ -1,4 +1,4 @@
-"""What the schedule states for a step: sigma, or with `aqn.unit=kl` a KL in nats per token."""
+"""Noise schedules: sigma of each step, or with `aqn.unit=kl` the target KL in nats per token."""
 
 import math
 
@@ -6,7 +6,7 @@ from qerl_lab.config.schema import AqnConfig
 
 
 def stage(step: int, total_steps: int, stages: int) -> int:
-    """Stage (from 0) of a step (from 1): `stages` equal parts of the run, in order.
+    """Return the stage (from 0) of a step (from 1). Stages are `stages` equal parts of the run.
 
     With more stages than steps some stages are skipped, evenly.
     """
@@ -14,19 +14,19 @@ def stage(step: int, total_steps: int, stages: int) -> int:
 
 
 def steps_of(number: int, total_steps: int, stages: int) -> range:
-    """The steps (from 1) of stage `number` (from 0): empty where it is skipped."""
+    """Return the steps (from 1) of stage `number` (from 0); empty if the stage is skipped."""
     return range(-(-number * total_steps // stages) + 1, -(-(number + 1) * total_steps // stages) + 1)
 
 
 def level(cfg: AqnConfig, step: int, total_steps: int) -> float:
-    """How strong the noise of a step is, in `cfg.unit`: a standard deviation, or nats per token. Pure.
+    """Return the noise level of a step in `cfg.unit`: a standard deviation, or nats per token. Pure.
 
     Args:
         step: 1..total_steps; 0 is the untrained policy, which carries no noise.
 
     Returns:
-        0 where the schedule is off or the stage is clean, else a value between the schedule's start and end.
-        With schedule=adaptive kl_start at every step.
+        0 if the schedule is off or the stage is clean, else a value between the schedule's start and end.
+        With schedule=adaptive: kl_start at every step.
 
     Raises:
         ValueError: step outside 0..total_steps.
@@ -47,7 +47,7 @@ def level(cfg: AqnConfig, step: int, total_steps: int) -> float:
 
 
 def decay(cfg: AqnConfig, index: int, last: int) -> float:
-    """Value `index` of the values 0..last that run from the unit's start to its end (Eq. 8; Fig. 15 for the others)."""
+    """Return value `index` of the sequence 0..last from start to end (Eq. 8; Fig. 15 for the other shapes)."""
     share = index / last if last > 0 else 0.0
     start, end = (cfg.kl_start, cfg.kl_end) if cfg.unit == "kl" else (cfg.sigma_start, cfg.sigma_end)
     match cfg.schedule:

@@ -189,7 +189,8 @@ def sweep_table(plan: Plan) -> str:
     if any(run.is_claimed and run.status != "done" for run in runs):
         here, line = near(plan.directory), f"{python()} -m qerl_lab"
         lines.append(f"continue one with: {line} {resume_word(f'{here}/RUN_DIRECTORY')}")
-        lines.append(f"all of them with the same line, or: {line} {resume_word(here)}")
+        inside = all(job.run_dir.is_relative_to(plan.directory) for job in jobs)  # resume= looks nowhere else
+        lines.append(f"all of them with the same line{f', or: {line} {resume_word(here)}' if inside else ''}")
     return "\n".join(lines)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from qerl_lab.config.schema import RunConfig
 
 OF_SWEEPS = ("rerun", "jobs", "jobs_per_gpu", "launcher", "slurm")  # how a sweep runs its jobs; no part of any job
+REGISTERED = ("preregistration", "preregistration_sha256")  # what is asked of a run does not change it
 NOT_OF_ARM = (
     "seed",
     "run_dir", "resume", "dry_run", *OF_SWEEPS,  # how it is run; and all of tracking
@@ -17,6 +18,7 @@ NOT_OF_ARM = (
     "rollout.vllm_server.url", "rollout.vllm_server.adapter_dir", "rollout.vllm_server.patience_seconds",
     "lora.start_from",  # its content counts, as lora.start_hash
     "task.module",  # its content counts, as task.module_hash
+    *REGISTERED,
     "experiment", "differs_in", "scale", "model.name",  # labels: an arm is what its other keys say
 )  # fmt: skip
 
@@ -24,6 +26,7 @@ NOT_OF_ARM = (
 # new key neither ends the use of older runs nor makes arms of them.
 ADDED: Mapping[str, Any] = {
     "task.gsm8k.max_steps": None,
+    "task.format_reward_for": "any",
     "rollout.vllm.dense_rows": None,
     "rollout.vllm.share_base": False,
     "rollout.vllm.sleep": False,

@@ -17,19 +17,36 @@ SQLITE = "sqlite:///"
 def anchored(cfg: RunConfig) -> RunConfig:
     """The same run with the paths of model, task and tracking.uri absolute where local; run_dir is its plan's.
 
-    model.hash, lora.start_hash and task.module_hash then say what is there. Raises ConfigError where there is no such
-    adapter or file, and where a hash was given that is not the one found.
+    model.hash, lora.start_hash, task.module_hash and preregistration_sha256 then say what is there. Raises ConfigError
+    where there is no such adapter or file, and where a hash was given that is not the one found.
     """
     uri = cfg.tracking.uri
     if uri is not None and (file := sqlite_file(uri)):
         uri = sqlite_uri(Path(_absolute(str(file))))
     return replace(
-        cfg,
+        _registered(cfg),
         model=_anchored_model(cfg.model),
         lora=_anchored_lora(cfg.lora),
         task=_anchored_task(cfg.task),
         tracking=replace(cfg.tracking, uri=uri),
     )
+
+
+def _registered(cfg: RunConfig) -> RunConfig:
+    if cfg.preregistration is None:
+        return cfg
+    file = Path(_absolute(cfg.preregistration))
+    if not file.is_file():
+        raise ConfigError(
+            f"preregistration={cfg.preregistration} is no file. Write the claims there and commit them before the runs "
+            "(docs/verdicts.md), or leave preregistration out."
+        )
+    if cfg.preregistration_sha256 not in (None, found := sha256(file)):
+        raise ConfigError(
+            f"preregistration_sha256={cfg.preregistration_sha256} is not that of {file}, which is {found}: the claims "
+            "were changed. Put them back as they were, or leave preregistration_sha256 out."
+        )
+    return replace(cfg, preregistration=str(file), preregistration_sha256=found)
 
 
 def _anchored_model(model: ModelConfig) -> ModelConfig:

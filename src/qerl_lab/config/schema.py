@@ -334,6 +334,10 @@ class RunConfig:
         "local", "sweep: where its jobs run: here, or on a cluster that sees this directory", choices=LAUNCHERS
     )
     slurm: str = option("", "sweep with launcher=slurm: flags of sbatch, between quotes; its time limit is one of them")
+    preregistration: str | None = option(
+        None, "file of claims, committed before the run, that it is made to test (docs/verdicts.md)"
+    )
+    preregistration_sha256: str | None = option(None, "that file's SHA-256; the command fills it in")
     run_dir: str = option("", "where the run's record goes; empty is runs/<experiment>/seed<seed>/<time>")
 
     @property

@@ -70,6 +70,12 @@ class TaskConfig:
     format_reward: float = option(
         0.2, "reward for <think>..</think><answer>..</answer>", at_least=0, at_most=1e3, unit="reward"
     )
+    format_reward_for: str = option(
+        "any",
+        "completions that earn format_reward when they keep the format: any; thought: those with a letter or digit "
+        "inside <think>; right: those with the right answer",
+        choices=("any", "thought", "right"),
+    )
     answer_reward: float = option(1.0, "reward for an exact final answer", at_least=0, at_most=1e3, unit="reward")
     train_questions: int = option(
         0, "size of the training set; 0 is all (arithmetic: 4096, code_io: 2048)", at_least=0, at_most=1_000_000

@@ -64,6 +64,7 @@ VARIANTS = (
     Variant("rollout.importance_clip_max", "rollout.importance_correction!=off|in_ratio",
             "rollout.importance_correction=token_truncate"),
     Variant("lora.start_hash", "lora.start_from!=null", "lora.start_from=RUN_DIR"),
+    Variant("preregistration_sha256", "preregistration!=null", "preregistration=results/NAME/claims.yaml"),
     Variant("jobs_per_gpu", "jobs!=1", "jobs=2"),
     Variant("jobs_per_gpu", "launcher!=slurm", "launcher=local"),
     Variant("jobs_per_gpu", "device!=cpu", "device=auto"),

@@ -1,1 +1,1 @@
-"""Measurements of a policy: held-out accuracy, KL, and which sigma is how much noise."""
+"""Measure a policy: held-out accuracy, entropy, KL, and the sigma that matches a weight format."""

@@ -1,4 +1,4 @@
-"""Measurements of a policy as commands: `python -m qerl_lab.evaluate accuracy|compare|entropy|sigma KEY=VALUE ...`."""
+"""Commands that measure a policy: `python -m qerl_lab.evaluate accuracy|compare|entropy|sigma KEY=VALUE ...`."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -29,18 +29,18 @@ class SigmaOptions:
 
 
 def sigma(options: SigmaOptions) -> None:
-    """Print the KL of each format and of each sigma. Raises ConfigError for a model that cannot be measured."""
+    """Print the KL of each format and each sigma. Raises ConfigError for a model that cannot be measured."""
     if not options.sigmas and not options.kls:
         raise ConfigError("sigmas=[] is empty; allowed: numbers above 0. Type for example sigmas=[0.05,0.1].")
     with imports.kept():
-        terminal.quiet_third_parties()  # some speak while they are imported
+        terminal.quiet_third_parties()  # some log on import
         from qerl_lab.evaluate.sigma import measure
 
     measure(options.model, options.sigmas, options.kls, options.relative)
 
 
 def accuracy(options: AccuracyOptions) -> None:
-    """Ask the benchmarks and print the table. Raises ConfigError for options that do not fit, and what `run` raises."""
+    """Evaluate on the benchmarks and print the table. Raises ConfigError for invalid options, and what `run` raises."""
     check_accuracy(options)
     try:
         with imports.kept():
@@ -53,7 +53,7 @@ def accuracy(options: AccuracyOptions) -> None:
 
 
 def compare(options: CompareOptions) -> None:
-    """Print the paired differences of two evaluations. Raises ConfigError where they cannot be paired."""
+    """Print the paired differences of two evaluations. Raises ConfigError if they cannot be paired."""
     check_compare(options)
     from qerl_lab.evaluate.compare import run
 
@@ -61,7 +61,7 @@ def compare(options: CompareOptions) -> None:
 
 
 def entropy(options: EntropyOptions) -> None:
-    """Print entropy, KL and error of every format. Raises ConfigError for options that do not fit."""
+    """Print entropy, KL and weight error of every format. Raises ConfigError for invalid options."""
     check_entropy(options)
     with imports.kept():
         terminal.quiet_third_parties()

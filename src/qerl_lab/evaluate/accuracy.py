@@ -1,4 +1,4 @@
-"""Questions asked and graded: a row a completion, and the held-out evaluations of a run."""
+"""Sample and grade answers to questions, and run the held-out evaluations of a training run."""
 
 import hashlib
 from collections.abc import Sequence
@@ -10,18 +10,19 @@ from qerl_lab.config.schema import RunConfig
 from qerl_lab.model.policy import Policy
 from qerl_lab.rollout.engine import Engine, OnDone, Sampling, ignore
 from qerl_lab.tasks import Question, Task
+from qerl_lab.tasks.answers.completion import as_graded
 
-REWARDED = ("answer", "format")  # parts of a score that every task has
+REWARDED = ("answer", "format")  # score parts that every task has
 
 
 @dataclass(frozen=True)
 class Answers:
-    """`rows`: a row a completion, the samples of a question after each other.
+    """Graded completions. `rows` has one row per completion, the samples of a question consecutively.
 
-    Its columns: id, answer (the known one), draw (from 0), accuracy, format and the task's other scores, tokens,
-    truncated, completion.
+    Columns: id, answer (the reference answer), draw (from 0), accuracy, format and the task's other scores, tokens,
+    truncated, completion (as graded: including any start of it in the prompt).
 
-    `entropy` is the sampler's over all completion tokens in nats; None from an engine that does not see it.
+    `entropy` is the sampler's mean over all completion tokens, in nats; None if the engine does not report it.
     """
 
     rows: pd.DataFrame
@@ -32,15 +33,19 @@ def ask(
     engine: Engine, policy: Policy, task: Task, questions: Sequence[Question], samples: int, sampling: Sampling,
     on_done: OnDone = ignore,
 ) -> Answers:  # fmt: skip
-    """Ask each question `samples` times, of the engine as it is synced, and grade the completions.
+    """Sample each question `samples` times from the engine as synced, and grade the completions.
 
-    `on_done` hears of the completions, part by part. Raises EngineFailed.
+    `on_done` receives the number of completions finished since its last call. Raises EngineFailed.
     """
     prompts = [policy.prompt_ids(task.messages(question)) for question in questions]
     out = engine.generate(prompts, samples, sampling, on_done)
     asked = [question for question in questions for _ in range(samples)]
     ids = [completion for group in out.completion_ids_P_G for completion in group]
-    texts = [policy.decode(completion) for completion in ids]
+    texts = [
+        text
+        for prompt, group in zip(prompts, out.completion_ids_P_G, strict=True)
+        for text in as_graded(policy.prompt(prompt), [policy.decode(completion) for completion in group])
+    ]
     scores = task.grade(texts, asked)
     rows = {
         "id": [question.id for question in asked],
@@ -58,13 +63,16 @@ def ask(
 
 @dataclass(frozen=True)
 class Evaluation:
-    """`rows`: one row a question (id, answer; means over samples: accuracy, format, tokens, truncated; one sample)."""
+    """A held-out evaluation. `rows` has one row per question.
+
+    Columns: id, answer; means over samples of accuracy, format, tokens and truncated; one sample.
+    """
 
     rows: pd.DataFrame
     entropy: float | None
 
     def metrics(self, prefix: str = "eval/") -> dict[str, float]:
-        """Means over the questions, by the names of `record.metrics`."""
+        """Return the means over questions, under the names in `record.metrics`."""
         entropy = {} if self.entropy is None else {f"{prefix}entropy_nats": self.entropy}
         return {
             f"{prefix}accuracy": float(self.rows["accuracy"].mean()),
@@ -77,10 +85,10 @@ class Evaluation:
 def evaluate(
     engine: Engine, policy: Policy, task: Task, cfg: RunConfig, part: range, samples: int, on_done: OnDone = ignore
 ) -> Evaluation:
-    """Ask the held-out questions of these numbers, of the engine as it is synced.
+    """Ask the held-out questions with indices `part`, from the engine as synced.
 
-    `on_done` hears of the completions, part by part. The draw follows the run's seed, with the transformers
-    engine the part too: all evaluations and all arms of a seed share it, and two seeds do not.
+    The draw depends on the run's seed, with the transformers engine also on `part`. All evaluations and all arms with
+    the same seed share it.
     """
     asked = task.heldout[part.start : part.stop]
     how = cfg.rollout.max_completion_tokens, seed_of(cfg.seed), cfg.eval.temperature, cfg.eval.top_p
@@ -95,7 +103,7 @@ def evaluate(
 
 
 def together(parts: Sequence[Evaluation]) -> Evaluation:
-    """One evaluation of what was asked in parts, in their order, as many samples of each question."""
+    """Merge evaluations of consecutive parts, with the same number of samples per question."""
     tokens = [float(part.rows["tokens"].sum()) for part in parts]
     shares = [own / sum(tokens) for own in tokens]
     entropies = [p.entropy * share for p, share in zip(parts, shares, strict=True) if p.entropy is not None]
@@ -104,6 +112,6 @@ def together(parts: Sequence[Evaluation]) -> Evaluation:
 
 
 def seed_of(*parts: int | str) -> int:
-    """Hash a run's seed, and what else tells a draw apart, to a seed that no rollout has. Torch takes 32 bits."""
+    """Hash the run's seed and other parts to a 32-bit seed that no rollout uses."""
     text = "/".join(map(str, ("evaluation", *parts)))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big")

@@ -1,4 +1,4 @@
-"""Benchmarks: tasks whose held-out questions are asked, by their names and paths."""
+"""Load benchmarks: tasks with held-out questions, given as NAME or NAME:PATH."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -9,7 +9,7 @@ from qerl_lab import tasks
 from qerl_lab.config.files import group_folder
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig, TaskConfig
-from qerl_lab.evaluate.options import AccuracyOptions, samples_of, split
+from qerl_lab.evaluate.options import AccuracyOptions, split
 from qerl_lab.model.policy import Policy
 from qerl_lab.tasks import Question, Task
 from qerl_lab.tasks.data import is_local, respelled
@@ -17,18 +17,17 @@ from qerl_lab.tasks.data import is_local, respelled
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A task, the first questions of it, and how often each is asked."""
+    """A task and its questions to ask."""
 
     task: Task
     questions: Sequence[Question]
-    samples: int
 
     @property
     def name(self) -> str:
         return self.task.name
 
     def fitting(self, policy: Policy, limit: int) -> list[Question]:
-        """The questions whose prompt, as a chat, has at most `limit` tokens. Raises ConfigError where none has."""
+        """Return the questions whose chat prompt has at most `limit` tokens. Raises ConfigError if there are none."""
         lengths = [len(policy.prompt_ids(self.task.messages(question))) for question in self.questions]
         found = [question for question, length in zip(self.questions, lengths, strict=True) if length <= limit]
         if not found:
@@ -40,24 +39,24 @@ class Benchmark:
 
 
 def load(options: AccuracyOptions, cfg: RunConfig) -> list[Benchmark]:
-    """Read the questions of every benchmark. Raises ConfigError where they cannot be, or a benchmark has none."""
+    """Load the questions of every benchmark. Raises ConfigError if one cannot be read or has no questions."""
     found, own = [], cfg.task if options.run else None
     asked = [(spec, task_config(own, *split(spec))) for spec in options.benchmarks] or [("the run's task", cfg.task)]
     for spec, chosen in asked:
         if chosen.path is not None and (options.benchmarks or not chosen.module):
-            is_local(chosen.path, f"benchmarks={chosen.name}:")  # of a run too, whose files may lie elsewhere by now
+            is_local(chosen.path, f"benchmarks={chosen.name}:")  # also for a run, whose files may have moved since
         if options.instruction is not None:
             chosen = replace(chosen, instruction=options.instruction)
         task = questions_of(chosen, f"benchmarks={chosen.name}:")
         questions = task.heldout[: options.questions or None]
         if not questions:
             raise ConfigError(f"{spec} has no question to ask. Type benchmarks=NAME:PATH of a set that has.")
-        found.append(Benchmark(task, questions, samples_of(options, chosen.name)))
+        found.append(Benchmark(task, questions))
     return found
 
 
 def questions_of(cfg: TaskConfig, before: str) -> Task:
-    """The task with its questions. Raises ConfigError in the words of this command, with the path behind `before`."""
+    """Load the task's questions. Raises ConfigError that names the path as typed, after `before`."""
     try:
         return tasks.benchmark(cfg)
     except ConfigError as error:
@@ -65,7 +64,7 @@ def questions_of(cfg: TaskConfig, before: str) -> Task:
 
 
 def task_config(own: TaskConfig | None, name: str, path: str | None) -> TaskConfig:
-    """A run's own task as the run has it; another one as its YAML has it, or with the run's instruction."""
+    """Return the configuration of a task: the run's own, or the task's YAML with the run's instruction."""
     if own is not None and name == own.name and not own.module:
         return replace(own, path=path or own.path)
     default = TaskConfig() if own is None else TaskConfig(instruction=own.instruction)
@@ -76,5 +75,5 @@ def task_config(own: TaskConfig | None, name: str, path: str | None) -> TaskConf
 
 
 def about(benchmark: Benchmark) -> dict[str, object]:
-    """What a record keeps of it."""
-    return {"samples": benchmark.samples, "instruction": benchmark.task.instruction, **benchmark.task.data}
+    """Return what the record stores about a benchmark."""
+    return {"instruction": benchmark.task.instruction, **benchmark.task.data}

@@ -1,4 +1,4 @@
-"""A weight format seen on single blocks and on one Linear, as tables: for notebooks/."""
+"""Tables of a weight format's values and errors on single blocks and one Linear, for notebooks/."""
 
 import math
 from collections.abc import Iterable
@@ -12,11 +12,11 @@ from qerl_lab.evaluate.entropy import Texts
 from qerl_lab.formats.format import Format
 from qerl_lab.model.dense import base_tensors
 
-_RAMP = 4096  # weights between the largest and its negative, of which the values of a block are read off
+_RAMP = 4096  # weights from -largest to largest that are rounded to list a block's values
 
 
 def values_of_a_block(weight_format: Format, largest: float = 1.0) -> list[float]:
-    """Every value that a weight can become in a block whose largest magnitude is `largest`, in order.
+    """Return, in order, every value that a weight can take in a block with largest magnitude `largest`.
 
     Raises ValueError for a format without blocks.
     """
@@ -29,7 +29,7 @@ def values_of_a_block(weight_format: Format, largest: float = 1.0) -> list[float
 
 
 def largest_of_blocks(weight_format: Format, weight: Tensor) -> Tensor:
-    """What is stored of the largest weight of each block of `weight[N, K]`, in units of it: float32 [N * K / block]."""
+    """Return stored / exact value of the largest weight in each block of `weight[N, K]`: float32 [N * K / block]."""
     assert weight_format.BLOCK is not None
     exact = weight.float().reshape(-1, weight_format.BLOCK)
     stored = rounded(weight_format, weight).reshape(-1, weight_format.BLOCK)
@@ -38,15 +38,15 @@ def largest_of_blocks(weight_format: Format, weight: Tensor) -> Tensor:
 
 
 def rounded(weight_format: Format, weight: Tensor) -> Tensor:
-    """`weight[N, K]` packed and unpacked, in float32."""
+    """Quantize and dequantize `weight[N, K]`; returns float32."""
     return weight_format.dequantize(weight_format.quantize(weight), (weight.shape[0], weight.shape[1]), torch.float32)
 
 
 def errors(weight_formats: Iterable[Format], weight: Tensor, inputs: Tensor) -> pd.DataFrame:
-    """A row a format, for y = x W^T with `weight[N, K]` and `inputs[T, K]`: bits a weight; |W' - W| / |W|; that of y.
+    """Tabulate errors of y = x W^T by format, with `weight[N, K]` and `inputs[T, K]`.
 
-    `grid`, `dead` and `scale` are the shares of the squared error of the weights (evaluate/weight_error.py), absent of
-    a format without an ideal.
+    Columns: bits per weight; weight error |W' - W| / |W|; output error |y' - y| / |y|; and `grid`, `dead` and `scale`,
+    the shares of the squared weight error (evaluate/weight_error.py), NaN for a format without an ideal.
     """
     weight, rows = weight.float(), []
     exact = inputs @ weight.t()
@@ -66,7 +66,11 @@ def errors(weight_formats: Iterable[Format], weight: Tensor, inputs: Tensor) -> 
 
 
 def linear_of(texts: Texts, layer: str) -> tuple[Tensor, Tensor]:
-    """Weight [N, K] of a Linear of the dense policy, by its full name, and its inputs [T, K]: float32."""
+    """Return weight [N, K] and inputs [T, K], both float32, of a Linear of the dense policy.
+
+    Args:
+        layer: full name of the Linear.
+    """
     seen: list[Tensor] = []
 
     def keep(_module: nn.Module, args: tuple[Tensor, ...]) -> None:

@@ -1,8 +1,9 @@
-"""`python -m qerl_lab.evaluate compare A B`: two evaluations, paired by question, over several seeds too."""
+"""`python -m qerl_lab.evaluate compare A B`: compare two evaluations, paired by question and by seed."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,15 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.config.spelling import shell_word
 from qerl_lab.disk import read_json, replace_file
 from qerl_lab.evaluate.options import CompareOptions
-from qerl_lab.evaluate.passes import powers_of_two
 from qerl_lab.evaluate.summary import ABOUT, COMMON, OWN, ROWS, SCHEMA, TRAINED_ON, passes_of, shares
 from qerl_lab.report.arms import QUESTIONS
+from qerl_lab.report.passes import powers_of_two
 from qerl_lab.report.stats import Interval, between, crossed_interval, p_value, paired_interval
 from qerl_lab.terminal import columns, near
 
-HOW_IT_IS_ASKED = ("questions", "temperature", "top_p", "max_prompt_tokens", "max_completion_tokens")
-HOW_IT_RAN = ("rollout", "device", "dtype", "batch_size")  # kernels, and which questions share a draw
-OF_A_SEED = ("seed", "adapter")  # what may differ between the seeds of one arm
+HOW_IT_IS_ASKED = ("questions", "max_prompt_tokens")
+HOW_IT_RAN = ("rollout", "device", "dtype", "batch_size")  # these affect kernels and random draws
+OF_A_SEED = ("seed", "adapter")  # keys that may differ between the seeds of one arm
 HOW_TO_READ = """\
 Differences are B - A, paired by question{seeds}, with intervals of 95%. Of differences that are 0, one in 20 has
 p < 0.05; engine=common is the one in which both bases are dequantized to BF16."""
@@ -30,7 +31,7 @@ p < 0.05; engine=common is the one in which both bases are dequantized to BF16."
 
 @dataclass(frozen=True)
 class Examined:
-    """One evaluation: its folder, what was asked and how (evaluation.json), a row a completion (eval.parquet)."""
+    """One evaluation: its folder, settings and results (evaluation.json), and a row per completion (eval.parquet)."""
 
     folder: Path
     about: dict[str, Any]
@@ -40,26 +41,35 @@ class Examined:
     def seed(self) -> int:
         return int(self.about["run_seed"])
 
-    def answers(self, benchmark: str, engine: str) -> pd.DataFrame:
-        """The rows of one benchmark and engine; a dense base's own engine is the common one too."""
+    @property
+    def samplings(self) -> list[str]:
+        """Names of the ways in which it was sampled."""
+        return list(self.about["identity"]["samplings"])
+
+    def answers(self, benchmark: str, engine: str, sampling: str) -> pd.DataFrame:
+        """Return the rows of one benchmark, engine and sampling. A dense base's own engine is also the common one."""
         engine = OWN if engine == COMMON and self.about["own_is_common"] else engine
         chosen = (self.rows["benchmark"] == benchmark) & (self.rows["engine"] == engine)
-        return self.rows[chosen]
+        return self.rows[chosen & (self.rows["sampling"] == sampling)]
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One measure of one benchmark and engine. `by_question` is B - A, a row a seed and a column a question."""
+    """Difference in one measure of one benchmark, engine and sampling.
+
+    `by_question` is B - A [seeds, questions].
+    """
 
     benchmark: str
     engine: str
+    sampling: str
     measure: str
     mean_a: float
     mean_b: float
     by_question: pd.DataFrame
 
     def interval(self, level: float = 0.95) -> Interval:
-        """B - A: of one seed over questions, of several over seeds and questions."""
+        """Return mean and interval of B - A: over questions for one seed, over seeds and questions for several."""
         if len(self.by_question) > 1:
             return crossed_interval(self.by_question.to_numpy(), level)
         after = self.by_question.iloc[0]
@@ -71,7 +81,7 @@ class Difference:
 
 
 def run(options: CompareOptions) -> None:
-    """Print the table, and write the file that was asked for. Raises ConfigError where A and B cannot be paired."""
+    """Print the table and write the CSV if requested. Raises ConfigError if A and B cannot be paired."""
     arms = [_one_arm(find(Path(folder).expanduser()), folder) for folder in options.directories]
     pairs, notes = paired(*arms)
     found = list(differences(pairs, notes))
@@ -86,7 +96,7 @@ def run(options: CompareOptions) -> None:
 
 
 def find(folder: Path) -> list[Examined]:
-    """The evaluation that a folder is, or those below it. Raises ConfigError where there is none."""
+    """Return the evaluation in a folder, or all below it. Raises ConfigError if there is none."""
     files = [folder / ABOUT] if (folder / ABOUT).is_file() else sorted(_below(folder))
     if not files:
         raise ConfigError(
@@ -114,10 +124,10 @@ def _read(folder: Path) -> Examined:
 
 
 def _one_arm(found: list[Examined], given: str) -> dict[int, Examined]:
-    """The evaluations by seed.
+    """Return the evaluations of one arm by seed.
 
-    Raises ConfigError where two share a seed, or differ otherwise: in how they were asked, or in how their runs were
-    trained, which an older evaluation does not say.
+    Raises ConfigError if two share a seed, or were asked or trained differently. Evaluations by an older version do not
+    say how their runs were trained.
     """
     by_seed: dict[int, Examined] = {}
     for one in found:
@@ -136,9 +146,9 @@ def _one_arm(found: list[Examined], given: str) -> dict[int, Examined]:
 
 
 def _trained_otherwise(mine: Mapping[str, str] | None, others: Mapping[str, str] | None) -> list[str]:
-    """The keys in which the arms of two runs differ; none where one is not known.
+    """Return the keys in which the arms of two runs differ; empty if one arm is unknown.
 
-    Which questions they were is told by content where both say so, and else by where they lay.
+    Training questions are compared by hash if both have one, otherwise by path.
     """
     if mine is None or others is None:
         return []
@@ -148,9 +158,9 @@ def _trained_otherwise(mine: Mapping[str, str] | None, others: Mapping[str, str]
 
 
 def paired(a: dict[int, Examined], b: dict[int, Examined]) -> tuple[list[tuple[Examined, Examined]], list[str]]:
-    """Pair by seed, and say which have no partner; one evaluation each is a pair whatever its seed.
+    """Pair the evaluations by seed; return the pairs and notes. A single evaluation on each side is always a pair.
 
-    Raises ConfigError where no seed is in both, and where they were asked otherwise.
+    Raises ConfigError if no seed is in both, or a pair was asked differently.
     """
     shared, alone = sorted(a.keys() & b.keys()), sorted(a.keys() ^ b.keys())
     notes: list[str] = []
@@ -169,6 +179,7 @@ def paired(a: dict[int, Examined], b: dict[int, Examined]) -> tuple[list[tuple[E
 
 
 def _refuse_asked_otherwise(one: Examined, other: Examined) -> None:
+    """Raise ConfigError if a pair was asked with different settings."""
     a, b = one.about["identity"], other.about["identity"]
     for key in HOW_IT_IS_ASKED:
         if a[key] != b[key]:
@@ -179,7 +190,7 @@ def _refuse_asked_otherwise(one: Examined, other: Examined) -> None:
 
 
 def _also_differ(pairs: Sequence[tuple[Examined, Examined]]) -> Iterator[str]:
-    """Say in what the two differ besides what is compared: draws, how they ran, versions of the code."""
+    """Yield notes on other differences between A and B: draws, engines, versions of the code."""
     drawn = [(one.about["identity"]["seed"], other.about["identity"]["seed"]) for one, other in pairs]
     if seeds := sorted({f"{a} and {b}" for a, b in drawn if a != b}):
         yield f"A and B were drawn with seed={', '.join(seeds)}: they differ in their draws too"
@@ -192,11 +203,12 @@ def _also_differ(pairs: Sequence[tuple[Examined, Examined]]) -> Iterator[str]:
 
 
 def differences(pairs: Sequence[tuple[Examined, Examined]], notes: list[str]) -> Iterator[Difference]:
-    """Every benchmark and engine that both have: accuracy, and pass@k. Adds to `notes` what only one has, and that two
-    dense bases are compared once.
+    """Yield the differences in accuracy and pass@k for every benchmark, engine and sampling in both evaluations.
 
-    Raises ConfigError where they have no benchmark in common, or other questions, prompts or numbers of samples in one.
+    Appends to `notes` what only one side has, and that two dense bases are compared once. Raises ConfigError if no
+    benchmark or sampling is in both, or questions, prompts or sample counts differ.
     """
+    samplings = _samplings(pairs[0], notes)
     named = [list(one.about["benchmarks"]) for one in pairs[0]]
     shared = [name for name in named[0] if name in named[1]]
     if not shared:
@@ -207,19 +219,32 @@ def differences(pairs: Sequence[tuple[Examined, Examined]], notes: list[str]) ->
     if are_dense:
         notes.append(f"both bases are dense, so that engine={OWN} is engine={COMMON} too")
     for benchmark in shared:
-        for engine in (OWN,) if are_dense else (OWN, COMMON):
-            rows = [[one.answers(benchmark, engine) for one in pair] for pair in pairs]
+        for engine, sampling in product((OWN,) if are_dense else (OWN, COMMON), samplings):
+            rows = [[one.answers(benchmark, engine, sampling) for one in pair] for pair in pairs]
             answered = [len(part) > 0 for pair in rows for part in pair]
             if all(answered):
-                yield from _of_engine(benchmark, engine, rows)
-            elif any(answered):
+                yield from _measured(benchmark, engine, sampling, rows)
+            elif any(answered) and sampling == samplings[0]:
                 notes.append(_who_lacks(benchmark, engine, pairs, rows))
+
+
+def _samplings(pair: tuple[Examined, Examined], notes: list[str]) -> list[str]:
+    """Return the samplings that both sides have; append the others to `notes`. Raises ConfigError if there are none."""
+    a, b = (one.samplings for one in pair)
+    shared = [name for name in a if name in b]
+    if not shared:
+        raise ConfigError(
+            f"A was sampled with {'; '.join(a)} and B with {'; '.join(b)}, so that they are no pairs. Evaluate B again "
+            "with the temperature=, top_p= and max_completion_tokens= of A."
+        )
+    notes += [f"sampling {name}: in one of the two only, and left out" for name in [*a, *b] if name not in shared]
+    return shared
 
 
 def _who_lacks(
     benchmark: str, engine: str, pairs: Sequence[tuple[Examined, Examined]], rows: Sequence[Sequence[pd.DataFrame]]
 ) -> str:
-    """Say of which sides, and of which of their seeds, there are no answers by an engine."""
+    """Return a note on which sides and seeds have no answers by an engine."""
     sides = []
     for side, name in enumerate("AB"):
         seeds = [pair[side].seed for pair, parts in zip(pairs, rows, strict=True) if not len(parts[side])]
@@ -231,7 +256,10 @@ def _who_lacks(
     return f"{benchmark}: {who} no answers by engine={engine}, which is left out{asks}"
 
 
-def _of_engine(benchmark: str, engine: str, rows: list[list[pd.DataFrame]]) -> Iterator[Difference]:
+def _measured(
+    benchmark: str, engine: str, sampling: str, rows: list[list[pd.DataFrame]]
+) -> Iterator[Difference]:  # fmt: skip
+    """Yield the differences of one benchmark, engine and sampling: accuracy and each pass@k."""
     for pair in rows:
         check_pair(benchmark, *pair)
     samples = int(rows[0][0]["draw"].max()) + 1
@@ -242,11 +270,11 @@ def _of_engine(benchmark: str, engine: str, rows: list[list[pd.DataFrame]]) -> I
         a, b = (pd.DataFrame([of(pair[side]) for pair in rows]) for side in (0, 1))
         by_question = (b[a.columns] - a).reset_index(drop=True)
         means = float(a.to_numpy().mean()), float(b.to_numpy().mean())
-        yield Difference(benchmark, engine, measure, *means, by_question)
+        yield Difference(benchmark, engine, sampling, measure, *means, by_question)
 
 
 def check_pair(benchmark: str, a: pd.DataFrame, b: pd.DataFrame) -> None:
-    """Raise ConfigError unless both answer the same questions, asked in the same words, as often, two at least."""
+    """Raise ConfigError unless both have the same questions (two or more), prompts and number of samples."""
     asked = [part.drop_duplicates("id").set_index("id")[["prompt_sha256", "answer"]] for part in (a, b)]
     said = f"{benchmark}: A and B are no pairs"
     if set(asked[0].index) != set(asked[1].index):
@@ -267,20 +295,23 @@ def check_pair(benchmark: str, a: pd.DataFrame, b: pd.DataFrame) -> None:
 
 
 def table(found: Sequence[Difference]) -> str:
-    """A row a benchmark, engine and measure."""
-    rows = [["benchmark", "engine", "measure", "questions", "A", "B", "B - A, 95% interval", "p"]]
+    """Format the differences: a row per benchmark, engine, sampling (named if several) and measure."""
+    several = len({one.sampling for one in found}) > 1
+    head = ["benchmark", "engine", *["sampling"] * several, "measure", "questions", "A", "B"]
+    rows = [[*head, "B - A, 95% interval", "p"]]
     for one in found:
         mean, low, high = one.interval()
-        cells = [one.benchmark, one.engine, one.measure, f"{one.by_question.shape[1]:,}"]
+        cells = [one.benchmark, one.engine, *[one.sampling] * several, one.measure, f"{one.by_question.shape[1]:,}"]
         cells += [f"{one.mean_a:.3f}", f"{one.mean_b:.3f}", f"{mean:+.3f} {between(low, high)}"]
         rows.append([*cells, f"{one.p:.3f}" if one.p >= 0.001 else f"{one.p:.1g}"])
     return columns(rows)
 
 
 def write_csv(found: Sequence[Difference], file: Path) -> None:
-    """Write a row a measure and question: the mean difference over the seeds. Raises ConfigError where it cannot be."""
+    """Write a row per measure and question: the mean difference over seeds. Raises ConfigError if writing fails."""
     frames = [
-        pd.DataFrame({"benchmark": one.benchmark, "engine": one.engine, "measure": one.measure,
+        pd.DataFrame({"benchmark": one.benchmark, "engine": one.engine, "sampling": one.sampling,
+                      "measure": one.measure,
                       "id": one.by_question.columns, "difference": one.by_question.mean().to_numpy()})
         for one in found
     ]  # fmt: skip

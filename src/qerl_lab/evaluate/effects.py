@@ -1,7 +1,7 @@
-"""What a weight format, and what noise, do to the distribution over the next token, as tables: for notebooks/.
+"""Tables of how weight formats and noise change the next-token distribution, for notebooks/.
 
-`entropy.sample` draws the texts by the dense policy. Here every other policy reads the same tokens. Any value of
-`Format` can be measured, also one that is not in `FORMATS`.
+`entropy.sample` samples the texts from the dense policy. Every other policy is evaluated on the same tokens. Any
+`Format` works, including one that is not in `FORMATS`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -23,9 +23,12 @@ BATCH = 32  # texts in one forward pass
 
 
 def packed_model(model: str, weight_format: Format, device: torch.device) -> PreTrainedModel:
-    """The dense model of a hub id, directory, GGUF file or `pocket`, packed while it is read; lm_head stays dense.
+    """Load the dense model `model` and pack it while loading; lm_head stays dense.
 
-    Raises ValueError, naming the layer, for a weight that the format cannot hold.
+    Args:
+        model: hub id, directory, GGUF file or `pocket`.
+
+    Raises ValueError, naming the layer, for a weight that the format cannot store.
     """
     folder, cfg = local_folder(model, None, key="model"), RunConfig()
     return loading.load_model(
@@ -36,7 +39,7 @@ def packed_model(model: str, weight_format: Format, device: torch.device) -> Pre
 
 
 def of_formats(texts: Texts, model: str, weight_formats: Iterable[Format]) -> pd.DataFrame:
-    """A row a format of `model`, which sampled the texts: bits a weight, and `_row` in nats per token."""
+    """Tabulate bits per weight and `_row` (nats per token) for each format of `model`, which sampled the texts."""
     rows = []
     for weight_format in weight_formats:
         packed = packed_model(model, weight_format, texts.states.device)
@@ -46,7 +49,7 @@ def of_formats(texts: Texts, model: str, weight_formats: Iterable[Format]) -> pd
 
 
 def of_noise(texts: Texts, sigmas: Sequence[float], draws: int) -> pd.DataFrame:
-    """A row a sigma of AQN and draw of its noise, on the dense policy: `_row` in nats per token."""
+    """Tabulate `_row` (nats per token) of the dense policy for each AQN sigma and noise draw."""
     rows = []
     for sigma in sigmas:
         for draw in range(1, draws + 1):
@@ -56,11 +59,12 @@ def of_noise(texts: Texts, sigmas: Sequence[float], draws: int) -> pd.DataFrame:
 
 
 def of_as_much_noise(texts: Texts, noise: pd.DataFrame, kls: pd.Series) -> pd.DataFrame:
-    """A row an entry of `kls`: the sigma with that KL, on the line through the means of `noise`, and its effect.
+    """Find the sigma with each KL in `kls`, by interpolating the means of `noise`, and tabulate its effect.
 
     Args:
-        noise: of `of_noise`; its draws are measured again at the new sigma. Raises ValueError where a KL is outside,
-            and where that of noise does not rise with sigma: then many sigmas have it, or none.
+        noise: result of `of_noise`. As many draws are measured again at the new sigma.
+
+    Raises ValueError if a KL is outside the measured range, or the mean KL does not rise with sigma.
     """
     means, rows = noise.groupby("sigma")["kl"].mean(), {}
     if not means.is_monotonic_increasing:
@@ -76,14 +80,17 @@ def of_as_much_noise(texts: Texts, noise: pd.DataFrame, kls: pd.Series) -> pd.Da
 
 
 def with_noise(texts: Texts, noise: Noise) -> tuple[Tensor, Tensor]:
-    """Entropy of the dense policy with this noise at each token, and KL(noisy || clean): float64 [T] each."""
+    """Return entropy of the noisy dense policy and KL(noisy || clean) at each token: float64 [T] each."""
     dense = texts.policy
-    with dense.as_sampler(noise.onto_norms(dense.clean_norms, dense.norms)):
+    with dense.as_sampler(noise.onto_norms(dense.clean_norms)):
         return compared(texts.model, texts, BATCH)
 
 
 def _row(texts: Texts, entropies_T: Tensor, kl_T: Tensor) -> dict[str, float]:
-    """KL to the dense policy; entropy; its change, with p-value. Intervals of 95% over texts end in _low and _high."""
+    """Return KL to the dense policy, entropy, and its change with p-value.
+
+    Keys ending in _low and _high are 95% intervals over texts.
+    """
     changed = change(entropies_T - texts.entropies_T, texts)
     nats, low, high = interval(kl_T, texts.lengths)
     return {

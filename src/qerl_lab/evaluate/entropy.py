@@ -1,8 +1,8 @@
 """`python -m qerl_lab.evaluate entropy`: does quantization raise entropy? Every weight format on the same tokens.
 
-The dense model (its Linears in bfloat16) samples one completion of each prompt at temperature 1. Every other model
-reads the same tokens: entropy and KL(quantized || dense) over the whole vocabulary, in nats per token. Differences of
-entropy are paired by token, and their intervals are over prompts.
+The dense model (its Linears in bfloat16) samples one completion per prompt at temperature 1. Every other model is
+evaluated on the same tokens: entropy and KL(quantized || dense) over the whole vocabulary, in nats per token. Entropy
+differences are paired by token; their intervals are over prompts.
 """
 
 import hashlib
@@ -47,7 +47,7 @@ PROMPT_TOKENS = 2048  # longer questions are left out
 
 @dataclass(frozen=True)
 class Arm:
-    """A packed model. `folder` holds what a method wrote; None is round to nearest, packed while it is loaded."""
+    """A packed model: a checkpoint in `folder`, or with None the dense model rounded to nearest while loading."""
 
     weight_format: Format
     method: str
@@ -55,7 +55,7 @@ class Arm:
 
     @property
     def name(self) -> str:
-        """Format, options that are not the defaults, method; an option that nothing records is left out."""
+        """Format, non-default options that are recorded, and method."""
         usual, own = FormatConfig(), asdict(self.weight_format)
         changed = [f"{key}={typed(value)}" for key, value in own.items() if value not in (None, getattr(usual, key))]
         return " ".join([self.weight_format.NAME, *changed, self.method])
@@ -63,7 +63,7 @@ class Arm:
 
 @dataclass(frozen=True)
 class Texts:
-    """Prompts and completions, and what the dense policy makes of them: hidden states [T, hidden], entropies [T]."""
+    """Prompts and completions, with the dense policy's hidden states [T, hidden] and entropies [T] on them."""
 
     policy: policy.Policy
     pairs: kl.Pairs
@@ -80,8 +80,10 @@ class Texts:
 
 
 def run(options: EntropyOptions) -> None:
-    """Measure, print, write. Raises ConfigError for a model that is packed or cannot be loaded, and ValueError where
-    a method failed."""
+    """Measure every arm, print the table and write the results.
+
+    Raises ConfigError for a model that is packed or cannot be loaded, and ValueError if a quantization method fails.
+    """
     folder = local_folder(options.model, options.revision, key="model")
     remedy = f"Type it, and checkpoints=[{options.model}]."
     loading.refuse_packed(folder, f"model={options.model}", f"which the others are compared with. {remedy}")
@@ -111,7 +113,7 @@ def run(options: EntropyOptions) -> None:
 
 
 def folder_of(options: EntropyOptions) -> Path:
-    """`out`, or one of this configuration's own below evaluations/."""
+    """Return `out`, or a folder below evaluations/ named by a hash of the options."""
     if options.out:
         return Path(options.out).expanduser().absolute()
     of = {key: value for key, value in asdict(options).items() if key != "overwrite"}
@@ -120,7 +122,7 @@ def folder_of(options: EntropyOptions) -> Path:
 
 
 def refuse_written(options: EntropyOptions, out: Path) -> None:
-    """Raise ConfigError where `out` holds what other options measured; what these did is measured again."""
+    """Raise ConfigError if `out` holds results of other options. Results of the same options may be replaced."""
     if not (out / ABOUT).is_file():
         return
     before, now = read_json(out / ABOUT).get("options", {}), asdict(options)
@@ -132,7 +134,7 @@ def refuse_written(options: EntropyOptions, out: Path) -> None:
 
 
 def differences(now: Mapping[str, Any], before: Mapping[str, Any]) -> str:
-    """Every option that was another before, as typed; none where all agree."""
+    """List the options that had another value before; empty if all agree."""
     return ", ".join(
         f"{key}={typed(value)} (was {typed(before[key])})"
         for key, value in now.items()
@@ -141,7 +143,7 @@ def differences(now: Mapping[str, Any], before: Mapping[str, Any]) -> str:
 
 
 def arms_of(options: EntropyOptions, out: Path) -> Iterator[Arm]:
-    """Every format by every method that makes it, then the checkpoints that were given."""
+    """Yield an arm for every format and applicable method, then for the given checkpoints."""
     for name in chosen_formats(options):
         cfg = RunConfig()
         cfg.format.name = name
@@ -155,7 +157,7 @@ def arms_of(options: EntropyOptions, out: Path) -> Iterator[Arm]:
 
 
 def _arm_in(folder: Path) -> Arm:
-    """The arm of a packed directory; by which method, quality.json of the quantize command says."""
+    """Return the arm of a packed directory; its method comes from quality.json of the quantize command."""
     try:
         stored = loading.stored_as(folder)
     except ValueError as error:
@@ -168,9 +170,9 @@ def _arm_in(folder: Path) -> Arm:
 
 
 def calibrated(options: EntropyOptions, name: str, method: str, folder: Path) -> Path:
-    """Have the quantize command write a checkpoint, unless it is there.
+    """Create a calibrated checkpoint with the quantize command unless it exists; return its folder.
 
-    Raises ValueError where it fails, and ConfigError for one of another model or of other options.
+    Raises ValueError if the command fails, and ConfigError for a checkpoint of another model or other options.
     """
     words = {"model": options.model, "format": name, "method": method, "out": folder, "quality": "weights",
              "samples": options.samples, "tokens": options.tokens, "seed": options.seed, "dataset": options.dataset,
@@ -180,7 +182,7 @@ def calibrated(options: EntropyOptions, name: str, method: str, folder: Path) ->
     _refuse_another(folder, of)
     if not (folder / "config.json").is_file():
         line = [word(key, str(value)) for key, value in words.items() if value is not None]
-        # A process of its own: llmcompressor's memory goes with it, and what it prints is its own.
+        # In a separate process, so that llmcompressor's memory is freed when it ends.
         code = subprocess.run([sys.executable, "-m", "qerl_lab.quantize", *line], stdout=sys.stderr).returncode
         if code != 0:
             raise ValueError(f"python -m qerl_lab.quantize {shlex.join(line)} ended with {code}; its message is above")
@@ -188,7 +190,7 @@ def calibrated(options: EntropyOptions, name: str, method: str, folder: Path) ->
 
 
 def _refuse_another(folder: Path, of: dict[str, Any]) -> None:
-    """Note what a checkpoint is made of, before it is. Raises ConfigError for one that is there, of something else."""
+    """Record the options of a checkpoint before making it. Raises ConfigError if one made with others exists."""
     note = folder.with_name(f"{folder.name}.json")
     before = read_json(note) if note.is_file() else {}
     if (folder / "config.json").is_file() and before != of:
@@ -199,7 +201,7 @@ def _refuse_another(folder: Path, of: dict[str, Any]) -> None:
 
 
 def sample(options: EntropyOptions, device: torch.device) -> Texts:
-    """One completion of each prompt, by the dense model at temperature 1."""
+    """Sample one completion per prompt from the dense model at temperature 1."""
     name, path = split(options.prompts)
     task = benchmarks.questions_of(benchmarks.task_config(None, name, path), f"prompts={name}:")
     cfg = run_config(options, DENSE_FORMAT)
@@ -221,13 +223,14 @@ def sample(options: EntropyOptions, device: torch.device) -> Texts:
 
 
 def run_config(options: EntropyOptions, name: str) -> RunConfig:
+    """Return the configuration that loads the model in the format `name`."""
     cfg = RunConfig()
     cfg.model.path, cfg.model.revision, cfg.format.name = options.model, options.revision, name
     return cfg
 
 
 def hidden_states(model: PreTrainedModel, pairs: kl.Pairs, batch_size: int) -> Tensor:
-    """`kl.hidden_states` of so many texts at a time."""
+    """Compute `kl.hidden_states` in batches of `batch_size` texts."""
     return torch.cat(
         [kl.hidden_states(model, pairs[begin : begin + batch_size]) for begin in range(0, len(pairs), batch_size)]
     )
@@ -236,7 +239,7 @@ def hidden_states(model: PreTrainedModel, pairs: kl.Pairs, batch_size: int) -> T
 def measured(
     options: EntropyOptions, arm: Arm, texts: Texts, dense: WeightFiles, device: torch.device
 ) -> list[dict[str, Any]]:
-    """The row of an arm; then, of round to nearest, what each part of its error does."""
+    """Return the row of an arm, and for round to nearest also one row per part of its error."""
     cfg = arm_config(options, arm)
     model, _ = policy.load_base(cfg, device)
     entropies_T, kl_T = compared(model, texts, options.batch_size)
@@ -255,7 +258,7 @@ def measured(
 
 
 def arm_config(options: EntropyOptions, arm: Arm) -> RunConfig:
-    """The configuration that loads an arm's model."""
+    """Return the configuration that loads an arm's model."""
     cfg = run_config(options, arm.weight_format.NAME)
     if arm.folder is None:
         return cfg
@@ -270,8 +273,11 @@ def arm_config(options: EntropyOptions, arm: Arm) -> RunConfig:
 def parts_alone(
     options: EntropyOptions, arm: Arm, texts: Texts, dense: WeightFiles, linears: list[str], whole_T: Tensor
 ) -> Iterator[dict[str, Any]]:
-    """Measure the dense model with parts of the error added: grid, dead, and both, which is the format with ideal
-    scales. What the rounding of the scales does is the arm's entropy, `whole_T`, less that of ideal scales."""
+    """Measure the dense model with parts of the rounding error added: grid, dead, and both.
+
+    Both together equal the format with ideal scales. The effect of rounding the scales is the arm's entropy, `whole_T`,
+    minus the entropy with ideal scales.
+    """
     model, _ = policy.load_base(run_config(options, DENSE_FORMAT), texts.states.device)
     entropies_T, kl_T = texts.entropies_T, torch.zeros_like(texts.entropies_T)
     for part in ("grid", "dead", "grid and dead"):
@@ -285,7 +291,7 @@ def parts_alone(
 
 
 def compared(model: PreTrainedModel, texts: Texts, batch_size: int) -> tuple[Tensor, Tensor]:
-    """Entropy of a model at each token of the texts, and KL(model || dense): float64 [T] each, on the CPU."""
+    """Return entropy of a model and KL(model || dense) at each token of the texts: float64 [T] each, on the CPU."""
     states, entropies, divergences = hidden_states(model, texts.pairs, batch_size), list[Tensor](), list[Tensor]()
     for q, p in zip(kl.logprobs(model, states), kl.logprobs(texts.model, texts.states), strict=True):
         entropies.append(kl.entropy_per_token(q).cpu())
@@ -294,7 +300,7 @@ def compared(model: PreTrainedModel, texts: Texts, batch_size: int) -> tuple[Ten
 
 
 def estimates(entropies_T: Tensor, texts: Texts) -> dict[str, Any]:
-    """Mean entropy and its change against the dense model, each with its interval."""
+    """Return mean entropy and its change from the dense model, each with interval."""
     return {
         "entropy": named(entropies_T, texts),
         "entropy_change": change(entropies_T - texts.entropies_T, texts),
@@ -302,7 +308,7 @@ def estimates(entropies_T: Tensor, texts: Texts) -> dict[str, Any]:
 
 
 def change(values_T: Tensor, texts: Texts) -> dict[str, float]:
-    """A difference with its interval and p-value, which is NaN where that is not finite."""
+    """Return a mean difference with interval and p-value; the p-value is NaN if the rest is not finite."""
     found = named(values_T, texts)
     if not all(map(math.isfinite, found.values())):
         return found | {"p": math.nan}
@@ -310,11 +316,12 @@ def change(values_T: Tensor, texts: Texts) -> dict[str, float]:
 
 
 def named(values_T: Tensor, texts: Texts) -> dict[str, float]:
+    """Return mean and interval of token values as a dict."""
     return dict(zip(("mean", "low", "high"), interval(values_T, texts.lengths), strict=True))
 
 
 def interval(values_T: Tensor, lengths: list[int], level: float = 0.95) -> Interval:
-    """Mean over tokens by Student's t over texts, whose tokens depend on each other."""
+    """Return mean over tokens with Student's t interval over texts, because tokens of one text are correlated."""
     found = kl.mean(values_T, lengths)
     assert found.standard_error is not None, "two texts at least"
     half = float(stats.t.ppf(0.5 + level / 2, len(lengths) - 1)) * found.standard_error
@@ -322,19 +329,20 @@ def interval(values_T: Tensor, lengths: list[int], level: float = 0.95) -> Inter
 
 
 def label(row: dict[str, Any], rows: list[dict[str, Any]]) -> str:
-    """The name of a row's model; of several of one name a checkpoint is told by its directory."""
+    """Return a row's model name, with the checkpoint's directory if several rows share the name."""
     alike = [other for other in rows if other["arm"] == row["arm"] and not other["part"]]
     return f"{row['arm']} in {row['checkpoint']}" if len(alike) > 1 and "checkpoint" in row else str(row["arm"])
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """A row a model; of a part, what it alone does to the dense weights."""
+    """Format the rows: one per model, and one per error part added alone to the dense weights."""
     head = ["weights", "entropy", "change, 95% interval", "p", "KL to dense", "error", *weight_error.PARTS]
     lines = [cells(row, rows) for row in rows]
     return terminal.columns([head, *(line + [""] * (len(head) - len(line)) for line in lines)])
 
 
 def cells(row: dict[str, Any], rows: list[dict[str, Any]]) -> list[str]:
+    """Return the table cells of a row."""
     found, error = row["entropy_change"], row.get("weight_error")
     line = [f"  by {row['part']}" if row["part"] else label(row, rows)]
     line += [number(row["entropy"]["mean"], ".4f") if "entropy" in row else ""]
@@ -354,7 +362,7 @@ def number(value: float, how: str) -> str:
 
 
 def notes(rows: list[dict[str, Any]]) -> list[str]:
-    """Say of which rows numbers are NaN or infinite."""
+    """Return a note for each row with NaN or infinite numbers."""
     broken = [row for row in rows if NOT_FINITE in cells(row, rows)]
     names = [label(row, rows) + (f" by {row['part']}" if row["part"] else "") for row in broken]
     why = "logits or weights of the model are NaN or infinite; entropy.json has null there"
@@ -362,7 +370,7 @@ def notes(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Draw the changes of entropy and the parts of the error."""
+    """Plot the entropy changes and the shares of the weight error."""
     from qerl_lab.report import plots  # matplotlib takes a second
 
     named_rows = {f"{row['arm']}, by {row['part']}" if row["part"] else label(row, rows): row for row in rows[1:]}

@@ -1,7 +1,7 @@
-"""`python -m qerl_lab.evaluate accuracy`: benchmarks asked part by part, so that the command goes on where it stopped.
+"""`python -m qerl_lab.evaluate accuracy`: ask benchmarks part by part, so that a stopped command can continue.
 
-Everything is written in OUT.partial, which is renamed to OUT when it is whole: eval.parquet with a row a completion,
-evaluation.json with what was asked, how, and what came out.
+All files are written to OUT.partial, which is renamed to OUT when complete: eval.parquet with a row per completion,
+evaluation.json with settings and results.
 """
 
 import hashlib
@@ -23,6 +23,7 @@ from qerl_lab.evaluate import benchmarks, subject, summary
 from qerl_lab.evaluate.accuracy import ask, seed_of
 from qerl_lab.evaluate.benchmarks import Benchmark
 from qerl_lab.evaluate.options import SMALL, SMALL_SAMPLES, AccuracyOptions
+from qerl_lab.evaluate.sampling import HowSampled
 from qerl_lab.evaluate.subject import Subject
 from qerl_lab.evaluate.summary import ABOUT, ROWS, SCHEMA
 from qerl_lab.model import policy
@@ -35,24 +36,32 @@ from qerl_lab.tasks import Question
 
 @dataclass(frozen=True)
 class Part:
-    """Questions of a benchmark that are asked at once. `file` holds the answers; `number` tells its draw apart."""
+    """Questions of a benchmark that are asked together; `number` enters the draw's seed, `place` counts samplings."""
 
     benchmark: Benchmark
     engine: str
+    sampling: HowSampled
+    samples: int
+    place: int
     number: int
     questions: Sequence[Question]
 
     @property
     def file(self) -> str:
-        return f"{self.engine}-{self.benchmark.name}-{self.number:05d}.parquet"
+        """Name of the file with its answers."""
+        return f"{self.engine}-{self.benchmark.name}-{self.place}-{self.number:05d}.parquet"
+
+    @property
+    def completions(self) -> int:
+        return len(self.questions) * self.samples
 
 
 def run(options: AccuracyOptions) -> None:
     """Ask, grade, write and print.
 
     Raises:
-        ConfigError: the run or model cannot be asked, a benchmark cannot be read, or `out` is of another configuration.
-        ValueError: the engine failed; what was answered is kept.
+        ConfigError: the run or model cannot be evaluated, a benchmark cannot be read, or `out` has other settings.
+        ValueError: the engine failed; finished parts are kept.
         OSError: the disk is full, or a file cannot be written.
     """
     found = subject.subject_of(options)
@@ -74,7 +83,7 @@ def examined(
     options: AccuracyOptions, found: Subject, identity: dict[str, Any], asked: Sequence[Benchmark],
     unfinished: Unfinished,
 ) -> dict[str, Any]:  # fmt: skip
-    """Ask what is not answered yet and write both files in the place of the parts; returns what evaluation.json has."""
+    """Answer the missing parts, write both result files and delete the parts; return the content of evaluation.json."""
     started = time.time()
     engines = [summary.OWN, *([summary.COMMON] if options.common and not found.is_common else [])]
     left_out = {engine: answer(options, found, asked, engine, unfinished) for engine in engines}[summary.OWN]
@@ -89,7 +98,7 @@ def examined(
         "own_is_common": found.is_common,
         "notes": notes(options, found, asked, left_out),
         "benchmarks": {one.name: benchmarks.about(one) | {"too_long": left_out[one.name]} for one in asked},
-        "results": summary.by_engine(rows),
+        "results": summary.of_rows(rows),
         "seconds": round(time.time() - started, 1),
         "environment": environment(),
     }
@@ -101,7 +110,7 @@ def examined(
 
 
 def identity_of(options: AccuracyOptions, found: Subject, asked: Sequence[Benchmark]) -> dict[str, Any]:
-    """What decides the answers, by the names that the user types."""
+    """Return the settings that determine the answers, by option name."""
     cfg, device = found.cfg, policy.device_of(found.cfg.device)
     return {
         "weights": subject.weights(cfg),
@@ -110,14 +119,15 @@ def identity_of(options: AccuracyOptions, found: Subject, asked: Sequence[Benchm
         "rollout": cfg.rollout.engine, "device": device.type, "dtype": str(policy.compute_dtype(cfg, device)),
         "batch_size": cfg.rollout.batch_size, "common": options.common,
         "benchmarks": {one.name: benchmarks.about(one) for one in asked}, "questions": options.questions,
-        "temperature": options.temperature, "top_p": options.top_p, "seed": cfg.seed,
-        "max_prompt_tokens": cfg.rollout.max_prompt_tokens,
-        "max_completion_tokens": cfg.rollout.max_completion_tokens,
+        "seed": cfg.seed, "max_prompt_tokens": cfg.rollout.max_prompt_tokens,
+        "samplings": {
+            how.name: {one.name: how.samples_of(one.name, cfg.eval.samples) for one in asked} for how in found.samplings
+        },
     }  # fmt: skip
 
 
 def folder_of(options: AccuracyOptions, found: Subject, identity: Any, asked: Sequence[Benchmark]) -> Path:
-    """`out`, or one of this configuration's own: below the run, or below evaluations/ here."""
+    """Return `out`, or a folder named by a hash of the settings below the run or below ./evaluations."""
     if options.out:
         return Path(options.out).expanduser().absolute()
     key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:8]
@@ -129,17 +139,19 @@ def folder_of(options: AccuracyOptions, found: Subject, identity: Any, asked: Se
 def answer(
     options: AccuracyOptions, found: Subject, asked: Sequence[Benchmark], engine: str, unfinished: Unfinished
 ) -> dict[str, int]:
-    """Answer what is not answered yet by one engine. Returns of each benchmark the questions that are too long."""
+    """Answer the missing parts with one engine; return the number of too long questions per benchmark."""
     limit = found.cfg.rollout.max_prompt_tokens
     with opened(found, engine) as (loaded, sampler):
         fitting = {one.name: one.fitting(loaded, limit) for one in asked}
+        for note in loaded.chat.notes:
+            terminal.say(f"note: {note}")
         parts = [part for one in asked for part in split(one, engine, fitting[one.name], found)]
-        total = sum(len(part.questions) * part.benchmark.samples for part in parts)
-        done = sum(len(p.questions) * p.benchmark.samples for p in parts if unfinished.has(p.file))
+        total = sum(part.completions for part in parts)
+        done = sum(part.completions for part in parts if unfinished.has(part.file))
         with terminal.Amount(f"{engine} engine", total, done, unit="completion") as bar:
             for part in parts:
                 if not unfinished.has(part.file):
-                    rows = answered(options, found, part, loaded, sampler, bar)
+                    rows = answered(found, part, loaded, sampler, bar)
                     replace_file(unfinished.folder / part.file, rows.to_parquet(index=False))
                     unfinished.note(part.file)
     return {one.name: len(one.questions) - len(fitting[one.name]) for one in asked}
@@ -147,51 +159,52 @@ def answer(
 
 @contextmanager
 def opened(found: Subject, engine: str) -> Iterator[tuple[Policy, Engine]]:
-    """Load the subject, dequantized for the common engine, and build its sampler: no noise, with the adapter."""
+    """Load the subject, dequantized for the common engine, and build its sampler without noise."""
     with nullcontext(found) if engine == summary.OWN else subject.dequantized(found) as one:
         loaded = subject.load(one)
         with closing(rollout.build(one.cfg, loaded)) as sampler:
             yield loaded, sampler
 
 
-def split(benchmark: Benchmark, engine: str, questions: Sequence[Question], found: Subject) -> list[Part]:
-    """Parts of about as many completions as are generated at once; vLLM, which refills, gets four times as many."""
+def split(benchmark: Benchmark, engine: str, questions: Sequence[Question], found: Subject) -> Iterator[Part]:
+    """Split the questions into parts of about one generation batch; four batches for vLLM, which refills them."""
     at_once = found.cfg.rollout.batch_size * (1 if found.cfg.rollout.engine == "transformers" else 4)
-    size = max(1, at_once // benchmark.samples)
-    begins = range(0, len(questions), size)
-    return [Part(benchmark, engine, n, questions[begin : begin + size]) for n, begin in enumerate(begins)]
+    for place, sampling in enumerate(found.samplings):
+        samples = sampling.samples_of(benchmark.name, found.cfg.eval.samples)
+        size = max(1, at_once // samples)
+        for number, begin in enumerate(range(0, len(questions), size)):
+            yield Part(benchmark, engine, sampling, samples, place, number, questions[begin : begin + size])
 
 
-def answered(
-    options: AccuracyOptions, found: Subject, part: Part, loaded: Policy, sampler: Engine, bar: terminal.Amount
-) -> pd.DataFrame:
-    """Ask one part. Its draw is the same of every arm and engine, and follows the seed, the benchmark and the part."""
-    seed = seed_of(found.cfg.seed, part.benchmark.name, part.number)
-    sampling = Sampling(found.cfg.rollout.max_completion_tokens, seed, options.temperature, options.top_p)
-    task, samples = part.benchmark.task, part.benchmark.samples
+def answered(found: Subject, part: Part, loaded: Policy, sampler: Engine, bar: terminal.Amount) -> pd.DataFrame:
+    """Ask one part. The draw depends on seed, benchmark and part, so that all arms and engines share it."""
+    seed, how = seed_of(found.cfg.seed, part.benchmark.name, part.number), part.sampling
+    sampling = Sampling(how.max_completion_tokens, seed, how.temperature, how.top_p)
+    task, samples = part.benchmark.task, part.samples
     try:
         rows = ask(sampler, loaded, task, part.questions, samples, sampling, bar.advance).rows
     except EngineFailed as error:
         raise ValueError(f"{first_line(error)} The same command goes on where it stopped.") from error
     prompts = [hashlib.sha256(json.dumps(task.messages(one)).encode()).hexdigest()[:16] for one in part.questions]
     rows.insert(0, "prompt_sha256", [prompt for prompt in prompts for _ in range(samples)])
+    rows.insert(0, "sampling", part.sampling.name)
     rows.insert(0, "engine", part.engine)
     rows.insert(0, "benchmark", part.benchmark.name)
     return rows
 
 
 def parts_in(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.glob("*-*-*.parquet"))
+    return sorted(path for path in folder.glob("*-*-*-*.parquet"))
 
 
 def gather(folder: Path) -> pd.DataFrame:
-    """All answers: the own engine's before the common one's, benchmark by benchmark, in the order asked."""
+    """Return all answers: own engine before common, then by benchmark and sampling, in the order asked."""
     rows = pd.concat([pd.read_parquet(file) for file in parts_in(folder)], ignore_index=True)
     return rows.sort_values("engine", ascending=False, kind="stable", ignore_index=True)
 
 
 def notes(options: AccuracyOptions, found: Subject, asked: Sequence[Benchmark], left_out: dict[str, int]) -> list[str]:
-    """Say what a reader of the table must know."""
+    """Return the notes to print below the table."""
     limit = found.cfg.rollout.max_prompt_tokens
     said = [f"{one.name}: {line}" for one in asked for line in one.task.warnings]
     said += [
@@ -204,21 +217,28 @@ def notes(options: AccuracyOptions, found: Subject, asked: Sequence[Benchmark], 
         said.append("the adapter is all zero: these are the answers of the base alone")
     if options.common and found.is_common:
         said.append(f"its own engine is the common one: {found.cfg.format.name} is dense")
-    few = [one.name for one in asked if one.name in SMALL and one.samples < SMALL_SAMPLES]
+    few = [one.name for one in asked if one.name in SMALL and _fewest(found, one.name) < SMALL_SAMPLES]
     if few:
         said.append(
             f"{', '.join(few)}: 30 or 40 questions with fewer than {SMALL_SAMPLES} samples each say little; read the "
             f"error, or type samples={SMALL_SAMPLES} and a temperature above 0"
         )
+    if len(found.samplings) > 1:
+        said.append(f"the run's own evaluations sample as the first row: {found.samplings[0].name}")
     return said
 
 
+def _fewest(found: Subject, benchmark: str) -> int:
+    """Return the smallest number of samples per question of a benchmark."""
+    return min(how.samples_of(benchmark, found.cfg.eval.samples) for how in found.samplings)
+
+
 def show(out: Path, about: dict[str, Any], what: str) -> None:
-    """Print the table, the notes and where the answers are."""
+    """Print the table, the notes and the folder with the answers."""
     identity = about["identity"]
-    drawn = f"temperature {identity['temperature']:g}, top-p {identity['top_p']:g}, seed {identity['seed']}"
-    how = "greedy" if identity["temperature"] == 0 else drawn
-    print(f"{about['subject']} {what}: {identity['format']}, {identity['rollout']}, no noise, {how}\n")
+    how = "; ".join(identity["samplings"])
+    print(f"{about['subject']} {what}: {identity['format']}, {identity['rollout']}, no noise, seed {identity['seed']}")
+    print(f"sampling: {how}\n")
     print(summary.table(about["results"]))
     for note in about["notes"]:
         print(f"note: {note}")

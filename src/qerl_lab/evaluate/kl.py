@@ -1,4 +1,4 @@
-"""KL between two models over the whole vocabulary, in nats per token, with the logits of `CHUNK` tokens at a time."""
+"""KL between two models over the whole vocabulary, in nats per token, computed `CHUNK` tokens at a time."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -12,35 +12,42 @@ from transformers import PreTrainedModel
 
 CHUNK = 1024  # tokens whose float32 logits are in memory at once
 
-Pairs = list[tuple[list[int], list[int]]]  # token ids of a text: what is given, and the tokens that are compared
+Pairs = list[tuple[list[int], list[int]]]  # token ids per text: context, and the tokens to compare
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Mean over tokens, in nats. The standard error is over texts, since tokens of a text depend on each other; None
-    for a single text."""
+    """Mean over tokens, in nats, with its standard error over texts.
+
+    Texts are the unit, because tokens of one text are correlated. The standard error is None for a single text.
+    """
 
     nats: float
     standard_error: float | None
 
 
 def measure(p: Iterable[Tensor], q: Iterable[Tensor], lengths: list[int]) -> Estimate:
-    """Estimate KL(p || q) from log-probs of the same tokens, in chunks [T, vocabulary]; `lengths` are the texts'."""
+    """Estimate KL(p || q) from log-probs of the same tokens.
+
+    Args:
+        p, q: chunks [T, vocabulary].
+        lengths: number of tokens in each text.
+    """
     return mean(torch.cat([per_token(*chunk).cpu() for chunk in zip(p, q, strict=True)]), lengths)
 
 
 def per_token(p: Tensor, q: Tensor) -> Tensor:
-    """KL(p || q) of each token in nats: float64 [T], from log-probs [T, vocabulary]; where p = 0 a term is 0."""
+    """Return KL(p || q) of each token in nats, float64 [T], from log-probs [T, vocabulary]. Terms with p = 0 are 0."""
     return (p.exp() * (p - q).masked_fill_(p.isneginf(), 0.0)).sum(-1, dtype=torch.float64)
 
 
 def entropy_per_token(p: Tensor) -> Tensor:
-    """Entropy of each token in nats: float64 [T], from log-probs [T, vocabulary]."""
+    """Return the entropy of each token in nats, float64 [T], from log-probs [T, vocabulary]."""
     return -(p.exp() * p.masked_fill(p.isneginf(), 0.0)).sum(-1, dtype=torch.float64)
 
 
 def mean(values_T: Tensor, lengths: list[int]) -> Estimate:
-    """Mean of `values_T` with the standard error of a ratio estimator: texts are drawn, of `lengths` tokens each."""
+    """Return the mean of `values_T` with the standard error of a ratio estimator over texts of `lengths` tokens."""
     values_T, texts = values_T.double(), len(lengths)
     average = values_T.mean().item()
     if texts < 2:
@@ -52,7 +59,7 @@ def mean(values_T: Tensor, lengths: list[int]) -> Estimate:
 
 @torch.no_grad()
 def hidden_states(model: PreTrainedModel, pairs: Pairs) -> Tensor:
-    """Hidden states from which `model` predicts each compared token, text after text: [T, hidden].
+    """Return the hidden states from which `model` predicts each compared token, text by text: [T, hidden].
 
     Runs one forward pass, padded on the right.
     """
@@ -65,10 +72,10 @@ def hidden_states(model: PreTrainedModel, pairs: Pairs) -> Tensor:
 
 
 def logprobs(model: PreTrainedModel, states: Tensor, temperature: float = 1.0) -> Iterator[Tensor]:
-    """Yield the log-probs [at most CHUNK, vocabulary] in float32 that `model` makes of `hidden_states`.
+    """Yield float32 log-probs [at most CHUNK, vocabulary] that `model` computes from `hidden_states`.
 
-    The model's own forward makes the logits, because some scale them after the output layer (Granite) or cap them
-    (Gemma 2). It runs on one token, and a hook puts `states` where its backbone's output was.
+    The model's own forward computes the logits, because some models scale them after the output layer (Granite) or cap
+    them (Gemma 2). It runs on one token, and a hook replaces its backbone's output by `states`.
     """
     token = torch.zeros(1, 1, dtype=torch.long, device=states.device)
     for chunk in states.split(CHUNK):

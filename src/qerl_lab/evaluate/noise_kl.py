@@ -1,4 +1,4 @@
-"""KL(policy with noise || policy without) over texts of its own: what `aqn.found` solves sigma for."""
+"""Measure KL(noisy policy || clean policy) on the policy's own texts; `aqn.found` solves sigma for it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,9 +13,9 @@ from qerl_lab.model.policy import Policy
 
 @dataclass(frozen=True)
 class Texts:
-    """Texts (prompt, completion), on which noise is measured at a temperature, and the policy's states without noise.
+    """Texts (prompt, completion) to measure noise on, with the clean policy's hidden states.
 
-    `clean_N` are `kl.hidden_states` of `batch_size` texts at a time, [tokens, hidden] each.
+    `clean_N` holds `kl.hidden_states` per batch of `batch_size` texts, [tokens, hidden] each.
     """
 
     policy: Policy
@@ -28,10 +28,9 @@ class Texts:
         return sum(len(states) for states in self.clean_N)
 
     def nats(self, noises: Sequence[Noise]) -> float:
-        """KL summed over the tokens; 0 where there is no text. Each batch has one of the noises, in turn.
+        """Return the KL summed over tokens; 0 without texts. Batches take the noises in turn.
 
-        Texts differ more than draws do, a few of them in most of the KL: so no text is spent on two draws. The norms
-        are in the dtype of the policy's, rounded as an engine's are.
+        Each text gets one noise draw: KL varies more between texts, a few of which dominate it, than between draws.
         """
         model, total = self.policy.model.get_base_model(), 0.0
         for number, (pairs, clean) in enumerate(zip(self.pairs_N, self.clean_N, strict=True)):
@@ -42,13 +41,13 @@ class Texts:
 
 
 def texts(policy: Policy, pairs: kl.Pairs, temperature: float, batch_size: int) -> Texts:
-    """Take the states without noise. The policy is left as it was."""
+    """Compute the clean hidden states. Leaves the policy unchanged."""
     pairs_N = [pairs[at : at + batch_size] for at in range(0, len(pairs), batch_size)]
     return Texts(policy, pairs_N, temperature, [states(policy, CLEAN, part) for part in pairs_N])
 
 
 @torch.no_grad()
 def states(policy: Policy, noise: Noise, pairs: kl.Pairs) -> Tensor:
-    """`kl.hidden_states` of the policy with noise."""
-    with policy.as_sampler(noise.onto_norms(policy.clean_norms, policy.norms)):
+    """Return `kl.hidden_states` of the policy with noise."""
+    with policy.as_sampler(noise.onto_norms(policy.clean_norms)):
         return kl.hidden_states(policy.model.get_base_model(), pairs)

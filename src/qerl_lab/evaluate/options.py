@@ -1,4 +1,4 @@
-"""Options of `python -m qerl_lab.evaluate accuracy|compare|entropy`, and the rules that span them. Imports no torch."""
+"""Options of `python -m qerl_lab.evaluate accuracy|compare|entropy` and rules between them. Imports no torch."""
 
 import importlib.util
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from qerl_lab.config.option import ConfigError, did_you_mean, option
 from qerl_lab.config.records import METHODS
 from qerl_lab.config.schema import DENSE_FORMAT, DEVICES, ENGINES, POCKET, EvalConfig
 
-SMALL = ("aime24", "aime25", "amc23")  # 30 or 40 questions: one sample of each says little
+SMALL = ("aime24", "aime25", "amc23")  # 30 or 40 questions: one sample each is too noisy
 SMALL_SAMPLES = 16
 
 
@@ -24,13 +24,21 @@ class AccuracyOptions:
     benchmarks: list[str] = option([], "tasks, NAME or NAME:PATH (as task.path); none is the run's own task")
     questions: int = option(0, "first questions of each; 0: all", at_least=0)
     samples: int | None = option(
-        None, f"samples of a question; null is {EvalConfig().samples}, {SMALL_SAMPLES} of AIME and AMC, 1 if greedy",
+        None,
+        f"samples of a question; null is the run's eval.samples, of a model {EvalConfig().samples}; of AIME and AMC "
+        f"{SMALL_SAMPLES}, 1 if greedy",
         at_least=1, at_most=4096,
     )  # fmt: skip
-    temperature: float = option(
-        EvalConfig().temperature, "sampling temperature (Sec. 4.1: 0.6); 0 is greedy", at_least=0, at_most=100
-    )
-    top_p: float = option(EvalConfig().top_p, "nucleus sampling (Sec. 4.1: 0.95)", above=0, at_most=1)
+    temperature: float | None = option(
+        None,
+        "sampling temperature, 0 is greedy; null is the run's eval.temperature, of a model "
+        f"{EvalConfig().temperature:g} (Sec. 4.1)",
+        at_least=0, at_most=100,
+    )  # fmt: skip
+    top_p: float | None = option(
+        None, f"nucleus sampling; null is the run's eval.top_p, of a model {EvalConfig().top_p:g} (Sec. 4.1)",
+        above=0, at_most=1,
+    )  # fmt: skip
     seed: int | None = option(None, "of the draw; null is the run's, 0 of a model", at_least=0, at_most=2**32 - 1)
     instruction: str | None = option(None, "system message; null is the run's, or the one of the task's YAML")
     max_prompt_tokens: int | None = option(
@@ -48,7 +56,7 @@ class AccuracyOptions:
 
 
 def check_accuracy(options: AccuracyOptions) -> None:
-    """Raise ConfigError at the first combination that cannot be. Reads no file."""
+    """Raise ConfigError at the first invalid combination of options. Reads no file."""
     for rule in (_one_subject, _of_a_model, _known_benchmarks, _greedy_once):
         rule(options)
 
@@ -66,6 +74,7 @@ def _one_subject(options: AccuracyOptions) -> None:
 
 
 def _of_a_model(options: AccuracyOptions) -> None:
+    """Check that model= options are not given with run=, and the reverse."""
     of_model = (("format", options.format), ("revision", options.revision))
     for key, value in of_model if options.run else ():
         if value is not None:
@@ -90,6 +99,7 @@ def _known_benchmarks(options: AccuracyOptions) -> None:
 
 
 def _greedy_once(options: AccuracyOptions) -> None:
+    """Check that greedy decoding asks each question once."""
     if options.temperature == 0 and (options.samples or 1) > 1:
         raise ConfigError(
             f"samples={options.samples} with temperature=0 would be one answer again and again. Type samples=1, or "
@@ -98,18 +108,9 @@ def _greedy_once(options: AccuracyOptions) -> None:
 
 
 def split(spec: str) -> tuple[str, str | None]:
-    """NAME and PATH of `NAME:PATH` or `NAME`."""
+    """Split `NAME:PATH` or `NAME` into name and path."""
     name, sign, path = spec.partition(":")
     return name, path if sign else None
-
-
-def samples_of(options: AccuracyOptions, name: str) -> int:
-    """Samples of each question of a benchmark."""
-    if options.samples is not None:
-        return options.samples
-    if options.temperature == 0:
-        return 1
-    return SMALL_SAMPLES if name in SMALL else EvalConfig().samples
 
 
 @dataclass
@@ -119,7 +120,7 @@ class CompareOptions:
 
 
 def check_compare(options: CompareOptions) -> None:
-    """Raise ConfigError unless there are two directories."""
+    """Raise ConfigError unless two directories are given."""
     if len(options.directories) != 2:
         raise ConfigError(
             f"directories are given: {', '.join(options.directories) or 'none'}; allowed: two, A and B. "
@@ -154,7 +155,7 @@ class EntropyOptions:
 
 
 def check_entropy(options: EntropyOptions) -> None:
-    """Raise ConfigError for a format or task that is none, and for a method without its package."""
+    """Raise ConfigError for an unknown format or task, or a method without its package."""
     allowed = choices_of("format")
     for name in options.formats:
         if name not in (*allowed, "all"):
@@ -183,6 +184,6 @@ def check_entropy(options: EntropyOptions) -> None:
 
 
 def chosen_formats(options: EntropyOptions) -> list[str]:
-    """The packed formats that are measured, `all` spelled out; the dense one is what they are measured against."""
+    """Return the packed formats to measure, with `all` expanded; the dense format is their baseline."""
     names = choices_of("format") if "all" in options.formats else list(dict.fromkeys(options.formats))
     return [name for name in names if name != DENSE_FORMAT]

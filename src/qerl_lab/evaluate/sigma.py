@@ -1,8 +1,8 @@
-"""Which sigma of AQN is as much noise as a weight format.
+"""Find the sigma of AQN that is as much noise as a weight format.
 
-Prints KL(quantized || BF16) of each format, KL(noisy || clean) of each sigma on the BF16 base, and the sigma of each KL
-that is asked for. All are in nats per token, over the same sampled completions. Noise whose KL is a format's is as
-large as the error of quantization: `scale=pocket` takes its `aqn.sigma_start` from here.
+Prints KL(quantized || BF16) of each format, KL(noisy || clean) of each sigma on the BF16 base, and the sigma for each
+requested KL. All are in nats per token, over the same sampled completions. Noise with the same KL as a format disturbs
+the policy as much as quantization does: `scale=pocket` takes its `aqn.sigma_start` from here.
 """
 
 import torch
@@ -24,11 +24,11 @@ QUESTIONS, DRAWS = 64, 8
 
 
 def measure(model: str, sigmas: list[float], kls: list[float], relative: bool) -> None:
-    """Print the tables. Raises ConfigError for a model that cannot be loaded, and for one that is packed already.
+    """Print the tables. Raises ConfigError for a model that is packed or cannot be loaded.
 
     Args:
         kls: in nats per token; `aqn.found.solve` finds the sigma of each, as in a run with aqn.unit=kl.
-        relative: the sigmas are `aqn.Noise`'s with this flag.
+        relative: sigma is relative to each norm's size, as in `aqn.Noise`.
     """
     folder = local_folder(model, None, key="model")
     refuse_packed(folder, f"model={model}", "against which the KL is measured. Type its path.")
@@ -57,13 +57,14 @@ def measure(model: str, sigmas: list[float], kls: list[float], relative: bool) -
 
 
 def load(path: str, weight_format: str, device: torch.device) -> Policy:
+    """Load a model in a weight format."""
     cfg = RunConfig()
     cfg.model.path, cfg.format.name = path, weight_format
     return policy.build(cfg, device)
 
 
 def sampled_pairs(path: str, device: torch.device) -> tuple[Policy, kl.Pairs]:
-    """The BF16 policy, and (prompt, completion) token ids that it sampled for held-out arithmetic questions."""
+    """Return the BF16 policy and the (prompt, completion) token ids it sampled for held-out arithmetic questions."""
     task = tasks.load(task_config())
     base = load(path, "bf16", device)
     prompts = [base.prompt_ids(task.messages(question)) for question in task.heldout[:QUESTIONS]]

@@ -1,9 +1,10 @@
-"""What an evaluation is of: a run's base and final adapter, or a model alone; in its own format, or dequantized."""
+"""Resolve what to evaluate: a run's base with its final adapter, or a model alone; packed or dequantized."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from qerl_lab.config.paths import WEIGHTS, sha256
 from qerl_lab.config.schema import DENSE_FORMAT, RunConfig
 from qerl_lab.config.spelling import resume_word
 from qerl_lab.evaluate.options import AccuracyOptions
+from qerl_lab.evaluate.sampling import HowSampled, samplings
 from qerl_lab.evaluate.summary import TRAINED_ON
 from qerl_lab.model import on_disk, policy
 from qerl_lab.model.dense import dense_tensors
@@ -28,16 +30,21 @@ from qerl_lab.model.tokenizer import save as save_tokenizer
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.rollout.vllm.base import scratch_folder, size_of
 
-LONGEST = 4096  # tokens of a completion of a model that is no run's, where its context has room
+LONGEST = 4096  # completion tokens for a model without a run, if its context allows
 
 
 @dataclass(frozen=True)
 class Subject:
-    """`cfg` loads and asks it. `adapter` is the folder of its adapter; None for the base alone.
+    """What to evaluate. `cfg` loads and asks it.
 
-    `run_seed` is the run's own, also where `seed=` gives the draw another: by it the seeds of an arm are told apart. Of
-    a model alone, which has none, it is the draw's. `arm` has the settings by which the run is of an arm, as text, and
-    the SHA-256 of its training questions; of a base alone it is empty.
+    Attributes:
+        said: description for the user.
+        adapter: folder of the adapter; None for the base alone.
+        run_seed: the run's seed, which identifies it within its arm even if `seed=` changes the draw. For a model
+            alone, the draw's seed.
+        arm: settings that identify the run's arm, and the SHA-256 of its training questions; empty for a base alone.
+        day: date for chat templates that print one: the day the run started.
+        samplings: ways to sample; each is asked.
     """
 
     said: str
@@ -45,34 +52,37 @@ class Subject:
     adapter: Path | None
     run_seed: int = 0
     arm: Mapping[str, str] = field(default_factory=dict)
+    day: date = field(default_factory=date.today)
+    samplings: Sequence[HowSampled] = ()
 
     @property
     def adapter_sha256(self) -> str:
-        """Of the adapter's weights; `none` without one."""
+        """SHA-256 of the adapter's weights; `none` without an adapter."""
         return "none" if self.adapter is None else sha256(self.adapter / WEIGHTS)
 
     @property
     def is_common(self) -> bool:
-        """Whether its own engine is the one that all arms share."""
+        """Whether the base is dense, so that its own engine is the common one."""
         return self.cfg.format.name == DENSE_FORMAT
 
 
 def subject_of(options: AccuracyOptions) -> Subject:
-    """Find what the options name. Raises ConfigError where it is not there, or cannot be asked so."""
+    """Return the subject that the options name. Raises ConfigError if it is missing or does not fit the options."""
     found = _of_run(options) if options.run else _of_model(options)
+    found = replace(found, samplings=samplings(options, found.cfg))
     cfg, rollout = found.cfg, found.cfg.rollout
     cfg.device, cfg.gpus = options.device, 1
     rollout.engine = options.rollout or rollout.engine
     rollout.batch_size = options.batch_size or rollout.batch_size
     rollout.max_prompt_tokens = options.max_prompt_tokens or rollout.max_prompt_tokens
-    rollout.max_completion_tokens = options.max_completion_tokens or rollout.max_completion_tokens
+    rollout.max_completion_tokens = max(how.max_completion_tokens for how in found.samplings)
     cfg.seed = cfg.seed if options.seed is None else options.seed
     if options.common and rollout.engine == "vllm_server":
         raise ConfigError(
             "common=true with rollout=vllm_server: the server has the base that it was started with. Type "
             "rollout=transformers or rollout=vllm."
         )
-    if policy.device_of(cfg.device).type == "cpu":  # a run from a GPU may have what a CPU has not
+    if policy.device_of(cfg.device).type == "cpu":  # a run from a GPU may use what a CPU lacks
         cfg.model.attention = "sdpa" if cfg.model.attention == "flash_attention_2" else cfg.model.attention
     elif cfg.format.dense_cache == "on":
         cfg.format.dense_cache = "auto"
@@ -81,13 +91,14 @@ def subject_of(options: AccuracyOptions) -> Subject:
 
 
 def _of_run(options: AccuracyOptions) -> Subject:
+    """Return a run's base with its final adapter, or the base alone."""
     directory = RunDirectory(Path(options.run).expanduser())
     if not directory.is_claimed:
         raise ConfigError(f"run={options.run} is no directory of a run. Type one that holds resolved.yaml.")
-    cfg, said = directory.config(), f"run {options.run}"
+    cfg, said, day = directory.config(), f"run {options.run}", directory.sessions().first_day
     on_disk.check_content(cfg)
     if not options.adapter:
-        return Subject(f"{said}, its base alone", cfg, None, cfg.seed)
+        return Subject(f"{said}, its base alone", cfg, None, cfg.seed, day=day)
     if directory.status != "done" or not (directory.adapter / WEIGHTS).is_file():
         raise ConfigError(
             f"run={options.run} has no final adapter ({directory.status_in_words}); allowed: finished runs, whose last "
@@ -96,10 +107,12 @@ def _of_run(options: AccuracyOptions) -> Subject:
         )
     arm = of_arm(as_recorded(cfg))
     trained_on = directory.environment().get("data", {}).get(TRAINED_ON)
-    return Subject(said, cfg, directory.adapter, cfg.seed, arm | ({TRAINED_ON: trained_on} if trained_on else {}))
+    arm |= {TRAINED_ON: trained_on} if trained_on else {}
+    return Subject(said, cfg, directory.adapter, cfg.seed, arm, day)
 
 
 def _of_model(options: AccuracyOptions) -> Subject:
+    """Return a model without a run, in its stored format or the requested one."""
     cfg, said = RunConfig(), f"model={options.model}"
     folder = local_folder(options.model, options.revision, key="model")
     on_disk.check_files(folder, said)
@@ -126,27 +139,28 @@ def _of_model(options: AccuracyOptions) -> Subject:
 
 
 def load(subject: Subject) -> Policy:
-    """Load base and adapter. Raises ConfigError for a model that cannot be loaded, or an adapter of another one."""
+    """Load base and adapter. Raises ConfigError if the model cannot be loaded or the adapter does not fit it."""
     cfg = subject.cfg
     if cfg.cpu_threads:
         torch.set_num_threads(cfg.cpu_threads)
     loaded = policy.build(cfg, policy.device_of(cfg.device))
+    loaded.chat.day = subject.day
     if subject.adapter is not None:
         policy.begin_with(loaded.model, subject.adapter)
     return loaded
 
 
 def is_zero(adapter: Path) -> bool:
-    """Whether the adapter changes nothing: one matrix of each product is zero throughout."""
+    """Return whether the adapter changes nothing: every lora_B is zero."""
     tensors = policy.adapter_tensors(adapter)
     return not any(tensor.any() for name, tensor in tensors.items() if "lora_B" in name)
 
 
 @contextmanager
 def dequantized(subject: Subject) -> Iterator[Subject]:
-    """Yield the same subject on its base dequantized to bfloat16, a checkpoint in memory or on disk for so long.
+    """Yield the subject with its base dequantized to bfloat16, as a temporary checkpoint in memory or on disk.
 
-    What the format leaves dense stays as it was loaded.
+    Layers that the format leaves dense are unchanged.
     """
     loaded = policy.build(subject.cfg, policy.device_of(subject.cfg.device))
     tensors = dense_tensors(loaded, torch.bfloat16)
@@ -164,10 +178,10 @@ def dequantized(subject: Subject) -> Iterator[Subject]:
 
 
 def weights(cfg: RunConfig) -> dict[str, str | None]:
-    """What the base is, by its content: neither its place nor when it was copied there counts."""
+    """Identify the base by a hash of its content, independent of where or when it was copied."""
     return {"hash": model_hash(local_folder(cfg.model.path, cfg.model.revision))}
 
 
 def format_options(cfg: RunConfig) -> dict[str, Any]:
-    """The rules by which the base is packed, and which layers stay dense."""
+    """Return the quantization options and the layers that stay dense."""
     return asdict(formats.build(cfg.format)) | {"ignore": cfg.format.ignore}

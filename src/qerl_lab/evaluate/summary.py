@@ -1,40 +1,40 @@
-"""What the answers of an evaluation say: of each benchmark and engine, and as a table."""
+"""Summarize the answers of an evaluation by benchmark and engine, as data and as a table."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from qerl_lab.evaluate.passes import pass_at, powers_of_two
+from qerl_lab.report.passes import pass_at, powers_of_two
 from qerl_lab.report.stats import share_interval
 from qerl_lab.terminal import columns
 
 Summary = dict[str, Any]
 OWN, COMMON = "own", "common"
-SCHEMA = 1  # of both files
-TRAINED_ON = "training_sha256"  # of the questions of a run, beside the settings of its arm
+SCHEMA = 2  # version of both files
+TRAINED_ON = "training_sha256"  # key for the hash of a run's training questions, stored with its arm
 ROWS, ABOUT = "eval.parquet", "evaluation.json"
 
 
 def shares(rows: pd.DataFrame) -> pd.Series:
-    """Mean accuracy of each question over its samples, by the question's id, in the order asked."""
+    """Return the mean accuracy of each question over its samples, by question id, in the order asked."""
     return rows.groupby("id", sort=False)["accuracy"].mean()
 
 
 def passes_of(rows: pd.DataFrame, k: int) -> pd.Series:
-    """pass@k of each question, by its id. A sample counts where its accuracy is 1."""
+    """Return pass@k of each question by id. A sample is right if its accuracy is 1."""
     right = (rows["accuracy"] >= 1).groupby(rows["id"], sort=False).sum()
     return pd.Series(pass_at(k, right.to_numpy(), int(rows["draw"].max()) + 1), right.index)
 
 
 def summarize(rows: pd.DataFrame) -> Summary:
-    """Sum up the answers to one benchmark by one engine, from `accuracy.Answers.rows`.
+    """Summarize the answers to one benchmark by one engine, from `accuracy.Answers.rows`.
 
-    `accuracy` is the mean over questions and samples (avg@k), `low` and `high` its interval of 95%. `standard_error`
-    is over questions as they differ and are drawn; `standard_error_of_draws`, of two samples or more, what asking the
-    same questions again would change. `unparsed` is left out where the task does not say: beside a benchmark that
-    does, its rows hold NaN there.
+    `accuracy` is the mean over questions and samples (avg@k), `low` and `high` its 95% interval. `standard_error`
+    covers variation between questions and draws; `standard_error_of_draws`, with two or more samples, covers asking the
+    same questions again. `unparsed` is omitted if the task does not report it (NaN in `rows`).
     """
     samples, of_questions = int(rows["draw"].max()) + 1, shares(rows)
     mean, low, high = share_interval(of_questions.to_numpy(), samples)
@@ -56,31 +56,30 @@ def summarize(rows: pd.DataFrame) -> Summary:
     } | ({"unparsed": float(rows["unparsed"].mean())} if "unparsed" in rows and rows["unparsed"].notna().all() else {})
 
 
-def by_engine(rows: pd.DataFrame) -> dict[str, dict[str, Summary]]:
-    """`summarize` by benchmark and engine."""
-    groups = rows.groupby(["benchmark", "engine"], sort=False)
-    found: dict[str, dict[str, Summary]] = {}
-    for (benchmark, engine), part in groups:
-        found.setdefault(str(benchmark), {})[str(engine)] = summarize(part)
-    return found
+def of_rows(rows: pd.DataFrame) -> list[Summary]:
+    """Apply `summarize` to each benchmark, engine and sampling."""
+    names = ["benchmark", "engine", "sampling"]
+    return [
+        dict(zip(names, group, strict=True)) | summarize(part) for group, part in rows.groupby(names, sort=False)
+    ]  # fmt: skip
 
 
-def table(results: dict[str, dict[str, Summary]]) -> str:
-    """The lines that the command prints: a row a benchmark and engine."""
-    most = max(one["samples"] for engines in results.values() for one in engines.values())
-    head = ["benchmark", "engine", "questions", "samples", "accuracy, 95% interval", "error", "format", "tokens", "cut"]
-    rows = [[*head[:6], *(["pass@k"] if most > 1 else []), *head[6:]]]
-    for benchmark, engines in results.items():
-        for engine, one in engines.items():
-            error = one["standard_error"]
-            cells = [benchmark, engine, f"{one['questions']:,}", str(one["samples"])]
-            cells += [f"{one['accuracy']:.3f} [{one['low']:.3f}, {one['high']:.3f}]"]
-            cells += ["-" if error is None else f"{error:.3f}"]
-            cells += [_passes(one)] if most > 1 else []
-            rows.append([*cells, f"{one['format']:.3f}", f"{one['completion_tokens']:.1f}", f"{one['truncated']:.3f}"])
+def table(results: Sequence[Summary]) -> str:
+    """Format the printed table: a row per benchmark, engine and sampling (named if several)."""
+    several = len({one["sampling"] for one in results}) > 1
+    passed = any(one["samples"] > 1 for one in results)
+    head = ["benchmark", "engine", *["sampling"] * several, "questions", "samples", "accuracy, 95% interval", "error"]
+    rows = [[*head, *["pass@k"] * passed, "format", "tokens", "cut"]]
+    for one in results:
+        error = one["standard_error"]
+        cells = [one["benchmark"], one["engine"], *[one["sampling"]] * several]
+        cells += [f"{one['questions']:,}", str(one["samples"])]
+        cells += [f"{one['accuracy']:.3f} [{one['low']:.3f}, {one['high']:.3f}]"]
+        cells += ["-" if error is None else f"{error:.3f}", *[_passes(one)] * passed]
+        rows.append([*cells, f"{one['format']:.3f}", f"{one['completion_tokens']:.1f}", f"{one['truncated']:.3f}"])
     return columns(rows)
 
 
 def _passes(one: Summary) -> str:
-    """`@2 0.500  @4 0.625`: all but pass@1, which is the accuracy where samples are right or wrong."""
+    """Format all but pass@1, which equals accuracy for right-or-wrong scores: `@2 0.500  @4 0.625`."""
     return "  ".join(f"@{k} {found['mean']:.3f}" for k, found in one["pass_at"].items() if k != "1") or "-"

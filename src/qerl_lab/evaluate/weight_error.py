@@ -1,21 +1,21 @@
-"""The squared error of quantized weights, split into parts that add up: scale, dead zone, grid, method.
+"""Split the squared error of quantized weights into parts that add up: scale, dead zone, grid, method.
 
-After "Decomposing MXFP4 quantization error for LLM reinforcement learning" (arXiv 2605.20402). It splits MXFP4's into
-scale bias (the scale of a block is rounded to a power of two), dead zone (small values become zero) and grid noise (the
-others move to the nearest 4-bit value), and says that the last raises entropy. Only its abstract was at hand, so that
-the definitions are this lab's own. Of a weight w let q(w) be its nearest value of the format if the scale of a block
-could be any number (`Format.ideal`), r(w) the nearest with the format's own scales (round to nearest), w' what is
-stored. With |x|^2 the sum of squares over all weights,
+After "Decomposing MXFP4 quantization error for LLM reinforcement learning" (arXiv 2605.20402). That paper splits
+MXFP4's error into scale bias (a block's scale is rounded to a power of two), dead zone (small values become zero) and
+grid noise (other values move to the nearest 4-bit value), and reports that grid noise raises entropy. Only its abstract
+was available, so the definitions here are this lab's own. For a weight w, let q(w) be its nearest value if block scales
+could be any number (`Format.ideal`), r(w) the nearest value with the format's own scales (round to nearest), and w' the
+stored value. With |x|^2 the sum of squares over all weights,
 
     |w' - w|^2 = grid + dead + scale + method
 
-- grid:   |q(w) - w|^2 over the weights with q(w) != 0: what the grid moves
-- dead:   |w|^2 over the weights with q(w) = 0:         what the grid takes from values next to zero
-- scale:  |r(w) - w|^2 - |q(w) - w|^2:                  what the rounding of the scales adds
-- method: |w' - w|^2 - |r(w) - w|^2:                    what AWQ or GPTQ add to round to nearest; 0 of rtn
+- grid:   |q(w) - w|^2 over the weights with q(w) != 0: values move to the grid
+- dead:   |w|^2 over the weights with q(w) = 0:         small values become zero
+- scale:  |r(w) - w|^2 - |q(w) - w|^2:                  scales are rounded
+- method: |w' - w|^2 - |r(w) - w|^2:                    AWQ or GPTQ against round to nearest; 0 for rtn
 
-The first two cannot be below 0. `scale` is where a rule of rounding finds better scales than the block's maximum
-(NVFP4's four_over_six), `method` where a method does.
+`grid` and `dead` cannot be negative. `scale` is negative if a rounding rule finds better scales than the block's
+maximum (NVFP4's four_over_six), `method` if a method beats round to nearest.
 """
 
 import math
@@ -36,8 +36,10 @@ FIT_ROUNDS = 4
 
 @dataclass(frozen=True)
 class LayerError:
-    """One Linear, [N, K] in float32: `weight` w, `ideal` q(w), `nearest` r(w), `stored` w'. `ideal` is None of a format
-    that does not say."""
+    """Weights of one Linear, [N, K] in float32: `weight` w, `ideal` q(w), `nearest` r(w), `stored` w'.
+
+    `ideal` is None for a format that does not define it.
+    """
 
     name: str
     weight: Tensor
@@ -47,13 +49,13 @@ class LayerError:
 
     @property
     def dead(self) -> Tensor:
-        """The error of the weights with q(w) = 0, under ideal scales; 0 elsewhere."""
+        """Error of the weights with q(w) = 0 under ideal scales; 0 elsewhere."""
         assert self.ideal is not None
         return torch.where(self.ideal == 0, -self.weight, 0.0)
 
     @property
     def grid(self) -> Tensor:
-        """The error of the others, under ideal scales; 0 elsewhere."""
+        """Error of the weights with q(w) != 0 under ideal scales; 0 elsewhere."""
         assert self.ideal is not None
         return torch.where(self.ideal == 0, 0.0, self.ideal - self.weight)
 
@@ -62,9 +64,9 @@ def layers(
     weight_format: Format, dense: WeightFiles, packed: WeightFiles | None, linears: list[str], device: torch.device,
     *, fit_scales: bool = False,
 ) -> Iterator[LayerError]:  # fmt: skip
-    """Yield the error of each Linear; `packed` holds what a method wrote, None is round to nearest.
+    """Yield the error of each Linear. `packed` is a method's checkpoint; None means round to nearest.
 
-    AWQ moves scales from a layer to the one before it. With `fit_scales` they are fitted and undone first.
+    AWQ moves scales from a layer to the one before it. `fit_scales` fits and removes them first.
     """
     for group in fused_groups(linears):
         weights = {name: dense.tensor(f"{name}.weight", device) for name in group}
@@ -81,12 +83,13 @@ def layers(
 def _stored(
     weight_format: Format, packed: WeightFiles, name: str, shape: tuple[int, int], device: torch.device
 ) -> Tensor:
+    """Return the dequantized weight of a Linear in a packed checkpoint."""
     parts = {key: packed.tensor(f"{name}.{key}", device) for key in weight_format.layout(shape)}
     return weight_format.dequantize(weight_format.accept(parts, shape, name=name), shape, torch.float32)
 
 
 def without_scales(weight: Tensor, other: Tensor) -> Tensor:
-    """Scale the columns and the rows of `other[N, K]` in turns, each time to the least squares of `weight`."""
+    """Alternately scale columns and rows of `other[N, K]` to fit `weight` in least squares."""
     for dim in (0, 1) * FIT_ROUNDS:
         product, square = (weight * other).sum(dim, keepdim=True), other.square().sum(dim, keepdim=True)
         other = other * torch.where(square > 0, product / square, 1.0)
@@ -94,8 +97,11 @@ def without_scales(weight: Tensor, other: Tensor) -> Tensor:
 
 
 def total(errors: Iterable[LayerError]) -> dict[str, Any]:
-    """Sum over the layers, in float64: `relative`, |w' - w|^2 / |w|^2, `sqnr_db`, and `parts`, the share of each of
-    PARTS in |w' - w|^2. These add up to 1; None where nothing changed, or the format has no ideal."""
+    """Sum over the layers, in float64.
+
+    Returns `relative` = |w' - w|^2 / |w|^2, `sqnr_db`, and `parts`: the share of each of PARTS in |w' - w|^2, adding up
+    to 1. `parts` is None if nothing changed or the format has no ideal.
+    """
     signal = error = 0.0
     parts: dict[str, float] | None = dict.fromkeys(PARTS, 0.0)
     for layer in errors:
@@ -110,7 +116,7 @@ def total(errors: Iterable[LayerError]) -> dict[str, Any]:
 
 
 def energies(layer: LayerError) -> dict[str, float] | None:
-    """The parts of |w' - w|^2 of one Linear; None without an ideal."""
+    """Return the parts of |w' - w|^2 of one Linear; None without an ideal."""
     if layer.ideal is None:
         return None
     grid, dead = square(layer.grid), square(layer.dead)
@@ -119,5 +125,5 @@ def energies(layer: LayerError) -> dict[str, float] | None:
 
 
 def square(values: Tensor) -> float:
-    """Sum of squares in float64."""
+    """Return the sum of squares in float64."""
     return values.double().square().sum().item()

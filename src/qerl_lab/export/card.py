@@ -120,7 +120,7 @@ def _training(trained: RunConfig) -> list[str]:
         ("completion", f"at most {rollout.max_completion_tokens} tokens, temperature {rollout.temperature:g}"),
         ("adapter", f"rank {lora.rank}, alpha {lora.alpha or lora.rank:g}, on {', '.join(lora.target_modules)}"),
         ("optimizer", f"{optim.name}, learning rate {optim.learning_rate:g}, {optim.schedule}"),
-        ("rewards", f"format {task.format_reward:g}, answer {task.answer_reward:g}"),
+        ("rewards", f"format {task.format_reward:g} for {task.format_reward_for}, answer {task.answer_reward:g}"),
         ("arm, seed", f"{trained.experiment}, {trained.seed}"),
     ]
     if lora.start_from:

@@ -1,4 +1,4 @@
-"""Weight formats as frozen values that act on tensors: NVFP4, MXFP4, NF4, BF16."""
+"""Weight formats: NVFP4, MXFP4, NF4, BF16. Each is a frozen dataclass of options that packs and unpacks tensors."""
 
 from collections.abc import Mapping
 from dataclasses import fields
@@ -15,13 +15,13 @@ FORMATS: dict[str, type[Format]] = {kind.NAME: kind for kind in (Bf16, Mxfp4, Nf
 
 
 class Chosen(Protocol):
-    """The group `format` of a configuration: a name in `FORMATS`, and the options of every format by their names."""
+    """The config group `format`: a name in `FORMATS`, and the options of every format under their names."""
 
     name: str
 
 
 def build(chosen: Chosen) -> Format:
-    """Return the format that a configuration describes. Raises ValueError for an unknown name."""
+    """Build the format that a configuration names. Raises ValueError for an unknown name."""
     if chosen.name not in FORMATS:
         raise ValueError(f"unknown weight format {chosen.name!r}; allowed: {', '.join(FORMATS)}")
     kind: Any = FORMATS[chosen.name]
@@ -29,9 +29,10 @@ def build(chosen: Chosen) -> Format:
 
 
 def recognize(config: Mapping[str, Any]) -> PackedAs:
-    """Read the `quantization_config` of a config.json, the inverse of `Format.quantization_config`.
+    """Parse the `quantization_config` of a config.json; the inverse of `Format.quantization_config`.
 
-    Takes those of llmcompressor and transformers too. Raises ValueError for what no format can compute with.
+    Reads the ones that llmcompressor and transformers write, too. Raises ValueError for a layout that no format
+    supports.
     """
     method = config.get("quant_method")
     kinds = [kind for kind in FORMATS.values() if kind.QUANT_METHOD is not None]

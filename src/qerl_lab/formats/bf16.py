@@ -1,4 +1,4 @@
-"""BF16: the dense baseline. The weights are rounded to bfloat16 (nearest, ties to even), nothing is packed."""
+"""BF16, the dense baseline: weights rounded to bfloat16 (nearest, ties to even), nothing packed."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from qerl_lab.formats.format import Format, Layout, checked
 
 @dataclass(frozen=True)
 class Bf16(Format):
-    """The weights in bfloat16."""
+    """Weights in bfloat16."""
 
     NAME = "bf16"
     BLOCK = None
@@ -22,17 +22,17 @@ class Bf16(Format):
         return 16.0
 
     def quantize(self, weight: Tensor, *, name: str = "weight") -> dict[str, Tensor]:
-        """Return `{"weight": bfloat16 [N, K]}`. Raises ValueError for another shape and for NaN or Inf."""
+        """Return `{"weight": bfloat16 [N, K]}`. Raises ValueError for another shape, NaN or Inf."""
         return {"weight": checked(weight, self, name=name).to(torch.bfloat16)}
 
     def dequantize(self, packed: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-        """Return the weight `[N, K]` in `dtype`: exact in bfloat16 and float32."""
+        """Return the weight `[N, K]` in `dtype`; exact in bfloat16 and float32."""
         return packed["weight"].to(dtype).reshape(shape)
 
     def ideal(self, weight: Tensor) -> Tensor:
-        """Return it in bfloat16: there are no scales."""
+        """Return the weight rounded to bfloat16; there are no scales."""
         return weight.to(torch.bfloat16).float()
 
     def layout(self, shape: tuple[int, int]) -> Layout:
-        """Return one dense tensor."""
+        """Return the layout: one dense tensor."""
         return {"weight": (shape, torch.bfloat16)}

@@ -1,6 +1,6 @@
-"""Formats in the checkpoint layout of compressed-tensors: what config.json says about them, both ways.
+"""Base class of formats stored as compressed-tensors checkpoints: write and parse their part of config.json.
 
-It is what the presets NVFP4A16 and MXFP4A16 of version 0.17 dump; the library is not needed here.
+The written entry equals what presets NVFP4A16 and MXFP4A16 of compressed-tensors 0.17 write. The library is not needed.
 """
 
 import re
@@ -14,28 +14,28 @@ from torch import Tensor
 from qerl_lab.formats import e2m1
 from qerl_lab.formats.format import Format, PackedAs, layers, refusal
 
-# The one output layer of a causal LM: its name is its full name, and tools look for the plain word.
+# The output layer of a causal LM. It has no parent module, and other tools look for the plain name.
 _HEAD = "lm_head"
 _ANY_PARENT, _END, _BELOW = r"re:(.*\.)?", "$", r"\..*"
 
 
 @dataclass(frozen=True)
 class CompressedTensors(Format):
-    """A format of 4 bits whose blocks lie within rows, and whose rule of rounding no checkpoint records."""
+    """A 4-bit format with blocks within rows. Checkpoints do not record its rounding rule."""
 
     QUANT_METHOD = "compressed-tensors"
     BY_ROWS = True
-    STRATEGY: ClassVar[str]  # what shares a scale: `group`; `tensor_group`, where the tensor has one too
+    STRATEGY: ClassVar[str]  # `group`: a scale per block; `tensor_group`: one per tensor, too
     SCALE_DTYPE: ClassVar[torch.dtype]
 
     @property
     def bits_per_weight(self) -> float:
-        """Return 4 bits and a byte per block, by every rule. (NVFP4's global scale adds 4 bytes a tensor.)"""
+        """Return 4 bits plus a byte per block. (NVFP4's global scale adds 4 bytes per tensor.)"""
         assert self.BLOCK is not None
         return 4 + 8 / self.BLOCK
 
     def ideal(self, weight: Tensor) -> Tensor:
-        """Return the nearest E2M1 values under the scale that maps a block's maximum to 6, unrounded."""
+        """Round to the nearest E2M1 values under an unrounded scale that maps each block's maximum to 6."""
         assert self.BLOCK is not None
         blocks = weight.float().unflatten(1, (-1, self.BLOCK))
         scale = blocks.abs().amax(-1, keepdim=True) / e2m1.MAX
@@ -45,12 +45,14 @@ class CompressedTensors(Format):
 
     @classmethod
     def layout_name(cls) -> str:
-        """Return what config.json calls the layout."""
+        """Return the layout's name in config.json."""
         return f"{cls.NAME}-pack-quantized"
 
     def quantization_config(self, ignore: Sequence[str], dtype: torch.dtype) -> dict[str, Any]:
-        """Return what the library dumps; it does not record `dtype`. An entry of `ignore` may be `re:` and a pattern,
-        and one that is the end of a name becomes such a pattern."""
+        """Build the entry that the library would write; `dtype` is not recorded.
+
+        An entry of `ignore` may be `re:` and a pattern. A plain entry becomes a pattern that matches the end of a name.
+        """
         weights = self._weights() | {
             "block_structure": None, "actorder": None, "scale_dtype": str(self.SCALE_DTYPE), "zp_dtype": None,
             "observer": "memoryless_minmax", "observer_kwargs": {},
@@ -64,7 +66,7 @@ class CompressedTensors(Format):
 
     @classmethod
     def recognize(cls, config: Mapping[str, Any]) -> PackedAs | None:
-        """Read what the library or llmcompressor dumped; None if it speaks of another layout."""
+        """Parse an entry written by compressed-tensors or llmcompressor; None if it describes another layout."""
         if layout_of(config) != cls.layout_name():
             return None
         if (status := config.get("quantization_status")) != "compressed":
@@ -84,7 +86,7 @@ class CompressedTensors(Format):
 
     @classmethod
     def _weights(cls) -> dict[str, Any]:
-        """Return what must be said of the weights."""
+        """Return the required values of the `weights` section."""
         return {
             "num_bits": 4, "type": "float", "symmetric": True, "group_size": cls.BLOCK, "strategy": cls.STRATEGY,
             "dynamic": False,
@@ -92,6 +94,7 @@ class CompressedTensors(Format):
 
     @classmethod
     def _check_weights(cls, weights: Mapping[str, Any]) -> None:
+        """Raise ValueError unless the `weights` section has the required values."""
         for key, value in cls._weights().items():
             if weights.get(key) != value:
                 raise refusal(f"weights.{key}", weights.get(key), f"{value} in {cls.NAME}")
@@ -102,11 +105,12 @@ class CompressedTensors(Format):
 
 
 def layout_of(config: Mapping[str, Any]) -> str | None:
-    """Return what `config` calls the layout of the weights. Raises ValueError unless all layers have the same one."""
+    """Return the layout's name in `config`. Raises ValueError unless all layers share one."""
     return _only_group(config).get("format") or config.get("format")
 
 
 def _only_group(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the single config group. Raises ValueError if there are several."""
     groups = config.get("config_groups") or {}
     if len(groups) != 1:
         raise refusal("config_groups", sorted(groups), "one group, in which all layers have the same format")
@@ -114,8 +118,10 @@ def _only_group(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _pattern(entry: str) -> str:
-    """Write an entry as compressed-tensors reads it, which takes a plain one for a full name, and not for a module that
-    layers are part of."""
+    """Turn an entry of `ignore` into a compressed-tensors pattern.
+
+    compressed-tensors reads a plain entry as a full layer name, never as the end of one or as a module around layers.
+    """
     if entry == _HEAD or entry.startswith("re:"):
         return entry
     name = re.escape(entry)
@@ -123,6 +129,6 @@ def _pattern(entry: str) -> str:
 
 
 def _name(pattern: str) -> str:
-    """Invert `_pattern`, also as it was when it ended after the name."""
+    """Invert `_pattern`; also accept the older form, which ended after the name."""
     name = pattern.removeprefix(_ANY_PARENT).partition(_END)[0].replace("\\", "")
     return name if pattern in (_pattern(name), _ANY_PARENT + re.escape(name) + _END) else pattern

@@ -1,6 +1,6 @@
-"""The laws of a weight format, checked on a value of `Format`: for a new one, before a model is packed in it.
+"""Laws that every weight format must obey, as checks to run on a new `Format` before a model is packed in it.
 
-Each law takes a format and raises ValueError that says what it does instead. `check` holds a format to all of them.
+Each law takes a format and raises ValueError with what the format does instead. `broken_laws` runs all of them.
 """
 
 import re
@@ -14,18 +14,18 @@ from torch import Tensor
 
 from qerl_lab.formats.format import Format, PackedAs, pack_fused, quantized_by_rows
 
-CONSTANT_BYTES = 2048  # of a tensor, that `bits_per_weight` leaves out
-_ROWS, _COLUMNS = 128, 1024  # so many that 2 KiB are no more than an eighth of a bit a weight
+CONSTANT_BYTES = 2048  # per tensor, not counted in `bits_per_weight`
+_ROWS, _COLUMNS = 128, 1024  # large enough that 2 KiB are at most an eighth of a bit per weight
 SHAPE = (_ROWS, _COLUMNS)
 
 
 def broken_laws(weight_format: Format) -> dict[str, str]:
-    """What `weight_format` does against each law that it breaks, by the law's name; empty if it keeps all."""
+    """Check all laws on `weight_format`; return the message of each broken one by the law's name, empty if none."""
     found = {}
     for law in LAWS:
         try:
             law(weight_format)
-        except Exception as error:  # any error of a new format is an answer here, not the end of the check
+        except Exception as error:  # report any error of a new format and go on
             found[law.__name__] = str(error) if isinstance(error, _Broken) else f"{type(error).__name__}: {error}"
     return found
 
@@ -35,7 +35,7 @@ class _Broken(ValueError):
 
 
 def packs_what_its_layout_says(weight_format: Format) -> None:
-    """`quantize` returns the tensors of `layout`, of these shapes and dtypes, and `accept` takes them and no others."""
+    """Check that `quantize` returns the names, shapes and dtypes of `layout`, and that `accept` takes exactly these."""
     packed, layout = weight_format.quantize(_weight()), weight_format.layout(SHAPE)
     found = {key: (tuple(tensor.shape), tensor.dtype) for key, tensor in packed.items()}
     _require(found == layout, f"quantize makes {found}, layout says {layout}")
@@ -46,7 +46,7 @@ def packs_what_its_layout_says(weight_format: Format) -> None:
 
 
 def gives_weights_back(weight_format: Format) -> None:
-    """`dequantize` returns `[N, K]`, near the weight, rounded once to the dtype; zeros stay zeros."""
+    """Check that `dequantize` returns `[N, K]` near the weight, rounded once to the dtype, and keeps zeros."""
     weight = _weight()
     packed = weight_format.quantize(weight)
     exact = weight_format.dequantize(packed, SHAPE, torch.float32)
@@ -60,7 +60,7 @@ def gives_weights_back(weight_format: Format) -> None:
 
 
 def decodes_what_it_stores(weight_format: Format) -> None:
-    """alpha * W' of `decoder` is the dequantized weight, and W' is the same in bfloat16 as rounded from float32."""
+    """Check that alpha * W' of `decoder` equals `dequantize`, and that W' in bfloat16 is W' in float32, rounded."""
     packed = weight_format.quantize(_weight())
     unpack, alpha = weight_format.decoder(packed, SHAPE)
     exact = weight_format.dequantize(packed, SHAPE, torch.float32)
@@ -70,14 +70,14 @@ def decodes_what_it_stores(weight_format: Format) -> None:
 
 
 def stores_its_bits(weight_format: Format) -> None:
-    """The packed tensors hold `bits_per_weight`, and at most 2 KiB of constants."""
+    """Check that the packed tensors take `bits_per_weight`, plus at most 2 KiB of constants."""
     stored = sum(tensor.nbytes for tensor in weight_format.quantize(_weight()).values())
     beyond = stored - _ROWS * _COLUMNS * weight_format.bits_per_weight / 8
     _require(-1 < beyond <= CONSTANT_BYTES, f"{stored} bytes are stored, {beyond:+.0f} than bits_per_weight says")
 
 
 def packs_rows_apart(weight_format: Format) -> None:
-    """With BY_ROWS a few rows packed alone, with what the parts have in common, are those rows of the whole."""
+    """With BY_ROWS: check that packing five rows at a time gives the same bytes as packing the whole weight."""
     if not weight_format.BY_ROWS:
         return
     weight = _weight()
@@ -87,7 +87,7 @@ def packs_rows_apart(weight_format: Format) -> None:
 
 
 def packs_a_value_alike(weight_format: Format) -> None:
-    """float64 is packed as its float32, a slice as its contiguous copy; nothing is written to the weight."""
+    """Check that float64 and memory order do not change the bytes, and that `quantize` leaves its input unchanged."""
     weight = _weight().bfloat16().float()
     before, usual = weight.clone(), weight_format.quantize(weight)
     _require(torch.equal(weight, before), "quantize changes the weight that it is given")
@@ -99,7 +99,7 @@ def packs_a_value_alike(weight_format: Format) -> None:
 
 
 def refuses_what_it_cannot_hold(weight_format: Format) -> None:
-    """NaN, infinity, a vector, whole numbers, and a K of no whole blocks: ValueError with the name."""
+    """Check that NaN, Inf, vectors, integers and an indivisible K raise a ValueError that names the layer."""
     weight = _weight()
     for value in (float("nan"), float("inf")):
         bad = weight.clone()
@@ -112,7 +112,7 @@ def refuses_what_it_cannot_hold(weight_format: Format) -> None:
 
 
 def is_a_value(weight_format: Format) -> None:
-    """Two formats of the same options are equal and hash alike; `variants` gives formats of this kind."""
+    """Check that two formats with equal options are equal and hash alike, and that `variants` returns this class."""
     twin: Any = replace(weight_format)
     _require(twin == weight_format and hash(twin) == hash(weight_format), "a copy of it is not equal to it")
     others = [one for one in weight_format.variants() if not isinstance(one, type(weight_format))]
@@ -120,7 +120,7 @@ def is_a_value(weight_format: Format) -> None:
 
 
 def is_recognized(weight_format: Format) -> None:
-    """Where QUANT_METHOD is set, `recognize` reads what `quantization_config` writes, with the layers left dense."""
+    """With QUANT_METHOD: check that `recognize` parses what `quantization_config` writes, ignored layers included."""
     if weight_format.QUANT_METHOD is None:
         return
     written = weight_format.quantization_config(["lm_head"], torch.bfloat16)
@@ -139,18 +139,20 @@ LAWS: tuple[Callable[[Format], None], ...] = (
 
 
 def _weight() -> Tensor:
-    """Normal weights with an outlier in one block, and a block of zeros in one row."""
+    """Return normal weights with one outlier and one row of zeros."""
     weight = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0)).mul_(0.02)
     weight[1, 7], weight[2] = 0.7, 0.0
     return weight
 
 
 def _require(holds: bool, otherwise: str) -> None:
+    """Raise _Broken, with the message `otherwise`, unless a condition holds."""
     if not holds:
         raise _Broken(otherwise)
 
 
 def _refused(call: Callable[[], object], what: str) -> None:
+    """Require that `call` raises a ValueError that names the layer."""
     try:
         call()
     except ValueError as error:
@@ -160,7 +162,7 @@ def _refused(call: Callable[[], object], what: str) -> None:
 
 
 def _equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    """Whether two sets of packed tensors are the same bytes."""
+    """Return whether two sets of packed tensors have the same bytes."""
     return one.keys() == other.keys() and all(
         one[key].dtype == other[key].dtype
         and torch.equal(one[key].contiguous().view(torch.uint8), other[key].contiguous().view(torch.uint8))

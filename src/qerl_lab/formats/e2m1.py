@@ -1,4 +1,4 @@
-"""E2M1, the 4-bit float that NVFP4 and MXFP4 share: 1 sign, 2 exponent and 1 mantissa bit (OCP MX v1.0, 5.3.3)."""
+"""E2M1, the 4-bit float of NVFP4 and MXFP4: 1 sign, 2 exponent, 1 mantissa bit (OCP MX v1.0, 5.3.3)."""
 
 from functools import cache
 from itertools import pairwise
@@ -13,10 +13,10 @@ _MIDPOINTS = tuple((low + high) / 2 for low, high in pairwise(MAGNITUDES))
 
 
 def encode(values: Tensor) -> Tensor:
-    """Codes (uint8, 0 to 15, same shape) of the nearest E2M1 values; ties to the even code, beyond 6 to 6.
+    """Round to E2M1 codes (uint8, 0 to 15, same shape): nearest, ties to the even code, above 6 to 6.
 
-    Bit 3 is the sign. What is negative and rounds to zero keeps its sign (code 8), an input of -0.0 gets code 0: so
-    does `FP4_E2M1_DATA.cast_to_fp4` of compressed-tensors 0.17.
+    Bit 3 is the sign. A negative value that rounds to zero gets code 8, an input of -0.0 gets code 0, as in
+    `FP4_E2M1_DATA.cast_to_fp4` of compressed-tensors 0.17.
     """
     size = values.abs()
     codes = torch.zeros_like(values, dtype=torch.uint8)
@@ -26,17 +26,17 @@ def encode(values: Tensor) -> Tensor:
 
 
 def pack(codes: Tensor) -> Tensor:
-    """Codes `[N, K]` to bytes `[N, K/2]`: the even column in the low nibble."""
+    """Pack codes `[N, K]` into bytes `[N, K/2]`, even column in the low nibble."""
     return codes[:, 0::2] | codes[:, 1::2] << 4
 
 
 def decode(packed: Tensor, dtype: torch.dtype) -> Tensor:
-    """Bytes `[N, K/2]` to E2M1 values `[N, K]` in `dtype` (every float dtype holds them exactly)."""
+    """Unpack bytes `[N, K/2]` to E2M1 values `[N, K]` in `dtype` (exact in every float dtype)."""
     return F.embedding(packed.to(torch.int32), _pairs(packed.device, dtype)).flatten(1)
 
 
 @cache
 def _pairs(device: torch.device, dtype: torch.dtype) -> Tensor:
-    """The two values of each of the 256 bytes, `[256, 2]`."""
+    """Return the table of the two values of each byte, `[256, 2]`."""
     values = [sign * magnitude for sign in (1.0, -1.0) for magnitude in MAGNITUDES]
     return torch.tensor([[values[byte & 15], values[byte >> 4]] for byte in range(256)], dtype=dtype, device=device)

@@ -1,4 +1,4 @@
-"""The contract of a weight format, and the one way from dense weights to packed ones."""
+"""The interface of a weight format, and `pack_fused`, which packs dense weights."""
 
 import re
 from abc import ABC, abstractmethod
@@ -10,15 +10,15 @@ from typing import Any, ClassVar, NamedTuple, Self
 import torch
 from torch import Tensor
 
-# Far above any weight, and low enough that nothing overflows float32: not rounding up to the nearest code, not the sum
-# of 2**27 block maxima that NF4's double quantization takes.
+# Far above any weight. Low enough that neither rounding up nor the sum of 2**27 block maxima (NF4's double
+# quantization) overflows float32.
 LIMIT = 2.0**100
 
-# A checkpoint may hold a dense weight in these.
+# Allowed dtypes of a dense weight in a checkpoint.
 STORED_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
-# `quantize` takes so many elements at a time: its intermediate results are about 14 bytes each. On a GPU a slice costs
-# forty launches, however small it is.
+# Elements quantized at a time. Intermediate results take about 14 bytes each; on a GPU a slice costs forty launches,
+# however small it is.
 _SLICE_ELEMENTS, _SLICE_ELEMENTS_ON_GPU = 2**19, 2**24
 
 # Shape and dtype of the packed tensors, by name.
@@ -27,10 +27,11 @@ Quantize = Callable[..., dict[str, Tensor]]
 
 
 class Decoder(NamedTuple):
-    """The weight of a Linear as W = alpha * W'.
+    """Unpacks the weight of a Linear as W = alpha * W'.
 
-    `unpack(dtype)` makes W' `[N, K]` in float32 or bfloat16; alpha is to be applied after the product. Made once per
-    layer, so that a call reads nothing back from a GPU.
+    Made once per layer, so that a call reads nothing back from a GPU.
+
+    `unpack(dtype)` makes W' `[N, K]` in float32 or bfloat16; multiply by alpha after the matrix product.
     """
 
     unpack: Callable[[torch.dtype], Tensor]
@@ -38,7 +39,7 @@ class Decoder(NamedTuple):
 
 
 class PackedAs(NamedTuple):
-    """How a model is packed. `ignore` names the modules left dense, for `model.on_disk.is_ignored`."""
+    """How a model is packed: its format, and in `ignore` the modules left dense (see `model.on_disk.is_ignored`)."""
 
     weight_format: "Format"
     ignore: tuple[str, ...]
@@ -46,56 +47,57 @@ class PackedAs(NamedTuple):
 
 @dataclass(frozen=True)
 class Format(ABC):
-    """A way to hold a weight `[N, K]` in few bits: a value, whose fields are the format's options.
+    """A way to store a weight `[N, K]` in few bits. The dataclass fields are the format's options.
 
-    A field is named as its key in the configuration's group `format`, where its default is. None stands for a rule of
-    rounding that a checkpoint of other programs does not tell. Packed tensors have their names of a checkpoint.
+    Each field has the name of its key in the config group `format`, which holds its default. None means a rounding rule
+    that the checkpoint does not record. Packed tensors are named as in a checkpoint.
     """
 
     NAME: ClassVar[str]
-    BLOCK: ClassVar[int | None]  # elements that share one scale; None: a dense format, nothing is packed
+    BLOCK: ClassVar[int | None]  # elements that share one scale; None: a dense format
     QUANT_METHOD: ClassVar[str | None] = None  # `quant_method` of a Hugging Face `quantization_config`
-    BY_ROWS: ClassVar[bool] = False  # no block crosses from one row to the next, so rows can be quantized apart
+    SHARED: ClassVar[str | None] = None  # packed tensor shared by all parts of a fused layer (q/k/v, gate/up)
+    BY_ROWS: ClassVar[bool] = False  # no block crosses rows, so that rows can be quantized separately
 
     @property
     @abstractmethod
     def bits_per_weight(self) -> float:
-        """Stored bits per weight, scales included, per-tensor constants (at most 2 KiB) left out."""
+        """Stored bits per weight with scales, without per-tensor constants (at most 2 KiB)."""
 
     @abstractmethod
     def quantize(self, weight: Tensor, *, name: str = "weight") -> dict[str, Tensor]:
-        """Pack `weight[N, K]`. Raises ValueError, naming `name`, for what the format cannot hold."""
+        """Pack `weight[N, K]`. Raises ValueError, naming `name`, for values or shapes that the format cannot store."""
 
     @abstractmethod
     def dequantize(self, packed: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-        """Return the weight `[N, K]` that `packed` stands for, rounded once to `dtype`."""
+        """Unpack to a weight `[N, K]`, rounded once to `dtype`."""
 
     def ideal(self, weight: Tensor) -> Tensor | None:
-        """Return `weight[N, K]` rounded as this format rounds, were the scale of a block any number: float32 `[N, K]`.
+        """Round `weight[N, K]` as this format would if block scales were exact: float32 `[N, K]`.
 
-        None from a format that does not say; its error is then not split into parts (evaluate/weight_error.py).
+        None if the format does not define it; evaluate/weight_error.py then does not split the error into parts.
         """
         return None
 
     @abstractmethod
     def layout(self, shape: tuple[int, int]) -> Layout:
-        """Return what `quantize` makes of a weight `[N, K]`."""
+        """Return shape and dtype of each tensor that `quantize` makes of a weight `[N, K]`."""
 
     def together(self, weights: Sequence[Tensor]) -> Quantize:
-        """Return the `quantize` for the parts of one fused layer (q/k/v, gate/up), with what they must have in common.
+        """Return a `quantize` for the parts of one fused layer (q/k/v, gate/up), with the constants they share.
 
-        Where every block stands alone, that is nothing.
+        By default nothing is shared.
         """
         return self.quantize
 
     def decoder(self, packed: Mapping[str, Tensor], shape: tuple[int, int]) -> Decoder:
-        """Return what a Linear computes with. On a GPU the bits are those of the CPU."""
+        """Return the decoder of a Linear's weight. A GPU gives the same bits as the CPU."""
         return Decoder(partial(self.dequantize, packed, shape))
 
     def accept(self, packed: Mapping[str, Tensor], shape: tuple[int, int], *, name: str) -> dict[str, Tensor]:
-        """Return `packed`, as some program wrote it, as `quantize` does.
+        """Check packed tensors that another program wrote, and return them as `quantize` would.
 
-        Raises ValueError, naming the tensor of the module `name`, where it is not of the layout of a weight `[N, K]`.
+        Raises ValueError, naming the tensor of the module `name`, if one is not in the layout of a weight `[N, K]`.
         """
         layout = self.layout(shape)
         for key, (expected, dtype) in layout.items():
@@ -108,33 +110,34 @@ class Format(ABC):
         return {key: packed[key] for key in layout}
 
     def quantization_config(self, ignore: Sequence[str], dtype: torch.dtype) -> dict[str, Any]:
-        """Return the `quantization_config` of a packed checkpoint's config.json.
+        """Build the `quantization_config` of a packed checkpoint's config.json.
 
-        `ignore` names the Linears left dense, in full or by the end after a dot; compressed-tensors also takes `re:`
-        ones. `dtype` is what the model computes in. Raises ValueError for what config.json cannot say.
+        `ignore` names the Linears left dense, in full or by their last parts; compressed-tensors also takes `re:`
+        patterns. `dtype` is the model's compute dtype. Raises ValueError for an entry that config.json cannot express.
         """
         raise ValueError(f"{self.NAME} has no quantization_config")
 
     @classmethod
     def recognize(cls, config: Mapping[str, Any]) -> PackedAs | None:
-        """Read a `quantization_config` of this format's QUANT_METHOD; None if it speaks of another format.
+        """Parse a `quantization_config` with this format's QUANT_METHOD; None if it describes another format.
 
         Raises ValueError for what this package cannot compute with: another block size or scale type, quantized
-        activations or cache, rotated weights, weights that are not compressed.
+        activations or cache, rotated weights, uncompressed weights.
         """
         return None
 
     @classmethod
     def variants(cls) -> tuple[Self, ...]:
-        """Return a value for each set of tensors that the format may have, the usual one first."""
+        """Return one format per possible set of packed tensors, the usual one first."""
         return (cls(*(None for _ in fields(cls))),)
 
 
 def checked(weight: Tensor, weight_format: Format, *, name: str) -> Tensor:
-    """Return `weight[N, K]` contiguous, in float32 or bfloat16 (float16 exactly, float64 rounded to float32).
+    """Validate `weight[N, K]` and return it contiguous in float32 or bfloat16.
 
-    Raises ValueError, naming the tensor, for what `check` refuses. Where blocks lie within rows, K must be a multiple
-    of the block.
+    float16 converts exactly; float64 is rounded to float32.
+
+    Raises ValueError, naming the tensor, as `check` does, and with BY_ROWS for a K that is no multiple of the block.
     """
     check(weight, weight_format, name=name)
     if weight_format.BY_ROWS:
@@ -151,19 +154,24 @@ def check(weight: Tensor, weight_format: Format, *, name: str) -> None:
             f"{name}: {weight_format.NAME} packs a matrix [N, K] in {allowed}, got shape {list(weight.shape)} in "
             f"{weight.dtype}"
         )
-    weight = weight.detach()
-    low, high = torch.aminmax(weight) if weight.numel() else (weight.new_zeros(()),) * 2  # no copy of the weight
+    check_values(weight, weight_format.NAME, name=name)
+
+
+def check_values(tensor: Tensor, holder: str, *, name: str) -> None:
+    """Raise ValueError, naming the tensor and its `holder`, for NaN, Inf or magnitudes of 2**100 and more."""
+    tensor = tensor.detach()
+    low, high = torch.aminmax(tensor) if tensor.numel() else (tensor.new_zeros(()),) * 2  # no copy of the tensor
     if not (low > -LIMIT and high < LIMIT):  # NaN compares false
-        bad = ~(weight.abs() < LIMIT)
-        row, column = bad.nonzero()[0].tolist()
+        bad = ~(tensor.abs() < LIMIT)
+        first = bad.nonzero()[0].tolist()
         raise ValueError(
-            f"{name}: {int(bad.sum())} values that {weight_format.NAME} cannot hold, the first "
-            f"{weight[row, column].item()} at [{row}, {column}]; allowed: finite values below 2**100"
+            f"{name}: {int(bad.sum())} values that {holder} cannot hold, the first "
+            f"{tensor[tuple(first)].item()} at {first}; allowed: finite values below 2**100"
         )
 
 
 def check_divides(count: int, what: str, weight_format: Format, *, name: str) -> None:
-    """Raise ValueError, naming the tensor, unless `count` elements, called `what`, make whole blocks."""
+    """Raise ValueError, naming the tensor, unless `count` elements (called `what` in the message) make whole blocks."""
     if count % (block := weight_format.BLOCK or 1):
         raise ValueError(
             f"{name}: {what}={count} is not divisible by {block}, the block of {weight_format.NAME}; "
@@ -172,13 +180,13 @@ def check_divides(count: int, what: str, weight_format: Format, *, name: str) ->
 
 
 def pack_fused(weight_format: Format, weights: dict[str, Tensor]) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """Yield name and packed tensors of each part of one fused layer (q/k/v, gate/up).
+    """Pack one fused layer (q/k/v, gate/up) part by part; yield name and packed tensors of each.
 
-    `weights[N, K]` come by name in the dtype in which they are stored, whatever the model computes in: the one way from
-    a dense weight to packed bytes, which therefore depend on the checkpoint alone. Each weight is taken out of
-    `weights` when its turn comes. Raises ValueError, naming the weight, for what the format cannot hold.
+    The only way from dense weights to packed bytes. `weights[N, K]` come in their stored dtype, whatever the model
+    computes in, so that the bytes depend on the checkpoint alone. Each weight is removed from `weights` when its turn
+    comes. Raises ValueError, naming the weight, for values or shapes that the format cannot store.
     """
-    for name, weight in weights.items():  # before what they have in common, which one bad part would spoil for all
+    for name, weight in weights.items():  # before the shared constants, which one bad part would spoil
         check(weight, weight_format, name=name)
     quantize = weight_format.together(list(weights.values()))
     for name in list(weights):
@@ -188,9 +196,9 @@ def pack_fused(weight_format: Format, weights: dict[str, Tensor]) -> Iterator[tu
 
 
 def quantized_by_rows(quantize: Quantize, weight: Tensor, rows: int | None, *, name: str) -> dict[str, Tensor]:
-    """Return `quantize(weight)` made of `rows` rows at a time: the same tensors, in a fraction of the memory.
+    """Quantize `rows` rows at a time (None: all at once): the same tensors in a fraction of the memory.
 
-    None stands for all rows. `quantize` must know what the rows have in common, as that of `Format.together` does.
+    `quantize` must come from `Format.together`, so that it knows what the rows share.
     """
     if rows is None or len(weight) <= rows:
         return quantize(weight, name=name)
@@ -202,9 +210,9 @@ def quantized_by_rows(quantize: Quantize, weight: Tensor, rows: int | None, *, n
 
 
 def layers(key: str, listed: Any) -> tuple[str, ...]:
-    """Return the layers that a `quantization_config` leaves dense, under `key`; null stands for none.
+    """Validate and return the layers left dense, an entry `key` of a `quantization_config`; null means none.
 
-    Raises ValueError for what is no list of names and patterns.
+    Raises ValueError unless it is a list of names and patterns.
     """
     entries = [] if listed is None else listed
     if not isinstance(entries, list) or not all(isinstance(entry, str) for entry in entries):
@@ -218,5 +226,5 @@ def layers(key: str, listed: Any) -> tuple[str, ...]:
 
 
 def refusal(key: str, given: Any, allowed: str) -> ValueError:
-    """Return the error for an entry of a `quantization_config` that cannot be loaded."""
+    """Return the error for an unsupported entry of a `quantization_config`."""
     return ValueError(f"quantization_config: {key}={given!r} cannot be loaded; allowed: {allowed}")

@@ -1,10 +1,9 @@
 """Triton kernels that unpack NVFP4 and MXFP4 on an NVIDIA GPU. Importing this module imports triton.
 
-The bits are those of the pure torch code beside them (`nvfp4.py`, `mxfp4.py`, `marlin.py`, `tiles.py`), which is the
-reference. 4.5 bits are read and 16 written per weight, so memory is the limit. Blocks never cross rows, so `_unpack`
-walks over the flattened weight. `_unpack_marlin` and `_unpack_tiles` read whole pieces of 512 bytes, and write pieces
-of rows of 256 bytes or more.
-`TRITON_INTERPRET=1` runs them on a CPU, for tests.
+The torch code in `nvfp4.py`, `mxfp4.py`, `marlin.py` and `tiles.py` is the reference; the kernels give the same bits.
+They read 4.5 bits and write 16 per weight, so memory bandwidth is the limit. Blocks never cross rows, so `_unpack`
+walks over the flattened weight. `_unpack_marlin` and `_unpack_tiles` read contiguous pieces of 512 bytes and write 256
+bytes or more of a row at a time. `TRITON_INTERPRET=1` runs the kernels on a CPU, for tests.
 """
 
 import torch
@@ -15,15 +14,15 @@ from torch import Tensor
 from qerl_lab.formats.marlin import ROWS, unit
 from qerl_lab.formats.tiles import BLOCK, SIGNS
 
-_BLOCKS = tl.constexpr(256)  # scale blocks a program unpacks
+_BLOCKS = tl.constexpr(256)  # scale blocks per program
 _WARPS = 4
-_LINES = tl.constexpr(8)  # lines of Marlin's form, of 16 columns, that a program unpacks
+_LINES = tl.constexpr(8)  # lines of Marlin's layout, 16 columns each, per program
 _SIGNS = tl.constexpr(SIGNS)
 _TO_FLOAT32 = 2.0**112  # a float16's exponent bias is 15, a float32's 127
 
 
 def dequantize_e2m1(codes: Tensor, scale: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """E2M1 value * block scale as `[N, K]` in `dtype`: float32, or bfloat16 (rounded once; exact for both formats).
+    """Compute E2M1 value * block scale as `[N, K]` in `dtype`: float32, or bfloat16 (exact for both formats).
 
     Args:
         codes: uint8 `[N, K/2]`, low nibble = even column.
@@ -41,7 +40,7 @@ def dequantize_e2m1(codes: Tensor, scale: Tensor, shape: tuple[int, int], dtype:
 
 @triton.jit
 def _unpack(codes, scale, out, blocks, WIDTH: tl.constexpr, E8M0: tl.constexpr):
-    """Each program unpacks `_BLOCKS` blocks of `WIDTH` weights."""
+    """Unpack `_BLOCKS` blocks of `WIDTH` weights per program."""
     first = tl.program_id(0).to(tl.int64) * _BLOCKS
     block = tl.arange(0, _BLOCKS)
     inside = first + block < blocks
@@ -57,11 +56,11 @@ def _unpack(codes, scale, out, blocks, WIDTH: tl.constexpr, E8M0: tl.constexpr):
 
 
 def dequantize_marlin(codes: Tensor, scale: Tensor, boost: float, dtype: torch.dtype) -> Tensor:
-    """E2M1 value * block scale as `[N, K]` in `dtype`: float32, or bfloat16 (exact), of the form in `marlin.py`.
+    """Unpack Marlin's layout (`marlin.py`) to `[N, K]` in `dtype`: float32, or bfloat16 (exact).
 
     Args:
-        codes: int32 `[K/16, 2 N]`, its words side by side; a line may be part of a longer one.
-        scale: float8_e4m3fn by name, E5M3 in fact, `[K/16, N]`, likewise.
+        codes: int32 `[K/16, 2 N]`, contiguous within a line; may be a slice of longer lines.
+        scale: `[K/16, N]`, float8_e4m3fn by dtype, E5M3 by content; may be a slice, too.
         boost: as in `Marlin`.
     """
     (lines, N), scale = scale.shape, scale.view(torch.uint8)
@@ -74,7 +73,7 @@ def dequantize_marlin(codes: Tensor, scale: Tensor, boost: float, dtype: torch.d
 
 @triton.jit
 def _unpack_marlin(codes, scale, out, lines, code_line, scale_line, factor):
-    """Each program unpacks 64 rows x 16 `_LINES` columns. Letters are those of `marlin.py`."""
+    """Unpack 64 rows x 16 `_LINES` columns per program. Letters as in `marlin.py`."""
     tile, first = tl.program_id(0), tl.program_id(1) * _LINES
     w, c = tl.arange(0, 4)[:, None, None, None], tl.arange(0, 8)[None, :, None, None]
     line, r = first + tl.arange(0, _LINES)[None, None, :, None], tl.arange(0, 4)[None, None, None, :]
@@ -99,17 +98,17 @@ def _unpack_marlin(codes, scale, out, lines, code_line, scale_line, factor):
 
 @triton.jit
 def _of_half(words, NIBBLE: tl.constexpr):
-    """The values in nibbles 4 a + 2 h + b of one h, with b and a as two more axes. NIBBLE is 2 h."""
+    """Decode nibbles 4 a + 2 h + b of one h, with b and a as two more axes. NIBBLE is 2 h."""
     even = tl.join(from_e2m1(words >> 4 * NIBBLE), from_e2m1(words >> 4 * (NIBBLE + 1)))
     odd = tl.join(from_e2m1(words >> 4 * (NIBBLE + 4)), from_e2m1(words >> 4 * (NIBBLE + 5)))
     return tl.join(even, odd)
 
 
 def dequantize_tiles(packed: Tensor, first: int, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-    """E2M1 value * block scale as `[rows, columns]` in `dtype`: float32, or bfloat16 (exact).
+    """Unpack the layout of `tiles.py` to `[rows, columns]` in `dtype`: float32, or bfloat16 (exact).
 
     Args:
-        packed: of `tiles.pack`, the whole weight.
+        packed: the whole weight, from `tiles.pack`.
         first, rows, columns: as in `Tiles`.
     """
     out, (_, depth, _, tile, _) = torch.empty((rows, columns), dtype=dtype, device=packed.device), packed.shape
@@ -120,14 +119,14 @@ def dequantize_tiles(packed: Tensor, first: int, rows: int, columns: int, dtype:
 
 @triton.jit
 def _unpack_tiles(codes, scale, out, block, tile, columns):
-    """Each program unpacks 64 rows x 128 columns, two blocks. Letters are those of `tiles.py`."""
+    """Unpack 64 rows x 128 columns, two blocks, per program. Letters as in `tiles.py`."""
     d, depth, block = tl.program_id(0), tl.num_programs(0), block + tl.program_id(1)
     place = ((block // tile).to(tl.int64) * depth + d) * 2 * tile + block % tile
     i, w = tl.arange(0, 2)[:, None, None, None, None], tl.arange(0, 4)[None, :, None, None, None]
     g, t = tl.arange(0, 8)[None, None, :, None, None], tl.arange(0, 4)[None, None, None, :, None]
     s = tl.arange(0, 4)[None, None, None, None, :]
     words = tl.load(codes + place * 576 + i * tile * 576 + w * 144 + 16 * g + 4 * t + s)
-    scales = scale + place * 2304 + i * tile * 2304 + w * 576 + 512 + 8 * g + 0 * t + s  # by those that have the words
+    scales = scale + place * 2304 + i * tile * 2304 + w * 576 + 512 + 8 * g + 0 * t + s  # 0 * t: layout as of words
     upper = tl.join(_pair(words), _pair(words << 6))  # i w g t s a b
     last = words << 1 & _SIGNS | words >> 4 & 0x00C000C0 | words >> 5 & 0x01000100
     lower = tl.join(_pair(words << 3), _pair(last))
@@ -142,30 +141,31 @@ def _unpack_tiles(codes, scale, out, block, tile, columns):
 
 @triton.jit
 def _pair(words):
-    """float32 of the codes at the place of the first in both halves of a word, as one more axis."""
+    """Decode the first code of both halves of a word to float32, as one more axis."""
     return tl.join(_placed(words), _placed(words >> 16))
 
 
 @triton.jit
 def _placed(half):
-    """float32 of a code with sign and magnitude at the bits 15 and 8 to 6, as `from_e2m1`."""
+    """Decode a code with sign at bit 15 and magnitude at bits 8 to 6 to float32, as `from_e2m1` does."""
     return ((half & 0x81C0) << 16).to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2**126
 
 
 @triton.jit
 def _wide(byte):
-    """float32 of a scale of `tiles.py`: bias 127 in place of 9."""
+    """Decode a scale of `tiles.py` to float32: bias 127 in place of 9."""
     return ((byte.to(tl.int32) << 20) + (118 << 23)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def from_e2m1(code):
-    """float32 of the low four bits: seeem is a float32 with exponent bias 127 in place of 1, subnormals included."""
+    """Decode the low four bits to float32: exponent bias 127 in place of 1, subnormals included."""
     return (((code & 8) << 28) | ((code & 7) << 22)).to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2**126
 
 
 @triton.jit
 def from_e4m3(byte):
+    """Decode an E4M3 byte to float32: exponent bias 127 in place of 7."""
     bits = ((byte & 0x80) << 24) | ((byte & 0x7F) << 20)
     value = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2**120: bias 127 in place of 7
     return tl.where((byte & 0x7F) == 0x7F, float("nan"), value)
@@ -173,5 +173,6 @@ def from_e4m3(byte):
 
 @triton.jit
 def _from_e8m0(byte):
+    """Decode an E8M0 byte to float32: 2 ** (byte - 127)."""
     value = tl.where(byte == 0, 0x00400000, byte << 23).to(tl.float32, bitcast=True)  # 2**-127 is subnormal
     return tl.where(byte == 255, float("nan"), value)

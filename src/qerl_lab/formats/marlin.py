@@ -1,15 +1,15 @@
-"""NVFP4 as Marlin reads it, the kernel that vLLM takes for NVFP4 weights on a Hopper GPU, and the way back.
+"""Read NVFP4 weights in Marlin's layout, in which vLLM holds them on a Hopper GPU.
 
-Marlin's form is a fixed order of the same codes and scales, cut into tiles of 64 rows x 16 columns. For a weight
-`[N, K]`, with row n = 64 T + 16 w + 8 h + c and column k = 16 S + 8 b + 2 r + a (w, r to 3; c to 7; h, b, a to 1):
+Marlin reorders the same codes and scales into tiles of 64 rows x 16 columns. For a weight `[N, K]`, let row n = 64 T +
+16 w + 8 h + c and column k = 16 S + 8 b + 2 r + a (w, r to 3; c to 7; h, b, a to 1):
 
 - codes, int32 `[K/16, 2 N]`: word 128 T + 16 c + 4 r + w of line S holds code [n, k] in nibble 4 a + 2 h + b;
-- scales, a byte each, `[K/16, N]`: byte 64 T + 8 c + 4 (w div 2) + 2 h + (w mod 2) of line S is the scale of block S
-  of row n, as E5M3 without a sign: the upper byte of a float16 2^7 * boost * scale, its sign shifted out.
+- scales, a byte each, `[K/16, N]`: byte 64 T + 8 c + 4 (w div 2) + 2 h + (w mod 2) of line S is the scale of block S of
+  row n, as E5M3 without a sign: the upper byte of a float16 2^7 * boost * scale, its sign shifted out.
 
-`boost` is a power of two, one for a layer of the engine, by which its global scale is divided. Lost are scales with
-2^7 * boost * scale < 2: Marlin has zero for them, and so computes with zeros where the checkpoint has numbers. With
-`boost=1`, which every tensor has whose largest scale exceeds 224, that is the subnormal E4M3 numbers, below 2^-6.
+`boost` is a power of two, one per engine layer, by which the layer's global scale is divided. Scales with 2^7 * boost *
+scale < 2 are lost: Marlin stores zero for them, and so computes with zeros where the checkpoint has numbers. `boost=1`
+applies where a tensor's largest scale exceeds 224; the lost ones are then the subnormal E4M3 numbers, below 2^-6.
 
 Sources, vLLM 0.26: `prepare_fp4_layer_for_marlin` and `nvfp4_marlin_process_scales` (marlin_utils_fp4.py),
 `marlin_permute_scales` (marlin_utils.py), `get_weight_perm` (marlin_utils_test.py), gptq_marlin_repack.cu.
@@ -31,12 +31,12 @@ CODES, SCALE, DIVISOR = "marlin_codes", "marlin_scale", "weight_global_scale"
 
 @dataclass(frozen=True)
 class Marlin:
-    """How to read an NVFP4 weight that is held as `CODES` and `SCALE` in Marlin's form and `DIVISOR` as stored."""
+    """Reader of an NVFP4 weight held as `CODES` and `SCALE` in Marlin's layout and `DIVISOR` as in a checkpoint."""
 
     boost: float
 
     def stored(self, held: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the tensors of a checkpoint, as `Nvfp4.quantize` does, bit for bit but for lost scales."""
+        """Convert back to checkpoint tensors, bit-equal to `Nvfp4.quantize` except for lost scales."""
         return {
             "weight_packed": packed_codes(held[CODES]),
             "weight_scale": block_scales(held[SCALE], self.boost),
@@ -44,7 +44,7 @@ class Marlin:
         }
 
     def decoder(self, held: Mapping[str, Tensor], shape: tuple[int, int]) -> Decoder:
-        """Return what a Linear computes with: the bits of `Nvfp4.decoder` on `stored(held)`."""
+        """Return the decoder of a Linear's weight, with the bits of `Nvfp4.decoder` on `stored(held)`."""
         return Decoder(partial(self._unpack, held, shape), held[DIVISOR].reciprocal().item())
 
     def _unpack(self, held: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
@@ -56,7 +56,7 @@ class Marlin:
 
 
 def part(held: Mapping[str, Tensor], first: int, rows: int) -> dict[str, Tensor]:
-    """Return views of `rows` rows from `first` on, both multiples of `ROWS`: one of q, k and v, say."""
+    """Return views of `rows` rows from `first` on, e.g. one of q, k and v. Both must be multiples of `ROWS`."""
     return {
         CODES: held[CODES].narrow(1, 2 * first, 2 * rows),
         SCALE: held[SCALE].narrow(1, first, rows),
@@ -65,7 +65,7 @@ def part(held: Mapping[str, Tensor], first: int, rows: int) -> dict[str, Tensor]
 
 
 def packed_codes(codes: Tensor) -> Tensor:
-    """Marlin's int32 `[K/16, 2 N]` to bytes `[N, K/2]`, low nibble = even column."""
+    """Convert Marlin's codes, int32 `[K/16, 2 N]`, to bytes `[N, K/2]`, low nibble = even column."""
     lines, tiles = codes.shape[0], codes.shape[1] // (2 * ROWS)
     words = codes.unflatten(1, (tiles, 8, 4, 4))  # S T c r w
     out = torch.empty(tiles, 4, 2, 8, lines, 2, 4, dtype=torch.uint8, device=codes.device)  # T w h c S b r
@@ -78,7 +78,7 @@ def packed_codes(codes: Tensor) -> Tensor:
 
 
 def block_scales(scale: Tensor, boost: float) -> Tensor:
-    """Marlin's bytes `[K/16, N]` to E4M3 `[N, K/16]`."""
+    """Convert Marlin's scales, bytes `[K/16, N]`, to E4M3 `[N, K/16]`."""
     lines, tiles = scale.shape[0], scale.shape[1] // ROWS
     upper = scale.view(torch.uint8).unflatten(1, (tiles, 8, 2, 2, 2)).permute(1, 3, 5, 4, 2, 0)  # T w w h c S
     halves = (upper.reshape(tiles * ROWS, lines).to(torch.int16) << 7).view(torch.float16)
@@ -86,5 +86,5 @@ def block_scales(scale: Tensor, boost: float) -> Tensor:
 
 
 def unit(boost: float) -> float:
-    """The block scale that a float16 of 1 stands for."""
+    """Return the block scale that a float16 of 1 encodes."""
     return 2.0**-7 / boost

@@ -1,18 +1,18 @@
-"""MXFP4 (OCP Microscaling Formats v1.0): E2M1 values, one power of two (E8M0) per 32 of a row.
+"""MXFP4 (OCP Microscaling Formats v1.0): E2M1 values, one power of two (E8M0) per 32 elements of a row.
 
     weight ~ value * 2 ** (weight_scale - 127)
 
-The specification leaves the exponent to the writer. `exponent_rule` says where the block's maximum lands, in units of
-the scale, and what is lost:
-- `round`, in [3.5, 7): round max|block| to the one mantissa bit of E2M1, half up, and take its exponent less 2, the
-  exponent of E2M1's largest value. Up to 1 is clipped. Bit for bit that of compressed-tensors 0.17 (preset MXFP4A16;
-  `round_to_power_2` and `generate_mx_scales` in quantization/utils/mxfp_utils.py); torchao calls it EVEN.
-- `floor`, in [4, 8): floor(log2(max|block|)) - 2. The finest step, but up to 2 is clipped. The conversion that the
-  specification describes (section 6.3); torchao's FLOOR.
-- `ceil`, in (3, 6]: ceil(log2(max|block| / 6)). Nothing is clipped. cuBLAS ("Block quantization", UE8M0 scales);
-  torchao's RCEIL, whose CEIL is another rule: ceil(log2(max|block|)) - 2.
-Exponents below -127 become -127, so blocks below 2**-129 become zeros; a block of zeros has scale byte 0. (torchao's
-names: `ScaleCalculationMode` in torchao/prototype/mx_formats/config.py.)
+The specification leaves the exponent to the writer. `exponent_rule` sets it; the interval is where the block's maximum
+lands, in units of the scale:
+- `round`, [3.5, 7): round max|block| to E2M1's one mantissa bit, half up, and take its exponent less 2, the exponent
+  of E2M1's largest value. Clips up to 1. Bit-equal to compressed-tensors 0.17 (preset MXFP4A16; `round_to_power_2` and
+  `generate_mx_scales` in quantization/utils/mxfp_utils.py); torchao calls it EVEN.
+- `floor`, [4, 8): floor(log2(max|block|)) - 2. The finest step, but clips up to 2. The conversion described in the
+  specification (section 6.3); torchao's FLOOR.
+- `ceil`, (3, 6]: ceil(log2(max|block| / 6)). Clips nothing. cuBLAS ("Block quantization", UE8M0 scales); torchao's
+  RCEIL. (torchao's CEIL is another rule: ceil(log2(max|block|)) - 2.)
+Exponents below -127 become -127, so blocks below 2**-129 become zeros; a block of zeros has scale byte 0. torchao's
+names are in `ScaleCalculationMode` (torchao/prototype/mx_formats/config.py).
 """
 
 from collections.abc import Mapping
@@ -28,14 +28,14 @@ from qerl_lab.formats.format import Decoder, Layout, checked
 
 _BIAS = 127  # of E8M0
 _E2M1_EMAX = 2  # 6 = 1.5 * 2**2
-# The float32 mantissa of max|block|, in [0.5, 1), from which on the exponent is one higher than its own.
+# Mantissa of max|block|, in [0.5, 1), from which on the exponent is raised by one.
 _NEXT_EXPONENT_FROM = {"round": 0.875, "floor": 1.0, "ceil": 0.75 + 2**-24}  # above 0.75
 EXPONENT_RULES = tuple(_NEXT_EXPONENT_FROM)
 
 
 @dataclass(frozen=True)
 class Mxfp4(CompressedTensors):
-    """MXFP4 by one of `EXPONENT_RULES`."""
+    """MXFP4 with one of `EXPONENT_RULES`."""
 
     NAME = "mxfp4"
     BLOCK = 32
@@ -48,7 +48,7 @@ class Mxfp4(CompressedTensors):
         """Pack `weight[N, K]`, K divisible by 32.
 
         Returns `weight_packed` uint8 `[N, K/2]` (low nibble = even column) and `weight_scale` uint8 `[N, K/32]`, E8M0.
-        Raises ValueError for an unknown rule and, naming `name`, for another shape or dtype and for NaN or Inf.
+        Raises ValueError for an unknown rule and, naming `name`, for another shape or dtype, NaN or Inf.
         """
         if self.exponent_rule not in EXPONENT_RULES:
             raise ValueError(f"unknown exponent_rule {self.exponent_rule!r}; allowed: {', '.join(EXPONENT_RULES)}")
@@ -59,15 +59,15 @@ class Mxfp4(CompressedTensors):
         return {"weight_packed": e2m1.pack(codes), "weight_scale": scale}
 
     def dequantize(self, packed: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-        """Return the weight `[N, K]`: exact in bfloat16 and float32."""
+        """Unpack to a weight `[N, K]`; exact in bfloat16 and float32."""
         return _unpacked(packed["weight_packed"], packed["weight_scale"], shape, dtype)
 
     def decoder(self, packed: Mapping[str, Tensor], shape: tuple[int, int]) -> Decoder:
-        """Return `dequantize` for a Linear; there is no tensor scale to hold back."""
+        """Return the decoder of a Linear's weight; there is no tensor scale, so alpha is 1."""
         return Decoder(partial(_unpacked, packed["weight_packed"], packed["weight_scale"], shape))
 
     def layout(self, shape: tuple[int, int]) -> Layout:
-        """Return codes and scales as in `quantize`."""
+        """Return the layout of codes and scales as `quantize` makes them."""
         rows, columns = shape
         return {
             "weight_packed": ((rows, columns // 2), torch.uint8),
@@ -76,6 +76,7 @@ class Mxfp4(CompressedTensors):
 
 
 def _unpacked(codes: Tensor, scale: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """Unpack to `[N, K]`, on a GPU with a Triton kernel."""
     if codes.is_cuda:
         from qerl_lab.formats.kernels import dequantize_e2m1
 
@@ -85,7 +86,7 @@ def _unpacked(codes: Tensor, scale: Tensor, shape: tuple[int, int], dtype: torch
 
 
 def _scale_bytes(largest: Tensor, exponent_rule: str) -> Tensor:
-    """Return E8M0 bytes for the block maxima (float32)."""
+    """Compute E8M0 bytes from float32 block maxima."""
     mantissa, exponent = torch.frexp(largest)  # largest = mantissa * 2**exponent, mantissa in [0.5, 1)
     exponent = exponent - 1 + (mantissa >= _NEXT_EXPONENT_FROM[exponent_rule]).int()
     scale = (exponent - _E2M1_EMAX + _BIAS).clamp(min=0)
@@ -93,5 +94,5 @@ def _scale_bytes(largest: Tensor, exponent_rule: str) -> Tensor:
 
 
 def _powers(scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """2 ** (byte - 127): a byte is an E8M0 number."""
+    """Decode E8M0 bytes: 2 ** (byte - 127)."""
     return scale.view(torch.float8_e8m0fnu).to(dtype)

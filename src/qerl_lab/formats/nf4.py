@@ -1,11 +1,11 @@
 """NF4 (QLoRA, arXiv 2305.14314, section 3 and appendix E), quantized and dequantized by bitsandbytes.
 
 Sixteen quantiles of a normal distribution, scaled by the largest magnitude of each 64 consecutive elements of the
-flattened weight. With double quantization (QLoRA's default) those magnitudes, less their mean, are held in 8 bits in
-blocks of 256. One huge outlier then spoils the whole tensor, not just its block: the mean is of its size.
+flattened weight. Double quantization (QLoRA's default) stores those magnitudes, less their mean, in 8 bits in blocks of
+256. One huge outlier then spoils the whole tensor, because it shifts the mean.
 
-Only the functional API is used: `Linear4bit` repacks its weight on a CPU in eval mode. bitsandbytes is imported on
-first use.
+Uses bitsandbytes' functional API only, because `Linear4bit` repacks its weight on a CPU in eval mode. bitsandbytes is
+imported on first use.
 """
 
 import copy
@@ -30,7 +30,7 @@ _HEADER_BYTES = 256
 
 @dataclass(frozen=True)
 class Nf4(Format):
-    """NF4, with block scales in 8 bits (`double_quant`) or in float32."""
+    """NF4 with block scales in 8 bits (`double_quant`) or float32."""
 
     NAME = "nf4"
     BLOCK = 64
@@ -40,17 +40,17 @@ class Nf4(Format):
 
     @property
     def bits_per_weight(self) -> float:
-        """Return 4.5, or 4.127: per block of 64 a float32, or a byte and a float32 per 256 blocks."""
+        """Return 4.5 (a float32 per block of 64), or 4.127 (a byte per block and a float32 per 256 blocks)."""
         block_bits = 8 + 32 / _NESTED_BLOCK if self.double_quant else 32
         return 4 + block_bits / self.BLOCK
 
     def quantize(self, weight: Tensor, *, name: str = "weight") -> dict[str, Tensor]:
-        """Pack `weight[N, K]`, N*K divisible by 64 (blocks run over the flattened weight, so they may cross rows).
+        """Pack `weight[N, K]`, N*K divisible by 64 (blocks run over the flattened weight and may cross rows).
 
-        Returns the tensors of a bitsandbytes checkpoint. `weight` is uint8 `[N*K/2, 1]` (HIGH nibble = even element),
-        `weight.absmax` `[N*K/64]` (uint8 if `double_quant`, else float32), `weight.quant_map` float32 `[16]`. With
-        `double_quant` there are `weight.nested_absmax` and `weight.nested_quant_map`. A JSON header is uint8 `[256]`.
-        Raises ValueError, naming `name`, for another shape or dtype and for NaN or Inf.
+        Returns the tensors of a bitsandbytes checkpoint: `weight` uint8 `[N*K/2, 1]` (HIGH nibble = even element),
+        `weight.absmax` `[N*K/64]` (uint8 if `double_quant`, else float32), `weight.quant_map` float32 `[16]`, a JSON
+        header uint8 `[256]`, and with `double_quant` `weight.nested_absmax` and `weight.nested_quant_map`. Raises
+        ValueError, naming `name`, for another shape or dtype, NaN or Inf.
         """
         from bitsandbytes.functional import quantize_4bit
 
@@ -65,17 +65,17 @@ class Nf4(Format):
         return {"weight": codes, **tensors}
 
     def dequantize(self, packed: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-        """Return the weight `[N, K]`: code * absmax in float32, rounded once to `dtype`. Reads the JSON header."""
+        """Unpack to a weight `[N, K]`: code * absmax in float32, rounded once to `dtype`. Reads the JSON header."""
         return self.decoder(packed, shape).unpack(dtype)
 
     def decoder(self, packed: Mapping[str, Tensor], shape: tuple[int, int]) -> Decoder:
-        """Return `dequantize` for a Linear, with the JSON header read once; there is no tensor scale to hold back."""
+        """Return the decoder of a Linear's weight, with the JSON header read once; alpha is 1."""
         from bitsandbytes.functional import QuantState
 
         codes = packed["weight"]
         state = QuantState.from_dict({key: tensor for key, tensor in packed.items() if key != "weight"}, codes.device)
-        # One block a row: the AVX-512 kernel of bitsandbytes 0.50 takes a wrong scale where a block crosses rows, that
-        # is where K is no multiple of 64 (seen at K=160: accuracy 0.49 became 0.11). Blocks run over the flattened one.
+        # Give each block its own row. bitsandbytes 0.50's AVX-512 kernel takes a wrong scale where a block crosses
+        # rows, i.e. where K is no multiple of 64 (seen at K=160: accuracy 0.49 became 0.11).
         state.shape = torch.Size((codes.numel() * 2 // self.BLOCK, self.BLOCK))
         states = {dtype: copy.copy(state) for dtype in (torch.float32, torch.bfloat16, torch.float16)}
         for dtype, own in states.items():
@@ -83,13 +83,13 @@ class Nf4(Format):
         return Decoder(partial(_unpacked, codes, states, shape))
 
     def ideal(self, weight: Tensor) -> Tensor:
-        """Return what NF4 makes of it with its scales in float32, which are the blocks' largest magnitudes."""
+        """Round as NF4 with float32 scales, which are the exact block maxima."""
         single = replace(self, double_quant=False)
         shape = (weight.shape[0], weight.shape[1])
         return single.dequantize(single.quantize(weight), shape, torch.float32)
 
     def layout(self, shape: tuple[int, int]) -> Layout:
-        """Return codes, scales, tables and header as in `quantize`."""
+        """Return the layout of codes, scales, tables and header as `quantize` makes them."""
         blocks = shape[0] * shape[1] // self.BLOCK
         single: Layout = {
             "weight": ((blocks * self.BLOCK // 2, 1), torch.uint8),
@@ -103,9 +103,9 @@ class Nf4(Format):
         return single | (nested if self.double_quant else {}) | {_HEADER: ((_HEADER_BYTES,), torch.uint8)}
 
     def accept(self, packed: Mapping[str, Tensor], shape: tuple[int, int], *, name: str) -> dict[str, Tensor]:
-        """Return `packed` with the header padded as `quantize` pads it.
+        """Check packed tensors and pad their header as `quantize` does.
 
-        Raises ValueError, naming the tensor, for another layout and for a header that speaks of another weight.
+        Raises ValueError, naming the tensor, for another layout or a header that describes another weight.
         """
         header = packed[_HEADER]
         if header.dtype is not torch.uint8 or header.ndim != 1 or header.numel() > _HEADER_BYTES:
@@ -115,6 +115,7 @@ class Nf4(Format):
         return super().accept({**packed, _HEADER: _padded(header)}, shape, name=name)
 
     def _check_header(self, text: bytes, shape: tuple[int, int], *, name: str) -> None:
+        """Raise ValueError unless the JSON header describes a weight of this format and shape."""
         try:
             found = json.loads(text)
         except ValueError as error:
@@ -126,9 +127,11 @@ class Nf4(Format):
                 raise ValueError(f"{name}.{_HEADER} says {key}={found.get(key)}; allowed: {value}")
 
     def quantization_config(self, ignore: Sequence[str], dtype: torch.dtype) -> dict[str, Any]:
-        """Return what `transformers.BitsAndBytesConfig` dumps. (Of `ignore` vLLM reads full names and last parts.)
+        """Build the entry that `transformers.BitsAndBytesConfig` would write.
 
-        Raises ValueError for an entry with `re:`, which bitsandbytes takes for a name.
+        vLLM reads only full names and last parts in `ignore`.
+
+        Raises ValueError for a `re:` pattern, which bitsandbytes would read as a name.
         """
         if any(entry.startswith("re:") for entry in ignore):
             raise ValueError(
@@ -145,24 +148,24 @@ class Nf4(Format):
 
     @classmethod
     def recognize(cls, config: Mapping[str, Any]) -> PackedAs:
-        """Invert `quantization_config`, also for those of transformers."""
+        """Parse an entry written by `quantization_config` or transformers."""
         for key, value in {"load_in_4bit": True, "bnb_4bit_quant_type": cls.NAME}.items():
             if config.get(key) != value:
                 raise refusal(key, config.get(key), str(value))
         if (storage := config.get("bnb_4bit_quant_storage", "uint8")) not in ("uint8", None):
             raise refusal("bnb_4bit_quant_storage", storage, "uint8")
-        skipped = config.get("llm_int8_skip_modules")  # null: transformers leaves the head alone
+        skipped = config.get("llm_int8_skip_modules")  # null: transformers leaves lm_head dense
         ignore = ("lm_head",) if skipped is None else layers("llm_int8_skip_modules", skipped)
         return PackedAs(cls(double_quant=bool(config.get("bnb_4bit_use_double_quant", False))), ignore)
 
     @classmethod
     def variants(cls) -> tuple[Self, ...]:
-        """Return the values with scales in 8 bits and in float32."""
+        """Return the formats with scales in 8 bits and in float32."""
         return cls(double_quant=True), cls(double_quant=False)
 
 
 def _hold_scales_in_8_bits(state: "QuantState") -> None:
-    """Quantize the scales as `compress_statistics` does, but on the CPU and less a mean that is summed in float64.
+    """Quantize the scales as `compress_statistics` does, but on the CPU and with a mean summed in float64.
 
     The last bits of bitsandbytes' float32 sum depend on the device and on the number of threads.
     """
@@ -183,7 +186,7 @@ def _unpacked(
 
 
 def _padded(header: Tensor) -> Tensor:
-    """Append spaces to the JSON bytes: their length depends on the digits of a float, a buffer's shape must not."""
+    """Pad the JSON header with spaces to a fixed size, because its length depends on the digits of a float."""
     padded = torch.full((_HEADER_BYTES,), ord(" "), dtype=torch.uint8, device=header.device)
     padded[: header.numel()] = header
     return padded

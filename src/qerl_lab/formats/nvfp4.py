@@ -1,22 +1,22 @@
-"""NVFP4: E2M1 values, one E4M3 scale per 16 of a row, one float32 scale per tensor.
+"""NVFP4: E2M1 values, one E4M3 scale per 16 elements of a row, one float32 scale per tensor.
 
     weight ~ value * weight_scale / weight_global_scale
 
-`scale_rule=max`, bit for bit the rule of compressed-tensors 0.17 (preset NVFP4A16, round to nearest, min-max observer):
+`scale_rule=max` is bit-equal to compressed-tensors 0.17 (preset NVFP4A16, round to nearest, min-max observer):
 - global scale = 448 * 6 / max|weight|, stored as a divisor; 1 where that overflows (all zeros): `generate_gparam`;
 - block scale = E4M3(global scale * max|block| / 6), 0.125 where that is zero: `calculate_qparams`;
 - code = E2M1(weight / (block scale / global scale)): `quantize`, `cast_to_fp4`, `pack_fp4_to_uint8`.
-As there, 448 * 6 / max and max / 6 are taken in the dtype of the weight, so a bfloat16 tensor and its float32 copy may
-differ in their scales. A tensor whose largest magnitude is below 448 * 6 / 3.4e38 = 7.9e-36 becomes zeros.
+448 * 6 / max and max / 6 are computed in the dtype of the weight, as in compressed-tensors. So a bfloat16 tensor and
+its float32 copy may get different scales. A tensor with magnitudes below 448 * 6 / 3.4e38 = 7.9e-36 becomes zeros.
 
-`scale_rule=four_over_six`: "Four Over Six" (arXiv 2512.02010) with its squared-error selection, as in
-`select_fouroversix` of github.com/mit-han-lab/fouroversix (src/fouroversix/quantize/pytorch/reference.py). Between 4
-and 6 E2M1 has no value, so a block may do better if its maximum maps to 4: each block is coded both ways, with the
-scale above and with E4M3(global scale * max|block| / 4), and the way with the smaller sum of squared errors is kept, 6
-on a tie. The scale for 4 is 1.5 times larger and would overflow 448 in the block that holds max|weight|; as there the
-global scale is therefore 256 * 6 / max|weight|, which makes that block's scales 256 and 384, both exact. The price is a
-range 1.75 times smaller towards zero. A block is never worse than by `max` under the same global scale; against `max`
-under its own, 448 * 6, the E4M3 roundings of single blocks differ both ways. Layout and decoding are the same.
+`scale_rule=four_over_six` is "Four Over Six" (arXiv 2512.02010) with its squared-error selection, as in
+`select_fouroversix` of github.com/mit-han-lab/fouroversix (src/fouroversix/quantize/pytorch/reference.py). E2M1 has no
+value between 4 and 6, so some blocks do better if their maximum maps to 4. Each block is coded both ways, with the
+scale above and with E4M3(global scale * max|block| / 4); the smaller sum of squared errors wins, 6 on a tie. The scale
+for 4 is 1.5 times larger and would overflow 448 in the block that holds max|weight|. So the global scale is 256 * 6 /
+max|weight|, as in the reference; that block's scales become 256 and 384, both exact. The range towards zero shrinks
+1.75 times. A block is never worse than by `max` under the same global scale. Against `max` under its own global scale
+single blocks may be better or worse, because E4M3 rounds them differently. Layout and decoding are unchanged.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,19 +31,20 @@ from qerl_lab.formats.compressed_tensors import CompressedTensors
 from qerl_lab.formats.format import Decoder, Layout, Quantize, checked
 
 E4M3_MAX = 448.0
-# By rule: the block scale that maps the largest magnitude of the tensor to 6.
+# The block scale that maps the tensor's largest magnitude to 6, by rule.
 _TENSOR_SCALE = {"max": E4M3_MAX, "four_over_six": 256.0}
 SCALE_RULES = tuple(_TENSOR_SCALE)
-_LARGEST_SCALE = 0x7E  # the bits of E4M3_MAX; above it are NaN and what has a sign
-_SCALE_OF_ZERO_BLOCK = 0.125  # any positive value would do, this one is what compressed-tensors writes
+_LARGEST_SCALE = 0x7E  # the bits of E4M3_MAX; larger bytes are NaN or negative
+_SCALE_OF_ZERO_BLOCK = 0.125  # any positive value would do; compressed-tensors writes this one
 
 
 @dataclass(frozen=True)
 class Nvfp4(CompressedTensors):
-    """NVFP4 by one of `SCALE_RULES`."""
+    """NVFP4 with one of `SCALE_RULES`."""
 
     NAME = "nvfp4"
     BLOCK = 16
+    SHARED = "weight_global_scale"
     STRATEGY = "tensor_group"
     SCALE_DTYPE = torch.float8_e4m3fn
 
@@ -55,8 +56,9 @@ class Nvfp4(CompressedTensors):
         """Pack `weight[N, K]`, K divisible by 16.
 
         `global_scale` (float32 `[1]`) replaces the tensor's own. Returns `weight_packed` uint8 `[N, K/2]` (low nibble =
-        even column), `weight_scale` float8_e4m3fn `[N, K/16]`, `weight_global_scale` float32 `[1]`. Raises ValueError
-        for an unknown rule. Raises it, naming `name`, for another shape or dtype, for NaN or Inf, and for a global
+        even column), `weight_scale` float8_e4m3fn `[N, K/16]`, `weight_global_scale` float32 `[1]`.
+
+        Raises ValueError for an unknown rule and, naming `name`, for another shape or dtype, NaN or Inf, or a global
         scale that is not positive and finite.
         """
         self._check_rule()
@@ -77,14 +79,15 @@ class Nvfp4(CompressedTensors):
         }
 
     def together(self, weights: Sequence[Tensor]) -> Quantize:
-        """Return `quantize` with one global scale: engines keep a single one for q/k/v and for gate/up."""
+        """Return a `quantize` with one global scale for all parts, because engines keep one per fused layer."""
         return partial(self.quantize, global_scale=self.global_scale(weights))
 
     def global_scale(self, weights: Sequence[Tensor]) -> Tensor:
-        """Return the divisor that brings the largest of all `weights` to 448 * 6, for `four_over_six` to 256 * 6.
+        """Compute the divisor, float32 `[1]`, that maps the largest magnitude of all `weights` to 448 * 6.
 
-        It is float32 `[1]`, taken in the dtype of the weights, in float32 where they differ. Raises ValueError for an
-        unknown rule.
+        For `four_over_six` it maps to 256 * 6.
+
+        Computed in the dtype of the weights, in float32 if they differ. Raises ValueError for an unknown rule.
         """
         largest_block = _TENSOR_SCALE[self._check_rule()]
         every = [weight.detach().abs().max() for weight in weights]
@@ -100,12 +103,12 @@ class Nvfp4(CompressedTensors):
         return self.scale_rule
 
     def dequantize(self, packed: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-        """Return `[N, K]`: value * (scale / global scale) in float32, rounded once to `dtype`."""
+        """Unpack to `[N, K]`: value * (scale / global scale) in float32, rounded once to `dtype`."""
         scale = packed["weight_scale"].float() / packed["weight_global_scale"]
         return _scaled(packed["weight_packed"], scale, shape).to(dtype)
 
     def decoder(self, packed: Mapping[str, Tensor], shape: tuple[int, int]) -> Decoder:
-        """Return W' = value * block scale and alpha = 1 / global scale, the numerics of the engines (Marlin).
+        """Return W' = value * block scale and alpha = 1 / global scale, as the engines' kernels (Marlin) compute.
 
         W' has at most six significant bits and is 0 or within 2**-10 and 2688: exact in bfloat16, float16 and float32.
         """
@@ -113,7 +116,7 @@ class Nvfp4(CompressedTensors):
         return Decoder(partial(_unscaled, packed["weight_packed"], packed["weight_scale"], shape), alpha)
 
     def layout(self, shape: tuple[int, int]) -> Layout:
-        """Return codes and scales as in `quantize`."""
+        """Return the layout of codes and scales as `quantize` makes them."""
         rows, columns = shape
         return {
             "weight_packed": ((rows, columns // 2), torch.uint8),
@@ -122,9 +125,9 @@ class Nvfp4(CompressedTensors):
         }
 
     def accept(self, packed: Mapping[str, Tensor], shape: tuple[int, int], *, name: str) -> dict[str, Tensor]:
-        """Return `packed` if it is of this layout. Raises ValueError if not, or for scales that are no scales.
+        """Check packed tensors. Raises ValueError for another layout, and for negative or NaN scales.
 
-        The engines' kernels read a block scale without its sign, and the trainer would not.
+        The engines' kernels ignore the sign of a block scale; the trainer would not.
         """
         accepted = super().accept(packed, shape, name=name)
         if not 0 < (divisor := accepted["weight_global_scale"].item()) < float("inf"):
@@ -135,20 +138,20 @@ class Nvfp4(CompressedTensors):
 
 
 def _block_scale(blocks: Tensor, divisor: Tensor, top: float) -> Tensor:
-    """The E4M3 numbers, in float32 `[N, K/16]`, that map the maxima of `blocks[N, K/16, 16]` to `top`."""
+    """Compute E4M3 scales, as float32 `[N, K/16]`, that map the maxima of `blocks[N, K/16, 16]` to `top`."""
     scale = (divisor * (blocks.abs().amax(-1) / top)).clamp(max=E4M3_MAX).to(torch.float8_e4m3fn).float()
     return torch.where(scale == 0, _SCALE_OF_ZERO_BLOCK, scale)
 
 
 def _in_units(blocks: Tensor, divisor: Tensor, scale: Tensor) -> Tensor:
-    """`blocks` in units of their step, what E2M1 rounds."""
+    """Divide `blocks` by their scales, before rounding to E2M1."""
     return blocks / (scale / divisor).unsqueeze(-1)
 
 
 def _error(blocks: Tensor, divisor: Tensor, scale: Tensor) -> Tensor:
-    """Squared error of each block `[N, K/16]`, times divisor squared, so that no magnitude overflows float32.
+    """Compute each block's squared error `[N, K/16]`, times divisor squared so that nothing overflows float32.
 
-    Summed in float64, where the order in which a device adds sixteen float32 squares decides nothing.
+    Summed in float64, so that the order in which a device adds sixteen float32 squares does not matter.
     """
     exact = _in_units(blocks, divisor, scale)
     rounded = e2m1.decode(e2m1.pack(e2m1.encode(exact).flatten(1)), torch.float32).view_as(exact)
@@ -156,6 +159,7 @@ def _error(blocks: Tensor, divisor: Tensor, scale: Tensor) -> Tensor:
 
 
 def _unscaled(codes: Tensor, scale: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """Unpack to W' `[N, K]` without the global scale, on a GPU with a Triton kernel."""
     if codes.is_cuda:
         from qerl_lab.formats.kernels import dequantize_e2m1
 
@@ -164,6 +168,6 @@ def _unscaled(codes: Tensor, scale: Tensor, shape: tuple[int, int], dtype: torch
 
 
 def _scaled(packed: Tensor, scale: Tensor, shape: tuple[int, int]) -> Tensor:
-    """E2M1 values times the scale of their block, in the dtype of `scale`."""
+    """Multiply E2M1 values by their block scales, in the dtype of `scale`."""
     values = e2m1.decode(packed, scale.dtype).unflatten(1, (-1, Nvfp4.BLOCK))
     return (values * scale.unsqueeze(-1)).reshape(shape)

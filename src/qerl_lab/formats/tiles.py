@@ -1,20 +1,20 @@
-"""NVFP4 in the order in which the lab's kernel `fp4_tiles` reads it, and the way back.
+"""NVFP4 in the layout of the kernel `fp4_tiles`: convert to it and back.
 
-The order is a fixed one of the same codes and scales, cut into blocks of 64 rows x 64 columns, 2304 bytes, of which
-`tile` one below another are a tile. A weight `[N, K]` is uint8 `[tiles, D, 2, tile, 2304]`, N / (64 tile) tiles and
-D = K/128, both rounded up: zeros fill what is beyond N and K. For row n = 64 (tile T + j) + 16 w + 8 h + g and column
-k = 128 d + 64 i + 16 s + 8 b + 2 t + a (w, s, t to 3; g to 7; i, h, b, a to 1), the 576 bytes from 576 w on of block
-[T, d, i, j] are:
+The layout reorders the same codes and scales into blocks of 64 rows x 64 columns, 2304 bytes each. `tile` blocks below
+each other form a tile. A weight `[N, K]` is uint8 `[tiles, D, 2, tile, 2304]` with N / (64 tile) tiles and D = K/128,
+both rounded up; zeros fill the space beyond N and K. For row n = 64 (tile T + j) + 16 w + 8 h + g and column k = 128 d
++ 64 i + 16 s + 8 b + 2 t + a (w, s, t to 3; g to 7; i, h, b, a to 1), the 576 bytes from 576 w on of block [T, d, i, j]
+are:
 
-- codes, 512 bytes or int32 `[128]`: half a of word 16 g + 4 t + s, the lower one first, holds code [n, k]. Its sign and
+- codes, 512 bytes or int32 `[128]`: half a of word 16 g + 4 t + s (lower half first) holds code [n, k]. Its sign and
   magnitude are the bits 15 and 8, 7, 6 for h, b = 0, 0; 12 and 5, 4, 3 for 1, 0; 9 and 2, 1, 0 for 0, 1; 14 and 13, 11,
   10 for 1, 1;
-- scales, a byte each: byte 8 g + 4 h + s is that of [n, k], an exponent e of five bits above a mantissa m of three:
-  (1 + m/8) 2^(e - 9). All E4M3 numbers above 0 are among these, the subnormal ones too; 0 is not.
+- scales, a byte each: byte 8 g + 4 h + s is the scale of [n, k], a 5-bit exponent e above a 3-bit mantissa m: (1 + m/8)
+  2^(e - 9). This covers all E4M3 numbers above 0, subnormals included, but not 0.
 
-Where a scale is 0, the 16 codes become 0 and the scale 2^-9, for the same weights but for signs of zeros. On the way
-back 16 codes of 0 with the scale 2^-9 get the scale 0. Lost are therefore codes whose scale is 0, and the scale 2^-9 of
-16 codes of 0.
+Where a scale is 0, the 16 codes become 0 and the scale 2^-9: the same weights up to signs of zeros. On the way back 16
+zero codes with scale 2^-9 get scale 0. So two things are lost: codes under a scale of 0, and a scale of 2^-9 over 16
+zero codes.
 """
 
 import math
@@ -31,17 +31,17 @@ from qerl_lab.formats.nvfp4 import Nvfp4
 
 BLOCK, DEPTH, AT_A_TIME, BLOCK_BYTES = 64, 64, 2, 2304  # as in fp4_tiles.cu
 TILES = "fp4_tiles"
-_CODE_WORDS = 128  # of a quarter of a block
+_CODE_WORDS = 128  # per quarter block
 SIGNS = -0x7FFF8000  # 0x80008000 as int32
-_ROWS_AT_ONCE = 4096  # integers take eight times the room of codes
+_ROWS_AT_ONCE = 4096  # int32 takes eight times the memory of codes
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """How to read `rows` rows from `first` on of an NVFP4 weight that is held as `TILES`, and `DIVISOR` as stored.
+    """Reader of `rows` rows from `first` on of an NVFP4 weight held as `TILES`, and `DIVISOR` as in a checkpoint.
 
-    All three fields are multiples of 64. One of q, k and v, say, may begin and end within a tile, where it is no view:
-    each of them holds the tensor of the whole layer.
+    All three fields are multiples of 64. A part of a fused layer (q, k or v) may begin and end within a tile, where no
+    view exists. So each part holds the tensor of the whole layer.
     """
 
     first: int
@@ -49,12 +49,12 @@ class Tiles:
     columns: int
 
     def stored(self, held: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the tensors of a checkpoint, as `Nvfp4.quantize` does, bit for bit but for what is lost at 0."""
+        """Convert back to checkpoint tensors, bit-equal to `Nvfp4.quantize` except where a scale is 0 (see above)."""
         blocks = self._part(held[TILES]).unflatten(-1, (4, -1))  # N/64 K/64 w
         words = blocks.view(torch.int32)[..., :_CODE_WORDS]
         codes, wide = _packed_codes(words), _in_rows(blocks[..., 4 * _CODE_WORDS :])
         scale = ((wide.int() << 20) + (118 << 23)).view(torch.float32)
-        empty = (wide == 0) & (codes.view(torch.int64) == 0)  # eight bytes are the codes of a scale
+        empty = (wide == 0) & (codes.view(torch.int64) == 0)  # eight bytes hold the codes of one scale
         return {
             "weight_packed": codes,
             "weight_scale": scale.masked_fill_(empty, 0).to(torch.float8_e4m3fn),
@@ -62,9 +62,9 @@ class Tiles:
         }
 
     def decoder(self, held: Mapping[str, Tensor], shape: tuple[int, int]) -> Decoder:
-        """Return what a Linear computes with: the bits of `Nvfp4.decoder` on `stored(held)`.
+        """Return the decoder of a Linear's weight, with the bits of `Nvfp4.decoder` on `stored(held)`.
 
-        Raises ValueError where `held` has no such rows and columns, or a layer of this shape has others.
+        Raises ValueError if `held` lacks these rows and columns, or if the layer's shape differs.
         """
         self._check(held[TILES], shape)
         return Decoder(partial(self._unpack, held), held[DIVISOR].reciprocal().item())
@@ -77,6 +77,7 @@ class Tiles:
         return Nvfp4(None).decoder(self.stored(held), (self.rows, self.columns)).unpack(dtype)
 
     def _check(self, packed: Tensor, shape: tuple[int, int]) -> None:
+        """Raise ValueError unless `packed` contains this part, and the layer has its shape."""
         tiles, depth, _, tile, _ = packed.shape
         whole = self.first % BLOCK == self.rows % BLOCK == self.columns % DEPTH == 0
         inside = 0 <= self.first <= self.first + self.rows <= tiles * tile * BLOCK
@@ -88,7 +89,7 @@ class Tiles:
             )
 
     def _part(self, packed: Tensor) -> Tensor:
-        """This part's blocks `[rows/64, columns/64, 2304]`; only the tiles that it lies in are copied on the way."""
+        """Return this part's blocks `[rows/64, columns/64, 2304]`; copies only the tiles it lies in."""
         tile, first, end = packed.shape[3], self.first // BLOCK, (self.first + self.rows) // BLOCK
         before = first // tile
         blocks = packed[before : -(-end // tile)].permute(0, 3, 1, 2, 4).flatten(0, 1).flatten(1, 2)
@@ -96,24 +97,24 @@ class Tiles:
 
 
 def decoders(held: Mapping[str, Tensor], sizes: Sequence[int], columns: int) -> list[Decoder]:
-    """Those of the parts of a fused layer, so many rows each, which lie below each other."""
+    """Return one decoder per part of a fused layer (q, k, v); `sizes` are their rows, from top to bottom."""
     firsts = [sum(sizes[:part]) for part in range(len(sizes))]
     return [Tiles(first, size, columns).decoder(held, (size, columns))
             for first, size in zip(firsts, sizes, strict=True)]  # fmt: skip
 
 
 def depth_of(columns: int) -> int:
-    """How often a tile has `AT_A_TIME` blocks side by side."""
+    """Return the number of `AT_A_TIME` block pairs that cover `columns`."""
     return -(-columns // (DEPTH * AT_A_TIME))
 
 
 def pack(codes: Tensor, scale: Tensor, tile: int) -> Tensor:
-    """Return a weight in this order, uint8 `[tiles, K/128, 2, tile, 2304]`.
+    """Convert a weight to this layout, uint8 `[tiles, K/128, 2, tile, 2304]`.
 
     Args:
         codes: uint8 `[N, K/2]`, low nibble = even column; N and K are multiples of 64.
         scale: float8_e4m3fn `[N, K/16]`, none negative.
-        tile: its blocks of 64 rows.
+        tile: blocks of 64 rows per tile.
     """
     tiles, depth = -(-len(codes) // (BLOCK * tile)), depth_of(2 * codes.shape[1])
     shape = (tiles * tile, depth * AT_A_TIME, BLOCK_BYTES)
@@ -126,7 +127,7 @@ def pack(codes: Tensor, scale: Tensor, tile: int) -> Tensor:
 
 
 def _blocks(codes: Tensor, scale: Tensor) -> Tensor:
-    """`[N/64, K/64, 2304]`."""
+    """Convert codes and scales to blocks `[N/64, K/64, 2304]`."""
     N, K = len(codes), 2 * codes.shape[1]
     code = torch.stack([codes & 15, codes >> 4], dim=-1).view(N, K // 16, 16).int()
     code *= (scale.float() != 0)[..., None]
@@ -144,7 +145,7 @@ def _blocks(codes: Tensor, scale: Tensor) -> Tensor:
 
 @cache
 def _wider_exponents() -> Tensor:
-    """By the bits of an E4M3 number > 0: three bits of mantissa below five of exponent, 0 for 2^-9."""
+    """Return a table from the bits of an E4M3 number > 0 to 5-bit exponent and 3-bit mantissa; 0 means 2^-9."""
     table = torch.zeros(256, dtype=torch.uint8)
     for bits in range(1, 127):
         mantissa, exponent = math.frexp(torch.tensor(bits, dtype=torch.uint8).view(torch.float8_e4m3fn).item())
@@ -153,7 +154,7 @@ def _wider_exponents() -> Tensor:
 
 
 def _packed_codes(words: Tensor) -> Tensor:
-    """int32 `[N/64, K/64, 4, 128]` to bytes `[N, K/2]`, low nibble = even column."""
+    """Convert int32 `[N/64, K/64, 4, 128]` to bytes `[N, K/2]`, low nibble = even column."""
     words = words.unflatten(3, (8, 4, 4)).permute(0, 2, 3, 1, 5, 4)  # N/64 w g K/64 s t
     rows, _, _, columns, _, _ = words.shape
     out = torch.empty(rows, 4, 2, 8, columns, 4, 2, 4, dtype=torch.uint8, device=words.device)  # w h g K/64 s b t
@@ -164,7 +165,7 @@ def _packed_codes(words: Tensor) -> Tensor:
 
 
 def _placed(words: Tensor) -> Iterator[tuple[int, int, Tensor]]:
-    """Yield h, b and words that have the codes of these at the bits 15 and 8, 7, 6 of both halves."""
+    """Yield h, b and the words shifted so that their codes lie at bits 15 and 8, 7, 6 of both halves."""
     yield 0, 0, words
     yield 1, 0, words << 3
     yield 0, 1, words << 6
@@ -172,6 +173,6 @@ def _placed(words: Tensor) -> Iterator[tuple[int, int, Tensor]]:
 
 
 def _in_rows(scales: Tensor) -> Tensor:
-    """Bytes `[N/64, K/64, 4, 64]` of scales to `[N, K/16]`."""
+    """Reorder scale bytes `[N/64, K/64, 4, 64]` to `[N, K/16]`."""
     rows, columns = scales.shape[:2]
     return scales.unflatten(3, (8, 2, 4)).permute(0, 2, 4, 3, 1, 5).reshape(rows * BLOCK, columns * DEPTH // 16)

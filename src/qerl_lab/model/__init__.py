@@ -1,1 +1,1 @@
-"""Models made of packed weights: files, Linears, LoRA, and the policy that a run trains."""
+"""The policy that a run trains: model files, packed Linears, LoRA adapters, noisy norms."""

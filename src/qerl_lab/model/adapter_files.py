@@ -1,4 +1,4 @@
-"""An adapter of another run or of PEFT, with which a run begins: read from its files, before torch is there."""
+"""Validate the adapter that a run starts from (`lora.start_from`) from its files alone, before torch is imported."""
 
 import json
 from pathlib import Path
@@ -12,13 +12,16 @@ from qerl_lab.config.spelling import listed
 SETTINGS = "adapter_config.json"
 PLAIN = {"use_dora": False, "use_rslora": False, "bias": "none", "modules_to_save": None, "rank_pattern": {},
          "alpha_pattern": {}, "alora_invocation_tokens": None, "kasa_config": None}  # fmt: skip
-# By the others (PiSSA, OLoRA, CorDA, LoRA-GA, LoftQ) PEFT changes the base, and the adapter is of that one.
+# PEFT's other initializations (PiSSA, OLoRA, CorDA, LoRA-GA, LoftQ) change the base, and the adapter fits only that.
 INITS = ("true", "false", "gaussian", "orthogonal", "eva", "mica")
 
 
 def check(cfg: RunConfig) -> None:
-    """Raise ConfigError unless lora.start_from is an adapter that this run's can begin as: its kind, rank, scaling and
-    layers, and its content since the run was composed."""
+    """Check that this run can start from the adapter of lora.start_from.
+
+    Raises ConfigError unless kind, rank, scaling and target modules match, and the file has not changed since the run
+    was composed.
+    """
     assert cfg.lora.start_from is not None
     folder, said = adapter_folder(cfg.lora.start_from), f"lora.start_from={cfg.lora.start_from}"
     settings = _settings(folder, said)
@@ -48,6 +51,7 @@ def check(cfg: RunConfig) -> None:
 
 
 def _check_base_unchanged(init: bool | str | None, said: str) -> None:
+    """Raise ConfigError if the adapter's initialization changed the base weights."""
     if init is None or str(init).lower() in INITS:
         return
     raise ConfigError(
@@ -58,6 +62,7 @@ def _check_base_unchanged(init: bool | str | None, said: str) -> None:
 
 
 def _settings(folder: Path, said: str) -> dict[str, Any]:
+    """Read the adapter's settings. Raises ConfigError unless it is a LoRA adapter of PEFT with a list of layers."""
     try:
         settings = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""The weights of a policy as a dense checkpoint has them: the frozen base alone, or with the adapter added."""
+"""Collect a policy's weights by checkpoint name: the frozen base, dequantized, or merged with the adapter."""
 
 import torch
 from peft.tuners.lora.layer import LoraLayer
@@ -10,11 +10,15 @@ from qerl_lab.model.policy import Policy
 
 
 def base_tensors(policy: Policy) -> dict[str, Tensor]:
-    """The frozen tensors by their names in a checkpoint: without PEFT's layer around them, without the adapter."""
+    """Return the frozen tensors by checkpoint name, without PEFT's wrapper layers and the adapter.
+
+    Norms are converted back from float32 to the model's dtype, in which they were loaded.
+    """
     base = policy.model.get_base_model()
-    tensors, again = base.state_dict(), tied(base)
+    norms = {f"{name}.weight": norm.detach().to(policy.model.dtype) for name, norm in policy.norms.items()}
+    tensors, again = base.state_dict() | norms, tied(base)
     for name, module in base.named_modules():
-        if isinstance(module, PackedLinear) and module.form is not None:  # an engine's tensors, in its form
+        if isinstance(module, PackedLinear) and module.form is not None:  # tensors in an engine's layout
             for key in module.held():
                 del tensors[f"{name}.{key}"]
             tensors |= {f"{name}.{key}": tensor for key, tensor in module.packed().items()}
@@ -26,9 +30,9 @@ def base_tensors(policy: Policy) -> dict[str, Tensor]:
 
 
 def dense_tensors(policy: Policy, dtype: torch.dtype, *, merged: bool = False) -> dict[str, Tensor]:
-    """`base_tensors` with every packed Linear dequantized to `dtype`; what the format leaves dense is as it was loaded.
+    """Return `base_tensors` with every packed Linear dequantized to `dtype`; dense layers stay as loaded.
 
-    With `merged` a layer with an adapter is W + scaling * B A instead, added in float32 and rounded once.
+    With `merged` a layer with an adapter becomes W + scaling * B A, added in float32 and rounded once.
     """
     base, tensors = policy.model.get_base_model(), base_tensors(policy)
     packed = packed_layers(base)
@@ -41,12 +45,13 @@ def dense_tensors(policy: Policy, dtype: torch.dtype, *, merged: bool = False) -
 
 
 def _taken(tensors: dict[str, Tensor], name: str, layer: PackedLinear, dtype: torch.dtype) -> Tensor:
-    """The weight [N, K] that the tensors of a packed layer stand for, which are taken out of `tensors`."""
+    """Dequantize one packed layer to [N, K], removing its tensors from `tensors`."""
     shape = layer.out_features, layer.in_features
     stored = {key: tensors.pop(f"{name}.{key}") for key in layer.weight_format.layout(shape)}
     return layer.weight_format.dequantize(stored, shape, dtype)
 
 
 def _merged(weight: Tensor, layer: LoraLayer) -> Tensor:
+    """Return W + scaling * B A in float32."""
     A, B = layer.lora_A["default"].weight.detach().float(), layer.lora_B["default"].weight.detach().float()
     return torch.addmm(weight, B, A, alpha=layer.scaling["default"])

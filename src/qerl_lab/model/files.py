@@ -1,4 +1,4 @@
-"""Weights on disk: a folder of safetensors files, with or without an index, as the Hugging Face hub has them."""
+"""Read safetensors weights from a folder, with or without an index, as on the Hugging Face hub."""
 
 import json
 import shutil
@@ -15,7 +15,7 @@ from qerl_lab.config.records import RECORDS
 from qerl_lab.model import gguf, on_disk
 from qerl_lab.model.on_disk import INDEX, SINGLE
 
-# Weights, configurations and tokenizers: no code, no pickles, no second copy of the weights in another layout.
+# Download weights, configurations and tokenizers: no code, no pickles, no second copy of the weights.
 _WANTED = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
 _COMPANIONS = (".json", ".jinja", ".txt", ".model")  # tokenizer, chat template, generation_config
 _UNWANTED = ["*/*", "consolidated*"]
@@ -34,13 +34,15 @@ class _Stored(NamedTuple):
 
 
 class WeightFiles:
-    """The tensors of a folder by name: headers are read and checked at once, tensors when asked for."""
+    """Tensors of a folder by name. Reads and checks the headers at once, the tensors on request."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises ValueError, naming file and tensor, for a folder without weights, a missing or truncated file, and an
-        index that disagrees with the files."""
-        index = folder / INDEX
-        listed = _listed(index) if index.is_file() else None
+        """Read the headers.
+
+        Raises ValueError, naming file and tensor, for a folder without weights or with two sets of them, a missing or
+        truncated file, and an index that disagrees with the files.
+        """
+        index, listed = folder / INDEX, on_disk.listed_files(folder)
         self.files: tuple[Path, ...] = tuple(sorted({*listed.values()} if listed else {folder / SINGLE}))
         self._stored: dict[str, _Stored] = {}
         for file in self.files:
@@ -56,7 +58,7 @@ class WeightFiles:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All tensors, file by file, in the order in which they are stored."""
+        """All tensor names, file by file, in stored order."""
         return tuple(self._stored)
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -69,26 +71,26 @@ class WeightFiles:
         return torch.Size(self.shape(name)).numel() * self.dtype(name).itemsize
 
     def where(self, name: str) -> str:
-        """The file that holds `name`, for messages."""
+        """Return the file that holds `name`, for messages."""
         return str(self._stored[name].file)
 
     def tensor(self, name: str, device: torch.device | str = "cpu") -> Tensor:
-        """Read one tensor into memory of its own: what happens to the file later does not change it."""
+        """Read one tensor into its own memory, so that later changes of the file do not change it."""
         with safe_open(self._stored[name].file, framework="pt", device=_numbered(torch.device(device))) as opened:
             tensor = opened.get_tensor(name)
         return tensor.clone() if tensor.device.type == "cpu" else tensor  # on a CPU it is a view of the mapped file
 
 
 def _numbered(device: torch.device) -> str:
-    """The device in safetensors' words, which take cuda for the first GPU. To torch it is the process's own."""
+    """Return the device in safetensors' notation, where plain cuda means the first GPU, not the current one."""
     return f"cuda:{torch.cuda.current_device()}" if device == torch.device("cuda") else str(device)
 
 
 def local_folder(path: str, revision: str | None, *, key: str = "model.path") -> Path:
-    """The directory that `path`, the value of `key`, means: itself, `pocket`, a GGUF file's, which is unpacked where it
-    is not yet, or a download of that id from the hub.
+    """Return the local directory of a model; unpack a GGUF file or download from the hub where needed.
 
-    Raises ConfigError where there is neither a directory nor a file nor a repository that the hub gives.
+    `path` is the value of `key`: a directory, `pocket`, a GGUF file or a hub id. Raises ConfigError if it is none of
+    these, or the hub does not deliver it.
     """
     if (folder := on_disk.local(path, key)) is not None:
         return folder
@@ -107,7 +109,7 @@ def local_folder(path: str, revision: str | None, *, key: str = "model.path") ->
 
 
 def copy_companions(source: Path, target: Path) -> None:
-    """Copy what belongs to a model beside its weights and config.json; not what the lab noted of that directory."""
+    """Copy tokenizer, chat template, licence and generation config; not weights, config.json or the lab's records."""
     for file in sorted(source.iterdir()):
         is_wanted = file.suffix in _COMPANIONS or file.name.startswith(("LICENSE", "NOTICE"))
         is_wanted = is_wanted and file.name not in ("config.json", *RECORDS)
@@ -116,12 +118,12 @@ def copy_companions(source: Path, target: Path) -> None:
 
 
 def noted(folder: Path) -> dict[str, Any]:
-    """What the lab's commands noted of the model in `folder`, by the name of the record; empty of others' models."""
+    """Read the lab's records beside a model, by file name; empty for models that the lab did not make."""
     return {name: read_json(folder / name) for name in RECORDS if (folder / name).is_file()}
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """A JSON object. Raises ValueError, naming the file, for anything else."""
+    """Read a JSON object. Raises ValueError, naming the file, for anything else."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -133,19 +135,8 @@ def read_json(file: Path) -> dict[str, Any]:
     return content
 
 
-def _listed(index: Path) -> dict[str, Path]:
-    """Tensor -> file, as the index says."""
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise ValueError(f"{index} has no weight_map")
-    for name, file in weight_map.items():
-        if not isinstance(file, str) or Path(file).name != file:
-            raise ValueError(f"{index}: {name} is in {file!r}; allowed: a file of the same folder")
-    return {name: index.parent / file for name, file in weight_map.items()}
-
-
 def _because(index: Path, file: Path, listed: dict[str, Path] | None) -> str:
-    """Say why `file` was looked for."""
+    """Say in a message why `file` is expected."""
     if listed is None:
         return f"a folder of weights has it or {index.name} (safetensors only: other kinds of files can run code)"
     first = next(name for name, listed_file in listed.items() if listed_file == file)
@@ -153,7 +144,7 @@ def _because(index: Path, file: Path, listed: dict[str, Path] | None) -> str:
 
 
 def _header(file: Path) -> dict[str, _Stored]:
-    """Read what a file holds, in stored order. Raises ValueError, naming the first tensor that is not whole."""
+    """Read the tensor entries of one file in stored order. Raises ValueError, naming the first truncated tensor."""
     try:
         with safe_open(file, framework="pt") as opened:
             stored = {}
@@ -166,13 +157,14 @@ def _header(file: Path) -> dict[str, _Stored]:
 
 
 def _dtype(file: Path, name: str, written: str) -> torch.dtype:
+    """Return the torch dtype of a safetensors dtype name. Raises ValueError for an unknown one."""
     if written not in DTYPES:
         raise ValueError(f"{file}: {name} is in {written}; allowed: {', '.join(DTYPES)}")
     return DTYPES[written]
 
 
 def _damage(file: Path) -> str | None:
-    """Say where a file ends too early, if it does: 8 bytes of length, a JSON header, then the tensors."""
+    """Describe where a truncated file ends, None if it is whole: 8 bytes of length, a JSON header, then the tensors."""
     size = file.stat().st_size
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")

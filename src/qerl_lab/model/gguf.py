@@ -1,8 +1,8 @@
-"""A GGUF file as a model: transformers dequantizes it once to a directory that everything else reads like any other.
+"""Use a GGUF file as a model: transformers dequantizes it once into a directory that is read like any other model.
 
-The directory is kept in the memory of this machine, HF_HOME/qerl-lab, under the file's name and a key of its place,
-size and time of change. It holds weights in bfloat16, tokenizer, chat template, and `gguf.json`, which says what the
-file was. Imports no torch until a file is unpacked.
+The directory is cached in HF_HOME/qerl-lab, under the file's name and a hash of its path, size and modification time.
+It holds weights in bfloat16, tokenizer, chat template, and `gguf.json`, which describes the file. torch is imported
+only when a file is unpacked.
 """
 
 import hashlib
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 SUFFIX = ".gguf"
-DTYPE, BYTES = "bfloat16", 2  # of a dequantized weight: that of the policy's base, which vLLM reads without a copy
-LAYOUT = 1  # part of the key: a higher number makes every file be unpacked anew
-USER_DEFINED = 4  # kind of a token that is never split, and is text all the same
+DTYPE, BYTES = "bfloat16", 2  # of dequantized weights: the dtype of the policy's base, so that vLLM needs no copy
+LAYOUT = 1  # part of the hash: raise it to unpack every file anew
+USER_DEFINED = 4  # token type: never split, but not a special token
 SPECIAL = {
     "bos_token": "tokenizer.ggml.bos_token_id", "eos_token": "tokenizer.ggml.eos_token_id",
     "unk_token": "tokenizer.ggml.unknown_token_id", "pad_token": "tokenizer.ggml.padding_token_id",
@@ -38,7 +38,7 @@ SPECIAL = {
 
 
 class Header(NamedTuple):
-    """What a file says before its weights: their number, tensors by kind, and of the tokenizer what `_mend` needs."""
+    """Contents of a GGUF header: parameter count, tensors by type, and the tokenizer settings that `_mend` restores."""
 
     parameters: int
     kinds: dict[str, int]
@@ -48,12 +48,12 @@ class Header(NamedTuple):
 
 
 def is_gguf(path: str) -> bool:
-    """Whether a path names a GGUF file, by its suffix; the file need not be there."""
+    """Return whether a path ends in .gguf; the file need not exist."""
     return path.endswith(SUFFIX)
 
 
 def existing(path: str, key: str) -> Path:
-    """The file that `path`, the value of `key`, names. Raises ConfigError where there is none."""
+    """Return the file that `path`, the value of `key`, names. Raises ConfigError if it does not exist."""
     file = Path(path).expanduser()
     if file.is_file():
         return file
@@ -66,14 +66,14 @@ def existing(path: str, key: str) -> Path:
 
 
 def folder_of(file: Path) -> Path:
-    """The directory that `file` is or will be unpacked to; another one after the file has changed."""
+    """Return the directory that `file` is or will be unpacked to; it changes when the file changes."""
     status, place = file.stat(), file.resolve()
     key = f"{LAYOUT} {place} {status.st_size} {status.st_mtime_ns}"
     return cache_folder() / f"{file.name.removesuffix(SUFFIX)}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
 
 
 def header(file: Path) -> Header:
-    """Read what a file says of itself. Raises ConfigError for a missing package, and for a file that is not whole."""
+    """Read a file's header. Raises ConfigError if the package gguf is missing or the file is damaged."""
     if importlib.util.find_spec("gguf") is None:
         raise ConfigError(f"{file} needs the package gguf, which is not installed. Type pip install gguf.")
     from gguf import GGUFReader
@@ -87,18 +87,18 @@ def header(file: Path) -> Header:
             [n for n, kind in enumerate(_value(reader, "tokenizer.ggml.token_type") or []) if kind == USER_DEFINED],
             _value(reader, "tokenizer.ggml.model") == "gpt2",
         )
-    except (OSError, ValueError, IndexError, KeyError) as error:  # what numpy says of a file that ends too early
+    except (OSError, ValueError, IndexError, KeyError) as error:  # numpy's errors for a truncated file
         raise ConfigError(f"{file} is no GGUF file, or not whole ({first_line(error)}). Download it again.") from None
 
 
 def _value(reader: "GGUFReader", key: str) -> Any:
-    """The value of a key of the file; None where it has no such key."""
+    """Return the value of a metadata key, None if absent."""
     field = reader.get_field(key)
     return None if field is None else field.contents()
 
 
 def unpack(file: Path) -> Path:
-    """The directory of a file, which is made where it is not there yet. Says on standard error what it makes.
+    """Return the directory of a file, unpacking it first if needed; prints a line on stderr then.
 
     Raises ConfigError for a file that transformers cannot read.
     """
@@ -107,16 +107,16 @@ def unpack(file: Path) -> Path:
         return folder
     found = header(file)
     cache_folder().mkdir(parents=True, exist_ok=True)
-    with alone_in(cache_folder()) as alone:  # ranks, and jobs of a sweep: the first unpacks, the others wait
+    with alone_in(cache_folder()) as alone:  # among ranks and jobs of a sweep the first unpacks, the others wait
         if not folder.is_dir():
             _make(file, folder, found, alone)
     return folder
 
 
 def _make(file: Path, folder: Path, found: Header, alone: bool) -> None:
-    """Write aside, then rename: whoever is killed here leaves no half directory.
+    """Unpack into a temporary directory and rename it, so that a killed process leaves no half directory.
 
-    Where nobody is `alone`, without locks, each process writes one of its own, and the first to be whole stays.
+    Without file locks (`alone` false) each process unpacks for itself, and the first to finish wins.
     """
     kinds = ", ".join(f"{kind} ({count})" for kind, count in found.kinds.items())
     said = f"{file.name}: tensors in {kinds}; transformers dequantizes them to {DTYPE}, kept in {folder}"
@@ -134,14 +134,14 @@ def _make(file: Path, folder: Path, found: Header, alone: bool) -> None:
         ) from error
     try:
         partial.rename(folder)
-    except OSError:  # it is there
+    except OSError:  # another process was first
         shutil.rmtree(partial)
         if not folder.is_dir():
             raise
 
 
 def _dequantize(file: Path, folder: Path, found: Header) -> None:
-    """Write the model, its tokenizer and what the file was."""
+    """Dequantize `file` and write model, tokenizer and `gguf.json` to `folder`."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
@@ -157,9 +157,9 @@ def _dequantize(file: Path, folder: Path, found: Header) -> None:
 
 
 def _mend(tokenizer: "PreTrainedTokenizerFast", found: Header) -> None:
-    """Give a tokenizer what its file says and transformers 5.17 drops for the llama architecture, in place.
+    """Restore tokenizer settings of the file that transformers 5.17 drops for the llama architecture, in place.
 
-    There eos becomes the file's bos, tokens of the user are split, and a decoded text loses a leading space.
+    Without this eos becomes the file's bos, user-defined tokens are split, and decoded text loses a leading space.
     """
     from tokenizers import AddedToken, decoders
 
@@ -173,6 +173,7 @@ def _mend(tokenizer: "PreTrainedTokenizerFast", found: Header) -> None:
 
 
 def _about(file: Path, found: Header) -> dict[str, Any]:
+    """Return the record of the file for `gguf.json`."""
     versions = {name: importlib.metadata.version(name) for name in ("transformers", "gguf", "torch")}
     return {
         "file": str(file.resolve()), "sha256": sha256(file), "bytes": file.stat().st_size, "tensors": found.kinds,

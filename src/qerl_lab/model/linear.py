@@ -1,4 +1,4 @@
-"""A Linear whose frozen weight is packed, and the step that puts it into a model."""
+"""`PackedLinear`, a Linear with a frozen packed weight, and functions that put it into a model."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -17,14 +17,14 @@ from qerl_lab.model.on_disk import is_ignored
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-COMPUTE_DTYPES = (torch.float32, torch.bfloat16)  # sums over W' of NVFP4 (up to 2688) overflow float16
+COMPUTE_DTYPES = (torch.float32, torch.bfloat16)  # float16 would overflow in sums over NVFP4's W' (up to 2688)
 
-# Layers that engines fuse into one, and that must therefore agree on the scale of the tensor.
+# Layers that engines fuse into one, so that they must share a tensor scale.
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 class WeightBytes(NamedTuple):
-    """`linears`: the weights in the format, without biases. `total`: every parameter and buffer of the model."""
+    """Bytes of a model. `linears`: formatted weights without biases. `total`: all parameters and buffers."""
 
     linears: int
     total: int
@@ -33,16 +33,16 @@ class WeightBytes(NamedTuple):
 class PackedLinear(nn.Linear):
     """y = alpha * (x @ W'^T) + bias, with W' unpacked from buffers at each call (see `formats.format.Decoder`).
 
-    The numerics are those of the engines' FP4 kernels: W' = value * block scale is exact in bfloat16, and alpha (NVFP4:
-    1 / global scale) multiplies the float32 sums of the product before they are rounded, once, to the compute dtype.
+    The numerics match the engines' FP4 kernels. W' = value * block scale is exact in bfloat16. alpha (NVFP4: 1 / global
+    scale) multiplies the product's float32 sums before they are rounded, once, to the compute dtype.
 
-    Being an `nn.Linear` it takes LoRA from PEFT like any other. The packed tensors are buffers with the names of a
-    checkpoint (in attribute names "." becomes "__"); they keep their dtypes when the model changes its own. The
-    backward pass unpacks again instead of saving a dense weight. With `dense_cache` (CPU only) the unpacked weight is
-    kept between calls, outside of the state dict; the result is the same, bit for bit.
+    PEFT attaches LoRA to it as to any `nn.Linear`. The packed tensors are buffers with checkpoint names (in attribute
+    names "." becomes "__"); they keep their dtypes when the model changes its own. The backward pass unpacks again
+    instead of saving a dense weight. With `dense_cache` (CPU only) the unpacked weight is kept between calls, outside
+    the state dict; the result is bit-equal.
 
-    After `hold` with a form the buffers are an engine's tensors, in its form. The layer computes with the same bits.
-    Moved to another device, it holds tensors of its own again.
+    After `hold` with a `form` the buffers are an engine's tensors in the engine's layout; the layer computes the same
+    bits. Moved to another device, the layer gets tensors of its own again.
     """
 
     def __init__(
@@ -55,7 +55,10 @@ class PackedLinear(nn.Linear):
         bias: Tensor | None = None,
         dense_cache: bool = False,
     ) -> None:
-        """`shape` is (out_features, in_features). Raises ValueError for another dtype or a cache on an accelerator."""
+        """Hold `packed` as the weight of `shape` (out_features, in_features).
+
+        Raises ValueError for an unsupported compute dtype, or a cache on an accelerator.
+        """
         nn.Module.__init__(self)  # nn.Linear's own would allocate the dense weight
         self.out_features, self.in_features = shape
         self.weight_format = weight_format
@@ -69,7 +72,7 @@ class PackedLinear(nn.Linear):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, weight_format: Format, *, dense_cache: bool = False) -> Self:
-        """Quantize `linear`; it computes in the dtype of its weight."""
+        """Quantize `linear`; the result computes in the dtype of its weight."""
         ((_, packed),) = pack_fused(weight_format, {"weight": linear.weight})
         return cls.like(linear, weight_format, packed, dense_cache=dense_cache)
 
@@ -77,14 +80,14 @@ class PackedLinear(nn.Linear):
     def like(
         cls, linear: nn.Linear, weight_format: Format, packed: Mapping[str, Tensor], *, dense_cache: bool = False
     ) -> Self:
-        """Make one for the place of `linear`, whose weight may be on the meta device: its shape, dtype and bias."""
+        """Build a replacement for `linear` (may be on the meta device) with its shape, dtype and bias."""
         shape, dtype = (linear.out_features, linear.in_features), linear.weight.dtype
         return cls(weight_format, packed, shape, compute_dtype=dtype, bias=linear.bias, dense_cache=dense_cache)
 
     def hold(self, tensors: Mapping[str, Tensor], form: Marlin | Tiles | None = None) -> None:
-        """Hold the weight in `tensors` and nothing else: those of a checkpoint, or those that `form` reads.
+        """Replace the weight's buffers by `tensors`, in checkpoint layout or in the layout that `form` reads.
 
-        That they stand for the same weight as those held so far is the caller's to know.
+        The caller must ensure that they encode the same weight.
         """
         for tensor in tensors.values():
             _check_cache_device(self.dense_cache, tensor.device)
@@ -97,33 +100,39 @@ class PackedLinear(nn.Linear):
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]  # nn.Linear has a parameter by this name
-        """The packed codes. PEFT reads the device here, and the dtype of the adapter from `compute_dtype`."""
+        """The packed codes. PEFT reads the device here, and the adapter's dtype from `compute_dtype`."""
         return next(iter(self.held().values()))
 
     def packed(self) -> dict[str, Tensor]:
-        """Return the packed tensors by their names in a checkpoint; where an engine holds them, made from its form."""
+        """Return the packed tensors by checkpoint name, converted from the engine's layout if needed."""
         return self.held() if self.form is None else self.form.stored(self.held())
 
     def held(self) -> dict[str, Tensor]:
-        """Return the buffers that the weight is in."""
-        # Not get_buffer: it would find the property `weight` where NF4 has a tensor by that name.
+        """Return the buffers that hold the weight."""
+        # Not get_buffer: it would find the property `weight` instead of NF4's tensor of that name.
         return {name: cast(Tensor, self._buffers[_attribute(name)]) for name in self._held_names}
 
     def packed_bytes(self) -> int:
-        """Count the bytes of the packed tensors, without bias and dense cache; of an engine's, those of this layer."""
+        """Return the bytes of this layer's packed tensors, without bias and dense cache."""
         layout = self.weight_format.layout((self.out_features, self.in_features))
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in layout.values())
 
     @property
     def decoder(self) -> Decoder:
-        """Made anew after every change of the packed tensors; reads a constant or two back from a GPU then."""
+        """The weight's decoder, rebuilt after every change of the packed tensors.
+
+        Rebuilding reads one or two constants from a GPU.
+        """
         if self._decoder is None:
             read = self.form or self.weight_format
             self._decoder = read.decoder(self.held(), (self.out_features, self.in_features))
         return self._decoder
 
     def _packed_changed(self, *, decode: bool = False) -> None:
-        """With `decode` the new decoder is made at once, because torch.compile cannot read constants from a GPU."""
+        """Drop the cached decoder and dense weight. With `decode` rebuild the decoder at once, for torch.compile.
+
+        torch.compile cannot read the decoder's constants from a GPU later.
+        """
         self._decoder = None
         self._dense.clear()
         if decode and not self.weight.is_meta:
@@ -139,8 +148,11 @@ class PackedLinear(nn.Linear):
         return dense
 
     def forward(self, input: Tensor) -> Tensor:
-        """Map `[..., K]` to `[..., N]`, in the dtype of autocast if that is on, else computed in `compute_dtype` and
-        returned in the dtype of `input`."""
+        """Multiply by the packed weight: `[..., K]` to `[..., N]`.
+
+        Under autocast: computed and returned in its dtype. Otherwise computed in `compute_dtype`, returned in the
+        input's dtype.
+        """
         dtype = autocast_dtype(input.device)
         x = input.to(dtype or self.compute_dtype)
         bias = None if self.bias is None else self.bias.to(x.dtype)
@@ -151,20 +163,20 @@ class PackedLinear(nn.Linear):
         return f"{super().extra_repr()}, weight_format={self.weight_format.NAME}, dense_cache={self.dense_cache}"
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Move with the model. Of a change of dtype only `compute_dtype` and the bias take part."""
+        """Move with the model. A change of dtype affects only `compute_dtype` and the bias."""
         probe = fn(torch.empty(1, dtype=self.compute_dtype, device=self.weight.device))
         self.compute_dtype = _checked_dtype(probe.dtype)
         _check_cache_device(self.dense_cache, probe.device)
         if self.form is not None and probe.device != self.weight.device:
-            self.hold(self.packed())  # an engine's tensor may hold other layers too, and each would take it along
+            self.hold(self.packed())  # an engine's tensor may hold several layers, and each would copy all of it
         packed = self.held().values()
 
         def keep_dtype(tensor: Tensor) -> Tensor:
             if not any(tensor is other for other in packed):
                 return fn(tensor)
-            given = tensor.view(torch.uint8)  # bytes: no cast of floats touches them
+            given = tensor.view(torch.uint8)  # as bytes, so that a cast of floats leaves them alone
             got = fn(given)
-            return tensor if got is given else got.view(tensor.dtype)  # layers that share it still do
+            return tensor if got is given else got.view(tensor.dtype)  # keep sharing it with other layers
 
         decoded = self._decoder is not None
         super()._apply(keep_dtype, recurse)
@@ -189,9 +201,9 @@ class PackedLinear(nn.Linear):
 
 
 class _PackedProduct(torch.autograd.Function):
-    """x[..., K], bias[N] -> y[..., N] for the frozen packed weight of `layer`; x and bias are in one dtype.
+    """x[..., K], bias[N] -> y[..., N] for the frozen packed weight of `layer`; x and bias have one dtype.
 
-    Keeps the layer, not a tensor, for the backward pass.
+    Saves the layer, not a tensor, for the backward pass.
     """
 
     @staticmethod
@@ -212,28 +224,31 @@ class _PackedProduct(torch.autograd.Function):
 
 
 def scaled_linear(x: Tensor, weight: Tensor, alpha: float, bias: Tensor | None = None) -> Tensor:
-    """Return alpha * (x[..., K] @ weight[N, K]^T) + bias[N]; alpha rides in the product and costs nothing."""
+    """Return alpha * (x[..., K] @ weight[N, K]^T) + bias[N], with alpha fused into the product."""
     if alpha == 1:
         return F.linear(x, weight, bias)
-    start = x.new_empty(1) if bias is None else bias  # beta=0 reads nothing
+    start = x.new_empty(1) if bias is None else bias  # not read with beta=0
     rows = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
     y = torch.addmm(start, rows, weight.t(), beta=int(bias is not None), alpha=alpha)
     return y if x.ndim == 2 else y.reshape(*x.shape[:-1], y.shape[-1])
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """Return the dtype of autocast on `device`; None where it is off."""
+    """Return autocast's dtype on `device`, None if autocast is off."""
     return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
 
 
 def dtypes_as_they_are(x: Tensor) -> AbstractContextManager[Any]:
-    """Switch autocast off for a backward pass whose forward pass did not know it."""
+    """Switch autocast off for a backward pass whose forward pass ran without it."""
     on = autocast_dtype(x.device) not in (None, x.dtype)
     return torch.autocast(x.device.type, enabled=False) if on else nullcontext()
 
 
 def packable(model: nn.Module, ignore: Iterable[str]) -> list[str]:
-    """List the Linears that a format packs; also of one on the meta device. Raises ValueError for a packed one."""
+    """List the Linears that a format packs; the model may be on the meta device.
+
+    Raises ValueError if one is packed already.
+    """
     ignore = tuple(ignore)
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     names = []
@@ -246,14 +261,14 @@ def packable(model: nn.Module, ignore: Iterable[str]) -> list[str]:
 
 
 def packed_head(model: "PreTrainedModel", weight_format: Format, ignore: Iterable[str]) -> str | None:
-    """Return the output layer, if it is packed: the loss multiplies by its dense weight `[V, H]` itself."""
+    """Return the output layer's name if it would be packed, which is an error: the loss needs its dense weight."""
     head = model.get_output_embeddings()
     names = packable(model, ignore) if weight_format.BLOCK is not None else []
     return next((name for name in names if model.get_submodule(name) is head), None)
 
 
 def packed_layers(model: nn.Module) -> dict[str, PackedLinear]:
-    """The packed layers by the names that they have without PEFT's layer around those with an adapter."""
+    """Return the packed layers by checkpoint name, without PEFT's `.base_layer`."""
     return {
         name.removesuffix(".base_layer"): layer for name, layer in model.named_modules()
         if isinstance(layer, PackedLinear)
@@ -273,9 +288,11 @@ def weight_bytes(model: nn.Module) -> WeightBytes:
 
 
 def pack_group(model: nn.Module, weights: dict[str, Tensor], weight_format: Format, dense_cache: bool) -> None:
-    """Pack `weights`, the parts of one fused layer by the names of their Linears, into the model, and take them out of
-    `weights`. They come in the dtype in which they are stored; a layer computes in the dtype that its Linear has, which
-    may be on the meta device. No reference to a dense weight outlives the call."""
+    """Pack `weights`, the parts of one fused layer by Linear name, into the model, removing them from `weights`.
+
+    The weights come in their stored dtype. A layer computes in the dtype of the Linear it replaces, which may be on the
+    meta device. No dense weight stays referenced.
+    """
     for name, packed in pack_fused(weight_format, weights):
         _replace_weight(model, name, weight_format, packed, dense_cache)
 
@@ -283,7 +300,7 @@ def pack_group(model: nn.Module, weights: dict[str, Tensor], weight_format: Form
 def _replace_weight(
     model: nn.Module, name: str, weight_format: Format, packed: dict[str, Tensor], dense_cache: bool
 ) -> None:
-    """Give one Linear its packed weight; under a dense format, which only rounds, a frozen one."""
+    """Replace one Linear by a `PackedLinear`; under a dense format round and freeze its weight instead."""
     linear = cast(nn.Linear, model.get_submodule(name))
     if weight_format.BLOCK is not None:
         model.set_submodule(name, PackedLinear.like(linear, weight_format, packed, dense_cache=dense_cache))
@@ -291,11 +308,11 @@ def _replace_weight(
     shape, dtype = (linear.out_features, linear.in_features), linear.weight.dtype
     linear.weight = nn.Parameter(weight_format.dequantize(packed, shape, dtype))
     linear.requires_grad_(False)
-    linear.__dict__["weight_format"] = weight_format  # `weight_bytes` counts it
+    linear.__dict__["weight_format"] = weight_format  # read by `weight_bytes`
 
 
 def fused_groups(names: list[str]) -> Iterator[list[str]]:
-    """Group `names` in their order: together are those that share a parent and a fused layer."""
+    """Group layer names, in order, by parent and fused layer."""
     groups: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     for name in names:
         parent, _, leaf = name.rpartition(".")
@@ -305,11 +322,12 @@ def fused_groups(names: list[str]) -> Iterator[list[str]]:
 
 
 def _attribute(checkpoint_name: str) -> str:
-    """Name the buffer of a tensor of the checkpoint: torch allows no dot in it."""
+    """Return the buffer name of a checkpoint tensor, because torch allows no dot in it."""
     return checkpoint_name.replace(".", "__")
 
 
 def _checked_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return `dtype`. Raises ValueError if a packed Linear cannot compute in it."""
     if dtype not in COMPUTE_DTYPES:
         allowed = ", ".join(map(str, COMPUTE_DTYPES))
         raise ValueError(f"a packed Linear cannot compute in {dtype}; allowed: {allowed} (also as the autocast dtype)")
@@ -317,5 +335,6 @@ def _checked_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _check_cache_device(dense_cache: bool, device: torch.device) -> None:
+    """Raise ValueError for a dense cache on an accelerator."""
     if dense_cache and device.type not in ("cpu", "meta"):
         raise ValueError(f"dense_cache=True is for the CPU, not for {device.type}: set dense_cache=False")

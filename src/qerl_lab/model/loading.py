@@ -1,11 +1,11 @@
-"""From tensors by name to a frozen model in few bits, layer by layer: what is dense is there one fused layer at a time.
+"""Build a frozen packed model from named tensors, one fused layer at a time, so that memory holds few dense weights.
 
-The model is made without memory (on torch's meta device) and filled from a `TensorSource`: a checkpoint that is packed
-already, or a dense one that is packed while it is read.
+The model is created on torch's meta device and filled from a `TensorSource`: a packed checkpoint, or a dense one that
+is packed while it is read.
 """
 
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Protocol, cast
@@ -19,18 +19,18 @@ from qerl_lab.config.keys import typed
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.records import QUALITY
 from qerl_lab.formats import FORMATS, recognize
-from qerl_lab.formats.format import STORED_DTYPES, Format, PackedAs
+from qerl_lab.formats.format import STORED_DTYPES, Format, PackedAs, check_values
 from qerl_lab.model import on_disk
 from qerl_lab.model.files import read_json
 from qerl_lab.model.linear import PackedLinear, fused_groups, pack_group, packable
 
 _DENSE = "dense"
-# Left over in old checkpoints, and computed anew by every model.
+# In old checkpoints; models compute it anew.
 _COMPUTED = r"rotary_emb\.inv_freq$"
 
 
 class TensorSource(Protocol):
-    """Tensors by their names in a checkpoint; `files.WeightFiles` is one."""
+    """Tensors by checkpoint name; `files.WeightFiles` implements it."""
 
     @property
     def names(self) -> Collection[str]: ...
@@ -40,17 +40,17 @@ class TensorSource(Protocol):
     def dtype(self, name: str) -> torch.dtype: ...
 
     def tensor(self, name: str, device: torch.device | str) -> Tensor:
-        """The tensor on `device`. The source keeps no reference to it."""
+        """Return the tensor on `device`, keeping no reference to it."""
 
     def where(self, name: str) -> str:
         """Say where the tensor comes from, for messages."""
 
 
 def stored_as(folder: Path) -> PackedAs | None:
-    """Tell how the weights in `folder` are packed, as its config.json says; None if they are dense.
+    """Return how the weights in `folder` are packed according to config.json, None if they are dense.
 
-    By which rule they were rounded (scale_rule, exponent_rule) only quality.json says, which not every checkpoint has.
-    Raises ValueError, naming the file, if there is no config.json or it speaks of something that cannot be loaded.
+    The rounding rule (scale_rule, exponent_rule) comes from quality.json, which only the lab's checkpoints have. Raises
+    ValueError, naming the file, if config.json is missing or describes an unsupported layout.
     """
     file = folder / "config.json"
     config = read_json(file).get("quantization_config")
@@ -64,9 +64,9 @@ def stored_as(folder: Path) -> PackedAs | None:
 
 
 def refuse_packed(folder: Path, said: str, why: str) -> None:
-    """Raise ConfigError, which begins with `said`, unless `folder` holds a dense model that can be asked questions.
+    """Raise ConfigError, beginning with `said`, unless `folder` holds a dense model with a chat template.
 
-    `why` says what the dense model is for, and what to type.
+    `why` says what the dense model is needed for and what to type.
     """
     on_disk.check_files(folder, said)
     on_disk.check_chat_template(folder, said)
@@ -75,7 +75,7 @@ def refuse_packed(folder: Path, said: str, why: str) -> None:
 
 
 def _with_rounding(folder: Path, weight_format: Format) -> Format:
-    """Fill in the options that config.json does not tell from what the quantize command noted."""
+    """Fill in the options that config.json lacks from the quantize command's record."""
     file = folder / QUALITY
     noted = read_json(file).get("options", {}) if file.is_file() else {}
     unknown = [name for name, value in asdict(weight_format).items() if value is None]
@@ -86,16 +86,16 @@ def load_model(
     config: PretrainedConfig, source: TensorSource, packed_as: PackedAs, *, is_packed: bool, device: torch.device,
     dtype: torch.dtype, dense_cache: bool = False,
 ) -> PreTrainedModel:  # fmt: skip
-    """Make an `empty_model` and fill it."""
+    """Create an `empty_model` and `fill` it."""
     model = empty_model(config, dtype)
     fill(model, source, packed_as, is_packed=is_packed, device=device, dense_cache=dense_cache)
     return model
 
 
 def empty_model(config: PretrainedConfig, dtype: torch.dtype, attention: str = "sdpa") -> PreTrainedModel:
-    """Make a causal LM of transformers, in eval mode, whose parameters have shapes and `dtype` but no memory.
+    """Create a causal LM of transformers on the meta device, in eval mode: shapes and `dtype`, no memory.
 
-    `config` loses its quantization_config, for which libraries would treat the model as one of their own.
+    Removes quantization_config from `config`, because libraries would otherwise treat the model as one of their own.
     """
     if hasattr(config, "quantization_config"):
         del config.quantization_config
@@ -111,23 +111,22 @@ def fill(
     model: PreTrainedModel, source: TensorSource, packed_as: PackedAs, *, is_packed: bool, device: torch.device,
     dense_cache: bool = False,
 ) -> None:  # fmt: skip
-    """Give a model of `empty_model` its frozen weights on `device`, its Linears as `packed_as` says.
+    """Load the weights into an `empty_model` on `device`, with Linears packed as `packed_as` says, all frozen.
 
-    With `is_packed` the source holds them so. Otherwise it holds dense weights, which are packed in the dtype in which
-    they are stored, one fused layer (q/k/v, gate/up) at a time; before the next one is read they are gone. What the
-    format leaves dense comes in the dtype of the model.
+    With `is_packed` the source holds packed weights. Otherwise it holds dense ones; each fused layer (q/k/v, gate/up)
+    is packed in its stored dtype and its dense weights are freed before the next is read. Layers left dense get the
+    model's dtype.
 
     Raises:
-        ValueError: a tensor is missing, superfluous, or of another shape or dtype than the model or the format has;
-            names it and its file. Or the format cannot hold the values of a module, which is named.
+        ValueError: a tensor is missing, superfluous, or has the wrong shape or dtype (names it and its file). Or a
+            tensor holds NaN or Inf, or the parts of a fused layer do not fit together.
     """
     linears = packable(model, packed_as.ignore)
     _check_names(model, source, packed_as, linears if is_packed else ())
     weights = {f"{name}.weight" for name in linears}
     for group in fused_groups(linears):
         if is_packed:
-            for name in group:
-                _fill_packed(model, source, name, packed_as.weight_format, device, dense_cache)
+            _fill_packed(model, source, group, packed_as.weight_format, device, dense_cache)
         else:
             stored = {name: source.tensor(f"{name}.weight", device) for name in group}
             pack_group(model, stored, packed_as.weight_format, dense_cache)
@@ -138,9 +137,9 @@ def fill(
 
 
 def _check_names(model: PreTrainedModel, source: TensorSource, packed_as: PackedAs, packed: Sequence[str]) -> None:
-    """Raise ValueError unless `source` holds the tensors of the empty `model` and no others.
+    """Raise ValueError unless `source` holds exactly the tensors of the empty `model`.
 
-    The Linears `packed` must be as `packed_as` says, everything else dense and in the model's shapes.
+    The Linears `packed` must be stored as `packed_as` says, everything else dense and in the model's shapes.
     """
     held = _held_by_module(source)
     for name in packable(model, ()):
@@ -156,9 +155,9 @@ def _check_names(model: PreTrainedModel, source: TensorSource, packed_as: Packed
 
 
 def _dense_shapes(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
-    """Return the shapes by name of the parameters (tied ones once) and of the buffers that belong into a checkpoint.
+    """Return the shapes, by name, of the model's dense parameters (tied ones once) and saved buffers.
 
-    A layer that is packed already has its bias left.
+    Packed layers count with their bias only.
     """
     packed = {name for name, module in model.named_modules() if isinstance(module, PackedLinear)}
     kept = model.state_dict()
@@ -171,7 +170,7 @@ def _dense_shapes(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
 
 
 def _held_by_module(source: TensorSource) -> dict[str, set[str]]:
-    """Map each module to the tensors that stand for its weight: `weight`, or `weight_packed` and what goes with it."""
+    """Map each module to the source's tensors for its weight: `weight`, or `weight_packed` and its scales."""
     held: dict[str, set[str]] = {}
     for name in source.names:
         if found := re.match(r"(.+?)\.(weight(?:[._].+)?)$", name):
@@ -180,7 +179,7 @@ def _held_by_module(source: TensorSource) -> dict[str, set[str]]:
 
 
 def _check_stored(source: TensorSource, name: str, stored: Format | None, held: set[str]) -> None:
-    """Raise ValueError unless `held`, the tensors of one Linear, are those of what it is stored as; None is dense."""
+    """Raise ValueError unless `held`, the tensors of one Linear, match its format `stored` (None: dense)."""
     expected = {"weight"} if stored is None else _keys(stored)
     if held == expected:
         return
@@ -196,12 +195,12 @@ def _check_stored(source: TensorSource, name: str, stored: Format | None, held: 
 
 
 def _keys(weight_format: Format) -> set[str]:
-    """Return the names of a format's tensors."""
+    """Return the names of a format's packed tensors."""
     return set(weight_format.layout((64, 64)))
 
 
 def _kinds() -> dict[str, set[str]]:
-    """Return the names of the tensors of each kind of weight."""
+    """Return the names of the packed tensors by format and variant, for messages."""
     kinds = {_DENSE: {"weight"}}
     for usual, *others in (kind.variants() for kind in FORMATS.values() if kind.BLOCK is not None):
         kinds[usual.NAME] = _keys(usual)
@@ -212,7 +211,7 @@ def _kinds() -> dict[str, set[str]]:
 
 
 def _check_complete(model: PreTrainedModel, source: TensorSource, expected: Collection[str]) -> None:
-    """Raise ValueError unless `source` holds the tensors called `expected` and nothing that no part of it explains."""
+    """Raise ValueError unless `source` holds the `expected` tensors, and besides them only ignorable ones."""
     missing = sorted(set(expected) - set(source.names))
     if missing:
         raise ValueError(
@@ -228,12 +227,13 @@ def _check_complete(model: PreTrainedModel, source: TensorSource, expected: Coll
 
 
 def tied(model: PreTrainedModel) -> list[str]:
-    """List the second names of tied parameters, which a checkpoint need not hold."""
+    """List the duplicate names of tied parameters, which a checkpoint may omit."""
     once = dict(model.named_parameters())
     return [name for name, _ in model.named_parameters(remove_duplicate=False) if name not in once]
 
 
 def _check_dense(source: TensorSource, name: str, shape: tuple[int, ...]) -> None:
+    """Raise ValueError unless the source's tensor has this shape and a float dtype."""
     if source.shape(name) != shape:
         raise ValueError(f"{source.where(name)}: {name} is {list(source.shape(name))}, the model has {list(shape)}")
     dtype = source.dtype(name)
@@ -243,7 +243,7 @@ def _check_dense(source: TensorSource, name: str, shape: tuple[int, ...]) -> Non
 
 
 def _check_tied_copies(model: PreTrainedModel, source: TensorSource) -> None:
-    """Raise ValueError if a tensor that the model ties to another is in the source with values of its own."""
+    """Raise ValueError if the source holds a tied tensor with values of its own."""
     for name in set(tied(model)) & set(source.names):
         own = model.get_parameter(name)
         if not torch.equal(source.tensor(name, "cpu").to(own.dtype), own.cpu()):
@@ -254,30 +254,58 @@ def _check_tied_copies(model: PreTrainedModel, source: TensorSource) -> None:
 
 
 def _fill_dense(model: PreTrainedModel, source: TensorSource, tensors: Iterable[str], device: torch.device) -> None:
+    """Load the named dense tensors into the model, in the model's dtypes."""
     for name in tensors:
         parent_name, _, leaf = name.rpartition(".")
         parent = model.get_submodule(parent_name)
         own = getattr(parent, leaf)
-        # Another dtype is cast on the host: the device then never holds both.
+        # Cast another dtype on the host, so that the device never holds both.
         same = source.dtype(name) is own.dtype
         tensor = source.tensor(name, device if same else "cpu").to(own.dtype).to(device)
+        check_dense_values(tensor, name=f"{source.where(name)}: {name}")
         setattr(parent, leaf, nn.Parameter(tensor, requires_grad=False) if isinstance(own, nn.Parameter) else tensor)
 
 
+def check_dense_values(tensor: Tensor, *, name: str) -> None:
+    """Raise ValueError, naming the tensor, for NaN or Inf, which would make a model answer nonsense silently."""
+    check_values(tensor, str(tensor.dtype).removeprefix("torch."), name=name)
+
+
 def _fill_packed(
-    model: PreTrainedModel, source: TensorSource, name: str, weight_format: Format, device: torch.device,
+    model: PreTrainedModel, source: TensorSource, group: Sequence[str], weight_format: Format, device: torch.device,
     dense_cache: bool,
 ) -> None:  # fmt: skip
-    """Put a `PackedLinear` in the place of an empty Linear; its bias stays empty."""
-    linear = cast(nn.Linear, model.get_submodule(name))
-    shape = (linear.out_features, linear.in_features)
-    layout = weight_format.layout(shape)
-    packed = {key: source.tensor(f"{name}.{key}", device) for key in layout}
-    said = f"{source.where(f'{name}.{next(iter(layout))}')}: {name}"
-    packed = weight_format.accept(packed, shape, name=said)
-    model.set_submodule(name, PackedLinear.like(linear, weight_format, packed, dense_cache=dense_cache))
+    """Replace the empty Linears of one fused layer by `PackedLinear`s; their biases stay empty."""
+    linears = {name: cast(nn.Linear, model.get_submodule(name)) for name in group}
+    packed = {}
+    for name, linear in linears.items():
+        shape = (linear.out_features, linear.in_features)
+        layout = weight_format.layout(shape)
+        said = f"{source.where(f'{name}.{next(iter(layout))}')}: {name}"
+        packed[name] = weight_format.accept(
+            {key: source.tensor(f"{name}.{key}", device) for key in layout}, shape, name=said
+        )
+    _check_shared(packed, weight_format.SHARED)
+    for name, linear in linears.items():
+        layer = PackedLinear.like(linear, weight_format, packed[name], dense_cache=dense_cache)
+        model.set_submodule(name, layer)
+
+
+def _check_shared(packed: Mapping[str, Mapping[str, Tensor]], key: str | None) -> None:
+    """Raise ValueError if the parts of one fused layer differ in the one-number tensor `key`.
+
+    vLLM keeps the largest for all parts and would sample from other weights than those trained on. Rescaling the parts
+    would round their block scales again and so make another checkpoint.
+    """
+    found = {name: tensors[key].item() for name, tensors in packed.items()} if key else {}
+    if len(set(found.values())) > 1:
+        parts = ", ".join(f"{name} has {number:g}" for name, number in found.items())
+        raise ValueError(
+            f"the parts of a fused layer differ in {key}: {parts}; allowed: one number for all, since vLLM keeps one. "
+            "Quantize the dense model with python -m qerl_lab.quantize, which gives them one"
+        )
 
 
 def _some(tensors: Sequence[str]) -> str:
-    """`a is`, or `a and 3 more are`."""
+    """Return `a is`, or `a and 3 more are`."""
     return f"{tensors[0]} is" if len(tensors) == 1 else f"{tensors[0]} and {len(tensors) - 1} more are"

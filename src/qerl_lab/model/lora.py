@@ -9,13 +9,13 @@ from torch import Tensor, nn
 
 from qerl_lab.model.linear import PackedLinear, autocast_dtype, dtypes_as_they_are, scaled_linear
 
-INITIALIZATIONS = (True, False, "gaussian", "orthogonal")  # those that do not look at the base weight
+INITIALIZATIONS = (True, False, "gaussian", "orthogonal")  # those that do not read the base weight
 
 
 def register_lora(lora_config: LoraConfig) -> None:
-    """Make PEFT use the layers of this module: fast on every base, and no merge into a packed one.
+    """Make PEFT use this module's layers, which are faster and never merge into a packed base.
 
-    Raises ValueError for an adapter whose initialization reads the dense weight (PiSSA, OLoRA, LoftQ and their like).
+    Raises ValueError for an initialization that reads the dense weight (PiSSA, OLoRA, LoftQ and the like).
     """
     if lora_config.init_lora_weights not in INITIALIZATIONS:
         raise ValueError(
@@ -26,9 +26,9 @@ def register_lora(lora_config: LoraConfig) -> None:
 
 
 class LoraLinear(Linear):
-    """PEFT's LoRA layer; with one plain adapter and no dropout it is computed as one operation, `_LoraProduct`.
+    """PEFT's LoRA layer, computed as one operation (`_LoraProduct`) for one plain adapter without dropout.
 
-    The adapter then computes in the dtype of the base (or of autocast), and its master weights stay in their own.
+    The adapter computes in the dtype of the base (or autocast); its master weights keep their own dtype.
     """
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -45,6 +45,7 @@ class LoraLinear(Linear):
         return y if dtype else y.to(x.dtype)
 
     def _is_plain(self, adapter: str) -> bool:
+        """Return whether `_LoraProduct` computes this adapter: plain LoRA, active, no dropout, frozen plain base."""
         return not (
             adapter not in self.lora_A
             or adapter in self.lora_variant
@@ -52,21 +53,21 @@ class LoraLinear(Linear):
             or self.merged
             or self.lora_B[adapter].bias is not None
             or (self.training and not isinstance(self.lora_dropout[adapter], nn.Identity))
-            or type(self.base_layer) not in (nn.Linear, PackedLinear)  # a subclass has a product of its own
+            or type(self.base_layer) not in (nn.Linear, PackedLinear)  # a subclass may compute differently
             or any(parameter.requires_grad for parameter in self.base_layer.parameters())
         )
 
 
 class PackedLoraLinear(LoraLinear):
-    """On a packed base what would read or write the dense weight is refused."""
+    """LoRA on a packed base: refuses operations that read or write the dense weight."""
 
     @property
     def lora_variants(self) -> dict[tuple[str, ...], Any]:
-        """Plain LoRA only: with it PEFT raises ValueError for DoRA and the like, whose norms need the dense weight."""
+        """Plain LoRA only. PEFT then raises ValueError for DoRA and others whose norms need the dense weight."""
         return {(): None}
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> NoReturn:
-        """Raises ValueError: the sum of base and adapter is not a matrix of the format."""
+        """Raise ValueError, because the sum of base and adapter cannot be stored in the format."""
         raise ValueError(
             f"cannot merge LoRA into a {self.get_base_layer().weight_format.NAME} weight: keep the adapter apart "
             "(save_pretrained), or merge it into a dense model"
@@ -74,10 +75,10 @@ class PackedLoraLinear(LoraLinear):
 
 
 class _LoraProduct(torch.autograd.Function):
-    """x @ W^T + bias + scaling * x @ A^T @ B^T of x[M, K], A[r, K], B[N, r] and the frozen weight W of `base`.
+    """x @ W^T + bias + scaling * x @ A^T @ B^T for x[M, K], A[r, K], B[N, r] and the frozen weight W of `base`.
 
-    All are in one dtype. The adapter's product is added in the epilogue of a matrix product, forward and backward.
-    (PEFT's modules make and keep copies of x and y.) Saved for the backward pass: x, A, B and x @ A^T.
+    All have one dtype. The adapter's product is added in the epilogue of a matrix product, forward and backward, where
+    PEFT's modules make and keep copies of x and y. Saved for the backward pass: x, A, B and x @ A^T.
     """
 
     @staticmethod
@@ -105,7 +106,10 @@ class _LoraProduct(torch.autograd.Function):
 
 
 def _add_product(y: Tensor, a: Tensor, b: Tensor, scaling: float = 1.0) -> Tensor:
-    """Return y + scaling * a @ b, in the memory of y. In torch.compile not so: 2.11 then gives wrong gradients."""
+    """Return y + scaling * a @ b, in y's memory except under torch.compile.
+
+    torch 2.11 compiles the in-place version to wrong gradients.
+    """
     if torch.compiler.is_compiling():
         return torch.addmm(y, a, b, alpha=scaling)
     return y.addmm_(a, b, alpha=scaling)

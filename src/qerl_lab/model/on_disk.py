@@ -1,7 +1,6 @@
-"""A local model directory, read from its files alone: no torch, no transformers, no tensor is loaded.
+"""Check a local model directory from its files alone, without torch, transformers or loading a tensor.
 
-A command knows in a moment whether a model can serve: the parent before anything starts, the child of a model from the
-hub as soon as it is downloaded.
+So a command refuses an unusable model within a moment: before anything starts, or right after a download.
 """
 
 import json
@@ -23,13 +22,13 @@ from qerl_lab.model import gguf
 
 ASSETS = Path(__file__).parents[1] / "pocket" / "assets"
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-HEAD = "lm_head"  # a module of every causal LM, and in no file where it is tied to the embedding
-# In 4 bits the files hold two values a byte, as U8.
+HEAD = "lm_head"  # output layer of a causal LM; in no file if tied to the embedding
+# 4-bit weights are stored two per byte, as U8.
 _PACKED = re.compile(r"(.*)\.(weight_packed|weight)$")
 
 
 class Layer(NamedTuple):
-    """A module with a weight, by its full name. `shape` is the weight's, unpacked; a norm's has one axis."""
+    """A module with a weight, by full name. `shape` is the unpacked weight's; a norm's has one axis."""
 
     name: str
     shape: tuple[int, ...]
@@ -40,9 +39,9 @@ class Layer(NamedTuple):
 
 
 def local(path: str, key: str = "model.path") -> Path | None:
-    """Return the directory that `path` means; None for a hub id, and for a GGUF file that is still to be unpacked.
+    """Return the local directory of a model; None for a hub id or a GGUF file not yet unpacked.
 
-    Raises ConfigError for what can be none of these.
+    Raises ConfigError if `path` can be none of these.
     """
     if path == POCKET:
         return ASSETS
@@ -67,7 +66,7 @@ def local(path: str, key: str = "model.path") -> Path | None:
 
 
 def check_content(cfg: RunConfig) -> None:
-    """Raise ConfigError where model.path holds another model than when the run was composed, or none any more."""
+    """Raise ConfigError if the model at model.path changed or vanished since the run was composed."""
     if cfg.model.hash is None:
         return
     path = Path(cfg.model.path)
@@ -79,8 +78,11 @@ def check_content(cfg: RunConfig) -> None:
 
 
 def check(folder: Path, cfg: RunConfig) -> None:
-    """Raise ConfigError where the model in `folder` cannot serve this run: a file is missing, there is no layer of a
-    configured name, the output layer would be packed, a text could be longer than the model's context."""
+    """Raise ConfigError if the model in `folder` cannot serve this run.
+
+    Reasons: a missing file, no layer of a configured name, an output layer that would be packed, texts longer than the
+    model's context.
+    """
     said = f"model.path={cfg.model.path}"
     check_files(folder, said)
     check_chat_template(folder, said)
@@ -95,9 +97,9 @@ def check(folder: Path, cfg: RunConfig) -> None:
 
 
 def _check_packed(folder: Path, config: dict[str, Any], cfg: RunConfig, said: str) -> None:
-    """Raise ConfigError where the run asks for another format or rule than the quantize command noted of a checkpoint.
+    """Raise ConfigError if the run's format or rounding rule differs from the quantize command's record.
 
-    What another program packed is compared when it is loaded.
+    Checkpoints of other programs are compared when they are loaded.
     """
     noted = folder / QUALITY
     if "quantization_config" not in config or not noted.is_file():
@@ -111,7 +113,7 @@ def _check_packed(folder: Path, config: dict[str, Any], cfg: RunConfig, said: st
 
 
 def other_format(cfg: RunConfig, name: str) -> ConfigError:
-    """Return the error where a directory is packed in the format `name`, and the run asks for another."""
+    """Return the error for a directory packed in format `name` when the run asks for another."""
     arms = f"an experiment with that format, for example +experiment={name}, "
     return ConfigError(
         f"model.path={cfg.model.path} is packed in {name}, and format.name={cfg.format.name} was given. Type "
@@ -120,7 +122,7 @@ def other_format(cfg: RunConfig, name: str) -> ConfigError:
 
 
 def other_rule(cfg: RunConfig, name: str, key: str, value: Any) -> ConfigError:
-    """Return the error where a directory is packed by `value` of a format's option, and the run asks for another."""
+    """Return the error for a directory packed with option `key`=`value` when the run asks for another."""
     return ConfigError(
         f"model.path={cfg.model.path} is packed in {name} with {key}={value}, and "
         f"format.{key}={getattr(cfg.format, key)} was given. Type format.{key}={str(value).lower()}."
@@ -128,7 +130,7 @@ def other_rule(cfg: RunConfig, name: str, key: str, value: Any) -> ConfigError:
 
 
 def packed_head_refusal(cfg: RunConfig, head: str) -> ConfigError:
-    """Return the error where the format would pack the output layer `head`, which is not tied to the embedding."""
+    """Return the error for a format that would pack the output layer `head`, which is not tied to the embedding."""
     remedy = shlex.quote(f"format.ignore={listed([*cfg.format.ignore, head])}")
     return ConfigError(
         f"format.ignore={cfg.format.ignore} would pack {head} in {cfg.format.name}, and the loss reads the dense "
@@ -137,9 +139,10 @@ def packed_head_refusal(cfg: RunConfig, head: str) -> ConfigError:
 
 
 def check_files(folder: Path, said: str) -> None:
-    """Raise ConfigError, which begins with `said`, for a folder without config.json, weights or a tokenizer."""
+    """Raise ConfigError if config.json, weights or tokenizer are missing, or there are two sets of weights."""
     _json(folder / "config.json", said)
     names = {path.name for path in folder.iterdir()}
+    listed_files(folder)
     if not names & {INDEX, SINGLE}:
         raise ConfigError(
             f"{said} holds no weights in safetensors; allowed: {SINGLE}, or {INDEX} and its files (other kinds can "
@@ -147,6 +150,29 @@ def check_files(folder: Path, said: str) -> None:
         )
     if not names & set(TOKENIZERS):
         raise ConfigError(f"{said} holds no tokenizer; allowed: tokenizer.json beside the weights. Copy it there.")
+
+
+def listed_files(folder: Path) -> dict[str, Path] | None:
+    """Return the file of each tensor from the index of `folder`; None without an index (all weights in one file).
+
+    Raises ConfigError for an unreadable index, and for a folder with both kinds of weights, where the lab would read
+    the shards and transformers the single file. An index that lists only that file is allowed.
+    """
+    index = folder / INDEX
+    if not index.is_file():
+        return None
+    weight_map = _json(index, str(folder)).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ConfigError(f"{index} has no weight_map. Download or save the model again.")
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or Path(file).name != file:
+            raise ConfigError(f"{index}: {name} is in {file!r}; allowed: a file of the same folder.")
+    if (folder / SINGLE).is_file() and {*weight_map.values()} != {SINGLE}:
+        raise ConfigError(
+            f"{folder} holds {SINGLE}, and {INDEX}, which lists other files: two sets of weights. Remove the set that "
+            "is not the model."
+        )
+    return {name: folder / file for name, file in weight_map.items()}
 
 
 def _json(file: Path, said: str) -> dict[str, Any]:
@@ -162,7 +188,7 @@ def _json(file: Path, said: str) -> dict[str, Any]:
 
 
 def check_chat_template(folder: Path, said: str) -> None:
-    """Raise ConfigError, which begins with `said`, for a folder without one."""
+    """Raise ConfigError, beginning with `said`, if `folder` has no chat template."""
     if any((folder / name).exists() for name in ("chat_template.jinja", "chat_template.json")):
         return
     settings = folder / "tokenizer_config.json"
@@ -174,10 +200,10 @@ def check_chat_template(folder: Path, said: str) -> None:
 
 
 def context_tokens(config: dict[str, Any]) -> int | None:
-    """Tokens that a model was made for, as its config.json says; None where it does not.
+    """Return the model's context length in tokens from its config.json, None if not given.
 
-    A rope scaling that a model is given afterwards (linear, dynamic, yarn) stretches its positions by a factor. In
-    the others (llama3, longrope, a table by kind of layer) `max_position_embeddings` is the stretched number already.
+    Rope scaling added afterwards (linear, dynamic, yarn) multiplies the positions by a factor. For other kinds (llama3,
+    longrope, a table by kind of layer) `max_position_embeddings` is already the stretched number.
     """
     positions = config.get("max_position_embeddings")
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
@@ -188,6 +214,7 @@ def context_tokens(config: dict[str, Any]) -> int | None:
 
 
 def _check_context(config: dict[str, Any], cfg: RunConfig, said: str) -> None:
+    """Raise ConfigError if prompt and completion can exceed the model's context."""
     prompt, completion = cfg.rollout.max_prompt_tokens, cfg.rollout.max_completion_tokens
     context = context_tokens(config)
     if context is None or prompt + completion <= context:
@@ -206,6 +233,7 @@ def _check_context(config: dict[str, Any], cfg: RunConfig, said: str) -> None:
 
 
 def _check_names(found: Sequence[Layer], cfg: RunConfig, said: str) -> None:
+    """Raise ConfigError if a configured layer name (LoRA targets, noisy norms, ignored layers) is not in the model."""
     linears = [layer.name for layer in found if layer.is_linear]
     norms = sorted({layer.name.rpartition(".")[2] for layer in found if len(layer.shape) == 1})
     last_parts = sorted({name.rpartition(".")[2] for name in linears} - {HEAD})
@@ -226,10 +254,10 @@ def _refuse(key: str, entry: str, said: str, kind: str, allowed: list[str]) -> N
 
 
 def is_ignored(name: str, ignore: Sequence[str]) -> bool:
-    """Tell whether the module `name` is left dense.
+    """Return whether the module `name` is left dense.
 
-    An entry is its full name, the end of it after a dot, or a module that it is part of. It may also be `re:` and a
-    pattern that matches from the beginning, as in compressed-tensors.
+    An entry is a full name, the last parts of a name, a parent module, or `re:` and a pattern that matches from the
+    beginning, as in compressed-tensors.
     """
     return any(
         re.match(entry[3:], name) is not None
@@ -241,11 +269,9 @@ def is_ignored(name: str, ignore: Sequence[str]) -> bool:
 
 @cache
 def layers(folder: Path) -> tuple[Layer, ...]:
-    """List every module that has a weight, as the headers of the files say. Raises ConfigError for one without."""
-    index = folder / INDEX
-    listed = _json(index, str(folder)).get("weight_map", {}) if index.is_file() else {SINGLE: SINGLE}
-    files = sorted({str(file) for file in listed.values()})
-    return tuple(layer for file in files for layer in _layers_in(folder / file))
+    """List all modules with a weight from the file headers. Raises ConfigError for a file without a valid header."""
+    files = sorted({*(listed_files(folder) or {SINGLE: folder / SINGLE}).values()})
+    return tuple(layer for file in files for layer in _layers_in(file))
 
 
 def _layers_in(file: Path) -> list[Layer]:
@@ -253,18 +279,18 @@ def _layers_in(file: Path) -> list[Layer]:
     for name, entry in header(file)[0].items():
         if name != "__metadata__" and (match := _PACKED.match(name)):
             shape, per_byte = tuple(entry["shape"]), 2 if entry["dtype"] == "U8" else 1
-            # bitsandbytes' NF4 is one column of bytes: the product of its axes remains
+            # bitsandbytes' NF4 is one column of bytes; only its number of weights is known
             found.append(Layer(match[1], (*shape[:-1], shape[-1] * per_byte)))
     return found
 
 
 def parameters(folder: Path) -> int:
-    """Count the weights of the model, each once however it is packed."""
+    """Count the model's weights, each once however it is packed."""
     return sum(math.prod(layer.shape) for layer in layers(folder))
 
 
 def adapter_parameters(folder: Path, cfg: RunConfig) -> int:
-    """Count the weights of the adapters on `lora.target_modules`; none of bitsandbytes' NF4, whose shapes are lost."""
+    """Count the adapter weights on `lora.target_modules`, except on bitsandbytes' NF4 layers, which store no shape."""
     targets = tuple(f".{entry}" for entry in cfg.lora.target_modules)
     shapes = [layer.shape for layer in layers(folder) if f".{layer.name}".endswith(targets) and layer.is_linear]
     return cfg.lora.rank * sum(sum(shape) for shape in shapes if shape[-1] > 2)

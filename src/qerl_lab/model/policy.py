@@ -1,13 +1,13 @@
-"""The policy: a frozen base in few bits, LoRA adapters that learn, and the norms that carry noise."""
+"""The policy: a frozen packed base, trainable LoRA adapters, and norms that get noise."""
 
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
-from jinja2 import TemplateError
 from peft import LoraConfig as PeftLoraConfig
 from peft import PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors import SafetensorError
@@ -24,17 +24,20 @@ from qerl_lab.config.spelling import listed
 from qerl_lab.disk import let_read
 from qerl_lab.formats.format import PackedAs
 from qerl_lab.model import loading
+from qerl_lab.model.chat import Chat
 from qerl_lab.model.files import WeightFiles, local_folder
 from qerl_lab.model.linear import packable, packed_head
 from qerl_lab.model.lora import register_lora
+from qerl_lab.model.norms import hold_in_float32, noisy_norms
 from qerl_lab.model.on_disk import other_format, other_rule, packed_head_refusal
+from qerl_lab.model.tokenizer import pad_id
 
 
 @dataclass
 class Policy:
-    """The model, shared by a trainer and an engine.
+    """The model that trainer and engine share.
 
-    `norms` are the weights that carry noise, by the full name of their layer. `clean_norms` are float32 copies.
+    `norms` are the weights that get noise, in float32, by full layer name. `clean_norms` are copies without noise.
     """
 
     model: PeftModel
@@ -48,9 +51,9 @@ class Policy:
 
     @property
     def drops_out(self) -> bool:
-        """Whether a forward in training drops something out: the adapters', or the base's own by its config.
+        """Whether the model has dropout in training, in the adapters or by the base's config.
 
-        A key of the config that says dropout counts even where its model would not use it.
+        Any dropout key of the config counts, even if the model does not use it.
         """
         settings = self.model.config.to_dict()
         base = [value for key, value in settings.items() if "drop" in key and isinstance(value, int | float)]
@@ -58,7 +61,7 @@ class Policy:
 
     @contextmanager
     def norms_as(self, weights: dict[str, Tensor]) -> Iterator[None]:
-        """Swap the norms' weights for others (by name) for a while. Pointers move, nothing is copied."""
+        """Use other norm weights (by name) within the context. Swaps pointers, copies nothing."""
         own = {name: norm.data for name, norm in self.norms.items()}
         try:
             for name, norm in self.norms.items():
@@ -70,7 +73,7 @@ class Policy:
 
     @contextmanager
     def as_sampler(self, norms: dict[str, Tensor]) -> Iterator[None]:
-        """Evaluate with these norm weights (by name) for a while: no dropout, no gradients."""
+        """Evaluate with these norm weights (by name) within the context: no dropout, no gradients."""
         training = self.model.training
         self.model.eval()
         try:
@@ -79,68 +82,68 @@ class Policy:
         finally:
             self.model.train(training)
 
+    @cached_property
+    def chat(self) -> Chat:
+        return Chat(self.tokenizer)
+
     def prompt_ids(self, messages: list[dict[str, str]]) -> list[int]:
-        """Token ids of a chat, up to where the answer begins. Raises ConfigError for a chat the template refuses."""
-        return prompt_ids(self.tokenizer, messages)
+        """Return the token ids of a chat, up to where the answer begins. Raises ConfigError for a bad chat template."""
+        return self.chat.prompt_ids(messages)
+
+    def prompt(self, prompt_ids: list[int]) -> str:
+        """Decode a prompt, special tokens included."""
+        return self.tokenizer.decode(prompt_ids)
 
     def decode(self, completion_ids: list[int]) -> str:
-        return self.tokenizer.decode(completion_ids, skip_special_tokens=True)
+        """Decode a completion without end and padding tokens.
+
+        Other special tokens stay, because some tokenizers hold words such as `<think>` as one.
+        """
+        unsaid = {*self.end_ids(), self.tokenizer.pad_token_id}
+        return self.tokenizer.decode([token for token in completion_ids if token not in unsaid])
 
     def end_ids(self) -> list[int]:
-        """Token ids that end a completion: the tokenizer's and the generation config's."""
-        configured = self.model.generation_config.eos_token_id or []
-        return sorted({self.tokenizer.eos_token_id, *(configured if isinstance(configured, list) else [configured])})
-
-
-def prompt_ids(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> list[int]:
-    """Token ids of a chat, up to where the answer begins. Raises ConfigError for a chat the template refuses."""
-    try:
-        chat = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
-    except TemplateError as error:
-        raise ConfigError(
-            f"the model's chat template refuses the questions ({error}). Where it takes no system message, "
-            "type task.instruction=''."
-        ) from error
-    return chat["input_ids"]
+        """Return the token ids that end a completion: the tokenizer's and the generation config's."""
+        configured = self.model.generation_config.eos_token_id
+        ids = configured if isinstance(configured, list) else [configured]
+        return sorted({self.tokenizer.eos_token_id, *ids} - {None})
 
 
 def device_of(name: str) -> torch.device:
-    """The device that `device=` asks for. Raises ConfigError where there is none."""
+    """Return the device for `device=`. Raises ConfigError if it is not available."""
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device=cuda was given and torch sees no GPU here. Type device=cpu, or device=auto.")
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
 
 
 def compute_dtype(cfg: RunConfig, device: torch.device) -> torch.dtype:
-    """Return the dtype in which the base computes: `model.dtype`; auto is bfloat16 on a GPU and float32 on a CPU."""
+    """Return the compute dtype of the base from `model.dtype`; auto is bfloat16 on a GPU, float32 on a CPU."""
     if cfg.model.dtype == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     return getattr(torch, cfg.model.dtype)
 
 
 def build(cfg: RunConfig, device: torch.device) -> Policy:
-    """Load the base, pack its Linears, attach fresh adapters (seeded), find the norms.
+    """Build the policy: load the base, pack its Linears, attach new adapters (seeded), find the norms.
 
     Raises:
-        ConfigError: the model cannot be loaded, or has no module of a configured name.
+        ConfigError: the model cannot be loaded, lacks a configured module, or a norm of aqn.norms feeds no linear
+            layer.
     """
     base, tokenizer = load_base(cfg, device)
-    norms = {
-        name: module.get_parameter("weight") for name, module in base.named_modules()
-        if name.rpartition(".")[2] in cfg.aqn.norms
-    }  # fmt: skip
-    if missing := set(cfg.aqn.norms) - {name.rpartition(".")[2] for name in norms}:
-        raise ConfigError(f"aqn.norms={cfg.aqn.norms}: {cfg.model.path} has no module named {sorted(missing)}.")
+    found = noisy_norms(base, cfg.aqn.norms, cfg.model.path)
+    norms = {name: hold_in_float32(norm) for name, norm in found.items()}
     model = attach_adapters(base, cfg)
-    clean = {name: norm.detach().float().clone() for name, norm in norms.items()}
+    clean = {name: norm.detach().clone() for name, norm in norms.items()}
     return Policy(model, tokenizer, norms, clean)
 
 
 def load_base(cfg: RunConfig, device: torch.device) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The frozen base in the run's format on `device`, and its tokenizer.
+    """Load the frozen base in the run's format on `device`, and its tokenizer.
 
-    A dense model is packed while it is read; of a packed one, format and ignored layers must be the run's. Reads
-    safetensors only; runs no code of the model's. Raises ConfigError for what cannot be loaded, naming file and tensor.
+    A dense model is packed while it is read; a packed one must have the run's format and ignored layers. Reads
+    safetensors only and runs no code of the model. Raises ConfigError, naming file and tensor, for a model that cannot
+    be loaded.
     """
     if device.type == "cuda" and cfg.format.dense_cache == "on":
         raise ConfigError(
@@ -157,12 +160,13 @@ def load_base(cfg: RunConfig, device: torch.device) -> tuple[PreTrainedModel, Pr
             f"model.path={cfg.model.path} could not be loaded ({type(error).__name__}: {first_line(error)}). "
             "Allowed: pocket, a directory with safetensors weights and a tokenizer, FILE.gguf, a reachable hub id."
         ) from error
-    if tokenizer.pad_token_id is None:
+    if pad_id(tokenizer, model.get_input_embeddings().num_embeddings) != tokenizer.pad_token_id:
         tokenizer.pad_token = tokenizer.eos_token
     return model, tokenizer
 
 
 def _load_weights(cfg: RunConfig, folder: Path, device: torch.device) -> PreTrainedModel:
+    """Build the model and fill it from `folder`. Raises ConfigError if format or output layer do not fit the run."""
     stored = loading.stored_as(folder)
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     model = loading.empty_model(config, compute_dtype(cfg, device), cfg.model.attention)
@@ -180,7 +184,7 @@ def _load_weights(cfg: RunConfig, folder: Path, device: torch.device) -> PreTrai
         model, WeightFiles(folder), packed_as, is_packed=stored is not None, device=device,
         dense_cache=device.type == "cpu" and cfg.format.dense_cache != "off",
     )  # fmt: skip
-    # transformers would add a model's own sampling defaults (Qwen2.5's repetition penalty, say) to what a run asks for.
+    # Keep end tokens only: transformers would add the model's sampling defaults (e.g. Qwen2.5's repetition penalty).
     written = folder / "generation_config.json"
     own = GenerationConfig.from_pretrained(folder) if written.is_file() else model.generation_config
     model.generation_config = GenerationConfig(eos_token_id=own.eos_token_id)
@@ -188,7 +192,7 @@ def _load_weights(cfg: RunConfig, folder: Path, device: torch.device) -> PreTrai
 
 
 def _check_agreement(cfg: RunConfig, stored: PackedAs, model: PreTrainedModel) -> None:
-    """Raise ConfigError where the run asks for another format than the one that a directory is packed in."""
+    """Raise ConfigError if a packed directory's format, options or ignored layers differ from the run's."""
     name = stored.weight_format.NAME
     said = f"model.path={cfg.model.path} is packed in {name}"
     if name != cfg.format.name:
@@ -206,13 +210,13 @@ def _check_agreement(cfg: RunConfig, stored: PackedAs, model: PreTrainedModel) -
 
 
 def save_adapter(model: PeftModel, folder: Path) -> None:
-    """Write the adapter as PEFT does."""
+    """Write the adapter in PEFT's layout."""
     model.save_pretrained(folder)
     let_read([folder / WEIGHTS])
 
 
 def adapter_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """The matrices of the adapter that `folder` holds. Raises ConfigError where its file cannot be read."""
+    """Read the adapter's matrices from `folder`. Raises ConfigError if the file cannot be read."""
     try:
         return load_file(folder / WEIGHTS)
     except (OSError, SafetensorError) as error:
@@ -221,13 +225,12 @@ def adapter_tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def load_adapter(model: PeftModel, folder: Path) -> None:
-    """Give the model the adapter that `folder` holds (adapter_model.safetensors), in place."""
+    """Load the adapter in `folder` (adapter_model.safetensors) into the model, in place."""
     set_peft_model_state_dict(model, adapter_tensors(folder))
 
 
 def begin_with(model: PeftModel, folder: Path) -> None:
-    """`load_adapter` of an adapter from elsewhere. Raises ConfigError unless it has the model's matrices, each of its
-    shape, and no other."""
+    """Load an adapter of another run. Raises ConfigError unless its matrices match the model's in name and shape."""
     own = {name: tuple(tensor.shape) for name, tensor in get_peft_model_state_dict(model).items()}
     held = {name: tuple(tensor.shape) for name, tensor in adapter_tensors(folder).items()}
     if differ := sorted(name for name in own.keys() | held.keys() if own.get(name) != held.get(name)):
@@ -240,7 +243,7 @@ def begin_with(model: PeftModel, folder: Path) -> None:
 
 
 def attach_adapters(base: PreTrainedModel, cfg: RunConfig) -> PeftModel:
-    """Adapters in float32 on `lora.target_modules`, initialized from the run's seed alone."""
+    """Attach float32 adapters to `lora.target_modules`, initialized from the run's seed alone."""
     lora = PeftLoraConfig(
         r=cfg.lora.rank, lora_alpha=cfg.lora.alpha or cfg.lora.rank, lora_dropout=cfg.lora.dropout,
         target_modules=list(cfg.lora.target_modules), task_type="CAUSAL_LM",

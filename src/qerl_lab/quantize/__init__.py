@@ -1,1 +1,1 @@
-"""From a model to a checkpoint in 4 bits."""
+"""Quantize a model to a 4-bit checkpoint."""

@@ -1,7 +1,6 @@
-"""From a model to a 4-bit checkpoint: `python -m qerl_lab.quantize model=... format=nvfp4 out=DIR`.
+"""Quantize a model to a 4-bit checkpoint: `python -m qerl_lab.quantize model=... format=nvfp4 out=DIR`.
 
-The words are read and checked before torch is imported. After an interruption or a failure the same command goes on
-where it stopped.
+Options are checked before torch is imported. After an interruption or a failure the same command continues.
 """
 
 import os
@@ -17,14 +16,14 @@ with exits.starting(__name__):
 
 
 def quantize(options: QuantizeOptions) -> None:
-    """Write the checkpoint. Raises ConfigError for options that do not fit each other, and what `run` raises."""
+    """Write the checkpoint. Raises ConfigError for invalid options, and what `run` raises."""
     check(options)
-    # llmcompressor draws hundreds of bars, on a terminal over each other, in a log file one line after the other.
+    # llmcompressor draws hundreds of progress bars, each update a new line in a log file.
     calm = {} if sys.stderr.isatty() else {"TQDM_MININTERVAL": "30"}
     os.environ |= {name: value for name, value in (CHILD_ENVIRONMENT | calm).items() if name not in os.environ}
     try:
         with imports.kept():
-            terminal.quiet_third_parties()  # some speak while they are imported
+            terminal.quiet_third_parties()  # some log on import
             from qerl_lab.quantize.run import run
 
         run(options)

@@ -1,4 +1,4 @@
-"""Calibration data: texts of a hub dataset or a local file, tokenized and cut into sequences of one length."""
+"""Read calibration texts from a hub dataset or local file, tokenize them and cut them into equal sequences."""
 
 import json
 import random
@@ -15,17 +15,17 @@ from qerl_lab.config.message import first_line
 from qerl_lab.config.option import ConfigError
 
 FIELDS = "text; messages or conversations; question and answer"
-SHUFFLED_ROWS = 1000  # of a hub dataset, which is read as a stream
+SHUFFLED_ROWS = 1000  # shuffle buffer of a hub dataset, which is streamed
 
 
 def sequences(dataset: str, tokenizer: PreTrainedTokenizerBase, *, samples: int, tokens: int, seed: int) -> Tensor:
-    """Return token ids `[samples, tokens]`, int64: texts one after the other without padding.
+    """Return token ids `[samples, tokens]`, int64: consecutive texts without padding.
 
-    Each is closed by an end token, or as the chat template closes a conversation. `dataset` is a .txt file (one text),
-    a .jsonl file or a hub id (split train); rows come in the order of `seed`. A row is its `text`, or a conversation
-    rendered by the model's chat template: `messages` (role, content), `conversations` (from, value), or GSM8K's
-    `question` and `answer`. Raises ConfigError for a dataset that cannot be read, a row with none of these or one that
-    the template refuses, and too little text.
+    Each text ends with an end token, or as the chat template ends a conversation. `dataset` is a .txt file (one text),
+    a .jsonl file or a hub id (split train); `seed` shuffles its rows. A row is its `text`, or a conversation rendered
+    by the model's chat template: `messages` (role, content), `conversations` (from, value), or GSM8K's `question` and
+    `answer`. Raises ConfigError for an unreadable dataset, a row without these columns or rejected by the template, and
+    too little text.
     """
     needed, ids = samples * tokens, list[int]()
     for text in _texts(dataset, tokenizer, seed):
@@ -41,6 +41,7 @@ def sequences(dataset: str, tokenizer: PreTrainedTokenizerBase, *, samples: int,
 
 
 def _texts(dataset: str, tokenizer: PreTrainedTokenizerBase, seed: int) -> Iterator[str]:
+    """Yield the texts of a dataset. Raises ConfigError for a row that cannot be used."""
     path = Path(dataset).expanduser()
     if path.suffix == ".txt" and path.is_file():
         yield path.read_text(encoding="utf-8") + (tokenizer.eos_token or "")
@@ -60,6 +61,7 @@ def _texts(dataset: str, tokenizer: PreTrainedTokenizerBase, seed: int) -> Itera
 
 
 def _shuffled_lines(path: Path, seed: int) -> Iterator[Mapping[str, Any]]:
+    """Yield the rows of a .jsonl file in the order of `seed`."""
     lines = [line for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
     random.Random(seed).shuffle(lines)
     for line in lines:
@@ -73,6 +75,7 @@ def _shuffled_lines(path: Path, seed: int) -> Iterator[Mapping[str, Any]]:
 
 
 def _hub_rows(dataset: str, seed: int) -> Iterable[Mapping[str, Any]]:
+    """Yield the rows of a hub dataset, shuffled by `seed`."""
     from datasets import load_dataset
 
     if (
@@ -91,7 +94,7 @@ def _hub_rows(dataset: str, seed: int) -> Iterable[Mapping[str, Any]]:
 
 
 def _text_of(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Return the text of a row; None where it has no known field."""
+    """Return the text of a row; None without a known column. Raises TemplateError for any template error."""
     end = tokenizer.eos_token or ""
     if isinstance(row.get("text"), str):
         return row["text"] + end
@@ -99,10 +102,16 @@ def _text_of(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> str 
         return None
     if tokenizer.chat_template is None:
         return "\n".join(message["content"] for message in messages) + end
-    return tokenizer.apply_chat_template(messages, tokenize=False)
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False)
+    except TemplateError:
+        raise
+    except Exception as error:  # a template can raise anything
+        raise TemplateError(f"{type(error).__name__}: {error}") from error
 
 
 def _messages_of(row: Mapping[str, Any]) -> list[dict[str, str]] | None:
+    """Return a row's conversation as messages with role and content; None without one."""
     if "messages" in row:
         return row["messages"]
     if "conversations" in row:

@@ -1,4 +1,4 @@
-"""KL of a quantized model to the one that it was made from, and the entropies of both, on the same tokens."""
+"""Measure KL and entropies of a quantized model and its original on the same tokens."""
 
 import random
 import re
@@ -13,19 +13,21 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import DENSE_FORMAT, FormatConfig, ModelConfig, RunConfig
 from qerl_lab.evaluate import kl
 from qerl_lab.model import policy
+from qerl_lab.model.chat import Chat
 from qerl_lab.pocket.teacher import task_config
 from qerl_lab.quantize.options import QuantizeOptions
 from qerl_lab.tasks import arithmetic
+from qerl_lab.tasks.answers.completion import left_to_say
 
 PROBLEMS = 16
-WINDOWS, WINDOW_TOKENS = 4, 192  # of a text file
-EVERYTHING = "re:.*"  # as `ignore`: the dense model as it is, nothing rounded
+WINDOWS, WINDOW_TOKENS = 4, 192  # cut from a text file
+EVERYTHING = "re:.*"  # `ignore` pattern that leaves every layer dense
 
 
 def compare(options: QuantizeOptions, source: Path, folder: Path, weights: int, device: torch.device) -> dict[str, Any]:
     """Measure KL(quantized || original) and the entropies of both, in nats per token, on the same tokens.
 
-    The models are loaded one after the other; of the first only its log-probs are kept (float32, on the CPU).
+    The models are loaded one after the other; only log-probs of the first are kept (float32, on the CPU).
     """
     place = room(weights, device)
     if place is None:
@@ -36,7 +38,7 @@ def compare(options: QuantizeOptions, source: Path, folder: Path, weights: int, 
     original = [logprobs(model, pair) for pair in pairs]
     del model
     model, _ = policy.load_base(run_config(options, folder, dtype=dtype), where)
-    measured = []  # of each text [3, T]: KL and both entropies of its tokens
+    measured = []  # per text [3, T]: KL and both entropies of each token
     for pair, p in zip(pairs, original, strict=True):
         q = logprobs(model, pair)
         measured.append(torch.stack([kl.per_token(q, p), kl.entropy_per_token(p), kl.entropy_per_token(q)]))
@@ -50,13 +52,13 @@ def compare(options: QuantizeOptions, source: Path, folder: Path, weights: int, 
 
 
 def run_config(options: QuantizeOptions, folder: Path, *, dense: bool = False, dtype: str = "auto") -> RunConfig:
-    """Return the run that loads `folder`: the checkpoint of `options`, or the dense model that it was made from."""
+    """Return the configuration that loads `folder`: the quantized checkpoint, or with `dense` its original."""
     chosen = FormatConfig(name=DENSE_FORMAT, ignore=[EVERYTHING]) if dense else options.format_config()
     return RunConfig(model=ModelConfig(path=str(folder), dtype=dtype), format=chosen)
 
 
 def room(weights: int, device: torch.device) -> tuple[torch.device, str] | None:
-    """Find where a dense model of so many weights fits, and in which dtype: `device` before the CPU."""
+    """Return device and dtype where a dense model with `weights` weights fits, preferring `device`; None if nowhere."""
     needed = {dtype: 1.3 * weights * getattr(torch, dtype).itemsize for dtype in ("bfloat16", "float32")}
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -67,39 +69,40 @@ def room(weights: int, device: torch.device) -> tuple[torch.device, str] | None:
 
 
 def available() -> int:
-    """Return the bytes that a process can take without swapping: the page cache, which weights just filled, counts."""
+    """Return the bytes that a process can allocate without swapping. The page cache counts as free."""
     return int(re.findall(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())[0]) * 1024
 
 
 def logprobs(model: PreTrainedModel, pair: tuple[list[int], list[int]]) -> Tensor:
-    """Return log-probs `[tokens, vocabulary]` at the tokens that are compared; float32, on the CPU."""
+    """Return log-probs `[tokens, vocabulary]` at the compared tokens; float32, on the CPU."""
     return torch.cat([chunk.cpu() for chunk in kl.logprobs(model, kl.hidden_states(model, [pair]))])
 
 
 def problem_pairs(tokenizer: Any) -> kl.Pairs:
-    """Make word problems and worked solutions, which every tokenizer can spell; the solutions are compared."""
+    """Make word problems with worked solutions, which every tokenizer can encode; the solutions are compared."""
     rng, cfg = random.Random(0), task_config()
-    pairs = []
+    pairs, chat = [], Chat(tokenizer)
     for problem in [arithmetic.problem(rng, cfg) for _ in range(PROBLEMS)]:
-        given = _asked(tokenizer, cfg.instruction, problem.text)
-        solution = arithmetic.worked_solution(rng, problem)
+        given = _asked(chat, cfg.instruction, problem.text)
+        solution = left_to_say(tokenizer.decode(given), arithmetic.worked_solution(rng, problem))
         pairs.append((given, tokenizer(solution, add_special_tokens=False)["input_ids"]))
     return pairs
 
 
-def _asked(tokenizer: Any, instruction: str, question: str) -> list[int]:
+def _asked(chat: Chat, instruction: str, question: str) -> list[int]:
+    """Return the prompt's token ids, with the instruction as system message if the template allows it."""
     together = f"{instruction}\n\n{question}"
-    if not tokenizer.chat_template:
-        return tokenizer(f"{together}\n\n")["input_ids"]
+    if not chat.tokenizer.chat_template:
+        return chat.tokenizer(f"{together}\n\n")["input_ids"]
     user = {"role": "user", "content": question}
     try:
-        return policy.prompt_ids(tokenizer, [{"role": "system", "content": instruction}, user])
-    except ConfigError:  # a template that takes no system message
-        return policy.prompt_ids(tokenizer, [user | {"content": together}])
+        return chat.prompt_ids([{"role": "system", "content": instruction}, user])
+    except ConfigError:  # the template rejects system messages
+        return chat.prompt_ids([user | {"content": together}])
 
 
 def file_pairs(file: Path, tokenizer: Any) -> kl.Pairs:
-    """Cut the first tokens of a text into windows; all of a window but its first token is compared.
+    """Cut the first tokens of a text into windows; every token of a window but the first is compared.
 
     Raises ConfigError for a text of fewer than two tokens.
     """

@@ -1,13 +1,13 @@
 """AWQ (arXiv 2306.00978) and GPTQ (arXiv 2210.17323) through llmcompressor 0.14, weights only.
 
 - awq: `AWQModifier` searches, per group of layers that share an input, the scales of input channels that change the
-  group's output least, and moves them from the weights into the norm or layer before; then round to nearest.
-- gptq: `GPTQModifier` rounds column by column and makes up for each error in the columns that follow; the layers
-  before hand on what they compute when quantized.
+  group's output least. It moves them from the weights into the preceding norm or layer, then rounds to nearest.
+- gptq: `GPTQModifier` rounds column by column and compensates each error in the following columns. Each layer is
+  calibrated on the outputs of the quantized layers before it.
 
-Both hold one layer at a time on the accelerator. llmcompressor sets the scales by the formats' default rules and gives
-q/k/v and gate/up one NVFP4 global scale; `formats.recognize` reads what it writes. AWQ changes the weights of norms,
-so a sigma of AQN is another noise after it.
+Both keep one layer at a time on the accelerator. llmcompressor sets scales by the formats' default rules and gives
+q/k/v and gate/up one NVFP4 global scale; `formats.recognize` reads its output. AWQ changes norm weights, so the same
+AQN sigma is a different noise afterwards.
 """
 
 import importlib.util
@@ -29,11 +29,13 @@ if TYPE_CHECKING:
 
 
 def run(options: QuantizeOptions, source: Path, left_dense: list[str], folder: Path) -> None:
-    """Write the calibrated weights of the model in `source`, config.json, generation_config.json and recipe.yaml into
-    `folder`. `left_dense` are full names of Linears. Call `check` first.
+    """Write the calibrated weights of the model in `source` and its config files to `folder`. Call `check` first.
+
+    Args:
+        left_dense: full names of the Linears that stay dense.
 
     Raises:
-        ConfigError: there is too little text for `samples` sequences of `tokens`, or the model cannot read so many.
+        ConfigError: there is too little text for `samples` sequences of `tokens`, or the context is too short for them.
         ValueError: a layer does not divide into blocks; names the layers.
     """
     from llmcompressor import oneshot
@@ -50,7 +52,7 @@ def run(options: QuantizeOptions, source: Path, left_dense: list[str], folder: P
 
 
 def _show_warnings_only() -> None:
-    """Silence llmcompressor's log: when it is imported it configures loguru with a line for every layer."""
+    """Silence llmcompressor's log, which on import configures loguru with a line for every layer."""
     from loguru import logger
 
     logger.remove()
@@ -61,7 +63,7 @@ def _show_warnings_only() -> None:
 
 
 def check(options: QuantizeOptions) -> None:
-    """Raise ConfigError where llmcompressor is missing or would not compute on the device that was asked for."""
+    """Raise ConfigError if llmcompressor is missing or would not use the requested device."""
     if importlib.util.find_spec("llmcompressor") is None:
         raise ConfigError(
             f"method={options.method} needs llmcompressor, which is not installed here. It is in the extra `quantize`, "
@@ -84,7 +86,7 @@ def _check_length(options: QuantizeOptions, config: PretrainedConfig) -> None:
 
 
 def _batches(data: Tensor) -> DataLoader:
-    """Make batches of one sequence."""
+    """Make batches of one sequence each."""
     rows = [{"input_ids": row, "attention_mask": torch.ones_like(row)} for row in data]
     return DataLoader(cast(Dataset, rows), batch_size=1)
 
@@ -98,7 +100,7 @@ def _recipe(options: QuantizeOptions, left_dense: list[str]) -> list["Modifier"]
 
 
 def _awq() -> "Modifier":
-    """Make llmcompressor's AWQ. Without an accelerator its caches cannot be pinned, which 0.14 tries."""
+    """Return llmcompressor's AWQ modifier, with unpinned caches if there is no accelerator."""
     from llmcompressor.modifiers.transform.awq import AWQModifier
     from llmcompressor.pipelines.cache import IntermediatesCache
 
@@ -107,7 +109,7 @@ def _awq() -> "Modifier":
 
     class UnpinnedCache(IntermediatesCache):
         def pin_memory(self, batch_index: int, input_names: list[str] | None = None) -> None:
-            """Nothing: pinned memory is for copies to an accelerator."""
+            """Do nothing: pinned memory only speeds copies to an accelerator."""
 
     class AWQWithoutAccelerator(AWQModifier):
         def on_calibration_start(self, state: Any, event: Any, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""The typed options of `python -m qerl_lab.quantize`, and the rules that span them. Imports no torch."""
+"""Options of `python -m qerl_lab.quantize`, and rules between them. Imports no torch."""
 
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
@@ -14,13 +14,13 @@ from qerl_lab.config.schema import DENSE_FORMAT, DEVICES, POCKET, FormatConfig, 
 from qerl_lab.config.spelling import shell_word
 from qerl_lab.model import on_disk
 
-CALIBRATION = ("dataset", "samples", "tokens", "seed")  # what awq and gptq read
-# What llmcompressor writes: presets of compressed-tensors that leave activations alone.
+CALIBRATION = ("dataset", "samples", "tokens", "seed")  # options for awq and gptq only
+# Weight-only presets of compressed-tensors that llmcompressor writes.
 SCHEMES = {"nvfp4": "NVFP4A16", "mxfp4": "MXFP4A16"}
 
 
 def same_as(schema: type, name: str) -> Any:
-    """A field with the default, the meaning and the bounds that the main command's `schema` gives to `name`."""
+    """Return a field with the default, help text and bounds of `schema`'s field `name`."""
     known = next(f for f in fields(schema) if f.name == name)
     if known.default_factory is not MISSING:
         return field(default_factory=known.default_factory, metadata=known.metadata)
@@ -60,13 +60,13 @@ class QuantizeOptions(Writes):
     overwrite: bool = option(False, "replace what is at `out`, and an unfinished directory of another command")
 
     def format_config(self) -> FormatConfig:
-        """Return the group `format` of a run that trains on the checkpoint."""
+        """Return the `format` group of a run that trains on the checkpoint."""
         shared = {f.name: getattr(self, f.name) for f in fields(FormatConfig) if hasattr(self, f.name)}
         return FormatConfig(name=self.format, **shared)
 
 
 def check(options: QuantizeOptions) -> None:
-    """Raise ConfigError at the first combination that cannot run. Looks at local paths, loads nothing."""
+    """Raise ConfigError at the first invalid combination of options. Checks local paths, loads nothing."""
     for rule in (
         _model_readable, _quantizing_format, _method_fits_format, _options_act,
         _calibration_acts, _revision_acts, _text_readable, _out_is_free,
@@ -102,6 +102,7 @@ def _method_fits_format(options: QuantizeOptions) -> None:
 
 
 def _options_act(options: QuantizeOptions) -> None:
+    """Check that format options belong to the chosen format and method."""
     for option_name, format_name in ((f.name, f.metadata["only"]) for f in fields(FormatConfig)):
         if format_name is None:
             continue
@@ -119,6 +120,7 @@ def _options_act(options: QuantizeOptions) -> None:
 
 
 def _calibration_acts(options: QuantizeOptions) -> None:
+    """Check that calibration options are not given with method=rtn."""
     for name in CALIBRATION:
         value = getattr(options, name)
         if options.method == "rtn" and value != getattr(QuantizeOptions(), name):
@@ -129,6 +131,7 @@ def _calibration_acts(options: QuantizeOptions) -> None:
 
 
 def _revision_acts(options: QuantizeOptions) -> None:
+    """Check that revision= is only given for a model on the hub."""
     if options.revision is not None and (options.model == POCKET or Path(options.model).expanduser().exists()):
         raise ConfigError(
             f"revision={options.revision} is of a model on the hub, and model={options.model} is here. "
@@ -155,6 +158,7 @@ def _text_readable(options: QuantizeOptions) -> None:
 
 
 def _out_is_free(options: QuantizeOptions) -> None:
+    """Check that `out` is not the model's folder and does not hold other files."""
     check_apart(options, options.model)
     check_free(options, options.overwrite, _is_quantized, "is no quantized checkpoint")
 

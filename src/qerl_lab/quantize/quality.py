@@ -1,7 +1,7 @@
-"""How good a quantized checkpoint is: bits, sizes, SQNR of every layer, and KL to the model that it was made from.
+"""Measure a quantized checkpoint: bits, sizes, SQNR of every layer, and KL to the original model.
 
-Everything is measured on the files that are there, in one way for all methods: weights tensor by tensor, then the two
-models one after the other on the same text. `quality.json` is described in docs/quantize.md.
+All methods are measured the same way, from the files: weights tensor by tensor, then both models one after the other on
+the same text. docs/quantize.md describes `quality.json`.
 """
 
 import math

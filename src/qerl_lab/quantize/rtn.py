@@ -1,4 +1,4 @@
-"""From a dense checkpoint to a packed one. In memory is one fused layer at a time, never the model nor a file of it."""
+"""Pack a dense checkpoint by rounding to nearest. Holds one fused layer in memory, never the model or a whole file."""
 
 import json
 import os
@@ -10,18 +10,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from qerl_lab.formats.format import Format, Layout, pack_fused
+from qerl_lab.formats.format import STORED_DTYPES, Format, Layout, pack_fused
 from qerl_lab.model.files import DTYPES, SINGLE
 from qerl_lab.model.linear import fused_groups
-from qerl_lab.model.loading import TensorSource
+from qerl_lab.model.loading import TensorSource, check_dense_values
 
-# What a safetensors header calls a dtype.
+# Names of dtypes in a safetensors header.
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
 class Unit(NamedTuple):
-    """Tensors of the source that are read together: the weights of the Linears `modules`, parts of one fused layer, or
-    (no modules) one tensor that is copied. `layout` is what becomes of them."""
+    """Source tensors that are read together: the weights of one fused layer's `modules`, or one copied tensor.
+
+    `modules` is empty for a copied tensor. `layout` describes the tensors written.
+    """
 
     names: tuple[str, ...]
     modules: tuple[str, ...]
@@ -36,19 +38,22 @@ class Shard(NamedTuple):
 
     @property
     def layout(self) -> Layout:
-        """All its tensors, in stored order: wide dtypes first, so that every tensor is aligned."""
+        """Layout of all its tensors in stored order: wide dtypes first, so that every tensor is aligned."""
         tensors = {name: about for unit in self.units for name, about in unit.layout.items()}
         return dict(sorted(tensors.items(), key=lambda item: (-item[1][1].itemsize, item[0])))
 
     @property
     def bytes(self) -> int:
-        """Size of the file."""
+        """Size of the file in bytes."""
         return len(_header(self.layout)) + _layout_bytes(self.layout)
 
 
 def plan(source: TensorSource, linears: Sequence[str], weight_format: Format, shard_bytes: float) -> list[Shard]:
-    """Plan which tensors go into which file: in the order of the source, a fused layer never split, each file at most
-    `shard_bytes` of tensors unless one unit alone is larger. Depends on names, shapes and dtypes only."""
+    """Assign tensors to output files in source order, keeping fused layers together.
+
+    Each file has at most `shard_bytes` of tensors unless a single unit is larger. Depends on names, shapes and dtypes
+    only.
+    """
     shards: list[list[Unit]] = []
     size = 0
     for unit in _units(source, linears, weight_format):
@@ -64,6 +69,7 @@ def plan(source: TensorSource, linears: Sequence[str], weight_format: Format, sh
 
 
 def _units(source: TensorSource, linears: Sequence[str], weight_format: Format) -> Iterator[Unit]:
+    """Yield the units of the source, in its order."""
     groups = {f"{name}.weight": tuple(group) for group in fused_groups(list(linears)) for name in group}
     done: set[str] = set()
     for name in source.names:
@@ -85,7 +91,7 @@ def _layout_bytes(layout: Layout) -> int:
 
 
 def source_bytes(source: TensorSource, shard: Shard) -> int:
-    """Count the bytes of the source that `shard` is made from."""
+    """Return the bytes of the source tensors in `shard`."""
     return _layout_bytes({n: (source.shape(n), source.dtype(n)) for unit in shard.units for n in unit.names})
 
 
@@ -97,17 +103,17 @@ def write(
     device: torch.device,
     advance: Callable[[int], None],
 ) -> None:
-    """Pack one output file: aside, to the disk, then under its name. Tensors that are copied keep their dtype.
+    """Write one output file under a temporary name, sync it to disk, and rename it. Copied tensors keep their dtype.
 
-    It is written here because the safetensors library wants all tensors at once, and does not say at which of them the
-    disk was full. Calls `advance` with the source bytes of what is done. Raises ValueError for a weight that the
-    format cannot hold and OSError where it cannot be written; both name file and tensor.
+    The safetensors library is not used, because it needs all tensors at once and does not say which tensor failed on a
+    full disk. Calls `advance` with the source bytes done. Raises ValueError for a weight that the format cannot store,
+    or NaN in a copied one, and OSError if writing fails; both name file and tensor.
     """
     file, aside = folder / shard.file, folder / f"{shard.file}.tmp"
     header = _header(shard.layout)
     begins = {name: len(header) + begin for name, begin in _begins(shard.layout).items()}
     try:
-        with aside.open("wb", buffering=0) as out:  # a buffer would fail once more, without a name, when it is closed
+        with aside.open("wb", buffering=0) as out:  # a buffer would fail again on close, without naming a tensor
             _write_whole(out, memoryview(header))
             for unit in shard.units:
                 _write_unit(out, unit, begins, _tensors(unit, source, weight_format, device))
@@ -135,9 +141,13 @@ def _write_whole(out: FileIO, content: memoryview) -> None:
 
 
 def _tensors(unit: Unit, source: TensorSource, weight_format: Format, device: torch.device) -> dict[str, Tensor]:
-    """Return what becomes of one unit."""
+    """Return the output tensors of one unit."""
     if not unit.modules:
-        return {unit.names[0]: source.tensor(unit.names[0], "cpu")}
+        (name,) = unit.names
+        copied = source.tensor(name, "cpu")
+        if copied.dtype in STORED_DTYPES:
+            check_dense_values(copied, name=f"{source.where(name)}: {name}")
+        return {name: copied}
     weights = {module: source.tensor(name, device) for module, name in zip(unit.modules, unit.names, strict=True)}
     try:
         return {
@@ -150,7 +160,7 @@ def _tensors(unit: Unit, source: TensorSource, weight_format: Format, device: to
 
 
 def _begins(layout: Layout) -> dict[str, int]:
-    """Tell where each tensor begins after the header."""
+    """Return each tensor's offset after the header."""
     begins, end = {}, 0
     for name, about in layout.items():
         begins[name] = end
@@ -159,7 +169,7 @@ def _begins(layout: Layout) -> dict[str, int]:
 
 
 def _header(layout: Layout) -> bytes:
-    """Make length (8 bytes, little endian) and JSON, padded with spaces so that tensors start at a multiple of 8."""
+    """Return header length (8 bytes, little endian) and JSON, padded with spaces to a multiple of 8 bytes."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     for name, begin in _begins(layout).items():
         shape, dtype = layout[name]
@@ -171,13 +181,14 @@ def _header(layout: Layout) -> bytes:
 
 
 def _bytes(name: str, tensor: Tensor, about: tuple[tuple[int, ...], torch.dtype]) -> memoryview:
+    """Return a tensor's bytes, after checking its shape and dtype."""
     if (tuple(tensor.shape), tensor.dtype) != about:
         raise AssertionError(f"{name} is {list(tensor.shape)} in {tensor.dtype}, its format's layout says {about}")
     return tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def index(shards: Sequence[Shard]) -> dict[str, Any]:
-    """Make model.safetensors.index.json, which says what file holds a tensor."""
+    """Return the content of model.safetensors.index.json, which maps tensors to files."""
     size = sum(_layout_bytes(shard.layout) for shard in shards)
     listed = {name: shard.file for shard in shards for name in shard.layout}
     return {"metadata": {"total_size": size}, "weight_map": dict(sorted(listed.items()))}

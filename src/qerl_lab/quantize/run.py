@@ -1,7 +1,7 @@
-"""One quantization, from its options to its directory: read -> pack -> describe -> measure -> rename.
+"""Quantize a model: read -> pack -> describe -> measure -> rename.
 
-Everything is written in OUT.partial, which is renamed to OUT when it is whole. config.json is written after the
-weights, so that no loader takes an unfinished directory for a model.
+All files are written to OUT.partial, which is renamed to OUT when complete. config.json follows the weights, so that no
+loader takes an unfinished directory for a model.
 """
 
 import errno
@@ -44,15 +44,15 @@ class Source(NamedTuple):
     weights: WeightFiles
     packed: list[str]
     dense: list[str]
-    quantization_config: dict[str, Any]  # of the packed model's config.json
+    quantization_config: dict[str, Any]  # for the packed model's config.json
 
 
 def run(options: QuantizeOptions) -> None:
-    """Write the checkpoint that `options` ask for and print its quality.
+    """Write the checkpoint and print its quality.
 
     Raises:
-        ConfigError: the model cannot be loaded, or OUT.partial is of another command.
-        ValueError: a file is damaged, or a weight cannot be held by the format; names file and tensor.
+        ConfigError: the model cannot be loaded, or OUT.partial has other options.
+        ValueError: a file is damaged, or the format cannot store a weight; names file and tensor.
         OSError: the disk is full, or a file cannot be read or written.
     """
     device = policy.device_of(options.device)
@@ -72,7 +72,7 @@ def run(options: QuantizeOptions) -> None:
 
 
 def training_words(options: QuantizeOptions) -> list[str]:
-    """Return what to type after `python -m qerl_lab` to train on the checkpoint."""
+    """Return the words to type after `python -m qerl_lab` to train on the checkpoint."""
     arm = f"{options.format}_aqn"
     words = [f"+experiment={arm}" if arm in choices_of("experiment") else f"format={options.format}"]
     words.append(f"scale={'pocket' if options.model == 'pocket' else 'custom'}")
@@ -85,7 +85,7 @@ def training_words(options: QuantizeOptions) -> list[str]:
 
 
 def read_source(options: QuantizeOptions) -> Source:
-    """Read the headers of the model's files, and find its Linears; no weight is read."""
+    """Read the file headers of the model and list its Linears, without reading weights."""
     folder = local_folder(options.model, options.revision, key="model")
     config = read_json(folder / "config.json")
     if "quantization_config" in config:
@@ -111,7 +111,8 @@ def read_source(options: QuantizeOptions) -> Source:
 
 
 def _quantization_config(options: QuantizeOptions, dense: list[str], dtype: torch.dtype) -> dict[str, Any]:
-    beyond = [name for name in dense if not is_ignored(name, options.ignore)]  # share their weight with an embedding
+    """Return the config.json entry for the packed model. Raises ConfigError if `ignore` cannot be expressed."""
+    beyond = [name for name in dense if not is_ignored(name, options.ignore)]  # tied to an embedding
     try:
         return formats.build(options.format_config()).quantization_config([*options.ignore, *beyond], dtype)
     except ValueError as error:
@@ -131,7 +132,7 @@ def _empty_model(options: QuantizeOptions, folder: Path) -> PreTrainedModel:
 
 
 def _check_ignore(options: QuantizeOptions, linears: list[str]) -> None:
-    """Refuse an entry that names nothing: it is a slip, and would quantize what it was to protect."""
+    """Raise ConfigError for an `ignore` entry that matches no layer: a typo would quantize what it should protect."""
     for entry in options.ignore:
         if not any(is_ignored(name, [entry]) for name in linears):
             ends = sorted({name.rpartition(".")[2] for name in linears})
@@ -142,8 +143,10 @@ def _check_ignore(options: QuantizeOptions, linears: list[str]) -> None:
 
 
 def _check_skipped(options: QuantizeOptions, skipped: list[str], packed: list[str], dense: list[str]) -> None:
-    """Refuse an entry by which transformers would take a packed layer for a dense one: of bitsandbytes' it is the
-    beginning or the end of a name, with no dot between, so that model.layers.1 is model.layers.10 too."""
+    """Raise ConfigError for an `ignore` entry by which transformers would treat a packed layer as dense.
+
+    bitsandbytes matches the start or end of a name without a dot, so that model.layers.1 matches model.layers.10.
+    """
     for entry in skipped:
         if other := next((name for name in packed if not should_convert_module(name, [entry])), None):
             names = [name for name in dense if is_ignored(name, [entry])]
@@ -156,6 +159,7 @@ def _check_skipped(options: QuantizeOptions, skipped: list[str], packed: list[st
 
 
 def _check_tensor(folder: Path, weights: WeightFiles, name: str, shape: tuple[int, ...]) -> None:
+    """Raise ValueError if a weight is missing or its shape differs from config.json."""
     if name not in weights.names:
         raise ValueError(f"{folder} holds no {name}, which its config.json asks for")
     if weights.shape(name) != shape:
@@ -165,7 +169,7 @@ def _check_tensor(folder: Path, weights: WeightFiles, name: str, shape: tuple[in
 
 
 def identity(options: QuantizeOptions, source: Source, device: torch.device) -> dict[str, Any]:
-    """Return what decides the bytes to be written."""
+    """Return the options and files that determine the output bytes."""
     left_out = NOT_IDENTITY + (CALIBRATION if options.method == "rtn" else ())
     chosen = {key: value for key, value in asdict(options).items() if key not in left_out}
     files = {file: file.stat() for file in (*source.weights.files, source.folder / "config.json")}
@@ -174,7 +178,7 @@ def identity(options: QuantizeOptions, source: Source, device: torch.device) -> 
 
 
 def pack(options: QuantizeOptions, source: Source, device: torch.device, unfinished: Unfinished) -> None:
-    """Round to nearest, file by file; files that are complete are left as they are."""
+    """Round to nearest, file by file, skipping files that are complete."""
     weight_format = formats.build(options.format_config())
     shards = rtn.plan(source.weights, source.packed, weight_format, options.shard_gb * 1e9)
     left = [shard for shard in shards if not unfinished.has(shard.file)]
@@ -205,7 +209,7 @@ def _refuse_full_disk(folder: Path, needed: int) -> None:
 
 
 def calibrate(options: QuantizeOptions, source: Source, unfinished: Unfinished) -> None:
-    """AWQ or GPTQ. It cannot go on in the middle: what an interrupted process left is made again."""
+    """Run AWQ or GPTQ. They cannot be continued, so an interrupted attempt starts over."""
     if unfinished.has("config.json"):
         return
     unfinished.clear()

@@ -1,4 +1,4 @@
-"""Signal to quantization noise of every packed Linear, read from the files: 10 log10(sum w^2 / sum (w - w')^2)."""
+"""Signal-to-quantization-noise ratio of every packed Linear: 10 log10(sum w^2 / sum (w - w')^2)."""
 
 import math
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ LOWEST = 5
 
 
 class Layer(NamedTuple):
-    """One packed Linear: sums of squares of its weight and of what packing changed, weights, bytes of its tensors."""
+    """One packed Linear: sums of squares of its weight and its rounding error, weight count, bytes of its tensors."""
 
     name: str
     signal: float
@@ -28,7 +28,7 @@ class Layer(NamedTuple):
 
 
 def decibels(signal: float, error: float) -> float:
-    """Return 10 log10(signal / error); infinite where nothing changed."""
+    """Return 10 log10(signal / error); infinite without an error."""
     return 10 * math.log10(signal / error) if error > 0 < signal else math.inf
 
 
@@ -52,8 +52,8 @@ def measure_layer(
 ) -> Layer:  # fmt: skip
     """Compare one Linear: differences in float32, sums in float64.
 
-    AWQ moves scales from a layer to the one before it. With `fit_scales` they are fitted and undone first. Raises
-    ValueError, naming file and Linear, where a weight is NaN, infinite, or too large to be squared in float32.
+    AWQ moves scales from a layer to the one before it. `fit_scales` fits and removes them first. Raises ValueError,
+    naming file and Linear, if a weight is NaN, infinite, or too large to square in float32.
     """
     weight = dense.tensor(f"{name}.weight", device).float()
     rows, columns = weight.shape
@@ -71,7 +71,7 @@ def measure_layer(
 
 
 def summary(layers: list[Layer], *, fit_scales: bool) -> dict[str, Any]:
-    """Return what quality.json says of the whole, of every layer, and of the lowest; null stands for infinite."""
+    """Return SQNR of the whole, of every layer, and the lowest layers for quality.json; null means infinite."""
     values = {layer.name: layer.sqnr_db if math.isfinite(layer.sqnr_db) else None for layer in layers}
     ranked = sorted(layers, key=lambda layer: layer.sqnr_db)
     whole = decibels(sum(layer.signal for layer in layers), sum(layer.error for layer in layers))

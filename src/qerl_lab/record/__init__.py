@@ -1,1 +1,1 @@
-"""The run directory: its files, written so that a kill or a full disk leaves each whole or absent."""
+"""Read and write the run directory. A kill or a full disk leaves each file complete or absent."""

@@ -1,8 +1,8 @@
-"""Checkpoints that survive a `kill -9` at any moment: written aside, checksummed, then renamed.
+"""Save and load checkpoints that survive a `kill -9` at any moment: written aside, checksummed, then renamed.
 
-A checkpoint is the folder `checkpoints/step-000025/`. Its `manifest.json`, written last, holds the SHA-256 of every
-other file. So a truncated or altered one is recognized, and the checkpoint before it is used. Nothing in it can run
-code when read: safetensors, JSON, and tensors that torch loads with `weights_only=True`.
+A checkpoint is a folder `checkpoints/step-000025/`. Its `manifest.json`, written last, stores the SHA-256 of every
+other file, so that a truncated or altered checkpoint is detected and the one before it is used. Loading never runs
+code: the files are safetensors, JSON, and tensors that torch loads with `weights_only=True`.
 """
 
 import json
@@ -22,10 +22,15 @@ MANIFEST, STATE = "manifest.json", "lab_state.json"
 
 @dataclass(frozen=True)
 class Saved:
-    """A verified checkpoint. `step` counts rollouts, `prompts_seen` is the position in the training data.
+    """A verified checkpoint.
 
-    The rest says of which run it is: `run_key` names its MLflow run, `config` has `arm.of_run`'s values, `device`
-    and `dtype` are what it was trained on and in. `noise` is the state of what finds its sigma.
+    Attributes:
+        step: number of steps trained.
+        prompts_seen: position in the training data.
+        run_key: the run's name in MLflow.
+        config: values of `arm.of_run`, to detect a changed configuration.
+        device, dtype: device type and dtype of training.
+        noise: state of `train.noise.NoiseLevel`.
     """
 
     path: Path
@@ -38,7 +43,7 @@ class Saved:
     noise: dict[str, Any] = field(default_factory=dict)
 
     def refuse_other_device(self, device: str, dtype: str) -> None:
-        """Raise ConfigError where a run would go on with other arithmetic than it began with."""
+        """Raise ConfigError if the run would resume on another device or in another dtype."""
         if (self.device, self.dtype) != (device, dtype):
             raise ConfigError(
                 f"{self.path} was trained on {self.device} in {self.dtype}, and here it would go on on {device} in "
@@ -47,14 +52,14 @@ class Saved:
 
 
 def save(folder: Path, state: Mapping[str, Any], write: Callable[[Path], None], keep: int) -> Path:
-    """Write the checkpoint of `state["step"]` atomically, then drop all but the newest `keep` up to it.
+    """Write the checkpoint of `state["step"]` atomically, then delete all but the newest `keep`.
 
-    A checkpoint of a later step goes too: it is damaged, or this run would have continued from it.
+    Checkpoints of later steps are deleted too: they are damaged, or this run would have resumed from them.
 
     Args:
         folder: the run's `checkpoints/`.
-        state: the fields of `Saved`, but its path.
-        write: fills the (existing, empty) directory that it is given with the trainer's files.
+        state: the fields of `Saved` except `path`.
+        write: writes the trainer's files into the empty directory it receives.
     """
     final = folder / f"step-{state['step']:06d}"
     aside = folder / f".{final.name}.{os.getpid()}"
@@ -62,10 +67,10 @@ def save(folder: Path, state: Mapping[str, Any], write: Callable[[Path], None], 
     aside.mkdir(parents=True)
     try:
         _fill(aside, state, write)
-    except Exception:  # a half would keep a full disk full
+    except Exception:  # a partial checkpoint would keep a full disk full
         shutil.rmtree(aside)
         raise
-    if final.exists():  # the same step again, after a resume from an older checkpoint
+    if final.exists():  # trained again after resuming from an older checkpoint
         shutil.rmtree(final)
     aside.rename(final)
     _flush_to_disk(folder)
@@ -76,6 +81,7 @@ def save(folder: Path, state: Mapping[str, Any], write: Callable[[Path], None], 
 
 
 def _fill(aside: Path, state: Mapping[str, Any], write: Callable[[Path], None]) -> None:
+    """Write all files of a checkpoint, then its checksums, and sync them to disk."""
     write(aside)
     (aside / STATE).write_text(json.dumps(state))
     digests = {str(path.relative_to(aside)): sha256(path) for path in _files(aside)}
@@ -85,14 +91,14 @@ def _fill(aside: Path, state: Mapping[str, Any], write: Callable[[Path], None]) 
 
 
 def last_step(folder: Path) -> int:
-    """The step of the newest checkpoint, unverified; 0 if there is none."""
+    """Return the step of the newest checkpoint, without verifying it; 0 if there is none."""
     return max(map(_step, _named(folder)), default=0)
 
 
 def newest(folder: Path, at_most: int | None = None) -> Saved | None:
-    """The newest checkpoint whose every file matches its checksum, of step `at_most` or before; None if there is none.
+    """Return the newest intact checkpoint, of step `at_most` or before; None if there is none.
 
-    Says on stderr which damaged ones it passes over, and why.
+    Prints a warning to stderr for each damaged checkpoint it skips.
     """
     candidates = [path for path in _named(folder) if at_most is None or _step(path) <= at_most]
     while candidates:
@@ -105,7 +111,7 @@ def newest(folder: Path, at_most: int | None = None) -> Saved | None:
 
 
 def verify(path: Path) -> str:
-    """Say what is wrong with a checkpoint folder, in a few words; empty if nothing."""
+    """Return what is wrong with a checkpoint folder; empty if nothing."""
     try:
         return _damage(path)
     except OSError as error:
@@ -113,6 +119,7 @@ def verify(path: Path) -> str:
 
 
 def _damage(path: Path) -> str:
+    """Return the first defect of a checkpoint folder; empty if there is none."""
     try:
         digests = json.loads((path / MANIFEST).read_text())
     except FileNotFoundError:
@@ -138,7 +145,7 @@ def _saved(path: Path) -> Saved:
 
 
 def _named(folder: Path) -> list[Path]:
-    """Folders step-N by step; what else lies there is somebody else's."""
+    """Return the folders step-N, sorted by step. Other files are ignored."""
     return sorted((path for path in folder.glob("step-*") if path.is_dir() and path.name[5:].isdecimal()), key=_step)
 
 
@@ -151,7 +158,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _discard_leftovers(folder: Path) -> None:
-    """Remove what a killed process left half-written."""
+    """Delete partial checkpoints that a killed process left."""
     for path in folder.glob(".step-*"):
         shutil.rmtree(path)
 

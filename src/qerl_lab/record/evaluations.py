@@ -1,4 +1,4 @@
-"""RUN_DIR/eval.parquet: the held-out answers, a row a question and phase ("before", "after" training)."""
+"""RUN_DIR/eval.parquet: held-out answers, a row per question and phase ("before" or "after" training)."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,14 +14,14 @@ NAME = "eval.parquet"
 
 
 def read_evaluations(run_dir: Path) -> "dict[str, pd.DataFrame]":
-    """The rows of each phase; empty where there is none yet. Raises ConfigError for a damaged file."""
-    import pandas as pd  # takes a second, which a command that reads no rows need not wait for
+    """Return the rows of each phase; empty if there are none yet. Raises ConfigError for a damaged file."""
+    import pandas as pd  # imported here, because it takes a second
 
     path = run_dir / NAME
     if not path.exists():
         return {}
     try:
-        with path.open("rb") as file:  # of a name that is no UTF-8 pandas would call the file damaged
+        with path.open("rb") as file:  # pandas cannot open a path that is not UTF-8
             rows = pd.read_parquet(file)
         return {str(phase): part.drop(columns="phase") for phase, part in rows.groupby("phase", sort=False)}
     except (OSError, ValueError, KeyError) as error:  # pyarrow's are ValueErrors
@@ -31,7 +31,7 @@ def read_evaluations(run_dir: Path) -> "dict[str, pd.DataFrame]":
 
 
 def write_evaluations(run_dir: Path, phases: "dict[str, pd.DataFrame]") -> None:
-    """Write the rows of all phases, atomically."""
+    """Write the rows of all phases atomically."""
     import pandas as pd
 
     data = pd.concat([rows.assign(phase=phase) for phase, rows in phases.items()]).to_parquet(index=False)
@@ -39,13 +39,13 @@ def write_evaluations(run_dir: Path, phases: "dict[str, pd.DataFrame]") -> None:
 
 
 def is_whole(run_dir: Path) -> bool:
-    """Tell whether the file, where there is one, is neither cut nor foreign: Parquet begins and ends alike."""
+    """Return whether the file is missing or complete: Parquet has the same bytes at start and end."""
     path = run_dir / NAME
     return not path.exists() or path.read_bytes()[:4] == path.read_bytes()[-4:] == b"PAR1"
 
 
 def check_whole(run_dir: Path) -> None:
-    """Raise ConfigError for a cut or foreign file, which a resumed run would meet."""
+    """Raise ConfigError for a truncated or foreign file, which a resumed run would read."""
     if not is_whole(run_dir):
         path = run_dir / NAME
         raise ConfigError(f"{path} is damaged (no Parquet file). Move it away; the held-out questions are asked again.")

@@ -1,4 +1,4 @@
-"""What a finished run must hold: a sweep counts it as done, a report reads it. Costs no pandas, and next to no time."""
+"""Check without pandas that a finished run's files are complete, before a sweep or a report uses it."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,10 +11,10 @@ from qerl_lab.record.sessions import Sessions
 
 
 def refuse_damaged(run_dir: Path, settings: Mapping[str, str]) -> None:
-    """Raise ConfigError for the first file that is missing, cut off or of something else.
+    """Raise ConfigError for the first file that is missing, truncated or not a run's.
 
     Args:
-        settings: what resolved.yaml says, key by key, as text.
+        settings: values of resolved.yaml as text, by dotted key.
     """
     for path in (run_dir / "DONE", *run_dir.glob("env*.json")):
         read_json(path, dict)

@@ -1,9 +1,10 @@
-"""Every metric that a run logs (name, unit and meaning, once), and RUN_DIR/metrics.jsonl, which holds their values."""
+"""Declare every metric of a run (name, unit, meaning), and read and write RUN_DIR/metrics.jsonl."""
 
 import json
 import math
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +19,9 @@ class Metric:
     """One metric.
 
     Attributes:
-        trl: TRL's name, where TRL measures it; else empty.
-        over: by what TRL's means over micro-batches are weighted: by "tokens", those in the loss, or by "ratios", which
-            are as many, but one a completion with algorithm=gspo.
+        trl: TRL's name for it if TRL measures it, else empty.
+        over: weights for averaging TRL's per-micro-batch means: "tokens" (tokens in the loss) or "ratios" (the same,
+            but one per completion with algorithm=gspo).
     """
 
     unit: str
@@ -30,11 +31,15 @@ class Metric:
 
 
 PART = "reward/<part>"
-PHASES = ("rollout", "reward", "sync", "probe", "train")  # the seconds/* that add up to step/seconds
+# The seconds/* that add up to step/seconds; with gpus above 1, seconds/wait is added.
+PHASES = ("rollout", "reward", "sync", "probe", "train")
 METRICS: dict[str, Metric] = {
     "reward/mean": Metric("reward", "mean reward of the step's completions, all parts added"),
     "reward/std": Metric("reward", "standard deviation of the reward over the step's completions"),
-    PART: Metric("reward", "mean of one part alone, weight x score; every task has format and answer"),
+    PART: Metric(
+        "reward",
+        "mean of one part alone, weight x score; every task has answer, and format as task.format_reward_for pays it",
+    ),
     "reward/overlong": Metric("reward", "mean of the punishment of algorithm.overlong_buffer_tokens"),
     "reward/unparsed": Metric(
         "fraction", "completions whose answer could not be read, or not be compared in time: it counts as wrong"
@@ -154,6 +159,11 @@ METRICS: dict[str, Metric] = {
         "s",
         "wall time of handing adapter and noisy norms to the engine, and of its sleep and waking (rollout.vllm.sleep)",
     ),
+    "seconds/wait": Metric(
+        "s",
+        "with gpus above 1 alone: wall time in which the process that keeps the record waits for slower ones, after "
+        "its own rollout and elsewhere; not in other seconds/*, but seconds/train has what backward passes wait",
+    ),
     "seconds/probe": Metric("s", "wall time of measuring the noise (noise/*) and the sampler (sampler/kernel_gap_*)"),
     "noise/sigma": Metric(
         "1", "standard deviation of the noise; with aqn.relative in units of each norm's root mean square"
@@ -161,7 +171,7 @@ METRICS: dict[str, Metric] = {
     "noise/std_observed": Metric(
         "1",
         "standard deviation of the engine's norm weights minus the clean ones, with aqn.relative each divided by its "
-        "norm's root mean square: what noise/sigma says",
+        "norm's root mean square; within 5% of noise/sigma where that is 1e-4 or more, since norms are float32",
     ),
     "noise/kl_target": Metric("nats", "KL per token that the schedule asks for, with aqn.unit=kl"),
     "noise/kl_solved": Metric(
@@ -204,15 +214,15 @@ METRICS: dict[str, Metric] = {
 
 
 def table() -> str:
-    """METRICS as a Markdown table, a row a metric; the body of docs/metrics.md."""
+    """Return METRICS as a Markdown table, the body of docs/metrics.md."""
     rows = [f"| `{name}` | {m.unit} | {m.meaning} | {f'`{m.trl}`' if m.trl else ''} |" for name, m in METRICS.items()]
     return "\n".join(["| metric | unit | meaning | in TRL |", "|---|---|---|---|", *rows]) + "\n"
 
 
 def declared(parts: Iterable[str] = ()) -> dict[str, Metric]:
-    """METRICS of a run whose reward has `parts`, each of which has a metric of its own.
+    """Return METRICS with one metric per reward part in `parts`.
 
-    Raises ValueError for a part that has the name of another metric.
+    Raises ValueError if a part has the name of another metric.
     """
     of_parts = {PART.replace("<part>", part): METRICS[PART] for part in parts}
     if taken := of_parts.keys() & METRICS.keys():
@@ -227,18 +237,18 @@ class MetricsLine(TypedDict):
 
 
 def encode(step: int, metrics: Mapping[str, float]) -> bytes:
-    """One line of strict JSON, which knows no NaN or Infinity: a value that is not finite becomes null."""
+    """Encode one line of strict JSON. NaN and infinite values become null, because JSON has neither."""
     values = {name: float(value) for name, value in metrics.items()}
     finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
     return json.dumps({"step": int(step), "time": time.time(), "metrics": finite}, allow_nan=False).encode() + b"\n"
 
 
 def lines_from(path: Path, offset: int) -> tuple[list[MetricsLine], int]:
-    """The lines from byte `offset` on, in the order written, and the offset after them.
+    """Return the lines from byte `offset` on, in file order, and the next offset.
 
-    A step may have several (held-out evaluation). `time` is unix seconds. A value that was not finite is nan. A last
-    line without its end (the process was killed inside the write) is left out. Raises ConfigError for any other line
-    that is no record.
+    A step can have several lines (held-out evaluation). `time` is in unix seconds; null values become nan. An
+    incomplete last line (the process was killed while writing) is skipped. Raises ConfigError for any other line that
+    is not a record.
     """
     with path.open("rb") as file:
         file.seek(offset)
@@ -250,36 +260,55 @@ def lines_from(path: Path, offset: int) -> tuple[list[MetricsLine], int]:
 
 def _decode(line: bytes, where: str) -> MetricsLine:
     try:
-        record = json.loads(line)
-        values = {name: math.nan if value is None else float(value) for name, value in record["metrics"].items()}
-        return {"step": int(record["step"]), "time": float(record["time"]), "metrics": values}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        match json.loads(line):
+            case {"step": int(step), "time": int() | float() as when, "metrics": dict(metrics)} if step >= 0:
+                values = {name: math.nan if value is None else float(value) for name, value in metrics.items()}
+                return {"step": step, "time": float(when), "metrics": values}
+        raise ValueError("no step, time and metrics")
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:
         raise ConfigError(
             f"{where} is not a metrics record: {line[:80]!r}. Take the line out, or put the file back as it was."
         ) from error
 
 
-def steps_recorded(run_dir: Path) -> tuple[int, str]:
-    """The last step before the first that RUN_DIR/metrics.jsonl lacks, and in words what it lacks there.
+def trained(lines: Iterable[MetricsLine]) -> Counter[int]:
+    """Count the lines of each trained step. Evaluation lines do not count."""
+    return Counter(line["step"] for line in lines if any(not name.startswith("eval/") for name in line["metrics"]))
 
-    Evaluation is logged beside the steps and counts for none. A line that is no record is passed over.
+
+def check_steps(found: Mapping[int, int], steps: int, where: str = "metrics.jsonl") -> None:
+    """Raise ConfigError unless each step up to `steps`, and up to the last of `found`, has exactly one line.
+
+    `found` counts the lines per step. Duplicates mean that two processes wrote the file, which can happen on a file
+    system without locks; a resumed run cuts the steps it trains again.
+    """
+    steps = max(steps, *found, 0)
+    if missing := sorted(set(range(1, steps + 1)) - set(found)):
+        raise ConfigError(f"{where} lacks {len(missing)} of {steps} steps, the first of them {missing[0]}")
+    if twice := sorted(step for step, times in found.items() if times > 1):
+        raise ConfigError(f"{where} has {len(twice)} steps more than once, the first of them {twice[0]}")
+
+
+def steps_recorded(run_dir: Path) -> tuple[int, str]:
+    """Return the last step before the first missing or duplicate one in metrics.jsonl, and a text saying what is wrong.
+
+    Lines that are not records are skipped.
     """
     path = Path(run_dir) / "metrics.jsonl"
     if not path.exists():
         return 0, "is missing"
     whole, broken = _sorted_out(path)
-    steps = {line["step"] for _, line in whole if any(not name.startswith("eval/") for name in line["metrics"])}
-    last = 0
-    while last + 1 in steps:
+    steps, last = trained(line for _, line in whole), 0
+    while steps[last + 1] == 1:
         last += 1
     where = f" (line {broken[0][0]} is no metrics record)" if broken else ""
-    return last, f"lacks step {last + 1}{where}"
+    return last, f"{'has' if steps[last + 1] else 'lacks'} step {last + 1}{' twice' if steps[last + 1] else ''}{where}"
 
 
 def cut_metrics(run_dir: Path, last_step: int) -> None:
-    """Drop every line of RUN_DIR/metrics.jsonl after `last_step`, and a torn one, atomically. No file is no error.
+    """Delete the lines of metrics.jsonl after `last_step`, and a torn last line, atomically. The file may be missing.
 
-    Lines that are no records are kept in metrics.damaged.jsonl, and said.
+    Moves lines that are not records to metrics.damaged.jsonl and prints a warning.
     """
     path = Path(run_dir) / "metrics.jsonl"
     if not path.exists():
@@ -294,7 +323,7 @@ def cut_metrics(run_dir: Path, last_step: int) -> None:
 
 
 def _sorted_out(path: Path) -> tuple[list[tuple[bytes, MetricsLine]], list[tuple[int, bytes]]]:
-    """The records with their text, and the other lines with their number; a torn last line is neither."""
+    """Return the records with their text, and other lines with their number; skips a torn last line."""
     whole, broken = [], []
     for number, text in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
         try:
@@ -305,6 +334,6 @@ def _sorted_out(path: Path) -> tuple[list[tuple[bytes, MetricsLine]], list[tuple
 
 
 def last_logged(run_dir: Path) -> float:
-    """The time of the newest line of RUN_DIR/metrics.jsonl, in unix seconds; 0 where there is none."""
+    """Return the unix time of the newest line of metrics.jsonl; 0 without lines."""
     path = Path(run_dir) / "metrics.jsonl"
     return max((line["time"] for _, line in _sorted_out(path)[0]), default=0.0) if path.exists() else 0.0

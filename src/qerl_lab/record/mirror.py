@@ -1,4 +1,4 @@
-"""RUN_DIR/mlflow.json: which MLflow run mirrors this directory."""
+"""RUN_DIR/mlflow.json: the MLflow run that mirrors this directory."""
 
 import json
 import threading
@@ -11,10 +11,10 @@ from qerl_lab.disk import read_json, replace_file
 
 
 class MirrorRecord:
-    """RUN_DIR/mlflow.json: which MLflow run mirrors this directory. Exists before MLflow is first asked.
+    """Reads and writes mlflow.json. The file is created before the first request to MLflow.
 
-    `key` is the run's own name for itself and a tag of the MLflow run, which is found by it: a `run_id` may be of
-    another store, or never have been noted. `uri` has *** in place of a password. `status` is null until the run ends.
+    `key` identifies the run: it is a tag of the MLflow run and finds it, because `run_id` may belong to another store
+    or be missing. `uri` has *** in place of a password. `status` is null until the run ends.
     """
 
     def __init__(self, run_dir: Path, key: str | None = None) -> None:
@@ -28,6 +28,6 @@ class MirrorRecord:
                 raise ConfigError(f"{self._path} is not what a run writes there: {self.values}. Move it away.")
 
     def set(self, **changes: str | None) -> None:
-        with self._lock:  # the mirror's thread notes the run id while the trainer may note the end
+        with self._lock:  # the mirror thread and the trainer may write at the same time
             self.values |= changes
             replace_file(self._path, json.dumps(self.values, indent=1).encode())

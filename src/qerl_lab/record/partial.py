@@ -1,7 +1,7 @@
-"""A directory that has its name only when it is whole: until then it is NAME.partial, with a journal in it.
+"""Build a directory as NAME.partial and rename it when complete.
 
-The journal says what the directory is to become and which of its files are complete. So the same command goes on where
-it was interrupted, and another one does not write into it.
+A journal in it stores what the directory will become and which files are complete, so that the same command can
+continue after an interruption and a different one cannot write into it.
 """
 
 import json
@@ -20,13 +20,13 @@ JOURNAL = "journal.json"
 
 
 class Unfinished:
-    """NAME.partial, held by this process until it leaves the `with` block."""
+    """NAME.partial, locked by this process until the end of the `with` block."""
 
     def __init__(self, out: Path, identity: Mapping[str, Any], overwrite: bool) -> None:
-        """`identity` is what decides the bytes to be written, by the names that the user types.
+        """Create or continue `out`.partial.
 
-        Raises ConfigError where `out` cannot be written, where it was begun with another identity, unless `overwrite`,
-        and where another process writes there now.
+        `identity` holds the options that determine the content, by name. Raises ConfigError if `out` is not writable,
+        another process is writing it, or it was started with another identity (unless `overwrite`).
         """
         self.out, self.folder = out, out.with_name(out.name + ".partial")
         make_directory(self.folder, f"out={out}")
@@ -45,12 +45,12 @@ class Unfinished:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is not None and not self._journal["files"]:  # nothing to go on with
+        if kind is not None and not self._journal["files"]:  # nothing to continue
             shutil.rmtree(self.folder)
         os.close(self._lock)
 
     def _take_over(self, overwrite: bool) -> None:
-        """Go on with what a process of the same identity left, or start."""
+        """Continue the work of an earlier process with the same identity, or start."""
         if not (self.folder / JOURNAL).exists():
             if any(self.folder.iterdir()):
                 raise ConfigError(f"{self.folder} is not of this command's making. Type another out, or remove it.")
@@ -68,14 +68,14 @@ class Unfinished:
             raise ConfigError(_another(self.folder, begun["identity"], now, differ))
 
     def clear(self) -> None:
-        """Start from nothing."""
+        """Delete all files and start over."""
         for path in self.folder.iterdir():
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         self._journal["files"] = {}
         self._write()
 
     def has(self, file: str) -> bool:
-        """Tell whether `file` is complete."""
+        """Return whether `file` is complete."""
         path = self.folder / file
         return path.exists() and self._journal["files"].get(file) == path.stat().st_size
 
@@ -88,7 +88,7 @@ class Unfinished:
         replace_file(self.folder / JOURNAL, json.dumps(self._journal, indent=1).encode() + b"\n")
 
     def finish(self) -> None:
-        """Give the directory its name; what was there before (only under `overwrite`) is removed."""
+        """Rename the directory to its final name, replacing an old one (only with `overwrite`)."""
         let_read(self.folder.glob("*.safetensors"))
         before = self.out.with_name(self.out.name + ".replaced")
         if self.out.exists():
@@ -100,6 +100,7 @@ class Unfinished:
 
 
 def _another(folder: Path, begun: Mapping[str, Any], now: Mapping[str, Any], differ: list[str]) -> str:
+    """Return the error message for a directory that was started with other options."""
     keys = [key for key in differ if not isinstance(now.get(key), dict)]
     if not keys:
         return f"{folder} was begun from other files than {differ[0]} has now. Type overwrite=true to start again."

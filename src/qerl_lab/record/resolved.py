@@ -1,4 +1,4 @@
-"""RUN_DIR/resolved.yaml: the whole configuration of a run."""
+"""RUN_DIR/resolved.yaml: the complete configuration of a run."""
 
 import os
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from qerl_lab.config.arm import ADDED, OF_SWEEPS, completed, leaves
+from qerl_lab.config.arm import ADDED, OF_SWEEPS, REGISTERED, completed, leaves
 from qerl_lab.config.keys import check_types
 from qerl_lab.config.message import in_one_line, some_of
 from qerl_lab.config.option import ConfigError
@@ -21,18 +21,18 @@ _REPLACE = "Put it back as it was (MLflow keeps it among the run's artifacts), o
 
 
 def write_config(run_dir: Path, cfg: RunConfig) -> None:
-    """Write resolved.yaml, which must not be there. Raises FileExistsError where another process was first."""
+    """Write a new resolved.yaml. Raises FileExistsError if another process was first."""
     with open(run_dir / NAME, "x", encoding="utf-8") as file:
         yaml.safe_dump(asdict(cfg), file, sort_keys=False)
 
 
 def replace_config(run_dir: Path, cfg: RunConfig) -> None:
-    """Write resolved.yaml in the place of the one that is there."""
+    """Replace the existing resolved.yaml."""
     replace_file(run_dir / NAME, yaml.safe_dump(asdict(cfg), sort_keys=False).encode())
 
 
 def read_config(run_dir: Path) -> RunConfig:
-    """The whole, checked configuration of a run; its `run_dir` is where it lies now. Raises ConfigError."""
+    """Read and check the configuration; sets `run_dir` to the directory's current place. Raises ConfigError."""
     path, values = run_dir / NAME, _values(run_dir)
     try:
         check_types(values)
@@ -40,21 +40,27 @@ def read_config(run_dir: Path) -> RunConfig:
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
     _refuse_lacking(path, values)
+    if cfg.task.module is not None and cfg.task.module_hash is None:  # without the hash any file could run as this user
+        raise ConfigError(
+            f"{path} has task.module={cfg.task.module} without task.module_hash, which every run notes of the file "
+            f"that it began with. {_REPLACE}"
+        )
     cfg.run_dir = str(run_dir.absolute())
     return cfg
 
 
 def read_settings(run_dir: Path) -> dict[str, str]:
-    """Every dotted key with its value as text, as MLflow has it, whatever version of the lab wrote it.
+    """Return every dotted key with its value as text, as in MLflow, written by any version of the lab.
 
-    Raises ConfigError for a file that holds no configuration at all.
+    Raises ConfigError if the file contains no configuration.
     """
     return completed(dict(_flat(_values(run_dir))))
 
 
 def _values(run_dir: Path) -> dict[str, Any]:
+    """Parse resolved.yaml. Raises ConfigError if it is missing or unreadable."""
     path = run_dir / NAME
-    if not os.path.isfile(path):  # also where the name is too long, which Path raises for
+    if not os.path.isfile(path):  # Path.is_file raises if the name is too long
         what = f"has no {NAME}, so it is no run directory" if os.path.isdir(run_dir) else "is no directory"
         raise ConfigError(
             f"{run_dir} {what}. "
@@ -70,6 +76,7 @@ def _values(run_dir: Path) -> dict[str, Any]:
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield every dotted key with its value as text."""
     for key, value in values.items():
         if isinstance(value, dict):
             yield from _flat(value, f"{prefix}{key}.")
@@ -78,9 +85,11 @@ def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]
 
 
 def _refuse_lacking(path: Path, values: dict[str, Any]) -> None:
-    """A default in place of a value that the run began with would make it another run, but for keys of sweeps, those
-    that came later, and model.hash, whose default says that it is not known."""
-    known = {*dict(_flat(values)), *OF_SWEEPS, *ADDED, "model.hash"}
+    """Raise ConfigError if a key is missing, because its default could differ from the value the run started with.
+
+    Exceptions: keys of sweeps and the preregistration, keys added later, and model.hash, whose default means unknown.
+    """
+    known = {*dict(_flat(values)), *OF_SWEEPS, *ADDED, *REGISTERED, "model.hash"}
     lacking = [name for name, _, _ in leaves(RunConfig()) if name not in known]
     if lacking:
         raise ConfigError(f"{path} lacks {some_of(lacking)}: it was cut off, or another version wrote it. {_REPLACE}")

@@ -1,6 +1,6 @@
-"""The step from which a run goes on, and the files that its directory must hold for that. Imports no torch.
+"""Find the step to resume from, and check the files in the run directory. Imports no torch.
 
-What is wrong ends in one ConfigError: which file, what is wrong with it, what to do. Nothing is deleted.
+Every problem raises one ConfigError: which file, what is wrong, what to do. Nothing is deleted.
 """
 
 import os
@@ -33,7 +33,7 @@ FOLDERS = ("checkpoints", "adapter")
 
 
 def check(run_dir: Path) -> None:
-    """Refuse a directory that cannot be written, or whose files are not what a run leaves. Costs next to nothing."""
+    """Raise ConfigError if the directory is not writable or its files are not a run's. Fast: reads little."""
     for path in (run_dir, *(run_dir / name for name in (*FILES, *FOLDERS) if (run_dir / name).exists())):
         if not os.access(path, os.W_OK):
             raise ConfigError(f"{path} cannot be written. Make it writable, or copy {run_dir} to where it is.")
@@ -49,10 +49,10 @@ def check(run_dir: Path) -> None:
 
 
 def starting_point(run_dir: Path, cfg: RunConfig) -> checkpoint.Saved | None:
-    """The newest sound checkpoint whose every step metrics.jsonl has; None where the run starts from its beginning.
+    """Return the newest intact checkpoint with all its steps in metrics.jsonl; None to start from step 0.
 
-    Says on stderr what it passes over. Raises ConfigError where the record lacks a step that no checkpoint precedes,
-    and where the checkpoint is of another configuration.
+    Prints a warning for each checkpoint it skips. Raises ConfigError if no checkpoint precedes a missing step, or the
+    configuration has changed since the checkpoint.
     """
     folder, (last, why) = run_dir / "checkpoints", steps_recorded(run_dir)
     saved = checkpoint.newest(folder)
@@ -71,11 +71,11 @@ def starting_point(run_dir: Path, cfg: RunConfig) -> checkpoint.Saved | None:
 
 
 def refuse_other_data(env: Mapping[str, Any], data: Mapping[str, Any]) -> None:
-    """Raise ConfigError where a run would go on with other questions than it began with.
+    """Raise ConfigError if the questions differ from those the run started with.
 
     Args:
-        env: env.json of the run's first session; one of an older version of the lab says nothing of the questions.
-        data: what a task says of its questions now.
+        env: env.json of the first session; older versions of the lab do not record the questions.
+        data: the task's current description of its questions.
     """
     then = env.get("data") or {}
     for role in ("training", "heldout"):
@@ -89,9 +89,9 @@ def refuse_other_data(env: Mapping[str, Any], data: Mapping[str, Any]) -> None:
 
 
 def refuse_other_device(run_dir: Path, began_on: str | None, device: str) -> None:
-    """Raise ConfigError where a run would go on on another kind of device; None is one that has not begun.
+    """Raise ConfigError if the run would resume on another kind of device. None means it has not started.
 
-    A checkpoint says as much of itself. A run that was killed before its first has answers and steps all the same.
+    Checkpoints record the device too. This check covers runs killed before their first checkpoint.
     """
     if began_on not in (None, device):
         raise ConfigError(
@@ -101,8 +101,9 @@ def refuse_other_device(run_dir: Path, began_on: str | None, device: str) -> Non
 
 
 def _refuse_other_config(run_dir: Path, saved: checkpoint.Saved, cfg: RunConfig) -> None:
+    """Raise ConfigError if the configuration has changed since the checkpoint."""
     then, now = {**ADDED, **saved.config}, of_run(cfg)
-    if then.get("steps") in cfg.extended:  # a checkpoint of before the run was extended
+    if then.get("steps") in cfg.extended:  # the checkpoint is older than the extension
         now |= {"steps": then["steps"], "extended": cfg.extended[: cfg.extended.index(then["steps"])]}
     differ = [key for key in now | then if key not in now or key not in then or now[key] != then[key]]
     changed = [f"{key}={_shown(now, key)} (was {_shown(then, key)})" for key in differ]

@@ -1,6 +1,6 @@
-"""RUN_DIR/samples.jsonl: a few sampled completions of every step, with what they earned.
+"""RUN_DIR/samples.jsonl: a few completions of every step with their rewards, one per line.
 
-A line a completion. The lines of a step are written at once, after its metrics; a resumed run cuts both files alike.
+A step's lines are written together, after its metrics; a resumed run cuts both files at the same step.
 """
 
 import json
@@ -11,14 +11,14 @@ from pathlib import Path
 from qerl_lab.config.option import ConfigError
 from qerl_lab.disk import replace_file
 
-PER_STEP = 4  # the first completions of so many questions
-CHARACTERS = 4000  # a longer completion is kept without its middle
+PER_STEP = 4  # questions per step, one completion each
+CHARACTERS = 4000  # the middle of a longer completion is cut out
 NAME = "samples.jsonl"
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A completion of a step (from 1). `rewards` are its parts by name; `finished`: it ended by an end token."""
+    """A completion of a step (from 1). `rewards` are by part; `finished` means that it ended with an end token."""
 
     step: int
     question_id: str
@@ -29,7 +29,7 @@ class Sample:
 
 
 def append(run_dir: Path, samples: Iterable[Sample]) -> None:
-    """Add the samples of one step, in one write; the middle of a long completion is left out."""
+    """Append the samples of one step in one write; cut out the middle of long completions."""
     lines = [json.dumps(asdict(sample) | {"completion": _shortened(sample.completion)}) for sample in samples]
     with (run_dir / NAME).open("ab") as file:
         file.write("".join(f"{line}\n" for line in lines).encode())
@@ -42,18 +42,18 @@ def _shortened(text: str) -> str:
 
 
 def read_samples(run_dir: Path) -> list[Sample]:
-    """Read the completions in the order written. A last line without its end (a killed process) is left out.
+    """Read the completions in file order, without an incomplete last line of a killed process.
 
-    Raises FileNotFoundError, and ConfigError naming a line that is no sample.
+    Raises FileNotFoundError, and ConfigError naming a line that is not a sample.
     """
     path = run_dir / NAME
     return [_decode(line, f"{path}, line {n},") for n, line in enumerate(_whole_lines(path), 1)]
 
 
 def cut(run_dir: Path, last_step: int) -> None:
-    """Drop the samples of every step after `last_step`, and a torn line, atomically. No file is no error.
+    """Delete the samples of steps after `last_step`, and a torn last line, atomically. The file may be missing.
 
-    Raises ConfigError for another line that is no sample.
+    Raises ConfigError for any other line that is not a sample.
     """
     path = run_dir / NAME
     if path.exists():
@@ -67,6 +67,12 @@ def _whole_lines(path: Path) -> list[bytes]:
 
 def _decode(line: bytes, where: str) -> Sample:
     try:
-        return Sample(**json.loads(line))
-    except (ValueError, TypeError) as error:
+        sample = Sample(**json.loads(line))
+        texts, rewards = (sample.question_id, sample.question, sample.completion), sample.rewards
+        if not (isinstance(sample.step, int) and all(isinstance(text, str) for text in texts)):
+            raise TypeError("not a step and texts")
+        if not all(isinstance(reward, int | float) for reward in rewards.values()):
+            raise TypeError("rewards are not numbers")
+        return sample
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{where} is not a sample: {line[:80]!r}. Move the file away to go on without it.") from error

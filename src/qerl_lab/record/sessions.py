@@ -2,6 +2,7 @@
 
 import json
 import time
+from datetime import date
 from pathlib import Path
 
 from qerl_lab.config.option import ConfigError
@@ -9,11 +10,10 @@ from qerl_lab.disk import read_json, replace_file
 
 
 class Sessions:
-    """RUN_DIR/sessions.json: [start, end] of every process that worked on the run, in unix seconds.
+    """Reads and writes sessions.json: [start, end] of every process that worked on the run, in unix seconds.
 
-    The end is null while it works. One that was killed ended with the last line that it logged, as far as is known. One
-    that ended itself did so as long after its start as it took, by a clock that nobody sets: it is the date that may be
-    set meanwhile.
+    The end is null while the process runs. A killed process counts as ended at its last logged line. Otherwise the end
+    is the start plus the elapsed monotonic time, so that a clock change in between has no effect.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -25,19 +25,23 @@ class Sessions:
 
     @property
     def count(self) -> int:
-        """How many processes have begun to work on the run."""
+        """Number of processes that started to work on the run."""
         return len(self._times)
 
     @property
     def times(self) -> list[tuple[float, float | None]]:
-        """The start and the end of each, in unix seconds."""
+        """Start and end of each session, in unix seconds."""
         return [(start or 0.0, end) for start, end in self._times]
 
-    def begin(self, start: float, last_logged: float, since: float | None = None) -> None:
-        """Note a session that began at `start`; the one before it, if killed, is known to have lived at `last_logged`.
+    @property
+    def first_day(self) -> date:
+        """Local date on which the first session started; today if there is none."""
+        return date.fromtimestamp(self.times[0][0]) if self._times else date.today()
 
-        `since` is what `time.monotonic` said at `start`; None where that is now. To be called before metrics.jsonl is
-        cut.
+    def begin(self, start: float, last_logged: float, since: float | None = None) -> None:
+        """Record a session started at `start`. If the previous one was killed, set its end to `last_logged`.
+
+        `since` is `time.monotonic()` at `start`; None means now. Call it before metrics.jsonl is cut.
         """
         self._since = time.monotonic() if since is None else since
         if self._times and self._times[-1][1] is None:
@@ -46,7 +50,7 @@ class Sessions:
         self._write()
 
     def end(self) -> float:
-        """Note the end of the session under way; returns the seconds of all sessions. A later call moves the end."""
+        """Record the end of the current session; return the seconds of all sessions. A later call moves the end."""
         self._times[-1][1] = (self._times[-1][0] or 0) + time.monotonic() - self._since
         self._write()
         return sum((end or 0) - (start or 0) for start, end in self._times)

@@ -43,7 +43,7 @@ class ReportOptions:
 
 def report(options: ReportOptions) -> None:
     """Print the arms, and write the files that were asked for. Raises ConfigError where one has nothing to hold."""
-    from qerl_lab.report import comparison, plots  # pandas, scipy and matplotlib take a second
+    from qerl_lab.report import comparison, palette, plots  # pandas, scipy and matplotlib take a second
 
     if options.bench and not options.out:
         raise ConfigError(
@@ -62,7 +62,7 @@ def report(options: ReportOptions) -> None:
     for path, write in (
         (options.runs_csv, lambda file: file.write_text(comparison.csv(comparison.by_run(found)))),
         (options.arms_csv, lambda file: file.write_text(comparison.csv(arms))),
-        (options.plot, lambda file: plots.save_arms(comparison.curves(found), file)),
+        (options.plot, lambda file: plots.save_arms(comparison.curves(found), palette.formats(found.arms), file)),
     ):
         if path:
             _write(Path(path).expanduser(), write)
@@ -86,16 +86,18 @@ class VerdictsOptions:
     sweep: list[str] = option([], WHERE)
     mlflow: str | None = option(None, OF_MLFLOW)
     tracking_uri: str | None = option(None, STORE)
+    claims: list[str] = option([], "files of claims to test; none is results/reference/claims.yaml, the paper's")
     out: str | None = option(None, "directory to write: verdicts.json, verdicts.md; null writes none")
 
 
 def verdicts(options: VerdictsOptions) -> None:
-    """Print the verdicts on the paper's claims, and write the files that were asked for."""
-    from qerl_lab.report import verdict_tables
+    """Print the verdicts on claims, the paper's by default, and write the files that were asked for."""
+    from qerl_lab.report import claims, verdict_tables
     from qerl_lab.report.verdicts import judge
 
+    read = [claim for file in options.claims for claim in claims.read(Path(file).expanduser(), file)]
     found = _read(options)
-    rows = judge(found.counted, found.found)
+    rows = judge(found.counted, found.found, read or None)
     print(verdict_tables.text(found, rows))
     if options.out:
         out = Path(options.out).expanduser()
@@ -129,7 +131,8 @@ def _read(options: ReportOptions | VerdictsOptions) -> "Comparison":
 
 def _typed(options: ReportOptions | VerdictsOptions) -> str:
     """The words that say which runs were read."""
-    named = (("mlflow", options.mlflow), ("tracking_uri", options.tracking_uri))
+    claims = ",".join(options.claims) if isinstance(options, VerdictsOptions) else None
+    named = (("mlflow", options.mlflow), ("tracking_uri", options.tracking_uri), ("claims", claims))
     return shlex.join([*options.sweep, *(f"{key}={url_without_secrets(value)}" for key, value in named if value)])
 
 
@@ -167,12 +170,13 @@ VERDICTS = "python -m qerl_lab.report verdicts"
 COMMANDS: dict[str, Command[Any]] = {
     "verdicts": Command(
         f"{VERDICTS} DIR ...",
-        "The paper's claims against run directories: supported, contradicted or undecided, and by which numbers.",
+        "The paper's claims, or those of a file, against run directories: what is shown, and by which numbers.",
         VerdictsOptions,
         verdicts,
         examples=(
             (f"{VERDICTS} runs", "every run below runs/"),
             (f"{VERDICTS} runs/sweeps out=results/NAME", "the table as files too"),
+            (f"{VERDICTS} runs claims=results/NAME/claims.yaml", "claims of your own, committed before the runs"),
         ),
         required=("sweep|mlflow",),
         bare="sweep",

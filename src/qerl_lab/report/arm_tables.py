@@ -11,6 +11,8 @@ from qerl_lab.report import reference, stats, verdict_tables
 from qerl_lab.report.arms import Run
 from qerl_lab.report.claims import Settings
 from qerl_lab.report.comparison import BASELINE, Comparison, matrix
+from qerl_lab.report.diagnostics import retention
+from qerl_lab.report.growth_table import growth
 from qerl_lab.report.measures import MEASURES, Unmeasured, beside_others, why_not_compared
 from qerl_lab.report.numbers import number
 from qerl_lab.report.printed_arms import BIGMATH, TABLE_1, answers, in_figure_5
@@ -30,19 +32,24 @@ def tables(comparison: Comparison, baseline: str | None) -> list[Table]:
         against = [_differences(comparison, baseline) if baseline else Table("Differences", "", [["arm"]], NO_BASELINE)]
     of_bigmath = [_table_2(comparison)] if any(run.value("task.name") == BIGMATH for run in comparison.started) else []
     entropies, speeds = _entropies(comparison, baseline), _throughput(comparison, baseline)
-    return [_accuracies(comparison), *against, entropies, speeds, *of_bigmath]
+    grown = growth(comparison, lambda differences: _difference(differences, ratio=False))
+    return [_accuracies(comparison), *against, *grown, entropies, retention(comparison), speeds, *of_bigmath]
 
 
 def _accuracies(comparison: Comparison) -> Table:
     head, *rows = verdict_tables.table_1(comparison)
     beside = verdict_tables.IN_TABLE_1 in head
     arms = list(comparison.arms.values())
-    more = [["gain", "pass@n after"], *([of_seeds(matrix(records, "gain")), _passed(records)] for records in arms)]
+    more = [
+        ["gain", "pass@n after"],
+        *([of_seeds(matrix(records, "gain"), (-1, 1)), _passed(records)] for records in arms),
+    ]
     rows, empty = filled([[*row[:4], *cells, *row[4:]] for row, cells in zip([head, *rows], more, strict=True)], 2)
     why = "these runs were asked no held-out question" if "after" in empty else "eval.samples=1, or no question"
     return Table(
         "Held-out accuracy" + ", as in the paper's Table 1" * beside,
-        "Cells are mean [95% interval] (seeds), the interval over seeds and questions. "
+        "Cells are mean [95% interval] (seeds), the interval over seeds and questions, cut at 0 and 1, "
+        "beyond which no accuracy lies. "
         + "The paper's are one run each, of Qwen2.5 at 3B and 7B on GSM8K. " * beside
         + "pass@n: questions with a right answer in the n of eval.samples.",
         rows,
@@ -99,13 +106,13 @@ def _on_bigmath(comparison: Comparison, size: str, wanted: Settings) -> list[str
     started = sum(fits(run) for run in comparison.started)
     if not started:
         return ["no runs", NONE]
-    after = "; ".join(of_seeds(matrix(records, "after")) for records in arms)
+    after = "; ".join(of_seeds(matrix(records, "after"), stats.SHARE) for records in arms)
     return [f"{sum(map(len, arms))} of {started}", after or NONE]
 
 
 def _passed(records: Sequence[Record]) -> str:
     try:
-        return of_seeds(MEASURES["pass_after"].of(records, records))
+        return of_seeds(MEASURES["pass_after"].of(records, records), stats.SHARE)
     except Unmeasured:  # one sample a question, or no evaluation
         return NONE
 
@@ -216,7 +223,7 @@ def _entropies(comparison: Comparison, baseline: str | None) -> Table:
     rows = [["arm", "first tenth of the steps", "last tenth", *_against("first tenth", baseline), *theirs]]
     for arm, records in comparison.arms.items():
         first = _values(records, "entropy_first")
-        cells = [of_seeds(first), of_seeds(_values(records, "entropy_last"))]
+        cells = [of_seeds(first, stats.NATS), of_seeds(_values(records, "entropy_last"), stats.NATS)]
         if baseline:
             control = _values(comparison.arms[baseline], "entropy_first")
             cells.append(NONE if arm == baseline else _shown(_paired(first, control, 0, False)))
@@ -224,7 +231,7 @@ def _entropies(comparison: Comparison, baseline: str | None) -> Table:
     return Table(
         "Entropy of the policy" + ", as in the paper's Figure 5" * bool(beside),
         "Nats per token at rollout.temperature, without noise in the trainer."
-        + " The paper's is the mean of its curve over steps 0 to 8, read off the figure." * bool(beside),
+        + " The paper's is the mean of its curve over steps 0 to 8, read off the figure (+-0.004)." * bool(beside),
         rows,
     )
 
@@ -249,13 +256,19 @@ def _throughput(comparison: Comparison, baseline: str | None) -> Table:
     ratios = [] if why else [*(f"{what} / {baseline}" for what in ("rollouts", "end to end")), *OF_PAPER]
     rows = [["arm", "rollouts, tokens/s", "end to end, tokens/s", *ratios, "rollout, train, sync", "peak GiB",
              "seconds a run"]]  # fmt: skip
+    shared = {arm: records for arm, records in comparison.arms.items() if beside_others(records)}
     for arm, records in comparison.arms.items():
-        cells = [_speed(_values(records, name)) for name in SPEEDS]
+        cells = [NONE if arm in shared else _speed(_values(records, name)) for name in SPEEDS]
         if baseline and not why:
             cells += [*_ratios(records, comparison.arms[baseline]), *_printed_speeds(beside.get(arm))]
-        rows.append([arm, *cells, _shares(records), *_sizes(records)])
+        seconds = number(np.mean([record.summary["seconds"] for record in records]))
+        timed = [NONE, NONE] if arm in shared else [_shares(records), seconds]
+        rows.append([arm, *cells, timed[0], _peak(records), timed[1]])
     rows, empty = filled(rows)
     left_out = f"Left out: tokens/s over those of another arm, ours and the paper's, since {why}." if why else ""
+    if shared:
+        which = "every arm" if len(shared) == len(comparison.arms) else in_words(list(shared))
+        left_out = f"Left out: seconds and tokens/s of {which}, since {why_not_compared(*shared.values())}."
     return Table(
         "Throughput and memory" + ", as in the paper's Figure 1 and Table 3" * (not why and OF_PAPER[0] not in empty),
         "Completion tokens over seconds, of seeds the geometric mean. Memory is the largest of the seeds: of the GPU "
@@ -319,6 +332,6 @@ def _shares(records: Sequence[Record]) -> str:
     return ", ".join(f"{share:.0%}" for share in shares)
 
 
-def _sizes(records: Sequence[Record]) -> list[str]:
+def _peak(records: Sequence[Record]) -> str:
     peaks = [record.summary.get("memory_gpu_peak_gib", record.summary["memory_rss_gib"]) for record in records]
-    return [f"{max(peaks):.2f}", number(np.mean([record.summary["seconds"] for record in records]))]
+    return f"{max(peaks):.2f}"

@@ -27,6 +27,7 @@ NO_EXPERIMENT = RunConfig().experiment
 CHOICES = ("algorithm", "aqn")  # groups of conf/ whose choices set several keys at once
 LONGEST = 48  # characters of a value in a label; the pocket's longest path has 41
 Arm = tuple[tuple[str, str], ...]  # the settings that make it, sorted
+RENAMED = {"bf16_hot": "bf16_temperature", "bf16_bonus": "bf16_entropy_bonus"}  # arms as earlier runs were called
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Run:
     """
 
     name: str
-    experiment: str
+    experiment: str  # as conf/experiment/ calls it now
     seed: int
     settings: Mapping[str, str] = field(hash=False)
     declared: frozenset[str]
@@ -69,7 +70,7 @@ def run_from(values: Mapping[str, str], *, name: str, status: str, ended: float,
     """
     try:
         device, seed, declared = values["device"], int(values["seed"]), yaml.safe_load(values["differs_in"])
-        experiment = values["experiment"]
+        experiment = RENAMED.get(values["experiment"], values["experiment"])
     except (KeyError, ValueError) as error:
         raise ValueError(f"its configuration lacks {error}") from None
     if device == "auto" and metrics:  # the first GPU, where torch saw one; its peak memory is then recorded

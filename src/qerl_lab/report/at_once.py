@@ -1,6 +1,6 @@
 """How many runs ran at once on one machine, by their clocks: the words of a run do not tell of others. Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from typing import NamedTuple
@@ -71,13 +71,18 @@ def _stay(record: Record, session: Session, is_sure: bool) -> _Stay:
     return _Stay(frozenset(places), session.begin, (session.end or session.begin) - SECOND, is_sure)
 
 
+def alone(arms: Mapping[str, Sequence[Record]]) -> list[str]:
+    """The arms of whose runs none ran beside others: seconds and tokens/s of these alone say how fast they are."""
+    return [arm for arm, records in arms.items() if all(record.side_by_side == 1 for record in records)]
+
+
 def notes(records: Sequence[Record]) -> list[str]:
     """Say that runs ran beside others, or may have."""
     if any(record.is_surely_beside for record in records):
-        return [f"Runs ran beside {_others(records)}: seconds and tokens/s are of shared machines, and not compared."]
+        return [f"Runs ran beside {_others(records)}: seconds and tokens/s are of shared machines, and left out."]
     if any(record.side_by_side > 1 for record in records):
         return [f"Runs may have run beside {_others(records)}, as it is not known when a resumed run paused: their "
-                "seconds and tokens/s are not compared."]  # fmt: skip
+                "seconds and tokens/s are left out."]  # fmt: skip
     return []
 
 

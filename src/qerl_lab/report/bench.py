@@ -8,20 +8,15 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from qerl_lab.config.files import choices_of
 from qerl_lab.config.schema import DENSE_FORMAT
+from qerl_lab.report import palette
 from qerl_lab.report.curves import png
 from qerl_lab.report.numbers import tick
 
 Result = dict[str, Any]
-# A colour a format; the dense one and the arms of other libraries have their own.
-COLORS = {
-    **{name: f"C{index}" for index, name in enumerate(choices_of("format"))},
-    DENSE_FORMAT: "0.45",
-    f"{DENSE_FORMAT}_peft": "0.7",
-    "bitsandbytes": "C9",
-    "qlora": "C9",
-}
+# Arms of other libraries, with their weight format: they have its color, dashed or hatched.
+OTHER_LIBRARIES = {f"{DENSE_FORMAT}_peft": DENSE_FORMAT, "bitsandbytes": "nf4", "qlora": "nf4"}
+COLORS = palette.FORMATS | {arm: palette.FORMATS[name] for arm, name in OTHER_LIBRARIES.items()}
 LAYER = "whole layer"
 AND_ADAPTER = "_and_adapter"  # ends the name of a product that is timed with the adapter behind it
 
@@ -137,7 +132,8 @@ def _draw_linear(result: Result) -> plt.Figure:
     )
     for axis, model in zip(axes.flat, models, strict=True):
         for arm, rows in ratios[ratios["model"] == model].groupby("arm", sort=False):
-            axis.plot(rows["tokens"], rows["of_bf16"], "o-", color=COLORS[arm], label=_label(arm), lw=1.6, ms=4)
+            line = "o--" if arm in OTHER_LIBRARIES else "o-"
+            axis.plot(rows["tokens"], rows["of_bf16"], line, color=COLORS[arm], label=_label(arm), lw=1.6, ms=4)
         axis.axhline(1, color=COLORS["bf16"], lw=1, ls="--")
         axis.set_xscale("log", base=2)
         axis.set_xticks(rows["tokens"], [f"{tokens:,}" for tokens in rows["tokens"]])
@@ -156,7 +152,7 @@ def _draw_decode(result: Result) -> plt.Figure:
         for arm, us in times.loc[layer].items():
             base = arm.removesuffix(AND_ADAPTER)
             style = "--" if base != arm else ":" if arm.startswith("adapter") else "-"
-            axis.plot(us.index, us, "o" + style, color=f"C{bases.index(base)}", label=arm, lw=1.4, ms=3)
+            axis.plot(us.index, us, "o" + style, color=_shade(base, bases), label=arm, lw=1.4, ms=3)
         axis.set_xscale("log", base=2)
         axis.set_xticks(us.index, [f"{rows:,}" for rows in us.index])
         dress(axis, layer, "rows")
@@ -164,6 +160,11 @@ def _draw_decode(result: Result) -> plt.Figure:
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right center", frameon=False)
     figure.suptitle(f"Linears of decoding, {result['options']['model']}, {gpu_of(result)}")
     return figure
+
+
+def _shade(product: str, products: list[str]) -> str:
+    """The color of a product of decoding: that of a format by its name; of another one, one that no format has."""
+    return palette.FORMATS.get(product, palette.OTHERS[products.index(product) % len(palette.OTHERS)])
 
 
 def _draw_steps(result: Result) -> plt.Figure:
@@ -179,8 +180,9 @@ def _draw_steps(result: Result) -> plt.Figure:
             (axes[1, column], "peak_gb", "peak GB"),
         ):
             bars = axis.bar(
-                [_label(arm) for arm in shown["arm"]], shown[value], color=[COLORS[a] for a in shown["arm"]]
-            )
+                [_label(arm) for arm in shown["arm"]], shown[value], color=[COLORS[a] for a in shown["arm"]],
+                hatch=["///" if arm in OTHER_LIBRARIES else "" for arm in shown["arm"]], edgecolor="white", lw=0,
+            )  # fmt: skip
             axis.set_xlim(-1 if len(shown) < 3 else None, 2 if len(shown) < 3 else None)  # a bar is no wall
             axis.bar_label(bars, fmt="{:,.0f}" if value == "tokens_per_second" else "{:.1f}", fontsize=8)
             dress(axis, f"micro-batches of {size:,} tokens" if axis is axes[0, column] else "", "")

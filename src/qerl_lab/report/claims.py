@@ -1,28 +1,40 @@
-"""The claims of the QeRL paper (arXiv 2510.11696 v1) as data, written down before the runs that test them. Pure.
+"""Claims and the tests of them, read from YAML. `results/reference/claims.yaml` has those of the QeRL paper.
 
-An arm is named by the settings that its runs must have; all others are those that a contrast holds equal.
-`docs/verdicts.md` is written from `CLAIMS`.
+A sweep can have a claims file of its own, committed before its runs, each of which records the file's SHA-256
+(`preregistration=FILE`). `docs/verdicts.md` describes the fields.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from qerl_lab.config.arm import leaves
+from qerl_lab.config.files import package_data
+from qerl_lab.config.message import in_one_line
+from qerl_lab.config.option import ConfigError, did_you_mean
+from qerl_lab.config.paths import sha256
+from qerl_lab.config.schema import RunConfig
+from qerl_lab.report import reference
+from qerl_lab.report.measures import MEASURES
 
 Settings = Mapping[str, str]
 
-OFF: Settings = {"aqn.schedule": "off"}
 AQN: Settings = {"aqn.schedule": "exponential", "aqn.unit": "sigma", "aqn.relative": "False"}
-FORMAT_KEYS = ("format.name", "format.double_quant", "format.scale_rule", "format.exponent_rule", "format.dense_cache")
-AQN_KEYS = ("aqn",)  # a group stands for all of its keys
-LEARNING_RATE = "optim.learning_rate"
-THREE: Settings = {"model": "Qwen2.5-3B-Instruct"}
-SEVEN: Settings = {"model": "Qwen2.5-7B-Instruct"}
+PRINTED_AS = {"bf16": "BF16/Float16", "nf4": "NF4", "mxfp4": "MXFP4", "nvfp4": "NVFP4"}
+_HELP = "docs/verdicts.md describes the fields."
+OF_FILE = {"committed", "seeds", "conditions", "analysis", "arms", "claims"}
+FEWEST_SEEDS = 2  # an interval needs two
 
 
 @dataclass(frozen=True)
 class Contrast:
-    """Two arms of a comparison, by name and by settings, and what the paper printed of them.
+    """Two arms of a comparison, by name and by the settings that their runs have.
 
-    `printed` are rows of results/reference/paper.csv as columns for `reference.value`, for either arm.
+    `printed` are the paper's numbers of both: columns of results/reference/paper.csv for `reference.value`.
     """
 
     treated: str
@@ -38,25 +50,42 @@ class Contrast:
 
 @dataclass(frozen=True)
 class Guardrail:
-    """What a supported claim may not be paid with: `measure` of the treated arm lower by more than `margin`."""
+    """`measure` of the treated arm may be lower by `margin` at most; a verdict says whether it is."""
 
     measure: str
     margin: float
 
 
 @dataclass(frozen=True)
+class Claims:
+    """What the claims of one file share: its path and SHA-256, what runs must have, and what was planned.
+
+    `seeds` is how many seeds both arms must share, `analysis` says in words how the claims will be tested.
+    """
+
+    path: str
+    sha256: str
+    committed: str
+    seeds: int
+    conditions: Settings
+    analysis: str = ""
+
+
+@dataclass(frozen=True)
 class Claim:
-    """One sentence of the paper, and the test of it.
+    """One sentence, and the test of it.
 
     Attributes:
-        measure: the primary one, a name of `measures.MEASURES`.
+        measure: a name of `measures.MEASURES`.
         direction: 1 if the claim is that it rises, -1 that it falls, 0 that it stays within `smallest`.
         smallest: the smallest effect that would matter, in the measure's unit; of a ratio the factor, above 1.
         reason: why that one.
         free: keys and groups of keys that may differ between the arms of a contrast.
-        family: claims whose contrasts are corrected together for being several (Holm).
+        family: contrasts of one family are corrected together for being several (Holm).
         sweep: the grid that makes the arms, and words after it.
-        best_of: a key at whose best value each arm is taken; empty if it is held equal too.
+        best_of: a key at whose best value each arm is taken.
+        mean_over: a key over whose values, those that both arms have, the effect of each seed is averaged.
+        added: the day on which the claim was added to a file committed earlier; empty for a claim of the first commit.
     """
 
     name: str
@@ -70,165 +99,142 @@ class Claim:
     contrasts: tuple[Contrast, ...]
     free: tuple[str, ...]
     sweep: str
+    file: Claims
     guardrail: Guardrail | None = None
     best_of: str = ""
+    mean_over: str = ""
+    added: str = ""
+
+    @property
+    def across(self) -> str:
+        """The key whose values one contrast spans; empty where all of its runs have one value of every shared key."""
+        return self.best_of or self.mean_over
 
 
 def of_format(name: str) -> Settings:
-    return {"format.name": name, **OFF}
-
-
-def _entropy_at_0(name: str) -> Settings:
-    return {"table": "Figure 5", **SEVEN, "weight_format": name, "metric": "mean policy entropy (nats/token)",
-            "setting": "mean over steps 0-8"}  # fmt: skip
-
-
-PRINTED_AS = {"bf16": "BF16/Float16", "nf4": "NF4", "mxfp4": "MXFP4", "nvfp4": "NVFP4"}
-
-
-def _entropies(treated: str, control: str) -> Contrast:
-    of_paper = (_entropy_at_0(PRINTED_AS[treated]), _entropy_at_0(PRINTED_AS[control]))
-    return Contrast(treated, control, of_format(treated), of_format(control), (of_paper,))
-
-
-def _table_1(size: str, method: str, weight_format: str) -> Settings:
-    return {"table": "Table 1", "model": f"Qwen2.5-{size}-Instruct", "method": method, "weight_format": weight_format,
-            "metric": "accuracy"}  # fmt: skip
-
-
-def _speeds(method: str, weight_format: str) -> Settings:
-    return {
-        "table": "Figure 1",
-        **SEVEN,
-        "method": method,
-        "weight_format": weight_format,
-        "metric": "rollout throughput",
-    }
-
-
-def _whole_speeds(method: str, weight_format: str) -> Settings:
-    metric = "end-to-end speed rel. to BF16 LoRA"
-    return {"table": "Figure 1", **SEVEN, "method": method, "weight_format": weight_format, "metric": metric}
-
-
-AGAINST_BF16 = (
-    Contrast("nvfp4", "bf16", of_format("nvfp4"), of_format("bf16")),
-    Contrast("mxfp4", "bf16", of_format("mxfp4"), of_format("bf16")),
-    Contrast("nvfp4_aqn", "bf16", {"format.name": "nvfp4", **AQN}, of_format("bf16")),
-)
-OF_AQN = tuple(
-    Contrast(
-        f"{name}_aqn", name, {"format.name": name, **AQN}, of_format(name),
-        tuple((_table_1(size, "QeRL +AQN", "NVFP4"), _table_1(size, "QeRL w/o AQN", "NVFP4")) for size in ("3B", "7B"))
-        if name == "nvfp4" else (),
-    )
-    for name in ("nvfp4", "mxfp4", "nf4", "bf16")
-)  # fmt: skip
-OF_SCHEDULES = tuple(
-    Contrast(
-        "exponential", other,
-        {"format.name": "nvfp4", **AQN}, {"format.name": "nvfp4", **AQN, "aqn.schedule": other},
-        (({"table": "Figure 9", **THREE, "method": "QeRL +AQN exponential decay", "setting": "step 150"},
-          {"table": "Figure 9", **THREE, "method": f"QeRL +AQN {other} decay", "setting": "step 150"}),),
-    )
-    for other in ("linear", "cosine", "logarithmic")
-)  # fmt: skip
-OF_RANKS = tuple(
-    Contrast(
-        f"rank {rank}", "rank 32", {"lora.rank": rank}, {"lora.rank": "32"},
-        (({"table": "Figure 10", **THREE, "method": f"QeRL LoRA rank {rank}", "setting": "step 145"},
-          {"table": "Figure 10", **THREE, "method": "QeRL LoRA rank 32", "setting": "step 145"}),),
-    )
-    for rank in ("16", "64", "128")
-)  # fmt: skip
-FINAL = Contrast(
-    "nvfp4_aqn", "bf16", {"format.name": "nvfp4", **AQN}, of_format("bf16"),
-    tuple((_table_1(size, "QeRL +AQN", "NVFP4"), _table_1(size, "LoRA", "BF16")) for size in ("3B", "7B")),
-)  # fmt: skip
-OF_SPEED = (("bf16", "LoRA", "BF16"), ("nf4", "QLoRA", "NF4"))
-ON_GPU: Settings = {"device": "cuda"}  # a CPU has no product of 4 bits, and the paper does not speak of one
-AT_BEST = "learning_rate experiment=bf16,mxfp4,nvfp4,nvfp4_aqn"
-ACCURACY_HOLDS = Guardrail("accuracy_after", 0.02)
-GROWTH = "reward grows faster with 4-bit weights than with 16-bit ones"
-
-CLAIMS: tuple[Claim, ...] = (
-    Claim(
-        "initial_entropy", "quantization raises the policy's entropy before training changes it", "section 3, Figure 5",
-        "entropy", "entropy_first", 1, 0.02,
-        "Figure 5 has +0.02 for NF4, the smallest of its three, over its first eight steps",
-        tuple(_entropies(name, "bf16") for name in ("nvfp4", "mxfp4", "nf4")), FORMAT_KEYS, "weight_formats",
-        Guardrail("accuracy_before", 0.05),
-    ),
-    Claim(
-        "entropy_order", "the formats' initial entropies stand in the order MXFP4, NVFP4, NF4, BF16", "Figure 5",
-        "entropy", "entropy_first", 1, 0.01, "half of the gaps of Figure 5, which are 0.01 to 0.03",
-        (_entropies("mxfp4", "nvfp4"), _entropies("nvfp4", "nf4"), _entropies("nf4", "bf16")), FORMAT_KEYS,
-        "weight_formats",
-    ),
-    Claim(
-        "growth_area", f"{GROWTH}: more right answers on average over the run, at one learning rate", "Figure 4",
-        "growth", "answers_mean", 1, 0.02, "the paper calls a difference of 0.017 marginal (Figures 16 and 17 at 5e-6)",
-        AGAINST_BF16, (*FORMAT_KEYS, *AQN_KEYS), "weight_formats", ACCURACY_HOLDS,
-    ),
-    Claim(
-        "growth_steps", f"{GROWTH}: fewer steps to half of the rise, at one learning rate", "Figure 4",
-        "growth", "steps_to_half", -1, 1.1, "a run that is a tenth shorter is the least worth a change of formats",
-        AGAINST_BF16, (*FORMAT_KEYS, *AQN_KEYS), "weight_formats", ACCURACY_HOLDS,
-    ),
-    Claim(
-        "growth_area_best", f"{GROWTH}: the same average, each at its own best learning rate", "Figures 4, 16, 17",
-        "growth", "answers_mean", 1, 0.02, "as growth_area", AGAINST_BF16, (*FORMAT_KEYS, *AQN_KEYS), AT_BEST,
-        ACCURACY_HOLDS, LEARNING_RATE,
-    ),
-    Claim(
-        "growth_steps_best", f"{GROWTH}: the same steps, each at its own best learning rate", "Figures 4, 16, 17",
-        "growth", "steps_to_half", -1, 1.1, "as growth_steps", AGAINST_BF16, (*FORMAT_KEYS, *AQN_KEYS),
-        AT_BEST, ACCURACY_HOLDS, LEARNING_RATE,
-    ),
-    Claim(
-        "aqn_accuracy", "adaptive quantization noise raises accuracy", "Table 1, Figure 8",
-        "aqn", "accuracy_after", 1, 0.01, "Table 1 has +0.004 (3B) and +0.023 (7B): a point lies between",
-        OF_AQN, AQN_KEYS, "weight_formats", Guardrail("pass_after", 0.02),
-    ),
-    Claim(
-        "schedule_order", "exponential decay of the noise is better than the other schedules", "Figure 9",
-        "schedules", "answers_last", 1, 0.01, "Figure 9 has +0.002 to +0.029 at its end: a point lies between",
-        OF_SCHEDULES, AQN_KEYS, "aqn_schedules",
-    ),
-    Claim(
-        "rank_insensitivity", "the LoRA rank makes no difference", "Figure 10",
-        "ranks", "answers_last", 0, 0.03, "Figure 10's ranks end 0.04 apart and the paper calls that similar",
-        OF_RANKS, ("lora.rank", "lora.alpha"), "lora_rank",
-    ),
-    *(
-        Claim(
-            f"{name}_throughput", f"NVFP4 {what} faster", "Tables 3 and 5 to 9, Figure 1",
-            "throughput", f"{name}_throughput", 1, 1.1, "below a tenth nobody changes formats for it",
-            tuple(
-                Contrast(
-                    "nvfp4 on a GPU", f"{other} on a GPU", {**of_format("nvfp4"), **ON_GPU},
-                    {**of_format(other), **ON_GPU}, ((row("QeRL", "NVFP4"), row(method, printed)),),
-                )
-                for other, method, printed in OF_SPEED
-            ),
-            FORMAT_KEYS, "weight_formats scale=smollm2", ACCURACY_HOLDS,
-        )
-        for name, what, row in (("rollout", "samples", _speeds), ("step", "trains, end to end,", _whole_speeds))
-    ),
-    Claim(
-        "final_accuracy", "NVFP4 with noise ends more accurate than a 16-bit base without", "Tables 1 and 2",
-        "final", "accuracy_after", 1, 0.01, "a point; Table 1 has +0.076 (3B) and +0.027 (7B)",
-        (FINAL,), (*FORMAT_KEYS, *AQN_KEYS), "weight_formats", Guardrail("pass_after", 0.02),
-    ),
-    Claim(
-        "final_pass", "and solves more questions in several samples", "sections 1 and 3: it explores",
-        "final", "pass_after", 1, 0.01, "a point; the paper prints no pass@k",
-        (Contrast("nvfp4_aqn", "bf16", FINAL.treated_settings, FINAL.control_settings),),
-        (*FORMAT_KEYS, *AQN_KEYS), "weight_formats", ACCURACY_HOLDS,
-    ),
-)  # fmt: skip
+    return {"format.name": name, "aqn.schedule": "off"}
 
 
 def command(claim: Claim) -> str:
     """The line that makes the claim's arms, and leaves alone what is there."""
     return f"python -m qerl_lab +sweeps={claim.sweep}"
+
+
+@cache
+def of_paper() -> tuple[Claim, ...]:
+    """The claims of the QeRL paper."""
+    return read(package_data("results/reference") / "claims.yaml", "results/reference/claims.yaml")
+
+
+def read(path: Path, called: str = "") -> tuple[Claim, ...]:
+    """The claims of a file, which verdicts name as `called`. Raises ConfigError that says what is wrong in it."""
+    named = called or str(path)
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        digest = sha256(path)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"claims={named} cannot be read: {in_one_line(error)}. Type a YAML file.") from None
+    try:
+        return _claims(values, named, digest)
+    except ValueError as error:
+        raise ConfigError(f"claims={named}: {error}{'' if str(error)[-1] in '.?' else '.'} {_HELP}") from None
+
+
+def _claims(values: Any, path: str, digest: str) -> tuple[Claim, ...]:
+    """Raises ValueError for a field that is unknown, missing or impossible."""
+    values = _fields(values, OF_FILE, {"committed", "seeds", "claims"}, "the file")
+    if type(values["seeds"]) is not int or values["seeds"] < FEWEST_SEEDS:
+        raise ValueError(f"seeds={values['seeds']} is no whole number of at least {FEWEST_SEEDS}")
+    conditions = _settings(values.get("conditions") or {}, "conditions")
+    analysis = str(values.get("analysis") or "")
+    file = Claims(path, digest, str(values["committed"]), values["seeds"], conditions, analysis)
+    arms = {str(name): _settings(own, f"arm {name}") for name, own in (values.get("arms") or {}).items()}
+    claims = tuple(_claim(own, file, arms) for own in values["claims"])
+    if twice := {claim.name for claim in claims if sum(other.name == claim.name for other in claims) > 1}:
+        raise ValueError(f"two claims are called {min(twice)}")
+    return claims
+
+
+def _claim(values: Any, file: Claims, arms: Mapping[str, Settings]) -> Claim:
+    known = {one.name for one in fields(Claim)} - {"file"}
+    needed = {one.name for one in fields(Claim) if one.default is MISSING} - {"file"}
+    own = _fields(values, known, needed, f"claim {values.get('name') if isinstance(values, dict) else values}")
+    name = own["name"]
+    if own["measure"] not in MEASURES:
+        raise ValueError(f"claim {name}: measure {own['measure']} is none of {', '.join(MEASURES)}")
+    if own["direction"] not in (-1, 0, 1):
+        raise ValueError(f"claim {name}: direction {own['direction']} is none of -1, 0, 1")
+    least = 1 if MEASURES[own["measure"]].ratio else 0
+    if not isinstance(own["smallest"], int | float) or own["smallest"] <= least:
+        raise ValueError(f"claim {name}: smallest {own['smallest']} is no number above {least}")
+    if own.get("best_of") and own.get("mean_over"):
+        raise ValueError(f"claim {name} has both best_of and mean_over")
+    for key in (*own["free"], *(own[each] for each in ("best_of", "mean_over") if own.get(each))):
+        _check_key(key, f"claim {name}", KEYS | GROUPS)
+    contrasts = tuple(_contrast(each, arms, f"claim {name}") for each in own["contrasts"])
+    rail = _guardrail(own["guardrail"], f"claim {name}") if own.get("guardrail") else None
+    made = {"contrasts": contrasts, "free": tuple(own["free"]), "guardrail": rail, "added": str(own.get("added", ""))}
+    return Claim(**own | made, file=file)
+
+
+def _guardrail(values: Any, where: str) -> Guardrail:
+    names = {"measure", "margin"}
+    own = _fields(values, names, names, f"{where}, guardrail")
+    if own["measure"] not in MEASURES:
+        raise ValueError(f"{where}, guardrail: measure {own['measure']} is none of {', '.join(MEASURES)}")
+    return Guardrail(own["measure"], float(own["margin"]))
+
+
+def _contrast(values: Any, arms: Mapping[str, Settings], where: str) -> Contrast:
+    own = _fields(values, {"treated", "control", "printed"}, {"treated", "control"}, f"{where}, a contrast")
+    for name in (own["treated"], own["control"]):
+        if name not in arms:
+            raise ValueError(f"{where}: {name} is none of the arms.{did_you_mean(str(name), list(arms))}")
+    printed = []
+    for row in own.get("printed", ()):
+        row = _fields(row, {"where", "treated", "control"}, {"where", "treated", "control"}, f"{where}, printed")
+        pair = (row["where"] | row["treated"], row["where"] | row["control"])
+        try:
+            for columns in pair:
+                reference.value(**columns)
+        except KeyError as error:
+            raise ValueError(f"{where}, printed: {error.args[0]}") from None
+        printed.append(pair)
+    return Contrast(own["treated"], own["control"], arms[own["treated"]], arms[own["control"]], tuple(printed))
+
+
+def _fields(values: Any, known: set[str], needed: set[str], where: str) -> dict[str, Any]:
+    """The mapping, if it has all that is needed and nothing that is unknown."""
+    if not isinstance(values, dict):
+        raise ValueError(f"{where} is no mapping")
+    if lacking := sorted(needed - values.keys()):
+        raise ValueError(f"{where} lacks {', '.join(lacking)}")
+    if unknown := sorted(values.keys() - known):
+        raise ValueError(f"{where} has {unknown[0]}, which is none of {', '.join(sorted(known))}")
+    return values
+
+
+DEFAULTS = {name: option.metadata for name, option, _ in leaves(RunConfig())}
+KEYS = set(DEFAULTS)
+GROUPS = {name.rpartition(".")[0] for name in KEYS} - {""}
+
+
+def _check_key(key: str, where: str, known: set[str]) -> None:
+    if key not in known:
+        raise ValueError(f"{where}: {key} is no key of a run.{did_you_mean(str(key), sorted(known))}")
+
+
+def _settings(values: Any, where: str) -> dict[str, str]:
+    """Settings as records have them: text, a number of a float key as Python spells it."""
+    if not isinstance(values, dict):
+        raise ValueError(f"{where} is no mapping of keys to values")
+    found = {}
+    for key, value in values.items():
+        _check_key(key, where, KEYS)
+        default, choices = DEFAULTS[key]["default"], DEFAULTS[key]["choices"]
+        text = str(float(value)) if isinstance(default, float) else str(value)
+        if choices and text not in choices:
+            quote = ' (write "off" with its quotes)' if value is False and "off" in choices else ""
+            raise ValueError(f"{where}: {key}={text} is none of {', '.join(choices)}{quote}")
+        found[key] = text
+    return found

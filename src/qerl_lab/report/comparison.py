@@ -31,12 +31,18 @@ from qerl_lab.report.arms import (
     task_of,
 )
 from qerl_lab.report.runs import DAMAGE, Origin, Record, damage, find_runs, has_runs, read_record
-from qerl_lab.report.stats import ALIKE, between, crossed_interval, paired_interval
+from qerl_lab.report.stats import SHARE, between, crossed_interval, paired_interval, within
 from qerl_lab.terminal import columns, near
 
 Kind = tuple[str, str]  # SHA-256 of the questions trained on, and of those held out
 BASELINE = "bf16"  # the experiment that the others are compared with, where nobody names one
+# What a verdict holds for besides its arms; a table of several values of one says so.
+CONDITIONS = (
+    "model.path", "model.hash", "rollout.importance_correction", "rollout.temperature", "eval.temperature",
+    "optim.learning_rate", "algorithm.updates_per_rollout",
+)  # fmt: skip
 OF_A_RUN = ("entropy_first", "entropy_last", "reward_last", "tokens_per_second", "memory_rss_gib", "seconds")
+TIMED = ("tokens_per_second", "seconds")  # which are the others' too of a run that shared its card
 HOW_TO_READ = """\
 Intervals are of 95%, over seeds and questions; one seed has none. Those of two arms may overlap although the arms
 differ: read the difference, which is paired by seed and question. Of differences that are 0, one in 20 looks real."""
@@ -195,7 +201,9 @@ def by_run(comparison: Comparison) -> pd.DataFrame:
                 before, after = record.accuracy["before"], record.accuracy["after"]
                 row |= {"questions": len(after), "accuracy_before": before.mean(), "accuracy_after": after.mean()}
                 row |= _named("gain", paired_interval(before, after))
-            rows.append(row | {name: record.summary[name] for name in OF_A_RUN} | {"code": record.run.code})
+            shared = TIMED if record.side_by_side > 1 else ()
+            own = {name: math.nan if name in shared else record.summary[name] for name in OF_A_RUN}
+            rows.append(row | own | {"code": record.run.code})
     return pd.DataFrame(rows)
 
 
@@ -212,10 +220,11 @@ def by_arm(comparison: Comparison, baseline: str | None) -> pd.DataFrame:
         row["runs"] = sum(run.arm == arm for run in comparison.started)
         row["questions"] = matrix(records, "after").shape[1]
         for phase, name in (("before", "accuracy_before"), ("after", "accuracy_after"), ("gain", "gain")):
-            row |= _over_seeds(name, matrix(records, phase))
+            row |= _over_seeds(name, matrix(records, phase), (-1, 1) if phase == "gain" else SHARE)
         if baseline is not None and label != baseline:
             for phase, name in (("after", "difference"), ("gain", "gain_difference")):
-                row |= _over_seeds(name, matrix(records, phase) - matrix(comparison.arms[baseline], phase))
+                differences = matrix(records, phase) - matrix(comparison.arms[baseline], phase)
+                row |= _over_seeds(name, differences, (-2, 2) if phase == "gain" else (-1, 1))
         for name in ("entropy_first", "entropy_last"):
             row[name] = float(np.mean([record.summary[name] for record in records]))
         rows.append(row | {"code": ", ".join(sorted({record.run.code for record in records}))})
@@ -228,8 +237,8 @@ def matrix(records: Sequence[Record], phase: str) -> pd.DataFrame:
     return pd.DataFrame(of_seed).T.dropna(axis=1)
 
 
-def _over_seeds(name: str, values: pd.DataFrame) -> dict[str, float]:
-    """The mean over seeds and questions with its interval; of one seed the mean alone, of none nothing.
+def _over_seeds(name: str, values: pd.DataFrame, bounds: tuple[float, float]) -> dict[str, float]:
+    """The mean over seeds and questions with its interval within `bounds`; of one seed the mean alone, of none nothing.
 
     Where two arms were subtracted, the seeds and questions that only one has are missing, and are left out.
     """
@@ -238,7 +247,7 @@ def _over_seeds(name: str, values: pd.DataFrame) -> dict[str, float]:
         return {}
     if min(values.shape) < 2:
         return {name: float(values.to_numpy().mean())}
-    return _named(name, crossed_interval(values.to_numpy()))
+    return _named(name, within(crossed_interval(values.to_numpy()), *bounds))
 
 
 def _named(name: str, interval: tuple[float, float, float]) -> dict[str, float]:
@@ -319,6 +328,8 @@ def notes(comparison: Comparison) -> list[str]:
         )
     if len(tasks := sorted({record.run.value(TASK) for record in records})) > 1:
         notes.append(f"The runs are of {len(tasks)} tasks, {', '.join(tasks)}: compare arms of one task.")
+    if mixed := [key for key in differing([record.run for record in records]) if key in CONDITIONS]:
+        notes.append(f"The arms differ in conditions ({', '.join(mixed)}): compare arms of one.")
     parts = {task_of(record.run) for record in records if task_of(record.run) != record.run.value(TASK)}
     notes += [f"The questions are of {part}: no accuracy here is that of the whole set." for part in sorted(parts)]
     notes += at_once.notes(records)
@@ -348,11 +359,11 @@ def _versions(records: Sequence[Record]) -> list[tuple[str, list[str]]]:
 
 
 def _accuracy(row: dict[str, Any], phase: str) -> str:
-    """`0.768 +-0.037`, without the second where there is no interval; a dash where there is no number."""
-    mean, high = (row.get(f"accuracy_{phase}{end}", math.nan) for end in ("", "_high"))
+    """`0.768 [0.731, 0.805]`, without the second where there is no interval; a dash where there is no number."""
+    mean, low, high = (row.get(f"accuracy_{phase}{end}", math.nan) for end in ("", "_low", "_high"))
     if math.isnan(mean) or math.isnan(high):
         return "-" if math.isnan(mean) else f"{mean:.3f}"
-    return f"{mean:.3f} +-{high - mean:.3f}" if high > mean else f"{mean:.3f} {ALIKE}"
+    return f"{mean:.3f} {between(low, high, '{:.3f}'.format)}"
 
 
 def _change(row: dict[str, Any], name: str) -> str:

@@ -7,12 +7,10 @@ from qerl_lab.report.arms import Arm, Run
 from qerl_lab.report.claims import Claim, Contrast, Settings
 from qerl_lab.report.runs import Record
 
-FEWEST_SEEDS = 3  # of two, an interval is so wide that it says nothing but itself
-
 
 @dataclass(frozen=True)
 class Side:
-    """An arm of a comparison: its records at each value of the claim's `best_of`, or all under one."""
+    """An arm of a comparison: its records at each value of the key that the claim spans, or all under one."""
 
     options: Mapping[str, Sequence[Record]]
     finished: int
@@ -45,7 +43,12 @@ class Missing:
 
 
 def find(claim: Claim, contrast: Contrast, counted: Sequence[Record], found: Sequence[Run]) -> list[Pair] | Missing:
-    """Every pair of arms that tests a contrast, or what lacks. `found` has all runs, those that do not count too."""
+    """Every pair of arms that tests a contrast, or what lacks. `found` has all runs, those that do not count too.
+
+    Runs that do not have the conditions of the claim's file are no part of any.
+    """
+    counted = [record for record in counted if _has(record.run, claim.file.conditions)]
+    found = [run for run in found if _has(run, claim.file.conditions)]
     treated, control = (
         _sides(claim, settings, counted, found) for settings in (contrast.treated_settings, contrast.control_settings)
     )
@@ -80,7 +83,7 @@ def _sides(
     for run in (run for run in found if _has(run, settings)):
         started[_split(run, claim)] = started.get(_split(run, claim), 0) + 1
     for record in (record for record in counted if _has(record.run, settings)):
-        at = record.run.value(claim.best_of) if claim.best_of else ""
+        at = record.run.value(claim.across) if claim.across else ""
         options.setdefault(_split(record.run, claim), {}).setdefault(at, []).append(record)
     return {
         key: Side(values, sum(map(len, values.values())), started[key]) for key, values in options.items()
@@ -88,8 +91,8 @@ def _sides(
 
 
 def _split(run: Run, claim: Claim) -> tuple[Arm, Arm]:
-    """The settings that the arms must share, and those that they need not, without `best_of`."""
-    shared = tuple(item for item in run.arm if not is_free(item[0], claim) and item[0] != claim.best_of)
+    """The settings that the arms must share, and those that they need not, without the key that the claim spans."""
+    shared = tuple(item for item in run.arm if not is_free(item[0], claim) and item[0] != claim.across)
     return shared, tuple(item for item in run.arm if is_free(item[0], claim))
 
 

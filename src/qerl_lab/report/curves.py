@@ -18,7 +18,7 @@ from matplotlib.ticker import MaxNLocator
 from PIL import Image
 
 from qerl_lab.report.numbers import tick
-from qerl_lab.report.stats import band_over_seeds
+from qerl_lab.report.stats import NATS, SHARE, band_over_seeds
 
 STYLE = Path(__file__).with_name("report.mplstyle")
 STEP, CLOCK = "step", "seconds"  # columns of `comparison.curves`
@@ -34,7 +34,7 @@ LEGEND_CHARS = 46  # of a line of the legend
 class Curve:
     """A figure: its file's name, title, label of its axis, and metric.
 
-    `from_zero` says that the axis begins there, `bounds` which values there can be; an interval may go beyond.
+    `from_zero` says that the axis begins there, `bounds` which values there can be.
     """
 
     name: str
@@ -44,8 +44,11 @@ class Curve:
     from_zero: bool = False
     bounds: tuple[float, float] = (-math.inf, math.inf)
 
+    @property
+    def is_speed(self) -> bool:
+        return self.metric.endswith("tokens_per_second")
 
-NATS, SHARE = (0, math.inf), (0, 1)
+
 CURVES = (
     Curve("reward", "Reward", "mean reward of a step", "reward/mean"),
     Curve("entropy", "Entropy of the trainer's policy", "nats per token", "policy/entropy_nats", bounds=NATS),
@@ -84,36 +87,37 @@ def panels(arms: Sequence[str], baseline: str | None) -> list[list[str]]:
     return [[*first, *others[max(start, 0) : start + BESIDE]] for start in starts]
 
 
-def draw(points: pd.DataFrame, curve: Curve, by: str, baseline: str | None) -> Figure:
+def draw(
+    points: pd.DataFrame, curve: Curve, by: str, baseline: str | None, styles: Mapping[str, Mapping[str, Any]]
+) -> Figure:  # fmt: skip
     """A figure of one metric: panels below each other, of a few arms each, to be closed by the caller.
 
     Args:
         points: tidy, from `comparison.curves`.
         by: `STEP`, or `CLOCK`: seconds of training steps, without evaluation and loading.
+        styles: how each arm looks, from `palette.styles`.
     """
-    chosen, every = _of(points, curve), list(points["arm"].unique())
+    chosen = _of(points, curve)
     groups = panels(list(chosen["arm"].unique()), baseline)
-    places = panels(every, baseline)[0] if len(every) <= ARMS_A_PANEL else []  # an arm looks alike in all figures
     unit, size = _unit(chosen[by].max()) if by == CLOCK else ("step", 1)
-    seeds = {
-        arm: {
-            run: rows.set_index(by)["value"].rename(index=lambda x: x / size) for run, rows in of_arm.groupby("run_id")
-        }
-        for arm, of_arm in chosen.groupby("arm")
-    }
+    seeds = {arm: seeds_of(of_arm, by, size) for arm, of_arm in chosen.groupby("arm")}
     labels = {arm: textwrap.fill(f"{arm} (n={len(of_arm)})", LEGEND_CHARS) for arm, of_arm in seeds.items()}
     with plt.style.context(STYLE):
         lines = [sum(labels[arm].count("\n") + 1 for arm in group) for group in groups]
         shape = {"figsize": (4.4, sum(2.9 + 0.19 * count for count in lines)), "height_ratios": [12 + n for n in lines]}
         figure, axes = plt.subplots(len(groups), 1, sharey=True, sharex=True, squeeze=False, **shape)
         for axis, group in zip(axes.flat, groups, strict=True):
-            styles = dict(zip(places or group, plt.rcParams["axes.prop_cycle"], strict=False))
             for arm in group:
-                draw_arm(axis, seeds[arm], styles[arm], labels[arm], common=by == STEP)
+                draw_arm(axis, seeds[arm], styles[arm], labels[arm], common=by == STEP, bounds=curve.bounds)
             dress(axis, curve.label, unit)
         axes.flat[0].set_title(curve.title, loc="left")
         axes.flat[0].set_ylim(*_limits(axes.flat[0].get_ylim(), chosen["value"], curve))
     return figure
+
+
+def seeds_of(of_arm: pd.DataFrame, by: str = STEP, unit: float = 1) -> dict[str, pd.Series]:
+    """The values of each run of an arm, by its name, over steps or time in `unit` seconds."""
+    return {run: rows.set_index(by)["value"].rename(index=lambda x: x / unit) for run, rows in of_arm.groupby("run_id")}
 
 
 def _of(points: pd.DataFrame, curve: Curve) -> pd.DataFrame:
@@ -155,20 +159,24 @@ def _unit(seconds: float) -> tuple[str, int]:
     return f"{name} of training steps", size
 
 
-def draw_arm(axis: Axes, seeds: Mapping[str, pd.Series], style: Mapping[str, Any], label: str, *, common: bool) -> None:
+def draw_arm(
+    axis: Axes, seeds: Mapping[str, pd.Series], style: Mapping[str, Any], label: str, *, common: bool,
+    bounds: tuple[float, float] = (-math.inf, math.inf), thin: bool = True,
+) -> None:  # fmt: skip
     """Draw an arm: every seed thin, the mean over them thick, and around it the interval of 95% over seeds.
 
     `seeds` are values by step or time. The mean is taken where all of them have one, if these are `common`; else at
-    the times at which one was measured, while all were under way.
+    the times at which one was measured, while all were under way. The interval is cut at the `bounds` of the values.
+    Without `thin` the seeds' own lines are left out.
     """
     plain = {"color": style["color"], "ls": "-", "marker": ""}
-    if len(seeds) > 1:
+    if len(seeds) > 1 and thin:
         for values in seeds.values():
             axis.plot(values.index, values, lw=0.5, alpha=0.4, **plain)
     x, values_S_T = _joined(list(seeds.values()), common or len(seeds) == 1)
     mean, low, high = band_over_seeds(values_S_T)
     if len(seeds) > 1:
-        axis.fill_between(x, low, high, color=style["color"], alpha=0.13, lw=0)
+        axis.fill_between(x, np.clip(low, *bounds), np.clip(high, *bounds), color=style["color"], alpha=0.13, lw=0)
     halo = [Stroke(linewidth=3.2, foreground="white"), Normal()]  # so that it stands out from the seeds, in grey too
     axis.plot(x, mean, label=label, markevery=max(1, len(x) // MARKS), zorder=3, path_effects=halo, **style)
 

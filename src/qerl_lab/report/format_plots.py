@@ -8,7 +8,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from qerl_lab.report.bench import COLORS
+from qerl_lab.report import palette
 
 MARKS = "osD^v<>"
 
@@ -73,7 +73,7 @@ def noise_and_formats(noise: pd.DataFrame, formats: pd.DataFrame) -> Figure:
 
 def _color(name: str, number: int) -> str:
     """The colour of a format of the lab; of another one, one that they do not have."""
-    return COLORS.get(name, f"C{5 + number % 4}")
+    return palette.FORMATS.get(name, palette.OTHERS[number % len(palette.OTHERS)])
 
 
 def _dressed(figure: Figure, axis: Axes, grid: Literal["both", "x", "y"]) -> Figure:

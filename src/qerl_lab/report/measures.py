@@ -22,12 +22,15 @@ class Measure:
     """One measure. `of(records, controls)` gives it by seed; `controls` are all records of the control arm.
 
     A `ratio` is compared by the ratio of its means over seeds of logarithms; others by their difference.
+    `most(record)` is the largest value that a run can show: a value above it is right-censored, which means that the
+    true one is at least as large.
     """
 
     unit: str
     meaning: str
     of: Callable[[Sequence[Record], Sequence[Record]], Values]
     ratio: bool = False
+    most: Callable[[Record], float] | None = None
 
 
 def _accuracy(phase: str) -> Callable[[Sequence[Record], Sequence[Record]], Values]:
@@ -102,16 +105,24 @@ def answers(record: Record) -> pd.Series:
     return record.steps.loc[1:, "reward/answer"].astype("float64") / weight
 
 
-def _last_tenth(record: Record) -> float:
+def _tenths(record: Record) -> tuple[float, float]:
+    """Right answers over the first and over the last tenth of the steps."""
     found = answers(record)
-    return float(found.tail(max(1, len(found) // 10)).mean())
+    tenth = max(1, len(found) // 10)
+    return float(found.head(tenth).mean()), float(found.tail(tenth).mean())
+
+
+def _gain(record: Record) -> float:
+    first, last = _tenths(record)
+    return last - first
 
 
 def _steps_to_half(records: Sequence[Record], controls: Sequence[Record]) -> Values:
-    """The first step whose mean over a tenth of the steps up to it is at half of the control's rise; else steps + 1.
+    """The first step whose trailing mean over a tenth of the steps reaches half of the control's rise; else steps + 1.
 
-    The rise is from the first to the last tenth, over all control runs; of a control at several learning rates over
-    those at the best one, by right answers over the run. Raises Unmeasured where there is none.
+    Only whole windows count: over fewer steps one lucky batch would end the search. The rise is from the first to the
+    last tenth, averaged over all control runs; of a control at several learning rates over those at the best one, by
+    right answers over the run. Raises Unmeasured where there is none.
     """
     by_arm: dict[Arm, list[pd.Series]] = {}
     for record in controls:
@@ -124,7 +135,7 @@ def _steps_to_half(records: Sequence[Record], controls: Sequence[Record]) -> Val
         raise Unmeasured(f"the control's right answers went from {first:.3f} to {last:.3f}: no rise to be half of")
 
     def steps(record: Record) -> float:
-        trailing = answers(record).rolling(tenth, min_periods=1).mean()
+        trailing = answers(record).rolling(tenth).mean()
         reached = trailing.index[trailing >= (first + last) / 2]
         return float(reached[0] if len(reached) else trailing.index.max() + 1)
 
@@ -144,11 +155,16 @@ MEASURES: dict[str, Measure] = {
     ),
     "answers_last": Measure(
         "fraction", "right answers among a step's completions, mean over the last tenth of the steps",
-        lambda records, controls: _by_seed(records, _last_tenth),
+        lambda records, controls: _by_seed(records, lambda record: _tenths(record)[1]),
+    ),
+    "answers_gain": Measure(
+        "fraction", "right answers among a step's completions, last tenth of the steps less the run's own first tenth",
+        lambda records, controls: _by_seed(records, _gain),
     ),
     "steps_to_half": Measure(
-        "steps", "steps until right answers have made half of the rise that the control makes; one that never does "
-        "counts as one step more than it had", _steps_to_half, ratio=True,
+        "steps", "steps until right answers, averaged over a tenth of the steps, have made half of the rise that the "
+        "control makes; of a run that never gets there only known to be more than it had", _steps_to_half, ratio=True,
+        most=lambda record: float(len(answers(record))),
     ),
     "rollout_throughput": Measure(
         "tokens/s", "completion tokens / seconds of rollouts", _speed("rollout_tokens_per_second"), ratio=True

@@ -13,9 +13,20 @@ import pandas as pd
 
 from qerl_lab.record.directory import RunDirectory, is_run
 from qerl_lab.record.evaluations import NAME as EVALUATIONS
+from qerl_lab.record.metrics import check_steps
 from qerl_lab.report.arms import FINISHED, Run
 from qerl_lab.report.frames import find
-from qerl_lab.report.runs import DAMAGE, KEPT, Origin, Record, check_phases, check_steps, damage, read_record, record_of
+from qerl_lab.report.runs import (
+    DAMAGE,
+    KEPT,
+    Origin,
+    Record,
+    check_phases,
+    claims_sha256,
+    damage,
+    read_record,
+    record_of,
+)
 from qerl_lab.terminal import near
 
 
@@ -58,11 +69,12 @@ def _of_mirror(client: Any, run: Run, mirror: Any) -> Record:
     origin = Origin(
         command=tags.get("command", ""), commit=tags.get("git_sha", ""), missing=gone,
         began=pd.Timestamp(mirror.info.start_time, unit="ms", tz="UTC").isoformat(timespec="seconds"),
+        claims_sha256=claims_sha256(mirror.data.params),
     )  # fmt: skip
     if run.status != FINISHED:
         return Record(run, origin=origin)
     steps = _steps(client, mirror)
-    check_steps(steps.index, int(mirror.data.params["steps"]), "MLflow")
+    check_steps(dict.fromkeys(steps.index, 1), int(mirror.data.params["steps"]), "MLflow")
     seconds = (mirror.info.end_time - mirror.info.start_time) / 1000
     return record_of(run, steps, phases, seconds, origin)
 

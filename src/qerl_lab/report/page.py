@@ -12,11 +12,23 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 from jinja2 import Environment, StrictUndefined
 
 from qerl_lab.config.spelling import word
 from qerl_lab.disk import replace_file
-from qerl_lab.report import comparison, curves, paper_curves, results, speed_tables, verdict_tables
+from qerl_lab.report import (
+    at_once,
+    comparison,
+    curves,
+    diagnostics,
+    format_curves,
+    palette,
+    paper_curves,
+    results,
+    speed_tables,
+    verdict_tables,
+)
 from qerl_lab.report.arm_tables import tables
 from qerl_lab.report.arms import FINISHED, stopped
 from qerl_lab.report.comparison import Comparison
@@ -29,6 +41,8 @@ from qerl_lab.terminal import near
 TEMPLATE = Path(__file__).with_name("report.html.j2")
 LONG = re.compile(r"\S{17,}")  # a word that an arm's column does not hold on a phone
 NUMBER = re.compile(r"[-+]?[\d,]+(?:\.(\d+))?")
+FORMATS = "Weight formats"
+MOST_GROUPS = 4  # figures of formats; more say no more
 BY = {curves.STEP: "by-step", curves.CLOCK: "by-time"}
 
 
@@ -73,27 +87,64 @@ def write(folder: Path, found: Comparison, wanted: str | None, bench: Sequence[P
 def _everything() -> set[str]:
     """The files that some reports have and others not."""
     names = {f"{curve.name}-{by}" for curve in curves.CURVES for by in BY.values()}
-    names |= {figure.name for figure in paper_curves.FIGURES}
+    names |= {figure.name for figure in paper_curves.FIGURES} | {"passes", "entropy-and-gain", "power"}
+    names |= {_numbered(number) for number in range(MOST_GROUPS)}
     return {"arms.csv", *(f"figures/{name}.png" for name in names)}
 
 
 def draw_all(found: Comparison, baseline: str | None) -> dict[str, list[Drawn]]:
-    """Every figure of `curves.CURVES` that was recorded, by its title, and after it the paper's of the same."""
+    """The figures by title: the formats in one, every one of `curves.CURVES` that was recorded and after it the
+    paper's of the same, and those of `diagnostics`.
+
+    Time and speed are drawn of the arms alone whose runs shared no card.
+    """
     if not found.arms:
         return {}
     points, arms = comparison.curves(found), [records[0].run for records in found.arms.values()]
-    return {
-        curve.title: [
+    styles = palette.styles(palette.formats(found.arms))
+    alone = points[points["arm"].isin(at_once.alone(found.arms))]
+    drawn = {FORMATS: _of_formats(found, points)}
+    for curve in curves.recorded(points):
+        of_axis = {curves.STEP: alone if curve.is_speed else points, curves.CLOCK: alone}
+        drawn[curve.title] = [
             Drawn(f"{curve.name}-{BY[by]}", f"{curve.title}, {curve.label}, {BY[by].replace('-', ' ')}",
-                  curves.png(curves.draw(points, curve, by, baseline)))
-            for by in BY
-        ] + [_of_paper(figure, paper_curves.caption(figure, arms)) for figure in paper_curves.beside(curve.name, arms)]
-        for curve in curves.recorded(points)
-    }  # fmt: skip
+                  curves.png(curves.draw(chosen, curve, by, baseline, styles)))
+            for by, chosen in of_axis.items() if curve in curves.recorded(chosen)
+        ]  # fmt: skip
+        drawn[curve.title] += [
+            Drawn(figure.name, figure.about, curves.png(paper_curves.draw(figure)), paper_curves.caption(figure, arms))
+            for figure in paper_curves.beside(curve.name, arms)
+        ]
+    drawn["Diagnostics"] = _diagnosed(found, baseline)
+    return {title: figures for title, figures in drawn.items() if figures}
 
 
-def _of_paper(figure: paper_curves.PaperFigure, caption: str) -> Drawn:
-    return Drawn(figure.name, figure.about, curves.png(paper_curves.draw(figure)), caption)
+def _of_formats(found: Comparison, points: pd.DataFrame) -> list[Drawn]:
+    """Reward, entropy and accuracy of the formats in one figure, for each group of arms that differ in nothing else."""
+    return [
+        Drawn(_numbered(number), f"Reward, entropy and held-out accuracy of {', '.join(group)}",
+              curves.png(format_curves.draw(points, group, title)))
+        for number, (title, group) in enumerate(list(format_curves.groups(found).items())[:MOST_GROUPS])
+    ]  # fmt: skip
+
+
+def _numbered(number: int) -> str:
+    return f"formats-{number + 1}-by-step" if number else "formats-by-step"
+
+
+def _diagnosed(found: Comparison, baseline: str | None) -> list[Drawn]:
+    passes, gains = diagnostics.draw_passes(found), diagnostics.draw_gains(found)
+    power = diagnostics.draw_power(found, baseline)
+    figures = [
+        ("passes", passes, "pass@k after training, by k",
+         "Intervals of 95% over seeds and questions, cut at 0 and 1, beyond which no share lies."),
+        ("entropy-and-gain", gains and gains[0], "Entropy at the start against gain, a point a run",
+         f"A point a run. {gains[1]}" if gains else ""),
+        ("power", power, "The difference that can be detected, by the number of seeds",
+         "From the spread of each arm's paired differences; two-sided test of 5%. More seeds do not lessen what the "
+         "questions add."),
+    ]  # fmt: skip
+    return [Drawn(name, about, curves.png(figure), caption) for name, figure, about, caption in figures if figure]
 
 
 def html(
@@ -113,7 +164,7 @@ def html(
         families=verdict_tables.families(rows), measured=_claims(measured),
         unmeasured=[(row.claim.name, verdict_tables.name_of(row), row.why) for row in lacking],
         to_make=verdict_tables.to_make(rows), tables=tables(found, baseline), speed=speed,
-        of_paper=any(figure.caption for pair in drawn.values() for figure in pair),
+        of_paper=any(figure.name.startswith("paper_") for pair in drawn.values() for figure in pair),
         figures=[{"title": name, "images": [_image(figure) for figure in pair]} for name, pair in drawn.items()],
         provenance=_provenance(found), arms_differ=[["arm", *keys[1:]] for keys in differ[:1]] + differ[1:],
     )  # fmt: skip
@@ -145,7 +196,7 @@ def filler(cell: str, most: int) -> str:
 def _image(figure: Drawn) -> dict[str, Any]:
     width, height = (int.from_bytes(figure.png[at : at + 4], "big") for at in (16, 20))  # of the PNG's header
     return {"data": base64.b64encode(figure.png).decode(), "width": width, "height": height, "alt": figure.about,
-            "caption": figure.caption}  # fmt: skip
+            "caption": figure.caption, "wide": figure.name.startswith("formats-")}  # fmt: skip
 
 
 def _facts(found: Comparison) -> list[tuple[int, str]]:
@@ -220,7 +271,8 @@ def _details(row: Row) -> list[tuple[str, str]]:
         ("effect size", size),
         ("P(better)", better),
     ]
-    parts += [("p for, against (Holm)", p_values), ("guardrail", guardrail)]
+    parts += [("p of no effect, small, reverse (Holm)", p_values), ("guardrail", guardrail)]
+    parts += [("conditions", verdict_tables.in_words(row.conditions)), ("claim", row.registered)]
     return [(label, text) for label, text in parts if text != "-"]
 
 
@@ -256,6 +308,8 @@ def _times(records: Sequence[Record]) -> list[str]:
     began = [datetime.fromisoformat(record.origin.began).timestamp() for record in records if record.origin.began]
     ended = _moment(max(record.run.ended for record in records))
     span = f"The first began {_moment(min(began))}, the last ended {ended}." if began else f"The last ended {ended}."
+    if any(record.side_by_side > 1 for record in records):
+        return [f"{len(seconds)} runs, which shared their machines. {span}"]
     took = f"{sum(seconds):,.0f} s in all, {min(seconds):,.0f} to {max(seconds):,.0f} s each"
     return [f"{len(seconds)} runs took {took}. {span}"]
 

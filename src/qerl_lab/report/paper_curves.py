@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from pathlib import PurePath
 
 import matplotlib.pyplot as plt
-import pandas as pd
 from matplotlib.figure import Figure
 
-from qerl_lab.config.files import package_data
+from qerl_lab.report import palette, reference
 from qerl_lab.report.arms import Run, differing, task_of
 from qerl_lab.report.curves import MARKS, STYLE, dress
 
@@ -69,11 +68,11 @@ class PaperFigure:
 
 FIGURES = (
     PaperFigure("Figure 4, upper row", "reward", "format.name", "Qwen2.5-7B", GSM8K, "fig04_dapo_7b", FORMATS,
-                "By Figures 16 and 17 NVFP4 ran at a learning rate of 3e-5, BF16 with LoRA at 5e-6; the drops of BF16 "
-                "at steps 111, 168 and 174 are errors of the reading: Figure 17 has the same run at 0.92 to 0.93."),
+                "By Figures 16 and 17 NVFP4 ran at a learning rate of 3e-5, BF16 with LoRA at 5e-6. Six points of BF16 "
+                "that were misread are left out."),
     PaperFigure("Figure 4, lower row", "reward", "format.name", "Qwen2.5-7B", "GSM8K, GRPO",
                 "fig4_grpo_7b_reward_digitized", FORMATS_GRPO,
-                "The two panels were read apart: NVFP4 at step 100 is 0.785 in one and 0.490 in the other."),
+                "The two panels were read apart. Three points of NVFP4 that were misread in one are left out there."),
     PaperFigure("Figure 7", "reward", ON_BIGMATH, "Qwen2.5-7B", BIGMATH, "fig07_bigmath_7B", (LORA,)),
     PaperFigure("Figure 7", "reward", ON_BIGMATH, "Qwen2.5-14B", BIGMATH, "fig07_bigmath_14B", (LORA,)),
     PaperFigure("Figure 8", "reward", NOISE, "Qwen2.5-3B", PRESUMED, "fig08_aqn_3b", (AQN,)),
@@ -122,26 +121,25 @@ def caption(figure: PaperFigure, runs: Sequence[Run]) -> str:
     models = {PurePath(run.value("model.path")).name for run in runs}
     tasks, algorithms = {task_of(run) for run in runs}, {run.value("algorithm.name") for run in runs}
     named = ", ".join("/".join(sorted(names)) for names in (models, tasks, algorithms))
-    return f"{figure.about}. {ours}: model {named}. {figure.remark}".strip()
-
-
-def read(figure: PaperFigure) -> pd.DataFrame:
-    """A column a line by step (of Figure 15 by stage); nan where a line could not be read, under another one mostly."""
-    return pd.read_csv(package_data("results/reference") / "digitized" / f"{figure.file}.csv", index_col=0)
+    curves = reference.curves()
+    error = curves.loc[curves["file"] == figure.file, "error"].max()
+    return f"{figure.about}, read off to +-{error:g}. {ours}: model {named}. {figure.remark}".strip()
 
 
 def draw(figure: PaperFigure) -> Figure:
     """The panels below each other, to be closed by the caller. Straight lines join what could be read."""
-    table = read(figure)
+    table, curves = reference.digitized(figure.file), reference.curves()
+    formats = curves[curves["file"] == figure.file].set_index("column")["weight_format"].to_dict()
     with plt.style.context(STYLE):
         height = sum(2.9 + 0.19 * len(lines) for lines in figure.panels)
         drawn, axes = plt.subplots(
             len(figure.panels), 1, sharex=True, sharey=True, squeeze=False, figsize=(4.4, height)
         )
         for axis, lines in zip(axes.flat, figure.panels, strict=True):
-            for (column, label), style in zip(lines, plt.rcParams["axes.prop_cycle"], strict=False):
+            styles = palette.styles({column: formats[column] for column, _ in lines})
+            for column, label in lines:
                 values = table[column].dropna()
-                axis.plot(values.index, values, label=label, markevery=max(1, len(values) // MARKS), **style)
+                axis.plot(values.index, values, label=label, markevery=max(1, len(values) // MARKS), **styles[column])
             dress(axis, LABELS[figure.below], str(table.index.name))
         axes.flat[0].set_title(f"The paper's {figure.number}:\n{figure.model}, {figure.task}", loc="left")
     return drawn

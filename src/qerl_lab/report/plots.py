@@ -3,6 +3,7 @@
 import itertools
 import math
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -11,7 +12,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from qerl_lab.report.curves import STYLE, draw_arm
+from qerl_lab.report import palette
+from qerl_lab.report.curves import STYLE, draw_arm, seeds_of
 
 PANELS = (  # title, y label, (metric, label) of each line
     ("Reward", "reward", (("reward/mean", "total"), ("reward/answer", "answer"), ("reward/format", "format"))),
@@ -31,11 +33,21 @@ ARM_PANELS = {  # metric: title, y label
 
 
 def save_curves(steps: pd.DataFrame, title: str, path: Path) -> None:
-    """Reward, entropy, sigma and throughput of one run by step, from `runs.read_steps`. Raw values, no smoothing."""
-    figure, axes = plt.subplots(2, 2, figsize=(10, 6.5), layout="constrained")
-    training = steps.loc[1:]
-    for axis, (name, unit, lines) in zip(axes.flat, PANELS, strict=True):
-        for n, (metric, label) in enumerate(line for line in lines if line[0] in training):
+    """Reward, entropy, sigma and throughput of one run by step, from `runs.read_steps`. Raw values, no smoothing.
+
+    What was not recorded has no panel, nor has noise that was 0 throughout.
+    """
+    training = steps.loc[1:].dropna(axis=1, how="all")
+    quiet = [metric for metric in training if metric.startswith("noise/") and not training[metric].any()]
+    recorded = training.columns.difference(quiet)
+    panels = [(name, unit, [line for line in lines if line[0] in recorded]) for name, unit, lines in PANELS]
+    panels = [panel for panel in panels if panel[2]]
+    rows = max(1, math.ceil(len(panels) / 2))
+    figure, axes = plt.subplots(rows, 2, figsize=(10, 3.25 * rows), layout="constrained", squeeze=False)
+    for axis in axes.flat[len(panels) :]:
+        axis.remove()
+    for axis, (name, unit, lines) in zip(axes.flat, panels, strict=False):
+        for n, (metric, label) in enumerate(lines):
             axis.plot(training.index, training[metric], label=label, lw=1.4, ls="-" if n == 0 else "--")
         _dress(axis, name, unit)
         axis.set_ylim(top=1.2 * axis.get_ylim()[1])  # room for the legend above the curves
@@ -45,19 +57,20 @@ def save_curves(steps: pd.DataFrame, title: str, path: Path) -> None:
     plt.close(figure)
 
 
-def save_arms(curves: pd.DataFrame, path: Path) -> None:
-    """Reward and entropies of several arms, from `comparison.curves`."""
-    logged = set(curves["metric"])  # an engine may have no entropy
-    figure = compare_arms(curves, {metric: names for metric, names in ARM_PANELS.items() if metric in logged})
+def save_arms(curves: pd.DataFrame, formats: Mapping[str, str], path: Path) -> None:
+    """Reward and entropies of several arms, from `comparison.curves`; `formats` has the weight format of each."""
+    logged = set(curves.loc[curves["value"].notna(), "metric"])  # an engine may have no entropy
+    figure = compare_arms(curves, formats, {name: texts for name, texts in ARM_PANELS.items() if name in logged})
     figure.savefig(path, dpi=130)
     plt.close(figure)
 
 
-def compare_arms(curves: pd.DataFrame, metrics: dict[str, tuple[str, str]]) -> Figure:
+def compare_arms(curves: pd.DataFrame, formats: Mapping[str, str], metrics: dict[str, tuple[str, str]]) -> Figure:
     """One panel a metric: of each arm the mean over seeds thick, its interval of 95%, every seed thin. No smoothing.
 
     Args:
         curves: tidy, with the columns run_id, arm, metric, step and value; arms are drawn in its order.
+        formats: the weight format of each arm.
         metrics: metric name -> title of its panel, label of its axis.
     """
     arms = list(curves["arm"].unique())
@@ -67,13 +80,12 @@ def compare_arms(curves: pd.DataFrame, metrics: dict[str, tuple[str, str]]) -> F
     height = 4 + 0.2 * math.ceil(len(arms) / per_row)
     with plt.style.context(STYLE):
         figure, axes = plt.subplots(1, len(metrics), figsize=(width, height), squeeze=False)
-        styles = list(plt.rcParams["axes.prop_cycle"])
+        styles = palette.styles(formats)
         for axis, (metric, (title, label)) in zip(axes.flat, metrics.items(), strict=True):
-            for n, (arm, name) in enumerate(zip(arms, names, strict=True)):
+            for arm, name in zip(arms, names, strict=True):
                 chosen = curves[(curves["arm"] == arm) & (curves["metric"] == metric) & (curves["step"] > 0)]
-                seeds = {run: rows.set_index("step")["value"] for run, rows in chosen.dropna().groupby("run_id")}
-                if seeds:
-                    draw_arm(axis, seeds, styles[n % len(styles)], name, common=True)
+                if seeds := seeds_of(chosen.dropna()):
+                    draw_arm(axis, seeds, styles[arm], name, common=True)
             _dress(axis, title, label)
         handles = axes.flat[0].get_legend_handles_labels()
         figure.legend(*handles, loc="outside lower center", ncols=per_row)
@@ -120,7 +132,8 @@ def save_entropy(arms: dict[str, tuple[float, float, float]], shares: dict[str, 
         1, 2, figsize=(11, 1.6 + 0.34 * len(names)), layout="constrained", sharey=True, width_ratios=(3, 2)
     )
     for row, (mean, low, high) in enumerate(arms.values()):
-        left.errorbar(mean, row, xerr=[[mean - low], [high - mean]], fmt="o", ms=4, capsize=3, color="C0")
+        shade = palette.color(names[row].partition(" ")[0])
+        left.errorbar(mean, row, xerr=[[mean - low], [high - mean]], fmt="o", ms=4, capsize=3, color=shade)
     left.axvline(0, color="gray", lw=0.8)
     left.set(title="Entropy minus the dense model's", xlabel="nats per token, 95% interval over prompts")
     left.set_yticks(range(len(names)), names)

@@ -21,7 +21,7 @@ from qerl_lab.config.message import in_one_line
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.spelling import shell_word
 from qerl_lab.disk import replace_file
-from qerl_lab.report.arms import FINISHED, Run, comparable, differing
+from qerl_lab.report.arms import FINISHED, RENAMED, Run, comparable, differing
 from qerl_lab.report.runs import NO_STEPS, Origin, Record, Session, check_phases, record_of
 
 RUNS, STEPS, QUESTIONS = "runs.parquet", "steps.parquet", "questions.parquet"
@@ -118,7 +118,8 @@ def records_of(tables: Frames) -> tuple[list[Record], dict[str, str]]:
         if pd.isna(row["experiment"]):
             damaged[row["run"]] = row["state"]
             continue
-        row = {"heldout_sha256": "", "configured": "", "place": "", "sessions": "[]"} | row  # older files lack them
+        older = {"heldout_sha256": "", "configured": "", "place": "", "sessions": "[]", "claims_sha256": ""}
+        row = older | row  # older files lack these
         sessions = tuple(Session(*each) for each in json.loads(row["sessions"]))
         own = {"versions": json.loads(row["versions"]), "sessions": sessions}
         origin = Origin(**{name: row[name] for name in ORIGIN} | own)
@@ -135,8 +136,9 @@ def records_of(tables: Frames) -> tuple[list[Record], dict[str, str]]:
 
 def _run(row: Mapping[str, Any]) -> Run:
     own = {key: value for key, value in row.items() if key not in NOT_SETTINGS and not pd.isna(value)}
+    experiment = RENAMED.get(row["experiment"], row["experiment"])
     return Run(
-        row["run"], row["experiment"], int(row["seed"]), comparable(json.loads(row["settings"]) | own),
+        row["run"], experiment, int(row["seed"]), comparable(json.loads(row["settings"]) | own),
         frozenset(json.loads(row["differs_in"])), row["state"], row["ended"], row["code"],
     )  # fmt: skip
 

@@ -4,7 +4,7 @@ import os
 import re
 import textwrap
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
@@ -62,6 +62,7 @@ class Origin:
     `configured` has how many jobs its configuration lets run at once, which a file of the sweep may say: `jobs=4 ...`.
     `place` has the UUIDs of its GPUs or, without one, the host, with a blank between; older records lack it.
     `sessions` are those of a run that was resumed; those that results of an older version have are not known.
+    `claims_sha256` is that of the claims file which the run was made to test (`preregistration`).
     """
 
     command: str = ""
@@ -75,6 +76,7 @@ class Origin:
     missing: str = ""
     place: str = ""
     sessions: tuple[Session, ...] = ()
+    claims_sha256: str = ""
 
     @property
     def was_resumed(self) -> bool:
@@ -162,7 +164,7 @@ def _walk(folder: Path) -> Iterator[Path]:
 
 def read_record(run: RunDirectory, name: str) -> Record:
     """The record of a run. Raises OSError or ValueError that says what of it is missing or damaged."""
-    lines, values, began = run.metrics(), run.settings(), run.environments()
+    lines, values, began = run.whole_metrics(), run.settings(), run.environments()
     metrics = {metric for line in lines for metric in line["metrics"]}
     if values.get("device") == "auto" and "memory/rss_gib" not in metrics and began and "gpus" in began[0]:
         values = values | {"device": str(run.device_kind())}  # no step ended, so none says on what
@@ -175,8 +177,6 @@ def read_record(run: RunDirectory, name: str) -> Record:
     origin = replace(_origin(began, values), sessions=_sessions(run, began))
     if found.status != FINISHED:
         return Record(found, origin=origin)
-    check_steps({line["step"] for line in lines}, int(values["steps"]), "metrics.jsonl")
-    _check_once(lines)
     phases = {}
     if values["eval.questions"] != "0":
         check_phases(phases := run.evaluations())
@@ -205,7 +205,7 @@ def _accuracies(phases: Mapping[str, pd.DataFrame]) -> tuple[pd.Series, pd.Serie
 def _origin(sessions: Sequence[Mapping[str, Any]], settings: Mapping[str, str]) -> Origin:
     """From the env.json of every session of a run; of what differs between them every value."""
     if not sessions:
-        return Origin()
+        return Origin(claims_sha256=claims_sha256(settings))
     first = sessions[0]
     machines, commits, commands = (
         THEN.join(dict.fromkeys(text for text in texts if text))
@@ -222,8 +222,13 @@ def _origin(sessions: Sequence[Mapping[str, Any]], settings: Mapping[str, str]) 
     }
     return Origin(
         command=commands, configured=configured, began=first.get("time", ""), commit=commits, machine=machines,
-        versions=versions, place=_place(first), **questions,
+        versions=versions, place=_place(first), claims_sha256=claims_sha256(settings), **questions,
     )  # fmt: skip
+
+
+def claims_sha256(settings: Mapping[str, str]) -> str:
+    """The SHA-256 of the claims that a run was made to test, from its settings as text; empty for none."""
+    return settings.get("preregistration_sha256", "None").replace("None", "")
 
 
 def _sessions(run: RunDirectory, began: Sequence[Mapping[str, Any]]) -> tuple[Session, ...]:
@@ -275,24 +280,6 @@ def damage(error: Exception) -> str:
     if isinstance(error, KeyError):
         return f"damaged (it lacks {error}; another version of the lab wrote it)"
     return f"damaged ({in_one_line(error)})"
-
-
-def check_steps(found: Collection[int], steps: int, where: str) -> None:
-    """Raise ValueError unless all `steps` were found."""
-    missing = sorted(set(range(1, steps + 1)) - set(found))
-    if missing:
-        raise ValueError(f"{where} lacks {len(missing)} of {steps} steps, the first of them {missing[0]}")
-
-
-def _check_once(lines: Sequence[MetricsLine]) -> None:
-    """Raise ValueError where a step was trained twice: a resumed run cuts what it trains again, two processes do not.
-
-    Where a file system has no locks nothing else tells that two wrote here, and which of their lines belong together.
-    """
-    trained = Counter(line["step"] for line in lines if "step/seconds" in line["metrics"])
-    twice = sorted(step for step, times in trained.items() if times > 1)
-    if twice:
-        raise ValueError(f"metrics.jsonl has {len(twice)} steps more than once, the first of them {twice[0]}")
 
 
 def check_phases(phases: Mapping[str, pd.DataFrame]) -> None:

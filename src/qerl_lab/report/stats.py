@@ -1,5 +1,6 @@
 """Intervals, and the p-values that go with them."""
 
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 
@@ -8,6 +9,7 @@ import pandas as pd
 from scipy import optimize, stats
 
 Interval = tuple[float, float, float]  # mean, low, high
+SHARE, NATS = (0.0, 1.0), (0.0, math.inf)  # what fractions and entropies can be
 
 
 ALIKE = "[all alike]"
@@ -71,13 +73,28 @@ def components(values_S_Q: np.ndarray) -> tuple[float, float]:
     return between, max(0.0, float(values.mean(0).var(ddof=1) - rest / len(values)))
 
 
-def components_to_expect(values_S_Q: np.ndarray) -> tuple[float, float]:
-    """Those of more seeds: `components`, but the first no smaller than what the rest adds, which seeds do not share.
+def floored_components(values_S_Q: np.ndarray) -> tuple[float, float]:
+    """`components`, but the first no smaller than the noise of answers, which seeds do not share, adds to a mean.
 
-    A few seeds may agree by luck in their means, although their answers to each question do not; more will not.
+    A few seeds may agree by luck in their means, although their answers to each question do not. Verdicts and the
+    seeds that would decide both go by it.
     """
     between, of_questions = components(values_S_Q)
     return max(between, _rest(np.asarray(values_S_Q, float)) / np.shape(values_S_Q)[1]), of_questions
+
+
+def moderated(own: float, family: Sequence[float]) -> float:
+    """A contrast's variance beside those of its family, its own among them: no smaller than their median.
+
+    With few seeds a contrast's own variance may be small by luck, and its p-value with it. It is never made smaller
+    than it is, so that no verdict says more than the contrast's own interval. The median, because one noisy arm says
+    nothing of the others.
+
+    Of simulated intervals of 95% over 5 seeds, three contrasts with one control, 0.98 covered where all variances are
+    equal, and 0.93 of those in the lowest fifth by their own variance (by Student's t 0.95 and 0.80). Where one arm's
+    standard deviation is three to ten times another's, 0.95 or more covered.
+    """
+    return max(own, float(np.median(family)))
 
 
 def _rest(values_S_Q: np.ndarray) -> float:
@@ -108,6 +125,14 @@ def over_seeds(values_S_Q: np.ndarray) -> Interval:
     return crossed_interval(values)
 
 
+def within(interval: Interval, low: float, high: float) -> Interval:
+    """Cut an interval at the least and the most that its mean can be, 0 and 1 of fractions.
+
+    It covers as often as before: nothing that the mean can be is cut off. Of few seeds Student's t goes far beyond.
+    """
+    return interval[0], max(interval[1], float(low)), min(interval[2], float(high))
+
+
 def band_over_seeds(values_S_T: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """`over_seeds` of each of the columns T on its own: means, lows and highs [T]. Of one seed all are its values."""
     values = np.asarray(values_S_T, float)
@@ -118,27 +143,27 @@ def band_over_seeds(values_S_T: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.
     return mean, mean - half, mean + half
 
 
-def p_above(values_S_Q: np.ndarray, null: float, seeds: int | None = None) -> float:
+def p_above(mean: float, variances: tuple[float, float], seeds: int, questions: int, null: float = 0.0) -> float:
     """The one-sided p-value of the hypothesis that the mean over seeds and questions is at most `null`.
 
-    It is below 0.025 where the interval of 95% lies above `null`. Where all seeds agree to the digit there is no
-    variance to go by: then it is that of their signs, 2**-seeds. With `seeds` it is that of so many, with the mean of
-    the values and `components_to_expect`.
+    It is below 0.025 where the interval of 95% by these variances lies above `null`. Where nothing varies there is no
+    variance to go by: then it is that of the seeds' signs, 2**-seeds. A mean of minus infinity, of which nothing is
+    known from below, has 1.
     """
-    values = np.asarray(values_S_Q, float) - null
-    mean, questions = float(values.mean()), values.shape[1]
-    variances, count = (components(values), len(values)) if seeds is None else (components_to_expect(values), seeds)
+    gap = mean - null
+    if gap == -np.inf:
+        return 1.0
     if max(variances) < 1e-20:
-        return 2.0**-count if mean > 0 else 1.0
+        return 2.0**-seeds if gap > 0 else 1.0
     if questions == 1:
-        return float(stats.t.sf(mean / np.sqrt(variances[0] / count), count - 1))
+        return float(stats.t.sf(gap / np.sqrt(variances[0] / seeds), seeds - 1))
 
     def interval(level: float) -> Interval:
-        half = half_width(variances, count, questions, level)
-        return mean, mean - half, mean + half
+        half = half_width(variances, seeds, questions, level)
+        return gap, gap - half, gap + half
 
     two_sided = p_value(interval, 64)
-    return two_sided / 2 if mean > 0 else 1 - two_sided / 2
+    return two_sided / 2 if gap > 0 else 1 - two_sided / 2
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -10,66 +10,81 @@ import pandas as pd
 
 from qerl_lab.report import reference, stats
 from qerl_lab.report.arms import spelled
-from qerl_lab.report.claims import Claim, Contrast, command
+from qerl_lab.report.claims import Claim, command
 from qerl_lab.report.comparison import Comparison, matrix, notes
+from qerl_lab.report.effects import Numbers
 from qerl_lab.report.measures import MEASURES
 from qerl_lab.report.numbers import number
 from qerl_lab.report.printed_arms import in_table_1
-from qerl_lab.report.verdicts import LEVEL, Numbers, Row, family_sizes
+from qerl_lab.report.verdicts import LEVEL, Row, effect_as_text, family_sizes
 from qerl_lab.terminal import columns
 
-SCHEMA = 2
+SCHEMA = 3
+Conditions = tuple[tuple[str, str], ...]
 HOW_TO_READ = f"""\
 Effects are treated less control (of steps and tokens/s treated over control), paired by seed and question, with
-intervals of 95% over both. supported: above 0 in the claim's direction. contradicted: an effect of the smallest size
-that would matter is excluded. undecided: neither. Both at a one-sided level of {LEVEL:g} for a whole family (Holm).
-A guardrail is held or broken where that is shown, else open. The seeds that would decide are estimates from the spread
-that was measured: at the first number about half of such repetitions are decided, at the second, where one is, most."""
+intervals of 95% over both. supported: the effect is there. too small to matter: it is there, and below the smallest
+effect that matters. excluded: an effect of that size is excluded. reversed: the other sign is shown. undecided: none of
+these. Each at a one-sided level of {LEVEL:g} for a whole family (Holm), with a variance no smaller than the median of
+its family's; the intervals are of each contrast alone. Inside, outside: whether the interval holds the paper's own
+value. The seeds that would decide are estimates from the measured spread: at the first number about half of such
+repetitions are decided, at the second, where one is, most."""
 
 TO_MAKE = "To make what was not measured (add what the runs had beside their sweep, such as scale=NAME):\n"
 
 
 def cell(interval: stats.Interval, seeds: int) -> str:
-    """`mean [95% CI] (n)`."""
+    """`mean [95% CI] (n)`; of a mean of which only a bound is known `>= mean [low, no bound] (n)`."""
     mean, low, high = interval
-    return f"{number(mean)} {stats.between(low, high, number)} ({seeds})"
+    return f"{_bound(low, high)}{number(mean)} {_between(low, high, number)} ({seeds})"
 
 
-def of_seeds(values: pd.DataFrame) -> str:
+ANY = (-math.inf, math.inf)
+
+
+def of_seeds(values: pd.DataFrame, bounds: tuple[float, float] = ANY) -> str:
     """The cell of values[seeds, questions]; of one seed without an interval, of none a dash."""
     values = values.dropna(how="all").dropna(axis=1)
     if values.empty:
         return "-"
     if len(values) < 2:
         return f"{number(values.to_numpy().mean())} (1)"
-    return cell(stats.over_seeds(values.to_numpy()), len(values))
+    return cell(stats.within(stats.over_seeds(values.to_numpy()), *bounds), len(values))
 
 
 def effect(row: Row) -> str:
-    """`+0.013 [-0.003, +0.030]`, or of a ratio `1.23x [1.10, 1.37]`; a dash where nothing was measured."""
+    """`+0.013 [-0.003, +0.030]`, of a ratio `1.23x [1.10, 1.37]`, censored `>= 1.95x [1.39, no bound]`; else a dash."""
     if row.numbers is None:
         return "-"
+    spelled = "{:.2f}".format if MEASURES[row.claim.measure].ratio else "{:+.3f}".format
     mean, low, high = row.numbers.effect
-    if MEASURES[row.claim.measure].ratio:
-        return f"{mean:.2f}x {stats.between(low, high, '{:.2f}'.format)}"
-    return f"{mean:+.3f} {stats.between(low, high)}"
+    return f"{_bound(low, high)}{effect_as_text(row.claim, mean)} {_between(low, high, spelled)}"
 
 
-def printed(claim: Claim, contrast: Contrast) -> list[tuple[str, float]]:
-    """The paper's own effect of a contrast, by model: a factor of a ratio, else a difference; percent as fractions."""
-    found = []
-    for treated, control in contrast.printed:
-        one, other = reference.value(**treated), reference.value(**control)
-        scale = 100 if treated.get("metric") == "accuracy" else 1  # printed in percent
-        model = treated.get("model", "").removeprefix("Qwen2.5-").removesuffix("-Instruct")
-        value = one / other if MEASURES[claim.measure].ratio else (one - other) / scale
-        found.append((f"{treated['table']} {model}".strip(), value))
-    return found
+def _bound(low: float, high: float) -> str:
+    """What stands before a mean of which only one bound is known: it is no larger, or no smaller, than the true one."""
+    lowest, highest = low == -math.inf, high == math.inf
+    return "" if lowest == highest else ">= " if highest else "<= "
+
+
+def _between(low: float, high: float, spelled: Callable[[float], str]) -> str:
+    """`stats.between`, without a number where an end is unknown."""
+    lowest, highest = low == -math.inf, high == math.inf
+    if not lowest and not highest:
+        return stats.between(low, high, spelled)
+    return f"[{'no bound' if lowest else spelled(low)}, {'no bound' if highest else spelled(high)}]"
 
 
 def of_paper(row: Row) -> str:
-    spelled = "{:.2f}x" if MEASURES[row.claim.measure].ratio else "{:+.3f}"
-    return ", ".join(f"{spelled.format(value)} ({name})" for name, value in printed(row.claim, row.contrast)) or "-"
+    """The paper's own effects, each with where it stands and whether our interval holds it."""
+    texts = []
+    for where, value in row.printed:
+        inside = ""
+        if row.numbers:
+            _, low, high = row.numbers.effect
+            inside = ", inside" if low <= value <= high else ", outside"
+        texts.append(f"{effect_as_text(row.claim, value)} ({where}{inside})")
+    return ", ".join(texts) or "-"
 
 
 def name_of(row: Row) -> str:
@@ -85,7 +100,8 @@ def text(comparison: Comparison, rows: Sequence[Row]) -> str:
         seeds = str(row.numbers.seeds) if row.numbers else "-"
         said = f"{row.verdict}: {row.why}"
         table.append([row.claim.name, name_of(row), seeds, effect(row), of_paper(row), said])
-    parts = [columns(table), HOW_TO_READ, families(rows), to_make(rows), columns(table_1(comparison))]
+    parts = [columns(table), HOW_TO_READ, families(rows), *sources(rows), conditions(rows), to_make(rows)]
+    parts.append(columns(table_1(comparison)))
     return "\n\n".join(part for part in [*parts, *remarks(comparison)] if part)
 
 
@@ -93,6 +109,47 @@ def families(rows: Sequence[Row]) -> str:
     """Say how many contrasts were corrected for."""
     sizes = family_sizes(rows)
     return "Corrected for: " + ", ".join(f"{n} of {name}" for name, n in sizes.items()) + "." if sizes else ""
+
+
+def sources(rows: Sequence[Row]) -> list[str]:
+    """Each file of claims with its hash and commit, and how many verdicts were preregistered."""
+    texts = []
+    for file in {row.claim.file.sha256: row.claim.file for row in rows}.values():
+        own = [row for row in rows if row.claim.file == file and row.numbers]
+        before = f"{sum(map(is_registered, own))} of {len(own)} measured contrasts"
+        texts.append(
+            f"Claims: {file.path}, SHA-256 {file.sha256[:12]}, first committed {file.committed}. Preregistered, which "
+            f"means that all of their runs record this hash: {before}."
+        )
+        later = dict.fromkeys(f"{row.claim.name} ({row.claim.added})" for row in own if row.claim.added)
+        texts += [f"Added later: {', '.join(later)}."] if later else []
+        texts += [f"Planned analysis: {file.analysis}"] if file.analysis else []
+    return texts
+
+
+def is_registered(row: Row) -> bool:
+    return row.registered.startswith("preregistered")
+
+
+def lettered(rows: Sequence[Row]) -> dict[Conditions, str]:
+    """A letter for each set of conditions of the measured contrasts: A, B, ..., Z, A1, ..."""
+    found = dict.fromkeys(row.conditions for row in rows if row.numbers)
+    return {one: chr(65 + n % 26) + (str(n // 26) if n > 25 else "") for n, one in enumerate(found)}
+
+
+def conditions(rows: Sequence[Row]) -> str:
+    """Under which conditions each measured contrast was: all of one set, or a set a letter."""
+    letters = lettered(rows)
+    if not letters:
+        return ""
+    head = "Conditions of the runs:"
+    if len(letters) > 1:
+        head = f"The verdicts are of {len(letters)} sets of conditions; compare those of one letter:"
+    return "\n".join([head, *(f"- {letter}: {in_words(own)}" for own, letter in letters.items())])
+
+
+def in_words(own: Conditions) -> str:
+    return ", ".join(spelled(key, value) for key, value in own)
 
 
 def to_make(rows: Sequence[Row]) -> str:
@@ -124,7 +181,7 @@ def table_1(comparison: Comparison) -> list[list[str]]:
         cells = [
             label,
             f"{len(records)} of {started}",
-            *(of_seeds(matrix(records, at)) for at in ("before", "after")),
+            *(of_seeds(matrix(records, at), stats.SHARE) for at in ("before", "after")),
         ]
         rows.append([*cells, *(_as_printed(beside.get(label)) if beside else [])])
     return rows
@@ -150,21 +207,26 @@ def markdown(comparison: Comparison, rows: Sequence[Row], typed: str) -> str:
 
     Claims of which no contrast was measured are named alone: `text` and `as_json` say why of each.
     """
-    head = ["claim", "contrast", "measure", "treated", "control", "finished / started", "effect", "the paper's",
-            "effect size", "P(better)", "p for, against (Holm)", "guardrail", "verdict"]  # fmt: skip
+    head = ["claim", "contrast", "conditions", "measure", "treated", "control", "finished / started", "effect",
+            "the paper's", "effect size", "P(better)", "p of no effect, small, reverse (Holm)", "family", "guardrail",
+            "preregistered", "verdict"]  # fmt: skip
+    letters, sizes = lettered(rows), family_sizes(rows)
     answered = {row.claim.name: row.claim for row in rows if row.numbers}
-    body = [
-        [row.claim.name, name_of(row), row.claim.measure, *measured(row), f"**{row.verdict}**: {row.why}"]
-        for row in rows
-        if row.claim.name in answered
-    ]
+    body = [_cells(row, letters, sizes) for row in rows if row.claim.name in answered]
     said = [f"- `{name}`: {claim.says} ({claim.where}). {terms(claim)}" for name, claim in answered.items()]
     table = piped([head, *body]) if body else "No claim was measured."
     parts = ["# Verdicts on the paper's claims", f"By `{typed}`.", "\n".join(said), HOW_TO_READ if body else ""]
-    parts += [families(rows), table, unanswered(rows), to_make(rows)]
+    parts += [families(rows), *sources(rows), conditions(rows), table, unanswered(rows), to_make(rows)]
     accuracies = table_1(comparison)
     parts += [f"## {title_1(accuracies)}", piped(accuracies), *remarks(comparison)]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _cells(row: Row, letters: Mapping[Conditions, str], sizes: Mapping[str, int]) -> list[str]:
+    *numbers, guardrail = measured(row)
+    cells = [row.claim.name, name_of(row), letters.get(row.conditions, "-"), row.claim.measure, *numbers]
+    cells += [f"{row.claim.family}, {sizes.get(row.claim.family, 0)}", guardrail]
+    return [*cells, "yes" if is_registered(row) else "no", f"**{row.verdict}**: {row.why}"]
 
 
 def unanswered(rows: Sequence[Row]) -> str:
@@ -187,7 +249,8 @@ def measured(row: Row) -> list[str]:
     numbers = row.numbers
     if numbers is None:
         return ["-", "-", counts, "-", of_paper(row), "-", "-", "-", "-"]
-    sides = [cell(side, numbers.seeds) for side in (numbers.treated, numbers.control)]
+    bounds = stats.SHARE if MEASURES[row.claim.measure].unit == "fraction" else ANY
+    sides = [cell(stats.within(side, *bounds), numbers.seeds) for side in (numbers.treated, numbers.control)]
     size = "-" if math.isnan(numbers.effect_size) else f"{numbers.effect_size:+.2f}"
     p_values = ", ".join(f"{p:.3f}" if p >= 0.001 else f"{p:.0e}" for p in numbers.adjusted)
     better = f"{numbers.probability_of_improvement:.2f}"
@@ -213,14 +276,22 @@ def _as_data(row: Row) -> dict[str, Any]:
     claim = {name: value for name, value in asdict(row.claim).items() if name != "contrasts"}
     return {
         "claim": claim, "contrast": row.contrast.name, "treated": dict(row.contrast.treated_settings),
-        "control": dict(row.contrast.control_settings), "context": dict(row.context), "verdict": str(row.verdict),
-        "why": row.why, "finished": row.finished, "started": row.started,
-        "printed": [{"where": where, "effect": value} for where, value in printed(row.claim, row.contrast)],
+        "control": dict(row.contrast.control_settings), "context": dict(row.context),
+        "conditions": dict(row.conditions), "registered": row.registered, "verdict": str(row.verdict), "why": row.why,
+        "finished": row.finished, "started": row.started,
+        "printed": [{"where": where, "effect": value} for where, value in row.printed],
         "numbers": None if row.numbers is None else _numbers(row.numbers),
     }  # fmt: skip
 
 
 def _numbers(numbers: Numbers) -> dict[str, Any]:
-    values = {name: value for name, value in vars(numbers).items() if name != "oriented"}
-    values["effect_by_seed"] = [float(value) for value in numbers.oriented.mean(1)]
-    return values | {"effect_size": None if math.isnan(numbers.effect_size) else numbers.effect_size}
+    """The fields but the matrices, with null for what is infinite or not a number."""
+    values = {name: value for name, value in vars(numbers).items() if name not in ("oriented", "at_most")}
+    values["p"], values["adjusted"] = numbers.p._asdict(), numbers.adjusted._asdict()
+    values["effect_by_seed"] = [_finite(float(value)) for value in numbers.oriented.mean(1)]
+    intervals = {name: [_finite(end) for end in getattr(numbers, name)] for name in ("treated", "control", "effect")}
+    return values | intervals | {"effect_size": _finite(numbers.effect_size)}
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

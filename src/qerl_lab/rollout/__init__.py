@@ -1,4 +1,4 @@
-"""Engines that turn prompts into completions; the contract is `engine.Engine`."""
+"""Rollout engines, which turn prompts into completions; `engine.Engine` is their interface."""
 
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import ENGINES, RunConfig
@@ -7,9 +7,9 @@ from qerl_lab.rollout.engine import Engine
 
 
 def build(cfg: RunConfig, policy: Policy) -> Engine:
-    """Build the engine that `rollout.engine` names, synced to `policy` without noise.
+    """Build the engine named by `rollout.engine`, synced to `policy` without noise.
 
-    Imports that engine alone. Raises ConfigError for a name that is no engine.
+    Imports only that engine. Raises ConfigError for an unknown name.
     """
     match cfg.rollout.engine:
         case "transformers":

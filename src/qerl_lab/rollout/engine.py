@@ -1,4 +1,4 @@
-"""The contract of an engine, and what goes in and comes out. tests/unit/rollout/test_contract.py holds it."""
+"""The interface of a rollout engine, its inputs and outputs. tests/unit/rollout/test_contract.py tests every engine."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -12,11 +12,10 @@ from qerl_lab.aqn import Noise
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to sample. `seed` decides the draw together with the policy, so that a resumed run repeats it.
+    """Sampling settings. `seed` and the policy determine the draws, so that a resumed run repeats them.
 
-    Of prompts that several engines share under one seed, `first` is the number of the first that this one is asked.
-    Temperature 0 is greedy: the most probable token each time, in groups of one. Log-probs and entropy are then those
-    at temperature 1.
+    When several engines share prompts under one seed, `first` is the index of this engine's first prompt. Temperature 0
+    is greedy, with one completion per prompt; log-probs and entropy are then those at temperature 1.
     """
 
     max_tokens: int
@@ -26,22 +25,22 @@ class Sampling:
     first: int = 0
 
     def seeds(self, prompts: int) -> list[int]:
-        """A seed for each prompt, by its number: whoever is asked it draws the same."""
+        """Return a seed for each prompt by its global index, so that any engine draws the same for it."""
         generator = random.Random(self.seed)
         return [generator.getrandbits(62) for _ in range(self.first + prompts)][self.first :]
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """Completions of P prompts, G each; plain data.
+    """G completions of each of P prompts, as plain data.
 
     Attributes:
-        completion_ids_P_G: token ids; an end token is part of its completion.
-        logprobs_P_G: the sampler's own, of the sampled tokens, in nats, at its temperature and before any nucleus cut;
-            NaN where its logits are. With top_p < 1 empty, of an engine that sees them after the cut only.
+        completion_ids_P_G: token ids, including the end token.
+        logprobs_P_G: the sampler's log-probs of the sampled tokens in nats, at its temperature and before any nucleus
+            cut; NaN where its logits are NaN. Empty with top_p < 1 if the engine sees only the log-probs after the cut.
         finish_reasons_P_G: "stop" at an end token, "length" at `Sampling.max_tokens` without one.
-        entropy: -sum p log p over the vocabulary in nats, mean over all completion tokens, p as for `logprobs_P_G`.
-            None from an engine that never sees the whole vocabulary.
+        entropy: -sum p log p over the vocabulary in nats, averaged over all completion tokens, with p as in
+            `logprobs_P_G`. None if the engine never sees the whole vocabulary.
         seconds: wall time until the device is done.
     """
 
@@ -58,15 +57,15 @@ class Rollout:
 
 
 class EngineFailed(RuntimeError):
-    """The engine died, ran out of time, or gave less than was asked; the text is the cause, for the user, in a line.
+    """The engine died, timed out, or returned less than was asked; the message is one line for the user.
 
-    A run builds the engine again and asks once more. So what would only happen again is no such failure: a bug, a
-    ConfigError, NaN.
+    The run rebuilds the engine and asks once more. So errors that would only repeat (bugs, ConfigError, NaN) must not
+    be raised as EngineFailed.
     """
 
 
 def refuse_incomplete(rollout: Rollout, prompts: int, group_size: int, sampling: Sampling) -> None:
-    """Raise EngineFailed unless there are `group_size` completions of each prompt, with a log-prob a token."""
+    """Raise EngineFailed unless each prompt has `group_size` completions with one log-prob per token."""
     parts: dict[str, Sequence[Sequence[object]]] = {
         "completions": rollout.completion_ids_P_G,
         "log-probs": rollout.logprobs_P_G,
@@ -84,51 +83,51 @@ def refuse_incomplete(rollout: Rollout, prompts: int, group_size: int, sampling:
                 raise EngineFailed(f"the engine gave {len(logprobs)} log-probs for a completion of {len(ids)} tokens")
 
 
-# Among what an engine holds: what it has given back while it sleeps.
+# Key of `Engine.held` for memory given back while asleep.
 ASLEEP = "asleep"
 
 OnDone = Callable[[int], None]
 
 
 def ignore(count: int) -> None:
-    """Nobody watches."""
+    """Do nothing; the default of `on_done`."""
 
 
 class Engine(Protocol):
-    """A sampler of the policy that it was built on, as that policy was at the last `sync` or is now."""
+    """A sampler of the policy it was built on; its weights are the policy's at the last `sync` or later."""
 
     @property
     def linear_backend(self) -> str | None:
-        """What computes the products of 4-bit weights, in words of `rollout.vllm`; None where there is no choice."""
+        """Name of the kernel for 4-bit products, as in `rollout.vllm`; None if there is no choice."""
 
     def generate(
         self, prompt_ids_P: list[list[int]], group_size: int, sampling: Sampling, on_done: OnDone = ignore
     ) -> Rollout:
-        """Sample `group_size` completions of each prompt; `on_done` hears how many more are there, part by part.
+        """Sample `group_size` completions of each prompt; call `on_done` with the number of newly finished ones.
 
-        Raises EngineFailed, and what `on_done` raises.
+        Raises EngineFailed, and whatever `on_done` raises.
         """
 
     def sync(self, noise: Noise) -> None:
-        """Take over the policy's adapter, and its clean norms plus `noise` (`aqn.CLEAN` for none).
+        """Take over the policy's adapter and its clean norms plus `noise` (`aqn.CLEAN` for none).
 
         Raises EngineFailed.
         """
 
     def sleep(self) -> None:
-        """Give back memory that only sampling needs, where it is configured to; `sync` and `generate` take it again.
+        """Release memory that only sampling needs, if configured; the next `sync` or `generate` takes it again.
 
-        It may be said twice. Raises EngineFailed.
+        May be called twice. Raises EngineFailed.
         """
 
     def norms(self) -> dict[str, Tensor]:
-        """Read the noisy norms' weights that the engine holds, by the full name of their layer."""
+        """Read back the noisy norm weights that the engine holds, by full layer name."""
 
     def held(self) -> dict[str, int]:
-        """Bytes of the device's memory that are the engine's alone, by what for.
+        """Return the device memory in bytes that only the engine uses, by purpose.
 
-        Under `ASLEEP` stands what it does not hold now, and torch counts as reserved all the same.
+        `ASLEEP` counts memory given back for now, which torch still counts as reserved.
         """
 
     def close(self) -> None:
-        """Give back what the engine holds; it is not used again."""
+        """Release everything; the engine cannot be used again."""

@@ -1,6 +1,6 @@
-"""The engine of transformers' `generate`: no second copy of the policy, any device.
+"""Rollout engine on transformers' `generate`: runs on any device, without a second copy of the policy.
 
-It shares the trainer's modules. The only weights of its own are the noisy norms, which it swaps in while it generates.
+It shares the trainer's modules. Its only own weights are the noisy norms, swapped in while it generates.
 """
 
 import time
@@ -15,7 +15,7 @@ from qerl_lab.rollout.engine import OnDone, Rollout, Sampling, ignore
 
 
 class TransformersEngine:
-    """Engine over `policy.model`. `batch_size` is the most completions generated at once."""
+    """Engine over `policy.model`, generating at most `batch_size` completions at once."""
 
     linear_backend = None  # its products are the trainer's
 
@@ -24,21 +24,21 @@ class TransformersEngine:
         self.sync(CLEAN)
 
     def sync(self, noise: Noise) -> None:
-        """Draw the noisy norms. The adapter is the policy's own, so that there is none to take over."""
-        self._norms = noise.onto_norms(self.policy.clean_norms, self.policy.norms)
+        """Draw the noisy norms. The adapter is shared with the policy and needs no transfer."""
+        self._norms = noise.onto_norms(self.policy.clean_norms)
 
     def sleep(self) -> None:
-        """Nothing is its own between rollouts."""
+        """Do nothing; no memory is held between rollouts."""
 
     def norms(self) -> dict[str, Tensor]:
         return self._norms
 
     def held(self) -> dict[str, int]:
-        """Weights and cache are not its own for longer than a rollout."""
+        """Return nothing: weights belong to the policy, the cache lives only during a rollout."""
         return {}
 
     def close(self) -> None:
-        """Drop the noisy norms, all that it holds."""
+        """Drop the noisy norms."""
         self._norms = {}
 
     def generate(
@@ -49,7 +49,7 @@ class TransformersEngine:
         flat = [ids for ids in prompt_ids_P for _ in range(group_size)]
         devices = [self.policy.device] if self.policy.device.type == "cuda" else []
         with self.policy.as_sampler(self._norms), torch.random.fork_rng(devices=devices):
-            torch.manual_seed(sampling.seed + sampling.first)  # of all batches: a part has draws of its own
+            torch.manual_seed(sampling.seed + sampling.first)  # `first`: engines that share prompts draw apart
             rows = []
             for at in range(0, len(flat), self.batch_size):
                 part = self._batch(flat[at : at + self.batch_size], sampling)
@@ -67,7 +67,7 @@ class TransformersEngine:
         )
 
     def _batch(self, prompts: list[list[int]], sampling: Sampling) -> list[tuple[list[int], list[float], str, float]]:
-        """Call `generate` once. Returns each prompt's completion ids, log-probs, finish reason and summed entropy."""
+        """Generate one batch. Returns each prompt's completion ids, log-probs, finish reason and summed entropy."""
         ids, mask = left_padded(prompts, self.policy.tokenizer.pad_token_id, self.policy.device)
         is_drawn, ends = sampling.temperature > 0, self.policy.end_ids()
         recorder = Recorder(sampling.temperature if is_drawn else 1.0)
@@ -83,7 +83,7 @@ class TransformersEngine:
         )[:, ids.shape[1] :]  # fmt: skip
         logprobs, entropies = recorder.finish(out)
         is_end = torch.isin(out, torch.tensor(ends, device=out.device))
-        lengths = ((is_end.cumsum(1) - is_end.long()) == 0).sum(1).tolist()  # up to and with the first end token
+        lengths = ((is_end.cumsum(1) - is_end.long()) == 0).sum(1).tolist()  # including the first end token
         summed = [row[:n].sum().item() for row, n in zip(entropies, lengths, strict=True)]
         return [
             (row[:n], scores[:n], "stop" if row[n - 1] in ends else "length", entropy)
@@ -92,9 +92,9 @@ class TransformersEngine:
 
 
 class Recorder(LogitsProcessor):
-    """Sees every step's logits: keeps the entropy, and the log-prob of whichever token was then sampled.
+    """Records the entropy of each step's logits and the log-prob of the token sampled from them.
 
-    Holds one step's [batch, vocabulary] at a time, where `output_logits=True` would keep them all.
+    Keeps one step's [batch, vocabulary] at a time, where `output_logits=True` would keep all.
     """
 
     def __init__(self, temperature: float) -> None:
@@ -104,13 +104,15 @@ class Recorder(LogitsProcessor):
         self._scores: Tensor | None = None
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Record this step's entropy, and the log-prob of the token that was sampled in the last step."""
         self._take(input_ids[:, -1])
         self._scores = (scores.float() / self.temperature).log_softmax(-1)
         self.entropies.append(-(self._scores.exp() * self._scores).sum(-1))
-        # A NaN makes a whole row NaN. Sampling from it would end a GPU's process; its entropy tells the caller.
+        # A NaN makes a whole row NaN, and sampling from it would kill a GPU process. The NaN entropy tells the caller.
         return scores.masked_fill_(self._scores[:, :1].isnan(), 0.0)
 
     def _take(self, sampled: Tensor) -> None:
+        """Append the log-probs of the tokens `sampled` from the last step's scores."""
         if self._scores is not None:
             self.logprobs.append(self._scores.gather(-1, sampled[:, None])[:, 0])
 
@@ -121,7 +123,7 @@ class Recorder(LogitsProcessor):
 
 
 def left_padded(rows: list[list[int]], pad_id: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Token ids and attention mask [N, longest], padded on the left."""
+    """Return token ids and attention mask [N, longest], padded on the left."""
     longest = max(map(len, rows))
     ids = torch.tensor([[pad_id] * (longest - len(row)) + row for row in rows], device=device)
     mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows], device=device)

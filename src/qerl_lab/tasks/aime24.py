@@ -1,6 +1,6 @@
-"""AIME 2024, both papers: 30 problems whose answers are whole numbers from 0 to 999. For evaluation only.
+"""AIME 2024, both papers: 30 problems with integer answers from 0 to 999. For evaluation only.
 
-Columns `problem`, `answer` and `id`; the set's only split is called train.
+Columns `problem`, `answer` and `id`; the dataset's only split is named train.
 """
 
 import re
@@ -18,17 +18,17 @@ SOURCE = Source(
 
 
 def heldout(cfg: TaskConfig) -> list[Question]:
-    """All 30 problems."""
+    """Return all 30 problems."""
     return read(cfg, SOURCE, True, question)
 
 
 def question(id: str, row: Row) -> Question:
-    """A problem of AIME, of any year."""
+    """Make an AIME question of any year from a row."""
     return Question(id, row.text("question"), _whole_number(row))
 
 
 def _whole_number(row: Row) -> str:
-    """The answer, from 0 to 999. Raises BadRow."""
+    """Return the answer, an integer from 0 to 999. Raises BadRow."""
     gold = row.number_or_text("answer")
     if re.fullmatch(r"[0-9]{1,3}", gold) is None:
         raise BadRow(f"has no whole number from 0 to 999 in {row.columns['answer']!r}: {gold[:80]!r}")

@@ -1,4 +1,4 @@
-"""AIME 2025, both papers: 30 problems whose answers are whole numbers from 0 to 999. For evaluation only.
+"""AIME 2025, both papers: 30 problems with integer answers from 0 to 999. For evaluation only.
 
 Columns `problem`, `answer` and `id`.
 """
@@ -15,5 +15,5 @@ SOURCE = Source("math-ai/aime25", "default", None, "test", {"question": "problem
 
 
 def heldout(cfg: TaskConfig) -> list[Question]:
-    """All 30 problems."""
+    """Return all 30 problems."""
     return read(cfg, SOURCE, True, question)

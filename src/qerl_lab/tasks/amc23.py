@@ -1,4 +1,4 @@
-"""AMC 12 of 2023: 40 problems whose answers are numbers. For evaluation only.
+"""AMC 12 of 2023: 40 problems with numeric answers. For evaluation only.
 
 Columns `question`, `answer` (27.0 is 27) and `id`.
 """
@@ -14,7 +14,7 @@ SOURCE = Source("math-ai/amc23", "default", None, "test", {"question": "question
 
 
 def heldout(cfg: TaskConfig) -> list[Question]:
-    """All 40 problems."""
+    """Return all 40 problems."""
     return read(cfg, SOURCE, True, _question)
 
 

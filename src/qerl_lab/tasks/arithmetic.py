@@ -1,9 +1,8 @@
-"""Seeded multi-step word problems of adding and taking away; `worked_solution` is what the pocket policy is taught.
+"""Seeded multi-step word problems of addition and subtraction; the pocket policy is trained on `worked_solution`.
 
-A problem is its numbers: a start and a list of signed changes. The names and things around them are a function of
-those numbers, so one problem reads the same everywhere. The held-out set takes one multiset of stated numbers in
-eight, by hash: no held-out problem has the numbers of a training problem in another order or with other signs, whatever
-the seed.
+A problem is defined by its numbers: a start and signed changes. Names and things in the text are a function of these
+numbers, so one problem has one text. The held-out set is one in eight multisets of stated numbers, chosen by hash: no
+held-out problem has the numbers of a training problem in another order or with other signs, for any seed.
 """
 
 import hashlib
@@ -18,7 +17,7 @@ from qerl_lab.tasks.grading import grade_math as grade
 __all__ = ["Problem", "grade", "heldout", "problem", "train", "worked", "worked_solution"]
 
 TRAIN_QUESTIONS, HELDOUT_QUESTIONS = 4096, 1024
-PATIENCE = 10_000  # draws without a new problem, and ten for each known one, say that there are no more
+PATIENCE = 10_000  # stop after this many draws, plus ten per known problem, without a new problem
 NAMES = ["Ann", "Ben", "Cara", "Dan", "Eva", "Finn", "Gita", "Hugo"]
 THINGS = ["apples", "books", "cards", "coins", "eggs", "pens", "shells", "stamps"]
 GAINS = ["buys {} more", "finds {} more", "gets {} more", "wins {} more"]
@@ -28,7 +27,7 @@ LOSSES = ["gives away {}", "loses {}", "sells {}", "drops {}"]
 
 @dataclass(frozen=True)
 class Problem:
-    """`start` things, then `changes` of them (positive is a gain); the total never falls below zero."""
+    """`start` things, then `changes` to their number (positive is a gain); the total never falls below zero."""
 
     start: int
     changes: tuple[int, ...]
@@ -39,7 +38,7 @@ class Problem:
 
     @property
     def is_heldout(self) -> bool:
-        """Whether no training may draw it: decided by the numbers that the text states, sorted and without signs."""
+        """Whether the problem is held out, decided by the numbers in its text, sorted and without signs."""
         return is_heldout(" ".join(map(str, sorted((self.start, *map(abs, self.changes))))))
 
     @property
@@ -58,7 +57,7 @@ class Problem:
 
 
 def problem(rng: random.Random, cfg: TaskConfig) -> Problem:
-    """One problem, uniform over the number of steps; its total stays between zero and twice the largest operand."""
+    """Draw a problem, uniform over the number of steps; totals stay between 0 and twice the largest operand."""
     largest, steps = cfg.arithmetic.max_operand, (cfg.arithmetic.min_steps, cfg.arithmetic.max_steps)
     start = rng.randint(2, largest)
     total, changes = start, []
@@ -72,28 +71,29 @@ def problem(rng: random.Random, cfg: TaskConfig) -> Problem:
 
 
 def train(cfg: TaskConfig) -> list[Question]:
-    """`cfg.train_questions` distinct problems (0: 4096) outside the held-out set."""
+    """Return `cfg.train_questions` (0: 4096) distinct problems outside the held-out set."""
     return _questions(cfg, cfg.train_questions or TRAIN_QUESTIONS, of_heldout=False)
 
 
 def heldout(cfg: TaskConfig) -> list[Question]:
-    """1024 distinct held-out problems, or all there are at a small difficulty."""
+    """Return 1024 distinct held-out problems, or all there are at a low difficulty."""
     return _questions(cfg, HELDOUT_QUESTIONS, of_heldout=True)
 
 
 def worked(cfg: TaskConfig) -> list[Question]:
-    """The training problems, each with one of its solutions."""
+    """Return the training problems, each with one worked solution."""
     rng = random.Random(0)
     return [replace(one, payload={"solution": worked_solution(rng, _of(one.id))}) for one in train(cfg)]
 
 
 def _of(id: str) -> Problem:
+    """Parse a problem's id."""
     start, *changes = map(int, re.findall(r"[+-]?\d+", id))
     return Problem(start, tuple(changes))
 
 
 def _questions(cfg: TaskConfig, count: int, of_heldout: bool) -> list[Question]:
-    """`count` distinct problems, or as many as there are: a small difficulty has fewer."""
+    """Return `count` distinct problems, or all there are at a low difficulty."""
     rng, found, since_new = random.Random(2510_11696), dict[str, Question](), 0
     for _ in range(50 * count):
         drawn, known = problem(rng, cfg), len(found)
@@ -106,12 +106,11 @@ def _questions(cfg: TaskConfig, count: int, of_heldout: bool) -> list[Question]:
 
 
 def worked_solution(rng: random.Random, of: Problem) -> str:
-    """One of many right ways to work a problem out, in the paper's format.
+    """Return one of many correct solutions, in the paper's format.
 
-    There are real alternatives at every turn, as in human solutions. They are the order of the changes, whether gains
-    and losses are first brought together, how a sum is written, and how much is written down at all. They give a
-    policy taught on them the entropy that a real model has, and something for exploration to choose between: the
-    shorter ways go wrong more often.
+    As in human solutions there are alternatives at every turn: the order of the changes, whether gains and losses are
+    summed first, how a sum is written, and how much is written down. They give a policy trained on them the entropy of
+    a real model, and something to explore: shorter solutions go wrong more often.
     """
     way = rng.choices(WAYS, WEIGHTS)[0]
     if way == "in the head":
@@ -124,7 +123,7 @@ def worked_solution(rng: random.Random, of: Problem) -> str:
 
 
 def _ordered(rng: random.Random, of: Problem) -> list[int]:
-    """The changes in a random order in which the total never falls below zero."""
+    """Return the changes in a random order that keeps the total at zero or above."""
     while True:
         order = rng.sample(of.changes, len(of.changes))
         if all(of.start + sum(order[: n + 1]) >= 0 for n in range(len(order))):
@@ -132,13 +131,14 @@ def _ordered(rng: random.Random, of: Problem) -> list[int]:
 
 
 def _together(rng: random.Random, of: Problem) -> str:
-    """Gains and losses brought together first, then applied."""
+    """Sum gains and losses separately, then apply both."""
     gains, losses = [c for c in of.changes if c > 0], [-c for c in of.changes if c < 0]
     sums = [_chain(rng, part[0], part[1:]) for part in (gains, losses) if len(part) > 1]
     return " ".join([*sums, _chain(rng, of.start, [c for c in (sum(gains), -sum(losses)) if c])])
 
 
 def _chain(rng: random.Random, start: int, changes: list[int]) -> str:
+    """Write a chain of sums from `start` over `changes`."""
     total, lines = start, []
     for change in changes:
         lines.append(_sum(rng, total, change))
@@ -147,6 +147,7 @@ def _chain(rng: random.Random, start: int, changes: list[int]) -> str:
 
 
 def _sum(rng: random.Random, total: int, change: int) -> str:
+    """Write one sum or difference in a random style."""
     if change > 0:
         left, right = rng.sample((total, change), 2)
         return rng.choice([f"{left}+{right}={left + right}", f"{left} plus {right} is {left + right}"])

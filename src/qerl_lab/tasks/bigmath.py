@@ -1,10 +1,10 @@
-"""BigMath (levels 3-5 in the paper, 4-5 for its 32B model): competition problems whose answers are LaTeX.
+"""BigMath (levels 3-5 in the paper, 4-5 for its 32B model): competition problems with LaTeX answers.
 
-open-r1/Big-Math-RL-Verified-Processed has a configuration for each choice of `task.bigmath.levels`, and its rows have
-no level. Of local rows those with a column `level` are chosen by it, and those without are all taken.
+open-r1/Big-Math-RL-Verified-Processed has a configuration for each value of `task.bigmath.levels`; its rows have no
+level. Local rows with a column `level` are filtered by it; rows without are all used.
 
-The set has no test split, so one question in 64 is held out by the hash of its text, whatever its blanks and case. The
-paper's final benchmarks (MATH-500, AIME, AMC) are tasks of their own.
+The dataset has no test split, so one question in 64 is held out by a hash of its text, ignoring whitespace and case.
+The paper's final benchmarks (MATH-500, AIME, AMC) are separate tasks.
 """
 
 from dataclasses import replace
@@ -23,12 +23,12 @@ CONFIGS = {"3-5": "level_3_4_5", "4-5": "level_4_5", "all": "all"}
 
 
 def train(cfg: TaskConfig) -> list[Question]:
-    """The problems outside the held-out share."""
+    """Return the problems outside the held-out share."""
     return _questions(cfg, of_heldout=False)
 
 
 def heldout(cfg: TaskConfig) -> list[Question]:
-    """The held-out share."""
+    """Return the held-out share."""
     return _questions(cfg, of_heldout=True)
 
 
@@ -50,7 +50,7 @@ def _questions(cfg: TaskConfig, of_heldout: bool) -> Questions:
 
 
 def _level(value: object) -> int:
-    """5 of 5, "5", "Level 5", and 5.0, as a column of numbers with gaps has it."""
+    """Parse a level: 5, "5", "Level 5", or 5.0 from a numeric column with gaps. Raises BadRow."""
     text = str(value).removeprefix("Level ").removesuffix(".0")
     if text not in ("1", "2", "3", "4", "5"):
         raise BadRow(f"has the level {value!r}; levels are 1 to 5")

@@ -1,11 +1,11 @@
-"""Small programs that read standard input and write standard output, judged by tests in a sandbox.
+"""Small programs that read standard input and write standard output, tested in a sandbox.
 
-The problems are made by rule (code_problems.py), or are the rows of `task.path`: `question`, and `tests`, a list of
+Problems are generated (code_problems.py) or read from `task.path`: rows with `question` and `tests`, a list of
 `{"input": ..., "output": ...}`. A directory has train and test files; of a single file one question in 64 is held out
-by hash. Outputs are compared line by line, but for spaces at the end of lines and empty lines at the end.
+by hash. Outputs are compared line by line, ignoring trailing spaces and empty lines at the end.
 
-The answer is the program, as it is or in a block of ```; it gets the parts "answer" (every test passed) and "tests"
-(the share that did, weighted by `task.code_io.tests_reward`).
+The answer is the program, alone or in a ``` block with any text around it. Parts: "answer" (every test passed) and
+"tests" (the share of tests passed, weighted by `task.code_io.tests_reward`).
 """
 
 import itertools
@@ -23,26 +23,30 @@ from qerl_lab.tasks.code_problems import Problem
 from qerl_lab.tasks.data import Row, Source, as_text, read
 
 TRAIN_QUESTIONS, HELDOUT_QUESTIONS = 2048, 256
-HELDOUT_OF_A_LEVEL = 320  # more than are asked: few have no tests
-SEED, PATIENCE = 2510_11696, 3000  # so many draws without a new problem say that there are no more
+HELDOUT_OF_A_LEVEL = 320  # more than HELDOUT_QUESTIONS, because a few problems have no tests
+SEED, PATIENCE = 2510_11696, 3000  # stop after PATIENCE draws without a new problem
 LEVELS = tuple(code_problems.FAMILIES)
 MAX_PROGRAM_CHARACTERS = 20_000
 COLUMNS = {"question": "question", "tests": "tests"}
-_BLOCK = re.compile(r"```(?:python|python3|py)?[ \t]*\n(.*?)\n?```", re.DOTALL)
+# A block ends at ``` at the start of a line or the end of the text: a program may contain ``` elsewhere.
+_BLOCK = re.compile(
+    r"^[ \t]*```[ \t]*(?:python|python3|py)?[ \t]*\r?\n(.*?)(?:^[ \t]*```|```\s*\Z)",
+    re.DOTALL | re.MULTILINE | re.IGNORECASE,
+)
 
 
 def train(cfg: TaskConfig) -> list[Question]:
-    """`cfg.train_questions` problems (0: 2048), none like a held-out one of any level, or all of `task.path`."""
+    """Return `cfg.train_questions` (0: 2048) problems, none equal to a held-out one, or those of `task.path`."""
     return _questions(cfg, cfg.train_questions or TRAIN_QUESTIONS, of_heldout=False)
 
 
 def heldout(cfg: TaskConfig) -> list[Question]:
-    """256 held-out problems, or all there are at an easy level."""
+    """Return 256 held-out problems, or all there are at an easy level."""
     return _questions(cfg, HELDOUT_QUESTIONS, of_heldout=True)
 
 
 def weights(cfg: TaskConfig) -> dict[str, float]:
-    """The weight of the share of tests that a program passes."""
+    """Return the weight of the share of tests passed."""
     return {"tests": cfg.code_io.tests_reward}
 
 
@@ -60,11 +64,13 @@ def _questions(cfg: TaskConfig, count: int, of_heldout: bool) -> list[Question]:
 
 
 def _payload(cfg: TaskConfig, tests: Sequence[tuple[str, str]]) -> dict[str, Any]:
+    """Return what `grade` needs: inputs, expected outputs and limits."""
     limits = {"seconds": cfg.code_io.seconds, "memory_mib": cfg.code_io.memory_mib}
     return {"inputs": [given for given, _ in tests], "outputs": [output for _, output in tests], **limits}
 
 
 def _tests(row: Row) -> list[tuple[str, str]]:
+    """Parse the tests of a row. Raises BadRow."""
     column, found = row.columns["tests"], row.value("tests")
     if not isinstance(found, list) or not found:
         raise BadRow(f"has no list of tests in {column!r}")
@@ -76,20 +82,20 @@ def _tests(row: Row) -> list[tuple[str, str]]:
 
 
 def _made(cfg: TaskConfig, count: int, problems: Iterable[Problem]) -> Questions:
-    """The questions of `count` problems, or of as many as have one."""
+    """Return the questions of the first `count` problems that have one."""
     posed = (question for problem in problems if (question := _question(cfg, problem)) is not None)
     return Questions(itertools.islice(posed, count))
 
 
 def training_problems(cfg: TaskConfig) -> Iterator[Problem]:
-    """Problems whose shapes are not held out, and which ask for nothing that a held-out problem of any level does."""
+    """Yield training problems: no held-out shape, and no behaviour of a held-out problem of any level."""
     known = {problem.behaviour for level in LEVELS for problem in _heldout_of(level)}
     rng = random.Random(SEED)
     return _distinct(lambda: code_problems.draw_problem(rng, rng.choice(_levels(cfg))), of_heldout=False, known=known)
 
 
 def heldout_problems(cfg: TaskConfig) -> Iterator[Problem]:
-    """The held-out problems of the levels, mixed; no two ask for the same."""
+    """Yield the held-out problems of the configured levels, mixed, without equal behaviour."""
     rng, known = random.Random(SEED), set[Hashable]()
     left = {level: list(reversed(_heldout_of(level))) for level in _levels(cfg)}
     while some := [level for level, problems in left.items() if problems]:
@@ -101,7 +107,7 @@ def heldout_problems(cfg: TaskConfig) -> Iterator[Problem]:
 
 @cache
 def _heldout_of(level: int) -> tuple[Problem, ...]:
-    """The held-out problems of a level: the same ones at every setting, so that none trains on those of another."""
+    """Return the held-out problems of a level, independent of other settings, so that no setting trains on them."""
     rng = random.Random(f"{SEED} {level}")
     found = _distinct(lambda: code_problems.draw_problem(rng, level), of_heldout=True, known=set())
     return tuple(itertools.islice(found, HELDOUT_OF_A_LEVEL))
@@ -112,7 +118,11 @@ def _levels(cfg: TaskConfig) -> list[int]:
 
 
 def _distinct(draw: Callable[[], Problem], of_heldout: bool, known: set[Hashable]) -> Iterator[Problem]:
-    """Problems of a role as they are drawn, each of a behaviour that is not `known`, until no new one comes."""
+    """Yield drawn problems of one role with new behaviour, until PATIENCE draws find none.
+
+    Args:
+        known: behaviours to exclude; new ones are added.
+    """
     drawn, since_new = set[str](), 0
     while since_new < PATIENCE:
         problem, since_new = draw(), since_new + 1
@@ -126,7 +136,7 @@ def _distinct(draw: Callable[[], Problem], of_heldout: bool, known: set[Hashable
 
 
 def _question(cfg: TaskConfig, problem: Problem) -> Question | None:
-    """The question that poses a problem, with an example; None where no tests tell programs apart."""
+    """Return a problem as a question with an example; None if no tests distinguish programs."""
     tests = code_problems.tests(problem, cfg.code_io.tests)
     if tests is None:
         return None
@@ -136,18 +146,20 @@ def _question(cfg: TaskConfig, problem: Problem) -> Question | None:
 
 
 def program(completion: str) -> str | None:
-    """The program in the final answer of a completion, out of its block of ``` if it has one; None where there is none
-    or it is too long."""
+    """Extract the program from a completion's final answer: the last ``` block, or the whole answer without one.
+
+    Returns None without an answer or if it is too long.
+    """
     text = final_answer(completion)
     if text is None or len(text) > MAX_PROGRAM_CHARACTERS:
         return None
-    block = _BLOCK.fullmatch(text)
-    return block[1] if block else text
+    blocks: list[str] = _BLOCK.findall(text)
+    return blocks[-1] if blocks else text
 
 
 def grade(texts: Sequence[str], questions: Sequence[Question]) -> Scores:
-    """Scores "format", "answer" (every test passed) and "tests" (the share that did)."""
-    import numpy as np  # here: checking a command imports tasks too, and should not wait for it
+    """Return scores "format", "answer" (every test passed) and "tests" (the share passed)."""
+    import numpy as np  # imported here, because checking a command does not need it
 
     asked = [(program(text), question) for text, question in zip(texts, questions, strict=True)]
     distinct = list(dict.fromkeys((text, question) for text, question in asked if text is not None))
@@ -158,7 +170,7 @@ def grade(texts: Sequence[str], questions: Sequence[Question]) -> Scores:
 
 
 def _shares(asked: Sequence[tuple[str, Question]]) -> list[float]:
-    """Of each program the share of its question's tests that it passes."""
+    """Return for each program the share of its question's tests that it passes."""
     payloads = [question.payload for _, question in asked]
     programs = [
         code_sandbox.Program(text, payload["inputs"], payload["seconds"], payload["memory_mib"])
@@ -172,6 +184,7 @@ def _shares(asked: Sequence[tuple[str, Question]]) -> list[float]:
 
 
 def _same(given: str | None, known: str) -> bool:
+    """Return whether two outputs are equal, ignoring trailing spaces and empty lines at the end."""
     return given is not None and _lines(given) == _lines(known)
 
 

@@ -1,29 +1,32 @@
-"""The child of `code_sandbox`: it shuts itself in, then runs a program of a model.
+"""Child process of `code_sandbox`: it restricts itself, then runs a program written by the model.
 
-`code_sandbox` starts it as a script, once for every input. So it imports what starts fast: no json, typing or runpy.
+`code_sandbox` starts it as a script, once for every input. It only imports modules that load fast: no json, typing or
+runpy.
 
-What the kernel refuses from then on, whatever the program does, also through ctypes or by machine code:
+The kernel then refuses, whatever the program does, even through ctypes or machine code:
 
-    reading     Landlock: files and folders other than Python's library and the program's own
-    writing     Landlock and seccomp: every file; standard output is a file in memory, of limited size
-    network     seccomp: there is no system call that makes a socket
-    processes   seccomp: none that makes a process or a thread, runs another program, or signals anybody
+    reading     Landlock: files and folders other than Python's library and the program itself
+    writing     Landlock and seccomp: every file; standard output is a size-limited file in memory
+    network     seccomp: no system call creates a socket
+    processes   seccomp: none creates a process or thread, executes a program, or sends a signal
     the rest    seccomp: every system call that is not in CALLS
-    time, memory, output, open files    rlimits, which a process without privileges cannot raise again
+    time, memory, output, open files    rlimits, which an unprivileged process cannot raise
 
-Not refused: to ask whether a file exists and how large it is.
+Not refused: asking whether a file exists and how large it is.
 """
 
+import builtins
 import ctypes
 import os
 import resource
 import sys
+from _sitebuiltins import Quitter
 from struct import pack
 
-Line = tuple[int, int, int, int]  # an instruction of BPF: code, jump if true, jump if false, constant
+Line = tuple[int, int, int, int]  # BPF instruction: code, jump if true, jump if false, constant
 READY = "shut in"
 ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column of CALLS, AUDIT_ARCH_*
-# Every system call that a program may make, by its number on x86_64 and on aarch64; -1: there is none.
+# Allowed system calls with their numbers on x86_64 and aarch64; -1: does not exist.
 CALLS = {
     "read": (0, 63), "write": (1, 64), "close": (3, 57), "lseek": (8, 62), "readv": (19, 65), "writev": (20, 66),
     "pread64": (17, 67), "pwrite64": (18, 68), "dup": (32, 23), "dup2": (33, -1), "dup3": (292, 24),
@@ -41,25 +44,25 @@ CALLS = {
     "getuid": (102, 174), "geteuid": (107, 175), "getgid": (104, 176), "getegid": (108, 177),
     "set_robust_list": (273, 99), "rseq": (334, 293), "exit": (60, 93), "exit_group": (231, 94),
 }  # fmt: skip
-# Those that may be made with some arguments only: the argument's place, and its values, or the bits that it must lack.
+# Calls allowed with some arguments only. `allow_calls` checks one argument's value or its forbidden bits.
 OPEN, OPENAT, IOCTL, FCNTL, PRLIMIT, MADVISE = (2, -1), (257, 56), (16, 29), (72, 25), (302, 261), (28, 233)
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 TERMINAL, FCNTLS = (0x5401,), (0, 1, 2, 3, 4, 1030)  # TCGETS; F_DUPFD to F_SETFL, F_DUPFD_CLOEXEC: none signals
-# NORMAL to DONTNEED, FREE, HUGEPAGE, NOHUGEPAGE. Not MERGEABLE, whose timing tells what other processes hold, and not
-# HWPOISON, by which root takes memory from the machine.
+# NORMAL to DONTNEED, FREE, HUGEPAGE, NOHUGEPAGE. Not MERGEABLE, whose timing leaks other processes' memory, and not
+# HWPOISON, with which root can disable memory of the machine.
 ADVICE = (0, 1, 2, 3, 4, 8, 14, 15)
 ALLOW, REFUSE, KILL = 0x7FFF0000, 0x00050001, 0x80000000  # REFUSE gives EPERM
-LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # instructions of BPF
+LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # BPF instructions
 READ_FILE, READ_DIR, ABI_1, WITHOUT_NETWORK, WITHOUT_SCOPE = 1 << 2, 1 << 3, (1 << 13) - 1, 4, 6
-CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446  # of Landlock, on every architecture
-PDEATHSIG, SECCOMP, NO_NEW_PRIVS = 1, 22, 38  # of prctl
+CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446  # Landlock calls, the same on every architecture
+PDEATHSIG, SECCOMP, NO_NEW_PRIVS = 1, 22, 38  # prctl options
 SIGKILL = 9
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def _call(what: str, *arguments: int | bytes) -> int:
-    """A system call by its number. Raises OSError."""
+    """Make a system call by number. Raises OSError."""
     result = _libc.syscall(*(ctypes.c_long(a) if isinstance(a, int) else a for a in arguments))
     if result < 0:
         raise OSError(ctypes.get_errno(), f"{what}: {os.strerror(ctypes.get_errno())}")
@@ -72,7 +75,7 @@ def _prctl(option: int, *arguments: object) -> None:
 
 
 def limit(seconds: int, memory_bytes: int, output_bytes: int) -> None:
-    """Set the limits of this process: CPU time, address space, size of a file, open files, no core."""
+    """Limit this process: CPU time, address space, file size, open files, no core dump."""
     for what, most in (
         (resource.RLIMIT_CPU, seconds), (resource.RLIMIT_AS, memory_bytes), (resource.RLIMIT_FSIZE, output_bytes),
         (resource.RLIMIT_NOFILE, 64), (resource.RLIMIT_CORE, 0), (resource.RLIMIT_MEMLOCK, 0),
@@ -83,7 +86,7 @@ def limit(seconds: int, memory_bytes: int, output_bytes: int) -> None:
 
 
 def allow_reading(files: list[str], listed: list[str]) -> None:
-    """Let this process read these files and folders, list `listed`, and reach no other file. Raises OSError."""
+    """Allow reading `files` and folders and listing `listed`, and no other file access. Raises OSError."""
     abi = _call("Landlock", CREATE_RULESET, 0, 0, 1)
     handled = ABI_1 | sum(1 << bit for bit, since in ((13, 2), (14, 3), (15, 5)) if abi >= since)
     attribute = pack("QQQ", handled, 3 * (abi >= WITHOUT_NETWORK), 3 * (abi >= WITHOUT_SCOPE))
@@ -103,10 +106,10 @@ def _add_rule(ruleset: int, path: str, rights: int) -> None:
 
 
 def allow_calls(machine: str) -> None:
-    """Let this process make the calls of CALLS, and no others, for ever. Raises OSError."""
+    """Allow the system calls in CALLS and no others, irrevocably. Raises OSError."""
     column, audit = ARCHITECTURES[machine]
     lines = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, audit), (RETURN, 0, 0, KILL), (LOAD, 0, 0, 0)]
-    if machine == "x86_64":  # the numbers of its x32 variant
+    if machine == "x86_64":  # refuse the numbers of its x32 variant
         lines += [(AT_LEAST, 0, 1, 0x40000000), (RETURN, 0, 0, KILL)]
     for numbers in CALLS.values():
         if numbers[column] >= 0:
@@ -114,7 +117,7 @@ def allow_calls(machine: str) -> None:
     lines += _without_bits(OPEN[column], 1, WRITES) + _without_bits(OPENAT[column], 2, WRITES)
     lines += _one_of(IOCTL[column], 1, TERMINAL) + _one_of(FCNTL[column], 1, FCNTLS)
     lines += _one_of(MADVISE[column], 2, ADVICE)
-    lines += _without_bits(PRLIMIT[column], 2, 0xFFFFFFFF, both_halves=True)  # to ask for a limit, not to set one
+    lines += _without_bits(PRLIMIT[column], 2, 0xFFFFFFFF, both_halves=True)  # may query a limit, not set one
     code = b"".join(pack("HBBI", *line) for line in [*lines, (RETURN, 0, 0, REFUSE)])
     program = pack("HxxxxxxP", len(code) // 8, ctypes.addressof(buffer := ctypes.create_string_buffer(code)))
     _prctl(SECCOMP, 2, ctypes.create_string_buffer(program))
@@ -122,11 +125,12 @@ def allow_calls(machine: str) -> None:
 
 
 def _argument(place: int, high: bool = False) -> int:
-    """Offset of half an argument in what the kernel shows a filter; both architectures are little-endian."""
+    """Return the offset of half an argument in seccomp's data; both architectures are little-endian."""
     return 16 + 8 * place + 4 * high
 
 
 def _without_bits(number: int, place: int, bits: int, both_halves: bool = False) -> list[Line]:
+    """Return BPF lines that allow a call only if an argument has none of `bits`."""
     halves = [(LOAD, 0, 0, _argument(place)), (ANY_BIT, 0, 1, bits), (RETURN, 0, 0, REFUSE)]
     if both_halves:
         halves += [(LOAD, 0, 0, _argument(place, high=True)), (ANY_BIT, 0, 1, bits), (RETURN, 0, 0, REFUSE)]
@@ -134,17 +138,18 @@ def _without_bits(number: int, place: int, bits: int, both_halves: bool = False)
 
 
 def _one_of(number: int, place: int, values: tuple[int, ...]) -> list[Line]:
+    """Return BPF lines that allow a call only if an argument is one of `values`."""
     tests = [line for value in values for line in ((EQUAL, 0, 1, value), (RETURN, 0, 0, ALLOW))]
     return _for(number, [(LOAD, 0, 0, _argument(place)), *tests, (RETURN, 0, 0, REFUSE)])
 
 
 def _for(number: int, lines: list[Line]) -> list[Line]:
-    """Lines that are for one system call; each of them ends in a verdict. Nothing where it has no number here."""
+    """Return `lines`, each ending in a verdict, applied to one system call; empty if it has no number here."""
     return [(EQUAL, 0, len(lines), number), *lines] if number >= 0 else []
 
 
 def shut_in(parent: int, limits: list[int], readable: list[str], listed: list[str]) -> None:
-    """Everything of the above, in this order. Raises OSError where the kernel cannot do it."""
+    """Apply all restrictions, in this order. Raises OSError if the kernel cannot."""
     machine = os.uname().machine
     if machine not in ARCHITECTURES:
         raise OSError(f"a machine {machine}; allowed: {', '.join(ARCHITECTURES)}")
@@ -158,11 +163,11 @@ def shut_in(parent: int, limits: list[int], readable: list[str], listed: list[st
 
 
 def main(program: str, numbers: str, readable: str, listed: str) -> None:
-    """Shut in, say so to the parent (or why not), and run the program as a script.
+    """Restrict this process, report success or the reason to the parent, and run the program as a script.
 
     Args:
-        numbers: the parent's process id, the file descriptor that tells it, and the arguments of `limit`.
-        readable, listed: paths, a line each.
+        numbers: the parent's process id, the file descriptor to report to, and the arguments of `limit`.
+        readable, listed: paths, one per line.
     """
     parent, tell, *limits = map(int, numbers.split())
     try:
@@ -177,12 +182,13 @@ def main(program: str, numbers: str, readable: str, listed: str) -> None:
 
 
 def run(program: str) -> None:
-    """Be the program: its `__main__`, its arguments."""
+    """Execute the program as `__main__` with its own arguments."""
     module = type(sys)("__main__")
     module.__file__ = program
+    builtins.exit, builtins.quit = Quitter("exit", ""), Quitter("quit", "")  # site, which defines them, is not loaded
     sys.modules["__main__"], sys.argv = module, [program]
     with open(program, encoding="utf-8") as file:
-        exec(compile(file.read(), program, "exec"), vars(module))  # in here, and nowhere else in this package
+        exec(compile(file.read(), program, "exec"), vars(module))  # the only exec in this package
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Small programming problems, made by rule: a text, a reference solution, and inputs to judge programs by.
+"""Generated programming problems: a text, a reference solution, and inputs to test programs on.
 
-Level 1 and 2 are pipelines over a list of numbers (one step, two or three), level 2 has texts too, level 3 has short
-algorithms. What is held out is decided by the shape of a problem: of a pipeline the kinds of its steps, whatever
-numbers they state. So no held-out pipeline is a training problem with another constant. Two shapes may ask for the
-same (`sort`, then the last one; the largest): `behaviour` tells, and code_io.py keeps such problems apart.
+Level 1 has pipelines over a list of numbers with one step, level 2 pipelines with two or three steps and text problems,
+level 3 short algorithms. The shape of a problem decides whether it is held out; a pipeline's shape is the kinds of its
+steps, without their constants. So no held-out pipeline is a training problem with another constant. Two shapes may ask
+for the same (`sort`, then the last; or the largest): `behaviour` detects it, and code_io.py keeps such problems apart.
 """
 
 import itertools
@@ -18,20 +18,20 @@ from typing import Any
 from qerl_lab.tasks import is_heldout
 
 Numbers = list[int]
-HOLES = (2, 3, 4, 5, 6, 7, 9, 10)  # the constants that a step may state
-PROBES = range(2, 18)  # sizes of the inputs that tell problems apart: few, so that what a rare one tells does not count
+HOLES = (2, 3, 4, 5, 6, 7, 9, 10)  # constants in a step
+PROBES = range(2, 18)  # input sizes to compare problems on; few, so that rare differences do not count
 LIST_INPUT = "The first line of the input has a whole number n, the second line has n whole numbers."
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A problem: `solve` gives the output for an input, `draw(rng, size)` an input, of the smallest kind for size 0."""
+    """A problem: `solve` maps an input to its output, `draw(rng, size)` draws an input, smallest for size 0."""
 
     id: str
     shape: str
     text: str
     solve: Callable[[str], str]
-    draw: Callable[[random.Random, int], str]  # one function for all inputs of a kind
+    draw: Callable[[random.Random, int], str]  # the same function for all problems with this kind of input
 
     @property
     def is_heldout(self) -> bool:
@@ -39,21 +39,21 @@ class Problem:
 
     @cached_property
     def behaviour(self) -> Hashable:
-        """What it asks for, however it says so: the kind of its inputs and its outputs for PROBES."""
+        """What the problem asks for, independent of its text: its kind of input and its outputs on PROBES."""
         return self.draw, tuple(map(self.solve, _probes(self.draw)))
 
 
 @cache
 def _probes(draw: Callable[[random.Random, int], str]) -> list[str]:
-    """Inputs of a kind, always the same."""
+    """Return fixed inputs of a kind."""
     rng = random.Random(0)
     return [draw(rng, size) for size in PROBES]
 
 
 def tests(problem: Problem, count: int) -> list[tuple[str, str]] | None:
-    """An example and `count` further inputs, each with its output; they are a function of the problem.
+    """Return an example and `count` further tests (input, output), determined by the problem.
 
-    None where one output is right for more than half of them, however often they are drawn: a program that prints a
+    Returns None if one output is right for more than half of the tests in every attempt: a program that prints a
     constant would earn too much.
     """
     for attempt in range(20):
@@ -70,7 +70,7 @@ def tests(problem: Problem, count: int) -> list[tuple[str, str]] | None:
 
 
 def draw_problem(rng: random.Random, level: int) -> Problem:
-    """One problem of a level, 1 to 3."""
+    """Draw a problem of a level, 1 to 3."""
     return rng.choice(FAMILIES[level])(rng)
 
 
@@ -125,6 +125,8 @@ def _list(text: str) -> Numbers:
 
 
 def _pipeline(fewest: int, most: int) -> Callable[[random.Random], Problem]:
+    """Return a maker of problems with `fewest` to `most` steps over a list of numbers."""
+
     def make(rng: random.Random) -> Problem:
         names = rng.sample(sorted(STEPS), rng.randint(fewest, most))
         chosen = [(name, rng.choice(HOLES)) for name in names]
@@ -210,7 +212,7 @@ def _coins(rng: random.Random) -> Problem:
     fewest = rng.random() < 0.5
 
     def smallest(total: int) -> int:
-        needed = [0] + [total + 1] * total  # of each amount; more coins than the amount: none do
+        needed = [0] + [total + 1] * total  # coins per amount; total + 1 means impossible
         for coin in coins:
             for amount in range(coin, total + 1):
                 needed[amount] = min(needed[amount], needed[amount - coin] + 1)

@@ -1,7 +1,7 @@
-"""Programs of a model, run on inputs by processes that can do nothing else: `code_jail` is what each of them is.
+"""Run programs written by the model in processes restricted by `code_jail`.
 
-Linux alone, on x86_64 and aarch64, with Landlock (kernel 5.13) and seccomp. It needs no privileges and no namespaces,
-so it works in a container too. Where the kernel cannot keep a program in, `check` raises; there is no weaker way.
+Needs Linux on x86_64 or aarch64 with Landlock (kernel 5.13) and seccomp, but no privileges or namespaces, so it works
+in a container. If the kernel cannot confine a program, `check` raises; there is no weaker fallback.
 """
 
 import os
@@ -23,14 +23,14 @@ from qerl_lab.tasks import code_jail
 
 JAIL = Path(code_jail.__file__)
 OUTPUT_BYTES = 2**20
-# CPU time decides, so that a busy machine decides as an idle one does. A program that sleeps is stopped by the clock.
-CLOCK_SECONDS = 10  # for each second of CPU time
+# The limit is CPU time, so that machine load does not matter. Wall time stops programs that sleep.
+CLOCK_SECONDS = 10  # wall-clock limit per second of CPU time
 NOT_LIBRARY = ("site-packages", "dist-packages")
-# Nothing but the standard library can be imported, and nothing is written.
+# Only the standard library can be imported, and no bytecode is written.
 FLAGS = ("-P", "-s", "-S", "-B", "-X", "utf8")
-ENVIRONMENT = {"PYTHONHASHSEED": "0"}  # a set prints in one order every time
+ENVIRONMENT = {"PYTHONHASHSEED": "0"}  # makes the order of sets reproducible
 OUT_OF_TIME = (-signal.SIGKILL, -signal.SIGXCPU)
-# Prints the shared libraries that Python's own modules need, which lie elsewhere on every system.
+# Prints the shared libraries that Python's own modules need; their paths differ by system.
 MAPPED = """
 import importlib, os, sysconfig
 for name in os.listdir(sysconfig.get_path("platstdlib") + "/lib-dynload"):
@@ -42,7 +42,7 @@ for name in os.listdir(sysconfig.get_path("platstdlib") + "/lib-dynload"):
 paths = {line.split(maxsplit=5)[-1].strip() for line in open("/proc/self/maps")}
 print(*sorted(path for path in {*paths, "/etc/ld.so.cache"} if os.path.isfile(path)), sep="\\n")
 """
-# What a program must not be able to do, each line by itself; it prints the names of those that it could do.
+# Forbidden actions; the script prints the names of those that succeed.
 PROBE = """
 import os, socket, sys
 def reads(path): open(path).read()
@@ -67,7 +67,7 @@ for name, attempt in attempts.items():
 
 @dataclass(frozen=True)
 class Program:
-    """A program, the inputs that it is run on, and its limits for each: seconds of CPU time, MiB of address space."""
+    """A program, its inputs, and its limits per input: seconds of CPU time, MiB of address space."""
 
     text: str
     inputs: Sequence[str]
@@ -76,12 +76,12 @@ class Program:
 
 
 def run(programs: Sequence[Program]) -> list[list[str | None]]:
-    """What each program writes on each of its inputs; None where it fails or passes a limit.
+    """Return each program's output on each of its inputs; None if it fails or exceeds a limit.
 
-    After the first input on which a program runs out of time it is not run again: its other outputs are None too.
+    After the first input that runs out of time a program is not run again: its other outputs are None too.
 
     Raises:
-        RuntimeError: the kernel refuses now what it did in `check`, e.g. a process.
+        RuntimeError: the kernel refuses something that it allowed in `check`, such as a new process.
     """
     check()
     with ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0))) as pool:
@@ -90,7 +90,7 @@ def run(programs: Sequence[Program]) -> list[list[str | None]]:
 
 @cache
 def check() -> None:
-    """Raise ConfigError where this machine cannot keep a program in. Once a process; costs two short processes."""
+    """Raise ConfigError if this machine cannot confine programs. Cached; the first call runs two short processes."""
     if sys.platform != "linux":
         raise ConfigError(
             "task=code_io runs programs of the model, which needs Linux to keep them in. Type another task."
@@ -108,6 +108,7 @@ def check() -> None:
 
 
 def _outputs(program: Program) -> list[str | None]:
+    """Run a program on its inputs, one process each, until one runs out of time."""
     outputs: list[str | None] = []
     with tempfile.TemporaryDirectory(prefix="qerl-code-") as folder:
         file = Path(folder) / "main.py"
@@ -121,7 +122,7 @@ def _outputs(program: Program) -> list[str | None]:
 
 
 def _output(program: Program, file: Path, given: str) -> tuple[str | None, bool]:
-    """What the program writes on one input, or None where it fails; and whether it ended in time."""
+    """Return the program's output on one input, None if it fails, and whether it ended in time."""
     told, tell = os.pipe()
     with open(told, "rb") as reasons, open(os.memfd_create("output"), "w+b") as written:
         try:
@@ -135,22 +136,22 @@ def _output(program: Program, file: Path, given: str) -> tuple[str | None, bool]
 
 
 def _status(program: Program, file: Path, given: str, written: IO[bytes], tell: int) -> int:
-    """The exit status of the program on an input; negative where a signal ended it."""
+    """Return the program's exit status on an input; negative if a signal ended it."""
     numbers = (os.getpid(), tell, program.seconds, program.memory_mib * 2**20, OUTPUT_BYTES)
     try:
         return subprocess.run(
             [sys.executable, *FLAGS, str(JAIL), str(file), " ".join(map(str, numbers)), *_library()],
             input=given.encode(errors="replace"), stdout=written, stderr=subprocess.DEVNULL, cwd=file.parent,
             env=ENVIRONMENT, pass_fds=(tell,), timeout=CLOCK_SECONDS * program.seconds,
-            start_new_session=True,  # Ctrl-C lets a step end, and must not cost a program its score
+            start_new_session=True,  # shield the program from Ctrl-C, which only ends the run after the step
         ).returncode  # fmt: skip
-    except subprocess.TimeoutExpired:  # the program slept, and is killed by now
+    except subprocess.TimeoutExpired:  # the program slept; subprocess has killed it
         return -signal.SIGKILL
 
 
 @cache
 def _library() -> tuple[str, str]:
-    """What a program may read, and which folders it may list: Python's library, without packages that were added."""
+    """Return the paths a program may read and the folders it may list: Python's library without added packages."""
     folders = sorted({sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")})
     entries = [
         str(entry)

@@ -1,8 +1,9 @@
-"""DAPO-Math-17k: about 17,000 competition problems whose answers are integers, the training set of DAPO (2503.14476).
+"""DAPO-Math-17k: about 17,000 competition problems with integer answers, the training set of DAPO (2503.14476).
 
-BytedTsinghua-SIA/DAPO-Math-17k has every row about a hundred times, which count once, and each problem between two
-sentences that ask for a last line `Answer: ...`. They are cut off, because `task.instruction` asks for another format.
-The set has no test split, so one question in 64 is held out by the hash of its text, whatever its blanks and case.
+BytedTsinghua-SIA/DAPO-Math-17k repeats every row about a hundred times; repeats count once. Each problem stands between
+two sentences that ask for a last line `Answer: ...`. They are removed, because `task.instruction` asks for another
+format. The dataset has no test split, so one question in 64 is held out by a hash of its text, ignoring whitespace and
+case.
 """
 
 from qerl_lab.config.schema import TaskConfig
@@ -25,12 +26,12 @@ AFTER = '\n\nRemember to put your answer on its own line after "Answer:".'
 
 
 def train(cfg: TaskConfig) -> list[Question]:
-    """The problems outside the held-out share."""
+    """Return the problems outside the held-out share."""
     return read(cfg, SOURCE, False, _question)
 
 
 def heldout(cfg: TaskConfig) -> list[Question]:
-    """The held-out share."""
+    """Return the held-out share."""
     return read(cfg, SOURCE, True, _question)
 
 
@@ -40,7 +41,7 @@ def _question(id: str, row: Row) -> Question:
 
 
 def _problem(row: Row) -> str:
-    """The text of the last message of a chat, or text as it is."""
+    """Return the last message of a chat, or a plain text unchanged. Raises BadRow."""
     column, value = row.columns["question"], row.value("question")
     if not isinstance(value, list):
         return as_text(value, column)

@@ -1,7 +1,7 @@
-"""Rows of a question set, from local files or from the Hugging Face hub, and what becomes of bad ones.
+"""Read the rows of a question set from local files or the Hugging Face hub.
 
-A row that makes no question is left out and counted. Over one in a hundred is an error: then it is the wrong file, or
-the wrong columns.
+A row that cannot become a question is left out and counted. More than 1% of such rows is an error, because then the
+file or its columns are wrong.
 """
 
 import itertools
@@ -16,26 +16,26 @@ from typing import Any
 from qerl_lab.config.message import first_line
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import TaskConfig
-from qerl_lab.tasks import BadRow, LeftOut, Question, Questions, is_heldout, label
+from qerl_lab.tasks import BadRow, LeftOut, Question, Questions, is_heldout, label, wording
 from qerl_lab.tasks.answers import number
 
 SUFFIXES = (".jsonl", ".parquet")
 BATCH_ROWS = 1024
 _BRACES, _STEP = re.compile(r"(?:\\\\.)|[{}]"), {"{": 1, "}": -1}
-Located = tuple[str, "dict[str, Any] | BadRow"]  # where a row stands, and the row
+Located = tuple[str, "dict[str, Any] | BadRow"]  # location and row
 
 
 @dataclass(frozen=True)
 class Source:
-    """A question set as it lies on the hub.
+    """A question set on the hub.
 
     Attributes:
-        train: the split of training; None where the set is for evaluation only.
-        test: the split of evaluation; None where there is none, so that a share of `train` is held out by hash.
-        columns: which column holds what: "question", "answer", and "id" where rows have one. A dot leads into a struct.
-        one_in: one question in so many is held out by the hash of its text, whatever its blanks and case.
-        repeats: whether the set has rows more than once, which then count once.
-        file: the name of its files, where that is not the split's.
+        train: training split; None for a set for evaluation only.
+        test: evaluation split; None if there is none, so that a share of `train` is held out by hash.
+        columns: column names for "question", "answer", and "id" if rows have one. A dot leads into a struct.
+        one_in: one question in this many is held out by a hash of its text, ignoring whitespace and case.
+        repeats: whether the set repeats rows, which then count once.
+        file: name of its files, if different from the split's.
     """
 
     hub_id: str
@@ -48,7 +48,7 @@ class Source:
     file: str | None = None
 
     def split(self, of_heldout: bool) -> str:
-        """The split in which the questions of one role lie."""
+        """Return the split that contains the training or held-out questions."""
         found = self.test if of_heldout and self.test else self.train
         assert found is not None, f"{self.hub_id} has no training split"
         return found
@@ -56,13 +56,13 @@ class Source:
 
 @dataclass(frozen=True)
 class Row:
-    """A row, read by what its columns hold. Every method raises BadRow for a value that cannot serve."""
+    """A row, read by the roles of its columns. Every method raises BadRow for an unusable value."""
 
     values: Mapping[str, Any]
     columns: Mapping[str, str]
 
     def value(self, what: str) -> Any:
-        """The value of the column that holds `what`, of any type but null."""
+        """Return the value of the column for `what`, of any type but null."""
         found: Any = self.values
         for part in self.columns[what].split("."):
             found = found.get(part) if isinstance(found, Mapping) else None
@@ -71,25 +71,25 @@ class Row:
         return found
 
     def text(self, what: str) -> str:
-        """Text with something in it."""
+        """Return a non-empty text."""
         return as_text(self.value(what), self.columns[what])
 
     def number_or_text(self, what: str) -> str:
-        """Text, or a number as text: 27.0 is "27"."""
+        """Return a text, or a number as text: 27.0 becomes "27"."""
         found = self.value(what)
         if type(found) is float and math.isfinite(found):
             return str(int(found) if found.is_integer() else found)
         return str(found) if type(found) is int else self.text(what).strip()
 
     def number(self, what: str) -> str:
-        """One number, as it is written."""
+        """Return one number as written."""
         found = self.number_or_text(what)
         if number(found) is None:
             raise BadRow(f"has no number in {self.columns[what]!r}: {found[:80]!r}")
         return found
 
     def latex(self, what: str) -> str:
-        """LaTeX or a number, whose braces close."""
+        """Return LaTeX with balanced braces, or a number."""
         found = self.number_or_text(what)
         depths = list(
             itertools.accumulate(_BRACES.findall(found), lambda depth, found: depth + _STEP.get(found, 0), initial=0)
@@ -100,7 +100,7 @@ class Row:
 
 
 def as_text(value: Any, column: str) -> str:
-    """`value` as it is, where it is text with something in it that UTF-8 can hold. Raises BadRow."""
+    """Return `value` if it is non-empty text that UTF-8 can encode. Raises BadRow."""
     if not isinstance(value, str):
         raise BadRow(f"has no text in {column!r}, but {type(value).__name__}")
     if not value.strip():
@@ -116,13 +116,13 @@ Make = Callable[[str, Row], Question | None]
 
 
 def read(cfg: TaskConfig, source: Source, of_heldout: bool, make: Make) -> Questions:
-    """The questions of one role, in the order of their rows.
+    """Return the training or held-out questions, in row order.
 
     Args:
-        make: a question from its id and its row; None leaves the row out for a filter, BadRow leaves it out as bad.
+        make: makes a question from id and row. None filters the row out, BadRow counts it as bad.
 
     Raises:
-        ConfigError: nothing can be read there, or more than 1% of the rows are bad.
+        ConfigError: nothing can be read, or more than 1% of the rows are bad.
     """
     columns = {**source.columns, **{what: name for what, name in vars(cfg.columns).items() if name is not None}}
     found, split, place = dict[str, Question](), source.split(of_heldout), _place(cfg, source, of_heldout)
@@ -140,23 +140,19 @@ def read(cfg: TaskConfig, source: Source, of_heldout: bool, make: Make) -> Quest
     left_out = LeftOut(len(bad), total, bad[0] if bad else "")
     left_out.check(place.remedy)
     by_hash = source.test is None
-    kept = (q for q in found.values() if not by_hash or is_heldout(_wording(q.prompt), source.one_in) == of_heldout)
+    kept = (q for q in found.values() if not by_hash or is_heldout(wording(q.prompt), source.one_in) == of_heldout)
     return Questions(kept, [left_out])
 
 
-def _wording(prompt: str) -> str:
-    """The text without blanks and case: two rows that differ in these alone are one question, and lie on one side."""
-    return "".join(prompt.casefold().split())
-
-
 def _id(name: str, split: str, number: int, row: Row) -> str:
-    """By the set's own ids where it has some, else by the number of the row."""
+    """Return a question id from the set's own id column, or else from the row number."""
     if row.columns.get("id"):
         return f"{name}-{row.number_or_text('id')}"
     return f"{name}-{split}-{number}"
 
 
 def _add(found: dict[str, Question], question: Question, repeats: bool) -> None:
+    """Add a question. Raises BadRow for a repeated id."""
     known = found.setdefault(question.id, question)
     if known is question or (repeats and known == question):
         return
@@ -164,9 +160,9 @@ def _add(found: dict[str, Question], question: Question, repeats: bool) -> None:
 
 
 def is_local(path: str, before: str = "task.path=") -> bool:
-    """Whether a path means files of this machine, and not a set on the hub. Raises ConfigError for what is neither.
+    """Return whether a path means local files and not a hub dataset. Raises ConfigError if it is neither.
 
-    `before` is what stood before it in the word that was typed.
+    `before` is the text before the path in the typed option.
     """
     local = Path(path).expanduser()
     if local.exists() or local.suffix in SUFFIXES:
@@ -180,7 +176,7 @@ def is_local(path: str, before: str = "task.path=") -> bool:
 
 
 def respelled(error: ConfigError, before: str) -> ConfigError:
-    """The error of a question set for a command that takes its path behind `before`, and has no key for columns."""
+    """Rewrite an error for a command that takes the path after `before` and has no column options."""
     said = str(error).replace("Check task.path.", f"Check {before}PATH.").replace("task.path=", before)
     columns = f"Check {before}PATH and the names of its columns."
     return ConfigError(re.sub(r"Check task\.path, or say .*", columns, said))
@@ -188,13 +184,14 @@ def respelled(error: ConfigError, before: str) -> ConfigError:
 
 @dataclass(frozen=True)
 class Place:
-    """Where rows are read; `remedy` is what to type where they cannot serve."""
+    """Where rows are read; `remedy` says what to type if they are unusable."""
 
     rows: Callable[[], Iterator[Located]]
     remedy: str
 
 
 def _place(cfg: TaskConfig, source: Source, of_heldout: bool) -> Place:
+    """Return where to read the rows: the hub, a folder or a file. Raises ConfigError."""
     path = cfg.path or source.hub_id
     local, split = Path(path).expanduser(), source.split(of_heldout)
     columns = (
@@ -211,7 +208,7 @@ def _place(cfg: TaskConfig, source: Source, of_heldout: bool) -> Place:
 
 
 def _file(file: Path, source: Source, of_heldout: bool) -> Path:
-    """A file serves a set that holds its share out by hash, and an evaluation."""
+    """Check a single file: it must exist and belong to a set without separate splits, or be for evaluation."""
     if file.suffix not in SUFFIXES:
         raise ConfigError(
             f"task.path={file} is a file that is neither .jsonl nor .parquet. Type task.path=FILE.jsonl, FILE.parquet, "
@@ -228,12 +225,12 @@ def _file(file: Path, source: Source, of_heldout: bool) -> Path:
 
 
 def _names(source: Source, split: str, of_heldout: bool) -> list[str]:
-    """What the files of a role may be called: as the split, as the set itself, as people call an evaluation."""
+    """Return the possible file names for a role: the split's, the set's own, and "test" for evaluation."""
     return [split, *([source.file] if source.file else []), *(["test"] if of_heldout and source.test else [])]
 
 
 def _files_of(folder: Path, names: list[str], hub_config: str) -> list[Path]:
-    """The files of the first of `names` that a folder has, as people keep them or as the hub does."""
+    """Return the files named after the first match in `names`, in a plain folder or the hub's layout."""
     for inside in (folder, folder / "data", folder / hub_config):
         for name in names:
             for pattern in (f"{name}.jsonl", f"{name}.parquet", f"{name}-*-of-*.parquet"):
@@ -250,19 +247,19 @@ def _read_file(file: Path) -> Iterator[Located]:
 
 
 def _read_jsonl(file: Path) -> Iterator[Located]:
-    """A row a line; blank lines are none."""
+    """Yield one row per line, skipping blank lines."""
     try:
         with file.open("rb") as lines:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
                     yield f"{file}:{number}", _parsed(line)
-    except OSError as error:  # a directory of that name, no right to read it
+    except OSError as error:  # a directory of that name, or no read permission
         raise _unreadable(file, error) from error
 
 
 def _parsed(line: bytes) -> dict[str, Any] | BadRow:
     try:
-        row = json.loads(line.decode("utf-8-sig"))  # some editors put a mark at the start of a file
+        row = json.loads(line.decode("utf-8-sig"))  # some editors write a byte order mark
     except UnicodeDecodeError as error:
         return BadRow(f"is not UTF-8 ({error.reason} at byte {error.start})")
     except ValueError as error:
@@ -288,7 +285,7 @@ def _unreadable(file: Path, error: Exception) -> ConfigError:
 
 
 def _of_batches(name: str, batches: Iterable[Any]) -> Iterator[Located]:
-    """Rows of Arrow batches or tables. One whose text is not UTF-8 costs itself, not its batch."""
+    """Yield the rows of Arrow batches or tables. Invalid UTF-8 makes one row bad, not its whole batch."""
     number = 0
     for batch in batches:
         try:
@@ -308,7 +305,7 @@ def _decoded(row: Any) -> dict[str, Any] | BadRow:
 
 
 def _read_hub(path: str, split: str, source: Source) -> Iterator[Located]:
-    """Rows of `source`, or of another set on the hub, in the same configuration if that has it."""
+    """Yield rows of `source` or another hub dataset, in the same configuration if that has it."""
     from datasets import get_dataset_config_names, load_dataset
 
     try:

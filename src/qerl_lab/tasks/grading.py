@@ -1,24 +1,24 @@
-"""The two scores of the paper: is the asked format kept, and is the final answer right."""
+"""The paper's two scores: whether a completion keeps the format, and whether its final answer is right."""
 
 from collections.abc import Callable, Sequence
 
 from qerl_lab.tasks import UNPARSED, Question, Scores
 from qerl_lab.tasks.answers.completion import final_answer, keeps_format
 
-Pair = tuple[str, str]  # a final answer, and the known one
-SECONDS = 3.0  # CPU time of one comparison by math-verify; a usual one takes 0.02
+Pair = tuple[str, str]  # (final answer, reference answer)
+SECONDS = 3.0  # CPU time limit of one comparison by math-verify; it usually takes 0.02
 
 
 def grade_answers(
     texts: Sequence[str], questions: Sequence[Question], equal: Callable[[list[Pair]], Sequence[bool | None]]
 ) -> Scores:
-    """Scores "format", "answer" and "unparsed", each 0 or 1 a text, shape [len(texts)].
+    """Return scores "format", "answer" and "unparsed", each 0 or 1, shape [len(texts)].
 
     Args:
-        equal: of each pair of a final answer and the known one, whether they are equal; None where that cannot be
-            said, which counts as wrong and as unparsed. It sees no pair twice.
+        equal: returns for each pair of final and reference answer whether they are equal, None if undecided, which
+            counts as wrong and as unparsed. It gets no pair twice.
     """
-    import numpy as np  # here: checking a command imports tasks too, and should not wait for it
+    import numpy as np  # imported here, because checking a command does not need it
 
     pairs = [(final_answer(text), question.answer) for text, question in zip(texts, questions, strict=True)]
     asked = list(dict.fromkeys((given, known) for given, known in pairs if given is not None))
@@ -31,13 +31,13 @@ def grade_answers(
 
 
 def grade_math(texts: Sequence[str], questions: Sequence[Question]) -> Scores:
-    """`grade_answers` by equality as docs/answers.md has it; what takes longer than SECONDS to compare is wrong."""
+    """Grade with mathematical equality (docs/answers.md). Comparisons longer than SECONDS count as wrong."""
     return grade_answers(texts, questions, answers_equal)
 
 
 def answers_equal(pairs: Sequence[Pair]) -> list[bool | None]:
-    """Of each pair whether its two answers are equal; None where that cannot be said, or not in time."""
-    from qerl_lab.tasks.answers.judge import Verdict, judge, spellings  # here, as numpy: they import mpmath
+    """Return for each pair whether its answers are equal; None if undecided or too slow."""
+    from qerl_lab.tasks.answers.judge import Verdict, judge, spellings  # imported here, because it imports mpmath
     from qerl_lab.tasks.sandbox import call_each
 
     verdicts = [judge(*pair) for pair in pairs]

@@ -1,7 +1,7 @@
 """GSM8K: 7,473 training and 1,319 test problems of grade-school mathematics (openai/grade-school-math, MIT).
 
-Columns `question` and `answer`, whose gold number stands after `####`, below the solution with a step a line.
-`task.gsm8k.max_steps` leaves out the questions with more steps, of every role.
+Columns `question` and `answer`. The answer's number follows `####`, after the solution with one step per line.
+`task.gsm8k.max_steps` leaves out questions with more steps, from training and test.
 """
 
 import re
@@ -20,26 +20,26 @@ SOURCE = Source("openai/gsm8k", "main", "train", "test", {"question": "question"
 
 
 def train(cfg: TaskConfig) -> list[Question]:
-    """The training problems."""
+    """Return the training problems."""
     return _questions(cfg, False, _question)
 
 
 def heldout(cfg: TaskConfig) -> list[Question]:
-    """The official test problems."""
+    """Return the official test problems."""
     return _questions(cfg, True, _question)
 
 
 def worked(cfg: TaskConfig) -> list[Question]:
-    """The training problems with their solutions, without the marks of a calculator (`<<48/2=24>>`)."""
+    """Return the training problems with solutions, without calculator annotations (`<<48/2=24>>`)."""
     return _questions(cfg, False, _worked)
 
 
 def _questions(cfg: TaskConfig, of_heldout: bool, make: Make) -> Questions:
-    """Those of at most `task.gsm8k.max_steps`. Raises ConfigError where that leaves out all."""
+    """Return the questions with at most `task.gsm8k.max_steps` steps. Raises ConfigError if none are left."""
     most, steps, role = cfg.gsm8k.max_steps, list[int](), "held-out" if of_heldout else "training"
 
     def short(id: str, row: Row) -> Question | None:
-        question = make(id, row)  # a bad row is counted as one, however many steps it has
+        question = make(id, row)  # first, so that a bad row is counted whatever its steps
         steps.append(sum(bool(line.strip()) for line in _rationale(row).splitlines()))
         return question if most is None or steps[-1] <= most else None
 
@@ -57,13 +57,15 @@ def _questions(cfg: TaskConfig, of_heldout: bool, make: Make) -> Questions:
 
 
 def _rationale(row: Row) -> str:
+    """Return the solution before `####`."""
     return row.text("answer").rpartition("####")[0]
 
 
 def _worked(id: str, row: Row) -> Question:
+    """Make a question with its solution in the paper's format. Raises BadRow."""
     question, rationale = _question(id, row), _rationale(row)
     steps = re.sub(r"<<[^<>]*>>", "", rationale).strip()
-    if not steps or "<" in steps:  # it would be one tag among those of the format
+    if not steps or "<" in steps:  # a "<" would clash with the format's tags
         raise BadRow(f"has no solution that can be taught: {rationale[:80]!r}")
     return replace(question, payload={"solution": f"<think>{steps}</think><answer>{question.answer}</answer>"})
 

@@ -16,7 +16,7 @@ SOURCE = Source(
 
 
 def heldout(cfg: TaskConfig) -> list[Question]:
-    """All 500 problems."""
+    """Return all 500 problems."""
     return read(cfg, SOURCE, True, _question)
 
 

@@ -1,6 +1,6 @@
-"""A task or a reward of the user's own: `task.module=FILE.py`, whose functions take the place of the task's.
+"""Custom tasks and rewards: `task.module=FILE.py`, whose functions replace the task's.
 
-The file is imported in the process of the run, and may do what the user may do.
+The file is imported into the run's process with the user's permissions.
 """
 
 import importlib.util
@@ -18,23 +18,23 @@ from qerl_lab.config.paths import module_hash
 from qerl_lab.config.schema import TaskConfig
 from qerl_lab.tasks import UNPARSED, Question, Scores
 
-if TYPE_CHECKING:  # checking a command imports tasks too, and should not wait for numpy
+if TYPE_CHECKING:  # avoid importing numpy when only checking a command
     import numpy as np
     from numpy.typing import NDArray
 
 NAMES = ("train", "heldout", "grade", "weights", "worked")
-PARTS = ("format", "answer", UNPARSED)  # what every `grade` may return
+PARTS = ("format", "answer", UNPARSED)  # parts that every `grade` may return
 
 
 def load(cfg: TaskConfig, of_task: Mapping[str, Any]) -> dict[str, Callable[..., Any]]:
-    """The functions that the file of `cfg.module` defines, by name, each with a check of what it returns.
+    """Return the functions defined in the file `cfg.module`, by name, wrapped to check their results.
 
     Args:
-        of_task: the functions of the task's own module; what the file does not define stays as it is there.
+        of_task: functions of the task's own module, which remain for what the file does not define.
 
     Raises:
-        ConfigError: the file cannot be imported, defines none of them, or is not the one that the run was composed
-            with; its weights are not those of the parts that are graded.
+        ConfigError: the file cannot be imported, defines no task function, has changed since the run was composed, or
+            its weights do not match the graded parts.
     """
     assert cfg.module is not None
     if cfg.module_hash not in (None, found := module_hash(cfg.module)):
@@ -66,7 +66,7 @@ def _listed(parts: set[str]) -> str:
 
 
 def _weighted(cfg: TaskConfig, given: Any) -> set[str]:
-    """The parts that the file's weights name. Raises ConfigError."""
+    """Return the parts named in the file's weights. Raises ConfigError."""
     said = f"task.module={cfg.module}: weights(cfg)"
     if not isinstance(given, dict) or not all(
         isinstance(part, str) and isinstance(weight, int | float) and math.isfinite(weight)
@@ -88,7 +88,7 @@ def _imported(file: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:  # whatever the file does when it is imported
+    except (Exception, SystemExit) as error:  # importing the file can raise anything
         raise ConfigError(
             f"task.module={file} cannot be imported: {type(error).__name__}: {first_line(error)}"
         ) from error
@@ -96,6 +96,8 @@ def _imported(file: Path) -> ModuleType:
 
 
 def _questions(cfg: TaskConfig, name: str, function: Callable[..., Any]) -> Callable[[TaskConfig], list[Question]]:
+    """Wrap `function` to check that it returns valid questions with unique ids."""
+
     def checked(of: TaskConfig) -> list[Question]:
         found = function(of)
         if not isinstance(found, list) or not all(isinstance(one, Question) for one in found):
@@ -119,7 +121,7 @@ def _check_question(said: str, one: Question) -> None:
 
 
 def _grade(cfg: TaskConfig, function: Callable[..., Any], own: set[str], weighed: set[str]) -> Callable[..., Scores]:
-    """`function` with a check: it returns every part of the file's `own` weights, and no further one but `weighed`."""
+    """Wrap `function` to check that it returns all parts in `own` and no further ones but `weighed`."""
 
     def checked(texts: Sequence[str], questions: Sequence[Question]) -> Scores:
         said = f"task.module={cfg.module}: grade(texts, questions)"
@@ -143,7 +145,7 @@ def _grade(cfg: TaskConfig, function: Callable[..., Any], own: set[str], weighed
 
 
 def _numbers(values: Any) -> "NDArray[np.float64]":
-    """What a grade returned for a part; what are no numbers is NaN."""
+    """Return a part's scores as an array; NaN if they are not numbers."""
     import numpy as np
 
     try:

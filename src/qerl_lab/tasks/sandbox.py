@@ -1,10 +1,10 @@
-"""A function called in worker processes, within limits of time and memory that the kernel keeps.
+"""Call a function in worker processes with time and memory limits enforced by the kernel.
 
-The text of a model may ask a library for a number with a billion digits. A limit inside the process, as math-verify has
-one, acts in the main thread only, and between two of Python's instructions only. The kernel ends a worker anywhere.
+A model's text may ask a library for a number with a billion digits. A limit inside the process, such as math-verify's,
+works only in the main thread and between Python instructions. The kernel ends a worker anywhere.
 
-Workers start when they are first needed and are kept for the next batch: a library takes a second to import. They end
-with this process however it ends: their input ends with it, and each looks whether it has been orphaned.
+Workers start when first needed and are kept for the next batch, because importing a library takes a second. They end
+with this process, however it ends: their input closes, and each checks whether it is orphaned.
 """
 
 import json
@@ -26,32 +26,32 @@ from typing import Any
 from qerl_lab.config.units import GIB
 from qerl_lab.processes import end_with
 
-MEMORY_BYTES = 2 * GIB  # of a worker's addresses; one call may not take more
-KEPT_BYTES = 2**29  # a worker that holds more resident memory is not kept
-MOST_WORKERS, CALLS_A_WORKER = 4, 16  # a batch of fewer calls is not worth a second start
-START_SECONDS, WALL_FACTOR = 120.0, 30.0  # wall time: a call that waits for nothing cannot take so much longer
+MEMORY_BYTES = 2 * GIB  # address space of a worker
+KEPT_BYTES = 2**29  # a worker with more resident memory is not kept
+MOST_WORKERS, CALLS_A_WORKER = 4, 16  # start another worker per 16 calls
+START_SECONDS, WALL_FACTOR = 120.0, 30.0  # wall-time limits; a call that does not block stays below
 READY = "ready"
 CHILD = "import sys; from qerl_lab.tasks import sandbox; sandbox.serve(*sys.argv[1:])"
 
 
 class Ended(Exception):
-    """A worker ended, or was ended, before it answered."""
+    """A worker ended, or was killed, before it answered."""
 
 
 def call_each(module: str, function: str, calls: Sequence[Sequence[Any]], seconds: float) -> list[Any]:
-    """Results of a module's function for the arguments in `calls`, in order; None where it raises or passes a limit.
+    """Call a module's function for each argument list in `calls`; None where it raises or exceeds a limit.
 
-    It may be called from any thread, and from several.
+    Results are in order. Can be called from any thread, and from several.
 
     Args:
-        module: its full name; the workers import it, this process does not. Arguments and results travel as JSON.
-        seconds: CPU time of one call, so that a busy machine decides as an idle one does. Memory is MEMORY_BYTES.
+        module: full name; only the workers import it. Arguments and results are passed as JSON.
+        seconds: CPU time limit of one call, independent of machine load. The memory limit is MEMORY_BYTES.
 
     Raises:
         RuntimeError: a worker cannot start, e.g. because a package cannot be imported.
     """
     results: list[Any] = [None] * len(calls)
-    left = deque(range(len(calls)))  # of the calls, which all threads take from
+    left = deque(range(len(calls)))  # indices of calls, shared by all threads
 
     def work() -> None:
         worker: Worker | None = None
@@ -59,7 +59,7 @@ def call_each(module: str, function: str, calls: Sequence[Sequence[Any]], second
             while left:
                 worker = worker or take(module, function, seconds)
                 worker = _next(worker, calls, left, results)
-        except BaseException:  # a half-read answer must not become the next call's
+        except BaseException:  # a half-read answer must not reach the next call
             if worker is not None:
                 worker.end()
             raise
@@ -77,7 +77,7 @@ def call_each(module: str, function: str, calls: Sequence[Sequence[Any]], second
 
 
 def _next(worker: "Worker", calls: Sequence[Sequence[Any]], left: deque[int], results: list[Any]) -> "Worker | None":
-    """Make the next call, if another thread has not; the worker, or None where it may not be kept."""
+    """Make the next call, if any is left; return the worker, None if it must not be kept."""
     try:
         n = left.popleft()
     except IndexError:
@@ -93,7 +93,7 @@ def _next(worker: "Worker", calls: Sequence[Sequence[Any]], left: deque[int], re
 
 @dataclass
 class Worker:
-    """A process that answers calls of one function, a line each."""
+    """A process that answers calls of one function, one per line."""
 
     module: str
     function: str
@@ -104,8 +104,8 @@ class Worker:
     def __post_init__(self) -> None:
         self.process = subprocess.Popen(
             [sys.executable, "-c", CHILD, self.module, self.function, str(self.seconds), str(os.getpid())],
-            env=os.environ | {"OMP_NUM_THREADS": "1"},  # the buffers of each thread count as memory
-            start_new_session=True,  # Ctrl-C lets a step end, and must not cost a completion its score
+            env=os.environ | {"OMP_NUM_THREADS": "1"},  # each thread's buffers count as memory
+            start_new_session=True,  # shield the worker from Ctrl-C, which only ends the run after the step
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
         try:
@@ -118,7 +118,7 @@ class Worker:
             raise RuntimeError(f"{self.module} cannot be used in a worker process:\n{said}")
 
     def call(self, arguments: Sequence[Any]) -> tuple[Any, bool]:
-        """The result, and whether the worker may be kept. Raises Ended."""
+        """Return the result and whether to keep the worker. Raises Ended."""
         try:
             self.process.stdin.write(json.dumps(list(arguments)).encode() + b"\n")  # type: ignore[union-attr]
             self.process.stdin.flush()  # type: ignore[union-attr]
@@ -128,7 +128,7 @@ class Worker:
         return result, keep
 
     def line(self, seconds: float) -> bytes:
-        """The next line that the worker writes within a wall time. Raises Ended."""
+        """Return the next line that the worker writes within `seconds` of wall time. Raises Ended."""
         pipe = self.process.stdout.fileno()  # type: ignore[union-attr]
         until, poll = time.monotonic() + seconds, select.poll()
         poll.register(pipe, select.POLLIN)
@@ -153,18 +153,18 @@ _lock = threading.Lock()
 
 
 def take(module: str, function: str, seconds: float) -> Worker:
-    """An idle worker, or a new one."""
+    """Return an idle worker or start one."""
     with _lock:
         idle = _idle[module, function, seconds]
         worker = idle.pop() if idle else None
-    if worker is not None and worker.process.poll() is not None:  # it was killed between two batches
+    if worker is not None and worker.process.poll() is not None:  # killed between two batches
         worker.end()
         worker = None
     return worker or Worker(module, function, seconds)
 
 
 def give_back(worker: Worker) -> None:
-    """Keep a worker for the next batch."""
+    """Keep a worker for the next batch, or end it if there are enough."""
     with _lock:
         idle = _idle[worker.module, worker.function, worker.seconds]
         if len(idle) < MOST_WORKERS:
@@ -174,7 +174,7 @@ def give_back(worker: Worker) -> None:
 
 
 def end_all() -> None:
-    """For tests: end the idle workers. A later call starts new ones."""
+    """End the idle workers, for tests. A later call starts new ones."""
     with _lock:
         workers = [worker for idle in _idle.values() for worker in idle]
         _idle.clear()
@@ -183,7 +183,7 @@ def end_all() -> None:
 
 
 def _forget() -> None:
-    """In a process that was forked: the workers answer the other one, whose threads may have held the lock."""
+    """Drop the workers in a forked child: they belong to the parent, whose threads may have held the lock."""
     global _lock
     _lock = threading.Lock()
     _idle.clear()
@@ -193,7 +193,7 @@ os.register_at_fork(after_in_child=_forget)
 
 
 def serve(module: str, function: str, seconds: str, parent: str) -> None:
-    """Answer the calls on stdin, a line each; a worker's whole life."""
+    """Run a worker: answer the calls on stdin, one per line."""
     call = getattr(import_module(module), function)
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
     allowed = MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(MEMORY_BYTES, hard)
@@ -202,10 +202,10 @@ def serve(module: str, function: str, seconds: str, parent: str) -> None:
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
     answers.write(READY.encode() + b"\n")
     nowhere = os.open(os.devnull, os.O_WRONLY)
-    for stream in (1, 2):  # what a library prints is no answer, and must not fill a pipe
+    for stream in (1, 2):  # a library's prints must not mix with answers or fill a pipe
         os.dup2(nowhere, stream)
     for line in sys.stdin.buffer:
-        signal.setitimer(signal.ITIMER_PROF, float(seconds))  # nothing handles its signal, which so ends the process
+        signal.setitimer(signal.ITIMER_PROF, float(seconds))  # its signal is not handled, so it ends the process
         result = _result(call, line)
         signal.setitimer(signal.ITIMER_PROF, 0)
         keep = _resident_bytes() < KEPT_BYTES
@@ -213,7 +213,7 @@ def serve(module: str, function: str, seconds: str, parent: str) -> None:
 
 
 def _resident_bytes() -> int:
-    """What this process holds now. Its `ru_maxrss` would be that of the trainer, from which it was forked."""
+    """Return the current resident memory. `ru_maxrss` would include the trainer's, from which it was forked."""
     with open("/proc/self/statm", encoding="ascii") as file:
         return int(file.read().split()[1]) * resource.getpagesize()
 
@@ -221,5 +221,5 @@ def _resident_bytes() -> int:
 def _result(call: Callable[..., Any], line: bytes) -> str:
     try:
         return json.dumps(call(*json.loads(line)))
-    except Exception:  # no result, whatever the library raises: RecursionError and MemoryError too
+    except Exception:  # any error means no result, including RecursionError and MemoryError
         return "null"

@@ -1,1 +1,1 @@
-"""MLflow, the mirror of the run directory."""
+"""Mirror the run directory to MLflow."""

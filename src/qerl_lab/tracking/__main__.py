@@ -1,4 +1,4 @@
-"""Commands of the tracking: `python -m qerl_lab.tracking resync RUN_DIR [uri=URI]` and `... tracking table`."""
+"""Tracking commands: `python -m qerl_lab.tracking resync RUN_DIR [uri=URI]` and `... tracking table`."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,11 +24,11 @@ class ResyncOptions:
 
 @dataclass
 class TableOptions:
-    """Nothing can be chosen."""
+    """No options."""
 
 
 def fill(options: ResyncOptions) -> None:
-    """Fill MLflow from a run's record. Raises ConfigError for no record, ConnectionError for an MLflow that is away."""
+    """Fill MLflow from a run's record. Raises ConfigError without a record, ConnectionError if MLflow is down."""
     if options.uri:
         check_store("uri", options.uri)
     prepare_mlflow()
@@ -36,12 +36,12 @@ def fill(options: ResyncOptions) -> None:
 
     try:
         print(resync(RunDirectory(Path(options.run_dir).expanduser()), options.uri))
-    except (MlflowException, OSError) as error:  # OSError: no place for the file of an sqlite store
+    except (MlflowException, OSError) as error:  # OSError: the file of an sqlite store cannot be created
         raise ConnectionError(f"not resynced. {error}") from error
 
 
 def print_table(options: TableOptions) -> None:
-    """Print the metrics."""
+    """Print the table of metrics."""
     print(table(), end="")
 
 

@@ -1,9 +1,9 @@
-"""One run in one MLflow store: found or created, and equal to the run's metrics.jsonl.
+"""Find or create the MLflow run of a run directory, and keep it equal to metrics.jsonl.
 
-MLflow cannot take back a point or a parameter. A run with a point that metrics.jsonl lacks (its step was trained again
-after a kill), or with a setting that is another now (the run got more steps), is therefore replaced: a new one gets
-every point, and the old one goes to MLflow's trash. So every opening of a run, at the start, after an outage and at the
-end, leaves MLflow with nothing but what the record holds.
+MLflow cannot delete a point or change a parameter. If an MLflow run has a point that metrics.jsonl lacks (its step was
+trained again after a kill) or an outdated setting (the run was extended), a new run with every point replaces it, and
+the old one goes to MLflow's trash. This check runs at the start, after an outage and at the end, so that MLflow never
+has more than the record.
 """
 
 import logging
@@ -30,7 +30,7 @@ Status = Literal["FINISHED", "FAILED", "KILLED"]
 STATUSES: tuple[Status, ...] = ("FINISHED", "FAILED", "KILLED")
 METRICS_PER_BATCH, PARAMS_PER_BATCH, PARAM_CHARS, TAG_CHARS, NAME_CHARS = 1000, 100, 6000, 5000, 120  # MLflow's limits
 THREAD = "mlflow-mirror"
-# MLflow's own defaults retry a dead server for four minutes, and report to its maker.
+# By default MLflow retries a dead server for four minutes and sends telemetry.
 MLFLOW_ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
@@ -40,19 +40,19 @@ MLFLOW_ENVIRONMENT = {
     "MLFLOW_LOGGING_LEVEL": "WARNING",
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
 }
-Point = tuple[float | None, int]  # value (None is nan, which equals nothing) and unix milliseconds
+Point = tuple[float | None, int]  # value (None for nan, which never compares equal) and unix milliseconds
 
 
 def prepare_mlflow() -> None:
-    """Settings that MLflow reads from the environment; the user's own stay. Best before trl, which imports MLflow."""
+    """Set MLflow's environment variables, unless the user has set them. Call it before trl imports MLflow."""
     for name, value in MLFLOW_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
 
 
 def mlflow_uri(cfg: RunConfig, record: MirrorRecord) -> str:
-    """A run's store: tracking.uri, else MLFLOW_TRACKING_URI, else where it was first mirrored, else sqlite here.
+    """Return a run's store: tracking.uri, else MLFLOW_TRACKING_URI, else the last one used, else sqlite here.
 
-    Raises ConfigError where only a store is known whose password the record does not keep.
+    Raises ConfigError if the only known store has a password, which the record does not keep.
     """
     uri = cfg.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI") or record.values["uri"] or "sqlite:///mlflow.db"
     if HIDDEN in uri:
@@ -67,7 +67,7 @@ def mlflow_uri(cfg: RunConfig, record: MirrorRecord) -> str:
 
 
 def points_of(lines: Sequence[MetricsLine]) -> dict[tuple[str, int], Point]:
-    """Every point of a record by (name, step). Of two values for one point the first counts."""
+    """Return every point of a record by (name, step). The first of duplicate points counts."""
     points: dict[tuple[str, int], Point] = {}
     for line in lines:
         for name, value in line["metrics"].items():
@@ -76,17 +76,18 @@ def points_of(lines: Sequence[MetricsLine]) -> dict[tuple[str, int], Point]:
 
 
 def _point(value: float, milliseconds: int) -> Point:
+    """Make a point; nan becomes None, so that points compare equal."""
     return (value if value == value else None, milliseconds)
 
 
 def params(cfg: RunConfig) -> dict[str, str]:
-    """Dotted names and values of the configuration, without what concerns one command or one place."""
-    skip = ("tracking.uri", "resume", "dry_run", "run_dir")  # long values are whole in resolved.yaml
+    """Return the configuration as dotted names and values, without keys that concern one command or place."""
+    skip = ("tracking.uri", "resume", "dry_run", "run_dir")  # resolved.yaml has values longer than PARAM_CHARS
     return {name: str(value)[:PARAM_CHARS] for name, value in values_of(cfg).items() if name not in skip}
 
 
 def tags(cfg: RunConfig, directory: RunDirectory, key: str) -> dict[str, str]:
-    """Tags that tell the run from others; `run_dir` and `command` lead from MLflow to the record."""
+    """Return the tags that identify the run; `run_dir` and `command` link MLflow to the record."""
     began = directory.environment()
     found = {
         "mlflow.runName": run_name(cfg, began.get("words") or []),
@@ -106,16 +107,16 @@ def tags(cfg: RunConfig, directory: RunDirectory, key: str) -> dict[str, str]:
 
 
 def run_name(cfg: RunConfig, words: Sequence[str]) -> str:
-    """Arm and seed, what was typed beside them, and the configuration's hash, which differs where no word does."""
+    """Return arm, seed, other typed words, and the configuration's hash, which distinguishes runs with equal words."""
     apart = ("experiment=", "seed=", "run_dir=", "tracking", "hydra", "sweeps=", "cpu_threads=", "checkpoint.")
     said = " ".join(word for word in words if not word.lstrip("+").startswith(apart))
     return f"{' '.join([f'{cfg.experiment}-seed{cfg.seed}', said]).strip()[:NAME_CHARS]} [{config_hash(cfg)[:6]}]"
 
 
 class MlflowRun:
-    """The run that mirrors a run directory. Every call may wait on the store and raise what MLflow raises.
+    """The MLflow run that mirrors a run directory. Calls may block on the store and raise MLflow's exceptions.
 
-    `known` has the (name, step) of the points that the store is known to have.
+    `known` holds the (name, step) of the points that the store has.
     """
 
     def __init__(self, cfg: RunConfig, directory: RunDirectory, uri: str, record: MirrorRecord) -> None:
@@ -135,19 +136,20 @@ class MlflowRun:
         self.params_added = self._add_params(params(cfg), found.data.params)
 
     def _experiment(self, name: str, uri: str) -> str:
+        """Return the id of the experiment, created if missing."""
         from mlflow.exceptions import MlflowException
 
         if found := self.client.get_experiment_by_name(name):
             return found.experiment_id
         try:
             return self.client.create_experiment(name, artifact_location=artifacts_of(name, uri))
-        except MlflowException:  # another run of the sweep was faster
+        except MlflowException:  # another run of the sweep created it
             if found := self.client.get_experiment_by_name(name):
                 return found.experiment_id
             raise
 
     def _candidates(self) -> list[Any]:
-        """The runs that carry this directory's key. A copy of a directory gets a key, and so a run, of its own."""
+        """Return the MLflow runs with this directory's key. A copied directory gets a new key, so it has none."""
         key = self._record.values["key"]
         found = list(self.client.search_runs([self.experiment_id], f"tags.run_key = '{key}'"))
         if any(_lives_elsewhere(run.data.tags, self._directory) for run in found):
@@ -156,9 +158,9 @@ class MlflowRun:
         return found
 
     def _sort_out(self, candidates: list[Any]) -> Any:
-        """The candidate that holds nothing but the record, else a new run; the others go to MLflow's trash."""
+        """Return the candidate that has nothing beyond the record, else a new run; move the others to the trash."""
         held = [self._points(run) for run in candidates]
-        lines = self._directory.metrics()  # after MLflow, which thus can only hold less
+        lines = self._directory.metrics()  # read after MLflow, so that MLflow cannot have more
         recorded = points_of(lines)
         sound = [
             (run, points)
@@ -174,12 +176,13 @@ class MlflowRun:
         return run
 
     def _points(self, run: Any) -> list[tuple[tuple[str, int], Point]]:
+        """Return every point of an MLflow run as ((name, step), point)."""
         names, run_id = run.data.metrics, run.info.run_id
         history = [(name, point) for name in names for point in self.client.get_metric_history(run_id, name)]
         return [((name, point.step), _point(point.value, point.timestamp)) for name, point in history]
 
     def _create(self, replaced: Sequence[Any], lines: Sequence[MetricsLine]) -> Any:
-        """A new run, with what users noted on the one that it replaces (name, description, tags)."""
+        """Create a run; copy users' notes (name, description, tags) from the run it replaces."""
         start = lines[0]["time"] if lines else time.time()
         wanted = tags(self._cfg, self._directory, self._record.values["key"])
         if replaced:
@@ -187,9 +190,9 @@ class MlflowRun:
         return self.client.create_run(self.experiment_id, int(start * 1000), wanted)
 
     def _add_params(self, wanted: Mapping[str, str], known: Mapping[str, str]) -> int:
-        """MLflow refuses to change a parameter, so a run found again only gets those it lacks.
+        """Send parameters that the run lacks, because MLflow refuses to change one; return how many.
 
-        One that makes no arm may thus be that of an earlier session; of any other the run would have been replaced.
+        A parameter that does not define the arm may keep an earlier session's value. For others the run was replaced.
         """
         from mlflow.entities import Param
 
@@ -199,7 +202,7 @@ class MlflowRun:
         return len(missing)
 
     def add(self, lines: Sequence[MetricsLine]) -> int:
-        """Send the points whose (name, step) MLflow does not have; returns how many."""
+        """Send the points whose (name, step) MLflow lacks; return how many."""
         from mlflow.entities import Metric
 
         new = {at: point for at, point in points_of(lines).items() if at not in self.known}
@@ -213,12 +216,12 @@ class MlflowRun:
         return len(new)
 
     def running(self) -> None:
-        """Say that a run found again goes on."""
+        """Mark a found run as running again."""
         if not self.created:
             self.client.update_run(self.run_id, status="RUNNING")
 
     def close(self, status: Status, artifacts: Sequence[Path], end_time: float) -> int:
-        """Store the artifacts and end the run; returns how many artifacts."""
+        """Upload the artifacts and end the run; return the number of artifacts."""
         for path in artifacts:
             self.client.log_artifact(self.run_id, str(path))
         self.client.set_terminated(self.run_id, status, int(end_time * 1000))
@@ -226,17 +229,18 @@ class MlflowRun:
 
 
 def _within(points: Sequence[tuple[tuple[str, int], Point]], recorded: Mapping[tuple[str, int], Point]) -> bool:
+    """Return whether all points are unique and in the record."""
     return len({at for at, _ in points}) == len(points) and all(recorded.get(at) == point for at, point in points)
 
 
 def _is_set_as(cfg: RunConfig, noted: Mapping[str, str]) -> bool:
-    """Tell whether no parameter of the run contradicts the run's arm; one that it lacks is added later."""
+    """Return whether no parameter contradicts the run's arm. Missing parameters are added later."""
     now = params(cfg)
     return all(noted.get(name, now[name]) == now[name] for name in of_run(cfg))
 
 
 def _noted(old: Mapping[str, str], new_hash: str) -> dict[str, str]:
-    """The tags of a run that is replaced; the hash of its configuration is `new_hash` there and at its name's end."""
+    """Return the tags of a replaced run, with `new_hash` as configuration hash, also at the end of its name."""
     name, old_hash = old.get("mlflow.runName", ""), old.get("config_hash", new_hash)
     if name.endswith(ending := f"[{old_hash[:6]}]"):
         name = f"{name.removesuffix(ending)}[{new_hash[:6]}]"
@@ -244,7 +248,7 @@ def _noted(old: Mapping[str, str], new_hash: str) -> dict[str, str]:
 
 
 def _lives_elsewhere(noted: Mapping[str, str], directory: RunDirectory) -> bool:
-    """Tell whether the run mirrors another directory that is still there, of which this one must then be a copy."""
+    """Return whether the MLflow run mirrors another existing directory, of which this one is then a copy."""
     where = Path(noted.get("run_dir", ""))
     if not where.is_absolute() or not RunDirectory(where).is_mirrored or where.samefile(directory.path):
         return False
@@ -252,16 +256,16 @@ def _lives_elsewhere(noted: Mapping[str, str], directory: RunDirectory) -> bool:
 
 
 def artifacts_of(experiment: str, uri: str) -> str | None:
-    """Where a new experiment's files go: beside a database that is a file, else where the store says (None).
+    """Return the artifact location of a new experiment: beside an sqlite file, else the store's default (None).
 
-    MLflow's own choice is a folder in whatever directory the first command was typed in.
+    MLflow's default for sqlite would be a folder in the working directory of the first command.
     """
     path = sqlite_file(uri)
     return None if path is None else (path.absolute().parent / "mlruns" / quote(experiment, safe="")).as_uri()
 
 
 def create_sqlite(uri: str) -> None:
-    """Create a missing database aside and link it into place: one killed while MLflow creates it never opens again."""
+    """Create a missing database elsewhere and link it into place: a half-created one could not be opened again."""
     path = sqlite_file(uri)
     if path is None or path.exists():
         return
@@ -275,11 +279,11 @@ def create_sqlite(uri: str) -> None:
     try:
         os.link(aside, path)
     except FileExistsError:
-        pass  # another run of the sweep was faster
+        pass  # another run of the sweep created it
     finally:
         aside.unlink()
 
 
 def _is_not_ours(record: logging.LogRecord) -> bool:
-    """urllib3 warns of each retry; of the mirror's, one line of ours is enough."""
+    """Filter out urllib3's retry warnings in the mirror thread, which prints one line of its own."""
     return record.threadName != THREAD

@@ -1,4 +1,4 @@
-"""Fill MLflow from a run directory, after the run and without duplicates."""
+"""Fill MLflow from a run directory after the run, without duplicates."""
 
 import time
 
@@ -12,16 +12,20 @@ ENDED: dict[str, Status] = {"done": "FINISHED", "failed": "FAILED", "interrupted
 
 
 def resync(directory: RunDirectory, uri: str | None = None) -> str:
-    """Fill MLflow from a run's metrics.jsonl and resolved.yaml; returns a line that says what it did.
+    """Fill MLflow from metrics.jsonl and resolved.yaml; return a line describing what was done.
 
-    The status is the one that the run ended with. A run that is still going counts as killed until its own end says
-    better. Raises ConfigError, and what MLflow raises if it is down.
+    Sets the status the run ended with; a run still going counts as killed until it ends. Raises ConfigError for a
+    damaged record, and MLflow's exceptions if it is down.
     """
-    cfg, lines, record = directory.config(), directory.metrics(), directory.mirror()
+    cfg, record = directory.config(), directory.mirror()
     if directory.status == "not run":
         raise ConfigError(
             f"{directory.path} has no metrics.jsonl yet. Type python -m qerl_lab {resume_word(directory.path)}."
         )
+    try:
+        lines = directory.whole_metrics()
+    except ConfigError as error:
+        raise ConfigError(f"{directory.path} is damaged, and its mirror stays as it is. {error}") from None
     cfg.tracking.uri = uri or cfg.tracking.uri
     uri = mlflow_uri(cfg, record)
     prepare_mlflow()

@@ -1,9 +1,8 @@
-"""The way of a run's metrics: `metrics.jsonl` is the truth, MLflow is its mirror.
+"""Write a run's metrics to `metrics.jsonl`, the source of truth, and mirror them to MLflow.
 
-`Tracker.log` only appends a line to the run's metrics.jsonl. A daemon thread follows that file and copies it to MLflow:
-no store, however slow or dead, can hold up or end a training run. `resync` copies the same file through the
-same code later. Imports no torch; MLflow is imported by the thread (its import and the creation of its database take
-seconds).
+`Tracker.log` only appends a line to metrics.jsonl. A daemon thread follows that file and copies it to MLflow, so that a
+slow or dead store cannot delay or end training. `resync` uses the same code later. Imports no torch; the thread imports
+MLflow, which takes seconds, as does creating its database.
 """
 
 import errno
@@ -24,14 +23,14 @@ from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.metrics import declared, encode
 from qerl_lab.tracking.mlflow import STATUSES, THREAD, MlflowRun, Status, mlflow_uri, points_of, prepare_mlflow
 
-FLUSH_SECONDS = 2.0  # lines are sent together: one log_batch a step costs twice the CPU time of one for twenty
-RETRY_SECONDS = 30.0  # between two tries of a store that is away
-FINISH_SECONDS = 20.0  # how long the end of a run waits for MLflow
+FLUSH_SECONDS = 2.0  # send lines in batches: one log_batch per step takes twice the CPU time of one per twenty steps
+RETRY_SECONDS = 30.0  # between attempts while the store is unreachable
+FINISH_SECONDS = 20.0  # maximum wait for MLflow when a run ends
 
 
 @dataclass(frozen=True)
 class Mirrored:
-    """The place of a run in MLflow, and how many of its points are not known to be there. The URI has no password."""
+    """The run's place in MLflow, and the number of points that may be missing there. The URI has no password."""
 
     uri: str
     experiment_id: str | None
@@ -39,11 +38,11 @@ class Mirrored:
 
 
 class Tracker:
-    """Appends to RUN_DIR/metrics.jsonl and keeps MLflow in step behind it.
+    """Appends to RUN_DIR/metrics.jsonl and mirrors it to MLflow in a thread.
 
-    The `parts` of the reward have a metric each. `last_step` is the step of the loaded checkpoint: later lines, which
-    the resumed run writes again, are cut. `run_key` is what that checkpoint calls the run, for a directory that lost
-    its mlflow.json. env.json should be there before (tags `git_sha`, `command`).
+    Each reward part in `parts` has its own metric. `last_step` is the step of the loaded checkpoint; later lines are
+    cut, because the resumed run writes them again. `run_key` is the key in that checkpoint, for a directory that lost
+    its mlflow.json. Write env.json first: the tags `git_sha` and `command` come from it.
     """
 
     def __init__(
@@ -66,32 +65,32 @@ class Tracker:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """An exception ends the record as failed; otherwise `finish` has said how the run ended.
+        """End the record as failed on an exception; otherwise `finish` has set the status.
 
-        What comes after DONE (a second Ctrl-C, for example) leaves a run done.
+        An exception after DONE (such as a second Ctrl-C) leaves the run done.
         """
         if kind is None or self._directory.status == "done":
             return
         try:
             self.finish("FAILED", [])
-        except OSError as error:  # a full disk: the exception that is under way says more
+        except OSError as error:  # a full disk; the exception being raised is more informative
             print(f"qerl-lab: the record could not be ended ({error}).", file=sys.stderr)
 
     @property
     def key(self) -> str:
-        """The run's own name in MLflow; its checkpoints carry it."""
+        """The run's key in MLflow; checkpoints store it."""
         return self._record.values["key"]
 
     @property
     def mirror(self) -> Mirrored | None:
-        """The run in MLflow; None where it is not mirrored."""
+        """The run in MLflow; None if it is not mirrored."""
         if not self._cfg.tracking.mlflow:
             return None
         missing = 0 if self._is_whole else max(1, len(points_of(self._directory.metrics())) - self._known)
         return Mirrored(self._shown_uri(), self._record.values["experiment_id"], missing)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append one line, in one write. Raises ValueError for a name not declared, OSError if the disk is full."""
+        """Append one line in one write. Raises ValueError for an undeclared metric, OSError if the disk is full."""
         for name in metrics:
             if name not in self._declared:
                 hint = did_you_mean(name, list(self._declared))
@@ -101,11 +100,11 @@ class Tracker:
             raise OSError(errno.ENOSPC, f"the line of step {step} was cut; is the disk full?", self._file.name)
 
     def flush(self) -> None:
-        """Return when every line is on the disk itself, and outlives a crash of the machine."""
+        """Wait until every line is on the disk and survives a crash of the machine."""
         os.fsync(self._file.fileno())
 
     def finish(self, status: Status, artifacts: Sequence[Path] = ()) -> None:
-        """End the record, then wait up to FINISH_SECONDS for MLflow. Artifacts that do not exist are left out."""
+        """End the record, then wait up to FINISH_SECONDS for MLflow. Skips artifacts that do not exist."""
         if status not in STATUSES:
             raise ValueError(f"status={status!r}; allowed: {', '.join(STATUSES)}.")
         self._file.close()
@@ -118,21 +117,21 @@ class Tracker:
                 self._tell_away(f"gave no answer within {FINISH_SECONDS:.0f} s")
 
     def _mirror(self) -> None:
-        """Follow the run, from the start again after every outage."""
+        """Follow the run, starting over after every outage."""
         while not self._is_whole:
             is_last = self._stop.is_set()
             try:
                 self._follow()
-            except Exception as error:  # the boundary: what MLflow, its database or the network raises ends no run
+            except Exception as error:  # the thread's boundary: an error of MLflow or the network must not end a run
                 self._tell_away(f"failed ({type(error).__name__}: {first_line(error)[:200]})")
                 if is_last:
                     return
                 self._stop.wait(RETRY_SECONDS)
 
     def _follow(self) -> None:
-        """Copy what metrics.jsonl gains until the run ends; then open MLflow's run again, which compares the two."""
+        """Copy new lines of metrics.jsonl until the run ends; then open the MLflow run again to compare both."""
         uri = mlflow_uri(self._cfg, self._record)
-        self._record.set(uri=url_without_secrets(uri))  # a resumed run looks for it, also if it was away throughout
+        self._record.set(uri=url_without_secrets(uri))  # a resumed run needs it, even if the store was down throughout
         run = MlflowRun(self._cfg, self._directory, uri, self._record)
         run.running()
         offset = 0
@@ -155,7 +154,7 @@ class Tracker:
             return self._record.values["uri"]
 
     def _tell_away(self, what: str) -> None:
-        """Say once an outage what happened; `_mirror` tries again quietly."""
+        """Print the failure once per outage; `_mirror` retries silently."""
         if self._is_away:
             return
         self._is_away = True

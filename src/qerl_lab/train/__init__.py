@@ -1,1 +1,1 @@
-"""Training: one run, one step, and TRL's trainer between them."""
+"""Training: one run, one step, and the trainer built on TRL's."""

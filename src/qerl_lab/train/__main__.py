@@ -1,11 +1,12 @@
-"""The process of one run: be ready for signals, then import what a run needs, then run it.
+"""Entry point of the process that trains one run.
 
     python -m qerl_lab.train RUN_DIR [PARENT]
 
-RUN_DIR holds `resolved.yaml`; `python -m qerl_lab` writes it, starts this and gives its own process id as PARENT.
-Without PARENT it locks the directory itself.
-Leaves DONE (the summary, JSON) or FAILED (the reason, then the traceback; exit status 2 for a configuration that cannot
-run, 1 for the rest); after SIGINT, SIGTERM, SIGHUP or the end of PARENT neither, and exit status 130.
+RUN_DIR must contain `resolved.yaml`. `python -m qerl_lab` writes that file and starts this process, passing its own
+process id as PARENT. Without PARENT this process locks the directory itself. On success it writes DONE (the summary as
+JSON). On an error it writes FAILED (the reason, then the traceback) and exits with status 2 for a configuration that
+cannot run, 1 for any other error. After SIGINT, SIGTERM, SIGHUP or the death of PARENT it writes neither and exits with
+status 130.
 """
 
 import os
@@ -25,7 +26,7 @@ from qerl_lab.train.stop import Diverged, Stop
 
 
 def main(directory: RunDirectory, parent: int) -> int:
-    """Run what the directory holds; on an exception leave FAILED and return 1 or 2."""
+    """Train the run in `directory` and return its exit status; on an exception write FAILED and return 1 or 2."""
     stop, is_alone = Stop.on_signals(parent), True
     try:
         cfg = directory.config()
@@ -35,14 +36,14 @@ def main(directory: RunDirectory, parent: int) -> int:
             directory.reserve_room()
         else:
             sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
-        # These imports take ten seconds and more, in which signals are heard already.
+        # These imports take over ten seconds. Signal handlers are installed already.
         if cfg.device != "cpu":
             from qerl_lab.train import gpus
 
             if said := gpus.keep(cfg.gpus):
                 print(said, flush=True)
         with imports.kept():
-            terminal.quiet_third_parties()  # some speak while they are imported
+            terminal.quiet_third_parties()  # some log on import
             check_vllm()
             from qerl_lab.train import run
 
@@ -50,9 +51,9 @@ def main(directory: RunDirectory, parent: int) -> int:
         if speaks:
             directory.release_room()
         return code
-    except Exception as error:  # the boundary of the process: every reason ends up in FAILED
+    except Exception as error:  # the process boundary: FAILED records every error
         trace = redact(traceback.format_exc())
-        if is_alone or directory.status != "failed":  # by another rank, whose end this one has met
+        if is_alone or directory.status != "failed":  # else another rank failed first and wrote FAILED
             directory.fail(f"{type(error).__name__}: {redact(str(error))}\n\n{trace}")
         if not is_told_in_a_line(error):
             print(trace, end="", file=sys.stderr)
@@ -60,14 +61,14 @@ def main(directory: RunDirectory, parent: int) -> int:
 
 
 def is_told_in_a_line(error: Exception) -> bool:
-    """Whether a traceback would tell a user no more: it is no bug."""
+    """Return whether the message is enough and a traceback would add nothing."""
     if isinstance(error, OSError):
         return error.errno in FULL
-    return isinstance(error, ConfigError | Diverged) or type(error).__name__ == "EngineFailed"  # its module has torch
+    return isinstance(error, ConfigError | Diverged) or type(error).__name__ == "EngineFailed"  # lives beside torch
 
 
 def read(words: list[str]) -> tuple[RunDirectory, int]:
-    """RUN_DIR and PARENT, by default whoever started this. Raises ConfigError for other words."""
+    """Parse RUN_DIR and PARENT (default: the parent process). Raises ConfigError for other arguments."""
     path, parent = (*words, str(os.getppid()))[:2] if words else ("", "")
     if len(words) not in (1, 2) or not parent.isdecimal() or not RunDirectory(Path(path)).is_claimed:
         raise ConfigError(
@@ -83,7 +84,7 @@ if __name__ == "__main__":
     held = ExitStack()
     try:
         given = read(sys.argv[1:])
-        if len(sys.argv) == 2:  # typed by hand: a command holds the lock for the process that it starts
+        if len(sys.argv) == 2:  # started by hand: no parent command holds the lock
             held.enter_context(given[0].locked())
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Seconds of each phase of a step, on a device that works on after a call has returned."""
+"""Measure seconds by phase of a step, on a device that computes asynchronously."""
 
 import time
 from collections import defaultdict
@@ -7,29 +7,38 @@ from contextlib import contextmanager
 
 
 class Clock:
-    """Wall time by phase since the last `clear`. `wait` returns when the device has done all that it was given."""
+    """Accumulate wall time by phase since the last `clear`.
 
-    def __init__(self, wait: Callable[[], None]) -> None:
-        self.wait = wait
+    `wait` blocks until the device has finished all queued work. `waited` returns the seconds this process has spent
+    waiting for other ranks so far. Phases exclude that time; `end_step` stores it as "wait".
+    """
+
+    def __init__(self, wait: Callable[[], None], waited: Callable[[], float] = lambda: 0.0) -> None:
+        self.wait, self.waited = wait, waited
         self.seconds: dict[str, float] = defaultdict(float)
-        self._step_started = 0.0
+        self._step_started, self._waited_before = 0.0, 0.0
+
+    def own_time(self) -> float:
+        """Return wall time in seconds, without time spent waiting for other ranks."""
+        return time.perf_counter() - self.waited()
 
     @contextmanager
     def phase(self, name: str, on_device: bool = True) -> Iterator[None]:
-        """Add the time inside to a phase. A phase `on_device` ends when the device does."""
-        started = time.perf_counter()
+        """Time the block and add it to phase `name`. With `on_device`, wait for the device before stopping."""
+        started = self.own_time()
         yield
         if on_device:
             self.wait()
-        self.seconds[name] += time.perf_counter() - started
+        self.seconds[name] += self.own_time() - started
 
     def start_step(self) -> None:
-        self._step_started = time.perf_counter()
+        self._step_started, self._waited_before = time.perf_counter(), self.waited()
 
     def end_step(self) -> None:
-        """Note the seconds of the step, its last backward pass and optimizer update included."""
+        """Store the seconds of the whole step, including its last backward pass and optimizer update."""
         self.wait()
         self.seconds["step"] = time.perf_counter() - self._step_started
+        self.seconds["wait"] = self.waited() - self._waited_before
 
     def clear(self) -> None:
         self.seconds.clear()

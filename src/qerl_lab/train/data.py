@@ -1,4 +1,4 @@
-"""The questions that a run draws from, and the order in which it does."""
+"""Select the questions of a run and fix their order."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -16,9 +16,10 @@ from qerl_lab.tasks import Question, Task
 
 @dataclass(frozen=True)
 class TrainingData:
-    """The training questions of `task` that fit; `left_out` are longer than rollout.max_prompt_tokens.
+    """Questions of `task` whose prompts fit into rollout.max_prompt_tokens.
 
-    The held-out questions of `task` are those that fit, of those that are longer there is the number alone.
+    `questions` are the training questions and `task.heldout` the held-out ones. `left_out` and `heldout_left_out` count
+    those that are too long.
     """
 
     task: Task
@@ -28,16 +29,16 @@ class TrainingData:
     seed: int
 
     def order(self) -> Iterator[int]:
-        """Indices into `questions`, without end: one seeded permutation after another."""
+        """Yield indices into `questions` without end: one seeded permutation after another."""
         generator = torch.Generator().manual_seed(self.seed)
         while True:
             yield from torch.randperm(len(self.questions), generator=generator).tolist()
 
 
 def select(cfg: RunConfig, policy: Policy, task: Task) -> TrainingData:
-    """The questions whose prompt, as a chat, has at most rollout.max_prompt_tokens tokens; an engine meets no other.
+    """Keep the questions whose chat prompt has at most rollout.max_prompt_tokens tokens.
 
-    Raises ConfigError where no training question has, or fewer than two held-out ones of a run that evaluates.
+    Raises ConfigError if no training question fits, or fewer than two held-out questions do in a run that evaluates.
     """
     limit = cfg.rollout.max_prompt_tokens
     unasked = no_evaluation(cfg)
@@ -63,29 +64,29 @@ def select(cfg: RunConfig, policy: Policy, task: Task) -> TrainingData:
 
 
 class Cursor:
-    """A position in the endless order of a run's questions. Checkpoints store it; a resumed run goes on from there."""
+    """Position in the run's endless question order. Checkpoints store it, so that a resumed run continues there."""
 
     def __init__(self, data: TrainingData, position: int = 0) -> None:
         self.data = data
         self.go_to(position)
 
     def go_to(self, position: int) -> None:
-        """Stand at a position, also one before."""
+        """Move to `position`, forwards or backwards."""
         self.position = position
         self._order = islice(self.data.order(), position, None)
 
     def take(self, count: int) -> list[Question]:
-        """The next `count` questions; moves past them."""
+        """Return the next `count` questions and move past them."""
         self.position += count
         return [self.data.questions[index] for index in islice(self._order, count)]
 
     def peek(self, count: int) -> list[Question]:
-        """The next `count` questions; stays before them."""
+        """Return the next `count` questions without moving."""
         return Cursor(self.data, self.position).take(count)
 
 
 class Placeholders(Sampler[int]):
-    """Row 0, `count` times: TRL's dataloader counts the steps of a run, whose questions a `Cursor` draws."""
+    """Yield row 0 `count` times: TRL's dataloader only counts steps, and `Cursor` draws the questions."""
 
     def __init__(self, count: int) -> None:
         self.count = count

@@ -1,4 +1,4 @@
-"""What more steps mean for a run that was finished: schedules over the whole run are other ones from there on."""
+"""Describe how extending a finished run changes its schedules, which depend on the number of steps."""
 
 import math
 from dataclasses import replace
@@ -8,7 +8,10 @@ from qerl_lab.config.schema import OptimConfig, RunConfig
 
 
 def meaning(cfg: RunConfig) -> list[str]:
-    """What the last extension of a run changes, and that no run of these steps from the start is the same."""
+    """Return notes on what the last extension changes in the noise and learning-rate schedules.
+
+    The first note says that the result differs from a run started with that number of steps.
+    """
     was = replace(cfg, steps=cfg.extended[-1])
     lines = [f"extended from {was.steps} to {cfg.steps} steps: a run of {cfg.steps} from the start is another"]
     if cfg.aqn.schedule not in ("off", "adaptive"):
@@ -29,7 +32,7 @@ def meaning(cfg: RunConfig) -> list[str]:
 
 
 def share(cfg: OptimConfig, step: int, steps: int) -> float:
-    """The learning rate of a step's first update as a share of its peak, as transformers' schedules have it."""
+    """Return the learning rate of a step's first update as a share of its peak, as transformers computes it."""
     done, rising = step - 1, math.ceil(cfg.warmup_ratio * steps)
     if done < rising:
         return done / rising

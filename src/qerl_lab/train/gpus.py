@@ -1,7 +1,7 @@
-"""Which GPUs a run takes: the first of those that CUDA_VISIBLE_DEVICES shows. The others stay idle.
+"""Limit a run to the first `gpus` of the visible GPUs.
 
-transformers' Trainer would put a model on all that it sees (DataParallel), which neither our engine nor the adapters'
-packed layers are made for.
+Otherwise transformers' Trainer would use all of them through DataParallel, which the engines and packed layers do not
+support.
 """
 
 import os
@@ -13,13 +13,13 @@ from qerl_lab.preflight import VISIBLE
 
 
 def visible() -> list[str]:
-    """The GPUs that torch sees, as CUDA_VISIBLE_DEVICES names them."""
+    """Return the names of the GPUs that torch sees, as CUDA_VISIBLE_DEVICES lists them."""
     count, given = torch.cuda.device_count(), os.environ.get(VISIBLE)
     return given.split(",")[:count] if given else [str(index) for index in range(count)]
 
 
 def refuse_fewer(wanted: int, count: int) -> None:
-    """Raise ConfigError where several GPUs are asked for and there are fewer."""
+    """Raise ConfigError if several GPUs are requested and fewer are visible."""
     if wanted > max(1, count):
         raise ConfigError(
             f"gpus={wanted} and torch sees {count} GPUs here. Type gpus={max(1, count)}, or device=cpu for processes "
@@ -28,11 +28,10 @@ def refuse_fewer(wanted: int, count: int) -> None:
 
 
 def keep(wanted: int) -> str | None:
-    """Hide every visible GPU but the first `wanted` from this process; a line on what that means, None where none is
-    left idle.
+    """Hide all but the first `wanted` GPUs from this process; return a line for the user, None if no GPU is left idle.
 
-    Call it before CUDA starts, when counting GPUs does not start it. Raises ConfigError where CUDA has started, and
-    where there are too few GPUs.
+    Call it before CUDA starts: CUDA reads CUDA_VISIBLE_DEVICES once. Raises ConfigError if CUDA has started already or
+    there are too few GPUs.
     """
     names = visible()
     count = len(names)

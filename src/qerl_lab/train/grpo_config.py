@@ -1,4 +1,4 @@
-"""A run's configuration in TRL's words."""
+"""Translate a run's configuration into `trl.GRPOConfig`."""
 
 import math
 from pathlib import Path
@@ -14,15 +14,15 @@ from qerl_lab.train.ranks import PATIENCE
 
 
 def is_on_policy(cfg: RunConfig, policy: Policy) -> bool:
-    """Whether a training forward is that of the policy whose completions it trains on.
+    """Return whether the training forward computes the same policy that sampled the completions.
 
-    It is with one update per rollout and no dropout. The log-probs of the rollout are then the training forward's.
+    True with one update per rollout and no dropout. The training forward's log-probs then serve as the rollout's.
     """
     return cfg.updates_per_step == 1 and not policy.drops_out
 
 
 def grpo_config(cfg: RunConfig, policy: Policy, run_dir: Path) -> GRPOConfig:
-    """TRL's configuration of the run. `max_steps`, `logging_steps` count updates."""
+    """Build TRL's configuration. `max_steps` and `logging_steps` count optimizer updates, not steps."""
     micro, updates = cfg.optim.micro_batch_size, cfg.algorithm.updates_per_rollout
     return GRPOConfig(
         output_dir=str(run_dir / "checkpoints"),
@@ -61,14 +61,14 @@ def grpo_config(cfg: RunConfig, policy: Policy, run_dir: Path) -> GRPOConfig:
 
 
 def correction_settings(cfg: RunConfig, policy: Policy) -> dict[str, Any]:
-    """Keyword arguments of `trl.GRPOConfig` for `rollout.importance_correction`."""
+    """Return the `trl.GRPOConfig` arguments for `rollout.importance_correction`."""
     correction = cfg.rollout.importance_correction
     is_off = correction in ("off", "in_ratio")
     return {
-        # TRL corrects where it has to take the log-probs of the rollout before the first update; else `_weigh` does.
+        # Off-policy TRL computes the rollout's log-probs before the first update and corrects. Else `_weigh` corrects.
         "vllm_importance_sampling_correction": not is_on_policy(cfg, policy),
-        # A clip of [1, 1] turns the correction off and keeps TRL measuring the gap between sampler and trainer. TRL
-        # wants two different bounds; in float32 these are one.
+        # A clip of [1, 1] turns the correction off, while TRL still measures the gap between sampler and trainer.
+        # TRL requires two different bounds; in float32 these two are equal.
         "vllm_importance_sampling_mode": "token_truncate" if is_off else correction,
         "vllm_importance_sampling_clip_max": 1.0 if is_off else cfg.rollout.importance_clip_max,
         "vllm_importance_sampling_clip_min": math.nextafter(1.0, 0.0) if is_off else None,

@@ -1,6 +1,6 @@
-"""Signs that a run learns nothing, unlearns, or is not of one policy: from its metrics, each told once. No torch.
+"""Detect from the metrics that a run does not learn, forgets, or samples from another policy. Imports no torch.
 
-A sign must hold over `WINDOW` steps in a row, because one step may be unlucky.
+A sign must hold for `WINDOW` consecutive steps, because a single step can be bad luck. Each sign is reported once.
 """
 
 import math
@@ -11,16 +11,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from qerl_lab.config.schema import RunConfig
 
 WINDOW = 5  # steps
-ENTROPY_LEFT = 0.02  # share of the first steps' entropy under which next to nothing is explored
-REWARD_LEFT = 0.5  # share of the first steps' reward under which the policy has unlearned what it could
-APART = 5.0  # nats at a token without noise; rounding parts sampler and trainer by less (docs/running.md)
-SIGMAS = 4  # standard errors that a fall of the reward must exceed, or a small batch would be enough for it
+ENTROPY_LEFT = 0.02  # below this share of the initial entropy the policy hardly explores
+REWARD_LEFT = 0.5  # below this share of the initial reward the policy has collapsed
+APART = 5.0  # nats per token without noise; rounding alone gives a smaller sampler-trainer gap (docs/running.md)
+LENGTH_LEFT = 1 / 3  # below this share of the initial completion length the policy may have stopped reasoning
+HELD = 0.2  # allowed relative difference between requested and observed noise
+SIGMAS = 4  # standard errors that a reward drop must exceed, so that a small batch does not trigger it
 
 Metrics = Mapping[str, float]
 
 
 class Watch:
-    """Sees the metrics of every step of a run, those of a resumed one's earlier steps first."""
+    """Collect the metrics of every step and report new signs. A resumed run passes its earlier steps first."""
 
     def __init__(self, cfg: RunConfig, earlier: Iterable[Metrics]) -> None:
         self.cfg, self.told = cfg, set[str]()
@@ -30,7 +32,7 @@ class Watch:
             self.see(metrics)
 
     def see(self, metrics: Metrics) -> dict[str, str]:
-        """Say what is new and wrong, and what to do about it."""
+        """Add one step's metrics; return new signs, each with advice."""
         if "reward/mean" not in metrics:  # held-out evaluation
             return {}
         if len(self.first) < WINDOW:
@@ -43,12 +45,13 @@ class Watch:
 
 
 def signs(first: Sequence[Metrics], last: Sequence[Metrics], cfg: RunConfig) -> dict[str, str]:
-    """Say what is wrong in the last steps of a run and what to type, from them and its first ones, `WINDOW` each."""
+    """Return signs of trouble and advice, from the first and the last `WINDOW` steps."""
     flat = all(metrics["reward/zero_variance_groups"] == 1 for metrics in last)
     worthless = all(metrics["reward/mean"] == 0 for metrics in last)
     truncated = all(metrics["rollout/truncated_fraction"] == 1 for metrics in last)
     longer = f"Type a higher rollout.max_completion_tokens (it is {cfg.rollout.max_completion_tokens})"
     slower = f"Type a lower optim.learning_rate (it is {cfg.optim.learning_rate:g})"
+    varied = f"rollout.group_size (it is {cfg.rollout.group_size}), or a task that is neither solved nor hopeless."
     found: dict[str, str] = {}
     if truncated:
         found["every completion was cut at the token limit"] = f"{longer}."
@@ -64,18 +67,17 @@ def signs(first: Sequence[Metrics], last: Sequence[Metrics], cfg: RunConfig) -> 
         )
     elif flat:
         found["all completions of every question earned the same"] = (
-            "Their advantages are zero and nothing is learned. Type a higher rollout.group_size (it is "
-            f"{cfg.rollout.group_size}) or rollout.temperature (it is {cfg.rollout.temperature:g}), or a task that is "
-            "neither solved nor hopeless."
+            "Their advantages are zero and nothing is learned. Type a higher rollout.temperature (it is "
+            f"{cfg.rollout.temperature:g}) or {varied}"
         )
     if not flat and all(metrics.get("rollout/groups_flat", 0) for metrics in last):
         found["dynamic sampling fills no batch"] = (
             "In each of the last steps it reached its cap, and questions that say nothing filled the batch. Type a "
-            f"higher algorithm.max_resamples (it is {cfg.algorithm.max_resamples}) or rollout.group_size (it is "
-            f"{cfg.rollout.group_size}), or a task that is neither solved nor hopeless."
+            f"higher algorithm.max_resamples (it is {cfg.algorithm.max_resamples}) or {varied}"
         )
-    if (apart := min(_apart(metrics) for metrics in last)) > APART:
-        found["sampler and trainer are two policies"] = _two_policies(apart, cfg)
+    found |= _signs_of_the_engine(last, cfg)
+    if _shrinks_for_nothing(first, last, cfg):
+        found["completions shrink and right answers do not rise"] = _only_the_format(first, last, cfg)
     if _mean("policy/entropy_nats", last) < ENTROPY_LEFT * _mean("policy/entropy_nats", first):
         found["the policy's entropy has collapsed"] = (
             f"Under {ENTROPY_LEFT:.0%} of it is left, and nothing is explored any more. {slower}."
@@ -83,7 +85,38 @@ def signs(first: Sequence[Metrics], last: Sequence[Metrics], cfg: RunConfig) -> 
     return found
 
 
+def _signs_of_the_engine(last: Sequence[Metrics], cfg: RunConfig) -> dict[str, str]:
+    found: dict[str, str] = {}
+    if (apart := min(_apart(metrics) for metrics in last)) > APART:
+        found["sampler and trainer are two policies"] = _two_policies(apart, cfg)
+    if all(_is_other_noise(metrics) for metrics in last):
+        found["the engine holds another noise than was asked"] = (
+            f"The last step asked for sigma {last[-1]['noise/sigma']:.2g}, and the engine's norms differ from clean "
+            f"ones by {last[-1]['noise/std_observed']:.2g}. Do not compare this run by its sigma. "
+            "Type rollout=transformers, or a higher aqn.sigma_end."
+        )
+    return found
+
+
+def _only_the_format(first: Sequence[Metrics], last: Sequence[Metrics], cfg: RunConfig) -> str:
+    """Return the advice for completions that shrink while answers do not improve."""
+    tokens, earned = ([_mean(name, steps) for steps in (first, last)]
+                      for name in ("rollout/completion_tokens", "reward/answer"))  # fmt: skip
+    said = (
+        f"A completion had {tokens[0]:.0f} tokens as the run began and has {tokens[1]:.0f}; the answers earned "
+        f"{earned[0]:.2f} and earn {earned[1]:.2f}. "
+        f"Look at the completions: python -m qerl_lab.samples {shlex.quote(cfg.run_dir)}."
+    )
+    if cfg.task.format_reward == 0 or cfg.task.format_reward_for == "right":
+        return said
+    return (
+        f"{said} If they keep the format and do not think, the format reward alone is winning: type "
+        f"task.format_reward_for=right, or a lower task.format_reward (it is {cfg.task.format_reward:g})."
+    )
+
+
 def _two_policies(apart: float, cfg: RunConfig) -> str:
+    """Return the advice for a sampler and trainer that are too far apart."""
     vllm = "Type rollout.vllm.linear_backend=marlin, or rollout=transformers, and compare sampler/logprob_gap_max."
     return (
         f"Without noise each of the last steps had a token whose log-probabilities were {apart:.0f} nats apart or "
@@ -93,16 +126,39 @@ def _two_policies(apart: float, cfg: RunConfig) -> str:
 
 
 def _apart(metrics: Metrics) -> float:
-    """How far a token was off in a step without noise, which parts the two on purpose; 0 in one with it."""
+    """Return the largest log-prob gap of a step without noise; 0 with noise, which causes a gap by design."""
     return 0.0 if metrics.get("noise/sigma", 0.0) > 0 else metrics.get("sampler/logprob_gap_max", 0.0)
 
 
+def _is_other_noise(metrics: Metrics) -> bool:
+    """Return whether observed and requested noise differ by more than `HELD`. False for a step without noise."""
+    asked = metrics.get("noise/sigma", 0.0)
+    return asked > 0 and abs(metrics.get("noise/std_observed", asked) / asked - 1) > HELD
+
+
 def _has_fallen(first: Sequence[Metrics], last: Sequence[Metrics], cfg: RunConfig) -> bool:
-    """Whether the reward is clearly under half of what it was. Completions of a question count as one: they agree."""
+    """Return whether the reward fell below half of its initial value, beyond `SIGMAS` standard errors.
+
+    Completions of one question are correlated, so they count as one sample.
+    """
     before, now = _mean("reward/mean", first), _mean("reward/mean", last)
     variance = sum(_mean("reward/std", steps) ** 2 for steps in (first, last))
     error = math.sqrt(variance / (WINDOW * cfg.rollout.prompts_per_step))
     return now < REWARD_LEFT * before and before - now > SIGMAS * error
+
+
+def _shrinks_for_nothing(first: Sequence[Metrics], last: Sequence[Metrics], cfg: RunConfig) -> bool:
+    """Return whether completions shrank to under a third of their initial length and answers did not improve.
+
+    An improvement is a rise of more than one standard error. Completions of one question count as one sample.
+    """
+    if cfg.task.answer_reward == 0:
+        return False
+    right = [_mean("reward/answer", steps) / cfg.task.answer_reward for steps in (first, last)]
+    variance = sum(max(0.0, share * (1 - share)) for share in right)  # a rounded share may be above 1
+    error = math.sqrt(variance / (WINDOW * cfg.rollout.prompts_per_step))
+    shrunk = _mean("rollout/completion_tokens", last) < LENGTH_LEFT * _mean("rollout/completion_tokens", first)
+    return shrunk and right[1] - right[0] <= error
 
 
 def _mean(name: str, steps: Sequence[Metrics]) -> float:

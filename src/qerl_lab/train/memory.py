@@ -1,4 +1,4 @@
-"""Memory at its peak, and who holds a GPU's, for the run that has too little of it."""
+"""Measure peak memory and report what holds a GPU's memory when a run runs out."""
 
 import re
 import resource
@@ -14,11 +14,11 @@ from qerl_lab.model.policy import Policy
 from qerl_lab.rollout.engine import ASLEEP
 
 OTHERS = "others"
-MUCH = 4 * GIB  # that others hold; CUDA takes about half a GiB of each program
+MUCH = 4 * GIB  # held by other programs; CUDA itself takes about half a GiB per program
 
 
 def peaks() -> dict[str, float]:
-    """Peak resident memory of this process so far, and peak GPU memory allocated since the start."""
+    """Return this process's peak resident memory and peak allocated GPU memory so far, in GiB."""
     peak = {"memory/rss_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
     if torch.cuda.is_available():
         peak["memory/gpu_peak_gib"] = torch.cuda.max_memory_allocated() / GIB
@@ -26,7 +26,7 @@ def peaks() -> dict[str, float]:
 
 
 def owners(policy: Policy, held_by_engine: dict[str, int]) -> dict[str, int]:
-    """Bytes on the policy's device by owner; "others" are other programs, and what CUDA itself takes."""
+    """Return bytes on the policy's device by owner. "others" covers other programs and CUDA's own memory."""
     learned = sum(parameter.nbytes for parameter in policy.model.parameters() if parameter.requires_grad)
     found = {
         "frozen base": weight_bytes(policy.model).total - learned,
@@ -36,7 +36,7 @@ def owners(policy: Policy, held_by_engine: dict[str, int]) -> dict[str, int]:
     if policy.device.type == "cuda":
         free, total = torch.cuda.mem_get_info(policy.device)
         reserved = torch.cuda.memory_reserved(policy.device) - held_by_engine.get(ASLEEP, 0)
-        # Of an engine that could sleep and was built again torch counts what the first one held too.
+        # After a sleeping engine was rebuilt, torch still counts the memory of the first one.
         own = max(min(reserved, total - free), sum(found.values()))
         found["activations and the rest"] = own - sum(found.values())
         found |= {OTHERS: max(0, total - free - own), "free": free}
@@ -44,7 +44,7 @@ def owners(policy: Policy, held_by_engine: dict[str, int]) -> dict[str, int]:
 
 
 def no_room(cfg: RunConfig, device: torch.device, error: Exception) -> str:
-    """The message for a model that does not fit while it is loaded."""
+    """Return the error message for a model that does not fit on the device while loading."""
     free, total = torch.cuda.mem_get_info(device)
     own = torch.cuda.memory_reserved(device)
     shares = {"this run": own, OTHERS: max(0, total - free - own), "free": free}
@@ -61,12 +61,12 @@ def _listed(shares: Mapping[str, int]) -> str:
 
 
 def _asked(error: Exception) -> str:
-    """What torch says of the tensor that had no room. Then it lists every process."""
+    """Return the first line of torch's out-of-memory message, without its list of processes."""
     return re.sub(r"(Tried to allocate [\d.]+ \w+\.).*", r"\1", first_line(error))
 
 
 def too_little(cfg: RunConfig, policy: Policy, held_by_engine: dict[str, int], error: Exception) -> str:
-    """The message for a run that is out of memory: who has how much, and which keys lower it."""
+    """Return the error message for a run out of memory: bytes by owner, and config keys that lower them."""
     found = owners(policy, held_by_engine)
     shares = _listed(found)
     if asleep := held_by_engine.get(ASLEEP, 0):

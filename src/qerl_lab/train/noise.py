@@ -1,7 +1,7 @@
-"""How strong the noise of a run's steps is: as the schedule says, solved for a KL in every stage, or followed.
+"""Choose the noise level (sigma) of each step: scheduled, solved for a target KL per stage, or adaptive.
 
-What a step's sigma depends on besides the configuration is `NoiseLevel.state`, which every checkpoint holds. All ranks
-come to the same sigma, because what they measure is pooled.
+`NoiseLevel.state` holds everything beyond the configuration that sigma depends on; checkpoints store it. All ranks get
+the same sigma, because measurements are pooled over ranks.
 """
 
 import math
@@ -20,16 +20,16 @@ from qerl_lab.train.data import Cursor
 from qerl_lab.train.ranks import Ranks
 from qerl_lab.train.step import sampling
 
-LONGEST = 1024  # tokens of a text on which sigma is solved: a long one would hold every rank up, and tell little more
-PROBING = -1  # the attempt of a step in which these texts are sampled, before the first
+LONGEST = 1024  # tokens per text when solving for sigma: longer texts delay every rank and add little information
+PROBING = -1  # attempt number for sampling these texts; a step's own attempts start at 0
 
 
 class NoiseLevel:
-    """Sigma of the steps, one after another.
+    """Sigma of each step.
 
     Attributes:
-        state: plain JSON. With unit=kl the stage whose sigma was solved last, and its `found.Found`; with
-            schedule=adaptive the sigma of the step that comes next; else nothing.
+        state: JSON-serializable. With unit=kl: the last solved stage and its `found.Found`. With schedule=adaptive:
+            sigma of the next step. Otherwise empty.
     """
 
     def __init__(self, cfg: RunConfig) -> None:
@@ -37,34 +37,35 @@ class NoiseLevel:
         self.follows = cfg.aqn.schedule == "adaptive"
         self.solves = cfg.aqn.unit == "kl" and cfg.aqn.schedule not in ("off", "adaptive")
         self.state: dict[str, Any] = {"sigma": cfg.aqn.sigma_start} if self.follows else {}
-        self._kl = math.nan  # of the noise of the step under way, once it is measured
+        self._kl = math.nan  # measured KL of the current step's noise
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint's."""
+        """Restore the state from a checkpoint."""
         self.state = dict(state)
 
     def target(self, step: int) -> float:
-        """What the schedule states for a step, in aqn.unit."""
+        """Return the scheduled level of a step, in units of aqn.unit."""
         return aqn.level(self.aqn, step, self.cfg.steps)
 
     def noise(self, step: int) -> aqn.Noise:
-        """The noise of the step under way. With unit=kl its stage has been solved."""
+        """Return the noise of the current step. With unit=kl its stage must be solved already."""
         sigma = self.target(step)
         if sigma > 0 and (self.solves or self.follows):
             sigma = self.state["sigma"]
         return aqn.Noise(sigma, self.cfg.seed, step, self.aqn.relative)
 
     def is_due(self, step: int) -> bool:
-        """Whether the step is in a noisy stage that has no sigma yet."""
+        """Return whether the step belongs to a noisy stage whose sigma is not solved yet."""
         return self.solves and self.target(step) > 0 and self.state.get("stage") != self._stage(step)
 
     def _stage(self, step: int) -> int:
         return schedule.stage(step, self.cfg.steps, self.aqn.stages)
 
     def solve(self, step: int, nats_per_token: Callable[[list[aqn.Noise]], float]) -> Found:
-        """Find the sigma of a step's stage. What is measured are the noises of the stage's own steps, evenly spread.
+        """Find the sigma whose KL matches the target of the step's stage.
 
-        So the stage's noise has the KL asked for in the mean of its draws, not only in that of all there could be.
+        The KL is averaged over noise draws of the stage's own steps, evenly spread, so that it fits the noise actually
+        used.
         """
         stage, target, last = self._stage(step), self.target(step), self.state
         steps = schedule.steps_of(stage, self.cfg.steps, self.aqn.stages)
@@ -79,16 +80,16 @@ class NoiseLevel:
         return result
 
     def observe(self, nats_per_token: float) -> None:
-        """Hear the KL that was measured of the step's noise."""
+        """Store the measured KL of the current step's noise."""
         self._kl = nats_per_token
 
     def end_step(self) -> None:
-        """Set the sigma of the next step. To be called once the step's last update is done, whose noise it would be."""
+        """Set sigma for the next step. Call it after the step's last update, which still uses the current sigma."""
         if self.follows:
             self.state = {"sigma": found.adapted(self.aqn, self.state["sigma"], self._kl)}
 
     def metrics(self, step: int) -> dict[str, float]:
-        """What is known of the step's noise before anything is measured with it."""
+        """Return the metrics of the step's noise that are known before measuring."""
         target, sigma = self.target(step), self.noise(step).sigma
         metrics = {"noise/sigma": sigma}
         if self.aqn.unit == "kl" and self.aqn.schedule != "off":
@@ -98,7 +99,7 @@ class NoiseLevel:
         return metrics
 
     def missed(self, step: int) -> str:
-        """Say in a sentence that no sigma has the KL of a step's stage, and what to do; empty where one has."""
+        """Return a warning if the solved KL misses the stage's target, else an empty string."""
         target, last, own = self.target(step), self.state, self.aqn
         if abs(math.log(max(last["kl"], 1e-300) / target)) <= math.log1p(own.solver.tolerance):
             return ""
@@ -113,11 +114,10 @@ class NoiseLevel:
 def measure_on_own_texts(
     cfg: RunConfig, step: int, cursor: Cursor, policy: Policy, engine: Engine, ranks: Ranks
 ) -> Callable[[list[aqn.Noise]], float]:
-    """A function from noises to their mean KL in nats per token, over completions that are sampled now, without noise.
+    """Sample clean completions; return a function that measures the mean KL (nats per token) of given noises.
 
-    They answer the questions that the step is going to ask, each rank its share, and each noise has its share of them.
-    The engine is left without noise.
-    Raises EngineFailed on every rank if on any.
+    The completions answer the step's upcoming questions, split over ranks; each noise is measured on a share of them.
+    The engine is left without noise. Raises EngineFailed on every rank if any rank fails.
     """
     share = ranks.share(cfg.aqn.solver.prompts)
     questions = cursor.peek(share.stop)[share.start :]
@@ -130,7 +130,7 @@ def measure_on_own_texts(
         if not prompts:
             return []
         out = engine.generate(prompts, 1, how)
-        engine.sleep()  # the trainer computes on the texts now
+        engine.sleep()  # free memory for the trainer, which runs next
         return [(prompt, ids) for prompt, (ids,) in zip(out.prompt_ids_P, out.completion_ids_P_G, strict=True)]
 
     pairs = ranks.alike(ask, EngineFailed)
@@ -139,7 +139,7 @@ def measure_on_own_texts(
     tokens = sum(ranks.gather(texts.tokens))
 
     def nats_per_token(noises: list[aqn.Noise]) -> float:
-        first = ranks.rank % len(noises)  # a rank with few texts begins with another noise than the next
+        first = ranks.rank % len(noises)  # start each rank at another noise, so that ranks with few texts cover all
         return sum(ranks.gather(texts.nats(noises[first:] + noises[:first]))) / tokens
 
     return nats_per_token

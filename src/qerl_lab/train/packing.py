@@ -1,8 +1,8 @@
-"""A micro-batch without padding: its sequences stand in one row, and attention stays within each.
+"""Train on micro-batches without padding: concatenate the sequences in one row and mask attention between them.
 
-Prompts and completions are ragged, and a padded batch computes every row to the length of the longest. The seams are
-transformers' `AttentionInterface` and the arguments `cu_seq_lens_q` and `max_length_q`, which its models hand through
-to the attention, and torch's `varlen_attn` (FlashAttention-2).
+A padded batch computes every row to the length of the longest. Packing uses transformers' `AttentionInterface`, the
+arguments `cu_seq_lens_q` and `max_length_q` that its models pass on to attention, and torch's `varlen_attn`
+(FlashAttention-2).
 """
 
 import inspect
@@ -23,9 +23,9 @@ NAME = "qerl_lab_packed"
 
 
 def without_padding(model: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `model`, which TRL's head gave log-probs: a padded batch goes in and comes out, one row is computed.
+    """Wrap `model`, which returns log-probs through TRL's head, to compute a padded batch as one packed row.
 
-    Where the batch has padding the results are 0. Call it inside of `attention`.
+    Inputs and results keep the padded shape; padded positions are 0. Call the result inside `attention`.
     """
 
     def forward(input_ids: Tensor, attention_mask: Tensor, labels: Tensor, **kwargs: Any) -> SimpleNamespace:
@@ -47,13 +47,13 @@ def without_padding(model: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _spread(row: Tensor, held: Tensor) -> Tensor:
-    """Log-probs of a row's tokens but the first, [1, tokens - 1], to their places in [B, T]."""
+    """Scatter the packed log-probs [1, tokens - 1] back to the padded shape [B, T]."""
     return row.new_zeros(held.shape).masked_scatter(held, F.pad(row, (1, 0)))
 
 
 @contextmanager
 def attention(model: PreTrainedModel) -> Iterator[None]:
-    """Let the model attend within sequences for a while: over forward and backward, which may recompute."""
+    """Switch the model to packed attention. Keep it on during the backward pass, which may recompute the forward."""
     before = model.config._attn_implementation  # transformers has a public setter and no getter
     model.set_attn_implementation(NAME)
     try:
@@ -63,9 +63,9 @@ def attention(model: PreTrainedModel) -> Iterator[None]:
 
 
 def is_wanted(cfg: RunConfig, model: PreTrainedModel) -> bool:
-    """Whether the run trains without padding. Raises ConfigError where optim.packing=on cannot be.
+    """Return whether the run packs sequences. Raises ConfigError if optim.packing=on is impossible.
 
-    By itself a run packs where the attention of `model.attention` is the one that packing puts in its place, on a GPU.
+    optim.packing=auto packs on a GPU when model.attention=sdpa and the model allows it.
     """
     why = cannot_pack(model)
     if cfg.optim.packing == "on" and why:
@@ -78,7 +78,7 @@ def is_wanted(cfg: RunConfig, model: PreTrainedModel) -> bool:
 
 
 def cannot_pack(model: PreTrainedModel) -> str:
-    """What of a model's attention packed sequences have not; empty where they have all of it."""
+    """Return why the model's attention cannot be packed; empty if it can."""
     config = model.config.get_text_config()
     everywhere = "full_attention" if getattr(config, "sliding_window", None) is None else "sliding_attention"
     if set(getattr(config, "layer_types", None) or [everywhere]) != {"full_attention"}:
@@ -97,8 +97,8 @@ def attend(
     """Attend causally within each sequence.
 
     Args:
-        query: [1, heads, tokens, dim]; of key and value [1, key-value heads, tokens, dim].
-        cu_seq_lens_q: where sequences begin, and the end, int32 [sequences + 1].
+        query: [1, heads, tokens, dim]; key and value are [1, key-value heads, tokens, dim].
+        cu_seq_lens_q: start of each sequence, then the end; int32 [sequences + 1].
     """
     if dropout:
         raise ValueError(f"attention dropout {dropout} is not possible in packed sequences; allowed: 0")
@@ -112,7 +112,7 @@ def attend(
 
 
 def _varlen(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, scaling: float) -> Tensor:
-    """[tokens, heads, dim] of each to that of the query."""
+    """Run FlashAttention-2 on packed tensors; query, key, value and result are [tokens, heads, dim]."""
     from torch.nn.attention.varlen import varlen_attn
 
     shared: dict[str, Any] = {}
@@ -122,8 +122,8 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: 
         copies = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1)
     out = varlen_attn(query, key, value, starts, starts, longest, longest, scale=scaling, window_size=(-1, 0), **shared)
-    return cast(Tensor, out)  # a pair with return_aux only
+    return cast(Tensor, out)  # returns a pair only with return_aux
 
 
 AttentionInterface.register(NAME, attend)
-AttentionMaskInterface.register(NAME, lambda *_, **__: None)  # the starts of the sequences say it all
+AttentionMaskInterface.register(NAME, lambda *_, **__: None)  # cu_seq_lens_q replaces the mask

@@ -1,11 +1,10 @@
-"""Measurements of the noise that need the whole vocabulary, made on the trainer's own model."""
+"""Measure the noise over the whole vocabulary, on the trainer's model."""
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from qerl_lab import aqn
 from qerl_lab.evaluate import kl
 from qerl_lab.model.policy import Policy
 from qerl_lab.rollout.engine import Rollout
@@ -13,12 +12,12 @@ from qerl_lab.rollout.engine import Rollout
 
 @dataclass(frozen=True)
 class Probed:
-    """What the probe found, in nats.
+    """Results of the probe, in nats.
 
     Attributes:
-        noise_kl: KL(policy with the engine's norms || policy without noise), per token.
-        kernel_gap_T: abs(sampler - policy with the engine's norms) log-probability of each token, float64. Weights and
-            noise are the same on both sides, so that only the engines' arithmetic is left, or an error.
+        noise_kl: mean KL per token from the policy with the engine's norms to the policy without noise.
+        kernel_gap_T: abs(sampler log-prob - log-prob of the policy with the engine's norms) of each token, float64.
+            Both sides use the same weights and noise, so a gap comes from the engines' arithmetic or from an error.
     """
 
     noise_kl: kl.Estimate
@@ -29,8 +28,8 @@ def probe(policy: Policy, norms: dict[str, Tensor], rollout: Rollout, completion
     """Compare the sampler, the policy with the sampler's norms, and the policy without noise.
 
     Args:
-        completions: how many of the rollout's are compared, spread over its prompts.
-        norms: the weights that an engine holds, by the full name of their layer; any device and dtype.
+        completions: number of the rollout's completions to compare, spread over its prompts.
+        norms: the engine's norm weights by full layer name; on any device.
     """
     groups = zip(rollout.prompt_ids_P, rollout.completion_ids_P_G, rollout.logprobs_P_G, strict=True)
     rows = [(prompt, *row) for prompt, *group in groups for row in zip(*group, strict=True)]
@@ -40,7 +39,7 @@ def probe(policy: Policy, norms: dict[str, Tensor], rollout: Rollout, completion
     sampler_T = torch.tensor([logprob for *_, logprobs in rows for logprob in logprobs], dtype=torch.float64)
     noisy = {name: weight.to(policy.norms[name]) for name, weight in norms.items()}
     model, kl_T, noisy_T = policy.model.get_base_model(), list[Tensor](), list[Tensor]()
-    with policy.as_sampler(aqn.CLEAN.onto_norms(policy.clean_norms, policy.norms)):
+    with policy.as_sampler(policy.clean_norms):
         clean_states = kl.hidden_states(model, pairs)
         with policy.norms_as(noisy):
             noisy_states = kl.hidden_states(model, pairs)

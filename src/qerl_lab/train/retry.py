@@ -1,4 +1,4 @@
-"""What becomes of a run whose engine fails: it is built again and asked once more, for a step or for an evaluation."""
+"""Rebuild a failed engine and repeat the request once, for a step or an evaluation."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -16,15 +16,15 @@ T = TypeVar("T")
 
 
 def twice(act: Callable[[], T], mend: Callable[[str], None]) -> T:
-    """Return what `act` does; where an engine fails in it, `mend` is told the cause and it is done once more.
+    """Return the result of `act`. If an engine fails, call `mend` with the cause and retry once.
 
-    A second failure is raised with both causes. On several ranks `act` must fail on all of them or on none.
+    A second failure raises EngineFailed with both causes. With several ranks `act` must fail on all or none.
     """
     try:
         return act()
     except EngineFailed as error:
         cause = line(error)
-    mend(cause)  # not in the handler: the traceback keeps the old engine, and its memory, alive
+    mend(cause)  # outside the handler: the traceback would keep the old engine and its memory alive
     try:
         return act()
     except EngineFailed as error:
@@ -32,7 +32,7 @@ def twice(act: Callable[[], T], mend: Callable[[str], None]) -> T:
 
 
 class RunEngine:
-    """The engine of a run. It can be built again, and what it gives is complete."""
+    """The engine of a run. It can be rebuilt, and it refuses incomplete rollouts."""
 
     def __init__(self, cfg: RunConfig, policy: Policy) -> None:
         self.cfg, self.policy = cfg, policy
@@ -41,54 +41,54 @@ class RunEngine:
     def generate(
         self, prompt_ids_P: list[list[int]], group_size: int, sampling: Sampling, on_done: OnDone = ignore
     ) -> Rollout:
-        """Sample. Raises EngineFailed, also where something is missing."""
+        """Sample completions. Raises EngineFailed, also for an incomplete rollout."""
         found = self._engine.generate(prompt_ids_P, group_size, sampling, on_done)
         refuse_incomplete(found, len(prompt_ids_P), group_size, sampling)
         return found
 
     def sync(self, noise: Noise) -> None:
-        """Take over adapter and noise."""
+        """Load the current adapter and noise into the engine."""
         self._engine.sync(noise)
 
     def sleep(self) -> None:
-        """Give back memory that only sampling needs, until the next `sync` or `generate`."""
+        """Free memory that only sampling needs, until the next `sync` or `generate`."""
         self._engine.sleep()
 
     @property
     def linear_backend(self) -> str | None:
-        """What computes the products of 4-bit weights; None where there is no choice."""
+        """Name of the kernel that multiplies 4-bit weights; None if the engine has no choice."""
         return self._engine.linear_backend
 
     def norms(self) -> dict[str, Tensor]:
-        """Read the noisy norms' weights that the engine holds."""
+        """Return the noisy norm weights that the engine holds, by full layer name."""
         return self._engine.norms()
 
     def held(self) -> dict[str, int]:
-        """Bytes of the device's memory that the engine holds, by what for."""
+        """Return the bytes of device memory that the engine holds, by purpose."""
         return self._engine.held()
 
     def close(self) -> None:
-        """Close the engine. Where that fails nothing more is lost: it is said, and hides no error under way."""
+        """Close the engine. Print a failure to close, so that it does not hide an error that is being raised."""
         try:
             self._engine.close()
         except Exception as error:
             terminal.say(f"warning: the engine could not be closed ({type(error).__name__}: {line(error)}).")
 
     def rebuild(self, cause: str) -> None:
-        """Put a new engine, not synced yet, in the place of one that failed, and say so.
+        """Replace the failed engine by a new one, not synced yet, and print a warning.
 
-        Every rank does, whoever's has failed: some engines of several ranks can only be built together. So no rank
-        may wait here for another whose building failed, and the caller has saved before. Raises EngineFailed.
+        All ranks rebuild, because some multi-rank engines can only be built together. A rank must not wait here for one
+        that failed to build, and the caller must save first. Raises EngineFailed.
         """
         terminal.say(f"warning: the engine failed ({cause}). Building it again and repeating what was asked.")
         self.close()
         try:
             self._engine = rollout.build(self.cfg, self.policy)
-        except Exception as error:  # whatever it is, the first cause tells more
+        except Exception as error:  # of any type; the first cause is more informative
             again = "" if line(error) == cause else f": {type(error).__name__}: {line(error)}"
             raise EngineFailed(f"{cause} (and no engine could be built again{again})") from error
 
 
 def line(error: Exception) -> str:
-    """The first line of a message, to be put into another."""
+    """Return the first line of an error message without its full stop, to embed it in another message."""
     return first_line(error).rstrip(".")

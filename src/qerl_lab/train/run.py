@@ -1,6 +1,6 @@
-"""One run, from its configuration to its record: build -> evaluate -> train -> evaluate -> record.
+"""Run from configuration to record: build -> evaluate -> train -> evaluate -> record.
 
-A directory that already holds checkpoints is continued from the newest sound one.
+A directory with checkpoints resumes from the newest valid one.
 """
 
 import shlex
@@ -41,7 +41,7 @@ from qerl_lab.train.trainer import LabTrainer, OnStep
 
 @dataclass(frozen=True)
 class Session:
-    """The tools of one process of a run. `saved` is the checkpoint that it goes on from, `notes` what to tell."""
+    """What one process of a run works with. `saved` is the checkpoint to resume from, `notes` are for the user."""
 
     cfg: RunConfig
     directory: RunDirectory
@@ -55,18 +55,18 @@ class Session:
 
     @property
     def done(self) -> int:
-        """Steps that were trained before."""
+        """Number of steps trained in earlier sessions."""
         return self.saved.step if self.saved else 0
 
     def check(self) -> None:
-        """Raise Interrupted on every rank if any was asked to stop."""
+        """Raise Interrupted on every rank if any rank was asked to stop."""
         if self.ranks.any(self.stop.requested):
             raise Interrupted
 
 
 @dataclass(frozen=True)
 class Record:
-    """Keeps what happens, on rank 0; the other ranks have none."""
+    """Writers of the run's record. Only rank 0 has them."""
 
     tracker: Tracker
     times: Sessions
@@ -74,9 +74,9 @@ class Record:
 
 @dataclass(frozen=True)
 class Exam:
-    """Held-out questions asked after `step`: the first `questions`, `samples` times each.
+    """A held-out evaluation after `step`: the first `questions` questions, `samples` completions each.
 
-    eval.parquet has the answers under `name`, metrics.jsonl the means under names that begin with `prefix`.
+    eval.parquet stores the answers under `name`; metrics.jsonl stores the means under keys that start with `prefix`.
     """
 
     name: str
@@ -87,12 +87,12 @@ class Exam:
 
 
 def run(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> int:
-    """Build everything, then `learn`. Returns the exit status: 0 done, 130 interrupted."""
+    """Build the session and call `learn`. Returns the exit status: 0 done, 130 interrupted."""
     started, since = time.time(), time.monotonic()
     session = build(cfg, directory, stop)
     with closing(session.engine):
         stop.can_save = True
-        if session.ranks.any(stop.requested):  # the command was killed while the run loaded: nothing is recorded yet
+        if session.ranks.any(stop.requested):  # killed while loading: nothing to record
             return INTERRUPTED
         if not session.ranks.is_first:
             return learn(session, None)
@@ -107,7 +107,7 @@ def run(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> int:
 
 
 def build(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> Session:
-    """Everything that a run works with, from what a resumed run takes over. Raises ConfigError."""
+    """Build the session of a new or resumed run. Raises ConfigError."""
     if cfg.cpu_threads:
         torch.set_num_threads(cfg.cpu_threads)
     device = device_of(cfg.device)
@@ -115,9 +115,9 @@ def build(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> Session:
     ranks = join(cfg, device)
     saved = directory.starting_point(cfg)
     on_disk.check_content(cfg)
-    on_disk.check(local_folder(cfg.model.path, cfg.model.revision), cfg)  # of one from the hub for the first time
+    on_disk.check(local_folder(cfg.model.path, cfg.model.revision), cfg)  # for a model just downloaded
     task = tasks.load(cfg.task)
-    directory.refuse_other_data(task.data)  # without a checkpoint too: the answers before training may be there
+    directory.refuse_other_data(task.data)  # also without a checkpoint: the exam before training may be recorded
     cut = preflight.cut_questions(cfg, len(task.train), len(task.heldout))
     notes = [] if preflight.has_questions(cfg) else [*task.warnings, *cut]
     directory.refuse_other_device(device.type)
@@ -127,14 +127,16 @@ def build(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> Session:
         notes += meaning(cfg) if saved.step in cfg.extended else []
     elif cfg.lora.start_from:
         notes.append(f"begins with the adapter of {cfg.lora.start_from} ({cfg.lora.start_hash})")
-    if cfg.lora.start_from and (not saved or _lacks_first_answers(cfg, directory)):  # which are this adapter's
+    if cfg.lora.start_from and (not saved or _lacks_first_answers(cfg, directory)):  # the first exam uses this adapter
         begin_with(policy.model, adapter_folder(cfg.lora.start_from))
+    policy.chat.day = ranks.gather(directory.sessions().first_day)[0]
     data = select(cfg, policy, task)
+    notes += policy.chat.notes
     return Session(cfg, directory, stop, ranks, saved, policy, data, RunEngine(cfg, policy), notes)
 
 
 def _loaded(cfg: RunConfig, device: torch.device) -> Policy:
-    """The policy. Raises ConfigError for a GPU that has no room for it."""
+    """Build the policy. Raises ConfigError if it does not fit on the GPU."""
     try:
         return build_policy(cfg, device)
     except torch.OutOfMemoryError as error:
@@ -142,23 +144,24 @@ def _loaded(cfg: RunConfig, device: torch.device) -> Policy:
 
 
 def _lacks_first_answers(cfg: RunConfig, directory: RunDirectory) -> bool:
+    """Return whether the exam before training is due and not recorded."""
     return cfg.eval.questions > 0 and "before" not in directory.evaluations()
 
 
 def computes_on(policy: Policy) -> tuple[str, str]:
-    """Device and dtype that a run keeps over all its sessions."""
+    """Return the device type and dtype, which must stay the same in all sessions of a run."""
     return policy.device.type, str(policy.model.dtype)
 
 
 def learn(session: Session, record: Record | None) -> int:
     """Evaluate, train, evaluate, record. Returns the exit status.
 
-    Raises EngineFailed with how to go on, and OutOfMemoryError with who holds the memory.
+    Raises EngineFailed with the command that resumes, and OutOfMemoryError with memory by owner.
     """
     try:
         session.check()
         asked = session.cfg.eval.questions, session.cfg.eval.samples
-        ask_heldout(session, record, Exam("before", 0, *asked))  # as quantization left it: no adapter yet, no noise
+        ask_heldout(session, record, Exam("before", 0, *asked))  # the quantized model: no trained adapter, no noise
         if not session.done:
             ask_subset(session, record, 0)
         session.check()
@@ -186,7 +189,7 @@ def learn(session: Session, record: Record | None) -> int:
 
 
 def ask_subset(session: Session, record: Record | None, step: int) -> None:
-    """Ask the first held-out questions where an evaluation during training is due after `step`."""
+    """Run the held-out evaluation during training if one is due after `step`."""
     own = session.cfg.eval
     if own.every and step % own.every == 0:
         exam = Exam(f"step {step}", step, own.subset_questions, own.subset_samples, "eval/subset_")
@@ -194,9 +197,10 @@ def ask_subset(session: Session, record: Record | None, step: int) -> None:
 
 
 def ask_heldout(session: Session, record: Record | None, exam: Exam) -> None:
-    """Each rank asks its share, unless the record has it all; rank 0 records the answers of every rank.
+    """Run an exam unless it is recorded: each rank asks its share, rank 0 records all answers.
 
-    The line is written last, and is cut with steps to train again. Raises Interrupted and EngineFailed on every rank.
+    The metrics line is written last; a resumed run removes it together with later steps. Raises Interrupted and
+    EngineFailed on every rank.
     """
     directory, ranks = session.directory, session.ranks
     phases = directory.evaluations() if record else {}
@@ -205,7 +209,7 @@ def ask_heldout(session: Session, record: Record | None, exam: Exam) -> None:
         return
 
     def mend(cause: str) -> None:
-        session.check()  # a signal may have been what ended the engine
+        session.check()  # a signal may have killed the engine
         session.engine.rebuild(cause)
 
     own = twice(lambda: ranks.alike(lambda: ask_share(session, exam), Interrupted, EngineFailed), mend)
@@ -218,12 +222,12 @@ def ask_heldout(session: Session, record: Record | None, exam: Exam) -> None:
 
 
 def is_logged(directory: RunDirectory, exam: Exam) -> bool:
-    """Whether the means of an exam are in the record."""
+    """Return whether metrics.jsonl has the means of an exam."""
     return any(at["step"] == exam.step and f"{exam.prefix}accuracy" in at["metrics"] for at in directory.metrics())
 
 
 def ask_share(session: Session, exam: Exam) -> Evaluation | None:
-    """Ask this rank's part of the questions; None where it has none. Rank 0 shows how far all are by how far it is."""
+    """Ask this rank's share of the questions; None if it has none. Rank 0's progress bar extrapolates to all ranks."""
     cfg, task, ranks = session.cfg, session.data.task, session.ranks
     questions = min(exam.questions, len(task.heldout))
     part, count = ranks.share(questions), questions * exam.samples
@@ -242,9 +246,9 @@ def ask_share(session: Session, exam: Exam) -> Evaluation | None:
 
 
 def train(session: Session, record: Record | None) -> None:
-    """Train the steps that are left. A signal lets the step under way end, saves, and stops."""
+    """Train the remaining steps. After a signal, finish the current step, save and stop."""
     cfg, policy, saved = session.cfg, session.policy, session.saved
-    if saved and session.done == cfg.steps:  # killed after the last step: only what follows is missing
+    if saved and session.done == cfg.steps:  # killed after the last step: only evaluation is missing
         load_adapter(policy.model, saved.path)
         ask_subset(session, record, session.done)
         return
@@ -259,7 +263,7 @@ def train(session: Session, record: Record | None) -> None:
     def after_step(step: int) -> None:
         try:
             ask_subset(session, record, step)
-        except Interrupted:  # the step is done: it is saved, and asked about when the run goes on
+        except Interrupted:  # save the finished step; resuming repeats the evaluation
             trainer.control.should_save = trainer.control.should_training_stop = True
 
     trainer.after_step = after_step
@@ -269,13 +273,13 @@ def train(session: Session, record: Record | None) -> None:
             trainer.on_step = keeper(session, record.tracker, bar, trainer)
             trainer.before_save = lambda: identity(session, record.tracker)
         if saved:
-            load_adapter(policy.model, saved.path)  # not before: the trainer may keep the first one for its KL
+            load_adapter(policy.model, saved.path)  # only now: the trainer may copy the initial adapter as KL reference
             ask_subset(session, record, session.done)
         trainer.train(resume_from_checkpoint=str(saved.path) if saved else None)
 
 
 def keeper(session: Session, tracker: Tracker, bar: terminal.Progress, trainer: LabTrainer) -> OnStep:
-    """Make the function that records a step and shows it, with what looks wrong so far."""
+    """Return the function that records a step, updates the progress bar and prints warnings."""
     watch = health.Watch(session.cfg, [line["metrics"] for line in session.directory.metrics()])
 
     def keep(step: int, metrics: dict[str, float]) -> None:
@@ -289,17 +293,17 @@ def keeper(session: Session, tracker: Tracker, bar: terminal.Progress, trainer: 
 
 
 def identity(session: Session, tracker: Tracker) -> dict[str, Any]:
-    """Say of which run a checkpoint is, once the record of its steps is on the disk."""
+    """Flush the record, then return the fields that tie a checkpoint to its run."""
     tracker.flush()
     device, dtype = computes_on(session.policy)
     return {"run_key": tracker.key, "config": of_run(session.cfg), "device": device, "dtype": dtype}
 
 
 def conclude(session: Session, record: Record) -> None:
-    """Write what a finished run leaves: adapter, curves, summary; DONE comes last."""
+    """Write the final files of a finished run: adapter, curves, summary, and last DONE."""
     cfg, directory, data = session.cfg, session.directory, session.data
     save_adapter(session.policy.model, directory.adapter)
-    from qerl_lab.report import plots  # matplotlib takes a second, which the first step need not wait for
+    from qerl_lab.report import plots  # here, so that the first step does not wait a second for matplotlib
 
     plots.save_curves(runs.read_steps(directory), f"{cfg.experiment}, seed {cfg.seed}", directory.curves)
     result = runs.summarize(directory, seconds=record.times.end())
@@ -313,7 +317,7 @@ def conclude(session: Session, record: Record) -> None:
 
 
 def drop_checkpoints(directory: RunDirectory) -> None:
-    """Remove the checkpoints of a run that is done. It stays done where they, or some of them, cannot be removed."""
+    """Delete the checkpoints of a finished run. If that fails, print a warning; the run stays done."""
     try:
         directory.drop_checkpoints()
     except OSError as error:
@@ -325,7 +329,7 @@ def drop_checkpoints(directory: RunDirectory) -> None:
 
 
 def noise_of(own: AqnConfig) -> str:
-    """Say the noise of a run in a few words."""
+    """Describe the noise of a run in a few words."""
     of_norms = " of each norm's size" if own.relative else ""
     match own.schedule, own.unit:
         case "off", _:
@@ -339,7 +343,7 @@ def noise_of(own: AqnConfig) -> str:
 
 
 def opening(session: Session) -> str:
-    """Say what is about to run, in a few lines."""
+    """Return the lines printed before training: model, algorithm, task and sizes."""
     cfg, policy, data = session.cfg, session.policy, session.data
     bits = formats.build(cfg.format).bits_per_weight
     weights = f"{bits:.2f} bits a weight, {linear.weight_bytes(policy.model).linears / 2**20:.2f} MiB"

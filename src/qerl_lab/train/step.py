@@ -15,12 +15,13 @@ from qerl_lab.model.policy import Policy
 from qerl_lab.record.samples import PER_STEP, Sample
 from qerl_lab.rollout.engine import Engine, EngineFailed, Rollout, Sampling
 from qerl_lab.tasks import UNPARSED, Question, Task
+from qerl_lab.tasks.answers.completion import as_graded
 from qerl_lab.train.clock import Clock
 from qerl_lab.train.data import Cursor
 from qerl_lab.train.ranks import Ranks
 from qerl_lab.train.stop import Diverged
 
-OVERLONG = "overlong"  # the part of the reward that is the algorithm's, not the task's
+OVERLONG = "overlong"  # reward part that the algorithm adds to the task's reward
 
 
 @dataclass(frozen=True)
@@ -28,8 +29,8 @@ class Group:
     """A question and its graded completions.
 
     Attributes:
-        parts: of the reward by name, [G] each.
-        unparsed_G: 1 where the answer could not be read; None where the task does not say.
+        parts: reward parts by name, [G] each.
+        unparsed_G: 1 for an answer that could not be parsed; None if the task does not report it.
     """
 
     question: Question
@@ -47,19 +48,19 @@ class Group:
 
     @property
     def task_reward_G(self) -> Rewards:
-        """The task's reward, without what the algorithm adds."""
+        """Reward of the task alone, without the algorithm's overlong part."""
         return np.sum([part for name, part in self.parts.items() if name != OVERLONG], axis=0)
 
 
 @dataclass(frozen=True)
 class Batch:
-    """The groups that a step trains on, and all that it sampled for them.
+    """The groups that a step trains on, and all that it sampled to get them.
 
     Attributes:
-        groups: rollout.prompts_per_step of `drawn`, in their order.
-        advantage_P_G: of the groups, one row each.
-        drawn: every group that was sampled, in the order of its question.
-        rollouts: what the engine gave, one of each attempt.
+        groups: rollout.prompts_per_step groups out of `drawn`, in the same order.
+        advantage_P_G: advantages of `groups`, one row per group.
+        drawn: every sampled group, in question order.
+        rollouts: one engine result per attempt.
     """
 
     groups: list[Group]
@@ -71,10 +72,10 @@ class Batch:
 def collect(
     cfg: RunConfig, step: int, cursor: Cursor, policy: Policy, engine: Engine, clock: Clock, ranks: Ranks
 ) -> Batch:
-    """Ask the next questions, grade the completions, and replace groups that say nothing where dynamic sampling is on.
+    """Sample and grade the next questions; with dynamic sampling, resample to replace groups without signal.
 
-    Each rank asks its part of the questions. Flat groups fill what is still missing after algorithm.max_resamples
-    further rollouts. Raises Diverged where the sampler's logits are NaN, and EngineFailed on every rank if on any.
+    Each rank asks its share. If groups are still missing after algorithm.max_resamples further rollouts, flat groups
+    fill the batch. Raises Diverged if the sampler's logits are NaN, and EngineFailed on every rank if any rank fails.
     """
     task = cursor.data.task
     wanted = missing = cfg.rollout.prompts_per_step // ranks.size
@@ -103,12 +104,15 @@ def collect(
 
 
 def further_rollouts(cfg: RunConfig) -> int:
-    """Rollouts of a step at most that replace flat groups."""
+    """Return how many further rollouts a step may use to replace flat groups."""
     return cfg.algorithm.max_resamples if cfg.algorithm.dynamic_sampling else 0
 
 
 def sampling(cfg: RunConfig, step: int, attempt: int, rank: int) -> Sampling:
-    """How a rank samples in an attempt (from 0) of a step: each draws anew, and a resumed run draws the same."""
+    """Return the sampling settings of an attempt (from 0) on a rank.
+
+    The seed differs by step, attempt and rank, and is the same in a resumed run.
+    """
     seed = cfg.seed * 1_000_003 + step
     if attempt or rank:
         name = f"rollout/{cfg.seed}/{step}/{attempt}/{rank}"
@@ -117,7 +121,7 @@ def sampling(cfg: RunConfig, step: int, attempt: int, rank: int) -> Sampling:
 
 
 def refuse_nan(rollout: Rollout, cfg: RunConfig, step: int) -> None:
-    """Raise Diverged where a log-prob is NaN."""
+    """Raise Diverged if a log-prob is NaN."""
     if any(math.isnan(logprob) for group in rollout.logprobs_P_G for row in group for logprob in row):
         level, key = aqn.level(cfg.aqn, step, cfg.steps), "kl" if cfg.aqn.unit == "kl" else "sigma"
         raise Diverged(
@@ -127,11 +131,13 @@ def refuse_nan(rollout: Rollout, cfg: RunConfig, step: int) -> None:
 
 
 def grade(cfg: RunConfig, task: Task, policy: Policy, questions_P: list[Question], rollout: Rollout) -> list[Group]:
-    """The graded groups of a rollout, in its order."""
-    texts_P_G = [[policy.decode(ids) for ids in group] for group in rollout.completion_ids_P_G]
+    """Grade a rollout and return its groups, in the rollout's order."""
+    asked_P = zip(rollout.prompt_ids_P, rollout.completion_ids_P_G, strict=True)
+    texts_P_G = [as_graded(policy.prompt(prompt), [policy.decode(ids) for ids in group]) for prompt, group in asked_P]
     asked = [question for question in questions_P for _ in range(cfg.rollout.group_size)]
-    scores = task.grade([text for group in texts_P_G for text in group], asked)
-    parts = task.weighted(scores)
+    texts = [text for group in texts_P_G for text in group]
+    scores = task.grade(texts, asked)
+    parts = task.weighted(scores, texts)
     if buffer := cfg.overlong_buffer:
         lengths = [len(ids) for group in rollout.completion_ids_P_G for ids in group]
         parts[OVERLONG] = groups.overlong(lengths, cfg.rollout.max_completion_tokens, buffer)
@@ -148,7 +154,7 @@ def grade(cfg: RunConfig, task: Task, policy: Policy, questions_P: list[Question
 
 
 def measures(cfg: RunConfig, batch: Batch, ranks: Ranks) -> dict[str, float]:
-    """Metrics of what the policy sampled and earned in a step, over every group that any rank drew."""
+    """Return metrics of a step's completions and rewards, over all groups drawn on all ranks."""
     parts = ranks.pool([group.parts for group in batch.drawn])
     finished = ranks.pool([group.finished_G for group in batch.drawn])
     unparsed = ranks.pool([group.unparsed_G for group in batch.drawn if group.unparsed_G is not None])
@@ -176,7 +182,7 @@ def measures(cfg: RunConfig, batch: Batch, ranks: Ranks) -> dict[str, float]:
 
 
 def cost_of_resampling(batch: Batch, ranks: Ranks) -> dict[str, float]:
-    """Metrics of dynamic sampling: what it drew, what it dropped and why, and what that took."""
+    """Return metrics of dynamic sampling: groups drawn and dropped, extra tokens and seconds."""
     trained = {id(group) for group in batch.groups}
     dropped = [group for group in batch.drawn if id(group) not in trained]
     flat = groups.is_flat(np.array([group.task_reward_G for group in batch.groups]))
@@ -199,7 +205,7 @@ def cost_of_resampling(batch: Batch, ranks: Ranks) -> dict[str, float]:
 
 
 def first_samples(batch: Batch, step: int) -> list[Sample]:
-    """The first completions of the batch's first questions."""
+    """Return the first completion of each of the batch's first questions."""
     return [
         Sample(
             step=step, question_id=group.question.id, question=group.question.prompt, completion=group.texts_G[0],

@@ -1,4 +1,4 @@
-"""Ends before the last step: a signal, the death of the starting command, or numbers that a run cannot go on with."""
+"""Stop a run early: on a signal, when the starting command dies, or when a number is not finite."""
 
 import math
 import os
@@ -12,15 +12,15 @@ from qerl_lab.exits import INTERRUPTED, SIGNALS, heard
 
 
 class Interrupted(Exception):
-    """The run was asked to stop, and what is worth saving is saved."""
+    """The run was asked to stop, and everything needed to resume is saved."""
 
 
 class Diverged(FloatingPointError):
-    """Training cannot go on: a number that it rests on is NaN or infinite."""
+    """Training cannot continue: the loss, a gradient or a weight is NaN or infinite."""
 
 
 def refuse_infinite(values: Mapping[str, float], step: int, optim: OptimConfig) -> None:
-    """Raise Diverged where one of `values`, by what they are called, is NaN or infinite."""
+    """Raise Diverged if one of the named `values` is NaN or infinite."""
     for name, value in values.items():
         if not math.isfinite(value):
             raise Diverged(
@@ -32,12 +32,11 @@ def refuse_infinite(values: Mapping[str, float], step: int, optim: OptimConfig) 
 
 @dataclass
 class Stop:
-    """Whether the run was asked to stop after the step under way.
+    """Whether the run was asked to stop after the current step.
 
-    `parent` is the process that it must not outlive; None for a run that is a call in somebody's program, as in a test:
-    a shell that leaves that program in the background ends nothing.
-
-    Until `can_save` there is nothing to save, and a signal ends the process at once.
+    The run also stops when the process `parent` dies. None disables that for a run called from another program, such as
+    a test: a shell may exit and leave that program in the background. Until `can_save` is set there is nothing to save,
+    and a signal ends the process at once.
     """
 
     signalled: bool = False
@@ -46,7 +45,7 @@ class Stop:
 
     @classmethod
     def on_signals(cls, parent: int) -> Self:
-        """Hear SIGINT, SIGTERM and SIGHUP, also those that came before: the parent holds them back until here."""
+        """Handle SIGINT, SIGTERM and SIGHUP from now on, including signals that the parent blocked until here."""
         stop = cls(parent=parent)
         for number in heard():
             signal.signal(number, lambda *_: stop._hear())
@@ -54,6 +53,7 @@ class Stop:
         return stop
 
     def _hear(self) -> None:
+        """Handle a signal: exit at once if there is nothing to save, else stop after the step."""
         if not self.can_save:
             os._exit(INTERRUPTED)
         self.signalled = True

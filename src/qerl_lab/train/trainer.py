@@ -1,16 +1,15 @@
-"""The shared core: TRL's GRPOTrainer, driven by a policy, an engine, a task and an algorithm.
+"""The shared training loop: TRL's GRPOTrainer, driven by a policy, an engine, a task and an algorithm.
 
-A *step* is one batch of `step.collect` and the optimizer updates on it; TRL's `global_step` counts updates. TRL's own
-seams are used and nothing is patched: its rollout and reward functions return what `collect` stored, its vLLM switch
-keeps the sampler's log-probs, and overridden methods add correction, clocks, noise and atomic checkpoints.
+A *step* is one batch of `step.collect` and the optimizer updates on it; TRL's `global_step` counts updates. Nothing is
+patched: TRL's rollout and reward functions return what `collect` stored, TRL's vLLM switch keeps the sampler's
+log-probs, and overridden methods add correction, clocks, noise and atomic checkpoints.
 
-The correction needs the trainer's log-probs of the rollout. On-policy (`grpo_config.is_on_policy`) these are the
-training forward's own, and `_weigh` corrects with them; else TRL takes them in a forward before, and corrects itself.
+The correction needs the trainer's log-probs of the rollout. On-policy (`grpo_config.is_on_policy`) the training forward
+yields them and `_weigh` corrects. Otherwise TRL computes them in an earlier forward and corrects itself.
 """
 
 import json
 import math
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
@@ -47,7 +46,7 @@ OnStep = Callable[[int, dict[str, float]], None]
 
 
 class LabTrainer(GRPOTrainer):
-    """One run's training. `on_step(step, metrics)` is called after every step with everything measured in it."""
+    """Trainer of one run. It calls `on_step(step, metrics)` after every step with all its metrics."""
 
     def __init__(
         self, cfg: RunConfig, policy: Policy, engine: Engine, cursor: Cursor, run_dir: Path, on_step: OnStep,
@@ -55,32 +54,33 @@ class LabTrainer(GRPOTrainer):
     ) -> None:  # fmt: skip
         self.cfg, self.policy, self.engine, self.cursor, self.ranks = cfg, policy, engine, cursor, ranks
         self.on_step, self.stop = on_step, stop
-        self.before_save: Callable[[], dict[str, Any]] = dict  # what a checkpoint says of its run, when it is due
-        self.after_step: Callable[[int], None] = lambda step: None  # on every rank, before the step's checkpoint
-        self.rebuild: Callable[[str], None] = give_up  # an engine that failed, when it is told the cause
-        self.clock = Clock(torch.cuda.synchronize if policy.device.type == "cuda" else lambda: None)
+        self.before_save: Callable[[], dict[str, Any]] = dict  # extra state to store in a checkpoint
+        self.after_step: Callable[[int], None] = lambda step: None  # called on every rank, before the checkpoint
+        self.rebuild: Callable[[str], None] = give_up  # rebuilds a failed engine, given the cause
+        device_done = torch.cuda.synchronize if policy.device.type == "cuda" else lambda: None
+        self.clock = Clock(device_done, lambda: self.ranks.waited)
         self.level = NoiseLevel(cfg)  # sigma of each step
         self.packs = packing.is_wanted(cfg, policy.model.get_base_model())
-        self.batch = Batch([], np.zeros((0, 0)), [], [])  # of the last rollout
+        self.batch = Batch([], np.zeros((0, 0)), [], [])  # from the last rollout
         self.measured: dict[str, float] = {}
-        self.loss_tokens: list[float] = []  # of each micro-batch
-        self.entropies: list[tuple[Tensor, Tensor]] = []  # sum over completion tokens and their number, by micro-batch
-        self.mismatch: list[Tensor] = []  # `correction.sums`, by micro-batch
-        self.until_backward = ExitStack()  # what holds from a loss to the end of its backward pass
-        self.micro_batch: dict[str, Tensor] = {}  # the one that the loss is computed of
-        self.scored_before = False  # whether a forward before the updates took the log-probs of the rollout
+        self.loss_tokens: list[float] = []  # per micro-batch
+        self.entropies: list[tuple[Tensor, Tensor]] = []  # (sum, count) over completion tokens, per micro-batch
+        self.mismatch: list[Tensor] = []  # `correction.sums`, per micro-batch
+        self.until_backward = ExitStack()  # contexts open from a loss to the end of its backward pass
+        self.micro_batch: dict[str, Tensor] = {}  # the one that the loss is computed on
+        self.scored_before = False  # whether a forward before the updates computed the rollout's log-probs
         super().__init__(
             model=policy.model,
             reward_funcs=self._collected_reward,
             args=grpo_config(cfg, policy, run_dir),
-            train_dataset=Dataset.from_dict({"prompt": [""]}),  # a placeholder: the cursor has the questions
+            train_dataset=Dataset.from_dict({"prompt": [""]}),  # placeholder: the cursor supplies the questions
             processing_class=policy.tokenizer,
             callbacks=[_Steps(self)],
         )
         self.remove_callback(PrinterCallback)
-        if self.beta:  # without TRL's copy of the adapter the reference is the base: it switches the adapter off
+        if self.beta:  # without its "ref" adapter TRL disables the adapter, so that the base is the reference
             self.policy.model.delete_adapter("ref")
-        # Not given to the constructor, which would look for vLLM, and warn that `rollout_func` is experimental.
+        # Set here, because the constructor would look for vLLM and warn that `rollout_func` is experimental.
         self.use_vllm, self.rollout_func = True, self._collected_rollout
 
     @property
@@ -89,7 +89,7 @@ class LabTrainer(GRPOTrainer):
 
     @property
     def step(self) -> int:
-        """The step under way, from 1; between steps the one that comes next."""
+        """The current step, from 1; between steps, the next one."""
         return self.steps_done + 1
 
     @property
@@ -101,16 +101,16 @@ class LabTrainer(GRPOTrainer):
         return Placeholders(self.cfg.steps * self.cfg.completions_per_step * reads)
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        """TRL's, of the batch that `collect` makes instead of `inputs`, which are placeholders.
+        """Replace TRL's `inputs`, which are placeholders, by a batch from `collect`, and compute its tensors.
 
-        With the advantages of `groups`, and with masked completions out of the loss but in the attention. The names of
-        TRL's that are overridden here are private; there is no public one between grading and loss.
+        Sets the advantages, and keeps masked completions in the attention but out of the loss. Overrides a private
+        method, because TRL has no public one between grading and loss.
         """
         self.batch = batch = self._collect()
         with self.clock.phase("probe"):
             self._measure_noise(batch.rollouts[0])  # every rank has one
         self.measured |= measures(self.cfg, batch, self.ranks)
-        self._last_loaded_step = self.state.global_step  # TRL would hand weights to its vLLM now
+        self._last_loaded_step = self.state.global_step  # else TRL would now send weights to its vLLM
         rows = [{"prompt": group.question.prompt} for group in batch.groups for _ in group.texts_G]
         with self._noise_in_trainer():
             tensors = super()._generate_and_score_completions(rows)
@@ -124,22 +124,19 @@ class LabTrainer(GRPOTrainer):
         return tensors
 
     def _choose_old(self, tensors: dict[str, Any]) -> None:
-        """Put what the ratio divides by in its place: the sampler's log-probs, the rollout's, or none for a ratio of 1.
-
-        With one update the ratio to the rollout's is 1, whatever dropout draws.
-        """
+        """Set the ratio's denominator: the sampler's log-probs, the trainer's, or none with one update (ratio 1)."""
         scored = tensors.pop("old_per_token_logps", None)
         self.scored_before = scored is not None
         if scored is not None:
-            self._weigh(scored, tensors)  # TRL has, and this measures the same
+            self._weigh(scored, tensors)  # only to measure: TRL has applied the weights already
         if self.cfg.rollout.importance_correction == "in_ratio":
             tensors["old_per_token_logps"] = tensors["sampling_per_token_logps"]
         elif scored is not None and self.cfg.updates_per_step > 1:
             tensors["old_per_token_logps"] = scored
 
     def _collect(self) -> Batch:
-        """Sync the engine, sample, let it sleep. Where it fails, save the state as the step began and do it again."""
-        began_at, started = self.cursor.position, time.perf_counter()
+        """Sync the engine, sample, put it to sleep. If it fails, save the state at the step's start and retry."""
+        began_at, started = self.cursor.position, self.clock.own_time()
         self.measured["rollout/engine_restarts"] = 0
 
         def attempt() -> Batch:
@@ -149,25 +146,25 @@ class LabTrainer(GRPOTrainer):
             with self.clock.phase("sync"):
                 self.ranks.alike(lambda: self.engine.sync(self.noise), EngineFailed)
             batch = collect(self.cfg, self.step, self.cursor, self.policy, self.engine, self.clock, self.ranks)
-            with self.clock.phase("sync", on_device=False):  # who gives memory back has waited for the device
+            with self.clock.phase("sync", on_device=False):  # sleeping waits for the device itself
                 self.ranks.alike(self.engine.sleep, EngineFailed)
             return batch
 
         def mend(cause: str) -> None:
             self.cursor.go_to(began_at)
             if self.ranks.gather(checkpoint.last_step(Path(self.args.output_dir)))[0] < self.steps_done:
-                self._save_checkpoint(self.model, None)  # now: a rebuilding may take the process with it
-            if self.ranks.any(self.stop.requested):  # a signal may have been what ended the engine
+                self._save_checkpoint(self.model, None)  # rebuilding may kill the process
+            if self.ranks.any(self.stop.requested):  # a signal may have killed the engine
                 raise Interrupted
             self.rebuild(cause)
             self.clock.clear()
-            self.clock.seconds["rollout"] = time.perf_counter() - started
+            self.clock.seconds["rollout"] = self.clock.own_time() - started
             self.measured["rollout/engine_restarts"] = 1
 
         return twice(attempt, mend)
 
     def _collected_rollout(self, *_: object) -> dict[str, list[list[Any]]]:
-        """Be TRL's rollout function: of each completion the ids of its prompt, its own, and its log-probs."""
+        """TRL's rollout function: return prompt ids, completion ids and log-probs of each completion."""
         groups = self.batch.groups
         return {
             "prompt_ids": [group.prompt_ids for group in groups for _ in group.texts_G],
@@ -176,11 +173,11 @@ class LabTrainer(GRPOTrainer):
         }
 
     def _collected_reward(self, **_: object) -> list[float]:
-        """Be TRL's reward function. TRL logs these rewards; the advantages are not made of them."""
+        """TRL's reward function, for TRL's log only: the advantages do not use these rewards."""
         return [float(reward) for group in self.batch.groups for reward in group.reward_G]
 
     def _weigh(self, logps_B_T: Tensor, batch: dict[str, Tensor]) -> Tensor:
-        """What the tokens of a batch count, [B, T] or [B, 1], by the trainer's log-probs; keeps the mismatch."""
+        """Return the importance weights, [B, T] or [B, 1], from the trainer's log-probs; store the mismatch."""
         rollout = self.cfg.rollout
         of_tokens = logps_B_T, batch["sampling_per_token_logps"], batch["completion_mask"]
         found = correction.weights(rollout.importance_correction, rollout.importance_clip_max, *of_tokens)
@@ -188,21 +185,22 @@ class LabTrainer(GRPOTrainer):
         return found.value
 
     def _solve_noise(self) -> None:
-        """Find the sigma of the stage that begins with this step. Raises EngineFailed."""
+        """Find the sigma of the stage that starts with this step. Raises EngineFailed."""
         measure = measure_on_own_texts(self.cfg, self.step, self.cursor, self.policy, self.engine, self.ranks)
         self.level.solve(self.step, measure)
         if self.ranks.is_first and (said := self.level.missed(self.step)):
             terminal.say(f"warning, step {self.step}: {said}")
 
     def _measure_noise(self, rollout: Rollout) -> None:
+        """Record the noise's metrics and, with aqn.probe_prompts, the KL and kernel gap that it causes."""
         self.measured |= self.level.metrics(self.step)
         norms, temperature = self.engine.norms(), self.cfg.rollout.temperature
         self.measured["noise/std_observed"] = aqn.observed_std(norms, self.policy.clean_norms, self.cfg.aqn.relative)
         if not (count := self.cfg.aqn.probe_prompts):
             return
-        is_noisy = any(not torch.equal(norms[name].to(clean), clean) for name, clean in self._norms(aqn.CLEAN).items())
+        is_noisy = any(not torch.equal(norms[name].to(clean), clean) for name, clean in self.policy.clean_norms.items())
         nats = 0.0
-        if self.ranks.any(is_noisy):  # one rank alone would wait for the others in `mean`
+        if self.ranks.any(is_noisy):  # all ranks or none, because `mean` waits for all
             found = probe(self.policy, norms, rollout, count, temperature)
             gap_T = found.kernel_gap_T
             nats = self.ranks.mean(found.noise_kl.nats, len(gap_T))
@@ -214,10 +212,11 @@ class LabTrainer(GRPOTrainer):
     def _get_per_token_logps_and_entropies(
         self, model: torch.nn.Module, ids: Tensor, attention_mask: Tensor, keep: int, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """TRL's. Without gradients these are the log-probs of the rollout, of the policy and then of the reference.
+        """Compute log-probs and entropies as TRL does, packed if the run packs.
 
-        With gradients they are the loss's. The correction's weights go onto the advantages here, before the loss reads
-        them: every loss is linear in such a weight.
+        TRL calls this without gradients for the rollout's and the reference's log-probs, and with gradients for the
+        loss. In the latter case the correction weights multiply the advantages here, because every loss is linear in
+        them.
         """
         call = packing.without_padding(model) if self.packs else model
         if not torch.is_grad_enabled():
@@ -235,47 +234,46 @@ class LabTrainer(GRPOTrainer):
         return logps, entropies, aux_loss
 
     def _scoring(self) -> AbstractContextManager[None]:
-        """The policy without dropout; as the reference, for which TRL switches the adapter off, without noise too."""
+        """Disable dropout. For the reference, for which TRL disables the adapter, remove the noise too."""
         is_reference = not self.policy.model.get_model_status().enabled
         held = {name: norm.data for name, norm in self.policy.norms.items()}
-        return self.policy.as_sampler(self._norms(aqn.CLEAN) if is_reference else held)
+        return self.policy.as_sampler(self.policy.clean_norms if is_reference else held)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         with ExitStack() as self.until_backward:
             return super().training_step(*args, **kwargs)
 
     def _noise_in_trainer(self) -> AbstractContextManager[None]:
-        """The noise of the step's rollout on the policy too, with aqn.scope=rollout_and_train. Known once sampled."""
+        """Apply the rollout's noise to the policy with aqn.scope=rollout_and_train. Its sigma is known once sampled."""
         noisy = self.cfg.aqn.scope == "rollout_and_train" and self.noise.sigma > 0
-        return self.policy.norms_as(self._norms(self.noise)) if noisy else nullcontext()
+        return self.policy.norms_as(self.noise.onto_norms(self.policy.clean_norms)) if noisy else nullcontext()
 
     def _attention(self) -> AbstractContextManager[None]:
         return packing.attention(self.policy.model.get_base_model()) if self.packs else nullcontext()
 
-    def _norms(self, noise: aqn.Noise) -> dict[str, Tensor]:
-        return noise.onto_norms(self.policy.clean_norms, self.policy.norms)
-
     def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+        """Compute TRL's loss plus the entropy bonus's correction, with the noise and attention of the run."""
         self.loss_tokens.append(float(inputs.get("tool_mask", inputs["completion_mask"]).sum()))
         self.micro_batch = dict(inputs)  # a copy, since the advantages are weighted in it
-        # Not before, since TRL samples in a training step too. And until the backward pass is done: autograd keeps the
-        # norm parameter itself, not a copy of its values.
+        # Enter only here, because TRL also samples inside a training step. Stay until the backward pass ends, because
+        # autograd keeps a reference to the norm parameter, not a copy.
         self.until_backward.enter_context(self._noise_in_trainer())
         self.until_backward.enter_context(self._attention())
-        applied = self._bonus_weight()  # before TRL adapts it
+        applied = self._bonus_weight()  # read before TRL adapts it
         loss = super()._compute_loss(model, self.micro_batch)
         return loss + applied * self._bonus_beyond() if applied else loss
 
     def _bonus_weight(self) -> float:
-        """What TRL weighs the entropy with in this update: an adaptive bonus acts at or below the target alone."""
+        """Return TRL's entropy coefficient in this update; an adaptive bonus is 0 above the entropy target."""
         algorithm = self.cfg.algorithm
         acts = algorithm.entropy_target is None or self._last_world_entropy <= algorithm.entropy_target
         return self.entropy_coef if acts else 0.0
 
     def _bonus_beyond(self) -> Tensor:
-        """TRL's entropy term, a mean of the micro-batch, less its share of the mean over all tokens of the update.
+        """Return the correction that makes the entropy bonus independent of how completions are split.
 
-        So the bonus, like the loss of DAPO, does not depend on how completions are dealt to micro-batches and ranks.
+        TRL averages the entropy per micro-batch. This is that mean minus the micro-batch's share of the mean over all
+        tokens of the update, as in the loss of DAPO.
         """
         batch, micro_batches = self.micro_batch, self.current_gradient_accumulation_steps
         in_loss = batch.get("tool_mask", batch["completion_mask"])
@@ -304,18 +302,20 @@ class LabTrainer(GRPOTrainer):
         self.after_step(self.steps_done)
 
     def _step_metrics(self, logs: dict[str, float]) -> dict[str, float]:
+        """Return all metrics of a step, pooled over ranks."""
         means = {name: logs[metric.trl] for name, metric in METRICS.items() if metric.trl in logs}
         metrics = {name: math.nan if mean is None else mean for name, mean in means.items()}  # TRL's NaN is None
         own = [sum(part.item() for part in parts) for parts in zip(*self.entropies, strict=True)]
         total, tokens = (sum(of_ranks) for of_ranks in zip(*self.ranks.gather(own), strict=True))
         metrics["policy/entropy_nats"] = total / tokens
         metrics |= correction.mismatch(self.ranks.pool(torch.stack(self.mismatch).tolist()))
-        if self.measured.get("noise/kl_nats") == 0:  # without noise the kernels alone part sampler and trainer
+        if self.measured.get("noise/kl_nats") == 0:  # without noise only the kernels cause a gap
             metrics |= {f"sampler/kernel_gap_{of}": metrics[f"sampler/logprob_gap_{of}"] for of in ("mean", "max")}
         if algorithms.has_bonus(self.cfg.algorithm):
             metrics["policy/entropy_coef"] = self.entropy_coef
         seconds = self.clock.seconds["step"]
-        phases = {name: self.clock.seconds[name] for name in ("rollout", "reward", "sync", "probe")}
+        waiting = ["wait"] if self.ranks.size > 1 else []
+        phases = {name: self.clock.seconds[name] for name in ("rollout", "reward", "sync", "probe", *waiting)}
         metrics |= {f"seconds/{name}": value for name, value in phases.items()}
         metrics |= {"seconds/train": seconds - sum(phases.values()), "step/seconds": seconds}
         sampled = sum(self.ranks.gather(sum(rollout.tokens for rollout in self.batch.rollouts)))
@@ -324,17 +324,17 @@ class LabTrainer(GRPOTrainer):
         return metrics | self.measured | {name: max(rank[name] for rank in memory) for name in memory[0]}
 
     def _check_finite(self, metrics: dict[str, float]) -> None:
-        """Raise Diverged before a checkpoint holds, or the sampler meets, what is NaN."""
+        """Raise Diverged on NaN or infinite values, before a checkpoint or the sampler gets them."""
         adapter = [parameter for parameter in self.policy.model.parameters() if parameter.requires_grad]
         largest = torch.nn.utils.get_total_norm(adapter, math.inf).item()
         values = {"loss": metrics["policy/loss"], "gradient norm": metrics["policy/grad_norm"]}
         refuse_infinite(values | {"largest weight of the adapter": largest}, self.steps_done, self.cfg.optim)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """No model card: the run directory is the record."""
+        """Write no model card, because the run directory is the record."""
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: None) -> None:
-        """Write the checkpoint as rank 0, in whose folder every rank puts the state of its random numbers."""
+        """Write the checkpoint on rank 0; every rank adds the state of its random number generators."""
         if not self.ranks.is_first:
             self._save_rng_state(self.ranks.gather("")[0])
             self.ranks.wait()
@@ -347,7 +347,7 @@ class LabTrainer(GRPOTrainer):
         self.ranks.gather(str(folder))
         save_adapter(self.policy.model, folder)
         self._save_optimizer_and_scheduler(str(folder))
-        if self.use_adaptive_entropy:  # where TRL reads it, of whose own checkpoint it is a part
+        if self.use_adaptive_entropy:  # in the file that TRL reads on resume
             state = {"entropy_coef": self.entropy_coef, "last_world_entropy": self._last_world_entropy}
             (folder / "entropy_ctrl_state.json").write_text(json.dumps(state))
         self._save_rng_state(str(folder))
@@ -356,7 +356,7 @@ class LabTrainer(GRPOTrainer):
 
 
 class _Steps(TrainerCallback):
-    """Times a step, and decides at its end whether to save and whether to stop."""
+    """Time each step, and decide at its end whether to save and to stop."""
 
     def __init__(self, trainer: LabTrainer) -> None:
         self.trainer = trainer
@@ -364,7 +364,7 @@ class _Steps(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, lr_scheduler: LambdaLR, **_: Any
     ) -> None:
-        """A run that was extended: its checkpoint has the next learning rate of the shorter schedule."""
+        """Set the learning rate of an extended run, whose checkpoint holds the shorter schedule's next rate."""
         extended = [steps * self.trainer.cfg.updates_per_step for steps in self.trainer.cfg.extended]
         if state.global_step not in extended:
             return
@@ -384,17 +384,16 @@ class _Steps(TrainerCallback):
         trainer.clock.end_step()
         trainer.level.end_step()
         every = trainer.cfg.checkpoint.every
-        asked = trainer.ranks.any(trainer.stop.requested)  # once: a signal may arrive at any line
-        stopping = asked or step == trainer.cfg.steps
+        stopping = trainer.ranks.any(trainer.stop.requested) or step == trainer.cfg.steps  # once: signals come anytime
         control.should_save = stopping or bool(every and step % every == 0)
         control.should_training_stop = stopping
 
 
 def give_up(cause: str) -> None:
-    """Raise EngineFailed: nobody said how the engine is built again."""
+    """Raise EngineFailed: the default when no `rebuild` is set."""
     raise EngineFailed(cause)
 
 
 def weighted_mean(values: list[float], weights: list[float]) -> float:
-    """Mean over tokens of per-micro-batch means, which TRL would average without weights."""
+    """Return the mean of per-micro-batch means weighted by tokens; TRL would ignore the weights."""
     return sum(value * weight for value, weight in zip(values, weights, strict=True)) / max(sum(weights), 1.0)

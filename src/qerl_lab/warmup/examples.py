@@ -1,22 +1,28 @@
 """Worked solutions as tokens, and their seeded order."""
 
+import sys
 from collections.abc import Iterator
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from qerl_lab.config.option import ConfigError
-from qerl_lab.model.policy import prompt_ids
+from qerl_lab.model.chat import Chat
 from qerl_lab.solutions import Example
 from qerl_lab.tasks import Task
+from qerl_lab.tasks.answers.completion import left_to_say
 
 
 def tokenized(task: Task, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> tuple[list[Example], int]:
     """The examples of at most `max_tokens`, and how many are longer. Raises ConfigError where all are."""
-    found = []
+    found, chat = [], Chat(tokenizer)
     for question in task.train:
-        solution = tokenizer(question.payload["solution"], add_special_tokens=False)["input_ids"]
-        found.append(Example(prompt_ids(tokenizer, task.messages(question)), [*solution, tokenizer.eos_token_id]))
+        prompt_ids = chat.prompt_ids(task.messages(question))
+        solution = left_to_say(tokenizer.decode(prompt_ids), question.payload["solution"])
+        ids = tokenizer(solution, add_special_tokens=False)["input_ids"]
+        found.append(Example(prompt_ids, [*ids, tokenizer.eos_token_id]))
+    for note in chat.notes:
+        print(f"note: {note}", file=sys.stderr)
     if not found:
         raise ConfigError(f"{task.name} has no worked solution. Type task_path=DIRECTORY with train.jsonl.")
     fitting = [example for example in found if example.length <= max_tokens]

@@ -5,6 +5,7 @@ optimizer and its own number alone, so that a warm-up which was killed ends as o
 sums have one order, so that two GPUs of one kind under the same packages make the same model: runs on it can be pooled.
 """
 
+import hashlib
 import json
 import math
 import os
@@ -34,7 +35,8 @@ from qerl_lab.config.schema import POCKET
 from qerl_lab.config.spelling import shell_line, word
 from qerl_lab.model import policy
 from qerl_lab.model.files import local_folder, noted
-from qerl_lab.model.loading import refuse_packed
+from qerl_lab.model.loading import check_dense_values, refuse_packed
+from qerl_lab.model.tokenizer import pad_id
 from qerl_lab.model.tokenizer import save as save_tokenizer
 from qerl_lab.record import checkpoint
 from qerl_lab.record.environment import versions
@@ -84,7 +86,7 @@ class Warmup:
     def update(self, examples: list[Example]) -> float:
         """One step of the optimizer; the loss is the mean over all solution tokens of the update, in nats."""
         number, rising = len(self.losses), round(self.options.warmup_ratio * self.updates)
-        torch.manual_seed((self.options.seed << 32) + number)  # of dropout, the same after an interruption
+        torch.manual_seed(dropout_seed(self.options.seed, number))  # the same after an interruption
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.options.learning_rate, rising, number, self.updates)
         examples = sorted(examples, key=lambda example: example.length)  # less padding in a micro-batch
@@ -131,6 +133,11 @@ class Warmup:
         self.losses = list(saved.config["losses"])
 
 
+def dropout_seed(seed: int, update: int) -> int:
+    """A seed of 32 bits for one update. torch's generator on the CPU ignores all higher bits."""
+    return int.from_bytes(hashlib.sha256(f"dropout/{seed}/{update}".encode()).digest()[:4], "big")
+
+
 def run(options: WarmupOptions) -> None:
     """Write the model that `options` ask for.
 
@@ -146,7 +153,7 @@ def run(options: WarmupOptions) -> None:
     folder = local_folder(options.model, options.revision, key="model")
     model, tokenizer = load(options, folder, device)
     examples, left_out = tokenized(task, tokenizer, options.max_tokens)
-    pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    pad = pad_id(tokenizer, model.get_input_embeddings().num_embeddings)
     warmup = Warmup(options, model, examples, pad, device)
     began = {"path": str(folder), "revision": options.revision, "hash": model_hash(folder), **noted(folder)}
     with Unfinished(options.folder, identity(options, task, folder), options.overwrite) as unfinished:
@@ -180,7 +187,7 @@ def sum_in_one_order() -> None:
 def load(options: WarmupOptions, folder: Path, device: torch.device) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model in `options.dtype` on the device, and its tokenizer.
 
-    Raises ConfigError for a packed one, and for none.
+    Raises ConfigError for a packed one, for none, and for one with NaN or Inf in its weights.
     """
     said = f"model={options.model}"
     refuse_packed(folder, said, "all of whose weights are trained. Type its path.")
@@ -189,6 +196,8 @@ def load(options: WarmupOptions, folder: Path, device: torch.device) -> tuple[Pr
             folder, dtype=getattr(torch, options.dtype), use_safetensors=True, trust_remote_code=False
         )
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        for name, parameter in model.named_parameters():
+            check_dense_values(parameter, name=f"{folder}: {name}")
     except (OSError, ValueError) as error:
         raise ConfigError(f"{said} could not be loaded ({type(error).__name__}: {first_line(error)}). "
                           "Type another model.") from error  # fmt: skip

@@ -1,4 +1,4 @@
-"""Python imports this at its start where the folder is on PYTHONPATH: runs then build engines that fail by a plan."""
+"""Imported by Python at startup if this folder is on PYTHONPATH: makes runs build failing engines."""
 
 import os
 import sys
@@ -7,7 +7,7 @@ from types import ModuleType
 
 
 class BeforeTheRun:
-    """Finds no module. Just before a run is imported it puts the failing engines in place."""
+    """Import hook that finds no module, but installs the failing engines just before a run is imported."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
         if name == "qerl_lab.train.run":

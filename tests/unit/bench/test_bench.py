@@ -147,12 +147,15 @@ def test_a_product_and_its_adapter_have_one_colour() -> None:
     figure = bench.figure_of(
         {"benchmark": "decode", "options": {"model": "m"}, "environment": {"gpus": []}, "decode": rows}
     )
-    lines = {line.get_label(): (line.get_color(), line.get_linestyle()) for line in figure.axes[0].get_lines()}
+    color = {line.get_label(): line.get_color() for line in figure.axes[0].get_lines()}
+    style = {line.get_label(): line.get_linestyle() for line in figure.axes[0].get_lines()}
     plt.close(figure)
-    assert lines == {
-        "bf16": ("C0", "-"), "marlin": ("C1", "-"), "bf16_and_adapter": ("C0", "--"),
-        "marlin_and_adapter": ("C1", "--"), "adapter_kernels": ("C2", ":"),
-    }  # fmt: skip
+    assert color["bf16"] == color["bf16_and_adapter"]
+    assert color["marlin"] == color["marlin_and_adapter"]
+    assert len({color["bf16"], color["marlin"], color["adapter_kernels"]}) == 3
+    assert style["bf16"] == style["marlin"] == "-"
+    assert style["bf16_and_adapter"] == style["marlin_and_adapter"] == "--"
+    assert style["adapter_kernels"] == ":"
 
 
 @pytest.mark.parametrize(

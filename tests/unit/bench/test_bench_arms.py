@@ -195,6 +195,7 @@ def test_arms_side_by_side_measure_one_after_another_when_all_are_built(
     assert bf16["last"] < qlora["first"] < qlora["last"] < mxfp4["began"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("does", ["arms.wait_for_turn(job)", "time.sleep(100)"], ids=["waits", "measures"])
 def test_an_arm_ends_with_its_parent(tmp_path: Path, does: str) -> None:
     """A benchmark that is killed leaves no engine on the GPU, whatever it does there."""

@@ -16,6 +16,7 @@ from qerl_lab.report.bench import clock_line
 from qerl_lab.train import trainer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("seconds", "least"), [(0.0, -100), (0.25, 60)])
 def test_a_wait_that_costs_is_found(seconds: float, least: float, monkeypatch, tmp_path: Path) -> None:
     """A step of four short completions takes some tenths of a second, and waits three times.

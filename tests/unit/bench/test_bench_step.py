@@ -108,6 +108,7 @@ def test_two_ranks_share_a_step_and_the_first_writes_its_row(
     assert (two["completions"], two["arm"], two["gpus"]) == (8, both[1], 2)
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_ends_the_other(tmp_path: Path) -> None:
     """The other waits for it in the first gather, which has a day."""
     asked = job(tmp_path, f"{LAB} device=cpu gpus=2", options())

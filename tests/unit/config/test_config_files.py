@@ -157,6 +157,7 @@ def test_the_sweep_of_weight_formats_is_8_arms_by_5_seeds_whose_names_are_the_ar
 @pytest.mark.parametrize(("name", "arms"), [
     ("weight_formats", 8), ("algorithms", 5), ("aqn_schedules", 7), ("lora_rank", 4), ("learning_rate", 12),
     ("quantization_methods", 4), ("exploration_controls", 6), ("paper_table1", 10), ("paper_table2", 9),
+    ("released_code", 4),
 ])  # fmt: skip
 def test_a_sweep_composes_into_as_many_arms_as_it_says_with_five_seeds_each(name: str, arms: int):
     """Of one seed every arm is composed: of five it would take a minute, and weight_formats is composed whole above."""

@@ -13,7 +13,9 @@ from qerl_lab.cli.compose import make_plan
 from qerl_lab.cli.grammar import read
 from qerl_lab.cli.overrides import spell
 from qerl_lab.cli.train import main
-from qerl_lab.config.paths import anchored, sqlite_file, sqlite_uri
+from qerl_lab.config.arm import config_hash
+from qerl_lab.config.option import ConfigError
+from qerl_lab.config.paths import anchored, sha256, sqlite_file, sqlite_uri
 from qerl_lab.config.schema import ModelConfig, RunConfig, TaskConfig, TrackingConfig
 from qerl_lab.config.spelling import readable, shell_line, word
 from qerl_lab.evaluate.options import CompareOptions
@@ -156,3 +158,17 @@ def test_a_plan_has_them_as_the_run_will(here: Path) -> None:
 def test_the_whole_configuration_shows_them_too(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["scale=custom", "model.path=mödel", "--cfg", "job"]) == 0
     assert yaml.safe_load(capsys.readouterr().out)["model"]["path"] == "mödel"  # as typed: Hydra prints it
+
+
+def test_a_run_records_the_hash_of_the_claims_that_it_is_to_test(here: Path) -> None:
+    (here / "claims.yaml").write_text("claims: []")
+    kept = anchored(RunConfig(preregistration="claims.yaml"))
+    assert kept.preregistration == str(here / "claims.yaml")
+    assert kept.preregistration_sha256 == sha256(here / "claims.yaml")
+    assert anchored(kept) == kept
+    assert config_hash(kept) == config_hash(anchored(RunConfig()))  # it makes no other arm
+    (here / "claims.yaml").write_text("claims: [another]")
+    with pytest.raises(ConfigError, match="the claims were changed"):
+        anchored(kept)
+    with pytest.raises(ConfigError, match=r"preregistration=none\.yaml is no file"):
+        anchored(RunConfig(preregistration="none.yaml"))

@@ -1,5 +1,6 @@
 """The held-out evaluation: what is asked, with which draw, and what it says."""
 
+import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -7,7 +8,7 @@ import pandas as pd
 import pytest
 
 from qerl_lab import tasks
-from qerl_lab.evaluate.accuracy import evaluate
+from qerl_lab.evaluate.accuracy import ask, evaluate
 from qerl_lab.model.policy import Policy
 from qerl_lab.record.metrics import METRICS
 from qerl_lab.rollout.engine import OnDone, Rollout, Sampling
@@ -101,6 +102,22 @@ def test_every_sample_is_graded_against_its_own_question(policy, tiny) -> None:
     assert rows["format"].tolist() == [0.0, 0.5, 0.0]
     assert rows["sample"].tolist() == [group[0] for group in texts]
     assert rows["tokens"].tolist() == [sum(len(policy.tokenizer(t)["input_ids"]) for t in g) / 2 for g in texts]
+
+
+def test_thinking_that_the_prompt_has_opened_is_part_of_what_is_graded(policy, tiny) -> None:
+    """As with DeepSeek-R1's distills; an answer inside of the thinking is none."""
+    opening = copy.deepcopy(policy.tokenizer)
+    opening.chat_template += "<think>\n"
+    learner, task = replace(policy, tokenizer=opening), tasks.load(tiny().task)
+
+    class Thinking(Recording):
+        def generate(self, prompts: list[list[int]], group_size: int, *how: Any) -> Rollout:
+            texts = ["{0}</think><answer>{0}</answer>", "is it <answer>{0}</answer>"]
+            ids = [[opening(text.format(q.answer))["input_ids"] for text in texts] for q in task.heldout[:2]]
+            return replace(super().generate(prompts, group_size, *how), completion_ids_P_G=ids)
+
+    rows = ask(Thinking(), learner, task, task.heldout[:2], 2, Sampling(9, seed=0)).rows
+    assert rows["format"].tolist() == rows["accuracy"].tolist() == [1.0, 0.0] * 2
 
 
 def test_completions_that_were_cut_are_graded_and_counted(policy, tiny) -> None:

@@ -21,7 +21,8 @@ from qerl_lab.config.paths import WEIGHTS
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.evaluate import __main__ as evaluate
 from qerl_lab.evaluate import benchmarks, examination, subject
-from qerl_lab.evaluate.options import AccuracyOptions, samples_of
+from qerl_lab.evaluate.options import AccuracyOptions
+from qerl_lab.evaluate.sampling import samplings
 from qerl_lab.evaluate.summary import ABOUT, ROWS
 from qerl_lab.model.on_disk import ASSETS
 from qerl_lab.quantize import __main__ as quantize
@@ -33,8 +34,8 @@ AIME = '{"problem": "What is 1+1?", "answer": "2", "id": 1}\n'
 
 @pytest.fixture(scope="module")
 def run_dir(tiny, build_policy, tmp_path_factory) -> Path:
-    """A finished run in NVFP4, at most 16 tokens, whose adapter is far from zero."""
-    cfg = tiny(format__name="nvfp4", rollout__batch_size=8)
+    """A finished run in NVFP4, evaluated at temperature 1, at most 16 tokens, whose adapter is far from zero."""
+    cfg = tiny(format__name="nvfp4", rollout__batch_size=8, eval__temperature=1.0, eval__top_p=1.0, eval__samples=3)
     return make_finished(tmp_path_factory.mktemp("runs") / "run", cfg, build_policy(cfg))
 
 
@@ -49,7 +50,7 @@ def read(out: Path) -> tuple[pd.DataFrame, dict[str, Any]]:
 def test_a_run_is_asked_with_its_adapter_and_without_noise(run_dir, build_policy, tmp_path, capsys) -> None:
     """The rows are those of the policy that the run ended with, sampled directly, the same draw."""
     out = tmp_path / "out"
-    assert go(f"run={run_dir}", "questions=4", "samples=2", "temperature=1.0", "top_p=1.0", f"out={out}") == 0
+    assert go(f"run={run_dir}", "questions=4", "samples=2", f"out={out}") == 0
     rows, about = read(out)
     cfg = subject.RunDirectory(run_dir).config()
     learner = build_policy(cfg)  # draws the same adapter as the run's
@@ -60,13 +61,33 @@ def test_a_run_is_asked_with_its_adapter_and_without_noise(run_dir, build_policy
     assert rows["completion"].tolist() == [learner.decode(one) for group in ids for one in group]
     assert rows["id"].tolist() == [question.id for question in task.heldout[:4] for _ in range(2)]
     assert rows["tokens"].tolist() == [len(one) for group in ids for one in group]
-    assert about["results"]["arithmetic"]["own"]["questions"] == 4
+    assert about["results"][0]["questions"] == 4
     assert "run" in capsys.readouterr().out
-    assert go(f"run={run_dir}", "questions=4", "samples=2", "temperature=1.0", "top_p=1.0", "adapter=false") == 0
+    assert go(f"run={run_dir}", "questions=4", "samples=2", "adapter=false") == 0
     (base,) = (run_dir / "evaluations").iterdir()
     assert read(base)[0]["completion"].tolist() != rows["completion"].tolist()
     assert "note: adapter=false: the base of the run alone" in capsys.readouterr().out
     shutil.rmtree(run_dir / "evaluations")
+
+
+def test_a_run_is_asked_as_it_evaluates_itself_and_other_sampling_is_a_row_of_its_own(
+    run_dir, tmp_path, capsys
+) -> None:
+    assert go(f"run={run_dir}", "questions=2", f"out={tmp_path / 'own'}") == 0
+    (own,) = read(tmp_path / "own")[1]["results"]
+    assert (own["sampling"], own["samples"]) == ("temperature 1, top-p 1, 16 tokens", 3)
+    assert "temperature 1, top-p 1, 16 tokens" in capsys.readouterr().out
+    words = ["temperature=0.6", "max_completion_tokens=20", f"out={tmp_path / 'both'}"]
+    assert go(f"run={run_dir}", "questions=2", *words) == 0
+    rows, about = read(tmp_path / "both")
+    assert [one["sampling"] for one in about["results"]] == [own["sampling"], "temperature 0.6, top-p 1, 20 tokens"]
+    assert about["results"][0] == own, "the row of the run's sampling does not depend on the other"
+    assert rows.groupby("sampling")["tokens"].max().tolist() == [20, 16]
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:3] for line in lines if line.startswith("arithmetic ")] == [
+        ["arithmetic", "own", "temperature"], ["arithmetic", "own", "temperature"]
+    ]  # fmt: skip
+    assert "note: the run's own evaluations sample as the first row: temperature 1, top-p 1, 16 tokens" in lines
 
 
 def test_every_configuration_has_its_own_directory_and_is_asked_once(run_dir, capsys) -> None:
@@ -107,7 +128,7 @@ def test_the_common_engine_is_the_dequantized_base_with_the_adapter(run_dir, bui
 def test_both_engines_are_in_the_table(run_dir, tmp_path, capsys) -> None:
     assert go(f"run={run_dir}", "questions=3", "samples=2", "common=true", f"out={tmp_path / 'out'}") == 0
     rows, about = read(tmp_path / "out")
-    assert list(about["results"]["arithmetic"]) == ["own", "common"]
+    assert [one["engine"] for one in about["results"]] == ["own", "common"]
     assert rows.groupby("engine", sort=False).size().to_dict() == {"own": 6, "common": 6}
     assert rows["prompt_sha256"].nunique() == 3
     assert re.search(r"arithmetic +common +3 +2 ", capsys.readouterr().out)
@@ -164,12 +185,15 @@ def test_several_benchmarks_each_from_its_own_file(tmp_path, capsys) -> None:
     words = ["model=pocket", f"benchmarks={specs}", "questions=2", "max_completion_tokens=4", f"out={out}"]
     assert go(*words, "max_prompt_tokens=256") == 0
     rows, about = read(out)
-    counted = {name: one["own"]["samples"] for name, one in about["results"].items()}
+    counted = {one["benchmark"]: one["samples"] for one in about["results"]}
     assert counted == {"math500": 4, "aime24": 16, "arithmetic": 4}
     assert about["benchmarks"]["arithmetic"]["instruction"].startswith("Reply as <think>")
     assert about["benchmarks"]["math500"]["instruction"].startswith("Solve the following")
     assert rows["truncated"].all()
-    assert "bf16, transformers, no noise, temperature 0.6, top-p 0.95, seed 0" in capsys.readouterr().out
+    assert (
+        "bf16, transformers, no noise, seed 0\nsampling: temperature 0.6, top-p 0.95, 4 tokens\n"
+        in capsys.readouterr().out
+    )
 
 
 def test_questions_that_are_too_long_are_counted(capsys, tmp_path) -> None:
@@ -260,9 +284,11 @@ def test_a_set_of_other_columns_is_told_in_words_that_this_command_takes(tmp_pat
 
 
 def test_small_sets_get_more_samples_unless_somebody_says() -> None:
-    default, greedy, said = AccuracyOptions(), AccuracyOptions(temperature=0), AccuracyOptions(samples=2)
-    assert [samples_of(default, name) for name in ("gsm8k", "aime24", "aime25", "amc23")] == [4, 16, 16, 16]
-    assert [samples_of(greedy, "aime24"), samples_of(said, "aime24")] == [1, 2]
+    def samples(name: str, **words: Any) -> list[int]:
+        return [how.samples_of(name, 3) for how in samplings(AccuracyOptions(run="x", **words), RunConfig())]
+
+    assert [samples(name) for name in ("gsm8k", "aime24", "aime25", "amc23")] == [[3], [16], [16], [16]]
+    assert [samples("aime24", temperature=0), samples("aime24", samples=2)] == [[16, 1], [2]]
 
 
 def test_an_engine_that_fails_keeps_what_was_answered(run_dir, tmp_path, capsys, monkeypatch) -> None:

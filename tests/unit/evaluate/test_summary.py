@@ -15,11 +15,11 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.evaluate import __main__ as evaluate
 from qerl_lab.evaluate import compare
 from qerl_lab.evaluate.options import AccuracyOptions
-from qerl_lab.evaluate.summary import ABOUT, ROWS, SCHEMA, by_engine, summarize, table
+from qerl_lab.evaluate.summary import ABOUT, ROWS, SCHEMA, of_rows, summarize, table
 from qerl_lab.report.stats import crossed_interval
 
-IDENTITY = {"format": "bf16", "questions": 0, "temperature": 0.6, "top_p": 0.95, "seed": 0, "adapter": "x",
-            "max_prompt_tokens": 64, "max_completion_tokens": 64}  # fmt: skip
+HOT, COOL = "temperature 1, top-p 1, 64 tokens", "temperature 0.6, top-p 0.95, 64 tokens"
+IDENTITY = {"format": "bf16", "questions": 0, "seed": 0, "adapter": "x", "max_prompt_tokens": 64}
 
 
 def answers(
@@ -33,13 +33,14 @@ def answers(
     others = {
         "benchmark": benchmark,
         "engine": engine,
+        "sampling": COOL,
         "answer": "1",
         "format": 1.0,
         "truncated": False,
         "completion": "",
     }
     tokens = [10 * (1 + index % samples) for index in range(len(frame))]
-    return frame.assign(**others, tokens=tokens, **columns)
+    return frame.assign(**others | columns, tokens=tokens)
 
 
 def test_accuracy_error_and_pass_at_k_by_hand() -> None:
@@ -63,20 +64,20 @@ def test_a_partly_right_sample_counts_for_the_mean_and_not_for_a_pass() -> None:
 def test_one_sample_has_no_error_of_draws_and_one_question_no_error() -> None:
     one = summarize(answers([[1.0]], unparsed=1.0))
     assert (one["standard_error"], one["standard_error_of_draws"], one["unparsed"]) == (None, None, 1.0)
-    assert "-" in table({"gsm8k": {"own": one}}).splitlines()[1].split()
+    assert "-" in table(of_rows(answers([[1.0]]))).splitlines()[1].split()
 
 
 def test_only_a_benchmark_that_says_what_it_could_not_read_has_a_number_of_it() -> None:
     """Together in one file the rows of the other hold NaN there, which no JSON does."""
     rows = pd.concat([answers([[1.0], [0.0]], "math500", unparsed=1.0), answers([[1.0], [0.0]], "code")])
-    found = by_engine(rows)
-    assert found["math500"]["own"]["unparsed"] == 1.0
-    assert "unparsed" not in found["code"]["own"]
+    math500, code = of_rows(rows)
+    assert math500["unparsed"] == 1.0
+    assert "unparsed" not in code
 
 
 def test_the_table_has_a_row_a_benchmark_and_engine() -> None:
     rows = pd.concat([answers([[1, 0], [1, 1]], name, engine) for name in ("a", "b") for engine in ("own", "common")])
-    lines = table(by_engine(rows)).splitlines()
+    lines = table(of_rows(rows)).splitlines()
     assert [line.split()[:2] for line in lines[1:]] == [["a", "own"], ["a", "common"], ["b", "own"], ["b", "common"]]
     assert all("0.750" in line and "@2 1.000" in line for line in lines[1:])
 
@@ -90,7 +91,8 @@ def write(
     """`seed` is that of the draw, and the run's too unless it has another."""
     folder.mkdir(parents=True)
     about = {
-        "schema": SCHEMA, "identity": IDENTITY | {"seed": seed} | identity, "subject": folder.name,
+        "schema": SCHEMA, "subject": folder.name,
+        "identity": IDENTITY | {"seed": seed, "samplings": {name: {} for name in rows["sampling"].unique()}} | identity,
         "run_seed": seed if run_seed is None else run_seed,
         "own_is_common": dense, "benchmarks": {name: {} for name in rows["benchmark"].unique()}, "environment": {},
     }  # fmt: skip
@@ -211,6 +213,16 @@ def test_an_engine_that_one_side_lacks_is_said(tmp_path: Path) -> None:
     assert of_engines(without, without) == (["own"], [])
 
 
+def test_only_answers_of_one_sampling_are_pairs(tmp_path: Path) -> None:
+    """A run's rows at its own temperature and at another one, against answers at the other one."""
+    a = write(tmp_path / "a", pd.concat([answers(B, sampling=HOT), answers(A)]))
+    b = write(tmp_path / "b", answers(B))
+    arms, notes = [compare._one_arm(compare.find(Path(folder)), folder) for folder in (a, b)], list[str]()
+    accuracy, _ = compare.differences(compare.paired(*arms)[0], notes)
+    assert (accuracy.sampling, accuracy.mean_b - accuracy.mean_a) == (COOL, 0.125)
+    assert notes == [f"sampling {HOT}: in one of the two only, and left out"]
+
+
 def test_two_dense_bases_are_compared_once(tmp_path: Path) -> None:
     a, b = (write(tmp_path / name, answers(values), dense=True) for name, values in (("a", A), ("b", B)))
     assert of_engines([a], [b]) == (["own"], ["both bases are dense, so that engine=own is engine=common too"])
@@ -224,8 +236,8 @@ def test_two_dense_bases_are_compared_once(tmp_path: Path) -> None:
         (answers(B).assign(answer="2"), {}, "4 questions were asked with another"),
         (answers(B).assign(prompt_sha256="x"), {}, "asked in other words"),
         (answers([[1], [1], [1], [0]]), {}, r"A has \[2\] samples a question and B \[1\]"),
-        (answers(B), {"temperature": 1.0}, "with temperature=0.6 and B with temperature=1.0"),
-        (answers(B), {"max_completion_tokens": 32}, "max_completion_tokens=64 and B with max_completion_tokens=32"),
+        (answers(B, sampling=HOT), {}, f"A was sampled with {COOL} and B with {HOT}, so that they are no pairs"),
+        (answers(B), {"max_prompt_tokens": 32}, "max_prompt_tokens=64 and B with max_prompt_tokens=32"),
     ],
 )
 def test_what_is_no_pair_is_refused(rows: pd.DataFrame, identity: dict, said: str, tmp_path: Path) -> None:

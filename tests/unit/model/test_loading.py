@@ -38,6 +38,7 @@ from qerl_lab.model.linear import FUSED, PackedLinear, weight_bytes
 from qerl_lab.model.loading import empty_model, fill, load_model, stored_as
 from qerl_lab.model.on_disk import ASSETS
 from small_checkpoints import edit_config, edit_tensors, equal, write_dense, write_packed
+from waiting import give_time
 
 CPU = torch.device("cpu")
 HEAD = ("lm_head",)
@@ -123,13 +124,19 @@ def test_layers_that_llmcompressor_left_alone_stay_dense(tmp_path: Path, ignore:
     assert type(loaded.model.layers[1].mlp.down_proj) is nn.Linear
 
 
+def fused_with(weight: str) -> set[str]:
+    """Names of the weights that are read together with this one."""
+    parent, _, leaf = weight.removesuffix(".weight").rpartition(".")
+    return {f"{parent}.{part}.weight" for fused in FUSED if leaf in fused for part in fused}
+
+
 class InMemory:
-    """A source that sees which of its tensors are alive whenever the next one is asked for."""
+    """A source that sees which dense weights of Linears are alive whenever the next tensor is asked for."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.tensors = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
         self.given: dict[str, weakref.ref[Tensor]] = {}
-        self.alive: dict[str, list[str]] = {}
+        self.alive: dict[str, set[str]] = {}
 
     @property
     def names(self) -> list[str]:
@@ -142,10 +149,14 @@ class InMemory:
         return self.tensors[name].dtype
 
     def tensor(self, name: str, device: torch.device | str) -> Tensor:
-        self.alive[name] = [other for other, given in self.given.items() if given() is not None]
+        give_time(lambda: self.dense() <= fused_with(name))
+        self.alive[name] = self.dense()
         tensor = self.tensors[name].clone()
         self.given[name] = weakref.ref(tensor)
         return tensor
+
+    def dense(self) -> set[str]:
+        return {name for name, given in self.given.items() if name.endswith("_proj.weight") and given() is not None}
 
     def where(self, name: str) -> str:
         return "memory"
@@ -156,12 +167,9 @@ def test_the_next_layer_is_read_when_the_one_before_is_packed(weight_format: For
     source = InMemory(tiny_model())
     model = empty_model(tiny_model().config, torch.float32)
     fill(model, source, PackedAs(weight_format, HEAD), is_packed=False, device=CPU)
-    for asked, others in source.alive.items():
-        parent, _, leaf = asked.removesuffix(".weight").rpartition(".")
-        parts = next((fused for fused in FUSED if leaf in fused), ())
-        dense = {other for other in others if other.endswith("_proj.weight")}
-        assert dense <= {f"{parent}.{part}.weight" for part in parts}, f"{dense} are dense while {asked} is read"
-    assert max(sum(other.endswith("_proj.weight") for other in others) for others in source.alive.values()) == 2
+    for asked, dense in source.alive.items():
+        assert dense <= fused_with(asked), f"{dense} are dense while {asked} is read"
+    assert max(map(len, source.alive.values())) == 2
 
 
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "bf16"])
@@ -293,6 +301,30 @@ def test_a_weight_that_the_format_cannot_hold_is_named(tmp_path: Path) -> None:
     write_dense(tmp_path, dense)
     with pytest.raises(ValueError, match=re.escape(f"{Q}: 1 values that nvfp4 cannot hold, the first nan at [3, 5]")):
         load(tmp_path, PackedAs(NVFP4, HEAD))
+
+
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.norm.weight", f"{Q}.bias", "lm_head.weight"])
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_what_stays_dense_is_finite_too(tmp_path: Path, name: str, is_packed: bool) -> None:
+    model = tiny_model()
+    parameter = model.get_parameter(name).data
+    parameter.view(-1)[3] = torch.inf
+    at = [3] if parameter.ndim == 1 else [0, 3]
+    write_packed(tmp_path, model, NVFP4) if is_packed else write_dense(tmp_path, model)
+    says = f"{name}: 1 values that float32 cannot hold, the first inf at {at}"
+    with pytest.raises(ValueError, match=re.escape(says)):
+        load(tmp_path, PackedAs(NVFP4, HEAD))
+
+
+@pytest.mark.parametrize("part", ["self_attn.k_proj", "mlp.up_proj"])
+def test_parts_of_a_fused_layer_have_one_global_scale(tmp_path: Path, part: str) -> None:
+    """vLLM keeps the largest for all parts, so it would sample from other weights than those trained on."""
+    model = tiny_model()
+    write_packed(tmp_path, model, NVFP4)
+    own = model.get_submodule(f"model.layers.1.{part}").packed()["weight_global_scale"]
+    edit_tensors(tmp_path, **{attribute(f"model.layers.1.{part}.weight_global_scale"): own * 2})
+    with pytest.raises(ValueError, match=rf"differ in weight_global_scale: .*{re.escape(part)} has {own.item() * 2:g}"):
+        load(tmp_path)
 
 
 def test_a_tied_head_may_be_stored_if_it_is_the_embedding(tmp_path: Path) -> None:

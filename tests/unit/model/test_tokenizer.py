@@ -1,13 +1,18 @@
-"""A tokenizer's files are those of the tokenizer, wherever it was loaded."""
+"""A tokenizer's files are those of the tokenizer, wherever it was loaded; the token that pads has an embedding."""
 
+import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import AutoTokenizer
 
 from qerl_lab.config.model_hash import model_hash
-from qerl_lab.model import tokenizer
+from qerl_lab.config.option import ConfigError
+from qerl_lab.model import policy, tokenizer
 from qerl_lab.model.on_disk import ASSETS
+from qerl_lab.rollout.engine import Sampling
+from qerl_lab.rollout.transformers import TransformersEngine
 
 
 def saved(folder: Path, **loading: bool) -> dict[str, bytes]:
@@ -31,3 +36,22 @@ def test_what_is_saved_reads_as_before(tmp_path: Path, text: str) -> None:
     before, after = (AutoTokenizer.from_pretrained(folder) for folder in (ASSETS, tmp_path / "saved"))
     assert after(text)["input_ids"] == before(text)["input_ids"]
     assert (after.eos_token_id, after.chat_template) == (before.eos_token_id, before.chat_template)
+
+
+def test_a_padding_id_without_an_embedding_gives_way_to_the_end_token(tmp_path: Path, tiny) -> None:
+    """Padding is masked, so any id serves that the model has."""
+    shutil.copytree(ASSETS, tmp_path, dirs_exist_ok=True)
+    own = AutoTokenizer.from_pretrained(ASSETS)
+    own.add_special_tokens({"pad_token": "<beyond>"})
+    own.save_pretrained(tmp_path)
+    built = policy.build(tiny(model__path=str(tmp_path)), torch.device("cpu"))
+    assert own.pad_token_id >= built.model.get_input_embeddings().num_embeddings
+    assert built.tokenizer.pad_token_id == own.eos_token_id
+    prompts = [built.prompt_ids([{"role": "user", "content": text}]) for text in ("1 + 1", "123 + 456")]
+    assert TransformersEngine(built, 2).generate(prompts, 1, Sampling(2, seed=0)).tokens > 0
+
+
+def test_an_end_token_without_an_embedding_is_refused() -> None:
+    own = AutoTokenizer.from_pretrained(ASSETS)
+    with pytest.raises(ConfigError, match="allowed: an end token that the model has"):
+        tokenizer.pad_id(own, min(own.pad_token_id, own.eos_token_id))

@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 
 from qerl_lab.config.option import ConfigError
 from qerl_lab.model import files as module
+from qerl_lab.model import on_disk
 from qerl_lab.model.files import WeightFiles, local_folder
 from qerl_lab.model.on_disk import ASSETS, INDEX, SINGLE
 
@@ -135,8 +136,21 @@ def test_an_index_that_disagrees_is_refused(folder: Path, change: dict[str, str 
         WeightFiles(folder)
 
 
+def test_two_sets_of_weights_are_refused_by_every_reader(folder: Path) -> None:
+    """transformers reads the one file, the lab the shards."""
+    save_file(TENSORS, folder / SINGLE)
+    for name in ("config.json", "tokenizer.json"):
+        (folder / name).write_text("{}")
+    on_disk.layers.cache_clear()
+    for read in (WeightFiles, on_disk.layers, lambda folder: on_disk.check_files(folder, "model=it")):
+        with pytest.raises(ConfigError, match=r"two sets of weights\. Remove the set"):
+            read(folder)
+    write_index(folder, dict.fromkeys(TENSORS, SINGLE))
+    assert WeightFiles(folder).files == (folder / SINGLE,)
+
+
 @pytest.mark.parametrize(
-    ("text", "says"), [("{", "is not JSON"), ("[]", "holds list; allowed: a JSON object"), ("{}", "has no weight_map")]
+    ("text", "says"), [("{", "cannot be read as JSON"), ("[]", "holds no JSON object"), ("{}", "has no weight_map")]
 )
 def test_an_index_that_is_none_is_refused(folder: Path, text: str, says: str) -> None:
     (folder / INDEX).write_text(text)

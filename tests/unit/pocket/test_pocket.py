@@ -83,7 +83,8 @@ def test_its_teacher_never_sees_a_heldout_problem() -> None:
 
 def test_a_chat_template_that_takes_no_system_message_is_named(tokenizer: AutoTokenizer) -> None:
     picky = copy.deepcopy(tokenizer)
-    picky.chat_template = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}Q"
+    refusal = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+    picky.chat_template = refusal + "{{ messages[0].content }}"
     asked = Policy(None, picky, {}, {})
     with pytest.raises(ConfigError, match=r"refuses the questions \(no system role\).*task\.instruction=''"):
         asked.prompt_ids([{"role": "system", "content": "x"}, {"role": "user", "content": "y"}])

@@ -47,3 +47,5 @@ def test_a_run_without_evaluation_has_no_answers(tmp_path: Path) -> None:
     run = RunDirectory(make_run(tmp_path / "run", "bf16", 0, eval__questions=0))
     (run.path / "eval.parquet").unlink()
     run.refuse_damaged()
+    assert run.status == "done"
+    assert run.evaluations() == {}

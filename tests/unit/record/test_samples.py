@@ -35,7 +35,12 @@ def test_a_torn_last_line_is_left_out_and_any_other_is_named(run_dir: Path) -> N
     path = run_dir / "samples.jsonl"
     path.write_bytes(path.read_bytes()[:-5])
     assert steps(run_dir) == [1, 1, 2, 2, 3]
-    path.write_bytes(b"garbage\n" + path.read_bytes())
+    whole = path.read_bytes()
+    for bad in (b'{"step": "1"}', whole.splitlines()[0].replace(b"1.0", b'"1"')):
+        path.write_bytes(bad + b"\n" + whole)
+        with pytest.raises(ConfigError, match=r"line 1, is not a sample"):
+            read_samples(run_dir)
+    path.write_bytes(b"garbage\n" + whole)
     for use in (read_samples, lambda folder: cut(folder, 2)):
         with pytest.raises(ConfigError, match=r"samples\.jsonl.* is not a sample: b'garbage.*Move the file away"):
             use(run_dir)

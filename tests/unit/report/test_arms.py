@@ -10,6 +10,7 @@ from qerl_lab.config.arm import leaves
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.environment import Typed
+from qerl_lab.report import results
 from qerl_lab.report.arms import FINISHED, Run, choose, differing, labels, placed, run_from, shortened
 from qerl_lab.tracking.mlflow import params
 
@@ -36,6 +37,15 @@ def named(*runs: Run) -> list[str]:
 
 def test_the_arms_of_the_lab_are_called_by_their_names() -> None:
     assert named(run("bf16"), run("nvfp4"), run("nvfp4_aqn"), run("bf16", 1)) == ["bf16", "nvfp4", "nvfp4_aqn", "bf16"]
+
+
+def test_an_arm_that_was_renamed_has_the_name_of_now() -> None:
+    """In run directories and in the recorded files."""
+    assert named(run("bf16_hot", rollout__temperature=1.06), run("bf16"))[0].startswith("bf16_temperature")
+    folder = Path(__file__).parents[3] / "results" / "smollm2" / "exploration_controls"
+    experiments = {record.run.experiment for record in results.read(folder)[0]}
+    assert {"bf16_temperature", "bf16_entropy_bonus"} <= experiments
+    assert not experiments & {"bf16_hot", "bf16_bonus"}
 
 
 def test_a_key_that_was_changed_makes_another_arm_and_is_in_its_name() -> None:

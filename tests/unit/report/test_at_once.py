@@ -105,7 +105,7 @@ def test_a_resumed_run_of_which_no_pause_is_known_may_be_beside_others() -> None
         pair = told([unknown, ran(110, 190)])
         assert [(one.side_by_side, one.is_surely_beside) for one in pair] == [(2, False), (2, False)]
         assert may_have_run(pair) == ["Runs may have run beside another, as it is not known when a resumed run paused: "
-                                      "their seconds and tokens/s are not compared."]  # fmt: skip
+                                      "their seconds and tokens/s are left out."]  # fmt: skip
         with pytest.raises(Unmeasured, match="may have run beside others, as it is not known when"):
             MEASURES["step_throughput"].of(pair, pair)
         assert all(one.is_surely_beside for one in told([*pair, ran(120, 180)])[1:])

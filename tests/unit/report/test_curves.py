@@ -9,8 +9,9 @@ import numpy as np
 import pandas as pd
 import pytest
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
-from qerl_lab.report import comparison, curves
+from qerl_lab.report import comparison, curves, palette, paper_curves
 from qerl_lab.report.stats import band_over_seeds, over_seeds
 from run_directories import make_run
 
@@ -32,12 +33,18 @@ def points(arms: list[str], seeds: int = 3, steps: int = 30, metric: str = "rewa
     ])  # fmt: skip
 
 
+def draw(table: pd.DataFrame, curve: curves.Curve, by: str, baseline: str | None) -> Figure:
+    """Arms are named by their format, as `nvfp4_aqn` is."""
+    formats = {arm: arm.partition("_")[0] for arm in table["arm"].unique()}
+    return curves.draw(table, curve, by, baseline, palette.styles(formats))
+
+
 def means(axis: Axes) -> list:
     return [line for line in axis.lines if not line.get_label().startswith("_")]
 
 
 def test_each_seed_is_raw_and_the_mean_has_the_interval_of_its_seeds() -> None:
-    (axis,) = curves.draw(points(["bf16"]), REWARD, curves.STEP, None).axes
+    (axis,) = draw(points(["bf16"]), REWARD, curves.STEP, None).axes
     *seeds, mean = axis.lines
     assert [list(line.get_ydata()) for line in seeds] == [[step + seed for step in range(1, 31)] for seed in range(3)]
     assert all(line.get_linewidth() < mean.get_linewidth() / 2 for line in seeds)
@@ -57,14 +64,14 @@ def test_the_band_is_the_interval_of_every_column() -> None:
 
 
 def test_one_seed_has_its_line_alone() -> None:
-    (axis,) = curves.draw(points(["bf16"], seeds=1), REWARD, curves.CLOCK, None).axes
+    (axis,) = draw(points(["bf16"], seeds=1), REWARD, curves.CLOCK, None).axes
     assert (len(axis.lines), len(axis.collections)) == (1, 0)
     assert len(axis.lines[0].get_xdata()) == 30
 
 
 def test_by_clock_the_mean_is_where_every_seed_has_been() -> None:
     """Seed 0 ends after 50 s, seed 2 begins at 4 s; at 12 s the three are at steps 6, 4 and 3."""
-    (axis,) = curves.draw(points(["bf16"], steps=25), REWARD, curves.CLOCK, None).axes
+    (axis,) = draw(points(["bf16"], steps=25), REWARD, curves.CLOCK, None).axes
     (mean,) = means(axis)
     x, y = mean.get_data()
     assert (x[0], x[-1]) == (pytest.approx(4), pytest.approx(50))
@@ -76,7 +83,7 @@ def test_what_is_measured_rarely_has_no_markers_between() -> None:
     """Accuracy before and after: seeds end after 50, 75 and 100 s, of which the mean sees the first 50."""
     rare = points(["bf16"], steps=25)
     rare = rare[rare["step"].isin([1, 25])].assign(seconds=lambda rows: rows["seconds"].where(rows["step"] == 25, 0.0))
-    (axis,) = curves.draw(rare, REWARD, curves.CLOCK, None).axes
+    (axis,) = draw(rare, REWARD, curves.CLOCK, None).axes
     (mean,) = means(axis)
     assert list(mean.get_xdata()) == [0, 50]
     assert mean.get_ydata()[1] == pytest.approx((25 + (2 + 24 * 50 / 75) + (3 + 24 * 50 / 100)) / 3)
@@ -92,7 +99,7 @@ def test_seconds_are_those_of_the_steps(tmp_path: Path) -> None:
 def test_time_has_a_unit_that_suits_it(seconds: float, unit: str) -> None:
     table = points(["bf16"], seeds=1)
     table["seconds"] *= seconds / table["seconds"].max()
-    (axis,) = curves.draw(table, REWARD, curves.CLOCK, None).axes
+    (axis,) = draw(table, REWARD, curves.CLOCK, None).axes
     assert axis.get_xlabel() == f"{unit} of training steps"
 
 
@@ -109,26 +116,49 @@ def test_an_arm_looks_alike_in_all_figures_of_a_few_arms() -> None:
     arms = ["bf16", "nvfp4", "nvfp4_aqn"]
     both = pd.concat([points(arms), points(arms[2:], metric="noise/sigma")])
     sigma = next(curve for curve in curves.CURVES if curve.name == "sigma")
-    (of_reward,), (of_sigma,) = (curves.draw(both, curve, curves.STEP, "bf16").axes for curve in (REWARD, sigma))
+    (of_reward,), (of_sigma,) = (draw(both, curve, curves.STEP, "bf16").axes for curve in (REWARD, sigma))
     looks = [{line.get_label(): line.get_color() for line in means(axis)} for axis in (of_reward, of_sigma)]
     assert looks[1] == {"nvfp4_aqn (n=3)": looks[0]["nvfp4_aqn (n=3)"]}
-    assert len(set(looks[0].values())) == 3
+
+
+def test_a_format_has_one_color_in_our_figures_and_the_paper_s() -> None:
+    """Noise is told by dashes and hollow markers. Arms of one format alone have colors that no format has."""
+    looks = palette.styles({"a": "bf16", "nvfp4": "nvfp4", "nvfp4_aqn": "nvfp4", "mxfp4": "mxfp4", "nf4": "nf4"})
+    assert looks["nvfp4"]["color"] == looks["nvfp4_aqn"]["color"]
+    assert looks["nvfp4"]["linestyle"] != looks["nvfp4_aqn"]["linestyle"]
+    assert len({style["color"] for style in looks.values()}) == 4
+    (of_formats,) = (one for one in paper_curves.FIGURES if one.number == "Figure 5")
+    drawn = {line.get_label().lower(): line.get_color() for line in paper_curves.draw(of_formats).axes[0].lines}
+    assert drawn == {name: palette.FORMATS[name] for name in ("nvfp4", "nf4", "mxfp4", "bf16")}
+    alike = palette.styles(dict.fromkeys(("off", "linear", "cosine"), "nvfp4"))
+    shades = [style["color"] for style in alike.values()]
+    assert shades[0] == palette.FORMATS["nvfp4"]
+    assert len(set(shades)) == 3
+    assert not set(shades[1:]) & set(palette.FORMATS.values())
+
+
+def test_an_interval_of_shares_is_cut_at_what_they_can_be() -> None:
+    accuracy = next(curve for curve in curves.CURVES if curve.name == "accuracy")
+    table = points(["bf16"], seeds=2, metric="eval/accuracy")
+    table["value"] = table["run_id"].str.endswith("1").map({True: 0.9, False: 0.5})
+    (axis,) = draw(table, accuracy, curves.STEP, "bf16").axes
+    corners = axis.collections[0].get_paths()[0].vertices[:, 1]
+    assert (corners.min(), corners.max()) == (0, 1)
 
 
 def test_arms_differ_without_color() -> None:
     arms = ["bf16", "mxfp4", "nf4", "nvfp4"]
-    (axis,) = curves.draw(points(arms), REWARD, curves.STEP, "bf16").axes
+    (axis,) = draw(points(arms), REWARD, curves.STEP, "bf16").axes
     looks = {(line.get_linestyle(), line.get_marker()) for line in means(axis)}
     assert len(looks) == 4
-    with plt.style.context(curves.STYLE):
-        colors = [style["color"] for style in plt.rcParams["axes.prop_cycle"]][:4]
+    colors = [palette.FORMATS[arm] for arm in arms]
     grey = sorted(np.dot(matplotlib.colors.to_rgb(color), (0.299, 0.587, 0.114)) for color in colors)
     assert min(np.diff(grey)) > 0.04
 
 
 def test_a_long_label_is_whole_and_inside_of_the_figure() -> None:
     arm = "nvfp4_aqn (optim.learning_rate=3e-05, algorithm.name=dapo, lora.rank=64, aqn.schedule=cosine)"
-    figure = curves.draw(points([arm, "bf16"]), REWARD, curves.STEP, "bf16")
+    figure = draw(points([arm, "bf16"]), REWARD, curves.STEP, "bf16")
     figure.canvas.draw()
     (axis,) = figure.axes
     assert axis.get_legend().get_texts()[1].get_text().replace("\n", " ") == f"{arm} (n=3)"
@@ -146,14 +176,14 @@ def test_sigma_is_drawn_of_arms_that_have_noise() -> None:
     sigma = next(curve for curve in curves.CURVES if curve.name == "sigma")
     quiet = points(["bf16", "nvfp4", "nf4", "mxfp4", "bf16_hot"], metric="noise/sigma").assign(value=0.0)
     table = pd.concat([quiet, points(["nvfp4_aqn"], metric="noise/sigma")])
-    (axis,) = curves.draw(table, sigma, curves.STEP, "bf16").axes
+    (axis,) = draw(table, sigma, curves.STEP, "bf16").axes
     assert [line.get_label() for line in means(axis)] == ["nvfp4_aqn (n=3)"]
 
 
 def test_no_panel_cuts_what_another_holds() -> None:
     table = points([f"arm{n}" for n in range(6)])
     table["value"] += table["arm"].str[-1].astype(int) * 100.0
-    figure = curves.draw(table, REWARD, curves.STEP, None)
+    figure = draw(table, REWARD, curves.STEP, None)
     low, high = figure.axes[0].get_ylim()
     assert low < table["value"].min() < table["value"].max() < high
 
@@ -162,6 +192,6 @@ def test_an_interval_of_two_seeds_leaves_the_curves_their_room() -> None:
     """It is 12.7 standard errors wide on either side: 63.5 here, where the values go from 1 to 40."""
     table = points(["bf16"], seeds=2)
     table["value"] = table["value"].where(~table["run_id"].str.endswith("1"), table["value"] + 9)
-    low, high = curves.draw(table, REWARD, curves.STEP, None).axes[0].get_ylim()
+    low, high = draw(table, REWARD, curves.STEP, None).axes[0].get_ylim()
     span = table["value"].max() - table["value"].min()
     assert (low, high) == pytest.approx((table["value"].min() - span / 4, table["value"].max() + span / 4))

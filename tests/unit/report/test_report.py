@@ -136,12 +136,22 @@ def test_without_sampler_entropy_the_curves_lack_that_line_alone(
     assert len(drawn[1]) == len(drawn[0]) - 1
 
 
+def test_what_a_run_did_not_record_has_no_panel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    titles: list[str] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: titles.extend(ax.get_title() for ax in figure.axes))
+    steps = pd.DataFrame([metrics_of(step) for step in range(1, 4)], index=range(1, 4))
+    quiet = steps.assign(**{"noise/sigma": 0.0, "noise/std_observed": 0.0, "policy/entropy_nats": float("nan")})
+    plots.save_curves(quiet.drop(columns="sampler/entropy_nats"), "quiet", tmp_path / "quiet.png")
+    assert titles == ["Reward", "Throughput"]
+
+
 def test_without_sampler_entropy_the_arms_have_no_empty_panel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     titles: list[str] = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: titles.extend(ax.get_title() for ax in figure.axes))
     row = {"run_id": "a", "arm": "bf16", "step": 1, "value": 0.5}
     curves = pd.DataFrame([row | {"metric": name} for name in ("reward/mean", "policy/entropy_nats", "policy/loss")])
-    plots.save_arms(curves, tmp_path / "arms.png")
+    curves.loc[len(curves)] = row | {"metric": "sampler/entropy_nats", "value": float("nan")}
+    plots.save_arms(curves, {"bf16": "bf16"}, tmp_path / "arms.png")
     assert titles == ["Reward", "Entropy of the trainer's policy"]
 
 
@@ -150,7 +160,9 @@ def test_comparing_arms_draws_the_mean_thick_and_each_seed_thin() -> None:
         {"run_id": f"{arm}{seed}", "arm": arm, "metric": "reward/mean", "step": step, "value": seed + step}
         for arm in ("bf16", "nvfp4") for seed in (0, 1) for step in (0, 1, 2)
     ]  # fmt: skip
-    figure = plots.compare_arms(pd.DataFrame(rows), {"reward/mean": ("Reward", "reward")})
+    figure = plots.compare_arms(
+        pd.DataFrame(rows), {"bf16": "bf16", "nvfp4": "nvfp4"}, {"reward/mean": ("Reward", "reward")}
+    )
     (axis,) = figure.axes
     assert [line.get_label() for line in axis.lines if not line.get_label().startswith("_")] == [
         "bf16 (n=2)",

@@ -1,15 +1,17 @@
 """How many seeds would decide what is open: simulated repetitions of what was measured are decided at that number."""
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from qerl_lab.report.claims import Guardrail
-from qerl_lab.report.stats import MOST_SEEDS, components, half_width
-from qerl_lab.report.verdicts import Row, Verdict, decided, p_values
+from qerl_lab.report.claims import Claim
+from qerl_lab.report.effects import Numbers
+from qerl_lab.report.stats import floored_components, half_width
+from qerl_lab.report.verdicts import P, Row, Verdict, decided, p_values
 from simulated_runs import EQUAL, GRADED, HELD_OUT, SCALAR, arms, verdicts
 
 
@@ -17,12 +19,21 @@ def one(rows: list[Row]) -> Row:
     return rows[0]
 
 
+def repeated(numbers: Numbers, values_S_Q: np.ndarray, claim: Claim, seeds: int) -> Numbers:
+    """The numbers, had these values been measured, with p-values by the variances of the values alone."""
+    of_values = replace(
+        numbers, oriented=values_S_Q, at_most=values_S_Q, questions=values_S_Q.shape[1],
+        variances=floored_components(values_S_Q), seeds=seeds,
+    )  # fmt: skip
+    return replace(of_values, p=p_values(of_values, claim))
+
+
 def share_decided(rows: list[Row], seeds: int, repeats: int = 300) -> float:
     """How often the first of the rows is decided, with so many seeds drawn of its measured effect and spread."""
     first, draw, found = rows[0], np.random.default_rng(0), 0
     numbers = first.numbers
     assert numbers is not None
-    between, of_questions = components(numbers.oriented)
+    between, of_questions = numbers.variances
     rest = numbers.oriented - numbers.oriented.mean(1)[:, None] - numbers.oriented.mean(0) + numbers.oriented.mean()
     spread = float(rest.std()) * math.sqrt(numbers.seeds / (numbers.seeds - 1))
     of_seeds = max(0.0, between - spread**2 / numbers.questions)
@@ -30,8 +41,7 @@ def share_decided(rows: list[Row], seeds: int, repeats: int = 300) -> float:
         values = numbers.oriented.mean() + draw.normal(0, math.sqrt(of_seeds), (seeds, 1))
         values = values + draw.normal(0, math.sqrt(of_questions), numbers.questions)
         values = values + draw.normal(0, spread, (seeds, numbers.questions))
-        p_for, p_against = p_values(values, first.claim)
-        drawn = replace(numbers, seeds=MOST_SEEDS, oriented=values, p_for=p_for, p_against=p_against)
+        drawn = repeated(numbers, values, first.claim, seeds)
         found += decided([replace(first, numbers=drawn), *rows[1:]])[0].verdict != Verdict.UNDECIDED
     return found / repeats
 
@@ -44,7 +54,7 @@ def open_scalar() -> list[Row]:
 def open_beside_decided() -> list[Row]:
     """Two that are decided leave the third the level of one alone."""
     rows = verdicts(SCALAR, arms(SCALAR, {}, 5, 0.02, np.random.default_rng(0)))
-    small = [replace(row, numbers=replace(row.numbers, p_for=1.0, p_against=1e-6)) for row in rows[1:]]
+    small = [replace(row, numbers=replace(row.numbers, p=P(1.0, 1e-6, 1.0))) for row in rows[1:]]
     return decided([rows[0], *small])
 
 
@@ -66,26 +76,26 @@ def open_equal() -> list[Row]:
     return verdicts(EQUAL, arms(EQUAL, {}, 5, 0.02, np.random.default_rng(3)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("made", [open_scalar, open_beside_decided, open_graded, open_by_luck, open_equal])
 def test_the_seeds_asked_for_decide_half_of_the_repetitions_of_what_was_measured(made: Callable[[], list[Row]]) -> None:
     rows = made()
     assert rows[0].numbers is not None
     seeds = rows[0].numbers.seeds_as_measured
-    assert rows[0].why.startswith(f"about {seeds} seeds would decide it if the effect is as measured")
+    assert re.match(rf"about {seeds} seeds would .* if the effect is as measured", rows[0].why)
     assert share_decided(rows, seeds // 2) < 0.4 < 0.45 < share_decided(rows, seeds)  # 0.5 less 2 standard errors
-    assert share_decided(rows, 2 * seeds) >= 0.8
+    assert share_decided(rows, 2 * seeds) >= 0.75  # 0.8 less 2 standard errors
 
 
 def test_the_seeds_asked_for_are_those_that_the_test_needs() -> None:
     row = one(rows := open_scalar())
     assert row.numbers is not None
     seeds = row.numbers.seeds_as_measured
-    mean, sd = float(row.numbers.oriented.mean()), float(row.numbers.oriented.std(ddof=1))
+    mean, sd = float(row.numbers.oriented.mean()), math.sqrt(row.numbers.variances[0])
     for count, is_enough in ((seeds - 1, False), (seeds, True)):  # exactly this mean and spread
         values = np.array([(-1) ** n for n in range(count)], float)
         values = mean + sd * (values - values.mean()) / values.std(ddof=1)
-        p_for, p_against = p_values(values[:, None], SCALAR)
-        same = replace(row, numbers=replace(row.numbers, seeds=count, p_for=p_for, p_against=p_against))
+        same = replace(row, numbers=repeated(row.numbers, values[:, None], SCALAR, count))
         assert (one(decided([same, *rows[1:]])).verdict != Verdict.UNDECIDED) == is_enough
 
 
@@ -94,19 +104,17 @@ def test_more_seeds_decide_whatever_the_effect_is() -> None:
     row = one(verdicts(SCALAR, arms(SCALAR, {"nvfp4": 0.02}, 5, 0.02, np.random.default_rng(9))))
     assert row.numbers is not None
     most = row.numbers.seeds_at_any_effect
-    assert row.why.endswith(f" seeds would decide it if the effect is as measured, {most} whatever it is")
-    variances, level = (float(row.numbers.oriented.var(ddof=1)), 0.0), 1 - 2 * 0.025 / 3  # three contrasts
+    assert row.why.endswith(f" if the effect is as measured, {most} decide whatever it is")
+    variances, level = row.numbers.variances, 1 - 2 * 0.025 / 3  # three contrasts
     assert 2 * half_width(variances, most, 1, level) <= 0.02 < 2 * half_width(variances, most - 1, 1, level)
     halfway = replace(row.numbers, oriented=row.numbers.oriented - row.numbers.oriented.mean() + 0.01)
     assert one(decided([replace(row, numbers=halfway)])).numbers.seeds_as_measured <= most
 
 
-def measured_as(row: Row, values_S_Q: np.ndarray, guardrail: str = "") -> Row:
+def measured_as(row: Row, values_S_Q: np.ndarray) -> Row:
     """The row, had these values been measured."""
-    p_for, p_against = p_values(values_S_Q, row.claim)
-    questions = values_S_Q.shape[1]
-    numbers = replace(row.numbers, oriented=values_S_Q, questions=questions, p_for=p_for, p_against=p_against)
-    return one(decided([replace(row, numbers=replace(numbers, guardrail=guardrail))]))
+    numbers = repeated(row.numbers, values_S_Q, row.claim, len(values_S_Q))
+    return one(decided([replace(row, numbers=numbers)]))
 
 
 def test_where_seeds_do_not_help_it_says_why_and_what_would() -> None:
@@ -121,13 +129,3 @@ def test_where_seeds_do_not_help_it_says_why_and_what_would() -> None:
     (same, *_) = open_equal()
     edge = measured_as(same, 0.005 * (spread - spread.mean()) + 0.02)  # the largest that makes no difference
     assert (edge.why, edge.numbers.seeds_at_any_effect) == (near, None)
-
-
-def test_a_broken_guardrail_leaves_seeds_nothing_but_to_contradict() -> None:
-    railed = replace(SCALAR, guardrail=Guardrail("accuracy_after", 0.02))
-    row, spread = replace(one(open_scalar()), claim=railed), np.array([[-2.0], [-1], [0], [1], [2]]) / 50
-    large = measured_as(row, spread + 0.03, "broken")
-    assert large.why == "no seeds would decide it: it looks large, but accuracy_after is lower by more than 0.02"
-    held, broken = (measured_as(row, spread + 0.015, state).numbers for state in ("held", "broken"))
-    assert held.seeds_as_measured < held.seeds_at_any_effect < broken.seeds_as_measured  # 0.015 to 0, and 0.005 to 0.02
-    assert broken.seeds_at_any_effect is None

@@ -9,10 +9,14 @@ import pytest
 import yaml
 
 from qerl_lab import exits
+from qerl_lab.config.paths import sha256
 from qerl_lab.report.__main__ import main
-from qerl_lab.report.claims import CLAIMS
-from qerl_lab.report.verdict_tables import piped, printed
+from qerl_lab.report.claims import of_paper
+from qerl_lab.report.verdict_tables import piped
+from qerl_lab.report.verdicts import printed
 from run_directories import make_run
+
+CLAIMS = of_paper()
 
 ON_GSM8K = {"task__name": "gsm8k", "eval__samples": 100}  # luck is of hundredths
 
@@ -43,7 +47,7 @@ def test_it_says_what_was_measured_and_what_to_type_for_the_rest(
     text = capsys.readouterr().out
     found = line_of(text, "final_accuracy")
     assert found.startswith("final_accuracy nvfp4_aqn against bf16 4 +0.2")
-    assert "+0.076 (Table 1 3B), +0.027 (Table 1 7B)" in found
+    assert "+0.076 (Table 1 3B, inside), +0.027 (Table 1 7B, inside)" in found
     assert line_of(text, "initial_entropy", "nf4 against").endswith("undecided: no finished run of nf4 (0 started)")
     speed = line_of(text, "rollout_throughput", "against bf16")
     assert speed.endswith("no finished run of nvfp4 on a GPU (0 started) and of bf16 on a GPU (0 started)")
@@ -58,7 +62,7 @@ def test_the_files_have_every_number(sweep: Path, capsys: pytest.CaptureFixture[
     assert main(["verdicts", "runs", "out=results/mine"]) == exits.OK
     found = json.loads(Path("results/mine/verdicts.json").read_text())
     assert len(found["rows"]) == sum(len(claim.contrasts) for claim in CLAIMS)
-    assert found["families"] == {"growth": 2, "final": 2}
+    assert found["families"] == {"growth": 2, "gain": 1, "final": 2}
     (row,) = (row for row in found["rows"] if row["claim"]["name"] == "final_accuracy")
     numbers = row["numbers"]
     assert (row["finished"], row["started"], numbers["seeds"], numbers["questions"]) == ([4, 4], [5, 4], 4, 4)
@@ -76,12 +80,96 @@ def test_the_files_have_every_number(sweep: Path, capsys: pytest.CaptureFixture[
 def test_the_page_has_the_claims_that_its_runs_answer_and_names_the_rest(sweep: Path) -> None:
     assert main(["verdicts", "runs", "out=results/mine"]) == exits.OK
     page = Path("results/mine/verdicts.md").read_text()
-    answered = ["growth_area", "growth_steps", "final_accuracy", "final_pass"]
+    answered = ["growth_area", "growth_steps", "growth_gain", "final_accuracy", "final_pass"]
     assert [line.split("`")[1] for line in page.splitlines() if line.startswith("- `")] == answered
     rows = {line.split(" | ")[0].removeprefix("| ") for line in page.splitlines() if "**undecided**" in line}
     assert rows <= set(answered)
     rest = [claim.name for claim in CLAIMS if claim.name not in answered]
     assert line_of(page, "These runs say nothing of").split("`")[1:-3:2] == rest
+
+
+CLAIMS_FILE = """\
+committed: 2026-11-26
+seeds: 4
+conditions: {task.name: gsm8k}
+analysis: one look, at four seeds
+arms:
+  plain: {format.name: bf16, aqn.schedule: "off"}
+  noisy: {format.name: nvfp4, aqn.schedule: exponential}
+claims:
+- {name: ours, says: noise helps, where: our plan, family: one, measure: accuracy_after, direction: 1, smallest: 0.01,
+   reason: a point, sweep: weight_formats, free: [format, aqn], contrasts: [{treated: noisy, control: plain}]}
+"""
+
+
+def test_claims_of_a_file_are_judged_and_say_whether_their_runs_record_it(
+    sweep: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("claims.yaml").write_text(CLAIMS_FILE)
+    digest = sha256(Path("claims.yaml"))
+    for recorded, said in ((None, "not preregistered: 0 of 8"), (digest, "preregistered: all 8")):
+        for run in sweep.glob("*-*"):
+            settings = yaml.safe_load((run / "resolved.yaml").read_text())
+            settings |= {"preregistration": "claims.yaml", "preregistration_sha256": recorded}
+            (run / "resolved.yaml").write_text(yaml.safe_dump(settings))
+        assert main(["verdicts", "runs", "claims=claims.yaml", "out=results/mine"]) == exits.OK
+        found = json.loads(Path("results/mine/verdicts.json").read_text())
+        (row,) = found["rows"]
+        assert row["registered"].startswith(said)
+        assert row["claim"]["file"]["sha256"] == digest
+        assert found["command"].endswith("claims=claims.yaml")
+        assert f"SHA-256 {digest[:12]}" in Path("results/mine/verdicts.md").read_text()
+    assert main(["runs", "out=results/page"]) == exits.OK  # Parquet keeps the hash
+    assert main(["verdicts", "results/page", "claims=claims.yaml", "out=results/again"]) == exits.OK
+    (row,) = json.loads(Path("results/again/verdicts.json").read_text())["rows"]
+    assert row["registered"].startswith("preregistered: all 8")
+
+
+@pytest.mark.parametrize(("change", "said"), [
+    (("smallest: 0.01,", ""), "claim ours lacks smallest"),
+    (("measure: accuracy_after", "measure: accuracy"), "measure accuracy is none of"),
+    (("free: [format, aqn]", "free: [format.nam]"), "format.nam is no key of a run. Did you mean format.name?"),
+    (('aqn.schedule: "off"', "aqn.schedule: off"), 'write "off" with its quotes'),
+    (("treated: noisy", "treated: noise"), "noise is none of the arms. Did you mean noisy?"),
+    (("seeds: 4", "seeds: 1"), "seeds=1 is no whole number of at least 2"),
+    (("reason: a point", "why: a point, reason: one"), "claim ours has why, which is none of"),
+    (("control: plain}", "control: plain, printed: [{where: {table: Table 0}, treated: {}, control: {}}]}"),
+     "0 numbers of the paper have"),
+    (("claims:", "claims: ["), "cannot be read"),
+])  # fmt: skip
+def test_a_claims_file_that_cannot_be_tested_is_refused(
+    sweep: Path, change: tuple[str, str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("claims.yaml").write_text(CLAIMS_FILE.replace(*change))
+    assert main(["verdicts", "runs", "claims=claims.yaml"]) == exits.USAGE
+    assert said in capsys.readouterr().err
+
+
+def test_runs_without_the_conditions_of_the_claims_are_not_judged_by_them(sweep: Path) -> None:
+    for change, why in (
+        (("task.name: gsm8k", "task.name: bigmath"), "no finished run of noisy (0 started) and of plain (0 started)"),
+        (("seeds: 4", "seeds: 5"), "seeds that both arms have: 4, of 5 that are needed"),
+    ):
+        Path("claims.yaml").write_text(CLAIMS_FILE.replace(*change))
+        assert main(["verdicts", "runs", "claims=claims.yaml", "out=results/mine"]) == exits.OK
+        (row,) = json.loads(Path("results/mine/verdicts.json").read_text())["rows"]
+        assert row["why"] == why
+
+
+def test_a_row_names_the_conditions_of_its_runs(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for seed in range(3):
+        for arm in ("bf16", "nvfp4_aqn"):
+            make_run(sweep / f"fast-{arm}-{seed}", arm, seed, optim__learning_rate=0.5, **ON_GSM8K)
+    assert main(["verdicts", "runs", "out=results/mine"]) == exits.OK
+    page = Path("results/mine/verdicts.md").read_text()
+    assert "The verdicts are of 3 sets of conditions" in page  # two rates, and the best of both
+    for letter in "ABC":
+        line = line_of(page, f"- {letter}: model.path=pocket")
+        for key in ("importance_correction", "rollout.temperature", "eval.temperature", "updates_per_rollout"):
+            assert key in line
+    assert line_of(page, "| final_accuracy", "learning_rate=0.5").split(" | ")[2] in "AB"
+    assert main(["runs"]) == exits.OK
+    assert "The arms differ in conditions (optim.learning_rate)" in capsys.readouterr().out
 
 
 def test_a_page_of_runs_that_answer_nothing_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,7 +244,7 @@ def test_a_folder_without_runs_is_refused(tmp_path: Path) -> None:
 def test_a_ratio_of_the_paper_is_a_ratio_and_a_percentage_a_fraction() -> None:
     claims = {claim.name: claim for claim in CLAIMS}
     speed = claims["rollout_throughput"]
-    assert printed(speed, speed.contrasts[0]) == [("Figure 1 7B", pytest.approx(2092 / 1641))]
+    assert printed(speed, speed.contrasts[0]) == (("Figure 1 7B", pytest.approx(2092 / 1641)),)
     assert piped([["a", "b"], ["1", "2"]]) == "| a | b |\n|---|---|\n| 1 | 2 |"
 
 

@@ -1,10 +1,18 @@
-"""The operation that adds the adapter's product, against the same in float64."""
+"""The operation that adds the adapter's product, against the same in float64, and the scaling it is given."""
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import Tensor
 
 from packed_layers import BY_NAME
+from played_modules import play
 from qerl_lab.model.linear import PackedLinear
 from qerl_lab.rollout.vllm.product import add_adapter, unpacked_product
 
@@ -77,3 +85,28 @@ def test_many_rows_by_unpacked_weights_have_weight_bias_and_adapter(name: str, b
     start = x.double() @ dense.t() + (0 if bias is None else bias.double())
     y = unpacked_product(x, [part.decoder for part in parts], A, B, sizes, bias)
     torch.testing.assert_close(y, expected(start, x, A, B, sizes).float(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.fixture
+def adapter_module(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """`qerl_lab.rollout.vllm.adapter`, also without vLLM."""
+    name = "qerl_lab.rollout.vllm.adapter"
+    if importlib.util.find_spec("vllm") is not None:
+        yield importlib.import_module(name)
+        return
+    play(monkeypatch, {
+        "vllm": {"LLM": object}, "vllm.lora": {}, "vllm.lora.request": {"LoRARequest": object},
+        "qerl_lab.rollout.vllm.one_adapter": {},
+    })  # fmt: skip
+    yield importlib.import_module(name)
+    del sys.modules[name], sys.modules["qerl_lab.rollout.vllm"].adapter
+
+
+@pytest.mark.parametrize(("alpha", "scaling"), [(None, 1.0), (8.0, 2.0)])
+def test_vllm_s_layers_get_the_adapter_scaled_by_alpha_over_rank(
+    adapter_module: ModuleType, tiny, alpha: float | None, scaling: float
+) -> None:
+    adapter = adapter_module.DenseAdapter(None, tiny(lora__rank=4, lora__alpha=alpha))
+    adapter.read, adapter.link = [], Mock()
+    adapter.sync(Mock(apply_model=lambda call: [call(None)]))
+    adapter.link.write.assert_called_once_with(scaling)

@@ -41,6 +41,7 @@ def test_what_is_asked_is_timed_and_written(monkeypatch: pytest.MonkeyPatch, tmp
     assert devices == [1]
 
 
+@pytest.mark.slow
 def test_it_ends_with_its_parent(tmp_path: Path) -> None:
     """A run or an arm that is killed leaves nothing on the GPU, where the next one is measured."""
     held = tmp_path / "held"

@@ -116,17 +116,6 @@ def test_from_dense_rows_on_the_base_s_kernel_is_not_asked(one_adapter: Any, bia
     assert torch.equal(method.routed(layer, x, None), x @ torch.full((N, K), 7.0).t())
 
 
-def test_a_layer_of_several_global_scales_has_no_dense_copy(one_adapter: Any) -> None:
-    layer = nn.Module()
-    layer.weight_global_scale, layer.adapter_A = torch.tensor([1.0, 2.0]), torch.zeros(RANK, K)
-    layer.bias = nn.Parameter(torch.zeros(N), requires_grad=False)
-    routes, parts = one_adapter.Routes(dense_rows=4), ["a.gate_proj", "a.up_proj"]
-    method = one_adapter.OneAdapterMethod(Kernel(torch.zeros(N, K)), RANK, parts, [True, True], routes)
-    method.sizes = [N // 2, N // 2]
-    with pytest.raises(ConfigError, match=r"one global scale for a.gate_proj .* Type rollout.vllm.dense_rows=null"):
-        method.process_weights_after_loading(layer)
-
-
 @pytest.fixture
 def asked(one_adapter: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """On a played H200 the ways that rows went, and how many; each gives zeros."""
@@ -222,12 +211,6 @@ def test_a_layer_that_the_kernel_does_not_take_is_refused(
     monkeypatch.setattr(fp4_tiles, "takes", lambda sizes, columns, rank: (sizes, columns, rank) != ([64], 256, RANK))
     with pytest.raises(ConfigError, match=r"fp4_tiles does not take a.up_proj, \[64\] x 256 at rank"):
         loaded(one_adapter)
-
-
-def test_several_global_scales_are_refused(one_adapter: Any, asked: list, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fp4_tiles, "takes", lambda sizes, columns, rank: True)
-    with pytest.raises(ConfigError, match=r"fp4_tiles needs one global scale for a.gate_proj"):
-        loaded(one_adapter, several=True, parts=["a.gate_proj", "a.up_proj"])
 
 
 def test_a_layer_that_is_stored_fused_has_the_global_scale_that_was_stored(one_adapter: Any, asked: list) -> None:

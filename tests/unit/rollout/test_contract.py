@@ -252,7 +252,7 @@ def check_noise(built: Built) -> None:
     """The norms held are the clean ones plus the noise of (seed, step, layer), and clean again after the next sync."""
     for noise in (NOISE, Noise(0.01, seed=3, step=9), Noise(0.05, seed=3, step=9, relative=True), CLEAN):
         built.engine.sync(noise)
-        assert_same(built.engine.norms(), noise.onto_norms(built.policy.clean_norms, built.engine.norms()))
+        assert_same(built.engine.norms(), noise.onto_norms(built.policy.clean_norms))
         out = built.sample()
         assert gap(out, distributions(built.policy, out, built.engine.norms())) < built.nats
 

@@ -238,10 +238,6 @@ def padded(layers: dict[str, PackedLinear], engine: nn.Module) -> None:
     layer.weight = nn.Parameter(nn.functional.pad(layer.weight, (0, 128)), requires_grad=False)
 
 
-def other_divisors(layers: dict[str, PackedLinear], engine: nn.Module) -> None:
-    layers["model.layers.1.self_attn.v_proj"].weight_global_scale *= 2
-
-
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -249,7 +245,6 @@ def other_divisors(layers: dict[str, PackedLinear], engine: nn.Module) -> None:
         (dense_in_the_engine, r"model.layers.1.mlp.down_proj has NoneType"),
         (other_names, r"finds no layer in vLLM's model that holds model.layers.0.self_attn.q_proj"),
         (padded, r"does not pad, and model.layers.1.mlp.down_proj is \[128\] x 192"),
-        (other_divisors, r"one global scale for model.layers.1.self_attn.q_proj and its neighbours"),
     ],
 )
 def test_what_cannot_be_shared_is_refused_and_nothing_is_changed(policy: Policy, change: Callable, said: str) -> None:

@@ -24,7 +24,9 @@ def test_the_line_has_the_words_of_the_run(tiny) -> None:
         "--port 8123", "--max-model-len 272", "--max-num-seqs 48", "--max-lora-rank 32", "--dtype float32",
         "--kv-cache-memory-bytes 1610612736", "--enforce-eager", "--logprobs-mode processed_logprobs",
         "--generation-config vllm", "--max-loras 1", "--no-enable-chunked-prefill",
-        "--linear-backend auto", "--max-num-batched-tokens 512",
+        "--linear-backend auto", "--worker-cls qerl_lab.rollout.vllm.worker.NormWorker",
+        """--additional-config '{"qerl_lab_float32_norms": ["input_layernorm", "post_attention_layernorm"]}'""",
+        "--max-num-batched-tokens 512",
     ):  # fmt: skip
         assert f" {words}" in line
 

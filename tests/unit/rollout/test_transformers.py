@@ -48,15 +48,24 @@ def left_as_found(policy) -> Iterator[None]:
     assert all(module.training for module in policy.model.modules())
 
 
+def test_every_end_token_of_the_generation_config_ends_a_completion(policy, monkeypatch) -> None:
+    """Also the one with id 0."""
+    own = policy.tokenizer.eos_token_id
+    for configured, ends in ((0, {0}), ([0, 7], {0, 7}), (None, set())):
+        monkeypatch.setattr(policy.model.generation_config, "eos_token_id", configured)
+        assert policy.end_ids() == sorted({own, *ends})
+
+
 def test_a_models_own_sampling_defaults_do_not_reach_the_sampler(tmp_path, tiny, build_policy, prompts) -> None:
     """transformers fills what a call leaves open from the model's generation_config.json: Qwen2.5 ships a
     repetition penalty, which would make every sampler log-prob wrong."""
     shutil.copytree(ASSETS, tmp_path, dirs_exist_ok=True)
     file = tmp_path / "generation_config.json"
     defaults = {"repetition_penalty": 1.3, "top_k": 2, "min_p": 0.2, "temperature": 0.5, "do_sample": True}
+    defaults |= {"eos_token_id": [5]}  # what ends a completion is the model's own, beside the tokenizer's
     file.write_text(json.dumps(json.loads(file.read_text()) | defaults))
     other = build_policy(tiny(model__path=str(tmp_path)))
-    assert other.end_ids() == [other.tokenizer.eos_token_id]
+    assert other.end_ids() == sorted([5, other.tokenizer.eos_token_id])
     out = TransformersEngine(other, batch_size=64).generate(prompts, 3, Sampling(40, seed=1))
     found, ranks = distributions(other, out), []
     assert gap(out, found) < 1e-4

@@ -109,7 +109,7 @@ def test_a_sync_writes_the_adapter_and_sends_the_noise_as_numbers(engine, fake: 
     sent_noise = {"sigma": "0.1", "seed": 3, "step": 4, "relative": True}
     assert noise["kwargs"] == {"names": [*policy.norms]} | sent_noise
     assert fake.asked[-1][0] == "/reset_prefix_cache"
-    expected = Noise(0.1, 3, 4, relative=True).onto_norms(policy.clean_norms, policy.norms)
+    expected = Noise(0.1, 3, 4, relative=True).onto_norms(policy.clean_norms)
     assert all(torch.equal(weight, expected[name]) for name, weight in engine.norms().items())
     engine.close()
     assert not weights.exists()
@@ -294,6 +294,13 @@ def answers(method: str, said: Any) -> Callable[[FakeVllm], None]:
     return change
 
 
+def in_bfloat16(fake: FakeVllm) -> None:
+    fake.rpc = lambda asked, given: (
+        {name: encoded(norm.bfloat16()) for name, norm in fake.norms.items()} if asked == "qerl_norms"
+        else FakeVllm.rpc(fake, asked, given)
+    )  # fmt: skip
+
+
 def off_by(nats: float) -> Callable[[FakeVllm], None]:
     def change(fake: FakeVllm) -> None:
         fake.logprobs = lambda prompt, count: [one - nats for one in FakeVllm.logprobs(fake, prompt, count)]
@@ -322,6 +329,7 @@ MXFP4 = BY_NAME["mxfp4"].quantization_config(["lm_head"], torch.float32)
         (described(loras=2), ["adapters at once: 2"]),
         (described(lora_rank=2), ["adapters of rank 2", "lora.rank=4"]),
         (noisy, ["another weight of model.layers.0.input_layernorm"]),
+        (in_bfloat16, ["model.layers.0.input_layernorm in torch.bfloat16", "allowed: torch.float32", "serve_line"]),
         (answers("qerl_norms", {}), ["has no layer model.layers.0.input_layernorm"]),
         (off_by(0.02), ["0.02 nats a token away", "allowed: 0.01"]),
         (fault(COMPLETIONS, refusal(400, "not JSON compliant: nan")), ["nan nats a token away"]),
@@ -345,6 +353,7 @@ def test_a_server_that_serves_something_else_is_refused(
 def test_another_rounding_than_that_of_the_sums_is_allowed(fake: FakeVllm, config, policy: Policy) -> None:
     off_by(0.005)(fake)
     rollout.build(config(), policy).close()
+    assert sent(fake, COMPLETIONS)  # it was compared
 
 
 # --- keys and folders

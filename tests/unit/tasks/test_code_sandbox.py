@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -51,7 +52,7 @@ TRIES = {
     "assert 'outputs' not in frame.f_locals\n    frame = frame.f_back\nraise OSError",
     # writing
     "write a file": "open('file', 'w')",
-    "write in the folder of all": "open('/tmp/out', 'w')",
+    "write in the folder of all": "open('{in_tmp}', 'w')",
     "write over a file": "os.open('{secret}', os.O_WRONLY)",
     "write over its own text": "open(__file__, 'a')",
     "make a folder": "os.mkdir('folder')",
@@ -125,14 +126,18 @@ def one(text: str, given: str = "", seconds: int = 5, memory_mib: int = 256) -> 
 
 @pytest.fixture(scope="module")
 def outside(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, object]]:
-    """A file, a listening port and an environment variable that no program may reach."""
+    """A file, a listening port and an environment variable that no program may reach, and a free name in /tmp."""
+    in_tmp = Path("/tmp", f"out-{secrets.token_hex(8)}")
     file = tmp_path_factory.mktemp("outside") / "secret"
     file.write_text(SECRET)
     before = file.stat()
     os.environ["SECRET"] = SECRET
     with socket.create_server(("127.0.0.1", 0)) as server:
         source = Path(code_sandbox.__file__).parents[2]
-        yield {"secret": str(file), "port": server.getsockname()[1], "source": str(source), "site": repr(sys.path)}
+        yield {
+            "secret": str(file), "port": server.getsockname()[1], "source": str(source), "site": repr(sys.path),
+            "in_tmp": str(in_tmp),
+        }  # fmt: skip
         server.setblocking(False)
         with pytest.raises(BlockingIOError):
             server.accept()
@@ -141,7 +146,7 @@ def outside(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, obje
     assert (file.read_text(), after.st_mode, after.st_mtime_ns, after.st_nlink, after.st_uid) == (
         SECRET, before.st_mode, before.st_mtime_ns, 1, before.st_uid,
     )  # fmt: skip
-    assert not Path("/tmp/out").exists()
+    assert not in_tmp.exists()
 
 
 def filled(attempt: str, outside: dict[str, object]) -> str:
@@ -232,6 +237,14 @@ def test_a_program_that_fails_is_a_failure_and_no_crash(text: str) -> None:
 # --- programs that do their work
 
 
+@pytest.mark.parametrize(("text", "output"), [
+    ("print(1)\nexit()\n1/0", "1\n"), ("def f(): quit(0)\nprint(2)\nf()\n1/0", "2\n"), ("print(3)\nexit(3)", None),
+    ("print(4)\nexit('why')", None),
+])  # fmt: skip
+def test_exit_and_quit_end_a_program_as_plain_python_does(text: str, output: str | None) -> None:
+    assert one(text) == output
+
+
 def test_a_program_has_its_input_and_the_standard_library() -> None:
     text = (
         "import sys, bisect, collections, decimal, fractions, functools, hashlib, heapq, itertools, json, math\n"
@@ -276,6 +289,7 @@ def test_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert set(children(os.getpid())) <= of_other_tests
 
 
+@pytest.mark.slow
 def test_a_program_ends_with_its_parent(tmp_path: Path) -> None:
     """Killed with SIGKILL, a run leaves no program behind."""
     script = (

@@ -169,6 +169,7 @@ time.sleep(60)  # the fork holds the other ends of the workers' pipes
 """
 
 
+@pytest.mark.slow
 def test_no_worker_outlives_a_parent_that_was_killed() -> None:
     """Neither one that waits nor one within a call, though a fork holds their stdin."""
     parent = subprocess.Popen(

@@ -196,6 +196,20 @@ def test_reward_parts_are_separate_and_configured() -> None:
     assert set(task.weights) == set(parts) == set(task.grade(texts, questions)) - {tasks.UNPARSED}
 
 
+@pytest.mark.parametrize(
+    ("paid", "earned_by_format"),
+    [("any", [0.2, 0.2, 0.2, 0.2]), ("thought", [0.2, 0.2, 0.0, 0.0]), ("right", [0.2, 0.0, 0.2, 0.0])],
+)
+def test_the_format_may_be_paid_for_a_thought_or_a_right_answer_only(paid: str, earned_by_format: list[float]) -> None:
+    task = tasks.load(TaskConfig(format_reward_for=paid, train_questions=1))
+    texts = [f"<think>{thought}</think><answer>{given}</answer>" for thought in ("2+2", " . ") for given in "45"]
+    questions = [tasks.Question("", "?", "4")] * 4
+    parts = task.rewards(texts, questions)
+    assert parts["format"].tolist() == pytest.approx(earned_by_format)
+    assert parts["answer"].tolist() == [1.0, 0.0, 1.0, 0.0]
+    assert task.grade(texts, questions)["format"].tolist() == [1.0] * 4  # what an evaluation counts
+
+
 def test_a_new_task_is_one_module_and_one_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its grader reads the payload of its questions."""
     (tmp_path / "echo.py").write_text(NEW_TASK)

@@ -33,7 +33,7 @@ PROMISED = {
     "rollout": "tokens_per_second completion_tokens truncated_fraction engine_restarts prompts_drawn "
     "resamples resampled_tokens groups_dropped groups_dropped_unsolved groups_flat",
     "step": "seconds tokens_per_second",
-    "seconds": "rollout resample reward train sync probe",
+    "seconds": "rollout resample reward train sync wait probe",
     "noise": "sigma std_observed kl_target kl_solved probes kl_nats",
     "memory": "rss_gib gpu_peak_gib",
     "eval": "accuracy gain gain_low gain_high format completion_tokens truncated_fraction entropy_nats "
@@ -204,6 +204,7 @@ def test_cut_is_atomic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["1", "2", "3", "9"], 3, "lacks step 4"),  # evaluated at 4, and 4 itself is lost
         (["1", "?", "2"], 2, "lacks step 3 (line 2 is no metrics record)"),
         (["1", "\0\0", "3"], 1, "lacks step 2 (line 2 is no metrics record)"),
+        (["1", "2", "2", "3"], 1, "has step 2 twice"),
         ([], 0, "lacks step 1"),
     ],
 )
@@ -230,7 +231,10 @@ def test_a_line_that_is_no_record_is_set_aside_when_a_run_goes_on(
     assert "line 2 is no metrics record; moved to metrics.damaged.jsonl" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("bad", ["not json\n", "[1]\n", '{"step": 1}\n', '{"step": 1, "time": 1, "metrics": 3}\n'])
+@pytest.mark.parametrize("bad", [
+    "not json\n", "[1]\n", '{"step": 1}\n', '{"step": 1, "time": 1, "metrics": 3}\n', "[" * 200_000 + "\n",
+    '{"step": "1", "time": 1, "metrics": {}}\n', '{"step": 1, "time": 1, "metrics": {"a": 1' + "0" * 400 + "}}\n",
+])  # fmt: skip
 def test_a_broken_line_that_is_not_the_last_is_an_error_with_its_place(tmp_path: Path, bad: str) -> None:
     good = '{"step": 1, "time": 1.0, "metrics": {}}\n'
     (tmp_path / "metrics.jsonl").write_text(good + bad + good)

@@ -3,10 +3,9 @@
 from collections.abc import Iterator
 
 import pytest
-from transformers import PreTrainedTokenizerBase
 
 from qerl_lab.config.schema import TaskConfig
-from qerl_lab.model import policy
+from qerl_lab.model.chat import Chat
 from qerl_lab.report import plots
 from qerl_lab.tasks import Question, arithmetic
 
@@ -17,7 +16,7 @@ TOKENS: dict[str, list[int]] = {}
 @pytest.fixture(scope="module", autouse=True)
 def drawn_once() -> Iterator[None]:
     """The questions of a difficulty are drawn and tokenized once, and a run that ends draws no curves."""
-    draw, tokenize = arithmetic._questions, policy.prompt_ids
+    draw, tokenize = arithmetic._questions, Chat.prompt_ids
 
     def questions(cfg: TaskConfig, count: int, of_heldout: bool) -> list[Question]:
         key = f"{cfg.arithmetic} {count} {of_heldout}"
@@ -25,14 +24,14 @@ def drawn_once() -> Iterator[None]:
             KNOWN[key] = draw(cfg, count, of_heldout)
         return list(KNOWN[key])
 
-    def prompt_ids(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> list[int]:
-        key = f"{tokenizer.name_or_path} {tokenizer.chat_template} {messages}"
+    def prompt_ids(chat: Chat, messages: list[dict[str, str]]) -> list[int]:
+        key = f"{chat.tokenizer.name_or_path} {chat.tokenizer.chat_template} {messages}"
         if key not in TOKENS:
-            TOKENS[key] = tokenize(tokenizer, messages)
+            TOKENS[key] = tokenize(chat, messages)
         return list(TOKENS[key])
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(arithmetic, "_questions", questions)
-        patch.setattr(policy, "prompt_ids", prompt_ids)
+        patch.setattr(Chat, "prompt_ids", prompt_ids)
         patch.setattr(plots, "save_curves", lambda *_: None)
         yield

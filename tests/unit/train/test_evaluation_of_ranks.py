@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from qerl_lab import tasks, terminal
+from qerl_lab.aqn import CLEAN, Noise
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.evaluate.accuracy import seed_of
 from qerl_lab.model.policy import Policy
@@ -31,11 +32,11 @@ class Scripted:
     entropy: float
     fails: list[bool] = field(default_factory=list)
     asked: list[tuple[list[list[int]], Sampling]] = field(default_factory=list)
-    synced: int = 0
+    synced: list[Noise] = field(default_factory=list)
     rebuilt: list[str] = field(default_factory=list)
 
-    def sync(self, noise: object) -> None:
-        self.synced += 1
+    def sync(self, noise: Noise) -> None:
+        self.synced.append(noise)
 
     def rebuild(self, cause: str) -> None:
         self.rebuilt.append(cause)
@@ -156,7 +157,7 @@ def test_an_engine_that_fails_is_built_again_on_every_rank_and_all_is_asked_agai
     assert [end.result() for end in ask(two)] == [None, None]
     assert [session.engine.rebuilt for session in two] == [[f"rank {failing}: the worker died"]] * 2
     assert [session.engine.asked[0] == session.engine.asked[1] for session in two] == [True, True]
-    assert [session.engine.synced for session in two] == [2, 2]
+    assert [session.engine.synced for session in two] == [[CLEAN, CLEAN]] * 2
     assert two[0].directory.evaluations()["before"]["tokens"].tolist() == [1, 2, 3, 4, 5]
 
 

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from qerl_lab.config.schema import RolloutConfig, RunConfig
+from qerl_lab.config.schema import RolloutConfig, RunConfig, TaskConfig
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.train.health import WINDOW, Watch
 
 RECORD = Path(__file__).parents[2] / "data" / "record"
 GOOD = {
     "reward/mean": 0.7, "reward/std": 0.5, "reward/zero_variance_groups": 0.1, "rollout/truncated_fraction": 0.0,
-    "policy/entropy_nats": 0.3,
+    "policy/entropy_nats": 0.3, "rollout/completion_tokens": 300.0, "reward/answer": 0.3,
 }  # fmt: skip
 
 
@@ -43,6 +43,7 @@ def test_a_run_that_learns_hears_nothing(run: str) -> None:
         ({"rollout/groups_flat": 2.0}, ["dynamic sampling fills no batch", "algorithm.max_resamples (it is 10)"]),
         ({"sampler/logprob_gap_max": 24.9},
          ["sampler and trainer are two policies", "25 nats apart", "Do not believe this run", "model.dtype=float32"]),
+        ({"noise/sigma": 5e-4, "noise/std_observed": 3.2e-3}, ["another noise than was asked", "0.0005", "0.0032"]),
     ],
 )  # fmt: skip
 def test_a_sign_is_told_once_when_it_has_held_for_the_window(bad: dict[str, float], words: list[str]) -> None:
@@ -89,6 +90,27 @@ def test_a_resumed_run_compares_with_its_beginning_and_does_not_repeat_itself() 
     assert not told([low] * WINDOW)
 
 
+SHRUNK = GOOD | {"rollout/completion_tokens": 90.0}
+
+
+@pytest.mark.parametrize(("right", "warns"), [(0.02, True), (0.3, True), (0.6, False)])
+def test_completions_that_shrink_while_right_answers_do_not_rise(right: float, warns: bool) -> None:
+    """As on a 0.5B that learned to keep the format in 15 tokens."""
+    said = told([GOOD] * WINDOW + [SHRUNK | {"reward/answer": right}] * 3 * WINDOW)
+    assert ["task.format_reward_for=right" in one and "300 tokens" in one for one in said] == [True] * warns
+
+
+def test_completions_may_shrink_to_a_half() -> None:
+    assert told([GOOD] * WINDOW + [GOOD | {"rollout/completion_tokens": 150.0}] * 3 * WINDOW) == []
+
+
+def test_what_is_set_already_is_not_advised() -> None:
+    cfg = RunConfig(task=TaskConfig(format_reward_for="right", answer_reward=0.3))  # 0.3 / 0.3 rounds to above 1
+    (said,) = told([GOOD] * WINDOW + [SHRUNK] * 3 * WINDOW, cfg)
+    assert "qerl_lab.samples" in said
+    assert "format_reward" not in said
+
+
 def test_nan_is_no_sign() -> None:
     """It ends the run, which says so itself."""
     assert told([dict.fromkeys(GOOD, float("nan"))] * 20) == []
@@ -97,6 +119,10 @@ def test_nan_is_no_sign() -> None:
 def test_noise_may_part_sampler_and_trainer_and_rounding_a_little() -> None:
     assert told([GOOD | {"sampler/logprob_gap_max": 24.9, "noise/sigma": 0.05}] * 3 * WINDOW) == []
     assert told([GOOD | {"sampler/logprob_gap_max": 0.9, "noise/sigma": 0.0}] * 3 * WINDOW) == []
+
+
+def test_noise_held_may_differ_a_little_from_noise_asked() -> None:
+    assert told([GOOD | {"noise/sigma": 5e-4, "noise/std_observed": 5.9e-4}] * 3 * WINDOW) == []
 
 
 def test_an_engine_that_computes_something_else_is_named() -> None:

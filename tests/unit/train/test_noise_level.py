@@ -18,7 +18,6 @@ from qerl_lab.config.schema import RunConfig
 from qerl_lab.exits import INTERRUPTED, OK
 from qerl_lab.model.policy import Policy
 from qerl_lab.record.directory import RunDirectory
-from qerl_lab.record.metrics import declared
 from qerl_lab.rollout.engine import Sampling
 from qerl_lab.rollout.transformers import TransformersEngine
 from qerl_lab.train import run as run_module
@@ -28,8 +27,8 @@ from qerl_lab.train.ranks import ALONE, Ranks
 from qerl_lab.train.step import sampling
 from qerl_lab.train.stop import Stop
 from ranks_as_threads import threads
+from repeated import RESTARTS, lines_of
 
-UNITS = {name: metric.unit for name, metric in declared(("format", "answer")).items()}
 KL = {
     "aqn__schedule": "linear", "aqn__unit": "kl", "aqn__reading": "equation", "aqn__stages": 2, "aqn__kl_start": 0.02,
     "aqn__kl_end": 0.004, "aqn__sigma_start": 0.1, "aqn__solver__prompts": 6, "aqn__solver__draws": 2,
@@ -58,13 +57,8 @@ class Runs:
         return run_module.run(self.cfg, self.directory, stop or Stop())
 
     def metrics(self) -> list[dict[str, float]]:
-        """Of each step, but for times, speeds, memory and restarts."""
-        passing = [name for name, unit in UNITS.items() if unit in ("s", "tokens/s", "GiB")]
-        passing.append("rollout/engine_restarts")
-        return [
-            {name: value for name, value in line["metrics"].items() if name not in passing}
-            for line in self.directory.metrics()
-        ]
+        """Of each step, but for what varies and restarts."""
+        return [metrics for _, metrics in lines_of(self.directory.path, [RESTARTS])]
 
     def of(self, name: str) -> list[float]:
         return [metrics[f"noise/{name}"] for metrics in self.metrics()]
@@ -182,7 +176,7 @@ def test_a_run_that_is_stopped_after_every_step_is_the_uninterrupted_one(finishe
 def test_an_engine_that_fails_while_sigma_is_found_changes_nothing(finished, new_runs, words: str, call: str) -> None:
     runs = new_runs(**KL)
     assert runs.run(words) == OK
-    assert sum(line["metrics"]["rollout/engine_restarts"] for line in runs.directory.metrics()) == 1, call
+    assert sum(line["metrics"][RESTARTS] for line in runs.directory.metrics()) == 1, call
     assert runs.metrics() == finished["kl"].metrics()
     assert runs.adapter() == finished["kl"].adapter()
 
@@ -192,7 +186,7 @@ def test_an_engine_that_fails_while_sigma_is_found_changes_nothing(finished, new
 
 @pytest.fixture(scope="module")
 def parts(tiny, build_policy) -> tuple[RunConfig, Policy, Cursor]:
-    cfg = tiny(**(SETTINGS | KL | {"steps": 6, "optim__micro_batch_size": 4}))
+    cfg = tiny(**(SETTINGS | KL | {"steps": 6, "optim__micro_batch_size": 4, "rollout__temperature": 0.7}))
     policy = build_policy(cfg)
     return cfg, policy, Cursor(select(cfg, policy, tasks.load(cfg.task)))
 
@@ -205,7 +199,7 @@ def by_hand(cfg: RunConfig, policy: Policy, pairs: list[tuple[list[int], list[in
             logits = [policy.model(input_ids=torch.tensor([p + c])).logits[0, len(p) - 1 : -1] for p, c in pairs]
         return (torch.cat(logits).double() / cfg.rollout.temperature).log_softmax(-1)
 
-    clean, noisy = (logps(of.onto_norms(policy.clean_norms, policy.norms)) for of in (replace(noise, sigma=0.0), noise))
+    clean, noisy = (logps(of.onto_norms(policy.clean_norms)) for of in (replace(noise, sigma=0.0), noise))
     return (noisy.exp() * (noisy - clean)).sum().item()
 
 

@@ -31,7 +31,7 @@ def policy(tiny, build_policy) -> Policy:
 
 
 def held(policy: Policy, noise: Noise) -> dict[str, Tensor]:
-    return noise.onto_norms(policy.clean_norms, policy.norms)
+    return noise.onto_norms(policy.clean_norms)
 
 
 def by_hand(policy: Policy, noisy: dict[str, Tensor], pairs: list[tuple[list[int], list[int]]]) -> float:
@@ -142,7 +142,7 @@ def test_what_a_probe_finds_is_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> 
     def measured(ranks: Ranks) -> dict[str, float]:
         engine, level = Mock(norms=lambda: {"norm": torch.ones(1)}), Mock(metrics=lambda step: {})
         trainer = Mock(ranks=ranks, measured={}, engine=engine, level=level, cfg=RunConfig())
-        trainer._norms.return_value = {"norm": torch.zeros(1)}
+        trainer.policy.clean_norms = {"norm": torch.zeros(1)}
         LabTrainer._measure_noise(trainer, ranks.rank)
         return trainer.measured
 

@@ -12,6 +12,7 @@ from qerl_lab import rollout
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.exits import INTERRUPTED, OK
+from qerl_lab.model.on_disk import ASSETS
 from qerl_lab.model.policy import Policy
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.environment import Typed
@@ -110,3 +111,16 @@ def test_a_run_without_a_checkpoint_goes_on_with_its_questions_on_its_device_or_
     (directory.path / "env.json").write_text(json.dumps(began))
     with pytest.raises(ConfigError, match=said):
         run_module.build(cfg, directory, Stop())
+
+
+def test_a_template_that_writes_the_date_keeps_the_day_on_which_the_run_began(tiny, tmp_path: Path) -> None:
+    model = Path(shutil.copytree(ASSETS, tmp_path / "model"))
+    template = model / "chat_template.jinja"
+    template.write_text("{{ strftime_now('%d %b %Y') }}" + template.read_text())
+    cfg, directory = tiny(model__path=str(model)), RunDirectory(tmp_path / "run")
+    directory.claim(cfg, Typed("the command"))
+    directory.sessions().begin(1721995200.0, 0.0)  # 2024-07-26, noon
+    session = run_module.build(cfg, directory, Stop())
+    prompt = session.policy.prompt_ids(session.data.task.messages(session.data.questions[0]))
+    assert session.policy.prompt(prompt).startswith("26 Jul 2024")
+    assert any("2024-07-26" in note for note in session.notes)

@@ -1,5 +1,6 @@
 """`collect` with an engine and a task that are scripted: what is asked, kept, replaced, punished and measured."""
 
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -35,7 +36,7 @@ class ScriptedTask:
         unparsed = np.array([len(text) == 4 for text in texts], np.float64)
         return {"format": np.full(len(texts), 0.2), "answer": np.array(right, np.float64), UNPARSED: unparsed}
 
-    def weighted(self, scores: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    def weighted(self, scores: dict[str, np.ndarray], texts: list[str]) -> dict[str, np.ndarray]:
         return {part: score for part, score in scores.items() if part != UNPARSED}
 
 
@@ -47,6 +48,8 @@ class ScriptedPolicy:
 
     def decode(self, ids: list[int]) -> str:
         return "".join(map(chr, ids))
+
+    prompt = decode
 
 
 class ScriptedEngine:
@@ -129,6 +132,12 @@ def test_a_group_is_its_question_with_what_was_sampled_and_earned(setting) -> No
     assert group.parts["format"].tolist() == [0.2] * 4
 
 
+def test_what_the_prompt_has_begun_is_graded_with_the_completion(setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ScriptedPolicy, "prompt", lambda self, ids: "How many?<think>\n")
+    group = setting().collect().groups[0]
+    assert group.texts_G == ["<think>\n" + "A" * len(ids) for ids in group.completion_ids_G]
+
+
 def test_flat_groups_are_replaced_by_the_next_questions_until_none_is_missing(setting) -> None:
     """Places 1, 2 and 4 are flat: three questions are asked, then two more, then one."""
     run = setting(flat={1, 2, 4}, **RESAMPLING)
@@ -200,6 +209,43 @@ def test_two_ranks_ask_what_one_asks_also_where_one_of_them_refills(setting) -> 
     assert found[0] == found[1]
     assert found[0]["rollout/prompts_drawn"] == 9
     assert found[0]["reward/mean"] == pytest.approx(measures(alone.cfg, expected, ALONE)["reward/mean"])
+
+
+class Slow(ScriptedEngine):
+    """Takes half a second in its call, and in its sync."""
+
+    def sync(self) -> None:
+        time.sleep(0.5)
+
+    def generate(self, *asked: Any) -> Rollout:
+        time.sleep(0.5)
+        return super().generate(*asked)
+
+
+def test_a_rank_that_waits_for_the_slowest_books_it_as_waiting(setting) -> None:
+    def step(run: Setting) -> float:
+        """What a step takes beside its phases."""
+        run.clock.start_step()
+        with run.clock.phase("sync"):
+            run.ranks.alike(getattr(run.engine, "sync", lambda: None), EngineFailed)
+        run.collect()
+        run.clock.end_step()
+        return run.clock.seconds["step"] - sum(run.clock.seconds[name] for name in ("sync", "reward", "wait"))
+
+    runs = [
+        replace(setting(engine=engine, rollout__prompts_per_step=4), ranks=ranks, clock=clock_of(ranks))
+        for engine, ranks in zip((None, Slow()), threads(2), strict=True)
+    ]
+    with ThreadPoolExecutor(2) as pool:
+        quick, slow = pool.map(step, runs)
+    assert quick < 0.4 < slow  # the engine says itself what its rollout took
+    assert runs[0].clock.seconds["wait"] > 0.9
+    assert runs[0].clock.seconds["sync"] < 0.4 < runs[1].clock.seconds["sync"]
+    assert runs[1].clock.seconds["wait"] < 0.4
+
+
+def clock_of(ranks: Ranks) -> Clock:
+    return Clock(lambda: None, lambda: ranks.waited)
 
 
 class Dies(ScriptedEngine):

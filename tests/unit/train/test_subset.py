@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.exits import INTERRUPTED, OK
 from qerl_lab.record.directory import RunDirectory
-from qerl_lab.record.metrics import METRICS
 from qerl_lab.train import run as run_module
 from qerl_lab.train.stop import Stop
+from repeated import lines_of
 
 STEPS, SUBSET = 4, "eval/subset_"
 # Dropout draws in every forward of the training, and noise at every step: a random number too many would show.
@@ -44,15 +44,8 @@ def watched(configured, tmp_path_factory) -> Path:
 
 
 def record(folder: Path, subset: bool) -> list[tuple[int, dict[str, Any]]]:
-    """The lines of the evaluations during training, or all others, without times and memory."""
-    lines = RunDirectory(folder).metrics()
-    chosen = [line for line in lines if any(name.startswith(SUBSET) for name in line["metrics"]) == subset]
-    timeless = ("s", "tokens/s", "GiB")
-    units = {name: metric.unit for name, metric in METRICS.items()}
-    return [
-        (line["step"], {name: value for name, value in line["metrics"].items() if units.get(name) not in timeless})
-        for line in chosen
-    ]
+    """The lines of the evaluations during training, or all others."""
+    return [line for line in lines_of(folder) if any(name.startswith(SUBSET) for name in line[1]) == subset]
 
 
 def same(one: Path, other: Path) -> None:

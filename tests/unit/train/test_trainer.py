@@ -99,7 +99,7 @@ def test_every_step_is_reported_once_with_declared_metrics(train) -> None:
         assert min(phases) >= 0
         assert metrics["step/seconds"] == pytest.approx(sum(phases))
     of_others = {"policy/kl_reference", "policy/weight_cut_fraction", "policy/entropy_coef", "memory/gpu_peak_gib"}
-    of_others |= {"noise/kl_target", "noise/kl_solved", "noise/probes"}  # with aqn.unit=kl
+    of_others |= {"noise/kl_target", "noise/kl_solved", "noise/probes", "seconds/wait"}  # aqn.unit=kl, gpus=2
     missing = names - set(run.steps[0][1]) - of_others
     assert all(name.startswith("eval/") for name in missing)
     assert [metrics["noise/sigma"] for _, metrics in run.steps] == pytest.approx([0.3, 0.3, 5e-4])
@@ -273,7 +273,20 @@ def test_the_engine_holds_the_noise_of_the_seed_and_step(train) -> None:
         gaps = [held[name] - clean for name, clean in run.policy.clean_norms.items()]
         assert metrics["noise/std_observed"] == pytest.approx(torch.cat(gaps).std().item(), rel=1e-6)
         for name, clean in run.policy.clean_norms.items():
-            assert torch.equal(held[name], noise.onto(clean, name, torch.float32))
+            assert torch.equal(held[name], noise.onto_norms({name: clean})[name])
+
+
+def test_in_bfloat16_the_noise_held_is_the_noise_asked_at_every_step(train) -> None:
+    """By the paper's schedule, which ends where bfloat16 weights of 1 have steps of 78 sigma."""
+    run = train(steps=5, seed=3, model__dtype="bfloat16", aqn__schedule="exponential", aqn__reading="equation",
+                aqn__stages=5, aqn__sigma_start=1e-2, aqn__sigma_end=1e-4)  # fmt: skip
+    asked = [metrics["noise/sigma"] for _, metrics in run.steps]
+    assert (asked[0], asked[-1]) == pytest.approx((1e-2, 1e-4))
+    assert [metrics["noise/std_observed"] for _, metrics in run.steps] == pytest.approx(asked, rel=0.05)
+    for step, held in enumerate(run.engine.held, start=1):
+        expected = Noise(asked[step - 1], seed=3, step=step).onto_norms(run.policy.clean_norms)
+        assert all(torch.equal(held[name], weight) for name, weight in expected.items())
+    assert all(torch.equal(run.policy.norms[name], clean) for name, clean in run.policy.clean_norms.items())
 
 
 def test_without_noise_nothing_is_probed(train, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,7 +298,7 @@ def test_without_noise_nothing_is_probed(train, monkeypatch: pytest.MonkeyPatch)
     assert metrics["noise/kl_nats"] == 0
     for of in ("mean", "max"):
         assert metrics[f"sampler/kernel_gap_{of}"] == metrics[f"sampler/logprob_gap_{of}"] > 0
-    ((_, noisy),) = train(**NOISE).steps
+    ((_, noisy),) = train(rollout__temperature=0.7, **NOISE).steps
     assert spy.call_count == 1
     assert noisy["sampler/kernel_gap_max"] < 1e-4 < noisy["sampler/logprob_gap_max"]
 

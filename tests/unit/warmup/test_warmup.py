@@ -79,6 +79,15 @@ def test_only_the_solution_and_its_end_token_are_learned() -> None:
     assert left_out == 0
 
 
+def test_a_prompt_that_opens_the_thinking_is_not_answered_by_opening_it_again() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(ASSETS)
+    tokenizer.chat_template += "{% if add_generation_prompt %}<think>\n{% endif %}"
+    task = tasks.worked(WarmupOptions(task="arithmetic", questions=3).task_config())
+    for example, question in zip(tokenized(task, tokenizer, 512)[0], task.train, strict=True):
+        learned = tokenizer.decode(example.solution)
+        assert f"<think>{learned}" == question.payload["solution"] + tokenizer.eos_token
+
+
 def test_long_examples_are_counted_and_all_of_them_are_an_error() -> None:
     tokenizer = AutoTokenizer.from_pretrained(ASSETS)
     task = tasks.worked(WarmupOptions(task="arithmetic", questions=20).task_config())
@@ -124,6 +133,18 @@ def test_an_update_is_that_of_the_mean_loss_whatever_the_micro_batch(options: Wa
     for loss, weights in found[:2]:
         assert loss == pytest.approx(found[2][0], rel=1e-6)
         assert (weights - found[2][1]).abs().mean() < 1e-6  # Adam's first step is the sign of a gradient
+
+
+def test_dropout_follows_the_seed_and_the_update(options: WarmupOptions) -> None:
+    example = Example(list(range(3, 40)), list(range(40, 80)))
+
+    def loss(seed: int, update: int) -> float:
+        warmup = Warmup(replace(options, seed=seed), random_model().train(), [example], 0, torch.device("cpu"))
+        warmup.losses = [0.0] * update
+        return warmup.update([example])
+
+    assert loss(1, 3) == loss(1, 3)
+    assert len({loss(seed, update) for seed in (0, 1, 2) for update in (0, 3)}) == 6
 
 
 def test_it_teaches_and_leaves_a_model_that_a_run_trains_on(
@@ -259,6 +280,14 @@ def test_a_packed_model_and_a_task_without_solutions_are_refused(options: Warmup
     write_packed(tmp_path / "packed", random_model(), Nvfp4(scale_rule="max"))
     with pytest.raises(ConfigError, match="is packed; allowed: the dense model, all of whose weights are trained"):
         run(replace(options, model=str(tmp_path / "packed")))
+
+
+def test_a_weight_that_is_not_finite_is_refused_before_an_update(options: WarmupOptions, tmp_path: Path) -> None:
+    model = random_model()
+    model.model.norm.weight.data[5] = torch.nan
+    folder = write_dense(tmp_path / "damaged", model)
+    with pytest.raises(ConfigError, match=r"model\.norm\.weight: 1 values that float32 cannot hold, the first nan at"):
+        run(replace(options, model=str(folder)))
 
 
 def test_a_task_without_a_row_is_refused_by_this_command_s_words(options: WarmupOptions, tmp_path: Path) -> None:

@@ -1,5 +1,4 @@
-"""vLLM as an engine: in the trainer's process, through public seams only.
+"""Rollout engine on vLLM in the trainer's process, through public interfaces only.
 
-Nothing outside of this room imports vllm, but for the baseline that the engine is measured against
-(`bench/stock_vllm.py`).
+Only this package imports vllm, except for the baseline that the engine is measured against (`bench/stock_vllm.py`).
 """

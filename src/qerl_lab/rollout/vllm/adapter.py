@@ -1,6 +1,6 @@
-"""How the policy's adapter gets into vLLM: as dense products in its layers, or through vLLM's own LoRA.
+"""Put the policy's adapter into vLLM: as dense products in its layers, or through vLLM's own LoRA.
 
-Both keep exactly one adapter, in buffers that stay where CUDA graphs read them.
+Both keep exactly one adapter, in buffers at fixed addresses, which CUDA graphs read.
 """
 
 from contextlib import ExitStack
@@ -22,7 +22,7 @@ NAME, ID = "policy", 1
 
 
 class DenseAdapter:
-    """The adapter in buffers of vLLM's layers (`one_adapter`), written in place."""
+    """The adapter in buffers of vLLM's layers (`one_adapter`), updated in place."""
 
     request = None
 
@@ -30,12 +30,12 @@ class DenseAdapter:
         self.model, self.lora, self.cfg = model, cfg.lora, cfg
 
     def arguments(self, folder: Path, backend: str) -> dict[str, Any]:
-        """`backend` is that of `backends.chosen`."""
+        """Return arguments of `vllm.LLM`. `backend` is the result of `backends.chosen`."""
         routes = one_adapter.Routes(backend == FP4_TILES, self.cfg.rollout.vllm.dense_rows)
         return one_adapter.llm_arguments(folder, self.lora.rank, self.lora.target_modules, routes)
 
     def begin(self, llm: LLM) -> None:
-        """Find the places of the adapter, and let vLLM's layers read the policy's packed weights too."""
+        """Find the adapter's buffers, and let vLLM's layers read the policy's packed weights."""
         layers, adapter = packed_layers(self.model.get_base_model()), one_adapter.adapter_of(self.model)
         llm.apply_model(lambda model: one_adapter.lend(model, layers))
         self.link: one_adapter.Link = llm.apply_model(lambda model: one_adapter.Link(model, adapter))[0]
@@ -43,18 +43,19 @@ class DenseAdapter:
         self.read = [(module, module.weight) for module in modules]
 
     def sync(self, llm: LLM) -> None:
+        """Copy the policy's current adapter into the buffers of vLLM's layers."""
         if any(module.weight is not weight for module, weight in self.read):
             raise AssertionError("the policy's adapter has other tensors than when the engine began")
         scaling = (self.lora.alpha or self.lora.rank) / self.lora.rank
         llm.apply_model(lambda model: self.link.write(scaling))
 
     def close(self) -> None:
-        """Let go of vLLM's buffers."""
+        """Drop the references to vLLM's buffers."""
         del self.link
 
 
 class AdapterFile:
-    """The adapter as a LoRARequest takes it (`lora_files`)."""
+    """The adapter as files that a LoRARequest names (`lora_files`)."""
 
     def __init__(self, model: PeftModel, cfg: RunConfig) -> None:
         self.model, self.rank, self._open = model, cfg.lora.rank, ExitStack()
@@ -63,18 +64,18 @@ class AdapterFile:
 
     @property
     def request(self) -> LoRARequest:
-        """What a prompt is sent with. Without `load_inplace`, which would read the files again at every token."""
+        """The LoRARequest of a prompt, without `load_inplace`, which would read the files again at every token."""
         return LoRARequest(NAME, ID, str(self.folder))
 
     def arguments(self, folder: Path, backend: str) -> dict[str, Any]:
-        """Raises ConfigError for a rank that vLLM makes no buffers for."""
+        """Return arguments of `vllm.LLM`. Raises ConfigError for a rank that vLLM does not support."""
         return {"enable_lora": True, "max_loras": 1, "max_lora_rank": max_rank(self.rank)}
 
     def begin(self, llm: LLM) -> None:
-        """vLLM's LoRA reads what `sync` writes."""
+        """Do nothing; vLLM reads the files at `sync`."""
 
     def sync(self, llm: LLM) -> None:
-        """Write the policy's adapter of now, and have vLLM read it in the place of the last."""
+        """Write the policy's current adapter and have vLLM reload it."""
         write_weights(self.model, self.folder)
         llm.llm_engine.add_lora(LoRARequest(NAME, ID, str(self.folder), load_inplace=True))
         if (held := llm.llm_engine.list_loras()) != {ID}:

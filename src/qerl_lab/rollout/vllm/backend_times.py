@@ -1,6 +1,6 @@
-"""The process that times kernels of 4-bit products: `python -m qerl_lab.rollout.vllm.backend_times TIMES.json`.
+"""Process that times kernels of 4-bit products: `python -m qerl_lab.rollout.vllm.backend_times TIMES.json`.
 
-Started by `backends.milliseconds`, which says on standard input what to time.
+Started by `backends.milliseconds`, which sends the job as JSON on standard input.
 """
 
 import json
@@ -30,7 +30,7 @@ from qerl_lab.rollout.vllm.backends import FP4_TILES, Shape
 from qerl_lab.rollout.vllm.product import add_adapter, tiles_product
 from qerl_lab.timing import graphed, side_by_side
 
-# vLLM's, by format and by their names in `rollout.vllm.linear_backend`.
+# vLLM's kernels by format and by name in `rollout.vllm.linear_backend`.
 KERNELS: dict[str, dict[str, Callable[[], Any]]] = {
     "nvfp4": {
         "marlin": lambda: MarlinNvFp4LinearKernel(NvFp4LinearLayerConfig()),
@@ -41,13 +41,13 @@ KERNELS: dict[str, dict[str, Callable[[], Any]]] = {
         "humming": lambda: HummingMxFp4LinearKernel(MxFp4LinearLayerConfig()),
     },
 }
-COPIED_BYTES = 2**28  # of each shape's weights: more than any cache holds
+COPIED_BYTES = 2**28  # weights per shape: more than fit in any cache
 
 
 def main(words: list[str]) -> None:
-    """Time what is asked, and write the milliseconds by kernel."""
+    """Run the timing job and write milliseconds by kernel to a file."""
     asked = json.load(sys.stdin)
-    end_with(asked["parent"])  # a run that is killed leaves nothing on the GPU
+    end_with(asked["parent"])  # exit with the run, so that a killed one leaves nothing on the GPU
     torch.cuda.set_device(asked["device"])
     shapes = {(tuple(sizes), columns): count for (sizes, columns), count in asked["shapes"]}
     weight_format = formats.build(FormatConfig(**asked["format"]))
@@ -58,7 +58,7 @@ def main(words: list[str]) -> None:
 def milliseconds(
     kernels: Sequence[str], weight_format: Format, rank: int, shapes: Mapping[Shape, int], rows: Sequence[int]
 ) -> dict[str, float]:
-    """Time of the model's products with an adapter by each kernel, the sum over `rows`."""
+    """Time the model's products with adapter by each kernel, summed over `rows`."""
     total = dict.fromkeys(kernels, 0.0)
     for (sizes, columns), count in shapes.items():
         packed = random_weight(weight_format, (sum(sizes), columns))
@@ -76,10 +76,10 @@ def milliseconds(
 
 
 def random_weight(weight_format: Format, shape: tuple[int, int]) -> dict[str, Tensor]:
-    """A packed weight whose bits are random, on the GPU."""
+    """Make a packed weight with random codes on the GPU."""
     codes, *scales = weight_format.layout(shape).items()
     packed = {codes[0]: torch.randint(0, 256, codes[1][0], dtype=torch.uint8, device="cuda")}
-    one = {torch.uint8: 127}  # the exponent 0 of an E8M0 scale
+    one = {torch.uint8: 127}  # E8M0 byte of 1.0
     return packed | {
         name: torch.full(size, one.get(dtype, 1), dtype=torch.float32, device="cuda").to(dtype)
         for name, (size, dtype) in scales
@@ -87,9 +87,10 @@ def random_weight(weight_format: Format, shape: tuple[int, int]) -> dict[str, Te
 
 
 def call_each(calls: Iterable[Callable[[Tensor], object]], x: Tensor) -> None:
-    """Call each with the same rows, which a small kernel writes before each, as a norm does in an engine.
+    """Run each call on the same rows, rewritten by a small kernel before each, as a norm does in an engine.
 
-    Right behind the call before it, a kernel that may begin early would hide its start, and by that win here alone.
+    Otherwise a kernel that starts early would overlap the call before it, an advantage that it only has in this
+    benchmark.
     """
     for call in calls:
         x.mul_(1)
@@ -99,14 +100,14 @@ def call_each(calls: Iterable[Callable[[Tensor], object]], x: Tensor) -> None:
 def apart(
     weight_format: Format, backend: str, packed: Mapping[str, Tensor], A: Tensor, B: Tensor, sizes: Sequence[int]
 ) -> Callable[[Tensor], Tensor]:
-    """The product by one of vLLM's kernels, and the adapter's behind it, on copies of all weights."""
+    """Return a call of one of vLLM's kernels followed by the adapter's product, on copies of all weights."""
     return followed(product(weight_format, backend, packed, sizes), A.clone(), B.clone(), sizes)
 
 
 def followed(
     call: Callable[[Tensor], Tensor], A: Tensor, B: Tensor, sizes: Sequence[int]
 ) -> Callable[[Tensor], Tensor]:
-    """The call, and the adapter's product behind it, as a layer of an engine has both."""
+    """Return a call followed by the adapter's product, as in an engine's layer."""
 
     def both(x: Tensor) -> Tensor:
         y = call(x)
@@ -117,7 +118,7 @@ def followed(
 
 
 def in_tiles(packed: Mapping[str, Tensor], A: Tensor, B: Tensor, sizes: Sequence[int]) -> Callable[[Tensor], Tensor]:
-    """Both as an engine with `fp4_tiles` has them, on copies of the weights."""
+    """Return a call of `fp4_tiles`, adapter included, on copies of the weights."""
     codes, scale, divisor = packed.values()
     (N, columns), device = (len(codes), A.shape[1]), codes.device
     own = pack(codes, scale, fp4_tiles.tile_here(N, columns, device))
@@ -129,11 +130,11 @@ def in_tiles(packed: Mapping[str, Tensor], A: Tensor, B: Tensor, sizes: Sequence
 def product(
     weight_format: Format, backend: str, packed: Mapping[str, Tensor], sizes: Sequence[int]
 ) -> Callable[[Tensor], Tensor]:
-    """Return x[M, K] -> x W^T [M, N], as the layers of an engine compute it with `linear_backend=backend`.
+    """Return x[M, K] -> x W^T [M, N] as the engine's layers compute it with `linear_backend=backend`.
 
     Args:
-        packed: as the format's `quantize` gives it, on the GPU; it is copied into the kernel's own layout.
-        sizes: columns of y by part (of q, k and v, say), N in sum.
+        packed: result of the format's `quantize`, on the GPU; copied into the kernel's layout.
+        sizes: columns of y by part (e.g. q, k, v), N in sum.
     """
     kernel, layer = KERNELS[weight_format.NAME][backend](), layer_of(packed, sizes)
     kernel.process_weights_after_loading(layer)
@@ -141,7 +142,7 @@ def product(
 
 
 def layer_of(packed: Mapping[str, Tensor], sizes: Sequence[int]) -> nn.Module:
-    """A layer with a copy of a packed weight, as vLLM's kernels find it when it is loaded."""
+    """Build a layer with a copy of a packed weight, as vLLM's kernels expect it after loading."""
     layer = nn.Module()
     rows, half = packed["weight_packed"].shape
     about = {
@@ -150,7 +151,7 @@ def layer_of(packed: Mapping[str, Tensor], sizes: Sequence[int]) -> nn.Module:
     }  # fmt: skip
     for name, value in about.items():
         setattr(layer, name, value)
-    # The names that vLLM's schemes give them; the divisor turned into a factor.
+    # Names as in vLLM's schemes; vLLM multiplies by the global scale's inverse.
     layer.weight = nn.Parameter(packed["weight_packed"].clone(), requires_grad=False)
     layer.weight_scale = nn.Parameter(packed["weight_scale"].clone(), requires_grad=False)
     if "weight_global_scale" in packed:

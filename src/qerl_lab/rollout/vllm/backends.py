@@ -1,8 +1,8 @@
-"""Which kernel computes the products of 4-bit weights: the fastest here, timed once.
+"""Choose the kernel for 4-bit products by timing the candidates on this GPU once.
 
-vLLM takes the first of a list. Which is fastest depends on the GPU, the shapes of the model and the rows of a batch.
-vLLM's kernels with the adapter's behind them, and the lab's own, which has it inside, are timed in a process of their
-own (`backend_times`). It leaves nothing behind: no memory, no kernels, no random numbers.
+vLLM takes the first of a list, but the fastest depends on the GPU, the model's shapes and the rows of a batch. The
+candidates are vLLM's kernels followed by the adapter's product, and the lab's kernel, which includes it. They run in a
+separate process (`backend_times`), so that no memory, compiled kernel or random state is left behind.
 """
 
 import hashlib
@@ -31,25 +31,25 @@ from qerl_lab.rollout.vllm import fp4_tiles
 
 TIMED = ("nvfp4", "mxfp4")  # formats for which vLLM has several kernels
 TIMER = "qerl_lab.rollout.vllm.backend_times"
-LONGEST = 600  # seconds; Marlin and Humming of a model took 67, most of it compiling
+LONGEST = 600  # seconds; Marlin and Humming took 67 for a model, mostly to compile
 FP4_TILES = fp4_tiles.SOURCE.stem
-IN_VLLM = {"vllm": "auto", FP4_TILES: "auto"}  # vLLM's word for its own choice, which the lab's kernel has no use for
-# The first humming-kernels that waits for stores on Hopper before it loads into the same shared memory, and on both
-# blocks of a cluster. 0.1.10, which vLLM 0.26 requires, does neither: read, not measured.
+IN_VLLM = {"vllm": "auto", FP4_TILES: "auto"}  # vLLM's name by ours; fp4_tiles bypasses vLLM's kernels
+# First humming-kernels version that on Hopper waits for stores before it reloads the same shared memory, on both blocks
+# of a cluster. 0.1.10, which vLLM 0.26 requires, does not (read in its source, not measured).
 ORDERED_HUMMING = Version("0.1.13")
 RACES = "the installed Humming has races on this GPU (docs/running.md)"
 Shape = tuple[tuple[int, ...], int]  # columns of y by part, columns of x
 
 
 class NotTimed(Exception):
-    """Why the kernels have no times."""
+    """The timing failed; the message says why."""
 
 
 def chosen(cfg: RunConfig, model: nn.Module) -> str:
-    """Return `rollout.vllm.linear_backend`, for `auto` the fastest for the layers of `model`.
+    """Return the kernel name for `rollout.vllm.linear_backend`; for `auto` the fastest for the layers of `model`.
 
-    vLLM's own choice for formats whose kernels are not timed, on a CPU, and where the timing fails, which is said.
-    Times are kept beside unpacked GGUF files, by GPU, versions of torch, vLLM and Humming, the lab's kernel, format,
+    `auto` leaves the choice to vLLM on a CPU, for formats that are not timed, and, with a warning, if the timing fails.
+    Times are cached beside unpacked GGUF files, by GPU, versions of torch, vLLM, Humming and the lab's kernel, format,
     shapes, rows and rank.
     """
     asked = cfg.rollout.vllm.linear_backend
@@ -82,7 +82,7 @@ def chosen(cfg: RunConfig, model: nn.Module) -> str:
 
 
 def candidates(cfg: RunConfig, model: nn.Module) -> list[str]:
-    """The kernels that this run can have on this GPU. A Humming with races is named by hand only."""
+    """List the kernels that this run can use on this GPU. A Humming with races must be asked for by name."""
     own, found = cfg.rollout.vllm, ["marlin"]
     if humming_races():
         print(f"linear_backend=auto leaves out humming: {RACES}")
@@ -97,7 +97,7 @@ def candidates(cfg: RunConfig, model: nn.Module) -> list[str]:
 
 
 def tiles_fit(model: nn.Module, lora_rank: int) -> bool:
-    """Whether the lab's kernel, of bfloat16, takes the packed layers of `model`, as engines fuse them."""
+    """Return whether the lab's bfloat16 kernel supports the packed layers of `model`, fused as in engines."""
     return all(
         fp4_tiles.takes([layer.out_features for layer in group], group[0].in_features, lora_rank)
         and {layer.compute_dtype for layer in group} == {torch.bfloat16}
@@ -107,7 +107,7 @@ def tiles_fit(model: nn.Module, lora_rank: int) -> bool:
 
 
 def hash_of_tiles() -> str:
-    """Stands for a version of the lab's kernel: of its source, and of how it is launched."""
+    """Hash the lab's kernel and its launch code, as a version."""
     source = fp4_tiles.SOURCE
     files = [source, source.with_suffix(".py"), *sorted(source.parent.glob("*.cuh"))]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
@@ -115,9 +115,9 @@ def hash_of_tiles() -> str:
 
 @contextmanager
 def remembered() -> Iterator[dict[str, Any]]:
-    """What this machine has timed, to read and to add to, in a file beside unpacked GGUF files.
+    """Yield this machine's cached times, read from a file beside unpacked GGUF files; save additions.
 
-    A run that would time the same waits for the first one, and then reads it.
+    A concurrent run waits for the lock and then reads the first one's times.
     """
     file = cache_folder() / "linear_backend.json"
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -131,25 +131,25 @@ def remembered() -> Iterator[dict[str, Any]]:
 
 
 def humming_races() -> bool:
-    """Whether this GPU is a Hopper, and the installed Humming older than `ORDERED_HUMMING`."""
+    """Return whether this GPU is a Hopper and the installed Humming is older than `ORDERED_HUMMING`."""
     return torch.cuda.get_device_capability()[0] == 9 and Version(version("humming-kernels")) < ORDERED_HUMMING
 
 
 def shapes_of(model: nn.Module) -> Counter[Shape]:
-    """How often each shape of packed layer comes, as engines fuse them."""
+    """Count the packed layers of each shape, fused as in engines."""
     return Counter((tuple(layer.out_features for layer in group), group[0].in_features) for group in fused(model))
 
 
 def fused(model: nn.Module) -> Iterable[list[PackedLinear]]:
-    """The packed layers in the groups that engines make one layer of."""
+    """Return the packed layers in the groups that engines fuse."""
     layers = packed_layers(model)
     return ([layers[name] for name in group] for group in fused_groups(list(layers)))
 
 
 def rows_while_emptying(cfg: RunConfig) -> list[int]:
-    """Rows of decoding: a full batch, and what is left of it when half and three quarters of the completions ended.
+    """Return batch sizes of decoding: a full batch, and what is left after half and three quarters have finished.
 
-    Those from `dense_rows` on have another kernel, but where none is left.
+    Sizes from `dense_rows` on use another kernel and are left out, unless none would remain.
     """
     full = min(cfg.rollout.batch_size, cfg.completions_per_gpu)
     rows = sorted({full, -(-full // 2), -(-full // 4)}, reverse=True)
@@ -159,9 +159,9 @@ def rows_while_emptying(cfg: RunConfig) -> list[int]:
 def milliseconds(
     kernels: Sequence[str], cfg: RunConfig, shapes: Mapping[Shape, int], rows: Sequence[int]
 ) -> dict[str, float]:
-    """Time of the model's products with adapter by each kernel, the sum over `rows`, on this GPU in another process.
+    """Time the model's products with adapter by each kernel, summed over `rows`, in another process on this GPU.
 
-    Raises NotTimed where that process fails or takes longer than `LONGEST`.
+    Raises NotTimed if that process fails or takes longer than `LONGEST`.
     """
     asked = {
         "kernels": kernels, "format": asdict(cfg.format), "rank": cfg.lora.rank, "shapes": list(shapes.items()),

@@ -1,4 +1,4 @@
-"""The directory from which vLLM reads the frozen base: the same weights, bit for bit, that the policy computes with."""
+"""Provide the directory from which vLLM loads the frozen base, with the policy's weights bit for bit."""
 
 import fcntl
 import hashlib
@@ -25,13 +25,13 @@ from qerl_lab.model.files import WeightFiles, local_folder, read_json
 from qerl_lab.model.loading import stored_as
 from qerl_lab.model.policy import Policy
 
-IN_MEMORY = Path("/dev/shm")  # a copy there never touches a disk
-OF_RUNS = f"qerl-lab-{12 * '[0-9a-f]'}-*"  # the folders of a run, which its process has locked as long as it lives
+IN_MEMORY = Path("/dev/shm")  # RAM, so that a copy never touches a disk
+OF_RUNS = f"qerl-lab-{12 * '[0-9a-f]'}-*"  # folders of runs; each process holds a lock on its own
 
 
 @contextmanager
 def folder_of(policy: Policy, cfg: RunConfig) -> Iterator[Path]:
-    """Yield the model's own directory where it holds the policy's very weights, else a copy that is removed after."""
+    """Yield the model's directory if it holds exactly the policy's weights, else a temporary copy."""
     own = local_folder(cfg.model.path, cfg.model.revision)
     if stored_as(own) is not None or (cfg.format.name == DENSE_FORMAT and is_bfloat16(WeightFiles(own))):
         yield own
@@ -43,33 +43,33 @@ def folder_of(policy: Policy, cfg: RunConfig) -> Iterator[Path]:
     text = json.dumps(config)
     with roomy_folder(hashlib.sha256(text.encode()).hexdigest()[:12], size_of(tensors)) as folder:
         save_torch_state_dict(tensors, folder)
-        policy.tokenizer.save_pretrained(folder)  # vLLM wants one, and is sent token ids
+        policy.tokenizer.save_pretrained(folder)  # required by vLLM, though it is sent token ids
         (folder / "config.json").write_text(text)
         yield folder
 
 
 def is_bfloat16(files: WeightFiles) -> bool:
-    """Whether the policy, which rounds what it calls bf16, took the weights as they are."""
+    """Return whether all weights are stored in bfloat16, so that the policy did not round them."""
     return all(files.dtype(name) is torch.bfloat16 for name in files.names)
 
 
 def size_of(tensors: Mapping[str, Tensor]) -> int:
-    """Bytes."""
+    """Return the bytes of all tensors."""
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
 @contextmanager
 def scratch_folder(size: int) -> Iterator[Path]:
-    """Yield a folder for `size` bytes, in memory where that has room, and remove it after."""
+    """Yield a temporary folder for `size` bytes, in RAM if there is room."""
     with roomy_folder(secrets.token_hex(6), size) as folder:
         yield folder
 
 
 @contextmanager
 def roomy_folder(name: str, size: int) -> Iterator[Path]:
-    """Yield a folder for `size` bytes, in memory where that has room beside what others claimed, and remove it after.
+    """Yield a temporary folder for `size` bytes, in RAM if there is room beside the claims of other runs.
 
-    Its name claims the size: runs that start at once would each see the room that only one of them can have.
+    The folder's name claims the size, because runs that start together would otherwise count the same free space.
     """
     with ExitStack() as stack:
         with alone_in(IN_MEMORY) if IN_MEMORY.is_dir() else nullcontext():
@@ -79,9 +79,9 @@ def roomy_folder(name: str, size: int) -> Iterator[Path]:
 
 @contextmanager
 def named_folder(name: str, place: Path) -> Iterator[Path]:
-    """Yield NAME-0 in `place`, or the first number that no other process has; remove it after.
+    """Yield a temporary folder NAME-0 in `place`, or with the first number that no other process holds.
 
-    A model's path is part of the key under which vLLM keeps compiled code. Under a random path every run would compile.
+    vLLM's cache of compiled code depends on the model's path, so a random path would make every run compile.
     """
     numbered = (place / f"{name}-{number}" for number in itertools.count())
     path, held = next((path, held) for path in numbered if (held := hold(path)) is not None)
@@ -93,7 +93,7 @@ def named_folder(name: str, place: Path) -> Iterator[Path]:
 
 
 def remove_left(place: Path, pattern: str) -> None:
-    """Remove the named folders in `place` that fit a glob and whose processes were killed: nobody has them locked."""
+    """Remove folders in `place` that match a glob and are not locked, left by killed processes."""
     for path in place.glob(pattern):
         if (held := hold(path)) is not None:
             path.rmdir()
@@ -101,9 +101,9 @@ def remove_left(place: Path, pattern: str) -> None:
 
 
 def hold(path: Path) -> int | None:
-    """Lock the folder `path`, made if need be and empty; None where another process, or another user, has it.
+    """Create and lock the folder `path`, empty; return its descriptor, None if another process or user has it.
 
-    Raises ConfigError where folders cannot be locked: what is in use could not be told from what is left.
+    Raises ConfigError if the file system has no locks, because used and abandoned folders would look alike.
     """
     with suppress(FileExistsError):
         path.mkdir(mode=0o700)
@@ -115,7 +115,7 @@ def hold(path: Path) -> int | None:
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if not os.path.samestat(os.fstat(held), path.stat()):
             raise FileNotFoundError(path)
-    except (BlockingIOError, FileNotFoundError):  # in use, or removed between the two lines above
+    except (BlockingIOError, FileNotFoundError):  # in use, or removed after it was opened
         os.close(held)
         return None
     except OSError as error:
@@ -123,13 +123,13 @@ def hold(path: Path) -> int | None:
             f"{path} cannot be locked ({error.strerror}); allowed: a directory of a file system with locks. "
             "Type scratch=DIR for a benchmark, or TMPDIR=DIR in front of the command."
         ) from None
-    for left in path.iterdir():  # by a process that was killed
+    for left in path.iterdir():  # files of a killed process
         shutil.rmtree(left) if left.is_dir() else left.unlink()
     return held
 
 
 def place_for(size: int) -> Path:
-    """The folder for temporary files of `size` bytes: this machine's memory where that has room, once it is cleared."""
+    """Return the folder for temporary files of `size` bytes: RAM if it has room after clearing leftovers, else disk."""
     remove_left(IN_MEMORY, OF_RUNS)
     if not IN_MEMORY.is_dir():
         return Path(tempfile.gettempdir())
@@ -138,7 +138,7 @@ def place_for(size: int) -> Path:
 
 
 def unwritten(folder: Path) -> int:
-    """Bytes that the name of a folder claims, and that are not written yet; 0 where nobody may look into it."""
+    """Return the bytes that a folder's name claims but that are not written yet; 0 if the folder cannot be read."""
     try:
         written = sum(file.stat().st_blocks * 512 for file in folder.iterdir())
     except OSError:  # another user's, or removed by its owner just now

@@ -1,8 +1,8 @@
-"""The engine of vLLM, in the trainer's process: the packed base, the policy's adapter, noisy norms.
+"""Rollout engine on vLLM in the trainer's process: packed base, the policy's adapter, noisy norms.
 
-It meets vLLM at documented seams only: `LLM(...)`, `add_request` and `step` of its engine, `add_lora`, `apply_model`,
-`collective_rpc`, `reset_prefix_cache`, `sleep`, `wake_up`; scheduler.py at one that is documented and not promised.
-tests/unit/rollout/test_contract.py holds it, and tests/gpu every format.
+Uses vLLM's documented interfaces only: `LLM(...)`, `add_request` and `step` of its engine, `add_lora`, `apply_model`,
+`collective_rpc`, `reset_prefix_cache`, `sleep`, `wake_up`. scheduler.py uses one that vLLM documents as not public.
+Tested by tests/unit/rollout/test_contract.py, and for every format by tests/gpu.
 """
 
 import gc
@@ -32,21 +32,24 @@ from qerl_lab.model.files import read_json
 from qerl_lab.model.linear import packed_layers
 from qerl_lab.model.policy import Policy
 from qerl_lab.rollout.engine import ASLEEP, EngineFailed, OnDone, Rollout, Sampling, ignore
-from qerl_lab.rollout.vllm import one_copy, scheduler
+from qerl_lab.rollout.vllm import norms, one_copy, scheduler
 from qerl_lab.rollout.vllm.adapter import AdapterFile, DenseAdapter
 from qerl_lab.rollout.vllm.backends import IN_VLLM, chosen
 from qerl_lab.rollout.vllm.base import folder_of
 from qerl_lab.rollout.vllm.memory import bytes_per_token, free_bytes, kv_cache_bytes
 
-# Whether vLLM starts a process of its own is decided here alone: `LLM` has no argument for it.
+# Run vLLM in this process; `LLM` has no argument for it.
 IN_THIS_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+# On a GPU, use the model runner that draws for all seeded requests in one kernel. vLLM's default for most models
+# launches a kernel per request and token: 256 completions of a 1.5B took 1.15 and 1.5 times as long (LOG.md).
+SEEDS_IN_ONE_KERNEL = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
 
 
 class VllmEngine:
-    """Engine over a copy of `policy`'s base, with `share_base` over the only one; one at a time in a process.
+    """Engine on a copy of `policy`'s base, or with `share_base` on the only one. One per process.
 
-    A seed decides each completion's draws, whatever it is batched with; on a GPU they repeat as far as vLLM's sums do.
-    Raises ConfigError where vLLM cannot serve the model in its format here, or memory is too small.
+    A completion's draws depend on its seed, not on its batch; on a GPU they repeat as far as vLLM's sums do. Raises
+    ConfigError if vLLM cannot serve the model in its format here, or memory is too small.
     """
 
     def __init__(self, policy: Policy, cfg: RunConfig) -> None:
@@ -54,6 +57,8 @@ class VllmEngine:
         if policy.device.type == "cpu":
             check_engine_on_cpu(cfg, "torch sees none here")
         os.environ.update(IN_THIS_PROCESS)
+        if policy.device.type == "cuda":
+            os.environ.update(SEEDS_IN_ONE_KERNEL)
         own = DenseAdapter if cfg.rollout.vllm.lora == "dense" else AdapterFile
         self._adapter: DenseAdapter | AdapterFile = own(policy.model, cfg)
         share = cfg.rollout.vllm.share_base
@@ -66,7 +71,7 @@ class VllmEngine:
                 self._share_base()
         self._adapter.begin(self.llm)
         if cfg.rollout.vllm.sleep:
-            from qerl_lab.rollout.vllm import sleep  # needs a vLLM for GPUs
+            from qerl_lab.rollout.vllm import sleep  # needs vLLM's GPU build
 
             sleep.install(self.llm)
         self._check_norms()
@@ -74,22 +79,22 @@ class VllmEngine:
 
     @property
     def llm(self) -> LLM:
-        """vLLM's own object, e.g. for `apply_model`."""
+        """vLLM's `LLM` object, e.g. for `apply_model`."""
         if self._llm is None:
             raise RuntimeError("the engine is closed")
         return self._llm
 
     def sync(self, noise: Noise) -> None:
-        """Hand over the adapter and the norms, and forget what the last weights left in the prefix cache.
+        """Update adapter and norms, and reset the prefix cache of the old weights.
 
-        Raises EngineFailed where vLLM does not take them.
+        Raises EngineFailed if vLLM refuses.
         """
         self._wake()
-        noisy = noise.onto_norms(self.policy.clean_norms, self.policy.norms)
+        noisy = noise.onto_norms(self.policy.clean_norms)
 
         def write(model: nn.Module) -> None:
             for name, weight in noisy.items():
-                self._norms[name].data.copy_(weight)  # in place: graphs read it where it is
+                self._norms[name].data.copy_(weight)  # in place, because CUDA graphs read this address
 
         with failing("sync"):
             self._adapter.sync(self.llm)
@@ -100,7 +105,7 @@ class VllmEngine:
                 torch.cuda.synchronize(self.policy.device)
 
     def sleep(self) -> None:
-        """With rollout.vllm.sleep give the memory of the key-value cache back, until `sync` or `generate`.
+        """With rollout.vllm.sleep release the key-value cache's memory until `sync` or `generate`.
 
         Raises EngineFailed.
         """
@@ -112,23 +117,23 @@ class VllmEngine:
         with failing("sleep"):
             try:
                 self.llm.sleep(level=1)
-            except AssertionError:  # vLLM's, after it slept: another program took more of the GPU meanwhile
+            except AssertionError:  # vLLM's check after sleeping: another program took GPU memory meanwhile
                 if not sleep.asleep_bytes():
                     raise
 
     def _wake(self) -> None:
-        """Take the cache's memory again, empty. Raises EngineFailed, and sleeps on, where others hold it by now."""
+        """Take the cache's memory again, empty. Raises EngineFailed, and stays asleep, if others hold it by now."""
         if not self._asleep:
             return
         with failing("wake_up"):
-            torch.cuda.empty_cache()  # what torch keeps for later is not free to others
-            self.llm.collective_rpc("wake_up")  # of the worker, whatever vLLM believes of itself
+            torch.cuda.empty_cache()  # return torch's cached memory to the device
+            self.llm.collective_rpc("wake_up")  # the worker first, whatever state vLLM's engine is in
             self.llm.wake_up()
             torch.cuda.synchronize(self.policy.device)
         self._asleep = False
 
     def _share_base(self) -> None:
-        """Raises ConfigError where vLLM's weights cannot be the policy's."""
+        """Let the policy use vLLM's weights. Raises ConfigError if it cannot."""
         torch.cuda.synchronize(self.policy.device)  # vLLM may have loaded on another stream
         keep = self.llm.apply_model(lambda model: one_copy.share(self.policy, model))[0]
         if keep:
@@ -139,26 +144,33 @@ class VllmEngine:
             )
 
     def norms(self) -> dict[str, Tensor]:
-        """Read them from vLLM's own modules."""
+        """Read the norms back from vLLM's modules."""
         return {name: weight.detach().clone() for name, weight in self._find_norms().items()}
 
     def _find_norms(self) -> dict[str, nn.Parameter]:
+        """Return the norm weights of vLLM's model by full layer name. Raises AttributeError if one is missing."""
+
         def find(model: nn.Module) -> dict[str, nn.Parameter]:
             return {name: model.get_parameter(f"{name}.weight") for name in self.policy.norms}
 
         return self.llm.apply_model(find)[0]
 
     def _check_norms(self) -> None:
-        """Raise ConfigError unless vLLM's model has the policy's norms, under their names and with their weights."""
+        """Raise ConfigError unless vLLM's model has the policy's norms: same names, same weights, in float32."""
         try:
-            self._norms = held = self._find_norms()  # kept for `sync`: looking them up takes a millisecond
+            self._norms = held = self._find_norms()  # cached for `sync`, because the lookup takes a millisecond
         except AttributeError as error:
             raise ConfigError(
                 f"vLLM names the layers of {self.cfg.model.path} otherwise than transformers ({error}), so that no "
                 "noise can be put on them. Type rollout=transformers."
             ) from error
         for name, clean in self.policy.clean_norms.items():
-            if not torch.equal(held[name].to(clean), clean):
+            if held[name].dtype != torch.float32:
+                raise ConfigError(
+                    f"vLLM computes {name} of {self.cfg.model.path} by a norm that cannot hold float32, and "
+                    f"{held[name].dtype} cannot hold a small sigma. Type rollout=transformers."
+                )
+            if not torch.equal(held[name], clean):
                 raise AssertionError(f"vLLM holds another weight of {name} than the policy")
 
     def generate(
@@ -166,7 +178,7 @@ class VllmEngine:
     ) -> Rollout:
         """Sample `group_size` completions of each prompt. The log-probs are empty with top_p < 1.
 
-        Raises EngineFailed where vLLM dies, or takes longer than rollout.vllm.timeout_minutes.
+        Raises EngineFailed if vLLM dies or takes longer than rollout.vllm.timeout_minutes.
         """
         started = time.perf_counter()
         self._wake()
@@ -184,18 +196,18 @@ class VllmEngine:
         )
 
     def _send(self, prompt_ids_P: list[list[int]], group_size: int, sampling: Sampling) -> list[list[str]]:
-        """Return vLLM's names of the completions."""
-        scheduler.KEPT.clear()  # what a rollout that failed has left
+        """Queue the requests; return vLLM's names of the completions."""
+        scheduler.KEPT.clear()  # leftovers of a failed rollout
         seeds, names_P_G = sampling.seeds(len(prompt_ids_P)), []
         with failing("generate"):
             for index, (ids, seed) in enumerate(zip(prompt_ids_P, seeds, strict=True)):
                 how = SamplingParams(
                     n=group_size,
-                    seed=seed,  # that of completion g is g more
+                    seed=seed,  # completion g uses seed + g
                     temperature=sampling.temperature,
                     top_p=sampling.top_p,
                     max_tokens=sampling.max_tokens,
-                    # vLLM's are of what it drew from: after the cut, which is another distribution than the contract's.
+                    # vLLM returns log-probs after the nucleus cut, but `Rollout` needs them before it.
                     logprobs=0 if sampling.top_p == 1 else None,
                     stop_token_ids=self.policy.end_ids(),
                     detokenize=False,
@@ -208,6 +220,7 @@ class VllmEngine:
         return names_P_G
 
     def _receive(self, count: int, on_done: OnDone) -> dict[str, RequestOutput]:
+        """Run vLLM until all requests finish; return their outputs by request id. Raises EngineFailed on a timeout."""
         engine, found = self.llm.llm_engine, dict[str, RequestOutput]()
         minutes = self.cfg.rollout.vllm.timeout_minutes
         deadline = time.monotonic() + 60 * minutes
@@ -226,15 +239,15 @@ class VllmEngine:
                 "larger one if that many tokens take longer."
             ) from None
         finally:
-            if len(found) < count:  # so that an engine that was interrupted can go on
+            if len(found) < count:  # so that an interrupted engine can go on
                 engine.abort_request([str(index) for index in range(count)])
         return found
 
     def held(self) -> dict[str, int]:
-        """The weights by their tensors, without those that the policy holds too; the cache by what it was given."""
+        """Return the bytes of vLLM's weights, without those shared with the policy, and of its cache."""
 
         def size(model: nn.Module) -> int:
-            tensors = (*model.parameters(), *model.buffers())  # with the copy of `dense_rows`
+            tensors = (*model.parameters(), *model.buffers())  # including the copy for `dense_rows`
             return sum(tensor.nbytes for tensor in tensors)
 
         weights = self.llm.apply_model(size)[0]
@@ -243,7 +256,7 @@ class VllmEngine:
         return {"vLLM's weights": weights, ASLEEP if self._asleep else "vLLM's key-value cache": cache}
 
     def close(self) -> None:
-        """End vLLM in this process, and give back its memory."""
+        """Shut vLLM down in this process and release its memory."""
         llm, self._llm = self._llm, None
         if llm is None:
             return
@@ -251,11 +264,11 @@ class VllmEngine:
         self._norms.clear()
         if self.cfg.gpus == 1:
             llm.llm_engine.engine_core.shutdown()
-        else:  # that would end the ranks' process group, which is the trainer's, and may have left it already
+        else:  # that would destroy the process group, which is the trainer's and may be gone already
             llm.llm_engine.model_executor.shutdown()
             if torch.distributed.is_initialized():
                 destroy_model_parallel()
-            gc.unfreeze()  # vLLM froze what it had loaded
+            gc.unfreeze()  # vLLM froze loaded objects
         del llm
         gc.collect()
         if self.cfg.rollout.vllm.sleep:
@@ -267,7 +280,7 @@ class VllmEngine:
 
 
 def start(cfg: RunConfig, folder: Path, policy: Policy, backend: str, of_adapter: dict[str, Any]) -> LLM:
-    """Build vLLM over `folder`, `of_adapter` among its arguments. Raises ConfigError for what it refuses."""
+    """Build vLLM's `LLM` for the model in `folder`. Raises ConfigError if vLLM refuses."""
     rollout, own = cfg.rollout, cfg.rollout.vllm
     config, dtype = read_json(folder / "config.json"), policy.model.dtype
     per_token = bytes_per_token(config, 1 if own.kv_cache_dtype == "fp8" else dtype.itemsize)
@@ -280,21 +293,22 @@ def start(cfg: RunConfig, folder: Path, policy: Policy, backend: str, of_adapter
         "max_model_len": rollout.max_prompt_tokens + rollout.max_completion_tokens,
         "max_num_seqs": rollout.batch_size,
         "kv_cache_memory_bytes": kv_cache_bytes(cfg, per_token, free_bytes(policy.device) - weights),
-        "gpu_memory_utilization": 0.01,  # of no effect beside the line above, but checked against what is free
+        "gpu_memory_utilization": 0.01,  # no effect with the line above, but checked against free memory
         "kv_cache_dtype": own.kv_cache_dtype,
         "enforce_eager": own.enforce_eager,
         "enable_sleep_mode": own.sleep,
         "linear_backend": IN_VLLM.get(backend, backend),
         "scheduler_cls": scheduler.KEEPING,
         "logprobs_mode": "processed_logprobs",  # at the temperature of sampling
-        "generation_config": "vllm",  # not the model's own penalties and cuts
+        "generation_config": "vllm",  # ignore the model's own penalties and cuts
         "use_tqdm_on_load": False,
         "distributed_executor_backend": "uni" if cfg.gpus == 1 else "external_launcher",
         "seed": cfg.seed % 2**31,
+        **norms.arguments(cfg.aqn.norms),
     }
     if own.max_num_batched_tokens is not None:
         arguments["max_num_batched_tokens"] = own.max_num_batched_tokens
-    if policy.device.type == "cpu":  # half a prompt draws a token, over which a generator of the CPU cannot step back
+    if policy.device.type == "cpu":  # a chunk of a prompt would draw a token, and a CPU generator cannot step back
         arguments["enable_chunked_prefill"] = False
     logging.getLogger("vllm.config.scheduler").addFilter(scheduler.news)
     try:
@@ -308,7 +322,7 @@ def start(cfg: RunConfig, folder: Path, policy: Policy, backend: str, of_adapter
 
 @contextmanager
 def failing(what: str) -> Iterator[None]:
-    """Raise EngineFailed for the errors of a vLLM that does not work any more; a wrong call stays what it is."""
+    """Turn errors of a broken vLLM into EngineFailed; let errors of wrong calls pass."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -324,8 +338,8 @@ def failing(what: str) -> Iterator[None]:
 
 @contextmanager
 def own_randomness(device: torch.device) -> Iterator[None]:
-    """Leave every generator of random numbers as it is: vLLM seeds them all, in the trainer's process."""
-    states = random.getstate(), np.random.get_state()  # noqa: NPY002 - what vLLM seeds is the legacy generator
+    """Restore all random generators afterwards, because vLLM seeds them in the trainer's process."""
+    states = random.getstate(), np.random.get_state()  # noqa: NPY002 - vLLM seeds the legacy generator
     try:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             yield

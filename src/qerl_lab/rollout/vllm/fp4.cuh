@@ -1,4 +1,4 @@
-// Types, the parts of y, and how the blocks of a launch meet.
+// Types, the parts of y, and the barrier of a launch's blocks.
 #pragma once
 
 typedef unsigned int u32;
@@ -14,13 +14,13 @@ typedef unsigned char u8;
 
 __device__ float widened(u32 number) { return __uint_as_float(number << 16); }
 
-// The part of y (q, k or v, say) that column n lies in.
+// Return the part of y (e.g. q, k, v) that contains column n.
 template <typename Shape>
 __device__ int part_of(const Shape& s, int n) { return (n >= s.part_1) + (n >= s.part_2); }
 
-// Blocks meet by a counter. Each adds 1, but the first so much that the highest bit turns when all have come: no launch has
-// to leave zeros for the next.
-__device__ u64 arrived(u64* counter, u32 blocks, bool first) {  // what the counter was
+// Barrier of all blocks by a counter. Each block adds 1; the first adds so much that the highest bit flips once all have
+// arrived. So no launch has to zero the counter for the next.
+__device__ u64 arrived(u64* counter, u32 blocks, bool first) {  // returns the old value
   return released(counter, first ? (1ull << 63) - (blocks - 1) : 1ull);
 }
 

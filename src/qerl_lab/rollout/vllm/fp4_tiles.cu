@@ -1,53 +1,53 @@
-// y[M, N] = x W^T + bias + (x A^T) B^T for up to ROWS rows, where B is that of a row's part. W is NVFP4, in the layout of
-// `pack` in fp4_tiles.py, which compiles this for ROWS, TILE, GROUPS and SHARED and has the why.
+// y[M, N] = x W^T + bias + (x A^T) B^T for up to ROWS rows; each part of y (q, k, v) has its own A and B. W is NVFP4 in the
+// layout of formats/tiles.py. fp4_tiles.py compiles this file for ROWS, TILE, GROUPS and SHARED and explains the design.
 //
-// A multiprocessor holds one block, which has tiles of W, TILE times 64 rows, or where there are fewer tiles than blocks a
-// piece of one tile's columns. A warp, the carrier, has the copy engine bring codes, scales and x into a ring in shared
-// memory. GROUPS warpgroups multiply: each unpacks its rows of W into registers, as bfloat16, for a product with x from
-// shared memory. A warpgroup stands still while the tensor cores take its products; others unpack then. Three warps make
-// t = x A^T meanwhile, each block a part of it for all; the warpgroups end with t B^T. Where blocks share a tile (SHARED),
-// all leave their sums, and each finishes a part of the tile, in one order, so that the same inputs give the same bits.
+// A multiprocessor runs one block. A block computes whole tiles of W (TILE times 64 rows); with fewer tiles than blocks
+// (SHARED) it computes a piece of one tile's columns. One warp, the carrier, starts bulk copies of codes, scales and x into
+// a ring in shared memory. GROUPS warpgroups multiply: each unpacks its rows of W into registers, as bfloat16, for a
+// product with x from shared memory. While the tensor cores work for one warpgroup, others unpack. Three warps compute
+// t = x A^T meanwhile, each block a part for all blocks; the warpgroups add t B^T at the end. With SHARED all blocks write
+// their sums, and each finishes a part of the tile, in a fixed order, so that the same inputs give the same bits.
 
 #include "fp4.cuh"
 #ifdef __CUDACC__
 #include "wgmma.cuh"
 #endif
 
-constexpr int MAKERS = 96, OTHERS = 32 + MAKERS, REGISTERS_OF_OTHERS = 56;  // MAKERS make t
+constexpr int MAKERS = 96, OTHERS = 32 + MAKERS, REGISTERS_OF_OTHERS = 56;  // MAKERS compute t
 constexpr int BLOCK = 64;                 // rows of W that a warpgroup multiplies at once
-constexpr int DEPTH = 64, AT_A_TIME = 2;  // columns of a block, of x the 128 bytes of a swizzle; blocks of a stage
+constexpr int DEPTH = 64, AT_A_TIME = 2;  // columns of a block (128 bytes of x, the swizzle's width); blocks per stage
 constexpr int BLOCK_BYTES = 2304, WARP_BYTES = BLOCK_BYTES / 4, CODE_BYTES = 512;
-constexpr int PITCH = 48, OUT_BYTES = 16 * PITCH;  // of y on its way out: from row to row, of a warp
-constexpr int LOADS = 8;                           // of a thread that are on their way
-constexpr int RANKS = 32, MAX_RANK = 128, B_BYTES = BLOCK * RANKS * 2;  // of a step of the adapter's product; of all
-enum Barrier { ALL, SUMS, MADE };                  // ALL is that of __syncthreads
+constexpr int PITCH = 48, OUT_BYTES = 16 * PITCH;  // staging of y before the store: per row, per warp
+constexpr int LOADS = 8;                           // loads in flight per thread
+constexpr int RANKS = 32, MAX_RANK = 128, B_BYTES = BLOCK * RANKS * 2;  // ranks per step; at most; B per step
+enum Barrier { ALL, SUMS, MADE };                  // ALL is used by __syncthreads
 
 struct Shape {
-  int M, N, K, stride;   // the last from row to row of x
-  int R, rank;           // rows of A; of a part
-  int width, columns;    // of a part of t, a multiple of RANKS, where what is beyond the last rank is 0; of t
-  int part_1, part_2;    // first columns of y of the second and third part, N where there are none
-  int splits, of_split;  // of x A^T; columns of x in one
-  int depth, pieces;     // stages of a tile; blocks that share it
-  int few, more;         // stages of a piece; pieces with one more
-  int stages;            // of the ring
+  int M, N, K, stride;   // stride: between rows of x
+  int R, rank;           // rows of A, in all and per part
+  int width, columns;    // columns of t, per part (padded with 0 to a multiple of RANKS) and in all
+  int part_1, part_2;    // first column of y of the second and third part, N if absent
+  int splits, of_split;  // splits of x A^T; columns of x per split
+  int depth, pieces;     // stages per tile; blocks that share a tile
+  int few, more;         // stages per piece; number of pieces with one more
+  int stages;            // stages of the ring
 };
 
-__device__ int slabs(const Shape& s) { return (s.columns + DEPTH - 1) / DEPTH; }  // of t
+__device__ int slabs(const Shape& s) { return (s.columns + DEPTH - 1) / DEPTH; }  // slabs of DEPTH columns of t
 
-// To the next stage of the ring; a round of it turns the parity that its barriers are waited for with.
+// Go to the next stage of the ring; each round flips the parity of its barriers.
 __device__ void advance(const Shape& s, int& stage, int& parity) {
   if (++stage == s.stages) stage = 0, parity ^= 1;
 }
 
-// Where the parts lie in shared memory, and who multiplies. x and t have slabs of DEPTH columns.
+// Layout of shared memory and split of threads and registers. x and t have slabs of DEPTH columns.
 template <int ROWS, int TILE, int GROUPS>
 struct Memory {
   static constexpr int MULTIPLIERS = GROUPS * 128, THREADS = MULTIPLIERS + OTHERS;
-  static constexpr int BEGUN = 65536 / THREADS / 8 * 8 * THREADS;  // registers of a block, however they are shared
-  static constexpr int REGISTERS = (BEGUN - OTHERS * REGISTERS_OF_OTHERS) / MULTIPLIERS / 8 * 8;  // of a thread
-  static constexpr int FEW = TILE / GROUPS, MORE = TILE % GROUPS;  // blocks of a group, and groups with one more
-  static constexpr int W_BYTES = TILE * BLOCK_BYTES, X_BYTES = ROWS * DEPTH * 2;  // of a block of columns
+  static constexpr int BEGUN = 65536 / THREADS / 8 * 8 * THREADS;  // registers per block, before they are redistributed
+  static constexpr int REGISTERS = (BEGUN - OTHERS * REGISTERS_OF_OTHERS) / MULTIPLIERS / 8 * 8;  // per multiplying thread
+  static constexpr int FEW = TILE / GROUPS, MORE = TILE % GROUPS;  // blocks per group; number of groups with one more
+  static constexpr int W_BYTES = TILE * BLOCK_BYTES, X_BYTES = ROWS * DEPTH * 2;  // per block of columns
   u8 *weights, *out;
   u32 x, t, full, empty, ready;
 
@@ -60,7 +60,7 @@ struct Memory {
   }
 };
 
-// What a block does: of its tiles, from `tile` in steps of all blocks, the stages from `first` to `end`.
+// Work of a block: the tiles from `tile` in steps of gridDim.x, and of each the stages from `first` to `end`.
 template <bool SHARED>
 struct Work {
   int tile, piece, first, end;
@@ -71,8 +71,8 @@ struct Work {
   }
 };
 
-// Four pairs of weights, times their scales: a[0] and a[2] are of the row with the scale `low`, the others of that with
-// `high`. Sign and magnitude go to the places where a bfloat16 number has them that is 2^-126 of theirs.
+// Unpack four pairs of weights and multiply by their scales: a[0] and a[2] by `low` of one row, a[1] and a[3] by `high` of
+// the other. Sign and magnitude bits are moved to their bfloat16 positions, which gives 2^-126 times the value.
 __device__ void unpack(u32 word, u32 low, u32 high, u32 (&a)[4]) {
   const u32 places = 0x81C081C0u;
   a[0] = times_bf16(word & places, low), a[1] = times_bf16(word << 3 & places, high);
@@ -80,11 +80,11 @@ __device__ void unpack(u32 word, u32 low, u32 high, u32 (&a)[4]) {
   a[3] = times_bf16((word << 1 & 0x80008000u) | (word >> 4 & 0x00C000C0u) | (word >> 5 & 0x01000100u), high);
 }
 
-// Scale i of a word, in both halves, times 2^119: `pack` made its exponent count from 2^-9.
+// Scale i of a word times 2^119, in both halves; in the layout of `pack` exponents count from 2^-9.
 __device__ u32 scale_pair(u32 scales, int i) { return __byte_perm(scales, 0, 0x4040 + i * 0x0101) * 16 + 0x76807680u; }
 
-// The carrier: keep the ring full. W of the first stages does not depend on the launch before. Where a tile is a block's
-// own, its rows of B follow, RANKS columns a stage.
+// Carrier warp: keep the ring full. It loads W of the first stages at once, because W does not depend on the previous
+// launch. Without SHARED the tile's rows of B follow, RANKS columns per stage.
 template <int ROWS, int TILE, int GROUPS, bool SHARED>
 __device__ void carry(const TensorMap* x, const TensorMap* rows_of_B, const u8* packed, const u16* B, const Shape& s,
                       const Memory<ROWS, TILE, GROUPS>& m, int tiles) {
@@ -125,16 +125,16 @@ __device__ void carry(const TensorMap* x, const TensorMap* rows_of_B, const u8* 
   }
 }
 
-// Which part column `column` of t lies in.
+// Return the part that contains column `column` of t.
 __device__ int part_of_t(const Shape& s, int column) { return (column >= s.width) + (column >= 2 * s.width); }
 
-// 16 columns of t, 16 rows, of one split: a warp's. Which columns of x and A are together in a product is all the same, so
-// a lane loads 16 bytes of a row.
+// One warp: compute 16 columns and 16 rows of t for one split. The order of columns within a product does not matter, so
+// each lane loads 16 contiguous bytes of a row.
 __device__ void shrink(const u16* x, const u16* A, float* sums, const Shape& s, int item) {
   const int lane = threadIdx.x % 32, rows = (s.M + 15) / 16, columns = s.columns / 16, rest = item / rows;
   const int split = rest / columns, column = (rest - split * columns) * 16, row = (item - rest * rows) * 16 + lane / 4;
   const int part = part_of_t(s, column), rank = column - part * s.width + lane / 4, first = split * s.of_split;
-  u32 of_A[2], of_x[2];  // rows, none beyond the last
+  u32 of_A[2], of_x[2];  // offsets of rows, clamped to the last
 #pragma unroll
   for (int i = 0; i < 2; i++) {
     of_A[i] = (part * s.rank + min(rank + i * 8, s.rank - 1)) * s.K + first + lane % 4 * 8;
@@ -149,7 +149,7 @@ __device__ void shrink(const u16* x, const u16* A, float* sums, const Shape& s, 
       v[i / 2][i % 2] = *(const uint4*)(A + (of_A[i % 2] + k + i / 2 * 32));
       v[i / 2][2 + i % 2] = *(const uint4*)(x + (of_x[i % 2] + k + i / 2 * 32));
     }
-    __syncwarp();  // all are on their way before one is waited for
+    __syncwarp();  // issue all loads before waiting for one
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       const uint4(&of)[4] = v[i / 2];
@@ -165,12 +165,12 @@ __device__ void shrink(const u16* x, const u16* A, float* sums, const Shape& s, 
   }
 }
 
-// Which column of t a rank's products are in: eight ranks are a lane's of a product of RANKS, in four pairs.
+// Return the column of t for a rank: in a product of RANKS each lane has eight ranks, in four pairs.
 __device__ int place_of(int rank) {
   return rank / RANKS * RANKS + rank % 8 / 4 * 16 + rank % 4 / 2 * 8 + rank % RANKS / 8 * 2 + rank % 2;
 }
 
-// Add up the splits of a part of t, and leave it as a product of x would have it.
+// Add up the splits of this block's share of t, and store it in the layout of x.
 template <int ROWS>
 __device__ void add_up(const float* sums, u16* t, const Shape& s, int thread) {
   const int rows = (s.M + 15) / 16 * 16, all = s.columns * rows;
@@ -191,12 +191,12 @@ __device__ void add_up(const float* sums, u16* t, const Shape& s, int thread) {
   }
 }
 
-// t = x A^T in bfloat16, in memory as x is: each block makes a part of it, and when all have, all of it is copied.
+// Compute t = x A^T in bfloat16, in the layout of x. Each block computes a share; after all have, each copies the whole.
 template <int ROWS>
 __device__ void make_t(const u16* x, const u16* A, float* sums, u16* t, u64* meeting, const Shape& s, u32 own, u32 ready) {
   const int thread = threadIdx.x - (blockDim.x - MAKERS), warps = MAKERS / 32;
   const int items = (s.M + 15) / 16 * (s.columns / 16) * s.splits;
-  const int eights = s.R * s.K / 8, few = (eights + gridDim.x - 1) / gridDim.x, first = blockIdx.x * few;  // of A
+  const int eights = s.R * s.K / 8, few = (eights + gridDim.x - 1) / gridDim.x, first = blockIdx.x * few;  // share of A
   if (thread == 0 && first < eights) prefetch(A + first * 8, min(few, eights - first) * 16);
   awaited();
 #pragma unroll 1
@@ -213,25 +213,25 @@ __device__ void make_t(const u16* x, const u16* A, float* sums, u16* t, u64* mee
   const u32 bytes = slabs(s) * ROWS * DEPTH * 2;
   arrive_expecting(ready, bytes);
   copy(own, t, bytes, ready);
-  wait(ready, 0);  // a block must not end before what is copied to it is there, though it may need none of it
+  wait(ready, 0);  // a block must not end before the copy into its memory has, even if it does not use it
 }
 
-// Unpacked weights of two steps, for BLOCKS blocks: while the tensor cores read those of one, the others are written.
+// Unpacked weights of two steps for BLOCKS blocks: the tensor cores read one step while the other is written.
 template <int BLOCKS>
 struct Operands {
-  static constexpr int STEP = BLOCKS > 2 ? 1 : 2, STEPS = 4 / STEP;  // times 16 columns; steps of a block's columns
+  static constexpr int STEP = BLOCKS > 2 ? 1 : 2, STEPS = 4 / STEP;  // 16-column groups per step; steps per block
   u32 of[2][STEP][BLOCKS][4];
 };
 
-// The warpgroup's rows of W times all of x, the columns of a stage. `weights` are the warp's, `x` is as of `matrix`. `free`
-// is the stage before, whose x the tensor cores have read when the second step begins.
+// Multiply the warpgroup's rows of W by all rows of x, for the columns of one stage. `weights` points at the warp's part,
+// `x` is a `matrix` descriptor. `free` is the previous stage's barrier; its x has been read when the second step begins.
 template <int ROWS, int TILE, int BLOCKS>
 __device__ void multiply(float (&sum)[BLOCKS][ROWS / 2], Operands<BLOCKS>& a, const u8* weights, u32 x, u32 free) {
   constexpr int STEP = Operands<BLOCKS>::STEP, STEPS = Operands<BLOCKS>::STEPS;
   const int lane = threadIdx.x % 32;
-#pragma unroll (BLOCKS == 1 ? AT_A_TIME : 1)  // for more blocks registers do not suffice
+#pragma unroll (BLOCKS == 1 ? AT_A_TIME : 1)  // more blocks would need too many registers
   for (int k = 0; k < AT_A_TIME; k++) {
-    if (k == 0 || BLOCKS > 1) x = __shfl_sync(~0u, x, 0);  // so the compiler knows that lanes have the same
+    if (k == 0 || BLOCKS > 1) x = __shfl_sync(~0u, x, 0);  // tells the compiler that all lanes hold the same value
     uint4 word[BLOCKS];
     uint2 scale[BLOCKS];
 #pragma unroll
@@ -263,10 +263,10 @@ __device__ void multiply(float (&sum)[BLOCKS][ROWS / 2], Operands<BLOCKS>& a, co
   }
 }
 
-// The row n of W that many blocks further, or in the last block: what is added beyond it is not stored.
+// Return row n of W `blocks` blocks further, clamped to the last block; results beyond it are not stored.
 __device__ int further(const Shape& s, int n, int blocks) { return min(n + blocks * BLOCK, s.N - BLOCK + n % BLOCK); }
 
-// The bias of the warp's rows from n of each block: a lane's are two of a block.
+// Bias of the warp's rows from n in each block; a lane holds two rows per block.
 template <int BLOCKS>
 struct Bias {
   float of[BLOCKS][2];
@@ -278,19 +278,19 @@ struct Bias {
   }
 
   template <int COUNT>
-  __device__ void add_to(float (&sum)[BLOCKS][COUNT], float factor) const {  // and sum times the factor
+  __device__ void add_to(float (&sum)[BLOCKS][COUNT], float factor) const {  // sum = sum * factor + bias
 #pragma unroll
     for (int i = 0; i < BLOCKS * COUNT; i++)
       (&sum[0][0])[i] = (&sum[0][0])[i] * factor + of[i / COUNT][i / 2 % 2];
   }
 };
 
-// sum += B t, of the warp's rows from n, RANKS columns of B from r, of which `b` has the lane's eight of two rows, and COUNT
-// rows of t, which begin at `t`.
+// sum += B t for the warp's rows from n, RANKS columns of B from r (`b` holds the lane's eight columns of two rows), and
+// COUNT rows of t from `t` on.
 template <int ROWS, int COUNT>
 __device__ void add(float (&sum)[COUNT / 2], const uint4 (&b)[2], const Shape& s, u32 t, int n, int r) {
   constexpr int ROW_BYTES = DEPTH * 2;
-  const int lane = threadIdx.x % 32, row = lane / 16 * 8 + lane % 8;  // of t, whose 16 bytes this lane points at
+  const int lane = threadIdx.x % 32, row = lane / 16 * 8 + lane % 8;  // row of t that this lane points at
   const int column = part_of(s, n) * s.width + r, at = column % DEPTH / 8 + lane / 8 % 2;
   const u32 slab = t + (column / DEPTH * ROWS + row) * ROW_BYTES;
 #pragma unroll
@@ -307,7 +307,7 @@ __device__ void add(float (&sum)[COUNT / 2], const uint4 (&b)[2], const Shape& s
   }
 }
 
-// Sums of a warp's 16 rows of W, from n, and of COUNT rows of x, from m, go to y. `out` is the warp's.
+// Store the sums of a warp's 16 rows of W from n and COUNT rows of x from m to y. `out` is the warp's staging memory.
 template <int COUNT>
 __device__ void store(const float (&sum)[COUNT / 2], u16* y, u8* out, const Shape& s, int n, int m) {
   const int lane = threadIdx.x % 32;
@@ -326,7 +326,7 @@ __device__ void store(const float (&sum)[COUNT / 2], u16* y, u8* out, const Shap
   }
 }
 
-// Leave the sums of a piece, and when all have, finish a part of the tile, 16 rows of x at a time.
+// Write this piece's sums; after all pieces have, finish a part of the tile, 16 rows of x at a time.
 template <int ROWS, int TILE, int GROUPS, int BLOCKS>
 __device__ void share(const float (&sum)[BLOCKS][ROWS / 2], float factor, const Memory<ROWS, TILE, GROUPS>& m, const u16* B,
                       const u16* bias, u16* y, u8* out, float4* partial, u64* meeting, const Shape& s, const Work<true>& w,
@@ -342,7 +342,7 @@ __device__ void share(const float (&sum)[BLOCKS][ROWS / 2], float factor, const 
   }
   sync(SUMS, m.MULTIPLIERS);
   uint4 b[MAX_RANK / RANKS][2];
-  auto load = [&](int i) {  // all ranks of part i, ahead of its sums
+  auto load = [&](int i) {  // load all ranks of part i before its sums
     const int row = n + i / PARTS * BLOCK + threadIdx.x % 32 / 4;
 #pragma unroll
     for (int j = 0; j < MAX_RANK / RANKS * 2; j++) {
@@ -365,12 +365,12 @@ __device__ void share(const float (&sum)[BLOCKS][ROWS / 2], float factor, const 
     for (int from = 0; from < s.pieces; from += LOADS) {
       const float4* at = of_tile + from * OF_TILE + i * 256;
       int left = s.pieces - from;
-      as_given(at, left);  // one address, and not sixteen, which the compiler would make and use one by one
+      as_given(at, left);  // keep one address; the compiler would otherwise compute sixteen and serialize the loads
       float4 one[LOADS][2];
 #pragma unroll
       for (int j = 0; j < LOADS * 2; j++)
         one[j / 2][j % 2] = j / 2 < left ? __ldcg(at + (j / 2 * OF_TILE + j % 2 * 128)) : make_float4(0, 0, 0, 0);
-      __syncwarp();  // all are on their way before one is waited for
+      __syncwarp();  // issue all loads before waiting for one
 #pragma unroll
       for (int j = 0; j < LOADS * 2; j++) {
         float* const four = whole[0] + j % 2 * 4;
@@ -387,8 +387,8 @@ __device__ void share(const float (&sum)[BLOCKS][ROWS / 2], float factor, const 
   }
 }
 
-// sum += B t, of the warp's rows from n of each block, the first block of the tile's being `first`: of a tile that is the
-// block's own, whose B comes behind W.
+// sum += B t for the warp's rows from n in each block, when a tile is not shared: B follows W in the ring. `first` is the
+// warpgroup's first block in the tile.
 template <int ROWS, int TILE, int GROUPS, int BLOCKS>
 __device__ void add_all(float (&sum)[BLOCKS][ROWS / 2], const Memory<ROWS, TILE, GROUPS>& m, const Shape& s, int n, int first,
                         int& stage, int& parity) {
@@ -399,7 +399,7 @@ __device__ void add_all(float (&sum)[BLOCKS][ROWS / 2], const Memory<ROWS, TILE,
     wait(m.full + 8 * stage, parity);
 #pragma unroll
     for (int block = 0; block < BLOCKS; block++) {
-      const uint4* const own = (const uint4*)(rows + block * B_BYTES) + lane;  // four of a row
+      const uint4* const own = (const uint4*)(rows + block * B_BYTES) + lane;  // four uint4 per row
       const uint4 b[2] = {own[0], own[8 * 4]};
       add<ROWS, ROWS>(sum[block], b, s, m.t, further(s, n, block), r);
     }
@@ -409,7 +409,7 @@ __device__ void add_all(float (&sum)[BLOCKS][ROWS / 2], const Memory<ROWS, TILE,
   }
 }
 
-// The products have ended: their sums may be read, and what they read of the last stage be written again.
+// Wait for the products, so that their sums can be read, and release the last stage.
 template <int BLOCKS, int SUMS_OF_BLOCK>
 __device__ void end(float (&sum)[BLOCKS][SUMS_OF_BLOCK], u32 last) {
   settled<0>();
@@ -417,7 +417,7 @@ __device__ void end(float (&sum)[BLOCKS][SUMS_OF_BLOCK], u32 last) {
   if (threadIdx.x % 32 == 0) arrive(last);
 }
 
-// A warpgroup: its blocks of every tile.
+// One warpgroup: compute its blocks of every tile.
 template <int ROWS, int TILE, int GROUPS, bool SHARED, int BLOCKS>
 __device__ void multiply_all(const Memory<ROWS, TILE, GROUPS>& m, const float* divisor, const u16* B, const u16* bias,
                              u16* y, float4* partial, u64* meeting, const Shape& s, int tiles) {

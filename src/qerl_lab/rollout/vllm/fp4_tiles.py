@@ -1,13 +1,13 @@
-"""An NVFP4 product for few rows, up to 64 a launch, and the adapter's, by Hopper's products of a warpgroup.
+"""NVFP4 product with an adapter for few rows, up to 64 per launch, on Hopper's warpgroup instructions.
 
     y = x W^T + bias + (x A^T) B^T,   W = E2M1 value * block scale / divisor
 
-From some ten rows on a product has to compute as well as to move weights. Triton has no product whose first operand is
-unpacked into registers while the one before it runs, and other kernels for NVFP4 leave the adapter to launches of its
-own. Here it is part of the product: x A^T is made while weights are on their way, and what follows is its end.
+From about ten rows on the product is bound by compute as well as by memory. Triton cannot unpack an operand into
+registers while the previous product runs, and other NVFP4 kernels need extra launches for the adapter. This kernel
+includes the adapter: it computes x A^T while weights are loading and adds (x A^T) B^T at the end.
 
-W and x change places: a tile of W is the operand in registers, so that the rows of x are the columns of a product,
-which may be as few as 16. The kernel is fp4_tiles.cu; `formats.tiles` has the order in which lanes read W.
+W and x swap places: a tile of W is the operand in registers, so that the rows of x become the product's columns, of
+which 16 suffice. The kernel is fp4_tiles.cu; `formats.tiles` documents the layout of W.
 """
 
 import ctypes
@@ -23,16 +23,16 @@ from qerl_lab.config.engine_rules import TILES_MAX_RANK, TILES_RANKS, tiles_take
 from qerl_lab.formats.tiles import AT_A_TIME, BLOCK, BLOCK_BYTES, DEPTH, depth_of
 
 SOURCE = Path(__file__).with_suffix(".cu")
-CAPABILITY = (9, 0)  # the only one with these products
+CAPABILITY = (9, 0)  # the only one with these instructions
 VARIANTS = (16, 32, 64)  # rows of x
-MAX_ROWS = VARIANTS[-1]  # of a launch
-TILES = range(2, 9)  # blocks of W
+MAX_ROWS = VARIANTS[-1]  # per launch
+TILES = range(2, 9)  # blocks of W per tile
 _OUT_BYTES = 768  # as in fp4_tiles.cu
-_GROUP, _OTHERS = 128, 128  # threads of a warpgroup, and those that do not multiply
+_GROUP, _OTHERS = 128, 128  # threads of a warpgroup; threads that do not multiply
 _MOST_STAGES = 16
-_RANKS = 32  # of a part of x A^T, in multiples of which it lies in memory
-_STEP_OF_SPLIT, _SUMS_AT_ONCE, _MAKERS = 64, 16, 3  # columns, sums of splits, warps of a block: of x A^T
-_STEP = 2  # stages that a block of W takes at the end of a tile, about
+_RANKS = 32  # a part of x A^T is padded to a multiple of this
+_STEP_OF_SPLIT, _SUMS_AT_ONCE, _MAKERS = 64, 16, 3  # for x A^T: columns, sums of splits, warps per block
+_STEP = 2  # about the stages that a block of W costs at the end of a tile
 
 TAKEN = (
     f"up to 3 parts in multiples of {BLOCK}, columns in multiples of {DEPTH}, a rank in multiples of {TILES_RANKS} "
@@ -41,7 +41,7 @@ TAKEN = (
 
 
 class Shape(ctypes.Structure):
-    """The struct of this name in fp4_tiles.cu."""
+    """The struct Shape of fp4_tiles.cu."""
 
     _fields_ = [
         (name, ctypes.c_int)
@@ -52,7 +52,7 @@ class Shape(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Machine:
-    """Multiprocessors of a GPU, and bytes of shared memory that a block may have on one."""
+    """A GPU's multiprocessors, and the shared memory in bytes that a thread block may use."""
 
     multiprocessors: int
     shared_bytes: int
@@ -60,10 +60,10 @@ class Machine:
 
 @dataclass(frozen=True)
 class Plan:
-    """How a launch goes: the variant for `rows` rows of x and `tile` blocks of W, which `groups` multiply.
+    """Parameters of a launch: `groups` warpgroups multiply `rows` rows of x and `tile` blocks of W.
 
-    `pieces` blocks of threads share a tile. A part of x A^T has `width` columns in shared memory, all parts `slabs` of
-    64; it is a sum over `splits` of x, of `of_split` columns.
+    `pieces` thread blocks share a tile. A part of x A^T has `width` columns in shared memory; all parts fill `slabs` of
+    64 columns. x A^T is summed over `splits` of x with `of_split` columns each.
     """
 
     rows: int
@@ -80,13 +80,13 @@ class Plan:
 
 
 def takes(sizes: Sequence[int], columns: int, rank: int) -> bool:
-    """Whether `linear` takes a weight with parts of these sizes and K `columns`, and an adapter of this rank."""
+    """Return whether `linear` supports a weight of these part sizes and K `columns`, and an adapter of this rank."""
     whole = columns % DEPTH == 0 and all(size % BLOCK == 0 for size in sizes)
     return whole and len(sizes) <= 3 and tiles_take(rank)
 
 
 def refusal() -> str:
-    """Why this GPU cannot have the kernel; empty where it can."""
+    """Return why this GPU cannot run the kernel; empty if it can."""
     if (found := torch.cuda.get_device_capability()) != CAPABILITY:
         return f"needs a GPU of compute capability 9.0 (H100, H200), and this one has {found}"
     if shared_by_mps():
@@ -98,21 +98,21 @@ def refusal() -> str:
 
 
 def shared_by_mps() -> bool:
-    """Whether other processes may have a part of this GPU at the same time."""
+    """Return whether other processes may use part of this GPU at the same time."""
     from qerl_lab.rollout.vllm import nvrtc  # needs cuda.bindings
 
     return nvrtc.shared_by_mps(torch.cuda.current_device())
 
 
 def counters(rows: int, device: torch.device) -> Tensor:
-    """What the blocks of a layer's launches meet by: int64 zeros, of this layer alone, written by the kernel only."""
+    """Make a layer's counters, int64 zeros, at which thread blocks synchronize. Only the kernel writes them."""
     return torch.zeros(2 + rows // BLOCK, dtype=torch.int64, device=device)
 
 
 def tile_of(N: int, columns: int, multiprocessors: int) -> int:
-    """Blocks of W in a tile of a weight [N, K]: as many as leave the multiprocessors the least to do one after another.
+    """Choose the blocks of W per tile for a weight [N, K], to minimize the stages of the busiest multiprocessor.
 
-    Small tiles of few rows leave some without work, large ones a long end.
+    Small tiles for few rows leave multiprocessors idle; large tiles make a long end.
     """
 
     def stages(tile: int) -> int:
@@ -125,17 +125,17 @@ def tile_of(N: int, columns: int, multiprocessors: int) -> int:
 
 
 def tile_here(N: int, columns: int, device: torch.device) -> int:
-    """`tile_of` for this GPU."""
+    """Return `tile_of` for this GPU."""
     return tile_of(N, columns, machine_of(device).multiprocessors)
 
 
 def groups_of(tile: int) -> int:
-    """Warpgroups that multiply: three where each has a block."""
+    """Return the number of multiplying warpgroups: three if each gets a block."""
     return 2 if tile == 2 or tile > 6 else 3
 
 
 def _pieces(tiles: int, columns: int, multiprocessors: int) -> int:
-    """Blocks of threads that share a tile."""
+    """Return the number of thread blocks that share a tile."""
     return max(1, min(multiprocessors // tiles, depth_of(columns)))
 
 
@@ -143,27 +143,27 @@ def linear(
     x: Tensor, packed: Tensor, divisor: Tensor, A: Tensor, B: Tensor, sizes: list[int], meeting: Tensor,
     bias: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return y `[M, N]` in bfloat16, by a launch for each `MAX_ROWS` rows.
+    """Compute y `[M, N]` in bfloat16, with one launch per `MAX_ROWS` rows.
 
-    The blocks of a launch wait for each other, so no other stream may start such a launch meanwhile, and no other
-    process with a part of the GPU (`refusal`).
+    The thread blocks of a launch wait for each other. So no other stream, and no other process with a part of the GPU
+    (`refusal`), may start such a launch at the same time.
 
     Args:
-        x: bfloat16 `[M, K]`, rows aligned to 16 bytes; its columns lie side by side.
-        packed: of `tiles.pack`; not written by the launch right ahead, before whose end it is read.
-        divisor: float32 `[1]`, the global scale as it is stored; likewise.
+        x: bfloat16 `[M, K]`, rows aligned to 16 bytes, columns contiguous.
+        packed: from `tiles.pack`. It is read before the previous launch ends, so that launch must not write it.
+        divisor: float32 `[1]`, the global scale as in a checkpoint; the same restriction applies.
         A, B, sizes: as in `product.add_adapter`, in bfloat16.
         meeting: the layer's `counters`.
         bias: bfloat16 `[N]`.
 
-    Raises ValueError where `takes` says no.
+    Raises ValueError for shapes that `takes` refuses.
     """
     (rows, columns), (N, rank) = x.shape, B.shape
     if not takes(sizes, columns, rank):
         raise ValueError(f"parts {sizes} x {columns}, rank {rank}; allowed: {TAKEN}")
     y = torch.empty(rows, N, dtype=torch.bfloat16, device=x.device)
     for some, of_y in zip(x.split(MAX_ROWS), y.split(MAX_ROWS), strict=True):
-        if len(some):  # no rows are one part without any
+        if len(some):  # split() of an empty x gives one empty part
             _multiply(of_y, some, packed, divisor, A, B, sizes, meeting, bias)
     return y
 
@@ -172,7 +172,7 @@ def _multiply(
     y: Tensor, x: Tensor, packed: Tensor, divisor: Tensor, A: Tensor, B: Tensor, sizes: list[int], meeting: Tensor,
     bias: Tensor | None,
 ) -> None:  # fmt: skip
-    """Write y `[M, N]`, as of `linear`, for at most `MAX_ROWS` rows, by one launch."""
+    """Write y `[M, N]` as in `linear`, with one launch for at most `MAX_ROWS` rows."""
     (rows, columns), (N, rank) = x.shape, B.shape
     how = plan(rows, packed.shape, len(sizes), rank, machine_of(x.device))
     depth, t_columns = packed.shape[1], len(sizes) * how.width
@@ -180,14 +180,17 @@ def _multiply(
     t = torch.empty(how.slabs * DEPTH * how.rows, dtype=torch.bfloat16, device=x.device)
     partial = torch.empty(how.blocks * how.tile * BLOCK * how.rows if how.pieces > 1 else 0, device=x.device)
     ends = [sum(sizes[:part]) if len(sizes) > part else N for part in (1, 2)]
-    stride = x.stride(0) if rows > 1 else columns  # of one row it may be any number
+    stride = x.stride(0) if rows > 1 else columns  # torch may report any stride for a single row
     shape = Shape(rows, N, columns, stride, len(A), rank, how.width, t_columns, *ends, how.splits, how.of_split, depth,
                   how.pieces, depth // how.pieces, depth % how.pieces, how.stages)  # fmt: skip
     _launch(how, x, B, [packed, divisor, A, B, bias, y, sums, t, partial, meeting], shape)
 
 
 def plan(rows: int, packed: Sequence[int], parts: int, rank: int, machine: Machine) -> Plan:
-    """Choose the variant, and as many stages as memory allows. `packed` is the shape of `tiles.pack`."""
+    """Choose the kernel variant and launch parameters, with as many stages as fit in shared memory.
+
+    `packed` is the shape of the packed weight.
+    """
     variant = next(most for most in VARIANTS if rows <= most)
     tiles, depth, _, tile, _ = packed
     groups, columns = groups_of(tile), depth * AT_A_TIME * DEPTH
@@ -198,7 +201,7 @@ def plan(rows: int, packed: Sequence[int], parts: int, rank: int, machine: Machi
     stage = AT_A_TIME * (variant * DEPTH * 2 + tile * BLOCK_BYTES)
     rest = (2 * _MOST_STAGES + 2) * 8 + groups * _GROUP // 32 * _OUT_BYTES + variant * slabs * DEPTH * 2
     stages = min(_MOST_STAGES, (machine.shared_bytes - rest) // stage)
-    if stages < 2:  # a stage is freed during the next
+    if stages < 2:  # a stage is freed during the next one
         raise ValueError(f"two stages of {stage} bytes and {rest} more do not fit {machine.shared_bytes} bytes")
     return Plan(
         rows=variant, tile=tile, groups=groups, pieces=pieces, blocks=blocks, stages=stages, width=width,
@@ -208,9 +211,9 @@ def plan(rows: int, packed: Sequence[int], parts: int, rank: int, machine: Machi
 
 @cache
 def split_of(columns: int, tiles: int, warps: int) -> int:
-    """Columns of x in a split of x A^T of so many tiles: as many as give the least trips to memory, one after another.
+    """Choose the columns of x per split of x A^T that minimize the sequential trips to memory.
 
-    A warp makes one trip for 64 columns of a tile, and one for the sums of 16 splits.
+    A warp makes one trip per 64 columns of a tile, and one per sums of 16 splits.
     """
 
     def trips(of_split: int) -> int:
@@ -222,7 +225,7 @@ def split_of(columns: int, tiles: int, warps: int) -> int:
 
 @cache
 def machine_of(device: torch.device) -> Machine:
-    """What the GPU has, asked once."""
+    """Return the GPU's properties, cached."""
     from qerl_lab.rollout.vllm import nvrtc  # needs cuda.bindings
 
     number = torch.cuda.current_device() if device.index is None else device.index
@@ -241,6 +244,6 @@ def _launch(how: Plan, x: Tensor, B: Tensor, tensors: Sequence[Tensor | None], s
 
 
 def instance(rows: int, tile: int, groups: int, shared: bool) -> tuple[str, str]:
-    """Name of a variant of the kernel, and the line behind the source that makes it."""
+    """Return a variant's kernel name and the source line that instantiates it."""
     of_variant = rows, tile, groups, int(shared)
     return "_".join(["fp4_tiles", *map(str, of_variant)]), f"FP4_TILES({', '.join(map(str, of_variant))})"

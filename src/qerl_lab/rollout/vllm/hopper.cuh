@@ -1,5 +1,5 @@
-// What the kernels here ask of the machine, from compute capability 9.0 on: each a PTX instruction or two. Addresses and
-// barriers in shared memory are its own 32 bits. tests/helpers/cuda_on_cpu.h has the same for a CPU.
+// Wrappers of PTX instructions, for compute capability 9.0 and later. Addresses and barriers in shared memory are 32-bit
+// shared-memory addresses. tests/helpers/cuda_on_cpu.h emulates them on a CPU.
 #define DYNAMIC_SHARED(name) extern __shared__ __align__(1024) u8 name[]
 
 __device__ u32 shared(const void* p) { return (u32)__cvta_generic_to_shared(p); }
@@ -36,11 +36,11 @@ __device__ void sync(int barrier, int threads) { asm volatile("bar.sync %0, %1;"
 
 __device__ void pause() {}
 
-// The compiler takes both for what it does not know.
+// Hide both values' origin from the compiler.
 template <typename T>
 __device__ void as_given(const T*& p, int& n) { asm volatile("" : "+l"(p), "+r"(n)); }
 
-// The launch before this one may still run; what it wrote may be read, and what it read be written, after awaited().
+// Wait for the previous launch. Only after this may its output be read and its input be overwritten.
 __device__ void awaited() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 __device__ void next_may_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
@@ -51,7 +51,7 @@ __device__ u64 acquired(const u64* p) {
   return value;
 }
 
-// Add n, and return what was there. What this thread wrote or saw before is there for those who acquire the number.
+// Add n and return the old value. Earlier writes of this thread are visible to threads that acquire the new value.
 __device__ u64 released(u64* p, u64 n) {
   u64 before;
   asm volatile("atom.add.release.gpu.global.u64 %0, [%1], %2;" : "=l"(before) : "l"(p), "l"(n) : "memory");
@@ -64,7 +64,7 @@ __device__ u16 rounded(float number) {
   return d;
 }
 
-// sum += A[16, 16] B[16, 8], of bfloat16
+// sum += A[16, 16] B[16, 8], in bfloat16
 __device__ void mma(float (&sum)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
       : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])

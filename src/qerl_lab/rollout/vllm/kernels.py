@@ -1,22 +1,22 @@
-"""Triton kernels of one adapter's product for few rows, as in decoding. Importing this module imports triton.
+"""Triton kernels for one adapter's product with few rows, as in decoding. Importing this module imports triton.
 
-Two launches a layer: `shrink`, t = x A^T, and `expand`, y += t B^T. At a few rows both move A and B once and compute
-next to nothing, so a layer's K is cut into splits until there is a program for every multiprocessor. Where a product of
-cuBLAS gave y and t in one, `expand` alone is left, with the scale and the bias of y.
+Two launches per layer: `shrink`, t = x A^T, and `expand`, y += t B^T. With few rows both are bound by reading A and B
+once, so a layer's K is cut into splits until every multiprocessor has a program. If a cuBLAS product already gave y and
+t, only `expand` runs, with the scale and the bias of y.
 
-The splits' sums go to a scratch tensor [S, M, R], and every program of `expand` adds up the S that it needs. So there
-is no third launch; no buffer that one call must leave zeroed for the next, which a CUDA graph that is cut off would
-break; and the sums have one order: the same inputs give the same bits, which atomics would not. The price is that
-expand reads S times its t, from L2: `MOST_SPLITS` times at most.
+The splits' sums go to a scratch tensor [S, M, R], and every program of `expand` adds up the S that it needs. This saves
+a third launch and a buffer that one call must zero for the next, which an interrupted CUDA graph would break. The order
+of the sums is fixed, so the same inputs give the same bits, unlike with atomics. The price is that expand reads t up to
+`MOST_SPLITS` times, from L2.
 
-From Hopper on both may begin before the kernel ahead of them has ended ("programmatic dependent launch" of the CUDA
-programming guide, `griddepcontrol` of the PTX ISA): starting takes as long as computing here.
+From Hopper on both kernels may begin before the previous kernel has ended ("programmatic dependent launch" of the CUDA
+programming guide, `griddepcontrol` of the PTX ISA), because a launch takes as long as the computation here.
 
-- `gdc_wait` returns when the kernel ahead has ended and what it wrote can be read. Every program calls it before it
-  writes, and before it reads what a step writes. So shrink ends after the kernel ahead of it, and expand, which waits
-  for shrink, may read the y that this kernel wrote.
+- `gdc_wait` returns when the previous kernel has ended and its writes are visible. Every program calls it before it
+  writes, and before it reads anything that changes within a step. So shrink ends after the kernel before it, and
+  expand, which waits for shrink, may read the y of that kernel.
 - `gdc_launch_dependents` lets the next kernel begin once every program has called it or ended. Shrink calls it after
-  its own wait: all that came before shrink has then ended, a sync too, and expand may read B at once.
+  its own wait. Everything before shrink has then ended, a sync included, so expand may read B at once.
 - Expand does not call it: the next kernel begins when its programs have ended.
 """
 
@@ -28,9 +28,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Of 31 ways the fastest at 8 to 128 rows of a 7B layer, rank 32, on an H200, or within 2% of it (LOG.md).
-SHRINK_M = 16  # rows of a program of shrink: the fewest that the tensor cores take
-MOST_SPLITS = 32  # that expand adds up; half as many where they have more rows
+# Fastest of 31 variants, or within 2% of it, at 8 to 128 rows of a 7B layer, rank 32, on an H200 (LOG.md).
+SHRINK_M = 16  # rows per program of shrink: the tensor cores' minimum
+MOST_SPLITS = 32  # that expand adds up; half as many for more rows
 PROGRAMS = 132  # multiprocessors of an H200
 BLOCK_R = 32
 IN_FLIGHT = tl.constexpr(8)
@@ -38,10 +38,10 @@ WIDEN = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")  # the interpret
 
 
 def shrink(x: Tensor, A: Tensor) -> Tensor:
-    """Return the sums of t = x A^T over equal pieces of K, float32 `[S, M, R]`; t is their sum over S.
+    """Compute the sums of t = x A^T over equal pieces of K, float32 `[S, M, R]`; t is their sum over S.
 
     Args:
-        x: `[M, K]` in bfloat16, float16 or float32; its columns lie side by side.
+        x: `[M, K]` in bfloat16, float16 or float32, columns contiguous.
         A: `[R, K]`, contiguous, in the same dtype.
     """
     (rows, columns), R = x.shape, A.shape[0]
@@ -63,16 +63,15 @@ def expand(
     y: Tensor, sums: Tensor, B: Tensor, sizes: list[int],
     alpha: float = 1.0, bias: Tensor | None = None, out: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Write alpha * y + bias + t_p B_p^T to the columns of part p of `out`, t being the sum of `sums` over its first
-    axis.
+    """Write alpha * y + bias + t_p B_p^T to the columns of part p of `out`; t is the sum of `sums` over S.
 
     Args:
-        y: `[M, N]`; its columns lie side by side.
-        sums: `[S, M, P * r]` of any dtype; its columns lie side by side. t is rounded to the dtype of B.
+        y: `[M, N]`, columns contiguous.
+        sums: `[S, M, P * r]` of any dtype, columns contiguous. t is rounded to the dtype of B.
         B: `[N, r]`, contiguous.
         sizes: columns of the P parts, N in sum.
         bias: `[N]`, contiguous.
-        out: as y, and y itself where it is left out.
+        out: like y; defaults to y itself.
     """
     out = y if out is None else out
     rows, rank = y.shape[0], B.shape[1]
@@ -86,15 +85,15 @@ def expand(
 
 
 def block_k_of(rows: int) -> int:
-    """Columns that shrink loads at once."""
+    """Return the columns that shrink loads at once."""
     return 256 if rows <= SHRINK_M else 128
 
 
 def blocks_of(rows: int, columns: int) -> tuple[int, int, int]:
-    """Rows and columns of y of a program of expand, and its warps.
+    """Return rows and columns of y per program of expand, and its warps.
 
-    Every program adds up the sums of its rows anew, so that a wide y takes wide programs, while there are two for every
-    multiprocessor: of gate/up of 7B at 64 rows narrow ones would read 68 MB of sums, for 10 of y.
+    Every program adds up the sums of its rows again. So a wide y gets wide programs, as long as there are two per
+    multiprocessor: for gate/up of 7B at 64 rows narrow ones would read 68 MB of sums for 10 MB of y.
     """
     if rows <= 16:
         return 16, 128, 4
@@ -104,24 +103,24 @@ def blocks_of(rows: int, columns: int) -> tuple[int, int, int]:
 
 
 def ahead(tensor: Tensor) -> dict[str, bool]:
-    """Arguments of a launch on the tensor's device: whether it begins before the kernel ahead of it has ended."""
+    """Return launch arguments: whether the kernel may begin before the previous one has ended."""
     able = tensor.is_cuda and _capability(tensor.device) >= (9, 0)
     return {"AHEAD": able, "launch_pdl": able}
 
 
 @cache
 def _capability(device: torch.device) -> tuple[int, int]:
-    """Asked once: 224 launches of a pass of 7B would ask torch each."""
+    """Return the compute capability, cached because a pass of 7B makes 224 launches."""
     return torch.cuda.get_device_capability(device)
 
 
 def tiles_of(sizes: list[int], block: int) -> tuple[int, tuple[tuple[int, int, int], ...]]:
-    """Tiles of `block` columns of all parts; of each part its first tile, its first column, the one after its last."""
+    """Count the tiles of `block` columns over all parts; for each part give first tile, first column and end column."""
     tiles = [triton.cdiv(size, block) for size in sizes]
     return sum(tiles), tuple((sum(tiles[:p]), sum(sizes[:p]), sum(sizes[: p + 1])) for p in range(len(sizes)))
 
 
-# A variant for each number of rows would be compiled while a CUDA graph is captured.
+# Do not specialize on rows: a new variant would be compiled while a CUDA graph is captured.
 @triton.jit(do_not_specialize=["rows"])
 def _shrink(
     x, A, sums, rows, R, K, chunk, x_stride,
@@ -152,19 +151,19 @@ def _expand(
     PARTS: tl.constexpr, RANK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
     AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile of one part's columns, tile of M): out = alpha y + bias + t B^T, t the sum of `sums` over S."""
+    """Program (tile of one part's columns, tile of M): out = alpha y + bias + t B^T; t is the sum of `sums` over S."""
     part, first, end = place(tl.program_id(0), PARTS, BLOCK_N)
     n, r = first + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_R)
     b = tl.load(B + n[:, None] * RANK + r[None, :], mask=(n[:, None] < end) & (r[None, :] < RANK), other=0.0)
     added = 0.0 if bias is None else tl.load(bias + n, mask=n < end, other=0.0).to(tl.float32)[None, :]
     if AHEAD:
-        tl.extra.cuda.gdc_wait()  # B is of the last sync, and may be read before
+        tl.extra.cuda.gdc_wait()  # B changes only in a sync and may be read before
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     inside = (m[:, None] < rows) & (n[None, :] < end)
     old = tl.load(y + m[:, None].to(tl.int64) * y_stride + n[None, :], mask=inside, other=0.0)
     t = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
-    for begin in tl.range(0, splits, IN_FLIGHT):  # unrolled whole, each load would change its layout
-        for s in tl.static_range(IN_FLIGHT):  # masked: what is left of a loop by IN_FLIGHT would load one by one
+    for begin in tl.range(0, splits, IN_FLIGHT):  # fully unrolled, each load would change its layout
+        for s in tl.static_range(IN_FLIGHT):  # masked, because a remainder loop would load one by one
             split = begin + s
             wanted = (m[:, None] < tl.where(split < splits, rows, 0)) & (r[None, :] < RANK)
             of_split = sums + split * split_stride + m[:, None] * sums_stride + part * RANK + r[None, :]
@@ -175,7 +174,7 @@ def _expand(
 
 @triton.jit
 def place(tile, PARTS: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The part that a tile of columns belongs to, the tile's first column, and the part's end."""
+    """Return the part of a tile of columns, the tile's first column and the part's end."""
     part, first, end = 0, tile * BLOCK_N, PARTS[0][2]
     for p in tl.static_range(1, len(PARTS)):
         if tile >= PARTS[p][0]:
@@ -185,7 +184,7 @@ def place(tile, PARTS: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def product(a, b, total):
-    """total + a @ b, summed in float32."""
+    """Return total + a @ b, summed in float32."""
     if WIDEN:
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, total, input_precision="ieee")

@@ -1,4 +1,4 @@
-"""How much memory the engine's key-value cache gets."""
+"""Compute the size of the engine's key-value cache."""
 
 import os
 from typing import Any
@@ -9,31 +9,31 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.config.units import GIB
 
-BLOCK = 16  # tokens; vLLM gives a sequence whole ones
-SHARE = 0.5  # of what is free beside the weights: the rest is the trainer's, for activations and gradients
+BLOCK = 16  # tokens; vLLM allocates whole blocks
+SHARE = 0.5  # of the memory free beside the weights; the trainer needs the rest for activations and gradients
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory of the device that nobody holds."""
+    """Return the device's free memory in bytes."""
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # what torch keeps for later counts as held
+        torch.cuda.empty_cache()  # torch's cached memory would count as used
         return torch.cuda.mem_get_info(device)[0]
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def bytes_per_token(config: dict[str, Any], element_bytes: int) -> int:
-    """Keys and values of one token in every layer. `config` is the model's config.json."""
+    """Return the bytes of one token's keys and values in all layers. `config` is the model's config.json."""
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     return 2 * config["num_hidden_layers"] * (config.get("num_key_value_heads") or heads) * head_dim * element_bytes
 
 
 def kv_cache_bytes(cfg: RunConfig, per_token: int, free: int) -> int:
-    """Bytes of the cache: `rollout.vllm.kv_cache_gib`, else what a full batch fills, at most SHARE of `free`.
+    """Return the cache's size: `rollout.vllm.kv_cache_gib`, else enough for a full batch, at most SHARE of `free`.
 
     Args:
         per_token: bytes of one token.
-        free: bytes of the device's memory that are free beside the engine's weights.
+        free: free bytes of device memory beside the engine's weights.
 
     Raises:
         ConfigError: not one completion of full length fits.
@@ -43,7 +43,7 @@ def kv_cache_bytes(cfg: RunConfig, per_token: int, free: int) -> int:
     asked = rollout.vllm.kv_cache_gib
     if asked is None:
         at_once = min(rollout.batch_size, max(cfg.completions_per_gpu, cfg.eval.questions * cfg.eval.samples))
-        blocks = longest // BLOCK + 1  # with room for a token more, so that no sequence waits for another's block
+        blocks = longest // BLOCK + 1  # with room for one more token, so that no sequence waits for a block
         size = min(at_once * blocks * BLOCK * per_token, int(SHARE * free))
     else:
         size = int(asked * GIB)

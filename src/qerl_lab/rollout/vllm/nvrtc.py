@@ -1,6 +1,6 @@
-"""Compile a CUDA kernel with NVRTC, which PyTorch brings, and start it. Needs no compiler on the machine.
+"""Compile a CUDA kernel with NVRTC, which ships with PyTorch, and launch it. Needs no compiler on the machine.
 
-Importing this module imports cuda.bindings, NVIDIA's own, which vLLM brings.
+Importing this module imports cuda.bindings, NVIDIA's own, which ships with vLLM.
 """
 
 import ctypes
@@ -16,10 +16,10 @@ from torch import Tensor
 
 @cache
 def function(source: Path, name: str, device: int, variant: str = "", registers: int | None = None) -> Any:
-    """The kernel `name` of a file, loaded on the device, which is the current one. It may use all shared memory.
+    """Compile and load the kernel `name` for `device`, the current one, and allow it all shared memory.
 
-    `variant` is a line that follows the file: the instance of a template. Raises RuntimeError where a thread has not
-    the `registers` that the file counts on: one that shares them out anew would wait for ever.
+    `variant` is a line appended to the source: a template instantiation. Raises RuntimeError unless a thread gets
+    exactly the `registers` that the source assumes, because a kernel that redistributes them would hang.
     """
     major, minor = torch.cuda.get_device_capability(device)
     module = checked(driver.cuModuleLoadData(compiled(source, architecture(major, minor), variant)[0]))
@@ -33,26 +33,28 @@ def function(source: Path, name: str, device: int, variant: str = "", registers:
 
 
 def architecture(major: int, minor: int) -> str:
-    """What to compile for, with the instructions that only this capability has."""
+    """Return NVRTC's target, with the instructions specific to this capability."""
     return f"sm_{major}{minor}{'a' if major >= 9 else ''}"
 
 
 def shared_bytes(device: int) -> int:
-    """Shared memory that a block may have at most, in bytes."""
+    """Return the shared memory in bytes that a thread block may use."""
     asked = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
     return checked(driver.cuDeviceGetAttribute(asked, device))
 
 
 def shared_by_mps(device: int) -> bool:
-    """Whether other processes compute on the GPU at the same time, through NVIDIA's MPS."""
+    """Return whether other processes may compute on the GPU at the same time, through NVIDIA's MPS."""
     asked = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MPS_ENABLED
     return bool(checked(driver.cuDeviceGetAttribute(asked, device)))
 
 
 def compiled(source: Path, architecture: str, variant: str = "") -> tuple[bytes, str]:
-    """Machine code of a file, and a line behind it, for "sm_90", say, and what NVRTC notes. Needs no GPU.
+    """Compile a file plus a `variant` line for an architecture such as "sm_90". Needs no GPU.
 
-    Raises RuntimeError with what NVRTC says of an error.
+    Returns machine code and log.
+
+    Raises RuntimeError with NVRTC's message.
     """
     program = checked(nvrtc.nvrtcCreateProgram(source.read_bytes() + variant.encode(), source.name.encode(), 0, [], []))
     options = ("--std=c++17", f"--gpu-architecture={architecture}", f"--include-path={source.parent}")
@@ -71,12 +73,12 @@ def compiled(source: Path, architecture: str, variant: str = "") -> tuple[bytes,
 def launch(
     function: Any, blocks: int, threads: int, shared_bytes: int, arguments: Sequence[Any], early: bool = False
 ) -> None:
-    """Start a kernel on the current stream, which a CUDA graph may be capturing.
+    """Launch a kernel on the current stream, which a CUDA graph may be capturing.
 
     Args:
-        arguments: tensors or None, which become pointers, and ctypes values.
-        early: whether it may begin before the kernel ahead has ended, once that lets it ("programmatic dependent
-            launch" of the CUDA programming guide); what that one wrote it reads after `griddepcontrol.wait`.
+        arguments: tensors or None, passed as pointers, and ctypes values.
+        early: let it start before the previous kernel has ended ("programmatic dependent launch" of the CUDA
+            programming guide); it must call `griddepcontrol.wait` before it reads what that kernel wrote.
     """
     values = [
         ctypes.c_void_p(None if given is None else given.data_ptr())
@@ -96,6 +98,7 @@ def launch(
 
 @cache
 def _early() -> Any:
+    """Return the launch attribute for programmatic dependent launch."""
     attribute = driver.CUlaunchAttribute()
     attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
     attribute.value.programmaticStreamSerializationAllowed = 1
@@ -103,22 +106,22 @@ def _early() -> Any:
 
 
 def tiles_map(x: Tensor, stride: int, rows: int, blocks: int) -> Any:
-    """How the copy engine finds `rows` rows and `blocks` times 64 columns at once of x, bfloat16 `[M, K]`, swizzled.
+    """Return a swizzled tensor map that copies `rows` rows x `blocks` * 64 columns of x, bfloat16 `[M, K]`, at once.
 
-    `stride` is that of its rows.
+    `stride` is x's row stride in elements.
     """
     sizes = (64, x.shape[0], -(-x.shape[1] // 64))
     return _map(x, sizes, (2 * stride, 128), (64, rows, blocks), driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B)
 
 
 def rows_map(B: Tensor, rows: int, columns: int) -> Any:
-    """How the copy engine finds so many rows and columns at once of B, bfloat16 `[N, rank]`, as they lie in memory."""
+    """Return a tensor map that copies `rows` x `columns` of B, bfloat16 `[N, rank]`, at once, without swizzle."""
     (N, rank), none = B.shape, driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_NONE
     return _map(B, (rank, N), (2 * rank,), (columns, rows), none)
 
 
 def _map(matrix: Tensor, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int], swizzle: Any) -> Any:
-    """A CUtensorMap of bfloat16 numbers: the innermost size first, strides in bytes, 0 beyond the last number."""
+    """Build a bfloat16 CUtensorMap: innermost size first, strides in bytes, zeros beyond the last element."""
     made = checked(
         driver.cuTensorMapEncodeTiled(
             driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, len(sizes), matrix.data_ptr(),
@@ -132,7 +135,7 @@ def _map(matrix: Tensor, sizes: Sequence[int], strides: Sequence[int], box: Sequ
 
 
 def checked(result: tuple[Any, ...]) -> Any:
-    """What a call of cuda.bindings gave besides its status. Raises RuntimeError for any status but success."""
+    """Return the value of a cuda.bindings call. Raises RuntimeError unless its status is success."""
     status, *values = result
     if status.value:
         raise RuntimeError(f"CUDA: {status.name}")

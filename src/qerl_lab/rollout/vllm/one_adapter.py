@@ -1,16 +1,18 @@
-"""The one adapter of a run as dense products in vLLM's linear layers, in place of its LoRA for many adapters.
+"""Compute a run's one adapter as dense products in vLLM's linear layers, instead of vLLM's multi-adapter LoRA.
 
-The seam is `register_quantization_config`: a method that is asked for every linear layer wraps the one that the weights
-would have got (compressed-tensors, bitsandbytes, or none) and adds x A^T B^T from buffers of the layer. They lie where
-they are for as long as the engine lives, so that CUDA graphs see what `Link.write` puts into them.
+Registers a quantization method (`register_quantization_config`). vLLM asks it for every linear layer; it wraps the
+method that the weights would have got (compressed-tensors, bitsandbytes or none) and adds x A^T B^T from buffers of the
+layer. The buffers keep their addresses, so that CUDA graphs see what `Link.write` puts into them.
 
-There is exactly one adapter: vLLM's own LoRA is off, and a request that names one is refused by vLLM.
+There is exactly one adapter: vLLM's own LoRA is off, and vLLM refuses a request that names one.
 
-On a GPU a layer is one operation that torch.compile does not look into, so that the route is chosen by the rows of a
-call. With `fp4_tiles` NVFP4 weights lie in the layer in the order of that kernel alone, which computes weight and
-adapter; many rows, as in a prefill, go by cuBLAS over weights that are unpacked for the call. Beside vLLM's kernels
-many rows go through the policy's own packed layers (`lend`) in the same way. With `dense_rows` NVFP4 weights lie in the
-layer unpacked too, above A, and so many rows take cuBLAS in decoding as well, weight and A in one product.
+On a GPU a layer is one operation opaque to torch.compile, so that the route can depend on the rows of a call:
+
+- With `fp4_tiles` the layer holds NVFP4 weights in that kernel's layout only, and the kernel computes weight and
+  adapter. Many rows, as in a prefill, unpack the weights for the call and use cuBLAS.
+- With vLLM's kernels many rows unpack the policy's own packed layers (`lend`) and use cuBLAS, too.
+- With `dense_rows` the layer also holds NVFP4 weights unpacked, above A. That many rows use cuBLAS in decoding, too,
+  weight and A in one product.
 """
 
 from collections.abc import Mapping, Sequence
@@ -42,26 +44,26 @@ from qerl_lab.model.linear import PackedLinear
 from qerl_lab.rollout.vllm import fp4_tiles
 from qerl_lab.rollout.vllm.product import UNPACK_ROWS, add_adapter, stacked_product, tiles_product, unpacked_product
 
-Pair = tuple[Tensor, Tensor]  # A[r, K] and B[N, r] of a layer
+Pair = tuple[Tensor, Tensor]  # A[r, K] and B[N, r]
 
 NAME = "one-adapter"
-# Buffers of a layer that goes by `fp4_tiles`: the weight, its global scale, and what the blocks of threads meet by.
+# Buffers of an `fp4_tiles` layer: the weight, its global scale, and the counters at which thread blocks synchronize.
 OF_TILES = (TILES, DIVISOR, "fp4_meeting")
-_OWN_KEY = "one_adapter"  # of quantization_config: rank and targets, and through it part of the key of compiled graphs
+_OWN_KEY = "one_adapter"  # entry of quantization_config, which is part of the key of compiled graphs
 
 
 @dataclass(frozen=True)
 class Routes:
-    """The ways besides the base's own kernel, for NVFP4: `fp4_tiles` in its place, and from `dense_rows` rows on."""
+    """Alternatives to the base's own kernel, for NVFP4: `fp4_tiles`, and cuBLAS from `dense_rows` rows on."""
 
     fp4_tiles: bool = False
     dense_rows: int | None = None
 
 
 def llm_arguments(folder: Path, lora_rank: int, targets: Sequence[str], routes: Routes = Routes()) -> dict[str, Any]:
-    """Arguments of `vllm.LLM`, besides others, for the model in `folder` with one adapter on the layers `targets`.
+    """Return arguments of `vllm.LLM` for the model in `folder` with one adapter on the layers `targets`.
 
-    `targets` are names as PEFT takes them: the last part, or the last parts, of a layer's name.
+    `targets` are names as in PEFT: the last part, or parts, of a layer's name.
     """
     stored = read_json(folder / "config.json").get("quantization_config") or {"quant_method": NAME}
     own = {"rank": lora_rank, "targets": list(targets), "routes": asdict(routes)}
@@ -71,13 +73,13 @@ def llm_arguments(folder: Path, lora_rank: int, targets: Sequence[str], routes: 
         "enable_lora": False,
     }
     if stored["quant_method"] == "bitsandbytes":
-        arguments["load_format"] = "bitsandbytes"  # vLLM sets it by the name of the quantization, which is now ours
+        arguments["load_format"] = "bitsandbytes"  # vLLM would set it by the quantization's name, which is now ours
     return arguments
 
 
 @register_quantization_config(NAME)
 class OneAdapterConfig(QuantizationConfig):
-    """What `base` does (None: nothing is quantized), and an adapter of `rank` on the layers `targets`."""
+    """Quantization config that adds an adapter of `rank` on the layers `targets` to `base` (None: not quantized)."""
 
     def __init__(
         self, base: QuantizationConfig | None, rank: int, targets: Sequence[str], routes: Mapping[str, Any]
@@ -87,7 +89,7 @@ class OneAdapterConfig(QuantizationConfig):
 
     @property
     def packed_modules_mapping(self) -> dict[str, list[str]]:
-        """The parts of fused layers, which the model fills in: one table, shared with the base."""
+        """The parts of fused layers. vLLM's model fills this table in; it is shared with the base."""
         return self._parts if self.base is None else self.base.packed_modules_mapping
 
     @packed_modules_mapping.setter
@@ -99,6 +101,7 @@ class OneAdapterConfig(QuantizationConfig):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "OneAdapterConfig":
+        """Build from a `quantization_config` with the entry that `llm_arguments` added."""
         stored = dict(config)
         own = stored.pop(_OWN_KEY)
         name = stored["quant_method"]
@@ -109,7 +112,7 @@ class OneAdapterConfig(QuantizationConfig):
     def override_quantization_method(
         cls, hf_quant_cfg: dict[str, Any], user_quant: str | None, hf_config: Any = None
     ) -> str | None:
-        """Take over a directory that is quantized, where `llm_arguments` asked for it."""
+        """Take over a quantized directory if `llm_arguments` asked for it."""
         return NAME if user_quant == NAME else None
 
     def get_name(self) -> str:
@@ -138,7 +141,7 @@ class OneAdapterConfig(QuantizationConfig):
         return super().get_cache_scale_mapper() if self.base is None else self.base.get_cache_scale_mapper()
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
-        """Return the base's method, for a linear layer with an adapter inside of ours."""
+        """Return the base's method, wrapped in `OneAdapterMethod` for a linear layer with an adapter."""
         method = None if self.base is None else self.base.get_quant_method(layer, prefix)
         if not isinstance(layer, LinearBase):
             return method
@@ -149,14 +152,14 @@ class OneAdapterConfig(QuantizationConfig):
         return OneAdapterMethod(method, self.rank, parts, own, self.routes) if any(own) else method
 
 
-# Layers by where their adapter lies: an operation takes tensors, and one that took a layer's name would be compiled
-# anew for each.
+# Layers by the address of their adapter. A custom op takes tensors; with a layer's name as argument it would be
+# compiled anew for each layer.
 _BY_ADAPTER: WeakValueDictionary[int, LinearBase] = WeakValueDictionary()
 
 
 @torch.library.custom_op("qerl_lab::linear_with_adapter", mutates_args=())
 def linear_with_adapter(x: Tensor, adapter: Tensor, bias: Tensor | None, columns: int) -> Tensor:
-    """The rows x[M, K] through the layer whose `adapter_A` is `adapter`, adapter included: y[M, columns]."""
+    """Compute the layer whose `adapter_A` is `adapter`, adapter included: x[M, K] -> y[M, columns]."""
     layer = _BY_ADAPTER[adapter.data_ptr()]
     return layer.quant_method.routed(layer, x, bias)
 
@@ -168,21 +171,21 @@ def _(x: Tensor, adapter: Tensor, bias: Tensor | None, columns: int) -> Tensor:
 
 @register_weight_loader_v2_supported_method
 class OneAdapterMethod(LinearMethodBase):
-    """`base`, the method of a linear layer's weights, and the adapter of its `parts` (of q, k and v, say).
+    """Linear method that adds an adapter to `base`; `parts` are the layer's parts (e.g. q, k, v).
 
-    The layer gets the buffers `adapter_A` [P * r, K] and `adapter_B` [N, r], zero until `Link.write`. N and K are those
-    of this process: under tensor parallelism B of a column-parallel and A of a row-parallel layer would be cut like the
-    weight, and the sum that follows a row-parallel layer would hold for the adapter too.
+    The layer gets the buffers `adapter_A` [P * r, K] and `adapter_B` [N, r], zero until `Link.write`. N and K are this
+    process's. Tensor parallelism is not supported: it would have to cut B of a column-parallel and A of a row-parallel
+    layer like the weight.
     """
 
     def __init__(self, base: Any, rank: int, parts: list[str], own: list[bool], routes: Routes = Routes()) -> None:
-        """`parts` are full names as in the checkpoint, `own` says which of them have an adapter."""
+        """Wrap `base`. `parts` are full checkpoint names, `own` says which of them have an adapter."""
         self.base, self.rank, self.parts, self.own = base, rank, parts, own
-        # A layer of `format.ignore` is dense, and has no way but the base's.
+        # A dense layer (`format.ignore`) has only the base's route.
         self.routes = Routes() if isinstance(base, UnquantizedLinearMethod) else routes
         self.lent: list[PackedLinear] = []
         if hasattr(base, "quant_config"):
-            self.quant_config = base.quant_config  # by which the loader of bitsandbytes knows what is packed
+            self.quant_config = base.quant_config  # bitsandbytes' loader reads it to find packed layers
 
     def create_weights(
         self,
@@ -200,13 +203,13 @@ class OneAdapterMethod(LinearMethodBase):
                 f"tensor_parallel_size={layer.tp_size} is not allowed with the dense products of one adapter; allowed: "
                 "1, with a copy of the model on each GPU."
             )
-        if type(self.base).__name__ not in WEIGHT_LOADER_V2_SUPPORTED:  # vLLM chose by our name
+        if type(self.base).__name__ not in WEIGHT_LOADER_V2_SUPPORTED:  # vLLM chose the loader by our class name
             extra_weight_attrs["weight_loader"] = layer.weight_loader
         self.base.create_weights(
             layer, input_size_per_partition, output_partition_sizes, input_size, output_size, params_dtype,
             **extra_weight_attrs,
         )  # fmt: skip
-        # A checkpoint may store fused what the model computes fused: one part, several partitions.
+        # A checkpoint may store a fused layer as one: one part, several partitions.
         self.sizes = output_partition_sizes if len(self.parts) > 1 else [sum(output_partition_sizes)]
         A = torch.zeros(len(self.parts) * self.rank, input_size_per_partition, dtype=params_dtype)
         B = torch.zeros(sum(self.sizes), self.rank, dtype=params_dtype)
@@ -214,14 +217,14 @@ class OneAdapterMethod(LinearMethodBase):
         layer.register_buffer("adapter_B", B, persistent=False)
 
     def process_weights_after_loading(self, layer: LinearBase) -> None:
-        """Lay the weights out for `fp4_tiles`, or have the base do it for its kernel; keep a copy for `dense_rows`.
+        """Lay the weights out for `fp4_tiles`, or let the base do so for its kernel. Keep a copy for `dense_rows`.
 
-        A bias is kept as it was stored: Marlin and Humming put `layer.bias` into an order of their own.
+        Keeps the bias in stored order, because Marlin and Humming reorder `layer.bias`.
         """
         if (bias := getattr(layer, "bias", None)) is not None:
             layer.register_buffer("plain_bias", bias.data.clone(), persistent=False)
         if len(self.parts) == 1 and (scales := getattr(layer, "weight_global_scale", None)) is not None:
-            scales.data.fill_(scales.data[0])  # of a layer that is stored fused vLLM loads the first alone
+            scales.data.fill_(scales.data[0])  # vLLM fills only the first entry of a layer that is stored fused
         if self.routes.dense_rows:
             self._keep_dense(layer)
         if self.routes.fp4_tiles:
@@ -231,7 +234,7 @@ class OneAdapterMethod(LinearMethodBase):
         _BY_ADAPTER[layer.adapter_A.data_ptr()] = layer
 
     def _lay_in_tiles(self, layer: LinearBase) -> None:
-        """Put the buffers `OF_TILES` in the place of what was loaded."""
+        """Replace the loaded weights by the buffers `OF_TILES`."""
         self._check_tiles(layer)
         codes, scale, divisor = (layer.weight_packed.data, layer.weight_scale.data,
                                  layer.weight_global_scale.data[:1].clone())  # fmt: skip
@@ -244,35 +247,30 @@ class OneAdapterMethod(LinearMethodBase):
         self.decoders = decoders({TILES: packed, DIVISOR: divisor}, self.sizes, columns)
 
     def _keep_dense(self, layer: LinearBase) -> None:
-        """Unpack the weight as the trainer does, with A below it: `stacked` [N + P * r, K]; `alpha` is the weight's."""
-        if why := self._several_scales(layer):
-            given = f"rollout.vllm.dense_rows={self.routes.dense_rows}"
-            raise ConfigError(f"{given} {why}. Type rollout.vllm.dense_rows=null.")
+        """Unpack the weight as the trainer does and stack A below it: `stacked` [N + P * r, K].
+
+        Sets `alpha`, the weight's factor.
+        """
         stored = {name: getattr(layer, name).data for name in ("weight_packed", "weight_scale")}
         stored["weight_global_scale"] = layer.weight_global_scale.data[:1]
         A, N = layer.adapter_A, sum(self.sizes)
         decoder = Nvfp4(None).decoder(stored, (N, A.shape[1]))
         stacked = torch.cat([decoder.unpack(A.dtype), A])
         layer.register_buffer("stacked", stacked, persistent=False)
-        del layer.adapter_A  # a buffer that is counted once
+        del layer.adapter_A  # A is now a view of `stacked`, not a second buffer
         layer.adapter_A, self.alpha = stacked[N:], decoder.alpha
 
-    def _several_scales(self, layer: LinearBase) -> str:
-        """Why no copy can be kept; empty where one can. vLLM takes the largest for all, without a word that stops."""
-        if len(layer.weight_global_scale.unique()) == 1:
-            return ""
-        return f"needs one global scale for {self.parts[0]} and its neighbours, as python -m qerl_lab.quantize gives"
-
     def _check_tiles(self, layer: LinearBase) -> None:
-        """Raise ConfigError for a GPU or a layer that `fp4_tiles` does not take."""
+        """Raise ConfigError for a GPU or layer that `fp4_tiles` does not support."""
         columns = layer.adapter_A.shape[1]
         what = f"{self.parts[0]}, {self.sizes} x {columns} at rank {self.rank}: {fp4_tiles.TAKEN}"
         untaken = "" if fp4_tiles.takes(self.sizes, columns, self.rank) else f"does not take {what}"
-        if why := fp4_tiles.refusal() or untaken or self._several_scales(layer):
-            # Not `auto`, which may have chosen it.
+        if why := fp4_tiles.refusal() or untaken:
+            # Do not propose `auto`, which may have chosen it.
             raise ConfigError(f"rollout.vllm.linear_backend=fp4_tiles {why}. Type rollout.vllm.linear_backend=vllm.")
 
     def apply(self, layer: LinearBase, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Compute x W^T + bias and the adapter; on a GPU as one operation opaque to torch.compile."""
         rows, columns = x.view(-1, x.shape[-1]), sum(self.sizes)
         if x.is_cuda:
             return linear_with_adapter(rows, layer.adapter_A, bias, columns).view(*x.shape[:-1], columns)
@@ -281,7 +279,7 @@ class OneAdapterMethod(LinearMethodBase):
         return y
 
     def routed(self, layer: LinearBase, x: Tensor, bias: Tensor | None) -> Tensor:
-        """x[M, K] W^T + bias and the adapter: by rows through the lab's kernels, the base's or cuBLAS."""
+        """Compute x[M, K] W^T + bias and the adapter. The rows choose the lab's kernel, the base's or cuBLAS."""
         rows, dense_rows = len(x), self.routes.dense_rows
         A, B = layer.adapter_A, layer.adapter_B
         plain = None if bias is None else layer.plain_bias
@@ -297,14 +295,14 @@ class OneAdapterMethod(LinearMethodBase):
         return y
 
     def places(self, layer: LinearBase) -> dict[str, Pair]:
-        """Return where A[r, K] and B[n, r] of each part with an adapter lie, by the part's name."""
+        """Return the buffers A[r, K] and B[n, r] of each part with an adapter, by the part's name."""
         blocks = zip(self.parts, self.own, layer.adapter_A.split(self.rank), layer.adapter_B.split(self.sizes),
                      strict=True)  # fmt: skip
         return {part: (A, B) for part, own, A, B in blocks if own}
 
 
 def lend(model: nn.Module, layers: Mapping[str, PackedLinear]) -> None:
-    """Let the layers of `model`, vLLM's, read the packed weights of the policy by their names, for many rows."""
+    """Let vLLM's layers read the policy's packed weights, matched by name, for calls with many rows."""
     for layer in model.modules():
         method = getattr(layer, "quant_method", None)
         if isinstance(method, OneAdapterMethod) and all(part in layers for part in method.parts):
@@ -312,7 +310,7 @@ def lend(model: nn.Module, layers: Mapping[str, PackedLinear]) -> None:
 
 
 def learned(model: PeftModel) -> dict[str, tuple[nn.Linear, nn.Linear]]:
-    """Return the modules whose weights are the policy's own A and B, by the full name of their layer in the base."""
+    """Return the modules that hold the policy's A and B, by full name of the base layer."""
     return {
         name: (layer.lora_A["default"], layer.lora_B["default"])
         for name, layer in model.get_base_model().named_modules() if isinstance(layer, LoraLayer)
@@ -320,20 +318,20 @@ def learned(model: PeftModel) -> dict[str, tuple[nn.Linear, nn.Linear]]:
 
 
 def adapter_of(model: PeftModel) -> dict[str, Pair]:
-    """Return the policy's own A and B, no copies, by the full name of their layer in the base model."""
+    """Return the policy's A and B themselves, no copies, by full name of the base layer."""
     return {name: (a.weight, b.weight) for name, (a, b) in learned(model).items()}
 
 
 class Link:
-    """An adapter, and where the layers of `model`, vLLM's, read theirs: found once, for finding takes 10 ms of 7B."""
+    """Copies an adapter into the buffers of vLLM's layers, found once because the search takes 10 ms for a 7B."""
 
     def __init__(self, model: nn.Module, adapter: Mapping[str, Pair]) -> None:
-        """Find the places.
+        """Find the buffers in vLLM's `model`.
 
         Args:
-            adapter: as of `adapter_of`, in any dtype, best on the model's device. It is only read.
+            adapter: from `adapter_of`, in any dtype, best on the model's device. It is only read.
 
-        Raises ConfigError unless exactly the layers that the engine was built for have an adapter, of the built shapes.
+        Raises ConfigError unless exactly the layers that the engine was built for have an adapter, in the built shapes.
         """
         places = {
             part: place for layer in model.modules()
@@ -345,19 +343,19 @@ class Link:
         self.places_of_A, self.places_of_B = ([place[which] for place in places.values()] for which in (0, 1))
 
     def write(self, scaling: float) -> None:
-        """Put the adapter where the layers read it; the next call computes with it.
+        """Copy the adapter into the layers' buffers, for use from the next call on.
 
-        `scaling` is alpha / rank; it goes into the copy of B, rounded once to the model's dtype.
+        `scaling` is alpha / rank; it is multiplied into the copy of B, rounded once to the model's dtype.
         """
-        # All layers in three calls: a call a layer would take longer than the bytes. `torch.optim` relies on the same
-        # private names; tests/unit/rollout/test_one_adapter.py fails when they go.
+        # All layers in three calls, because one call per layer would take longer than the copy. `torch.optim` uses the
+        # same private functions; tests/unit/rollout/test_one_adapter.py fails if they disappear.
         with torch.no_grad():
             torch._foreach_copy_(self.places_of_A, self.A)
             torch._foreach_copy_(self.places_of_B, torch._foreach_mul(self.B, scaling))
 
 
 def _check(places: Mapping[str, Pair], adapter: Mapping[str, Pair]) -> None:
-    """Raise ConfigError where the adapter and the places for it differ."""
+    """Raise ConfigError if adapter and buffers differ in layers or shapes."""
     for what, differing in (("without an adapter", places.keys() - adapter.keys()),
                             ("that the engine has no place for", adapter.keys() - places.keys())):  # fmt: skip
         if differing:

@@ -1,12 +1,12 @@
-"""One copy of an NVFP4 base for engine and trainer: the policy's packed layers read the engine's own tensors.
+"""Share one NVFP4 base between engine and trainer: the policy's packed layers read the engine's tensors.
 
-An engine lays every weight out for its kernel, so what can be shared is that kernel's form: `formats.tiles` of the
-lab's, `formats.marlin` of vLLM's. From both the trainer unpacks the same bits. Of a fused layer (q/k/v, gate/up) each
-part is a range of rows.
+An engine reorders every weight for its kernel, so the trainer reads that layout: `formats.tiles` for the lab's kernel,
+`formats.marlin` for vLLM's. Both unpack to the same bits. A part of a fused layer (q/k/v, gate/up) is a range of rows.
 
-Every layer is compared with its own tensors, bit for bit, before they go. One that differs keeps them: Marlin drops
-block scales below 2^-6. While vLLM starts the policy's packed tensors lie in the host's memory, so that at no time are
-there two copies on the GPU; an engine that is built again finds them there too, made from the last one's tensors.
+Each layer's engine tensors are compared with its own, bit for bit, before the own ones are dropped. A layer that
+differs keeps its own, because Marlin drops block scales below 2^-6. While vLLM starts, the policy's packed tensors lie
+in host memory, so that the GPU never holds two copies. When an engine is rebuilt, they are converted back from the old
+engine's tensors first.
 """
 
 from collections.abc import Iterator
@@ -22,20 +22,20 @@ from qerl_lab.model import linear
 from qerl_lab.model.linear import PackedLinear
 from qerl_lab.model.policy import Policy
 
-# Of `layer.scheme.kernel`. vLLM has no documented word for the kernel of a layer; tests/gpu/test_one_copy_gpu.py fails
-# when this goes.
+# Class name of `layer.scheme.kernel`. vLLM documents no way to ask for a layer's kernel; tests/gpu/test_one_copy_gpu.py
+# fails if this one disappears.
 KERNEL = "MarlinNvFp4LinearKernel"
 Layers = dict[str, PackedLinear]
 
 
 def layers_of(policy: Policy) -> Layers:
-    """The packed layers by the names that a checkpoint has."""
+    """Return the policy's packed layers by checkpoint name."""
     return linear.packed_layers(policy.model.get_base_model())
 
 
 @contextmanager
 def parked(policy: Policy) -> Iterator[None]:
-    """Move the packed weights to the host's memory for a while. Back go those that are not shared by then."""
+    """Move the packed weights to host memory within the context; afterwards move back those that are not shared."""
     layers, device = layers_of(policy).values(), policy.device
     for layer in layers:
         layer.hold({name: tensor.cpu() for name, tensor in layer.packed().items()})
@@ -48,9 +48,9 @@ def parked(policy: Policy) -> Iterator[None]:
 
 
 def share(policy: Policy, model: nn.Module) -> list[str]:
-    """Have the layers of `policy` hold the tensors of `model`, vLLM's. Returns those that keep their own, by name.
+    """Let the layers of `policy` hold the tensors of vLLM's `model`. Returns the layers that keep their own.
 
-    Raises ConfigError, before it changes a layer, where a weight is there in neither form.
+    Raises ConfigError, before any layer changes, if a weight exists in neither layout.
     """
     layers = layers_of(policy)
     pairs = list(_pairs(layers, model))
@@ -58,24 +58,26 @@ def share(policy: Policy, model: nn.Module) -> list[str]:
     if missing := [name for name in layers if name not in found]:
         raise refused(f"finds no layer in vLLM's model that holds {missing[0]}")
     for theirs, parts in pairs:
-        if not _is_in_tiles(theirs):  # such a layer is laid out by the lab, which checks it
+        if not _is_in_tiles(theirs):  # the lab's own layout was checked when it was made
             _check_marlin(theirs, parts)
     return [name for theirs, parts in pairs for name in _share_layer(theirs, parts)]
 
 
 def shared_bytes(policy: Policy) -> int:
-    """Bytes of vLLM's that the policy holds too."""
+    """Return the bytes of vLLM's tensors that the policy shares."""
     return sum(layer.packed_bytes() for layer in layers_of(policy).values() if layer.form is not None)
 
 
 def refused(why: str) -> ConfigError:
+    """Return the error for a base that cannot be shared."""
     return ConfigError(f"rollout.vllm.share_base=true {why}. Type rollout.vllm.share_base=false.")
 
 
 def _pairs(layers: Layers, model: nn.Module) -> Iterator[tuple[nn.Module, Layers]]:
-    """Yield layers of vLLM's `model` with the policy's that are their parts, in their order."""
+    """Yield vLLM's layers, each with the policy's layers that are its parts, in order."""
     fused: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
-    theirs = {name.removesuffix(".base_layer"): layer for name, layer in model.named_modules()}  # the inner one counts
+    # A `.base_layer` comes after its wrapper in named_modules, and so replaces it.
+    theirs = {name.removesuffix(".base_layer"): layer for name, layer in model.named_modules()}
     for name, layer in theirs.items():
         parent, _, leaf = name.rpartition(".")
         names = [f"{parent}.{one}" for one in fused.get(leaf, [leaf])]
@@ -84,17 +86,16 @@ def _pairs(layers: Layers, model: nn.Module) -> Iterator[tuple[nn.Module, Layers
 
 
 def _is_in_tiles(theirs: nn.Module) -> bool:
+    """Return whether vLLM's layer holds its weight in the layout of `fp4_tiles`."""
     return TILES in dict(theirs.named_buffers(recurse=False))
 
 
 def _check_marlin(theirs: nn.Module, parts: Layers) -> None:
-    """Raise ConfigError unless `theirs` holds the weights of `parts`, one below another, in Marlin's form."""
+    """Raise ConfigError unless `theirs` holds the weights of `parts`, stacked, in Marlin's layout."""
     name, own = next(iter(parts.items()))
     kernel = type(getattr(getattr(theirs, "scheme", None), "kernel", None)).__name__
     if kernel != KERNEL:
         raise refused(f"needs weights that vLLM computes with {KERNEL}, and {name} has {kernel}")
-    if len({layer.packed()[DIVISOR].item() for layer in parts.values()}) > 1:
-        raise refused(f"needs one global scale for {name} and its neighbours, as python -m qerl_lab.quantize gives")
     sizes, columns = [layer.out_features for layer in parts.values()], own.in_features
     expected = [(columns // 16, 2 * sum(sizes)), (columns // 16, sum(sizes))]
     shapes = [tuple(theirs.get_parameter(held).shape) for held in ("weight", "weight_scale")]
@@ -104,7 +105,7 @@ def _check_marlin(theirs: nn.Module, parts: Layers) -> None:
 
 
 def _share_layer(theirs: nn.Module, parts: Layers) -> list[str]:
-    """Share one layer. Returns the parts that keep their own tensors, which the engine's do not stand for."""
+    """Share one layer; return the parts that keep their own tensors because the engine's differ."""
     keep, first = [], 0
     held_of = _of_tiles if _is_in_tiles(theirs) else _of_marlin
     for name, layer in parts.items():
@@ -120,13 +121,13 @@ def _share_layer(theirs: nn.Module, parts: Layers) -> list[str]:
 
 
 def _of_tiles(theirs: nn.Module, divisor: Tensor, first: int, layer: PackedLinear) -> tuple[dict[str, Tensor], Tiles]:
-    """The layer's weight as the engine's layer holds it, from row `first` on, and how to read that."""
+    """Return the engine's tensors for this layer, from row `first` on, and their `Tiles` reader."""
     tiles = theirs.get_buffer(TILES)
     return {TILES: tiles, DIVISOR: divisor.to(tiles.device)}, Tiles(first, layer.out_features, layer.in_features)
 
 
 def _of_marlin(theirs: nn.Module, divisor: Tensor, first: int, layer: PackedLinear) -> tuple[dict[str, Tensor], Marlin]:
-    """Likewise, as views."""
+    """Return views of the engine's tensors for this layer, and their `Marlin` reader."""
     codes, scale = (theirs.get_parameter(name).data for name in ("weight", "weight_scale"))
     whole = {CODES: codes, SCALE: scale, DIVISOR: divisor.to(codes.device)}
     form = Marlin(boost(whole[DIVISOR], theirs.get_parameter("weight_global_scale")))
@@ -134,7 +135,10 @@ def _of_marlin(theirs: nn.Module, divisor: Tensor, first: int, layer: PackedLine
 
 
 def boost(divisor: Tensor, theirs: Tensor) -> float:
-    """The power of two by which vLLM multiplied the block scales, from its global scale: 2^119 / divisor / boost."""
+    """Return the power of two by which vLLM multiplied the block scales.
+
+    vLLM's global scale is 2^119 / divisor / boost.
+    """
     ratio = 2.0**119 / divisor.double() / theirs.double()
     return float(ratio.log2().round().exp2().item())
 

@@ -1,4 +1,4 @@
-"""The adapter's product as one operation that torch.compile leaves alone. Imports no vLLM."""
+"""Products of a layer with its adapter, as operations opaque to torch.compile. Imports no vLLM."""
 
 from collections.abc import Sequence
 
@@ -9,34 +9,34 @@ from qerl_lab.formats.format import Decoder
 from qerl_lab.model.linear import scaled_linear
 from qerl_lab.rollout.vllm import fp4_tiles
 
-# Bounds of the routes on a GPU. On an H200 at rank 32 the kernels win up to 256 rows, the most that were measured, but
-# where x A^T is work: in down_proj of 7B at 256 rows cuBLAS is faster by 1 microsecond of 13, in that of 32B by 6 of 17
-# (results/bench/decode_*.json). The third bound is where others saw cuBLAS overtake a Triton expand (SGLang #26962).
+# Bounds of the routes on a GPU. On an H200 at rank 32 the kernels win up to 256 rows, the most measured, except where
+# x A^T is large: for down_proj at 256 rows cuBLAS is faster by 1 microsecond of 13 (7B) and 6 of 17 (32B;
+# results/bench/decode_*.json). The third bound is where others saw cuBLAS overtake a Triton expand (SGLang #26962).
 SHRINK_ROWS, SHRINK_WORK, EXPAND_WORK = 256, 100_000_000, 16_384
-MAX_RANK = 128  # of kernels.expand
-UNPACK_ROWS = 2048  # from which unpacking and cuBLAS are faster than vLLM's kernels, which unpack as they multiply
-TILES_ROWS = 320  # up to which five launches of `fp4_tiles` are faster than these, 7B and 32B on an H200
+MAX_RANK = 128  # supported by kernels.expand
+UNPACK_ROWS = 2048  # from here unpacking and cuBLAS beat vLLM's kernels, which unpack as they multiply
+TILES_ROWS = 320  # up to here five launches of `fp4_tiles` beat unpacking, 7B and 32B on an H200
 
 
 @torch.library.custom_op("qerl_lab::add_adapter", mutates_args={"y"})
 def add_adapter(y: Tensor, x: Tensor, A: Tensor, B: Tensor, sizes: list[int]) -> None:
     """Add (x A_p^T) B_p^T to the columns of part p of `y`, in place, for the P parts of a layer.
 
-    It is opaque to torch.compile, so that the route is chosen by the rows of a call, and a CUDA graph captures what
-    that route launched. It reads A and B when it runs: what is written into them later acts in the next replay.
+    Opaque to torch.compile, so that the rows of a call choose the route and a CUDA graph captures that route's
+    launches. A and B are read when it runs, so later writes to them take effect in the next replay.
 
     Args:
         y: `[M, N]`, rows of any stride.
         x: `[M, K]`.
-        A: `[P * r, K]`, those of the parts below each other.
-        B: `[N, r]`, with the scaling in it.
+        A: `[P * r, K]`, the parts stacked.
+        B: `[N, r]`, scaling included.
         sizes: columns of the parts in `y`, N in sum.
     """
     add_products(y, x, A, B, sizes)
 
 
 def add_products(y: Tensor, x: Tensor, A: Tensor, B: Tensor, sizes: list[int]) -> None:
-    """As `add_adapter`, by torch's products."""
+    """Compute `add_adapter` with torch's products."""
     rank, at = B.shape[1], 0
     inner = x @ A.t()
     for part, size in enumerate(sizes):
@@ -47,7 +47,7 @@ def add_products(y: Tensor, x: Tensor, A: Tensor, B: Tensor, sizes: list[int]) -
 
 @add_adapter.register_kernel("cuda")
 def on_gpu(y: Tensor, x: Tensor, A: Tensor, B: Tensor, sizes: list[int]) -> None:
-    """As `add_adapter`, by kernels made for one adapter where they are thought faster than cuBLAS."""
+    """Compute `add_adapter` with the lab's kernels where they are expected to beat cuBLAS."""
     from qerl_lab.rollout.vllm import kernels  # needs triton
 
     rows = x.shape[0]
@@ -60,21 +60,21 @@ def on_gpu(y: Tensor, x: Tensor, A: Tensor, B: Tensor, sizes: list[int]) -> None
 
 
 def expands(rows: int, rank: int) -> bool:
-    """Whether `kernels.expand` is thought faster than cuBLAS."""
+    """Return whether `kernels.expand` is expected to beat cuBLAS."""
     return rank <= MAX_RANK and rows * rank <= EXPAND_WORK
 
 
 def stacked_product(
     x: Tensor, stacked: Tensor, alpha: float, B: Tensor, sizes: list[int], bias: Tensor | None = None
 ) -> Tensor:
-    """Return alpha * x W^T + bias and the adapter's product, y `[M, N]`.
+    """Return alpha * x W^T + bias plus the adapter's product, y `[M, N]`, for W and A stacked in one tensor.
 
-    One product of cuBLAS gives x W^T and t = x A^T side by side: a launch and a pass over x less than `add_adapter`
-    after it. Both are rounded to the dtype of x before `expand` joins them, as y and t are there.
+    One cuBLAS product gives x W^T and t = x A^T side by side, which saves a launch and a pass over x. Both are rounded
+    to the dtype of x before `expand` joins them, as in `add_adapter`.
 
     Args:
         x: `[M, K]`.
-        stacked: `[N + P * r, K]`, W and below it A.
+        stacked: `[N + P * r, K]`, W above A.
         B, sizes: as in `add_adapter`.
         bias: `[N]`.
     """
@@ -94,13 +94,14 @@ def stacked_product(
 def unpacked_product(
     x: Tensor, decoders: Sequence[Decoder], A: Tensor, B: Tensor, sizes: list[int], bias: Tensor | None = None
 ) -> Tensor:
-    """Return x W^T + bias and the adapter's product, y `[M, N]`, each weight unpacked whole and multiplied by cuBLAS.
+    """Return x W^T + bias plus the adapter's product, y `[M, N]`, with each weight unpacked whole for cuBLAS.
 
-    The adapter's product comes first, and the large one adds to it in its epilogue: y is written twice and read once.
+    The adapter's product comes first and the large product adds to it in its epilogue: y is written twice and read
+    once.
 
     Args:
         x: `[M, K]`.
-        decoders: those of the parts, whose weights lie below each other in W.
+        decoders: one per part; the parts are stacked in W.
         A, B, sizes: as in `add_adapter`.
         bias: `[N]`.
     """
@@ -120,7 +121,7 @@ def tiles_product(
     x: Tensor, packed: Tensor, divisor: Tensor, meeting: Tensor, decoders: Sequence[Decoder], A: Tensor, B: Tensor,
     sizes: list[int], bias: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """As `unpacked_product`, up to `TILES_ROWS` rows by launches of `fp4_tiles`; `packed` to `meeting` are as there."""
+    """Compute `unpacked_product`; up to `TILES_ROWS` rows with `fp4_tiles.linear`, which documents the arguments."""
     if len(x) > TILES_ROWS:
         return unpacked_product(x, decoders, A, B, sizes, bias)
     return fp4_tiles.linear(x, packed, divisor, A, B, sizes, meeting, bias)

@@ -1,10 +1,10 @@
-"""vLLM's scheduler, which keeps the log-probs of sampled tokens where the engine finds them.
+"""A vLLM scheduler that keeps the log-probs of sampled tokens where the engine finds them.
 
-vLLM itself hands each of them on as slices of three arrays, an object and items of four lists. With 256 completions
-that is a quarter of what its scheduler and outputs take of the host. The GPU waits where it ends before the host does.
+vLLM passes each log-prob on as slices of three arrays, an object and items of four lists. With 256 completions that is
+a quarter of the host time of scheduler and outputs, and the GPU waits whenever it ends before the host.
 
-Which class schedules is an argument of `LLM`; vLLM warns that the class is no public interface.
-tests/unit/rollout/test_contract.py holds what is used of it.
+`LLM` takes the scheduler class as an argument; vLLM warns that the class is not a public interface.
+tests/unit/rollout/test_contract.py tests what is used of it.
 """
 
 from logging import LogRecord
@@ -12,13 +12,13 @@ from typing import Any
 
 KEEPING = f"{__name__}.keeping"  # for `LLM(scheduler_cls=...)`
 
-# Nats by vLLM's name of a completion, of the one engine in this process. vLLM has no way from an engine to its
-# scheduler that it documents.
+# Log-probs in nats by vLLM's name of a completion. A global, because vLLM documents no way from an engine to its
+# scheduler; a process has one engine.
 KEPT: dict[str, list[float]] = {}
 
 
 def keeping(vllm_config: Any, **given: Any) -> Any:
-    """Return the scheduler that vLLM would have taken, with `Keeping` over it."""
+    """Return vLLM's usual scheduler with `Keeping` mixed in."""
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.scheduler import Scheduler
 
@@ -27,26 +27,26 @@ def keeping(vllm_config: Any, **given: Any) -> Any:
 
 
 class Keeping:
-    """What a scheduler does differently: nothing but where log-probs go."""
+    """Mixin for a scheduler that changes only where log-probs go."""
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-        """Take the log-probs off the sampled tokens, and keep those of each token that vLLM takes."""
+        """Store the log-prob of each token that vLLM accepts in `KEPT`, and hide log-probs from vLLM."""
         told, model_runner_output.logprobs = model_runner_output.logprobs, None
         outputs_of_clients = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
         if told is not None:
             row_of, nats = model_runner_output.req_id_to_index, told.logprobs[:, 0].tolist()
             for outputs in outputs_of_clients.values():
                 for output in outputs.outputs:
-                    if output.new_token_ids:  # one: the lab has no speculative decoding
+                    if output.new_token_ids:  # one token, because the lab uses no speculative decoding
                         KEPT.setdefault(output.request_id, []).append(nats[row_of[output.request_id]])
         return outputs_of_clients
 
 
 def names(request: str, group_size: int) -> list[str]:
-    """What vLLM names the completions of a request, which it named `request`."""
+    """Return vLLM's names of the completions of `request`."""
     return [request] if group_size == 1 else [f"{index}_{request}" for index in range(group_size)]
 
 
 def news(record: LogRecord) -> bool:
-    """Whether vLLM's log tells anything but that there is a scheduler of one's own."""
+    """Log filter: drop vLLM's warning about a custom scheduler."""
     return "custom scheduler class" not in str(record.msg)

@@ -1,12 +1,12 @@
-"""How the engine sleeps: its key-value cache gives its memory back, everything else stays where it is.
+"""Sleep mode that releases only the key-value cache; everything else stays in GPU memory.
 
-vLLM's own sleep takes the weights along: level 1 copies them to the host and back, level 2 drops them. How it sleeps is
-left to a backend that can be registered (`SleepModeBackendFactory`). The one here unmaps the memory of the cache alone,
-which costs no copy. Addresses stay, so that CUDA graphs hold; weights, adapter and norms can be read meanwhile.
+vLLM's own sleep also moves the weights: level 1 copies them to the host and back, level 2 drops them. This module
+registers a backend (`SleepModeBackendFactory`) that unmaps only the cache, which needs no copy. Addresses stay, so CUDA
+graphs remain valid; weights, adapter and norms can be read meanwhile.
 
-At its end vLLM would have torch free every part of these pools, also those that vLLM itself has unmapped after loading
-and forgotten. The allocator's error for such a part keeps the memory of the parts that follow (vLLM #36651). So torch
-never frees a pool here, and `release` unmaps what is left.
+On shutdown vLLM would let torch free every part of its memory pools, also parts that vLLM unmapped after loading and
+forgot. The allocator's error for such a part leaks the memory of the parts after it (vLLM #36651). So torch never frees
+a pool here, and `release` unmaps what is left.
 """
 
 import ctypes
@@ -18,20 +18,21 @@ from vllm.device_allocator.cumem import CuMemAllocator, create_and_map, libcudar
 from vllm.device_allocator.sleep_mode_backend import CuMemBackend, SleepModeBackendFactory
 
 NAME = "qerl_lab_cache"
-TAG = "kv_cache"  # of what vLLM allocates for the cache: its tensors, and small ones that begin as zeros too
+TAG = "kv_cache"  # vLLM's tag for the cache's allocations, small zeroed tensors among them
 
 
 class CacheAlone(CuMemBackend):
-    """Unmaps the cache. Each part knows whether it is mapped, so that a waking that failed can go on."""
+    """Unmaps the cache only. Tracks each part, so that a failed wake-up can be continued."""
 
     def suspend(self, level: int = 1) -> None:
+        """Unmap the cache."""
         for part in _cache():
             if not part.is_asleep:
                 unmap_and_release(part.handle)
                 part.is_asleep = True
 
     def resume(self, tags: list[str] | None = None) -> None:
-        """Map the cache again, as zeros: others wrote to this memory. Raises OutOfMemoryError where none is left."""
+        """Map the cache again and zero it, because others wrote there. Raises OutOfMemoryError if memory is taken."""
         for part in _cache() if tags is None or TAG in tags else []:
             if part.is_asleep:
                 _, size, address, _ = part.handle
@@ -47,18 +48,18 @@ SleepModeBackendFactory.register_backend(NAME, __name__, CacheAlone.__name__)
 
 
 def install(llm: LLM) -> None:
-    """Have `llm`, which was built with `enable_sleep_mode`, sleep this way."""
+    """Make `llm`, built with `enable_sleep_mode`, use this backend."""
 
     def choose(worker: Any) -> None:
         worker.vllm_config.model_config.sleep_mode_backend = NAME  # `LLM` has no argument for it
 
     llm.collective_rpc(choose)
     pools = list(CuMemAllocator.get_instance().allocator_and_pools.values())
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(pools))  # for good: torch frees a pool that nobody refers to
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(pools))  # never released, because torch frees an unreferenced pool
 
 
 def release() -> None:
-    """Give back all memory of an `llm` that has ended."""
+    """Release all memory of an `llm` that was shut down."""
     parts = CuMemAllocator.get_instance().pointer_to_data
     torch.cuda.synchronize()
     while parts:
@@ -68,15 +69,17 @@ def release() -> None:
 
 
 def asleep_bytes() -> int:
-    """Bytes of the cache that are unmapped now."""
+    """Return the bytes of the cache that are unmapped now."""
     return sum(part.handle[1] for part in _cache() if part.is_asleep)
 
 
 def _cache() -> list[Any]:
+    """Return vLLM's allocations that belong to the cache."""
     return [part for part in CuMemAllocator.get_instance().pointer_to_data.values() if part.tag == TAG]
 
 
 def _map(handle: tuple[int, ...]) -> None:
+    """Map an allocation again. Raises torch.OutOfMemoryError if no memory is left."""
     try:
         create_and_map(handle)
     except RuntimeError as error:

@@ -1,16 +1,15 @@
-// Products of a warpgroup, which end when `settled` says so. tests/helpers/cuda_on_cpu.h has the same for a CPU.
+// Asynchronous products of a warpgroup; `settled` waits for them. tests/helpers/cuda_on_cpu.h emulates them on a CPU.
 
 struct alignas(64) TensorMap { u64 data[16]; };
 
-// All rows of a matrix of 16-bit numbers, and columns from 64 * `column`: as many of both as a box of its map has, 0 beyond
-// its last. 64 columns lie together, the 16 bytes at i of a row of them at i ^ row % 8.
+// Copy a box of a 16-bit matrix: all rows, columns from 64 * `column`, sized by the tensor map, zeros beyond the matrix.
+// Stored 64 columns at a time; 16-byte chunk i of a row is at i ^ row % 8.
 __device__ void copy_tile(u32 to, const TensorMap* from, int column, u32 barrier) {
   asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %3, %2}], [%4];"
                ::"r"(to), "l"(from), "r"(column), "r"(0), "r"(barrier) : "memory");
 }
 
-// Rows of a matrix from `row`, and columns from `column`: as many of both as a box of its map has, 0 beyond its last. They
-// lie as in memory.
+// Copy a box of a matrix from `row` and `column`, sized by the tensor map, zeros beyond the matrix. Row-major, no swizzle.
 __device__ void copy_rows(u32 to, const TensorMap* from, int column, int row, u32 barrier) {
   asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
                ::"r"(to), "l"(from), "r"(column), "r"(row), "r"(barrier) : "memory");
@@ -18,18 +17,18 @@ __device__ void copy_rows(u32 to, const TensorMap* from, int column, int row, u3
 
 __device__ void prefetch(const TensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
 
-// What was written to global memory before this, here or where this block waited for it, is there for copies after it.
+// Make earlier writes to global memory, by this block or by blocks it waited for, visible to later bulk copies.
 __device__ void seen_by_copies() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
-// Four matrices of 8 times 8 16-bit numbers, as an mma takes them: the row r of matrix i is the 16 bytes at the address that
-// lane 8i + r has.
+// Load four 8 x 8 matrices of 16-bit numbers as operands of an mma. Lane 8i + r passes the address of row r (16 bytes) of
+// matrix i.
 __device__ void load_matrices(u32 (&four)[4], u32 from) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(four[0]), "=r"(four[1]), "=r"(four[2]), "=r"(four[3]) : "r"(from) : "memory");
 }
 
-// Four such matrices, each held as a sum of an mma is, column by column: the column r of matrix i goes to the 16 bytes at
-// the address that lane 8i + r has.
+// Store four such matrices, held like an mma's sums, transposed. Lane 8i + r passes the address to which column r
+// (16 bytes) of matrix i goes.
 __device__ void store_transposed(u32 to, const u32 (&four)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
                ::"r"(to), "r"(four[0]), "r"(four[1]), "r"(four[2]), "r"(four[3]) : "memory");
@@ -53,36 +52,36 @@ __device__ u32 times_bf16(u32 a, u32 b) {  // two bfloat16
   return d;
 }
 
-// Where a product finds x that copy_tile brought to `at`, in units of 16 bytes: the lower half of a descriptor. The upper
-// says 1,024 bytes from 8 rows to 8 rows and a swizzle of 128 bytes.
+// Lower half of the descriptor of an x that copy_tile copied to `at`, in units of 16 bytes. The upper half sets 1,024 bytes
+// between groups of 8 rows and a swizzle of 128 bytes.
 __device__ u32 matrix(u32 at) { return (at >> 4 & 0x3FFF) | 1u << 16; }
 
 __device__ void begins() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
 __device__ void committed() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
-// All but the `left` groups committed last have ended.
+// Wait until all but the last `left` committed groups have ended.
 template <int left>
 __device__ void settled() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(left) : "memory");
 }
 
-// Nothing that reads the sums may move to before this.
+// Keep the compiler from moving reads of the sums before this point.
 template <int count>
 __device__ void complete(float (&sum)[count]) {
 #pragma unroll
   for (int i = 0; i < count; i++) asm volatile("" : "+f"(sum[i])::"memory");
 }
 
-// What a thread of this warpgroup may have from here on.
+// Set the registers per thread of this warpgroup from here on.
 template <int count, bool more>
 __device__ void registers() {
   if (more) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(count));
   else asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(count));
 }
 
-// sum += A[64, 16] X[16, n]: a lane's A in registers, as of an mma with its warp's 16 rows; X as of `matrix`,
-// 2 further for 16 further columns. D, A and X are the operands' numbers, what follows are the sums.
+// sum += A[64, 16] X[16, n]. A is in registers, as for an mma on the warp's 16 rows. X is a `matrix` descriptor, plus 2 for
+// each 16 columns. D, A and X are operand numbers; the sums follow.
 #define EIGHT(i) \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
 #define D8 "%0,%1,%2,%3,%4,%5,%6,%7"

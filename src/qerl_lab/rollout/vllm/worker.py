@@ -1,7 +1,7 @@
-"""What `vllm serve` adds to each of its workers: `--worker-extension-cls qerl_lab.rollout.vllm.worker.NormNoise`.
+"""vLLM's worker class, in the trainer's process and in a server: holds the noisy norms in float32.
 
-The server calls a method in every worker, by its name and with plain JSON (`/collective_rpc`). The names begin with
-`qerl_`, since vLLM refuses an extension that hides a method of its own.
+Set by `worker_cls` (`vllm serve --worker-cls qerl_lab.rollout.vllm.worker.NormWorker`). With a server, the trainer
+calls the methods `qerl_*` in every worker, by name and with plain JSON (`/collective_rpc`).
 """
 
 from pathlib import Path
@@ -10,17 +10,37 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm.lora.request import LoRARequest
+from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
+from vllm.platforms import current_platform
 
 from qerl_lab.aqn import CLEAN, Noise
+from qerl_lab.rollout.vllm.norms import KEY
 from qerl_lab.rollout.vllm_server.wire import encoded
 
+if current_platform.is_cpu():
+    from vllm.v1.worker.cpu_worker import CPUWorker as Worker
+else:
+    from vllm.v1.worker.gpu_worker import Worker
 
-class NormNoise:
-    """Noise on the norms of a served model, and its one adapter read anew. Mixed into vLLM's worker class."""
+
+class NormWorker(Worker):
+    """vLLM's worker plus float32 norms, noise on them, and reloading of a server's one adapter."""
+
+    def load_model(self, **options: Any) -> None:
+        """Load the model, then convert the norms listed by `norms.arguments` to float32.
+
+        This happens before vLLM compiles the model and captures CUDA graphs, which fix a weight's dtype and address.
+        vLLM's RMSNorm multiplies in the dtype of its weight and returns the dtype of its input.
+        """
+        super().load_model(**options)
+        names = self.vllm_config.additional_config[KEY]
+        for name, module in self.get_model().named_modules():
+            if name.rpartition(".")[2] in names and isinstance(module, RMSNorm | GemmaRMSNorm):
+                module.weight.data = module.weight.data.float()
 
     def qerl_describe(self) -> dict[str, Any]:
-        """What the policy and its run must agree with: dtype, how the base is packed, kernels, log-probs, adapters."""
-        own = self.vllm_config  # type: ignore[attr-defined]
+        """Return the settings that a run compares with its own: dtype, format, kernels, log-probs, adapters."""
+        own = self.vllm_config
         model, lora = own.model_config, own.lora_config
         return {
             "dtype": str(model.dtype).removeprefix("torch."),
@@ -35,61 +55,64 @@ class NormNoise:
         }
 
     def qerl_clear(self) -> None:
-        """Fill the key-value cache with zeros, as it was at the start; what the prefix cache knows is then wrong.
+        """Zero the key-value cache, as at the start. The prefix cache is then wrong and must be reset.
 
-        A run whose weights became NaN leaves NaN there, and attention of later runs multiplies them by zero: NaN again.
-        `kv_caches` is no documented name; tests/unit/rollout/test_contract.py fails without it (`check_nan`).
+        A run whose weights became NaN leaves NaN in the cache. Attention of later runs multiplies it by zero, which
+        gives NaN again. `kv_caches` is undocumented; tests/unit/rollout/test_contract.py fails without it
+        (`check_nan`).
         """
-        for cache in self.model_runner.kv_caches:  # type: ignore[attr-defined]
+        for cache in self.model_runner.kv_caches:
             for tensor in [cache] if isinstance(cache, Tensor) else cache:
                 tensor.zero_()
 
     def qerl_sees(self, folder: str) -> list[str]:
-        """Names of the files that this worker sees in `folder`."""
+        """Return the names of the files that this worker sees in `folder`."""
         return sorted(path.name for path in Path(folder).glob("*"))
 
     def qerl_adapter(self, name: str, folder: str) -> list[Any]:
-        """Read the adapter of `folder` in the place of the one that is held.
+        """Replace the loaded adapter by the one in `folder`.
 
-        Not through /v1/load_lora_adapter with load_inplace: vLLM keeps that request, and would read the files again at
+        Not through /v1/load_lora_adapter with load_inplace: vLLM keeps that request and would read the files again at
         every token.
 
         Returns:
-            the ids held, which are one, or the error: raised in several workers, it would leave the answers of all but
-            the first with vLLM, and each later call would be given the answers of the one before.
+            the ids of loaded adapters (one), or the error as text. An exception in several workers would leave all
+                answers but
+            the first queued in vLLM, so that each later call would get answers of the call before.
         """
-        held = sorted(self.list_loras())  # type: ignore[attr-defined]
+        held = sorted(self.list_loras())
         if len(held) == 1:
             try:
-                self.add_lora(LoRARequest(name, held[0], folder, load_inplace=True))  # type: ignore[attr-defined]
-            except Exception as error:  # whatever it is, the trainer is told
+                self.add_lora(LoRARequest(name, held[0], folder, load_inplace=True))
+            except Exception as error:  # report any error to the trainer
                 return [type(error).__name__, str(error)]
-        return sorted(self.list_loras())  # type: ignore[attr-defined]
+        return sorted(self.list_loras())
 
     def qerl_noise(self, names: list[str], sigma: str, seed: int, step: int, relative: bool) -> None:
-        """Write clean weights + noise into the norms `names`, and clean ones into those of any earlier call.
+        """Write clean weights + noise into the norms `names`, and clean weights into those of earlier calls.
 
-        Every worker draws the same. Layers that this worker does not hold (of another pipeline stage) it leaves out.
+        Every worker draws the same noise. Layers of other pipeline stages are skipped.
 
         Args:
-            sigma: a float as text, for JSON has no NaN. It and what follows make the `aqn.Noise`.
+            sigma: a float as text, because JSON has no NaN. Together with the rest it makes the `aqn.Noise`.
         """
         weights = self._qerl_norms()
-        clean: dict[str, Tensor] = self.__dict__.setdefault("qerl_clean", {})  # as they were loaded
+        clean: dict[str, Tensor] = self.__dict__.setdefault("qerl_clean", {})  # as loaded
         for name in weights.keys() & set(names) - clean.keys():
             clean[name] = weights[name].detach().float().clone()
-        noise = Noise(float(sigma), seed, step, relative)
-        for name, weight in clean.items():
-            drawn = (noise if name in names else CLEAN).onto(weight, name, weights[name].dtype)
-            weights[name].data.copy_(drawn)  # in place: CUDA graphs read it where it is
+        own = {name: clean[name] for name in names if name in clean}
+        noisy = CLEAN.onto_norms(clean) | Noise(float(sigma), seed, step, relative).onto_norms(own)
+        for name, weight in noisy.items():
+            weights[name].data.copy_(weight)  # in place, because CUDA graphs read this address
         if torch.cuda.is_available():  # vLLM may sample on another stream than this one
             torch.cuda.synchronize()
 
     def qerl_norms(self, names: list[str]) -> dict[str, list[str]]:
-        """[dtype, bytes in base64] of those of the norms `names` that this worker holds."""
+        """Return [dtype, base64] of the norms in `names` that this worker holds."""
         weights = self._qerl_norms()
         return {name: encoded(weights[name]) for name in names if name in weights}
 
     def _qerl_norms(self) -> dict[str, Tensor]:
-        model = self.get_model()  # type: ignore[attr-defined]
+        """Return all parameters of the model, by layer name without `.weight`."""
+        model = self.get_model()
         return {name.removesuffix(".weight"): weight for name, weight in model.named_parameters()}

@@ -1,1 +1,1 @@
-"""`vllm serve` as an engine, on other GPUs or hosts. Imports no vllm: the trainer's side needs none."""
+"""Rollout engine on a `vllm serve` on other GPUs or hosts. Imports no vllm, which the trainer's side does not need."""

@@ -1,6 +1,6 @@
-"""Whether a server serves what the policy computes with: looked at once, when the engine is built.
+"""Check, when the engine is built, that the server's model and settings match the policy's.
 
-A server that differs would train the policy on another model's completions, and nothing later would say so.
+A server that differs would train the policy on another model's completions, and nothing later would notice.
 """
 
 from pathlib import Path
@@ -20,13 +20,14 @@ from qerl_lab.rollout.vllm_server.serve_line import backend_of
 LINE = "Type python -m qerl_lab.serve_line and the words of this run for the command that starts it right."
 PROBE = "A train has 12 cars with 30 seats each. How many seats are there?"
 PROBE_TOKENS = 16
-# Mean distance of log-probs in nats. Sums in another order stay below a fifth of it (tests/gpu/test_vllm_engine.py
-# holds 0.02 for bfloat16); other weights are beyond it, unless they differ as little as two rounding rules of a format.
+# Largest mean difference of log-probs in nats. A different order of summation stays below a fifth of it
+# (tests/gpu/test_vllm_engine.py holds 0.02 for bfloat16). Other weights exceed it, unless they differ as little as two
+# rounding rules of a format.
 NEAR = {torch.float32: 0.01, torch.bfloat16: 0.1}
 
 
 def check_settings(server: Server, cfg: RunConfig, policy: Policy) -> None:
-    """Raise ConfigError where there is no server, or its settings are not those of its `serve_line`."""
+    """Raise ConfigError if there is no server, or its settings differ from those that `serve_line` prints."""
     longest = cfg.rollout.max_prompt_tokens + cfg.rollout.max_completion_tokens
     card = _asked(server, "GET", "/v1/models")["data"][0]
     if card["max_model_len"] < longest:
@@ -56,7 +57,7 @@ def check_settings(server: Server, cfg: RunConfig, policy: Policy) -> None:
 
 
 def _check_format(server: Server, cfg: RunConfig, told: dict[str, Any]) -> None:
-    """Raise ConfigError where the base is served in another format than the run's."""
+    """Raise ConfigError if the server's base has another format than the run's."""
     packed, name = told["quantization_config"], told["quantization"] or DENSE_FORMAT
     if packed is not None:
         try:
@@ -68,11 +69,14 @@ def _check_format(server: Server, cfg: RunConfig, told: dict[str, Any]) -> None:
 
 
 def differs(server: Server, found: str, wanted: str) -> ConfigError:
+    """Return the error for a server setting that differs from the run's."""
     return ConfigError(f"{server.name} {found}; allowed for this run: {wanted}. {LINE}")
 
 
 def _asked(server: Server, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-    """Ask at the start of a run, when an error means a server that was started otherwise."""
+    """Send a request at the start of a run. Raises ConfigError for any error, because the server was started
+    wrongly.
+    """
     try:
         return server.ask(method, path, body)
     except TimeoutError:
@@ -86,11 +90,12 @@ def _asked(server: Server, method: str, path: str, body: dict[str, Any] | None =
             ) from error
         raise ConfigError(
             f"{server.name} refuses {path} (HTTP {error.status}: {error}): it was started without the settings of "
-            f"development, or without the worker extension. {LINE}"
+            f"development, or without the lab's worker class. {LINE}"
         ) from error
 
 
 def cannot_load(server: Server, folder: Path, why: str) -> ConfigError:
+    """Return the error for a server that cannot read the adapter's folder."""
     return ConfigError(
         f"{server.name} cannot load the adapter from {folder} ({why}). It reads the files itself. Type "
         f"rollout.vllm_server.adapter_dir=DIR, a folder that server and trainer see under one path, if it does not see "
@@ -99,7 +104,7 @@ def cannot_load(server: Server, folder: Path, why: str) -> ConfigError:
 
 
 def check_norms(held: dict[str, Tensor], policy: Policy, cfg: RunConfig) -> None:
-    """Raise ConfigError unless the served model has the policy's norms, under their names and with their weights."""
+    """Raise ConfigError unless the served model has the policy's norms: same names, same weights, in float32."""
     url = cfg.rollout.vllm_server.url
     for name, clean in policy.clean_norms.items():
         if name not in held:
@@ -107,7 +112,12 @@ def check_norms(held: dict[str, Tensor], policy: Policy, cfg: RunConfig) -> None
                 f"the vLLM server at {url} has no layer {name}: it serves another model than model.path="
                 f"{cfg.model.path}, or names its layers otherwise, so that no noise can be put on them. {LINE}"
             )
-        if held[name].shape != clean.shape or not torch.equal(held[name].to(clean), clean):
+        if held[name].dtype != torch.float32:
+            raise ConfigError(
+                f"the vLLM server at {url} holds {name} in {held[name].dtype}, which cannot hold a small sigma; "
+                f"allowed: torch.float32. {LINE}"
+            )
+        if held[name].shape != clean.shape or not torch.equal(held[name], clean):
             raise ConfigError(
                 f"the vLLM server at {url} holds another weight of {name} than model.path={cfg.model.path}: it serves "
                 f"another model. {LINE}"
@@ -115,7 +125,7 @@ def check_norms(held: dict[str, Tensor], policy: Policy, cfg: RunConfig) -> None
 
 
 def check_logprobs(engine: Engine, policy: Policy, cfg: RunConfig) -> None:
-    """Raise ConfigError unless the server's log-probs of a text that it samples are near the policy's."""
+    """Raise ConfigError unless the server's log-probs of a sampled text are near the policy's."""
     prompt = policy.tokenizer(PROBE)["input_ids"][: cfg.rollout.max_prompt_tokens]
     tokens = min(PROBE_TOKENS, cfg.rollout.max_completion_tokens)
     out = engine.generate([prompt], 1, Sampling(tokens, seed=0))

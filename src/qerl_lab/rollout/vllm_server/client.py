@@ -1,4 +1,4 @@
-"""HTTP to one `vllm serve`: keep-alive connections, lost ones tried again with backoff. Errors name the server."""
+"""HTTP client for one `vllm serve`: keep-alive connections, retries with backoff, errors that name the server."""
 
 import os
 import socket
@@ -10,20 +10,20 @@ import httpx
 from qerl_lab.config.redact import redact, url_without_secrets
 from qerl_lab.rollout.engine import EngineFailed
 
-API_KEY = "VLLM_API_KEY"  # the variable that vLLM itself reads it from
+API_KEY = "VLLM_API_KEY"  # vLLM's own environment variable
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 10.0  # seconds between tries; each is twice the last
 CONNECT_SECONDS, ANSWER_SECONDS = 10.0, 120.0
-AWAY = (502, 503, 504)  # what a proxy, or a server that ends, answers in the place of one that works
-# A host that vanished sends nothing, for as long as a rollout may take: the system asks it twice a minute.
+AWAY = (502, 503, 504)  # answers of a proxy or of a server that shuts down
+# Probe idle connections twice a minute, because a vanished host sends nothing and a rollout may take long.
 KEEP_ALIVE = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)] + [
     (socket.IPPROTO_TCP, getattr(socket, name), value)
     for name, value in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3))
-    if hasattr(socket, name)  # macOS has not all of them
+    if hasattr(socket, name)  # macOS lacks some
 ]
 
 
 class Refused(Exception):
-    """The server answered with an error. `status` is HTTP's; the message is the server's own."""
+    """The server answered with an error. `status` is the HTTP status, the message the server's own."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -31,13 +31,13 @@ class Refused(Exception):
 
 
 class Server:
-    """The server at `url`, for several threads at once. `patience` is how many seconds a lost connection is retried."""
+    """Client of the server at `url`, usable from several threads. Retries a lost connection for `patience` seconds."""
 
     def __init__(self, url: str, patience: float, connections: int) -> None:
         self.name = f"the vLLM server at {url_without_secrets(url)}"
         self.patience = patience
         key = os.environ.get(API_KEY)
-        # A transport of our own also leaves HTTP_PROXY unread, which would be asked for a server on loopback.
+        # Setting a transport also makes httpx ignore HTTP_PROXY, which it would use even for a server on loopback.
         limits = httpx.Limits(max_connections=connections, max_keepalive_connections=connections)
         self._client = httpx.Client(
             base_url=url,
@@ -46,15 +46,15 @@ class Server:
         )
 
     def ask(self, method: str, path: str, body: dict[str, Any] | None = None, seconds: float | None = None) -> Any:
-        """Return what the server answers: parsed JSON, or None where it says nothing but yes.
+        """Send a request and return the parsed JSON answer, or None for an empty one.
 
-        Asking twice must do no harm, since an answer may be lost. Without `seconds` there are `ANSWER_SECONDS`, and
-        `patience` more, for a server that comes back at the end of it.
+        The request must be safe to repeat, because an answer may be lost. `seconds` defaults to `ANSWER_SECONDS` plus
+        `patience`, for a server that returns at the last moment.
 
         Raises:
             Refused: the server answered with an error.
             TimeoutError: no answer came in `seconds`.
-            EngineFailed: there is no server, or no JSON.
+            EngineFailed: there is no server, or its answer is not JSON.
         """
         seconds = ANSWER_SECONDS + self.patience if seconds is None else seconds
         response = self._response(method, path, body, seconds)
@@ -68,9 +68,9 @@ class Server:
             raise EngineFailed(f"{self.name} answered {path} with what is no JSON ({error})") from error
 
     def _response(self, method: str, path: str, body: dict[str, Any] | None, seconds: float) -> httpx.Response:
-        """Send until there is an answer, a pause after each lost connection. Raises TimeoutError and EngineFailed."""
+        """Send until there is an answer, pausing after each lost connection. Raises TimeoutError and EngineFailed."""
         started, pause, tries = time.monotonic(), FIRST_PAUSE, 0
-        lost = None  # when the connection was
+        lost = None  # time of the first lost connection
         while True:
             tries += 1
             left = seconds - (time.monotonic() - started)
@@ -102,7 +102,7 @@ class Server:
 
 
 def message_of(response: httpx.Response) -> str:
-    """The first line of the server's own words, which it puts under one of several keys."""
+    """Return the first line of the server's error message, which it puts under one of several keys."""
     try:
         said = response.json()
     except ValueError:

@@ -1,7 +1,7 @@
-"""The engine of a `vllm serve` on other GPUs or hosts: completions, adapter and norms over its endpoints.
+"""Rollout engine on a `vllm serve` on other GPUs or hosts; completions, adapter and norms go over its endpoints.
 
-It meets vLLM at its HTTP interface, and at `vllm.worker.NormNoise`, which runs in the server's workers. The adapter's
-files lie in a folder that both see. `serve_line` says how the server is started.
+Uses vLLM's HTTP interface and `vllm.worker.NormWorker`, the server's worker class. The adapter's files lie in a folder
+that trainer and server see. `serve_line` prints the command that starts the server.
 """
 
 import secrets
@@ -26,26 +26,26 @@ from qerl_lab.rollout.vllm_server import agreement
 from qerl_lab.rollout.vllm_server.client import Refused, Server
 from qerl_lab.rollout.vllm_server.wire import decoded
 
-NO_NAN = "not JSON compliant"  # what Python's json says of a NaN, and the server with it
-PROCESS = f"policy-{secrets.token_hex(4)}"  # how the adapters of this process's engines are named
-HAD: set[str] = set()  # servers that this process has taken over
+NO_NAN = "not JSON compliant"  # Python's json error for a NaN, passed on by the server
+PROCESS = f"policy-{secrets.token_hex(4)}"  # prefix of this process's adapter names
+HAD: set[str] = set()  # names of servers that this process took over
 
 
 class VllmServerEngine:
-    """Engine over the server at `rollout.vllm_server.url`, which serves `policy`'s base. One run has it at a time.
+    """Engine on the server at `rollout.vllm_server.url`, which serves `policy`'s base to one run at a time.
 
-    A seed decides each completion's draws as in `vllm.engine`. Raises ConfigError where there is no server, or it
-    serves another model, or serves it otherwise.
+    Seeds determine the draws as in `vllm.engine`. Raises ConfigError if there is no server, or it serves another model
+    or with other settings.
     """
 
-    linear_backend = None  # a server's own choice
+    linear_backend = None  # chosen by the server
 
     def __init__(self, policy: Policy, cfg: RunConfig) -> None:
         self.policy, self.cfg, own = policy, cfg, cfg.rollout.vllm_server
         self._open = ExitStack()
         self._server = Server(own.url, own.patience_seconds, cfg.rollout.batch_size)
         self._open.callback(self._server.close)
-        self._name = f"{PROCESS}-{secrets.token_hex(4)}"  # of this engine alone
+        self._name = f"{PROCESS}-{secrets.token_hex(4)}"  # unique to this engine
         try:
             self._folder = self._open.enter_context(shared_folder(policy, own.adapter_dir))
             write_settings(policy.model, self._folder)
@@ -59,10 +59,10 @@ class VllmServerEngine:
             raise
 
     def _take_over(self) -> None:
-        """Have the server hold this engine's adapter alone. Another engine's requests then fail, and say why.
+        """Make this engine's adapter the only one on the server. Other engines' requests fail from then on.
 
-        Raises EngineFailed where this process had the server before, and another run has it now: the last to start
-        keeps it, or both would take it in turns, each in the middle of the other's completions.
+        Raises EngineFailed if this process used the server before and another run has it now. The last run to start
+        keeps the server; otherwise two runs would take it from each other in the middle of completions.
         """
         held = self._adapters()
         if self._server.name in HAD and any(not name.startswith(f"{PROCESS}-") for name in held):
@@ -71,36 +71,37 @@ class VllmServerEngine:
         if not all(self._in_workers("qerl_sees", folder=str(self._folder))):
             raise agreement.cannot_load(self._server, self._folder, "a worker sees no files there")
         HAD.add(self._server.name)
-        self._ask("/abort_requests", {}, "abort_requests")  # those that are under way keep the prefix cache
+        self._ask("/abort_requests", {}, "abort_requests")  # running requests would keep the prefix cache
         self._in_workers("qerl_clear")  # the first sync resets the prefix cache
         for name in held:
             self._unload(name)
         try:
             self._server.ask("POST", "/v1/load_lora_adapter", {"lora_name": self._name, "lora_path": str(self._folder)})
         except Refused as error:
-            if "already been loaded" not in str(error):  # by a first try, whose answer was lost
+            if "already been loaded" not in str(error):  # by an earlier try whose answer was lost
                 why = f"HTTP {error.status}: {error}"
                 raise agreement.cannot_load(self._server, self._folder, why) from error
         except TimeoutError:
             raise EngineFailed(f"{self._server.name} did not answer when it was to load the adapter") from None
 
     def _unload(self, name: str) -> None:
-        with suppress(Refused):  # gone by now
+        """Unload an adapter from the server, if it is still there."""
+        with suppress(Refused):  # already gone
             self._server.ask("POST", "/v1/unload_lora_adapter", {"lora_name": name})
 
     def _adapters(self) -> list[str]:
-        """Names of the adapters that the server knows; whatever has a parent is one."""
+        """Return the names of the server's adapters, the models that have a parent."""
         cards = self._ask("/v1/models", None, "the list of models", "GET")["data"]
         return [card["id"] for card in cards if card["parent"]]
 
     def _require_own(self) -> None:
-        """Raise EngineFailed unless the server is this engine's: by another's adapter and noise nothing may be made."""
+        """Raise EngineFailed unless this engine's adapter is the only one on the server."""
         if (held := self._adapters()) != [self._name]:
             what = "was taken by another run" if held else "was started again"
             raise EngineFailed(f"{self._server.name} {what}")
 
     def sync(self, noise: Noise) -> None:
-        """Hand over the adapter's files and what the noise is drawn from, and have the prefix cache forgotten."""
+        """Send adapter and noise parameters to the server's workers and reset the prefix cache."""
         self._require_own()
         write_weights(self.policy.model, self._folder)
         held = self._in_workers("qerl_adapter", name=self._name, folder=str(self._folder))
@@ -112,10 +113,10 @@ class VllmServerEngine:
             raise EngineFailed(f"{self._server.name} kept its prefix cache at a sync: it still serves other requests")
 
     def sleep(self) -> None:
-        """The server's memory is not the trainer's."""
+        """Do nothing; the server has its own memory."""
 
     def norms(self) -> dict[str, Tensor]:
-        """Read them from the server's own modules. Raises EngineFailed where its workers hold different ones."""
+        """Read the norms back from the server's modules. Raises EngineFailed if its workers hold different ones."""
         found: dict[str, list[str]] = {}
         for held in self._in_workers("qerl_norms", names=list(self.policy.norms)):
             if differ := [name for name, weight in held.items() if found.setdefault(name, weight) != weight]:
@@ -123,10 +124,11 @@ class VllmServerEngine:
         return {name: decoded(*found[name]).to(self.policy.device) for name in self.policy.norms if name in found}
 
     def _in_workers(self, method: str, **arguments: Any) -> list[Any]:
-        """Call a method of `NormNoise` in every worker, and return what each gave."""
+        """Call a method of `NormWorker` in every worker; return the results."""
         return self._ask("/collective_rpc", {"method": method, "kwargs": arguments}, method)["results"]
 
     def _ask(self, path: str, body: dict[str, Any] | None, what: str, method: str = "POST") -> Any:
+        """Send a request; turn refusals and timeouts into EngineFailed, naming `what`."""
         try:
             return self._server.ask(method, path, body)
         except Refused as error:
@@ -139,7 +141,7 @@ class VllmServerEngine:
     ) -> Rollout:
         """Sample `group_size` completions of each prompt. The log-probs are empty with top_p < 1.
 
-        Raises EngineFailed where the server is away, or takes longer than rollout.vllm.timeout_minutes.
+        Raises EngineFailed if the server is away or takes longer than rollout.vllm.timeout_minutes.
         """
         started, seeds = time.perf_counter(), sampling.seeds(len(prompt_ids_P))
         minutes = self.cfg.rollout.vllm.timeout_minutes
@@ -147,7 +149,7 @@ class VllmServerEngine:
         asked = zip(prompt_ids_P, seeds, strict=True)
         bodies = [self._request(ids, group_size, sampling, seed) for ids, seed in asked]
         groups: dict[int, list[Completion]] = {}
-        pool = ThreadPoolExecutor(max(1, self.cfg.rollout.batch_size // group_size))  # a thread waits for a group
+        pool = ThreadPoolExecutor(max(1, self.cfg.rollout.batch_size // group_size))  # one thread per group
         try:
             jobs = {pool.submit(self._complete, body, deadline): index for index, body in enumerate(bodies)}
             for job in as_completed(jobs):
@@ -159,8 +161,8 @@ class VllmServerEngine:
                 f"rollout.vllm.timeout_minutes={minutes:g}. Type a larger one if that many tokens take longer."
             ) from None
         finally:
-            pool.shutdown(wait=False, cancel_futures=True)  # a request that hangs does so until the deadline at most
-        self._require_own()  # still: it was so all the time
+            pool.shutdown(wait=False, cancel_futures=True)  # a hanging request ends at the deadline
+        self._require_own()  # so it was during the whole rollout
         rows = [groups[index] for index in range(len(bodies))]
         return Rollout(
             prompt_ids_P=prompt_ids_P,
@@ -172,28 +174,30 @@ class VllmServerEngine:
         )
 
     def _request(self, prompt: list[int], group_size: int, sampling: Sampling, seed: int) -> dict[str, Any]:
+        """Build the body of a /v1/completions request for one prompt."""
         return {
             "model": self._name,
             "prompt": prompt,
             "n": group_size,
-            "seed": seed,  # that of completion g is g more
+            "seed": seed,  # completion g uses seed + g
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "max_tokens": sampling.max_tokens,
-            # vLLM's are of what it drew from: after the cut, which is another distribution than the contract's.
+            # vLLM returns log-probs after the nucleus cut, but `Rollout` needs them before it.
             "logprobs": 0 if sampling.top_p == 1 else None,
             "stop_token_ids": self.policy.end_ids(),
             "return_token_ids": True,
-            "return_tokens_as_token_ids": True,  # not their texts, which nobody reads
+            "return_tokens_as_token_ids": True,  # ids instead of texts, which are not used
         }
 
     def _complete(self, body: dict[str, Any], deadline: float) -> "list[Completion]":
-        """Send one prompt. Raises EngineFailed, and TimeoutError after the deadline."""
+        """Request the completions of one prompt. Raises EngineFailed, and TimeoutError after the deadline."""
         try:
             answer = self._server.ask("POST", "/v1/completions", body, max(0.0, deadline - time.monotonic()))
         except Refused as error:
             if NO_NAN in str(error) and body["logprobs"] is not None:
-                # The same draws without their log-probs: some of them are NaN, and a run ends at any.
+                # Some log-probs are NaN, which JSON cannot carry. Repeat the draws without log-probs and return NaN for
+                # all, because the run ends at any NaN.
                 drawn = self._complete({**body, "logprobs": None}, deadline)
                 return [(ids, [float("nan")] * len(ids), reason) for ids, _, reason in drawn]
             hint = ": it was started again, or another run took it" if error.status == 404 else ""
@@ -201,11 +205,11 @@ class VllmServerEngine:
         return completions(answer, body, self._server.name)
 
     def held(self) -> dict[str, int]:
-        """The memory is the server's."""
+        """Return nothing; the server has its own memory."""
         return {}
 
     def close(self) -> None:
-        """Remove the adapter's files. The server holds the adapter until another engine takes it over."""
+        """Remove the adapter's files. The server keeps the adapter until another engine takes over."""
         self._open.close()
 
 
@@ -213,7 +217,7 @@ Completion = tuple[list[int], list[float], str]  # token ids, log-probs, finish 
 
 
 def completions(answer: Any, asked: dict[str, Any], name: str) -> list[Completion]:
-    """Read the answer of /v1/completions. Raises EngineFailed, naming the server, for less than was asked."""
+    """Parse an answer of /v1/completions. Raises EngineFailed, naming the server, if it is incomplete."""
     try:
         choices = sorted(answer["choices"], key=lambda choice: choice["index"])
         found = [
@@ -240,7 +244,7 @@ def completions(answer: Any, asked: dict[str, Any], name: str) -> list[Completio
 
 @contextmanager
 def shared_folder(policy: Policy, shared: str | None) -> Iterator[Path]:
-    """Yield a folder for the adapter's files that is removed after: in `shared`, else in this machine's memory."""
+    """Yield a temporary folder for the adapter's files: in `shared`, or in this machine's memory without it."""
     if shared is None:
         with scratch_folder(adapter_bytes(policy.model)) as folder:
             yield folder

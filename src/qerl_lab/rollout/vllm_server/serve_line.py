@@ -1,5 +1,6 @@
-"""The command that starts the server of a run: the same words, as the flags of `vllm serve`. Imports no vllm."""
+"""Print the `vllm serve` command for a run's settings. Imports no vllm."""
 
+import json
 import shlex
 from dataclasses import asdict
 from pathlib import Path
@@ -16,23 +17,23 @@ from qerl_lab.model import gguf, on_disk
 from qerl_lab.model.files import WeightFiles
 from qerl_lab.model.loading import stored_as
 from qerl_lab.model.policy import compute_dtype, device_of
+from qerl_lab.rollout.vllm import norms
 from qerl_lab.rollout.vllm.base import is_bfloat16
 from qerl_lab.rollout.vllm.lora_files import max_rank
 
-# Adapters change while it runs; /collective_rpc and /reset_prefix_cache are of the mode for development.
+# Allow adapters to change at run time; /collective_rpc and /reset_prefix_cache need development mode.
 ENVIRONMENT = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_SERVER_DEV_MODE": "1"}
-EXTENSION = "qerl_lab.rollout.vllm.worker.NormNoise"
 
 
 def commands(cfg: RunConfig) -> list[str]:
-    """Lines for a shell: the server's, and before it, for a model that is packed while it is read, one that packs it.
+    """Return shell lines: the server's command, preceded by a quantize command if the model must be packed first.
 
-    Raises ConfigError for what vLLM cannot serve as the policy computes it.
+    Raises ConfigError if vLLM cannot serve the model as the policy computes it.
     """
     path = cfg.model.path
     folder = gguf.unpack(gguf.existing(path, "model.path")) if gguf.is_gguf(path) else on_disk.local(path)
     dtype = compute_dtype(cfg, device_of(cfg.device))
-    packed = folder is not None and stored_as(folder) is not None  # of the hub, which nothing is asked here: dense
+    packed = folder is not None and stored_as(folder) is not None  # take a hub model as dense without a download
     lines, revision = list[str](), list[str]()
     if cfg.format.name != DENSE_FORMAT and not packed:
         how = [cfg.format.name, *(f"{key}_{value}" for key, value in unusual(cfg).items())]
@@ -52,7 +53,7 @@ def commands(cfg: RunConfig) -> list[str]:
 
 
 def quantize_line(cfg: RunConfig, out: str) -> str:
-    """The command that packs the model as the run does while it reads it."""
+    """Return the quantize command that packs the model as the run would."""
     words = [word("model", cfg.model.path), f"format={cfg.format.name}", word("out", out)]
     if cfg.model.revision:
         words.append(word("revision", cfg.model.revision))
@@ -63,21 +64,21 @@ def quantize_line(cfg: RunConfig, out: str) -> str:
 
 
 def unusual(cfg: RunConfig) -> dict[str, str]:
-    """Options of the run's format that are not the defaults, as a command line has them."""
+    """Return the run's format options that differ from the defaults, as command-line values."""
     own, usual = asdict(cfg.format), asdict(FormatConfig())
     return {key: str(own[key]).lower() for key in asdict(formats.build(cfg.format)) if own[key] != usual[key]}
 
 
 def backend_of(cfg: RunConfig) -> str:
-    """The kernels of 4-bit products in vLLM's words: its own choice is auto there, and a server's for our auto too."""
+    """Return vLLM's name of the 4-bit kernel; its own choice is `auto`, which also stands for our `auto`."""
     own = cfg.rollout.vllm.linear_backend
     return "auto" if own in ("auto", "vllm") else own
 
 
 def flags(cfg: RunConfig, dtype: torch.dtype) -> list[str]:
-    """What follows the model in `vllm serve`."""
+    """Return the flags of `vllm serve`, without the model."""
     rollout, own = cfg.rollout, cfg.rollout.vllm
-    url = urlsplit(rollout.vllm_server.url)
+    url, held = urlsplit(rollout.vllm_server.url), norms.arguments(cfg.aqn.norms)
     words: dict[str, str | float | None] = {
         "--host": url.hostname, "--port": url.port or (443 if url.scheme == "https" else 80),
         "--dtype": str(dtype).removeprefix("torch."),
@@ -85,19 +86,19 @@ def flags(cfg: RunConfig, dtype: torch.dtype) -> list[str]:
         "--max-num-seqs": rollout.batch_size,
         "--max-loras": 1, "--max-lora-rank": max_rank(cfg.lora.rank),
         "--logprobs-mode": "processed_logprobs",  # at the temperature of sampling
-        "--generation-config": "vllm",  # not the model's own penalties and cuts
+        "--generation-config": "vllm",  # ignore the model's own penalties and cuts
         "--kv-cache-dtype": own.kv_cache_dtype,
         "--linear-backend": backend_of(cfg),
-        "--worker-extension-cls": EXTENSION,
+        "--worker-cls": held["worker_cls"], "--additional-config": json.dumps(held["additional_config"]),
     }  # fmt: skip
     if own.kv_cache_gib is not None:
         words["--kv-cache-memory-bytes"] = int(own.kv_cache_gib * GIB)
-        words["--gpu-memory-utilization"] = 0.01  # of no effect beside the line above, but checked against what is free
+        words["--gpu-memory-utilization"] = 0.01  # no effect with the line above, but checked against free memory
     if own.max_num_batched_tokens is not None:
         words["--max-num-batched-tokens"] = own.max_num_batched_tokens
     found = ["--enable-lora", *(str(part) for pair in words.items() for part in pair)]
     if own.enforce_eager:
         found.append("--enforce-eager")
-    if device_of(cfg.device).type == "cpu":  # half a prompt draws a token, as in vllm.engine
+    if device_of(cfg.device).type == "cpu":  # chunks of a prompt would draw tokens, as in vllm.engine
         found.append("--no-enable-chunked-prefill")
     return found

@@ -1,4 +1,4 @@
-"""Tensors as JSON, between the engine and the workers of the server. Imports no vllm."""
+"""Encode tensors as JSON between the engine and the server's workers. Imports no vllm."""
 
 import base64
 
@@ -7,11 +7,11 @@ from torch import Tensor
 
 
 def encoded(tensor: Tensor) -> list[str]:
-    """A tensor as JSON, bit for bit: a number as text could be no NaN, and takes four times the room."""
+    """Encode a tensor as dtype and base64, bit for bit. Decimal numbers take four times the space and cannot be NaN."""
     held = tensor.detach().cpu().contiguous()
     return [str(held.dtype).removeprefix("torch."), base64.b64encode(held.view(torch.uint8).numpy().tobytes()).decode()]
 
 
 def decoded(dtype: str, data: str) -> Tensor:
-    """Inverse of `encoded`, of a tensor with one axis."""
+    """Decode the result of `encoded` to a tensor with one axis."""
     return torch.frombuffer(bytearray(base64.b64decode(data)), dtype=getattr(torch, dtype))

@@ -1,14 +1,15 @@
-"""From a completion to a verdict on its answer. docs/answers.md says in words what is right.
+"""Decides whether the answer in a completion is right. docs/answers.md says what counts as equal.
 
-completion.py   the text of the final answer, outside of the thinking
-numbers.py      a plain number is compared exactly, and that is all
-surface.py      one spelling for what typesets alike
-forms.py        quantity, list, point, interval, set, matrix, equation, words: reads by
-    units.py        what stands around a number
-    expression.py   mathematics as a tree
-equality.py     compares two forms, expressions by
-    value.py        their values: exact, or to 100 digits at several points
-judge.py        these in order: right, wrong, unreadable, or a case for
+completion.py   finds the text of the final answer, outside of the thinking
+numbers.py      compares two plain numbers exactly
+surface.py      rewrites text in one spelling
+reading.py      reads the form of an answer (forms.py: quantity, list, point, interval, matrix, equation, words) with
+    units.py        splits a number from its unit, its money sign and the words behind it
+    expression.py   reads mathematics as a tree
+equality.py     compares two forms, with
+    value.py        the value of an expression: exact, or to 100 digits at several points
+    intervals.py    sets of real numbers
+judge.py        returns the verdict: right, wrong, unreadable, or undecided; then it asks
 library.py      math-verify, in a worker process
 """
 

@@ -1,6 +1,30 @@
 """What of a completion is its answer, and whether it keeps the paper's format."""
 
+import re
+from collections.abc import Sequence
+
 THINK, END_THINK, ANSWER, END_ANSWER = TAGS = "<think>", "</think>", "<answer>", "</answer>"
+_BEGUN = re.compile(r"<think>\s*(?:</think>\s*)?(?:<answer>\s*)?\Z")
+
+
+def begun(prompt: str) -> str:
+    """What of the answer the end of a prompt has begun: `<think>` and what follows it. Most chat templates begin none.
+
+    Templates of reasoning models open the thinking for the model; some close it at once.
+    """
+    found = _BEGUN.search(prompt)
+    return found[0] if found else ""
+
+
+def as_graded(prompt: str, completions: Sequence[str]) -> list[str]:
+    """The completions of a prompt as they are graded: after what the prompt has begun."""
+    return [begun(prompt) + completion for completion in completions]
+
+
+def left_to_say(prompt: str, solution: str) -> str:
+    """What of a worked solution is left to say after what the prompt has begun."""
+    tags = re.findall(r"</?\w+>", begun(prompt))
+    return solution.partition(tags[-1])[2] if tags and tags[-1] in solution else solution
 
 
 def final_answer(completion: str) -> str | None:
@@ -32,6 +56,12 @@ def keeps_format(completion: str) -> bool:
     answer = rest.removeprefix(ANSWER)
     in_order = bool(closed) and rest != answer and not thinking.lstrip().startswith(THINK)
     return in_order and bool(answer.strip()) and not any(tag in answer for tag in TAGS) and not _answers(thinking)
+
+
+def has_thought(completion: str) -> bool:
+    """Whether a letter or a digit stands between `<think>` and the first `</think>`."""
+    thought, closed, _ = completion.partition(THINK)[2].partition(END_THINK)
+    return bool(closed) and any(character.isalnum() for character in thought)
 
 
 def _answers(thinking: str) -> bool:

@@ -1,21 +1,25 @@
-"""Equality of two answers by their forms. Every rule is symmetric."""
+"""Compares the forms of two answers. Every rule is symmetric."""
 
+import re
+from contextlib import suppress
 from fractions import Fraction
 
 from qerl_lab.tasks.answers import value as values
-from qerl_lab.tasks.answers.expression import Node, Num, Op, read_expression
+from qerl_lab.tasks.answers.expression import Node, Num, Op, names, read_expression
 from qerl_lab.tasks.answers.forms import Amount, Clock, Form, Matrix, Named, Numeral, Relation, Several, Words
+from qerl_lab.tasks.answers.intervals import OPPOSITE, interval, same_set
 from qerl_lab.tasks.answers.tokens import Unreadable
-from qerl_lab.tasks.answers.value import POINTS, Point, Value, close, is_finite, is_real, names, point, value
+from qerl_lab.tasks.answers.value import POINTS, Point, Value, close, is_finite, is_real, point, value
 
 ENOUGH_DIGITS = 6  # of a decimal that stands for a number which has no end: 0.333333 for 1/3
 HUNDREDTH = Num(Fraction(1, 100))
-_OPPOSITE = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "=": "=", "!=": "!="}
 
 
 def equal(left: Form, right: Form) -> bool:
     """Whether two forms are one answer. Raises Unreadable where a value is undefined or too large."""
     left, right = _single(left), _single(right)
+    if same_set(left, right):
+        return True
     if isinstance(left, Named) or isinstance(right, Named):
         return _named(left, right)
     if isinstance(left, Relation) or isinstance(right, Relation):
@@ -47,19 +51,29 @@ def _single(form: Form) -> Form:
 
 
 def _named(left: Form, right: Form) -> bool:
-    """`x = 5` is 5, and is no `y = 5`; against an equation it is one itself."""
-    if isinstance(left, Named) and isinstance(right, Named):
-        return left.name == right.name and equal(left.form, right.form)
+    """`x = 5` equals 5, but not `y = 5`. Two names, or a name and an equation, are compared as equations."""
+    if isinstance(left, Named) and isinstance(right, Named) and _same_name(left.name, right.name):
+        return equal(left.form, right.form)
+    sides = [_as_relation(side) for side in (left, right)]
+    if all(isinstance(side, Relation) for side in sides):
+        return _relations(*sides)
     named, other = (left, right) if isinstance(left, Named) else (right, left)
-    assert isinstance(named, Named)
-    if isinstance(other, Relation) and isinstance(named.form, Amount):
-        return _relations(_as_relation(named), other)
-    return equal(named.form, other)
+    return isinstance(named, Named) and not isinstance(other, Named) and equal(named.form, other)
 
 
-def _as_relation(named: Named) -> Form:
-    assert isinstance(named.form, Amount)
-    return Relation((read_expression(named.name), named.form.node), ("=",))
+def _same_name(left: str, right: str) -> bool:
+    """Whether two names are one: `y(t)` is also written `y`, `f(2)` is not `f`."""
+    short, long = sorted((left, right), key=len)
+    letters = re.fullmatch(r"\([A-Za-z,]+\)", long.removeprefix(short))
+    return short == long or (long.startswith(short) and letters is not None)
+
+
+def _as_relation(form: Form) -> Form:
+    """`y = 2x` as an equation; anything else, and what has a name that is no expression (`Area`), as it is."""
+    if isinstance(form, Named) and isinstance(form.form, Amount):
+        with suppress(Unreadable):
+            return Relation((read_expression(form.name), form.form.node), ("=",))
+    return form
 
 
 def _amounts(left: Amount, right: Amount) -> bool:
@@ -197,15 +211,16 @@ def _relations(left: Form, right: Form) -> bool:
     relation, other = (left, right) if isinstance(left, Relation) else (right, left)
     assert isinstance(relation, Relation)
     if isinstance(other, Several) and other.brackets not in ("", "{}"):
-        interval = _interval(relation)
-        return interval is not None and equal(interval, other)
+        found = interval(relation)
+        return found is not None and equal(found, other)
     if isinstance(other, Amount) and set(relation.signs) == {"="}:  # 9+9=18 is 18; 5=18 is nothing
         return any(_worked(sides, other) for sides in (relation.sides, relation.crossed) if sides)
     return False
 
 
 def _worked(sides: tuple[Node, ...], amount: Amount) -> bool:
-    """Whether a calculation has this result: 9+9=18."""
+    """Whether a calculation has this result: 9+9=18; m+n=9+9=18, where the first side says of what."""
+    sides = sides[1:] if len(sides) > 2 and names(sides[0]) else sides
     return any(isinstance(side, Op) for side in sides) and all(_nodes(side, _scaled(amount)) for side in sides)
 
 
@@ -213,7 +228,7 @@ def _same_relation(left: Relation, right: Relation) -> bool:
     """Equal sides, in either direction; or one sign, and differences in a constant proportion."""
     if len(left.sides) != len(right.sides):
         return False
-    turned = Relation(right.sides[::-1], tuple(_OPPOSITE[sign] for sign in right.signs[::-1]))
+    turned = Relation(right.sides[::-1], tuple(OPPOSITE[sign] for sign in right.signs[::-1]))
     for other in (right, turned):
         if left.signs == other.signs and all(map(_nodes, left.sides, other.sides)):
             return True
@@ -241,22 +256,3 @@ def _proportion(left: Node, right: Node) -> Value | None:
         if not close(first, ratio):
             return None
     return first
-
-
-def _interval(relation: Relation) -> Form | None:
-    """`-2 < x <= 7` as (-2, 7]; `x > 3` as (3, infinity)."""
-    sides, signs = relation.sides, relation.signs
-    if signs[0] in (">", ">="):
-        sides, signs = sides[::-1], tuple(_OPPOSITE[sign] for sign in signs[::-1])
-    if any(sign not in ("<", "<=") for sign in signs) or len(sides) not in (2, 3):
-        return None
-    infinity = values.INFINITY
-    if len(sides) == 2:
-        bounded_above = bool(names(sides[0]))
-        sides = (Op("neg", (infinity,)), *sides) if bounded_above else (*sides, infinity)
-        signs = ("<", *signs) if bounded_above else (*signs, "<")
-    low, variable, high = sides
-    if len(names(variable)) != 1 or names(low) or names(high) or isinstance(variable, Op):
-        return None
-    brackets = ("(" if signs[0] == "<" else "[") + (")" if signs[1] == "<" else "]")
-    return Several(brackets, (Amount(low), Amount(high)))

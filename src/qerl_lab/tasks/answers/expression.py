@@ -1,18 +1,20 @@
-r"""A reader of mathematical expressions: LaTeX (`\frac{3\sqrt{3}}{4}`) and what is typed (`3*sqrt(3)/4`).
+r"""Reads mathematical expressions, in LaTeX (`\frac{3\sqrt{3}}{4}`) or typed (`3*sqrt(3)/4`), into trees.
 
-It takes what answers are made of and refuses the rest with Unreadable: nothing is skipped, so that no part of an answer
-can be overlooked. Recursive descent; its depth and length are bounded.
+Raises Unreadable for anything it does not know. It skips nothing, so that no part of an answer is overlooked.
+Recursive descent with bounded depth and length:
 
     sum      = term (("+" | "-" | "\pm") term)*
     term     = factor (("*" | "/" | "") factor)*      a product without a sign binds as one with a sign
     factor   = ("-" | "+") factor | power
-    power    = postfix ("^" factor)?
+    power    = raised | letter ("^" factor)? "(" sum ")" ("^" factor)?      a product or a call: see `is_factor`
+    raised   = postfix ("^" factor)?
     postfix  = atom ("!" | "^\circ")*
 """
 
 import re
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import pairwise
 
 from qerl_lab.tasks.answers.tokens import FUNCTIONS, GREEK, Token, Unreadable, tokens_of
 
@@ -35,9 +37,10 @@ class Sym:
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """`+` and `*` have any number of arguments, so that a long sum is no deep tree; `pm` and `neg` have one.
+    """An operation. `+` and `*` take any number of arguments, so that a long sum is no deep tree; `pm` and `neg` one.
 
-    The others are "- / ^ inverse root log binom" and the functions.
+    The others are "- / ^ inverse root log binom", the functions, and `call`: a function that has only a name, and its
+    argument.
     """
 
     name: str
@@ -45,6 +48,7 @@ class Op:
 
 
 Node = Num | Sym | Op
+CONSTANTS = (r"\pi", "e", "infty", "i", r"\imath")
 
 _OVER_A_LETTER = """
 hat bar vec dot ddot tilde overline widehat widetilde overrightarrow underline mathbb mathcal mathfrak mathscr
@@ -63,6 +67,13 @@ def read_expression(text: str) -> Node:
     if reader.next is not None:
         raise Unreadable(text)
     return node
+
+
+def names(node: Node) -> frozenset[str]:
+    """The variables of an expression, and the names of functions that it calls."""
+    if isinstance(node, Sym):
+        return frozenset() if node.name in CONSTANTS else frozenset([node.name])
+    return frozenset() if isinstance(node, Num) else frozenset().union(*map(names, node.args))
 
 
 def number(text: str) -> Num:
@@ -87,6 +98,11 @@ class _Reader:
     def __init__(self, tokens: list[Token]) -> None:
         self.tokens, self.at, self.depth = tokens, 0, 0
         self.bars = 0  # of absolute values that are open
+        pairs = list(pairwise([*tokens, Token("end", "", False)]))
+        self.alone = {token.text for token, after in pairs if after.text not in ("(", "[", "^", "_", "'")}
+        self.before_bracket = [token.text for token, after in pairs if after.text in ("(", "[")]
+        self.raised_at = -1  # where the last exponent ended
+        self.bare_at = -1  # where the last argument without brackets ended in a letter
 
     @property
     def next(self) -> Token | None:
@@ -133,7 +149,10 @@ class _Reader:
                 self.take()
                 factors.append(Op("inverse", (self.factor(),)))
             elif self.begins_factor():
+                after_bare = self.at == self.bare_at and self.sees("(", "[")
                 factors.append(self.power())
+                if after_bare and not _has_sum(factors[-1]):
+                    raise Unreadable(r"\sin x(0)")  # of x(0), or a product
             else:
                 return factors[0] if len(factors) == 1 else Op("*", tuple(factors))
 
@@ -144,7 +163,8 @@ class _Reader:
             return False
         if token.kind in ("number", "repeating"):
             before = self.tokens[self.at - 1]
-            return before.kind == "letter" or before.text in _BEFORE_NUMBER
+            after_exponent = before.text == "}" and self.raised_at == self.at
+            return before.kind == "letter" or before.text in _BEFORE_NUMBER or after_exponent
         if token.kind == "sign":
             return token.text in "([{" or (token.text == "|" and not self.bars)
         return token.kind != "macro" or token.text not in ("pm", "mp", "rfloor", "rceil", r"\}", "row", "div", *_TIMES)
@@ -161,10 +181,33 @@ class _Reader:
         return node
 
     def power(self) -> Node:
-        node = self.postfix(self.atom())
+        node = self.raised(self.atom())
+        if not (self.sees("(", "[") and _letter(node)):
+            return node
+        inside = self.group(self.take().text)
+        if self.is_factor(_letter(node), inside):
+            return Op("*", (node, self.raised(inside)))
+        return self.raised(Op("call", (node, inside)))
+
+    def is_factor(self, letter: str, inside: Node) -> bool:
+        """Whether a letter before a bracket multiplies it, and names no function.
+
+        It does if the letter also stands alone: `n(n+1)`. Otherwise only a sum needs the brackets: `h(a+b)`, and not
+        `I(0)` or `f(2x)`. Before a sum too, f and g name functions, and so does a letter before several brackets:
+        `T(n-1)+T(n-2)`.
+        """
+        name = letter.removeprefix("\\")
+        is_function = name in ("f", "g") or self.before_bracket.count(name) > 1
+        return name in self.alone or (_has_sum(inside) and not is_function)
+
+    def raised(self, node: Node) -> Node:
+        """The node with the factorials, the degrees and the exponent that come next."""
+        node = self.postfix(node)
         if self.sees("^", "**"):
             self.take()
-            node = self.postfix(Op("^", (node, self.argument(signed=True))))
+            exponent = self.argument(signed=True)
+            self.raised_at = self.at
+            node = self.postfix(Op("^", (node, exponent)))
         return node
 
     def postfix(self, node: Node) -> Node:
@@ -332,11 +375,22 @@ class _Reader:
             return node
         self.deeper()
         negative = self.sees("-") and bool(self.take())
-        factors = [self.power()]
+        factors = [self.raised(self.atom())]
         while self.begins_factor() and not self.sees(*_NO_ARGUMENT):
-            factors.append(self.power())
+            factors.append(self.raised(self.atom()))
+        self.bare_at = self.at if _letter(factors[-1]) else -1
         self.depth -= 1
         return Op("neg" if negative else "*", (Op("*", tuple(factors)),) if negative else tuple(factors))
+
+
+def _letter(node: Node) -> str:
+    """The letter that a node is, also with an exponent, as in `f^{-1}`; "" for anything else."""
+    node = node.args[0] if isinstance(node, Op) and node.name == "^" else node
+    return node.name if isinstance(node, Sym) and node.name not in CONSTANTS else ""
+
+
+def _has_sum(node: Node) -> bool:
+    return isinstance(node, Op) and (node.name == "+" or any(map(_has_sum, node.args)))
 
 
 def _refused(name: str) -> Node:

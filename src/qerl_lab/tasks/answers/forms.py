@@ -46,7 +46,7 @@ class Clock:
 
 @dataclass(frozen=True)
 class Several:
-    """Parts within brackets: a point or an interval "()", "[)"; a set "{}"; a list "" ; "or", a union."""
+    """Parts in brackets: a point or interval "()", "[)"; a set "{}"; a list ""; a union "or"; a difference "minus"."""
 
     brackets: str
     parts: tuple["Form", ...]

@@ -1,15 +1,15 @@
-"""The verdict on a pair of a given and a known answer, as far as it can be had without a library."""
+"""Decides whether a given answer equals the known one, or leaves the pair to math-verify."""
 
 import re
 from enum import Enum
 
 from qerl_lab.tasks.answers.equality import equal
+from qerl_lab.tasks.answers.expression import names
 from qerl_lab.tasks.answers.forms import Amount, Form, Named, Words
 from qerl_lab.tasks.answers.numbers import number
 from qerl_lab.tasks.answers.reading import read
 from qerl_lab.tasks.answers.surface import MAX_ANSWER_CHARACTERS, compact, plain
 from qerl_lab.tasks.answers.tokens import Unreadable
-from qerl_lab.tasks.answers.value import names
 
 Pair = tuple[str, str]
 MAX_LIBRARY_CHARACTERS = 300
@@ -22,12 +22,12 @@ _NOT_FOR_LIBRARY = re.compile(r"[A-Za-z]{4}|[eE][-+]?\d{3}|\d{40}|\^\s*\{?\s*-?\
 class Verdict(Enum):
     RIGHT = "right"
     WRONG = "wrong"
-    UNREADABLE = "unreadable"  # no reading of the one or the other: wrong, and counted
-    LIBRARY = "library"  # mathematics that only math-verify may read
+    UNREADABLE = "unreadable"  # one of the two cannot be read: counts as wrong, and is counted
+    LIBRARY = "library"  # math-verify decides
 
 
 def judge(given: str, known: str) -> Verdict:
-    """Whether `given` is the answer `known`. Work is bounded by MAX_ANSWER_CHARACTERS; it raises nothing."""
+    """The verdict on `given` where `known` is right. Raises nothing; MAX_ANSWER_CHARACTERS bounds its work."""
     left, right = number(given), number(known)
     if left is not None and right is not None:
         return Verdict.RIGHT if left == right else Verdict.WRONG
@@ -49,7 +49,7 @@ def judge(given: str, known: str) -> Verdict:
 
 
 def spellings(given: str, known: str) -> Pair:
-    """Both texts in the spelling that the library is asked with."""
+    """Both texts as math-verify gets them."""
     return plain(given), plain(known)
 
 
@@ -61,17 +61,18 @@ def _form(text: str) -> Form | None:
 
 
 def _may_equal(form: Form | None, other: str) -> bool:
-    """Whether a side that we read may be what the other is: an expression whose variables stand there too."""
+    """Whether a form may equal a text that only math-verify reads: all variables of the form must occur in it."""
     form = form.form if isinstance(form, Named) else form
     if form is None:
         return True
-    return isinstance(form, Amount) and all(name.partition("_")[0] in other for name in names(form.node))
+    symbols = re.findall(r"\\[A-Za-z]+|[A-Za-z]", other)  # `t` is none in `\int`
+    return isinstance(form, Amount) and all(name.partition("_")[0] in symbols for name in names(form.node))
 
 
 def _is_for_library(form: Form | None, text: str) -> bool:
-    """Whether the library may be asked about a side: its reader knows what ours does not, and nothing in it is huge.
+    """Whether math-verify may be asked about a text: it has a sign that only math-verify knows, and no huge number.
 
-    It would pick a number out of prose, and drop what it takes for a unit: such text is not for it.
+    Prose is refused, because math-verify picks a number out of it and drops what it takes for a unit.
     """
     letters = re.sub(r"\\[A-Za-z]+", " ", text)
     if len(text) > MAX_LIBRARY_CHARACTERS or _NOT_FOR_LIBRARY.search(letters) or "\\text" in text:

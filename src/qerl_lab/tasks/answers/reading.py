@@ -1,4 +1,4 @@
-"""The form that a text has: what splits it, what encloses it, what is left as a quantity."""
+"""Reads the form of an answer: splits the text at unions, commas and signs, opens brackets, reads what is left."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -17,12 +17,13 @@ _OPEN, _CLOSE = {"(", "[", "{", r"\{", r"\langle"}, {")", "]", "}", r"\}", r"\ra
 _SHAPES = {"(": "(", "[": "[", r"\{": "{", r"\langle": "("}
 _ENDS = {")": ")", "]": "]", r"\}": "}", r"\rangle": ")"}
 _UNION = re.compile(r"\\cup(?![A-Za-z])|(?<=[)\]])\s*[Uu]\s*(?=[(\[])")
+_MINUS = re.compile(r"\\setminus(?![A-Za-z])|\\backslash(?![A-Za-z])")
 _OR, _AND = (
     re.compile(r"(?<![A-Za-z\\])or(?![A-Za-z])"),
     re.compile(r"(?:[,;]\s*)?(?<![A-Za-z\\])and(?![A-Za-z])|[,;]|\\row(?![A-Za-z])"),
 )
 _LIST = re.compile(rf"{_AND.pattern}|(?:[,;]\s*)?{_OR.pattern}")
-_COLON = re.compile(":")
+_COMMA, _COLON = re.compile("[,;]"), re.compile(":")
 _SIGN = re.compile(r"<=|>=|==|!=|[=<>]|\\(?:le|ge|ne|in|approx|lt|gt)(?![A-Za-z])")
 _CROSS = re.compile(r"(?<=[\d)])\s*[xX]\s*(?=[\d(]|\\dollar(?![A-Za-z]))")
 _MONEY = re.compile(r"\\dollar(?=\s*[\d.])")
@@ -51,21 +52,22 @@ _NUMBERS = {name: n for n, name in enumerate(_NUMBER_NAMES.split())}
 _REALS = (r"\mathbb{R}", r"\mathbf{R}", "all real numbers", "all reals", "the set of all real numbers")
 _BUILT = re.compile(r"\s*[A-Za-z]\s*(?:\\in\s*\\mathbb\{R\}\s*)?(?:\\mid(?![A-Za-z])|[|:])(.*)")
 _SUBSCRIPT = r"(?:_(?:\w|\{[^{}]*\}))?"
-_NAME = re.compile(  # a variable, a word; with an argument: f(x), P(X=2), f^{-1}(x); dy/dx, an angle, a point
+_NAME = re.compile(  # a variable, a word; with an argument: f(x), P(X=2), f^{-1}(x); dy/dx, a point, a ratio
     rf"\\?[A-Za-z]+{_SUBSCRIPT}'*(?:\s*(?:\^\s*\{{\s*-1\s*\}}\s*)?'*\(\s*[A-Za-z0-9](?:\s*[,=]\s*[A-Za-z0-9])*\s*\))?"
     r"|\(\s*[A-Za-z](?:\s*,\s*[A-Za-z])+\s*\)|\\frac\s*\{d ?[A-Za-z]\}\s*\{d ?[A-Za-z]\}|\\angle\s*[A-Za-z ]+"
     r"|\\(?:text|overline|vec|overrightarrow|mathbf)\s*\{[A-Za-z ]+\}|\|[A-Z]+\|"
+    rf"|[A-Za-z]+{_SUBSCRIPT}(?:\s*:\s*[A-Za-z]+{_SUBSCRIPT})+|\\frac\s*\{{[A-Z]{{2}}\}}\s*\{{[A-Z]{{2}}\}}"
 )
 
 
 @lru_cache(maxsize=4096)
 def read(text: str) -> Form:
-    """The form of a text that `surface.plain` has made. Raises Unreadable."""
+    """The form of a text in the spelling of `surface.plain`. Raises Unreadable."""
     return _read(text, nesting=0)
 
 
 def _read(text: str, nesting: int, listed: bool = False) -> Form:
-    """`listed`: within brackets a comma parts even `1,800`."""
+    """`listed`: the text stands in brackets, where `1,800` is two numbers."""
     text = text.strip()
     if not text or nesting > MAX_NESTING:
         raise Unreadable(text)
@@ -74,21 +76,21 @@ def _read(text: str, nesting: int, listed: bool = False) -> Form:
     if not listed:
         text = _without_thousands(text)
     depths = _depths(text)
-    for pattern, brackets in ((_UNION, "or"), (_LIST, "")):
+    for pattern, brackets in ((_MINUS, "minus"), (_UNION, "or"), (_LIST, "")):
         parts = _split(text, depths, pattern)
         if len(parts) > 1:
             return _several(brackets, parts, nesting, brackets == "" and bool(_OR.search(text)))
-    if len(parts := _split(text, depths, _COLON)) > 1:
-        return Clock(tuple(read_expression(_body(part)) for part in parts), "")
     if len(sides := _split(text, depths, _SIGN)) > 1:
         return _relation(text, sides, [found[0] for found in _at_top(text, depths, _SIGN)], nesting)
+    if len(parts := _split(text, depths, _COLON)) > 1:
+        return Clock(tuple(read_expression(_body(part)) for part in parts), "")
     if inside := _bracketed(text, nesting):
         return inside
     return _amount(text)
 
 
 def _simple(text: str) -> Form | None:
-    """What needs no splitting."""
+    """The form of a text that is one thing as a whole: a numeral, a time, a letter, words; None for others."""
     if found := _NUMERAL.fullmatch(text):
         return _numeral(found[1], found[2] or found[3] or found[4])
     if (found := _CLOCK.fullmatch(text)) and (":" in text or found[2]):
@@ -179,7 +181,7 @@ def _several(brackets: str, parts: list[str], nesting: int, says_or: bool = Fals
     """Parts in a row; `3 \\pm \\sqrt{2}` is two of them. Inequalities that "or" joins are a union."""
     if len(parts) > MAX_PARTS:
         raise Unreadable("too many parts")
-    listed = brackets not in ("", "or")
+    listed = brackets not in ("", "or", "minus")
     forms = [_read(part, nesting + 1, listed) for part in parts]
     if says_or and all(isinstance(form, Relation) and form.signs[0] not in ("=", "!=") for form in forms):
         return Several("or", tuple(forms))
@@ -224,8 +226,7 @@ def _is_name(text: str) -> bool:
 def _name(text: str) -> str:
     if not _is_name(text):
         raise Unreadable(text)
-    found = compact(text.strip()).replace(" ", "")
-    return found.partition("(")[0] or found  # y(t) is y
+    return compact(text.strip()).replace(" ", "")
 
 
 def _body(text: str) -> str:
@@ -236,7 +237,7 @@ def _body(text: str) -> str:
 
 
 def _bracketed(text: str, nesting: int) -> Form | None:
-    """What one pair of brackets encloses; None where brackets only group, or none do."""
+    """The form of a text in one pair of brackets; None where there is no such pair, or it only groups."""
     opening = next((sign for sign in _SHAPES if text.startswith(sign)), None)
     ending = next((sign for sign in _ENDS if text.endswith(sign)), None)
     if opening is None or ending is None or len(text) < len(opening) + len(ending):
@@ -247,7 +248,7 @@ def _bracketed(text: str, nesting: int) -> Form | None:
     except Unreadable:
         return None  # (1+x)(2+x): the first bracket closes before the end
     brackets = _SHAPES[opening] + _ENDS[ending]
-    parts = _split(inside, depths, re.compile("[,;]"))
+    parts = _split(inside, depths, _AND if brackets == "{}" else _COMMA)
     if brackets == "{}" and (found := _BUILT.fullmatch(inside)):
         return _read(found[1], nesting + 1)
     if len(parts) > 1 or (brackets == "{}" and inside.strip()):
@@ -271,7 +272,7 @@ def _amount(text: str) -> Form:
         raise Unreadable(text)
     node = read_expression(found.body)
     letters = None
-    if found.body != text and not found.percent and "\\text" not in text and found.scale == 1:
+    if found.body != text and not found.percent and found.scale == 1 and not re.search(r"\\(?:text|circ)", text):
         letters = _or_none(text)
     amounts = [Amount(each, found.unit, found.percent, found.scale, letters) for each in _both_signs(node)]
     return amounts[0] if len(amounts) == 1 else Several("", tuple(amounts))

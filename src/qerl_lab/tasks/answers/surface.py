@@ -1,11 +1,12 @@
-r"""One spelling for what typesets alike: `$\dfrac{1}{2}$.`, `\[ \frac12 \]` and `½` read the same afterwards.
+r"""Rewrites an answer in one spelling: `$\dfrac{1}{2}$.`, `\[ \frac12 \]` and `½` become the same text.
 
-Nothing here knows mathematics. What is removed carries none: delimiters, sizes, thin spaces, fonts, lead-ins.
+Removes what carries no mathematics: delimiters, sizes, thin spaces, fonts, lead-ins, ornaments.
 """
 
 # ruff: noqa: RUF001 (signs that look like others are what this file is about)
 
 import re
+from unicodedata import normalize
 
 from qerl_lab.tasks.answers.tokens import FUNCTIONS
 
@@ -25,13 +26,13 @@ _UNICODE = {
     "\N{DIVISION SLASH}": "/", "√": r"\sqrt ", "π": r"\pi ", "∞": r"\infty ", "°": r"^\circ ", "±": r"\pm ",
     "∓": r"\mp ", "≤": r"\le ", "≥": r"\ge ", "⩽": r"\le ", "⩾": r"\ge ", "≠": r"\ne ", "≈": r"\approx ", "∈": r"\in ",
     "∪": r"\cup ", "∩": r"\cap ", "∅": r"\emptyset ", "ℝ": r"\mathbb{R}", "′": "'", "’": "'", "“": '"', "”": '"',
-    "€": r"\euro ", "£": r"\pound ", "¥": r"\yen ", "₹": r"\rupee ", "¢": r"\text{cent}", "％": "%",
-    "½": r"\frac{1}{2}", "⅓": r"\frac{1}{3}", "⅔": r"\frac{2}{3}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}",
-    "⅕": r"\frac{1}{5}", "⅖": r"\frac{2}{5}", "⅗": r"\frac{3}{5}", "⅘": r"\frac{4}{5}", "⅙": r"\frac{1}{6}",
-    "⅚": r"\frac{5}{6}", "⅛": r"\frac{1}{8}", "⅜": r"\frac{3}{8}", "⅝": r"\frac{5}{8}", "⅞": r"\frac{7}{8}",
+    "€": r"\euro ", "£": r"\pound ", "¥": r"\yen ", "₹": r"\rupee ", "¢": r"\text{cent}", "、": ",", "。": ".",
     "\N{NO-BREAK SPACE}": " ", "\N{NARROW NO-BREAK SPACE}": " ", "\N{THIN SPACE}": " ",
 } | {sign: rf"\{name} " for sign, name in _GREEK.items()}  # fmt: skip
-_TRANSLATION = str.maketrans(_UNICODE)
+_PARTS = {sign: normalize("NFKC", sign).split("\N{FRACTION SLASH}") for sign in "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"}
+_FRACTIONS = {sign: rf"\frac{{{above}}}{{{below}}}" for sign, (above, below) in _PARTS.items()}
+_FULL_WIDTH = {0xFEE0 + code: chr(code) for code in range(ord("!"), ord("~") + 1)}  # Unicode has ASCII twice
+_TRANSLATION = str.maketrans(_UNICODE | _FRACTIONS) | _FULL_WIDTH
 
 # A backslash and letters must end there: `\le` is not the beginning of `\left`.
 _END = r"(?![A-Za-z])"
@@ -44,6 +45,11 @@ _SPELLINGS: list[tuple[re.Pattern[str], str]] = [
     for pattern, new in [
         (r"\\\\(?:\[[^\[\]]*\])?", r"\\row "),
         (r"\\\$", r"\\dollar "),
+        (r"\b(?:USD?\s*\\dollar|USD|US\$)(?![A-Za-z])", r"\\dollar "),
+        (r"\bEUR(?![A-Za-z])", r"\\euro "),
+        (r"\bGBP(?![A-Za-z])", r"\\pound "),
+        (r"\b(?:INR|Rs\.?)(?=\s*\d)", r"\\rupee "),
+        (r"(?<![\w-])(?:negative|minus)\s+(?=[\d.\\])", "-"),
         (r"\\[\[\]()]", " "),
         (r"\{,\}", ","),
         (r"\\!\s*", ""),
@@ -88,22 +94,28 @@ _SPELLINGS: list[tuple[re.Pattern[str], str]] = [
         (r"\\(?:land|wedge)(?![A-Za-z])", " and "),
     ]
 ]
-_TYPED_CASES = ("1{,}000", "1~000", "x~y", "2 x 10^3")
+_TYPED_CASES = ("1{,}000", "1~000", "x~y", "2 x 10^3", "USD 5", "EUR 5", "GBP 5", "Rs 5", "minus 5")
 _TYPED = [pair for pair in _SPELLINGS if any(map(pair[0].search, _TYPED_CASES))]  # the others need a backslash
 _BOXED = re.compile(r"\\(?:boxed|fbox|framebox)\s*(?=\{)")
+_SO = r"(?:(?:so|thus|hence|therefore|final|finally)\b[\s,:]*)"
+_ANSWER = r"(?:(?:the|my|our)\s+)?(?:(?:final|correct|right|exact)\s+)?(?:answer|result|solution|value|ans)s?"
 _LEAD_IN = re.compile(
-    r"(?:(?:so|thus|hence|therefore|final|finally)\b[\s,:]*)*"
-    r"(?:(?:the|my|our)\s+)?(?:(?:final|correct|right|exact)\s+)?(?:answer|result|solution|value|ans)s?"
-    r"\s*(?:(?:is|are|to be|equals|:|=)\s*)+|(?:option|choice)\s+(?=\(?[A-Z]\b)",
+    rf"{_SO}*{_ANSWER}\s*(?:(?:is|are|to be|equals|:|=)\s*)+|(?:{_SO}+|(?:is|are|equals)\s)(?=\S)"
+    r"|(?:option|choice)\s+(?=\(?[A-Z]\b)",
     re.IGNORECASE,
 )
+_LEAD_OUT = re.compile(rf"(?<=\S)\s+(?:is|are)\s+{_ANSWER}\Z", re.IGNORECASE)
 _SENTENCE = re.compile(
     r"[A-Za-z][A-Za-z' ]{0,80}\b(?:is|are|was|were|be|equals|has|have|makes|gets|needs|costs|earns)[\s:]+(?=\S)"
 )
 _LABEL = re.compile(  # `Total cost:`, `Total cost =`; a single word and `=` are a name, which `reading` knows
     r"([A-Za-z]{3,}[A-Za-z' ]{0,80}?)\s*:\s*(?=\S)|([A-Za-z]{3,}(?: [A-Za-z']{2,})+)\s*=\s*(?=\S)"
 )
-_EMPHASIS = re.compile(r"^(\*{1,3}|_{1,3})(?=[^\s*_])((?:(?!\1).)+)(?<=[^\s*_])\1(?![\w*])")
+_ORNAMENTS = "✅✔✓☑★⭐✨🌟🎉🎊🎯🏆👍👉💡📝📌🔥🚀😀😃😄😊🙂🥳\N{VARIATION SELECTOR-16}"  # none says no, or is a number
+_ORNAMENT = re.compile(rf"^(?:[{_ORNAMENTS}]|#{{1,6}}\s)\s*|\s*[{_ORNAMENTS}]$")
+_EMPHASIS = re.compile(
+    r"(?:^|(?<=[,;] )|(?<=\band )|(?<=\bor ))(\*{1,3}|_{1,3})(?=[^\s*_])((?:(?!\1).)+)(?<=[^\s*_])\1(?![\w*])"
+)
 _DOUBTS = re.compile(
     r"\b(?:not|never|no|nor|or|and|isn't|aren't|but|except|either|neither|about|around|almost|nearly|less|more|fewer|"
     r"greater|least|most|over|under|between|half|twice|double|triple|negative|minus|if|unless|maybe|perhaps|than|"
@@ -167,14 +179,14 @@ def closing(text: str, start: int) -> int:
 
 
 def _without_wrapping(text: str) -> str:
-    """Without emphasis, quotes, a font around the whole, braces around the whole and punctuation at the end."""
+    """Without ornaments, heading signs, emphasis, quotes, a font or braces around the whole, punctuation at the end."""
     before = None
     while text != before:
         before = text
         text = text.strip()
         if not text.endswith("..."):
             text = re.sub(r"(?<!\\)[.,;:]+$", "", text).rstrip()
-        text = _EMPHASIS.sub(r"\2", text)
+        text = _EMPHASIS.sub(r"\2", _ORNAMENT.sub("", text))
         for mark in ("**", "__", "`", '"'):
             if len(text) > 2 * len(mark) and text.startswith(mark) and text.endswith(mark):
                 text = text[len(mark) : -len(mark)]
@@ -185,7 +197,11 @@ def _without_wrapping(text: str) -> str:
 
 
 def _without_lead_in(text: str) -> str:
-    """Without "The answer is", a label, or a sentence up to its verb; neither may cast doubt on what follows."""
+    """The answer without "The answer is", a label, a sentence up to its verb, or "is the answer" behind it.
+
+    A label or a sentence that casts doubt on the answer stays.
+    """
+    text = _LEAD_OUT.sub("", text)
     if found := _LEAD_IN.match(text):
         return text[found.end() :]
     found = _LABEL.match(text) or _SENTENCE.match(text)
@@ -195,5 +211,5 @@ def _without_lead_in(text: str) -> str:
 
 
 def _casts_doubt(words: str) -> bool:
-    """Whether words say that what follows is not the answer, or are mathematics themselves: `sin x = 0.5`."""
+    """Whether words before an answer deny or change it (`not`, `half of`), or are mathematics: `sin x = 0.5`."""
     return _DOUBTS.search(words) is not None or not FUNCTIONS.isdisjoint(re.findall("[a-z]+", words.lower()))

@@ -1,83 +1,44 @@
-"""What stands around a quantity: units, money, percent, counted things, and words such as "million"."""
+"""Splits a number from what stands around it: units, money, percent, counted things, words such as "million"."""
 
 import re
 from dataclasses import dataclass
+from itertools import takewhile
 
 from qerl_lab.tasks.answers.tokens import ALIASES, FUNCTIONS, GREEK
 
-# One measure a line, its name first. A name may be followed by an "s".
+# The measures, each by its name and its other spellings, which may be followed by an "s".
 _NAMES = """
-mm millimeter millimetre
-cm centimeter centimetre
-m meter metre
-km kilometer kilometre
-nm nanometer nanometre
-in inch inches
-ft foot feet
-yd yard
-mi mile
-mg milligram
-g gram gm
-kg kilogram
-lb pound lbs
-oz ounce
-ton tonne
-ms millisecond
-s sec second
-min minute mins
-h hr hour
-day
-week
-month
-year yr
-ml milliliter millilitre mL
-l liter litre L
-gal gallon
-cup
-dollar usd USD buck
-cent
-euro EUR
-yen
-rupee
-degree deg
-rad radian
-acre
-ha hectare
-mph
-kph kmph
-J joule
-kJ kilojoule
-eV
-N newton
-W watt
-kW kilowatt
-V volt
-A ampere amp
-K kelvin
-Hz hertz
-Pa pascal
-mol mole
-erg
-ohm
-AU
-pc parsec
+mm millimeter millimetre; cm centimeter centimetre; m meter metre; km kilometer kilometre; nm nanometer nanometre
+in inch inches; ft foot feet; yd yard; mi mile; AU; pc parsec; acre; ha hectare
+ml milliliter millilitre mL; l liter litre L; gal gallon; cup
+mg milligram; g gram gm; kg kilogram; lb pound lbs; oz ounce; ton tonne; mol mole
+ms millisecond; s sec second; min minute mins; h hr hour; day; week; month; year yr
+mph; kph kmph; Hz hertz; degree deg; rad radian; K kelvin; Pa pascal; N newton
+J joule; kJ kilojoule; eV; erg; W watt; kW kilowatt; V volt; A ampere amp; ohm
+dollar usd buck; cent; euro; yen; rupee
 """
-MEASURES = {alias: line.split()[0] for line in _NAMES.strip().splitlines() for alias in line.split()}
-_SHORT = ("sq", "per", "cu", "st", "nd", "rd", "th")
-# What is counted, in words so short that they would read as products of variables.
-_THINGS = "ad ads bag bed box bus can car cat cow dog egg hat jar kid man men pad pan pen pet pie pot row set toy van"
+MEASURES = {alias: line.split()[0] for line in re.split("[;\n]", _NAMES.strip()) for alias in line.split()}
+_ORDINALS = ("st", "nd", "rd", "th")
+# What is counted, where it does not end in an "s" or is so short that it would read as a product of variables.
+_THINGS = """
+ad ads bag bed box bus can car cat cow dog egg hat jar kid man men pad pan pen pet pie pot row set toy van
+people children women mice fish sheep deer geese teeth yuan yen won baht celsius fahrenheit
+each left total altogether remaining all change profit
+"""
 _COUNTED = frozenset(_THINGS.split())
+_NO_PLURAL = re.compile(r"ss$|us$|is$|'s$|^(?:perhaps|always|sometimes|seems|fails|exceeds)$")
+_BEHIND = "per a an / in of for on at with every old tall long deep wide high away late over now"
+_BEHIND_THINGS = frozenset(_BEHIND.split())  # what follows the thing does not change its number
 _MATHEMATICS = (FUNCTIONS | GREEK | ALIASES.keys()) - MEASURES.keys()  # `60/lambda x`, and no `60 sec`
 _ONE_LETTER = "msgJNWVKL"  # written without a font they are a unit only after a plain number
 _SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
 # Words after a number that make it another number, or none.
 _CHANGING = """
-or and not to from minus plus times over by mod modulo factorial half halves quarter quarters third
-thirds fourths fifths tenth tenths hundredths point negative below than least most between except percent if when but
-base am pm infinity pi is are equals sqrt root log out sin cos tan ln exp divided remainder e i sum
+or and not no nor never maybe perhaps wrong incorrect false guess but except if unless than when about between under
+below half halves third thirds fourths fifths tenth tenths hundredths quarter quarters twice double triple plus minus
+negative times by to from least most percent mod base am pm pi ln e i is are equals out
 """
 _CHANGES = frozenset(_CHANGING.split())
-_POWERS = ("squared", "cubed")  # the number, where they come first; else the unit
 
 _MONEY = r"\\(?:dollar|euro|pound|yen|rupee)(?![A-Za-z])"
 _BEFORE = re.compile(rf"([-+]?)\s*({_MONEY})\s*")
@@ -86,10 +47,10 @@ _EXPONENT = r"(?:\s*\^\s*(?:\{\s*-?\d\s*\}|\d))?"
 _IN_FONT = re.compile(
     rf"(?<=[^\s(\[{{])\s*(?:\\cdot\s*)?((?:(?:(?<=\d)|(?<=\d\s))/\s*)?(?:(?:sq\.?|square|cubic)\s+)?\\text\{{[^{{}}]*\}}{_EXPONENT}(?:\s*(?:/|\\cdot|\\times|\*)?\s*\\text\{{[^{{}}]*\}}{_EXPONENT})*)$"
 )
-_DEGREES = re.compile(r"\s*\^\\circ\s*((?:\\text\{\s*)?[CFK]\}?)?$")
+_DEGREES = re.compile(r"(.*?)(?:\^\\circ\s*(?:\\text\{\s*)?([CFK])\}?)?")
 _OF_ANGLES = re.compile(r"cis|sin|cos|tan|cot|sec|csc")
 _OHM = re.compile(r"(?<=[\d}])\s*\\Omega$")
-_PERCENT = re.compile(r"\s*(?:%|(?:\\text\{\s*)?\b(?:percent|per cent)(?:\s*\})?)$")
+_PERCENT = re.compile(r"\s*(?:%|(?:\\text\{\s*)?\b(?:percent(?:age)?|per cent|pct)(?:\s*\})?)$")
 _WORDS = re.compile(r"(?<=[\d)}\].!])\s*((?:/\s*)?[A-Za-z][A-Za-z' ./-]{0,40}" + _EXPONENT + r")$")
 _RATE = re.compile(r"/\s*|an? ")
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e-?\d+|\s*\\(?:times|cdot)\s*10\s*\^\s*\{?\s*-?\d+\s*\}?)?\s+")
@@ -97,7 +58,7 @@ _NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e-?\d+|\s*\\(?:times|cdot)\s*10\s*\^\s*
 
 @dataclass(frozen=True)
 class Quantity:
-    """`body` times `scale`, per cent or not, in `unit` ("" where it has none or one that nobody measures in)."""
+    """`body` times `scale`, in percent or not; `unit` is a name from MEASURES, "" for none and for things counted."""
 
     body: str
     unit: str = ""
@@ -106,7 +67,7 @@ class Quantity:
 
 
 def quantity(text: str) -> Quantity | None:
-    """`text` without what stands around its number; None where words change its meaning ("18 or more")."""
+    """Split what stands around the number off `text`; None where words change the number: "18 or more", "18 wrong"."""
     unit = ""
     if found := _BEFORE.match(text):
         text, unit = found[1] + text[found.end() :], found[2][1:]
@@ -114,8 +75,9 @@ def quantity(text: str) -> Quantity | None:
         text, unit = text[: found.start()], found[1][1:]
     if found := _PERCENT.search(text):
         return Quantity(text[: found.start()], unit, percent=True)
-    if (found := _DEGREES.search(text)) and not _OF_ANGLES.search(text):
-        return Quantity(text[: found.start()], "degree" + "".join(re.findall("[CFK]", found[1] or "")))
+    if r"^\circ" in text and not _OF_ANGLES.search(text):  # 180^\circ - 2x, 20^\circ C
+        body, scale = _DEGREES.fullmatch(text).groups("")  # type: ignore[union-attr]
+        return Quantity(body.replace(r"^\circ", " "), "degree" + scale)
     if found := _OHM.search(text):
         return Quantity(text[: found.start()], "ohm")
     if found := _IN_FONT.search(text):
@@ -142,17 +104,35 @@ def _may_be_unit(words: str, body: str, money: str) -> bool:
         return len(first) > 3 or first in _COUNTED or (len(first) > (1 if money else 2) and measure(first) != "")
     if len(first) == 1:
         return first in _ONE_LETTER and _NUMBER.fullmatch(body) is not None
-    return measure(first) != "" or first in _SCALES or len(first) > 3 or first in _SHORT or first in _COUNTED
+    short = (*_ORDINALS, "sq", "cu", "per")
+    return measure(first) != "" or first in _SCALES or max(map(len, named)) > 3 or first in short or first in _COUNTED
 
 
 def _of_words(body: str, words: str, money: str) -> Quantity | None:
-    parts = words.replace(".", " ").replace("/", " / ").split()
+    """The quantity before `words`; None unless they name what is measured or counted."""
+    parts = re.sub(r"\s+\^\s*", "^", words).replace(".", " ").replace("/", " / ").split()
     scale = 1
     while parts and parts[0].lower() in _SCALES:
         scale *= _SCALES[parts.pop(0).lower()]
-    if (parts and parts[0].lower() in _POWERS) or any(part.lower() in _CHANGES for part in parts):
+    changes = parts[:1] in (["squared"], ["cubed"]) or any(part.lower() in _CHANGES for part in parts)
+    if changes or not _name_things(parts):
         return None
     return Quantity(body, money or measure(" ".join(parts)), scale=scale)
+
+
+def _name_things(words: list[str]) -> bool:
+    """Whether words behind a number say what it counts or measures: `green apples`, `eggs per day`, `a day`, `th`."""
+    if not words or words[0] in (*_ORDINALS, "a", "an", "per", "/"):
+        return True
+    return _is_thing([words[0], *takewhile(lambda word: word.lower() not in _BEHIND_THINGS, words[1:])][-1])
+
+
+def _is_thing(word: str) -> bool:
+    """Whether a word is a measure, the symbol of one, or a plural."""
+    word = word.partition("^")[0]
+    is_symbol = len(word) < 3 or (len(word) == 3 and not word.islower())
+    is_plural = word.islower() and word.endswith("s") and not _NO_PLURAL.search(word)
+    return is_symbol or is_plural or word.lower() in _COUNTED or measure(word) != ""
 
 
 def measure(words: str) -> str:

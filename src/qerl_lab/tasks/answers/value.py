@@ -1,7 +1,7 @@
-"""The value of an expression: exact where it is rational, else with 100 digits; at a point where it has variables.
+"""Evaluates expressions: exactly where they are rational, else to 100 digits; with variables, at chosen points.
 
-Two expressions are taken for equal if they agree at several points with some hundred bits. Every operation is bounded
-in size before it is made, so that the work on hostile text is small.
+Two expressions count as equal if their values agree to 40 digits at several points. The size of each result is checked
+before it is computed, so that hostile text takes little work.
 """
 
 import functools
@@ -14,7 +14,7 @@ from typing import Any
 
 import mpmath
 
-from qerl_lab.tasks.answers.expression import Node, Num, Sym
+from qerl_lab.tasks.answers.expression import CONSTANTS, Node, Num, Sym
 from qerl_lab.tasks.answers.tokens import Unreadable
 
 MAX_BITS = 1 << 14  # of an exact number
@@ -23,7 +23,7 @@ MAX_LOG2 = 1 << 20  # of a rounded one
 MAX_FACTORIAL = 1000
 _CTX = mpmath.MPContext()  # its own: mpmath.mp belongs to whoever uses it
 _CTX.dps = 100
-_CONSTANTS = {r"\pi": _CTX.pi, "e": _CTX.e, "infty": _CTX.inf, "i": _CTX.mpc(0, 1), r"\imath": _CTX.mpc(0, 1)}
+_CONSTANTS = dict(zip(CONSTANTS, (_CTX.pi, _CTX.e, _CTX.inf, _CTX.mpc(0, 1), _CTX.mpc(0, 1)), strict=True))
 _CLOSE, _ZERO = _CTX.mpf(10) ** -40, _CTX.mpf(10) ** -70
 _SIZES = (1, 1, 3, 3, 3, 3, 30, 30)  # of the values of variables, a draw each
 POINTS = len(_SIZES)  # at which expressions in variables must agree
@@ -32,13 +32,6 @@ INFINITY = Sym("infty")
 
 Value = Any  # Fraction, or a real or complex number of mpmath, which has no types
 Point = Mapping[str, Value]
-
-
-def names(node: Node) -> frozenset[str]:
-    """The variables of an expression."""
-    if isinstance(node, Sym):
-        return frozenset() if node.name in _CONSTANTS else frozenset([node.name])
-    return frozenset() if isinstance(node, Num) else frozenset().union(*map(names, node.args))
 
 
 def point(variables: frozenset[str], draw: int) -> Point:
@@ -72,7 +65,7 @@ def close(left: Value, right: Value) -> bool:
     """Whether two values are equal: exactly where both are rational, else to 40 digits."""
     if isinstance(left, Fraction) and isinstance(right, Fraction):
         return left == right
-    left, right = _real(left), _real(right)
+    left, right = real(left), real(right)
     if _CTX.isinf(left) or _CTX.isinf(right):
         return bool(left == right)
     return bool(abs(left - right) <= max(_CLOSE * max(abs(left), abs(right)), _ZERO))
@@ -88,7 +81,7 @@ def is_finite(given: Value) -> bool:
 
 def is_rounded(decimal: Value, exact: Value, places: int) -> bool:
     """Whether `decimal` is `exact` rounded to so many places, or cut there."""
-    decimal, exact, unit = _real(decimal), _real(exact), _CTX.mpf(10) ** -places
+    decimal, exact, unit = real(decimal), real(exact), _CTX.mpf(10) ** -places
     error = abs(decimal - exact)
     return bool(2 * error <= unit or (abs(decimal) <= abs(exact) and error < unit))
 
@@ -98,10 +91,11 @@ def ratio(left: Value, right: Value) -> Value:
 
 
 def is_positive(number: Value) -> bool:
-    return bool(_real(number).real > 0)
+    return bool(real(number).real > 0)
 
 
-def _real(given: Value) -> Value:
+def real(given: Value) -> Value:
+    """A value as a number of mpmath, real or complex."""
     return _CTX.mpf(given.numerator) / given.denominator if isinstance(given, Fraction) else given
 
 
@@ -123,7 +117,9 @@ def _apply(name: str, args: list[Value]) -> Value:
         return _rounded(name, args[0])
     if name in ("log", "ln", "lg"):
         return _log(name, *args)
-    angle = _real(args[0])
+    angle = real(args[0])
+    if name == "call":  # a function of which only the name is known: one that no identity holds for
+        name, angle = "cos", 50 * angle * (real(args[1]) + angle)
     if _CTX.mag(angle) > 64:  # the reduction of a huge angle takes as many digits as it has
         raise Unreadable("too large")
     if name.startswith("arc"):
@@ -136,7 +132,7 @@ def _both(operation: Callable[[Any, Any], Any]) -> Callable[[Value, Value], Valu
 
     def apply(left: Value, right: Value) -> Value:
         exact = isinstance(left, Fraction) and isinstance(right, Fraction)
-        return operation(left, right) if exact else operation(_real(left), _real(right))
+        return operation(left, right) if exact else operation(real(left), real(right))
 
     return apply
 
@@ -162,7 +158,7 @@ def _power(base: Value, exponent: Value) -> Value:
             return base**exponent.numerator
         if base > 0 and (root := _exact_root(base, exponent.denominator)) is not None:
             return _power(root, Fraction(exponent.numerator))
-    base, exponent = _real(base), _real(exponent)
+    base, exponent = real(base), real(exponent)
     if base != 0 and abs(exponent) * (abs(_CTX.mag(base)) + 1) > MAX_LOG2:
         raise Unreadable("too large")
     return base**exponent
@@ -177,7 +173,7 @@ def _root(base: Value, degree: Value) -> Value:
         and isinstance(degree, Fraction)
         and degree.denominator == 1
         and degree % 2
-        and _real(base).real < 0
+        and real(base).real < 0
     ):
         return -_power(-base, 1 / degree)
     return _power(base, _divide(Fraction(1), degree))
@@ -206,18 +202,18 @@ def _integer_root(number: int, degree: int) -> int | None:
 def _factorial(number: Value) -> Value:
     if isinstance(number, Fraction) and number.denominator == 1 and 0 <= number <= MAX_FACTORIAL:
         return Fraction(math.factorial(int(number)))
-    if abs(_real(number)) > MAX_FACTORIAL:
+    if abs(real(number)) > MAX_FACTORIAL:
         raise Unreadable("too large")
-    return _CTX.gamma(_real(number) + 1)
+    return _CTX.gamma(real(number) + 1)
 
 
 def _binomial(above: Value, below: Value) -> Value:
     whole = all(isinstance(part, Fraction) and part.denominator == 1 for part in (above, below))
     if whole and 0 <= below <= MAX_FACTORIAL and 0 <= above < 1 << 64:
         return Fraction(math.comb(int(above), int(below)))
-    if max(abs(_real(above)), abs(_real(below))) > MAX_FACTORIAL:
+    if max(abs(real(above)), abs(real(below))) > MAX_FACTORIAL:
         raise Unreadable("too large")
-    return _CTX.binomial(_real(above), _real(below))
+    return _CTX.binomial(real(above), real(below))
 
 
 def _rounded(name: str, number: Value) -> Value:
@@ -235,21 +231,21 @@ def _log(name: str, number: Value, base: Value = None) -> Value:
     if number == 0:
         raise ZeroDivisionError
     if name == "ln":
-        return _CTX.ln(_real(number))
+        return _CTX.ln(real(number))
     base = Fraction(10) if base is None else base
     if isinstance(number, Fraction) and isinstance(base, Fraction) and number > 0 and base > 1:
         bits = max(base.numerator.bit_length(), base.denominator.bit_length())
         for exponent in range(-64, 65):
             if abs(exponent) * bits < MAX_BITS and base**exponent == number:
                 return Fraction(exponent)
-    return _CTX.ln(_real(number)) / _CTX.ln(_real(base))
+    return _CTX.ln(real(number)) / _CTX.ln(real(base))
 
 
 _ARITHMETIC: dict[str, Callable[..., Value]] = {
     "+": _fold(operator.add), "-": _both(operator.sub), "*": _fold(operator.mul), "/": _divide, "^": _power,
     "inverse": lambda number: _divide(Fraction(1), number),
     "root": _root, "neg": lambda number: -number, "sqrt": lambda number: _root(number, Fraction(2)),
-    "factorial": _factorial, "binom": _binomial, "degrees": lambda number: _real(number) * _CTX.pi / 180,
-    "cis": lambda angle: _power(_CTX.e + 0, _CTX.mpc(0, 1) * _real(angle)),
+    "factorial": _factorial, "binom": _binomial, "degrees": lambda number: real(number) * _CTX.pi / 180,
+    "cis": lambda angle: _power(_CTX.e + 0, _CTX.mpc(0, 1) * real(angle)),
     "exp": lambda number: _power(_CTX.e + 0, number),
 }  # fmt: skip

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from qerl_lab.tasks.answers.completion import final_answer, keeps_format
+from qerl_lab.tasks.answers.completion import as_graded, final_answer, keeps_format, left_to_say
 
 GOOD = "<think>7+5=12.</think><answer>12</answer>"
 
@@ -97,3 +97,29 @@ def test_hostile_text_takes_linear_time(text: str):
     started = time.perf_counter()
     final_answer(text), keeps_format(text)
     assert time.perf_counter() - started < 1
+
+
+@pytest.mark.parametrize(("prompt", "completion", "answer", "keeps"), [
+    ("<|assistant|>", GOOD, "12", True),
+    ("by <think> </think> and <answer> </answer> tags.<|assistant|>", GOOD, "12", True),
+    ("<|Assistant|><think>\n", "7+5=12.</think><answer>12</answer>", "12", True),
+    ("<|Assistant|><think>\n", GOOD, "12", False),  # it thinks twice
+    ("<|Assistant|><think>\n", "It is <answer>12</answer>", None, False),  # it thinks still
+    ("<|im_start|>assistant\n<think>\n\n</think>\n\n", "<answer>12</answer>", "12", True),
+])  # fmt: skip
+def test_what_the_prompt_has_begun_is_part_of_the_answer(
+    prompt: str, completion: str, answer: str | None, keeps: bool
+) -> None:
+    """DeepSeek-R1's distills and Qwen3's thinking models open the thinking in the prompt."""
+    (text,) = as_graded(prompt, [completion])
+    assert (final_answer(text), keeps_format(text)) == (answer, keeps)
+
+
+@pytest.mark.parametrize(("prompt", "left"), [
+    ("<|assistant|>", GOOD),
+    ("<|Assistant|><think>\n", "7+5=12.</think><answer>12</answer>"),
+    ("<|im_start|>assistant\n<think>\n\n</think>\n\n", "<answer>12</answer>"),
+])  # fmt: skip
+def test_a_solution_goes_on_from_what_the_prompt_has_begun(prompt: str, left: str) -> None:
+    assert left_to_say(prompt, GOOD) == left
+    assert keeps_format(as_graded(prompt, [left])[0])

@@ -1,4 +1,4 @@
-"""pass@k: the probability that one of k samples at least is right."""
+"""pass@k: the probability that at least one of k samples is right."""
 
 from collections.abc import Sequence
 
@@ -6,11 +6,11 @@ import numpy as np
 
 
 def pass_at(k: int, right_Q: Sequence[int] | np.ndarray, samples: int) -> np.ndarray:
-    """pass@k of each question [Q], of which `right_Q` of `samples` samples are right.
+    """Return pass@k of each question [Q], given that `right_Q` of `samples` samples are right.
 
-    The unbiased estimator of Chen et al. 2021 (arXiv 2107.03374, Eq. 1): 1 - C(n - c, k) / C(n, k), the share of the
-    subsets of k samples that hold a right one, as the product of 1 - k / i over i from n - c + 1 to n. 1 - (1 - c/n)^k
-    would be too small. Raises ValueError for k outside of 1 to `samples`, and for counts that cannot be.
+    The unbiased estimator of Chen et al. 2021 (arXiv 2107.03374, Eq. 1): 1 - C(n - c, k) / C(n, k), computed as one
+    minus the product of 1 - k / i over i from n - c + 1 to n. The naive 1 - (1 - c/n)^k would be too small. Raises
+    ValueError for k outside 1 to `samples`, and for impossible counts.
     """
     right = np.asarray(right_Q)
     if not 1 <= k <= samples:
@@ -22,6 +22,6 @@ def pass_at(k: int, right_Q: Sequence[int] | np.ndarray, samples: int) -> np.nda
 
 
 def powers_of_two(samples: int) -> list[int]:
-    """The k of which a table tells pass@k: 1, 2, 4 ... and `samples` itself."""
+    """Return the k to report pass@k for: 1, 2, 4 ... and `samples` itself."""
     powers = [2**n for n in range(samples.bit_length()) if 2**n < samples]
     return [*powers, samples]

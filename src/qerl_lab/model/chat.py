@@ -1,0 +1,113 @@
+"""Render questions with a model's chat template, and refuse templates that fail, drop messages or take too long."""
+
+import multiprocessing
+import os
+import resource
+from collections.abc import Callable
+from datetime import date, datetime, time
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from qerl_lab.config.message import in_one_line
+from qerl_lab.config.option import ConfigError
+from qerl_lab.config.units import GIB
+
+SECONDS = 10  # CPU time allowed for the first chat; usually it takes a millisecond
+WALL_SECONDS = 6 * SECONDS
+MEMORY_BYTES = GIB  # allowed for the first chat
+NO_MEMORY = 3  # exit status of the trial process
+OF_ROLE = {
+    "system": ("the instruction", "Type task.instruction='', or another model"),
+    "user": ("the question", "Type another model"),
+}
+
+
+class Chat:
+    """Renders chats with a tokenizer's template.
+
+    Attributes:
+        day: date given to templates that write one. A run keeps its first day, so that its prompts stay the same.
+        writes_date: whether the template has asked for the date.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.tokenizer, self.day, self.writes_date, self._is_tried = tokenizer, date.today(), False, False
+
+    @property
+    def notes(self) -> list[str]:
+        """Notes for the user about the template; complete once chats were rendered."""
+        return [f"the chat template writes a date into each prompt, here always {self.day}"] if self.writes_date else []
+
+    def prompt_ids(self, messages: list[dict[str, str]]) -> list[int]:
+        """Return the token ids of a chat, up to where the answer begins.
+
+        Raises ConfigError for a template that raises, leaves a message out, or takes more than SECONDS or MEMORY_BYTES
+        for the first chat.
+        """
+        said = f"the chat template of {self.tokenizer.name_or_path}"
+        if not self._is_tried:
+            _try(lambda: self._applied(messages, tokenize=False), said)
+            self._is_tried = True
+        try:
+            text = self._applied(messages, tokenize=False)
+            ids = self._applied(messages, return_dict=True)["input_ids"]
+        except Exception as error:  # a template is a program and may raise anything
+            kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
+            raise ConfigError(
+                f"{said} refuses the questions ({kind}{in_one_line(error)}). Where it takes no system message, type "
+                "task.instruction=''."
+            ) from error
+        for message in messages:
+            if message["content"].strip() not in text:
+                what, remedy = OF_ROLE[message["role"]]
+                raise ConfigError(
+                    f"{said} leaves out {what}, so that the model would never read it. {remedy}, or put a "
+                    "chat_template.jinja into its directory that writes every message."
+                )
+        return ids
+
+    def _applied(self, messages: list[dict[str, str]], **output: bool) -> Any:
+        """Apply the template: text with tokenize=False, a dict of token ids with return_dict=True."""
+
+        def strftime_now(form: str) -> str:  # replaces transformers' own, by which templates ask for the date
+            self.writes_date = True
+            return datetime.combine(self.day, time()).strftime(form)
+
+        # mistral-common's tokenizers refuse unknown variables.
+        dated = {"strftime_now": strftime_now} if "strftime_now" in str(self.tokenizer.chat_template) else {}
+        return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, **output, **dated)
+
+
+def _try(write: Callable[[], Any], said: str) -> None:
+    """Call `write` in a forked process with limits on time and memory. Raises ConfigError, beginning with `said`.
+
+    Errors that `write` itself raises are ignored, because the caller repeats the call.
+    """
+    trial = multiprocessing.get_context("fork").Process(target=_limited, args=(write,))
+    trial.start()
+    trial.join(WALL_SECONDS)
+    if trial.exitcode is None:
+        trial.kill()
+        trial.join()
+    if trial.exitcode == 0:
+        return
+    most = f"{MEMORY_BYTES / GIB:g} GiB of memory" if trial.exitcode == NO_MEMORY else f"{SECONDS} s"
+    raise ConfigError(f"{said} takes more than {most} to write one question. Type another model, or mend the template.")
+
+
+def _limited(write: Callable[[], Any]) -> None:
+    """Run the trial. Exits without cleanup, because it shares CUDA and other state with its parent."""
+    status = 0
+    with open("/proc/self/statm", encoding="ascii") as file:
+        held = int(file.read().split()[0]) * resource.getpagesize()
+    for what, most in ((resource.RLIMIT_AS, held + MEMORY_BYTES), (resource.RLIMIT_CPU, SECONDS)):
+        hard = resource.getrlimit(what)[1]
+        resource.setrlimit(what, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+    try:
+        write()
+    except MemoryError:
+        status = NO_MEMORY
+    finally:  # whatever else it raises
+        os._exit(status)

@@ -1,0 +1,205 @@
+"""What a reader of a comparison asks next: pass@k, entropy against gain, entropy retained, collapse, and power.
+
+Everything is of the recorded files: the questions' accuracies, and the metrics of every step.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullLocator, ScalarFormatter
+from scipy import stats as distributions
+
+from qerl_lab.report import palette, stats
+from qerl_lab.report.arms import ABSENT
+from qerl_lab.report.comparison import Comparison, matrix
+from qerl_lab.report.curves import STYLE
+from qerl_lab.report.measures import Unmeasured, answers
+from qerl_lab.report.passes import pass_at, powers_of_two
+from qerl_lab.report.runs import Record
+from qerl_lab.report.stats import Interval
+from qerl_lab.report.table import NONE, Table
+from qerl_lab.report.verdict_tables import cell
+
+POWER = 0.8  # of a two-sided test of 5%
+SEEDS = np.unique(np.geomspace(2, 100, 40).round().astype(int))  # of the power curve
+FALLEN = 0.5  # of the most right answers that a tenth of a run's steps had; below it the run has collapsed
+
+
+def passes(records: Sequence[Record]) -> dict[int, Interval]:
+    """pass@k after training, by k: over seeds and questions, within [0, 1].
+
+    Raises Unmeasured for runs without evaluation, of fewer than two seeds or samples, or partly right answers.
+    """
+    samples = {record.run.value("eval.samples") for record in records}
+    after = matrix(records, "after")
+    if len(samples) != 1 or ABSENT in samples or min(after.shape) < 2 or int(*samples) < 2:
+        raise Unmeasured("pass@k needs two seeds, questions and samples")
+    count = int(*samples)
+    right = after.to_numpy() * count
+    if np.abs(right - right.round()).max() > 0.01:
+        raise Unmeasured("answers that are partly right: a question's mean does not tell which samples were right")
+    right = right.round().astype(int)
+    return {
+        k: stats.within(stats.crossed_interval(np.array([pass_at(k, seed, count) for seed in right])), *stats.SHARE)
+        for k in powers_of_two(count)
+    }
+
+
+def of_run(record: Record) -> dict[str, float]:
+    """`entropy`: nats over the first tenth of the steps; `gain`: of held-out accuracy; nan where not recorded."""
+    gain = float(record.accuracy["gain"].mean()) if record.accuracy else np.nan
+    return {"entropy": float(record.summary["entropy_first"]), "gain": gain}
+
+
+def correlation(x: np.ndarray, y: np.ndarray) -> Interval:
+    """Pearson's r of n pairs, with its interval of 95% by Fisher's z; without one where n is below four."""
+    r = float(np.corrcoef(x, y)[0, 1])
+    half = distributions.norm.ppf(0.975) / np.sqrt(len(x) - 3) if len(x) > 3 else np.inf
+    return r, float(np.tanh(np.arctanh(r) - half)), float(np.tanh(np.arctanh(r) + half))
+
+
+def collapsed(record: Record) -> bool:
+    """Whether right answers of the last tenth of the steps are below `FALLEN` of those of the run's best tenth.
+
+    Raises Unmeasured where answers earn nothing.
+    """
+    found = answers(record)
+    tenth = max(1, len(found) // 10)
+    return bool(found.tail(tenth).mean() < FALLEN * found.rolling(tenth).mean().max())
+
+
+def detectable(differences_S_Q: np.ndarray, seeds: int) -> float:
+    """The true difference that as many seeds show with `POWER`, by a two-sided test of 5% over seeds and questions.
+
+    From the variances of the measured differences [seeds, questions], `stats.floored_components`: (t at 97.5% + t at
+    80%) standard errors. The questions' part does not shrink with more seeds.
+    """
+    variances, questions = stats.floored_components(differences_S_Q), np.shape(differences_S_Q)[1]
+    levels = (0.95, 2 * POWER - 1)
+    return sum(stats.half_width(variances, seeds, questions, level) for level in levels)
+
+
+def retention(comparison: Comparison) -> Table:
+    """A row an arm: how much of its entropy is left, and how many of its runs have collapsed."""
+    rows = [["arm", "entropy, last tenth over first", "runs that collapsed"]]
+    rows += [[arm, _retained(records), _collapsed(records)] for arm, records in comparison.arms.items()]
+    return Table(
+        "Entropy retained, and collapse",
+        "Entropy of the trainer's policy: over the last tenth of the steps divided by that over the first, geometric "
+        "mean over seeds [95% interval] (seeds). A run has collapsed where its right answers over the last tenth of "
+        f"the steps are below {FALLEN:.0%} of those of its best tenth; the interval of the share is Wilson's.",
+        rows,
+    )
+
+
+def _retained(records: Sequence[Record]) -> str:
+    ratios = np.array([[record.summary["entropy_last"] / record.summary["entropy_first"]] for record in records])
+    if not (np.isfinite(ratios).all() and (ratios > 0).all()):
+        return NONE
+    if len(ratios) < 2:
+        return f"{ratios[0, 0]:.2f} (1)"
+    mean, low, high = np.exp(stats.over_seeds(np.log(ratios)))
+    return cell((mean, low, high), len(ratios))
+
+
+def _collapsed(records: Sequence[Record]) -> str:
+    try:
+        fell = np.array([collapsed(record) for record in records], float)
+    except Unmeasured:
+        return NONE
+    _, low, high = stats.share_interval(fell, 1)
+    return f"{int(fell.sum())} of {len(fell)} [{low:.2f}, {high:.2f}]"
+
+
+def draw_passes(comparison: Comparison) -> Figure | None:
+    """pass@k by k of every arm that has it; None where none has. To be closed by the caller."""
+    found: dict[str, dict[int, Interval]] = {}
+    for arm, records in comparison.arms.items():
+        try:
+            found[arm] = passes(records)
+        except Unmeasured:
+            continue
+    if not found:
+        return None
+    figure, axis, styles = _panel(comparison, len(found))
+    for place, (arm, by_k) in enumerate(found.items()):
+        k, (mean, low, high) = np.array(list(by_k)), np.array(list(by_k.values())).T
+        x = k * (1 + 0.02 * (place - (len(found) - 1) / 2))  # beside each other
+        axis.errorbar(x, mean, yerr=[mean - low, high - mean], capsize=2, elinewidth=0.9, label=arm, **styles[arm])
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(k, [str(one) for one in k])
+    return _finished(figure, "pass@k after training", "k, samples of a question", "questions with a right answer")
+
+
+def draw_gains(comparison: Comparison) -> tuple[Figure, str] | None:
+    """Entropy at the start against gain in held-out accuracy, a point a run, with what their correlation says.
+
+    None where no run was evaluated. To be closed by the caller.
+    """
+    rows = [
+        {"arm": arm, **of_run(record)} for arm, records in comparison.arms.items() for record in records
+    ]  # fmt: skip
+    table = pd.DataFrame(rows).replace([np.inf, -np.inf], np.nan).dropna()
+    if len(table) < 2:
+        return None
+    figure, axis, styles = _panel(comparison, table["arm"].nunique())
+    axis.locator_params(nbins=5)
+    for arm, own in table.groupby("arm", sort=False):
+        axis.plot(own["entropy"], own["gain"], label=arm, **styles[str(arm)] | {"linestyle": ""})
+    within = table[["entropy", "gain"]] - table.groupby("arm")[["entropy", "gain"]].transform("mean")
+    said = [
+        f"Correlation over {what}: {r:+.2f} [{low:+.2f}, {high:+.2f}]."
+        for what, one in ((f"all {len(table)} runs", table), ("runs less the mean of their arm", within))
+        if one["entropy"].std() > stats.NO_WIDTH and one["gain"].std() > stats.NO_WIDTH
+        for r, low, high in [correlation(one["entropy"].to_numpy(), one["gain"].to_numpy())]
+    ]
+    title = "Entropy at the start, and what a run gains"
+    finished = _finished(figure, title, "policy entropy, first tenth of the steps (nats)", "gain in held-out accuracy")
+    return finished, " ".join(said)
+
+
+def draw_power(comparison: Comparison, baseline: str | None) -> Figure | None:
+    """The difference to the baseline in held-out accuracy that can be detected, by the number of seeds.
+
+    A line an arm, from the spread of its own paired differences; None where no arm has two seeds and questions.
+    """
+    found = {}
+    for arm, records in comparison.arms.items():
+        if baseline is not None and arm != baseline:
+            own = matrix(records, "after") - matrix(comparison.arms[baseline], "after")
+            values = own.dropna(how="all").dropna(axis=1).to_numpy()
+            if min(values.shape) >= 2:
+                found[arm] = [detectable(values, int(seeds)) for seeds in SEEDS]
+    if not found:
+        return None
+    figure, axis, styles = _panel(comparison, len(found))
+    for arm, effects in found.items():
+        axis.plot(SEEDS, effects, label=arm, markevery=6, **styles[arm])
+    axis.set(xscale="log", yscale="log")
+    for ticks in (axis.xaxis, axis.yaxis):
+        ticks.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        ticks.set_minor_locator(NullLocator())
+        ticks.set_major_formatter(ScalarFormatter())
+    return _finished(figure, f"Difference to {baseline} that seeds show", "seeds", "held-out accuracy, power 80%")
+
+
+def _panel(comparison: Comparison, lines: int) -> tuple[Figure, Axes, Mapping[str, dict[str, Any]]]:
+    with plt.style.context(STYLE):
+        figure, axis = plt.subplots(figsize=(4.4, 3.1 + 0.19 * lines))
+    axis.margins(0.06)
+    return figure, axis, palette.styles(palette.formats(comparison.arms))
+
+
+def _finished(figure: Figure, title: str, x: str, y: str) -> Figure:
+    (axis,) = figure.axes
+    with plt.style.context(STYLE):
+        axis.set_title(title, loc="left", fontsize=plt.rcParams["axes.titlesize"])
+        axis.set_xlabel(x, fontsize=plt.rcParams["axes.labelsize"])
+        axis.set_ylabel(y, fontsize=plt.rcParams["axes.labelsize"])
+        axis.legend(loc="upper center", bbox_to_anchor=(0.5, 0), borderaxespad=3.7)
+    return figure

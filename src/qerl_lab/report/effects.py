@@ -1,0 +1,154 @@
+"""The effect of a pair of arms: measured by seed and question, with its interval and its guardrail. Pure."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import pandas as pd
+
+from qerl_lab.report import stats
+from qerl_lab.report.claims import Claim, Guardrail
+from qerl_lab.report.contrasts import Pair, Side
+from qerl_lab.report.measures import MEASURES, Unmeasured, Values
+from qerl_lab.report.runs import Record
+
+HELD, BROKEN, OPEN = "held", "broken", "open"
+
+
+class Range(NamedTuple):
+    """The least and the most that each value [seeds, questions] can be; equal where nothing is censored."""
+
+    low: Values
+    high: Values
+
+
+class P(NamedTuple):
+    """One-sided p-values of the hypotheses that a verdict rejects: for a claim, for a small effect, for its reverse."""
+
+    above: float  # of no effect, or one of the other sign
+    small: float  # of an effect of the smallest size that matters, or a larger one
+    below: float  # of no effect, or one of the claimed sign
+
+
+NOTHING_SHOWN = P(1.0, 1.0, 1.0)
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """What was measured of one contrast.
+
+    `treated`, `control` and `effect` are means with intervals of 95%, in the measure's unit; the effect is the paired
+    difference, of a ratio the factor. Where seeds are censored a mean is the least that it can be, and one end of the
+    interval is infinite. `oriented` [seeds, questions] is the effect, positive where the claim holds, and `at_most` the
+    most that it can be. `variances` are of seeds and questions; `verdicts.pooled` replaces the first by the moderated
+    one. `p` is not corrected, `adjusted` is (Holm). `effect_size` is the mean over the standard deviation of the
+    seeds' differences; nan where they have none. `seeds_as_measured` and `seeds_at_any_effect` are of an open contrast.
+    """
+
+    seeds: int
+    questions: int
+    censored: int
+    treated: stats.Interval
+    control: stats.Interval
+    effect: stats.Interval
+    oriented: np.ndarray
+    at_most: np.ndarray
+    variances: tuple[float, float]
+    effect_size: float
+    probability_of_improvement: float
+    guardrail: str
+    p: P = NOTHING_SHOWN
+    adjusted: P = NOTHING_SHOWN
+    seeds_as_measured: int | None = None
+    seeds_at_any_effect: int | None = None
+
+
+def numbers(claim: Claim, pair: Pair, seeds: Sequence[int]) -> Numbers:
+    """Measure a pair over its shared seeds. Raises Unmeasured where the records do not hold the measure."""
+    treated, control = (_values(claim, claim.measure, side, pair, seeds) for side in (pair.treated, pair.control))
+    both = sorted(set(treated.low.columns) & set(control.low.columns))
+    if not both or (len(both) == 1 and treated.low.shape[1] > 1):
+        raise Unmeasured("the two arms were asked fewer than two of the same questions")
+    (low, high), (base_low, base_high) = ([one[both].to_numpy(float) for one in side] for side in (treated, control))
+    ratio, sign = MEASURES[claim.measure].ratio, claim.direction or 1
+    with np.errstate(invalid="ignore"):  # where both are censored nothing is known of the difference
+        least, most = (
+            np.nan_to_num(low - base_high, nan=-np.inf, neginf=-np.inf),
+            np.nan_to_num(high - base_low, nan=np.inf, posinf=np.inf),
+        )
+    oriented, at_most = (least, most) if sign > 0 else (-most, -least)
+    censored = int((~np.isfinite(least) | ~np.isfinite(most)).any(axis=1).sum())
+    known = low - base_low  # each censored value as the least that it can be
+    return Numbers(
+        seeds=len(seeds), questions=len(both), censored=censored, treated=_shown(low, low, high, ratio),
+        control=_shown(base_low, base_low, base_high, ratio), effect=_shown(known, least, most, ratio),
+        oriented=oriented, at_most=at_most, variances=stats.floored_components(known),
+        effect_size=math.nan if censored else stats.effect_size(oriented.mean(1)),
+        probability_of_improvement=stats.probability_of_improvement(sign * low.mean(1), sign * base_low.mean(1)),
+        guardrail=_guardrail(claim, claim.guardrail, pair, seeds) if claim.guardrail else "",
+    )  # fmt: skip
+
+
+def _shown(known: np.ndarray, least: np.ndarray, most: np.ndarray, ratio: bool) -> stats.Interval:
+    """Mean and interval of `known` [seeds, questions], without an end where a value on that side is unknown."""
+    mean, low, high = stats.over_seeds(known)
+    low = low if np.isfinite(least).all() else -math.inf
+    high = high if np.isfinite(most).all() else math.inf
+    if not ratio:
+        return mean, low, high
+    return math.exp(mean), math.exp(low) if math.isfinite(low) else low, math.exp(high)
+
+
+def _values(claim: Claim, measure: str, side: Side, pair: Pair, seeds: Sequence[int]) -> Range:
+    """A measure of a side by seed, over the values of the key that the claim spans, if it spans one."""
+    options = [_of_option(measure, records, pair.control.records, seeds) for records in side.options.values()]
+    if len(options) == 1:
+        return options[0]
+    columns = [column for column in options[0].low.columns if all(column in option.low for option in options)]
+    if claim.mean_over:
+        low, high = (sum(option[end][columns] for option in options) / len(options) for end in (0, 1))
+        return Range(low, high)
+    best = _best(claim, side, pair, seeds)
+    low, high = (
+        pd.DataFrame({seed: options[best[seed]][end].loc[seed] for seed in seeds}).T[columns] for end in (0, 1)
+    )
+    return Range(low, high)
+
+
+def _best(claim: Claim, side: Side, pair: Pair, seeds: Sequence[int]) -> dict[int, int]:
+    """The option of each seed that was best over the other seeds, by the claim's own measure, also for its guardrail.
+
+    So no seed chooses for itself, and no arm wins by the luck that chose it.
+    """
+    sign = claim.direction or 1
+    better = [
+        sign * _of_option(claim.measure, records, pair.control.records, seeds).low.mean(axis=1)
+        for records in side.options.values()
+    ]
+    return {seed: int(np.argmax([option.drop(seed).mean() for option in better])) for seed in seeds}
+
+
+def _of_option(measure: str, records: Sequence[Record], controls: Sequence[Record], seeds: Sequence[int]) -> Range:
+    own = MEASURES[measure]
+    low = own.of(records, controls).dropna(axis=1).loc[list(seeds)]
+    high = low if own.most is None else low.where(low <= own.most(records[0]), np.inf)
+    return Range(np.log(low), np.log(high)) if own.ratio else Range(low, high)
+
+
+def _guardrail(claim: Claim, rail: Guardrail, pair: Pair, seeds: Sequence[int]) -> str:
+    """Whether the treated arm's guardrail is shown to hold (an interval of 95% above -margin), or to be broken."""
+    try:
+        treated, control = (
+            _values(claim, rail.measure, side, pair, seeds).low for side in (pair.treated, pair.control)
+        )
+    except Unmeasured:
+        return OPEN
+    difference = (treated - control).dropna(axis=1).to_numpy(float)
+    if difference.shape[1] < min(2, treated.shape[1]):  # the arms were asked other questions
+        return OPEN
+    count, questions = difference.shape
+    half = stats.half_width(stats.floored_components(difference), count, questions, 0.95)
+    low, high = difference.mean() - half, difference.mean() + half
+    return HELD if low > -rail.margin else BROKEN if high < -rail.margin else OPEN

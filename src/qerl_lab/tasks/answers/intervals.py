@@ -1,0 +1,110 @@
+"""Sets of real numbers: intervals, inequalities, unions, and differences.
+
+Two of them are equal if they hold the same of their ends, and the same of one number between each two ends.
+"""
+
+from functools import lru_cache
+from itertools import pairwise
+
+from qerl_lab.tasks.answers.expression import Node, Op, Sym, names
+from qerl_lab.tasks.answers.forms import Amount, Form, Relation, Several
+from qerl_lab.tasks.answers.tokens import Unreadable
+from qerl_lab.tasks.answers.value import INFINITY, Value, close, is_finite, is_real, real, value
+
+OPPOSITE = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "=": "=", "!=": "!="}
+
+
+def same_set(left: Form, right: Form) -> bool:
+    """Whether both hold the same real numbers; False where one is no such set, or could be a point: `(1, 2)`."""
+    if not (_is_set(left) or _is_set(right)) or len(_variables(left) | _variables(right)) > 1:
+        return False
+    try:
+        ends = sorted(end for end in _ends(left) + _ends(right) if is_finite(end))
+    except Unreadable:
+        return False
+    between = [(low + high) / 2 for low, high in pairwise(ends)]
+    outside = [ends[0] - 1, ends[-1] + 1] if ends else [real(0)]
+    return all(_holds(left, at) == _holds(right, at) for at in ends + between + outside)
+
+
+def interval(relation: Relation) -> Several | None:
+    """`-2 < x <= 7` as (-2, 7]; `x > 3` as (3, infinity); None for other relations."""
+    sides, signs = relation.sides, relation.signs
+    if signs[0] in (">", ">="):
+        sides, signs = sides[::-1], tuple(OPPOSITE[sign] for sign in signs[::-1])
+    if any(sign not in ("<", "<=") for sign in signs) or len(sides) not in (2, 3):
+        return None
+    if len(sides) == 2:
+        bounded_above = bool(names(sides[0]))
+        sides = (Op("neg", (INFINITY,)), *sides) if bounded_above else (*sides, INFINITY)
+        signs = ("<", *signs) if bounded_above else (*signs, "<")
+    low, variable, high = sides
+    if names(low) or names(high) or not names(variable) or (isinstance(variable, Op) and variable.name != "call"):
+        return None
+    brackets = ("(" if signs[0] == "<" else "[") + (")" if signs[1] == "<" else "]")
+    return Several(brackets, (Amount(low), Amount(high)))
+
+
+def _is_set(form: Form) -> bool:
+    return isinstance(form, Relation) or (isinstance(form, Several) and form.brackets in ("or", "minus"))
+
+
+def _variables(form: Form) -> frozenset[str]:
+    parts = map(_variables, form.parts) if isinstance(form, Several) else ()
+    return frozenset().union(*parts, *(map(names, form.sides) if isinstance(form, Relation) else ()))
+
+
+def _ends(form: Form) -> list[Value]:
+    """Where a set begins or ends. Raises Unreadable for what is no set of real numbers, and for ends in variables."""
+    if isinstance(form, Relation):
+        numbers = [side for side in form.sides if not names(side)]
+        if "=" in form.signs or len(form.sides) - len(numbers) != 1 or not any(map(_is_variable, form.sides)):
+            raise Unreadable("no inequality for one variable")
+        return [_number(Amount(side)) for side in numbers]
+    if not isinstance(form, Several) or form.brackets == "":
+        raise Unreadable("no set")
+    if form.brackets in ("or", "minus"):
+        return [end for part in form.parts for end in _ends(part)]
+    ends = [_number(part) for part in form.parts]
+    if form.brackets == "{}":
+        return ends
+    closed = [end for end, bracket in zip(ends, form.brackets, strict=False) if bracket in "[]"]
+    if len(ends) != 2 or ends[0] >= ends[1] or not all(map(is_finite, closed)):
+        raise Unreadable("no interval")
+    return ends
+
+
+@lru_cache(maxsize=1024)  # it is asked again for each of the points
+def _number(form: Form) -> Value:
+    if isinstance(form, Amount) and not names(form.node) and not form.percent and form.scale == 1:
+        number = real(value(form.node, {}))
+        if is_real(number):
+            return number.real
+    raise Unreadable("no real number")
+
+
+def _is_variable(node: Node) -> bool:
+    return isinstance(node, Sym) and bool(names(node))
+
+
+def _holds(form: Form, at: Value) -> bool:
+    """Whether a number belongs to a set of which `_ends` are known."""
+    if isinstance(form, Relation):
+        sides = [_number(Amount(side)) if not names(side) else at for side in form.sides]
+        return all(map(_is_true, sides, form.signs, sides[1:]))
+    assert isinstance(form, Several)
+    if form.brackets == "or":
+        return any(_holds(part, at) for part in form.parts)
+    if form.brackets == "minus":
+        return _holds(form.parts[0], at) and not any(_holds(part, at) for part in form.parts[1:])
+    ends = [_number(part) for part in form.parts]
+    if form.brackets == "{}":
+        return any(close(at, end) for end in ends)
+    signs = ["<=" if bracket in "[]" else "<" for bracket in form.brackets]
+    return _is_true(ends[0], signs[0], at) and _is_true(at, signs[1], ends[1])
+
+
+def _is_true(left: Value, sign: str, right: Value) -> bool:
+    if close(left, right):
+        return "=" in sign and sign != "!="
+    return sign == "!=" or (left < right) == ("<" in sign)

@@ -1,0 +1,327 @@
+"""A queue of runs on machines that are lent for minutes: `python -m qerl_lab.tools.queue plan|run|collect QUEUE.yaml`.
+
+`plan` says what is next and how many GPU hours are left; `run` makes the next runs on a machine and packs the record of
+each; `collect` merges packed records into the results beside QUEUE.yaml. `queue_file.py` says what QUEUE.yaml holds.
+A lost machine costs its runs alone: what no ledger has is planned again.
+"""
+
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from qerl_lab import exits
+
+with exits.starting(__name__):
+    import pandas as pd
+
+    from qerl_lab.cli.grammar import Command, main_of
+    from qerl_lab.config.option import ConfigError, option
+    from qerl_lab.config.paths import WEIGHTS, sha256
+    from qerl_lab.disk import make_directory, replace_file
+    from qerl_lab.exits import OK, USAGE
+    from qerl_lab.record.directory import RunDirectory
+    from qerl_lab.terminal import columns, near
+    from qerl_lab.tools.queue_file import (
+        DONE,
+        FAILED,
+        PREREGISTRATION,
+        Part,
+        Planned,
+        Queue,
+        Row,
+        last_wins,
+        read,
+        write_ledger,
+    )
+
+RUNS = "runs/queue"
+ROW = "queue.json"  # in a run's directory: its row of the ledger
+LEFT_THERE = ("checkpoints", "adapter", "curves.png")  # too large to travel, or made again by the report
+STAGGER_SECONDS = 30.0  # between the first runs side by side: engines that start at once ask for one memory
+START_SECONDS = 60.0  # less than this of a call is left to nothing: engines take as long to start
+GRACE_SECONDS = 60.0  # that a stopped run has to save
+QUEUE = "the queue's YAML file; its key may be left out"
+PARTS = "names of parts; none is all"
+EXTRA = "further words of every line, with blanks between, which win over the file's: words='scale=NAME'"
+
+
+@dataclass
+class PlanOptions:
+    queue: str = option("", QUEUE)
+    minutes: float = option(25.0, "machine time to fill", above=0, unit="min")
+    jobs: int = option(1, "runs side by side on a GPU", at_least=1, at_most=16)
+    parts: list[str] = option([], PARTS)
+    words: str = option("", EXTRA)
+
+
+@dataclass
+class RunOptions(PlanOptions):
+    here: str = option("", "words of this machine, which a line's own win over: here='model.path=FILE task.path=DIR'")
+    runs: str = option(RUNS, "folder of the run directories; one on this machine's own disk")
+    pack: str = option("", "folder for a packed record of each run, KEY.tar.gz; required")
+    lease: float | None = option(
+        None, "minutes that the machine is there for later calls too: a run starts if it fits into them; null: minutes",
+        above=0, unit="min",
+    )  # fmt: skip
+    commit: str = option("", "commit of the code, where no checkout says it")
+
+
+@dataclass
+class CollectOptions:
+    queue: str = option("", QUEUE)
+    packs: list[str] = option([], "packed records, or folders of them")
+    runs: str = option(RUNS, "folder to unpack the runs into")
+
+
+def plan(options: PlanOptions) -> None:
+    """Print the parts with the hours that are left, the runs that failed twice, and the next command lines."""
+    queue = read(Path(options.queue), shlex.split(options.words))
+    rows = [["part", "runs", "done", "left", "min a run", "GPU hours left"]]
+    for part in _chosen(queue.parts, options.parts):
+        runs, left = ([one for one in some if one.part is part] for some in (queue.runs, queue.left()))
+        done = sum(queue.is_done(one.key) for one in runs)
+        hours = sum(queue.seconds(one) for one in left) / options.jobs / 3600
+        each = queue.seconds(runs[0]) / 60 if runs else 0
+        rows.append([part.name, str(len(runs)), str(done), str(len(left)), f"{each:.1f}", f"{hours:.1f}"])
+    print(columns(rows))
+    for one in queue.runs:
+        if queue.failures(one.key) and one not in queue.left() and not queue.is_done(one.key):
+            print(f"failed {queue.failures(one.key)} times, not planned again: {one.key}")
+    for row in queue.of_another_preregistration():
+        print(f"made under another {PREREGISTRATION}: {row['run']}")
+    spent = 0.0
+    for one in _next(queue, options):
+        spent += queue.seconds(one) / options.jobs
+        if spent > options.minutes * 60:
+            break
+        print(f"python -m qerl_lab {shlex.join(one.words)}")
+
+
+def _chosen(parts: Sequence[Part], names: Sequence[str]) -> list[Part]:
+    known = [part.name for part in parts]
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"parts={name} is none; allowed: {', '.join(known)}. Type parts={known[0]}.")
+    return [part for part in parts if not names or part.name in names]
+
+
+def _next(queue: Queue, options: PlanOptions) -> list[Planned]:
+    chosen = _chosen(queue.parts, options.parts)
+    return [one for one in queue.left() if one.part in chosen]
+
+
+def run(options: RunOptions) -> None:
+    """Make the next runs that fit into the minutes, and pack each that ends. Raises ConfigError for a refused one.
+
+    A run that is not done by then is stopped, and goes on by the same command on the same machine.
+    """
+    queue, pack = read(Path(options.queue), shlex.split(options.words)), Path(options.pack)
+    make_directory(pack, f"pack={pack}")
+    waiting = _next(queue, options)
+    queue.refuse_unregistered(waiting)
+    machine = Machine(queue, options, time.monotonic())
+    for one in [one for one in waiting if (machine.folder(one) / ROW).exists()]:  # its pack may not have come back
+        machine.pack(one)
+        waiting.remove(one)
+    with ThreadPoolExecutor(options.jobs) as slots:
+        started = [slots.submit(machine.make, one, number) for number, one in enumerate(waiting)]
+        try:
+            ended = [one.result() for one in started]
+        except BaseException:
+            slots.shutdown(wait=False, cancel_futures=True)
+            raise
+    print(f"{sum(map(bool, ended))} runs ended: {near(pack)}. {len(waiting)} were left for this machine.")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where runs are made; `began` is a time of the monotonic clock."""
+
+    queue: Queue
+    options: RunOptions
+    began: float
+
+    @property
+    def until(self) -> float:
+        """When this call ends, by that clock."""
+        return self.began + 60 * self.options.minutes
+
+    def folder(self, one: Planned) -> Path:
+        return Path(self.options.runs).absolute() / one.key
+
+    def make(self, one: Planned, number: int) -> bool:
+        """Make one run and its evaluations; whether it ended, done or failed. One that does not fit is left alone."""
+        time.sleep(STAGGER_SECONDS * number if number < self.options.jobs else 0)
+        begun = RunDirectory(self.folder(one))
+        given_back = self.began + 60 * (self.options.lease or self.options.minutes)
+        if time.monotonic() > self.until - START_SECONDS:
+            return False
+        if not begun.is_claimed and time.monotonic() + self.queue.seconds(one) > given_back:
+            return False
+        start = time.time()
+        if begun.status != "done":
+            self._train(one, begun)
+        if begun.status not in (DONE, FAILED):
+            return False
+        trained = time.time()
+        evaluated = [begun.status == DONE and self._evaluate(one, line) for line in one.part.after]
+        if time.monotonic() > self.until and not all(evaluated):
+            return False
+        earlier = begun.result().get("seconds", 0.0)  # of all sessions of a run that an earlier call began
+        seconds = time.time() - trained + max(trained - start, earlier)
+        self._note(one, begun, seconds, f"{sum(evaluated)} of {len(evaluated)}")
+        self.pack(one)
+        return True
+
+    def _train(self, one: Planned, begun: RunDirectory) -> None:
+        words = [f"resume={begun.path}"]
+        if not begun.is_claimed:
+            words = [*last_wins(shlex.split(self.options.here), one.words), f"run_dir={begun.path}"]
+        code = self._call(one, ["-m", "qerl_lab", *words])
+        if code == USAGE and not begun.is_claimed:
+            said = self._console(one).read_text(encoding="utf-8", errors="replace").strip().splitlines()
+            raise ConfigError(f"{one.key} was refused: {said[-1] if said else 'it says nothing'}")
+
+    def _evaluate(self, one: Planned, line: str) -> bool:
+        """Make an evaluation; one that is there prints its table again."""
+        command, *words = shlex.split(os.path.expandvars(line))
+        return self._call(one, ["-m", "qerl_lab.evaluate", command, f"run={self.folder(one)}", *words]) == OK
+
+    def _call(self, one: Planned, words: Sequence[str]) -> int | None:
+        """Call Python with words; its exit code, None where the time was up. What it prints goes to the console."""
+        make_directory(self._console(one).parent, f"runs={self.options.runs}")
+        with self._console(one).open("ab") as console:
+            process = subprocess.Popen([sys.executable, *words], stdout=console, stderr=console)
+            try:
+                return process.wait(max(0.0, self.until - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.send_signal(signal.SIGINT)
+            try:
+                process.wait(GRACE_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+            return None
+
+    def _console(self, one: Planned) -> Path:
+        return self.folder(one).with_suffix(".txt")
+
+    def _note(self, one: Planned, ended: RunDirectory, seconds: float, evaluations: str) -> None:
+        """Write the run's row of the ledger into its directory; its evaluations stay without their completions."""
+        for file in ended.path.glob("evaluations/*/eval.parquet"):
+            pd.read_parquet(file).drop(columns="completion", errors="ignore").to_parquet(file, index=False)
+        where: dict[str, Any] = ended.environment()
+        adapter = ended.adapter / WEIGHTS
+        commit = where.get("git_sha", "unknown")
+        row = {
+            "run": one.key, "seed": str(one.seed), "part": one.part.name, "state": ended.status,
+            "host": where.get("host", os.uname().nodename),
+            "card": " ".join(f"{gpu['name']} {gpu['uuid']}" for gpu in where.get("gpus", [])) or "none",
+            "start": where.get("time", time.strftime("%Y-%m-%dT%H:%M:%S%z")),
+            "seconds": f"{seconds:.0f}",
+            "commit": self.options.commit if commit == "unknown" and self.options.commit else commit,
+            "preregistration": self.queue.preregistration(),
+            "adapter_sha256": sha256(adapter) if adapter.exists() else "",
+            "evaluations": evaluations, "words": shlex.join(one.words),
+        }  # fmt: skip
+        replace_file(ended.path / ROW, json.dumps(row, indent=1).encode())
+        shutil.copy(self._console(one), ended.path / "queue.txt")
+
+    def pack(self, one: Planned) -> None:
+        """Pack the record of a run, whole or not at all."""
+        file = Path(self.options.pack) / f"{one.key}.tar.gz"
+        with tarfile.open(file.with_suffix(".tmp"), "w:gz") as packed:
+            for path in sorted(self.folder(one).iterdir()):
+                if path.name not in LEFT_THERE:
+                    packed.add(path, f"{one.key}/{path.name}")
+        file.with_suffix(".tmp").replace(file)
+
+
+def collect(options: CollectOptions) -> None:
+    """Merge packed records into the results beside the queue, and the ledger. A run that is done there already stays.
+
+    The ledger is written last, so that the same command goes on after a stop.
+    """
+    queue, runs = read(Path(options.queue)), Path(options.runs)
+    make_directory(runs, f"runs={runs}")
+    rows, new = list(queue.rows), dict[str, list[Path]]()
+    into = {part.name: queue.folder / part.into for part in queue.parts}
+    for file in _files(options.packs):
+        with tarfile.open(file) as packed:
+            row = _row(packed, file)
+            if any((row["run"], row["start"]) == (other["run"], other["start"]) for other in rows):
+                print(f"{row['run']}: there already")
+            elif any(row["run"] == other["run"] and other["state"] == DONE for other in rows):
+                print(f"{row['run']}: a second run of it, left out: the first counts")
+            else:
+                shutil.rmtree(runs / row["run"], ignore_errors=True)
+                packed.extractall(runs, filter="data")
+                rows.append(row)
+                if row["state"] == DONE:
+                    new.setdefault(str(into[row["part"]]), []).append(runs / row["run"])
+    for folder, found in new.items():
+        _merge(Path(folder), found)
+    write_ledger(queue.folder, rows)
+    print(f"{len(rows) - len(queue.rows)} rows are new in {near(queue.folder)}/ledger.csv")
+
+
+def _files(packs: Sequence[str]) -> list[Path]:
+    found = [each for pack in map(Path, packs) for each in (sorted(pack.glob("*.tar.gz")) if pack.is_dir() else [pack])]
+    if missing := [file for file in found if not file.exists()]:
+        raise ConfigError(f"{missing[0]} is not there. Type packs=[FILE.tar.gz] or packs=[DIR].")
+    return found
+
+
+def _row(packed: tarfile.TarFile, file: Path) -> Row:
+    names = [name for name in packed.getnames() if name.endswith(f"/{ROW}")]
+    if len(names) != 1 or (found := packed.extractfile(names[0])) is None:
+        raise ConfigError(f"{file} is no packed record: it has no {ROW}. Type what `run` packed.")
+    row: Row = json.load(found)
+    return row
+
+
+def _merge(folder: Path, found: Sequence[Path]) -> None:
+    """Write the results of a folder anew, of its own runs and the new ones, and keep the evaluations of these."""
+    make_directory(folder, f"{folder}")
+    known = [str(folder)] if (folder / "runs.parquet").exists() else []
+    line = [sys.executable, "-m", "qerl_lab.report", *known, *map(str, found), f"out={folder}"]
+    if subprocess.run(line, stdout=subprocess.DEVNULL).returncode != OK:
+        raise ValueError(f"the report failed: {shlex.join(line[1:])}")
+    for run_dir in found:
+        if (made := run_dir / "evaluations").is_dir():
+            shutil.copytree(made, folder / "evaluations" / run_dir.name, dirs_exist_ok=True)
+
+
+LINE = "python -m qerl_lab.tools.queue"
+FILE = "results/qwen1_5b/queue.yaml"
+COMMANDS: dict[str, Command[Any]] = {
+    "plan": Command(
+        f"{LINE} plan QUEUE.yaml", "What is next of a queue of runs, and how many GPU hours each part has left.",
+        PlanOptions, plan, ((f"{LINE} plan {FILE} minutes=25", "what one machine would make"),), ("queue",), "queue",
+    ),
+    "run": Command(
+        f"{LINE} run QUEUE.yaml pack=DIR", "Make the next runs of a queue on this machine, and pack their records.",
+        RunOptions, run, ((f"{LINE} run {FILE} minutes=9 jobs=2 pack=packed", "two runs side by side"),),
+        ("queue", "pack"), "queue",
+    ),
+    "collect": Command(
+        f"{LINE} collect QUEUE.yaml packs=[DIR]", "Merge packed records into the results and the ledger of a queue.",
+        CollectOptions, collect, ((f"{LINE} collect {FILE} packs=[packed]", "of a folder"),), ("queue", "packs"),
+        "queue",
+    ),
+}  # fmt: skip
+main = main_of(COMMANDS)
+
+
+if __name__ == "__main__":
+    exits.run(main)

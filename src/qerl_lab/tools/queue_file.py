@@ -1,0 +1,210 @@
+"""QUEUE.yaml as planned runs, and ledger.csv, which says what became of them. Imports Hydra and no torch.
+
+QUEUE.yaml, in a folder of results:
+
+    words: [scale=qwen1_5b, tracking=none]            # of every line; a word of a line wins over them
+    seconds: 480                                      # of one run, until the ledger or results/bench knows better
+    parts:                                            # in the order in which they are made
+      - name: formats
+        lines: ["+experiment=bf16,nvfp4"]             # each a grid of the main command, without seeds
+        seeds: [0, 1, 2]                              # seeds of each; 0 to 4 if left out
+        after: ["accuracy benchmarks=math500:$MATH500"]    # evaluate commands of every finished run, with the machine's
+                                                      # variables; none if left out
+        into: pilot                                   # folder of its results, beside QUEUE.yaml; itself if left out
+        preregistered: false                          # may run while PREREGISTRATION.md is incomplete; true if left out
+
+Runs of preregistered parts record the hash of `claims.yaml`, where that file stands beside QUEUE.yaml.
+"""
+
+import csv
+import hashlib
+import itertools
+import json
+import shlex
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from qerl_lab.cli.compose import make_plan
+from qerl_lab.cli.overrides import spell
+from qerl_lab.config.arm import of_arm, values_of
+from qerl_lab.config.message import in_one_line
+from qerl_lab.config.option import ConfigError
+from qerl_lab.config.schema import RunConfig
+from qerl_lab.config.spelling import readable
+
+LEDGER, PREREGISTRATION, CLAIMS, PILOT = "ledger.csv", "PREREGISTRATION.md", "claims.yaml", "PILOT:"
+COLUMNS = ("run", "seed", "part", "state", "host", "card", "start", "seconds", "commit", "preregistration",
+           "adapter_sha256", "evaluations", "words")  # fmt: skip
+DONE, FAILED, ATTEMPTS = "done", "failed", 2
+WHERE = ("model.hash", "task.path")  # where a machine keeps things: the same run on every machine
+Row = Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of the queue: grids of the main command, and what is done with each finished run."""
+
+    name: str
+    lines: Sequence[str]
+    seeds: Sequence[int] = (0, 1, 2, 3, 4)
+    after: Sequence[str] = ()
+    into: str = ""
+    preregistered: bool = True
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One run of the queue. `key` is the same wherever it is planned; `words` make it by the main command."""
+
+    key: str
+    part: Part
+    seed: int
+    words: tuple[str, ...]
+    config: RunConfig
+
+
+@dataclass(frozen=True)
+class Queue:
+    """A read QUEUE.yaml: its runs in order, each once, and the rows of its ledger."""
+
+    folder: Path
+    parts: Sequence[Part]
+    runs: Sequence[Planned]
+    rows: Sequence[Row]
+    seconds_at_first: float
+
+    def is_done(self, key: str) -> bool:
+        return any(row["run"] == key and row["state"] == DONE for row in self.rows)
+
+    def failures(self, key: str) -> int:
+        return sum(row["run"] == key and row["state"] == FAILED for row in self.rows)
+
+    def left(self) -> list[Planned]:
+        """The runs to make: not done, and not failed twice."""
+        return [one for one in self.runs if not self.is_done(one.key) and self.failures(one.key) < ATTEMPTS]
+
+    def seconds(self, one: Planned) -> float:
+        """What a run will take: the median of its part, else of the whole ledger, else as `results/bench` has it."""
+        done = [row for row in self.rows if row["state"] == DONE]
+        taken = [float(row["seconds"]) for row in done if row["part"] == one.part.name]
+        taken = taken or [float(row["seconds"]) for row in done]
+        return statistics.median(taken) if taken else by_bench(one.config) or self.seconds_at_first
+
+    def preregistration(self) -> str:
+        """12 hex digits of the preregistration's SHA-256; empty where there is none."""
+        file = self.folder / PREREGISTRATION
+        return hashlib.sha256(file.read_bytes()).hexdigest()[:12] if file.exists() else ""
+
+    def of_another_preregistration(self) -> list[Row]:
+        """The rows of runs that count and were made under another version of the preregistration."""
+        counting = {part.name for part in self.parts if part.preregistered}
+        now = self.preregistration()
+        return [row for row in self.rows if row["part"] in counting and row["preregistration"] != now]
+
+    def refuse_unregistered(self, runs: Sequence[Planned]) -> None:
+        """Raise ConfigError for a run that counts while the preregistration is missing or incomplete."""
+        file = self.folder / PREREGISTRATION
+        counting = [one.part.name for one in runs if one.part.preregistered]
+        lacks = f"has {PILOT}" if file.exists() else "is missing"
+        if counting and (not file.exists() or PILOT in file.read_text(encoding="utf-8")):
+            raise ConfigError(
+                f"part {counting[0]} counts, and {file} {lacks}. Complete it first, or type parts=[NAME] of a pilot: "
+                "a part with `preregistered: false`."
+            )
+
+
+def read(path: Path, extra: Sequence[str] = ()) -> Queue:
+    """The queue of a file; `extra` words win over its own. Raises ConfigError for what is no queue or no run."""
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        parts = [Part(**each) for each in content["parts"]]
+    except (OSError, yaml.YAMLError, TypeError, KeyError) as error:
+        raise ConfigError(
+            f"{path} is no queue ({in_one_line(error)}); a part may have {', '.join(Part.__annotations__)}. "
+            "Type the path of a file such as results/qwen1_5b/queue.yaml."
+        ) from None
+    runs: dict[str, Planned] = {}
+    folder, words = path.parent, content.get("words", [])
+    claims = [f"preregistration={folder / CLAIMS}"] if (folder / CLAIMS).exists() else []
+    for part in parts:
+        for one in _of_part(part, [*words, *claims] if part.preregistered else words, extra):
+            runs.setdefault(one.key, one)  # what an earlier part makes is not made again
+    return Queue(folder, parts, list(runs.values()), read_ledger(folder), float(content.get("seconds", 600)))
+
+
+def _of_part(part: Part, words: Sequence[str], extra: Sequence[str]) -> list[Planned]:
+    """The runs of a part: every arm before the next seed. An arm is composed once for all of its seeds."""
+    found = []
+    for line in part.lines:
+        grid = last_wins(words, shlex.split(line), extra, [f"seed={part.seeds[0]}"])
+        try:
+            jobs = make_plan([readable(spell(word)) for word in grid], multirun=True).jobs
+        except ConfigError as error:
+            raise ConfigError(f"part {part.name}, line `{line}`: {error}") from None
+        for job, seed in itertools.product(jobs, part.seeds):
+            config, of_seed = replace(job.config, seed=seed), tuple(last_wins(job.overrides, [f"seed={seed}"]))
+            found.append(Planned(key_of(config), part, seed, of_seed, config))
+    return sorted(found, key=lambda one: one.seed)
+
+
+def last_wins(*words: Sequence[str]) -> list[str]:
+    """All words; of several for one key the last."""
+    return list({word.lstrip("+").partition("=")[0]: word for each in words for word in each}.values())
+
+
+def key_of(config: RunConfig) -> str:
+    """ARM-seedN-HASH: the hash is of the keys that make the arm, but for where a machine keeps model and questions.
+
+    Keys at their default are left out, so that a key which a later version adds changes none.
+    """
+    usual = values_of(RunConfig())
+    values = of_arm(values_of(config) | {"model.hash": None})
+    values["model.path"] = str(values["model.path"]).removeprefix(f"{Path.cwd()}/")
+    kept = {name: value for name, value in values.items() if name not in WHERE and value != usual[name]}
+    digits = hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:8]
+    return f"{config.experiment}-seed{config.seed}-{digits}"
+
+
+def by_bench(config: RunConfig, folder: Path = Path("results/bench")) -> float | None:
+    """Seconds of a run by the fastest measured step of its model, if every completion is the longest; None unmeasured.
+
+    The measured steps had completions of 1,024 or 2,048 tokens, so a run of longer ones takes longer than this.
+    """
+    rows: list[dict[str, Any]] = []
+    for file in sorted(folder.glob("step_*.json")):
+        rows += json.loads(file.read_text(encoding="utf-8"))["rows"]
+    of_model = [row for row in rows if _letters(row["model"]) == _letters(config.model.name) and row["gpus"] == 1]
+    speeds = [row["tokens_per_second"] for row in of_model if not row["baseline"]]
+    tokens = config.steps * config.completions_per_step * config.rollout.max_completion_tokens
+    return tokens / max(speeds) if speeds else None
+
+
+def _letters(name: str) -> str:
+    return "".join(filter(str.isalnum, name))
+
+
+def read_ledger(folder: Path) -> list[Row]:
+    """The rows of ledger.csv; none where there is no such file."""
+    file = folder / LEDGER
+    if not file.exists():
+        return []
+    with file.open(encoding="utf-8", newline="") as lines:
+        rows: list[Row] = list(csv.DictReader(lines))
+    if rows and set(rows[0]) != set(COLUMNS):
+        raise ConfigError(f"{file} has the columns {', '.join(rows[0])}; allowed: {', '.join(COLUMNS)}.")
+    return rows
+
+
+def write_ledger(folder: Path, rows: Sequence[Row]) -> None:
+    """Write ledger.csv, a row an attempt."""
+    aside = folder / f"{LEDGER}.tmp"
+    with aside.open("w", encoding="utf-8", newline="") as file:
+        out = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        out.writeheader()
+        out.writerows(rows)
+    aside.replace(folder / LEDGER)

@@ -1,0 +1,25 @@
+"""Compare what a repeated or resumed run must reproduce bit for bit."""
+
+from collections.abc import Collection
+from pathlib import Path
+
+from qerl_lab.record.directory import RunDirectory
+from qerl_lab.record.metrics import declared
+
+RESTARTS = "rollout/engine_restarts"
+# Times, speeds and memory are never the same.
+VARYING = {name for name, metric in declared(("format", "answer")).items() if metric.unit in ("s", "tokens/s", "GiB")}
+FILES = ("adapter/adapter_model.safetensors", "eval.parquet", "samples.jsonl")
+
+
+def lines_of(run_dir: Path, without: Collection[str] = ()) -> list[tuple[int, dict[str, float]]]:
+    """Return step and metrics of each line of metrics.jsonl, without VARYING metrics and those in `without`."""
+    left_out = VARYING | {*without}
+    return [
+        (line["step"], {name: value for name, value in line["metrics"].items() if name not in left_out})
+        for line in RunDirectory(run_dir).metrics()
+    ]
+
+
+def files_of(run_dir: Path) -> list[bytes]:
+    return [(run_dir / name).read_bytes() for name in FILES]

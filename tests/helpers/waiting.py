@@ -1,0 +1,27 @@
+"""Wait for another process or thread."""
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def wait_for(condition: Callable[[], T], seconds: float = 120, pause: float = 0.02) -> T:
+    """Return the first true value of `condition`. Raises AssertionError after `seconds`."""
+    end = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < end, f"it did not happen within {seconds:g} s"
+        time.sleep(pause)
+    return found
+
+
+def give_time(condition: Callable[[], object], seconds: float = 0.5) -> None:
+    """Wait until `condition` is true, for at most `seconds`.
+
+    For conditions that normally hold at once. A profiler that inspects the frames of a running function keeps their
+    tensors alive for a moment.
+    """
+    with suppress(AssertionError):
+        wait_for(condition, seconds, pause=0.001)

@@ -1,0 +1,57 @@
+"""A queue of two tiny runs on the CPU: made, packed, one pack lost, merged, and the lost one planned again."""
+
+import csv
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pandas as pd
+
+QUEUE = """
+words: [scale=pocket, steps=1, rollout.prompts_per_step=2, eval.questions=2, eval.samples=1, cpu_threads=1, device=cpu,
+  tracking=none, checkpoint.every=0]
+seconds: 1
+parts:
+  - name: formats
+    lines: ["+experiment=bf16"]
+    seeds: [0, 1]
+    after: ["accuracy questions=2 samples=1"]
+"""
+
+
+def queue(folder: Path, *words: str) -> str:
+    line = [sys.executable, "-m", "qerl_lab.tools.queue", *words]
+    done = subprocess.run(line, cwd=folder, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_run_whose_pack_was_lost_is_planned_again(tmp_path: Path) -> None:
+    (results := tmp_path / "results").mkdir()
+    (results / "queue.yaml").write_text(QUEUE)
+    (results / "PREREGISTRATION.md").write_text("what was asked before")
+    queue(tmp_path, "run", "results/queue.yaml", "pack=packed", "runs=machine", "minutes=4")
+    packs = sorted((tmp_path / "packed").glob("*.tar.gz"))
+    assert [pack.name.rpartition("-")[0] for pack in packs] == ["bf16-seed0", "bf16-seed1"]
+    packs[1].unlink()
+    queue(tmp_path, "collect", "results/queue.yaml", "packs=[packed]", "runs=here")
+
+    with (results / "ledger.csv").open() as file:
+        (row,) = csv.DictReader(file)
+    assert (row["seed"], row["state"], row["evaluations"]) == ("0", "done", "1 of 1")
+    assert [len(row[name]) for name in ("adapter_sha256", "preregistration")] == [64, 12]
+    runs = pd.read_parquet(results / "runs.parquet")
+    assert runs[["state", "seed"]].to_numpy().tolist() == [["finished", 0]]
+    (answers,) = results.glob("evaluations/*/*/eval.parquet")
+    assert "completion" not in pd.read_parquet(answers)
+
+    planned = [line for line in queue(tmp_path, "plan", "results/queue.yaml").splitlines() if line.startswith("python")]
+    assert [line.rpartition(" ")[2] for line in planned] == ["seed=1"]
+    again = queue(
+        tmp_path, "run", "results/queue.yaml", "pack=again", "runs=machine", "minutes=4"
+    )  # made there already
+    assert [pack.name for pack in (tmp_path / "again").iterdir()] == [packs[1].name], again
+    queue(tmp_path, "collect", "results/queue.yaml", "packs=[packed,again]", "runs=here")
+    assert pd.read_parquet(results / "runs.parquet")["seed"].tolist() == [0, 1]
+    assert "python" not in queue(tmp_path, "plan", "results/queue.yaml")

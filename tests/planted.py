@@ -1,0 +1,185 @@
+"""Plant known bugs one by one in a copy of src, run the tests named for each, and say which were found.
+
+    python tests/planted.py            # all
+    python tests/planted.py sigma pass # those that have one of these words in their names
+
+Each bug replaces text that occurs once in one file of src/qerl_lab. The exit code is 1 if a bug survived, or if its
+text is no longer there: then the list below has to follow the code.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+KILLED, SURVIVED = 1, 0  # exit codes of pytest
+
+
+class Bug(NamedTuple):
+    """`right`, in `file` of src/qerl_lab, becomes `wrong`; `tests` (of tests/, a file or a test each) find it."""
+
+    name: str
+    file: str
+    right: str
+    wrong: str
+    tests: str
+
+
+BUGS = [
+    # objective
+    Bug("advantage has the other sign", "algorithms/groups.py",
+        "centred = reward_P_G - reward_P_G.mean(axis=1, keepdims=True)",
+        "centred = reward_P_G.mean(axis=1, keepdims=True) - reward_P_G",
+        "golden/test_groups.py"),
+    Bug("overlong penalty starts a token late", "algorithms/groups.py",
+        "allowed = max_tokens - buffer_tokens", "allowed = max_tokens - buffer_tokens + 1",
+        "golden/test_groups.py"),
+    Bug("upper clip bound is the lower one", "algorithms/__init__.py",
+        '"epsilon_high": cfg.epsilon_high +', '"epsilon_high": cfg.epsilon_low +',
+        "golden/test_objective.py"),
+    Bug("k3 estimators are swapped", "algorithms/__init__.py",
+        'cfg.kl_estimator == "k3_ratio"', 'cfg.kl_estimator == "k3"',
+        "golden/test_objective.py"),
+    Bug("importance correction has no clip", "algorithms/correction.py",
+        "is_cut = ratio > clip_max", "is_cut = ratio > 2 * clip_max",
+        "golden/test_correction.py"),
+    Bug("importance correction is not applied", "train/trainer.py",
+        'self.micro_batch["advantages"][:, None] * weights',
+        'self.micro_batch["advantages"][:, None] * weights.clamp(1, 1)',
+        "unit/train/test_one_forward.py"),
+    Bug("several updates take the new policy for the old", "train/trainer.py",
+        "elif scored is not None and self.cfg.updates_per_step > 1:",
+        "elif scored is not None and self.cfg.updates_per_step > 4:",
+        "golden/test_loss.py"),
+    Bug("rest of the entropy bonus has the other sign", "train/trainer.py",
+        "return loss + applied * self._bonus_beyond()", "return loss - applied * self._bonus_beyond()",
+        "golden/test_loss.py"),
+    Bug("loss is taken at temperature 1", "train/grpo_config.py",
+        "temperature=cfg.rollout.temperature,", "temperature=1.0,",
+        "golden/test_loss.py"),
+    # optimizer
+    Bug("warm-up counts steps for updates", "train/grpo_config.py",
+        "cfg.optim.warmup_ratio * cfg.steps * cfg.updates_per_step", "cfg.optim.warmup_ratio * cfg.steps",
+        "unit/train/test_optimizer.py"),
+    Bug("beta2 is the library's", "train/grpo_config.py",
+        "        adam_beta2=cfg.optim.beta2,\n", "",
+        "unit/train/test_optimizer.py"),
+    Bug("weight decay is the library's", "train/grpo_config.py",
+        "        weight_decay=cfg.optim.weight_decay,\n", "",
+        "unit/train/test_optimizer.py"),
+    Bug("clipping is the library's", "train/grpo_config.py",
+        "        max_grad_norm=cfg.optim.max_grad_norm,\n", "",
+        "unit/train/test_optimizer.py"),
+    # noise
+    Bug("sigma exponent is off by one", "aqn/schedule.py",
+        "return decay(cfg, now - 1, last - 1 if", "return decay(cfg, now, last - 1 if",
+        "golden/test_sigma.py"),
+    Bug("noise accumulates", "rollout/transformers.py",
+        "noise.onto_norms(self.policy.clean_norms",
+        'noise.onto_norms({name: weight.float() for name, weight in (getattr(self, "_norms", None) or '
+        "self.policy.clean_norms).items()}",
+        "unit/train/test_trainer.py::test_the_engine_holds_the_noise_of_the_seed_and_step"),
+    Bug("reference has the noise", "train/trainer.py",
+        " if is_reference else held)", " if not held else held)",
+        "golden/test_loss.py"),
+    Bug("noise stays in the evaluation", "train/run.py",
+        "session.engine.sync(aqn.CLEAN)\n    when", "session.engine.sync(aqn.Noise(0.1, 0, 1))\n    when",
+        "unit/train/test_evaluation_of_ranks.py"),
+    Bug("noise is probed at temperature 1", "train/trainer.py",
+        "norms, temperature = self.engine.norms(), self.cfg.rollout.temperature",
+        "norms, temperature = self.engine.norms(), 1.0",
+        "unit/train/test_trainer.py::test_without_noise_nothing_is_probed"),
+    Bug("sigma is solved at temperature 1", "train/noise.py",
+        "noise_kl.texts(policy, pairs, cfg.rollout.temperature, batch_size)",
+        "noise_kl.texts(policy, pairs, 1.0, batch_size)",
+        "unit/train/test_noise_level.py"),
+    # sampling and data
+    Bug("sampler entropy counts padding", "rollout/transformers.py",
+        "summed = [row[:n].sum().item() for", "summed = [row.sum().item() for",
+        "unit/rollout/test_transformers.py"),
+    Bug("policy entropy counts padding", "train/trainer.py",
+        "is_completion).sum(), is_completion.sum()))", "is_completion).sum(), (is_completion >= 0).sum()))",
+        "unit/train/test_trainer.py::test_policy_and_sampler_entropy_agree_without_noise"),
+    Bug("only the tokenizer's end token ends a completion", "model/policy.py",
+        "configured = self.model.generation_config.eos_token_id", "configured = []  #",
+        "unit/rollout/test_transformers.py::test_a_models_own_sampling_defaults_do_not_reach_the_sampler"),
+    Bug("a packed text has the positions of its row", "train/packing.py",
+        "position_ids=(held.cumsum(1) - 1)[held][None],", "position_ids=torch.arange(int(held.sum()))[None],",
+        "unit/train/test_packing.py"),
+    Bug("a packed text has positions zero", "train/packing.py",
+        "position_ids=(held.cumsum(1) - 1)[held][None],",
+        "position_ids=torch.zeros_like(held.long())[held][None],",
+        "unit/train/test_packing.py"),
+    Bug("a resumed run asks its questions from the start", "train/run.py",
+        "Cursor(session.data, saved.prompts_seen if saved else 0)", "Cursor(session.data, 0)",
+        "unit/train/test_noise_level.py"),
+    # formats and adapters
+    Bug("scale of a zero block is zero", "formats/nvfp4.py",
+        "_SCALE_OF_ZERO_BLOCK = 0.125", "_SCALE_OF_ZERO_BLOCK = 0.0",
+        "golden/test_formats_edges.py golden/test_formats_reference.py"),
+    Bug("adapter is not scaled in vLLM", "rollout/vllm/adapter.py",
+        "scaling = (self.lora.alpha or self.lora.rank) / self.lora.rank", "scaling = 1.0",
+        "unit/rollout/test_adapter_product.py"),
+    Bug("adapter is not scaled backward", "model/lora.py",
+        "grad_B = scaled_linear(grad_y.t(), inner.t(), ctx.scaling)",
+        "grad_B = scaled_linear(grad_y.t(), inner.t(), 1.0)",
+        "unit/model/test_lora.py"),
+    Bug("a dense layer outlives its packing", "formats/format.py",
+        "quantized_by_rows(quantize, weights.pop(name), rows, name=name)",
+        "quantized_by_rows(quantize, weights[name], rows, name=name)",
+        "unit/model/test_loading.py"),
+    # evaluation
+    Bug("pass@k draws one sample less", "evaluate/passes.py",
+        "samples - c + 1)", "samples - c)",
+        "golden/test_passes.py"),
+    Bug("evaluation has the temperature of training", "evaluate/accuracy.py",
+        "cfg.eval.temperature, cfg.eval.top_p", "cfg.rollout.temperature, cfg.eval.top_p",
+        "unit/evaluate/test_accuracy.py"),
+]  # fmt: skip
+
+
+def try_one(bug: Bug, scratch: Path) -> str:
+    """Plant `bug` in the copy `scratch`, run its tests, and mend the copy. Return killed, survived or what hindered."""
+    path = scratch / "src" / "qerl_lab" / bug.file
+    text = path.read_text("utf-8") if path.exists() else ""
+    if text.count(bug.right) != 1:
+        return f"not planted: {bug.file} has its text {text.count(bug.right)} times"
+    path.write_text(text.replace(bug.right, bug.wrong), "utf-8")
+    environment = os.environ | {"PYTHONPATH": str(scratch / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
+    files = [f"tests/{name}" for name in bug.tests.split()]
+    try:
+        ended = subprocess.run(
+            [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *files],
+            cwd=scratch, env=environment, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+    finally:
+        path.write_text(text, "utf-8")
+    if ended.returncode == KILLED:
+        return "killed"
+    return "survived" if ended.returncode == SURVIVED else f"the tests did not run:\n{ended.stdout}{ended.stderr}"
+
+
+def main(words: list[str]) -> int:
+    chosen = [bug for bug in BUGS if not words or any(word in bug.name for word in words)]
+    results = []
+    with tempfile.TemporaryDirectory() as folder:
+        scratch = Path(folder)
+        for name in ("src", "tests", "conf", "sweeps", "results", "docs"):
+            shutil.copytree(ROOT / name, scratch / name, ignore=shutil.ignore_patterns("__pycache__"))
+        for name in ("pyproject.toml", "README.md", "CONTRIBUTING.md", "LOG.md"):
+            shutil.copy(ROOT / name, scratch)
+        for bug in chosen:
+            began = time.monotonic()
+            results.append(try_one(bug, scratch))
+            print(f"{results[-1]}  {bug.name} ({time.monotonic() - began:.0f} s)", flush=True)
+    print(f"{results.count('killed')} of {len(results)} killed")
+    return int(results.count("killed") < len(results))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,85 @@
+"""What a chat template makes of a question, and the templates that are refused."""
+
+import time
+from datetime import date
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from qerl_lab.config.option import ConfigError
+from qerl_lab.model import chat
+from qerl_lab.model.chat import Chat
+from qerl_lab.model.on_disk import ASSETS
+
+ASKED = [{"role": "system", "content": "Use <think> tags. "}, {"role": "user", "content": "How many?"}]
+EVERY = "{% for m in messages %}{{ m.content | trim }}\n{% endfor %}"
+
+
+def with_template(template: str) -> Chat:
+    tokenizer = AutoTokenizer.from_pretrained(ASSETS)
+    tokenizer.chat_template = template
+    return Chat(tokenizer)
+
+
+def test_a_prompt_is_what_the_template_writes() -> None:
+    own = Chat(AutoTokenizer.from_pretrained(ASSETS))
+    expected = own.tokenizer.apply_chat_template(ASKED, add_generation_prompt=True, return_dict=True)["input_ids"]
+    assert own.prompt_ids(ASKED) == expected
+    assert own.notes == []
+
+
+@pytest.mark.parametrize(("template", "words"), [
+    ("{{ messages[-1].content }}", ["leaves out the instruction", "task.instruction=''"]),
+    ("{{ messages[0].content }}", ["leaves out the question"]),
+    ("{{ raise_exception('no system role') }}", ["refuses the questions (no system role)"]),
+    ("{{ messages[7].content }}", ["refuses the questions (list object has no element 7)"]),
+    ("{{ 1 // 0 }}", ["refuses the questions (ZeroDivisionError: "]),
+    ("{{ 'a' + 1 }}", ["refuses the questions (TypeError: "]),
+    ("{% for %}", ["refuses the questions ("]),
+])  # fmt: skip
+def test_a_template_that_does_not_write_the_question_is_refused_in_a_line(template: str, words: list[str]) -> None:
+    with pytest.raises(ConfigError) as refused:
+        with_template(template).prompt_ids(ASKED)
+    said = str(refused.value)
+    assert all(word in said for word in [*words, f"the chat template of {ASSETS}"])
+    assert "\n" not in said
+
+
+def test_every_question_is_looked_at() -> None:
+    own = with_template("{% if messages[-1].content != 'No' %}" + EVERY + "{% endif %}")
+    assert own.prompt_ids(ASKED)
+    with pytest.raises(ConfigError, match="leaves out the question"):
+        own.prompt_ids([{"role": "user", "content": "No"}])
+
+
+@pytest.mark.parametrize(("template", "most"), [
+    ("{{ 'x' * 10**10 }}", "1 GiB of memory"),
+    ("{% set ns = namespace(s='x' * 2**20) %}{% for i in range(40) %}{% set ns.s = ns.s + ns.s %}{% endfor %}",
+     "1 GiB of memory"),
+    ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "1 s"),
+])  # fmt: skip
+def test_a_template_is_stopped_by_time_and_memory(template: str, most: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat, "SECONDS", 1)
+    began = time.monotonic()
+    with pytest.raises(ConfigError, match=f"takes more than {most} to write one question"):
+        with_template(EVERY + template).prompt_ids(ASKED)
+    assert time.monotonic() - began < 30
+
+
+def test_a_date_is_the_day_that_the_chat_was_given_and_is_said() -> None:
+    own = with_template("{{ strftime_now('%d %b %Y %H:%M') }} " + EVERY)
+    own.day = date(2024, 7, 26)
+    assert own.tokenizer.decode(own.prompt_ids(ASKED)).startswith("26 Jul 2024 00:00 ")
+    assert ["2024-07-26" in note for note in own.notes] == [True]
+
+
+def test_tags_that_are_special_tokens_are_the_models_words(tiny: Any, build_policy: Any) -> None:
+    """Only what ends a completion, or pads it, is taken out."""
+    policy = build_policy(tiny())
+    policy.tokenizer.add_special_tokens({"additional_special_tokens": ["<think>", "</think>", "<answer>", "</answer>"]})
+    text = "<think>so</think><answer>3</answer>"
+    ids = policy.tokenizer(text)["input_ids"]
+    ends = [policy.tokenizer.eos_token_id, policy.tokenizer.pad_token_id]
+    assert {*policy.tokenizer.all_special_ids} >= {ids[0], ids[-1]}
+    assert policy.decode([*ids, *ends]) == text

@@ -1,0 +1,97 @@
+"""The norms that carry noise: which they are, and that float32 weights leave the model's numbers as they were."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from qerl_lab.aqn import Noise, observed_std
+from qerl_lab.config.option import ConfigError
+from qerl_lab.config.schema import AqnConfig
+from qerl_lab.model.dense import base_tensors
+from qerl_lab.model.norms import hold_in_float32, noisy_norms
+
+USUAL = AqnConfig().norms
+IDS = torch.arange(12).view(2, 6)
+
+
+def small(kind: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """A model of an architecture with random weights, two blocks, norms unlike 1."""
+    config = AutoConfig.for_model(
+        kind, vocab_size=32, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, pad_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    for parameter in model.parameters():
+        parameter.data += 0.2 * torch.randn(parameter.shape)
+    return model.to(dtype)
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama"])
+def test_the_usual_norms_feed_q_k_v_and_gate_up(kind: str) -> None:
+    found = noisy_norms(small(kind), USUAL, "M")
+    assert list(found) == [f"model.layers.{layer}.{name}" for layer in (0, 1) for name in USUAL]
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "gemma3_text", "glm4"])
+def test_norms_after_the_attention_are_refused_and_those_before_the_linear_layers_are_named(kind: str) -> None:
+    model = small(kind)
+    if kind == "glm4":  # its post_attention_layernorm does feed gate and up
+        assert len(noisy_norms(model, USUAL, "M")) == 4
+        refused, allowed = ["post_self_attn_layernorm"], USUAL
+    else:
+        refused, allowed = USUAL, ["input_layernorm", "pre_feedforward_layernorm"]
+    with pytest.raises(ConfigError, match=rf"layers\.0\.\w+ feeds no linear.*Type aqn\.norms=\[{','.join(allowed)}\]"):
+        noisy_norms(model, refused, "M")
+    assert len(noisy_norms(model, allowed, "M")) == 4
+
+
+@pytest.mark.parametrize("names", [["norm"], ["q_norm"]])
+def test_the_last_norm_and_those_of_heads_are_refused(names: Sequence[str]) -> None:
+    with pytest.raises(ConfigError, match=f"{names[0]} feeds no linear layer"):
+        noisy_norms(small("qwen3"), names, "M")
+
+
+def logits_and_gradient(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
+    """Logits, and the gradient of the embeddings, which goes through every norm."""
+    model.zero_grad()
+    logits = model(IDS).logits
+    logits.float().log_softmax(-1)[..., 3].sum().backward()
+    return logits.detach(), model.get_input_embeddings().weight.grad.clone()
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama", "gemma2"])
+def test_float32_norms_without_noise_give_the_bits_of_bfloat16_ones(kind: str) -> None:
+    model = small(kind, torch.bfloat16)
+    before = logits_and_gradient(model)
+    names = ["input_layernorm", "pre_feedforward_layernorm"] if kind == "gemma2" else USUAL
+    weights = [hold_in_float32(norm) for norm in noisy_norms(model, names, "M").values()]
+    assert {weight.dtype for weight in weights} == {torch.float32}
+    for one, other in zip(before, logits_and_gradient(model), strict=True):
+        assert one.dtype == other.dtype == torch.bfloat16
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("sigma", [1e-4, 1e-3, 1e-2])
+def test_a_policy_in_bfloat16_holds_the_noise_asked(tiny, build_policy, sigma: float) -> None:
+    policy = build_policy(tiny(model__dtype="bfloat16"))
+    noisy = Noise(sigma, seed=0, step=1).onto_norms(policy.clean_norms)
+    with policy.norms_as(noisy):
+        held = {name: norm.detach().clone() for name, norm in policy.norms.items()}
+        logits = policy.model(IDS).logits
+    assert policy.model.dtype == logits.dtype == torch.bfloat16
+    assert observed_std(held, policy.clean_norms) == pytest.approx(sigma, rel=0.05)
+    for name, weight in noisy.items():
+        assert torch.equal(held[name], weight)
+
+
+def test_a_policy_in_bfloat16_is_written_with_norms_in_bfloat16(tiny, build_policy) -> None:
+    """As it was read: an engine and an export take the tensors from here."""
+    policy = build_policy(tiny(model__dtype="bfloat16"))
+    for name, weight in base_tensors(policy).items():
+        if "norm" in name:
+            assert weight.dtype == torch.bfloat16
+            assert torch.equal(weight.float(), policy.clean_norms.get(name.removesuffix(".weight"), weight.float()))

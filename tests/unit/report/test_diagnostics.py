@@ -1,0 +1,117 @@
+"""pass@k, entropy against gain, entropy retained, collapse and power: by hand, or by simulation."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+import pytest
+from scipy import stats as distributions
+
+from qerl_lab.report import comparison, diagnostics, format_curves, palette, stats
+from qerl_lab.report.comparison import Comparison
+from qerl_lab.report.measures import Unmeasured
+from run_directories import make_run
+
+# A seed a row, a question a column: right answers of four samples.
+RIGHT = {"bf16": [[0, 1, 2, 4], [1, 1, 3, 4], [0, 2, 2, 4]], "nvfp4": [[1, 1, 2, 4], [1, 2, 4, 4], [0, 2, 4, 4]]}
+
+
+@pytest.fixture(autouse=True)
+def _closed() -> Iterator[None]:
+    yield
+    plt.close("all")
+
+
+@pytest.fixture
+def found(tmp_path: Path) -> Comparison:
+    for arm, seeds in RIGHT.items():
+        for seed, right in enumerate(seeds):
+            make_run(tmp_path / f"{arm}-{seed}", arm, seed, before=[0.25] * 4, after=[count / 4 for count in right])
+    return comparison.read([tmp_path])
+
+
+def test_passes_are_those_of_the_samples_with_intervals_that_stay_shares(found: Comparison) -> None:
+    passes = diagnostics.passes(found.arms["bf16"])
+    assert list(passes) == [1, 2, 4]
+    # C(4 - c, 2) / C(4, 2) of c right ones are 1, 1/2, 1/6, 0, 0
+    expected = np.array([[[0, 1 / 2, 5 / 6, 1, 1][count] for count in seed] for seed in RIGHT["bf16"]])
+    mean, low, high = stats.crossed_interval(expected)
+    assert high > 1
+    assert passes[2] == pytest.approx((mean, max(low, 0), 1))
+    assert passes[1][0] == pytest.approx(np.mean(RIGHT["bf16"]) / 4)
+    assert passes[4][0] == pytest.approx((np.array(RIGHT["bf16"]) > 0).mean())
+
+
+def test_answers_that_are_partly_right_have_no_pass(found: Comparison) -> None:
+    one, *others = found.arms["bf16"]
+    partly = replace(one, accuracy={**one.accuracy, "after": one.accuracy["after"] + 0.1})
+    with pytest.raises(Unmeasured, match="partly right"):
+        diagnostics.passes([partly, *others])
+
+
+def fallen(values: list[float], found: Comparison) -> bool:
+    (one, *_) = found.arms["bf16"]
+    weight = float(one.run.value("task.answer_reward"))
+    steps = pd.DataFrame({"reward/answer": [value * weight for value in values]}, index=range(1, len(values) + 1))
+    return diagnostics.collapsed(replace(one, steps=steps))
+
+
+def test_a_run_has_collapsed_that_lost_half_of_its_best_tenth(found: Comparison) -> None:
+    rise = [step / 20 for step in range(1, 21)]
+    assert not fallen(rise, found)
+    assert fallen([*rise[:-2], 0.4, 0.4], found)  # of 0.875, the mean of 0.85 and 0.9
+    assert not fallen([*rise[:-2], 0.5, 0.5], found)
+
+
+def test_entropy_that_is_left_and_runs_that_collapsed_are_told_of_each_arm(found: Comparison) -> None:
+    table = diagnostics.retention(found)
+    (row,) = (cells for cells in table.rows if cells[0] == "bf16")
+    assert row[1].startswith("0.57")  # four steps: 0.35 in the first, 0.2 in the last
+    low, high = stats.share_interval(np.zeros(3), 1)[1:]
+    assert row[2] == f"0 of 3 [{low:.2f}, {high:.2f}]"
+
+
+def test_what_seeds_can_detect_is_what_so_many_simulated_ones_do() -> None:
+    """Differences [seeds, questions] of a seed and a question effect: a test of 5% finds `detectable` in 80%."""
+    rng, questions, seeds = np.random.default_rng(0), 400, 8
+    pilot = rng.normal(0, 0.05, (400, 1)) + rng.normal(0, 0.3, (400, questions))
+    effect = diagnostics.detectable(pilot, seeds)
+    means = rng.normal(effect, np.sqrt(0.05**2 + 0.3**2 / questions), (20_000, seeds))
+    p = distributions.ttest_1samp(means, 0, axis=1).pvalue
+    assert (p < 0.05).mean() == pytest.approx(0.8, abs=0.04)
+    assert diagnostics.detectable(pilot, 50) < effect
+
+
+def test_a_correlation_has_fisher_s_interval() -> None:
+    rng = np.random.default_rng(1)
+    x = rng.normal(size=40)
+    y = x + rng.normal(size=40)
+    expected = distributions.pearsonr(x, y)
+    low, high = expected.confidence_interval(0.95)
+    assert diagnostics.correlation(x, y) == pytest.approx((expected.statistic, low, high))
+
+
+def test_every_figure_is_drawn_of_every_arm_in_the_color_of_its_format(found: Comparison) -> None:
+    gains, said = diagnostics.draw_gains(found)
+    power = diagnostics.draw_power(found, "bf16")
+    drawn = {"passes": diagnostics.draw_passes(found), "gains": gains, "power": power}
+    for name, figure in drawn.items():
+        handles, labels = figure.axes[0].get_legend_handles_labels()
+        assert labels == (["nvfp4"] if name == "power" else ["bf16", "nvfp4"])
+        lines = [handle[0] if isinstance(handle, tuple) else handle for handle in handles]
+        assert [line.get_color() for line in lines] == [palette.FORMATS[label] for label in labels]
+    assert said == ""  # all runs begin at one entropy here
+    assert diagnostics.draw_power(found, None) is None
+
+
+def test_the_formats_are_in_one_figure_with_reward_entropy_and_accuracy(found: Comparison) -> None:
+    ((title, formats),) = format_curves.groups(found).items()
+    assert (title, formats) == ("", {"bf16": "bf16", "nvfp4": "nvfp4"})
+    figure = format_curves.draw(comparison.curves(found), formats, title)
+    assert [axis.get_ylabel() for axis in figure.axes][:2] == ["mean reward of a step", "nats per token"]
+    for axis in figure.axes:
+        assert {line.get_color() for line in axis.lines} == {palette.FORMATS[name] for name in formats}
+        assert len(axis.collections) == len(formats)  # the intervals over seeds

@@ -1,0 +1,108 @@
+"""QUEUE.yaml as runs, and what a ledger leaves of them."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from qerl_lab.config.arm import of_arm, values_of
+from qerl_lab.config.option import ConfigError
+from qerl_lab.tools import queue_file
+from qerl_lab.tools.queue_file import COLUMNS, DONE, FAILED, Planned, Queue
+
+FILE = Path(__file__).parents[3] / "results" / "qwen1_5b" / "queue.yaml"
+TWO_PARTS = """
+words: [scale=pocket, optim.learning_rate=1e-3]
+parts:
+  - {name: pilot, lines: ["+experiment=bf16 optim.learning_rate=1e-4"], seeds: [100], preregistered: false}
+  - {name: formats, lines: ["+experiment=bf16,nvfp4"], seeds: [0, 1]}
+  - {name: rates, lines: ["+experiment=bf16 optim.learning_rate=1e-3,1e-2"], seeds: [0, 1]}
+"""
+
+
+@pytest.fixture
+def queue(tmp_path: Path) -> Queue:
+    (tmp_path / "queue.yaml").write_text(TWO_PARTS)
+    return queue_file.read(tmp_path / "queue.yaml")
+
+
+def with_rows(queue: Queue, *states: str) -> Queue:
+    """The queue with attempts at its first run that ended so."""
+    rows = [dict.fromkeys(COLUMNS, "") | {"run": queue.runs[0].key, "state": state, "seconds": "9"} for state in states]
+    queue_file.write_ledger(queue.folder, rows)
+    return replace(queue, rows=queue_file.read_ledger(queue.folder))
+
+
+def test_runs_stand_in_order_seed_by_seed_and_each_once(queue: Queue) -> None:
+    rates = [(one.part.name, one.config.experiment, one.seed, one.config.optim.learning_rate) for one in queue.runs]
+    assert rates == [
+        ("pilot", "bf16", 100, 1e-4),
+        ("formats", "bf16", 0, 1e-3), ("formats", "nvfp4", 0, 1e-3),
+        ("formats", "bf16", 1, 1e-3), ("formats", "nvfp4", 1, 1e-3),
+        ("rates", "bf16", 0, 1e-2), ("rates", "bf16", 1, 1e-2),
+    ]  # fmt: skip
+    assert all(f"seed={one.seed}" in one.words for one in queue.runs)
+
+
+@pytest.mark.parametrize(
+    ("states", "is_left"), [((), True), ((FAILED,), True), ((FAILED, FAILED), False), ((FAILED, DONE), False)]
+)
+def test_a_failed_run_is_planned_once_more(queue: Queue, states: tuple[str, ...], is_left: bool) -> None:
+    assert (queue.runs[0] in with_rows(queue, *states).left()) == is_left
+
+
+def test_runs_of_another_preregistration_are_named_but_for_the_pilot(queue: Queue) -> None:
+    rows = [{"run": one.key, "part": one.part.name, "preregistration": "0" * 12} for one in queue.runs[:2]]
+    assert [row["part"] for row in replace(queue, rows=rows).of_another_preregistration()] == ["formats"]
+    (queue.folder / queue_file.PREREGISTRATION).write_text("now")
+    rows[1]["preregistration"] = queue.preregistration()
+    assert replace(queue, rows=rows).of_another_preregistration() == []
+
+
+def test_seconds_are_those_of_the_ledger_once_it_has_some(queue: Queue) -> None:
+    assert queue.seconds(queue.runs[1]) == 600
+    assert with_rows(queue, DONE).seconds(queue.runs[1]) == 9
+
+
+def test_where_a_machine_keeps_model_and_questions_is_no_part_of_a_key(
+    queue: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = queue.runs[0].config
+    moved = replace(config, model=replace(config.model, hash="0123456789ab"), task=replace(config.task, path="/data"))
+    assert queue_file.key_of(moved) == queue.runs[0].key
+    monkeypatch.setattr(queue_file, "of_arm", lambda values: of_arm(values) | {"added.later": 1})
+    monkeypatch.setattr(queue_file, "values_of", lambda config: values_of(config) | {"added.later": 1})
+    assert queue_file.key_of(config) == queue.runs[0].key  # of a version with one more key, at its default
+    other = replace(config, model=replace(config.model, path="checkpoints/awq"))
+    assert queue_file.key_of(other) != queue.runs[0].key
+
+
+def test_what_counts_waits_for_a_whole_preregistration(queue: Queue) -> None:
+    file = queue.folder / queue_file.PREREGISTRATION
+    pilot, counting = queue.runs[:1], queue.runs[1:]
+    queue.refuse_unregistered(pilot)
+    for text in (None, "PILOT: the rate"):
+        if text:
+            file.write_text(text)
+        with pytest.raises(ConfigError, match="formats"):
+            queue.refuse_unregistered(counting)
+    file.write_text("the rate is 1e-4")
+    queue.refuse_unregistered(counting)
+
+
+def test_what_is_no_queue_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "queue.yaml"
+    for text in ("parts: [{name: a, lines: [x], seed: 0}]", "words: []", "parts: [{name: a, lines: ['format=int3']}]"):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=r"queue|int3"):
+            queue_file.read(file)
+
+
+def test_the_queue_of_qwen_composes() -> None:
+    runs: list[Planned] = list(queue_file.read(FILE).runs)
+    assert {one.config.rollout.engine for one in runs} == {"vllm"}
+    assert {one.seed for one in runs if one.part.preregistered} == {0, 1, 2, 3, 4}
+    assert min(one.seed for one in runs if not one.part.preregistered) >= 100
+    assert all(
+        (one.config.preregistration == str(FILE.parent / "claims.yaml")) == one.part.preregistered for one in runs
+    )
