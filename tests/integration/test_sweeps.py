@@ -140,9 +140,15 @@ def test_a_moved_model_is_the_same_run_and_a_replaced_one_is_another() -> None:
     moved = Path(model).rename("moved")
     assert main([*words, f"model.path={moved}"]) == 0
     assert sessions() == [1, 1]
+    other = Path(shutil.copytree(moved, "other"))
+    (other / "tokenizer.json").write_text((other / "tokenizer.json").read_text() + " ")
+    assert main([*words, f"model.path={other},{moved}"]) == 0
+    assert main([*words, f"model.path={other},{moved.rename('again')}"]) == 0
+    assert sessions() == [1, 1, 1, 1]
+    Path("again").rename(moved)
     (moved / "tokenizer.json").write_text((moved / "tokenizer.json").read_text() + "\n")
     assert main([*words, f"model.path={moved}"]) == 0
-    assert sessions() == [1, 1, 1, 1]
+    assert sessions() == [1] * 6
 
 
 def test_a_run_whose_questions_were_in_a_file_that_changed_is_another_run() -> None:

@@ -25,7 +25,16 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from qerl_lab.cli import intent
-from qerl_lab.cli.overrides import as_config_errors, check_words, explain, refuse_sweeps, searchpath, shown, spell
+from qerl_lab.cli.overrides import (
+    as_config_errors,
+    check_words,
+    explain,
+    groups,
+    refuse_sweeps,
+    searchpath,
+    shown,
+    spell,
+)
 from qerl_lab.config.arm import by_content, values_of
 from qerl_lab.config.files import choices_of, group_folder, package_data
 from qerl_lab.config.keys import NUMBERS, schema, typed
@@ -133,7 +142,8 @@ def _composed(
 ) -> DictConfig:
     """Compose a job. Jobs that differ in plain values alone share one composition, which takes a tenth of a second."""
     is_named_by_words = "override_dirname" in str(OmegaConf.to_container(master.hydra.sweep, resolve=False))
-    plain = [word for word in overrides if word.partition("=")[0] in schema() and "${" not in word]
+    values = schema().keys() - set(groups())  # scale and experiment are both a key and a group
+    plain = [word for word in overrides if word.partition("=")[0] in values and "${" not in word]
     if is_named_by_words or not plain:
         return loader.load_sweep_config(master, overrides)
     options = (*(word for word in overrides if word not in plain), *(word.partition("=")[0] for word in plain))

@@ -11,7 +11,7 @@ from typing import Any
 from qerl_lab import preflight
 from qerl_lab.cli.compose import Job, Plan
 from qerl_lab.cli.intent import words_by_key
-from qerl_lab.config.arm import as_recorded, of_arm
+from qerl_lab.config.arm import as_recorded, is_of_arm, of_arm
 from qerl_lab.config.keys import schema
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.rules import validate
@@ -31,6 +31,7 @@ from qerl_lab.record.directory import (
 from qerl_lab.record.environment import Typed
 
 LOCK = ".lock"  # in a sweep's directory, held by the command that runs it
+COUNTED_OTHERWISE = ("experiment", "scale", "model.name", "lora.start_from", "task.module")  # labels; files by content
 SEED = re.compile(r"^seed: (\d+)$", re.MULTILINE)  # in resolved.yaml, found without reading the whole as YAML
 
 
@@ -64,9 +65,9 @@ def reuse(plan: Plan) -> Plan:
 
 
 def _varying(jobs: list[Job]) -> set[str]:
-    """The keys whose typed values differ between the jobs."""
+    """Return the keys that make no arm and whose typed values differ between the jobs: `cpu_threads=1,2`."""
     words = [words_by_key(job.overrides) for job in jobs]
-    keys = set().union(*words) & schema().keys()
+    keys = {key for key in set().union(*words) & schema().keys() if not is_of_arm(key)}.difference(COUNTED_OTHERWISE)
     return {key for key in keys if len({own.get(key) for own in words}) > 1}
 
 

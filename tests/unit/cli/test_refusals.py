@@ -299,12 +299,13 @@ def test_an_evaluation_that_is_never_due_is_said():
 
 
 def test_jobs_that_differ_in_plain_values_are_composed_as_each_would_be_alone():
-    words = ["+experiment=nvfp4_aqn", "scale=smollm2", "lora.target_modules=[q_proj]", "task.instruction='a, b'"]
-    plan = make_plan([*words, "seed=0,1", "optim.learning_rate=1e-4,3e-4"], True)
+    """Those of two scales share nothing: a scale picks options too."""
+    words = ["+experiment=nvfp4_aqn", "lora.target_modules=[q_proj]", "task.instruction='a, b'"]
+    plan = make_plan([*words, "scale=smollm2,paper_gsm8k_7b", "optim.learning_rate=1e-4,3e-4"], True)
+    assert len(plan.jobs) == 4
     for job in plan.jobs:
-        alone = only_job(*words, f"seed={job.config.seed}", f"optim.learning_rate={job.config.optim.learning_rate}")
-        assert job.config == alone.config
-    assert len({(job.config.seed, job.config.optim.learning_rate) for job in plan.jobs}) == 4
+        own = [f"scale={job.config.scale}", f"optim.learning_rate={job.config.optim.learning_rate}"]
+        assert job.config == only_job(*words, *own).config
 
 
 def test_the_words_of_a_job_may_stand_in_its_directory():
