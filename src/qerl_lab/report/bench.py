@@ -52,8 +52,7 @@ def figure_of(result: Result) -> Figure:
 
 
 def product_ratios(result: Result) -> pd.DataFrame:
-    """Return rows of model, layer, tokens and arm with `ms`, `eager_ms`, `of_bf16` and `of_bitsandbytes` (ratios of
-    `ms`).
+    """Return a row per model, layer, tokens and arm: `ms`, `eager_ms`, and `ms` as ratios `of_bf16`, `of_bitsandbytes`.
 
     The layer `LAYER` ("whole layer") is the sum over the seven Linears of a decoder layer.
     """

@@ -221,8 +221,9 @@ def _in_lines(arm: str, inches: float) -> str:
 
 
 def _draw_ranks(axis: Axes, rows: pd.DataFrame, model: str) -> None:
-    """Draw one batch by rank, as ratios to QLoRA, else to BF16, beside the paper's; without baseline to the smallest
-    rank.
+    """Draw one batch by rank as ratios to QLoRA, else to BF16, beside the paper's.
+
+    Without a baseline the ratios are to the smallest rank.
     """
     base = next((name for name in ("qlora", "bf16") if rows[f"of_{name}"].notna().any()), None)
     batch = rows["batch"].iloc[0]

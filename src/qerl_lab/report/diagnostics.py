@@ -51,7 +51,7 @@ def passes(records: Sequence[Record]) -> dict[int, Interval]:
 
 
 def of_run(record: Record) -> dict[str, float]:
-    """Return `entropy` (nats, mean over the first tenth of the steps) and `gain` (held-out accuracy); nan if missing."""
+    """Return `entropy` (nats, over the first tenth of the steps) and `gain` (held-out accuracy); nan if missing."""
     gain = float(record.accuracy["gain"].mean()) if record.accuracy else np.nan
     return {"entropy": float(record.summary["entropy_first"]), "gain": gain}
 

@@ -71,9 +71,7 @@ def draw(points: pd.DataFrame, formats: Mapping[str, str], title: str) -> Figure
 
 
 def _shown(recorded: set[str]) -> Sequence[Curve]:
-    """Choose the curves: reward, the trainer's entropy, and held-out accuracy (during training if measured, else at the
-    ends).
-    """
+    """Choose reward, the trainer's entropy and held-out accuracy (during training if measured, else at both ends)."""
     of = {curve.name: curve for curve in CURVES}
     accuracy = "subset_accuracy" if of["subset_accuracy"].metric in recorded else "accuracy"
     return [of[name] for name in ("reward", "entropy", accuracy) if of[name].metric in recorded]

@@ -95,9 +95,7 @@ FIGURES = (
 
 
 def beside(below: str, runs: Sequence[Run]) -> list[PaperFigure]:
-    """Return the paper's figures that match the curve `below`, what the arms differ in, and their task if the paper has
-    it.
-    """
+    """Return the paper's figures that match the curve `below`, what the arms differ in, and their task if known."""
     asked, tasks = _asked(runs), _tasks(runs) or set(TASKS.values())
     return [figure for figure in FIGURES if figure.below == below and figure.varies in asked and figure.is_of(tasks)]
 

@@ -22,7 +22,7 @@ EIGHT_STEPS, LAST_TENTH, ALL_STEPS = (
 
 @dataclass(frozen=True)
 class Difference:
-    """Treated minus control, or their ratio. `error` is the reading error of a curve's points; 0 for printed numbers."""
+    """Treated minus control, or their ratio. `error` is the reading error of curves; 0 for printed numbers."""
 
     value: float
     error: float
@@ -30,9 +30,7 @@ class Difference:
 
 @cache
 def printed() -> pd.DataFrame:
-    """Return the rows of paper.csv and `_means`, columns as text; `number` is the value as a float, nan if there is
-    none.
-    """
+    """Return the rows of paper.csv and `_means`, all columns as text, and `number`: the value as a float or nan."""
     rows = pd.read_csv(package_data("results/reference") / "paper.csv", dtype=str, keep_default_na=False)
     rows = rows.assign(number=pd.to_numeric(rows["value"], errors="coerce"))
     return pd.concat([rows, _means()], ignore_index=True).fillna({"file": "", "column": "", "error": 0.0})
@@ -40,7 +38,7 @@ def printed() -> pd.DataFrame:
 
 @cache
 def digitized(file: str) -> pd.DataFrame:
-    """Return a figure's lines as columns by step (Figure 15: by stage); nan where a line was hidden, mostly by another."""
+    """Return the lines of a figure as columns by step (Figure 15: stage); nan where another line hides them."""
     return pd.read_csv(package_data("results/reference") / "digitized" / f"{file}.csv", index_col=0)
 
 
@@ -90,9 +88,7 @@ def _row(where: Mapping[str, str]) -> pd.Series:
 
 
 def value(**where: str) -> float:
-    """Return the number of the single row with these column values; `setting` matches a part. Raises KeyError
-    otherwise.
-    """
+    """Return the number of the one row with these values (`setting`: a part of it). Raises KeyError otherwise."""
     return float(_row(where)["number"])
 
 

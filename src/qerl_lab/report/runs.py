@@ -216,9 +216,7 @@ def _origin(sessions: Sequence[Mapping[str, Any]], settings: Mapping[str, str]) 
     )
     versions = {name: text for each in sessions[::-1] for name, text in each.get("packages", {}).items()}
     at_once = [f"{key}={settings[key]}" for key in ("jobs", "jobs_per_gpu") if key in settings]
-    configured = (
-        " ".join(at_once) if any(each.get("sweep") for each in sessions) else ""
-    )  # a single run has them too
+    configured = " ".join(at_once) if any(each.get("sweep") for each in sessions) else ""  # a single run has them too
     questions: dict[str, Any] = {
         key: first.get("data", {}).get(key) or "" for key in ("training_sha256", "heldout_sha256")
     }
@@ -234,7 +232,7 @@ def claims_sha256(settings: Mapping[str, str]) -> str:
 
 
 def _sessions(run: RunDirectory, began: Sequence[Mapping[str, Any]]) -> tuple[Session, ...]:
-    """List the sessions of a resumed run; empty if a start is not known. Ends are None if sessions.json is incomplete."""
+    """List the sessions of a resumed run; empty if a start is unknown. Ends are None if sessions.json is incomplete."""
     if len(began) < 2 or not all("time" in each for each in began):
         return ()
     times = run.sessions().times

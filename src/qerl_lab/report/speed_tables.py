@@ -281,9 +281,7 @@ def _memory(result: Result) -> Rows:
     return made
 
 
-Size = tuple[
-    str, str, bool, float | None, float | None
-]  # arm, format, is the base of ratios, weights and peak in GB
+Size = tuple[str, str, bool, float | None, float | None]  # arm, format, is the base of ratios, weights and peak in GB
 
 
 def _of_arms(result: Result) -> list[Size]:
