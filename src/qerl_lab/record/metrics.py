@@ -40,7 +40,7 @@ METRICS: dict[str, Metric] = {
         "reward",
         "mean of one part, weight x score; every task has answer, and format (paid as task.format_reward_for says)",
     ),
-    "reward/overlong": Metric("reward", "mean penalty of algorithm.overlong_buffer_tokens"),
+    "reward/overlong": Metric("reward", "mean punishment of algorithm.overlong_buffer_tokens"),
     "reward/unparsed": Metric(
         "fraction", "completions whose answer could not be read, or not compared in time: they count as wrong"
     ),
