@@ -95,7 +95,7 @@ FIGURES = (
 
 
 def beside(below: str, runs: Sequence[Run]) -> list[PaperFigure]:
-    """Return the paper's figures that match the curve `below`, what the arms differ in, and their task if known."""
+    """Return the paper's figures for the curve `below` that vary what the arms do, on the arms' task if it has any."""
     asked, tasks = _asked(runs), _tasks(runs) or set(TASKS.values())
     return [figure for figure in FIGURES if figure.below == below and figure.varies in asked and figure.is_of(tasks)]
 
