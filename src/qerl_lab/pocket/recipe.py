@@ -1,11 +1,11 @@
-"""Recipe of the embedded policy: its size and its training. Imports no torch."""
+"""The recipe of the embedded policy: model size and training. Imports no torch."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that decides the file, defaults included."""
+    """All values that determine the weights, defaults included."""
 
     seed: int = 0
     updates: int = 650

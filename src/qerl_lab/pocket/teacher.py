@@ -1,9 +1,9 @@
-"""Teacher of the embedded policy, which `python -m qerl_lab.pocket.pretrain out=DIR` makes from nothing.
+"""Train the embedded policy from scratch, for `python -m qerl_lab.pocket.pretrain out=DIR`.
 
-A Qwen2-architecture model of about 0.9M parameters, taught on worked solutions of `task=arithmetic`, never on
-held-out problems. A fixed, small number of updates stops where reinforcement learning has room in both directions, at
-about half the answers right. Seeded; minutes on two cores. `recipe.json`, written beside the weights, holds the recipe
-and the SHA-256 of every file.
+The policy is a Qwen2-architecture model of about 0.9M parameters, trained on worked solutions of `task=arithmetic`,
+never on held-out problems. The few updates stop at about half the answers right, which leaves reinforcement learning
+room in both directions. Training is seeded and takes minutes on two cores. `recipe.json`, written beside the weights,
+holds the recipe and the SHA-256 of every file.
 """
 
 import json
@@ -28,7 +28,7 @@ from qerl_lab.pocket.recipe import Recipe
 from qerl_lab.solutions import Example, batch, learning_rate
 from qerl_lab.tasks import Task, arithmetic
 
-# Tags of the answer format are tokens of their own, and not "special": decoding must keep them.
+# Format tags are single tokens, but not "special" ones, since decoding must keep them.
 TAGS = ["<think>", "</think>", "<answer>", "</answer>"]
 CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CHAT_TEMPLATE = (
@@ -38,7 +38,7 @@ CHAT_TEMPLATE = (
 
 
 def examples(cfg: TaskConfig, rng: random.Random) -> Iterator[tuple[str, str]]:
-    """Endless (question as chat text without template, worked solution) pairs outside the held-out set."""
+    """Yield endless (question without chat template, worked solution) pairs outside the held-out set."""
     while True:
         drawn = arithmetic.problem(rng, cfg)
         if not drawn.is_heldout:
@@ -46,7 +46,7 @@ def examples(cfg: TaskConfig, rng: random.Random) -> Iterator[tuple[str, str]]:
 
 
 def make_tokenizer(recipe: Recipe, texts: list[str]) -> PreTrainedTokenizerFast:
-    """Byte-level BPE, so that any text has a reading; digits stay single, as in Qwen2."""
+    """Train byte-level BPE, which can encode any text; digits stay single tokens, as in Qwen2."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -65,7 +65,7 @@ def make_tokenizer(recipe: Recipe, texts: list[str]) -> PreTrainedTokenizerFast:
 
 
 def make_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
-    """A randomly initialized Qwen2 of the recipe's size, in float32."""
+    """Return a randomly initialized Qwen2 of the recipe's size, in float32."""
     config = Qwen2Config(
         vocab_size=len(tokenizer), hidden_size=recipe.hidden_size, intermediate_size=recipe.intermediate_size,
         num_hidden_layers=recipe.num_layers, num_attention_heads=recipe.num_heads,
@@ -78,7 +78,7 @@ def make_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCa
 
 
 def batch_of(task: Task, tokenizer: PreTrainedTokenizerFast, pairs: list[tuple[str, str]]) -> dict[str, Tensor]:
-    """Right-padded token batch with labels on the solution and its end token only."""
+    """Return a right-padded token batch; labels cover only the solution and its end token."""
     examples = []
     for text, solution in pairs:
         messages = task.messages(tasks.Question("", text, ""))
@@ -89,7 +89,7 @@ def batch_of(task: Task, tokenizer: PreTrainedTokenizerFast, pairs: list[tuple[s
 
 
 def pretrain(recipe: Recipe, cfg: TaskConfig) -> tuple[Qwen2ForCausalLM, PreTrainedTokenizerFast]:
-    """Teach a fresh model; prints the loss as it goes."""
+    """Train a new model, printing the loss."""
     task, rng = tasks.load(cfg), random.Random(recipe.seed)
     source = examples(cfg, rng)
     texts = [
@@ -114,7 +114,7 @@ def pretrain(recipe: Recipe, cfg: TaskConfig) -> tuple[Qwen2ForCausalLM, PreTrai
 
 
 def save(folder: Path, recipe: Recipe, model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Weights in bfloat16 (what the formats start from), tokenizer, and recipe.json."""
+    """Write weights in bfloat16 (the input of all formats), tokenizer and recipe.json."""
     model.to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     files = sorted(path for path in folder.iterdir() if path.name != RECIPE)
@@ -129,7 +129,7 @@ def save(folder: Path, recipe: Recipe, model: Qwen2ForCausalLM, tokenizer: PreTr
 
 
 def task_config() -> TaskConfig:
-    """`task=arithmetic` as its YAML option has it, instruction included."""
+    """Load `task=arithmetic` from its YAML option, instruction included."""
     from omegaconf import OmegaConf
 
     option = OmegaConf.load(group_folder("task") / "arithmetic.yaml")
