@@ -10,9 +10,8 @@ from typing import Any, NoReturn
 from qerl_lab import exits
 
 with exits.starting(__name__):
-    from qerl_lab.bench.options import (
+    from qerl_lab.bench.bench_options import (
         AnyOptions,
-        ClockOptions,
         DecodeOptions,
         LinearOptions,
         RolloutOptions,
@@ -30,7 +29,7 @@ with exits.starting(__name__):
 def linear(options: LinearOptions) -> None:
     """Measure single Linears."""
     about = prepare(options)
-    from qerl_lab.bench.linear import dequantization, products
+    from qerl_lab.bench.linears import dequantization, products
 
     rows = {"dequantization": shown(dequantization(options.models))}
     rows["products"] = shown(products(options.models, options.tokens))
@@ -64,41 +63,23 @@ def step(options: StepOptions) -> None:
     in_processes("step", options)
 
 
-def clock(options: ClockOptions) -> None:
-    """Measure what the waits of a step's clock cost."""
-    about = prepare(options)
-    from qerl_lab.bench.arms import clear
-    from qerl_lab.bench.clock import SMALL, measure
-    from qerl_lab.report.bench import clock_line
-
-    def keep(row: dict[str, Any]) -> None:  # at once: a run that is ended early has measured something too
-        result = {"benchmark": "clock", **about, **row}
-        write(Path(options.out), result)
-        print(clock_line(result), flush=True)
-
-    clear(Path(SMALL.scratch))
-    hear_once()
-    measure(options, keep)
-    print(Path(options.out).with_suffix(".json"))
-
-
 def in_processes(benchmark: str, options: RolloutOptions | StepOptions) -> None:
     """Measure every arm, and save; what is measured is kept at once. Raises ValueError at the end where one died."""
     about = prepare(options)
-    from qerl_lab.bench import arms
+    from qerl_lab.bench import arm_processes
 
-    arms.clear(Path(options.scratch))
-    arms.refuse_wrong_runs(benchmark, options)
-    arms.refuse_few_gpus(options)
-    arms.refuse_small_scratch(options)
+    arm_processes.clear(Path(options.scratch))
+    arm_processes.refuse_wrong_runs(benchmark, options)
+    arm_processes.refuse_few_gpus(options)
+    arm_processes.refuse_small_scratch(options)
     hear_once()
     rows: list[dict[str, Any]] = []
     result = {"benchmark": benchmark, **about, "rows": rows}
-    for row in arms.run(benchmark, options):
+    for row in arm_processes.run(benchmark, options):
         rows += shown([row])
         write(Path(options.out), result)
     save(Path(options.out), result)
-    if dead := arms.dead(rows):
+    if dead := arm_processes.dead(rows):
         raise ValueError(f"{len(dead)} arms died: {'; '.join(row['arm'] for row in dead)}. The table says of what.")
 
 
@@ -221,14 +202,6 @@ COMMANDS: dict[str, Command[Any]] = {
                 "one GPU beside two, the same completions",
             ),
         ),
-        alone=True,
-    ),
-    "clock": Command(
-        "python -m qerl_lab.bench clock",
-        "What it costs that a step's clock waits for the GPU: a small model's steps, with and without, in turns.",
-        ClockOptions,
-        clock,
-        examples=(("python -m qerl_lab.bench clock engine=transformers", "with the engine that needs no vLLM"),),
         alone=True,
     ),
 }

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from qerl_lab import formats
-from qerl_lab.bench.options import Row
+from qerl_lab.bench.bench_options import Row
 from qerl_lab.bench.shapes import fused_linears
 from qerl_lab.config.schema import FormatConfig
 from qerl_lab.report.bench import AND_ADAPTER

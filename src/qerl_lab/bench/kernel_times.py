@@ -14,8 +14,8 @@ from typing import NamedTuple
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+from qerl_lab.bench.bench_options import Row
 from qerl_lab.bench.gpu import wait
-from qerl_lab.bench.options import Row
 
 SPAN = 64  # tokens that the longer call has more, where there are as many
 LONGEST = 60  # characters of a name

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from qerl_lab import aqn, rollout
-from qerl_lab.bench.arms import Job
-from qerl_lab.bench.options import Row
+from qerl_lab.bench.arm_processes import Job
+from qerl_lab.bench.bench_options import Row
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.config.units import GIB
 from qerl_lab.model.linear import weight_bytes

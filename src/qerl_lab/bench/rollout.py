@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 from qerl_lab.bench import kernel_times, random_model
-from qerl_lab.bench.arms import Job, wait_for_turn
+from qerl_lab.bench.arm_processes import Job, wait_for_turn
+from qerl_lab.bench.bench_options import Row
 from qerl_lab.bench.gpu import Clocks, peak_gib, used_gib, wait
-from qerl_lab.bench.options import Row
 from qerl_lab.config.units import GIB
 
 

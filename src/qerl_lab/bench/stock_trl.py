@@ -2,7 +2,9 @@
 GRPOConfig."""
 
 import math
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +14,12 @@ from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from qerl_lab.bench import random_model
-from qerl_lab.bench.arms import Job
+from qerl_lab.bench.arm_processes import Job
+from qerl_lab.bench.bench_options import Row
 from qerl_lab.bench.gpu import Clocks, wait
-from qerl_lab.bench.options import Row
+from qerl_lab.bench.grpo_step import Step, coin, peaks, row_of, task
 from qerl_lab.bench.rollout import memory, settings
 from qerl_lab.bench.run_of import kv_gib
-from qerl_lab.bench.step import Step, coin, peaks, row_of, task
 from qerl_lab.config.units import GIB
 from qerl_lab.tasks import Question
 
@@ -47,8 +49,14 @@ class Watch(TrainerCallback):
             )  # fmt: skip
 
 
+def rows(job: Job) -> Iterator[Row]:
+    """Train, and yield one row of the steps after the first; phases are not measured."""
+    with tempfile.TemporaryDirectory(dir=Path(job.folder).parent) as folder:
+        yield train(job, Path(folder))
+
+
 def train(job: Job, folder: Path) -> Row:
-    """Train by TRL, and return what its steps took; phases are not told apart."""
+    """Train by TRL, and return what its steps took."""
     watch = Watch(job.options["groups"] * job.options["group_size"])
     started = time.perf_counter()
     trainer = GRPOTrainer(

@@ -10,7 +10,7 @@ from typing import Any
 from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest
 
-from qerl_lab.bench.arms import Job
+from qerl_lab.bench.arm_processes import Job
 from qerl_lab.bench.run_of import kv_gib
 from qerl_lab.config.units import GIB
 from qerl_lab.rollout.vllm.adapter import max_rank

@@ -20,8 +20,8 @@ from transformers import PreTrainedModel, Qwen2Config
 from trl.trainer.utils import add_fused_lm_head
 
 from qerl_lab import formats
-from qerl_lab.bench.linear import linear4bit
-from qerl_lab.bench.options import Row, TrainStepOptions
+from qerl_lab.bench.bench_options import Row, TrainStepOptions
+from qerl_lab.bench.linears import linear4bit
 from qerl_lab.bench.random_model import RandomWeights, plain_lora
 from qerl_lab.bench.shapes import ARCHITECTURES
 from qerl_lab.config.schema import FormatConfig, RunConfig

@@ -21,7 +21,7 @@ from qerl_lab.config.schema import DENSE_FORMAT, POCKET, RunConfig
 from qerl_lab.config.spelling import listed, shell_word
 from qerl_lab.model import gguf
 
-ASSETS = Path(__file__).parents[1] / "pocket" / "assets"
+ASSETS = Path(__file__).with_name("pocket")
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 HEAD = "lm_head"  # a module of every causal LM, and in no file where it is tied to the embedding
 # In 4 bits the files hold two values a byte, as U8.

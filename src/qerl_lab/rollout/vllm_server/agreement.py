@@ -17,7 +17,7 @@ from qerl_lab.rollout.engine import Engine, EngineFailed, Sampling
 from qerl_lab.rollout.vllm_server.client import API_KEY, Refused, Server
 from qerl_lab.rollout.vllm_server.serve_line import backend_of
 
-LINE = "Type python -m qerl_lab.serve_line and the words of this run for the command that starts it right."
+LINE = "Type python -m qerl_lab.tools.serve_line and the words of this run for the command that starts it right."
 PROBE = "A train has 12 cars with 30 seats each. How many seats are there?"
 PROBE_TOKENS = 16
 # Mean distance of log-probs in nats. Sums in another order stay below a fifth of it (tests/gpu/test_vllm_engine.py

@@ -1,4 +1,4 @@
-"""The typed options of `python -m qerl_lab.search`, and what its other words say. Imports no Optuna."""
+"""The typed options of `python -m qerl_lab.tools.search`, and what its other words say. Imports no Optuna."""
 
 import math
 from collections.abc import Sequence

@@ -21,15 +21,15 @@ import load_elsewhere
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.records import EXPORT
 from qerl_lab.config.schema import RunConfig
-from qerl_lab.export.card import card
-from qerl_lab.export.options import ExportOptions, check
-from qerl_lab.export.run import run as export
 from qerl_lab.model import policy
 from qerl_lab.model.on_disk import ASSETS
 from qerl_lab.model.policy import Policy
 from qerl_lab.quantize import __main__ as quantize
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.environment import Typed
+from qerl_lab.tools.export_files import run as export
+from qerl_lab.tools.export_options import ExportOptions, check
+from qerl_lab.tools.model_card import card
 
 CPU = torch.device("cpu")
 RESULT = {

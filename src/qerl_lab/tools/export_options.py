@@ -1,4 +1,4 @@
-"""The typed options of `python -m qerl_lab.export`, and the rules that span them. Imports no torch."""
+"""The typed options of `python -m qerl_lab.tools.export`, and the rules that span them. Imports no torch."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from qerl_lab import formats
-from qerl_lab.bench.options import Row
+from qerl_lab.bench.bench_options import Row
 from qerl_lab.bench.shapes import linears
 from qerl_lab.config.schema import FormatConfig
 from qerl_lab.model.linear import PackedLinear

@@ -1,4 +1,4 @@
-"""Teach a model the format of the answers: `python -m qerl_lab.warmup model=... task=gsm8k out=DIR`.
+"""Teach a model the format of the answers: `python -m qerl_lab.tools.warmup model=... task=gsm8k out=DIR`.
 
 The words are read and checked before torch is imported. After an interruption or a failure the same command goes on
 from its last checkpoint, with the same result to the bit.
@@ -9,7 +9,7 @@ from qerl_lab import exits
 with exits.starting(__name__):
     from qerl_lab import imports, terminal
     from qerl_lab.cli.grammar import Command
-    from qerl_lab.warmup.options import WarmupOptions, check
+    from qerl_lab.tools.warmup_options import WarmupOptions, check
 
 
 def warm_up(options: WarmupOptions) -> None:
@@ -18,14 +18,14 @@ def warm_up(options: WarmupOptions) -> None:
     try:
         with imports.kept():
             terminal.quiet_third_parties()  # some speak while they are imported
-            from qerl_lab.warmup.run import run
+            from qerl_lab.tools.warmup_training import run
 
         run(options)
     except KeyboardInterrupt:
         raise KeyboardInterrupt("the same command goes on from its last checkpoint") from None
 
 
-LINE = "python -m qerl_lab.warmup"
+LINE = "python -m qerl_lab.tools.warmup"
 COMMAND = Command(
     LINE,
     "Teach a model the format of the answers by supervised training, all weights, on a task's worked solutions",

@@ -1,7 +1,7 @@
-"""Whole GRPO steps of one arm: rollout, reward, log-probs, loss, backward, optimizer, sync.
+"""Measure whole GRPO steps of the lab's trainer: rollout, reward, log-probs, loss, backward, optimizer, sync.
 
-The lab's trainer is its own `LabTrainer`; phases are its clock's. The grader of GSM8K runs, and a coin then decides
-what an answer earns: text of a random model earns nothing, and gradients would be zero.
+Phases are the trainer's own. GSM8K's grader reads each answer, and a coin then decides what it earns: text of a random
+model would earn nothing, and its gradients would be zero. `stock_trl.py` measures TRL's trainer on the same task.
 """
 
 import os
@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 
 from qerl_lab.bench import lab, random_model
-from qerl_lab.bench.arms import Job
+from qerl_lab.bench.arm_processes import Job
+from qerl_lab.bench.bench_options import Row
 from qerl_lab.bench.gpu import Clocks, peak_gib, used_gib
-from qerl_lab.bench.options import Row
 from qerl_lab.bench.rollout import memory, settings
 from qerl_lab.config.units import GIB
 from qerl_lab.model.policy import device_of
@@ -33,16 +33,11 @@ Step = dict[str, float]  # what was measured in one
 def rows(job: Job) -> Iterator[Row]:
     """Train, and yield the row of the steps after the first."""
     with tempfile.TemporaryDirectory(dir=Path(job.folder).parent) as folder:
-        if job.arm.is_baseline:
-            from qerl_lab.bench import stock_trl
-
-            yield stock_trl.train(job, Path(folder))
-        else:
-            yield from train(job, Path(folder))
+        yield from train(job, Path(folder))
 
 
 def train(job: Job, folder: Path) -> Iterator[Row]:
-    """Train the lab's policy, and yield what its steps took; of several ranks the first does."""
+    """Train the lab's policy, and yield one row of what its steps took; of several ranks the first does."""
     cfg = job.config
     ranks = join(cfg, device_of(cfg.device))
     built, found = lab.build(job), list[Step]()

@@ -7,13 +7,13 @@ import yaml
 
 from qerl_lab.config.schema import DENSE_FORMAT, POCKET, RunConfig
 from qerl_lab.config.task import part_of
-from qerl_lab.export.options import ExportOptions
 from qerl_lab.model import gguf, on_disk
 from qerl_lab.model.files import local_folder
 from qerl_lab.model.loading import stored_as
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.rollout.vllm.lora_files import MAX_RANKS
 from qerl_lab.rollout.vllm_server.serve_line import quantize_line
+from qerl_lab.tools.export_options import ExportOptions
 
 PAPER = "https://arxiv.org/abs/2510.11696"
 PACKAGES = ("torch", "transformers", "trl", "peft")

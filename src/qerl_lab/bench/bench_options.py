@@ -12,7 +12,7 @@ from qerl_lab.config.arm import leaves
 from qerl_lab.config.files import choices_of
 from qerl_lab.config.keys import has_type, wrong_type
 from qerl_lab.config.option import ConfigError, check_bounds, did_you_mean, option
-from qerl_lab.config.schema import DENSE_FORMAT, ENGINES, RunConfig
+from qerl_lab.config.schema import DENSE_FORMAT, RunConfig
 
 FORMATS = (DENSE_FORMAT, *(name for name in choices_of("format") if name != DENSE_FORMAT))
 ARMS = (DENSE_FORMAT, f"{DENSE_FORMAT}_peft", *FORMATS[1:], "qlora")
@@ -115,16 +115,7 @@ class StepOptions:
         return 1
 
 
-@dataclass
-class ClockOptions:
-    pairs: int = option(40, "pairs of blocks, one that waits and one that does not", at_least=2, at_most=10_000)
-    block: int = option(5, "steps of a block", at_least=1, at_most=1000)
-    engine: str = option("vllm", "what samples", choices=ENGINES)
-    device: str = option("cuda", "cpu is for tests: nothing is waited for there", choices=("cuda", "cpu"))
-    out: str = option("results/bench/clock", "where NAME.json goes, less the suffix; what is there is replaced")
-
-
-AnyOptions = LinearOptions | DecodeOptions | TrainStepOptions | RolloutOptions | StepOptions | ClockOptions
+AnyOptions = LinearOptions | DecodeOptions | TrainStepOptions | RolloutOptions | StepOptions
 
 
 @dataclass(frozen=True)

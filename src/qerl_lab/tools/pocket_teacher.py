@@ -1,4 +1,4 @@
-"""Teacher of the embedded policy, which `python -m qerl_lab.pocket.pretrain out=DIR` makes from nothing.
+"""Teacher of the embedded policy, which `python -m qerl_lab.tools.pretrain out=DIR` makes from nothing.
 
 A Qwen2-architecture model of about 0.9M parameters, taught on worked solutions of `task=arithmetic`, never on
 held-out problems. A fixed, small number of updates stops where reinforcement learning has room in both directions, at
@@ -19,14 +19,12 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from qerl_lab import tasks
-from qerl_lab.config.files import group_folder
 from qerl_lab.config.paths import sha256
 from qerl_lab.config.records import RECIPE
-from qerl_lab.config.rules import from_dict
 from qerl_lab.config.schema import TaskConfig
-from qerl_lab.pocket.recipe import Recipe
-from qerl_lab.solutions import Example, batch, learning_rate
 from qerl_lab.tasks import Task, arithmetic
+from qerl_lab.tools.pocket_recipe import Recipe
+from qerl_lab.tools.solutions import Example, batch, learning_rate
 
 # Tags of the answer format are tokens of their own, and not "special": decoding must keep them.
 TAGS = ["<think>", "</think>", "<answer>", "</answer>"]
@@ -119,18 +117,10 @@ def save(folder: Path, recipe: Recipe, model: Qwen2ForCausalLM, tokenizer: PreTr
     tokenizer.save_pretrained(folder)
     files = sorted(path for path in folder.iterdir() if path.name != RECIPE)
     record = {
-        "command": "python -m qerl_lab.pocket.pretrain out=DIR",
+        "command": "python -m qerl_lab.tools.pretrain out=DIR",
         "recipe": asdict(recipe),
         "parameters": model.num_parameters(),
         "torch": torch.__version__,
         "sha256": {path.name: sha256(path) for path in files},
     }
     (folder / RECIPE).write_text(json.dumps(record, indent=1) + "\n")
-
-
-def task_config() -> TaskConfig:
-    """`task=arithmetic` as its YAML option has it, instruction included."""
-    from omegaconf import OmegaConf
-
-    option = OmegaConf.load(group_folder("task") / "arithmetic.yaml")
-    return from_dict({"task": OmegaConf.to_container(option)}).task

@@ -41,11 +41,11 @@ from qerl_lab.model.tokenizer import save as save_tokenizer
 from qerl_lab.record import checkpoint
 from qerl_lab.record.environment import versions
 from qerl_lab.record.partial import JOURNAL, Unfinished
-from qerl_lab.solutions import Example, batch, learning_rate
 from qerl_lab.tasks import Task
 from qerl_lab.tasks.data import respelled
-from qerl_lab.warmup.examples import order, tokenized
-from qerl_lab.warmup.options import WarmupOptions
+from qerl_lab.tools.solutions import Example, batch, learning_rate
+from qerl_lab.tools.warmup_examples import order, tokenized
+from qerl_lab.tools.warmup_options import WarmupOptions
 
 NOT_IDENTITY = ("out", "checkpoint_every", "overwrite", "device")
 SCALES = {POCKET: POCKET, "SmolLM2-135M": "smollm2"}  # made for a model, by a part of its path
@@ -239,7 +239,7 @@ def about(
 ) -> dict[str, Any]:
     """What warmup.json says: the command, the data, the model it began from, how the loss went."""
     return {
-        "command": redact(shlex.join(["python", "-m", "qerl_lab.warmup", *sys.argv[1:]])),
+        "command": redact(shlex.join(["python", "-m", "qerl_lab.tools.warmup", *sys.argv[1:]])),
         "options": asdict(options),
         "instruction": task.instruction,
         "began_from": began,

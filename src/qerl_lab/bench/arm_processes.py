@@ -22,7 +22,7 @@ import torch
 
 from qerl_lab import formats
 from qerl_lab.bench import random_model
-from qerl_lab.bench.options import TRL, VLLM, Arm, RolloutOptions, Row, StepOptions, arm_of
+from qerl_lab.bench.bench_options import TRL, VLLM, Arm, RolloutOptions, Row, StepOptions, arm_of
 from qerl_lab.bench.run_of import run_of
 from qerl_lab.bench.shapes import ARCHITECTURES
 from qerl_lab.config.option import ConfigError

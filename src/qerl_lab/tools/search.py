@@ -1,4 +1,4 @@
-"""Values for numeric keys by short sweeps: `python -m qerl_lab.search out=DIR KEY=LOW..HIGH ...`."""
+"""Values for numeric keys by short sweeps: `python -m qerl_lab.tools.search out=DIR KEY=LOW..HIGH ...`."""
 
 from qerl_lab import exits
 
@@ -8,7 +8,7 @@ with exits.starting(__name__):
 
     from qerl_lab.cli.grammar import Command
     from qerl_lab.config.option import ConfigError
-    from qerl_lab.search.options import SearchOptions, check, is_own, space
+    from qerl_lab.tools.search_space import SearchOptions, check, is_own, space
 
 
 def search(options: SearchOptions, words: list[str]) -> None:
@@ -20,12 +20,12 @@ def search(options: SearchOptions, words: list[str]) -> None:
             "a search needs the package optuna, which is not installed. Type pip install 'qerl-lab[search]'."
         )
     from qerl_lab.cli import train
-    from qerl_lab.search import study
+    from qerl_lab.tools import search_study as study
 
     study.run(options, found, train.main)
 
 
-LINE = "python -m qerl_lab.search"
+LINE = "python -m qerl_lab.tools.search"
 OVER = "optim.learning_rate=1e-4..1e-2"
 EXAMPLES = (
     (f"{LINE} out=searches/pocket +experiment=nvfp4_aqn aqn.sigma_start=0.01..0.3 {OVER}", "sigma and learning rate"),

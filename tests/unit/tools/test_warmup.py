@@ -26,11 +26,11 @@ from qerl_lab.config.spelling import readable
 from qerl_lab.formats.nvfp4 import Nvfp4
 from qerl_lab.model import policy
 from qerl_lab.model.on_disk import ASSETS
-from qerl_lab.solutions import IGNORED, Example, batch, learning_rate
 from qerl_lab.terminal import Amount
-from qerl_lab.warmup.examples import order, tokenized
-from qerl_lab.warmup.options import WarmupOptions, check
-from qerl_lab.warmup.run import CHECKPOINTS, Warmup, run, training_words
+from qerl_lab.tools.solutions import IGNORED, Example, batch, learning_rate
+from qerl_lab.tools.warmup_examples import order, tokenized
+from qerl_lab.tools.warmup_options import WarmupOptions, check
+from qerl_lab.tools.warmup_training import CHECKPOINTS, Warmup, run, training_words
 from small_checkpoints import write_dense, write_packed
 
 
@@ -184,7 +184,7 @@ def test_the_record_tells_its_model_from_another_at_the_same_path(options: Warmu
 def command(options: WarmupOptions, output: Path) -> None:
     with output.open("ab", buffering=0) as out:
         os.dup2(out.fileno(), 1), os.dup2(out.fileno(), 2)
-    from qerl_lab.warmup.__main__ import main
+    from qerl_lab.tools.warmup import main
 
     sys.exit(main(words(options)))
 

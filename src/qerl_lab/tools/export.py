@@ -1,11 +1,11 @@
-"""From a run to what others load: `python -m qerl_lab.export run=RUN_DIR out=DIR [merged=true]`."""
+"""From a run to what others load: `python -m qerl_lab.tools.export run=RUN_DIR out=DIR [merged=true]`."""
 
 from qerl_lab import exits
 
 with exits.starting(__name__):
     from qerl_lab import imports, terminal
     from qerl_lab.cli.grammar import Command
-    from qerl_lab.export.options import ExportOptions, check
+    from qerl_lab.tools.export_options import ExportOptions, check
 
 
 def export(options: ExportOptions) -> None:
@@ -13,12 +13,12 @@ def export(options: ExportOptions) -> None:
     check(options)
     with imports.kept():
         terminal.quiet_third_parties()  # some speak while they are imported
-        from qerl_lab.export.run import run
+        from qerl_lab.tools.export_files import run
 
     run(options)
 
 
-LINE = "python -m qerl_lab.export"
+LINE = "python -m qerl_lab.tools.export"
 COMMAND = Command(
     LINE,
     "Write what a run learned for PEFT, transformers and vLLM: an adapter, or a merged model, with a model card",

@@ -13,9 +13,9 @@ optuna = pytest.importorskip("optuna")
 
 from qerl_lab import exits  # noqa: E402
 from qerl_lab.config.option import ConfigError  # noqa: E402
-from qerl_lab.search import __main__ as command  # noqa: E402
-from qerl_lab.search import study  # noqa: E402
-from qerl_lab.search.options import OBJECTIVES, SearchOptions, check, space  # noqa: E402
+from qerl_lab.tools import search as command  # noqa: E402
+from qerl_lab.tools import search_study as study  # noqa: E402
+from qerl_lab.tools.search_space import OBJECTIVES, SearchOptions, check, space  # noqa: E402
 
 RANGES = ["aqn.sigma_start=0.01..0.3", "optim.learning_rate=1e-4..1e-2"]
 BEST = {"aqn.sigma_start": 0.05, "optim.learning_rate": 1e-3}

@@ -1,4 +1,4 @@
-"""`python -m qerl_lab.serve_line WORDS`: the command that starts the vLLM server of a run with these words."""
+"""`python -m qerl_lab.tools.serve_line WORDS`: the command that starts the vLLM server of a run with these words."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ with exits.starting(__name__):
     from qerl_lab.config.spelling import readable
     from qerl_lab.terminal import quiet_third_parties
 
-USAGE = "python -m qerl_lab.serve_line"
+USAGE = "python -m qerl_lab.tools.serve_line"
 MANUAL = f"""\
 {USAGE} WORDS   The command that starts the vLLM server of a run.
 

@@ -1,17 +1,14 @@
-"""The typed options of `python -m qerl_lab.warmup`, and the rules that span them. Imports no torch."""
+"""The typed options of `python -m qerl_lab.tools.warmup`, and the rules that span them. Imports no torch."""
 
 from dataclasses import dataclass
 
-from omegaconf import OmegaConf
-
-from qerl_lab.config.files import choices_of, group_folder
+from qerl_lab.config.files import choices_of
 from qerl_lab.config.option import ConfigError, did_you_mean, option
 from qerl_lab.config.out import Writes, check_apart, check_free
 from qerl_lab.config.records import WARMUP
-from qerl_lab.config.rules import from_dict
 from qerl_lab.config.schema import DEVICES, TaskConfig
 from qerl_lab.model import on_disk
-from qerl_lab.tasks import with_solutions
+from qerl_lab.tasks import configured, with_solutions
 from qerl_lab.tasks.data import is_local
 
 
@@ -48,10 +45,8 @@ class WarmupOptions(Writes):
 
     def task_config(self) -> TaskConfig:
         """The group `task` of a run that trains on the result: same questions, same instruction."""
-        file = group_folder("task") / f"{self.task}.yaml"
         given = {"path": self.task_path, "train_questions": self.questions, "instruction": self.instruction}
-        values = {key: value for key, value in given.items() if value is not None}
-        return from_dict({"task": {**OmegaConf.to_container(OmegaConf.load(file)), **values}}).task  # type: ignore[dict-item]
+        return configured(self.task, **{key: value for key, value in given.items() if value is not None})
 
 
 def check(options: WarmupOptions) -> None:

@@ -21,8 +21,8 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.disk import lock, make_directory, replace_file
 from qerl_lab.exits import FAILURE, INTERRUPTED, OK, STOPS
 from qerl_lab.record.directory import RunDirectory
-from qerl_lab.search.options import SearchOptions, Space
 from qerl_lab.terminal import columns, near
+from qerl_lab.tools.search_space import SearchOptions, Space
 
 NAME = "search"
 JOURNAL, LOCK, TABLE = "study.journal", "LOCK", "table.txt"

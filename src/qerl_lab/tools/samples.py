@@ -1,4 +1,4 @@
-"""Sampled completions of a run, and what they earned: `python -m qerl_lab.samples RUN_DIR [step=N]`."""
+"""Sampled completions of a run, and what they earned: `python -m qerl_lab.tools.samples RUN_DIR [step=N]`."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,13 +48,13 @@ def text(sample: Sample) -> str:
 
 
 COMMAND = Command(
-    "python -m qerl_lab.samples RUN_DIR",
+    "python -m qerl_lab.tools.samples RUN_DIR",
     "Sampled completions of a run: what the policy wrote in a step, and what it earned.",
     SamplesOptions,
     lambda options: print(show(Path(options.run_dir).expanduser(), options.step)),
     examples=(
-        ("python -m qerl_lab.samples runs/nvfp4_aqn/seed0/20260131-120000", "the last step that is recorded"),
-        ("python -m qerl_lab.samples runs/nvfp4_aqn/seed0/20260131-120000 step=1", "the first step"),
+        ("python -m qerl_lab.tools.samples runs/nvfp4_aqn/seed0/20260131-120000", "the last step that is recorded"),
+        ("python -m qerl_lab.tools.samples runs/nvfp4_aqn/seed0/20260131-120000 step=1", "the first step"),
     ),
     required=("run_dir",),
     bare="run_dir",

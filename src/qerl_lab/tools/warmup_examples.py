@@ -8,9 +8,9 @@ from transformers import PreTrainedTokenizerBase
 
 from qerl_lab.config.option import ConfigError
 from qerl_lab.model.chat import Chat
-from qerl_lab.solutions import Example
 from qerl_lab.tasks import Task
 from qerl_lab.tasks.answers.completion import left_to_say
+from qerl_lab.tools.solutions import Example
 
 
 def tokenized(task: Task, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> tuple[list[Example], int]:

@@ -13,9 +13,9 @@ from qerl_lab import tasks
 from qerl_lab.config.option import ConfigError
 from qerl_lab.model.on_disk import ASSETS
 from qerl_lab.model.policy import Policy
-from qerl_lab.pocket.recipe import Recipe
-from qerl_lab.pocket.teacher import batch_of, make_model, make_tokenizer, task_config
 from qerl_lab.tasks import arithmetic
+from qerl_lab.tools.pocket_recipe import Recipe
+from qerl_lab.tools.pocket_teacher import batch_of, make_model, make_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def test_its_files_are_those_of_the_recipe() -> None:
     digests = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in ASSETS.iterdir()}
     del digests["recipe.json"]
     assert digests == record["sha256"]
-    assert record["command"] == "python -m qerl_lab.pocket.pretrain out=DIR"
+    assert record["command"] == "python -m qerl_lab.tools.pretrain out=DIR"
 
 
 @pytest.mark.parametrize(
@@ -55,8 +55,8 @@ def test_answer_tags_survive_decoding(tokenizer: AutoTokenizer) -> None:
 
 def test_its_teacher_scores_the_solution_and_its_end_alone() -> None:
     """Loss on every token of the solution with the end token, on nothing else; held-out problems are not taught."""
-    task, rng = tasks.load(task_config()), random.Random(0)
-    of = arithmetic.problem(rng, task_config())
+    task, rng = tasks.load(tasks.configured("arithmetic")), random.Random(0)
+    of = arithmetic.problem(rng, tasks.configured("arithmetic"))
     solution = arithmetic.worked_solution(rng, of)
     recipe = Recipe(vocab_size=300, hidden_size=32, intermediate_size=64, num_layers=1, num_heads=1)
     tokenizer = make_tokenizer(recipe, [of.text, solution])
@@ -68,13 +68,13 @@ def test_its_teacher_scores_the_solution_and_its_end_alone() -> None:
 
 
 def test_its_teacher_never_sees_a_heldout_problem() -> None:
-    from qerl_lab.pocket.teacher import examples
+    from qerl_lab.tools.pocket_teacher import examples
 
-    source = examples(task_config(), random.Random(0))
+    source = examples(tasks.configured("arithmetic"), random.Random(0))
     taught = {text for text, _ in (next(source) for _ in range(2000))}
     rng, held = random.Random(1), set()
     for _ in range(4000):
-        drawn = arithmetic.problem(rng, task_config())
+        drawn = arithmetic.problem(rng, tasks.configured("arithmetic"))
         if drawn.is_heldout:
             held.add(drawn.text)
     assert len(held) > 300

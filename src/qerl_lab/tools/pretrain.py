@@ -1,4 +1,4 @@
-"""`python -m qerl_lab.pocket.pretrain out=DIR [seed=0] [updates=650]`: make the embedded policy from nothing."""
+"""`python -m qerl_lab.tools.pretrain out=DIR [seed=0] [updates=650]`: make the embedded policy from nothing."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +10,7 @@ with exits.starting(__name__):
     from qerl_lab.cli.grammar import Command
     from qerl_lab.config.option import ConfigError, option
     from qerl_lab.disk import make_directory
-    from qerl_lab.pocket.recipe import Recipe
+    from qerl_lab.tools.pocket_recipe import Recipe
 
 
 @dataclass
@@ -27,19 +27,20 @@ def make(options: PretrainOptions) -> None:
         raise ConfigError(f"out={options.out} is not empty. Type another directory.")
     make_directory(out, f"out={options.out}")
     terminal.quiet_third_parties()
-    from qerl_lab.pocket import teacher
+    from qerl_lab import tasks
+    from qerl_lab.tools import pocket_teacher as teacher
 
     recipe = Recipe(seed=options.seed, updates=options.updates)
-    teacher.save(out, recipe, *teacher.pretrain(recipe, teacher.task_config()))
+    teacher.save(out, recipe, *teacher.pretrain(recipe, tasks.configured("arithmetic")))
     print(f"wrote {out}")
 
 
 COMMAND = Command(
-    "python -m qerl_lab.pocket.pretrain",
+    "python -m qerl_lab.tools.pretrain",
     "Make the embedded pocket policy.",
     PretrainOptions,
     make,
-    examples=(("python -m qerl_lab.pocket.pretrain out=pocket", "the policy of the package, in minutes"),),
+    examples=(("python -m qerl_lab.tools.pretrain out=pocket", "the policy of the package, in minutes"),),
     required=("out",),
     alone=True,
 )
