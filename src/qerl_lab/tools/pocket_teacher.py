@@ -7,6 +7,7 @@ and the SHA-256 of every file.
 """
 
 import json
+import math
 import random
 import time
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from qerl_lab import tasks
 from qerl_lab.config.paths import sha256
@@ -24,10 +26,10 @@ from qerl_lab.config.records import RECIPE
 from qerl_lab.config.schema import TaskConfig
 from qerl_lab.tasks import Task, arithmetic
 from qerl_lab.tools.pocket_recipe import Recipe
-from qerl_lab.tools.solutions import Example, batch, learning_rate
 
 # Tags of the answer format are tokens of their own, and not "special": decoding must keep them.
 TAGS = ["<think>", "</think>", "<answer>", "</answer>"]
+IGNORED = -100  # the label of a token that is not learned
 CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -76,14 +78,22 @@ def make_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCa
 
 
 def batch_of(task: Task, tokenizer: PreTrainedTokenizerFast, pairs: list[tuple[str, str]]) -> dict[str, Tensor]:
-    """Right-padded token batch with labels on the solution and its end token only."""
-    examples = []
+    """Return input_ids, attention_mask and labels [pairs, longest]; labels have solution and end token alone."""
+    rows = []
     for text, solution in pairs:
         messages = task.messages(tasks.Question("", text, ""))
-        prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        learned = tokenizer(solution + "<|im_end|>")["input_ids"]
-        examples.append(Example(tokenizer(prompt)["input_ids"], learned))
-    return batch(examples, tokenizer.pad_token_id)
+        chat = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        prompt, learned = tokenizer(chat)["input_ids"], tokenizer(solution + "<|im_end|>")["input_ids"]
+        rows.append({"input_ids": prompt + learned, "labels": [IGNORED] * len(prompt) + learned})
+    return DataCollatorForLanguageModeling(pad_token_id=tokenizer.pad_token_id)(rows)
+
+
+def learning_rate(recipe: Recipe, update: int) -> float:
+    """Return the rate of an update, from 0 on: a linear rise, then a cosine to a tenth of the peak."""
+    if update < recipe.warmup_updates:
+        return recipe.learning_rate * (update + 1) / recipe.warmup_updates
+    share = (update - recipe.warmup_updates) / max(1, recipe.updates - recipe.warmup_updates)
+    return recipe.learning_rate * (0.1 + 0.45 * (1 + math.cos(math.pi * share)))
 
 
 def pretrain(recipe: Recipe, cfg: TaskConfig) -> tuple[Qwen2ForCausalLM, PreTrainedTokenizerFast]:
@@ -100,7 +110,7 @@ def pretrain(recipe: Recipe, cfg: TaskConfig) -> tuple[Qwen2ForCausalLM, PreTrai
     started = time.perf_counter()
     for update in range(recipe.updates):
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(recipe.learning_rate, recipe.warmup_updates, update, recipe.updates)
+            group["lr"] = learning_rate(recipe, update)
         loss = model(**batch_of(task, tokenizer, [next(source) for _ in range(recipe.batch_size)])).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

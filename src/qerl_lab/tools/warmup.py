@@ -7,6 +7,8 @@ from its last checkpoint, with the same result to the bit.
 from qerl_lab import exits
 
 with exits.starting(__name__):
+    import os
+
     from qerl_lab import imports, terminal
     from qerl_lab.cli.grammar import Command
     from qerl_lab.tools.warmup_options import WarmupOptions, check
@@ -15,6 +17,8 @@ with exits.starting(__name__):
 def warm_up(options: WarmupOptions) -> None:
     """Write the model. Raises ConfigError for options that cannot serve, and what `run` raises."""
     check(options)
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
+    os.environ["CUDA_VISIBLE_DEVICES"] = shown.partition(",")[0]  # TRL refuses several GPUs in one process
     try:
         with imports.kept():
             terminal.quiet_third_parties()  # some speak while they are imported

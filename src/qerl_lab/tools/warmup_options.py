@@ -1,5 +1,6 @@
 """The typed options of `python -m qerl_lab.tools.warmup`, and the rules that span them. Imports no torch."""
 
+import math
 from dataclasses import dataclass
 
 from qerl_lab.config.files import choices_of
@@ -29,7 +30,7 @@ class WarmupOptions(Writes):
     weight_decay: float = option(0.0, "decoupled weight decay of AdamW", at_least=0, at_most=1e3)
     max_grad_norm: float = option(1.0, "gradient clipping norm", at_least=1e-6, at_most=1e12)
     batch_size: int = option(64, "solutions an update", at_least=1, at_most=65_536)
-    micro_batch_size: int = option(8, "solutions per forward and backward pass; changes memory only", at_least=1)
+    micro_batch_size: int = option(8, "solutions per forward and backward pass, a divisor of batch_size", at_least=1)
     max_tokens: int = option(512, "longer examples, question and solution, are left out and counted", at_least=2)
     questions: int = option(0, "the first so many questions; 0 is all", at_least=0)
     dtype: str = option(
@@ -60,5 +61,10 @@ def check(options: WarmupOptions) -> None:
         on_disk.check_chat_template(folder, f"model={options.model}")
     if options.task_path is not None:
         is_local(options.task_path, "task_path=")
+    if options.batch_size % min(options.micro_batch_size, options.batch_size):
+        raise ConfigError(
+            f"micro_batch_size={options.micro_batch_size} does not divide batch_size={options.batch_size}; allowed: a "
+            f"divisor. Type for example micro_batch_size={math.gcd(options.micro_batch_size, options.batch_size)}."
+        )
     check_apart(options, options.model)
     check_free(options, options.overwrite, lambda folder: (folder / WARMUP).is_file())

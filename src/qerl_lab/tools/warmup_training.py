@@ -1,11 +1,12 @@
-"""One warm-up, from its options to its directory: read -> tokenize -> train, with checkpoints -> write -> rename.
+"""Teach a model the worked solutions of a task by TRL's SFTTrainer: read, tokenize, train, write, rename.
 
-Everything is written in OUT.partial, which is renamed to OUT when it is whole. An update depends on the weights, the
-optimizer and its own number alone, so that a warm-up which was killed ends as one that was not, to the bit. On a GPU
-sums have one order, so that two GPUs of one kind under the same packages make the same model: runs on it can be pooled.
+Everything is written in OUT.partial, which is renamed to OUT when it is whole. The trainer's checkpoints lie there too,
+and its own resume restores weights, optimizer, order and random state. So a warm-up that was killed ends in the same
+bits as one that was not. On a GPU sums have one order, so two GPUs of one kind under the same packages make the same
+model, and runs on it can be pooled.
 """
 
-import hashlib
+import copy
 import json
 import math
 import os
@@ -13,16 +14,22 @@ import shlex
 import shutil
 import sys
 import time
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_model, save_model
-from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from datasets import Dataset
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PrinterCallback,
+    TrainerCallback,
+)
+from trl import SFTConfig, SFTTrainer
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from qerl_lab import tasks, terminal
 from qerl_lab.config.message import first_line
@@ -34,108 +41,43 @@ from qerl_lab.config.redact import redact
 from qerl_lab.config.schema import POCKET
 from qerl_lab.config.spelling import shell_line, word
 from qerl_lab.model import policy
+from qerl_lab.model.chat import Chat
 from qerl_lab.model.files import local_folder, noted
 from qerl_lab.model.loading import check_dense_values, refuse_packed
 from qerl_lab.model.tokenizer import pad_id
 from qerl_lab.model.tokenizer import save as save_tokenizer
-from qerl_lab.record import checkpoint
 from qerl_lab.record.environment import versions
 from qerl_lab.record.partial import JOURNAL, Unfinished
 from qerl_lab.tasks import Task
+from qerl_lab.tasks.answers.completion import left_to_say
 from qerl_lab.tasks.data import respelled
-from qerl_lab.tools.solutions import Example, batch, learning_rate
-from qerl_lab.tools.warmup_examples import order, tokenized
 from qerl_lab.tools.warmup_options import WarmupOptions
 
-NOT_IDENTITY = ("out", "checkpoint_every", "overwrite", "device")
+NOT_IDENTITY = ("out", "checkpoint_every", "overwrite")
 SCALES = {POCKET: POCKET, "SmolLM2-135M": "smollm2"}  # made for a model, by a part of its path
-CHECKPOINTS, WEIGHTS, OPTIMIZER = "checkpoints", "weights.safetensors", "optimizer.pt"
+CHECKPOINTS, STATE = "checkpoints", "trainer_state.json"  # of each checkpoint the trainer writes this file last
+IGNORED = -100  # the label of a token that is not learned
+Rows = list[dict[str, list[int]]]
 
 
-class Warmup:
-    """A model in training. `updates` is their number, `losses` the mean loss of each so far, in nats a token."""
+class Watch(TrainerCallback):
+    """Shows each update, stops at a loss that is not finite, and notes each whole checkpoint in the journal."""
 
-    def __init__(
-        self, options: WarmupOptions, model: PreTrainedModel, examples: list[Example], pad: int, device: torch.device
-    ) -> None:
-        self.options, self.model, self.examples, self.pad, self.device = options, model, examples, pad, device
-        self.updates = math.ceil(options.epochs * len(examples) / options.batch_size)
-        self.optimizer = torch.optim.AdamW(
-            model.parameters(), lr=options.learning_rate, weight_decay=options.weight_decay
-        )
-        self.losses: list[float] = []
+    def __init__(self, options: WarmupOptions, unfinished: Unfinished, bar: terminal.Amount) -> None:
+        self.options, self.unfinished, self.bar = options, unfinished, bar
 
-    def train(self, unfinished: Unfinished, bar: terminal.Amount) -> None:
-        """Make the updates that are left, with checkpoints. Raises ValueError for a loss that is not finite."""
-        self.model.train()
-        drawn = islice(order(len(self.examples), self.options.seed), len(self.losses) * self.options.batch_size, None)
-        while len(self.losses) < self.updates:
-            taken = [self.examples[index] for index in islice(drawn, self.options.batch_size)]
-            loss = self.update(taken)
-            if not math.isfinite(loss):
-                raise ValueError(
-                    f"the loss of update {len(self.losses) + 1} is {loss}. Type a smaller learning_rate than "
-                    f"{self.options.learning_rate:g}, and overwrite=true."
-                )
-            self.losses.append(loss)
-            bar.advance(1, f"loss {loss:.3f}")
-            if len(self.losses) % self.options.checkpoint_every == 0 or len(self.losses) == self.updates:
-                saved = self.save(unfinished.folder / CHECKPOINTS)
-                unfinished.note(str((saved / checkpoint.MANIFEST).relative_to(unfinished.folder)))  # to go on from
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
+        if (loss := logs.get("loss")) is None:  # the trainer's summary at its end
+            return
+        if not math.isfinite(loss):
+            raise ValueError(
+                f"the loss of update {state.global_step} is {loss}. Type a smaller learning_rate than "
+                f"{self.options.learning_rate:g}, and overwrite=true."
+            )
+        self.bar.advance(1, f"loss {loss:.3f}")
 
-    def update(self, examples: list[Example]) -> float:
-        """One step of the optimizer; the loss is the mean over all solution tokens of the update, in nats."""
-        number, rising = len(self.losses), round(self.options.warmup_ratio * self.updates)
-        torch.manual_seed(dropout_seed(self.options.seed, number))  # the same after an interruption
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(self.options.learning_rate, rising, number, self.updates)
-        examples = sorted(examples, key=lambda example: example.length)  # less padding in a micro-batch
-        tokens, total, size = sum(len(example.solution) for example in examples), 0.0, self.options.micro_batch_size
-        for first in range(0, len(examples), size):
-            inputs = {
-                key: value.to(self.device) for key, value in batch(examples[first : first + size], self.pad).items()
-            }
-            with self.precision():
-                logits = self.model(inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
-            loss = nn.functional.cross_entropy(
-                logits[:, :-1].flatten(0, 1).float(), inputs["labels"][:, 1:].flatten(), reduction="sum"
-            ) / tokens  # fmt: skip
-            loss.backward()
-            total += loss.item()
-        nn.utils.clip_grad_norm_(self.model.parameters(), self.options.max_grad_norm)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return total
-
-    def precision(self) -> AbstractContextManager[Any]:
-        """On a GPU float32 weights multiply in bfloat16."""
-        mixed = self.device.type == "cuda" and self.options.dtype == "float32"
-        return torch.autocast("cuda", torch.bfloat16) if mixed else nullcontext()
-
-    def save(self, folder: Path) -> Path:
-        done = len(self.losses)
-        state = {
-            "step": done, "prompts_seen": done * self.options.batch_size, "run_key": "",
-            "config": {"losses": self.losses}, "device": self.device.type, "dtype": self.options.dtype,
-        }  # fmt: skip
-
-        def write(aside: Path) -> None:
-            save_model(self.model, str(aside / WEIGHTS))
-            torch.save(self.optimizer.state_dict(), aside / OPTIMIZER)
-
-        return checkpoint.save(folder, state, write, keep=1)
-
-    def go_on_from(self, saved: checkpoint.Saved) -> None:
-        """Take weights, optimizer and losses of a checkpoint. Raises ConfigError for one of another device."""
-        saved.refuse_other_device(self.device.type, self.options.dtype)
-        load_model(self.model, str(saved.path / WEIGHTS), device=str(self.device))
-        self.optimizer.load_state_dict(torch.load(saved.path / OPTIMIZER, map_location=self.device, weights_only=True))
-        self.losses = list(saved.config["losses"])
-
-
-def dropout_seed(seed: int, update: int) -> int:
-    """A seed of 32 bits for one update. torch's generator on the CPU ignores all higher bits."""
-    return int.from_bytes(hashlib.sha256(f"dropout/{seed}/{update}".encode()).digest()[:4], "big")
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.unfinished.note(f"{CHECKPOINTS}/checkpoint-{state.global_step}/{STATE}")
 
 
 def run(options: WarmupOptions) -> None:
@@ -152,20 +94,22 @@ def run(options: WarmupOptions) -> None:
         print(f"note: {line}", file=sys.stderr)
     folder = local_folder(options.model, options.revision, key="model")
     model, tokenizer = load(options, folder, device)
-    examples, left_out = tokenized(task, tokenizer, options.max_tokens)
-    pad = pad_id(tokenizer, model.get_input_embeddings().num_embeddings)
-    warmup = Warmup(options, model, examples, pad, device)
+    rows, left_out = tokenized(task, tokenizer, options.max_tokens)
     began = {"path": str(folder), "revision": options.revision, "hash": model_hash(folder), **noted(folder)}
-    with Unfinished(options.folder, identity(options, task, folder), options.overwrite) as unfinished:
-        if saved := checkpoint.newest(unfinished.folder / CHECKPOINTS):
-            warmup.go_on_from(saved)
-        print(opening(warmup, left_out), flush=True)
-        with terminal.Amount("warm-up", warmup.updates, len(warmup.losses), unit="update") as bar:
-            warmup.train(unfinished, bar)
-        write(warmup, tokenizer, unfinished.folder, about(options, task, began, warmup, left_out, started))
+    with Unfinished(options.folder, identity(options, task, folder, device), options.overwrite) as unfinished:
+        saved = newest(unfinished)
+        config = sft_config(options, len(rows), device, unfinished.folder / CHECKPOINTS)
+        done = int(saved.name.rpartition("-")[2]) if saved else 0
+        print(opening(options, model, len(rows), left_out, config.max_steps, done), flush=True)
+        with terminal.Amount("warm-up", config.max_steps, done, unit="update") as bar:
+            losses = train(config, model, tokenizer, rows, Watch(options, unfinished, bar), saved)
+        record = about(options, task, device, left_out) | {"began_from": began, "updates": len(losses)}
+        record |= {"losses": [round(loss, 4) for loss in losses]}
+        record["seconds_of_the_last_session"] = round(time.monotonic() - started, 1)
+        write(model, tokenizer, unfinished.folder, record)
         shutil.rmtree(unfinished.folder / CHECKPOINTS)
         unfinished.finish()
-    print(f"loss {warmup.losses[0]:.3f} -> {warmup.losses[-1]:.3f} nats a token, {time.monotonic() - started:.0f} s")
+    print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f} nats a token, {time.monotonic() - started:.0f} s")
     print(f"model:       {terminal.near(options.folder)}  ({WARMUP} says how it was made)")
     print(f"train on it: {terminal.python()} -m qerl_lab {shell_line(training_words(options))}")
 
@@ -204,51 +148,112 @@ def load(options: WarmupOptions, folder: Path, device: torch.device) -> tuple[Pr
     return model.to(device), tokenizer
 
 
-def identity(options: WarmupOptions, task: Task, folder: Path) -> dict[str, Any]:
+def tokenized(task: Task, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> tuple[Rows, int]:
+    """Return the examples of at most `max_tokens` as input_ids and labels, and how many are longer.
+
+    The question stands as the chat of a run asks it. Labels have the tokens of the solution and of its end alone.
+    Raises ConfigError where there is no solution, and where all are too long.
+    """
+    found, chat = Rows(), Chat(tokenizer)
+    for question in task.train:
+        prompt = chat.prompt_ids(task.messages(question))
+        solution = left_to_say(tokenizer.decode(prompt), question.payload["solution"])
+        ids = [*tokenizer(solution, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+        found.append({"input_ids": prompt + ids, "labels": [IGNORED] * len(prompt) + ids})
+    for note in chat.notes:
+        print(f"note: {note}", file=sys.stderr)
+    if not found:
+        raise ConfigError(f"{task.name} has no worked solution. Type task_path=DIRECTORY with train.jsonl.")
+    lengths = [len(row["input_ids"]) for row in found]
+    fitting = [row for row, length in zip(found, lengths, strict=True) if length <= max_tokens]
+    if not fitting:
+        raise ConfigError(
+            f"max_tokens={max_tokens} leaves out all {len(found):,} examples; the shortest has {min(lengths)} tokens. "
+            f"Type max_tokens={max(lengths)}."
+        )
+    return fitting, len(found) - len(fitting)
+
+
+def sft_config(options: WarmupOptions, count: int, device: torch.device, folder: Path) -> SFTConfig:
+    """Return TRL's settings of a warm-up on `count` examples. `max_steps` is the number of its updates."""
+    updates, on_gpu = math.ceil(options.epochs * count / options.batch_size), device.type == "cuda"
+    return SFTConfig(
+        output_dir=str(folder), max_steps=updates, seed=options.seed, use_cpu=not on_gpu,
+        per_device_train_batch_size=min(options.micro_batch_size, options.batch_size),
+        gradient_accumulation_steps=max(1, options.batch_size // options.micro_batch_size),
+        learning_rate=options.learning_rate, lr_scheduler_type="cosine_warmup_with_min_lr",
+        lr_scheduler_kwargs={"min_lr_rate": 0.1}, warmup_steps=round(options.warmup_ratio * updates),
+        optim="adamw_torch", weight_decay=options.weight_decay, max_grad_norm=options.max_grad_norm,
+        bf16=on_gpu and options.dtype == "float32", gradient_checkpointing=False,
+        max_length=None, dataset_kwargs={"skip_prepare_dataset": True},  # tokenized() has done it
+        save_steps=options.checkpoint_every, save_total_limit=2,  # until the newest is noted, the one before counts
+        logging_steps=1, logging_nan_inf_filter=False, report_to="none", disable_tqdm=True,
+    )  # fmt: skip
+
+
+def newest(unfinished: Unfinished) -> Path | None:
+    """Return the newest checkpoint that was written whole; None if there is none."""
+    files = (unfinished.folder / CHECKPOINTS).glob(f"checkpoint-*/{STATE}")
+    whole = [file.parent for file in files if unfinished.has(str(file.relative_to(unfinished.folder)))]
+    return max(whole, key=lambda folder: int(folder.name.rpartition("-")[2]), default=None)
+
+
+def train(
+    config: SFTConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: Rows, watch: Watch,
+    saved: Path | None,
+) -> list[float]:  # fmt: skip
+    """Train all weights of `model` from a checkpoint on, if any; return the loss of every update in nats a token."""
+    pad = pad_id(tokenizer, model.get_input_embeddings().num_embeddings)
+    own = copy.deepcopy((model.config, model.generation_config))
+    trainer = SFTTrainer(
+        model, config, data_collator=DataCollatorForLanguageModeling(pad_token_id=pad),
+        train_dataset=Dataset.from_list(rows), processing_class=tokenizer, callbacks=[watch],
+    )  # fmt: skip
+    trainer.remove_callback(PrinterCallback)
+    trainer.train(resume_from_checkpoint=str(saved) if saved else None)
+    model.config, model.generation_config = own  # the trainer turned the cache off, and rewrote the end tokens
+    return [line["loss"] for line in trainer.state.log_history if "loss" in line]
+
+
+def identity(options: WarmupOptions, task: Task, folder: Path, device: torch.device) -> dict[str, Any]:
     """Return what decides the weights to be written."""
     chosen = {key: value for key, value in asdict(options).items() if key not in NOT_IDENTITY}
     content = {"hash": model_hash(folder)}
-    return chosen | {"solutions": task.data["training_sha256"], "the model": content}
+    return chosen | {"device": device.type, "solutions": task.data["training_sha256"], "the model": content}
 
 
-def opening(warmup: Warmup, left_out: int) -> str:
-    options, count = warmup.options, sum(parameter.numel() for parameter in warmup.model.parameters())
+def opening(options: WarmupOptions, model: PreTrainedModel, count: int, left_out: int, updates: int, done: int) -> str:
+    """Say what is taught to which model, and from which update on."""
     lines = [
-        f"{Path(options.model).name}, {count:,} parameters in {options.dtype}, on {warmup.device.type}",
-        f"{len(warmup.examples):,} solutions of {options.task}, {warmup.updates} updates of {options.batch_size}, "
+        f"{Path(options.model).name}, {model.num_parameters():,} parameters in {options.dtype}, on {model.device.type}",
+        f"{count:,} solutions of {options.task}, {updates} updates of {options.batch_size}, "
         f"learning rate {options.learning_rate:g}",
     ]
     if left_out:
         lines.append(f"note: {left_out} examples are longer than max_tokens={options.max_tokens}, and left out")
-    if warmup.losses:
-        lines.append(f"continuing after update {len(warmup.losses)}")
+    if done:
+        lines.append(f"continuing after update {done}")
     return "\n".join(lines)
 
 
-def write(warmup: Warmup, tokenizer: PreTrainedTokenizerBase, folder: Path, record: dict[str, Any]) -> None:
-    """Weights in bfloat16 (what the formats start from), tokenizer, chat template, and the record of it all."""
-    warmup.model.to(torch.bfloat16).save_pretrained(folder)
+def write(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, record: dict[str, Any]) -> None:
+    """Write weights in bfloat16 (which the formats start from), tokenizer, chat template, and the record of it all."""
+    model.to(torch.bfloat16).save_pretrained(folder)
     save_tokenizer(tokenizer, folder)
     files = sorted(file for file in folder.iterdir() if file.is_file() and file.name not in (WARMUP, JOURNAL))
     record["sha256"] = {file.name: sha256(file) for file in files}
     (folder / WARMUP).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
-def about(
-    options: WarmupOptions, task: Task, began: dict[str, Any], warmup: Warmup, left_out: int, started: float
-) -> dict[str, Any]:
-    """What warmup.json says: the command, the data, the model it began from, how the loss went."""
+def about(options: WarmupOptions, task: Task, device: torch.device, left_out: int) -> dict[str, Any]:
+    """Return what warmup.json says of the command, its data and its machine."""
     return {
         "command": redact(shlex.join(["python", "-m", "qerl_lab.tools.warmup", *sys.argv[1:]])),
         "options": asdict(options),
         "instruction": task.instruction,
-        "began_from": began,
         "solutions": dict(task.data) | {"too_long": left_out},
-        "updates": warmup.updates,
-        "losses": [round(loss, 4) for loss in warmup.losses],
-        "device": torch.cuda.get_device_name(warmup.device) if warmup.device.type == "cuda" else warmup.device.type,
-        "seconds_of_the_last_session": round(time.monotonic() - started, 1),
-        "packages": versions(("qerl-lab", "torch", "transformers")),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "packages": versions(("qerl-lab", "torch", "transformers", "trl")),
     }
 
 

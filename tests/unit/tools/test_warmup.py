@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+from trl import SFTTrainer
 
 from forked import SERVER
 from qerl_lab import tasks
@@ -26,19 +27,19 @@ from qerl_lab.config.spelling import readable
 from qerl_lab.formats.nvfp4 import Nvfp4
 from qerl_lab.model import policy
 from qerl_lab.model.on_disk import ASSETS
+from qerl_lab.record.partial import JOURNAL
 from qerl_lab.terminal import Amount
-from qerl_lab.tools.solutions import IGNORED, Example, batch, learning_rate
-from qerl_lab.tools.warmup_examples import order, tokenized
+from qerl_lab.tools import warmup, warmup_training
 from qerl_lab.tools.warmup_options import WarmupOptions, check
-from qerl_lab.tools.warmup_training import CHECKPOINTS, Warmup, run, training_words
+from qerl_lab.tools.warmup_training import CHECKPOINTS, IGNORED, run, tokenized, training_words
 from small_checkpoints import write_dense, write_packed
 
 
-def random_model() -> Qwen2ForCausalLM:
+def random_model(attention_dropout: float = 0.1) -> Qwen2ForCausalLM:
     config = Qwen2Config(
         vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=512, eos_token_id=2, bos_token_id=None, attention_dropout=0.1,
-        tie_word_embeddings=True,
+        num_key_value_heads=2, max_position_embeddings=512, eos_token_id=2, bos_token_id=None, tie_word_embeddings=True,
+        attention_dropout=attention_dropout,
     )  # fmt: skip
     torch.manual_seed(0)
     return Qwen2ForCausalLM(config)
@@ -66,16 +67,12 @@ def words(options: WarmupOptions) -> list[str]:
 def test_only_the_solution_and_its_end_token_are_learned() -> None:
     tokenizer = AutoTokenizer.from_pretrained(ASSETS)
     task = tasks.worked(WarmupOptions(task="arithmetic", questions=3).task_config())
-    examples, left_out = tokenized(task, tokenizer, 512)
-    inputs = batch(examples, tokenizer.pad_token_id)
-    for row, question in enumerate(task.train):
-        kept = inputs["labels"][row] != IGNORED
-        assert tokenizer.decode(inputs["labels"][row][kept]) == question.payload["solution"] + tokenizer.eos_token
-        assert torch.equal(inputs["input_ids"][row][kept], inputs["labels"][row][kept])
-        seen = inputs["input_ids"][row][inputs["attention_mask"][row].bool() & ~kept].tolist()
+    rows, left_out = tokenized(task, tokenizer, 512)
+    for row, question in zip(rows, task.train, strict=True):
+        learned = [token for token in row["labels"] if token != IGNORED]
+        assert tokenizer.decode(learned) == question.payload["solution"] + tokenizer.eos_token
         chat = tokenizer.apply_chat_template(task.messages(question), add_generation_prompt=True, return_dict=True)
-        assert seen == chat["input_ids"]
-        assert inputs["attention_mask"][row].sum() == examples[row].length
+        assert row["input_ids"] == chat["input_ids"] + learned
     assert left_out == 0
 
 
@@ -83,68 +80,39 @@ def test_a_prompt_that_opens_the_thinking_is_not_answered_by_opening_it_again() 
     tokenizer = AutoTokenizer.from_pretrained(ASSETS)
     tokenizer.chat_template += "{% if add_generation_prompt %}<think>\n{% endif %}"
     task = tasks.worked(WarmupOptions(task="arithmetic", questions=3).task_config())
-    for example, question in zip(tokenized(task, tokenizer, 512)[0], task.train, strict=True):
-        learned = tokenizer.decode(example.solution)
+    for row, question in zip(tokenized(task, tokenizer, 512)[0], task.train, strict=True):
+        learned = tokenizer.decode([token for token in row["labels"] if token != IGNORED])
         assert f"<think>{learned}" == question.payload["solution"] + tokenizer.eos_token
 
 
 def test_long_examples_are_counted_and_all_of_them_are_an_error() -> None:
     tokenizer = AutoTokenizer.from_pretrained(ASSETS)
     task = tasks.worked(WarmupOptions(task="arithmetic", questions=20).task_config())
-    lengths = sorted(example.length for example in tokenized(task, tokenizer, 512)[0])
+    lengths = sorted(len(row["input_ids"]) for row in tokenized(task, tokenizer, 512)[0])
     kept, left_out = tokenized(task, tokenizer, lengths[9])
     assert (len(kept), left_out) == (sum(n <= lengths[9] for n in lengths), sum(n > lengths[9] for n in lengths))
     with pytest.raises(ConfigError, match=f"leaves out all 20 examples.*Type max_tokens={lengths[-1]}"):
         tokenized(task, tokenizer, 2)
 
 
-def test_every_epoch_takes_every_example_once() -> None:
-    drawn = order(10, seed=1)
-    first, second = ([next(drawn) for _ in range(10)] for _ in range(2))
-    assert sorted(first) == sorted(second) == list(range(10))
-    assert first != second
+def test_an_update_is_that_of_the_mean_loss_whatever_the_micro_batch(options: WarmupOptions, tmp_path: Path) -> None:
+    """The mean is over the solution tokens of the update, not over the means of micro-batches."""
+    model = write_dense(tmp_path / "without_dropout", random_model(attention_dropout=0.0))
+    options = replace(options, model=str(model), epochs=0.25)
+    found = {}
+    for size in (1, 4, 8):
+        run(replace(options, micro_batch_size=size, out=str(tmp_path / str(size))))
+        found[size] = json.loads((tmp_path / str(size) / "warmup.json").read_text())["losses"]
+    assert found[1] == pytest.approx(found[8], rel=1e-3)
+    assert found[4] == pytest.approx(found[8], rel=1e-3)
 
 
-def test_the_learning_rate_rises_to_its_peak_and_falls_to_a_tenth() -> None:
-    rates = [learning_rate(1.0, 10, update, 100) for update in range(100)]
-    assert rates[:10] == pytest.approx([0.1 * n for n in range(1, 11)])
-    assert max(rates) == rates[9] == rates[10] == 1.0
-    assert rates[10:] == sorted(rates[10:], reverse=True)
-    assert rates[-1] == pytest.approx(0.1, abs=1e-3)
-
-
-def test_an_update_is_that_of_the_mean_loss_whatever_the_micro_batch(options: WarmupOptions) -> None:
-    """Ragged solutions: the mean is over the tokens of the update, not over the means of micro-batches."""
-    generator = torch.Generator().manual_seed(0)
-    lengths = (3, 20, 7, 1, 11)
-    examples = [
-        Example(torch.randint(3, 400, (5,), generator=generator).tolist(),
-                torch.randint(3, 400, (n,), generator=generator).tolist()) for n in lengths
-    ]  # fmt: skip
-    found = []
-    for size in (1, 2, 5):
-        model = random_model().eval()  # without dropout
-        warmup = Warmup(replace(options, micro_batch_size=size), model, examples, 0, torch.device("cpu"))
-        found.append((warmup.update(examples), torch.cat([p.detach().flatten() for p in model.parameters()])))
-    inputs = batch(examples, 0)
-    with torch.no_grad():
-        out = random_model().eval()(**inputs)
-    assert found[2][0] == pytest.approx(out.loss.item(), rel=1e-6)
-    for loss, weights in found[:2]:
-        assert loss == pytest.approx(found[2][0], rel=1e-6)
-        assert (weights - found[2][1]).abs().mean() < 1e-6  # Adam's first step is the sign of a gradient
-
-
-def test_dropout_follows_the_seed_and_the_update(options: WarmupOptions) -> None:
-    example = Example(list(range(3, 40)), list(range(40, 80)))
-
-    def loss(seed: int, update: int) -> float:
-        warmup = Warmup(replace(options, seed=seed), random_model().train(), [example], 0, torch.device("cpu"))
-        warmup.losses = [0.0] * update
-        return warmup.update([example])
-
-    assert loss(1, 3) == loss(1, 3)
-    assert len({loss(seed, update) for seed in (0, 1, 2) for update in (0, 3)}) == 6
+def test_a_loss_that_is_not_finite_ends_it(options: WarmupOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+    compute = SFTTrainer.compute_loss
+    monkeypatch.setattr(SFTTrainer, "compute_loss", lambda *given, **how: torch.nan * compute(*given, **how))
+    with pytest.raises(ValueError, match="the loss of update 1 is nan"):
+        run(options)
+    assert not options.folder.with_name("out.partial").exists()
 
 
 def test_it_teaches_and_leaves_a_model_that_a_run_trains_on(
@@ -201,7 +169,8 @@ def test_killed_in_the_middle_it_ends_as_one_that_was_not(options: WarmupOptions
     killed = replace(options, out=str(tmp_path / "killed"))
     partial, output = tmp_path / "killed.partial", tmp_path / "output.txt"
     process = start(killed, output)
-    while not list(partial.glob(f"{CHECKPOINTS}/step-*")) and process.is_alive():
+    journal = partial / JOURNAL
+    while not (journal.exists() and CHECKPOINTS in journal.read_text()) and process.is_alive():
         time.sleep(0.01)
     process.kill()
     process.join()
@@ -218,6 +187,15 @@ def test_killed_in_the_middle_it_ends_as_one_that_was_not(options: WarmupOptions
     ]
     assert losses[0] == losses[1]
     assert not partial.exists()
+
+
+def test_a_machine_of_several_gpus_shows_one_to_the_trainer(
+    options: WarmupOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    monkeypatch.setattr(warmup_training, "run", lambda _: None)
+    warmup.warm_up(options)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "3"
 
 
 def test_an_interrupted_one_is_not_continued_with_other_options(
@@ -248,13 +226,6 @@ def test_an_interrupted_one_is_not_continued_with_other_options(
     assert (options.folder / "model.safetensors").is_file()
 
 
-def test_a_loss_that_is_not_finite_ends_it(options: WarmupOptions, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Warmup, "update", lambda self, examples: float("nan"))
-    with pytest.raises(ValueError, match="the loss of update 1 is nan"):
-        run(options)
-    assert not options.folder.with_name("out.partial").exists()
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -262,6 +233,10 @@ def test_a_loss_that_is_not_finite_ends_it(options: WarmupOptions, monkeypatch: 
         ({"model": "/no/such/place"}, "model=/no/such/place is no directory"),
         ({"task_path": "/no/such/place"}, "task_path=/no/such/place is not there"),
         ({"model": "no.gguf"}, "model=no.gguf is no file"),
+        (
+            {"batch_size": 12, "micro_batch_size": 8},
+            "micro_batch_size=8 does not divide batch_size=12.*micro_batch_size=4",
+        ),
         ({"out": "MODEL/inside"}, "lie within each other"),
         ({"out": "MODEL", "model": "pocket", "overwrite": True}, "was not made by this command"),
     ],
