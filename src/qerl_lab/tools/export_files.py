@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import save_torch_state_dict
+from peft import LoraConfig
 
 from qerl_lab import terminal
 from qerl_lab.config.paths import WEIGHTS, sha256
@@ -21,8 +22,6 @@ from qerl_lab.record.environment import versions
 from qerl_lab.record.partial import JOURNAL, Unfinished
 from qerl_lab.tools.export_options import ExportOptions
 from qerl_lab.tools.model_card import card
-
-SETTINGS = "adapter_config.json"
 
 
 def run(options: ExportOptions) -> None:
@@ -70,14 +69,13 @@ def is_plain(trained: RunConfig) -> bool:
 
 
 def write_adapter(trained: RunConfig, adapter: Path, out: Path, base: str) -> None:
-    """Write PEFT's two files; `base` is what they name as the model that they belong to."""
-    policy.adapter_tensors(adapter)  # a file that is damaged must not go out
-    for name in (WEIGHTS, SETTINGS):
-        shutil.copyfile(adapter / name, out / name)
-    settings = read_json(out / SETTINGS)
-    settings |= {"base_model_name_or_path": base, "revision": trained.model.revision}
-    settings["target_modules"] = sorted(settings["target_modules"])
-    replace_file(out / SETTINGS, json.dumps(settings, indent=2).encode() + b"\n")
+    """Write PEFT's two files, which name `base` as their model. Raises ConfigError where the weights are damaged."""
+    policy.adapter_tensors(adapter)
+    shutil.copyfile(adapter / WEIGHTS, out / WEIGHTS)
+    settings = LoraConfig.from_pretrained(adapter)
+    settings.base_model_name_or_path, settings.revision = base, trained.model.revision
+    settings.target_modules = sorted(settings.target_modules)  # PEFT holds a set, and would write any order
+    settings.save_pretrained(out)
 
 
 def write_dense(trained: RunConfig, adapter: Path, base: Path, out: Path, dtype_name: str, *, merged: bool) -> None:
