@@ -21,20 +21,20 @@ MODULES = sorted(SOURCE.rglob("*.py"))
 
 # A room, or a file at the top -> those of ours that it may import.
 MAY_IMPORT = {
-    "__init__": "", "exits": "config", "imports": "", "terminal": "", "timing": "", "config": "", "disk": "config",
+    "__init__": "", "exits": "config", "imports": "", "terminal": "", "config": "", "disk": "config",
     "formats": "", "rank_variables": "", "parent": "",
     # what they are about
     "aqn": "config", "tasks": "config parent", "algorithms": "config", "record": "config disk exits",
     "tracking": "config record", "model": "config disk formats",
     "preflight": "config disk model tasks",
     # what is done with it
-    "rollout": "config disk model aqn formats timing parent",
+    "rollout": "config disk model aqn formats parent",
     "report": "config disk record tracking terminal",
     "evaluate": "config disk model rollout tasks aqn formats record report preflight terminal",
     "quantize": "config disk formats model record report tasks terminal evaluate",
     "train": "config record tracking formats model aqn tasks rollout algorithms evaluate report preflight exits"
              " terminal",
-    "bench": "config disk formats model record report terminal aqn tasks rollout quantize train timing"
+    "bench": "config disk formats model record report terminal aqn tasks rollout quantize train"
              " rank_variables parent",
     # the command line, which reaches the core only by starting a process
     "cli": "config disk record tracking model tasks report preflight exits terminal rank_variables",

@@ -22,8 +22,8 @@ from qerl_lab.config.schema import FormatConfig
 from qerl_lab.report.bench import AND_ADAPTER
 from qerl_lab.rollout.vllm import backend_times, fp4_tiles, kernels
 from qerl_lab.rollout.vllm.backends import FP4_TILES
+from qerl_lab.rollout.vllm.gpu_timing import graphed, side_by_side
 from qerl_lab.rollout.vllm.product import add_products
-from qerl_lab.timing import graphed, side_by_side
 
 CACHE_BYTES = 2 * 60 * 2**20  # twice the second level of an H200
 MOST_COPIES = 48

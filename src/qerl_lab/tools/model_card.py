@@ -13,7 +13,7 @@ from qerl_lab.model.files import local_folder
 from qerl_lab.model.loading import stored_as
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.rollout.vllm.lora_files import MAX_RANKS
-from qerl_lab.rollout.vllm_server.serve_line import quantize_line
+from qerl_lab.rollout.vllm_server.server_command import quantize_line
 from qerl_lab.tools.export_options import ExportOptions
 
 TEMPLATE = Path(__file__).with_name("model_card.md.j2")

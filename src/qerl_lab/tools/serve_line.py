@@ -44,9 +44,9 @@ class ServeLine:
             return exits.OK
         cfg = self.read(words)
         quiet_third_parties()
-        from qerl_lab.rollout.vllm_server import serve_line
+        from qerl_lab.rollout.vllm_server import server_command
 
-        print("\n".join(serve_line.commands(cfg)))
+        print("\n".join(server_command.commands(cfg)))
         return exits.OK
 
 

@@ -32,7 +32,7 @@ from qerl_lab.quantize.options import QuantizeOptions
 from qerl_lab.quantize.options import check as check_quantize
 from qerl_lab.quantize.run import run as quantize
 from qerl_lab.rollout.vllm.base import folder_of
-from qerl_lab.rollout.vllm_server.serve_line import commands
+from qerl_lab.rollout.vllm_server.server_command import commands
 
 CPU = torch.device("cpu")
 NAMES = {

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from qerl_lab.config.option import ConfigError
-from qerl_lab.rollout.vllm_server import serve_line
+from qerl_lab.rollout.vllm_server import server_command
 
 
 def test_the_line_has_the_words_of_the_run(tiny) -> None:
@@ -15,7 +15,7 @@ def test_the_line_has_the_words_of_the_run(tiny) -> None:
         rollout__vllm__enforce_eager=True, rollout__vllm_server__url="http://127.0.0.1:8123", rollout__batch_size=48,
         rollout__vllm__max_num_batched_tokens=512,
     )  # fmt: skip
-    [line] = serve_line.commands(cfg)
+    [line] = server_command.commands(cfg)
     *environment, vllm, serve, model = shlex.split(line)[:5]
     assert (vllm, serve) == ("vllm", "serve")
     assert {*environment} == {"VLLM_ALLOW_RUNTIME_LORA_UPDATING=1", "VLLM_SERVER_DEV_MODE=1"}
@@ -34,7 +34,7 @@ def test_the_line_has_the_words_of_the_run(tiny) -> None:
 def test_a_base_that_is_packed_while_it_is_read_is_packed_first(tiny) -> None:
     cfg = tiny(rollout__engine="vllm_server", format__name="mxfp4", format__exponent_rule="ceil",
                format__ignore=["lm_head", "down_proj"])  # fmt: skip
-    quantize, serve = serve_line.commands(cfg)
+    quantize, serve = server_command.commands(cfg)
     from qerl_lab.quantize.__main__ import COMMAND
 
     options = COMMAND.read(shlex.split(quantize)[3:])
@@ -42,9 +42,9 @@ def test_a_base_that_is_packed_while_it_is_read_is_packed_first(tiny) -> None:
     assert options.model == "pocket"
     assert f"vllm serve {options.out} " in serve
     cfg.format.exponent_rule = "floor"
-    assert f"vllm serve {options.out} " not in serve_line.commands(cfg)[1]  # another base, in another folder
+    assert f"vllm serve {options.out} " not in server_command.commands(cfg)[1]  # another base, in another folder
     cfg.model.path = "models/mine, v2 (final)"
-    assert COMMAND.read(shlex.split(serve_line.quantize_line(cfg, "a,b"))[3:]).model == cfg.model.path
+    assert COMMAND.read(shlex.split(server_command.quantize_line(cfg, "a,b"))[3:]).model == cfg.model.path
 
 
 def test_a_base_that_a_server_would_not_round_is_refused(tiny, tmp_path: Path) -> None:
@@ -59,9 +59,9 @@ def test_a_base_that_a_server_would_not_round_is_refused(tiny, tmp_path: Path) -
     save_file({name: tensor.float() for name, tensor in weights.items()}, model / "model.safetensors")
     cfg = tiny(rollout__engine="vllm_server", format__name="bf16", model__path=str(model))
     with pytest.raises(ConfigError, match=r"Type model\.dtype=bfloat16"):
-        serve_line.commands(cfg)
+        server_command.commands(cfg)
 
 
 def test_a_rank_that_vllm_has_no_buffers_for_is_refused(tiny) -> None:
     with pytest.raises(ConfigError, match=r"lora\.rank=513 is more than vLLM takes"):
-        serve_line.commands(tiny(rollout__engine="vllm_server", format__name="bf16", lora__rank=513))
+        server_command.commands(tiny(rollout__engine="vllm_server", format__name="bf16", lora__rank=513))
