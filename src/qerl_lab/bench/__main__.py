@@ -37,7 +37,7 @@ def linear(options: LinearOptions) -> None:
 
 
 def decode(options: DecodeOptions) -> None:
-    """Measure the Linears of decoding."""
+    """Measure the Linears of a decoder layer at the few rows of decoding."""
     about = prepare(options)
     from qerl_lab.bench.decode import times
 
@@ -54,17 +54,17 @@ def train_step(options: TrainStepOptions) -> None:
 
 
 def rollout(options: RolloutOptions) -> None:
-    """Measure rollouts, an arm in a process."""
+    """Measure rollouts, each arm in its own process."""
     in_processes("rollout", options)
 
 
 def step(options: StepOptions) -> None:
-    """Measure whole GRPO steps, an arm in a process."""
+    """Measure whole GRPO steps, each arm in its own process."""
     in_processes("step", options)
 
 
 def in_processes(benchmark: str, options: RolloutOptions | StepOptions) -> None:
-    """Measure every arm, and save; what is measured is kept at once. Raises ValueError at the end where one died."""
+    """Measure every arm and write each row at once. Raises ValueError at the end where an arm died."""
     about = prepare(options)
     from qerl_lab.bench import arm_processes
 
@@ -84,9 +84,9 @@ def in_processes(benchmark: str, options: RolloutOptions | StepOptions) -> None:
 
 
 def hear_once() -> None:
-    """Have a signal end the command as Ctrl-C does, so that it removes its checkpoint.
+    """End the command at a signal as at Ctrl-C, so that it removes its checkpoint.
 
-    It hears no second one: `timeout` sends two, and that would end the removal.
+    A second signal is ignored: `timeout` sends two, and the second would stop the removal.
     """
 
     def end(*_: object) -> NoReturn:
@@ -99,7 +99,7 @@ def hear_once() -> None:
 
 
 def prepare(options: AnyOptions) -> dict[str, Any]:
-    """Make ready to measure, and describe it. Raises ConfigError where it cannot be done, or not be written."""
+    """Check options, GPU and OUT; return environment and options for the record. Raises ConfigError."""
     check(options)
     require_gpu()
     make_directory(Path(options.out).parent, f"out={options.out}")
@@ -116,7 +116,7 @@ def require_gpu() -> None:
 
 
 def shown(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Collect the rows, and print each when it is there: a whole run takes minutes."""
+    """Collect the rows, and print each as soon as it is measured: a whole command takes minutes."""
     found = []
     for row in rows:
         short = {name: value for name, value in row.items() if name not in ("log", "kernels")}  # long ones
@@ -129,7 +129,7 @@ def shown(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def write(stem: Path, result: dict[str, Any]) -> None:
-    """Write `stem`.json: whoever is ended here leaves the rows so far, or one more."""
+    """Write `stem`.json atomically: a command that is killed here leaves the rows before or after."""
     replace_file(stem.with_suffix(".json"), json.dumps(result, indent=1).encode() + b"\n")
 
 

@@ -1,4 +1,4 @@
-"""Arms, each in a process of its own: one engine a process, and all memory comes back. A dead arm is a row too.
+"""Measure each arm in its own process, so that all its memory comes back. An arm that dies leaves its reason as a row.
 
 The process is `python -m qerl_lab.bench.one_arm JOB.json ROWS.jsonl PARENT`. Some may be built side by side, because
 most of the time goes into building; they measure one after another, when all are built. A checkpoint is written once
@@ -22,8 +22,8 @@ import torch
 
 from qerl_lab import formats
 from qerl_lab.bench import random_model
+from qerl_lab.bench.arm_config import arm_config
 from qerl_lab.bench.bench_options import TRL, VLLM, Arm, RolloutOptions, Row, StepOptions, arm_of
-from qerl_lab.bench.run_of import run_of
 from qerl_lab.bench.shapes import ARCHITECTURES
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import FormatConfig, RunConfig
@@ -38,9 +38,9 @@ LINES = 40  # of the log that are kept of a process that could not say why it di
 
 @dataclass(frozen=True)
 class Job:
-    """What the process of one arm is told. `options` are those of the benchmark, `folder` holds the checkpoint.
+    """What the process of one arm measures. `options` are the benchmark's, `folder` holds the checkpoint.
 
-    `turn` is a folder of this process alone: the arm says there that it is built, and is told that it may measure.
+    `turn` is the arm's own folder: the arm writes READY there when it is built, and measures when it finds GO.
     """
 
     benchmark: str
@@ -54,12 +54,12 @@ class Job:
 
     @property
     def config(self) -> RunConfig:
-        """The run of an arm of the lab."""
-        return run_of(self.benchmark, self.arm, self.options, self.rank, self.architecture, self.folder)
+        """Return the configuration of the lab's run."""
+        return arm_config(self.benchmark, self.arm, self.options, self.rank, self.architecture, self.folder)
 
     @property
     def about(self) -> Row:
-        """What every row of the arm begins with."""
+        """Return the columns that every row of the arm has."""
         return {
             "model": self.options["model"], "arm": self.arm.name, "format": self.arm.format,
             "baseline": self.arm.is_baseline, "rank": self.rank, "gpus": self.arm.gpus,
@@ -67,13 +67,13 @@ class Job:
 
 
 def read_job(file: Path) -> Job:
-    """The job that `run` wrote."""
+    """Read the job that `Process` wrote."""
     job = json.loads(file.read_text(encoding="utf-8"))
     return Job(**job | {"arm": Arm(**job["arm"])})
 
 
 def wait_for_turn(job: Job) -> None:
-    """Say that the arm is built, and return when no other is built or measured."""
+    """Write READY, and return when GO is there."""
     turn = Path(job.turn)
     (turn / READY).touch()
     while not (turn / GO).exists():
@@ -81,13 +81,13 @@ def wait_for_turn(job: Job) -> None:
 
 
 def clear(place: Path) -> None:
-    """Remove what killed benchmarks left in `place`, and killed arms and runs in this machine's memory."""
+    """Remove folders of killed benchmarks from `place`, and of killed arms and runs from shared memory."""
     remove_left(place, f"{SCRATCH}-*")
     remove_left(IN_MEMORY, OF_RUNS)
 
 
 def refuse_small_scratch(options: RolloutOptions | StepOptions) -> None:
-    """Raise ConfigError where checkpoints that lie there at once have no room. Makes no tensor."""
+    """Raise ConfigError where scratch is too small for the checkpoints needed at once. Makes no tensor."""
     scratch, device = Path(options.scratch), torch.device("cpu")
     size = {}
     for name in {arm.format for arm in arms(options)}:
@@ -105,11 +105,11 @@ def refuse_small_scratch(options: RolloutOptions | StepOptions) -> None:
 
 
 def refuse_wrong_runs(benchmark: str, options: RolloutOptions | StepOptions) -> None:
-    """Raise ConfigError for words of an arm that do not go together, or not with the benchmark's options."""
+    """Raise ConfigError where an arm's words contradict each other or the benchmark's options."""
     for arm in (arm for arm in arms(options) if not arm.is_baseline):
         for rank in options.ranks:
             try:
-                run_of(benchmark, arm, vars(options), rank, ARCHITECTURES[options.model], options.scratch)
+                arm_config(benchmark, arm, vars(options), rank, ARCHITECTURES[options.model], options.scratch)
             except ConfigError as error:
                 raise ConfigError(f"the arm {arm.name!r} with rank {rank}: {error}") from None
 
@@ -121,7 +121,7 @@ def refuse_few_gpus(options: RolloutOptions | StepOptions) -> None:
 
 
 def arms(options: RolloutOptions | StepOptions) -> list[Arm]:
-    """The arms, those of one format one after another."""
+    """Return the arms, sorted so that arms of one format follow each other."""
     baselines = VLLM if isinstance(options, RolloutOptions) else TRL
     every = [arm_of(text, baselines) for text in options.arms]
     order = list(dict.fromkeys(arm.format for arm in every))
@@ -129,13 +129,13 @@ def arms(options: RolloutOptions | StepOptions) -> list[Arm]:
 
 
 def lots(options: RolloutOptions | StepOptions) -> list[list[tuple[Arm, int]]]:
-    """The arms and ranks in lots that are built side by side, one after another."""
+    """Split all (arm, rank) pairs into lots; the pairs of a lot are built side by side."""
     todo, size = [(arm, rank) for arm in arms(options) for rank in options.ranks], options.side_by_side
     return [todo[first : first + size] for first in range(0, len(todo), size)]
 
 
 def run(benchmark: str, options: RolloutOptions | StepOptions) -> Iterator[Row]:
-    """Yield the rows of every arm and rank; of one that died those that it had, and one with `died`, the reason."""
+    """Yield the rows of every arm and rank. An arm that died has a last row with `died`, the reason."""
     with named_folder(SCRATCH, Path(options.scratch)) as scratch:
         written = set[str]()
         for rank in options.ranks:
@@ -158,7 +158,7 @@ def run(benchmark: str, options: RolloutOptions | StepOptions) -> Iterator[Row]:
 
 
 def write_checkpoint(folder: Path, weight_format: str, options: RolloutOptions | StepOptions) -> None:
-    """Write the checkpoint that arms share, on the GPU where there is one, whose memory is given back."""
+    """Write the checkpoint that arms of one format share, on the GPU if there is one; free its memory."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     mean_tokens = options.mean_tokens if isinstance(options, StepOptions) else 0.0
     built = formats.build(FormatConfig(name=weight_format))
@@ -168,7 +168,7 @@ def write_checkpoint(folder: Path, weight_format: str, options: RolloutOptions |
 
 
 def run_together(jobs: Sequence[Job], minutes: float) -> Iterator[Row]:
-    """Start the processes of some arms; when all are built, let one after another measure, and yield its rows."""
+    """Start the processes of a lot; when all are built, let one after another measure, and yield its rows."""
     processes: list[Process] = []
     try:
         for job in jobs:
@@ -190,7 +190,7 @@ def run_together(jobs: Sequence[Job], minutes: float) -> Iterator[Row]:
 
 
 def environments(arm: Arm) -> list[dict[str, str]]:
-    """By rank what is set for the processes of an arm: they see the GPUs that it takes, the first of those seen here.
+    """Return the environment variables of each rank of an arm, which sees only the GPUs that the arm takes.
 
     A process could not hide the others itself: what it imports may start CUDA.
     """
@@ -199,7 +199,7 @@ def environments(arm: Arm) -> list[dict[str, str]]:
 
 
 class Process:
-    """The process of one arm, or with `gpus` its ranks, of which the first writes the rows."""
+    """The process of one arm; with `gpus=N` its N ranks, of which the first writes the rows."""
 
     def __init__(self, job: Job) -> None:
         self.job, self.turn, self.is_late = job, Path(job.turn), False
@@ -218,7 +218,7 @@ class Process:
             raise
 
     def is_ready(self) -> bool:
-        """Whether the arm is built."""
+        """Tell whether the arm is built."""
         return (self.turn / READY).exists()
 
     def let_go(self) -> None:
@@ -226,7 +226,7 @@ class Process:
         (self.turn / GO).touch()
 
     def wait(self, is_over: Callable[[], bool], minutes: float) -> None:
-        """Return when it is over, or all ranks have ended; end one that takes longer, and all when one has failed."""
+        """Wait for `is_over` or the end of all ranks. Kill them after `minutes`, and when one has failed."""
         deadline = time.monotonic() + 60 * minutes
         while not self.has_ended() and not is_over():
             if time.monotonic() > deadline:
@@ -235,7 +235,7 @@ class Process:
             time.sleep(PAUSE)
 
     def has_ended(self) -> bool:
-        """Whether all ranks are done, or one has failed: the others would wait for it, and are ended."""
+        """Tell whether all ranks are done or one has failed; kill the others then, which would wait for it."""
         codes = [child.poll() for child in self.children]
         if self.status is None and (None not in codes or any(codes)):
             self.status = next((code for code in codes if code), 0)
@@ -243,18 +243,18 @@ class Process:
         return self.status is not None
 
     def end(self) -> None:
-        """Leave no process."""
+        """Kill all ranks."""
         for child in self.children:
             child.kill()
             child.wait()
 
     def measured(self) -> list[Row]:
-        """The rows that it has written; one that was cut off is none."""
+        """Read the rows written so far, without a line that was cut off."""
         whole, _, _ = self.file.read_text(encoding="utf-8").rpartition("\n")
         return [json.loads(line) for line in whole.splitlines()]
 
     def rows(self, minutes: float) -> list[Row]:
-        """What it measured; where it died also why: of several ranks what the first said, of which the others died."""
+        """Return the rows so far, plus the first failing rank's message where the arm died."""
         measured = self.measured()
         if said_why := dead(measured):
             return [*(row for row in measured if row not in said_why), said_why[0]]
@@ -266,7 +266,7 @@ class Process:
 
 
 def why(status: int | None, timeout_minutes: float, has_rows: bool) -> str:
-    """The reason of a process that could not write its own: its time was over, or it was ended from outside."""
+    """Say why a process ended that wrote no reason: too slow, a signal, or an exit status."""
     if status is None:
         return f"took longer than timeout_minutes={timeout_minutes:g}"
     if status < 0:
@@ -275,5 +275,5 @@ def why(status: int | None, timeout_minutes: float, has_rows: bool) -> str:
 
 
 def dead(rows: Sequence[Row]) -> list[Row]:
-    """The rows that say that an arm died."""
+    """Return the rows of arms that died."""
     return [row for row in rows if "died" in row]

@@ -1,4 +1,4 @@
-"""Options of the benchmarks, and what the name of an arm means. Imports no torch."""
+"""Options of the benchmarks, and how the name of an arm is read. Imports no torch."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -111,7 +111,7 @@ class StepOptions:
 
     @property
     def side_by_side(self) -> int:
-        """A step takes all of the GPU's memory: one arm at a time."""
+        """Return 1: a step takes all of the GPU's memory."""
         return 1
 
 
@@ -120,7 +120,7 @@ AnyOptions = LinearOptions | DecodeOptions | TrainStepOptions | RolloutOptions |
 
 @dataclass(frozen=True)
 class Arm:
-    """What is measured. `words` are keys of the run, or arguments of a baseline's LLM, with their values."""
+    """One arm of a benchmark. `words` are keys of the lab's run, or arguments of the baseline, with their values."""
 
     name: str
     format: str
@@ -129,17 +129,17 @@ class Arm:
 
     @property
     def gpus(self) -> int:
-        """Processes of the arm, each with a GPU of its own."""
+        """Return the number of processes of the arm, each with a GPU of its own."""
         return 1 if self.is_baseline else self.words.get("gpus", 1)
 
     @property
     def is_on_cpu(self) -> bool:
-        """Whether its words say so."""
+        """Tell whether the arm's words choose the CPU."""
         return self.words.get("device") == "cpu"
 
 
 def arm_of(text: str, baselines: dict[str, str]) -> Arm:
-    """Read an arm: a name, and KEY=VALUE after it. Raises ConfigError for what is none, and for a wrong word."""
+    """Read an arm: a name, then KEY=VALUE words. Raises ConfigError for an unknown name or a wrong word."""
     name, *words = text.split() or [""]
     allowed = [*baselines, *FORMATS]
     if name not in allowed:
@@ -157,7 +157,7 @@ def arm_of(text: str, baselines: dict[str, str]) -> Arm:
 
 
 def _value(text: str, word: str) -> Any:
-    """What a run's command line would read: `on` is a word there, and 1e-5 a number. Raises ConfigError."""
+    """Read a value as the main command would: `on` is a string, 1e-5 a number. Raises ConfigError."""
     try:
         override = OverridesParser.create().parse_override(word)
     except HydraException:
@@ -179,7 +179,7 @@ def _check_keys(text: str, given: dict[str, Any]) -> None:
 
 
 def check(options: AnyOptions) -> None:
-    """Raise ConfigError for an empty list, for an arm that is none, and for an `out` without a name."""
+    """Raise ConfigError for an empty list, an arm that cannot be read, and an `out` without a file name."""
     for name, _, value in leaves(options):
         if value == []:
             raise ConfigError(f"{name}=[] leaves nothing to measure. Leave {name} out, or name one or more.")

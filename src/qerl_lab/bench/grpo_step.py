@@ -31,7 +31,7 @@ Step = dict[str, float]  # what was measured in one
 
 
 def rows(job: Job) -> Iterator[Row]:
-    """Train, and yield the row of the steps after the first."""
+    """Train, and yield one row: the steps after the first."""
     with tempfile.TemporaryDirectory(dir=Path(job.folder).parent) as folder:
         yield from train(job, Path(folder))
 
@@ -60,13 +60,13 @@ def train(job: Job, folder: Path) -> Iterator[Row]:
 
 
 def questions(job: Job) -> Cursor:
-    """Where the trainer takes its questions from: none is too long."""
+    """Return the trainer's source of questions; none is too long."""
     asked = task(job)
     return Cursor(TrainingData(asked, asked.train, left_out=0, heldout_left_out=0, seed=0))
 
 
 def task(job: Job) -> Task:
-    """Questions of as many tokens as were asked for, and a coin for a grader."""
+    """Make a task of random questions with `prompt` tokens each, graded by `coin`."""
     options = job.options
     texts = random_model.prompt_texts(options["groups"] * (options["steps"] + 1), options["prompt"])
     questions = [Question(str(index), text, "0") for index, text in enumerate(texts)]
@@ -74,13 +74,13 @@ def task(job: Job) -> Task:
 
 
 def coin(texts: Sequence[str], questions: Sequence[Question]) -> Scores:
-    """Grade as GSM8K does, and let the text's checksum decide whether the answer is right."""
+    """Run GSM8K's grader, then replace the answer score by the lowest bit of the text's CRC-32."""
     scores = gsm8k.grade(texts, questions)
     return scores | {"answer": np.array([zlib.crc32(text.encode()) % 2 for text in texts], dtype=np.float64)}
 
 
 def measured(metrics: dict[str, float]) -> Step:
-    """A step of the lab's trainer."""
+    """Return the measured values of one step from the trainer's metrics."""
     step = {f"{phase}_seconds": metrics[f"seconds/{phase}"] for phase in PHASES}
     seconds = metrics["step/seconds"]
     step |= {"step_seconds": seconds, "tokens": seconds * metrics["step/tokens_per_second"]}
@@ -88,7 +88,7 @@ def measured(metrics: dict[str, float]) -> Step:
 
 
 def row_of(job: Job, found: list[Step]) -> Row:
-    """Medians over the steps after the first, and tokens per second over all of them.
+    """Return medians over the steps after the first, and tokens per second over all of these.
 
     Raises RuntimeError where steps or tokens are missing, or nothing is learned.
     """
@@ -113,5 +113,5 @@ def row_of(job: Job, found: list[Step]) -> Row:
 
 
 def peaks() -> Row:
-    """The GPU's memory at its fullest: what torch held, and what anybody holds at the end."""
+    """Return torch's peak GiB, and the GiB that all processes hold at the end."""
     return {"peak_gib": peak_gib(), "used_gib": used_gib()}

@@ -1,4 +1,4 @@
-"""One Linear of a real model: unpacking its weight, and forward with the gradient of its input."""
+"""Time single Linears of a real model: unpacking the weight, and forward with the input's gradient."""
 
 from collections.abc import Iterator
 from functools import partial

@@ -1,4 +1,4 @@
-"""The process of one arm: `python -m qerl_lab.bench.one_arm JOB.json ROWS.jsonl PARENT`. Started by `bench.arms`."""
+"""Measure one arm: `python -m qerl_lab.bench.one_arm JOB.json ROWS.jsonl PARENT`, started by `arm_processes.py`."""
 
 import json
 import sys
@@ -17,7 +17,7 @@ LONGEST = 300  # characters of a reason
 
 
 def main(words: list[str]) -> None:
-    """Measure the job, and append each row as soon as it is there. End with the process PARENT, by its id."""
+    """Measure the job, append each row at once, and end when the process PARENT ends."""
     asked, out, parent = words
     end_with(int(parent))
     job = read_job(Path(asked))

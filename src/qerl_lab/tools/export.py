@@ -1,4 +1,4 @@
-"""From a run to what others load: `python -m qerl_lab.tools.export run=RUN_DIR out=DIR [merged=true]`."""
+"""Export a run for other libraries: `python -m qerl_lab.tools.export run=RUN_DIR out=DIR [merged=true]`."""
 
 from qerl_lab import exits
 
@@ -9,7 +9,7 @@ with exits.starting(__name__):
 
 
 def export(options: ExportOptions) -> None:
-    """Write the directory. Raises ConfigError for a run that cannot be exported, and what `run` raises."""
+    """Check the options, then write the export. Raises ConfigError for wrong options, and what `run` raises."""
     check(options)
     with imports.kept():
         terminal.quiet_third_parties()  # some speak while they are imported

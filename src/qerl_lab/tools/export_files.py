@@ -1,4 +1,4 @@
-"""One export, from a run's directory to another library's: read -> write aside -> card -> rename."""
+"""Write an export: read the run, write adapter or merged model to OUT.partial, add the card, rename to OUT."""
 
 import json
 import shutil
@@ -64,7 +64,7 @@ def run(options: ExportOptions) -> None:
 
 
 def is_plain(trained: RunConfig) -> bool:
-    """Whether transformers makes the run's base of model.path alone: dense, and neither GGUF nor embedded."""
+    """Tell whether transformers loads the run's base from model.path as it is: dense, no GGUF file, not the pocket."""
     return trained.format.name == DENSE_FORMAT and trained.model.path != POCKET and not gguf.is_gguf(trained.model.path)
 
 
@@ -79,7 +79,7 @@ def write_adapter(trained: RunConfig, adapter: Path, out: Path, base: str) -> No
 
 
 def write_dense(trained: RunConfig, adapter: Path, base: Path, out: Path, dtype_name: str, *, merged: bool) -> None:
-    """Write a model of transformers: weights in `dtype_name`, config, tokenizer, chat template."""
+    """Write a model that transformers loads: weights in `dtype_name`, config, tokenizer, chat template."""
     dtype = getattr(torch, dtype_name)
     trained.format.dense_cache, trained.model.dtype = "off", "float32"  # the products are added in float32
     trained.model.attention = "sdpa"  # nothing attends, and the package of another may be of another machine
@@ -95,13 +95,13 @@ def write_dense(trained: RunConfig, adapter: Path, base: Path, out: Path, dtype_
 
 
 def _named(trained: RunConfig, base: Path) -> str:
-    """The name by which others find the run's base: its hub id, or the folder."""
+    """Return where others find the run's base: its hub id, or the folder."""
     is_on_hub = on_disk.local(trained.model.path) is None and not gguf.is_gguf(trained.model.path)
     return trained.model.path if is_on_hub else str(base)
 
 
 def _origin(trained: RunConfig, base: Path) -> dict[str, Any]:
-    """The base that the run began from, with what the lab's own commands noted of it."""
+    """Describe the run's base, with the records that the lab's commands left in its folder."""
     own = trained.model
     return {"path": own.path, "revision": own.revision, "hash": own.hash, **noted(base)}
 

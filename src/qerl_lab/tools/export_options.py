@@ -1,4 +1,4 @@
-"""The typed options of `python -m qerl_lab.tools.export`, and the rules that span them. Imports no torch."""
+"""Options of `python -m qerl_lab.tools.export`, and their check. Imports no torch."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +29,7 @@ class ExportOptions(Writes):
 
 
 def check(options: ExportOptions) -> None:
-    """Raise ConfigError where there is nothing to export, or no place for it. Loads nothing."""
+    """Raise ConfigError unless the run is done, has an adapter, and OUT is free. Loads no weights."""
     run = options.directory
     run.config()
     if run.status != "done":

@@ -1,11 +1,11 @@
-"""Recipe of the embedded policy: its size and its training. Imports no torch."""
+"""Size and training of the pocket policy. Imports no torch."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that decides the file, defaults included."""
+    """All numbers that decide the weights of the pocket policy."""
 
     seed: int = 0
     updates: int = 650

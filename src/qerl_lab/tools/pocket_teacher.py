@@ -1,4 +1,4 @@
-"""Teacher of the embedded policy, which `python -m qerl_lab.tools.pretrain out=DIR` makes from nothing.
+"""Pretrain the pocket policy from random weights, for `python -m qerl_lab.tools.pretrain out=DIR`.
 
 A Qwen2-architecture model of about 0.9M parameters, taught on worked solutions of `task=arithmetic`, never on
 held-out problems. A fixed, small number of updates stops where reinforcement learning has room in both directions, at
@@ -38,7 +38,7 @@ CHAT_TEMPLATE = (
 
 
 def examples(cfg: TaskConfig, rng: random.Random) -> Iterator[tuple[str, str]]:
-    """Endless (question as chat text without template, worked solution) pairs outside the held-out set."""
+    """Yield (question, worked solution) without end; no question is of the held-out set."""
     while True:
         drawn = arithmetic.problem(rng, cfg)
         if not drawn.is_heldout:
@@ -46,7 +46,7 @@ def examples(cfg: TaskConfig, rng: random.Random) -> Iterator[tuple[str, str]]:
 
 
 def make_tokenizer(recipe: Recipe, texts: list[str]) -> PreTrainedTokenizerFast:
-    """Byte-level BPE, so that any text has a reading; digits stay single, as in Qwen2."""
+    """Train a byte-level BPE tokenizer, which reads any text; digits stay single tokens, as in Qwen2."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -65,7 +65,7 @@ def make_tokenizer(recipe: Recipe, texts: list[str]) -> PreTrainedTokenizerFast:
 
 
 def make_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
-    """A randomly initialized Qwen2 of the recipe's size, in float32."""
+    """Make a Qwen2 of the recipe's size with seeded random weights in float32."""
     config = Qwen2Config(
         vocab_size=len(tokenizer), hidden_size=recipe.hidden_size, intermediate_size=recipe.intermediate_size,
         num_hidden_layers=recipe.num_layers, num_attention_heads=recipe.num_heads,
@@ -97,7 +97,7 @@ def learning_rate(recipe: Recipe, update: int) -> float:
 
 
 def pretrain(recipe: Recipe, cfg: TaskConfig) -> tuple[Qwen2ForCausalLM, PreTrainedTokenizerFast]:
-    """Teach a fresh model; prints the loss as it goes."""
+    """Train tokenizer and model by the recipe; print the loss every 20 updates."""
     task, rng = tasks.load(cfg), random.Random(recipe.seed)
     source = examples(cfg, rng)
     texts = [
@@ -122,7 +122,7 @@ def pretrain(recipe: Recipe, cfg: TaskConfig) -> tuple[Qwen2ForCausalLM, PreTrai
 
 
 def save(folder: Path, recipe: Recipe, model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Weights in bfloat16 (what the formats start from), tokenizer, and recipe.json."""
+    """Write weights in bfloat16 (which the formats start from), tokenizer, and recipe.json."""
     model.to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     files = sorted(path for path in folder.iterdir() if path.name != RECIPE)

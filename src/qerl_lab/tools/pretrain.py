@@ -1,4 +1,4 @@
-"""`python -m qerl_lab.tools.pretrain out=DIR [seed=0] [updates=650]`: make the embedded policy from nothing."""
+"""Make the pocket policy from random weights: `python -m qerl_lab.tools.pretrain out=DIR [seed=0] [updates=650]`."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,7 @@ class PretrainOptions:
 
 
 def make(options: PretrainOptions) -> None:
-    """Write the policy. Raises ConfigError for a directory that holds something or cannot be written."""
+    """Write the policy. Raises ConfigError unless OUT is empty or missing, and can be written."""
     out = Path(options.out).expanduser()
     if out.is_dir() and any(out.iterdir()):
         raise ConfigError(f"out={options.out} is not empty. Type another directory.")

@@ -1,4 +1,4 @@
-"""Sampled completions of a run, and what they earned: `python -m qerl_lab.tools.samples RUN_DIR [step=N]`."""
+"""Show sampled completions of a run with their rewards: `python -m qerl_lab.tools.samples RUN_DIR [step=N]`."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ class SamplesOptions:
 
 
 def show(run_dir: Path, step: int | None) -> str:
-    """Lay the samples of a step out as text. Raises ConfigError where there are none, and for a damaged record."""
+    """Return the samples of a step as text. Raises ConfigError where there are none, and for a damaged record."""
     run = RunDirectory(run_dir)
     run.whole_metrics()  # what `report` and `resync` call damaged
     try:
@@ -38,7 +38,7 @@ def show(run_dir: Path, step: int | None) -> str:
 
 
 def text(sample: Sample) -> str:
-    """Lay a sample out for the terminal, whose control characters a completion must not reach."""
+    """Return a sample as text, with control characters escaped: a completion must not drive the terminal."""
     parts = ", ".join(f"{name} {value:g}" for name, value in sample.rewards.items())
     end = "" if sample.finished else ", cut at the token limit"
     head = f"step {sample.step}, {sample.question_id}: reward {sum(sample.rewards.values()):g} ({parts}){end}"

@@ -1,4 +1,4 @@
-"""Values for numeric keys by short sweeps: `python -m qerl_lab.tools.search out=DIR KEY=LOW..HIGH ...`."""
+"""Search values of numeric keys by short sweeps: `python -m qerl_lab.tools.search out=DIR KEY=LOW..HIGH ...`."""
 
 from qerl_lab import exits
 
@@ -12,7 +12,7 @@ with exits.starting(__name__):
 
 
 def search(options: SearchOptions, words: list[str]) -> None:
-    """Run the trials; `words` are the main command's. Raises ConfigError, and what `study.run` raises."""
+    """Check options and ranges, then run the trials. `words` are for the main command. Raises as `study.run`."""
     check(options)
     found = space(words, options)
     if importlib.util.find_spec("optuna") is None:
@@ -34,7 +34,7 @@ EXAMPLES = (
 
 
 def command(words: list[str]) -> Command[SearchOptions]:
-    """The command with the words that it hands on."""
+    """Return the command; `words` are the ones that it hands on to the main command."""
     about = "Search values of numeric keys: an Optuna study whose trials are short sweeps of the main command"
     usage = f"{LINE} WORDS OF THE MAIN COMMAND ... KEY=LOW..HIGH ..."
     return Command(

@@ -1,4 +1,4 @@
-"""The typed options of `python -m qerl_lab.tools.search`, and what its other words say. Imports no Optuna."""
+"""Options of `python -m qerl_lab.tools.search`, and the ranges in its other words. Imports no Optuna."""
 
 import math
 from collections.abc import Sequence
@@ -32,21 +32,21 @@ class SearchOptions(Writes):
 
 @dataclass(frozen=True)
 class Space:
-    """What the trials of a search have in common: `words` of the main command, and by key the range of each number."""
+    """What is searched: the words that all trials share, and the range of each key that varies."""
 
     words: list[str]
     ranges: dict[str, tuple[float, float]] = field(default_factory=dict)
 
 
 def is_own(word: str) -> bool:
-    """Whether a word is an option of the search; all others are the main command's."""
+    """Tell whether a word is an option of the search; all others are for the main command."""
     return word.lstrip("+").partition("=")[0] in (*(f.name for f in fields(SearchOptions)), "--help", "-h")
 
 
 def space(words: Sequence[str], options: SearchOptions) -> Space:
-    """Sort the main command's words, of which KEY=LOW..HIGH is a range. Raises ConfigError for what cannot be searched.
+    """Split words into ranges (KEY=LOW..HIGH) and shared words. Raises ConfigError for what cannot be searched.
 
-    Without evaluation where the objective needs none, unless the words ask for one.
+    Turns the evaluation off where the objective needs none, unless the words ask for one.
     """
     found = Space([])
     for word in words:
@@ -71,7 +71,7 @@ def space(words: Sequence[str], options: SearchOptions) -> Space:
 
 
 def _refuse_several(word: str) -> None:
-    """A trial is one arm: a mean over several would be of none."""
+    """Raise ConfigError for a word that makes several arms: a trial is one arm."""
     key = word.partition("=")[0].lstrip("+")
     if key == "sweeps" or (not word.startswith("-") and parse(spell(word), schema()).is_sweep_override()):
         raise ConfigError(f"{word} makes several arms, and a search is of one. Type one value, for each a search.")
@@ -97,7 +97,7 @@ def _ends(value: str) -> tuple[float, float] | None:
 
 
 def check(options: SearchOptions) -> None:
-    """Raise ConfigError for seeds on which a sweep may report."""
+    """Raise ConfigError for seeds below 100, on which sweeps report, and for none or the same twice."""
     low = [seed for seed in options.seeds if seed < FIRST_SEED]
     if low or not options.seeds or len(set(options.seeds)) < len(options.seeds):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""A search as an Optuna study in a file: each trial is a sweep over the search's seeds, run by the main command.
+"""Run a search as an Optuna study: each trial is a sweep over the search's seeds by the main command.
 
 The study is a journal in OUT, so that a search goes on after any stop: a trial that had begun is finished first, and
 its sweep goes on where it stopped. The proposal of a trial depends on the search's seed, the number of the trial and
@@ -58,14 +58,14 @@ def run(options: SearchOptions, space: Space, start: Start) -> None:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold the folder of a search. Raises ConfigError where another command searches in it."""
+    """Lock the folder of a search. Raises ConfigError where another command holds it."""
     with (folder / LOCK).open("w") as file:
         lock(file, f"another command searches in {folder}. Wait for it, or type another out.")
         yield
 
 
 def _opened(options: SearchOptions, space: Space) -> optuna.Study:
-    """The study in OUT, made if it is not there. Raises ConfigError for one that asks something else."""
+    """Open or make the study in OUT. Raises ConfigError where it was begun with other words or options."""
     storage = JournalStorage(JournalFileBackend(str(options.folder / JOURNAL)))
     study = optuna.create_study(storage=storage, study_name=NAME, direction="maximize", load_if_exists=True)
     ranges = [f"{key}={low:g}..{high:g}" for key, (low, high) in space.ranges.items()]
@@ -86,7 +86,7 @@ def _opened(options: SearchOptions, space: Space) -> optuna.Study:
 
 
 def _next(study: optuna.Study, options: SearchOptions, space: Space) -> FrozenTrial | None:
-    """The trial that an earlier command began, else a new one; None when there are enough."""
+    """Return the trial that an earlier command began, else a new one; None when there are enough."""
     trials = study.get_trials(deepcopy=False)
     begun = [trial for trial in trials if trial.state == TrialState.RUNNING]
     if begun:
@@ -103,7 +103,7 @@ def _next(study: optuna.Study, options: SearchOptions, space: Space) -> FrozenTr
 
 
 def _run_trial(study: optuna.Study, trial: FrozenTrial, options: SearchOptions, space: Space, start: Start) -> None:
-    """Run the sweep of a trial, and tell the study what it is worth. A trial with a failed run is worth nothing."""
+    """Run the sweep of a trial, and tell the study its value. A trial with a failed run has failed."""
     print(f"\ntrial {trial.number} of {options.trials}: {' '.join(_proposed(trial))}", flush=True)
     directory = _directory(trial, options)
     if set(trial.params) != set(space.ranges):  # a stop came while it was proposed
@@ -126,7 +126,7 @@ def _run_trial(study: optuna.Study, trial: FrozenTrial, options: SearchOptions, 
 
 
 def _proposed(trial: FrozenTrial) -> list[str]:
-    """The values of a trial as words: three digits, which is what its runs get."""
+    """Return a trial's values as words with three digits, as its runs get them."""
     return [f"{key}={value:.3g}" for key, value in sorted(trial.params.items())]
 
 
@@ -139,13 +139,12 @@ def _runs(directory: Path) -> list[RunDirectory]:
 
 
 def _worth(directory: Path, objective: str) -> float:
-    """The mean of what the finished runs of a trial are worth; NaN where there is none, or one is worth no number."""
+    """Return the mean value of a trial's finished runs; NaN where there is none, or one has no value."""
     return _mean([_worth_of(run, objective) for run in _runs(directory) if run.status == "done"])
 
 
 def _worth_of(run: RunDirectory, objective: str) -> float:
-    """What a finished run is worth: its held-out accuracy after training, or its mean reward, the area by steps. NaN
-    where it has none."""
+    """Return a finished run's held-out accuracy after training, or its mean reward over all steps; NaN without one."""
     if objective == "accuracy":
         return float(run.result().get("accuracy_after", math.nan))
     return _mean([line["metrics"]["reward/mean"] for line in run.metrics() if "reward/mean" in line["metrics"]])
@@ -156,7 +155,7 @@ def _mean(values: list[float]) -> float:
 
 
 def _why(trial: FrozenTrial, options: SearchOptions, space: Space) -> str:
-    """Why a trial failed, as far as the directories of its runs say."""
+    """Say why a trial failed, from the directories of its runs."""
     if set(trial.params) != set(space.ranges):
         return "a stop came while it was proposed"
     runs = _runs(_directory(trial, options))
@@ -173,7 +172,7 @@ def _why(trial: FrozenTrial, options: SearchOptions, space: Space) -> str:
 
 
 def _table(study: optuna.Study, options: SearchOptions, space: Space) -> str:
-    """The trials with the best first, why others failed, and the sweep that reports on the best."""
+    """Return the trials as text, best first, with each failure's reason and the sweep to report on the best."""
     ended = [trial for trial in study.get_trials(deepcopy=False) if trial.state in ENDED]
     ended.sort(key=lambda trial: -math.inf if trial.value is None else trial.value, reverse=True)
     rows = [["trial", options.objective, *sorted(space.ranges), "directory"]]

@@ -1,4 +1,4 @@
-"""`python -m qerl_lab.tools.serve_line WORDS`: the command that starts the vLLM server of a run with these words."""
+"""Print the command that starts a run's vLLM server: `python -m qerl_lab.tools.serve_line WORDS OF THE RUN`."""
 
 from dataclasses import dataclass
 
@@ -25,7 +25,7 @@ WORDS are those of the run, as after python -m qerl_lab, with rollout=vllm_serve
 
 @dataclass(frozen=True)
 class ServeLine:
-    """A command whose words are a run's."""
+    """The command: it takes the words of a run."""
 
     def read(self, words: list[str]) -> RunConfig:
         """Compose the run. Raises ConfigError for words that make none, several, or one without a server."""
@@ -38,7 +38,7 @@ class ServeLine:
         return cfg
 
     def run(self, words: list[str]) -> int:
-        """Print the manual, or the lines."""
+        """Print the server's command, or without words the manual."""
         if not words or set(HELP) & set(words):
             print(MANUAL, end="")
             return exits.OK

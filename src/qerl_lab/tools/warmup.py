@@ -15,7 +15,7 @@ with exits.starting(__name__):
 
 
 def warm_up(options: WarmupOptions) -> None:
-    """Write the model. Raises ConfigError for options that cannot serve, and what `run` raises."""
+    """Check the options, then train and write the model. Raises ConfigError, and what `run` raises."""
     check(options)
     shown = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
     os.environ["CUDA_VISIBLE_DEVICES"] = shown.partition(",")[0]  # TRL refuses several GPUs in one process

@@ -1,4 +1,4 @@
-"""The typed options of `python -m qerl_lab.tools.warmup`, and the rules that span them. Imports no torch."""
+"""Options of `python -m qerl_lab.tools.warmup`, and their check. Imports no torch."""
 
 import math
 from dataclasses import dataclass
@@ -45,13 +45,13 @@ class WarmupOptions(Writes):
     overwrite: bool = option(False, "replace what is at `out`, and an unfinished directory of another command")
 
     def task_config(self) -> TaskConfig:
-        """The group `task` of a run that trains on the result: same questions, same instruction."""
+        """Return the group `task` as a run on the result has it: same questions, same instruction."""
         given = {"path": self.task_path, "train_questions": self.questions, "instruction": self.instruction}
         return configured(self.task, **{key: value for key, value in given.items() if value is not None})
 
 
 def check(options: WarmupOptions) -> None:
-    """Raise ConfigError at the first option that cannot serve. Looks at local paths, loads nothing."""
+    """Raise ConfigError at the first option that cannot work. Looks at local paths, loads nothing."""
     if options.task not in choices_of("task"):
         allowed = with_solutions()
         hint = did_you_mean(options.task, allowed) or " Type task=gsm8k."

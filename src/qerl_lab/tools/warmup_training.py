@@ -81,7 +81,7 @@ class Watch(TrainerCallback):
 
 
 def run(options: WarmupOptions) -> None:
-    """Write the model that `options` ask for.
+    """Train by `options` and write the model to OUT, from the newest checkpoint on if there is one.
 
     Raises:
         ConfigError: model or task cannot be loaded, or OUT.partial is of another command.
@@ -115,7 +115,7 @@ def run(options: WarmupOptions) -> None:
 
 
 def worked(options: WarmupOptions) -> Task:
-    """The task with its worked solutions. Raises ConfigError, which names the keys of this command."""
+    """Load the task with worked solutions. Raises ConfigError in the words of this command's keys."""
     try:
         return tasks.worked(options.task_config())
     except ConfigError as error:
@@ -123,15 +123,15 @@ def worked(options: WarmupOptions) -> Task:
 
 
 def sum_in_one_order() -> None:
-    """Let this process use only operations that give the same bits each time. torch raises where there is no such."""
+    """Make torch use only deterministic operations; it raises RuntimeError where there is none."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch asks for it
     torch.use_deterministic_algorithms(True)
 
 
 def load(options: WarmupOptions, folder: Path, device: torch.device) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model in `options.dtype` on the device, and its tokenizer.
+    """Load the model in `options.dtype` on the device, and its tokenizer.
 
-    Raises ConfigError for a packed one, for none, and for one with NaN or Inf in its weights.
+    Raises ConfigError where there is no model, where it is packed, and for NaN or Inf in its weights.
     """
     said = f"model={options.model}"
     refuse_packed(folder, said, "all of whose weights are trained. Type its path.")
@@ -216,7 +216,7 @@ def train(
 
 
 def identity(options: WarmupOptions, task: Task, folder: Path, device: torch.device) -> dict[str, Any]:
-    """Return what decides the weights to be written."""
+    """Return the settings and inputs that decide the weights, by which a resume is checked."""
     chosen = {key: value for key, value in asdict(options).items() if key not in NOT_IDENTITY}
     content = {"hash": model_hash(folder)}
     return chosen | {"device": device.type, "solutions": task.data["training_sha256"], "the model": content}

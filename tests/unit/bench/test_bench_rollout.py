@@ -158,7 +158,7 @@ def test_the_clock_is_the_middle_of_whole_lines() -> None:
 
 
 def test_the_cache_holds_every_sequence_and_a_block_more() -> None:
-    from qerl_lab.bench.run_of import kv_gib
+    from qerl_lab.bench.arm_config import kv_gib
 
     per_token = 2 * 2 * 2 * 32 * 2  # keys and values, layers, heads, their size, bytes
     assert kv_gib(ARCHITECTURE, 4, 20) * 2**30 == 5 * 256 * per_token

@@ -1,4 +1,4 @@
-"""The run that an arm of the lab is: what its benchmark asks for, and over that the words of the arm. No torch."""
+"""Make the run configuration of a lab arm from the benchmark's options and the arm's words. Imports no torch."""
 
 import math
 from collections.abc import Mapping
@@ -13,8 +13,8 @@ BLOCK = 128  # tokens of a block of vLLM's key-value cache: the largest that it 
 Options = Mapping[str, Any]  # those of the benchmark
 
 
-def run_of(benchmark: str, arm: Arm, options: Options, rank: int, architecture: Options, folder: str) -> RunConfig:
-    """The checked configuration of a run on the checkpoint in `folder`. Raises ConfigError for unfitting words."""
+def arm_config(benchmark: str, arm: Arm, options: Options, rank: int, architecture: Options, folder: str) -> RunConfig:
+    """Return the checked configuration of a run on the checkpoint in `folder`. Raises ConfigError for wrong words."""
     given = {
         "model.path": folder, "model.name": options["model"], "format.name": arm.format, "lora.rank": rank,
         "rollout.engine": "vllm", "rollout.max_prompt_tokens": options["prompt"],
@@ -33,7 +33,7 @@ def run_of(benchmark: str, arm: Arm, options: Options, rank: int, architecture: 
 
 
 def _of_rollout(options: Options, architecture: Options) -> dict[str, Any]:
-    """An engine as large as its largest batch."""
+    """Return the keys that size the engine for its largest batch."""
     batch, longest = max(options["batches"]), options["prompt"] + options["new"]
     return {"rollout.batch_size": batch, "rollout.vllm.kv_cache_gib": kv_gib(architecture, batch, longest)}
 
@@ -48,7 +48,7 @@ def _of_step(options: Options) -> dict[str, Any]:
 
 
 def kv_gib(architecture: Options, sequences: int, longest: int) -> float:
-    """GiB of bfloat16 keys and values of `sequences` of `longest` tokens, with a block to spare for each of them."""
+    """Return GiB of bfloat16 keys and values for `sequences` of `longest` tokens, with a spare block each."""
     head_dim = architecture["hidden_size"] // architecture["num_attention_heads"]
     per_token = 4 * architecture["num_hidden_layers"] * architecture["num_key_value_heads"] * head_dim
     return float((sequences + 1) * (math.ceil(longest / BLOCK) + 1) * BLOCK * per_token / GIB)
