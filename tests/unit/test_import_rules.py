@@ -21,7 +21,7 @@ MODULES = sorted(SOURCE.rglob("*.py"))
 
 # A room, or a file at the top -> those of ours that it may import.
 MAY_IMPORT = {
-    "__init__": "", "exits": "config", "imports": "", "terminal": "", "config": "", "disk": "config",
+    "__init__": "", "exits": "config", "terminal": "", "config": "", "disk": "config",
     "formats": "", "rank_variables": "", "parent": "",
     # what they are about
     "aqn": "config", "tasks": "config parent", "algorithms": "config", "record": "config disk exits",
@@ -41,7 +41,7 @@ MAY_IMPORT = {
     "tools": "cli config disk model record rollout tasks exits terminal",
     "__main__": "",
 }  # fmt: skip
-COMMANDS = "cli exits imports terminal"  # what a file that is a command may import besides
+COMMANDS = "cli exits terminal"  # what a file that is a command may import besides
 RUNS_CODE = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
 
 

@@ -3,7 +3,7 @@
 from qerl_lab import exits
 
 with exits.starting(__name__):
-    from qerl_lab import imports, terminal
+    from qerl_lab import terminal
     from qerl_lab.cli.grammar import Command
     from qerl_lab.tools.export_options import ExportOptions, check
 
@@ -11,8 +11,7 @@ with exits.starting(__name__):
 def export(options: ExportOptions) -> None:
     """Check the options, then write the export. Raises ConfigError for wrong options, and what `run` raises."""
     check(options)
-    with imports.kept():
-        terminal.quiet_third_parties()  # some speak while they are imported
+    with terminal.quiet_imports():
         from qerl_lab.tools.export_files import run
 
     run(options)

@@ -9,7 +9,7 @@ from qerl_lab import exits
 with exits.starting(__name__):
     import os
 
-    from qerl_lab import imports, terminal
+    from qerl_lab import terminal
     from qerl_lab.cli.grammar import Command
     from qerl_lab.tools.warmup_options import WarmupOptions, check
 
@@ -20,8 +20,7 @@ def warm_up(options: WarmupOptions) -> None:
     shown = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
     os.environ["CUDA_VISIBLE_DEVICES"] = shown.partition(",")[0]  # TRL refuses several GPUs in one process
     try:
-        with imports.kept():
-            terminal.quiet_third_parties()  # some speak while they are imported
+        with terminal.quiet_imports():
             from qerl_lab.tools.warmup_training import run
 
         run(options)

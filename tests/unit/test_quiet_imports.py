@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from qerl_lab import imports, terminal
+from qerl_lab import terminal
 from qerl_lab.config.option import ConfigError
 from qerl_lab.exits import USAGE
 from qerl_lab.record.directory import RunDirectory
@@ -25,19 +25,19 @@ def collector_restored() -> Iterator[None]:
 
 def test_the_collector_waits_and_is_back_also_after_an_error() -> None:
     gc.unfreeze()
-    with imports.kept():
+    with terminal.quiet_imports():
         assert not gc.isenabled()
         assert not gc.get_freeze_count()
     assert gc.isenabled()
     assert gc.get_freeze_count() > 1000
-    with pytest.raises(ImportError), imports.kept():
+    with pytest.raises(ImportError), terminal.quiet_imports():
         raise ImportError
     assert gc.isenabled()
 
 
 def test_it_stays_off_where_it_was_off() -> None:
     gc.disable()
-    with imports.kept():
+    with terminal.quiet_imports():
         pass
     assert not gc.isenabled()
 
