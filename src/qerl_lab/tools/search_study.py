@@ -118,9 +118,9 @@ def _run_trial(study: optuna.Study, trial: FrozenTrial, options: SearchOptions, 
         if trial.number == 0:
             (options.folder / JOURNAL).unlink()  # nothing is searched yet, and the words may be corrected
         raise ConfigError(f"the runs of trial {trial.number} were refused, see above. Correct the words.")
-    worth = _worth(directory, options.objective) if code == OK else math.nan
-    if math.isfinite(worth):
-        study.tell(trial.number, worth)
+    found = _value_or_reason(directory, options)
+    if code == OK and isinstance(found, float):
+        study.tell(trial.number, found)
     else:
         study.tell(trial.number, state=TrialState.FAIL)
 
@@ -134,41 +134,33 @@ def _directory(trial: FrozenTrial, options: SearchOptions) -> Path:
     return options.folder / f"trial-{trial.number:04}"
 
 
-def _runs(directory: Path) -> list[RunDirectory]:
-    return [run for path in sorted(directory.glob("*")) if (run := RunDirectory(path)).is_claimed]
-
-
-def _worth(directory: Path, objective: str) -> float:
-    """Return the mean value of a trial's finished runs; NaN where there is none, or one has no value."""
-    return _mean([_worth_of(run, objective) for run in _runs(directory) if run.status == "done"])
-
-
-def _worth_of(run: RunDirectory, objective: str) -> float:
-    """Return a finished run's held-out accuracy after training, or its mean reward over all steps; NaN without one."""
-    if objective == "accuracy":
-        return float(run.result().get("accuracy_after", math.nan))
-    return _mean([line["metrics"]["reward/mean"] for line in run.metrics() if "reward/mean" in line["metrics"]])
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values) if values else math.nan
-
-
-def _why(trial: FrozenTrial, options: SearchOptions, space: Space) -> str:
-    """Say why a trial failed, from the directories of its runs."""
-    if set(trial.params) != set(space.ranges):
-        return "a stop came while it was proposed"
-    runs = _runs(_directory(trial, options))
+def _value_or_reason(directory: Path, options: SearchOptions) -> float | str:
+    """Return the mean value of a trial's runs, or the reason why it has none."""
+    runs = [run for path in sorted(directory.glob("*")) if (run := RunDirectory(path)).is_claimed]
     for run in runs:
         if run.status == "failed":
             return f"{near(run.path)}: {run.reason}"
     done = [run for run in runs if run.status == "done"]
     if len(done) < len(options.seeds):
         return f"{len(done)} of its {len(options.seeds)} runs are done"
-    worth = _worth(_directory(trial, options), options.objective)
-    if math.isfinite(worth):
-        return "its sweep failed"
-    return f"its runs have no {options.objective}, or one that is no number"
+    mean = float(np.mean([_value(run, options.objective) for run in done]))
+    return mean if math.isfinite(mean) else f"its runs have no {options.objective}, or one that is no number"
+
+
+def _value(run: RunDirectory, objective: str) -> float:
+    """Return a finished run's held-out accuracy after training, or its mean reward over all steps; NaN without one."""
+    if objective == "accuracy":
+        return float(run.result().get("accuracy_after", math.nan))
+    rewards = [line["metrics"]["reward/mean"] for line in run.metrics() if "reward/mean" in line["metrics"]]
+    return float(np.mean(rewards)) if rewards else math.nan
+
+
+def _why(trial: FrozenTrial, options: SearchOptions, space: Space) -> str:
+    """Say why a trial failed, from the directories of its runs."""
+    if set(trial.params) != set(space.ranges):
+        return "a stop came while it was proposed"
+    found = _value_or_reason(_directory(trial, options), options)
+    return found if isinstance(found, str) else "its sweep failed"
 
 
 def _table(study: optuna.Study, options: SearchOptions, space: Space) -> str:

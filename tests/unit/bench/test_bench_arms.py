@@ -105,7 +105,7 @@ def test_a_scratch_has_room_for_the_checkpoints_that_lie_there_side_by_side(monk
 
 @pytest.fixture
 def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What options of a small benchmark have in common. `ARCHITECTURES` is what `bench.arms` looks a model up in."""
+    """What options of a small benchmark have in common. `ARCHITECTURES` is where `arm_processes` looks a model up."""
     monkeypatch.setitem(arm_processes.ARCHITECTURES, "small", ARCHITECTURE)
     monkeypatch.setattr(command, "require_gpu", lambda: None)
     (tmp_path / "scratch").mkdir()
