@@ -13,7 +13,7 @@ with exits.starting(__name__):
     from qerl_lab import terminal
     from qerl_lab.cli.grammar import Command
     from qerl_lab.cli.launch import CHILD_ENVIRONMENT
-    from qerl_lab.quantize.options import QuantizeOptions, check
+    from qerl_lab.quantize.quantize_options import QuantizeOptions, check
 
 
 def quantize(options: QuantizeOptions) -> None:
@@ -24,7 +24,7 @@ def quantize(options: QuantizeOptions) -> None:
     os.environ |= {name: value for name, value in (CHILD_ENVIRONMENT | calm).items() if name not in os.environ}
     try:
         with terminal.quiet_imports():
-            from qerl_lab.quantize.run import run
+            from qerl_lab.quantize.quantize_model import run
 
         run(options)
     except KeyboardInterrupt:

@@ -15,7 +15,7 @@ from qerl_lab.config.schema import DENSE_FORMAT, FormatConfig, ModelConfig, RunC
 from qerl_lab.evaluate import kl
 from qerl_lab.model import policy
 from qerl_lab.model.chat import Chat
-from qerl_lab.quantize.options import QuantizeOptions
+from qerl_lab.quantize.quantize_options import QuantizeOptions
 from qerl_lab.tasks import arithmetic
 from qerl_lab.tasks.answers.completion import left_to_say
 

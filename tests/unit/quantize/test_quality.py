@@ -20,7 +20,7 @@ from qerl_lab.model.files import WeightFiles
 from qerl_lab.model.linear import packable
 from qerl_lab.model.on_disk import ASSETS
 from qerl_lab.quantize import divergence, quality, sqnr
-from qerl_lab.quantize.options import QuantizeOptions
+from qerl_lab.quantize.quantize_options import QuantizeOptions
 from qerl_lab.tasks import arithmetic
 from small_checkpoints import write_dense, write_packed
 

@@ -30,7 +30,7 @@ from qerl_lab.model.files import INDEX, WeightFiles, copy_companions, local_fold
 from qerl_lab.model.linear import packable, packed_head
 from qerl_lab.model.on_disk import is_ignored
 from qerl_lab.quantize import llmcompressor, quality, rtn
-from qerl_lab.quantize.options import CALIBRATION, QuantizeOptions
+from qerl_lab.quantize.quantize_options import CALIBRATION, QuantizeOptions
 from qerl_lab.record.partial import Unfinished
 
 NOT_IDENTITY = ("model", "revision", "out", "quality", "text", "overwrite", "device")
