@@ -12,9 +12,9 @@ pytest.importorskip("triton")
 
 from qerl_lab.rollout.vllm import kernels
 from qerl_lab.rollout.vllm import product as product_of_adapter
+from qerl_lab.rollout.vllm.gpu_timing import graphed
 from qerl_lab.rollout.vllm.kernels import PROGRAMS, blocks_of, expand, shrink
 from qerl_lab.rollout.vllm.product import EXPAND_WORK, SHRINK_ROWS, on_gpu, stacked_product
-from qerl_lab.timing import graphed
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"

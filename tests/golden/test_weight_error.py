@@ -13,7 +13,7 @@ from qerl_lab.evaluate.options import CALIBRATED
 from qerl_lab.evaluate.weight_error import PARTS, LayerError
 from qerl_lab.formats import Bf16, Mxfp4, Nf4, Nvfp4
 from qerl_lab.model.files import WeightFiles
-from qerl_lab.quantize.options import SCHEMES
+from qerl_lab.quantize.quantize_options import SCHEMES
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 # QLoRA, appendix E.

@@ -15,7 +15,7 @@ def test_two_warm_ups_end_in_the_same_bits(tmp_path: Path) -> None:
     for out in ("first", "second"):
         words = ("model=pocket", "task=arithmetic", "epochs=0.05", "device=cuda", f"out={out}")
         ran = subprocess.run(
-            [sys.executable, "-m", "qerl_lab.warmup", *words], cwd=tmp_path, capture_output=True, text=True
+            [sys.executable, "-m", "qerl_lab.tools.warmup", *words], cwd=tmp_path, capture_output=True, text=True
         )
         assert ran.returncode == 0, ran.stdout + ran.stderr
         digests.add(hashlib.sha256((tmp_path / out / "model.safetensors").read_bytes()).hexdigest())

@@ -10,8 +10,8 @@ import torch
 
 from qerl_lab import formats
 from qerl_lab.bench import random_model
-from qerl_lab.bench.arms import GO, Job
-from qerl_lab.bench.options import TRL, VLLM, RolloutOptions, StepOptions, arm_of
+from qerl_lab.bench.arm_processes import GO, Job
+from qerl_lab.bench.bench_options import TRL, VLLM, RolloutOptions, StepOptions, arm_of
 from qerl_lab.config.schema import FormatConfig
 
 ARCHITECTURE = {

@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 
 from qerl_lab.config.schema import RunConfig
-from qerl_lab.rollout.vllm_server.serve_line import commands
+from qerl_lab.rollout.vllm_server.server_command import commands
 
 STARTS_WITHIN = 300  # seconds
 

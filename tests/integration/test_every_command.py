@@ -27,18 +27,18 @@ MODULES = [
     for name in (
         "",
         ".quantize",
-        ".warmup",
-        ".export",
+        ".tools.warmup",
+        ".tools.export",
         ".evaluate",
         ".bench",
         ".report",
-        ".samples",
-        ".search",
+        ".tools.samples",
+        ".tools.search",
         ".tools.queue",
-        ".serve_line",
+        ".tools.serve_line",
         ".tracking",
         ".config",
-        ".pocket.pretrain",
+        ".tools.pretrain",
     )
 ]
 GOES_ON = "interrupted; the same command goes on where it stopped\n"
@@ -52,7 +52,7 @@ GOES_ON = "interrupted; the same command goes on where it stopped\n"
         ("qerl_lab.quantize", "model=pocket out=made", "hydra", "interrupted\n"),
         ("qerl_lab.quantize", "model=pocket out=made", "torch", GOES_ON),
         (
-            "qerl_lab.warmup",
+            "qerl_lab.tools.warmup",
             "model=pocket out=made",
             "torch",
             "interrupted; the same command goes on from its last checkpoint\n",
@@ -60,9 +60,9 @@ GOES_ON = "interrupted; the same command goes on where it stopped\n"
         ("qerl_lab.evaluate", "sigma", "torch", "interrupted\n"),
         ("qerl_lab.bench", "linear", "torch", "interrupted\n"),
         ("qerl_lab.report", "runs", "pandas", "interrupted\n"),
-        ("qerl_lab.samples", "run", "omegaconf", "interrupted\n"),
+        ("qerl_lab.tools.samples", "run", "omegaconf", "interrupted\n"),
         ("qerl_lab.tracking", "resync run", "mlflow", "interrupted\n"),
-        ("qerl_lab.pocket.pretrain", "out=made", "torch", "interrupted\n"),
+        ("qerl_lab.tools.pretrain", "out=made", "torch", "interrupted\n"),
     ],
 )
 def test_ctrl_c_while_a_command_starts_is_one_line(
@@ -77,8 +77,8 @@ def test_ctrl_c_while_a_command_starts_is_one_line(
     "command",
     [
         "qerl_lab --help", "qerl_lab.quantize --help", "qerl_lab.evaluate sigma --help", "qerl_lab.bench",
-        "qerl_lab.warmup", "qerl_lab.export", "qerl_lab.report", "qerl_lab.samples", "qerl_lab.serve_line",
-        "qerl_lab.tracking table", "qerl_lab.config tables", "qerl_lab.pocket.pretrain",
+        "qerl_lab.tools.warmup", "qerl_lab.tools.export", "qerl_lab.report", "qerl_lab.tools.samples",
+        "qerl_lab.tools.serve_line", "qerl_lab.tracking table", "qerl_lab.config tables", "qerl_lab.tools.pretrain",
     ],
 )  # fmt: skip
 def test_a_closed_pipe_is_no_error(command: str) -> None:
@@ -89,7 +89,7 @@ def test_a_closed_pipe_is_no_error(command: str) -> None:
 
 def test_a_wrong_word_is_2_and_one_line(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "qerl_lab.samples", "run", "stpe=1"], cwd=tmp_path, capture_output=True, text=True
+        [sys.executable, "-m", "qerl_lab.tools.samples", "run", "stpe=1"], cwd=tmp_path, capture_output=True, text=True
     )
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "error: stpe is not a known key. Did you mean step? Allowed: step, run_dir.\n"

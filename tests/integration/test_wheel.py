@@ -54,7 +54,8 @@ def test_the_wheel_brings_the_paper_s_numbers(site: Path, tmp_path: Path) -> Non
     assert shown.stdout.split() == ["606", "219"], shown.stderr
 
 
-def test_the_wheel_brings_what_a_report_is_written_by(site: Path) -> None:
+def test_the_wheel_brings_what_reports_and_model_cards_are_written_by(site: Path) -> None:
+    assert (site / "qerl_lab/tools/model_card.md.j2").is_file()
     assert {"report.html.j2", "report.mplstyle"} <= {path.name for path in (site / "qerl_lab/report").iterdir()}
 
 

@@ -21,31 +21,27 @@ MODULES = sorted(SOURCE.rglob("*.py"))
 
 # A room, or a file at the top -> those of ours that it may import.
 MAY_IMPORT = {
-    "__init__": "", "exits": "config", "imports": "", "terminal": "", "timing": "", "config": "", "disk": "config",
-    "formats": "", "processes": "config", "solutions": "",
+    "__init__": "", "exits": "config", "terminal": "", "config": "", "disk": "config",
+    "formats": "", "processes": "config",
     # what they are about
     "aqn": "config", "tasks": "config processes", "algorithms": "config", "record": "config disk exits",
     "tracking": "config record", "model": "config disk formats",
     "preflight": "config disk model tasks",
     # what is done with it
-    "rollout": "config disk model aqn formats timing processes",
+    "rollout": "config disk model aqn formats processes",
     "report": "config disk record tracking terminal",
-    "pocket": "config disk record solutions tasks terminal",
-    "evaluate": "config disk model rollout tasks aqn formats pocket record report preflight terminal",
-    "export": "config disk model record rollout terminal",
-    "warmup": "config model record solutions tasks terminal",
-    "quantize": "config disk formats model pocket record report tasks terminal evaluate",
+    "evaluate": "config disk model rollout tasks aqn formats record report preflight terminal",
+    "quantize": "config disk formats model record report tasks terminal evaluate",
     "train": "config record tracking formats model aqn tasks rollout algorithms evaluate report preflight exits"
              " terminal processes",
-    "bench": "config disk formats model record report terminal aqn tasks rollout quantize train timing"
+    "bench": "config disk formats model record report terminal aqn tasks rollout quantize train"
              " processes",
     # the command line, which reaches the core only by starting a process
     "cli": "config disk record tracking model tasks report preflight exits terminal processes",
-    "samples": "config record", "search": "cli config disk record exits terminal",
-    "serve_line": "config rollout", "tools": "cli config disk record exits terminal",
+    "tools": "cli config disk model record rollout tasks exits terminal",
     "__main__": "",
 }  # fmt: skip
-COMMANDS = "cli exits imports terminal"  # what a file that is a command may import besides
+COMMANDS = "cli exits terminal"  # what a file that is a command may import besides
 RUNS_CODE = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
 
 
@@ -254,11 +250,11 @@ def test_an_import_of_ours_is_found(line: str, found: set[str]) -> None:
         "config.schema config.option config.files config.arm config.rules config.keys",
         "record.directory record.metrics record.checkpoint record.environment",
         "tracking.tracker tracking.mlflow tracking.resync",
-        "cli.train cli.compose cli.launch cli.intent cli.manual cli.grammar model.on_disk preflight samples",
-        "quantize.__main__ quantize.options evaluate.__main__ evaluate.options bench.__main__",
+        "cli.train cli.compose cli.launch cli.intent cli.manual cli.grammar model.on_disk preflight tools.samples",
+        "quantize.__main__ quantize.quantize_options evaluate.__main__ evaluate.options bench.__main__",
         "train.__main__ train.health",
         "report.arms report.frames report.plots report.runs report.stats report.tables report.comparison",
-        "report.__main__ warmup.__main__ warmup.options export.__main__ export.options",
+        "report.__main__ tools.warmup tools.export tools.search tools.queue tools.serve_line tools.pretrain",
     ],
 )
 def test_these_modules_import_no_torch(modules: str) -> None:

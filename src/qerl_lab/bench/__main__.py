@@ -10,9 +10,8 @@ from typing import Any, NoReturn
 from qerl_lab import exits
 
 with exits.starting(__name__):
-    from qerl_lab.bench.options import (
+    from qerl_lab.bench.bench_options import (
         AnyOptions,
-        ClockOptions,
         DecodeOptions,
         LinearOptions,
         RolloutOptions,
@@ -30,7 +29,7 @@ with exits.starting(__name__):
 def linear(options: LinearOptions) -> None:
     """Measure single Linears."""
     about = prepare(options)
-    from qerl_lab.bench.linear import dequantization, products
+    from qerl_lab.bench.linears import dequantization, products
 
     rows = {"dequantization": shown(dequantization(options.models))}
     rows["products"] = shown(products(options.models, options.tokens))
@@ -38,7 +37,7 @@ def linear(options: LinearOptions) -> None:
 
 
 def decode(options: DecodeOptions) -> None:
-    """Measure the Linears of decoding."""
+    """Measure the Linears of a decoder layer at the few rows of decoding."""
     about = prepare(options)
     from qerl_lab.bench.decode import times
 
@@ -55,57 +54,39 @@ def train_step(options: TrainStepOptions) -> None:
 
 
 def rollout(options: RolloutOptions) -> None:
-    """Measure rollouts, an arm in a process."""
+    """Measure rollouts, each arm in its own process."""
     in_processes("rollout", options)
 
 
 def step(options: StepOptions) -> None:
-    """Measure whole GRPO steps, an arm in a process."""
+    """Measure whole GRPO steps, each arm in its own process."""
     in_processes("step", options)
 
 
-def clock(options: ClockOptions) -> None:
-    """Measure what the waits of a step's clock cost."""
-    about = prepare(options)
-    from qerl_lab.bench.arms import clear
-    from qerl_lab.bench.clock import SMALL, measure
-    from qerl_lab.report.bench import clock_line
-
-    def keep(row: dict[str, Any]) -> None:  # at once: a run that is ended early has measured something too
-        result = {"benchmark": "clock", **about, **row}
-        write(Path(options.out), result)
-        print(clock_line(result), flush=True)
-
-    clear(Path(SMALL.scratch))
-    hear_once()
-    measure(options, keep)
-    print(Path(options.out).with_suffix(".json"))
-
-
 def in_processes(benchmark: str, options: RolloutOptions | StepOptions) -> None:
-    """Measure every arm, and save; what is measured is kept at once. Raises ValueError at the end where one died."""
+    """Measure every arm and write each row at once. Raises ValueError at the end where an arm died."""
     about = prepare(options)
-    from qerl_lab.bench import arms
+    from qerl_lab.bench import arm_processes
 
-    arms.clear(Path(options.scratch))
-    arms.refuse_wrong_runs(benchmark, options)
-    arms.refuse_few_gpus(options)
-    arms.refuse_small_scratch(options)
+    arm_processes.clear(Path(options.scratch))
+    arm_processes.refuse_wrong_runs(benchmark, options)
+    arm_processes.refuse_few_gpus(options)
+    arm_processes.refuse_small_scratch(options)
     hear_once()
     rows: list[dict[str, Any]] = []
     result = {"benchmark": benchmark, **about, "rows": rows}
-    for row in arms.run(benchmark, options):
+    for row in arm_processes.run(benchmark, options):
         rows += shown([row])
         write(Path(options.out), result)
     save(Path(options.out), result)
-    if dead := arms.dead(rows):
+    if dead := arm_processes.dead(rows):
         raise ValueError(f"{len(dead)} arms died: {'; '.join(row['arm'] for row in dead)}. The table says of what.")
 
 
 def hear_once() -> None:
-    """Have a signal end the command as Ctrl-C does, so that it removes its checkpoint.
+    """End the command at a signal as at Ctrl-C, so that it removes its checkpoint.
 
-    It hears no second one: `timeout` sends two, and that would end the removal.
+    A second signal is ignored: `timeout` sends two, and the second would stop the removal.
     """
 
     def end(*_: object) -> NoReturn:
@@ -118,7 +99,7 @@ def hear_once() -> None:
 
 
 def prepare(options: AnyOptions) -> dict[str, Any]:
-    """Make ready to measure, and describe it. Raises ConfigError where it cannot be done, or not be written."""
+    """Check options, GPU and OUT; return environment and options for the record. Raises ConfigError."""
     check(options)
     require_gpu()
     make_directory(Path(options.out).parent, f"out={options.out}")
@@ -135,7 +116,7 @@ def require_gpu() -> None:
 
 
 def shown(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Collect the rows, and print each when it is there: a whole run takes minutes."""
+    """Collect the rows, and print each as soon as it is measured: a whole command takes minutes."""
     found = []
     for row in rows:
         short = {name: value for name, value in row.items() if name not in ("log", "kernels")}  # long ones
@@ -148,7 +129,7 @@ def shown(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def write(stem: Path, result: dict[str, Any]) -> None:
-    """Write `stem`.json: whoever is ended here leaves the rows so far, or one more."""
+    """Write `stem`.json atomically: a command that is killed here leaves the rows before or after."""
     replace_file(stem.with_suffix(".json"), json.dumps(result, indent=1).encode() + b"\n")
 
 
@@ -221,14 +202,6 @@ COMMANDS: dict[str, Command[Any]] = {
                 "one GPU beside two, the same completions",
             ),
         ),
-        alone=True,
-    ),
-    "clock": Command(
-        "python -m qerl_lab.bench clock",
-        "What it costs that a step's clock waits for the GPU: a small model's steps, with and without, in turns.",
-        ClockOptions,
-        clock,
-        examples=(("python -m qerl_lab.bench clock engine=transformers", "with the engine that needs no vLLM"),),
         alone=True,
     ),
 }

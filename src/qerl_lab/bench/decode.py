@@ -1,4 +1,4 @@
-"""The Linears of one decoder layer at the few rows of decoding, with an adapter beside them, kernel by kernel.
+"""Time the Linears of one decoder layer at the few rows of decoding, by kernel, with and without an adapter.
 
 Each time is that of one call in a CUDA graph of many, which go over copies of the weights that no cache holds: in
 decoding every weight comes from memory. Before each call a small kernel writes x, as a norm does; its own time is
@@ -16,14 +16,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from qerl_lab import formats
-from qerl_lab.bench.options import Row
+from qerl_lab.bench.bench_options import Row
 from qerl_lab.bench.shapes import fused_linears
 from qerl_lab.config.schema import FormatConfig
 from qerl_lab.report.bench import AND_ADAPTER
 from qerl_lab.rollout.vllm import backend_times, fp4_tiles, kernels
 from qerl_lab.rollout.vllm.backends import FP4_TILES
+from qerl_lab.rollout.vllm.gpu_timing import graphed, side_by_side
 from qerl_lab.rollout.vllm.product import add_products
-from qerl_lab.timing import graphed, side_by_side
 
 CACHE_BYTES = 2 * 60 * 2**20  # twice the second level of an H200
 MOST_COPIES = 48
@@ -35,7 +35,7 @@ Call = Callable[[Tensor], Any]
 
 @dataclass(frozen=True)
 class Timed:
-    """`call()` makes one on fresh copies of weights that take `size` bytes."""
+    """An arm. `call()` returns a product on fresh copies of its weights, which take `size` bytes."""
 
     call: Callable[[], Call]
     size: int
@@ -45,10 +45,10 @@ class Timed:
 
 
 def times(model: str, rows: list[int], rank: int) -> Iterator[Row]:
-    """Yield for each Linear, number of rows and arm the microseconds of a call, and the weights' terabytes a second.
+    """Yield microseconds a call, and terabytes of weights read a second, for each Linear, number of rows and arm.
 
-    The arms `adapter_*` are the adapter's products alone, those named `*_and_adapter` a product and the adapter behind
-    it as an engine has them, and `fp4_tiles` is both, where it takes the model.
+    `adapter_*` time the adapter alone, `*_and_adapter` a kernel followed by the adapter as an engine runs them, and
+    `fp4_tiles` both in one kernel, where it takes the model.
     """
     linears = fused_linears(model)
     taken = not fp4_tiles.refusal() and all(fp4_tiles.takes(*linear, rank) for linear in linears.values())
@@ -72,7 +72,7 @@ def times(model: str, rows: list[int], rank: int) -> Iterator[Row]:
 
 
 def arms(sizes: list[int], columns: int, rank: int) -> dict[str, Timed]:
-    """The frozen weight's product in BF16 and by each kernel for NVFP4; the adapter's by each route; both in one."""
+    """Make all arms: BF16, each NVFP4 kernel, each with the adapter, the adapter alone by each route, and fp4_tiles."""
     dense = torch.randn(sum(sizes), columns, dtype=torch.bfloat16, device="cuda") / 50
     weight_format = formats.build(FormatConfig(name="nvfp4"))
     packed = weight_format.quantize(dense)
@@ -104,11 +104,11 @@ ROUTES: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor, list[int]], None]] =
 
 
 def beside(route: Callable[..., None], A: Tensor, B: Tensor, sizes: list[int]) -> Call:
-    """A call of a route on copies of the adapter."""
+    """Return a call that adds the adapter's product by one route, on copies of the adapter."""
     A, B, y = A.clone(), B.clone(), torch.zeros(MOST_ROWS, len(B), dtype=A.dtype, device=A.device)
     return lambda x: route(y[: len(x)], x, A, B, sizes)
 
 
 def both(product: Callable[[], Call], A: Tensor, B: Tensor, sizes: list[int]) -> Call:
-    """A product on a copy of its weights, and the adapter on copies of its own."""
+    """Return a call of a kernel followed by the adapter, on copies of both."""
     return backend_times.followed(product(), A.clone(), B.clone(), sizes)

@@ -1,4 +1,4 @@
-"""What a benchmark must know of the GPU: how fast its clock ran, and who holds its memory. Nothing, without one."""
+"""Read clock speed, power, temperature and memory of the GPU. Without a GPU every value is None."""
 
 import shutil
 import statistics
@@ -15,7 +15,7 @@ _EVERY = "250"  # milliseconds
 
 
 class Clocks:
-    """Watches the GPU while something runs, by nvidia-smi. `row` has what was seen; null without GPU or nvidia-smi."""
+    """Samples nvidia-smi while a block runs. `row` has clock, watts and temperature; None without nvidia-smi."""
 
     def __init__(self) -> None:
         self.row: dict[str, float | None] = dict.fromkeys(("sm_mhz", "sm_mhz_least", "sm_mhz_max", "watts", "celsius"))
@@ -37,7 +37,7 @@ class Clocks:
 
 
 def seen(lines: str) -> dict[str, float | None]:
-    """The middle of what nvidia-smi printed line by line; a line that is not whole, or says [N/A], does not count."""
+    """Return medians of what nvidia-smi printed; lines that are cut off or say [N/A] do not count."""
     rows: list[list[float]] = []
     for line in lines.splitlines():
         try:
@@ -56,13 +56,13 @@ def seen(lines: str) -> dict[str, float | None]:
 
 
 def wait() -> None:
-    """Return when the GPU has done what it was given."""
+    """Wait until the GPU has finished all queued work."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
 def used_gib() -> float | None:
-    """Memory of the GPU that anybody holds, CUDA's own share included."""
+    """Return the GiB of GPU memory that all processes hold, CUDA's own share included."""
     if not torch.cuda.is_available():
         return None
     free, total = torch.cuda.mem_get_info()
@@ -70,5 +70,5 @@ def used_gib() -> float | None:
 
 
 def peak_gib() -> float | None:
-    """The most that torch held for tensors in this process so far."""
+    """Return the peak GiB that torch held for tensors in this process."""
     return torch.cuda.max_memory_allocated() / GIB if torch.cuda.is_available() else None

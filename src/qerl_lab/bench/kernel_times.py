@@ -1,4 +1,4 @@
-"""Where the time of a decoded token goes: the GPU's kernels by name, as torch's profiler sees them in whole calls.
+"""Split the time of a decoded token by GPU kernel, with torch's profiler.
 
 Two calls are profiled, one of more tokens. What the longer one has more is decoding alone, as in `rollout.Calls`, and
 around the middle of those tokens, so that attention reads as much as in the timed calls. What two prefills differ by is
@@ -14,15 +14,15 @@ from typing import NamedTuple
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+from qerl_lab.bench.bench_options import Row
 from qerl_lab.bench.gpu import wait
-from qerl_lab.bench.options import Row
 
 SPAN = 64  # tokens that the longer call has more, where there are as many
 LONGEST = 60  # characters of a name
 
 
 class Kernel(NamedTuple):
-    """A launch on the GPU, microseconds of one clock."""
+    """One kernel launch; start and end in microseconds."""
 
     name: str
     start: float
@@ -30,20 +30,20 @@ class Kernel(NamedTuple):
 
 
 def of_token(call: Callable[[int], object], short: int, new: int) -> Row:
-    """What `differences` gives of `call(n)`, which samples n tokens of every completion, from `short` to `new`."""
+    """Profile `call(n)`, which samples n tokens, at two n from `short` to `new`; return their `differences`."""
     first, last = ends(short, new)
     few, many = (launches(call, tokens) for tokens in (first, last))
     return differences(few, many, last - first)
 
 
 def ends(short: int, new: int) -> tuple[int, int]:
-    """The tokens of the two calls: `SPAN` apart, around the middle of `short` and `new`, and within them."""
+    """Return the tokens of the two calls: `SPAN` apart around the middle of `short` and `new`, and within them."""
     first = max(short, (short + new - SPAN) // 2)
     return first, min(new, first + SPAN)
 
 
 def launches(call: Callable[[int], object], tokens: int) -> list[Kernel]:
-    """What ran on the GPU in a call; copies count."""
+    """Return every kernel and copy that ran on the GPU during a call."""
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         call(tokens)
         wait()
@@ -52,7 +52,7 @@ def launches(call: Callable[[int], object], tokens: int) -> list[Kernel]:
 
 
 def differences(few: Sequence[Kernel], many: Sequence[Kernel], tokens: int) -> Row:
-    """What `many` has more than `few`, by token: `busy_us`, microseconds in which any kernel ran, and `kernels`.
+    """Return per token what `many` has more than `few`: `busy_us`, when any kernel ran, and `kernels`.
 
     Each of `kernels` is a name with its launches and microseconds, the longest first. They add up to more than
     `busy_us` where kernels overlap: one that may begin early waits for the one ahead, and is seen to run.
@@ -71,7 +71,7 @@ def differences(few: Sequence[Kernel], many: Sequence[Kernel], tokens: int) -> R
 
 
 def busy(kernels: Iterable[Kernel]) -> float:
-    """Microseconds in which any of them runs."""
+    """Return the microseconds in which at least one kernel runs."""
     total, until = 0.0, float("-inf")
     for _, start, end in sorted(kernels, key=lambda kernel: kernel.start):
         total += max(0.0, end - max(start, until))
@@ -80,6 +80,6 @@ def busy(kernels: Iterable[Kernel]) -> float:
 
 
 def short(name: str) -> str:
-    """A kernel's name without the arguments of its template and its call."""
+    """Return a kernel's name without template and call arguments."""
     plain = re.sub(r"^void |[<(].*$", "", name.replace("(anonymous namespace)", ""))
     return plain[:LONGEST] or name[:LONGEST]

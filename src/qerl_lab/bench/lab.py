@@ -1,4 +1,4 @@
-"""The lab's own engine for a benchmark, and the policy of a random checkpoint."""
+"""Build the lab's own policy and engine on a random checkpoint."""
 
 import time
 from dataclasses import dataclass
@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from qerl_lab import aqn, rollout
-from qerl_lab.bench.arms import Job
-from qerl_lab.bench.options import Row
+from qerl_lab.bench.arm_processes import Job
+from qerl_lab.bench.bench_options import Row
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.config.units import GIB
 from qerl_lab.model.linear import weight_bytes
@@ -17,16 +17,16 @@ from qerl_lab.rollout.engine import Engine, Sampling
 
 
 class RandomPolicy(Policy):
-    """A policy of a random checkpoint, whose own end token cannot be sampled: engines refuse to look for it."""
+    """A policy without its tokenizer's end token, which a random checkpoint cannot sample and engines refuse."""
 
     def end_ids(self) -> list[int]:
-        """Token ids that end a completion: none, or those of `random_model.end_ids`."""
+        """Return the token ids that end a completion: none, or those of `random_model.end_ids`."""
         return [index for index in super().end_ids() if index != self.tokenizer.eos_token_id]
 
 
 @dataclass
 class Built:
-    """A policy whose adapter is the job's, its engine, and what building them took."""
+    """Policy with the job's adapter, engine, and in `row` the seconds and GiB of building them."""
 
     cfg: RunConfig
     policy: Policy
@@ -51,13 +51,13 @@ def build(job: Job) -> Built:
 
 
 def base_bytes(policy: Policy) -> int:
-    """Bytes of the trainer's base, without the adapter: what TRL's arms count too."""
+    """Return the bytes of the trainer's base without the adapter, as TRL's arms count them."""
     learned = sum(parameter.nbytes for parameter in policy.model.parameters() if parameter.requires_grad)
     return weight_bytes(policy.model).total - learned
 
 
 class LabSampler:
-    """The lab's engine, as `rollout.measure` asks it."""
+    """The lab's engine as a `rollout.Sampler`."""
 
     def __init__(self, engine: Any, row: Row) -> None:
         self.engine, self.llm, self.row = engine, engine.llm, row  # `llm` is vLLM's object, which not every engine has

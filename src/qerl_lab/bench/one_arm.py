@@ -1,4 +1,4 @@
-"""The process of one arm: `python -m qerl_lab.bench.one_arm JOB.json ROWS.jsonl PARENT`. Started by `bench.arms`."""
+"""Measure one arm: `python -m qerl_lab.bench.one_arm JOB.json ROWS.jsonl PARENT`, started by `arm_processes.py`."""
 
 import json
 import sys
@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
-from qerl_lab.bench.arms import Job, read_job
-from qerl_lab.bench.options import Row
+from qerl_lab.bench.arm_processes import Job, read_job
+from qerl_lab.bench.bench_options import Row
 from qerl_lab.config.message import in_one_line
 from qerl_lab.processes import end_with
 from qerl_lab.terminal import quiet_third_parties
@@ -17,7 +17,7 @@ LONGEST = 300  # characters of a reason
 
 
 def main(words: list[str]) -> None:
-    """Measure the job, and append each row as soon as it is there. End with the process PARENT, by its id."""
+    """Measure the job, append each row at once, and end when the process PARENT ends."""
     asked, out, parent = words
     end_with(int(parent))
     job = read_job(Path(asked))
@@ -33,14 +33,18 @@ def main(words: list[str]) -> None:
 
 
 def rows_of(job: Job) -> Iterator[Row]:
-    """The rows of a job's benchmark."""
+    """Measure the job by the file of its benchmark and of its trainer; vLLM and TRL are imported only where needed."""
     if job.benchmark == "rollout":
         from qerl_lab.bench import rollout
 
         return rollout.rows(job)
-    from qerl_lab.bench import step
+    if job.arm.is_baseline:
+        from qerl_lab.bench import stock_trl
 
-    return step.rows(job)
+        return stock_trl.rows(job)
+    from qerl_lab.bench import grpo_step
+
+    return grpo_step.rows(job)
 
 
 def write(file: TextIO, row: Row) -> None:

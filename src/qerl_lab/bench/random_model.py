@@ -68,7 +68,7 @@ class RandomWeights:
 
 
 def config_of(architecture: dict[str, Any]) -> Qwen2Config:
-    """The configuration of a Qwen2.5; `end_ids` says what ends a completion."""
+    """Return a Qwen2.5 configuration without an end token: `end_ids` says what ends a completion."""
     return Qwen2Config(
         **architecture, architectures=["Qwen2ForCausalLM"], max_position_embeddings=32_768, rope_theta=1e6,
         bos_token_id=None, pad_token_id=0, eos_token_id=None, dtype=torch.bfloat16,
@@ -78,7 +78,7 @@ def config_of(architecture: dict[str, Any]) -> Qwen2Config:
 def plan(
     architecture: dict[str, Any], weight_format: Format, device: torch.device
 ) -> tuple[RandomWeights, list[rtn.Shard]]:
-    """The weights, and the files that they would be: `Shard.bytes` is the size of one. Makes no tensor."""
+    """Return the source of weights and the planned files; `Shard.bytes` is the size of one. Makes no tensor."""
     source = RandomWeights(config_of(architecture), device)
     linears = source.linears if weight_format.BLOCK is not None else []
     return source, rtn.plan(source, linears, weight_format, SHARD_BYTES)
@@ -112,7 +112,7 @@ def write(
 
 
 def end_ids(vocabulary: int, mean_tokens: float) -> list[int]:
-    """Token ids that end a completion: the one that cannot be sampled, and with `mean_tokens` a share of the rest.
+    """Return the end tokens: one that cannot be sampled, and with `mean_tokens` a random share of the vocabulary.
 
     Random logits are near to uniform, so that each token ends its completion with probability 1 / `mean_tokens`:
     lengths are geometric.
@@ -123,7 +123,7 @@ def end_ids(vocabulary: int, mean_tokens: float) -> list[int]:
 
 
 def tokenizer_of(vocabulary: int) -> PreTrainedTokenizerFast:
-    """A tokenizer in which each letter is a token. Token 0 pads; the end token is one beyond the vocabulary.
+    """Make a tokenizer with a token for each letter. Token 0 pads; the end token lies beyond the vocabulary.
 
     It is byte-level BPE without merges, because transformers reads the tokenizer of every Qwen2 as BPE.
     """
@@ -138,25 +138,25 @@ def tokenizer_of(vocabulary: int) -> PreTrainedTokenizerFast:
 
 
 def prompt_ids(count: int, length: int, vocabulary: int, seed: int) -> list[list[int]]:
-    """`count` prompts of `length` random tokens; those of another seed begin otherwise."""
+    """Return `count` prompts of `length` random tokens, seeded."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(1, vocabulary, (count, length), generator=generator).tolist()
 
 
 def prompt_texts(count: int, length: int) -> list[str]:
-    """`count` texts of `length` random letters, which are as many tokens."""
+    """Return `count` texts of `length` random letters, one token each."""
     letters = random.Random(0)
     return ["".join(letters.choices(string.ascii_letters, k=length)) for _ in range(count)]
 
 
 def plain_lora(rank: int) -> LoraConfig:
-    """PEFT's own configuration of an adapter on the layers of the schema, with scaling 1."""
+    """Return PEFT's configuration of an adapter on the schema's layers, with scaling 1."""
     targets = list(RunConfig().lora.target_modules)
     return LoraConfig(r=rank, lora_alpha=rank, target_modules=targets, task_type="CAUSAL_LM")
 
 
 def write_adapter(folder: Path, architecture: dict[str, Any], rank: int) -> None:
-    """Write an adapter as PEFT does, whose product is small and not zero."""
+    """Write a random adapter as PEFT does; its product is small and not zero."""
     base = RandomWeights(config_of(architecture), torch.device("cpu"))
     generator, tensors = torch.Generator().manual_seed(rank), dict[str, Tensor]()
     for name in base.linears:

@@ -1,4 +1,4 @@
-"""Rollouts of one arm: completion tokens per second of whole calls, prefill included, and of decoding alone.
+"""Measure an arm's rollouts: completion tokens per second of whole calls, prefill included, and of decoding alone.
 
 Every call has prompts that no call had before, so that no prefix cache can help. Each completion must have as many
 tokens as were asked for.
@@ -11,14 +11,14 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 from qerl_lab.bench import kernel_times, random_model
-from qerl_lab.bench.arms import Job, wait_for_turn
+from qerl_lab.bench.arm_processes import Job, wait_for_turn
+from qerl_lab.bench.bench_options import Row
 from qerl_lab.bench.gpu import Clocks, peak_gib, used_gib, wait
-from qerl_lab.bench.options import Row
 from qerl_lab.config.units import GIB
 
 
 class Sampler(Protocol):
-    """An engine under test. `llm` is vLLM's object, `row` what building it told."""
+    """An engine under test. `llm` is vLLM's LLM; `row` has what was measured while it was built."""
 
     @property
     def llm(self) -> Any: ...
@@ -27,7 +27,7 @@ class Sampler(Protocol):
     def row(self) -> Row: ...
 
     def renew(self) -> None:
-        """Take the adapter over, and forget all prompts."""
+        """Load the adapter again, and clear the prefix cache."""
 
     def generate(self, prompt_ids_P: list[list[int]], new: int, seed: int) -> list[list[float]]:
         """Sample one completion of `new` tokens of each prompt: their log-probs."""
@@ -74,7 +74,7 @@ def measure(sampler: Sampler, job: Job) -> Iterator[Row]:
 
 
 class Calls:
-    """The calls of one batch: whole ones and, for the speed of decoding alone, short ones."""
+    """Timed calls of one batch size: whole ones, and short ones to get the speed of decoding alone."""
 
     def __init__(self, sampler: Sampler, job: Job, batch: int) -> None:
         self.sampler, self.job, self.batch = sampler, job, batch
@@ -85,7 +85,7 @@ class Calls:
         self.host: list[float] = []
 
     def run(self) -> Row:
-        """Time them in turn, after a whole and a short call that do not count."""
+        """Time whole and short calls in turn, after one of each as a warm-up."""
         self.seconds(self.new)
         self.seconds(self.short)
         self.sync.clear()
@@ -103,7 +103,7 @@ class Calls:
         }  # fmt: skip
 
     def seconds(self, new: int) -> float:
-        """Sample `new` tokens of each of fresh prompts. Raises RuntimeError for another number, or for no text."""
+        """Return the seconds to sample `new` tokens for each of `batch` fresh prompts. Raises as `check` does."""
         options = self.job.options
         self.count += 1
         seed = 1_000_000 * self.batch + self.count
@@ -138,20 +138,20 @@ def check(logprobs_P: list[list[float]], batch: int, new: int) -> float:
 
 
 def memory(llm: Any) -> Row:
-    """GiB of vLLM's weights, the lab's dense adapter included and the buffers of vLLM's own LoRA not; of its cache."""
+    """Return GiB of vLLM's weights (with the lab's dense adapter, without vLLM's LoRA buffers) and of its cache."""
     weights = llm.apply_model(model_bytes)[0]
     cache = llm.llm_engine.vllm_config.cache_config.kv_cache_memory_bytes  # null where a share of the GPU was asked for
     return {"weights_gib": weights / GIB, "kv_gib": cache and cache / GIB}
 
 
 def model_bytes(model: Any) -> int:
-    """Bytes of the parameters and buffers of vLLM's model, shared ones once."""
+    """Return the bytes of a model's parameters and buffers; shared ones count once."""
     tensors = {tensor.data_ptr(): tensor for tensor in [*model.parameters(), *model.buffers()]}
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
 def settings(llm: Any) -> Row:
-    """What decides vLLM's speed beside the arm: a comparison across different ones compares something else."""
+    """Return vLLM's settings that change its speed; arms are comparable only where these agree."""
     config = llm.llm_engine.vllm_config
     scheduler, cache = config.scheduler_config, config.cache_config
     return {

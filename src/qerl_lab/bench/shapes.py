@@ -1,4 +1,4 @@
-"""Architectures that are measured. Only shapes matter: weights are random."""
+"""Shapes of the measured architectures; weights are random."""
 
 from typing import Any
 

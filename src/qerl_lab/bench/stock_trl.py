@@ -1,8 +1,10 @@
-"""The baseline of steps: TRL's GRPOTrainer with vLLM in its process, as they are. The words of the arm go over its
-GRPOConfig."""
+"""Measure the baseline of GRPO steps: TRL's GRPOTrainer with vLLM in its process, unchanged. An arm's words override
+its GRPOConfig."""
 
 import math
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +14,12 @@ from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from qerl_lab.bench import random_model
-from qerl_lab.bench.arms import Job
+from qerl_lab.bench.arm_config import kv_gib
+from qerl_lab.bench.arm_processes import Job
+from qerl_lab.bench.bench_options import Row
 from qerl_lab.bench.gpu import Clocks, wait
-from qerl_lab.bench.options import Row
+from qerl_lab.bench.grpo_step import Step, coin, peaks, row_of, task
 from qerl_lab.bench.rollout import memory, settings
-from qerl_lab.bench.run_of import kv_gib
-from qerl_lab.bench.step import Step, coin, peaks, row_of, task
 from qerl_lab.config.units import GIB
 from qerl_lab.tasks import Question
 
@@ -26,7 +28,7 @@ SPARE_GIB = 8  # for vLLM's activations and CUDA graphs
 
 
 class Watch(TrainerCallback):
-    """Times each step, as the lab's clock does, and notes what TRL logs of it."""
+    """Times each step as the lab's trainer does, and keeps what TRL logs of it."""
 
     def __init__(self, completions: int) -> None:
         self.completions, self.found, self._started, self._seconds = completions, list[Step](), 0.0, 0.0
@@ -47,8 +49,14 @@ class Watch(TrainerCallback):
             )  # fmt: skip
 
 
+def rows(job: Job) -> Iterator[Row]:
+    """Train, and yield one row of the steps after the first; phases are not measured."""
+    with tempfile.TemporaryDirectory(dir=Path(job.folder).parent) as folder:
+        yield train(job, Path(folder))
+
+
 def train(job: Job, folder: Path) -> Row:
-    """Train by TRL, and return what its steps took; phases are not told apart."""
+    """Train by TRL, and return what its steps took."""
     watch = Watch(job.options["groups"] * job.options["group_size"])
     started = time.perf_counter()
     trainer = GRPOTrainer(
@@ -70,19 +78,19 @@ def train(job: Job, folder: Path) -> Row:
 
 
 def held(parameter: torch.nn.Parameter) -> int:
-    """Bytes of a weight, and of its scales where bitsandbytes has packed it."""
+    """Return the bytes of a weight, with its scales where bitsandbytes packed it."""
     packed = getattr(parameter, "quant_state", None)
     scales = packed.as_dict(packed=True).values() if packed is not None else ()
     return parameter.nbytes + sum(tensor.nbytes for tensor in scales)
 
 
 def reward(completions: list[str], **_: Any) -> list[float]:
-    """TRL's reward function: the same grading as the lab's arms have."""
+    """Score completions for TRL as the lab's arms are scored."""
     return coin(completions, [Question("", "", "0")] * len(completions))["answer"].tolist()
 
 
 def arguments(job: Job, folder: Path) -> dict[str, Any]:
-    """What GRPOConfig is given: the sizes that the lab's trainer gets too, and else its defaults."""
+    """Return GRPOConfig's arguments: the sizes of the lab's arms, and TRL's defaults for the rest."""
     options = job.options
     completions = options["groups"] * options["group_size"]
     return {
@@ -98,7 +106,7 @@ def arguments(job: Job, folder: Path) -> dict[str, Any]:
 
 
 def share(job: Job) -> float:
-    """The share of the GPU that vLLM gets: TRL's own, or what weights and key-value cache take if that is more."""
+    """Return vLLM's share of the GPU: TRL's default, or what weights and key-value cache need if that is more."""
     if not torch.cuda.is_available():
         return TRLS_SHARE
     options = job.options

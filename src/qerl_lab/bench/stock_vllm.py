@@ -1,6 +1,6 @@
-"""The baseline of rollouts: vLLM as it is, with the adapter as a LoRARequest, in one process as TRL has it.
+"""Build the baseline of rollouts: unchanged vLLM with the adapter as a LoRARequest, in one process as TRL has it.
 
-The only file outside of the room `rollout/vllm/` that imports vllm: a baseline owes nothing to the engine it judges.
+This is the only file outside `rollout/vllm/` that imports vllm: a baseline shares no code with the engine it judges.
 """
 
 import os
@@ -10,14 +10,14 @@ from typing import Any
 from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest
 
-from qerl_lab.bench.arms import Job
-from qerl_lab.bench.run_of import kv_gib
+from qerl_lab.bench.arm_config import kv_gib
+from qerl_lab.bench.arm_processes import Job
 from qerl_lab.config.units import GIB
 from qerl_lab.rollout.vllm.adapter import max_rank
 
 
 class StockSampler:
-    """vLLM over the checkpoint of a job. The words of the arm go over the arguments of `LLM`."""
+    """vLLM on a job's checkpoint. The arm's words override the arguments of `LLM`."""
 
     def __init__(self, job: Job) -> None:
         started = time.perf_counter()
@@ -26,7 +26,7 @@ class StockSampler:
         self.row = {"start_seconds": time.perf_counter() - started}
 
     def renew(self) -> None:
-        """Read the adapter again, and forget the prefix cache."""
+        """Load the adapter again, and clear the prefix cache."""
         self.llm.llm_engine.add_lora(LoRARequest("policy", 1, self.request.lora_path, load_inplace=True))
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("vLLM kept its prefix cache")
@@ -42,7 +42,7 @@ class StockSampler:
 
 
 def arguments(job: Job) -> dict[str, Any]:
-    """What `LLM` is given: the sizes that the lab's engine gets too, and else its defaults."""
+    """Return the arguments of `LLM`: the sizes of the lab's engine, and vLLM's defaults for the rest."""
     options = job.options
     batch, longest = max(options["batches"]), options["prompt"] + options["new"]
     return {

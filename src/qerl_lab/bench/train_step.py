@@ -1,4 +1,4 @@
-"""LoRA training step of a whole model: forward, backward and optimizer, with gradient checkpointing.
+"""Measure the LoRA training step of a whole model: forward, backward and optimizer, with gradient checkpointing.
 
 The step is the trainer's: PEFT's adapters in float32 under bfloat16 autocast, and TRL's head. That head computes
 log-probabilities and entropies in chunks, so that the logits of a 152k vocabulary never stand in memory whole.
@@ -20,8 +20,8 @@ from transformers import PreTrainedModel, Qwen2Config
 from trl.trainer.utils import add_fused_lm_head
 
 from qerl_lab import formats
-from qerl_lab.bench.linear import linear4bit
-from qerl_lab.bench.options import Row, TrainStepOptions
+from qerl_lab.bench.bench_options import Row, TrainStepOptions
+from qerl_lab.bench.linears import linear4bit
 from qerl_lab.bench.random_model import RandomWeights, plain_lora
 from qerl_lab.bench.shapes import ARCHITECTURES
 from qerl_lab.config.schema import FormatConfig, RunConfig
@@ -41,7 +41,7 @@ class Trained:
 
 
 def build(options: TrainStepOptions, arm: str) -> Trained:
-    """Build a format of ours; for `bf16_peft` and `qlora` a dense base and Linear4bit, under PEFT's own LoRA."""
+    """Build an arm: a format of the lab; for `bf16_peft` and `qlora` a dense base or Linear4bit under PEFT's LoRA."""
     before = torch.cuda.memory_allocated()
     config = Qwen2Config(**ARCHITECTURES[options.model], dtype=torch.bfloat16, attn_implementation="sdpa")
     weight_format = formats.build(FormatConfig(name=arm if arm in formats.FORMATS else "bf16"))
@@ -92,7 +92,7 @@ def full_logits_loss(model: PeftModel, ids: Tensor) -> Tensor:
 
 
 def train_step(arm: Trained, ids: Tensor, micro: int, loss: Callable[[PeftModel, Tensor], Tensor]) -> None:
-    """Do one optimizer update on `ids[sequences, length]`, `micro` sequences at a time."""
+    """Make one optimizer update on `ids[sequences, length]`, `micro` sequences at a time."""
     for part in ids.split(micro):
         with torch.autocast("cuda", torch.bfloat16):
             value = loss(arm.model, part)
@@ -139,7 +139,7 @@ def _held(arm: Trained) -> int:
 
 
 def _measured(work: Callable[[], None]) -> tuple[float, int]:
-    """Do `work`: its seconds, and the highest number of bytes allocated."""
+    """Run `work`; return its seconds and the peak of allocated bytes."""
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()

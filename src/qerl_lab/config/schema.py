@@ -34,10 +34,11 @@ class ModelConfig:
         POCKET, "hub id, directory (dense, or packed in the run's format), FILE.gguf, or `pocket` (embedded)"
     )
     revision: str | None = option(
-        None, "branch, tag or commit on the hub; null is the newest, and no hash notices a newer one: a commit pins it"
+        None, "branch, tag or commit on the hub; null is the newest, which may change: only a commit pins it"
     )
     hash: str | None = option(
-        None, "12 hex digits of what is in that directory or GGUF file; the command fills it in; null: pocket, a hub id"
+        None,
+        "hash of the directory's or GGUF file's content, 12 hex digits, set by the command; null: pocket, a hub id",
     )
     dtype: str = option("auto", "compute dtype; auto is bfloat16 on a GPU, float32 on a CPU", choices=DTYPES)
     attention: str = option(
@@ -50,7 +51,7 @@ class ModelConfig:
 class FormatConfig:
     name: str = option("nvfp4", "weight format of the frozen base: a name in qerl_lab.formats.FORMATS")
     ignore: list[str] = option(
-        ["lm_head"], "Linear layers left dense: full name, its last parts, a module that they are in, or re:PATTERN"
+        ["lm_head"], "Linear layers left dense: full name, its last parts, a module that holds them, or re:PATTERN"
     )
     dense_cache: str = option(
         "auto", "keep dequantized weights too: auto is on for a CPU; a GPU refuses on", choices=("auto", "on", "off")
@@ -78,19 +79,19 @@ class LoraConfig:
         "Linear layers that get an adapter (paper, Eq. 2)",
     )
     start_from: str | None = option(
-        None, "adapter to begin with: directory of a finished run, or a PEFT adapter's; null: fresh ones"
+        None, "initial adapter: directory of a finished run, or of a PEFT adapter; null: new ones"
     )
-    start_hash: str | None = option(None, "12 hex digits of that adapter's SHA-256; the command fills it in")
+    start_hash: str | None = option(None, "that adapter's SHA-256, 12 hex digits, set by the command")
 
 
 @dataclass
 class AqnSolverConfig:
     prompts: int = option(
-        64, "completions without noise on which sigma is solved, of the questions that come next", at_least=1,
+        64, "completions without noise on which sigma is solved, on the next questions", at_least=1,
         at_most=4096,
     )  # fmt: skip
     draws: int = option(
-        8, "draws of the noise, of the stage's own steps, that share the completions", at_least=1, at_most=64
+        8, "draws of the noise, from steps of the stage, on the same completions", at_least=1, at_most=64
     )
     tolerance: float = option(0.05, "relative gap of KL and target at which the search ends", at_least=1e-3, at_most=1)
     probes: int = option(12, "most sigmas tried in a stage", at_least=2, at_most=100)
@@ -99,11 +100,11 @@ class AqnSolverConfig:
 @dataclass
 class AqnAdaptiveConfig:
     factor: float = option(
-        1.01, "sigma is multiplied or divided by it after a step (arXiv 1706.01905, App. C; 2602.02555's code)",
+        1.01, "multiplies or divides sigma after a step (arXiv 1706.01905, App. C; 2602.02555's code)",
         above=1, at_most=10,
     )  # fmt: skip
     band: float = option(
-        1.1, "KL from target / band to target x band leaves sigma alone (2602.02555's code; 1: 1706.01905's rule)",
+        1.1, "sigma stays while KL is within target / band and target x band (2602.02555's code; 1: 1706.01905)",
         at_least=1, at_most=100,
     )  # fmt: skip
 
@@ -111,18 +112,18 @@ class AqnAdaptiveConfig:
 @dataclass
 class AqnConfig:
     schedule: str = option(
-        "off", "how noise falls over the stages; adaptive keeps a KL instead; off adds no noise", choices=SCHEDULES
+        "off", "how noise falls over the stages; adaptive holds a KL instead; off adds no noise", choices=SCHEDULES
     )
     unit: str = option(
-        "sigma", "what the schedule states: sigma, or KL(noisy || clean), for which sigma is found",
+        "sigma", "what the schedule sets: sigma, or KL(noisy || clean), from which sigma is solved",
         choices=("sigma", "kl"),
     )  # fmt: skip
     sigma_start: float = option(
-        1e-2, "noise standard deviation in the first noisy stage (Table 4); with unit=kl where the search begins",
+        1e-2, "noise standard deviation in the first noisy stage (Table 4); with unit=kl the start of the search",
         at_least=0, at_most=10,
     )  # fmt: skip
     sigma_end: float = option(5e-4, "noise standard deviation in the last stage (Table 4)", at_least=0, at_most=10)
-    relative: bool = option(False, "sigma is in units of each norm's own root mean square, not the same for all norms")
+    relative: bool = option(False, "sigma is in units of each norm's root mean square, instead of equal for all norms")
     kl_start: float = option(
         3e-3, "KL(noisy || clean) in nats per token in the first noisy stage, adaptive: always (2602.02555's code)",
         at_least=0, at_most=10, unit="nats per token",
@@ -131,8 +132,8 @@ class AqnConfig:
         1e-4, "KL in the last stage (bfloat16's rounding alone is 3e-5 to 9e-4, by model)", at_least=0, at_most=10,
         unit="nats per token",
     )  # fmt: skip
-    sigma_min: float = option(1e-6, "least sigma that a KL is given (2602.02555's code)", at_least=1e-9, at_most=10)
-    sigma_max: float = option(0.5, "largest sigma that a KL is given (2602.02555's code)", at_least=1e-9, at_most=10)
+    sigma_min: float = option(1e-6, "smallest sigma for a KL (2602.02555's code)", at_least=1e-9, at_most=10)
+    sigma_max: float = option(0.5, "largest sigma for a KL (2602.02555's code)", at_least=1e-9, at_most=10)
     stages: int = option(10, "number of equal stages K (Sec. 3.3)", at_least=1, at_most=999_999)
     reading: str = option(
         "released",
@@ -141,14 +142,14 @@ class AqnConfig:
     )
     scope: str = option(
         "rollout",
-        "where the noise lives: in the sampler only, or in the trainer's forward too",
+        "where the noise acts: only in the sampler, or in the trainer's forward too",
         choices=("rollout", "rollout_and_train"),
     )
     norms: list[str] = option(
         ["input_layernorm", "post_attention_layernorm"], "RMSNorm layers that get noise, by the last part of their name"
     )
     probe_prompts: int = option(
-        4, "completions per step that measure KL(noisy || clean sampler) and the kernels' gap; 0: none", at_least=0
+        4, "completions per step to measure KL(noisy || clean sampler) and the kernels' gap; 0: none", at_least=0
     )
     solver: AqnSolverConfig = field(default_factory=AqnSolverConfig)  # how sigma is found for a KL of the schedule
     adaptive: AqnAdaptiveConfig = field(default_factory=AqnAdaptiveConfig)
@@ -168,7 +169,7 @@ class AlgorithmConfig:
         at_least=0, at_most=1e3,
     )  # fmt: skip
     kl_estimator: str = option(
-        "k3_ratio", "k3 as the GRPO paper has it, or times the ratio: its gradient is then the KL's (2512.02556)",
+        "k3_ratio", "k3 as in the GRPO paper, or k3 times the ratio, which has the KL's gradient (2512.02556)",
         choices=KL_ESTIMATORS,
     )  # fmt: skip
     normalize_std: bool = option(True, "divide advantages by the group's standard deviation (Eq. 4)")
@@ -180,27 +181,25 @@ class AlgorithmConfig:
         1, "passes over one rollout's completions (mu of the GRPO paper)", at_least=1, at_most=1024
     )
     mask_truncated: bool = option(False, "leave completions without an end token out of the loss")
-    dynamic_sampling: bool = option(
-        False, "replace groups whose completions all earned the same by further questions (DAPO, Eq. 11)"
-    )
+    dynamic_sampling: bool = option(False, "replace groups with equal rewards by new questions (DAPO, Eq. 11)")
     max_resamples: int = option(
-        10, "further rollouts of a step at most; groups without a signal fill what is missing then",
+        10, "most extra rollouts of a step; then groups with equal rewards fill the batch",
         at_least=1, at_most=1000,
     )  # fmt: skip
     overlong_buffer_tokens: int | None = option(
-        0, "last tokens before rollout.max_completion_tokens in which the reward falls by 1 (DAPO, Eq. 13); 0: none; "
-        "null: a fifth of them, as DAPO has it", at_least=0, at_most=1_048_576, unit="tokens",
+        0, "last tokens before rollout.max_completion_tokens over which the reward falls by 1 (DAPO, Eq. 13); 0: "
+        "none; null: a fifth of them, as in DAPO", at_least=0, at_most=1_048_576, unit="tokens",
     )  # fmt: skip
     entropy_coef: float = option(
-        0.0, "weight of the entropy in the objective, a bonus for exploring; the first one if it is adaptive",
+        0.0, "weight of the entropy bonus in the objective; the initial weight if it is adaptive",
         at_least=0, at_most=10,
     )  # fmt: skip
     entropy_target: float | None = option(
-        None, "the bonus acts at or below this entropy, and its weight adapts (2505.22312); null: fixed",
+        None, "the bonus acts at or below this entropy, with an adaptive weight (2505.22312); null: fixed",
         above=0, at_most=100, unit="nats per token",
     )  # fmt: skip
     entropy_coef_step: float = option(
-        0.005, "an update adds it to an adaptive weight at or below the target, and takes it off above",
+        0.005, "added to the adaptive weight per update at or below the target, subtracted above",
         above=0, at_most=1,
     )  # fmt: skip
     entropy_coef_max: float = option(1.0, "largest adaptive weight", above=0, at_most=10)
@@ -208,28 +207,26 @@ class AlgorithmConfig:
 
 @dataclass
 class RolloutConfig:
-    engine: str = option("transformers", "what turns prompts into completions", choices=ENGINES)
+    engine: str = option("transformers", "engine that samples completions", choices=ENGINES)
     prompts_per_step: int = option(16, "questions per step", at_least=1, at_most=65_536)
     group_size: int = option(
         8, "completions per question, G (Table 4: 8 on GSM8K, 16 on BigMath)", at_least=2, at_most=4096
     )
     max_prompt_tokens: int = option(
-        1024, "longer questions are left out of the data, and counted", at_least=1, at_most=1_048_576, unit="tokens"
+        1024, "longer questions are dropped and counted", at_least=1, at_most=1_048_576, unit="tokens"
     )
     max_completion_tokens: int = option(
         4096, "longest completion (Table 4: 4096 GSM8K, 8192 BigMath)", at_least=1, at_most=1_048_576, unit="tokens"
     )
     temperature: float = option(1.0, "sampling temperature (Table 4)", at_least=0.01, at_most=100)
-    batch_size: int = option(
-        512, "most completions generated at once, here and in evaluation", at_least=1, at_most=65_536
-    )
+    batch_size: int = option(512, "most completions generated at once, in evaluation too", at_least=1, at_most=65_536)
     importance_correction: str = option(
         "token_truncate", "correction for the gap between sampler and trainer (TRL's formulas); off: none; in_ratio: "
-        "the clipped ratio is the one to the sampler",
+        "clip the ratio to the sampler",
         choices=CORRECTIONS,
     )  # fmt: skip
     importance_clip_max: float = option(
-        3.0, "upper bound of that ratio (TRL's default; others take about 2, a bound that cuts more often)",
+        3.0, "upper bound of that ratio (TRL's default; others use about 2, which cuts more often)",
         at_least=1, at_most=1e6,
     )  # fmt: skip
     vllm: VllmConfig = field(default_factory=VllmConfig)  # the keys of one engine, under its name
@@ -238,18 +235,22 @@ class RolloutConfig:
 
 @dataclass
 class OptimConfig:
-    name: str = option("adamw", "adamw_8bit is the paper's (bitsandbytes, GPU)", choices=("adamw", "adamw_8bit"))
+    name: str = option(
+        "adamw", "optimizer; the paper uses adamw_8bit (bitsandbytes, GPU)", choices=("adamw", "adamw_8bit")
+    )
     learning_rate: float = option(1e-5, "peak learning rate (Table 4: 1e-5; its BF16 arm: 5e-6)", at_least=0, at_most=1)
     schedule: str = option("constant", "learning rate after the warm-up", choices=("constant", "linear", "cosine"))
     warmup_ratio: float = option(0.0, "share of the updates with linear warm-up", at_least=0, at_most=1)
     weight_decay: float = option(0.0, "decoupled weight decay", at_least=0, at_most=1e3)
     beta1: float = option(0.9, "first moment decay of Adam", at_least=0, at_most=0.9999)
     beta2: float = option(0.99, "second moment decay of Adam", at_least=0, at_most=0.99999)
-    max_grad_norm: float = option(1.0, "gradient clipping norm; a huge one never clips", at_least=1e-6, at_most=1e12)
+    max_grad_norm: float = option(
+        1.0, "gradient clipping norm; a very large one never clips", at_least=1e-6, at_most=1e12
+    )
     micro_batch_size: int = option(8, "completions per forward and backward pass", at_least=1, at_most=65_536)
     packing: str = option(
-        "auto", "train without padding, by an attention of its own; auto does on a GPU with model.attention=sdpa, "
-        "unless the model's has windows, a cap or dropout",
+        "auto", "train without padding, with a special attention; auto: on a GPU with model.attention=sdpa, unless "
+        "the model's attention has windows, a cap or dropout",
         choices=("auto", "on", "off"),
     )  # fmt: skip
 
@@ -264,16 +265,16 @@ class TrackingConfig:
 @dataclass
 class EvalConfig:
     questions: int = option(
-        256, "held-out questions before and after training, 2 or more; 0 is no evaluation", at_least=0
+        256, "held-out questions before and after training, at least 2; 0: no evaluation", at_least=0
     )
     samples: int = option(4, "sampled completions per question; accuracy is their mean", at_least=1, at_most=4096)
     temperature: float = option(0.6, "sampling temperature (Sec. 4.1: 0.6)", at_least=0.01, at_most=100)
     top_p: float = option(0.95, "nucleus sampling (Sec. 4.1: 0.95)", above=0, at_most=1)
     every: int = option(
-        0, "steps from one evaluation during training to the next, from step 0 on; 0: none", at_least=0, unit="steps"
+        0, "steps between evaluations during training, from step 0 on; 0: none", at_least=0, unit="steps"
     )
-    subset_questions: int = option(64, "first held-out questions, which eval.every asks each time", at_least=1)
-    subset_samples: int = option(1, "sampled completions of each of these", at_least=1, at_most=4096)
+    subset_questions: int = option(64, "number of first held-out questions that eval.every asks", at_least=1)
+    subset_samples: int = option(1, "sampled completions for each of these", at_least=1, at_most=4096)
 
 
 @dataclass
@@ -283,7 +284,7 @@ class CheckpointConfig:
     )
     keep: int = option(
         2,
-        "newest checkpoints kept; 0: one until the run is done, then none: it cannot be given more steps",
+        "newest checkpoints kept; 0: one until the run is done, then none, so it cannot be extended",
         at_least=0,
     )
 
@@ -307,37 +308,33 @@ class RunConfig:
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     experiment: str = option("adhoc", "name of the arm; +experiment=NAME sets it")
-    differs_in: list[str] = option([], "keys in which this arm differs from experiment=bf16, held by a test")
+    differs_in: list[str] = option([], "keys in which this arm differs from experiment=bf16; a test checks them")
     scale: str = option(POCKET, "name of the scale; scale=NAME sets it")
     seed: int = option(0, "seeds data order, adapters, sampling and noise", at_least=0, at_most=2**32 - 1)
     steps: int = option(
-        600, "rollouts; each is followed by updates_per_rollout x num_iterations updates", at_least=1, at_most=999_999
+        600, "training steps: a rollout, then updates_per_rollout x num_iterations updates", at_least=1, at_most=999_999
     )
-    extended: list[int] = option([], "steps at which the finished run was extended: resume=RUN_DIR steps=N adds one")
+    extended: list[int] = option([], "steps at which the finished run was extended (resume=RUN_DIR steps=N)")
     device: str = option("auto", "auto takes a GPU if there is one", choices=DEVICES)
     gpus: int = option(
-        1, "processes that share each step, a GPU each; with device=cpu on the CPU", at_least=1, at_most=64
+        1, "processes that share each step, one GPU each; with device=cpu on the CPU", at_least=1, at_most=64
     )
     cpu_threads: int = option(
         2, "torch threads on a CPU (runs side by side need 1 each); 0: all cores", at_least=0, at_most=1024
     )
     dry_run: bool = option(False, "check every job of the command, print what would run, and stop")
-    resume: str | None = option(None, "continue the run, or the sweep, in this directory with its own configuration")
-    rerun: bool = option(False, "sweep: begin every job anew, also those that an earlier sweep of this name has")
-    jobs: int = option(
-        1, "sweep: jobs at once; on this machine's cores give each cpu_threads=1", at_least=1, at_most=1024
-    )
+    resume: str | None = option(None, "continue the run or sweep in this directory with its own configuration")
+    rerun: bool = option(False, "sweep: run every job again, even those that an earlier sweep of this name has")
+    jobs: int = option(1, "sweep: jobs at once; on a CPU add cpu_threads=1", at_least=1, at_most=1024)
     jobs_per_gpu: int = option(
-        1, "sweep with jobs above 1: jobs that share a GPU; others get GPUs of their own", at_least=1, at_most=64
+        1, "sweep with jobs above 1: jobs that share a GPU; 1: each has its own", at_least=1, at_most=64
     )
     launcher: str = option(
-        "local", "sweep: where its jobs run: here, or on a cluster that sees this directory", choices=LAUNCHERS
+        "local", "sweep: where jobs run: here, or on a cluster that shares this directory", choices=LAUNCHERS
     )
-    slurm: str = option("", "sweep with launcher=slurm: flags of sbatch, between quotes; its time limit is one of them")
-    preregistration: str | None = option(
-        None, "file of claims, committed before the run, that it is made to test (docs/verdicts.md)"
-    )
-    preregistration_sha256: str | None = option(None, "that file's SHA-256; the command fills it in")
+    slurm: str = option("", "sweep with launcher=slurm: flags of sbatch in quotes, such as the time limit")
+    preregistration: str | None = option(None, "file of claims to test, committed before the run (docs/verdicts.md)")
+    preregistration_sha256: str | None = option(None, "that file's SHA-256, set by the command")
     run_dir: str = option("", "where the run's record goes; empty is runs/<experiment>/seed<seed>/<time>")
 
     @property

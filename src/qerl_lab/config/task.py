@@ -16,7 +16,7 @@ PAPER_INSTRUCTION = (
 class ArithmeticConfig:
     min_steps: int = option(2, "fewest operations of a problem", at_least=1, at_most=6)
     max_steps: int = option(3, "most operations of a problem", at_least=1, at_most=6)
-    max_operand: int = option(9, "largest number that a problem states", at_least=2, at_most=1000)
+    max_operand: int = option(9, "largest number in a problem", at_least=2, at_most=1000)
 
 
 @dataclass
@@ -26,10 +26,10 @@ class BigMathConfig:
 
 @dataclass
 class CodeIoConfig:
-    min_level: int = option(1, "easiest problems: 1 one step over a list, 2 several, or texts, 3 short algorithms",
+    min_level: int = option(1, "easiest problems: 1 one step over a list, 2 several steps or texts, 3 short algorithms",
                             at_least=1, at_most=3)  # fmt: skip
     max_level: int = option(3, "hardest problems", at_least=1, at_most=3)
-    tests: int = option(8, "hidden tests of a problem that is made by rule", at_least=2, at_most=100)
+    tests: int = option(8, "hidden tests of a generated problem", at_least=2, at_most=100)
     tests_reward: float = option(0.5, "reward for the share of tests passed", at_least=0, at_most=1e3, unit="reward")
     seconds: int = option(2, "CPU time of a program on one test, in whole seconds", at_least=1, at_most=600, unit="s")
     memory_mib: int = option(256, "address space of a program in MiB", at_least=64, at_most=1_048_576, unit="MiB")
@@ -37,7 +37,7 @@ class CodeIoConfig:
 
 @dataclass
 class Gsm8kConfig:
-    max_steps: int | None = option(None, "most steps of a question, the lines of its solution above ####; null: all",
+    max_steps: int | None = option(None, "most steps of a question (lines of its solution above ####); null: all",
                                    at_least=1, at_most=20)  # fmt: skip
 
 
@@ -52,27 +52,25 @@ class ColumnsConfig:
 
     question: str | None = option(None, "column of the question")
     answer: str | None = option(None, "column of the known answer")
-    id: str | None = option(None, "column of an id that no two rows share; empty: the number of the row")
-    tests: str | None = option(None, "column of the tests of a program, each with input and output")
+    id: str | None = option(None, "column of a unique id; empty: the number of the row")
+    tests: str | None = option(None, "column of a program's tests, each with input and output")
 
 
 @dataclass
 class TaskConfig:
     name: str = option("arithmetic", "the task: a module of qerl_lab.tasks")
     path: str | None = option(
-        None, "directory with train and test as .jsonl or .parquet, such a file, or hub id; null: the task's own"
+        None, "directory with train and test as .jsonl or .parquet, one such file, or hub id; null: the task's own"
     )
-    module: str | None = option(
-        None, "FILE.py of your own: its train, heldout, grade and weights take the place of the task's"
-    )
-    module_hash: str | None = option(None, "12 hex digits of that file's SHA-256; the command fills it in")
+    module: str | None = option(None, "your own FILE.py: its train, heldout, grade and weights replace the task's")
+    module_hash: str | None = option(None, "that file's SHA-256, 12 hex digits, set by the command")
     instruction: str = option(PAPER_INSTRUCTION, "system message sent with every question; empty sends none")
     format_reward: float = option(
         0.2, "reward for <think>..</think><answer>..</answer>", at_least=0, at_most=1e3, unit="reward"
     )
     format_reward_for: str = option(
         "any",
-        "completions that earn format_reward when they keep the format: any; thought: those with a letter or digit "
+        "completions in the format that earn format_reward: any; thought: those with a letter or digit "
         "inside <think>; right: those with the right answer",
         choices=("any", "thought", "right"),
     )

@@ -6,7 +6,7 @@ from typing import Any
 from qerl_lab import exits
 
 with exits.starting(__name__):
-    from qerl_lab import imports, terminal
+    from qerl_lab import terminal
     from qerl_lab.cli.grammar import Command, main_of
     from qerl_lab.config.option import ConfigError, option
     from qerl_lab.config.schema import POCKET
@@ -32,8 +32,7 @@ def sigma(options: SigmaOptions) -> None:
     """Print the KL of each format and each sigma. Raises ConfigError for a model that cannot be measured."""
     if not options.sigmas and not options.kls:
         raise ConfigError("sigmas=[] is empty; allowed: numbers above 0. Type for example sigmas=[0.05,0.1].")
-    with imports.kept():
-        terminal.quiet_third_parties()  # some log on import
+    with terminal.quiet_imports():
         from qerl_lab.evaluate.sigma import measure
 
     measure(options.model, options.sigmas, options.kls, options.relative)
@@ -43,8 +42,7 @@ def accuracy(options: AccuracyOptions) -> None:
     """Evaluate on the benchmarks and print the table. Raises ConfigError for invalid options, and what `run` raises."""
     check_accuracy(options)
     try:
-        with imports.kept():
-            terminal.quiet_third_parties()
+        with terminal.quiet_imports():
             from qerl_lab.evaluate.examination import run
 
         run(options)
@@ -63,8 +61,7 @@ def compare(options: CompareOptions) -> None:
 def entropy(options: EntropyOptions) -> None:
     """Print entropy, KL and weight error of every format. Raises ConfigError for invalid options."""
     check_entropy(options)
-    with imports.kept():
-        terminal.quiet_third_parties()
+    with terminal.quiet_imports():
         from qerl_lab.evaluate.entropy import run
 
     run(options)

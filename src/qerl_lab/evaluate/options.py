@@ -14,45 +14,45 @@ SMALL_SAMPLES = 16
 
 @dataclass
 class AccuracyOptions:
-    run: str = option("", "directory of a finished run: its base, in its format, with its final adapter")
+    run: str = option("", "directory of a finished run: evaluate its base, in its format, with its final adapter")
     model: str = option("", "or a model alone: Hugging Face id, local directory, FILE.gguf, or `pocket`")
     revision: str | None = option(None, "model=: branch, tag or commit on the hub; null is the newest")
-    format: str | None = option(
-        None, "model=: weight format; null is the one that it is stored in, bf16 of a dense one"
-    )
-    adapter: bool = option(True, "run=: with the adapter; false is the base alone")
-    benchmarks: list[str] = option([], "tasks, NAME or NAME:PATH (as task.path); none is the run's own task")
-    questions: int = option(0, "first questions of each; 0: all", at_least=0)
+    format: str | None = option(None, "model=: weight format; null is the stored one, bf16 for a dense model")
+    adapter: bool = option(True, "run=: use the adapter; false evaluates only the base")
+    benchmarks: list[str] = option([], "tasks, NAME or NAME:PATH (as task.path); none means the run's own task")
+    questions: int = option(0, "how many first questions of each; 0: all", at_least=0)
     samples: int | None = option(
         None,
-        f"samples of a question; null is the run's eval.samples, of a model {EvalConfig().samples}; of AIME and AMC "
+        f"samples per question; null is the run's eval.samples, or {EvalConfig().samples} with model=; AIME, AMC: "
         f"{SMALL_SAMPLES}, 1 if greedy",
         at_least=1, at_most=4096,
     )  # fmt: skip
     temperature: float | None = option(
         None,
-        "sampling temperature, 0 is greedy; null is the run's eval.temperature, of a model "
-        f"{EvalConfig().temperature:g} (Sec. 4.1)",
+        "sampling temperature, 0 is greedy; null is the run's eval.temperature, or "
+        f"{EvalConfig().temperature:g} with model= (Sec. 4.1)",
         at_least=0, at_most=100,
     )  # fmt: skip
     top_p: float | None = option(
-        None, f"nucleus sampling; null is the run's eval.top_p, of a model {EvalConfig().top_p:g} (Sec. 4.1)",
+        None, f"nucleus sampling; null is the run's eval.top_p, or {EvalConfig().top_p:g} with model= (Sec. 4.1)",
         above=0, at_most=1,
     )  # fmt: skip
-    seed: int | None = option(None, "of the draw; null is the run's, 0 of a model", at_least=0, at_most=2**32 - 1)
-    instruction: str | None = option(None, "system message; null is the run's, or the one of the task's YAML")
+    seed: int | None = option(
+        None, "seeds the sampling; null is the run's, or 0 with model=", at_least=0, at_most=2**32 - 1
+    )
+    instruction: str | None = option(None, "system message; null is the run's, or that in the task's YAML")
     max_prompt_tokens: int | None = option(
-        None, "longer questions are left out, and counted; null is the run's", at_least=1
+        None, "longer questions are dropped and counted; null is the run's", at_least=1
     )
     max_completion_tokens: int | None = option(None, "longest completion; null is the run's", at_least=1)
     common: bool = option(
-        False, "also through the engine that all arms share: the base dequantized to BF16, and adapter"
+        False, "also with one engine common to all arms: the base dequantized to BF16, with the adapter"
     )
-    rollout: str | None = option(None, "engine; null is the run's, transformers of a model", choices=ENGINES)
+    rollout: str | None = option(None, "engine; null is the run's, or transformers with model=", choices=ENGINES)
     device: str = option("auto", "auto takes a GPU if there is one", choices=DEVICES)
     batch_size: int | None = option(None, "most completions generated at once; null is the run's", at_least=1)
-    out: str | None = option(None, "directory to write; null is one of its own below the run, or below evaluations/")
-    overwrite: bool = option(False, "replace what another configuration wrote to `out`")
+    out: str | None = option(None, "directory to write; null is a new one below the run, or below evaluations/")
+    overwrite: bool = option(False, "replace another configuration's files in `out`")
 
 
 def check_accuracy(options: AccuracyOptions) -> None:
@@ -115,8 +115,8 @@ def split(spec: str) -> tuple[str, str | None]:
 
 @dataclass
 class CompareOptions:
-    csv: str | None = option(None, "file to write, a row a question: its difference")
-    directories: list[str] = option([], "A and B: directories of evaluations or of their runs, or above several seeds")
+    csv: str | None = option(None, "file to write: the difference by question")
+    directories: list[str] = option([], "A and B: directories of evaluations, of their runs, or of several seeds")
 
 
 def check_compare(options: CompareOptions) -> None:
@@ -139,19 +139,19 @@ class EntropyOptions:
     methods: list[str] = option(
         ["rtn"], "rounding: rtn; gptq and awq, which calibrate (extra `quantize`)", choices=METHODS
     )
-    checkpoints: list[str] = option([], "packed directories to measure too, however they were made")
+    checkpoints: list[str] = option([], "packed directories to measure too, of any origin")
     prompts: str = option("arithmetic", "task whose evaluation questions are the prompts, NAME or NAME:PATH")
-    questions: int = option(64, "first questions of it", at_least=2)
+    questions: int = option(64, "how many of its first questions", at_least=2)
     max_completion_tokens: int = option(128, "longest completion that the dense model samples", at_least=1)
-    seed: int = option(0, "of that draw, and of calibration", at_least=0, at_most=2**32 - 1)
-    parts: bool = option(True, "also the dense weights plus one part of the error alone, of rtn: which part does what")
+    seed: int = option(0, "seeds that sampling, and calibration", at_least=0, at_most=2**32 - 1)
+    parts: bool = option(True, "also measure dense weights plus each single part of rtn's error: which part does what")
     dataset: str | None = option(None, "gptq, awq: calibration texts, .txt, .jsonl or hub id; null is quantize's")
     samples: int = option(256, "gptq, awq: calibration sequences (paper: 256)", at_least=1)
-    tokens: int = option(2048, "gptq, awq: tokens of each (paper: 2048)", at_least=1)
+    tokens: int = option(2048, "gptq, awq: tokens per sequence (paper: 2048)", at_least=1)
     device: str = option("auto", "auto takes a GPU if there is one", choices=DEVICES)
     batch_size: int = option(32, "texts in one forward pass", at_least=1)
-    out: str | None = option(None, "directory to write; null is one of its own below evaluations/")
-    overwrite: bool = option(False, "replace what another configuration wrote to `out`")
+    out: str | None = option(None, "directory to write; null is a new one below evaluations/")
+    overwrite: bool = option(False, "replace another configuration's files in `out`")
 
 
 def check_entropy(options: EntropyOptions) -> None:

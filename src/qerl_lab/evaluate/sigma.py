@@ -17,7 +17,6 @@ from qerl_lab.model import policy
 from qerl_lab.model.files import local_folder
 from qerl_lab.model.loading import refuse_packed
 from qerl_lab.model.policy import Policy
-from qerl_lab.pocket.teacher import task_config
 from qerl_lab.rollout.engine import Sampling
 
 QUESTIONS, DRAWS = 64, 8
@@ -65,7 +64,7 @@ def load(path: str, weight_format: str, device: torch.device) -> Policy:
 
 def sampled_pairs(path: str, device: torch.device) -> tuple[Policy, kl.Pairs]:
     """Return the BF16 policy and the (prompt, completion) token ids it sampled for held-out arithmetic questions."""
-    task = tasks.load(task_config())
+    task = tasks.load(tasks.configured("arithmetic"))
     base = load(path, "bf16", device)
     prompts = [base.prompt_ids(task.messages(question)) for question in task.heldout[:QUESTIONS]]
     out = rollout.build(RunConfig(), base).generate(prompts, 1, Sampling(max_tokens=64, seed=0))

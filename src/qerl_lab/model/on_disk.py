@@ -20,7 +20,7 @@ from qerl_lab.config.schema import DENSE_FORMAT, POCKET, RunConfig
 from qerl_lab.config.spelling import listed, shell_word
 from qerl_lab.model import gguf
 
-ASSETS = Path(__file__).parents[1] / "pocket" / "assets"
+ASSETS = Path(__file__).with_name("pocket")
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 HEAD = "lm_head"  # output layer of a causal LM; in no file if tied to the embedding
 # 4-bit weights are stored two per byte, as U8.

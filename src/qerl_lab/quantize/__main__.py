@@ -9,10 +9,10 @@ import sys
 from qerl_lab import exits
 
 with exits.starting(__name__):
-    from qerl_lab import imports, terminal
+    from qerl_lab import terminal
     from qerl_lab.cli.grammar import Command
     from qerl_lab.cli.launch import CHILD_ENVIRONMENT
-    from qerl_lab.quantize.options import QuantizeOptions, check
+    from qerl_lab.quantize.quantize_options import QuantizeOptions, check
 
 
 def quantize(options: QuantizeOptions) -> None:
@@ -22,9 +22,8 @@ def quantize(options: QuantizeOptions) -> None:
     calm = {} if sys.stderr.isatty() else {"TQDM_MININTERVAL": "30"}
     os.environ |= {name: value for name, value in (CHILD_ENVIRONMENT | calm).items() if name not in os.environ}
     try:
-        with imports.kept():
-            terminal.quiet_third_parties()  # some log on import
-            from qerl_lab.quantize.run import run
+        with terminal.quiet_imports():
+            from qerl_lab.quantize.quantize_model import run
 
         run(options)
     except KeyboardInterrupt:

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from qerl_lab import tasks
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import DENSE_FORMAT, FormatConfig, ModelConfig, RunConfig
 from qerl_lab.evaluate import kl
 from qerl_lab.model import policy
 from qerl_lab.model.chat import Chat
-from qerl_lab.pocket.teacher import task_config
-from qerl_lab.quantize.options import QuantizeOptions
+from qerl_lab.quantize.quantize_options import QuantizeOptions
 from qerl_lab.tasks import arithmetic
 from qerl_lab.tasks.answers.completion import left_to_say
 
@@ -80,7 +80,7 @@ def logprobs(model: PreTrainedModel, pair: tuple[list[int], list[int]]) -> Tenso
 
 def problem_pairs(tokenizer: Any) -> kl.Pairs:
     """Make word problems with worked solutions, which every tokenizer can encode; the solutions are compared."""
-    rng, cfg = random.Random(0), task_config()
+    rng, cfg = random.Random(0), tasks.configured("arithmetic")
     pairs, chat = [], Chat(tokenizer)
     for problem in [arithmetic.problem(rng, cfg) for _ in range(PROBLEMS)]:
         given = _asked(chat, cfg.instruction, problem.text)

@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Pretra
 
 from qerl_lab.config.option import ConfigError
 from qerl_lab.quantize import calibration
-from qerl_lab.quantize.options import SCHEMES, QuantizeOptions
+from qerl_lab.quantize.quantize_options import SCHEMES, QuantizeOptions
 
 if TYPE_CHECKING:
     from llmcompressor.modifiers import Modifier

@@ -18,7 +18,7 @@ from qerl_lab.config.records import QUALITY
 from qerl_lab.disk import replace_file, strict_json
 from qerl_lab.model.files import WeightFiles, noted
 from qerl_lab.quantize import divergence, sqnr
-from qerl_lab.quantize.options import QuantizeOptions
+from qerl_lab.quantize.quantize_options import QuantizeOptions
 from qerl_lab.record.environment import environment
 from qerl_lab.report import plots
 

@@ -38,14 +38,14 @@ METRICS: dict[str, Metric] = {
     "reward/std": Metric("reward", "standard deviation of the reward over the step's completions"),
     PART: Metric(
         "reward",
-        "mean of one part alone, weight x score; every task has answer, and format as task.format_reward_for pays it",
+        "mean of one part, weight x score; every task has answer, and format (paid as task.format_reward_for says)",
     ),
-    "reward/overlong": Metric("reward", "mean of the punishment of algorithm.overlong_buffer_tokens"),
+    "reward/overlong": Metric("reward", "mean punishment of algorithm.overlong_buffer_tokens"),
     "reward/unparsed": Metric(
-        "fraction", "completions whose answer could not be read, or not be compared in time: it counts as wrong"
+        "fraction", "completions whose answer could not be read, or not compared in time: they count as wrong"
     ),
     "reward/zero_variance_groups": Metric(
-        "fraction", "groups whose completions all earned the same: their advantages are 0"
+        "fraction", "groups with equal rewards: their advantages are 0"
     ),
     "policy/entropy_nats": Metric(
         "nats",
@@ -54,14 +54,14 @@ METRICS: dict[str, Metric] = {
     ),
     "policy/kl_reference": Metric(
         "nats",
-        "KL of the policy from the base, which has no adapter and no noise: algorithm.kl_estimator, mean over the "
-        "tokens of the loss",
+        "KL of the policy from the base (no adapter, no noise) by algorithm.kl_estimator, mean over the tokens in "
+        "the loss",
         trl="kl", over="tokens",
     ),
     "policy/clip_fraction": Metric(
         "fraction",
-        "tokens of the loss whose probability ratio was clipped, either side (algorithm.mask_truncated keeps truncated "
-        "completions out of the loss); with algorithm=gspo completions, those out of the loss too",
+        "tokens in the loss whose probability ratio was clipped on either side (algorithm.mask_truncated excludes "
+        "truncated completions); with algorithm=gspo completions, excluded ones too",
         trl="clip_ratio/region_mean", over="ratios",
     ),
     "policy/clip_fraction_low": Metric(
@@ -72,97 +72,97 @@ METRICS: dict[str, Metric] = {
     ),
     "policy/weight_cut_fraction": Metric(
         "fraction",
-        "tokens of the loss with a positive advantage whose weight was cut to 1 + epsilon_high; algorithm=cispo alone, "
-        "which has it in place of the three above",
+        "tokens in the loss with a positive advantage whose weight was cut to 1 + epsilon_high; only with "
+        "algorithm=cispo, in place of the three above",
         trl="cispo_clip_ratio", over="ratios",
     ),
     "policy/entropy_coef": Metric(
         "1",
-        "weight of the entropy bonus after the step; an adaptive one is applied in the next update if the entropy of "
-        "the last was at or below algorithm.entropy_target",
+        "weight of the entropy bonus after the step; an adaptive one applies in the next update if the last entropy "
+        "was at or below algorithm.entropy_target",
     ),
     "policy/loss": Metric("1", "loss, mean over the step's updates", trl="loss"),
     "policy/grad_norm": Metric("1", "gradient norm before clipping, of the step's last update", trl="grad_norm"),
     "policy/learning_rate": Metric("1", "learning rate of the step's last update", trl="learning_rate"),
     "sampler/entropy_nats": Metric(
         "nats",
-        "entropy of the noisy sampler at rollout.temperature, mean over all completion tokens; absent where the engine "
-        "never sees the whole vocabulary",
+        "entropy of the noisy sampler at rollout.temperature, mean over all completion tokens; absent if the engine "
+        "never has log-probs of the whole vocabulary",
     ),
     "sampler/logprob_gap_mean": Metric(
-        "nats", "mean over all completion tokens of abs(sampler - trainer) log-probability; kernels and noise together"
+        "nats", "mean abs(sampler - trainer) log-prob over all completion tokens, due to kernels and noise together"
     ),
     "sampler/logprob_gap_max": Metric(
-        "nats", "largest abs(sampler - trainer) log-probability of a completion token"
+        "nats", "largest abs(sampler - trainer) log-prob of a completion token"
     ),
     "sampler/importance_ratio_mean": Metric(
         "1",
-        "mean trainer / sampler probability as corrected, over all completion tokens (over completions with the "
+        "mean corrected trainer / sampler probability ratio over all completion tokens (over completions with "
         "sequence corrections)",
     ),
     "sampler/kl_k1_nats": Metric(
         "nats",
-        "KL of the sampler from the trainer by the estimator k1: mean over all completion tokens of sampler - trainer "
-        "log-probability; may be below 0",
+        "KL of the sampler from the trainer, estimator k1: mean sampler - trainer log-prob over all completion "
+        "tokens; may be below 0",
     ),
     "sampler/kl_k3_nats": Metric(
         "nats",
-        "KL of the sampler from the trainer by Schulman's k3: mean over all completion tokens of r - 1 - log r, r the "
-        "uncorrected trainer / sampler probability; never below 0",
+        "KL of the sampler from the trainer, Schulman's k3: mean r - 1 - log r over all completion tokens, r the "
+        "uncorrected trainer / sampler probability ratio; never below 0",
     ),
     "sampler/effective_sample_size": Metric(
         "fraction",
-        "(sum r)^2 / (N sum r^2) over all N completion tokens, r the uncorrected trainer / sampler probability",
+        "(sum r)^2 / (N sum r^2) over all N completion tokens, r the uncorrected trainer / sampler probability ratio",
     ),
     "sampler/importance_clipped_fraction": Metric(
         "fraction",
-        "completion tokens whose ratio, or whose completion's with the sequence corrections, was above "
-        "rollout.importance_clip_max and so lowered or made 0; 0 with rollout.importance_correction=off and in_ratio",
+        "completion tokens with a ratio (with sequence corrections: in a completion with a ratio) above "
+        "rollout.importance_clip_max, lowered or set to 0; 0 with rollout.importance_correction=off and in_ratio",
     ),
     "sampler/kernel_gap_mean": Metric(
         "nats",
-        "mean abs(sampler - trainer) log-probability with the engine's norms on both sides, over the tokens of "
-        "aqn.probe_prompts completions, without noise over all: what is left is the arithmetic of the engine, or an "
-        "error",
+        "mean abs(sampler - trainer) log-prob with the engine's norms on both sides, over the tokens of "
+        "aqn.probe_prompts completions (all completions without noise): what remains is the engine's arithmetic, or "
+        "a bug",
     ),
-    "sampler/kernel_gap_max": Metric("nats", "largest of the differences of sampler/kernel_gap_mean"),
+    "sampler/kernel_gap_max": Metric("nats", "largest single difference in sampler/kernel_gap_mean"),
     "rollout/tokens_per_second": Metric("tokens/s", "completion tokens / seconds/rollout"),
-    "rollout/completion_tokens": Metric("tokens", "mean length of a completion, truncated ones too"),
+    "rollout/completion_tokens": Metric("tokens", "mean length of a completion, truncated ones included"),
     "rollout/truncated_fraction": Metric("fraction", "completions without an end token, cut at max_completion_tokens"),
     "rollout/engine_restarts": Metric(
-        "1", "how often the step was sampled again, by a new engine, because one had failed: 0 or 1"
+        "1", "how often the step was sampled again with a new engine after a failure: 0 or 1"
     ),
     "rollout/prompts_drawn": Metric(
-        "questions", "questions that were asked; with algorithm.dynamic_sampling more than rollout.prompts_per_step"
+        "questions", "questions sampled; with algorithm.dynamic_sampling more than rollout.prompts_per_step"
     ),
-    "rollout/resamples": Metric("1", "further rollouts of the step, which dynamic sampling asked for"),
-    "rollout/resampled_tokens": Metric("tokens", "completion tokens of those further rollouts"),
+    "rollout/resamples": Metric("1", "extra rollouts of the step for dynamic sampling"),
+    "rollout/resampled_tokens": Metric("tokens", "completion tokens of those extra rollouts"),
     "rollout/groups_dropped": Metric(
-        "questions", "sampled questions that the step does not train on: all of their completions earned the same"
+        "questions", "sampled questions that the step does not train on, as their completions have equal rewards"
     ),
     "rollout/groups_dropped_unsolved": Metric(
-        "questions", "those of rollout/groups_dropped that no completion earned anything of the answer's reward for"
+        "questions", "part of rollout/groups_dropped: no completion earned any reward for the answer"
     ),
     "rollout/groups_flat": Metric(
         "questions",
-        "questions of the batch that say nothing, and fill it because algorithm.max_resamples was reached",
+        "questions with equal rewards that fill the batch because algorithm.max_resamples was reached",
     ),
     "step/seconds": Metric("s", "wall time of the whole step, until the device is done"),
     "step/tokens_per_second": Metric("tokens/s", "completion tokens / step/seconds"),
     "seconds/rollout": Metric("s", "wall time of generation"),
     "seconds/resample": Metric(
-        "s", "part of seconds/rollout: generation in the further rollouts of dynamic sampling, of the slowest process"
+        "s", "part of seconds/rollout: generation in the extra rollouts of dynamic sampling, in the slowest process"
     ),
     "seconds/reward": Metric("s", "wall time of decoding and grading the completions"),
-    "seconds/train": Metric("s", "the rest of step/seconds: log-probabilities, loss, backward and optimizer"),
+    "seconds/train": Metric("s", "the rest of step/seconds: log-probs, loss, backward and optimizer"),
     "seconds/sync": Metric(
         "s",
-        "wall time of handing adapter and noisy norms to the engine, and of its sleep and waking (rollout.vllm.sleep)",
+        "wall time of sending adapter and noisy norms to the engine, and of its sleep and waking (rollout.vllm.sleep)",
     ),
     "seconds/wait": Metric(
         "s",
-        "with gpus above 1 alone: wall time in which the process that keeps the record waits for slower ones, after "
-        "its own rollout and elsewhere; not in other seconds/*, but seconds/train has what backward passes wait",
+        "only with gpus above 1: wall time that the recording process waits for slower ones after its rollout and "
+        "elsewhere; not part of other seconds/*, except that seconds/train includes waits in backward passes",
     ),
     "seconds/probe": Metric("s", "wall time of measuring the noise (noise/*) and the sampler (sampler/kernel_gap_*)"),
     "noise/sigma": Metric(
@@ -173,30 +173,30 @@ METRICS: dict[str, Metric] = {
         "standard deviation of the engine's norm weights minus the clean ones, with aqn.relative each divided by its "
         "norm's root mean square; within 5% of noise/sigma where that is 1e-4 or more, since norms are float32",
     ),
-    "noise/kl_target": Metric("nats", "KL per token that the schedule asks for, with aqn.unit=kl"),
+    "noise/kl_target": Metric("nats", "target KL per token of the schedule, with aqn.unit=kl"),
     "noise/kl_solved": Metric(
         "nats",
-        "KL per token that noise/sigma was measured to have when its stage began: over "
-        "aqn.solver.prompts completions sampled without noise, which aqn.solver.draws noises share",
+        "KL per token measured for noise/sigma when its stage began, over aqn.solver.prompts completions sampled "
+        "without noise and shared by aqn.solver.draws noise draws",
     ),
-    "noise/probes": Metric("1", "sigmas that were tried when the stage began"),
+    "noise/probes": Metric("1", "sigmas tried when the stage began"),
     "noise/kl_nats": Metric(
         "nats",
-        "KL of the policy with the engine's norms from the policy with clean ones, mean per token of "
-        "aqn.probe_prompts completions; 0, and nothing is computed, where the engine's norms are the clean ones",
+        "KL of the policy with the engine's norms from the policy with clean norms, mean per token of "
+        "aqn.probe_prompts completions; 0 without computation if the engine's norms are clean",
     ),
     "memory/rss_gib": Metric("GiB", "largest resident memory of the run's process so far"),
     "memory/gpu_peak_gib": Metric(
-        "GiB", "largest GPU memory allocated by torch so far; a key-value cache counts while it sleeps too"
+        "GiB", "largest GPU memory allocated by torch so far; a sleeping key-value cache still counts"
     ),
     "eval/accuracy": Metric("fraction", "held-out sampled answers that are right; step 0 is before training"),
     "eval/gain": Metric("fraction", "eval/accuracy after training minus before, paired by question"),
     "eval/gain_low": Metric("fraction", "lower end of the 95% interval of eval/gain over the questions"),
     "eval/gain_high": Metric("fraction", "upper end of the 95% interval of eval/gain over the questions"),
-    "eval/format": Metric("fraction", "held-out completions in the asked format"),
+    "eval/format": Metric("fraction", "held-out completions in the required format"),
     "eval/completion_tokens": Metric("tokens", "mean length of a held-out completion"),
     "eval/truncated_fraction": Metric(
-        "fraction", "held-out completions cut at max_completion_tokens; they are graded as they are, so mostly wrong"
+        "fraction", "held-out completions cut at max_completion_tokens; graded as they are, so mostly wrong"
     ),
     "eval/entropy_nats": Metric(
         "nats",
@@ -204,12 +204,12 @@ METRICS: dict[str, Metric] = {
         "entropies are at rollout.temperature) and before the cut of eval.top_p; absent as sampler/entropy_nats is",
     ),
     "eval/subset_accuracy": Metric(
-        "fraction", "sampled answers that are right of the first eval.subset_questions, every eval.every steps"
+        "fraction", "right sampled answers to the first eval.subset_questions (the subset), every eval.every steps"
     ),
-    "eval/subset_format": Metric("fraction", "completions of these in the asked format"),
-    "eval/subset_completion_tokens": Metric("tokens", "mean length of a completion of these"),
-    "eval/subset_truncated_fraction": Metric("fraction", "as eval/truncated_fraction, of these"),
-    "eval/subset_entropy_nats": Metric("nats", "as eval/entropy_nats, over the completions of these"),
+    "eval/subset_format": Metric("fraction", "subset completions in the required format"),
+    "eval/subset_completion_tokens": Metric("tokens", "mean length of a subset completion"),
+    "eval/subset_truncated_fraction": Metric("fraction", "as eval/truncated_fraction, on the subset"),
+    "eval/subset_entropy_nats": Metric("nats", "as eval/entropy_nats, on the subset"),
 }  # fmt: skip
 
 

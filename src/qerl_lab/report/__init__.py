@@ -1,1 +1,1 @@
-"""Tables and figures of records. Reads run directories and MLflow only; imports no torch."""
+"""Tables and figures of recorded runs. Reads run directories and MLflow only; imports no torch."""

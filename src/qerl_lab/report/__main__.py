@@ -1,6 +1,6 @@
-"""`python -m qerl_lab.report DIR ... KEY=VALUE ...`: the arms of run directories in one table. Needs no MLflow.
+"""`python -m qerl_lab.report DIR ... KEY=VALUE ...`: compare the arms of run directories in one table.
 
-`python -m qerl_lab.report verdicts DIR ...` holds them against the paper's claims.
+`python -m qerl_lab.report verdicts DIR ...` tests the paper's claims on them. Neither needs MLflow.
 """
 
 import shlex
@@ -42,7 +42,7 @@ class ReportOptions:
 
 
 def report(options: ReportOptions) -> None:
-    """Print the arms, and write the files that were asked for. Raises ConfigError where one has nothing to hold."""
+    """Print the table of arms and write the requested files. Raises ConfigError for an option that has no effect."""
     from qerl_lab.report import comparison, palette, plots  # pandas, scipy and matplotlib take a second
 
     if options.bench and not options.out:
@@ -91,7 +91,7 @@ class VerdictsOptions:
 
 
 def verdicts(options: VerdictsOptions) -> None:
-    """Print the verdicts on claims, the paper's by default, and write the files that were asked for."""
+    """Print the verdicts on the claims (default: the paper's) and write the requested files."""
     from qerl_lab.report import claims, verdict_tables
     from qerl_lab.report.verdicts import judge
 
@@ -111,7 +111,10 @@ def verdicts(options: VerdictsOptions) -> None:
 
 
 def _read(options: ReportOptions | VerdictsOptions) -> "Comparison":
-    """Every run that the words name. Raises ConfigError where there is none; without `out` where none counts, too."""
+    """Read every run that the options name.
+
+    Raises ConfigError if there is none, or if none counts and the report is not written to `out`.
+    """
     from qerl_lab.report import comparison, frames, mirrored
 
     if options.tracking_uri and not options.mlflow:
@@ -130,7 +133,7 @@ def _read(options: ReportOptions | VerdictsOptions) -> "Comparison":
 
 
 def _typed(options: ReportOptions | VerdictsOptions) -> str:
-    """The words that say which runs were read."""
+    """Return the command-line words that select the runs, without secrets."""
     claims = ",".join(options.claims) if isinstance(options, VerdictsOptions) else None
     named = (("mlflow", options.mlflow), ("tracking_uri", options.tracking_uri), ("claims", claims))
     return shlex.join([*options.sweep, *(f"{key}={url_without_secrets(value)}" for key, value in named if value)])

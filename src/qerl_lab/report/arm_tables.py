@@ -1,4 +1,4 @@
-"""The arms of a report in the shape of the paper's tables, the paper's number beside ours, and against the baseline."""
+"""Tables of arms in the layout of the paper's tables: our number, the paper's, and the difference to the baseline."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -24,7 +24,7 @@ SEVEN = "Qwen2.5-7B-Instruct"
 
 
 def tables(comparison: Comparison, baseline: str | None) -> list[Table]:
-    """Every table of a report; none where no run counts."""
+    """Build every table of a report; an empty list if no run counts."""
     if not comparison.arms:
         return []
     against = []
@@ -59,7 +59,7 @@ def _accuracies(comparison: Comparison) -> Table:
 
 SIZES = ("7B", "14B", "32B")
 BENCHMARKS = ("MATH500", "AIME24", "AIME25", "AMC23", "average of 4")
-# Rows of Table 2, (method, weight format) there, and the settings of the arm of ours that answers to one.
+# Rows of Table 2 as (method, weight format), each with the settings of our matching arm.
 TABLE_2: tuple[tuple[tuple[str, str], Settings | None], ...] = (
     (("none", "BF16"), None),
     (("none", "NVFP4"), None),
@@ -92,12 +92,12 @@ def _rows_of_table_2(comparison: Comparison, size: str) -> Iterator[list[str]]:
 
 
 def _is_of(run: Run, size: str) -> bool:
-    """Whether a run is one on BigMath with the paper's model of this size."""
+    """Return whether a run trained on BigMath with the paper's model of this size."""
     return run.value("task.name") == BIGMATH and f"qwen2.5-{size}-".lower() in run.value("model.path").lower()
 
 
 def _on_bigmath(comparison: Comparison, size: str, wanted: Settings) -> list[str]:
-    """How many of the runs that answer to a row finished, and the accuracy of each arm of them."""
+    """Return two cells: how many matching runs finished, and the accuracy of each of their arms."""
 
     def fits(run: Run) -> bool:
         return wanted.items() <= run.settings.items() and _is_of(run, size)
@@ -119,7 +119,7 @@ def _passed(records: Sequence[Record]) -> str:
 
 @dataclass(frozen=True)
 class _Measure:
-    """A column of differences: `sign` is that of better, 0 where none is; a `ratio` is compared as one."""
+    """A column of differences: `sign` is 1 or -1 for the better direction, 0 for none; `ratio` compares logarithms."""
 
     label: str
     name: str
@@ -160,7 +160,7 @@ Gap = tuple[str, str, str]  # arm, measure, and why there is no difference
 
 
 def _against_control(records: Sequence[Record], control: Sequence[Record]) -> Iterator[tuple[str, list[str], str]]:
-    """Each measure with its cells, or with none and why there are none."""
+    """Yield each measure with its cells, or with no cells and the reason."""
     if not _share_a_seed(records, control):
         yield "every measure", [], "the two share no seed"
         return
@@ -176,7 +176,7 @@ def _against_control(records: Sequence[Record], control: Sequence[Record]) -> It
 
 
 def _left_out(gaps: Sequence[Gap], others: int) -> str:
-    """A line on the measures without a difference: those of the same arms for the same reason together."""
+    """Say which measures have no difference and why, grouping arms and measures that share a reason."""
     arms_of: dict[tuple[str, str], list[str]] = {}
     for arm, measure, why in gaps:
         arms_of.setdefault((measure, why), []).append(arm)
@@ -188,12 +188,12 @@ def _left_out(gaps: Sequence[Gap], others: int) -> str:
 
 
 def _values(records: Sequence[Record], name: str) -> pd.DataFrame:
-    """A number of the summary [seeds, 1]."""
+    """Return one number of the summary as a column [seeds, 1]."""
     return pd.DataFrame({"run": {record.run.seed: float(record.summary[name]) for record in records}})
 
 
 def _paired(treated: pd.DataFrame, control: pd.DataFrame, sign: int, ratio: bool) -> list[str]:
-    """Difference, effect size and P(better) of values[seeds, questions], as cells; none where nothing is shared."""
+    """Return difference, effect size and P(better) of values [seeds, questions] as cells; none if nothing is shared."""
     one, other = (np.log(values) if ratio else values for values in (treated, control))
     difference = (one - other).dropna(how="all").dropna(axis=1)
     if difference.empty:
@@ -281,7 +281,7 @@ def _throughput(comparison: Comparison, baseline: str | None) -> Table:
 
 
 def _speed(values: pd.DataFrame) -> str:
-    """The cell of a speed, by its logarithm, as verdicts take it: an interval of few seeds is not below 0 either."""
+    """Format a speed with its interval. Averages logarithms, as verdicts do, so that the interval stays above 0."""
     if len(values) < 2:
         return of_seeds(values)
     mean, low, high = np.exp(stats.over_seeds(np.log(values.to_numpy())))
@@ -289,7 +289,7 @@ def _speed(values: pd.DataFrame) -> str:
 
 
 def _not_compared(comparison: Comparison, baseline: str | None) -> str:
-    """Why no speed is held against another; empty where one is."""
+    """Say why no speed is compared with another; empty if at least one is."""
     if len(comparison.arms) < 2:
         return "there is one arm alone"
     if baseline is None:
@@ -308,7 +308,7 @@ def _share_a_seed(records: Sequence[Record], control: Sequence[Record]) -> bool:
 
 
 def _ratios(records: Sequence[Record], control: Sequence[Record]) -> list[str]:
-    """Both speeds over the control's; dashes for the control itself, and where runs ran beside others."""
+    """Return both speeds divided by the control's; dashes for the control and for runs that shared a machine."""
     if records is control or beside_others(records, control):
         return [NONE, NONE]
     return [_shown(_paired(_values(records, name), _values(control, name), 1, True)) for name in SPEEDS]

@@ -1,7 +1,7 @@
-"""Arms: the runs that are one, those of them that count, and the name that tells it from others. Pure.
+"""Group runs into arms, choose the runs that count, and label each arm. Pure.
 
-Runs are of one arm if they share every setting but those that `arm.is_of_arm` leaves out, and ran on one kind of
-device. The name `experiment` decides nothing: it is where a label begins.
+Runs belong to one arm if they share every setting for which `arm.is_of_arm` holds and ran on one kind of device. The
+experiment's name does not decide; it only starts the label.
 """
 
 import hashlib
@@ -18,29 +18,29 @@ from qerl_lab.config.schema import RunConfig
 from qerl_lab.config.task import part_of
 
 FINISHED = "finished"
-COPIED = "copied"  # how the status of a copy begins; `copies` tells which are
+COPIED = "copied"  # start of the status of a run that `copies` found to be a copy
 PLACE, CONTENT = "model.path", "model.hash"
 QUESTIONS = "task.path"
-ABSENT = "(absent)"  # what stands for a setting that a run lacks
+ABSENT = "(absent)"  # stands for a setting that a run lacks
 TASK = "task.name"
 NO_EXPERIMENT = RunConfig().experiment
-CHOICES = ("algorithm", "aqn")  # groups of conf/ whose choices set several keys at once
-LONGEST = 48  # characters of a value in a label; the pocket's longest path has 41
-Arm = tuple[tuple[str, str], ...]  # the settings that make it, sorted
-RENAMED = {"bf16_hot": "bf16_temperature", "bf16_bonus": "bf16_entropy_bonus"}  # arms as earlier runs were called
+CHOICES = ("algorithm", "aqn")  # groups of conf/ in which one choice sets several keys
+LONGEST = 48  # characters of a value in a label; the pocket model's longest path has 41
+Arm = tuple[tuple[str, str], ...]  # the settings that define an arm, sorted
+RENAMED = {"bf16_hot": "bf16_temperature", "bf16_bonus": "bf16_entropy_bonus"}  # earlier names of arms
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run by what tells it from others.
+    """A run with the settings that define its arm.
 
-    `settings` are the dotted keys that make its arm, as text, and model.path in any case; `declared` the keys in which
-    its experiment is meant to differ from others (`differs_in`); `status` is `FINISHED` or says what it is instead;
-    `ended` is in unix seconds.
+    `settings` maps dotted keys to text and always holds model.path. `declared` names the keys in which its experiment
+    is meant to differ from others (`differs_in`). `status` is `FINISHED` or says what happened instead; `ended` is in
+    unix seconds.
     """
 
     name: str
-    experiment: str  # as conf/experiment/ calls it now
+    experiment: str  # its present name in conf/experiment/
     seed: int
     settings: Mapping[str, str] = field(hash=False)
     declared: frozenset[str]
@@ -53,37 +53,37 @@ class Run:
         return tuple(sorted(by_content(self.settings).items()))
 
     def value(self, key: str) -> str:
-        """A setting; another version of the lab may lack it, and model.hash is of local models alone."""
+        """Return a setting, or `ABSENT`: other versions may lack it, and only local models have model.hash."""
         return self.settings.get(key, ABSENT)
 
 
 def task_of(run: Run) -> str:
-    """The task in words: its name, and which part of its questions where not all are read."""
+    """Name the task, and the part of its questions that is read if not all are."""
     name, most = run.value("task.name"), run.value("task.gsm8k.max_steps")
     return name + part_of(name, int(most) if most.isdigit() else None)
 
 
 def run_from(values: Mapping[str, str], *, name: str, status: str, ended: float, code: str, metrics: Collection) -> Run:
-    """A run from all dotted keys of its configuration as text, and the names of the metrics that it recorded.
+    """Build a run from its flattened configuration and the names of its recorded metrics.
 
-    Raises ValueError where the values are no configuration of this lab.
+    Raises ValueError if the values are no configuration of this lab.
     """
     try:
         device, seed, declared = values["device"], int(values["seed"]), yaml.safe_load(values["differs_in"])
         experiment = RENAMED.get(values["experiment"], values["experiment"])
     except (KeyError, ValueError) as error:
         raise ValueError(f"its configuration lacks {error}") from None
-    if device == "auto" and metrics:  # the first GPU, where torch saw one; its peak memory is then recorded
+    if device == "auto" and metrics:  # the first GPU if torch saw one; its peak memory is then recorded
         device = "cuda" if "memory/gpu_peak_gib" in metrics else "cpu"
     own = comparable(dict(values) | {"device": device})
     settings = {key: value for key, value in own.items() if is_of_arm(key) or key == "device"}
-    if settings.get(CONTENT) == "None":  # an older record has no such key, and means the same
+    if settings.get(CONTENT) == "None":  # older records lack the key, which means the same
         del settings[CONTENT]
     return Run(name, experiment, seed, settings, frozenset(declared), status, ended, code)
 
 
 def placed(runs: Sequence[Run]) -> list[Run]:
-    """The runs; one that failed before it noted its device, with that of the runs it equals otherwise, if one has."""
+    """Fill in the device of runs that failed before they noted it, if exactly one otherwise equal arm is known."""
     known, found = {run.arm for run in runs}, []
     for run in runs:
         if run.value("device") == "auto":
@@ -95,20 +95,20 @@ def placed(runs: Sequence[Run]) -> list[Run]:
 
 
 def comparable(settings: Mapping[str, str]) -> dict[str, str]:
-    """Settings of a record, or of a report's files, of whatever version, so that those of one arm are equal."""
+    """Normalize settings of any version, so that runs of one arm compare equal."""
     own = acting(completed(settings))
-    if own["device"] == "cpu" and own.get("optim.packing") == "off":  # auto packs on GPUs alone
+    if own["device"] == "cpu" and own.get("optim.packing") == "off":  # `auto` packs on GPUs only
         own["optim.packing"] = "auto"
     return own
 
 
 def version(git_sha: str | None, dirty: Any) -> str:
-    """Name the code of a run, from its env.json or its MLflow tags."""
+    """Name the code version of a run, from its env.json or its MLflow tags."""
     return f"{(git_sha or 'unknown')[:7]}{' with changes' if dirty in (True, 'true') else ''}"
 
 
 def choose(runs: Sequence[Run]) -> tuple[list[Run], list[str]]:
-    """The newest finished run of each (arm, seed), in the order of arms and seeds; and a line on each other run."""
+    """Return the newest finished run of each (arm, seed), sorted by arm and seed, and a line on each run left out."""
     counted: dict[tuple[Arm, int], Run] = {}
     left_out = [f"{run.name}: {run.status}" for run in runs if run.status != FINISHED]
     for run in sorted((run for run in runs if run.status == FINISHED), key=lambda run: run.ended):
@@ -120,13 +120,13 @@ def choose(runs: Sequence[Run]) -> tuple[list[Run], list[str]]:
 
 
 def started(found: Sequence[Run], counted: Sequence[Run]) -> list[Run]:
-    """The runs that count or did not finish: all but copies and those that were repeated."""
+    """Return the runs that count or did not finish, without copies and repeated runs."""
     names = {run.name for run in counted}
     return [run for run in found if run.name in names or stopped(run)]
 
 
 def stopped(run: Run) -> bool:
-    """Whether a run did not finish, as far as is known, and is no copy of one."""
+    """Return whether a run did not finish, as far as is known, and is no copy."""
     return run.status != FINISHED and not is_copy(run)
 
 
@@ -135,14 +135,17 @@ def is_copy(run: Run) -> bool:
 
 
 def differing(runs: Sequence[Run]) -> list[str]:
-    """The settings whose values differ between runs, without model.path or model.hash where the other says as much."""
+    """Return the keys whose values differ between runs; model.path and model.hash count once if they say the same."""
     known = sorted({key for run in runs for key in run.settings} - {_idle(runs)})
     return [key for key in known if len({run.value(key) for run in runs}) > 1]
 
 
 def _idle(runs: Sequence[Run]) -> str | None:
-    """Which of model.path and model.hash tells nothing more: the hash where each path has its own, since a reader knows
-    the path; the path where all runs have one hash; None where both tell something."""
+    """Return the redundant one of model.path and model.hash; None if both distinguish runs.
+
+    The hash is redundant if paths and hashes pair one to one, as readers know the path; the path if all hashes are
+    equal.
+    """
     pairs = {(run.value(PLACE), run.value(CONTENT)) for run in runs}
     places, contents = ({pair[n] for pair in pairs} for n in (0, 1))
     if len(places) == len(contents) == len(pairs):
@@ -151,11 +154,11 @@ def _idle(runs: Sequence[Run]) -> str | None:
 
 
 def labels(runs: Sequence[Run]) -> dict[Arm, str]:
-    """A label for each arm: its experiment if it has one, and each setting that the experiment's name does not tell.
+    """Label each arm with its experiment, if any, and the settings that the experiment's name does not imply.
 
-    A setting that more than half of the arms share, which do not declare it, goes without saying. So does one of a
-    task that its name tells, as its instruction. Long values are shortened, and settings that a choice of `CHOICES`
-    stands for are that choice.
+    A label omits a setting that the arm's experiment does not declare if more than half of such arms share its value,
+    and settings that follow from the task's name, such as its instruction. Long values are shortened; the settings of a
+    group in `CHOICES` appear as its choice.
     """
     arms = {run.arm: run for run in runs}
     shown: dict[Arm, list[str]] = {arm: [] for arm in arms}
@@ -168,7 +171,7 @@ def labels(runs: Sequence[Run]) -> dict[Arm, str]:
 
 
 def _shown_with(key: str, arms: Mapping[Arm, Run], runs: Sequence[Run]) -> Iterator[Arm]:
-    """The arms whose label needs a setting: their experiment does not tell it, and its value is not the usual one."""
+    """Yield the arms whose label needs `key`: their experiment does not imply it and its value is unusual."""
     undeclared = Counter(run.value(key) for run in arms.values() if key not in run.declared)
     usual = next((value for value, count in undeclared.items() if 2 * count > undeclared.total()), None)
     for arm, run in arms.items():
@@ -186,7 +189,7 @@ def _label(experiments: set[str], words: Sequence[str]) -> str:
 
 
 def _words(run: Run, keys: Sequence[str], differ: Sequence[str]) -> list[str]:
-    """The settings of `keys` as they are typed: a group's by its choice, where its choice tells all that differs."""
+    """Format the settings of `keys` as typed words, using a group's choice where it covers all that differs."""
     words = {key: spelled(key, run.value(key)) for key in keys}
     for group in CHOICES:
         own = [key for key in keys if key.startswith(f"{group}.")]
@@ -197,21 +200,21 @@ def _words(run: Run, keys: Sequence[str], differ: Sequence[str]) -> list[str]:
 
 
 def told_by_task(settings: Sequence[Mapping[str, str]]) -> set[str]:
-    """The keys of tasks that say no more than which task it is: each task has one value of them."""
+    """Return the task keys that follow from the task's name: each has one value per task."""
     names = {one.get(TASK) for one in settings}
     keys = {key for one in settings for key in one if key.startswith("task.") and key != TASK}
     return {key for key in keys if len({(one.get(TASK), one.get(key)) for one in settings}) == len(names)}
 
 
 def spelled(key: str, value: str) -> str:
-    """A setting in a label."""
+    """Format a setting for a label."""
     return f"{'task' if key == TASK else key}={shortened(value)}"
 
 
 def shortened(value: str) -> str:
-    """A value of a label or a table: of a long text its beginning, of a long path its end, and a hash of the whole.
+    """Shorten a long value: keep the beginning of a text or the end of a path, and add a hash.
 
-    The hash keeps two apart that are alike there: arms are told by their labels.
+    The hash keeps labels unique, since a report identifies arms by label.
     """
     if len(value) <= LONGEST:
         return value

@@ -1,4 +1,7 @@
-"""How many runs ran at once on one machine, by their clocks: the words of a run do not tell of others. Pure."""
+"""Count runs that overlapped on one machine, from their start and end times. Pure.
+
+Times are needed because the configuration of a run says nothing about other runs.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -8,11 +11,14 @@ from typing import NamedTuple
 from qerl_lab.report.arms import is_copy
 from qerl_lab.report.runs import Record, Session
 
-SECOND = 1  # the start is noted in whole ones
+SECOND = 1  # resolution of a recorded start time
 
 
 class _Stay(NamedTuple):
-    """Where a run was, by all names of it, and when, in seconds since the epoch; `is_sure` if not a part in between."""
+    """One session of a run: names of the place, and begin and end in seconds since the epoch.
+
+    `is_sure` is False if the end is not known and only bounded by the start of the next session.
+    """
 
     places: frozenset[str]
     begin: float
@@ -24,12 +30,11 @@ class _Stay(NamedTuple):
 
 
 def told(records: Sequence[Record]) -> list[Record]:
-    """The records, each with how many of all of them ran at once where it ran, itself too, at most.
+    """Return the records with the peak number of runs at once on their machine, themselves included.
 
-    A copy of a run is no further one. A run that was resumed is there in each of its sessions; where it is not known
-    when one ended, others may have run beside it until the next began. Where is known by the GPUs or, without one, the
-    host. An older record says only what the machine was like: there it counts for runs that no sweep started, and two
-    machines that are alike count as one.
+    Copies do not count. A resumed run counts in each session; if the end of a session is not known, `perhaps_at_once`
+    takes it to last until the next began. The place is the GPUs or, without one, the host. Older records know only the
+    kind of machine: runs that no sweep started then count as one place if their machines are alike.
     """
     own = [_stays(record) for record in records]
     every = [stay for record, stays in zip(records, own, strict=True) if not is_copy(record.run) for stay in stays]
@@ -51,7 +56,7 @@ def _most(stay: _Stay, stays: Sequence[_Stay]) -> int:
 
 
 def _stays(record: Record) -> list[_Stay]:
-    """A stay a session: of no length where a run did not note its start, and of no place where that is not known."""
+    """List the sessions of a record. Length 0 if the start was not noted; no place if it is not known."""
     origin, ended = record.origin, record.run.ended
     if not origin.sessions:
         begin = datetime.fromisoformat(origin.began).timestamp() if origin.began else ended
@@ -72,12 +77,12 @@ def _stay(record: Record, session: Session, is_sure: bool) -> _Stay:
 
 
 def alone(arms: Mapping[str, Sequence[Record]]) -> list[str]:
-    """The arms of whose runs none ran beside others: seconds and tokens/s of these alone say how fast they are."""
+    """Return the arms without runs that shared a machine; only these have meaningful seconds and tokens/s."""
     return [arm for arm, records in arms.items() if all(record.side_by_side == 1 for record in records)]
 
 
 def notes(records: Sequence[Record]) -> list[str]:
-    """Say that runs ran beside others, or may have."""
+    """Warn about runs that overlapped, or may have."""
     if any(record.is_surely_beside for record in records):
         return [f"Runs ran beside {_others(records)}: seconds and tokens/s are of shared machines, and left out."]
     if any(record.side_by_side > 1 for record in records):

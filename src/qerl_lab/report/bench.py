@@ -1,4 +1,4 @@
-"""Tables and figures of the benchmarks `linear`, `decode`, `train_step` and `clock` (the files of results/bench)."""
+"""Tables and figures of the benchmarks `linear`, `decode`, `train_step` and `clock` (results/bench)."""
 
 from pathlib import Path
 from typing import Any
@@ -14,15 +14,15 @@ from qerl_lab.report.curves import png
 from qerl_lab.report.numbers import tick
 
 Result = dict[str, Any]
-# Arms of other libraries, with their weight format: they have its color, dashed or hatched.
+# Arms of other libraries, drawn dashed or hatched in the color of their weight format.
 OTHER_LIBRARIES = {f"{DENSE_FORMAT}_peft": DENSE_FORMAT, "bitsandbytes": "nf4", "qlora": "nf4"}
 COLORS = palette.FORMATS | {arm: palette.FORMATS[name] for arm, name in OTHER_LIBRARIES.items()}
 LAYER = "whole layer"
-AND_ADAPTER = "_and_adapter"  # ends the name of a product that is timed with the adapter behind it
+AND_ADAPTER = "_and_adapter"  # suffix of a product that is timed together with the adapter
 
 
 def table(result: Result) -> str:
-    """The numbers that the bars are about, as ratios."""
+    """Format the numbers of a result, mostly as ratios to a baseline."""
     if result["benchmark"] == "train_step":
         return _train_step_table(step_ratios(result))
     if result["benchmark"] == "decode":
@@ -33,8 +33,8 @@ def table(result: Result) -> str:
 
 
 def clock_line(result: Result) -> str:
-    """What the clock's waits cost, by the pairs of blocks that are measured."""
-    most = result.get("at_most_percent")  # older results have none
+    """Format the cost of the clock's synchronization, from paired blocks of steps."""
+    most = result.get("at_most_percent")  # older results lack it
     return (
         f"waiting costs {result['cost_percent']:+.2f}% [{result['low']:+.2f}, {result['high']:+.2f}] of a step, "
         f"{result['pairs']} of {result['options']['pairs']} pairs of {result['steps_a_block']} steps"
@@ -46,15 +46,15 @@ def draw(result: Result, path: Path) -> None:
 
 
 def figure_of(result: Result) -> Figure:
-    """The figure of a result, to be closed by the caller."""
+    """Draw a result; the caller closes the figure."""
     drawn = {"train_step": _draw_steps, "decode": _draw_decode, "linear": _draw_linear}
     return drawn[result["benchmark"]](result)
 
 
 def product_ratios(result: Result) -> pd.DataFrame:
-    """A row per model, layer, tokens and arm: `ms`, `eager_ms`, and `ms` over that of BF16 and of bitsandbytes.
+    """Return a row per model, layer, tokens and arm: `ms`, `eager_ms`, and `ms` as ratios `of_bf16`, `of_bitsandbytes`.
 
-    The layer called "whole layer" is the sum over the seven Linears of a decoder layer.
+    The layer `LAYER` ("whole layer") is the sum over the seven Linears of a decoder layer.
     """
     rows = pd.DataFrame(result["products"])
     key = ["model", "tokens", "arm"]
@@ -69,7 +69,7 @@ def product_ratios(result: Result) -> pd.DataFrame:
 
 
 def decode_times(result: Result) -> pd.DataFrame:
-    """Microseconds, a row per layer and number of rows, a column an arm; the layer LAYER is the sum of the four."""
+    """Return microseconds by (layer, rows) and arm; the layer `LAYER` is the sum of the four products."""
     rows = pd.DataFrame(result["decode"])
     total = rows.groupby(["rows", "arm"], as_index=False, sort=False)["us"].sum().assign(layer=LAYER)
     rows = pd.concat([rows, total])
@@ -77,7 +77,7 @@ def decode_times(result: Result) -> pd.DataFrame:
 
 
 def step_ratios(result: Result) -> pd.DataFrame:
-    """The rows of the train step, with `tokens_per_second` over that of the BF16 and of the QLoRA arm."""
+    """Return the rows of the train step, with `tokens_per_second` also as a ratio to the BF16 and the QLoRA arm."""
     rows = pd.DataFrame(result["steps"])
     for base in ("bf16", "qlora"):
         own = rows[(rows["arm"] == base) & (rows["loss"] == "chunked")].set_index("micro_batch_tokens")
@@ -163,7 +163,7 @@ def _draw_decode(result: Result) -> plt.Figure:
 
 
 def _shade(product: str, products: list[str]) -> str:
-    """The color of a product of decoding: that of a format by its name; of another one, one that no format has."""
+    """Return the color of a decode product: its format's, or an unused one for products that are no format."""
     return palette.FORMATS.get(product, palette.OTHERS[products.index(product) % len(palette.OTHERS)])
 
 
@@ -171,7 +171,7 @@ def _draw_steps(result: Result) -> plt.Figure:
     rows = pd.DataFrame(result["steps"])
     rows = rows[rows["loss"] == "chunked"]
     sizes = sorted(rows["micro_batch_tokens"].unique(), reverse=True)
-    width = max(6.5, 4.6 * len(sizes))  # room for the title
+    width = max(6.5, 4.6 * len(sizes))  # makes room for the title
     figure, axes = plt.subplots(2, len(sizes), figsize=(width, 5.2), layout="constrained", squeeze=False)
     for column, size in enumerate(sizes):
         shown = rows[rows["micro_batch_tokens"] == size]
@@ -183,7 +183,7 @@ def _draw_steps(result: Result) -> plt.Figure:
                 [_label(arm) for arm in shown["arm"]], shown[value], color=[COLORS[a] for a in shown["arm"]],
                 hatch=["///" if arm in OTHER_LIBRARIES else "" for arm in shown["arm"]], edgecolor="white", lw=0,
             )  # fmt: skip
-            axis.set_xlim(-1 if len(shown) < 3 else None, 2 if len(shown) < 3 else None)  # a bar is no wall
+            axis.set_xlim(-1 if len(shown) < 3 else None, 2 if len(shown) < 3 else None)  # keeps few bars narrow
             axis.bar_label(bars, fmt="{:,.0f}" if value == "tokens_per_second" else "{:.1f}", fontsize=8)
             dress(axis, f"micro-batches of {size:,} tokens" if axis is axes[0, column] else "", "")
             axis.set_ylabel(label if column == 0 else "")
@@ -199,13 +199,13 @@ def _label(arm: str) -> str:
 
 
 def gpu_of(result: Result) -> str:
-    """What the figures call the machine."""
+    """Name the GPU of a result for the figures."""
     gpus = result["environment"]["gpus"]
     return gpus[0]["name"] if gpus else "no GPU"
 
 
 def dress(axis: Axes, title: str, label: str) -> None:
-    """Give a panel of a figure what all have: a base line of zero, a grid, no frame."""
+    """Style a panel of a bar chart: zero baseline, grid, no frame."""
     axis.set(title=title, xlabel=label)
     axis.set_ylim(bottom=0, top=1.12 * axis.get_ylim()[1])
     axis.set_axisbelow(True)

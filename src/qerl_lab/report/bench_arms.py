@@ -1,5 +1,4 @@
-"""Tables and figures of `python -m qerl_lab.bench rollout` and `step`: arms in processes of their own, one of which may
-have died."""
+"""Tables and figures of `python -m qerl_lab.bench rollout` and `step`, in which each arm is a process that may die."""
 
 import textwrap
 from collections.abc import Mapping
@@ -16,20 +15,20 @@ from qerl_lab.report.bench import COLORS, Result, dress, gpu_of
 from qerl_lab.report.curves import png
 from qerl_lab.report.paper import STEP_NEW, STEP_SECONDS, ratio_by_rank
 
-BASES = {"bf16": "BF16", "qlora": "QLoRA"}  # of a baseline's name the part before the underscore; what tables call it
-# An arm that differs from the others in one of these is another comparison than the one asked for.
+BASES = {"bf16": "BF16", "qlora": "QLoRA"}  # baseline names up to the underscore, and their names in tables
+# Arms that differ in one of these settings are not comparable, so `notes` warns.
 SETTINGS = (
     "gpus", "max_num_seqs", "max_num_batched_tokens", "chunked_prefill", "prefix_caching", "async_scheduling", "eager",
     "cuda_graphs", "dtype", "model_runner",
 )  # fmt: skip
 CLOCKS_APART = 0.03
-SMALL_LETTERS = 15  # in an inch: what fits at fontsize 8
-KERNELS = 12  # of a token that the table names
-VISIBLE = 0.002  # of the longest bar: shorter parts would be in the legend and nowhere else
+SMALL_LETTERS = 15  # characters per inch at fontsize 8
+KERNELS = 12  # most kernels per token that the table lists
+VISIBLE = 0.002  # share of the longest bar; shorter parts would show only in the legend
 
 
 def table(result: Result) -> str:
-    """The numbers with their ratios, what died, and what makes a comparison doubtful."""
+    """Format the numbers with ratios, the arms that died, and notes on what makes the comparison doubtful."""
     rows = pd.DataFrame(alive(result))
     parts = [] if rows.empty else [_rollout_table(result) if result["benchmark"] == "rollout" else _step_table(result)]
     parts += [f"{row['arm']}, rank {row['rank']}: died. {row['died']}" for row in result["rows"] if "died" in row]
@@ -37,24 +36,24 @@ def table(result: Result) -> str:
 
 
 def draw(result: Result, path: Path) -> None:
-    """Draw what is alive; with nothing alive, nothing."""
+    """Draw the arms that lived; draw nothing if all died."""
     if not alive(result):
         return
     path.write_bytes(png(figure_of(result)))
 
 
 def figure_of(result: Result) -> Figure:
-    """The figure of a result with something alive, to be closed by the caller."""
+    """Draw a result in which at least one arm lived; the caller closes the figure."""
     return _draw_rollouts(result) if result["benchmark"] == "rollout" else _draw_steps(result)
 
 
 def alive(result: Result) -> list[dict[str, Any]]:
-    """The rows that were measured."""
+    """Return the rows of arms that did not die."""
     return [row for row in result["rows"] if "died" not in row]
 
 
 def ratios(result: Result, key: tuple[str, ...]) -> pd.DataFrame:
-    """The rows alive, with `of_bf16` and `of_qlora`: tokens per second over that baseline's where `key` is the same."""
+    """Return the measured rows with `of_bf16` and `of_qlora`: tokens/s over that baseline's at an equal `key`."""
     rows = pd.DataFrame(alive(result))
     at = pd.MultiIndex.from_frame(rows[list(key)])
     for base in BASES:
@@ -65,7 +64,7 @@ def ratios(result: Result, key: tuple[str, ...]) -> pd.DataFrame:
 
 
 def notes(rows: list[dict[str, Any]]) -> list[str]:
-    """What differs between arms beside the arms: settings of vLLM, and the clock of the GPU."""
+    """Warn about differences other than the arm: vLLM settings and GPU clocks."""
     found = []
     for name in SETTINGS:
         held: dict[str, list[str]] = {}
@@ -100,7 +99,7 @@ def _rollout_table(result: Result) -> str:
     ]
     lines = [f"{'rank':>7}{'batch':>7}" + "".join(f"{name:>10}" for name in head)]
     for arm, own in rows.groupby("arm", sort=False):
-        lines.append(arm)  # may be as long as a line
+        lines.append(arm)  # on its own line, as it may be long
         for _, row in own.iterrows():
             numbers = [
                 f"{row['tokens_per_second']:,.0f}", f"{row['tokens_per_second_min']:,.0f}",
@@ -117,7 +116,7 @@ def _rollout_table(result: Result) -> str:
 
 
 def _kernel_lines(rows: list[dict[str, Any]]) -> list[str]:
-    """The kernels of a token that take longest, where they were asked for."""
+    """List the kernels that take most of a token's time, where they were measured."""
     lines = []
     for row in rows:
         if kernels := row.get("kernels"):
@@ -133,7 +132,7 @@ def _kernel_lines(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def _rank_lines(rows: pd.DataFrame) -> list[str]:
-    """What a larger rank costs each arm, and its ratios beside the paper's, where several ranks were measured."""
+    """List the cost of a larger rank for each arm, beside the paper's ratios; empty for a single rank."""
     if rows["rank"].nunique() < 2:
         return []
     lines = [
@@ -165,13 +164,13 @@ def _step_table(result: Result) -> str:
             f"{row['of_qlora']:.2f}", *(f"{row.get(f'{phase}_seconds', float('nan')):.2f}" for phase in PHASES),
             *(_told(row.get(name), ".1f") for name in ("policy_gib", "weights_gib", "kv_gib", "peak_gib", "used_gib")),
         ]  # fmt: skip
-        lines += [row["arm"], _cells(numbers)]  # an arm may be as long as a line
+        lines += [row["arm"], _cells(numbers)]  # on its own line, as the arm may be long
     lines.append(f"{', '.join(PHASES)}: seconds. policy, weights, KV, peak, used: GiB of the GPU")
     return "\n".join([*lines, *_papers_step(result["options"])])
 
 
 def _papers_step(asked: Mapping[str, Any]) -> list[str]:
-    """The paper's seconds, where it measured a step of as many completions of as many tokens."""
+    """Quote the paper's step time if it measured a step of as many completions and tokens."""
     completions = asked["groups"] * asked["group_size"]
     seconds = STEP_SECONDS.get(asked["model"], {}).get(completions)
     if seconds is None or asked["new"] != STEP_NEW:
@@ -192,7 +191,7 @@ def _told(value: float | None, form: str) -> str:
 
 def _draw_rollouts(result: Result) -> plt.Figure:
     rows = ratios(result, ("rank", "batch"))
-    others = rows[~rows["arm"].str.startswith("bf16_")]  # a baseline alone is 1 of itself
+    others = rows[~rows["arm"].str.startswith("bf16_")]  # a baseline's ratio to itself is 1
     has_base, by_rank = others["of_bf16"].notna().any(), rows["rank"].nunique() > 1
     panels = 1 + has_base + by_rank
     width, height = max(8.5, 5.2 * panels), 4.0 + 0.18 * rows["arm"].nunique()
@@ -217,12 +216,15 @@ def _draw_rollouts(result: Result) -> plt.Figure:
 
 
 def _in_lines(arm: str, inches: float) -> str:
-    """The name of an arm, in small letters, in lines of this width: with many keys it is longer than a figure."""
+    """Wrap the name of an arm to `inches`; with many keys it is wider than a figure."""
     return textwrap.fill(arm, int(SMALL_LETTERS * inches), break_on_hyphens=False)
 
 
 def _draw_ranks(axis: Axes, rows: pd.DataFrame, model: str) -> None:
-    """One batch by rank: of QLoRA, else of BF16, beside the paper's; without a baseline of the smallest rank."""
+    """Draw one batch by rank as ratios to QLoRA, else to BF16, beside the paper's.
+
+    Without a baseline the ratios are to the smallest rank.
+    """
     base = next((name for name in ("qlora", "bf16") if rows[f"of_{name}"].notna().any()), None)
     batch = rows["batch"].iloc[0]
     if base is None:
@@ -238,8 +240,10 @@ def _draw_ranks(axis: Axes, rows: pd.DataFrame, model: str) -> None:
 
 
 def _lines(axis: Axes, rows: pd.DataFrame, x: str, y: str) -> None:
-    """Draw a line an arm: its format's colour, dashed for a baseline; a further arm of one format has another mark,
-    and another line, since marks lie on each other where arms are as fast."""
+    """Draw a line per arm in its format's color, dashed for a baseline.
+
+    Further arms of one format get other markers and line styles, since equally fast arms overlap.
+    """
     marks: dict[tuple[str, bool], int] = {}
     for arm, own in rows.groupby("arm", sort=False):
         kind = (own["format"].iloc[0], bool(own["baseline"].iloc[0]))
@@ -252,7 +256,7 @@ def _lines(axis: Axes, rows: pd.DataFrame, x: str, y: str) -> None:
 
 
 def _draw_steps(result: Result) -> plt.Figure:
-    """A lying bar of an arm, its name above it: a name may be long."""
+    """Draw a horizontal bar per arm with its name above, as names may be long."""
     rows = ratios(result, ("rank",))
     width = 7.5
     figure, axis = plt.subplots(figsize=(width, 1.6 + 0.75 * len(rows)), layout="constrained")

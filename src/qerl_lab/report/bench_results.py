@@ -1,4 +1,4 @@
-"""Every result of `python -m qerl_lab.bench` in a folder: text and figure of each."""
+"""Read every result of `python -m qerl_lab.bench` in a folder, and give its text and figure."""
 
 import json
 from pathlib import Path
@@ -11,12 +11,12 @@ from qerl_lab.report import bench, bench_arms
 from qerl_lab.report.arms import version
 from qerl_lab.report.bench import Result
 
-OF_ARMS = ("rollout", "step")  # benchmarks whose arms are processes of their own
-NO_RESULT = (ValueError, LookupError, TypeError, AttributeError)  # what a file that is none, or a part of one, raises
+OF_ARMS = ("rollout", "step")  # benchmarks that run each arm in its own process
+NO_RESULT = (ValueError, LookupError, TypeError, AttributeError)  # raised by reading an invalid or incomplete file
 
 
 def read(folder: Path) -> dict[str, Result]:
-    """The results by the names of their files. Raises ConfigError for a folder without one, and a file that is none."""
+    """Read the results of a folder by file name. Raises ConfigError if there is none or a file is invalid."""
     found = {}
     for file in sorted(folder.glob("*.json")):
         try:
@@ -30,26 +30,26 @@ def read(folder: Path) -> dict[str, Result]:
 
 
 def load(file: Path) -> Result:
-    """The result of one file. Raises one of `NO_RESULT`, or OSError."""
+    """Read one result. Raises one of `NO_RESULT`, or OSError."""
     result: Result = json.loads(file.read_bytes())
     result["benchmark"], result["environment"]
     return result
 
 
 def text(result: Result) -> str:
-    """The table of a result."""
+    """Format a result as a table."""
     return (bench_arms if result["benchmark"] in OF_ARMS else bench).table(result)
 
 
 def figure(result: Result) -> Figure | None:
-    """The figure of a result, to be closed by the caller; None where every arm died, and of a clock."""
+    """Draw a result; the caller closes the figure. None for a clock, or if every arm died."""
     if result["benchmark"] in OF_ARMS:
         return bench_arms.figure_of(result) if bench_arms.alive(result) else None
     return None if result["benchmark"] == "clock" else bench.figure_of(result)
 
 
 def origin(result: Result) -> str:
-    """When, on what and by which code a result was measured."""
+    """Say when, on which GPU and by which code a result was measured."""
     about = result["environment"]
     versions = [f"{name} {about['packages'][name]}" for name in ("torch", "vllm") if about["packages"].get(name)]
     code = version(about["git_sha"], about["dirty"])

@@ -1,6 +1,6 @@
-"""Claims and the tests of them, read from YAML. `results/reference/claims.yaml` has those of the QeRL paper.
+"""Read claims and their tests from YAML; `results/reference/claims.yaml` holds those of the QeRL paper.
 
-A sweep can have a claims file of its own, committed before its runs, each of which records the file's SHA-256
+A sweep can have its own claims file, committed before its runs; each run then records the file's SHA-256
 (`preregistration=FILE`). `docs/verdicts.md` describes the fields.
 """
 
@@ -32,9 +32,9 @@ FEWEST_SEEDS = 2  # an interval needs two
 
 @dataclass(frozen=True)
 class Contrast:
-    """Two arms of a comparison, by name and by the settings that their runs have.
+    """Two arms to compare, by name and by settings.
 
-    `printed` are the paper's numbers of both: columns of results/reference/paper.csv for `reference.value`.
+    `printed` holds the paper's numbers of both: columns of results/reference/paper.csv for `reference.value`.
     """
 
     treated: str
@@ -50,7 +50,7 @@ class Contrast:
 
 @dataclass(frozen=True)
 class Guardrail:
-    """`measure` of the treated arm may be lower by `margin` at most; a verdict says whether it is."""
+    """A limit on side effects: `measure` of the treated arm may fall by at most `margin`."""
 
     measure: str
     margin: float
@@ -58,9 +58,9 @@ class Guardrail:
 
 @dataclass(frozen=True)
 class Claims:
-    """What the claims of one file share: its path and SHA-256, what runs must have, and what was planned.
+    """What all claims of one file share: path, SHA-256, commit date, conditions on runs, and the plan.
 
-    `seeds` is how many seeds both arms must share, `analysis` says in words how the claims will be tested.
+    `seeds` is the number of seeds that both arms must share; `analysis` describes the planned tests in words.
     """
 
     path: str
@@ -73,19 +73,19 @@ class Claims:
 
 @dataclass(frozen=True)
 class Claim:
-    """One sentence, and the test of it.
+    """One claim of a file, with its test.
 
     Attributes:
-        measure: a name of `measures.MEASURES`.
-        direction: 1 if the claim is that it rises, -1 that it falls, 0 that it stays within `smallest`.
-        smallest: the smallest effect that would matter, in the measure's unit; of a ratio the factor, above 1.
-        reason: why that one.
+        measure: a name in `measures.MEASURES`.
+        direction: 1 if the claim says that the measure rises, -1 falls, 0 stays within `smallest`.
+        smallest: the smallest effect that matters, in the measure's unit; for a ratio a factor above 1.
+        reason: why `smallest` has this value.
         free: keys and groups of keys that may differ between the arms of a contrast.
-        family: contrasts of one family are corrected together for being several (Holm).
-        sweep: the grid that makes the arms, and words after it.
-        best_of: a key at whose best value each arm is taken.
-        mean_over: a key over whose values, those that both arms have, the effect of each seed is averaged.
-        added: the day on which the claim was added to a file committed earlier; empty for a claim of the first commit.
+        family: contrasts of one family are corrected together for multiple tests (Holm).
+        sweep: the sweep that makes the arms, with its overrides.
+        best_of: a key; each arm is taken at its best value.
+        mean_over: a key; each seed's effect is averaged over the values that both arms have.
+        added: the day on which the claim was added to a file committed earlier; empty for the first commit.
     """
 
     name: str
@@ -107,7 +107,7 @@ class Claim:
 
     @property
     def across(self) -> str:
-        """The key whose values one contrast spans; empty where all of its runs have one value of every shared key."""
+        """Return the key whose values one contrast spans; empty if all its runs have one value per shared key."""
         return self.best_of or self.mean_over
 
 
@@ -116,18 +116,18 @@ def of_format(name: str) -> Settings:
 
 
 def command(claim: Claim) -> str:
-    """The line that makes the claim's arms, and leaves alone what is there."""
+    """Return the command that starts the claim's runs and skips those that exist."""
     return f"python -m qerl_lab +sweeps={claim.sweep}"
 
 
 @cache
 def of_paper() -> tuple[Claim, ...]:
-    """The claims of the QeRL paper."""
+    """Read the claims of the QeRL paper."""
     return read(package_data("results/reference") / "claims.yaml", "results/reference/claims.yaml")
 
 
 def read(path: Path, called: str = "") -> tuple[Claim, ...]:
-    """The claims of a file, which verdicts name as `called`. Raises ConfigError that says what is wrong in it."""
+    """Read a file of claims, shown in verdicts as `called`. Raises ConfigError that names the fault."""
     named = called or str(path)
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -141,7 +141,7 @@ def read(path: Path, called: str = "") -> tuple[Claim, ...]:
 
 
 def _claims(values: Any, path: str, digest: str) -> tuple[Claim, ...]:
-    """Raises ValueError for a field that is unknown, missing or impossible."""
+    """Parse the content of a file. Raises ValueError for an unknown, missing or impossible field."""
     values = _fields(values, OF_FILE, {"committed", "seeds", "claims"}, "the file")
     if type(values["seeds"]) is not int or values["seeds"] < FEWEST_SEEDS:
         raise ValueError(f"seeds={values['seeds']} is no whole number of at least {FEWEST_SEEDS}")
@@ -204,7 +204,7 @@ def _contrast(values: Any, arms: Mapping[str, Settings], where: str) -> Contrast
 
 
 def _fields(values: Any, known: set[str], needed: set[str], where: str) -> dict[str, Any]:
-    """The mapping, if it has all that is needed and nothing that is unknown."""
+    """Return the mapping `values`. Raises ValueError if a field is missing or unknown."""
     if not isinstance(values, dict):
         raise ValueError(f"{where} is no mapping")
     if lacking := sorted(needed - values.keys()):
@@ -225,7 +225,7 @@ def _check_key(key: str, where: str, known: set[str]) -> None:
 
 
 def _settings(values: Any, where: str) -> dict[str, str]:
-    """Settings as records have them: text, a number of a float key as Python spells it."""
+    """Convert settings to text as records spell them; numbers of float keys as Python prints them."""
     if not isinstance(values, dict):
         raise ValueError(f"{where} is no mapping of keys to values")
     found = {}

@@ -1,4 +1,4 @@
-"""Arms side by side: which runs count, a row a run, a row an arm, and the text of `python -m qerl_lab.report`."""
+"""Compare arms: choose the runs that count, and build a row per run, a row per arm, and the text of the report."""
 
 import hashlib
 import math
@@ -34,15 +34,15 @@ from qerl_lab.report.runs import DAMAGE, Origin, Record, damage, find_runs, has_
 from qerl_lab.report.stats import SHARE, between, crossed_interval, paired_interval, within
 from qerl_lab.terminal import columns, near
 
-Kind = tuple[str, str]  # SHA-256 of the questions trained on, and of those held out
-BASELINE = "bf16"  # the experiment that the others are compared with, where nobody names one
-# What a verdict holds for besides its arms; a table of several values of one says so.
+Kind = tuple[str, str]  # SHA-256 of the training questions and of the held-out questions
+BASELINE = "bf16"  # the default baseline
+# Conditions under which a verdict holds; a table that mixes values of one says so.
 CONDITIONS = (
     "model.path", "model.hash", "rollout.importance_correction", "rollout.temperature", "eval.temperature",
     "optim.learning_rate", "algorithm.updates_per_rollout",
 )  # fmt: skip
 OF_A_RUN = ("entropy_first", "entropy_last", "reward_last", "tokens_per_second", "memory_rss_gib", "seconds")
-TIMED = ("tokens_per_second", "seconds")  # which are the others' too of a run that shared its card
+TIMED = ("tokens_per_second", "seconds")  # not this run's own if it shared its machine
 HOW_TO_READ = """\
 Intervals are of 95%, over seeds and questions; one seed has none. Those of two arms may overlap although the arms
 differ: read the difference, which is paired by seed and question. Of differences that are 0, one in 20 looks real."""
@@ -50,10 +50,10 @@ differ: read the difference, which is paired by seed and question. Of difference
 
 @dataclass(frozen=True)
 class Comparison:
-    """Arms by their label, each of the records that count.
+    """The arms by label, each with the records that count.
 
-    `records` are of every run that could be read, `damaged` says why others could not be, by their name; `left_out` has
-    a line on each run that does not count.
+    `records` holds every readable run; `damaged` maps the names of the others to the reason; `left_out` has a line for
+    each run that does not count.
     """
 
     arms: dict[str, list[Record]]
@@ -67,18 +67,18 @@ class Comparison:
 
     @property
     def arm_of(self) -> dict[str, str]:
-        """The label of the arm of each run that counts, by its name."""
+        """Map the name of each run that counts to the label of its arm."""
         return {record.run.name: label for label, records in self.arms.items() for record in records}
 
     def counting(self) -> "Comparison":
-        """Itself. Raises ConfigError where no run counts."""
+        """Return the comparison unchanged. Raises ConfigError if no run counts."""
         if not self.arms:
             raise ConfigError("none of these runs counts:\n  " + "\n  ".join(self.left_out or ["there is none"]))
         return self
 
     @property
     def started(self) -> list[Run]:
-        """The runs that count or did not finish."""
+        """Return the runs that count or did not finish."""
         return started(self.found, [record.run for record in self.counted])
 
     @property
@@ -87,14 +87,15 @@ class Comparison:
 
 
 def read(folders: Sequence[Path]) -> Comparison:
-    """Every run in `folders`, of runs or of results. Raises ConfigError where there is none, or none that counts."""
+    """Read and compare every run in `folders`, of runs or of results. Raises ConfigError if none exists or counts."""
     return compare(*read_all(folders)).counting()
 
 
 def read_all(folders: Sequence[Path]) -> tuple[list[Record], dict[str, str]]:
-    """The record of every run in `folders`, why others are damaged, by name. Raises ConfigError for an empty one.
+    """Read every run in `folders`: the records, and the damaged runs with the reason, by name.
 
-    Of a folder that has both, results and runs, both are read: the runs may be newer.
+    A folder that holds both results and runs is read as both, as the runs may be newer. Raises ConfigError for a folder
+    without either.
     """
     records, damaged = dict[str, Record](), dict[str, str]()
     for folder in filter(results.is_results, folders):
@@ -104,16 +105,16 @@ def read_all(folders: Sequence[Path]) -> tuple[list[Record], dict[str, str]]:
         try:
             records |= _apart([read_record(RunDirectory(run_dir), near(run_dir))], records, run_dir.parent)
             if any(results.is_results(folder) and run_dir.is_relative_to(folder) for folder in folders):
-                damaged.pop(near(run_dir), None)  # mended since the results were written
+                damaged.pop(near(run_dir), None)  # repaired since the results were written
         except DAMAGE as error:
             damaged[near(run_dir)] = damage(error)
     return list(records.values()), damaged
 
 
 def _apart(made: Sequence[Record], known: Mapping[str, Record], folder: Path) -> dict[str, Record]:
-    """The records by name; one whose name another run has, of another machine say, is named after its folder too.
+    """Index records by name, adding the folder to a name that a different run already has.
 
-    Of one run that was read before, when it had not ended say, the later reading counts.
+    A later reading of the same run replaces an earlier one, which may be from before its end.
     """
     named = {}
     for record in made:
@@ -125,7 +126,7 @@ def _apart(made: Sequence[Record], known: Mapping[str, Record], folder: Path) ->
 
 
 def compare(records: list[Record], damaged: dict[str, str]) -> Comparison:
-    """The arms of these records; none where no run finished."""
+    """Group records into arms; no arms if no run finished."""
     runs = placed(_by_questions(records))
     records = copies.told([replace(record, run=run) for record, run in zip(records, runs, strict=True)])
     records = at_once.told(records)
@@ -138,9 +139,9 @@ def compare(records: list[Record], damaged: dict[str, str]) -> Comparison:
 
 
 def _by_questions(records: Sequence[Record]) -> list[Run]:
-    """The runs, with one task.path for all whose questions were the same, wherever a machine kept them: the first's.
+    """Give runs on equal questions one task.path, the first seen, wherever each machine stored the files.
 
-    A run that ended before it noted its questions has those of the others of its path, if these are of one kind.
+    A run that ended before it noted its questions takes those of other runs with its path, if they agree.
     """
     kinds = _kinds([record.origin for record in records])
     first: dict[Kind, str] = {}
@@ -158,9 +159,9 @@ def _by_questions(records: Sequence[Record]) -> list[Run]:
 
 
 def _told_apart(runs: Sequence[Run], kinds: Sequence[Kind | None]) -> list[Run]:
-    """The runs; where files changed between them, and nothing else of the task, task.path says which questions it was.
+    """Mark task.path with a hash where the files behind one path changed between runs.
 
-    Else runs of other questions under one path would be of one arm, and be paired by ids that mean two questions.
+    Otherwise runs on different questions would share an arm and be paired by ids with two meanings.
     """
     of_task = [tuple(sorted(item for item in run.settings.items() if item[0].startswith("task."))) for run in runs]
     known: dict[Arm, set[Kind]] = {}
@@ -176,7 +177,10 @@ def _told_apart(runs: Sequence[Run], kinds: Sequence[Kind | None]) -> list[Run]:
 
 
 def _kinds(origins: Sequence[Origin]) -> list[Kind | None]:
-    """What tells questions apart by content; a held-out set that is not known is the one known of the training set."""
+    """Identify the questions of each run by content.
+
+    An unknown held-out set is taken from runs on the same training set, if only one is known there.
+    """
     heldout: dict[str, set[str]] = {}
     for origin in origins:
         heldout.setdefault(origin.training_sha256, set()).update({origin.heldout_sha256} - {""})
@@ -188,7 +192,7 @@ def _kinds(origins: Sequence[Origin]) -> list[Kind | None]:
 
 
 def by_run(comparison: Comparison) -> pd.DataFrame:
-    """A row a run: arm, the settings that differ, seed, accuracies, gain (interval over questions), `OF_A_RUN`."""
+    """Return a row per run: arm, settings that differ, seed, accuracies, gain (interval over questions), `OF_A_RUN`."""
     keys, rows = differing([record.run for record in comparison.counted]), []
     for label, records in comparison.arms.items():
         for record in records:
@@ -208,10 +212,10 @@ def by_run(comparison: Comparison) -> pd.DataFrame:
 
 
 def by_arm(comparison: Comparison, baseline: str | None) -> pd.DataFrame:
-    """A row an arm: means over its seeds, each accuracy with its interval over seeds and questions (`_low`, `_high`).
+    """Return a row per arm: means over seeds, and accuracies with intervals over seeds and questions (`_low`, `_high`).
 
-    `difference` and `gain_difference` are those of accuracy after training and of gain to the arm `baseline`, over the
-    seeds that both have.
+    `difference` and `gain_difference` compare accuracy after training and gain with the arm `baseline`, over the seeds
+    that both have.
     """
     rows = []
     for label, records in comparison.arms.items():
@@ -232,15 +236,15 @@ def by_arm(comparison: Comparison, baseline: str | None) -> pd.DataFrame:
 
 
 def matrix(records: Sequence[Record], phase: str) -> pd.DataFrame:
-    """Accuracies or gains [seeds, questions], of the questions that every seed was asked."""
+    """Return accuracies or gains [seeds, questions] on the questions that every seed was asked."""
     of_seed = {record.run.seed: record.accuracy[phase] for record in records if record.accuracy}
     return pd.DataFrame(of_seed).T.dropna(axis=1)
 
 
 def _over_seeds(name: str, values: pd.DataFrame, bounds: tuple[float, float]) -> dict[str, float]:
-    """The mean over seeds and questions with its interval within `bounds`; of one seed the mean alone, of none nothing.
+    """Return the mean over seeds and questions with its interval cut to `bounds`; for one seed only the mean.
 
-    Where two arms were subtracted, the seeds and questions that only one has are missing, and are left out.
+    Seeds and questions with missing values (one of two subtracted arms lacks them) are dropped.
     """
     values = values.dropna(how="all").dropna(axis=1)
     if values.empty:
@@ -255,9 +259,9 @@ def _named(name: str, interval: tuple[float, float, float]) -> dict[str, float]:
 
 
 def baseline_of(arms: Sequence[str], wanted: str | None) -> str | None:
-    """The arm that is called `wanted`, whole or by its experiment. Without a wish `BASELINE`, if one of several is.
+    """Find the baseline arm by full label or by experiment; by default `BASELINE`, if it is one of several arms.
 
-    Raises ConfigError where the wish names no arm, or several.
+    Raises ConfigError if `wanted` names no arm or several.
     """
     name = wanted or BASELINE
     fits = [arm for arm in arms if arm == name] or [arm for arm in arms if arm.partition(" (")[0] == name]
@@ -271,7 +275,7 @@ def baseline_of(arms: Sequence[str], wanted: str | None) -> str | None:
 
 
 def text(comparison: Comparison, arms: pd.DataFrame, baseline: str | None) -> str:
-    """The table of arms, the settings in which they differ, and what was left out."""
+    """Format the table of arms, the settings in which they differ, and what was left out."""
     head = ["arm", "seeds", "finished", "before", "after", "gain", f"after - {baseline}", "policy entropy, nats"]
     rows = [head if baseline else [*head[:6], head[7]]]
     for row in arms.to_dict("records"):
@@ -291,7 +295,7 @@ def text(comparison: Comparison, arms: pd.DataFrame, baseline: str | None) -> st
 
 
 def _undeclared(comparison: Comparison, baseline: str | None) -> str:
-    """Say which settings the differences to the baseline are of besides those that an experiment declares, if any."""
+    """Name settings that differ from the baseline although no experiment declares them; empty if none."""
     if baseline is None:
         return ""
     base, arms = comparison.arms[baseline][0].run, Counter[str]()
@@ -302,7 +306,7 @@ def _undeclared(comparison: Comparison, baseline: str | None) -> str:
 
 
 def _fewer_seeds(comparison: Comparison, baseline: str | None) -> str:
-    """Say over how many seeds the differences are of arms that have others than the baseline, if there are any."""
+    """Say for arms whose seeds differ from the baseline's how many seeds are shared; empty if all agree."""
     if baseline is None:
         return ""
     seeds = {label: {record.run.seed for record in records} for label, records in comparison.arms.items()}
@@ -312,7 +316,7 @@ def _fewer_seeds(comparison: Comparison, baseline: str | None) -> str:
 
 
 def notes(comparison: Comparison) -> list[str]:
-    """Say what makes the runs less alike than their settings do."""
+    """Warn about differences between runs that their settings do not show."""
     records, notes = comparison.counted, []
     for what, texts in (("machines", [record.origin.machine for record in records]), *_versions(records)):
         if len(several := sorted(set(texts) - {""})) > 1:
@@ -346,20 +350,20 @@ def notes(comparison: Comparison) -> list[str]:
 
 
 def _unknown_models(runs: Sequence[Run]) -> list[str]:
-    """What to say of local models, whose paths are absolute, that no hash tells from others of their path."""
+    """Warn about local models (absolute paths) without a hash: two models at one path would look equal."""
     count = sum(run.value(PLACE).startswith("/") and run.value(CONTENT) == ABSENT for run in runs)
     said = f"model.hash is not known of {count} run{'s' * (count != 1)}, which an older version began"
     return [f"{said}: two models that lay under one path would count as one arm."] if count else []
 
 
 def _versions(records: Sequence[Record]) -> list[tuple[str, list[str]]]:
-    """The versions of each package in each run."""
+    """List the version of each package in each run."""
     packages = sorted({name for record in records for name in record.origin.versions})
     return [(f"versions of {name}", [record.origin.versions.get(name, "") for record in records]) for name in packages]
 
 
 def _accuracy(row: dict[str, Any], phase: str) -> str:
-    """`0.768 [0.731, 0.805]`, without the second where there is no interval; a dash where there is no number."""
+    """Format `0.768 [0.731, 0.805]`, without the interval if there is none; a dash without a number."""
     mean, low, high = (row.get(f"accuracy_{phase}{end}", math.nan) for end in ("", "_low", "_high"))
     if math.isnan(mean) or math.isnan(high):
         return "-" if math.isnan(mean) else f"{mean:.3f}"
@@ -367,13 +371,13 @@ def _accuracy(row: dict[str, Any], phase: str) -> str:
 
 
 def _change(row: dict[str, Any], name: str) -> str:
-    """`+0.225 [+0.190, +0.260]`, with the same exceptions."""
+    """Format `+0.225 [+0.190, +0.260]`, without the interval if there is none; a dash without a number."""
     mean, low, high = (row.get(f"{name}{end}", math.nan) for end in ("", "_low", "_high"))
     return "-" if math.isnan(mean) else f"{mean:+.3f}" if math.isnan(low) else f"{mean:+.3f} {between(low, high)}"
 
 
 def what_differs(comparison: Comparison) -> list[list[str]]:
-    """A row an arm, the first the head: the settings in which arms differ. Nothing where they do in none."""
+    """Tabulate the settings in which arms differ, a row per arm after the head; empty if none differ."""
     firsts = {label: records[0].run for label, records in comparison.arms.items()}
     keys = differing(list(firsts.values()))
     rows = [[label, *(shortened(run.value(key)) for key in keys)] for label, run in firsts.items()]
@@ -381,9 +385,9 @@ def what_differs(comparison: Comparison) -> list[list[str]]:
 
 
 def curves(comparison: Comparison) -> pd.DataFrame:
-    """Every kept metric of every step of the runs that count, tidy: run_id, arm, metric, step, seconds, value.
+    """Return all kept metrics of the runs that count as tidy rows: run_id, arm, metric, step, seconds, value.
 
-    `seconds` are those of the run's training steps up to this one.
+    `seconds` is the time of the run's training steps up to and including this one.
     """
     frames = []
     for label, records in comparison.arms.items():

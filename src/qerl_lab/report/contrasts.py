@@ -1,4 +1,4 @@
-"""The arms that a contrast of a claim compares: found among the runs, equal in all but what may differ. Pure."""
+"""Find the arms that a contrast compares: equal in every setting that the claim does not free. Pure."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from qerl_lab.report.runs import Record
 
 @dataclass(frozen=True)
 class Side:
-    """An arm of a comparison: its records at each value of the key that the claim spans, or all under one."""
+    """One side of a contrast: its records by value of the key that the claim spans (one entry if it spans none)."""
 
     options: Mapping[str, Sequence[Record]]
     finished: int
@@ -22,13 +22,13 @@ class Side:
 
     @property
     def seeds(self) -> set[int]:
-        """The seeds that every option has."""
+        """Return the seeds that every option has."""
         return set.intersection(*({record.run.seed for record in records} for records in self.options.values()))
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Two sides that differ in nothing but what may; `context` has the settings that they share."""
+    """Two sides that differ only in what may differ; `context` holds the settings that they share."""
 
     treated: Side
     control: Side
@@ -37,15 +37,15 @@ class Pair:
 
 @dataclass(frozen=True)
 class Missing:
-    """Why there is no pair."""
+    """The reason why there is no pair."""
 
     why: str
 
 
 def find(claim: Claim, contrast: Contrast, counted: Sequence[Record], found: Sequence[Run]) -> list[Pair] | Missing:
-    """Every pair of arms that tests a contrast, or what lacks. `found` has all runs, those that do not count too.
+    """Return every pair of arms that tests a contrast, or the reason why there is none.
 
-    Runs that do not have the conditions of the claim's file are no part of any.
+    `found` also has the runs that do not count. Runs outside the conditions of the claim's file are ignored.
     """
     counted = [record for record in counted if _has(record.run, claim.file.conditions)]
     found = [run for run in found if _has(run, claim.file.conditions)]
@@ -77,7 +77,7 @@ def _has(run: Run, settings: Settings) -> bool:
 def _sides(
     claim: Claim, settings: Settings, counted: Sequence[Record], found: Sequence[Run]
 ) -> dict[tuple[Arm, Arm], Side]:
-    """The arms that have the settings, by what they share with others and what of the free keys they have."""
+    """Group the runs with these settings by (shared settings, free settings) into sides."""
     options: dict[tuple[Arm, Arm], dict[str, list[Record]]] = {}
     started: dict[tuple[Arm, Arm], int] = {}
     for run in (run for run in found if _has(run, settings)):
@@ -91,7 +91,7 @@ def _sides(
 
 
 def _split(run: Run, claim: Claim) -> tuple[Arm, Arm]:
-    """The settings that the arms must share, and those that they need not, without the key that the claim spans."""
+    """Split a run's settings into shared and free ones, without the key that the claim spans."""
     shared = tuple(item for item in run.arm if not is_free(item[0], claim) and item[0] != claim.across)
     return shared, tuple(item for item in run.arm if is_free(item[0], claim))
 
@@ -101,6 +101,6 @@ def is_free(key: str, claim: Claim) -> bool:
 
 
 def _least_difference(treated: Mapping[tuple[Arm, Arm], Side], control: Mapping[tuple[Arm, Arm], Side]) -> str:
-    """The keys in which the nearest two differ that should not."""
+    """Say in which keys the two nearest candidates differ although they should not."""
     differ = [sorted({key for key, _ in {*one} ^ {*other}}) for one, _ in treated for other, _ in control]
     return "the nearest two differ in " + ", ".join(sorted(differ, key=len)[0])

@@ -1,4 +1,4 @@
-"""Copies of a run: its directory was copied, to another machine say, or is beside results that have it. Pure."""
+"""Mark copies of a run, as when its directory was copied or its results lie beside it. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -8,15 +8,15 @@ from qerl_lab.report.runs import Record
 
 
 def identity(record: Record) -> tuple[object, ...]:
-    """What two records of one run share; none is known to share it where it was not noted when it began."""
+    """Return what all records of one run share. Only records with a start time can be recognized as copies."""
     return record.run.arm, record.run.seed, record.origin.began
 
 
 def told(records: Sequence[Record]) -> list[Record]:
-    """The records, in which of each run the one that got furthest stays as it is. The others are marked as copies.
+    """Keep the record that got furthest of each run, and mark the others as copies.
 
-    So a run that was stopped here and went on elsewhere is one that finished, and not one of two. One that was read
-    twice, by the same name, is there once.
+    A run that was stopped here and finished elsewhere therefore counts once, as finished. Records with the same name
+    and identity are read once.
     """
     records = list({(record.run.name, identity(record)): record for record in records}.values())
     furthest: dict[tuple[object, ...], Record] = {}

@@ -1,4 +1,4 @@
-"""Curves of arms by step and by wall clock: each seed thin, their mean, its interval of 95%. Nothing is smoothed."""
+"""Plot curves of arms by step and by wall clock: thin lines for seeds, their mean, 95% interval. No smoothing."""
 
 import io
 import math
@@ -22,19 +22,19 @@ from qerl_lab.report.stats import NATS, SHARE, band_over_seeds
 
 STYLE = Path(__file__).with_name("report.mplstyle")
 STEP, CLOCK = "step", "seconds"  # columns of `comparison.curves`
-ARMS_A_PANEL = 4  # more lines with their bands hide each other
-BESIDE = 2  # arms beside the baseline, where one panel does not hold them all
-MOMENTS = 100  # at most, at which the mean by wall clock is taken, between two steps of a seed by a straight line
-DPI = 160  # 704 points wide: sharp on a phone, and at half the width of a page
-MARKS = 10  # markers of a line
-LEGEND_CHARS = 46  # of a line of the legend
+ARMS_A_PANEL = 4  # with more, bands hide lines
+BESIDE = 2  # arms per panel beside the baseline when there are several panels
+MOMENTS = 100  # most times at which the mean by wall clock is interpolated
+DPI = 160  # 704 pixels wide: sharp on a phone and at half the width of a page
+MARKS = 10  # markers per line
+LEGEND_CHARS = 46  # characters per line of the legend
 
 
 @dataclass(frozen=True)
 class Curve:
-    """A figure: its file's name, title, label of its axis, and metric.
+    """One figure: file name, title, axis label and metric.
 
-    `from_zero` says that the axis begins there, `bounds` which values there can be.
+    `from_zero` starts the axis at 0; `bounds` are the possible values.
     """
 
     name: str
@@ -68,16 +68,16 @@ CURVES = (
 
 
 def recorded(points: pd.DataFrame) -> list[Curve]:
-    """Those of `CURVES` that a run recorded, sigma where it was not always 0: an engine may see no entropy."""
+    """Return the `CURVES` that some run recorded; sigma only if it was ever not 0."""
     points = points[points["value"].notna()]
     used = set(points.loc[(points["metric"] != "noise/sigma") | (points["value"] != 0), "metric"])
     return [curve for curve in CURVES if curve.metric in used]
 
 
 def panels(arms: Sequence[str], baseline: str | None) -> list[list[str]]:
-    """The arms in as few groups as can be read, the baseline first in each.
+    """Split the arms into few readable panels, the baseline first in each.
 
-    A group that is not full comes first: an arm and the same with noise, which follows it, then share one.
+    An incomplete panel comes first, so that an arm and the next one, the same with noise, share a panel.
     """
     first = [arm for arm in arms if arm == baseline]
     others = [arm for arm in arms if arm != baseline]
@@ -90,12 +90,12 @@ def panels(arms: Sequence[str], baseline: str | None) -> list[list[str]]:
 def draw(
     points: pd.DataFrame, curve: Curve, by: str, baseline: str | None, styles: Mapping[str, Mapping[str, Any]]
 ) -> Figure:  # fmt: skip
-    """A figure of one metric: panels below each other, of a few arms each, to be closed by the caller.
+    """Draw one metric in panels below each other, a few arms each; the caller closes the figure.
 
     Args:
         points: tidy, from `comparison.curves`.
         by: `STEP`, or `CLOCK`: seconds of training steps, without evaluation and loading.
-        styles: how each arm looks, from `palette.styles`.
+        styles: the look of each arm, from `palette.styles`.
     """
     chosen = _of(points, curve)
     groups = panels(list(chosen["arm"].unique()), baseline)
@@ -116,20 +116,20 @@ def draw(
 
 
 def seeds_of(of_arm: pd.DataFrame, by: str = STEP, unit: float = 1) -> dict[str, pd.Series]:
-    """The values of each run of an arm, by its name, over steps or time in `unit` seconds."""
+    """Map each run of an arm to its values over steps, or over time in units of `unit` seconds."""
     return {run: rows.set_index(by)["value"].rename(index=lambda x: x / unit) for run, rows in of_arm.groupby("run_id")}
 
 
 def _of(points: pd.DataFrame, curve: Curve) -> pd.DataFrame:
-    """The points of a curve; of sigma those of arms that have noise, since a line at 0 says nothing of the others."""
+    """Select the points of a curve; for sigma only of arms with noise, as a line at 0 says nothing."""
     chosen = points[(points["metric"] == curve.metric) & points["value"].notna()]
     return chosen[chosen.groupby("arm")["value"].transform("any")] if curve.metric == "noise/sigma" else chosen
 
 
 def _limits(drawn: tuple[float, float], values: pd.Series, curve: Curve) -> tuple[float, float]:
-    """Limits of all panels: what is drawn, but of intervals no more than a quarter of the values' range beyond these.
+    """Return the axis limits of all panels: the data, and intervals up to a quarter of the data's range beyond it.
 
-    The interval of two seeds is 12.7 standard errors wide on either side, which would leave the curves no room.
+    The interval of two seeds spans 12.7 standard errors on either side and would flatten the curves.
     """
     room = (values.max() - values.min()) / 4 or abs(values.max()) or 1.0
     low, high = max(drawn[0], values.min() - room, curve.bounds[0]), min(drawn[1], values.max() + room, curve.bounds[1])
@@ -137,7 +137,7 @@ def _limits(drawn: tuple[float, float], values: pd.Series, curve: Curve) -> tupl
 
 
 def png(figure: Figure) -> bytes:
-    """A PNG of 64 colors; the figure is closed."""
+    """Render a figure as a PNG of 64 colors and close it."""
     drawn = io.BytesIO()
     figure.savefig(drawn, format="png", dpi=DPI)
     plt.close(figure)
@@ -145,14 +145,14 @@ def png(figure: Figure) -> bytes:
 
 
 def in_64_colors(png: bytes) -> bytes:
-    """The same PNG in a third of its size. Without rounds of k-means the thin lines of all arms turn grey."""
+    """Reduce a PNG to 64 colors, a third of its size. Without k-means rounds all thin lines turn grey."""
     small, drawn = io.BytesIO(), Image.open(io.BytesIO(png)).convert("RGB")
     drawn.quantize(64, kmeans=3, dither=Image.Dither.NONE).save(small, "PNG", optimize=True)
     return small.getvalue()
 
 
 def _unit(seconds: float) -> tuple[str, int]:
-    """The unit of time that suits the longest run, and its seconds."""
+    """Choose the unit of time for the longest run: its label and its length in seconds."""
     name, size = next(
         pair for pair in (("hours", 3600), ("minutes", 60), ("seconds", 1)) if seconds >= 2 * pair[1] or pair[1] == 1
     )
@@ -163,11 +163,10 @@ def draw_arm(
     axis: Axes, seeds: Mapping[str, pd.Series], style: Mapping[str, Any], label: str, *, common: bool,
     bounds: tuple[float, float] = (-math.inf, math.inf), thin: bool = True,
 ) -> None:  # fmt: skip
-    """Draw an arm: every seed thin, the mean over them thick, and around it the interval of 95% over seeds.
+    """Draw an arm: each seed thin, the mean thick, and the 95% interval over seeds.
 
-    `seeds` are values by step or time. The mean is taken where all of them have one, if these are `common`; else at
-    the times at which one was measured, while all were under way. The interval is cut at the `bounds` of the values.
-    Without `thin` the seeds' own lines are left out.
+    `seeds` are values by step or time. With `common` the mean is taken at the steps that all seeds share; otherwise at
+    measured times while all seeds run. The interval is cut at `bounds`. `thin=False` omits the seeds' own lines.
     """
     plain = {"color": style["color"], "ls": "-", "marker": ""}
     if len(seeds) > 1 and thin:
@@ -177,12 +176,12 @@ def draw_arm(
     mean, low, high = band_over_seeds(values_S_T)
     if len(seeds) > 1:
         axis.fill_between(x, np.clip(low, *bounds), np.clip(high, *bounds), color=style["color"], alpha=0.13, lw=0)
-    halo = [Stroke(linewidth=3.2, foreground="white"), Normal()]  # so that it stands out from the seeds, in grey too
+    halo = [Stroke(linewidth=3.2, foreground="white"), Normal()]  # sets it off from the seeds, in grey too
     axis.plot(x, mean, label=label, markevery=max(1, len(x) // MARKS), zorder=3, path_effects=halo, **style)
 
 
 def _joined(seeds: Sequence[pd.Series], common: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Where all seeds have a value, and these values [seeds, places]."""
+    """Return the places where all seeds have a value, and the values [seeds, places]."""
     if common:
         table = pd.concat(seeds, axis=1, join="inner").sort_index()
         return table.index.to_numpy(), table.to_numpy(float).T
@@ -194,10 +193,10 @@ def _joined(seeds: Sequence[pd.Series], common: bool) -> tuple[np.ndarray, np.nd
 
 
 def dress(axis: Axes, label: str, unit: str) -> None:
-    """Give a panel its labels, plain ticks and a legend below it."""
+    """Set the labels of a panel, plain ticks and a legend below it."""
     axis.set(xlabel=unit, ylabel=label)
     axis.tick_params(labelbottom=True)
     axis.xaxis.set_major_locator(MaxNLocator(6, integer=unit in ("step", "stage")))  # there is no step 1.5
     axis.xaxis.set_major_formatter(tick)
     axis.yaxis.set_major_formatter(tick)
-    axis.legend(loc="upper center", bbox_to_anchor=(0.5, 0), borderaxespad=3.7)  # in letters: panels differ in height
+    axis.legend(loc="upper center", bbox_to_anchor=(0.5, 0), borderaxespad=3.7)  # in font sizes: panels vary in height

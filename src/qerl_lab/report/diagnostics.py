@@ -1,6 +1,6 @@
-"""What a reader of a comparison asks next: pass@k, entropy against gain, entropy retained, collapse, and power.
+"""Diagnose a comparison: pass@k, entropy against gain, entropy retained, collapse, and statistical power.
 
-Everything is of the recorded files: the questions' accuracies, and the metrics of every step.
+Everything is computed from recorded files: accuracies per question and metrics per step.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,15 +25,15 @@ from qerl_lab.report.stats import Interval
 from qerl_lab.report.table import NONE, Table
 from qerl_lab.report.verdict_tables import cell
 
-POWER = 0.8  # of a two-sided test of 5%
-SEEDS = np.unique(np.geomspace(2, 100, 40).round().astype(int))  # of the power curve
-FALLEN = 0.5  # of the most right answers that a tenth of a run's steps had; below it the run has collapsed
+POWER = 0.8  # of a two-sided 5% test
+SEEDS = np.unique(np.geomspace(2, 100, 40).round().astype(int))  # x axis of the power curve
+FALLEN = 0.5  # a run has collapsed below this share of its best tenth's right answers
 
 
 def passes(records: Sequence[Record]) -> dict[int, Interval]:
-    """pass@k after training, by k: over seeds and questions, within [0, 1].
+    """Return pass@k after training by k, over seeds and questions, within [0, 1].
 
-    Raises Unmeasured for runs without evaluation, of fewer than two seeds or samples, or partly right answers.
+    Raises Unmeasured without evaluation, for fewer than two seeds or samples, and for partly right answers.
     """
     samples = {record.run.value("eval.samples") for record in records}
     after = matrix(records, "after")
@@ -51,22 +51,22 @@ def passes(records: Sequence[Record]) -> dict[int, Interval]:
 
 
 def of_run(record: Record) -> dict[str, float]:
-    """`entropy`: nats over the first tenth of the steps; `gain`: of held-out accuracy; nan where not recorded."""
+    """Return `entropy` (nats, over the first tenth of the steps) and `gain` (held-out accuracy); nan if missing."""
     gain = float(record.accuracy["gain"].mean()) if record.accuracy else np.nan
     return {"entropy": float(record.summary["entropy_first"]), "gain": gain}
 
 
 def correlation(x: np.ndarray, y: np.ndarray) -> Interval:
-    """Pearson's r of n pairs, with its interval of 95% by Fisher's z; without one where n is below four."""
+    """Return Pearson's r with its 95% interval by Fisher's z; the interval is [-1, 1] for fewer than four pairs."""
     r = float(np.corrcoef(x, y)[0, 1])
     half = distributions.norm.ppf(0.975) / np.sqrt(len(x) - 3) if len(x) > 3 else np.inf
     return r, float(np.tanh(np.arctanh(r) - half)), float(np.tanh(np.arctanh(r) + half))
 
 
 def collapsed(record: Record) -> bool:
-    """Whether right answers of the last tenth of the steps are below `FALLEN` of those of the run's best tenth.
+    """Return whether right answers in the last tenth of the steps are below `FALLEN` of the run's best tenth.
 
-    Raises Unmeasured where answers earn nothing.
+    Raises Unmeasured if the task does not reward answers.
     """
     found = answers(record)
     tenth = max(1, len(found) // 10)
@@ -74,10 +74,10 @@ def collapsed(record: Record) -> bool:
 
 
 def detectable(differences_S_Q: np.ndarray, seeds: int) -> float:
-    """The true difference that as many seeds show with `POWER`, by a two-sided test of 5% over seeds and questions.
+    """Return the true difference that `seeds` seeds detect with `POWER` in a two-sided 5% test.
 
-    From the variances of the measured differences [seeds, questions], `stats.floored_components`: (t at 97.5% + t at
-    80%) standard errors. The questions' part does not shrink with more seeds.
+    Computed from the variances of the measured differences [seeds, questions] (`stats.floored_components`) as (t at
+    97.5% + t at 80%) standard errors. More seeds do not reduce the questions' part.
     """
     variances, questions = stats.floored_components(differences_S_Q), np.shape(differences_S_Q)[1]
     levels = (0.95, 2 * POWER - 1)
@@ -85,7 +85,7 @@ def detectable(differences_S_Q: np.ndarray, seeds: int) -> float:
 
 
 def retention(comparison: Comparison) -> Table:
-    """A row an arm: how much of its entropy is left, and how many of its runs have collapsed."""
+    """Tabulate per arm the share of entropy retained and the number of collapsed runs."""
     rows = [["arm", "entropy, last tenth over first", "runs that collapsed"]]
     rows += [[arm, _retained(records), _collapsed(records)] for arm, records in comparison.arms.items()]
     return Table(
@@ -117,7 +117,7 @@ def _collapsed(records: Sequence[Record]) -> str:
 
 
 def draw_passes(comparison: Comparison) -> Figure | None:
-    """pass@k by k of every arm that has it; None where none has. To be closed by the caller."""
+    """Draw pass@k by k for every arm that has it; None if none has. The caller closes the figure."""
     found: dict[str, dict[int, Interval]] = {}
     for arm, records in comparison.arms.items():
         try:
@@ -129,7 +129,7 @@ def draw_passes(comparison: Comparison) -> Figure | None:
     figure, axis, styles = _panel(comparison, len(found))
     for place, (arm, by_k) in enumerate(found.items()):
         k, (mean, low, high) = np.array(list(by_k)), np.array(list(by_k.values())).T
-        x = k * (1 + 0.02 * (place - (len(found) - 1) / 2))  # beside each other
+        x = k * (1 + 0.02 * (place - (len(found) - 1) / 2))  # offset, so that intervals do not overlap
         axis.errorbar(x, mean, yerr=[mean - low, high - mean], capsize=2, elinewidth=0.9, label=arm, **styles[arm])
     axis.set_xscale("log", base=2)
     axis.set_xticks(k, [str(one) for one in k])
@@ -137,9 +137,9 @@ def draw_passes(comparison: Comparison) -> Figure | None:
 
 
 def draw_gains(comparison: Comparison) -> tuple[Figure, str] | None:
-    """Entropy at the start against gain in held-out accuracy, a point a run, with what their correlation says.
+    """Plot entropy at the start against gain in held-out accuracy, a point per run, and describe the correlation.
 
-    None where no run was evaluated. To be closed by the caller.
+    None if no run was evaluated. The caller closes the figure.
     """
     rows = [
         {"arm": arm, **of_run(record)} for arm, records in comparison.arms.items() for record in records
@@ -164,9 +164,9 @@ def draw_gains(comparison: Comparison) -> tuple[Figure, str] | None:
 
 
 def draw_power(comparison: Comparison, baseline: str | None) -> Figure | None:
-    """The difference to the baseline in held-out accuracy that can be detected, by the number of seeds.
+    """Plot the detectable difference to the baseline in held-out accuracy against the number of seeds.
 
-    A line an arm, from the spread of its own paired differences; None where no arm has two seeds and questions.
+    One line per arm, from the spread of its paired differences; None if no arm has two seeds and two questions.
     """
     found = {}
     for arm, records in comparison.arms.items():

@@ -1,4 +1,4 @@
-"""The effect of a pair of arms: measured by seed and question, with its interval and its guardrail. Pure."""
+"""Measure the effect of a pair of arms by seed and question, with its interval and guardrail. Pure."""
 
 import math
 from collections.abc import Sequence
@@ -18,18 +18,18 @@ HELD, BROKEN, OPEN = "held", "broken", "open"
 
 
 class Range(NamedTuple):
-    """The least and the most that each value [seeds, questions] can be; equal where nothing is censored."""
+    """Lower and upper bounds of each value [seeds, questions]; equal unless the value is censored."""
 
     low: Values
     high: Values
 
 
 class P(NamedTuple):
-    """One-sided p-values of the hypotheses that a verdict rejects: for a claim, for a small effect, for its reverse."""
+    """One-sided p-values of the hypotheses that a verdict can reject."""
 
-    above: float  # of no effect, or one of the other sign
-    small: float  # of an effect of the smallest size that matters, or a larger one
-    below: float  # of no effect, or one of the claimed sign
+    above: float  # H0: no effect, or one of the other sign
+    small: float  # H0: an effect of the smallest size that matters, or larger
+    below: float  # H0: no effect, or one of the claimed sign
 
 
 NOTHING_SHOWN = P(1.0, 1.0, 1.0)
@@ -37,14 +37,16 @@ NOTHING_SHOWN = P(1.0, 1.0, 1.0)
 
 @dataclass(frozen=True)
 class Numbers:
-    """What was measured of one contrast.
+    """The measurements of one contrast.
 
-    `treated`, `control` and `effect` are means with intervals of 95%, in the measure's unit; the effect is the paired
-    difference, of a ratio the factor. Where seeds are censored a mean is the least that it can be, and one end of the
-    interval is infinite. `oriented` [seeds, questions] is the effect, positive where the claim holds, and `at_most` the
-    most that it can be. `variances` are of seeds and questions; `verdicts.pooled` replaces the first by the moderated
-    one. `p` is not corrected, `adjusted` is (Holm). `effect_size` is the mean over the standard deviation of the
-    seeds' differences; nan where they have none. `seeds_as_measured` and `seeds_at_any_effect` are of an open contrast.
+    `treated`, `control` and `effect` are means with 95% intervals in the measure's unit. The effect is the paired
+    difference, or the factor for a ratio. With censored seeds a mean is a lower bound and one end of the interval is
+    infinite.
+
+    `oriented` [seeds, questions] is the effect, positive where the claim holds; `at_most` is its upper bound.
+    `variances` are those of seeds and questions; `verdicts.pooled` replaces the first by the moderated one. `p` is
+    uncorrected, `adjusted` corrected (Holm). `effect_size` is the mean over the standard deviation of the seeds'
+    differences, nan if that is 0. `seeds_as_measured` and `seeds_at_any_effect` are set for an open contrast.
     """
 
     seeds: int
@@ -66,21 +68,21 @@ class Numbers:
 
 
 def numbers(claim: Claim, pair: Pair, seeds: Sequence[int]) -> Numbers:
-    """Measure a pair over its shared seeds. Raises Unmeasured where the records do not hold the measure."""
+    """Measure a pair over its shared seeds. Raises Unmeasured if the records lack the measure."""
     treated, control = (_values(claim, claim.measure, side, pair, seeds) for side in (pair.treated, pair.control))
     both = sorted(set(treated.low.columns) & set(control.low.columns))
     if not both or (len(both) == 1 and treated.low.shape[1] > 1):
         raise Unmeasured("the two arms were asked fewer than two of the same questions")
     (low, high), (base_low, base_high) = ([one[both].to_numpy(float) for one in side] for side in (treated, control))
     ratio, sign = MEASURES[claim.measure].ratio, claim.direction or 1
-    with np.errstate(invalid="ignore"):  # where both are censored nothing is known of the difference
+    with np.errstate(invalid="ignore"):  # if both are censored, the difference is unknown
         least, most = (
             np.nan_to_num(low - base_high, nan=-np.inf, neginf=-np.inf),
             np.nan_to_num(high - base_low, nan=np.inf, posinf=np.inf),
         )
     oriented, at_most = (least, most) if sign > 0 else (-most, -least)
     censored = int((~np.isfinite(least) | ~np.isfinite(most)).any(axis=1).sum())
-    known = low - base_low  # each censored value as the least that it can be
+    known = low - base_low  # takes censored values at their lower bound
     return Numbers(
         seeds=len(seeds), questions=len(both), censored=censored, treated=_shown(low, low, high, ratio),
         control=_shown(base_low, base_low, base_high, ratio), effect=_shown(known, least, most, ratio),
@@ -92,7 +94,7 @@ def numbers(claim: Claim, pair: Pair, seeds: Sequence[int]) -> Numbers:
 
 
 def _shown(known: np.ndarray, least: np.ndarray, most: np.ndarray, ratio: bool) -> stats.Interval:
-    """Mean and interval of `known` [seeds, questions], without an end where a value on that side is unknown."""
+    """Return mean and interval of `known` [seeds, questions], with an infinite end where values are unbounded there."""
     mean, low, high = stats.over_seeds(known)
     low = low if np.isfinite(least).all() else -math.inf
     high = high if np.isfinite(most).all() else math.inf
@@ -102,7 +104,7 @@ def _shown(known: np.ndarray, least: np.ndarray, most: np.ndarray, ratio: bool) 
 
 
 def _values(claim: Claim, measure: str, side: Side, pair: Pair, seeds: Sequence[int]) -> Range:
-    """A measure of a side by seed, over the values of the key that the claim spans, if it spans one."""
+    """Return a measure of one side by seed, averaged or at the best option over the key that the claim spans."""
     options = [_of_option(measure, records, pair.control.records, seeds) for records in side.options.values()]
     if len(options) == 1:
         return options[0]
@@ -118,9 +120,10 @@ def _values(claim: Claim, measure: str, side: Side, pair: Pair, seeds: Sequence[
 
 
 def _best(claim: Claim, side: Side, pair: Pair, seeds: Sequence[int]) -> dict[int, int]:
-    """The option of each seed that was best over the other seeds, by the claim's own measure, also for its guardrail.
+    """Choose for each seed the option that was best over the other seeds, by the claim's own measure.
 
-    So no seed chooses for itself, and no arm wins by the luck that chose it.
+    No seed chooses for itself, so an arm cannot win by the luck that chose its option. The guardrail uses the same
+    choice.
     """
     sign = claim.direction or 1
     better = [
@@ -138,7 +141,7 @@ def _of_option(measure: str, records: Sequence[Record], controls: Sequence[Recor
 
 
 def _guardrail(claim: Claim, rail: Guardrail, pair: Pair, seeds: Sequence[int]) -> str:
-    """Whether the treated arm's guardrail is shown to hold (an interval of 95% above -margin), or to be broken."""
+    """Test the guardrail: `HELD` if the 95% interval lies above -margin, `BROKEN` if below, else `OPEN`."""
     try:
         treated, control = (
             _values(claim, rail.measure, side, pair, seeds).low for side in (pair.treated, pair.control)
@@ -146,7 +149,7 @@ def _guardrail(claim: Claim, rail: Guardrail, pair: Pair, seeds: Sequence[int]) 
     except Unmeasured:
         return OPEN
     difference = (treated - control).dropna(axis=1).to_numpy(float)
-    if difference.shape[1] < min(2, treated.shape[1]):  # the arms were asked other questions
+    if difference.shape[1] < min(2, treated.shape[1]):  # the arms share too few questions
         return OPEN
     count, questions = difference.shape
     half = stats.half_width(stats.floored_components(difference), count, questions, 0.95)

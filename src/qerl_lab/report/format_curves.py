@@ -1,4 +1,4 @@
-"""The weight formats in one figure: reward, entropy and held-out accuracy by step, with intervals over seeds."""
+"""Compare weight formats in one figure: reward, entropy and held-out accuracy by step, with intervals over seeds."""
 
 from collections.abc import Mapping, Sequence
 
@@ -14,19 +14,19 @@ from qerl_lab.report.curves import CURVES, STYLE, Curve, draw_arm, seeds_of
 from qerl_lab.report.numbers import tick
 from qerl_lab.report.printed_arms import PLAIN
 
-FEWEST = 2  # formats; one alone compares nothing
-# What tells the plain arm of a format from others of it: no noise, no other exploration, no other rule of packing.
+FEWEST = 2  # formats needed for a comparison
+# Settings of a format's plain arm: no noise, no other exploration, no other scale rule.
 IS_PLAIN = {"aqn.schedule": "off"} | {key: value for key, value in PLAIN.items() if key != "lora.rank"}
 
 
 def groups(comparison: Comparison) -> dict[str, dict[str, str]]:
-    """Arms that differ in nothing but their weight format, by what they share that other such groups do not.
+    """Group arms that differ only in weight format, titled by the settings that set the group apart.
 
-    A group has the label of its plain arm of each format, at least `FEWEST`, the dense one first.
+    A group maps each format, at least `FEWEST` and the dense one first, to the label of its plain arm.
     """
     found: dict[tuple[tuple[str, str], ...], dict[str, str]] = {}
     for label, records in comparison.arms.items():
-        settings = dict(records[0].run.arm)  # of a model by its content, wherever it lay
+        settings = dict(records[0].run.arm)  # identifies a local model by content, not by path
         if IS_PLAIN.items() <= settings.items():
             others = tuple(sorted((key, value) for key, value in settings.items() if not key.startswith("format.")))
             found.setdefault(others, {}).setdefault(settings["format.name"], label)
@@ -41,11 +41,13 @@ def groups(comparison: Comparison) -> dict[str, dict[str, str]]:
 
 
 def draw(points: pd.DataFrame, formats: Mapping[str, str], title: str) -> Figure:
-    """Panels beside each other, a line a format, to be closed by the caller; what no run recorded has no panel.
+    """Draw panels side by side with a line per format; metrics that no run recorded have no panel.
+
+    The caller closes the figure.
 
     Args:
         points: tidy, from `comparison.curves`.
-        formats: the label of the arm of each format, from `groups`.
+        formats: the label of each format's arm, from `groups`.
     """
     chosen = points[points["arm"].isin(formats.values()) & points["value"].notna()]
     shown = _shown(set(chosen["metric"]))
@@ -69,7 +71,7 @@ def draw(points: pd.DataFrame, formats: Mapping[str, str], title: str) -> Figure
 
 
 def _shown(recorded: set[str]) -> Sequence[Curve]:
-    """Reward, the trainer's entropy, and held-out accuracy: during training where it was asked, else at both ends."""
+    """Choose reward, the trainer's entropy and held-out accuracy (during training if measured, else at both ends)."""
     of = {curve.name: curve for curve in CURVES}
     accuracy = "subset_accuracy" if of["subset_accuracy"].metric in recorded else "accuracy"
     return [of[name] for name in ("reward", "entropy", accuracy) if of[name].metric in recorded]

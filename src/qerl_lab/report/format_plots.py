@@ -1,4 +1,4 @@
-"""Figures of weight formats and of noise, from the tables of evaluate/codec.py and evaluate/effects.py."""
+"""Plot weight formats and noise from the tables of evaluate/codec.py and evaluate/effects.py."""
 
 from collections.abc import Mapping, Sequence
 from typing import Literal
@@ -14,7 +14,7 @@ MARKS = "osD^v<>"
 
 
 def values_of_a_block(values: Mapping[str, Sequence[float]]) -> Figure:
-    """A row a format: where a weight may land between the block's largest and its negative."""
+    """Plot, a row per format, the values that a weight can take within its block."""
     figure, axis = plt.subplots(figsize=(8, 0.7 + 0.45 * len(values)), layout="constrained")
     for row, (name, found) in enumerate(values.items()):
         axis.plot(found, [row] * len(found), "|", ms=16, mew=1.8, color=_color(name, row))
@@ -25,7 +25,7 @@ def values_of_a_block(values: Mapping[str, Sequence[float]]) -> Figure:
 
 
 def largest_of_blocks(stored: Mapping[str, Sequence[float]]) -> Figure:
-    """A histogram a format: what is stored of each block's largest weight, in units of it; 1 is exact."""
+    """Plot a histogram per format of stored over exact, for the largest weight of each block; 1 is exact."""
     figure, axes = plt.subplots(
         1, len(stored), figsize=(3 * len(stored), 2.6), layout="constrained", sharex=True, squeeze=False
     )
@@ -39,12 +39,14 @@ def largest_of_blocks(stored: Mapping[str, Sequence[float]]) -> Figure:
 
 
 def noise_and_formats(noise: pd.DataFrame, formats: pd.DataFrame) -> Figure:
-    """Left the KL of each sigma, a point a draw, and that of each format as a line across; right what a KL does to the
-    entropy: of noise the mean over its draws and each draw, of a format with its interval of 95%.
+    """Compare noise with formats: left KL by sigma, right entropy by KL.
+
+    The left panel has a point per noise draw and a horizontal line per format. The right panel has the mean and the
+    draws of each sigma, and each format with its 95% interval.
 
     Args:
-        noise: `effects.of_noise`.
-        formats: `effects.of_formats`, of packed formats alone.
+        noise: from `effects.of_noise`.
+        formats: from `effects.of_formats`, packed formats only.
     """
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
     means = noise.groupby("sigma").mean()
@@ -72,7 +74,7 @@ def noise_and_formats(noise: pd.DataFrame, formats: pd.DataFrame) -> Figure:
 
 
 def _color(name: str, number: int) -> str:
-    """The colour of a format of the lab; of another one, one that they do not have."""
+    """Return the color of a format of the lab, or an unused color for another one."""
     return palette.FORMATS.get(name, palette.OTHERS[number % len(palette.OTHERS)])
 
 

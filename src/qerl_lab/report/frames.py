@@ -1,4 +1,4 @@
-"""Where results and stores lie, and the runs of an MLflow experiment."""
+"""Find results folders and MLflow stores, and list the runs of an MLflow experiment."""
 
 import os
 from pathlib import Path
@@ -17,7 +17,7 @@ FILL = (
 
 
 def find_store() -> str:
-    """MLFLOW_TRACKING_URI, else the mlflow.db here or in the folder above. Raises ConfigError where there is none."""
+    """Return MLFLOW_TRACKING_URI, else the mlflow.db here or in the folder above. Raises ConfigError without either."""
     if uri := os.environ.get("MLFLOW_TRACKING_URI"):
         return uri
     here = Path.cwd()
@@ -28,7 +28,7 @@ def find_store() -> str:
 
 
 def find_folder(path: str) -> Path:
-    """A folder of results or of runs, from here or from the folder above. Raises ConfigError where there is none."""
+    """Find a folder of results or of runs, here or in the folder above. Raises ConfigError if there is none."""
     given = Path(path).expanduser()
     for folder in (given, Path.cwd().parent / given):
         if folder.is_dir():
@@ -37,9 +37,9 @@ def find_folder(path: str) -> Path:
 
 
 def find(uri: str, experiment: str) -> tuple[Any, dict[Run, Any], list[str]]:
-    """A client of the store, its runs of this experiment by what they are here, and a line on each that is none.
+    """Open a store and return its client, the lab's runs of an experiment, and a line on each other run.
 
-    Creates nothing. Raises ConfigError for no such store or experiment, or a store that cannot be read.
+    Creates nothing. Raises ConfigError for a missing store or experiment, and for an unreadable store.
     """
     _require_file(uri)
     prepare_mlflow()
@@ -65,14 +65,14 @@ def find(uri: str, experiment: str) -> tuple[Any, dict[Run, Any], list[str]]:
 
 
 def _require_file(uri: str) -> None:
-    """MLflow's client would create a missing database, and leave it there."""
+    """Raise ConfigError for a missing database, since MLflow's client would create it."""
     path = sqlite_file(uri)
     if path and not path.is_file():
         raise ConfigError(f"there is no MLflow store at {uri}. Type another. {FILL}")
 
 
 def _runs(found: list[Any]) -> tuple[dict[Run, Any], list[str]]:
-    """MLflow's runs by what they are here, and a line on each that is none: anything may write to an experiment."""
+    """Split MLflow's runs into the lab's own and a line on each other one: any tool may write to an experiment."""
     ours, left_out = {}, []
     for run in found:
         name = f"{run.info.run_name or 'unnamed'} ({run.info.run_id[:8]})"

@@ -1,6 +1,6 @@
-"""Right answers of arms beside the paper's curves of reward, by the same measures: last tenth of the steps, all steps.
+"""Compare right answers of arms with the paper's reward curves, over the last tenth of the steps and all steps.
 
-Figure 4 is not among them: its lines have learning rates of their own (results/reference/PROVENANCE.md).
+Figure 4 is not used, since its lines differ in learning rate (results/reference/PROVENANCE.md).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,15 +15,15 @@ from qerl_lab.report.measures import MEASURES, Unmeasured
 from qerl_lab.report.runs import Record
 from qerl_lab.report.table import NONE, Table
 
-Shown = Callable[[pd.DataFrame], str]  # differences [seeds, 1] as a cell
+Shown = Callable[[pd.DataFrame], str]  # formats differences [seeds, 1] as a cell
 MEASURED = (("answers_last", reference.LAST_TENTH), ("answers_mean", reference.ALL_STEPS))
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Two lines of a figure of the paper, and the values of `key` that the two arms have which answer to them.
+    """Two lines of a figure of the paper, and the values of `key` that select our two matching arms.
 
-    The arms are alike in all settings outside of the group of `key`, as `aqn.` is of aqn.schedule.
+    The two arms must share all settings outside the group of `key`, such as `aqn.` for aqn.schedule.
     """
 
     table: str
@@ -32,7 +32,7 @@ class Pair:
     control: tuple[str, str]
 
     def of_paper(self, setting: str) -> str:
-        """The paper's difference, with its reading error."""
+        """Format the paper's difference with its reading error."""
         where = {"table": self.table, "model": "Qwen2.5-3B-Instruct", "setting": setting}
         found = reference.compared(where | {"method": self.treated[1]}, where | {"method": self.control[1]})
         return f"{found.value:+.3f} +-{found.error:g}"
@@ -50,7 +50,7 @@ PAIRS = (
 
 
 def growth(comparison: Comparison, shown: Shown) -> list[Table]:
-    """The table; none where no two arms answer to a pair of the paper's lines."""
+    """Build the table; empty if no two arms match a pair of the paper's lines."""
     rows = [
         [f"{treated} - {control}", *_ours(comparison, treated, control, shown), pair.table, *_theirs(pair)]
         for pair in PAIRS for treated, control in _arms(comparison, pair)
@@ -64,14 +64,14 @@ def growth(comparison: Comparison, shown: Shown) -> list[Table]:
 
 
 def _arms(comparison: Comparison, pair: Pair) -> Iterator[tuple[str, str]]:
-    """The arms that answer to both lines of a pair and share a seed."""
+    """Yield the pairs of arms that match both lines of a pair and share a seed."""
     group = pair.key.partition(".")[0] + "."
 
     def others(records: Sequence[Record]) -> dict[str, str]:
         return {key: value for key, value in records[0].run.arm if not key.startswith(group)}
 
     def answers_to(value: str) -> list[str]:
-        """The arms in NVFP4 with this value; of noise those that state its sigma, as the paper does, not its KL."""
+        """Return the NVFP4 arms with this value; with noise only those that set sigma, as the paper does, not KL."""
         noise = AQN if group == "aqn." and value != "off" else {}
         wanted = {"format.name": "nvfp4", **noise, pair.key: value}
         return [arm for arm, records in comparison.arms.items() if wanted.items() <= records[0].run.settings.items()]

@@ -1,4 +1,4 @@
-"""What a run is measured by: a number a seed, or one a seed and question."""
+"""The measures of a run: one number per seed, or one per seed and question."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,20 +10,21 @@ import pandas as pd
 from qerl_lab.report.arms import Arm
 from qerl_lab.report.runs import Record
 
-Values: TypeAlias = pd.DataFrame  # a row a seed, a column a question, or one column
+Values: TypeAlias = pd.DataFrame  # a row per seed, a column per question or a single column
 
 
 class Unmeasured(ValueError):
-    """The records do not hold a measure; the text says why."""
+    """Raised if the records lack a measure; the text says why."""
 
 
 @dataclass(frozen=True)
 class Measure:
-    """One measure. `of(records, controls)` gives it by seed; `controls` are all records of the control arm.
+    """One measure. `of(records, controls)` returns its values by seed; `controls` are the records of the control arm.
 
-    A `ratio` is compared by the ratio of its means over seeds of logarithms; others by their difference.
-    `most(record)` is the largest value that a run can show: a value above it is right-censored, which means that the
-    true one is at least as large.
+    A `ratio` is compared by the ratio of geometric means over seeds, other measures by the difference of means.
+
+    `most(record)` is the largest value that a run can show; values above it are right-censored: the true value is at
+    least as large.
     """
 
     unit: str
@@ -43,9 +44,10 @@ def _accuracy(phase: str) -> Callable[[Sequence[Record], Sequence[Record]], Valu
 
 
 def _passes(records: Sequence[Record], controls: Sequence[Record]) -> Values:
-    """pass@k of k samples: whether one of them is right. The record has each question's mean over its samples.
+    """Return 1 for each question with a right answer among its k samples (pass@k), else 0.
 
-    Raises Unmeasured where a task grades answers as partly right: a mean above 0 does not say then that one was right.
+    Derived from each question's mean over samples. Raises Unmeasured for a single sample a question, and for tasks that
+    grade answers as partly right, where a mean above 0 does not prove a right answer.
     """
     samples = pd.Series({record.run.seed: _setting(record, "eval.samples") for record in records})
     if (samples < 2).any():
@@ -58,7 +60,7 @@ def _passes(records: Sequence[Record], controls: Sequence[Record]) -> Values:
 
 
 def _setting(record: Record, key: str) -> float:
-    """A number of the configuration. Raises Unmeasured for a run of another version of the lab, which lacks it."""
+    """Return a number of the configuration. Raises Unmeasured if the run's version of the lab lacks the key."""
     if key not in record.run.settings:
         raise Unmeasured(f"runs of another version of the lab, without {key}")
     return float(record.run.value(key))
@@ -69,12 +71,12 @@ def _of_summary(name: str) -> Callable[[Sequence[Record], Sequence[Record]], Val
 
 
 def beside_others(*sides: Sequence[Record]) -> bool:
-    """Whether runs ran beside others: their seconds are the others' too, and are not compared."""
+    """Return whether any run overlapped with others, so that its seconds cannot be compared."""
     return any(record.side_by_side > 1 for records in sides for record in records)
 
 
 def why_not_compared(*sides: Sequence[Record]) -> str:
-    """What to say of sides that are `beside_others`."""
+    """Say why sides for which `beside_others` holds are not compared."""
     if any(record.is_surely_beside for records in sides for record in records):
         return "runs ran beside others, whose seconds are theirs too"
     return "runs may have run beside others, as it is not known when a resumed one paused"
@@ -98,7 +100,7 @@ def _by_seed(records: Sequence[Record], number: Callable[[Record], float]) -> Va
 
 
 def answers(record: Record) -> pd.Series:
-    """The share of right answers of each step's completions, index 1 to steps: `reward/answer` over its weight."""
+    """Return the share of right answers at each step (index 1 to steps): `reward/answer` over its weight."""
     weight = _setting(record, "task.answer_reward")
     if weight == 0:
         raise Unmeasured("runs that earn nothing for answers (task.answer_reward=0)")
@@ -106,7 +108,7 @@ def answers(record: Record) -> pd.Series:
 
 
 def _tenths(record: Record) -> tuple[float, float]:
-    """Right answers over the first and over the last tenth of the steps."""
+    """Return the share of right answers over the first and over the last tenth of the steps."""
     found = answers(record)
     tenth = max(1, len(found) // 10)
     return float(found.head(tenth).mean()), float(found.tail(tenth).mean())
@@ -118,11 +120,11 @@ def _gain(record: Record) -> float:
 
 
 def _steps_to_half(records: Sequence[Record], controls: Sequence[Record]) -> Values:
-    """The first step whose trailing mean over a tenth of the steps reaches half of the control's rise; else steps + 1.
+    """Return the first step at which the trailing mean reaches half of the control's rise, else steps + 1.
 
-    Only whole windows count: over fewer steps one lucky batch would end the search. The rise is from the first to the
-    last tenth, averaged over all control runs; of a control at several learning rates over those at the best one, by
-    right answers over the run. Raises Unmeasured where there is none.
+    The trailing mean is over a tenth of the steps. Only full windows count, since one lucky batch would end a shorter
+    one. The rise is from the first to the last tenth, averaged over all control runs; for a control at several learning
+    rates, over those at the best one by right answers. Raises Unmeasured if the control does not rise.
     """
     by_arm: dict[Arm, list[pd.Series]] = {}
     for record in controls:
@@ -142,7 +144,7 @@ def _steps_to_half(records: Sequence[Record], controls: Sequence[Record]) -> Val
     return _by_seed(records, steps)
 
 
-LEAST_RISE = 0.05  # of the share of right answers; half of less is within the noise of a step
+LEAST_RISE = 0.05  # in the share of right answers; half of anything smaller is within the noise of a step
 
 MEASURES: dict[str, Measure] = {
     "entropy_first": Measure(

@@ -1,7 +1,7 @@
-"""Records of the runs of an MLflow experiment: of their directories where these still are, else of what MLflow keeps.
+"""Read the runs of an MLflow experiment, from their directories if these exist, else from MLflow.
 
-MLflow has a run's settings and metrics, and its eval.parquet if the artifacts are in reach. It has neither machine nor
-versions, nor how long a run was left alone before it went on. What lacks is said in `Origin.missing`.
+MLflow has settings, metrics and, if artifacts are reachable, eval.parquet. It lacks the machine, package versions and
+the pauses of a resumed run. `Origin.missing` says what is missing.
 """
 
 import os
@@ -31,9 +31,9 @@ from qerl_lab.terminal import near
 
 
 def read_experiment(uri: str, experiment: str) -> tuple[list[Record], dict[str, str]]:
-    """The record of every run of the experiment, and why others are damaged, by name. Raises what `frames.find` raises.
+    """Read every run of an experiment: the records, and the damaged runs with the reason, by name.
 
-    A run of another tool counts as damaged.
+    Runs of other tools count as damaged. Raises what `frames.find` raises.
     """
     client, ours, foreign = find(uri, experiment)
     records, damaged = [], dict(line.split(": ", 1) for line in foreign)
@@ -50,7 +50,7 @@ def read_experiment(uri: str, experiment: str) -> tuple[list[Record], dict[str, 
 
 
 def _is_there(folder: Path, key: str | None) -> bool:
-    """Whether a run's directory is where it was, as far as is known: another run may have got that of a removed one."""
+    """Return whether a run's directory still holds that run; a later run may have reused the path."""
     if not (folder.is_absolute() and folder.is_dir() and is_run(os.listdir(folder))):
         return False
     run = RunDirectory(folder)
@@ -58,7 +58,7 @@ def _is_there(folder: Path, key: str | None) -> bool:
 
 
 def _of_mirror(client: Any, run: Run, mirror: Any) -> Record:
-    """The record of a run whose directory is gone. Raises OSError or ValueError that says what else of it is."""
+    """Build the record of a run whose directory is gone. Raises OSError or ValueError if more of it is missing."""
     tags, where = mirror.data.tags, mirror.data.tags.get("run_dir", "")
     lacks = ["machine", "versions"]
     phases = _answers(client, mirror) if run.status == FINISHED and run.value("eval.questions") != "0" else {}
@@ -80,7 +80,7 @@ def _of_mirror(client: Any, run: Run, mirror: Any) -> Record:
 
 
 def _steps(client: Any, mirror: Any) -> pd.DataFrame:
-    """As `runs.read_steps`, of the metrics of `KEPT`."""
+    """Read the metrics of `KEPT` in the layout of `runs.read_steps`."""
     columns = {
         name: {point.step: point.value for point in client.get_metric_history(mirror.info.run_id, name)}
         for name in KEPT if name in mirror.data.metrics
@@ -89,7 +89,7 @@ def _steps(client: Any, mirror: Any) -> pd.DataFrame:
 
 
 def _answers(client: Any, mirror: Any) -> dict[str, pd.DataFrame]:
-    """The held-out answers by phase from the run's artifacts; empty where these are out of reach."""
+    """Download the held-out answers by phase from the artifacts; empty if these are out of reach."""
     from mlflow.exceptions import MlflowException
 
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""A results folder: the runs as Parquet and, from these alone, tables, figures, verdicts and report.html."""
+"""Write a results folder: the runs as Parquet and, from these alone, tables, figures, verdicts and report.html."""
 
 import base64
 import re
@@ -39,16 +39,16 @@ from qerl_lab.report.verdicts import Row, Verdict, judge, smallest_as_text
 from qerl_lab.terminal import near
 
 TEMPLATE = Path(__file__).with_name("report.html.j2")
-LONG = re.compile(r"\S{17,}")  # a word that an arm's column does not hold on a phone
+LONG = re.compile(r"\S{17,}")  # a word too long for the arm column on a phone
 NUMBER = re.compile(r"[-+]?[\d,]+(?:\.(\d+))?")
 FORMATS = "Weight formats"
-MOST_GROUPS = 4  # figures of formats; more say no more
+MOST_GROUPS = 4  # most figures of formats on a page
 BY = {curves.STEP: "by-step", curves.CLOCK: "by-time"}
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """A figure as PNG, by its file's name; `about` says in words what it is, `caption` what the page adds below it."""
+    """A figure as PNG, with its file name, a description (`about`), and the `caption` below it on the page."""
 
     name: str
     about: str
@@ -57,13 +57,13 @@ class Drawn:
 
 
 def write(folder: Path, found: Comparison, wanted: str | None, bench: Sequence[Path] = ()) -> list[Path]:
-    """Write everything into `folder`; returns the files. `wanted` names the baseline, `bench` results of benchmarks.
+    """Write the whole results folder and return its files. `wanted` names the baseline, `bench` benchmark results.
 
-    Raises ConfigError, OSError.
+    Raises ConfigError or OSError.
     """
     speed = speed_tables.of_files(bench)
     made = results.frames(found.records, found.damaged, found.arm_of)
-    same = comparison.compare(*results.records_of(made))  # from here on nothing but what the files hold
+    same = comparison.compare(*results.records_of(made))  # use only what the files hold from here on
     baseline = comparison.baseline_of(list(same.arms), wanted) if same.arms else None
     rows, drawn = judge(same.counted, same.found), draw_all(same, baseline)
     words = [near(folder), word("out", near(folder)), *([word("baseline", wanted)] if wanted else [])]
@@ -76,7 +76,7 @@ def write(folder: Path, found: Comparison, wanted: str | None, bench: Sequence[P
         files["arms.csv"] = comparison.csv(comparison.by_arm(same, baseline)).encode()
     files["report.html"] = html(same, rows, baseline, drawn, speed, line, folder.resolve().name).encode()
     results.write(folder, made)
-    for name in _everything() - set(files):  # of an earlier report with more in it
+    for name in _everything() - set(files):  # left by an earlier report
         (folder / name).unlink(missing_ok=True)
     for name, data in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -85,7 +85,7 @@ def write(folder: Path, found: Comparison, wanted: str | None, bench: Sequence[P
 
 
 def _everything() -> set[str]:
-    """The files that some reports have and others not."""
+    """Return the files that only some reports have."""
     names = {f"{curve.name}-{by}" for curve in curves.CURVES for by in BY.values()}
     names |= {figure.name for figure in paper_curves.FIGURES} | {"passes", "entropy-and-gain", "power"}
     names |= {_numbered(number) for number in range(MOST_GROUPS)}
@@ -93,10 +93,9 @@ def _everything() -> set[str]:
 
 
 def draw_all(found: Comparison, baseline: str | None) -> dict[str, list[Drawn]]:
-    """The figures by title: the formats in one, every one of `curves.CURVES` that was recorded and after it the
-    paper's of the same, and those of `diagnostics`.
+    """Draw the figures by title: the formats in one, each recorded curve with the paper's beside it, and diagnostics.
 
-    Time and speed are drawn of the arms alone whose runs shared no card.
+    Time and speed are drawn only for arms whose runs shared no machine.
     """
     if not found.arms:
         return {}
@@ -120,7 +119,7 @@ def draw_all(found: Comparison, baseline: str | None) -> dict[str, list[Drawn]]:
 
 
 def _of_formats(found: Comparison, points: pd.DataFrame) -> list[Drawn]:
-    """Reward, entropy and accuracy of the formats in one figure, for each group of arms that differ in nothing else."""
+    """Draw reward, entropy and accuracy of the formats in one figure per group of otherwise equal arms."""
     return [
         Drawn(_numbered(number), f"Reward, entropy and held-out accuracy of {', '.join(group)}",
               curves.png(format_curves.draw(points, group, title)))
@@ -151,7 +150,7 @@ def html(
     found: Comparison, rows: Sequence[Row], baseline: str | None, drawn: dict[str, list[Drawn]], speed: Speed,
     line: str, title: str,
 ) -> str:  # fmt: skip
-    """The page, which needs nothing beside it."""
+    """Render the page as one self-contained file."""
     measured, lacking = [row for row in rows if row.numbers], [row for row in rows if not row.numbers]
     differ = comparison.what_differs(found)
     environment = Environment(autoescape=True, undefined=StrictUndefined)
@@ -171,12 +170,12 @@ def html(
 
 
 def breakable(text: str) -> str:
-    """A cell as HTML, in which a long key may go on in the next line after its group and before its value."""
+    """Escape a cell for HTML and let long keys break after the group and before the value."""
     return LONG.sub(lambda word: re.sub(r"(?<=[a-z])\.(?=[a-z])|=", r"\g<0><wbr>", word[0]), escape(text))
 
 
 def digits(rows: Sequence[Sequence[str]]) -> list[int | None]:
-    """Of each column the most digits after the point; None where it has anything but numbers, and of the first."""
+    """Return each column's most decimals; None for the first column and for columns with text."""
     found: list[int | None] = [None]
     columns = list(zip(*rows[1:], strict=True)) or [()] * len(rows[0])
     for column in columns[1:]:
@@ -187,7 +186,7 @@ def digits(rows: Sequence[Sequence[str]]) -> list[int | None]:
 
 
 def filler(cell: str, most: int) -> str:
-    """What a number lacks to have `most` digits after the point: unseen, it puts the points below each other."""
+    """Return the invisible zeros that pad a number to `most` decimals, so that decimal points align."""
     whole, point, after = cell.partition(".")
     missing = ("" if point or not most else ".") + "0" * (most - len(after))
     return f"<s>{missing}</s>" if missing and whole != NONE else ""
@@ -200,7 +199,7 @@ def _image(figure: Drawn) -> dict[str, Any]:
 
 
 def _facts(found: Comparison) -> list[tuple[int, str]]:
-    """What there is how many of: runs by state, arms, seeds."""
+    """Count runs by state, arms and seeds."""
     states = Counter("finished" if run.status == FINISHED else run.status.split(" (")[0] for run in found.found)
     states["damaged"] = len(found.damaged)
     again = states["finished"] - len(found.counted)
@@ -215,13 +214,13 @@ def _facts(found: Comparison) -> list[tuple[int, str]]:
 
 
 def verdict_facts(rows: Sequence[Row]) -> list[tuple[int, str]]:
-    """How many of the measured contrasts got which verdict."""
+    """Count the verdicts on measured contrasts."""
     counts = Counter(str(row.verdict) for row in rows if row.numbers)
     return [(n, f"contrast{'s' * (n != 1)} {verdict}") for verdict in Verdict if (n := counts[str(verdict)])]
 
 
 def _gaps(found: Comparison) -> list[str]:
-    """Say where means are over fewer runs than were started."""
+    """Say where means cover fewer runs than were started."""
     if not found.arms:
         return ["No run finished, so there is nothing to measure. The runs and their states are at the end."]
     gaps, short = [], []
@@ -243,7 +242,7 @@ def _gaps(found: Comparison) -> list[str]:
 
 
 def _claims(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """The measured contrasts by claim."""
+    """Group the measured contrasts by claim."""
     shown = []
     for claim in {row.claim.name: row.claim for row in rows}.values():
         own = [row for row in rows if row.claim == claim]
@@ -257,7 +256,7 @@ def _claims(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def _details(row: Row) -> list[tuple[str, str]]:
-    """The numbers behind a verdict, each with its name."""
+    """List the numbers behind a verdict, each with its name."""
     treated, control, counts, effect, paper, size, better, p_values, guardrail = verdict_tables.measured(row)
     parts = [
         (row.claim.measure, effect),
@@ -277,7 +276,7 @@ def _details(row: Row) -> list[tuple[str, str]]:
 
 
 def _provenance(found: Comparison) -> list[dict[str, Any]]:
-    """Commands, code, machines, versions, times, and the runs that were left out."""
+    """List commands, code, machines, versions, times, and the runs that were left out."""
     origins = [record.origin for record in found.records]
     versions = Counter(
         ", ".join(f"{name} {text}" for name, text in sorted(origin.versions.items())) for origin in origins
@@ -294,7 +293,7 @@ def _provenance(found: Comparison) -> list[dict[str, Any]]:
 
 
 def _counted(texts: Iterable[str]) -> list[str]:
-    """Each text once, with how many runs have it where they are not all alike."""
+    """List each text once, with its number of runs unless all agree."""
     counts = Counter(texts)
     if len(counts) == 1:
         return [text for text in counts if text]

@@ -1,4 +1,4 @@
-"""How arms look in every figure: a color a weight format, ours and the paper's; dashes and markers tell arms apart."""
+"""Style arms in every figure: a color per weight format, ours and the paper's; dashes and markers separate arms."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,35 +7,34 @@ from qerl_lab.config.files import choices_of
 from qerl_lab.config.schema import DENSE_FORMAT
 from qerl_lab.report.runs import Record
 
-# Okabe and Ito's colors, which people who see few colors can tell apart too.
+# Okabe and Ito's colors, which color-blind readers can distinguish.
 KNOWN = {DENSE_FORMAT: "#000000", "nvfp4": "#0072B2", "mxfp4": "#D55E00", "nf4": "#009E73"}
-OTHERS = ("#56B4E9", "#CC79A7", "#E69F00", "#777777", "#8C564B", "#BCBD22")  # that no format of `KNOWN` has
+OTHERS = ("#56B4E9", "#CC79A7", "#E69F00", "#777777", "#8C564B", "#BCBD22")  # colors that `KNOWN` does not use
 FORMATS: dict[str, str] = KNOWN | dict(zip(sorted({*choices_of("format")} - {*KNOWN}), OTHERS[::-1], strict=False))
 DASHES, MARKERS = ("-", "--", "-.", ":"), "os^Dv" + "PX*"
-PRINTED = {"bf16/float16": DENSE_FORMAT}  # as the paper's figures call a format, where it is another name
+PRINTED = {"bf16/float16": DENSE_FORMAT}  # names in the paper's figures that differ from ours
 
 
 def color(weight_format: str) -> str:
-    """The color of a format, by our name or the paper's; grey of anything else."""
+    """Return the color of a format, by our name or the paper's; grey for any other."""
     name = weight_format.lower()
     return FORMATS.get(PRINTED.get(name, name), "#777777")
 
 
 def formats(arms: Mapping[str, Sequence[Record]]) -> dict[str, str]:
-    """The weight format of each arm, by its label."""
+    """Map each arm's label to its weight format."""
     return {label: records[0].run.value("format.name") for label, records in arms.items()}
 
 
 def styles(formats: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    """Color, dashes and marker of each arm, by its label, from the weight format of each.
+    """Return color, line style and marker of each arm, given the weight format of each.
 
-    Arms of one format share its color where there are several formats: the first has a solid line and full markers, the
-    others dashes and hollow markers. Where all have one format, the first has its color and the others have those that
-    no format has.
+    With several formats, arms of one format share its color: the first has a solid line and full markers, the others
+    dashes and hollow markers. With a single format, the first arm has its color and the others have unused colors.
     """
     several, found, seen = len(set(formats.values())) > 1, {}, dict[str, int]()
     for place, (arm, weight_format) in enumerate(formats.items()):
-        number = seen.get(weight_format, 0)  # of this format, from 0
+        number = seen.get(weight_format, 0)  # arms of this format so far
         seen[weight_format] = number + 1
         shade = color(weight_format) if several or not place else OTHERS[(place - 1) % len(OTHERS)]
         looks = {"linestyle": DASHES[number % len(DASHES)], "marker": MARKERS[place % len(MARKERS)]}

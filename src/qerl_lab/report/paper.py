@@ -1,4 +1,4 @@
-"""What the QeRL paper printed of its speed (arXiv 2510.11696 v1), for tables beside ours."""
+"""Speeds printed in the QeRL paper (arXiv 2510.11696 v1), for tables beside ours."""
 
 # Rollout tokens per second by model, weight format and LoRA rank: one H100 of 80 GB, vLLM, batch 1, prompt 256, 2,048
 # new tokens. BF16 and NVFP4 from Table 9 (which repeats the batch of 2 of Tables 5 to 8), NF4 (QLoRA) from Figure 11.
@@ -23,13 +23,13 @@ TOKENS_BY_RANK: dict[str, dict[str, dict[int, float]]] = {
     },
 }
 
-# Seconds of a step with NVFP4 by model and batch size (Table 8), which we take for completions, as the paper does not
-# say: one H100 of 80 GB, gradient checkpointing, prompt 256, completions of at most 2,048 tokens.
+# Seconds per step with NVFP4 by model and batch size (Table 8): one H100 of 80 GB, gradient checkpointing, prompt 256,
+# completions of at most 2,048 tokens. We take the batch size to count completions, as the paper does not say.
 STEP_SECONDS: dict[str, dict[int, float]] = {"qwen2.5-32b": {2: 10.6, 8: 12.2}}
 STEP_NEW = 2048
 
 
 def ratio_by_rank(model: str, over: str) -> dict[int, float]:
-    """The paper's NVFP4 over its `over` (bf16, nf4) by rank; empty where it printed none."""
+    """Return the paper's NVFP4 speed over its `over` (bf16 or nf4) by rank; empty if it printed none."""
     printed = TOKENS_BY_RANK.get(model, {})
     return {rank: printed["nvfp4"][rank] / tokens for rank, tokens in printed.get(over, {}).items()}

@@ -1,7 +1,7 @@
-"""Curves of the paper's figures, as they were read off (results/reference/digitized), for panels beside ours.
+"""Draw the paper's figures from digitized points (results/reference/digitized), for panels beside ours.
 
-They are of other models than most runs: a panel of its own each, with model and task in its title. Runs on a task of
-the paper's stand beside figures of that task alone; of other tasks it has none, and their captions say so.
+Most runs use other models, so each figure has its own panel titled with model and task. Runs on a task of the paper are
+shown with figures on that task only; other runs are shown with all, and the captions say so.
 """
 
 from collections.abc import Collection, Sequence
@@ -17,13 +17,13 @@ from qerl_lab.report.curves import MARKS, STYLE, dress
 
 Lines = tuple[tuple[str, str], ...]  # (column of the file, label)
 GSM8K, PRESUMED, BIGMATH = "GSM8K, DAPO", "GSM8K, GRPO (presumed)", "BigMath, DAPO"
-TASKS = {"gsm8k": "GSM8K", "bigmath": "BigMath"}  # what `task` of a figure begins with, by task.name
-NOISE, SCHEDULE, ON_BIGMATH = "noise", "schedule", "bigmath"  # what arms may differ in besides one key
+TASKS = {"gsm8k": "GSM8K", "bigmath": "BigMath"}  # prefix of a figure's `task`, by task.name
+NOISE, SCHEDULE, ON_BIGMATH = "noise", "schedule", "bigmath"  # what arms may differ in, beyond a single key
 FORMATS: tuple[Lines, Lines] = (
     (("NVFP4_LoRA", "NVFP4, LoRA"), ("Float16_LoRA", "BF16, LoRA"), ("Float16_Full", "BF16, all parameters")),
     (("NVFP4_LoRA", "NVFP4, LoRA"), ("MXFP4_LoRA", "MXFP4, LoRA"), ("NF4_LoRA", "NF4, LoRA")),
 )
-# The lower row of Figure 4 was read panel by panel: NVFP4 has a column of each.
+# The lower row of Figure 4 was read panel by panel, so NVFP4 has one column for each.
 FORMATS_GRPO: tuple[Lines, Lines] = (
     (("NVFP4_LoRA_leftpanel", "NVFP4, LoRA"), *FORMATS[0][1:]),
     (("NVFP4_LoRA_rightpanel", "NVFP4, LoRA"), *FORMATS[1][1:]),
@@ -37,10 +37,9 @@ LABELS = {"reward": "accuracy reward", "entropy": "nats per token", "sigma": "st
 
 @dataclass(frozen=True)
 class PaperFigure:
-    """A figure of the paper.
+    """A figure of the paper, shown below our curve `below` if arms differ in `varies`.
 
-    It stands below our curve `below` where arms differ in `varies`. `panels` are those of the paper, one below another.
-    `remark` is what its reader must know.
+    `panels` are the paper's, from top to bottom; `remark` is what a reader must know.
     """
 
     number: str
@@ -54,7 +53,7 @@ class PaperFigure:
 
     @property
     def name(self) -> str:
-        """Of its PNG."""
+        """Name of its PNG file."""
         return f"paper_{self.file.removesuffix('_digitized')}"
 
     @property
@@ -62,7 +61,7 @@ class PaperFigure:
         return f"The paper's {self.number}: {self.model}, {self.task}"
 
     def is_of(self, tasks: Collection[str]) -> bool:
-        """Whether its task is one of these, or there is none, as of a schedule."""
+        """Return whether the figure is on one of these tasks, or on none, as for a schedule."""
         return not self.task.startswith(tuple(TASKS.values())) or self.task.startswith(tuple(tasks))
 
 
@@ -96,13 +95,13 @@ FIGURES = (
 
 
 def beside(below: str, runs: Sequence[Run]) -> list[PaperFigure]:
-    """The figures that ask of the curve `below` what these arms, a run of each, answer; on their task if it has any."""
+    """Return the paper's figures for the curve `below` that vary what the arms do, on the arms' task if it has any."""
     asked, tasks = _asked(runs), _tasks(runs) or set(TASKS.values())
     return [figure for figure in FIGURES if figure.below == below and figure.varies in asked and figure.is_of(tasks)]
 
 
 def _asked(runs: Sequence[Run]) -> set[str]:
-    """What the arms differ in, and `ON_BIGMATH` where that is their task."""
+    """Return what the arms differ in, plus `NOISE`, `SCHEDULE` and `ON_BIGMATH` where they apply."""
     schedules = {run.value("aqn.schedule") for run in runs}
     asked = set(differing(runs))
     asked |= {NOISE} if "off" in schedules and len(schedules) > 1 else set()
@@ -111,12 +110,12 @@ def _asked(runs: Sequence[Run]) -> set[str]:
 
 
 def _tasks(runs: Sequence[Run]) -> set[str]:
-    """Those of the paper's tasks that the arms are of."""
+    """Return the paper's tasks among the arms' tasks."""
     return {TASKS[name] for run in runs if (name := run.value("task.name")) in TASKS}
 
 
 def caption(figure: PaperFigure, runs: Sequence[Run]) -> str:
-    """What the figure is of, and what these arms are of, which stand above it."""
+    """Caption a figure of the paper: what it shows, and which model and task our arms above it have."""
     ours = "Ours above" if figure.is_of(_tasks(runs)) else "Ours above, of another task"
     models = {PurePath(run.value("model.path")).name for run in runs}
     tasks, algorithms = {task_of(run) for run in runs}, {run.value("algorithm.name") for run in runs}
@@ -127,7 +126,7 @@ def caption(figure: PaperFigure, runs: Sequence[Run]) -> str:
 
 
 def draw(figure: PaperFigure) -> Figure:
-    """The panels below each other, to be closed by the caller. Straight lines join what could be read."""
+    """Draw the panels below each other with straight lines between digitized points; the caller closes the figure."""
     table, curves = reference.digitized(figure.file), reference.curves()
     formats = curves[curves["file"] == figure.file].set_index("column")["weight_format"].to_dict()
     with plt.style.context(STYLE):

@@ -1,4 +1,4 @@
-"""Figures."""
+"""Figures of one run, of several arms, and of quantization errors."""
 
 import itertools
 import math
@@ -15,7 +15,7 @@ from matplotlib.ticker import MaxNLocator
 from qerl_lab.report import palette
 from qerl_lab.report.curves import STYLE, draw_arm, seeds_of
 
-PANELS = (  # title, y label, (metric, label) of each line
+PANELS = (  # title, y label, (metric, label) for each line
     ("Reward", "reward", (("reward/mean", "total"), ("reward/answer", "answer"), ("reward/format", "format"))),
     ("Entropy", "nats per token", (("policy/entropy_nats", "policy"), ("sampler/entropy_nats", "noisy sampler"))),
     ("AQN noise", "standard deviation", (("noise/sigma", "sigma"), ("noise/std_observed", "observed in the engine"))),
@@ -25,7 +25,7 @@ PANELS = (  # title, y label, (metric, label) of each line
         (("rollout/tokens_per_second", "rollout"), ("step/tokens_per_second", "end to end")),
     ),
 )
-ARM_PANELS = {  # metric: title, y label
+ARM_PANELS = {  # metric: (title, y label)
     "reward/mean": ("Reward", "mean reward of a step"),
     "policy/entropy_nats": ("Entropy of the trainer's policy", "nats per token"),
     "sampler/entropy_nats": ("Entropy of the (noisy) sampler", "nats per token"),
@@ -33,9 +33,9 @@ ARM_PANELS = {  # metric: title, y label
 
 
 def save_curves(steps: pd.DataFrame, title: str, path: Path) -> None:
-    """Reward, entropy, sigma and throughput of one run by step, from `runs.read_steps`. Raw values, no smoothing.
+    """Plot reward, entropy, sigma and throughput of one run by step, from `runs.read_steps`. No smoothing.
 
-    What was not recorded has no panel, nor has noise that was 0 throughout.
+    Metrics that were not recorded have no panel; neither has noise that was always 0.
     """
     training = steps.loc[1:].dropna(axis=1, how="all")
     quiet = [metric for metric in training if metric.startswith("noise/") and not training[metric].any()]
@@ -50,7 +50,7 @@ def save_curves(steps: pd.DataFrame, title: str, path: Path) -> None:
         for n, (metric, label) in enumerate(lines):
             axis.plot(training.index, training[metric], label=label, lw=1.4, ls="-" if n == 0 else "--")
         _dress(axis, name, unit)
-        axis.set_ylim(top=1.2 * axis.get_ylim()[1])  # room for the legend above the curves
+        axis.set_ylim(top=1.2 * axis.get_ylim()[1])  # makes room for the legend
         axis.legend(frameon=False, loc="upper left", ncols=len(lines))
     figure.suptitle(title)
     figure.savefig(path, dpi=130)
@@ -58,20 +58,20 @@ def save_curves(steps: pd.DataFrame, title: str, path: Path) -> None:
 
 
 def save_arms(curves: pd.DataFrame, formats: Mapping[str, str], path: Path) -> None:
-    """Reward and entropies of several arms, from `comparison.curves`; `formats` has the weight format of each."""
-    logged = set(curves.loc[curves["value"].notna(), "metric"])  # an engine may have no entropy
+    """Plot reward and entropies of several arms, from `comparison.curves`; `formats` maps arms to weight formats."""
+    logged = set(curves.loc[curves["value"].notna(), "metric"])  # some engines record no entropy
     figure = compare_arms(curves, formats, {name: texts for name, texts in ARM_PANELS.items() if name in logged})
     figure.savefig(path, dpi=130)
     plt.close(figure)
 
 
 def compare_arms(curves: pd.DataFrame, formats: Mapping[str, str], metrics: dict[str, tuple[str, str]]) -> Figure:
-    """One panel a metric: of each arm the mean over seeds thick, its interval of 95%, every seed thin. No smoothing.
+    """Draw one panel per metric: each arm's mean over seeds thick with its 95% interval, every seed thin. No smoothing.
 
     Args:
-        curves: tidy, with the columns run_id, arm, metric, step and value; arms are drawn in its order.
-        formats: the weight format of each arm.
-        metrics: metric name -> title of its panel, label of its axis.
+        curves: tidy, with the columns run_id, arm, metric, step and value; sets the order of arms.
+        formats: arm -> weight format.
+        metrics: metric name -> (title of its panel, label of its axis).
     """
     arms = list(curves["arm"].unique())
     names = [f"{arm} (n={curves.loc[curves['arm'] == arm, 'run_id'].nunique()})" for arm in arms]
@@ -93,13 +93,13 @@ def compare_arms(curves: pd.DataFrame, formats: Mapping[str, str], metrics: dict
 
 
 def save_sqnr(layers: dict[str, float | None], title: str, path: Path) -> None:
-    """SQNR of every quantized Linear over its layer's number, a line for each kind of Linear (q_proj ...).
+    """Plot the SQNR of every quantized Linear by layer, with a line per kind of Linear (q_proj ...).
 
     Args:
-        layers: dB by the full name of the Linear (model.layers.3.self_attn.q_proj); None where nothing was lost.
+        layers: dB by full module name (model.layers.3.self_attn.q_proj); None for a lossless Linear.
     """
     numbers = {name: int(found[1]) for name in layers if (found := re.search(r"\.(\d+)\.", name))}
-    behind = max(numbers.values(), default=-1) + 1  # where an lm_head goes
+    behind = max(numbers.values(), default=-1) + 1  # position of an lm_head
     kinds: dict[str, list[tuple[int, float]]] = {}
     for name, level in layers.items():
         point = (numbers.get(name, behind), math.nan if level is None else level)
@@ -120,12 +120,12 @@ def save_sqnr(layers: dict[str, float | None], title: str, path: Path) -> None:
 
 
 def save_entropy(arms: dict[str, tuple[float, float, float]], shares: dict[str, dict[str, float]], path: Path) -> None:
-    """Entropy of each arm minus that of the dense model, with its interval, beside the parts of its weights' error.
+    """Plot the entropy of each arm minus the dense model's with its interval, beside the parts of its weight error.
 
     Args:
-        arms: (mean, low, high) in nats per token, by the arm's name, in the order drawn.
-        shares: of some of these arms the share of each part of the error; below 0 where a part cancels others. A part
-            that is 0 in all of them is not in the legend.
+        arms: arm -> (mean, low, high) in nats per token, in drawing order.
+        shares: arm -> share of each part of the error, for some arms; below 0 where a part cancels others. A part that
+            is 0 in all arms is not in the legend.
     """
     names = list(arms)
     figure, (left, right) = plt.subplots(
@@ -140,7 +140,7 @@ def save_entropy(arms: dict[str, tuple[float, float, float]], shares: dict[str, 
     left.invert_yaxis()
     colors: dict[str, str] = {}
     for row, name in enumerate(names):
-        ends = {True: 0.0, False: 0.0}  # of the bar so far, above and below 0
+        ends = {True: 0.0, False: 0.0}  # end of the bar so far, above and below 0
         for part, share in shares.get(name, {}).items():
             color = colors.setdefault(part, f"C{len(colors)}")
             if share:

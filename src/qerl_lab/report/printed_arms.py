@@ -1,6 +1,6 @@
-"""Which arms of a report answer to which of the paper's: by their settings and task, and only where one alone does.
+"""Match arms of a report to arms of the paper, by settings and task, and only if exactly one arm matches.
 
-A paper's number beside an arm that the paper does not have, BF16 at another temperature say, would compare two things.
+A number of the paper beside an arm that the paper lacks, such as BF16 at another temperature, would mislead.
 """
 
 from collections import Counter
@@ -10,12 +10,12 @@ from qerl_lab.report.claims import AQN, PRINTED_AS, Settings, of_format
 from qerl_lab.report.comparison import Comparison
 
 GSM8K, BIGMATH = "gsm8k", "bigmath"  # tasks of the paper's tables
-Answers = dict[str, tuple[str, str]]  # method and weight format, as the paper's Table 1 calls them, by an arm's label
+Answers = dict[str, tuple[str, str]]  # arm label -> (method, weight format) as in the paper's Table 1
 PLAIN: Settings = {
     "rollout.temperature": "1.0", "algorithm.entropy_coef": "0.0", "algorithm.entropy_target": "None",
     "format.scale_rule": "max", "lora.rank": "32",
 }  # fmt: skip
-# The arms of Table 1, and as which of its rows.
+# Settings of our arms, with their rows of Table 1.
 TABLE_1: tuple[tuple[Settings, tuple[str, str]], ...] = (
     ({**of_format("bf16"), **PLAIN}, ("LoRA", "BF16")),
     ({**of_format("nf4"), **PLAIN}, ("QLoRA", "NF4")),
@@ -26,7 +26,7 @@ TABLE_1: tuple[tuple[Settings, tuple[str, str]], ...] = (
 
 
 def answers(comparison: Comparison) -> Answers:
-    """The row of Table 1 of each arm that answers to one; of several of one model and task none is the paper's."""
+    """Map each matching arm to its row of Table 1; several matches on one model, task and algorithm all drop out."""
     firsts = {label: records[0].run for label, records in comparison.arms.items()}
     found = {label: row for label, run in firsts.items() if (row := _row(run))}
 
@@ -42,12 +42,12 @@ def _row(run: Run) -> tuple[str, str] | None:
 
 
 def in_table_1(comparison: Comparison) -> Answers:
-    """Those of `answers` that Table 1 asked: of GSM8K, by GRPO."""
+    """Select the `answers` under the conditions of Table 1: GSM8K with GRPO."""
     return _that_have(comparison, {"task.name": GSM8K, "algorithm.name": "grpo"})
 
 
 def in_figure_5(comparison: Comparison) -> dict[str, str]:
-    """The weight format, as Figure 5 calls it, of each arm that answers to one of its curves: GSM8K without noise."""
+    """Map each arm that matches a curve of Figure 5 (GSM8K without noise) to the figure's name of its weight format."""
     found = _that_have(comparison, {"task.name": GSM8K, "aqn.schedule": "off"})
     return {label: PRINTED_AS[weight_format.lower()] for label, (_, weight_format) in found.items()}
 

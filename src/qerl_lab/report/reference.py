@@ -1,7 +1,7 @@
-"""The paper's numbers (results/reference; its PROVENANCE.md says where each is from).
+"""Read the paper's numbers from results/reference; its PROVENANCE.md gives the source of each.
 
-What is printed is in paper.csv. What is drawn has one source, the points of digitized/; means of them are made here, by
-the measures that the lab takes of its own runs, and curves.csv has the reading error of each curve.
+Printed numbers are in paper.csv. Drawn ones come from the points in digitized/: this module computes their means as the
+lab does for its own runs, and curves.csv has the reading error of each curve.
 """
 
 import math
@@ -22,7 +22,7 @@ EIGHT_STEPS, LAST_TENTH, ALL_STEPS = (
 
 @dataclass(frozen=True)
 class Difference:
-    """Treated less control, or over it. `error` is the reading error of a point of the curves; 0 of printed numbers."""
+    """Treated minus control, or their ratio. `error` is the reading error of curves; 0 for printed numbers."""
 
     value: float
     error: float
@@ -30,7 +30,7 @@ class Difference:
 
 @cache
 def printed() -> pd.DataFrame:
-    """Every row of paper.csv and of `_means`, all columns as text; `number` is the value as a float, nan for none."""
+    """Return the rows of paper.csv and `_means`, all columns as text, and `number`: the value as a float or nan."""
     rows = pd.read_csv(package_data("results/reference") / "paper.csv", dtype=str, keep_default_na=False)
     rows = rows.assign(number=pd.to_numeric(rows["value"], errors="coerce"))
     return pd.concat([rows, _means()], ignore_index=True).fillna({"file": "", "column": "", "error": 0.0})
@@ -38,17 +38,17 @@ def printed() -> pd.DataFrame:
 
 @cache
 def digitized(file: str) -> pd.DataFrame:
-    """A column a line of a figure by step (of Figure 15 by stage); nan where it was not read, under another mostly."""
+    """Return the lines of a figure as columns by step (Figure 15: stage); nan where another line hides them."""
     return pd.read_csv(package_data("results/reference") / "digitized" / f"{file}.csv", index_col=0)
 
 
 def joined(file: str) -> pd.DataFrame:
-    """`digitized` with straight lines between what was read, as the figures are drawn; nan before and after it."""
+    """Return `digitized` with linear interpolation inside each line; nan outside."""
     return digitized(file).interpolate("index", limit_area="inside")
 
 
 def over(curves: pd.DataFrame, setting: str) -> pd.DataFrame:
-    """The steps of these curves that a mean is over: `EIGHT_STEPS`, `LAST_TENTH` or `ALL_STEPS`."""
+    """Select the steps that a mean covers: `EIGHT_STEPS`, `LAST_TENTH` or `ALL_STEPS`."""
     steps = curves.index
     chosen = {EIGHT_STEPS: steps <= 8, LAST_TENTH: steps > 0.9 * steps[-1], ALL_STEPS: steps >= 0}
     return curves[chosen[setting]]
@@ -56,12 +56,12 @@ def over(curves: pd.DataFrame, setting: str) -> pd.DataFrame:
 
 @cache
 def curves() -> pd.DataFrame:
-    """curves.csv: of each file of digitized/ and column in it, what it is of and its reading `error`."""
+    """Return curves.csv: the subject and reading `error` of every column of every file in digitized/."""
     return pd.read_csv(package_data("results/reference") / "curves.csv", keep_default_na=False)
 
 
 def _means() -> pd.DataFrame:
-    """Rows as those of paper.csv: the means of every curve, with its `file`, `column` and reading `error`."""
+    """Return the means of every curve as rows of paper.csv, with `file`, `column` and reading `error`."""
     found = []
     for curve in curves().to_dict("records"):
         for setting in (EIGHT_STEPS, LAST_TENTH, ALL_STEPS):
@@ -72,7 +72,7 @@ def _means() -> pd.DataFrame:
 
 
 def _where(columns: Mapping[str, str]) -> pd.DataFrame:
-    """The rows with these columns, `setting` by a part of its text."""
+    """Return the rows with these column values; `setting` matches a part of its text."""
     rows = printed()
     for column, wanted in columns.items():
         is_it = rows[column].str.contains(wanted, regex=False) if column == "setting" else rows[column] == wanted
@@ -88,12 +88,12 @@ def _row(where: Mapping[str, str]) -> pd.Series:
 
 
 def value(**where: str) -> float:
-    """The number of the one row with these columns, `setting` by a part of its text. Raises KeyError otherwise."""
+    """Return the number of the one row with these values (`setting`: a part of it). Raises KeyError otherwise."""
     return float(_row(where)["number"])
 
 
 def compared(treated: Mapping[str, str], control: Mapping[str, str], ratio: bool = False) -> Difference:
-    """Two numbers of the paper, each as in `value`, compared. Raises KeyError as it does.
+    """Compare two numbers of the paper, selected as in `value`. Raises KeyError as it does.
 
     Two lines of one figure are compared over the steps where both are known.
     """
@@ -106,11 +106,11 @@ def compared(treated: Mapping[str, str], control: Mapping[str, str], ratio: bool
 
 
 def numbers(**where: str) -> dict[str, float]:
-    """The numbers with these columns by model, one each, in however many tables it stands."""
+    """Return the matching numbers by model; a number that several tables repeat appears once."""
     return {str(model): float(number) for model, number in _where(where).set_index("model")["number"].items()}
 
 
 def said(**where: str) -> str:
-    """The value of the one row with these columns as printed, with its unit; a dash where there is no such row."""
+    """Return the value of the single matching row as printed, with its unit; a dash if there is no such row."""
     rows = _where(where)
     return f"{rows['value'].iloc[0]} {rows['unit'].iloc[0]}".strip().replace(" x", "x") if len(rows) == 1 else "-"

@@ -1,11 +1,11 @@
-"""The records of a report as tidy Parquet, small enough to commit: `write` makes the files, `read` gives the records.
+"""Store the records of a report as tidy Parquet, small enough to commit: `write` the files, `read` the records.
 
-runs.parquet       a row a run that was found: arm, seed, state, origin, the settings that differ a column each, the
-                   others as JSON in `settings`; of a damaged run its name and its state
-steps.parquet      a row a run and step: `run`, `step`, and the metrics of `runs.KEPT` as float32
-questions.parquet  a row a run, phase ("before", "after") and held-out question: its accuracy over the samples
+runs.parquet       a row per run found: arm, seed, state, origin, a column per setting that differs, the other settings
+                   as JSON in `settings`; only name and state for a damaged run
+steps.parquet      a row per run and step: `run`, `step`, and the metrics of `runs.KEPT` as float32
+questions.parquet  a row per run, phase ("before", "after") and held-out question: its accuracy over the samples
 
-Steps and questions are those of the runs that count. A report of these files equals one of the run directories.
+Steps and questions cover the runs that count. A report on these files equals one on the run directories.
 """
 
 import io
@@ -30,7 +30,7 @@ ORIGIN = tuple(field.name for field in fields(Origin))
 
 @dataclass(frozen=True)
 class Frames:
-    """The three tables, as the files hold them."""
+    """The three tables as stored in the files."""
 
     runs: pd.DataFrame
     steps: pd.DataFrame
@@ -38,14 +38,14 @@ class Frames:
 
 
 def is_results(folder: Path) -> bool:
-    """Whether a folder has the files of `write`."""
+    """Return whether a folder has the files of `write`."""
     return (folder / RUNS).is_file()
 
 
 def frames(
     records: Sequence[Record], damaged: Mapping[str, str], arm_of: Mapping[str, str]
 ) -> Frames:  # fmt: skip
-    """The tables of these records; `arm_of` has the label of each run that counts, by its name."""
+    """Build the three tables; `arm_of` maps the name of each run that counts to its arm's label."""
     keys = differing([record.run for record in records])
     rows = [_run_row(record, arm_of.get(record.run.name), keys) for record in records]
     rows += [{"run": name, "experiment": None, "state": why} for name, why in damaged.items()]
@@ -77,7 +77,7 @@ def _run_row(record: Record, arm: str | None, keys: Sequence[str]) -> dict[str, 
 
 
 def write(folder: Path, tables: Frames) -> None:
-    """Write the files, each whole or not at all. Raises OSError."""
+    """Write the files, each atomically. Raises OSError."""
     for name, table in ((RUNS, tables.runs), (STEPS, tables.steps), (QUESTIONS, tables.questions)):
         data = io.BytesIO()
         table.to_parquet(data, index=False, compression="zstd", compression_level=19)
@@ -85,7 +85,7 @@ def write(folder: Path, tables: Frames) -> None:
 
 
 def read_frames(folder: Path) -> Frames:
-    """The files of `write`. Raises ConfigError for one that is missing or damaged."""
+    """Read the files of `write`. Raises ConfigError for a missing or damaged file."""
     found = []
     for name in (RUNS, STEPS, QUESTIONS):
         try:
@@ -99,7 +99,7 @@ def read_frames(folder: Path) -> Frames:
 
 
 def read(folder: Path) -> tuple[list[Record], dict[str, str]]:
-    """The records of a results folder, and why other runs are damaged, by name. Raises ConfigError."""
+    """Read a results folder: the records, and the damaged runs with the reason, by name. Raises ConfigError."""
     tables = read_frames(folder)
     try:
         return records_of(tables)
@@ -108,7 +108,7 @@ def read(folder: Path) -> tuple[list[Record], dict[str, str]]:
 
 
 def records_of(tables: Frames) -> tuple[list[Record], dict[str, str]]:
-    """The records that `frames` made the tables of, and why other runs are damaged, by name."""
+    """Rebuild the records from the tables of `frames`, and the damaged runs with the reason, by name."""
     steps = {run: rows.drop(columns="run").set_index("step") for run, rows in tables.steps.groupby("run")}
     phases: dict[str, dict[str, pd.DataFrame]] = {}
     for (run, phase), rows in tables.questions.groupby(["run", "phase"], sort=False):
@@ -119,7 +119,7 @@ def records_of(tables: Frames) -> tuple[list[Record], dict[str, str]]:
             damaged[row["run"]] = row["state"]
             continue
         older = {"heldout_sha256": "", "configured": "", "place": "", "sessions": "[]", "claims_sha256": ""}
-        row = older | row  # older files lack these
+        row = older | row  # older files lack these columns
         sessions = tuple(Session(*each) for each in json.loads(row["sessions"]))
         own = {"versions": json.loads(row["versions"]), "sessions": sessions}
         origin = Origin(**{name: row[name] for name in ORIGIN} | own)

@@ -1,4 +1,4 @@
-"""Run directories as pandas frames and as records of a report."""
+"""Read run directories into pandas frames and report records."""
 
 import os
 import re
@@ -19,7 +19,7 @@ from qerl_lab.record.metrics import MetricsLine
 from qerl_lab.report.arms import FINISHED, Run, run_from, version
 from qerl_lab.report.stats import paired_interval
 
-# The metrics that tables, verdicts and figures are made of; a report keeps no others.
+# Metrics used by tables, verdicts and figures; a report keeps no others.
 KEPT = (
     "reward/mean", "reward/answer", "reward/format", "reward/zero_variance_groups", "policy/entropy_nats",
     "sampler/entropy_nats", "sampler/logprob_gap_mean", "sampler/kl_k3_nats", "rollout/tokens_per_second",
@@ -27,12 +27,12 @@ KEPT = (
     "seconds/rollout", "seconds/train", "seconds/sync", "noise/sigma", "noise/kl_nats", "memory/rss_gib",
     "memory/gpu_peak_gib", "eval/accuracy", "eval/entropy_nats", "eval/subset_accuracy",
 )  # fmt: skip
-THEN = " then "  # between what the sessions of a run have
-REASON = 300  # letters of why a run failed; its FAILED has all
+THEN = " then "  # joins the values of a run's sessions
+REASON = 300  # characters of a failure's reason; FAILED has all
 
 
 def read_steps(run: RunDirectory) -> pd.DataFrame:
-    """Read the metrics of a run: a row a step (index `step`), a column a metric. Step 0 is before training."""
+    """Read the metrics of a run: a row per step (index `step`), a column per metric. Step 0 is before training."""
     return _by_step(run.metrics())
 
 
@@ -41,12 +41,12 @@ def _by_step(lines: Sequence[MetricsLine]) -> pd.DataFrame:
 
 
 def kept(steps: pd.DataFrame) -> pd.DataFrame:
-    """The columns of `KEPT` with a number, as float32: what results/ holds, so that a report is the same from there."""
+    """Return the `KEPT` columns with data as float32, as results/ stores them, so that reports from there are equal."""
     return steps[[name for name in KEPT if name in steps]].dropna(axis=1, how="all").astype("float32")
 
 
 class Session(NamedTuple):
-    """A process that worked on a run: when, in unix seconds, and where, as `Origin.place`. No end is not known."""
+    """A process that worked on a run: begin and end in unix seconds, and `Origin.place`. `end` is None if not known."""
 
     begin: float
     end: float | None
@@ -55,14 +55,14 @@ class Session(NamedTuple):
 
 @dataclass(frozen=True)
 class Origin:
-    """Where, when, with what and by which words a run ran. Empty text is not known.
+    """Where, when, with which versions and by which command a run ran. Empty text means not known.
 
-    `versions` are those of packages; `missing` says what could not be read of a run, where it was read without it.
-    The two SHA-256 are of the questions it trained on and of those held out; older records lack the second.
-    `configured` has how many jobs its configuration lets run at once, which a file of the sweep may say: `jobs=4 ...`.
-    `place` has the UUIDs of its GPUs or, without one, the host, with a blank between; older records lack it.
-    `sessions` are those of a run that was resumed; those that results of an older version have are not known.
-    `claims_sha256` is that of the claims file which the run was made to test (`preregistration`).
+    `versions` maps packages to versions. `missing` says what could not be read if the run was read without it. The two
+    SHA-256 identify the training and the held-out questions; older records lack the second. `configured` holds the
+    settings for jobs at once (`jobs=4 ...`), which a sweep file may set. `place` holds the UUIDs of the GPUs or,
+    without one, the host, separated by blanks; older records lack it. `sessions` is set for resumed runs, except in
+    results of older versions. `claims_sha256` identifies the claims file that the run was made to test
+    (`preregistration`).
     """
 
     command: str = ""
@@ -83,7 +83,7 @@ class Origin:
         return bool(self.sessions) or THEN in self.command
 
     def numbers(self, word: str) -> list[int]:
-        """Those of a word such as `jobs` in the commands and configuration of the run."""
+        """Return the numbers given for `word`, such as `jobs`, in the commands and the configuration."""
         return [int(number) for number in re.findall(rf"\b{word}=(\d+)", f"{self.command} {self.configured}")]
 
 
@@ -92,11 +92,11 @@ NO_STEPS = pd.DataFrame(index=pd.Index([], dtype="int64", name="step"))
 
 @dataclass(frozen=True)
 class Record:
-    """A run as a report reads it; of one that did not finish only `run` and `origin` are known.
+    """A run as a report reads it; an unfinished run has only `run` and `origin`.
 
-    `summary` is that of `summarize`; `accuracy` has, for "before", "after" and "gain", the held-out accuracy by
-    question id, and nothing for a run without evaluation; `steps` is that of `read_steps`, of the metrics of `KEPT`.
-    `at_once` and `perhaps_at_once` are those of `at_once.told`: for sure, and as far as is known.
+    `summary` comes from `summarize`. `accuracy` maps "before", "after" and "gain" to the held-out accuracy by question
+    id, and is empty without evaluation. `steps` comes from `read_steps`, limited to `KEPT`. `at_once` (certain) and
+    `perhaps_at_once` (possible) come from `at_once.told`.
     """
 
     run: Run
@@ -109,17 +109,17 @@ class Record:
 
     @property
     def shared_by(self) -> str:
-        """The word by which jobs of its sweep share its GPU or, without one, its machine."""
+        """Name the option that lets jobs of a sweep share the run's GPU or, without one, its machine."""
         return "jobs" if self.run.value("device") == "cpu" else "jobs_per_gpu"
 
     @property
     def has_words(self) -> bool:
-        """Whether the words of its sweep say how many of its jobs may run at once there."""
+        """Return whether the sweep's options say how many of its jobs may run at once."""
         return bool(self.origin.numbers(self.shared_by))
 
     @property
     def side_by_side(self) -> int:
-        """How many runs ran at once there, by its sweep's words and by the clocks of all that were read."""
+        """Return how many runs ran at once on the machine, by the sweep's options and by start and end times."""
         return max(self.at_once, self.perhaps_at_once, *self.origin.numbers(self.shared_by))
 
     @property
@@ -128,12 +128,12 @@ class Record:
 
     @property
     def alone_by(self) -> str:
-        """What would have it run alone."""
+        """Say how to make the run have its machine alone."""
         return f"type {self.shared_by}=1" if self.has_words else "start them one after another"
 
 
 def find_runs(folders: Sequence[Path]) -> list[Path]:
-    """The run directories that are one of `folders` or lie in one, each once. Raises ConfigError where one has none."""
+    """Find the run directories at or below `folders`, each once. Raises ConfigError for a folder without any."""
     found: dict[Path, Path] = {}
     for folder in folders:
         inside = list(_walk(folder))
@@ -145,12 +145,12 @@ def find_runs(folders: Sequence[Path]) -> list[Path]:
 
 
 def has_runs(folder: Path) -> bool:
-    """Whether a run directory lies in a folder."""
+    """Return whether a folder contains a run directory."""
     return any(True for _ in _walk(folder))
 
 
 def _walk(folder: Path) -> Iterator[Path]:
-    """Run directories, also behind links, as people make them to runs of other disks; each folder once."""
+    """Yield run directories, following links to other disks but visiting each folder once."""
     seen = set[str]()
     for path, folders, files in os.walk(folder, followlinks=True):
         is_new = os.path.realpath(path) not in seen
@@ -163,11 +163,11 @@ def _walk(folder: Path) -> Iterator[Path]:
 
 
 def read_record(run: RunDirectory, name: str) -> Record:
-    """The record of a run. Raises OSError or ValueError that says what of it is missing or damaged."""
+    """Read the record of a run. Raises OSError or ValueError if something is missing or damaged."""
     lines, values, began = run.whole_metrics(), run.settings(), run.environments()
     metrics = {metric for line in lines for metric in line["metrics"]}
     if values.get("device") == "auto" and "memory/rss_gib" not in metrics and began and "gpus" in began[0]:
-        values = values | {"device": str(run.device_kind())}  # no step ended, so none says on what
+        values = values | {"device": str(run.device_kind())}  # no step ended, so no metric shows the device
     codes = dict.fromkeys(version(each.get("git_sha"), each.get("dirty")) for each in began or [{}])
     last = lines[-1] if lines else {"step": 0, "time": 0.0, "metrics": {}}
     found = run_from(
@@ -186,7 +186,7 @@ def read_record(run: RunDirectory, name: str) -> Record:
 def record_of(
     run: Run, steps: pd.DataFrame, phases: Mapping[str, pd.DataFrame], seconds: float, origin: Origin
 ) -> Record:
-    """The record of a finished run, from its metrics by step and its held-out answers by phase, if there are any."""
+    """Build the record of a finished run from its metrics by step and its held-out answers by phase, if any."""
     steps = kept(steps)
     accuracy = {}
     if phases:
@@ -197,13 +197,13 @@ def record_of(
 
 
 def _accuracies(phases: Mapping[str, pd.DataFrame]) -> tuple[pd.Series, pd.Series]:
-    """Accuracy by question, before and after training."""
+    """Return accuracy by question, before and after training."""
     before, after = (phases[phase].set_index("id")["accuracy"] for phase in ("before", "after"))
     return before, after
 
 
 def _origin(sessions: Sequence[Mapping[str, Any]], settings: Mapping[str, str]) -> Origin:
-    """From the env.json of every session of a run; of what differs between them every value."""
+    """Merge the env.json of a run's sessions, joining values that differ."""
     if not sessions:
         return Origin(claims_sha256=claims_sha256(settings))
     first = sessions[0]
@@ -227,13 +227,12 @@ def _origin(sessions: Sequence[Mapping[str, Any]], settings: Mapping[str, str]) 
 
 
 def claims_sha256(settings: Mapping[str, str]) -> str:
-    """The SHA-256 of the claims that a run was made to test, from its settings as text; empty for none."""
+    """Return the SHA-256 of the claims that a run was made to test, from its settings as text; empty if none."""
     return settings.get("preregistration_sha256", "None").replace("None", "")
 
 
 def _sessions(run: RunDirectory, began: Sequence[Mapping[str, Any]]) -> tuple[Session, ...]:
-    """The sessions of a run that was resumed, without ends where sessions.json has not all; none where no start is
-    known."""
+    """List the sessions of a resumed run; empty if a start is unknown. Ends are None if sessions.json is incomplete."""
     if len(began) < 2 or not all("time" in each for each in began):
         return ()
     times = run.sessions().times
@@ -243,7 +242,7 @@ def _sessions(run: RunDirectory, began: Sequence[Mapping[str, Any]]) -> tuple[Se
 
 
 def machine(environment: Mapping[str, Any]) -> str:
-    """What a run ran on, in words, from its env.json: `2 x NVIDIA H200 (driver 580.1), 16 CPUs: Intel ...`."""
+    """Describe a run's machine from its env.json: `2 x NVIDIA H200 (driver 580.1), 16 CPUs: Intel ...`."""
     parts = []
     for (name, driver), count in Counter(
         (gpu["name"], gpu.get("driver")) for gpu in environment.get("gpus", [])
@@ -256,7 +255,7 @@ def machine(environment: Mapping[str, Any]) -> str:
 
 
 def _place(environment: Mapping[str, Any]) -> str:
-    """What tells it from other machines alike, from env.json: `Origin.place`."""
+    """Identify the machine among equal ones, from env.json: `Origin.place`."""
     gpus = [gpu["uuid"] for gpu in environment.get("gpus", []) if "uuid" in gpu]
     return " ".join(gpus) or environment.get("host", "")
 
@@ -272,18 +271,18 @@ def _status(run: RunDirectory, reached: str) -> str:
     return run.status
 
 
-DAMAGE = (OSError, ValueError, KeyError)  # what a damaged record raises
+DAMAGE = (OSError, ValueError, KeyError)  # raised by reading a damaged record
 
 
 def damage(error: Exception) -> str:
-    """Say what one of `DAMAGE` says of a run."""
+    """Describe one of `DAMAGE` for a reader."""
     if isinstance(error, KeyError):
         return f"damaged (it lacks {error}; another version of the lab wrote it)"
     return f"damaged ({in_one_line(error)})"
 
 
 def check_phases(phases: Mapping[str, pd.DataFrame]) -> None:
-    """Raise ValueError unless the same questions were asked before and after."""
+    """Raise ValueError unless the same questions were asked before and after training."""
     if not {"before", "after"} <= set(phases):
         raise ValueError(f"eval.parquet has the evaluations {sorted(phases)}, not those before and after training")
     before, after = (phases[phase]["id"] for phase in ("before", "after"))
@@ -292,16 +291,16 @@ def check_phases(phases: Mapping[str, pd.DataFrame]) -> None:
 
 
 def summarize(run: RunDirectory, seconds: float) -> dict[str, Any]:
-    """The headline numbers of a finished run, from its record. `seconds` is the wall time of all its sessions.
+    """Summarize a finished run in headline numbers. `seconds` is the wall time of all its sessions.
 
-    Entropy first and last are means over the first and the last tenth of the steps (one step is noisy).
+    Entropy first and last are means over the first and the last tenth of the steps, since single steps are noisy.
     """
     phases = run.evaluations()
     return _headline(read_steps(run), phases, seconds) | _truncated(phases)
 
 
 def _truncated(phases: Mapping[str, pd.DataFrame]) -> dict[str, float]:
-    """The shares of held-out completions that were cut; nothing of an older record, which has none."""
+    """Return the share of truncated held-out completions by phase; empty for older records."""
     return {
         f"truncated_{phase}": float(phases[phase]["truncated"].mean())
         for phase in ("before", "after") if phase in phases and "truncated" in phases[phase]
@@ -331,7 +330,7 @@ def _headline(steps: pd.DataFrame, phases: Mapping[str, pd.DataFrame], seconds: 
 
 
 def gain_metrics(run: RunDirectory) -> dict[str, float]:
-    """`eval/gain` and the ends of its interval, as `summarize` has them; nothing before both evaluations are there."""
+    """Return `eval/gain` and the ends of its interval, as in `summarize`; empty until both evaluations exist."""
     found = _gain(run.evaluations())
     if not found:
         return {}

@@ -1,4 +1,4 @@
-"""Speed and memory in the shape of the paper's Tables 3 and 5 to 9 and Figure 11: results of benchmarks beside them."""
+"""Tabulate benchmark results beside the paper's speed and memory (Tables 3 and 5 to 9, Figure 11)."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,9 +19,9 @@ from qerl_lab.report.table import NONE, Rows, Table, filled, unlike
 from qerl_lab.terminal import near
 
 GB_PER_GIB = GIB / 1e9
-FORMATS = {"bf16": "BF16", "nf4": "NF4", "nvfp4": "NVFP4"}  # the paper's name of each that it timed
-MODELS = {f"qwen2.5-{size}b": f"Qwen2.5-{size}B-Instruct" for size in (3, 7, 14, 32)}  # the paper's name of each
-PRINTED_RANK = 16  # Tables 5 to 8 do not say it; their numbers are those of Table 9 at this rank
+FORMATS = {"bf16": "BF16", "nf4": "NF4", "nvfp4": "NVFP4"}  # our format -> the paper's name
+MODELS = {f"qwen2.5-{size}b": f"Qwen2.5-{size}B-Instruct" for size in (3, 7, 14, 32)}  # our model -> the paper's name
+PRINTED_RANK = 16  # not stated in Tables 5 to 8, but their numbers equal Table 9's at this rank
 OF_MODEL = dict(zip(MODELS, ("Table 5", "Table 6", "Table 7", "Table 8"), strict=True))
 WITHOUT = (
     "No benchmark is on this page: bench=FILE.json,... in its command puts results of python -m qerl_lab.bench here."
@@ -33,7 +33,7 @@ ABOUT = (
 
 @dataclass(frozen=True)
 class Speed:
-    """The section of the page: tables of text, and what must be said of the files."""
+    """The speed section of the page: tables, and notes on the files."""
 
     tables: list[Table]
     notes: list[str]
@@ -41,22 +41,22 @@ class Speed:
 
 @dataclass(frozen=True)
 class Printed:
-    """Rollouts that the paper printed: tokens per second by format, and where."""
+    """Rollout speeds printed in the paper: tokens/s by format, and the table they are from."""
 
     where: str
     tokens: Mapping[str, float]
 
     def cells(self, name: str) -> list[str]:
-        """Tokens per second of a format, over BF16's, over NF4's, and where."""
+        """Return the cells of a format: tokens/s, ratio to BF16, ratio to NF4, and the source."""
         mine = self.tokens.get(name)
         ratios = (mine / base if mine and base else None for base in map(self.tokens.get, ("bf16", "nf4")))
         return [number(mine) if mine else NONE, *map(_ratio, ratios), self.where if mine else NONE]
 
 
 def of_files(paths: Sequence[Path]) -> Speed:
-    """The tables of result files, and of folders of them. Raises ConfigError for a path that is not there.
+    """Tabulate result files and folders of them. Raises ConfigError for a missing path.
 
-    A file that is no result, or a part of one, is left out, and a note says so.
+    Invalid and incomplete files are left out with a note.
     """
     if not paths:
         return Speed([], [WITHOUT])
@@ -88,7 +88,7 @@ def _files(paths: Iterable[Path]) -> list[Path]:
 
 
 def _about(result: Result) -> str:
-    """What was measured where, who died, and what makes the comparison doubtful."""
+    """Describe a result: what was measured where, which arms died, and what makes it doubtful."""
     options, parts = result["options"], [f"{result['benchmark']}, {origin(result)}"]
     if result["benchmark"] in bench_results.OF_ARMS:
         parts[0] += f"; prompts of {options['prompt']} tokens, completions of {options['new']}"
@@ -100,14 +100,14 @@ def _about(result: Result) -> str:
 
 
 def _unfinished(result: Result) -> list[str]:
-    """Say how many rows there are, where more were asked for."""
+    """Say how many of the requested rows exist, if not all."""
     options, have = result["options"], len(bench_arms.alive(result))
     asked = len(options["arms"]) * (len(options["ranks"]) * len(options["batches"]) if "batches" in options else 1)
     return [f"it has {have} of the {asked} rows that were asked for"] if have < asked else []
 
 
 def _tables(rows: Sequence[Rows], results: Sequence[Result]) -> list[Table]:
-    """The three tables of what was measured; below each what the paper printed and nothing here was measured at."""
+    """Build the three tables; below each, list the paper's settings that we did not measure."""
     rollouts, steps, memory = rows
     return [
         _table(
@@ -140,11 +140,11 @@ def _tables(rows: Sequence[Rows], results: Sequence[Result]) -> list[Table]:
     ]  # fmt: skip
 
 
-Missing = list[tuple[str, str]]  # model, and where of it the paper has a number and we have none
+Missing = list[tuple[str, str]]  # model, and the setting at which only the paper has a number
 
 
 def _table(title: str, about: str, rows: Rows, made_by: str, where: str, missing: Missing) -> Table:
-    """The rows, by model and batch, without what says nothing; and a line on what the paper has more."""
+    """Build a table sorted by model and batch, without empty columns, with a line on what only the paper has."""
     head, *body = rows
     if not body:
         return Table(title, "", [head], f"Left out: none of these files is a result of {made_by}.")
@@ -160,12 +160,12 @@ def _table(title: str, about: str, rows: Rows, made_by: str, where: str, missing
 
 
 def _natural(text: str) -> list[str | int]:
-    """A key by which 7b comes before 32b."""
+    """Return a sort key that puts 7b before 32b."""
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", text)]
 
 
 def _short(arm: str) -> str:
-    """An arm whose keys have lost their groups: `nvfp4 lora=dense` of `nvfp4 rollout.vllm.lora=dense`."""
+    """Shorten an arm by dropping the groups of its keys: `nvfp4 rollout.vllm.lora=dense` becomes `nvfp4 lora=dense`."""
     return re.sub(r"(?<= )[\w.]+\.(?=\w+=)", "", arm)
 
 
@@ -189,7 +189,7 @@ def _rollouts(result: Result) -> Rows:
 
 
 def _printed_rollouts(model: str, batch: int, rank: int) -> Printed:
-    """The paper's rollouts of a model and batch: at this rank for batch 1, else at the one that it has."""
+    """Return the paper's rollout speeds of a model and batch, at `rank` for batch 1, else at the only printed rank."""
     if batch == 1:
         found, where = _tokens(model, "Table 9", f"LoRA rank {rank};"), f"Table 9, rank {rank}"
         quantized = _tokens(model, "Figure 11", f"LoRA rank {rank};")
@@ -201,7 +201,7 @@ def _printed_rollouts(model: str, batch: int, rank: int) -> Printed:
 
 
 def _tokens(model: str, table: str, setting: str) -> dict[str, float]:
-    """Tokens per second by format, of those that the paper printed there."""
+    """Return the paper's tokens/s by format in one table and setting."""
     rows = reference.printed()
     rows = rows[
         (rows["table"] == table) & (rows["model"] == MODELS.get(model)) & (rows["metric"] == "rollout throughput")
@@ -211,7 +211,7 @@ def _tokens(model: str, table: str, setting: str) -> dict[str, float]:
 
 
 def _rollouts_missing(results: Sequence[Result]) -> Missing:
-    """Where the paper has NVFP4 and we have not: each of its batches, of batch 1 each rank."""
+    """List where the paper has NVFP4 and we do not: every batch, and every rank at batch 1."""
     rows = [row for result in results if result["benchmark"] == "rollout" for row in bench_arms.alive(result)]
     have = {(row["model"], row["batch"], row["rank"] if row["batch"] == 1 else PRINTED_RANK)
             for row in rows if row["format"] == "nvfp4"}  # fmt: skip
@@ -241,7 +241,7 @@ def _steps(result: Result) -> Rows:
 
 
 def _printed_steps(model: str, batch: int, name: str) -> list[str]:
-    """The paper's speed over BF16's: of Table 3, and of Tables 5 to 8 with gradient checkpointing and without."""
+    """Return the paper's speedup over BF16: Table 3, and Tables 5 to 8 with and without gradient checkpointing."""
     row = {"model": MODELS.get(model, ""), "weight_format": FORMATS.get(name, "")}
     of_model = {"table": OF_MODEL.get(model, ""), "setting": f"BS {batch};"}
     return [
@@ -265,7 +265,7 @@ def _steps_missing(results: Sequence[Result]) -> Missing:
 
 
 def _memory(result: Result) -> Rows:
-    """A row an arm and rank: the size of its weights, and the peak over its batches."""
+    """Return a row per arm and rank: weight size, and the peak memory over its batches."""
     sizes = {"rollout": _of_arms, "step": _of_arms, "train_step": _of_training}.get(result["benchmark"])
     if sizes is None:
         return []
@@ -281,11 +281,11 @@ def _memory(result: Result) -> Rows:
     return made
 
 
-Size = tuple[str, str, bool, float | None, float | None]  # arm, format, is the base of ratios; GB: weights, peak
+Size = tuple[str, str, bool, float | None, float | None]  # arm, format, is the base of ratios, weights and peak in GB
 
 
 def _of_arms(result: Result) -> list[Size]:
-    """Of each arm and rank the weights, and the largest peak of its rows. The rank is named where there are several."""
+    """Return weights and largest peak of each arm and rank; the arm names the rank if there are several."""
     name = {"rollout": "weights_gib", "step": "policy_gib"}[result["benchmark"]]
     found: dict[tuple[str, int], Size] = {}
     ranks = {row["rank"] for row in bench_arms.alive(result)}
@@ -309,7 +309,7 @@ def _of_training(result: Result) -> list[Size]:
 
 
 def _printed_size(model: str, name: str) -> list[str]:
-    """The paper's GB of a model, and over that of BF16."""
+    """Return the paper's size of a model in GB, and its ratio to BF16."""
     mine, dense = (
         reference.numbers(metric="model size", weight_format=FORMATS.get(each, "")).get(MODELS.get(model, ""))
         for each in (name, "bf16")
@@ -326,7 +326,7 @@ def _memory_missing(rows: Rows) -> Missing:
 
 
 def _dead(result: Result, batch: str) -> Rows:
-    """A row for each arm that died."""
+    """Return a row for each arm that died."""
     return [
         [f"{result['options']['model']}, {batch}", _short(row["arm"]), "died", *7 * [NONE], _lengths(result),
          *_made_by(result)]
@@ -335,7 +335,7 @@ def _dead(result: Result, batch: str) -> Rows:
 
 
 def _lengths(result: Result) -> str:
-    """What decides how long a call or a step takes, beside the arm: two files may differ in nothing else."""
+    """Describe the settings that determine the time of a call or step, as files may differ only in these."""
     options = result["options"]
     ragged = f", mean_tokens={options['mean_tokens']:g}" if options.get("mean_tokens") else ""
     return f"prompt {options['prompt']}, new {options['new']:,}{ragged}"

@@ -1,4 +1,4 @@
-"""Intervals, and the p-values that go with them."""
+"""Confidence intervals over seeds and questions, and p-values that agree with them."""
 
 import math
 from bisect import bisect_left
@@ -9,28 +9,28 @@ import pandas as pd
 from scipy import optimize, stats
 
 Interval = tuple[float, float, float]  # mean, low, high
-SHARE, NATS = (0.0, 1.0), (0.0, math.inf)  # what fractions and entropies can be
+SHARE, NATS = (0.0, 1.0), (0.0, math.inf)  # ranges of fractions and entropies
 
 
 ALIKE = "[all alike]"
-NO_WIDTH = 1e-12  # a spread below is one of rounding
-MOST_SEEDS = 1000  # more are not asked for
+NO_WIDTH = 1e-12  # spreads below this are rounding
+MOST_SEEDS = 1000  # upper limit of the search for enough seeds
 
 
 def between(low: float, high: float, spelled: Callable[[float], str] = "{:+.3f}".format) -> str:
-    """Spell an interval, `[-0.010, +0.250]`, and one without a width `[all alike]`.
+    """Format an interval as `[-0.010, +0.250]`, or as `[all alike]` if it has no width.
 
-    Where no seed and no question differs from another nothing tells how far others would: that is no interval.
+    Identical values say nothing about how far others would differ, so a zero-width interval would mislead.
     """
     return f"[{spelled(low)}, {spelled(high)}]" if high - low > NO_WIDTH else ALIKE
 
 
 def paired_interval(before: pd.Series, after: pd.Series, level: float = 0.95) -> Interval:
-    """The per-question difference `after - before` of one run, by Student's t over questions.
+    """Return the mean per-question difference `after - before` of one run, with Student's t over questions.
 
-    Paired, because the same questions are asked twice and their difficulty cancels (Miller, arXiv 2411.00640). Both are
-    indexed by question id; raises ValueError where they do not hold the same questions, or fewer than two. It says
-    nothing of another seed: that is `crossed_interval`.
+    Paired, because the same questions are asked twice and their difficulty cancels (Miller, arXiv 2411.00640). Both
+    series are indexed by question id. Raises ValueError unless they hold the same questions, at least two. For other
+    seeds use `crossed_interval`.
     """
     if set(before.index) != set(after.index) or len(before) < 2:
         raise ValueError("a paired interval needs the same questions before and after, two at least")
@@ -41,18 +41,18 @@ def paired_interval(before: pd.Series, after: pd.Series, level: float = 0.95) ->
 
 
 def crossed_interval(values_S_Q: np.ndarray, level: float = 0.95) -> Interval:
-    """The mean of values[seeds, questions] where both are draws: other seeds, other questions of their kind.
+    """Return the mean of values[seeds, questions] with its interval when both seeds and questions are sampled.
 
-    Two-way random effects, value = mean + seed + question + rest. The half width is the root of the sum of squares of
-    Student's t over the seeds' means, which holds seed and rest, and of t times the standard error that the questions
-    add, which all seeds share: their variance component by the analysis of variance, 0 at least.
+    Two-way random effects: value = mean + seed + question + rest. The squared half width is the sum of two squares:
+    Student's t over the means of seeds (which covers seed and rest), and t times the standard error due to questions,
+    which all seeds share. The questions' variance comes from the analysis of variance, at least 0.
 
-    Of simulated intervals of 95% it covered 0.950 to 0.982 with 2 seeds, to 0.977 with 3, to 0.968 with 5 and to 0.957
-    with 10, whatever varied most (256 questions). A bootstrap over seeds and questions covered from 0.57, 0.73, 0.85
-    and 0.91, because it cannot draw a seed that it has not seen; Student's t over the seeds alone, which takes the
-    questions for all there are, from 0.73, 0.40, 0.23 and 0.14.
+    In simulation (256 questions), 95% intervals covered 0.950 to 0.982 with 2 seeds, up to 0.977 with 3, 0.968 with 5
+    and 0.957 with 10, whatever varied most. A bootstrap over seeds and questions covered as little as 0.57, 0.73, 0.85
+    and 0.91, because it cannot draw unseen seeds. Student's t over seeds alone, which treats the questions as the whole
+    population, covered as little as 0.73, 0.40, 0.23 and 0.14.
 
-    Raises ValueError for fewer than two seeds or questions, and for a value that is missing.
+    Raises ValueError for fewer than two seeds or questions, and for missing values.
     """
     values = np.asarray(values_S_Q, float)
     if values.ndim != 2 or min(values.shape) < 2 or not np.isfinite(values).all():
@@ -62,9 +62,9 @@ def crossed_interval(values_S_Q: np.ndarray, level: float = 0.95) -> Interval:
 
 
 def components(values_S_Q: np.ndarray) -> tuple[float, float]:
-    """The variances of values[seeds, questions] between seeds' means, and of questions themselves (0 at least).
+    """Return the variance between the means of seeds, and the variance of questions (at least 0).
 
-    By the analysis of variance, as `crossed_interval` says; of one column that of its seeds, and 0.
+    From the analysis of variance in `crossed_interval`; for a single column, the variance between seeds and 0.
     """
     values = np.asarray(values_S_Q, float)
     between, rest = float(values.mean(1).var(ddof=1)), _rest(values)
@@ -74,31 +74,30 @@ def components(values_S_Q: np.ndarray) -> tuple[float, float]:
 
 
 def floored_components(values_S_Q: np.ndarray) -> tuple[float, float]:
-    """`components`, but the first no smaller than the noise of answers, which seeds do not share, adds to a mean.
+    """Return `components` with the first at least as large as the answer noise adds to a seed's mean.
 
-    A few seeds may agree by luck in their means, although their answers to each question do not. Verdicts and the
-    seeds that would decide both go by it.
+    A few seeds may agree in their means by luck although their answers differ. Verdicts and the estimate of deciding
+    seeds both use this.
     """
     between, of_questions = components(values_S_Q)
     return max(between, _rest(np.asarray(values_S_Q, float)) / np.shape(values_S_Q)[1]), of_questions
 
 
 def moderated(own: float, family: Sequence[float]) -> float:
-    """A contrast's variance beside those of its family, its own among them: no smaller than their median.
+    """Return a contrast's variance, raised to the median of its family (which includes it).
 
-    With few seeds a contrast's own variance may be small by luck, and its p-value with it. It is never made smaller
-    than it is, so that no verdict says more than the contrast's own interval. The median, because one noisy arm says
-    nothing of the others.
+    With few seeds the variance, and with it the p-value, may be small by luck. It is never lowered, so that no verdict
+    claims more than the contrast's own interval. The median keeps one noisy arm from affecting the others.
 
-    Of simulated intervals of 95% over 5 seeds, three contrasts with one control, 0.98 covered where all variances are
-    equal, and 0.93 of those in the lowest fifth by their own variance (by Student's t 0.95 and 0.80). Where one arm's
-    standard deviation is three to ten times another's, 0.95 or more covered.
+    In simulation (5 seeds, three contrasts with one control), 95% intervals covered 0.98 with equal variances, and 0.93
+    in the lowest fifth by own variance (Student's t: 0.95 and 0.80). They covered at least 0.95 where one arm's
+    standard deviation was three to ten times another's.
     """
     return max(own, float(np.median(family)))
 
 
 def _rest(values_S_Q: np.ndarray) -> float:
-    """The variance of what neither the seed nor the question explains; 0 of one question."""
+    """Return the variance that neither seed nor question explains; 0 for a single question."""
     seeds, questions = values_S_Q.shape
     if questions == 1:
         return 0.0
@@ -107,16 +106,16 @@ def _rest(values_S_Q: np.ndarray) -> float:
 
 
 def half_width(variances: tuple[float, float], seeds: int, questions: int, level: float) -> float:
-    """Half the interval of `crossed_interval` at so many seeds and questions, from `components`."""
+    """Return half the width of `crossed_interval` for given counts, from `components`."""
     squares = np.array(variances) / [seeds, questions]
     quantiles = stats.t.ppf(0.5 + level / 2, [seeds - 1, max(questions - 1, 1)])
     return float(np.sqrt((quantiles**2 * squares).sum()))
 
 
 def over_seeds(values_S_Q: np.ndarray) -> Interval:
-    """The interval of 95% of values[seeds, questions]: `crossed_interval`, and of one column Student's t over seeds.
+    """Return the 95% interval of values[seeds, questions]; with a single column Student's t over seeds.
 
-    Raises ValueError for fewer than two seeds, and for a value that is missing.
+    Raises ValueError for fewer than two seeds, and for missing values.
     """
     values = np.asarray(values_S_Q, float)
     if values.ndim == 2 and values.shape[1] == 1 and len(values) > 1 and np.isfinite(values).all():
@@ -126,15 +125,16 @@ def over_seeds(values_S_Q: np.ndarray) -> Interval:
 
 
 def within(interval: Interval, low: float, high: float) -> Interval:
-    """Cut an interval at the least and the most that its mean can be, 0 and 1 of fractions.
+    """Cut an interval to the possible range of its mean, such as [0, 1] for fractions.
 
-    It covers as often as before: nothing that the mean can be is cut off. Of few seeds Student's t goes far beyond.
+    The coverage stays the same, as the mean cannot lie in the part that is cut. Student's t on few seeds reaches far
+    beyond.
     """
     return interval[0], max(interval[1], float(low)), min(interval[2], float(high))
 
 
 def band_over_seeds(values_S_T: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """`over_seeds` of each of the columns T on its own: means, lows and highs [T]. Of one seed all are its values."""
+    """Return mean, low and high [T] of `over_seeds` for each column T; all three are equal for one seed."""
     values = np.asarray(values_S_T, float)
     mean, seeds = values.mean(0), len(values)
     if seeds == 1:
@@ -144,11 +144,10 @@ def band_over_seeds(values_S_T: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.
 
 
 def p_above(mean: float, variances: tuple[float, float], seeds: int, questions: int, null: float = 0.0) -> float:
-    """The one-sided p-value of the hypothesis that the mean over seeds and questions is at most `null`.
+    """Return the one-sided p-value of the hypothesis that the mean over seeds and questions is at most `null`.
 
-    It is below 0.025 where the interval of 95% by these variances lies above `null`. Where nothing varies there is no
-    variance to go by: then it is that of the seeds' signs, 2**-seeds. A mean of minus infinity, of which nothing is
-    known from below, has 1.
+    It is below 0.025 exactly if the 95% interval from these variances lies above `null`. If nothing varies, it is the
+    sign test's 2**-seeds for a mean above `null`, else 1. For a mean of minus infinity (no lower bound) it is 1.
     """
     gap = mean - null
     if gap == -np.inf:
@@ -167,7 +166,7 @@ def p_above(mean: float, variances: tuple[float, float], seeds: int, questions: 
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Holm's adjustment (1979): p-values that may each be held against the level of their whole family."""
+    """Apply Holm's adjustment (1979): the results can each be compared with the level of the whole family."""
     order, adjusted, largest = np.argsort(p_values), [1.0] * len(p_values), 0.0
     for rank, index in enumerate(order):
         largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[index]))
@@ -176,35 +175,38 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def effect_size(differences_S: np.ndarray) -> float:
-    """The mean over the standard deviation of the seeds' differences; nan where they differ by rounding or not."""
+    """Return the mean over the standard deviation of the seeds' differences; nan if they differ at most by rounding."""
     spread = float(np.std(differences_S, ddof=1)) if len(differences_S) > 1 else 0.0
     return float(np.mean(differences_S)) / spread if spread > NO_WIDTH else np.nan
 
 
 def probability_of_improvement(treated_S: np.ndarray, control_S: np.ndarray) -> float:
-    """The share of pairs of seeds in which the treated value is larger, ties half (arXiv 2108.13264)."""
+    """Return the share of pairs of seeds in which the treated value is larger, ties half (arXiv 2108.13264)."""
     difference = np.asarray(treated_S, float)[:, None] - np.asarray(control_S, float)[None]
     return float(((difference > 0) + 0.5 * (difference == 0)).mean())
 
 
 def fewest_seeds(decide: Callable[[int], bool], least: int) -> int | None:
-    """The smallest number from `least` on that is enough, as all larger ones are; None where `MOST_SEEDS` are not."""
+    """Return the smallest number from `least` for which `decide` holds; None if `MOST_SEEDS` are too few.
+
+    `decide` must stay true once it is true.
+    """
     numbers = range(least, MOST_SEEDS + 1)
     index = bisect_left(numbers, True, key=decide)
     return numbers[index] if index < len(numbers) else None
 
 
 def share_interval(values_Q: np.ndarray, samples: int) -> Interval:
-    """The mean of shares in [0, 1], one a question and each of `samples` draws, where questions are draws too.
+    """Return the mean of shares in [0, 1] with its interval; each is the mean of `samples` draws on a sampled question.
 
     Wilson's score interval (1927) at the effective number of draws: m (1 - m) over the squared standard error of the
-    mean m over the questions, between the number of questions and that of all draws. With one sample a question that
-    is Wilson's own interval. It has a width where all are right or wrong, and never leaves [0, 1].
+    mean m over questions, which lies between the number of questions and the number of all draws. With one sample a
+    question it is Wilson's own interval. It stays within [0, 1] and has a width even if all answers are right or wrong.
 
-    Of simulated intervals of 95% it covered 0.94 to 0.96 with 256 questions or more and 1, 4 or 16 samples,
-    whatever their difficulty, and 0.92 to 0.98 with 30 questions.
+    In simulation, 95% intervals covered 0.94 to 0.96 with at least 256 questions and 1, 4 or 16 samples at any
+    difficulty, and 0.92 to 0.98 with 30 questions.
 
-    Raises ValueError for no question, and for a value outside of [0, 1].
+    Raises ValueError for no question, and for a value outside [0, 1].
     """
     values = np.asarray(values_Q, float)
     if not len(values) or not ((values >= 0) & (values <= 1)).all():
@@ -212,7 +214,7 @@ def share_interval(values_Q: np.ndarray, samples: int) -> Interval:
     mean, error_square = values.mean(), values.var() / len(values)
     most, spread = len(values) * samples, mean * (1 - mean)
     draws = most if error_square * most <= spread else spread / error_square
-    draws = draws if spread > 0 else len(values)  # all right or all wrong: draws of one question may be one draw again
+    draws = draws if spread > 0 else len(values)  # the draws of a question may all be alike
     z = stats.norm.ppf(0.975)
     center = (mean + z**2 / (2 * draws)) / (1 + z**2 / draws)
     half = z / (1 + z**2 / draws) * np.sqrt(spread / draws + z**2 / (4 * draws**2))
@@ -220,11 +222,11 @@ def share_interval(values_Q: np.ndarray, samples: int) -> Interval:
 
 
 def p_value(interval: Callable[[float], Interval], pairs: int) -> float:
-    """The two-sided p-value that goes with an interval: 1 minus the level at which `interval(level)` reaches 0.
+    """Return the two-sided p-value of an interval: 1 minus the level at which `interval(level)` reaches 0.
 
-    So it is below 0.05 where the interval of 95% leaves 0 out, and for `paired_interval` that of the paired t-test. It
-    is at least 2 / 2**pairs, the least that the signs of `pairs` differences could give: Student's t would say 0 where
-    all are equal. And at least 1e-15, since a level nearer to 1 is 1.
+    It is below 0.05 exactly if the 95% interval excludes 0; for `paired_interval` it equals that of the paired t-test.
+    It is at least 2 / 2**pairs, the minimum of a sign test, since Student's t would give 0 for equal differences; and
+    at least 1e-15, the resolution of `1 - p`.
     """
 
     def leaves_out(p: float) -> float:

@@ -1,4 +1,4 @@
-"""Text for the terminal."""
+"""Format a finished run for the terminal."""
 
 import shlex
 from pathlib import Path
@@ -11,7 +11,7 @@ from qerl_lab.tracking.tracker import Mirrored
 
 
 def closing(result: dict[str, Any]) -> str:
-    """The table at the end of a run, from `runs.summarize`."""
+    """Format the closing table of a run, from `runs.summarize`."""
     rows: list[tuple[str, str]] = []
     if "accuracy_gain" in result:
         low, high = result["accuracy_gain_interval"]
@@ -43,7 +43,7 @@ def _memory(result: dict[str, Any]) -> str:
 
 
 def where(run_dir: Path, mirror: Mirrored | None) -> str:
-    """Say where the record is, how to see the runs in MLflow, and how to fill it where it lacks something."""
+    """Say where the record is, how to open the run in MLflow, and how to resync MLflow if points are missing."""
     lines = [f"run directory: {terminal.near(run_dir)}  (curves.png, metrics.jsonl, eval.parquet, adapter/)"]
     if mirror and mirror.experiment_id:
         lines += _open(mirror.uri, f"#/experiments/{mirror.experiment_id}/runs?workflowType=machine_learning")
@@ -54,7 +54,7 @@ def where(run_dir: Path, mirror: Mirrored | None) -> str:
 
 
 def _open(uri: str, page: str) -> list[str]:
-    """A server has its own address; any other store is shown by MLflow's command, at its default address."""
+    """Say how to open a page: at a server's own address, else through `mlflow ui` at its default address."""
     if uri.startswith(("http://", "https://")):
         return [f"open MLflow:   {uri.replace(f'{HIDDEN}@', '').rstrip('/')}/{page}"]
     store = '"$MLFLOW_TRACKING_URI"' if HIDDEN in uri else shlex.quote(uri)

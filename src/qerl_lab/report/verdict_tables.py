@@ -1,4 +1,4 @@
-"""Verdicts as text for the terminal, as Markdown and as JSON; accuracies in the shape of the paper's Table 1."""
+"""Format verdicts as text, Markdown and JSON, and accuracies in the layout of the paper's Table 1."""
 
 import json
 import math
@@ -34,7 +34,7 @@ TO_MAKE = "To make what was not measured (add what the runs had beside their swe
 
 
 def cell(interval: stats.Interval, seeds: int) -> str:
-    """`mean [95% CI] (n)`; of a mean of which only a bound is known `>= mean [low, no bound] (n)`."""
+    """Format `mean [95% CI] (n)`, or `>= mean [low, no bound] (n)` if the mean has only one bound."""
     mean, low, high = interval
     return f"{_bound(low, high)}{number(mean)} {_between(low, high, number)} ({seeds})"
 
@@ -43,7 +43,7 @@ ANY = (-math.inf, math.inf)
 
 
 def of_seeds(values: pd.DataFrame, bounds: tuple[float, float] = ANY) -> str:
-    """The cell of values[seeds, questions]; of one seed without an interval, of none a dash."""
+    """Format values[seeds, questions] as a cell; without an interval for one seed, a dash for none."""
     values = values.dropna(how="all").dropna(axis=1)
     if values.empty:
         return "-"
@@ -53,7 +53,7 @@ def of_seeds(values: pd.DataFrame, bounds: tuple[float, float] = ANY) -> str:
 
 
 def effect(row: Row) -> str:
-    """`+0.013 [-0.003, +0.030]`, of a ratio `1.23x [1.10, 1.37]`, censored `>= 1.95x [1.39, no bound]`; else a dash."""
+    """Format `+0.013 [-0.003, +0.030]`, ratio `1.23x [1.10, 1.37]`, censored `>= 1.95x [1.39, no bound]`, or a dash."""
     if row.numbers is None:
         return "-"
     spelled = "{:.2f}".format if MEASURES[row.claim.measure].ratio else "{:+.3f}".format
@@ -62,13 +62,13 @@ def effect(row: Row) -> str:
 
 
 def _bound(low: float, high: float) -> str:
-    """What stands before a mean of which only one bound is known: it is no larger, or no smaller, than the true one."""
+    """Return the sign before a mean that only bounds the true one: `>= `, `<= `, or nothing if it is exact."""
     lowest, highest = low == -math.inf, high == math.inf
     return "" if lowest == highest else ">= " if highest else "<= "
 
 
 def _between(low: float, high: float, spelled: Callable[[float], str]) -> str:
-    """`stats.between`, without a number where an end is unknown."""
+    """Format an interval as `stats.between`, with `no bound` for an infinite end."""
     lowest, highest = low == -math.inf, high == math.inf
     if not lowest and not highest:
         return stats.between(low, high, spelled)
@@ -76,7 +76,7 @@ def _between(low: float, high: float, spelled: Callable[[float], str]) -> str:
 
 
 def of_paper(row: Row) -> str:
-    """The paper's own effects, each with where it stands and whether our interval holds it."""
+    """List the paper's effects, each with its source and whether our interval contains it."""
     texts = []
     for where, value in row.printed:
         inside = ""
@@ -88,13 +88,13 @@ def of_paper(row: Row) -> str:
 
 
 def name_of(row: Row) -> str:
-    """The contrast, and in brackets the settings that tell it from others of its name."""
+    """Name the contrast, with the settings that distinguish it from others of its name in brackets."""
     context = ", ".join(spelled(key, value) for key, value in row.context)
     return f"{row.contrast.name} ({context})" if context else row.contrast.name
 
 
 def text(comparison: Comparison, rows: Sequence[Row]) -> str:
-    """The tables of the terminal, and what was left out."""
+    """Format the tables for the terminal, and what was left out."""
     table = [["claim", "contrast", "seeds", "effect, 95% interval", "the paper's", "verdict"]]
     for row in rows:
         seeds = str(row.numbers.seeds) if row.numbers else "-"
@@ -106,13 +106,13 @@ def text(comparison: Comparison, rows: Sequence[Row]) -> str:
 
 
 def families(rows: Sequence[Row]) -> str:
-    """Say how many contrasts were corrected for."""
+    """Say how many contrasts the correction covers."""
     sizes = family_sizes(rows)
     return "Corrected for: " + ", ".join(f"{n} of {name}" for name, n in sizes.items()) + "." if sizes else ""
 
 
 def sources(rows: Sequence[Row]) -> list[str]:
-    """Each file of claims with its hash and commit, and how many verdicts were preregistered."""
+    """List each file of claims with its hash and commit, and how many verdicts were preregistered."""
     texts = []
     for file in {row.claim.file.sha256: row.claim.file for row in rows}.values():
         own = [row for row in rows if row.claim.file == file and row.numbers]
@@ -132,13 +132,13 @@ def is_registered(row: Row) -> bool:
 
 
 def lettered(rows: Sequence[Row]) -> dict[Conditions, str]:
-    """A letter for each set of conditions of the measured contrasts: A, B, ..., Z, A1, ..."""
+    """Assign a letter to each set of conditions of the measured contrasts: A, B, ..., Z, A1, ..."""
     found = dict.fromkeys(row.conditions for row in rows if row.numbers)
     return {one: chr(65 + n % 26) + (str(n // 26) if n > 25 else "") for n, one in enumerate(found)}
 
 
 def conditions(rows: Sequence[Row]) -> str:
-    """Under which conditions each measured contrast was: all of one set, or a set a letter."""
+    """List the conditions of the measured contrasts, by letter if they differ."""
     letters = lettered(rows)
     if not letters:
         return ""
@@ -153,7 +153,7 @@ def in_words(own: Conditions) -> str:
 
 
 def to_make(rows: Sequence[Row]) -> str:
-    """The lines to type for the arms that lack, each with the claims that wait for them."""
+    """List the commands that make the missing arms, each with the claims that need them."""
     waiting: dict[str, list[str]] = {}
     for row in (row for row in rows if row.numbers is None):
         waiting.setdefault(command(row.claim), []).append(row.claim.name)
@@ -162,7 +162,7 @@ def to_make(rows: Sequence[Row]) -> str:
 
 
 def remarks(comparison: Comparison) -> list[str]:
-    """What makes the runs less alike than their settings do, and each run that was left out."""
+    """List what makes the runs less comparable than their settings show, and each run left out."""
     left_out = comparison.left_out
     head = f"Left out, {len(left_out)} in all:"
     return [*notes(comparison), *(["\n  ".join([head, *left_out])] if left_out else [])]
@@ -172,7 +172,7 @@ IN_TABLE_1 = "as in Table 1"
 
 
 def table_1(comparison: Comparison) -> list[list[str]]:
-    """Held-out accuracy of every arm, and of the row of the paper's Table 1 that it answers to, where one does."""
+    """Tabulate held-out accuracy of every arm, beside the matching row of the paper's Table 1 if there is one."""
     beside = in_table_1(comparison)
     rows = [["arm", "finished", "before", "after", *([IN_TABLE_1, "3B there", "7B there"] if beside else [])]]
     for label, records in comparison.arms.items():
@@ -188,7 +188,7 @@ def table_1(comparison: Comparison) -> list[list[str]]:
 
 
 def title_1(rows: Sequence[Sequence[str]]) -> str:
-    """What to call the rows of `table_1`."""
+    """Return the title for the rows of `table_1`."""
     return "Accuracies in the shape of the paper's Table 1" if IN_TABLE_1 in rows[0] else "Held-out accuracies"
 
 
@@ -203,9 +203,9 @@ def _as_printed(row: tuple[str, str] | None) -> list[str]:
 
 
 def markdown(comparison: Comparison, rows: Sequence[Row], typed: str) -> str:
-    """A page: a row a contrast with everything that decided it, then the accuracies, then what was left out.
+    """Render a page: a row per contrast with all that decided it, then accuracies, then what was left out.
 
-    Claims of which no contrast was measured are named alone: `text` and `as_json` say why of each.
+    Claims without a measured contrast are only named; `text` and `as_json` give the reasons.
     """
     head = ["claim", "contrast", "conditions", "measure", "treated", "control", "finished / started", "effect",
             "the paper's", "effect size", "P(better)", "p of no effect, small, reverse (Holm)", "family", "guardrail",
@@ -230,7 +230,7 @@ def _cells(row: Row, letters: Mapping[Conditions, str], sizes: Mapping[str, int]
 
 
 def unanswered(rows: Sequence[Row]) -> str:
-    """The line that names the claims of which no contrast was measured."""
+    """Name the claims without a measured contrast."""
     answered = {row.claim.name for row in rows if row.numbers}
     names = dict.fromkeys(row.claim.name for row in rows if row.claim.name not in answered)
     listed = ", ".join(f"`{name}`" for name in names)
@@ -238,7 +238,7 @@ def unanswered(rows: Sequence[Row]) -> str:
 
 
 def terms(claim: Claim) -> str:
-    """What a claim is measured by, and what must not fall with it."""
+    """Say how a claim is measured, and what must not fall with it."""
     measure, rail = MEASURES[claim.measure], claim.guardrail
     text = f"{claim.measure} ({measure.unit}): {measure.meaning}."
     return f"{text} Guardrail: {rail.measure} may fall by {rail.margin:g} at most." if rail else text
@@ -258,13 +258,13 @@ def measured(row: Row) -> list[str]:
 
 
 def piped(rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table, the first row its head."""
+    """Format a Markdown table; the first row is its head."""
     lines = [f"| {' | '.join(cells)} |" for cells in rows]
     return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]])
 
 
 def as_json(comparison: Comparison, rows: Sequence[Row], typed: str) -> str:
-    """Everything, for other programs: a list of contrasts, the level, the families' sizes, what was left out."""
+    """Export all verdicts as JSON: contrasts, level, family sizes, notes, and what was left out."""
     about = {
         "schema": SCHEMA, "command": typed, "level": LEVEL, "families": family_sizes(rows),
         "rows": [_as_data(row) for row in rows], "notes": notes(comparison), "left_out": comparison.left_out,
@@ -285,7 +285,7 @@ def _as_data(row: Row) -> dict[str, Any]:
 
 
 def _numbers(numbers: Numbers) -> dict[str, Any]:
-    """The fields but the matrices, with null for what is infinite or not a number."""
+    """Return all fields except the matrices, with null for infinite values and nan."""
     values = {name: value for name, value in vars(numbers).items() if name not in ("oriented", "at_most")}
     values["p"], values["adjusted"] = numbers.p._asdict(), numbers.adjusted._asdict()
     values["effect_by_seed"] = [_finite(float(value)) for value in numbers.oriented.mean(1)]

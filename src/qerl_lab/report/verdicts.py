@@ -1,9 +1,9 @@
-"""Verdicts on claims, with the numbers behind them. Pure.
+"""Reach verdicts on claims, with the numbers behind them. Pure.
 
-A contrast's effect is the treated arm's measure less the control's, paired by seed (and question), of a ratio in
-logarithms, and turned so that the claim says that it is above 0. Three one-sided tests at `LEVEL` decide: that it is
-above 0, that it is below the smallest effect that matters, that it is below 0. Each has Holm's correction over the
-measured contrasts of its family, and a variance that is moderated by those of the family.
+The effect of a contrast is the treated measure minus the control's, paired by seed (and question), in logarithms for a
+ratio, with the sign chosen so that the claim predicts a positive effect. Three one-sided tests at `LEVEL` decide: the
+effect is above 0, below the smallest effect that matters, below 0. Each is Holm-corrected over the measured contrasts
+of its family and uses a variance moderated by the family.
 """
 
 import math
@@ -20,7 +20,7 @@ from qerl_lab.report.effects import BROKEN, OPEN, Numbers, P
 from qerl_lab.report.measures import MEASURES, Unmeasured
 from qerl_lab.report.runs import Record
 
-LEVEL = 0.025  # of each one-sided test: an interval of 95% leaves out what it rejects
+LEVEL = 0.025  # of each one-sided test, which matches a 95% interval
 
 
 class Verdict(StrEnum):
@@ -35,8 +35,9 @@ class Verdict(StrEnum):
 class Row:
     """The verdict on one contrast of a claim.
 
-    `context` has the settings that tell it from others of its name, `conditions` the values of `CONDITIONS`, `printed`
-    the paper's own effects by where they stand, and `registered` says whether the claim was committed before the runs.
+    `context` holds the settings that distinguish it from contrasts of the same name, `conditions` the values of
+    `CONDITIONS`. `printed` maps sources in the paper to its effects. `registered` says whether the claim was committed
+    before the runs.
     """
 
     claim: Claim
@@ -53,7 +54,7 @@ class Row:
 
 
 def judge(counted: Sequence[Record], found: Sequence[Run], claims: Sequence[Claim] | None = None) -> list[Row]:
-    """A row a contrast and pair of arms; a contrast that lacks an arm has one too. The paper's claims by default."""
+    """Return a row per contrast and pair of arms, or one if an arm is missing. `claims` defaults to the paper's."""
     rows: list[Row] = []
     found = started(found, [record.run for record in counted])
     for claim in of_paper() if claims is None else claims:
@@ -67,9 +68,9 @@ def judge(counted: Sequence[Record], found: Sequence[Run], claims: Sequence[Clai
 
 
 def printed(claim: Claim, contrast: Contrast) -> tuple[tuple[str, float], ...]:
-    """The paper's own effect of a contrast, by model: a factor of a ratio, else a difference; percent as fractions.
+    """Return the paper's effects of a contrast by source: factors for ratios, else differences; percent as fractions.
 
-    An effect that was read off a figure has the reading error in its name.
+    The source of an effect read off a figure includes the reading error.
     """
     found = []
     for treated, control in contrast.printed:
@@ -82,7 +83,7 @@ def printed(claim: Claim, contrast: Contrast) -> tuple[tuple[str, float], ...]:
 
 
 def _told_apart(rows: Sequence[Row]) -> list[Row]:
-    """The rows with what of their context differs between those of one contrast, and no task's name tells."""
+    """Reduce each row's context to what differs within its contrast and does not follow from the task's name."""
     shown = []
     for row in rows:
         others = [other.context for other in rows if other.claim == row.claim and other.contrast == row.contrast]
@@ -115,10 +116,7 @@ def _measured(claim: Claim, contrast: Contrast, pair: Pair) -> Row:
 
 
 def _of_shared_values(pair: Pair) -> Pair:
-    """The pair at those values of the key that the claim spans which both sides have, in one order.
-
-    Itself where they share none.
-    """
+    """Restrict a pair to the values of the spanned key that both sides have, in one order; unchanged if none."""
     both = [at for at in pair.treated.options if at in pair.control.options]
     if not both:
         return pair
@@ -129,7 +127,7 @@ def _of_shared_values(pair: Pair) -> Pair:
 
 
 def _context(claim: Claim, pair: Pair) -> tuple[tuple[str, str], ...]:
-    """The settings of a pair; of a key that may differ both values, without the key that the claim spans."""
+    """Return the settings of a pair, both values for keys that may differ, without the key that the claim spans."""
     own = [dict(side.records[0].run.arm) for side in (pair.treated, pair.control)]
     shared = dict(pair.context)
     free = own[0].keys() - shared.keys() - {claim.across}
@@ -138,7 +136,7 @@ def _context(claim: Claim, pair: Pair) -> tuple[tuple[str, str], ...]:
 
 
 def _conditions(claim: Claim, pair: Pair) -> tuple[tuple[str, str], ...]:
-    """The values of `CONDITIONS` of a pair's runs; of several the words say what the claim does with them."""
+    """Return the values of `CONDITIONS` in a pair's runs; several values say how the claim combines them."""
     runs = [record.run for side in (pair.treated, pair.control) for record in side.records]
     found = []
     for key in CONDITIONS:
@@ -157,7 +155,7 @@ def _by_size(text: str) -> tuple[float, str]:
 
 
 def _registered(claim: Claim, pair: Pair) -> str:
-    """Whether the runs of a pair record the SHA-256 of the claim's file, which was then there before they began."""
+    """Say whether the runs of a pair record the SHA-256 of the claim's file, so that it existed before they began."""
     records = [*pair.treated.records, *pair.control.records]
     holding = sum(record.origin.claims_sha256 == claim.file.sha256 for record in records)
     if holding == len(records):
@@ -167,24 +165,24 @@ def _registered(claim: Claim, pair: Pair) -> str:
 
 
 def smallest(claim: Claim) -> float:
-    """The smallest effect of interest as it is tested."""
+    """Return the smallest effect of interest on the tested scale."""
     return math.log(claim.smallest) if MEASURES[claim.measure].ratio else claim.smallest
 
 
 def smallest_as_text(claim: Claim) -> str:
-    """The smallest effect of interest as it is stated: `0.02`, of a ratio `1.1x`."""
+    """Format the smallest effect of interest as stated: `0.02`, or `1.1x` for a ratio."""
     return f"{claim.smallest:g}x" if MEASURES[claim.measure].ratio else f"{claim.smallest:g}"
 
 
 def effect_as_text(claim: Claim, value: float) -> str:
-    """`+0.013`, of a ratio `1.23x`."""
+    """Format an effect: `+0.013`, or `1.23x` for a ratio."""
     return f"{value:.2f}x" if MEASURES[claim.measure].ratio else f"{value:+.3f}"
 
 
 def pooled(rows: Sequence[Row]) -> list[Row]:
-    """The rows with variances moderated over the contrasts of their family and measure, and p-values by them.
+    """Moderate variances over the contrasts of a family and measure, and compute p-values from them.
 
-    Variances of censored contrasts are those of bounds: they are not moderated, and moderate no other.
+    Censored contrasts take no part, as their variances are those of bounds.
     """
     family: dict[tuple[str, str], list[float]] = {}
     for row in rows:
@@ -203,10 +201,11 @@ def pooled(rows: Sequence[Row]) -> list[Row]:
 
 
 def p_values(numbers: Numbers, claim: Claim, seeds: int | None = None) -> P:
-    """The p-values of a contrast; with `seeds` those of so many, of the same mean and variances.
+    """Return the p-values of a contrast, at its own number of seeds or at `seeds` with the same mean and variances.
 
-    Of a claim of no difference, `above`: of one that is as large as the smallest, either way (two one-sided tests, the
-    larger p-value); `small`: of one that is smaller (twice the smaller p-value, as either side could show it).
+    For a claim of no difference, `above` tests against an effect of at least the smallest size either way (two
+    one-sided tests, the larger p-value); `small` tests against a smaller one (twice the smaller p-value, as either side
+    could show it).
     """
     margin, count = smallest(claim), seeds or numbers.seeds
     low, high = float(numbers.oriented.mean()), float(numbers.at_most.mean())
@@ -222,24 +221,24 @@ def p_values(numbers: Numbers, claim: Claim, seeds: int | None = None) -> P:
 
 
 def decided(rows: Sequence[Row]) -> list[Row]:
-    """The rows with their p-values corrected in their families, and verdicts."""
+    """Correct the p-values within families and set the verdicts."""
     return [_decide(row, _others(rows, n)) if row.numbers else row for n, row in enumerate(rows)]
 
 
 def _others(rows: Sequence[Row], index: int) -> list[P]:
-    """The p-values of the other contrasts of a row's family."""
+    """Return the p-values of the other contrasts of a row's family."""
     family = rows[index].claim.family
     return [row.numbers.p for n, row in enumerate(rows) if n != index and row.claim.family == family and row.numbers]
 
 
 def family_sizes(rows: Sequence[Row]) -> dict[str, int]:
-    """How many contrasts of each family were measured, and so corrected for."""
+    """Count the measured contrasts of each family, for which p-values are corrected."""
     families = [row.claim.family for row in rows if row.numbers]
     return {family: families.count(family) for family in families}
 
 
 def _adjusted(own: P, others: Sequence[P]) -> P:
-    """The p-values of a contrast, each by Holm beside those of the others."""
+    """Adjust the p-values of a contrast by Holm, together with those of the others."""
     return P(*(stats.holm([p, *(other[n] for other in others)])[0] for n, p in enumerate(own)))
 
 
@@ -281,7 +280,7 @@ def _why(claim: Claim, verdict: Verdict) -> str:
 
 
 def _beside(row: Row, found: Numbers, verdict: Verdict) -> str:
-    """What a verdict, or the one that more seeds would give, does not say: seeds, guardrail, the paper's own value."""
+    """Return remarks that a verdict needs: censored seeds, the guardrail, and how it relates to the paper's value."""
     claim, said = row.claim, ""
     if found.censored:
         said += f"; censored seeds: {found.censored} of {found.seeds}"
@@ -296,19 +295,19 @@ def _beside(row: Row, found: Numbers, verdict: Verdict) -> str:
 
 
 def _size(claim: Claim, printed: float) -> float:
-    """A printed effect as it is tested."""
+    """Convert a printed effect to the tested scale."""
     return (claim.direction or 1) * (math.log(printed) if MEASURES[claim.measure].ratio else printed)
 
 
 def _verdict_at(claim: Claim, found: Numbers, others: Sequence[P], seeds: int) -> Verdict:
-    """The verdict of so many seeds, if effect, spread and all others stay as they were measured."""
+    """Return the verdict at `seeds` seeds if effect, spread and the other contrasts stay as measured."""
     return _verdict(claim, _adjusted(p_values(found, claim, seeds), others))
 
 
 def _seeds_as_measured(claim: Claim, found: Numbers, others: Sequence[P]) -> int | None:
-    """The fewest seeds that decide a contrast, by the test of the verdict itself.
+    """Return the fewest seeds at which the verdict's own tests decide a contrast.
 
-    None where `stats.MOST_SEEDS` do not: the effect lies too near a border.
+    None if `stats.MOST_SEEDS` are too few, as the effect lies too near a border.
     """
     return stats.fewest_seeds(
         lambda seeds: _verdict_at(claim, found, others, seeds) != Verdict.UNDECIDED, found.seeds + 1
@@ -316,10 +315,10 @@ def _seeds_as_measured(claim: Claim, found: Numbers, others: Sequence[P]) -> int
 
 
 def _seeds_at_any_effect(claim: Claim, found: Numbers, family: int) -> int | None:
-    """The fewest seeds whose interval is no wider than the smallest effect: it cannot hold both 0 and that effect.
+    """Return the fewest seeds whose interval is too narrow to hold both 0 and the smallest effect.
 
-    At the level of the first of a family by Holm. None where `stats.MOST_SEEDS` are too few, and of a claim of no
-    difference, which has one border on each side.
+    The level is that of the first of a family by Holm. None if `stats.MOST_SEEDS` are too few, for censored contrasts,
+    and for claims of no difference, which have a border on each side.
     """
     if not claim.direction or found.censored:
         return None
@@ -332,7 +331,7 @@ def _seeds_at_any_effect(claim: Claim, found: Numbers, family: int) -> int | Non
 
 
 def _open(claim: Claim, found: Numbers, then: Verdict) -> str:
-    """What more seeds would say."""
+    """Say what more seeds would show."""
     first, any_effect, size = found.seeds_as_measured, found.seeds_at_any_effect, smallest_as_text(claim)
     if first:
         would = {

@@ -21,8 +21,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from qerl_lab.config.files import choices_of
+from omegaconf import OmegaConf
+
+from qerl_lab.config.files import choices_of, group_folder
 from qerl_lab.config.option import ConfigError
+from qerl_lab.config.rules import from_dict
 from qerl_lab.config.schema import TaskConfig
 from qerl_lab.tasks.answers.completion import has_thought
 
@@ -178,6 +181,12 @@ def benchmark(cfg: TaskConfig) -> Task:
     """
     module = _module(cfg)
     return _task(cfg, module, Questions([]), module.heldout(cfg))
+
+
+def configured(name: str, **given: Any) -> TaskConfig:
+    """Read conf/task/NAME.yaml as the group `task`, with `given` keys over it. Raises ConfigError for a wrong value."""
+    written = OmegaConf.to_container(OmegaConf.load(group_folder("task") / f"{name}.yaml"))
+    return from_dict({"task": {**written, **given}}).task  # type: ignore[dict-item]
 
 
 def check_trains(cfg: TaskConfig) -> None:

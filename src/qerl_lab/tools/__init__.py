@@ -1,1 +1,1 @@
-"""Commands around runs: plan many of them over machines that are lent for minutes."""
+"""Commands around the runs: warm up, export, search, show samples, queue, print a server's command, pretrain."""

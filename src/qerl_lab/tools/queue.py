@@ -146,7 +146,7 @@ def run(options: RunOptions) -> None:
 
 @dataclass(frozen=True)
 class Machine:
-    """Where runs are made; `began` is a time of the monotonic clock."""
+    """Makes planned runs on this machine. `began` is when the command started, by the monotonic clock."""
 
     queue: Queue
     options: RunOptions
@@ -154,14 +154,14 @@ class Machine:
 
     @property
     def until(self) -> float:
-        """When this call ends, by that clock."""
+        """Return when this command must end, by the monotonic clock."""
         return self.began + 60 * self.options.minutes
 
     def folder(self, one: Planned) -> Path:
         return Path(self.options.runs).absolute() / one.key
 
     def make(self, one: Planned, number: int) -> bool:
-        """Make one run and its evaluations; whether it ended, done or failed. One that does not fit is left alone."""
+        """Make one run and its evaluations; tell whether it ended. A run that does not fit is not begun."""
         time.sleep(STAGGER_SECONDS * number if number < self.options.jobs else 0)
         begun = RunDirectory(self.folder(one))
         given_back = self.began + 60 * (self.options.lease or self.options.minutes)
@@ -194,12 +194,12 @@ class Machine:
             raise ConfigError(f"{one.key} was refused: {said[-1] if said else 'it says nothing'}")
 
     def _evaluate(self, one: Planned, line: str) -> bool:
-        """Make an evaluation; one that is there prints its table again."""
+        """Evaluate a finished run; tell whether that succeeded. An evaluation that exists prints its table again."""
         command, *words = shlex.split(os.path.expandvars(line))
         return self._call(one, ["-m", "qerl_lab.evaluate", command, f"run={self.folder(one)}", *words]) == OK
 
     def _call(self, one: Planned, words: Sequence[str]) -> int | None:
-        """Call Python with words; its exit code, None where the time was up. What it prints goes to the console."""
+        """Call Python and return its exit code, None where the time was up. Output goes to the run's console."""
         make_directory(self._console(one).parent, f"runs={self.options.runs}")
         with self._console(one).open("ab") as console:
             process = subprocess.Popen([sys.executable, *words], stdout=console, stderr=console)
@@ -217,7 +217,7 @@ class Machine:
         return self.folder(one).with_suffix(".txt")
 
     def _note(self, one: Planned, ended: RunDirectory, seconds: float, evaluations: str) -> None:
-        """Write the run's row of the ledger into its directory; its evaluations stay without their completions."""
+        """Write the run's ledger row into its directory, and drop the completions from its evaluations."""
         for file in ended.path.glob("evaluations/*/eval.parquet"):
             pd.read_parquet(file).drop(columns="completion", errors="ignore").to_parquet(file, index=False)
         where: dict[str, Any] = ended.environment()
@@ -248,7 +248,7 @@ class Machine:
 
 
 def collect(options: CollectOptions) -> None:
-    """Merge packed records into the results beside the queue, and the ledger. A run that is done there already stays.
+    """Merge packed records into results and ledger beside QUEUE.yaml. A run that is done there already stays.
 
     The ledger is written last, so that the same command goes on after a stop.
     """
@@ -291,7 +291,7 @@ def _row(packed: tarfile.TarFile, file: Path) -> Row:
 
 
 def _merge(folder: Path, found: Sequence[Path]) -> None:
-    """Write the results of a folder anew, of its own runs and the new ones, and keep the evaluations of these."""
+    """Rewrite the results of a folder with the new runs added, and copy their evaluations."""
     make_directory(folder, f"{folder}")
     known = [str(folder)] if (folder / "runs.parquet").exists() else []
     line = [sys.executable, "-m", "qerl_lab.report", *known, *map(str, found), f"out={folder}"]

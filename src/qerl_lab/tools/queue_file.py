@@ -1,4 +1,4 @@
-"""QUEUE.yaml as planned runs, and ledger.csv, which says what became of them. Imports Hydra and no torch.
+"""Read QUEUE.yaml into planned runs, and ledger.csv, which says how each ended. Imports Hydra, no torch.
 
 QUEUE.yaml, in a folder of results:
 
@@ -47,7 +47,7 @@ Row = Mapping[str, str]
 
 @dataclass(frozen=True)
 class Part:
-    """A part of the queue: grids of the main command, and what is done with each finished run."""
+    """A part of the queue: grids of the main command, and how each finished run is evaluated."""
 
     name: str
     lines: Sequence[str]
@@ -85,23 +85,23 @@ class Queue:
         return sum(row["run"] == key and row["state"] == FAILED for row in self.rows)
 
     def left(self) -> list[Planned]:
-        """The runs to make: not done, and not failed twice."""
+        """Return the runs to make: not done, and not failed twice."""
         return [one for one in self.runs if not self.is_done(one.key) and self.failures(one.key) < ATTEMPTS]
 
     def seconds(self, one: Planned) -> float:
-        """What a run will take: the median of its part, else of the whole ledger, else as `results/bench` has it."""
+        """Estimate a run's seconds: the median of its part, else of the ledger, else from `results/bench`."""
         done = [row for row in self.rows if row["state"] == DONE]
         taken = [float(row["seconds"]) for row in done if row["part"] == one.part.name]
         taken = taken or [float(row["seconds"]) for row in done]
         return statistics.median(taken) if taken else by_bench(one.config) or self.seconds_at_first
 
     def preregistration(self) -> str:
-        """12 hex digits of the preregistration's SHA-256; empty where there is none."""
+        """Return 12 hex digits of the preregistration's SHA-256; empty where there is none."""
         file = self.folder / PREREGISTRATION
         return hashlib.sha256(file.read_bytes()).hexdigest()[:12] if file.exists() else ""
 
     def of_another_preregistration(self) -> list[Row]:
-        """The rows of runs that count and were made under another version of the preregistration."""
+        """Return the rows of counting runs that were made under another version of the preregistration."""
         counting = {part.name for part in self.parts if part.preregistered}
         now = self.preregistration()
         return [row for row in self.rows if row["part"] in counting and row["preregistration"] != now]
@@ -119,7 +119,7 @@ class Queue:
 
 
 def read(path: Path, extra: Sequence[str] = ()) -> Queue:
-    """The queue of a file; `extra` words win over its own. Raises ConfigError for what is no queue or no run."""
+    """Read a queue file; `extra` words win over its own. Raises ConfigError where it is no queue, or a line no run."""
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
         parts = [Part(**each) for each in content["parts"]]
@@ -138,7 +138,7 @@ def read(path: Path, extra: Sequence[str] = ()) -> Queue:
 
 
 def _of_part(part: Part, words: Sequence[str], extra: Sequence[str]) -> list[Planned]:
-    """The runs of a part: every arm before the next seed. An arm is composed once for all of its seeds."""
+    """Return the runs of a part: every arm before the next seed. An arm is composed once for all of its seeds."""
     found = []
     for line in part.lines:
         grid = last_wins(words, shlex.split(line), extra, [f"seed={part.seeds[0]}"])
@@ -153,12 +153,12 @@ def _of_part(part: Part, words: Sequence[str], extra: Sequence[str]) -> list[Pla
 
 
 def last_wins(*words: Sequence[str]) -> list[str]:
-    """All words; of several for one key the last."""
+    """Join word lists; of several words for one key the last stays."""
     return list({word.lstrip("+").partition("=")[0]: word for each in words for word in each}.values())
 
 
 def key_of(config: RunConfig) -> str:
-    """ARM-seedN-HASH: the hash is of the keys that make the arm, but for where a machine keeps model and questions.
+    """Return ARM-seedN-HASH. The hash covers the arm's keys, but not where a machine keeps model and questions.
 
     Keys at their default are left out, so that a key which a later version adds changes none.
     """
@@ -171,7 +171,7 @@ def key_of(config: RunConfig) -> str:
 
 
 def by_bench(config: RunConfig, folder: Path = Path("results/bench")) -> float | None:
-    """Seconds of a run by the fastest measured step of its model, if every completion is the longest; None unmeasured.
+    """Estimate a run's seconds from the fastest measured step of its model, at full length; None if unmeasured.
 
     The measured steps had completions of 1,024 or 2,048 tokens, so a run of longer ones takes longer than this.
     """
@@ -189,7 +189,7 @@ def _letters(name: str) -> str:
 
 
 def read_ledger(folder: Path) -> list[Row]:
-    """The rows of ledger.csv; none where there is no such file."""
+    """Read the rows of ledger.csv; none where there is no such file."""
     file = folder / LEDGER
     if not file.exists():
         return []

@@ -15,7 +15,7 @@ import traceback
 from contextlib import ExitStack
 from pathlib import Path
 
-from qerl_lab import exits, imports, terminal
+from qerl_lab import exits, terminal
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.redact import redact
 from qerl_lab.exits import FAILURE, FULL, USAGE
@@ -42,8 +42,7 @@ def main(directory: RunDirectory, parent: int) -> int:
 
             if said := gpus.keep(cfg.gpus):
                 print(said, flush=True)
-        with imports.kept():
-            terminal.quiet_third_parties()  # some log on import
+        with terminal.quiet_imports():
             check_vllm()
             from qerl_lab.train import run
 

@@ -62,7 +62,7 @@ def signs(first: Sequence[Metrics], last: Sequence[Metrics], cfg: RunConfig) -> 
         )
     elif worthless:
         found["no completion has earned anything"] = (
-            f"Look at the completions: python -m qerl_lab.samples {shlex.quote(cfg.run_dir)}. "
+            f"Look at the completions: python -m qerl_lab.tools.samples {shlex.quote(cfg.run_dir)}. "
             + (f"{longer}." if truncated else "Type an easier task, or a model that solves some of it.")
         )
     elif flat:
@@ -105,7 +105,7 @@ def _only_the_format(first: Sequence[Metrics], last: Sequence[Metrics], cfg: Run
     said = (
         f"A completion had {tokens[0]:.0f} tokens as the run began and has {tokens[1]:.0f}; the answers earned "
         f"{earned[0]:.2f} and earn {earned[1]:.2f}. "
-        f"Look at the completions: python -m qerl_lab.samples {shlex.quote(cfg.run_dir)}."
+        f"Look at the completions: python -m qerl_lab.tools.samples {shlex.quote(cfg.run_dir)}."
     )
     if cfg.task.format_reward == 0 or cfg.task.format_reward_for == "right":
         return said

@@ -16,7 +16,7 @@ from trl.trainer.utils import add_fused_lm_head
 from packed_layers import NVFP4
 from qerl_lab import formats
 from qerl_lab.bench import __main__ as command
-from qerl_lab.bench import options, shapes, train_step
+from qerl_lab.bench import bench_options, shapes, train_step
 from qerl_lab.bench.random_model import RandomWeights
 from qerl_lab.formats.format import PackedAs
 from qerl_lab.model.linear import PackedLinear
@@ -164,7 +164,7 @@ def test_a_product_and_its_adapter_have_one_colour() -> None:
         ([], "bench linear"),
         (
             ["lineer"],
-            "lineer is not a command. Did you mean linear? Allowed: linear, decode, train_step, rollout, step, clock.",
+            "lineer is not a command. Did you mean linear? Allowed: linear, decode, train_step, rollout, step.",
         ),
         (["linear", "models=[qwen2.5-7c]"], "qwen2.5-7c in models=[qwen2.5-7c] is not allowed; allowed: qwen2.5-0.5b"),
         (["linear", "tokens=[0]"], "0 in tokens=[0] is not allowed; allowed: at least 1."),
@@ -191,8 +191,8 @@ def test_a_benchmark_is_printed_row_by_row_and_kept(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(command, "require_gpu", lambda: None)
-    monkeypatch.setattr("qerl_lab.bench.linear.dequantization", lambda models: iter(products()["dequantization"]))
-    monkeypatch.setattr("qerl_lab.bench.linear.products", lambda models, tokens: iter(products()["products"]))
+    monkeypatch.setattr("qerl_lab.bench.linears.dequantization", lambda models: iter(products()["dequantization"]))
+    monkeypatch.setattr("qerl_lab.bench.linears.products", lambda models, tokens: iter(products()["products"]))
     monkeypatch.setattr(train_step, "steps", lambda options: iter(training_steps()))
     words = {"linear": ["tokens=[64]"], "train_step": ["arms=[bf16,nvfp4]"]}[name]
     assert command.main([name, *words, f"out={tmp_path}/new/result"]) == 0
@@ -218,7 +218,7 @@ def test_refused_without_torch() -> None:
 
 
 def test_every_format_is_an_arm_and_every_arm_has_a_colour() -> None:
-    assert set(options.FORMATS) == set(formats.FORMATS)
-    assert set(options.ARMS) - {"bf16_peft", "qlora"} == set(formats.FORMATS)
-    assert set(options.ARMS) | {*options.VLLM.values(), *options.TRL.values()} <= set(bench.COLORS)
+    assert set(bench_options.FORMATS) == set(formats.FORMATS)
+    assert set(bench_options.ARMS) - {"bf16_peft", "qlora"} == set(formats.FORMATS)
+    assert set(bench_options.ARMS) | {*bench_options.VLLM.values(), *bench_options.TRL.values()} <= set(bench.COLORS)
     assert len({bench.COLORS[name] for name in formats.FORMATS}) == len(formats.FORMATS)

@@ -17,8 +17,8 @@ import torch
 from bench_jobs import ARCHITECTURE
 from qerl_lab import exits
 from qerl_lab.bench import __main__ as command
-from qerl_lab.bench import arms, one_arm
-from qerl_lab.bench.options import TRL, VLLM, RolloutOptions, StepOptions, arm_of, check
+from qerl_lab.bench import arm_processes, one_arm
+from qerl_lab.bench.bench_options import TRL, VLLM, RolloutOptions, StepOptions, arm_of, check
 from qerl_lab.config.option import ConfigError
 from qerl_lab.rollout.vllm.base import named_folder
 
@@ -70,43 +70,43 @@ def test_wrong_options_are_refused(options: RolloutOptions | StepOptions, messag
 
 def test_arms_of_one_format_come_together() -> None:
     options = RolloutOptions(arms=["bf16_stock", "qlora_stock", "nvfp4", "bf16", "nf4"])
-    assert [arm.name for arm in arms.arms(options)] == ["bf16_stock", "bf16", "qlora_stock", "nf4", "nvfp4"]
+    assert [arm.name for arm in arm_processes.arms(options)] == ["bf16_stock", "bf16", "qlora_stock", "nf4", "nvfp4"]
 
 
 def test_a_scratch_without_room_says_how_much_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=6e9))
     options = RolloutOptions(arms=["nvfp4", "bf16_stock"], scratch="/")
     with pytest.raises(ConfigError, match=r"6\.0 GB free, and qwen2\.5-7b in bf16 takes 15\.5 GB: 9\.5 GB are missing"):
-        arms.refuse_small_scratch(options)
-    arms.refuse_small_scratch(RolloutOptions(arms=["nvfp4"], scratch="/"))
+        arm_processes.refuse_small_scratch(options)
+    arm_processes.refuse_small_scratch(RolloutOptions(arms=["nvfp4"], scratch="/"))
 
 
 def test_an_arm_sees_the_gpus_that_it_takes_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,2,7")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    (one,) = arms.environments(arm_of("bf16_trl", TRL))
-    two = arms.environments(arm_of("nvfp4 gpus=2", TRL))
+    (one,) = arm_processes.environments(arm_of("bf16_trl", TRL))
+    two = arm_processes.environments(arm_of("nvfp4 gpus=2", TRL))
     assert (one, [rank["CUDA_VISIBLE_DEVICES"] for rank in two]) == ({"CUDA_VISIBLE_DEVICES": "5"}, ["5,2", "5,2"])
     assert [rank["LOCAL_RANK"] for rank in two] == ["0", "1"]
-    assert arms.environments(arm_of("nvfp4 device=cpu", TRL)) == [{}]
+    assert arm_processes.environments(arm_of("nvfp4 device=cpu", TRL)) == [{}]
     with pytest.raises(ConfigError, match=r"gpus=4 and torch sees 3 GPUs here\. Type gpus=3"):
-        arms.refuse_few_gpus(StepOptions(arms=["nvfp4", "nvfp4 gpus=4"]))
-    arms.refuse_few_gpus(StepOptions(arms=["nvfp4 gpus=3", "nvfp4 device=cpu gpus=4"]))
+        arm_processes.refuse_few_gpus(StepOptions(arms=["nvfp4", "nvfp4 gpus=4"]))
+    arm_processes.refuse_few_gpus(StepOptions(arms=["nvfp4 gpus=3", "nvfp4 device=cpu gpus=4"]))
 
 
 def test_a_scratch_has_room_for_the_checkpoints_that_lie_there_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=20e9))
     options = RolloutOptions(arms=["bf16_stock", "bf16", "nvfp4", "mxfp4"], ranks=[32, 64], scratch="/", side_by_side=4)
-    arms.refuse_small_scratch(options)  # bf16 alone, and then the two of four bits
+    arm_processes.refuse_small_scratch(options)  # bf16 alone, and then the two of four bits
     options.side_by_side = 3  # the second three are of two formats
     with pytest.raises(ConfigError, match=r"20\.0 GB free, and qwen2\.5-7b in bf16 and nvfp4 takes 21\.\d GB"):
-        arms.refuse_small_scratch(options)
+        arm_processes.refuse_small_scratch(options)
 
 
 @pytest.fixture
 def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What options of a small benchmark have in common. `ARCHITECTURES` is what `bench.arms` looks a model up in."""
-    monkeypatch.setitem(arms.ARCHITECTURES, "small", ARCHITECTURE)
+    """What options of a small benchmark have in common. `ARCHITECTURES` is where `arm_processes` looks a model up."""
+    monkeypatch.setitem(arm_processes.ARCHITECTURES, "small", ARCHITECTURE)
     monkeypatch.setattr(command, "require_gpu", lambda: None)
     (tmp_path / "scratch").mkdir()
     return {"model": "small", "scratch": str(tmp_path / "scratch"), "out": str(tmp_path / "out" / "result")}
@@ -160,7 +160,7 @@ def test_each_arm_and_rank_has_a_process_its_checkpoint_and_its_adapter(
         " 'beside': sorted(p.name for p in Path(job['folder']).parent.iterdir() if not p.name.startswith('arm-'))})",
     )
     options = RolloutOptions(arms=["bf16_stock", "nvfp4", "qlora_stock"], ranks=[2, 4], **small)
-    rows = list(arms.run("rollout", options))
+    rows = list(arm_processes.run("rollout", options))
     assert [(row["arm"], row["rank"], row["method"]) for row in rows] == [
         ("bf16_stock", 2, None), ("bf16_stock", 4, None), ("nvfp4", 2, "compressed-tensors"),
         ("nvfp4", 4, "compressed-tensors"), ("qlora_stock", 2, "bitsandbytes"), ("qlora_stock", 4, "bitsandbytes"),
@@ -186,7 +186,7 @@ def test_arms_side_by_side_measure_one_after_another_when_all_are_built(
         " 'beside': sorted(p.name for p in folder.parent.iterdir() if p.name[0] not in 'ar')})",
     )
     options = RolloutOptions(arms=["bf16_stock", "nvfp4", "qlora_stock", "mxfp4"], ranks=[2], side_by_side=3, **small)
-    bf16, nvfp4, qlora, mxfp4 = arms.run("rollout", options)
+    bf16, nvfp4, qlora, mxfp4 = arm_processes.run("rollout", options)
     assert nvfp4["died"] == "exit status 3, and no row"
     assert bf16["beside"] == qlora["beside"] == ["bf16", "nf4", "nvfp4"]
     assert mxfp4["beside"] == ["mxfp4"]
@@ -196,12 +196,12 @@ def test_arms_side_by_side_measure_one_after_another_when_all_are_built(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("does", ["arms.wait_for_turn(job)", "time.sleep(100)"], ids=["waits", "measures"])
+@pytest.mark.parametrize("does", ["arm_processes.wait_for_turn(job)", "time.sleep(100)"], ids=["waits", "measures"])
 def test_an_arm_ends_with_its_parent(tmp_path: Path, does: str) -> None:
     """A benchmark that is killed leaves no engine on the GPU, whatever it does there."""
     arm = (
         "import sys, time; from types import SimpleNamespace; from pathlib import Path\n"
-        "from qerl_lab.bench import arms, one_arm\n"
+        "from qerl_lab.bench import arm_processes, one_arm\n"
         f"began = Path({str(tmp_path / 'ready')!r})\n"
         f"one_arm.read_job = lambda _: SimpleNamespace(turn={str(tmp_path)!r}, about={{}})\n"
         f"one_arm.rows_of = lambda job: [began.touch(), {does}]\n"
@@ -238,7 +238,7 @@ def test_a_dead_arm_is_a_row(
     small: dict[str, Any], monkeypatch: pytest.MonkeyPatch, script: str, reason: str, kept: int
 ) -> None:
     plays(monkeypatch, script)
-    *measured, last = arms.run("rollout", RolloutOptions(arms=["bf16"], timeout_minutes=0.05, **small))
+    *measured, last = arm_processes.run("rollout", RolloutOptions(arms=["bf16"], timeout_minutes=0.05, **small))
     assert last["died"] == reason
     assert last["arm"] == "bf16"
     assert len(measured) == kept
@@ -255,7 +255,7 @@ def test_ranks_that_die_one_of_the_other_are_one_dead_arm(
         "while not first and 'memory' not in Path(sys.argv[2]).read_text(): time.sleep(0.01)\n"
         "write({'died': 'no memory' if first else 'connection closed by peer'}); first and time.sleep(5); sys.exit(1)",
     )
-    (row,) = arms.run("step", StepOptions(arms=["nvfp4 device=cpu gpus=2"], groups=2, **small))
+    (row,) = arm_processes.run("step", StepOptions(arms=["nvfp4 device=cpu gpus=2"], groups=2, **small))
     assert row["died"] == "no memory"
 
 
@@ -263,7 +263,7 @@ def test_a_row_that_was_cut_off_does_not_cost_the_others(
     small: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plays(monkeypatch, "write({'batch': 8}); print('{\"arm\": \"bf', end='', file=open(sys.argv[2], 'a')); sys.exit(1)")
-    whole, died = arms.run("rollout", RolloutOptions(arms=["bf16"], **small))
+    whole, died = arm_processes.run("rollout", RolloutOptions(arms=["bf16"], **small))
     assert (whole["batch"], died["died"]) == (8, "exit status 1")
 
 
@@ -281,7 +281,7 @@ def test_a_rank_that_cannot_be_started_leaves_none_that_waits_for_it(
 
     monkeypatch.setattr(subprocess, "Popen", start)
     with pytest.raises(BlockingIOError):
-        list(arms.run("step", StepOptions(arms=["nvfp4 device=cpu gpus=2"], groups=2, **small)))
+        list(arm_processes.run("step", StepOptions(arms=["nvfp4 device=cpu gpus=2"], groups=2, **small)))
     assert started[0].returncode == -signal.SIGKILL
 
 
@@ -294,7 +294,7 @@ def test_the_others_go_on_and_the_command_exits_with_1(
         "'kv_gib': None, 'used_gib': None}"
     )
     plays(monkeypatch, f"sys.exit(1) if 'qlora' in job['arm']['name'] else write({row})")
-    monkeypatch.setitem(arms.ARCHITECTURES, "qwen2.5-0.5b", ARCHITECTURE)
+    monkeypatch.setitem(arm_processes.ARCHITECTURES, "qwen2.5-0.5b", ARCHITECTURE)
     given = {"arms": "[qlora_stock,bf16_stock]", **small, "model": "qwen2.5-0.5b"}
     assert command.main(["rollout", *(f"{key}={value}" for key, value in given.items())]) == exits.FAILURE
     out, err = capsys.readouterr()
@@ -317,7 +317,7 @@ def test_a_command_that_is_ended_keeps_its_rows_and_removes_its_checkpoint(
         "while not (turn / 'go').exists(): time.sleep(0.01)\n"
         f"write({{'batch': job['rank']}})\nif job['rank'] == 4: {end}",
     )
-    monkeypatch.setitem(arms.ARCHITECTURES, "qwen2.5-0.5b", ARCHITECTURE)
+    monkeypatch.setitem(arm_processes.ARCHITECTURES, "qwen2.5-0.5b", ARCHITECTURE)
     given = {"arms": "[bf16]", "ranks": "[2,4]", **small, "model": "qwen2.5-0.5b"}
     remove = shutil.rmtree
 
@@ -354,20 +354,20 @@ def test_what_killed_benchmarks_and_arms_left_is_removed_and_nothing_in_use(
     small: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     scratch, memory = Path(small["scratch"]), tmp_path / "memory"
-    (scratch / f"{arms.SCRATCH}-7" / "nvfp4").mkdir(parents=True)
+    (scratch / f"{arm_processes.SCRATCH}-7" / "nvfp4").mkdir(parents=True)
     (scratch / "qerl-lab-bench-elsewhere-0").mkdir()  # of another machine, whose locks are not seen here
     memory.mkdir()
-    monkeypatch.setattr(arms, "IN_MEMORY", memory)
+    monkeypatch.setattr(arm_processes, "IN_MEMORY", memory)
     plays(
         monkeypatch,
         f"from qerl_lab.rollout.vllm import base; base.IN_MEMORY = Path({str(memory)!r})\n"
         "kept = base.scratch_folder(10); write({'batch': 8, 'folder': str(kept.__enter__())})\n"
         "os.kill(os.getpid(), 9)",
     )
-    with named_folder(arms.SCRATCH, scratch) as live:
-        arms.clear(scratch)
+    with named_folder(arm_processes.SCRATCH, scratch) as live:
+        arm_processes.clear(scratch)
         assert sorted(path.name for path in scratch.iterdir()) == sorted([live.name, "qerl-lab-bench-elsewhere-0"])
-        measured, died = arms.run("rollout", RolloutOptions(arms=["bf16"], **small))
+        measured, died = arm_processes.run("rollout", RolloutOptions(arms=["bf16"], **small))
         assert live.exists()
     assert Path(measured["folder"]).parent == memory
     assert died["died"].startswith("ended by signal 9")

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from bench_jobs import ARCHITECTURE, FakeSampler
-from qerl_lab.bench import arms, gpu, rollout
-from qerl_lab.bench.arms import Job
-from qerl_lab.bench.options import RolloutOptions, arm_of
+from qerl_lab.bench import arm_processes, gpu, rollout
+from qerl_lab.bench.arm_processes import Job
+from qerl_lab.bench.bench_options import RolloutOptions, arm_of
 
 NATS = math.log(300)
 
@@ -158,7 +158,7 @@ def test_the_clock_is_the_middle_of_whole_lines() -> None:
 
 
 def test_the_cache_holds_every_sequence_and_a_block_more() -> None:
-    from qerl_lab.bench.run_of import kv_gib
+    from qerl_lab.bench.arm_config import kv_gib
 
     per_token = 2 * 2 * 2 * 32 * 2  # keys and values, layers, heads, their size, bytes
     assert kv_gib(ARCHITECTURE, 4, 20) * 2**30 == 5 * 256 * per_token
@@ -171,11 +171,11 @@ QKV_BIAS = 128 + 2 * 64
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM")
 def test_both_engines_are_measured_in_processes_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(arms.ARCHITECTURES, "small", ARCHITECTURE)
+    monkeypatch.setitem(arm_processes.ARCHITECTURES, "small", ARCHITECTURE)
     monkeypatch.setitem(os.environ, "VLLM_CPU_KVCACHE_SPACE", "1")
     asked = ["bf16_stock enforce_eager=true", "bf16 rollout.vllm.enforce_eager=true model.dtype=bfloat16"]
     small = options(model="small", arms=[*asked, "nf4"], scratch=str(tmp_path))
-    *rows, dead = arms.run("rollout", small)
+    *rows, dead = arm_processes.run("rollout", small)
     assert [(row["arm"], row["batch"]) for row in rows] == [(arm, batch) for arm in asked for batch in (2, 4)]
     for row in rows:
         assert row["tokens_per_second_min"] <= row["tokens_per_second"] <= row["tokens_per_second_max"]

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from bench_jobs import ARCHITECTURE, job
-from qerl_lab.bench import arms, lab, step, stock_trl
-from qerl_lab.bench.options import StepOptions
+from qerl_lab.bench import arm_processes, grpo_step, lab, one_arm, stock_trl
+from qerl_lab.bench.bench_options import StepOptions
 from qerl_lab.record.metrics import PHASES
 
 LAB = "nvfp4 rollout.engine=transformers"
@@ -28,7 +28,7 @@ def options(**changes: Any) -> StepOptions:
 
 @pytest.mark.parametrize("arm", [LAB, TRL, QLORA])
 def test_a_row_is_a_whole_step(tmp_path: Path, arm: str) -> None:
-    (row,) = step.rows(job(tmp_path, arm, options()))
+    (row,) = one_arm.rows_of(job(tmp_path, arm, options()))
     assert row["tokens"] == pytest.approx(8 * 8)
     assert row["step_seconds_min"] <= row["step_seconds"] <= row["step_seconds_max"]
     assert row["grad_norm"] > 0
@@ -53,13 +53,13 @@ def test_the_policy_of_a_row_is_its_base_whatever_the_rank(tmp_path: Path) -> No
 @pytest.mark.parametrize("arm", [LAB, TRL])
 def test_completions_end_where_they_do_with_mean_tokens(tmp_path: Path, arm: str) -> None:
     ragged = options(new=64, mean_tokens=6, groups=8, steps=1)
-    (row,) = step.rows(job(tmp_path, arm, ragged))
+    (row,) = one_arm.rows_of(job(tmp_path, arm, ragged))
     assert 32 * 3 < row["tokens"] < 32 * 12  # 6 in the mean, over 32 completions
 
 
 def test_the_arm_s_words_reach_the_run(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="a step sampled 32 tokens, not 8 x 8"):
-        list(step.rows(job(tmp_path, f"{LAB} rollout.max_completion_tokens=4", options())))
+        list(one_arm.rows_of(job(tmp_path, f"{LAB} rollout.max_completion_tokens=4", options())))
 
 
 @pytest.mark.parametrize(("mean_tokens", "count"), [(0, 0), (10, 30)])
@@ -85,10 +85,10 @@ def test_the_base_of_qlora_is_counted_with_its_scales(tmp_path: Path) -> None:
 
 @NEEDS_VLLM
 def test_a_step_on_vllm_in_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(arms.ARCHITECTURES, "small", ARCHITECTURE)
+    monkeypatch.setitem(arm_processes.ARCHITECTURES, "small", ARCHITECTURE)
     monkeypatch.setitem(os.environ, "VLLM_CPU_KVCACHE_SPACE", "1")
     ragged = options(model="small", arms=[ON_VLLM], new=64, mean_tokens=6, groups=8, steps=1, scratch=str(tmp_path))
-    (row,) = arms.run("step", ragged)
+    (row,) = arm_processes.run("step", ragged)
     assert "died" not in row, row["log"]
     assert 32 * 3 < row["tokens"] < 32 * 12
     assert row["max_num_seqs"] == 32
@@ -99,10 +99,10 @@ def test_a_step_on_vllm_in_a_process_of_its_own(tmp_path: Path, monkeypatch: pyt
 def test_two_ranks_share_a_step_and_the_first_writes_its_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arm: str
 ) -> None:
-    monkeypatch.setitem(arms.ARCHITECTURES, "small", ARCHITECTURE)
+    monkeypatch.setitem(arm_processes.ARCHITECTURES, "small", ARCHITECTURE)
     monkeypatch.setitem(os.environ, "VLLM_CPU_KVCACHE_SPACE", "1")
     both = [f"{arm} device=cpu", f"{arm} device=cpu gpus=2"]
-    one, two = arms.run("step", options(model="small", arms=both, steps=1, scratch=str(tmp_path)))
+    one, two = arm_processes.run("step", options(model="small", arms=both, steps=1, scratch=str(tmp_path)))
     assert "died" not in two, two["log"]
     assert two["tokens"] == pytest.approx(one["tokens"]) == 64
     assert (two["completions"], two["arm"], two["gpus"]) == (8, both[1], 2)
@@ -112,7 +112,7 @@ def test_two_ranks_share_a_step_and_the_first_writes_its_row(
 def test_a_rank_that_dies_ends_the_other(tmp_path: Path) -> None:
     """The other waits for it in the first gather, which has a day."""
     asked = job(tmp_path, f"{LAB} device=cpu gpus=2", options())
-    started = arms.Process(asked)
+    started = arm_processes.Process(asked)
     started.children[1].kill()
     (row,) = started.rows(started.wait(lambda: False, minutes=3) or 3)
     assert row["died"] == "ended by signal 9 (the memory of the host may be full)"
@@ -128,7 +128,7 @@ def found(**changes: float) -> list[dict[str, float]]:
 
 
 def test_the_first_step_does_not_count(tmp_path: Path) -> None:
-    row = step.row_of(job(tmp_path, LAB, options()), found())
+    row = grpo_step.row_of(job(tmp_path, LAB, options()), found())
     assert row["step_seconds"] == 2.5
     assert row["tokens_per_second"] == 128 / 5
 
@@ -146,12 +146,12 @@ def test_a_step_that_is_not_what_was_asked_ends_the_arm(
     tmp_path: Path, steps: list[dict[str, float]], message: str
 ) -> None:
     with pytest.raises(RuntimeError, match=message):
-        step.row_of(job(tmp_path, LAB, options()), steps)
+        grpo_step.row_of(job(tmp_path, LAB, options()), steps)
 
 
 def test_a_coin_decides_what_an_answer_earns() -> None:
     texts = [f"text {index}" for index in range(200)]
-    question = step.Question("", "", "0")
-    answers = step.coin(texts, [question] * 200)["answer"]
+    question = grpo_step.Question("", "", "0")
+    answers = grpo_step.coin(texts, [question] * 200)["answer"]
     assert 60 < answers.sum() < 140
-    assert (step.coin(texts, [question] * 200)["answer"] == answers).all()
+    assert (grpo_step.coin(texts, [question] * 200)["answer"] == answers).all()

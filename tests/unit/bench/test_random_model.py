@@ -15,7 +15,8 @@ from qerl_lab.bench import random_model, shapes
 from qerl_lab.config.rules import build as build_config
 from qerl_lab.model import policy
 from qerl_lab.model.files import WeightFiles
-from qerl_lab.quantize import options, run
+from qerl_lab.quantize import quantize_model
+from qerl_lab.quantize.quantize_options import QuantizeOptions
 
 CPU = torch.device("cpu")
 FORMATS = list(BY_NAME)
@@ -63,7 +64,7 @@ def test_files_that_are_written_at_once_hold_what_one_file_would(
 @pytest.mark.parametrize("name", PACKED)
 def test_it_is_what_the_quantize_command_makes_of_the_dense_one(tmp_path: Path, name: str) -> None:
     dense, own = written(tmp_path / "bf16", "bf16"), WeightFiles(written(tmp_path / name, name))
-    run.run(options.QuantizeOptions(model=str(dense), format=name, out=str(tmp_path / "quantized"), device="cpu"))
+    quantize_model.run(QuantizeOptions(model=str(dense), format=name, out=str(tmp_path / "quantized"), device="cpu"))
     quantized = WeightFiles(tmp_path / "quantized")
     assert set(own.names) == set(quantized.names)
     for tensor in own.names:

@@ -202,10 +202,10 @@ COMMANDS = (
     Typed("qerl_lab.bench", "linear", "out=made", "tokens=[x]", "tokens=[0]", "tokens=[1] tokens=[2]"),
     Typed("qerl_lab.bench", "train_step", "out=made", "steps=x", "steps=0", "steps=1 steps=2"),
     Typed("qerl_lab.report", "", "runs", "plot=true", "", "plot=a plot=b"),
-    Typed("qerl_lab.samples", "", "run", "step=x", "step=0", "step=1 step=2"),
+    Typed("qerl_lab.tools.samples", "", "run", "step=x", "step=0", "step=1 step=2"),
     Typed("qerl_lab.tracking", "resync", "run", "uri=true", "", "uri=a uri=b"),
     Typed("qerl_lab.tracking", "table", "", "", "", ""),
-    Typed("qerl_lab.pocket.pretrain", "", "out=made", "updates=x", "updates=0", "seed=1 seed=2"),
+    Typed("qerl_lab.tools.pretrain", "", "out=made", "updates=x", "updates=0", "seed=1 seed=2"),
 )
 Main = Callable[[list[str]], int]
 every_command = pytest.mark.parametrize("command", COMMANDS, ids=lambda command: f"{command.module} {command.pick}")
@@ -310,7 +310,7 @@ def test_what_computes_refuses_to_be_one_of_several_processes(
     command: Typed, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    reads = ("qerl_lab.report", "qerl_lab.samples", "qerl_lab.tracking")
+    reads = ("qerl_lab.report", "qerl_lab.tools.samples", "qerl_lab.tracking")
     assert main_of(command)([*filter(None, [command.pick]), *command.right.split(), "no_such_key=1"]) == 2
     err = capsys.readouterr().err
     assert err.startswith("error: no_such_key is not" if command.module in reads else "error: WORLD_SIZE=2 is set")
@@ -337,9 +337,9 @@ def test_a_command_of_several_is_picked_by_its_first_word(command: Typed, capsys
             ["plot=a"],
             "sweep= or mlflow= is missing. Type for example python -m qerl_lab.report runs.",
         ),
-        ("samples", ["step=1"], "run_dir= is missing. Type for example python -m qerl_lab.samples runs/"),
+        ("tools.samples", ["step=1"], "run_dir= is missing. Type for example python -m qerl_lab.tools.samples runs/"),
         ("tracking.__main__", ["resync", "uri=a"], "run_dir= is missing. Type for example python -m qerl_lab.tracking"),
-        ("pocket.pretrain", ["seed=1"], "out= is missing. Type for example out=pocket."),
+        ("tools.pretrain", ["seed=1"], "out= is missing. Type for example out=pocket."),
     ],
 )
 def test_what_a_command_cannot_do_without_is_asked_for(

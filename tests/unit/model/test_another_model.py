@@ -16,12 +16,12 @@ from qerl_lab.config.paths import anchored
 from qerl_lab.config.schema import ModelConfig, RunConfig
 from qerl_lab.evaluate import subject
 from qerl_lab.evaluate.options import AccuracyOptions
-from qerl_lab.export.options import ExportOptions
-from qerl_lab.export.run import run as export
 from qerl_lab.model.on_disk import ASSETS, check_content
 from qerl_lab.preflight import check
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.environment import Typed
+from qerl_lab.tools.export_files import run as export
+from qerl_lab.tools.export_options import ExportOptions
 from qerl_lab.train.run import build
 from qerl_lab.train.stop import Stop
 

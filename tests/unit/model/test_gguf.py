@@ -28,11 +28,11 @@ from qerl_lab.model import gguf, on_disk, policy
 from qerl_lab.model.files import local_folder
 from qerl_lab.model.linear import PackedLinear
 from qerl_lab.model.on_disk import ASSETS
-from qerl_lab.quantize.options import QuantizeOptions
-from qerl_lab.quantize.options import check as check_quantize
-from qerl_lab.quantize.run import run as quantize
+from qerl_lab.quantize.quantize_model import run as quantize
+from qerl_lab.quantize.quantize_options import QuantizeOptions
+from qerl_lab.quantize.quantize_options import check as check_quantize
 from qerl_lab.rollout.vllm.base import folder_of
-from qerl_lab.rollout.vllm_server.serve_line import commands
+from qerl_lab.rollout.vllm_server.server_command import commands
 
 CPU = torch.device("cpu")
 NAMES = {

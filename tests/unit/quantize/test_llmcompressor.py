@@ -20,8 +20,8 @@ from qerl_lab.model.files import WeightFiles
 from qerl_lab.model.linear import FUSED, PackedLinear
 from qerl_lab.model.loading import load_model, stored_as
 from qerl_lab.model.on_disk import ASSETS
-from qerl_lab.quantize import llmcompressor, run
-from qerl_lab.quantize.options import QuantizeOptions
+from qerl_lab.quantize import llmcompressor, quantize_model
+from qerl_lab.quantize.quantize_options import QuantizeOptions
 from small_checkpoints import write_dense
 
 DATA = Path(__file__).parents[2] / "data"
@@ -52,7 +52,7 @@ def test_error_without_llmcompressor_names_the_extra_and_the_command(
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"method=awq needs llmcompressor.* extra `quantize`.*make quantize-env"):
-        run.run(QuantizeOptions(model="pocket", method="awq", out=str(tmp_path / "x")))
+        quantize_model.run(QuantizeOptions(model="pocket", method="awq", out=str(tmp_path / "x")))
     assert not any(tmp_path.iterdir())
 
 
@@ -71,7 +71,7 @@ def test_the_same_linears_stay_dense_as_by_rounding(tmp_path: Path) -> None:
     expected = [name for name, layer in rounded.named_modules() if isinstance(layer, nn.Linear)]
     pack_model(rounded, BY_NAME["nvfp4"], ignore=options.ignore)
     expected = [name for name in expected if not isinstance(rounded.get_submodule(name), PackedLinear)]
-    assert run.read_source(options).dense == expected
+    assert quantize_model.read_source(options).dense == expected
     assert len(expected) == 3
 
 

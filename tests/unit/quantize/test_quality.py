@@ -14,13 +14,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from packed_layers import NVFP4, tiny_model
+from qerl_lab import tasks
 from qerl_lab.config.option import ConfigError
 from qerl_lab.model.files import WeightFiles
 from qerl_lab.model.linear import packable
 from qerl_lab.model.on_disk import ASSETS
-from qerl_lab.pocket.teacher import task_config
 from qerl_lab.quantize import divergence, quality, sqnr
-from qerl_lab.quantize.options import QuantizeOptions
+from qerl_lab.quantize.quantize_options import QuantizeOptions
 from qerl_lab.tasks import arithmetic
 from small_checkpoints import write_dense, write_packed
 
@@ -179,8 +179,9 @@ def test_problems_are_asked_through_the_chat_template_or_without_one():
     tokenizer = AutoTokenizer.from_pretrained(ASSETS)
     (given, compared), *others = divergence.problem_pairs(tokenizer)
     assert len(others) == 15
-    question = arithmetic.problem(random.Random(0), task_config()).text
-    chat = [{"role": "system", "content": task_config().instruction}, {"role": "user", "content": question}]
+    cfg = tasks.configured("arithmetic")
+    question = arithmetic.problem(random.Random(0), cfg).text
+    chat = [{"role": "system", "content": cfg.instruction}, {"role": "user", "content": question}]
     assert tokenizer.decode(given) == tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
     assert tokenizer.decode(compared).endswith("</answer>")
     tokenizer.chat_template = (
@@ -188,10 +189,10 @@ def test_problems_are_asked_through_the_chat_template_or_without_one():
         "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
     )  # as Gemma 2's
     alone = tokenizer.decode(divergence.problem_pairs(tokenizer)[0][0])
-    assert alone == f"<user>{task_config().instruction}\n\n{question}"
+    assert alone == f"<user>{cfg.instruction}\n\n{question}"
     tokenizer.chat_template = None
     plain = tokenizer.decode(divergence.problem_pairs(tokenizer)[0][0])
-    assert plain == f"{task_config().instruction}\n\n{question}\n\n"
+    assert plain == f"{cfg.instruction}\n\n{question}\n\n"
 
 
 @pytest.mark.parametrize(

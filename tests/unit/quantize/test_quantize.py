@@ -24,10 +24,10 @@ from qerl_lab.model.linear import PackedLinear
 from qerl_lab.model.on_disk import ASSETS
 from qerl_lab.quantize import __main__ as quantize
 from qerl_lab.quantize import quality
-from qerl_lab.quantize import run as quantization
-from qerl_lab.quantize.options import QuantizeOptions
-from qerl_lab.warmup.options import WarmupOptions
-from qerl_lab.warmup.options import check as check_warmup
+from qerl_lab.quantize import quantize_model as quantization
+from qerl_lab.quantize.quantize_options import QuantizeOptions
+from qerl_lab.tools.warmup_options import WarmupOptions
+from qerl_lab.tools.warmup_options import check as check_warmup
 from small_checkpoints import edit_config, edit_tensors, equal, write_dense
 
 SHARDS = "shard_gb=2e-5"  # 20 kB: several files

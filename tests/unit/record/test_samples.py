@@ -7,7 +7,7 @@ import pytest
 
 from qerl_lab.config.option import ConfigError
 from qerl_lab.record.samples import CHARACTERS, Sample, append, cut, read_samples
-from qerl_lab.samples import main, show
+from qerl_lab.tools.samples import main, show
 
 ONE = Sample(
     1, "7+5", "Ann has 7 pens.\nHow many?", "<think>7+5</think>é", {"format": 0.2, "answer": 1.0}, finished=True

@@ -10,7 +10,7 @@ from qerl_lab.record import checkpoint, samples
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.samples import Sample
 from qerl_lab.report import comparison
-from qerl_lab.samples import show
+from qerl_lab.tools.samples import show
 from qerl_lab.tracking.resync import resync
 from run_directories import make_run
 

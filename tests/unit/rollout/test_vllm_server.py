@@ -150,7 +150,7 @@ def test_a_server_that_stays_away_is_an_error_with_what_was_tried(policy: Policy
         engine = rollout.build(config(rollout__vllm_server__url=gone.url), policy)
     with pytest.raises(EngineFailed) as caught:
         engine.generate(PROMPTS, 2, SAMPLING)
-    for part in (gone.url, "tried 4 times in 1 s", "patience_seconds", "python -m qerl_lab.serve_line"):
+    for part in (gone.url, "tried 4 times in 1 s", "patience_seconds", "python -m qerl_lab.tools.serve_line"):
         assert part in str(caught.value)
     with pytest.raises(EngineFailed, match="is away"):
         engine.sync(Noise(0.1, seed=0, step=1))

@@ -35,7 +35,7 @@ def test_a_run_that_learns_hears_nothing(run: str) -> None:
     ("bad", "words"),
     [
         ({"reward/mean": 0.0, "reward/std": 0.0, "reward/zero_variance_groups": 1.0},
-         ["no completion has earned anything", "python -m qerl_lab.samples 'runs/a b'"]),
+         ["no completion has earned anything", "python -m qerl_lab.tools.samples 'runs/a b'"]),
         ({"rollout/truncated_fraction": 1.0},
          ["cut at the token limit", "higher rollout.max_completion_tokens (it is 4096)"]),
         ({"reward/mean": 1.2, "reward/std": 0.0, "reward/zero_variance_groups": 1.0},
@@ -107,7 +107,7 @@ def test_completions_may_shrink_to_a_half() -> None:
 def test_what_is_set_already_is_not_advised() -> None:
     cfg = RunConfig(task=TaskConfig(format_reward_for="right", answer_reward=0.3))  # 0.3 / 0.3 rounds to above 1
     (said,) = told([GOOD] * WINDOW + [SHRUNK] * 3 * WINDOW, cfg)
-    assert "qerl_lab.samples" in said
+    assert "qerl_lab.tools.samples" in said
     assert "format_reward" not in said
 
 

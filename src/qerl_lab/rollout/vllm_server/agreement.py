@@ -15,9 +15,9 @@ from qerl_lab.config.schema import DENSE_FORMAT, RunConfig
 from qerl_lab.model.policy import Policy
 from qerl_lab.rollout.engine import Engine, EngineFailed, Sampling
 from qerl_lab.rollout.vllm_server.client import API_KEY, Refused, Server
-from qerl_lab.rollout.vllm_server.serve_line import backend_of
+from qerl_lab.rollout.vllm_server.server_command import backend_of
 
-LINE = "Type python -m qerl_lab.serve_line and the words of this run for the command that starts it right."
+LINE = "Type python -m qerl_lab.tools.serve_line and the words of this run for the command that starts it right."
 PROBE = "A train has 12 cars with 30 seats each. How many seats are there?"
 PROBE_TOKENS = 16
 # Largest mean difference of log-probs in nats. A different order of summation stays below a fifth of it

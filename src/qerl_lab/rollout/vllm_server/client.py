@@ -91,7 +91,7 @@ class Server:
             if waited >= self.patience:
                 raise EngineFailed(
                     f"{self.name} is away ({why}): tried {tries} times in {waited:.0f} s "
-                    "(rollout.vllm_server.patience_seconds). Type python -m qerl_lab.serve_line and the words "
+                    "(rollout.vllm_server.patience_seconds). Type python -m qerl_lab.tools.serve_line and the words "
                     "of this run for the command that starts it, or rollout.vllm_server.url=URL if it is elsewhere."
                 )
             time.sleep(min(pause, self.patience - waited))

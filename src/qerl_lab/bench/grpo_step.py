@@ -1,0 +1,117 @@
+"""Measure whole GRPO steps of the lab's trainer: rollout, reward, log-probs, loss, backward, optimizer, sync.
+
+Phases are the trainer's own. GSM8K's grader reads each answer, and a coin then decides what it earns: text of a random
+model would earn nothing, and its gradients would be zero. `stock_trl.py` measures TRL's trainer on the same task.
+"""
+
+import os
+import statistics
+import tempfile
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from qerl_lab.bench import lab, random_model
+from qerl_lab.bench.arm_processes import Job
+from qerl_lab.bench.bench_options import Row
+from qerl_lab.bench.gpu import Clocks, peak_gib, used_gib
+from qerl_lab.bench.rollout import memory, settings
+from qerl_lab.config.units import GIB
+from qerl_lab.model.policy import device_of
+from qerl_lab.record.metrics import PHASES
+from qerl_lab.tasks import Question, Scores, Task, gsm8k
+from qerl_lab.train.data import Cursor, TrainingData
+from qerl_lab.train.ranks import join
+from qerl_lab.train.stop import Stop
+from qerl_lab.train.trainer import LabTrainer
+
+Step = dict[str, float]  # what was measured in one
+
+
+def rows(job: Job) -> Iterator[Row]:
+    """Train, and yield one row: the steps after the first."""
+    with tempfile.TemporaryDirectory(dir=Path(job.folder).parent) as folder:
+        yield from train(job, Path(folder))
+
+
+def train(job: Job, folder: Path) -> Iterator[Row]:
+    """Train the lab's policy, and yield one row of what its steps took; of several ranks the first does."""
+    cfg = job.config
+    ranks = join(cfg, device_of(cfg.device))
+    built, found = lab.build(job), list[Step]()
+    try:
+        trainer = LabTrainer(
+            cfg, built.policy, built.engine, questions(job), folder,
+            lambda _, metrics: found.append(measured(metrics)), Stop(parent=os.getppid()), ranks,
+        )  # fmt: skip
+        with Clocks() as clocks:
+            trainer.train()
+        llm = getattr(built.engine, "llm", None)  # not of every engine
+        about = {**memory(llm), **settings(llm)} if llm is not None else {}
+        adapter = [p for p in built.policy.model.parameters() if p.requires_grad]
+        owned = 4 * sum(p.nbytes for p in adapter) / GIB  # weight, gradient, two moments of Adam
+        if ranks.is_first:
+            yield row_of(job, found) | about | built.row | clocks.row | {"adapter_gib": owned, **peaks()}
+    finally:
+        built.engine.close()
+    ranks.leave()
+
+
+def questions(job: Job) -> Cursor:
+    """Return the trainer's source of questions; none is too long."""
+    asked = task(job)
+    return Cursor(TrainingData(asked, asked.train, left_out=0, heldout_left_out=0, seed=0))
+
+
+def task(job: Job) -> Task:
+    """Make a task of random questions with `prompt` tokens each, graded by `coin`."""
+    options = job.options
+    texts = random_model.prompt_texts(options["groups"] * (options["steps"] + 1), options["prompt"])
+    questions = [Question(str(index), text, "0") for index, text in enumerate(texts)]
+    return Task("bench", "", questions, [], {"format": 0.2, "answer": 1.0}, coin)
+
+
+def coin(texts: Sequence[str], questions: Sequence[Question]) -> Scores:
+    """Run GSM8K's grader, then replace the answer score by the lowest bit of the text's CRC-32."""
+    scores = gsm8k.grade(texts, questions)
+    return scores | {"answer": np.array([zlib.crc32(text.encode()) % 2 for text in texts], dtype=np.float64)}
+
+
+def measured(metrics: dict[str, float]) -> Step:
+    """Return the measured values of one step from the trainer's metrics."""
+    step = {f"{phase}_seconds": metrics[f"seconds/{phase}"] for phase in PHASES}
+    seconds = metrics["step/seconds"]
+    step |= {"step_seconds": seconds, "tokens": seconds * metrics["step/tokens_per_second"]}
+    return step | {"nats": metrics["policy/entropy_nats"], "grad_norm": metrics["policy/grad_norm"]}
+
+
+def row_of(job: Job, found: list[Step]) -> Row:
+    """Return medians over the steps after the first, and tokens per second over all of these.
+
+    Raises RuntimeError where steps or tokens are missing, or nothing is learned.
+    """
+    options, timed = job.options, found[1:]
+    completions = options["groups"] * options["group_size"]
+    if len(timed) != options["steps"]:
+        raise RuntimeError(f"asked for {options['steps']} steps after the first, and got {len(timed)}")
+    for step in timed:
+        if not options["mean_tokens"] and round(step["tokens"]) != completions * options["new"]:
+            raise RuntimeError(f"a step sampled {step['tokens']:.0f} tokens, not {completions} x {options['new']}")
+        if not step["grad_norm"] > 0:
+            raise RuntimeError(f"the gradient is {step['grad_norm']}: nothing would be learned")
+    row = {name: statistics.median(step[name] for step in timed) for name in timed[0]}
+    total = sum(step["step_seconds"] for step in timed)
+    return row | {
+        "tokens_per_second": sum(step["tokens"] for step in timed) / total,
+        "step_seconds_min": min(step["step_seconds"] for step in timed),
+        "step_seconds_max": max(step["step_seconds"] for step in timed),
+        "completions": completions, "prompt": options["prompt"], "new": options["new"],
+        "mean_tokens": options["mean_tokens"], "micro_batch": options["micro_batch"], "steps": options["steps"],
+    }  # fmt: skip
+
+
+def peaks() -> Row:
+    """Return torch's peak GiB, and the GiB that all processes hold at the end."""
+    return {"peak_gib": peak_gib(), "used_gib": used_gib()}

@@ -1,1 +1,0 @@
-"""From a run to what other libraries load: a PEFT adapter, or a merged model, with a model card."""

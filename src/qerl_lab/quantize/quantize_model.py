@@ -1,0 +1,218 @@
+"""Quantize a model: read -> pack -> describe -> measure -> rename.
+
+All files are written to OUT.partial, which is renamed to OUT when complete. config.json follows the weights, so that no
+loader takes an unfinished directory for a model.
+"""
+
+import errno
+import json
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers import AutoConfig, PreTrainedModel
+from transformers.quantizers.quantizers_utils import should_convert_module
+
+from qerl_lab import formats, terminal
+from qerl_lab.config.files import choices_of
+from qerl_lab.config.keys import typed
+from qerl_lab.config.message import first_line
+from qerl_lab.config.option import ConfigError, did_you_mean
+from qerl_lab.config.records import QUALITY
+from qerl_lab.config.schema import FormatConfig
+from qerl_lab.config.spelling import listed, shell_line, word
+from qerl_lab.disk import replace_file
+from qerl_lab.model import loading, policy
+from qerl_lab.model.files import INDEX, WeightFiles, copy_companions, local_folder, read_json
+from qerl_lab.model.linear import packable, packed_head
+from qerl_lab.model.on_disk import is_ignored
+from qerl_lab.quantize import llmcompressor, quality, rtn
+from qerl_lab.quantize.quantize_options import CALIBRATION, QuantizeOptions
+from qerl_lab.record.partial import Unfinished
+
+NOT_IDENTITY = ("model", "revision", "out", "quality", "text", "overwrite", "device")
+
+
+class Source(NamedTuple):
+    """The dense model: its folder, config.json, tensors, the Linears to pack and those left dense."""
+
+    folder: Path
+    config: dict[str, Any]
+    weights: WeightFiles
+    packed: list[str]
+    dense: list[str]
+    quantization_config: dict[str, Any]  # for the packed model's config.json
+
+
+def run(options: QuantizeOptions) -> None:
+    """Write the checkpoint and print its quality.
+
+    Raises:
+        ConfigError: the model cannot be loaded, or OUT.partial has other options.
+        ValueError: a file is damaged, or the format cannot store a weight; names file and tensor.
+        OSError: the disk is full, or a file cannot be read or written.
+    """
+    device = policy.device_of(options.device)
+    if options.method != "rtn":
+        llmcompressor.check(options)
+    source = read_source(options)
+    with Unfinished(options.folder, identity(options, source, device), options.overwrite) as unfinished:
+        if options.method == "rtn":
+            pack(options, source, device, unfinished)
+        else:
+            calibrate(options, source, unfinished)
+        result = quality.measure(options, source.folder, source.packed, unfinished.folder, device)
+        unfinished.finish()
+    print(quality.table(options, result))
+    print(f"checkpoint:  {terminal.near(options.folder)}  ({QUALITY}, sqnr.png)")
+    print(f"train on it: {terminal.python()} -m qerl_lab {shell_line(training_words(options))}")
+
+
+def training_words(options: QuantizeOptions) -> list[str]:
+    """Return the words to type after `python -m qerl_lab` to train on the checkpoint."""
+    arm = f"{options.format}_aqn"
+    words = [f"+experiment={arm}" if arm in choices_of("experiment") else f"format={options.format}"]
+    words.append(f"scale={'pocket' if options.model == 'pocket' else 'custom'}")
+    words.append(word("model.path", terminal.near(options.folder)))
+    chosen, defaults = options.format_config(), FormatConfig()
+    if chosen.ignore != defaults.ignore:
+        words.append(f"format.ignore={listed(chosen.ignore)}")
+    changed = [(key, value) for key, value in asdict(formats.build(chosen)).items() if value != getattr(defaults, key)]
+    return words + [f"format.{key}={typed(value)}" for key, value in changed]
+
+
+def read_source(options: QuantizeOptions) -> Source:
+    """Read the file headers of the model and list its Linears, without reading weights."""
+    folder = local_folder(options.model, options.revision, key="model")
+    config = read_json(folder / "config.json")
+    if "quantization_config" in config:
+        raise ConfigError(f"model={options.model} is quantized already (config.json). Type model= of the dense model.")
+    weights = WeightFiles(folder)
+    model = _empty_model(options, folder)
+    linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    _check_ignore(options, linears)
+    if head := packed_head(model, formats.build(options.format_config()), options.ignore):
+        raise ConfigError(
+            f"ignore={typed(options.ignore)} would pack {head}, the output layer, whose dense weight training reads; "
+            f"allowed: lists that name it. Type ignore={typed([*options.ignore, head])}."
+        )
+    packed = packable(model, options.ignore)
+    if not packed:
+        raise ConfigError(f"model={options.model} has no Linear layer outside of ignore={typed(options.ignore)}.")
+    for name in packed:
+        _check_tensor(folder, weights, f"{name}.weight", tuple(model.get_parameter(f"{name}.weight").shape))
+    dense = [name for name in linears if name not in set(packed)]
+    about = _quantization_config(options, dense, weights.dtype(f"{packed[0]}.weight"))
+    _check_skipped(options, about.get("llm_int8_skip_modules", []), packed, dense)
+    return Source(folder, config, weights, packed, dense, about)
+
+
+def _quantization_config(options: QuantizeOptions, dense: list[str], dtype: torch.dtype) -> dict[str, Any]:
+    """Return the config.json entry for the packed model. Raises ConfigError if `ignore` cannot be expressed."""
+    beyond = [name for name in dense if not is_ignored(name, options.ignore)]  # tied to an embedding
+    try:
+        return formats.build(options.format_config()).quantization_config([*options.ignore, *beyond], dtype)
+    except ValueError as error:
+        given = f"ignore={typed(options.ignore)} with format={options.format}"
+        remedy = "Type for example ignore=[lm_head,down_proj]."
+        raise ConfigError(f"{given}: {error}. {remedy}") from error
+
+
+def _empty_model(options: QuantizeOptions, folder: Path) -> PreTrainedModel:
+    try:
+        return loading.empty_model(AutoConfig.from_pretrained(folder, trust_remote_code=False), torch.float32)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"model={options.model}: transformers makes no causal language model of {folder / 'config.json'} "
+            f"({first_line(error)}). Type another model, or install a transformers that knows it."
+        ) from error
+
+
+def _check_ignore(options: QuantizeOptions, linears: list[str]) -> None:
+    """Raise ConfigError for an `ignore` entry that matches no layer: a typo would quantize what it should protect."""
+    for entry in options.ignore:
+        if not any(is_ignored(name, [entry]) for name in linears):
+            ends = sorted({name.rpartition(".")[2] for name in linears})
+            raise ConfigError(
+                f"ignore={typed(options.ignore)}: no Linear layer is called {entry}.{did_you_mean(entry, ends)} "
+                f"Allowed: full names, their last parts ({', '.join(ends)}), modules they are in, re:PATTERN."
+            )
+
+
+def _check_skipped(options: QuantizeOptions, skipped: list[str], packed: list[str], dense: list[str]) -> None:
+    """Raise ConfigError for an `ignore` entry by which transformers would treat a packed layer as dense.
+
+    bitsandbytes matches the start or end of a name without a dot, so that model.layers.1 matches model.layers.10.
+    """
+    for entry in skipped:
+        if other := next((name for name in packed if not should_convert_module(name, [entry])), None):
+            names = [name for name in dense if is_ignored(name, [entry])]
+            fitting = [name for each in options.ignore for name in (names if each == entry else [each])]
+            raise ConfigError(
+                f"ignore={typed(options.ignore)} with format={options.format}: transformers would take {other} for "
+                f"dense too, by {entry}; allowed: entries that begin and end no other layer's name. "
+                f"Type ignore={typed(fitting)}."
+            )
+
+
+def _check_tensor(folder: Path, weights: WeightFiles, name: str, shape: tuple[int, ...]) -> None:
+    """Raise ValueError if a weight is missing or its shape differs from config.json."""
+    if name not in weights.names:
+        raise ValueError(f"{folder} holds no {name}, which its config.json asks for")
+    if weights.shape(name) != shape:
+        raise ValueError(
+            f"{weights.where(name)}: {name} has shape {list(weights.shape(name))}, config.json asks for {list(shape)}"
+        )
+
+
+def identity(options: QuantizeOptions, source: Source, device: torch.device) -> dict[str, Any]:
+    """Return the options and files that determine the output bytes."""
+    left_out = NOT_IDENTITY + (CALIBRATION if options.method == "rtn" else ())
+    chosen = {key: value for key, value in asdict(options).items() if key not in left_out}
+    files = {file: file.stat() for file in (*source.weights.files, source.folder / "config.json")}
+    stamps = {file.name: [stat.st_size, stat.st_mtime_ns] for file, stat in files.items()}
+    return chosen | {"device": device.type, "model": stamps}
+
+
+def pack(options: QuantizeOptions, source: Source, device: torch.device, unfinished: Unfinished) -> None:
+    """Round to nearest, file by file, skipping files that are complete."""
+    weight_format = formats.build(options.format_config())
+    shards = rtn.plan(source.weights, source.packed, weight_format, options.shard_gb * 1e9)
+    left = [shard for shard in shards if not unfinished.has(shard.file)]
+    _refuse_full_disk(unfinished.folder, sum(shard.bytes for shard in left))
+    total, ahead = (sum(rtn.source_bytes(source.weights, shard) for shard in some) for some in (shards, left))
+    with terminal.Amount(f"{options.format}, round to nearest", total, total - ahead) as bar:
+        for shard in left:
+            rtn.write(shard, unfinished.folder, source.weights, weight_format, device, bar.advance)
+            unfinished.note(shard.file)
+    if len(shards) > 1:
+        _write_json(unfinished.folder / INDEX, rtn.index(shards))
+    copy_companions(source.folder, unfinished.folder)
+    config = source.config | {"quantization_config": source.quantization_config}
+    _write_json(unfinished.folder / "config.json", config)
+
+
+def _write_json(file: Path, content: dict[str, Any]) -> None:
+    replace_file(file, json.dumps(content, indent=2).encode() + b"\n")
+
+
+def _refuse_full_disk(folder: Path, needed: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise OSError(
+            errno.ENOSPC, f"{needed / 1e9:.2f} GB are needed and {free / 1e9:.2f} GB are free. Type an out elsewhere",
+            str(folder),
+        )  # fmt: skip
+
+
+def calibrate(options: QuantizeOptions, source: Source, unfinished: Unfinished) -> None:
+    """Run AWQ or GPTQ. They cannot be continued, so an interrupted attempt starts over."""
+    if unfinished.has("config.json"):
+        return
+    unfinished.clear()
+    llmcompressor.run(options, source.folder, source.dense, unfinished.folder)
+    copy_companions(source.folder, unfinished.folder)
+    unfinished.note(*(file.name for file in unfinished.folder.iterdir() if file.suffix in (".safetensors", ".json")))

@@ -1,1 +1,0 @@
-"""Search of values for numeric keys, by short sweeps."""

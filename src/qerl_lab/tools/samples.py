@@ -1,0 +1,66 @@
+"""Show sampled completions of a run with their rewards: `python -m qerl_lab.tools.samples RUN_DIR [step=N]`."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from qerl_lab import exits
+
+with exits.starting(__name__):
+    from qerl_lab.cli.grammar import Command
+    from qerl_lab.config.option import ConfigError, option
+    from qerl_lab.record.directory import RunDirectory
+    from qerl_lab.record.samples import NAME, Sample
+
+
+@dataclass
+class SamplesOptions:
+    step: int | None = option(None, "step to show, from 1; null is the last one", at_least=1)
+    run_dir: str = option("", "directory of the run; its key may be left out")
+
+
+def show(run_dir: Path, step: int | None) -> str:
+    """Return the samples of a step as text. Raises ConfigError where there are none, and for a damaged record."""
+    run = RunDirectory(run_dir)
+    run.whole_metrics()  # what `report` and `resync` call damaged
+    try:
+        samples = run.samples()
+    except (FileNotFoundError, NotADirectoryError):
+        raise ConfigError(f"{run_dir} has no {NAME}. Type the directory of a run that has ended a step.") from None
+    except OSError as error:
+        raise ConfigError(f"{run_dir / NAME} cannot be read ({error.strerror}). Make it readable.") from None
+    steps = [sample.step for sample in samples]
+    if not steps:
+        raise ConfigError(f"{run_dir / NAME} is empty. Wait for the run's first step.")
+    wanted = step or steps[-1]
+    if wanted not in steps:
+        raise ConfigError(f"step={step} is not in {run_dir / NAME}; it has steps {steps[0]} to {steps[-1]}.")
+    return "\n\n".join(text(sample) for sample in samples if sample.step == wanted)
+
+
+def text(sample: Sample) -> str:
+    """Return a sample as text, with control characters escaped: a completion must not drive the terminal."""
+    parts = ", ".join(f"{name} {value:g}" for name, value in sample.rewards.items())
+    end = "" if sample.finished else ", cut at the token limit"
+    head = f"step {sample.step}, {sample.question_id}: reward {sum(sample.rewards.values()):g} ({parts}){end}"
+    body = f"{sample.question}\n{sample.completion}"
+    shown = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in body)
+    return "\n".join([head, *(f"  {line}" for line in shown.split("\n"))])
+
+
+COMMAND = Command(
+    "python -m qerl_lab.tools.samples RUN_DIR",
+    "Sampled completions of a run: what the policy wrote in a step, and what it earned.",
+    SamplesOptions,
+    lambda options: print(show(Path(options.run_dir).expanduser(), options.step)),
+    examples=(
+        ("python -m qerl_lab.tools.samples runs/nvfp4_aqn/seed0/20260131-120000", "the last step that is recorded"),
+        ("python -m qerl_lab.tools.samples runs/nvfp4_aqn/seed0/20260131-120000 step=1", "the first step"),
+    ),
+    required=("run_dir",),
+    bare="run_dir",
+)
+main = exits.command(COMMAND.run)
+
+
+if __name__ == "__main__":
+    exits.run(main)

@@ -1,0 +1,249 @@
+"""An export has the run's own logits in a process that knows nothing of the lab; its card says what it is."""
+
+import importlib.util
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+import load_elsewhere
+from qerl_lab.config.option import ConfigError
+from qerl_lab.config.records import EXPORT
+from qerl_lab.config.schema import RunConfig
+from qerl_lab.model import policy
+from qerl_lab.model.on_disk import ASSETS
+from qerl_lab.model.policy import Policy
+from qerl_lab.quantize import __main__ as quantize
+from qerl_lab.record.directory import RunDirectory
+from qerl_lab.record.environment import Typed
+from qerl_lab.tools.export_files import run as export
+from qerl_lab.tools.export_options import ExportOptions, check
+from qerl_lab.tools.model_card import card
+
+CPU = torch.device("cpu")
+RESULT = {
+    "reward_first": 0.1, "reward_last": 0.7, "entropy_first": 0.4, "entropy_last": 0.3, "seconds": 12.0,
+    "questions": 8, "accuracy_before": 0.5, "accuracy_after": 0.75, "accuracy_gain": 0.25,
+    "accuracy_gain_interval": [0.1, 0.4],
+}  # fmt: skip
+Build = Callable[[RunConfig], Policy]
+
+
+def finished(folder: Path, cfg: RunConfig, build_policy: Build) -> Policy:
+    """A directory as a run leaves it, with an adapter that does something; returns the policy that it holds."""
+    directory, learner = RunDirectory(folder), build_policy(cfg)
+    directory.claim(cfg, Typed("python -m qerl_lab +experiment=mine"))
+    directory.begin()
+    directory.write_environment({"training_questions": 64, "training_sha256": "ab" * 32})
+    policy.save_adapter(learner.model, directory.adapter)
+    directory.finish(RESULT)
+    return learner
+
+
+@pytest.fixture(scope="module")
+def runs(
+    tmp_path_factory: pytest.TempPathFactory, tiny: Callable[..., RunConfig], build_policy: Build
+) -> dict[str, tuple[Path, Policy]]:
+    """A finished run on a packed base and one on a dense one."""
+    top, found = tmp_path_factory.mktemp("runs"), {}
+    for name in ("nvfp4", "bf16"):
+        cfg = tiny(format__name=name, lora__rank=4, lora__alpha=6.0, experiment=name)
+        found[name] = (top / name, finished(top / name, cfg, build_policy))
+    return found
+
+
+def exported(folder: Path, run: Path, **changes: Any) -> Path:
+    options = ExportOptions(run=str(run), out=str(folder), **changes)
+    check(options)
+    export(options)
+    return folder
+
+
+def own_logprobs(learner: Policy, ids: list[int]) -> torch.Tensor:
+    with torch.no_grad():
+        logits = learner.model.eval()(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+    return logits.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+
+
+def elsewhere(kind: str, ids: list[int], models: list[tuple[Path, Path | None]], scratch: Path) -> list[torch.Tensor]:
+    named = [[str(base), str(adapter) if adapter else None] for base, adapter in models]
+    (scratch / "job.json").write_text(json.dumps({"ids": ids, "models": named}))
+    line = [sys.executable, load_elsewhere.__file__, kind, str(scratch / "job.json"), str(scratch / "out.json")]
+    outside = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    subprocess.run(line, check=True, cwd=scratch, env=outside, timeout=300)
+    return [torch.tensor(row) for row in json.loads((scratch / "out.json").read_text())]
+
+
+def prompt(learner: Policy) -> list[int]:
+    text = "Ann has 7 pens. Ann buys 5 more. <think>7+5=12</think><answer>12</answer>"
+    return learner.tokenizer(text)["input_ids"]
+
+
+def test_plain_libraries_have_the_logits_of_the_run(runs: dict[str, tuple[Path, Policy]], tmp_path: Path) -> None:
+    ids = prompt(runs["bf16"][1])
+    models: list[tuple[str, Path, Path | None, float]] = []
+    for name, (folder, _) in runs.items():
+        made = exported(tmp_path / f"{name}-merged", folder, merged=True, dtype="float32")
+        models.append((name, made, None, 1e-4))
+    alone = exported(tmp_path / "bf16-adapter", runs["bf16"][0])
+    models.append(("bf16", ASSETS, alone, 1e-4))
+    beside = exported(tmp_path / "nvfp4-adapter", runs["nvfp4"][0], base=True, dtype="float32")
+    models.append(("nvfp4", beside / "base", beside, 1e-4))
+    rounded = exported(tmp_path / "nvfp4-bf16", runs["nvfp4"][0], merged=True)
+    models.append(("nvfp4", rounded, None, 0.1))
+    found = elsewhere("transformers", ids, [(base, adapter) for _, base, adapter, _ in models], tmp_path)
+    for (name, base, _, tolerance), theirs in zip(models, found, strict=True):
+        assert (own_logprobs(runs[name][1], ids) - theirs).abs().max() < tolerance, base
+    assert {tensor.dtype for tensor in load_file(rounded / "model.safetensors").values()} == {torch.bfloat16}
+    with runs["nvfp4"][1].model.disable_adapter():  # or agreement would say nothing of the adapter
+        assert (own_logprobs(runs["nvfp4"][1], ids) - found[0]).abs().max() > 0.1
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM")
+def test_plain_vllm_has_them_too(runs: dict[str, tuple[Path, Policy]], tmp_path: Path) -> None:
+    folder, learner = runs["nvfp4"]
+    ids = prompt(learner)
+    beside = exported(tmp_path / "adapter", folder, base=True, dtype="float32")
+    merged = exported(tmp_path / "merged", folder, merged=True, dtype="float32")
+    for base, adapter in ((beside / "base", beside), (merged, None)):
+        (found,) = elsewhere("vllm", ids, [(base, adapter)], tmp_path)
+        assert (own_logprobs(learner, ids) - found).abs().max() < 1e-3
+
+
+def test_the_card_says_what_it_is_and_what_came_out(runs: dict[str, tuple[Path, Policy]], tmp_path: Path) -> None:
+    made = exported(tmp_path / "mine", runs["nvfp4"][0])
+    _, head, body = (made / "README.md").read_text().split("---\n", 2)
+    assert yaml.safe_load(head)["library_name"] == "peft"
+    for said in (
+        "pocket in nvfp4, GRPO on arithmetic", "+0.250 [+0.100, +0.400]", "0.100, 0.700", "rank 4, alpha 6", "ab" * 32,
+        "--max-lora-rank 8", "| command |", "Reply as <think>", "base=true holds them",
+    ):  # fmt: skip
+        assert said in body, said
+    record = json.loads((made / EXPORT).read_text())
+    assert set(record["sha256"]) == {"README.md", "adapter_config.json", "adapter_model.safetensors", "run.yaml"}
+    assert record["result"] == RESULT
+    assert yaml.safe_load((made / "run.yaml").read_text())["lora"]["rank"] == 4
+    merged = exported(tmp_path / "whole", runs["bf16"][0], merged=True)
+    assert yaml.safe_load((merged / "README.md").read_text().split("---\n")[1])["library_name"] == "transformers"
+    assert not (merged / "recipe.json").exists()  # of the base, whose files it names
+    for file in (made / "adapter_model.safetensors", merged / "model.safetensors"):
+        assert file.stat().st_mode == (file.parent / "README.md").stat().st_mode  # others may serve it
+
+
+def test_the_card_tells_a_part_of_gsm8k_from_gsm8k(
+    runs: dict[str, tuple[Path, Policy]], tiny: Callable[..., RunConfig]
+) -> None:
+    record = RunDirectory(runs["bf16"][0])
+    for most, said in ((None, "Questions of `gsm8k`."), (2, "Questions of `gsm8k` with at most 2 steps.")):
+        assert said in card(ExportOptions(out="mine"), tiny(task__name="gsm8k", task__gsm8k__max_steps=most), record)
+
+
+def test_the_card_s_line_makes_the_very_base_of_the_run(
+    runs: dict[str, tuple[Path, Policy]], tiny: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    """With the rule and the layers of the run, and none of a base that is packed already."""
+    own, packed = shutil.copytree(ASSETS, tmp_path / "own"), tmp_path / "packed"
+    words = [f"model={own}", "format=nvfp4", "scale_rule=four_over_six", "ignore=[lm_head,down_proj]"]
+    assert quantize.main([*words, "quality=weights", "device=cpu", f"out={packed}"]) == 0
+    how = {"format__name": "nvfp4", "format__scale_rule": "four_over_six", "format__ignore": ["lm_head", "down_proj"]}
+    record = RunDirectory(runs["nvfp4"][0])
+    said = card(ExportOptions(out="mine"), tiny(model__path=str(own), **how), record)
+    line = next(line for line in said.splitlines() if "qerl_lab.quantize" in line)
+    assert set(words) <= set(shlex.split(line.split("`")[-2]))
+    said = card(ExportOptions(out="mine"), tiny(model__path=str(packed), **how), record)
+    assert f"`BASE` is `{packed}`." in said
+    assert "qerl_lab.quantize" not in said
+
+
+def test_a_copy_has_no_record_of_its_base_which_is_in_that_of_the_export(
+    tiny: Callable[..., RunConfig], build_policy: Build, tmp_path: Path
+) -> None:
+    base = shutil.copytree(ASSETS, tmp_path / "base")
+    (base / "recipe.json").unlink()
+    for name in ("warmup.json", "export.json"):
+        (base / name).write_text(json.dumps({"of": name}))
+    finished(tmp_path / "run", tiny(format__name="bf16", model__path=str(base)), build_policy)
+    beside = exported(tmp_path / "beside", tmp_path / "run", base=True)
+    assert not {"warmup.json", "export.json"} & {file.name for file in (beside / "base").iterdir()}
+    origin = json.loads((beside / EXPORT).read_text())["began_from"]
+    assert [origin[name] for name in ("warmup.json", "export.json")] == [{"of": "warmup.json"}, {"of": "export.json"}]
+
+
+def test_a_run_with_an_attention_of_a_gpu_is_exported_without_its_package(
+    tiny: Callable[..., RunConfig], build_policy: Build, tmp_path: Path
+) -> None:
+    finished(tmp_path / "run", tiny(format__name="bf16"), build_policy)
+    resolved = tmp_path / "run" / "resolved.yaml"
+    text = resolved.read_text()
+    text = text.replace("attention: sdpa", "attention: flash_attention_2")
+    resolved.write_text(text.replace("device: cpu", "device: cuda").replace("dtype: float32", "dtype: bfloat16"))
+    assert RunDirectory(tmp_path / "run").config().model.attention == "flash_attention_2"
+    merged = exported(tmp_path / "merged", tmp_path / "run", merged=True)
+    assert (merged / "model.safetensors").is_file()
+
+
+def test_an_adapter_names_the_base_that_it_belongs_to(
+    runs: dict[str, tuple[Path, Policy]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    alone = exported(tmp_path / "alone", runs["nvfp4"][0])
+    assert "trained on pocket in nvfp4" in capsys.readouterr().out
+    beside = exported(tmp_path / "beside", runs["nvfp4"][0], base=True)
+    assert "note" not in capsys.readouterr().out
+    named = [json.loads((at / "adapter_config.json").read_text())["base_model_name_or_path"] for at in (alone, beside)]
+    assert named == [str(ASSETS), str(beside / "base")]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"run": "nowhere"}, "nowhere is no directory"),
+        ({"merged": True, "base": True}, "Leave base out"),
+        ({"dtype": "float32"}, "dtype=float32 is of dense weights"),
+        ({"out": "RUN"}, "exists. Type another out"),
+        ({"out": "RUN", "overwrite": True}, "was not made by this command"),
+    ],
+)
+def test_what_cannot_be_exported_is_refused(
+    runs: dict[str, tuple[Path, Policy]], tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    run = str(runs["bf16"][0])
+    given = {key: run if value == "RUN" else value for key, value in changes.items()}
+    with pytest.raises(ConfigError, match=message):
+        check(replace(ExportOptions(run=run, out=str(tmp_path / "out")), **given))
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_an_adapter_that_is_damaged_does_not_go_out(
+    runs: dict[str, tuple[Path, Policy]], tmp_path: Path, merged: bool
+) -> None:
+    copy = shutil.copytree(runs["bf16"][0], tmp_path / "run")
+    (copy / "adapter" / "adapter_model.safetensors").write_bytes(b"cut off")
+    with pytest.raises(ConfigError, match=r"adapter_model\.safetensors cannot be read .* Put the file back as it was"):
+        exported(tmp_path / "out", copy, merged=merged)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_run_that_is_not_done_is_refused_and_an_export_replaced(
+    tiny: Callable[..., RunConfig], build_policy: Build, tmp_path: Path
+) -> None:
+    finished(tmp_path / "run", tiny(format__name="bf16"), build_policy)
+    made = exported(tmp_path / "out", tmp_path / "run")
+    (made / "mark").touch()
+    exported(tmp_path / "out", tmp_path / "run", overwrite=True)
+    assert not (made / "mark").exists()
+    (tmp_path / "run" / "DONE").unlink()
+    unfinished = (tmp_path / "run").rename(tmp_path / "a run")
+    with pytest.raises(ConfigError, match="is interrupted, or still running, and what it learned is whole") as told:
+        check(ExportOptions(run=str(unfinished), out=str(tmp_path / "other")))
+    assert f"Type python -m qerl_lab resume='{unfinished}' first." in str(told.value)

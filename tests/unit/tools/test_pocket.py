@@ -1,0 +1,91 @@
+"""The embedded policy: small, as its recipe says, and able to read anything."""
+
+import copy
+import hashlib
+import json
+import random
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from qerl_lab import tasks
+from qerl_lab.config.option import ConfigError
+from qerl_lab.model.on_disk import ASSETS
+from qerl_lab.model.policy import Policy
+from qerl_lab.tasks import arithmetic
+from qerl_lab.tools.pocket_recipe import Recipe
+from qerl_lab.tools.pocket_teacher import batch_of, make_model, make_tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> AutoTokenizer:
+    return AutoTokenizer.from_pretrained(ASSETS)
+
+
+def test_it_is_a_file_of_at_most_6_mb_and_a_million_parameters() -> None:
+    assert sum(path.stat().st_size for path in ASSETS.iterdir()) <= 6e6
+    assert 0.5e6 < json.loads((ASSETS / "recipe.json").read_text())["parameters"] < 1.5e6
+
+
+def test_its_files_are_those_of_the_recipe() -> None:
+    record = json.loads((ASSETS / "recipe.json").read_text())
+    assert record["recipe"] == Recipe().__dict__, "the recipe in the code made this file"
+    digests = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in ASSETS.iterdir()}
+    del digests["recipe.json"]
+    assert digests == record["sha256"]
+    assert record["command"] == "python -m qerl_lab.tools.pretrain out=DIR"
+
+
+@pytest.mark.parametrize(
+    "text", ["Ann has 12 pens.", "naïve 数学 🧮 \x00\t\r\n", "<think>1+1=2</think><answer>2</answer>"]
+)
+def test_its_tokenizer_reads_any_text(tokenizer: AutoTokenizer, text: str) -> None:
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+
+
+def test_its_digits_are_single_tokens(tokenizer: AutoTokenizer) -> None:
+    assert [tokenizer.decode([token]) for token in tokenizer("1907")["input_ids"]] == ["1", "9", "0", "7"]
+
+
+def test_answer_tags_survive_decoding(tokenizer: AutoTokenizer) -> None:
+    ids = tokenizer("<think>so</think><answer>3</answer><|im_end|>")["input_ids"]
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "<think>so</think><answer>3</answer>"
+
+
+def test_its_teacher_scores_the_solution_and_its_end_alone() -> None:
+    """Loss on every token of the solution with the end token, on nothing else; held-out problems are not taught."""
+    task, rng = tasks.load(tasks.configured("arithmetic")), random.Random(0)
+    of = arithmetic.problem(rng, tasks.configured("arithmetic"))
+    solution = arithmetic.worked_solution(rng, of)
+    recipe = Recipe(vocab_size=300, hidden_size=32, intermediate_size=64, num_layers=1, num_heads=1)
+    tokenizer = make_tokenizer(recipe, [of.text, solution])
+    batch = batch_of(task, tokenizer, [(of.text, solution), ("?", "<think>x</think><answer>1</answer>")])
+    scored = batch["labels"][0] != -100
+    assert tokenizer.decode(batch["input_ids"][0][scored]) == solution + "<|im_end|>"
+    assert torch.equal(batch["labels"][scored.nonzero()[0] * 0][0][scored], batch["input_ids"][0][scored])
+    assert make_model(recipe, tokenizer)(**batch).loss.isfinite()
+
+
+def test_its_teacher_never_sees_a_heldout_problem() -> None:
+    from qerl_lab.tools.pocket_teacher import examples
+
+    source = examples(tasks.configured("arithmetic"), random.Random(0))
+    taught = {text for text, _ in (next(source) for _ in range(2000))}
+    rng, held = random.Random(1), set()
+    for _ in range(4000):
+        drawn = arithmetic.problem(rng, tasks.configured("arithmetic"))
+        if drawn.is_heldout:
+            held.add(drawn.text)
+    assert len(held) > 300
+    assert not taught & held
+
+
+def test_a_chat_template_that_takes_no_system_message_is_named(tokenizer: AutoTokenizer) -> None:
+    picky = copy.deepcopy(tokenizer)
+    refusal = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+    picky.chat_template = refusal + "{{ messages[0].content }}"
+    asked = Policy(None, picky, {}, {})
+    with pytest.raises(ConfigError, match=r"refuses the questions \(no system role\).*task\.instruction=''"):
+        asked.prompt_ids([{"role": "system", "content": "x"}, {"role": "user", "content": "y"}])
+    assert asked.prompt_ids([{"role": "user", "content": "y"}])

@@ -1,0 +1,236 @@
+"""A search with a stand-in for the main command, whose runs get a reward by a formula of their words."""
+
+import fcntl
+import json
+import math
+import shlex
+import signal
+from pathlib import Path
+
+import pytest
+
+optuna = pytest.importorskip("optuna")
+
+from qerl_lab import exits  # noqa: E402
+from qerl_lab.config.option import ConfigError  # noqa: E402
+from qerl_lab.tools import search as command  # noqa: E402
+from qerl_lab.tools import search_study as study  # noqa: E402
+from qerl_lab.tools.search_space import OBJECTIVES, SearchOptions, check, space  # noqa: E402
+
+RANGES = ["aqn.sigma_start=0.01..0.3", "optim.learning_rate=1e-4..1e-2"]
+BEST = {"aqn.sigma_start": 0.05, "optim.learning_rate": 1e-3}
+
+
+class Lab:
+    """Takes the words of a sweep as the main command does. Its trial number `stops_at` is interrupted once; a run of
+    trial `fails_at` fails before its first step."""
+
+    def __init__(self, stops_at: int | None = None, fails_at: int | None = None) -> None:
+        self.stops_at, self.fails_at, self.calls = stops_at, fails_at, []
+
+    def __call__(self, words: list[str]) -> int:
+        self.calls.append(words)
+        keys = dict(word.lstrip("+").split("=", 1) for word in words if "=" in word)
+        sweep = Path(keys["hydra.sweep.dir"])
+        number = int(sweep.name.removeprefix("trial-"))
+        if number == self.stops_at:
+            self.stops_at = None
+            return 130
+        for seed in keys["seed"].split(","):
+            run = sweep / f"run-{seed}"
+            run.mkdir(parents=True)
+            (run / "resolved.yaml").touch()
+            if number == self.fails_at and seed == keys["seed"].split(",")[0]:
+                (run / "FAILED").write_text("OutOfMemoryError: 80 GiB are not enough\nTraceback ...\n")
+                continue
+            far = sum(math.log10(float(keys[key]) / best) ** 2 for key, best in BEST.items())
+            lines = [{"step": n, "time": 0.0, "metrics": {"reward/mean": 1 - far + int(seed) / 1e6}} for n in (1, 2)]
+            (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+            (run / "DONE").write_text(json.dumps({"accuracy_after": 0.25}))
+        return 1 if number == self.fails_at else 0
+
+    @property
+    def proposals(self) -> list[list[str]]:
+        """What each trial tried, as words; one that went on counts once."""
+        tried = {words[-1]: [word for word in words if word.split("=")[0] in BEST] for words in self.calls}
+        return list(tried.values())
+
+
+def search(out: Path, lab: Lab, *words: str, **changes: object) -> None:
+    options = SearchOptions(out=str(out), **{"trials": 4, **changes})  # type: ignore[arg-type]
+    study.run(options, space([*(words or ("+experiment=nvfp4_aqn",)), *RANGES], options), lab)
+
+
+def test_a_trial_is_a_sweep_over_the_seeds_of_the_search(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lab = Lab()
+    search(tmp_path, lab, "+experiment=nvfp4_aqn", "jobs=2")
+    assert len(lab.calls) == 4
+    first = lab.calls[0]
+    assert first[:4] == ["-m", "+experiment=nvfp4_aqn", "jobs=2", "eval.questions=0"]
+    assert first[-2:] == ["seed=100,101", f"hydra.sweep.dir={tmp_path}/trial-0000"]
+    for sigma, rate in ((float(word.split("=")[1]) for word in each) for each in lab.proposals):
+        assert 0.01 <= sigma <= 0.3
+        assert 1e-4 <= rate <= 1e-2
+    assert len({tuple(each) for each in lab.proposals}) == 4
+    table = (tmp_path / "table.txt").read_text().splitlines()
+    worth = [float(line.split()[1]) for line in table[1:5]]
+    assert worth == sorted(worth, reverse=True)
+    sigma, rate = table[1].split()[2:4]
+    line = f"-m +experiment=nvfp4_aqn jobs=2 aqn.sigma_start={sigma} optim.learning_rate={rate} seed=0,1,2,3,4"
+    assert table[5].endswith(line)
+    assert table[0] in capsys.readouterr().out
+
+
+def test_it_finds_what_is_best(tmp_path: Path) -> None:
+    search(tmp_path, Lab(), trials=30)
+    best = (tmp_path / "table.txt").read_text().splitlines()[1]
+    assert float(best.split()[1]) > 0.9  # a random trial reaches that in one of five
+
+
+def test_a_search_that_was_stopped_tries_what_one_in_a_piece_does(tmp_path: Path) -> None:
+    whole, stopped = Lab(), Lab(stops_at=12)
+    search(tmp_path / "whole", whole, trials=14)
+    with pytest.raises(KeyboardInterrupt, match="goes on with this trial"):
+        search(tmp_path / "stopped", stopped, trials=14)
+    assert len(stopped.calls) == 13
+    search(tmp_path / "stopped", stopped, trials=14)
+    assert stopped.calls[12] == stopped.calls[13]  # the sweep of that trial goes on
+    assert stopped.proposals == whole.proposals
+    search(tmp_path / "stopped", stopped, trials=15)
+    assert len(stopped.calls) == 16
+
+
+def test_a_stop_ends_a_search_also_where_the_trial_under_way_is_done(tmp_path: Path) -> None:
+    class StoppedAtItsEnd(Lab):
+        def __call__(self, words: list[str]) -> int:
+            code = super().__call__(words)
+            exits.STOPS.append(signal.SIGINT)
+            return code
+
+    stopped, lab = StoppedAtItsEnd(), Lab()
+    with pytest.raises(KeyboardInterrupt, match="goes on with the next trial"):
+        search(tmp_path, stopped, trials=3)
+    assert len(stopped.calls) == 1
+    search(tmp_path, lab, trials=3)
+    assert len(lab.calls) == 2
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_a_trial_with_a_failed_run_is_worth_nothing_and_the_search_goes_on(tmp_path: Path, objective: str) -> None:
+    lab = Lab(fails_at=1)
+    search(tmp_path, lab, objective=objective)
+    search(tmp_path, lab, objective=objective)  # the same line again
+    tried = [dict(word.split("=", 1) for word in words if "=" in word)["hydra.sweep.dir"] for words in lab.calls]
+    assert tried == [f"{tmp_path}/trial-{number:04}" for number in range(4)]
+    table = (tmp_path / "table.txt").read_text().splitlines()
+    assert table[4].split()[:2] == ["1", "failed"]
+    assert table[5] == f"trial 1 failed: {tmp_path}/trial-0001/run-100: OutOfMemoryError: 80 GiB are not enough"
+
+
+@pytest.mark.parametrize(("record", "content", "why"), [
+    ("metrics.jsonl", "", "its runs have no reward, or one that is no number"),
+    ("metrics.jsonl", '{"step": 1, "time": 0.0, "metrics": {"reward/mean": null}}\n', "its runs have no reward"),
+    ("DONE", None, "1 of its 2 runs are done"),
+])  # fmt: skip
+def test_a_trial_whose_runs_have_no_worth_has_failed(
+    tmp_path: Path, record: str, content: str | None, why: str
+) -> None:
+    lab = Lab()
+
+    def spoiled(words: list[str]) -> int:
+        code = lab(words)
+        file = tmp_path / "trial-0000" / "run-101" / record
+        file.unlink() if content is None else file.write_text(content)
+        return code if content is not None else 1
+
+    with pytest.raises(ValueError, match="every trial failed"):
+        search(tmp_path, spoiled, trials=1)  # type: ignore[arg-type]
+    assert f"trial 0 failed: {why}" in (tmp_path / "table.txt").read_text()
+
+
+def test_a_sweep_without_runs_is_a_failed_trial(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="every trial failed"):
+        search(tmp_path, lambda words: 1, trials=2)  # type: ignore[arg-type]
+    table = (tmp_path / "table.txt").read_text()
+    assert "trial 0 failed: 0 of its 2 runs are done\ntrial 1 failed: 0 of its 2 runs are done" in table
+    assert "Report on others" not in table
+
+
+def test_accuracy_needs_questions() -> None:
+    with pytest.raises(ConfigError, match=r"eval\.questions=0 leaves objective=accuracy nothing"):
+        space([*RANGES, "eval.questions=0"], SearchOptions(objective="accuracy"))
+
+
+def test_the_line_of_the_report_can_be_pasted(tmp_path: Path) -> None:
+    words = ["launcher=slurm", "slurm=--partition=gpu --time=60"]
+    search(tmp_path, Lab(), *words, trials=1)
+    line = (tmp_path / "table.txt").read_text().splitlines()[-1].partition("Report on others: ")[2]
+    assert words[1] in shlex.split(line)
+
+
+def test_accuracy_is_that_after_training(tmp_path: Path) -> None:
+    lab = Lab()
+    search(tmp_path, lab, objective="accuracy", trials=1)
+    assert "eval.questions=0" not in lab.calls[0]
+    assert (tmp_path / "table.txt").read_text().splitlines()[1].split()[:2] == ["0", "0.2500"]
+
+
+def test_words_may_not_change_but_for_how_it_runs(tmp_path: Path) -> None:
+    search(tmp_path, Lab(), "+experiment=nvfp4_aqn", "jobs=2", trials=1)
+    search(tmp_path, Lab(), "+experiment=nvfp4_aqn", "jobs=1", "launcher=ray", trials=2)
+    with pytest.raises(ConfigError, match="is a search with other words"):
+        search(tmp_path, Lab(), "+experiment=bf16_aqn")
+    with pytest.raises(ConfigError, match="is a search with other seeds"):
+        search(tmp_path, Lab(), seeds=[100])
+
+
+def test_refused_words_may_be_corrected(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="trial 0 were refused"):
+        search(tmp_path, lambda words: 2, "+experiment=nvfp5")  # type: ignore[arg-type]
+    search(tmp_path, Lab())
+
+
+def test_two_commands_do_not_share_a_search(tmp_path: Path) -> None:
+    with (tmp_path / "LOCK").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(ConfigError, match="another command searches"):
+            search(tmp_path, Lab())
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    (["steps=3"], "no word has a range"),
+    (["seed=1", *RANGES], "seed=1 is not for a search"),
+    (["optim.learning_rate=1e-2..1e-4"], "is no range above 0"),
+    (["aqn.sigma_start=0..1"], "is no range above 0"),
+    (["optim.name=1..2"], "optim.name is no number"),
+    (["optim.rate=1..2"], "optim.rate is not a known key"),
+    (["lora.rank=16..64"], "lora.rank is a whole number"),
+    ([*RANGES, "aqn.sigma_start=0.1..0.2"], "aqn.sigma_start is given two ranges"),
+    ([*RANGES, "+experiment=bf16,nvfp4"], r"\+experiment=bf16,nvfp4 makes several arms"),
+    ([*RANGES, "steps=range(2,4)"], "makes several arms"),
+    ([*RANGES, "+sweeps=weight_formats"], "makes several arms"),
+])  # fmt: skip
+def test_what_cannot_be_searched_is_told(words: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        space(words, SearchOptions())
+
+
+@pytest.mark.parametrize("seeds", [[0, 1], [100, 100], []])
+def test_seeds_on_which_sweeps_report_are_refused(seeds: list[int]) -> None:
+    with pytest.raises(ConfigError, match="from 100 on"):
+        check(SearchOptions(seeds=seeds))
+
+
+def test_a_search_without_a_directory_to_write_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["+experiment=nvfp4_aqn", *RANGES]) == 2
+    assert "out= is missing. Type for example out=searches/pocket." in capsys.readouterr().err
+    (tmp_path / "file").touch()
+    assert command.main([f"out={tmp_path}/file", "+experiment=nvfp4_aqn", *RANGES]) == 2
+    assert f"out={tmp_path}/file cannot be written" in capsys.readouterr().err
+
+
+def test_the_command_hands_on_what_is_not_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lab = Lab()
+    monkeypatch.setattr("qerl_lab.cli.train.main", lab)
+    assert command.main([f"out={tmp_path}", "trials=1", "model.path=../x", "seeds=[100]", *RANGES]) == 0
+    assert "model.path=../x" in lab.calls[0]
