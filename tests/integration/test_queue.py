@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pandas as pd
+import pytest
 
 QUEUE = """
 words: [scale=pocket, steps=1, rollout.prompts_per_step=2, eval.questions=2, eval.samples=1, cpu_threads=1, device=cpu,
@@ -27,6 +28,7 @@ def queue(folder: Path, *words: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_a_run_whose_pack_was_lost_is_planned_again(tmp_path: Path) -> None:
     (results := tmp_path / "results").mkdir()
     (results / "queue.yaml").write_text(QUEUE)

@@ -95,6 +95,7 @@ def test_a_step_on_vllm_in_a_process_of_its_own(tmp_path: Path, monkeypatch: pyt
     assert row["weights_gib"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arm", [LAB, pytest.param(ON_VLLM, marks=NEEDS_VLLM)])
 def test_two_ranks_share_a_step_and_the_first_writes_its_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arm: str

@@ -98,6 +98,7 @@ def test_what_is_no_queue_is_refused(tmp_path: Path) -> None:
             queue_file.read(file)
 
 
+@pytest.mark.slow
 def test_the_queue_of_qwen_composes() -> None:
     runs: list[Planned] = list(queue_file.read(FILE).runs)
     assert {one.config.rollout.engine for one in runs} == {"vllm"}

@@ -164,6 +164,7 @@ def start(options: WarmupOptions, output: Path) -> BaseProcess:
     return process
 
 
+@pytest.mark.slow
 def test_killed_in_the_middle_it_ends_as_one_that_was_not(options: WarmupOptions, tmp_path: Path) -> None:
     options.epochs = 3.0  # 24 updates
     killed = replace(options, out=str(tmp_path / "killed"))
