@@ -59,7 +59,9 @@ def of_run(record: Record) -> dict[str, float]:
 def correlation(x: np.ndarray, y: np.ndarray) -> Interval:
     """Return Pearson's r with its 95% interval by Fisher's z; the interval is [-1, 1] for fewer than four pairs."""
     r = float(np.corrcoef(x, y)[0, 1])
-    half = distributions.norm.ppf(0.975) / np.sqrt(len(x) - 3) if len(x) > 3 else np.inf
+    if len(x) < 4:
+        return r, -1.0, 1.0
+    half = distributions.norm.ppf(0.975) / np.sqrt(len(x) - 3)
     return r, float(np.tanh(np.arctanh(r) - half)), float(np.tanh(np.arctanh(r) + half))
 
 

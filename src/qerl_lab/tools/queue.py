@@ -74,7 +74,7 @@ class RunOptions(PlanOptions):
         None, "minutes that the machine is there for later calls too: a run starts if it fits into them; null: minutes",
         above=0, unit="min",
     )  # fmt: skip
-    commit: str = option("", "commit of the code, where no checkout says it")
+    commit: str = option("", "commit of the code; empty is the commit of the checkout")
 
 
 @dataclass
@@ -222,14 +222,13 @@ class Machine:
             pd.read_parquet(file).drop(columns="completion", errors="ignore").to_parquet(file, index=False)
         where: dict[str, Any] = ended.environment()
         adapter = ended.adapter / WEIGHTS
-        commit = where.get("git_sha", "unknown")
         row = {
             "run": one.key, "seed": str(one.seed), "part": one.part.name, "state": ended.status,
             "host": where.get("host", os.uname().nodename),
             "card": " ".join(f"{gpu['name']} {gpu['uuid']}" for gpu in where.get("gpus", [])) or "none",
             "start": where.get("time", time.strftime("%Y-%m-%dT%H:%M:%S%z")),
             "seconds": f"{seconds:.0f}",
-            "commit": self.options.commit if commit == "unknown" and self.options.commit else commit,
+            "commit": self.options.commit or where.get("git_sha", "unknown"),
             "preregistration": self.queue.preregistration(),
             "adapter_sha256": sha256(adapter) if adapter.exists() else "",
             "evaluations": evaluations, "words": shlex.join(one.words),

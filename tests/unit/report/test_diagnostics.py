@@ -92,6 +92,7 @@ def test_a_correlation_has_fisher_s_interval() -> None:
     expected = distributions.pearsonr(x, y)
     low, high = expected.confidence_interval(0.95)
     assert diagnostics.correlation(x, y) == pytest.approx((expected.statistic, low, high))
+    assert diagnostics.correlation(x[:2], y[:2])[1:] == (-1, 1)
 
 
 def test_every_figure_is_drawn_of_every_arm_in_the_color_of_its_format(found: Comparison) -> None:
