@@ -68,10 +68,12 @@ def test_its_record_is_complete(job: tuple[subprocess.CompletedProcess[str], Pat
     of_others = {"kl_reference", "weight_cut_fraction", "entropy_coef"}
     of_dapo = {name for name in absent if name.startswith(("rollout/groups_", "rollout/resample"))}
     elsewhere = {f"policy/{name}" for name in of_others} | of_dapo | {
-        "memory/gpu_peak_gib", "reward/overlong", "rollout/prompts_drawn", "seconds/resample",
+        "memory/gpu_peak_gib", "reward/overlong", "rollout/prompts_drawn", "seconds/resample", "seconds/wait",
         "noise/kl_target", "noise/kl_solved", "noise/probes",
     } | {name for name in absent if name.startswith("eval/subset_")}  # fmt: skip
-    assert absent == elsewhere, "no KL term, no GPU, no part of DAPO, no sigma to find and no evaluation amid this run"
+    assert absent == elsewhere, (
+        "one process without KL term, GPU, part of DAPO, sigma to find or evaluation amid the run"
+    )
     assert len(of_dapo) == 5
     assert steps.loc[1:].drop(columns=[c for c in steps if c.startswith("eval/")]).notna().all().all()
     sigma, observed = steps["noise/sigma"].loc[1:], steps["noise/std_observed"].loc[1:]

@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from qerl_lab.report import claims, reference
+from qerl_lab.report.paper_curves import FIGURES
+
 ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
@@ -48,10 +51,11 @@ def test_the_wheel_lists_experiments_and_sweeps(site: Path, tmp_path: Path) -> N
 
 
 def test_the_wheel_brings_the_paper_s_numbers(site: Path, tmp_path: Path) -> None:
-    ask = "from qerl_lab.report.paper_curves import FIGURES, read; from qerl_lab.report.reference import printed\n"
-    ask += "print(len(printed()), len(read(FIGURES[0])))"
+    ask = "from qerl_lab.report import claims, reference; from qerl_lab.report.paper_curves import FIGURES\n"
+    ask += "print(len(reference.printed()), len(reference.joined(FIGURES[0].file)), len(claims.of_paper()))"
     shown = python(site, tmp_path, "-c", ask)
-    assert shown.stdout.split() == ["606", "219"], shown.stderr
+    here = len(reference.printed()), len(reference.joined(FIGURES[0].file)), len(claims.of_paper())
+    assert tuple(map(int, shown.stdout.split())) == here, shown.stderr
 
 
 def test_the_wheel_brings_what_reports_and_model_cards_are_written_by(site: Path) -> None:

@@ -35,7 +35,7 @@ class _Broken(ValueError):
 
 
 def packs_what_its_layout_says(weight_format: Format) -> None:
-    """Check that `quantize` returns the names, shapes and dtypes of `layout`, and that `accept` takes exactly these."""
+    """`quantize` returns the names, shapes and dtypes of `layout`, and `accept` takes exactly these."""
     packed, layout = weight_format.quantize(_weight()), weight_format.layout(SHAPE)
     found = {key: (tuple(tensor.shape), tensor.dtype) for key, tensor in packed.items()}
     _require(found == layout, f"quantize makes {found}, layout says {layout}")
@@ -46,7 +46,7 @@ def packs_what_its_layout_says(weight_format: Format) -> None:
 
 
 def gives_weights_back(weight_format: Format) -> None:
-    """Check that `dequantize` returns `[N, K]` near the weight, rounded once to the dtype, and keeps zeros."""
+    """`dequantize` returns `[N, K]` near the weight, rounded once to the dtype; zeros stay zeros."""
     weight = _weight()
     packed = weight_format.quantize(weight)
     exact = weight_format.dequantize(packed, SHAPE, torch.float32)
@@ -60,7 +60,7 @@ def gives_weights_back(weight_format: Format) -> None:
 
 
 def decodes_what_it_stores(weight_format: Format) -> None:
-    """Check that alpha * W' of `decoder` equals `dequantize`, and that W' in bfloat16 is W' in float32, rounded."""
+    """alpha * W' of `decoder` equals `dequantize`, and W' in bfloat16 is W' in float32, rounded."""
     packed = weight_format.quantize(_weight())
     unpack, alpha = weight_format.decoder(packed, SHAPE)
     exact = weight_format.dequantize(packed, SHAPE, torch.float32)
@@ -70,14 +70,14 @@ def decodes_what_it_stores(weight_format: Format) -> None:
 
 
 def stores_its_bits(weight_format: Format) -> None:
-    """Check that the packed tensors take `bits_per_weight`, plus at most 2 KiB of constants."""
+    """The packed tensors take `bits_per_weight`, plus at most 2 KiB of constants."""
     stored = sum(tensor.nbytes for tensor in weight_format.quantize(_weight()).values())
     beyond = stored - _ROWS * _COLUMNS * weight_format.bits_per_weight / 8
     _require(-1 < beyond <= CONSTANT_BYTES, f"{stored} bytes are stored, {beyond:+.0f} than bits_per_weight says")
 
 
 def packs_rows_apart(weight_format: Format) -> None:
-    """With BY_ROWS: check that packing five rows at a time gives the same bytes as packing the whole weight."""
+    """With BY_ROWS, packing five rows at a time gives the same bytes as packing the whole weight."""
     if not weight_format.BY_ROWS:
         return
     weight = _weight()
@@ -87,7 +87,7 @@ def packs_rows_apart(weight_format: Format) -> None:
 
 
 def packs_a_value_alike(weight_format: Format) -> None:
-    """Check that float64 and memory order do not change the bytes, and that `quantize` leaves its input unchanged."""
+    """float64 and memory order do not change the bytes, and `quantize` leaves its input unchanged."""
     weight = _weight().bfloat16().float()
     before, usual = weight.clone(), weight_format.quantize(weight)
     _require(torch.equal(weight, before), "quantize changes the weight that it is given")
@@ -99,7 +99,7 @@ def packs_a_value_alike(weight_format: Format) -> None:
 
 
 def refuses_what_it_cannot_hold(weight_format: Format) -> None:
-    """Check that NaN, Inf, vectors, integers and an indivisible K raise a ValueError that names the layer."""
+    """NaN, Inf, vectors, integers and an indivisible K raise a ValueError that names the layer."""
     weight = _weight()
     for value in (float("nan"), float("inf")):
         bad = weight.clone()
@@ -112,7 +112,7 @@ def refuses_what_it_cannot_hold(weight_format: Format) -> None:
 
 
 def is_a_value(weight_format: Format) -> None:
-    """Check that two formats with equal options are equal and hash alike, and that `variants` returns this class."""
+    """Two formats with equal options are equal and hash alike, and `variants` returns this class."""
     twin: Any = replace(weight_format)
     _require(twin == weight_format and hash(twin) == hash(weight_format), "a copy of it is not equal to it")
     others = [one for one in weight_format.variants() if not isinstance(one, type(weight_format))]
