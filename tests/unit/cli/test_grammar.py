@@ -74,6 +74,7 @@ def test_a_value_gets_the_type_of_its_key_and_the_others_their_defaults(word: st
     [
         ("nmae=b", ["nmae is not a known key", "Did you mean name?", "Allowed: name, path"]),
         ("zzz=b", ["zzz is not a known key", "Allowed: name"]),
+        ("model.path=b", ["model.path is not a known key. Did you mean path?"]),
         ("name@x=b", ["name@x is not a known key"]),
         ("hydra.run.dir=b", ["hydra.run.dir is not a known key"]),
         ("name", ["name has no value. Type name=VALUE."]),
