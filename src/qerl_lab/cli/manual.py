@@ -5,6 +5,7 @@ twice.
 """
 
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from qerl_lab.cli.overrides import groups
 from qerl_lab.config.arm import leaves
 from qerl_lab.config.files import choices_of, group_folder, package_data
 from qerl_lab.config.schema import AqnConfig, RunConfig
-from qerl_lab.config.spelling import resume_word
+from qerl_lab.config.spelling import resume_word, shell_word
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.terminal import columns, near, python
 
@@ -186,10 +187,13 @@ def sweep_table(plan: Plan) -> str:
         lines += [line, f"     {run.reason}"] if run.status == "failed" else [line]
     counts = ", ".join(f"{found.count(word)} {word}" for word in dict.fromkeys(found))
     lines.append(f"{count(jobs)} in {near(plan.directory)}: {counts}")
+    here, line = near(plan.directory), f"{python()} -m qerl_lab"
+    inside = all(job.run_dir.is_relative_to(plan.directory) for job in jobs)  # no command looks elsewhere
+    if inside and "done" in found:
+        out = shell_word("out", f"results/{plan.directory.name}")
+        lines.append(f"next: {line}.report {shlex.quote(here)} {out}")
     if any(run.is_claimed and run.status != "done" for run in runs):
-        here, line = near(plan.directory), f"{python()} -m qerl_lab"
         lines.append(f"continue one with: {line} {resume_word(f'{here}/RUN_DIRECTORY')}")
-        inside = all(job.run_dir.is_relative_to(plan.directory) for job in jobs)  # resume= looks nowhere else
         lines.append(f"all of them with the same line{f', or: {line} {resume_word(here)}' if inside else ''}")
     return "\n".join(lines)
 
