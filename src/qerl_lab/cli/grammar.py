@@ -144,7 +144,8 @@ def not_a_flag(word: str, keys: Mapping[str, str], flags: Sequence[str]) -> Conf
     """Return the error for a word with dashes; `keys` has what to type for a key, `flags` are the known flags."""
     key, sign, _ = word.lstrip("-").partition("=")
     key = key.replace("-", "_")
-    hint = f" Type {keys[key]}." if key in keys else did_you_mean(*((key, list(keys)) if sign else (word, list(flags))))
+    close = did_you_mean(key, list(keys)) if sign else did_you_mean(word, list(flags))
+    hint = f" Type {keys[key]}." if key in keys else close
     return ConfigError(f"{word} is not a flag; keys take no dashes.{hint or ' Type --help for what may be typed.'}")
 
 

@@ -24,5 +24,5 @@ def in_one_line(error: BaseException) -> str:
 @cache
 def say_hub_is_asked(what: str) -> None:
     """Print once that `what` is fetched: a download takes minutes, and the hub's library tries five times silently."""
-    said = "asking the Hugging Face hub (without a network it gives up after half a minute)"
+    said = "asking the Hugging Face hub (without a network it gives up within a minute)"
     print(f"{what}: {said}", file=sys.stderr, flush=True)

@@ -102,11 +102,11 @@ def local_folder(path: str, revision: str | None, *, key: str = "model.path") ->
     say_hub_is_asked(f"{key}={path}")
     try:
         return Path(snapshot_download(path, revision=revision, allow_patterns=_WANTED, ignore_patterns=_UNWANTED))
-    except LocalEntryNotFoundError:
+    except LocalEntryNotFoundError as error:
         raise ConfigError(
             f"{key}={path} is neither a directory here nor in the cache of the Hugging Face hub, and the hub cannot be "
             f"reached. Type {key}=DIR or {key}=FILE.gguf with a copy of the model, or try again with a network."
-        ) from None
+        ) from error
     except (OSError, ValueError) as error:  # not found, not an id
         raise ConfigError(
             f"{key}={path} could not be loaded "
