@@ -105,7 +105,7 @@ def quiet_third_parties() -> None:
     disable_progress_bar()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    for name in ("trl", "peft", "accelerate", "datasets", "bitsandbytes", "matplotlib"):
+    for name in ("trl", "peft", "accelerate", "datasets", "bitsandbytes", "matplotlib", "huggingface_hub"):
         logging.getLogger(name).setLevel(logging.ERROR)
     for module in ("torch", "transformers", "trl", "peft", "accelerate", "bitsandbytes", "mlflow"):
         warnings.filterwarnings("ignore", module=rf"{module}(\.|$)")

@@ -198,7 +198,8 @@ def test_a_sweep_goes_on_after_failures_and_ends_with_a_table_of_all_jobs(capfd)
     assert table[2].strip() == "ValueError: the reason"
     assert re.match(r"1 +seed=0 +done +0\.500 -> 0\.750 +0\.300 -> 0\.200 +1234 +95 +1-nvfp4-seed0", table[3])
     assert "SIGKILL" in table[5]
-    assert table[-3] == f"3 jobs in {directory}: 2 failed, 1 done"
+    assert table[-4] == f"3 jobs in {directory}: 2 failed, 1 done"
+    assert table[-3] == f"next: {python()} -m qerl_lab.report {directory} out=results/{directory.name}"
     assert table[-2] == f"continue one with: {python()} -m qerl_lab resume={directory}/RUN_DIRECTORY"
     assert "failed: ValueError: the reason" in err  # at once, not in the table only
     assert "Traceback" not in out + err

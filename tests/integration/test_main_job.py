@@ -38,6 +38,7 @@ def test_it_ends_well_and_says_what_a_user_needs(job: tuple[subprocess.Completed
         "GiB peak resident",
         "run directory: run",
         "mlflow ui --backend-store-uri sqlite:///",
+        "-m qerl_lab.tools.export run out=exports/run",
     ):
         assert words in ran.stdout
     assert "ETA" in ran.stderr

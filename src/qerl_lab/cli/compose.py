@@ -21,7 +21,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from qerl_lab.cli import intent
@@ -101,7 +101,8 @@ def make_plan(overrides: list[str], multirun: bool, config_dir: str | None = Non
 
 def single(cfg: DictConfig, loader: ConfigLoader) -> Plan:
     """Check the run that Hydra composed. Raises ConfigError."""
-    config, words = _checked_job(cfg, list(cfg.hydra.overrides.task), loader)
+    typed_words = _unresolved(cfg.hydra.overrides.task)
+    config, words = _checked_job(cfg, typed_words, loader)
     intent.refuse_of_sweeps(words)
     intent.refuse_directory_of(_of_hydra(cfg), "hydra.sweep.", "a sweep, and this command runs one job")
     intent.check_all_act([(config, words)])
@@ -109,7 +110,7 @@ def single(cfg: DictConfig, loader: ConfigLoader) -> Plan:
     run_dir = Path(config.run_dir or str(cfg.hydra.run.dir)).expanduser().absolute()
     given = bool(config.run_dir) or _sets(cfg, "hydra.run.dir")
     notes = intent.notes(config, cfg.optim.micro_batch_size, words)
-    return Plan([Job(0, shown(cfg.hydra.overrides.task), config, run_dir, notes)], run_dir, given, False)
+    return Plan([Job(0, shown(typed_words), config, run_dir, notes)], run_dir, given, False)
 
 
 def sweep(master: DictConfig, loader: ConfigLoader) -> Plan:
@@ -223,8 +224,13 @@ def _sets(cfg: DictConfig, key: str) -> bool:
 
 
 def _of_hydra(cfg: DictConfig) -> list[str]:
-    """Typed words for Hydra itself, unresolved: `${hydra.job.num}` has no value before there is a job."""
-    lines: Any = OmegaConf.to_container(cfg.hydra.overrides.hydra, resolve=False)
+    """Return the words for Hydra itself: `${hydra.job.num}` has no value before there is a job."""
+    return _unresolved(cfg.hydra.overrides.hydra)
+
+
+def _unresolved(words: ListConfig) -> list[str]:
+    """Return words as they were typed: OmegaConf resolves the interpolations of a list that is iterated."""
+    lines: Any = OmegaConf.to_container(words, resolve=False)
     return list(lines)
 
 
@@ -242,7 +248,9 @@ def _expand(master: DictConfig, loader: ConfigLoader) -> list[list[str]]:
         if (key := spell(line).partition("=")[0]) != line.partition("=")[0]:
             raise ConfigError(f"hydra.sweeper.params has {line}; write {key} there.")
     check_words(params)
-    parsed = OverridesParser.create(config_loader=loader).parse_overrides(params + list(master.hydra.overrides.task))
+    parsed = OverridesParser.create(config_loader=loader).parse_overrides(
+        params + _unresolved(master.hydra.overrides.task)
+    )
     choices: dict[str, list[str]] = {}
     for override in parsed:
         values = (

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, get_origin, get_type_hints
 
 from qerl_lab.config.arm import leaves
-from qerl_lab.config.keys import TEXT, has_type, type_words, typed, unknown_key, wrong_type
+from qerl_lab.config.keys import TEXT, has_type, of_others, type_words, typed, unknown_key, wrong_type
 from qerl_lab.config.option import ConfigError, bounds_in_words, check_bounds, did_you_mean
 from qerl_lab.config.spelling import as_text, in_double_quotes, readable
 from qerl_lab.exits import OK, Main, command
@@ -48,7 +48,7 @@ class Command(Generic[Options]):
         return OK
 
     def read(self, words: Sequence[str]) -> Options:
-        """Make the options of the words. Raises ConfigError for a word that does not fit, or one that lacks."""
+        """Read the words into options. Raises ConfigError for a wrong word and for a missing one."""
         options = read(self.options, words, self.bare)
         for name in self.required:
             if not any(getattr(options, each) for each in name.split("|")):
@@ -96,7 +96,7 @@ def read(kind: type[Options], words: Sequence[str], bare: str = "") -> Options:
         override = parse(word, types)
         key = override.get_key_element().lstrip("+")
         if key not in types:
-            raise unknown_key(key, list(types), did_you_mean(key, list(types)))
+            raise unknown_key(key, list(types), _hint(key, list(types)))
         given[key] = _value(override, key, types[key], getattr(defaults, key), word.partition("=")[2])
         typed_for.append((key, word))
     if paths and get_origin(types[bare]) is list:
@@ -109,8 +109,15 @@ def read(kind: type[Options], words: Sequence[str], bare: str = "") -> Options:
     return _made(kind, given)
 
 
+def _hint(key: str, keys: list[str]) -> str:
+    """Return ` Did you mean x?` for what a run or another program calls a key, or for a close name; else nothing."""
+    meant = (of_others(key) or "").partition("=")[0]
+    ends = (meant.rpartition(".")[2], meant.partition(".")[0])
+    return next((f" Did you mean {end}?" for end in ends if end in keys), did_you_mean(key, keys))
+
+
 def _has_key(word: str, keys: Collection[str]) -> bool:
-    """Whether a word is KEY=VALUE or a flag. A path may have an equals sign in it, too."""
+    """Tell whether a word is KEY=VALUE or a flag. A path may have an equals sign in it, too."""
     key, sign, _ = word.lstrip("+").partition("=")
     return word.startswith("-") or (sign != "" and (key in keys or not os.path.exists(os.path.expanduser(word))))
 
@@ -134,19 +141,22 @@ def parse(word: str, keys: Mapping[str, Any]) -> "Override":
 
 
 def not_a_flag(word: str, keys: Mapping[str, str], flags: Sequence[str]) -> ConfigError:
-    """Make the error for a word with dashes; `keys` has what to type for a key, `flags` are those that there are."""
-    key = word.lstrip("-").partition("=")[0].replace("-", "_")
-    is_key = key in keys or "=" in word
-    hint = f" Type {keys.get(key, f'{key}=VALUE')}." if is_key else did_you_mean(word, list(flags))
+    """Return the error for a word with dashes; `keys` has what to type for a key, `flags` are the known flags."""
+    key, sign, _ = word.lstrip("-").partition("=")
+    key = key.replace("-", "_")
+    close = did_you_mean(key, list(keys)) if sign else did_you_mean(word, list(flags))
+    hint = f" Type {keys[key]}." if key in keys else close
     return ConfigError(f"{word} is not a flag; keys take no dashes.{hint or ' Type --help for what may be typed.'}")
 
 
 def unreadable(word: str, keys: Mapping[str, Any]) -> ConfigError:
-    """Make the error for a word outside of Hydra's grammar, or without a value; `keys` has the type of each."""
+    """Return the error for a word outside of Hydra's grammar, or without a value; `keys` has the type of each."""
     if word in keys:
         return ConfigError(f"{word} has no value. Type {word}=VALUE.")
     key, sign, value = word.partition("=")
-    one = f" As one value that is {in_double_quotes(key, value)}." if sign and keys.get(key.lstrip("+")) in TEXT else ""
+    if not sign:
+        return ConfigError(f"{word} cannot be read. Type KEY=VALUE, or leave {word} out.")
+    one = f" As one value that is {in_double_quotes(key, value)}." if keys.get(key.lstrip("+")) in TEXT else ""
     return ConfigError(
         f"{typed(word)} cannot be read. Type KEY=VALUE, and put a value that has one of , = ( ) [ ] {{ }} "
         f"or spaces in it between quotes, inside the shell's: \"KEY='a, b'\".{one}"

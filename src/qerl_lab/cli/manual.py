@@ -1,22 +1,22 @@
-"""Texts of the command line: the list of experiments, --help, the table of a dry run and that of a sweep.
+"""Texts of the command line: the list of experiments, --help, the tables of a dry run and of a sweep.
 
-The texts are the first comment line of every YAML file and the help of every key in config/schema.py: nothing is said
-twice.
+An option is described by the first comment line of its YAML file, a key by its help in config/schema.py.
 """
 
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from qerl_lab.cli.compose import Job, Plan
+from qerl_lab.cli.compose import Job, Plan, make_plan
 from qerl_lab.cli.grammar import entry, key_entry
 from qerl_lab.cli.overrides import groups
 from qerl_lab.config.arm import leaves
 from qerl_lab.config.files import choices_of, group_folder, package_data
 from qerl_lab.config.schema import AqnConfig, RunConfig
-from qerl_lab.config.spelling import resume_word
+from qerl_lab.config.spelling import resume_word, shell_word
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.terminal import columns, near, python
 
@@ -61,7 +61,7 @@ def overview() -> str:
 
 
 def manual() -> str:
-    """Show examples, every group with its options and every key with its default, as `--help` prints it."""
+    """Return the text of `--help`: examples, every group with its options, every key with its value by default."""
     lines = [ABOUT, "", "  python -m qerl_lab [FLAGS] GROUP=OPTION ... KEY=VALUE ...", "", "Examples:"]
     for command, meaning in EXAMPLES:
         lines += [f"  {command}", f"      {meaning}"]
@@ -69,13 +69,14 @@ def manual() -> str:
     defaults = default_options()
     for group in sorted(groups(), key=list(GROUPS).index):
         lines += ["", f"{group}: {GROUPS[group]}", *_options(group, defaults.get(group))]
-    lines += ["", "Keys and the schema's defaults (a scale or an option may set others; see --cfg job):"]
+    (usual,) = make_plan([], multirun=False).jobs
+    lines += ["", "Keys and their values in the default run (a scale or an option may set others; see --cfg job):"]
     node = None
-    for name, field, default in leaves(RunConfig()):
+    for name, field, value in leaves(usual.config):
         if name.rpartition(".")[0] != node:
             node = name.rpartition(".")[0]
             lines.append("")
-        lines += key_entry(name, field, default, 36)
+        lines += key_entry(name, field, value, 36)
     return "\n".join([*lines, "", *FLAGS])
 
 
@@ -88,7 +89,7 @@ FLAGS = (
 
 
 def describe(path: Path) -> str:
-    """The first comment line of a YAML file that is not an instruction to Hydra."""
+    """Return the first comment line of a YAML file that is not an instruction to Hydra."""
     comments = (line[1:].strip() for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("#"))
     return next((line for line in comments if not line.startswith("@")), "")
 
@@ -186,10 +187,13 @@ def sweep_table(plan: Plan) -> str:
         lines += [line, f"     {run.reason}"] if run.status == "failed" else [line]
     counts = ", ".join(f"{found.count(word)} {word}" for word in dict.fromkeys(found))
     lines.append(f"{count(jobs)} in {near(plan.directory)}: {counts}")
+    here, line = near(plan.directory), f"{python()} -m qerl_lab"
+    inside = all(job.run_dir.is_relative_to(plan.directory) for job in jobs)  # no command looks elsewhere
+    if inside and "done" in found:
+        out = shell_word("out", f"results/{plan.directory.name}")
+        lines.append(f"next: {line}.report {shlex.quote(here)} {out}")
     if any(run.is_claimed and run.status != "done" for run in runs):
-        here, line = near(plan.directory), f"{python()} -m qerl_lab"
         lines.append(f"continue one with: {line} {resume_word(f'{here}/RUN_DIRECTORY')}")
-        inside = all(job.run_dir.is_relative_to(plan.directory) for job in jobs)  # resume= looks nowhere else
         lines.append(f"all of them with the same line{f', or: {line} {resume_word(here)}' if inside else ''}")
     return "\n".join(lines)
 

@@ -16,7 +16,7 @@ from qerl_lab.config.files import choices_of, package_data
 from qerl_lab.config.keys import TEXT, check_key, check_type, schema, type_words, typed
 from qerl_lab.config.message import first_line
 from qerl_lab.config.option import ConfigError, did_you_mean
-from qerl_lab.config.spelling import as_text, as_typed, in_double_quotes, quoted
+from qerl_lab.config.spelling import as_text, as_typed, in_double_quotes, quoted, shell_word
 
 OTHER_LAUNCHERS = "jobs=N runs several at once, launcher=slurm and launcher=ray use a cluster; others are packages."
 NO_NAME = "Unsupported item value in defaults"  # what Hydra says where YAML made a truth value of an option's name
@@ -98,8 +98,17 @@ def _check_option(group: str, value: Any) -> None:
 
 
 def no_option(group: str, value: Any, options: list[str]) -> ConfigError:
-    """The error for a value that is no option of a group."""
-    hint = did_you_mean(str(value), options) or f" Type for example {group}={options[0]}."
+    """Return the error for a value that is no option of a group.
+
+    A path or a hub id belongs into the group's key `path`, a number of its own (rank256) into the key of that name.
+    """
+    number = re.fullmatch(r"([a-z_]+)(\d+)", str(value))
+    if "/" in str(value) and f"{group}.path" in schema():
+        hint = f" Type {shell_word(f'{group}.path', value)}."
+    elif number and f"{group}.{number[1]}" in schema():
+        hint = f" Type {group}.{number[1]}={number[2]}."
+    else:
+        hint = did_you_mean(str(value), options) or f" Type for example {group}={options[0]}."
     if isinstance(value, dict):
         hint = f" Set its keys one by one, for example {group}.{next(iter(value), 'name')}=VALUE."
     return ConfigError(f"{group}={typed(value)} is not an option; allowed: {', '.join(options)}.{hint}")
@@ -153,7 +162,9 @@ def explain(error: Exception) -> str:
         case OverrideParseException():
             return str(unreadable(as_typed(error.override), dict(schema()) | dict.fromkeys(groups())))
         case MissingConfigException() if error.missing_cfg_file and error.options:
-            group, _, option = str(error.missing_cfg_file).rpartition("/")
+            file = str(error.missing_cfg_file)  # an option that is a path has slashes of its own
+            group = next((name for name in groups() if file.startswith(f"{name}/")), file.rpartition("/")[0])
+            option = file.removeprefix(f"{group}/")
             said = str(no_option(group, option, list(error.options)))
             return f"{said} {OTHER_LAUNCHERS}" if group == "hydra/launcher" else said
         case ValueError() if str(error).startswith(NO_NAME):
@@ -174,6 +185,6 @@ def _explain_key(error: OmegaConfBaseException, key: str) -> str:
     if key.startswith("hydra."):
         return f"{said}."
     try:
-        return f"{said}; allowed: {type_words(check_key(key))}."
+        return f"{said}; allowed: {type_words(check_key(key))}, or ${{KEY}} with the name of another key."
     except ConfigError as unknown:
         return str(unknown)

@@ -26,9 +26,9 @@ from qerl_lab import exits, preflight
 from qerl_lab.cli import check, jobs, launch, manual, scheduler
 from qerl_lab.cli.compose import VERSION_BASE, job_config, register
 from qerl_lab.cli.grammar import not_a_flag
-from qerl_lab.cli.overrides import as_config_errors, check_words, refuse_sweeps, shown, spell
+from qerl_lab.cli.overrides import as_config_errors, check_words, groups, refuse_sweeps, shown, spell
 from qerl_lab.config.files import package_data
-from qerl_lab.config.keys import schema
+from qerl_lab.config.keys import OF_OTHERS, schema, to_type
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.redact import redact
 from qerl_lab.config.schema import RunConfig
@@ -148,7 +148,9 @@ def _parse(words: list[str]) -> tuple[list[str], argparse.Namespace]:
             "Type --config-dir DIR to add options of your own to the groups."
         )
     if unknown:
-        keys = {name: f"{name}=VALUE" for name in schema()}
+        keys = {name.rpartition(".")[2]: to_type(name) for name in reversed(list(schema()))}
+        keys |= {name: to_type(meant) for name, meant in OF_OTHERS.items()} | {name: to_type(name) for name in schema()}
+        keys |= {group: to_type(group) for group in groups()}
         keys |= {"dry_run": "dry_run=true", "experiment": "+experiment=NAME", "resume": "resume=RUN_DIR"}
         raise not_a_flag(unknown[0], keys, known)
     if args.config_dir and not Path(args.config_dir).is_dir():

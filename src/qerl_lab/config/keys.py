@@ -5,6 +5,7 @@ from functools import cache
 from typing import Any, get_args, get_origin, get_type_hints
 
 from qerl_lab.config.arm import leaves, values_of
+from qerl_lab.config.files import choices_of
 from qerl_lab.config.option import ConfigError, did_you_mean
 from qerl_lab.config.schema import RunConfig
 
@@ -18,25 +19,36 @@ TYPE_WORDS: dict[Any, tuple[str, Any]] = {
     list[int]: ("a list of whole numbers", [1, 2]),
     list[float]: ("a list of numbers", [0.1, 0.2]),
 }
-# What TRL, PEFT, transformers and verl call a key of ours, by its last part. Their max_steps is no
-# task.gsm8k.max_steps, which it looks like.
+# What other programs (TRL, PEFT, transformers, verl, vLLM) call a key of ours: the last parts of its name there. The
+# value is a key, a group, or a whole word.
 OF_OTHERS: Mapping[str, str] = {
-    "max_steps": "steps", "num_generations": "rollout.group_size", "scale_rewards": "algorithm.normalize_std",
-    "per_device_train_batch_size": "optim.micro_batch_size", "generation_batch_size": "rollout.prompts_per_step",
+    # TRL, transformers, PEFT
+    "max_steps": "steps", "num_train_epochs": "steps", "num_generations": "rollout.group_size",
+    "per_device_train_batch_size": "optim.micro_batch_size", "gradient_accumulation_steps": "optim.micro_batch_size",
+    "generation_batch_size": "rollout.prompts_per_step", "scale_rewards": "algorithm.normalize_std",
     "max_completion_length": "rollout.max_completion_tokens", "max_prompt_length": "rollout.max_prompt_tokens",
-    "epsilon": "algorithm.epsilon_low", "loss_type": "algorithm", "lr": "optim.learning_rate",
-    "lr_scheduler_type": "optim.schedule",
+    "epsilon": "algorithm.epsilon_low", "loss_type": "algorithm", "lr_scheduler_type": "optim.schedule",
     "r": "lora.rank", "lora_r": "lora.rank", "lora_alpha": "lora.alpha", "lora_dropout": "lora.dropout",
-    "model_name_or_path": "model.path", "attn_implementation": "model.attention", "dataset_name": "task",
-    "output_dir": "run_dir", "report_to": "tracking", "use_vllm": "rollout", "save_steps": "checkpoint.every",
+    "model_name_or_path": "model.path", "attn_implementation": "model.attention", "load_in_4bit": "format=nf4",
+    "bf16": "model.dtype", "fp16": "model.dtype", "torch_dtype": "model.dtype", "dataset_name": "task",
+    "output_dir": "run_dir", "report_to": "tracking", "use_vllm": "rollout=vllm", "save_steps": "checkpoint.every",
     "save_total_limit": "checkpoint.keep", "eval_steps": "eval.every", "resume_from_checkpoint": "resume",
+    "vllm_gpu_memory_utilization": "rollout.vllm.kv_cache_gib",
+    # verl, vLLM
     "n": "rollout.group_size", "train_batch_size": "rollout.prompts_per_step", "total_training_steps": "steps",
-    "max_response_length": "rollout.max_completion_tokens", "adv_estimator": "algorithm",
+    "total_epochs": "steps", "max_response_length": "rollout.max_completion_tokens",
+    "max_tokens": "rollout.max_completion_tokens", "max_new_tokens": "rollout.max_completion_tokens",
+    "gpu_memory_utilization": "rollout.vllm.kv_cache_gib", "rollout.name": "rollout", "adv_estimator": "algorithm",
     "clip_ratio_low": "algorithm.epsilon_low", "clip_ratio_high": "algorithm.epsilon_high",
-    "kl_loss_coef": "algorithm.beta", "entropy_coeff": "algorithm.entropy_coef",
-    "ppo_epochs": "algorithm.num_iterations", "ppo_micro_batch_size_per_gpu": "optim.micro_batch_size",
-    "grad_clip": "optim.max_grad_norm", "lora_rank": "lora.rank", "n_gpus_per_node": "gpus",
+    "kl_coef": "algorithm.beta", "kl_loss_coef": "algorithm.beta", "use_kl_loss": "algorithm.beta",
+    "entropy_coeff": "algorithm.entropy_coef", "ppo_epochs": "algorithm.num_iterations",
+    "ppo_mini_batch_size": "algorithm.updates_per_rollout", "ppo_micro_batch_size_per_gpu": "optim.micro_batch_size",
+    "grad_clip": "optim.max_grad_norm", "lora_rank": "lora.rank", "n_gpus_per_node": "gpus", "train_files": "task.path",
     "save_freq": "checkpoint.every", "test_freq": "eval.every", "project_name": "tracking.experiment",
+    "logger": "tracking",
+    # as people say it
+    "epochs": "steps", "lr": "optim.learning_rate", "vllm": "rollout=vllm", "wandb": "tracking", "dataset": "task",
+    "quantization": "format",
 }  # fmt: skip
 TEXT = (str, str | None)
 NUMBERS = (int, float, int | None, float | None)
@@ -63,20 +75,42 @@ def check_key(name: str) -> Any:
 
 
 def no_key(name: str) -> ConfigError:
-    """The error for a name that is no key: it tells the closest keys, else what stands at that place."""
+    """Return the error for a name that is no key: what to type instead, else the closest keys and all of that place."""
     known = schema()
     inside = [key for key in known if key.startswith(name + ".")]
     if inside:
         return ConfigError(f"{name} is a node, not a key. Allowed: {', '.join(inside)}.")
     node, _, last = name.rpartition(".")
     beside = [key for key in known if key.startswith(node + ".")]
-    here = beside or list({key.split(".")[0]: None for key in known})
-    begun = [key for key in here if key.startswith(name)]
-    is_theirs = last in OF_OTHERS and (not beside or OF_OTHERS[last].startswith(node))
-    theirs = [OF_OTHERS[last]] if is_theirs else []
-    meant = begun or theirs or [key for key in known if key.rpartition(".")[2] == last]
+    same_last = [key for key in known if key.rpartition(".")[2] == last]
+    begun = [key for key in beside if key.startswith(name) and len(last) > 1]
+    meant = begun or [key for key in same_last if key in beside]
+    if not meant and (theirs := of_others(name)):
+        return ConfigError(f"{name} is not a known key. Type {to_type(theirs)}.")
+    here = beside or [*dict.fromkeys(key.split(".")[0] for key in known), "sweeps"]
+    meant = meant or [key for key in here if key.startswith(name)] or same_last
     hint = f" Did you mean {' or '.join(meant)}?" if meant else did_you_mean(name, [*here, *known])
     return unknown_key(name, here, hint)
+
+
+def of_others(name: str) -> str | None:
+    """Return what `OF_OTHERS` has for a name, by its longest known end; None if nothing.
+
+    Behind a foreign node a key of ours is itself: actor_rollout_ref.model.path is model.path.
+    """
+    meant, parts = {**{key: key for key in schema()}, **OF_OTHERS}, name.split(".")
+    ends = [".".join(parts[start:]) for start in range(len(parts))]
+    return next((meant[end] for end in ends if end in meant), None)
+
+
+def to_type(meant: str) -> str:
+    """Return what to type for a value of `OF_OTHERS`: `steps=VALUE`, `task=OPTION (...)`, or the word that it is."""
+    if "=" in meant:
+        return meant
+    if meant in schema():
+        return f"{meant}=VALUE"
+    path = f", or {meant}.path=PATH" if f"{meant}.path" in schema() else ""
+    return f"{meant}=OPTION ({', '.join(choices_of(meant))}){path}"
 
 
 def unknown_key(name: str, allowed: Sequence[str], hint: str) -> ConfigError:
@@ -93,10 +127,15 @@ def check_type(name: str, kind: Any, value: Any) -> None:
 
 
 def wrong_type(name: str, kind: Any, value: Any, default: Any) -> str:
-    """The message for a value of another type than `kind`; its example is the default, unless that is empty or a
-    long text."""
+    """Return the message for a value of another type than `kind`.
+
+    Its example is the default, unless that is empty or a long text; for 1e3 as a whole number it is 1000.
+    """
+    plain = _without_null(kind)
     has_example = default not in (None, "", []) and (kind is not str or len(default) <= 40)
-    example = default if has_example else TYPE_WORDS[_without_null(kind)][1]
+    example = default if has_example else TYPE_WORDS[plain][1]
+    if plain is int and isinstance(value, float) and value.is_integer():  # 1e3 is meant as 1000
+        example = int(value)
     return (
         f"{name}={typed(value)} is not allowed; allowed: {type_words(kind)}. Type for example {name}={typed(example)}."
     )

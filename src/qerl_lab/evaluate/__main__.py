@@ -17,6 +17,7 @@ with exits.starting(__name__):
         check_accuracy,
         check_compare,
         check_entropy,
+        check_model,
     )
 
 
@@ -32,6 +33,7 @@ def sigma(options: SigmaOptions) -> None:
     """Print the KL of each format and each sigma. Raises ConfigError for a model that cannot be measured."""
     if not options.sigmas and not options.kls:
         raise ConfigError("sigmas=[] is empty; allowed: numbers above 0. Type for example sigmas=[0.05,0.1].")
+    check_model(options.model)
     with terminal.quiet_imports():
         from qerl_lab.evaluate.sigma import measure
 
@@ -75,10 +77,11 @@ COMMANDS: dict[str, Command[Any]] = {
         AccuracyOptions,
         accuracy,
         examples=(
-            (f"{LINE} accuracy run=RUN_DIR", "the run's own held-out questions, with its adapter"),
-            (f"{LINE} accuracy run=RUN_DIR benchmarks=gsm8k,math500 samples=8 common=true", "also dequantized"),
+            (f"{LINE} accuracy RUN_DIR", "the run's own held-out questions, with its adapter"),
+            (f"{LINE} accuracy RUN_DIR benchmarks=gsm8k,math500 samples=8 common=true", "also dequantized"),
             (f"{LINE} accuracy model=DIR benchmarks=gsm8k:DIR,aime24:FILE.jsonl", "local copies of the questions"),
         ),
+        bare="run",
         alone=True,
     ),
     "compare": Command(

@@ -2,11 +2,16 @@
 
 import importlib.util
 from dataclasses import dataclass
+from pathlib import Path
 
 from qerl_lab.config.files import choices_of
 from qerl_lab.config.option import ConfigError, did_you_mean, option
+from qerl_lab.config.paths import WEIGHTS
 from qerl_lab.config.records import METHODS
 from qerl_lab.config.schema import DENSE_FORMAT, DEVICES, ENGINES, POCKET, EvalConfig
+from qerl_lab.config.spelling import resume_word
+from qerl_lab.model import on_disk
+from qerl_lab.record.directory import RunDirectory
 
 SMALL = ("aime24", "aime25", "amc23")  # 30 or 40 questions: one sample each is too noisy
 SMALL_SAMPLES = 16
@@ -14,7 +19,11 @@ SMALL_SAMPLES = 16
 
 @dataclass
 class AccuracyOptions:
-    run: str = option("", "directory of a finished run: evaluate its base, in its format, with its final adapter")
+    run: str = option(
+        "",
+        "directory of a finished run: evaluate its base, in its format, with its final adapter; its key may be left "
+        "out",
+    )
     model: str = option("", "or a model alone: Hugging Face id, local directory, FILE.gguf, or `pocket`")
     revision: str | None = option(None, "model=: branch, tag or commit on the hub; null is the newest")
     format: str | None = option(None, "model=: weight format; null is the stored one, bf16 for a dense model")
@@ -56,9 +65,33 @@ class AccuracyOptions:
 
 
 def check_accuracy(options: AccuracyOptions) -> None:
-    """Raise ConfigError at the first invalid combination of options. Reads no file."""
+    """Raise ConfigError at the first invalid combination of options, or if run or model is not there."""
     for rule in (_one_subject, _of_a_model, _known_benchmarks, _greedy_once):
         rule(options)
+    if options.run:
+        run_of(options)
+    else:
+        check_model(options.model)
+
+
+def run_of(options: AccuracyOptions) -> RunDirectory:
+    """Return the directory of the run. Raises ConfigError if it is none, or has no adapter where one is asked for."""
+    directory = RunDirectory(Path(options.run).expanduser())
+    if not directory.is_claimed:
+        raise ConfigError(f"run={options.run} is no directory of a run. Type one that holds resolved.yaml.")
+    if options.adapter and (directory.status != "done" or not (directory.adapter / WEIGHTS).is_file()):
+        raise ConfigError(
+            f"run={options.run} has no final adapter ({directory.status_in_words}); allowed: finished runs, whose last "
+            f"step counts and not their best. Type python -m qerl_lab {resume_word(options.run)} first, or "
+            "adapter=false for its base alone."
+        )
+    return directory
+
+
+def check_model(model: str) -> None:
+    """Raise ConfigError if `model` is a local path without a model. A hub id is looked up when it is loaded."""
+    if folder := on_disk.local(model, "model"):
+        on_disk.check_files(folder, f"model={model}")
 
 
 def _one_subject(options: AccuracyOptions) -> None:
@@ -155,7 +188,8 @@ class EntropyOptions:
 
 
 def check_entropy(options: EntropyOptions) -> None:
-    """Raise ConfigError for an unknown format or task, or a method without its package."""
+    """Raise ConfigError for a model that is not there, an unknown format or task, or a method without its package."""
+    check_model(options.model)
     allowed = choices_of("format")
     for name in options.formats:
         if name not in (*allowed, "all"):

@@ -17,8 +17,7 @@ from qerl_lab.config.model_hash import model_hash
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.paths import WEIGHTS, sha256
 from qerl_lab.config.schema import DENSE_FORMAT, RunConfig
-from qerl_lab.config.spelling import resume_word
-from qerl_lab.evaluate.options import AccuracyOptions
+from qerl_lab.evaluate.options import AccuracyOptions, run_of
 from qerl_lab.evaluate.sampling import HowSampled, samplings
 from qerl_lab.evaluate.summary import TRAINED_ON
 from qerl_lab.model import on_disk, policy
@@ -27,7 +26,6 @@ from qerl_lab.model.files import local_folder, read_json
 from qerl_lab.model.loading import stored_as
 from qerl_lab.model.policy import Policy
 from qerl_lab.model.tokenizer import save as save_tokenizer
-from qerl_lab.record.directory import RunDirectory
 from qerl_lab.rollout.vllm.base import scratch_folder, size_of
 
 LONGEST = 4096  # completion tokens for a model without a run, if its context allows
@@ -92,19 +90,11 @@ def subject_of(options: AccuracyOptions) -> Subject:
 
 def _of_run(options: AccuracyOptions) -> Subject:
     """Return a run's base with its final adapter, or the base alone."""
-    directory = RunDirectory(Path(options.run).expanduser())
-    if not directory.is_claimed:
-        raise ConfigError(f"run={options.run} is no directory of a run. Type one that holds resolved.yaml.")
+    directory = run_of(options)
     cfg, said, day = directory.config(), f"run {options.run}", directory.sessions().first_day
     on_disk.check_content(cfg)
     if not options.adapter:
         return Subject(f"{said}, its base alone", cfg, None, cfg.seed, day=day)
-    if directory.status != "done" or not (directory.adapter / WEIGHTS).is_file():
-        raise ConfigError(
-            f"run={options.run} has no final adapter ({directory.status_in_words}); allowed: finished runs, whose last "
-            f"step counts and not their best. Type python -m qerl_lab {resume_word(options.run)} first, or "
-            "adapter=false for its base alone."
-        )
     arm = of_arm(as_recorded(cfg))
     trained_on = directory.environment().get("data", {}).get(TRAINED_ON)
     arm |= {TRAINED_ON: trained_on} if trained_on else {}

@@ -9,7 +9,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from qerl_lab.config.message import first_line
+from qerl_lab.config.message import first_line, say_hub_is_asked
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.records import RECORDS
 from qerl_lab.model import gguf, on_disk
@@ -97,10 +97,17 @@ def local_folder(path: str, revision: str | None, *, key: str = "model.path") ->
     if gguf.is_gguf(path):
         return gguf.unpack(Path(path).expanduser())
     from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
+    say_hub_is_asked(f"{key}={path}")
     try:
         return Path(snapshot_download(path, revision=revision, allow_patterns=_WANTED, ignore_patterns=_UNWANTED))
-    except (OSError, ValueError) as error:  # not found, no network, not an id
+    except LocalEntryNotFoundError as error:
+        raise ConfigError(
+            f"{key}={path} is neither a directory here nor in the cache of the Hugging Face hub, and the hub cannot be "
+            f"reached. Type {key}=DIR or {key}=FILE.gguf with a copy of the model, or try again with a network."
+        ) from error
+    except (OSError, ValueError) as error:  # not found, not an id
         raise ConfigError(
             f"{key}={path} could not be loaded "
             f"({type(error).__name__}: {first_line(error)}). "

@@ -6,6 +6,7 @@ from typing import Any
 
 from qerl_lab import terminal
 from qerl_lab.config.redact import HIDDEN
+from qerl_lab.config.spelling import shell_word
 from qerl_lab.report.stats import between
 from qerl_lab.tracking.tracker import Mirrored
 
@@ -51,6 +52,18 @@ def where(run_dir: Path, mirror: Mirrored | None) -> str:
         what = f"MLflow at {mirror.uri} lacks {mirror.missing:,} points of this run; metrics.jsonl has all. To fill it:"
         lines += [what, f"  {terminal.python()} -m qerl_lab.tracking resync {shlex.quote(terminal.near(run_dir))}"]
     return "\n".join(lines)
+
+
+def next_steps(run_dir: Path) -> str:
+    """Return the commands that show, report and export a finished run, a line each."""
+    here, line = shlex.quote(terminal.near(run_dir)), f"next: {terminal.python()} -m qerl_lab"
+    return "\n".join(
+        [
+            f"{line}.tools.samples {here}",
+            f"{line}.report {here} {shell_word('out', f'results/{run_dir.name}')}",
+            f"{line}.tools.export {here} {shell_word('out', f'exports/{run_dir.name}')}",
+        ]
+    )
 
 
 def _open(uri: str, page: str) -> list[str]:

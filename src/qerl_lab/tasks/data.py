@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qerl_lab.config.message import first_line
+from qerl_lab.config.message import first_line, say_hub_is_asked
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import TaskConfig
 from qerl_lab.tasks import BadRow, LeftOut, Question, Questions, is_heldout, label, wording
@@ -306,15 +306,18 @@ def _decoded(row: Any) -> dict[str, Any] | BadRow:
 
 def _read_hub(path: str, split: str, source: Source) -> Iterator[Located]:
     """Yield rows of `source` or another hub dataset, in the same configuration if that has it."""
+    say_hub_is_asked(f"task.path={path}")
     from datasets import get_dataset_config_names, load_dataset
 
     try:
         own = path == source.hub_id or source.hub_config in get_dataset_config_names(path)
         rows = load_dataset(path, source.hub_config if own else None, split=split)
     except (OSError, ValueError, RuntimeError) as error:  # offline, unknown id, unknown split
+        is_offline = isinstance(error, ConnectionError)
+        why = "the hub cannot be reached" if is_offline else f"{type(error).__name__}: {first_line(error)}"
         raise ConfigError(
-            f"the question set {path!r} is no local file or directory, and could not be loaded from the hub "
-            f"({type(error).__name__}: {first_line(error)}). Type task.path=DIRECTORY with {split}.jsonl or "
+            f"the question set {path!r} is no local file or directory, and could not be loaded from the hub ({why}). "
+            f"Type task.path=DIRECTORY with {split}.jsonl or "
             f"{split}.parquet, or task.path=FILE.jsonl."
         ) from error
     yield from _of_batches(path, rows.with_format("arrow").iter(BATCH_ROWS))

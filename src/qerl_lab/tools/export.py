@@ -1,4 +1,4 @@
-"""Export a run for other libraries: `python -m qerl_lab.tools.export run=RUN_DIR out=DIR [merged=true]`."""
+"""Export a run for other libraries: `python -m qerl_lab.tools.export RUN_DIR out=DIR [merged=true]`."""
 
 from qerl_lab import exits
 
@@ -24,11 +24,12 @@ COMMAND = Command(
     ExportOptions,
     export,
     examples=(
-        (f"{LINE} run=RUN_DIR out=exports/mine", "the adapter"),
-        (f"{LINE} run=RUN_DIR out=exports/mine base=true", "and the base that it was trained on, dequantized"),
-        (f"{LINE} run=RUN_DIR out=exports/mine-merged merged=true", "one model in bfloat16"),
+        (f"{LINE} RUN_DIR out=exports/mine", "the adapter"),
+        (f"{LINE} RUN_DIR out=exports/mine base=true", "and the base that it was trained on, dequantized"),
+        (f"{LINE} RUN_DIR out=exports/mine-merged merged=true", "one model in bfloat16"),
     ),
     required=("run", "out"),
+    bare="run",
     alone=True,
 )
 main = exits.command(COMMAND.run)

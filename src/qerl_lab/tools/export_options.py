@@ -13,7 +13,7 @@ from qerl_lab.record.directory import RunDirectory
 
 @dataclass
 class ExportOptions(Writes):
-    run: str = option("", "directory of a finished run; required")
+    run: str = option("", "directory of a finished run; required, its key may be left out")
     out: str = option("", "directory to write; required")
     merged: bool = option(False, "write a whole model, base and adapter in one; else the adapter alone")
     base: bool = option(False, "beside the adapter write the base that it was trained on, dequantized, to OUT/base")

@@ -314,6 +314,7 @@ def conclude(session: Session, record: Record) -> None:
     if cfg.checkpoint.keep == 0:
         drop_checkpoints(directory)
     print(f"\n{tables.closing(result)}\n\n{tables.where(directory.path, record.tracker.mirror)}")
+    print(tables.next_steps(directory.path), flush=True)
 
 
 def drop_checkpoints(directory: RunDirectory) -> None:

@@ -74,6 +74,7 @@ def test_a_value_gets_the_type_of_its_key_and_the_others_their_defaults(word: st
     [
         ("nmae=b", ["nmae is not a known key", "Did you mean name?", "Allowed: name, path"]),
         ("zzz=b", ["zzz is not a known key", "Allowed: name"]),
+        ("model.path=b", ["model.path is not a known key. Did you mean path?"]),
         ("name@x=b", ["name@x is not a known key"]),
         ("hydra.run.dir=b", ["hydra.run.dir is not a known key"]),
         ("name", ["name has no value. Type name=VALUE."]),
@@ -352,16 +353,28 @@ def test_what_a_command_cannot_do_without_is_asked_for(
     assert "Exit codes: 0 done" in capsys.readouterr().out, "the manual answers a command without a word"
 
 
-def test_a_word_is_refused_and_help_printed_without_torch() -> None:
+NOWHERE = (
+    ("qerl_lab.evaluate", "accuracy nope"),
+    ("qerl_lab.evaluate", "accuracy model=/nope benchmarks=gsm8k"),
+    ("qerl_lab.evaluate", "entropy model=/nope"),
+    ("qerl_lab.evaluate", "sigma model=/nope"),
+    ("qerl_lab.tools.export", "nope out=made"),
+)
+
+
+def test_a_wrong_word_or_path_is_refused_and_help_printed_without_torch() -> None:
     code = f"""
 import sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
-from test_grammar import COMMANDS, main_of
+from test_grammar import COMMANDS, NOWHERE, Typed, main_of
 for command in COMMANDS:
     picked = [command.pick] if command.pick else []
     main_of(command)([*picked, "--help"]), main_of(command)([*picked, *command.right.split(), "no_such_key=1"])
+for module, words in NOWHERE:
+    main_of(Typed(module, *[""] * 5))(words.split())
 print(sorted({{"torch", "transformers", "mlflow", "pandas", "matplotlib"}} & set(sys.modules)), file=sys.__stdout__)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
     assert done.stderr.count("no_such_key is not a known key") == len(COMMANDS)
+    assert done.stderr.count("nope is no directory") == len(NOWHERE)

@@ -5,6 +5,7 @@ import re
 import pytest
 
 from qerl_lab import preflight
+from qerl_lab.cli.compose import make_plan
 from qerl_lab.cli.manual import describe, manual
 from qerl_lab.cli.train import main
 from qerl_lab.config.arm import leaves
@@ -45,6 +46,12 @@ def test_the_manual_names_every_option_file_with_its_meaning_and_every_key_with_
     for name, field, _ in leaves(RunConfig()):
         assert f"  {name}=" in text
         assert " ".join(field.metadata["help"].split()) in words
+
+
+def test_the_manual_shows_the_values_of_the_default_run_and_not_of_the_schema() -> None:
+    (job,) = make_plan([], multirun=False).jobs
+    assert job.config.steps != RunConfig().steps
+    assert f"  steps={job.config.steps} " in manual()
 
 
 def test_the_manual_marks_the_defaults_and_fits_100_columns():

@@ -189,6 +189,48 @@ def test_a_bad_command_line(line, parts, capsys, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        # names of TRL, PEFT, transformers, verl
+        ("trainer.max_steps=3", "Type steps=VALUE."),
+        ("algorithm.kl_coef=0.1", "Type algorithm.beta=VALUE."),
+        ("rollout.n=4", "Type rollout.group_size=VALUE."),
+        ("rollout.max_tokens=100", "Type rollout.max_completion_tokens=VALUE."),
+        ("actor_rollout_ref.actor.optim.lr=1e-6", "Type optim.learning_rate=VALUE."),
+        ("actor_rollout_ref.model.path=x", "Type model.path=VALUE."),
+        ("actor_rollout_ref.rollout.name=vllm", "Type rollout=OPTION (transformers, vllm, vllm_server)."),
+        ("data.train_batch_size=64", "Type rollout.prompts_per_step=VALUE."),
+        ("lora.r=8", "Type lora.rank=VALUE."),
+        ("epochs=3", "Type steps=VALUE."),
+        ("load_in_4bit=true", "Type format=nf4."),
+        ("vllm=true", "Type rollout=vllm."),
+        ("wandb=true", "Type tracking=OPTION ("),
+        ("task.max_steps=2", "Did you mean task.arithmetic.max_steps or task.gsm8k.max_steps?"),
+        # flags
+        ("--lr=1e-3", "Type optim.learning_rate=VALUE."),
+        ("--temperature=0.7", "Type rollout.temperature=VALUE."),
+        ("--model X", "or model.path=PATH."),
+        # groups
+        ("lora=rank256", "Type lora.rank=256."),
+        ("model=Qwen/Qwen2.5-0.5B-Instruct", "Type model.path=Qwen/Qwen2.5-0.5B-Instruct."),
+        ("model=/data/x", "Type model.path=/data/x."),
+        ("-m model=pocket,/data/x scale=custom", "Type model.path=/data/x."),
+        ("+sweep=weight_formats", "Did you mean sweeps?"),
+        # values
+        ("train +experiment=nvfp4", "leave train out."),
+        ("seed=${nope}", "error: seed: Interpolation key 'nope' not found; allowed: a whole number, or ${KEY}"),
+        ("-m seed=0,1 steps=${nope}", "steps: Interpolation key 'nope' not found"),
+        ("steps=1e3", "Type for example steps=1000."),
+        ("model.path=/nope", "model.path=/nope is no directory"),
+    ],
+)
+def test_a_word_of_another_program_or_place_leads_to_the_right_one(line, said, capsys):
+    message = refused(line, capsys)
+    assert said in message
+    assert "Did you mean" not in message or "Did you mean" in said, "one answer, the right one"
+
+
+@pytest.mark.parametrize(
     ("text", "parts"),
     [
         ("lora:\n  rnk: 3\n", ["In 'experiment/mine'", "Did you mean lora.rank?"]),

@@ -26,6 +26,7 @@ from qerl_lab.evaluate.sampling import samplings
 from qerl_lab.evaluate.summary import ABOUT, ROWS
 from qerl_lab.model.on_disk import ASSETS
 from qerl_lab.quantize import __main__ as quantize
+from qerl_lab.record.directory import RunDirectory
 from qerl_lab.rollout.engine import EngineFailed, Sampling
 
 MATH500 = '{"problem": "What is $1+1$?", "answer": "2", "unique_id": "a/1"}\n'
@@ -52,7 +53,7 @@ def test_a_run_is_asked_with_its_adapter_and_without_noise(run_dir, build_policy
     out = tmp_path / "out"
     assert go(f"run={run_dir}", "questions=4", "samples=2", f"out={out}") == 0
     rows, about = read(out)
-    cfg = subject.RunDirectory(run_dir).config()
+    cfg = RunDirectory(run_dir).config()
     learner = build_policy(cfg)  # draws the same adapter as the run's
     task = tasks.load(cfg.task)
     prompts = [learner.prompt_ids(task.messages(question)) for question in task.heldout[:4]]

@@ -9,6 +9,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from qerl_lab.config.message import say_hub_is_asked
 from qerl_lab.config.option import ConfigError
 from qerl_lab.model import files as module
 from qerl_lab.model import on_disk
@@ -171,13 +172,15 @@ def test_a_directory_that_is_not_there_is_not_asked_of_the_hub(path: str) -> Non
         local_folder(path, None)
 
 
-def test_a_hub_id_out_of_reach_says_what_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_id_out_of_reach_says_what_to_type(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    say_hub_is_asked.cache_clear()
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(
-        ConfigError, match=r"model\.path=someone/none could not be loaded .*Allowed: pocket, a directory"
-    ):
+    with pytest.raises(ConfigError, match=r"model\.path=someone/none is neither .* Type model\.path=DIR or "):
         local_folder("someone/none", None)
+    assert "model.path=someone/none: asking the Hugging Face hub" in capsys.readouterr().err
     with pytest.raises(ConfigError, match=r"model\.path=a/b/c is no directory"):
         local_folder("a/b/c", None)

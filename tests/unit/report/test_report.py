@@ -1,6 +1,7 @@
 """From records to numbers and figures."""
 
 import math
+import shlex
 from pathlib import Path
 
 import pandas as pd
@@ -11,6 +12,11 @@ from qerl_lab import terminal
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.metrics import encode
 from qerl_lab.report import plots, runs, tables
+from qerl_lab.report.__main__ import COMMAND as report_command
+from qerl_lab.report.__main__ import ReportOptions
+from qerl_lab.tools.export import COMMAND as export_command
+from qerl_lab.tools.export_options import ExportOptions
+from qerl_lab.tools.samples import COMMAND as sample_command
 from qerl_lab.tracking.tracker import Mirrored
 
 # --- a run directory
@@ -197,6 +203,17 @@ def test_paths_are_shown_as_they_can_be_typed(tmp_path: Path, monkeypatch) -> No
     assert "-m mlflow ui --backend-store-uri 'sqlite:////tmp/a b.db'\n" in text
     assert text.endswith(" http://127.0.0.1:5000/#/experiments/7/runs?workflowType=machine_learning")
     assert tables.where(tmp_path, None).count("\n") == 0
+
+
+def test_the_next_commands_name_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    samples, report, export = (shlex.split(line)[3:] for line in tables.next_steps(tmp_path / "a run").splitlines())
+    assert [words[0] for words in (samples, report, export)] == [
+        "qerl_lab.tools.samples", "qerl_lab.report", "qerl_lab.tools.export",
+    ]  # fmt: skip
+    assert sample_command.read(samples[1:]).run_dir == "a run"
+    assert report_command.read(report[1:]) == ReportOptions(sweep=["a run"], out="results/a run")
+    assert export_command.read(export[1:]) == ExportOptions(run="a run", out="exports/a run")
 
 
 def test_a_server_is_opened_at_its_own_address(tmp_path: Path) -> None:

@@ -241,10 +241,10 @@ def test_an_unreachable_hub_is_a_message_and_not_a_crash(monkeypatch, error: Exc
 
     monkeypatch.setattr("datasets.get_dataset_config_names", fail)
     message = refusal(TaskConfig(name="gsm8k", path="someone/no-such-set"))
+    why = "the hub cannot be reached" if isinstance(error, ConnectionError) else type(error).__name__
     assert (
-        "'someone/no-such-set' is no local file or directory, and could not be loaded from the hub "
-        f"({type(error).__name__}"
-    ) in message
+        f"'someone/no-such-set' is no local file or directory, and could not be loaded from the hub ({why}" in message
+    )
     assert "Type task.path=DIRECTORY with train.jsonl or train.parquet, or task.path=FILE.jsonl." in message
     assert "\n" not in message
 
