@@ -1,4 +1,4 @@
-"""Keys of the schema and their types, by dotted name, and the messages for what does not fit them."""
+"""Check keys and value types against the schema, and word the errors."""
 
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -8,7 +8,7 @@ from qerl_lab.config.arm import leaves, values_of
 from qerl_lab.config.option import ConfigError, did_you_mean
 from qerl_lab.config.schema import RunConfig
 
-# How a message names a type, and an example for a key whose default is null or empty.
+# How an error names each type, and an example value for a key whose default is null or empty.
 TYPE_WORDS: dict[Any, tuple[str, Any]] = {
     str: ("text", "NAME"),
     int: ("a whole number", 1),
@@ -18,8 +18,8 @@ TYPE_WORDS: dict[Any, tuple[str, Any]] = {
     list[int]: ("a list of whole numbers", [1, 2]),
     list[float]: ("a list of numbers", [0.1, 0.2]),
 }
-# What TRL, PEFT, transformers and verl call a key of ours, by its last part. Their max_steps is no
-# task.gsm8k.max_steps, which it looks like.
+# Names of our keys in TRL, PEFT, transformers and verl, by the last part. Without this their max_steps would be taken
+# for task.gsm8k.max_steps.
 OF_OTHERS: Mapping[str, str] = {
     "max_steps": "steps", "num_generations": "rollout.group_size", "scale_rewards": "algorithm.normalize_std",
     "per_device_train_batch_size": "optim.micro_batch_size", "generation_batch_size": "rollout.prompts_per_step",
@@ -44,7 +44,7 @@ NUMBERS = (int, float, int | None, float | None)
 
 @cache
 def schema() -> Mapping[str, Any]:
-    """Every key of a configuration by its dotted name, with its type. Asked once a key of every file that is read."""
+    """Map the dotted name of every key to its type. Cached: it is called for each key of every file read."""
     found = {}
     for name, _, _ in leaves(RunConfig()):
         kind: Any = RunConfig
@@ -55,7 +55,7 @@ def schema() -> Mapping[str, Any]:
 
 
 def check_key(name: str) -> Any:
-    """The type of a key. Raises ConfigError for a name that is none."""
+    """Return the type of a key. Raises ConfigError if there is no such key."""
     known = schema()
     if name not in known:
         raise no_key(name)
@@ -63,7 +63,7 @@ def check_key(name: str) -> Any:
 
 
 def no_key(name: str) -> ConfigError:
-    """The error for a name that is no key: it tells the closest keys, else what stands at that place."""
+    """Make the error for an unknown key, with the closest keys or else the keys of its section."""
     known = schema()
     inside = [key for key in known if key.startswith(name + ".")]
     if inside:
@@ -80,12 +80,12 @@ def no_key(name: str) -> ConfigError:
 
 
 def unknown_key(name: str, allowed: Sequence[str], hint: str) -> ConfigError:
-    """The error for a key that stands nowhere; `hint` is ` Did you mean x?` or nothing."""
+    """Make the error for a key unlike any other; `hint` is ` Did you mean x?` or empty."""
     return ConfigError(f"{name} is not a known key.{hint} Allowed: {', '.join(allowed) or 'none'}.")
 
 
 def check_type(name: str, kind: Any, value: Any) -> None:
-    """ConfigError unless `value` has the key's type; a whole number serves as a number too."""
+    """Raise ConfigError unless `value` has the key's type; an int is accepted for a float."""
     if has_type(value, kind):
         return
     default = values_of(RunConfig())[name]
@@ -93,8 +93,7 @@ def check_type(name: str, kind: Any, value: Any) -> None:
 
 
 def wrong_type(name: str, kind: Any, value: Any, default: Any) -> str:
-    """The message for a value of another type than `kind`; its example is the default, unless that is empty or a
-    long text."""
+    """Word the error for a value of the wrong type, with the default as the example unless that is empty or long."""
     has_example = default not in (None, "", []) and (kind is not str or len(default) <= 40)
     example = default if has_example else TYPE_WORDS[_without_null(kind)][1]
     return (
@@ -103,7 +102,7 @@ def wrong_type(name: str, kind: Any, value: Any, default: Any) -> str:
 
 
 def type_words(kind: Any) -> str:
-    """A type in words."""
+    """Describe a type in words."""
     return TYPE_WORDS[_without_null(kind)][0] + (" or null" if type(None) in get_args(kind) else "")
 
 
@@ -112,7 +111,7 @@ def _without_null(kind: Any) -> Any:
 
 
 def has_type(value: Any, kind: Any) -> bool:
-    """Whether a value fits a type of `TYPE_WORDS`, or that type with null; a whole number serves as a number too."""
+    """Tell whether a value fits a type of `TYPE_WORDS`, or is null where allowed; an int is accepted for a float."""
     if value is None:
         return type(None) in get_args(kind)
     kind = _without_null(kind)
@@ -122,7 +121,7 @@ def has_type(value: Any, kind: Any) -> bool:
 
 
 def check_types(values: dict[str, Any], prefix: str = "") -> None:
-    """`check_key` and `check_type` over plain nested values, e.g. of a resolved.yaml that somebody edited."""
+    """Check keys and types of plain nested values, such as an edited resolved.yaml. Raises ConfigError."""
     for key, value in values.items():
         name = f"{prefix}{key}"
         if isinstance(value, dict):
@@ -132,7 +131,7 @@ def check_types(values: dict[str, Any], prefix: str = "") -> None:
 
 
 def typed(value: Any) -> str:
-    """A value as one types it on the command line."""
+    """Format a value as it is typed on the command line."""
     if isinstance(value, list):
         return f"[{','.join(typed(item) for item in value)}]"
     if value is None or isinstance(value, bool):
