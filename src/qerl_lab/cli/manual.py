@@ -1,7 +1,7 @@
-"""Texts of the command line: the list of experiments, --help, the table of a dry run and that of a sweep.
+"""Texts of the command line: list of experiments, --help, the tables of a dry run and of a sweep.
 
-The texts are the first comment line of every YAML file and the help of every key in config/schema.py: nothing is said
-twice.
+They reuse the first comment line of every YAML file and the help of every key in config/schema.py, so no text is
+written twice.
 """
 
 import re
@@ -51,7 +51,7 @@ EXAMPLES = (
 
 
 def overview() -> str:
-    """List the experiments and what to type, as `python -m qerl_lab` alone prints it."""
+    """Format what `python -m qerl_lab` alone prints: the experiments and what to type."""
     lines = [ABOUT, "", "Experiments:", *_options("experiment"), ""]
     lines += [
         f"Run one: {EXAMPLES[0][0]}",
@@ -61,7 +61,7 @@ def overview() -> str:
 
 
 def manual() -> str:
-    """Show examples, every group with its options and every key with its default, as `--help` prints it."""
+    """Format `--help`: examples, every group with its options, every key with its default."""
     lines = [ABOUT, "", "  python -m qerl_lab [FLAGS] GROUP=OPTION ... KEY=VALUE ...", "", "Examples:"]
     for command, meaning in EXAMPLES:
         lines += [f"  {command}", f"      {meaning}"]
@@ -88,7 +88,7 @@ FLAGS = (
 
 
 def describe(path: Path) -> str:
-    """The first comment line of a YAML file that is not an instruction to Hydra."""
+    """Return the first comment line of a YAML file that is no instruction to Hydra."""
     comments = (line[1:].strip() for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("#"))
     return next((line for line in comments if not line.startswith("@")), "")
 
@@ -112,11 +112,11 @@ def default_options() -> dict[str, str]:
     return {group: option for entry in entries if isinstance(entry, dict) for group, option in entry.items()}
 
 
-_SHOWN = ("experiment=", "seed=", "dry_run=")  # words that the other columns of a dry run tell
+_SHOWN = ("experiment=", "seed=", "dry_run=")  # words that other columns of a dry run show
 
 
 def dry_run_table(plan: Plan) -> str:
-    """List what a command would run, a line a job, with the words that set it apart and no column shows."""
+    """List the jobs of a command, one per line, with the distinguishing words that no column shows."""
     rows = [["job", *(name for name, _ in _facts(RunConfig())), "overrides", "run directory"]]
     own = own_words(plan.jobs)[1] if plan.multirun else [[]]
     for job, words in zip(plan.jobs, own, strict=True):
@@ -133,7 +133,7 @@ def dry_run_table(plan: Plan) -> str:
 
 
 def opening(plan: Plan) -> str:
-    """Return the first lines of a command: where it writes, what is done already, and notes."""
+    """Format a command's first lines: its directory, the jobs already done, and notes."""
     what = f"{count(plan.jobs)} in" if plan.multirun else "run directory:"
     begun = [RunDirectory(job.run_dir).status for job in plan.jobs if job.begun]
     earlier = f"{begun.count('done')} are done already, {len(begun) - begun.count('done')} go on (rerun=true: all anew)"
@@ -141,7 +141,7 @@ def opening(plan: Plan) -> str:
 
 
 def notes(jobs: list[Job]) -> list[str]:
-    """Format each note once, with the numbers of its jobs unless it is of all."""
+    """Format each note once, with the numbers of its jobs unless all have it."""
     about: dict[str, list[int]] = {}
     for job in jobs:
         for note in job.notes:
@@ -167,12 +167,12 @@ def _noise(aqn: AqnConfig) -> str:
 
 
 def count(jobs: list[Job]) -> str:
-    """`1 job`, `2 jobs`."""
+    """Format `1 job`, `2 jobs`."""
     return f"{len(jobs)} {'job' if len(jobs) == 1 else 'jobs'}"
 
 
 def sweep_table(plan: Plan) -> str:
-    """Say how every job of a sweep ended, with its headline numbers or the reason of its failure."""
+    """Format how every job of a sweep ended, with headline numbers or the reason of its failure."""
     jobs, runs = plan.jobs, [RunDirectory(job.run_dir) for job in plan.jobs]
     found = [run.status for run in runs]
     shared, own = own_words(jobs)
@@ -189,7 +189,7 @@ def sweep_table(plan: Plan) -> str:
     if any(run.is_claimed and run.status != "done" for run in runs):
         here, line = near(plan.directory), f"{python()} -m qerl_lab"
         lines.append(f"continue one with: {line} {resume_word(f'{here}/RUN_DIRECTORY')}")
-        inside = all(job.run_dir.is_relative_to(plan.directory) for job in jobs)  # resume= looks nowhere else
+        inside = all(job.run_dir.is_relative_to(plan.directory) for job in jobs)  # resume= searches only there
         lines.append(f"all of them with the same line{f', or: {line} {resume_word(here)}' if inside else ''}")
     return "\n".join(lines)
 
@@ -200,19 +200,19 @@ def _where(job: Job, plan: Plan) -> str:
 
 
 def interrupted(run: RunDirectory) -> str:
-    """Say what a stopped run has saved, and the command that goes on from there."""
+    """Format what a stopped run has saved, and the command that resumes it."""
     saved = f"{run.last_saved()} of {run.config().steps} steps are saved"
     return f"interrupted; {saved}. Continue with\n  {python()} -m qerl_lab {resume_word(near(run.path))}"
 
 
 def own_words(jobs: list[Job]) -> tuple[list[str], list[list[str]]]:
-    """Split the words into those that all jobs share and the rest of each job."""
+    """Split the words into those that all jobs share, and the rest of each job."""
     shared = [word for word in jobs[0].overrides if all(word in job.overrides for job in jobs)] if len(jobs) > 1 else []
     return shared, [[word for word in job.overrides if word not in shared] for job in jobs]
 
 
 def _headline(numbers: dict[str, Any]) -> list[str]:
-    """Accuracy, entropy, tokens/s and seconds of a run's result; a dash for each that it lacks."""
+    """Format accuracy, entropy, tokens/s and seconds of a run's result; a dash for each missing one."""
 
     def change(first: str, last: str) -> str:
         known = first in numbers and last in numbers

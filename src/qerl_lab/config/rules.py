@@ -76,7 +76,7 @@ def _store_is_an_address(cfg: RunConfig) -> None:
 
 
 def check_store(key: str, uri: str) -> None:
-    """Raise ConfigError for an address that is no MLflow store, e.g. a plain folder, which MLflow 3 no longer supports."""
+    """Raise ConfigError for an address that is no MLflow store, e.g. a folder, which MLflow 3 no longer supports."""
     if "://" not in uri and uri != "databricks":
         raise ConfigError(
             f"{key}={uri} is no address of an MLflow store; allowed: sqlite:///FILE.db, https://HOST, and databricks. "
