@@ -132,8 +132,8 @@ def test_a_hole_in_the_metrics_is_damage(here: Path) -> None:
     (run / "metrics.jsonl").write_text("".join(lines[:1] + lines[2:]))
     found = comparison.read([here / "runs"])
     assert found.left_out == ["runs/hole: damaged (metrics.jsonl lacks 1 of 4 steps, the first of them 2)"]
-    assert "The record of 1 run is damaged: " in comparison.notes(found)[-1]
-    assert comparison.notes(found)[-1].endswith("type rerun=true with the line that began it.")
+    assert "1 run record damaged: " in comparison.notes(found)[-1]
+    assert comparison.notes(found)[-1].endswith("repeat the run's command with rerun=true.")
 
 
 def test_a_run_that_is_given_twice_is_one_run(sweep: Path) -> None:
@@ -149,10 +149,10 @@ def test_runs_of_two_models_under_one_path_are_not_pooled_and_older_ones_are_nam
     found = comparison.read([here / "runs"])
     assert sorted(found.arms) == [f"bf16 (model.hash={text})" for text in ("(absent)", "a" * 12, "b" * 12)]
     assert found.left_out == []
-    said = "model.hash is not known of 1 run, which an older version began: two models that lay under one path would"
+    said = "1 run of an older version without model.hash: two models at one path would"
     assert [note for note in comparison.notes(found) if note.startswith(said)]
     shutil.rmtree(here / "runs" / "2")
-    assert not any("model.hash is not known" in note for note in comparison.notes(comparison.read([here / "runs"])))
+    assert not any("without model.hash" in note for note in comparison.notes(comparison.read([here / "runs"])))
 
 
 # --- the numbers
@@ -221,7 +221,7 @@ def test_only_seeds_and_questions_that_both_arms_have_are_compared(sweep: Path) 
     assert row["seeds"] == 3
     found = comparison.read([sweep])
     said = comparison.text(found, comparison.by_arm(found, "bf16"), "bf16")
-    assert "after - bf16 is over the seeds that both arms have; nvfp4: 2." in said
+    assert "after - bf16 uses only seeds that both arms have; nvfp4: 2." in said
     shutil.rmtree(sweep / "nvfp4-9")
     shutil.rmtree(sweep / "bf16-1")
     found = comparison.read([sweep])
@@ -232,7 +232,7 @@ def test_runs_that_were_asked_other_questions_are_compared_on_those_they_share(s
     for seed in range(3):
         make_run(sweep / f"more-{seed}", "nvfp4_aqn", seed, before=[0.0] * 6, after=[1.0] * 6)
     assert main(["sweep"]) == 0
-    assert "Not all runs were asked the same questions" in capsys.readouterr().out
+    assert "Runs were asked different questions" in capsys.readouterr().out
     row = arms_of(sweep, "bf16").loc["nvfp4_aqn"]
     assert row["questions"] == 6
     assert row["difference"] == pytest.approx(1 - (0.5 + 0.625 + 0.75 + 3 * 2.25) / 12)
@@ -297,10 +297,10 @@ def test_a_difference_that_is_also_of_other_settings_says_so(here: Path, capsys)
     make_run(here / "sweep" / "bf16-0", "bf16", 0)
     make_run(here / "sweep" / "nvfp4-0", "nvfp4", 0)
     assert main(["sweep"]) == 0
-    assert "is also of" not in capsys.readouterr().out
+    assert "also reflects" not in capsys.readouterr().out
     make_run(here / "sweep" / "lower-0", "nvfp4", 0, optim__learning_rate=3e-4)
     assert main(["sweep"]) == 0
-    said = "after - bf16 is also of settings that no experiment declares: optim.learning_rate (1 arm)."
+    said = "after - bf16 also reflects settings no experiment declares: optim.learning_rate (1 arm)."
     assert said in capsys.readouterr().out
 
 
@@ -332,7 +332,7 @@ def test_the_baseline_is_bf16_or_what_was_typed(sweep: Path, capsys) -> None:
         shutil.rmtree(sweep / f"bf16-{seed}")
     make_run(sweep / "aqn", "nvfp4_aqn", 0)
     assert main(["sweep"]) == 0
-    assert "Not one arm is bf16: type baseline=ARM for differences." in capsys.readouterr().out
+    assert "No arm is bf16: type baseline=ARM for differences." in capsys.readouterr().out
 
 
 def test_a_baseline_may_be_named_by_its_experiment_where_that_is_one_arm() -> None:
@@ -347,7 +347,7 @@ def test_a_baseline_may_be_named_by_its_experiment_where_that_is_one_arm() -> No
     (["nowhere"], "nowhere is no directory. Type the directory of a run or of a sweep"),
     (["verdict", "runs"], "verdict is no directory and no command. Did you mean verdicts?"),
     (["empty"], "empty holds no run directory. Type"),
-    (["unfinished"], "none of these runs counts:\n  unfinished/a: interrupted, or still running (step 4 of 4)"),
+    (["unfinished"], "no run counts:\n  unfinished/a: interrupted, or still running (step 4 of 4)"),
     (["baseline=bf16"], "sweep= or mlflow= is missing. Type for example python -m qerl_lab.report runs."),
     (["sweep", "basline=nvfp4"], "basline is not a known key. Did you mean baseline? Allowed: sweep, mlflow"),
     (["sweep", "baseline=nvfp"], "baseline=nvfp is none of the arms. Did you mean nvfp4? Allowed: bf16; nvfp4."),
