@@ -331,20 +331,20 @@ def notes(comparison: Comparison) -> list[str]:
             "paired by id."
         )
     if len(tasks := sorted({record.run.value(TASK) for record in records})) > 1:
-        notes.append(f"The runs have {len(tasks)} tasks, {', '.join(tasks)}: compare arms of one task.")
+        notes.append(f"The runs are of {len(tasks)} tasks, {', '.join(tasks)}: compare arms of one task.")
     if mixed := [key for key in differing([record.run for record in records]) if key in CONDITIONS]:
-        notes.append(f"The arms differ in conditions ({', '.join(mixed)}): compare within one.")
+        notes.append(f"The arms differ in conditions ({', '.join(mixed)}): compare arms of one.")
     parts = {task_of(record.run) for record in records if task_of(record.run) != record.run.value(TASK)}
-    notes += [f"Accuracies cover only {part}, not the whole set." for part in sorted(parts)]
+    notes += [f"The questions are of {part}: no accuracy here is that of the whole set." for part in sorted(parts)]
     notes += at_once.notes(records)
     notes += _unknown_models([record.run for record in records])
     notes += [f"{record.run.name}: {record.origin.missing}." for record in records if record.origin.missing]
     if len({frozenset(record.accuracy["after"].index) for record in records if record.accuracy}) > 1:
-        notes.append("Runs were asked different questions; each row covers those that its runs share.")
+        notes.append("Not all runs were asked the same questions; a row is over those that all of its runs were asked.")
     if damaged := len(comparison.damaged):
         notes.append(
-            f"{damaged} run record{'s' * (damaged != 1)} damaged: restore the files, or repeat the run's command with "
-            "rerun=true."
+            f"The record of {damaged} run{'s' * (damaged != 1)} is damaged: put its files back as they were, or type "
+            "rerun=true with the line that began it."
         )
     return notes
 
@@ -352,8 +352,8 @@ def notes(comparison: Comparison) -> list[str]:
 def _unknown_models(runs: Sequence[Run]) -> list[str]:
     """Warn about local models (absolute paths) without a hash: two models at one path would look equal."""
     count = sum(run.value(PLACE).startswith("/") and run.value(CONTENT) == ABSENT for run in runs)
-    said = f"{count} run{'s' * (count != 1)} of an older version without model.hash"
-    return [f"{said}: two models at one path would count as one arm."] if count else []
+    said = f"model.hash is not known of {count} run{'s' * (count != 1)}, which an older version began"
+    return [f"{said}: two models that lay under one path would count as one arm."] if count else []
 
 
 def _versions(records: Sequence[Record]) -> list[tuple[str, list[str]]]:

@@ -124,7 +124,7 @@ def test_a_part_of_a_task_and_a_shared_gpu_are_said(here: Path, capsys) -> None:
         (run / "env.json").write_text(json.dumps({"command": words}))
         assert main(["sweep"]) == 0
         said = capsys.readouterr().out
-        assert ("Accuracies cover only gsm8k with at most 2 steps, not the whole set." in said) == shown
+        assert ("The questions are of gsm8k with at most 2 steps: no accuracy here is that" in said) == shown
         assert ("ran beside up to 3 others: seconds and tokens/s are of shared machines" in said) == shown
         shutil.rmtree(run)
 

@@ -132,8 +132,8 @@ def test_a_hole_in_the_metrics_is_damage(here: Path) -> None:
     (run / "metrics.jsonl").write_text("".join(lines[:1] + lines[2:]))
     found = comparison.read([here / "runs"])
     assert found.left_out == ["runs/hole: damaged (metrics.jsonl lacks 1 of 4 steps, the first of them 2)"]
-    assert "1 run record damaged: " in comparison.notes(found)[-1]
-    assert comparison.notes(found)[-1].endswith("repeat the run's command with rerun=true.")
+    assert "The record of 1 run is damaged: " in comparison.notes(found)[-1]
+    assert comparison.notes(found)[-1].endswith("type rerun=true with the line that began it.")
 
 
 def test_a_run_that_is_given_twice_is_one_run(sweep: Path) -> None:
@@ -149,10 +149,10 @@ def test_runs_of_two_models_under_one_path_are_not_pooled_and_older_ones_are_nam
     found = comparison.read([here / "runs"])
     assert sorted(found.arms) == [f"bf16 (model.hash={text})" for text in ("(absent)", "a" * 12, "b" * 12)]
     assert found.left_out == []
-    said = "1 run of an older version without model.hash: two models at one path would"
+    said = "model.hash is not known of 1 run, which an older version began: two models that lay under one path would"
     assert [note for note in comparison.notes(found) if note.startswith(said)]
     shutil.rmtree(here / "runs" / "2")
-    assert not any("without model.hash" in note for note in comparison.notes(comparison.read([here / "runs"])))
+    assert not any("model.hash is not known" in note for note in comparison.notes(comparison.read([here / "runs"])))
 
 
 # --- the numbers
@@ -232,7 +232,7 @@ def test_runs_that_were_asked_other_questions_are_compared_on_those_they_share(s
     for seed in range(3):
         make_run(sweep / f"more-{seed}", "nvfp4_aqn", seed, before=[0.0] * 6, after=[1.0] * 6)
     assert main(["sweep"]) == 0
-    assert "Runs were asked different questions" in capsys.readouterr().out
+    assert "Not all runs were asked the same questions" in capsys.readouterr().out
     row = arms_of(sweep, "bf16").loc["nvfp4_aqn"]
     assert row["questions"] == 6
     assert row["difference"] == pytest.approx(1 - (0.5 + 0.625 + 0.75 + 3 * 2.25) / 12)

@@ -223,7 +223,7 @@ def test_two_tasks_are_told_by_their_names_and_the_page_says_so(
         "final_accuracy nvfp4_aqn against bf16 (task=gsm8k)"
     )
     assert line_of(text, "final_accuracy", "task=arithmetic")
-    assert "The runs have 2 tasks, arithmetic, gsm8k: compare arms of one task." in text
+    assert "The runs are of 2 tasks, arithmetic, gsm8k: compare arms of one task." in text
     assert "Reply with" not in text
     assert main(["runs"]) == exits.OK
     text = capsys.readouterr().out
