@@ -100,8 +100,7 @@ def hub_home() -> Path:
 
 
 def cache_folder() -> Path:
-    """Return the folder for what this machine makes once: unpacked GGUF files, kernel times. Beside the hub's
-    downloads."""
+    """Return the cache folder, beside the hub's downloads, for unpacked GGUF files and kernel times."""
     return hub_home() / "qerl-lab"
 
 

@@ -231,8 +231,7 @@ def gpu_memory() -> int | None:
 
 
 def _check_disk(cfg: RunConfig, folder: Path | None, run_dir: Path) -> None:
-    """Raise ConfigError if a download or the checkpoints (adapter, two moments, one more than kept) do not fit the
-    disk."""
+    """Raise ConfigError if the disk lacks room for a download, or for checkpoints (adapter, two moments, one extra)."""
     adapter = on_disk.adapter_parameters(folder, cfg) if folder else 0
     moments = 2 if cfg.optim.name == "adamw_8bit" else 8
     written = cfg.steps // cfg.checkpoint.every + 1 if cfg.checkpoint.every else 1

@@ -1,5 +1,4 @@
-"""Measure each arm in its own process, which returns all its memory at the end. A dead arm yields a row with the
-reason.
+"""Measure each arm in its own process, which frees all its memory. A dead arm yields a row with the reason.
 
 The process is `python -m qerl_lab.bench.one_arm JOB.json ROWS.jsonl PARENT`. Building takes most of the time, so
 several arms may be built at once; they then measure one after another. Arms of one format share a checkpoint, which is

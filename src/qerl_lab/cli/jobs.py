@@ -112,8 +112,7 @@ def sweep_name(directory: Path) -> str:
 
 
 def of_sweep(directory: Path) -> Plan | None:
-    """Return the jobs whose runs lie in a sweep's directory, with their recorded configurations; None if it is no
-    sweep."""
+    """Return the jobs of a sweep's directory with their recorded configurations; None if it is no sweep."""
     if not (directory / LOCK).exists():
         return None
 

@@ -29,8 +29,7 @@ def groups() -> list[str]:
 
 
 def spell(override: str) -> str:
-    """Spell a word for Hydra: with a plus for groups outside the defaults list (`APPENDED`), without one for all
-    others.
+    """Spell a word for Hydra: with a plus for groups outside the defaults list (`APPENDED`), else without.
 
     `experiment=x` and `+experiment=x` become the same, as do `scale=x` and `+scale=x`. The flags of `slurm` are quoted
     as one text. Hydra's own keys (`hydra.*`, `hydra/*`) stay as typed.

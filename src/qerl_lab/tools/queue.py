@@ -1,5 +1,4 @@
-"""Run a queue of runs on machines that are available for minutes: `python -m qerl_lab.tools.queue plan|run|collect
-QUEUE.yaml`.
+"""Queue runs for short-lived machines: `python -m qerl_lab.tools.queue plan|run|collect QUEUE.yaml`.
 
 `plan` prints the next runs and the GPU hours left; `run` makes the next runs on a machine and packs the record of each;
 `collect` merges packed records into the results beside QUEUE.yaml. `queue_file.py` describes QUEUE.yaml. A lost machine

@@ -51,8 +51,7 @@ def _single(form: Form) -> Form:
 
 
 def _named(left: Form, right: Form) -> bool:
-    """Compare named forms: `x = 5` equals 5, but not `y = 5`. Two names, or a name and an equation, compare as
-    equations."""
+    """Compare named forms: `x = 5` equals 5, not `y = 5`. Two names, or name and equation, compare as equations."""
     if isinstance(left, Named) and isinstance(right, Named) and _same_name(left.name, right.name):
         return equal(left.form, right.form)
     sides = [_as_relation(side) for side in (left, right)]

@@ -37,11 +37,10 @@ class Sym:
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """An operation. `+` and `*` take any number of arguments, so that a long sum is no deep tree; `pm` and `neg` take
-    one.
+    """An operation. `+` and `*` take any number of arguments, so that a long sum is no deep tree.
 
-    The others are "- / ^ inverse root log binom", the functions, and `call`: an unknown function's name with its
-    argument.
+    `pm` and `neg` take one. The others are "- / ^ inverse root log binom", the functions, and `call`: an unknown
+    function's name with its argument.
     """
 
     name: str
@@ -368,8 +367,7 @@ class _Reader:
         return node if exponent is None else Op("^", (node, exponent))
 
     def function_argument(self) -> Node:
-        """Parse a function's argument: a group alone, or a product without signs up to the next function: `\sin 2x \cos
-        x`."""
+        """Parse a function's argument, a group or a product without signs up to the next function: `\sin 2x \cos x`."""
         if self.sees("(", "[", "{"):
             self.deeper()
             node = self.postfix(self.group(self.take().text))

@@ -11,8 +11,7 @@ from qerl_lab.tasks.answers.expression import Node
 
 @dataclass(frozen=True)
 class Amount:
-    """An expression with unit, money sign and percent; `letters` reads all of it as an expression: `2 m` is 2m or 2
-    meters."""
+    """An expression with unit or percent. `letters` is all of it read as an expression: `2 m` is 2m or 2 meters."""
 
     node: Node
     unit: str = ""

@@ -55,8 +55,7 @@ def _variables(form: Form) -> frozenset[str]:
 
 
 def _ends(form: Form) -> list[Value]:
-    """Return the end points of a set. Raises Unreadable if the form is no set of real numbers, or has variables in its
-    ends."""
+    """Return the end points of a set. Raises Unreadable for no set of real numbers, and for ends with variables."""
     if isinstance(form, Relation):
         numbers = [side for side in form.sides if not names(side)]
         if "=" in form.signs or len(form.sides) - len(numbers) != 1 or not any(map(_is_variable, form.sides)):

@@ -27,8 +27,7 @@ class Verdict(Enum):
 
 
 def judge(given: str, known: str) -> Verdict:
-    """Return the verdict on `given` against the right answer `known`. Raises nothing; MAX_ANSWER_CHARACTERS bounds its
-    work."""
+    """Compare `given` with the right answer `known`. Raises nothing; MAX_ANSWER_CHARACTERS bounds its work."""
     left, right = number(given), number(known)
     if left is not None and right is not None:
         return Verdict.RIGHT if left == right else Verdict.WRONG
