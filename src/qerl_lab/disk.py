@@ -1,4 +1,4 @@
-"""Files that are whole or not there, whoever is killed and however full the disk is; directories and locks."""
+"""Write files atomically, also when a process is killed or the disk is full; make directories; take locks."""
 
 import errno
 import fcntl
@@ -14,15 +14,15 @@ from typing import Any, TextIO
 from qerl_lab.config.message import in_one_line
 from qerl_lab.config.option import ConfigError
 
-# What a file system without locks says; and NFS of a directory, for it locks only what may be written (flock(2)).
+# Errors of file systems without locks, and of NFS for a directory: it locks only what is open for writing (flock(2)).
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF)
 
 
 def lock(opened: int | TextIO, refusal: str | None = None) -> bool:
-    """Lock an open file or directory until it is closed; False where there are no locks, and nothing is guarded.
+    """Lock an open file or directory until it is closed. Returns False, without a lock, where locks are unsupported.
 
-    Where another process has it this waits, or raises ConfigError with the `refusal`. A child that inherits it keeps
-    the lock.
+    If another process holds the lock, wait, or raise ConfigError with the `refusal`. A child that inherits the file
+    keeps the lock.
     """
     try:
         fcntl.flock(opened, fcntl.LOCK_EX | (fcntl.LOCK_NB if refusal else 0))
@@ -37,7 +37,7 @@ def lock(opened: int | TextIO, refusal: str | None = None) -> bool:
 
 @contextmanager
 def alone_in(folder: Path) -> Iterator[bool]:
-    """Wait until no other process of this machine is in such a block of this folder; False where there are no locks."""
+    """Wait until no other process of this machine is inside this block for `folder`. Yields False without locks."""
     held = os.open(folder, os.O_RDONLY)
     try:
         yield lock(held)
@@ -46,9 +46,9 @@ def alone_in(folder: Path) -> Iterator[bool]:
 
 
 def replace_file(path: Path, data: bytes, aside: str = "tmp") -> None:
-    """Write aside, then rename: whoever is killed here leaves the old file or the new one, and a full disk no half.
+    """Write a file atomically: write to a temporary name, then rename.
 
-    `aside` is the ending of the name until then: one of each process, where several may write the file at once.
+    `aside` is the ending of the temporary name; use one per process if several may write the file at once.
     """
     beside = path.with_name(f"{path.name}.{aside}")
     try:
@@ -59,19 +59,19 @@ def replace_file(path: Path, data: bytes, aside: str = "tmp") -> None:
         beside.replace(path)
     except OSError as error:
         beside.unlink(missing_ok=True)
-        if error.filename is None:  # a write does not say to what: of several disks one is full
+        if error.filename is None:  # write errors name no file; the user must know which disk is full
             error.filename = str(path)
         raise
 
 
 def let_read(files: Iterable[Path]) -> None:
-    """Let whoever may list their folder read weights: safetensors (0.8) writes files for their owner alone."""
+    """Make weights readable for everyone who can list their folder: safetensors (0.8) lets only the owner read."""
     for file in files:
         file.chmod(file.parent.stat().st_mode & 0o666)
 
 
 def strict_json(content: Any) -> bytes:
-    """A file of strict JSON, which knows no NaN or Infinity: a number that is not finite becomes null."""
+    """Encode as strict JSON, which has no NaN or Infinity: non-finite numbers become null."""
 
     def known(value: Any) -> Any:
         if isinstance(value, dict):
@@ -84,7 +84,7 @@ def strict_json(content: Any) -> bytes:
 
 
 def read_json(path: Path, kind: type) -> Any:
-    """Read a JSON file of a run directory. Raises ConfigError naming the file if it holds no `kind`."""
+    """Read a JSON file of a run directory. Raises ConfigError naming the file unless it holds a `kind`."""
     try:
         values = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
@@ -95,20 +95,19 @@ def read_json(path: Path, kind: type) -> Any:
 
 
 def hub_home() -> Path:
-    """Folder of Hugging Face's libraries, as they decide it."""
+    """Return the home folder of Hugging Face's libraries, by their own rules."""
     return Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
 
 
 def cache_folder() -> Path:
-    """Folder of what this machine needs once: unpacked GGUF files, times of kernels. Beside the hub's downloads."""
+    """Return the cache folder, beside the hub's downloads, for unpacked GGUF files and kernel times."""
     return hub_home() / "qerl-lab"
 
 
 def make_directory(folder: Path, given: str) -> None:
-    """Make `folder` and a file in it that is gone at once. Raises ConfigError, which repeats `given`, where that fails.
+    """Create `folder` and check that it is writable. Raises ConfigError, which repeats `given`, if that fails.
 
-    So a command learns before its work, and not after it, that it could write nothing. A directory that was made for
-    nothing is removed again.
+    This finds an unwritable directory before the work, not after it. A folder created by a failed check is removed.
     """
     missing = [path for path in (folder, *folder.parents) if not os.path.lexists(path)]
     try:

@@ -1,7 +1,7 @@
-"""End of every command: its exit code, the signals that end it, and a console that may go away while it works.
+"""Exit codes, signals, and a lost console: how every command ends.
 
-After `| head`, a closed terminal or `>&-` what is printed goes nowhere, and the work goes on. Every command starts
-through `run`. Imports little, so that Ctrl-C while a command imports the rest is one line already.
+After `| head`, a closed terminal or `>&-`, output is discarded and the work continues. Every command starts through
+`run`. Imports little, so that Ctrl-C during the remaining imports already prints a single line.
 """
 
 import atexit
@@ -16,20 +16,20 @@ from functools import wraps
 from typing import Any, NoReturn
 
 OK = 0  # done
-FAILURE = 1  # a run, or what the command does, failed
+FAILURE = 1  # a run, or the work of another command, failed
 USAGE = 2  # a configuration error
-INTERRUPTED = 130  # a signal ended it; the same command, or resume=, goes on
+INTERRUPTED = 130  # ended by a signal; the same command, or resume=, continues
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-LOST = (errno.EPIPE, errno.EIO)  # nobody reads the pipe; the terminal is closed
-FULL = (errno.ENOSPC, errno.EDQUOT)  # the disk; the share of it that is this user's
-STOPS: list[int] = []  # signals that a sweep of this process took: a sweep that ends done all the same tells by them
+LOST = (errno.EPIPE, errno.EIO)  # the pipe has no reader; the terminal is closed
+FULL = (errno.ENOSPC, errno.EDQUOT)  # the disk is full; the user's quota is
+STOPS: list[int] = []  # signals received by a sweep of this process; shows a stop even if the sweep ended as done
 Main = Callable[[list[str]], int]  # words of a command line -> exit code
-_left: list[int] = []  # the code that `leave` was given
+_left: list[int] = []  # exit code passed to `leave`
 
 
 @contextmanager
 def starting(module: str) -> Iterator[None]:
-    """End the process of a command in one line when Ctrl-C comes while it imports. `module` is its `__name__`."""
+    """End with one line if Ctrl-C comes while a command imports. `module` is its `__name__`."""
     try:
         yield
     except KeyboardInterrupt:
@@ -40,27 +40,27 @@ def starting(module: str) -> Iterator[None]:
 
 
 def run(main: Main, keeps_record: bool = False) -> None:
-    """Be the process of a command: outlast the console, and leave with the command's exit code.
+    """Run a command as the process: survive a lost console, and exit with the command's code.
 
-    One that `keeps_record` of its work outlasts a full disk under its console too.
+    With `keeps_record` it also survives a full disk under its console.
     """
     outlast(keeps_record)
     code = command(main)(sys.argv[1:])
-    if code == INTERRUPTED:  # Python itself may end by the signal once more, if it came inside of an exec()
+    if code == INTERRUPTED:  # Python may end by the signal itself if it came inside exec()
         os._exit(code)
     leave(code)
 
 
 def leave(code: int) -> NoReturn:
-    """Exit as `sys.exit` does, without taking apart what was imported: of torch and TRL that takes seconds.
+    """Exit like `sys.exit`, without tearing down imported modules: for torch and TRL that takes seconds.
 
-    Threads are waited for, what others registered with atexit is called, and standard output and error are flushed.
+    Waits for threads, runs atexit functions, and flushes standard output and error.
     """
     _left.append(code)
     sys.exit(code)
 
 
-@atexit.register  # before anything that takes seconds is imported: the first to be registered is called last
+@atexit.register  # registered before slow imports, because atexit runs the first function last
 def _end_now() -> None:
     if _left:
         for stream in (sys.stdout, sys.stderr):
@@ -70,10 +70,10 @@ def _end_now() -> None:
 
 
 def command(main: Main) -> Main:
-    """Give `main` an exit code and one message for what ends it early; anything else is a bug, with its traceback.
+    """Wrap `main` to turn expected errors into an exit code and one message; other errors keep their traceback.
 
     ConfigError is 2. ValueError and OSError, which the work of a command raises, are 1. Ctrl-C is 130; the argument of
-    its KeyboardInterrupt, if there is one, says how to go on.
+    its KeyboardInterrupt, if any, says how to continue.
     """
 
     @wraps(main)
@@ -103,8 +103,8 @@ def _told(error: ValueError | OSError) -> int:
 
 
 def outlast(full_disk: bool = False) -> None:
-    """Send standard output and error to os.devnull once their reader is gone, or their disk is full."""
-    for descriptor in (0, 1, 2):  # a closed one would be given to the next file that is opened, a record for example
+    """Send stdout and stderr to /dev/null once their reader is gone, or with `full_disk` once the disk is full."""
+    for descriptor in (0, 1, 2):  # a closed descriptor would be reused for the next opened file, e.g. a record
         try:
             os.fstat(descriptor)
         except OSError:
@@ -114,7 +114,7 @@ def outlast(full_disk: bool = False) -> None:
 
 
 def say_now(text: str) -> None:
-    """Write a line on standard error past every buffer, as a signal handler may need it."""
+    """Write a line to standard error, unbuffered, as signal handlers must."""
     with suppress(OSError):
         os.write(2, f"{text}\n".encode())
 
@@ -122,7 +122,7 @@ def say_now(text: str) -> None:
 def _lasting(stream: object, descriptor: int, lost: tuple[int, ...]) -> io.TextIOWrapper:
     raw = _Lasting(descriptor, "w", closefd=False)
     raw.lost = lost
-    if not isinstance(stream, io.TextIOWrapper):  # None where it was closed
+    if not isinstance(stream, io.TextIOWrapper):  # None if it was closed
         return io.TextIOWrapper(io.BufferedWriter(raw), "utf-8", line_buffering=True)
     stream.flush()
     is_prompt = stream.line_buffering or stream.write_through
@@ -130,7 +130,7 @@ def _lasting(stream: object, descriptor: int, lost: tuple[int, ...]) -> io.TextI
 
 
 class _Lasting(io.FileIO):
-    lost: tuple[int, ...] = ()  # errors after which what is written goes nowhere
+    lost: tuple[int, ...] = ()  # errors after which output is discarded
 
     def write(self, data: Any, /) -> int:
         try:
@@ -145,5 +145,5 @@ class _Lasting(io.FileIO):
 
 
 def heard() -> tuple[signal.Signals, ...]:
-    """List the signals that stop a run; under nohup, which has SIGHUP ignored, a closed terminal does not."""
+    """List the signals that stop a run: all of `SIGNALS`, but no SIGHUP if it is ignored, as under nohup."""
     return tuple(n for n in SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN)

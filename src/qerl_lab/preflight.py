@@ -1,7 +1,7 @@
-"""Checks of a run before it starts: its model, its questions, its machine. Imports no torch.
+"""Check a run's model, questions and machine before it starts. Imports no torch.
 
-Composing a command checks what was typed; here the files and the hardware are looked at. Nothing is downloaded, and
-nothing is written. A limit that is a guess names the word that lifts it (`device=cpu`).
+Composing a command checks the words; this module checks files and hardware. It downloads and writes nothing. If a limit
+is an estimate, the error names the word that lifts it (`device=cpu`).
 """
 
 import importlib.util
@@ -30,21 +30,21 @@ from qerl_lab.tasks import arithmetic, data
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 GPU_NODES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd", "/dev/nvhost-gpu")  # NVIDIA, WSL, ROCm, Jetson
-TOO_MANY_FOR_A_CPU = 1_000_000_000  # parameters; a rollout of 128 x 256 tokens then takes hours on a few cores
+TOO_MANY_FOR_A_CPU = 1_000_000_000  # parameters; a rollout of 128 x 256 tokens would take hours on a few cores
 ALLOCATOR, EXPANDABLE = "PYTORCH_ALLOC_CONF", "expandable_segments:True"
-RECORD_BYTES = 64 * 2**20  # metrics, figures and logs of a run, generously
-NEEDS_GPU = (  # key, value, its package, what to type instead
+RECORD_BYTES = 64 * 2**20  # metrics, figures and logs of a run, rounded up
+NEEDS_GPU = (  # key, value, package, what to type instead
     ("optim.name", "adamw_8bit", "bitsandbytes", "optim=adamw"),
     ("model.attention", "flash_attention_2", "flash_attn", "model.attention=sdpa"),
 )
 
 
 def check(cfg: RunConfig, run_dir: Path, here: bool = True) -> list[str]:
-    """Raise ConfigError for a run that would end at its start; returns what of its configuration is cut, in words.
+    """Raise ConfigError for a run that would fail at its start; return notes on what it cuts.
 
     Args:
-        here: the run will use this machine. A launcher that sends jobs elsewhere makes that False, and what the machine
-            has is left to the run itself.
+        here: the run will use this machine. False for a launcher that sends jobs elsewhere; the run then checks its own
+        machine.
     """
     on_disk.check_content(cfg)
     folder = on_disk.local(cfg.model.path)
@@ -59,7 +59,7 @@ def check(cfg: RunConfig, run_dir: Path, here: bool = True) -> list[str]:
 
 
 def check_machine(cfg: RunConfig, run_dir: Path) -> None:
-    """Raise ConfigError where this machine lacks what the run needs: its device, packages, memory, room on the disk."""
+    """Raise ConfigError if this machine lacks what the run needs: device, packages, memory, disk space."""
     folder = on_disk.local(cfg.model.path)
     _check_device(cfg)
     _check_size(cfg, folder)
@@ -69,7 +69,7 @@ def check_machine(cfg: RunConfig, run_dir: Path) -> None:
 
 
 def check_directory(run_dir: Path) -> None:
-    """Raise ConfigError where the directory of a run could not be made or written."""
+    """Raise ConfigError if the run's directory could not be created or written."""
     above = next(path for path in (run_dir, *run_dir.parents) if os.path.lexists(path))
     longest = os.pathconf(above, "PC_NAME_MAX")
     if not above.is_dir():
@@ -127,7 +127,7 @@ def _check_gpu_only(cfg: RunConfig) -> None:
 
 
 def check_engine(cfg: RunConfig) -> None:
-    """Raise ConfigError where the package of the engine is missing, or its device."""
+    """Raise ConfigError if the engine's package or device is missing."""
     if cfg.rollout.engine == "vllm" and importlib.util.find_spec("vllm") is None:
         raise ConfigError(
             "rollout.engine=vllm needs the package vllm, which is not installed. Type pip install 'qerl-lab[vllm]', "
@@ -144,14 +144,14 @@ def check_engine(cfg: RunConfig) -> None:
 
 
 def has_gpu() -> bool:
-    """Whether the system shows a GPU to this process; torch may still lack the build for it."""
+    """Tell whether the system shows a GPU to this process; the installed torch may still be a CPU build."""
     hidden = os.environ.get(VISIBLE)
     return hidden not in ("", "-1") and any(Path(node).exists() for node in GPU_NODES)
 
 
 @cache
 def visible_gpus() -> list[str] | None:
-    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them; None where the system does not say."""
+    """List the GPUs that this process may use, named as in CUDA_VISIBLE_DEVICES; None if unknown."""
     if given := os.environ.get(VISIBLE):
         return given.split(",")
     try:
@@ -162,7 +162,7 @@ def visible_gpus() -> list[str] | None:
 
 
 def _check_size(cfg: RunConfig, folder: Path | None) -> None:
-    """Refuse a model that this machine cannot hold, or that it would compute for days."""
+    """Raise ConfigError for a model too large for this machine's memory, or one that would take days on it."""
     count = _parameters(cfg.model.path, folder)
     on_gpu = cfg.device != "cpu" and has_gpu()
     if count is None:
@@ -183,7 +183,7 @@ def _check_size(cfg: RunConfig, folder: Path | None) -> None:
 
 
 def _parameters(path: str, folder: Path | None) -> int | None:
-    """Count a model's weights from its files, or from its name on the hub; None where that says nothing."""
+    """Count a model's weights from its files, or from its name on the hub; None if unknown."""
     if folder:
         return on_disk.parameters(folder)
     return _header(path).parameters if gguf.is_gguf(path) else named_parameters(path)
@@ -191,25 +191,25 @@ def _parameters(path: str, folder: Path | None) -> int | None:
 
 @cache
 def _header(path: str) -> gguf.Header:
-    """What a GGUF file says of itself; a second or two for its vocabulary."""
+    """Read a GGUF file's header; its vocabulary takes a second or two."""
     return gguf.header(Path(path).expanduser())
 
 
 def named_parameters(hub_id: str) -> int | None:
-    """The count in the name of a model on the hub, as in Qwen2.5-7B or SmolLM2-135M; None where there is none."""
+    """Read the parameter count from a hub id such as Qwen2.5-7B or SmolLM2-135M; None if it has none."""
     found = re.findall(r"(?<![\w.])(\d+(?:\.\d+)?)([BM])(?![A-Za-z0-9])", hub_id.rpartition("/")[2], re.IGNORECASE)
     return int(max(float(number) * {"b": 1e9, "m": 1e6}[unit.lower()] for number, unit in found)) if found else None
 
 
 def _bytes_a_parameter(cfg: RunConfig, on_gpu: bool) -> float:
-    """The least that a weight takes while it trains: dense ones their dtype, packed ones half a byte."""
+    """Return the least bytes per weight in training: the dtype's size if dense, half a byte if packed."""
     dense = 2 if cfg.model.dtype == "bfloat16" or (on_gpu and cfg.model.dtype == "auto") else 4
     cached = not on_gpu and cfg.format.dense_cache != "off"
     return dense if cfg.format.name == DENSE_FORMAT or cached else 0.5
 
 
 def memory() -> int | None:
-    """Bytes of memory and swap, or of the control group where that is less; None where the system does not say."""
+    """Return the bytes of memory and swap, or the control group's limit if lower; None if unknown."""
     info = Path("/proc/meminfo")
     if not info.is_file():
         return None
@@ -221,7 +221,7 @@ def memory() -> int | None:
 
 @cache
 def gpu_memory() -> int | None:
-    """Bytes of the largest NVIDIA GPU; None where nvidia-smi does not say within ten seconds."""
+    """Return the bytes of the largest NVIDIA GPU; None if nvidia-smi gives none within ten seconds."""
     command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
         out = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout
@@ -231,7 +231,7 @@ def gpu_memory() -> int | None:
 
 
 def _check_disk(cfg: RunConfig, folder: Path | None, run_dir: Path) -> None:
-    """Refuse where the checkpoints (adapter and both moments, one more than are kept) or a download have no room."""
+    """Raise ConfigError if the disk lacks room for a download, or for checkpoints (adapter, two moments, one extra)."""
     adapter = on_disk.adapter_parameters(folder, cfg) if folder else 0
     moments = 2 if cfg.optim.name == "adamw_8bit" else 8
     written = cfg.steps // cfg.checkpoint.every + 1 if cfg.checkpoint.every else 1
@@ -257,7 +257,7 @@ def _refuse_full(place: Path, needed: int, what: str, remedy: str) -> None:
 
 
 def hub_cache() -> Path:
-    """Folder of the models from the hub, as huggingface_hub decides it."""
+    """Return the folder of models from the hub, by huggingface_hub's rules."""
     return Path(os.environ.get("HF_HUB_CACHE", hub_home() / "hub")).expanduser()
 
 
@@ -267,29 +267,29 @@ def _check_questions(cfg: RunConfig) -> list[str]:
         raise ConfigError("task.path= is empty; allowed: a directory, a file or a hub id. Leave task.path out.")
     if not has_questions(cfg):
         return []
-    if cfg.task == replace(TaskConfig(), instruction=cfg.task.instruction):  # counting them would take half a second
+    if cfg.task == replace(TaskConfig(), instruction=cfg.task.instruction):  # skips a count that takes half a second
         return cut_questions(cfg, arithmetic.TRAIN_QUESTIONS, arithmetic.HELDOUT_QUESTIONS)
     found = _questions(json.dumps(asdict(cfg.task)))
     return [*found.warnings, *cut_questions(cfg, found.train, found.heldout)]
 
 
 def questions(cfg: RunConfig) -> Mapping[str, Any]:
-    """What a record keeps of the questions that lie in files of this machine; nothing of others, which do not change.
+    """Return what a run records of question files on this machine; empty for other questions, which never change.
 
-    Raises ConfigError where they cannot be read.
+    Raises ConfigError if the files cannot be read.
     """
     lie_here = cfg.task.path is not None and data.is_local(cfg.task.path)
     return _questions(json.dumps(asdict(cfg.task))).data if lie_here else {}
 
 
 def has_questions(cfg: RunConfig) -> bool:
-    """Whether the command finds the questions on this machine, and so says itself what is left out of them."""
+    """Tell whether the questions are on this machine, so that the command can count those left out."""
     path = cfg.task.path
     return not tasks.is_on_the_hub(cfg.task) if path is None else data.is_local(path)
 
 
 class _Questions(NamedTuple):
-    """How many training and held-out questions a task has, and what of `tasks.Task` tells what they are."""
+    """Number of training and held-out questions of a task, and fields of `tasks.Task` that describe them."""
 
     train: int
     heldout: int
@@ -299,13 +299,13 @@ class _Questions(NamedTuple):
 
 @cache
 def _questions(task: str) -> _Questions:
-    """Those of a task on this machine; its configuration is JSON, so that it is a key."""
+    """Count a task's questions on this machine. Its configuration is passed as JSON, to be a cache key."""
     loaded = tasks.load(build({"task": json.loads(task)}).task)
     return _Questions(len(loaded.train), len(loaded.heldout), loaded.warnings, loaded.data)
 
 
 def cut_questions(cfg: RunConfig, train: int, heldout: int) -> list[str]:
-    """Say what is asked for beyond the questions that there are. Raises ConfigError where there are too few."""
+    """Note requests beyond the available questions. Raises ConfigError if there are too few."""
     source, more = _questions_come_from(cfg.task)
     if train == 0:
         raise ConfigError(f"{source} has no training question. Type {more}.")
@@ -323,7 +323,7 @@ def cut_questions(cfg: RunConfig, train: int, heldout: int) -> list[str]:
 
 
 def _questions_come_from(task: TaskConfig) -> tuple[str, str]:
-    """The word that says where the questions are from, and what to type for more of them."""
+    """Return the word that selects the source of the questions, and what to type for more of them."""
     more = "another task.path"
     if task.path is None:
         more = {"arithmetic": "a larger task.arithmetic.max_operand", "code_io": "task.code_io.max_level=3"}.get(
@@ -335,5 +335,5 @@ def _questions_come_from(task: TaskConfig) -> tuple[str, str]:
 
 
 def no_evaluation(cfg: RunConfig) -> str:
-    """What to type so that no held-out question is asked; empty for a run that asks none."""
+    """Return what to type to disable held-out evaluation; empty if the run has none."""
     return " ".join(f"eval.{key}=0" for key in ("questions", "every") if getattr(cfg.eval, key))

@@ -1,4 +1,4 @@
-"""The processes of one run or arm: what they are told of each other, and when one must end. Imports no torch."""
+"""The processes of one run or arm: their rank variables, and when one must end. Imports no torch."""
 
 import os
 import socket
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from qerl_lab.config.option import ConfigError
 
-# By which a launcher tells how many processes it started.
+# Variables in which launchers give the number of processes.
 SIZES = {
     "WORLD_SIZE": "torchrun and accelerate launch",
     "OMPI_COMM_WORLD_SIZE": "mpirun",
@@ -18,10 +18,10 @@ SIZES = {
 
 
 def rank_variables(gpus: int) -> list[dict[str, str]]:
-    """The environment variables that torchrun sets, by rank; none for a run of one process.
+    """Return the environment variables that torchrun would set, by rank; none for a run of one process.
 
-    The processes are the command's own children, not torchrun's: they inherit the lock, a signal leaves them all the
-    time that a step takes (torchrun kills after a fixed time), and each tells how it ended.
+    The processes are children of the command instead of torchrun: they inherit the lock, a signal leaves them time to
+    finish a step (torchrun kills after a fixed time), and each reports how it ended.
     """
     if gpus == 1:
         return [{}]
@@ -36,7 +36,7 @@ def rank_variables(gpus: int) -> list[dict[str, str]]:
 
 
 def refuse_several(environment: Mapping[str, str], ranks: int = 1) -> None:
-    """Raise ConfigError for one of several processes of a launcher: each would train the same run by itself.
+    """Raise ConfigError if a launcher started several processes: each would train the same run.
 
     A run starts its own `ranks`, which are allowed.
     """
@@ -52,9 +52,9 @@ def refuse_several(environment: Mapping[str, str], ranks: int = 1) -> None:
 
 
 def end_with(parent: int) -> None:
-    """End this process soon after `parent`, its process id, has ended; at once if it has.
+    """End this process soon after the process with id `parent` has ended; at once if it has already.
 
-    An end of a pipe would not tell: a fork of the parent may hold the other end open.
+    A pipe would not do: a fork of the parent may hold its other end open.
     """
     threading.Thread(target=_watch, args=(parent,), daemon=True).start()
 

@@ -1,4 +1,4 @@
-"""Terminal: progress, columns, short paths, and the silence of third parties."""
+"""Terminal output: progress bars, columns, short paths, and silencing of third parties."""
 
 import atexit
 import gc
@@ -15,18 +15,18 @@ from typing import Any, Self
 
 from tqdm import tqdm
 
-JOB = "QERL_LAB_JOB"  # environment variable: which job of a sweep prints here, as `job 2 (3 of 8)`
+JOB = "QERL_LAB_JOB"  # environment variable: label of a sweep's job, as `job 2 (3 of 8)`
 SHOWN = {  # metric -> label and format on the bar
     "reward/mean": ("reward", "{:.2f}"),
     "policy/entropy_nats": ("entropy", "{:.3f}"),
     "noise/sigma": ("sigma", "{:.2g}"),
     "rollout/tokens_per_second": ("tokens/s", "{:,.0f}"),
 }
-LINES = 10  # without a terminal, so many lines a run
+LINES = 10  # lines per run without a terminal
 
 
 class Closing:
-    """A context that closes its bar, where there is a terminal and so a bar."""
+    """A context manager that closes its bar, if there is one."""
 
     bar: tqdm | None
 
@@ -39,7 +39,7 @@ class Closing:
 
 
 class Progress(Closing):
-    """Step, ETA, reward, entropy, sigma and rollout tokens/s of a run of `steps`, `done` of which are behind it."""
+    """Show step, ETA, reward, entropy, sigma and rollout tokens/s of a run of `steps`, `done` of them completed."""
 
     def __init__(self, steps: int, done: int) -> None:
         self.steps, self.first, self.started = steps, done, time.monotonic()
@@ -56,7 +56,7 @@ class Progress(Closing):
 
 
 class Amount(Closing):
-    """Amount and ETA of a pass over `total` of a unit, `done` of which are behind it."""
+    """Show amount and ETA of a pass over `total` units, `done` of them completed."""
 
     def __init__(self, label: str, total: int, done: int = 0, unit: str = "B") -> None:
         self.label, self.total, self.first, self.now, self.unit = _label(label), total, done, done, unit
@@ -64,13 +64,13 @@ class Amount(Closing):
         self.bar = _bar(desc=self.label, total=total, initial=done, unit=unit, unit_scale=unit == "B")
 
     def advance(self, count: int, said: str = "") -> None:
-        """Move on by `count`; `said` stands behind the bar, or the line."""
+        """Advance by `count`; `said` follows the bar, or the line."""
         before, self.now = self.now, self.now + count
         is_due = self.now * LINES // self.total > before * LINES // self.total
         if self.bar is not None:
             self.bar.set_postfix_str(said, refresh=False)
             self.bar.update(count)
-        elif is_due and time.monotonic() > self.printed + 1:  # a small model is done before a line is read
+        elif is_due and time.monotonic() > self.printed + 1:  # a small model finishes too fast to read lines
             self.printed = time.monotonic()
             eta = _eta(self.started, self.now - self.first, self.total - self.now)
             amount = f"{self.now:,}/{self.total:,} {self.unit}s"
@@ -80,13 +80,13 @@ class Amount(Closing):
 
 
 def _bar(**about: Any) -> tqdm | None:
-    """Make a bar, on a terminal only. Its size is asked here: tqdm draws nothing where that is given as 0 x 0."""
+    """Make a bar, on a terminal only. The size is queried here: tqdm draws nothing if the terminal reports 0 x 0."""
     columns, lines = shutil.get_terminal_size((100, 24))
     return tqdm(ncols=columns, nrows=lines, **about) if sys.stderr.isatty() else None
 
 
 def _label(text: str = "") -> str:
-    """Put `text` behind the job of a sweep that this process is, if it is one."""
+    """Prefix `text` with the label of the sweep's job, if this process is one."""
     return ", ".join(filter(None, (os.environ.get(JOB), text)))
 
 
@@ -95,9 +95,9 @@ def _eta(started: float, done: int, left: int) -> str:
 
 
 def quiet_third_parties() -> None:
-    """Silence what is noise to the user of a run: loading bars, deprecations between libraries, adapter advice.
+    """Silence third-party noise: loading bars, deprecations between libraries, adapter advice.
 
-    Errors, and warnings of our own, still show.
+    Errors and our own warnings still show.
     """
     from datasets.utils.logging import disable_progress_bar
     from transformers.utils import logging as transformers_logging
@@ -113,19 +113,19 @@ def quiet_third_parties() -> None:
 
 @contextmanager
 def quiet_imports() -> Iterator[None]:
-    """Import large packages with third parties silenced and the garbage collector off; what is imported stays frozen.
+    """Import large packages quietly, with garbage collection off; freeze the imported objects.
 
-    Looking through a million new objects for garbage takes a sixth of the import, and every later `gc.collect()`, which
-    each training calls, would look through them again.
+    Scanning a million new objects takes a sixth of the import time, and every later `gc.collect()`, which each training
+    calls, would scan them again.
     """
     was_enabled = gc.isenabled()
     gc.disable()
     try:
-        quiet_third_parties()  # some print while they are imported
+        quiet_third_parties()  # some packages print during import
         yield
     finally:
         gc.freeze()
-        atexit.register(gc.unfreeze)  # or Triton's bindings would report leaks
+        atexit.register(gc.unfreeze)  # else Triton's bindings report leaks
         if was_enabled:
             gc.enable()
 
@@ -136,23 +136,23 @@ def say(text: str) -> None:
 
 
 def near(path: Path) -> str:
-    """Shorten a path to what can be typed from here."""
+    """Shorten a path relative to the current directory."""
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 def python() -> str:
-    """Name this Python as it can be typed from here: `python` where that is the one, else its path."""
+    """Return how to type this Python here: `python` if that is the same, else its path."""
     return "python" if shutil.which("python") == sys.executable else near(Path(sys.executable))
 
 
 def aligned(rows: list[tuple[str, str]]) -> str:
-    """Lay names and values out in two columns."""
+    """Format names and values in two columns."""
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows)
 
 
 def columns(rows: list[list[str]]) -> str:
-    """Lay rows of cells out, each column as wide as its widest cell."""
+    """Format rows of cells, each column as wide as its widest cell."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     return "\n".join(lines)

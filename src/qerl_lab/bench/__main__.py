@@ -1,4 +1,4 @@
-"""`python -m qerl_lab.bench COMMAND KEY=VALUE ...`: measure, print, write JSON, draw. COMMANDS has them all."""
+"""`python -m qerl_lab.bench COMMAND KEY=VALUE ...`: measure, print, write JSON, draw. COMMANDS lists the commands."""
 
 import json
 import signal
@@ -37,7 +37,7 @@ def linear(options: LinearOptions) -> None:
 
 
 def decode(options: DecodeOptions) -> None:
-    """Measure the Linears of a decoder layer at the few rows of decoding."""
+    """Measure the Linears of a decoder layer with the few rows of decoding."""
     about = prepare(options)
     from qerl_lab.bench.decode import times
 
@@ -64,7 +64,7 @@ def step(options: StepOptions) -> None:
 
 
 def in_processes(benchmark: str, options: RolloutOptions | StepOptions) -> None:
-    """Measure every arm and write each row at once. Raises ValueError at the end where an arm died."""
+    """Measure every arm, writing each row at once. Raises ValueError at the end if an arm died."""
     about = prepare(options)
     from qerl_lab.bench import arm_processes
 
@@ -84,9 +84,9 @@ def in_processes(benchmark: str, options: RolloutOptions | StepOptions) -> None:
 
 
 def hear_once() -> None:
-    """End the command at a signal as at Ctrl-C, so that it removes its checkpoint.
+    """Raise KeyboardInterrupt at the first stop signal, so that the command removes its checkpoint.
 
-    A second signal is ignored: `timeout` sends two, and the second would stop the removal.
+    A second signal is ignored: `timeout` sends two, and the second would interrupt the removal.
     """
 
     def end(*_: object) -> NoReturn:
@@ -99,7 +99,7 @@ def hear_once() -> None:
 
 
 def prepare(options: AnyOptions) -> dict[str, Any]:
-    """Check options, GPU and OUT; return environment and options for the record. Raises ConfigError."""
+    """Check options, GPU and OUT; return environment and options to record. Raises ConfigError."""
     check(options)
     require_gpu()
     make_directory(Path(options.out).parent, f"out={options.out}")
@@ -108,7 +108,7 @@ def prepare(options: AnyOptions) -> dict[str, Any]:
 
 
 def require_gpu() -> None:
-    """Raise ConfigError where torch sees no GPU."""
+    """Raise ConfigError if torch sees no GPU."""
     import torch
 
     if not torch.cuda.is_available():
@@ -116,10 +116,10 @@ def require_gpu() -> None:
 
 
 def shown(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Collect the rows, and print each as soon as it is measured: a whole command takes minutes."""
+    """Collect the rows, printing each as soon as it is measured: a whole command takes minutes."""
     found = []
     for row in rows:
-        short = {name: value for name, value in row.items() if name not in ("log", "kernels")}  # long ones
+        short = {name: value for name, value in row.items() if name not in ("log", "kernels")}  # too long to print
         cells = (
             f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in short.items()
         )
@@ -129,12 +129,12 @@ def shown(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def write(stem: Path, result: dict[str, Any]) -> None:
-    """Write `stem`.json atomically: a command that is killed here leaves the rows before or after."""
+    """Write `stem`.json atomically, so that a killed command leaves a whole file."""
     replace_file(stem.with_suffix(".json"), json.dumps(result, indent=1).encode() + b"\n")
 
 
 def save(stem: Path, result: dict[str, Any]) -> None:
-    """Write `stem`.json and, with anything to draw, `stem`.png; print the table."""
+    """Write `stem`.json, and `stem`.png if there is something to draw; print the table."""
     from qerl_lab.report import bench, bench_arms
 
     report = bench_arms if "rows" in result else bench

@@ -1,4 +1,4 @@
-"""Make the run configuration of a lab arm from the benchmark's options and the arm's words. Imports no torch."""
+"""Build the run configuration of a lab arm from the benchmark's options and the arm's words. Imports no torch."""
 
 import math
 from collections.abc import Mapping
@@ -9,8 +9,8 @@ from qerl_lab.config.rules import from_dict
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.config.units import GIB
 
-BLOCK = 128  # tokens of a block of vLLM's key-value cache: the largest that it takes by default
-Options = Mapping[str, Any]  # those of the benchmark
+BLOCK = 128  # tokens per block of vLLM's key-value cache: its largest default
+Options = Mapping[str, Any]  # options of the benchmark
 
 
 def arm_config(benchmark: str, arm: Arm, options: Options, rank: int, architecture: Options, folder: str) -> RunConfig:
@@ -33,7 +33,7 @@ def arm_config(benchmark: str, arm: Arm, options: Options, rank: int, architectu
 
 
 def _of_rollout(options: Options, architecture: Options) -> dict[str, Any]:
-    """Return the keys that size the engine for its largest batch."""
+    """Return the configuration keys that size the engine for its largest batch."""
     batch, longest = max(options["batches"]), options["prompt"] + options["new"]
     return {"rollout.batch_size": batch, "rollout.vllm.kv_cache_gib": kv_gib(architecture, batch, longest)}
 
@@ -48,7 +48,7 @@ def _of_step(options: Options) -> dict[str, Any]:
 
 
 def kv_gib(architecture: Options, sequences: int, longest: int) -> float:
-    """Return GiB of bfloat16 keys and values for `sequences` of `longest` tokens, with a spare block each."""
+    """Return the GiB of bfloat16 keys and values for `sequences` of `longest` tokens, plus one block each."""
     head_dim = architecture["hidden_size"] // architecture["num_attention_heads"]
     per_token = 4 * architecture["num_hidden_layers"] * architecture["num_key_value_heads"] * head_dim
     return float((sequences + 1) * (math.ceil(longest / BLOCK) + 1) * BLOCK * per_token / GIB)

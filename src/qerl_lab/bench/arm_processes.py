@@ -1,8 +1,8 @@
-"""Measure each arm in its own process, so that all its memory comes back. An arm that dies leaves its reason as a row.
+"""Measure each arm in its own process, which frees all its memory. A dead arm yields a row with the reason.
 
-The process is `python -m qerl_lab.bench.one_arm JOB.json ROWS.jsonl PARENT`. Some may be built side by side, because
-most of the time goes into building; they measure one after another, when all are built. A checkpoint is written once
-for the arms that share its format, and removed when no arm at hand needs it.
+The process is `python -m qerl_lab.bench.one_arm JOB.json ROWS.jsonl PARENT`. Building takes most of the time, so
+several arms may be built at once; they then measure one after another. Arms of one format share a checkpoint, which is
+removed after the last of them.
 """
 
 import json
@@ -32,15 +32,15 @@ from qerl_lab.rollout.vllm.base import IN_MEMORY, OF_RUNS, named_folder, remove_
 from qerl_lab.train import gpus
 
 READY, GO, PAUSE = "ready", "go", 0.05  # seconds
-SCRATCH = f"qerl-lab-bench-{socket.gethostname()}"  # a lock that tells the dead from the living is of one machine
-LINES = 40  # of the log that are kept of a process that could not say why it died
+SCRATCH = f"qerl-lab-bench-{socket.gethostname()}"  # per host: a lock shows live processes of one machine only
+LINES = 40  # log lines kept if a process died without a reason
 
 
 @dataclass(frozen=True)
 class Job:
     """What the process of one arm measures. `options` are the benchmark's, `folder` holds the checkpoint.
 
-    `turn` is the arm's own folder: the arm writes READY there when it is built, and measures when it finds GO.
+    `turn` is the arm's own folder: the arm writes READY there when it is built, and measures once GO appears.
     """
 
     benchmark: str
@@ -59,7 +59,7 @@ class Job:
 
     @property
     def about(self) -> Row:
-        """Return the columns that every row of the arm has."""
+        """Return the columns common to all rows of the arm."""
         return {
             "model": self.options["model"], "arm": self.arm.name, "format": self.arm.format,
             "baseline": self.arm.is_baseline, "rank": self.rank, "gpus": self.arm.gpus,
@@ -67,13 +67,13 @@ class Job:
 
 
 def read_job(file: Path) -> Job:
-    """Read the job that `Process` wrote."""
+    """Read the job file that `Process` wrote."""
     job = json.loads(file.read_text(encoding="utf-8"))
     return Job(**job | {"arm": Arm(**job["arm"])})
 
 
 def wait_for_turn(job: Job) -> None:
-    """Write READY, and return when GO is there."""
+    """Write READY, then wait for GO."""
     turn = Path(job.turn)
     (turn / READY).touch()
     while not (turn / GO).exists():
@@ -81,13 +81,13 @@ def wait_for_turn(job: Job) -> None:
 
 
 def clear(place: Path) -> None:
-    """Remove folders of killed benchmarks from `place`, and of killed arms and runs from shared memory."""
+    """Remove folders that killed benchmarks left in `place`, and that killed arms and runs left in shared memory."""
     remove_left(place, f"{SCRATCH}-*")
     remove_left(IN_MEMORY, OF_RUNS)
 
 
 def refuse_small_scratch(options: RolloutOptions | StepOptions) -> None:
-    """Raise ConfigError where scratch is too small for the checkpoints needed at once. Makes no tensor."""
+    """Raise ConfigError if scratch is too small for the checkpoints needed at once. Allocates no tensor."""
     scratch, device = Path(options.scratch), torch.device("cpu")
     size = {}
     for name in {arm.format for arm in arms(options)}:
@@ -96,7 +96,7 @@ def refuse_small_scratch(options: RolloutOptions | StepOptions) -> None:
         size[name] = sum(shard.bytes for shard in shards)
     at_once = [sorted({arm.format for arm, _ in lot}) for lot in lots(options)]
     needed, largest = max((sum(size[name] for name in names), names) for names in at_once)
-    free, asked = shutil.disk_usage(scratch).free, 1.02 * needed  # adapter and tokenizer
+    free, asked = shutil.disk_usage(scratch).free, 1.02 * needed  # 2% for adapter and tokenizer
     if free < asked:
         raise ConfigError(
             f"scratch={scratch} has {free / 1e9:.1f} GB free, and {options.model} in {' and '.join(largest)} takes "
@@ -105,7 +105,7 @@ def refuse_small_scratch(options: RolloutOptions | StepOptions) -> None:
 
 
 def refuse_wrong_runs(benchmark: str, options: RolloutOptions | StepOptions) -> None:
-    """Raise ConfigError where an arm's words contradict each other or the benchmark's options."""
+    """Raise ConfigError if an arm's words contradict each other or the benchmark's options."""
     for arm in (arm for arm in arms(options) if not arm.is_baseline):
         for rank in options.ranks:
             try:
@@ -115,13 +115,13 @@ def refuse_wrong_runs(benchmark: str, options: RolloutOptions | StepOptions) -> 
 
 
 def refuse_few_gpus(options: RolloutOptions | StepOptions) -> None:
-    """Raise ConfigError where an arm takes more GPUs than there are."""
+    """Raise ConfigError if an arm needs more GPUs than this machine has."""
     wanted = max((arm.gpus for arm in arms(options) if not arm.is_on_cpu), default=1)
     gpus.refuse_fewer(wanted, len(gpus.visible()))
 
 
 def arms(options: RolloutOptions | StepOptions) -> list[Arm]:
-    """Return the arms, sorted so that arms of one format follow each other."""
+    """Return the arms, grouped by format."""
     baselines = VLLM if isinstance(options, RolloutOptions) else TRL
     every = [arm_of(text, baselines) for text in options.arms]
     order = list(dict.fromkeys(arm.format for arm in every))
@@ -129,13 +129,13 @@ def arms(options: RolloutOptions | StepOptions) -> list[Arm]:
 
 
 def lots(options: RolloutOptions | StepOptions) -> list[list[tuple[Arm, int]]]:
-    """Split all (arm, rank) pairs into lots; the pairs of a lot are built side by side."""
+    """Split all (arm, rank) pairs into lots that are built at the same time."""
     todo, size = [(arm, rank) for arm in arms(options) for rank in options.ranks], options.side_by_side
     return [todo[first : first + size] for first in range(0, len(todo), size)]
 
 
 def run(benchmark: str, options: RolloutOptions | StepOptions) -> Iterator[Row]:
-    """Yield the rows of every arm and rank. An arm that died has a last row with `died`, the reason."""
+    """Yield the rows of every arm and rank. The last row of a dead arm has the reason as `died`."""
     with named_folder(SCRATCH, Path(options.scratch)) as scratch:
         written = set[str]()
         for rank in options.ranks:
@@ -158,7 +158,7 @@ def run(benchmark: str, options: RolloutOptions | StepOptions) -> Iterator[Row]:
 
 
 def write_checkpoint(folder: Path, weight_format: str, options: RolloutOptions | StepOptions) -> None:
-    """Write the checkpoint that arms of one format share, on the GPU if there is one; free its memory."""
+    """Write the checkpoint for all arms of one format, on the GPU if there is one; free its memory."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     mean_tokens = options.mean_tokens if isinstance(options, StepOptions) else 0.0
     built = formats.build(FormatConfig(name=weight_format))
@@ -168,7 +168,7 @@ def write_checkpoint(folder: Path, weight_format: str, options: RolloutOptions |
 
 
 def run_together(jobs: Sequence[Job], minutes: float) -> Iterator[Row]:
-    """Start the processes of a lot; when all are built, let one after another measure, and yield its rows."""
+    """Start the processes of a lot; once all are built, let them measure in turn, and yield their rows."""
     processes: list[Process] = []
     try:
         for job in jobs:
@@ -179,7 +179,7 @@ def run_together(jobs: Sequence[Job], minutes: float) -> Iterator[Row]:
             process.let_go()
             try:
                 process.wait(lambda: False, minutes)
-            except KeyboardInterrupt:  # what it has measured by now is kept
+            except KeyboardInterrupt:  # keep what it has measured so far
                 yield from process.measured()
                 raise
             yield from process.rows(minutes)
@@ -190,20 +190,20 @@ def run_together(jobs: Sequence[Job], minutes: float) -> Iterator[Row]:
 
 
 def environments(arm: Arm) -> list[dict[str, str]]:
-    """Return the environment variables of each rank of an arm, which sees only the GPUs that the arm takes.
+    """Return the environment variables of each rank of an arm, which show it only the arm's GPUs.
 
-    A process could not hide the others itself: what it imports may start CUDA.
+    The process could not hide GPUs itself: its imports may initialize CUDA.
     """
     shown = {} if arm.is_on_cpu else {gpus.VISIBLE: ",".join(gpus.visible()[: arm.gpus])}
     return [shown | rank for rank in rank_variables(arm.gpus)]
 
 
 class Process:
-    """The process of one arm; with `gpus=N` its N ranks, of which the first writes the rows."""
+    """The process of one arm; with `gpus=N` its N ranks, the first of which writes the rows."""
 
     def __init__(self, job: Job) -> None:
         self.job, self.turn, self.is_late = job, Path(job.turn), False
-        self.status: int | None = None  # of the rank that failed first, else of all
+        self.status: int | None = None  # of the first failed rank, else of all
         asked, self.file, self.log = (self.turn / name for name in ("job.json", "rows.jsonl", "log.txt"))
         asked.write_text(json.dumps(asdict(job)), encoding="utf-8")
         self.file.write_text("", encoding="utf-8")
@@ -213,7 +213,7 @@ class Process:
             with self.log.open("w", encoding="utf-8") as out:
                 for variables in environments(job.arm):
                     self.children.append(subprocess.Popen(command, stdout=out, stderr=out, env=os.environ | variables))
-        except BaseException:  # Ctrl-C too: a rank would wait for those that are missing
+        except BaseException:  # Ctrl-C too: a started rank would wait for the missing ones
             self.end()
             raise
 
@@ -222,11 +222,11 @@ class Process:
         return (self.turn / READY).exists()
 
     def let_go(self) -> None:
-        """Tell the arm that it may measure."""
+        """Let the arm measure."""
         (self.turn / GO).touch()
 
     def wait(self, is_over: Callable[[], bool], minutes: float) -> None:
-        """Wait for `is_over` or the end of all ranks. Kill them after `minutes`, and when one has failed."""
+        """Wait for `is_over` or the end of all ranks. Kill them after `minutes`, or once one has failed."""
         deadline = time.monotonic() + 60 * minutes
         while not self.has_ended() and not is_over():
             if time.monotonic() > deadline:
@@ -235,7 +235,7 @@ class Process:
             time.sleep(PAUSE)
 
     def has_ended(self) -> bool:
-        """Tell whether all ranks are done or one has failed; kill the others then, which would wait for it."""
+        """Tell whether all ranks are done or one has failed; then kill the others, which would wait for it."""
         codes = [child.poll() for child in self.children]
         if self.status is None and (None not in codes or any(codes)):
             self.status = next((code for code in codes if code), 0)
@@ -249,12 +249,12 @@ class Process:
             child.wait()
 
     def measured(self) -> list[Row]:
-        """Read the rows written so far, without a line that was cut off."""
+        """Read the rows written so far, without an incomplete last line."""
         whole, _, _ = self.file.read_text(encoding="utf-8").rpartition("\n")
         return [json.loads(line) for line in whole.splitlines()]
 
     def rows(self, minutes: float) -> list[Row]:
-        """Return the rows so far, plus the first failing rank's message where the arm died."""
+        """Return the rows so far, plus the first failing rank's message if the arm died."""
         measured = self.measured()
         if said_why := dead(measured):
             return [*(row for row in measured if row not in said_why), said_why[0]]
@@ -266,7 +266,7 @@ class Process:
 
 
 def why(status: int | None, timeout_minutes: float, has_rows: bool) -> str:
-    """Say why a process ended that wrote no reason: too slow, a signal, or an exit status."""
+    """Explain the end of a process that wrote no reason: too slow, a signal, or an exit status."""
     if status is None:
         return f"took longer than timeout_minutes={timeout_minutes:g}"
     if status < 0:

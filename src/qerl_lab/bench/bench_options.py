@@ -1,4 +1,4 @@
-"""Options of the benchmarks, and how the name of an arm is read. Imports no torch."""
+"""Options of the benchmarks, and the parser of arm names. Imports no torch."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +16,7 @@ from qerl_lab.config.schema import DENSE_FORMAT, RunConfig
 
 FORMATS = (DENSE_FORMAT, *(name for name in choices_of("format") if name != DENSE_FORMAT))
 ARMS = (DENSE_FORMAT, f"{DENSE_FORMAT}_peft", *FORMATS[1:], "qlora")
-# Baselines, and the format of their weights: vLLM as it is, with a LoRARequest; TRL's trainer with vLLM as it is.
+# Baselines and their weight formats: unchanged vLLM with a LoRARequest; TRL's trainer with unchanged vLLM.
 VLLM = {"bf16_stock": "bf16", "qlora_stock": "nf4", "nvfp4_stock": "nvfp4", "mxfp4_stock": "mxfp4"}
 TRL = {"bf16_trl": "bf16", "qlora_trl": "nf4"}
 ARM = (
@@ -24,7 +24,7 @@ ARM = (
     "argument of {})"
 )
 OUT = "where NAME.json and NAME.png go, less the suffix; what is there is replaced"
-Row = dict[str, Any]  # what was measured, by name
+Row = dict[str, Any]  # measured values by name
 
 
 @dataclass
@@ -111,7 +111,7 @@ class StepOptions:
 
     @property
     def side_by_side(self) -> int:
-        """Return 1: a step takes all of the GPU's memory."""
+        """Return 1: a step uses all of the GPU's memory."""
         return 1
 
 
@@ -120,7 +120,7 @@ AnyOptions = LinearOptions | DecodeOptions | TrainStepOptions | RolloutOptions |
 
 @dataclass(frozen=True)
 class Arm:
-    """One arm of a benchmark. `words` are keys of the lab's run, or arguments of the baseline, with their values."""
+    """One arm of a benchmark. `words` are keys of the lab's run, or arguments of the baseline, with values."""
 
     name: str
     format: str
@@ -129,17 +129,17 @@ class Arm:
 
     @property
     def gpus(self) -> int:
-        """Return the number of processes of the arm, each with a GPU of its own."""
+        """Return the number of processes of the arm, each with its own GPU."""
         return 1 if self.is_baseline else self.words.get("gpus", 1)
 
     @property
     def is_on_cpu(self) -> bool:
-        """Tell whether the arm's words choose the CPU."""
+        """Tell whether the arm's words select the CPU."""
         return self.words.get("device") == "cpu"
 
 
 def arm_of(text: str, baselines: dict[str, str]) -> Arm:
-    """Read an arm: a name, then KEY=VALUE words. Raises ConfigError for an unknown name or a wrong word."""
+    """Parse an arm: a name, then KEY=VALUE words. Raises ConfigError for an unknown name or a wrong word."""
     name, *words = text.split() or [""]
     allowed = [*baselines, *FORMATS]
     if name not in allowed:
@@ -157,7 +157,7 @@ def arm_of(text: str, baselines: dict[str, str]) -> Arm:
 
 
 def _value(text: str, word: str) -> Any:
-    """Read a value as the main command would: `on` is a string, 1e-5 a number. Raises ConfigError."""
+    """Parse a value like the main command: `on` is a string, 1e-5 a number. Raises ConfigError."""
     try:
         override = OverridesParser.create().parse_override(word)
     except HydraException:
@@ -179,7 +179,7 @@ def _check_keys(text: str, given: dict[str, Any]) -> None:
 
 
 def check(options: AnyOptions) -> None:
-    """Raise ConfigError for an empty list, an arm that cannot be read, and an `out` without a file name."""
+    """Raise ConfigError for an empty list, an unreadable arm, or an `out` without a file name."""
     for name, _, value in leaves(options):
         if value == []:
             raise ConfigError(f"{name}=[] leaves nothing to measure. Leave {name} out, or name one or more.")

@@ -1,8 +1,8 @@
-"""Time the Linears of one decoder layer at the few rows of decoding, by kernel, with and without an adapter.
+"""Time the Linears of one decoder layer with the few rows of decoding, by kernel, with and without an adapter.
 
-Each time is that of one call in a CUDA graph of many, which go over copies of the weights that no cache holds: in
-decoding every weight comes from memory. Before each call a small kernel writes x, as a norm does; its own time is
-taken off.
+Each time is the mean of many calls in a CUDA graph. They use copies of the weights larger than the cache, since
+decoding reads every weight from memory. Before each call a small kernel writes x, as a norm would; its time is
+subtracted.
 """
 
 import math
@@ -25,10 +25,10 @@ from qerl_lab.rollout.vllm.backends import FP4_TILES
 from qerl_lab.rollout.vllm.gpu_timing import graphed, side_by_side
 from qerl_lab.rollout.vllm.product import add_products
 
-CACHE_BYTES = 2 * 60 * 2**20  # twice the second level of an H200
+CACHE_BYTES = 2 * 60 * 2**20  # twice the L2 cache of an H200
 MOST_COPIES = 48
 MOST_ROWS = 1024
-NOTHING = "nothing"  # what comes before each call, alone
+NOTHING = "nothing"  # the small kernel before each call, timed alone
 
 Call = Callable[[Tensor], Any]
 
@@ -45,17 +45,17 @@ class Timed:
 
 
 def times(model: str, rows: list[int], rank: int) -> Iterator[Row]:
-    """Yield microseconds a call, and terabytes of weights read a second, for each Linear, number of rows and arm.
+    """Yield microseconds per call and terabytes of weights read per second, for each Linear, row count and arm.
 
-    `adapter_*` time the adapter alone, `*_and_adapter` a kernel followed by the adapter as an engine runs them, and
-    `fp4_tiles` both in one kernel, where it takes the model.
+    `adapter_*` time the adapter alone, `*_and_adapter` a kernel followed by the adapter as engines run them, and
+    `fp4_tiles` both in one kernel, if it supports the model.
     """
     linears = fused_linears(model)
     taken = not fp4_tiles.refusal() and all(fp4_tiles.takes(*linear, rank) for linear in linears.values())
     for layer, (sizes, columns) in linears.items():
         every = arms(sizes, columns, rank)
         if not taken:
-            del every[FP4_TILES]  # a sum over some of the layer's Linears would pass for the layer's
+            del every[FP4_TILES]  # a sum over some of the Linears would look like the whole layer's
         calls = {name: arm.calls() for name, arm in every.items()}
         for number in rows:
             x = torch.randn(number, columns, dtype=torch.bfloat16, device="cuda")
@@ -72,7 +72,7 @@ def times(model: str, rows: list[int], rank: int) -> Iterator[Row]:
 
 
 def arms(sizes: list[int], columns: int, rank: int) -> dict[str, Timed]:
-    """Make all arms: BF16, each NVFP4 kernel, each with the adapter, the adapter alone by each route, and fp4_tiles."""
+    """Build all arms: BF16, each NVFP4 kernel, each with the adapter, adapter alone by each route, fp4_tiles."""
     dense = torch.randn(sum(sizes), columns, dtype=torch.bfloat16, device="cuda") / 50
     weight_format = formats.build(FormatConfig(name="nvfp4"))
     packed = weight_format.quantize(dense)
@@ -95,7 +95,7 @@ def arms(sizes: list[int], columns: int, rank: int) -> dict[str, Timed]:
     return found | {FP4_TILES: Timed(in_tiles, size + of_adapter)}
 
 
-# y, x, A, B, sizes: the adapter's product added to y in place, by each of the routes of `rollout.vllm.product`.
+# Functions (y, x, A, B, sizes) that add the adapter's product to y in place, by route of `rollout.vllm.product`.
 ROUTES: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor, list[int]], None]] = {
     "kernels": lambda y, x, A, B, sizes: kernels.expand(y, kernels.shrink(x, A), B, sizes),
     "mixed": lambda y, x, A, B, sizes: kernels.expand(y, (x @ A.t())[None], B, sizes),
@@ -110,5 +110,5 @@ def beside(route: Callable[..., None], A: Tensor, B: Tensor, sizes: list[int]) -
 
 
 def both(product: Callable[[], Call], A: Tensor, B: Tensor, sizes: list[int]) -> Call:
-    """Return a call of a kernel followed by the adapter, on copies of both."""
+    """Return a call that runs a kernel and then the adapter, on copies of both."""
     return backend_times.followed(product(), A.clone(), B.clone(), sizes)

@@ -1,4 +1,4 @@
-"""Read clock speed, power, temperature and memory of the GPU. Without a GPU every value is None."""
+"""Read clock speed, power, temperature and memory of the GPU. Every value is None without a GPU."""
 
 import shutil
 import statistics
@@ -15,7 +15,7 @@ _EVERY = "250"  # milliseconds
 
 
 class Clocks:
-    """Samples nvidia-smi while a block runs. `row` has clock, watts and temperature; None without nvidia-smi."""
+    """Sample nvidia-smi while a block runs. `row` has clock, watts and temperature; None without nvidia-smi."""
 
     def __init__(self) -> None:
         self.row: dict[str, float | None] = dict.fromkeys(("sm_mhz", "sm_mhz_least", "sm_mhz_max", "watts", "celsius"))
@@ -37,7 +37,7 @@ class Clocks:
 
 
 def seen(lines: str) -> dict[str, float | None]:
-    """Return medians of what nvidia-smi printed; lines that are cut off or say [N/A] do not count."""
+    """Return medians of nvidia-smi's output, skipping incomplete lines and [N/A]."""
     rows: list[list[float]] = []
     for line in lines.splitlines():
         try:
@@ -62,7 +62,7 @@ def wait() -> None:
 
 
 def used_gib() -> float | None:
-    """Return the GiB of GPU memory that all processes hold, CUDA's own share included."""
+    """Return the GiB of GPU memory in use by all processes, including CUDA's own."""
     if not torch.cuda.is_available():
         return None
     free, total = torch.cuda.mem_get_info()
@@ -70,5 +70,5 @@ def used_gib() -> float | None:
 
 
 def peak_gib() -> float | None:
-    """Return the peak GiB that torch held for tensors in this process."""
+    """Return the peak GiB of torch's tensors in this process."""
     return torch.cuda.max_memory_allocated() / GIB if torch.cuda.is_available() else None

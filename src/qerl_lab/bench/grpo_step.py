@@ -1,7 +1,7 @@
 """Measure whole GRPO steps of the lab's trainer: rollout, reward, log-probs, loss, backward, optimizer, sync.
 
-Phases are the trainer's own. GSM8K's grader reads each answer, and a coin then decides what it earns: text of a random
-model would earn nothing, and its gradients would be zero. `stock_trl.py` measures TRL's trainer on the same task.
+Phases are the trainer's own. GSM8K's grader reads each answer, but a coin decides the reward: a random model would earn
+none, and its gradients would be zero. `stock_trl.py` measures TRL's trainer on the same task.
 """
 
 import os
@@ -27,17 +27,17 @@ from qerl_lab.train.ranks import join
 from qerl_lab.train.stop import Stop
 from qerl_lab.train.trainer import LabTrainer
 
-Step = dict[str, float]  # what was measured in one
+Step = dict[str, float]  # measured values of one step
 
 
 def rows(job: Job) -> Iterator[Row]:
-    """Train, and yield one row: the steps after the first."""
+    """Train, and yield one row over the steps after the first."""
     with tempfile.TemporaryDirectory(dir=Path(job.folder).parent) as folder:
         yield from train(job, Path(folder))
 
 
 def train(job: Job, folder: Path) -> Iterator[Row]:
-    """Train the lab's policy, and yield one row of what its steps took; of several ranks the first does."""
+    """Train the lab's policy, and yield one row of its steps' times; only the first rank yields."""
     cfg = job.config
     ranks = join(cfg, device_of(cfg.device))
     built, found = lab.build(job), list[Step]()
@@ -48,10 +48,10 @@ def train(job: Job, folder: Path) -> Iterator[Row]:
         )  # fmt: skip
         with Clocks() as clocks:
             trainer.train()
-        llm = getattr(built.engine, "llm", None)  # not of every engine
+        llm = getattr(built.engine, "llm", None)  # absent from some engines
         about = {**memory(llm), **settings(llm)} if llm is not None else {}
         adapter = [p for p in built.policy.model.parameters() if p.requires_grad]
-        owned = 4 * sum(p.nbytes for p in adapter) / GIB  # weight, gradient, two moments of Adam
+        owned = 4 * sum(p.nbytes for p in adapter) / GIB  # weight, gradient, and Adam's two moments
         if ranks.is_first:
             yield row_of(job, found) | about | built.row | clocks.row | {"adapter_gib": owned, **peaks()}
     finally:
@@ -66,7 +66,7 @@ def questions(job: Job) -> Cursor:
 
 
 def task(job: Job) -> Task:
-    """Make a task of random questions with `prompt` tokens each, graded by `coin`."""
+    """Make a task of random questions with `prompt` tokens each, rewarded by `coin`."""
     options = job.options
     texts = random_model.prompt_texts(options["groups"] * (options["steps"] + 1), options["prompt"])
     questions = [Question(str(index), text, "0") for index, text in enumerate(texts)]
@@ -80,7 +80,7 @@ def coin(texts: Sequence[str], questions: Sequence[Question]) -> Scores:
 
 
 def measured(metrics: dict[str, float]) -> Step:
-    """Return the measured values of one step from the trainer's metrics."""
+    """Extract the measured values of one step from the trainer's metrics."""
     step = {f"{phase}_seconds": metrics[f"seconds/{phase}"] for phase in PHASES}
     seconds = metrics["step/seconds"]
     step |= {"step_seconds": seconds, "tokens": seconds * metrics["step/tokens_per_second"]}
@@ -88,9 +88,9 @@ def measured(metrics: dict[str, float]) -> Step:
 
 
 def row_of(job: Job, found: list[Step]) -> Row:
-    """Return medians over the steps after the first, and tokens per second over all of these.
+    """Return medians over the steps after the first, and their total tokens per second.
 
-    Raises RuntimeError where steps or tokens are missing, or nothing is learned.
+    Raises RuntimeError if steps or tokens are missing, or if nothing was learned.
     """
     options, timed = job.options, found[1:]
     completions = options["groups"] * options["group_size"]

@@ -1,9 +1,8 @@
 """Split the time of a decoded token by GPU kernel, with torch's profiler.
 
-Two calls are profiled, one of more tokens. What the longer one has more is decoding alone, as in `rollout.Calls`, and
-around the middle of those tokens, so that attention reads as much as in the timed calls. What two prefills differ by is
-in it too. The profiler slows the host, so that gaps are longer than without it: what is told is how long kernels run,
-not a step.
+Two calls of different length are profiled, and their difference is taken as decoding, as in `rollout.Calls`. It also
+contains the difference of two prefills. The extra tokens lie around the middle, so that attention reads as much as in
+the timed calls. The profiler slows the host and widens gaps, so the results are kernel times, not step times.
 """
 
 import re
@@ -17,8 +16,8 @@ from torch.profiler import ProfilerActivity, profile
 from qerl_lab.bench.bench_options import Row
 from qerl_lab.bench.gpu import wait
 
-SPAN = 64  # tokens that the longer call has more, where there are as many
-LONGEST = 60  # characters of a name
+SPAN = 64  # tokens by which the calls differ, if there are enough
+LONGEST = 60  # characters of a kernel's name
 
 
 class Kernel(NamedTuple):
@@ -37,7 +36,7 @@ def of_token(call: Callable[[int], object], short: int, new: int) -> Row:
 
 
 def ends(short: int, new: int) -> tuple[int, int]:
-    """Return the tokens of the two calls: `SPAN` apart around the middle of `short` and `new`, and within them."""
+    """Return the token counts of the two calls: `SPAN` apart, around the middle of `short` and `new`."""
     first = max(short, (short + new - SPAN) // 2)
     return first, min(new, first + SPAN)
 
@@ -52,10 +51,10 @@ def launches(call: Callable[[int], object], tokens: int) -> list[Kernel]:
 
 
 def differences(few: Sequence[Kernel], many: Sequence[Kernel], tokens: int) -> Row:
-    """Return per token what `many` has more than `few`: `busy_us`, when any kernel ran, and `kernels`.
+    """Return the difference of `many` and `few` per token: `busy_us`, the time with a kernel running, and `kernels`.
 
-    Each of `kernels` is a name with its launches and microseconds, the longest first. They add up to more than
-    `busy_us` where kernels overlap: one that may begin early waits for the one ahead, and is seen to run.
+    `kernels` lists name, launches and microseconds, longest first. Their sum exceeds `busy_us` if kernels overlap: a
+    kernel that starts early and waits for the one before counts as running.
     """
     found: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for every, sign in ((few, -1), (many, 1)):

@@ -1,4 +1,4 @@
-"""Build the lab's own policy and engine on a random checkpoint."""
+"""Build the lab's policy and engine on a random checkpoint."""
 
 import time
 from dataclasses import dataclass
@@ -46,12 +46,12 @@ def build(job: Job) -> Built:
         "policy_gib": base_bytes(policy) / GIB,
     }  # fmt: skip
     if engine.linear_backend is not None:
-        row["linear_backend"] = engine.linear_backend  # in the lab's words: vLLM's do not know of its kernel
+        row["linear_backend"] = engine.linear_backend  # the lab's setting: vLLM's own does not know the lab's kernel
     return Built(cfg, policy, engine, row)
 
 
 def base_bytes(policy: Policy) -> int:
-    """Return the bytes of the trainer's base without the adapter, as TRL's arms count them."""
+    """Return the bytes of the trainer's base without the adapter, counted as for TRL's arms."""
     learned = sum(parameter.nbytes for parameter in policy.model.parameters() if parameter.requires_grad)
     return weight_bytes(policy.model).total - learned
 
@@ -60,14 +60,14 @@ class LabSampler:
     """The lab's engine as a `rollout.Sampler`."""
 
     def __init__(self, engine: Any, row: Row) -> None:
-        self.engine, self.llm, self.row = engine, engine.llm, row  # `llm` is vLLM's object, which not every engine has
+        self.engine, self.llm, self.row = engine, engine.llm, row  # `llm` is vLLM's object; some engines have none
 
     def renew(self) -> None:
-        """Hand the adapter and the norms over, as before every rollout."""
+        """Send adapter and norms to the engine, as before every rollout."""
         self.engine.sync(aqn.CLEAN)
 
     def generate(self, prompt_ids_P: list[list[int]], new: int, seed: int) -> list[list[float]]:
-        """Sample one completion of each prompt: its log-probs."""
+        """Sample one completion of each prompt; return its log-probs."""
         out = self.engine.generate(prompt_ids_P, 1, Sampling(new, seed=seed))
         return [group[0] for group in out.logprobs_P_G]
 

@@ -1,4 +1,4 @@
-"""Time single Linears of a real model: unpacking the weight, and forward with the input's gradient."""
+"""Time single Linears of a real model: unpacking the weight, and forward with input gradient."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -15,7 +15,7 @@ from qerl_lab.rollout.vllm.gpu_timing import Work, graphed, side_by_side
 
 
 def dequantization(models: list[str]) -> Iterator[Row]:
-    """Yield for each shape and format the milliseconds to unpack it to bfloat16, and to copy as many bytes.
+    """Yield for each shape and format the milliseconds to unpack it to bfloat16, and to copy the same number of bytes.
 
     Bytes are those read plus those written.
     """
@@ -39,9 +39,9 @@ def dequantization(models: list[str]) -> Iterator[Row]:
 
 
 def products(models: list[str], tokens: list[int]) -> Iterator[Row]:
-    """Yield for each shape and number of tokens the milliseconds of forward and input gradient in each arm.
+    """Yield for each shape, token count and arm the milliseconds of forward and input gradient.
 
-    `ms` is the time of the kernels (CUDA graph), `eager_ms` that of plain calls, launches from Python included.
+    `ms` is kernel time (CUDA graph); `eager_ms` includes the launches from Python.
     """
     for model in models:
         for layer, (rows, columns, count) in linears(model).items():
@@ -67,13 +67,13 @@ def random_linear(rows: int, columns: int) -> nn.Linear:
 
 
 def packed_in_every_format(dense: nn.Linear) -> dict[str, PackedLinear]:
-    """Pack `dense` in each format that packs, with the schema's options; by the format's name."""
+    """Pack `dense` in each packed format, with the schema's options; return them by name."""
     every = (formats.build(FormatConfig(name=name)) for name, kind in formats.FORMATS.items() if kind.BLOCK is not None)
     return {each.NAME: PackedLinear.from_linear(dense, each) for each in every}
 
 
 def arms(dense: nn.Linear) -> dict[str, nn.Module]:
-    """Make an arm of the same weight as `nn.Linear`, in each format of ours, and as bitsandbytes' `Linear4bit`."""
+    """Build one arm per implementation of the same weight: `nn.Linear`, our formats, bitsandbytes' `Linear4bit`."""
     return {
         "bf16": dense,
         **packed_in_every_format(dense),
@@ -82,7 +82,7 @@ def arms(dense: nn.Linear) -> dict[str, nn.Module]:
 
 
 def linear4bit(dense: nn.Linear) -> nn.Module:
-    """Make NF4 with double quantization on the GPU, as `BitsAndBytesConfig(load_in_4bit=True, ...)` of QLoRA does."""
+    """Make NF4 with double quantization on the GPU, as QLoRA's `BitsAndBytesConfig(load_in_4bit=True, ...)` does."""
     from bitsandbytes.nn import Linear4bit, Params4bit
 
     layer = Linear4bit(
@@ -95,5 +95,5 @@ def linear4bit(dense: nn.Linear) -> nn.Module:
 
 
 def forward_and_gradient(module: nn.Module, x: Tensor, grad: Tensor) -> Work:
-    """Make the work of one forward pass and of the gradient of its input."""
+    """Return a function that runs one forward pass and computes the gradient of its input."""
     return lambda: torch.autograd.grad(module(x), x, grad)

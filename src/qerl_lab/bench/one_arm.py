@@ -26,14 +26,14 @@ def main(words: list[str]) -> None:
         try:
             for row in rows_of(job):
                 write(file, job.about | row)
-        except Exception as error:  # a process that dies of a signal writes nothing, and its parent says so
+        except Exception as error:  # if a signal kills the process instead, the parent writes the reason
             reason = f"{type(error).__name__}: {in_one_line(error)[:LONGEST]}"
             write(file, {**job.about, "died": reason, "log": traceback.format_exc()})
             raise
 
 
 def rows_of(job: Job) -> Iterator[Row]:
-    """Measure the job by the file of its benchmark and of its trainer; vLLM and TRL are imported only where needed."""
+    """Measure the job by the module of its benchmark and trainer; import vLLM and TRL only if needed."""
     if job.benchmark == "rollout":
         from qerl_lab.bench import rollout
 
@@ -48,7 +48,7 @@ def rows_of(job: Job) -> Iterator[Row]:
 
 
 def write(file: TextIO, row: Row) -> None:
-    """Append a row, at once."""
+    """Append a row, and flush."""
     file.write(json.dumps(row) + "\n")
     file.flush()
 

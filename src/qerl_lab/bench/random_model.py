@@ -1,7 +1,7 @@
-"""Checkpoints with random weights: real files of a real architecture, without a download.
+"""Write checkpoints with random weights: real files of a real architecture, without a download.
 
-Speed does not ask what the weights are, as long as no logit is infinite and no token certain. A checkpoint's files are
-those that `python -m qerl_lab.quantize` would write, and its tokenizer makes a token of each letter.
+Speed does not depend on the weights, as long as logits are finite and no token is certain. The files are those of
+`python -m qerl_lab.quantize`; the tokenizer makes each letter a token.
 """
 
 import json
@@ -35,16 +35,16 @@ SHARD_BYTES, WRITERS = 4e9, 4  # files written at once
 
 
 class RandomWeights:
-    """Source of tensors for `load_model` and `rtn`: normal(0, 0.02) matrices, ones for norms, zeros for biases.
+    """Tensors for `load_model` and `rtn`: normal(0, 0.02) matrices, ones for norms, zeros for biases.
 
-    They are made on `device` when asked for. A name decides its tensor, so that every format packs the same weights.
+    They are made on `device` on request, seeded by name, so that every format packs the same weights.
     """
 
     def __init__(self, config: Qwen2Config, device: torch.device) -> None:
         model = empty_model(config, torch.bfloat16)
         self.device = device
         self._shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-        self.linears = packable(model, FormatConfig().ignore)  # which formats pack
+        self.linears = packable(model, FormatConfig().ignore)  # Linears that formats pack
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -78,7 +78,7 @@ def config_of(architecture: dict[str, Any]) -> Qwen2Config:
 def plan(
     architecture: dict[str, Any], weight_format: Format, device: torch.device
 ) -> tuple[RandomWeights, list[rtn.Shard]]:
-    """Return the source of weights and the planned files; `Shard.bytes` is the size of one. Makes no tensor."""
+    """Return the source of weights and the planned files; `Shard.bytes` is a file's size. Allocates no tensor."""
     source = RandomWeights(config_of(architecture), device)
     linears = source.linears if weight_format.BLOCK is not None else []
     return source, rtn.plan(source, linears, weight_format, SHARD_BYTES)
@@ -87,17 +87,17 @@ def plan(
 def write(
     folder: Path, architecture: dict[str, Any], weight_format: Format, device: torch.device, mean_tokens: float = 0
 ) -> None:
-    """Write a checkpoint of `architecture` in `weight_format`; the weights are made and packed on `device`.
+    """Write a checkpoint of `architecture` in `weight_format`; weights are made and packed on `device`.
 
     Args:
-        mean_tokens: completions end after so many tokens in the mean, see `end_ids`; 0: never.
+        mean_tokens: mean length of completions, see `end_ids`; 0: they never end.
 
     Raises:
         OSError: a file cannot be written; names it.
     """
     source, shards = plan(architecture, weight_format, device)
     folder.mkdir(parents=True)
-    with ThreadPoolExecutor(WRITERS) as pool:  # copies to the host and writes wait for memory, not for Python
+    with ThreadPoolExecutor(WRITERS) as pool:  # threads suffice: copies and writes wait for memory, not for Python
         list(pool.map(lambda shard: rtn.write(shard, folder, source, weight_format, device, lambda _: None), shards))
     if len(shards) > 1:
         (folder / INDEX).write_text(json.dumps(rtn.index(shards)))
@@ -112,20 +112,20 @@ def write(
 
 
 def end_ids(vocabulary: int, mean_tokens: float) -> list[int]:
-    """Return the end tokens: one that cannot be sampled, and with `mean_tokens` a random share of the vocabulary.
+    """Return the end tokens: one that is never sampled, and with `mean_tokens` a random share of the vocabulary.
 
-    Random logits are near to uniform, so that each token ends its completion with probability 1 / `mean_tokens`:
-    lengths are geometric.
+    Random logits are nearly uniform, so each token ends its completion with probability 1 / `mean_tokens`, and lengths
+    are geometric.
     """
     count = round(vocabulary / mean_tokens) if mean_tokens else 0
-    drawn = torch.randperm(vocabulary - 1, generator=torch.Generator().manual_seed(0))[:count] + 1  # 0 pads
+    drawn = torch.randperm(vocabulary - 1, generator=torch.Generator().manual_seed(0))[:count] + 1  # token 0 pads
     return [vocabulary, *sorted(drawn.tolist())]
 
 
 def tokenizer_of(vocabulary: int) -> PreTrainedTokenizerFast:
-    """Make a tokenizer with a token for each letter. Token 0 pads; the end token lies beyond the vocabulary.
+    """Make a tokenizer with one token per letter. Token 0 pads; the end token lies beyond the vocabulary.
 
-    It is byte-level BPE without merges, because transformers reads the tokenizer of every Qwen2 as BPE.
+    It is byte-level BPE without merges, because transformers reads every Qwen2 tokenizer as BPE.
     """
     alphabet = sorted(ByteLevel.alphabet())
     words = ["<pad>", *alphabet, *(f"w{index}" for index in range(len(alphabet) + 1, vocabulary)), "<end>"]
@@ -156,7 +156,7 @@ def plain_lora(rank: int) -> LoraConfig:
 
 
 def write_adapter(folder: Path, architecture: dict[str, Any], rank: int) -> None:
-    """Write a random adapter as PEFT does; its product is small and not zero."""
+    """Write a random adapter in PEFT's format; its product is small but not zero."""
     base = RandomWeights(config_of(architecture), torch.device("cpu"))
     generator, tensors = torch.Generator().manual_seed(rank), dict[str, Tensor]()
     for name in base.linears:

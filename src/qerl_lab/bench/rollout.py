@@ -1,7 +1,6 @@
-"""Measure an arm's rollouts: completion tokens per second of whole calls, prefill included, and of decoding alone.
+"""Measure an arm's rollouts: completion tokens per second of whole calls with prefill, and of decoding alone.
 
-Every call has prompts that no call had before, so that no prefix cache can help. Each completion must have as many
-tokens as were asked for.
+Every call has new prompts, so that no prefix cache helps. Each completion must have exactly the requested tokens.
 """
 
 import math
@@ -18,7 +17,7 @@ from qerl_lab.config.units import GIB
 
 
 class Sampler(Protocol):
-    """An engine under test. `llm` is vLLM's LLM; `row` has what was measured while it was built."""
+    """An engine under test. `llm` is vLLM's LLM; `row` holds measurements from the build."""
 
     @property
     def llm(self) -> Any: ...
@@ -27,14 +26,14 @@ class Sampler(Protocol):
     def row(self) -> Row: ...
 
     def renew(self) -> None:
-        """Load the adapter again, and clear the prefix cache."""
+        """Reload the adapter, and clear the prefix cache."""
 
     def generate(self, prompt_ids_P: list[list[int]], new: int, seed: int) -> list[list[float]]:
-        """Sample one completion of `new` tokens of each prompt: their log-probs."""
+        """Sample one completion of `new` tokens per prompt; return its log-probs."""
 
 
 def rows(job: Job) -> Iterator[Row]:
-    """Build the arm's engine, and yield a row for each batch when it is the arm's turn."""
+    """Build the arm's engine, wait for the arm's turn, and yield a row per batch size."""
     built = sampler(job)
     wait_for_turn(job)
     yield from measure(built, job)
@@ -52,7 +51,7 @@ def sampler(job: Job) -> Sampler:
 
 
 def measure(sampler: Sampler, job: Job) -> Iterator[Row]:
-    """Yield a row for each batch. Raises RuntimeError where the numbers would not be comparable."""
+    """Yield a row per batch size. Raises RuntimeError if the numbers would not be comparable."""
     options = job.options
     held, about = memory(sampler.llm), settings(sampler.llm)
     need = max(options["batches"]) * (options["prompt"] + options["new"])
@@ -62,19 +61,19 @@ def measure(sampler: Sampler, job: Job) -> Iterator[Row]:
         calls = Calls(sampler, job, batch)
         with Clocks() as clocks:
             timed = calls.run()
-        if about["model_runner"] == 1:  # which waits for the GPU by asking again and again
+        if about["model_runner"] == 1:  # this runner polls the GPU
             timed["host_share"] = None
         where = kernel_times.of_token(calls.seconds, calls.short, calls.new) if options["kernels"] else {}
         yield {
             "batch": batch, "prompt": options["prompt"], "new": options["new"], "repeats": options["repeats"], **timed,
             **about, **sampler.row, **held, "peak_gib": peak_gib(), **clocks.row,
-            "used_gib": used_gib() if options["side_by_side"] == 1 else None,  # else of all arms
+            "used_gib": used_gib() if options["side_by_side"] == 1 else None,  # else it would count all arms
             **where,
         }  # fmt: skip
 
 
 class Calls:
-    """Timed calls of one batch size: whole ones, and short ones to get the speed of decoding alone."""
+    """Timed calls at one batch size: whole ones, and short ones to derive the speed of decoding alone."""
 
     def __init__(self, sampler: Sampler, job: Job, batch: int) -> None:
         self.sampler, self.job, self.batch = sampler, job, batch
@@ -85,7 +84,7 @@ class Calls:
         self.host: list[float] = []
 
     def run(self) -> Row:
-        """Time whole and short calls in turn, after one of each as a warm-up."""
+        """Time whole and short calls alternately, after one warm-up of each."""
         self.seconds(self.new)
         self.seconds(self.short)
         self.sync.clear()
@@ -122,9 +121,9 @@ class Calls:
 
 
 def check(logprobs_P: list[list[float]], batch: int, new: int) -> float:
-    """Return the mean surprise of the tokens in nats.
+    """Return the mean surprisal of the tokens in nats.
 
-    Raises RuntimeError where completions or tokens are missing, or the model is certain of its tokens or NaN.
+    Raises RuntimeError if completions or tokens are missing, or if log-probs are NaN or all certain.
     """
     lengths = {len(logprobs) for logprobs in logprobs_P}
     if len(logprobs_P) != batch or lengths != {new}:
@@ -140,7 +139,7 @@ def check(logprobs_P: list[list[float]], batch: int, new: int) -> float:
 def memory(llm: Any) -> Row:
     """Return GiB of vLLM's weights (with the lab's dense adapter, without vLLM's LoRA buffers) and of its cache."""
     weights = llm.apply_model(model_bytes)[0]
-    cache = llm.llm_engine.vllm_config.cache_config.kv_cache_memory_bytes  # null where a share of the GPU was asked for
+    cache = llm.llm_engine.vllm_config.cache_config.kv_cache_memory_bytes  # null if a share of the GPU was requested
     return {"weights_gib": weights / GIB, "kv_gib": cache and cache / GIB}
 
 
@@ -151,7 +150,7 @@ def model_bytes(model: Any) -> int:
 
 
 def settings(llm: Any) -> Row:
-    """Return vLLM's settings that change its speed; arms are comparable only where these agree."""
+    """Return the vLLM settings that affect speed; compare arms only where these agree."""
     config = llm.llm_engine.vllm_config
     scheduler, cache = config.scheduler_config, config.cache_config
     return {
@@ -162,6 +161,6 @@ def settings(llm: Any) -> Row:
         "dtype": str(config.model_config.dtype), "eager": config.model_config.enforce_eager,
         "cuda_graphs": str(config.compilation_config.cudagraph_mode),
         "linear_backend": str(config.kernel_config.linear_backend),
-        # vLLM has two programs that run a model; some settings make it take the first, which draws request by request.
+        # vLLM has two model runners; some settings select the first, which samples request by request.
         "model_runner": 2 if getattr(config, "use_v2_model_runner", False) else 1,
     }  # fmt: skip

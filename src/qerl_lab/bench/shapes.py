@@ -2,7 +2,7 @@
 
 from typing import Any
 
-# config.json of the models on the hub, less what has no influence on speed.
+# config.json of the models on the hub, without keys that do not affect speed.
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "qwen2.5-0.5b": {
         "vocab_size": 151936, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
@@ -28,7 +28,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 
 
 def linears(model: str) -> dict[str, tuple[int, int, int]]:
-    """List the Linears of one decoder layer by distinct shape: label -> (out_features, in_features, how many)."""
+    """List the Linears of one decoder layer by distinct shape: label -> (out_features, in_features, count)."""
     arch = ARCHITECTURES[model]
     hidden, inner = arch["hidden_size"], arch["intermediate_size"]
     keys = hidden // arch["num_attention_heads"] * arch["num_key_value_heads"]

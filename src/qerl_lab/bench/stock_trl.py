@@ -1,5 +1,7 @@
-"""Measure the baseline of GRPO steps: TRL's GRPOTrainer with vLLM in its process, unchanged. An arm's words override
-its GRPOConfig."""
+"""Measure TRL's unchanged GRPOTrainer with vLLM in its process: the baseline of GRPO steps.
+
+An arm's words override its GRPOConfig.
+"""
 
 import math
 import tempfile
@@ -23,12 +25,12 @@ from qerl_lab.bench.rollout import memory, settings
 from qerl_lab.config.units import GIB
 from qerl_lab.tasks import Question
 
-TRLS_SHARE = 0.3  # of the GPU for vLLM, where that is enough
+TRLS_SHARE = 0.3  # TRL's default share of the GPU for vLLM
 SPARE_GIB = 8  # for vLLM's activations and CUDA graphs
 
 
 class Watch(TrainerCallback):
-    """Times each step as the lab's trainer does, and keeps what TRL logs of it."""
+    """Time each step like the lab's trainer, and keep TRL's logs of it."""
 
     def __init__(self, completions: int) -> None:
         self.completions, self.found, self._started, self._seconds = completions, list[Step](), 0.0, 0.0
@@ -50,13 +52,13 @@ class Watch(TrainerCallback):
 
 
 def rows(job: Job) -> Iterator[Row]:
-    """Train, and yield one row of the steps after the first; phases are not measured."""
+    """Train, and yield one row over the steps after the first, without phases."""
     with tempfile.TemporaryDirectory(dir=Path(job.folder).parent) as folder:
         yield train(job, Path(folder))
 
 
 def train(job: Job, folder: Path) -> Row:
-    """Train by TRL, and return what its steps took."""
+    """Train with TRL, and return its steps' times."""
     watch = Watch(job.options["groups"] * job.options["group_size"])
     started = time.perf_counter()
     trainer = GRPOTrainer(
@@ -78,7 +80,7 @@ def train(job: Job, folder: Path) -> Row:
 
 
 def held(parameter: torch.nn.Parameter) -> int:
-    """Return the bytes of a weight, with its scales where bitsandbytes packed it."""
+    """Return the bytes of a weight, including scales if bitsandbytes packed it."""
     packed = getattr(parameter, "quant_state", None)
     scales = packed.as_dict(packed=True).values() if packed is not None else ()
     return parameter.nbytes + sum(tensor.nbytes for tensor in scales)
@@ -90,7 +92,7 @@ def reward(completions: list[str], **_: Any) -> list[float]:
 
 
 def arguments(job: Job, folder: Path) -> dict[str, Any]:
-    """Return GRPOConfig's arguments: the sizes of the lab's arms, and TRL's defaults for the rest."""
+    """Return GRPOConfig's arguments: sizes of the lab's arms, TRL's defaults for the rest."""
     options = job.options
     completions = options["groups"] * options["group_size"]
     return {

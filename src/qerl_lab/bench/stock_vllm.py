@@ -1,4 +1,4 @@
-"""Build the baseline of rollouts: unchanged vLLM with the adapter as a LoRARequest, in one process as TRL has it.
+"""Build the rollout baseline: unchanged vLLM with the adapter as a LoRARequest, in one process as in TRL.
 
 This is the only file outside `rollout/vllm/` that imports vllm: a baseline shares no code with the engine it judges.
 """
@@ -26,13 +26,13 @@ class StockSampler:
         self.row = {"start_seconds": time.perf_counter() - started}
 
     def renew(self) -> None:
-        """Load the adapter again, and clear the prefix cache."""
+        """Reload the adapter, and clear the prefix cache."""
         self.llm.llm_engine.add_lora(LoRARequest("policy", 1, self.request.lora_path, load_inplace=True))
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("vLLM kept its prefix cache")
 
     def generate(self, prompt_ids_P: list[list[int]], new: int, seed: int) -> list[list[float]]:
-        """Sample one completion of each prompt: its log-probs. The draws are vLLM's own: a seed a request costs it."""
+        """Sample one completion per prompt; return its log-probs. vLLM seeds itself: a seed per request is slow."""
         how = SamplingParams(
             max_tokens=new, ignore_eos=True, temperature=1.0, logprobs=0, flat_logprobs=True, detokenize=False
         )
@@ -42,7 +42,7 @@ class StockSampler:
 
 
 def arguments(job: Job) -> dict[str, Any]:
-    """Return the arguments of `LLM`: the sizes of the lab's engine, and vLLM's defaults for the rest."""
+    """Return the arguments of `LLM`: sizes of the lab's engine, vLLM's defaults for the rest."""
     options = job.options
     batch, longest = max(options["batches"]), options["prompt"] + options["new"]
     return {

@@ -1,8 +1,8 @@
 """Measure the LoRA training step of a whole model: forward, backward and optimizer, with gradient checkpointing.
 
-The step is the trainer's: PEFT's adapters in float32 under bfloat16 autocast, and TRL's head. That head computes
-log-probabilities and entropies in chunks, so that the logits of a 152k vocabulary never stand in memory whole.
-Weights and tokens are random. The arms are in memory together and take turns.
+The step is the trainer's: PEFT's adapters in float32 under bfloat16 autocast, and TRL's head, which computes
+log-probabilities and entropies in chunks, never the whole logits of a 152k vocabulary. Weights and tokens are random.
+All arms stay in memory and alternate.
 """
 
 import gc
@@ -41,7 +41,7 @@ class Trained:
 
 
 def build(options: TrainStepOptions, arm: str) -> Trained:
-    """Build an arm: a format of the lab; for `bf16_peft` and `qlora` a dense base or Linear4bit under PEFT's LoRA."""
+    """Build an arm: a format of the lab, or for `bf16_peft` and `qlora` PEFT's LoRA on a dense base or Linear4bit."""
     before = torch.cuda.memory_allocated()
     config = Qwen2Config(**ARCHITECTURES[options.model], dtype=torch.bfloat16, attn_implementation="sdpa")
     weight_format = formats.build(FormatConfig(name=arm if arm in formats.FORMATS else "bf16"))
@@ -63,7 +63,7 @@ def build(options: TrainStepOptions, arm: str) -> Trained:
 
 
 def with_adapters(base: PreTrainedModel, rank: int, *, plain: bool) -> PeftModel:
-    """Attach the adapters of the lab, or with `plain` PEFT's own modules, to the same layers."""
+    """Attach the lab's adapters, or with `plain` PEFT's own modules, to the same layers."""
     cfg = RunConfig()
     cfg.lora.rank = rank
     if not plain:
@@ -72,21 +72,21 @@ def with_adapters(base: PreTrainedModel, rank: int, *, plain: bool) -> PeftModel
 
 
 def to_linear4bit(base: nn.Module) -> None:
-    """Replace the Linears of the decoder layers, one by one."""
+    """Replace the Linears of the decoder layers in place, one by one."""
     for name, module in list(base.named_modules()):
         if isinstance(module, nn.Linear) and not name.endswith("lm_head"):
             base.set_submodule(name, linear4bit(module))
-    base.__dict__["is_loaded_in_4bit"] = True  # PEFT asks
+    base.__dict__["is_loaded_in_4bit"] = True  # PEFT reads it
 
 
 def chunked_loss(model: PeftModel, ids: Tensor) -> Tensor:
-    """Compute the mean negative log-probability of ids[sequences, length], a chunk of the logits at a time."""
+    """Compute the mean negative log-probability of ids[sequences, length] in chunks of logits."""
     out = model(input_ids=ids, labels=ids, fused_lm_head=True)
     return -out.log_probs.mean()
 
 
 def full_logits_loss(model: PeftModel, ids: Tensor) -> Tensor:
-    """Compute the same from logits of the whole vocabulary in float32: it shows what `chunked_loss` saves."""
+    """Compute the same from full float32 logits, to show what `chunked_loss` saves."""
     logits = model(input_ids=ids, use_cache=False).logits[:, :-1].float()
     return -torch.log_softmax(logits, -1).gather(-1, ids[:, 1:, None]).mean()
 
@@ -102,7 +102,7 @@ def train_step(arm: Trained, ids: Tensor, micro: int, loss: Callable[[PeftModel,
 
 
 def steps(options: TrainStepOptions) -> Iterator[Row]:
-    """Yield for each micro-batch size and arm the tokens per second (median of `steps`) and the peak GB (1e9 bytes)."""
+    """Yield tokens per second (median of `steps`) and peak GB (1e9 bytes) for each micro-batch size and arm."""
     arms = {name: build(options, name) for name in options.arms}
     vocabulary = ARCHITECTURES[options.model]["vocab_size"]
     ids = torch.randint(vocabulary, (options.sequences, options.length), device="cuda")
@@ -120,7 +120,7 @@ def _in_turn(
         for name, arm in arms.items():
             seconds, peak = _measured(partial(train_step, arm, ids, micro, loss))
             others = torch.cuda.memory_allocated() - _held(arm)
-            if turn:  # the first makes optimizer state and warms up
+            if turn:  # the first warms up and makes optimizer state
                 measured[name].append((seconds, peak - others))
     for name, values in measured.items():
         seconds = statistics.median(value for value, _ in values)
@@ -133,7 +133,7 @@ def _in_turn(
 
 
 def _held(arm: Trained) -> int:
-    """Count the bytes of an arm between two steps."""
+    """Count the bytes that an arm holds between two steps."""
     state = (t for values in arm.optimizer.state.values() for t in values.values())
     return arm.held_bytes + sum(t.nbytes for t in state if isinstance(t, Tensor) and t.is_cuda)
 

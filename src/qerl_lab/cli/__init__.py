@@ -1,1 +1,1 @@
-"""The command line: from words to checked jobs, and from jobs to processes."""
+"""The command line: turn words into checked jobs, and jobs into processes."""

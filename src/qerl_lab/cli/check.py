@@ -22,12 +22,12 @@ from qerl_lab.config.spelling import word
 from qerl_lab.exits import OK, USAGE
 from qerl_lab.record.directory import RunDirectory, remove_empty
 
-LAUNCHER = "lab"  # ours, in hydra_plugins
-HERE = ("basic", "joblib", "submitit_local")  # launchers of others whose jobs use this machine
+LAUNCHER = "lab"  # our launcher, in hydra_plugins
+HERE = ("basic", "joblib", "submitit_local")  # other launchers whose jobs run on this machine
 
 
 class Left(BaseException):
-    """Carries an exception past Hydra, which only warns of those that a callback raises."""
+    """Carries an exception past Hydra, which only logs exceptions raised in callbacks."""
 
 
 @contextmanager
@@ -39,7 +39,7 @@ def _past_hydra() -> Iterator[None]:
 
 
 class CheckJobs(Callback):
-    """Check the jobs and claim their directories when a command starts; print how they ended and exit when it ends."""
+    """Check the jobs and claim their directories when a command starts; print the results and exit when it ends."""
 
     plan: Plan
 
@@ -63,7 +63,7 @@ class CheckJobs(Callback):
         self.plan = _claimed(plan) if launcher == LAUNCHER else _for_another(plan, launcher)
         with read_write(config.hydra), open_dict(config.hydra):
             config.hydra.sweep.dir = str(self.plan.directory)
-            # Other launchers compose their jobs again, of these words.
+            # Other launchers compose their jobs again from these words.
             config.hydra.overrides.hydra.append(word("hydra.sweep.dir", str(self.plan.directory)))
             if launcher == LAUNCHER:
                 config.hydra.launcher.run_dirs = [str(job.run_dir) for job in self.plan.jobs]
@@ -74,7 +74,7 @@ class CheckJobs(Callback):
 
 
 def command_line(words: Sequence[str] | None = None) -> str:
-    """Return the command of these words, or of this process, as it could be typed again, without secrets."""
+    """Return the command line of these words, or of this process, ready to be typed again, without secrets."""
     return redact(shlex.join(["python", "-m", "qerl_lab", *(sys.argv[1:] if words is None else words)]))
 
 
@@ -87,10 +87,10 @@ def _claimed(plan: Plan) -> Plan:
 
 
 def _for_another(plan: Plan, launcher: str) -> Plan:
-    """Check the jobs of another launcher, each of which claims the directory that Hydra gives it.
+    """Check the jobs of a launcher that is not ours; each job claims the directory that Hydra gives it.
 
-    A sweep goes on in an earlier directory only if all of its runs lie there. Raises ConfigError, also for a word
-    about our launcher.
+    A sweep continues in an existing directory only if that holds all of its runs. Raises ConfigError, also for a key
+    that only our launcher reads.
     """
     for typed in plan.jobs[0].overrides:
         if typed.partition("=")[0] in OF_SWEEPS:
@@ -110,7 +110,7 @@ def _for_another(plan: Plan, launcher: str) -> Plan:
 
 
 def _ready(plan: Plan, is_here: bool) -> Plan:
-    """Check the jobs and note what they cut; print the table of a dry run and exit. Raises ConfigError."""
+    """Check the jobs and note what they cut, or print the table of a dry run and exit. Raises ConfigError."""
     is_dry = any(job.config.dry_run for job in plan.jobs)
     plan = foreseen(plan, is_here, is_dry)
     if plan.multirun and RunDirectory(plan.directory).is_claimed:
@@ -124,9 +124,9 @@ def _ready(plan: Plan, is_here: bool) -> Plan:
 
 
 def foreseen(plan: Plan, is_here: bool, is_dry: bool = False) -> Plan:
-    """Note in each job what it cuts. Raises ConfigError for the first job that could not start.
+    """Note in each job what its run will cut. Raises ConfigError for the first job that could not start.
 
-    A dry run only notes what this machine lacks: the run may be meant for another one.
+    A dry run notes what this machine lacks instead of raising: the run may be meant for another machine.
     """
     seen = []
     for job in plan.jobs:

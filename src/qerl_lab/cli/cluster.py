@@ -1,7 +1,7 @@
-"""Run the jobs of a sweep on a cluster: as an array of Slurm (by submitit), or as tasks of Ray.
+"""Run the jobs of a sweep on a cluster: as a Slurm array (by submitit), or as Ray tasks.
 
-Each task gets one `Call`: the directory of a job, which has its configuration since the sweep was claimed. So every
-machine must see that directory at the same path. A task that the cluster starts again goes on with its run.
+Each task gets one `Call` with the directory of a job, which holds its configuration since the sweep was claimed. So
+every machine must see that directory at the same path. A task that the cluster restarts resumes its run.
 """
 
 import importlib.util
@@ -27,17 +27,17 @@ if TYPE_CHECKING:
 
     from qerl_lab.cli.scheduler import Call, Ended
 
-OURS = ("array", "output", "error", "open-mode", "nodes", "ntasks-per-node", "signal")  # submitit's flags of sbatch
+OURS = ("array", "output", "error", "open-mode", "nodes", "ntasks-per-node", "signal")  # sbatch flags set by submitit
 GPU_FLAGS = {"gpus", "gpus-per-node", "gpus-per-socket", "gpus-per-task", "gres"}
 CPU_FLAGS = {"cpus-per-task", "exclusive"}
-SIGNAL_SECONDS = 300  # before its time limit a job is told to save; a step may take that long
+SIGNAL_SECONDS = 300  # sent so long before the time limit, so that the job saves; a step may take that long
 LEAST_MINUTES = 10
 GOES_ON = "Nothing was started; the same line, corrected, begins the jobs in their directories."
-TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")  # of Slurm: D-H:M:S, D-H:M, D-H, H:M:S, M:S, M
+TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")  # Slurm's formats: D-H:M:S, D-H:M, D-H, H:M:S, M:S, M
 
 
 def check(cfg: RunConfig) -> None:
-    """Raise ConfigError where the jobs of a sweep cannot be handed to a cluster from here."""
+    """Raise ConfigError if the jobs of a sweep cannot be submitted to a cluster from this machine."""
     package = {"slurm": "submitit", "ray": "ray"}[cfg.launcher]
     if importlib.util.find_spec(package) is None:
         raise ConfigError(
@@ -55,7 +55,7 @@ def check(cfg: RunConfig) -> None:
 
 
 def flags(text: str) -> dict[str, Any]:
-    """Parse flags of sbatch, `--NAME=VALUE` or `--NAME`, into a dictionary. Raises ConfigError for anything else."""
+    """Parse sbatch flags, `--NAME=VALUE` or `--NAME`, into a dictionary. Raises ConfigError for anything else."""
     found: dict[str, Any] = {}
     try:
         words = shlex.split(text)
@@ -93,9 +93,9 @@ def minutes(given: dict[str, Any]) -> int:
 
 
 def needs(configs: Sequence[RunConfig], given: Mapping[str, Any]) -> dict[str, int]:
-    """Return the GPUs or CPUs that a job asks for beside the given flags, as submitit names them.
+    """Return the GPUs or CPUs that a job requests beside the given flags, under submitit's names.
 
-    Beside a GPU a cluster gives the CPUs that it thinks right; without one it gives a single one to all threads.
+    With a GPU the cluster chooses the CPUs; without one it would give a single CPU to all threads.
     """
     on_gpu = [cfg.gpus for cfg in configs if cfg.device != "cpu"]
     if on_gpu:
@@ -110,11 +110,11 @@ def _flat(error: BaseException) -> str:
 
 @contextmanager
 def slurm(configs: Sequence[RunConfig], calls: "Sequence[Call]", folder: Path) -> "Iterator[list[SlurmJob[Ended]]]":
-    """Submit the calls as one array of Slurm; write its files and messages into `folder`."""
+    """Submit the calls as one Slurm array; write its scripts and logs into `folder`."""
     import submitit
     from submitit.core.utils import FailedJobError
 
-    logging.getLogger("submitit").setLevel(logging.ERROR)  # it warns every time that a cluster has no sacct
+    logging.getLogger("submitit").setLevel(logging.ERROR)  # silences its warning about clusters without sacct
     given = flags(configs[0].slurm)
     executor = submitit.SlurmExecutor(folder)
     executor.update_parameters(
@@ -124,15 +124,15 @@ def slurm(configs: Sequence[RunConfig], calls: "Sequence[Call]", folder: Path) -
     try:
         with executor.batch():
             submitted = [executor.submit(call) for call in calls]
-    except FailedJobError as error:  # what sbatch says
+    except FailedJobError as error:  # the error of sbatch
         raise ConfigError(f"Slurm takes no jobs with slurm={configs[0].slurm}: {_flat(error)} {GOES_ON}") from None
     yield submitted
 
 
 @contextmanager
 def ray(configs: Sequence[RunConfig], calls: "Sequence[Call]") -> "Iterator[list[Future[Ended]]]":
-    """Run the calls on Ray, `jobs` at once: on the cluster of RAY_ADDRESS, else on one started here."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a lab run reports to nobody
+    """Run the calls on Ray, `jobs` at once, on the cluster at RAY_ADDRESS or else on one started here."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # send no usage statistics
     import ray as library
 
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -140,7 +140,7 @@ def ray(configs: Sequence[RunConfig], calls: "Sequence[Call]") -> "Iterator[list
         library.init(log_to_driver=False, include_dashboard=False)
     except ConnectionError as error:
         raise ConfigError(f"Ray cannot be reached: {_flat(error.__cause__ or error)} {GOES_ON}") from None
-    for number, handler in before.items():  # Ray has its own, that ends the command
+    for number, handler in before.items():  # Ray's own handlers would end the command
         signal.signal(number, handler)
     has_gpus = library.cluster_resources().get("GPU", 0) > 0
     nodes = [node["Resources"] for node in library.nodes() if node["Alive"]]
@@ -160,15 +160,15 @@ def ray(configs: Sequence[RunConfig], calls: "Sequence[Call]") -> "Iterator[list
 
 
 def asked_of_ray(cfg: RunConfig, has_gpus: bool) -> dict[str, float]:
-    """Return the CPUs that a job asks of Ray, and its GPUs if the cluster has any."""
-    share = 1 / cfg.jobs_per_gpu if cfg.gpus == 1 else cfg.gpus  # of several Ray gives whole ones only
+    """Return the CPUs that a job requests from Ray, and GPUs if the cluster has any."""
+    share = 1 / cfg.jobs_per_gpu if cfg.gpus == 1 else cfg.gpus  # Ray gives several GPUs only whole
     return {"CPU": max(1, cfg.cpu_threads), "GPU": share if has_gpus and cfg.device != "cpu" else 0}
 
 
 def waits_for_a_node(asked: Sequence[Mapping[str, float]], nodes: Sequence[Mapping[str, float]]) -> str:
-    """Return a warning if a job asks for more than any node has: Ray would wait for such a node in silence.
+    """Return a warning if a job requests more than any node has, because Ray would then wait in silence.
 
-    A warning, because a cluster that grows may get such a node.
+    It is no error: an autoscaling cluster may still add such a node.
     """
     for job in asked:
         if not any(all(node.get(name, 0) >= count for name, count in job.items()) for node in nodes):

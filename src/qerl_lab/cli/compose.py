@@ -1,7 +1,7 @@
 """Compose and check every job of a command before the first one starts. Imports Hydra and no torch.
 
-`single` and `sweep` take what Hydra composed (`@hydra.main` in `train.py`); `make_plan` composes by itself, for the
-callers that start no run. Whatever is wrong ends in one `ConfigError`.
+`single` and `sweep` take what Hydra composed (`@hydra.main` in `train.py`). `make_plan` composes by itself, for callers
+that start no run. Every error is a `ConfigError`.
 """
 
 import copy
@@ -49,30 +49,30 @@ VERSION_BASE = "1.3"
 
 @dataclass(frozen=True)
 class Job:
-    """A run to start: its checked configuration, its directory, the words that were typed for it."""
+    """A run to start: its checked configuration, its directory, and the words typed for it."""
 
     number: int
     overrides: list[str]
     config: RunConfig
     run_dir: Path
-    notes: list[str] = field(default_factory=list)  # to be said before it starts
+    notes: list[str] = field(default_factory=list)  # printed before it starts
     begun: bool = False  # an earlier command made its directory
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The jobs of a command; `directory` is the run's, or the sweep's with a directory of each job in it."""
+    """The jobs of a command. `directory` is the run's, or the sweep's with one directory per job."""
 
     jobs: list[Job]
     directory: Path
-    directory_given: bool  # named on the command line, so not to be renamed when it exists
+    directory_given: bool  # typed by the user, so not to be renamed if it exists
     multirun: bool
-    made: Path | None = None  # the topmost directory that was made for it
+    made: Path | None = None  # topmost directory created for it
 
 
 @cache
 def register() -> None:
-    """Give Hydra the typed schema, and the files of sweeps/, which lie outside conf/."""
+    """Register the schema with Hydra, and the folder sweeps/, which lies outside conf/."""
     store = ConfigStore.instance()
     store.store("schema", RunConfig)
     for path in sorted(group_folder("sweeps").glob("*.yaml")):
@@ -80,7 +80,7 @@ def register() -> None:
 
 
 def make_plan(overrides: list[str], multirun: bool, config_dir: str | None = None) -> Plan:
-    """Compose and check every job of a command whose words are spelled for Hydra. Raises ConfigError."""
+    """Compose and check every job from words spelled for Hydra. Raises ConfigError."""
     parsed = check_words(overrides)
     lines = [
         *overrides,
@@ -114,7 +114,7 @@ def single(cfg: DictConfig, loader: ConfigLoader) -> Plan:
 
 
 def sweep(master: DictConfig, loader: ConfigLoader) -> Plan:
-    """Compose and check every job of the sweep that Hydra composed as a whole. Raises ConfigError."""
+    """Compose and check every job of the sweep that Hydra composed. Raises ConfigError."""
     intent.refuse_directory_of(_of_hydra(master), "hydra.run.", "a single run, and this command is a sweep")
     directory, jobs = Path(str(master.hydra.sweep.dir)).expanduser().absolute(), []
     composed: dict[tuple[str, ...], DictConfig] = {}
@@ -141,7 +141,7 @@ def sweep(master: DictConfig, loader: ConfigLoader) -> Plan:
 def _composed(
     master: DictConfig, overrides: list[str], loader: ConfigLoader, known: dict[tuple[str, ...], DictConfig]
 ) -> DictConfig:
-    """Compose a job. Jobs that differ in plain values alone share one composition, which takes a tenth of a second."""
+    """Compose a job. Jobs that differ only in plain values share one composition, which takes 0.1 s."""
     is_named_by_words = "override_dirname" in str(OmegaConf.to_container(master.hydra.sweep, resolve=False))
     values = schema().keys() - set(groups())  # scale and experiment are both a key and a group
     plain = [word for word in overrides if word.partition("=")[0] in values and "${" not in word]
@@ -169,7 +169,7 @@ def _checked_job(cfg: DictConfig, overrides: list[str], loader: ConfigLoader) ->
 def _check_arm(
     arm: str, config: RunConfig, words: dict[str, str], cfg: DictConfig, loader: ConfigLoader
 ) -> None:  # fmt: skip
-    """Raise ConfigError if a word changes a key that defines the experiment: the run would carry a wrong name."""
+    """Raise ConfigError if a word changes a key that defines the experiment: the run would be mislabelled."""
     declared = sorted(_declared_keys())
     touching = [key for key in words if key in declared or any(name.startswith(f"{key}.") for name in declared)]
     if not touching:
@@ -202,19 +202,19 @@ def _check_arm(
 
 @cache
 def _declared_keys() -> frozenset[str]:
-    """Keys that define the experiments of conf/experiment, without numbers, which are set to fit a model."""
+    """List the keys that define the experiments of conf/experiment, without numeric keys, which fit a model."""
     files, kinds = group_folder("experiment").glob("*.yaml"), schema()
     declared = {key for file in files for key in yaml.safe_load(file.read_text(encoding="utf-8"))["differs_in"]}
     return frozenset(key for key in declared if kinds[key] not in NUMBERS)
 
 
 def _names_option(name: str) -> bool:
-    """Tell whether a key holds the name of an option of its group: format.name, aqn.schedule."""
+    """Tell whether a key holds the name of its group's option: format.name, aqn.schedule."""
     return name.rpartition(".")[2] in ("name", "schedule")
 
 
 def _option_or_key(name: str, value: Any) -> str:
-    """`format=nvfp4` for format.name, where the group has such an option, else `format.name=VALUE`."""
+    """Return `format=nvfp4` for format.name if the group has such an option, else `format.name=VALUE`."""
     group = name.partition(".")[0]
     return f"{group}={value}" if _names_option(name) and value in choices_of(group) else f"{name}={typed(value)}"
 
@@ -235,7 +235,7 @@ def _unresolved(words: ListConfig) -> list[str]:
 
 
 def _expand(master: DictConfig, loader: ConfigLoader) -> list[list[str]]:
-    """The overrides of every job, in the order of Hydra's basic sweeper: the last key varies fastest."""
+    """Return the overrides of every job in the order of Hydra's basic sweeper: the last key varies fastest."""
     if (size := master.hydra.sweeper.get("max_batch_size")) is not None:
         raise ConfigError(f"hydra.sweeper.max_batch_size={size} does nothing here. Type jobs={size}.")
     if (name := master.hydra.runtime.choices["hydra/sweeper"]) != "basic":
@@ -283,9 +283,9 @@ def _refuse_shared_directories(jobs: list[Job]) -> None:
 
 
 def _refuse_equal(jobs: list[Job]) -> None:
-    """Raise ConfigError for two jobs with one configuration and seed: a later command could not tell their runs apart.
+    """Raise ConfigError if two jobs have equal configuration and seed: later commands could not match their runs.
 
-    Two copies of one model are the same model.
+    Two copies of one model count as the same model.
     """
     seen: dict[str, int] = {}
     for job in jobs:
@@ -299,7 +299,7 @@ def _refuse_equal(jobs: list[Job]) -> None:
 
 
 def job_config(cfg: DictConfig, overrides: Sequence[str]) -> RunConfig:
-    """Build and check the RunConfig of one composed job; fill in what follows from its words. Raises ConfigError."""
+    """Build and check the RunConfig of one composed job, with the values that its words imply. Raises ConfigError."""
     values = {}
     for key in cfg:
         if key != "hydra":

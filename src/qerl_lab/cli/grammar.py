@@ -1,6 +1,6 @@
-"""Words of a command: KEY=VALUE in Hydra's override grammar, typed by a dataclass of `option` fields.
+"""Parse KEY=VALUE words, in Hydra's override grammar, into a dataclass of `option` fields.
 
-The manual comes from the same dataclass. Hydra is imported where a word is read, so that `--help` is there at once.
+The dataclass also produces `--help`. Hydra is imported only to parse a word, so that `--help` prints at once.
 """
 
 import os
@@ -26,19 +26,19 @@ HELP = ("--help", "-h")
 
 @dataclass(frozen=True)
 class Command(Generic[Options]):
-    """Command beside the main one: how it is typed, what it is for, and what it does with its options."""
+    """A command beside the main one: its usage, its purpose, and the function that takes its options."""
 
-    usage: str  # what is typed before KEY=VALUE
+    usage: str  # the command line before KEY=VALUE
     about: str
     options: type[Options]
     work: Callable[[Options], None]
     examples: tuple[tuple[str, str], ...] = ()  # (command, meaning)
-    required: tuple[str, ...] = ()  # options without which there is nothing to do; "a|b" is one of the two
-    bare: str = ""  # the option whose values may be typed without its key
-    alone: bool = False  # it computes, so that each of several processes would do the whole work
+    required: tuple[str, ...] = ()  # options that must be given; "a|b" requires one of the two
+    bare: str = ""  # option whose values may be typed without KEY=
+    alone: bool = False  # runs in one process: each of several would repeat the whole work
 
     def run(self, words: list[str]) -> int:
-        """Print the manual, or do what the words say. Raises ConfigError, and what the work raises."""
+        """Print the manual, or run the command on the words. Raises ConfigError, and whatever the work raises."""
         if set(HELP) & set(words) or (self.required and not words):
             print(manual(self))
             return OK
@@ -59,7 +59,7 @@ class Command(Generic[Options]):
 
 
 def choose(commands: Mapping[str, Command[Any]], words: list[str]) -> int:
-    """Run the command that the first word names; without one, say which there are."""
+    """Run the subcommand that the first word names; without words list the subcommands."""
     name, *rest = words or HELP
     if name in HELP:
         width = max(len(command.usage) for command in commands.values()) + 2
@@ -72,7 +72,7 @@ def choose(commands: Mapping[str, Command[Any]], words: list[str]) -> int:
 
 
 def main_of(commands: Mapping[str, Command[Any]]) -> Main:
-    """Make the `main` of a module of several commands: it runs one and returns its exit code."""
+    """Make the `main` of a module with subcommands; it returns the exit code."""
 
     def main(words: list[str]) -> int:
         return choose(commands, words)
@@ -81,9 +81,9 @@ def main_of(commands: Mapping[str, Command[Any]]) -> Main:
 
 
 def read(kind: type[Options], words: Sequence[str], bare: str = "") -> Options:
-    """Make a dataclass without nested ones of a command's words. Raises ConfigError for the first that does not fit.
+    """Parse a command's words into a flat dataclass. Raises ConfigError for the first word that does not fit.
 
-    Words without a key are values of the option `bare`. They are the shell's paths, and stay as they stand.
+    Words without a key are values of the option `bare`. They are paths from the shell, and are not parsed.
     """
     types, defaults = get_type_hints(kind), kind()
     given: dict[str, Any] = {}
@@ -123,7 +123,7 @@ def _has_key(word: str, keys: Collection[str]) -> bool:
 
 
 def parse(word: str, keys: Mapping[str, Any]) -> "Override":
-    """Read a word by Hydra's grammar. Raises ConfigError for a flag, and for what is no KEY=VALUE."""
+    """Parse a word by Hydra's grammar. Raises ConfigError for a flag, and for anything but KEY=VALUE."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
@@ -164,7 +164,7 @@ def unreadable(word: str, keys: Mapping[str, Any]) -> ConfigError:
 
 
 def _value(override: "Override", key: str, kind: Any, default: Any, text: str) -> Any:
-    """Return the value of an override, of the type `kind`. Raises ConfigError for one of another type, or several."""
+    """Return an override's value as `kind`. Raises ConfigError for another type, or for several values."""
     value = override.value()
     if get_origin(kind) is list:
         value = _as_list(override, value)
@@ -174,7 +174,7 @@ def _value(override: "Override", key: str, kind: Any, default: Any, text: str) -
     elif override.is_sweep_override():
         raise ConfigError(wrong_type(key, kind, text, default))
     if isinstance(value, str) and "${" in value:
-        return value  # an interpolation, whose type OmegaConf checks
+        return value  # interpolation: OmegaConf checks its type
     if not has_type(value, kind):
         shown = text if override.is_sweep_override() else value
         raise ConfigError(wrong_type(key, kind, shown, default))
@@ -182,7 +182,7 @@ def _value(override: "Override", key: str, kind: Any, default: Any, text: str) -
 
 
 def _as_list(override: "Override", value: Any) -> Any:
-    """Read `a` and `a,b` for a list as `[a]` and `[a,b]`: such a command sweeps over nothing."""
+    """Read `a` and `a,b` as `[a]` and `[a,b]` for a list key: these commands have no sweeps."""
     from hydra.core.override_parser.types import QuotedString
 
     if override.is_sweep_override():
@@ -193,7 +193,7 @@ def _as_list(override: "Override", value: Any) -> Any:
 
 
 def refuse_twice(lines: Iterable[tuple[str, str]]) -> None:
-    """Raise ConfigError where two of the (key, word) pairs have one key."""
+    """Raise ConfigError if two of the (key, word) pairs have the same key."""
     words: dict[str, list[str]] = {}
     for key, word in lines:
         words.setdefault(key, []).append(word)
@@ -203,7 +203,7 @@ def refuse_twice(lines: Iterable[tuple[str, str]]) -> None:
 
 
 def _made(kind: type[Options], given: dict[str, Any]) -> Options:
-    """Build the dataclass by OmegaConf, which resolves interpolations, and check its bounds."""
+    """Build the dataclass through OmegaConf, which resolves interpolations, and check its bounds."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -212,20 +212,20 @@ def _made(kind: type[Options], given: dict[str, Any]) -> Options:
         for key, value in given.items():
             config[key] = value
         made = OmegaConf.to_object(config)
-    except OmegaConfBaseException as error:  # an interpolation that leads nowhere, or to another type
-        place = str(error.full_key)  # of an item of a list: key[0]
+    except OmegaConfBaseException as error:  # an interpolation without a target, or with one of another type
+        place = str(error.full_key)  # key[0] for an item of a list
         allowed = type_words(types[place.partition("[")[0]])
         raise ConfigError(f"{place}: {str(error).splitlines()[0].rstrip('.')}; allowed: {allowed}.") from None
     assert isinstance(made, kind)
     for name, field, value in leaves(made):
-        if not has_type(value, types[name]):  # of an interpolated list OmegaConf checks no item
+        if not has_type(value, types[name]):  # OmegaConf does not check the items of an interpolated list
             raise ConfigError(wrong_type(name, types[name], value, getattr(kind(), name)))
         check_bounds(name, field.metadata, value)
     return made
 
 
 def manual(command: Command[Any]) -> str:
-    """Write the text of `--help`: examples, then every key with its default and its meaning."""
+    """Format the text of `--help`: examples, then every key with its default and meaning."""
     options = leaves(command.options())
     lines = [command.about, "", f"  {command.usage}{' KEY=VALUE ...' if options else ''}"]
     lines += ["", "Examples:"] if command.examples else []
@@ -238,21 +238,21 @@ def manual(command: Command[Any]) -> str:
 
 
 def key_entry(name: str, field: Any, default: Any, width: int) -> list[str]:
-    """Write the lines of the manual for one key."""
+    """Format the lines of the manual for one key."""
     shown = typed(default)
     shown = shown if len(shown) <= 40 else shown[:37] + "..."
     return entry(f"{name}={shown}", field.metadata["help"] + _bounds(field.metadata), width)
 
 
 def entry(name: str, text: str, width: int) -> list[str]:
-    """Lay `  name    text` out, the text wrapped in its column; a long name gets a line of its own."""
+    """Format `  name    text` with the text wrapped in its column; a long name gets its own line."""
     lines = textwrap.wrap(text, WIDTH - width - 2) or [""]
     head = [f"  {name}"] if len(name) >= width else [f"  {name:<{width}}{lines.pop(0)}"]
     return head + [" " * (width + 2) + line for line in lines]
 
 
 def _bounds(metadata: Any) -> str:
-    """Write the allowed values of a key, in brackets."""
+    """Format the allowed values of a key, in brackets."""
     if metadata["choices"]:
         return f" ({', '.join(metadata['choices'])})"
     bounds = bounds_in_words(metadata)

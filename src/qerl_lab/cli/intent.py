@@ -1,6 +1,6 @@
-"""Check what a user typed beyond its values: words that do nothing, values that follow, notes. Imports no torch.
+"""Check the words that a user typed: refuse keys without effect, set implied values, add notes. Imports no torch.
 
-The schema and its rules check values wherever they come from; a user who types a key expects something of it.
+The schema and its rules check values from any source. A typed key must moreover have an effect.
 """
 
 import json
@@ -26,19 +26,19 @@ CLIPS = ("algorithm.epsilon_low", "algorithm.epsilon_high")
 
 
 def words_by_key(lines: Sequence[str]) -> dict[str, str]:
-    """Map each KEY or GROUP to its value as it was typed."""
+    """Map each typed KEY or GROUP to its value."""
     return {key.lstrip("+"): value for key, _, value in (line.partition("=") for line in lines)}
 
 
 def fit_micro_batch(cfg: RunConfig, words: Mapping[str, str]) -> None:
-    """Shrink a micro-batch that nobody typed to the largest that divides an update, in place."""
+    """Shrink a micro-batch that was not typed to the largest divisor of an update's size, in place."""
     per_update, rest = divmod(cfg.completions_per_gpu, cfg.algorithm.updates_per_rollout)
     if "optim.micro_batch_size" not in words and rest == 0 and per_update:
         cfg.optim.micro_batch_size = largest_divisor(per_update, cfg.optim.micro_batch_size)
 
 
 def name_model(cfg: RunConfig, words: Mapping[str, str]) -> None:
-    """Label a model by its path, in place, where its label is that of an option of conf/model with another path."""
+    """Set model.name from model.path, in place, if the name is an option of conf/model with another path."""
     option = group_folder("model") / f"{cfg.model.name}.yaml"
     if "model.name" in words or not option.is_file():
         return
@@ -48,14 +48,14 @@ def name_model(cfg: RunConfig, words: Mapping[str, str]) -> None:
 
 
 def take_rounding(cfg: RunConfig, words: Mapping[str, str]) -> None:
-    """Set the rounding rule that the quantize command noted in a checkpoint, unless the user set one. In place."""
+    """Set the rounding rule recorded in a quantized checkpoint, unless the user typed one. In place."""
     for key, value in _noted_rounding(cfg).items():
         if f"format.{key}" not in words and getattr(cfg.format, key) == getattr(FormatConfig(), key):
             setattr(cfg.format, key, value)
 
 
 def _noted_rounding(cfg: RunConfig) -> dict[str, Any]:
-    """Read the rounding options of the run's format from quality.json beside the weights. Raises ConfigError."""
+    """Read the rounding options of the run's format from the checkpoint's quality.json. Raises ConfigError."""
     file, name = Path(cfg.model.path) / QUALITY, cfg.format.name
     about = read_json(file, dict) if cfg.model.path != POCKET and file.is_file() else {}
     noted = about.get("options", {}) if about.get("format") == name else {}
@@ -71,13 +71,13 @@ def _noted_rounding(cfg: RunConfig) -> dict[str, Any]:
 
 
 def check_words(cfg: RunConfig, words: Mapping[str, str]) -> None:
-    """Raise ConfigError for a word that is wrong in this job, whatever the other jobs are."""
+    """Raise ConfigError for a word that is wrong in this job, regardless of the other jobs."""
     if "extended" in words:
         raise ConfigError("extended is what resume=RUN_DIR steps=N notes of a run. Leave extended out.")
     if "differs_in" in words:
         raise ConfigError("differs_in is what the file of an experiment declares. Leave differs_in out.")
     for group, value in (("task", cfg.task.name), ("algorithm", cfg.algorithm.name)):
-        if f"{group}.name" in words:  # an option of these groups is more than its name
+        if f"{group}.name" in words:  # an option of these groups sets more than its name
             raise ConfigError(f"{group}.name={value} leaves out what belongs to it. Type {group}={value}.")
     if cfg.scale == POCKET and "scale" not in words and cfg.model.path != POCKET:
         on_disk.local(cfg.model.path)  # a path that is not there is the first thing to say
@@ -100,14 +100,14 @@ def check_words(cfg: RunConfig, words: Mapping[str, str]) -> None:
 
 
 def refuse_of_sweeps(words: Mapping[str, str]) -> None:
-    """Raise ConfigError for a word about the jobs of a sweep in the command of a single run."""
+    """Raise ConfigError for a sweep key in the command of a single run."""
     for key in OF_SWEEPS:
         if key in words:
             raise ConfigError(f"{key}={words[key]} is of a sweep, and this command runs one job. Leave {key} out.")
 
 
 def refuse_directory_of(lines: Sequence[str], key: str, what: str) -> None:
-    """Raise ConfigError for the directory key of a sweep in a single run, and the other way round."""
+    """Raise ConfigError for a sweep's directory key in a single run, or a run's in a sweep."""
     for line in lines:
         if line.lstrip("+").startswith(key):
             raise ConfigError(
@@ -117,7 +117,7 @@ def refuse_directory_of(lines: Sequence[str], key: str, what: str) -> None:
 
 
 def refuse_several_of_sweep(configs: Sequence[RunConfig]) -> None:
-    """Raise ConfigError where the jobs of a sweep disagree on how it runs, or would take a server from each other."""
+    """Raise ConfigError if the jobs disagree on how the sweep runs, or share a server at the same time."""
     for key in OF_SWEEPS:
         if len({getattr(cfg, key) for cfg in configs}) > 1:
             raise ConfigError(f"{key} holds for the whole sweep; allowed: one value. Type {key}=VALUE, once.")
@@ -131,9 +131,9 @@ def refuse_several_of_sweep(configs: Sequence[RunConfig]) -> None:
 
 
 def check_all_act(jobs: Sequence[tuple[RunConfig, Mapping[str, str]]]) -> None:
-    """Raise ConfigError for a word that acts in none of the jobs that share it.
+    """Raise ConfigError for a word that has no effect in any job that has it.
 
-    A word in which the jobs differ must act in each of them: else two jobs would be the same run under two names.
+    A word that differs between jobs must have an effect in each: else two jobs would be the same run under two names.
     """
     dead = [{key: variant for key, variant in missing(cfg).items() if key in words} for cfg, words in jobs]
     for number, (cfg, words) in enumerate(jobs):
@@ -151,8 +151,10 @@ def check_all_act(jobs: Sequence[tuple[RunConfig, Mapping[str, str]]]) -> None:
 
 
 def notes(cfg: RunConfig, micro_batch_size: int, words: Collection[str]) -> list[str]:
-    """Say before the start what was fitted (`micro_batch_size` is the composed one), what is cut, and which typed words
-    hardly act."""
+    """Return notes to print before the start: what was fitted, what is cut, which typed words have little effect.
+
+    `micro_batch_size` is the value before it was fitted.
+    """
     said = []
     if cfg.updates_per_step == 1 and (clips := [key for key in CLIPS if key in words]):
         said.append(

@@ -1,4 +1,4 @@
-"""Directories of jobs: find those of earlier commands, claim the others, read those of a sweep, extend a run."""
+"""Directories of jobs: find existing ones, claim new ones, read those of a sweep, extend a run."""
 
 import os
 import re
@@ -30,16 +30,16 @@ from qerl_lab.record.directory import (
 )
 from qerl_lab.record.environment import Typed
 
-LOCK = ".lock"  # in a sweep's directory, held by the command that runs it
+LOCK = ".lock"  # in a sweep's directory; held by the command that runs it
 COUNTED_OTHERWISE = ("experiment", "scale", "model.name", "lora.start_from", "task.module")  # labels; files by content
-SEED = re.compile(r"^seed: (\d+)$", re.MULTILINE)  # in resolved.yaml, found without reading the whole as YAML
+SEED = re.compile(r"^seed: (\d+)$", re.MULTILINE)  # in resolved.yaml; found without parsing the YAML
 
 
 def reuse(plan: Plan) -> Plan:
     """Point each job of a sweep at its existing run directory, if an earlier command made one.
 
-    A run is a job's if arm, seed and gpus agree, every key in which the jobs differ, and the files of its questions.
-    It is looked for in the sweeps of the same name, or in the directory that the command names.
+    A run matches a job if arm, seed, gpus, the files of its questions, and every key in which the jobs differ are
+    equal. The search covers the sweeps of the same name, or the directory that the command names.
     """
     if not plan.multirun:
         return plan
@@ -55,7 +55,7 @@ def reuse(plan: Plan) -> Plan:
             run = next((run for run in same if run.status == "done"), same[0])
             taken.add(run.path)
             job = replace(job, run_dir=run.path, begun=True)
-        elif plan.directory_given:  # an older run may have its name
+        elif plan.directory_given:  # its name may be taken by an older run
             job = replace(job, run_dir=next(name for name in numbered(job.run_dir) if is_unused(name)))
         jobs.append(job)
     home = [sweep for sweep in sweeps if all(job.begun and job.run_dir.is_relative_to(sweep) for job in jobs)]
@@ -65,36 +65,36 @@ def reuse(plan: Plan) -> Plan:
 
 
 def _varying(jobs: list[Job]) -> set[str]:
-    """Return the keys that make no arm and whose typed values differ between the jobs: `cpu_threads=1,2`."""
+    """Return the typed keys that differ between jobs and define no arm: `cpu_threads=1,2`."""
     words = [words_by_key(job.overrides) for job in jobs]
     keys = {key for key in set().union(*words) & schema().keys() if not is_of_arm(key)}.difference(COUNTED_OTHERWISE)
     return {key for key in keys if len({own.get(key) for own in words}) > 1}
 
 
 def identity(settings: Mapping[str, str], varying: Collection[str] = ()) -> dict[str, Any]:
-    """The values in which a run and a job agree."""
+    """Return the values in which a run and a job must agree."""
     return of_arm(settings) | {key: settings.get(key) for key in ("seed", "gpus", *varying)}
 
 
 def _known(sweeps: list[Path], seeds: set[int], varying: set[str]) -> list[tuple[RunDirectory, dict[str, Any]]]:
-    """The runs of these sweeps with their identities, as far as they have one of the seeds and can be read."""
+    """Return the readable runs of these sweeps that have one of the seeds, with their identities."""
     found = []
     for run in (run for sweep in sweeps if sweep.is_dir() for run in _runs(sweep)):
         try:
             seed = SEED.search(run.text())
             if seed and int(seed[1]) in seeds:
                 found.append((run, identity(run.settings(), varying)))
-        except (ConfigError, OSError, UnicodeDecodeError):  # damaged: it could not go on
+        except (ConfigError, OSError, UnicodeDecodeError):  # damaged: it could not be resumed
             continue
     return found
 
 
 def _asks_the_same(run: RunDirectory, config: RunConfig) -> bool:
-    """Tell whether the files of the questions hold what they held when the run began."""
+    """Tell whether the files of the questions are unchanged since the run began."""
     try:
         then = run.environment().get("data") or {}
         now = preflight.questions(config) if then else {}
-    except ConfigError:  # the files are gone: a run that is not done says so when it goes on
+    except ConfigError:  # the files are gone: an unfinished run reports that when it resumes
         return True
     return all(then[key] == now[key] for key in ("training_sha256", "heldout_sha256") if key in then and key in now)
 
@@ -112,7 +112,7 @@ def sweep_name(directory: Path) -> str:
 
 
 def of_sweep(directory: Path) -> Plan | None:
-    """The jobs whose runs lie in a sweep's directory, with the configurations they have there; None for another."""
+    """Return the jobs of a sweep's directory with their recorded configurations; None if it is no sweep."""
     if not (directory / LOCK).exists():
         return None
 
@@ -123,7 +123,7 @@ def of_sweep(directory: Path) -> Plan | None:
 
 
 def read(directory: Path, run_dirs: list[Path]) -> Plan:
-    """The plan of a sweep whose directories are claimed. Raises ConfigError."""
+    """Return the plan of a sweep whose directories are claimed. Raises ConfigError."""
     jobs = []
     for number, path in enumerate(run_dirs):
         run = RunDirectory(path)
@@ -132,7 +132,7 @@ def read(directory: Path, run_dirs: list[Path]) -> Plan:
 
 
 def claim(plan: Plan, command: str) -> Plan:
-    """Create all directories of new jobs or none; return the plan with their places. Raises ConfigError."""
+    """Create all directories of new jobs or none; return the plan with their paths. Raises ConfigError."""
     made = first_missing(plan.directory)
     directory = plan.directory if plan.directory_given else reserve(plan.directory)
     made = made or (None if plan.directory_given else directory)
@@ -163,9 +163,9 @@ def claim(plan: Plan, command: str) -> Plan:
 
 
 def extend(run: RunDirectory, steps: int) -> None:
-    """Note in the record that the run goes on to `steps`; the run itself says what that means for its schedules.
+    """Record that the run continues to `steps`. The run itself adapts its schedules.
 
-    Raises ConfigError unless the run is finished, of fewer steps, and has the checkpoint of its last one.
+    Raises ConfigError unless the run is finished, has fewer steps, and kept the checkpoint of its last step.
     """
     was = run.config()
     if run.status != "done":
@@ -183,7 +183,7 @@ def extend(run: RunDirectory, steps: int) -> None:
     cfg = replace(was, steps=steps, extended=[*was.extended, was.steps])
     validate(cfg)
     run.check()
-    run.starting_point(was)  # of a record that lacks a step it says so: DONE is still there then
+    run.starting_point(was)  # raises for a record that lacks a step, while DONE still exists
     preflight.check(cfg, run.path)
     run.refuse_other_device("cuda" if cfg.device != "cpu" and preflight.has_gpu() else "cpu")
     if questions := preflight.questions(cfg):
@@ -194,9 +194,9 @@ def extend(run: RunDirectory, steps: int) -> None:
 
 @contextmanager
 def locked(sweep: Path) -> Iterator[None]:
-    """Hold a sweep's directory, which is made where it is missing. Raises ConfigError where another command runs it."""
+    """Lock a sweep's directory, creating it if missing. Raises ConfigError if another command holds it."""
     make(sweep)
-    with open(sweep / LOCK, "a", encoding="utf-8") as file:  # NFS locks what may be written only
+    with open(sweep / LOCK, "a", encoding="utf-8") as file:  # opened for writing, because NFS locks no other files
         lock(
             file,
             f"another command runs the sweep in {sweep}. Wait for it or stop it first. For runs of its own type "

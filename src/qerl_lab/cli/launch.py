@@ -28,16 +28,15 @@ from qerl_lab.processes import rank_variables, refuse_several
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.environment import Typed
 
-LOOK_SECONDS = 1.0  # between two looks for the stop file, and at the ranks of a run
-GRACE_SECONDS = 60.0  # that the other ranks have to end by themselves once one has died
-SAVE_SECONDS = 240.0  # that the processes of a job have to save before its cluster stops it
-ABORT = "abort"  # in a stop file
+LOOK_SECONDS = 1.0  # between two checks of the stop file and of the ranks
+GRACE_SECONDS = 60.0  # for the other ranks to end by themselves after one has died
+SAVE_SECONDS = 240.0  # for the processes of a job to save before the cluster kills it
+ABORT = "abort"  # content of the stop file
 STOPPING = "stopping: the step under way ends and is saved (Ctrl-C again aborts at once)"
 ABORTING = "aborting: what came after the last checkpoint is lost"
 
-# Set for the child where the user's environment does not: a waiting OpenMP thread that spins stalls a second run on
-# the same cores for minutes; tokenizers warn at every fork; vLLM tells its whole configuration; a lab run reports to
-# nobody but its own MLflow.
+# Defaults for the child's environment. A spinning OpenMP thread stalls a second run on the same cores for minutes;
+# tokenizers warn at every fork; vLLM logs its whole configuration; usage statistics stay off.
 CHILD_ENVIRONMENT = {
     "OMP_WAIT_POLICY": "PASSIVE",
     "TOKENIZERS_PARALLELISM": "false",
@@ -46,7 +45,7 @@ CHILD_ENVIRONMENT = {
     "DO_NOT_TRACK": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
-    "DISABLE_MLFLOW_INTEGRATION": "TRUE",  # transformers' and TRL's own, which import MLflow before the first step
+    "DISABLE_MLFLOW_INTEGRATION": "TRUE",  # of transformers and TRL, which import MLflow before the first step
 }
 
 
@@ -54,8 +53,8 @@ CHILD_ENVIRONMENT = {
 class OfSweep:
     """Settings of a run that is a job of a sweep.
 
-    It stops after its step as soon as `stop_file` exists, and at once when that says `ABORT`. `label` is what it shows
-    itself as, `variables` are added to its environment (its GPUs), and what it prints goes to `console`.
+    The run stops after its step once `stop_file` exists, and at once if that contains `ABORT`. `label` names it on the
+    terminal, `variables` are added to its environment (its GPUs), and its output goes to `console`.
     """
 
     stop_file: Path
@@ -67,8 +66,8 @@ class OfSweep:
 def start(run: RunDirectory, made: Path | None = None, of: OfSweep | None = None) -> int:
     """Run the job of a claimed directory to its end; return its exit code (0, 1 or 130).
 
-    Raises ConfigError for a configuration that the run finds it cannot use; the directory is gone then, and those that
-    were made for it, up to `made`.
+    Raises ConfigError if the run cannot use its configuration, after removing the directory and its new parents up to
+    `made`.
     """
     with run.locked() as lock:
         if run.status != "not run":
@@ -85,9 +84,9 @@ def start(run: RunDirectory, made: Path | None = None, of: OfSweep | None = None
 
 
 def resume(run: RunDirectory, typed: Typed, of: OfSweep | None = None) -> int:
-    """Continue a run that did not finish, or begin a claimed one; return its exit code (0, 1 or 130).
+    """Resume an unfinished run, or start a claimed one; return its exit code (0, 1 or 130).
 
-    Raises ConfigError where its configuration cannot run, or not any more.
+    Raises ConfigError if its configuration cannot run, or no longer can.
     """
     config = run.config()
     if run.status == "done":
@@ -97,7 +96,7 @@ def resume(run: RunDirectory, typed: Typed, of: OfSweep | None = None) -> int:
             f"{more if run.last_saved() == config.steps else 'It kept no checkpoint to go on from: start a new run.'}"
         )
     run.check()
-    with redirect_stderr(io.StringIO()):  # the child says what it passes over
+    with redirect_stderr(io.StringIO()):  # the child prints what it skips
         run.starting_point(config)
     with run.locked() as lock:
         return _run(run, run.begin() or typed, lock, of)
@@ -122,7 +121,7 @@ def child_command(run_dir: Path) -> list[str]:
 
 @contextmanager
 def _console(of: OfSweep | None) -> Iterator[BinaryIO | None]:
-    """Open the file that the run prints to; None is the console of the command."""
+    """Open the file for the run's output; None is the command's own console."""
     if of is None:
         yield None
         return
@@ -139,7 +138,7 @@ def _environment(config: RunConfig, typed: Typed | None, of: OfSweep | None) -> 
 
 @dataclass(eq=False)
 class _Ranks:
-    """The processes of a run, and the signals that came while they run."""
+    """The processes of a run, and the signals received while they run."""
 
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
     came: list[int] = field(default_factory=list)
@@ -149,7 +148,7 @@ class _Ranks:
         return self.came.count(signal.SIGINT) > 1
 
     def hand_on(self, number: int, frame: FrameType | None) -> None:
-        """Stop the run: SIGTERM lets its processes finish their step and save; at the second SIGINT they are killed."""
+        """Stop the run: SIGTERM lets its processes finish their step and save; the second SIGINT kills them."""
         self.came.append(number)
         for process in self.processes:
             process.kill() if self.aborts else process.terminate()
@@ -158,9 +157,8 @@ class _Ranks:
 
     def start(self, command: list[str], environments: list[dict[str, str]], **given: Any) -> None:
         """Start a process for each environment."""
-        # Held back over the start, so that none meets a child that cannot handle it yet; see Stop.on_signals.
-        # SIGUSR2, which Slurm sends to the whole job before its time limit, is for this process, and the children are
-        # never to see it.
+        # Block signals during the start, so that none reaches a child that cannot handle it yet; see Stop.on_signals.
+        # Slurm sends SIGUSR2 to the whole job before its time limit; only this process may receive it.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, (*SIGNALS, signal.SIGUSR2))
         try:
             for environment in environments:
@@ -178,16 +176,16 @@ def _wait(
 ) -> tuple[int, int]:  # fmt: skip
     """Run a process per environment to its end; return the status of the first that failed, and its rank.
 
-    A negative status is the signal that ended it. A signal that stops a run is handed on, by SIGTERM. A terminal sends
-    SIGINT and SIGHUP to the children as well, which makes no difference to them. So it is the parent that counts.
-    `stop_file` stops them too: it may exist on another machine than this process.
+    A negative status is a signal number. A signal that stops the run is forwarded as SIGTERM. A terminal also sends
+    SIGINT and SIGHUP to the children, to no effect, so the parent alone counts signals. `stop_file` stops the children
+    too: it may be created on another machine.
     """
     ranks = _Ranks()
     _waited_for.append(ranks)
     try:
         with handlers(ranks.hand_on):
             ranks.start(command, environments, pass_fds=[lock.fileno()], stdout=console, stderr=console)
-            if ranks.came:  # another thread took the signal
+            if ranks.came:  # another thread received the signal
                 for process in ranks.processes:
                     process.terminate()
             rank = _end_of(ranks.processes, stop_file)
@@ -197,7 +195,7 @@ def _wait(
 
 
 def stop_children() -> None:
-    """Stop the runs that this process waits for, let them save, and wait for them; for a signal handler."""
+    """Stop the runs of this process, let them save, and wait for them. Called by a signal handler."""
     deadline = time.monotonic() + SAVE_SECONDS
     children = [child for ranks in _waited_for for child in ranks.processes]
     for child in children:
@@ -208,7 +206,7 @@ def stop_children() -> None:
 
 
 def _end_of(children: list[subprocess.Popen[bytes]], stop_file: Path | None) -> int:
-    """Wait for every child; return the rank of the first that failed, or 0. Kill those that outlive it for long."""
+    """Wait for every child; return the first failed rank, or 0. Kill children that outlast it by GRACE_SECONDS."""
     first, deadline = None, math.inf
     alone = len(children) == 1 and stop_file is None
     while running := [child for child in children if child.poll() is None]:
@@ -231,14 +229,14 @@ def _aborted(stop_file: Path | None) -> bool:
 
 
 def _first_failed(children: list[subprocess.Popen[bytes]]) -> int | None:
-    """Return the rank of the child that failed first: the others only followed it."""
+    """Return the rank that failed first; the others failed because of it."""
     codes = {rank: child.returncode for rank, child in enumerate(children) if child.returncode}
     return min(codes, key=lambda rank: (codes[rank] > 0, -codes[rank]), default=None)
 
 
 @contextmanager
 def handlers(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Handle the signals that stop a run, which the child, unlike SIG_IGN, does not inherit. Only a main thread may."""
+    """Handle the signals that stop a run, in the main thread only. Children inherit no handler, unlike SIG_IGN."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,6 +1,6 @@
-"""Show the progress of a sweep: on a terminal a table of the running jobs, redrawn in place; elsewhere plain lines.
+"""Show the progress of a sweep: on a terminal a table redrawn in place, elsewhere plain lines.
 
-It looks at the records of the runs alone, so it is the same wherever they run.
+It reads only the records of the runs, so it works wherever they run.
 """
 
 import os
@@ -28,13 +28,13 @@ class Seen:
 
     def __init__(self, job: Job, words: str) -> None:
         self.job, self.words, self.run, self.is_running = job, words, RunDirectory(job.run_dir), False
-        self._sessions = self._count() if job.begun else -1  # of earlier commands
-        self._began: tuple[float, int] | None = None  # when it was first seen at a step, and at which
+        self._sessions = self._count() if job.begun else -1  # sessions of earlier commands
+        self._began: tuple[float, int] | None = None  # time and number of the first step seen
         self.read()
         self.first = self.step
 
     def look(self) -> None:
-        """Read the record of a job that runs: a process has begun it, and it is neither done nor failed."""
+        """Read the job's record if it is running: begun by a process, and neither done nor failed."""
         self.is_running = self.run.status == "interrupted" and self._count() > self._sessions
         if not self.is_running:
             return
@@ -43,7 +43,7 @@ class Seen:
             self._began = time.monotonic(), self.step
 
     def read(self) -> None:
-        """Find the last step and its reward. The run itself reports a damaged line."""
+        """Read the last step and its reward. The run itself reports damaged lines."""
         steps: list[MetricsLine] = []
         with suppress(ConfigError):
             steps = [line for line in self.run.metrics() if line["step"] > 0 and "reward/mean" in line["metrics"]]
@@ -66,14 +66,14 @@ class Seen:
 
 
 def interval(seconds: float, done: int, left: int) -> str:
-    """Format the time that `left` steps take if `done` steps took `seconds`; a dash if none is done."""
+    """Format the estimated time of `left` steps from `done` steps in `seconds`; a dash if none is done."""
     return str(tqdm.format_interval(seconds / done * left)) if done > 0 else "-"
 
 
 class Live:
-    """Show a sweep of `count` jobs, of which `left` are to run; each comes with the words that tell it from others.
+    """Show a sweep of `count` jobs, of which `left` are to run; each job comes with the words that set it apart.
 
-    When `stop_file` comes, whoever made it has told so on the terminal, and the table goes on below that.
+    After `stop_file` appears the table continues below the message that announced the stop.
     """
 
     def __init__(self, left: Sequence[tuple[Job, str]], count: int, stop_file: Path) -> None:
@@ -82,10 +82,10 @@ class Live:
         self._all, self._started = list(self._left.values()), time.monotonic()
         self._ended = Counter({"done": count - len(left)})
         self._count, self._drawn, self._looked = count, 0, -REDRAW_SECONDS
-        self._said: dict[int, int] = {}  # job -> the last tenth of it that was told
+        self._said: dict[int, int] = {}  # job -> last tenth printed
 
     def update(self) -> None:
-        """Show what is new, at most once in REDRAW_SECONDS."""
+        """Print what changed, at most once in REDRAW_SECONDS."""
         if time.monotonic() < self._looked + REDRAW_SECONDS:
             return
         self._looked = time.monotonic()
@@ -105,7 +105,7 @@ class Live:
         seen.read()
         self._ended[seen.run.status] += 1
         self._draw([])
-        if seen.run.status == "not run" and not said:  # the sweep was stopped before it
+        if seen.run.status == "not run" and not said:  # the sweep stopped before this job began
             return
         reward = f", reward {seen.reward}" if seen.reward != "-" else ""
         print(f"job {job.number}: {seen.run.status}{reward}, {seen.words} ({self._summary()})", file=sys.stderr)
@@ -114,7 +114,7 @@ class Live:
         sys.stderr.flush()
 
     def is_running(self, job: Job) -> bool:
-        """Tell whether a process has begun to work on a job, as of the last look."""
+        """Tell whether a process was working on the job at the last look."""
         return self._left[job.number].is_running
 
     def close(self) -> None:
@@ -122,7 +122,7 @@ class Live:
         self._draw([])
 
     def _summary(self) -> str:
-        """`12 of 40 done, 1 failed, 2 running, ETA 2:10:00`: at the pace in steps since this command began."""
+        """Format `12 of 40 done, 1 failed, 2 running, ETA 2:10:00`; the ETA uses this command's pace in steps."""
         others = [f"{count} {word}" for word, count in self._ended.items() if word != "done"]
         running = sum(seen.is_running for seen in self._left.values())
         left = sum(seen.left for seen in self._left.values())
@@ -132,12 +132,12 @@ class Live:
         return ", ".join([*parts, *([f"ETA {eta}"] if goes_on else [])])
 
     def _draw(self, table: list[str]) -> None:
-        """Draw lines in place of the last ones; drop those from the top that do not fit."""
+        """Draw lines over the previous ones; drop from the top those that do not fit."""
         if not sys.stderr.isatty():
             return
         if not self._is_stopped and self._stop_file.exists():
             self._is_stopped, self._drawn = True, 0
-        size = os.get_terminal_size(sys.stderr.fileno())  # 0 x 0 where the terminal does not say
+        size = os.get_terminal_size(sys.stderr.fileno())  # 0 x 0 if the terminal reports no size
         table = table[-max(1, (size.lines or 24) - 1) :]
         up = f"\x1b[{self._drawn}F\x1b[J" if self._drawn else ""
         sys.stderr.write(up + "".join(line[: (size.columns or 100) - 1] + "\n" for line in table))
@@ -145,7 +145,7 @@ class Live:
         self._drawn = len(table)
 
     def _say(self, seen: Seen) -> None:
-        """Print a line for the start of a job, and for each tenth of it."""
+        """Print a line at the start of a job, and at each tenth of it."""
         tenth, number = seen.step * LINES // seen.job.config.steps, seen.job.number
         if self._said.get(number) == tenth:
             return

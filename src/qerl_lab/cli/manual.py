@@ -51,7 +51,7 @@ EXAMPLES = (
 
 
 def overview() -> str:
-    """List the experiments and what to type, as `python -m qerl_lab` alone prints it."""
+    """Format what `python -m qerl_lab` alone prints: the experiments and what to type."""
     lines = [ABOUT, "", "Experiments:", *_options("experiment"), ""]
     lines += [
         f"Run one: {EXAMPLES[0][0]}",
@@ -113,11 +113,11 @@ def default_options() -> dict[str, str]:
     return {group: option for entry in entries if isinstance(entry, dict) for group, option in entry.items()}
 
 
-_SHOWN = ("experiment=", "seed=", "dry_run=")  # words that the other columns of a dry run tell
+_SHOWN = ("experiment=", "seed=", "dry_run=")  # words that other columns of a dry run show
 
 
 def dry_run_table(plan: Plan) -> str:
-    """List what a command would run, a line a job, with the words that set it apart and no column shows."""
+    """List the jobs of a command, one per line, with the distinguishing words that no column shows."""
     rows = [["job", *(name for name, _ in _facts(RunConfig())), "overrides", "run directory"]]
     own = own_words(plan.jobs)[1] if plan.multirun else [[]]
     for job, words in zip(plan.jobs, own, strict=True):
@@ -134,7 +134,7 @@ def dry_run_table(plan: Plan) -> str:
 
 
 def opening(plan: Plan) -> str:
-    """Return the first lines of a command: where it writes, what is done already, and notes."""
+    """Format a command's first lines: its directory, the jobs already done, and notes."""
     what = f"{count(plan.jobs)} in" if plan.multirun else "run directory:"
     begun = [RunDirectory(job.run_dir).status for job in plan.jobs if job.begun]
     earlier = f"{begun.count('done')} are done already, {len(begun) - begun.count('done')} go on (rerun=true: all anew)"
@@ -142,7 +142,7 @@ def opening(plan: Plan) -> str:
 
 
 def notes(jobs: list[Job]) -> list[str]:
-    """Format each note once, with the numbers of its jobs unless it is of all."""
+    """Format each note once, with the numbers of its jobs unless all have it."""
     about: dict[str, list[int]] = {}
     for job in jobs:
         for note in job.notes:
@@ -168,12 +168,12 @@ def _noise(aqn: AqnConfig) -> str:
 
 
 def count(jobs: list[Job]) -> str:
-    """`1 job`, `2 jobs`."""
+    """Format `1 job`, `2 jobs`."""
     return f"{len(jobs)} {'job' if len(jobs) == 1 else 'jobs'}"
 
 
 def sweep_table(plan: Plan) -> str:
-    """Say how every job of a sweep ended, with its headline numbers or the reason of its failure."""
+    """Format how every job of a sweep ended, with headline numbers or the reason of its failure."""
     jobs, runs = plan.jobs, [RunDirectory(job.run_dir) for job in plan.jobs]
     found = [run.status for run in runs]
     shared, own = own_words(jobs)
@@ -204,19 +204,19 @@ def _where(job: Job, plan: Plan) -> str:
 
 
 def interrupted(run: RunDirectory) -> str:
-    """Say what a stopped run has saved, and the command that goes on from there."""
+    """Format what a stopped run has saved, and the command that resumes it."""
     saved = f"{run.last_saved()} of {run.config().steps} steps are saved"
     return f"interrupted; {saved}. Continue with\n  {python()} -m qerl_lab {resume_word(near(run.path))}"
 
 
 def own_words(jobs: list[Job]) -> tuple[list[str], list[list[str]]]:
-    """Split the words into those that all jobs share and the rest of each job."""
+    """Split the words into those that all jobs share, and the rest of each job."""
     shared = [word for word in jobs[0].overrides if all(word in job.overrides for job in jobs)] if len(jobs) > 1 else []
     return shared, [[word for word in job.overrides if word not in shared] for job in jobs]
 
 
 def _headline(numbers: dict[str, Any]) -> list[str]:
-    """Accuracy, entropy, tokens/s and seconds of a run's result; a dash for each that it lacks."""
+    """Format accuracy, entropy, tokens/s and seconds of a run's result; a dash for each missing one."""
 
     def change(first: str, last: str) -> str:
         known = first in numbers and last in numbers

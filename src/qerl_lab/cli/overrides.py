@@ -19,21 +19,20 @@ from qerl_lab.config.option import ConfigError, did_you_mean
 from qerl_lab.config.spelling import as_text, as_typed, in_double_quotes, quoted, shell_word
 
 OTHER_LAUNCHERS = "jobs=N runs several at once, launcher=slurm and launcher=ray use a cluster; others are packages."
-NO_NAME = "Unsupported item value in defaults"  # what Hydra says where YAML made a truth value of an option's name
+NO_NAME = "Unsupported item value in defaults"  # Hydra's message if YAML read an option's name as a boolean
 APPENDED = ("experiment", "sweeps")  # groups outside the defaults list of conf/config.yaml
 
 
 def groups() -> list[str]:
-    """Every configuration group: the folders of conf/, and sweeps."""
+    """List every configuration group: the folders of conf/, and sweeps."""
     return [*sorted(path.name for path in package_data("conf").iterdir() if path.is_dir()), "sweeps"]
 
 
 def spell(override: str) -> str:
-    """Spell a word for Hydra: `experiment=x` and `+experiment=x` become one, as do `scale=x` and `+scale=x`.
+    """Spell a word for Hydra: with a plus for groups outside the defaults list (`APPENDED`), else without.
 
-    The flags of `slurm` get quotes: they are one text, whatever is in it.
-    Hydra wants a plus before what the defaults list lacks (`APPENDED`) and none before what exists, which the schema
-    makes everything else. Its own keys (`hydra.*`, `hydra/*`) stay as they are typed.
+    `experiment=x` and `+experiment=x` become the same, as do `scale=x` and `+scale=x`. The flags of `slurm` are quoted
+    as one text. Hydra's own keys (`hydra.*`, `hydra/*`) stay as typed.
     """
     key = override.partition("=")[0].lstrip("+")
     rest = override[override.index(key) + len(key) :]
@@ -46,9 +45,9 @@ def spell(override: str) -> str:
 
 
 def check_words(words: Sequence[str]) -> list[Override]:
-    """Parse words that are spelled for Hydra. Raises ConfigError for one that cannot be right in any command.
+    """Parse words spelled for Hydra. Raises ConfigError for a word that no command could take.
 
-    Hydra itself says which options a group has, after it read --config-dir.
+    Hydra itself checks an option against its group, after it has read --config-dir.
     """
     with as_config_errors():
         parsed = OverridesParser.create().parse_overrides(list(words))
@@ -81,7 +80,7 @@ def _check_override(override: Override) -> None:
 
 
 def searchpath(lines: list[str]) -> list[str]:
-    """Pick the words that add folders to Hydra's search path."""
+    """Return the words that add folders to Hydra's search path."""
     return [line for line in lines if line.lstrip("+").startswith("hydra.searchpath=")]
 
 
@@ -92,7 +91,7 @@ def _values(override: Override) -> list[Any]:
 
 
 def _check_option(group: str, value: Any) -> None:
-    """Raise ConfigError unless the option of a group is a name: Hydra takes a list for several, null for none."""
+    """Raise ConfigError unless a group's option is one name: Hydra would also accept a list, or null."""
     if isinstance(value, list | dict) or value is None:
         raise no_option(group, value, choices_of(group))
 
@@ -116,14 +115,14 @@ def no_option(group: str, value: Any, options: list[str]) -> ConfigError:
 
 def _check_value(name: str, kind: Any, value: Any) -> None:
     if isinstance(value, str) and "${" in value:
-        return  # an interpolation: its value is known, and checked, after composition
+        return  # interpolation: checked after composition
     if type(value) in (int, float) and kind in TEXT:
         value = str(value)  # a commit or a directory made of digits
     check_type(name, kind, value)
 
 
 def refuse_sweeps(overrides: list[Override]) -> None:
-    """Raise ConfigError for several values in the command of a single run."""
+    """Raise ConfigError for a key with several values in the command of a single run."""
     override = next((override for override in overrides if override.is_sweep_override()), None)
     if override is None:
         return
@@ -136,7 +135,7 @@ def refuse_sweeps(overrides: list[Override]) -> None:
 
 
 def shown(overrides: list[str]) -> list[str]:
-    """Drop Hydra's own overrides and the name of the sweep."""
+    """Drop Hydra's own overrides and the sweep's name."""
     return [line for line in overrides if not line.startswith(("hydra.", "hydra/", "+sweeps="))]
 
 
@@ -153,7 +152,7 @@ def as_config_errors() -> Iterator[None]:
 
 
 def explain(error: Exception) -> str:
-    """Return the message for an error of Hydra, OmegaConf or the YAML reader."""
+    """Turn an error of Hydra, OmegaConf or the YAML reader into a message."""
     match error:
         case ConfigError():
             return str(error)
@@ -180,7 +179,7 @@ def explain(error: Exception) -> str:
 
 
 def _explain_key(error: OmegaConfBaseException, key: str) -> str:
-    """Explain a key or value of a YAML file or an interpolation that the schema does not have."""
+    """Word the error for a key or value of a YAML file or an interpolation that the schema does not have."""
     said = f"{key}: {str(error).splitlines()[0].rstrip('.')}"
     if key.startswith("hydra."):
         return f"{said}."

@@ -1,7 +1,7 @@
 """Run the jobs of a sweep: on this machine's cores and shares of its GPUs, on Slurm, or on Ray.
 
-Every job has its directory with its configuration already. A job on another machine gets that directory alone, so
-every machine must see it at the same path.
+Every job already has its directory with its configuration. A job on another machine gets only that directory, so every
+machine must see it at the same path.
 """
 
 import signal
@@ -32,18 +32,18 @@ from qerl_lab.record.environment import Typed
 
 TABLE = "table.txt"  # in a sweep's directory: how its jobs ended
 STOP_FILE = "INTERRUPTED"  # in a sweep's directory: no further job starts
-LOOK_SECONDS = {"local": 0.1, "ray": 0.1, "slurm": 2.0}  # between two looks for jobs that have ended
+LOOK_SECONDS = {"local": 0.1, "ray": 0.1, "slurm": 2.0}  # between two checks for jobs that have ended
 
 
 class Ended(NamedTuple):
-    """How a job ended: its exit code, and why it could not be run, if it could not."""
+    """How a job ended: its exit code, and the reason if it could not run."""
 
     code: int
     refusal: str = ""
 
 
 class Outcome(Protocol):
-    """A Future, or a job of submitit."""
+    """A Future, or a submitit job."""
 
     def done(self) -> bool: ...
     def exception(self) -> BaseException | None: ...
@@ -53,10 +53,10 @@ class Outcome(Protocol):
 
 @dataclass(frozen=True)
 class Call:
-    """Run a job from its directory and tell how it ended. It can be pickled.
+    """Run a job from its directory and return how it ended. Can be pickled.
 
-    A cluster may call it again: a run that has begun goes on, a finished one stays as it is. `typed` is noted in the
-    record of a run that goes on.
+    A cluster may call it again: a begun run resumes, a finished one is left alone. `typed` is recorded in a run that
+    resumes.
     """
 
     run_dir: Path
@@ -64,7 +64,7 @@ class Call:
     typed: Typed
 
     def __call__(self, variables: Mapping[str, str] | None = None) -> Ended:
-        """Wait for the run's end; `variables` show it its GPUs."""
+        """Run the job and wait for its end; `variables` select its GPUs."""
         run = RunDirectory(self.run_dir)
         if run.status == "done":
             return Ended(OK)
@@ -79,7 +79,7 @@ class Call:
             return Ended(USAGE, f"error: {redact(str(error))}")
 
     def checkpoint(self) -> Any:
-        """Save, and return what submitit puts back in the queue when a job nears its time limit: the same call."""
+        """Save near the job's time limit; return what submitit puts back in the queue: the same call."""
         from submitit.helpers import DelayedSubmission
 
         launch.stop_children()
@@ -89,7 +89,7 @@ class Call:
 def run(plan: Plan, command: str, variables: Mapping[str, str] | None = None) -> None:
     """Run every job that is not done, until a signal stops them.
 
-    `variables` are added to the environment of the jobs. Raises ConfigError where another command runs them.
+    `variables` are added to the environment of the jobs. Raises ConfigError if another command runs them.
     """
     stop_file = plan.directory / STOP_FILE
     left = [job for job in plan.jobs if RunDirectory(job.run_dir).status != "done"]
@@ -100,7 +100,7 @@ def run(plan: Plan, command: str, variables: Mapping[str, str] | None = None) ->
         of = launch.OfSweep(stop_file, label, dict(variables or {}), RunDirectory(job.run_dir).console)
         calls.append(Call(job.run_dir, of, Typed(command, job.overrides, jobs.sweep_name(plan.directory))))
     with jobs.locked(plan.directory):
-        stop_file.unlink(missing_ok=True)  # one that another command runs keeps its own
+        stop_file.unlink(missing_ok=True)  # under the lock: the stop file of another command stays
         try:
             with _stopping_at_signals(stop_file):
                 if left:
@@ -108,24 +108,24 @@ def run(plan: Plan, command: str, variables: Mapping[str, str] | None = None) ->
                     with _handed_on(left, calls, plan.directory) as outcomes:
                         _follow(dict(zip(outcomes, left, strict=True)), shown, stop_file)
         except KeyboardInterrupt:
-            pass  # the table comes after the second Ctrl-C too
+            pass  # also print the table after the second Ctrl-C
         except ConfigError:
             raise
-        except Exception:  # the boundary: whatever becomes of a launcher, the directories say how the jobs ended
+        except Exception:  # boundary: whatever happened to a launcher, the directories record how the jobs ended
             traceback.print_exc()
 
 
 def finish(plan: Plan) -> int:
-    """Print how every job of a sweep ended, and keep the table.
+    """Print how every job of a sweep ended, and save the table.
 
-    Returns the exit code of them all: 0 done, 1 one failed or never began, 130 interrupted.
+    Returns the exit code: 0 all done, 1 one failed or never began, 130 interrupted.
     """
     table, stop_file = manual.sweep_table(plan), plan.directory / STOP_FILE
     replace_file(plan.directory / TABLE, f"{table.lstrip()}\n".encode())
     print(table)
     found = {RunDirectory(job.run_dir).status for job in plan.jobs}
     if found == {"done"}:
-        stop_file.unlink(missing_ok=True)  # of a signal that came when the last job was ending
+        stop_file.unlink(missing_ok=True)  # from a signal that came while the last job ended
         return OK
     return INTERRUPTED if stop_file.exists() or "interrupted" in found else FAILURE
 
@@ -144,7 +144,7 @@ def _handed_on(
 
 
 def _follow(waiting: dict[Outcome, Job], shown: Live, stop_file: Path) -> None:
-    """Show the jobs until the last has ended; after a stop do not wait for those that have not begun."""
+    """Show the jobs until the last has ended; after a stop do not wait for jobs that have not begun."""
     while waiting:
         shown.update()
         for outcome, job in list(waiting.items()):
@@ -159,8 +159,8 @@ def _follow(waiting: dict[Outcome, Job], shown: Live, stop_file: Path) -> None:
 
 
 def _said(outcome: Outcome, run: RunDirectory) -> str:
-    """Return the message of a job that has ended: an error, a refusal, or a failure; else nothing."""
-    if error := outcome.exception():  # a bug, or what became of it on a cluster; the other jobs go on
+    """Return the message of an ended job: an error, a refusal, or a failure; else an empty string."""
+    if error := outcome.exception():  # a bug, or a failure of the cluster; the other jobs continue
         return "".join(traceback.format_exception(error)).rstrip()
     code, refusal = outcome.result()
     return refusal or (_failure(run) if code == FAILURE else "")
@@ -171,7 +171,7 @@ def _failure(run: RunDirectory) -> str:
 
 
 def report(code: int, run: RunDirectory) -> None:
-    """Print how a run ended that is not done."""
+    """Print how an unfinished run ended."""
     if code == FAILURE:
         print(_failure(run), file=sys.stderr)
     elif code == INTERRUPTED:
@@ -180,7 +180,7 @@ def report(code: int, run: RunDirectory) -> None:
 
 @contextmanager
 def _stopping_at_signals(stop_file: Path) -> Iterator[None]:
-    """A signal lets running jobs save and starts no other; a second SIGINT stops waiting for them."""
+    """On a signal let running jobs save and start no other; on a second SIGINT stop waiting for them."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         exits.STOPS.append(number)
@@ -198,9 +198,9 @@ def _stopping_at_signals(stop_file: Path) -> Iterator[None]:
 
 @dataclass
 class Cards:
-    """The GPUs of this machine, each of which `share` jobs may use at once. Names are as CUDA_VISIBLE_DEVICES has them.
+    """The GPUs of this machine, each for up to `share` jobs at once. Names are those of CUDA_VISIBLE_DEVICES.
 
-    `take` waits until as many as a job needs have a place, and gives the least busy of them.
+    `take` waits until as many GPUs as a job needs have room, and returns the least busy of them.
     """
 
     names: Sequence[str]
@@ -242,7 +242,7 @@ def cards_of(configs: Sequence[RunConfig]) -> Cards | None:
 
 @contextmanager
 def local(configs: Sequence[RunConfig], calls: Sequence[Call]) -> Iterator[list[Future[Ended]]]:
-    """Start the calls on this machine, `jobs` of their configuration at once, each with GPUs of its own."""
+    """Start the calls on this machine, `jobs` of the configuration at once, each with its own GPUs."""
     cards = cards_of(configs)
 
     def one(cfg: RunConfig, call: Call) -> Ended:

@@ -38,15 +38,15 @@ from qerl_lab.processes import refuse_several
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.environment import Typed
 
-SCRIPT = "qerl-lab"  # the console script, of pyproject.toml
-NO_FLAGS = ("--config-path", "-cp", "--config-name", "-cn", "--experimental-rerun")  # Hydra's, not ours
+SCRIPT = "qerl-lab"  # the console script in pyproject.toml
+NO_FLAGS = ("--config-path", "-cp", "--config-name", "-cn", "--experimental-rerun")  # Hydra flags not offered
 
 
 @hydra.main(version_base=VERSION_BASE, config_path=str(package_data("conf")), config_name="config")
 def run(cfg: DictConfig) -> int:
-    """Start or continue the run in Hydra's output directory; return its exit code.
+    """Start or resume the run in Hydra's output directory; return its exit code.
 
-    The callback has claimed that directory, but for the jobs of another launcher, which may run on another machine.
+    The callback has claimed that directory, except for jobs of other launchers, which may run on another machine.
     """
     directory = RunDirectory(Path(HydraConfig.get().runtime.output_dir))
     hydra_config = HydraConfig.get()
@@ -99,7 +99,7 @@ def main(words: list[str]) -> int:
 
 
 def _enter(words: list[str]) -> int:
-    """Give the command to Hydra; return its exit code."""
+    """Pass the command to Hydra; return its exit code."""
     register()
     with _command_line(words):
         try:
@@ -113,7 +113,7 @@ def _enter(words: list[str]) -> int:
 
 @contextmanager
 def _command_line(words: list[str]) -> Iterator[None]:
-    """Put the words where Hydra reads them, and let it raise its errors instead of printing them."""
+    """Put the words into sys.argv for Hydra, and make Hydra raise errors instead of printing them."""
     argv, full = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
     sys.argv, os.environ["HYDRA_FULL_ERROR"] = [argv[0], *words], "1"
     try:
@@ -126,7 +126,7 @@ def _command_line(words: list[str]) -> Iterator[None]:
 
 
 def _parse(words: list[str]) -> tuple[list[str], argparse.Namespace]:
-    """The flags, which are Hydra's, and what they mean; flags and overrides may be mixed."""
+    """Split a command line into overrides and Hydra's flags, which may be mixed."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.error = _refuse_flag  # type: ignore[method-assign]  # argparse would print its usage and exit
     for name, short in (
@@ -178,13 +178,13 @@ def _resumed_directory(overrides: list[str], flags: list[str]) -> Path | None:
         )
     if not directory:
         raise ConfigError("resume= names no directory. Type resume=RUN_DIR, for example resume=runs/nvfp4/seed0/TIME.")
-    if "://" in directory:  # as a path its password would no longer look like one
+    if "://" in directory:  # a path would hide the URL's password from redaction
         raise ConfigError(f"resume={directory} is an address; allowed: a run directory. Type resume=RUN_DIR.")
     return Path(directory).expanduser().absolute()
 
 
 def _steps(overrides: list[str]) -> int | None:
-    """The steps to which a finished run is to be extended; None where the command names none."""
+    """Return the number of steps to which a finished run is extended; None if the command names none."""
     given = [word.partition("=")[2] for word in overrides if word.startswith("steps=")]
     if not given:
         return None
@@ -194,7 +194,7 @@ def _steps(overrides: list[str]) -> int | None:
 
 
 def _resume(directory: Path, steps: int | None) -> int:
-    """Continue the run or the sweep in a directory."""
+    """Resume the run or the sweep in a directory."""
     run, command = RunDirectory(directory), check.command_line()
     if plan := jobs.of_sweep(directory):
         if steps is not None:
@@ -216,13 +216,13 @@ def _resume(directory: Path, steps: int | None) -> int:
 
 
 def _name_modules(configs: Sequence[RunConfig]) -> None:
-    """Name the files of task.module before one is imported: of a run that goes on its directory says which."""
+    """Announce the task.module files before one is imported. A resumed run reads its own from its directory."""
     for module, digest in dict.fromkeys((cfg.task.module, cfg.task.module_hash) for cfg in configs if cfg.task.module):
         print(f"note: imports task.module={module} (SHA-256 {digest}...)", file=sys.stderr, flush=True)
 
 
 def _prepare_completion() -> None:
-    """Spell the words before the one that is completed as Hydra's grammar wants them."""
+    """Spell the words before the one being completed for Hydra's grammar."""
     if not (script := Path(sys.argv[0]).name).startswith(SCRIPT):
         raise ConfigError(f'tab completion is for {SCRIPT}, not {script}. Type: eval "$({SCRIPT} -sc install=bash)"')
     command, *typed = os.environ.get("COMP_LINE", SCRIPT).split(" ")

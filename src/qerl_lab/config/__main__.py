@@ -1,4 +1,4 @@
-"""`python -m qerl_lab.config tables`: every group, option and key as Markdown, what docs/configuration.md ends with."""
+"""`python -m qerl_lab.config tables`: print every group, option and key as Markdown for docs/configuration.md."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +28,7 @@ class TablesOptions:
 
 
 def write_tables(options: TablesOptions) -> None:
-    """Print the tables, or put them into the page. Raises ConfigError for a page without the mark."""
+    """Print the tables, or replace those of the page. Raises ConfigError for a page without the mark."""
     if options.page is None:
         print(tables(), end="")
         return
@@ -42,7 +42,7 @@ def write_tables(options: TablesOptions) -> None:
 
 
 def tables() -> str:
-    """Return the two chapters: groups with their options, nodes with their keys."""
+    """Return two chapters of Markdown: groups with their options, sections with their keys."""
     parts = ["\n## Every group\n", *(_group(name) for name in GROUPS), "\n## Every key\n"]
     nodes: dict[str, list[str]] = {}
     for name, field, default in leaves(RunConfig()):
@@ -66,7 +66,7 @@ def _group(group: str) -> str:
 
 
 def _sets(path: Path, group: str) -> list[str]:
-    """The words that would do what an option does: other options, the lists of a sweep, then keys but for its name."""
+    """List what an option sets: other options, the lists of a sweep, then keys except its own name."""
     content, words = yaml.safe_load(path.read_text(encoding="utf-8")) or {}, []
     for entry in content.pop("defaults", []):
         named = entry if isinstance(entry, dict) else {group: entry}
@@ -100,7 +100,7 @@ def _key(name: str, field: Any, default: Any) -> str:
 
 
 def _cell(text: str) -> str:
-    """Text of a cell: what would begin the next one, or a tag, is escaped where it is not code."""
+    """Escape text for a table cell: pipes and tags outside of code."""
     parts = text.replace("|", "\\|").split("`")
     return "`".join(part if n % 2 else part.replace("<", "&lt;") for n, part in enumerate(parts))
 

@@ -1,4 +1,4 @@
-"""What the choices of a group of conf/ set, so that settings can be called by the one word that was typed for them."""
+"""Find the option of a group in conf/ that matches given settings, to label them with one word."""
 
 from collections.abc import Collection, Mapping
 from functools import cache
@@ -11,14 +11,14 @@ from qerl_lab.config.schema import RunConfig
 
 
 def choice_with(group: str, settings: Mapping[str, str], keys: Collection[str]) -> str | None:
-    """Return the choice of a group that gives `keys`, and all that it sets itself, the values of `settings`.
+    """Return the option of a group whose values match `settings`, for `keys` and for every key that the option changes.
 
     Args:
-        group: a folder of conf/ and a part of the schema, as `aqn`.
-        settings: values as text by dotted key. One that is not there is no choice's.
+        group: a folder of conf/ and a section of the schema, such as `aqn`.
+        settings: values as text by dotted key. An option that sets a key missing here does not match.
         keys: dotted, of the group.
 
-    Of several the one that sets most; None where none fits.
+    If several options match, the one that sets most is returned; None if no option matches.
     """
     defaults = _values(group, None)
     fit = dict[str, int]()
@@ -32,7 +32,7 @@ def choice_with(group: str, settings: Mapping[str, str], keys: Collection[str]) 
 
 @cache
 def _values(group: str, choice: str | None) -> dict[str, str]:
-    """All settings of a group as text, by dotted key; without a choice the schema's."""
+    """Return all settings of a group as text, by dotted key: those of the option, or the schema's defaults."""
     part = OmegaConf.structured(getattr(RunConfig(), group))
     if choice is not None:
         part = OmegaConf.merge(part, OmegaConf.load(group_folder(group) / f"{choice}.yaml"))

@@ -1,4 +1,4 @@
-"""What an engine, its kernels and its server ask of a run: the rules of rollout.vllm and rollout.vllm_server."""
+"""Rules of rollout.vllm and rollout.vllm_server: what an engine, its kernels and its server require of a run."""
 
 import re
 
@@ -6,7 +6,7 @@ from qerl_lab.config.engines import VllmServerConfig
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import DENSE_FORMAT, RunConfig
 
-TILES_RANKS, TILES_MAX_RANK = 8, 128  # of fp4_tiles: multiples of the first
+TILES_RANKS, TILES_MAX_RANK = 8, 128  # fp4_tiles takes multiples of the first
 
 
 def engine_fits_device(cfg: RunConfig) -> None:
@@ -15,7 +15,7 @@ def engine_fits_device(cfg: RunConfig) -> None:
 
 
 def check_engine_on_cpu(cfg: RunConfig, why: str) -> None:
-    """Raise ConfigError for an engine that a CPU cannot run in the run's format; `why` says that it is a CPU."""
+    """Raise ConfigError if the run's engine cannot run its format on a CPU; `why` says why a CPU is used."""
     if cfg.rollout.engine == "vllm" and cfg.format.name != DENSE_FORMAT:
         raise ConfigError(
             f"rollout.engine=vllm computes format.name={cfg.format.name} on a GPU only, and {why}; "
@@ -28,7 +28,7 @@ def check_engine_on_cpu(cfg: RunConfig, why: str) -> None:
 
 
 def batch_fits_at_once(cfg: RunConfig) -> None:
-    """Every completion of a batch has a token in each of vLLM's steps."""
+    """Require a token budget per vLLM step that has room for every completion of a batch."""
     at_once, batch = cfg.rollout.vllm.max_num_batched_tokens, cfg.rollout.batch_size
     if at_once is not None and at_once < batch:
         raise ConfigError(
@@ -38,7 +38,7 @@ def batch_fits_at_once(cfg: RunConfig) -> None:
 
 
 def backend_fits(cfg: RunConfig) -> None:
-    """`linear_backend` names kernels of 4-bit products; `fp4_tiles` is one of NVFP4 with the adapter in it."""
+    """Require a `linear_backend` that suits the format; `fp4_tiles` needs NVFP4 and the adapter inside the kernel."""
     own, name, dtype = cfg.rollout.vllm, cfg.format.name, cfg.model.dtype
     if own.linear_backend in ("marlin", "humming") and name not in ("nvfp4", "mxfp4"):
         raise ConfigError(
@@ -64,12 +64,12 @@ def backend_fits(cfg: RunConfig) -> None:
 
 
 def tiles_take(lora_rank: int) -> bool:
-    """Whether `fp4_tiles` takes adapters of this rank; `fp4_tiles.takes` has the rest."""
+    """Tell whether `fp4_tiles` supports this LoRA rank; `fp4_tiles.takes` checks the rest."""
     return lora_rank % TILES_RANKS == 0 and 0 < lora_rank <= TILES_MAX_RANK
 
 
 def dense_rows_fit(cfg: RunConfig) -> None:
-    """They are in the dense adapter's layers, beside NVFP4."""
+    """Require NVFP4 and the dense adapter for `dense_rows`, which that adapter's layers implement."""
     own, name = cfg.rollout.vllm, cfg.format.name
     if own.dense_rows and (name != "nvfp4" or own.lora != "dense"):
         raise ConfigError(
@@ -80,7 +80,7 @@ def dense_rows_fit(cfg: RunConfig) -> None:
 
 
 def base_can_be_shared(cfg: RunConfig) -> None:
-    """The trainer reads weights in the form of one of two kernels, in memory that outlives the engine."""
+    """Require a kernel whose weight layout the trainer reads, and memory that outlives the engine."""
     own, name = cfg.rollout.vllm, cfg.format.name
     if own.share_base and (name != "nvfp4" or own.linear_backend == "humming"):
         raise ConfigError(
@@ -97,7 +97,7 @@ def base_can_be_shared(cfg: RunConfig) -> None:
 
 
 def server_reachable(cfg: RunConfig) -> None:
-    """The server reads the adapter's files, which another host does not see by itself."""
+    """Require `adapter_dir` for a server on another host, which reads the adapter from a shared folder."""
     own, engine = cfg.rollout.vllm_server, cfg.rollout.engine
     if engine != "vllm_server":
         return

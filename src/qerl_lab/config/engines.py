@@ -1,4 +1,4 @@
-"""The keys of one engine each, `rollout.vllm.*` and `rollout.vllm_server.*`: a part of the schema."""
+"""The engine sections of the schema: `rollout.vllm.*` and `rollout.vllm_server.*`."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""Keys of the schema and their types, by dotted name, and the messages for what does not fit them."""
+"""Check keys and value types against the schema, and word the errors."""
 
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -9,7 +9,7 @@ from qerl_lab.config.files import choices_of
 from qerl_lab.config.option import ConfigError, did_you_mean
 from qerl_lab.config.schema import RunConfig
 
-# How a message names a type, and an example for a key whose default is null or empty.
+# How an error names each type, and an example value for a key whose default is null or empty.
 TYPE_WORDS: dict[Any, tuple[str, Any]] = {
     str: ("text", "NAME"),
     int: ("a whole number", 1),
@@ -56,7 +56,7 @@ NUMBERS = (int, float, int | None, float | None)
 
 @cache
 def schema() -> Mapping[str, Any]:
-    """Every key of a configuration by its dotted name, with its type. Asked once a key of every file that is read."""
+    """Map the dotted name of every key to its type. Cached: it is called for each key of every file read."""
     found = {}
     for name, _, _ in leaves(RunConfig()):
         kind: Any = RunConfig
@@ -67,7 +67,7 @@ def schema() -> Mapping[str, Any]:
 
 
 def check_key(name: str) -> Any:
-    """The type of a key. Raises ConfigError for a name that is none."""
+    """Return the type of a key. Raises ConfigError if there is no such key."""
     known = schema()
     if name not in known:
         raise no_key(name)
@@ -114,12 +114,12 @@ def to_type(meant: str) -> str:
 
 
 def unknown_key(name: str, allowed: Sequence[str], hint: str) -> ConfigError:
-    """The error for a key that stands nowhere; `hint` is ` Did you mean x?` or nothing."""
+    """Make the error for a key unlike any other; `hint` is ` Did you mean x?` or empty."""
     return ConfigError(f"{name} is not a known key.{hint} Allowed: {', '.join(allowed) or 'none'}.")
 
 
 def check_type(name: str, kind: Any, value: Any) -> None:
-    """ConfigError unless `value` has the key's type; a whole number serves as a number too."""
+    """Raise ConfigError unless `value` has the key's type; an int is accepted for a float."""
     if has_type(value, kind):
         return
     default = values_of(RunConfig())[name]
@@ -142,7 +142,7 @@ def wrong_type(name: str, kind: Any, value: Any, default: Any) -> str:
 
 
 def type_words(kind: Any) -> str:
-    """A type in words."""
+    """Describe a type in words."""
     return TYPE_WORDS[_without_null(kind)][0] + (" or null" if type(None) in get_args(kind) else "")
 
 
@@ -151,7 +151,7 @@ def _without_null(kind: Any) -> Any:
 
 
 def has_type(value: Any, kind: Any) -> bool:
-    """Whether a value fits a type of `TYPE_WORDS`, or that type with null; a whole number serves as a number too."""
+    """Tell whether a value fits a type of `TYPE_WORDS`, or is null where allowed; an int is accepted for a float."""
     if value is None:
         return type(None) in get_args(kind)
     kind = _without_null(kind)
@@ -161,7 +161,7 @@ def has_type(value: Any, kind: Any) -> bool:
 
 
 def check_types(values: dict[str, Any], prefix: str = "") -> None:
-    """`check_key` and `check_type` over plain nested values, e.g. of a resolved.yaml that somebody edited."""
+    """Check keys and types of plain nested values, such as an edited resolved.yaml. Raises ConfigError."""
     for key, value in values.items():
         name = f"{prefix}{key}"
         if isinstance(value, dict):
@@ -171,7 +171,7 @@ def check_types(values: dict[str, Any], prefix: str = "") -> None:
 
 
 def typed(value: Any) -> str:
-    """A value as one types it on the command line."""
+    """Format a value as it is typed on the command line."""
     if isinstance(value, list):
         return f"[{','.join(typed(item) for item in value)}]"
     if value is None or isinstance(value, bool):

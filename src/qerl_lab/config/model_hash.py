@@ -1,4 +1,4 @@
-"""What is in a local model, as 12 hex digits, without reading all of it. Imports no torch."""
+"""Hash the content of a local model without reading all of it. Imports no torch."""
 
 import hashlib
 import json
@@ -11,32 +11,32 @@ from typing import Any
 from qerl_lab.config.option import ConfigError
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
-# What is read beside the weights. Not the lab's own records of a model: they have times and places.
+# Files hashed beside the weights. The lab's own records are left out: they hold times and places.
 BESIDE = (
     "config.json", "generation_config.json", *TOKENIZERS, "merges.txt", "tokenizer_config.json",
     "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
-MAX_HEADER_BYTES = 100_000_000  # the format's own limit
-WHOLE = 4 * 2**20  # bytes up to which a file of weights is read whole
-SMALL, PIECE = 64 * 2**10, 4 * 2**10  # bytes: up to which a tensor is read whole, and of a piece of a larger one
-OF_A_TENSOR, OF_A_GGUF = 4, 1024  # pieces
-SETTLED = 5.0  # seconds after a change from which the next one shows in a file's times; some systems count by two
-_read: dict[tuple[Path, int, int, int, int, int], str] = {}  # by file, device, inode, size and both times
+MAX_HEADER_BYTES = 100_000_000  # limit of the safetensors format
+WHOLE = 4 * 2**20  # bytes: smaller weight files are read whole
+SMALL, PIECE = 64 * 2**10, 4 * 2**10  # bytes: smaller tensors are read whole; size of a sample from a larger one
+OF_A_TENSOR, OF_A_GGUF = 4, 1024  # number of samples
+SETTLED = 5.0  # seconds until a further change is sure to alter a file's times; some file systems count in steps of two
+_read: dict[tuple[Path, int, int, int, int, int], str] = {}  # digest by file, device, inode, size and both times
 
 
 def model_hash(path: Path) -> str | None:
-    """First 12 hex digits of a SHA-256 of a directory with safetensors, or of FILE.gguf; None for anything else.
+    """Return 12 hex digits for a directory with safetensors or for FILE.gguf; None for anything else.
 
-    A directory counts by the names, sizes and bytes of its weights and of `BESIDE`; neither its place nor its other
-    files do. `BESIDE` and files of up to 4 MiB are read whole. Of larger weights the size is read, and pieces of 4 KiB
-    at even distances from the first byte to the last: of safetensors the header and 4 pieces of each tensor (one of up
-    to 64 KiB, as norms and biases are, whole), of a GGUF 1,024 pieces.
+    The hash covers the names, sizes and bytes of the weights and of `BESIDE`, not the directory's path or other files.
+    `BESIDE` and weight files of up to 4 MiB are read whole. From larger ones it reads the size and samples of 4 KiB at
+    even distances: the header and 4 samples per tensor of safetensors (tensors of up to 64 KiB, such as norms and
+    biases, whole), 1,024 samples of a GGUF.
 
-    Training changes a tensor throughout, so pieces show it. They do not show what is changed between them alone: a few
-    rows of a large matrix, a small tensor of a GGUF. A process reads a file once, and again when it was touched: the
-    jobs of a sweep share their model.
+    Training changes a tensor throughout, so samples detect it. They can miss an edit of a few rows of a large matrix,
+    or of a small tensor in a GGUF. Digests are cached per process until a file's times change, because the jobs of a
+    sweep share their model.
 
-    Raises ConfigError for a large safetensors file that is damaged in its header.
+    Raises ConfigError if the header of a large safetensors file is damaged.
     """
     if not path.is_dir():
         return _of_file(path)[:12] if path.suffix == ".gguf" and path.is_file() else None
@@ -50,7 +50,7 @@ def model_hash(path: Path) -> str | None:
 
 def _of_file(file: Path) -> str:
     with file.open("rb", buffering=0) as opened:
-        now = os.fstat(opened.fileno())  # of the open file: on a network one a path's may be a minute old
+        now = os.fstat(opened.fileno())  # of the open file: on NFS the attributes of a path may be a minute old
         state = (file, now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns, now.st_ctime_ns)
         if state in _read:
             return _read[state]
@@ -64,7 +64,7 @@ def _of_file(file: Path) -> str:
 
 
 def _stretches(file: Path, size: int) -> Iterator[tuple[int, int]]:
-    """(first byte, bytes) of what is read of a file."""
+    """Yield (offset, bytes) of each part of a file to hash."""
     if size <= WHOLE or file.suffix not in (".safetensors", ".gguf"):
         yield 0, size
     elif file.suffix == ".gguf":
@@ -77,7 +77,7 @@ def _stretches(file: Path, size: int) -> Iterator[tuple[int, int]]:
 
 
 def _spread(start: int, end: int, count: int) -> Iterator[tuple[int, int]]:
-    """`count` pieces from the first to the last byte; all bytes where these are few."""
+    """Yield `count` samples spread from the first to the last byte, or everything if that is less."""
     if end - start <= SMALL:
         yield start, end - start
         return
@@ -86,9 +86,9 @@ def _spread(start: int, end: int, count: int) -> Iterator[tuple[int, int]]:
 
 
 def header(file: Path) -> tuple[dict[str, Any], int]:
-    """The JSON that a safetensors file begins with, after 8 bytes of its length, and where it ends.
+    """Read the JSON header of a safetensors file; return it and the offset where it ends.
 
-    Raises ConfigError where there is none, and where an entry lacks dtype, shape or place.
+    Raises ConfigError if there is no header, or an entry lacks its dtype, shape or offsets.
     """
     try:
         with file.open("rb") as opened:

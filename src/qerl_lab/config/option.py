@@ -1,15 +1,15 @@
-"""A key of the schema: its default, its bounds, its meaning, and the error that a wrong value ends in."""
+"""Declare keys of the schema with default, bounds and meaning, and check values against the bounds."""
 
 import difflib
 import math
 from dataclasses import field
 from typing import Any
 
-BOUNDS = (("at_least", "at least"), ("above", "above"), ("at_most", "at most"))  # of an option, and their words
+BOUNDS = (("at_least", "at least"), ("above", "above"), ("at_most", "at most"))  # key of the metadata, and its wording
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot run. The message is for the user: given, allowed, what to type."""
+    """A configuration that cannot run. The message tells the user what was given, what is allowed and what to type."""
 
 
 def option(
@@ -23,10 +23,10 @@ def option(
     only: str | None = None,
     unit: str = "",
 ) -> Any:
-    """A field with its meaning and its bounds; `validate` and the generated docs read them from the metadata.
+    """Declare a dataclass field with its meaning and bounds, which `validate` and the generated docs read.
 
-    `only` names the option of its group under which the key acts. `unit` is empty of text, of pure numbers, and of a
-    count of what the key's meaning names.
+    `only` names the option of the group under which the key has an effect. `unit` is empty for text, pure numbers, and
+    counts of what the meaning names.
     """
     metadata = {
         "help": help, "choices": choices, "at_least": at_least, "above": above, "at_most": at_most, "only": only,
@@ -38,7 +38,7 @@ def option(
 
 
 def spelled_number(number: float) -> str:
-    """A bound as a person types it: 1e12 for 1000000000000.0, 1000 for 1000.0; whole numbers as they are."""
+    """Format a bound as a person types it: 1e12 for 1000000000000.0, 1000 for 1000.0."""
     if isinstance(number, int):
         return str(number)
     digits, _, exponent = f"{number:.9g}".partition("e")
@@ -46,19 +46,19 @@ def spelled_number(number: float) -> str:
 
 
 def bounds_in_words(metadata: Any) -> str:
-    """`at least 1, at most 4096` of the metadata of an `option`; empty without bounds."""
+    """Format the bounds of an `option` as `at least 1, at most 4096`; empty if there are none."""
     found = ((word, metadata[key]) for key, word in BOUNDS if metadata[key] is not None)
     return ", ".join(f"{word} {spelled_number(bound)}" for word, bound in found)
 
 
 def did_you_mean(given: str, allowed: list[str]) -> str:
-    """` Did you mean x?` where something allowed is close to what was given, else nothing."""
+    """Return ` Did you mean x?` if an allowed word is close to the given one, else an empty string."""
     close = difflib.get_close_matches(given.lower(), allowed, n=1, cutoff=0.7)
     return f" Did you mean {close[0]}?" if close else ""
 
 
 def check_bounds(name: str, bounds: Any, value: Any) -> None:
-    """Raise ConfigError for a value, or an item of a list, outside the bounds of its `option`."""
+    """Raise ConfigError if a value, or an item of a list, is outside the bounds of its `option`."""
     if isinstance(value, list):
         for item in value:
             _check_item(f"{item} in {name}=[{','.join(map(str, value))}]", f"{name}=[{{}}]", bounds, item)
@@ -67,7 +67,7 @@ def check_bounds(name: str, bounds: Any, value: Any) -> None:
 
 
 def _check_item(given: str, spelling: str, bounds: Any, value: Any) -> None:
-    """Check one value, `given` as the message has it; `spelling` says how another in its place is typed."""
+    """Check one value. In the error `given` names it, and `spelling` shows how to type another."""
 
     def refuse(allowed: str, remedy: str) -> None:
         raise ConfigError(f"{given} is not allowed; allowed: {allowed}.{remedy}")
@@ -76,7 +76,7 @@ def _check_item(given: str, spelling: str, bounds: Any, value: Any) -> None:
         return f" Type for example {spelling.format(text)}."
 
     def usual(other: float) -> float:
-        """The default, where it is a number."""
+        """Return the default if that is a number, else `other`."""
         default = bounds.get("default")
         return default if isinstance(default, int | float) else other
 

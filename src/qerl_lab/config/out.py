@@ -1,4 +1,4 @@
-"""`out`: the directory that a command writes, and what `overwrite=true` may replace. Imports no torch."""
+"""The key `out`: the directory that a command writes, and when `overwrite=true` may replace it. Imports no torch."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -7,18 +7,18 @@ from qerl_lab.config.option import ConfigError
 
 
 class Writes:
-    """Options of a command that writes the directory `out`."""
+    """Options of a command that writes a directory `out`."""
 
     out: str
 
     @property
     def folder(self) -> Path:
-        """`out` as an absolute path."""
+        """Return `out` as an absolute path."""
         return Path(self.out).expanduser().absolute()
 
 
 def check_apart(options: Writes, model: str) -> None:
-    """Raise ConfigError where `model` is here, and it and `out` lie within each other."""
+    """Raise ConfigError if `model` is a local path and one of it and `out` contains the other."""
     source, out = Path(model).expanduser().resolve(), options.folder.resolve()
     if source.exists() and (source.is_relative_to(out) or out.is_relative_to(source)):
         raise ConfigError(f"out={options.out} and model={model} lie within each other. Type an out beside the model.")
@@ -27,9 +27,9 @@ def check_apart(options: Writes, model: str) -> None:
 def check_free(
     options: Writes, overwrite: bool, is_own: Callable[[Path], bool], other: str = "was not made by this command"
 ) -> None:
-    """Raise ConfigError where something is at `out`, unless it is to be replaced, and `is_own` of that folder.
+    """Raise ConfigError if `out` exists, unless `overwrite` is set and `is_own` accepts the folder.
 
-    `other` says what is wrong with what is not.
+    `other` says in the error why a folder was not accepted.
     """
     if not options.folder.exists():
         return

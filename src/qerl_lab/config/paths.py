@@ -1,4 +1,4 @@
-"""Local paths, as a run keeps them: absolute, so that it means the same from every directory. Imports no torch."""
+"""Make the local paths of a run absolute, so that it can be resumed from any directory. Imports no torch."""
 
 import hashlib
 import re
@@ -15,10 +15,10 @@ SQLITE = "sqlite:///"
 
 
 def anchored(cfg: RunConfig) -> RunConfig:
-    """The same run with the paths of model, task and tracking.uri absolute where local; run_dir is its plan's.
+    """Return the run with absolute local paths of model, task and tracking.uri, and with the hashes of their files.
 
-    model.hash, lora.start_hash, task.module_hash and preregistration_sha256 then say what is there. Raises ConfigError
-    where there is no such adapter or file, and where a hash was given that is not the one found.
+    run_dir is left to the plan. The hashes are model.hash, lora.start_hash, task.module_hash and
+    preregistration_sha256. Raises ConfigError if an adapter or file is missing, or if a given hash does not match.
     """
     uri = cfg.tracking.uri
     if uri is not None and (file := sqlite_file(uri)):
@@ -50,7 +50,7 @@ def _registered(cfg: RunConfig) -> RunConfig:
 
 
 def _anchored_model(model: ModelConfig) -> ModelConfig:
-    """A hub id gets no hash: what is on this disk need not be what the hub gives the run."""
+    """Make a local model path absolute and hash it. A hub id gets no hash: the local copy may differ from the hub."""
     path = _anchor(model.path)
     found = model_hash(Path(path)) if Path(path).is_absolute() else None
     if found is None:
@@ -91,39 +91,39 @@ def _anchored_lora(lora: LoraConfig) -> LoraConfig:
 
 
 def adapter_folder(path: str) -> Path:
-    """The directory of the adapter that lora.start_from means: that of a run's, or itself."""
+    """Return the adapter directory for lora.start_from, which may name a run or the adapter itself."""
     folder = Path(path).expanduser()
     return folder / "adapter" if (folder / "resolved.yaml").is_file() else folder
 
 
 def sha256(file: Path) -> str:
-    """The SHA-256 of a file, read piece by piece, as 64 hex digits."""
+    """Return the SHA-256 of a file as 64 hex digits, read in pieces."""
     with file.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def file_hash(file: Path) -> str:
-    """First 12 hex digits of the SHA-256 of a file."""
+    """Return the first 12 hex digits of a file's SHA-256."""
     return sha256(file)[:12]
 
 
 def module_hash(file: str) -> str:
-    """First 12 hex digits of the SHA-256 of a file of task.module. Raises ConfigError where there is none."""
+    """Return the first 12 hex digits of the SHA-256 of task.module's file. Raises ConfigError if it is missing."""
     if not file.endswith(".py") or not Path(file).is_file():
         raise ConfigError(f"task.module={file} is no Python file. Type task.module=FILE.py.")
     return file_hash(Path(file))
 
 
 def sqlite_file(uri: str) -> Path | None:
-    """The database file of an sqlite URI, in which %XX is a character; None for anything else."""
+    """Return the database file of an sqlite URI with %XX decoded; None for any other URI."""
     name = uri.removeprefix(SQLITE)
     return None if name in (uri, "") or "?" in name else Path(unquote(name))
 
 
 def sqlite_uri(file: Path) -> str:
-    """The URI of a database file, as MLflow and `sqlite_file` read it: a % of the path is %25 there, a ? is %3F.
+    """Return the sqlite URI of a file, as MLflow and `sqlite_file` read it: % becomes %25, ? becomes %3F.
 
-    A slash behind such a character is %2F: MLflow makes the folders that it reads in a URI without decoding it.
+    A slash after such a character becomes %2F, because MLflow creates the folders of a URI without decoding it.
     """
     path = str(file)
     before = re.split("[%?]", path)[0]
@@ -133,7 +133,7 @@ def sqlite_uri(file: Path) -> str:
 
 
 def _anchor(path: str) -> str:
-    """`pocket` is the embedded policy and not a directory of that name; a hub id looks like a relative path."""
+    """Make a path absolute, except `pocket`, which names the embedded policy, and a hub id, which looks relative."""
     is_local = path.startswith(("/", ".", "~")) or (path not in ("", POCKET) and Path(path).exists())
     return _absolute(path) if is_local else path
 

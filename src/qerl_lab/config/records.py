@@ -1,13 +1,13 @@
-"""What the lab's commands note of a model, in the directory that they wrote it to.
+"""Names of the JSON records that commands leave in the model directories they write.
 
-By its record a command knows what it made, and what `overwrite=true` may remove. So no copy of a model has that of its
-source.
+A command recognises its own output by the record, which is what `overwrite=true` may replace. A copy of a model must
+therefore not carry its source's record.
 """
 
-WARMUP = "warmup.json"  # what was taught, and how it went
-QUALITY = "quality.json"  # how a checkpoint was quantized, and what that cost
-EXPORT = "export.json"  # which run it was, and the origin of its base
+WARMUP = "warmup.json"  # how a warm-up trained it, with results
+QUALITY = "quality.json"  # how a checkpoint was quantized, and the resulting errors
+EXPORT = "export.json"  # the exported run, and the origin of its base model
 RECIPE = "recipe.json"  # how the embedded policy was trained
-UNPACKED = "gguf.json"  # which file was unpacked
-METHODS = ("rtn", "awq", "gptq")  # of the quantize command, as quality.json has them
+UNPACKED = "gguf.json"  # the GGUF file it was unpacked from
+METHODS = ("rtn", "awq", "gptq")  # quantization methods as quality.json names them
 RECORDS = (WARMUP, QUALITY, EXPORT, RECIPE, UNPACKED)

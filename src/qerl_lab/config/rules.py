@@ -1,6 +1,6 @@
-"""From plain values to a checked configuration, and every rule that spans fields. Imports no torch.
+"""Build and check a RunConfig from plain values, with every rule that spans several keys. Imports no torch.
 
-Those of engines are in `engine_rules`.
+Rules of engines are in `engine_rules`.
 """
 
 import re
@@ -17,14 +17,14 @@ from qerl_lab.config.schema import RunConfig
 
 
 def from_dict(values: dict[str, Any]) -> RunConfig:
-    """A checked RunConfig from plain nested values, e.g. a run's resolved.yaml. Raises ConfigError."""
+    """Build and check a RunConfig from plain nested values, e.g. a run's resolved.yaml. Raises ConfigError."""
     cfg = build(values)
     validate(cfg)
     return cfg
 
 
 def build(values: dict[str, Any]) -> RunConfig:
-    """A RunConfig from plain nested values whose bounds nobody has checked yet. Raises ConfigError for unknown keys."""
+    """Build a RunConfig from plain nested values without checking bounds. Raises ConfigError for unknown keys."""
     return _build(RunConfig, values, "")
 
 
@@ -40,7 +40,7 @@ def _build(kind: type, values: Any, prefix: str) -> Any:
 
 
 def validate(cfg: RunConfig) -> None:
-    """Raise ConfigError at the first value out of bounds or combination that cannot run."""
+    """Raise ConfigError for the first value out of bounds or combination of values that cannot run."""
     for name, f, value in leaves(cfg):
         check_bounds(name, f.metadata, value)
     for rule in (
@@ -55,7 +55,7 @@ def validate(cfg: RunConfig) -> None:
 
 
 def _no_secrets(cfg: RunConfig) -> None:
-    """A run's record holds its configuration, and goes to MLflow with it."""
+    """Refuse secrets in the configuration, which is recorded and sent to MLflow."""
     store = "MLFLOW_TRACKING_URI=URL, or MLFLOW_TRACKING_USERNAME=NAME MLFLOW_TRACKING_PASSWORD=PASSWORD,"
     for key, url, remedy in (
         ("tracking.uri", cfg.tracking.uri, store),
@@ -76,7 +76,7 @@ def _store_is_an_address(cfg: RunConfig) -> None:
 
 
 def check_store(key: str, uri: str) -> None:
-    """Raise ConfigError for what is no address of an MLflow store, such as the folder that MLflow 3 takes no more."""
+    """Raise ConfigError for an address that is no MLflow store, e.g. a folder, which MLflow 3 no longer supports."""
     if "://" not in uri and uri != "databricks":
         raise ConfigError(
             f"{key}={uri} is no address of an MLflow store; allowed: sqlite:///FILE.db, https://HOST, and databricks. "
@@ -131,7 +131,7 @@ def _batch_divides(cfg: RunConfig) -> None:
 
 
 def largest_divisor(number: int, at_most: int) -> int:
-    """The largest divisor of `number` that is `at_most` or less; both are 1 or more."""
+    """Return the largest divisor of `number` that is at most `at_most`; both are at least 1."""
     return max(n for n in range(1, min(number, at_most) + 1) if number % n == 0)
 
 
@@ -156,7 +156,7 @@ def _clip_acts(cfg: RunConfig) -> None:
 
 
 def _kl_is_one(cfg: RunConfig) -> None:
-    """A token's KL times the ratio of its completion is no estimate of the KL."""
+    """Refuse a KL penalty with sequence-level ratios: a token's KL times its completion's ratio estimates no KL."""
     algorithm = cfg.algorithm
     if algorithm.name == "gspo" and algorithm.beta > 0 and algorithm.kl_estimator != "k3":
         raise ConfigError(
@@ -213,7 +213,7 @@ def _aqn_decays(cfg: RunConfig) -> None:
 
 
 def _aqn_finds_sigma(cfg: RunConfig) -> None:
-    """What must hold where sigma follows from a KL."""
+    """Check the keys of an AQN schedule that finds sigma for a target KL."""
     aqn = cfg.aqn
     if aqn.schedule == "adaptive" and aqn.unit != "kl":
         raise ConfigError(
@@ -278,7 +278,7 @@ def _ignore_readable(cfg: RunConfig) -> None:
 
 
 def check_patterns(name: str, entries: list[str]) -> None:
-    """Raise ConfigError for the first entry of a list of layers that starts with re: and is no regular expression."""
+    """Raise ConfigError for an entry of a list of layers that starts with re: and is no valid regular expression."""
     for entry in entries:
         try:
             re.compile(entry.removeprefix("re:") if entry.startswith("re:") else "")

@@ -1,8 +1,8 @@
-"""The typed schema of a run: every default, its unit, its bounds and its meaning.
+"""The typed schema of a run: every key with its default, unit, bounds and meaning.
 
-YAML options under `conf/` state only what differs from here. Imports no torch, so that composing, checking and
-listing configurations is instant. A wrong value ends in `ConfigError`, whose text says what was given, what is
-allowed and what to type.
+Options under `conf/` state only what differs from here. Imports no torch, so that composing, checking and listing
+configurations is instant. A wrong value raises `ConfigError`, which says what was given, what is allowed and what to
+type.
 """
 
 from dataclasses import dataclass, field
@@ -11,10 +11,10 @@ from qerl_lab.config.engines import VllmConfig, VllmServerConfig
 from qerl_lab.config.option import option
 from qerl_lab.config.task import TaskConfig
 
-POCKET = "pocket"  # the embedded policy, and the scale that is made for it
+POCKET = "pocket"  # the embedded policy, and the scale for it
 DTYPES = ("auto", "float32", "bfloat16")
 ATTENTIONS = ("sdpa", "eager", "flash_attention_2")
-DENSE_FORMAT = "bf16"  # the weight format that packs nothing
+DENSE_FORMAT = "bf16"  # the unquantized weight format
 READINGS = ("released", "equation", "algorithm")
 EXPONENT_RULES = ("round", "floor", "ceil")
 SCALE_RULES = ("max", "four_over_six")
@@ -151,7 +151,7 @@ class AqnConfig:
     probe_prompts: int = option(
         4, "completions per step to measure KL(noisy || clean sampler) and the kernels' gap; 0: none", at_least=0
     )
-    solver: AqnSolverConfig = field(default_factory=AqnSolverConfig)  # how sigma is found for a KL of the schedule
+    solver: AqnSolverConfig = field(default_factory=AqnSolverConfig)  # finds sigma for the schedule's target KL
     adaptive: AqnAdaptiveConfig = field(default_factory=AqnAdaptiveConfig)
 
 
@@ -229,7 +229,7 @@ class RolloutConfig:
         3.0, "upper bound of that ratio (TRL's default; others use about 2, which cuts more often)",
         at_least=1, at_most=1e6,
     )  # fmt: skip
-    vllm: VllmConfig = field(default_factory=VllmConfig)  # the keys of one engine, under its name
+    vllm: VllmConfig = field(default_factory=VllmConfig)  # keys of one engine, under its name
     vllm_server: VllmServerConfig = field(default_factory=VllmServerConfig)
 
 
@@ -290,7 +290,7 @@ class CheckpointConfig:
 
     @property
     def kept(self) -> int:
-        """How many lie there until the run is done: it goes on from one."""
+        """Return how many checkpoints to keep while the run goes on; resuming needs one."""
         return max(1, self.keep)
 
 
@@ -343,7 +343,7 @@ class RunConfig:
 
     @property
     def completions_per_gpu(self) -> int:
-        """Completions of a step that each process samples and trains on."""
+        """Return the completions that each process samples and trains on in a step."""
         return self.completions_per_step // self.gpus
 
     @property
@@ -352,6 +352,6 @@ class RunConfig:
 
     @property
     def overlong_buffer(self) -> int:
-        """Tokens of the soft overlong punishment; 0 is none. DAPO's fifth: 4,096 of 20,480 tokens."""
+        """Return the length in tokens of DAPO's soft overlong punishment, 0 for none; DAPO uses 4,096 of 20,480."""
         asked = self.algorithm.overlong_buffer_tokens
         return max(1, self.rollout.max_completion_tokens // 5) if asked is None else asked

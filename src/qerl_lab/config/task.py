@@ -1,10 +1,10 @@
-"""The keys of a task, `task.*`: a part of the schema."""
+"""The task section of the schema: `task.*`."""
 
 from dataclasses import dataclass, field
 
 from qerl_lab.config.option import option
 
-# The suffix of the paper's prompt (App. E): without it the format reward is unreachable, as in the released code.
+# The prompt suffix from the paper's App. E. Without it the format reward cannot be earned, as in the released code.
 PAPER_INSTRUCTION = (
     "Solve the following math problem step by step. The reasoning process and direct answer are enclosed within "
     "<think> </think> and <answer> </answer> tags, respectively, i.e., <think> reasoning process here </think> "
@@ -42,13 +42,13 @@ class Gsm8kConfig:
 
 
 def part_of(name: str, max_steps: int | None) -> str:
-    """Which part of a task's questions is read, in words that follow its name; empty for all of them."""
+    """Describe which part of a task's questions is read, to follow the task's name; empty for all."""
     return f" with at most {max_steps} steps" if name == "gsm8k" and max_steps else ""
 
 
 @dataclass
 class ColumnsConfig:
-    """Where the rows of task.path have another name for a column; null: the task's own. A dot leads into a struct."""
+    """Column names in the rows of task.path where they differ; null keeps the task's own. A dot leads into a struct."""
 
     question: str | None = option(None, "column of the question")
     answer: str | None = option(None, "column of the known answer")
@@ -79,7 +79,7 @@ class TaskConfig:
         0, "size of the training set; 0 is all (arithmetic: 4096, code_io: 2048)", at_least=0, at_most=1_000_000
     )
     columns: ColumnsConfig = field(default_factory=ColumnsConfig)
-    arithmetic: ArithmeticConfig = field(default_factory=ArithmeticConfig)  # the keys of one task, under its name
+    arithmetic: ArithmeticConfig = field(default_factory=ArithmeticConfig)  # keys of one task, under its name
     bigmath: BigMathConfig = field(default_factory=BigMathConfig)
     code_io: CodeIoConfig = field(default_factory=CodeIoConfig)
     gsm8k: Gsm8kConfig = field(default_factory=Gsm8kConfig)

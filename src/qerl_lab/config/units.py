@@ -1,3 +1,3 @@
-"""Units in which a machine's memory is told."""
+"""Units of memory."""
 
 GIB = 2**30  # bytes

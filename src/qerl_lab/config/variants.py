@@ -1,7 +1,7 @@
-"""Keys that exist in some variants of a configuration only: of a format, a noise, a task, an engine, a launcher.
+"""Which keys have an effect only for some formats, noises, tasks, engines or launchers.
 
-The schema has every key, since a scale may set one that its run has no use for. A user who types a key expects
-something of it, so a command refuses those that `missing` names.
+The schema holds every key for every run, since a scale may set keys that its run ignores. A user who types an ignored
+key would be misled, so commands refuse the keys that `missing` returns.
 """
 
 from collections.abc import Mapping
@@ -16,9 +16,9 @@ from qerl_lab.config.task import TaskConfig
 
 
 class Variant(NamedTuple):
-    """Keys that exist where another key has certain values, and what to type to get there, without or with an arm."""
+    """Keys that exist only for certain values of another key, and what to type to use them."""
 
-    keys: str  # space between two; one that ends with a dot is all keys below
+    keys: str  # separated by spaces; a name that ends with a dot covers all keys below
     when: str  # KEY=VALUE|VALUE or KEY!=VALUE|VALUE
     remedy: str
     arm: str = ""
@@ -28,17 +28,17 @@ class Variant(NamedTuple):
         return self.when.partition("=")[0].rstrip("!")
 
     def has(self, key: str) -> bool:
-        """Tell whether a key is one of these."""
+        """Tell whether a key is one of this variant's."""
         names = self.keys.split()
         return key != self.decider and any(key == name or (name[-1] == "." and key.startswith(name)) for name in names)
 
     def exists(self, decided: str) -> bool:
-        """Tell whether the keys exist for this value of the decider."""
+        """Tell whether the keys exist for this value of the deciding key."""
         found = decided in self.when.partition("=")[2].split("|")
         return found != ("!=" in self.when)
 
 
-# Of several rows that have a key the last says why it is missing.
+# If several rows list a key, the last gives the reason in the error.
 VARIANTS = (
     *(Variant(f"format.{f.name}", f"format.name={name}", f"format={name}", f"+experiment={name}")
       for f in fields(FormatConfig) if (name := f.metadata["only"])),
@@ -82,9 +82,9 @@ ON_DISK = Variant("model.hash", "model.path=DIR", "model.path=DIR")
 
 
 def missing(cfg: RunConfig) -> Mapping[str, Variant]:
-    """The keys that do nothing in a configuration, each with the variant that has them.
+    """Map each key that has no effect in this configuration to the variant that it belongs to.
 
-    A file of the user's (task.module) may read every key of a task.
+    With task.module no task key is included: the user's file may read any of them.
     """
     values = values_of(cfg)
     found = {

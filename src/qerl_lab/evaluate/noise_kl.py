@@ -41,7 +41,7 @@ class Texts:
 
 
 def texts(policy: Policy, pairs: kl.Pairs, temperature: float, batch_size: int) -> Texts:
-    """Compute the clean hidden states. Leaves the policy unchanged."""
+    """Batch the texts and compute their hidden states without noise. Leaves the policy unchanged."""
     pairs_N = [pairs[at : at + batch_size] for at in range(0, len(pairs), batch_size)]
     return Texts(policy, pairs_N, temperature, [states(policy, CLEAN, part) for part in pairs_N])
 

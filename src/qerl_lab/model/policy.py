@@ -51,7 +51,7 @@ class Policy:
 
     @property
     def drops_out(self) -> bool:
-        """Whether the model has dropout in training, in the adapters or by the base's config.
+        """Tell whether training uses dropout, in the adapters or by the base's config.
 
         Any dropout key of the config counts, even if the model does not use it.
         """

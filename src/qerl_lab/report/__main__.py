@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from qerl_lab.report.comparison import Comparison
 
 
-WHERE = "directories of runs, of sweeps or of results; the key may be left out"
-OF_MLFLOW = "experiment of MLflow whose runs are read too"
-STORE = "its store; null is MLFLOW_TRACKING_URI, else the mlflow.db here"
+WHERE = "directories of runs, sweeps or results; the key may be left out"
+OF_MLFLOW = "MLflow experiment whose runs are added"
+STORE = "its store; null: MLFLOW_TRACKING_URI, else the mlflow.db here"
 
 
 @dataclass
@@ -34,11 +34,11 @@ class ReportOptions:
     mlflow: str | None = option(None, OF_MLFLOW)
     tracking_uri: str | None = option(None, STORE)
     out: str | None = option(None, "directory to write: report.html, tables, figures, and the runs as Parquet")
-    baseline: str | None = option(None, "arm that the others are compared with; null is bf16, if there is one")
-    bench: list[str] = option([], "results of python -m qerl_lab.bench, files or folders, for the page of out")
-    runs_csv: str | None = option(None, "file to write, a row a run")
-    arms_csv: str | None = option(None, "file to write, a row an arm")
-    plot: str | None = option(None, "PNG file to write: reward and entropy by step, an arm a color")
+    baseline: str | None = option(None, "arm to compare the others with; null: bf16, if there is one")
+    bench: list[str] = option([], "results of python -m qerl_lab.bench, files or folders, to add to report.html")
+    runs_csv: str | None = option(None, "CSV to write, one row per run")
+    arms_csv: str | None = option(None, "CSV to write, one row per arm")
+    plot: str | None = option(None, "PNG to write: reward and entropy by step, one color per arm")
 
 
 def report(options: ReportOptions) -> None:
@@ -86,8 +86,8 @@ class VerdictsOptions:
     sweep: list[str] = option([], WHERE)
     mlflow: str | None = option(None, OF_MLFLOW)
     tracking_uri: str | None = option(None, STORE)
-    claims: list[str] = option([], "files of claims to test; none is results/reference/claims.yaml, the paper's")
-    out: str | None = option(None, "directory to write: verdicts.json, verdicts.md; null writes none")
+    claims: list[str] = option([], "files of claims to test; empty: the paper's, results/reference/claims.yaml")
+    out: str | None = option(None, "directory for verdicts.json and verdicts.md; null writes none")
 
 
 def verdicts(options: VerdictsOptions) -> None:
@@ -149,7 +149,7 @@ def _write(path: Path, write: Callable[[Path], None]) -> None:
 
 COMMAND = Command(
     "python -m qerl_lab.report DIR ...",
-    "The arms of run directories side by side: held-out accuracy, gain and entropy, with intervals over seeds.",
+    "Compare arms of run directories: held-out accuracy, gain and entropy, with intervals over seeds.",
     ReportOptions,
     report,
     examples=(
@@ -158,11 +158,11 @@ COMMAND = Command(
             "python -m qerl_lab.report runs/sweeps/weight_formats/TIME baseline=nvfp4 arms_csv=arms.csv",
             "one sweep; the table as a file too",
         ),
-        ("python -m qerl_lab.report runs out=results/NAME", "small files to commit, from which all can be made again"),
+        ("python -m qerl_lab.report runs out=results/NAME", "small files to commit, which reproduce the report"),
         ("python -m qerl_lab.report runs out=results/NAME bench=results/bench", "speed and memory on the page too"),
         ("python -m qerl_lab.report results/NAME", "the same from those files, without the runs"),
         ("python -m qerl_lab.report mlflow=qerl-lab out=results/NAME", "the runs of an MLflow experiment"),
-        ("python -m qerl_lab.report verdicts runs", "the paper's claims; verdicts --help says more"),
+        ("python -m qerl_lab.report verdicts runs", "test the paper's claims; see verdicts --help"),
     ),
     required=("sweep|mlflow",),
     bare="sweep",
@@ -173,7 +173,7 @@ VERDICTS = "python -m qerl_lab.report verdicts"
 COMMANDS: dict[str, Command[Any]] = {
     "verdicts": Command(
         f"{VERDICTS} DIR ...",
-        "The paper's claims, or those of a file, against run directories: what is shown, and by which numbers.",
+        "Test the paper's claims, or those of a file, on run directories; print verdicts and their numbers.",
         VerdictsOptions,
         verdicts,
         examples=(

@@ -45,13 +45,12 @@ def _accuracies(comparison: Comparison) -> Table:
         *([of_seeds(matrix(records, "gain"), (-1, 1)), _passed(records)] for records in arms),
     ]
     rows, empty = filled([[*row[:4], *cells, *row[4:]] for row, cells in zip([head, *rows], more, strict=True)], 2)
-    why = "these runs were asked no held-out question" if "after" in empty else "eval.samples=1, or no question"
+    why = "no held-out questions were evaluated" if "after" in empty else "eval.samples=1, or no question"
     return Table(
         "Held-out accuracy" + ", as in the paper's Table 1" * beside,
-        "Cells are mean [95% interval] (seeds), the interval over seeds and questions, cut at 0 and 1, "
-        "beyond which no accuracy lies. "
-        + "The paper's are one run each, of Qwen2.5 at 3B and 7B on GSM8K. " * beside
-        + "pass@n: questions with a right answer in the n of eval.samples.",
+        "Cells: mean [95% interval] (seeds). Intervals cover seeds and questions, and are clipped to 0 and 1. "
+        + "Paper: one run each, Qwen2.5 at 3B and 7B on GSM8K. " * beside
+        + "pass@n: questions with a right answer among n = eval.samples.",
         rows,
         f"Left out: {in_words(empty)}, since {why}." if empty else "",
     )
@@ -74,12 +73,12 @@ def _table_2(comparison: Comparison) -> Table:
     without = [size for size in SIZES if size not in with_runs]
     return Table(
         "BigMath, the paper's Table 2",
-        "The paper's are one run each; those of method none are not trained. Ours are runs of task=bigmath with that "
-        "model, and their accuracy on held-out questions of BigMath as mean [95% interval] (seeds): another measure "
-        "than the benchmarks, which python -m qerl_lab.evaluate accuracy asks. The runs are made by "
+        "Paper: one run each; method none is untrained. Ours: accuracy on held-out BigMath questions after runs of "
+        "task=bigmath with that model, mean [95% interval] (seeds). The paper's benchmarks are other questions; "
+        "measure them with python -m qerl_lab.evaluate accuracy. To make the runs: "
         "python -m qerl_lab +sweeps=paper_table2.",
         [head, *(row for size in with_runs for row in _rows_of_table_2(comparison, size))],
-        f"Left out: Qwen2.5 at {in_words(without)}, since no run is on BigMath with it." if without else "",
+        f"Left out: Qwen2.5 at {in_words(without)}, not trained on BigMath here." if without else "",
     )
 
 
@@ -127,7 +126,7 @@ class _Measure:
     ratio: bool = False
 
 
-NO_BASELINE = f"Left out: not one arm is {BASELINE}; baseline=ARM in the command names the one to compare with."
+NO_BASELINE = f"Left out: no arm is {BASELINE}; type baseline=ARM to compare with another."
 DIFFERENCES = (
     _Measure("reward, last tenth", "reward_last", 1),
     _Measure("entropy, first tenth", "entropy_first"),
@@ -146,11 +145,10 @@ def _differences(comparison: Comparison, baseline: str) -> Table:
                 gaps += [] if cells else [(arm, measure, why)]
     return Table(
         f"Differences to {baseline}",
-        "Paired by seed, accuracies by question too: mean [95% interval] (seeds that both have); of tokens/s the "
-        "ratio, where every run ran alone. Effect size: the mean over the standard deviation of the seeds' differences "
-        "(of a ratio: of its logarithm). P(better): the share of pairs of seeds in which the arm is better. These are "
-        "not corrected for being many, as the verdicts are, and arms may differ in several settings: the last table "
-        "says in which.",
+        "Paired by seed, accuracies also by question: mean [95% interval] (shared seeds). Speeds are ratios, given "
+        "only if every run ran alone. Effect size: mean / standard deviation of the seeds' differences (for ratios, of "
+        "their logarithms). P(better): share of seed pairs in which the arm is better. Unlike the verdicts, nothing is "
+        "corrected for multiple comparisons. Arms may differ in several settings: see the last table.",
         [["arm", "measure", "difference", "effect size", "P(better)"], *rows],
         _left_out(gaps, len(comparison.arms) - 1),
     )
@@ -166,13 +164,13 @@ def _against_control(records: Sequence[Record], control: Sequence[Record]) -> It
         return
     for phase, label in (("after", "accuracy after"), ("gain", "gain in accuracy")):
         cells = _paired(matrix(records, phase), matrix(control, phase), 1, False)
-        yield label, cells, "no held-out question that both were asked"
+        yield label, cells, "no shared held-out question"
     for one in DIFFERENCES:
         if one.ratio and beside_others(records, control):
             yield one.label, [], why_not_compared(records, control)
         else:
             sides = [_values(side, one.name) for side in (records, control)]
-            yield one.label, _paired(sides[0], sides[1], one.sign, one.ratio), "no number that both have"
+            yield one.label, _paired(sides[0], sides[1], one.sign, one.ratio), "no shared value"
 
 
 def _left_out(gaps: Sequence[Gap], others: int) -> str:
@@ -231,7 +229,7 @@ def _entropies(comparison: Comparison, baseline: str | None) -> Table:
     return Table(
         "Entropy of the policy" + ", as in the paper's Figure 5" * bool(beside),
         "Nats per token at rollout.temperature, without noise in the trainer."
-        + " The paper's is the mean of its curve over steps 0 to 8, read off the figure (+-0.004)." * bool(beside),
+        + " Paper: mean of its curve over steps 0 to 8, read from the figure (+-0.004)." * bool(beside),
         rows,
     )
 
@@ -265,16 +263,14 @@ def _throughput(comparison: Comparison, baseline: str | None) -> Table:
         timed = [NONE, NONE] if arm in shared else [_shares(records), seconds]
         rows.append([arm, *cells, timed[0], _peak(records), timed[1]])
     rows, empty = filled(rows)
-    left_out = f"Left out: tokens/s over those of another arm, ours and the paper's, since {why}." if why else ""
+    left_out = f"Left out: speed ratios between arms, ours and the paper's, since {why}." if why else ""
     if shared:
         which = "every arm" if len(shared) == len(comparison.arms) else in_words(list(shared))
         left_out = f"Left out: seconds and tokens/s of {which}, since {why_not_compared(*shared.values())}."
     return Table(
         "Throughput and memory" + ", as in the paper's Figure 1 and Table 3" * (not why and OF_PAPER[0] not in empty),
-        "Completion tokens over seconds, of seeds the geometric mean. Memory is the largest of the seeds: of the GPU "
-        "where there is one, else resident."
-        + " The paper's: one H100, batch 8 (Figure 1); batch 2, 4, 8 (Table 3)."
-        * (not why),
+        "Completion tokens per second, geometric mean over seeds. Memory: largest peak of any seed, on the GPU if "
+        "there is one, else resident." + " Paper: one H100, batch 8 (Figure 1); batch 2, 4, 8 (Table 3)." * (not why),
         rows,
         left_out or ("Left out: the paper's speeds, since it timed none of these arms." if empty else ""),
     )
@@ -291,15 +287,15 @@ def _speed(values: pd.DataFrame) -> str:
 def _not_compared(comparison: Comparison, baseline: str | None) -> str:
     """Say why no speed is compared with another; empty if at least one is."""
     if len(comparison.arms) < 2:
-        return "there is one arm alone"
+        return "there is only one arm"
     if baseline is None:
-        return "none of the arms is the baseline: baseline=ARM in the command names one"
+        return "no arm is the baseline: choose one with baseline=ARM"
     control = comparison.arms[baseline]
     others = [
         records for arm, records in comparison.arms.items() if arm != baseline and _share_a_seed(records, control)
     ]
     if not others:
-        return f"no arm has a seed that {baseline} has"
+        return f"no arm shares a seed with {baseline}"
     return why_not_compared(control, *others) if all(beside_others(records, control) for records in others) else ""
 
 

@@ -38,7 +38,7 @@ def clock_line(result: Result) -> str:
     return (
         f"waiting costs {result['cost_percent']:+.2f}% [{result['low']:+.2f}, {result['high']:+.2f}] of a step, "
         f"{result['pairs']} of {result['options']['pairs']} pairs of {result['steps_a_block']} steps"
-    ) + ("" if most is None else f"; by the seconds inside of the waits at most {most:.2f}%")
+    ) + ("" if most is None else f"; at most {most:.2f}% by the time spent in waits")
 
 
 def draw(result: Result, path: Path) -> None:
@@ -87,7 +87,7 @@ def step_ratios(result: Result) -> pd.DataFrame:
 
 def _dequantization_table(result: Result) -> str:
     rows = pd.DataFrame(result["dequantization"])
-    lines = ["unpacking to bfloat16: share of the speed at which as many bytes are copied"]
+    lines = ["unpacking to bfloat16: speed relative to copying as many bytes"]
     for (model, layer), shape in rows.groupby(["model", "layer"], sort=False):
         shares = "  ".join(f"{row['format']} {row['of_copy']:.2f}" for _, row in shape.iterrows())
         lines.append(f"  {model:12} {layer:14} {shares}")
@@ -95,7 +95,7 @@ def _dequantization_table(result: Result) -> str:
 
 
 def _products_table(ratios: pd.DataFrame) -> str:
-    lines = ["forward + input gradient: time of the kernels over that of BF16 (over that of bitsandbytes)"]
+    lines = ["forward + input gradient: kernel time relative to BF16 (relative to bitsandbytes)"]
     for (model, tokens, layer), shape in ratios.groupby(["model", "tokens", "layer"], sort=False):
         cells = [
             f"{row['arm']} {row['of_bf16']:.2f} ({row['of_bitsandbytes']:.2f})"
@@ -107,8 +107,8 @@ def _products_table(ratios: pd.DataFrame) -> str:
 
 def _decode_table(times: pd.DataFrame) -> str:
     head = (
-        "microseconds of a call, weights from memory; adapter_* is the adapter alone, *_and_adapter a product and the "
-        "adapter, fp4_tiles both\n"
+        "microseconds per call, weights from memory; adapter_*: adapter alone, *_and_adapter: product, then adapter, "
+        "fp4_tiles: both\n"
     )
     return head + times.to_string(float_format=lambda us: f"{us:.1f}", na_rep="-")
 

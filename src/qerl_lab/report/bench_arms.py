@@ -109,9 +109,9 @@ def _rollout_table(result: Result) -> str:
                 *(_told(row[name], ".1f") for name in ("weights_gib", "kv_gib", "used_gib")),
             ]  # fmt: skip
             lines.append(f"{row['rank']:7}{row['batch']:7}" + _cells(numbers))
-    lines += ["weights, KV, used: GiB of the GPU"]
+    lines += ["weights, KV, used: GiB on the GPU"]
     if any(row.get("host_share") is not None for row in alive(result)):
-        lines += ["host: how much of a call its thread computes; near 100% the host decides the speed, not the GPU"]
+        lines += ["host: share of a call in which its thread is busy; near 100% the host limits the speed, not the GPU"]
     return "\n".join([*lines, *_rank_lines(rows), *_kernel_lines(alive(result))])
 
 
@@ -137,7 +137,7 @@ def _rank_lines(rows: pd.DataFrame) -> list[str]:
         return []
     lines = [
         "",
-        "by rank: tokens/s, of the smallest rank's; of BF16 and of QLoRA, in brackets the paper's NVFP4 (batch 1)",
+        "by rank: tokens/s, ratio to the smallest rank; to BF16 and QLoRA, in brackets the paper's NVFP4 (batch 1)",
     ]
     for (arm, batch), same in rows.sort_values("rank").groupby(["arm", "batch"], sort=False):
         first = same["tokens_per_second"].iloc[0]
@@ -165,7 +165,7 @@ def _step_table(result: Result) -> str:
             *(_told(row.get(name), ".1f") for name in ("policy_gib", "weights_gib", "kv_gib", "peak_gib", "used_gib")),
         ]  # fmt: skip
         lines += [row["arm"], _cells(numbers)]  # on its own line, as the arm may be long
-    lines.append(f"{', '.join(PHASES)}: seconds. policy, weights, KV, peak, used: GiB of the GPU")
+    lines.append(f"{', '.join(PHASES)}: seconds. policy, weights, KV, peak, used: GiB on the GPU")
     return "\n".join([*lines, *_papers_step(result["options"])])
 
 
@@ -262,7 +262,7 @@ def _draw_steps(result: Result) -> plt.Figure:
     figure, axis = plt.subplots(figsize=(width, 1.6 + 0.75 * len(rows)), layout="constrained")
     at, left, longest = range(len(rows)), [0.0] * len(rows), rows["step_seconds"].max()
     parts = rows.reindex(columns=[f"{phase}_seconds" for phase in PHASES]).fillna(0.0).set_axis(PHASES, axis=1)
-    parts["not told apart"] = (rows["step_seconds"] - parts.sum(axis=1)).clip(lower=0.0)
+    parts["other"] = (rows["step_seconds"] - parts.sum(axis=1)).clip(lower=0.0)
     for number, (part, seconds) in enumerate(parts.items()):
         if seconds.max() > VISIBLE * longest:
             axis.barh(at, seconds, left=left, label=part, height=0.45, color=f"C{number}" if part in PHASES else "0.8")

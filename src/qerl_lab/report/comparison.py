@@ -44,8 +44,8 @@ CONDITIONS = (
 OF_A_RUN = ("entropy_first", "entropy_last", "reward_last", "tokens_per_second", "memory_rss_gib", "seconds")
 TIMED = ("tokens_per_second", "seconds")  # not this run's own if it shared its machine
 HOW_TO_READ = """\
-Intervals are of 95%, over seeds and questions; one seed has none. Those of two arms may overlap although the arms
-differ: read the difference, which is paired by seed and question. Of differences that are 0, one in 20 looks real."""
+Intervals are 95%, over seeds and questions; one seed has none. Intervals of two arms may overlap although the arms
+differ: read the difference, which is paired by seed and question. One in 20 true differences of 0 looks real."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Comparison:
     def counting(self) -> "Comparison":
         """Return the comparison unchanged. Raises ConfigError if no run counts."""
         if not self.arms:
-            raise ConfigError("none of these runs counts:\n  " + "\n  ".join(self.left_out or ["there is none"]))
+            raise ConfigError("no run counts:\n  " + "\n  ".join(self.left_out or ["there is none"]))
         return self
 
     @property
@@ -288,7 +288,7 @@ def text(comparison: Comparison, arms: pd.DataFrame, baseline: str | None) -> st
     parts.append(_fewer_seeds(comparison, baseline))
     parts += notes(comparison)
     if baseline is None and len(comparison.arms) > 1:
-        parts.append(f"Not one arm is {BASELINE}: type baseline=ARM for differences.")
+        parts.append(f"No arm is {BASELINE}: type baseline=ARM for differences.")
     if comparison.left_out:
         parts.append("\n  ".join([f"Left out, {len(comparison.left_out)} in all:", *comparison.left_out]))
     return "\n\n".join(part for part in parts if part)
@@ -302,7 +302,7 @@ def _undeclared(comparison: Comparison, baseline: str | None) -> str:
     for run in (records[0].run for records in comparison.arms.values()):
         arms.update(key for key in differing([run, base]) if key not in run.declared | base.declared)
     listed = ", ".join(f"{key} ({count} arm{'s' * (count != 1)})" for key, count in sorted(arms.items()))
-    return f"after - {baseline} is also of settings that no experiment declares: {listed}." if arms else ""
+    return f"after - {baseline} also reflects settings no experiment declares: {listed}." if arms else ""
 
 
 def _fewer_seeds(comparison: Comparison, baseline: str | None) -> str:
@@ -312,7 +312,7 @@ def _fewer_seeds(comparison: Comparison, baseline: str | None) -> str:
     seeds = {label: {record.run.seed for record in records} for label, records in comparison.arms.items()}
     both = {label: len(own & seeds[baseline]) for label, own in seeds.items() if own != seeds[baseline]}
     listed = ", ".join(f"{label}: {count}" for label, count in both.items())
-    return f"after - {baseline} is over the seeds that both arms have; {listed}." if both else ""
+    return f"after - {baseline} uses only seeds that both arms have; {listed}." if both else ""
 
 
 def notes(comparison: Comparison) -> list[str]:

@@ -63,7 +63,7 @@ CURVES = (
     ),
     Curve("throughput", "Throughput, end to end", "tokens per second", "step/tokens_per_second", True),
     Curve("rollout_throughput", "Throughput of rollouts", "tokens per second", "rollout/tokens_per_second", True),
-    Curve("sigma", "Sigma of the noise, of arms that have any", "standard deviation", "noise/sigma", True),
+    Curve("sigma", "Sigma of the noise, in arms that have it", "standard deviation", "noise/sigma", True),
 )
 
 

@@ -88,13 +88,13 @@ def detectable(differences_S_Q: np.ndarray, seeds: int) -> float:
 
 def retention(comparison: Comparison) -> Table:
     """Tabulate per arm the share of entropy retained and the number of collapsed runs."""
-    rows = [["arm", "entropy, last tenth over first", "runs that collapsed"]]
+    rows = [["arm", "entropy, last tenth / first", "runs that collapsed"]]
     rows += [[arm, _retained(records), _collapsed(records)] for arm, records in comparison.arms.items()]
     return Table(
-        "Entropy retained, and collapse",
-        "Entropy of the trainer's policy: over the last tenth of the steps divided by that over the first, geometric "
-        "mean over seeds [95% interval] (seeds). A run has collapsed where its right answers over the last tenth of "
-        f"the steps are below {FALLEN:.0%} of those of its best tenth; the interval of the share is Wilson's.",
+        "Retained entropy and collapse",
+        "Entropy of the trainer's policy in the last tenth of the steps / in the first, geometric mean over seeds "
+        "[95% interval] (seeds). A run has collapsed if its right answers in the last tenth of the steps are below "
+        f"{FALLEN:.0%} of those in its best tenth; the share has a Wilson interval.",
         rows,
     )
 
@@ -135,7 +135,7 @@ def draw_passes(comparison: Comparison) -> Figure | None:
         axis.errorbar(x, mean, yerr=[mean - low, high - mean], capsize=2, elinewidth=0.9, label=arm, **styles[arm])
     axis.set_xscale("log", base=2)
     axis.set_xticks(k, [str(one) for one in k])
-    return _finished(figure, "pass@k after training", "k, samples of a question", "questions with a right answer")
+    return _finished(figure, "pass@k after training", "k (samples per question)", "questions with a right answer")
 
 
 def draw_gains(comparison: Comparison) -> tuple[Figure, str] | None:
@@ -156,11 +156,11 @@ def draw_gains(comparison: Comparison) -> tuple[Figure, str] | None:
     within = table[["entropy", "gain"]] - table.groupby("arm")[["entropy", "gain"]].transform("mean")
     said = [
         f"Correlation over {what}: {r:+.2f} [{low:+.2f}, {high:+.2f}]."
-        for what, one in ((f"all {len(table)} runs", table), ("runs less the mean of their arm", within))
+        for what, one in ((f"all {len(table)} runs", table), ("runs minus the mean of their arm", within))
         if one["entropy"].std() > stats.NO_WIDTH and one["gain"].std() > stats.NO_WIDTH
         for r, low, high in [correlation(one["entropy"].to_numpy(), one["gain"].to_numpy())]
     ]
-    title = "Entropy at the start, and what a run gains"
+    title = "Initial entropy and gain of a run"
     finished = _finished(figure, title, "policy entropy, first tenth of the steps (nats)", "gain in held-out accuracy")
     return finished, " ".join(said)
 
@@ -187,7 +187,7 @@ def draw_power(comparison: Comparison, baseline: str | None) -> Figure | None:
         ticks.set_major_locator(LogLocator(subs=(1, 2, 5)))
         ticks.set_minor_locator(NullLocator())
         ticks.set_major_formatter(ScalarFormatter())
-    return _finished(figure, f"Difference to {baseline} that seeds show", "seeds", "held-out accuracy, power 80%")
+    return _finished(figure, f"Detectable difference to {baseline}", "seeds", "held-out accuracy, power 80%")
 
 
 def _panel(comparison: Comparison, lines: int) -> tuple[Figure, Axes, Mapping[str, dict[str, Any]]]:

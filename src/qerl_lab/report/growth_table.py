@@ -57,8 +57,8 @@ def growth(comparison: Comparison, shown: Shown) -> list[Table]:
     ]  # fmt: skip
     head = ["arms", "last tenth of the steps", "all steps", "the paper's", "last tenth there", "all steps there"]
     about = (
-        "Share of right answers among a step's completions, paired by seed: mean [95% interval] (seeds). The paper's "
-        "are of one run a line, Qwen2.5-3B in NVFP4 on GSM8K, read off its figures, each with its error."
+        "Share of right answers among a step's completions, paired by seed: mean [95% interval] (seeds). Paper: "
+        "one run per line, Qwen2.5-3B in NVFP4 on GSM8K, read from its figures, with the reading error."
     )
     return [Table("Right answers beside the paper's curves", about, [head, *rows])] if rows else []
 

@@ -136,12 +136,12 @@ def _diagnosed(found: Comparison, baseline: str | None) -> list[Drawn]:
     power = diagnostics.draw_power(found, baseline)
     figures = [
         ("passes", passes, "pass@k after training, by k",
-         "Intervals of 95% over seeds and questions, cut at 0 and 1, beyond which no share lies."),
-        ("entropy-and-gain", gains and gains[0], "Entropy at the start against gain, a point a run",
-         f"A point a run. {gains[1]}" if gains else ""),
-        ("power", power, "The difference that can be detected, by the number of seeds",
-         "From the spread of each arm's paired differences; two-sided test of 5%. More seeds do not lessen what the "
-         "questions add."),
+         "95% intervals over seeds and questions, clipped to 0 and 1."),
+        ("entropy-and-gain", gains and gains[0], "Initial entropy against gain, one point per run",
+         f"One point per run. {gains[1]}" if gains else ""),
+        ("power", power, "Detectable difference by number of seeds",
+         "From the spread of each arm's paired differences; two-sided 5% test. More seeds do not reduce the error "
+         "from the questions."),
     ]  # fmt: skip
     return [Drawn(name, about, curves.png(figure), caption) for name, figure, about, caption in figures if figure]
 
@@ -204,7 +204,7 @@ def _facts(found: Comparison) -> list[tuple[int, str]]:
     states["damaged"] = len(found.damaged)
     again = states["finished"] - len(found.counted)
     shown = [(count, f"run{'s' * (count != 1)} {state}") for state, count in states.items() if count]
-    shown += [(again, "of these repeated, the newest counts")] if again else []
+    shown += [(again, "of these repeated; the newest counts")] if again else []
     seeds = {record.run.seed for record in found.counted}
     return [
         *shown,
@@ -226,18 +226,15 @@ def _gaps(found: Comparison) -> list[str]:
     gaps, short = [], []
     for label, records in found.arms.items():
         lacking = sum(run.arm == records[0].run.arm and stopped(run) for run in found.found)
-        short += [f"{lacking} of the {len(records) + lacking} of {label}"] if lacking else []
+        short += [f"{lacking} of {len(records) + lacking} of {label}"] if lacking else []
     if short:
-        gaps.append(f"Runs that did not finish are in no mean: {'; '.join(short)}.")
+        gaps.append(f"Means exclude unfinished runs: {'; '.join(short)}.")
     lost = {run.arm for run in found.found} - {record.run.arm for record in found.counted}
     if lost:
         names = sorted({run.experiment for run in found.found if run.arm in lost})
-        gaps.append(f"Of {len(lost)} arm{'s' * (len(lost) != 1)} no run finished: {', '.join(names)}.")
+        gaps.append(f"{len(lost)} arm{'s' * (len(lost) != 1)} without a finished run: {', '.join(names)}.")
     if found.damaged:
-        some = len(found.damaged) != 1
-        gaps.append(
-            f"{len(found.damaged)} run{'s are' if some else ' is'} damaged, and {'are' if some else 'is'} in no mean."
-        )
+        gaps.append(f"Means exclude {len(found.damaged)} damaged run{'s' * (len(found.damaged) != 1)}.")
     return gaps
 
 
@@ -308,7 +305,7 @@ def _times(records: Sequence[Record]) -> list[str]:
     ended = _moment(max(record.run.ended for record in records))
     span = f"The first began {_moment(min(began))}, the last ended {ended}." if began else f"The last ended {ended}."
     if any(record.side_by_side > 1 for record in records):
-        return [f"{len(seconds)} runs, which shared their machines. {span}"]
+        return [f"{len(seconds)} runs on shared machines. {span}"]
     took = f"{sum(seconds):,.0f} s in all, {min(seconds):,.0f} to {max(seconds):,.0f} s each"
     return [f"{len(seconds)} runs took {took}. {span}"]
 

@@ -67,11 +67,11 @@ class PaperFigure:
 
 FIGURES = (
     PaperFigure("Figure 4, upper row", "reward", "format.name", "Qwen2.5-7B", GSM8K, "fig04_dapo_7b", FORMATS,
-                "By Figures 16 and 17 NVFP4 ran at a learning rate of 3e-5, BF16 with LoRA at 5e-6. Six points of BF16 "
-                "that were misread are left out."),
+                "Learning rates by Figures 16 and 17: NVFP4 3e-5, BF16 with LoRA 5e-6. Six misread points of BF16 are "
+                "left out."),
     PaperFigure("Figure 4, lower row", "reward", "format.name", "Qwen2.5-7B", "GSM8K, GRPO",
                 "fig4_grpo_7b_reward_digitized", FORMATS_GRPO,
-                "The two panels were read apart. Three points of NVFP4 that were misread in one are left out there."),
+                "The panels were read separately. Three points of NVFP4, misread in one, are left out there."),
     PaperFigure("Figure 7", "reward", ON_BIGMATH, "Qwen2.5-7B", BIGMATH, "fig07_bigmath_7B", (LORA,)),
     PaperFigure("Figure 7", "reward", ON_BIGMATH, "Qwen2.5-14B", BIGMATH, "fig07_bigmath_14B", (LORA,)),
     PaperFigure("Figure 8", "reward", NOISE, "Qwen2.5-3B", PRESUMED, "fig08_aqn_3b", (AQN,)),
@@ -89,7 +89,7 @@ FIGURES = (
                   ("Float16_LoRA_r32", "BF16")),)),
     PaperFigure("Figure 14", "entropy", "format.name", "Qwen2.5-14B", "BigMath, DAPO (presumed)", "fig14_entropy_14b",
                 (LORA,)),
-    PaperFigure("Figure 15", "sigma", SCHEDULE, "no model", "its schedules alone", "fig15_noise_schedulers",
+    PaperFigure("Figure 15", "sigma", SCHEDULE, "no model", "schedules only", "fig15_noise_schedulers",
                 (SCHEDULES,)),
 )  # fmt: skip
 
@@ -116,13 +116,13 @@ def _tasks(runs: Sequence[Run]) -> set[str]:
 
 def caption(figure: PaperFigure, runs: Sequence[Run]) -> str:
     """Caption a figure of the paper: what it shows, and which model and task our arms above it have."""
-    ours = "Ours above" if figure.is_of(_tasks(runs)) else "Ours above, of another task"
+    ours = "Ours above" if figure.is_of(_tasks(runs)) else "Ours above, on another task"
     models = {PurePath(run.value("model.path")).name for run in runs}
     tasks, algorithms = {task_of(run) for run in runs}, {run.value("algorithm.name") for run in runs}
     named = ", ".join("/".join(sorted(names)) for names in (models, tasks, algorithms))
     curves = reference.curves()
     error = curves.loc[curves["file"] == figure.file, "error"].max()
-    return f"{figure.about}, read off to +-{error:g}. {ours}: model {named}. {figure.remark}".strip()
+    return f"{figure.about}, read to +-{error:g}. {ours}: model {named}. {figure.remark}".strip()
 
 
 def draw(figure: PaperFigure) -> Figure:

@@ -23,12 +23,8 @@ FORMATS = {"bf16": "BF16", "nf4": "NF4", "nvfp4": "NVFP4"}  # our format -> the 
 MODELS = {f"qwen2.5-{size}b": f"Qwen2.5-{size}B-Instruct" for size in (3, 7, 14, 32)}  # our model -> the paper's name
 PRINTED_RANK = 16  # not stated in Tables 5 to 8, but their numbers equal Table 9's at this rank
 OF_MODEL = dict(zip(MODELS, ("Table 5", "Table 6", "Table 7", "Table 8"), strict=True))
-WITHOUT = (
-    "No benchmark is on this page: bench=FILE.json,... in its command puts results of python -m qerl_lab.bench here."
-)
-ABOUT = (
-    "Ratios are to the baseline of the same file. The paper's are of one H100 with 80 GB: compare ratios, not tokens."
-)
+WITHOUT = "No benchmarks on this page: add results of python -m qerl_lab.bench with bench=FILE.json,... in its command."
+ABOUT = "Ratios are to the baseline of the same file. The paper used one H100 with 80 GB: compare ratios, not tokens/s."
 
 
 @dataclass(frozen=True)
@@ -67,7 +63,7 @@ def of_files(paths: Sequence[Path]) -> Speed:
             made = [make(result) for make in (_rollouts, _steps, _memory)]
             notes.append(f"{near(file)}: {_about(result)}")
         except (*NO_RESULT, OSError) as error:
-            notes.append(f"{near(file)} is left out: it is no whole result of python -m qerl_lab.bench ({error!r}).")
+            notes.append(f"{near(file)} is left out: no complete result of python -m qerl_lab.bench ({error!r}).")
             continue
         results.append(result)
         for table, more in zip(rows, made, strict=True):
@@ -95,7 +91,7 @@ def _about(result: Result) -> str:
         parts += [f"{row['arm']}, rank {row['rank']}, died: {row['died']}" for row in result["rows"] if "died" in row]
         parts += [*_unfinished(result), *bench_arms.notes(bench_arms.alive(result))]
     elif result["benchmark"] != "train_step":
-        parts.append("the paper has no table of it")
+        parts.append("the paper has no such table")
     return "; ".join(parts) + "."
 
 
@@ -103,7 +99,7 @@ def _unfinished(result: Result) -> list[str]:
     """Say how many of the requested rows exist, if not all."""
     options, have = result["options"], len(bench_arms.alive(result))
     asked = len(options["arms"]) * (len(options["ranks"]) * len(options["batches"]) if "batches" in options else 1)
-    return [f"it has {have} of the {asked} rows that were asked for"] if have < asked else []
+    return [f"it has {have} of {asked} requested rows"] if have < asked else []
 
 
 def _tables(rows: Sequence[Rows], results: Sequence[Result]) -> list[Table]:
@@ -112,9 +108,9 @@ def _tables(rows: Sequence[Rows], results: Sequence[Result]) -> list[Table]:
     return [
         _table(
             "Rollouts, as in the paper's Tables 5 to 9 and Figure 11",
-            f"Completion tokens over seconds, prefill included: the median of the repeats [least, most]. {ABOUT} Its "
-            "completions have at most 2,048 tokens. Tables 5 to 8 do not say their rank; Table 9 has the same numbers "
-            "at rank 16, and is of batch 1. Where it has no number of our rank, that of its own stands there.",
+            f"Completion tokens per second with prefill: median of the repeats [least, most]. {ABOUT} Its completions "
+            "have at most 2,048 tokens. Tables 5 to 8 state no rank; Table 9 (batch 1) has the same numbers at rank "
+            "16. Where the paper lacks our rank, its number at its own rank is shown.",
             [["model, batch, rank", "arm", "tokens/s", "of BF16", "of QLoRA", "paper: tokens/s", "paper: of BF16",
               "paper: of QLoRA", "paper: where", "repeats", "lengths", "GPU", "commit"], *rollouts],
             "rollout", "batch at rank", _rollouts_missing(results),
@@ -122,17 +118,17 @@ def _tables(rows: Sequence[Rows], results: Sequence[Result]) -> list[Table]:
         _table(
             "Steps end to end, as in the paper's Tables 3 and 5 to 8",
             "Medians of the steps after the first, with gradient checkpointing unless the arm says otherwise; "
-            f"baselines are TRL's. {ABOUT} Its "
-            "batch is taken for completions, as it does not say. For 7B Table 3 contradicts Table 6.",
+            f"baselines are TRL's. {ABOUT} Its batch is assumed to count completions. For 7B, Table 3 "
+            "contradicts Table 6.",
             [["model, completions", "arm", "seconds", "tokens/s", "of BF16", "of QLoRA", "paper: Table 3, of BF16",
               "paper: Tables 5 to 8, checkpointing", "paper: without", "steps", "lengths", "GPU", "commit"], *steps],
             "step", "completions", _steps_missing(results),
         ),
         _table(
             "Memory, as in the paper's Tables 3 and 5 to 8",
-            "GB are 1e9 bytes. Weights: of rollouts vLLM's, of steps the trainer's base, of train_step the frozen "
-            "model. Peak: what torch held at most; in rollouts the key-value cache and, in the lab's arms, the "
-            "trainer's base are in it. The paper prints sizes of models, and no peak.",
+            "GB are 1e9 bytes. Weights: vLLM's in rollouts, the trainer's base in steps, the frozen model in "
+            "train_step. Peak: torch's maximum; in rollouts it includes the key-value cache and, in the lab's arms, "
+            "the trainer's base. The paper prints model sizes, but no peak.",
             [["model, format", "arm", "benchmark", "weights, GB", "of BF16", "paper: GB", "paper: of BF16", "peak, GB",
               "GPU", "commit"], *memory],
             "rollout, step or train_step", "format", _memory_missing(memory),
@@ -154,8 +150,8 @@ def _table(title: str, about: str, rows: Rows, made_by: str, where: str, missing
     for model, place in missing:
         of_model.setdefault(model, []).append(place)
     printed = "; ".join(f"{model} {', '.join(places)}" for model, places in of_model.items())
-    left_out = [f"Left out: {', '.join(empty)}, of which no row has one."] if empty else []
-    left_out += [f"The paper also has, and nothing was measured at ({where}): {printed}."] if printed else []
+    left_out = [f"Left out: {', '.join(empty)}, empty in every row."] if empty else []
+    left_out += [f"In the paper, but not measured here ({where}): {printed}."] if printed else []
     return Table(title, about + alike, rows, " ".join(left_out))
 
 

@@ -25,10 +25,10 @@ from qerl_lab.tools.model_card import card
 
 
 def run(options: ExportOptions) -> None:
-    """Write the adapter, or the merged model, that `options` ask for, with its card.
+    """Write the adapter or the merged model, as `options` say, with its card.
 
     Raises:
-        ConfigError: the run's base cannot be loaded, is another one by now, or its adapter is of another.
+        ConfigError: the run's base cannot be loaded or has changed, or the adapter belongs to another base.
         OSError: the disk is full, or a file cannot be read or written.
     """
     record, trained = options.directory, options.directory.config()
@@ -64,25 +64,25 @@ def run(options: ExportOptions) -> None:
 
 
 def is_plain(trained: RunConfig) -> bool:
-    """Tell whether transformers loads the run's base from model.path as it is: dense, no GGUF file, not the pocket."""
+    """Tell whether transformers loads the run's base from model.path: dense, no GGUF file, not the pocket policy."""
     return trained.format.name == DENSE_FORMAT and trained.model.path != POCKET and not gguf.is_gguf(trained.model.path)
 
 
 def write_adapter(trained: RunConfig, adapter: Path, out: Path, base: str) -> None:
-    """Write PEFT's two files, which name `base` as their model. Raises ConfigError where the weights are damaged."""
+    """Write PEFT's two files, with `base` as their model. Raises ConfigError if the weights are damaged."""
     policy.adapter_tensors(adapter)
     shutil.copyfile(adapter / WEIGHTS, out / WEIGHTS)
     settings = LoraConfig.from_pretrained(adapter)
     settings.base_model_name_or_path, settings.revision = base, trained.model.revision
-    settings.target_modules = sorted(settings.target_modules)  # PEFT holds a set, and would write any order
+    settings.target_modules = sorted(settings.target_modules)  # PEFT keeps a set, whose order varies
     settings.save_pretrained(out)
 
 
 def write_dense(trained: RunConfig, adapter: Path, base: Path, out: Path, dtype_name: str, *, merged: bool) -> None:
     """Write a model that transformers loads: weights in `dtype_name`, config, tokenizer, chat template."""
     dtype = getattr(torch, dtype_name)
-    trained.format.dense_cache, trained.model.dtype = "off", "float32"  # the products are added in float32
-    trained.model.attention = "sdpa"  # nothing attends, and the package of another may be of another machine
+    trained.format.dense_cache, trained.model.dtype = "off", "float32"  # merge in float32
+    trained.model.attention = "sdpa"  # attention never runs here, and another package may be missing
     loaded = policy.build(trained, torch.device("cpu"))
     policy.begin_with(loaded.model, adapter)
     tensors = dense_tensors(loaded, dtype, merged=merged)

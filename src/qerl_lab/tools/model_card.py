@@ -1,4 +1,4 @@
-"""The model card of an export: what a run learned, from what, with what result, and how to load it."""
+"""Write the model card of an export: what a run learned, from what, with what result, and how to load it."""
 
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,11 @@ PACKAGES = ("torch", "transformers", "trl", "peft")
 
 
 def card(options: ExportOptions, run: RunConfig, record: RunDirectory) -> str:
-    """Fill model_card.md.j2: the text of README.md as the hub reads it, a YAML head and sections."""
+    """Fill model_card.md.j2 to the text of README.md for the hub: a YAML head and sections."""
     result, env = record.result(), record.environment()
     data, packages = env.get("data") or {}, env.get("packages", {})
     environment = Environment(keep_trailing_newline=True)
-    environment.filters["cell"] = lambda text: str(text).replace("|", "\\|")  # of a table
+    environment.filters["cell"] = lambda text: str(text).replace("|", "\\|")  # of a Markdown table
     return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         options=options, run=run, result=result, env=env, card_data=_head(options, run).to_yaml(),
         max_rank=next((allowed for allowed in MAX_RANKS if allowed >= run.lora.rank), run.lora.rank),
@@ -61,4 +61,4 @@ def _base_in_words(run: RunConfig) -> str:
 
 def _interval(result: dict[str, Any]) -> str:
     low, high = result.get("accuracy_gain_interval", (0.0, 0.0))
-    return f"[{low:+.3f}, {high:+.3f}]" if high > low else "[all alike]"  # no question differs: no interval
+    return f"[{low:+.3f}, {high:+.3f}]" if high > low else "[all alike]"  # all questions agree: no interval

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Recipe:
-    """All numbers that decide the weights of the pocket policy."""
+    """All numbers that determine the weights of the pocket policy."""
 
     seed: int = 0
     updates: int = 650

@@ -1,9 +1,9 @@
 """Pretrain the pocket policy from random weights, for `python -m qerl_lab.tools.pretrain out=DIR`.
 
 The policy is a Qwen2-architecture model of about 0.9M parameters, trained on worked solutions of `task=arithmetic`,
-never on held-out problems. The few updates stop at about half the answers right, which leaves reinforcement learning
-room in both directions. Training is seeded and takes minutes on two cores. `recipe.json`, written beside the weights,
-holds the recipe and the SHA-256 of every file.
+never on held-out problems. Training stops at about half the answers right, which leaves room for reinforcement learning
+in both directions. It is seeded and takes minutes on two cores. `recipe.json`, beside the weights, holds the recipe and
+the SHA-256 of every file.
 """
 
 import json
@@ -27,9 +27,9 @@ from qerl_lab.config.schema import TaskConfig
 from qerl_lab.tasks import Task, arithmetic
 from qerl_lab.tools.pocket_recipe import Recipe
 
-# Format tags are single tokens, but not "special" ones, since decoding must keep them.
+# Format tags are single tokens, but not "special" ones, which decoding would drop.
 TAGS = ["<think>", "</think>", "<answer>", "</answer>"]
-IGNORED = -100  # the label of a token that is not learned
+IGNORED = -100  # label of a token without loss
 CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -38,7 +38,7 @@ CHAT_TEMPLATE = (
 
 
 def examples(cfg: TaskConfig, rng: random.Random) -> Iterator[tuple[str, str]]:
-    """Yield (question, worked solution) without end; no question is of the held-out set."""
+    """Yield (question, worked solution) without end; none is from the held-out set."""
     while True:
         drawn = arithmetic.problem(rng, cfg)
         if not drawn.is_heldout:
@@ -78,7 +78,7 @@ def make_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCa
 
 
 def batch_of(task: Task, tokenizer: PreTrainedTokenizerFast, pairs: list[tuple[str, str]]) -> dict[str, Tensor]:
-    """Return input_ids, attention_mask and labels [pairs, longest]; labels have solution and end token alone."""
+    """Return input_ids, attention_mask and labels [pairs, longest]; only solution and end token are labelled."""
     rows = []
     for text, solution in pairs:
         messages = task.messages(tasks.Question("", text, ""))
@@ -89,7 +89,7 @@ def batch_of(task: Task, tokenizer: PreTrainedTokenizerFast, pairs: list[tuple[s
 
 
 def learning_rate(recipe: Recipe, update: int) -> float:
-    """Return the rate of an update, from 0 on: a linear rise, then a cosine to a tenth of the peak."""
+    """Return the learning rate of an update, from 0 on: linear warm-up, then cosine to a tenth of the peak."""
     if update < recipe.warmup_updates:
         return recipe.learning_rate * (update + 1) / recipe.warmup_updates
     share = (update - recipe.warmup_updates) / max(1, recipe.updates - recipe.warmup_updates)
@@ -122,7 +122,7 @@ def pretrain(recipe: Recipe, cfg: TaskConfig) -> tuple[Qwen2ForCausalLM, PreTrai
 
 
 def save(folder: Path, recipe: Recipe, model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Write weights in bfloat16 (which the formats start from), tokenizer, and recipe.json."""
+    """Write weights in bfloat16 (the formats start from it), tokenizer, and recipe.json."""
     model.to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     files = sorted(path for path in folder.iterdir() if path.name != RECIPE)

@@ -21,7 +21,7 @@ class PretrainOptions:
 
 
 def make(options: PretrainOptions) -> None:
-    """Write the policy. Raises ConfigError unless OUT is empty or missing, and can be written."""
+    """Write the policy. Raises ConfigError unless OUT is writable, and empty or missing."""
     out = Path(options.out).expanduser()
     if out.is_dir() and any(out.iterdir()):
         raise ConfigError(f"out={options.out} is not empty. Type another directory.")

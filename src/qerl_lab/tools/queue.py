@@ -1,8 +1,8 @@
-"""A queue of runs on machines that are lent for minutes: `python -m qerl_lab.tools.queue plan|run|collect QUEUE.yaml`.
+"""Queue runs for short-lived machines: `python -m qerl_lab.tools.queue plan|run|collect QUEUE.yaml`.
 
-`plan` says what is next and how many GPU hours are left; `run` makes the next runs on a machine and packs the record of
-each; `collect` merges packed records into the results beside QUEUE.yaml. `queue_file.py` says what QUEUE.yaml holds.
-A lost machine costs its runs alone: what no ledger has is planned again.
+`plan` prints the next runs and the GPU hours left; `run` makes the next runs on a machine and packs the record of each;
+`collect` merges packed records into the results beside QUEUE.yaml. `queue_file.py` describes QUEUE.yaml. A lost machine
+costs only its current runs: runs missing from the ledger are planned again.
 """
 
 import json
@@ -47,10 +47,10 @@ with exits.starting(__name__):
 
 RUNS = "runs/queue"
 ROW = "queue.json"  # in a run's directory: its row of the ledger
-LEFT_THERE = ("checkpoints", "adapter", "curves.png")  # too large to travel, or made again by the report
-STAGGER_SECONDS = 30.0  # between the first runs side by side: engines that start at once ask for one memory
-START_SECONDS = 60.0  # less than this of a call is left to nothing: engines take as long to start
-GRACE_SECONDS = 60.0  # that a stopped run has to save
+LEFT_THERE = ("checkpoints", "adapter", "curves.png")  # too large to transfer, or redrawn by the report
+STAGGER_SECONDS = 30.0  # between the starts of parallel runs: engines that start at once compete for memory
+START_SECONDS = 60.0  # start no run with less time left: engines need as long to start
+GRACE_SECONDS = 60.0  # for a stopped run to save
 QUEUE = "the queue's YAML file; its key may be left out"
 PARTS = "names of parts; none is all"
 EXTRA = "further words of every line, with blanks between, which win over the file's: words='scale=NAME'"
@@ -85,7 +85,7 @@ class CollectOptions:
 
 
 def plan(options: PlanOptions) -> None:
-    """Print the parts with the hours that are left, the runs that failed twice, and the next command lines."""
+    """Print the parts with their remaining hours, the runs that failed twice, and the next command lines."""
     queue = read(Path(options.queue), shlex.split(options.words))
     rows = [["part", "runs", "done", "left", "min a run", "GPU hours left"]]
     for part in _chosen(queue.parts, options.parts):
@@ -124,14 +124,14 @@ def _next(queue: Queue, options: PlanOptions) -> list[Planned]:
 def run(options: RunOptions) -> None:
     """Make the next runs that fit into the minutes, and pack each that ends. Raises ConfigError for a refused one.
 
-    A run that is not done by then is stopped, and goes on by the same command on the same machine.
+    A run that is not done by then is stopped; the same command on the same machine resumes it.
     """
     queue, pack = read(Path(options.queue), shlex.split(options.words)), Path(options.pack)
     make_directory(pack, f"pack={pack}")
     waiting = _next(queue, options)
     queue.refuse_unregistered(waiting)
     machine = Machine(queue, options, time.monotonic())
-    for one in [one for one in waiting if (machine.folder(one) / ROW).exists()]:  # its pack may not have come back
+    for one in [one for one in waiting if (machine.folder(one) / ROW).exists()]:  # its pack may have been lost
         machine.pack(one)
         waiting.remove(one)
     with ThreadPoolExecutor(options.jobs) as slots:
@@ -146,7 +146,7 @@ def run(options: RunOptions) -> None:
 
 @dataclass(frozen=True)
 class Machine:
-    """Makes planned runs on this machine. `began` is when the command started, by the monotonic clock."""
+    """Make planned runs on this machine. `began` is the start of the command, by the monotonic clock."""
 
     queue: Queue
     options: RunOptions
@@ -161,7 +161,7 @@ class Machine:
         return Path(self.options.runs).absolute() / one.key
 
     def make(self, one: Planned, number: int) -> bool:
-        """Make one run and its evaluations; tell whether it ended. A run that does not fit is not begun."""
+        """Make one run and its evaluations; tell whether it ended. A run that does not fit is not started."""
         time.sleep(STAGGER_SECONDS * number if number < self.options.jobs else 0)
         begun = RunDirectory(self.folder(one))
         given_back = self.began + 60 * (self.options.lease or self.options.minutes)
@@ -178,7 +178,7 @@ class Machine:
         evaluated = [begun.status == DONE and self._evaluate(one, line) for line in one.part.after]
         if time.monotonic() > self.until and not all(evaluated):
             return False
-        earlier = begun.result().get("seconds", 0.0)  # of all sessions of a run that an earlier call began
+        earlier = begun.result().get("seconds", 0.0)  # of all earlier sessions of the run
         seconds = time.time() - trained + max(trained - start, earlier)
         self._note(one, begun, seconds, f"{sum(evaluated)} of {len(evaluated)}")
         self.pack(one)
@@ -194,12 +194,12 @@ class Machine:
             raise ConfigError(f"{one.key} was refused: {said[-1] if said else 'it says nothing'}")
 
     def _evaluate(self, one: Planned, line: str) -> bool:
-        """Evaluate a finished run; tell whether that succeeded. An evaluation that exists prints its table again."""
+        """Evaluate a finished run; tell whether that succeeded. An existing evaluation only prints its table."""
         command, *words = shlex.split(os.path.expandvars(line))
         return self._call(one, ["-m", "qerl_lab.evaluate", command, f"run={self.folder(one)}", *words]) == OK
 
     def _call(self, one: Planned, words: Sequence[str]) -> int | None:
-        """Call Python and return its exit code, None where the time was up. Output goes to the run's console."""
+        """Call Python and return its exit code, or None if the time was up. Output goes to the run's console."""
         make_directory(self._console(one).parent, f"runs={self.options.runs}")
         with self._console(one).open("ab") as console:
             process = subprocess.Popen([sys.executable, *words], stdout=console, stderr=console)
@@ -237,7 +237,7 @@ class Machine:
         shutil.copy(self._console(one), ended.path / "queue.txt")
 
     def pack(self, one: Planned) -> None:
-        """Pack the record of a run, whole or not at all."""
+        """Pack the record of a run atomically."""
         file = Path(self.options.pack) / f"{one.key}.tar.gz"
         with tarfile.open(file.with_suffix(".tmp"), "w:gz") as packed:
             for path in sorted(self.folder(one).iterdir()):
@@ -247,9 +247,9 @@ class Machine:
 
 
 def collect(options: CollectOptions) -> None:
-    """Merge packed records into results and ledger beside QUEUE.yaml. A run that is done there already stays.
+    """Merge packed records into results and ledger beside QUEUE.yaml. Runs already done there stay.
 
-    The ledger is written last, so that the same command goes on after a stop.
+    The ledger is written last, so that the same command continues after a stop.
     """
     queue, runs = read(Path(options.queue)), Path(options.runs)
     make_directory(runs, f"runs={runs}")

@@ -1,9 +1,9 @@
-"""Read QUEUE.yaml into planned runs, and ledger.csv, which says how each ended. Imports Hydra, no torch.
+"""Parse QUEUE.yaml into planned runs, and ledger.csv, which records how each ended. Imports Hydra, no torch.
 
 QUEUE.yaml, in a folder of results:
 
-    words: [scale=qwen1_5b, tracking=none]            # of every line; a word of a line wins over them
-    seconds: 480                                      # of one run, until the ledger or results/bench knows better
+    words: [scale=qwen1_5b, tracking=none]            # for every line; a line's own words take precedence
+    seconds: 480                                      # per run, until the ledger or results/bench has measurements
     parts:                                            # in the order in which they are made
       - name: formats
         lines: ["+experiment=bf16,nvfp4"]             # each a grid of the main command, without seeds
@@ -13,7 +13,7 @@ QUEUE.yaml, in a folder of results:
         into: pilot                                   # folder of its results, beside QUEUE.yaml; itself if left out
         preregistered: false                          # may run while PREREGISTRATION.md is incomplete; true if left out
 
-Runs of preregistered parts record the hash of `claims.yaml`, where that file stands beside QUEUE.yaml.
+Runs of preregistered parts record the hash of `claims.yaml` if that file lies beside QUEUE.yaml.
 """
 
 import csv
@@ -41,7 +41,7 @@ LEDGER, PREREGISTRATION, CLAIMS, PILOT = "ledger.csv", "PREREGISTRATION.md", "cl
 COLUMNS = ("run", "seed", "part", "state", "host", "card", "start", "seconds", "commit", "preregistration",
            "adapter_sha256", "evaluations", "words")  # fmt: skip
 DONE, FAILED, ATTEMPTS = "done", "failed", 2
-WHERE = ("model.hash", "task.path")  # where a machine keeps things: the same run on every machine
+WHERE = ("model.hash", "task.path")  # paths that differ between machines for the same run
 Row = Mapping[str, str]
 
 
@@ -59,7 +59,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Planned:
-    """One run of the queue. `key` is the same wherever it is planned; `words` make it by the main command."""
+    """One run of the queue. `key` is equal on every machine; `words` make the run by the main command."""
 
     key: str
     part: Part
@@ -70,7 +70,7 @@ class Planned:
 
 @dataclass(frozen=True)
 class Queue:
-    """A read QUEUE.yaml: its runs in order, each once, and the rows of its ledger."""
+    """A parsed QUEUE.yaml: its distinct runs in order, and the rows of its ledger."""
 
     folder: Path
     parts: Sequence[Part]
@@ -96,18 +96,18 @@ class Queue:
         return statistics.median(taken) if taken else by_bench(one.config) or self.seconds_at_first
 
     def preregistration(self) -> str:
-        """Return 12 hex digits of the preregistration's SHA-256; empty where there is none."""
+        """Return 12 hex digits of the preregistration's SHA-256; empty without one."""
         file = self.folder / PREREGISTRATION
         return hashlib.sha256(file.read_bytes()).hexdigest()[:12] if file.exists() else ""
 
     def of_another_preregistration(self) -> list[Row]:
-        """Return the rows of counting runs that were made under another version of the preregistration."""
+        """Return the rows of preregistered runs that were made under another version of the preregistration."""
         counting = {part.name for part in self.parts if part.preregistered}
         now = self.preregistration()
         return [row for row in self.rows if row["part"] in counting and row["preregistration"] != now]
 
     def refuse_unregistered(self, runs: Sequence[Planned]) -> None:
-        """Raise ConfigError for a run that counts while the preregistration is missing or incomplete."""
+        """Raise ConfigError for a preregistered run while the preregistration is missing or incomplete."""
         file = self.folder / PREREGISTRATION
         counting = [one.part.name for one in runs if one.part.preregistered]
         lacks = f"has {PILOT}" if file.exists() else "is missing"
@@ -119,7 +119,7 @@ class Queue:
 
 
 def read(path: Path, extra: Sequence[str] = ()) -> Queue:
-    """Read a queue file; `extra` words win over its own. Raises ConfigError where it is no queue, or a line no run."""
+    """Read a queue file; `extra` words override its own. Raises ConfigError if the file or a line in it is invalid."""
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
         parts = [Part(**each) for each in content["parts"]]
@@ -133,12 +133,12 @@ def read(path: Path, extra: Sequence[str] = ()) -> Queue:
     claims = [f"preregistration={folder / CLAIMS}"] if (folder / CLAIMS).exists() else []
     for part in parts:
         for one in _of_part(part, [*words, *claims] if part.preregistered else words, extra):
-            runs.setdefault(one.key, one)  # what an earlier part makes is not made again
+            runs.setdefault(one.key, one)  # an earlier part already makes it
     return Queue(folder, parts, list(runs.values()), read_ledger(folder), float(content.get("seconds", 600)))
 
 
 def _of_part(part: Part, words: Sequence[str], extra: Sequence[str]) -> list[Planned]:
-    """Return the runs of a part: every arm before the next seed. An arm is composed once for all of its seeds."""
+    """Return the runs of a part, seed by seed. Each arm is composed once for all of its seeds."""
     found = []
     for line in part.lines:
         grid = last_wins(words, shlex.split(line), extra, [f"seed={part.seeds[0]}"])
@@ -153,14 +153,14 @@ def _of_part(part: Part, words: Sequence[str], extra: Sequence[str]) -> list[Pla
 
 
 def last_wins(*words: Sequence[str]) -> list[str]:
-    """Join word lists; of several words for one key the last stays."""
+    """Join word lists, keeping the last word for each key."""
     return list({word.lstrip("+").partition("=")[0]: word for each in words for word in each}.values())
 
 
 def key_of(config: RunConfig) -> str:
-    """Return ARM-seedN-HASH. The hash covers the arm's keys, but not where a machine keeps model and questions.
+    """Return ARM-seedN-HASH. The hash covers the arm's keys, except paths that differ between machines.
 
-    Keys at their default are left out, so that a key which a later version adds changes none.
+    Keys at their default are left out, so that adding a key to the schema changes no hash.
     """
     usual = values_of(RunConfig())
     values = of_arm(values_of(config) | {"model.hash": None})
@@ -173,7 +173,7 @@ def key_of(config: RunConfig) -> str:
 def by_bench(config: RunConfig, folder: Path = Path("results/bench")) -> float | None:
     """Estimate a run's seconds from the fastest measured step of its model, at full length; None if unmeasured.
 
-    The measured steps had completions of 1,024 or 2,048 tokens, so a run of longer ones takes longer than this.
+    The steps were measured at 1,024 or 2,048 completion tokens, so a run with longer ones takes longer.
     """
     rows: list[dict[str, Any]] = []
     for file in sorted(folder.glob("step_*.json")):
@@ -189,7 +189,7 @@ def _letters(name: str) -> str:
 
 
 def read_ledger(folder: Path) -> list[Row]:
-    """Read the rows of ledger.csv; none where there is no such file."""
+    """Read the rows of ledger.csv; none if the file is missing."""
     file = folder / LEDGER
     if not file.exists():
         return []
@@ -201,7 +201,7 @@ def read_ledger(folder: Path) -> list[Row]:
 
 
 def write_ledger(folder: Path, rows: Sequence[Row]) -> None:
-    """Write ledger.csv, a row an attempt."""
+    """Write ledger.csv, one row per attempt."""
     aside = folder / f"{LEDGER}.tmp"
     with aside.open("w", encoding="utf-8", newline="") as file:
         out = csv.DictWriter(file, COLUMNS, lineterminator="\n")

@@ -19,9 +19,9 @@ class SamplesOptions:
 
 
 def show(run_dir: Path, step: int | None) -> str:
-    """Return the samples of a step as text. Raises ConfigError where there are none, and for a damaged record."""
+    """Format the samples of a step. Raises ConfigError if there are none, or if the record is damaged."""
     run = RunDirectory(run_dir)
-    run.whole_metrics()  # what `report` and `resync` call damaged
+    run.whole_metrics()  # raises for a damaged record, as `report` and `resync` do
     try:
         samples = run.samples()
     except (FileNotFoundError, NotADirectoryError):
@@ -38,7 +38,7 @@ def show(run_dir: Path, step: int | None) -> str:
 
 
 def text(sample: Sample) -> str:
-    """Return a sample as text, with control characters escaped: a completion must not drive the terminal."""
+    """Format a sample with control characters escaped, so that no completion controls the terminal."""
     parts = ", ".join(f"{name} {value:g}" for name, value in sample.rewards.items())
     end = "" if sample.finished else ", cut at the token limit"
     head = f"step {sample.step}, {sample.question_id}: reward {sum(sample.rewards.values()):g} ({parts}){end}"

@@ -34,7 +34,7 @@ EXAMPLES = (
 
 
 def command(words: list[str]) -> Command[SearchOptions]:
-    """Return the command; `words` are the ones that it hands on to the main command."""
+    """Return the command; `words` are passed on to the main command."""
     about = "Search values of numeric keys: an Optuna study whose trials are short sweeps of the main command"
     usage = f"{LINE} WORDS OF THE MAIN COMMAND ... KEY=LOW..HIGH ..."
     return Command(
@@ -47,7 +47,7 @@ def main(words: list[str]) -> int:
     """Run the command and return its exit code."""
     own = [word for word in words if is_own(word)]
     if words and not own:
-        own = ["out="]  # that is what lacks; the manual is for no words at all
+        own = ["out="]  # then the error names `out` as missing; the manual is only for an empty command
     return command([word for word in words if not is_own(word)]).run(own)
 
 

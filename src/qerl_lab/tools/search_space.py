@@ -10,7 +10,7 @@ from qerl_lab.config.keys import NUMBERS, check_key, schema
 from qerl_lab.config.option import ConfigError, option
 from qerl_lab.config.out import Writes
 
-FIRST_SEED = 100  # seeds below are of the sweeps that report
+FIRST_SEED = 100  # lower seeds are kept for the reported sweeps
 OBJECTIVES = ("reward", "accuracy")
 WHOLE = (int, int | None)
 OF_SEARCH = ("seed", "-m", "--multirun", "hydra.sweep.dir", "rerun", "dry_run", "resume", "run_dir")
@@ -32,7 +32,7 @@ class SearchOptions(Writes):
 
 @dataclass(frozen=True)
 class Space:
-    """What is searched: the words that all trials share, and the range of each key that varies."""
+    """The search space: the words that all trials share, and the range of each varied key."""
 
     words: list[str]
     ranges: dict[str, tuple[float, float]] = field(default_factory=dict)
@@ -44,9 +44,9 @@ def is_own(word: str) -> bool:
 
 
 def space(words: Sequence[str], options: SearchOptions) -> Space:
-    """Split words into ranges (KEY=LOW..HIGH) and shared words. Raises ConfigError for what cannot be searched.
+    """Split words into ranges (KEY=LOW..HIGH) and shared words. Raises ConfigError for a key that cannot be searched.
 
-    Turns the evaluation off where the objective needs none, unless the words ask for one.
+    Turns the evaluation off if the objective needs none, unless the words ask for one.
     """
     found = Space([])
     for word in words:
@@ -97,7 +97,7 @@ def _ends(value: str) -> tuple[float, float] | None:
 
 
 def check(options: SearchOptions) -> None:
-    """Raise ConfigError for seeds below 100, on which sweeps report, and for none or the same twice."""
+    """Raise ConfigError for seeds below 100, which are kept for reported sweeps, and for none or duplicates."""
     low = [seed for seed in options.seeds if seed < FIRST_SEED]
     if low or not options.seeds or len(set(options.seeds)) < len(options.seeds):
         raise ConfigError(

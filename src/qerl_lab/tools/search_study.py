@@ -1,8 +1,7 @@
 """Run a search as an Optuna study: each trial is a sweep over the search's seeds by the main command.
 
-The study is a journal in OUT, so that a search goes on after any stop: a trial that had begun is finished first, and
-its sweep goes on where it stopped. The proposal of a trial depends on the search's seed, the number of the trial and
-the values of those before, so that a search that was stopped proposes what one in a piece does.
+The study is a journal in OUT, so that a search resumes after any stop, first with the trial that had begun. A proposal
+depends only on the search's seed, the trial's number and earlier values, so stopping does not change the search.
 """
 
 import math
@@ -26,18 +25,18 @@ from qerl_lab.tools.search_space import SearchOptions, Space
 
 NAME = "search"
 JOURNAL, LOCK, TABLE = "study.journal", "LOCK", "table.txt"
-ASKED = "asked"  # attribute of the study: what its trials have in common
+ASKED = "asked"  # study attribute with the settings common to all trials
 HOW_IT_RUNS = ("jobs=", "jobs_per_gpu=", "launcher=", "slurm=", "cpu_threads=")  # may change between two commands
-STARTUP = 10  # trials at random, before those that follow from others
+STARTUP = 10  # random trials before the sampler uses results
 ENDED = (TrialState.COMPLETE, TrialState.FAIL)
 Start = Callable[[list[str]], int]  # the words of a sweep -> its exit code
 
 
 def run(options: SearchOptions, space: Space, start: Start) -> None:
-    """Run trials until the study has as many as asked for; print how they ended, and what to type for a report.
+    """Run trials until the study has the requested number; print the results and the command for a report.
 
-    Raises ConfigError where OUT is another search or cannot be written, or where a trial's words are refused,
-    ValueError where every trial failed, and KeyboardInterrupt after a stop.
+    Raises ConfigError if OUT holds another search or cannot be written, or if a trial's words are refused; ValueError
+    if every trial failed; KeyboardInterrupt after a stop.
     """
     make_directory(options.folder, f"out={options.out}")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -45,7 +44,7 @@ def run(options: SearchOptions, space: Space, start: Start) -> None:
     with locked(options.folder):
         study = _opened(options, space)
         while trial := _next(study, options, space):
-            if STOPS:  # the sweep of the trial before was done all the same
+            if STOPS:  # a stop came, although the last trial's sweep finished
                 raise KeyboardInterrupt("the same command goes on with the next trial")
             _run_trial(study, trial, options, space, start)
         table = _table(study, options, space)
@@ -58,14 +57,14 @@ def run(options: SearchOptions, space: Space, start: Start) -> None:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Lock the folder of a search. Raises ConfigError where another command holds it."""
+    """Lock the folder of a search. Raises ConfigError if another command holds it."""
     with (folder / LOCK).open("w") as file:
         lock(file, f"another command searches in {folder}. Wait for it, or type another out.")
         yield
 
 
 def _opened(options: SearchOptions, space: Space) -> optuna.Study:
-    """Open or make the study in OUT. Raises ConfigError where it was begun with other words or options."""
+    """Open or create the study in OUT. Raises ConfigError if it was begun with other words or options."""
     storage = JournalStorage(JournalFileBackend(str(options.folder / JOURNAL)))
     study = optuna.create_study(storage=storage, study_name=NAME, direction="maximize", load_if_exists=True)
     ranges = [f"{key}={low:g}..{high:g}" for key, (low, high) in space.ranges.items()]
@@ -86,7 +85,7 @@ def _opened(options: SearchOptions, space: Space) -> optuna.Study:
 
 
 def _next(study: optuna.Study, options: SearchOptions, space: Space) -> FrozenTrial | None:
-    """Return the trial that an earlier command began, else a new one; None when there are enough."""
+    """Return the trial that an earlier command began, else a new one; None if there are enough."""
     trials = study.get_trials(deepcopy=False)
     begun = [trial for trial in trials if trial.state == TrialState.RUNNING]
     if begun:
@@ -103,10 +102,10 @@ def _next(study: optuna.Study, options: SearchOptions, space: Space) -> FrozenTr
 
 
 def _run_trial(study: optuna.Study, trial: FrozenTrial, options: SearchOptions, space: Space, start: Start) -> None:
-    """Run the sweep of a trial, and tell the study its value. A trial with a failed run has failed."""
+    """Run a trial's sweep, and report its value to the study. A trial with a failed run has failed."""
     print(f"\ntrial {trial.number} of {options.trials}: {' '.join(_proposed(trial))}", flush=True)
     directory = _directory(trial, options)
-    if set(trial.params) != set(space.ranges):  # a stop came while it was proposed
+    if set(trial.params) != set(space.ranges):  # a stop interrupted its proposal
         study.tell(trial.number, state=TrialState.FAIL)
         return
     seeds = f"seed={','.join(map(str, options.seeds))}"
@@ -116,7 +115,7 @@ def _run_trial(study: optuna.Study, trial: FrozenTrial, options: SearchOptions, 
     if code not in (OK, FAILURE):
         study.tell(trial.number, state=TrialState.FAIL)
         if trial.number == 0:
-            (options.folder / JOURNAL).unlink()  # nothing is searched yet, and the words may be corrected
+            (options.folder / JOURNAL).unlink()  # nothing is searched yet, so the words may still change
         raise ConfigError(f"the runs of trial {trial.number} were refused, see above. Correct the words.")
     found = _value_or_reason(directory, options)
     if code == OK and isinstance(found, float):
@@ -164,7 +163,7 @@ def _why(trial: FrozenTrial, options: SearchOptions, space: Space) -> str:
 
 
 def _table(study: optuna.Study, options: SearchOptions, space: Space) -> str:
-    """Return the trials as text, best first, with each failure's reason and the sweep to report on the best."""
+    """Format the trials, best first, with each failure's reason and the sweep to report on the best."""
     ended = [trial for trial in study.get_trials(deepcopy=False) if trial.state in ENDED]
     ended.sort(key=lambda trial: -math.inf if trial.value is None else trial.value, reverse=True)
     rows = [["trial", options.objective, *sorted(space.ranges), "directory"]]

@@ -25,10 +25,10 @@ WORDS are those of the run, as after python -m qerl_lab, with rollout=vllm_serve
 
 @dataclass(frozen=True)
 class ServeLine:
-    """The command: it takes the words of a run."""
+    """The command; its words are those of a run."""
 
     def read(self, words: list[str]) -> RunConfig:
-        """Compose the run. Raises ConfigError for words that make none, several, or one without a server."""
+        """Compose the run. Raises ConfigError for wrong words, several runs, or a run without a server."""
         plan = make_plan([readable(spell(word)) for word in words], False, None)
         if plan.multirun:
             raise ConfigError("a server is of one run. Give each key one value.")
@@ -38,7 +38,7 @@ class ServeLine:
         return cfg
 
     def run(self, words: list[str]) -> int:
-        """Print the server's command, or without words the manual."""
+        """Print the server's command, or the manual without words."""
         if not words or set(HELP) & set(words):
             print(MANUAL, end="")
             return exits.OK

@@ -1,7 +1,7 @@
-"""Teach a model the format of the answers: `python -m qerl_lab.tools.warmup model=... task=gsm8k out=DIR`.
+"""Train a model on the format of the answers: `python -m qerl_lab.tools.warmup model=... task=gsm8k out=DIR`.
 
-The words are read and checked before torch is imported. After an interruption or a failure the same command goes on
-from its last checkpoint, with the same result to the bit.
+The words are checked before torch is imported. After an interruption or a failure the same command resumes from its
+last checkpoint, with bit-identical results.
 """
 
 from qerl_lab import exits

@@ -45,7 +45,7 @@ class WarmupOptions(Writes):
     overwrite: bool = option(False, "replace what is at `out`, and an unfinished directory of another command")
 
     def task_config(self) -> TaskConfig:
-        """Return the group `task` as a run on the result has it: same questions, same instruction."""
+        """Return the `task` section that a run on the result has: same questions, same instruction."""
         given = {"path": self.task_path, "train_questions": self.questions, "instruction": self.instruction}
         return configured(self.task, **{key: value for key, value in given.items() if value is not None})
 

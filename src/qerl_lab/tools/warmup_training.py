@@ -1,9 +1,9 @@
-"""Teach a model the worked solutions of a task by TRL's SFTTrainer: read, tokenize, train, write, rename.
+"""Train a model on worked solutions of a task with TRL's SFTTrainer: read, tokenize, train, write, rename.
 
-Everything is written in OUT.partial, which is renamed to OUT when it is whole. The trainer's checkpoints lie there too,
-and its own resume restores weights, optimizer, order and random state. So a warm-up that was killed ends in the same
-bits as one that was not. On a GPU sums have one order, so two GPUs of one kind under the same packages make the same
-model, and runs on it can be pooled.
+Output goes to OUT.partial, which is renamed to OUT once it is whole. The trainer's checkpoints lie there too; its
+resume restores weights, optimizer, order and random state, so an interrupted warm-up ends bit-identical. On a GPU all
+operations are deterministic, so two GPUs of one kind with the same packages make the same model, and runs on it can be
+pooled.
 """
 
 import copy
@@ -54,20 +54,20 @@ from qerl_lab.tasks.data import respelled
 from qerl_lab.tools.warmup_options import WarmupOptions
 
 NOT_IDENTITY = ("out", "checkpoint_every", "overwrite")
-SCALES = {POCKET: POCKET, "SmolLM2-135M": "smollm2"}  # made for a model, by a part of its path
-CHECKPOINTS, STATE = "checkpoints", "trainer_state.json"  # of each checkpoint the trainer writes this file last
-IGNORED = -100  # the label of a token that is not learned
+SCALES = {POCKET: POCKET, "SmolLM2-135M": "smollm2"}  # scales made for a model, by part of its path
+CHECKPOINTS, STATE = "checkpoints", "trainer_state.json"  # the trainer writes this file last in each checkpoint
+IGNORED = -100  # label of a token without loss
 Rows = list[dict[str, list[int]]]
 
 
 class Watch(TrainerCallback):
-    """Shows each update, stops at a loss that is not finite, and notes each whole checkpoint in the journal."""
+    """Show each update, stop at a loss that is not finite, and record each whole checkpoint in the journal."""
 
     def __init__(self, options: WarmupOptions, unfinished: Unfinished, bar: terminal.Amount) -> None:
         self.options, self.unfinished, self.bar = options, unfinished, bar
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
-        if (loss := logs.get("loss")) is None:  # the trainer's summary at its end
+        if (loss := logs.get("loss")) is None:  # the trainer's final summary
             return
         if not math.isfinite(loss):
             raise ValueError(
@@ -81,10 +81,10 @@ class Watch(TrainerCallback):
 
 
 def run(options: WarmupOptions) -> None:
-    """Train by `options` and write the model to OUT, from the newest checkpoint on if there is one.
+    """Train by `options`, from the newest checkpoint if there is one, and write the model to OUT.
 
     Raises:
-        ConfigError: model or task cannot be loaded, or OUT.partial is of another command.
+        ConfigError: model or task cannot be loaded, or OUT.partial belongs to another command.
         ValueError: the training diverged.
     """
     started, device = time.monotonic(), policy.device_of(options.device)
@@ -115,7 +115,7 @@ def run(options: WarmupOptions) -> None:
 
 
 def worked(options: WarmupOptions) -> Task:
-    """Load the task with worked solutions. Raises ConfigError in the words of this command's keys."""
+    """Load the task with worked solutions. Errors (ConfigError) name this command's keys."""
     try:
         return tasks.worked(options.task_config())
     except ConfigError as error:
@@ -123,15 +123,15 @@ def worked(options: WarmupOptions) -> Task:
 
 
 def sum_in_one_order() -> None:
-    """Make torch use only deterministic operations; it raises RuntimeError where there is none."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch asks for it
+    """Make torch use only deterministic operations; operations without one raise RuntimeError."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by torch
     torch.use_deterministic_algorithms(True)
 
 
 def load(options: WarmupOptions, folder: Path, device: torch.device) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load the model in `options.dtype` on the device, and its tokenizer.
 
-    Raises ConfigError where there is no model, where it is packed, and for NaN or Inf in its weights.
+    Raises ConfigError if there is no model, if it is packed, or if its weights contain NaN or Inf.
     """
     said = f"model={options.model}"
     refuse_packed(folder, said, "all of whose weights are trained. Type its path.")
@@ -151,8 +151,8 @@ def load(options: WarmupOptions, folder: Path, device: torch.device) -> tuple[Pr
 def tokenized(task: Task, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> tuple[Rows, int]:
     """Return the examples of at most `max_tokens` as input_ids and labels, and how many are longer.
 
-    The question stands as the chat of a run asks it. Labels have the tokens of the solution and of its end alone.
-    Raises ConfigError where there is no solution, and where all are too long.
+    The question has the chat format of a run. Only tokens of the solution and its end are labelled. Raises ConfigError
+    if there is no solution, or if all are too long.
     """
     found, chat = Rows(), Chat(tokenizer)
     for question in task.train:
@@ -175,7 +175,7 @@ def tokenized(task: Task, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -
 
 
 def sft_config(options: WarmupOptions, count: int, device: torch.device, folder: Path) -> SFTConfig:
-    """Return TRL's settings of a warm-up on `count` examples. `max_steps` is the number of its updates."""
+    """Return TRL's settings of a warm-up on `count` examples. `max_steps` is its number of updates."""
     updates, on_gpu = math.ceil(options.epochs * count / options.batch_size), device.type == "cuda"
     return SFTConfig(
         output_dir=str(folder), max_steps=updates, seed=options.seed, use_cpu=not on_gpu,
@@ -185,14 +185,14 @@ def sft_config(options: WarmupOptions, count: int, device: torch.device, folder:
         lr_scheduler_kwargs={"min_lr_rate": 0.1}, warmup_steps=round(options.warmup_ratio * updates),
         optim="adamw_torch", weight_decay=options.weight_decay, max_grad_norm=options.max_grad_norm,
         bf16=on_gpu and options.dtype == "float32", gradient_checkpointing=False,
-        max_length=None, dataset_kwargs={"skip_prepare_dataset": True},  # tokenized() has done it
-        save_steps=options.checkpoint_every, save_total_limit=2,  # until the newest is noted, the one before counts
+        max_length=None, dataset_kwargs={"skip_prepare_dataset": True},  # done by tokenized()
+        save_steps=options.checkpoint_every, save_total_limit=2,  # the older one counts until the newest is recorded
         logging_steps=1, logging_nan_inf_filter=False, report_to="none", disable_tqdm=True,
     )  # fmt: skip
 
 
 def newest(unfinished: Unfinished) -> Path | None:
-    """Return the newest checkpoint that was written whole; None if there is none."""
+    """Return the newest whole checkpoint; None without one."""
     files = (unfinished.folder / CHECKPOINTS).glob(f"checkpoint-*/{STATE}")
     whole = [file.parent for file in files if unfinished.has(str(file.relative_to(unfinished.folder)))]
     return max(whole, key=lambda folder: int(folder.name.rpartition("-")[2]), default=None)
@@ -202,7 +202,7 @@ def train(
     config: SFTConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: Rows, watch: Watch,
     saved: Path | None,
 ) -> list[float]:  # fmt: skip
-    """Train all weights of `model` from a checkpoint on, if any; return the loss of every update in nats a token."""
+    """Train all weights of `model`, from a checkpoint if given; return each update's loss in nats per token."""
     pad = pad_id(tokenizer, model.get_input_embeddings().num_embeddings)
     own = copy.deepcopy((model.config, model.generation_config))
     trainer = SFTTrainer(
@@ -211,19 +211,19 @@ def train(
     )  # fmt: skip
     trainer.remove_callback(PrinterCallback)
     trainer.train(resume_from_checkpoint=str(saved) if saved else None)
-    model.config, model.generation_config = own  # the trainer turned the cache off, and rewrote the end tokens
+    model.config, model.generation_config = own  # undo the trainer's changes: cache off, other end tokens
     return [line["loss"] for line in trainer.state.log_history if "loss" in line]
 
 
 def identity(options: WarmupOptions, task: Task, folder: Path, device: torch.device) -> dict[str, Any]:
-    """Return the settings and inputs that decide the weights, by which a resume is checked."""
+    """Return the settings and inputs that determine the weights, to check a resume."""
     chosen = {key: value for key, value in asdict(options).items() if key not in NOT_IDENTITY}
     content = {"hash": model_hash(folder)}
     return chosen | {"device": device.type, "solutions": task.data["training_sha256"], "the model": content}
 
 
 def opening(options: WarmupOptions, model: PreTrainedModel, count: int, left_out: int, updates: int, done: int) -> str:
-    """Say what is taught to which model, and from which update on."""
+    """Say what is trained on which model, and from which update on."""
     lines = [
         f"{Path(options.model).name}, {model.num_parameters():,} parameters in {options.dtype}, on {model.device.type}",
         f"{count:,} solutions of {options.task}, {updates} updates of {options.batch_size}, "
@@ -237,7 +237,7 @@ def opening(options: WarmupOptions, model: PreTrainedModel, count: int, left_out
 
 
 def write(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, record: dict[str, Any]) -> None:
-    """Write weights in bfloat16 (which the formats start from), tokenizer, chat template, and the record of it all."""
+    """Write weights in bfloat16 (the formats start from it), tokenizer, chat template, and warmup.json."""
     model.to(torch.bfloat16).save_pretrained(folder)
     save_tokenizer(tokenizer, folder)
     files = sorted(file for file in folder.iterdir() if file.is_file() and file.name not in (WARMUP, JOURNAL))
@@ -246,7 +246,7 @@ def write(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Pa
 
 
 def about(options: WarmupOptions, task: Task, device: torch.device, left_out: int) -> dict[str, Any]:
-    """Return what warmup.json says of the command, its data and its machine."""
+    """Return what warmup.json records about the command, its data and its machine."""
     return {
         "command": redact(shlex.join(["python", "-m", "qerl_lab.tools.warmup", *sys.argv[1:]])),
         "options": asdict(options),

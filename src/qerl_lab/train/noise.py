@@ -89,7 +89,7 @@ class NoiseLevel:
             self.state = {"sigma": found.adapted(self.aqn, self.state["sigma"], self._kl)}
 
     def metrics(self, step: int) -> dict[str, float]:
-        """Return the metrics of the step's noise that are known before measuring."""
+        """Return the step's noise metrics that need no measurement: sigma, target KL, and how sigma was solved."""
         target, sigma = self.target(step), self.noise(step).sigma
         metrics = {"noise/sigma": sigma}
         if self.aqn.unit == "kl" and self.aqn.schedule != "off":

@@ -107,7 +107,7 @@ def test_the_interval_of_a_speed_is_by_its_logarithm_and_not_below_0(tmp_path: P
     speeds = next(table for table in tables(comparison.read([tmp_path]), None) if table.title.startswith("Thro"))
     low, high = 100 * np.exp(np.array([-1, 1]) * 12.706205 * np.log(4) / 2)  # Student's t of one degree of freedom
     assert cells(speeds, "bf16")["end to end, tokens/s"] == f"100 [{low:.3f}, {high:,.0f}] (2)"
-    assert speeds.left_out.endswith("since there is one arm alone.")
+    assert speeds.left_out.endswith("since there is only one arm.")
 
 
 def test_what_no_run_was_asked_has_no_column(tmp_path: Path) -> None:
@@ -116,10 +116,9 @@ def test_what_no_run_was_asked_has_no_column(tmp_path: Path) -> None:
     first, differences, *_ = tables(comparison.read([tmp_path]), "bf16")
     assert first.rows == [["arm", "finished"], ["bf16", "1 of 1"], ["nvfp4", "1 of 1"]]
     assert (
-        first.left_out
-        == "Left out: before, after, gain and pass@n after, since these runs were asked no held-out question."
+        first.left_out == "Left out: before, after, gain and pass@n after, since no held-out questions were evaluated."
     )
-    assert "accuracy after and gain in accuracy of every arm, since no held-out question" in differences.left_out
+    assert "accuracy after and gain in accuracy of every arm, since no shared held-out question" in differences.left_out
     (tmp_path / "once").mkdir()
     make_run(tmp_path / "once" / "0", "bf16", 0, eval__samples=1)
     once, *_ = tables(comparison.read([tmp_path / "once"]), None)
@@ -152,7 +151,7 @@ def test_controls_that_the_paper_has_not_stand_beside_no_number_of_it(made: dict
     assert [arm.partition(" ")[0] for arm in arms] == ["bf16", "bf16", "bf16", "nvfp4"]
     assert [cells(entropies, arm)["Figure 5, 7B"] for arm in arms] == ["0.227", "-", "-", "0.262"]
     assert [cells(first, arm)["3B there"] for arm in arms] == ["0.761", "-", "-", "0.833"]
-    assert speeds.left_out.endswith("since none of the arms is the baseline: baseline=ARM in the command names one.")
+    assert speeds.left_out.endswith("since no arm is the baseline: choose one with baseline=ARM.")
 
 
 def test_of_several_arms_that_answer_to_one_none_is_the_paper_s(tmp_path: Path) -> None:
@@ -188,7 +187,7 @@ def test_table_2_has_the_paper_s_rows_and_says_where_no_runs_are(tmp_path: Path)
     make_run(tmp_path / "0", "nvfp4", 0, **ON_BIGMATH)
     (table,) = of_bigmath(tmp_path)
     assert len(table.rows) == 1 + 6
-    assert table.left_out == "Left out: Qwen2.5 at 14B and 32B, since no run is on BigMath with it."
+    assert table.left_out == "Left out: Qwen2.5 at 14B and 32B, not trained on BigMath here."
     make_run(tmp_path / "1", "nvfp4", 0, **ON_BIGMATH | {"model__path": "Qwen/Qwen2.5-14B-Instruct"})
     (table,) = of_bigmath(tmp_path)
     found = cells(table, "14B, QeRL +AQN, NVFP4")
@@ -223,7 +222,7 @@ def test_arms_that_share_no_seed_have_no_difference(tmp_path: Path) -> None:
     found = {table.title.split(",")[0]: table for table in tables(comparison.read([tmp_path]), "bf16")}
     assert found["Differences to bf16"].rows[1:] == []
     assert found["Differences to bf16"].left_out == "Left out: every measure of every arm, since the two share no seed."
-    assert "since no arm has a seed that bf16 has." in found["Throughput and memory"].left_out
+    assert "since no arm shares a seed with bf16." in found["Throughput and memory"].left_out
     assert cells(found["Held-out accuracy"], "nvfp4")["after"] == "0.625 (1)"
 
 
@@ -232,7 +231,7 @@ def test_without_a_baseline_a_line_says_how_to_name_one(tmp_path: Path) -> None:
         make_run(tmp_path / f"{rate}", "nvfp4", 0, optim__learning_rate=rate)
     (table,) = (one for one in tables(comparison.read([tmp_path]), None) if one.title == "Differences")
     assert len(table.rows) == 1
-    assert table.left_out.startswith("Left out: not one arm is bf16; baseline=ARM in the command names")
+    assert table.left_out.startswith("Left out: no arm is bf16; type baseline=ARM")
 
 
 def test_one_arm_alone_has_no_differences(tmp_path: Path) -> None:

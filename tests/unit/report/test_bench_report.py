@@ -67,7 +67,7 @@ def test_the_hosts_share_is_left_out_where_it_was_not_measured(older: dict[str, 
     told = bench_arms.table(rollouts([row("nvfp4", 150.0)]))
     untold = {key: value for key, value in row("nvfp4", 150.0).items() if key != "host_share"} | older
     found = bench_arms.table(rollouts([untold]))
-    assert "near 100% the host decides" in told
+    assert "near 100% the host limits" in told
     assert "near 100%" not in found
     assert found.splitlines()[2].split()[8] == "-"
 
@@ -191,7 +191,7 @@ def test_the_legend_of_steps_has_the_parts_that_can_be_seen() -> None:
     told["rows"] = [step("nvfp4", 4.0, probe_seconds=0.0, train_seconds=1.915)]
     apart["rows"] = [step("bf16_trl", 4.0)]
     legends = [[text.get_text() for text in bench_arms.figure_of(one).legends[0].get_texts()] for one in (told, apart)]
-    assert legends == [["rollout", "reward", "sync", "train"], ["not told apart"]]
+    assert legends == [["rollout", "reward", "sync", "train"], ["other"]]
     plt.close("all")
 
 

@@ -221,7 +221,7 @@ def test_only_seeds_and_questions_that_both_arms_have_are_compared(sweep: Path) 
     assert row["seeds"] == 3
     found = comparison.read([sweep])
     said = comparison.text(found, comparison.by_arm(found, "bf16"), "bf16")
-    assert "after - bf16 is over the seeds that both arms have; nvfp4: 2." in said
+    assert "after - bf16 uses only seeds that both arms have; nvfp4: 2." in said
     shutil.rmtree(sweep / "nvfp4-9")
     shutil.rmtree(sweep / "bf16-1")
     found = comparison.read([sweep])
@@ -297,10 +297,10 @@ def test_a_difference_that_is_also_of_other_settings_says_so(here: Path, capsys)
     make_run(here / "sweep" / "bf16-0", "bf16", 0)
     make_run(here / "sweep" / "nvfp4-0", "nvfp4", 0)
     assert main(["sweep"]) == 0
-    assert "is also of" not in capsys.readouterr().out
+    assert "also reflects" not in capsys.readouterr().out
     make_run(here / "sweep" / "lower-0", "nvfp4", 0, optim__learning_rate=3e-4)
     assert main(["sweep"]) == 0
-    said = "after - bf16 is also of settings that no experiment declares: optim.learning_rate (1 arm)."
+    said = "after - bf16 also reflects settings no experiment declares: optim.learning_rate (1 arm)."
     assert said in capsys.readouterr().out
 
 
@@ -332,7 +332,7 @@ def test_the_baseline_is_bf16_or_what_was_typed(sweep: Path, capsys) -> None:
         shutil.rmtree(sweep / f"bf16-{seed}")
     make_run(sweep / "aqn", "nvfp4_aqn", 0)
     assert main(["sweep"]) == 0
-    assert "Not one arm is bf16: type baseline=ARM for differences." in capsys.readouterr().out
+    assert "No arm is bf16: type baseline=ARM for differences." in capsys.readouterr().out
 
 
 def test_a_baseline_may_be_named_by_its_experiment_where_that_is_one_arm() -> None:
@@ -347,7 +347,7 @@ def test_a_baseline_may_be_named_by_its_experiment_where_that_is_one_arm() -> No
     (["nowhere"], "nowhere is no directory. Type the directory of a run or of a sweep"),
     (["verdict", "runs"], "verdict is no directory and no command. Did you mean verdicts?"),
     (["empty"], "empty holds no run directory. Type"),
-    (["unfinished"], "none of these runs counts:\n  unfinished/a: interrupted, or still running (step 4 of 4)"),
+    (["unfinished"], "no run counts:\n  unfinished/a: interrupted, or still running (step 4 of 4)"),
     (["baseline=bf16"], "sweep= or mlflow= is missing. Type for example python -m qerl_lab.report runs."),
     (["sweep", "basline=nvfp4"], "basline is not a known key. Did you mean baseline? Allowed: sweep, mlflow"),
     (["sweep", "baseline=nvfp"], "baseline=nvfp is none of the arms. Did you mean nvfp4? Allowed: bf16; nvfp4."),

@@ -66,7 +66,7 @@ def test_it_says_first_what_makes_the_runs_less_than_alike(page: str) -> None:
     top = html.unescape(page[: page.index('id="verdicts"')])
     for said in (
         "<b>7</b> runs finished", "<b>1</b> of these repeated", "<b>1</b> run failed", "<b>1</b> run damaged",
-        "Runs that did not finish are in no mean: 1 of the 4 of nvfp4_aqn.", "1 run is damaged, and is in no mean.",
+        "Means exclude unfinished runs: 1 of 4 of nvfp4_aqn.", "Means exclude 1 damaged run.",
         "The runs ran on 2 machines: 2 CPUs: A; 2 CPUs: B.",
         "The runs ran on 2 versions of torch: 2.11.0; 2.13.0.", "2 versions of the code: 0ddba11, c0ffee0",
     ):  # fmt: skip
@@ -124,14 +124,14 @@ def test_rows_of_one_arm_are_seen_to_belong_together(page: str) -> None:
 
 
 def test_many_commands_are_folded_and_few_are_not(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "lines that began these runs" not in page
+    assert "commands of these runs" not in page
     monkeypatch.chdir(tmp_path)
     for seed in range(4):
         run = make_run(tmp_path / "runs" / f"{seed}", "bf16", seed)
         (run / "env.json").write_text(json.dumps({"command": f"python -m qerl_lab seed={seed}"}))
     assert main(["runs", "out=out"]) == 0
     many = Path("out/report.html").read_text()
-    folded = many[many.index("<details><summary>4 lines that began these runs</summary>") :].partition("</details>")[0]
+    folded = many[many.index("<details><summary>4 commands of these runs</summary>") :].partition("</details>")[0]
     assert folded.count("<pre>python -m qerl_lab seed=") == 4
 
 
@@ -140,13 +140,11 @@ def test_the_paper_s_curves_stand_after_ours_and_say_model_and_task(page: str) -
     ours, theirs, entropy = (
         text.index(f'alt="{alt}') for alt in ("Reward", "The paper's Figure 4", "Entropy of the t")
     )
-    caption = (
-        "<figcaption>The paper's Figure 5: Qwen2.5-7B, GSM8K, read off to +-0.004. Ours above: model pocket, gsm8k, "
-    )
+    caption = "<figcaption>The paper's Figure 5: Qwen2.5-7B, GSM8K, read to +-0.004. Ours above: model pocket, gsm8k, "
     assert ours < theirs < entropy < text.index(caption)
     assert text.count("<figcaption>The paper") == 4
     assert "BigMath" not in text[text.index('id="curves"') :]  # of another task than these runs
-    assert "Below ours stand the figures of the paper" in text
+    assert "Below ours are the paper's figures" in text
 
 
 def test_without_a_figure_of_the_paper_nothing_is_said_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,7 +152,7 @@ def test_without_a_figure_of_the_paper_nothing_is_said_of_them(tmp_path: Path, m
     make_run(tmp_path / "runs" / "0", "bf16", 0)
     assert main(["runs", "out=out"]) == 0
     page = Path("out/report.html").read_text()
-    assert "Below ours stand" not in page
+    assert "Below ours are" not in page
     assert 'id="curves"' in page
 
 
@@ -168,9 +166,9 @@ def test_results_of_benchmarks_come_with_the_key_and_by_the_page_s_own_line(
     Path("cut.json").write_text((BENCH / "train_step_7b.json").read_text()[:900])
     assert main(["results/mine", "out=results/mine", "bench=steps.json,cut.json"]) == 0
     page = html.unescape(Path("results/mine/report.html").read_text())
-    assert page.index("<h3>Memory, as in") < page.index("doubtful</h3>") < page.index("<li>steps.json: ")
+    assert page.index("<h3>Memory, as in") < page.index("about comparing them</h3>") < page.index("<li>steps.json: ")
     assert "steps.json: train_step, 2026-11-21, NVIDIA H200, torch 2.11.0, commit a753c81." in page
-    assert "cut.json is left out: it is no whole result of python -m qerl_lab.bench (JSONDecodeError" in page
+    assert "cut.json is left out: no complete result of python -m qerl_lab.bench (JSONDecodeError" in page
     row = "<td>qwen2.5-7b, nvfp4</td><td>nvfp4</td><td>train_step</td><td>5.9</td><td>0.38</td><td>5.9</td>"
     assert row in page.replace(' class="number"', "")
     line = "python -m qerl_lab.report results/mine out=results/mine bench=steps.json,cut.json"

@@ -96,9 +96,9 @@ def test_arms_of_a_task_of_the_paper_stand_beside_figures_of_that_task_alone() -
 def test_a_caption_says_what_both_are_of_and_whether_ours_are_of_another_task() -> None:
     figure = paper_curves.FIGURES[2]
     both, other = paper_curves.caption(figure, arms(task__name="bigmath")), paper_curves.caption(figure, arms())
-    assert both.startswith("The paper's Figure 7: Qwen2.5-7B, BigMath, DAPO, read off to +-0.006. Ours above: model")
+    assert both.startswith("The paper's Figure 7: Qwen2.5-7B, BigMath, DAPO, read to +-0.006. Ours above: model")
     assert both.endswith("bigmath/gsm8k, grpo.")
-    assert other.endswith("Ours above, of another task: model pocket, gsm8k, grpo.")
+    assert other.endswith("Ours above, on another task: model pocket, gsm8k, grpo.")
 
 
 def test_the_legend_keeps_its_distance_from_the_label_whatever_the_panel_s_height() -> None:

@@ -76,10 +76,7 @@ def test_what_the_paper_has_and_nobody_measured_is_a_line_and_no_rows(tmp_path: 
     speed = made(tmp_path, rollouts(), steps())
     assert [len(table.rows) for table in speed.tables] == [1 + 3, 1 + 2, 1 + 5]
     of_rollouts, of_steps, of_memory = (table.left_out for table in speed.tables)
-    assert (
-        "nothing was measured at (batch at rank): qwen2.5-3b 1 at 16, 1 at 32, 1 at 64, 2 at 16, 8 at 16;"
-        in of_rollouts
-    )
+    assert "not measured here (batch at rank): qwen2.5-3b 1 at 16, 1 at 32, 1 at 64, 2 at 16, 8 at 16;" in of_rollouts
     assert "qwen2.5-7b 1 at 16, 1 at 32, 1 at 64, 2 at 16;" in of_rollouts  # at 8 it was
     assert "(completions): qwen2.5-3b 2, 8; qwen2.5-7b 2, 4, 8; qwen2.5-14b 2, 4; qwen2.5-32b 2, 8." in of_steps
     assert "(format): qwen2.5-3b BF16, NVFP4; qwen2.5-14b NF4; qwen2.5-32b BF16, NVFP4." in of_memory
@@ -91,7 +88,7 @@ def test_columns_of_dashes_are_left_out_and_those_that_do_not_vary_are_a_sentenc
     assert "In every row: repeats 3, lengths prompt 256, new 512, GPU NVIDIA H200." in speed.tables[0].about
     assert not {"GPU", "repeats", "steps", "lengths"} & {head for table in speed.tables for head in table.rows[0]}
     assert "of QLoRA" not in speed.tables[1].rows[0]
-    assert speed.tables[1].left_out.startswith("Left out: of QLoRA, of which no row has one. ")
+    assert speed.tables[1].left_out.startswith("Left out: of QLoRA, empty in every row. ")
     other = {**rollouts(batch=64, repeats=5), "environment": ABOUT | {"gpus": [{"name": "NVIDIA H100"}]}}
     both = made(tmp_path, rollouts(), other)
     assert [(row[0], *row[-3:-1]) for row in both.tables[0].rows[1:] if row[1] == "nvfp4"] == [
@@ -150,7 +147,7 @@ def test_the_committed_training_steps_are_in_the_table_of_memory() -> None:
     speed = speed_tables.of_files([Path(__file__).parents[3] / "results" / "bench"])
     found = cells(speed, 2, "qwen2.5-7b, bf16", "bf16", "train_step")
     assert (found["weights, GB"], found["paper: GB"], found["peak, GB"]) == ("15.3", "15.2", "24.4")
-    assert any("linear.json: linear, " in note and "the paper has no table of it" in note for note in speed.notes)
+    assert any("linear.json: linear, " in note and "the paper has no such table" in note for note in speed.notes)
 
 
 def test_the_dead_and_the_rows_that_lack_are_said(tmp_path: Path) -> None:
@@ -158,7 +155,7 @@ def test_the_dead_and_the_rows_that_lack_are_said(tmp_path: Path) -> None:
     result["rows"][1] = {"arm": "nvfp4", "rank": 32, "died": "OutOfMemoryError: 3 GiB"}
     speed = made(tmp_path, result)
     assert cells(speed, 0, "qwen2.5-7b, batch not reached", "nvfp4")["tokens/s"] == "died"
-    assert "nvfp4, rank 32, died: OutOfMemoryError: 3 GiB; it has 2 of the 3 rows that were asked for" in speed.notes[0]
+    assert "nvfp4, rank 32, died: OutOfMemoryError: 3 GiB; it has 2 of 3 requested rows" in speed.notes[0]
     assert "qwen2.5-7b 1 at 16, 1 at 32, 1 at 64, 2 at 16, 8 at 16;" in speed.tables[0].left_out
     alone = made(tmp_path, {**steps(), "rows": [{"arm": "nvfp4", "rank": 32, "died": "x"}]})
     assert cells(alone, 1, "qwen2.5-14b, 8", "nvfp4")["seconds"] == "died"
@@ -172,7 +169,7 @@ def test_the_dead_and_the_rows_that_lack_are_said(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_a_file_that_is_no_whole_result_is_left_out_and_said(tmp_path: Path, broken: str) -> None:
     speed = made(tmp_path, broken, rollouts())
-    assert "0.json is left out: it is no whole result of python -m qerl_lab.bench" in speed.notes[0]
+    assert "0.json is left out: no complete result of python -m qerl_lab.bench" in speed.notes[0]
     assert cells(speed, 0, "qwen2.5-7b, 8, 32", "nvfp4")["of BF16"] == "1.50"
     (tmp_path / "1.json").unlink()
     assert [len(table.rows) for table in made(tmp_path, broken).tables] == [1, 1, 1]
@@ -197,4 +194,4 @@ def test_a_model_that_the_paper_has_not_stands_alone(tmp_path: Path) -> None:
     found = cells(speed, 0, "qwen2.5-0.5b, 8, 32", "nvfp4")
     assert found["of BF16"] == "1.50"
     assert not [head for table in speed.tables[::2] for head in table.rows[0] if head.startswith("paper: ")]
-    assert "Left out: paper: tokens/s, paper: of BF16, paper: of QLoRA, paper: where, of" in speed.tables[0].left_out
+    assert "Left out: paper: tokens/s, paper: of BF16, paper: of QLoRA, paper: where, empty" in speed.tables[0].left_out

@@ -85,7 +85,7 @@ def expand(
 
 
 def block_k_of(rows: int) -> int:
-    """Return the columns that shrink loads at once."""
+    """Return how many columns of x the shrink kernel loads at once."""
     return 256 if rows <= SHRINK_M else 128
 
 

@@ -74,7 +74,7 @@ def refused(why: str) -> ConfigError:
 
 
 def _pairs(layers: Layers, model: nn.Module) -> Iterator[tuple[nn.Module, Layers]]:
-    """Yield vLLM's layers, each with the policy's layers that are its parts, in order."""
+    """Yield each vLLM layer with the policy's layers that it fuses, in order."""
     fused: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
     # A `.base_layer` comes after its wrapper in named_modules, and so replaces it.
     theirs = {name.removesuffix(".base_layer"): layer for name, layer in model.named_modules()}

@@ -1,4 +1,4 @@
-"""What of a completion is its answer, and whether it keeps the paper's format."""
+"""Find the answer in a completion, and check the paper's format."""
 
 import re
 from collections.abc import Sequence
@@ -8,30 +8,30 @@ _BEGUN = re.compile(r"<think>\s*(?:</think>\s*)?(?:<answer>\s*)?\Z")
 
 
 def begun(prompt: str) -> str:
-    """What of the answer the end of a prompt has begun: `<think>` and what follows it. Most chat templates begin none.
+    """Return the start of the answer that the end of a prompt contains: `<think>` and what follows it, or nothing.
 
-    Templates of reasoning models open the thinking for the model; some close it at once.
+    Templates of reasoning models open the thinking for the model; some close it at once. Most templates do neither.
     """
     found = _BEGUN.search(prompt)
     return found[0] if found else ""
 
 
 def as_graded(prompt: str, completions: Sequence[str]) -> list[str]:
-    """The completions of a prompt as they are graded: after what the prompt has begun."""
+    """Prepend to each completion what the prompt has begun; graders read the result."""
     return [begun(prompt) + completion for completion in completions]
 
 
 def left_to_say(prompt: str, solution: str) -> str:
-    """What of a worked solution is left to say after what the prompt has begun."""
+    """Return what remains of a worked solution after what the prompt has begun."""
     tags = re.findall(r"</?\w+>", begun(prompt))
     return solution.partition(tags[-1])[2] if tags and tags[-1] in solution else solution
 
 
 def final_answer(completion: str) -> str | None:
-    """Text of the last complete `<answer>` block outside of the thinking, stripped; None where there is none.
+    """Return the text of the last complete `<answer>` block outside of the thinking, stripped; None without one.
 
-    Thinking ends at the last `</think>`, and one that never ends hides what follows it: no answer inside counts. A last
-    block that is blank is no answer.
+    Thinking ends at the last `</think>`. Unclosed thinking hides everything after it, so no answer inside counts. A
+    blank last block is no answer.
     """
     _, closed, tail = completion.rpartition(END_THINK)
     tail = (tail if closed else completion).partition(THINK)[0]
@@ -43,10 +43,10 @@ def final_answer(completion: str) -> str | None:
 
 
 def keeps_format(completion: str) -> bool:
-    """Whether the whole completion is `<think>..</think><answer>..</answer>`, with an answer that is not blank.
+    """Tell whether the whole completion is `<think>..</think><answer>..</answer>` with an answer that is not blank.
 
-    Stricter than the released code, which accepts the tags anywhere in any amount of other text. Thinking may mention a
-    tag ("I must use <answer> tags"), but not hold a second answer or open twice. The answer may hold `<`, but no tag.
+    Stricter than the released code, which accepts the tags anywhere in any text. Thinking may mention a tag ("I must
+    use <answer> tags"), but not hold a second answer or open twice. The answer may hold `<`, but no tag.
     """
     text = completion.strip()
     if not (text.startswith(THINK) and text.endswith(END_ANSWER)):
@@ -59,13 +59,13 @@ def keeps_format(completion: str) -> bool:
 
 
 def has_thought(completion: str) -> bool:
-    """Whether a letter or a digit stands between `<think>` and the first `</think>`."""
+    """Tell whether a letter or digit stands between `<think>` and the first `</think>`."""
     thought, closed, _ = completion.partition(THINK)[2].partition(END_THINK)
     return bool(closed) and any(character.isalnum() for character in thought)
 
 
 def _answers(thinking: str) -> bool:
-    """Whether thinking holds an answer in its tags: `<answer>...</answer>` with dots is a mention."""
+    """Tell whether thinking contains a tagged answer; `<answer>...</answer>` with dots is only a mention."""
     for block in thinking.split(END_ANSWER)[:-1]:
         _, opened, content = block.rpartition(ANSWER)
         if opened and any(character.isalnum() for character in content):

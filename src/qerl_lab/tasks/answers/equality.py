@@ -1,4 +1,4 @@
-"""Compares the forms of two answers. Every rule is symmetric."""
+"""Compare the forms of two answers. Every rule is symmetric."""
 
 import re
 from contextlib import suppress
@@ -11,12 +11,12 @@ from qerl_lab.tasks.answers.intervals import OPPOSITE, interval, same_set
 from qerl_lab.tasks.answers.tokens import Unreadable
 from qerl_lab.tasks.answers.value import POINTS, Point, Value, close, is_finite, is_real, point, value
 
-ENOUGH_DIGITS = 6  # of a decimal that stands for a number which has no end: 0.333333 for 1/3
+ENOUGH_DIGITS = 6  # digits of a decimal that may stand for an endless one: 0.333333 for 1/3
 HUNDREDTH = Num(Fraction(1, 100))
 
 
 def equal(left: Form, right: Form) -> bool:
-    """Whether two forms are one answer. Raises Unreadable where a value is undefined or too large."""
+    """Tell whether two forms are the same answer. Raises Unreadable if a value is undefined or too large."""
     left, right = _single(left), _single(right)
     if same_set(left, right):
         return True
@@ -42,7 +42,7 @@ def equal(left: Form, right: Form) -> bool:
 
 
 def _single(form: Form) -> Form:
-    """A list or set of one part is that part; a numeral in base ten is a number."""
+    """Reduce a list or set of one part to that part, and a numeral in base ten to a number."""
     if isinstance(form, Several) and form.brackets in ("", "{}", "or") and len(form.parts) == 1:
         return _single(form.parts[0])
     if isinstance(form, Numeral) and form.base == 10:
@@ -51,7 +51,7 @@ def _single(form: Form) -> Form:
 
 
 def _named(left: Form, right: Form) -> bool:
-    """`x = 5` equals 5, but not `y = 5`. Two names, or a name and an equation, are compared as equations."""
+    """Compare named forms: `x = 5` equals 5, not `y = 5`. Two names, or name and equation, compare as equations."""
     if isinstance(left, Named) and isinstance(right, Named) and _same_name(left.name, right.name):
         return equal(left.form, right.form)
     sides = [_as_relation(side) for side in (left, right)]
@@ -62,14 +62,14 @@ def _named(left: Form, right: Form) -> bool:
 
 
 def _same_name(left: str, right: str) -> bool:
-    """Whether two names are one: `y(t)` is also written `y`, `f(2)` is not `f`."""
+    """Tell whether two names are the same: `y(t)` is also written `y`, but `f(2)` is not `f`."""
     short, long = sorted((left, right), key=len)
     letters = re.fullmatch(r"\([A-Za-z,]+\)", long.removeprefix(short))
     return short == long or (long.startswith(short) and letters is not None)
 
 
 def _as_relation(form: Form) -> Form:
-    """`y = 2x` as an equation; anything else, and what has a name that is no expression (`Area`), as it is."""
+    """Convert `y = 2x` to an equation. Return other forms, and names that are no expression (`Area`), unchanged."""
     if isinstance(form, Named) and isinstance(form.form, Amount):
         with suppress(Unreadable):
             return Relation((read_expression(form.name), form.form.node), ("=",))
@@ -91,7 +91,7 @@ def _amounts(left: Amount, right: Amount) -> bool:
 
 
 def _letters_are(amount: Amount, other: Amount) -> bool:
-    """Whether `2 m` is meant as an expression in variables: 2m."""
+    """Tell whether `2 m` means the expression 2m, because the other side is one."""
     return amount.letters is not None and bool(names(other.node)) and _nodes(amount.letters, other.node)
 
 
@@ -100,10 +100,10 @@ def _scaled(amount: Amount) -> Node:
 
 
 def _nodes(left: Node, right: Node) -> bool:
-    """Equality of two expressions, in variables at several points.
+    """Compare two expressions by their values at several points.
 
-    Where both are real they must agree, at one point at least: so |x| is no x, while 2 ln x passes for ln x^2. If they
-    are so nowhere, complex values must agree everywhere.
+    Where both are real they must agree, and some such point must exist: so |x| is not x, while 2 ln x equals ln x^2. If
+    both are real nowhere, their complex values must agree everywhere.
     """
     if left == right:
         return True
@@ -121,7 +121,7 @@ def _nodes(left: Node, right: Node) -> bool:
 
 
 def _at(where: Point, left: Node, right: Node) -> tuple[bool | None, bool]:
-    """Whether both are real at a point, None where one is undefined, and whether they agree there."""
+    """Return whether both are real at a point (None if one is undefined), and whether they agree there."""
     try:
         a, b = value(left, where), value(right, where)
     except Unreadable:
@@ -130,7 +130,7 @@ def _at(where: Point, left: Node, right: Node) -> tuple[bool | None, bool]:
 
 
 def _stands_for(left: Node, right: Node) -> bool:
-    """Whether one side is a decimal of ENOUGH_DIGITS for the other, whose own digits have no end."""
+    """Tell whether one side is a decimal of ENOUGH_DIGITS that rounds the other, endless one."""
     for decimal, exact in ((left, right), (right, left)):
         places = _places(decimal)
         if places is not None and _places(exact) is None and not names(exact):
@@ -141,7 +141,7 @@ def _stands_for(left: Node, right: Node) -> bool:
 
 
 def _places(node: Node) -> int | None:
-    """Decimal places of a written decimal that has enough digits."""
+    """Return the decimal places of a written decimal that has enough digits, else None."""
     while isinstance(node, Op) and node.name == "neg":
         node = node.args[0]
     if isinstance(node, Op) and node.name == "*" and len(node.args) == 2 and node.args[1] == HUNDREDTH:
@@ -171,7 +171,7 @@ def _several(left: Several, right: Several) -> bool:
 
 
 def _matched(left: tuple[Form, ...], right: tuple[Form, ...]) -> bool:
-    """Whether the parts are equal in some order."""
+    """Tell whether the parts are equal in some order."""
     rest = list(right)
     for form in left:
         at = next((n for n, other in enumerate(rest) if equal(form, other)), None)
@@ -189,14 +189,14 @@ def _rows(left: tuple[tuple[Form, ...], ...], right: tuple[tuple[Form, ...], ...
 
 
 def _vector(matrix: Matrix, point: Several) -> bool:
-    """Whether a matrix of one column is a point."""
+    """Tell whether a one-column matrix equals a point."""
     column = [cell for row in matrix.rows for cell in row]
     one = len(column) == len(matrix.rows) == len(point.parts)
     return one and point.brackets == "()" and all(map(equal, column, point.parts))
 
 
 def _clocks(left: Clock, right: Clock) -> bool:
-    """10 am is 10:00 am, and no 10 pm."""
+    """Compare times: 10 am equals 10:00 am, but not 10 pm."""
     if left.half and right.half and left.half != right.half:
         return False
     a, b = left.parts, right.parts
@@ -219,13 +219,13 @@ def _relations(left: Form, right: Form) -> bool:
 
 
 def _worked(sides: tuple[Node, ...], amount: Amount) -> bool:
-    """Whether a calculation has this result: 9+9=18; m+n=9+9=18, where the first side says of what."""
+    """Tell whether a calculation has this result: 9+9=18; m+n=9+9=18, where the first side names the quantity."""
     sides = sides[1:] if len(sides) > 2 and names(sides[0]) else sides
     return any(isinstance(side, Op) for side in sides) and all(_nodes(side, _scaled(amount)) for side in sides)
 
 
 def _same_relation(left: Relation, right: Relation) -> bool:
-    """Equal sides, in either direction; or one sign, and differences in a constant proportion."""
+    """Compare relations: equal sides in either direction, or the same sign and differences in constant proportion."""
     if len(left.sides) != len(right.sides):
         return False
     turned = Relation(right.sides[::-1], tuple(OPPOSITE[sign] for sign in right.signs[::-1]))
@@ -241,7 +241,7 @@ def _same_relation(left: Relation, right: Relation) -> bool:
 
 
 def _proportion(left: Node, right: Node) -> Value | None:
-    """The constant that `left` / `right` is; None where it is none, or 0."""
+    """Return the constant `left` / `right`; None if it is not constant, or 0."""
     variables = names(left) | names(right)
     if names(left) != names(right) or not variables:
         return None

@@ -1,7 +1,7 @@
-r"""Reads mathematical expressions, in LaTeX (`\frac{3\sqrt{3}}{4}`) or typed (`3*sqrt(3)/4`), into trees.
+r"""Parse mathematical expressions, in LaTeX (`\frac{3\sqrt{3}}{4}`) or typed (`3*sqrt(3)/4`), into trees.
 
-Raises Unreadable for anything it does not know. It skips nothing, so that no part of an answer is overlooked.
-Recursive descent with bounded depth and length:
+Raises Unreadable for anything unknown instead of skipping it, so that no part of an answer is overlooked. Recursive
+descent with bounded depth and length:
 
     sum      = term (("+" | "-" | "\pm") term)*
     term     = factor (("*" | "/" | "") factor)*      a product without a sign binds as one with a sign
@@ -18,12 +18,12 @@ from itertools import pairwise
 
 from qerl_lab.tasks.answers.tokens import FUNCTIONS, GREEK, Token, Unreadable, tokens_of
 
-MAX_DEPTH, MAX_EXPONENT = 40, 4000  # of brackets and arguments; of ten, in scientific notation
+MAX_DEPTH, MAX_EXPONENT = 40, 4000  # nested brackets and arguments; power of ten in scientific notation
 
 
 @dataclass(frozen=True, slots=True)
 class Num:
-    """A number as written; `digits` after its leading zeros and `places` behind its point, 0 for an integer."""
+    """A number as written: `digits` without leading zeros, `places` after the decimal point, 0 for an integer."""
 
     value: Fraction
     digits: int = 0
@@ -37,10 +37,10 @@ class Sym:
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """An operation. `+` and `*` take any number of arguments, so that a long sum is no deep tree; `pm` and `neg` one.
+    """An operation. `+` and `*` take any number of arguments, so that a long sum is no deep tree.
 
-    The others are "- / ^ inverse root log binom", the functions, and `call`: a function that has only a name, and its
-    argument.
+    `pm` and `neg` take one. The others are "- / ^ inverse root log binom", the functions, and `call`: an unknown
+    function's name with its argument.
     """
 
     name: str
@@ -54,14 +54,14 @@ _OVER_A_LETTER = """
 hat bar vec dot ddot tilde overline widehat widetilde overrightarrow underline mathbb mathcal mathfrak mathscr
 """
 _ACCENTS = frozenset(_OVER_A_LETTER.split())
-_NO_ARGUMENT = (*FUNCTIONS - {"sqrt"}, "(", "[")  # ends the argument of a function that has no brackets
-_BEFORE_NUMBER = ("!", ")", "pi")  # as letters: they cannot be digits of the number behind them
+_NO_ARGUMENT = (*FUNCTIONS - {"sqrt"}, "(", "[")  # end the argument of a function without brackets
+_BEFORE_NUMBER = ("!", ")", "pi")  # as letters: they cannot be digits of the number after them
 _TIMES, _OVER = ("cdot", "times", "*", "ast"), ("/", "div")
 _PAIRS = {"(": ")", "[": "]", "{": "}", "lfloor": "rfloor", "lceil": "rceil", "|": "|", r"\{": r"\}"}
 
 
 def read_expression(text: str) -> Node:
-    """The expression that all of `text` is. Raises Unreadable."""
+    """Parse the whole text as an expression. Raises Unreadable."""
     reader = _Reader(tokens_of(text))
     node = reader.sum()
     if reader.next is not None:
@@ -70,14 +70,14 @@ def read_expression(text: str) -> Node:
 
 
 def names(node: Node) -> frozenset[str]:
-    """The variables of an expression, and the names of functions that it calls."""
+    """Return the variables of an expression, and the names of the functions it calls."""
     if isinstance(node, Sym):
         return frozenset() if node.name in CONSTANTS else frozenset([node.name])
     return frozenset() if isinstance(node, Num) else frozenset().union(*map(names, node.args))
 
 
 def number(text: str) -> Num:
-    """A decimal number with thousands separators and an exponent. Raises Unreadable for a huge exponent."""
+    """Parse a decimal number with thousands separators and exponent. Raises Unreadable for a huge exponent."""
     mantissa, _, exponent = text.replace(",", "").lower().partition("e")
     if abs(int(exponent or 0)) > MAX_EXPONENT:
         raise Unreadable(text)
@@ -97,19 +97,19 @@ def _repeating(text: str) -> Num:
 class _Reader:
     def __init__(self, tokens: list[Token]) -> None:
         self.tokens, self.at, self.depth = tokens, 0, 0
-        self.bars = 0  # of absolute values that are open
+        self.bars = 0  # open absolute values
         pairs = list(pairwise([*tokens, Token("end", "", False)]))
         self.alone = {token.text for token, after in pairs if after.text not in ("(", "[", "^", "_", "'")}
         self.before_bracket = [token.text for token, after in pairs if after.text in ("(", "[")]
-        self.raised_at = -1  # where the last exponent ended
-        self.bare_at = -1  # where the last argument without brackets ended in a letter
+        self.raised_at = -1  # index where the last exponent ended
+        self.bare_at = -1  # index where the last argument without brackets ended in a letter
 
     @property
     def next(self) -> Token | None:
         return self.tokens[self.at] if self.at < len(self.tokens) else None
 
     def sees(self, *texts: str) -> bool:
-        """Whether the next token is one of these signs or macros."""
+        """Tell whether the next token is one of these signs or macros."""
         token = self.next
         return token is not None and token.kind in ("sign", "macro") and token.text in texts
 
@@ -152,12 +152,12 @@ class _Reader:
                 after_bare = self.at == self.bare_at and self.sees("(", "[")
                 factors.append(self.power())
                 if after_bare and not _has_sum(factors[-1]):
-                    raise Unreadable(r"\sin x(0)")  # of x(0), or a product
+                    raise Unreadable(r"\sin x(0)")  # ambiguous: sin of x(0), or a product
             else:
                 return factors[0] if len(factors) == 1 else Op("*", tuple(factors))
 
     def begins_factor(self) -> bool:
-        """Whether the next token can be multiplied without a sign. Two numbers in a row are no product."""
+        """Tell whether the next token can be multiplied without a sign. Two numbers in a row are no product."""
         token = self.next
         if token is None:
             return False
@@ -190,10 +190,10 @@ class _Reader:
         return self.raised(Op("call", (node, inside)))
 
     def is_factor(self, letter: str, inside: Node) -> bool:
-        """Whether a letter before a bracket multiplies it, and names no function.
+        """Tell whether a letter before a bracket is a factor, and not the name of a function.
 
-        It does if the letter also stands alone: `n(n+1)`. Otherwise only a sum needs the brackets: `h(a+b)`, and not
-        `I(0)` or `f(2x)`. Before a sum too, f and g name functions, and so does a letter before several brackets:
+        It is one if the letter also stands alone: `n(n+1)`. Otherwise only a sum needs the brackets: `h(a+b)`, not
+        `I(0)` or `f(2x)`. Even before a sum, f and g name functions, and so does a letter before several brackets:
         `T(n-1)+T(n-2)`.
         """
         name = letter.removeprefix("\\")
@@ -201,7 +201,7 @@ class _Reader:
         return name in self.alone or (_has_sum(inside) and not is_function)
 
     def raised(self, node: Node) -> Node:
-        """The node with the factorials, the degrees and the exponent that come next."""
+        """Apply the factorials, degrees and exponent that follow to the node."""
         node = self.postfix(node)
         if self.sees("^", "**"):
             self.take()
@@ -223,7 +223,7 @@ class _Reader:
         raise Unreadable("too deep")
 
     def argument(self, signed: bool = False) -> Node:
-        """What TeX takes as an argument: a group, or one character: `\\frac12`; typed powers may have a sign."""
+        """Parse a TeX argument: a group, or one character as in `\frac12`. Typed powers may have a sign."""
         if signed and self.sees("-", "+"):
             return self.factor()
         token = self.next
@@ -274,7 +274,7 @@ class _Reader:
         return Op("abs", (node,))
 
     def mixed(self, token: Token) -> Node:
-        """A number, or with a proper fraction of two integers behind it a mixed one: `1\\frac{4}{5}`, `1 4/5`."""
+        """Parse a number, or a mixed number with a proper fraction of two integers: `1\frac{4}{5}`, `1 4/5`."""
         node, tokens, start = number(token.text), list(self.tokens), self.at
         part = self.fraction_behind() if token.text.isdigit() else None
         if part is not None and part < 1:
@@ -283,7 +283,7 @@ class _Reader:
         return node
 
     def fraction_behind(self) -> Fraction | None:
-        """The fraction of two integers that comes next, if any."""
+        """Return the fraction of two integers that follows, if any."""
         if self.sees("frac"):
             self.take()
             over, under = self.argument(), self.argument()
@@ -302,7 +302,7 @@ class _Reader:
             name += self.take().text
         token = self.next
         if token is not None and token.kind == "number" and not token.spaced and len(name) == 1 and name not in "ie":
-            return Sym(f"{name}_{self.take().text}")  # x1, as it is typed
+            return Sym(f"{name}_{self.take().text}")  # x1, as typed
         if self.sees("_"):
             self.take()
             name += "_" + self.subscript()
@@ -311,7 +311,7 @@ class _Reader:
         return Sym(name)
 
     def subscript(self) -> str:
-        """The tokens of a subscript, as they stand."""
+        """Return the tokens of a subscript as text."""
         token = self.take()
         if token.text != "{":
             return token.text.strip()
@@ -346,7 +346,7 @@ class _Reader:
             self.take()
             degree = self.group("[")
         token = self.next
-        if token is not None and token.kind == "number":  # TeX would take one digit; nobody who types √12 means that
+        if token is not None and token.kind == "number":  # TeX would take one digit, but √12 means the root of twelve
             return Op("root", (number(self.take().text), degree))
         return Op("root", (self.argument(), degree))
 
@@ -367,7 +367,7 @@ class _Reader:
         return node if exponent is None else Op("^", (node, exponent))
 
     def function_argument(self) -> Node:
-        """A group alone, or a product without signs up to the next function: `\\sin 2x \\cos x`."""
+        """Parse a function's argument, a group or a product without signs up to the next function: `\sin 2x \cos x`."""
         if self.sees("(", "[", "{"):
             self.deeper()
             node = self.postfix(self.group(self.take().text))
@@ -384,7 +384,7 @@ class _Reader:
 
 
 def _letter(node: Node) -> str:
-    """The letter that a node is, also with an exponent, as in `f^{-1}`; "" for anything else."""
+    """Return the letter of a node, also with an exponent as in `f^{-1}`; "" for anything else."""
     node = node.args[0] if isinstance(node, Op) and node.name == "^" else node
     return node.name if isinstance(node, Sym) and node.name not in CONSTANTS else ""
 

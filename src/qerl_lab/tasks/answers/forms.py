@@ -1,7 +1,7 @@
-"""The form of an answer: one quantity, several, a point, an interval, a set, a matrix, an equation, words.
+"""The forms of an answer: one quantity, several, a point, an interval, a set, a matrix, an equation, words.
 
-The form is read first, because it decides what equality means: the order counts in a point and not in a set, and no
-part of a list may be overlooked.
+The form decides what equality means, so it is parsed first: order counts in a point but not in a set, and every part of
+a list must match.
 """
 
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from qerl_lab.tasks.answers.expression import Node
 
 @dataclass(frozen=True)
 class Amount:
-    """An expression and what stands around it; `letters` is all of it as an expression: `2 m` is 2m or 2 meters."""
+    """An expression with unit or percent. `letters` is all of it read as an expression: `2 m` is 2m or 2 meters."""
 
     node: Node
     unit: str = ""
@@ -22,7 +22,7 @@ class Amount:
 
 @dataclass(frozen=True)
 class Words:
-    """Text in one spelling; three letters alone are a product too: `xyz`."""
+    """Normalized text; three letters alone may also be a product: `xyz`."""
 
     text: str
     product: Node | None = field(default=None, compare=False)
@@ -30,7 +30,7 @@ class Words:
 
 @dataclass(frozen=True)
 class Numeral:
-    """A number in a base that is named: 52_8."""
+    """A number in a stated base: 52_8."""
 
     digits: str
     base: int
@@ -59,7 +59,7 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Named:
-    """`x = 5`: what has a name, and the name."""
+    """A named value, `x = 5`: the name and the value."""
 
     name: str
     form: "Form"
@@ -67,7 +67,7 @@ class Named:
 
 @dataclass(frozen=True)
 class Relation:
-    """`a < b <= c`: one sign fewer than sides; in `crossed` the sides of `12 x 5 = 60` have a sign for their `x`."""
+    """`a < b <= c`: one sign fewer than sides. In `crossed` the `x` of `12 x 5 = 60` is read as a product sign."""
 
     sides: tuple[Node, ...]
     signs: tuple[str, ...]

@@ -1,6 +1,6 @@
-"""Sets of real numbers: intervals, inequalities, unions, and differences.
+"""Compare sets of real numbers: intervals, inequalities, unions, differences.
 
-Two of them are equal if they hold the same of their ends, and the same of one number between each two ends.
+Two sets are equal if they agree on every end point, and on one number between each two neighbouring end points.
 """
 
 from functools import lru_cache
@@ -15,7 +15,7 @@ OPPOSITE = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "=": "=", "!=": "!="}
 
 
 def same_set(left: Form, right: Form) -> bool:
-    """Whether both hold the same real numbers; False where one is no such set, or could be a point: `(1, 2)`."""
+    """Tell whether both contain the same real numbers; False if one is no set, or could be a point: `(1, 2)`."""
     if not (_is_set(left) or _is_set(right)) or len(_variables(left) | _variables(right)) > 1:
         return False
     try:
@@ -28,7 +28,7 @@ def same_set(left: Form, right: Form) -> bool:
 
 
 def interval(relation: Relation) -> Several | None:
-    """`-2 < x <= 7` as (-2, 7]; `x > 3` as (3, infinity); None for other relations."""
+    """Convert `-2 < x <= 7` to (-2, 7], `x > 3` to (3, infinity); None for other relations."""
     sides, signs = relation.sides, relation.signs
     if signs[0] in (">", ">="):
         sides, signs = sides[::-1], tuple(OPPOSITE[sign] for sign in signs[::-1])
@@ -55,7 +55,7 @@ def _variables(form: Form) -> frozenset[str]:
 
 
 def _ends(form: Form) -> list[Value]:
-    """Where a set begins or ends. Raises Unreadable for what is no set of real numbers, and for ends in variables."""
+    """Return the end points of a set. Raises Unreadable for no set of real numbers, and for ends with variables."""
     if isinstance(form, Relation):
         numbers = [side for side in form.sides if not names(side)]
         if "=" in form.signs or len(form.sides) - len(numbers) != 1 or not any(map(_is_variable, form.sides)):
@@ -74,7 +74,7 @@ def _ends(form: Form) -> list[Value]:
     return ends
 
 
-@lru_cache(maxsize=1024)  # it is asked again for each of the points
+@lru_cache(maxsize=1024)  # called again for each test point
 def _number(form: Form) -> Value:
     if isinstance(form, Amount) and not names(form.node) and not form.percent and form.scale == 1:
         number = real(value(form.node, {}))
@@ -88,7 +88,7 @@ def _is_variable(node: Node) -> bool:
 
 
 def _holds(form: Form, at: Value) -> bool:
-    """Whether a number belongs to a set of which `_ends` are known."""
+    """Tell whether a number belongs to a set that `_ends` accepts."""
     if isinstance(form, Relation):
         sides = [_number(Amount(side)) if not names(side) else at for side in form.sides]
         return all(map(_is_true, sides, form.signs, sides[1:]))

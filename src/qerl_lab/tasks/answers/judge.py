@@ -1,4 +1,4 @@
-"""Decides whether a given answer equals the known one, or leaves the pair to math-verify."""
+"""Decide whether a given answer equals the known one, or leave the pair to math-verify."""
 
 import re
 from enum import Enum
@@ -22,12 +22,12 @@ _NOT_FOR_LIBRARY = re.compile(r"[A-Za-z]{4}|[eE][-+]?\d{3}|\d{40}|\^\s*\{?\s*-?\
 class Verdict(Enum):
     RIGHT = "right"
     WRONG = "wrong"
-    UNREADABLE = "unreadable"  # one of the two cannot be read: counts as wrong, and is counted
-    LIBRARY = "library"  # math-verify decides
+    UNREADABLE = "unreadable"  # one of the two cannot be parsed: graded wrong, and counted
+    LIBRARY = "library"  # left to math-verify
 
 
 def judge(given: str, known: str) -> Verdict:
-    """The verdict on `given` where `known` is right. Raises nothing; MAX_ANSWER_CHARACTERS bounds its work."""
+    """Compare `given` with the right answer `known`. Raises nothing; MAX_ANSWER_CHARACTERS bounds its work."""
     left, right = number(given), number(known)
     if left is not None and right is not None:
         return Verdict.RIGHT if left == right else Verdict.WRONG
@@ -49,7 +49,7 @@ def judge(given: str, known: str) -> Verdict:
 
 
 def spellings(given: str, known: str) -> Pair:
-    """Both texts as math-verify gets them."""
+    """Return both texts in the spelling that math-verify reads."""
     return plain(given), plain(known)
 
 
@@ -61,16 +61,16 @@ def _form(text: str) -> Form | None:
 
 
 def _may_equal(form: Form | None, other: str) -> bool:
-    """Whether a form may equal a text that only math-verify reads: all variables of the form must occur in it."""
+    """Tell whether a form may equal a text that only math-verify reads: that must contain all variables of the form."""
     form = form.form if isinstance(form, Named) else form
     if form is None:
         return True
-    symbols = re.findall(r"\\[A-Za-z]+|[A-Za-z]", other)  # `t` is none in `\int`
+    symbols = re.findall(r"\\[A-Za-z]+|[A-Za-z]", other)  # `t` is no variable in `\int`
     return isinstance(form, Amount) and all(name.partition("_")[0] in symbols for name in names(form.node))
 
 
 def _is_for_library(form: Form | None, text: str) -> bool:
-    """Whether math-verify may be asked about a text: it has a sign that only math-verify knows, and no huge number.
+    """Tell whether math-verify may read a text: it has a sign that only math-verify knows, and no huge number.
 
     Prose is refused, because math-verify picks a number out of it and drops what it takes for a unit.
     """

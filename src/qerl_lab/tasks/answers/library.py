@@ -1,4 +1,4 @@
-"""Equality by math-verify, for what `reading` does not know: integrals, sums, limits.
+"""Compare with math-verify what `reading` cannot parse: integrals, sums, limits.
 
 math-verify bounds neither time nor memory, so only the worker processes of `sandbox` import this.
 """
@@ -10,22 +10,22 @@ from latex2sympy2_extended import NormalizationConfig
 from math_verify import LatexExtractionConfig, parse, verify
 from sympy import Expr
 
-# `surface.plain` has made the text; what the library would take away here can be a part of the answer.
+# `surface.plain` has normalized the text; what the library would remove can be part of the answer.
 _AS_IT_STANDS = NormalizationConfig(
     basic_latex=True, units=False, malformed_operators=True, nits=False, boxed="none", equations=False
 )
-_DIFFERENTIAL = re.compile(r"(?<![A-Za-z\\])d +([A-Za-z])(?![A-Za-z])")  # its reader knows dx, not d x
+_DIFFERENTIAL = re.compile(r"(?<![A-Za-z\\])d +([A-Za-z])(?![A-Za-z])")  # math-verify reads dx, not d x
 _READING = [LatexExtractionConfig(normalization_config=_AS_IT_STANDS)]
 
 
 def is_equal(given: str, known: str) -> bool | None:
-    """Whether two texts of LaTeX are equal as mathematics; None where either has no reading."""
+    """Tell whether two LaTeX texts are mathematically equal; None if either cannot be parsed."""
     sides = [_parse(text) for text in (known, given)]
     if not all(sides):
         return None
     a, b = (side[0] for side in sides)
     if isinstance(a, Expr) and isinstance(b, Expr) and a.free_symbols != b.free_symbols:
-        return False  # it would simplify both for a tenth of a second first
+        return False  # math-verify would first simplify both for 0.1 s
     return bool(verify(*sides, timeout_seconds=None))
 
 

@@ -1,4 +1,4 @@
-"""Plain numbers, which most answers are: read exactly, and thousands of them in a second."""
+"""Parse plain numbers exactly and fast, since most answers are plain numbers."""
 
 import re
 from decimal import Decimal
@@ -8,9 +8,9 @@ MAX_DIGITS = 1000
 
 
 def number(text: str) -> Decimal | None:
-    """The number that `text` is, its sign, thousands separators and money sign read; None where it is anything else.
+    """Parse a text as one number with sign, thousands separators and money sign; None for anything else.
 
-    Nothing around it is passed over: a second number, an exponent or a word can make it another number.
+    It skips nothing around the number: a second number, an exponent or a word can change its value.
     """
     text = text.strip().replace("\N{MINUS SIGN}", "-")
     found = _NUMBER.fullmatch(text.removesuffix(".")) if len(text) <= MAX_DIGITS else None

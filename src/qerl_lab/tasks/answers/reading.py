@@ -1,4 +1,4 @@
-"""Reads the form of an answer: splits the text at unions, commas and signs, opens brackets, reads what is left."""
+"""Parse the form of an answer: split at unions, commas and signs, open brackets, parse what is left."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -52,7 +52,7 @@ _NUMBERS = {name: n for n, name in enumerate(_NUMBER_NAMES.split())}
 _REALS = (r"\mathbb{R}", r"\mathbf{R}", "all real numbers", "all reals", "the set of all real numbers")
 _BUILT = re.compile(r"\s*[A-Za-z]\s*(?:\\in\s*\\mathbb\{R\}\s*)?(?:\\mid(?![A-Za-z])|[|:])(.*)")
 _SUBSCRIPT = r"(?:_(?:\w|\{[^{}]*\}))?"
-_NAME = re.compile(  # a variable, a word; with an argument: f(x), P(X=2), f^{-1}(x); dy/dx, a point, a ratio
+_NAME = re.compile(  # a variable or a word; with an argument: f(x), P(X=2), f^{-1}(x); dy/dx, a point, a ratio
     rf"\\?[A-Za-z]+{_SUBSCRIPT}'*(?:\s*(?:\^\s*\{{\s*-1\s*\}}\s*)?'*\(\s*[A-Za-z0-9](?:\s*[,=]\s*[A-Za-z0-9])*\s*\))?"
     r"|\(\s*[A-Za-z](?:\s*,\s*[A-Za-z])+\s*\)|\\frac\s*\{d ?[A-Za-z]\}\s*\{d ?[A-Za-z]\}|\\angle\s*[A-Za-z ]+"
     r"|\\(?:text|overline|vec|overrightarrow|mathbf)\s*\{[A-Za-z ]+\}|\|[A-Z]+\|"
@@ -62,12 +62,12 @@ _NAME = re.compile(  # a variable, a word; with an argument: f(x), P(X=2), f^{-1
 
 @lru_cache(maxsize=4096)
 def read(text: str) -> Form:
-    """The form of a text in the spelling of `surface.plain`. Raises Unreadable."""
+    """Parse text normalized by `surface.plain` into a form. Raises Unreadable."""
     return _read(text, nesting=0)
 
 
 def _read(text: str, nesting: int, listed: bool = False) -> Form:
-    """`listed`: the text stands in brackets, where `1,800` is two numbers."""
+    """Parse one level of nesting. `listed`: the text stands in brackets, where `1,800` is two numbers."""
     text = text.strip()
     if not text or nesting > MAX_NESTING:
         raise Unreadable(text)
@@ -90,7 +90,7 @@ def _read(text: str, nesting: int, listed: bool = False) -> Form:
 
 
 def _simple(text: str) -> Form | None:
-    """The form of a text that is one thing as a whole: a numeral, a time, a letter, words; None for others."""
+    """Parse a text that is a single numeral, time, letter or phrase; None for others."""
     if found := _NUMERAL.fullmatch(text):
         return _numeral(found[1], found[2] or found[3] or found[4])
     if (found := _CLOCK.fullmatch(text)) and (":" in text or found[2]):
@@ -112,7 +112,7 @@ def _simple(text: str) -> Form | None:
 
 
 def _words(text: str) -> str:
-    """Letters that are no product of variables, in one spelling; "" for anything else."""
+    """Normalize words that are no product of variables; "" for anything else."""
     text = re.sub(r"\\text\{([^{}]*)\}", r" \1 ", text).strip()
     runs = re.findall(r"[A-Za-z]+", text)
     is_text = _LETTERS.fullmatch(text) and any(len(run) > 2 or run.lower() == "no" for run in runs)
@@ -138,7 +138,7 @@ def _matrix(inside: str) -> Matrix:
 
 
 def _without_thousands(text: str) -> str:
-    """Thousands separators removed where a comma cannot part: everywhere but in brackets."""
+    """Remove thousands separators outside of brackets, where a comma may separate parts."""
     if not _THOUSANDS.search(text):
         return text
     depths = _depths(text)
@@ -148,7 +148,7 @@ def _without_thousands(text: str) -> str:
 
 
 def _depths(text: str) -> list[int]:
-    """How many brackets are open at each character. An argument of `\\frac` is a bracket too."""
+    """Return how many brackets are open at each character. An argument of `\frac` counts as a bracket."""
     depths, depth, last = list[int](), 0, 0
     for found in _BRACKETS.finditer(text):
         depths += [depth] * (found.start() - last)
@@ -165,7 +165,7 @@ def _depths(text: str) -> list[int]:
 
 
 def _at_top(text: str, depths: list[int], pattern: re.Pattern[str]) -> Iterator[re.Match[str]]:
-    """Matches outside of all brackets."""
+    """Yield the matches outside of all brackets."""
     return (found for found in pattern.finditer(text) if depths[found.start()] == 0 and found[0].strip())
 
 
@@ -178,7 +178,7 @@ def _split(text: str, depths: list[int], pattern: re.Pattern[str]) -> list[str]:
 
 
 def _several(brackets: str, parts: list[str], nesting: int, says_or: bool = False) -> Form:
-    """Parts in a row; `3 \\pm \\sqrt{2}` is two of them. Inequalities that "or" joins are a union."""
+    """Parse parts of a list; `3 \pm \sqrt{2}` gives two. Inequalities joined by "or" become a union."""
     if len(parts) > MAX_PARTS:
         raise Unreadable("too many parts")
     listed = brackets not in ("", "or", "minus")
@@ -191,7 +191,7 @@ def _several(brackets: str, parts: list[str], nesting: int, says_or: bool = Fals
 
 
 def _parts(form: Form) -> tuple[Form, ...]:
-    """The parts of a list; anything else is one."""
+    """Return the parts of a list, or any other form as its only part."""
     return form.parts if isinstance(form, Several) and form.brackets == "" else (form,)
 
 
@@ -237,7 +237,7 @@ def _body(text: str) -> str:
 
 
 def _bracketed(text: str, nesting: int) -> Form | None:
-    """The form of a text in one pair of brackets; None where there is no such pair, or it only groups."""
+    """Parse a text in one pair of brackets; None if there is no such pair, or it only groups."""
     opening = next((sign for sign in _SHAPES if text.startswith(sign)), None)
     ending = next((sign for sign in _ENDS if text.endswith(sign)), None)
     if opening is None or ending is None or len(text) < len(opening) + len(ending):
@@ -257,7 +257,7 @@ def _bracketed(text: str, nesting: int) -> Form | None:
 
 
 def _rows(form: Form) -> Form:
-    """A matrix, where its rows are typed as lists in a list."""
+    """Convert a list of lists of equal length to a matrix; return other forms unchanged."""
     if not (isinstance(form, Several) and form.brackets == "[]"):
         return form
     rows = [part.parts for part in form.parts if isinstance(part, Several) and part.brackets == "[]"]
@@ -286,13 +286,13 @@ def _or_none(text: str) -> Node | None:
 
 
 def _both_signs(node: Node) -> list[Node]:
-    """The expression with every `\\pm` as plus and `\\mp` as minus, and the other way round."""
+    """Return the expression with every `\pm` as plus and `\mp` as minus, and with the signs swapped."""
     upper, lower = _signed(node, "mp"), _signed(node, "pm")
     return [node] if upper == lower else [upper, lower]
 
 
 def _signed(node: Node, negative: str) -> Node:
-    """The expression with one of "pm" and "mp" as minus, and the other as plus."""
+    """Replace `negative`, one of "pm" and "mp", by minus and the other by plus."""
     if not isinstance(node, Op):
         return node
     args = tuple(_signed(arg, negative) for arg in node.args)

@@ -1,4 +1,4 @@
-r"""Rewrites an answer in one spelling: `$\dfrac{1}{2}$.`, `\[ \frac12 \]` and `½` become the same text.
+r"""Normalize the spelling of an answer: `$\dfrac{1}{2}$.`, `\[ \frac12 \]` and `½` become the same text.
 
 Removes what carries no mathematics: delimiters, sizes, thin spaces, fonts, lead-ins, ornaments.
 """
@@ -10,7 +10,7 @@ from unicodedata import normalize
 
 from qerl_lab.tasks.answers.tokens import FUNCTIONS
 
-MAX_ANSWER_CHARACTERS = 2000  # a longer "answer" is no final answer, and bounds the work on hostile output
+MAX_ANSWER_CHARACTERS = 2000  # a longer text is no final answer; bounds the work on hostile output
 
 _SUPERSCRIPTS = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ", "0123456789+-n", strict=True))
 _SUBSCRIPTS = dict(zip("₀₁₂₃₄₅₆₇₈₉", "0123456789", strict=True))
@@ -31,10 +31,10 @@ _UNICODE = {
 } | {sign: rf"\{name} " for sign, name in _GREEK.items()}  # fmt: skip
 _PARTS = {sign: normalize("NFKC", sign).split("\N{FRACTION SLASH}") for sign in "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"}
 _FRACTIONS = {sign: rf"\frac{{{above}}}{{{below}}}" for sign, (above, below) in _PARTS.items()}
-_FULL_WIDTH = {0xFEE0 + code: chr(code) for code in range(ord("!"), ord("~") + 1)}  # Unicode has ASCII twice
+_FULL_WIDTH = {0xFEE0 + code: chr(code) for code in range(ord("!"), ord("~") + 1)}  # full-width ASCII
 _TRANSLATION = str.maketrans(_UNICODE | _FRACTIONS) | _FULL_WIDTH
 
-# A backslash and letters must end there: `\le` is not the beginning of `\left`.
+# The end of a macro: `\le` must not match the beginning of `\left`.
 _END = r"(?![A-Za-z])"
 _SIZES = re.compile(
     rf"\\(?:left|right|middle)\s*\.(?!\d)|\\(?:left|right|middle|[Bb]igg?[lrm]?|displaystyle|textstyle|(?:no)?limits){_END}"
@@ -95,7 +95,7 @@ _SPELLINGS: list[tuple[re.Pattern[str], str]] = [
     ]
 ]
 _TYPED_CASES = ("1{,}000", "1~000", "x~y", "2 x 10^3", "USD 5", "EUR 5", "GBP 5", "Rs 5", "minus 5")
-_TYPED = [pair for pair in _SPELLINGS if any(map(pair[0].search, _TYPED_CASES))]  # the others need a backslash
+_TYPED = [pair for pair in _SPELLINGS if any(map(pair[0].search, _TYPED_CASES))]  # others need a backslash
 _BOXED = re.compile(r"\\(?:boxed|fbox|framebox)\s*(?=\{)")
 _SO = r"(?:(?:so|thus|hence|therefore|final|finally)\b[\s,:]*)"
 _ANSWER = r"(?:(?:the|my|our)\s+)?(?:(?:final|correct|right|exact)\s+)?(?:answer|result|solution|value|ans)s?"
@@ -108,10 +108,10 @@ _LEAD_OUT = re.compile(rf"(?<=\S)\s+(?:is|are)\s+{_ANSWER}\Z", re.IGNORECASE)
 _SENTENCE = re.compile(
     r"[A-Za-z][A-Za-z' ]{0,80}\b(?:is|are|was|were|be|equals|has|have|makes|gets|needs|costs|earns)[\s:]+(?=\S)"
 )
-_LABEL = re.compile(  # `Total cost:`, `Total cost =`; a single word and `=` are a name, which `reading` knows
+_LABEL = re.compile(  # `Total cost:`, `Total cost =`; a single word before `=` is a name, handled in `reading`
     r"([A-Za-z]{3,}[A-Za-z' ]{0,80}?)\s*:\s*(?=\S)|([A-Za-z]{3,}(?: [A-Za-z']{2,})+)\s*=\s*(?=\S)"
 )
-_ORNAMENTS = "✅✔✓☑★⭐✨🌟🎉🎊🎯🏆👍👉💡📝📌🔥🚀😀😃😄😊🙂🥳\N{VARIATION SELECTOR-16}"  # none says no, or is a number
+_ORNAMENTS = "✅✔✓☑★⭐✨🌟🎉🎊🎯🏆👍👉💡📝📌🔥🚀😀😃😄😊🙂🥳\N{VARIATION SELECTOR-16}"  # none means no, or a number
 _ORNAMENT = re.compile(rf"^(?:[{_ORNAMENTS}]|#{{1,6}}\s)\s*|\s*[{_ORNAMENTS}]$")
 _EMPHASIS = re.compile(
     r"(?:^|(?<=[,;] )|(?<=\band )|(?<=\bor ))(\*{1,3}|_{1,3})(?=[^\s*_])((?:(?!\1).)+)(?<=[^\s*_])\1(?![\w*])"
@@ -125,7 +125,7 @@ _DOUBTS = re.compile(
 
 
 def plain(text: str) -> str:
-    """The text in one spelling: LaTeX of few macros, single spaces, no delimiters, no punctuation at its end."""
+    """Normalize a text: LaTeX with few macros, single spaces, no delimiters, no punctuation at the end."""
     text = _powers(text.translate(_TRANSLATION))
     text = _without_dollars(text)
     text = _SIZES.sub(" ", text)
@@ -140,7 +140,7 @@ def _spelled(text: str, spellings: list[tuple[re.Pattern[str], str]]) -> str:
 
 
 def compact(text: str) -> str:
-    """`text` without the spaces that mean nothing: one between two digits stays."""
+    """Remove spaces without meaning; one between two digits stays."""
     return re.sub(r"(?<!\d) | (?!\d)", "", text)
 
 
@@ -152,14 +152,14 @@ def _powers(text: str) -> str:
 
 
 def _without_dollars(text: str) -> str:
-    """No `$` left: two enclose mathematics, one alone before a number is money."""
+    """Remove `$`: a pair encloses mathematics, a single one before a number is money."""
     if len(re.findall(r"(?<!\\)\$", text)) == 1:
         text = re.sub(r"(?<!\\)\$(?=\s*-?[\d.])", r"\\dollar ", text)
     return re.sub(r"(?<!\\)\$", " ", text)
 
 
 def _unboxed(text: str) -> str:
-    """`\\boxed{X}` becomes X."""
+    """Replace `\boxed{X}` by X."""
     while found := _BOXED.search(text):
         end = closing(text, found.end())
         if end < 0:
@@ -169,7 +169,7 @@ def _unboxed(text: str) -> str:
 
 
 def closing(text: str, start: int) -> int:
-    """Index of the `}` that closes the `{` at `start`; -1 where none does."""
+    """Return the index of the `}` that closes the `{` at `start`; -1 without one."""
     depth = 0
     for found in re.compile(r"\\.|[{}]").finditer(text, start):
         depth += {"{": 1, "}": -1}.get(found[0], 0)
@@ -179,7 +179,7 @@ def closing(text: str, start: int) -> int:
 
 
 def _without_wrapping(text: str) -> str:
-    """Without ornaments, heading signs, emphasis, quotes, a font or braces around the whole, punctuation at the end."""
+    """Remove ornaments, heading signs, emphasis, quotes, fonts and braces around the whole, and final punctuation."""
     before = None
     while text != before:
         before = text
@@ -197,7 +197,7 @@ def _without_wrapping(text: str) -> str:
 
 
 def _without_lead_in(text: str) -> str:
-    """The answer without "The answer is", a label, a sentence up to its verb, or "is the answer" behind it.
+    """Remove "The answer is", a label, a sentence up to its verb, or a trailing "is the answer".
 
     A label or a sentence that casts doubt on the answer stays.
     """
@@ -211,5 +211,5 @@ def _without_lead_in(text: str) -> str:
 
 
 def _casts_doubt(words: str) -> bool:
-    """Whether words before an answer deny or change it (`not`, `half of`), or are mathematics: `sin x = 0.5`."""
+    """Tell whether words before an answer deny or change it (`not`, `half of`), or are mathematics: `sin x = 0.5`."""
     return _DOUBTS.search(words) is not None or not FUNCTIONS.isdisjoint(re.findall("[a-z]+", words.lower()))

@@ -1,11 +1,11 @@
-"""The tokens of an expression, typed or in LaTeX: numbers, letters, names of functions, signs."""
+"""Split an expression, typed or in LaTeX, into tokens: numbers, letters, names of functions, signs."""
 
 import re
 from dataclasses import dataclass
 
 
 class Unreadable(Exception):
-    """The text is no expression, or not one that this reader knows."""
+    """The text is no expression, or none that the parser knows."""
 
 
 _FUNCTIONS = """
@@ -35,11 +35,11 @@ _TOKEN = re.compile(
 class Token:
     kind: str
     text: str
-    spaced: bool  # whether a space stands before it
+    spaced: bool  # a space stands before it
 
 
 def tokens_of(text: str) -> list[Token]:
-    """All of `text` as tokens. Raises Unreadable."""
+    """Split the whole text into tokens. Raises Unreadable."""
     tokens, at, spaced = list[Token](), 0, False
     while at < len(text):
         if (found := _TOKEN.match(text, at)) is None:
@@ -51,7 +51,7 @@ def tokens_of(text: str) -> list[Token]:
 
 
 def _words(kind: str, text: str, spaced: bool) -> list[Token]:
-    """A typed word as a function, a Greek letter or a product of up to three letters."""
+    """Tokenize a typed word as a function, a Greek letter or a product of up to three letters."""
     if kind == "macro":
         return [Token("macro", rf"\{text}" if text in "{}" else ALIASES.get(text, text), spaced)]
     if kind != "word":

@@ -1,4 +1,4 @@
-"""Splits a number from what stands around it: units, money, percent, counted things, words such as "million"."""
+"""Split a number from the text around it: units, money, percent, counted things, words such as "million"."""
 
 import re
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from itertools import takewhile
 
 from qerl_lab.tasks.answers.tokens import ALIASES, FUNCTIONS, GREEK
 
-# The measures, each by its name and its other spellings, which may be followed by an "s".
+# Measures, separated by semicolons: the name, then other spellings, each also with a plural "s".
 _NAMES = """
 mm millimeter millimetre; cm centimeter centimetre; m meter metre; km kilometer kilometre; nm nanometer nanometre
 in inch inches; ft foot feet; yd yard; mi mile; AU; pc parsec; acre; ha hectare
@@ -19,7 +19,7 @@ dollar usd buck; cent; euro; yen; rupee
 """
 MEASURES = {alias: line.split()[0] for line in re.split("[;\n]", _NAMES.strip()) for alias in line.split()}
 _ORDINALS = ("st", "nd", "rd", "th")
-# What is counted, where it does not end in an "s" or is so short that it would read as a product of variables.
+# Counted things that do not end in "s", or are so short that they would be read as a product of variables.
 _THINGS = """
 ad ads bag bed box bus can car cat cow dog egg hat jar kid man men pad pan pen pet pie pot row set toy van
 people children women mice fish sheep deer geese teeth yuan yen won baht celsius fahrenheit
@@ -28,11 +28,11 @@ each left total altogether remaining all change profit
 _COUNTED = frozenset(_THINGS.split())
 _NO_PLURAL = re.compile(r"ss$|us$|is$|'s$|^(?:perhaps|always|sometimes|seems|fails|exceeds)$")
 _BEHIND = "per a an / in of for on at with every old tall long deep wide high away late over now"
-_BEHIND_THINGS = frozenset(_BEHIND.split())  # what follows the thing does not change its number
-_MATHEMATICS = (FUNCTIONS | GREEK | ALIASES.keys()) - MEASURES.keys()  # `60/lambda x`, and no `60 sec`
-_ONE_LETTER = "msgJNWVKL"  # written without a font they are a unit only after a plain number
+_BEHIND_THINGS = frozenset(_BEHIND.split())  # words that may follow the thing without changing the number
+_MATHEMATICS = (FUNCTIONS | GREEK | ALIASES.keys()) - MEASURES.keys()  # `60/lambda x` is no `60 sec`
+_ONE_LETTER = "msgJNWVKL"  # without a font these are units only after a plain number
 _SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
-# Words after a number that make it another number, or none.
+# Words after a number that change its value, or make it none.
 _CHANGING = """
 or and not no nor never maybe perhaps wrong incorrect false guess but except if unless than when about between under
 below half halves third thirds fourths fifths tenth tenths hundredths quarter quarters twice double triple plus minus
@@ -58,7 +58,7 @@ _NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e-?\d+|\s*\\(?:times|cdot)\s*10\s*\^\s*
 
 @dataclass(frozen=True)
 class Quantity:
-    """`body` times `scale`, in percent or not; `unit` is a name from MEASURES, "" for none and for things counted."""
+    """`body` times `scale`, in percent or not; `unit` is a name from MEASURES, "" for none and for counted things."""
 
     body: str
     unit: str = ""
@@ -67,7 +67,7 @@ class Quantity:
 
 
 def quantity(text: str) -> Quantity | None:
-    """Split what stands around the number off `text`; None where words change the number: "18 or more", "18 wrong"."""
+    """Split `text` into number and surroundings; None if words change the number: "18 or more", "18 wrong"."""
     unit = ""
     if found := _BEFORE.match(text):
         text, unit = found[1] + text[found.end() :], found[2][1:]
@@ -91,9 +91,9 @@ def quantity(text: str) -> Quantity | None:
 
 
 def _may_be_unit(words: str, body: str, money: str) -> bool:
-    """Whether letters after a number are words, not variables: `5 cm`, `18 apples` and `60/day`, not `3xy`.
+    """Tell whether letters after a number are words, not variables: `5 cm`, `18 apples` and `60/day`, not `3xy`.
 
-    A rate of money may be for a measure of two letters: `$5/kg` is no quotient of k and g.
+    After money a rate may be per two-letter measure: `$5/kg` is no quotient of k and g.
     """
     is_rate = _RATE.match(words)
     named = re.split(r"[ /^.]+", words[is_rate.end() :] if is_rate else words)
@@ -109,7 +109,7 @@ def _may_be_unit(words: str, body: str, money: str) -> bool:
 
 
 def _of_words(body: str, words: str, money: str) -> Quantity | None:
-    """The quantity before `words`; None unless they name what is measured or counted."""
+    """Return the quantity before `words`; None unless they name what is measured or counted."""
     parts = re.sub(r"\s+\^\s*", "^", words).replace(".", " ").replace("/", " / ").split()
     scale = 1
     while parts and parts[0].lower() in _SCALES:
@@ -121,14 +121,14 @@ def _of_words(body: str, words: str, money: str) -> Quantity | None:
 
 
 def _name_things(words: list[str]) -> bool:
-    """Whether words behind a number say what it counts or measures: `green apples`, `eggs per day`, `a day`, `th`."""
+    """Tell whether words after a number name what it counts or measures: `green apples`, `eggs per day`, `th`."""
     if not words or words[0] in (*_ORDINALS, "a", "an", "per", "/"):
         return True
     return _is_thing([words[0], *takewhile(lambda word: word.lower() not in _BEHIND_THINGS, words[1:])][-1])
 
 
 def _is_thing(word: str) -> bool:
-    """Whether a word is a measure, the symbol of one, or a plural."""
+    """Tell whether a word is a measure, its symbol, or a plural."""
     word = word.partition("^")[0]
     is_symbol = len(word) < 3 or (len(word) == 3 and not word.islower())
     is_plural = word.islower() and word.endswith("s") and not _NO_PLURAL.search(word)
@@ -136,7 +136,7 @@ def _is_thing(word: str) -> bool:
 
 
 def measure(words: str) -> str:
-    """The measure that `words` name, e.g. "cm^2" for "square centimeters"; "" where they name none."""
+    """Return the measure that `words` name, e.g. "cm^2" for "square centimeters"; "" for none."""
     words = re.sub(r"\bper\b", "/", re.sub(r" squared\b", "^2", re.sub(r" cubed\b", "^3", words)))
     parts = re.sub(r"\s*([/^])\s*", r"\1", re.sub(r"[{}]", "", words)).split()
     power = ""

@@ -1,4 +1,4 @@
-"""Evaluates expressions: exactly where they are rational, else to 100 digits; with variables, at chosen points.
+"""Evaluate expressions: rational ones exactly, others to 100 digits; with variables, at chosen points.
 
 Two expressions count as equal if their values agree to 40 digits at several points. The size of each result is checked
 before it is computed, so that hostile text takes little work.
@@ -17,28 +17,28 @@ import mpmath
 from qerl_lab.tasks.answers.expression import CONSTANTS, Node, Num, Sym
 from qerl_lab.tasks.answers.tokens import Unreadable
 
-MAX_BITS = 1 << 14  # of an exact number
-MAX_ROOT_BITS = 1 << 11  # of a number whose exact cube root is looked for
-MAX_LOG2 = 1 << 20  # of a rounded one
+MAX_BITS = 1 << 14  # largest exact number
+MAX_ROOT_BITS = 1 << 11  # largest number whose exact cube root is searched
+MAX_LOG2 = 1 << 20  # largest rounded number
 MAX_FACTORIAL = 1000
-_CTX = mpmath.MPContext()  # its own: mpmath.mp belongs to whoever uses it
+_CTX = mpmath.MPContext()  # a private context: mpmath.mp is shared by the whole process
 _CTX.dps = 100
 _CONSTANTS = dict(zip(CONSTANTS, (_CTX.pi, _CTX.e, _CTX.inf, _CTX.mpc(0, 1), _CTX.mpc(0, 1)), strict=True))
 _CLOSE, _ZERO = _CTX.mpf(10) ** -40, _CTX.mpf(10) ** -70
-_SIZES = (1, 1, 3, 3, 3, 3, 30, 30)  # of the values of variables, a draw each
-POINTS = len(_SIZES)  # at which expressions in variables must agree
+_SIZES = (1, 1, 3, 3, 3, 3, 30, 30)  # magnitude of the variables, by draw
+POINTS = len(_SIZES)  # number of points at which expressions with variables must agree
 
 INFINITY = Sym("infty")
 
-Value = Any  # Fraction, or a real or complex number of mpmath, which has no types
+Value = Any  # Fraction, or a real or complex mpmath number (mpmath is untyped)
 Point = Mapping[str, Value]
 
 
 def point(variables: frozenset[str], draw: int) -> Point:
-    """Values for the variables, which follow from their names and `draw`.
+    """Return values of the variables, determined by their names and `draw`.
 
-    Draws 0 and 1 are between 0 and 1, where most functions are real, the last ones large enough for rounding to whole
-    numbers to tell. Odd draws have values below 0.
+    Draws 0 and 1 give magnitudes below 1, where most functions are real; the last give values large enough to expose
+    rounding to integers. Odd draws include negative values.
     """
     found = {}
     for name in variables:
@@ -50,7 +50,7 @@ def point(variables: frozenset[str], draw: int) -> Point:
 
 
 def value(node: Node, at: Point) -> Value:
-    """The value of `node` at a point. Raises Unreadable where it has none or is too large."""
+    """Evaluate `node` at a point. Raises Unreadable if the value is undefined or too large."""
     if isinstance(node, Num):
         return node.value
     if isinstance(node, Sym):
@@ -62,7 +62,7 @@ def value(node: Node, at: Point) -> Value:
 
 
 def close(left: Value, right: Value) -> bool:
-    """Whether two values are equal: exactly where both are rational, else to 40 digits."""
+    """Tell whether two values are equal: exactly if both are rational, else to 40 digits."""
     if isinstance(left, Fraction) and isinstance(right, Fraction):
         return left == right
     left, right = real(left), real(right)
@@ -80,7 +80,7 @@ def is_finite(given: Value) -> bool:
 
 
 def is_rounded(decimal: Value, exact: Value, places: int) -> bool:
-    """Whether `decimal` is `exact` rounded to so many places, or cut there."""
+    """Tell whether `decimal` is `exact` rounded or truncated to so many places."""
     decimal, exact, unit = real(decimal), real(exact), _CTX.mpf(10) ** -places
     error = abs(decimal - exact)
     return bool(2 * error <= unit or (abs(decimal) <= abs(exact) and error < unit))
@@ -95,7 +95,7 @@ def is_positive(number: Value) -> bool:
 
 
 def real(given: Value) -> Value:
-    """A value as a number of mpmath, real or complex."""
+    """Convert a value to an mpmath number, real or complex."""
     return _CTX.mpf(given.numerator) / given.denominator if isinstance(given, Fraction) else given
 
 
@@ -118,9 +118,9 @@ def _apply(name: str, args: list[Value]) -> Value:
     if name in ("log", "ln", "lg"):
         return _log(name, *args)
     angle = real(args[0])
-    if name == "call":  # a function of which only the name is known: one that no identity holds for
+    if name == "call":  # a function known only by name: choose one that satisfies no identity
         name, angle = "cos", 50 * angle * (real(args[1]) + angle)
-    if _CTX.mag(angle) > 64:  # the reduction of a huge angle takes as many digits as it has
+    if _CTX.mag(angle) > 64:  # reducing a huge angle takes as many digits as the angle has
         raise Unreadable("too large")
     if name.startswith("arc"):
         return getattr(_CTX, "a" + name[3:])(angle)
@@ -128,7 +128,7 @@ def _apply(name: str, args: list[Value]) -> Value:
 
 
 def _both(operation: Callable[[Any, Any], Any]) -> Callable[[Value, Value], Value]:
-    """An operation on two exact numbers, or on two rounded ones."""
+    """Make an operation that takes two exact numbers, or converts both to rounded ones."""
 
     def apply(left: Value, right: Value) -> Value:
         exact = isinstance(left, Fraction) and isinstance(right, Fraction)
@@ -138,7 +138,7 @@ def _both(operation: Callable[[Any, Any], Any]) -> Callable[[Value, Value], Valu
 
 
 def _fold(operation: Callable[[Any, Any], Any]) -> Callable[..., Value]:
-    """An operation on any number of arguments, none of whose results may be too large."""
+    """Make an operation on any number of arguments that refuses too large intermediate results."""
     two = _both(operation)
     return lambda *args: functools.reduce(lambda left, right: _bounded(two(left, right)), args)
 
@@ -165,7 +165,7 @@ def _power(base: Value, exponent: Value) -> Value:
 
 
 def _root(base: Value, degree: Value) -> Value:
-    """The real root where there is one."""
+    """Return the root; the real one if it exists."""
     if degree == 0:
         raise ZeroDivisionError
     if (
@@ -227,7 +227,7 @@ def _rounded(name: str, number: Value) -> Value:
 
 
 def _log(name: str, number: Value, base: Value = None) -> Value:
-    """A `log` without a base has base 10, as in the problem sets."""
+    """Return the logarithm; `log` without a base has base 10, as in the problem sets."""
     if number == 0:
         raise ZeroDivisionError
     if name == "ln":
