@@ -305,7 +305,8 @@ def conclude(session: Session, record: Record) -> None:
     save_adapter(session.policy.model, directory.adapter)
     from qerl_lab.report import plots  # here, so that the first step does not wait a second for matplotlib
 
-    plots.save_curves(runs.read_steps(directory), f"{cfg.experiment}: {cfg.model.name} on {cfg.task.name}, seed {cfg.seed}", directory.curves)
+    title = f"{cfg.experiment}: {cfg.model.name} on {cfg.task.name}, seed {cfg.seed}"
+    plots.save_curves(runs.read_steps(directory), title, directory.curves)
     result = runs.summarize(directory, seconds=record.times.end())
     result |= {"training_questions": len(data.questions), "training_questions_left_out": data.left_out}
     result |= {"heldout_questions_left_out": data.heldout_left_out}
