@@ -252,7 +252,7 @@ def test_a_pool_runs_so_many_jobs_at_once_and_no_more(capfd: pytest.CaptureFixtu
     out, err = capfd.readouterr()
     assert "1 failed" in out
     assert "ValueError: the reason" in err
-    assert "job 0: step 25/50" in err
+    assert re.search(r"job [012]: step 25/50", err)  # the table is read again every second: it may miss a short job
     assert "the console of" not in out + err
     assert "the console of 10\n" in [path.read_text() for path in Path("runs").rglob("console.txt")]
 

@@ -178,7 +178,7 @@ def _split(text: str, depths: list[int], pattern: re.Pattern[str]) -> list[str]:
 
 
 def _several(brackets: str, parts: list[str], nesting: int, says_or: bool = False) -> Form:
-    """Parse parts of a list; `3 \pm \sqrt{2}` gives two. Inequalities joined by "or" become a union."""
+    r"""Parse parts of a list; `3 \pm \sqrt{2}` gives two. Inequalities joined by "or" become a union."""
     if len(parts) > MAX_PARTS:
         raise Unreadable("too many parts")
     listed = brackets not in ("", "or", "minus")
@@ -286,7 +286,7 @@ def _or_none(text: str) -> Node | None:
 
 
 def _both_signs(node: Node) -> list[Node]:
-    """Return the expression with every `\pm` as plus and `\mp` as minus, and with the signs swapped."""
+    r"""Return the expression with every `\pm` as plus and `\mp` as minus, and with the signs swapped."""
     upper, lower = _signed(node, "mp"), _signed(node, "pm")
     return [node] if upper == lower else [upper, lower]
 
