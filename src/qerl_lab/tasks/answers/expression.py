@@ -367,7 +367,7 @@ class _Reader:
         return node if exponent is None else Op("^", (node, exponent))
 
     def function_argument(self) -> Node:
-        r"""Parse a function's argument, a group or a product without signs up to the next function: `\sin 2x \cos x`."""
+        r"""Parse a function's argument: a group, or a product up to the next function, as in `\sin 2x \cos x`."""
         if self.sees("(", "[", "{"):
             self.deeper()
             node = self.postfix(self.group(self.take().text))
