@@ -19,7 +19,7 @@ from qerl_lab.terminal import python
 
 pytestmark = pytest.mark.integration
 CHILD = """
-import json, os, signal, sys
+import json, os, signal, sys, time
 run_dir, here = sys.argv[1:]
 def write(name, text):
     with open(os.path.join(run_dir, name), "w") as file: file.write(text)
@@ -31,6 +31,8 @@ if os.path.basename(run_dir).startswith("0-"):  # the first job: somebody edits 
         with open(path, "w") as file: file.write("lora: {rank: [")
     if os.path.exists(os.path.join(here, "stop")):
         os.kill(os.getppid(), signal.SIGTERM)
+        while not os.path.exists(os.path.join(sweep, "INTERRUPTED")):  # or the next job may begin
+            time.sleep(0.01)
         sys.exit(130)
 write("DONE", "{}")
 """
