@@ -14,10 +14,12 @@ import subprocess
 import sys
 import tarfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 from qerl_lab import exits
@@ -48,7 +50,7 @@ with exits.starting(__name__):
 RUNS = "runs/queue"
 ROW = "queue.json"  # in a run's directory: its row of the ledger
 LEFT_THERE = ("checkpoints", "adapter", "curves.png")  # too large to transfer, or redrawn by the report
-STAGGER_SECONDS = 30.0  # between the starts of parallel runs: engines that start at once compete for memory
+STAGGER_SECONDS = 30.0  # between the starts of runs on one GPU: engines that start at once compete for its memory
 START_SECONDS = 60.0  # start no run with less time left: engines need as long to start
 GRACE_SECONDS = 60.0  # for a stopped run to save
 QUEUE = "the queue's YAML file; its key may be left out"
@@ -61,6 +63,7 @@ class PlanOptions:
     queue: str = option("", QUEUE)
     minutes: float = option(25.0, "machine time to fill", above=0, unit="min")
     jobs: int = option(1, "runs side by side on a GPU", at_least=1, at_most=16)
+    gpus: int = option(1, "GPUs of the machine; with more than one, each run sees one", at_least=1, at_most=64)
     parts: list[str] = option([], PARTS)
     words: str = option("", EXTRA)
 
@@ -87,11 +90,12 @@ class CollectOptions:
 def plan(options: PlanOptions) -> None:
     """Print the parts with their remaining hours, the runs that failed twice, and the next command lines."""
     queue = read(Path(options.queue), shlex.split(options.words))
-    rows = [["part", "runs", "done", "left", "min a run", "GPU hours left"]]
+    at_once = options.jobs * options.gpus
+    rows = [["part", "runs", "done", "left", "min a run", "hours left"]]
     for part in _chosen(queue.parts, options.parts):
         runs, left = ([one for one in some if one.part is part] for some in (queue.runs, queue.left()))
         done = sum(queue.is_done(one.key) for one in runs)
-        hours = sum(queue.seconds(one) for one in left) / options.jobs / 3600
+        hours = sum(queue.seconds(one) for one in left) / at_once / 3600
         each = queue.seconds(runs[0]) / 60 if runs else 0
         rows.append([part.name, str(len(runs)), str(done), str(len(left)), f"{each:.1f}", f"{hours:.1f}"])
     print(columns(rows))
@@ -102,7 +106,7 @@ def plan(options: PlanOptions) -> None:
         print(f"made under another {PREREGISTRATION}: {row['run']}")
     spent = 0.0
     for one in _next(queue, options):
-        spent += queue.seconds(one) / options.jobs
+        spent += queue.seconds(one) / at_once
         if spent > options.minutes * 60:
             break
         print(f"python -m qerl_lab {shlex.join(one.words)}")
@@ -130,11 +134,13 @@ def run(options: RunOptions) -> None:
     make_directory(pack, f"pack={pack}")
     waiting = _next(queue, options)
     queue.refuse_unregistered(waiting)
-    machine = Machine(queue, options, time.monotonic())
+    machine = Machine(queue, options, time.monotonic(), SimpleQueue())
+    for card in [*range(options.gpus)] * options.jobs:
+        machine.cards.put(card)
     for one in [one for one in waiting if (machine.folder(one) / ROW).exists()]:  # its pack may have been lost
         machine.pack(one)
         waiting.remove(one)
-    with ThreadPoolExecutor(options.jobs) as slots:
+    with ThreadPoolExecutor(options.jobs * options.gpus) as slots:
         started = [slots.submit(machine.make, one, number) for number, one in enumerate(waiting)]
         try:
             ended = [one.result() for one in started]
@@ -146,11 +152,15 @@ def run(options: RunOptions) -> None:
 
 @dataclass(frozen=True)
 class Machine:
-    """Make planned runs on this machine. `began` is the start of the command, by the monotonic clock."""
+    """Make planned runs on this machine.
+
+    `began` is the start of the command, by the monotonic clock. `cards` holds the number of each free place on a GPU.
+    """
 
     queue: Queue
     options: RunOptions
     began: float
+    cards: "SimpleQueue[int]"
 
     @property
     def until(self) -> float:
@@ -162,7 +172,23 @@ class Machine:
 
     def make(self, one: Planned, number: int) -> bool:
         """Make one run and its evaluations; tell whether it ended. A run that does not fit is not started."""
-        time.sleep(STAGGER_SECONDS * number if number < self.options.jobs else 0)
+        if number < self.options.jobs * self.options.gpus:
+            time.sleep(STAGGER_SECONDS * (number // self.options.gpus))
+        with self._card() as visible:
+            return self._make(one, visible)
+
+    @contextmanager
+    def _card(self) -> Iterator[dict[str, str]]:
+        """Take a free place on a GPU; yield the environment in which a run sees that GPU alone."""
+        card = self.cards.get()
+        named = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        visible = named.split(",") if named else [str(number) for number in range(self.options.gpus)]
+        try:
+            yield {"CUDA_VISIBLE_DEVICES": visible[card]} if self.options.gpus > 1 else {}
+        finally:
+            self.cards.put(card)
+
+    def _make(self, one: Planned, visible: Mapping[str, str]) -> bool:
         begun = RunDirectory(self.folder(one))
         given_back = self.began + 60 * (self.options.lease or self.options.minutes)
         if time.monotonic() > self.until - START_SECONDS:
@@ -171,11 +197,11 @@ class Machine:
             return False
         start = time.time()
         if begun.status != "done":
-            self._train(one, begun)
+            self._train(one, begun, visible)
         if begun.status not in (DONE, FAILED):
             return False
         trained = time.time()
-        evaluated = [begun.status == DONE and self._evaluate(one, line) for line in one.part.after]
+        evaluated = [begun.status == DONE and self._evaluate(one, line, visible) for line in one.part.after]
         if time.monotonic() > self.until and not all(evaluated):
             return False
         earlier = begun.result().get("seconds", 0.0)  # of all earlier sessions of the run
@@ -184,25 +210,27 @@ class Machine:
         self.pack(one)
         return True
 
-    def _train(self, one: Planned, begun: RunDirectory) -> None:
+    def _train(self, one: Planned, begun: RunDirectory, visible: Mapping[str, str]) -> None:
         words = [f"resume={begun.path}"]
         if not begun.is_claimed:
             words = [*last_wins(shlex.split(self.options.here), one.words), f"run_dir={begun.path}"]
-        code = self._call(one, ["-m", "qerl_lab", *words])
+        code = self._call(one, ["-m", "qerl_lab", *words], visible)
         if code == USAGE and not begun.is_claimed:
             said = self._console(one).read_text(encoding="utf-8", errors="replace").strip().splitlines()
             raise ConfigError(f"{one.key} was refused: {said[-1] if said else 'it says nothing'}")
 
-    def _evaluate(self, one: Planned, line: str) -> bool:
+    def _evaluate(self, one: Planned, line: str, visible: Mapping[str, str]) -> bool:
         """Evaluate a finished run; tell whether that succeeded. An existing evaluation only prints its table."""
         command, *words = shlex.split(os.path.expandvars(line))
-        return self._call(one, ["-m", "qerl_lab.evaluate", command, f"run={self.folder(one)}", *words]) == OK
+        return self._call(one, ["-m", "qerl_lab.evaluate", command, f"run={self.folder(one)}", *words], visible) == OK
 
-    def _call(self, one: Planned, words: Sequence[str]) -> int | None:
+    def _call(self, one: Planned, words: Sequence[str], visible: Mapping[str, str]) -> int | None:
         """Call Python and return its exit code, or None if the time was up. Output goes to the run's console."""
         make_directory(self._console(one).parent, f"runs={self.options.runs}")
         with self._console(one).open("ab") as console:
-            process = subprocess.Popen([sys.executable, *words], stdout=console, stderr=console)
+            process = subprocess.Popen(
+                [sys.executable, *words], stdout=console, stderr=console, env=os.environ | visible
+            )
             try:
                 return process.wait(max(0.0, self.until - time.monotonic()))
             except subprocess.TimeoutExpired:
