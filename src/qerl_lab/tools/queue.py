@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, Self
 
 from qerl_lab import exits
 
@@ -134,9 +134,7 @@ def run(options: RunOptions) -> None:
     make_directory(pack, f"pack={pack}")
     waiting = _next(queue, options)
     queue.refuse_unregistered(waiting)
-    machine = Machine(queue, options, time.monotonic(), SimpleQueue())
-    for card in [*range(options.gpus)] * options.jobs:
-        machine.cards.put(card)
+    machine = Machine.of(queue, options)
     for one in [one for one in waiting if (machine.folder(one) / ROW).exists()]:  # its pack may have been lost
         machine.pack(one)
         waiting.remove(one)
@@ -154,13 +152,24 @@ def run(options: RunOptions) -> None:
 class Machine:
     """Make planned runs on this machine.
 
-    `began` is the start of the command, by the monotonic clock. `cards` holds the number of each free place on a GPU.
+    `began` is the start of the command, by the monotonic clock. `cards` holds the GPU of each free place for a run.
     """
 
     queue: Queue
     options: RunOptions
     began: float
-    cards: "SimpleQueue[int]"
+    cards: "SimpleQueue[str]"
+
+    @classmethod
+    def of(cls, queue: Queue, options: RunOptions) -> Self:
+        """Start the clock, with `options.jobs` places on each of the GPUs that this process sees."""
+        seen = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(options.gpus)))).split(",")
+        if len(seen) < options.gpus:
+            raise ConfigError(f"gpus={options.gpus}: CUDA_VISIBLE_DEVICES shows {len(seen)}. Type gpus={len(seen)}.")
+        cards: SimpleQueue[str] = SimpleQueue()
+        for card in seen[: options.gpus] * options.jobs:
+            cards.put(card)
+        return cls(queue, options, time.monotonic(), cards)
 
     @property
     def until(self) -> float:
@@ -174,17 +183,15 @@ class Machine:
         """Make one run and its evaluations; tell whether it ended. A run that does not fit is not started."""
         if number < self.options.jobs * self.options.gpus:
             time.sleep(STAGGER_SECONDS * (number // self.options.gpus))
-        with self._card() as visible:
+        with self.card() as visible:
             return self._make(one, visible)
 
     @contextmanager
-    def _card(self) -> Iterator[dict[str, str]]:
+    def card(self) -> Iterator[dict[str, str]]:
         """Take a free place on a GPU; yield the environment in which a run sees that GPU alone."""
         card = self.cards.get()
-        named = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-        visible = named.split(",") if named else [str(number) for number in range(self.options.gpus)]
         try:
-            yield {"CUDA_VISIBLE_DEVICES": visible[card]} if self.options.gpus > 1 else {}
+            yield {"CUDA_VISIBLE_DEVICES": card} if self.options.gpus > 1 else {}
         finally:
             self.cards.put(card)
 
