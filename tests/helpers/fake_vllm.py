@@ -19,7 +19,7 @@ import torch
 
 from qerl_lab.aqn import Noise
 from qerl_lab.model.policy import Policy
-from qerl_lab.rollout.vllm_server.wire import encoded
+from qerl_lab.rollout.vllm.transfer import encoded
 
 DROP, LOSE = "drop", "lose"  # faults: close the connection without an answer, before or after acting
 Answer = tuple[int, Any]  # HTTP status, JSON

@@ -78,7 +78,7 @@ class Mxfp4(CompressedTensors):
 def _unpacked(codes: Tensor, scale: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
     """Unpack to `[N, K]`, on a GPU with a Triton kernel."""
     if codes.is_cuda:
-        from qerl_lab.formats.kernels import dequantize_e2m1
+        from qerl_lab.formats.unpack_kernels import dequantize_e2m1
 
         return dequantize_e2m1(codes, scale, shape, dtype)
     values = e2m1.decode(codes, dtype).unflatten(1, (-1, Mxfp4.BLOCK))

@@ -30,6 +30,7 @@ from qerl_lab.formats import e2m1
 from qerl_lab.formats.compressed_tensors import CompressedTensors
 from qerl_lab.formats.format import Decoder, Layout, Quantize, checked
 
+DIVISOR = "weight_global_scale"  # checkpoint name of the tensor scale
 E4M3_MAX = 448.0
 # The block scale that maps the tensor's largest magnitude to 6, by rule.
 _TENSOR_SCALE = {"max": E4M3_MAX, "four_over_six": 256.0}
@@ -44,7 +45,7 @@ class Nvfp4(CompressedTensors):
 
     NAME = "nvfp4"
     BLOCK = 16
-    SHARED = "weight_global_scale"
+    SHARED = DIVISOR
     STRATEGY = "tensor_group"
     SCALE_DTYPE = torch.float8_e4m3fn
 
@@ -75,7 +76,7 @@ class Nvfp4(CompressedTensors):
         return {
             "weight_packed": e2m1.pack(e2m1.encode(_in_units(blocks, divisor, scale)).flatten(1)),
             "weight_scale": scale.to(torch.float8_e4m3fn),
-            "weight_global_scale": divisor,
+            DIVISOR: divisor,
         }
 
     def together(self, weights: Sequence[Tensor]) -> Quantize:
@@ -104,7 +105,7 @@ class Nvfp4(CompressedTensors):
 
     def dequantize(self, packed: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         """Unpack to `[N, K]`: value * (scale / global scale) in float32, rounded once to `dtype`."""
-        scale = packed["weight_scale"].float() / packed["weight_global_scale"]
+        scale = packed["weight_scale"].float() / packed[DIVISOR]
         return _scaled(packed["weight_packed"], scale, shape).to(dtype)
 
     def decoder(self, packed: Mapping[str, Tensor], shape: tuple[int, int]) -> Decoder:
@@ -112,7 +113,7 @@ class Nvfp4(CompressedTensors):
 
         W' has at most six significant bits and is 0 or within 2**-10 and 2688: exact in bfloat16, float16 and float32.
         """
-        alpha = packed["weight_global_scale"].reciprocal().item()
+        alpha = packed[DIVISOR].reciprocal().item()
         return Decoder(partial(_unscaled, packed["weight_packed"], packed["weight_scale"], shape), alpha)
 
     def layout(self, shape: tuple[int, int]) -> Layout:
@@ -121,7 +122,7 @@ class Nvfp4(CompressedTensors):
         return {
             "weight_packed": ((rows, columns // 2), torch.uint8),
             "weight_scale": ((rows, columns // self.BLOCK), self.SCALE_DTYPE),
-            "weight_global_scale": ((1,), torch.float32),
+            DIVISOR: ((1,), torch.float32),
         }
 
     def accept(self, packed: Mapping[str, Tensor], shape: tuple[int, int], *, name: str) -> dict[str, Tensor]:
@@ -130,7 +131,7 @@ class Nvfp4(CompressedTensors):
         The engines' kernels ignore the sign of a block scale; the trainer would not.
         """
         accepted = super().accept(packed, shape, name=name)
-        if not 0 < (divisor := accepted["weight_global_scale"].item()) < float("inf"):
+        if not 0 < (divisor := accepted[DIVISOR].item()) < float("inf"):
             raise ValueError(f"{name}.weight_global_scale is {divisor}; allowed: positive finite numbers")
         if (accepted["weight_scale"].view(torch.uint8) > _LARGEST_SCALE).any():
             raise ValueError(f"{name}.weight_scale has negative numbers or NaN; allowed: 0 to {E4M3_MAX:g}")
@@ -161,7 +162,7 @@ def _error(blocks: Tensor, divisor: Tensor, scale: Tensor) -> Tensor:
 def _unscaled(codes: Tensor, scale: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
     """Unpack to W' `[N, K]` without the global scale, on a GPU with a Triton kernel."""
     if codes.is_cuda:
-        from qerl_lab.formats.kernels import dequantize_e2m1
+        from qerl_lab.formats.unpack_kernels import dequantize_e2m1
 
         return dequantize_e2m1(codes, scale, shape, dtype)
     return _scaled(codes, scale.to(dtype), shape)

@@ -17,11 +17,11 @@ def build(cfg: RunConfig, policy: Policy) -> Engine:
 
             return TransformersEngine(policy, cfg.rollout.batch_size)
         case "vllm":
-            from qerl_lab.rollout.vllm.engine import VllmEngine
+            from qerl_lab.rollout.vllm.vllm_engine import VllmEngine
 
             return VllmEngine(policy, cfg)
         case "vllm_server":
-            from qerl_lab.rollout.vllm_server.engine import VllmServerEngine
+            from qerl_lab.rollout.vllm_server.server_engine import VllmServerEngine
 
             return VllmServerEngine(policy, cfg)
     raise ConfigError(

@@ -35,14 +35,6 @@ NAMES: dict[str, dict[str, Any]] = {
     "vllm.model_executor.layers.quantization.base_config": {"QuantizationConfig": object},
 }  # fmt: skip
 
-OF_KERNELS = "vllm.model_executor.kernels"
-NAMES |= {OF_KERNELS: {}, f"{OF_KERNELS}.linear": {}} | {
-    f"{OF_KERNELS}.linear.{name.lower()}.{file}": {kernel.format(name): None}
-    for name in ("NvFp4", "MxFp4")
-    for file, kernel in (("base", "{}LinearLayerConfig"), ("humming", "Humming{}LinearKernel"),
-                         ("marlin", "Marlin{}LinearKernel"))
-}  # fmt: skip
-
 
 class Kernel:
     """The weights' method of a layer: reverses the bias when it is loaded, and knows so when it computes."""
@@ -64,8 +56,7 @@ def one_adapter(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         play(monkeypatch, NAMES)
     yield importlib.import_module("qerl_lab.rollout.vllm.one_adapter")
     if not installed:
-        for name in ("one_adapter", "backend_times"):
-            sys.modules.pop(f"qerl_lab.rollout.vllm.{name}", None)
+        sys.modules.pop("qerl_lab.rollout.vllm.one_adapter", None)
 
 
 @pytest.mark.parametrize("rows", [3, UNPACK_ROWS])
@@ -170,15 +161,6 @@ def test_the_rows_of_a_call_choose_the_way(
     for number in rows:
         layer.quant_method.routed(layer, torch.zeros(number, 256), None)
     assert asked == list(zip(ways, rows, strict=True))
-
-
-def test_what_is_timed_goes_the_way_that_an_engine_s_rows_go(asked: list) -> None:
-    backend_times = importlib.import_module("qerl_lab.rollout.vllm.backend_times")
-    packed = NVFP4.quantize(torch.randn(64, 256))
-    call = backend_times.in_tiles(packed, torch.zeros(RANK, 256), torch.zeros(64, RANK), (64,))
-    for rows in (320, 321):
-        call(torch.zeros(rows, 256))
-    assert asked == [("tiles", 320), ("unpacked", 321)]
 
 
 def test_the_kernel_s_form_stands_in_the_place_of_what_was_loaded(one_adapter: Any, asked: list) -> None:

@@ -27,7 +27,7 @@ from qerl_lab.model.files import read_json
 from qerl_lab.model.on_disk import ASSETS
 from qerl_lab.model.policy import Policy, save_adapter
 from qerl_lab.rollout.vllm import one_adapter
-from qerl_lab.rollout.vllm.engine import IN_THIS_PROCESS
+from qerl_lab.rollout.vllm.vllm_engine import IN_THIS_PROCESS
 from small_checkpoints import edit_config
 
 IDS = list(range(5, 45))

@@ -324,13 +324,13 @@ def engine_module(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> Iterator[A
         "qerl_lab.rollout.vllm.adapter": {"AdapterFile": NoAdapter, "DenseAdapter": NoAdapter},
     }  # fmt: skip
     play(monkeypatch, stubs)
-    module = importlib.import_module("qerl_lab.rollout.vllm.engine")
+    module = importlib.import_module("qerl_lab.rollout.vllm.vllm_engine")
     monkeypatch.setattr(module, "check_engine_on_cpu", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
     monkeypatch.setattr(Llm, "seen", [])
     monkeypatch.setattr(Llm, "policy", policy)
     yield module
-    del sys.modules[module.__name__], room.engine
+    del sys.modules[module.__name__], room.vllm_engine
 
 
 def test_the_engine_shares_its_base_and_one_that_is_built_again_too(

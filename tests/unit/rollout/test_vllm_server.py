@@ -17,9 +17,8 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.model.policy import Policy
 from qerl_lab.rollout.engine import EngineFailed, Sampling
-from qerl_lab.rollout.vllm_server import client
-from qerl_lab.rollout.vllm_server import engine as server_engine
-from qerl_lab.rollout.vllm_server.wire import decoded, encoded
+from qerl_lab.rollout.vllm.transfer import decoded, encoded
+from qerl_lab.rollout.vllm_server import client, server_engine
 
 PROMPTS = [[3, 4, 5], [6], [7, 8]]
 SAMPLING = Sampling(4, seed=1)

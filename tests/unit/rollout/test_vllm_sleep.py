@@ -191,7 +191,7 @@ def build(
         "qerl_lab.rollout.vllm.adapter": {"AdapterFile": NoAdapter, "DenseAdapter": NoAdapter},
     }  # fmt: skip
     play(monkeypatch, stubs)
-    module = importlib.import_module("qerl_lab.rollout.vllm.engine")
+    module = importlib.import_module("qerl_lab.rollout.vllm.vllm_engine")
     monkeypatch.setattr(module, "check_engine_on_cpu", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: gpu.events.append("empty"))

@@ -16,7 +16,7 @@ from qerl_lab.model.linear import packed_layers
 from qerl_lab.rollout.vllm import one_adapter
 from qerl_lab.rollout.vllm.backends import FP4_TILES
 from qerl_lab.rollout.vllm.base import scratch_folder
-from qerl_lab.rollout.vllm.lora_files import adapter_bytes, max_rank, write_settings, write_weights
+from qerl_lab.rollout.vllm.transfer import adapter_bytes, max_rank, write_settings, write_weights
 
 NAME, ID = "policy", 1
 
@@ -55,7 +55,7 @@ class DenseAdapter:
 
 
 class AdapterFile:
-    """The adapter as files that a LoRARequest names (`lora_files`)."""
+    """The adapter as files that a LoRARequest names (`transfer`)."""
 
     def __init__(self, model: PeftModel, cfg: RunConfig) -> None:
         self.model, self.rank, self._open = model, cfg.lora.rank, ExitStack()

@@ -36,8 +36,7 @@ from vllm.model_executor.layers.quantization import get_quantization_config, reg
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
 from qerl_lab.config.option import ConfigError
-from qerl_lab.formats.marlin import DIVISOR
-from qerl_lab.formats.nvfp4 import Nvfp4
+from qerl_lab.formats.nvfp4 import DIVISOR, Nvfp4
 from qerl_lab.formats.tiles import TILES, decoders, pack
 from qerl_lab.model.files import read_json
 from qerl_lab.model.linear import PackedLinear

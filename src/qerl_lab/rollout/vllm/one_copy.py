@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from qerl_lab.config.option import ConfigError
-from qerl_lab.formats.marlin import CODES, DIVISOR, ROWS, SCALE, Marlin, part
+from qerl_lab.formats.marlin import CODES, ROWS, SCALE, Marlin, part
+from qerl_lab.formats.nvfp4 import DIVISOR
 from qerl_lab.formats.tiles import TILES, Tiles
 from qerl_lab.model import linear
 from qerl_lab.model.linear import PackedLinear

@@ -14,8 +14,7 @@ from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 from vllm.platforms import current_platform
 
 from qerl_lab.aqn import CLEAN, Noise
-from qerl_lab.rollout.vllm.norms import KEY
-from qerl_lab.rollout.vllm_server.wire import encoded
+from qerl_lab.rollout.vllm.transfer import FLOAT32_NORMS, encoded
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as Worker
@@ -27,13 +26,13 @@ class NormWorker(Worker):
     """vLLM's worker plus float32 norms, noise on them, and reloading of a server's one adapter."""
 
     def load_model(self, **options: Any) -> None:
-        """Load the model, then convert the norms listed by `norms.arguments` to float32.
+        """Load the model, then convert the norms listed by `transfer.norm_arguments` to float32.
 
         This happens before vLLM compiles the model and captures CUDA graphs, which fix a weight's dtype and address.
         vLLM's RMSNorm multiplies in the dtype of its weight and returns the dtype of its input.
         """
         super().load_model(**options)
-        names = self.vllm_config.additional_config[KEY]
+        names = self.vllm_config.additional_config[FLOAT32_NORMS]
         for name, module in self.get_model().named_modules():
             if name.rpartition(".")[2] in names and isinstance(module, RMSNorm | GemmaRMSNorm):
                 module.weight.data = module.weight.data.float()

@@ -17,9 +17,8 @@ from qerl_lab.model import gguf, on_disk
 from qerl_lab.model.files import WeightFiles
 from qerl_lab.model.loading import stored_as
 from qerl_lab.model.policy import compute_dtype, device_of
-from qerl_lab.rollout.vllm import norms
 from qerl_lab.rollout.vllm.base import is_bfloat16
-from qerl_lab.rollout.vllm.lora_files import max_rank
+from qerl_lab.rollout.vllm.transfer import max_rank, norm_arguments
 
 # Allow adapters to change at run time; /collective_rpc and /reset_prefix_cache need development mode.
 ENVIRONMENT = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_SERVER_DEV_MODE": "1"}
@@ -78,7 +77,7 @@ def backend_of(cfg: RunConfig) -> str:
 def flags(cfg: RunConfig, dtype: torch.dtype) -> list[str]:
     """Return the flags of `vllm serve`, without the model."""
     rollout, own = cfg.rollout, cfg.rollout.vllm
-    url, held = urlsplit(rollout.vllm_server.url), norms.arguments(cfg.aqn.norms)
+    url, held = urlsplit(rollout.vllm_server.url), norm_arguments(cfg.aqn.norms)
     words: dict[str, str | float | None] = {
         "--host": url.hostname, "--port": url.port or (443 if url.scheme == "https" else 80),
         "--dtype": str(dtype).removeprefix("torch."),
@@ -99,6 +98,6 @@ def flags(cfg: RunConfig, dtype: torch.dtype) -> list[str]:
     found = ["--enable-lora", *(str(part) for pair in words.items() for part in pair)]
     if own.enforce_eager:
         found.append("--enforce-eager")
-    if device_of(cfg.device).type == "cpu":  # chunks of a prompt would draw tokens, as in vllm.engine
+    if device_of(cfg.device).type == "cpu":  # chunks of a prompt would draw tokens, as in vllm_engine
         found.append("--no-enable-chunked-prefill")
     return found

@@ -1,19 +1,46 @@
-"""Write the adapter as files for vLLM's own LoRA: PEFT's two files in a folder, the weights anew at every sync.
+"""Hand the adapter and the norms to vLLM, in this process or in a server: arguments, files and JSON.
 
-Imports no vllm, because the server that reads the files may run elsewhere.
+Imports no vllm, because a server may run elsewhere.
 """
 
+import base64
 import os
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import torch
 from peft import PeftModel, get_peft_model_state_dict
 from safetensors.torch import save_file
+from torch import Tensor
 
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.paths import WEIGHTS
 from qerl_lab.disk import let_read
 
+WORKER = "qerl_lab.rollout.vllm.worker.NormWorker"
+FLOAT32_NORMS = "qerl_lab_float32_norms"  # key in additional_config
 MAX_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # allowed by vLLM's LoRAConfig
+
+
+def norm_arguments(names: Sequence[str]) -> dict[str, Any]:
+    """Return the `vllm.LLM` arguments that hold the norms in `names` (last part of the layer name) in float32.
+
+    `additional_config` carries the names because it is part of vLLM's key for compiled code. Otherwise a graph compiled
+    for bfloat16 norms would read float32 ones.
+    """
+    return {"worker_cls": WORKER, "additional_config": {FLOAT32_NORMS: list(names)}}
+
+
+def encoded(tensor: Tensor) -> list[str]:
+    """Encode a tensor as dtype and base64, bit for bit. Decimal numbers take four times the space and cannot be NaN."""
+    held = tensor.detach().cpu().contiguous()
+    return [str(held.dtype).removeprefix("torch."), base64.b64encode(held.view(torch.uint8).numpy().tobytes()).decode()]
+
+
+def decoded(dtype: str, data: str) -> Tensor:
+    """Decode the result of `encoded` to a tensor with one axis."""
+    return torch.frombuffer(bytearray(base64.b64decode(data)), dtype=getattr(torch, dtype))
 
 
 def max_rank(rank: int) -> int:

@@ -32,11 +32,12 @@ from qerl_lab.model.files import read_json
 from qerl_lab.model.linear import packed_layers
 from qerl_lab.model.policy import Policy
 from qerl_lab.rollout.engine import ASLEEP, EngineFailed, OnDone, Rollout, Sampling, ignore
-from qerl_lab.rollout.vllm import norms, one_copy, scheduler
+from qerl_lab.rollout.vllm import one_copy, scheduler
 from qerl_lab.rollout.vllm.adapter import AdapterFile, DenseAdapter
 from qerl_lab.rollout.vllm.backends import IN_VLLM, chosen
 from qerl_lab.rollout.vllm.base import folder_of
-from qerl_lab.rollout.vllm.memory import bytes_per_token, free_bytes, kv_cache_bytes
+from qerl_lab.rollout.vllm.kv_cache import bytes_per_token, free_bytes, kv_cache_bytes
+from qerl_lab.rollout.vllm.transfer import norm_arguments
 
 # Run vLLM in this process; `LLM` has no argument for it.
 IN_THIS_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
@@ -189,7 +190,7 @@ class VllmEngine:
         return Rollout(
             prompt_ids_P=prompt_ids_P,
             completion_ids_P_G=[[list(output.token_ids) for output in group] for group in outputs_P],
-            logprobs_P_G=[[scheduler.KEPT.pop(name, []) for name in names] for names in names_P_G],
+            logprobs_P_G=[[scheduler.LOGPROBS.pop(name, []) for name in names] for names in names_P_G],
             finish_reasons_P_G=[[str(output.finish_reason) for output in group] for group in outputs_P],
             entropy=None,
             seconds=time.perf_counter() - started,
@@ -197,7 +198,7 @@ class VllmEngine:
 
     def _send(self, prompt_ids_P: list[list[int]], group_size: int, sampling: Sampling) -> list[list[str]]:
         """Queue the requests; return vLLM's names of the completions."""
-        scheduler.KEPT.clear()  # leftovers of a failed rollout
+        scheduler.LOGPROBS.clear()  # leftovers of a failed rollout
         seeds, names_P_G = sampling.seeds(len(prompt_ids_P)), []
         with failing("generate"):
             for index, (ids, seed) in enumerate(zip(prompt_ids_P, seeds, strict=True)):
@@ -216,7 +217,7 @@ class VllmEngine:
                 request = self.llm.llm_engine.add_request(
                     str(index), {"prompt_token_ids": ids}, how, lora_request=self._adapter.request
                 )
-                names_P_G.append(scheduler.names(request, group_size))
+                names_P_G.append(scheduler.completion_names(request, group_size))
         return names_P_G
 
     def _receive(self, count: int, on_done: OnDone) -> dict[str, RequestOutput]:
@@ -298,19 +299,19 @@ def start(cfg: RunConfig, folder: Path, policy: Policy, backend: str, of_adapter
         "enforce_eager": own.enforce_eager,
         "enable_sleep_mode": own.sleep,
         "linear_backend": IN_VLLM.get(backend, backend),
-        "scheduler_cls": scheduler.KEEPING,
+        "scheduler_cls": scheduler.SCHEDULER,
         "logprobs_mode": "processed_logprobs",  # at the temperature of sampling
         "generation_config": "vllm",  # ignore the model's own penalties and cuts
         "use_tqdm_on_load": False,
         "distributed_executor_backend": "uni" if cfg.gpus == 1 else "external_launcher",
         "seed": cfg.seed % 2**31,
-        **norms.arguments(cfg.aqn.norms),
+        **norm_arguments(cfg.aqn.norms),
     }
     if own.max_num_batched_tokens is not None:
         arguments["max_num_batched_tokens"] = own.max_num_batched_tokens
     if policy.device.type == "cpu":  # a chunk of a prompt would draw a token, and a CPU generator cannot step back
         arguments["enable_chunked_prefill"] = False
-    logging.getLogger("vllm.config.scheduler").addFilter(scheduler.news)
+    logging.getLogger("vllm.config.scheduler").addFilter(scheduler.is_no_custom_class_warning)
     try:
         return LLM(model=str(folder), **arguments, **of_adapter)
     except (ValueError, NotImplementedError, torch.OutOfMemoryError) as error:

@@ -21,10 +21,9 @@ from qerl_lab.config.schema import RunConfig
 from qerl_lab.model.policy import Policy
 from qerl_lab.rollout.engine import EngineFailed, OnDone, Rollout, Sampling, ignore
 from qerl_lab.rollout.vllm.base import scratch_folder
-from qerl_lab.rollout.vllm.lora_files import adapter_bytes, write_settings, write_weights
+from qerl_lab.rollout.vllm.transfer import adapter_bytes, decoded, write_settings, write_weights
 from qerl_lab.rollout.vllm_server import agreement
 from qerl_lab.rollout.vllm_server.client import Refused, Server
-from qerl_lab.rollout.vllm_server.wire import decoded
 
 NO_NAN = "not JSON compliant"  # Python's json error for a NaN, passed on by the server
 PROCESS = f"policy-{secrets.token_hex(4)}"  # prefix of this process's adapter names
@@ -34,7 +33,7 @@ HAD: set[str] = set()  # names of servers that this process took over
 class VllmServerEngine:
     """Engine on the server at `rollout.vllm_server.url`, which serves `policy`'s base to one run at a time.
 
-    Seeds determine the draws as in `vllm.engine`. Raises ConfigError if there is no server, or it serves another model
+    Seeds determine the draws as in `vllm_engine`. Raises ConfigError if there is no server, or it serves another model
     or with other settings.
     """
 
