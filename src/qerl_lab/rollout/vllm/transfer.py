@@ -5,7 +5,7 @@ Imports no vllm, because a server may run elsewhere.
 
 import base64
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,23 @@ def norm_arguments(names: Sequence[str]) -> dict[str, Any]:
     for bfloat16 norms would read float32 ones.
     """
     return {"worker_cls": WORKER, "additional_config": {FLOAT32_NORMS: list(names)}}
+
+
+def check_norms(held: Mapping[str, Tensor], clean: Mapping[str, Tensor], holder: str, way_out: str) -> None:
+    """Raise ConfigError unless an engine holds the policy's clean norms: same names, same weights, in float32.
+
+    The message begins with `holder`, the engine, and ends with `way_out`, what to type.
+    """
+    for name, weight in clean.items():
+        if name not in held:
+            why = f"has no layer {name}: its model is another, or names layers otherwise, so that no noise can be added"
+        elif held[name].dtype != torch.float32:
+            why = f"holds {name} in {held[name].dtype}, which cannot hold a small sigma; allowed: torch.float32"
+        elif not torch.equal(held[name], weight):
+            why = f"holds another weight of {name} than the policy: its model is another"
+        else:
+            continue
+        raise ConfigError(f"{holder} {why}. {way_out}")
 
 
 def encoded(tensor: Tensor) -> list[str]:

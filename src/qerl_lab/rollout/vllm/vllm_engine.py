@@ -37,7 +37,7 @@ from qerl_lab.rollout.vllm.adapter import AdapterFile, DenseAdapter
 from qerl_lab.rollout.vllm.backends import IN_VLLM, chosen
 from qerl_lab.rollout.vllm.base import folder_of
 from qerl_lab.rollout.vllm.kv_cache import bytes_per_token, free_bytes, kv_cache_bytes
-from qerl_lab.rollout.vllm.transfer import norm_arguments
+from qerl_lab.rollout.vllm.transfer import check_norms, norm_arguments
 
 # Run vLLM in this process; `LLM` has no argument for it.
 IN_THIS_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
@@ -75,7 +75,9 @@ class VllmEngine:
             from qerl_lab.rollout.vllm import sleep  # needs vLLM's GPU build
 
             sleep.install(self.llm)
-        self._check_norms()
+        self._norms = self._find_norms()  # kept for `sync`, because the lookup takes a millisecond
+        path = cfg.model.path
+        check_norms(self._norms, policy.clean_norms, f"vLLM, for model.path={path},", "Type rollout=transformers.")
         self.sync(CLEAN)
 
     @property
@@ -149,30 +151,13 @@ class VllmEngine:
         return {name: weight.detach().clone() for name, weight in self._find_norms().items()}
 
     def _find_norms(self) -> dict[str, nn.Parameter]:
-        """Return the norm weights of vLLM's model by full layer name. Raises AttributeError if one is missing."""
+        """Return the norm weights of vLLM's model by full layer name, without those that it does not have."""
 
         def find(model: nn.Module) -> dict[str, nn.Parameter]:
-            return {name: model.get_parameter(f"{name}.weight") for name in self.policy.norms}
+            weights = dict(model.named_parameters())
+            return {name: weights[key] for name in self.policy.norms if (key := f"{name}.weight") in weights}
 
         return self.llm.apply_model(find)[0]
-
-    def _check_norms(self) -> None:
-        """Raise ConfigError unless vLLM's model has the policy's norms: same names, same weights, in float32."""
-        try:
-            self._norms = held = self._find_norms()  # cached for `sync`, because the lookup takes a millisecond
-        except AttributeError as error:
-            raise ConfigError(
-                f"vLLM names the layers of {self.cfg.model.path} otherwise than transformers ({error}), so that no "
-                "noise can be put on them. Type rollout=transformers."
-            ) from error
-        for name, clean in self.policy.clean_norms.items():
-            if held[name].dtype != torch.float32:
-                raise ConfigError(
-                    f"vLLM computes {name} of {self.cfg.model.path} by a norm that cannot hold float32, and "
-                    f"{held[name].dtype} cannot hold a small sigma. Type rollout=transformers."
-                )
-            if not torch.equal(held[name], clean):
-                raise AssertionError(f"vLLM holds another weight of {name} than the policy")
 
     def generate(
         self, prompt_ids_P: list[list[int]], group_size: int, sampling: Sampling, on_done: OnDone = ignore

@@ -38,19 +38,20 @@ class NormWorker(Worker):
                 module.weight.data = module.weight.data.float()
 
     def qerl_describe(self) -> dict[str, Any]:
-        """Return the settings that a run compares with its own: dtype, format, kernels, log-probs, adapters."""
+        """Return the settings that a run compares with its own (`server_command.settings`), and the format."""
         own = self.vllm_config
         model, lora = own.model_config, own.lora_config
         return {
             "dtype": str(model.dtype).removeprefix("torch."),
+            "max_model_len": model.max_model_len,
             "quantization": model.quantization,
             "quantization_config": getattr(model.hf_config, "quantization_config", None),
             "kv_cache_dtype": str(own.cache_config.cache_dtype),
             "linear_backend": str(own.kernel_config.linear_backend),
             "logprobs_mode": str(model.logprobs_mode),
             "generation_config": str(model.generation_config),
-            "lora_rank": lora.max_lora_rank if lora else 0,
-            "loras": lora.max_loras if lora else 0,
+            "max_lora_rank": lora.max_lora_rank if lora else 0,
+            "max_loras": lora.max_loras if lora else 0,
         }
 
     def qerl_clear(self) -> None:

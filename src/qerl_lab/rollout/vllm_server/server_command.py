@@ -68,27 +68,29 @@ def unusual(cfg: RunConfig) -> dict[str, str]:
     return {key: str(own[key]).lower() for key in asdict(formats.build(cfg.format)) if own[key] != usual[key]}
 
 
-def backend_of(cfg: RunConfig) -> str:
-    """Return vLLM's name of the 4-bit kernel; its own choice is `auto`, which also stands for our `auto`."""
-    own = cfg.rollout.vllm.linear_backend
-    return "auto" if own in ("auto", "vllm") else own
+def settings(cfg: RunConfig, dtype: torch.dtype) -> dict[str, str | int]:
+    """Return the settings that a server must have for the run, by the names that `vllm serve` gives to its flags."""
+    rollout, own = cfg.rollout, cfg.rollout.vllm
+    return {
+        "dtype": str(dtype).removeprefix("torch."),
+        "max_model_len": rollout.max_prompt_tokens + rollout.max_completion_tokens,
+        "max_loras": 1, "max_lora_rank": max_rank(cfg.lora.rank),
+        "logprobs_mode": "processed_logprobs",  # at the temperature of sampling
+        "generation_config": "vllm",  # ignore the model's own penalties and cuts
+        "kv_cache_dtype": own.kv_cache_dtype,
+        # A server's own choice is called auto, which our auto leaves to it.
+        "linear_backend": "auto" if own.linear_backend == "vllm" else own.linear_backend,
+    }  # fmt: skip
 
 
 def flags(cfg: RunConfig, dtype: torch.dtype) -> list[str]:
     """Return the flags of `vllm serve`, without the model."""
-    rollout, own = cfg.rollout, cfg.rollout.vllm
-    url, held = urlsplit(rollout.vllm_server.url), norm_arguments(cfg.aqn.norms)
+    url, own, norms = urlsplit(cfg.rollout.vllm_server.url), cfg.rollout.vllm, norm_arguments(cfg.aqn.norms)
     words: dict[str, str | float | None] = {
         "--host": url.hostname, "--port": url.port or (443 if url.scheme == "https" else 80),
-        "--dtype": str(dtype).removeprefix("torch."),
-        "--max-model-len": rollout.max_prompt_tokens + rollout.max_completion_tokens,
-        "--max-num-seqs": rollout.batch_size,
-        "--max-loras": 1, "--max-lora-rank": max_rank(cfg.lora.rank),
-        "--logprobs-mode": "processed_logprobs",  # at the temperature of sampling
-        "--generation-config": "vllm",  # ignore the model's own penalties and cuts
-        "--kv-cache-dtype": own.kv_cache_dtype,
-        "--linear-backend": backend_of(cfg),
-        "--worker-cls": held["worker_cls"], "--additional-config": json.dumps(held["additional_config"]),
+        "--max-num-seqs": cfg.rollout.batch_size,
+        **{f"--{name.replace('_', '-')}": value for name, value in settings(cfg, dtype).items()},
+        "--worker-cls": norms["worker_cls"], "--additional-config": json.dumps(norms["additional_config"]),
     }  # fmt: skip
     if own.kv_cache_gib is not None:
         words["--kv-cache-memory-bytes"] = int(own.kv_cache_gib * GIB)

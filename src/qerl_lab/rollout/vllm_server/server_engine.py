@@ -17,13 +17,14 @@ from typing import Any
 from torch import Tensor
 
 from qerl_lab.aqn import CLEAN, Noise
+from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.model.policy import Policy
-from qerl_lab.rollout.engine import EngineFailed, OnDone, Rollout, Sampling, ignore
+from qerl_lab.rollout.engine import EngineFailed, OnDone, Rollout, Sampling, ignore, refuse_incomplete
 from qerl_lab.rollout.vllm.base import scratch_folder
-from qerl_lab.rollout.vllm.transfer import adapter_bytes, decoded, write_settings, write_weights
+from qerl_lab.rollout.vllm.transfer import adapter_bytes, check_norms, decoded, write_settings, write_weights
 from qerl_lab.rollout.vllm_server import agreement
-from qerl_lab.rollout.vllm_server.client import Refused, Server
+from qerl_lab.rollout.vllm_server.client import Refused, Server, Unanswered
 
 NO_NAN = "not JSON compliant"  # Python's json error for a NaN, passed on by the server
 PROCESS = f"policy-{secrets.token_hex(4)}"  # prefix of this process's adapter names
@@ -51,8 +52,8 @@ class VllmServerEngine:
             agreement.check_settings(self._server, cfg, policy)
             self._take_over()
             self.sync(CLEAN)
-            agreement.check_norms(self.norms(), policy, cfg)
-            agreement.check_logprobs(self, policy, cfg)
+            check_norms(self.norms(), policy.clean_norms, self._server.name, agreement.LINE)
+            agreement.check_logprobs(self._server, self, policy, cfg)
         except BaseException:
             self.close()
             raise
@@ -68,29 +69,30 @@ class VllmServerEngine:
             raise EngineFailed(f"{self._server.name} was taken by another run")
         write_weights(self.policy.model, self._folder)
         if not all(self._in_workers("qerl_sees", folder=str(self._folder))):
-            raise agreement.cannot_load(self._server, self._folder, "a worker sees no files there")
+            raise self._cannot_load("a worker sees no files there")
         HAD.add(self._server.name)
-        self._ask("/abort_requests", {}, "abort_requests")  # running requests would keep the prefix cache
+        self._server.ask("POST", "/abort_requests", {})  # running requests would keep the prefix cache
         self._in_workers("qerl_clear")  # the first sync resets the prefix cache
         for name in held:
-            self._unload(name)
+            with suppress(Refused):  # already gone
+                self._server.ask("POST", "/v1/unload_lora_adapter", {"lora_name": name})
         try:
             self._server.ask("POST", "/v1/load_lora_adapter", {"lora_name": self._name, "lora_path": str(self._folder)})
         except Refused as error:
             if "already been loaded" not in str(error):  # by an earlier try whose answer was lost
-                why = f"HTTP {error.status}: {error}"
-                raise agreement.cannot_load(self._server, self._folder, why) from error
-        except TimeoutError:
-            raise EngineFailed(f"{self._server.name} did not answer when it was to load the adapter") from None
+                raise self._cannot_load(str(error)) from error
 
-    def _unload(self, name: str) -> None:
-        """Unload an adapter from the server, if it is still there."""
-        with suppress(Refused):  # already gone
-            self._server.ask("POST", "/v1/unload_lora_adapter", {"lora_name": name})
+    def _cannot_load(self, why: str) -> ConfigError:
+        """Return the error for a server that cannot read the adapter's folder."""
+        return ConfigError(
+            f"{self._server.name} cannot load the adapter from {self._folder} ({why}). It reads the files itself. Type "
+            "rollout.vllm_server.adapter_dir=DIR, a folder that server and trainer see under one path, if it does not "
+            f"see them. {agreement.LINE}"
+        )
 
     def _adapters(self) -> list[str]:
         """Return the names of the server's adapters, the models that have a parent."""
-        cards = self._ask("/v1/models", None, "the list of models", "GET")["data"]
+        cards = self._server.ask("GET", "/v1/models")["data"]
         return [card["id"] for card in cards if card["parent"]]
 
     def _require_own(self) -> None:
@@ -108,7 +110,7 @@ class VllmServerEngine:
             raise EngineFailed(f"{self._server.name} answered the adapter with {wrong[0]}; allowed: one id")
         names = list(self.policy.norms)
         self._in_workers("qerl_noise", names=names, **(asdict(noise) | {"sigma": str(noise.sigma)}))
-        if not self._ask("/reset_prefix_cache", None, "sync")["success"]:
+        if not self._server.ask("POST", "/reset_prefix_cache")["success"]:
             raise EngineFailed(f"{self._server.name} kept its prefix cache at a sync: it still serves other requests")
 
     def sleep(self) -> None:
@@ -124,16 +126,7 @@ class VllmServerEngine:
 
     def _in_workers(self, method: str, **arguments: Any) -> list[Any]:
         """Call a method of `NormWorker` in every worker; return the results."""
-        return self._ask("/collective_rpc", {"method": method, "kwargs": arguments}, method)["results"]
-
-    def _ask(self, path: str, body: dict[str, Any] | None, what: str, method: str = "POST") -> Any:
-        """Send a request; turn refusals and timeouts into EngineFailed, naming `what`."""
-        try:
-            return self._server.ask(method, path, body)
-        except Refused as error:
-            raise EngineFailed(f"{self._server.name} failed in {what} (HTTP {error.status}: {error})") from error
-        except TimeoutError:
-            raise EngineFailed(f"{self._server.name} did not answer in {what}") from None
+        return self._server.ask("POST", "/collective_rpc", {"method": method, "kwargs": arguments})["results"]
 
     def generate(
         self, prompt_ids_P: list[list[int]], group_size: int, sampling: Sampling, on_done: OnDone = ignore
@@ -154,7 +147,7 @@ class VllmServerEngine:
             for job in as_completed(jobs):
                 groups[jobs[job]] = job.result()
                 on_done(group_size)
-        except TimeoutError:
+        except Unanswered:
             raise EngineFailed(
                 f"{self._server.name} finished {len(groups)} of {len(bodies)} groups in "
                 f"rollout.vllm.timeout_minutes={minutes:g}. Type a larger one if that many tokens take longer."
@@ -163,7 +156,7 @@ class VllmServerEngine:
             pool.shutdown(wait=False, cancel_futures=True)  # a hanging request ends at the deadline
         self._require_own()  # so it was during the whole rollout
         rows = [groups[index] for index in range(len(bodies))]
-        return Rollout(
+        rollout = Rollout(
             prompt_ids_P=prompt_ids_P,
             completion_ids_P_G=[[ids for ids, _, _ in group] for group in rows],
             logprobs_P_G=[[logprobs for _, logprobs, _ in group] for group in rows],
@@ -171,6 +164,8 @@ class VllmServerEngine:
             entropy=None,
             seconds=time.perf_counter() - started,
         )
+        refuse_incomplete(rollout, len(prompt_ids_P), group_size, sampling)
+        return rollout
 
     def _request(self, prompt: list[int], group_size: int, sampling: Sampling, seed: int) -> dict[str, Any]:
         """Build the body of a /v1/completions request for one prompt."""
@@ -190,7 +185,7 @@ class VllmServerEngine:
         }
 
     def _complete(self, body: dict[str, Any], deadline: float) -> "list[Completion]":
-        """Request the completions of one prompt. Raises EngineFailed, and TimeoutError after the deadline."""
+        """Request the completions of one prompt. Raises EngineFailed, which is Unanswered after the deadline."""
         try:
             answer = self._server.ask("POST", "/v1/completions", body, max(0.0, deadline - time.monotonic()))
         except Refused as error:
@@ -199,9 +194,10 @@ class VllmServerEngine:
                 # all, because the run ends at any NaN.
                 drawn = self._complete({**body, "logprobs": None}, deadline)
                 return [(ids, [float("nan")] * len(ids), reason) for ids, _, reason in drawn]
-            hint = ": it was started again, or another run took it" if error.status == 404 else ""
-            raise EngineFailed(f"{self._server.name} refused a prompt{hint} (HTTP {error.status}: {error})") from error
-        return completions(answer, body, self._server.name)
+            if error.status == 404:
+                raise EngineFailed(f"{error}: it was started again, or another run took it") from error
+            raise
+        return completions(answer, self._server.name)
 
     def held(self) -> dict[str, int]:
         """Return nothing; the server has its own memory."""
@@ -215,8 +211,8 @@ class VllmServerEngine:
 Completion = tuple[list[int], list[float], str]  # token ids, log-probs, finish reason
 
 
-def completions(answer: Any, asked: dict[str, Any], name: str) -> list[Completion]:
-    """Parse an answer of /v1/completions. Raises EngineFailed, naming the server, if it is incomplete."""
+def completions(answer: Any, name: str) -> list[Completion]:
+    """Parse an answer of /v1/completions. Raises EngineFailed, naming the server, if it is none or was aborted."""
     try:
         choices = sorted(answer["choices"], key=lambda choice: choice["index"])
         found = [
@@ -226,18 +222,9 @@ def completions(answer: Any, asked: dict[str, Any], name: str) -> list[Completio
             for choice in choices
         ]  # fmt: skip
     except (KeyError, TypeError) as error:
-        raise EngineFailed(
-            f"{name} answered a prompt with what is no completion ({type(error).__name__}: {error})"
-        ) from error
-    if len(found) != asked["n"]:
-        raise EngineFailed(f"{name} gave {len(found)} completions of a prompt; {asked['n']} were asked")
-    for ids, logprobs, reason in found:
-        told = 0 if asked["logprobs"] is None else len(ids)
-        if not 0 < len(ids) <= asked["max_tokens"] or len(logprobs) != told or reason not in ("stop", "length"):
-            raise EngineFailed(
-                f"{name} gave {len(ids)} tokens with {len(logprobs)} log-probs and the end {reason!r}; allowed: 1 to "
-                f"{asked['max_tokens']} tokens, {told} log-probs, an end of stop or length"
-            )
+        raise EngineFailed(f"{name} answered a prompt with no completion ({type(error).__name__}: {error})") from error
+    if other := [reason for _, _, reason in found if reason not in ("stop", "length")]:
+        raise EngineFailed(f"{name} ended a completion by {other[0]!r}; allowed: stop, length")
     return found
 
 
