@@ -4,8 +4,6 @@ tests/gpu/test_one_copy_gpu.py has vLLM's own.
 """
 
 import gc
-import importlib.util
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from engine_models import Form, engine_of, in_marlin, in_tiles, model_of, put
-from played_modules import play
+from played_vllm import played_engine
 from qerl_lab.config.option import ConfigError
 from qerl_lab.formats.marlin import CODES, SCALE, Marlin
 from qerl_lab.formats.nvfp4 import Nvfp4
@@ -26,7 +24,6 @@ from qerl_lab.model.dense import base_tensors, dense_tensors
 from qerl_lab.model.files import WeightFiles
 from qerl_lab.model.linear import PackedLinear, weight_bytes
 from qerl_lab.model.policy import Policy, save_adapter
-from qerl_lab.rollout import vllm as room
 from qerl_lab.rollout.vllm import base, one_copy
 from small_checkpoints import equal, write_random
 
@@ -298,39 +295,15 @@ class Llm:
     def reset_prefix_cache(self) -> bool:
         return True
 
-
-class NoAdapter:
-    def __init__(self, model: nn.Module, cfg: Any) -> None: ...
-
-    def arguments(self, folder: Path, backend: str) -> dict[str, Any]:
-        return {}
-
-    def begin(self, llm: Llm) -> None: ...
-
-    def sync(self, llm: Llm) -> None: ...
-
-    def close(self) -> None: ...
+    def adapter_arrives(self) -> None: ...
 
 
 @pytest.fixture
 def engine_module(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    if importlib.util.find_spec("vllm") is not None:
-        pytest.skip("vLLM is installed: tests/gpu has the real one")
-    stubs: dict[str, dict[str, Any]] = {
-        "vllm": {"LLM": Llm, "RequestOutput": object, "SamplingParams": object},
-        "vllm.distributed": {}, "vllm.distributed.parallel_state": {"destroy_model_parallel": None},
-        "vllm.sampling_params": {"RequestOutputKind": object},
-        "vllm.v1": {}, "vllm.v1.engine": {}, "vllm.v1.engine.exceptions": {"EngineDeadError": RuntimeError},
-        "qerl_lab.rollout.vllm.adapter": {"AdapterFile": NoAdapter, "DenseAdapter": NoAdapter},
-    }  # fmt: skip
-    play(monkeypatch, stubs)
-    module = importlib.import_module("qerl_lab.rollout.vllm.vllm_engine")
-    monkeypatch.setattr(module, "check_engine_on_cpu", lambda *_: None)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
     monkeypatch.setattr(Llm, "seen", [])
     monkeypatch.setattr(Llm, "policy", policy)
-    yield module
-    del sys.modules[module.__name__], room.vllm_engine
+    with played_engine(monkeypatch, Llm, {}) as module:
+        yield module
 
 
 def test_the_engine_shares_its_base_and_one_that_is_built_again_too(
