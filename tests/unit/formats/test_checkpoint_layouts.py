@@ -22,16 +22,6 @@ def packed(weight_format: Format) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("weight_format", CASES, ids=repr)
-def test_the_layout_is_what_quantize_makes(weight_format: Format) -> None:
-    tensors = packed(weight_format)
-    found = {key: (tuple(tensor.shape), tensor.dtype) for key, tensor in tensors.items()}
-    assert weight_format.layout(SHAPE) == found
-    accepted = weight_format.accept(tensors, SHAPE, name="q_proj")
-    assert list(accepted) == list(found)
-    assert all(torch.equal(accepted[key].view(torch.uint8), tensors[key].view(torch.uint8)) for key in found)
-
-
-@pytest.mark.parametrize("weight_format", CASES, ids=repr)
 def test_another_shape_or_dtype_is_refused_for_each_tensor(weight_format: Format) -> None:
     tensors = packed(weight_format)
     for key, tensor in tensors.items():

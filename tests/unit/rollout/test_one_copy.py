@@ -4,7 +4,6 @@ tests/gpu/test_one_copy_gpu.py has vLLM's own.
 """
 
 import gc
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,8 +16,7 @@ from torch import Tensor, nn
 from engine_models import Form, engine_of, in_marlin, in_tiles, model_of, put
 from played_vllm import played_engine
 from qerl_lab.config.option import ConfigError
-from qerl_lab.formats.marlin import CODES, SCALE, Marlin
-from qerl_lab.formats.nvfp4 import Nvfp4
+from qerl_lab.formats.marlin import CODES, SCALE
 from qerl_lab.formats.tiles import TILES
 from qerl_lab.model.dense import base_tensors, dense_tensors
 from qerl_lab.model.files import WeightFiles
@@ -125,28 +123,6 @@ def test_what_others_read_of_the_base_is_what_it_was(policy: Policy, cfg: Any, t
     assert (tmp_path / "adapter" / "adapter_model.safetensors").stat().st_size < 2**20  # without the base
 
 
-@pytest.mark.parametrize("merged", [False, True])
-def test_each_layer_is_turned_back_and_dequantized_once(
-    policy: Policy, monkeypatch: pytest.MonkeyPatch, merged: bool
-) -> None:
-    calls: Counter[str] = Counter()
-
-    def spied(kind: type, name: str) -> None:
-        plain = getattr(kind, name)
-
-        def counting(*args: Any) -> Any:
-            calls[name] += 1
-            return plain(*args)
-
-        monkeypatch.setattr(kind, name, counting)
-
-    one_copy.share(policy, engine_of(policy))
-    spied(Marlin, "stored")
-    spied(Nvfp4, "dequantize")
-    dense_tensors(policy, torch.float32, merged=merged)
-    assert calls == {"stored": 14, "dequantize": 14}
-
-
 @FORMS
 def test_neither_a_move_to_where_it_is_nor_another_dtype_changes_the_engine_s_tensors(
     policy: Policy, form: Form
@@ -181,15 +157,6 @@ def test_an_engine_that_is_built_again_takes_the_place_of_the_last(policy: Polic
     own = {tensor.untyped_storage().data_ptr() for tensor in buffers if tensor.numel() > 1}
     assert own <= storages(new)
     assert all(equal(a, b) for a, b in zip(gradients(policy), expected, strict=True))
-
-
-def test_a_policy_whose_engine_does_not_start_holds_its_own_weights(policy: Policy) -> None:
-    before = {name: tensor.clone() for name, tensor in base_tensors(policy).items()}
-    one_copy.share(policy, engine_of(policy))
-    with pytest.raises(ConfigError, match="no memory"), one_copy.parked(policy):
-        raise ConfigError("no memory")
-    assert not any(layer.form for layer in one_copy.layers_of(policy).values())
-    assert all(equal(base_tensors(policy)[name], tensor) for name, tensor in before.items())
 
 
 def test_a_layer_whose_scales_marlin_drops_keeps_its_own(policy: Policy) -> None:

@@ -355,14 +355,13 @@ class Link:
 
 def _check(places: Mapping[str, Pair], adapter: Mapping[str, Pair]) -> None:
     """Raise ConfigError if adapter and buffers differ in layers or shapes."""
-    for what, differing in (("without an adapter", places.keys() - adapter.keys()),
-                            ("that the engine has no place for", adapter.keys() - places.keys())):  # fmt: skip
-        if differing:
-            raise ConfigError(
-                f"{len(differing)} layers {what}, the first {min(differing)}; allowed: those that the engine was built "
-                "for, each once. Type lora.target_modules with linear layers of the model's blocks alone."
-            )
-    for name, place in places.items():
-        given, built = ([tuple(tensor.shape) for tensor in pair] for pair in (adapter[name], place))
-        if given != built:
-            raise ConfigError(f"the adapter of {name} has the shapes {given}; allowed: {built}, of lora.rank")
+    given, built = ({name: [tuple(tensor.shape) for tensor in pair] for name, pair in pairs.items()}
+                    for pairs in (adapter, places))  # fmt: skip
+    differing = sorted(name for name in given.keys() | built.keys() if given.get(name) != built.get(name))
+    if differing:
+        name = differing[0]
+        raise ConfigError(
+            f"{len(differing)} layers have another adapter than the engine was built for, the first {name}: shapes "
+            f"{given.get(name)}; allowed: {built.get(name)}, None for no adapter. Type lora.target_modules with linear "
+            "layers of the model's blocks alone."
+        )
