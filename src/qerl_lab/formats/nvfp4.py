@@ -106,7 +106,7 @@ class Nvfp4(CompressedTensors):
     def dequantize(self, packed: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         """Unpack to `[N, K]`: value * (scale / global scale) in float32, rounded once to `dtype`."""
         scale = packed["weight_scale"].float() / packed[DIVISOR]
-        return _scaled(packed["weight_packed"], scale, shape).to(dtype)
+        return e2m1.scaled(packed["weight_packed"], scale).to(dtype)
 
     def decoder(self, packed: Mapping[str, Tensor], shape: tuple[int, int]) -> Decoder:
         """Return W' = value * block scale and alpha = 1 / global scale, as the engines' kernels (Marlin) compute.
@@ -114,16 +114,11 @@ class Nvfp4(CompressedTensors):
         W' has at most six significant bits and is 0 or within 2**-10 and 2688: exact in bfloat16, float16 and float32.
         """
         alpha = packed[DIVISOR].reciprocal().item()
-        return Decoder(partial(_unscaled, packed["weight_packed"], packed["weight_scale"], shape), alpha)
+        return Decoder(partial(e2m1.dequantize, packed["weight_packed"], packed["weight_scale"]), alpha)
 
     def layout(self, shape: tuple[int, int]) -> Layout:
-        """Return the layout of codes and scales as `quantize` makes them."""
-        rows, columns = shape
-        return {
-            "weight_packed": ((rows, columns // 2), torch.uint8),
-            "weight_scale": ((rows, columns // self.BLOCK), self.SCALE_DTYPE),
-            DIVISOR: ((1,), torch.float32),
-        }
+        """Return the layout of codes, block scales and global scale."""
+        return super().layout(shape) | {DIVISOR: ((1,), torch.float32)}
 
     def accept(self, packed: Mapping[str, Tensor], shape: tuple[int, int], *, name: str) -> dict[str, Tensor]:
         """Check packed tensors. Raises ValueError for another layout, and for negative or NaN scales.
@@ -157,18 +152,3 @@ def _error(blocks: Tensor, divisor: Tensor, scale: Tensor) -> Tensor:
     exact = _in_units(blocks, divisor, scale)
     rounded = e2m1.decode(e2m1.pack(e2m1.encode(exact).flatten(1)), torch.float32).view_as(exact)
     return ((rounded - exact) * scale.unsqueeze(-1)).square().sum(-1, dtype=torch.float64)
-
-
-def _unscaled(codes: Tensor, scale: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """Unpack to W' `[N, K]` without the global scale, on a GPU with a Triton kernel."""
-    if codes.is_cuda:
-        from qerl_lab.formats.unpack_kernels import dequantize_e2m1
-
-        return dequantize_e2m1(codes, scale, shape, dtype)
-    return _scaled(codes, scale.to(dtype), shape)
-
-
-def _scaled(packed: Tensor, scale: Tensor, shape: tuple[int, int]) -> Tensor:
-    """Multiply E2M1 values by their block scales, in the dtype of `scale`."""
-    values = e2m1.decode(packed, scale.dtype).unflatten(1, (-1, Nvfp4.BLOCK))
-    return (values * scale.unsqueeze(-1)).reshape(shape)
