@@ -52,7 +52,7 @@ def times(model: str, rows: list[int], rank: int) -> Iterator[Row]:
     `fp4_tiles` both in one kernel, if it supports the model.
     """
     linears = fused_linears(model)
-    taken = not fp4_tiles.refusal() and all(fp4_tiles.takes(*linear, rank) for linear in linears.values())
+    taken = not fp4_tiles.refusal() and all(fp4_tiles.supports(*linear, rank) for linear in linears.values())
     for layer, (sizes, columns) in linears.items():
         every = arms(sizes, columns, rank)
         if not taken:

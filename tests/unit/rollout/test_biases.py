@@ -73,7 +73,7 @@ def test_few_rows_and_many_have_the_bias_that_was_loaded(one_adapter: Any, rows:
     method.sizes = [N]
     method.process_weights_after_loading(layer)
     model = nn.ModuleList([layer])
-    one_adapter.lend(model, {"a.up_proj": own})
+    one_adapter.use_packed_layers(model, {"a.up_proj": own})
     x = torch.randn(rows, K)
     y = method.routed(layer, x, layer.bias if biased else None)
     expected = x @ dense.t() + x @ layer.adapter_A.t() @ layer.adapter_B.t() + (bias if biased else 0)
@@ -96,7 +96,7 @@ def test_from_dense_rows_on_the_base_s_kernel_is_not_asked(one_adapter: Any, bia
     method = one_adapter.OneAdapterMethod(Kernel(torch.full((N, K), 7.0)), RANK, ["a.up_proj"], [True], routes)
     method.sizes = [N]
     method.process_weights_after_loading(layer)
-    one_adapter.lend(nn.ModuleList([layer]), {})
+    one_adapter.use_packed_layers(nn.ModuleList([layer]), {})
     layer.adapter_A.fill_(3.0)  # as a sync does: what lies below the weight is the adapter's
     assert (layer.stacked[N:] == 3).all()
     bias = layer.bias if biased else None
@@ -190,7 +190,7 @@ def test_a_gpu_that_mps_shares_is_refused(one_adapter: Any, asked: list, monkeyp
 def test_a_layer_that_the_kernel_does_not_take_is_refused(
     one_adapter: Any, asked: list, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fp4_tiles, "takes", lambda sizes, columns, rank: (sizes, columns, rank) != ([64], 256, RANK))
+    monkeypatch.setattr(fp4_tiles, "supports", lambda sizes, columns, rank: (sizes, columns, rank) != ([64], 256, RANK))
     with pytest.raises(ConfigError, match=r"fp4_tiles does not take a.up_proj, \[64\] x 256 at rank"):
         loaded(one_adapter)
 

@@ -75,7 +75,7 @@ def of_peft(learner: Policy) -> Tensor:
 
 def write(llm: LLM, adapter: dict[str, tuple[Tensor, Tensor]], scaling: float = SCALING) -> None:
     def worker(model: nn.Module) -> None:
-        one_adapter.Link(model, adapter).write(scaling)
+        one_adapter.AdapterBuffers(model, adapter).write(scaling)
 
     llm.apply_model(worker)
 

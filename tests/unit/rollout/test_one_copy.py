@@ -95,13 +95,13 @@ def test_a_layer_in_tiles_with_codes_under_a_scale_of_0_keeps_its_own(policy: Po
     name = "model.layers.1.self_attn.k_proj"
     layer = one_copy.layers_of(policy)[name]
     layer.weight_scale.view(torch.uint8)[3, 5] = 0
-    with one_copy.parked(policy):
+    with one_copy.packed_on_host(policy):
         assert one_copy.share(policy, engine_of(policy, form=in_tiles)) == [name]
 
 
 def test_tiles_keep_scales_that_marlin_drops(policy: Policy) -> None:
     one_copy.layers_of(policy)["model.layers.1.self_attn.k_proj"].weight_scale.view(torch.uint8)[3, 5] = 7
-    with one_copy.parked(policy):
+    with one_copy.packed_on_host(policy):
         assert one_copy.share(policy, engine_of(policy, form=in_tiles)) == []
 
 
@@ -141,11 +141,11 @@ def test_an_engine_that_is_built_again_takes_the_place_of_the_last(policy: Polic
     before, expected = base_tensors(policy), gradients(policy)
     before = {name: tensor.clone() for name, tensor in before.items()}
     old = engine_of(policy, form=form)
-    with one_copy.parked(policy):
+    with one_copy.packed_on_host(policy):
         one_copy.share(policy, old)
     alive = [tensor for tensor in (*old.parameters(), *old.buffers()) if tensor.numel() > 1]
     pointers = {tensor.data_ptr() for tensor in alive}
-    with one_copy.parked(policy):
+    with one_copy.packed_on_host(policy):
         assert not any(layer.form for layer in one_copy.layers_of(policy).values())
         assert all(equal(base_tensors(policy)[name], tensor) for name, tensor in before.items())
         new = engine_of(policy, form=form)
@@ -166,7 +166,7 @@ def test_a_layer_whose_scales_marlin_drops_keeps_its_own(policy: Policy) -> None
     layer.weight_scale.view(torch.uint8)[3, 5] = 7  # 7/512, the largest subnormal number
     layer.hold(layer.packed())
     before = gradients(policy)
-    with one_copy.parked(policy):
+    with one_copy.packed_on_host(policy):
         assert one_copy.share(policy, engine_of(policy)) == [name]
     shared = [one for one, layer in one_copy.layers_of(policy).items() if layer.form is not None]
     assert len(shared) == 13
@@ -179,7 +179,7 @@ def test_back_to_the_gpu_go_those_that_are_not_shared(policy: Policy, monkeypatc
     layers = one_copy.layers_of(policy)
     layers["model.layers.1.self_attn.k_proj"].weight_scale.view(torch.uint8)[3, 5] = 7
     monkeypatch.setattr(type(policy), "device", torch.device("meta"))
-    with one_copy.parked(policy):
+    with one_copy.packed_on_host(policy):
         assert {layer.weight.device.type for layer in layers.values()} == {"cpu"}
         (kept,) = one_copy.share(policy, engine_of(policy))
     assert {name for name, layer in layers.items() if layer.weight.is_meta} == {kept}

@@ -150,7 +150,7 @@ def test_a_place_without_locks_is_refused(tmp_path: Path, monkeypatch) -> None:
 
     monkeypatch.setattr(fcntl, "flock", refuse)
     with pytest.raises(ConfigError, match=r"model-0 cannot be locked .+ Type scratch=DIR"):
-        base.hold(tmp_path / "model-0")
+        base.lock_folder(tmp_path / "model-0")
 
 
 @pytest.mark.parametrize(("free", "in_memory"), [(1000, False), (1300, True)])

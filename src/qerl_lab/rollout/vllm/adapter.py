@@ -37,9 +37,11 @@ class DenseAdapter:
     def begin(self, llm: LLM) -> None:
         """Find the adapter's buffers, and let vLLM's layers read the policy's packed weights."""
         layers, adapter = packed_layers(self.model.get_base_model()), one_adapter.adapter_of(self.model)
-        llm.apply_model(lambda model: one_adapter.lend(model, layers))
-        self.link: one_adapter.Link = llm.apply_model(lambda model: one_adapter.Link(model, adapter))[0]
-        modules = (module for pair in one_adapter.learned(self.model).values() for module in pair)
+        llm.apply_model(lambda model: one_adapter.use_packed_layers(model, layers))
+        self.buffers: one_adapter.AdapterBuffers = llm.apply_model(
+            lambda model: one_adapter.AdapterBuffers(model, adapter)
+        )[0]
+        modules = (module for pair in one_adapter.lora_modules(self.model).values() for module in pair)
         self.read = [(module, module.weight) for module in modules]
 
     def sync(self, llm: LLM) -> None:
@@ -47,11 +49,11 @@ class DenseAdapter:
         if any(module.weight is not weight for module, weight in self.read):
             raise AssertionError("the policy's adapter has other tensors than when the engine began")
         scaling = (self.lora.alpha or self.lora.rank) / self.lora.rank
-        llm.apply_model(lambda model: self.link.write(scaling))
+        llm.apply_model(lambda model: self.buffers.write(scaling))
 
     def close(self) -> None:
         """Drop the references to vLLM's buffers."""
-        del self.link
+        del self.buffers
 
 
 class AdapterFile:

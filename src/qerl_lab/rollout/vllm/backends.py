@@ -33,7 +33,9 @@ def chosen(cfg: RunConfig, model: nn.Module) -> str:
     otherwise = "marlin" if own.share_base else "vllm"
     if cfg.format.name != "nvfp4" or own.lora != "dense" or not torch.cuda.is_available():
         return otherwise
-    unfit = "" if tiles_fit(model, cfg.lora.rank) else f"takes {fp4_tiles.TAKEN}, in bfloat16, with one global scale"
+    unfit = (
+        "" if tiles_fit(model, cfg.lora.rank) else f"takes {fp4_tiles.SUPPORTED}, in bfloat16, with one global scale"
+    )
     if why := fp4_tiles.refusal() or unfit:
         print(f"linear_backend={otherwise}, because fp4_tiles {why}")
         return otherwise
@@ -45,7 +47,7 @@ def tiles_fit(model: nn.Module, lora_rank: int) -> bool:
     layers = packed_layers(model)
     groups = [[layers[name] for name in group] for group in fused_groups(list(layers))]
     return all(
-        fp4_tiles.takes([layer.out_features for layer in group], group[0].in_features, lora_rank)
+        fp4_tiles.supports([layer.out_features for layer in group], group[0].in_features, lora_rank)
         and {layer.compute_dtype for layer in group} == {torch.bfloat16}
         and len({layer.packed()[DIVISOR].item() for layer in group}) == 1
         for group in groups

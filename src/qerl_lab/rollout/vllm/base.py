@@ -84,7 +84,7 @@ def named_folder(name: str, place: Path) -> Iterator[Path]:
     vLLM's cache of compiled code depends on the model's path, so a random path would make every run compile.
     """
     numbered = (place / f"{name}-{number}" for number in itertools.count())
-    path, held = next((path, held) for path in numbered if (held := hold(path)) is not None)
+    path, held = next((path, held) for path in numbered if (held := lock_folder(path)) is not None)
     try:
         yield path
     finally:
@@ -95,12 +95,12 @@ def named_folder(name: str, place: Path) -> Iterator[Path]:
 def remove_left(place: Path, pattern: str) -> None:
     """Remove folders in `place` that match a glob and are not locked, left by killed processes."""
     for path in place.glob(pattern):
-        if (held := hold(path)) is not None:
+        if (held := lock_folder(path)) is not None:
             path.rmdir()
             os.close(held)
 
 
-def hold(path: Path) -> int | None:
+def lock_folder(path: Path) -> int | None:
     """Create and lock the folder `path`, empty; return its descriptor, None if another process or user has it.
 
     Raises ConfigError if the file system has no locks, because used and abandoned folders would look alike.

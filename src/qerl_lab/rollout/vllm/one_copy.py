@@ -35,7 +35,7 @@ def layers_of(policy: Policy) -> Layers:
 
 
 @contextmanager
-def parked(policy: Policy) -> Iterator[None]:
+def packed_on_host(policy: Policy) -> Iterator[None]:
     """Move the packed weights to host memory within the context; afterwards move back those that are not shared."""
     layers, device = layers_of(policy).values(), policy.device
     for layer in layers:

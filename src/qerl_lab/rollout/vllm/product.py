@@ -51,7 +51,7 @@ def on_gpu(y: Tensor, x: Tensor, A: Tensor, B: Tensor, sizes: list[int]) -> None
     from qerl_lab.rollout.vllm import adapter_kernels  # needs triton
 
     rows = x.shape[0]
-    if not expands(rows, B.shape[1]):
+    if not expand_is_faster(rows, B.shape[1]):
         add_products(y, x, A, B, sizes)
     elif rows > SHRINK_ROWS or rows * A.numel() > SHRINK_WORK:
         adapter_kernels.expand(y, (x @ A.t())[None], B, sizes)
@@ -59,7 +59,7 @@ def on_gpu(y: Tensor, x: Tensor, A: Tensor, B: Tensor, sizes: list[int]) -> None
         adapter_kernels.expand(y, adapter_kernels.shrink(x, A), B, sizes)
 
 
-def expands(rows: int, rank: int) -> bool:
+def expand_is_faster(rows: int, rank: int) -> bool:
     """Return whether `adapter_kernels.expand` is expected to beat cuBLAS."""
     return rank <= MAX_RANK and rows * rank <= EXPAND_WORK
 
@@ -79,7 +79,7 @@ def stacked_product(
         bias: `[N]`.
     """
     W, A = stacked.split([len(B), len(stacked) - len(B)])
-    if not (x.is_cuda and expands(len(x), B.shape[1])):
+    if not (x.is_cuda and expand_is_faster(len(x), B.shape[1])):
         y = scaled_linear(x, W, alpha, bias)
         add_adapter(y, x, A, B, sizes)
         return y

@@ -63,8 +63,8 @@ class VllmEngine:
         own = DenseAdapter if cfg.rollout.vllm.lora == "dense" else AdapterFile
         self._adapter: DenseAdapter | AdapterFile = own(policy.model, cfg)
         share = cfg.rollout.vllm.share_base
-        aside = one_copy.parked(policy) if share else nullcontext()
-        with own_randomness(policy.device), aside, folder_of(policy, cfg) as folder:
+        aside = one_copy.packed_on_host(policy) if share else nullcontext()
+        with random_state_restored(policy.device), aside, folder_of(policy, cfg) as folder:
             self.linear_backend = chosen(cfg, policy.model)
             of_adapter = self._adapter.arguments(folder, self.linear_backend)
             self._llm: LLM | None = start(cfg, folder, policy, self.linear_backend, of_adapter)
@@ -99,7 +99,7 @@ class VllmEngine:
             for name, weight in noisy.items():
                 self._norms[name].data.copy_(weight)  # in place, because CUDA graphs read this address
 
-        with failing("sync"):
+        with raising_engine_failed("sync"):
             self._adapter.sync(self.llm)
             self.llm.apply_model(write)
             if not self.llm.reset_prefix_cache():
@@ -117,7 +117,7 @@ class VllmEngine:
         from qerl_lab.rollout.vllm import sleep
 
         self._asleep = True
-        with failing("sleep"):
+        with raising_engine_failed("sleep"):
             try:
                 self.llm.sleep(level=1)
             except AssertionError:  # vLLM's check after sleeping: another program took GPU memory meanwhile
@@ -128,7 +128,7 @@ class VllmEngine:
         """Take the cache's memory again, empty. Raises EngineFailed, and stays asleep, if others hold it by now."""
         if not self._asleep:
             return
-        with failing("wake_up"):
+        with raising_engine_failed("wake_up"):
             torch.cuda.empty_cache()  # return torch's cached memory to the device
             self.llm.collective_rpc("wake_up")  # the worker first, whatever state vLLM's engine is in
             self.llm.wake_up()
@@ -168,7 +168,7 @@ class VllmEngine:
         """
         started = time.perf_counter()
         self._wake()
-        with own_randomness(self.policy.device):
+        with random_state_restored(self.policy.device):
             names_P_G = self._send(prompt_ids_P, group_size, sampling)
             found = self._receive(len(prompt_ids_P), on_done)
         outputs_P = [sorted(found[str(p)].outputs, key=lambda output: output.index) for p in range(len(prompt_ids_P))]
@@ -185,7 +185,7 @@ class VllmEngine:
         """Queue the requests; return vLLM's names of the completions."""
         scheduler.LOGPROBS.clear()  # leftovers of a failed rollout
         seeds, names_P_G = sampling.seeds(len(prompt_ids_P)), []
-        with failing("generate"):
+        with raising_engine_failed("generate"):
             for index, (ids, seed) in enumerate(zip(prompt_ids_P, seeds, strict=True)):
                 how = SamplingParams(
                     n=group_size,
@@ -212,7 +212,7 @@ class VllmEngine:
         deadline = time.monotonic() + 60 * minutes
         try:
             while engine.has_unfinished_requests():
-                with failing("generate"):
+                with raising_engine_failed("generate"):
                     finished = [output for output in engine.step() if output.finished]
                 found |= {output.request_id: output for output in finished}
                 for output in finished:
@@ -307,7 +307,7 @@ def start(cfg: RunConfig, folder: Path, policy: Policy, backend: str, of_adapter
 
 
 @contextmanager
-def failing(what: str) -> Iterator[None]:
+def raising_engine_failed(what: str) -> Iterator[None]:
     """Turn errors of a broken vLLM into EngineFailed; let errors of wrong calls pass."""
     try:
         yield
@@ -323,7 +323,7 @@ def failing(what: str) -> Iterator[None]:
 
 
 @contextmanager
-def own_randomness(device: torch.device) -> Iterator[None]:
+def random_state_restored(device: torch.device) -> Iterator[None]:
     """Restore all random generators afterwards, because vLLM seeds them in the trainer's process."""
     states = random.getstate(), np.random.get_state()  # noqa: NPY002 - vLLM seeds the legacy generator
     try:
