@@ -96,7 +96,7 @@ def adapter_module(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
         return
     play(monkeypatch, {
         "vllm": {"LLM": object}, "vllm.lora": {}, "vllm.lora.request": {"LoRARequest": object},
-        "qerl_lab.rollout.vllm.one_adapter": {},
+        "qerl_lab.rollout.vllm.one_adapter": {"AdapterBuffers": object},
     })  # fmt: skip
     yield importlib.import_module(name)
     del sys.modules[name], sys.modules["qerl_lab.rollout.vllm"].adapter

@@ -16,6 +16,7 @@ from qerl_lab.model.linear import packed_layers
 from qerl_lab.rollout.vllm import one_adapter
 from qerl_lab.rollout.vllm.backends import FP4_TILES
 from qerl_lab.rollout.vllm.base import scratch_folder
+from qerl_lab.rollout.vllm.one_adapter import AdapterBuffers
 from qerl_lab.rollout.vllm.transfer import adapter_bytes, max_rank, write_settings, write_weights
 
 NAME, ID = "policy", 1
@@ -38,9 +39,7 @@ class DenseAdapter:
         """Find the adapter's buffers, and let vLLM's layers read the policy's packed weights."""
         layers, adapter = packed_layers(self.model.get_base_model()), one_adapter.adapter_of(self.model)
         llm.apply_model(lambda model: one_adapter.use_packed_layers(model, layers))
-        self.buffers: one_adapter.AdapterBuffers = llm.apply_model(
-            lambda model: one_adapter.AdapterBuffers(model, adapter)
-        )[0]
+        self.buffers: AdapterBuffers = llm.apply_model(lambda model: AdapterBuffers(model, adapter))[0]
         modules = (module for pair in one_adapter.lora_modules(self.model).values() for module in pair)
         self.read = [(module, module.weight) for module in modules]
 

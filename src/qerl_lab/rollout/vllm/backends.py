@@ -33,9 +33,8 @@ def chosen(cfg: RunConfig, model: nn.Module) -> str:
     otherwise = "marlin" if own.share_base else "vllm"
     if cfg.format.name != "nvfp4" or own.lora != "dense" or not torch.cuda.is_available():
         return otherwise
-    unfit = (
-        "" if tiles_fit(model, cfg.lora.rank) else f"takes {fp4_tiles.SUPPORTED}, in bfloat16, with one global scale"
-    )
+    fits = tiles_fit(model, cfg.lora.rank)
+    unfit = "" if fits else f"takes {fp4_tiles.SUPPORTED}, in bfloat16, with one global scale"
     if why := fp4_tiles.refusal() or unfit:
         print(f"linear_backend={otherwise}, because fp4_tiles {why}")
         return otherwise

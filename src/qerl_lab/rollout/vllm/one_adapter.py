@@ -172,9 +172,9 @@ def _(x: Tensor, adapter: Tensor, bias: Tensor | None, columns: int) -> Tensor:
 class OneAdapterMethod(LinearMethodBase):
     """Linear method that adds an adapter to `base`; `parts` are the layer's parts (e.g. q, k, v).
 
-    The layer gets the buffers `adapter_A` [P * r, K] and `adapter_B` [N, r], zero until `AdapterBuffers.write`. N and K are this
-    process's. Tensor parallelism is not supported: it would have to cut B of a column-parallel and A of a row-parallel
-    layer like the weight.
+    The layer gets the buffers `adapter_A` [P * r, K] and `adapter_B` [N, r], zero until `AdapterBuffers.write`. N and K
+    are this process's. Tensor parallelism is not supported: it would have to cut B of a column-parallel and A of a
+    row-parallel layer like the weight.
     """
 
     def __init__(self, base: Any, rank: int, parts: list[str], own: list[bool], routes: Routes = Routes()) -> None:
