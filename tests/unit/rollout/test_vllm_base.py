@@ -82,15 +82,6 @@ def test_weights_that_bf16_rounds_are_handed_over_rounded(tmp_path: Path, tiny, 
     assert not torch.equal(handed, WeightFiles(model).tensor(name))
 
 
-def test_a_copy_is_removed_after_a_failure_too(tiny, build_policy) -> None:
-    cfg = tiny(format__name="nvfp4")
-    handed = base.folder_of(build_policy(cfg), cfg)
-    folder = handed.__enter__()
-    assert folder.exists()
-    handed.__exit__(KeyError, KeyError("the engine does not start"), None)
-    assert not folder.exists()
-
-
 def test_runs_of_one_architecture_and_format_read_the_same_path_one_after_another(tiny, build_policy) -> None:
     """vLLM keeps compiled code under the path of the model."""
     paths = []

@@ -5,7 +5,7 @@ Imports no vllm, because a server may run elsewhere.
 
 import base64
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +16,52 @@ from torch import Tensor
 
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.paths import WEIGHTS
+from qerl_lab.config.schema import RunConfig
 from qerl_lab.disk import let_read
+from qerl_lab.rollout.engine import Sampling
 
 WORKER = "qerl_lab.rollout.vllm.worker.NormWorker"
 FLOAT32_NORMS = "qerl_lab_float32_norms"  # key in additional_config
 MAX_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # allowed by vLLM's LoRAConfig
 
 
-def norm_arguments(names: Sequence[str]) -> dict[str, Any]:
-    """Return the `vllm.LLM` arguments that hold the norms in `names` (last part of the layer name) in float32.
+def serving_arguments(cfg: RunConfig, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    """Return what a run needs of any vLLM: arguments of `vllm.LLM`, which are flags of `vllm serve` too.
 
-    `additional_config` carries the names because it is part of vLLM's key for compiled code. Otherwise a graph compiled
-    for bfloat16 norms would read float32 ones.
+    `NormWorker` holds the norms of `aqn.norms` in float32. `additional_config` carries their names because it is part
+    of vLLM's key for compiled code. Otherwise a graph compiled for bfloat16 norms would read float32 ones.
     """
-    return {"worker_cls": WORKER, "additional_config": {FLOAT32_NORMS: list(names)}}
+    rollout, own = cfg.rollout, cfg.rollout.vllm
+    arguments: dict[str, Any] = {
+        "dtype": str(dtype).removeprefix("torch."),
+        "max_model_len": rollout.max_prompt_tokens + rollout.max_completion_tokens,
+        "max_num_seqs": rollout.batch_size,
+        "kv_cache_dtype": own.kv_cache_dtype,
+        "enforce_eager": own.enforce_eager,
+        "logprobs_mode": "processed_logprobs",  # at the temperature of sampling
+        "generation_config": "vllm",  # ignore the model's own penalties and cuts
+        "worker_cls": WORKER,
+        "additional_config": {FLOAT32_NORMS: list(cfg.aqn.norms)},
+    }
+    if own.max_num_batched_tokens is not None:
+        arguments["max_num_batched_tokens"] = own.max_num_batched_tokens
+    if device.type == "cpu":  # a chunk of a prompt would draw a token, and a CPU generator cannot step back
+        arguments["enable_chunked_prefill"] = False
+    return arguments
+
+
+def sampling_arguments(sampling: Sampling, group_size: int, seed: int, end_ids: list[int]) -> dict[str, Any]:
+    """Return arguments of `vllm.SamplingParams`, which are keys of a /v1/completions request too, for one prompt."""
+    return {
+        "n": group_size,
+        "seed": seed,  # completion g uses seed + g
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "max_tokens": sampling.max_tokens,
+        # vLLM returns log-probs after the nucleus cut, but `Rollout` needs them before it.
+        "logprobs": 0 if sampling.top_p == 1 else None,
+        "stop_token_ids": end_ids,
+    }
 
 
 def check_norms(held: Mapping[str, Tensor], clean: Mapping[str, Tensor], holder: str, way_out: str) -> None:

@@ -37,7 +37,7 @@ from qerl_lab.rollout.vllm.adapter import AdapterFile, DenseAdapter
 from qerl_lab.rollout.vllm.backends import IN_VLLM, chosen
 from qerl_lab.rollout.vllm.base import folder_of
 from qerl_lab.rollout.vllm.kv_cache import bytes_per_token, free_bytes, kv_cache_bytes
-from qerl_lab.rollout.vllm.transfer import check_norms, norm_arguments
+from qerl_lab.rollout.vllm.transfer import check_norms, sampling_arguments, serving_arguments
 
 # Run vLLM in this process; `LLM` has no argument for it.
 IN_THIS_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
@@ -187,18 +187,8 @@ class VllmEngine:
         seeds, names_P_G = sampling.seeds(len(prompt_ids_P)), []
         with raising_engine_failed("generate"):
             for index, (ids, seed) in enumerate(zip(prompt_ids_P, seeds, strict=True)):
-                how = SamplingParams(
-                    n=group_size,
-                    seed=seed,  # completion g uses seed + g
-                    temperature=sampling.temperature,
-                    top_p=sampling.top_p,
-                    max_tokens=sampling.max_tokens,
-                    # vLLM returns log-probs after the nucleus cut, but `Rollout` needs them before it.
-                    logprobs=0 if sampling.top_p == 1 else None,
-                    stop_token_ids=self.policy.end_ids(),
-                    detokenize=False,
-                    output_kind=RequestOutputKind.FINAL_ONLY,
-                )
+                given = sampling_arguments(sampling, group_size, seed, self.policy.end_ids())
+                how = SamplingParams(**given, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
                 request = self.llm.llm_engine.add_request(
                     str(index), {"prompt_token_ids": ids}, how, lora_request=self._adapter.request
                 )
@@ -267,7 +257,7 @@ class VllmEngine:
 
 def start(cfg: RunConfig, folder: Path, policy: Policy, backend: str, of_adapter: dict[str, Any]) -> LLM:
     """Build vLLM's `LLM` for the model in `folder`. Raises ConfigError if vLLM refuses."""
-    rollout, own = cfg.rollout, cfg.rollout.vllm
+    own = cfg.rollout.vllm
     config, dtype = read_json(folder / "config.json"), policy.model.dtype
     per_token = bytes_per_token(config, 1 if own.kv_cache_dtype == "fp8" else dtype.itemsize)
     weights = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
@@ -275,27 +265,16 @@ def start(cfg: RunConfig, folder: Path, policy: Policy, backend: str, of_adapter
         packed = packed_layers(policy.model.get_base_model()).values()
         weights += sum(layer.out_features * layer.in_features for layer in packed) * dtype.itemsize
     arguments: dict[str, Any] = {
-        "dtype": str(dtype).removeprefix("torch."),
-        "max_model_len": rollout.max_prompt_tokens + rollout.max_completion_tokens,
-        "max_num_seqs": rollout.batch_size,
+        **serving_arguments(cfg, dtype, policy.device),
         "kv_cache_memory_bytes": kv_cache_bytes(cfg, per_token, free_bytes(policy.device) - weights),
         "gpu_memory_utilization": 0.01,  # no effect with the line above, but checked against free memory
-        "kv_cache_dtype": own.kv_cache_dtype,
-        "enforce_eager": own.enforce_eager,
         "enable_sleep_mode": own.sleep,
         "linear_backend": IN_VLLM.get(backend, backend),
         "scheduler_cls": scheduler.SCHEDULER,
-        "logprobs_mode": "processed_logprobs",  # at the temperature of sampling
-        "generation_config": "vllm",  # ignore the model's own penalties and cuts
         "use_tqdm_on_load": False,
         "distributed_executor_backend": "uni" if cfg.gpus == 1 else "external_launcher",
         "seed": cfg.seed % 2**31,
-        **norm_arguments(cfg.aqn.norms),
     }
-    if own.max_num_batched_tokens is not None:
-        arguments["max_num_batched_tokens"] = own.max_num_batched_tokens
-    if policy.device.type == "cpu":  # a chunk of a prompt would draw a token, and a CPU generator cannot step back
-        arguments["enable_chunked_prefill"] = False
     logging.getLogger("vllm.config.scheduler").addFilter(scheduler.is_no_custom_class_warning)
     try:
         return LLM(model=str(folder), **arguments, **of_adapter)

@@ -26,7 +26,7 @@ class NormWorker(Worker):
     """vLLM's worker plus float32 norms, noise on them, and reloading of a server's one adapter."""
 
     def load_model(self, **options: Any) -> None:
-        """Load the model, then convert the norms listed by `transfer.norm_arguments` to float32.
+        """Load the model, then convert the norms listed by `transfer.serving_arguments` to float32.
 
         This happens before vLLM compiles the model and captures CUDA graphs, which fix a weight's dtype and address.
         vLLM's RMSNorm multiplies in the dtype of its weight and returns the dtype of its input.

@@ -39,21 +39,19 @@ def check_settings(server: Server, cfg: RunConfig, policy: Policy) -> None:
                 f"{server.name} has a worker that answers what was asked before: vLLM's workers are out of step after "
                 f"an error in several of them. Start it again. {LINE}"
             )
+        served = format_of(found.pop("quantization"), found.pop("quantization_config"))
         wanted = settings(cfg, policy.model.dtype) | {"format": cfg.format.name}
-        found["format"] = format_of(found)
-        for key, value in wanted.items():
-            if found[key] < value if key in AT_LEAST else found[key] != value:
-                bound = "at least " if key in AT_LEAST else ""
-                raise ConfigError(f"{server.name} has {key}={found[key]}; allowed for this run: {bound}{value}. {LINE}")
+        for key, value in (found | {"format": served}).items():
+            least = key in AT_LEAST
+            if value < wanted[key] if least else value != wanted[key]:
+                allowed = f"{'at least ' if least else ''}{wanted[key]}"
+                raise ConfigError(f"{server.name} has {key}={value}; allowed for this run: {allowed}. {LINE}")
 
 
-def format_of(found: dict[str, Any]) -> str:
-    """Return the format of the server's base, or what the server calls it if the lab does not know it."""
-    name: str = found["quantization"] or DENSE_FORMAT
-    if found["quantization_config"] is None:
-        return name
+def format_of(name: str | None, config: dict[str, Any] | None) -> str:
+    """Return the format of the server's base, or what vLLM calls it if the lab does not know it."""
     try:
-        return formats.recognize(found["quantization_config"]).weight_format.NAME
+        return formats.recognize(config).weight_format.NAME if config is not None else name or DENSE_FORMAT
     except ValueError as error:
         return f"{name} ({error})"
 

@@ -22,7 +22,14 @@ from qerl_lab.config.schema import RunConfig
 from qerl_lab.model.policy import Policy
 from qerl_lab.rollout.engine import EngineFailed, OnDone, Rollout, Sampling, ignore, refuse_incomplete
 from qerl_lab.rollout.vllm.base import scratch_folder
-from qerl_lab.rollout.vllm.transfer import adapter_bytes, check_norms, decoded, write_settings, write_weights
+from qerl_lab.rollout.vllm.transfer import (
+    adapter_bytes,
+    check_norms,
+    decoded,
+    sampling_arguments,
+    write_settings,
+    write_weights,
+)
 from qerl_lab.rollout.vllm_server import agreement
 from qerl_lab.rollout.vllm_server.client import Refused, Server, Unanswered
 
@@ -138,8 +145,12 @@ class VllmServerEngine:
         started, seeds = time.perf_counter(), sampling.seeds(len(prompt_ids_P))
         minutes = self.cfg.rollout.vllm.timeout_minutes
         deadline = time.monotonic() + 60 * minutes
-        asked = zip(prompt_ids_P, seeds, strict=True)
-        bodies = [self._request(ids, group_size, sampling, seed) for ids, seed in asked]
+        # As ids, because texts are not used.
+        fixed = {"model": self._name, "return_token_ids": True, "return_tokens_as_token_ids": True}
+        bodies = [
+            fixed | {"prompt": ids} | sampling_arguments(sampling, group_size, seed, self.policy.end_ids())
+            for ids, seed in zip(prompt_ids_P, seeds, strict=True)
+        ]
         groups: dict[int, list[Completion]] = {}
         pool = ThreadPoolExecutor(max(1, self.cfg.rollout.batch_size // group_size))  # one thread per group
         try:
@@ -166,23 +177,6 @@ class VllmServerEngine:
         )
         refuse_incomplete(rollout, len(prompt_ids_P), group_size, sampling)
         return rollout
-
-    def _request(self, prompt: list[int], group_size: int, sampling: Sampling, seed: int) -> dict[str, Any]:
-        """Build the body of a /v1/completions request for one prompt."""
-        return {
-            "model": self._name,
-            "prompt": prompt,
-            "n": group_size,
-            "seed": seed,  # completion g uses seed + g
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "max_tokens": sampling.max_tokens,
-            # vLLM returns log-probs after the nucleus cut, but `Rollout` needs them before it.
-            "logprobs": 0 if sampling.top_p == 1 else None,
-            "stop_token_ids": self.policy.end_ids(),
-            "return_token_ids": True,
-            "return_tokens_as_token_ids": True,  # ids instead of texts, which are not used
-        }
 
     def _complete(self, body: dict[str, Any], deadline: float) -> "list[Completion]":
         """Request the completions of one prompt. Raises EngineFailed, which is Unanswered after the deadline."""
