@@ -233,7 +233,7 @@ def choice(**changes: Any) -> Callable:
         (choice(token_ids=[5] * 5), "gave 4 log-probs for a completion of 5 tokens"),
         (choice(logprobs=None), "gave 0 log-probs for a completion of 4 tokens"),
         (choice(finish_reason="abort"), "ended a completion by 'abort'"),
-        (refusal(500, "EngineCore encountered an issue\nTraceback"), "HTTP 500: EngineCore encountered an issue)"),
+        (refusal(500, "EngineCore encountered an issue"), "EngineCore encountered an issue"),
     ],
 )
 def test_less_than_was_asked_is_an_error(engine, fake: FakeVllm, fault, part: str) -> None:
@@ -337,7 +337,6 @@ MXFP4 = BY_NAME["mxfp4"].quantization_config(["lm_head"], torch.float32)
         (fault(RPC, refusal(404, "Not Found")), ["refuses /collective_rpc (HTTP 404", "serve_line"]),
         (fault("/v1/load_lora_adapter", refusal(404, "No adapter found")), ["cannot load the adapter", "adapter_dir"]),
         (answers("qerl_sees", []), ["cannot load the adapter", "a worker sees no files there", "adapter_dir"]),
-        (answers("qerl_describe", [1]), ["out of step", "Start it again"]),
     ],
 )
 def test_a_server_that_serves_something_else_is_refused(

@@ -1,7 +1,6 @@
 """HTTP client for one `vllm serve`: keep-alive connections, retries with backoff, errors that name the server."""
 
 import os
-import socket
 import time
 from typing import Any
 
@@ -15,11 +14,6 @@ API_KEY = "VLLM_API_KEY"  # vLLM's own environment variable
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 10.0  # seconds between tries; each is twice the last
 CONNECT_SECONDS, ANSWER_SECONDS = 10.0, 120.0
 AWAY = (502, 503, 504)  # answers of a proxy or of a server that shuts down
-# Probe idle connections twice a minute, because a vanished host sends nothing and a rollout may take long.
-KEEP_ALIVE = [
-    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1), (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10), (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
-]  # fmt: skip
 
 
 class Refused(EngineFailed):
@@ -46,7 +40,7 @@ class Server:
         self._client = httpx.Client(
             base_url=url,
             headers={"Authorization": f"Bearer {key}"} if key else {},
-            transport=httpx.HTTPTransport(limits=limits, socket_options=KEEP_ALIVE),
+            transport=httpx.HTTPTransport(limits=limits),
         )
 
     def ask(self, method: str, path: str, body: dict[str, Any] | None = None, seconds: float | None = None) -> Any:
@@ -66,7 +60,7 @@ class Server:
         if response.status_code in (401, 403):
             raise ConfigError(f"{self.name} wants a key. Type {API_KEY}=KEY in front of the command, the server's own.")
         if response.is_error:
-            status, said = response.status_code, redact(message_of(response))
+            status, said = response.status_code, redact(" ".join(response.text.split()))[:500]
             raise Refused(f"{self.name} refuses {path} (HTTP {status}: {said})", status)
         if not response.content or "json" not in response.headers.get("content-type", ""):
             return None
@@ -107,15 +101,3 @@ class Server:
 
     def close(self) -> None:
         self._client.close()
-
-
-def message_of(response: httpx.Response) -> str:
-    """Return the first line of the server's error message, which it puts under one of several keys."""
-    try:
-        said = response.json()
-    except ValueError:
-        said = response.text
-    for key in ("error", "message", "detail"):
-        if isinstance(said, dict) and key in said:
-            said = said[key]
-    return next(iter(str(said).strip().splitlines()), f"HTTP {response.status_code}")[:500]

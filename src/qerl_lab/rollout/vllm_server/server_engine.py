@@ -7,9 +7,8 @@ that trainer and server see. `serve_line` prints the command that starts the ser
 import secrets
 import tempfile
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -54,7 +53,7 @@ class VllmServerEngine:
         self._open.callback(self._server.close)
         self._name = f"{PROCESS}-{secrets.token_hex(4)}"  # unique to this engine
         try:
-            self._folder = self._open.enter_context(shared_folder(policy, own.adapter_dir))
+            self._folder = Path(self._open.enter_context(self._temporary_folder()))
             write_settings(policy.model, self._folder)
             agreement.check_settings(self._server, cfg, policy)
             self._take_over()
@@ -64,6 +63,13 @@ class VllmServerEngine:
         except BaseException:
             self.close()
             raise
+
+    def _temporary_folder(self) -> AbstractContextManager[str | Path]:
+        """Make a folder for the adapter's files: in `adapter_dir`, or in this machine's memory without it."""
+        if (shared := self.cfg.rollout.vllm_server.adapter_dir) is None:
+            return scratch_folder(adapter_bytes(self.policy.model))
+        Path(shared).mkdir(parents=True, exist_ok=True)
+        return tempfile.TemporaryDirectory(prefix="qerl-lab-", dir=Path(shared).absolute())
 
     def _take_over(self) -> None:
         """Make this engine's adapter the only one on the server. Other engines' requests fail from then on.
@@ -220,15 +226,3 @@ def completions(answer: Any, name: str) -> list[Completion]:
     if other := [reason for _, _, reason in found if reason not in ("stop", "length")]:
         raise EngineFailed(f"{name} ended a completion by {other[0]!r}; allowed: stop, length")
     return found
-
-
-@contextmanager
-def shared_folder(policy: Policy, shared: str | None) -> Iterator[Path]:
-    """Yield a temporary folder for the adapter's files: in `shared`, or in this machine's memory without it."""
-    if shared is None:
-        with scratch_folder(adapter_bytes(policy.model)) as folder:
-            yield folder
-        return
-    Path(shared).mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="qerl-lab-", dir=Path(shared).absolute()) as made:
-        yield Path(made)
