@@ -1,7 +1,8 @@
 """Rollout engine on vLLM in the trainer's process: packed base, the policy's adapter, noisy norms.
 
 Uses vLLM's documented interfaces only: `LLM(...)`, `add_request` and `step` of its engine, `add_lora`, `apply_model`,
-`collective_rpc`, `reset_prefix_cache`, `sleep`, `wake_up`. scheduler.py uses one that vLLM documents as not public.
+`collective_rpc`, `reset_prefix_cache`, `sleep`, `wake_up`. logprob_scheduler.py uses one that is documented as not
+public.
 Tested by tests/unit/rollout/test_contract.py, and for every format by tests/gpu.
 """
 
@@ -32,7 +33,7 @@ from qerl_lab.model.files import read_json
 from qerl_lab.model.linear import packed_layers
 from qerl_lab.model.policy import Policy
 from qerl_lab.rollout.engine import ASLEEP, EngineFailed, OnDone, Rollout, Sampling, ignore
-from qerl_lab.rollout.vllm import one_copy, scheduler
+from qerl_lab.rollout.vllm import logprob_scheduler, one_copy
 from qerl_lab.rollout.vllm.adapter import AdapterFile, DenseAdapter
 from qerl_lab.rollout.vllm.backends import IN_VLLM, chosen
 from qerl_lab.rollout.vllm.base import folder_of
@@ -175,7 +176,7 @@ class VllmEngine:
         return Rollout(
             prompt_ids_P=prompt_ids_P,
             completion_ids_P_G=[[list(output.token_ids) for output in group] for group in outputs_P],
-            logprobs_P_G=[[scheduler.LOGPROBS.pop(name, []) for name in names] for names in names_P_G],
+            logprobs_P_G=[[logprob_scheduler.LOGPROBS.pop(name, []) for name in names] for names in names_P_G],
             finish_reasons_P_G=[[str(output.finish_reason) for output in group] for group in outputs_P],
             entropy=None,
             seconds=time.perf_counter() - started,
@@ -183,7 +184,7 @@ class VllmEngine:
 
     def _send(self, prompt_ids_P: list[list[int]], group_size: int, sampling: Sampling) -> list[list[str]]:
         """Queue the requests; return vLLM's names of the completions."""
-        scheduler.LOGPROBS.clear()  # leftovers of a failed rollout
+        logprob_scheduler.LOGPROBS.clear()  # leftovers of a failed rollout
         seeds, names_P_G = sampling.seeds(len(prompt_ids_P)), []
         with raising_engine_failed("generate"):
             for index, (ids, seed) in enumerate(zip(prompt_ids_P, seeds, strict=True)):
@@ -192,7 +193,7 @@ class VllmEngine:
                 request = self.llm.llm_engine.add_request(
                     str(index), {"prompt_token_ids": ids}, how, lora_request=self._adapter.request
                 )
-                names_P_G.append(scheduler.completion_names(request, group_size))
+                names_P_G.append(logprob_scheduler.completion_names(request, group_size))
         return names_P_G
 
     def _receive(self, count: int, on_done: OnDone) -> dict[str, RequestOutput]:
@@ -270,12 +271,12 @@ def start(cfg: RunConfig, folder: Path, policy: Policy, backend: str, of_adapter
         "gpu_memory_utilization": 0.01,  # no effect with the line above, but checked against free memory
         "enable_sleep_mode": own.sleep,
         "linear_backend": IN_VLLM.get(backend, backend),
-        "scheduler_cls": scheduler.SCHEDULER,
+        "scheduler_cls": logprob_scheduler.SCHEDULER,
         "use_tqdm_on_load": False,
         "distributed_executor_backend": "uni" if cfg.gpus == 1 else "external_launcher",
         "seed": cfg.seed % 2**31,
     }
-    logging.getLogger("vllm.config.scheduler").addFilter(scheduler.is_no_custom_class_warning)
+    logging.getLogger("vllm.config.scheduler").addFilter(logprob_scheduler.is_no_custom_class_warning)
     try:
         return LLM(model=str(folder), **arguments, **of_adapter)
     except (ValueError, NotImplementedError, torch.OutOfMemoryError) as error:

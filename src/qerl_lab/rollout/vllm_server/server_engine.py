@@ -149,40 +149,45 @@ class VllmServerEngine:
         Raises EngineFailed if the server is away or takes longer than rollout.vllm.timeout_minutes.
         """
         started, seeds = time.perf_counter(), sampling.seeds(len(prompt_ids_P))
-        minutes = self.cfg.rollout.vllm.timeout_minutes
-        deadline = time.monotonic() + 60 * minutes
         # As ids, because texts are not used.
         fixed = {"model": self._name, "return_token_ids": True, "return_tokens_as_token_ids": True}
         bodies = [
             fixed | {"prompt": ids} | sampling_arguments(sampling, group_size, seed, self.policy.end_ids())
             for ids, seed in zip(prompt_ids_P, seeds, strict=True)
         ]
-        groups: dict[int, list[Completion]] = {}
-        pool = ThreadPoolExecutor(max(1, self.cfg.rollout.batch_size // group_size))  # one thread per group
-        try:
-            jobs = {pool.submit(self._complete, body, deadline): index for index, body in enumerate(bodies)}
-            for job in as_completed(jobs):
-                groups[jobs[job]] = job.result()
-                on_done(group_size)
-        except Unanswered:
-            raise EngineFailed(
-                f"{self._server.name} finished {len(groups)} of {len(bodies)} groups in "
-                f"rollout.vllm.timeout_minutes={minutes:g}. Type a larger one if that many tokens take longer."
-            ) from None
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)  # a hanging request ends at the deadline
+        groups = self._groups(bodies, group_size, on_done)
         self._require_own()  # so it was during the whole rollout
-        rows = [groups[index] for index in range(len(bodies))]
         rollout = Rollout(
             prompt_ids_P=prompt_ids_P,
-            completion_ids_P_G=[[ids for ids, _, _ in group] for group in rows],
-            logprobs_P_G=[[logprobs for _, logprobs, _ in group] for group in rows],
-            finish_reasons_P_G=[[reason for _, _, reason in group] for group in rows],
+            completion_ids_P_G=[[ids for ids, _, _ in group] for group in groups],
+            logprobs_P_G=[[logprobs for _, logprobs, _ in group] for group in groups],
+            finish_reasons_P_G=[[reason for _, _, reason in group] for group in groups],
             entropy=None,
             seconds=time.perf_counter() - started,
         )
         refuse_incomplete(rollout, len(prompt_ids_P), group_size, sampling)
         return rollout
+
+    def _groups(self, bodies: list[dict[str, Any]], group_size: int, on_done: OnDone) -> "list[list[Completion]]":
+        """Send all requests, as many at once as the batch holds; return the completions of each."""
+        minutes = self.cfg.rollout.vllm.timeout_minutes
+        deadline = time.monotonic() + 60 * minutes
+        pool = ThreadPoolExecutor(max(1, self.cfg.rollout.batch_size // group_size))  # one thread per group
+        jobs = [pool.submit(self._complete, body, deadline) for body in bodies]
+        done = 0
+        try:
+            for job in as_completed(jobs):
+                job.result()
+                done += 1
+                on_done(group_size)
+        except Unanswered:
+            raise EngineFailed(
+                f"{self._server.name} finished {done} of {len(bodies)} groups in rollout.vllm.timeout_minutes="
+                f"{minutes:g}. Type a larger one if that many tokens take longer."
+            ) from None
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)  # a hanging request ends at the deadline
+        return [job.result() for job in jobs]
 
     def _complete(self, body: dict[str, Any], deadline: float) -> "list[Completion]":
         """Request the completions of one prompt. Raises EngineFailed, which is Unanswered after the deadline."""

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from played_modules import play
-from qerl_lab.rollout.vllm import scheduler
+from qerl_lab.rollout.vllm import logprob_scheduler
 
 
 class Scheduler:
@@ -37,13 +37,13 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[float]]:
         "vllm": {}, "vllm.v1": {}, "vllm.v1.core": {}, room: {},
         f"{room}.scheduler": {"Scheduler": Scheduler}, f"{room}.async_scheduler": {"AsyncScheduler": AsyncScheduler},
     })  # fmt: skip
-    monkeypatch.setattr(scheduler, "LOGPROBS", {})
-    return scheduler.LOGPROBS
+    monkeypatch.setattr(logprob_scheduler, "LOGPROBS", {})
+    return logprob_scheduler.LOGPROBS
 
 
 def built(is_async: bool = True) -> Any:
     config = SimpleNamespace(scheduler_config=SimpleNamespace(async_scheduling=is_async))
-    return scheduler.build_scheduler(vllm_config=config, block_size=16)
+    return logprob_scheduler.build_scheduler(vllm_config=config, block_size=16)
 
 
 def told(names: list[str], nats: list[float] | None, tokens: list[list[int]] | None = None) -> Any:
@@ -84,11 +84,11 @@ def test_it_is_the_scheduler_that_vllm_would_have_taken(kept: Any, is_async: boo
 
 
 def test_completions_have_vllms_names() -> None:
-    assert scheduler.completion_names("3-5af0", 1) == ["3-5af0"]
-    assert scheduler.completion_names("3-5af0", 2) == ["0_3-5af0", "1_3-5af0"]
+    assert logprob_scheduler.completion_names("3-5af0", 1) == ["3-5af0"]
+    assert logprob_scheduler.completion_names("3-5af0", 2) == ["0_3-5af0", "1_3-5af0"]
 
 
 def test_vllms_line_about_a_scheduler_of_ones_own_is_left_out_and_no_other() -> None:
     lines = ["Using custom scheduler class %s. This scheduler interface is not public", "Chunked prefill is off"]
     records = [logging.LogRecord("vllm", logging.WARNING, "", 0, line, ("x",), None) for line in lines]
-    assert [scheduler.is_no_custom_class_warning(record) for record in records] == [False, True]
+    assert [logprob_scheduler.is_no_custom_class_warning(record) for record in records] == [False, True]
