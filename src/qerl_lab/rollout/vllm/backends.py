@@ -21,8 +21,8 @@ ORDERED_HUMMING = Version("0.1.13")
 def chosen(cfg: RunConfig, model: nn.Module) -> str:
     """Return the kernel name for `rollout.vllm.linear_backend`; `auto` takes `fp4_tiles` where it fits.
 
-    There it was faster than Marlin at every number of rows (docs/speed.md). Elsewhere nothing was measured, so vLLM
-    chooses, except that a shared base needs Marlin's layout.
+    There it was faster than Marlin at all rows measured, 1 to 256 (docs/speed.md). Elsewhere nothing was measured, so
+    vLLM chooses, except that a shared base needs Marlin's layout.
     """
     own = cfg.rollout.vllm
     if own.linear_backend == "humming" and torch.cuda.is_available() and humming_races():

@@ -113,7 +113,8 @@ def _share_layer(theirs: nn.Module, parts: Layers) -> list[str]:
         packed = layer.packed()
         held, form = held_of(theirs, packed[DIVISOR], first, layer)
         own = {key: tensor.to(held[DIVISOR].device) for key, tensor in packed.items()}
-        if _same(form.stored(held), own):
+        stored = form.stored(held)
+        if all(torch.equal(stored[key].view(torch.uint8), tensor.view(torch.uint8)) for key, tensor in own.items()):
             layer.hold(held, form)
         else:
             keep.append(name)
@@ -142,7 +143,3 @@ def boost(divisor: Tensor, theirs: Tensor) -> float:
     """
     ratio = 2.0**119 / divisor.double() / theirs.double()
     return float(ratio.log2().round().exp2().item())
-
-
-def _same(found: dict[str, Tensor], own: dict[str, Tensor]) -> bool:
-    return all(torch.equal(found[key].view(torch.uint8), tensor.view(torch.uint8)) for key, tensor in own.items())
