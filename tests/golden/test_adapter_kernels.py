@@ -10,10 +10,10 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from qerl_lab.rollout.vllm import kernels
+from qerl_lab.bench.gpu_timing import graphed
+from qerl_lab.rollout.vllm import adapter_kernels
 from qerl_lab.rollout.vllm import product as product_of_adapter
-from qerl_lab.rollout.vllm.gpu_timing import graphed
-from qerl_lab.rollout.vllm.kernels import PROGRAMS, blocks_of, expand, shrink
+from qerl_lab.rollout.vllm.adapter_kernels import PROGRAMS, blocks_of, expand, shrink
 from qerl_lab.rollout.vllm.product import EXPAND_WORK, SHRINK_ROWS, on_gpu, stacked_product
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -114,7 +114,7 @@ def test_wide_programs_give_the_same(
     monkeypatch: pytest.MonkeyPatch, programs: int, wide: int, sizes: list[int]
 ) -> None:
     """As on a GPU of few multiprocessors: the parts' ends lie amid a program."""
-    monkeypatch.setattr(kernels, "PROGRAMS", programs)
+    monkeypatch.setattr(adapter_kernels, "PROGRAMS", programs)
     assert blocks_of(40, sum(sizes))[1] == wide
     given = operands(40, 256, sizes, 20, torch.bfloat16)
     y = given["y"].clone()
@@ -145,9 +145,9 @@ def test_every_route_gives_the_same(rows: int) -> None:
 def test_much_work_of_shrink_is_cublas_s(monkeypatch: pytest.MonkeyPatch, rows: int, is_work: bool) -> None:
     """Where x A^T takes more products than the bound: 3 rows take as many, 4 more."""
     given, sizes = operands(rows, 512, [96, 32], 16, torch.bfloat16), [96, 32]
-    shrunk, real = [], kernels.shrink
+    shrunk, real = [], adapter_kernels.shrink
     monkeypatch.setattr(product_of_adapter, "SHRINK_WORK", 3 * given["A"].numel())
-    monkeypatch.setattr(kernels, "shrink", lambda x, A: shrunk.append(x) or real(x, A))
+    monkeypatch.setattr(adapter_kernels, "shrink", lambda x, A: shrunk.append(x) or real(x, A))
     y = given["y"].clone()
     on_gpu(y, given["x"], given["A"], given["B"], sizes)
     exact = given["y"].double() + product(given["x"], given["A"], given["B"], sizes)

@@ -153,13 +153,13 @@ def test_what_it_does_not_take_is_refused() -> None:
     given, _ = operands(3, 64, [64], 8, 2)
     with pytest.raises(ValueError, match=r"parts \[72\] x 64, rank 8; allowed: up to 3 parts"):
         linear(**given, sizes=[72])
-    assert fp4_tiles.takes([3584, 512, 512], 3584, 32)
-    assert fp4_tiles.takes([4864, 4864], 896, 32)  # Qwen2.5-0.5B
-    assert not fp4_tiles.takes([72, 64], 128, 32)
+    assert fp4_tiles.supports([3584, 512, 512], 3584, 32)
+    assert fp4_tiles.supports([4864, 4864], 896, 32)  # Qwen2.5-0.5B
+    assert not fp4_tiles.supports([72, 64], 128, 32)
 
 
 def test_a_run_is_refused_the_ranks_that_the_kernel_has_not() -> None:
-    ranks = [rank for rank in range(1, 300) if fp4_tiles.takes([64], 128, rank)]
+    ranks = [rank for rank in range(1, 300) if fp4_tiles.supports([64], 128, rank)]
     assert ranks == [rank for rank in range(1, 300) if tiles_take(rank)]
 
 

@@ -25,7 +25,7 @@ each_dtype = pytest.mark.parametrize("dtype", list(BITS))
 
 
 def by_kernel(packed: dict[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    from qerl_lab.formats.kernels import dequantize_e2m1
+    from qerl_lab.formats.unpack_kernels import dequantize_e2m1
 
     codes, scale = (packed[key].to(DEVICE) for key in ("weight_packed", "weight_scale"))
     return dequantize_e2m1(codes, scale, shape, dtype).cpu()

@@ -9,7 +9,8 @@ from torch import Tensor
 import marlin_packer
 from packed_layers import NVFP4
 from qerl_lab.formats import marlin
-from qerl_lab.formats.marlin import CODES, DIVISOR, SCALE, Marlin
+from qerl_lab.formats.marlin import CODES, SCALE, Marlin
+from qerl_lab.formats.nvfp4 import DIVISOR
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -97,7 +98,7 @@ def test_a_linear_computes_with_the_same_bits(dtype: torch.dtype) -> None:
 def test_the_kernel_has_the_bits_of_the_torch_code(shape: tuple[int, int], dtype: torch.dtype) -> None:
     """Of a weight, and of the parts of a fused one."""
     pytest.importorskip("triton")
-    from qerl_lab.formats.kernels import dequantize_marlin
+    from qerl_lab.formats.unpack_kernels import dequantize_marlin
 
     rows, columns = shape
     top = 0x66  # a boost of 8 too

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from packed_layers import NVFP4
-from qerl_lab.formats.marlin import DIVISOR
+from qerl_lab.formats.nvfp4 import DIVISOR
 from qerl_lab.formats.tiles import TILES, Tiles, pack
 from qerl_lab.model.linear import PackedLinear
 
@@ -135,7 +135,7 @@ def test_the_kernel_has_the_bits_of_the_torch_code(
 ) -> None:
     """Of each part of a layer."""
     pytest.importorskip("triton")
-    from qerl_lab.formats.kernels import dequantize_tiles
+    from qerl_lab.formats.unpack_kernels import dequantize_tiles
 
     parts = [anything(rows, columns, E4M3) for rows in sizes]
     held, forms = held_in_tiles(parts, tile)

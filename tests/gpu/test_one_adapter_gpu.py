@@ -101,7 +101,7 @@ def test_an_adapter_of_7b_is_written_in_10_ms() -> None:
     for _ in range(5):
         torch.cuda.synchronize()
         started = time.perf_counter()
-        one_adapter.Link(model, adapter).write(2.0)
+        one_adapter.AdapterBuffers(model, adapter).write(2.0)
         torch.cuda.synchronize()
         taken.append(1000 * (time.perf_counter() - started))
     print(f"write of {len(adapter)} layers: {min(taken):.2f} ms at best, first {taken[0]:.2f} ms")

@@ -17,7 +17,8 @@ from packed_layers import NVFP4
 from qerl_lab import rollout
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.formats.format import Decoder
-from qerl_lab.formats.marlin import CODES, DIVISOR, SCALE, Marlin, part
+from qerl_lab.formats.marlin import CODES, SCALE, Marlin, part
+from qerl_lab.formats.nvfp4 import DIVISOR
 from qerl_lab.formats.tiles import TILES, Tiles, pack
 from qerl_lab.model import policy
 from qerl_lab.model.policy import Policy

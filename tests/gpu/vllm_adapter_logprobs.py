@@ -60,7 +60,7 @@ def main(folder: Path, adapter: Path, prompts_file: Path, out_file: Path, how: s
     def write(scaling: float) -> float:
         torch.cuda.synchronize()
         started = time.perf_counter()
-        engine.apply_model(lambda model: one_adapter.Link(model, pairs).write(scaling))
+        engine.apply_model(lambda model: one_adapter.AdapterBuffers(model, pairs).write(scaling))
         torch.cuda.synchronize()
         return 1000 * (time.perf_counter() - started)
 

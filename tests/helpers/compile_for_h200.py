@@ -10,8 +10,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from qerl_lab.formats.kernels import _unpack_marlin, _unpack_tiles
-from qerl_lab.rollout.vllm import kernels
+from qerl_lab.formats.unpack_kernels import _unpack_marlin, _unpack_tiles
+from qerl_lab.rollout.vllm import adapter_kernels
 
 H200 = GPUTarget("cuda", 90, 32)
 PARTS = ((0, 0, 3584), (28, 3584, 4096), (32, 4096, 4608))  # q, k and v of Qwen2.5-7B
@@ -37,17 +37,17 @@ def compiled(kernel: Any, warps: int, stages: int = 3, **constants: Any) -> dict
 def main() -> None:
     made = [compiled(kernel, 4) for kernel in (_unpack_marlin, _unpack_tiles)]
     for rows, columns in ((16, 4608), (64, 4608), (64, 37_888)):
-        block_m, block_n, warps = kernels.blocks_of(rows, columns)
+        block_m, block_n, warps = adapter_kernels.blocks_of(rows, columns)
         made.append(
             compiled(
-                kernels._shrink, 4, 4, BLOCK_M=kernels.SHRINK_M, BLOCK_R=kernels.BLOCK_R,
-                BLOCK_K=kernels.block_k_of(rows), AHEAD=True,
+                adapter_kernels._shrink, 4, 4, BLOCK_M=adapter_kernels.SHRINK_M, BLOCK_R=adapter_kernels.BLOCK_R,
+                BLOCK_K=adapter_kernels.block_k_of(rows), AHEAD=True,
             )
         )  # fmt: skip
         for biased in ({}, {"bias": None}):
             made.append(
                 compiled(
-                    kernels._expand, warps, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_R=32, PARTS=PARTS, RANK=32,
+                    adapter_kernels._expand, warps, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_R=32, PARTS=PARTS, RANK=32,
                     AHEAD=True, **biased,
                 )
             )  # fmt: skip

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import marlin_packer
-from qerl_lab.formats.marlin import DIVISOR
+from qerl_lab.formats.nvfp4 import DIVISOR
 from qerl_lab.formats.tiles import TILES, pack
 from qerl_lab.model.policy import Policy
 from qerl_lab.rollout.vllm import one_copy

@@ -19,7 +19,7 @@ import torch
 
 from qerl_lab.aqn import Noise
 from qerl_lab.model.policy import Policy
-from qerl_lab.rollout.vllm_server.wire import encoded
+from qerl_lab.rollout.vllm.transfer import encoded
 
 DROP, LOSE = "drop", "lose"  # faults: close the connection without an answer, before or after acting
 Answer = tuple[int, Any]  # HTTP status, JSON
@@ -35,7 +35,6 @@ class FakeVllm:
     """State of the server. Tests change `described`, `norms` and so on, and put the next failures into `faults`."""
 
     policy: Policy
-    max_model_len: int = 512
     workers: int = 1
     described: dict[str, Any] = field(default_factory=dict)
     adapters: dict[str, str] = field(default_factory=dict)  # name -> folder
@@ -54,16 +53,16 @@ class FakeVllm:
         self.lock = threading.Lock()
         self.described = {
             "dtype": "float32", "quantization": None, "quantization_config": None,
-            "logprobs_mode": "processed_logprobs", "generation_config": "vllm", "lora_rank": 8, "loras": 1,
-            "kv_cache_dtype": "auto", "linear_backend": "auto",
+            "logprobs_mode": "processed_logprobs", "generation_config": "vllm", "max_lora_rank": 8, "max_loras": 1,
+            "kv_cache_dtype": "auto", "linear_backend": "auto", "max_model_len": 512,
         } | self.described  # fmt: skip
 
     def answer(self, path: str, body: dict[str, Any]) -> Answer:
         """Return the real server's answer."""
         match path:
             case "/v1/models":
-                cards = [{"id": "base", "parent": None, "max_model_len": self.max_model_len}]
-                cards += [{"id": name, "parent": "base", "max_model_len": None} for name in self.adapters]
+                cards = [{"id": "base", "parent": None}]
+                cards += [{"id": name, "parent": "base"} for name in self.adapters]
                 return 200, {"data": cards}
             case "/v1/load_lora_adapter":
                 name, folder = body["lora_name"], Path(body["lora_path"])

@@ -39,11 +39,6 @@ class RepeatsOneDraw(Wrong):
         )
 
 
-class LosesAGroup(Wrong):
-    def out(self, out: Rollout) -> Rollout:
-        return replace(out, logprobs_P_G=out.logprobs_P_G[:-1])
-
-
 class SwapsLogprobs(Wrong):
     """Swaps the log-probs of a group but not its completions."""
 
@@ -89,11 +84,6 @@ class HidesNan(Wrong):
         return replace(out, logprobs_P_G=[[[0.0] * len(row) for row in group] for group in out.logprobs_P_G])
 
 
-class HasOneSeed(Wrong):
-    def sampling(self, sampling: Sampling) -> Sampling:
-        return replace(sampling, seed=0)
-
-
 class DrawsASeed(Wrong):
     def sampling(self, sampling: Sampling) -> Sampling:
         return replace(sampling, seed=int(torch.randint(1 << 30, ())))
@@ -102,11 +92,6 @@ class DrawsASeed(Wrong):
 class AlwaysStops(Wrong):
     def out(self, out: Rollout) -> Rollout:
         return replace(out, finish_reasons_P_G=[["stop"] * len(group) for group in out.finish_reasons_P_G])
-
-
-class GoesOneTooFar(Wrong):
-    def sampling(self, sampling: Sampling) -> Sampling:
-        return replace(sampling, max_tokens=sampling.max_tokens + 1)
 
 
 class CallsAnEndAtTheLimitALength(TransformersEngine):
@@ -172,11 +157,6 @@ class DrawsOnce(TransformersEngine):
         super().sync(replace(noise, step=1))
 
 
-class ForgetsWhatNoiseIsRelativeTo(TransformersEngine):
-    def sync(self, noise: Noise) -> None:
-        super().sync(replace(noise, relative=False))
-
-
 class LeavesItsNorms(TransformersEngine):
     def generate(self, *asked) -> Rollout:
         out = super().generate(*asked)
@@ -192,19 +172,7 @@ class StaysInItsMode(TransformersEngine):
         return out
 
 
-class GivesAwayThePolicysNorms(TransformersEngine):
-    def close(self) -> None:
-        for norm in self.policy.norms.values():
-            norm.data = torch.zeros_like(norm)
-
-
 class SeedsEverything(TransformersEngine):
     def __init__(self, policy: Policy, batch_size: int) -> None:
         super().__init__(policy, batch_size)
         torch.manual_seed(0)
-
-
-class GivesAwayTheCleanNorms(TransformersEngine):
-    def close(self) -> None:
-        for weight in self.policy.clean_norms.values():
-            weight.zero_()

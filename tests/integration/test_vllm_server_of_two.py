@@ -16,7 +16,7 @@ from qerl_lab.aqn import CLEAN, Noise, observed_std
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.model.policy import Policy
 from qerl_lab.rollout.engine import EngineFailed, Sampling
-from qerl_lab.rollout.vllm_server.engine import VllmServerEngine
+from qerl_lab.rollout.vllm_server.server_engine import VllmServerEngine
 from rollouts import distributions, gap
 from small_checkpoints import write_random
 

@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "tracking": "config record", "model": "config disk formats",
     "preflight": "config disk model tasks",
     # what is done with it
-    "rollout": "config disk model aqn formats processes",
+    "rollout": "config disk model aqn formats",
     "report": "config disk record tracking terminal",
     "evaluate": "config disk model rollout tasks aqn formats record report preflight terminal",
     "quantize": "config disk formats model record report tasks terminal evaluate",

@@ -16,13 +16,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from qerl_lab import formats
+from qerl_lab.bench import kernel_calls
 from qerl_lab.bench.bench_options import Row
+from qerl_lab.bench.gpu_timing import graphed, side_by_side
 from qerl_lab.bench.shapes import fused_linears
 from qerl_lab.config.schema import FormatConfig
 from qerl_lab.report.bench import AND_ADAPTER
-from qerl_lab.rollout.vllm import backend_times, fp4_tiles, kernels
+from qerl_lab.rollout.vllm import adapter_kernels, fp4_tiles
 from qerl_lab.rollout.vllm.backends import FP4_TILES
-from qerl_lab.rollout.vllm.gpu_timing import graphed, side_by_side
 from qerl_lab.rollout.vllm.product import add_products
 
 CACHE_BYTES = 2 * 60 * 2**20  # twice the L2 cache of an H200
@@ -51,7 +52,7 @@ def times(model: str, rows: list[int], rank: int) -> Iterator[Row]:
     `fp4_tiles` both in one kernel, if it supports the model.
     """
     linears = fused_linears(model)
-    taken = not fp4_tiles.refusal() and all(fp4_tiles.takes(*linear, rank) for linear in linears.values())
+    taken = not fp4_tiles.refusal() and all(fp4_tiles.supports(*linear, rank) for linear in linears.values())
     for layer, (sizes, columns) in linears.items():
         every = arms(sizes, columns, rank)
         if not taken:
@@ -59,8 +60,8 @@ def times(model: str, rows: list[int], rank: int) -> Iterator[Row]:
         calls = {name: arm.calls() for name, arm in every.items()}
         for number in rows:
             x = torch.randn(number, columns, dtype=torch.bfloat16, device="cuda")
-            graphs = {name: graphed(partial(backend_times.call_each, calls[name], x)) for name in every}
-            graphs[NOTHING] = graphed(partial(backend_times.call_each, [lambda x: None] * MOST_COPIES, x))
+            graphs = {name: graphed(partial(kernel_calls.call_each, calls[name], x)) for name in every}
+            graphs[NOTHING] = graphed(partial(kernel_calls.call_each, [lambda x: None] * MOST_COPIES, x))
             taken_ms = side_by_side(graphs, milliseconds=20)
             before = taken_ms.pop(NOTHING) / MOST_COPIES
             for name, ms in taken_ms.items():
@@ -74,16 +75,12 @@ def times(model: str, rows: list[int], rank: int) -> Iterator[Row]:
 def arms(sizes: list[int], columns: int, rank: int) -> dict[str, Timed]:
     """Build all arms: BF16, each NVFP4 kernel, each with the adapter, adapter alone by each route, fp4_tiles."""
     dense = torch.randn(sum(sizes), columns, dtype=torch.bfloat16, device="cuda") / 50
-    weight_format = formats.build(FormatConfig(name="nvfp4"))
-    packed = weight_format.quantize(dense)
+    packed = formats.build(FormatConfig(name="nvfp4")).quantize(dense)
     A, B = (torch.randn(shape, dtype=torch.bfloat16, device="cuda") / 50 for shape in
             ((len(sizes) * rank, columns), (sum(sizes), rank)))  # fmt: skip
     size, of_adapter = sum(tensor.nbytes for tensor in packed.values()), A.nbytes + B.nbytes
     found = {"bf16": Timed(lambda: partial(functional.linear, weight=dense.clone()), dense.nbytes)}
-    found |= {
-        name: Timed(partial(backend_times.product, weight_format, name, packed, sizes), size)
-        for name in backend_times.KERNELS["nvfp4"]
-    }
+    found |= {name: Timed(partial(kernel_calls.product, name, packed, sizes), size) for name in kernel_calls.KERNELS}
     found |= {
         f"{name}{AND_ADAPTER}": Timed(partial(both, arm.call, A, B, sizes), arm.size + of_adapter)
         for name, arm in found.items()
@@ -91,14 +88,14 @@ def arms(sizes: list[int], columns: int, rank: int) -> dict[str, Timed]:
     found |= {
         f"adapter_{name}": Timed(partial(beside, route, A, B, sizes), of_adapter) for name, route in ROUTES.items()
     }
-    in_tiles = partial(backend_times.in_tiles, packed, A, B, sizes)
+    in_tiles = partial(kernel_calls.in_tiles, packed, A, B, sizes)
     return found | {FP4_TILES: Timed(in_tiles, size + of_adapter)}
 
 
 # Functions (y, x, A, B, sizes) that add the adapter's product to y in place, by route of `rollout.vllm.product`.
 ROUTES: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor, list[int]], None]] = {
-    "kernels": lambda y, x, A, B, sizes: kernels.expand(y, kernels.shrink(x, A), B, sizes),
-    "mixed": lambda y, x, A, B, sizes: kernels.expand(y, (x @ A.t())[None], B, sizes),
+    "kernels": lambda y, x, A, B, sizes: adapter_kernels.expand(y, adapter_kernels.shrink(x, A), B, sizes),
+    "mixed": lambda y, x, A, B, sizes: adapter_kernels.expand(y, (x @ A.t())[None], B, sizes),
     "cublas": add_products,
 }
 
@@ -111,4 +108,4 @@ def beside(route: Callable[..., None], A: Tensor, B: Tensor, sizes: list[int]) -
 
 def both(product: Callable[[], Call], A: Tensor, B: Tensor, sizes: list[int]) -> Call:
     """Return a call that runs a kernel and then the adapter, on copies of both."""
-    return backend_times.followed(product(), A.clone(), B.clone(), sizes)
+    return kernel_calls.followed(product(), A.clone(), B.clone(), sizes)

@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 from qerl_lab import formats
 from qerl_lab.bench.bench_options import Row
+from qerl_lab.bench.gpu_timing import Work, graphed, side_by_side
 from qerl_lab.bench.shapes import linears
 from qerl_lab.config.schema import FormatConfig
 from qerl_lab.model.linear import PackedLinear
-from qerl_lab.rollout.vllm.gpu_timing import Work, graphed, side_by_side
 
 
 def dequantization(models: list[str]) -> Iterator[Row]:

@@ -64,7 +64,7 @@ def backend_fits(cfg: RunConfig) -> None:
 
 
 def tiles_take(lora_rank: int) -> bool:
-    """Tell whether `fp4_tiles` supports this LoRA rank; `fp4_tiles.takes` checks the rest."""
+    """Tell whether `fp4_tiles` supports this LoRA rank; `fp4_tiles.supports` checks the rest."""
     return lora_rank % TILES_RANKS == 0 and 0 < lora_rank <= TILES_MAX_RANK
 
 

@@ -25,7 +25,7 @@ class VllmConfig:
     )  # fmt: skip
     linear_backend: str = option(
         "auto",
-        "kernel of 4-bit products; auto: the fastest, timed once per GPU and model (a server chooses itself); "
+        "kernel of 4-bit products; auto: fp4_tiles where it fits, otherwise vLLM's choice; "
         "vllm: vLLM's choice; fp4_tiles: the lab's own, NVFP4 with lora=dense on an H100 or H200, adapter included",
         choices=("auto", "vllm", "marlin", "humming", "fp4_tiles"),
     )  # fmt: skip

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from qerl_lab.formats import e2m1
-from qerl_lab.formats.format import Format, PackedAs, layers, refusal
+from qerl_lab.formats.format import Format, Layout, PackedAs, layers, refusal
 
 # The output layer of a causal LM. It has no parent module, and other tools look for the plain name.
 _HEAD = "lm_head"
@@ -42,6 +42,15 @@ class CompressedTensors(Format):
         exact = torch.where(scale > 0, blocks / scale, 0.0)
         rounded = e2m1.decode(e2m1.pack(e2m1.encode(exact).flatten(1)), torch.float32)
         return (rounded.view_as(blocks) * scale).flatten(1)
+
+    def layout(self, shape: tuple[int, int]) -> Layout:
+        """Return the layout of codes and block scales."""
+        assert self.BLOCK is not None
+        rows, columns = shape
+        return {
+            "weight_packed": ((rows, columns // 2), torch.uint8),
+            "weight_scale": ((rows, columns // self.BLOCK), self.SCALE_DTYPE),
+        }
 
     @classmethod
     def layout_name(cls) -> str:

@@ -1,9 +1,8 @@
 """Laws that every weight format must obey, as checks to run on a new `Format` before a model is packed in it.
 
-Each law takes a format and raises ValueError with what the format does instead. `broken_laws` runs all of them.
+Each law takes a format and raises AssertionError with what the format does instead. `broken_laws` runs all of them.
 """
 
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qerl_lab.formats.format import Format, PackedAs, pack_fused, quantized_by_rows
+from qerl_lab.formats.format import Format, pack_fused, quantized_by_rows
 
 CONSTANT_BYTES = 2048  # per tensor, not counted in `bits_per_weight`
 _ROWS, _COLUMNS = 128, 1024  # large enough that 2 KiB are at most an eighth of a bit per weight
@@ -26,12 +25,8 @@ def broken_laws(weight_format: Format) -> dict[str, str]:
         try:
             law(weight_format)
         except Exception as error:  # report any error of a new format and go on
-            found[law.__name__] = str(error) if isinstance(error, _Broken) else f"{type(error).__name__}: {error}"
+            found[law.__name__] = str(error) if type(error) is AssertionError else f"{type(error).__name__}: {error}"
     return found
-
-
-class _Broken(ValueError):
-    """A law is broken; the message says how."""
 
 
 def packs_what_its_layout_says(weight_format: Format) -> None:
@@ -126,8 +121,7 @@ def is_recognized(weight_format: Format) -> None:
     written = weight_format.quantization_config(["lm_head"], torch.bfloat16)
     _require(written.get("quant_method") == weight_format.QUANT_METHOD, "quant_method is not QUANT_METHOD")
     found = weight_format.recognize(written)
-    _require(isinstance(found, PackedAs), f"recognize returns {found} for its own quantization_config")
-    assert found is not None
+    assert found is not None, "recognize returns None for its own quantization_config"
     _require(isinstance(found.weight_format, type(weight_format)), f"it is recognized as {found.weight_format}")
     _require(found.ignore == ("lm_head",), f"ignore=['lm_head'] is read as {found.ignore}")
 
@@ -146,9 +140,9 @@ def _weight() -> Tensor:
 
 
 def _require(holds: bool, otherwise: str) -> None:
-    """Raise _Broken, with the message `otherwise`, unless a condition holds."""
+    """Raise AssertionError with the message `otherwise` unless a condition holds."""
     if not holds:
-        raise _Broken(otherwise)
+        raise AssertionError(otherwise)
 
 
 def _refused(call: Callable[[], object], what: str) -> None:
@@ -156,9 +150,9 @@ def _refused(call: Callable[[], object], what: str) -> None:
     try:
         call()
     except ValueError as error:
-        _require(bool(re.search("q_proj", str(error))), f"the error for {what} does not name the layer: {error}")
+        _require("q_proj" in str(error), f"the error for {what} does not name the layer: {error}")
         return
-    raise _Broken(f"{what} is not refused")
+    raise AssertionError(f"{what} is not refused")
 
 
 def _equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:

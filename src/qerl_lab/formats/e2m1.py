@@ -35,6 +35,24 @@ def decode(packed: Tensor, dtype: torch.dtype) -> Tensor:
     return F.embedding(packed.to(torch.int32), _pairs(packed.device, dtype)).flatten(1)
 
 
+def scaled(packed: Tensor, scale: Tensor) -> Tensor:
+    """Multiply E2M1 values, packed as bytes `[N, K/2]`, by block scales `[N, K/block]` in their dtype: `[N, K]`."""
+    blocks = decode(packed, scale.dtype).unflatten(1, (scale.shape[1], -1))
+    return (blocks * scale.unsqueeze(-1)).flatten(1)
+
+
+def dequantize(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Unpack to E2M1 value * block scale, `[N, K]` in `dtype`; on a GPU with a Triton kernel that gives the same bits.
+
+    `scale` is float8_e4m3fn (NVFP4) or E8M0 as uint8 (MXFP4).
+    """
+    if packed.is_cuda:
+        from qerl_lab.formats.unpack_kernels import dequantize_e2m1
+
+        return dequantize_e2m1(packed, scale, (len(packed), 2 * packed.shape[1]), dtype)
+    return scaled(packed, (scale.view(torch.float8_e8m0fnu) if scale.dtype is torch.uint8 else scale).to(dtype))
+
+
 @cache
 def _pairs(device: torch.device, dtype: torch.dtype) -> Tensor:
     """Return the table of the two values of each byte, `[256, 2]`."""

@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 
 from qerl_lab.formats.format import Decoder
-from qerl_lab.formats.nvfp4 import Nvfp4
+from qerl_lab.formats.nvfp4 import DIVISOR, Nvfp4
 
 ROWS = 64  # of a tile
-CODES, SCALE, DIVISOR = "marlin_codes", "marlin_scale", "weight_global_scale"
+CODES, SCALE = "marlin_codes", "marlin_scale"
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Marlin:
 
     def _unpack(self, held: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         if held[CODES].is_cuda:
-            from qerl_lab.formats.kernels import dequantize_marlin
+            from qerl_lab.formats.unpack_kernels import dequantize_marlin
 
             return dequantize_marlin(held[CODES], held[SCALE], self.boost, dtype)
         return Nvfp4(None).decoder(self.stored(held), shape).unpack(dtype)

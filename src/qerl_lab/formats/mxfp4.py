@@ -24,7 +24,7 @@ from torch import Tensor
 
 from qerl_lab.formats import e2m1
 from qerl_lab.formats.compressed_tensors import CompressedTensors
-from qerl_lab.formats.format import Decoder, Layout, checked
+from qerl_lab.formats.format import Decoder, checked
 
 _BIAS = 127  # of E8M0
 _E2M1_EMAX = 2  # 6 = 1.5 * 2**2
@@ -55,34 +55,16 @@ class Mxfp4(CompressedTensors):
         weight = checked(weight, self, name=name)
         blocks = weight.unflatten(1, (-1, self.BLOCK))
         scale = _scale_bytes(blocks.abs().amax(-1).float(), self.exponent_rule)
-        codes = e2m1.encode(blocks / _powers(scale, weight.dtype).unsqueeze(-1)).flatten(1)
+        codes = e2m1.encode(blocks / scale.view(torch.float8_e8m0fnu).to(weight.dtype).unsqueeze(-1)).flatten(1)
         return {"weight_packed": e2m1.pack(codes), "weight_scale": scale}
 
     def dequantize(self, packed: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         """Unpack to a weight `[N, K]`; exact in bfloat16 and float32."""
-        return _unpacked(packed["weight_packed"], packed["weight_scale"], shape, dtype)
+        return e2m1.dequantize(packed["weight_packed"], packed["weight_scale"], dtype)
 
     def decoder(self, packed: Mapping[str, Tensor], shape: tuple[int, int]) -> Decoder:
         """Return the decoder of a Linear's weight; there is no tensor scale, so alpha is 1."""
-        return Decoder(partial(_unpacked, packed["weight_packed"], packed["weight_scale"], shape))
-
-    def layout(self, shape: tuple[int, int]) -> Layout:
-        """Return the layout of codes and scales as `quantize` makes them."""
-        rows, columns = shape
-        return {
-            "weight_packed": ((rows, columns // 2), torch.uint8),
-            "weight_scale": ((rows, columns // self.BLOCK), self.SCALE_DTYPE),
-        }
-
-
-def _unpacked(codes: Tensor, scale: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """Unpack to `[N, K]`, on a GPU with a Triton kernel."""
-    if codes.is_cuda:
-        from qerl_lab.formats.kernels import dequantize_e2m1
-
-        return dequantize_e2m1(codes, scale, shape, dtype)
-    values = e2m1.decode(codes, dtype).unflatten(1, (-1, Mxfp4.BLOCK))
-    return (values * _powers(scale, dtype).unsqueeze(-1)).reshape(shape)
+        return Decoder(partial(e2m1.dequantize, packed["weight_packed"], packed["weight_scale"]))
 
 
 def _scale_bytes(largest: Tensor, exponent_rule: str) -> Tensor:
@@ -91,8 +73,3 @@ def _scale_bytes(largest: Tensor, exponent_rule: str) -> Tensor:
     exponent = exponent - 1 + (mantissa >= _NEXT_EXPONENT_FROM[exponent_rule]).int()
     scale = (exponent - _E2M1_EMAX + _BIAS).clamp(min=0)
     return torch.where(largest == 0, 0, scale).to(torch.uint8)
-
-
-def _powers(scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Decode E8M0 bytes: 2 ** (byte - 127)."""
-    return scale.view(torch.float8_e8m0fnu).to(dtype)

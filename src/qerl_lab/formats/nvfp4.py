@@ -30,6 +30,7 @@ from qerl_lab.formats import e2m1
 from qerl_lab.formats.compressed_tensors import CompressedTensors
 from qerl_lab.formats.format import Decoder, Layout, Quantize, checked
 
+DIVISOR = "weight_global_scale"  # checkpoint name of the tensor scale
 E4M3_MAX = 448.0
 # The block scale that maps the tensor's largest magnitude to 6, by rule.
 _TENSOR_SCALE = {"max": E4M3_MAX, "four_over_six": 256.0}
@@ -44,7 +45,7 @@ class Nvfp4(CompressedTensors):
 
     NAME = "nvfp4"
     BLOCK = 16
-    SHARED = "weight_global_scale"
+    SHARED = DIVISOR
     STRATEGY = "tensor_group"
     SCALE_DTYPE = torch.float8_e4m3fn
 
@@ -75,7 +76,7 @@ class Nvfp4(CompressedTensors):
         return {
             "weight_packed": e2m1.pack(e2m1.encode(_in_units(blocks, divisor, scale)).flatten(1)),
             "weight_scale": scale.to(torch.float8_e4m3fn),
-            "weight_global_scale": divisor,
+            DIVISOR: divisor,
         }
 
     def together(self, weights: Sequence[Tensor]) -> Quantize:
@@ -104,25 +105,20 @@ class Nvfp4(CompressedTensors):
 
     def dequantize(self, packed: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         """Unpack to `[N, K]`: value * (scale / global scale) in float32, rounded once to `dtype`."""
-        scale = packed["weight_scale"].float() / packed["weight_global_scale"]
-        return _scaled(packed["weight_packed"], scale, shape).to(dtype)
+        scale = packed["weight_scale"].float() / packed[DIVISOR]
+        return e2m1.scaled(packed["weight_packed"], scale).to(dtype)
 
     def decoder(self, packed: Mapping[str, Tensor], shape: tuple[int, int]) -> Decoder:
         """Return W' = value * block scale and alpha = 1 / global scale, as the engines' kernels (Marlin) compute.
 
         W' has at most six significant bits and is 0 or within 2**-10 and 2688: exact in bfloat16, float16 and float32.
         """
-        alpha = packed["weight_global_scale"].reciprocal().item()
-        return Decoder(partial(_unscaled, packed["weight_packed"], packed["weight_scale"], shape), alpha)
+        alpha = packed[DIVISOR].reciprocal().item()
+        return Decoder(partial(e2m1.dequantize, packed["weight_packed"], packed["weight_scale"]), alpha)
 
     def layout(self, shape: tuple[int, int]) -> Layout:
-        """Return the layout of codes and scales as `quantize` makes them."""
-        rows, columns = shape
-        return {
-            "weight_packed": ((rows, columns // 2), torch.uint8),
-            "weight_scale": ((rows, columns // self.BLOCK), self.SCALE_DTYPE),
-            "weight_global_scale": ((1,), torch.float32),
-        }
+        """Return the layout of codes, block scales and global scale."""
+        return super().layout(shape) | {DIVISOR: ((1,), torch.float32)}
 
     def accept(self, packed: Mapping[str, Tensor], shape: tuple[int, int], *, name: str) -> dict[str, Tensor]:
         """Check packed tensors. Raises ValueError for another layout, and for negative or NaN scales.
@@ -130,7 +126,7 @@ class Nvfp4(CompressedTensors):
         The engines' kernels ignore the sign of a block scale; the trainer would not.
         """
         accepted = super().accept(packed, shape, name=name)
-        if not 0 < (divisor := accepted["weight_global_scale"].item()) < float("inf"):
+        if not 0 < (divisor := accepted[DIVISOR].item()) < float("inf"):
             raise ValueError(f"{name}.weight_global_scale is {divisor}; allowed: positive finite numbers")
         if (accepted["weight_scale"].view(torch.uint8) > _LARGEST_SCALE).any():
             raise ValueError(f"{name}.weight_scale has negative numbers or NaN; allowed: 0 to {E4M3_MAX:g}")
@@ -156,18 +152,3 @@ def _error(blocks: Tensor, divisor: Tensor, scale: Tensor) -> Tensor:
     exact = _in_units(blocks, divisor, scale)
     rounded = e2m1.decode(e2m1.pack(e2m1.encode(exact).flatten(1)), torch.float32).view_as(exact)
     return ((rounded - exact) * scale.unsqueeze(-1)).square().sum(-1, dtype=torch.float64)
-
-
-def _unscaled(codes: Tensor, scale: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """Unpack to W' `[N, K]` without the global scale, on a GPU with a Triton kernel."""
-    if codes.is_cuda:
-        from qerl_lab.formats.kernels import dequantize_e2m1
-
-        return dequantize_e2m1(codes, scale, shape, dtype)
-    return _scaled(codes, scale.to(dtype), shape)
-
-
-def _scaled(packed: Tensor, scale: Tensor, shape: tuple[int, int]) -> Tensor:
-    """Multiply E2M1 values by their block scales, in the dtype of `scale`."""
-    values = e2m1.decode(packed, scale.dtype).unflatten(1, (-1, Nvfp4.BLOCK))
-    return (values * scale.unsqueeze(-1)).reshape(shape)

@@ -26,8 +26,7 @@ import torch
 from torch import Tensor
 
 from qerl_lab.formats.format import Decoder
-from qerl_lab.formats.marlin import DIVISOR
-from qerl_lab.formats.nvfp4 import Nvfp4
+from qerl_lab.formats.nvfp4 import DIVISOR, Nvfp4
 
 BLOCK, DEPTH, AT_A_TIME, BLOCK_BYTES = 64, 64, 2, 2304  # as in fp4_tiles.cu
 TILES = "fp4_tiles"
@@ -71,7 +70,7 @@ class Tiles:
 
     def _unpack(self, held: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         if held[TILES].is_cuda:
-            from qerl_lab.formats.kernels import dequantize_tiles
+            from qerl_lab.formats.unpack_kernels import dequantize_tiles
 
             return dequantize_tiles(held[TILES], self.first, self.rows, self.columns, dtype)
         return Nvfp4(None).decoder(self.stored(held), (self.rows, self.columns)).unpack(dtype)

@@ -1,6 +1,5 @@
 """Rollout engines, which turn prompts into completions; `engine.Engine` is their interface."""
 
-from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import ENGINES, RunConfig
 from qerl_lab.model.policy import Policy
 from qerl_lab.rollout.engine import Engine
@@ -9,7 +8,7 @@ from qerl_lab.rollout.engine import Engine
 def build(cfg: RunConfig, policy: Policy) -> Engine:
     """Build the engine named by `rollout.engine`, synced to `policy` without noise.
 
-    Imports only that engine. Raises ConfigError for an unknown name.
+    Imports only that engine. Raises ValueError for an unknown name.
     """
     match cfg.rollout.engine:
         case "transformers":
@@ -17,14 +16,11 @@ def build(cfg: RunConfig, policy: Policy) -> Engine:
 
             return TransformersEngine(policy, cfg.rollout.batch_size)
         case "vllm":
-            from qerl_lab.rollout.vllm.engine import VllmEngine
+            from qerl_lab.rollout.vllm.vllm_engine import VllmEngine
 
             return VllmEngine(policy, cfg)
         case "vllm_server":
-            from qerl_lab.rollout.vllm_server.engine import VllmServerEngine
+            from qerl_lab.rollout.vllm_server.server_engine import VllmServerEngine
 
             return VllmServerEngine(policy, cfg)
-    raise ConfigError(
-        f"rollout.engine={cfg.rollout.engine} is not allowed; allowed: {', '.join(ENGINES)}. "
-        f"Type rollout.engine={ENGINES[0]}."
-    )
+    raise ValueError(f"unknown rollout.engine={cfg.rollout.engine!r}; allowed: {', '.join(ENGINES)}")

@@ -12,7 +12,7 @@ from qerl_lab.model import gguf, on_disk
 from qerl_lab.model.files import local_folder
 from qerl_lab.model.loading import stored_as
 from qerl_lab.record.directory import RunDirectory
-from qerl_lab.rollout.vllm.lora_files import MAX_RANKS
+from qerl_lab.rollout.vllm.transfer import MAX_RANKS
 from qerl_lab.rollout.vllm_server.server_command import quantize_line
 from qerl_lab.tools.export_options import ExportOptions
 

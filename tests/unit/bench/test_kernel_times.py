@@ -7,9 +7,9 @@ import torch
 
 from bench_jobs import FakeSampler
 from qerl_lab.bench import kernel_times, rollout
+from qerl_lab.bench.gpu_timing import graphed
 from qerl_lab.bench.kernel_times import Kernel, busy, differences, short
 from qerl_lab.report import bench_arms
-from qerl_lab.rollout.vllm.gpu_timing import graphed
 
 PREFILL = [Kernel("prefill", 0.0, 100.0)]
 

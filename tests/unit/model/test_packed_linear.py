@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 from packed_layers import MXFP4, NF4, NVFP4, PACKED, K, N, dense_twin, each_packed, linear, packed_linear
 from qerl_lab.formats.format import Format
-from qerl_lab.formats.marlin import DIVISOR
 from qerl_lab.formats.nf4 import Nf4
+from qerl_lab.formats.nvfp4 import DIVISOR
 from qerl_lab.formats.tiles import BLOCK, TILES, Tiles, pack
 from qerl_lab.model.linear import PackedLinear, _check_cache_device, weight_bytes
 

@@ -96,7 +96,7 @@ def adapter_module(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
         return
     play(monkeypatch, {
         "vllm": {"LLM": object}, "vllm.lora": {}, "vllm.lora.request": {"LoRARequest": object},
-        "qerl_lab.rollout.vllm.one_adapter": {},
+        "qerl_lab.rollout.vllm.one_adapter": {"AdapterBuffers": object},
     })  # fmt: skip
     yield importlib.import_module(name)
     del sys.modules[name], sys.modules["qerl_lab.rollout.vllm"].adapter
@@ -107,6 +107,6 @@ def test_vllm_s_layers_get_the_adapter_scaled_by_alpha_over_rank(
     adapter_module: ModuleType, tiny, alpha: float | None, scaling: float
 ) -> None:
     adapter = adapter_module.DenseAdapter(None, tiny(lora__rank=4, lora__alpha=alpha))
-    adapter.read, adapter.link = [], Mock()
+    adapter.read, adapter.buffers = [], Mock()
     adapter.sync(Mock(apply_model=lambda call: [call(None)]))
-    adapter.link.write.assert_called_once_with(scaling)
+    adapter.buffers.write.assert_called_once_with(scaling)

@@ -35,14 +35,6 @@ NAMES: dict[str, dict[str, Any]] = {
     "vllm.model_executor.layers.quantization.base_config": {"QuantizationConfig": object},
 }  # fmt: skip
 
-OF_KERNELS = "vllm.model_executor.kernels"
-NAMES |= {OF_KERNELS: {}, f"{OF_KERNELS}.linear": {}} | {
-    f"{OF_KERNELS}.linear.{name.lower()}.{file}": {kernel.format(name): None}
-    for name in ("NvFp4", "MxFp4")
-    for file, kernel in (("base", "{}LinearLayerConfig"), ("humming", "Humming{}LinearKernel"),
-                         ("marlin", "Marlin{}LinearKernel"))
-}  # fmt: skip
-
 
 class Kernel:
     """The weights' method of a layer: reverses the bias when it is loaded, and knows so when it computes."""
@@ -64,8 +56,7 @@ def one_adapter(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         play(monkeypatch, NAMES)
     yield importlib.import_module("qerl_lab.rollout.vllm.one_adapter")
     if not installed:
-        for name in ("one_adapter", "backend_times"):
-            sys.modules.pop(f"qerl_lab.rollout.vllm.{name}", None)
+        sys.modules.pop("qerl_lab.rollout.vllm.one_adapter", None)
 
 
 @pytest.mark.parametrize("rows", [3, UNPACK_ROWS])
@@ -82,7 +73,7 @@ def test_few_rows_and_many_have_the_bias_that_was_loaded(one_adapter: Any, rows:
     method.sizes = [N]
     method.process_weights_after_loading(layer)
     model = nn.ModuleList([layer])
-    one_adapter.lend(model, {"a.up_proj": own})
+    one_adapter.use_packed_layers(model, {"a.up_proj": own})
     x = torch.randn(rows, K)
     y = method.routed(layer, x, layer.bias if biased else None)
     expected = x @ dense.t() + x @ layer.adapter_A.t() @ layer.adapter_B.t() + (bias if biased else 0)
@@ -105,7 +96,7 @@ def test_from_dense_rows_on_the_base_s_kernel_is_not_asked(one_adapter: Any, bia
     method = one_adapter.OneAdapterMethod(Kernel(torch.full((N, K), 7.0)), RANK, ["a.up_proj"], [True], routes)
     method.sizes = [N]
     method.process_weights_after_loading(layer)
-    one_adapter.lend(nn.ModuleList([layer]), {})
+    one_adapter.use_packed_layers(nn.ModuleList([layer]), {})
     layer.adapter_A.fill_(3.0)  # as a sync does: what lies below the weight is the adapter's
     assert (layer.stacked[N:] == 3).all()
     bias = layer.bias if biased else None
@@ -172,15 +163,6 @@ def test_the_rows_of_a_call_choose_the_way(
     assert asked == list(zip(ways, rows, strict=True))
 
 
-def test_what_is_timed_goes_the_way_that_an_engine_s_rows_go(asked: list) -> None:
-    backend_times = importlib.import_module("qerl_lab.rollout.vllm.backend_times")
-    packed = NVFP4.quantize(torch.randn(64, 256))
-    call = backend_times.in_tiles(packed, torch.zeros(RANK, 256), torch.zeros(64, RANK), (64,))
-    for rows in (320, 321):
-        call(torch.zeros(rows, 256))
-    assert asked == [("tiles", 320), ("unpacked", 321)]
-
-
 def test_the_kernel_s_form_stands_in_the_place_of_what_was_loaded(one_adapter: Any, asked: list) -> None:
     layer, packed = loaded(one_adapter)
     assert [name for name, _ in layer.named_parameters()] == ["bias"]
@@ -208,7 +190,7 @@ def test_a_gpu_that_mps_shares_is_refused(one_adapter: Any, asked: list, monkeyp
 def test_a_layer_that_the_kernel_does_not_take_is_refused(
     one_adapter: Any, asked: list, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fp4_tiles, "takes", lambda sizes, columns, rank: (sizes, columns, rank) != ([64], 256, RANK))
+    monkeypatch.setattr(fp4_tiles, "supports", lambda sizes, columns, rank: (sizes, columns, rank) != ([64], 256, RANK))
     with pytest.raises(ConfigError, match=r"fp4_tiles does not take a.up_proj, \[64\] x 256 at rank"):
         loaded(one_adapter)
 

@@ -4,9 +4,6 @@ tests/gpu/test_one_copy_gpu.py has vLLM's own.
 """
 
 import gc
-import importlib.util
-import sys
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,16 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from engine_models import Form, engine_of, in_marlin, in_tiles, model_of, put
-from played_modules import play
+from played_vllm import played_engine
 from qerl_lab.config.option import ConfigError
-from qerl_lab.formats.marlin import CODES, SCALE, Marlin
-from qerl_lab.formats.nvfp4 import Nvfp4
+from qerl_lab.formats.marlin import CODES, SCALE
 from qerl_lab.formats.tiles import TILES
 from qerl_lab.model.dense import base_tensors, dense_tensors
 from qerl_lab.model.files import WeightFiles
 from qerl_lab.model.linear import PackedLinear, weight_bytes
 from qerl_lab.model.policy import Policy, save_adapter
-from qerl_lab.rollout import vllm as room
 from qerl_lab.rollout.vllm import base, one_copy
 from small_checkpoints import equal, write_random
 
@@ -100,13 +95,13 @@ def test_a_layer_in_tiles_with_codes_under_a_scale_of_0_keeps_its_own(policy: Po
     name = "model.layers.1.self_attn.k_proj"
     layer = one_copy.layers_of(policy)[name]
     layer.weight_scale.view(torch.uint8)[3, 5] = 0
-    with one_copy.parked(policy):
+    with one_copy.packed_on_host(policy):
         assert one_copy.share(policy, engine_of(policy, form=in_tiles)) == [name]
 
 
 def test_tiles_keep_scales_that_marlin_drops(policy: Policy) -> None:
     one_copy.layers_of(policy)["model.layers.1.self_attn.k_proj"].weight_scale.view(torch.uint8)[3, 5] = 7
-    with one_copy.parked(policy):
+    with one_copy.packed_on_host(policy):
         assert one_copy.share(policy, engine_of(policy, form=in_tiles)) == []
 
 
@@ -128,28 +123,6 @@ def test_what_others_read_of_the_base_is_what_it_was(policy: Policy, cfg: Any, t
     assert (tmp_path / "adapter" / "adapter_model.safetensors").stat().st_size < 2**20  # without the base
 
 
-@pytest.mark.parametrize("merged", [False, True])
-def test_each_layer_is_turned_back_and_dequantized_once(
-    policy: Policy, monkeypatch: pytest.MonkeyPatch, merged: bool
-) -> None:
-    calls: Counter[str] = Counter()
-
-    def spied(kind: type, name: str) -> None:
-        plain = getattr(kind, name)
-
-        def counting(*args: Any) -> Any:
-            calls[name] += 1
-            return plain(*args)
-
-        monkeypatch.setattr(kind, name, counting)
-
-    one_copy.share(policy, engine_of(policy))
-    spied(Marlin, "stored")
-    spied(Nvfp4, "dequantize")
-    dense_tensors(policy, torch.float32, merged=merged)
-    assert calls == {"stored": 14, "dequantize": 14}
-
-
 @FORMS
 def test_neither_a_move_to_where_it_is_nor_another_dtype_changes_the_engine_s_tensors(
     policy: Policy, form: Form
@@ -168,11 +141,11 @@ def test_an_engine_that_is_built_again_takes_the_place_of_the_last(policy: Polic
     before, expected = base_tensors(policy), gradients(policy)
     before = {name: tensor.clone() for name, tensor in before.items()}
     old = engine_of(policy, form=form)
-    with one_copy.parked(policy):
+    with one_copy.packed_on_host(policy):
         one_copy.share(policy, old)
     alive = [tensor for tensor in (*old.parameters(), *old.buffers()) if tensor.numel() > 1]
     pointers = {tensor.data_ptr() for tensor in alive}
-    with one_copy.parked(policy):
+    with one_copy.packed_on_host(policy):
         assert not any(layer.form for layer in one_copy.layers_of(policy).values())
         assert all(equal(base_tensors(policy)[name], tensor) for name, tensor in before.items())
         new = engine_of(policy, form=form)
@@ -186,15 +159,6 @@ def test_an_engine_that_is_built_again_takes_the_place_of_the_last(policy: Polic
     assert all(equal(a, b) for a, b in zip(gradients(policy), expected, strict=True))
 
 
-def test_a_policy_whose_engine_does_not_start_holds_its_own_weights(policy: Policy) -> None:
-    before = {name: tensor.clone() for name, tensor in base_tensors(policy).items()}
-    one_copy.share(policy, engine_of(policy))
-    with pytest.raises(ConfigError, match="no memory"), one_copy.parked(policy):
-        raise ConfigError("no memory")
-    assert not any(layer.form for layer in one_copy.layers_of(policy).values())
-    assert all(equal(base_tensors(policy)[name], tensor) for name, tensor in before.items())
-
-
 def test_a_layer_whose_scales_marlin_drops_keeps_its_own(policy: Policy) -> None:
     """The others, parts of the same fused layer too, are shared."""
     name = "model.layers.1.self_attn.k_proj"
@@ -202,7 +166,7 @@ def test_a_layer_whose_scales_marlin_drops_keeps_its_own(policy: Policy) -> None
     layer.weight_scale.view(torch.uint8)[3, 5] = 7  # 7/512, the largest subnormal number
     layer.hold(layer.packed())
     before = gradients(policy)
-    with one_copy.parked(policy):
+    with one_copy.packed_on_host(policy):
         assert one_copy.share(policy, engine_of(policy)) == [name]
     shared = [one for one, layer in one_copy.layers_of(policy).items() if layer.form is not None]
     assert len(shared) == 13
@@ -215,7 +179,7 @@ def test_back_to_the_gpu_go_those_that_are_not_shared(policy: Policy, monkeypatc
     layers = one_copy.layers_of(policy)
     layers["model.layers.1.self_attn.k_proj"].weight_scale.view(torch.uint8)[3, 5] = 7
     monkeypatch.setattr(type(policy), "device", torch.device("meta"))
-    with one_copy.parked(policy):
+    with one_copy.packed_on_host(policy):
         assert {layer.weight.device.type for layer in layers.values()} == {"cpu"}
         (kept,) = one_copy.share(policy, engine_of(policy))
     assert {name for name, layer in layers.items() if layer.weight.is_meta} == {kept}
@@ -298,39 +262,15 @@ class Llm:
     def reset_prefix_cache(self) -> bool:
         return True
 
-
-class NoAdapter:
-    def __init__(self, model: nn.Module, cfg: Any) -> None: ...
-
-    def arguments(self, folder: Path, backend: str) -> dict[str, Any]:
-        return {}
-
-    def begin(self, llm: Llm) -> None: ...
-
-    def sync(self, llm: Llm) -> None: ...
-
-    def close(self) -> None: ...
+    def adapter_arrives(self) -> None: ...
 
 
 @pytest.fixture
 def engine_module(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    if importlib.util.find_spec("vllm") is not None:
-        pytest.skip("vLLM is installed: tests/gpu has the real one")
-    stubs: dict[str, dict[str, Any]] = {
-        "vllm": {"LLM": Llm, "RequestOutput": object, "SamplingParams": object},
-        "vllm.distributed": {}, "vllm.distributed.parallel_state": {"destroy_model_parallel": None},
-        "vllm.sampling_params": {"RequestOutputKind": object},
-        "vllm.v1": {}, "vllm.v1.engine": {}, "vllm.v1.engine.exceptions": {"EngineDeadError": RuntimeError},
-        "qerl_lab.rollout.vllm.adapter": {"AdapterFile": NoAdapter, "DenseAdapter": NoAdapter},
-    }  # fmt: skip
-    play(monkeypatch, stubs)
-    module = importlib.import_module("qerl_lab.rollout.vllm.engine")
-    monkeypatch.setattr(module, "check_engine_on_cpu", lambda *_: None)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
     monkeypatch.setattr(Llm, "seen", [])
     monkeypatch.setattr(Llm, "policy", policy)
-    yield module
-    del sys.modules[module.__name__], room.engine
+    with played_engine(monkeypatch, Llm, {}) as module:
+        yield module
 
 
 def test_the_engine_shares_its_base_and_one_that_is_built_again_too(

@@ -13,7 +13,7 @@ from qerl_lab import rollout
 from qerl_lab.aqn import CLEAN, Noise
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.model.policy import Policy
-from qerl_lab.rollout.vllm.engine import VllmEngine
+from qerl_lab.rollout.vllm.vllm_engine import VllmEngine
 
 
 @pytest.fixture

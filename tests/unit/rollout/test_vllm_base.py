@@ -1,14 +1,10 @@
 """The directory that vLLM reads the base from holds the policy's very weights, and is gone afterwards."""
 
-import errno
-import fcntl
 import shutil
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -16,7 +12,6 @@ import torch
 from transformers import AutoConfig
 
 from packed_layers import BY_NAME
-from qerl_lab.config.option import ConfigError
 from qerl_lab.formats.format import PackedAs
 from qerl_lab.model import policy
 from qerl_lab.model.files import WeightFiles, read_json
@@ -82,15 +77,6 @@ def test_weights_that_bf16_rounds_are_handed_over_rounded(tmp_path: Path, tiny, 
     assert not torch.equal(handed, WeightFiles(model).tensor(name))
 
 
-def test_a_copy_is_removed_after_a_failure_too(tiny, build_policy) -> None:
-    cfg = tiny(format__name="nvfp4")
-    handed = base.folder_of(build_policy(cfg), cfg)
-    folder = handed.__enter__()
-    assert folder.exists()
-    handed.__exit__(KeyError, KeyError("the engine does not start"), None)
-    assert not folder.exists()
-
-
 def test_runs_of_one_architecture_and_format_read_the_same_path_one_after_another(tiny, build_policy) -> None:
     """vLLM keeps compiled code under the path of the model."""
     paths = []
@@ -144,46 +130,9 @@ def test_what_a_killed_process_left_is_removed_when_the_next_looks_for_a_place(t
         assert sorted(tmp_path.iterdir()) == sorted([mine, tmp_path / "qerl-lab-a1b2c3d4"])
 
 
-def test_a_place_without_locks_is_refused(tmp_path: Path, monkeypatch) -> None:
-    def refuse(*_: object) -> None:
-        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
-
-    monkeypatch.setattr(fcntl, "flock", refuse)
-    with pytest.raises(ConfigError, match=r"model-0 cannot be locked .+ Type scratch=DIR"):
-        base.hold(tmp_path / "model-0")
-
-
 @pytest.mark.parametrize(("free", "in_memory"), [(1000, False), (1300, True)])
 def test_a_copy_goes_into_memory_where_that_has_room(free: int, in_memory: bool, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(base, "IN_MEMORY", tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(0, 0, free))
     with base.scratch_folder(1000) as folder:
         assert (folder.parent == tmp_path) is in_memory
-
-
-def test_runs_that_start_at_once_do_not_all_take_the_room_of_one(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(base, "IN_MEMORY", tmp_path)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(0, 0, 5000))
-    with ExitStack() as stack:
-        started = threading.Barrier(8)
-
-        def claim(_: int) -> Path:
-            started.wait()
-            return stack.enter_context(base.scratch_folder(1000))
-
-        with ThreadPoolExecutor(8) as pool:
-            folders = list(pool.map(claim, range(8)))
-        assert len(set(folders)) == 8
-        inside = [folder for folder in folders if folder.parent == tmp_path]
-        assert len(inside) == 4  # the fifth would fill it: a fifth of a run's size stays free
-    assert not list(tmp_path.iterdir())
-
-
-def test_what_a_run_has_written_is_counted_once(tmp_path: Path, monkeypatch) -> None:
-    """As used by the file system, and not as claimed too."""
-    monkeypatch.setattr(base, "IN_MEMORY", tmp_path)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(0, 0, 1_500_000))
-    with base.scratch_folder(1_000_000) as first:
-        assert base.place_for(1_000_000) != tmp_path
-        (first / "weights").write_bytes(1_000_000 * b"x")
-        assert base.place_for(1_000_000) == tmp_path

@@ -17,9 +17,8 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.model.policy import Policy
 from qerl_lab.rollout.engine import EngineFailed, Sampling
-from qerl_lab.rollout.vllm_server import client
-from qerl_lab.rollout.vllm_server import engine as server_engine
-from qerl_lab.rollout.vllm_server.wire import decoded, encoded
+from qerl_lab.rollout.vllm.transfer import decoded, encoded
+from qerl_lab.rollout.vllm_server import client, server_engine
 
 PROMPTS = [[3, 4, 5], [6], [7, 8]]
 SAMPLING = Sampling(4, seed=1)
@@ -226,24 +225,22 @@ def choice(**changes: Any) -> Callable:
 @pytest.mark.parametrize(
     ("fault", "part"),
     [
-        (lambda said: {"choices": said["choices"][1:]}, "gave 1 completions of a prompt; 2 were asked"),
-        (lambda said: {}, "what is no completion"),
+        (lambda said: {"choices": said["choices"][1:]}, "gave 1 completions for a prompt, and 2 were asked"),
+        (lambda said: {}, "no completion"),
         (lambda said: b"<html>", "what is no JSON"),
-        (choice(token_ids=None), "what is no completion"),
-        (choice(token_ids=[]), "gave 0 tokens with 4 log-probs"),
-        (choice(token_ids=[5] * 5), "gave 5 tokens with 4 log-probs"),
-        (choice(logprobs={"token_logprobs": [-1.0]}), "gave 4 tokens with 1 log-probs"),
-        (choice(logprobs=None), "gave 4 tokens with 0 log-probs"),
-        (choice(finish_reason="abort"), "the end 'abort'"),
-        (refusal(500, "EngineCore encountered an issue\nTraceback"), "HTTP 500: EngineCore encountered an issue)"),
+        (choice(token_ids=None), "no completion"),
+        (choice(token_ids=[]), "gave 4 log-probs for a completion of 0 tokens"),
+        (choice(token_ids=[5] * 5), "gave 4 log-probs for a completion of 5 tokens"),
+        (choice(logprobs=None), "gave 0 log-probs for a completion of 4 tokens"),
+        (choice(finish_reason="abort"), "ended a completion by 'abort'"),
+        (refusal(500, "EngineCore encountered an issue"), "EngineCore encountered an issue"),
     ],
 )
-def test_less_than_was_asked_is_an_error_that_names_the_server(engine, fake: FakeVllm, fault, part: str) -> None:
+def test_less_than_was_asked_is_an_error(engine, fake: FakeVllm, fault, part: str) -> None:
     fake.faults[COMPLETIONS] = [fault]
     with pytest.raises(EngineFailed) as caught:
         engine.generate(PROMPTS[:1], 2, SAMPLING)
     assert part in str(caught.value)
-    assert fake.url in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -252,7 +249,7 @@ def test_less_than_was_asked_is_an_error_that_names_the_server(engine, fake: Fak
         ("/reset_prefix_cache", lambda said: {"success": False}, "kept its prefix cache"),
         (RPC, lambda said: {"results": [[1], [1, 2]]}, r"the adapter with \[1, 2\]; allowed: one id"),
         (RPC, lambda said: {"results": [["ValueError", "no file"]]}, "'no file'"),
-        (RPC, refusal(500, "list_loras"), "failed in qerl_adapter"),
+        (RPC, refusal(500, "list_loras"), "refuses /collective_rpc"),
     ],
 )
 def test_a_sync_that_failed_is_an_error(engine, fake: FakeVllm, path: str, fault, part: str) -> None:
@@ -318,16 +315,19 @@ MXFP4 = BY_NAME["mxfp4"].quantization_config(["lm_head"], torch.float32)
 @pytest.mark.parametrize(
     ("change", "parts"),
     [
-        (lambda fake: setattr(fake, "max_model_len", 271), ["context of 271 tokens", "= 272"]),
-        (described(dtype="bfloat16"), ["computes in bfloat16", "float32"]),
-        (described(quantization="compressed-tensors", quantization_config=MXFP4), ["in mxfp4", "format.name=bf16"]),
-        (described(quantization="fp8"), ["serves the base in fp8", "format.name=bf16"]),
-        (described(logprobs_mode="raw_logprobs"), ["raw_logprobs", "processed_logprobs"]),
-        (described(generation_config="auto"), ["takes its sampling from auto"]),
-        (described(kv_cache_dtype="fp8"), ["key-value cache of the kind fp8", "this run: auto"]),
-        (described(linear_backend="marlin"), ["4-bit products by the kernels of marlin", "this run: auto"]),
-        (described(loras=2), ["adapters at once: 2"]),
-        (described(lora_rank=2), ["adapters of rank 2", "lora.rank=4"]),
+        (described(max_model_len=271), ["has max_model_len=271", "at least 272"]),
+        (described(dtype="bfloat16"), ["has dtype=bfloat16", "this run: float32"]),
+        (
+            described(quantization="compressed-tensors", quantization_config=MXFP4),
+            ["has format=mxfp4"],
+        ),
+        (described(quantization="fp8"), ["has format=fp8"]),
+        (described(logprobs_mode="raw_logprobs"), ["has logprobs_mode=raw_logprobs"]),
+        (described(generation_config="auto"), ["has generation_config=auto"]),
+        (described(kv_cache_dtype="fp8"), ["has kv_cache_dtype=fp8"]),
+        (described(linear_backend="marlin"), ["has linear_backend=marlin"]),
+        (described(max_loras=2), ["has max_loras=2"]),
+        (described(max_lora_rank=1), ["has max_lora_rank=1", "at least 8"]),
         (noisy, ["another weight of model.layers.0.input_layernorm"]),
         (in_bfloat16, ["model.layers.0.input_layernorm in torch.bfloat16", "allowed: torch.float32", "serve_line"]),
         (answers("qerl_norms", {}), ["has no layer model.layers.0.input_layernorm"]),
@@ -337,7 +337,6 @@ MXFP4 = BY_NAME["mxfp4"].quantization_config(["lm_head"], torch.float32)
         (fault(RPC, refusal(404, "Not Found")), ["refuses /collective_rpc (HTTP 404", "serve_line"]),
         (fault("/v1/load_lora_adapter", refusal(404, "No adapter found")), ["cannot load the adapter", "adapter_dir"]),
         (answers("qerl_sees", []), ["cannot load the adapter", "a worker sees no files there", "adapter_dir"]),
-        (answers("qerl_describe", [1]), ["out of step", "Start it again"]),
     ],
 )
 def test_a_server_that_serves_something_else_is_refused(
@@ -365,7 +364,7 @@ def test_a_key_comes_from_the_environment_and_stays_out_of_messages(
     monkeypatch.setenv("VLLM_API_KEY", "long-secret")
     rollout.build(config(), policy).close()
     assert {headers["Authorization"] for headers in fake.headers} == {"Bearer long-secret"}
-    fake.faults[MODELS] = [refusal(500, "who is long-secret")]
+    fake.faults[RPC] = [refusal(500, "who is long-secret")]
     with pytest.raises(ConfigError) as caught:
         rollout.build(config(), policy)
     assert "long-secret" not in str(caught.value)

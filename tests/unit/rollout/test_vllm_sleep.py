@@ -5,12 +5,9 @@ tests/gpu/test_vllm_sleep_gpu.py has vLLM's own.
 
 import copy
 import gc
-import importlib
-import importlib.util
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,11 +15,10 @@ import pytest
 import torch
 from torch import nn
 
-from played_modules import play
-from qerl_lab.aqn import CLEAN, Noise
+from played_vllm import played_engine
+from qerl_lab.aqn import CLEAN
 from qerl_lab.config.units import GIB
 from qerl_lab.model.policy import Policy
-from qerl_lab.rollout import vllm as room
 from qerl_lab.rollout.engine import ASLEEP, EngineFailed, Sampling
 
 WEIGHTS, CACHE = [1], [2, 3]  # addresses
@@ -131,22 +127,9 @@ class Llm:
     def _end(self) -> None:
         self.gpu.events.append("end")
 
-
-class NoAdapter:
-    request = None
-
-    def __init__(self, model: nn.Module, cfg: Any) -> None: ...
-
-    def arguments(self, folder: Path, backend: str) -> dict[str, Any]:
-        return {}
-
-    def begin(self, llm: Llm) -> None: ...
-
-    def sync(self, llm: Llm) -> None:
-        assert llm.gpu.awake()
-        llm.gpu.events.append("adapter")
-
-    def close(self) -> None: ...
+    def adapter_arrives(self) -> None:
+        assert self.gpu.awake()
+        self.gpu.events.append("adapter")
 
 
 @pytest.fixture
@@ -173,40 +156,26 @@ def allocator() -> Any:
 def build(
     policy: Policy, gpu: Gpu, allocator: Any, tiny: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., Any]]:
-    if importlib.util.find_spec("vllm") is not None:
-        pytest.skip("vLLM is installed: tests/gpu has the real one")
     monkeypatch.setattr(Factory, "classes", {}, raising=False)
     stubs: dict[str, dict[str, Any]] = {
-        "vllm": {"LLM": lambda model, **arguments: Llm(gpu, policy, arguments), "RequestOutput": object,
-                 "SamplingParams": lambda **how: SimpleNamespace(**how)},
-        "vllm.distributed": {}, "vllm.distributed.parallel_state": {"destroy_model_parallel": None},
-        "vllm.sampling_params": {"RequestOutputKind": SimpleNamespace(FINAL_ONLY=0)},
-        "vllm.v1": {}, "vllm.v1.engine": {}, "vllm.v1.engine.exceptions": {"EngineDeadError": RuntimeError},
         "vllm.device_allocator": {},
         "vllm.device_allocator.cumem": {
             "CuMemAllocator": SimpleNamespace(get_instance=lambda: allocator), "create_and_map": gpu.map,
             "unmap_and_release": gpu.unmap, "libcudart": SimpleNamespace(cudaMemset=gpu.zero),
         },
         "vllm.device_allocator.sleep_mode_backend": {"CuMemBackend": object, "SleepModeBackendFactory": Factory},
-        "qerl_lab.rollout.vllm.adapter": {"AdapterFile": NoAdapter, "DenseAdapter": NoAdapter},
     }  # fmt: skip
-    play(monkeypatch, stubs)
-    module = importlib.import_module("qerl_lab.rollout.vllm.engine")
-    monkeypatch.setattr(module, "check_engine_on_cpu", lambda *_: None)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: gpu.events.append("empty"))
+    with played_engine(monkeypatch, lambda model, **arguments: Llm(gpu, policy, arguments), stubs) as module:
+        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: gpu.events.append("empty"))
 
-    def make(sleep: bool = True) -> Any:
-        cfg = tiny(format__name="bf16")
-        cfg.rollout.vllm.sleep = sleep
-        engine = module.VllmEngine(policy, cfg)
-        gpu.events.clear()
-        return engine
+        def make(sleep: bool = True) -> Any:
+            cfg = tiny(format__name="bf16")
+            cfg.rollout.vllm.sleep = sleep
+            engine = module.VllmEngine(policy, cfg)
+            gpu.events.clear()
+            return engine
 
-    yield make
-    for loaded in (module.__name__, "qerl_lab.rollout.vllm.sleep"):
-        sys.modules.pop(loaded, None)
-        vars(room).pop(loaded.rpartition(".")[2], None)
+        yield make
 
 
 SLEEP = ["unmap 2", "unmap 3"]
@@ -253,15 +222,6 @@ def test_a_rollout_wakes_it_too(build: Callable, gpu: Gpu) -> None:
     assert gpu.events == [*SLEEP, *WAKE]
 
 
-def test_norms_are_told_while_it_sleeps_and_those_of_the_next_noise_arrive(build: Callable, policy: Policy) -> None:
-    engine, noise = build(), Noise(0.3, seed=0, step=1)
-    engine.sleep()
-    assert all(torch.equal(held, policy.clean_norms[name].to(held)) for name, held in engine.norms().items())
-    engine.sync(noise)
-    expected = noise.onto_norms(policy.clean_norms)
-    assert all(torch.equal(held, expected[name]) for name, held in engine.norms().items())
-
-
 def test_it_tells_what_it_holds_and_what_sleeps(build: Callable) -> None:
     engine = build()
     awake = engine.held()
@@ -273,31 +233,14 @@ def test_it_tells_what_it_holds_and_what_sleeps(build: Callable) -> None:
     assert "vLLM's key-value cache" not in asleep
 
 
-def test_an_engine_is_closed_while_it_sleeps(build: Callable, gpu: Gpu) -> None:
+def test_an_engine_that_ends_gives_all_of_its_memory_back(build: Callable, gpu: Gpu, allocator: Any) -> None:
+    """Another one asks of it that no part is left."""
     engine = build()
     engine.sleep()
+    engine.close()
     engine.close()
     assert gpu.events == [*SLEEP, "end", "unmap 1"]
-    engine.close()
-    assert gpu.events.count("end") == 1
-
-
-def test_an_engine_that_ends_awake_gives_all_of_its_memory_back(build: Callable, gpu: Gpu, allocator: Any) -> None:
-    """Another one asks of it that no part is left."""
-    build().close()
-    assert not gpu.mapped
     assert not allocator.pointer_to_data
-
-
-def test_memory_that_others_took_is_a_failure_of_the_engine_which_can_wake_later(build: Callable, gpu: Gpu) -> None:
-    engine = build()
-    engine.sleep()
-    gpu.left = 0
-    with pytest.raises(EngineFailed, match=r"out of memory in wake_up \(CUDA Error.*Type a lower rollout.vllm.kv_cach"):
-        engine.sync(CLEAN)
-    gpu.left = 1
-    engine.sync(CLEAN)
-    assert gpu.awake()
 
 
 def test_a_waking_that_failed_half_way_goes_on_with_the_rest(
@@ -312,24 +255,13 @@ def test_a_waking_that_failed_half_way_goes_on_with_the_rest(
         gpu.left = 0
 
     monkeypatch.setattr(sys.modules["qerl_lab.rollout.vllm.sleep"].libcudart, "cudaMemset", last)
-    with pytest.raises(EngineFailed):
+    with pytest.raises(EngineFailed, match=r"out of memory in wake_up \(CUDA Error.*Type a lower rollout.vllm.kv_cach"):
         engine.sync(CLEAN)
     assert gpu.mapped == {1, 2}
     gpu.left = 1
     engine.sync(CLEAN)
     assert gpu.events.count("map 2") == gpu.events.count("map 3") == 1
-
-
-def test_another_error_of_waking_is_a_failure_too(build: Callable, gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = build()
-    engine.sleep()
-
-    def broken(handle: tuple[int, ...]) -> None:
-        raise RuntimeError("CUDA Error: invalid argument")
-
-    monkeypatch.setattr(sys.modules["qerl_lab.rollout.vllm.sleep"], "create_and_map", broken)
-    with pytest.raises(EngineFailed, match=r"vLLM failed in wake_up \(RuntimeError: CUDA Error: invalid argument"):
-        engine.sync(CLEAN)
+    assert gpu.awake()
 
 
 def test_another_program_on_the_gpu_does_not_end_the_run(build: Callable, gpu: Gpu) -> None:
@@ -340,29 +272,9 @@ def test_another_program_on_the_gpu_does_not_end_the_run(build: Callable, gpu: G
     assert not engine.llm.sleeps
     engine.sync(CLEAN)
     assert gpu.awake()
-
-
-def test_an_engine_that_did_not_fall_asleep_says_so(build: Callable, gpu: Gpu) -> None:
-    engine = build()
     gpu.before_sleep = AssertionError("no backend")
     with pytest.raises(AssertionError, match="no backend"):
         engine.sleep()
-    gpu.before_sleep = RuntimeError("the device is lost")
-    engine = build()
-    with pytest.raises(EngineFailed, match=r"vLLM failed in sleep \(RuntimeError: the device is lost"):
-        engine.sleep()
-
-
-def test_tags_keep_the_cache_asleep(build: Callable, gpu: Gpu) -> None:
-    engine = build()
-    engine.sleep()
-    backend = engine.llm.backend
-    assert backend.state() == "SUSPENDED"
-    backend.resume(["weights"])
-    assert not gpu.awake()
-    backend.resume(["weights", "kv_cache"])
-    assert gpu.awake()
-    assert backend.state() == "RUNNING"
 
 
 def test_the_pools_outlive_vllm(build: Callable, allocator: Any) -> None:

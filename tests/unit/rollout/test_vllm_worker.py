@@ -12,7 +12,7 @@ from torch import nn
 
 from played_modules import play
 from qerl_lab.aqn import Noise
-from qerl_lab.rollout.vllm_server.wire import decoded
+from qerl_lab.rollout.vllm.transfer import decoded
 
 NAMES = ["layers.0.input_layernorm", "layers.0.post_attention_layernorm"]
 

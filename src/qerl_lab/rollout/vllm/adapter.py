@@ -16,7 +16,8 @@ from qerl_lab.model.linear import packed_layers
 from qerl_lab.rollout.vllm import one_adapter
 from qerl_lab.rollout.vllm.backends import FP4_TILES
 from qerl_lab.rollout.vllm.base import scratch_folder
-from qerl_lab.rollout.vllm.lora_files import adapter_bytes, max_rank, write_settings, write_weights
+from qerl_lab.rollout.vllm.one_adapter import AdapterBuffers
+from qerl_lab.rollout.vllm.transfer import adapter_bytes, max_rank, write_settings, write_weights
 
 NAME, ID = "policy", 1
 
@@ -37,9 +38,9 @@ class DenseAdapter:
     def begin(self, llm: LLM) -> None:
         """Find the adapter's buffers, and let vLLM's layers read the policy's packed weights."""
         layers, adapter = packed_layers(self.model.get_base_model()), one_adapter.adapter_of(self.model)
-        llm.apply_model(lambda model: one_adapter.lend(model, layers))
-        self.link: one_adapter.Link = llm.apply_model(lambda model: one_adapter.Link(model, adapter))[0]
-        modules = (module for pair in one_adapter.learned(self.model).values() for module in pair)
+        llm.apply_model(lambda model: one_adapter.use_packed_layers(model, layers))
+        self.buffers: AdapterBuffers = llm.apply_model(lambda model: AdapterBuffers(model, adapter))[0]
+        modules = (module for pair in one_adapter.lora_modules(self.model).values() for module in pair)
         self.read = [(module, module.weight) for module in modules]
 
     def sync(self, llm: LLM) -> None:
@@ -47,15 +48,15 @@ class DenseAdapter:
         if any(module.weight is not weight for module, weight in self.read):
             raise AssertionError("the policy's adapter has other tensors than when the engine began")
         scaling = (self.lora.alpha or self.lora.rank) / self.lora.rank
-        llm.apply_model(lambda model: self.link.write(scaling))
+        llm.apply_model(lambda model: self.buffers.write(scaling))
 
     def close(self) -> None:
         """Drop the references to vLLM's buffers."""
-        del self.link
+        del self.buffers
 
 
 class AdapterFile:
-    """The adapter as files that a LoRARequest names (`lora_files`)."""
+    """The adapter as files that a LoRARequest names (`transfer`)."""
 
     def __init__(self, model: PeftModel, cfg: RunConfig) -> None:
         self.model, self.rank, self._open = model, cfg.lora.rank, ExitStack()

@@ -9,7 +9,7 @@ import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -17,9 +17,7 @@ from huggingface_hub import save_torch_state_dict
 from torch import Tensor
 
 from qerl_lab import formats
-from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import DENSE_FORMAT, RunConfig
-from qerl_lab.disk import alone_in
 from qerl_lab.model.dense import base_tensors
 from qerl_lab.model.files import WeightFiles, local_folder, read_json
 from qerl_lab.model.loading import stored_as
@@ -41,7 +39,7 @@ def folder_of(policy: Policy, cfg: RunConfig) -> Iterator[Path]:
         dtype = policy.model.dtype
         config["quantization_config"] = formats.build(cfg.format).quantization_config(cfg.format.ignore, dtype)
     text = json.dumps(config)
-    with roomy_folder(hashlib.sha256(text.encode()).hexdigest()[:12], size_of(tensors)) as folder:
+    with scratch_folder(size_of(tensors), hashlib.sha256(text.encode()).hexdigest()[:12]) as folder:
         save_torch_state_dict(tensors, folder)
         policy.tokenizer.save_pretrained(folder)  # required by vLLM, though it is sent token ids
         (folder / "config.json").write_text(text)
@@ -59,21 +57,9 @@ def size_of(tensors: Mapping[str, Tensor]) -> int:
 
 
 @contextmanager
-def scratch_folder(size: int) -> Iterator[Path]:
-    """Yield a temporary folder for `size` bytes, in RAM if there is room."""
-    with roomy_folder(secrets.token_hex(6), size) as folder:
-        yield folder
-
-
-@contextmanager
-def roomy_folder(name: str, size: int) -> Iterator[Path]:
-    """Yield a temporary folder for `size` bytes, in RAM if there is room beside the claims of other runs.
-
-    The folder's name claims the size, because runs that start together would otherwise count the same free space.
-    """
-    with ExitStack() as stack:
-        with alone_in(IN_MEMORY) if IN_MEMORY.is_dir() else nullcontext():
-            folder = stack.enter_context(named_folder(f"qerl-lab-{name}-{size}", place_for(size)))
+def scratch_folder(size: int, name: str | None = None) -> Iterator[Path]:
+    """Yield a temporary folder for `size` bytes, in RAM if there is room. `name` is 12 hexadecimal digits."""
+    with named_folder(f"qerl-lab-{name or secrets.token_hex(6)}", place_for(size)) as folder:
         yield folder
 
 
@@ -84,7 +70,7 @@ def named_folder(name: str, place: Path) -> Iterator[Path]:
     vLLM's cache of compiled code depends on the model's path, so a random path would make every run compile.
     """
     numbered = (place / f"{name}-{number}" for number in itertools.count())
-    path, held = next((path, held) for path in numbered if (held := hold(path)) is not None)
+    path, held = next((path, held) for path in numbered if (held := lock_folder(path)) is not None)
     try:
         yield path
     finally:
@@ -95,16 +81,13 @@ def named_folder(name: str, place: Path) -> Iterator[Path]:
 def remove_left(place: Path, pattern: str) -> None:
     """Remove folders in `place` that match a glob and are not locked, left by killed processes."""
     for path in place.glob(pattern):
-        if (held := hold(path)) is not None:
+        if (held := lock_folder(path)) is not None:
             path.rmdir()
             os.close(held)
 
 
-def hold(path: Path) -> int | None:
-    """Create and lock the folder `path`, empty; return its descriptor, None if another process or user has it.
-
-    Raises ConfigError if the file system has no locks, because used and abandoned folders would look alike.
-    """
+def lock_folder(path: Path) -> int | None:
+    """Create and lock the folder `path`, empty; return its descriptor, None if another process or user has it."""
     with suppress(FileExistsError):
         path.mkdir(mode=0o700)
     try:
@@ -118,11 +101,6 @@ def hold(path: Path) -> int | None:
     except (BlockingIOError, FileNotFoundError):  # in use, or removed after it was opened
         os.close(held)
         return None
-    except OSError as error:
-        raise ConfigError(
-            f"{path} cannot be locked ({error.strerror}); allowed: a directory of a file system with locks. "
-            "Type scratch=DIR for a benchmark, or TMPDIR=DIR in front of the command."
-        ) from None
     for left in path.iterdir():  # files of a killed process
         shutil.rmtree(left) if left.is_dir() else left.unlink()
     return held
@@ -133,14 +111,4 @@ def place_for(size: int) -> Path:
     remove_left(IN_MEMORY, OF_RUNS)
     if not IN_MEMORY.is_dir():
         return Path(tempfile.gettempdir())
-    room = shutil.disk_usage(IN_MEMORY).free - sum(unwritten(folder) for folder in IN_MEMORY.glob(f"{OF_RUNS}-*"))
-    return IN_MEMORY if room > 1.2 * size else Path(tempfile.gettempdir())
-
-
-def unwritten(folder: Path) -> int:
-    """Return the bytes that a folder's name claims but that are not written yet; 0 if the folder cannot be read."""
-    try:
-        written = sum(file.stat().st_blocks * 512 for file in folder.iterdir())
-    except OSError:  # another user's, or removed by its owner just now
-        return 0
-    return max(0, int(folder.name.split("-")[-2]) - written)
+    return IN_MEMORY if shutil.disk_usage(IN_MEMORY).free > 1.2 * size else Path(tempfile.gettempdir())

@@ -34,7 +34,7 @@ _RANKS = 32  # a part of x A^T is padded to a multiple of this
 _STEP_OF_SPLIT, _SUMS_AT_ONCE, _MAKERS = 64, 16, 3  # for x A^T: columns, sums of splits, warps per block
 _STEP = 2  # about the stages that a block of W costs at the end of a tile
 
-TAKEN = (
+SUPPORTED = (
     f"up to 3 parts in multiples of {BLOCK}, columns in multiples of {DEPTH}, a rank in multiples of {TILES_RANKS} "
     f"up to {TILES_MAX_RANK}"
 )
@@ -79,7 +79,7 @@ class Plan:
     shared_bytes: int
 
 
-def takes(sizes: Sequence[int], columns: int, rank: int) -> bool:
+def supports(sizes: Sequence[int], columns: int, rank: int) -> bool:
     """Return whether `linear` supports a weight of these part sizes and K `columns`, and an adapter of this rank."""
     whole = columns % DEPTH == 0 and all(size % BLOCK == 0 for size in sizes)
     return whole and len(sizes) <= 3 and tiles_take(rank)
@@ -156,11 +156,11 @@ def linear(
         meeting: the layer's `counters`.
         bias: bfloat16 `[N]`.
 
-    Raises ValueError for shapes that `takes` refuses.
+    Raises ValueError for shapes that `supports` refuses.
     """
     (rows, columns), (N, rank) = x.shape, B.shape
-    if not takes(sizes, columns, rank):
-        raise ValueError(f"parts {sizes} x {columns}, rank {rank}; allowed: {TAKEN}")
+    if not supports(sizes, columns, rank):
+        raise ValueError(f"parts {sizes} x {columns}, rank {rank}; allowed: {SUPPORTED}")
     y = torch.empty(rows, N, dtype=torch.bfloat16, device=x.device)
     for some, of_y in zip(x.split(MAX_ROWS), y.split(MAX_ROWS), strict=True):
         if len(some):  # split() of an empty x gives one empty part

@@ -2,7 +2,7 @@
 
 Registers a quantization method (`register_quantization_config`). vLLM asks it for every linear layer; it wraps the
 method that the weights would have got (compressed-tensors, bitsandbytes or none) and adds x A^T B^T from buffers of the
-layer. The buffers keep their addresses, so that CUDA graphs see what `Link.write` puts into them.
+layer. The buffers keep their addresses, so that CUDA graphs see what `AdapterBuffers.write` puts into them.
 
 There is exactly one adapter: vLLM's own LoRA is off, and vLLM refuses a request that names one.
 
@@ -10,7 +10,7 @@ On a GPU a layer is one operation opaque to torch.compile, so that the route can
 
 - With `fp4_tiles` the layer holds NVFP4 weights in that kernel's layout only, and the kernel computes weight and
   adapter. Many rows, as in a prefill, unpack the weights for the call and use cuBLAS.
-- With vLLM's kernels many rows unpack the policy's own packed layers (`lend`) and use cuBLAS, too.
+- With vLLM's kernels many rows unpack the policy's own packed layers (`use_packed_layers`) and use cuBLAS, too.
 - With `dense_rows` the layer also holds NVFP4 weights unpacked, above A. That many rows use cuBLAS in decoding, too,
   weight and A in one product.
 """
@@ -36,8 +36,7 @@ from vllm.model_executor.layers.quantization import get_quantization_config, reg
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
 from qerl_lab.config.option import ConfigError
-from qerl_lab.formats.marlin import DIVISOR
-from qerl_lab.formats.nvfp4 import Nvfp4
+from qerl_lab.formats.nvfp4 import DIVISOR, Nvfp4
 from qerl_lab.formats.tiles import TILES, decoders, pack
 from qerl_lab.model.files import read_json
 from qerl_lab.model.linear import PackedLinear
@@ -173,9 +172,9 @@ def _(x: Tensor, adapter: Tensor, bias: Tensor | None, columns: int) -> Tensor:
 class OneAdapterMethod(LinearMethodBase):
     """Linear method that adds an adapter to `base`; `parts` are the layer's parts (e.g. q, k, v).
 
-    The layer gets the buffers `adapter_A` [P * r, K] and `adapter_B` [N, r], zero until `Link.write`. N and K are this
-    process's. Tensor parallelism is not supported: it would have to cut B of a column-parallel and A of a row-parallel
-    layer like the weight.
+    The layer gets the buffers `adapter_A` [P * r, K] and `adapter_B` [N, r], zero until `AdapterBuffers.write`. N and K
+    are this process's. Tensor parallelism is not supported: it would have to cut B of a column-parallel and A of a
+    row-parallel layer like the weight.
     """
 
     def __init__(self, base: Any, rank: int, parts: list[str], own: list[bool], routes: Routes = Routes()) -> None:
@@ -183,7 +182,7 @@ class OneAdapterMethod(LinearMethodBase):
         self.base, self.rank, self.parts, self.own = base, rank, parts, own
         # A dense layer (`format.ignore`) has only the base's route.
         self.routes = Routes() if isinstance(base, UnquantizedLinearMethod) else routes
-        self.lent: list[PackedLinear] = []
+        self.packed_layers: list[PackedLinear] = []
         if hasattr(base, "quant_config"):
             self.quant_config = base.quant_config  # bitsandbytes' loader reads it to find packed layers
 
@@ -263,8 +262,8 @@ class OneAdapterMethod(LinearMethodBase):
     def _check_tiles(self, layer: LinearBase) -> None:
         """Raise ConfigError for a GPU or layer that `fp4_tiles` does not support."""
         columns = layer.adapter_A.shape[1]
-        what = f"{self.parts[0]}, {self.sizes} x {columns} at rank {self.rank}: {fp4_tiles.TAKEN}"
-        untaken = "" if fp4_tiles.takes(self.sizes, columns, self.rank) else f"does not take {what}"
+        what = f"{self.parts[0]}, {self.sizes} x {columns} at rank {self.rank}: {fp4_tiles.SUPPORTED}"
+        untaken = "" if fp4_tiles.supports(self.sizes, columns, self.rank) else f"does not take {what}"
         if why := fp4_tiles.refusal() or untaken:
             # Do not propose `auto`, which may have chosen it.
             raise ConfigError(f"rollout.vllm.linear_backend=fp4_tiles {why}. Type rollout.vllm.linear_backend=vllm.")
@@ -288,8 +287,8 @@ class OneAdapterMethod(LinearMethodBase):
         if self.routes.fp4_tiles:
             packed, divisor, meeting = (getattr(layer, name) for name in OF_TILES)
             return tiles_product(x, packed, divisor, meeting, self.decoders, A, B, self.sizes, plain)
-        if self.lent and rows >= UNPACK_ROWS:
-            return unpacked_product(x, [part.decoder for part in self.lent], A, B, self.sizes, plain)
+        if self.packed_layers and rows >= UNPACK_ROWS:
+            return unpacked_product(x, [part.decoder for part in self.packed_layers], A, B, self.sizes, plain)
         y = self.base.apply(layer, x, bias)
         add_adapter(y, x, A, B, self.sizes)
         return y
@@ -301,15 +300,15 @@ class OneAdapterMethod(LinearMethodBase):
         return {part: (A, B) for part, own, A, B in blocks if own}
 
 
-def lend(model: nn.Module, layers: Mapping[str, PackedLinear]) -> None:
+def use_packed_layers(model: nn.Module, layers: Mapping[str, PackedLinear]) -> None:
     """Let vLLM's layers read the policy's packed weights, matched by name, for calls with many rows."""
     for layer in model.modules():
         method = getattr(layer, "quant_method", None)
         if isinstance(method, OneAdapterMethod) and all(part in layers for part in method.parts):
-            method.lent = [layers[part] for part in method.parts]
+            method.packed_layers = [layers[part] for part in method.parts]
 
 
-def learned(model: PeftModel) -> dict[str, tuple[nn.Linear, nn.Linear]]:
+def lora_modules(model: PeftModel) -> dict[str, tuple[nn.Linear, nn.Linear]]:
     """Return the modules that hold the policy's A and B, by full name of the base layer."""
     return {
         name: (layer.lora_A["default"], layer.lora_B["default"])
@@ -319,10 +318,10 @@ def learned(model: PeftModel) -> dict[str, tuple[nn.Linear, nn.Linear]]:
 
 def adapter_of(model: PeftModel) -> dict[str, Pair]:
     """Return the policy's A and B themselves, no copies, by full name of the base layer."""
-    return {name: (a.weight, b.weight) for name, (a, b) in learned(model).items()}
+    return {name: (a.weight, b.weight) for name, (a, b) in lora_modules(model).items()}
 
 
-class Link:
+class AdapterBuffers:
     """Copies an adapter into the buffers of vLLM's layers, found once because the search takes 10 ms for a 7B."""
 
     def __init__(self, model: nn.Module, adapter: Mapping[str, Pair]) -> None:
@@ -356,14 +355,13 @@ class Link:
 
 def _check(places: Mapping[str, Pair], adapter: Mapping[str, Pair]) -> None:
     """Raise ConfigError if adapter and buffers differ in layers or shapes."""
-    for what, differing in (("without an adapter", places.keys() - adapter.keys()),
-                            ("that the engine has no place for", adapter.keys() - places.keys())):  # fmt: skip
-        if differing:
-            raise ConfigError(
-                f"{len(differing)} layers {what}, the first {min(differing)}; allowed: those that the engine was built "
-                "for, each once. Type lora.target_modules with linear layers of the model's blocks alone."
-            )
-    for name, place in places.items():
-        given, built = ([tuple(tensor.shape) for tensor in pair] for pair in (adapter[name], place))
-        if given != built:
-            raise ConfigError(f"the adapter of {name} has the shapes {given}; allowed: {built}, of lora.rank")
+    given, built = ({name: [tuple(tensor.shape) for tensor in pair] for name, pair in pairs.items()}
+                    for pairs in (adapter, places))  # fmt: skip
+    differing = sorted(name for name in given.keys() | built.keys() if given.get(name) != built.get(name))
+    if differing:
+        name = differing[0]
+        raise ConfigError(
+            f"{len(differing)} layers have another adapter than the engine was built for, the first {name}: shapes "
+            f"{given.get(name)}; allowed: {built.get(name)}, None for no adapter. Type lora.target_modules with linear "
+            "layers of the model's blocks alone."
+        )

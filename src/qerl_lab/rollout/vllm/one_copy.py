@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from qerl_lab.config.option import ConfigError
-from qerl_lab.formats.marlin import CODES, DIVISOR, ROWS, SCALE, Marlin, part
+from qerl_lab.formats.marlin import CODES, ROWS, SCALE, Marlin, part
+from qerl_lab.formats.nvfp4 import DIVISOR
 from qerl_lab.formats.tiles import TILES, Tiles
 from qerl_lab.model import linear
 from qerl_lab.model.linear import PackedLinear
@@ -34,7 +35,7 @@ def layers_of(policy: Policy) -> Layers:
 
 
 @contextmanager
-def parked(policy: Policy) -> Iterator[None]:
+def packed_on_host(policy: Policy) -> Iterator[None]:
     """Move the packed weights to host memory within the context; afterwards move back those that are not shared."""
     layers, device = layers_of(policy).values(), policy.device
     for layer in layers:
@@ -112,7 +113,8 @@ def _share_layer(theirs: nn.Module, parts: Layers) -> list[str]:
         packed = layer.packed()
         held, form = held_of(theirs, packed[DIVISOR], first, layer)
         own = {key: tensor.to(held[DIVISOR].device) for key, tensor in packed.items()}
-        if _same(form.stored(held), own):
+        stored = form.stored(held)
+        if all(torch.equal(stored[key].view(torch.uint8), tensor.view(torch.uint8)) for key, tensor in own.items()):
             layer.hold(held, form)
         else:
             keep.append(name)
@@ -141,7 +143,3 @@ def boost(divisor: Tensor, theirs: Tensor) -> float:
     """
     ratio = 2.0**119 / divisor.double() / theirs.double()
     return float(ratio.log2().round().exp2().item())
-
-
-def _same(found: dict[str, Tensor], own: dict[str, Tensor]) -> bool:
-    return all(torch.equal(found[key].view(torch.uint8), tensor.view(torch.uint8)) for key, tensor in own.items())

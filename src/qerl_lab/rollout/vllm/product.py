@@ -13,7 +13,7 @@ from qerl_lab.rollout.vllm import fp4_tiles
 # x A^T is large: for down_proj at 256 rows cuBLAS is faster by 1 microsecond of 13 (7B) and 6 of 17 (32B;
 # results/bench/decode_*.json). The third bound is where others saw cuBLAS overtake a Triton expand (SGLang #26962).
 SHRINK_ROWS, SHRINK_WORK, EXPAND_WORK = 256, 100_000_000, 16_384
-MAX_RANK = 128  # supported by kernels.expand
+MAX_RANK = 128  # supported by adapter_kernels.expand
 UNPACK_ROWS = 2048  # from here unpacking and cuBLAS beat vLLM's kernels, which unpack as they multiply
 TILES_ROWS = 320  # up to here five launches of `fp4_tiles` beat unpacking, 7B and 32B on an H200
 
@@ -48,19 +48,19 @@ def add_products(y: Tensor, x: Tensor, A: Tensor, B: Tensor, sizes: list[int]) -
 @add_adapter.register_kernel("cuda")
 def on_gpu(y: Tensor, x: Tensor, A: Tensor, B: Tensor, sizes: list[int]) -> None:
     """Compute `add_adapter` with the lab's kernels where they are expected to beat cuBLAS."""
-    from qerl_lab.rollout.vllm import kernels  # needs triton
+    from qerl_lab.rollout.vllm import adapter_kernels  # needs triton
 
     rows = x.shape[0]
-    if not expands(rows, B.shape[1]):
+    if not expand_is_faster(rows, B.shape[1]):
         add_products(y, x, A, B, sizes)
     elif rows > SHRINK_ROWS or rows * A.numel() > SHRINK_WORK:
-        kernels.expand(y, (x @ A.t())[None], B, sizes)
+        adapter_kernels.expand(y, (x @ A.t())[None], B, sizes)
     elif rows:
-        kernels.expand(y, kernels.shrink(x, A), B, sizes)
+        adapter_kernels.expand(y, adapter_kernels.shrink(x, A), B, sizes)
 
 
-def expands(rows: int, rank: int) -> bool:
-    """Return whether `kernels.expand` is expected to beat cuBLAS."""
+def expand_is_faster(rows: int, rank: int) -> bool:
+    """Return whether `adapter_kernels.expand` is expected to beat cuBLAS."""
     return rank <= MAX_RANK and rows * rank <= EXPAND_WORK
 
 
@@ -79,15 +79,15 @@ def stacked_product(
         bias: `[N]`.
     """
     W, A = stacked.split([len(B), len(stacked) - len(B)])
-    if not (x.is_cuda and expands(len(x), B.shape[1])):
+    if not (x.is_cuda and expand_is_faster(len(x), B.shape[1])):
         y = scaled_linear(x, W, alpha, bias)
         add_adapter(y, x, A, B, sizes)
         return y
-    from qerl_lab.rollout.vllm import kernels  # needs triton
+    from qerl_lab.rollout.vllm import adapter_kernels  # needs triton
 
     y, t = (x @ stacked.t()).split([len(W), len(A)], dim=1)
     out = x.new_empty(len(x), len(B))
-    kernels.expand(y, t[None], B, sizes, alpha, bias, out)
+    adapter_kernels.expand(y, t[None], B, sizes, alpha, bias, out)
     return out
 
 

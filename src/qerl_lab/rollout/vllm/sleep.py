@@ -33,7 +33,7 @@ class CacheAlone(CuMemBackend):
 
     def resume(self, tags: list[str] | None = None) -> None:
         """Map the cache again and zero it, because others wrote there. Raises OutOfMemoryError if memory is taken."""
-        for part in _cache() if tags is None or TAG in tags else []:
+        for part in _cache():
             if part.is_asleep:
                 _, size, address, _ = part.handle
                 _map(part.handle)

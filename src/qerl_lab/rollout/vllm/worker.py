@@ -14,8 +14,7 @@ from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 from vllm.platforms import current_platform
 
 from qerl_lab.aqn import CLEAN, Noise
-from qerl_lab.rollout.vllm.norms import KEY
-from qerl_lab.rollout.vllm_server.wire import encoded
+from qerl_lab.rollout.vllm.transfer import FLOAT32_NORMS, encoded
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as Worker
@@ -27,31 +26,32 @@ class NormWorker(Worker):
     """vLLM's worker plus float32 norms, noise on them, and reloading of a server's one adapter."""
 
     def load_model(self, **options: Any) -> None:
-        """Load the model, then convert the norms listed by `norms.arguments` to float32.
+        """Load the model, then convert the norms listed by `transfer.serving_arguments` to float32.
 
         This happens before vLLM compiles the model and captures CUDA graphs, which fix a weight's dtype and address.
         vLLM's RMSNorm multiplies in the dtype of its weight and returns the dtype of its input.
         """
         super().load_model(**options)
-        names = self.vllm_config.additional_config[KEY]
+        names = self.vllm_config.additional_config[FLOAT32_NORMS]
         for name, module in self.get_model().named_modules():
             if name.rpartition(".")[2] in names and isinstance(module, RMSNorm | GemmaRMSNorm):
                 module.weight.data = module.weight.data.float()
 
     def qerl_describe(self) -> dict[str, Any]:
-        """Return the settings that a run compares with its own: dtype, format, kernels, log-probs, adapters."""
+        """Return the settings that a run compares with its own (`server_command.settings`), and the format."""
         own = self.vllm_config
         model, lora = own.model_config, own.lora_config
         return {
             "dtype": str(model.dtype).removeprefix("torch."),
+            "max_model_len": model.max_model_len,
             "quantization": model.quantization,
             "quantization_config": getattr(model.hf_config, "quantization_config", None),
             "kv_cache_dtype": str(own.cache_config.cache_dtype),
             "linear_backend": str(own.kernel_config.linear_backend),
             "logprobs_mode": str(model.logprobs_mode),
             "generation_config": str(model.generation_config),
-            "lora_rank": lora.max_lora_rank if lora else 0,
-            "loras": lora.max_loras if lora else 0,
+            "max_lora_rank": lora.max_lora_rank if lora else 0,
+            "max_loras": lora.max_loras if lora else 0,
         }
 
     def qerl_clear(self) -> None:

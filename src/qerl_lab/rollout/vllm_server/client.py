@@ -1,12 +1,12 @@
 """HTTP client for one `vllm serve`: keep-alive connections, retries with backoff, errors that name the server."""
 
 import os
-import socket
 import time
 from typing import Any
 
 import httpx
 
+from qerl_lab.config.option import ConfigError
 from qerl_lab.config.redact import redact, url_without_secrets
 from qerl_lab.rollout.engine import EngineFailed
 
@@ -14,20 +14,18 @@ API_KEY = "VLLM_API_KEY"  # vLLM's own environment variable
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 10.0  # seconds between tries; each is twice the last
 CONNECT_SECONDS, ANSWER_SECONDS = 10.0, 120.0
 AWAY = (502, 503, 504)  # answers of a proxy or of a server that shuts down
-# Probe idle connections twice a minute, because a vanished host sends nothing and a rollout may take long.
-KEEP_ALIVE = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)] + [
-    (socket.IPPROTO_TCP, getattr(socket, name), value)
-    for name, value in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3))
-    if hasattr(socket, name)  # macOS lacks some
-]
 
 
-class Refused(Exception):
-    """The server answered with an error. `status` is the HTTP status, the message the server's own."""
+class Refused(EngineFailed):
+    """The server answered with an error. `status` is the HTTP status."""
 
-    def __init__(self, status: int, message: str) -> None:
+    def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
         self.status = status
+
+
+class Unanswered(EngineFailed):
+    """The server did not answer in the time it was given."""
 
 
 class Server:
@@ -42,7 +40,7 @@ class Server:
         self._client = httpx.Client(
             base_url=url,
             headers={"Authorization": f"Bearer {key}"} if key else {},
-            transport=httpx.HTTPTransport(limits=limits, socket_options=KEEP_ALIVE),
+            transport=httpx.HTTPTransport(limits=limits),
         )
 
     def ask(self, method: str, path: str, body: dict[str, Any] | None = None, seconds: float | None = None) -> Any:
@@ -53,13 +51,17 @@ class Server:
 
         Raises:
             Refused: the server answered with an error.
-            TimeoutError: no answer came in `seconds`.
+            Unanswered: no answer came in `seconds`.
             EngineFailed: there is no server, or its answer is not JSON.
+            ConfigError: the server wants a key.
         """
         seconds = ANSWER_SECONDS + self.patience if seconds is None else seconds
         response = self._response(method, path, body, seconds)
+        if response.status_code in (401, 403):
+            raise ConfigError(f"{self.name} wants a key. Type {API_KEY}=KEY in front of the command, the server's own.")
         if response.is_error:
-            raise Refused(response.status_code, redact(message_of(response)))
+            status, said = response.status_code, redact(" ".join(response.text.split()))[:500]
+            raise Refused(f"{self.name} refuses {path} (HTTP {status}: {said})", status)
         if not response.content or "json" not in response.headers.get("content-type", ""):
             return None
         try:
@@ -68,14 +70,14 @@ class Server:
             raise EngineFailed(f"{self.name} answered {path} with what is no JSON ({error})") from error
 
     def _response(self, method: str, path: str, body: dict[str, Any] | None, seconds: float) -> httpx.Response:
-        """Send until there is an answer, pausing after each lost connection. Raises TimeoutError and EngineFailed."""
+        """Send until there is an answer, pausing after each lost connection. Raises Unanswered and EngineFailed."""
         started, pause, tries = time.monotonic(), FIRST_PAUSE, 0
         lost = None  # time of the first lost connection
         while True:
             tries += 1
             left = seconds - (time.monotonic() - started)
             if left <= 0:
-                raise TimeoutError
+                raise Unanswered(f"{self.name} did not answer {path}")
             try:
                 timeout = httpx.Timeout(left, connect=min(left, CONNECT_SECONDS))
                 response = self._client.request(method, path, json=body, timeout=timeout)
@@ -83,7 +85,7 @@ class Server:
                     return response
                 why = f"HTTP {response.status_code}"
             except (httpx.ReadTimeout, httpx.WriteTimeout, httpx.PoolTimeout):
-                raise TimeoutError from None
+                raise Unanswered(f"{self.name} did not answer {path}") from None
             except httpx.TransportError as error:
                 why = f"{type(error).__name__}: {redact(str(error)) or 'no message'}"
             lost = lost or time.monotonic()
@@ -99,15 +101,3 @@ class Server:
 
     def close(self) -> None:
         self._client.close()
-
-
-def message_of(response: httpx.Response) -> str:
-    """Return the first line of the server's error message, which it puts under one of several keys."""
-    try:
-        said = response.json()
-    except ValueError:
-        said = response.text
-    for key in ("error", "message", "detail"):
-        if isinstance(said, dict) and key in said:
-            said = said[key]
-    return next(iter(str(said).strip().splitlines()), f"HTTP {response.status_code}")[:500]

@@ -4,6 +4,7 @@ import json
 import shlex
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import torch
@@ -17,9 +18,8 @@ from qerl_lab.model import gguf, on_disk
 from qerl_lab.model.files import WeightFiles
 from qerl_lab.model.loading import stored_as
 from qerl_lab.model.policy import compute_dtype, device_of
-from qerl_lab.rollout.vllm import norms
 from qerl_lab.rollout.vllm.base import is_bfloat16
-from qerl_lab.rollout.vllm.lora_files import max_rank
+from qerl_lab.rollout.vllm.transfer import max_rank, serving_arguments
 
 # Allow adapters to change at run time; /collective_rpc and /reset_prefix_cache need development mode.
 ENVIRONMENT = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_SERVER_DEV_MODE": "1"}
@@ -69,36 +69,27 @@ def unusual(cfg: RunConfig) -> dict[str, str]:
     return {key: str(own[key]).lower() for key in asdict(formats.build(cfg.format)) if own[key] != usual[key]}
 
 
-def backend_of(cfg: RunConfig) -> str:
-    """Return vLLM's name of the 4-bit kernel; its own choice is `auto`, which also stands for our `auto`."""
-    own = cfg.rollout.vllm.linear_backend
-    return "auto" if own in ("auto", "vllm") else own
+def settings(cfg: RunConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """Return the settings that a server must have for the run, by the names of vLLM's arguments."""
+    backend = cfg.rollout.vllm.linear_backend
+    return serving_arguments(cfg, dtype, device_of(cfg.device)) | {
+        "enable_lora": True, "max_loras": 1, "max_lora_rank": max_rank(cfg.lora.rank),
+        "linear_backend": "auto" if backend == "vllm" else backend,  # auto is a server's own choice
+    }  # fmt: skip
 
 
 def flags(cfg: RunConfig, dtype: torch.dtype) -> list[str]:
     """Return the flags of `vllm serve`, without the model."""
-    rollout, own = cfg.rollout, cfg.rollout.vllm
-    url, held = urlsplit(rollout.vllm_server.url), norms.arguments(cfg.aqn.norms)
-    words: dict[str, str | float | None] = {
-        "--host": url.hostname, "--port": url.port or (443 if url.scheme == "https" else 80),
-        "--dtype": str(dtype).removeprefix("torch."),
-        "--max-model-len": rollout.max_prompt_tokens + rollout.max_completion_tokens,
-        "--max-num-seqs": rollout.batch_size,
-        "--max-loras": 1, "--max-lora-rank": max_rank(cfg.lora.rank),
-        "--logprobs-mode": "processed_logprobs",  # at the temperature of sampling
-        "--generation-config": "vllm",  # ignore the model's own penalties and cuts
-        "--kv-cache-dtype": own.kv_cache_dtype,
-        "--linear-backend": backend_of(cfg),
-        "--worker-cls": held["worker_cls"], "--additional-config": json.dumps(held["additional_config"]),
-    }  # fmt: skip
-    if own.kv_cache_gib is not None:
-        words["--kv-cache-memory-bytes"] = int(own.kv_cache_gib * GIB)
-        words["--gpu-memory-utilization"] = 0.01  # no effect with the line above, but checked against free memory
-    if own.max_num_batched_tokens is not None:
-        words["--max-num-batched-tokens"] = own.max_num_batched_tokens
-    found = ["--enable-lora", *(str(part) for pair in words.items() for part in pair)]
-    if own.enforce_eager:
-        found.append("--enforce-eager")
-    if device_of(cfg.device).type == "cpu":  # chunks of a prompt would draw tokens, as in vllm.engine
-        found.append("--no-enable-chunked-prefill")
+    url, cache_gib = urlsplit(cfg.rollout.vllm_server.url), cfg.rollout.vllm.kv_cache_gib
+    words = {"host": url.hostname, "port": url.port or (443 if url.scheme == "https" else 80), **settings(cfg, dtype)}
+    if cache_gib is not None:
+        words["kv_cache_memory_bytes"] = int(cache_gib * GIB)
+        words["gpu_memory_utilization"] = 0.01  # no effect with the line above, but checked against free memory
+    found = []
+    for name, value in words.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            found.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            found += [f"--{flag}", json.dumps(value) if isinstance(value, dict) else str(value)]
     return found

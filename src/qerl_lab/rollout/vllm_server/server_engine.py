@@ -7,9 +7,8 @@ that trainer and server see. `serve_line` prints the command that starts the ser
 import secrets
 import tempfile
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,14 +16,21 @@ from typing import Any
 from torch import Tensor
 
 from qerl_lab.aqn import CLEAN, Noise
+from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.model.policy import Policy
-from qerl_lab.rollout.engine import EngineFailed, OnDone, Rollout, Sampling, ignore
+from qerl_lab.rollout.engine import EngineFailed, OnDone, Rollout, Sampling, ignore, refuse_incomplete
 from qerl_lab.rollout.vllm.base import scratch_folder
-from qerl_lab.rollout.vllm.lora_files import adapter_bytes, write_settings, write_weights
+from qerl_lab.rollout.vllm.transfer import (
+    adapter_bytes,
+    check_norms,
+    decoded,
+    sampling_arguments,
+    write_settings,
+    write_weights,
+)
 from qerl_lab.rollout.vllm_server import agreement
-from qerl_lab.rollout.vllm_server.client import Refused, Server
-from qerl_lab.rollout.vllm_server.wire import decoded
+from qerl_lab.rollout.vllm_server.client import Refused, Server, Unanswered
 
 NO_NAN = "not JSON compliant"  # Python's json error for a NaN, passed on by the server
 PROCESS = f"policy-{secrets.token_hex(4)}"  # prefix of this process's adapter names
@@ -34,7 +40,7 @@ HAD: set[str] = set()  # names of servers that this process took over
 class VllmServerEngine:
     """Engine on the server at `rollout.vllm_server.url`, which serves `policy`'s base to one run at a time.
 
-    Seeds determine the draws as in `vllm.engine`. Raises ConfigError if there is no server, or it serves another model
+    Seeds determine the draws as in `vllm_engine`. Raises ConfigError if there is no server, or it serves another model
     or with other settings.
     """
 
@@ -47,16 +53,23 @@ class VllmServerEngine:
         self._open.callback(self._server.close)
         self._name = f"{PROCESS}-{secrets.token_hex(4)}"  # unique to this engine
         try:
-            self._folder = self._open.enter_context(shared_folder(policy, own.adapter_dir))
+            self._folder = Path(self._open.enter_context(self._temporary_folder()))
             write_settings(policy.model, self._folder)
             agreement.check_settings(self._server, cfg, policy)
             self._take_over()
             self.sync(CLEAN)
-            agreement.check_norms(self.norms(), policy, cfg)
-            agreement.check_logprobs(self, policy, cfg)
+            check_norms(self.norms(), policy.clean_norms, self._server.name, agreement.LINE)
+            agreement.check_logprobs(self._server, self, policy, cfg)
         except BaseException:
             self.close()
             raise
+
+    def _temporary_folder(self) -> AbstractContextManager[str | Path]:
+        """Make a folder for the adapter's files: in `adapter_dir`, or in this machine's memory without it."""
+        if (shared := self.cfg.rollout.vllm_server.adapter_dir) is None:
+            return scratch_folder(adapter_bytes(self.policy.model))
+        Path(shared).mkdir(parents=True, exist_ok=True)
+        return tempfile.TemporaryDirectory(prefix="qerl-lab-", dir=Path(shared).absolute())
 
     def _take_over(self) -> None:
         """Make this engine's adapter the only one on the server. Other engines' requests fail from then on.
@@ -69,29 +82,30 @@ class VllmServerEngine:
             raise EngineFailed(f"{self._server.name} was taken by another run")
         write_weights(self.policy.model, self._folder)
         if not all(self._in_workers("qerl_sees", folder=str(self._folder))):
-            raise agreement.cannot_load(self._server, self._folder, "a worker sees no files there")
+            raise self._cannot_load("a worker sees no files there")
         HAD.add(self._server.name)
-        self._ask("/abort_requests", {}, "abort_requests")  # running requests would keep the prefix cache
+        self._server.ask("POST", "/abort_requests", {})  # running requests would keep the prefix cache
         self._in_workers("qerl_clear")  # the first sync resets the prefix cache
         for name in held:
-            self._unload(name)
+            with suppress(Refused):  # already gone
+                self._server.ask("POST", "/v1/unload_lora_adapter", {"lora_name": name})
         try:
             self._server.ask("POST", "/v1/load_lora_adapter", {"lora_name": self._name, "lora_path": str(self._folder)})
         except Refused as error:
             if "already been loaded" not in str(error):  # by an earlier try whose answer was lost
-                why = f"HTTP {error.status}: {error}"
-                raise agreement.cannot_load(self._server, self._folder, why) from error
-        except TimeoutError:
-            raise EngineFailed(f"{self._server.name} did not answer when it was to load the adapter") from None
+                raise self._cannot_load(str(error)) from error
 
-    def _unload(self, name: str) -> None:
-        """Unload an adapter from the server, if it is still there."""
-        with suppress(Refused):  # already gone
-            self._server.ask("POST", "/v1/unload_lora_adapter", {"lora_name": name})
+    def _cannot_load(self, why: str) -> ConfigError:
+        """Return the error for a server that cannot read the adapter's folder."""
+        return ConfigError(
+            f"{self._server.name} cannot load the adapter from {self._folder} ({why}). It reads the files itself. Type "
+            "rollout.vllm_server.adapter_dir=DIR, a folder that server and trainer see under one path, if it does not "
+            f"see them. {agreement.LINE}"
+        )
 
     def _adapters(self) -> list[str]:
         """Return the names of the server's adapters, the models that have a parent."""
-        cards = self._ask("/v1/models", None, "the list of models", "GET")["data"]
+        cards = self._server.ask("GET", "/v1/models")["data"]
         return [card["id"] for card in cards if card["parent"]]
 
     def _require_own(self) -> None:
@@ -109,7 +123,7 @@ class VllmServerEngine:
             raise EngineFailed(f"{self._server.name} answered the adapter with {wrong[0]}; allowed: one id")
         names = list(self.policy.norms)
         self._in_workers("qerl_noise", names=names, **(asdict(noise) | {"sigma": str(noise.sigma)}))
-        if not self._ask("/reset_prefix_cache", None, "sync")["success"]:
+        if not self._server.ask("POST", "/reset_prefix_cache")["success"]:
             raise EngineFailed(f"{self._server.name} kept its prefix cache at a sync: it still serves other requests")
 
     def sleep(self) -> None:
@@ -125,16 +139,7 @@ class VllmServerEngine:
 
     def _in_workers(self, method: str, **arguments: Any) -> list[Any]:
         """Call a method of `NormWorker` in every worker; return the results."""
-        return self._ask("/collective_rpc", {"method": method, "kwargs": arguments}, method)["results"]
-
-    def _ask(self, path: str, body: dict[str, Any] | None, what: str, method: str = "POST") -> Any:
-        """Send a request; turn refusals and timeouts into EngineFailed, naming `what`."""
-        try:
-            return self._server.ask(method, path, body)
-        except Refused as error:
-            raise EngineFailed(f"{self._server.name} failed in {what} (HTTP {error.status}: {error})") from error
-        except TimeoutError:
-            raise EngineFailed(f"{self._server.name} did not answer in {what}") from None
+        return self._server.ask("POST", "/collective_rpc", {"method": method, "kwargs": arguments})["results"]
 
     def generate(
         self, prompt_ids_P: list[list[int]], group_size: int, sampling: Sampling, on_done: OnDone = ignore
@@ -144,54 +149,48 @@ class VllmServerEngine:
         Raises EngineFailed if the server is away or takes longer than rollout.vllm.timeout_minutes.
         """
         started, seeds = time.perf_counter(), sampling.seeds(len(prompt_ids_P))
-        minutes = self.cfg.rollout.vllm.timeout_minutes
-        deadline = time.monotonic() + 60 * minutes
-        asked = zip(prompt_ids_P, seeds, strict=True)
-        bodies = [self._request(ids, group_size, sampling, seed) for ids, seed in asked]
-        groups: dict[int, list[Completion]] = {}
-        pool = ThreadPoolExecutor(max(1, self.cfg.rollout.batch_size // group_size))  # one thread per group
-        try:
-            jobs = {pool.submit(self._complete, body, deadline): index for index, body in enumerate(bodies)}
-            for job in as_completed(jobs):
-                groups[jobs[job]] = job.result()
-                on_done(group_size)
-        except TimeoutError:
-            raise EngineFailed(
-                f"{self._server.name} finished {len(groups)} of {len(bodies)} groups in "
-                f"rollout.vllm.timeout_minutes={minutes:g}. Type a larger one if that many tokens take longer."
-            ) from None
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)  # a hanging request ends at the deadline
+        # As ids, because texts are not used.
+        fixed = {"model": self._name, "return_token_ids": True, "return_tokens_as_token_ids": True}
+        bodies = [
+            fixed | {"prompt": ids} | sampling_arguments(sampling, group_size, seed, self.policy.end_ids())
+            for ids, seed in zip(prompt_ids_P, seeds, strict=True)
+        ]
+        groups = self._groups(bodies, group_size, on_done)
         self._require_own()  # so it was during the whole rollout
-        rows = [groups[index] for index in range(len(bodies))]
-        return Rollout(
+        rollout = Rollout(
             prompt_ids_P=prompt_ids_P,
-            completion_ids_P_G=[[ids for ids, _, _ in group] for group in rows],
-            logprobs_P_G=[[logprobs for _, logprobs, _ in group] for group in rows],
-            finish_reasons_P_G=[[reason for _, _, reason in group] for group in rows],
+            completion_ids_P_G=[[ids for ids, _, _ in group] for group in groups],
+            logprobs_P_G=[[logprobs for _, logprobs, _ in group] for group in groups],
+            finish_reasons_P_G=[[reason for _, _, reason in group] for group in groups],
             entropy=None,
             seconds=time.perf_counter() - started,
         )
+        refuse_incomplete(rollout, len(prompt_ids_P), group_size, sampling)
+        return rollout
 
-    def _request(self, prompt: list[int], group_size: int, sampling: Sampling, seed: int) -> dict[str, Any]:
-        """Build the body of a /v1/completions request for one prompt."""
-        return {
-            "model": self._name,
-            "prompt": prompt,
-            "n": group_size,
-            "seed": seed,  # completion g uses seed + g
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "max_tokens": sampling.max_tokens,
-            # vLLM returns log-probs after the nucleus cut, but `Rollout` needs them before it.
-            "logprobs": 0 if sampling.top_p == 1 else None,
-            "stop_token_ids": self.policy.end_ids(),
-            "return_token_ids": True,
-            "return_tokens_as_token_ids": True,  # ids instead of texts, which are not used
-        }
+    def _groups(self, bodies: list[dict[str, Any]], group_size: int, on_done: OnDone) -> "list[list[Completion]]":
+        """Send all requests, as many at once as the batch holds; return the completions of each."""
+        minutes = self.cfg.rollout.vllm.timeout_minutes
+        deadline = time.monotonic() + 60 * minutes
+        pool = ThreadPoolExecutor(max(1, self.cfg.rollout.batch_size // group_size))  # one thread per group
+        jobs = [pool.submit(self._complete, body, deadline) for body in bodies]
+        done = 0
+        try:
+            for job in as_completed(jobs):
+                job.result()
+                done += 1
+                on_done(group_size)
+        except Unanswered:
+            raise EngineFailed(
+                f"{self._server.name} finished {done} of {len(bodies)} groups in rollout.vllm.timeout_minutes="
+                f"{minutes:g}. Type a larger one if that many tokens take longer."
+            ) from None
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)  # a hanging request ends at the deadline
+        return [job.result() for job in jobs]
 
     def _complete(self, body: dict[str, Any], deadline: float) -> "list[Completion]":
-        """Request the completions of one prompt. Raises EngineFailed, and TimeoutError after the deadline."""
+        """Request the completions of one prompt. Raises EngineFailed, which is Unanswered after the deadline."""
         try:
             answer = self._server.ask("POST", "/v1/completions", body, max(0.0, deadline - time.monotonic()))
         except Refused as error:
@@ -200,9 +199,10 @@ class VllmServerEngine:
                 # all, because the run ends at any NaN.
                 drawn = self._complete({**body, "logprobs": None}, deadline)
                 return [(ids, [float("nan")] * len(ids), reason) for ids, _, reason in drawn]
-            hint = ": it was started again, or another run took it" if error.status == 404 else ""
-            raise EngineFailed(f"{self._server.name} refused a prompt{hint} (HTTP {error.status}: {error})") from error
-        return completions(answer, body, self._server.name)
+            if error.status == 404:
+                raise EngineFailed(f"{error}: it was started again, or another run took it") from error
+            raise
+        return completions(answer, self._server.name)
 
     def held(self) -> dict[str, int]:
         """Return nothing; the server has its own memory."""
@@ -216,8 +216,8 @@ class VllmServerEngine:
 Completion = tuple[list[int], list[float], str]  # token ids, log-probs, finish reason
 
 
-def completions(answer: Any, asked: dict[str, Any], name: str) -> list[Completion]:
-    """Parse an answer of /v1/completions. Raises EngineFailed, naming the server, if it is incomplete."""
+def completions(answer: Any, name: str) -> list[Completion]:
+    """Parse an answer of /v1/completions. Raises EngineFailed, naming the server, if it is none or was aborted."""
     try:
         choices = sorted(answer["choices"], key=lambda choice: choice["index"])
         found = [
@@ -227,28 +227,7 @@ def completions(answer: Any, asked: dict[str, Any], name: str) -> list[Completio
             for choice in choices
         ]  # fmt: skip
     except (KeyError, TypeError) as error:
-        raise EngineFailed(
-            f"{name} answered a prompt with what is no completion ({type(error).__name__}: {error})"
-        ) from error
-    if len(found) != asked["n"]:
-        raise EngineFailed(f"{name} gave {len(found)} completions of a prompt; {asked['n']} were asked")
-    for ids, logprobs, reason in found:
-        told = 0 if asked["logprobs"] is None else len(ids)
-        if not 0 < len(ids) <= asked["max_tokens"] or len(logprobs) != told or reason not in ("stop", "length"):
-            raise EngineFailed(
-                f"{name} gave {len(ids)} tokens with {len(logprobs)} log-probs and the end {reason!r}; allowed: 1 to "
-                f"{asked['max_tokens']} tokens, {told} log-probs, an end of stop or length"
-            )
+        raise EngineFailed(f"{name} answered a prompt with no completion ({type(error).__name__}: {error})") from error
+    if other := [reason for _, _, reason in found if reason not in ("stop", "length")]:
+        raise EngineFailed(f"{name} ended a completion by {other[0]!r}; allowed: stop, length")
     return found
-
-
-@contextmanager
-def shared_folder(policy: Policy, shared: str | None) -> Iterator[Path]:
-    """Yield a temporary folder for the adapter's files: in `shared`, or in this machine's memory without it."""
-    if shared is None:
-        with scratch_folder(adapter_bytes(policy.model)) as folder:
-            yield folder
-        return
-    Path(shared).mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="qerl-lab-", dir=Path(shared).absolute()) as made:
-        yield Path(made)

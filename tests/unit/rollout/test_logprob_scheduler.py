@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from played_modules import play
-from qerl_lab.rollout.vllm import scheduler
+from qerl_lab.rollout.vllm import logprob_scheduler
 
 
 class Scheduler:
@@ -37,13 +37,13 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[float]]:
         "vllm": {}, "vllm.v1": {}, "vllm.v1.core": {}, room: {},
         f"{room}.scheduler": {"Scheduler": Scheduler}, f"{room}.async_scheduler": {"AsyncScheduler": AsyncScheduler},
     })  # fmt: skip
-    monkeypatch.setattr(scheduler, "KEPT", {})
-    return scheduler.KEPT
+    monkeypatch.setattr(logprob_scheduler, "LOGPROBS", {})
+    return logprob_scheduler.LOGPROBS
 
 
-def keeping(is_async: bool = True) -> Any:
+def built(is_async: bool = True) -> Any:
     config = SimpleNamespace(scheduler_config=SimpleNamespace(async_scheduling=is_async))
-    return scheduler.keeping(vllm_config=config, block_size=16)
+    return logprob_scheduler.build_scheduler(vllm_config=config, block_size=16)
 
 
 def told(names: list[str], nats: list[float] | None, tokens: list[list[int]] | None = None) -> Any:
@@ -55,7 +55,7 @@ def told(names: list[str], nats: list[float] | None, tokens: list[list[int]] | N
 
 def test_each_completion_has_those_of_its_own_tokens(kept: dict[str, list[float]]) -> None:
     """The scheduler's order of requests is another one than the model's."""
-    own = keeping()
+    own = built()
     own.update_from_output(["0_a", "1_a", "b"], told(["b", "0_a", "1_a"], [-1.0, -2.0, -3.0]))
     own.update_from_output(["b", "0_a"], told(["0_a", "b"], [-4.0, -5.0]))
     assert kept == {"0_a": [-2.0, -4.0], "1_a": [-3.0], "b": [-1.0, -5.0]}
@@ -64,31 +64,31 @@ def test_each_completion_has_those_of_its_own_tokens(kept: dict[str, list[float]
 
 def test_a_token_that_vllm_does_not_take_has_none(kept: dict[str, list[float]]) -> None:
     """Of a prompt that is half read there is no token; one that comes after the end is dropped."""
-    own = keeping()
+    own = built()
     own.running.discard("1_a")
     own.update_from_output(["0_a", "1_a", "b"], told(["0_a", "1_a", "b"], [-1.0, -2.0, -3.0], [[], [5], [5]]))
     assert kept == {"b": [-3.0]}
 
 
 def test_without_log_probs_nothing_is_kept(kept: dict[str, list[float]]) -> None:
-    assert keeping().update_from_output(["b"], told(["b"], None))[0].outputs[0].new_token_ids == [5]
+    assert built().update_from_output(["b"], told(["b"], None))[0].outputs[0].new_token_ids == [5]
     assert kept == {}
 
 
 @pytest.mark.parametrize(("is_async", "expected"), [(True, AsyncScheduler), (False, Scheduler)])
 def test_it_is_the_scheduler_that_vllm_would_have_taken(kept: Any, is_async: bool, expected: type) -> None:
-    own = keeping(is_async)
+    own = built(is_async)
     assert isinstance(own, expected)
     assert isinstance(own, AsyncScheduler) == is_async
     assert own.block_size == 16
 
 
 def test_completions_have_vllms_names() -> None:
-    assert scheduler.names("3-5af0", 1) == ["3-5af0"]
-    assert scheduler.names("3-5af0", 2) == ["0_3-5af0", "1_3-5af0"]
+    assert logprob_scheduler.completion_names("3-5af0", 1) == ["3-5af0"]
+    assert logprob_scheduler.completion_names("3-5af0", 2) == ["0_3-5af0", "1_3-5af0"]
 
 
 def test_vllms_line_about_a_scheduler_of_ones_own_is_left_out_and_no_other() -> None:
     lines = ["Using custom scheduler class %s. This scheduler interface is not public", "Chunked prefill is off"]
     records = [logging.LogRecord("vllm", logging.WARNING, "", 0, line, ("x",), None) for line in lines]
-    assert [scheduler.news(record) for record in records] == [False, True]
+    assert [logprob_scheduler.is_no_custom_class_warning(record) for record in records] == [False, True]

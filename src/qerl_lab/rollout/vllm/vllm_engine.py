@@ -1,7 +1,8 @@
 """Rollout engine on vLLM in the trainer's process: packed base, the policy's adapter, noisy norms.
 
 Uses vLLM's documented interfaces only: `LLM(...)`, `add_request` and `step` of its engine, `add_lora`, `apply_model`,
-`collective_rpc`, `reset_prefix_cache`, `sleep`, `wake_up`. scheduler.py uses one that vLLM documents as not public.
+`collective_rpc`, `reset_prefix_cache`, `sleep`, `wake_up`. logprob_scheduler.py uses one that is documented as not
+public.
 Tested by tests/unit/rollout/test_contract.py, and for every format by tests/gpu.
 """
 
@@ -32,11 +33,12 @@ from qerl_lab.model.files import read_json
 from qerl_lab.model.linear import packed_layers
 from qerl_lab.model.policy import Policy
 from qerl_lab.rollout.engine import ASLEEP, EngineFailed, OnDone, Rollout, Sampling, ignore
-from qerl_lab.rollout.vllm import norms, one_copy, scheduler
+from qerl_lab.rollout.vllm import logprob_scheduler, one_copy
 from qerl_lab.rollout.vllm.adapter import AdapterFile, DenseAdapter
 from qerl_lab.rollout.vllm.backends import IN_VLLM, chosen
 from qerl_lab.rollout.vllm.base import folder_of
-from qerl_lab.rollout.vllm.memory import bytes_per_token, free_bytes, kv_cache_bytes
+from qerl_lab.rollout.vllm.kv_cache import bytes_per_token, free_bytes, kv_cache_bytes
+from qerl_lab.rollout.vllm.transfer import check_norms, sampling_arguments, serving_arguments
 
 # Run vLLM in this process; `LLM` has no argument for it.
 IN_THIS_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
@@ -62,8 +64,8 @@ class VllmEngine:
         own = DenseAdapter if cfg.rollout.vllm.lora == "dense" else AdapterFile
         self._adapter: DenseAdapter | AdapterFile = own(policy.model, cfg)
         share = cfg.rollout.vllm.share_base
-        aside = one_copy.parked(policy) if share else nullcontext()
-        with own_randomness(policy.device), aside, folder_of(policy, cfg) as folder:
+        aside = one_copy.packed_on_host(policy) if share else nullcontext()
+        with random_state_restored(policy.device), aside, folder_of(policy, cfg) as folder:
             self.linear_backend = chosen(cfg, policy.model)
             of_adapter = self._adapter.arguments(folder, self.linear_backend)
             self._llm: LLM | None = start(cfg, folder, policy, self.linear_backend, of_adapter)
@@ -74,7 +76,9 @@ class VllmEngine:
             from qerl_lab.rollout.vllm import sleep  # needs vLLM's GPU build
 
             sleep.install(self.llm)
-        self._check_norms()
+        self._norms = self._find_norms()  # kept for `sync`, because the lookup takes a millisecond
+        path = cfg.model.path
+        check_norms(self._norms, policy.clean_norms, f"vLLM, for model.path={path},", "Type rollout=transformers.")
         self.sync(CLEAN)
 
     @property
@@ -96,7 +100,7 @@ class VllmEngine:
             for name, weight in noisy.items():
                 self._norms[name].data.copy_(weight)  # in place, because CUDA graphs read this address
 
-        with failing("sync"):
+        with raising_engine_failed("sync"):
             self._adapter.sync(self.llm)
             self.llm.apply_model(write)
             if not self.llm.reset_prefix_cache():
@@ -114,7 +118,7 @@ class VllmEngine:
         from qerl_lab.rollout.vllm import sleep
 
         self._asleep = True
-        with failing("sleep"):
+        with raising_engine_failed("sleep"):
             try:
                 self.llm.sleep(level=1)
             except AssertionError:  # vLLM's check after sleeping: another program took GPU memory meanwhile
@@ -125,7 +129,7 @@ class VllmEngine:
         """Take the cache's memory again, empty. Raises EngineFailed, and stays asleep, if others hold it by now."""
         if not self._asleep:
             return
-        with failing("wake_up"):
+        with raising_engine_failed("wake_up"):
             torch.cuda.empty_cache()  # return torch's cached memory to the device
             self.llm.collective_rpc("wake_up")  # the worker first, whatever state vLLM's engine is in
             self.llm.wake_up()
@@ -148,30 +152,13 @@ class VllmEngine:
         return {name: weight.detach().clone() for name, weight in self._find_norms().items()}
 
     def _find_norms(self) -> dict[str, nn.Parameter]:
-        """Return the norm weights of vLLM's model by full layer name. Raises AttributeError if one is missing."""
+        """Return the norm weights of vLLM's model by full layer name, without those that it does not have."""
 
         def find(model: nn.Module) -> dict[str, nn.Parameter]:
-            return {name: model.get_parameter(f"{name}.weight") for name in self.policy.norms}
+            weights = dict(model.named_parameters())
+            return {name: weights[key] for name in self.policy.norms if (key := f"{name}.weight") in weights}
 
         return self.llm.apply_model(find)[0]
-
-    def _check_norms(self) -> None:
-        """Raise ConfigError unless vLLM's model has the policy's norms: same names, same weights, in float32."""
-        try:
-            self._norms = held = self._find_norms()  # cached for `sync`, because the lookup takes a millisecond
-        except AttributeError as error:
-            raise ConfigError(
-                f"vLLM names the layers of {self.cfg.model.path} otherwise than transformers ({error}), so that no "
-                "noise can be put on them. Type rollout=transformers."
-            ) from error
-        for name, clean in self.policy.clean_norms.items():
-            if held[name].dtype != torch.float32:
-                raise ConfigError(
-                    f"vLLM computes {name} of {self.cfg.model.path} by a norm that cannot hold float32, and "
-                    f"{held[name].dtype} cannot hold a small sigma. Type rollout=transformers."
-                )
-            if not torch.equal(held[name], clean):
-                raise AssertionError(f"vLLM holds another weight of {name} than the policy")
 
     def generate(
         self, prompt_ids_P: list[list[int]], group_size: int, sampling: Sampling, on_done: OnDone = ignore
@@ -182,14 +169,14 @@ class VllmEngine:
         """
         started = time.perf_counter()
         self._wake()
-        with own_randomness(self.policy.device):
+        with random_state_restored(self.policy.device):
             names_P_G = self._send(prompt_ids_P, group_size, sampling)
             found = self._receive(len(prompt_ids_P), on_done)
         outputs_P = [sorted(found[str(p)].outputs, key=lambda output: output.index) for p in range(len(prompt_ids_P))]
         return Rollout(
             prompt_ids_P=prompt_ids_P,
             completion_ids_P_G=[[list(output.token_ids) for output in group] for group in outputs_P],
-            logprobs_P_G=[[scheduler.KEPT.pop(name, []) for name in names] for names in names_P_G],
+            logprobs_P_G=[[logprob_scheduler.LOGPROBS.pop(name, []) for name in names] for names in names_P_G],
             finish_reasons_P_G=[[str(output.finish_reason) for output in group] for group in outputs_P],
             entropy=None,
             seconds=time.perf_counter() - started,
@@ -197,26 +184,16 @@ class VllmEngine:
 
     def _send(self, prompt_ids_P: list[list[int]], group_size: int, sampling: Sampling) -> list[list[str]]:
         """Queue the requests; return vLLM's names of the completions."""
-        scheduler.KEPT.clear()  # leftovers of a failed rollout
+        logprob_scheduler.LOGPROBS.clear()  # leftovers of a failed rollout
         seeds, names_P_G = sampling.seeds(len(prompt_ids_P)), []
-        with failing("generate"):
+        with raising_engine_failed("generate"):
             for index, (ids, seed) in enumerate(zip(prompt_ids_P, seeds, strict=True)):
-                how = SamplingParams(
-                    n=group_size,
-                    seed=seed,  # completion g uses seed + g
-                    temperature=sampling.temperature,
-                    top_p=sampling.top_p,
-                    max_tokens=sampling.max_tokens,
-                    # vLLM returns log-probs after the nucleus cut, but `Rollout` needs them before it.
-                    logprobs=0 if sampling.top_p == 1 else None,
-                    stop_token_ids=self.policy.end_ids(),
-                    detokenize=False,
-                    output_kind=RequestOutputKind.FINAL_ONLY,
-                )
+                given = sampling_arguments(sampling, group_size, seed, self.policy.end_ids())
+                how = SamplingParams(**given, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
                 request = self.llm.llm_engine.add_request(
                     str(index), {"prompt_token_ids": ids}, how, lora_request=self._adapter.request
                 )
-                names_P_G.append(scheduler.names(request, group_size))
+                names_P_G.append(logprob_scheduler.completion_names(request, group_size))
         return names_P_G
 
     def _receive(self, count: int, on_done: OnDone) -> dict[str, RequestOutput]:
@@ -226,7 +203,7 @@ class VllmEngine:
         deadline = time.monotonic() + 60 * minutes
         try:
             while engine.has_unfinished_requests():
-                with failing("generate"):
+                with raising_engine_failed("generate"):
                     finished = [output for output in engine.step() if output.finished]
                 found |= {output.request_id: output for output in finished}
                 for output in finished:
@@ -281,7 +258,7 @@ class VllmEngine:
 
 def start(cfg: RunConfig, folder: Path, policy: Policy, backend: str, of_adapter: dict[str, Any]) -> LLM:
     """Build vLLM's `LLM` for the model in `folder`. Raises ConfigError if vLLM refuses."""
-    rollout, own = cfg.rollout, cfg.rollout.vllm
+    own = cfg.rollout.vllm
     config, dtype = read_json(folder / "config.json"), policy.model.dtype
     per_token = bytes_per_token(config, 1 if own.kv_cache_dtype == "fp8" else dtype.itemsize)
     weights = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
@@ -289,28 +266,17 @@ def start(cfg: RunConfig, folder: Path, policy: Policy, backend: str, of_adapter
         packed = packed_layers(policy.model.get_base_model()).values()
         weights += sum(layer.out_features * layer.in_features for layer in packed) * dtype.itemsize
     arguments: dict[str, Any] = {
-        "dtype": str(dtype).removeprefix("torch."),
-        "max_model_len": rollout.max_prompt_tokens + rollout.max_completion_tokens,
-        "max_num_seqs": rollout.batch_size,
+        **serving_arguments(cfg, dtype, policy.device),
         "kv_cache_memory_bytes": kv_cache_bytes(cfg, per_token, free_bytes(policy.device) - weights),
         "gpu_memory_utilization": 0.01,  # no effect with the line above, but checked against free memory
-        "kv_cache_dtype": own.kv_cache_dtype,
-        "enforce_eager": own.enforce_eager,
         "enable_sleep_mode": own.sleep,
         "linear_backend": IN_VLLM.get(backend, backend),
-        "scheduler_cls": scheduler.KEEPING,
-        "logprobs_mode": "processed_logprobs",  # at the temperature of sampling
-        "generation_config": "vllm",  # ignore the model's own penalties and cuts
+        "scheduler_cls": logprob_scheduler.SCHEDULER,
         "use_tqdm_on_load": False,
         "distributed_executor_backend": "uni" if cfg.gpus == 1 else "external_launcher",
         "seed": cfg.seed % 2**31,
-        **norms.arguments(cfg.aqn.norms),
     }
-    if own.max_num_batched_tokens is not None:
-        arguments["max_num_batched_tokens"] = own.max_num_batched_tokens
-    if policy.device.type == "cpu":  # a chunk of a prompt would draw a token, and a CPU generator cannot step back
-        arguments["enable_chunked_prefill"] = False
-    logging.getLogger("vllm.config.scheduler").addFilter(scheduler.news)
+    logging.getLogger("vllm.config.scheduler").addFilter(logprob_scheduler.is_no_custom_class_warning)
     try:
         return LLM(model=str(folder), **arguments, **of_adapter)
     except (ValueError, NotImplementedError, torch.OutOfMemoryError) as error:
@@ -321,7 +287,7 @@ def start(cfg: RunConfig, folder: Path, policy: Policy, backend: str, of_adapter
 
 
 @contextmanager
-def failing(what: str) -> Iterator[None]:
+def raising_engine_failed(what: str) -> Iterator[None]:
     """Turn errors of a broken vLLM into EngineFailed; let errors of wrong calls pass."""
     try:
         yield
@@ -337,7 +303,7 @@ def failing(what: str) -> Iterator[None]:
 
 
 @contextmanager
-def own_randomness(device: torch.device) -> Iterator[None]:
+def random_state_restored(device: torch.device) -> Iterator[None]:
     """Restore all random generators afterwards, because vLLM seeds them in the trainer's process."""
     states = random.getstate(), np.random.get_state()  # noqa: NPY002 - vLLM seeds the legacy generator
     try:

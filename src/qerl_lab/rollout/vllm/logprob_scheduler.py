@@ -10,43 +10,43 @@ tests/unit/rollout/test_contract.py tests what is used of it.
 from logging import LogRecord
 from typing import Any
 
-KEEPING = f"{__name__}.keeping"  # for `LLM(scheduler_cls=...)`
+SCHEDULER = f"{__name__}.build_scheduler"  # for `LLM(scheduler_cls=...)`
 
 # Log-probs in nats by vLLM's name of a completion. A global, because vLLM documents no way from an engine to its
 # scheduler; a process has one engine.
-KEPT: dict[str, list[float]] = {}
+LOGPROBS: dict[str, list[float]] = {}
 
 
-def keeping(vllm_config: Any, **given: Any) -> Any:
-    """Return vLLM's usual scheduler with `Keeping` mixed in."""
+def build_scheduler(vllm_config: Any, **given: Any) -> Any:
+    """Return vLLM's usual scheduler with `StoresLogprobs` mixed in."""
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.scheduler import Scheduler
 
     own = AsyncScheduler if vllm_config.scheduler_config.async_scheduling else Scheduler
-    return type("KeepingScheduler", (Keeping, own), {})(vllm_config=vllm_config, **given)
+    return type("LogprobScheduler", (StoresLogprobs, own), {})(vllm_config=vllm_config, **given)
 
 
-class Keeping:
+class StoresLogprobs:
     """Mixin for a scheduler that changes only where log-probs go."""
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-        """Store the log-prob of each token that vLLM accepts in `KEPT`, and hide log-probs from vLLM."""
-        told, model_runner_output.logprobs = model_runner_output.logprobs, None
+        """Store the log-prob of each token that vLLM accepts in `LOGPROBS`, and hide log-probs from vLLM."""
+        sampled, model_runner_output.logprobs = model_runner_output.logprobs, None
         outputs_of_clients = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
-        if told is not None:
-            row_of, nats = model_runner_output.req_id_to_index, told.logprobs[:, 0].tolist()
+        if sampled is not None:
+            row_of, nats = model_runner_output.req_id_to_index, sampled.logprobs[:, 0].tolist()
             for outputs in outputs_of_clients.values():
                 for output in outputs.outputs:
                     if output.new_token_ids:  # one token, because the lab uses no speculative decoding
-                        KEPT.setdefault(output.request_id, []).append(nats[row_of[output.request_id]])
+                        LOGPROBS.setdefault(output.request_id, []).append(nats[row_of[output.request_id]])
         return outputs_of_clients
 
 
-def names(request: str, group_size: int) -> list[str]:
+def completion_names(request: str, group_size: int) -> list[str]:
     """Return vLLM's names of the completions of `request`."""
     return [request] if group_size == 1 else [f"{index}_{request}" for index in range(group_size)]
 
 
-def news(record: LogRecord) -> bool:
+def is_no_custom_class_warning(record: LogRecord) -> bool:
     """Log filter: drop vLLM's warning about a custom scheduler."""
     return "custom scheduler class" not in str(record.msg)

@@ -4,7 +4,7 @@ import pytest
 
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.units import GIB
-from qerl_lab.rollout.vllm.memory import bytes_per_token, kv_cache_bytes
+from qerl_lab.rollout.vllm.kv_cache import bytes_per_token, kv_cache_bytes
 
 QWEN_7B = {"num_hidden_layers": 28, "hidden_size": 3584, "num_attention_heads": 28, "num_key_value_heads": 4}
 

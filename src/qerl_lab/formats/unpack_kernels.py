@@ -11,14 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qerl_lab.formats.marlin import ROWS, unit
-from qerl_lab.formats.tiles import BLOCK, SIGNS
-
 _BLOCKS = tl.constexpr(256)  # scale blocks per program
 _WARPS = 4
 _LINES = tl.constexpr(8)  # lines of Marlin's layout, 16 columns each, per program
-_SIGNS = tl.constexpr(SIGNS)
-_TO_FLOAT32 = 2.0**112  # a float16's exponent bias is 15, a float32's 127
+_SIGNS = tl.constexpr(-0x7FFF8000)  # 0x80008000 as int32
 
 
 def dequantize_e2m1(codes: Tensor, scale: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
@@ -65,8 +61,8 @@ def dequantize_marlin(codes: Tensor, scale: Tensor, boost: float, dtype: torch.d
     """
     (lines, N), scale = scale.shape, scale.view(torch.uint8)
     out = torch.empty((N, 16 * lines), dtype=dtype, device=codes.device)
-    grid = (N // ROWS, triton.cdiv(lines, _LINES.value))
-    factor = unit(boost) * _TO_FLOAT32
+    grid = (N // 64, triton.cdiv(lines, _LINES.value))
+    factor = 2.0**105 / boost  # a float16 2^7 * boost is a scale of 1; the exponent's bias is 112 less than float32's
     _unpack_marlin[grid](codes, scale, out, lines, codes.stride(0), scale.stride(0), factor, num_warps=_WARPS)
     return out
 
@@ -112,8 +108,8 @@ def dequantize_tiles(packed: Tensor, first: int, rows: int, columns: int, dtype:
         first, rows, columns: as in `Tiles`.
     """
     out, (_, depth, _, tile, _) = torch.empty((rows, columns), dtype=dtype, device=packed.device), packed.shape
-    grid = (depth, rows // BLOCK)  # programs side by side write the same rows
-    _unpack_tiles[grid](packed.view(torch.int32), packed, out, first // BLOCK, tile, columns, num_warps=_WARPS)
+    grid = (depth, rows // 64)  # programs side by side write the same rows
+    _unpack_tiles[grid](packed.view(torch.int32), packed, out, first // 64, tile, columns, num_warps=_WARPS)
     return out
 
 

@@ -1,0 +1,122 @@
+"""Hand the adapter and the norms to vLLM, in this process or in a server: arguments, files and JSON.
+
+Imports no vllm, because a server may run elsewhere.
+"""
+
+import base64
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel, get_peft_model_state_dict
+from safetensors.torch import save_file
+from torch import Tensor
+
+from qerl_lab.config.option import ConfigError
+from qerl_lab.config.paths import WEIGHTS
+from qerl_lab.config.schema import RunConfig
+from qerl_lab.disk import let_read
+from qerl_lab.rollout.engine import Sampling
+
+WORKER = "qerl_lab.rollout.vllm.worker.NormWorker"
+FLOAT32_NORMS = "qerl_lab_float32_norms"  # key in additional_config
+MAX_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # allowed by vLLM's LoRAConfig
+
+
+def serving_arguments(cfg: RunConfig, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    """Return what a run needs of any vLLM: arguments of `vllm.LLM`, which are flags of `vllm serve` too.
+
+    `NormWorker` holds the norms of `aqn.norms` in float32. `additional_config` carries their names because it is part
+    of vLLM's key for compiled code. Otherwise a graph compiled for bfloat16 norms would read float32 ones.
+    """
+    rollout, own = cfg.rollout, cfg.rollout.vllm
+    arguments: dict[str, Any] = {
+        "dtype": str(dtype).removeprefix("torch."),
+        "max_model_len": rollout.max_prompt_tokens + rollout.max_completion_tokens,
+        "max_num_seqs": rollout.batch_size,
+        "kv_cache_dtype": own.kv_cache_dtype,
+        "enforce_eager": own.enforce_eager,
+        "logprobs_mode": "processed_logprobs",  # at the temperature of sampling
+        "generation_config": "vllm",  # ignore the model's own penalties and cuts
+        "worker_cls": WORKER,
+        "additional_config": {FLOAT32_NORMS: list(cfg.aqn.norms)},
+    }
+    if own.max_num_batched_tokens is not None:
+        arguments["max_num_batched_tokens"] = own.max_num_batched_tokens
+    if device.type == "cpu":  # a chunk of a prompt would draw a token, and a CPU generator cannot step back
+        arguments["enable_chunked_prefill"] = False
+    return arguments
+
+
+def sampling_arguments(sampling: Sampling, group_size: int, seed: int, end_ids: list[int]) -> dict[str, Any]:
+    """Return arguments of `vllm.SamplingParams`, which are keys of a /v1/completions request too, for one prompt."""
+    return {
+        "n": group_size,
+        "seed": seed,  # completion g uses seed + g
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "max_tokens": sampling.max_tokens,
+        # vLLM returns log-probs after the nucleus cut, but `Rollout` needs them before it.
+        "logprobs": 0 if sampling.top_p == 1 else None,
+        "stop_token_ids": end_ids,
+    }
+
+
+def check_norms(held: Mapping[str, Tensor], clean: Mapping[str, Tensor], holder: str, way_out: str) -> None:
+    """Raise ConfigError unless an engine holds the policy's clean norms: same names, same weights, in float32.
+
+    The message begins with `holder`, the engine, and ends with `way_out`, what to type.
+    """
+    for name, weight in clean.items():
+        if name not in held:
+            why = f"has no layer {name}: its model is another, or names layers otherwise, so that no noise can be added"
+        elif held[name].dtype != torch.float32:
+            why = f"holds {name} in {held[name].dtype}, which cannot hold a small sigma; allowed: torch.float32"
+        elif not torch.equal(held[name], weight):
+            why = f"holds another weight of {name} than the policy: its model is another"
+        else:
+            continue
+        raise ConfigError(f"{holder} {why}. {way_out}")
+
+
+def encoded(tensor: Tensor) -> list[str]:
+    """Encode a tensor as dtype and base64, bit for bit. Decimal numbers take four times the space and cannot be NaN."""
+    held = tensor.detach().cpu().contiguous()
+    return [str(held.dtype).removeprefix("torch."), base64.b64encode(held.view(torch.uint8).numpy().tobytes()).decode()]
+
+
+def decoded(dtype: str, data: str) -> Tensor:
+    """Decode the result of `encoded` to a tensor with one axis."""
+    return torch.frombuffer(bytearray(base64.b64decode(data)), dtype=getattr(torch, dtype))
+
+
+def max_rank(rank: int) -> int:
+    """Return the smallest rank allowed by vLLM that holds `rank`. Raises ConfigError above the largest."""
+    if rank > MAX_RANKS[-1]:
+        raise ConfigError(
+            f"lora.rank={rank} is more than vLLM takes; allowed: up to {MAX_RANKS[-1]}. "
+            f"Type lora.rank={MAX_RANKS[-1]}, or rollout=transformers."
+        )
+    return next(allowed for allowed in MAX_RANKS if allowed >= rank)
+
+
+def adapter_bytes(model: PeftModel) -> int:
+    """Return the bytes of the adapter's weights."""
+    return sum(tensor.nbytes for tensor in get_peft_model_state_dict(model, adapter_name="default").values())
+
+
+def write_settings(model: PeftModel, folder: Path) -> None:
+    """Write adapter_config.json, which does not change during a run."""
+    model.peft_config["default"].save_pretrained(folder)
+
+
+def write_weights(model: PeftModel, folder: Path) -> None:
+    """Write the current adapter weights atomically, so that a reader sees the old file or the new one, whole."""
+    own = get_peft_model_state_dict(model, adapter_name="default")
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in own.items()}
+    aside = folder / "adapter_model.new"
+    save_file(tensors, aside)
+    let_read([aside])
+    os.replace(aside, folder / WEIGHTS)

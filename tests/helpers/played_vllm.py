@@ -1,0 +1,58 @@
+"""vLLM's engine over an `LLM` that a test makes, where vLLM is not installed."""
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from played_modules import play
+from qerl_lab.rollout import vllm as room
+
+
+class NoAdapter:
+    """An adapter that does nothing, but tell the played LLM of a sync."""
+
+    request = None
+
+    def __init__(self, model: nn.Module, cfg: Any) -> None: ...
+
+    def arguments(self, folder: Path, backend: str) -> dict[str, Any]:
+        return {}
+
+    def begin(self, llm: Any) -> None: ...
+
+    def sync(self, llm: Any) -> None:
+        llm.adapter_arrives()
+
+    def close(self) -> None: ...
+
+
+@contextmanager
+def played_engine(
+    monkeypatch: pytest.MonkeyPatch, llm: Callable[..., Any], more: dict[str, dict[str, Any]]
+) -> Iterator[ModuleType]:
+    """Yield the module `vllm_engine`, with `llm` as vLLM's LLM, and `more` stubs by module and name."""
+    if importlib.util.find_spec("vllm") is not None:
+        pytest.skip("vLLM is installed: tests/gpu has the real one")
+    play(monkeypatch, {
+        "vllm": {"LLM": llm, "RequestOutput": object, "SamplingParams": lambda **how: SimpleNamespace(**how)},
+        "vllm.distributed": {}, "vllm.distributed.parallel_state": {"destroy_model_parallel": None},
+        "vllm.sampling_params": {"RequestOutputKind": SimpleNamespace(FINAL_ONLY=0)},
+        "vllm.v1": {}, "vllm.v1.engine": {}, "vllm.v1.engine.exceptions": {"EngineDeadError": RuntimeError},
+        "qerl_lab.rollout.vllm.adapter": {"AdapterFile": NoAdapter, "DenseAdapter": NoAdapter},
+    } | more)  # fmt: skip
+    module = importlib.import_module("qerl_lab.rollout.vllm.vllm_engine")
+    monkeypatch.setattr(module, "check_engine_on_cpu", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+    yield module
+    for loaded in (module.__name__, "qerl_lab.rollout.vllm.sleep"):
+        sys.modules.pop(loaded, None)
+        vars(room).pop(loaded.rpartition(".")[2], None)
