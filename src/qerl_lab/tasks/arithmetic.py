@@ -11,8 +11,8 @@ import re
 from dataclasses import dataclass, replace
 
 from qerl_lab.config.schema import TaskConfig
-from qerl_lab.tasks import Question, is_heldout
 from qerl_lab.tasks.grading import grade_math as grade
+from qerl_lab.tasks.questions import Question, is_heldout
 
 __all__ = ["Problem", "grade", "heldout", "problem", "train", "worked", "worked_solution"]
 

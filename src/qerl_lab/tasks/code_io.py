@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from qerl_lab.config.schema import TaskConfig
-from qerl_lab.tasks import BadRow, Question, Questions, Scores, code_problems, code_sandbox
+from qerl_lab.tasks import code_problems, code_sandbox
 from qerl_lab.tasks.answers.completion import final_answer, keeps_format
 from qerl_lab.tasks.code_problems import Problem
-from qerl_lab.tasks.data import Row, Source, as_text, read
+from qerl_lab.tasks.question_files import Row, Source, as_text, read
+from qerl_lab.tasks.questions import BadRow, Question, Questions, Scores
 
 TRAIN_QUESTIONS, HELDOUT_QUESTIONS = 2048, 256
 HELDOUT_OF_A_LEVEL = 320  # more than HELDOUT_QUESTIONS, because a few problems have no tests

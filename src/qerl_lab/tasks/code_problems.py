@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
 
-from qerl_lab.tasks import is_heldout
+from qerl_lab.tasks.questions import is_heldout
 
 Numbers = list[int]
 HOLES = (2, 3, 4, 5, 6, 7, 9, 10)  # constants in a step

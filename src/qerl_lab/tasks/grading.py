@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Sequence
 
-from qerl_lab.tasks import UNPARSED, Question, Scores
 from qerl_lab.tasks.answers.completion import final_answer, keeps_format
+from qerl_lab.tasks.questions import UNPARSED, Question, Scores
 
 Pair = tuple[str, str]  # (final answer, reference answer)
 SECONDS = 3.0  # CPU time limit of one comparison by math-verify; it usually takes 0.02
