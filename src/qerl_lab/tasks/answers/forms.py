@@ -29,14 +29,6 @@ class Words:
 
 
 @dataclass(frozen=True)
-class Numeral:
-    """A number in a stated base: 52_8."""
-
-    digits: str
-    base: int
-
-
-@dataclass(frozen=True)
 class Clock:
     """Numbers between colons, a time of day or a ratio; `half` is "am", "pm" or ""."""
 
@@ -46,15 +38,14 @@ class Clock:
 
 @dataclass(frozen=True)
 class Several:
-    """Parts in brackets: a point or interval "()", "[)"; a set "{}"; a list ""; a union "or"; a difference "minus"."""
+    """Parts in brackets.
+
+    `brackets` is "()", "[)" and so on for a point or interval, "[]" for a matrix of rows "[]", "{}" for a set, "" for a
+    list, "or" for a union, "minus" for a difference, "base 8" for the digits of a numeral.
+    """
 
     brackets: str
     parts: tuple["Form", ...]
-
-
-@dataclass(frozen=True)
-class Matrix:
-    rows: tuple[tuple["Form", ...], ...]
 
 
 @dataclass(frozen=True)
@@ -74,4 +65,4 @@ class Relation:
     crossed: tuple[Node, ...] | None = field(default=None, compare=False)
 
 
-Form = Amount | Words | Numeral | Clock | Several | Matrix | Named | Relation
+Form = Amount | Words | Clock | Several | Named | Relation

@@ -3,10 +3,10 @@
 import re
 from enum import Enum
 
+from qerl_lab.tasks.answers import number
 from qerl_lab.tasks.answers.equality import equal
 from qerl_lab.tasks.answers.expression import names
 from qerl_lab.tasks.answers.forms import Amount, Form, Named, Words
-from qerl_lab.tasks.answers.numbers import number
 from qerl_lab.tasks.answers.reading import read
 from qerl_lab.tasks.answers.surface import MAX_ANSWER_CHARACTERS, compact, plain
 from qerl_lab.tasks.answers.tokens import Unreadable
