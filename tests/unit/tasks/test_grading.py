@@ -31,18 +31,6 @@ def test_the_answer_needs_no_format() -> None:
     assert scores("12", "12") == {"format": 0, "answer": 0, "unparsed": 0}
 
 
-@pytest.mark.parametrize(("completion", "earns"), [
-    ("<think>18?<answer>18</answer></think><answer>17 < x</answer>", (0, 0)),
-    ("<think>It is <answer>18</answer></think>", (0, 0)),
-    ("<think>I use <answer> tags.</think><answer>18</answer>", (1, 1)),
-    ("<think>x</think><answer> </answer>", (0, 0)),
-    ("<think>x</think><answer>x < 18</answer>", (1, 0)),
-])  # fmt: skip
-def test_thinking_earns_nothing_and_loses_nothing(completion: str, earns: tuple[int, int]) -> None:
-    found = scores(completion, "18")
-    assert (found["format"], found["answer"]) == earns
-
-
 def test_an_answer_that_nobody_can_read_is_wrong_and_counted() -> None:
     assert scores(answered("{{{"), "18") == {"format": 1, "answer": 0, "unparsed": 1}
     assert scores(answered(r"\int_0^{} x dx"), "18") == {"format": 1, "answer": 0, "unparsed": 1}

@@ -41,17 +41,17 @@ def load(folder: Path, text: str, **keys: object) -> tasks.Task:
 
 
 def test_the_first_example_is_a_task(tmp_path: Path) -> None:
-    task = tasks.load(TaskConfig(module=file(tmp_path, EXAMPLES[0], "larger.py")))
-    assert task.name == "larger"
-    assert (len(task.train) > 700, len(task.heldout) > 50, task.warnings) == (True, True, ())
+    task = tasks.load(TaskConfig(module=file(tmp_path, EXAMPLES[0], "pens.py")))
+    assert task.name == "pens"
+    assert (len(task.train), len(task.heldout), task.warnings) == (1110, 186, ())
     question = task.train[0]
-    texts = [f"<think>x</think><answer>{question.answer}</answer>", f"{'x' * 60}<answer>{question.answer}</answer>"]
+    texts = [f"<think>x</think><answer>{question.answer}</answer>", f"{'x' * 90}<answer>{question.answer}</answer>"]
     rewards = task.rewards(texts, [question] * 2)
     assert sum(rewards.values()).tolist() == pytest.approx([0.2 + 1 + 0.1, 1])
 
 
 def test_the_second_example_reads_rows(tmp_path: Path) -> None:
-    rows = [{"riddle": f"R {n}?", "solution": f"{n}"} for n in range(300)]
+    rows = [{"riddle": f"R\u2028{n}?", "solution": f"{n}"} for n in range(300)]
     rows += [{"riddle": "Rätsel?", "solution": "1", "language": "de"}, {"riddle": "Long?", "solution": "x" * 51}]
     path = str(hub_rows.write_jsonl(tmp_path / "rows.jsonl", rows))
     task = tasks.load(TaskConfig(name="gsm8k", module=file(tmp_path, EXAMPLES[1], "riddles.py"), path=path))
