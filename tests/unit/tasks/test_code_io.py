@@ -218,8 +218,8 @@ def test_the_tests_may_lie_in_a_struct(tmp_path: Path) -> None:
 
 def test_no_sandbox_no_task(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> None:
-        raise ConfigError("cannot keep them in")
+        raise ConfigError("cannot confine them")
 
     monkeypatch.setattr("qerl_lab.tasks.code_sandbox.check", fail)
-    with pytest.raises(ConfigError, match="cannot keep them in"):
+    with pytest.raises(ConfigError, match="cannot confine them"):
         tasks.load(TaskConfig(name="code_io"))

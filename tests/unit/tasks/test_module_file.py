@@ -115,6 +115,9 @@ def test_a_file_may_make_a_set_for_evaluation_one_to_train_on(tmp_path: Path) ->
      "train(cfg) returned the question 'a', whose id, prompt and answer must be text."),
     (ONE + "def heldout(cfg): return [Question('a', 'A?', '1', {'seen': {1}})]",
      "heldout(cfg) returned the question 'a', whose payload must be what JSON holds: "),
+    (ONE + "deep = []\nfor _ in range(10**5): deep = [deep]\n"
+     "def heldout(cfg): return [Question('a', 'A?', '1', {'deep': deep})]",
+     "whose payload must be what JSON holds: "),
     ("def weights(cfg): return None", "weights(cfg) must return a dict of a number for each part, and returned None."),
     ("def weights(cfg): return {'short': 'x'}", "must return a dict of a number for each part"),
     ("def weights(cfg): return {'format': 5.0}", "weighs format; allowed: further parts. Type task.format_reward=X"),
