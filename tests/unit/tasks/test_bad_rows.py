@@ -58,27 +58,19 @@ def test_parquet_text_that_is_not_utf8_costs_one_row(tmp_path: Path) -> None:
     assert "train.parquet, row 199, is not UTF-8" in task.warnings[0]
 
 
-def test_a_broken_parquet_file_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("broken", ["not parquet", "amid its rows", "a directory"])
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, broken: str) -> None:
     cfg = gsm8k_folder(tmp_path)
-    (tmp_path / "train.jsonl").rename(tmp_path / "train.parquet")
-    assert f"{tmp_path / 'train.parquet'} cannot be read as .parquet" in refusal(cfg)
-
-
-def test_a_parquet_file_that_is_broken_amid_its_rows_is_named(tmp_path: Path) -> None:
-    cfg = gsm8k_folder(tmp_path)
-    (tmp_path / "train.jsonl").unlink()
-    file = hub_rows.write_parquet(tmp_path / "train.parquet", [hub_rows.gsm8k(n) for n in range(5000)])
-    content = bytearray(file.read_bytes())
-    content[100 : len(content) // 2] = b"\xff" * (len(content) // 2 - 100)
-    file.write_bytes(bytes(content))
-    assert f"{file} cannot be read as .parquet" in refusal(cfg)
-
-
-def test_a_directory_where_a_file_should_be_is_named(tmp_path: Path) -> None:
-    cfg = gsm8k_folder(tmp_path)
-    (tmp_path / "train.jsonl").unlink()
-    (tmp_path / "train.jsonl").mkdir()
-    assert f"{tmp_path / 'train.jsonl'} cannot be read as .jsonl (" in refusal(cfg)
+    (tmp_path / "train.jsonl").rename(file := tmp_path / "train.parquet")
+    if broken == "amid its rows":
+        hub_rows.write_parquet(file, [hub_rows.gsm8k(n) for n in range(5000)])
+        content = bytearray(file.read_bytes())
+        content[100 : len(content) // 2] = b"\xff" * (len(content) // 2 - 100)
+        file.write_bytes(content)
+    elif broken == "a directory":
+        file.unlink()
+        (file := tmp_path / "train.jsonl").mkdir()
+    assert f"{file} cannot be read as {file.suffix} (" in refusal(cfg)
 
 
 def test_the_mark_that_an_editor_puts_at_the_start_costs_no_row(tmp_path: Path) -> None:
