@@ -35,8 +35,6 @@ _NUMERAL = re.compile(
     r"|[({ ]*(?:\\text\{)?\s*(?:in )?base[\s}-]*(\w+)[\s})]*)",
     re.ASCII,
 )
-_BASE_NAMES = "two three four five six seven eight nine ten eleven twelve"
-_BASES = {name: n for n, name in enumerate(_BASE_NAMES.split(), 2)} | {"sixteen": 16}
 _CLOCK = re.compile(
     r"(\d{1,6}(?:\s*:\s*\d{1,6}(?:\.\d+)?)*)\s*(?:\\text\{)?\s*(a\.?\s?m\.?|p\.?\s?m\.?)?\s*\}?",
     re.IGNORECASE | re.ASCII,
@@ -123,7 +121,7 @@ def _words(text: str) -> str:
 
 
 def _numeral(digits: str, base: str) -> Form:
-    radix = int(base) if base.isdigit() and len(base) < 3 else _BASES.get(base.lower(), 0)
+    radix = int(base) if base.isdigit() and len(base) < 3 else _NUMBERS.get(base.lower(), 0)
     if not 2 <= radix <= 36 or any(int(digit, 36) >= radix for digit in digits):
         raise Unreadable(digits)
     if radix == 10:
