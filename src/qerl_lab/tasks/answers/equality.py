@@ -6,7 +6,7 @@ from fractions import Fraction
 
 from qerl_lab.tasks.answers import value as values
 from qerl_lab.tasks.answers.expression import Node, Num, Op, names, read_expression
-from qerl_lab.tasks.answers.forms import Amount, Clock, Form, Named, Relation, Several, Words
+from qerl_lab.tasks.answers.forms import Amount, Form, Named, Relation, Several, Words
 from qerl_lab.tasks.answers.intervals import OPPOSITE, interval, same_set
 from qerl_lab.tasks.answers.tokens import Unreadable
 from qerl_lab.tasks.answers.value import POINTS, Point, Value, close, is_finite, is_real, point, value
@@ -32,8 +32,6 @@ def equal(left: Form, right: Form) -> bool:
         return _nodes(left.product, _scaled(right))
     if isinstance(left, Amount) and isinstance(right, Words):
         return equal(right, left)
-    if isinstance(left, Clock) and isinstance(right, Clock):
-        return _clocks(left, right)
     return isinstance(left, Words) and left == right
 
 
@@ -162,7 +160,7 @@ def _several(left: Several, right: Several) -> bool:
         return False
     if shapes <= {"", "{}"} or shapes == {"or"}:
         return _matched(left.parts, right.parts)
-    ordered = left.brackets == right.brackets or shapes == {"", "()"}
+    ordered = left.brackets == right.brackets or shapes in ({"", "()"}, {":", "am"}, {":", "pm"})
     return ordered and all(equal(a, b) for a, b in zip(left.parts, right.parts, strict=True))
 
 
@@ -184,16 +182,6 @@ def _column(form: Several) -> Several:
     return Several("()", tuple(row.parts[0] for row in rows)) if is_column else form
 
 
-def _clocks(left: Clock, right: Clock) -> bool:
-    """Compare times: 10 am equals 10:00 am, but not 10 pm."""
-    if left.half and right.half and left.half != right.half:
-        return False
-    a, b = left.parts, right.parts
-    if left.half or right.half:
-        a, b = (parts if len(parts) > 1 else (*parts, Num(Fraction(0))) for parts in (a, b))
-    return len(a) == len(b) and all(map(_nodes, a, b))
-
-
 def _relations(left: Form, right: Form) -> bool:
     if isinstance(left, Relation) and isinstance(right, Relation):
         return _same_relation(left, right)
@@ -201,7 +189,7 @@ def _relations(left: Form, right: Form) -> bool:
     assert isinstance(relation, Relation)
     if isinstance(other, Several) and other.brackets not in ("", "{}"):
         found = interval(relation)
-        return found is not None and equal(found, other)
+        return found is not None and found.brackets == other.brackets and equal(found, other)
     if isinstance(other, Amount) and set(relation.signs) == {"="}:  # 9+9=18 is 18; 5=18 is nothing
         return any(_worked(sides, other) for sides in (relation.sides, relation.crossed) if sides)
     return False

@@ -29,19 +29,12 @@ class Words:
 
 
 @dataclass(frozen=True)
-class Clock:
-    """Numbers between colons, a time of day or a ratio; `half` is "am", "pm" or ""."""
-
-    parts: tuple[Node, ...]
-    half: str
-
-
-@dataclass(frozen=True)
 class Several:
     """Parts in brackets.
 
     `brackets` is "()", "[)" and so on for a point or interval, "[]" for a matrix of rows "[]", "{}" for a set, "" for a
-    list, "or" for a union, "minus" for a difference, "base 8" for the digits of a numeral.
+    list, "or" for a union, "minus" for a difference, "base 8" for the digits of a numeral,
+    ":" for a ratio or a time of day, "am" and "pm" for a time with its half of the day.
     """
 
     brackets: str
@@ -65,4 +58,4 @@ class Relation:
     crossed: tuple[Node, ...] | None = field(default=None, compare=False)
 
 
-Form = Amount | Words | Clock | Several | Named | Relation
+Form = Amount | Words | Several | Named | Relation

@@ -6,7 +6,7 @@ from fractions import Fraction
 from functools import lru_cache
 
 from qerl_lab.tasks.answers.expression import Node, Num, Op, Sym, read_expression
-from qerl_lab.tasks.answers.forms import Amount, Clock, Form, Named, Relation, Several, Words
+from qerl_lab.tasks.answers.forms import Amount, Form, Named, Relation, Several, Words
 from qerl_lab.tasks.answers.quantity import quantity
 from qerl_lab.tasks.answers.surface import compact
 from qerl_lab.tasks.answers.tokens import FUNCTIONS, GREEK, Unreadable
@@ -81,7 +81,7 @@ def _read(text: str, nesting: int, listed: bool = False) -> Form:
     if len(sides := _split(text, depths, _SIGN)) > 1:
         return _relation(text, sides, [found[0] for found in _at_top(text, depths, _SIGN)], nesting)
     if len(parts := _split(text, depths, _COLON)) > 1:
-        return Clock(tuple(read_expression(_body(part)) for part in parts), "")
+        return Several(":", tuple(map(Amount, _sides(parts))))
     if inside := _bracketed(text, nesting):
         return inside
     return _amount(text)
@@ -92,8 +92,9 @@ def _simple(text: str) -> Form | None:
     if found := _NUMERAL.fullmatch(text):
         return _numeral(found[1], found[2] or found[3] or found[4])
     if (found := _CLOCK.fullmatch(text)) and (":" in text or found[2]):
-        parts = tuple(read_expression(part.strip()) for part in found[1].split(":"))
-        return Clock(parts, (found[2] or "").lower().replace(".", "").replace(" ", ""))
+        half = "".join(re.findall("[apm]", (found[2] or "").lower()))
+        clock = f"{found[1]}:0" if ":" not in found[1] else found[1]  # 10 am is 10:00 am
+        return Several(half or ":", tuple(Amount(read_expression(part.strip())) for part in clock.split(":")))
     if found := re.fullmatch(r"\(?\s*(?:\\text\{)?\(?\s*([A-Za-z])\s*\)?\}?\s*\)?[.:]?", text):
         return Amount(Sym(found[1])) if found[1] not in "ie" else Amount(read_expression(found[1]))
     if found := _MATRIX.fullmatch(text):
