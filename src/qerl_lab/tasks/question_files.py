@@ -58,35 +58,35 @@ class Row:
     values: Mapping[str, Any]
     columns: Mapping[str, str]
 
-    def value(self, what: str) -> Any:
-        """Return the value of the column for `what`, of any type but null."""
+    def value(self, role: str) -> Any:
+        """Return the value of the column for `role`, of any type but null."""
         found: Any = self.values
-        for part in self.columns[what].split("."):
+        for part in self.columns[role].split("."):
             found = found.get(part) if isinstance(found, Mapping) else None
         if found is None:
-            raise BadRow(f"has no {self.columns[what]!r}; it has {sorted(map(str, self.values))}")
+            raise BadRow(f"has no {self.columns[role]!r}; it has {sorted(map(str, self.values))}")
         return found
 
-    def text(self, what: str) -> str:
+    def text(self, role: str) -> str:
         """Return a non-empty text."""
-        return as_text(self.value(what), self.columns[what])
+        return as_text(self.value(role), self.columns[role])
 
-    def number_or_text(self, what: str) -> str:
+    def number_or_text(self, role: str) -> str:
         """Return a text, or a number as text: 27.0 becomes "27"."""
-        found = self.value(what)
+        found = self.value(role)
         if type(found) is float and math.isfinite(found):
             return str(int(found) if found.is_integer() else found)
-        return str(found) if type(found) is int else self.text(what).strip()
+        return str(found) if type(found) is int else self.text(role).strip()
 
-    def latex(self, what: str) -> str:
+    def latex(self, role: str) -> str:
         """Return LaTeX with balanced braces, or a number."""
-        found, depth = self.number_or_text(what), 0
+        found, depth = self.number_or_text(role), 0
         for brace in re.findall(r"\\.|[{}]", found):
             depth += {"{": 1, "}": -1}.get(brace, 0)
             if depth < 0:
                 break
         if depth != 0:
-            raise BadRow(f"has braces that do not close in {self.columns[what]!r}: {found[:80]!r}")
+            raise BadRow(f"has braces that do not close in {self.columns[role]!r}: {found[:80]!r}")
         return found
 
 
