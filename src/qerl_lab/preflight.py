@@ -26,7 +26,7 @@ from qerl_lab.config.schema import DENSE_FORMAT, RunConfig, TaskConfig
 from qerl_lab.config.units import GIB
 from qerl_lab.disk import cache_folder, hub_home
 from qerl_lab.model import adapter_files, gguf, on_disk
-from qerl_lab.tasks import arithmetic, data
+from qerl_lab.tasks import arithmetic, question_files
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 GPU_NODES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd", "/dev/nvhost-gpu")  # NVIDIA, WSL, ROCm, Jetson
@@ -278,14 +278,14 @@ def questions(cfg: RunConfig) -> Mapping[str, Any]:
 
     Raises ConfigError if the files cannot be read.
     """
-    lie_here = cfg.task.path is not None and data.is_local(cfg.task.path)
+    lie_here = cfg.task.path is not None and question_files.is_local(cfg.task.path)
     return _questions(json.dumps(asdict(cfg.task))).data if lie_here else {}
 
 
 def has_questions(cfg: RunConfig) -> bool:
     """Tell whether the questions are on this machine, so that the command can count those left out."""
     path = cfg.task.path
-    return not tasks.is_on_the_hub(cfg.task) if path is None else data.is_local(path)
+    return not tasks.is_on_the_hub(cfg.task) if path is None else question_files.is_local(path)
 
 
 class _Questions(NamedTuple):

@@ -1,17 +1,7 @@
-"""Generate hostile answers from a seed; as a script, grade many of them.
-
-python tests/helpers/hostile_answers.py 100000      prints time and memory, fails if a thread or process is left
-"""
+"""Generate hostile answers from a seed."""
 
 import random
-import resource
-import sys
-import threading
-import time
 from pathlib import Path
-
-from qerl_lab.tasks import Question, sandbox
-from qerl_lab.tasks.grading import grade_math
 
 GOLDS = [
     line
@@ -49,27 +39,3 @@ def hostile(rng: random.Random) -> str:
         return gold[:cut] + rng.choice(PIECES.split()) + gold[cut:]
     pieces = [*"1.,-+*/^_!()[]{}|=<>%$&~': xei\\", *PIECES.split(), "\ud800", "\x00", "\u2028", " and ", " or ", " am"]
     return "".join(rng.choices(pieces, k=rng.randrange(30)))
-
-
-def main(count: int, batch: int = 512) -> None:
-    """Grade `count` hostile answers against golds and each other, in batches, and print the cost."""
-    rng = random.Random(count)
-    slowest, unparsed, right, started = 0.0, 0.0, 0.0, time.monotonic()
-    for _ in range(0, count, batch):
-        texts = [f"<think>x</think><answer>{hostile(rng)}</answer>" for _ in range(batch)]
-        known = [rng.choice(GOLDS) if rng.random() < 0.9 else hostile(rng)[:200] or "1" for _ in range(batch)]
-        begun = time.monotonic()
-        scores = grade_math(texts, [Question("", "?", answer) for answer in known])
-        slowest = max(slowest, time.monotonic() - begun)
-        unparsed, right = unparsed + scores["unparsed"].sum(), right + scores["answer"].sum()
-    sandbox.end_all()
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    left = [child for child in Path("/proc/self/task").glob("*/children") if child.read_text().strip()]
-    print(f"{count} answers in {time.monotonic() - started:.0f} s, {used.ru_utime:.0f} s of CPU in this process")
-    print(f"slowest batch of {batch}: {slowest:.1f} s; unparsed {unparsed:.0f}, right {right:.0f}")
-    print(f"most memory {used.ru_maxrss / 2**20:.2f} GiB; threads {threading.active_count()}, children {len(left)}")
-    sys.exit(bool(left) or threading.active_count() > 1)
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]))

@@ -10,7 +10,7 @@ import pytest
 from qerl_lab import tasks
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.task import TaskConfig
-from qerl_lab.tasks import dapo_math
+from qerl_lab.tasks.question_sets import DAPO_AFTER, DAPO_BEFORE
 
 Row = dict[str, Any]
 
@@ -27,7 +27,7 @@ def bigmath(n: int) -> Row:
 
 
 def dapo(n: int) -> Row:
-    content = f"{dapo_math.BEFORE}What is ${n} + 1$?{dapo_math.AFTER}"
+    content = f"{DAPO_BEFORE}What is ${n} + 1$?{DAPO_AFTER}"
     return {
         "data_source": "math_dapo", "prompt": [{"content": content, "role": "user"}], "ability": "MATH",
         "reward_model": {"ground_truth": str(n + 1), "style": "rule-lighteval/MATH_v2"},

@@ -21,7 +21,8 @@ from qerl_lab.bench.rollout import memory, settings
 from qerl_lab.config.units import GIB
 from qerl_lab.model.policy import device_of
 from qerl_lab.record.metrics import PHASES
-from qerl_lab.tasks import Question, Scores, Task, gsm8k
+from qerl_lab.tasks import Question, Scores, Task
+from qerl_lab.tasks.grading import grade_math
 from qerl_lab.train.data import Cursor, TrainingData
 from qerl_lab.train.ranks import join
 from qerl_lab.train.stop import Stop
@@ -75,7 +76,7 @@ def task(job: Job) -> Task:
 
 def coin(texts: Sequence[str], questions: Sequence[Question]) -> Scores:
     """Run GSM8K's grader, then replace the answer score by the lowest bit of the text's CRC-32."""
-    scores = gsm8k.grade(texts, questions)
+    scores = grade_math(texts, questions)
     return scores | {"answer": np.array([zlib.crc32(text.encode()) % 2 for text in texts], dtype=np.float64)}
 
 

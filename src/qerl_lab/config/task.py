@@ -26,7 +26,7 @@ class BigMathConfig:
 
 @dataclass
 class CodeIoConfig:
-    min_level: int = option(1, "easiest problems: 1 one step over a list, 2 several steps or texts, 3 short algorithms",
+    min_level: int = option(1, "easiest generated problems: 1 has one step over a list, 2 two or three, 3 four",
                             at_least=1, at_most=3)  # fmt: skip
     max_level: int = option(3, "hardest problems", at_least=1, at_most=3)
     tests: int = option(8, "hidden tests of a generated problem", at_least=2, at_most=100)

@@ -12,7 +12,7 @@ from qerl_lab.config.schema import RunConfig, TaskConfig
 from qerl_lab.evaluate.options import AccuracyOptions, split
 from qerl_lab.model.policy import Policy
 from qerl_lab.tasks import Question, Task
-from qerl_lab.tasks.data import is_local, respelled
+from qerl_lab.tasks.question_files import is_local, respelled
 
 
 @dataclass(frozen=True)

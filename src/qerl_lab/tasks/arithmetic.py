@@ -11,8 +11,8 @@ import re
 from dataclasses import dataclass, replace
 
 from qerl_lab.config.schema import TaskConfig
-from qerl_lab.tasks import Question, is_heldout
 from qerl_lab.tasks.grading import grade_math as grade
+from qerl_lab.tasks.questions import Question, is_heldout
 
 __all__ = ["Problem", "grade", "heldout", "problem", "train", "worked", "worked_solution"]
 
@@ -83,10 +83,10 @@ def heldout(cfg: TaskConfig) -> list[Question]:
 def worked(cfg: TaskConfig) -> list[Question]:
     """Return the training problems, each with one worked solution."""
     rng = random.Random(0)
-    return [replace(one, payload={"solution": worked_solution(rng, _of(one.id))}) for one in train(cfg)]
+    return [replace(one, payload={"solution": worked_solution(rng, _parsed(one.id))}) for one in train(cfg)]
 
 
-def _of(id: str) -> Problem:
+def _parsed(id: str) -> Problem:
     """Parse a problem's id."""
     start, *changes = map(int, re.findall(r"[+-]?\d+", id))
     return Problem(start, tuple(changes))

@@ -8,24 +8,18 @@ The answer is the program, alone or in a ``` block with any text around it. Part
 "tests" (the share of tests passed, weighted by `task.code_io.tests_reward`).
 """
 
-import itertools
-import random
 import re
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from functools import cache
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from qerl_lab.config.schema import TaskConfig
-from qerl_lab.tasks import BadRow, Question, Questions, Scores, code_problems, code_sandbox
+from qerl_lab.tasks import code_problems, code_sandbox
 from qerl_lab.tasks.answers.completion import final_answer, keeps_format
-from qerl_lab.tasks.code_problems import Problem
-from qerl_lab.tasks.data import Row, Source, as_text, read
+from qerl_lab.tasks.question_files import Row, Source, as_text, read
+from qerl_lab.tasks.questions import BadRow, Question, Questions, Scores
 
 TRAIN_QUESTIONS, HELDOUT_QUESTIONS = 2048, 256
-HELDOUT_OF_A_LEVEL = 320  # more than HELDOUT_QUESTIONS, because a few problems have no tests
-SEED, PATIENCE = 2510_11696, 3000  # stop after PATIENCE draws without a new problem
-LEVELS = tuple(code_problems.FAMILIES)
 MAX_PROGRAM_CHARACTERS = 20_000
 COLUMNS = {"question": "question", "tests": "tests"}
 # A block ends at ``` at the start of a line or the end of the text: a program may contain ``` elsewhere.
@@ -37,12 +31,12 @@ _BLOCK = re.compile(
 
 def train(cfg: TaskConfig) -> list[Question]:
     """Return `cfg.train_questions` (0: 2048) problems, none equal to a held-out one, or those of `task.path`."""
-    return _questions(cfg, cfg.train_questions or TRAIN_QUESTIONS, of_heldout=False)
+    return _questions(cfg, of_heldout=False)
 
 
 def heldout(cfg: TaskConfig) -> list[Question]:
     """Return 256 held-out problems, or all there are at an easy level."""
-    return _questions(cfg, HELDOUT_QUESTIONS, of_heldout=True)
+    return _questions(cfg, of_heldout=True)
 
 
 def weights(cfg: TaskConfig) -> dict[str, float]:
@@ -50,10 +44,10 @@ def weights(cfg: TaskConfig) -> dict[str, float]:
     return {"tests": cfg.code_io.tests_reward}
 
 
-def _questions(cfg: TaskConfig, count: int, of_heldout: bool) -> list[Question]:
+def _questions(cfg: TaskConfig, of_heldout: bool) -> list[Question]:
     code_sandbox.check()
     if cfg.path is None:
-        return _made(cfg, count, heldout_problems(cfg) if of_heldout else training_problems(cfg))
+        return _generated(cfg, of_heldout)
     own_test = not Path(cfg.path).expanduser().is_file()
     source = Source(cfg.path, "default", "train", "test" if own_test else None, COLUMNS)
 
@@ -81,68 +75,19 @@ def _tests(row: Row) -> list[tuple[str, str]]:
     return [(test["input"], as_text(test["output"], column)) for test in found]
 
 
-def _made(cfg: TaskConfig, count: int, problems: Iterable[Problem]) -> Questions:
-    """Return the questions of the first `count` problems that have one."""
-    posed = (question for problem in problems if (question := _question(cfg, problem)) is not None)
-    return Questions(itertools.islice(posed, count))
-
-
-def training_problems(cfg: TaskConfig) -> Iterator[Problem]:
-    """Yield training problems: no held-out shape, and no behaviour of a held-out problem of any level."""
-    known = {problem.behaviour for level in LEVELS for problem in _heldout_of(level)}
-    rng = random.Random(SEED)
-    return _distinct(lambda: code_problems.draw_problem(rng, rng.choice(_levels(cfg))), of_heldout=False, known=known)
-
-
-def heldout_problems(cfg: TaskConfig) -> Iterator[Problem]:
-    """Yield the held-out problems of the configured levels, mixed, without equal behaviour."""
-    rng, known = random.Random(SEED), set[Hashable]()
-    left = {level: list(reversed(_heldout_of(level))) for level in _levels(cfg)}
-    while some := [level for level, problems in left.items() if problems]:
-        problem = left[rng.choice(some)].pop()
-        if problem.behaviour not in known:
-            known.add(problem.behaviour)
-            yield problem
-
-
-@cache
-def _heldout_of(level: int) -> tuple[Problem, ...]:
-    """Return the held-out problems of a level, independent of other settings, so that no setting trains on them."""
-    rng = random.Random(f"{SEED} {level}")
-    found = _distinct(lambda: code_problems.draw_problem(rng, level), of_heldout=True, known=set())
-    return tuple(itertools.islice(found, HELDOUT_OF_A_LEVEL))
-
-
-def _levels(cfg: TaskConfig) -> list[int]:
-    return [level for level in LEVELS if cfg.code_io.min_level <= level <= cfg.code_io.max_level]
-
-
-def _distinct(draw: Callable[[], Problem], of_heldout: bool, known: set[Hashable]) -> Iterator[Problem]:
-    """Yield drawn problems of one role with new behaviour, until PATIENCE draws find none.
-
-    Args:
-        known: behaviours to exclude; new ones are added.
-    """
-    drawn, since_new = set[str](), 0
-    while since_new < PATIENCE:
-        problem, since_new = draw(), since_new + 1
-        if problem.id in drawn or problem.is_heldout != of_heldout:
-            continue
-        drawn.add(problem.id)
-        if problem.behaviour not in known:
-            known.add(problem.behaviour)
-            since_new = 0
-            yield problem
-
-
-def _question(cfg: TaskConfig, problem: Problem) -> Question | None:
-    """Return a problem as a question with an example; None if no tests distinguish programs."""
-    tests = code_problems.tests(problem, cfg.code_io.tests)
-    if tests is None:
-        return None
-    (given, output), *hidden = tests
-    text = f"{problem.text}\n\nExample input:\n{given}Example output:\n{output}"
-    return Question(f"code_io-{problem.id}", text, "", _payload(cfg, hidden))
+def _generated(cfg: TaskConfig, of_heldout: bool) -> Questions:
+    """Return generated problems as questions, each with an example. Those without tests are left out."""
+    levels = [n for n in code_problems.STEPS_OF_LEVEL if cfg.code_io.min_level <= n <= cfg.code_io.max_level]
+    count = HELDOUT_QUESTIONS if of_heldout else cfg.train_questions or TRAIN_QUESTIONS
+    found = Questions([])
+    for problem in code_problems.heldout(levels) if of_heldout else code_problems.training(levels):
+        if len(found) == count:
+            break
+        if (tests := code_problems.tests(problem, cfg.code_io.tests)) is not None:
+            (given, output), *hidden = tests
+            text = f"{problem.text}\n\nExample input:\n{given}Example output:\n{output}"
+            found.append(Question(f"code_io-{problem.id}", text, "", _payload(cfg, hidden)))
+    return found
 
 
 def program(completion: str) -> str | None:

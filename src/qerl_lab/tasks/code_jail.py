@@ -24,7 +24,7 @@ from _sitebuiltins import Quitter
 from struct import pack
 
 Line = tuple[int, int, int, int]  # BPF instruction: code, jump if true, jump if false, constant
-READY = "shut in"
+READY = "confined"
 ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column of CALLS, AUDIT_ARCH_*
 # Allowed system calls with their numbers on x86_64 and aarch64; -1: does not exist.
 CALLS = {
@@ -148,7 +148,7 @@ def _for(number: int, lines: list[Line]) -> list[Line]:
     return [(EQUAL, 0, len(lines), number), *lines] if number >= 0 else []
 
 
-def shut_in(parent: int, limits: list[int], readable: list[str], listed: list[str]) -> None:
+def confine(parent: int, limits: list[int], readable: list[str], listed: list[str]) -> None:
     """Apply all restrictions, in this order. Raises OSError if the kernel cannot."""
     machine = os.uname().machine
     if machine not in ARCHITECTURES:
@@ -169,15 +169,15 @@ def main(program: str, numbers: str, readable: str, listed: str) -> None:
         numbers: the parent's process id, the file descriptor to report to, and the arguments of `limit`.
         readable, listed: paths, one per line.
     """
-    parent, tell, *limits = map(int, numbers.split())
+    parent, report_end, *limits = map(int, numbers.split())
     try:
-        shut_in(parent, limits, [program, *readable.split("\n")], listed.split("\n"))
-        said = READY
+        confine(parent, limits, [program, *readable.split("\n")], listed.split("\n"))
+        report = READY
     except OSError as error:
-        said = str(error)
-    os.write(tell, said.encode())
-    os.close(tell)
-    if said == READY:
+        report = str(error)
+    os.write(report_end, report.encode())
+    os.close(report_end)
+    if report == READY:
         run(program)
 
 

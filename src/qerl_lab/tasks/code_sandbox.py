@@ -93,18 +93,20 @@ def check() -> None:
     """Raise ConfigError if this machine cannot confine programs. Cached; the first call runs two short processes."""
     if sys.platform != "linux":
         raise ConfigError(
-            "task=code_io runs programs of the model, which needs Linux to keep them in. Type another task."
+            "task=code_io runs programs of the model, which needs Linux to confine them. Type another task."
         )
     try:
         (could,) = _outputs(Program(PROBE, [""], 10, 512))
     except RuntimeError as error:
         raise ConfigError(
-            f"task=code_io runs programs of the model, and this machine cannot keep them in: {first_line(error)}. It "
+            f"task=code_io runs programs of the model, and this machine cannot confine them: {first_line(error)}. It "
             "needs Linux 5.13 with Landlock and seccomp, which a container may forbid. Type another task."
         ) from error
     if could != "":
-        said = "cannot run them" if could is None else f"they could {', '.join(could.split(chr(10))[:-1])}"
-        raise ConfigError(f"task=code_io runs programs of the model, and on this machine {said}. Type another task.")
+        why = "cannot run" if could is None else f"could {', '.join(could.splitlines())}"
+        raise ConfigError(
+            f"task=code_io runs programs of the model, and on this machine they {why}. Type another task."
+        )
 
 
 def _outputs(program: Program) -> list[str | None]:
@@ -123,26 +125,26 @@ def _outputs(program: Program) -> list[str | None]:
 
 def _output(program: Program, file: Path, given: str) -> tuple[str | None, bool]:
     """Return the program's output on one input, None if it fails, and whether it ended in time."""
-    told, tell = os.pipe()
-    with open(told, "rb") as reasons, open(os.memfd_create("output"), "w+b") as written:
+    report, report_end = os.pipe()
+    with open(report, "rb") as reports, open(os.memfd_create("output"), "w+b") as written:
         try:
-            status = _status(program, file, given, written, tell)
+            status = _status(program, file, given, written, report_end)
         finally:
-            os.close(tell)
-        if (said := reasons.read().decode()) != code_jail.READY:
-            raise RuntimeError(said or "the process that should run it did not start")
+            os.close(report_end)
+        if (reported := reports.read().decode()) != code_jail.READY:
+            raise RuntimeError(reported or "the process that should run it did not start")
         written.seek(0)
         return (written.read().decode(errors="replace") if status == 0 else None), status not in OUT_OF_TIME
 
 
-def _status(program: Program, file: Path, given: str, written: IO[bytes], tell: int) -> int:
+def _status(program: Program, file: Path, given: str, written: IO[bytes], report_end: int) -> int:
     """Return the program's exit status on an input; negative if a signal ended it."""
-    numbers = (os.getpid(), tell, program.seconds, program.memory_mib * 2**20, OUTPUT_BYTES)
+    numbers = (os.getpid(), report_end, program.seconds, program.memory_mib * 2**20, OUTPUT_BYTES)
     try:
         return subprocess.run(
             [sys.executable, *FLAGS, str(JAIL), str(file), " ".join(map(str, numbers)), *_library()],
             input=given.encode(errors="replace"), stdout=written, stderr=subprocess.DEVNULL, cwd=file.parent,
-            env=ENVIRONMENT, pass_fds=(tell,), timeout=CLOCK_SECONDS * program.seconds,
+            env=ENVIRONMENT, pass_fds=(report_end,), timeout=CLOCK_SECONDS * program.seconds,
             start_new_session=True,  # shield the program from Ctrl-C, which only ends the run after the step
         ).returncode  # fmt: skip
     except subprocess.TimeoutExpired:  # the program slept; subprocess has killed it

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Sequence
 
-from qerl_lab.tasks import UNPARSED, Question, Scores
 from qerl_lab.tasks.answers.completion import final_answer, keeps_format
+from qerl_lab.tasks.questions import UNPARSED, Question, Scores
 
 Pair = tuple[str, str]  # (final answer, reference answer)
 SECONDS = 3.0  # CPU time limit of one comparison by math-verify; it usually takes 0.02
@@ -37,12 +37,13 @@ def grade_math(texts: Sequence[str], questions: Sequence[Question]) -> Scores:
 
 def answers_equal(pairs: Sequence[Pair]) -> list[bool | None]:
     """Return for each pair whether its answers are equal; None if undecided or too slow."""
-    from qerl_lab.tasks.answers.judge import Verdict, judge, spellings  # imported here, because it imports mpmath
+    from qerl_lab.tasks.answers.judge import Verdict, judge  # imported here, because it imports mpmath
+    from qerl_lab.tasks.answers.surface import plain
     from qerl_lab.tasks.sandbox import call_each
 
     verdicts = [judge(*pair) for pair in pairs]
     hard = [n for n, verdict in enumerate(verdicts) if verdict is Verdict.LIBRARY]
-    calls = [spellings(*pairs[n]) for n in hard]
+    calls = [tuple(map(plain, pairs[n])) for n in hard]
     found = dict(zip(hard, call_each("qerl_lab.tasks.answers.library", "is_equal", calls, SECONDS), strict=True))
     decided = {Verdict.RIGHT: True, Verdict.WRONG: False, Verdict.UNREADABLE: None}
     return [found[n] if n in found else decided[verdict] for n, verdict in enumerate(verdicts)]

@@ -10,17 +10,13 @@ import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from qerl_lab.config.message import first_line
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.paths import module_hash
 from qerl_lab.config.schema import TaskConfig
-from qerl_lab.tasks import UNPARSED, Question, Scores
-
-if TYPE_CHECKING:  # avoid importing numpy when only checking a command
-    import numpy as np
-    from numpy.typing import NDArray
+from qerl_lab.tasks.questions import UNPARSED, Question, Scores
 
 NAMES = ("train", "heldout", "grade", "weights", "worked")
 PARTS = ("format", "answer", UNPARSED)  # parts that every `grade` may return
@@ -30,7 +26,7 @@ def load(cfg: TaskConfig, of_task: Mapping[str, Any]) -> dict[str, Callable[...,
     """Return the functions defined in the file `cfg.module`, by name, wrapped to check their results.
 
     Args:
-        of_task: functions of the task's own module, which remain for what the file does not define.
+        of_task: functions of the task itself, which remain for what the file does not define.
 
     Raises:
         ConfigError: the file cannot be imported, defines no task function, has changed since the run was composed, or
@@ -46,17 +42,17 @@ def load(cfg: TaskConfig, of_task: Mapping[str, Any]) -> dict[str, Callable[...,
     functions = {name: getattr(module, name) for name in NAMES if callable(getattr(module, name, None))}
     if not functions:
         raise ConfigError(f"task.module={cfg.module} defines none of {', '.join(NAMES)}. docs/tasks.md shows one.")
-    for role in {"train", "heldout", "worked"} & set(functions):
-        functions[role] = _questions(cfg, role, functions[role])
-    known = set(of_task["weights"](cfg)) if "weights" in of_task else set()
+    for name in {"train", "heldout", "worked"} & set(functions):
+        functions[name] = _checked_questions(f"task.module={cfg.module}: {name}(cfg)", functions[name])
+    of_task_parts = set(of_task["weights"](cfg)) if "weights" in of_task else set()
     own = _weighted(cfg, functions["weights"](cfg)) if "weights" in functions else set()
-    weighed = own if "weights" in functions else known
     if "grade" in functions:
-        functions["grade"] = _grade(cfg, functions["grade"], own, weighed)
-    elif weighed != known:
+        allowed = own if "weights" in functions else of_task_parts
+        functions["grade"] = _checked_grade(cfg, functions["grade"], own, allowed)
+    elif "weights" in functions and own != of_task_parts:
         raise ConfigError(
             f"task.module={cfg.module}: weights(cfg) has {_listed(own)}, and grade of task={cfg.name} returns "
-            f"{_listed(known)} beside format and answer. Define grade too."
+            f"{_listed(of_task_parts)} beside format and answer. Define grade too."
         )
     return functions
 
@@ -95,60 +91,55 @@ def _imported(file: Path) -> ModuleType:
     return module
 
 
-def _questions(cfg: TaskConfig, name: str, function: Callable[..., Any]) -> Callable[[TaskConfig], list[Question]]:
+def _checked_questions(said: str, function: Callable[..., Any]) -> Callable[[TaskConfig], list[Question]]:
     """Wrap `function` to check that it returns valid questions with unique ids."""
 
-    def checked(of: TaskConfig) -> list[Question]:
-        found = function(of)
-        if not isinstance(found, list) or not all(isinstance(one, Question) for one in found):
-            raise ConfigError(f"task.module={cfg.module}: {name}(cfg) must return a list of qerl_lab.tasks.Question.")
-        if len({one.id for one in found}) < len(found):
-            raise ConfigError(f"task.module={cfg.module}: {name}(cfg) returned two questions of one id.")
-        for one in found:
-            _check_question(f"task.module={cfg.module}: {name}(cfg) returned the question {one.id!r:.80},", one)
+    def checked(cfg: TaskConfig) -> list[Question]:
+        found = function(cfg)
+        if not isinstance(found, list) or not all(isinstance(question, Question) for question in found):
+            raise ConfigError(f"{said} must return a list of qerl_lab.tasks.Question.")
+        if len({question.id for question in found}) < len(found):
+            raise ConfigError(f"{said} returned two questions of one id.")
+        for question in found:
+            returned = f"{said} returned the question {question.id!r:.80}, whose"
+            if not all(isinstance(text, str) for text in (question.id, question.prompt, question.answer)):
+                raise ConfigError(f"{returned} id, prompt and answer must be text.")
+            try:
+                json.dumps(dict(question.payload))
+            except (TypeError, ValueError, RecursionError) as error:
+                raise ConfigError(f"{returned} payload must be what JSON holds: {first_line(error)}.") from error
         return found
 
     return checked
 
 
-def _check_question(said: str, one: Question) -> None:
-    if not all(isinstance(text, str) for text in (one.id, one.prompt, one.answer)):
-        raise ConfigError(f"{said} whose id, prompt and answer must be text.")
-    try:
-        json.dumps(dict(one.payload))
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{said} whose payload must be what JSON holds: {first_line(error)}.") from error
-
-
-def _grade(cfg: TaskConfig, function: Callable[..., Any], own: set[str], weighed: set[str]) -> Callable[..., Scores]:
-    """Wrap `function` to check that it returns all parts in `own` and no further ones but `weighed`."""
+def _checked_grade(
+    cfg: TaskConfig, function: Callable[..., Any], required: set[str], allowed: set[str]
+) -> Callable[..., Scores]:
+    """Wrap `function` to check that it returns, beside PARTS, all parts in `required` and only those in `allowed`."""
 
     def checked(texts: Sequence[str], questions: Sequence[Question]) -> Scores:
+        import numpy as np
+
         said = f"task.module={cfg.module}: grade(texts, questions)"
         given = function(texts, questions)
         if not isinstance(given, dict) or not {"format", "answer"} <= set(given):
             raise ConfigError(f"{said} must return a dict of scores with the keys format and answer.")
-        if unknown := set(given) - {*PARTS, *weighed}:
+        if unknown := set(given) - {*PARTS, *allowed}:
             raise ConfigError(f"{said} returned {_listed(unknown)}, for which weights(cfg) of the file has no weight.")
-        if missing := own - set(given):
+        if missing := required - set(given):
             raise ConfigError(f"{said} did not return {_listed(missing)}, for which weights(cfg) has a weight.")
-        scores = {part: _numbers(values) for part, values in given.items()}
-        for part, values in scores.items():
-            if values.shape != (len(texts),) or not ((values >= 0) & (values <= 1)).all():
+        scores: Scores = {}
+        for part, values in given.items():
+            try:
+                scores[part] = np.asarray(values, np.float64)
+            except (TypeError, ValueError):
+                scores[part] = np.array(np.nan)
+            if scores[part].shape != (len(texts),) or not ((scores[part] >= 0) & (scores[part] <= 1)).all():
                 raise ConfigError(
                     f"{said} must return in {part!r} a score from 0 to 1 for each of the texts, here {len(texts)}, "
-                    f"and returned {reprlib.repr(given[part])}."
+                    f"and returned {reprlib.repr(values)}."
                 )
         return scores
 
     return checked
-
-
-def _numbers(values: Any) -> "NDArray[np.float64]":
-    """Return a part's scores as an array; NaN if they are not numbers."""
-    import numpy as np
-
-    try:
-        return np.asarray(values, np.float64)
-    except (TypeError, ValueError):
-        return np.array(np.nan)

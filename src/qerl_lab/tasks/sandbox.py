@@ -16,11 +16,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from qerl_lab.config.units import GIB
@@ -50,45 +51,25 @@ def call_each(module: str, function: str, calls: Sequence[Sequence[Any]], second
     Raises:
         RuntimeError: a worker cannot start, e.g. because a package cannot be imported.
     """
-    results: list[Any] = [None] * len(calls)
-    left = deque(range(len(calls)))  # indices of calls, shared by all threads
 
-    def work() -> None:
-        worker: Worker | None = None
+    def call(arguments: Sequence[Any]) -> Any:
+        worker, keep = take(module, function, seconds), False
         try:
-            while left:
-                worker = worker or take(module, function, seconds)
-                worker = _next(worker, calls, left, results)
-        except BaseException:  # a half-read answer must not reach the next call
-            if worker is not None:
+            result, keep = worker.call(arguments)
+            return result
+        except Ended:
+            return None
+        finally:  # after any other error too: a half-read answer must not reach the next call
+            if keep:
+                give_back(worker)
+            else:
                 worker.end()
-            raise
-        if worker is not None:
-            give_back(worker)
 
     threads = min(MOST_WORKERS, os.cpu_count() or 1, -(-len(calls) // CALLS_A_WORKER))
     if threads <= 1:
-        work()
-        return results
+        return [call(arguments) for arguments in calls]
     with ThreadPoolExecutor(threads, "sandbox") as pool:
-        for done in [pool.submit(work) for _ in range(threads)]:
-            done.result()
-    return results
-
-
-def _next(worker: "Worker", calls: Sequence[Sequence[Any]], left: deque[int], results: list[Any]) -> "Worker | None":
-    """Make the next call, if any is left; return the worker, None if it must not be kept."""
-    try:
-        n = left.popleft()
-    except IndexError:
-        return worker
-    try:
-        results[n], keep = worker.call(calls[n])
-    except Ended:
-        keep = False
-    if not keep:
-        worker.end()
-    return worker if keep else None
+        return list(pool.map(call, calls))
 
 
 @dataclass
@@ -206,20 +187,12 @@ def serve(module: str, function: str, seconds: str, parent: str) -> None:
         os.dup2(nowhere, stream)
     for line in sys.stdin.buffer:
         signal.setitimer(signal.ITIMER_PROF, float(seconds))  # its signal is not handled, so it ends the process
-        result = _result(call, line)
+        try:
+            result = json.dumps(call(*json.loads(line)))
+        except Exception:  # any error means no result, including RecursionError and MemoryError
+            result = "null"
         signal.setitimer(signal.ITIMER_PROF, 0)
-        keep = _resident_bytes() < KEPT_BYTES
+        # not `ru_maxrss`, which includes the trainer's memory, from which the worker was forked
+        pages = int(Path("/proc/self/statm").read_text("ascii").split()[1])
+        keep = pages * resource.getpagesize() < KEPT_BYTES
         answers.write(f"[{result}, {json.dumps(keep)}]\n".encode())
-
-
-def _resident_bytes() -> int:
-    """Return the current resident memory. `ru_maxrss` would include the trainer's, from which it was forked."""
-    with open("/proc/self/statm", encoding="ascii") as file:
-        return int(file.read().split()[1]) * resource.getpagesize()
-
-
-def _result(call: Callable[..., Any], line: bytes) -> str:
-    try:
-        return json.dumps(call(*json.loads(line)))
-    except Exception:  # any error means no result, including RecursionError and MemoryError
-        return "null"

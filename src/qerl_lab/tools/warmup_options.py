@@ -10,7 +10,7 @@ from qerl_lab.config.records import WARMUP
 from qerl_lab.config.schema import DEVICES, TaskConfig
 from qerl_lab.model import on_disk
 from qerl_lab.tasks import configured, with_solutions
-from qerl_lab.tasks.data import is_local
+from qerl_lab.tasks.question_files import is_local
 
 
 @dataclass

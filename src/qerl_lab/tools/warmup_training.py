@@ -50,7 +50,7 @@ from qerl_lab.record.environment import versions
 from qerl_lab.record.partial import JOURNAL, Unfinished
 from qerl_lab.tasks import Task
 from qerl_lab.tasks.answers.completion import left_to_say
-from qerl_lab.tasks.data import respelled
+from qerl_lab.tasks.question_files import respelled
 from qerl_lab.tools.warmup_options import WarmupOptions
 
 NOT_IDENTITY = ("out", "checkpoint_every", "overwrite")

@@ -1,13 +1,11 @@
 """Scores of completions, hostile text included: pure, in batches, within limits of time and memory."""
 
-import importlib
 import random
 import threading
 
 import numpy as np
 import pytest
 
-from qerl_lab.config.files import choices_of
 from qerl_lab.tasks import Question, grading, sandbox
 from qerl_lab.tasks.grading import answers_equal, grade_answers, grade_math
 
@@ -31,18 +29,6 @@ def test_the_answer_needs_no_format() -> None:
     assert scores(GOOD, "13") == {"format": 1, "answer": 0, "unparsed": 0}
     assert scores("no think block, <answer>12.0</answer>", "12") == {"format": 0, "answer": 1, "unparsed": 0}
     assert scores("12", "12") == {"format": 0, "answer": 0, "unparsed": 0}
-
-
-@pytest.mark.parametrize(("completion", "earns"), [
-    ("<think>18?<answer>18</answer></think><answer>17 < x</answer>", (0, 0)),
-    ("<think>It is <answer>18</answer></think>", (0, 0)),
-    ("<think>I use <answer> tags.</think><answer>18</answer>", (1, 1)),
-    ("<think>x</think><answer> </answer>", (0, 0)),
-    ("<think>x</think><answer>x < 18</answer>", (1, 0)),
-])  # fmt: skip
-def test_thinking_earns_nothing_and_loses_nothing(completion: str, earns: tuple[int, int]) -> None:
-    found = scores(completion, "18")
-    assert (found["format"], found["answer"]) == earns
 
 
 def test_an_answer_that_nobody_can_read_is_wrong_and_counted() -> None:
@@ -106,10 +92,3 @@ def test_the_library_is_asked_outside_of_the_main_thread_and_gives_up_in_time(mo
     thread.start()
     thread.join(timeout=120)
     assert found == [True, None, False, True]
-
-
-@pytest.mark.parametrize("name", [name for name in choices_of("task") if name != "code_io"])  # which judges programs
-def test_every_task_has_the_two_parts_that_an_evaluation_reads(name: str) -> None:
-    task = importlib.import_module(f"qerl_lab.tasks.{name}")
-    found = task.grade([GOOD, "12", ""], [asking("12")] * 3)
-    assert {part: found[part].tolist() for part in ("format", "answer")} == {"format": [1, 0, 0], "answer": [1, 0, 0]}

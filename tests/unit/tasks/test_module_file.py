@@ -41,17 +41,17 @@ def load(folder: Path, text: str, **keys: object) -> tasks.Task:
 
 
 def test_the_first_example_is_a_task(tmp_path: Path) -> None:
-    task = tasks.load(TaskConfig(module=file(tmp_path, EXAMPLES[0], "larger.py")))
-    assert task.name == "larger"
-    assert (len(task.train) > 700, len(task.heldout) > 50, task.warnings) == (True, True, ())
+    task = tasks.load(TaskConfig(module=file(tmp_path, EXAMPLES[0], "pens.py")))
+    assert task.name == "pens"
+    assert (len(task.train), len(task.heldout), task.warnings) == (1110, 186, ())
     question = task.train[0]
-    texts = [f"<think>x</think><answer>{question.answer}</answer>", f"{'x' * 60}<answer>{question.answer}</answer>"]
+    texts = [f"<think>x</think><answer>{question.answer}</answer>", f"{'x' * 90}<answer>{question.answer}</answer>"]
     rewards = task.rewards(texts, [question] * 2)
     assert sum(rewards.values()).tolist() == pytest.approx([0.2 + 1 + 0.1, 1])
 
 
 def test_the_second_example_reads_rows(tmp_path: Path) -> None:
-    rows = [{"riddle": f"R {n}?", "solution": f"{n}"} for n in range(300)]
+    rows = [{"riddle": f"R\u2028{n}?", "solution": f"{n}"} for n in range(300)]
     rows += [{"riddle": "Rätsel?", "solution": "1", "language": "de"}, {"riddle": "Long?", "solution": "x" * 51}]
     path = str(hub_rows.write_jsonl(tmp_path / "rows.jsonl", rows))
     task = tasks.load(TaskConfig(name="gsm8k", module=file(tmp_path, EXAMPLES[1], "riddles.py"), path=path))
@@ -115,6 +115,9 @@ def test_a_file_may_make_a_set_for_evaluation_one_to_train_on(tmp_path: Path) ->
      "train(cfg) returned the question 'a', whose id, prompt and answer must be text."),
     (ONE + "def heldout(cfg): return [Question('a', 'A?', '1', {'seen': {1}})]",
      "heldout(cfg) returned the question 'a', whose payload must be what JSON holds: "),
+    (ONE + "deep = []\nfor _ in range(10**5): deep = [deep]\n"
+     "def heldout(cfg): return [Question('a', 'A?', '1', {'deep': deep})]",
+     "whose payload must be what JSON holds: "),
     ("def weights(cfg): return None", "weights(cfg) must return a dict of a number for each part, and returned None."),
     ("def weights(cfg): return {'short': 'x'}", "must return a dict of a number for each part"),
     ("def weights(cfg): return {'format': 5.0}", "weighs format; allowed: further parts. Type task.format_reward=X"),

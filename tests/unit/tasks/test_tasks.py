@@ -1,15 +1,11 @@
 """Questions: train and held-out sets, and what a policy is asked."""
 
 import hashlib
-import json
 import random
 import re
 import shutil
-import subprocess
-import sys
 import time
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,11 +21,6 @@ DIFFICULTIES = [
     {},
     {"min_steps": 1, "max_steps": 1, "max_operand": 20},
     {"min_steps": 4, "max_steps": 6, "max_operand": 99},
-]
-ROWS = [
-    {"question": "Two and two?", "answer": "2+2=<<2+2=4>>4\n#### 4"},
-    {"question": "A thousand and\u2028five?", "answer": "Sum.\n#### 1,005"},
-    {"question": "Below zero?", "answer": "#### -7"},
 ]
 NEW_TASK = """
 from qerl_lab.tasks import Question
@@ -47,13 +38,6 @@ def grade(texts, questions):
     pairs = zip(texts, questions, strict=True)
     return scores | {"answer": np.array([float(text in question.payload["greetings"]) for text, question in pairs])}
 """
-DIGEST = """
-import hashlib
-from qerl_lab import tasks
-from qerl_lab.config.task import TaskConfig
-task = tasks.load(TaskConfig(train_questions=500))
-print(hashlib.sha256(repr([task.train, task.heldout[:500]]).encode()).hexdigest())
-"""
 
 
 def problems(cfg: TaskConfig, count: int, seed: int = 0) -> list[arithmetic.Problem]:
@@ -66,25 +50,23 @@ def earned(task: tasks.Task, completion: str, answer: str) -> float:
     return sum(part.item() for part in task.rewards([completion], [tasks.Question("", "?", answer)]).values())
 
 
-def write(folder: Path, split: str, rows: list[object]) -> str:
-    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    (folder / f"{split}.jsonl").write_text(text, encoding="utf-8")
-    return str(folder)
-
-
 # --- arithmetic
 
 
+def numbers(question: tasks.Question) -> tuple[str, ...]:
+    return tuple(sorted(re.findall(r"\d+", question.prompt)))
+
+
 @pytest.mark.parametrize("difficulty", DIFFICULTIES)
-def test_train_and_heldout_sets_share_no_problem_and_no_text(difficulty: dict[str, int]) -> None:
+def test_train_and_heldout_sets_share_no_problem_no_text_and_no_numbers(difficulty: dict[str, int]) -> None:
+    """In no order and with no signs: 7 + 5 - 3 tells the answer of 7 - 3 + 5, and much of that of 5 + 3 - 7."""
     cfg = TaskConfig(arithmetic=ArithmeticConfig(**difficulty))
     train, heldout = arithmetic.train(cfg), arithmetic.heldout(cfg)
     assert len(heldout) > 50
-    for field in ("id", "prompt"):
-        of_train, of_heldout = ({getattr(question, field) for question in part} for part in (train, heldout))
-        assert len(of_train) == len(train)
-        assert len(of_heldout) == len(heldout)
-        assert not of_train & of_heldout
+    for field in (lambda one: one.id, lambda one: one.prompt):
+        assert (len({*map(field, train)}), len({*map(field, heldout)})) == (len(train), len(heldout))
+        assert not {*map(field, train)} & {*map(field, heldout)}
+    assert not {*map(numbers, train)} & {*map(numbers, heldout)}
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
@@ -95,18 +77,6 @@ def test_the_split_is_a_property_of_the_question_and_the_pocket_is_never_taught_
     assert not heldout & {next(taught)[0] for _ in range(3000)}
     drawn = problems(cfg, 3000, seed)
     assert sum(problem.is_heldout for problem in drawn) / len(drawn) == pytest.approx(1 / 8, abs=0.03)
-
-
-@pytest.mark.parametrize("difficulty", DIFFICULTIES)
-def test_no_heldout_problem_has_the_numbers_of_a_training_problem(difficulty: dict[str, int]) -> None:
-    """In no order and with no signs: 7 + 5 - 3 tells the answer of 7 - 3 + 5, and much of that of 5 + 3 - 7."""
-
-    def stated(question: tasks.Question) -> tuple[str, ...]:
-        return tuple(sorted(re.findall(r"\d+", question.prompt)))
-
-    cfg = TaskConfig(arithmetic=ArithmeticConfig(**difficulty))
-    train, heldout = arithmetic.train(cfg), arithmetic.heldout(cfg)
-    assert not {*map(stated, train)} & {*map(stated, heldout)}
 
 
 def test_a_smaller_training_set_is_the_beginning_of_a_larger_one() -> None:
@@ -134,12 +104,6 @@ def test_a_set_larger_than_there_are_problems_holds_them_all_and_is_soon_drawn(
     assert len(found) == count
     rows = [(question.id, question.prompt, question.answer) for question in found]
     assert hashlib.sha256(repr(rows).encode()).hexdigest()[:12] == digest
-
-
-def test_the_questions_are_the_same_in_another_process() -> None:
-    out = subprocess.run([sys.executable, "-c", DIGEST], capture_output=True, text=True, check=True).stdout.strip()
-    task = tasks.load(TaskConfig(train_questions=500))
-    assert hashlib.sha256(repr([task.train, task.heldout[:500]]).encode()).hexdigest() == out
 
 
 @pytest.mark.parametrize("difficulty", DIFFICULTIES)
@@ -241,29 +205,3 @@ def test_the_instruction_is_in_the_chat_that_the_policy_reads(tiny, build_policy
     assert instruction in text
     assert text.index(instruction) < text.index(task.train[0].prompt)
     assert text.endswith("assistant\n")
-
-
-# --- GSM8K
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    write(tmp_path, "train", ROWS)
-    write(tmp_path, "test", [ROWS[0] | {"question": "Held out?"}])
-    return tmp_path
-
-
-def test_gsm8k_reads_a_local_directory(folder: Path) -> None:
-    cfg = TaskConfig(name="gsm8k", path=str(folder))
-    task = tasks.load(cfg)
-    assert [question.answer for question in task.train] == ["4", "1005", "-7"]
-    assert [question.prompt for question in task.train] == [row["question"] for row in ROWS]
-    assert [question.id for question in task.heldout] == ["gsm8k-test-0"]
-    assert earned(task, "<think>x</think><answer>1,005</answer>", task.train[1].answer) == pytest.approx(1.2)
-    assert tasks.load(replace(cfg, train_questions=2)).train == task.train[:2]
-
-
-def test_a_benchmark_needs_no_training_file(folder: Path) -> None:
-    (folder / "train.jsonl").unlink()
-    task = tasks.benchmark(TaskConfig(name="gsm8k", path=str(folder)))
-    assert (task.train, [question.prompt for question in task.heldout]) == ([], ["Held out?"])

@@ -1,10 +1,9 @@
 """Grade the answer in a completion. docs/answers.md says which answers count as equal.
 
 completion.py   finds the text of the final answer, outside of the thinking
-numbers.py      compares two plain numbers exactly
 surface.py      normalizes the text's spelling
 reading.py      parses the form of an answer (forms.py: quantity, list, point, interval, matrix, equation, words) with
-    units.py        splits a number from its unit, its money sign and the words behind it
+    quantity.py     splits a number from its unit, its money sign and the words behind it
     expression.py   parses mathematics into a tree
 equality.py     compares two forms, with
     value.py        the value of an expression: exact, or to 100 digits at several points
@@ -13,6 +12,18 @@ judge.py        returns the verdict: right, wrong, unreadable, or undecided; for
 library.py      math-verify, in a worker process
 """
 
-from qerl_lab.tasks.answers.numbers import number
+import re
+from decimal import Decimal
 
-__all__ = ["number"]
+_NUMBER = re.compile(r"([-+]?)\s*(?:\\?\$\s*)?((?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+)", re.ASCII)
+MAX_DIGITS = 1000
+
+
+def number(text: str) -> Decimal | None:
+    """Parse a plain number exactly, with sign, thousands separators and money sign; None for anything else.
+
+    It skips nothing around the number: a second number, an exponent or a word can change its value.
+    """
+    text = text.strip().replace("\N{MINUS SIGN}", "-")
+    found = _NUMBER.fullmatch(text.removesuffix(".")) if len(text) <= MAX_DIGITS else None
+    return Decimal(found[1] + found[2].replace(",", "")) if found else None

@@ -6,7 +6,7 @@ from fractions import Fraction
 
 from qerl_lab.tasks.answers import value as values
 from qerl_lab.tasks.answers.expression import Node, Num, Op, names, read_expression
-from qerl_lab.tasks.answers.forms import Amount, Clock, Form, Matrix, Named, Numeral, Relation, Several, Words
+from qerl_lab.tasks.answers.forms import Amount, Form, Named, Relation, Several, Words
 from qerl_lab.tasks.answers.intervals import OPPOSITE, interval, same_set
 from qerl_lab.tasks.answers.tokens import Unreadable
 from qerl_lab.tasks.answers.value import POINTS, Point, Value, close, is_finite, is_real, point, value
@@ -30,23 +30,15 @@ def equal(left: Form, right: Form) -> bool:
         return _several(left, right)
     if isinstance(left, Words) and isinstance(right, Amount) and left.product is not None:
         return _nodes(left.product, _scaled(right))
-    if isinstance(left, Matrix) and isinstance(right, Several):
-        return _vector(left, right)
-    if isinstance(left, Amount | Several) and isinstance(right, Words | Matrix):
+    if isinstance(left, Amount) and isinstance(right, Words):
         return equal(right, left)
-    if isinstance(left, Matrix) and isinstance(right, Matrix):
-        return _rows(left.rows, right.rows)
-    if isinstance(left, Clock) and isinstance(right, Clock):
-        return _clocks(left, right)
-    return type(left) is type(right) and left == right and isinstance(left, Words | Numeral)
+    return isinstance(left, Words) and left == right
 
 
 def _single(form: Form) -> Form:
-    """Reduce a list or set of one part to that part, and a numeral in base ten to a number."""
+    """Reduce a list or set of one part to that part."""
     if isinstance(form, Several) and form.brackets in ("", "{}", "or") and len(form.parts) == 1:
         return _single(form.parts[0])
-    if isinstance(form, Numeral) and form.base == 10:
-        return Amount(Num(Fraction(int(form.digits))))
     return form
 
 
@@ -162,11 +154,13 @@ def _has_end(number: Value) -> bool:
 
 def _several(left: Several, right: Several) -> bool:
     shapes = {left.brackets, right.brackets}
+    if shapes == {"[]", "()"}:
+        left, right = _column(left), _column(right)  # of the matrix; a point stays
     if len(left.parts) != len(right.parts):
         return False
     if shapes <= {"", "{}"} or shapes == {"or"}:
         return _matched(left.parts, right.parts)
-    ordered = left.brackets == right.brackets or shapes == {"", "()"}
+    ordered = left.brackets == right.brackets or shapes in ({"", "()"}, {":", "am"}, {":", "pm"})
     return ordered and all(equal(a, b) for a, b in zip(left.parts, right.parts, strict=True))
 
 
@@ -181,28 +175,11 @@ def _matched(left: tuple[Form, ...], right: tuple[Form, ...]) -> bool:
     return True
 
 
-def _rows(left: tuple[tuple[Form, ...], ...], right: tuple[tuple[Form, ...], ...]) -> bool:
-    if [len(row) for row in left] != [len(row) for row in right]:
-        return False
-    cells = [pair for rows in zip(left, right, strict=True) for pair in zip(*rows, strict=True)]
-    return all(equal(a, b) for a, b in cells)
-
-
-def _vector(matrix: Matrix, point: Several) -> bool:
-    """Tell whether a one-column matrix equals a point."""
-    column = [cell for row in matrix.rows for cell in row]
-    one = len(column) == len(matrix.rows) == len(point.parts)
-    return one and point.brackets == "()" and all(map(equal, column, point.parts))
-
-
-def _clocks(left: Clock, right: Clock) -> bool:
-    """Compare times: 10 am equals 10:00 am, but not 10 pm."""
-    if left.half and right.half and left.half != right.half:
-        return False
-    a, b = left.parts, right.parts
-    if left.half or right.half:
-        a, b = (parts if len(parts) > 1 else (*parts, Num(Fraction(0))) for parts in (a, b))
-    return len(a) == len(b) and all(map(_nodes, a, b))
+def _column(form: Several) -> Several:
+    """Convert a matrix of one column to a point; return other forms unchanged."""
+    rows = [part for part in form.parts if isinstance(part, Several) and part.brackets == "[]" and len(part.parts) == 1]
+    is_column = form.brackets == "[]" and len(rows) == len(form.parts)
+    return Several("()", tuple(row.parts[0] for row in rows)) if is_column else form
 
 
 def _relations(left: Form, right: Form) -> bool:
@@ -212,7 +189,7 @@ def _relations(left: Form, right: Form) -> bool:
     assert isinstance(relation, Relation)
     if isinstance(other, Several) and other.brackets not in ("", "{}"):
         found = interval(relation)
-        return found is not None and equal(found, other)
+        return found is not None and found.brackets == other.brackets and equal(found, other)
     if isinstance(other, Amount) and set(relation.signs) == {"="}:  # 9+9=18 is 18; 5=18 is nothing
         return any(_worked(sides, other) for sides in (relation.sides, relation.crossed) if sides)
     return False
@@ -237,7 +214,7 @@ def _same_relation(left: Relation, right: Relation) -> bool:
     ratio = _proportion(Op("-", left.sides), Op("-", right.sides))
     if ratio is None or left.signs[0] in ("=", "!="):
         return ratio is not None
-    return is_real(ratio) and values.is_positive(ratio) == (left.signs == right.signs)
+    return is_real(ratio) and (values.real(ratio).real > 0) == (left.signs == right.signs)
 
 
 def _proportion(left: Node, right: Node) -> Value | None:
@@ -251,7 +228,7 @@ def _proportion(left: Node, right: Node) -> Value | None:
         a, b = value(left, at), value(right, at)
         if close(a, Fraction(0)) or close(b, Fraction(0)):
             return None
-        ratio = values.ratio(a, b)
+        ratio = values.divide(a, b)
         first = ratio if first is None else first
         if not close(first, ratio):
             return None

@@ -76,7 +76,7 @@ def names(node: Node) -> frozenset[str]:
     return frozenset() if isinstance(node, Num) else frozenset().union(*map(names, node.args))
 
 
-def number(text: str) -> Num:
+def read_number(text: str) -> Num:
     """Parse a decimal number with thousands separators and exponent. Raises Unreadable for a huge exponent."""
     mantissa, _, exponent = text.replace(",", "").lower().partition("e")
     if abs(int(exponent or 0)) > MAX_EXPONENT:
@@ -228,7 +228,7 @@ class _Reader:
             return self.factor()
         token = self.next
         if token is not None and token.kind == "number":
-            return number(self.take().text) if signed else self.first_digit()
+            return read_number(self.take().text) if signed else self.first_digit()
         self.deeper()
         node = self.atom()
         self.depth -= 1
@@ -241,7 +241,7 @@ class _Reader:
                 raise Unreadable(token.text)
             self.at -= 1
             self.tokens[self.at] = Token("number", token.text[1:], False)
-        return number(token.text[0])
+        return read_number(token.text[0])
 
     def group(self, opening: str) -> Node:
         node = self.sum()
@@ -260,22 +260,18 @@ class _Reader:
             return self.symbol(f"text {token.text.strip()}")
         if token.kind == "sign":
             if token.text == "|":
-                return self.absolute()
+                self.bars += 1
+                node = self.group("|")
+                self.bars -= 1
+                return Op("abs", (node,))
             if token.text not in "([{":
                 raise Unreadable(token.text)
             return self.group(token.text)
         return self.macro(token.text)
 
-    def absolute(self) -> Node:
-        self.bars += 1
-        node = self.sum()
-        self.expect("|")
-        self.bars -= 1
-        return Op("abs", (node,))
-
     def mixed(self, token: Token) -> Node:
         """Parse a number, or a mixed number with a proper fraction of two integers: `1\frac{4}{5}`, `1 4/5`."""
-        node, tokens, start = number(token.text), list(self.tokens), self.at
+        node, tokens, start = read_number(token.text), list(self.tokens), self.at
         part = self.fraction_behind() if token.text.isdigit() else None
         if part is not None and part < 1:
             return Num(node.value + part)
@@ -347,7 +343,7 @@ class _Reader:
             degree = self.group("[")
         token = self.next
         if token is not None and token.kind == "number":  # TeX would take one digit, but √12 means the root of twelve
-            return Op("root", (number(self.take().text), degree))
+            return Op("root", (read_number(self.take().text), degree))
         return Op("root", (self.argument(), degree))
 
     def function(self, name: str) -> Node:
@@ -362,7 +358,9 @@ class _Reader:
             raise Unreadable(name)
         argument = self.function_argument()
         if exponent == Op("neg", (Num(Fraction(1)),)):
-            return Op("arc" + name, (argument,)) if "arc" + name in FUNCTIONS else _refused(name)
+            if "arc" + name not in FUNCTIONS:
+                raise Unreadable(name)
+            return Op("arc" + name, (argument,))
         node = Op(name, (argument,) if base is None else (argument, base))
         return node if exponent is None else Op("^", (node, exponent))
 
@@ -391,7 +389,3 @@ def _letter(node: Node) -> str:
 
 def _has_sum(node: Node) -> bool:
     return isinstance(node, Op) and (node.name == "+" or any(map(_has_sum, node.args)))
-
-
-def _refused(name: str) -> Node:
-    raise Unreadable(name)

@@ -29,32 +29,16 @@ class Words:
 
 
 @dataclass(frozen=True)
-class Numeral:
-    """A number in a stated base: 52_8."""
-
-    digits: str
-    base: int
-
-
-@dataclass(frozen=True)
-class Clock:
-    """Numbers between colons, a time of day or a ratio; `half` is "am", "pm" or ""."""
-
-    parts: tuple[Node, ...]
-    half: str
-
-
-@dataclass(frozen=True)
 class Several:
-    """Parts in brackets: a point or interval "()", "[)"; a set "{}"; a list ""; a union "or"; a difference "minus"."""
+    """Parts in brackets.
+
+    `brackets` is "()", "[)" and so on for a point or interval, "[]" for a matrix of rows "[]", "{}" for a set, "" for a
+    list, "or" for a union, "minus" for a difference, "base 8" for the digits of a numeral,
+    ":" for a ratio or a time of day, "am" and "pm" for a time with its half of the day.
+    """
 
     brackets: str
     parts: tuple["Form", ...]
-
-
-@dataclass(frozen=True)
-class Matrix:
-    rows: tuple[tuple["Form", ...], ...]
 
 
 @dataclass(frozen=True)
@@ -74,4 +58,4 @@ class Relation:
     crossed: tuple[Node, ...] | None = field(default=None, compare=False)
 
 
-Form = Amount | Words | Numeral | Clock | Several | Matrix | Named | Relation
+Form = Amount | Words | Several | Named | Relation

@@ -61,10 +61,10 @@ def _ends(form: Form) -> list[Value]:
         if "=" in form.signs or len(form.sides) - len(numbers) != 1 or not any(map(_is_variable, form.sides)):
             raise Unreadable("no inequality for one variable")
         return [_number(Amount(side)) for side in numbers]
-    if not isinstance(form, Several) or form.brackets == "":
-        raise Unreadable("no set")
-    if form.brackets in ("or", "minus"):
+    if isinstance(form, Several) and form.brackets in ("or", "minus"):
         return [end for part in form.parts for end in _ends(part)]
+    if not isinstance(form, Several) or form.brackets[:1] not in ("(", "[", "{"):
+        raise Unreadable("no set")
     ends = [_number(part) for part in form.parts]
     if form.brackets == "{}":
         return ends

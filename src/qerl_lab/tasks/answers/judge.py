@@ -3,15 +3,14 @@
 import re
 from enum import Enum
 
+from qerl_lab.tasks.answers import number
 from qerl_lab.tasks.answers.equality import equal
 from qerl_lab.tasks.answers.expression import names
 from qerl_lab.tasks.answers.forms import Amount, Form, Named, Words
-from qerl_lab.tasks.answers.numbers import number
 from qerl_lab.tasks.answers.reading import read
 from qerl_lab.tasks.answers.surface import MAX_ANSWER_CHARACTERS, compact, plain
 from qerl_lab.tasks.answers.tokens import Unreadable
 
-Pair = tuple[str, str]
 MAX_LIBRARY_CHARACTERS = 300
 _LIBRARYS = re.compile(
     r"\\(?:sum|prod|i+nt|oint|lim|sup|inf|max|min|gcd|lcm|cup|cap|setminus|bmod|pmod|mod|det|begin)(?![A-Za-z])"
@@ -46,11 +45,6 @@ def judge(given: str, known: str) -> Verdict:
         return Verdict.WRONG if form is not None else Verdict.UNREADABLE
     asks = _is_for_library(form, given) and _is_for_library(gold, known)
     return Verdict.LIBRARY if asks and _may_equal(form, known) and _may_equal(gold, given) else Verdict.UNREADABLE
-
-
-def spellings(given: str, known: str) -> Pair:
-    """Return both texts in the spelling that math-verify reads."""
-    return plain(given), plain(known)
 
 
 def _form(text: str) -> Form | None:

@@ -6,10 +6,10 @@ from fractions import Fraction
 from functools import lru_cache
 
 from qerl_lab.tasks.answers.expression import Node, Num, Op, Sym, read_expression
-from qerl_lab.tasks.answers.forms import Amount, Clock, Form, Matrix, Named, Numeral, Relation, Several, Words
+from qerl_lab.tasks.answers.forms import Amount, Form, Named, Relation, Several, Words
+from qerl_lab.tasks.answers.quantity import quantity
 from qerl_lab.tasks.answers.surface import compact
 from qerl_lab.tasks.answers.tokens import FUNCTIONS, GREEK, Unreadable
-from qerl_lab.tasks.answers.units import quantity
 
 MAX_PARTS, MAX_NESTING = 64, 8
 _BRACKETS = re.compile(r"\\[{}]|\\[lr]angle(?![A-Za-z])|\\(?:begin|end)\s*\{[a-z]+\*?\}|\\[A-Za-z]+|[()\[\]{}]")
@@ -35,8 +35,6 @@ _NUMERAL = re.compile(
     r"|[({ ]*(?:\\text\{)?\s*(?:in )?base[\s}-]*(\w+)[\s})]*)",
     re.ASCII,
 )
-_BASE_NAMES = "two three four five six seven eight nine ten eleven twelve"
-_BASES = {name: n for n, name in enumerate(_BASE_NAMES.split(), 2)} | {"sixteen": 16}
 _CLOCK = re.compile(
     r"(\d{1,6}(?:\s*:\s*\d{1,6}(?:\.\d+)?)*)\s*(?:\\text\{)?\s*(a\.?\s?m\.?|p\.?\s?m\.?)?\s*\}?",
     re.IGNORECASE | re.ASCII,
@@ -83,7 +81,7 @@ def _read(text: str, nesting: int, listed: bool = False) -> Form:
     if len(sides := _split(text, depths, _SIGN)) > 1:
         return _relation(text, sides, [found[0] for found in _at_top(text, depths, _SIGN)], nesting)
     if len(parts := _split(text, depths, _COLON)) > 1:
-        return Clock(tuple(read_expression(_body(part)) for part in parts), "")
+        return Several(":", tuple(map(Amount, _sides(parts))))
     if inside := _bracketed(text, nesting):
         return inside
     return _amount(text)
@@ -94,8 +92,9 @@ def _simple(text: str) -> Form | None:
     if found := _NUMERAL.fullmatch(text):
         return _numeral(found[1], found[2] or found[3] or found[4])
     if (found := _CLOCK.fullmatch(text)) and (":" in text or found[2]):
-        parts = tuple(read_expression(part.strip()) for part in found[1].split(":"))
-        return Clock(parts, (found[2] or "").lower().replace(".", "").replace(" ", ""))
+        half = "".join(re.findall("[apm]", (found[2] or "").lower()))
+        clock = f"{found[1]}:0" if ":" not in found[1] else found[1]  # 10 am is 10:00 am
+        return Several(half or ":", tuple(Amount(read_expression(part.strip())) for part in clock.split(":")))
     if found := re.fullmatch(r"\(?\s*(?:\\text\{)?\(?\s*([A-Za-z])\s*\)?\}?\s*\)?[.:]?", text):
         return Amount(Sym(found[1])) if found[1] not in "ie" else Amount(read_expression(found[1]))
     if found := _MATRIX.fullmatch(text):
@@ -122,19 +121,21 @@ def _words(text: str) -> str:
     return " ".join(kept[1:] if kept[0] in ("a", "an", "the") and len(kept) > 1 else kept)
 
 
-def _numeral(digits: str, base: str) -> Numeral:
-    radix = int(base) if base.isdigit() and len(base) < 3 else _BASES.get(base.lower(), 0)
+def _numeral(digits: str, base: str) -> Form:
+    radix = int(base) if base.isdigit() and len(base) < 3 else _NUMBERS.get(base.lower(), 0)
     if not 2 <= radix <= 36 or any(int(digit, 36) >= radix for digit in digits):
         raise Unreadable(digits)
-    return Numeral(digits.lower().lstrip("0") or "0", radix)
+    if radix == 10:
+        return Amount(Num(Fraction(int(digits))))
+    return Several(f"base {radix}", (Words(digits.lower().lstrip("0") or "0"),))
 
 
-def _matrix(inside: str) -> Matrix:
+def _matrix(inside: str) -> Form:
     rows = [row.strip() for row in re.split(r"\\row(?![A-Za-z])", inside.replace(r"\hline", ""))]
     cells = [[_read(cell, MAX_NESTING, listed=True) for cell in row.split("&")] for row in rows if row]
     if not cells or len({len(row) for row in cells}) > 1 or len(cells) * len(cells[0]) > MAX_PARTS:
         raise Unreadable(inside)
-    return Matrix(tuple(map(tuple, cells)))
+    return Several("[]", tuple(Several("[]", tuple(row)) for row in cells))
 
 
 def _without_thousands(text: str) -> str:
@@ -186,13 +187,9 @@ def _several(brackets: str, parts: list[str], nesting: int, says_or: bool = Fals
     if says_or and all(isinstance(form, Relation) and form.signs[0] not in ("=", "!=") for form in forms):
         return Several("or", tuple(forms))
     if brackets in ("", "{}"):
-        forms = [part for form in forms for part in _parts(form)]
+        lists = [form.parts if isinstance(form, Several) and form.brackets == "" else (form,) for form in forms]
+        forms = [part for parts_of_one in lists for part in parts_of_one]
     return Several("{}" if says_or else brackets, tuple(forms))  # "0 or 1" is no point
-
-
-def _parts(form: Form) -> tuple[Form, ...]:
-    """Return the parts of a list, or any other form as its only part."""
-    return form.parts if isinstance(form, Several) and form.brackets == "" else (form,)
 
 
 def _relation(text: str, sides: list[str], signs: list[str], nesting: int) -> Form:
@@ -252,23 +249,13 @@ def _bracketed(text: str, nesting: int) -> Form | None:
     if brackets == "{}" and (found := _BUILT.fullmatch(inside)):
         return _read(found[1], nesting + 1)
     if len(parts) > 1 or (brackets == "{}" and inside.strip()):
-        return _rows(_several(brackets, parts, nesting))
+        return _several(brackets, parts, nesting)
     return _read(inside, nesting + 1) if brackets in ("()", "[]") and len(_split(inside, depths, _LIST)) == 1 else None
-
-
-def _rows(form: Form) -> Form:
-    """Convert a list of lists of equal length to a matrix; return other forms unchanged."""
-    if not (isinstance(form, Several) and form.brackets == "[]"):
-        return form
-    rows = [part.parts for part in form.parts if isinstance(part, Several) and part.brackets == "[]"]
-    return Matrix(tuple(rows)) if len(rows) == len(form.parts) and len({len(row) for row in rows}) == 1 else form
 
 
 def _amount(text: str) -> Form:
     found = quantity(text)
-    if found is None:
-        raise Unreadable(text)
-    if not found.body.strip():
+    if found is None or not found.body.strip():
         raise Unreadable(text)
     node = read_expression(found.body)
     letters = None

@@ -86,22 +86,12 @@ def is_rounded(decimal: Value, exact: Value, places: int) -> bool:
     return bool(2 * error <= unit or (abs(decimal) <= abs(exact) and error < unit))
 
 
-def ratio(left: Value, right: Value) -> Value:
-    return _divide(left, right)
-
-
-def is_positive(number: Value) -> bool:
-    return bool(real(number).real > 0)
-
-
 def real(given: Value) -> Value:
     """Convert a value to an mpmath number, real or complex."""
     return _CTX.mpf(given.numerator) / given.denominator if isinstance(given, Fraction) else given
 
 
 def _bounded(result: Value) -> Value:
-    if isinstance(result, int):
-        result = Fraction(result)
     if isinstance(result, Fraction):
         if max(result.numerator.bit_length(), result.denominator.bit_length()) > MAX_BITS:
             raise Unreadable("too large")
@@ -113,7 +103,7 @@ def _bounded(result: Value) -> Value:
 def _apply(name: str, args: list[Value]) -> Value:
     if name in _ARITHMETIC:
         return _ARITHMETIC[name](*args)
-    if name in ("abs", "floor", "ceil"):
+    if name in ("floor", "ceil"):
         return _rounded(name, args[0])
     if name in ("log", "ln", "lg"):
         return _log(name, *args)
@@ -127,26 +117,20 @@ def _apply(name: str, args: list[Value]) -> Value:
     return getattr(_CTX, name)(angle)
 
 
-def _both(operation: Callable[[Any, Any], Any]) -> Callable[[Value, Value], Value]:
-    """Make an operation that takes two exact numbers, or converts both to rounded ones."""
+def _fold(operation: Callable[[Any, Any], Any]) -> Callable[..., Value]:
+    """Make an operation on any number of arguments: exact on two exact ones, bounded after each."""
 
     def apply(left: Value, right: Value) -> Value:
         exact = isinstance(left, Fraction) and isinstance(right, Fraction)
-        return operation(left, right) if exact else operation(real(left), real(right))
+        return _bounded(operation(left, right) if exact else operation(real(left), real(right)))
 
-    return apply
-
-
-def _fold(operation: Callable[[Any, Any], Any]) -> Callable[..., Value]:
-    """Make an operation on any number of arguments that refuses too large intermediate results."""
-    two = _both(operation)
-    return lambda *args: functools.reduce(lambda left, right: _bounded(two(left, right)), args)
+    return lambda *args: functools.reduce(apply, args)
 
 
-def _divide(left: Value, right: Value) -> Value:
+def divide(left: Value, right: Value) -> Value:
     if right == 0:
         raise ZeroDivisionError
-    return _both(operator.truediv)(left, right)
+    return _fold(operator.truediv)(left, right)
 
 
 def _power(base: Value, exponent: Value) -> Value:
@@ -168,15 +152,10 @@ def _root(base: Value, degree: Value) -> Value:
     """Return the root; the real one if it exists."""
     if degree == 0:
         raise ZeroDivisionError
-    if (
-        is_real(base)
-        and isinstance(degree, Fraction)
-        and degree.denominator == 1
-        and degree % 2
-        and real(base).real < 0
-    ):
+    is_odd = isinstance(degree, Fraction) and degree.denominator == 1 and degree % 2
+    if is_odd and is_real(base) and real(base).real < 0:
         return -_power(-base, 1 / degree)
-    return _power(base, _divide(Fraction(1), degree))
+    return _power(base, divide(Fraction(1), degree))
 
 
 def _exact_root(base: Fraction, degree: int) -> Fraction | None:
@@ -217,8 +196,6 @@ def _binomial(above: Value, below: Value) -> Value:
 
 
 def _rounded(name: str, number: Value) -> Value:
-    if name == "abs":
-        return abs(number)
     if isinstance(number, Fraction):
         return Fraction(number.__floor__() if name == "floor" else number.__ceil__())
     if _CTX.mag(number) > 200:
@@ -242,9 +219,9 @@ def _log(name: str, number: Value, base: Value = None) -> Value:
 
 
 _ARITHMETIC: dict[str, Callable[..., Value]] = {
-    "+": _fold(operator.add), "-": _both(operator.sub), "*": _fold(operator.mul), "/": _divide, "^": _power,
-    "inverse": lambda number: _divide(Fraction(1), number),
-    "root": _root, "neg": lambda number: -number, "sqrt": lambda number: _root(number, Fraction(2)),
+    "+": _fold(operator.add), "-": _fold(operator.sub), "*": _fold(operator.mul), "/": divide, "^": _power,
+    "inverse": lambda number: divide(Fraction(1), number),
+    "root": _root, "neg": operator.neg, "abs": abs, "sqrt": lambda number: _root(number, Fraction(2)),
     "factorial": _factorial, "binom": _binomial, "degrees": lambda number: real(number) * _CTX.pi / 180,
     "cis": lambda angle: _power(_CTX.e + 0, _CTX.mpc(0, 1) * real(angle)),
     "exp": lambda number: _power(_CTX.e + 0, number),

@@ -142,16 +142,16 @@ def measure(words: str) -> str:
     power = ""
     while parts and parts[0].lower() in ("sq", "square", "cubic", "cu"):
         power = "^2" if parts.pop(0).lower() in ("sq", "square") else "^3"
-    named = [_one(part) for part in parts]
+    named = [_named_measure(part) for part in parts]
     return "".join(named) + power if all(named) else ""
 
 
-def _one(word: str) -> str:
+def _named_measure(word: str) -> str:
     stem, mark, power = word.partition("^")
     for spelling in (stem, stem.lower(), stem.removesuffix("s"), stem.lower().removesuffix("s")):
         if spelling in MEASURES:
             return MEASURES[spelling] + mark + power
     if "/" in stem:
-        over = [_one(part) for part in stem.split("/")]
+        over = [_named_measure(part) for part in stem.split("/")]
         return "/".join(over) + mark + power if all(over) else ""
     return ""

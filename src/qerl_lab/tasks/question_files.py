@@ -4,7 +4,6 @@ A row that cannot become a question is left out and counted. More than 1% of suc
 file or its columns are wrong.
 """
 
-import itertools
 import json
 import math
 import re
@@ -16,12 +15,11 @@ from typing import Any
 from qerl_lab.config.message import first_line, say_hub_is_asked
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import TaskConfig
-from qerl_lab.tasks import BadRow, LeftOut, Question, Questions, is_heldout, label, wording
-from qerl_lab.tasks.answers import number
+from qerl_lab.tasks.questions import BadRow, LeftOut, Question, Questions, is_heldout, label, wording
 
 SUFFIXES = (".jsonl", ".parquet")
 BATCH_ROWS = 1024
-_BRACES, _STEP = re.compile(r"(?:\\\\.)|[{}]"), {"{": 1, "}": -1}
+ONE_IN = 64  # share held out by hash of a set without a test split
 Located = tuple[str, "dict[str, Any] | BadRow"]  # location and row
 
 
@@ -31,9 +29,9 @@ class Source:
 
     Attributes:
         train: training split; None for a set for evaluation only.
-        test: evaluation split; None if there is none, so that a share of `train` is held out by hash.
+        test: evaluation split; None if there is none, so that a share of `train` is held out by a hash of the text,
+            ignoring whitespace and case.
         columns: column names for "question", "answer", and "id" if rows have one. A dot leads into a struct.
-        one_in: one question in this many is held out by a hash of its text, ignoring whitespace and case.
         repeats: whether the set repeats rows, which then count once.
         file: name of its files, if different from the split's.
     """
@@ -43,7 +41,6 @@ class Source:
     train: str | None
     test: str | None
     columns: Mapping[str, str]
-    one_in: int = 64
     repeats: bool = False
     file: str | None = None
 
@@ -61,41 +58,35 @@ class Row:
     values: Mapping[str, Any]
     columns: Mapping[str, str]
 
-    def value(self, what: str) -> Any:
-        """Return the value of the column for `what`, of any type but null."""
+    def value(self, role: str) -> Any:
+        """Return the value of the column for `role`, of any type but null."""
         found: Any = self.values
-        for part in self.columns[what].split("."):
+        for part in self.columns[role].split("."):
             found = found.get(part) if isinstance(found, Mapping) else None
         if found is None:
-            raise BadRow(f"has no {self.columns[what]!r}; it has {sorted(map(str, self.values))}")
+            raise BadRow(f"has no {self.columns[role]!r}; it has {sorted(map(str, self.values))}")
         return found
 
-    def text(self, what: str) -> str:
+    def text(self, role: str) -> str:
         """Return a non-empty text."""
-        return as_text(self.value(what), self.columns[what])
+        return as_text(self.value(role), self.columns[role])
 
-    def number_or_text(self, what: str) -> str:
+    def number_or_text(self, role: str) -> str:
         """Return a text, or a number as text: 27.0 becomes "27"."""
-        found = self.value(what)
+        found = self.value(role)
         if type(found) is float and math.isfinite(found):
             return str(int(found) if found.is_integer() else found)
-        return str(found) if type(found) is int else self.text(what).strip()
+        return str(found) if type(found) is int else self.text(role).strip()
 
-    def number(self, what: str) -> str:
-        """Return one number as written."""
-        found = self.number_or_text(what)
-        if number(found) is None:
-            raise BadRow(f"has no number in {self.columns[what]!r}: {found[:80]!r}")
-        return found
-
-    def latex(self, what: str) -> str:
+    def latex(self, role: str) -> str:
         """Return LaTeX with balanced braces, or a number."""
-        found = self.number_or_text(what)
-        depths = list(
-            itertools.accumulate(_BRACES.findall(found), lambda depth, found: depth + _STEP.get(found, 0), initial=0)
-        )
-        if min(depths) < 0 or depths[-1] != 0:
-            raise BadRow(f"has braces that do not close in {self.columns[what]!r}: {found[:80]!r}")
+        found, depth = self.number_or_text(role), 0
+        for brace in re.findall(r"\\.|[{}]", found):
+            depth += {"{": 1, "}": -1}.get(brace, 0)
+            if depth < 0:
+                break
+        if depth != 0:
+            raise BadRow(f"has braces that do not close in {self.columns[role]!r}: {found[:80]!r}")
         return found
 
 
@@ -125,38 +116,27 @@ def read(cfg: TaskConfig, source: Source, of_heldout: bool, make: Make) -> Quest
         ConfigError: nothing can be read, or more than 1% of the rows are bad.
     """
     columns = {**source.columns, **{what: name for what, name in vars(cfg.columns).items() if name is not None}}
-    found, split, place = dict[str, Question](), source.split(of_heldout), _place(cfg, source, of_heldout)
-    total, bad = 0, list[str]()
-    for total, (where, values) in enumerate(place.rows(), start=1):
+    found, bad, total = dict[str, Question](), list[str](), 0
+    for total, (where, values) in enumerate(_rows(cfg, source, of_heldout), start=1):
         try:
             if isinstance(values, BadRow):
                 raise values
             row = Row(values, columns)
-            question = make(_id(label(cfg), split, total - 1, row), row)
-            if question is not None:
-                _add(found, question, source.repeats)
+            name = row.number_or_text("id") if columns.get("id") else f"{source.split(of_heldout)}-{total - 1}"
+            question = make(f"{label(cfg)}-{name}", row)
+            known = None if question is None else found.setdefault(question.id, question)
+            if known is not question and not (source.repeats and known == question):
+                raise BadRow(f"has the id {name!r} of a row before it")
         except BadRow as error:
             bad.append(f"{where} {error}")
     left_out = LeftOut(len(bad), total, bad[0] if bad else "")
-    left_out.check(place.remedy)
+    numbered = " task.columns.id=NAME (empty numbers the rows)" if source.columns.get("id") else ""
+    left_out.check(
+        f"Check task.path, or say which columns to read: task.columns.question=NAME task.columns.answer=NAME{numbered}."
+    )
     by_hash = source.test is None
-    kept = (q for q in found.values() if not by_hash or is_heldout(wording(q.prompt), source.one_in) == of_heldout)
+    kept = (q for q in found.values() if not by_hash or is_heldout(wording(q.prompt), ONE_IN) == of_heldout)
     return Questions(kept, [left_out])
-
-
-def _id(name: str, split: str, number: int, row: Row) -> str:
-    """Return a question id from the set's own id column, or else from the row number."""
-    if row.columns.get("id"):
-        return f"{name}-{row.number_or_text('id')}"
-    return f"{name}-{split}-{number}"
-
-
-def _add(found: dict[str, Question], question: Question, repeats: bool) -> None:
-    """Add a question. Raises BadRow for a repeated id."""
-    known = found.setdefault(question.id, question)
-    if known is question or (repeats and known == question):
-        return
-    raise BadRow(f"has the id {question.id.partition('-')[2]!r} of a row before it")
 
 
 def is_local(path: str, before: str = "task.path=") -> bool:
@@ -182,32 +162,20 @@ def respelled(error: ConfigError, before: str) -> ConfigError:
     return ConfigError(re.sub(r"Check task\.path, or say .*", columns, said))
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where rows are read; `remedy` says what to type if they are unusable."""
-
-    rows: Callable[[], Iterator[Located]]
-    remedy: str
-
-
-def _place(cfg: TaskConfig, source: Source, of_heldout: bool) -> Place:
-    """Return where to read the rows: the hub, a folder or a file. Raises ConfigError."""
+def _rows(cfg: TaskConfig, source: Source, of_heldout: bool) -> Iterator[Located]:
+    """Yield the rows of the hub, a folder or a file. Raises ConfigError."""
     path = cfg.path or source.hub_id
-    local, split = Path(path).expanduser(), source.split(of_heldout)
-    columns = (
-        "Check task.path, or say which columns to read: task.columns.question=NAME task.columns.answer=NAME"
-        f"{' task.columns.id=NAME (empty numbers the rows)' if source.columns.get('id') else ''}."
-    )
     if not is_local(path):
-        return Place(lambda: _read_hub(path, split, source), columns)
-    if local.is_dir():
-        files = _files_of(local, _names(source, split, of_heldout), source.hub_config)
-    else:
-        files = [_file(local, source, of_heldout)]
-    return Place(lambda: (row for file in files for row in _read_file(file)), columns)
+        yield from _read_hub(path, source, of_heldout)
+        return
+    local = Path(path).expanduser()
+    if not local.is_dir():
+        _check_file(local, source, of_heldout)
+    for file in _files_of(local, source, of_heldout) if local.is_dir() else [local]:
+        yield from _read_jsonl(file) if file.suffix == ".jsonl" else _read_parquet(file)
 
 
-def _file(file: Path, source: Source, of_heldout: bool) -> Path:
+def _check_file(file: Path, source: Source, of_heldout: bool) -> None:
     """Check a single file: it must exist and belong to a set without separate splits, or be for evaluation."""
     if file.suffix not in SUFFIXES:
         raise ConfigError(
@@ -221,18 +189,16 @@ def _file(file: Path, source: Source, of_heldout: bool) -> Path:
             f"task.path={file} is a file, and this task keeps training and test questions in two. "
             "Type task.path=DIRECTORY with train.jsonl and test.jsonl."
         )
-    return file
 
 
-def _names(source: Source, split: str, of_heldout: bool) -> list[str]:
-    """Return the possible file names for a role: the split's, the set's own, and "test" for evaluation."""
-    return [split, *([source.file] if source.file else []), *(["test"] if of_heldout and source.test else [])]
+def _files_of(folder: Path, source: Source, of_heldout: bool) -> list[Path]:
+    """Return the files of a role, in a plain folder or the hub's layout.
 
-
-def _files_of(folder: Path, names: list[str], hub_config: str) -> list[Path]:
-    """Return the files named after the first match in `names`, in a plain folder or the hub's layout."""
-    for inside in (folder, folder / "data", folder / hub_config):
-        for name in names:
+    They are named after the split, as the set's own file, or "test" for evaluation.
+    """
+    names = [source.split(of_heldout), source.file, "test" if of_heldout and source.test else None]
+    for inside in (folder, folder / "data", folder / source.hub_config):
+        for name in filter(None, names):
             for pattern in (f"{name}.jsonl", f"{name}.parquet", f"{name}-*-of-*.parquet"):
                 if files := sorted(inside.glob(pattern)):
                     return files
@@ -240,10 +206,6 @@ def _files_of(folder: Path, names: list[str], hub_config: str) -> list[Path]:
         f"task.path={folder} has no {names[0]}.jsonl, and no {names[0]}.parquet. Put the rows there, or name a file: "
         "task.path=FILE.jsonl."
     )
-
-
-def _read_file(file: Path) -> Iterator[Located]:
-    return _read_jsonl(file) if file.suffix == ".jsonl" else _read_parquet(file)
 
 
 def _read_jsonl(file: Path) -> Iterator[Located]:
@@ -304,11 +266,12 @@ def _decoded(row: Any) -> dict[str, Any] | BadRow:
         return BadRow(f"is not UTF-8 ({error.reason})")
 
 
-def _read_hub(path: str, split: str, source: Source) -> Iterator[Located]:
+def _read_hub(path: str, source: Source, of_heldout: bool) -> Iterator[Located]:
     """Yield rows of `source` or another hub dataset, in the same configuration if that has it."""
     say_hub_is_asked(f"task.path={path}")
     from datasets import get_dataset_config_names, load_dataset
 
+    split = source.split(of_heldout)
     try:
         own = path == source.hub_id or source.hub_config in get_dataset_config_names(path)
         rows = load_dataset(path, source.hub_config if own else None, split=split)
@@ -317,7 +280,6 @@ def _read_hub(path: str, split: str, source: Source) -> Iterator[Located]:
         why = "the hub cannot be reached" if is_offline else f"{type(error).__name__}: {first_line(error)}"
         raise ConfigError(
             f"the question set {path!r} is no local file or directory, and could not be loaded from the hub ({why}). "
-            f"Type task.path=DIRECTORY with {split}.jsonl or "
-            f"{split}.parquet, or task.path=FILE.jsonl."
+            f"Type task.path=DIRECTORY with {split}.jsonl or {split}.parquet, or task.path=FILE.jsonl."
         ) from error
     yield from _of_batches(path, rows.with_format("arrow").iter(BATCH_ROWS))

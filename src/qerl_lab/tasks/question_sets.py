@@ -1,0 +1,172 @@
+"""Question sets of mathematics on the Hugging Face hub: their columns, and how a row becomes a question.
+
+`task.path` reads the same columns from local files. All are graded by `grading.grade_math`. A set with a training split
+but no test split holds out one question in 64 by a hash of its text.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from qerl_lab.config.option import ConfigError
+from qerl_lab.config.schema import TaskConfig
+from qerl_lab.tasks.answers import number
+from qerl_lab.tasks.grading import grade_math
+from qerl_lab.tasks.question_files import Make, Row, Source, as_text, read
+from qerl_lab.tasks.questions import BadRow, Question, Questions
+
+SOURCES = {
+    # GSM8K, grade-school mathematics (MIT): the number follows `####`, after the solution with one step per line
+    "gsm8k": Source("openai/gsm8k", "main", "train", "test", {"question": "question", "answer": "answer"}),
+    # competition problems with LaTeX answers; a configuration for each value of `task.bigmath.levels`
+    "bigmath": Source("open-r1/Big-Math-RL-Verified-Processed", "level_3_4_5", "train", None,
+                      {"question": "prompt", "answer": "solution"}),
+    # the training set of DAPO (2503.14476): numeric answers; repeats every row about a hundred times
+    "dapo_math": Source("BytedTsinghua-SIA/DAPO-Math-17k", "default", "train", None,
+                        {"question": "prompt", "answer": "reward_model.ground_truth", "id": "extra_info.index"},
+                        repeats=True, file="dapo-math-17k"),
+    # for evaluation only
+    "math500": Source("HuggingFaceH4/MATH-500", "default", None, "test",
+                      {"question": "problem", "answer": "answer", "id": "unique_id"}),
+    "aime24": Source("HuggingFaceH4/aime_2024", "default", None, "train",
+                     {"question": "problem", "answer": "answer", "id": "id"}),
+    "aime25": Source("math-ai/aime25", "default", None, "test",
+                     {"question": "problem", "answer": "answer", "id": "id"}),
+    "amc23": Source("math-ai/amc23", "default", None, "test",
+                    {"question": "question", "answer": "answer", "id": "id"}),
+}  # fmt: skip
+BIGMATH_CONFIGS = {"3-5": "level_3_4_5", "4-5": "level_4_5", "all": "all"}
+# DAPO's request for a last line `Answer: ...`, removed because `task.instruction` asks for another format
+DAPO_BEFORE = (
+    "Solve the following math problem step by step. The last line of your response should be of the form Answer: "
+    "$Answer (without quotes) where $Answer is the answer to the problem.\n\n"
+)
+DAPO_AFTER = '\n\nRemember to put your answer on its own line after "Answer:".'
+
+
+def functions(name: str) -> dict[str, Callable[..., Any]]:
+    """Return the functions of a task, as the package describes them; without `train` for a set for evaluation."""
+    found: dict[str, Callable[..., Any]] = {"heldout": lambda cfg: _read(cfg, True), "grade": grade_math}
+    if SOURCES[name].train:
+        found["train"] = lambda cfg: _read(cfg, False)
+    if name == "gsm8k":
+        found["worked"] = lambda cfg: _read_gsm8k(cfg, False, _gsm8k_worked)
+    return found
+
+
+def _read(cfg: TaskConfig, of_heldout: bool) -> Questions:
+    if cfg.name == "gsm8k":
+        return _read_gsm8k(cfg, of_heldout, _gsm8k)
+    if cfg.name == "bigmath":
+        return _read_bigmath(cfg, of_heldout)
+    return read(cfg, SOURCES[cfg.name], of_heldout, _MAKERS[cfg.name])
+
+
+def _read_gsm8k(cfg: TaskConfig, of_heldout: bool, make: Make) -> Questions:
+    """Return the questions with at most `task.gsm8k.max_steps` steps. Raises ConfigError if none are left."""
+    most, steps, role = cfg.gsm8k.max_steps, list[int](), "held-out" if of_heldout else "training"
+
+    def short(id: str, row: Row) -> Question | None:
+        question = make(id, row)  # first, so that a bad row is counted whatever its steps
+        steps.append(sum(bool(line.strip()) for line in _gsm8k_solution(row).splitlines()))
+        return question if most is None or steps[-1] <= most else None
+
+    found = read(cfg, SOURCES["gsm8k"], of_heldout, short)
+    if most is not None and steps and not found:
+        raise ConfigError(
+            f"task.gsm8k.max_steps={most} leaves out all {len(steps):,} {role} questions; the shortest solution has "
+            f"{min(steps)} steps. Type task.gsm8k.max_steps={min(steps)}, or leave it out."
+        )
+    if most is not None and (without := steps.count(0)):
+        found.notes.append(
+            f"{without:,} rows have no solution, so that task.gsm8k.max_steps={most} left none of them out"
+        )
+    return found
+
+
+def _gsm8k(id: str, row: Row) -> Question:
+    answer = row.text("answer")
+    gold = answer.rpartition("####")[2].strip()
+    if "####" not in answer or number(gold) is None:
+        raise BadRow(f"has no number after `####`: {answer[-80:]!r}")
+    return Question(id, row.text("question"), gold.replace(",", ""))
+
+
+def _gsm8k_worked(id: str, row: Row) -> Question:
+    """Add the solution in the paper's format, without calculator annotations (`<<48/2=24>>`)."""
+    question, solution = _gsm8k(id, row), _gsm8k_solution(row)
+    steps = re.sub(r"<<[^<>]*>>", "", solution).strip()
+    if not steps or "<" in steps:  # a "<" would clash with the format's tags
+        raise BadRow(f"has no solution that can be taught: {solution[:80]!r}")
+    return replace(question, payload={"solution": f"<think>{steps}</think><answer>{question.answer}</answer>"})
+
+
+def _gsm8k_solution(row: Row) -> str:
+    return row.text("answer").rpartition("####")[0]
+
+
+def _read_bigmath(cfg: TaskConfig, of_heldout: bool) -> Questions:
+    """Return the questions of `task.bigmath.levels`; of local rows without a column `level` all."""
+    levels, without = cfg.bigmath.levels, 0
+
+    def make(id: str, row: Row) -> Question | None:
+        nonlocal without
+        without += "level" not in row.values
+        chosen = levels == "all" or "level" not in row.values or _level(row.values["level"]) >= int(levels[0])
+        return _latex(id, row) if chosen else None
+
+    found = read(cfg, replace(SOURCES["bigmath"], hub_config=BIGMATH_CONFIGS[levels]), of_heldout, make)
+    if without and levels != "all" and cfg.path is not None:
+        found.notes.append(
+            f"{without:,} rows have no level, so that task.bigmath.levels={levels} left none of them out"
+        )
+    return found
+
+
+def _level(value: object) -> int:
+    """Parse a level: 5, "5", "Level 5", or 5.0 from a numeric column with gaps. Raises BadRow."""
+    text = str(value).removeprefix("Level ").removesuffix(".0")
+    if text not in ("1", "2", "3", "4", "5"):
+        raise BadRow(f"has the level {text[:80]!r}; levels are 1 to 5")
+    return int(text)
+
+
+def _dapo_math(id: str, row: Row) -> Question:
+    """Make a question of the last message of a chat, or of a plain text. Raises BadRow."""
+    column, value = row.columns["question"], row.value("question")
+    if isinstance(value, list):
+        last = value[-1] if value else None
+        if not isinstance(last, dict) or last.get("role") != "user":
+            raise BadRow(f"has no message of a user at the end of {column!r}")
+        value = last.get("content")
+    prompt = as_text(value, column).removeprefix(DAPO_BEFORE).removesuffix(DAPO_AFTER)
+    return Question(id, as_text(prompt, column), _number(row))
+
+
+def _latex(id: str, row: Row) -> Question:
+    return Question(id, row.text("question"), row.latex("answer"))
+
+
+def _aime(id: str, row: Row) -> Question:
+    gold = row.number_or_text("answer")
+    if re.fullmatch(r"[0-9]{1,3}", gold) is None:
+        raise BadRow(f"has no whole number from 0 to 999 in {row.columns['answer']!r}: {gold[:80]!r}")
+    return Question(id, row.text("question"), gold)
+
+
+def _amc(id: str, row: Row) -> Question:
+    return Question(id, row.text("question"), _number(row))
+
+
+def _number(row: Row) -> str:
+    """Return the answer, one number as written. Raises BadRow."""
+    found = row.number_or_text("answer")
+    if number(found) is None:
+        raise BadRow(f"has no number in {row.columns['answer']!r}: {found[:80]!r}")
+    return found
+
+
+_MAKERS: dict[str, Make] = {
+    "dapo_math": _dapo_math, "math500": _latex, "aime24": _aime, "aime25": _aime, "amc23": _amc,
+}  # fmt: skip
