@@ -20,8 +20,7 @@ from qerl_lab.model.on_disk import ASSETS, check_content
 from qerl_lab.preflight import check
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.environment import Typed
-from qerl_lab.tools.export_files import run as export
-from qerl_lab.tools.export_options import ExportOptions
+from qerl_lab.tools.export import ExportOptions, export
 from qerl_lab.train.run import build
 from qerl_lab.train.stop import Stop
 

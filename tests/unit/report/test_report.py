@@ -15,7 +15,7 @@ from qerl_lab.report import plots, runs, tables
 from qerl_lab.report.__main__ import COMMAND as report_command
 from qerl_lab.report.__main__ import ReportOptions
 from qerl_lab.tools.export import COMMAND as export_command
-from qerl_lab.tools.export_options import ExportOptions
+from qerl_lab.tools.export import ExportOptions
 from qerl_lab.tools.samples import COMMAND as sample_command
 from qerl_lab.tracking.tracker import Mirrored
 
