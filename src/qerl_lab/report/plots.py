@@ -3,6 +3,7 @@
 import itertools
 import math
 import re
+import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -52,7 +53,7 @@ def save_curves(steps: pd.DataFrame, title: str, path: Path) -> None:
         _dress(axis, name, unit)
         axis.set_ylim(top=1.2 * axis.get_ylim()[1])  # makes room for the legend
         axis.legend(frameon=False, loc="upper left", ncols=len(lines))
-    figure.suptitle(title)
+    figure.suptitle(textwrap.fill(title, 80))  # as wide as the figure
     figure.savefig(path, dpi=130)
     plt.close(figure)
 

@@ -112,11 +112,15 @@ def test_the_closing_table_says_the_numbers(run_dir: Path) -> None:
 def test_curves_have_four_panels_with_the_values_of_the_record(run_dir: Path, monkeypatch) -> None:
     figures = []
     monkeypatch.setattr(plots.plt, "close", figures.append)
-    plots.save_curves(runs.read_steps(RunDirectory(run_dir)), "nvfp4_aqn, seed 0", run_dir / "curves.png")
+    title = f"nvfp4_aqn{',optim.learning_rate=3e-05' * 6}: pocket on arithmetic, seed 0"
+    plots.save_curves(runs.read_steps(RunDirectory(run_dir)), title, run_dir / "curves.png")
     image = plots.plt.imread(run_dir / "curves.png")
     assert image.shape[0] > 500
     assert image.std() > 0.02  # not blank
     (figure,) = figures
+    box = figure.texts[0].get_window_extent()
+    assert box.x0 >= 0
+    assert box.x1 <= figure.bbox.x1  # a long title is not cut
     assert [axis.get_title() for axis in figure.axes] == ["Reward", "Entropy", "AQN noise", "Throughput"]
     assert [len(axis.lines) for axis in figure.axes] == [3, 2, 2, 2]
     assert all(axis.get_ylabel() and axis.get_xlabel() == "step" and axis.get_legend() for axis in figure.axes)
