@@ -16,6 +16,11 @@ FOLDERS = ("docs", "results", "src")
 SHOWN = {".md", ".png", ".html", ".csv", ".json", ".yaml", ".css", ".py"}
 
 
+def on_config(config: MkDocsConfig) -> None:
+    """Add the API pages to the navigation."""
+    config.nav.append({"API": [*api()]})
+
+
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Replace the files of docs/ by those of the repository that are shown, and add generated pages."""
     shown = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.suffix in SHOWN]
@@ -44,7 +49,7 @@ def pages() -> dict[str, str]:
 
 def api() -> dict[str, str]:
     """Return a page for each package of the lab, with its modules' docstrings, and their list."""
-    source, found = ROOT / "src", dict[str, str]()
+    source, found = ROOT / "src", {"docs/api.md": ""}
     index = "# API\n\nFrom the docstrings of `src/qerl_lab`, a page for each package.\n\n"
     for package in sorted(path.parent for path in (source / "qerl_lab").glob("*/__init__.py")):
         modules = sorted(path for path in package.rglob("*.py") if path.stem not in ("__init__", "__main__"))
@@ -52,4 +57,4 @@ def api() -> dict[str, str]:
         body = "".join(f"\n::: {name}\n" for name in (f"qerl_lab.{package.name}", *names))
         found[f"docs/api/{package.name}.md"] = f"# qerl_lab.{package.name}\n{body}"
         index += f"- [qerl_lab.{package.name}](api/{package.name}.md)\n"
-    return found | {"docs/api.md": index}
+    return found | {"docs/api.md": index}  # in the order of `found`

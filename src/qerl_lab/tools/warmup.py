@@ -21,10 +21,9 @@ with exits.starting(__name__):
 
     from qerl_lab import tasks, terminal
     from qerl_lab.cli.grammar import Command
-    from qerl_lab.config.files import choices_of
     from qerl_lab.config.message import first_line
     from qerl_lab.config.model_hash import model_hash
-    from qerl_lab.config.option import ConfigError, did_you_mean, option
+    from qerl_lab.config.option import ConfigError, option
     from qerl_lab.config.out import Writes, check_apart, check_free
     from qerl_lab.config.paths import sha256
     from qerl_lab.config.records import WARMUP
@@ -52,7 +51,7 @@ Rows = list[dict[str, list[int]]]
 class WarmupOptions(Writes):
     model: str = option("", "what to teach: hub id, dense directory, FILE.gguf, or `pocket`; required")
     revision: str | None = option(None, "branch, tag or commit on the hub; null is the newest")
-    task: str = option("gsm8k", "whose worked solutions are taught: gsm8k or arithmetic")
+    task: str = option("gsm8k", "whose worked solutions are taught", choices=("arithmetic", "gsm8k"))
     task_path: str | None = option(None, "as task.path of a run: directory or hub id; null: the task's own")
     instruction: str | None = option(None, "as task.instruction of a run; null: that of conf/task, as in a run")
     out: str = option("", "directory to write, a model as any other; required")
@@ -84,10 +83,6 @@ class WarmupOptions(Writes):
 
 def check(options: WarmupOptions) -> None:
     """Raise ConfigError at the first option that cannot work. Looks at local paths, loads nothing."""
-    if options.task not in choices_of("task"):
-        allowed = tasks.with_solutions()
-        hint = did_you_mean(options.task, allowed) or " Type task=gsm8k."
-        raise ConfigError(f"task={options.task} is not allowed; allowed: {', '.join(allowed)}.{hint}")
     if folder := on_disk.local(options.model, "model"):
         on_disk.check_files(folder, f"model={options.model}")
         on_disk.check_chat_template(folder, f"model={options.model}")

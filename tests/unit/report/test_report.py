@@ -184,6 +184,17 @@ def test_comparing_arms_draws_the_mean_thick_and_each_seed_thin() -> None:
     plots.plt.close(figure)
 
 
+def test_the_legend_of_a_long_arm_is_not_cut() -> None:
+    arm = "nvfp4_aqn" + " optim.learning_rate=3e-05" * 4
+    rows = [{"run_id": "a", "arm": arm, "metric": "reward/mean", "step": step, "value": 0.5} for step in (1, 2)]
+    figure = plots.compare_arms(pd.DataFrame(rows), {arm: "nvfp4"}, {"reward/mean": ("Reward", "reward")})
+    figure.canvas.draw()
+    box = figure.legends[0].get_window_extent()
+    assert box.x0 >= 0
+    assert box.x1 <= figure.bbox.x1
+    plots.plt.close(figure)
+
+
 def test_a_part_of_the_error_that_no_arm_has_is_not_in_the_legend(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[list[str]] = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: told.append(
