@@ -82,7 +82,7 @@ def export(options: ExportOptions) -> None:
     record, run = options.directory, options.directory.config()
     on_disk.check_content(run)
     base = local_folder(run.model.path, run.model.revision)
-    with Unfinished(options.folder, {"command": "export"}, options.overwrite) as unfinished:
+    with Unfinished(options.folder, {}, options.overwrite) as unfinished:
         unfinished.clear()
         write(options, run, record, base, unfinished.folder)
         unfinished.finish()

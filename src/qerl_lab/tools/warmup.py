@@ -120,7 +120,7 @@ def warm_up(options: WarmupOptions) -> None:
     origin = {"path": str(folder), "revision": options.revision, "hash": model_hash(folder), **files.noted(folder)}
     model, tokenizer = load(options, folder, device)
     rows, left_out = tokenized(task, tokenizer, options.max_tokens)
-    with Unfinished(options.folder, {"command": "warmup"}, options.overwrite) as unfinished:
+    with Unfinished(options.folder, {}, options.overwrite) as unfinished:
         unfinished.clear()
         losses = train(options, model, tokenizer, rows, unfinished.folder)
         model.to(torch.bfloat16).save_pretrained(unfinished.folder)  # the formats start from it
