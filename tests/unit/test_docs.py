@@ -16,7 +16,7 @@ from qerl_lab.cli.compose import make_plan
 from qerl_lab.cli.overrides import spell
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.spelling import readable
-from qerl_lab.tools import search_space as search
+from qerl_lab.tools import search
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "qerl_lab"
@@ -106,7 +106,7 @@ def parse(command: str) -> object:
         raise ConfigError(f"{command} is no command")
     if "--help" in words or not words or words[0].startswith("resume="):
         return module
-    if module == "qerl_lab":
+    if module in ("qerl_lab", "qerl_lab.tools.serve_line"):
         if any(word.startswith("+sweeps=") for word in words) and not any(word.startswith("seed=") for word in words):
             words.append("seed=0")  # of 40 jobs those of one seed
         flagged, folder = "-m" in words, None

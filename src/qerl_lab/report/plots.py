@@ -3,6 +3,7 @@
 import itertools
 import math
 import re
+import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -52,7 +53,7 @@ def save_curves(steps: pd.DataFrame, title: str, path: Path) -> None:
         _dress(axis, name, unit)
         axis.set_ylim(top=1.2 * axis.get_ylim()[1])  # makes room for the legend
         axis.legend(frameon=False, loc="upper left", ncols=len(lines))
-    figure.suptitle(title)
+    figure.suptitle(textwrap.fill(title, 80))  # as wide as the figure
     figure.savefig(path, dpi=130)
     plt.close(figure)
 
@@ -74,10 +75,10 @@ def compare_arms(curves: pd.DataFrame, formats: Mapping[str, str], metrics: dict
         metrics: metric name -> (title of its panel, label of its axis).
     """
     arms = list(curves["arm"].unique())
-    names = [f"{arm} (n={curves.loc[curves['arm'] == arm, 'run_id'].nunique()})" for arm in arms]
-    width = 5 * len(metrics)
+    width, seeds_by_arm = 5 * len(metrics), curves.groupby("arm")["run_id"].nunique()
+    names = [textwrap.fill(f"{arm} (n={seeds_by_arm[arm]})", 10 * width) for arm in arms]  # 10 characters an inch
     per_row = max(1, min(len(arms), int(width / (0.5 + 0.08 * max(map(len, names), default=0)))))  # inches
-    height = 4 + 0.2 * math.ceil(len(arms) / per_row)
+    height = 4 + 0.2 * math.ceil(sum(name.count("\n") + 1 for name in names) / per_row)
     with plt.style.context(STYLE):
         figure, axes = plt.subplots(1, len(metrics), figsize=(width, height), squeeze=False)
         styles = palette.styles(formats)

@@ -1,23 +1,204 @@
-"""Export a run for other libraries: `python -m qerl_lab.tools.export RUN_DIR out=DIR [merged=true]`."""
+"""Export a run for other libraries: `python -m qerl_lab.tools.export RUN_DIR out=DIR [merged=true]`.
+
+Writes a PEFT adapter or a merged model, with a model card, to OUT.partial, which is renamed to OUT once it is whole.
+The words are checked before torch is imported.
+"""
 
 from qerl_lab import exits
 
 with exits.starting(__name__):
+    import json
+    import shutil
+    from dataclasses import asdict, dataclass
+    from pathlib import Path
+
     from qerl_lab import terminal
     from qerl_lab.cli.grammar import Command
-    from qerl_lab.tools.export_options import ExportOptions, check
+    from qerl_lab.config.option import ConfigError, option
+    from qerl_lab.config.out import Writes, check_free
+    from qerl_lab.config.paths import WEIGHTS, sha256
+    from qerl_lab.config.records import EXPORT
+    from qerl_lab.config.schema import DENSE_FORMAT, POCKET, RunConfig
+    from qerl_lab.config.spelling import resume_word
+    from qerl_lab.config.task import part_of
+    from qerl_lab.model import gguf, on_disk
+    from qerl_lab.record.directory import RunDirectory
+    from qerl_lab.record.environment import versions
+    from qerl_lab.record.partial import JOURNAL, Unfinished
+
+LINE = "python -m qerl_lab.tools.export"
+PACKAGES = ("qerl-lab", "torch", "transformers", "trl", "peft")
+
+
+@dataclass
+class ExportOptions(Writes):
+    run: str = option("", "directory of a finished run; required, its key may be left out")
+    out: str = option("", "directory to write; required")
+    merged: bool = option(False, "write a whole model, base and adapter in one; else the adapter alone")
+    base: bool = option(False, "beside the adapter write the base that it was trained on, dequantized, to OUT/base")
+    dtype: str = option(
+        "bfloat16", "of what merged=true and base=true write; float32 has the run's own numbers, in twice the bytes",
+        choices=("bfloat16", "float32"),
+    )  # fmt: skip
+    overwrite: bool = option(False, "replace what is at `out`")
+
+    @property
+    def directory(self) -> RunDirectory:
+        """Return the run's directory."""
+        return RunDirectory(Path(self.run).expanduser().absolute())
+
+
+def check(options: ExportOptions) -> None:
+    """Raise ConfigError unless the run is done, has an adapter, and OUT is free. Loads no weights."""
+    run = options.directory
+    run.config()
+    if run.status != "done":
+        raise ConfigError(
+            f"run={options.run} is {run.status_in_words}, and what it learned is whole when it is done. "
+            f"Type python -m qerl_lab {resume_word(options.run)} first."
+        )
+    if not (run.adapter / WEIGHTS).is_file():
+        raise ConfigError(f"run={options.run} has no adapter/{WEIGHTS}. Type another run.")
+    if options.merged and options.base:
+        raise ConfigError("base=true is for the adapter alone, and merged=true holds the base. Leave base out.")
+    if options.dtype != ExportOptions().dtype and not (options.merged or options.base):
+        raise ConfigError(
+            f"dtype={options.dtype} is of dense weights, and the adapter alone has none. Type merged=true."
+        )
+    check_free(options, options.overwrite, lambda folder: (folder / EXPORT).is_file())
 
 
 def export(options: ExportOptions) -> None:
-    """Check the options, then write the export. Raises ConfigError for wrong options, and what `run` raises."""
+    """Check the options, then write the adapter or the merged model with its card.
+
+    Raises:
+        ConfigError: an option cannot work, the run's base cannot be loaded or has changed, or the adapter is damaged.
+        OSError: the disk is full, or a file cannot be read or written.
+    """
     check(options)
     with terminal.quiet_imports():
-        from qerl_lab.tools.export_files import run
+        from qerl_lab.model.files import local_folder
 
-    run(options)
+    record, run = options.directory, options.directory.config()
+    on_disk.check_content(run)
+    base = local_folder(run.model.path, run.model.revision)
+    with Unfinished(options.folder, {}, options.overwrite) as unfinished:
+        unfinished.clear()
+        write(options, run, record, base, unfinished.folder)
+        unfinished.finish()
+    what = "merged model" if options.merged else "adapter"
+    print(f"{what}: {terminal.near(options.folder)}  (README.md says how to load it)")
+    is_plain = run.format.name == DENSE_FORMAT and run.model.path != POCKET and not gguf.is_gguf(run.model.path)
+    if not (options.merged or options.base or is_plain):
+        print(f"note: it was trained on {run.model.name} in {run.format.name}; on other weights of that model it is "
+              "another policy. Type base=true to have them beside it, or merged=true.")  # fmt: skip
 
 
-LINE = "python -m qerl_lab.tools.export"
+def write(options: ExportOptions, run: RunConfig, record: RunDirectory, base: Path, out: Path) -> None:
+    """Write adapter or merged model, card, configuration and export.json. `base` is the directory of the run's base."""
+    from qerl_lab.model.files import noted
+
+    path = run.model.path
+    origin = {"path": path, "revision": run.model.revision, "hash": run.model.hash, **noted(base)}
+    if options.merged:
+        write_dense(run, record.adapter, base, out, options.dtype, merged=True)
+    elif options.base:
+        write_adapter(run, record.adapter, out, str(options.folder / "base"))
+        write_dense(run, record.adapter, base, out / "base", options.dtype, merged=False)
+    else:
+        is_on_hub = on_disk.local(path) is None and not gguf.is_gguf(path)
+        write_adapter(run, record.adapter, out, path if is_on_hub else str(base))
+    (out / "README.md").write_text(card(options, run, record), encoding="utf-8")
+    (out / "run.yaml").write_text(record.text(), encoding="utf-8")
+    files = sorted(file for file in out.rglob("*") if file.is_file() and file.name != JOURNAL)
+    about = {
+        "options": asdict(options), "run": str(record.path), "began_from": origin, "result": record.result(),
+        "environment": record.environment(), "packages": versions(PACKAGES),
+        "sha256": {str(file.relative_to(out)): sha256(file) for file in files},
+    }  # fmt: skip
+    (out / EXPORT).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+
+
+def write_adapter(run: RunConfig, adapter: Path, out: Path, base: str) -> None:
+    """Write PEFT's two files, with `base` as their model. Raises ConfigError if the weights are damaged."""
+    from peft import LoraConfig
+
+    from qerl_lab.model import policy
+
+    policy.adapter_tensors(adapter)
+    shutil.copyfile(adapter / WEIGHTS, out / WEIGHTS)
+    settings = LoraConfig.from_pretrained(adapter)
+    settings.base_model_name_or_path, settings.revision = base, run.model.revision
+    settings.target_modules = sorted(settings.target_modules)  # PEFT keeps a set, whose order varies
+    settings.save_pretrained(out)
+
+
+def write_dense(run: RunConfig, adapter: Path, base: Path, out: Path, dtype_name: str, *, merged: bool) -> None:
+    """Write a model that transformers loads: weights in `dtype_name`, config, tokenizer, chat template."""
+    import torch
+    from huggingface_hub import save_torch_state_dict
+
+    from qerl_lab.model import policy
+    from qerl_lab.model.dense import dense_tensors
+    from qerl_lab.model.files import copy_companions, read_json
+
+    dtype = getattr(torch, dtype_name)
+    run.format.dense_cache, run.model.dtype = "off", "float32"  # merge in float32
+    run.model.attention = "sdpa"  # attention never runs here, and another package may be missing
+    loaded = policy.build(run, torch.device("cpu"))
+    policy.begin_with(loaded.model, adapter)
+    tensors = dense_tensors(loaded, dtype, merged=merged)
+    out.mkdir(exist_ok=True)
+    save_torch_state_dict({name: tensor.to(dtype).contiguous() for name, tensor in tensors.items()}, out)
+    copy_companions(base, out)
+    config = read_json(base / "config.json") | {"dtype": dtype_name}
+    for key in ("quantization_config", "torch_dtype"):
+        config.pop(key, None)
+    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def card(options: ExportOptions, run: RunConfig, record: RunDirectory) -> str:
+    """Fill model_card.md.j2: what the run learned, from what, with what result, and how to load it."""
+    from huggingface_hub import ModelCard, ModelCardData
+
+    from qerl_lab.rollout.vllm.transfer import MAX_RANKS
+
+    path, result, env = run.model.path, record.result(), record.environment()
+    low, high = result.get("accuracy_gain_interval", (0.0, 0.0))
+    data = ModelCardData(
+        library_name="transformers" if options.merged else "peft",
+        pipeline_tag="text-generation",
+        tags=["qerl-lab", "reinforcement-learning", run.algorithm.name, run.format.name],
+        base_model=None if gguf.is_gguf(path) or on_disk.local(path) is not None else path,
+    )
+    made = env.get("packages", {})
+    return str(ModelCard.from_template(
+        data, template_path=str(Path(__file__).with_name("model_card.md.j2")),
+        options=options, run=run, result=result, env=env, data=env.get("data") or {},
+        max_rank=next((allowed for allowed in MAX_RANKS if allowed >= run.lora.rank), run.lora.rank),
+        base_in_words=base_in_words(run), part_of_task=part_of(run.task.name, run.task.gsm8k.max_steps),
+        interval=f"[{low:+.3f}, {high:+.3f}]" if high > low else "[all alike]",  # questions agree: no interval
+        versions=", ".join(f"{name} {made[name]}" for name in PACKAGES if name in made),
+    ))  # fmt: skip
+
+
+def base_in_words(run: RunConfig) -> str:
+    """Say which weights the adapter belongs to, and the command that makes them where they are packed by the run."""
+    from qerl_lab.model.files import local_folder
+    from qerl_lab.model.loading import stored_as
+    from qerl_lab.rollout.vllm_server.server_command import quantize_line
+
+    path, name = run.model.path, run.format.name
+    revision = f" at revision {run.model.revision}" if run.model.revision else ""
+    in_format = "" if name == DENSE_FORMAT else f" in {name}"
+    if gguf.is_gguf(path) or path == POCKET:
+        return f"the weights of `{path}`{in_format}, dense; an export with base=true holds them."
+    if name == DENSE_FORMAT or stored_as(local_folder(path, run.model.revision)) is not None:
+        return f"`{path}`{revision}."
+    line = quantize_line(run, "BASE")
+    return f"`{path}`{revision}{in_format}, the weights that the adapter was trained on: `{line}`."
+
+
 COMMAND = Command(
     LINE,
     "Write what a run learned for PEFT, transformers and vLLM: an adapter, or a merged model, with a model card",

@@ -22,15 +22,10 @@ def show(run_dir: Path, step: int | None) -> str:
     """Format the samples of a step. Raises ConfigError if there are none, or if the record is damaged."""
     run = RunDirectory(run_dir)
     run.whole_metrics()  # raises for a damaged record, as `report` and `resync` do
-    try:
-        samples = run.samples()
-    except (FileNotFoundError, NotADirectoryError):
-        raise ConfigError(f"{run_dir} has no {NAME}. Type the directory of a run that has ended a step.") from None
-    except OSError as error:
-        raise ConfigError(f"{run_dir / NAME} cannot be read ({error.strerror}). Make it readable.") from None
+    samples = run.samples() if (run_dir / NAME).is_file() else []
+    if not samples:
+        raise ConfigError(f"{run_dir} has no {NAME} with a sample. Type the directory of a run that has ended a step.")
     steps = [sample.step for sample in samples]
-    if not steps:
-        raise ConfigError(f"{run_dir / NAME} is empty. Wait for the run's first step.")
     wanted = step or steps[-1]
     if wanted not in steps:
         raise ConfigError(f"step={step} is not in {run_dir / NAME}; it has steps {steps[0]} to {steps[-1]}.")

@@ -1,7 +1,5 @@
 """Print the command that starts a run's vLLM server: `python -m qerl_lab.tools.serve_line WORDS OF THE RUN`."""
 
-from dataclasses import dataclass
-
 from qerl_lab import exits
 
 with exits.starting(__name__):
@@ -9,7 +7,6 @@ with exits.starting(__name__):
     from qerl_lab.cli.grammar import HELP
     from qerl_lab.cli.overrides import spell
     from qerl_lab.config.option import ConfigError
-    from qerl_lab.config.schema import RunConfig
     from qerl_lab.config.spelling import readable
     from qerl_lab.terminal import quiet_third_parties
 
@@ -23,35 +20,27 @@ WORDS are those of the run, as after python -m qerl_lab, with rollout=vllm_serve
 """
 
 
-@dataclass(frozen=True)
-class ServeLine:
-    """The command; its words are those of a run."""
+@exits.command
+def main(words: list[str]) -> int:
+    """Print the server's command, or the manual without words.
 
-    def read(self, words: list[str]) -> RunConfig:
-        """Compose the run. Raises ConfigError for wrong words, several runs, or a run without a server."""
-        plan = make_plan([readable(spell(word)) for word in words], False, None)
-        if plan.multirun:
-            raise ConfigError("a server is of one run. Give each key one value.")
-        cfg = plan.jobs[0].config
-        if cfg.rollout.engine != "vllm_server":
-            raise ConfigError(f"rollout.engine={cfg.rollout.engine} has no server. Type rollout=vllm_server.")
-        return cfg
-
-    def run(self, words: list[str]) -> int:
-        """Print the server's command, or the manual without words."""
-        if not words or set(HELP) & set(words):
-            print(MANUAL, end="")
-            return exits.OK
-        cfg = self.read(words)
-        quiet_third_parties()
-        from qerl_lab.rollout.vllm_server import server_command
-
-        print("\n".join(server_command.commands(cfg)))
+    Raises ConfigError for wrong words, several runs, or a run without a server.
+    """
+    if not words or set(HELP) & set(words):
+        print(MANUAL, end="")
         return exits.OK
+    plan = make_plan([readable(spell(word)) for word in words], False, None)
+    if plan.multirun:
+        raise ConfigError("a server is of one run. Give each key one value.")
+    cfg = plan.jobs[0].config
+    if cfg.rollout.engine != "vllm_server":
+        raise ConfigError(f"rollout.engine={cfg.rollout.engine} has no server. Type rollout=vllm_server.")
+    quiet_third_parties()
+    from qerl_lab.rollout.vllm_server import server_command
 
+    print("\n".join(server_command.commands(cfg)))
+    return exits.OK
 
-COMMAND = ServeLine()
-main = exits.command(COMMAND.run)
 
 if __name__ == "__main__":
     exits.run(main)

@@ -1,34 +1,282 @@
 """Train a model on the format of the answers: `python -m qerl_lab.tools.warmup model=... task=gsm8k out=DIR`.
 
-The words are checked before torch is imported. After an interruption or a failure the same command resumes from its
-last checkpoint, with bit-identical results.
+TRL's SFTTrainer trains all weights on worked solutions of a task. The words are checked before torch is imported.
+Operations are deterministic, so two GPUs of one kind with the same packages make the same model, and runs on it can be
+pooled.
 """
 
 from qerl_lab import exits
 
 with exits.starting(__name__):
+    import copy
+    import json
+    import math
     import os
+    import shlex
+    import sys
+    import time
+    from dataclasses import asdict, dataclass
+    from pathlib import Path
+    from typing import TYPE_CHECKING, Any
 
-    from qerl_lab import terminal
+    from qerl_lab import tasks, terminal
     from qerl_lab.cli.grammar import Command
-    from qerl_lab.tools.warmup_options import WarmupOptions, check
+    from qerl_lab.config.message import first_line
+    from qerl_lab.config.model_hash import model_hash
+    from qerl_lab.config.option import ConfigError, option
+    from qerl_lab.config.out import Writes, check_apart, check_free
+    from qerl_lab.config.paths import sha256
+    from qerl_lab.config.records import WARMUP
+    from qerl_lab.config.redact import redact
+    from qerl_lab.config.schema import DEVICES, POCKET, TaskConfig
+    from qerl_lab.config.spelling import shell_line, word
+    from qerl_lab.model import on_disk
+    from qerl_lab.record.environment import versions
+    from qerl_lab.record.partial import JOURNAL, Unfinished
+    from qerl_lab.tasks.answers.completion import left_to_say
+    from qerl_lab.tasks.question_files import is_local, respelled
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from trl import SFTConfig
+
+LINE = "python -m qerl_lab.tools.warmup"
+SCALES = {POCKET: POCKET, "SmolLM2-135M": "smollm2"}  # part of a model's path -> the scale made for it
+IGNORED = -100  # label of a token without loss
+Rows = list[dict[str, list[int]]]
+
+
+@dataclass
+class WarmupOptions(Writes):
+    model: str = option("", "what to teach: hub id, dense directory, FILE.gguf, or `pocket`; required")
+    revision: str | None = option(None, "branch, tag or commit on the hub; null is the newest")
+    task: str = option("gsm8k", "whose worked solutions are taught", choices=("arithmetic", "gsm8k"))
+    task_path: str | None = option(None, "as task.path of a run: directory or hub id; null: the task's own")
+    instruction: str | None = option(None, "as task.instruction of a run; null: that of conf/task, as in a run")
+    out: str = option("", "directory to write, a model as any other; required")
+    epochs: float = option(3.0, "passes over the solutions; 0.1 is a try", above=0, at_most=1000)
+    learning_rate: float = option(
+        5e-4, "peak learning rate; for 135M parameters, larger models take less (1e-5 for 7B)", above=0, at_most=1
+    )
+    warmup_ratio: float = option(0.03, "share of the updates with linear warm-up; a cosine to a tenth follows",
+                                 at_least=0, at_most=1)  # fmt: skip
+    batch_size: int = option(64, "solutions an update", at_least=1, at_most=65_536)
+    micro_batch_size: int = option(8, "solutions per forward and backward pass, a divisor of batch_size", at_least=1)
+    max_tokens: int = option(512, "longer examples, question and solution, are left out and counted", at_least=2)
+    questions: int = option(0, "the first so many questions; 0 is all", at_least=0)
+    dtype: str = option(
+        "float32",
+        "of weights and optimizer while they train; float32 multiplies in bfloat16 on a GPU. Written is bfloat16",
+        choices=("float32", "bfloat16"),
+    )
+    seed: int = option(0, "seeds the order of the solutions, and dropout where a model has it", at_least=0,
+                       at_most=2**31 - 1)  # fmt: skip
+    device: str = option("auto", "auto takes a GPU if there is one", choices=DEVICES)
+    overwrite: bool = option(False, "replace what is at `out`")
+
+    def task_config(self) -> TaskConfig:
+        """Return the `task` section that a run on the result has: same questions, same instruction."""
+        given = {"path": self.task_path, "train_questions": self.questions, "instruction": self.instruction}
+        return tasks.configured(self.task, **{key: value for key, value in given.items() if value is not None})
+
+
+def check(options: WarmupOptions) -> None:
+    """Raise ConfigError at the first option that cannot work. Looks at local paths, loads nothing."""
+    if folder := on_disk.local(options.model, "model"):
+        on_disk.check_files(folder, f"model={options.model}")
+        on_disk.check_chat_template(folder, f"model={options.model}")
+    if options.task_path is not None:
+        is_local(options.task_path, "task_path=")
+    if options.batch_size % min(options.micro_batch_size, options.batch_size):
+        raise ConfigError(
+            f"micro_batch_size={options.micro_batch_size} does not divide batch_size={options.batch_size}; allowed: a "
+            f"divisor. Type for example micro_batch_size={math.gcd(options.micro_batch_size, options.batch_size)}."
+        )
+    check_apart(options, options.model)
+    check_free(options, options.overwrite, lambda folder: (folder / WARMUP).is_file())
 
 
 def warm_up(options: WarmupOptions) -> None:
-    """Check the options, then train and write the model. Raises ConfigError, and what `run` raises."""
+    """Check the options, train, and write the model to OUT.
+
+    Raises:
+        ConfigError: an option cannot work, or model or task cannot be loaded.
+        ValueError: the training diverged.
+    """
     check(options)
-    shown = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
-    os.environ["CUDA_VISIBLE_DEVICES"] = shown.partition(",")[0]  # TRL refuses several GPUs in one process
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
+    os.environ["CUDA_VISIBLE_DEVICES"] = visible.partition(",")[0]  # TRL refuses several GPUs in one process
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch requires it for deterministic operations
+    with terminal.quiet_imports():
+        import torch
+
+        from qerl_lab.model import files, policy
+        from qerl_lab.model.tokenizer import save
+    torch.use_deterministic_algorithms(True)
+    started, device = time.monotonic(), policy.device_of(options.device)
+    task = worked(options)
+    folder = files.local_folder(options.model, options.revision, key="model")
+    origin = {"path": str(folder), "revision": options.revision, "hash": model_hash(folder), **files.noted(folder)}
+    model, tokenizer = load(options, folder, device)
+    rows, left_out = tokenized(task, tokenizer, options.max_tokens)
+    with Unfinished(options.folder, {}, options.overwrite) as unfinished:
+        unfinished.clear()
+        losses = train(options, model, tokenizer, rows, unfinished.folder)
+        model.to(torch.bfloat16).save_pretrained(unfinished.folder)  # the formats start from it
+        save(tokenizer, unfinished.folder)
+        write_record(unfinished.folder, options, task, {
+            "too_long": left_out, "began_from": origin, "updates": len(losses),
+            "losses": [round(loss, 4) for loss in losses], "seconds": round(time.monotonic() - started, 1),
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        })  # fmt: skip
+        unfinished.finish()
+    print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f} nats a token, {time.monotonic() - started:.0f} s")
+    print(f"model:       {terminal.near(options.folder)}  ({WARMUP} says how it was made)")
+    print(f"train on it: {terminal.python()} -m qerl_lab {shell_line(training_words(options))}")
+
+
+def worked(options: WarmupOptions) -> tasks.Task:
+    """Load the task with worked solutions, and print its warnings. Errors (ConfigError) name this command's keys."""
     try:
-        with terminal.quiet_imports():
-            from qerl_lab.tools.warmup_training import run
+        task = tasks.worked(options.task_config())
+    except ConfigError as error:
+        raise respelled(error, "task_path=") from error
+    for line in task.warnings:
+        print(f"note: {line}", file=sys.stderr)
+    return task
 
-        run(options)
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt("the same command goes on from its last checkpoint") from None
+
+def load(
+    options: WarmupOptions, folder: Path, device: "torch.device"
+) -> tuple["PreTrainedModel", "PreTrainedTokenizerBase"]:
+    """Load the model in `options.dtype` on the device, and its tokenizer.
+
+    Raises ConfigError if there is no model, if it is packed, or if its weights contain NaN or Inf.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from qerl_lab.model.loading import check_dense_values, refuse_packed
+
+    given = f"model={options.model}"
+    refuse_packed(folder, given, "all of whose weights are trained. Type its path.")
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=getattr(torch, options.dtype), use_safetensors=True, trust_remote_code=False
+        )
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        for name, parameter in model.named_parameters():
+            check_dense_values(parameter, name=f"{folder}: {name}")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{given} could not be loaded ({type(error).__name__}: {first_line(error)}). "
+                          "Type another model.") from error  # fmt: skip
+    return model.to(device), tokenizer
 
 
-LINE = "python -m qerl_lab.tools.warmup"
+def tokenized(task: tasks.Task, tokenizer: "PreTrainedTokenizerBase", max_tokens: int) -> tuple[Rows, int]:
+    """Return the examples of at most `max_tokens` as input_ids and labels, and how many are longer.
+
+    The question has the chat format of a run. Only tokens of the solution and its end are labelled. Raises ConfigError
+    if there is no solution, or if all are too long.
+    """
+    from qerl_lab.model.chat import Chat
+
+    rows, chat = Rows(), Chat(tokenizer)
+    for question in task.train:
+        prompt = chat.prompt_ids(task.messages(question))
+        solution = left_to_say(tokenizer.decode(prompt), question.payload["solution"])
+        ids = [*tokenizer(solution, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+        rows.append({"input_ids": prompt + ids, "labels": [IGNORED] * len(prompt) + ids})
+    for note in chat.notes:
+        print(f"note: {note}", file=sys.stderr)
+    if not rows:
+        raise ConfigError(f"{task.name} has no worked solution. Type task_path=DIRECTORY with train.jsonl.")
+    fitting = [row for row in rows if len(row["input_ids"]) <= max_tokens]
+    if not fitting:
+        longest = max(len(row["input_ids"]) for row in rows)
+        raise ConfigError(f"max_tokens={max_tokens} leaves out all {len(rows):,} examples. Type max_tokens={longest}.")
+    if len(fitting) < len(rows):
+        print(f"note: {len(rows) - len(fitting)} examples are longer than max_tokens={max_tokens}, and left out")
+    return fitting, len(rows) - len(fitting)
+
+
+def sft_config(options: WarmupOptions, count: int, folder: Path, *, on_gpu: bool) -> "SFTConfig":
+    """Return TRL's settings of a warm-up on `count` examples. `max_steps` is its number of updates."""
+    from trl import SFTConfig
+
+    updates = math.ceil(options.epochs * count / options.batch_size)
+    return SFTConfig(
+        output_dir=str(folder), save_strategy="no", max_steps=updates, seed=options.seed, use_cpu=not on_gpu,
+        per_device_train_batch_size=min(options.micro_batch_size, options.batch_size),
+        gradient_accumulation_steps=max(1, options.batch_size // options.micro_batch_size),
+        learning_rate=options.learning_rate, lr_scheduler_type="cosine_warmup_with_min_lr",
+        lr_scheduler_kwargs={"min_lr_rate": 0.1}, warmup_steps=round(options.warmup_ratio * updates),
+        optim="adamw_torch", bf16=on_gpu and options.dtype == "float32", gradient_checkpointing=False,
+        max_length=None, dataset_kwargs={"skip_prepare_dataset": True},  # done by tokenized()
+        logging_steps=1, logging_nan_inf_filter=False, report_to="none", disable_tqdm=True,
+    )  # fmt: skip
+
+
+def train(
+    options: WarmupOptions, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", rows: Rows, folder: Path
+) -> list[float]:
+    """Train all weights of `model`; return each update's loss in nats per token. Raises ValueError if it diverges."""
+    from datasets import Dataset
+    from transformers import PrinterCallback, TrainerCallback
+    from trl import SFTTrainer
+    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+    from qerl_lab.model.tokenizer import pad_id
+
+    class Watch(TrainerCallback):
+        def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
+            if "loss" in logs and not math.isfinite(logs["loss"]):
+                raise ValueError(f"the loss of update {state.global_step} is {logs['loss']}. Type a smaller "
+                                 f"learning_rate than {options.learning_rate:g}.")  # fmt: skip
+            if "loss" in logs:  # not in the trainer's final summary
+                bar.advance(1, f"loss {logs['loss']:.3f}")
+
+    config = sft_config(options, len(rows), folder, on_gpu=model.device.type == "cuda")
+    print(f"{Path(options.model).name}, {model.num_parameters():,} parameters in {options.dtype}, on {model.device}\n"
+          f"{len(rows):,} solutions of {options.task}, {config.max_steps} updates of {options.batch_size}, "
+          f"learning rate {options.learning_rate:g}", flush=True)  # fmt: skip
+    pad = pad_id(tokenizer, model.get_input_embeddings().num_embeddings)
+    before = copy.deepcopy((model.config, model.generation_config))
+    trainer = SFTTrainer(
+        model, config, data_collator=DataCollatorForLanguageModeling(pad_token_id=pad),
+        train_dataset=Dataset.from_list(rows), processing_class=tokenizer, callbacks=[Watch()],
+    )  # fmt: skip
+    trainer.remove_callback(PrinterCallback)
+    with terminal.Amount("warm-up", config.max_steps, unit="update") as bar:
+        trainer.train()
+    model.config, model.generation_config = before  # undo the trainer's changes: cache off, other end tokens
+    return [line["loss"] for line in trainer.state.log_history if "loss" in line]
+
+
+def write_record(folder: Path, options: WarmupOptions, task: tasks.Task, result: dict[str, Any]) -> None:
+    """Write warmup.json: the command, its data and packages, the result, and the SHA-256 of each file."""
+    files = sorted(file for file in folder.iterdir() if file.is_file() and file.name != JOURNAL)
+    record = {
+        "command": redact(shlex.join(["python", "-m", "qerl_lab.tools.warmup", *sys.argv[1:]])),
+        "options": asdict(options),
+        "instruction": task.instruction,
+        "solutions": dict(task.data),
+        "packages": versions(("qerl-lab", "torch", "transformers", "trl")),
+        "sha256": {file.name: sha256(file) for file in files},
+    }
+    (folder / WARMUP).write_text(json.dumps(record | result, indent=1) + "\n", encoding="utf-8")
+
+
+def training_words(options: WarmupOptions) -> list[str]:
+    """Return what to type after `python -m qerl_lab` to train on the result."""
+    scale = next((scale for name, scale in SCALES.items() if name in options.model), "custom")
+    words = ["+experiment=nvfp4_aqn", f"scale={scale}", word("model.path", terminal.near(options.folder))]
+    words += [] if options.task == "arithmetic" else [f"task={options.task}"]
+    further = {"path": options.task_path, "instruction": options.instruction}
+    return words + [word(f"task.{key}", value) for key, value in further.items() if value is not None]
+
+
 COMMAND = Command(
     LINE,
     "Teach a model the format of the answers by supervised training, all weights, on a task's worked solutions",

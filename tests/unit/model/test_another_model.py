@@ -12,7 +12,7 @@ from qerl_lab.cli.compose import make_plan
 from qerl_lab.config.arm import config_hash, of_run
 from qerl_lab.config.model_hash import model_hash
 from qerl_lab.config.option import ConfigError
-from qerl_lab.config.paths import anchored
+from qerl_lab.config.paths import WEIGHTS, anchored
 from qerl_lab.config.schema import ModelConfig, RunConfig
 from qerl_lab.evaluate import subject
 from qerl_lab.evaluate.options import AccuracyOptions
@@ -20,8 +20,7 @@ from qerl_lab.model.on_disk import ASSETS, check_content
 from qerl_lab.preflight import check
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.environment import Typed
-from qerl_lab.tools.export_files import run as export
-from qerl_lab.tools.export_options import ExportOptions
+from qerl_lab.tools.export import ExportOptions, export
 from qerl_lab.train.run import build
 from qerl_lab.train.stop import Stop
 
@@ -116,6 +115,9 @@ def go_on(run: RunDirectory) -> object:
 
 
 def take_out(run: RunDirectory) -> None:
+    run.adapter.mkdir(exist_ok=True)
+    for file in (run.adapter / WEIGHTS, run.path / "DONE"):
+        file.touch()
     export(ExportOptions(run=str(run.path), out=str(run.path / "out")))
 
 

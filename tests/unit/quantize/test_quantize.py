@@ -26,8 +26,8 @@ from qerl_lab.quantize import __main__ as quantize
 from qerl_lab.quantize import quality
 from qerl_lab.quantize import quantize_model as quantization
 from qerl_lab.quantize.quantize_options import QuantizeOptions
-from qerl_lab.tools.warmup_options import WarmupOptions
-from qerl_lab.tools.warmup_options import check as check_warmup
+from qerl_lab.tools.warmup import WarmupOptions
+from qerl_lab.tools.warmup import check as check_warmup
 from small_checkpoints import edit_config, edit_tensors, equal, write_dense
 
 SHARDS = "shard_gb=2e-5"  # 20 kB: several files

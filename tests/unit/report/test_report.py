@@ -15,7 +15,7 @@ from qerl_lab.report import plots, runs, tables
 from qerl_lab.report.__main__ import COMMAND as report_command
 from qerl_lab.report.__main__ import ReportOptions
 from qerl_lab.tools.export import COMMAND as export_command
-from qerl_lab.tools.export_options import ExportOptions
+from qerl_lab.tools.export import ExportOptions
 from qerl_lab.tools.samples import COMMAND as sample_command
 from qerl_lab.tracking.tracker import Mirrored
 
@@ -112,11 +112,15 @@ def test_the_closing_table_says_the_numbers(run_dir: Path) -> None:
 def test_curves_have_four_panels_with_the_values_of_the_record(run_dir: Path, monkeypatch) -> None:
     figures = []
     monkeypatch.setattr(plots.plt, "close", figures.append)
-    plots.save_curves(runs.read_steps(RunDirectory(run_dir)), "nvfp4_aqn, seed 0", run_dir / "curves.png")
+    title = f"nvfp4_aqn{',optim.learning_rate=3e-05' * 6}: pocket on arithmetic, seed 0"
+    plots.save_curves(runs.read_steps(RunDirectory(run_dir)), title, run_dir / "curves.png")
     image = plots.plt.imread(run_dir / "curves.png")
     assert image.shape[0] > 500
     assert image.std() > 0.02  # not blank
     (figure,) = figures
+    box = figure.texts[0].get_window_extent()
+    assert box.x0 >= 0
+    assert box.x1 <= figure.bbox.x1  # a long title is not cut
     assert [axis.get_title() for axis in figure.axes] == ["Reward", "Entropy", "AQN noise", "Throughput"]
     assert [len(axis.lines) for axis in figure.axes] == [3, 2, 2, 2]
     assert all(axis.get_ylabel() and axis.get_xlabel() == "step" and axis.get_legend() for axis in figure.axes)
@@ -177,6 +181,17 @@ def test_comparing_arms_draws_the_mean_thick_and_each_seed_thin() -> None:
     assert len(axis.lines) == 2 * 3
     mean = next(line for line in axis.lines if line.get_label() == "bf16 (n=2)")
     assert (list(mean.get_xdata()), list(mean.get_ydata())) == ([1, 2], [1.5, 2.5])
+    plots.plt.close(figure)
+
+
+def test_the_legend_of_a_long_arm_is_not_cut() -> None:
+    arm = "nvfp4_aqn" + " optim.learning_rate=3e-05" * 4
+    rows = [{"run_id": "a", "arm": arm, "metric": "reward/mean", "step": step, "value": 0.5} for step in (1, 2)]
+    figure = plots.compare_arms(pd.DataFrame(rows), {arm: "nvfp4"}, {"reward/mean": ("Reward", "reward")})
+    figure.canvas.draw()
+    box = figure.legends[0].get_window_extent()
+    assert box.x0 >= 0
+    assert box.x1 <= figure.bbox.x1
     plots.plt.close(figure)
 
 

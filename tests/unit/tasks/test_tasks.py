@@ -15,7 +15,7 @@ from qerl_lab.config import files
 from qerl_lab.config.rules import from_dict
 from qerl_lab.config.task import PAPER_INSTRUCTION, ArithmeticConfig, TaskConfig
 from qerl_lab.tasks import arithmetic
-from qerl_lab.tools.pocket_teacher import examples
+from qerl_lab.tools.pretrain import examples
 
 DIFFICULTIES = [
     {},

@@ -27,9 +27,7 @@ from qerl_lab.model.policy import Policy
 from qerl_lab.quantize import __main__ as quantize
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.environment import Typed
-from qerl_lab.tools.export_files import run as export
-from qerl_lab.tools.export_options import ExportOptions, check
-from qerl_lab.tools.model_card import card
+from qerl_lab.tools.export import ExportOptions, card, check, export
 
 CPU = torch.device("cpu")
 RESULT = {
@@ -127,7 +125,7 @@ def test_the_card_says_what_it_is_and_what_came_out(runs: dict[str, tuple[Path, 
     assert yaml.safe_load(head)["library_name"] == "peft"
     for said in (
         "pocket in nvfp4, GRPO on arithmetic", "+0.250 [+0.100, +0.400]", "0.100, 0.700", "rank 4, alpha 6", "ab" * 32,
-        "--max-lora-rank 8", "| command |", "Reply as <think>", "base=true holds them",
+        "--max-lora-rank 8", "- command: `", "Reply as <think>", "base=true holds them",
     ):  # fmt: skip
         assert said in body, said
     record = json.loads((made / EXPORT).read_text())
@@ -145,7 +143,7 @@ def test_the_card_tells_a_part_of_gsm8k_from_gsm8k(
     runs: dict[str, tuple[Path, Policy]], tiny: Callable[..., RunConfig]
 ) -> None:
     record = RunDirectory(runs["bf16"][0])
-    for most, said in ((None, "Questions of `gsm8k`."), (2, "Questions of `gsm8k` with at most 2 steps.")):
+    for most, said in ((None, "questions of `gsm8k`\n"), (2, "questions of `gsm8k` with at most 2 steps\n")):
         assert said in card(ExportOptions(out="mine"), tiny(task__name="gsm8k", task__gsm8k__max_steps=most), record)
 
 

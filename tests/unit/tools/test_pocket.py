@@ -14,8 +14,7 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.model.on_disk import ASSETS
 from qerl_lab.model.policy import Policy
 from qerl_lab.tasks import arithmetic
-from qerl_lab.tools.pocket_recipe import Recipe
-from qerl_lab.tools.pocket_teacher import batch_of, make_model, make_tokenizer
+from qerl_lab.tools.pretrain import Recipe, batch_of, examples, make_model, make_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -68,8 +67,6 @@ def test_its_teacher_scores_the_solution_and_its_end_alone() -> None:
 
 
 def test_its_teacher_never_sees_a_heldout_problem() -> None:
-    from qerl_lab.tools.pocket_teacher import examples
-
     source = examples(tasks.configured("arithmetic"), random.Random(0))
     taught = {text for text, _ in (next(source) for _ in range(2000))}
     rng, held = random.Random(1), set()

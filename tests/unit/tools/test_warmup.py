@@ -1,14 +1,9 @@
-"""The warm-up: what is learned, one seeded order, a kill in the middle, and a directory that a run trains on."""
+"""The warm-up: what is learned, and a directory that a run trains on."""
 
 import json
 import os
-import shutil
-import signal
-import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
@@ -16,7 +11,6 @@ import torch
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 from trl import SFTTrainer
 
-from forked import SERVER
 from qerl_lab import tasks
 from qerl_lab.cli.compose import make_plan
 from qerl_lab.cli.overrides import spell
@@ -27,11 +21,7 @@ from qerl_lab.config.spelling import readable
 from qerl_lab.formats.nvfp4 import Nvfp4
 from qerl_lab.model import policy
 from qerl_lab.model.on_disk import ASSETS
-from qerl_lab.record.partial import JOURNAL
-from qerl_lab.terminal import Amount
-from qerl_lab.tools import warmup, warmup_training
-from qerl_lab.tools.warmup_options import WarmupOptions, check
-from qerl_lab.tools.warmup_training import CHECKPOINTS, IGNORED, run, tokenized, training_words
+from qerl_lab.tools.warmup import IGNORED, WarmupOptions, check, tokenized, training_words, warm_up
 from small_checkpoints import write_dense, write_packed
 
 
@@ -55,13 +45,8 @@ def options(model: Path, tmp_path: Path) -> WarmupOptions:
     torch.set_num_threads(1)
     return WarmupOptions(
         model=str(model), task="arithmetic", out=str(tmp_path / "out"), device="cpu", questions=64, batch_size=8,
-        micro_batch_size=4, epochs=1.5, learning_rate=1e-2, checkpoint_every=2,
+        micro_batch_size=4, epochs=1.5, learning_rate=1e-2,
     )  # fmt: skip
-
-
-def words(options: WarmupOptions) -> list[str]:
-    usual = WarmupOptions()
-    return [f"{key}={value}" for key, value in vars(options).items() if value != getattr(usual, key)]
 
 
 def test_only_the_solution_and_its_end_token_are_learned() -> None:
@@ -101,7 +86,7 @@ def test_an_update_is_that_of_the_mean_loss_whatever_the_micro_batch(options: Wa
     options = replace(options, model=str(model), epochs=0.25)
     found = {}
     for size in (1, 4, 8):
-        run(replace(options, micro_batch_size=size, out=str(tmp_path / str(size))))
+        warm_up(replace(options, micro_batch_size=size, out=str(tmp_path / str(size))))
         found[size] = json.loads((tmp_path / str(size) / "warmup.json").read_text())["losses"]
     assert found[1] == pytest.approx(found[8], rel=1e-3)
     assert found[4] == pytest.approx(found[8], rel=1e-3)
@@ -111,20 +96,20 @@ def test_a_loss_that_is_not_finite_ends_it(options: WarmupOptions, monkeypatch: 
     compute = SFTTrainer.compute_loss
     monkeypatch.setattr(SFTTrainer, "compute_loss", lambda *given, **how: torch.nan * compute(*given, **how))
     with pytest.raises(ValueError, match="the loss of update 1 is nan"):
-        run(options)
+        warm_up(options)
     assert not options.folder.with_name("out.partial").exists()
 
 
 def test_it_teaches_and_leaves_a_model_that_a_run_trains_on(
     options: WarmupOptions, tiny: Callable[..., RunConfig], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    check(options)
-    run(options)
+    warm_up(options)
     record = json.loads((options.folder / "warmup.json").read_text())
     assert record["updates"] == len(record["losses"]) == 12
     assert record["losses"][0] > 6
     assert record["losses"][-1] < 4
     assert record["solutions"]["training_questions"] == 64
+    assert record["began_from"] == {"path": options.model, "revision": None, "hash": model_hash(Path(options.model))}
     assert {file.name for file in options.folder.iterdir()} == {*record["sha256"], "warmup.json"}
     out = capsys.readouterr().out
     assert f"+experiment=nvfp4_aqn scale=custom model.path={options.folder}" in out
@@ -135,102 +120,19 @@ def test_it_teaches_and_leaves_a_model_that_a_run_trains_on(
     check(replace(options, overwrite=True))
 
 
-def test_the_record_tells_its_model_from_another_at_the_same_path(options: WarmupOptions, tmp_path: Path) -> None:
-    """By the hash that a run notes of a base, and by what the lab's commands noted of it."""
-    source, made = tmp_path / "source", []
-    shutil.copytree(options.model, source)
-    for name in ("first", "second"):
-        run(replace(options, model=str(source), out=str(tmp_path / name), epochs=0.1))
-        made.append(json.loads((tmp_path / name / "warmup.json").read_text())["began_from"])
-        shutil.rmtree(source)
-        shutil.copytree(tmp_path / name, source)
-    assert made[0] == {"path": str(source), "revision": None, "hash": model_hash(Path(options.model))}
-    assert made[1]["hash"] == model_hash(tmp_path / "first") != made[0]["hash"]
-    assert made[1]["warmup.json"]["began_from"] == made[0]
-
-
-def command(options: WarmupOptions, output: Path) -> None:
-    with output.open("ab", buffering=0) as out:
-        os.dup2(out.fileno(), 1), os.dup2(out.fileno(), 2)
-    from qerl_lab.tools.warmup import main
-
-    sys.exit(main(words(options)))
-
-
-def start(options: WarmupOptions, output: Path) -> BaseProcess:
-    """The command in a process that is forked (forked.py), since starting Python costs seconds."""
-    process = SERVER.Process(target=command, args=(options, output))
-    process.start()
-    return process
-
-
-@pytest.mark.slow
-def test_killed_in_the_middle_it_ends_as_one_that_was_not(options: WarmupOptions, tmp_path: Path) -> None:
-    options.epochs = 3.0  # 24 updates
-    killed = replace(options, out=str(tmp_path / "killed"))
-    partial, output = tmp_path / "killed.partial", tmp_path / "output.txt"
-    process = start(killed, output)
-    journal = partial / JOURNAL
-    while not (journal.exists() and CHECKPOINTS in journal.read_text()) and process.is_alive():
-        time.sleep(0.01)
-    process.kill()
-    process.join()
-    assert process.exitcode == -signal.SIGKILL, output.read_text()
-    again = start(killed, output)
-    again.join(300)
-    assert again.exitcode == 0, output.read_text()
-    assert "continuing after update " in output.read_text()
-    run(options)
-    for name in ("model.safetensors", "config.json", "tokenizer.json"):
-        assert (tmp_path / "killed" / name).read_bytes() == (options.folder / name).read_bytes()
-    losses = [
-        json.loads((folder / "warmup.json").read_text())["losses"] for folder in (options.folder, tmp_path / "killed")
-    ]
-    assert losses[0] == losses[1]
-    assert not partial.exists()
-
-
 def test_a_machine_of_several_gpus_shows_one_to_the_trainer(
     options: WarmupOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
-    monkeypatch.setattr(warmup_training, "run", lambda _: None)
-    warmup.warm_up(options)
+    monkeypatch.setattr(tasks, "worked", lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        warm_up(options)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "3"
-
-
-def test_an_interrupted_one_is_not_continued_with_other_options(
-    options: WarmupOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    options = replace(options, model=str(shutil.copytree(options.model, tmp_path / "own")))
-    real, calls = Amount.advance, []
-
-    def stop(self: Amount, count: int, said: str = "") -> None:
-        calls.append(said)
-        if len(calls) == 4:
-            raise KeyboardInterrupt
-        real(self, count, said)
-
-    monkeypatch.setattr(Amount, "advance", stop)
-    with pytest.raises(KeyboardInterrupt):
-        run(options)
-    monkeypatch.undo()
-    with pytest.raises(ConfigError, match=r"was begun with learning_rate=0.01.*Type learning_rate=0.01"):
-        run(replace(options, learning_rate=0.02))
-    weights = Path(options.model) / "model.safetensors"
-    before = weights.read_bytes()
-    weights.write_bytes(before[:-1] + bytes([before[-1] ^ 1]))  # of the same size, under the same path
-    with pytest.raises(ConfigError, match="was begun from other files than the model has now"):
-        run(options)
-    weights.write_bytes(before)
-    run(options)
-    assert (options.folder / "model.safetensors").is_file()
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"task": "gsm9k"}, r"task=gsm9k is not allowed; allowed: arithmetic, gsm8k\. Did you mean gsm8k"),
         ({"model": "/no/such/place"}, "model=/no/such/place is no directory"),
         ({"task_path": "/no/such/place"}, "task_path=/no/such/place is not there"),
         ({"model": "no.gguf"}, "model=no.gguf is no file"),
@@ -250,12 +152,10 @@ def test_what_cannot_serve_is_refused_before_torch_is_imported(
         check(replace(options, **given))  # type: ignore[arg-type]
 
 
-def test_a_packed_model_and_a_task_without_solutions_are_refused(options: WarmupOptions, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"task=aime24 has no worked solutions; allowed: .*gsm8k"):
-        run(replace(options, task="aime24"))
+def test_a_packed_model_is_refused(options: WarmupOptions, tmp_path: Path) -> None:
     write_packed(tmp_path / "packed", random_model(), Nvfp4(scale_rule="max"))
     with pytest.raises(ConfigError, match="is packed; allowed: the dense model, all of whose weights are trained"):
-        run(replace(options, model=str(tmp_path / "packed")))
+        warm_up(replace(options, model=str(tmp_path / "packed")))
 
 
 def test_a_weight_that_is_not_finite_is_refused_before_an_update(options: WarmupOptions, tmp_path: Path) -> None:
@@ -263,17 +163,17 @@ def test_a_weight_that_is_not_finite_is_refused_before_an_update(options: Warmup
     model.model.norm.weight.data[5] = torch.nan
     folder = write_dense(tmp_path / "damaged", model)
     with pytest.raises(ConfigError, match=r"model\.norm\.weight: 1 values that float32 cannot hold, the first nan at"):
-        run(replace(options, model=str(folder)))
+        warm_up(replace(options, model=str(folder)))
 
 
 def test_a_task_without_a_row_is_refused_by_this_command_s_words(options: WarmupOptions, tmp_path: Path) -> None:
     for name in ("train", "test"):
         (tmp_path / f"{name}.jsonl").touch()
     with pytest.raises(ConfigError, match=r"gsm8k has no worked solution\. Type task_path=DIRECTORY"):
-        run(replace(options, task="gsm8k", task_path=str(tmp_path)))
+        warm_up(replace(options, task="gsm8k", task_path=str(tmp_path)))
     (file := tmp_path / "one.jsonl").touch()
     with pytest.raises(ConfigError, match=r"Type task_path=DIRECTORY with train\.jsonl and test\.jsonl"):
-        run(replace(options, task="gsm8k", task_path=str(file)))
+        warm_up(replace(options, task="gsm8k", task_path=str(file)))
 
 
 def test_the_line_that_trains_on_it_asks_with_the_instruction_that_was_taught(options: WarmupOptions) -> None:
