@@ -8,10 +8,7 @@ differences are paired by token; their intervals are over prompts.
 import hashlib
 import json
 import math
-import shlex
-import subprocess
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,15 +20,14 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
 from qerl_lab import formats, rollout, terminal
+from qerl_lab.config.files import choices_of
 from qerl_lab.config.keys import typed
-from qerl_lab.config.model_hash import model_hash
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.records import QUALITY
 from qerl_lab.config.schema import DENSE_FORMAT, FormatConfig, RunConfig
-from qerl_lab.config.spelling import word
 from qerl_lab.disk import make_directory, replace_file, strict_json
 from qerl_lab.evaluate import benchmarks, kl, weight_error
-from qerl_lab.evaluate.options import CALIBRATED, EntropyOptions, chosen_formats, split
+from qerl_lab.evaluate.options import EntropyOptions, name_and_path
 from qerl_lab.formats.format import Format
 from qerl_lab.model import loading, policy
 from qerl_lab.model.files import WeightFiles, local_folder, read_json
@@ -92,7 +88,7 @@ def run(options: EntropyOptions) -> None:
         refuse_written(options, out)
     make_directory(out, f"out={out}")
     device = policy.device_of(options.device)
-    arms = list(arms_of(options, out))
+    arms = list(arms_of(options))
     texts = sample(options, device)
     print(f"{len(texts.pairs)} completions of {options.prompts}, {len(texts.states)} tokens, on {device}")
     rows = [{"arm": "dense", "part": "", **estimates(texts.entropies_T, texts)}]
@@ -126,83 +122,39 @@ def refuse_written(options: EntropyOptions, out: Path) -> None:
     if not (out / ABOUT).is_file():
         return
     before, now = read_json(out / ABOUT).get("options", {}), asdict(options)
-    del now["out"], now["overwrite"]
-    if differ := differences(now, before):
+    differ = [
+        f"{key}={typed(value)} (was {typed(before[key])})"
+        for key, value in now.items()
+        if key not in ("out", "overwrite") and before.get(key, value) != value
+    ]
+    if differ:
         raise ConfigError(
-            f"out={out} is of another command: {differ}. Type another out, or overwrite=true to replace it."
+            f"out={out} is of another command: {', '.join(differ)}. Type another out, or overwrite=true to replace it."
         )
 
 
-def differences(now: Mapping[str, Any], before: Mapping[str, Any]) -> str:
-    """List the options that had another value before; empty if all agree."""
-    return ", ".join(
-        f"{key}={typed(value)} (was {typed(before[key])})"
-        for key, value in now.items()
-        if before.get(key, value) != value
-    )
-
-
-def arms_of(options: EntropyOptions, out: Path) -> Iterator[Arm]:
-    """Yield an arm for every format and applicable method, then for the given checkpoints."""
-    for name in chosen_formats(options):
-        cfg = RunConfig()
-        cfg.format.name = name
-        for method in options.methods:
-            if method == "rtn":
-                yield Arm(formats.build(cfg.format), method)
-            elif name in CALIBRATED:
-                yield _arm_in(calibrated(options, name, method, out / f"{name}-{method}"))
+def arms_of(options: EntropyOptions) -> Iterator[Arm]:
+    """Yield an arm for every packed format, rounded to nearest, then for the given checkpoints."""
+    names = choices_of("format") if "all" in options.formats else list(dict.fromkeys(options.formats))
+    for name in names:
+        if name != DENSE_FORMAT:
+            yield Arm(formats.build(FormatConfig(name=name)), "rtn")
     for given in options.checkpoints:
-        yield _arm_in(local_folder(given, None, key="checkpoints"))
-
-
-def _arm_in(folder: Path) -> Arm:
-    """Return the arm of a packed directory; its method comes from quality.json of the quantize command."""
-    try:
-        stored = loading.stored_as(folder)
-    except ValueError as error:
-        raise ConfigError(f"{folder} cannot be read ({error}). Type another in checkpoints.") from None
-    if stored is None:
-        raise ConfigError(f"{folder} in checkpoints is dense; allowed: packed ones. Leave it out.")
-    noted = folder / QUALITY
-    method = read_json(noted).get("method", "unknown") if noted.is_file() else "unknown"
-    return Arm(stored.weight_format, str(method), folder)
-
-
-def calibrated(options: EntropyOptions, name: str, method: str, folder: Path) -> Path:
-    """Create a calibrated checkpoint with the quantize command unless it exists; return its folder.
-
-    Raises ValueError if the command fails, and ConfigError for a checkpoint of another model or other options.
-    """
-    words = {"model": options.model, "format": name, "method": method, "out": folder, "quality": "weights",
-             "samples": options.samples, "tokens": options.tokens, "seed": options.seed, "dataset": options.dataset,
-             "revision": options.revision, "device": options.device}  # fmt: skip
-    dense = model_hash(local_folder(options.model, options.revision, key="model"))
-    of = {key: value for key, value in words.items() if key not in ("out", "device")} | {"model_hash": dense}
-    _refuse_another(folder, of)
-    if not (folder / "config.json").is_file():
-        line = [word(key, str(value)) for key, value in words.items() if value is not None]
-        # In a separate process, so that llmcompressor's memory is freed when it ends.
-        code = subprocess.run([sys.executable, "-m", "qerl_lab.quantize", *line], stdout=sys.stderr).returncode
-        if code != 0:
-            raise ValueError(f"python -m qerl_lab.quantize {shlex.join(line)} ended with {code}; its message is above")
-    return folder
-
-
-def _refuse_another(folder: Path, of: dict[str, Any]) -> None:
-    """Record the options of a checkpoint before making it. Raises ConfigError if one made with others exists."""
-    note = folder.with_name(f"{folder.name}.json")
-    before = read_json(note) if note.is_file() else {}
-    if (folder / "config.json").is_file() and before != of:
-        differ = differences(of, before)
-        why = f"is of another command: {differ}" if differ else "does not say what it was made of"
-        raise ConfigError(f"{folder} {why}. Type another out, or move it away.")
-    replace_file(note, json.dumps(of, indent=1).encode() + b"\n")
+        folder = local_folder(given, None, key="checkpoints")
+        try:
+            stored = loading.stored_as(folder)
+        except ValueError as error:
+            raise ConfigError(f"{folder} cannot be read ({error}). Type another in checkpoints.") from None
+        if stored is None:
+            raise ConfigError(f"{folder} in checkpoints is dense; allowed: packed ones. Leave it out.")
+        quality = folder / QUALITY  # of the quantize command
+        method = read_json(quality).get("method", "unknown") if quality.is_file() else "unknown"
+        yield Arm(stored.weight_format, str(method), folder)
 
 
 def sample(options: EntropyOptions, device: torch.device) -> Texts:
     """Sample one completion per prompt from the dense model at temperature 1."""
-    name, path = split(options.prompts)
+    name, path = name_and_path(options.prompts)
     task = benchmarks.questions_of(benchmarks.task_config(None, name, path), f"prompts={name}:")
     cfg = run_config(options, DENSE_FORMAT)
     dense = policy.build(cfg, device)
@@ -300,11 +252,22 @@ def compared(model: PreTrainedModel, texts: Texts, batch_size: int) -> tuple[Ten
 
 
 def estimates(entropies_T: Tensor, texts: Texts) -> dict[str, Any]:
-    """Return mean entropy and its change from the dense model, each with interval."""
+    """Return mean entropy and its change from the dense model, each with interval, and `forking`'s two means."""
     return {
         "entropy": named(entropies_T, texts),
+        **dict(zip(("entropy_forking", "entropy_rest"), forking(entropies_T), strict=True)),
         "entropy_change": change(entropies_T - texts.entropies_T, texts),
     }
+
+
+def forking(entropies_T: Tensor) -> tuple[float, float]:
+    """Return mean entropy in nats of a model's forking tokens and of the rest.
+
+    Forking tokens are the fifth with the highest entropy under the model itself (arXiv 2506.01939), rounded up.
+    """
+    ranked = entropies_T.double().sort(descending=True).values
+    count = math.ceil(len(ranked) / 5)
+    return ranked[:count].mean().item(), ranked[count:].mean().item()
 
 
 def change(values_T: Tensor, texts: Texts) -> dict[str, float]:
@@ -336,7 +299,17 @@ def label(row: dict[str, Any], rows: list[dict[str, Any]]) -> str:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Format the rows: one per model, and one per error part added alone to the dense weights."""
-    head = ["weights", "entropy", "change, 95% interval", "p", "KL to dense", "error", *weight_error.PARTS]
+    head = [
+        "weights",
+        "entropy",
+        "forking",
+        "rest",
+        "change, 95% interval",
+        "p",
+        "KL to dense",
+        "error",
+        *weight_error.PARTS,
+    ]
     lines = [cells(row, rows) for row in rows]
     return terminal.columns([head, *(line + [""] * (len(head) - len(line)) for line in lines)])
 
@@ -345,7 +318,8 @@ def cells(row: dict[str, Any], rows: list[dict[str, Any]]) -> list[str]:
     """Return the table cells of a row."""
     found, error = row["entropy_change"], row.get("weight_error")
     line = [f"  by {row['part']}" if row["part"] else label(row, rows)]
-    line += [number(row["entropy"]["mean"], ".4f") if "entropy" in row else ""]
+    means = (row["entropy"]["mean"], row["entropy_forking"], row["entropy_rest"]) if "entropy" in row else ()
+    line += [number(mean, ".4f") for mean in means] or [""] * 3
     if row["arm"] != "dense":
         is_known = all(map(math.isfinite, found.values()))
         line += [f"{found['mean']:+.4f} [{found['low']:+.4f}, {found['high']:+.4f}]" if is_known else NOT_FINITE]
