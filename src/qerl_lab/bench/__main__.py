@@ -5,7 +5,7 @@ import signal
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from qerl_lab import exits
 
@@ -68,11 +68,9 @@ def in_processes(benchmark: str, options: RolloutOptions | StepOptions) -> None:
     about = prepare(options)
     from qerl_lab.bench import arm_processes
 
-    arm_processes.clear(Path(options.scratch))
-    arm_processes.refuse_wrong_runs(benchmark, options)
-    arm_processes.refuse_few_gpus(options)
-    arm_processes.refuse_small_scratch(options)
-    hear_once()
+    arm_processes.check(benchmark, options)
+    for number in exits.heard():  # an ended command keeps its rows and removes its checkpoint
+        signal.signal(number, signal.default_int_handler)
     rows: list[dict[str, Any]] = []
     result = {"benchmark": benchmark, **about, "rows": rows}
     for row in arm_processes.run(benchmark, options):
@@ -81,21 +79,6 @@ def in_processes(benchmark: str, options: RolloutOptions | StepOptions) -> None:
     save(Path(options.out), result)
     if dead := arm_processes.dead(rows):
         raise ValueError(f"{len(dead)} arms died: {'; '.join(row['arm'] for row in dead)}. The table says of what.")
-
-
-def hear_once() -> None:
-    """Raise KeyboardInterrupt at the first stop signal, so that the command removes its checkpoint.
-
-    A second signal is ignored: `timeout` sends two, and the second would interrupt the removal.
-    """
-
-    def end(*_: object) -> NoReturn:
-        for number in exits.heard():
-            signal.signal(number, signal.SIG_IGN)
-        raise KeyboardInterrupt
-
-    for number in exits.heard():
-        signal.signal(number, end)
 
 
 def prepare(options: AnyOptions) -> dict[str, Any]:

@@ -176,14 +176,11 @@ def test_a_product_and_its_adapter_have_one_colour() -> None:
         (["linear"], "error: The benchmarks need an NVIDIA GPU"),
     ],
 )
-def test_what_the_command_says(words: list[str], message: str, tmp_path: Path) -> None:
+def test_what_the_command_says(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     if words == ["linear"] and torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    line = [sys.executable, "-m", "qerl_lab.bench", *words]
-    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True)
-    assert message in done.stdout + done.stderr
-    assert done.returncode == (2 if words else 0)
-    assert "Traceback" not in done.stderr
+    assert command.main(words) == (2 if words else 0)
+    assert message in "".join(capsys.readouterr())
 
 
 @pytest.mark.parametrize("name", ["linear", "train_step"])

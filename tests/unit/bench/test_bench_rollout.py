@@ -11,7 +11,7 @@ import pytest
 
 from bench_jobs import ARCHITECTURE, FakeSampler
 from qerl_lab.bench import arm_processes, gpu, rollout
-from qerl_lab.bench.arm_processes import Job
+from qerl_lab.bench.arm_config import Job
 from qerl_lab.bench.bench_options import RolloutOptions, arm_of
 
 NATS = math.log(300)
@@ -22,7 +22,7 @@ def options(**changes: Any) -> RolloutOptions:
 
 
 def job_of(changed: RolloutOptions) -> Job:
-    return Job("rollout", arm_of("bf16", {}), 4, ARCHITECTURE, "", "", "", vars(changed))
+    return Job("rollout", arm_of("bf16", {}), 4, ARCHITECTURE, "", "", vars(changed))
 
 
 def answer(prompts: list[list[int]], new: int) -> list[list[float]]:
