@@ -33,13 +33,13 @@ LINES = 40  # log lines kept if a process died without a reason
 PAUSE = 0.05  # seconds between two looks at a process
 
 
-def check(benchmark: str, options: RolloutOptions | StepOptions) -> None:
+def check(options: RolloutOptions | StepOptions) -> None:
     """Raise ConfigError if an arm contradicts itself or the options, or GPUs or `scratch` are too few or too small."""
     every, scratch = arms(options), Path(options.scratch)
     for arm in (arm for arm in every if not arm.is_baseline):
         for rank in options.ranks:
             try:
-                arm_config(benchmark, arm, vars(options), rank, ARCHITECTURES[options.model], options.scratch)
+                arm_config(options.BENCHMARK, arm, vars(options), rank, ARCHITECTURES[options.model], options.scratch)
             except ConfigError as error:
                 raise ConfigError(f"the arm {arm.name!r} with rank {rank}: {error}") from None
     gpus.refuse_fewer(max((arm.gpus for arm in every if not arm.is_on_cpu), default=1), len(gpus.visible()))
@@ -67,7 +67,7 @@ def arms(options: RolloutOptions | StepOptions) -> list[Arm]:
     return sorted(every, key=lambda arm: order.index(arm.format))
 
 
-def run(benchmark: str, options: RolloutOptions | StepOptions) -> Iterator[Row]:
+def run(options: RolloutOptions | StepOptions) -> Iterator[Row]:
     """Yield the rows of every arm and rank. The last row of a dead arm has the reason as `died`."""
     architecture, written = ARCHITECTURES[options.model], ""
     with named_folder(SCRATCH, Path(options.scratch)) as scratch:
@@ -81,7 +81,7 @@ def run(benchmark: str, options: RolloutOptions | StepOptions) -> Iterator[Row]:
                 write_checkpoint(scratch / written, written, options)
             for rank in options.ranks:
                 folders = str(scratch / arm.format), str(scratch / f"rank{rank}")
-                yield from measure(Job(benchmark, arm, rank, architecture, *folders, asdict(options)), scratch)
+                yield from measure(Job(options.BENCHMARK, arm, rank, architecture, *folders, asdict(options)), scratch)
 
 
 def write_checkpoint(folder: Path, weight_format: str, options: RolloutOptions | StepOptions) -> None:

@@ -29,6 +29,7 @@ Row = dict[str, Any]  # measured values by name
 
 @dataclass
 class LinearOptions:
+    BENCHMARK = "linear"
     models: list[str] = option(["qwen2.5-7b", "qwen2.5-32b"], "whose Linears", choices=tuple(ARCHITECTURES))
     tokens: list[int] = option([512, 2048, 8192], "rows of the input", at_least=1)
     out: str = option("results/bench/linear", OUT)
@@ -36,6 +37,7 @@ class LinearOptions:
 
 @dataclass
 class DecodeOptions:
+    BENCHMARK = "decode"
     model: str = option("qwen2.5-7b", "whose Linears", choices=tuple(ARCHITECTURES))
     rows: list[int] = option([1, 8, 16, 32, 64, 128, 256], "completions at once", at_least=1, at_most=1024)
     rank: int = option(32, "rank of the adapters", at_least=1, at_most=128)
@@ -44,6 +46,7 @@ class DecodeOptions:
 
 @dataclass
 class TrainStepOptions:
+    BENCHMARK = "train_step"
     model: str = option("qwen2.5-7b", "architecture, with random weights", choices=tuple(ARCHITECTURES))
     arms: list[str] = option(
         list(ARMS),
@@ -59,6 +62,7 @@ class TrainStepOptions:
 
 @dataclass
 class RolloutOptions:
+    BENCHMARK = "rollout"
     model: str = option("qwen2.5-7b", "architecture, with random weights", choices=tuple(ARCHITECTURES))
     arms: list[str] = option(
         ["bf16_stock", "qlora_stock", "nvfp4_stock", *FORMATS],
@@ -77,6 +81,7 @@ class RolloutOptions:
 
 @dataclass
 class StepOptions:
+    BENCHMARK = "step"
     model: str = option("qwen2.5-7b", "architecture, with random weights", choices=tuple(ARCHITECTURES))
     arms: list[str] = option(
         ["bf16_trl", "qlora_trl", *FORMATS],

@@ -10,14 +10,15 @@ import json
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-from qerl_lab import rollout, terminal
+from qerl_lab import formats, rollout, terminal
 from qerl_lab.config.message import first_line
+from qerl_lab.config.model_hash import model_hash
 from qerl_lab.config.option import ConfigError
 from qerl_lab.disk import read_json, replace_file, strict_json
 from qerl_lab.evaluate import benchmarks, subject, summary
@@ -27,6 +28,7 @@ from qerl_lab.evaluate.options import SMALL, SMALL_SAMPLES, AccuracyOptions
 from qerl_lab.evaluate.subject import HowSampled, Subject
 from qerl_lab.evaluate.summary import ABOUT, COMMON, OWN, ROWS, SCHEMA
 from qerl_lab.model import policy
+from qerl_lab.model.files import local_folder
 from qerl_lab.model.policy import Policy
 from qerl_lab.record.environment import environment
 from qerl_lab.record.partial import Unfinished
@@ -91,7 +93,8 @@ class Engines:
     """The engine in use, kept from one evaluation to the next while nothing that it is built on changes."""
 
     def __init__(self) -> None:
-        self._stack, self._key, self._open = ExitStack(), None, None
+        self._stack, self._key = ExitStack(), None
+        self._open: tuple[Policy, Engine] | None = None
 
     def get(self, found: Subject, engine: str) -> tuple[Policy, Engine]:
         """Load the subject, dequantized for the common engine, and build its sampler without noise."""
@@ -142,8 +145,9 @@ def identity_of(options: AccuracyOptions, found: Subject, asked: Sequence[Benchm
     """Return the settings that determine the answers, by option name."""
     cfg, device = found.cfg, policy.device_of(found.cfg.device)
     return {
-        "weights": subject.weights(cfg),
-        "format": cfg.format.name, "format_options": subject.format_options(cfg),
+        "weights": {"hash": model_hash(local_folder(cfg.model.path, cfg.model.revision))},  # wherever it was copied to
+        "format": cfg.format.name,
+        "format_options": asdict(formats.build(cfg.format)) | {"ignore": cfg.format.ignore},
         "lora": [cfg.lora.rank, cfg.lora.alpha], "adapter": found.adapter_sha256,
         "rollout": cfg.rollout.engine, "device": device.type, "dtype": str(policy.compute_dtype(cfg, device)),
         "batch_size": cfg.rollout.batch_size, "common": options.common,
@@ -236,7 +240,8 @@ def notes(job: Job) -> list[str]:
     ]  # fmt: skip
     if job.options.run and found.adapter is None:
         said.append("adapter=false: the base of the run alone")
-    if found.adapter is not None and subject.is_zero(found.adapter):
+    tensors = {} if found.adapter is None else policy.adapter_tensors(found.adapter)
+    if tensors and not any(tensor.any() for name, tensor in tensors.items() if "lora_B" in name):
         said.append("the adapter is all zero: these are the answers of the base alone")
     if job.options.common and found.is_common:
         said.append(f"its own engine is the common one: {cfg.format.name} is dense")

@@ -219,7 +219,9 @@ def differences(pairs: Pairs, notes: list[str]) -> Iterator[Difference]:
             )
             by_question = (b[a.columns] - a).reset_index(drop=True)
             means = float(a.to_numpy().mean()), float(b.to_numpy().mean())
-            yield Difference(*name, f"pass@{k}" if k else "accuracy", *means, by_question)
+            benchmark, engine, sampling = name
+            measure = f"pass@{k}" if k else "accuracy"
+            yield Difference(benchmark, engine, sampling, measure, *means, by_question)
 
 
 def check_pair(benchmark: str, a: pd.DataFrame, b: pd.DataFrame) -> None:

@@ -8,6 +8,7 @@ differences are paired by token; their intervals are over prompts.
 import hashlib
 import json
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -43,8 +44,9 @@ PROMPT_TOKENS = 2048  # longer questions are left out
 
 @dataclass(frozen=True)
 class Arm:
-    """A packed model: a checkpoint in `folder`, or with None the dense model rounded to nearest while loading."""
+    """A packed model that `cfg` loads: a checkpoint in `folder`, or with None the dense model rounded to nearest."""
 
+    cfg: RunConfig
     weight_format: Format
     method: str
     folder: Path | None = None
@@ -78,7 +80,7 @@ class Texts:
 def run(options: EntropyOptions) -> None:
     """Measure every arm, print the table and write the results.
 
-    Raises ConfigError for a model that is packed or cannot be loaded, and ValueError if a quantization method fails.
+    Raises ConfigError for a model that is packed or cannot be loaded.
     """
     folder = local_folder(options.model, options.revision, key="model")
     remedy = f"Type it, and checkpoints=[{options.model}]."
@@ -103,8 +105,9 @@ def run(options: EntropyOptions) -> None:
     }  # fmt: skip
     replace_file(out / ABOUT, strict_json(about))
     replace_file(out / "entropy.csv", pd.json_normalize(rows).to_csv(index=False, float_format="%.6g").encode())
-    draw(rows, out / "entropy.png")
-    print("\n".join(["", table(rows), *notes(rows)]))
+    names = row_names(rows)
+    draw(rows, names, out / "entropy.png")
+    print("\n".join(["", table(rows, names)]))
     print(f"\nwritten: {terminal.near(out)}  ({ABOUT}, entropy.csv, entropy.png)")
 
 
@@ -138,7 +141,8 @@ def arms_of(options: EntropyOptions) -> Iterator[Arm]:
     names = choices_of("format") if "all" in options.formats else list(dict.fromkeys(options.formats))
     for name in names:
         if name != DENSE_FORMAT:
-            yield Arm(formats.build(FormatConfig(name=name)), "rtn")
+            cfg = run_config(options, name)
+            yield Arm(cfg, formats.build(cfg.format), "rtn")
     for given in options.checkpoints:
         folder = local_folder(given, None, key="checkpoints")
         try:
@@ -149,7 +153,11 @@ def arms_of(options: EntropyOptions) -> Iterator[Arm]:
             raise ConfigError(f"{folder} in checkpoints is dense; allowed: packed ones. Leave it out.")
         quality = folder / QUALITY  # of the quantize command
         method = read_json(quality).get("method", "unknown") if quality.is_file() else "unknown"
-        yield Arm(stored.weight_format, str(method), folder)
+        cfg, weight_format = run_config(options, stored.weight_format.NAME), stored.weight_format
+        own = {key: value for key, value in asdict(weight_format).items() if value is not None}
+        cfg.model.path, cfg.model.revision = str(folder), None
+        cfg.format = replace(cfg.format, ignore=list(stored.ignore), **own)
+        yield Arm(cfg, weight_format, str(method), folder)
 
 
 def sample(options: EntropyOptions, device: torch.device) -> Texts:
@@ -192,13 +200,12 @@ def measured(
     options: EntropyOptions, arm: Arm, texts: Texts, dense: WeightFiles, device: torch.device
 ) -> list[dict[str, Any]]:
     """Return the row of an arm, and for round to nearest also one row per part of its error."""
-    cfg = arm_config(options, arm)
-    model, _ = policy.load_base(cfg, device)
+    model, _ = policy.load_base(arm.cfg, device)
     entropies_T, kl_T = compared(model, texts, options.batch_size)
     del model
     folder = local_folder(options.model, options.revision, key="model")
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    linears = packable(loading.empty_model(config, torch.float32), cfg.format.ignore)
+    linears = packable(loading.empty_model(config, torch.float32), arm.cfg.format.ignore)
     packed = None if arm.folder is None else WeightFiles(arm.folder)
     errors = weight_error.layers(arm.weight_format, dense, packed, linears, device, fit_scales=arm.method == "awq")
     row = {"arm": arm.name, "part": "", **estimates(entropies_T, texts), "kl": named(kl_T, texts)}
@@ -207,19 +214,6 @@ def measured(
     if not options.parts or arm.folder is not None or row["weight_error"]["parts"] is None:
         return [row]
     return [row, *parts_alone(options, arm, texts, dense, linears, entropies_T)]
-
-
-def arm_config(options: EntropyOptions, arm: Arm) -> RunConfig:
-    """Return the configuration that loads an arm's model."""
-    cfg = run_config(options, arm.weight_format.NAME)
-    if arm.folder is None:
-        return cfg
-    stored = loading.stored_as(arm.folder)
-    assert stored is not None
-    own = {key: value for key, value in asdict(stored.weight_format).items() if value is not None}
-    cfg.model.path, cfg.model.revision = str(arm.folder), None
-    cfg.format = replace(cfg.format, ignore=list(stored.ignore), **own)
-    return cfg
 
 
 def parts_alone(
@@ -291,35 +285,39 @@ def interval(values_T: Tensor, lengths: list[int], level: float = 0.95) -> Inter
     return found.nats, found.nats - half, found.nats + half
 
 
-def label(row: dict[str, Any], rows: list[dict[str, Any]]) -> str:
-    """Return a row's model name, with the checkpoint's directory if several rows share the name."""
-    alike = [other for other in rows if other["arm"] == row["arm"] and not other["part"]]
-    return f"{row['arm']} in {row['checkpoint']}" if len(alike) > 1 and "checkpoint" in row else str(row["arm"])
+def row_names(rows: list[dict[str, Any]]) -> list[str]:
+    """Name each row by model and part, and by the checkpoint's directory where several models have one name."""
+    models = Counter(row["arm"] for row in rows if not row["part"])
+    names = []
+    for row in rows:
+        within = f" in {row['checkpoint']}" if models[row["arm"]] > 1 and "checkpoint" in row else ""
+        names.append(f"{row['arm']}, by {row['part']}" if row["part"] else f"{row['arm']}{within}")
+    return names
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """Format the rows: one per model, and one per error part added alone to the dense weights."""
-    head = [
-        "weights",
-        "entropy",
-        "forking",
-        "rest",
-        "change, 95% interval",
-        "p",
-        "KL to dense",
-        "error",
-        *weight_error.PARTS,
-    ]
-    lines = [cells(row, rows) for row in rows]
-    return terminal.columns([head, *(line + [""] * (len(head) - len(line)) for line in lines)])
+def table(rows: list[dict[str, Any]], names: list[str]) -> str:
+    """Format the rows, one per model, and one per error part added alone to the dense weights; then notes."""
+    head = ["weights", "entropy", "forking", "rest", "change, 95% interval", "p", "KL to dense", "error"]
+    lines, notes = [[*head, *weight_error.PARTS]], list[str]()
+    for row, name in zip(rows, names, strict=True):
+        line = [f"  by {row['part']}" if row["part"] else name, *cells(row)]
+        lines.append(line + [""] * (len(lines[0]) - len(line)))
+        if NOT_FINITE in line:
+            notes.append(
+                f"note: {name}: logits or weights of the model are NaN or infinite; entropy.json has null there"
+            )
+    return "\n".join([terminal.columns(lines), *notes])
 
 
-def cells(row: dict[str, Any], rows: list[dict[str, Any]]) -> list[str]:
-    """Return the table cells of a row."""
+def cells(row: dict[str, Any]) -> list[str]:
+    """Return the table cells of a row after its name."""
+
+    def number(value: float, how: str) -> str:
+        return format(value, how) if math.isfinite(value) else NOT_FINITE
+
     found, error = row["entropy_change"], row.get("weight_error")
-    line = [f"  by {row['part']}" if row["part"] else label(row, rows)]
     means = (row["entropy"]["mean"], row["entropy_forking"], row["entropy_rest"]) if "entropy" in row else ()
-    line += [number(mean, ".4f") for mean in means] or [""] * 3
+    line = [number(mean, ".4f") for mean in means] or [""] * 3
     if row["arm"] != "dense":
         is_known = all(map(math.isfinite, found.values()))
         line += [f"{found['mean']:+.4f} [{found['low']:+.4f}, {found['high']:+.4f}]" if is_known else NOT_FINITE]
@@ -331,26 +329,14 @@ def cells(row: dict[str, Any], rows: list[dict[str, Any]]) -> list[str]:
     return line
 
 
-def number(value: float, how: str) -> str:
-    return format(value, how) if math.isfinite(value) else NOT_FINITE
-
-
-def notes(rows: list[dict[str, Any]]) -> list[str]:
-    """Return a note for each row with NaN or infinite numbers."""
-    broken = [row for row in rows if NOT_FINITE in cells(row, rows)]
-    names = [label(row, rows) + (f" by {row['part']}" if row["part"] else "") for row in broken]
-    why = "logits or weights of the model are NaN or infinite; entropy.json has null there"
-    return [f"note: {name}: {why}" for name in names]
-
-
-def draw(rows: list[dict[str, Any]], path: Path) -> None:
+def draw(rows: list[dict[str, Any]], names: list[str], path: Path) -> None:
     """Plot the entropy changes and the shares of the weight error."""
     from qerl_lab.report import plots  # matplotlib takes a second
 
-    named_rows = {f"{row['arm']}, by {row['part']}" if row["part"] else label(row, rows): row for row in rows[1:]}
-    changes = {name: row["entropy_change"] for name, row in named_rows.items()}
-    shares = {
-        name: row["weight_error"]["parts"] for name, row in named_rows.items()
-        if row.get("weight_error") and row["weight_error"]["parts"]
-    }  # fmt: skip
-    plots.save_entropy({name: (c["mean"], c["low"], c["high"]) for name, c in changes.items()}, shares, path)
+    changes, shares = {}, {}
+    for row, name in list(zip(rows, names, strict=True))[1:]:
+        found = row["entropy_change"]
+        changes[name] = found["mean"], found["low"], found["high"]
+        if row.get("weight_error") and row["weight_error"]["parts"]:
+            shares[name] = row["weight_error"]["parts"]
+    plots.save_entropy(changes, shares, path)

@@ -3,17 +3,15 @@
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from datetime import date
 from pathlib import Path
-from typing import Any
 
 import torch
 from huggingface_hub import save_torch_state_dict
 
-from qerl_lab import formats, preflight
+from qerl_lab import preflight
 from qerl_lab.config.arm import as_recorded, of_arm
-from qerl_lab.config.model_hash import model_hash
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.paths import WEIGHTS, sha256
 from qerl_lab.config.schema import DENSE_FORMAT, RunConfig
@@ -172,12 +170,6 @@ def load(subject: Subject) -> Policy:
     return loaded
 
 
-def is_zero(adapter: Path) -> bool:
-    """Return whether the adapter changes nothing: every lora_B is zero."""
-    tensors = policy.adapter_tensors(adapter)
-    return not any(tensor.any() for name, tensor in tensors.items() if "lora_B" in name)
-
-
 @contextmanager
 def dequantized(subject: Subject) -> Iterator[Subject]:
     """Yield the subject with its base dequantized to bfloat16, as a temporary checkpoint in memory or on disk.
@@ -197,13 +189,3 @@ def dequantized(subject: Subject) -> Iterator[Subject]:
         model = replace(subject.cfg.model, path=str(folder), revision=None, hash=None)
         cfg = replace(subject.cfg, model=model, format=replace(subject.cfg.format, name=DENSE_FORMAT))
         yield replace(subject, cfg=cfg)
-
-
-def weights(cfg: RunConfig) -> dict[str, str | None]:
-    """Identify the base by a hash of its content, independent of where or when it was copied."""
-    return {"hash": model_hash(local_folder(cfg.model.path, cfg.model.revision))}
-
-
-def format_options(cfg: RunConfig) -> dict[str, Any]:
-    """Return the quantization options and the layers that stay dense."""
-    return asdict(formats.build(cfg.format)) | {"ignore": cfg.format.ignore}

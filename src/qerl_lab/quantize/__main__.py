@@ -1,6 +1,6 @@
 """Quantize a model to a 4-bit checkpoint: `python -m qerl_lab.quantize model=... format=nvfp4 out=DIR`.
 
-Options are checked before torch is imported. After an interruption or a failure the same command continues.
+Options are checked before torch is imported.
 """
 
 import os
@@ -27,7 +27,7 @@ def quantize(options: QuantizeOptions) -> None:
 
         run(options)
     except KeyboardInterrupt:
-        raise KeyboardInterrupt("the same command goes on where it stopped") from None
+        raise KeyboardInterrupt("type the same command again") from None
 
 
 LINE = "python -m qerl_lab.quantize"

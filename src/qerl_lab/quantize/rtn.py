@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from io import FileIO
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -103,36 +103,27 @@ def write(
     device: torch.device,
     advance: Callable[[int], None],
 ) -> None:
-    """Write one output file under a temporary name, sync it to disk, and rename it. Copied tensors keep their dtype.
+    """Write one output file and sync it to disk. Copied tensors keep their dtype.
 
-    The safetensors library is not used, because it needs all tensors at once and does not say which tensor failed on a
-    full disk. Calls `advance` with the source bytes done. Raises ValueError for a weight that the format cannot store,
-    or NaN in a copied one, and OSError if writing fails; both name file and tensor.
+    The safetensors library is not used, because it needs all tensors of a file at once. Calls `advance` with the source
+    bytes done. Raises ValueError for a weight that the format cannot store, or NaN in a copied one, and OSError if
+    writing fails; both name file and tensor.
     """
-    file, aside = folder / shard.file, folder / f"{shard.file}.tmp"
     header = _header(shard.layout)
     begins = {name: len(header) + begin for name, begin in _begins(shard.layout).items()}
-    try:
-        with aside.open("wb", buffering=0) as out:  # a buffer would fail again on close, without naming a tensor
-            _write_whole(out, memoryview(header))
-            for unit in shard.units:
-                _write_unit(out, unit, begins, _tensors(unit, source, weight_format, device))
-                advance(source_bytes(source, Shard(shard.file, [unit])))
-            os.fsync(out.fileno())
-    except OSError as error:
-        aside.unlink(missing_ok=True)
-        raise OSError(error.errno, error.strerror, str(file)) from error
-    aside.replace(file)
-
-
-def _write_unit(out: FileIO, unit: Unit, begins: Mapping[str, int], tensors: Mapping[str, Tensor]) -> None:
-    for name, tensor in tensors.items():
-        content = _bytes(name, tensor, unit.layout[name])
-        try:
-            out.seek(begins[name])
-            _write_whole(out, content)
-        except OSError as error:
-            raise OSError(error.errno, f"{error.strerror}, at {name}") from error
+    with (folder / shard.file).open("wb", buffering=0) as out:  # a buffer would fail again on close
+        _write_whole(out, memoryview(header))
+        for unit in shard.units:
+            for name, tensor in _tensors(unit, source, weight_format, device).items():
+                content = _bytes(name, tensor, unit.layout[name])
+                try:
+                    out.seek(begins[name])
+                    _write_whole(out, content)
+                except OSError as error:
+                    raise OSError(error.errno, f"{error.strerror}, at {name}", str(folder / shard.file)) from error
+            del tensor, content  # before the next unit is read
+            advance(source_bytes(source, Shard(shard.file, [unit])))
+        os.fsync(out.fileno())
 
 
 def _write_whole(out: FileIO, content: memoryview) -> None:

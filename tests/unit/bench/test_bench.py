@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
 import pytest
 import torch
 from peft import PeftModel
@@ -139,23 +138,6 @@ def test_decode_adds_up_the_layers_and_leaves_out_what_was_not_timed(tmp_path: P
     assert bench.table(result).splitlines()[-1].split()[-1] == "-"
     bench.draw(result, tmp_path / "decode.png")
     assert (tmp_path / "decode.png").stat().st_size > 10_000
-
-
-def test_a_product_and_its_adapter_have_one_colour() -> None:
-    arms = ("bf16", "marlin", "bf16_and_adapter", "marlin_and_adapter", "adapter_kernels")
-    rows = [{"layer": "o_proj", "rows": 8, "arm": arm, "us": 1.0} for arm in arms]
-    figure = bench.figure_of(
-        {"benchmark": "decode", "options": {"model": "m"}, "environment": {"gpus": []}, "decode": rows}
-    )
-    color = {line.get_label(): line.get_color() for line in figure.axes[0].get_lines()}
-    style = {line.get_label(): line.get_linestyle() for line in figure.axes[0].get_lines()}
-    plt.close(figure)
-    assert color["bf16"] == color["bf16_and_adapter"]
-    assert color["marlin"] == color["marlin_and_adapter"]
-    assert len({color["bf16"], color["marlin"], color["adapter_kernels"]}) == 3
-    assert style["bf16"] == style["marlin"] == "-"
-    assert style["bf16_and_adapter"] == style["marlin_and_adapter"] == "--"
-    assert style["adapter_kernels"] == ":"
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """Arms of `bench rollout` and `bench step`: their names, their processes, and what becomes of one that dies."""
 
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -78,8 +77,8 @@ def test_a_scratch_without_room_says_how_much_is_missing(monkeypatch: pytest.Mon
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=6e9))
     options = RolloutOptions(arms=["nvfp4", "bf16_stock"], scratch="/tmp")
     with pytest.raises(ConfigError, match=r"6\.0 GB free, and qwen2\.5-7b in bf16 takes 15\.5 GB: 9\.5 GB are missing"):
-        arm_processes.check("rollout", options)
-    arm_processes.check("rollout", RolloutOptions(arms=["nvfp4"], scratch="/tmp"))
+        arm_processes.check(options)
+    arm_processes.check(RolloutOptions(arms=["nvfp4"], scratch="/tmp"))
 
 
 def test_an_arm_sees_the_gpus_that_it_takes_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,7 +90,7 @@ def test_an_arm_sees_the_gpus_that_it_takes_and_no_other(monkeypatch: pytest.Mon
     assert [rank["LOCAL_RANK"] for rank in two] == ["0", "1"]
     assert arm_processes.environments(arm_of("nvfp4 device=cpu", TRL)) == [{}]
     with pytest.raises(ConfigError, match=r"gpus=4 and torch sees 3 GPUs here\. Type gpus=3"):
-        arm_processes.check("step", StepOptions(arms=["nvfp4", "nvfp4 gpus=4"]))
+        arm_processes.check(StepOptions(arms=["nvfp4", "nvfp4 gpus=4"]))
 
 
 @pytest.fixture
@@ -117,7 +116,7 @@ def test_words_that_do_not_fit_are_refused_before_a_checkpoint_is_written(
     small: dict[str, Any], name: str, options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        command.in_processes(name, (RolloutOptions if name == "rollout" else StepOptions)(**small | options))
+        command.in_processes((RolloutOptions if name == "rollout" else StepOptions)(**small | options), {})
     assert not list(Path(small["scratch"]).iterdir())
 
 
@@ -151,7 +150,7 @@ def test_each_arm_and_rank_has_a_process_its_checkpoint_and_its_adapter(
         " 'beside': sorted(p.name for p in Path(job['folder']).parent.iterdir() if p.is_dir())})",
     )
     options = RolloutOptions(arms=["bf16_stock", "nvfp4", "qlora_stock"], ranks=[2, 4], **small)
-    rows = list(arm_processes.run("rollout", options))
+    rows = list(arm_processes.run(options))
     assert [(row["arm"], row["rank"], row["method"]) for row in rows] == [
         ("bf16_stock", 2, None), ("bf16_stock", 4, None), ("nvfp4", 2, "compressed-tensors"),
         ("nvfp4", 4, "compressed-tensors"), ("qlora_stock", 2, "bitsandbytes"), ("qlora_stock", 4, "bitsandbytes"),
@@ -199,13 +198,14 @@ def test_an_arm_ends_with_its_parent(tmp_path: Path) -> None:
         ("time.sleep(60)", "took longer than timeout_minutes=0.05", 0),
         ("write({'died': 'OutOfMemoryError: 3 GiB'}); sys.exit(1)", "OutOfMemoryError: 3 GiB", 0),
         ("pass", "exit status 0, and no row", 0),
+        ("write({'batch': 8}); print('{\"arm', end='', file=open(sys.argv[2], 'a')); sys.exit(1)", "exit status 1", 1),
     ],
 )
 def test_a_dead_arm_is_a_row(
     small: dict[str, Any], monkeypatch: pytest.MonkeyPatch, script: str, reason: str, kept: int
 ) -> None:
     plays(monkeypatch, script)
-    *measured, last = arm_processes.run("rollout", RolloutOptions(arms=["bf16"], timeout_minutes=0.05, **small))
+    *measured, last = arm_processes.run(RolloutOptions(arms=["bf16"], timeout_minutes=0.05, **small))
     assert last["died"] == reason
     assert last["arm"] == "bf16"
     assert len(measured) == kept
@@ -222,16 +222,8 @@ def test_ranks_that_die_one_of_the_other_are_one_dead_arm(
         "while not first and 'memory' not in Path(sys.argv[2]).read_text(): time.sleep(0.01)\n"
         "write({'died': 'no memory' if first else 'connection closed by peer'}); first and time.sleep(5); sys.exit(1)",
     )
-    (row,) = arm_processes.run("step", StepOptions(arms=["nvfp4 device=cpu gpus=2"], groups=2, **small))
+    (row,) = arm_processes.run(StepOptions(arms=["nvfp4 device=cpu gpus=2"], groups=2, **small))
     assert row["died"] == "no memory"
-
-
-def test_a_row_that_was_cut_off_does_not_cost_the_others(
-    small: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plays(monkeypatch, "write({'batch': 8}); print('{\"arm\": \"bf', end='', file=open(sys.argv[2], 'a')); sys.exit(1)")
-    whole, died = arm_processes.run("rollout", RolloutOptions(arms=["bf16"], **small))
-    assert (whole["batch"], died["died"]) == (8, "exit status 1")
 
 
 def test_a_rank_that_cannot_be_started_leaves_none_that_waits_for_it(
@@ -248,7 +240,7 @@ def test_a_rank_that_cannot_be_started_leaves_none_that_waits_for_it(
 
     monkeypatch.setattr(subprocess, "Popen", start)
     with pytest.raises(BlockingIOError):
-        list(arm_processes.run("step", StepOptions(arms=["nvfp4 device=cpu gpus=2"], groups=2, **small)))
+        list(arm_processes.run(StepOptions(arms=["nvfp4 device=cpu gpus=2"], groups=2, **small)))
     assert started[0].returncode == -signal.SIGKILL
 
 
@@ -295,19 +287,6 @@ def test_a_command_that_is_ended_keeps_its_rows_and_removes_its_checkpoint(
     assert list(Path(small["scratch"]).iterdir()) == []
 
 
-def test_a_command_that_is_ended_while_it_writes_leaves_the_rows_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def end(_: int) -> None:
-        raise KeyboardInterrupt
-
-    command.write(tmp_path / "result", {"rows": [1]})
-    monkeypatch.setattr(os, "fsync", end)
-    with pytest.raises(KeyboardInterrupt):
-        command.write(tmp_path / "result", {"rows": [1, 2]})
-    assert json.loads((tmp_path / "result.json").read_text()) == {"rows": [1]}
-
-
 def test_what_killed_benchmarks_and_arms_left_is_removed_and_nothing_in_use(
     small: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -323,9 +302,9 @@ def test_what_killed_benchmarks_and_arms_left_is_removed_and_nothing_in_use(
         "os.kill(os.getpid(), 9)",
     )
     with named_folder(arm_processes.SCRATCH, scratch) as live:
-        arm_processes.check("rollout", RolloutOptions(arms=["bf16"], **small))
+        arm_processes.check(RolloutOptions(arms=["bf16"], **small))
         assert sorted(path.name for path in scratch.iterdir()) == sorted([live.name, "qerl-lab-bench-elsewhere-0"])
-        measured, died = arm_processes.run("rollout", RolloutOptions(arms=["bf16"], **small))
+        measured, died = arm_processes.run(RolloutOptions(arms=["bf16"], **small))
         assert live.exists()
     assert Path(measured["folder"]).parent == memory
     assert died["died"].startswith("ended by signal 9")

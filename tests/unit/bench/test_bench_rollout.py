@@ -175,7 +175,7 @@ def test_both_engines_are_measured_in_processes_of_their_own(tmp_path: Path, mon
     monkeypatch.setitem(os.environ, "VLLM_CPU_KVCACHE_SPACE", "1")
     asked = ["bf16_stock enforce_eager=true", "bf16 rollout.vllm.enforce_eager=true model.dtype=bfloat16"]
     small = options(model="small", arms=[*asked, "nf4"], scratch=str(tmp_path))
-    *rows, dead = arm_processes.run("rollout", small)
+    *rows, dead = arm_processes.run(small)
     assert [(row["arm"], row["batch"]) for row in rows] == [(arm, batch) for arm in asked for batch in (2, 4)]
     for row in rows:
         assert row["tokens_per_second_min"] <= row["tokens_per_second"] <= row["tokens_per_second_max"]

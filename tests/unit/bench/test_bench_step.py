@@ -88,7 +88,7 @@ def test_a_step_on_vllm_in_a_process_of_its_own(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setitem(arm_processes.ARCHITECTURES, "small", ARCHITECTURE)
     monkeypatch.setitem(os.environ, "VLLM_CPU_KVCACHE_SPACE", "1")
     ragged = options(model="small", arms=[ON_VLLM], new=64, mean_tokens=6, groups=8, steps=1, scratch=str(tmp_path))
-    (row,) = arm_processes.run("step", ragged)
+    (row,) = arm_processes.run(ragged)
     assert "died" not in row, row["log"]
     assert 32 * 3 < row["tokens"] < 32 * 12
     assert row["max_num_seqs"] == 32
@@ -103,7 +103,7 @@ def test_two_ranks_share_a_step_and_the_first_writes_its_row(
     monkeypatch.setitem(arm_processes.ARCHITECTURES, "small", ARCHITECTURE)
     monkeypatch.setitem(os.environ, "VLLM_CPU_KVCACHE_SPACE", "1")
     both = [f"{arm} device=cpu", f"{arm} device=cpu gpus=2"]
-    one, two = arm_processes.run("step", options(model="small", arms=both, steps=1, scratch=str(tmp_path)))
+    one, two = arm_processes.run(options(model="small", arms=both, steps=1, scratch=str(tmp_path)))
     assert "died" not in two, two["log"]
     assert two["tokens"] == pytest.approx(one["tokens"]) == 64
     assert (two["completions"], two["arm"], two["gpus"]) == (8, both[1], 2)

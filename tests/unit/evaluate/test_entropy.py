@@ -88,7 +88,7 @@ def test_a_checkpoint_is_measured_as_the_same_model_packed_while_it_is_loaded(tm
     assert loaded["entropy_rest"] < loaded["entropy"]["mean"] < loaded["entropy_forking"]
     assert len(pd.read_csv(out / "entropy.csv")) == len(rows)
     assert (out / "entropy.png").stat().st_size > 10_000
-    assert [entropy.label(row, rows) for row in (loaded, read)] == ["mxfp4 rtn", f"mxfp4 rtn in {packed}"]
+    assert entropy.row_names([dense, loaded, read]) == ["dense", "mxfp4 rtn", f"mxfp4 rtn in {packed}"]
     table = capsys.readouterr().out
     assert f"\nmxfp4 rtn in {packed} " in table
     assert "8 completions of arithmetic, " in table
