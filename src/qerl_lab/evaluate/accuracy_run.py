@@ -58,7 +58,7 @@ class Part:
         return len(self.questions) * self.samples
 
 
-class Job:
+class AccuracyJob:
     """One evaluation: what is asked of whom, and the directory that it writes."""
 
     def __init__(self, options: AccuracyOptions) -> None:
@@ -122,7 +122,7 @@ def run(*evaluations: AccuracyOptions) -> None:
         ValueError: the engine failed; finished parts are kept.
         OSError: the disk is full, or a file cannot be written.
     """
-    jobs = list({job.out: job for job in map(Job, evaluations)}.values())
+    jobs = list({job.out: job for job in map(AccuracyJob, evaluations)}.values())
     with ExitStack() as stack:
         unfinished = {
             job.out: stack.enter_context(Unfinished(job.out, job.identity, job.options.overwrite))
@@ -169,7 +169,7 @@ def folder_of(options: AccuracyOptions, found: Subject, identity: Any, asked: Se
     return (above / below / f"{'+'.join(one.name for one in asked)}-{key}").absolute()
 
 
-def answer(job: Job, engine: str, engines: Engines, unfinished: Unfinished) -> None:
+def answer(job: AccuracyJob, engine: str, engines: Engines, unfinished: Unfinished) -> None:
     """Answer the missing parts of an evaluation with one engine."""
     started = time.time()
     loaded, sampler = engines.get(job.subject, engine)
@@ -203,7 +203,7 @@ def answers(found: Subject, part: Part, loaded: Policy, sampler: Engine, bar: te
     return pd.concat([pd.DataFrame(columns, index=rows.index), rows], axis=1)
 
 
-def write(job: Job, unfinished: Unfinished) -> None:
+def write(job: AccuracyJob, unfinished: Unfinished) -> None:
     """Join the parts, own engine before common, in the order asked; write both result files and rename the folder."""
     found, folder = job.subject, unfinished.folder
     files = sorted(folder.glob("*-*-*-*.parquet"))
@@ -230,7 +230,7 @@ def write(job: Job, unfinished: Unfinished) -> None:
     unfinished.finish()
 
 
-def notes(job: Job) -> list[str]:
+def notes(job: AccuracyJob) -> list[str]:
     """Return the notes to print below the table."""
     found, cfg = job.subject, job.subject.cfg
     said = [f"{one.name}: {line}" for one in job.asked for line in one.task.warnings]

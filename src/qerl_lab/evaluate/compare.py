@@ -1,7 +1,8 @@
 """`python -m qerl_lab.evaluate compare A B`: compare two evaluations, paired by question and by seed."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.config.spelling import shell_word
 from qerl_lab.disk import read_json, replace_file
 from qerl_lab.evaluate.options import CompareOptions
-from qerl_lab.evaluate.summary import ABOUT, COMMON, OWN, ROWS, SCHEMA, TRAINED_ON, passes_of, shares
+from qerl_lab.evaluate.summary import ABOUT, COMMON, OWN, ROWS, SCHEMA, TRAINED_ON, answer_entropies, passes_of, shares
 from qerl_lab.report.arms import QUESTIONS
 from qerl_lab.report.passes import powers_of_two
 from qerl_lab.report.stats import Interval, between, crossed_interval, p_value, paired_interval
@@ -176,10 +177,9 @@ def paired(a: dict[int, Evaluated], b: dict[int, Evaluated]) -> tuple[Pairs, lis
     ):
         notes.append(f"A and B were drawn with seed={', '.join(seeds)}: they differ in their draws too")
     mine, others = identities[0]
-    if ran := [
-        f"{key}={mine.get(key)} and {others.get(key)}" for key in HOW_IT_RAN if mine.get(key) != others.get(key)
-    ]:
-        notes.append(f"A and B ran with {', '.join(ran)}: a part of the differences is theirs, also in engine=common")
+    ran = [(key, mine.get(key), others.get(key)) for key in HOW_IT_RAN]
+    if how := [f"{key}={one} and {other}" for key, one, other in ran if one != other]:
+        notes.append(f"A and B ran with {', '.join(how)}: a part of the differences is theirs, also in engine=common")
     codes = {one.about["environment"].get("git_sha") for pair in pairs for one in pair}
     if len(codes) > 1:
         notes.append(f"they come from {len(codes)} versions of the code: {', '.join(sorted(map(str, codes)))}")
@@ -187,10 +187,11 @@ def paired(a: dict[int, Evaluated], b: dict[int, Evaluated]) -> tuple[Pairs, lis
 
 
 def differences(pairs: Pairs, notes: list[str]) -> Iterator[Difference]:
-    """Yield the differences in accuracy and pass@k for every benchmark, engine and sampling that all evaluations have.
+    """Yield the differences in each measure for every benchmark, engine and sampling that all evaluations have.
 
-    Appends to `notes` what some lack, and that two dense bases are compared once. Raises ConfigError if nothing is in
-    all, or questions, prompts or sample counts differ.
+    Measures are accuracy, and for several samples pass@k and the entropy of final answers in nats. Appends to `notes`
+    what some lack, and that two dense bases are compared once. Raises ConfigError if nothing is in all, or questions,
+    prompts or sample counts differ.
     """
     answers = [[one.answers for one in pair] for pair in pairs]
     every = [of_one for of_pair in answers for of_one in of_pair]
@@ -212,15 +213,15 @@ def differences(pairs: Pairs, notes: list[str]) -> Iterator[Difference]:
         for pair in rows:
             check_pair(name[0], *pair)
         samples = int(rows[0][0]["draw"].max()) + 1
-        for k in [0, *(k for k in powers_of_two(samples) if k > 1)]:
-            a, b = (
-                pd.DataFrame([passes_of(pair[side], k) if k else shares(pair[side]) for pair in rows])
-                for side in (0, 1)
-            )
+        measures: dict[str, Callable[[pd.DataFrame], pd.Series]] = {"accuracy": shares}
+        if samples > 1:
+            measures |= {f"pass@{k}": partial(passes_of, k=k) for k in powers_of_two(samples) if k > 1}
+            measures["answer entropy"] = answer_entropies
+        for measure, of in measures.items():
+            a, b = (pd.DataFrame([of(pair[side]) for pair in rows]) for side in (0, 1))
             by_question = (b[a.columns] - a).reset_index(drop=True)
             means = float(a.to_numpy().mean()), float(b.to_numpy().mean())
             benchmark, engine, sampling = name
-            measure = f"pass@{k}" if k else "accuracy"
             yield Difference(benchmark, engine, sampling, measure, *means, by_question)
 
 

@@ -126,8 +126,10 @@ A, B = [[1, 0], [0, 0], [1, 1], [0, 1]], [[1, 1], [1, 0], [1, 1], [0, 0]]
 
 def test_differences_are_paired_by_question_and_not_by_place(tmp_path: Path) -> None:
     shuffled = answers(B).iloc[[4, 5, 0, 1, 6, 7, 2, 3]]
-    accuracy, passes = compared(write(tmp_path / "a", answers(A)), write(tmp_path / "b", shuffled))
-    assert (accuracy.measure, passes.measure) == ("accuracy", "pass@2")
+    shuffled.loc[shuffled["id"] == "q1", "completion"] = ["<answer>1</answer>", "<answer>2</answer>"]
+    accuracy, passes, entropy = compared(write(tmp_path / "a", answers(A)), write(tmp_path / "b", shuffled))
+    assert (accuracy.measure, passes.measure, entropy.measure) == ("accuracy", "pass@2", "answer entropy")
+    assert entropy.by_question.iloc[0].to_dict() == pytest.approx({"q0": 0, "q1": np.log(2), "q2": 0, "q3": 0})
     assert accuracy.by_question.iloc[0].to_dict() == {"q0": 0.5, "q1": 0.5, "q2": 0.0, "q3": -0.5}
     assert (accuracy.mean_a, accuracy.mean_b) == (0.5, 0.625)
     assert accuracy.interval()[0] == pytest.approx(0.125)
@@ -280,6 +282,6 @@ def test_the_command_prints_the_table_and_writes_the_questions(tmp_path: Path, c
     assert evaluate.main(["compare", a, b, f"csv={tmp_path / 'd.csv'}"]) == 0
     out = capsys.readouterr().out
     assert "+0.125 [" in out
-    assert len(pd.read_csv(tmp_path / "d.csv")) == 8
+    assert len(pd.read_csv(tmp_path / "d.csv")) == 3 * 4
     assert evaluate.main(["compare", a]) == 2
     assert f"directories are given: {a}; allowed: two, A and B." in capsys.readouterr().err
