@@ -60,7 +60,7 @@ def run(folder: Path, moment: str, call: int, number: int) -> None:
     from qerl_lab.quantize import __main__ as quantize
     from qerl_lab.quantize import quality, rtn
 
-    places = {"bytes": (rtn, "_tensors"), "measure": (quality, "measure_layer"), "rename": (Path, "rename")}
+    places = {"unit": (rtn, "_tensors"), "measure": (quality, "measure_layer"), "rename": (Path, "rename")}
     if moment in places:
         owner, name = places[moment]
         setattr(owner, name, signalling(getattr(owner, name), call, number))
@@ -123,7 +123,7 @@ def test_the_embedded_policy_becomes_a_checkpoint_with_its_quality_beside_it(tmp
 @pytest.mark.parametrize(
     ("moment", "call"),
     [
-        ("bytes", 30),  # in the middle of a file
+        ("unit", 12),  # in the middle of the weights
         ("measure", 2),  # the weights are complete
         ("rename", 1),  # everything is
     ],
@@ -136,13 +136,13 @@ def test_after_a_kill_the_same_command_comes_to_the_same_bytes(model, uninterrup
     assert child(folder) == 0, (folder / "output.txt").read_text()
     assert files(folder / "out") == uninterrupted
     same = [name for name, time in kept.items() if (folder / "out" / name).stat().st_mtime_ns == time]
-    assert same == ([] if moment == "bytes" else list(kept)), "complete weights are not written again"
+    assert same == ([] if moment == "unit" else list(kept)), "complete weights are not written again"
     assert sorted(path.name for path in folder.iterdir()) == ["model", "out", "output.txt", "reference"]
 
 
 def test_ctrl_c_is_answered_in_one_line_and_leaves_nothing(model):
     folder = model.parent
-    assert child(folder, "bytes", 20, signal.SIGINT) == 130
+    assert child(folder, "unit", 12, signal.SIGINT) == 130
     assert (folder / "output.txt").read_text().endswith("interrupted\n")
     assert sorted(path.name for path in folder.iterdir()) == ["model", "output.txt"]
 
